@@ -1,0 +1,42 @@
+"""Typed errors. Each text says what came, what is allowed and what to do."""
+
+from __future__ import annotations
+
+
+class MoeEngineError(Exception):
+    """Base of every error this package raises on purpose."""
+
+
+class ShapeError(MoeEngineError, ValueError):
+    """A tensor has a shape, stride or size that the call cannot take."""
+
+
+class DtypeError(MoeEngineError, TypeError):
+    """A tensor or argument has a type that the call cannot take."""
+
+
+class CapacityError(MoeEngineError, ValueError):
+    """More rows than the Buffer's memory was made for."""
+
+
+class BackendError(MoeEngineError, RuntimeError):
+    """The chosen backend is missing something on this machine, or lacks the feature asked for."""
+
+
+class RoutingError(MoeEngineError, ValueError):
+    """`topk_idx` held ids outside -1 .. num_experts-1; they were treated as -1."""
+
+
+class PeerTimeout(MoeEngineError, TimeoutError):
+    """A rank did not signal within the deadline. The Buffer is unusable from here on.
+
+    `rank`, `peer`, `phase`, `epoch` and `slot` name who waited for whom, and for what.
+    """
+
+    def __init__(self, rank: int, peer: int, phase: str, epoch: int, slot: int, seconds: float):
+        self.rank, self.peer, self.phase, self.epoch, self.slot = rank, peer, phase, epoch, slot
+        super().__init__(
+            f"rank {rank} waited {seconds:g} s for rank {peer} in phase '{phase}' "
+            f"(epoch {epoch}, slot {slot}). Rank {peer} is gone, stuck, or issued its calls in "
+            f"another order. Make a new Buffer; MOE_ENGINE_TIMEOUT_S sets the deadline."
+        )

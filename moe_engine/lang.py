@@ -1,0 +1,354 @@
+"""The device language: addresses on other ranks, signals, bounded waits, and exact arithmetic.
+
+Names and semantics follow Triton-distributed (`symm_at`, `notify`, `wait`, `consume_token`),
+in stock Triton. A kernel gets one `context` pointer (int64 words, see `Word`); from it come the
+rank, the peers' addresses, the epoch and the deadline, so that nothing about a call is frozen
+into a captured graph. Every write to another rank goes through `put_rows` or `notify`.
+
+A flag is an int64 that only grows; it is raised to the epoch of a call and never reset.
+Each function that is inline PTX on the GPU has a twin for the CPU interpreter
+(`TRITON_INTERPRET=1`), whose bf16 arithmetic is wrong otherwise.
+"""
+
+import time
+from enum import IntEnum
+
+import triton
+import triton.language as tl
+from triton.language.extra.cuda import globaltimer
+
+INTERPRETED: bool = triton.knobs.runtime.interpret
+"""True when kernels of this process run on the CPU through Triton's interpreter."""
+
+
+class Word(IntEnum):
+    """Index of each int64 word in the device context; written by the host once, except where said."""
+
+    EPOCH = 0  # last finished epoch; advanced by the last program of each call
+    BROKEN = 1  # 1 after the first expired wait of any kernel; kernels then return at once
+    FINISHED = 2  # programs of the running kernel that are done; 0 between kernels
+    BAD_IDS = 3  # routing ids outside -1 .. E-1 seen so far; added to by the layout kernel
+    TIMEOUT_NS = 4
+    REPORT = 5  # address of the report in host memory, see `Report`
+    RANK = 6
+    NUM_RANKS = 7
+    NUM_SLOTS = 8
+    REGION_BYTES = 9  # one source's part of one slot
+    DONE = 10  # offsets into the symmetric block, in bytes
+    COUNT_FLAGS = 11
+    CHUNK_FLAGS = 12
+    MAX_CHUNKS = 13
+    SLOTS = 14
+    PEERS = 16  # R addresses of the ranks' symmetric blocks, as mapped here
+
+
+class Report(IntEnum):
+    """Index of each int64 word in the report that the first expired wait writes."""
+
+    VALID = 0
+    PEER = 1
+    PHASE = 2
+    EPOCH = 3
+
+
+class Phase(IntEnum):
+    """What a wait was for."""
+
+    SLOT_FREE = 0
+    COUNTS = 1
+    ROWS = 2
+    RETURNED_ROWS = 3
+
+
+# Kernels can read module globals only as constexpr.
+EPOCH = tl.constexpr(int(Word.EPOCH))
+BROKEN = tl.constexpr(int(Word.BROKEN))
+FINISHED = tl.constexpr(int(Word.FINISHED))
+BAD_IDS = tl.constexpr(int(Word.BAD_IDS))
+TIMEOUT_NS = tl.constexpr(int(Word.TIMEOUT_NS))
+REPORT = tl.constexpr(int(Word.REPORT))
+RANK = tl.constexpr(int(Word.RANK))
+NUM_RANKS = tl.constexpr(int(Word.NUM_RANKS))
+NUM_SLOTS = tl.constexpr(int(Word.NUM_SLOTS))
+REGION_BYTES = tl.constexpr(int(Word.REGION_BYTES))
+DONE = tl.constexpr(int(Word.DONE))
+COUNT_FLAGS = tl.constexpr(int(Word.COUNT_FLAGS))
+CHUNK_FLAGS = tl.constexpr(int(Word.CHUNK_FLAGS))
+MAX_CHUNKS = tl.constexpr(int(Word.MAX_CHUNKS))
+SLOTS = tl.constexpr(int(Word.SLOTS))
+PEERS = tl.constexpr(int(Word.PEERS))
+PHASE_SLOT_FREE = tl.constexpr(int(Phase.SLOT_FREE))
+PHASE_COUNTS = tl.constexpr(int(Phase.COUNTS))
+PHASE_ROWS = tl.constexpr(int(Phase.ROWS))
+PHASE_RETURNED_ROWS = tl.constexpr(int(Phase.RETURNED_ROWS))
+
+
+# --- Context ---------------------------------------------------------------------------------
+
+
+@triton.jit
+def current_epoch(context):
+    """Epoch of the running call. Every kernel of a call reads the same value, as only the last
+    program of its last kernel advances the word (`finish_call`)."""
+    return tl.load(context + EPOCH) + 1
+
+
+@triton.jit
+def is_broken(context):
+    """Whether a wait of this rank has expired; a kernel that sees it returns at once."""
+    return tl.load(context + BROKEN, volatile=True) != 0
+
+
+@triton.jit
+def symm_at(address, rank, context):
+    """Address on `rank` of the thing at `address` in this rank's symmetric block.
+
+    `address` is int64 (scalar or block) and so is the result: 4 ranks whose blocks lie at
+    [0x1000, 0x5000, 0x9000, 0xd000], seen from rank 1: symm_at(0x5040, 3) = 0xd040.
+    """
+    own = tl.load(context + PEERS + tl.load(context + RANK))
+    return address - own + tl.load(context + PEERS + rank)
+
+
+@triton.jit
+def own_block(context):
+    """Address of this rank's symmetric block."""
+    return tl.load(context + PEERS + tl.load(context + RANK))
+
+
+@triton.jit
+def as_pointer(address, dtype: tl.constexpr):
+    """A typed pointer from an int64 address (scalar or block)."""
+    return address.to(tl.pointer_type(dtype), bitcast=True)
+
+
+# --- Rows ------------------------------------------------------------------------------------
+
+
+@triton.jit
+def put_rows(to, source, num_words, mask, ALIGNED: tl.constexpr, BLOCK_WORDS: tl.constexpr):
+    """Copy rows of `num_words` words from `source` to `to`, blocks of row pointers of one type.
+
+    Rows are opaque words (int32, int16 or int8), so that a new number format needs no new kernel.
+    `ALIGNED` promises that every row starts at a multiple of 16 bytes, without which a pointer
+    read from a table is stored 2 bytes at a time. Plain stores: nothing is published before the
+    `notify` that follows.
+    """
+    if ALIGNED:
+        to = tl.multiple_of(to, 16)
+        source = tl.multiple_of(source, 16)
+    for start in range(0, num_words, BLOCK_WORDS):
+        words = start + tl.arange(0, BLOCK_WORDS)
+        inside = mask[:, None] & (words < num_words)[None, :]
+        values = tl.load(source[:, None] + words[None, :], mask=inside)
+        tl.store(to[:, None] + words[None, :], values, mask=inside)
+
+
+# --- Signals ---------------------------------------------------------------------------------
+
+
+if INTERPRETED:
+
+    def now_ns():
+        """Nanoseconds of a clock that only grows."""
+        return tl.core.to_tensor(0) + time.monotonic_ns()
+
+    @triton.jit
+    def load_acquire(flags):
+        """Read flags at system scope; what their writers did before raising them is visible."""
+        time.sleep(0)  # the ranks share few cores
+        return tl.atomic_add(flags, 0, sem="acquire", scope="sys")
+
+    @triton.jit
+    def consume_token(value, token):
+        """`value`, but not before `token` is known."""
+        return value
+
+    @triton.jit
+    def drain_tma_stores():
+        """Wait until this thread's TMA stores are in memory and order them before later signals."""
+
+    @triton.jit
+    def fence_tma_loads():
+        """Order earlier acquires before later TMA loads."""
+
+else:
+
+    @triton.jit
+    def now_ns():
+        """Nanoseconds of a clock that only grows."""
+        return globaltimer()
+
+    @triton.jit
+    def load_acquire(flags):
+        """Read flags at system scope; what their writers did before raising them is visible."""
+        return tl.inline_asm_elementwise(
+            "ld.acquire.sys.global.b64 $0, [$1];",
+            "=l,l",
+            [flags],
+            dtype=tl.int64,
+            is_pure=False,
+            pack=1,
+        )
+
+    @triton.jit
+    def consume_token(value, token):
+        """`value` (int64), but not before `token` is known: the compiler sees a dependency."""
+        return tl.inline_asm_elementwise(
+            "mov.b64 $0, $1; // token $2",
+            "=l,l,r",
+            [value, token],
+            dtype=tl.int64,
+            is_pure=False,
+            pack=1,
+        )
+
+    @triton.jit
+    def drain_tma_stores():
+        """Wait until this thread's TMA stores are in memory and order them before later signals.
+
+        Triton's own store wait is `.read`: it frees the shared memory, no more.
+        """
+        tl.inline_asm_elementwise(
+            "cp.async.bulk.wait_group 0; fence.proxy.async; mov.u32 $0, 0;",
+            "=r",
+            [],
+            dtype=tl.int32,
+            is_pure=False,
+            pack=1,
+        )
+
+    @triton.jit
+    def fence_tma_loads():
+        """Order earlier acquires before later TMA loads, which go through another proxy."""
+        tl.inline_asm_elementwise(
+            "fence.proxy.async; mov.u32 $0, 0;", "=r", [], dtype=tl.int32, is_pure=False, pack=1
+        )
+
+
+@triton.jit
+def notify(flag, rank, epoch, context, AFTER_TMA: tl.constexpr = False):
+    """Raise `flag` (address in this rank's block) to `epoch` on `rank`.
+
+    Publish: every store of this program, to any rank, happens before the flag is seen raised by
+    a `wait` there: the threads' stores (and, with AFTER_TMA, their TMA stores, drained and fenced
+    first) come before the CTA barrier, and one thread then releases at system scope.
+    """
+    if AFTER_TMA:
+        drain_tma_stores()
+    tl.debug_barrier()
+    target = as_pointer(symm_at(flag, rank, context), tl.int64)
+    tl.atomic_xchg(target, epoch, sem="release", scope="sys")
+
+
+@triton.jit
+def wait(flags, mask, epoch, peers, context, PHASE: tl.constexpr, BEFORE_TMA: tl.constexpr = False):
+    """Wait until every flag (block of own addresses) under `mask` is at least `epoch`.
+
+    Returns a token: 1, or 0 when the deadline passed here or in an earlier wait; what the flags
+    guard must then not be touched. `peers` names, flag by flag, the rank to blame.
+
+    Observe: all threads poll with acquire loads at system scope, then meet at a CTA barrier, so
+    what each flag's writer did before its `notify` happens before every later load of the program
+    (with BEFORE_TMA, before its TMA loads too). The compiler keeps loads behind the wait when
+    their address went through `consume_token`. `>=`, not `==`: a fast peer may be a call ahead.
+    """
+    pointers = as_pointer(tl.where(mask, flags, own_block(context)), tl.int64)
+    late = mask & (load_acquire(pointers) < epoch)
+    num_late = tl.sum(late.to(tl.int32), 0)
+    token = tl.full((), 1, tl.int32)
+    deadline = now_ns() + tl.load(context + TIMEOUT_NS)
+    while (num_late > 0) & (token == 1):
+        late = mask & (load_acquire(pointers) < epoch)
+        num_late = tl.sum(late.to(tl.int32), 0)
+        if is_broken(context):
+            token = tl.full((), 0, tl.int32)
+        elif (num_late > 0) & (now_ns() > deadline):
+            token = tl.full((), 0, tl.int32)
+            _report(tl.max(tl.where(late, peers, -1), 0), epoch, context, PHASE)
+    tl.debug_barrier()
+    if BEFORE_TMA:
+        fence_tma_loads()
+    return token
+
+
+@triton.jit
+def _report(peer, epoch, context, PHASE: tl.constexpr):
+    """The first expired wait of this rank says who was missing; the others find BROKEN set."""
+    if tl.atomic_cas(context + BROKEN, tl.full((), 0, tl.int64), tl.full((), 1, tl.int64)) == 0:
+        report = as_pointer(tl.load(context + REPORT), tl.int64)
+        tl.store(report + 1, peer.to(tl.int64))
+        tl.store(report + 2, tl.full((), PHASE, tl.int64))
+        tl.store(report + 3, epoch)
+        tl.debug_barrier()
+        tl.atomic_xchg(report, tl.full((), 1, tl.int64), sem="release", scope="sys")
+
+
+# --- End of a call ---------------------------------------------------------------------------
+
+
+@triton.jit
+def is_last_program(context):
+    """True in the one program of a launch that arrives here last; every program must arrive once.
+
+    What the others did before arriving happens before what the last one does next: each program
+    passes a barrier and then one acquire-release add on a counter of this rank.
+    """
+    tl.debug_barrier()
+    one = tl.full((), 1, tl.int64)
+    before = tl.atomic_add(context + FINISHED, one, sem="acq_rel", scope="gpu")
+    last = before == tl.num_programs(0) - 1
+    if last:
+        tl.store(context + FINISHED, 0)
+    return last
+
+
+@triton.jit
+def finish_call(context):
+    """Release the call's slot to its writers and make its epoch the last finished one.
+
+    Raises `done[me]` to the epoch on every rank. A writer of epoch e waits for `done >= e - D`
+    from its destination (`slots_kernels.wait_slot_free`), and flags only grow: so the loads of
+    epoch e - D, which come before this call's `is_last_program`, happen before the stores of
+    epoch e. That is the whole proof that a slot is never overwritten while it is read.
+    Called by one program, after `is_last_program` or alone in its launch.
+    """
+    epoch = current_epoch(context)
+    done = own_block(context) + tl.load(context + DONE) + tl.load(context + RANK) * 8
+    for peer in range(0, tl.load(context + NUM_RANKS).to(tl.int32)):
+        notify(done, peer, epoch, context)
+    tl.store(context + EPOCH, epoch)
+
+
+# --- Arithmetic ------------------------------------------------------------------------------
+
+
+if INTERPRETED:
+
+    @triton.jit
+    def dot(a, b, acc):
+        """acc + a @ b in fp32 with IEEE products. The interpreter would multiply bf16 bit patterns."""
+        return tl.dot(a.to(tl.float32), b.to(tl.float32), acc, input_precision="ieee")
+
+    @triton.jit
+    def round_to(x, dtype: tl.constexpr):
+        """fp32 to `dtype`, nearest even. The interpreter would truncate bf16."""
+        if dtype == tl.bfloat16:
+            bits = x.to(tl.int32, bitcast=True)
+            nearest = (bits + 0x7FFF + ((bits >> 16) & 1)) >> 16
+            quiet_nan = (bits >> 16) | 0x40
+            is_nan = (bits & 0x7FFFFFFF) > 0x7F800000
+            return tl.where(is_nan, quiet_nan, nearest).to(tl.int16).to(tl.bfloat16, bitcast=True)
+        return x.to(dtype)
+
+else:
+
+    @triton.jit
+    def dot(a, b, acc):
+        """acc + a @ b in fp32; fp32 operands with IEEE products, never tf32."""
+        return tl.dot(a, b, acc, input_precision="ieee")
+
+    @triton.jit
+    def round_to(x, dtype: tl.constexpr):
+        """fp32 to `dtype`, nearest even."""
+        return x.to(dtype)
