@@ -1,0 +1,39 @@
+# make demo    see it work            make test    lint and the whole test suite
+# Choose another interpreter with PYTHON=python3.12, and another environment with VENV=.
+PYTHON ?= python3
+VENV ?= .venv
+TORCH ?= torch==2.13.0
+
+PY := $(VENV)/bin/python
+READY := $(VENV)/.ready-$(notdir $(PYTHON))
+FOLDERS := dispatch combine grouped_gemm
+export PYTHON VENV TORCH
+
+.PHONY: setup demo test lint typecheck clean
+
+setup: $(READY)
+
+$(READY): pyproject.toml tools/setup_venv.sh
+	bash tools/setup_venv.sh
+	touch $@
+
+demo: setup
+	$(PY) -m moe_engine demo
+
+test: lint
+	$(PY) -m pytest
+
+lint: setup
+	$(PY) -m ruff check .
+	$(PY) -m ruff format --check .
+	@$(MAKE) --no-print-directory typecheck
+
+# Type checkers do not follow package-dir: check a tree of links with the installed layout.
+typecheck: setup
+	@rm -rf build/typed && mkdir -p build/typed/moe_engine
+	@ln -s $(CURDIR)/moe_engine/* $(FOLDERS:%=$(CURDIR)/%) build/typed/moe_engine/
+	$(PY) -m mypy
+
+clean:
+	rm -rf .venv build dist *.egg-info .hypothesis .mypy_cache .pytest_cache .ruff_cache
+	find $(wildcard moe_engine $(FOLDERS) tests bench examples) -name __pycache__ -prune -exec rm -rf {} +
