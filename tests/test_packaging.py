@@ -1,0 +1,146 @@
+"""The wheel holds the tree and nothing else; imports go one way; files stay short."""
+
+import ast
+import os
+import shutil
+import subprocess
+import sys
+import zipfile
+from graphlib import TopologicalSorter
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[1]
+FOLDERS = ("dispatch", "combine", "grouped_gemm")
+
+# A module imports from its own layer or from lower ones. A sub-package counts as one module, and
+# "moe_engine" is the package root: the public names, gathered from the layers below it.
+LAYERS = (
+    ("errors", "config"),
+    ("routing", "routing_kernels", "slots", "slots_kernels", "lang", "reference", "trace", "tune"),
+    ("tiles", "symm"),
+    ("grouped_gemm",),
+    ("dispatch", "combine"),
+    ("buffer",),
+    ("layer", "autograd"),
+    ("moe_engine", "integrations", "emulation", "demo", "cli", "__main__"),
+)
+LEVEL = {name: level for level, names in enumerate(LAYERS) for name in names}
+
+
+def sources() -> dict[str, Path]:
+    """Every source file of the package, by its path inside the wheel."""
+    tree = {
+        f"moe_engine/{p.relative_to(ROOT / 'moe_engine')}": p
+        for p in (ROOT / "moe_engine").rglob("*.py")
+    }
+    tree |= {
+        f"moe_engine/{p.relative_to(ROOT)}": p
+        for folder in FOLDERS
+        for p in (ROOT / folder).rglob("*.py")
+    }
+    return dict(sorted(tree.items()))
+
+
+def module_name(path: str) -> str:
+    """`moe_engine/symm/__init__.py` -> `moe_engine.symm`"""
+    return path.removesuffix(".py").removesuffix("/__init__").replace("/", ".")
+
+
+def run(code: str, cwd: Path, **env: str) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(
+        [sys.executable, "-c", code],
+        cwd=cwd,
+        env=os.environ | env,
+        text=True,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        check=False,
+    )
+
+
+@pytest.fixture(scope="module")
+def wheel(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The wheel, built from a copy so that no earlier build directory can add to it."""
+    tree, out = tmp_path_factory.mktemp("tree"), tmp_path_factory.mktemp("wheel")
+    for name in ("pyproject.toml", "README.md", "LICENSE"):
+        shutil.copy(ROOT / name, tree)
+    for folder in ("moe_engine", *FOLDERS, "tests", "bench"):
+        shutil.copytree(ROOT / folder, tree / folder, ignore=shutil.ignore_patterns("__pycache__"))
+    subprocess.run(
+        [sys.executable, "-m", "build", "--wheel", "--no-isolation", "--outdir", out, tree],
+        check=True,
+        stdout=subprocess.DEVNULL,
+    )
+    (built,) = out.glob("*.whl")
+    return built
+
+
+def test_wheel_holds_exactly_the_tree(wheel: Path) -> None:
+    names = [n for n in zipfile.ZipFile(wheel).namelist() if ".dist-info/" not in n]
+    data = {f"moe_engine/data/{p.name}" for p in (ROOT / "moe_engine/data").glob("*.txt")}
+    assert set(names) == {*sources(), *data, "moe_engine/py.typed"}
+
+
+def test_every_module_imports_without_a_gpu(wheel: Path, tmp_path: Path) -> None:
+    zipfile.ZipFile(wheel).extractall(tmp_path)
+    modules = [m for m in map(module_name, sources()) if not m.endswith("__main__")]
+    code = f"""
+import importlib
+for name in {modules}:
+    module = importlib.import_module(name)
+    assert module.__file__.startswith({str(tmp_path)!r}), module.__file__
+"""
+    done = run(code, tmp_path, PYTHONPATH=str(tmp_path), CUDA_VISIBLE_DEVICES="")
+    assert done.returncode == 0, done.stdout
+
+
+@pytest.mark.parametrize("folder", FOLDERS)
+def test_bare_import_from_the_root_fails(folder: str) -> None:
+    """So that `try: import grouped_gemm` in other projects still falls through."""
+    done = run(f"import {folder}", ROOT)
+    assert "ImportError: attempted relative import beyond top-level package" in done.stdout
+
+
+def imported_modules(module: str, path: Path) -> set[str]:
+    """The modules of this package that a file imports, each by its name in `LAYERS`.
+
+    In moe_engine/dispatch/launch.py, `from ..symm.emulated import x` gives {"symm"} and
+    `from .. import errors` gives {"errors"}.
+    """
+    package = module.split(".") if path.name == "__init__.py" else module.split(".")[:-1]
+    found = set()
+    for node in ast.walk(ast.parse(path.read_text())):
+        if isinstance(node, ast.Import):
+            targets = [alias.name.split(".") for alias in node.names]
+        elif isinstance(node, ast.ImportFrom):
+            base = package[: len(package) + 1 - node.level] if node.level else []
+            base = base + (node.module.split(".") if node.module else [])
+            targets = [[*base, alias.name] for alias in node.names]
+        else:
+            continue
+        for top, *rest in targets:
+            assert top not in FOLDERS, f"{path}: {top} is moe_engine.{top}"
+            if top == "moe_engine":
+                found.add(rest[0] if rest and rest[0] in LEVEL else "moe_engine")
+    return found
+
+
+def test_imports_go_one_way() -> None:
+    graph: dict[str, set[str]] = {}
+    for path, source in sources().items():
+        module = module_name(path)
+        _, *rest = module.split(".")
+        name = rest[0] if rest else "moe_engine"
+        assert name in LEVEL, f"{path}: give {name} a place in LAYERS"
+        imported = imported_modules(module, source) - {name}
+        upward = sorted(other for other in imported if LEVEL[other] > LEVEL[name])
+        assert not upward, f"{path} imports {upward}, which stand above {name}"
+        graph.setdefault(name, set()).update(imported)
+    TopologicalSorter(graph).prepare()  # raises CycleError, and names the cycle
+
+
+def test_no_file_is_longer_than_400_lines() -> None:
+    lengths = {path: len(source.read_text().splitlines()) for path, source in sources().items()}
+    assert not {path: n for path, n in lengths.items() if n > 400}
