@@ -1,0 +1,283 @@
+"""A pool of rank processes on this machine: CPU ranks that interpret kernels, or one per GPU.
+
+    with RankPool(4) as pool:
+        pool.run(function, x, PerRank([a, b, c, d]))  # [function(group, x, a) of rank 0, ...]
+
+The script that makes a pool needs the `if __name__ == "__main__":` of all multiprocessing.
+"""
+
+from __future__ import annotations
+
+import multiprocessing
+import os
+import pickle
+import signal
+import sys
+import threading
+import time
+import traceback
+import weakref
+from collections.abc import Callable, Collection, Mapping
+from contextlib import suppress
+from multiprocessing.connection import Connection, wait
+from multiprocessing.context import SpawnProcess
+from typing import Any, NoReturn, cast
+
+import torch
+import torch.distributed as dist
+from torch._C._distributed_c10d import TCPStore
+
+from .errors import BackendError, MoeEngineError, ShapeError
+from .symm import environment
+
+START_TIMEOUT_S = 120.0
+"""How long the processes may take to import torch and find each other."""
+GRACE_S = 10.0
+"""How long the other ranks may still take once one has raised: they often wait for it in vain."""
+
+_parent: Connection | None = None  # in a rank: the way to the pool
+
+
+class PerRank(list):
+    """An argument of `RankPool.run` of which rank r gets item r."""
+
+
+class RankError(MoeEngineError, RuntimeError):
+    """Ranks failed. `errors` has the exception of each, ChildProcessError for one that died and
+    TimeoutError for a silent one; `rank` and `cause_type` belong to the first, which the text
+    gives with its traceback."""
+
+    def __init__(self, errors: dict[int, BaseException]):
+        self.errors = errors
+        self.rank = next(iter(errors))
+        self.cause_type = type(errors[self.rank])
+        lines = [f"rank {rank}: {type(e).__name__}: {e}" for rank, e in errors.items()]
+        super().__init__("\n".join(lines + getattr(errors[self.rank], "__notes__", [])))
+
+
+def send_message(obj: object) -> None:
+    """In a rank: call the `on_message(rank, obj)` given to `RankPool.run`."""
+    if _parent is None:
+        raise BackendError("send_message was called outside the ranks of a RankPool")
+    _parent.send_bytes(pickle.dumps(("message", obj)))
+
+
+class RankPool:
+    """`num_ranks` processes in one torch.distributed group, for any number of runs.
+
+    `device` is "cpu" (gloo, interpreted kernels) or "cuda" (rank r on GPU r, NCCL and gloo);
+    `env` is added to the environment of the ranks. The processes start at the first run, and
+    anew at the run after one was lost; they end with the pool or with this process.
+    """
+
+    def __init__(
+        self,
+        num_ranks: int,
+        device: str = "cpu",
+        timeout_s: float = 120.0,
+        env: Mapping[str, str] | None = None,
+    ):
+        if device not in ("cpu", "cuda"):
+            raise BackendError(f"device is {device!r}; a RankPool runs on 'cpu' or 'cuda'")
+        if device == "cuda" and torch.cuda.device_count() < num_ranks:
+            raise BackendError(
+                f"{num_ranks} ranks need as many GPUs, and there are {torch.cuda.device_count()}"
+            )
+        self.num_ranks, self.device, self.timeout_s = num_ranks, device, timeout_s
+        self._env = {"OMP_NUM_THREADS": "1", "TRITON_INTERPRET": "1" if device == "cpu" else "0"}
+        self._env["GLOO_SOCKET_IFNAME"] = "lo"  # needs no network and no resolvable host name
+        self._env |= env or {}
+        self._ranks: list[tuple[SpawnProcess, Connection]] = []
+        weakref.finalize(self, _kill, self._ranks)  # runs at exit, too
+
+    def __enter__(self) -> RankPool:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    def close(self) -> None:
+        """End all processes; a later run starts new ones."""
+        _kill(self._ranks)
+
+    def run(
+        self,
+        function: Callable[..., Any],
+        *args: Any,
+        num_ranks: int | None = None,
+        timeout_s: float | None = None,
+        expect_death: Collection[int] = (),
+        on_message: Callable[[int, Any], None] | None = None,
+    ) -> list[Any]:
+        """Call `function(group, *args)` on the first `num_ranks` ranks and return their results.
+
+        `function` must be importable by its name. Arguments and results travel by pickle, tensors
+        as copies; `PerRank` arguments are split. A rank in `expect_death` may die: its result is
+        None. None stands for all ranks and for the pool's own timeout. `on_message(rank, obj)` is
+        called for each `send_message(obj)`. RankError when a rank raises, dies or stays silent;
+        the processes live on where all answered.
+        """
+        num_ranks = self.num_ranks if num_ranks is None else num_ranks
+        if not 1 <= num_ranks <= self.num_ranks:
+            raise ShapeError(f"num_ranks is {num_ranks}; this pool has 1 to {self.num_ranks}")
+        for arg in args:
+            if isinstance(arg, PerRank) and len(arg) != num_ranks:
+                raise ShapeError(f"a PerRank has {len(arg)} items, and {num_ranks} ranks run")
+        jobs = []
+        for rank in range(num_ranks):
+            own = [arg[rank] if isinstance(arg, PerRank) else arg for arg in args]
+            jobs.append(pickle.dumps((sys.path, pickle.dumps((num_ranks, function, own)))))
+        if not self._ranks or any(not process.is_alive() for process, _ in self._ranks):
+            self._start()
+        limit = self.timeout_s if timeout_s is None else timeout_s
+        return self._collect(num_ranks, limit, jobs, expect_death, on_message)
+
+    def _start(self) -> None:
+        self.close()
+        self._store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+        spawn = multiprocessing.get_context("spawn")
+        for rank in range(self.num_ranks):
+            here, there = spawn.Pipe()
+            process = spawn.Process(
+                target=_serve,
+                args=(there, rank, self.num_ranks, self.device, self._store.port),
+                name=f"moe_engine rank {rank}",
+                daemon=True,
+            )
+            with environment(self._env):
+                process.start()
+            there.close()
+            self._ranks.append((process, here))
+        try:
+            self._collect(self.num_ranks, START_TIMEOUT_S)
+        except RankError:
+            self.close()
+            raise
+
+    def _collect(
+        self,
+        num_ranks: int,
+        timeout_s: float,
+        jobs: Collection[bytes] = (),
+        expect_death: Collection[int] = (),
+        on_message: Callable[[int, Any], None] | None = None,
+    ) -> list[Any]:
+        """Send each rank its job and wait for the answers."""
+        results: list[Any] = [None] * num_ranks
+        errors: dict[int, BaseException] = {}
+        lost = False
+        waiting = {self._ranks[rank][1]: rank for rank in range(num_ranks)}
+        start = time.monotonic()
+        deadline = start + timeout_s
+        try:
+            for connection, job in zip(waiting, jobs, strict=False):
+                with suppress(OSError):  # it died just now, which the loop below finds
+                    connection.send_bytes(job)
+            while waiting and (left := deadline - time.monotonic()) > 0:
+                for connection in cast(list[Connection], wait(list(waiting), left)):
+                    rank = waiting[connection]
+                    try:
+                        kind, value = pickle.loads(connection.recv_bytes())
+                    except (EOFError, OSError):
+                        kind, value = "death", None
+                    if kind == "message":
+                        if on_message is not None:
+                            on_message(rank, value)
+                        continue
+                    del waiting[connection]
+                    if kind == "result":
+                        results[rank] = value
+                    elif kind == "error":
+                        errors[rank] = _rebuild(*value)
+                        deadline = min(deadline, time.monotonic() + GRACE_S)
+                    else:
+                        lost = True
+                        if rank not in expect_death:
+                            self._ranks[rank][0].join(GRACE_S)
+                            code = self._ranks[rank][0].exitcode
+                            # First, as what the other ranks raise usually follows from it.
+                            errors = {rank: ChildProcessError(f"died, exit code {code}")} | errors
+                            deadline = start
+            waited = time.monotonic() - start
+            for rank in waiting.values():
+                errors[rank] = TimeoutError(f"no answer within {waited:.1f} s")
+        finally:
+            # Also after an interrupt: a rank that has not answered must not meet the next run.
+            if waiting or lost:
+                self.close()
+        if errors:
+            raise RankError(errors)
+        return results
+
+
+def _kill(ranks: list[tuple[SpawnProcess, Connection]]) -> None:
+    for process, _ in ranks:
+        process.kill()
+    for process, connection in ranks:
+        connection.close()
+        process.join(GRACE_S)
+    ranks.clear()
+
+
+# --- In a rank -------------------------------------------------------------------------------
+
+
+def _serve(connection: Connection, rank: int, num_ranks: int, device: str, port: int) -> NoReturn:
+    """Answer the pool's jobs until it goes away."""
+    global _parent
+    threading.Thread(target=_exit_with_pool, daemon=True).start()
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is the pool's to handle
+    groups: dict[int, Any] = {}
+
+    def join() -> None:
+        torch.set_num_threads(1)
+        if device == "cuda":
+            torch.cuda.set_device(rank)
+        backend = "gloo" if device == "cpu" else "cpu:gloo,cuda:nccl"
+        store = TCPStore("127.0.0.1", port)
+        dist.init_process_group(backend, store=store, rank=rank, world_size=num_ranks)
+        groups[num_ranks] = dist.group.WORLD
+
+    def work() -> Any:
+        paths, data = pickle.loads(job)
+        sys.path.extend(path for path in paths if path not in sys.path)
+        size, function, args = pickle.loads(data)
+        if size not in groups:
+            groups[size] = dist.new_group(list(range(size)), use_local_synchronization=True)
+        return function(groups[size], *args)
+
+    with suppress(EOFError, OSError):
+        connection.send_bytes(_answer(join))
+        _parent = connection
+        while True:
+            job = connection.recv_bytes()
+            connection.send_bytes(_answer(work))
+    os._exit(0)
+
+
+def _exit_with_pool() -> None:
+    parent = multiprocessing.parent_process()
+    assert parent is not None
+    parent.join()
+    os._exit(0)
+
+
+def _answer(call: Callable[[], Any]) -> bytes:
+    try:
+        return pickle.dumps(("result", call()))
+    except BaseException as error:
+        notes = {"__notes__": [traceback.format_exc()]}
+        with suppress(Exception):
+            answer = pickle.dumps(("error", (type(error), error.args, error.__dict__ | notes)))
+            _rebuild(*pickle.loads(answer)[1])
+            return answer
+        plain = RuntimeError, (f"{type(error).__name__}: {error}",), notes
+        return pickle.dumps(("error", plain))
+
+
+def _rebuild(kind: type[BaseException], args: tuple, attributes: dict) -> BaseException:
+    """A rank's exception, without calling `__init__(*args)` as pickle would: not all can take it."""
+    error = kind.__new__(kind, *args)
+    error.args = args
+    error.__dict__.update(attributes)
+    return error

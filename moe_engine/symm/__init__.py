@@ -1,0 +1,208 @@
+"""Symmetric memory: one block of the same size on every rank, written directly by the others.
+
+| backend    | where                        | how                                             |
+|------------|------------------------------|-------------------------------------------------|
+| `single`   | one rank                     | a plain allocation                              |
+| `emulated` | CPU, ranks as processes      | shared memory, kernels in Triton's interpreter  |
+| `torch`    | GPUs of one NVLink domain    | `torch.distributed._symmetric_memory`           |
+"""
+
+from __future__ import annotations
+
+import os
+import socket
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Protocol, TypeVar
+
+import numpy
+import torch
+import torch.distributed as dist
+
+from .. import lang
+from ..errors import BackendError, ShapeError
+
+BACKENDS = ("single", "emulated", "torch")
+T = TypeVar("T")
+
+
+class SymmetricTensor(Protocol):
+    """This rank's block, and the addresses of all ranks' blocks as mapped here."""
+
+    local: torch.Tensor
+    """uint8 [num_bytes] on the device, zeroed; empty after `free`."""
+    peer_addresses: torch.Tensor
+    """int64 [R] on the device, the own address included; 0 where a peer is not mapped."""
+
+    def free(self) -> None:
+        """Give the memory back; the second call does nothing. No rank may use the block any more.
+
+        Views of `local` stay valid and keep this rank's own block alive.
+        """
+
+
+def allocate(
+    group: dist.ProcessGroup | None,
+    num_bytes: int,
+    backend: str = "auto",
+    device: torch.device | str | None = None,
+) -> SymmetricTensor:
+    """Allocate `num_bytes` on every rank of `group`, zeroed everywhere before any rank returns.
+
+    Collective. `group=None` is the default group, or one rank where torch.distributed is not
+    initialised; `device=None` is the current CUDA device, or the CPU where there is none or where
+    kernels are interpreted. Raises, on every rank, ShapeError when `num_bytes` differs or is not
+    positive and BackendError as `choose_backend` does or when memory cannot be mapped.
+    """
+    group = group or default_group()
+    device = resolve_device(device)
+    backend = choose_backend(group, backend, device)
+    _check_sizes(exchange(group, lambda: num_bytes))
+    if backend == "single":
+        from .single import SingleTensor
+
+        return SingleTensor(num_bytes, device)
+    if backend == "emulated":
+        from .emulated import EmulatedTensor
+
+        return EmulatedTensor(group, num_bytes)
+    from .torch_symm import TorchTensor
+
+    assert group is not None
+    return TorchTensor(group, num_bytes, device)
+
+
+def choose_backend(
+    group: dist.ProcessGroup | None = None,
+    backend: str = "auto",
+    device: torch.device | str | None = None,
+) -> str:
+    """Name of the backend for these ranks: `backend` itself, or with "auto" the one that fits.
+
+    Collective. BackendError, on every rank, says what is missing and what to do.
+    """
+    group = group or default_group()
+    device = resolve_device(device)
+    choices = exchange(group, lambda: (_choose_here(group, backend, device), _host()))
+    names, hosts = zip(*choices, strict=True)
+    if len(set(names)) > 1:
+        raise BackendError(f"ranks chose different backends: {_per_rank(names)}. Give all the same")
+    if len(set(hosts)) > 1:
+        raise BackendError(
+            f"backend '{names[0]}' needs all ranks on one host, but they run on "
+            f"{len(set(hosts))}. Use a group within one host, or the Buffer's mode 'collective'"
+        )
+    return names[0]
+
+
+def default_group() -> dist.ProcessGroup | None:
+    """The default process group, or None where torch.distributed is not initialised."""
+    return dist.group.WORLD if dist.is_available() and dist.is_initialized() else None
+
+
+def resolve_device(device: torch.device | str | None) -> torch.device:
+    """`device` with its index; None is the CPU when kernels are interpreted or CUDA is missing."""
+    if device is None:
+        device = "cpu" if lang.INTERPRETED or not torch.cuda.is_available() else "cuda"
+    device = torch.device(device)
+    if device.type == "cuda" and device.index is None and torch.cuda.is_available():
+        return torch.device("cuda", torch.cuda.current_device())
+    return device
+
+
+def exchange(group: dist.ProcessGroup | None, make: Callable[[], T]) -> list[T]:
+    """What `make()` returned on each rank; also a barrier.
+
+    If it raised anywhere, every rank raises BackendError, so that none is left waiting.
+    """
+    mine: tuple[T | None, str | None]
+    try:
+        mine = make(), None
+    except BackendError as error:
+        mine = None, str(error)
+    except Exception as error:
+        mine = None, f"{type(error).__name__}: {error}"
+    everyone = [mine]
+    if group is not None:
+        everyone = [mine] * group.size()
+        dist.all_gather_object(everyone, mine, group=group)
+    failed = {rank: text for rank, (_, text) in enumerate(everyone) if text is not None}
+    if failed:
+        texts = set(failed.values())
+        where = f" (rank{'s' * (len(failed) > 1)} {', '.join(map(str, failed))})"
+        raise BackendError("; ".join(sorted(texts)) + where)
+    return [value for value, _ in everyone]  # type: ignore[misc]
+
+
+@contextmanager
+def environment(changes: Mapping[str, str]) -> Iterator[None]:
+    """Change the environment of this process for a while."""
+    before = {name: os.environ.get(name) for name in changes}
+    os.environ.update(changes)
+    try:
+        yield
+    finally:
+        for name, value in before.items():
+            os.environ.pop(name) if value is None else os.environ.update({name: value})
+
+
+def _choose_here(group: dist.ProcessGroup | None, backend: str, device: torch.device) -> str:
+    """The choice as far as one rank can see."""
+    num_ranks = 1 if group is None else group.size()
+    if backend == "nvshmem":
+        raise BackendError(f"backend 'nvshmem' does not exist yet; there are {BACKENDS}")
+    if backend not in ("auto", *BACKENDS):
+        raise BackendError(f"backend {backend!r} is not one of {('auto', *BACKENDS)}")
+    if device.type not in ("cpu", "cuda"):
+        raise BackendError(f"device '{device}' is neither a CPU nor a CUDA device")
+    if backend == "auto":
+        backend = "single" if num_ranks == 1 else "emulated" if device.type == "cpu" else "torch"
+    if backend == "single" and num_ranks > 1:
+        raise BackendError(f"backend 'single' serves one rank, but the group has {num_ranks}")
+    if (backend, device.type) in (("emulated", "cuda"), ("torch", "cpu")):
+        raise BackendError(f"backend '{backend}' cannot serve device '{device}'. Use 'auto'")
+    if device.type == "cpu":
+        _check_emulation()
+    else:
+        _check_cuda(group, backend)
+    return backend
+
+
+def _check_emulation() -> None:
+    if not lang.INTERPRETED:
+        raise BackendError(
+            "kernels run on the CPU only through Triton's interpreter: set TRITON_INTERPRET=1 "
+            "before triton is imported, or start ranks with moe_engine.emulation.RankPool"
+        )
+    if numpy.lib.NumpyVersion(numpy.__version__) >= "2.4.0":
+        raise BackendError(
+            f"Triton's interpreter fails with numpy {numpy.__version__}, it needs numpy < 2.4: "
+            "pip install 'moe_engine[emulation]'"
+        )
+
+
+def _check_cuda(group: dist.ProcessGroup | None, backend: str) -> None:
+    if not torch.cuda.is_available():
+        raise BackendError("no CUDA device is available: check the driver and torch.version.cuda")
+    if lang.INTERPRETED:
+        raise BackendError("TRITON_INTERPRET is set, but the device is a GPU: unset it")
+    if backend == "torch" and group is None:
+        raise BackendError("backend 'torch' needs torch.distributed.init_process_group first")
+
+
+def _check_sizes(sizes: list[int]) -> None:
+    if len(set(sizes)) > 1:
+        raise ShapeError(f"num_bytes differs between ranks: {_per_rank(sizes)}. Give all the same")
+    if not isinstance(sizes[0], int) or sizes[0] <= 0:
+        raise ShapeError(f"num_bytes is {sizes[0]!r}; it must be a positive int")
+
+
+def _per_rank(values: list[T] | tuple[T, ...]) -> str:
+    return ", ".join(f"{value!r} on rank {rank}" for rank, value in enumerate(values))
+
+
+def _host() -> str:
+    """A name that two ranks share only on one host: containers may share or change hostnames."""
+    boot_id = Path("/proc/sys/kernel/random/boot_id")
+    return boot_id.read_text() if boot_id.exists() else socket.gethostname()
