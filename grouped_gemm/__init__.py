@@ -1,0 +1,5 @@
+"""Grouped GEMM: every expert's rows times its weights in one launch, SwiGLU in the epilogue."""
+
+from .launch import TileSchedule, gathered_gemm, gemm_config, grouped_gemm, tile_schedule
+
+__all__ = ["TileSchedule", "gathered_gemm", "gemm_config", "grouped_gemm", "tile_schedule"]
