@@ -227,7 +227,7 @@ def _serve(connection: Connection, rank: int, num_ranks: int, device: str, port:
     global _parent
     threading.Thread(target=_exit_with_pool, daemon=True).start()
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is the pool's to handle
-    groups: dict[int, Any] = {}
+    groups: list[Any] = []  # of 1, 2 .. num_ranks ranks
 
     def join() -> None:
         torch.set_num_threads(1)
@@ -236,15 +236,14 @@ def _serve(connection: Connection, rank: int, num_ranks: int, device: str, port:
         backend = "gloo" if device == "cpu" else "cpu:gloo,cuda:nccl"
         store = TCPStore("127.0.0.1", port)
         dist.init_process_group(backend, store=store, rank=rank, world_size=num_ranks)
-        groups[num_ranks] = dist.group.WORLD
+        groups.extend(dist.new_group(list(range(size))) for size in range(1, num_ranks))
+        groups.append(dist.group.WORLD)
 
     def work() -> Any:
         paths, data = pickle.loads(job)
         sys.path.extend(path for path in paths if path not in sys.path)
         size, function, args = pickle.loads(data)
-        if size not in groups:
-            groups[size] = dist.new_group(list(range(size)), use_local_synchronization=True)
-        return function(groups[size], *args)
+        return function(groups[size - 1], *args)
 
     with suppress(EOFError, OSError):
         connection.send_bytes(_answer(join))
@@ -276,7 +275,7 @@ def _answer(call: Callable[[], Any]) -> bytes:
 
 
 def _rebuild(kind: type[BaseException], args: tuple, attributes: dict) -> BaseException:
-    """A rank's exception, without calling `__init__(*args)` as pickle would: not all can take it."""
+    """A rank's exception, without pickle's call of `__init__(*args)`, which not all can take."""
     error = kind.__new__(kind, *args)
     error.args = args
     error.__dict__.update(attributes)

@@ -1,0 +1,35 @@
+"""Markers and fixtures of all tests. Functions that ranks run are found in the test modules."""
+
+import os
+from collections.abc import Iterator
+
+import numpy
+import pytest
+import torch
+from hypothesis import settings
+
+from moe_engine.emulation import RankPool
+
+settings.register_profile(
+    "moe_engine", max_examples=25, deadline=None, derandomize="CI" in os.environ
+)
+settings.load_profile("moe_engine")
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    num_gpus = torch.cuda.device_count()
+    for marker, needed in (("gpu", 1), ("multi_gpu", 2)):
+        for item in items:
+            if num_gpus < needed and item.get_closest_marker(marker):
+                item.add_marker(pytest.mark.skip(reason=f"needs {needed} GPU(s), has {num_gpus}"))
+
+
+@pytest.fixture(scope="session")
+def pool() -> Iterator[RankPool]:
+    """Ranks for the whole session: up to 4 GPUs where there are several, else 4 CPU processes."""
+    num_gpus = torch.cuda.device_count()
+    if num_gpus < 2 and numpy.lib.NumpyVersion(numpy.__version__) >= "2.4.0":
+        pytest.skip("Triton's interpreter needs numpy < 2.4: pip install 'moe_engine[emulation]'")
+    with RankPool(min(num_gpus, 4), "cuda") if num_gpus > 1 else RankPool(4) as ranks:
+        ranks.timeout_s = 100  # shorter than a test's time limit
+        yield ranks

@@ -1,0 +1,301 @@
+"""The pool of ranks: results and errors come back, and no process is ever left or waited for."""
+
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from moe_engine import emulation
+from moe_engine.emulation import PerRank, RankError, RankPool, send_message
+from moe_engine.errors import BackendError, PeerTimeout, ShapeError
+
+
+@pytest.fixture(scope="module")
+def pair() -> Iterator[RankPool]:
+    """Two ranks of this module's own, as some tests kill them."""
+    with RankPool(2, timeout_s=60) as ranks:
+        yield ranks
+
+
+def get_pid(group):
+    return os.getpid()
+
+
+def is_gone(pid: int) -> bool:
+    """Whether the process ended and was waited for: a zombie still has its /proc entry."""
+    return not Path(f"/proc/{pid}").exists()
+
+
+# --- Runs ------------------------------------------------------------------------------------
+
+
+def add_to_rank(group, x, y):
+    total = torch.tensor(group.rank())
+    dist.all_reduce(total, group=group)
+    x += y
+    return group.rank(), group.size(), int(total), x
+
+
+def test_each_rank_gets_its_arguments_and_returns_its_result(pool):
+    x = torch.zeros(3)
+    items = [torch.full((3,), float(r)) for r in range(pool.num_ranks)]
+    results = pool.run(add_to_rank, x, PerRank(items))
+    num_ranks = pool.num_ranks
+    for rank, (own_rank, size, total, y) in enumerate(results):
+        assert (own_rank, size, total) == (rank, num_ranks, num_ranks * (num_ranks - 1) // 2)
+        torch.testing.assert_close(y, items[rank])
+    assert x.eq(0).all()  # the ranks changed copies
+
+
+def get_group_id(group):
+    return group.size(), id(group)
+
+
+def test_a_group_is_made_once_per_size(pool):
+    for num_ranks in range(1, pool.num_ranks + 1):
+        first = pool.run(get_group_id, num_ranks=num_ranks)
+        assert [size for size, _ in first] == [num_ranks] * num_ranks
+        assert pool.run(get_group_id, num_ranks=num_ranks) == first
+        assert len(pool.run(add_to_rank, 0, 0, num_ranks=num_ranks)) == num_ranks
+
+
+def test_wrong_numbers_of_ranks_are_refused(pair):
+    with pytest.raises(ShapeError, match="num_ranks is 3; this pool has 1 to 2"):
+        pair.run(get_pid, num_ranks=3)
+    with pytest.raises(ShapeError, match="3 items, and 2 ranks run"):
+        pair.run(get_pid, PerRank([1, 2, 3]))
+    with pytest.raises(BackendError, match="'tpu'"):
+        RankPool(2, "tpu")
+    with pytest.raises(BackendError, match="1000 ranks need as many GPUs"):
+        RankPool(1000, "cuda")
+
+
+def count_files(group, x):
+    return x, len(os.listdir("/proc/self/fd"))
+
+
+def test_tensors_leave_no_open_files(pair):
+    x = torch.arange(1000)
+    before = [files for _, files in pair.run(count_files, x)], len(os.listdir("/proc/self/fd"))
+    results = [pair.run(count_files, x) for _ in range(20)]
+    after = [files for _, files in pair.run(count_files, x)], len(os.listdir("/proc/self/fd"))
+    assert results[0][0][0].equal(x)
+    assert before == after
+
+
+def get_environment(group):
+    from moe_engine import lang
+
+    return lang.INTERPRETED, os.environ.get("MOE_TEST"), torch.get_num_threads()
+
+
+def test_ranks_have_their_own_environment():
+    before = dict(os.environ)
+    with RankPool(1, env={"MOE_TEST": "yes"}) as one:
+        assert one.run(get_environment) == [(True, "yes", 1)]
+    assert dict(os.environ) == before
+
+
+# --- Messages --------------------------------------------------------------------------------
+
+
+def send_three(group):
+    for step in range(3):
+        send_message((group.rank(), step))
+    return "done"
+
+
+def test_messages_arrive_in_order(pair):
+    got = []
+    results = pair.run(send_three, on_message=lambda rank, message: got.append((rank, message)))
+    assert results == ["done", "done"]
+    for rank in range(2):
+        assert [m for r, m in got if r == rank] == [(rank, step) for step in range(3)]
+    assert pair.run(send_three) == ["done", "done"]
+
+
+def test_an_interrupted_run_does_not_disturb_the_next(pair):
+    def interrupt(rank, message):
+        raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        pair.run(send_three, on_message=interrupt)
+    assert pair.run(add_to_rank, 1, 2) == [(0, 2, 1, 3), (1, 2, 1, 3)]
+
+
+def test_messages_need_a_rank():
+    with pytest.raises(BackendError, match="outside the ranks"):
+        send_message(1)
+
+
+# --- Errors ----------------------------------------------------------------------------------
+
+
+def raise_on_rank_1(group):
+    if group.rank() == 1:
+        raise PeerTimeout(rank=1, peer=0, phase="rows", epoch=7, slot=1, seconds=3)
+    return "fine"
+
+
+def test_an_exception_comes_back_whole_and_the_pool_goes_on(pair):
+    pids = pair.run(get_pid)
+    with pytest.raises(RankError, match=r"in phase 'rows'[^$]*in raise_on_rank_1") as caught:
+        pair.run(raise_on_rank_1)
+    error = caught.value
+    assert (error.rank, error.cause_type) == (1, PeerTimeout)
+    assert list(error.errors) == [1]
+    assert (error.errors[1].peer, error.errors[1].epoch) == (0, 7)
+    assert pair.run(get_pid) == pids
+
+
+def raise_local(group):
+    class LocalError(Exception):
+        pass
+
+    raise LocalError("cannot be pickled")
+
+
+def return_lambda(group):
+    return lambda: None
+
+
+def exit_python(group):
+    sys.exit(3)
+
+
+def test_what_cannot_be_pickled_comes_back_as_text(pair):
+    pids = pair.run(get_pid)
+    with pytest.raises(RankError, match="RuntimeError: LocalError: cannot be pickled"):
+        pair.run(raise_local)
+    with pytest.raises(RankError, match="lambda"):
+        pair.run(return_lambda)
+    with pytest.raises(RankError, match="SystemExit: 3"):
+        pair.run(exit_python)
+    assert pair.run(get_pid) == pids
+
+
+def raise_before_barrier(group):
+    if group.rank() == 0:
+        raise ValueError("before the barrier")
+    dist.barrier(group)
+
+
+def test_a_rank_that_waits_for_one_that_raised_is_ended(pair, monkeypatch):
+    monkeypatch.setattr(emulation, "GRACE_S", 0.5)
+    pids = pair.run(get_pid)
+    with pytest.raises(RankError, match="before the barrier") as caught:
+        pair.run(raise_before_barrier)
+    assert caught.value.cause_type is ValueError
+    assert isinstance(caught.value.errors[1], TimeoutError)
+    assert all(map(is_gone, pids))
+    assert len(pair.run(get_pid)) == 2
+
+
+# --- Death -----------------------------------------------------------------------------------
+
+
+def die_on_rank_1(group):
+    if group.rank() == 1:
+        os.kill(os.getpid(), signal.SIGKILL)
+    dist.barrier(group)
+
+
+def test_an_unexpected_death_ends_all_at_once(pair):
+    pids = pair.run(get_pid)
+    start = time.monotonic()
+    with pytest.raises(RankError, match="rank 1: ChildProcessError: died, exit code -9") as caught:
+        pair.run(die_on_rank_1)
+    assert time.monotonic() - start < 20
+    assert (caught.value.rank, caught.value.cause_type) == (1, ChildProcessError)
+    assert all(map(is_gone, pids))
+    assert not set(pair.run(get_pid)) & set(pids)
+
+
+def die_alone(group):
+    if group.rank() == 1:
+        os.kill(os.getpid(), signal.SIGKILL)
+    return "alive"
+
+
+def test_an_expected_death_is_no_error(pair):
+    pids = pair.run(get_pid)
+    assert pair.run(die_alone, expect_death={1}) == ["alive", None]
+    assert all(map(is_gone, pids))
+    assert pair.run(get_pid, expect_death={1}) != pids
+
+
+def test_a_rank_that_died_between_runs_is_replaced(pair):
+    victim = pair.run(get_pid)[1]
+    os.kill(victim, signal.SIGKILL)
+    while ") Z" not in Path(f"/proc/{victim}/stat").read_text():  # a zombie: dead, not waited for
+        time.sleep(0.01)
+    assert victim not in pair.run(get_pid)
+
+
+def sleep_on_rank_0(group, seconds):
+    if group.rank() == 0:
+        time.sleep(seconds)
+
+
+def test_silence_ends_in_an_error(pair):
+    pids = pair.run(get_pid)
+    start = time.monotonic()
+    with pytest.raises(RankError, match="rank 0: TimeoutError: no answer within 1") as caught:
+        pair.run(sleep_on_rank_0, 300, timeout_s=1)
+    assert time.monotonic() - start < 20
+    assert caught.value.cause_type is TimeoutError
+    assert all(map(is_gone, pids))
+    pair.run(sleep_on_rank_0, 0)
+
+
+def test_close_ends_all_and_may_be_repeated():
+    ranks = RankPool(2)
+    ranks.close()
+    pids = ranks.run(get_pid)
+    ranks.close()
+    assert all(map(is_gone, pids))
+    ranks.close()
+    assert len(ranks.run(get_pid)) == 2
+    del ranks
+
+
+SCRIPT = """
+import sys
+from moe_engine.emulation import RankPool
+from test_emulation import get_pid, sleep_on_rank_0
+
+if __name__ == "__main__":
+    pool = RankPool(2)
+    print(*pool.run(get_pid), flush=True)
+    if sys.argv[1] == "wait":
+        pool.run(sleep_on_rank_0, 300)
+"""
+
+
+@pytest.mark.parametrize("end", ["exit", "wait"])
+def test_ranks_end_with_the_process_that_made_them(tmp_path, end):
+    script = tmp_path / "script.py"
+    script.write_text(SCRIPT)
+    path = os.pathsep.join([str(Path(__file__).parent), *filter(None, sys.path)])
+    with subprocess.Popen(
+        [sys.executable, script, end],
+        env=os.environ | {"PYTHONPATH": path},
+        stdout=subprocess.PIPE,
+        text=True,
+    ) as parent:
+        pids = [int(pid) for pid in parent.stdout.readline().split()]
+        assert len(pids) == 2
+        if end == "wait":
+            parent.kill()
+        parent.wait(20)
+    deadline = time.monotonic() + 20
+    while not all(map(is_gone, pids)) and time.monotonic() < deadline:
+        time.sleep(0.05)
+    assert all(map(is_gone, pids))
