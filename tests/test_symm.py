@@ -1,0 +1,328 @@
+"""Symmetric memory: bytes written through an address arrive; what is impossible is refused."""
+
+import ctypes
+import os
+import signal
+import time
+from pathlib import Path
+
+import numpy
+import pytest
+import torch
+import torch.distributed as dist
+import triton
+import triton.language as tl
+
+from moe_engine import lang, symm
+from moe_engine.emulation import PerRank, RankError, RankPool
+from moe_engine.errors import BackendError, ShapeError
+
+NUM_BYTES = 10_000  # not a multiple of a page
+ROW = 64
+
+
+def ranks_of(pool, num_ranks):
+    if num_ranks > pool.num_ranks:
+        pytest.skip(f"needs {num_ranks} ranks, the pool has {pool.num_ranks}")
+    return {"num_ranks": num_ranks}
+
+
+def errors_of(pool, function, *args, **kwargs):
+    """The exceptions of the ranks, all of which must raise."""
+    with pytest.raises(RankError) as caught:
+        pool.run(function, *args, **kwargs)
+    assert sorted(caught.value.errors) == list(range(kwargs.get("num_ranks", pool.num_ranks)))
+    return list(caught.value.errors.values())
+
+
+# --- Bytes arrive ----------------------------------------------------------------------------
+
+
+@triton.jit
+def write_rows(peer_addresses, rank, ROW: tl.constexpr):
+    """Row `rank` of peer p becomes 16 * (rank + 1) + p."""
+    peer = tl.program_id(0)
+    address = tl.load(peer_addresses + peer) + rank * ROW
+    value = tl.full((ROW,), 16, tl.int32) * (rank + 1) + peer
+    tl.store(lang.as_pointer(address, tl.uint8) + tl.arange(0, ROW), value.to(tl.uint8))
+
+
+def write_to_peers(group, backend):
+    block = symm.allocate(group, NUM_BYTES, backend)
+    assert (block.local.dtype, block.local.shape) == (torch.uint8, (NUM_BYTES,))
+    assert (block.peer_addresses.dtype, block.peer_addresses.shape) == (
+        torch.int64,
+        (group.size(),),
+    )
+    assert block.peer_addresses.device == block.local.device == symm.resolve_device(None)
+    assert int(block.peer_addresses[group.rank()]) == block.local.data_ptr()
+    zeros = not block.local.any()
+    dist.barrier(group)
+    write_rows[(group.size(),)](block.peer_addresses, group.rank(), ROW)
+    if block.local.is_cuda:
+        torch.cuda.synchronize()
+    dist.barrier(group)
+    got = block.local.cpu()
+    dist.barrier(group)
+    block.free()
+    assert block.local.numel() == 0 and not block.peer_addresses.any()
+    block.free()
+    return zeros, got
+
+
+@pytest.mark.parametrize("num_ranks", [1, 2, 3, 4])
+def test_bytes_written_through_an_address_reach_their_owner(pool, num_ranks):
+    results = pool.run(write_to_peers, "auto", **ranks_of(pool, num_ranks))
+    for rank, (zeros, got) in enumerate(results):
+        expected = torch.zeros(NUM_BYTES, dtype=torch.uint8)
+        for source in range(num_ranks):
+            expected[source * ROW : (source + 1) * ROW] = 16 * (source + 1) + rank
+        assert zeros
+        assert got.equal(expected)
+
+
+def test_every_backend_serves_one_rank(pool):
+    for backend in ("single", "emulated" if pool.device == "cpu" else "torch"):
+        [(zeros, got)] = pool.run(write_to_peers, backend, num_ranks=1)
+        assert zeros and got[:ROW].eq(16).all() and not got[ROW:].any()
+
+
+def write_on_host(group):
+    """One rank after the other writes its rank to the end of each block, without a kernel."""
+    block = symm.allocate(group, NUM_BYTES)
+    for rank in range(group.size()):
+        if rank == group.rank():
+            for address in block.peer_addresses.tolist():
+                ctypes.memset(address + NUM_BYTES - 1 - rank, rank + 1, 1)
+        dist.barrier(group)
+    return block.local[-group.size() :].tolist()
+
+
+def test_the_last_byte_is_mapped(pool):
+    if pool.device != "cpu":
+        pytest.skip("writes from the host")
+    for got in pool.run(write_on_host):
+        assert got == list(range(pool.num_ranks, 0, -1))
+
+
+def write_over_gloo(group):
+    cpu_group = dist.new_group(backend="gloo")
+    return write_to_peers(cpu_group, "auto")
+
+
+@pytest.mark.multi_gpu
+def test_gpus_meet_over_a_cpu_only_group(pool):
+    for rank, (zeros, got) in enumerate(pool.run(write_over_gloo)):
+        assert zeros and got[ROW] == 32 + rank
+
+
+def time_mapping(group):
+    """When this rank had mapped its peers, and when allocate returned."""
+    from moe_engine.symm import emulated
+
+    mapped = []
+    map_one = emulated._map
+
+    def slow_map(*args):
+        if group.rank() == 1:
+            time.sleep(0.3)
+        mapped.append(time.monotonic())
+        return map_one(*args)
+
+    emulated._map = slow_map
+    try:
+        symm.allocate(group, NUM_BYTES)
+    finally:
+        emulated._map = map_one
+    return mapped[-1], time.monotonic()
+
+
+def test_no_rank_returns_before_all_have_mapped(pool):
+    if pool.device != "cpu":
+        pytest.skip("of the emulated backend")
+    mapped, returned = zip(*pool.run(time_mapping, num_ranks=2), strict=True)
+    assert min(returned) >= max(mapped)
+
+
+# --- Memory goes away ------------------------------------------------------------------------
+
+
+def count_mappings() -> torch.Tensor:
+    """How many blocks are mapped in this process, and how many files of blocks are open."""
+    mapped = Path("/proc/self/maps").read_text().count("/memfd:moe_engine")
+    links = [os.path.realpath(f"/proc/self/fd/{n}") for n in os.listdir("/proc/self/fd")]
+    return torch.tensor([mapped, sum("/memfd:moe_engine" in link for link in links)])
+
+
+def free_with_view(group):
+    before = count_mappings()
+    block = symm.allocate(group, NUM_BYTES, "emulated")
+    counts = [count_mappings()]
+    view = block.local[:ROW]
+    dist.barrier(group)
+    block.free()
+    block.free()
+    counts.append(count_mappings())
+    view += 1
+    assert bytes(view) == b"\1" * ROW
+    del view
+    counts.append(count_mappings())
+    return [(n - before).tolist() for n in counts]
+
+
+def test_free_unmaps_all_but_what_a_view_needs(pool):
+    if pool.device != "cpu":
+        pytest.skip("of the emulated backend")
+    for allocated, with_view, without in pool.run(free_with_view, num_ranks=2):
+        assert allocated == [2, 2]
+        assert with_view == [1, 1]
+        assert without == [0, 0]
+
+
+def get_pid(group):
+    return os.getpid()
+
+
+def kill_rank_1(group, when):
+    from moe_engine.symm import emulated
+
+    if group.rank() == 1 and when == "before peers are mapped":
+        emulated._map = lambda *args: os.kill(os.getpid(), signal.SIGKILL)
+    try:
+        block = symm.allocate(group, NUM_BYTES)
+    except RuntimeError:
+        return "refused"
+    if group.rank() == 1:
+        os.kill(os.getpid(), signal.SIGKILL)
+    names = [line.split()[-1] for line in Path("/proc/self/maps").read_text().splitlines()]
+    assert not any(name.startswith("/dev/shm") for name in names)
+    try:
+        dist.barrier(group)
+    except RuntimeError:
+        block.peer_addresses.tolist()
+        ctypes.memset(int(block.peer_addresses[1]), 1, 1)  # a dead peer's block is still mapped
+        return "survived"
+
+
+@pytest.mark.parametrize(
+    ("when", "outcome"),
+    [("before peers are mapped", "refused"), ("in use", "survived")],
+)
+def test_a_killed_rank_leaves_nothing_behind(when, outcome):
+    before = set(os.listdir("/dev/shm"))
+    with RankPool(3) as ranks:
+        pids = ranks.run(get_pid)
+        assert ranks.run(kill_rank_1, when, expect_death={1}, timeout_s=30) == [
+            outcome,
+            None,
+            outcome,
+        ]
+    assert not any(Path(f"/proc/{pid}").exists() for pid in pids)
+    assert not set(os.listdir("/dev/shm")) - before
+
+
+# --- Refusals --------------------------------------------------------------------------------
+
+
+def allocate(group, num_bytes, backend="auto", device=None):
+    symm.allocate(group, num_bytes, backend, device)
+
+
+def test_different_sizes_are_refused_on_every_rank(pool):
+    for error in errors_of(pool, allocate, PerRank([64, 128]), num_ranks=2):
+        assert type(error) is ShapeError
+        assert "64 on rank 0, 128 on rank 1" in str(error)
+    for num_bytes in (0, -1, 1.5):
+        for error in errors_of(pool, allocate, num_bytes, num_ranks=2):
+            assert type(error) is ShapeError
+            assert f"num_bytes is {num_bytes}" in str(error)
+
+
+def test_different_backends_are_refused_on_every_rank(pool):
+    for error in errors_of(pool, allocate, 64, PerRank(["auto", "nvshmem"]), num_ranks=2):
+        assert type(error) is BackendError
+        assert "does not exist yet" in str(error) and "(rank 1)" in str(error)
+
+
+@pytest.mark.parametrize(
+    ("backend", "text"),
+    [("single", "serves one rank"), ("nccl", "'nccl' is not one of"), ("nvshmem", "not exist yet")],
+)
+def test_impossible_backends_are_refused(pool, backend, text):
+    for error in errors_of(pool, allocate, 64, backend, num_ranks=2):
+        assert type(error) is BackendError
+        assert text in str(error) and "(ranks 0, 1)" in str(error)
+
+
+def test_devices_that_do_not_fit_are_refused(pool):
+    backend, device = ("torch", "cpu") if pool.device == "cpu" else ("emulated", "cuda")
+    for error in errors_of(pool, allocate, 64, backend, device, num_ranks=2):
+        assert f"backend '{backend}' cannot serve" in str(error)
+    for error in errors_of(pool, allocate, 64, "auto", "meta", num_ranks=2):
+        assert "neither a CPU nor a CUDA device" in str(error)
+
+
+def allocate_on_two_hosts(group):
+    host = symm._host
+    symm._host = lambda: f"host {group.rank()}"
+    try:
+        allocate(group, 64)
+    finally:
+        symm._host = host
+
+
+def test_several_hosts_are_refused(pool):
+    for error in errors_of(pool, allocate_on_two_hosts, num_ranks=2):
+        assert type(error) is BackendError
+        assert "one host" in str(error) and "'collective'" in str(error)
+
+
+def allocate_without_memory(group):
+    create = os.memfd_create
+
+    def fail(name):
+        raise OSError("no memory left")
+
+    if group.rank() == 1:
+        os.memfd_create = fail
+    try:
+        allocate(group, 64)
+    finally:
+        os.memfd_create = create
+
+
+def test_a_failure_of_one_rank_is_raised_on_all(pool):
+    if pool.device != "cpu":
+        pytest.skip("of the emulated backend")
+    for error in errors_of(pool, allocate_without_memory, num_ranks=2):
+        assert type(error) is BackendError
+        assert "OSError: no memory left (rank 1)" in str(error)
+
+
+def test_the_cpu_needs_the_interpreter(monkeypatch):
+    monkeypatch.setattr(lang, "INTERPRETED", False)
+    with pytest.raises(BackendError, match=r"TRITON_INTERPRET=1 before.*moe_engine.emulation"):
+        symm.choose_backend(None, "emulated", "cpu")
+
+
+def test_the_interpreter_needs_an_older_numpy(monkeypatch):
+    monkeypatch.setattr(lang, "INTERPRETED", True)
+    monkeypatch.setattr(numpy, "__version__", "2.4.0")
+    with pytest.raises(BackendError, match=r"pip install 'moe_engine\[emulation\]'"):
+        symm.choose_backend(None, "auto", "cpu")
+    monkeypatch.setattr(numpy, "__version__", "2.3.9")
+    assert symm.choose_backend(None, "auto", "cpu") == "single"
+
+
+def test_cuda_needs_a_gpu_and_no_interpreter(monkeypatch):
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    with pytest.raises(BackendError, match="no CUDA device"):
+        symm.choose_backend(None, "torch", "cuda")
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(lang, "INTERPRETED", True)
+    with pytest.raises(BackendError, match="TRITON_INTERPRET is set"):
+        symm.choose_backend(None, "auto", "cuda:0")
+    monkeypatch.setattr(lang, "INTERPRETED", False)
+    with pytest.raises(BackendError, match="init_process_group"):
+        symm.choose_backend(None, "torch", "cuda:0")
+    assert symm.choose_backend(None, "auto", "cuda:0") == "single"
