@@ -33,7 +33,7 @@ LAYERS = (
     ("dispatch", "combine"),
     ("buffer",),
     ("layer", "autograd"),
-    ("moe_engine", "integrations", "models", "emulation", "demo", "cli", "__main__"),
+    ("moe_engine", "integrations", "models", "emulation", "demo", "report", "cli", "__main__"),
 )
 LEVEL = {name: level for level, names in enumerate(LAYERS) for name in names}
 

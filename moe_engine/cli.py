@@ -1,0 +1,67 @@
+"""The command line: `moe-engine`, or `python -m moe_engine`."""
+
+from __future__ import annotations
+
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Annotated
+
+import typer
+from rich.console import Console
+
+from .emulation import RankError
+from .errors import MoeEngineError
+from .models import Kind
+
+app = typer.Typer(no_args_is_help=True, add_completion=False)
+
+
+@app.callback()
+def main() -> None:
+    """A communication engine for mixture-of-experts layers."""
+
+
+@app.command()
+def demo(
+    model: Annotated[
+        Kind | None,
+        typer.Option(help="One model only.  [default: qwen3-moe, then mixtral]"),
+    ] = None,
+    ranks: Annotated[int, typer.Option(min=1, help="Processes; one per GPU, or on the CPU.")] = 4,
+    tokens: Annotated[
+        int | None,
+        typer.Option(min=1, help="Bytes each rank reads.  [default: 1024 on GPUs, 64 on the CPU]"),
+    ] = None,
+    backend: Annotated[
+        str, typer.Option(help="auto, torch (GPUs), emulated (CPU), single or collective.")
+    ] = "auto",
+    picture: Annotated[Path, typer.Option(help="Where to draw the routing.")] = Path("routing.png"),
+) -> None:
+    """Spread the experts of transformers models over ranks, and check them on a real text."""
+    import torch
+
+    console = Console()
+    if missing := [name for name in ("transformers", "matplotlib") if not find_spec(name)]:
+        console.print(f"The demo needs {' and '.join(missing)}: pip install 'moe_engine[hf,bench]'")
+        raise typer.Exit(1)
+    from .demo import Job, run_jobs
+    from .report import draw, report
+
+    on_gpus = backend != "emulated" and torch.cuda.device_count() >= ranks
+    device, length, new = ("cuda", 1024, 16) if on_gpus else ("cpu", 64, 4)
+    kinds = [model] if model else [Kind.QWEN3_MOE, Kind.MIXTRAL]
+    jobs = [Job(kind, device, tokens or length, new, backend) for kind in kinds]
+    console.print(f"{ranks} ranks ({device}) read {tokens or length} bytes each.")
+    try:
+        results = run_jobs(jobs, ranks, console)
+    except RankError as error:
+        cause = error.errors[error.rank]
+        if not isinstance(cause, MoeEngineError):
+            raise
+        console.print(f"{type(cause).__name__}: {cause}", style="red", markup=False)
+        raise typer.Exit(1) from None
+    passed = [report(job, outcomes, console) for job, outcomes in zip(jobs, results, strict=True)]
+    draw(jobs, results, picture)
+    console.print(f"The routing is drawn in {picture}.")
+    if not all(passed):
+        raise typer.Exit(1)

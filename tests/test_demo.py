@@ -1,0 +1,54 @@
+"""The demo at small sizes, from the command line."""
+
+from pathlib import Path
+
+import pytest
+import torch
+from rich.console import Console
+from typer.testing import CliRunner
+
+from moe_engine.cli import app
+from moe_engine.demo import Job, Outcome
+from moe_engine.models import Kind
+from moe_engine.report import count_rows, report
+
+pytest.importorskip("transformers")
+pytest.importorskip("matplotlib")
+
+
+@pytest.mark.parametrize(
+    ("model", "backend", "ranks", "tokens"),
+    [("qwen2-moe", "collective", 4, 64), ("mixtral", "auto", 2, 32)],
+)
+def test_demo(tmp_path: Path, model: str, backend: str, ranks: int, tokens: int) -> None:
+    picture = tmp_path / "routing.png"
+    options = {"model": model, "backend": backend, "ranks": ranks, "tokens": tokens}
+    arguments = [f"--{name}={value}" for name, value in options.items()]
+    done = CliRunner().invoke(app, ["demo", *arguments, f"--picture={picture}"])
+    assert done.exit_code == 0, done.output
+    for text in ("rows sent", "Saved:", "time per phase", "largest difference"):
+        assert text in done.output
+    assert picture.read_bytes().startswith(b"\x89PNG")
+
+
+def test_demo_names_what_cannot_run() -> None:
+    done = CliRunner().invoke(app, ["demo", "--model=mixtral", "--ranks=3", "--tokens=4"])
+    assert done.exit_code == 1
+    assert "ShapeError: MixtralExperts has 8 experts" in done.output.replace("\n", " ")
+
+
+def test_a_token_sends_one_row_to_each_of_its_ranks() -> None:
+    topk_idx = torch.tensor([[0, 1], [1, 2], [3, 2], [3, 0]])  # ranks 00, 01, 11, 10
+    rows, copies = count_rows(topk_idx, num_experts=4, num_ranks=2)
+    assert rows.tolist() == [3, 3]
+    assert copies.tolist() == [4, 4]
+
+
+@pytest.mark.parametrize("fp32", [0.0, 2e-5, float("nan")])
+@pytest.mark.parametrize("agreeing", [4, 3])
+def test_a_missed_bound_fails_the_demo(fp32: float, agreeing: int) -> None:
+    seconds = {"experts": 1.0}
+    outcome = Outcome(4, 8, [torch.tensor([[0, 1]] * 4)], seconds, seconds)
+    outcome.fp32, outcome.agreeing = fp32, agreeing
+    job = Job(Kind.MIXTRAL, "cpu", tokens=4, new_tokens=1, backend="auto")
+    assert report(job, [outcome], Console(quiet=True)) is (fp32 == 0.0 and agreeing == 4)
