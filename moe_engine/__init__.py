@@ -5,4 +5,35 @@ T tokens per rank, H hidden, I expert intermediate, E experts, K top-k, R ranks,
 L local experts (E / R), N received rows, S slot.
 """
 
+from .buffer import Buffer, Options
+from .engine import Handle
+from .errors import (
+    BackendError,
+    CapacityError,
+    DtypeError,
+    MoeEngineError,
+    PeerTimeout,
+    RoutingError,
+    ShapeError,
+)
+from .events import EventHandle, EventOverlap
+from .layer import MoEFeedForward, moe_ffn
+
 __version__ = "0.1.0"
+
+__all__ = [
+    "BackendError",
+    "Buffer",
+    "CapacityError",
+    "DtypeError",
+    "EventHandle",
+    "EventOverlap",
+    "Handle",
+    "MoEFeedForward",
+    "MoeEngineError",
+    "Options",
+    "PeerTimeout",
+    "RoutingError",
+    "ShapeError",
+    "moe_ffn",
+]

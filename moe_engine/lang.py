@@ -3,7 +3,7 @@
 Names and semantics follow Triton-distributed (`symm_at`, `notify`, `wait`, `consume_token`),
 in stock Triton. A kernel gets one `context` pointer (int64 words, see `Word`); from it come the
 rank, the peers' addresses, the epoch and the deadline, so that nothing about a call is frozen
-into a captured graph. Every write to another rank goes through `put_rows` or `notify`.
+into a captured graph. Every write to another rank goes through `put`, `put_rows` or `notify`.
 
 A flag is an int64 that only grows; it is raised to the epoch of a call and never reset.
 Each function that is inline PTX on the GPU has a twin for the CPU interpreter
@@ -16,20 +16,26 @@ from enum import IntEnum
 import triton
 import triton.language as tl
 from triton.language.extra.cuda import globaltimer
+from triton.runtime.interpreter import InterpretedFunction
 
 INTERPRETED: bool = triton.knobs.runtime.interpret
 """True when kernels of this process run on the CPU through Triton's interpreter."""
 
 
+def device_function(function):  # type: ignore[no-untyped-def]
+    """`triton.jit` for what kernels call. In the interpreter it is rewritten once, as there
+    `triton.jit` would patch Triton's whole language anew at every call: half of the time."""
+    return InterpretedFunction(function).rewrite() if INTERPRETED else triton.jit(function)
+
+
 class Word(IntEnum):
-    """Index of each int64 word in the device context; written by the host once, except where said."""
+    """Index of each int64 word in the device context; set once by the host, except where said."""
 
     EPOCH = 0  # last finished epoch; advanced by the last program of each call
     BROKEN = 1  # 1 after the first expired wait of any kernel; kernels then return at once
     FINISHED = 2  # programs of the running kernel that are done; 0 between kernels
-    BAD_IDS = 3  # routing ids outside -1 .. E-1 seen so far; added to by the layout kernel
-    TIMEOUT_NS = 4
-    REPORT = 5  # address of the report in host memory, see `Report`
+    TIMEOUT_NS = 3
+    REPORT = 4  # address of the report in host memory, see `Report`
     RANK = 6
     NUM_RANKS = 7
     NUM_SLOTS = 8
@@ -43,28 +49,33 @@ class Word(IntEnum):
 
 
 class Report(IntEnum):
-    """Index of each int64 word in the report that the first expired wait writes."""
+    """Index of each int64 word in the report to the host, written once by what fails first."""
 
     VALID = 0
     PEER = 1
     PHASE = 2
     EPOCH = 3
+    SIGNATURE = 4  # what the peer called with, after Phase.SIGNATURE: 4 words
+    BAD_IDS = 8  # routing ids outside -1 .. E-1 seen so far; no failure, added up by the layout
 
 
 class Phase(IntEnum):
-    """What a wait was for."""
+    """What a wait was for; SIGNATURE: a peer's call did not match; OVERFLOW: more rows
+    came than the caller has room for; CAPACITY: more rows than a region holds."""
 
     SLOT_FREE = 0
     COUNTS = 1
     ROWS = 2
     RETURNED_ROWS = 3
+    SIGNATURE = 4
+    OVERFLOW = 5
+    CAPACITY = 6
 
 
 # Kernels can read module globals only as constexpr.
 EPOCH = tl.constexpr(int(Word.EPOCH))
 BROKEN = tl.constexpr(int(Word.BROKEN))
 FINISHED = tl.constexpr(int(Word.FINISHED))
-BAD_IDS = tl.constexpr(int(Word.BAD_IDS))
 TIMEOUT_NS = tl.constexpr(int(Word.TIMEOUT_NS))
 REPORT = tl.constexpr(int(Word.REPORT))
 RANK = tl.constexpr(int(Word.RANK))
@@ -81,25 +92,30 @@ PHASE_SLOT_FREE = tl.constexpr(int(Phase.SLOT_FREE))
 PHASE_COUNTS = tl.constexpr(int(Phase.COUNTS))
 PHASE_ROWS = tl.constexpr(int(Phase.ROWS))
 PHASE_RETURNED_ROWS = tl.constexpr(int(Phase.RETURNED_ROWS))
+PHASE_SIGNATURE = tl.constexpr(int(Phase.SIGNATURE))
+PHASE_OVERFLOW = tl.constexpr(int(Phase.OVERFLOW))
+PHASE_CAPACITY = tl.constexpr(int(Phase.CAPACITY))
+REPORT_SIGNATURE = tl.constexpr(int(Report.SIGNATURE))
+REPORT_BAD_IDS = tl.constexpr(int(Report.BAD_IDS))
 
 
 # --- Context ---------------------------------------------------------------------------------
 
 
-@triton.jit
+@device_function
 def current_epoch(context):
     """Epoch of the running call. Every kernel of a call reads the same value, as only the last
     program of its last kernel advances the word (`finish_call`)."""
     return tl.load(context + EPOCH) + 1
 
 
-@triton.jit
+@device_function
 def is_broken(context):
     """Whether a wait of this rank has expired; a kernel that sees it returns at once."""
     return tl.load(context + BROKEN, volatile=True) != 0
 
 
-@triton.jit
+@device_function
 def symm_at(address, rank, context):
     """Address on `rank` of the thing at `address` in this rank's symmetric block.
 
@@ -110,13 +126,13 @@ def symm_at(address, rank, context):
     return address - own + tl.load(context + PEERS + rank)
 
 
-@triton.jit
+@device_function
 def own_block(context):
     """Address of this rank's symmetric block."""
     return tl.load(context + PEERS + tl.load(context + RANK))
 
 
-@triton.jit
+@device_function
 def as_pointer(address, dtype: tl.constexpr):
     """A typed pointer from an int64 address (scalar or block)."""
     return address.to(tl.pointer_type(dtype), bitcast=True)
@@ -125,7 +141,13 @@ def as_pointer(address, dtype: tl.constexpr):
 # --- Rows ------------------------------------------------------------------------------------
 
 
-@triton.jit
+@device_function
+def put(to, values, mask):
+    """Store `values` through pointers to any rank. Nothing is published before a `notify`."""
+    tl.store(to, values, mask=mask)
+
+
+@device_function
 def put_rows(to, source, num_words, mask, ALIGNED: tl.constexpr, BLOCK_WORDS: tl.constexpr):
     """Copy rows of `num_words` words from `source` to `to`, blocks of row pointers of one type.
 
@@ -141,7 +163,7 @@ def put_rows(to, source, num_words, mask, ALIGNED: tl.constexpr, BLOCK_WORDS: tl
         words = start + tl.arange(0, BLOCK_WORDS)
         inside = mask[:, None] & (words < num_words)[None, :]
         values = tl.load(source[:, None] + words[None, :], mask=inside)
-        tl.store(to[:, None] + words[None, :], values, mask=inside)
+        put(to[:, None] + words[None, :], values, inside)
 
 
 # --- Signals ---------------------------------------------------------------------------------
@@ -151,35 +173,42 @@ if INTERPRETED:
 
     def now_ns():
         """Nanoseconds of a clock that only grows."""
-        return tl.core.to_tensor(0) + time.monotonic_ns()
+        return time.monotonic_ns()
 
-    @triton.jit
+    def pause():
+        """Leave the processor to the ranks that this one waits for: they share few cores."""
+        time.sleep(0.0005)
+
+    @device_function
     def load_acquire(flags):
         """Read flags at system scope; what their writers did before raising them is visible."""
-        time.sleep(0)  # the ranks share few cores
         return tl.atomic_add(flags, 0, sem="acquire", scope="sys")
 
-    @triton.jit
+    @device_function
     def consume_token(value, token):
         """`value`, but not before `token` is known."""
         return value
 
-    @triton.jit
+    @device_function
     def drain_tma_stores():
         """Wait until this thread's TMA stores are in memory and order them before later signals."""
 
-    @triton.jit
+    @device_function
     def fence_tma_loads():
         """Order earlier acquires before later TMA loads."""
 
 else:
 
-    @triton.jit
+    @device_function
     def now_ns():
         """Nanoseconds of a clock that only grows."""
         return globaltimer()
 
-    @triton.jit
+    @device_function
+    def pause():
+        """Poll again at once."""
+
+    @device_function
     def load_acquire(flags):
         """Read flags at system scope; what their writers did before raising them is visible."""
         return tl.inline_asm_elementwise(
@@ -191,7 +220,7 @@ else:
             pack=1,
         )
 
-    @triton.jit
+    @device_function
     def consume_token(value, token):
         """`value` (int64), but not before `token` is known: the compiler sees a dependency."""
         return tl.inline_asm_elementwise(
@@ -203,7 +232,7 @@ else:
             pack=1,
         )
 
-    @triton.jit
+    @device_function
     def drain_tma_stores():
         """Wait until this thread's TMA stores are in memory and order them before later signals.
 
@@ -218,7 +247,7 @@ else:
             pack=1,
         )
 
-    @triton.jit
+    @device_function
     def fence_tma_loads():
         """Order earlier acquires before later TMA loads, which go through another proxy."""
         tl.inline_asm_elementwise(
@@ -226,7 +255,7 @@ else:
         )
 
 
-@triton.jit
+@device_function
 def notify(flag, rank, epoch, context, AFTER_TMA: tl.constexpr = False):
     """Raise `flag` (address in this rank's block) to `epoch` on `rank`.
 
@@ -241,7 +270,7 @@ def notify(flag, rank, epoch, context, AFTER_TMA: tl.constexpr = False):
     tl.atomic_xchg(target, epoch, sem="release", scope="sys")
 
 
-@triton.jit
+@device_function
 def wait(flags, mask, epoch, peers, context, PHASE: tl.constexpr, BEFORE_TMA: tl.constexpr = False):
     """Wait until every flag (block of own addresses) under `mask` is at least `epoch`.
 
@@ -259,24 +288,25 @@ def wait(flags, mask, epoch, peers, context, PHASE: tl.constexpr, BEFORE_TMA: tl
     token = tl.full((), 1, tl.int32)
     deadline = now_ns() + tl.load(context + TIMEOUT_NS)
     while (num_late > 0) & (token == 1):
+        pause()
         late = mask & (load_acquire(pointers) < epoch)
         num_late = tl.sum(late.to(tl.int32), 0)
         if is_broken(context):
             token = tl.full((), 0, tl.int32)
         elif (num_late > 0) & (now_ns() > deadline):
             token = tl.full((), 0, tl.int32)
-            _report(tl.max(tl.where(late, peers, -1), 0), epoch, context, PHASE)
+            report_failure(tl.max(tl.where(late, peers, -1), 0), epoch, context, PHASE)
     tl.debug_barrier()
     if BEFORE_TMA:
         fence_tma_loads()
     return token
 
 
-@triton.jit
-def _report(peer, epoch, context, PHASE: tl.constexpr):
-    """The first expired wait of this rank says who was missing; the others find BROKEN set."""
+@device_function
+def report_failure(peer, epoch, context, PHASE: tl.constexpr):
+    """Tell the host what failed first on this rank, and every later wait to give up."""
     if tl.atomic_cas(context + BROKEN, tl.full((), 0, tl.int64), tl.full((), 1, tl.int64)) == 0:
-        report = as_pointer(tl.load(context + REPORT), tl.int64)
+        report = report_words(context)
         tl.store(report + 1, peer.to(tl.int64))
         tl.store(report + 2, tl.full((), PHASE, tl.int64))
         tl.store(report + 3, epoch)
@@ -284,10 +314,16 @@ def _report(peer, epoch, context, PHASE: tl.constexpr):
         tl.atomic_xchg(report, tl.full((), 1, tl.int64), sem="release", scope="sys")
 
 
+@device_function
+def report_words(context):
+    """Pointer to the report in host memory."""
+    return as_pointer(tl.load(context + REPORT), tl.int64)
+
+
 # --- End of a call ---------------------------------------------------------------------------
 
 
-@triton.jit
+@device_function
 def is_last_program(context):
     """True in the one program of a launch that arrives here last; every program must arrive once.
 
@@ -303,7 +339,7 @@ def is_last_program(context):
     return last
 
 
-@triton.jit
+@device_function
 def finish_call(context):
     """Release the call's slot to its writers and make its epoch the last finished one.
 
@@ -325,12 +361,12 @@ def finish_call(context):
 
 if INTERPRETED:
 
-    @triton.jit
+    @device_function
     def dot(a, b, acc):
-        """acc + a @ b in fp32 with IEEE products. The interpreter would multiply bf16 bit patterns."""
+        """acc + a @ b in fp32, IEEE products. The interpreter would multiply bf16 bit patterns."""
         return tl.dot(a.to(tl.float32), b.to(tl.float32), acc, input_precision="ieee")
 
-    @triton.jit
+    @device_function
     def round_to(x, dtype: tl.constexpr):
         """fp32 to `dtype`, nearest even. The interpreter would truncate bf16."""
         if dtype == tl.bfloat16:
@@ -343,12 +379,12 @@ if INTERPRETED:
 
 else:
 
-    @triton.jit
+    @device_function
     def dot(a, b, acc):
         """acc + a @ b in fp32; fp32 operands with IEEE products, never tf32."""
         return tl.dot(a, b, acc, input_precision="ieee")
 
-    @triton.jit
+    @device_function
     def round_to(x, dtype: tl.constexpr):
         """fp32 to `dtype`, nearest even."""
         return x.to(dtype)

@@ -1,0 +1,23 @@
+"""Dispatch: send each token once to every rank that holds one of its experts."""
+
+from .launch import (
+    Collected,
+    Counts,
+    Outgoing,
+    collect,
+    exchange,
+    new_collected,
+    push,
+    release,
+)
+
+__all__ = [
+    "Collected",
+    "Counts",
+    "Outgoing",
+    "collect",
+    "exchange",
+    "new_collected",
+    "push",
+    "release",
+]

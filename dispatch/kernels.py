@@ -1,0 +1,255 @@
+"""Dispatch: exchange counts, push rows to the ranks of their experts, collect what arrived."""
+
+import triton
+import triton.language as tl
+
+from ..lang import (
+    NUM_RANKS,
+    PHASE_COUNTS,
+    PHASE_OVERFLOW,
+    PHASE_SIGNATURE,
+    RANK,
+    REPORT_SIGNATURE,
+    as_pointer,
+    consume_token,
+    current_epoch,
+    finish_call,
+    is_broken,
+    is_last_program,
+    notify,
+    put,
+    put_rows,
+    report_failure,
+    report_words,
+    symm_at,
+    wait,
+)
+from ..slots_kernels import (
+    chunk_flag,
+    count_flag,
+    open_region,
+    received_rows,
+    region,
+    staged_peer,
+    staged_source,
+    wait_chunk,
+    wait_slot_free,
+)
+
+
+@triton.jit
+def exchange_kernel(
+    num_tokens_per_rank,  # int32 [R]
+    num_tokens_per_expert,  # int32 [E]
+    rank_prefix_matrix,  # int32 [R, R], out: rows of ranks 0..i to rank j
+    recv_expert_counts,  # int32 [R, L], out: rows of each source for each local expert
+    expert_offsets,  # int32 [L + 1], out
+    context,
+    num_local_experts,
+    payload_bytes,
+    num_topk,
+    item_bytes,
+    RANKS_PAD: tl.constexpr,
+    EXPERTS_PAD: tl.constexpr,
+    ALL_EXPERTS_PAD: tl.constexpr,
+):
+    """Programs 0 .. R-1 write this rank's counts to one peer each; program R reads all ranks'.
+
+    A signature [4] of what the call was made with and the counts [E + R] stand at the head of
+    this rank's region. `count_flags[me]` on the peer is raised after them; program R, a later
+    role, waits for the flags of all ranks and refuses a signature that is not its own.
+    """
+    if is_broken(context):
+        return
+    program = tl.program_id(0)
+    num_ranks = tl.load(context + NUM_RANKS).to(tl.int32)
+    rank = tl.load(context + RANK).to(tl.int32)
+    num_experts = num_local_experts * num_ranks
+    ranks = tl.arange(0, RANKS_PAD)
+    field = tl.arange(0, 4)
+    signature = tl.where(field == 0, payload_bytes, tl.where(field == 1, num_topk, item_bytes))
+    signature = tl.where(field == 2, num_experts, signature)
+    if program < num_ranks:
+        token = wait_slot_free(program, context)
+        if token == 1:
+            own = consume_token(region(rank, context), token)
+            head = as_pointer(symm_at(own, program, context), tl.int32)
+            put(head + field, signature, field < 4)
+            counts = head + 4
+            all_experts = tl.arange(0, ALL_EXPERTS_PAD)
+            real = all_experts < num_experts
+            put(counts + all_experts, tl.load(num_tokens_per_expert + all_experts, real, 0), real)
+            is_rank = ranks < num_ranks
+            rows = tl.load(num_tokens_per_rank + ranks, is_rank, 0)
+            put(counts + num_experts + ranks, rows, is_rank)
+            notify(count_flag(rank, context), program, current_epoch(context), context)
+        return
+    token = wait(
+        count_flag(ranks, context),
+        ranks < num_ranks,
+        current_epoch(context),
+        ranks,
+        context,
+        PHASE_COUNTS,
+    )
+    if token == 0:
+        return
+    experts = tl.arange(0, EXPERTS_PAD)
+    real = experts < num_local_experts
+    rows = tl.zeros([RANKS_PAD], tl.int32)
+    totals = tl.zeros([EXPERTS_PAD], tl.int32)
+    for source in range(0, num_ranks):
+        head = as_pointer(consume_token(region(source, context), token), tl.int32)
+        theirs = tl.load(head + field)
+        if tl.sum((theirs != signature).to(tl.int32), 0) > 0:
+            report = report_words(context) + REPORT_SIGNATURE
+            tl.store(report + field, theirs.to(tl.int64))
+            report_failure(source, current_epoch(context), context, PHASE_SIGNATURE)
+        counts = head + 4
+        rows += tl.load(counts + num_experts + ranks, mask=ranks < num_ranks, other=0)
+        tl.store(rank_prefix_matrix + source * num_ranks + ranks, rows, mask=ranks < num_ranks)
+        received = tl.load(counts + rank * num_local_experts + experts, mask=real, other=0)
+        tl.store(recv_expert_counts + source * num_local_experts + experts, received, mask=real)
+        totals += received
+    tl.store(expert_offsets, 0)
+    tl.store(expert_offsets + 1 + experts, tl.cumsum(totals, 0), mask=real)
+
+
+@triton.jit(do_not_specialize=["num_tokens"])
+def push_kernel(
+    x,  # words [T, num_words]
+    topk_idx,  # int64 [T, K], or anything without HAS_IDS
+    topk_weights,  # float32 [T, K], likewise
+    num_tokens_per_rank,  # int32 [R]
+    send_token_idx,  # int32 [R, T]
+    context,
+    num_tokens,
+    num_words,
+    num_local_experts,
+    header_bytes,
+    row_bytes,
+    ids_offset,
+    weights_offset,
+    token_offset,
+    HAS_IDS: tl.constexpr,
+    NUM_TOPK: tl.constexpr,
+    TOPK_PAD: tl.constexpr,
+    ALIGNED: tl.constexpr,
+    ROWS: tl.constexpr,
+    BLOCK_WORDS: tl.constexpr,
+):
+    """Write this rank's rows into its region on every rank, chunk by chunk, the next rank first.
+
+    Program i takes chunks i, i + P, ... of each destination and raises a chunk's flag after its
+    rows, so that a reader waits for no more than it reads.
+    """
+    if is_broken(context):
+        return
+    rank = tl.load(context + RANK).to(tl.int32)
+    lanes = tl.arange(0, TOPK_PAD)
+    for stage in range(0, tl.load(context + NUM_RANKS).to(tl.int32)):
+        peer = staged_peer(stage, context)
+        num_rows = tl.load(num_tokens_per_rank + peer)
+        own, num_rows = open_region(peer, num_rows, header_bytes, row_bytes, context)
+        for chunk in range(tl.program_id(0), tl.cdiv(num_rows, ROWS), tl.num_programs(0)):
+            rows = chunk * ROWS + tl.arange(0, ROWS)
+            inside = rows < num_rows
+            tokens = tl.load(send_token_idx + peer * num_tokens + rows, mask=inside, other=0)
+            to = symm_at(own + rows.to(tl.int64) * row_bytes, peer, context)
+            put_rows(
+                as_pointer(to, x.dtype.element_ty),
+                x + tokens.to(tl.int64) * num_words,
+                num_words,
+                inside,
+                ALIGNED,
+                BLOCK_WORDS,
+            )
+            put(as_pointer(to + token_offset, tl.int32), tokens, inside)
+            if HAS_IDS:
+                at = tokens[:, None] * NUM_TOPK + lanes[None, :]
+                real = inside[:, None] & (lanes < NUM_TOPK)[None, :]
+                ids = tl.load(topk_idx + at, mask=real, other=-1) - peer * num_local_experts
+                local = (ids >= 0) & (ids < num_local_experts)
+                weights = tl.load(topk_weights + at, mask=real, other=0.0)
+                to_ids = as_pointer(to + ids_offset, tl.int32)[:, None] + lanes[None, :]
+                to_weights = as_pointer(to + weights_offset, tl.float32)
+                put(to_ids, tl.where(local, ids, -1).to(tl.int32), real)
+                put(to_weights[:, None] + lanes[None, :], tl.where(local, weights, 0.0), real)
+            notify(chunk_flag(rank, chunk, context), peer, current_epoch(context), context)
+
+
+@triton.jit(do_not_specialize=["max_rows"])
+def collect_kernel(
+    rank_prefix_matrix,  # int32 [R, R]
+    recv_x,  # words [N, num_words], out
+    recv_topk_idx,  # int64 [N, K], out with HAS_IDS: local ids, -1 where not here
+    recv_topk_weights,  # float32 [N, K], out with HAS_IDS: 0 where not here
+    recv_src_idx,  # int32 [N], out
+    context,
+    max_rows,
+    num_words,
+    header_bytes,
+    row_bytes,
+    ids_offset,
+    weights_offset,
+    token_offset,
+    HAS_IDS: tl.constexpr,
+    NUM_TOPK: tl.constexpr,
+    TOPK_PAD: tl.constexpr,
+    ALIGNED: tl.constexpr,
+    ROWS: tl.constexpr,
+    BLOCK_WORDS: tl.constexpr,
+):
+    """Copy the received rows out of the slot, by source rank, then token; then release the slot.
+
+    Never writes beyond `max_rows`. The last program finishes the call.
+    """
+    if is_broken(context):
+        return
+    num_ranks = tl.load(context + NUM_RANKS).to(tl.int32)
+    rank = tl.load(context + RANK).to(tl.int32)
+    lanes = tl.arange(0, TOPK_PAD)
+    if tl.load(rank_prefix_matrix + (num_ranks - 1) * num_ranks + rank) > max_rows:
+        report_failure(rank, current_epoch(context), context, PHASE_OVERFLOW)
+    for stage in range(0, num_ranks):
+        source = staged_source(stage, context)
+        num_rows = received_rows(rank_prefix_matrix, source, context)
+        start = tl.load(rank_prefix_matrix + source * num_ranks + rank) - num_rows
+        for chunk in range(tl.program_id(0), tl.cdiv(num_rows, ROWS), tl.num_programs(0)):
+            token = wait_chunk(source, chunk, context)
+            rows = chunk * ROWS + tl.arange(0, ROWS)
+            to = start + rows
+            inside = (rows < num_rows) & (to < max_rows) & (token == 1)
+            base = consume_token(region(source, context) + header_bytes, token)
+            address = base + rows.to(tl.int64) * row_bytes
+            put_rows(
+                recv_x + to.to(tl.int64) * num_words,
+                as_pointer(address, recv_x.dtype.element_ty),
+                num_words,
+                inside,
+                ALIGNED,
+                BLOCK_WORDS,
+            )
+            src_idx = tl.load(as_pointer(address + token_offset, tl.int32), mask=inside, other=0)
+            tl.store(recv_src_idx + to, src_idx, mask=inside)
+            if HAS_IDS:
+                real = inside[:, None] & (lanes < NUM_TOPK)[None, :]
+                at = to[:, None] * NUM_TOPK + lanes[None, :]
+                ids = as_pointer(address + ids_offset, tl.int32)[:, None] + lanes[None, :]
+                weights = as_pointer(address + weights_offset, tl.float32)
+                tl.store(recv_topk_idx + at, tl.load(ids, mask=real, other=-1).to(tl.int64), real)
+                tl.store(
+                    recv_topk_weights + at,
+                    tl.load(weights[:, None] + lanes[None, :], mask=real, other=0.0),
+                    mask=real,
+                )
+    if is_last_program(context):
+        finish_call(context)
+
+
+@triton.jit
+def release_kernel(context):
+    """Finish a call whose rows were read in place, once the reads have been issued."""
+    if is_broken(context):
+        return
+    finish_call(context)

@@ -1,0 +1,176 @@
+"""Host side of dispatch: one function per launch, in the order in which a call makes them."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+import triton
+
+from ..lang import INTERPRETED
+from ..slots import CHUNK_ROWS, RowLayout, Slots
+from ..words import Words
+from .kernels import collect_kernel, exchange_kernel, push_kernel, release_kernel
+
+NUM_WARPS = 8
+NUM_COLLECT_PROGRAMS = 2 if INTERPRETED else 264
+
+
+@dataclass(frozen=True, slots=True)
+class Counts:
+    """The exchanged counts, on the device.
+
+    rank_prefix_matrix int32 [R, R]: rows that ranks 0..i send to rank j. recv_expert_counts int32
+    [R, L]: rows of each source for each local expert. expert_offsets int32 [L + 1]: their running
+    total by expert.
+    """
+
+    rank_prefix_matrix: torch.Tensor
+    recv_expert_counts: torch.Tensor
+    expert_offsets: torch.Tensor
+
+
+def exchange(
+    num_tokens_per_rank: torch.Tensor,
+    num_tokens_per_expert: torch.Tensor,
+    x: torch.Tensor,
+    num_topk: int,
+    slots: Slots,
+) -> Counts:
+    """Tell every rank this rank's counts (int32 [R] and [E]) and learn theirs. Begins a call.
+
+    The shape of `x` [T, H] and `num_topk` go along: ranks that disagree on them stop here.
+    """
+    num_ranks = slots.layout.num_ranks
+    num_experts = num_tokens_per_expert.numel()
+    num_local_experts = num_experts // num_ranks
+    new = num_tokens_per_rank.new_empty
+    counts = Counts(
+        new((num_ranks, num_ranks)),
+        new((num_ranks, num_local_experts)),
+        # Zero rows, should the kernel give up on a lost peer: what follows may not know of it.
+        num_tokens_per_rank.new_zeros(num_local_experts + 1),
+    )
+    exchange_kernel[(num_ranks + 1,)](
+        num_tokens_per_rank,
+        num_tokens_per_expert,
+        counts.rank_prefix_matrix,
+        counts.recv_expert_counts,
+        counts.expert_offsets,
+        slots.context.words,
+        num_local_experts,
+        x.shape[1] * x.itemsize,
+        num_topk,
+        x.itemsize,
+        RANKS_PAD=triton.next_power_of_2(num_ranks),
+        EXPERTS_PAD=triton.next_power_of_2(num_local_experts),
+        ALL_EXPERTS_PAD=triton.next_power_of_2(num_experts),
+    )
+    return counts
+
+
+@dataclass(frozen=True, slots=True)
+class Outgoing:
+    """The rows a rank sends: x [T, H] contiguous, topk_idx int64 [T, K] and topk_weights float32
+    [T, K] or None, num_tokens_per_rank int32 [R], send_token_idx int32 [R, T]."""
+
+    x: torch.Tensor
+    topk_idx: torch.Tensor | None
+    topk_weights: torch.Tensor | None
+    num_tokens_per_rank: torch.Tensor
+    send_token_idx: torch.Tensor
+
+
+def push(
+    rows: Outgoing, num_local_experts: int, header_bytes: int, num_comm_sms: int, slots: Slots
+) -> None:
+    """Write one row per (token, destination rank) into the destinations' slots."""
+    num_tokens, hidden = rows.x.shape
+    words = Words.of(hidden, rows.x.dtype)
+    num_topk = rows.topk_idx.shape[1] if rows.topk_idx is not None else 0
+    row = RowLayout(hidden * rows.x.itemsize, num_topk)
+    push_kernel[(num_comm_sms,)](
+        words.view(rows.x),
+        rows.topk_idx,
+        rows.topk_weights,
+        rows.num_tokens_per_rank,
+        rows.send_token_idx,
+        slots.context.words,
+        num_tokens,
+        words.num_words,
+        num_local_experts,
+        header_bytes,
+        row.num_bytes,
+        row.ids,
+        row.weights,
+        row.token,
+        HAS_IDS=num_topk > 0,
+        NUM_TOPK=num_topk,
+        TOPK_PAD=triton.next_power_of_2(max(1, num_topk)),
+        ALIGNED=words.aligned,
+        ROWS=CHUNK_ROWS,
+        BLOCK_WORDS=words.block_words,
+        num_warps=NUM_WARPS,
+    )
+
+
+@dataclass(frozen=True, slots=True)
+class Collected:
+    """Received rows that the caller owns, by source rank, then token.
+
+    x [N, H]; topk_idx int64 [N, K] with local ids, -1 where the expert is elsewhere; topk_weights
+    float32 [N, K], 0 there; src_idx int32 [N], the token's number on its source rank. Both top-k
+    tensors are None when dispatch had no ids.
+    """
+
+    x: torch.Tensor
+    topk_idx: torch.Tensor | None
+    topk_weights: torch.Tensor | None
+    src_idx: torch.Tensor
+
+
+def new_collected(num_rows: int, like: torch.Tensor, num_topk: int) -> Collected:
+    """Room for `num_rows` received rows of the width and type of `like` [T, H]."""
+    return Collected(
+        like.new_empty(num_rows, like.shape[1]),
+        like.new_empty((num_rows, num_topk), dtype=torch.int64) if num_topk else None,
+        like.new_empty((num_rows, num_topk), dtype=torch.float32) if num_topk else None,
+        like.new_empty(num_rows, dtype=torch.int32),
+    )
+
+
+def collect(
+    out: Collected, rank_prefix_matrix: torch.Tensor, header_bytes: int, slots: Slots
+) -> None:
+    """Copy the received rows out of the slot and release it. Ends a call."""
+    max_rows, hidden = out.x.shape
+    words = Words.of(hidden, out.x.dtype)
+    num_topk = out.topk_idx.shape[1] if out.topk_idx is not None else 0
+    row = RowLayout(hidden * out.x.itemsize, num_topk)
+    collect_kernel[(NUM_COLLECT_PROGRAMS,)](
+        rank_prefix_matrix,
+        words.view(out.x),
+        out.topk_idx,
+        out.topk_weights,
+        out.src_idx,
+        slots.context.words,
+        max_rows,
+        words.num_words,
+        header_bytes,
+        row.num_bytes,
+        row.ids,
+        row.weights,
+        row.token,
+        HAS_IDS=num_topk > 0,
+        NUM_TOPK=num_topk,
+        TOPK_PAD=triton.next_power_of_2(max(1, num_topk)),
+        ALIGNED=words.aligned,
+        ROWS=CHUNK_ROWS,
+        BLOCK_WORDS=words.block_words,
+        num_warps=NUM_WARPS,
+    )
+
+
+def release(slots: Slots) -> None:
+    """End a call whose rows were read in place; the slot goes back to its writers."""
+    release_kernel[(1,)](slots.context.words)

@@ -1,0 +1,269 @@
+"""The kernel engine: the verbs on symmetric memory, each a short sequence of launches.
+
+`collective.py` has the same verbs on torch.distributed; `buffer.py` checks arguments and calls
+either.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import NamedTuple, Protocol
+
+import torch
+
+from . import combine as combine_verbs
+from . import dispatch as dispatch_verbs
+from . import routing
+from .dispatch import Collected, Counts, Outgoing
+from .errors import CapacityError
+from .experts import expert_ffn
+from .lang import INTERPRETED, Word
+from .slots import RowLayout, Slots, header_bytes
+
+WARMUP_TIMEOUT_S = 900.0
+"""Deadline while a kernel may still be compiling on some rank."""
+
+
+class Handle(NamedTuple):
+    """What combine and a cached dispatch need from a dispatch: six tensors, nothing else.
+
+    A plain tuple of the same tensors serves as well (autograd's save_for_backward makes one).
+    """
+
+    rank_prefix_matrix: torch.Tensor  # int32 [R, R]: rows of ranks 0..i to rank j
+    send_token_idx: torch.Tensor  # int32 [R, T]: token of each row sent to each rank
+    recv_expert_counts: torch.Tensor  # int32 [R, L]: rows of each source per local expert
+    recv_src_idx: torch.Tensor  # int32 [N]: each received row's token on its source
+    is_token_in_rank: torch.Tensor  # bool [T, R]
+    send_head: torch.Tensor  # int32 [T, R]: row * R + rank in the order of the final sum, or -1
+
+
+@dataclass(frozen=True, slots=True)
+class Tokens:
+    """What a rank dispatches: x [T, H] contiguous; topk_idx int64 [T, K] and topk_weights float32
+    [T, K], or None; and its layout (see `reference.layout`)."""
+
+    x: torch.Tensor
+    topk_idx: torch.Tensor | None
+    topk_weights: torch.Tensor | None
+    num_tokens_per_rank: torch.Tensor
+    num_tokens_per_expert: torch.Tensor
+    is_token_in_rank: torch.Tensor
+
+    @property
+    def num_topk(self) -> int:
+        return 0 if self.topk_idx is None else self.topk_idx.shape[1]
+
+
+class Engine(Protocol):
+    """The verbs behind a Buffer. Arguments have been checked."""
+
+    def layout(
+        self, topk_idx: torch.Tensor, num_experts: int
+    ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]: ...
+
+    def dispatch(
+        self, tokens: Tokens, num_worst_tokens: int
+    ) -> tuple[Collected, list[int], Handle]: ...
+
+    def dispatch_cached(self, x: torch.Tensor, handle: Handle) -> torch.Tensor: ...
+
+    def combine(
+        self,
+        x: torch.Tensor,
+        handle: Handle,
+        topk_weights: torch.Tensor | None,
+        bias: Sequence[torch.Tensor],
+    ) -> tuple[torch.Tensor, torch.Tensor | None]: ...
+
+    def moe_ffn(
+        self, tokens: Tokens, w_gate_up: torch.Tensor, w_down: torch.Tensor
+    ) -> torch.Tensor: ...
+
+    def check(self) -> None: ...
+
+    def free(self) -> None: ...
+
+
+class KernelEngine:
+    """Verbs through the kernels of dispatch/, grouped_gemm/ and combine/.
+
+    `num_comm_sms` programs push; `max_tokens` bounds T of `moe_ffn`, whose work space is sized by
+    it (equal on all ranks).
+    """
+
+    def __init__(self, slots: Slots, num_comm_sms: Callable[[], int], max_tokens: int | None):
+        self.slots, self._max_tokens = slots, max_tokens
+        self._num_comm_sms = num_comm_sms
+        self._warm: set[tuple[object, ...]] = set()
+
+    @property
+    def num_comm_sms(self) -> int:
+        return 2 if INTERPRETED else self._num_comm_sms()
+
+    def layout(
+        self, topk_idx: torch.Tensor, num_experts: int
+    ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        """See `routing.layout`."""
+        return routing.layout(topk_idx, num_experts, self.slots)
+
+    def send(self, tokens: Tokens) -> tuple[Counts, torch.Tensor, torch.Tensor]:
+        """Exchange counts and push all rows: (counts, send_token_idx, send_head)."""
+        num_experts = tokens.num_tokens_per_expert.numel()
+        num_ranks = self.slots.layout.num_ranks
+        header = header_bytes(num_experts, num_ranks)
+        self._check_capacity(tokens.x.shape[0], tokens.x, tokens.num_topk, header)
+        idx, head = routing.send_plan(tokens.is_token_in_rank, tokens.topk_idx, num_experts)
+        counts = dispatch_verbs.exchange(
+            tokens.num_tokens_per_rank,
+            tokens.num_tokens_per_expert,
+            tokens.x,
+            tokens.num_topk,
+            self.slots,
+        )
+        outgoing = Outgoing(
+            tokens.x, tokens.topk_idx, tokens.topk_weights, tokens.num_tokens_per_rank, idx
+        )
+        dispatch_verbs.push(
+            outgoing, num_experts // num_ranks, header, self.num_comm_sms, self.slots
+        )
+        return counts, idx, head
+
+    def dispatch(
+        self, tokens: Tokens, num_worst_tokens: int
+    ) -> tuple[Collected, list[int], Handle]:
+        """Send the rows and return what came as tensors of the caller's.
+
+        Synchronises the host with the counts, unless `num_worst_tokens` says how many rows to
+        return (rows past the received ones are not written; their topk_idx is -1).
+        """
+        counts, send_token_idx, send_head = self.send(tokens)
+        self._check_emulated()
+        if num_worst_tokens:
+            num_rows, per_expert = num_worst_tokens, []
+        else:
+            received = counts.rank_prefix_matrix[-1, self.slots.context.rank]
+            host = torch.cat([received[None], counts.recv_expert_counts.sum(0)]).tolist()
+            self.check()
+            num_rows, per_expert = host[0], host[1:]
+        out = dispatch_verbs.new_collected(num_rows, tokens.x, tokens.num_topk)
+        if num_worst_tokens and out.topk_idx is not None:
+            out.topk_idx.fill_(-1)
+        header = header_bytes(tokens.num_tokens_per_expert.numel(), self.slots.layout.num_ranks)
+        dispatch_verbs.collect(out, counts.rank_prefix_matrix, header, self.slots)
+        self._check_emulated()
+        handle = Handle(
+            counts.rank_prefix_matrix,
+            send_token_idx,
+            counts.recv_expert_counts,
+            out.src_idx,
+            tokens.is_token_in_rank,
+            send_head,
+        )
+        return out, per_expert, handle
+
+    def dispatch_cached(self, x: torch.Tensor, handle: Handle) -> torch.Tensor:
+        """Send x [T, H] where an earlier dispatch sent its tokens; nothing is counted again."""
+        self._check_capacity(x.shape[0], x, 0, 0)
+        prefix, rank = handle.rank_prefix_matrix, self.slots.context.rank
+        num_rows = prefix[rank] - prefix[rank - 1] if rank else prefix[0]
+        outgoing = Outgoing(x, None, None, num_rows, handle.send_token_idx)
+        dispatch_verbs.push(outgoing, 1, 0, self.num_comm_sms, self.slots)
+        out = dispatch_verbs.new_collected(handle.recv_src_idx.numel(), x, 0)
+        dispatch_verbs.collect(out, prefix, 0, self.slots)
+        self._check_emulated()
+        return out.x
+
+    def combine(
+        self,
+        x: torch.Tensor,
+        handle: Handle,
+        topk_weights: torch.Tensor | None,
+        bias: Sequence[torch.Tensor],
+    ) -> tuple[torch.Tensor, torch.Tensor | None]:
+        """Return rows x [N, H] to their sources and sum them there, with the weights' rows."""
+        num_tokens = handle.is_token_in_rank.shape[0]
+        num_topk = 0 if topk_weights is None else topk_weights.shape[1]
+        self._check_capacity(num_tokens, x, num_topk, 0)
+        combine_verbs.return_rows(
+            x, topk_weights, handle.rank_prefix_matrix, self.num_comm_sms, self.slots
+        )
+        out = x.new_empty(num_tokens, x.shape[1])
+        weights = None if topk_weights is None else topk_weights.new_empty(num_tokens, num_topk)
+        combine_verbs.final_sum(out, weights, bias, handle.send_head, self.slots)
+        self._check_emulated()
+        return out, weights
+
+    def moe_ffn(
+        self, tokens: Tokens, w_gate_up: torch.Tensor, w_down: torch.Tensor
+    ) -> torch.Tensor:
+        """dispatch, up-projection with SwiGLU read in place, down-projection, weighted combine.
+
+        No host synchronisation: work space is sized for R * max_tokens * K expert rows.
+        """
+        num_experts = tokens.num_tokens_per_expert.numel()
+        header = header_bytes(num_experts, self.slots.layout.num_ranks)
+        max_rows = self.max_tokens(tokens.x, tokens.num_topk, header)
+        counts, _, send_head = self.send(tokens)
+        row = RowLayout(tokens.x.shape[1] * tokens.x.itemsize, tokens.num_topk)
+        plan = routing.expert_plan(
+            counts.rank_prefix_matrix,
+            counts.recv_expert_counts,
+            counts.expert_offsets,
+            row,
+            header,
+            max_rows,
+            tokens.x.itemsize,
+            self.slots,
+        )
+        self._check_emulated()
+        y = expert_ffn(plan, w_gate_up, w_down, self.slots)
+        combine_verbs.return_sums(y, plan, counts.rank_prefix_matrix, self.num_comm_sms, self.slots)
+        out = torch.empty_like(tokens.x)
+        combine_verbs.final_sum(out, None, (), send_head, self.slots)
+        self._check_emulated()
+        return out
+
+    def max_tokens(self, x: torch.Tensor, num_topk: int, header: int) -> int:
+        """Most tokens a rank may bring: what the Buffer was made for, else what fits a region."""
+        row = RowLayout(x.shape[1] * x.itemsize, num_topk)
+        fits = self.slots.layout.max_rows(row.num_bytes, header)
+        return fits if self._max_tokens is None else min(fits, self._max_tokens)
+
+    def _check_capacity(self, num_tokens: int, x: torch.Tensor, num_topk: int, header: int) -> None:
+        limit = self.max_tokens(x, num_topk, header)
+        if num_tokens > limit:
+            raise CapacityError(
+                f"rank {self.slots.context.rank}: {num_tokens} tokens of {x.shape[1]} "
+                f"{str(x.dtype).removeprefix('torch.')} in one call; this Buffer's memory "
+                f"({self.slots.layout.num_bytes} bytes) takes {limit}. Make it with "
+                "Buffer.for_tokens(...) for the largest batch, or with the bytes of "
+                "Buffer.size_hint(...)."
+            )
+
+    @contextmanager
+    def warming_up(self, *key: object) -> Iterator[bool]:
+        """Yields whether the kernels of `key` may still need compiling; then the deadline is
+        long until the block ends, so that compilation never counts as a lost peer."""
+        if INTERPRETED or key in self._warm:
+            yield False
+            return
+        words = self.slots.context.words
+        words[Word.TIMEOUT_NS] = int(max(WARMUP_TIMEOUT_S, self.slots.context.timeout_s) * 1e9)
+        yield True
+        words[Word.TIMEOUT_NS] = int(self.slots.context.timeout_s * 1e9)
+        self._warm.add(key)
+
+    def check(self) -> None:
+        """Raise what the kernels have reported; see `DeviceContext.check`."""
+        self.slots.context.check()
+
+    def _check_emulated(self) -> None:
+        if INTERPRETED:
+            self.check()
+
+    def free(self) -> None:
+        """Give the symmetric memory back."""
+        self.slots.free()

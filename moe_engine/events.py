@@ -1,0 +1,67 @@
+"""Events in DeepEP's form: a point on a CUDA stream that another stream can wait for."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from types import TracebackType
+
+import torch
+
+
+class EventHandle:
+    """The current stream, as far as it has been filled now. On a CPU, nothing to wait for."""
+
+    def __init__(self) -> None:
+        self.event: torch.cuda.Event | None = None
+        if torch.cuda.is_available():
+            self.event = torch.cuda.Event()
+            self.event.record()
+
+    def current_stream_wait(self) -> None:
+        """Make the current stream wait for this point."""
+        if self.event is not None:
+            torch.cuda.current_stream().wait_event(self.event)
+
+
+class EventOverlap:
+    """An event, or none, and the tensors that must live until it has been waited for.
+
+    As a context manager it waits on exit, so that the block overlaps with what the event ends.
+    """
+
+    def __init__(
+        self,
+        event: EventHandle | None = None,
+        extra_tensors: Sequence[torch.Tensor] | None = None,
+    ) -> None:
+        self.event = event
+        self.extra_tensors = extra_tensors
+        self._hooks: list[Callable[[], None]] = []
+
+    def current_stream_wait(self, release_handle: bool = False) -> None:
+        """Make the current stream wait; then run the hooks. `release_handle` drops the event."""
+        if self.event is not None:
+            self.event.current_stream_wait()
+        if release_handle:
+            self.event = self.extra_tensors = None
+        hooks, self._hooks = self._hooks, []
+        for hook in hooks:
+            hook()
+
+    def register_hook_after_wait(self, hook: Callable[[], None]) -> None:
+        """Call `hook` once, after the next wait."""
+        self._hooks.append(hook)
+
+    def __call__(self, release_handle: bool = False) -> EventOverlap:
+        return self
+
+    def __enter__(self) -> EventOverlap:
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        self.current_stream_wait()

@@ -1,0 +1,58 @@
+"""The MoE feed-forward as a function and as a module."""
+
+from __future__ import annotations
+
+import torch
+
+from .buffer import Buffer
+from .checks import check_no_grad
+
+
+def moe_ffn(
+    x: torch.Tensor,
+    topk_idx: torch.Tensor,
+    topk_weights: torch.Tensor,
+    w_gate_up: torch.Tensor,
+    w_down: torch.Tensor,
+    buffer: Buffer,
+) -> torch.Tensor:
+    """Route x [T, H] to its experts on all ranks and sum what they give, weighted: [T, H].
+
+    topk_idx int64 [T, K] (-1 = not routed) and topk_weights float32 [T, K] come from the router;
+    w_gate_up [L, 2I, H] (gate rows, then up rows) and w_down [L, H, I] are this rank's experts
+    rank * L .. rank * L + L - 1, as transformers stores them. Everything in bf16, or in fp32.
+    out[t] = sum over k of topk_weights[t, k] * w_down[e] @ (silu(gate_e x) * (up_e x)).
+
+    Collective over the Buffer's group; T may differ per rank and be 0. No backward yet.
+    """
+    check_no_grad(x=x, topk_weights=topk_weights, w_gate_up=w_gate_up, w_down=w_down)
+    return buffer.moe_ffn(x, topk_idx, topk_weights, w_gate_up, w_down)
+
+
+class MoEFeedForward(torch.nn.Module):
+    """This rank's experts of one layer over a shared Buffer: `forward(x, topk_idx, topk_weights)`.
+
+    Parameters: gate_up_proj [L, 2I, H], down_proj [L, H, I].
+    """
+
+    def __init__(
+        self,
+        num_local_experts: int,
+        hidden: int,
+        intermediate: int,
+        buffer: Buffer,
+        dtype: torch.dtype = torch.bfloat16,
+    ):
+        super().__init__()
+        new = torch.nn.Parameter
+        up = torch.empty(num_local_experts, 2 * intermediate, hidden, dtype=dtype)
+        down = torch.empty(num_local_experts, hidden, intermediate, dtype=dtype)
+        self.gate_up_proj = new(torch.nn.init.normal_(up, std=hidden**-0.5), requires_grad=False)
+        self.down_proj = new(torch.nn.init.normal_(down, std=intermediate**-0.5), False)
+        self.buffer = buffer
+
+    def forward(
+        self, x: torch.Tensor, topk_idx: torch.Tensor, topk_weights: torch.Tensor
+    ) -> torch.Tensor:
+        """See `moe_ffn`."""
+        return moe_ffn(x, topk_idx, topk_weights, self.gate_up_proj, self.down_proj, self.buffer)

@@ -1,0 +1,193 @@
+"""The plain-torch oracle of every verb: what the kernels must give, written to be read.
+
+Functions that take lists see all ranks at once, index = rank. The others are one rank's part.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from einops import einsum, rearrange, reduce, repeat
+
+
+def _wide(tensor: torch.Tensor) -> torch.Tensor:
+    """The tensor in the type sums are made in: fp32, or fp64 where it is fp64 already."""
+    return tensor.to(torch.promote_types(tensor.dtype, torch.float32))
+
+
+def layout(
+    topk_idx_TK: torch.Tensor, num_experts: int, num_ranks: int
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """What goes where: tokens per rank int32 [R] and per expert int32 [E], in rank bool [T, R].
+
+    Example, 2 ranks of 2 experts, topk_idx [[0, 3], [2, -1], [1, 0], [-1, -1]]:
+    per rank [2, 2], per expert [2, 1, 1, 1], in rank [[1, 1], [0, 1], [1, 0], [0, 0]].
+    """
+    valid = (topk_idx_TK >= 0) & (topk_idx_TK < num_experts)
+    per_expert = torch.bincount(topk_idx_TK[valid], minlength=num_experts).int()
+    ranks = torch.arange(num_ranks, device=topk_idx_TK.device)
+    owner_TK = torch.where(valid, topk_idx_TK // (num_experts // num_ranks), -1)
+    in_rank = reduce((owner_TK[..., None] == ranks).int(), "t k r -> t r", "max").bool()
+    return in_rank.sum(0).int(), per_expert, in_rank
+
+
+def send_plan(
+    is_token_in_rank_TR: torch.Tensor, topk_idx_TK: torch.Tensor | None, num_experts: int
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """(send_token_idx int32 [R, T], send_head int32 [T, R]) of one rank; unused entries are -1.
+
+    `send_token_idx[d]` lists the tokens sent to rank d, in token order. `send_head[t]` lists
+    row * R + rank for the rows of token t in the order of the final sum: ranks by their
+    right-most top-k lane, or by number without ids.
+    """
+    num_tokens, num_ranks = is_token_in_rank_TR.shape
+    send_token_idx = torch.full((num_ranks, num_tokens), -1, dtype=torch.int32)
+    send_head = torch.full((num_tokens, num_ranks), -1, dtype=torch.int32)
+    in_rank = is_token_in_rank_TR.cpu()
+    row_TR = in_rank.int().cumsum(0) - 1
+    for rank in range(num_ranks):
+        tokens = in_rank[:, rank].nonzero().flatten()
+        send_token_idx[rank, : len(tokens)] = tokens.int()
+    key_TR = repeat(torch.arange(num_ranks), "r -> t r", t=num_tokens).clone()
+    if topk_idx_TK is not None:
+        ids = topk_idx_TK.cpu()
+        owner = torch.where((ids >= 0) & (ids < num_experts), ids // (num_experts // num_ranks), -1)
+        for lane in range(ids.shape[1]):
+            here = owner[:, lane] >= 0
+            key_TR[here, owner[here, lane]] = lane
+    key_TR = torch.where(in_rank, key_TR, torch.iinfo(torch.int64).max)
+    order_TR = key_TR.argsort(dim=1, stable=True)
+    code_TR = row_TR * num_ranks + torch.arange(num_ranks)
+    code_TR = torch.where(in_rank, code_TR, -1).gather(1, order_TR)
+    send_head[:] = code_TR.int()
+    return send_token_idx.to(is_token_in_rank_TR.device), send_head.to(is_token_in_rank_TR.device)
+
+
+@dataclass(frozen=True, slots=True)
+class Received:
+    """What one rank has after dispatch, rows by source rank, then token."""
+
+    x: torch.Tensor  # [N, H]
+    topk_idx: torch.Tensor  # int64 [N, K], local ids, -1 where the expert is elsewhere
+    topk_weights: torch.Tensor  # float32 [N, K], 0 where topk_idx is -1
+    src_idx: torch.Tensor  # int32 [N], token on its source rank
+    source: torch.Tensor  # int64 [N], source rank
+    num_tokens_per_expert: list[int]
+
+
+def dispatch(
+    x: list[torch.Tensor],
+    topk_idx: list[torch.Tensor],
+    topk_weights: list[torch.Tensor],
+    num_experts: int,
+) -> list[Received]:
+    """Send each token once to every rank that holds one of its experts."""
+    num_ranks = len(x)
+    num_local = num_experts // num_ranks
+    received = []
+    for rank in range(num_ranks):
+        parts = []
+        for source in range(num_ranks):
+            local = topk_idx[source] - rank * num_local
+            here = (local >= 0) & (local < num_local) & (topk_idx[source] >= 0)
+            tokens = here.any(dim=1).nonzero().flatten()
+            parts.append(
+                (
+                    x[source][tokens],
+                    torch.where(here, local, -1)[tokens],
+                    torch.where(here, topk_weights[source], 0.0)[tokens],
+                    tokens.int(),
+                    torch.full_like(tokens, source),
+                )
+            )
+        columns = [torch.cat(column) for column in zip(*parts, strict=True)]
+        counts = torch.bincount(columns[1][columns[1] >= 0], minlength=num_local).tolist()
+        received.append(Received(*columns, counts))
+    return received
+
+
+def combine(
+    y: list[torch.Tensor],
+    received: list[Received],
+    topk_idx: list[torch.Tensor] | None,
+    num_tokens: list[int],
+    num_experts: int,
+    bias: list[list[torch.Tensor]] | None = None,
+) -> list[torch.Tensor]:
+    """Add up the rows [N, H] that stand for each token on the ranks it was sent to.
+
+    fp32 from the biases on, ranks by right-most top-k lane (by number if `topk_idx` is None), one
+    rounding.
+    """
+    num_ranks = len(y)
+    outputs = []
+    for source in range(num_ranks):
+        hidden = y[source].shape[1]
+        out = _wide(y[source].new_zeros(num_tokens[source], hidden))
+        for part in bias[source] if bias else []:
+            out += _wide(part)
+        rows: dict[tuple[int, int], torch.Tensor] = {}
+        for rank in range(num_ranks):
+            mine = (received[rank].source == source).nonzero().flatten()
+            for row in mine.tolist():
+                rows[int(received[rank].src_idx[row]), rank] = _wide(y[rank][row])
+        for token in range(num_tokens[source]):
+            ranks = [rank for rank in range(num_ranks) if (token, rank) in rows]
+            if topk_idx is not None:
+                owners = (topk_idx[source][token] // (num_experts // num_ranks)).tolist()
+                ranks.sort(key=lambda r: max(k for k, owner in enumerate(owners) if owner == r))
+            for rank in ranks:
+                out[token] += rows[token, rank]
+        outputs.append(out.to(y[source].dtype))
+    return outputs
+
+
+def expert_rows(
+    x_NH: torch.Tensor,
+    topk_idx_NK: torch.Tensor,
+    w_gate_up: torch.Tensor,
+    w_down: torch.Tensor,
+) -> torch.Tensor:
+    """[N, K, H] in x's dtype: each row through each of its local experts; 0 where the id is -1.
+
+    w_gate_up [L, 2I, H] holds the gate rows, then the up rows; w_down [L, H, I]. The activation
+    silu(gate) * up is rounded to x's dtype between the projections, as the kernels do.
+    """
+    num_rows, num_topk = topk_idx_NK.shape
+    out = x_NH.new_zeros(num_rows, num_topk, x_NH.shape[1])
+    for expert in range(w_gate_up.shape[0]):
+        rows, lanes = (topk_idx_NK == expert).nonzero(as_tuple=True)
+        if len(rows) == 0:
+            continue
+        gate_up = einsum(_wide(x_NH[rows]), _wide(w_gate_up[expert]), "n h, i h -> n i")
+        gate, up = rearrange(gate_up, "n (two i) -> two n i", two=2)
+        act = (torch.nn.functional.silu(gate) * up).to(x_NH.dtype)
+        y = einsum(_wide(act), _wide(w_down[expert]), "n i, h i -> n h")
+        out[rows, lanes] = y.to(x_NH.dtype)
+    return out
+
+
+def sum_lanes(y_NKH: torch.Tensor, weights_NK: torch.Tensor) -> torch.Tensor:
+    """[N, H] in y's dtype: the weighted sum of each row's lanes, in lane order, in fp32."""
+    total = _wide(torch.zeros_like(y_NKH[:, 0]))
+    for lane in range(y_NKH.shape[1]):
+        total += _wide(weights_NK[:, lane, None]) * _wide(y_NKH[:, lane])
+    return total.to(y_NKH.dtype)
+
+
+def moe_ffn(
+    x: list[torch.Tensor],
+    topk_idx: list[torch.Tensor],
+    topk_weights: list[torch.Tensor],
+    w_gate_up: list[torch.Tensor],
+    w_down: list[torch.Tensor],
+) -> list[torch.Tensor]:
+    """The routed experts of a layer on all ranks; weights are each rank's own experts."""
+    num_experts = sum(len(w) for w in w_gate_up)
+    received = dispatch(x, topk_idx, topk_weights, num_experts)
+    y = [
+        sum_lanes(expert_rows(r.x, r.topk_idx, up, down), r.topk_weights)
+        for r, up, down in zip(received, w_gate_up, w_down, strict=True)
+    ]
+    return combine(y, received, topk_idx, [len(part) for part in x], num_experts)

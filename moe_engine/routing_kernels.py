@@ -1,0 +1,281 @@
+"""Routing on the device: top-k ids to counts, send slots and expert lists, by prefix sums.
+
+No atomics decide a place, so the same routing always gives the same plan.
+"""
+
+import triton
+import triton.language as tl
+
+from .lang import (
+    NUM_RANKS,
+    RANK,
+    REPORT_BAD_IDS,
+    as_pointer,
+    consume_token,
+    device_function,
+    is_broken,
+    own_block,
+    report_words,
+)
+from .slots_kernels import received_rows, region, wait_chunk
+
+
+@triton.jit(do_not_specialize=["num_tokens"])
+def layout_kernel(
+    topk_idx,  # int64 [T, K]
+    num_tokens_per_rank,  # int32 [R], out
+    num_tokens_per_expert,  # int32 [E], out
+    is_token_in_rank,  # uint8 [T, R], out
+    context,
+    num_tokens,
+    num_local_experts,
+    NUM_TOPK: tl.constexpr,
+    TOPK_PAD: tl.constexpr,
+    EXPERTS_PAD: tl.constexpr,
+    BLOCK: tl.constexpr,
+):
+    """Program r counts what goes to rank r and its experts. Ids out of range count as -1."""
+    rank = tl.program_id(0)
+    num_ranks = tl.num_programs(0)
+    lanes = tl.arange(0, TOPK_PAD)
+    rank_count = tl.full((), 0, tl.int32)
+    num_bad = tl.full((), 0, tl.int64)
+    expert_counts = tl.zeros([EXPERTS_PAD], tl.int32)
+    for start in range(0, num_tokens, BLOCK):
+        tokens = start + tl.arange(0, BLOCK)
+        inside = (tokens < num_tokens)[:, None] & (lanes < NUM_TOPK)[None, :]
+        at = tokens[:, None] * NUM_TOPK + lanes[None, :]
+        ids = tl.load(topk_idx + at, mask=inside, other=-1)
+        local = ids - rank * num_local_experts
+        mine = (ids >= 0) & (local >= 0) & (local < num_local_experts)
+        in_rank = tl.max(mine.to(tl.int32), 1)
+        tl.store(
+            is_token_in_rank + tokens * num_ranks + rank,
+            in_rank.to(tl.uint8),
+            mask=tokens < num_tokens,
+        )
+        rank_count += tl.sum(in_rank, 0)
+        flat = tl.reshape(tl.where(mine, local, 0).to(tl.int32), [BLOCK * TOPK_PAD])
+        flat_mine = tl.reshape(mine, [BLOCK * TOPK_PAD])
+        expert_counts += tl.histogram(flat, EXPERTS_PAD, mask=flat_mine)
+        bad = (ids < -1) | (ids >= num_local_experts * num_ranks)
+        num_bad += tl.sum(tl.sum(bad.to(tl.int64), 1), 0)
+    experts = tl.arange(0, EXPERTS_PAD)
+    tl.store(
+        num_tokens_per_expert + rank * num_local_experts + experts,
+        expert_counts,
+        mask=experts < num_local_experts,
+    )
+    tl.store(num_tokens_per_rank + rank, rank_count)
+    if rank == 0:
+        total = report_words(context) + REPORT_BAD_IDS
+        if num_bad > 0:
+            tl.store(total, tl.load(total) + num_bad)
+
+
+@triton.jit(do_not_specialize=["num_tokens"])
+def send_plan_kernel(
+    is_token_in_rank,  # uint8 [T, R]
+    topk_idx,  # int64 [T, K], or anything without HAS_IDS
+    send_token_idx,  # int32 [R, T], out: token of each row sent to each rank
+    send_head,  # int32 [T, R], out (-1 beforehand): row * R + rank, in the order of the final sum
+    num_tokens,
+    num_local_experts,
+    HAS_IDS: tl.constexpr,
+    NUM_TOPK: tl.constexpr,
+    TOPK_PAD: tl.constexpr,
+    RANKS_PAD: tl.constexpr,
+    BLOCK: tl.constexpr,
+    SCAN: tl.constexpr,
+):
+    """Program (c, d) gives rows to the tokens of block c that go to rank d, in token order.
+
+    `send_head` lists a token's rows in the order in which the source will sum them: ranks by
+    their right-most top-k lane, or by number where there are no ids. Example, 2 ranks of 2
+    experts, topk_idx [[0, 3], [2, 1], [3, 2], [0, 1]]:
+
+        rows to rank 0: tokens 0, 1, 3;  to rank 1: tokens 0, 1, 2
+        send_head as (row, rank): token 0 (0, 0) (0, 1);  token 1 (1, 1) (1, 0);
+                                  token 2 (2, 1);         token 3 (2, 0)
+    """
+    rank = tl.program_id(1)
+    num_ranks = tl.num_programs(1)
+    first = tl.program_id(0) * BLOCK
+    base = tl.full((), 0, tl.int32)
+    for start in range(0, first, SCAN):
+        earlier = start + tl.arange(0, SCAN)
+        sent = tl.load(is_token_in_rank + earlier * num_ranks + rank, mask=earlier < first, other=0)
+        base += tl.sum(sent.to(tl.int32), 0)
+
+    tokens = first + tl.arange(0, BLOCK)
+    inside = tokens < num_tokens
+    sent = tl.load(is_token_in_rank + tokens * num_ranks + rank, mask=inside, other=0).to(tl.int32)
+    row = base + tl.cumsum(sent, 0) - sent
+    if HAS_IDS:
+        lanes = tl.arange(0, TOPK_PAD)
+        id_inside = inside[:, None] & (lanes < NUM_TOPK)[None, :]
+        ids = tl.load(
+            topk_idx + tokens[:, None] * NUM_TOPK + lanes[None, :], mask=id_inside, other=-1
+        )
+        valid = (ids >= 0) & (ids < num_local_experts * num_ranks)
+        owner = tl.where(valid, ids // num_local_experts, -1).to(tl.int32)
+        last_lane = tl.max(tl.where(owner == rank, lanes[None, :], -1), 1)
+        place = tl.zeros([BLOCK], tl.int32)
+        for other in range(0, num_ranks):
+            other_last = tl.max(tl.where(owner == other, lanes[None, :], -1), 1)
+            place += ((other_last >= 0) & (other_last < last_lane)).to(tl.int32)
+    else:
+        ranks = tl.arange(0, RANKS_PAD)
+        others = tl.load(
+            is_token_in_rank + tokens[:, None] * num_ranks + ranks[None, :],
+            mask=inside[:, None] & (ranks < num_ranks)[None, :],
+            other=0,
+        )
+        place = tl.sum(tl.where((ranks < rank)[None, :], others.to(tl.int32), 0), 1)
+    goes = inside & (sent > 0)
+    tl.store(send_token_idx + rank * num_tokens + row, tokens, mask=goes)
+    tl.store(send_head + tokens * num_ranks + place, row * num_ranks + rank, mask=goes)
+
+
+@device_function
+def _chunk_ids(
+    source,
+    chunk,
+    num_rows,
+    context,
+    header_bytes,
+    row_bytes,
+    ids_offset,
+    NUM_TOPK: tl.constexpr,
+    TOPK_PAD: tl.constexpr,
+    ROWS: tl.constexpr,
+):
+    """Local expert ids [ROWS * TOPK_PAD] (-1 where none) of a chunk of received rows, and the
+    addresses [ROWS] of the rows."""
+    rows = chunk * ROWS + tl.arange(0, ROWS)
+    lanes = tl.arange(0, TOPK_PAD)
+    address = region(source, context) + header_bytes + rows.to(tl.int64) * row_bytes
+    pointers = as_pointer(address + ids_offset, tl.int32)
+    inside = (rows < num_rows)[:, None] & (lanes < NUM_TOPK)[None, :]
+    ids = tl.load(pointers[:, None] + lanes[None, :], mask=inside, other=-1)
+    return tl.reshape(ids, [ROWS * TOPK_PAD]), address
+
+
+@triton.jit
+def expert_count_kernel(
+    rank_prefix_matrix,  # int32 [R, R]
+    chunk_counts,  # int32 [R, C, L], out: rows of each expert in each chunk of each source
+    context,
+    num_local_experts,
+    header_bytes,
+    row_bytes,
+    ids_offset,
+    NUM_TOPK: tl.constexpr,
+    TOPK_PAD: tl.constexpr,
+    EXPERTS_PAD: tl.constexpr,
+    ROWS: tl.constexpr,
+):
+    """Program (c, s) waits for chunk c of source s and counts its rows by expert."""
+    if is_broken(context):
+        return
+    chunk = tl.program_id(0)
+    source = tl.program_id(1)
+    num_rows = received_rows(rank_prefix_matrix, source, context)
+    if chunk * ROWS < num_rows:
+        token = wait_chunk(source, chunk, context)
+        if token == 1:
+            ids, _ = _chunk_ids(
+                source,
+                chunk,
+                num_rows,
+                context,
+                consume_token(header_bytes.to(tl.int64), token),
+                row_bytes,
+                ids_offset,
+                NUM_TOPK,
+                TOPK_PAD,
+                ROWS,
+            )
+            experts = tl.arange(0, EXPERTS_PAD)
+            counts = tl.histogram(tl.where(ids >= 0, ids, 0), EXPERTS_PAD, mask=ids >= 0)
+            at = (source * tl.num_programs(0) + chunk) * num_local_experts + experts
+            tl.store(chunk_counts + at, counts, mask=experts < num_local_experts)
+
+
+@triton.jit(do_not_specialize=["max_rows"])
+def expert_plan_kernel(
+    rank_prefix_matrix,  # int32 [R, R]
+    recv_expert_counts,  # int32 [R, L]
+    expert_offsets,  # int32 [L + 1]
+    chunk_counts,  # int32 [R, C, L]
+    row_offset,  # int64 [M], out: element offset of each expert row in the symmetric block
+    expert_row,  # int32 [R, max_rows, K], out: place of each lane in row_offset, or -1
+    lane_weight,  # float32 [R, max_rows, K], out
+    context,
+    max_rows,
+    num_local_experts,
+    header_bytes,
+    row_bytes,
+    ids_offset,
+    weights_offset,
+    ITEM_BYTES: tl.constexpr,
+    NUM_TOPK: tl.constexpr,
+    TOPK_PAD: tl.constexpr,
+    EXPERTS_PAD: tl.constexpr,
+    ROWS: tl.constexpr,
+):
+    """Program (c, s) places the rows of chunk c of source s in the lists of their experts.
+
+    Within an expert rows stand in stage order (this rank's own first, then rank - 1, ...), then
+    in order of arrival: row, lane. Example, rank 0 of 2, 2 local experts, K = 2, received ids
+    [[0, 1], [1, -1]] from rank 0 and [[0, -1]] from rank 1 (max_rows 2):
+
+        expert_offsets [0, 2, 4];  row_offset of (source, row) = (0,0) (1,0) | (0,0) (0,1)
+        expert_row[0] = [[0, 2], [3, -1]];  expert_row[1] = [[1, -1], unwritten]
+    """
+    if is_broken(context):
+        return
+    chunk = tl.program_id(0)
+    source = tl.program_id(1)
+    num_rows = received_rows(rank_prefix_matrix, source, context)
+    if chunk * ROWS >= num_rows:
+        return
+    ids, address = _chunk_ids(
+        source,
+        chunk,
+        num_rows,
+        context,
+        header_bytes,
+        row_bytes,
+        ids_offset,
+        NUM_TOPK,
+        TOPK_PAD,
+        ROWS,
+    )
+    experts = tl.arange(0, EXPERTS_PAD)
+    real = experts < num_local_experts
+    base = tl.load(expert_offsets + experts, mask=real, other=0)
+    num_ranks = tl.load(context + NUM_RANKS).to(tl.int32)
+    rank = tl.load(context + RANK).to(tl.int32)
+    for stage in range(0, (rank - source + num_ranks) % num_ranks):
+        earlier = (rank - stage + num_ranks) % num_ranks
+        base += tl.load(recv_expert_counts + earlier * num_local_experts + experts, real, 0)
+    for earlier_chunk in range(0, chunk):
+        at = (source * tl.num_programs(0) + earlier_chunk) * num_local_experts + experts
+        base += tl.load(chunk_counts + at, mask=real, other=0)
+
+    chosen = (ids[:, None] == experts[None, :]).to(tl.int32)
+    earlier_items = tl.cumsum(chosen, 0) - chosen
+    place = tl.sum(chosen * (earlier_items + base[None, :]), 1)
+    place = tl.reshape(place, [ROWS, TOPK_PAD])
+    is_local = tl.reshape(ids, [ROWS, TOPK_PAD]) >= 0
+
+    offset = (address - own_block(context)) // ITEM_BYTES
+    tl.store(row_offset + place, tl.broadcast_to(offset[:, None], [ROWS, TOPK_PAD]), mask=is_local)
+    rows = chunk * ROWS + tl.arange(0, ROWS)
+    lanes = tl.arange(0, TOPK_PAD)
+    inside = (rows < num_rows)[:, None] & (lanes < NUM_TOPK)[None, :]
+    weights = as_pointer(address + weights_offset, tl.float32)[:, None] + lanes[None, :]
+    at = (source * max_rows + rows)[:, None] * NUM_TOPK + lanes[None, :]
+    tl.store(expert_row + at, tl.where(is_local, place, -1), mask=inside)
+    tl.store(lane_weight + at, tl.load(weights, mask=inside, other=0.0), mask=inside)

@@ -1,0 +1,215 @@
+"""Where things lie in a Buffer's symmetric block, and the device context that says so to kernels.
+
+The block holds flags and a ring of D slots. A call with epoch e uses slot e mod D. A slot has one
+region per writing rank, so that a row's place is known to its sender without asking:
+
+    done[R] | count_flags[R] | chunk_flags[R, MAX_CHUNKS] | slot 0 | slot 1 | ...
+    slot   = region of rank 0 | region of rank 1 | ...
+    region = signature, int32 [4] | counts, int32 [E + R] | row 0 | row 1 | ...   (dispatch)
+             row 0 | row 1 | ...                                                  (combine)
+
+Example, R = 2, 4 tokens of rank 1 routed to ranks [0], [1], [0, 1], [0]: rank 1 writes tokens
+0, 2, 3 as rows 0, 1, 2 of region 1 of rank 0's slot, and tokens 1, 2 as rows 0, 1 of region 1 of
+its own.
+"""
+
+from __future__ import annotations
+
+import os
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+import torch
+
+from .errors import BackendError, CapacityError, PeerTimeout, RoutingError, ShapeError
+from .lang import Phase, Report, Word
+
+if TYPE_CHECKING:
+    from .symm import SymmetricTensor
+
+CHUNK_ROWS = 32
+"""Rows that share one arrival flag; equal on all ranks."""
+MAX_CHUNKS = 2048
+"""Flags per writing rank: at most CHUNK_ROWS * MAX_CHUNKS rows between two ranks in one call."""
+FLAG_BYTES = 8
+
+
+def round_up(value: int, multiple: int) -> int:
+    """Smallest multiple of `multiple` that is at least `value`."""
+    return -(-value // multiple) * multiple
+
+
+@dataclass(frozen=True, slots=True)
+class RowLayout:
+    """One row on the wire: payload, then metadata, opaque to the kernels that move it.
+
+    payload | expert ids int32 [K] | weights float32 [K] | source token int32, each part starting
+    at a multiple of 16 bytes. `num_topk` is 0 where rows carry no routing.
+    """
+
+    payload_bytes: int
+    num_topk: int = 0
+
+    @property
+    def ids(self) -> int:
+        return round_up(self.payload_bytes, 16)
+
+    @property
+    def weights(self) -> int:
+        return self.ids + round_up(4 * self.num_topk, 16)
+
+    @property
+    def token(self) -> int:
+        return self.weights + round_up(4 * self.num_topk, 16)
+
+    @property
+    def num_bytes(self) -> int:
+        return self.token + 16
+
+
+SIGNATURE_BYTES = 16
+
+
+def header_bytes(num_experts: int, num_ranks: int) -> int:
+    """Bytes of the signature and counts that precede the rows of a dispatch region."""
+    return SIGNATURE_BYTES + round_up(4 * (num_experts + num_ranks), 16)
+
+
+@dataclass(frozen=True, slots=True)
+class SlotLayout:
+    """Offsets and sizes of the symmetric block: D * R * region_bytes and the flags."""
+
+    num_ranks: int
+    region_bytes: int
+    num_slots: int = 2
+
+    @classmethod
+    def fit(cls, num_bytes: int, num_ranks: int, num_slots: int = 2) -> SlotLayout:
+        """The largest regions that `num_bytes` hold."""
+        flags = cls(num_ranks, 0, num_slots).slots
+        region_bytes = (num_bytes - flags) // (num_slots * num_ranks) // 16 * 16
+        if region_bytes <= 0:
+            raise CapacityError(
+                f"a Buffer for {num_ranks} ranks got {num_bytes} bytes; its flags alone take "
+                f"{flags}. Ask Buffer.size_hint(...) for the bytes a shape needs."
+            )
+        return cls(num_ranks, region_bytes, num_slots)
+
+    @property
+    def done(self) -> int:
+        return 0
+
+    @property
+    def count_flags(self) -> int:
+        return self.done + self.num_ranks * FLAG_BYTES
+
+    @property
+    def chunk_flags(self) -> int:
+        return self.count_flags + self.num_ranks * FLAG_BYTES
+
+    @property
+    def slots(self) -> int:
+        return round_up(self.chunk_flags + self.num_ranks * MAX_CHUNKS * FLAG_BYTES, 128)
+
+    @property
+    def num_bytes(self) -> int:
+        return self.slots + self.num_slots * self.num_ranks * self.region_bytes
+
+    def max_rows(self, row_bytes: int, header_bytes: int = 0) -> int:
+        """Rows one rank can send to another in one call."""
+        return min((self.region_bytes - header_bytes) // row_bytes, CHUNK_ROWS * MAX_CHUNKS)
+
+
+class DeviceContext:
+    """The int64 words that every communication kernel reads (`lang.Word`), and the timeout report.
+
+    `words` lives on the device; `report` in host memory that the device can write, so that the
+    host learns of an expired wait without a synchronisation.
+    """
+
+    def __init__(self, layout: SlotLayout, rank: int, peers: torch.Tensor, timeout_s: float):
+        device = peers.device
+        self.rank, self.layout, self.timeout_s = rank, layout, timeout_s
+        self.report = torch.zeros(
+            Report.BAD_IDS + 1, dtype=torch.int64, pin_memory=device.type == "cuda"
+        )
+        words = torch.zeros(Word.PEERS + layout.num_ranks, dtype=torch.int64)
+        words[Word.TIMEOUT_NS] = int(timeout_s * 1e9)
+        words[Word.REPORT] = self.report.data_ptr()
+        words[Word.RANK] = rank
+        words[Word.NUM_RANKS] = layout.num_ranks
+        words[Word.NUM_SLOTS] = layout.num_slots
+        words[Word.REGION_BYTES] = layout.region_bytes
+        words[Word.DONE] = layout.done
+        words[Word.COUNT_FLAGS] = layout.count_flags
+        words[Word.CHUNK_FLAGS] = layout.chunk_flags
+        words[Word.MAX_CHUNKS] = MAX_CHUNKS
+        words[Word.SLOTS] = layout.slots
+        words[Word.PEERS :] = peers.cpu()
+        self.words = words.to(device)
+
+    def check(self) -> None:
+        """Raise what the kernels have reported so far. Costs no synchronisation.
+
+        PeerTimeout: a wait of this rank expired. ShapeError: a peer called with another shape.
+        CapacityError: more rows came than num_worst_tokens.
+        RoutingError: ids out of range (the call went on without them).
+        """
+        if self.report[Report.VALID]:
+            peer, epoch = int(self.report[Report.PEER]), int(self.report[Report.EPOCH])
+            phase = Phase(int(self.report[Report.PHASE]))
+            if phase == Phase.SIGNATURE:
+                theirs = self.report[Report.SIGNATURE : Report.SIGNATURE + 4].tolist()
+                raise ShapeError(
+                    f"ranks {self.rank} and {peer} called dispatch with different shapes: rank "
+                    f"{peer} has (bytes per row, top-k, experts, bytes per item) = {theirs}. "
+                    "All four must agree on all ranks; make a new Buffer."
+                )
+            if phase == Phase.OVERFLOW:
+                raise CapacityError(
+                    f"rank {self.rank} received more rows than num_worst_tokens; the rest was not "
+                    "written. Use the number of ranks times the largest number of tokens on a "
+                    "rank, and make a new Buffer."
+                )
+            if phase == Phase.CAPACITY:
+                raise CapacityError(
+                    f"rank {self.rank} has more rows for rank {peer} than this Buffer's memory "
+                    f"({self.layout.num_bytes} bytes) takes in one call. Make a new Buffer with "
+                    "the bytes of Buffer.size_hint(...) for this payload."
+                )
+            slot = epoch % self.layout.num_slots
+            name = phase.name.lower().replace("_", " ")
+            raise PeerTimeout(self.rank, peer, name, epoch, slot, self.timeout_s)
+        num_bad = int(self.report[Report.BAD_IDS])
+        if num_bad:
+            self.report[Report.BAD_IDS] = 0
+            raise RoutingError(
+                f"rank {self.rank}: {num_bad} expert ids in topk_idx lay outside -1 .. "
+                "num_experts-1 and were treated as -1 (not routed). Check the router."
+            )
+
+
+def timeout_seconds() -> float:
+    """Deadline of a wait: MOE_ENGINE_TIMEOUT_S, 100 s by default."""
+    text = os.environ.get("MOE_ENGINE_TIMEOUT_S", "100")
+    try:
+        seconds = float(text)
+    except ValueError:
+        seconds = 0.0
+    if seconds <= 0:
+        raise BackendError(f"MOE_ENGINE_TIMEOUT_S is {text!r}; it must be a positive number.")
+    return seconds
+
+
+class Slots:
+    """A Buffer's symmetric block with its layout and device context. Making one is collective."""
+
+    def __init__(
+        self, block: SymmetricTensor, layout: SlotLayout, rank: int, timeout_s: float
+    ) -> None:
+        self.block, self.layout = block, layout
+        self.context = DeviceContext(layout, rank, block.peer_addresses, timeout_s)
+
+    def free(self) -> None:
+        """Give the memory back. The caller has made sure that no kernel uses it any more."""
+        self.block.free()

@@ -1,0 +1,61 @@
+"""Inputs that tests share: routings of every kind, for 1 to 4 ranks, and comparisons."""
+
+from __future__ import annotations
+
+import torch
+
+ROUTINGS = ["uniform", "skewed", "one_hot", "empty_rank", "holes", "duplicates", "nothing"]
+
+
+def device() -> torch.device:
+    """The device of this rank: its GPU, or the CPU under the interpreter."""
+    from moe_engine.lang import INTERPRETED
+
+    if torch.cuda.is_available() and not INTERPRETED:
+        return torch.device("cuda", torch.cuda.current_device())
+    return torch.device("cpu")
+
+
+def route(kind: str, num_tokens: int, num_experts: int, num_topk: int, seed: int) -> torch.Tensor:
+    """topk_idx int64 [T, K] of one rank.
+
+    uniform: distinct experts. skewed: Zipf over experts. one_hot: every token to expert 0 first.
+    empty_rank: only the first half of the experts. holes: a third of the ids are -1.
+    duplicates: experts drawn with replacement. nothing: all -1.
+    """
+    generator = torch.Generator().manual_seed(seed)
+    weights = torch.ones(num_experts)
+    if kind == "skewed":
+        weights = 1.0 / torch.arange(1, num_experts + 1)
+    if kind == "empty_rank":
+        weights[max(num_topk, num_experts // 2) :] = 0
+    if num_tokens == 0:
+        return torch.empty(0, num_topk, dtype=torch.int64)
+    idx = torch.multinomial(
+        weights.expand(num_tokens, -1), num_topk, kind == "duplicates", generator=generator
+    )
+    if kind == "one_hot":
+        idx = torch.where(idx == 0, idx[:, :1], idx)
+        idx[:, 0] = 0
+    if kind == "holes":
+        idx[torch.rand(idx.shape, generator=generator) < 0.34] = -1
+    if kind == "nothing":
+        idx[:] = -1
+    return idx
+
+
+def tokens(
+    num_tokens: int, hidden: int, num_topk: int, dtype: torch.dtype, seed: int
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """(x [T, H], topk_weights float32 [T, K]) of one rank."""
+    generator = torch.Generator().manual_seed(seed)
+    x = torch.randn(num_tokens, hidden, generator=generator).to(dtype)
+    return x, torch.rand(num_tokens, num_topk, generator=generator)
+
+
+def relative_error(out: torch.Tensor, expected: torch.Tensor) -> float:
+    """||out - expected|| / ||expected|| in fp64; NaN counts as infinite."""
+    difference = (out.double() - expected.double()).norm() / expected.double().norm().clamp_min(
+        1e-30
+    )
+    return float(difference.nan_to_num(float("inf")))

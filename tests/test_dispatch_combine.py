@@ -1,0 +1,186 @@
+"""Dispatch and combine on emulated ranks (or GPUs) against the oracle, on every engine."""
+
+from __future__ import annotations
+
+import time
+
+import cases
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from moe_engine import reference
+
+DTYPES = {"bf16": torch.bfloat16, "fp32": torch.float32}
+
+
+def make_inputs(num_ranks, num_tokens, hidden, num_experts, num_topk, kind, dtype, seed=0):
+    """Per-rank lists (x, topk_idx, topk_weights); rank r has num_tokens[r % len] tokens."""
+    counts = [num_tokens[r % len(num_tokens)] for r in range(num_ranks)]
+    idx = [cases.route(kind, t, num_experts, num_topk, seed + r) for r, t in enumerate(counts)]
+    pairs = [
+        cases.tokens(t, hidden, num_topk, DTYPES[dtype], seed + r) for r, t in enumerate(counts)
+    ]
+    return [x for x, _ in pairs], idx, [w for _, w in pairs]
+
+
+def make_buffer(group, x, num_experts, num_topk, max_tokens, backend="auto"):
+    from moe_engine import Buffer
+
+    return Buffer.for_tokens(group, max_tokens, x.shape[1], num_experts, num_topk, x.dtype, backend)
+
+
+def poison(buffer):
+    """NaN everywhere a row can lie; rows must be written before they are read."""
+    slots = getattr(buffer._engine, "slots", None)
+    if slots is not None:
+        slots.block.local[slots.layout.slots :].fill_(0xFF)
+
+
+def round_trip(buffer, x, topk_idx, topk_weights, num_experts, bias=()):
+    """One dispatch, a cached dispatch and combines; everything on the CPU in a dict."""
+    device = cases.device()
+    x, topk_idx, topk_weights = (t.to(device) for t in (x, topk_idx, topk_weights))
+    per_rank, _, per_expert, in_rank, _ = buffer.get_dispatch_layout(topk_idx, num_experts)
+    recv_x, recv_idx, recv_w, counts, handle, _ = buffer.dispatch(
+        x, None, per_rank, None, in_rank, per_expert, topk_idx, topk_weights
+    )
+    cached, *_ = buffer.dispatch(x, tuple(handle))
+    y = (recv_x.float() * 1.5 + 1).to(x.dtype)
+    out, out_w, _ = buffer.combine(y, tuple(handle), topk_weights=recv_w)
+    biased, _, _ = buffer.combine(y, handle, bias=[b.to(device) for b in bias] or None)
+    names = "x idx w counts src cached y out out_w biased".split()
+    values = (
+        recv_x,
+        recv_idx,
+        recv_w,
+        counts,
+        handle.recv_src_idx,
+        cached,
+        y,
+        out,
+        out_w,
+        biased,
+    )
+    return {
+        n: v.cpu() if isinstance(v, torch.Tensor) else v for n, v in zip(names, values, strict=True)
+    }
+
+
+def run_rank(group, backend, num_experts, max_tokens, x, topk_idx, topk_weights, bias):
+    buffer = make_buffer(group, x, num_experts, topk_idx.shape[1], max_tokens, backend)
+    poison(buffer)
+    torch.distributed.barrier(group)
+    result = round_trip(buffer, x, topk_idx, topk_weights, num_experts, bias)
+    torch.distributed.barrier(group)
+    buffer.destroy()
+    return result
+
+
+def check_round_trip(results, x, topk_idx, topk_weights, num_experts, bias):
+    """Bitwise: rows, ids, weights, counts and sums."""
+    received = reference.dispatch(x, topk_idx, topk_weights, num_experts)
+    for have, want in zip(results, received, strict=True):
+        assert torch.equal(have["x"], want.x)
+        assert torch.equal(have["idx"], want.topk_idx)
+        assert torch.equal(have["w"], want.topk_weights)
+        assert torch.equal(have["src"], want.src_idx)
+        assert have["counts"] == want.num_tokens_per_expert
+        assert torch.equal(have["cached"], want.x)
+    y = [have["y"] for have in results]
+    num_tokens = [len(part) for part in x]
+    plain = reference.combine(y, received, topk_idx, num_tokens, num_experts)
+    biased = reference.combine(y, received, topk_idx, num_tokens, num_experts, bias)
+    for rank, have in enumerate(results):
+        assert torch.equal(have["out"], plain[rank])
+        assert torch.equal(have["biased"], biased[rank])
+        valid = (topk_idx[rank] >= 0) & (topk_idx[rank] < num_experts)
+        assert torch.equal(have["out_w"], torch.where(valid, topk_weights[rank], 0.0))
+
+
+def check_case(pool, num_ranks, num_tokens, hidden, num_experts, num_topk, kind, dtype, **options):
+    from moe_engine.emulation import PerRank
+
+    inputs = make_inputs(
+        num_ranks, num_tokens, hidden, num_experts, num_topk, kind, dtype, options.get("seed", 0)
+    )
+    bias = [[part * 0.5, part * 0.25] for part in inputs[0]]
+    results = pool.run(
+        run_rank,
+        options.get("backend", "auto"),
+        num_experts,
+        max(num_tokens),
+        *(PerRank(part) for part in (*inputs, bias)),
+        num_ranks=num_ranks,
+    )
+    check_round_trip(results, *inputs, num_experts, bias)
+
+
+@pytest.mark.parametrize("num_ranks", [1, 2, 3, 4])
+@pytest.mark.parametrize("kind", cases.ROUTINGS)
+def test_every_routing(pool, num_ranks, kind):
+    check_case(pool, num_ranks, [50, 0, 33], 48, 24, 4, kind, "bf16")
+
+
+@pytest.mark.parametrize("backend", ["auto", "collective"])
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("hidden", [33, 40, 256])
+def test_payloads(pool, backend, dtype, hidden):
+    check_case(pool, 2, [40, 17], hidden, 8, 2, "holes", dtype, backend=backend)
+
+
+@pytest.mark.parametrize("num_ranks", [1, 3, 4])
+@pytest.mark.parametrize("kind", cases.ROUTINGS)
+def test_collective_engine(pool, num_ranks, kind):
+    check_case(pool, num_ranks, [21, 0, 9], 16, 24, 3, kind, "bf16", backend="collective")
+
+
+@given(
+    num_ranks=st.integers(1, 4),
+    num_tokens=st.lists(st.integers(0, 70), min_size=1, max_size=4),
+    hidden=st.integers(1, 70),
+    num_local=st.integers(1, 5),
+    num_topk=st.integers(1, 6),
+    kind=st.sampled_from(cases.ROUTINGS),
+    dtype=st.sampled_from(list(DTYPES)),
+    seed=st.integers(0, 99),
+)
+def test_any_shape(pool, num_ranks, num_tokens, hidden, num_local, num_topk, kind, dtype, seed):
+    num_experts = num_ranks * num_local
+    num_topk = min(num_topk, num_experts)
+    check_case(pool, num_ranks, num_tokens, hidden, num_experts, num_topk, kind, dtype, seed=seed)
+
+
+def many_calls(group, num_calls, num_experts, x, topk_idx, topk_weights, slow_rank):
+    """Repeated round trips on one Buffer, one rank late each time; all results."""
+    rank = torch.distributed.get_rank(group)
+    buffer = make_buffer(group, x, num_experts, topk_idx.shape[1], x.shape[0])
+    poison(buffer)
+    torch.distributed.barrier(group)
+    results = []
+    for call in range(num_calls):
+        if rank == slow_rank:
+            time.sleep(0.002 * (call % 3))
+        shift = torch.where(topk_idx >= 0, (topk_idx + call) % num_experts, -1)
+        results.append(round_trip(buffer, x + call, shift, topk_weights, num_experts))
+    torch.distributed.barrier(group)
+    buffer.destroy()
+    return results
+
+
+@pytest.mark.parametrize("slow_rank", [0, 2])
+def test_twenty_calls_with_a_slow_rank(pool, slow_rank):
+    from moe_engine.emulation import PerRank
+
+    num_ranks, num_experts, num_calls = 3, 6, 20
+    x, idx, w = make_inputs(num_ranks, [13, 20, 5], 24, num_experts, 2, "holes", "fp32")
+    results = pool.run(
+        many_calls, num_calls, num_experts, PerRank(x), PerRank(idx), PerRank(w), slow_rank,
+        num_ranks=num_ranks,
+    )  # fmt: skip
+    for call in range(num_calls):
+        shifted = [torch.where(i >= 0, (i + call) % num_experts, -1) for i in idx]
+        at_call = [rank[call] for rank in results]
+        bias = [[torch.zeros_like(part)] for part in x]
+        check_round_trip(at_call, [part + call for part in x], shifted, w, num_experts, bias)

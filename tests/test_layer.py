@@ -1,0 +1,103 @@
+"""moe_ffn on every engine against the oracle."""
+
+from __future__ import annotations
+
+import cases
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from test_dispatch_combine import DTYPES, make_buffer, make_inputs, poison
+
+from moe_engine import reference
+
+TOLERANCE = {"bf16": 4e-3, "fp32": 1e-5}
+
+
+def make_weights(num_ranks, num_local, hidden, intermediate, dtype, seed=0):
+    """Per-rank lists (w_gate_up [L, 2I, H], w_down [L, H, I])."""
+    generator = torch.Generator().manual_seed(seed)
+
+    def draw(*shape):
+        return (torch.randn(*shape, generator=generator) * shape[-1] ** -0.5).to(DTYPES[dtype])
+
+    up = [draw(num_local, 2 * intermediate, hidden) for _ in range(num_ranks)]
+    return up, [draw(num_local, hidden, intermediate) for _ in range(num_ranks)]
+
+
+def run_layer(group, backend, max_tokens, num_calls, x, topk_idx, topk_weights, up, down):
+    """moe_ffn a number of times on one Buffer; the last result, after all were the same bits."""
+    from moe_engine import moe_ffn
+
+    num_experts = up.shape[0] * torch.distributed.get_world_size(group)
+    device = cases.device()
+    args = [t.to(device) for t in (x, topk_idx, topk_weights, up, down)]
+    buffer = make_buffer(group, x, num_experts, topk_idx.shape[1], max_tokens, backend)
+    poison(buffer)
+    torch.distributed.barrier(group)
+    outs = [moe_ffn(*args, buffer) for _ in range(num_calls)]
+    buffer.check()
+    torch.distributed.barrier(group)
+    buffer.destroy()
+    assert all(torch.equal(out, outs[0]) for out in outs)
+    return outs[0].cpu()
+
+
+def check_layer(
+    pool, num_ranks, num_tokens, hidden, intermediate, num_local, num_topk, kind, dtype,
+    backend="auto", num_calls=2, seed=0,
+):  # fmt: skip
+    from moe_engine.emulation import PerRank
+
+    num_experts = num_ranks * num_local
+    inputs = make_inputs(num_ranks, num_tokens, hidden, num_experts, num_topk, kind, dtype, seed)
+    weights = make_weights(num_ranks, num_local, hidden, intermediate, dtype, seed)
+    results = pool.run(
+        run_layer,
+        backend,
+        max(num_tokens),
+        num_calls,
+        *(PerRank(part) for part in (*inputs, *weights)),
+        num_ranks=num_ranks,
+    )
+    doubled = [
+        [t.double() if t.is_floating_point() else t for t in part] for part in (*inputs, *weights)
+    ]
+    expected = reference.moe_ffn(*doubled)
+    for have, want in zip(results, expected, strict=True):
+        assert have.shape == want.shape
+        assert cases.relative_error(have, want) < TOLERANCE[dtype]
+
+
+@pytest.mark.parametrize("num_ranks", [1, 2, 3, 4])
+@pytest.mark.parametrize("kind", cases.ROUTINGS)
+def test_every_routing(pool, num_ranks, kind):
+    check_layer(pool, num_ranks, [40, 0, 23], 32, 24, 24 // num_ranks, 3, kind, "bf16")
+
+
+@pytest.mark.parametrize("backend", ["auto", "collective"])
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_engines_agree(pool, backend, dtype):
+    check_layer(pool, 2, [70, 9], 72, 40, 3, 4, "duplicates", dtype, backend)
+
+
+@settings(max_examples=10)
+@given(
+    num_ranks=st.integers(1, 4),
+    num_tokens=st.lists(st.integers(0, 50), min_size=1, max_size=4),
+    hidden=st.integers(1, 9).map(lambda n: 8 * n),
+    intermediate=st.integers(1, 9).map(lambda n: 8 * n),
+    num_local=st.integers(1, 5),
+    num_topk=st.integers(1, 5),
+    kind=st.sampled_from(cases.ROUTINGS),
+    dtype=st.sampled_from(list(DTYPES)),
+    seed=st.integers(0, 99),
+)
+def test_any_shape(
+    pool, num_ranks, num_tokens, hidden, intermediate, num_local, num_topk, kind, dtype, seed
+):
+    num_topk = min(num_topk, num_local * num_ranks)
+    check_layer(
+        pool, num_ranks, num_tokens, hidden, intermediate, num_local, num_topk, kind, dtype,
+        num_calls=1, seed=seed,
+    )  # fmt: skip

@@ -1,0 +1,70 @@
+"""Layout and send plan on the device against the plain-torch oracle."""
+
+from __future__ import annotations
+
+import cases
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+
+def plan_on_rank(group, topk_idx, num_experts, num_ranks):
+    """(layout, send plan) through the kernels, as if there were `num_ranks` ranks."""
+    from moe_engine import routing
+    from moe_engine.slots import SlotLayout, Slots
+    from moe_engine.symm.single import SingleTensor
+
+    layout = SlotLayout(num_ranks, 1024)
+    block = SingleTensor(layout.num_bytes, cases.device())
+    block.peer_addresses = block.peer_addresses.expand(num_ranks).clone()
+    slots = Slots(block, layout, 0, 1.0)
+    topk_idx = topk_idx.to(cases.device())
+    per_rank, per_expert, in_rank = routing.layout(topk_idx, num_experts, slots)
+    plans = [routing.send_plan(in_rank, ids, num_experts) for ids in (topk_idx, None)]
+    if cases.device().type == "cuda":
+        torch.cuda.synchronize()
+    num_bad = int(slots.context.report[8])
+    return [t.cpu() for t in (per_rank, per_expert, in_rank)], plans_to_cpu(plans), num_bad
+
+
+def plans_to_cpu(plans):
+    return [[t.cpu() for t in plan] for plan in plans]
+
+
+def check_plan(pool, topk_idx, num_experts, num_ranks):
+    from moe_engine import reference
+
+    [(layout, plans, num_bad)] = pool.run(
+        plan_on_rank, topk_idx, num_experts, num_ranks, num_ranks=1
+    )
+    expected = reference.layout(topk_idx, num_experts, num_ranks)
+    for have, want in zip(layout, expected, strict=True):
+        assert torch.equal(have, want)
+    assert num_bad == int(((topk_idx < -1) | (topk_idx >= num_experts)).sum())
+    for plan, ids in zip(plans, (topk_idx, None), strict=True):
+        sent, head = reference.send_plan(expected[2], ids, num_experts)
+        assert torch.equal(plan[1], head)
+        for rank, count in enumerate(expected[0].tolist()):
+            assert torch.equal(plan[0][rank, :count], sent[rank, :count])
+
+
+@pytest.mark.parametrize("kind", cases.ROUTINGS)
+@pytest.mark.parametrize("num_ranks", [1, 2, 3, 4, 8])
+def test_every_routing(pool, kind, num_ranks):
+    check_plan(pool, cases.route(kind, 77, 24, 4, seed=1), 24, num_ranks)
+
+
+@given(
+    num_tokens=st.integers(0, 600),
+    num_ranks=st.integers(1, 5),
+    num_local=st.integers(1, 9),
+    num_topk=st.integers(1, 9),
+    seed=st.integers(0, 99),
+)
+def test_any_shape(pool, num_tokens, num_ranks, num_local, num_topk, seed):
+    num_experts = num_ranks * num_local
+    topk_idx = torch.randint(
+        -2, num_experts + 2, (num_tokens, num_topk), generator=torch.Generator().manual_seed(seed)
+    )
+    check_plan(pool, topk_idx, num_experts, num_ranks)
