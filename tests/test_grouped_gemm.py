@@ -195,6 +195,19 @@ def test_rows_past_the_output_are_never_written(pool: RankPool) -> None:
     assert pool.run(rows_past_the_output, num_ranks=1) == [True]
 
 
+def rounded(group: Any) -> bool:
+    """Sums of small integers are exact in fp32, and many take more than the 8 bits of bf16."""
+    torch.manual_seed(0)
+    x, w = torch.randint(-99, 99, (9, 64)), torch.randint(-99, 99, (2, 40, 64))
+    offsets = torch.tensor([0, 5, 9], device=DEVICE)
+    out = grouped_gemm(x.to(DEVICE, BF16), w.to(DEVICE, BF16), offsets)
+    return torch.equal(out.cpu(), reference_grouped_gemm(x, w, (5, 4), "none").to(BF16))
+
+
+def test_sums_are_rounded_once_to_nearest(pool: RankPool) -> None:
+    assert pool.run(rounded, num_ranks=1) == [True]
+
+
 def repeated(group: Any) -> bool:
     x, w = torch.randn(90, 136, device=DEVICE), torch.randn(3, 40, 136, device=DEVICE)
     offsets = torch.tensor([0, 7, 80, 90], device=DEVICE)
