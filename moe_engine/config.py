@@ -34,8 +34,7 @@ class GemmConfig:
         """Tiles that do not spill registers; `tests/test_compile.py` holds them to it.
 
         num_columns is that of the output, rows_per_expert an expectation, capability that of the
-        GPU or None in the interpreter. Only block_m depends on the rows, and any other
-        block_m from 64 to 128 fits the rest as well.
+        GPU or None in the interpreter. Only block_m depends on the rows.
         """
         if capability is None:
             return cls(64, 64, 64, num_warps=4, num_stages=1)

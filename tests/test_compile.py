@@ -89,8 +89,8 @@ def test_bf16_gemm_on_blackwell() -> None:
     assert "tcgen05.mma" in compile_gemm(BF16, "swiglu", True, MANY, WIDE, arch=100).ptx
 
 
-def test_any_schedule_fits_the_tiles() -> None:
-    """A schedule made for few rows may meet tiles chosen for many, and the other way round."""
+def test_only_block_m_depends_on_the_rows() -> None:
+    """So a schedule made for few rows fits tiles chosen for many, and the other way round."""
     for dtype, columns, arch in product((BF16, FP32), (WIDE, ODD), ((8, 0), (9, 0), (10, 0))):
         many = GemmConfig.choose(dtype, columns, MANY, arch)
         few = GemmConfig.choose(dtype, columns, FEW, arch)
