@@ -84,20 +84,22 @@ def _print_checks(job: Job, outcomes: Sequence[Outcome], console: Console) -> bo
 
     def add_difference(what: str, seen: Sequence[float], bound: float) -> None:
         worst = float(torch.tensor(seen).max())  # keeps a NaN, which misses the bound
-        add(f"{what}: largest difference*", f"{worst:.1e}", f"{bound:.0e}", worst <= bound)
+        add(what, f"{worst:.1e}", f"{bound:.0e}", worst <= bound)
 
-    add_difference("fp32", [o.fp32 for o in outcomes], FP32_BOUND)
+    add_difference("fp32, largest difference*", [o.fp32 for o in outcomes], FP32_BOUND)
     add(
-        "bf16: tokens with the same experts in every layer",
+        "bf16, tokens with the same experts in every layer",
         f"{share:.1%}",
         f"{AGREEING_BOUND:.0%}",
         share >= AGREEING_BOUND,
     )
-    add_difference("bf16, these tokens", [o.bf16 for o in outcomes], BF16_BOUND)
+    add_difference(
+        "bf16, largest difference* on these tokens", [o.bf16 for o in outcomes], BF16_BOUND
+    )
     replayed = [o.bf16_replayed for o in outcomes]
-    add_difference("bf16, all tokens, routing replayed", replayed, BF16_BOUND)
+    add_difference("bf16, largest difference*, routing replayed", replayed, BF16_BOUND)
     same = sum(o.same_generated for o in outcomes)
-    table.add_row("fp32: ranks that generate the same text", f"{same} of {len(outcomes)}", "", "")
+    table.add_row("fp32, ranks that generate the same text", f"{same} of {len(outcomes)}", "", "")
     table.caption = "* of any logit, relative to the largest logit"
     console.print(table)
     return all(passed)
