@@ -18,6 +18,8 @@ from ..lang import (
     put,
     put_rows,
     round_to,
+    row_mask,
+    row_pointers,
     symm_at,
     wait,
 )
@@ -115,25 +117,23 @@ def return_sums_kernel(
                 inside = rows < num_rows
                 to = symm_at(own + rows.to(tl.int64) * row_bytes, peer, context)
                 to_rows = as_pointer(to, y.dtype.element_ty)
-                if ALIGNED:
-                    to_rows = tl.multiple_of(to_rows, 16)
                 lane0 = (peer * max_rows + rows) * NUM_TOPK
                 for column in range(0, hidden, BLOCK_H):
                     columns = column + tl.arange(0, BLOCK_H)
+                    in_row = row_mask(columns, hidden, y.dtype.element_ty, ALIGNED)
                     total = tl.zeros([BLOCK, BLOCK_H], tl.float32)
                     for lane in range(0, NUM_TOPK):
                         at = tl.load(expert_row + lane0 + lane, mask=inside, other=-1)
                         weight = tl.load(lane_weight + lane0 + lane, mask=at >= 0, other=0.0)
-                        real = (at >= 0)[:, None] & (columns < hidden)[None, :]
+                        real = (at >= 0)[:, None] & in_row[None, :]
+                        rows_of_y = y + at.to(tl.int64) * hidden
                         part = tl.load(
-                            y + at.to(tl.int64)[:, None] * hidden + columns[None, :],
-                            mask=real,
-                            other=0.0,
+                            row_pointers(rows_of_y, columns, ALIGNED), mask=real, other=0.0
                         )
                         total += weight[:, None] * part.to(tl.float32)
-                    real = inside[:, None] & (columns < hidden)[None, :]
+                    real = inside[:, None] & in_row[None, :]
                     values = round_to(total, y.dtype.element_ty)
-                    put(to_rows[:, None] + columns[None, :], values, real)
+                    put(row_pointers(to_rows, columns, ALIGNED), values, real)
             notify(chunk_flag(rank, chunk, context), peer, current_epoch(context), context)
 
 
@@ -189,27 +189,34 @@ def final_sum_kernel(
         inside = (tokens < num_tokens) & (token == 1)
         for column in range(0, hidden, BLOCK_H):
             columns = column + tl.arange(0, BLOCK_H)
-            real = inside[:, None] & (columns < hidden)[None, :]
-            at = tokens.to(tl.int64)[:, None] * hidden + columns[None, :]
+            in_row = row_mask(columns, hidden, out.dtype.element_ty, ALIGNED)
+            real = inside[:, None] & in_row[None, :]
+            at = tokens.to(tl.int64) * hidden
             total = tl.zeros([BLOCK, BLOCK_H], tl.float32)
             if NUM_BIASES >= 1:
-                total += tl.load(bias_0 + at, mask=real, other=0.0).to(tl.float32)
+                total += tl.load(
+                    row_pointers(bias_0 + at, columns, ALIGNED), mask=real, other=0.0
+                ).to(tl.float32)
             if NUM_BIASES == 2:
-                total += tl.load(bias_1 + at, mask=real, other=0.0).to(tl.float32)
+                total += tl.load(
+                    row_pointers(bias_1 + at, columns, ALIGNED), mask=real, other=0.0
+                ).to(tl.float32)
             for place in range(0, num_ranks):
                 address, sent = _returned_row(
                     send_head, tokens, inside, place, num_ranks, row_bytes, token, context
                 )
                 row = as_pointer(address, out.dtype.element_ty)
-                if ALIGNED:
-                    row = tl.multiple_of(row, 16)
                 part = tl.load(
-                    row[:, None] + columns[None, :],
-                    mask=sent[:, None] & (columns < hidden)[None, :],
+                    row_pointers(row, columns, ALIGNED),
+                    mask=sent[:, None] & in_row[None, :],
                     other=0.0,
                 )
                 total += part.to(tl.float32)
-            tl.store(out + at, round_to(total, out.dtype.element_ty), mask=real)
+            tl.store(
+                row_pointers(out + at, columns, ALIGNED),
+                round_to(total, out.dtype.element_ty),
+                mask=real,
+            )
         if HAS_WEIGHTS:
             weights = tl.zeros([BLOCK, TOPK_PAD], tl.float32)
             for place in range(0, num_ranks):

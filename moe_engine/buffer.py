@@ -195,7 +195,7 @@ class Buffer:
         if handle is not None:
             cached = _as_handle(handle)
             self._check_rows("x", x, cached.is_token_in_rank.shape[0])
-            recv_x = engine.dispatch_cached(x.contiguous(), cached)
+            recv_x = engine.dispatch_cached(_packed(x), cached)
             self._after_call()
             return recv_x, None, None, None, None, _event(async_finish)
         if num_tokens_per_rank is None or is_token_in_rank is None or num_tokens_per_expert is None:
@@ -220,7 +220,7 @@ class Buffer:
             check("topk_weights", topk_weights, shape, [torch.float32], x.device)
             topk_idx, topk_weights = topk_idx.contiguous(), topk_weights.contiguous()
         tokens = Tokens(
-            x.contiguous(),
+            _packed(x),
             topk_idx,
             topk_weights if topk_idx is not None else None,
             num_tokens_per_rank.contiguous(),
@@ -264,7 +264,7 @@ class Buffer:
             shape = [known.is_token_in_rank.shape[0], x.shape[1]]
             check_tensor("bias", part, shape, [x.dtype], x.device)
         out, weights = engine.combine(
-            x.contiguous(), known, topk_weights, [part.contiguous() for part in biases]
+            _packed(x), known, topk_weights, [_packed(part) for part in biases]
         )
         self._after_call()
         return out, weights, _event(async_finish)
@@ -296,7 +296,7 @@ class Buffer:
         topk_idx = topk_idx.contiguous()
         per_rank, per_expert, in_rank = engine.layout(topk_idx, num_experts)
         tokens = Tokens(
-            x.contiguous(), topk_idx, topk_weights.contiguous(), per_rank, per_expert, in_rank
+            _packed(x), topk_idx, topk_weights.contiguous(), per_rank, per_expert, in_rank
         )
         out = engine.moe_ffn(tokens, w_gate_up, w_down)
         self._after_call()
@@ -373,6 +373,12 @@ def _device() -> torch.device:
     if torch.cuda.is_available() and not INTERPRETED:
         return torch.device("cuda", torch.cuda.current_device())
     return torch.device("cpu")
+
+
+def _packed(tensor: torch.Tensor) -> torch.Tensor:
+    """`tensor`, or a copy of it, contiguous and at a multiple of 16 bytes."""
+    tensor = tensor.contiguous()
+    return tensor if tensor.data_ptr() % 16 == 0 else tensor.clone()
 
 
 def _event(recorded: bool) -> EventOverlap:

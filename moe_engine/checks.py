@@ -55,7 +55,7 @@ def check_runnable(device: torch.device) -> None:
 def check_no_grad(**tensors: torch.Tensor) -> None:
     """There is no backward yet: losing a gradient in silence would be worse than an error."""
     for name, tensor in tensors.items():
-        if torch.is_grad_enabled() and tensor.requires_grad:
+        if torch.is_grad_enabled() and getattr(tensor, "requires_grad", False):
             raise BackendError(
                 f"{name} requires grad, and this call has no backward. Wrap it in "
                 "torch.no_grad() or torch.inference_mode(), or detach the input."

@@ -148,22 +148,41 @@ def put(to, values, mask):
 
 
 @device_function
+def row_mask(columns, num_columns, dtype: tl.constexpr, ALIGNED: tl.constexpr):
+    """`columns < num_columns`. ALIGNED promises rows of a multiple of 16 bytes: the mask then
+    changes only there, without which accesses would be as narrow as one item."""
+    inside = columns < num_columns
+    if ALIGNED:
+        inside = tl.max_constancy(inside, 128 // dtype.primitive_bitwidth)
+    return inside
+
+
+@device_function
+def row_pointers(rows, columns, ALIGNED: tl.constexpr):
+    """Pointers [B, C] to `columns` [C] of `rows`, a block [B] of pointers.
+
+    ALIGNED promises that rows start at multiples of 16 bytes. The hint must stand on this sum: on
+    an argument of a function it would be lost.
+    """
+    pointers = rows[:, None] + columns[None, :]
+    if ALIGNED:
+        pointers = tl.multiple_of(pointers, [16, 16])
+    return pointers
+
+
+@device_function
 def put_rows(to, source, num_words, mask, ALIGNED: tl.constexpr, BLOCK_WORDS: tl.constexpr):
     """Copy rows of `num_words` words from `source` to `to`, blocks of row pointers of one type.
 
     Rows are opaque words (int32, int16 or int8), so that a new number format needs no new kernel.
-    `ALIGNED` promises that every row starts at a multiple of 16 bytes, without which a pointer
-    read from a table is stored 2 bytes at a time. Plain stores: nothing is published before the
-    `notify` that follows.
+    `ALIGNED` promises that every row is a multiple of 16 bytes and starts at one, without which
+    a word is stored at a time. Plain stores: nothing is published before the next `notify`.
     """
-    if ALIGNED:
-        to = tl.multiple_of(to, 16)
-        source = tl.multiple_of(source, 16)
     for start in range(0, num_words, BLOCK_WORDS):
         words = start + tl.arange(0, BLOCK_WORDS)
-        inside = mask[:, None] & (words < num_words)[None, :]
-        values = tl.load(source[:, None] + words[None, :], mask=inside)
-        put(to[:, None] + words[None, :], values, inside)
+        inside = mask[:, None] & row_mask(words, num_words, to.dtype.element_ty, ALIGNED)[None, :]
+        values = tl.load(row_pointers(source, words, ALIGNED), mask=inside)
+        put(row_pointers(to, words, ALIGNED), values, inside)
 
 
 # --- Signals ---------------------------------------------------------------------------------
@@ -307,7 +326,7 @@ def report_failure(peer, epoch, context, PHASE: tl.constexpr):
     """Tell the host what failed first on this rank, and every later wait to give up."""
     if tl.atomic_cas(context + BROKEN, tl.full((), 0, tl.int64), tl.full((), 1, tl.int64)) == 0:
         report = report_words(context)
-        tl.store(report + 1, peer.to(tl.int64))
+        tl.store(report + 1, peer)
         tl.store(report + 2, tl.full((), PHASE, tl.int64))
         tl.store(report + 3, epoch)
         tl.debug_barrier()

@@ -9,9 +9,9 @@ from itertools import product
 import pytest
 import torch
 from compile_helper import Compiled, compile_kernel
-from moe_engine.grouped_gemm.kernels import _grouped_gemm_kernel, _tile_schedule_kernel
 
 from moe_engine.config import GemmConfig
+from moe_engine.grouped_gemm.kernels import _grouped_gemm_kernel, _tile_schedule_kernel
 from moe_engine.lang import INTERPRETED
 
 pytestmark = pytest.mark.skipif(INTERPRETED, reason="the interpreter compiles nothing")

@@ -12,10 +12,10 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
-from moe_engine.grouped_gemm import gathered_gemm, gemm_config, grouped_gemm, tile_schedule
 
 from moe_engine.emulation import RankPool
 from moe_engine.errors import BackendError, DtypeError, MoeEngineError, ShapeError
+from moe_engine.grouped_gemm import gathered_gemm, gemm_config, grouped_gemm, tile_schedule
 from moe_engine.lang import INTERPRETED
 
 BF16, FP32 = torch.bfloat16, torch.float32

@@ -1,0 +1,149 @@
+"""Every communication kernel compiled for sm_90 without a GPU: no spills, wide stores, and the
+publish and observe sequences in the PTX."""
+
+from __future__ import annotations
+
+import re
+
+import pytest
+import triton
+import triton.language as tl
+from compile_helper import compile_kernel
+
+from moe_engine import routing_kernels
+from moe_engine.combine import kernels as combine
+from moe_engine.dispatch import kernels as dispatch
+from moe_engine.lang import PHASE_ROWS, notify, wait
+from moe_engine.slots import CHUNK_ROWS
+
+POINTERS = {
+    "context": "*i64",
+    "topk_idx": "*i64",
+    "recv_topk_idx": "*i64",
+    "row_offset": "*i64",
+    "is_token_in_rank": "*u8",
+    "topk_weights": "*fp32",
+    "recv_topk_weights": "*fp32",
+    "lane_weight": "*fp32",
+    "out_weights": "*fp32",
+    **dict.fromkeys(("x", "recv_x"), "*i32"),
+    **dict.fromkeys(("y", "out", "bias_0", "bias_1"), "*bf16"),
+    **dict.fromkeys(
+        (
+            "num_tokens_per_rank",
+            "num_tokens_per_expert",
+            "rank_prefix_matrix",
+            "recv_expert_counts",
+            "expert_offsets",
+            "chunk_counts",
+            "expert_row",
+            "send_token_idx",
+            "send_head",
+            "recv_src_idx",
+        ),
+        "*i32",
+    ),
+}
+
+# What the launchers pass for H 7168 in bf16, K 8, 256 experts on 4 ranks.
+ROWS = {"ROWS": CHUNK_ROWS, "BLOCK_WORDS": 256, "ALIGNED": True}
+TOPK = {"NUM_TOPK": 8, "TOPK_PAD": 8}
+SUMS = {"ALIGNED": True, "ROWS": CHUNK_ROWS, "BLOCK": 8, "BLOCK_H": 1024}
+EXPERTS = {**TOPK, "EXPERTS_PAD": 64, "ROWS": CHUNK_ROWS}
+VARIANTS = {
+    "layout": (routing_kernels.layout_kernel, {**TOPK, "EXPERTS_PAD": 64, "BLOCK": 512}, 8),
+    "send_plan": (
+        routing_kernels.send_plan_kernel,
+        {**TOPK, "HAS_IDS": True, "RANKS_PAD": 4, "BLOCK": 128, "SCAN": 2048},
+        4,
+    ),
+    "expert_count": (routing_kernels.expert_count_kernel, EXPERTS, 4),
+    "expert_plan": (routing_kernels.expert_plan_kernel, {**EXPERTS, "ITEM_BYTES": 2}, 8),
+    "exchange": (
+        dispatch.exchange_kernel,
+        {"RANKS_PAD": 4, "EXPERTS_PAD": 64, "ALL_EXPERTS_PAD": 256},
+        4,
+    ),
+    "push": (dispatch.push_kernel, {**ROWS, **TOPK, "HAS_IDS": True}, 8),
+    "collect": (dispatch.collect_kernel, {**ROWS, **TOPK, "HAS_IDS": True}, 8),
+    "release": (dispatch.release_kernel, {}, 4),
+    "return_rows": (combine.return_rows_kernel, {**ROWS, **TOPK, "HAS_WEIGHTS": True}, 8),
+    "return_sums": (combine.return_sums_kernel, {**SUMS, "NUM_TOPK": 8}, 8),
+    "final_sum": (
+        combine.final_sum_kernel,
+        {**SUMS, **TOPK, "NUM_BIASES": 2, "HAS_WEIGHTS": True, "RANKS_PAD": 4},
+        8,
+    ),
+}
+
+
+def build(name, arch=90, **changes):
+    kernel, constexprs, num_warps = VARIANTS[name]
+    constexprs = {**constexprs, **changes}
+    signature = {arg: POINTERS.get(arg, "i32") for arg in kernel.arg_names if arg not in constexprs}
+    return compile_kernel(kernel, signature, constexprs, arch, num_warps=num_warps)
+
+
+@pytest.mark.parametrize("name", VARIANTS)
+def test_no_spills(name):
+    assert build(name).spill_bytes == 0
+
+
+@pytest.mark.parametrize("arch", [80, 100])
+@pytest.mark.parametrize("name", ["push", "final_sum"])
+def test_other_architectures(name, arch):
+    assert build(name, arch).spill_bytes == 0
+
+
+def test_rows_are_stored_16_bytes_at_a_time():
+    for name in ("push", "collect", "return_rows"):
+        ptx = build(name).ptx
+        assert "st.global.v4.b32" in ptx
+        assert re.search(r"ld\.global(\.\w+)*\.v4\.b32", ptx)
+    assert "st.global.v4.b32" in build("return_sums").ptx
+    assert "st.global.v4.b32" not in build("push", ALIGNED=False).ptx
+
+
+RELEASE = re.compile(r"(@%p\d+ )?atom\.global\.sys\.release\.exch\.b64")
+
+
+@pytest.mark.parametrize("name", ["exchange", "push", "return_rows", "return_sums", "release"])
+def test_publish(name):
+    """One thread releases at system scope, and no store lies between it and a CTA barrier."""
+    ptx = build(name).ptx
+    releases = list(RELEASE.finditer(ptx))
+    assert releases
+    for release in releases:
+        assert release[1]  # under a predicate: one thread
+        before = ptx[: release.start()]
+        assert "st.global" not in before[before.rindex("bar.sync") :]
+
+
+@pytest.mark.parametrize("name", ["exchange", "expert_count", "push", "collect", "final_sum"])
+def test_observe(name):
+    """Acquire polls at system scope, a CTA barrier, then what is read or written behind them."""
+    ptx = build(name).ptx
+    last_poll = ptx.rindex("ld.acquire.sys.global.b64")
+    token = ptx.index("// token", last_poll)
+    assert "bar.sync" in ptx[last_poll:token]
+    guarded = r"(ld|st)\.global\.(v4\.)?b32"
+    assert not re.search(guarded, ptx[last_poll : ptx.index("bar.sync", last_poll)])
+    assert re.search(guarded, ptx[token:])
+
+
+@triton.jit
+def _tma_signals_kernel(context):
+    notify(tl.load(context), 0, tl.load(context + 1), context, AFTER_TMA=True)
+    lane = tl.arange(0, 1)
+    wait(tl.load(context) + lane, lane == 0, 1, lane, context, PHASE_ROWS, BEFORE_TMA=True)
+
+
+def test_signals_around_tma():
+    """Stores by TMA are drained and fenced before the release, loads by TMA fenced behind the
+    barrier that follows the acquire."""
+    ptx = compile_kernel(_tma_signals_kernel, {"context": "*i64"}, {}).ptx
+    drain = ptx.index("cp.async.bulk.wait_group 0; fence.proxy.async;")
+    release = RELEASE.search(ptx, drain)
+    assert "bar.sync" in ptx[drain : release.start()]
+    fence = ptx.index("\tfence.proxy.async")
+    assert "ld." not in ptx[ptx.rindex("bar.sync", 0, fence) : fence]

@@ -1,0 +1,325 @@
+"""What goes wrong is refused before a kernel runs, or ends within the deadline and says who."""
+
+from __future__ import annotations
+
+import os
+import signal
+import time
+
+import cases
+import pytest
+import torch
+from test_dispatch_combine import make_inputs
+
+from moe_engine import (
+    BackendError,
+    Buffer,
+    CapacityError,
+    DtypeError,
+    Options,
+    PeerTimeout,
+    RoutingError,
+    ShapeError,
+    moe_ffn,
+)
+from moe_engine.emulation import PerRank, RankError
+
+TIMEOUT_S = 1.5
+EXPERTS = 12
+
+
+def new_buffer(group, hidden=16, max_tokens=20, **options):
+    return Buffer.for_tokens(
+        group, max_tokens, hidden, EXPERTS, 2, torch.float32, options=Options(**options)
+    )
+
+
+def dispatch(buffer, x, topk_idx, topk_weights, **more):
+    args = [t.to(cases.device()) for t in (x, topk_idx, topk_weights)]
+    per_rank, _, per_expert, in_rank, _ = buffer.get_dispatch_layout(args[1], EXPERTS)
+    return buffer.dispatch(
+        args[0], None, per_rank, None, in_rank, per_expert, args[1], args[2], **more
+    )
+
+
+# --- Lost peers ------------------------------------------------------------------------------
+
+
+def lose_a_rank(group, lost, before, x, topk_idx, topk_weights):
+    """Rank `lost` is killed before the launch named `before`; what the others then see."""
+    from moe_engine import combine
+    from moe_engine import dispatch as dispatch_verbs
+
+    buffer = new_buffer(group, timeout_s=TIMEOUT_S)
+    torch.distributed.barrier(group)
+    if torch.distributed.get_rank(group) == lost:
+        module = combine if hasattr(combine, before) else dispatch_verbs
+        setattr(module, before, lambda *_: os.kill(os.getpid(), signal.SIGKILL))
+    start = time.monotonic()
+    try:
+        recv_x, _, _, _, handle, _ = dispatch(buffer, x, topk_idx, topk_weights)
+        buffer.combine(recv_x, handle)
+        buffer.check()
+    except PeerTimeout as error:
+        seconds = time.monotonic() - start
+        with pytest.raises(PeerTimeout):  # and again at every later call
+            buffer.get_dispatch_layout(topk_idx.to(cases.device()), EXPERTS)
+        return error.peer, error.phase, seconds, str(error)
+    return None
+
+
+@pytest.mark.timeout(240)
+@pytest.mark.parametrize(
+    ("before", "phase"),
+    [("exchange", "counts"), ("push", "rows"), ("return_rows", "returned rows")],
+)
+def test_a_killed_rank_is_named(pool, before, phase):
+    if pool.device == "cuda":
+        pytest.skip("a killed process takes its part of the NCCL group along")
+    x, idx, w = make_inputs(3, [18], 16, EXPERTS, 2, "uniform", "fp32")
+    results = pool.run(
+        lose_a_rank, 1, before, PerRank(x), PerRank(idx), PerRank(w), num_ranks=3,
+        expect_death={1},
+    )  # fmt: skip
+    assert results[1] is None
+    for rank in (0, 2):
+        peer, seen_phase, seconds, text = results[rank]
+        assert (peer, seen_phase) == (1, phase)
+        assert seconds < TIMEOUT_S + 10
+        assert f"rank {rank} waited" in text
+        assert "MOE_ENGINE_TIMEOUT_S" in text
+    with os.scandir("/dev/shm") as entries:
+        assert not [entry.name for entry in entries if "moe_engine" in entry.name]
+
+
+def stay_away(group, x, topk_idx, topk_weights):
+    buffer = new_buffer(group, timeout_s=TIMEOUT_S)
+    torch.distributed.barrier(group)
+    seen = None
+    if torch.distributed.get_rank(group) != 0:
+        try:
+            dispatch(buffer, x, topk_idx, topk_weights)
+            buffer.check()
+        except PeerTimeout as error:
+            seen = error.peer, error.phase
+    torch.distributed.barrier(group)
+    buffer.destroy()
+    return seen
+
+
+def test_a_rank_that_never_calls_is_named(pool):
+    x, idx, w = make_inputs(2, [18], 16, EXPERTS, 2, "uniform", "fp32")
+    results = pool.run(stay_away, PerRank(x), PerRank(idx), PerRank(w), num_ranks=2)
+    assert results == [None, (0, "counts")]
+
+
+# --- Calls that do not match -----------------------------------------------------------------
+
+
+def call_with(group, hidden, num_topk):
+    buffer = new_buffer(group, hidden=64, timeout_s=20.0)
+    idx = cases.route("uniform", 8, EXPERTS, num_topk, 0)
+    try:
+        dispatch(buffer, *_tokens(8, hidden, num_topk, idx))
+        buffer.check()
+    except ShapeError as error:
+        return str(error)
+    finally:
+        torch.distributed.barrier(group)
+    return None
+
+
+def _tokens(num_tokens, hidden, num_topk, idx):
+    x, w = cases.tokens(num_tokens, hidden, num_topk, torch.float32, 0)
+    return x, idx, w
+
+
+@pytest.mark.parametrize(("hidden", "num_topk"), [([16, 24], [2, 2]), ([16, 16], [1, 2])])
+def test_ranks_that_disagree_are_told(pool, hidden, num_topk):
+    texts = pool.run(call_with, PerRank(hidden), PerRank(num_topk), num_ranks=2)
+    assert all("different shapes" in text for text in texts)
+
+
+# --- Bad values ------------------------------------------------------------------------------
+
+
+def bad_ids(group, debug):
+    buffer = new_buffer(group, debug=debug)
+    x, w = cases.tokens(4, 16, 2, torch.float32, 0)
+    idx = torch.tensor([[0, 1], [EXPERTS, -1], [2, -7], [3, 4]])
+    texts = []
+    for _ in range(2):
+        try:
+            buffer.get_dispatch_layout(idx.to(cases.device()), EXPERTS)
+            buffer.check()
+        except RoutingError as error:
+            texts.append(str(error))
+    good = idx.clamp(-1, EXPERTS - 1)
+    recv, ids, *_ = dispatch(buffer, x, good, w)  # the Buffer works on
+    buffer.destroy()
+    return texts, recv.shape[0], int((ids >= 0).sum())
+
+
+@pytest.mark.parametrize("debug", [False, True])
+def test_bad_ids_are_reported_and_skipped(pool, debug):
+    [(texts, num_rows, num_ids)] = pool.run(bad_ids, debug, num_ranks=1)
+    assert len(texts) == 2
+    assert "2 expert ids" in texts[0]
+    assert (num_rows, num_ids) == (4, 6)
+
+
+def worst_tokens(group, num_worst_tokens):
+    buffer = new_buffer(group)
+    x, idx, w = _tokens(6, 16, 2, cases.route("uniform", 6, EXPERTS, 2, 0))
+    recv, ids, _, counts, _, _ = dispatch(buffer, x, idx, w, num_worst_tokens=num_worst_tokens)
+    buffer.check()
+    buffer.destroy()
+    return recv.cpu(), ids.cpu(), counts, x
+
+
+def test_worst_tokens(pool):
+    [(recv, ids, counts, x)] = pool.run(worst_tokens, 9, num_ranks=1)
+    assert torch.equal(recv[:6], x)
+    assert (ids[6:] == -1).all()
+    assert counts == []
+    with pytest.raises(RankError, match="more rows than num_worst_tokens") as caught:
+        pool.run(worst_tokens, 5, num_ranks=1)
+    assert caught.value.cause_type is CapacityError
+
+
+# --- Refused before a kernel runs ------------------------------------------------------------
+
+X = torch.zeros(4, 16)
+IDX = torch.zeros(4, 2, dtype=torch.int64)
+W = torch.zeros(4, 2)
+UP, DOWN = torch.zeros(EXPERTS, 16, 16), torch.zeros(EXPERTS, 16, 8)
+COUNTS = torch.zeros(1, dtype=torch.int32), torch.zeros(4, 1, dtype=torch.bool)
+PER_EXPERT = torch.zeros(EXPERTS, dtype=torch.int32)
+
+REFUSED = {
+    "ids of another type": (DtypeError, "layout", (IDX.int(), EXPERTS)),
+    "ids of one dimension": (ShapeError, "layout", (IDX[0], EXPERTS)),
+    "no lanes": (ShapeError, "layout", (IDX[:, :0], EXPERTS)),
+    "no experts": (ShapeError, "layout", (IDX, 0)),
+    "not a tensor": (DtypeError, "ffn", ([1.0], IDX, W, UP, DOWN)),
+    "x of fp16": (DtypeError, "ffn", (X.half(), IDX, W, UP, DOWN)),
+    "x of three dimensions": (ShapeError, "ffn", (X[None], IDX, W, UP, DOWN)),
+    "no columns": (ShapeError, "ffn", (X[:, :0], IDX, W, UP, DOWN)),
+    "weights of another length": (ShapeError, "ffn", (X, IDX, W[:3], UP, DOWN)),
+    "weights of another type": (DtypeError, "ffn", (X, IDX, W.bfloat16(), UP, DOWN)),
+    "experts of another width": (ShapeError, "ffn", (X, IDX, W, UP[:, :, :8], DOWN)),
+    "experts of another type": (DtypeError, "ffn", (X, IDX, W, UP.bfloat16(), DOWN)),
+    "gate without up": (ShapeError, "ffn", (X, IDX, W, UP[:, :15], DOWN)),
+    "down of another shape": (ShapeError, "ffn", (X, IDX, W, UP, DOWN[:, :, :4])),
+    "too many tokens": (
+        CapacityError,
+        "ffn",
+        (X.repeat(9, 1), IDX.repeat(9, 1), W.repeat(9, 1), UP, DOWN),
+    ),
+    "a gradient that would be lost": (
+        BackendError,
+        "ffn",
+        (X.clone().requires_grad_(), IDX, W, UP, DOWN),
+    ),
+    "dispatch without a layout": (ShapeError, "dispatch", (X,)),
+    "ids without weights": (
+        ShapeError,
+        "dispatch",
+        (X, None, COUNTS[0], None, COUNTS[1], PER_EXPERT, IDX),
+    ),
+    "layout of other tokens": (
+        ShapeError,
+        "dispatch",
+        (X, None, COUNTS[0], None, COUNTS[1][:3], PER_EXPERT, IDX, W),
+    ),
+    "half a handle": (ShapeError, "combine", (X, (X, X))),
+}
+
+
+def refuse(group, name):
+    """The error that the call `name` gives, and that no kernel ran before it."""
+    buffer = new_buffer(group)
+    calls = {
+        "layout": buffer.get_dispatch_layout,
+        "dispatch": buffer.dispatch,
+        "combine": buffer.combine,
+        "ffn": lambda *args: moe_ffn(*args, buffer),
+    }
+    kind, verb, args = REFUSED[name]
+    args = [a.to(cases.device()) if isinstance(a, torch.Tensor) else a for a in args]
+    try:
+        calls[verb](*args)
+    except kind as error:
+        return str(error), int(buffer._engine.slots.context.words[0])
+    finally:
+        buffer.destroy()
+    return None
+
+
+@pytest.mark.parametrize("name", REFUSED)
+def test_refused(pool, name):
+    [(text, epoch)] = pool.run(refuse, name, num_ranks=1)
+    assert text.endswith((".", ")"))
+    assert epoch == 0
+
+
+def three_biases(group):
+    buffer = new_buffer(group)
+    x, idx, w = _tokens(6, 16, 2, cases.route("uniform", 6, EXPERTS, 2, 0))
+    recv, _, _, _, handle, _ = dispatch(buffer, x, idx, w)
+    with pytest.raises(ShapeError, match="at most 2"):
+        buffer.combine(recv, handle, bias=[recv] * 3)
+    with pytest.raises(ShapeError, match="bias has shape"):
+        buffer.combine(recv, handle, bias=recv[:2])
+    with pytest.raises(ShapeError, match="x has shape"):
+        buffer.combine(recv[:2], handle)
+    with pytest.raises(ShapeError, match="x has shape"):
+        buffer.dispatch(recv[:2], handle)
+    buffer.destroy()
+    with pytest.raises(BackendError, match="destroyed"):
+        buffer.combine(recv, handle)
+    buffer.destroy()
+
+
+def test_handles_must_fit(pool):
+    pool.run(three_biases, num_ranks=1)
+
+
+def make_bad_buffers(group):
+    with pytest.raises(CapacityError, match="size_hint"):
+        Buffer(group, 0)
+    with pytest.raises(ShapeError, match="num_slots"):
+        Buffer(group, 1 << 20, options=Options(num_slots=1))
+    with pytest.raises(BackendError, match="comm="):
+        Buffer(group, 1 << 20, comm=object())
+    with pytest.raises(BackendError):
+        Buffer(group, 1 << 20, backend="pigeon")
+    buffer = Buffer(group, 1 << 20)
+    with pytest.raises(ShapeError, match="multiple"):
+        buffer.get_dispatch_layout(IDX.to(cases.device()), 7)
+    buffer.destroy()
+
+
+def test_buffers_that_cannot_be(pool):
+    pool.run(make_bad_buffers, num_ranks=2)
+
+
+def test_num_sms_must_be_even():
+    with pytest.raises(ShapeError, match="even"):
+        Buffer.set_num_sms(7)
+
+
+def test_cpu_tensors_need_the_interpreter():
+    if not torch.cuda.is_available():
+        with pytest.raises(BackendError, match="TRITON_INTERPRET"):
+            Buffer(None, 1 << 20)
+
+
+def test_timeout_variable(monkeypatch):
+    from moe_engine.slots import timeout_seconds
+
+    monkeypatch.setenv("MOE_ENGINE_TIMEOUT_S", "2.5")
+    assert timeout_seconds() == 2.5
+    monkeypatch.setenv("MOE_ENGINE_TIMEOUT_S", "soon")
+    with pytest.raises(BackendError, match="MOE_ENGINE_TIMEOUT_S"):
+        timeout_seconds()
