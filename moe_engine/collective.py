@@ -52,7 +52,7 @@ class CollectiveEngine:
 
     def _count(self, tokens: Tokens) -> tuple[torch.Tensor, torch.Tensor]:
         """(rank_prefix_matrix [R, R], recv_expert_counts [R, L]) after refusing other shapes."""
-        num_experts = tokens.num_tokens_per_expert.numel()
+        num_experts = tokens.num_experts
         row_bytes = tokens.x.shape[1] * tokens.x.itemsize
         mine = [row_bytes, tokens.num_topk, num_experts, tokens.x.itemsize]
         signature = tokens.num_tokens_per_rank.new_tensor(mine)
@@ -88,7 +88,7 @@ class CollectiveEngine:
         self, tokens: Tokens, num_worst_tokens: int
     ) -> tuple[Collected, list[int], Handle]:
         """See `KernelEngine.dispatch`."""
-        num_experts = tokens.num_tokens_per_expert.numel()
+        num_experts = tokens.num_experts
         num_local = num_experts // self.num_ranks
         idx, head = reference.send_plan(tokens.is_token_in_rank, tokens.topk_idx, num_experts)
         prefix, expert_counts = self._count(tokens)

@@ -22,8 +22,8 @@ from .experts import expert_ffn
 from .lang import INTERPRETED, Word
 from .slots import RowLayout, Slots, header_bytes
 
-WARMUP_TIMEOUT_S = 900.0
-"""Deadline while a kernel may still be compiling on some rank."""
+COMPILE_S = 300.0
+"""Added to the deadline while kernels may still be compiling on some rank."""
 
 
 class Handle(NamedTuple):
@@ -51,6 +51,10 @@ class Tokens:
     num_tokens_per_rank: torch.Tensor
     num_tokens_per_expert: torch.Tensor
     is_token_in_rank: torch.Tensor
+
+    @property
+    def num_experts(self) -> int:
+        return self.num_tokens_per_expert.numel()
 
     @property
     def num_topk(self) -> int:
@@ -97,7 +101,7 @@ class KernelEngine:
     def __init__(self, slots: Slots, num_comm_sms: Callable[[], int], max_tokens: int | None):
         self.slots, self._max_tokens = slots, max_tokens
         self._num_comm_sms = num_comm_sms
-        self._warm: set[tuple[object, ...]] = set()
+        self._used: set[tuple[object, ...]] = set()
 
     @property
     def num_comm_sms(self) -> int:
@@ -111,7 +115,7 @@ class KernelEngine:
 
     def send(self, tokens: Tokens) -> tuple[Counts, torch.Tensor, torch.Tensor]:
         """Exchange counts and push all rows: (counts, send_token_idx, send_head)."""
-        num_experts = tokens.num_tokens_per_expert.numel()
+        num_experts = tokens.num_experts
         num_ranks = self.slots.layout.num_ranks
         header = header_bytes(num_experts, num_ranks)
         self._check_capacity(tokens.x.shape[0], tokens.x, tokens.num_topk, header)
@@ -139,42 +143,44 @@ class KernelEngine:
         Synchronises the host with the counts, unless `num_worst_tokens` says how many rows to
         return (rows past the received ones are not written; their topk_idx is -1).
         """
-        counts, send_token_idx, send_head = self.send(tokens)
-        self._check_emulated()
-        if num_worst_tokens:
-            num_rows, per_expert = num_worst_tokens, []
-        else:
-            received = counts.rank_prefix_matrix[-1, self.slots.context.rank]
-            host = torch.cat([received[None], counts.recv_expert_counts.sum(0)]).tolist()
-            self.check()
-            num_rows, per_expert = host[0], host[1:]
-        out = dispatch_verbs.new_collected(num_rows, tokens.x, tokens.num_topk)
-        if num_worst_tokens and out.topk_idx is not None:
-            out.topk_idx.fill_(-1)
-        header = header_bytes(tokens.num_tokens_per_expert.numel(), self.slots.layout.num_ranks)
-        dispatch_verbs.collect(out, counts.rank_prefix_matrix, header, self.slots)
-        self._check_emulated()
-        handle = Handle(
-            counts.rank_prefix_matrix,
-            send_token_idx,
-            counts.recv_expert_counts,
-            out.src_idx,
-            tokens.is_token_in_rank,
-            send_head,
-        )
-        return out, per_expert, handle
+        with self._first_use("dispatch", tokens.x, tokens.num_topk, tokens.num_experts):
+            counts, send_token_idx, send_head = self.send(tokens)
+            self._check_emulated()
+            if num_worst_tokens:
+                num_rows, per_expert = num_worst_tokens, []
+            else:
+                received = counts.rank_prefix_matrix[-1, self.slots.context.rank]
+                host = torch.cat([received[None], counts.recv_expert_counts.sum(0)]).tolist()
+                self.check()
+                num_rows, per_expert = host[0], host[1:]
+            out = dispatch_verbs.new_collected(num_rows, tokens.x, tokens.num_topk)
+            if num_worst_tokens and out.topk_idx is not None:
+                out.topk_idx.fill_(-1)
+            header = header_bytes(tokens.num_experts, self.slots.layout.num_ranks)
+            dispatch_verbs.collect(out, counts.rank_prefix_matrix, header, self.slots)
+            self._check_emulated()
+            handle = Handle(
+                counts.rank_prefix_matrix,
+                send_token_idx,
+                counts.recv_expert_counts,
+                out.src_idx,
+                tokens.is_token_in_rank,
+                send_head,
+            )
+            return out, per_expert, handle
 
     def dispatch_cached(self, x: torch.Tensor, handle: Handle) -> torch.Tensor:
         """Send x [T, H] where an earlier dispatch sent its tokens; nothing is counted again."""
-        self._check_capacity(x.shape[0], x, 0, 0)
-        prefix, rank = handle.rank_prefix_matrix, self.slots.context.rank
-        num_rows = prefix[rank] - prefix[rank - 1] if rank else prefix[0]
-        outgoing = Outgoing(x, None, None, num_rows, handle.send_token_idx)
-        dispatch_verbs.push(outgoing, 1, 0, self.num_comm_sms, self.slots)
-        out = dispatch_verbs.new_collected(handle.recv_src_idx.numel(), x, 0)
-        dispatch_verbs.collect(out, prefix, 0, self.slots)
-        self._check_emulated()
-        return out.x
+        with self._first_use("cached", x):
+            self._check_capacity(x.shape[0], x, 0, 0)
+            prefix, rank = handle.rank_prefix_matrix, self.slots.context.rank
+            num_rows = prefix[rank] - prefix[rank - 1] if rank else prefix[0]
+            outgoing = Outgoing(x, None, None, num_rows, handle.send_token_idx)
+            dispatch_verbs.push(outgoing, 1, 0, self.num_comm_sms, self.slots)
+            out = dispatch_verbs.new_collected(handle.recv_src_idx.numel(), x, 0)
+            dispatch_verbs.collect(out, prefix, 0, self.slots)
+            self._check_emulated()
+            return out.x
 
     def combine(
         self,
@@ -186,15 +192,16 @@ class KernelEngine:
         """Return rows x [N, H] to their sources and sum them there, with the weights' rows."""
         num_tokens = handle.is_token_in_rank.shape[0]
         num_topk = 0 if topk_weights is None else topk_weights.shape[1]
-        self._check_capacity(num_tokens, x, num_topk, 0)
-        combine_verbs.return_rows(
-            x, topk_weights, handle.rank_prefix_matrix, self.num_comm_sms, self.slots
-        )
-        out = x.new_empty(num_tokens, x.shape[1])
-        weights = None if topk_weights is None else topk_weights.new_empty(num_tokens, num_topk)
-        combine_verbs.final_sum(out, weights, bias, handle.send_head, self.slots)
-        self._check_emulated()
-        return out, weights
+        with self._first_use("combine", x, num_topk, len(bias)):
+            self._check_capacity(num_tokens, x, num_topk, 0)
+            combine_verbs.return_rows(
+                x, topk_weights, handle.rank_prefix_matrix, self.num_comm_sms, self.slots
+            )
+            out = x.new_empty(num_tokens, x.shape[1])
+            weights = None if topk_weights is None else topk_weights.new_empty(num_tokens, num_topk)
+            combine_verbs.final_sum(out, weights, bias, handle.send_head, self.slots)
+            self._check_emulated()
+            return out, weights
 
     def moe_ffn(
         self, tokens: Tokens, w_gate_up: torch.Tensor, w_down: torch.Tensor
@@ -203,28 +210,31 @@ class KernelEngine:
 
         No host synchronisation: work space is sized for R * max_tokens * K expert rows.
         """
-        num_experts = tokens.num_tokens_per_expert.numel()
-        header = header_bytes(num_experts, self.slots.layout.num_ranks)
-        max_rows = self.max_tokens(tokens.x, tokens.num_topk, header)
-        counts, _, send_head = self.send(tokens)
-        row = RowLayout(tokens.x.shape[1] * tokens.x.itemsize, tokens.num_topk)
-        plan = routing.expert_plan(
-            counts.rank_prefix_matrix,
-            counts.recv_expert_counts,
-            counts.expert_offsets,
-            row,
-            header,
-            max_rows,
-            tokens.x.itemsize,
-            self.slots,
-        )
-        self._check_emulated()
-        y = expert_ffn(plan, w_gate_up, w_down, self.slots)
-        combine_verbs.return_sums(y, plan, counts.rank_prefix_matrix, self.num_comm_sms, self.slots)
-        out = torch.empty_like(tokens.x)
-        combine_verbs.final_sum(out, None, (), send_head, self.slots)
-        self._check_emulated()
-        return out
+        with self._first_use("moe_ffn", tokens.x, tokens.num_topk, w_gate_up.shape):
+            num_experts = tokens.num_experts
+            header = header_bytes(num_experts, self.slots.layout.num_ranks)
+            max_rows = self.max_tokens(tokens.x, tokens.num_topk, header)
+            counts, _, send_head = self.send(tokens)
+            row = RowLayout(tokens.x.shape[1] * tokens.x.itemsize, tokens.num_topk)
+            plan = routing.expert_plan(
+                counts.rank_prefix_matrix,
+                counts.recv_expert_counts,
+                counts.expert_offsets,
+                row,
+                header,
+                max_rows,
+                tokens.x.itemsize,
+                self.slots,
+            )
+            self._check_emulated()
+            y = expert_ffn(plan, w_gate_up, w_down, self.slots)
+            combine_verbs.return_sums(
+                y, plan, counts.rank_prefix_matrix, self.num_comm_sms, self.slots
+            )
+            out = torch.empty_like(tokens.x)
+            combine_verbs.final_sum(out, None, (), send_head, self.slots)
+            self._check_emulated()
+            return out
 
     def max_tokens(self, x: torch.Tensor, num_topk: int, header: int) -> int:
         """Most tokens a rank may bring: what the Buffer was made for, else what fits a region."""
@@ -244,17 +254,17 @@ class KernelEngine:
             )
 
     @contextmanager
-    def warming_up(self, *key: object) -> Iterator[bool]:
-        """Yields whether the kernels of `key` may still need compiling; then the deadline is
-        long until the block ends, so that compilation never counts as a lost peer."""
-        if INTERPRETED or key in self._warm:
-            yield False
+    def _first_use(self, verb: str, x: torch.Tensor, *sizes: object) -> Iterator[None]:
+        """The first call of a kind waits longer, so that a peer that still compiles is not lost."""
+        key = (verb, x.shape[1], x.dtype, *sizes)
+        if INTERPRETED or key in self._used:
+            yield
             return
-        words = self.slots.context.words
-        words[Word.TIMEOUT_NS] = int(max(WARMUP_TIMEOUT_S, self.slots.context.timeout_s) * 1e9)
-        yield True
-        words[Word.TIMEOUT_NS] = int(self.slots.context.timeout_s * 1e9)
-        self._warm.add(key)
+        context = self.slots.context
+        context.words[Word.TIMEOUT_NS] = int((context.timeout_s + COMPILE_S) * 1e9)
+        yield
+        context.words[Word.TIMEOUT_NS] = int(context.timeout_s * 1e9)
+        self._used.add(key)
 
     def check(self) -> None:
         """Raise what the kernels have reported; see `DeviceContext.check`."""
