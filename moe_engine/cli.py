@@ -48,7 +48,7 @@ def demo(
     from .report import draw, report
 
     on_gpus = backend != "emulated" and torch.cuda.device_count() >= ranks
-    device, length, new = ("cuda", 1024, 16) if on_gpus else ("cpu", 64, 4)
+    device, length, new = ("cuda", 1024, 16) if on_gpus else ("cpu", 64, 3)
     kinds = [model] if model else [Kind.QWEN3_MOE, Kind.MIXTRAL]
     jobs = [Job(kind, device, tokens or length, new, backend) for kind in kinds]
     console.print(f"{ranks} ranks ({device}) read {tokens or length} bytes each.")

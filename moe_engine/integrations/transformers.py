@@ -11,6 +11,7 @@ that `generate` do so for the same number of steps (`min_new_tokens` equal to `m
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -128,8 +129,8 @@ def record_routing(model: Any) -> Iterator[list[Routing]]:
 
 @contextmanager
 def replay_routing(model: Any, routing: list[Routing]) -> Iterator[None]:
-    """Let recorded choices take the place of the routers' own."""
-    calls = iter(routing)
+    """Let the recorded choices of one pass take the place of the routers' own, pass after pass."""
+    calls = itertools.cycle(routing)
 
     def replace(_: nn.Module, args: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
         return (args[0], *next(calls))
