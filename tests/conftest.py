@@ -30,6 +30,6 @@ def pool() -> Iterator[RankPool]:
     num_gpus = torch.cuda.device_count()
     if num_gpus < 2 and numpy.lib.NumpyVersion(numpy.__version__) >= "2.4.0":
         pytest.skip("Triton's interpreter needs numpy < 2.4: pip install 'moe_engine[emulation]'")
-    with RankPool(min(num_gpus, 4), "cuda") if num_gpus > 1 else RankPool(4) as ranks:
-        ranks.timeout_s = 100  # shorter than a test's time limit
+    num_ranks, device = (min(num_gpus, 4), "cuda") if num_gpus > 1 else (4, "cpu")
+    with RankPool(num_ranks, device, timeout_s=100) as ranks:  # less than a test's time limit
         yield ranks

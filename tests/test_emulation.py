@@ -162,6 +162,18 @@ def raise_local(group):
     raise LocalError("cannot be pickled")
 
 
+class Demanding(Exception):
+    def __new__(cls, text):
+        return super().__new__(cls)
+
+    def __init__(self, text):
+        super().__init__()
+
+
+def raise_demanding(group):
+    raise Demanding("cannot be rebuilt")
+
+
 def return_lambda(group):
     return lambda: None
 
@@ -174,6 +186,8 @@ def test_what_cannot_be_pickled_comes_back_as_text(pair):
     pids = pair.run(get_pid)
     with pytest.raises(RankError, match="RuntimeError: LocalError: cannot be pickled"):
         pair.run(raise_local)
+    with pytest.raises(RankError, match="RuntimeError: Demanding"):
+        pair.run(raise_demanding)
     with pytest.raises(RankError, match="lambda"):
         pair.run(return_lambda)
     with pytest.raises(RankError, match="SystemExit: 3"):
@@ -201,19 +215,29 @@ def test_a_rank_that_waits_for_one_that_raised_is_ended(pair, monkeypatch):
 # --- Death -----------------------------------------------------------------------------------
 
 
-def die_on_rank_1(group):
+def die_on_rank_1(group, others):
+    """Rank 1 dies after 0.2 s, while the others wait for it, sleep, or have raised."""
     if group.rank() == 1:
+        time.sleep(0.2)
         os.kill(os.getpid(), signal.SIGKILL)
+    if others == "raise":
+        raise ValueError("rank 1 is so slow")
+    if others == "sleep":
+        time.sleep(300)
     dist.barrier(group)
 
 
-def test_an_unexpected_death_ends_all_at_once(pair):
+@pytest.mark.parametrize("others", ["wait", "sleep", "raise"])
+def test_an_unexpected_death_ends_all_at_once(pair, others):
     pids = pair.run(get_pid)
     start = time.monotonic()
-    with pytest.raises(RankError, match="rank 1: ChildProcessError: died, exit code -9") as caught:
-        pair.run(die_on_rank_1)
+    with pytest.raises(
+        RankError, match=r"^rank 1: ChildProcessError: died, exit code -9"
+    ) as caught:
+        pair.run(die_on_rank_1, others)
     assert time.monotonic() - start < 20
     assert (caught.value.rank, caught.value.cause_type) == (1, ChildProcessError)
+    assert isinstance(caught.value.errors.get(0), ValueError) == (others == "raise")
     assert all(map(is_gone, pids))
     assert not set(pair.run(get_pid)) & set(pids)
 
@@ -234,8 +258,7 @@ def test_an_expected_death_is_no_error(pair):
 def test_a_rank_that_died_between_runs_is_replaced(pair):
     victim = pair.run(get_pid)[1]
     os.kill(victim, signal.SIGKILL)
-    while ") Z" not in Path(f"/proc/{victim}/stat").read_text():  # a zombie: dead, not waited for
-        time.sleep(0.01)
+    os.waitid(os.P_PID, victim, os.WEXITED | os.WNOWAIT)  # dead, but left to the pool to find
     assert victim not in pair.run(get_pid)
 
 

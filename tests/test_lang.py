@@ -240,6 +240,24 @@ def test_wait_ends_at_its_deadline_and_later_ones_at_once(pool):
     assert second[3] < 30  # its own deadline is an hour
 
 
+@triton.jit
+def fail_twice(context):
+    for peer in range(1, 3):
+        lang.report_failure(tl.full((), 0, tl.int64) + peer, 7, context, PHASE_ROWS)
+
+
+def report_two_failures(group):
+    _, context, report = make_context(group)
+    fail_twice[(1,)](context)
+    return int(context[Word.BROKEN]), report.tolist()[:4]
+
+
+def test_the_first_failure_is_the_one_reported(pool):
+    [(broken, report)] = pool.run(report_two_failures, num_ranks=1)
+    assert broken == 1
+    assert (report[Report.VALID], report[Report.PEER], report[Report.EPOCH]) == (1, 1, 7)
+
+
 # --- End of a call ---------------------------------------------------------------------------
 
 
