@@ -3,10 +3,8 @@
 import triton
 import triton.language as tl
 
+from ..context import NUM_RANKS, PHASE_RETURNED_ROWS, RANK
 from ..lang import (
-    NUM_RANKS,
-    PHASE_RETURNED_ROWS,
-    RANK,
     as_pointer,
     consume_token,
     current_epoch,

@@ -3,13 +3,15 @@
 import triton
 import triton.language as tl
 
-from ..lang import (
+from ..context import (
     NUM_RANKS,
     PHASE_COUNTS,
     PHASE_OVERFLOW,
     PHASE_SIGNATURE,
     RANK,
     REPORT_SIGNATURE,
+)
+from ..lang import (
     as_pointer,
     consume_token,
     current_epoch,

@@ -254,8 +254,7 @@ class Buffer:
         known = _as_handle(handle)
         self._check_rows("x", x, known.recv_src_idx.numel())
         if topk_weights is not None:
-            shape = [x.shape[0], "K"]
-            check_tensor("topk_weights", topk_weights, shape, [torch.float32], x.device)
+            check_tensor("topk_weights", topk_weights, (x.shape[0], "K"), [torch.float32], x.device)
             topk_weights = topk_weights.contiguous()
         biases = () if bias is None else (bias,) if isinstance(bias, torch.Tensor) else tuple(bias)
         if len(biases) > 2:

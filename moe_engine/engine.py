@@ -16,10 +16,13 @@ import torch
 from . import combine as combine_verbs
 from . import dispatch as dispatch_verbs
 from . import routing
+from .context import Word
 from .dispatch import Collected, Counts, Outgoing
 from .errors import CapacityError
 from .experts import expert_ffn
-from .lang import INTERPRETED, Word
+from .lang import (
+    INTERPRETED,
+)
 from .slots import RowLayout, Slots, header_bytes
 
 COMPILE_S = 300.0

@@ -101,9 +101,11 @@ def dispatch(
                     torch.full_like(tokens, source),
                 )
             )
-        columns = [torch.cat(column) for column in zip(*parts, strict=True)]
-        counts = torch.bincount(columns[1][columns[1] >= 0], minlength=num_local).tolist()
-        received.append(Received(*columns, counts))
+        rows, ids, weights, tokens, origin = (
+            torch.cat(column) for column in zip(*parts, strict=True)
+        )
+        counts = torch.bincount(ids[ids >= 0], minlength=num_local).tolist()
+        received.append(Received(rows, ids, weights, tokens, origin, counts))
     return received
 
 

@@ -6,10 +6,8 @@ No atomics decide a place, so the same routing always gives the same plan.
 import triton
 import triton.language as tl
 
+from .context import NUM_RANKS, RANK, REPORT_BAD_IDS
 from .lang import (
-    NUM_RANKS,
-    RANK,
-    REPORT_BAD_IDS,
     as_pointer,
     consume_token,
     device_function,

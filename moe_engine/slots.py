@@ -21,8 +21,8 @@ from typing import TYPE_CHECKING
 
 import torch
 
+from .context import Phase, Report, Word
 from .errors import BackendError, CapacityError, PeerTimeout, RoutingError, ShapeError
-from .lang import Phase, Report, Word
 
 if TYPE_CHECKING:
     from .symm import SymmetricTensor

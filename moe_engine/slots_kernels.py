@@ -2,7 +2,7 @@
 
 import triton.language as tl
 
-from .lang import (
+from .context import (
     CHUNK_FLAGS,
     COUNT_FLAGS,
     DONE,
@@ -15,6 +15,8 @@ from .lang import (
     RANK,
     REGION_BYTES,
     SLOTS,
+)
+from .lang import (
     consume_token,
     current_epoch,
     device_function,

@@ -12,8 +12,12 @@ from compile_helper import compile_kernel
 
 from moe_engine import routing_kernels
 from moe_engine.combine import kernels as combine
+from moe_engine.context import PHASE_ROWS
 from moe_engine.dispatch import kernels as dispatch
-from moe_engine.lang import PHASE_ROWS, notify, wait
+from moe_engine.lang import (
+    notify,
+    wait,
+)
 from moe_engine.slots import CHUNK_ROWS
 
 POINTERS = {

@@ -9,13 +9,12 @@ import triton
 import triton.language as tl
 
 from moe_engine import lang, symm
-from moe_engine.lang import Phase, Report, Word
+from moe_engine.context import PHASE_ROWS, Phase, Report, Word
 
 NUM_BYTES = 4096
 FLAGS = 3072  # offsets into the block
 DONE = 3584
 POISON = 0xAB
-PHASE_ROWS = lang.PHASE_ROWS
 TRITON_TYPES = {
     torch.int8: tl.int8,
     torch.int16: tl.int16,

@@ -17,20 +17,14 @@ FOLDERS = ("dispatch", "combine", "grouped_gemm")
 # A module imports from its own layer or from lower ones. A sub-package counts as one module, and
 # "moe_engine" is the package root: the public names, gathered from the layers below it.
 LAYERS = (
-    ("errors", "config"),
-    (
-        "lang",
-        "words",
-        "checks",
-        "slots",
-        "slots_kernels",
-        "routing",
-        "routing_kernels",
-        "reference",
-    ),
+    ("errors", "config", "context"),
+    ("lang", "checks"),
+    ("slots", "slots_kernels", "words", "events"),
+    ("routing", "routing_kernels", "reference"),
     ("tiles", "symm", "trace", "tune"),
     ("grouped_gemm",),
-    ("dispatch", "combine"),
+    ("dispatch", "combine", "experts"),
+    ("engine", "collective"),
     ("buffer",),
     ("layer", "autograd"),
     ("moe_engine", "integrations", "models", "emulation", "demo", "report", "cli", "__main__"),

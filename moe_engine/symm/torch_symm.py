@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import os
+from datetime import timedelta
+from itertools import count
 from typing import Any
 
 import torch
@@ -9,6 +12,38 @@ import torch.distributed as dist
 
 from ..errors import BackendError
 from . import environment, exchange
+
+_names = count()
+
+
+class _MeetingStore(dist.Store):
+    """The store of one rendezvous, on top of the group's.
+
+    torch numbers the exchanges of all its rendezvous in one count per process, and ranks that took
+    part in different numbers of them would wait for each other's keys in vain. Here the numbers
+    start anew each time.
+    """
+
+    def __init__(self, store: dist.Store):
+        super().__init__()
+        self._store = store
+        self._first: int | None = None
+
+    def _key(self, key: str) -> str:
+        name, number, rank = key.rsplit("/", 2)
+        if self._first is None:
+            self._first = int(number)
+        return f"{name}/{int(number) - self._first}/{rank}"
+
+    def set(self, key: str, value: Any) -> None:
+        self._store.set(self._key(key), value)
+
+    def get(self, key: str) -> bytes:
+        return self._store.get(self._key(key))
+
+    def wait(self, keys: list[str], timeout: timedelta | None = None) -> None:  # type: ignore[override]
+        renamed = [self._key(key) for key in keys]
+        self._store.wait(renamed) if timeout is None else self._store.wait(renamed, timeout)
 
 
 class TorchTensor:
@@ -32,15 +67,21 @@ class TorchTensor:
             self.local.zero_()
             torch.cuda.synchronize(device)
 
-        def meet() -> None:
+        def meet(name: str) -> None:
+            store = dist.distributed_c10d._get_process_group_store(group)
+            self._meeting = _MeetingStore(dist.PrefixStore(name, store))
+            rank, size = dist.get_rank(group), dist.get_world_size(group)
+            symm_mem._SymmetricMemory.set_group_info(name, rank, size, self._meeting)
             # torch makes a multicast object unless told not to: of no use here, and fragile.
             no_multicast = {"TORCH_SYMM_MEM_DISABLE_MULTICAST": "1"}
             with environment(no_multicast), torch.cuda.device(device):
                 # The handle keeps the peers' blocks mapped.
-                self._handle: Any = symm_mem.rendezvous(self.local, group)
+                self._handle: Any = symm_mem._SymmetricMemory.rendezvous(self.local, name)
 
         exchange(group, create)
-        exchange(group, meet)
+        # All ranks take the name that the first proposes: new to each of them.
+        names = exchange(group, lambda: f"moe_engine/{os.getpid()}/{next(_names)}")
+        exchange(group, lambda: meet(names[0]))
         self.peer_addresses = torch.tensor(
             self._handle.buffer_ptrs, dtype=torch.int64, device=device
         )

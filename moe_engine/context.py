@@ -1,0 +1,76 @@
+"""The words that host and kernels share: the device context, the report, and what waits are for."""
+
+from enum import IntEnum
+
+import triton.language as tl
+
+
+class Word(IntEnum):
+    """Index of each int64 word in the device context; set once by the host, except where said."""
+
+    EPOCH = 0  # last finished epoch; advanced by the last program of each call
+    BROKEN = 1  # 1 after the first expired wait of any kernel; kernels then return at once
+    FINISHED = 2  # programs of the running kernel that are done; 0 between kernels
+    TIMEOUT_NS = 3
+    REPORT = 4  # address of the report in host memory, see `Report`
+    RANK = 6
+    NUM_RANKS = 7
+    NUM_SLOTS = 8
+    REGION_BYTES = 9  # one source's part of one slot
+    DONE = 10  # offsets into the symmetric block, in bytes
+    COUNT_FLAGS = 11
+    CHUNK_FLAGS = 12
+    MAX_CHUNKS = 13
+    SLOTS = 14
+    PEERS = 16  # R addresses of the ranks' symmetric blocks, as mapped here
+
+
+class Report(IntEnum):
+    """Index of each int64 word in the report to the host, written once by what fails first."""
+
+    VALID = 0
+    PEER = 1
+    PHASE = 2
+    EPOCH = 3
+    SIGNATURE = 4  # what the peer called with, after Phase.SIGNATURE: 4 words
+    BAD_IDS = 8  # routing ids outside -1 .. E-1 seen so far; no failure, added up by the layout
+
+
+class Phase(IntEnum):
+    """What a wait was for; SIGNATURE: a peer's call did not match; OVERFLOW: more rows
+    came than the caller has room for; CAPACITY: more rows than a region holds."""
+
+    SLOT_FREE = 0
+    COUNTS = 1
+    ROWS = 2
+    RETURNED_ROWS = 3
+    SIGNATURE = 4
+    OVERFLOW = 5
+    CAPACITY = 6
+
+
+# Kernels can read module globals only as constexpr.
+EPOCH = tl.constexpr(int(Word.EPOCH))
+BROKEN = tl.constexpr(int(Word.BROKEN))
+FINISHED = tl.constexpr(int(Word.FINISHED))
+TIMEOUT_NS = tl.constexpr(int(Word.TIMEOUT_NS))
+REPORT = tl.constexpr(int(Word.REPORT))
+RANK = tl.constexpr(int(Word.RANK))
+NUM_RANKS = tl.constexpr(int(Word.NUM_RANKS))
+NUM_SLOTS = tl.constexpr(int(Word.NUM_SLOTS))
+REGION_BYTES = tl.constexpr(int(Word.REGION_BYTES))
+DONE = tl.constexpr(int(Word.DONE))
+COUNT_FLAGS = tl.constexpr(int(Word.COUNT_FLAGS))
+CHUNK_FLAGS = tl.constexpr(int(Word.CHUNK_FLAGS))
+MAX_CHUNKS = tl.constexpr(int(Word.MAX_CHUNKS))
+SLOTS = tl.constexpr(int(Word.SLOTS))
+PEERS = tl.constexpr(int(Word.PEERS))
+PHASE_SLOT_FREE = tl.constexpr(int(Phase.SLOT_FREE))
+PHASE_COUNTS = tl.constexpr(int(Phase.COUNTS))
+PHASE_ROWS = tl.constexpr(int(Phase.ROWS))
+PHASE_RETURNED_ROWS = tl.constexpr(int(Phase.RETURNED_ROWS))
+PHASE_SIGNATURE = tl.constexpr(int(Phase.SIGNATURE))
+PHASE_OVERFLOW = tl.constexpr(int(Phase.OVERFLOW))
+PHASE_CAPACITY = tl.constexpr(int(Phase.CAPACITY))
+REPORT_SIGNATURE = tl.constexpr(int(Report.SIGNATURE))
+REPORT_BAD_IDS = tl.constexpr(int(Report.BAD_IDS))
