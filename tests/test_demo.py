@@ -9,6 +9,8 @@ from typer.testing import CliRunner
 
 from moe_engine.cli import app
 from moe_engine.demo import Job, Outcome
+from moe_engine.emulation import RankError
+from moe_engine.errors import ShapeError
 from moe_engine.models import Kind
 from moe_engine.report import count_rows, report
 
@@ -18,7 +20,7 @@ pytest.importorskip("matplotlib")
 
 @pytest.mark.parametrize(
     ("model", "backend", "ranks", "tokens"),
-    [("qwen2-moe", "collective", 4, 64), ("mixtral", "auto", 2, 32)],
+    [("qwen2-moe", "collective", 2, 128), ("mixtral", "auto", 2, 32)],
 )
 def test_demo(tmp_path: Path, model: str, backend: str, ranks: int, tokens: int) -> None:
     picture = tmp_path / "routing.png"
@@ -31,10 +33,14 @@ def test_demo(tmp_path: Path, model: str, backend: str, ranks: int, tokens: int)
     assert picture.read_bytes().startswith(b"\x89PNG")
 
 
-def test_demo_names_what_cannot_run() -> None:
-    done = CliRunner().invoke(app, ["demo", "--model=mixtral", "--ranks=3", "--tokens=4"])
+def test_demo_says_in_one_line_what_a_rank_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse(*_: object) -> None:
+        raise RankError({2: ShapeError("8 experts, which 3 ranks cannot share")})
+
+    monkeypatch.setattr("moe_engine.demo.run_jobs", refuse)
+    done = CliRunner().invoke(app, ["demo", "--ranks=3"])
     assert done.exit_code == 1
-    assert "ShapeError: MixtralExperts has 8 experts" in done.output.replace("\n", " ")
+    assert done.output.endswith("ShapeError: 8 experts, which 3 ranks cannot share\n")
 
 
 def test_a_token_sends_one_row_to_each_of_its_ranks() -> None:
