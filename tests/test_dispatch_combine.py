@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import operator
 import time
 
 import cases
@@ -69,13 +70,24 @@ def round_trip(buffer, x, topk_idx, topk_weights, num_experts, bias=()):
 
 
 def run_rank(group, backend, num_experts, max_tokens, x, topk_idx, topk_weights, bias):
+    """A round trip on fresh memory; on GPUs 20, each with another rank late, all the same bits."""
     buffer = make_buffer(group, x, num_experts, topk_idx.shape[1], max_tokens, backend)
-    poison(buffer)
-    torch.distributed.barrier(group)
-    result = round_trip(buffer, x, topk_idx, topk_weights, num_experts, bias)
-    torch.distributed.barrier(group)
+    rank, num_ranks = torch.distributed.get_rank(group), torch.distributed.get_world_size(group)
+    on_gpu = cases.device().type == "cuda"
+    first = None
+    for call in range(20 if on_gpu else 1):
+        poison(buffer)
+        torch.distributed.barrier(group)
+        if on_gpu and rank == call % num_ranks:
+            torch.cuda._sleep(1_000_000)
+        result = round_trip(buffer, x, topk_idx, topk_weights, num_experts, bias)
+        first = first or result
+        for name, value in result.items():
+            same = torch.equal if isinstance(value, torch.Tensor) else operator.eq
+            assert same(value, first[name]), f"{name} of call {call} differs from that of call 0"
+        torch.distributed.barrier(group)
     buffer.destroy()
-    return result
+    return first
 
 
 def check_round_trip(results, x, topk_idx, topk_weights, num_experts, bias):
@@ -170,14 +182,13 @@ def many_calls(group, num_calls, num_experts, max_tokens, x, topk_idx, topk_weig
     return results
 
 
-@pytest.mark.parametrize("slow_rank", [0, 2])
-def test_twenty_calls_with_a_slow_rank(pool, slow_rank):
+def test_twenty_calls_with_a_slow_rank(pool):
     from moe_engine.emulation import PerRank
 
     num_ranks, num_experts, num_calls = 3, 6, 20
     x, idx, w = make_inputs(num_ranks, [13, 20, 5], 24, num_experts, 2, "holes", "fp32")
     results = pool.run(
-        many_calls, num_calls, num_experts, 20, PerRank(x), PerRank(idx), PerRank(w), slow_rank,
+        many_calls, num_calls, num_experts, 20, PerRank(x), PerRank(idx), PerRank(w), 1,
         num_ranks=num_ranks,
     )  # fmt: skip
     for call in range(num_calls):
