@@ -1,5 +1,19 @@
 """Grouped GEMM: every expert's rows times its weights in one launch, SwiGLU in the epilogue."""
 
-from .launch import TileSchedule, gathered_gemm, gemm_config, grouped_gemm, tile_schedule
+from .launch import (
+    TileSchedule,
+    check_weights,
+    gathered_gemm,
+    gemm_config,
+    grouped_gemm,
+    tile_schedule,
+)
 
-__all__ = ["TileSchedule", "gathered_gemm", "gemm_config", "grouped_gemm", "tile_schedule"]
+__all__ = [
+    "TileSchedule",
+    "check_weights",
+    "gathered_gemm",
+    "gemm_config",
+    "grouped_gemm",
+    "tile_schedule",
+]

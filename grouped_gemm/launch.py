@@ -114,7 +114,7 @@ def grouped_gemm(
     else:
         check_tensor("row_index", row_index, ("rows",), INDEX_DTYPES)
         num_rows, row_offset = row_index.numel(), row_index.to(torch.int64) * x.stride(0)
-    _check_weights(x, w, x.shape[1], activation)
+    check_weights(x, w, x.shape[1], activation)
     check_no_grad(x=x, w=w)
     check_tensor("offsets", offsets, (w.shape[0] + 1,), INDEX_DTYPES)
     _check_devices(x, offsets=offsets, row_index=row_index)
@@ -147,7 +147,7 @@ def gathered_gemm(
             f"base starts at address {base.data_ptr():#x}; it must be a multiple of 16."
         )
     check_tensor("row_offset", row_offset, ("rows",), (torch.int64,))
-    _check_weights(base, w, "K", activation)
+    check_weights(base, w, "K", activation)
     check_no_grad(base=base, w=w)
     _check_devices(base, row_offset=row_offset)
     num_rows = row_offset.numel()
@@ -246,7 +246,8 @@ def _num_parts(activation: str) -> int:
     return 2 if activation == "swiglu" else 1
 
 
-def _check_weights(a: torch.Tensor, w: torch.Tensor, depth: int | str, activation: str) -> None:
+def check_weights(a: torch.Tensor, w: torch.Tensor, depth: int | str, activation: str) -> None:
+    """Raise unless w [L, N, K] can multiply rows of `a`'s dtype and device of length `depth`."""
     if activation not in ACTIVATIONS:
         raise ShapeError(f"activation is {activation!r}; it must be one of {ACTIVATIONS}.")
     check_tensor("w", w, ("L", "N", depth), (a.dtype,))

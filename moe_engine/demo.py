@@ -37,6 +37,8 @@ STEPS = (
     "reads sharded, bf16",
     "reads sharded, bf16, routing replayed",
 )
+EXPERTS, REST = "reading, experts, bf16", "reading, attention and the rest, bf16"
+GENERATING = "generating, per token, fp32"
 PROMPT = 8
 """The bytes at the end of the text that `generate` continues."""
 
@@ -95,12 +97,12 @@ def run_rank(group: dist.ProcessGroup, job: Job) -> Outcome:
 
     model = build_model(build_config(job.kind, job.device == "cuda"), ids.device)
     outcome = Outcome(experts_layers(model)[0].num_experts, model.config.hidden_size)
-    want, routing, outcome.unsharded = _read(model, ids)
+    want, routing, _ = _read(model, ids)
     outcome.routing = [topk_idx.cpu() for topk_idx, _ in routing]
     expected = _generate(model, ids, job, outcome.unsharded)
     send_message(next(steps))
     buffer = shard_experts(model, group, max_tokens=job.tokens, backend=job.backend)
-    got, _, outcome.sharded = _read(model, ids)
+    got, _, _ = _read(model, ids)
     outcome.fp32 = float(_difference(got, want).max())
     send_message(next(steps))
     outcome.same_generated = _generate(model, ids, job, outcome.sharded) == expected
@@ -109,10 +111,12 @@ def run_rank(group: dist.ProcessGroup, job: Job) -> Outcome:
     send_message(next(steps))
 
     model = build_model(build_config(job.kind, job.device == "cuda"), ids.device, torch.bfloat16)
-    want, routing, _ = _read(model, ids)
+    want, routing, seconds = _read(model, ids)
+    outcome.unsharded |= seconds
     send_message(next(steps))
     buffer = shard_experts(model, group, max_tokens=job.tokens, backend=job.backend)
-    got, chosen, _ = _read(model, ids)
+    got, chosen, seconds = _read(model, ids)
+    outcome.sharded |= seconds
     agree = same_experts(routing, chosen)
     outcome.agreeing = int(agree.sum())
     outcome.bf16 = float(_difference(got, want).where(agree, 0).max())
@@ -155,7 +159,7 @@ def _read(model: Any, ids: Tensor) -> tuple[Tensor, list[Routing], Seconds]:
     with record_routing(model) as routing, _time_experts(model) as seconds:
         start = _now(ids.device)
         logits = model(ids).logits
-        seconds["attention and the rest"] = _now(ids.device) - start - seconds["experts"]
+        seconds[REST] = _now(ids.device) - start - seconds[EXPERTS]
     return logits.float(), routing, seconds
 
 
@@ -171,20 +175,20 @@ def _generate(model: Any, ids: Tensor, job: Job, seconds: Seconds) -> list[int]:
         max_new_tokens=job.new_tokens,
         do_sample=False,
     )
-    seconds["generating, per token"] = (_now(ids.device) - start) / job.new_tokens
+    seconds[GENERATING] = (_now(ids.device) - start) / job.new_tokens
     return out[0, prompt.shape[1] :].tolist()
 
 
 @contextmanager
 def _time_experts(model: Any) -> Iterator[Seconds]:
     """Add up the time of all experts layers; where sharded, dispatch and combine are part of it."""
-    seconds = {"experts": 0.0}
+    seconds = {EXPERTS: 0.0}
 
     def before(_: Any, args: tuple[Tensor, ...]) -> None:
-        seconds["experts"] -= _now(args[0].device)
+        seconds[EXPERTS] -= _now(args[0].device)
 
     def after(_: Any, args: tuple[Tensor, ...], out: Tensor) -> None:
-        seconds["experts"] += _now(out.device)
+        seconds[EXPERTS] += _now(out.device)
 
     handles: list[Any] = []
     for experts in experts_layers(model):

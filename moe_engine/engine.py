@@ -20,6 +20,7 @@ from .context import Word
 from .dispatch import Collected, Counts, Outgoing
 from .errors import CapacityError
 from .experts import expert_ffn
+from .grouped_gemm import check_weights
 from .lang import (
     INTERPRETED,
 )
@@ -213,6 +214,9 @@ class KernelEngine:
 
         No host synchronisation: work space is sized for R * max_tokens * K expert rows.
         """
+        # Before anything is sent: the other ranks could not know of a refusal afterwards.
+        check_weights(tokens.x, w_gate_up, tokens.x.shape[1], "swiglu")
+        check_weights(tokens.x, w_down, w_down.shape[2], "none")
         with self._first_use("moe_ffn", tokens.x, tokens.num_topk, w_gate_up.shape):
             num_experts = tokens.num_experts
             header = header_bytes(num_experts, self.slots.layout.num_ranks)

@@ -54,9 +54,9 @@ def _print_rows(outcomes: Sequence[Outcome], console: Console) -> None:
         table.add_row(f"from rank {rank}", *cells)
     console.print(table)
     away = ~torch.eye(num_ranks, dtype=torch.bool)
-    sent, unmerged = (int(n[away].sum()) * outcomes[0].hidden * 4 for n in (rows, copies))
+    sent, unmerged = (int(n[away].sum()) * outcomes[0].hidden * 2 for n in (rows, copies))
     console.print(
-        f"Each way {sent:,} bytes (fp32) go to other ranks as one row per token and rank; one row "
+        f"Each way {sent:,} bytes (bf16) go to other ranks as one row per token and rank; one row "
         f"per token and expert would be {unmerged:,}. Saved: {unmerged - sent:,}, "
         f"{(unmerged - sent) / max(1, unmerged):.0%}."
     )

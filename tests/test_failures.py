@@ -220,6 +220,18 @@ REFUSED = {
     "experts of another type": (DtypeError, "ffn", (X, IDX, W, UP.bfloat16(), DOWN)),
     "gate without up": (ShapeError, "ffn", (X, IDX, W, UP[:, :15], DOWN)),
     "down of another shape": (ShapeError, "ffn", (X, IDX, W, UP, DOWN[:, :, :4])),
+    "experts that are not contiguous": (
+        ShapeError,
+        "ffn",
+        (X, IDX, W, UP.transpose(1, 2).contiguous().transpose(1, 2), DOWN),
+    ),
+    "rows that are no multiple of 16 bytes": (
+        ShapeError,
+        "ffn",
+        (X[:, :15], IDX, W, UP[:, :, :15].contiguous(), DOWN[:, :15].contiguous()),
+    ),
+    "x on another device": (ShapeError, "ffn", (X.to("meta"), IDX, W, UP, DOWN)),
+    "ids on another device": (ShapeError, "layout", (IDX.to("meta"), EXPERTS)),
     "too many tokens": (
         CapacityError,
         "ffn",
@@ -245,6 +257,10 @@ REFUSED = {
 }
 
 
+def on_device(tensor):
+    return tensor if tensor.is_meta else tensor.to(cases.device())
+
+
 def refuse(group, name):
     """The error that the call `name` gives, and that no kernel ran before it."""
     buffer = new_buffer(group)
@@ -255,7 +271,7 @@ def refuse(group, name):
         "ffn": lambda *args: moe_ffn(*args, buffer),
     }
     kind, verb, args = REFUSED[name]
-    args = [a.to(cases.device()) if isinstance(a, torch.Tensor) else a for a in args]
+    args = [on_device(a) if isinstance(a, torch.Tensor) else a for a in args]
     try:
         calls[verb](*args)
     except kind as error:

@@ -16,7 +16,6 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Protocol, TypeVar
 
-import numpy
 import torch
 import torch.distributed as dist
 
@@ -175,6 +174,8 @@ def _check_emulation() -> None:
             "kernels run on the CPU only through Triton's interpreter: set TRITON_INTERPRET=1 "
             "before triton is imported, or start ranks with moe_engine.emulation.RankPool"
         )
+    import numpy  # Triton's interpreter brings it; a GPU does without
+
     if numpy.lib.NumpyVersion(numpy.__version__) >= "2.4.0":
         raise BackendError(
             f"Triton's interpreter fails with numpy {numpy.__version__}, it needs numpy < 2.4: "

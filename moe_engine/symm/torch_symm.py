@@ -52,6 +52,7 @@ class TorchTensor:
     def __init__(self, group: dist.ProcessGroup, num_bytes: int, device: torch.device):
         # Imported here: it needs a CUDA build of torch, and takes time.
         import torch.distributed._symmetric_memory as symm_mem
+        from torch._C._distributed_c10d import _register_process_group, _unregister_process_group
 
         def create() -> None:
             backend = symm_mem.get_backend(device)
@@ -67,16 +68,20 @@ class TorchTensor:
             self.local.zero_()
             torch.cuda.synchronize(device)
 
-        def meet(name: str) -> None:
+        def meet(name: Any) -> None:
+            # torch looks up a group by its name: this one lives for the meeting alone.
             store = dist.distributed_c10d._get_process_group_store(group)
-            self._meeting = _MeetingStore(dist.PrefixStore(name, store))
-            rank, size = dist.get_rank(group), dist.get_world_size(group)
-            symm_mem._SymmetricMemory.set_group_info(name, rank, size, self._meeting)
+            store = _MeetingStore(dist.PrefixStore(name, store))
+            meeting = dist.ProcessGroup(store, dist.get_rank(group), dist.get_world_size(group))
+            _register_process_group(name, meeting)
             # torch makes a multicast object unless told not to: of no use here, and fragile.
             no_multicast = {"TORCH_SYMM_MEM_DISABLE_MULTICAST": "1"}
-            with environment(no_multicast), torch.cuda.device(device):
-                # The handle keeps the peers' blocks mapped.
-                self._handle: Any = symm_mem._SymmetricMemory.rendezvous(self.local, name)
+            try:
+                with environment(no_multicast), torch.cuda.device(device):
+                    # The handle keeps the peers' blocks mapped.
+                    self._handle: Any = symm_mem._SymmetricMemory.rendezvous(self.local, name)
+            finally:
+                _unregister_process_group(name)
 
         exchange(group, create)
         # All ranks take the name that the first proposes: new to each of them.
