@@ -9,22 +9,20 @@ import triton
 
 from ..lang import INTERPRETED
 from ..routing import ExpertPlan
-from ..slots import CHUNK_ROWS, RowLayout, Slots
+from ..slots import BLOCK_ROWS, RowLayout, Slots
 from ..words import Words
 from .kernels import final_sum_kernel, return_rows_kernel, return_sums_kernel
 
-NUM_WARPS = 8
+NUM_COPY_WARPS = 8
 NUM_SUM_PROGRAMS = 2 if INTERPRETED else 264
-SUM_BYTES = 32 * 1024
-"""fp32 accumulators that one program holds at a time."""
+WAIT_TOKENS = 16
+"""Tokens whose returned rows are waited for together."""
 
 
-def _sum_blocks(hidden: int, most_rows: int) -> tuple[int, int]:
-    """(rows, columns) that one program sums at a time."""
-    if INTERPRETED:
-        return most_rows, triton.next_power_of_2(hidden)
-    columns = min(triton.next_power_of_2(hidden), 1024)
-    return min(most_rows, max(1, SUM_BYTES // 4 // columns)), columns
+def _sum_blocks(hidden: int, items: int, most_columns: int) -> tuple[int, int]:
+    """(rows, columns) of the `items` fp32 sums that one program holds at a time."""
+    columns = min(triton.next_power_of_2(hidden), most_columns)
+    return min(WAIT_TOKENS, items // columns), columns
 
 
 def return_rows(
@@ -52,9 +50,10 @@ def return_rows(
         NUM_TOPK=num_topk,
         TOPK_PAD=triton.next_power_of_2(max(1, num_topk)),
         ALIGNED=words.aligned,
-        ROWS=CHUNK_ROWS,
+        CHUNK_ROWS=slots.layout.chunk_rows(row.num_bytes),
+        ROWS=BLOCK_ROWS,
         BLOCK_WORDS=words.block_words,
-        num_warps=NUM_WARPS,
+        num_warps=NUM_COPY_WARPS,
     )
 
 
@@ -70,7 +69,8 @@ def return_sums(
     hidden = y.shape[1]
     _, max_rows, num_topk = plan.expert_row.shape
     row = RowLayout(hidden * y.itemsize)
-    block, block_h = _sum_blocks(hidden, CHUNK_ROWS)
+    # Many rows at a time: a row has but few lanes here, and each is a read that waits for memory.
+    block, block_h = _sum_blocks(hidden, 16384, 2048)
     return_sums_kernel[(num_comm_sms,)](
         y,
         plan.expert_row,
@@ -82,45 +82,52 @@ def return_sums(
         row.num_bytes,
         NUM_TOPK=num_topk,
         ALIGNED=hidden * y.itemsize % 16 == 0,
-        ROWS=CHUNK_ROWS,
+        CHUNK_ROWS=slots.layout.chunk_rows(row.num_bytes),
         BLOCK=block,
         BLOCK_H=block_h,
-        num_warps=NUM_WARPS,
+        num_warps=32,
     )
 
 
 def final_sum(
     out: torch.Tensor,
     out_weights: torch.Tensor | None,
+    own_rows: torch.Tensor | None,
     bias: Sequence[torch.Tensor],
     send_head: torch.Tensor,
+    rank_prefix_matrix: torch.Tensor,
     slots: Slots,
 ) -> None:
     """out [T, H] = biases + returned rows of each token, out_weights float32 [T, K] = the
-    returned weights. Ends a call."""
+    returned weights. Ends a call. own_rows: what `return_rows` was given, None after
+    `return_sums`."""
     num_tokens, hidden = out.shape
     num_topk = out_weights.shape[1] if out_weights is not None else 0
     row = RowLayout(hidden * out.itemsize, num_topk)
-    block, block_h = _sum_blocks(hidden, 16)
+    block, block_h = _sum_blocks(hidden, 8192, 8192)
     final_sum_kernel[(NUM_SUM_PROGRAMS,)](
         out,
         out_weights,
+        own_rows,
         bias[0] if bias else None,
         bias[1] if len(bias) == 2 else None,
         send_head,
+        rank_prefix_matrix,
         slots.context.words,
         num_tokens,
         hidden,
         row.num_bytes,
         row.weights,
         NUM_BIASES=len(bias),
+        OWN_IN_PLACE=own_rows is not None,
         HAS_WEIGHTS=num_topk > 0,
         NUM_TOPK=num_topk,
         TOPK_PAD=triton.next_power_of_2(max(1, num_topk)),
         ALIGNED=hidden * out.itemsize % 16 == 0,
         RANKS_PAD=triton.next_power_of_2(slots.layout.num_ranks),
-        ROWS=CHUNK_ROWS,
+        CHUNK_ROWS=slots.layout.chunk_rows(row.num_bytes),
+        GROUP=WAIT_TOKENS,
         BLOCK=block,
         BLOCK_H=block_h,
-        num_warps=NUM_WARPS,
+        num_warps=16,
     )

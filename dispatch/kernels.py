@@ -29,7 +29,9 @@ from ..lang import (
 from ..slots_kernels import (
     chunk_flag,
     count_flag,
+    first_chunk,
     open_region,
+    payload_address,
     received_rows,
     region,
     staged_peer,
@@ -137,51 +139,59 @@ def push_kernel(
     NUM_TOPK: tl.constexpr,
     TOPK_PAD: tl.constexpr,
     ALIGNED: tl.constexpr,
+    CHUNK_ROWS: tl.constexpr,
     ROWS: tl.constexpr,
     BLOCK_WORDS: tl.constexpr,
 ):
     """Write this rank's rows into its region on every rank, chunk by chunk, the next rank first.
 
-    Program i takes chunks i, i + P, ... of each destination and raises a chunk's flag after its
-    rows, so that a reader waits for no more than it reads.
+    A chunk's flag is raised after its rows, so that a reader waits for no more than it reads. Rows
+    to this rank itself are metadata alone, see `payload_address`.
     """
     if is_broken(context):
         return
     rank = tl.load(context + RANK).to(tl.int32)
     lanes = tl.arange(0, TOPK_PAD)
+    num_before = 0
     for stage in range(0, tl.load(context + NUM_RANKS).to(tl.int32)):
         peer = staged_peer(stage, context)
         num_rows = tl.load(num_tokens_per_rank + peer)
         own, num_rows = open_region(peer, num_rows, header_bytes, row_bytes, context)
-        for chunk in range(tl.program_id(0), tl.cdiv(num_rows, ROWS), tl.num_programs(0)):
-            rows = chunk * ROWS + tl.arange(0, ROWS)
-            inside = rows < num_rows
-            tokens = tl.load(send_token_idx + peer * num_tokens + rows, mask=inside, other=0)
-            to = symm_at(own + rows.to(tl.int64) * row_bytes, peer, context)
-            put_rows(
-                as_pointer(to, x.dtype.element_ty),
-                x + tokens.to(tl.int64) * num_words,
-                num_words,
-                inside,
-                ALIGNED,
-                BLOCK_WORDS,
-            )
-            put(as_pointer(to + token_offset, tl.int32), tokens, inside)
-            if HAS_IDS:
-                at = tokens[:, None] * NUM_TOPK + lanes[None, :]
-                real = inside[:, None] & (lanes < NUM_TOPK)[None, :]
-                ids = tl.load(topk_idx + at, mask=real, other=-1) - peer * num_local_experts
-                local = (ids >= 0) & (ids < num_local_experts)
-                weights = tl.load(topk_weights + at, mask=real, other=0.0)
-                to_ids = as_pointer(to + ids_offset, tl.int32)[:, None] + lanes[None, :]
-                to_weights = as_pointer(to + weights_offset, tl.float32)
-                put(to_ids, tl.where(local, ids, -1).to(tl.int32), real)
-                put(to_weights[:, None] + lanes[None, :], tl.where(local, weights, 0.0), real)
+        num_chunks = tl.cdiv(num_rows, CHUNK_ROWS)
+        for chunk in range(first_chunk(num_before), num_chunks, tl.num_programs(0)):
+            end = min((chunk + 1) * CHUNK_ROWS, num_rows)
+            for first in range(chunk * CHUNK_ROWS, end, ROWS):
+                rows = first + tl.arange(0, ROWS)
+                inside = rows < end
+                tokens = tl.load(send_token_idx + peer * num_tokens + rows, mask=inside, other=0)
+                to = symm_at(own + rows.to(tl.int64) * row_bytes, peer, context)
+                if peer != rank:
+                    put_rows(
+                        as_pointer(to, x.dtype.element_ty),
+                        x + tokens.to(tl.int64) * num_words,
+                        num_words,
+                        inside,
+                        ALIGNED,
+                        BLOCK_WORDS,
+                    )
+                put(as_pointer(to + token_offset, tl.int32), tokens, inside)
+                if HAS_IDS:
+                    at = tokens[:, None] * NUM_TOPK + lanes[None, :]
+                    real = inside[:, None] & (lanes < NUM_TOPK)[None, :]
+                    ids = tl.load(topk_idx + at, mask=real, other=-1) - peer * num_local_experts
+                    local = (ids >= 0) & (ids < num_local_experts)
+                    weights = tl.load(topk_weights + at, mask=real, other=0.0)
+                    to_ids = as_pointer(to + ids_offset, tl.int32)[:, None] + lanes[None, :]
+                    to_weights = as_pointer(to + weights_offset, tl.float32)[:, None]
+                    put(to_ids, tl.where(local, ids, -1).to(tl.int32), real)
+                    put(to_weights + lanes[None, :], tl.where(local, weights, 0.0), real)
             notify(chunk_flag(rank, chunk, context), peer, current_epoch(context), context)
+        num_before += num_chunks
 
 
 @triton.jit(do_not_specialize=["max_rows"])
 def collect_kernel(
+    x,  # words [T, num_words], what this rank sent
     rank_prefix_matrix,  # int32 [R, R]
     recv_x,  # words [N, num_words], out
     recv_topk_idx,  # int64 [N, K], out with HAS_IDS: local ids, -1 where not here
@@ -199,6 +209,7 @@ def collect_kernel(
     NUM_TOPK: tl.constexpr,
     TOPK_PAD: tl.constexpr,
     ALIGNED: tl.constexpr,
+    CHUNK_ROWS: tl.constexpr,
     ROWS: tl.constexpr,
     BLOCK_WORDS: tl.constexpr,
 ):
@@ -217,16 +228,17 @@ def collect_kernel(
         source = staged_source(stage, context)
         num_rows = received_rows(rank_prefix_matrix, source, context)
         start = tl.load(rank_prefix_matrix + source * num_ranks + rank) - num_rows
-        for chunk in range(tl.program_id(0), tl.cdiv(num_rows, ROWS), tl.num_programs(0)):
-            token = wait_chunk(source, chunk, context)
-            rows = chunk * ROWS + tl.arange(0, ROWS)
+        for block in range(tl.program_id(0), tl.cdiv(num_rows, ROWS), tl.num_programs(0)):
+            token = wait_chunk(source, block * ROWS // CHUNK_ROWS, context)
+            rows = block * ROWS + tl.arange(0, ROWS)
             to = start + rows
             inside = (rows < num_rows) & (to < max_rows) & (token == 1)
             base = consume_token(region(source, context) + header_bytes, token)
             address = base + rows.to(tl.int64) * row_bytes
+            payload = payload_address(x, source, address, token_offset, num_words, inside, context)
             put_rows(
                 recv_x + to.to(tl.int64) * num_words,
-                as_pointer(address, recv_x.dtype.element_ty),
+                as_pointer(payload, recv_x.dtype.element_ty),
                 num_words,
                 inside,
                 ALIGNED,

@@ -8,7 +8,7 @@ import torch
 import triton
 
 from ..lang import INTERPRETED
-from ..slots import CHUNK_ROWS, RowLayout, Slots
+from ..slots import BLOCK_ROWS, RowLayout, Slots
 from ..words import Words
 from .kernels import collect_kernel, exchange_kernel, push_kernel, release_kernel
 
@@ -108,7 +108,8 @@ def push(
         NUM_TOPK=num_topk,
         TOPK_PAD=triton.next_power_of_2(max(1, num_topk)),
         ALIGNED=words.aligned,
-        ROWS=CHUNK_ROWS,
+        CHUNK_ROWS=slots.layout.chunk_rows(row.num_bytes),
+        ROWS=BLOCK_ROWS,
         BLOCK_WORDS=words.block_words,
         num_warps=NUM_WARPS,
     )
@@ -140,14 +141,20 @@ def new_collected(num_rows: int, like: torch.Tensor, num_topk: int) -> Collected
 
 
 def collect(
-    out: Collected, rank_prefix_matrix: torch.Tensor, header_bytes: int, slots: Slots
+    out: Collected,
+    x: torch.Tensor,
+    rank_prefix_matrix: torch.Tensor,
+    header_bytes: int,
+    slots: Slots,
 ) -> None:
-    """Copy the received rows out of the slot and release it. Ends a call."""
+    """Copy the received rows out of the slot, and this rank's own out of the x [T, H] it sent;
+    release the slot. Ends a call."""
     max_rows, hidden = out.x.shape
     words = Words.of(hidden, out.x.dtype)
     num_topk = out.topk_idx.shape[1] if out.topk_idx is not None else 0
     row = RowLayout(hidden * out.x.itemsize, num_topk)
     collect_kernel[(NUM_COLLECT_PROGRAMS,)](
+        words.view(x),
         rank_prefix_matrix,
         words.view(out.x),
         out.topk_idx,
@@ -165,7 +172,8 @@ def collect(
         NUM_TOPK=num_topk,
         TOPK_PAD=triton.next_power_of_2(max(1, num_topk)),
         ALIGNED=words.aligned,
-        ROWS=CHUNK_ROWS,
+        CHUNK_ROWS=slots.layout.chunk_rows(row.num_bytes),
+        ROWS=BLOCK_ROWS,
         BLOCK_WORDS=words.block_words,
         num_warps=NUM_WARPS,
     )

@@ -161,7 +161,7 @@ class KernelEngine:
             if num_worst_tokens and out.topk_idx is not None:
                 out.topk_idx.fill_(-1)
             header = header_bytes(tokens.num_experts, self.slots.layout.num_ranks)
-            dispatch_verbs.collect(out, counts.rank_prefix_matrix, header, self.slots)
+            dispatch_verbs.collect(out, tokens.x, counts.rank_prefix_matrix, header, self.slots)
             self._check_emulated()
             handle = Handle(
                 counts.rank_prefix_matrix,
@@ -182,7 +182,7 @@ class KernelEngine:
             outgoing = Outgoing(x, None, None, num_rows, handle.send_token_idx)
             dispatch_verbs.push(outgoing, 1, 0, self.num_comm_sms, self.slots)
             out = dispatch_verbs.new_collected(handle.recv_src_idx.numel(), x, 0)
-            dispatch_verbs.collect(out, prefix, 0, self.slots)
+            dispatch_verbs.collect(out, x, prefix, 0, self.slots)
             self._check_emulated()
             return out.x
 
@@ -203,7 +203,8 @@ class KernelEngine:
             )
             out = x.new_empty(num_tokens, x.shape[1])
             weights = None if topk_weights is None else topk_weights.new_empty(num_tokens, num_topk)
-            combine_verbs.final_sum(out, weights, bias, handle.send_head, self.slots)
+            prefix = handle.rank_prefix_matrix
+            combine_verbs.final_sum(out, weights, x, bias, handle.send_head, prefix, self.slots)
             self._check_emulated()
             return out, weights
 
@@ -222,15 +223,16 @@ class KernelEngine:
             header = header_bytes(num_experts, self.slots.layout.num_ranks)
             max_rows = self.max_tokens(tokens.x, tokens.num_topk, header)
             counts, _, send_head = self.send(tokens)
+            prefix = counts.rank_prefix_matrix
             row = RowLayout(tokens.x.shape[1] * tokens.x.itemsize, tokens.num_topk)
             plan = routing.expert_plan(
-                counts.rank_prefix_matrix,
+                tokens.x,
+                prefix,
                 counts.recv_expert_counts,
                 counts.expert_offsets,
                 row,
                 header,
                 max_rows,
-                tokens.x.itemsize,
                 self.slots,
             )
             self._check_emulated()
@@ -239,7 +241,7 @@ class KernelEngine:
                 y, plan, counts.rank_prefix_matrix, self.num_comm_sms, self.slots
             )
             out = torch.empty_like(tokens.x)
-            combine_verbs.final_sum(out, None, (), send_head, self.slots)
+            combine_verbs.final_sum(out, None, None, (), send_head, prefix, self.slots)
             self._check_emulated()
             return out
 

@@ -108,7 +108,7 @@ def put_rows(to, source, num_words, mask, ALIGNED: tl.constexpr, BLOCK_WORDS: tl
     `ALIGNED` promises that every row is a multiple of 16 bytes and starts at one, without which
     a word is stored at a time. Plain stores: nothing is published before the next `notify`.
     """
-    for start in range(0, num_words, BLOCK_WORDS):
+    for start in tl.range(0, num_words, BLOCK_WORDS, num_stages=3):
         words = start + tl.arange(0, BLOCK_WORDS)
         inside = mask[:, None] & row_mask(words, num_words, to.dtype.element_ty, ALIGNED)[None, :]
         values = tl.load(row_pointers(source, words, ALIGNED), mask=inside)

@@ -13,7 +13,7 @@ from .routing_kernels import (
     layout_kernel,
     send_plan_kernel,
 )
-from .slots import CHUNK_ROWS, RowLayout, Slots
+from .slots import BLOCK_ROWS, RowLayout, Slots
 
 
 def layout(
@@ -93,20 +93,21 @@ class ExpertPlan:
 
 
 def expert_plan(
+    x: torch.Tensor,
     rank_prefix_matrix: torch.Tensor,
     recv_expert_counts: torch.Tensor,
     expert_offsets: torch.Tensor,
     row: RowLayout,
     header_bytes: int,
     max_rows: int,
-    item_bytes: int,
     slots: Slots,
 ) -> ExpertPlan:
-    """Wait for the metadata of all received rows and sort it by expert, on the device."""
+    """Wait for all received rows and sort them by expert, on the device; x [T, H] are the tokens
+    that this rank sent."""
     num_ranks, num_local_experts = recv_expert_counts.shape
     new = rank_prefix_matrix.new_empty
-    num_chunks = max(1, triton.cdiv(max_rows, CHUNK_ROWS))
-    chunk_counts = new((num_ranks, num_chunks, num_local_experts), dtype=torch.int32)
+    num_blocks = max(1, triton.cdiv(max_rows, BLOCK_ROWS))
+    block_counts = new((num_ranks, num_blocks, num_local_experts), dtype=torch.int32)
     lanes = (num_ranks, max_rows, row.num_topk)
     max_expert_rows = num_ranks * max_rows * row.num_topk
     plan = ExpertPlan(
@@ -122,24 +123,26 @@ def expert_plan(
         "NUM_TOPK": row.num_topk,
         "TOPK_PAD": topk_pad,
         "EXPERTS_PAD": experts_pad,
-        "ROWS": CHUNK_ROWS,
+        "ROWS": BLOCK_ROWS,
     }
-    grid = (num_chunks, num_ranks)
+    grid = (num_blocks, num_ranks)
     expert_count_kernel[grid](
         rank_prefix_matrix,
-        chunk_counts,
+        block_counts,
         slots.context.words,
         num_local_experts,
         header_bytes,
         row.num_bytes,
         row.ids,
+        CHUNK_ROWS=slots.layout.chunk_rows(row.num_bytes),
         **sizes,
     )
     expert_plan_kernel[grid](
+        x,
         rank_prefix_matrix,
         recv_expert_counts,
         expert_offsets,
-        chunk_counts,
+        block_counts,
         plan.row_offset,
         plan.expert_row,
         plan.lane_weight,
@@ -150,8 +153,10 @@ def expert_plan(
         row.num_bytes,
         row.ids,
         row.weights,
-        ITEM_BYTES=item_bytes,
+        row.token,
+        x.shape[1],
+        ITEM_BYTES=x.itemsize,
         **sizes,
-        num_warps=min(32, max(4, CHUNK_ROWS * topk_pad * experts_pad // 2048)),
+        num_warps=min(32, max(4, BLOCK_ROWS * topk_pad * experts_pad // 2048)),
     )
     return plan

@@ -15,7 +15,7 @@ from .lang import (
     own_block,
     report_words,
 )
-from .slots_kernels import received_rows, region, wait_chunk
+from .slots_kernels import payload_address, received_rows, region, wait_chunk
 
 
 @triton.jit(do_not_specialize=["num_tokens"])
@@ -136,9 +136,9 @@ def send_plan_kernel(
 
 
 @device_function
-def _chunk_ids(
+def _block_ids(
     source,
-    chunk,
+    block,
     num_rows,
     context,
     header_bytes,
@@ -148,9 +148,9 @@ def _chunk_ids(
     TOPK_PAD: tl.constexpr,
     ROWS: tl.constexpr,
 ):
-    """Local expert ids [ROWS * TOPK_PAD] (-1 where none) of a chunk of received rows, and the
-    addresses [ROWS] of the rows."""
-    rows = chunk * ROWS + tl.arange(0, ROWS)
+    """Local expert ids [ROWS * TOPK_PAD] (-1 where none) of a block of received rows, and the
+    addresses [ROWS] of the rows in the slot."""
+    rows = block * ROWS + tl.arange(0, ROWS)
     lanes = tl.arange(0, TOPK_PAD)
     address = region(source, context) + header_bytes + rows.to(tl.int64) * row_bytes
     pointers = as_pointer(address + ids_offset, tl.int32)
@@ -162,7 +162,7 @@ def _chunk_ids(
 @triton.jit
 def expert_count_kernel(
     rank_prefix_matrix,  # int32 [R, R]
-    chunk_counts,  # int32 [R, C, L], out: rows of each expert in each chunk of each source
+    block_counts,  # int32 [R, B, L], out: rows of each expert in each block of each source
     context,
     num_local_experts,
     header_bytes,
@@ -172,19 +172,20 @@ def expert_count_kernel(
     TOPK_PAD: tl.constexpr,
     EXPERTS_PAD: tl.constexpr,
     ROWS: tl.constexpr,
+    CHUNK_ROWS: tl.constexpr,
 ):
-    """Program (c, s) waits for chunk c of source s and counts its rows by expert."""
+    """Program (b, s) waits for block b of source s and counts its rows by expert."""
     if is_broken(context):
         return
-    chunk = tl.program_id(0)
+    block = tl.program_id(0)
     source = tl.program_id(1)
     num_rows = received_rows(rank_prefix_matrix, source, context)
-    if chunk * ROWS < num_rows:
-        token = wait_chunk(source, chunk, context)
+    if block * ROWS < num_rows:
+        token = wait_chunk(source, block * ROWS // CHUNK_ROWS, context)
         if token == 1:
-            ids, _ = _chunk_ids(
+            ids, _ = _block_ids(
                 source,
-                chunk,
+                block,
                 num_rows,
                 context,
                 consume_token(header_bytes.to(tl.int64), token),
@@ -196,16 +197,17 @@ def expert_count_kernel(
             )
             experts = tl.arange(0, EXPERTS_PAD)
             counts = tl.histogram(tl.where(ids >= 0, ids, 0), EXPERTS_PAD, mask=ids >= 0)
-            at = (source * tl.num_programs(0) + chunk) * num_local_experts + experts
-            tl.store(chunk_counts + at, counts, mask=experts < num_local_experts)
+            at = (source * tl.num_programs(0) + block) * num_local_experts + experts
+            tl.store(block_counts + at, counts, mask=experts < num_local_experts)
 
 
 @triton.jit(do_not_specialize=["max_rows"])
 def expert_plan_kernel(
+    x,  # [T, H], this rank's tokens: their rows are read there, not in the slot
     rank_prefix_matrix,  # int32 [R, R]
     recv_expert_counts,  # int32 [R, L]
     expert_offsets,  # int32 [L + 1]
-    chunk_counts,  # int32 [R, C, L]
+    block_counts,  # int32 [R, B, L]
     row_offset,  # int64 [M], out: element offset of each expert row in the symmetric block
     expert_row,  # int32 [R, max_rows, K], out: place of each lane in row_offset, or -1
     lane_weight,  # float32 [R, max_rows, K], out
@@ -216,13 +218,15 @@ def expert_plan_kernel(
     row_bytes,
     ids_offset,
     weights_offset,
+    token_offset,
+    hidden,
     ITEM_BYTES: tl.constexpr,
     NUM_TOPK: tl.constexpr,
     TOPK_PAD: tl.constexpr,
     EXPERTS_PAD: tl.constexpr,
     ROWS: tl.constexpr,
 ):
-    """Program (c, s) places the rows of chunk c of source s in the lists of their experts.
+    """Program (b, s) places the rows of block b of source s in the lists of their experts.
 
     Within an expert rows stand in stage order (this rank's own first, then rank - 1, ...), then
     in order of arrival: row, lane. Example, rank 0 of 2, 2 local experts, K = 2, received ids
@@ -233,14 +237,14 @@ def expert_plan_kernel(
     """
     if is_broken(context):
         return
-    chunk = tl.program_id(0)
+    block = tl.program_id(0)
     source = tl.program_id(1)
     num_rows = received_rows(rank_prefix_matrix, source, context)
-    if chunk * ROWS >= num_rows:
+    if block * ROWS >= num_rows:
         return
-    ids, address = _chunk_ids(
+    ids, address = _block_ids(
         source,
-        chunk,
+        block,
         num_rows,
         context,
         header_bytes,
@@ -258,9 +262,9 @@ def expert_plan_kernel(
     for stage in range(0, (rank - source + num_ranks) % num_ranks):
         earlier = (rank - stage + num_ranks) % num_ranks
         base += tl.load(recv_expert_counts + earlier * num_local_experts + experts, real, 0)
-    for earlier_chunk in range(0, chunk):
-        at = (source * tl.num_programs(0) + earlier_chunk) * num_local_experts + experts
-        base += tl.load(chunk_counts + at, mask=real, other=0)
+    for earlier_block in range(0, block):
+        at = (source * tl.num_programs(0) + earlier_block) * num_local_experts + experts
+        base += tl.load(block_counts + at, mask=real, other=0)
 
     chosen = (ids[:, None] == experts[None, :]).to(tl.int32)
     earlier_items = tl.cumsum(chosen, 0) - chosen
@@ -268,10 +272,11 @@ def expert_plan_kernel(
     place = tl.reshape(place, [ROWS, TOPK_PAD])
     is_local = tl.reshape(ids, [ROWS, TOPK_PAD]) >= 0
 
-    offset = (address - own_block(context)) // ITEM_BYTES
-    tl.store(row_offset + place, tl.broadcast_to(offset[:, None], [ROWS, TOPK_PAD]), mask=is_local)
-    rows = chunk * ROWS + tl.arange(0, ROWS)
+    rows = block * ROWS + tl.arange(0, ROWS)
     lanes = tl.arange(0, TOPK_PAD)
+    payload = payload_address(x, source, address, token_offset, hidden, rows < num_rows, context)
+    offset = (payload - own_block(context)) // ITEM_BYTES
+    tl.store(row_offset + place, tl.broadcast_to(offset[:, None], [ROWS, TOPK_PAD]), mask=is_local)
     inside = (rows < num_rows)[:, None] & (lanes < NUM_TOPK)[None, :]
     weights = as_pointer(address + weights_offset, tl.float32)[:, None] + lanes[None, :]
     at = (source * max_rows + rows)[:, None] * NUM_TOPK + lanes[None, :]

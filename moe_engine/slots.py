@@ -27,10 +27,12 @@ from .errors import BackendError, CapacityError, PeerTimeout, RoutingError, Shap
 if TYPE_CHECKING:
     from .symm import SymmetricTensor
 
-CHUNK_ROWS = 32
-"""Rows that share one arrival flag; equal on all ranks."""
+BLOCK_ROWS = 32
+"""Rows that a program copies or places at a time."""
 MAX_CHUNKS = 2048
-"""Flags per writing rank: at most CHUNK_ROWS * MAX_CHUNKS rows between two ranks in one call."""
+"""Flags per writing rank: at most BLOCK_ROWS * MAX_CHUNKS rows between two ranks in one call."""
+CHUNK_BYTES = 512 * 1024
+"""Bytes behind one flag: raising it waits for their stores, some microseconds in all."""
 FLAG_BYTES = 8
 
 
@@ -117,7 +119,16 @@ class SlotLayout:
 
     def max_rows(self, row_bytes: int, header_bytes: int = 0) -> int:
         """Rows one rank can send to another in one call."""
-        return min((self.region_bytes - header_bytes) // row_bytes, CHUNK_ROWS * MAX_CHUNKS)
+        return min((self.region_bytes - header_bytes) // row_bytes, BLOCK_ROWS * MAX_CHUNKS)
+
+    def chunk_rows(self, row_bytes: int) -> int:
+        """Rows that share one arrival flag, equal on all ranks: enough bytes that raising it costs
+        little, yet many chunks in the largest call, so that the programs end together."""
+        rows = BLOCK_ROWS
+        most = self.max_rows(row_bytes) // 64
+        while rows * row_bytes < CHUNK_BYTES and 2 * rows <= most:
+            rows *= 2
+        return rows
 
 
 class DeviceContext:

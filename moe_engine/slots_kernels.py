@@ -17,6 +17,7 @@ from .context import (
     SLOTS,
 )
 from .lang import (
+    as_pointer,
     consume_token,
     current_epoch,
     device_function,
@@ -86,6 +87,17 @@ def wait_chunk(writer, chunk, context, PHASE: tl.constexpr = PHASE_ROWS):
 
 
 @device_function
+def first_chunk(num_before):
+    """This program's first chunk for a destination, after `num_before` chunks for earlier ones.
+
+    The chunks of all destinations are dealt to the programs in one round: with 4 programs and 6
+    chunks for each of 2 destinations, program 1 takes chunks 1, 5 of the first and 3 of the second.
+    """
+    num_programs = tl.num_programs(0)
+    return (tl.program_id(0) + num_programs - num_before % num_programs) % num_programs
+
+
+@device_function
 def received_rows(rank_prefix_matrix, source, context):
     """Rows that `source` sends to this rank (int32)."""
     num_ranks = tl.load(context + NUM_RANKS).to(tl.int32)
@@ -107,3 +119,17 @@ def staged_source(stage, context):
     """The rank whose rows are taken in `stage` 0 .. R-1: its own first, then rank - 1, ..."""
     num_ranks = tl.load(context + NUM_RANKS).to(tl.int32)
     return (tl.load(context + RANK).to(tl.int32) - stage + num_ranks) % num_ranks
+
+
+@device_function
+def payload_address(x, source, address, token_offset, row_length, inside, context):
+    """Where the payload of received rows lies, given the rows' addresses [B] in the slot.
+
+    Rows from other ranks carry it. A rank's rows to itself are metadata alone: their payload is
+    the token's row of `x` [T, row_length], which saves copying it.
+    """
+    token = tl.load(as_pointer(address + token_offset, tl.int32), mask=inside, other=0)
+    own = x.to(tl.int64) + token.to(tl.int64) * row_length * (
+        x.dtype.element_ty.primitive_bitwidth // 8
+    )
+    return tl.where(source == tl.load(context + RANK), own, address)
