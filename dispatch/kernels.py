@@ -7,6 +7,7 @@ from ..context import (
     NUM_RANKS,
     PHASE_COUNTS,
     PHASE_OVERFLOW,
+    PHASE_ROWS,
     PHASE_SIGNATURE,
     RANK,
     REPORT_SIGNATURE,
@@ -259,6 +260,20 @@ def collect_kernel(
                 )
     if is_last_program(context):
         finish_call(context)
+
+
+@triton.jit
+def await_kernel(rank_prefix_matrix, context, CHUNK_ROWS: tl.constexpr, NUM_FLAGS: tl.constexpr):
+    """Wait until all rows of all sources have arrived; program s polls the flags of source s."""
+    if is_broken(context):
+        return
+    source = tl.program_id(0)
+    num_chunks = tl.cdiv(received_rows(rank_prefix_matrix, source, context), CHUNK_ROWS)
+    for first in range(0, num_chunks, NUM_FLAGS):
+        chunks = first + tl.arange(0, NUM_FLAGS)
+        flags = chunk_flag(source, chunks, context)
+        peers = tl.full([NUM_FLAGS], 0, tl.int32) + source
+        wait(flags, chunks < num_chunks, current_epoch(context), peers, context, PHASE_ROWS)
 
 
 @triton.jit

@@ -10,7 +10,7 @@ import triton
 from ..lang import INTERPRETED
 from ..slots import BLOCK_ROWS, RowLayout, Slots
 from ..words import Words
-from .kernels import collect_kernel, exchange_kernel, push_kernel, release_kernel
+from .kernels import await_kernel, collect_kernel, exchange_kernel, push_kernel, release_kernel
 
 NUM_WARPS = 8
 NUM_COLLECT_PROGRAMS = 2 if INTERPRETED else 264
@@ -176,6 +176,16 @@ def collect(
         ROWS=BLOCK_ROWS,
         BLOCK_WORDS=words.block_words,
         num_warps=NUM_WARPS,
+    )
+
+
+def await_rows(rank_prefix_matrix: torch.Tensor, row: RowLayout, slots: Slots) -> None:
+    """Let the stream go on when all rows have arrived in the slot."""
+    await_kernel[(slots.layout.num_ranks,)](
+        rank_prefix_matrix,
+        slots.context.words,
+        CHUNK_ROWS=slots.layout.chunk_rows(row.num_bytes),
+        NUM_FLAGS=256,
     )
 
 

@@ -11,8 +11,9 @@ class Word(IntEnum):
     EPOCH = 0  # last finished epoch; advanced by the last program of each call
     BROKEN = 1  # 1 after the first expired wait of any kernel; kernels then return at once
     FINISHED = 2  # programs of the running kernel that are done; 0 between kernels
-    TIMEOUT_NS = 3
-    REPORT = 4  # address of the report in host memory, see `Report`
+    BAD_IDS = 3  # routing ids outside -1 .. E-1 seen so far; only the layout adds to it
+    TIMEOUT_NS = 4
+    REPORT = 5  # address of the report in host memory, see `Report`
     RANK = 6
     NUM_RANKS = 7
     NUM_SLOTS = 8
@@ -33,7 +34,7 @@ class Report(IntEnum):
     PHASE = 2
     EPOCH = 3
     SIGNATURE = 4  # what the peer called with, after Phase.SIGNATURE: 4 words
-    BAD_IDS = 8  # routing ids outside -1 .. E-1 seen so far; no failure, added up by the layout
+    BAD_IDS = 8  # routing ids outside -1 .. E-1 seen so far; no failure
 
 
 class Phase(IntEnum):
@@ -53,6 +54,7 @@ class Phase(IntEnum):
 EPOCH = tl.constexpr(int(Word.EPOCH))
 BROKEN = tl.constexpr(int(Word.BROKEN))
 FINISHED = tl.constexpr(int(Word.FINISHED))
+BAD_IDS = tl.constexpr(int(Word.BAD_IDS))
 TIMEOUT_NS = tl.constexpr(int(Word.TIMEOUT_NS))
 REPORT = tl.constexpr(int(Word.REPORT))
 RANK = tl.constexpr(int(Word.RANK))

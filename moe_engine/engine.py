@@ -173,6 +173,25 @@ class KernelEngine:
             )
             return out, per_expert, handle
 
+    def dispatch_in_place(self, tokens: Tokens) -> Handle:
+        """Send the rows and leave them in the slot, until `release`. Never synchronises the host.
+
+        The received rows of source s are rows 0, 1, ... of its region (see `slots.py`), in token
+        order; those of this rank itself are rows of `tokens.x`. The handle has no recv_src_idx.
+        """
+        with self._first_use("in_place", tokens.x, tokens.num_topk, tokens.num_experts):
+            counts, idx, head = self.send(tokens)
+            row = RowLayout(tokens.x.shape[1] * tokens.x.itemsize, tokens.num_topk)
+            dispatch_verbs.await_rows(counts.rank_prefix_matrix, row, self.slots)
+            self._check_emulated()
+            none = idx.new_empty(0)
+            matrix, per_expert = counts.rank_prefix_matrix, counts.recv_expert_counts
+            return Handle(matrix, idx, per_expert, none, tokens.is_token_in_rank, head)
+
+    def release(self) -> None:
+        """End a `dispatch_in_place`: what was launched before has read the rows."""
+        dispatch_verbs.release(self.slots)
+
     def dispatch_cached(self, x: torch.Tensor, handle: Handle) -> torch.Tensor:
         """Send x [T, H] where an earlier dispatch sent its tokens; nothing is counted again."""
         with self._first_use("cached", x):

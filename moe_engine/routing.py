@@ -11,6 +11,7 @@ from .routing_kernels import (
     expert_count_kernel,
     expert_plan_kernel,
     layout_kernel,
+    layout_sum_kernel,
     send_plan_kernel,
 )
 from .slots import BLOCK_ROWS, RowLayout, Slots
@@ -24,24 +25,34 @@ def layout(
     `DeviceContext.check_ids`."""
     num_tokens, num_topk = topk_idx.shape
     num_ranks = slots.layout.num_ranks
-    per_rank = topk_idx.new_empty(num_ranks, dtype=torch.int32)
-    per_expert = topk_idx.new_empty(num_experts, dtype=torch.int32)
-    in_rank = topk_idx.new_empty((num_tokens, num_ranks), dtype=torch.bool)
-    num_local_experts = num_experts // num_ranks
     topk_pad = triton.next_power_of_2(num_topk)
-    layout_kernel[(num_ranks,)](
+    block = max(16, 1024 // topk_pad)
+    num_blocks = max(1, triton.cdiv(num_tokens, block))
+    new = topk_idx.new_empty
+    per_rank, per_expert = new(num_ranks, dtype=torch.int32), new(num_experts, dtype=torch.int32)
+    in_rank = new((num_tokens, num_ranks), dtype=torch.bool)
+    block_counts = new((num_blocks, num_experts + num_ranks), dtype=torch.int32)
+    layout_kernel[(num_blocks,)](
         topk_idx,
-        per_rank,
-        per_expert,
+        block_counts,
         in_rank.view(torch.uint8),
         slots.context.words,
         num_tokens,
-        num_local_experts,
+        num_experts // num_ranks,
         NUM_TOPK=num_topk,
         TOPK_PAD=topk_pad,
-        EXPERTS_PAD=max(32, triton.next_power_of_2(num_local_experts)),
-        BLOCK=max(1, 4096 // topk_pad),
-        num_warps=8,
+        EXPERTS_PAD=max(32, triton.next_power_of_2(num_experts)),
+        BLOCK=block,
+    )
+    layout_sum_kernel[(triton.cdiv(num_experts + num_ranks, 64),)](
+        block_counts,
+        per_expert,
+        per_rank,
+        slots.context.words,
+        num_blocks,
+        num_experts,
+        BLOCK=64,
+        COLUMNS=64,
     )
     return per_rank, per_expert, in_rank
 

@@ -6,7 +6,7 @@ No atomics decide a place, so the same routing always gives the same plan.
 import triton
 import triton.language as tl
 
-from .context import NUM_RANKS, RANK, REPORT_BAD_IDS
+from .context import BAD_IDS, NUM_RANKS, RANK, REPORT_BAD_IDS
 from .lang import (
     as_pointer,
     consume_token,
@@ -21,8 +21,7 @@ from .slots_kernels import payload_address, received_rows, region, wait_chunk
 @triton.jit(do_not_specialize=["num_tokens"])
 def layout_kernel(
     topk_idx,  # int64 [T, K]
-    num_tokens_per_rank,  # int32 [R], out
-    num_tokens_per_expert,  # int32 [E], out
+    block_counts,  # int32 [B, E + R], out: what each block of tokens sends to experts and ranks
     is_token_in_rank,  # uint8 [T, R], out
     context,
     num_tokens,
@@ -32,43 +31,55 @@ def layout_kernel(
     EXPERTS_PAD: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
-    """Program r counts what goes to rank r and its experts. Ids out of range count as -1."""
-    rank = tl.program_id(0)
-    num_ranks = tl.num_programs(0)
+    """Program b counts for block b. Ids out of range count as -1, and are reported."""
+    num_ranks = tl.load(context + NUM_RANKS).to(tl.int32)
+    num_experts = num_local_experts * num_ranks
+    counts = block_counts + tl.program_id(0) * (num_experts + num_ranks)
+    tokens = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
     lanes = tl.arange(0, TOPK_PAD)
-    rank_count = tl.full((), 0, tl.int32)
-    num_bad = tl.full((), 0, tl.int64)
-    expert_counts = tl.zeros([EXPERTS_PAD], tl.int32)
-    for start in range(0, num_tokens, BLOCK):
-        tokens = start + tl.arange(0, BLOCK)
-        inside = (tokens < num_tokens)[:, None] & (lanes < NUM_TOPK)[None, :]
-        at = tokens[:, None] * NUM_TOPK + lanes[None, :]
-        ids = tl.load(topk_idx + at, mask=inside, other=-1)
-        local = ids - rank * num_local_experts
-        mine = (ids >= 0) & (local >= 0) & (local < num_local_experts)
+    inside = (tokens < num_tokens)[:, None] & (lanes < NUM_TOPK)[None, :]
+    ids = tl.load(topk_idx + tokens[:, None] * NUM_TOPK + lanes[None, :], mask=inside, other=-1)
+    valid = (ids >= 0) & (ids < num_experts)
+    num_bad = tl.sum(tl.sum(((ids != -1) & ~valid).to(tl.int64), 1), 0)
+    if num_bad > 0:
+        tl.atomic_add(context + BAD_IDS, num_bad)
+    for rank in range(0, num_ranks):
+        mine = valid & (ids // num_local_experts == rank)
         in_rank = tl.max(mine.to(tl.int32), 1)
-        tl.store(
-            is_token_in_rank + tokens * num_ranks + rank,
-            in_rank.to(tl.uint8),
-            mask=tokens < num_tokens,
-        )
-        rank_count += tl.sum(in_rank, 0)
-        flat = tl.reshape(tl.where(mine, local, 0).to(tl.int32), [BLOCK * TOPK_PAD])
-        flat_mine = tl.reshape(mine, [BLOCK * TOPK_PAD])
-        expert_counts += tl.histogram(flat, EXPERTS_PAD, mask=flat_mine)
-        bad = (ids < -1) | (ids >= num_local_experts * num_ranks)
-        num_bad += tl.sum(tl.sum(bad.to(tl.int64), 1), 0)
+        to = is_token_in_rank + tokens * num_ranks + rank
+        tl.store(to, in_rank.to(tl.uint8), mask=tokens < num_tokens)
+        tl.store(counts + num_experts + rank, tl.sum(in_rank, 0))
+    items = tl.reshape(tl.where(valid, ids, 0).to(tl.int32), [BLOCK * TOPK_PAD])
+    histogram = tl.histogram(items, EXPERTS_PAD, mask=tl.reshape(valid, [BLOCK * TOPK_PAD]))
     experts = tl.arange(0, EXPERTS_PAD)
-    tl.store(
-        num_tokens_per_expert + rank * num_local_experts + experts,
-        expert_counts,
-        mask=experts < num_local_experts,
-    )
-    tl.store(num_tokens_per_rank + rank, rank_count)
-    if rank == 0:
-        total = report_words(context) + REPORT_BAD_IDS
-        if num_bad > 0:
-            tl.store(total, tl.load(total) + num_bad)
+    tl.store(counts + experts, histogram, mask=experts < num_experts)
+
+
+@triton.jit(do_not_specialize=["num_blocks"])
+def layout_sum_kernel(
+    block_counts,  # int32 [B, E + R]
+    num_tokens_per_expert,  # int32 [E], out
+    num_tokens_per_rank,  # int32 [R], out
+    context,
+    num_blocks,
+    num_experts,
+    BLOCK: tl.constexpr,
+    COLUMNS: tl.constexpr,
+):
+    """Add up the blocks' counts, COLUMNS of them per program; program 0 reports bad ids."""
+    num_ranks = tl.load(context + NUM_RANKS).to(tl.int32)
+    columns = tl.program_id(0) * COLUMNS + tl.arange(0, COLUMNS)
+    total = tl.zeros([COLUMNS], tl.int32)
+    for first in range(0, num_blocks, BLOCK):
+        blocks = first + tl.arange(0, BLOCK)
+        inside = (blocks < num_blocks)[:, None] & (columns < num_experts + num_ranks)[None, :]
+        at = blocks[:, None] * (num_experts + num_ranks) + columns[None, :]
+        total += tl.sum(tl.load(block_counts + at, mask=inside, other=0), 0)
+    tl.store(num_tokens_per_expert + columns, total, mask=columns < num_experts)
+    ranks = columns - num_experts
+    tl.store(num_tokens_per_rank + ranks, total, mask=(ranks >= 0) & (ranks < num_ranks))
+    if tl.program_id(0) == 0:
+        tl.store(report_words(context) + REPORT_BAD_IDS, tl.load(context + BAD_IDS))
 
 
 @triton.jit(do_not_specialize=["num_tokens"])

@@ -141,6 +141,7 @@ class DeviceContext:
     def __init__(self, layout: SlotLayout, rank: int, peers: torch.Tensor, timeout_s: float):
         device = peers.device
         self.rank, self.layout, self.timeout_s = rank, layout, timeout_s
+        self._known_bad_ids = 0
         self.report = torch.zeros(
             Report.BAD_IDS + 1, dtype=torch.int64, pin_memory=device.type == "cuda"
         )
@@ -191,9 +192,9 @@ class DeviceContext:
             slot = epoch % self.layout.num_slots
             name = phase.name.lower().replace("_", " ")
             raise PeerTimeout(self.rank, peer, name, epoch, slot, self.timeout_s)
-        num_bad = int(self.report[Report.BAD_IDS])
+        num_bad = int(self.report[Report.BAD_IDS]) - self._known_bad_ids
         if num_bad:
-            self.report[Report.BAD_IDS] = 0
+            self._known_bad_ids += num_bad
             raise RoutingError(
                 f"rank {self.rank}: {num_bad} expert ids in topk_idx lay outside -1 .. "
                 "num_experts-1 and were treated as -1 (not routed). Check the router."

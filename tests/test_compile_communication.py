@@ -55,7 +55,8 @@ TOPK = {"NUM_TOPK": 8, "TOPK_PAD": 8}
 SUMS = {"ALIGNED": True, "CHUNK_ROWS": 64, "BLOCK": 1, "BLOCK_H": 8192}
 EXPERTS = {**TOPK, "EXPERTS_PAD": 64, "ROWS": BLOCK_ROWS}
 VARIANTS = {
-    "layout": (routing_kernels.layout_kernel, {**TOPK, "EXPERTS_PAD": 64, "BLOCK": 512}, 8),
+    "layout": (routing_kernels.layout_kernel, {**TOPK, "EXPERTS_PAD": 256, "BLOCK": 128}, 4),
+    "layout_sum": (routing_kernels.layout_sum_kernel, {"BLOCK": 64, "COLUMNS": 64}, 4),
     "send_plan": (
         routing_kernels.send_plan_kernel,
         {**TOPK, "HAS_IDS": True, "RANKS_PAD": 4, "BLOCK": 128, "SCAN": 2048},
@@ -70,6 +71,7 @@ VARIANTS = {
     ),
     "push": (dispatch.push_kernel, {**ROWS, **TOPK, "HAS_IDS": True}, 8),
     "collect": (dispatch.collect_kernel, {**ROWS, **TOPK, "HAS_IDS": True}, 8),
+    "await": (dispatch.await_kernel, {"CHUNK_ROWS": 64, "NUM_FLAGS": 256}, 4),
     "release": (dispatch.release_kernel, {}, 4),
     "return_rows": (combine.return_rows_kernel, {**ROWS, **TOPK, "HAS_WEIGHTS": True}, 8),
     "return_sums": (

@@ -196,3 +196,43 @@ def test_twenty_calls_with_a_slow_rank(pool):
         at_call = [rank[call] for rank in results]
         bias = [[torch.zeros_like(part)] for part in x]
         check_round_trip(at_call, [part + call for part in x], shifted, w, num_experts, bias)
+
+
+def read_in_place(group, num_experts, x, topk_idx, topk_weights):
+    """The rows that other ranks sent, read where they arrived, twice on one Buffer."""
+    from moe_engine.engine import Tokens
+    from moe_engine.slots import RowLayout, header_bytes
+
+    x, topk_idx, topk_weights = (t.to(cases.device()) for t in (x, topk_idx, topk_weights))
+    num_topk, rank = topk_idx.shape[1], torch.distributed.get_rank(group)
+    buffer = make_buffer(group, x, num_experts, num_topk, 64)
+    engine, layout = buffer._engine, buffer._engine.slots.layout
+    row = RowLayout(x.shape[1] * x.itemsize, num_topk).num_bytes
+    header = header_bytes(num_experts, layout.num_ranks)
+    for epoch in (1, 2):
+        tokens = Tokens(x, topk_idx, topk_weights, *engine.layout(topk_idx, num_experts))
+        handle = engine.dispatch_in_place(tokens)
+        ends = handle.rank_prefix_matrix[:, rank].tolist()
+        sent = []
+        for source, (start, end) in enumerate(zip([0, *ends], ends, strict=False)):
+            if source == rank:
+                sent.append(x[handle.send_token_idx[rank, : end - start].long()])
+                continue
+            at = layout.slots + (epoch % 2 * layout.num_ranks + source) * layout.region_bytes
+            region = engine.slots.block.local[at + header :][: (end - start) * row]
+            sent.append(region.view(-1, row)[:, : x.shape[1] * x.itemsize].view(x.dtype))
+        rows = torch.cat(sent).cpu()
+        engine.release()
+    buffer.check()
+    torch.distributed.barrier(group)
+    buffer.destroy()
+    return rows
+
+
+def test_rows_in_place(pool):
+    from moe_engine.emulation import PerRank
+
+    inputs = make_inputs(3, [40, 0, 64], 48, 12, 3, "holes", "bf16")
+    results = pool.run(read_in_place, 12, *(PerRank(part) for part in inputs), num_ranks=3)
+    for rows, want in zip(results, reference.dispatch(*inputs, 12), strict=True):
+        assert torch.equal(rows, want.x)

@@ -1,0 +1,119 @@
+"""What all benches share: routings, timing in CUDA graphs, and result lines."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+import triton
+
+RESULTS = Path(__file__).parent / "results"
+MODELS = {  # experts, hidden, expert intermediate, top-k
+    "mixtral-8x7b": (8, 4096, 14336, 2),
+    "qwen2-57b": (64, 3584, 2560, 8),
+    "qwen3-30b": (128, 2048, 768, 8),
+    "deepseek-v3": (256, 7168, 2048, 8),
+}
+FIELDS = (
+    "bench verb model tokens ranks routing impl dtype us ratio_to ratio tflops remote_gbs "
+    "num_comm_sms error commit device torch triton time"
+).split()
+
+
+def draw_topk(
+    routing: str, num_tokens: int, num_experts: int, num_topk: int, seed: int
+) -> torch.Tensor:
+    """topk_idx int64 [T, K] on the GPU. uniform; zipf: expert e with weight 1 / (e' + 1), experts
+    shuffled alike on all ranks; one_hot: half of the tokens have expert 0; empty_rank: the last
+    quarter of the experts gets nothing."""
+    generator = torch.Generator("cuda").manual_seed(seed)
+    weights = torch.ones(num_experts, device="cuda")
+    if routing == "zipf":
+        order = torch.randperm(num_experts, generator=torch.Generator().manual_seed(0))
+        weights = (1.0 / (1 + order.float())).cuda()
+    if routing == "empty_rank":
+        weights[-(num_experts // 4) :] = 0
+    # The Gumbel trick: top-k of perturbed log-weights draws without replacement.
+    noise = torch.empty(num_tokens, num_experts, device="cuda")
+    noise.exponential_(generator=generator).log_().neg_()
+    idx = (weights.log() + noise).topk(num_topk, dim=-1).indices
+    if routing == "one_hot":
+        half = idx[: num_tokens // 2]
+        half[:, 0] = torch.where((half[:, 1:] == 0).any(1), half[:, 0], 0)
+    return idx.contiguous()
+
+
+def time_graph(call: Callable[[], Any], group: dist.ProcessGroup, calls: int, rounds: int) -> float:
+    """Microseconds of one call: the median over rounds of the slowest rank, each round a replay of
+    a CUDA graph of `calls` calls."""
+    call()
+    torch.cuda.synchronize()
+    dist.barrier(group)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        for _ in range(calls):
+            call()
+    times = []
+    for _ in range(rounds + 2):
+        torch.cuda.synchronize()
+        dist.barrier(group)
+        start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+        start.record()
+        graph.replay()
+        end.record()
+        torch.cuda.synchronize()
+        slowest = torch.tensor(start.elapsed_time(end), device="cuda")
+        dist.all_reduce(slowest, op=dist.ReduceOp.MAX, group=group)
+        times.append(float(slowest) * 1e3 / calls)
+    return sorted(times[2:])[rounds // 2]
+
+
+def time_calls(call: Callable[[], Any], group: dist.ProcessGroup, rounds: int) -> float:
+    """Microseconds of one call that cannot be captured: the median of the slowest rank."""
+    times = []
+    for _ in range(rounds + 2):
+        torch.cuda.synchronize()
+        dist.barrier(group)
+        start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+        start.record()
+        call()
+        end.record()
+        torch.cuda.synchronize()
+        slowest = torch.tensor(start.elapsed_time(end), device="cuda")
+        dist.all_reduce(slowest, op=dist.ReduceOp.MAX, group=group)
+        times.append(float(slowest) * 1e3)
+    return sorted(times[2:])[rounds // 2]
+
+
+def commit() -> str:
+    """The commit that is measured; MOE_ENGINE_COMMIT where there is no repository."""
+    command = ["git", "-C", str(Path(__file__).parent), "rev-parse", "--short", "HEAD"]
+    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    return os.environ.get("MOE_ENGINE_COMMIT") or done.stdout.strip() or "unknown"
+
+
+def save(bench: str, path: Path | None = None, **fields: Any) -> str:
+    """Append one result line and return it; fields not given are null."""
+    line = dict.fromkeys(FIELDS) | {
+        "bench": bench,
+        "commit": commit(),
+        "device": torch.cuda.get_device_name(),
+        "torch": torch.__version__,
+        "triton": triton.__version__,
+        "time": time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime()),
+    }
+    unknown = fields.keys() - line.keys()
+    assert not unknown, unknown
+    text = json.dumps(line | fields)
+    path = path or RESULTS / f"{bench}.jsonl"
+    path.parent.mkdir(parents=True, exist_ok=True)
+    with path.open("a") as file:
+        file.write(text + "\n")
+    return text
