@@ -29,7 +29,7 @@ def replay(group, rounds, up, down):
 
     def round_trip():
         per_rank, _, per_expert, in_rank, _ = buffer.get_dispatch_layout(topk_idx, NUM_EXPERTS)
-        recv_x, recv_idx, recv_w, counts, handle, _ = buffer.dispatch(
+        recv_x, recv_idx, recv_w, _, handle, _ = buffer.dispatch(
             x, None, per_rank, None, in_rank, per_expert, topk_idx, topk_weights,
             num_worst_tokens=num_ranks * MAX_TOKENS,
         )  # fmt: skip
