@@ -10,6 +10,7 @@ from .launch import (
     new_collected,
     push,
     release,
+    row_layout,
 )
 
 __all__ = [
@@ -22,4 +23,5 @@ __all__ = [
     "new_collected",
     "push",
     "release",
+    "row_layout",
 ]

@@ -51,7 +51,7 @@ def exchange_kernel(
     expert_offsets,  # int32 [L + 1], out
     context,
     num_local_experts,
-    payload_bytes,
+    row_bytes,
     num_topk,
     item_bytes,
     RANKS_PAD: tl.constexpr,
@@ -72,7 +72,7 @@ def exchange_kernel(
     num_experts = num_local_experts * num_ranks
     ranks = tl.arange(0, RANKS_PAD)
     field = tl.arange(0, 4)
-    signature = tl.where(field == 0, payload_bytes, tl.where(field == 1, num_topk, item_bytes))
+    signature = tl.where(field == 0, row_bytes, tl.where(field == 1, num_topk, item_bytes))
     signature = tl.where(field == 2, num_experts, signature)
     if program < num_ranks:
         token = wait_slot_free(program, context)
@@ -123,22 +123,27 @@ def exchange_kernel(
 @triton.jit(do_not_specialize=["num_tokens"])
 def push_kernel(
     x,  # words [T, num_words]
-    topk_idx,  # int64 [T, K], or anything without HAS_IDS
-    topk_weights,  # float32 [T, K], likewise
+    scales,  # int32 [T, NUM_SCALES] of any strides
+    topk_idx,  # int64 [T, NUM_TOPK]
+    topk_weights,  # float32 [T, NUM_TOPK]
     num_tokens_per_rank,  # int32 [R]
     send_token_idx,  # int32 [R, T]
     context,
     num_tokens,
     num_words,
+    scale_stride_token,
+    scale_stride,
     num_local_experts,
     header_bytes,
     row_bytes,
+    scales_offset,
     ids_offset,
     weights_offset,
     token_offset,
-    HAS_IDS: tl.constexpr,
     NUM_TOPK: tl.constexpr,
     TOPK_PAD: tl.constexpr,
+    NUM_SCALES: tl.constexpr,
+    SCALES_PAD: tl.constexpr,
     ALIGNED: tl.constexpr,
     CHUNK_ROWS: tl.constexpr,
     ROWS: tl.constexpr,
@@ -153,6 +158,7 @@ def push_kernel(
         return
     rank = tl.load(context + RANK).to(tl.int32)
     lanes = tl.arange(0, TOPK_PAD)
+    columns = tl.arange(0, SCALES_PAD).to(tl.int64)
     num_before = 0
     for stage in range(0, tl.load(context + NUM_RANKS).to(tl.int32)):
         peer = staged_peer(stage, context)
@@ -176,7 +182,14 @@ def push_kernel(
                         BLOCK_WORDS,
                     )
                 put(as_pointer(to + token_offset, tl.int32), tokens, inside)
-                if HAS_IDS:
+                if NUM_SCALES > 0:
+                    at = (tokens.to(tl.int64) * scale_stride_token)[:, None] + (
+                        columns * scale_stride
+                    )[None, :]
+                    real = inside[:, None] & (columns < NUM_SCALES)[None, :]
+                    to_scales = as_pointer(to + scales_offset, tl.int32)[:, None]
+                    put(to_scales + columns[None, :], tl.load(scales + at, mask=real), real)
+                if NUM_TOPK > 0:
                     at = tokens[:, None] * NUM_TOPK + lanes[None, :]
                     real = inside[:, None] & (lanes < NUM_TOPK)[None, :]
                     ids = tl.load(topk_idx + at, mask=real, other=-1) - peer * num_local_experts
@@ -195,20 +208,23 @@ def collect_kernel(
     x,  # words [T, num_words], what this rank sent
     rank_prefix_matrix,  # int32 [R, R]
     recv_x,  # words [N, num_words], out
-    recv_topk_idx,  # int64 [N, K], out with HAS_IDS: local ids, -1 where not here
-    recv_topk_weights,  # float32 [N, K], out with HAS_IDS: 0 where not here
+    recv_scales,  # int32 [N, NUM_SCALES], out
+    recv_topk_idx,  # int64 [N, NUM_TOPK], out: local ids, -1 where not here
+    recv_topk_weights,  # float32 [N, NUM_TOPK], out: 0 where not here
     recv_src_idx,  # int32 [N], out
     context,
     max_rows,
     num_words,
     header_bytes,
     row_bytes,
+    scales_offset,
     ids_offset,
     weights_offset,
     token_offset,
-    HAS_IDS: tl.constexpr,
     NUM_TOPK: tl.constexpr,
     TOPK_PAD: tl.constexpr,
+    NUM_SCALES: tl.constexpr,
+    SCALES_PAD: tl.constexpr,
     ALIGNED: tl.constexpr,
     CHUNK_ROWS: tl.constexpr,
     ROWS: tl.constexpr,
@@ -223,6 +239,7 @@ def collect_kernel(
     num_ranks = tl.load(context + NUM_RANKS).to(tl.int32)
     rank = tl.load(context + RANK).to(tl.int32)
     lanes = tl.arange(0, TOPK_PAD)
+    columns = tl.arange(0, SCALES_PAD)
     if tl.load(rank_prefix_matrix + (num_ranks - 1) * num_ranks + rank) > max_rows:
         report_failure(rank, current_epoch(context), context, PHASE_OVERFLOW)
     for stage in range(0, num_ranks):
@@ -247,7 +264,12 @@ def collect_kernel(
             )
             src_idx = tl.load(as_pointer(address + token_offset, tl.int32), mask=inside, other=0)
             tl.store(recv_src_idx + to, src_idx, mask=inside)
-            if HAS_IDS:
+            if NUM_SCALES > 0:
+                real = inside[:, None] & (columns < NUM_SCALES)[None, :]
+                scales = as_pointer(address + scales_offset, tl.int32)[:, None] + columns[None, :]
+                at = to.to(tl.int64)[:, None] * NUM_SCALES + columns[None, :]
+                tl.store(recv_scales + at, tl.load(scales, mask=real), mask=real)
+            if NUM_TOPK > 0:
                 real = inside[:, None] & (lanes < NUM_TOPK)[None, :]
                 at = to[:, None] * NUM_TOPK + lanes[None, :]
                 ids = as_pointer(address + ids_offset, tl.int32)[:, None] + lanes[None, :]

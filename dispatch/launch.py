@@ -33,13 +33,13 @@ class Counts:
 def exchange(
     num_tokens_per_rank: torch.Tensor,
     num_tokens_per_expert: torch.Tensor,
-    x: torch.Tensor,
-    num_topk: int,
+    row: RowLayout,
+    item_bytes: int,
     slots: Slots,
 ) -> Counts:
     """Tell every rank this rank's counts (int32 [R] and [E]) and learn theirs. Begins a call.
 
-    The shape of `x` [T, H] and `num_topk` go along: ranks that disagree on them stop here.
+    The rows' layout goes along: ranks that disagree on it stop here.
     """
     num_ranks = slots.layout.num_ranks
     num_experts = num_tokens_per_expert.numel()
@@ -59,9 +59,9 @@ def exchange(
         counts.expert_offsets,
         slots.context.words,
         num_local_experts,
-        x.shape[1] * x.itemsize,
-        num_topk,
-        x.itemsize,
+        row.num_bytes,
+        row.num_topk,
+        item_bytes,
         RANKS_PAD=triton.next_power_of_2(num_ranks),
         EXPERTS_PAD=triton.next_power_of_2(num_local_experts),
         ALL_EXPERTS_PAD=triton.next_power_of_2(num_experts),
@@ -71,14 +71,31 @@ def exchange(
 
 @dataclass(frozen=True, slots=True)
 class Outgoing:
-    """The rows a rank sends: x [T, H] contiguous, topk_idx int64 [T, K] and topk_weights float32
-    [T, K] or None, num_tokens_per_rank int32 [R], send_token_idx int32 [R, T]."""
+    """The rows a rank sends: x [T, H] contiguous; scales [T, S] of 4 bytes each and any strides, or
+    None; topk_idx int64 [T, K] and topk_weights float32 [T, K], or None; num_tokens_per_rank int32
+    [R]; send_token_idx int32 [R, T]."""
 
     x: torch.Tensor
+    scales: torch.Tensor | None
     topk_idx: torch.Tensor | None
     topk_weights: torch.Tensor | None
     num_tokens_per_rank: torch.Tensor
     send_token_idx: torch.Tensor
+
+    @property
+    def row(self) -> RowLayout:
+        return row_layout(self.x, self.scales, self.topk_idx)
+
+
+def row_layout(
+    x: torch.Tensor, scales: torch.Tensor | None, topk_idx: torch.Tensor | None
+) -> RowLayout:
+    """The row of x [T, H] with its scales [T, S] and routing [T, K], where it has them."""
+    return RowLayout(
+        x.shape[1] * x.itemsize,
+        0 if topk_idx is None else topk_idx.shape[1],
+        0 if scales is None else scales.shape[1],
+    )
 
 
 def push(
@@ -86,11 +103,12 @@ def push(
 ) -> None:
     """Write one row per (token, destination rank) into the destinations' slots."""
     num_tokens, hidden = rows.x.shape
-    words = Words.of(hidden, rows.x.dtype)
-    num_topk = rows.topk_idx.shape[1] if rows.topk_idx is not None else 0
-    row = RowLayout(hidden * rows.x.itemsize, num_topk)
+    words, row = Words.of(hidden, rows.x.dtype), rows.row
+    scales = None if rows.scales is None else rows.scales.view(torch.int32)
+    scale_strides = (0, 0) if scales is None else scales.stride()
     push_kernel[(num_comm_sms,)](
         words.view(rows.x),
+        scales,
         rows.topk_idx,
         rows.topk_weights,
         rows.num_tokens_per_rank,
@@ -98,15 +116,18 @@ def push(
         slots.context.words,
         num_tokens,
         words.num_words,
+        *scale_strides,
         num_local_experts,
         header_bytes,
         row.num_bytes,
+        row.scales,
         row.ids,
         row.weights,
         row.token,
-        HAS_IDS=num_topk > 0,
-        NUM_TOPK=num_topk,
-        TOPK_PAD=triton.next_power_of_2(max(1, num_topk)),
+        NUM_TOPK=row.num_topk,
+        TOPK_PAD=triton.next_power_of_2(max(1, row.num_topk)),
+        NUM_SCALES=row.num_scales,
+        SCALES_PAD=triton.next_power_of_2(max(1, row.num_scales)),
         ALIGNED=words.aligned,
         CHUNK_ROWS=slots.layout.chunk_rows(row.num_bytes),
         ROWS=BLOCK_ROWS,
@@ -119,24 +140,28 @@ def push(
 class Collected:
     """Received rows that the caller owns, by source rank, then token.
 
-    x [N, H]; topk_idx int64 [N, K] with local ids, -1 where the expert is elsewhere; topk_weights
-    float32 [N, K], 0 there; src_idx int32 [N], the token's number on its source rank. Both top-k
-    tensors are None when dispatch had no ids.
+    x [N, H]; scales [N, S]; topk_idx int64 [N, K] with local ids, -1 where the expert is elsewhere;
+    topk_weights float32 [N, K], 0 there; src_idx int32 [N], the token's number on its source rank.
+    Scales and both top-k tensors are None where dispatch had none.
     """
 
     x: torch.Tensor
+    scales: torch.Tensor | None
     topk_idx: torch.Tensor | None
     topk_weights: torch.Tensor | None
     src_idx: torch.Tensor
 
 
-def new_collected(num_rows: int, like: torch.Tensor, num_topk: int) -> Collected:
-    """Room for `num_rows` received rows of the width and type of `like` [T, H]."""
+def new_collected(
+    num_rows: int, x: torch.Tensor, scales: torch.Tensor | None = None, num_topk: int = 0
+) -> Collected:
+    """Room for `num_rows` received rows like those of x [T, H] and scales [T, S]."""
     return Collected(
-        like.new_empty(num_rows, like.shape[1]),
-        like.new_empty((num_rows, num_topk), dtype=torch.int64) if num_topk else None,
-        like.new_empty((num_rows, num_topk), dtype=torch.float32) if num_topk else None,
-        like.new_empty(num_rows, dtype=torch.int32),
+        x.new_empty(num_rows, x.shape[1]),
+        None if scales is None else scales.new_empty(num_rows, scales.shape[1]),
+        x.new_empty((num_rows, num_topk), dtype=torch.int64) if num_topk else None,
+        x.new_empty((num_rows, num_topk), dtype=torch.float32) if num_topk else None,
+        x.new_empty(num_rows, dtype=torch.int32),
     )
 
 
@@ -150,13 +175,12 @@ def collect(
     """Copy the received rows out of the slot, and this rank's own out of the x [T, H] it sent;
     release the slot. Ends a call."""
     max_rows, hidden = out.x.shape
-    words = Words.of(hidden, out.x.dtype)
-    num_topk = out.topk_idx.shape[1] if out.topk_idx is not None else 0
-    row = RowLayout(hidden * out.x.itemsize, num_topk)
+    words, row = Words.of(hidden, out.x.dtype), row_layout(out.x, out.scales, out.topk_idx)
     collect_kernel[(NUM_COLLECT_PROGRAMS,)](
         words.view(x),
         rank_prefix_matrix,
         words.view(out.x),
+        None if out.scales is None else out.scales.view(torch.int32),
         out.topk_idx,
         out.topk_weights,
         out.src_idx,
@@ -165,12 +189,14 @@ def collect(
         words.num_words,
         header_bytes,
         row.num_bytes,
+        row.scales,
         row.ids,
         row.weights,
         row.token,
-        HAS_IDS=num_topk > 0,
-        NUM_TOPK=num_topk,
-        TOPK_PAD=triton.next_power_of_2(max(1, num_topk)),
+        NUM_TOPK=row.num_topk,
+        TOPK_PAD=triton.next_power_of_2(max(1, row.num_topk)),
+        NUM_SCALES=row.num_scales,
+        SCALES_PAD=triton.next_power_of_2(max(1, row.num_scales)),
         ALIGNED=words.aligned,
         CHUNK_ROWS=slots.layout.chunk_rows(row.num_bytes),
         ROWS=BLOCK_ROWS,

@@ -195,7 +195,7 @@ class Buffer:
         if handle is not None:
             cached = _as_handle(handle)
             self._check_rows("x", x, cached.is_token_in_rank.shape[0])
-            recv_x = engine.dispatch_cached(_packed(x), cached)
+            recv_x = engine.dispatch_cached(_packed(x), None, cached).x
             self._after_call()
             return recv_x, None, None, None, None, _event(async_finish)
         if num_tokens_per_rank is None or is_token_in_rank is None or num_tokens_per_expert is None:

@@ -53,8 +53,7 @@ class CollectiveEngine:
     def _count(self, tokens: Tokens) -> tuple[torch.Tensor, torch.Tensor]:
         """(rank_prefix_matrix [R, R], recv_expert_counts [R, L]) after refusing other shapes."""
         num_experts = tokens.num_experts
-        row_bytes = tokens.x.shape[1] * tokens.x.itemsize
-        mine = [row_bytes, tokens.num_topk, num_experts, tokens.x.itemsize]
+        mine = [tokens.row.num_bytes, tokens.num_topk, num_experts, tokens.x.itemsize]
         signature = tokens.num_tokens_per_rank.new_tensor(mine)
         # The signature goes first and alone: ranks that differ in it would differ in row lengths.
         for peer, theirs in enumerate(self._gather(signature).tolist()):
@@ -107,18 +106,24 @@ class CollectiveEngine:
             ids = self._exchange(torch.where(here, local, -1), send, recv)
             weights = torch.where(here, tokens.topk_weights[flat], 0.0)
             weights = self._exchange(weights, send, recv)
-        out = _pad(Collected(x, ids, weights, src), num_worst_tokens)
+        scales = None if tokens.scales is None else self._exchange(tokens.scales[flat], send, recv)
+        out = _pad(Collected(x, scales, ids, weights, src), num_worst_tokens)
         per_expert = [] if num_worst_tokens else expert_counts.sum(0).tolist()
         handle = Handle(prefix, idx, expert_counts, out.src_idx, tokens.is_token_in_rank, head)
         return out, per_expert, handle
 
-    def dispatch_cached(self, x: torch.Tensor, handle: Handle) -> torch.Tensor:
+    def dispatch_cached(
+        self, x: torch.Tensor, scales: torch.Tensor | None, handle: Handle
+    ) -> Collected:
         """See `KernelEngine.dispatch_cached`."""
         send, recv = self._splits(handle.rank_prefix_matrix)
         flat = torch.cat([handle.send_token_idx[rank, :num] for rank, num in enumerate(send)])
-        out = self._exchange(x[flat.long()], send, recv)
-        padding = x.new_empty(handle.recv_src_idx.numel() - out.shape[0], x.shape[1])
-        return torch.cat([out, padding])
+        rows = self._exchange(x[flat.long()], send, recv)
+        if scales is not None:
+            scales = self._exchange(scales[flat.long()], send, recv)
+        src_idx = handle.recv_src_idx
+        received = Collected(rows, scales, None, None, src_idx[: sum(recv)])
+        return _pad(received, src_idx.numel())
 
     def combine(
         self,
@@ -183,9 +188,11 @@ def _pad(rows: Collected, num_rows: int) -> Collected:
     def extend(tensor: torch.Tensor | None, value: float) -> torch.Tensor | None:
         if tensor is None:
             return None
-        return torch.cat([tensor, tensor.new_full((extra, *tensor.shape[1:]), value)])
+        padding = tensor.new_empty((extra, *tensor.shape[1:]))
+        return torch.cat([tensor, padding.fill_(value)])
 
     x, src_idx = extend(rows.x, 0.0), extend(rows.src_idx, 0)
     assert x is not None
     assert src_idx is not None
-    return Collected(x, extend(rows.topk_idx, -1), extend(rows.topk_weights, 0.0), src_idx)
+    ids, weights = extend(rows.topk_idx, -1), extend(rows.topk_weights, 0.0)
+    return Collected(x, extend(rows.scales, 0), ids, weights, src_idx)

@@ -17,7 +17,7 @@ from . import combine as combine_verbs
 from . import dispatch as dispatch_verbs
 from . import routing
 from .context import Word
-from .dispatch import Collected, Counts, Outgoing
+from .dispatch import Collected, Counts, Outgoing, row_layout
 from .errors import CapacityError
 from .experts import expert_ffn
 from .grouped_gemm import check_weights
@@ -47,7 +47,7 @@ class Handle(NamedTuple):
 @dataclass(frozen=True, slots=True)
 class Tokens:
     """What a rank dispatches: x [T, H] contiguous; topk_idx int64 [T, K] and topk_weights float32
-    [T, K], or None; and its layout (see `reference.layout`)."""
+    [T, K], or None; its layout (see `reference.layout`); scales [T, S] of 4 bytes each, or None."""
 
     x: torch.Tensor
     topk_idx: torch.Tensor | None
@@ -55,6 +55,11 @@ class Tokens:
     num_tokens_per_rank: torch.Tensor
     num_tokens_per_expert: torch.Tensor
     is_token_in_rank: torch.Tensor
+    scales: torch.Tensor | None = None
+
+    @property
+    def row(self) -> RowLayout:
+        return row_layout(self.x, self.scales, self.topk_idx)
 
     @property
     def num_experts(self) -> int:
@@ -76,7 +81,9 @@ class Engine(Protocol):
         self, tokens: Tokens, num_worst_tokens: int
     ) -> tuple[Collected, list[int], Handle]: ...
 
-    def dispatch_cached(self, x: torch.Tensor, handle: Handle) -> torch.Tensor: ...
+    def dispatch_cached(
+        self, x: torch.Tensor, scales: torch.Tensor | None, handle: Handle
+    ) -> Collected: ...
 
     def combine(
         self,
@@ -122,17 +129,22 @@ class KernelEngine:
         num_experts = tokens.num_experts
         num_ranks = self.slots.layout.num_ranks
         header = header_bytes(num_experts, num_ranks)
-        self._check_capacity(tokens.x.shape[0], tokens.x, tokens.num_topk, header)
+        self._check_capacity(len(tokens.x), tokens.row, header)
         idx, head = routing.send_plan(tokens.is_token_in_rank, tokens.topk_idx, num_experts)
         counts = dispatch_verbs.exchange(
             tokens.num_tokens_per_rank,
             tokens.num_tokens_per_expert,
-            tokens.x,
-            tokens.num_topk,
+            tokens.row,
+            tokens.x.itemsize,
             self.slots,
         )
         outgoing = Outgoing(
-            tokens.x, tokens.topk_idx, tokens.topk_weights, tokens.num_tokens_per_rank, idx
+            tokens.x,
+            tokens.scales,
+            tokens.topk_idx,
+            tokens.topk_weights,
+            tokens.num_tokens_per_rank,
+            idx,
         )
         dispatch_verbs.push(
             outgoing, num_experts // num_ranks, header, self.num_comm_sms, self.slots
@@ -157,7 +169,7 @@ class KernelEngine:
                 host = torch.cat([received[None], counts.recv_expert_counts.sum(0)]).tolist()
                 self.check()
                 num_rows, per_expert = host[0], host[1:]
-            out = dispatch_verbs.new_collected(num_rows, tokens.x, tokens.num_topk)
+            out = dispatch_verbs.new_collected(num_rows, tokens.x, tokens.scales, tokens.num_topk)
             if num_worst_tokens and out.topk_idx is not None:
                 out.topk_idx.fill_(-1)
             header = header_bytes(tokens.num_experts, self.slots.layout.num_ranks)
@@ -181,8 +193,7 @@ class KernelEngine:
         """
         with self._first_use("in_place", tokens.x, tokens.num_topk, tokens.num_experts):
             counts, idx, head = self.send(tokens)
-            row = RowLayout(tokens.x.shape[1] * tokens.x.itemsize, tokens.num_topk)
-            dispatch_verbs.await_rows(counts.rank_prefix_matrix, row, self.slots)
+            dispatch_verbs.await_rows(counts.rank_prefix_matrix, tokens.row, self.slots)
             self._check_emulated()
             none = idx.new_empty(0)
             matrix, per_expert = counts.rank_prefix_matrix, counts.recv_expert_counts
@@ -192,18 +203,20 @@ class KernelEngine:
         """End a `dispatch_in_place`: what was launched before has read the rows."""
         dispatch_verbs.release(self.slots)
 
-    def dispatch_cached(self, x: torch.Tensor, handle: Handle) -> torch.Tensor:
+    def dispatch_cached(
+        self, x: torch.Tensor, scales: torch.Tensor | None, handle: Handle
+    ) -> Collected:
         """Send x [T, H] where an earlier dispatch sent its tokens; nothing is counted again."""
-        with self._first_use("cached", x):
-            self._check_capacity(x.shape[0], x, 0, 0)
+        with self._first_use("cached", x, scales is not None):
+            self._check_capacity(len(x), row_layout(x, scales, None), 0)
             prefix, rank = handle.rank_prefix_matrix, self.slots.context.rank
             num_rows = prefix[rank] - prefix[rank - 1] if rank else prefix[0]
-            outgoing = Outgoing(x, None, None, num_rows, handle.send_token_idx)
+            outgoing = Outgoing(x, scales, None, None, num_rows, handle.send_token_idx)
             dispatch_verbs.push(outgoing, 1, 0, self.num_comm_sms, self.slots)
-            out = dispatch_verbs.new_collected(handle.recv_src_idx.numel(), x, 0)
+            out = dispatch_verbs.new_collected(handle.recv_src_idx.numel(), x, scales)
             dispatch_verbs.collect(out, x, prefix, 0, self.slots)
             self._check_emulated()
-            return out.x
+            return out
 
     def combine(
         self,
@@ -216,7 +229,7 @@ class KernelEngine:
         num_tokens = handle.is_token_in_rank.shape[0]
         num_topk = 0 if topk_weights is None else topk_weights.shape[1]
         with self._first_use("combine", x, num_topk, len(bias)):
-            self._check_capacity(num_tokens, x, num_topk, 0)
+            self._check_capacity(num_tokens, RowLayout(x.shape[1] * x.itemsize, num_topk), 0)
             combine_verbs.return_rows(
                 x, topk_weights, handle.rank_prefix_matrix, self.num_comm_sms, self.slots
             )
@@ -240,16 +253,15 @@ class KernelEngine:
         with self._first_use("moe_ffn", tokens.x, tokens.num_topk, w_gate_up.shape):
             num_experts = tokens.num_experts
             header = header_bytes(num_experts, self.slots.layout.num_ranks)
-            max_rows = self.max_tokens(tokens.x, tokens.num_topk, header)
+            max_rows = self.max_tokens(tokens.row, header)
             counts, _, send_head = self.send(tokens)
             prefix = counts.rank_prefix_matrix
-            row = RowLayout(tokens.x.shape[1] * tokens.x.itemsize, tokens.num_topk)
             plan = routing.expert_plan(
                 tokens.x,
                 prefix,
                 counts.recv_expert_counts,
                 counts.expert_offsets,
-                row,
+                tokens.row,
                 header,
                 max_rows,
                 self.slots,
@@ -264,18 +276,17 @@ class KernelEngine:
             self._check_emulated()
             return out
 
-    def max_tokens(self, x: torch.Tensor, num_topk: int, header: int) -> int:
+    def max_tokens(self, row: RowLayout, header: int) -> int:
         """Most tokens a rank may bring: what the Buffer was made for, else what fits a region."""
-        row = RowLayout(x.shape[1] * x.itemsize, num_topk)
         fits = self.slots.layout.max_rows(row.num_bytes, header)
         return fits if self._max_tokens is None else min(fits, self._max_tokens)
 
-    def _check_capacity(self, num_tokens: int, x: torch.Tensor, num_topk: int, header: int) -> None:
-        limit = self.max_tokens(x, num_topk, header)
+    def _check_capacity(self, num_tokens: int, row: RowLayout, header: int) -> None:
+        limit = self.max_tokens(row, header)
         if num_tokens > limit:
             raise CapacityError(
-                f"rank {self.slots.context.rank}: {num_tokens} tokens of {x.shape[1]} "
-                f"{str(x.dtype).removeprefix('torch.')} in one call; this Buffer's memory "
+                f"rank {self.slots.context.rank}: {num_tokens} tokens of {row.payload_bytes} bytes "
+                f"and top-{row.num_topk} in one call; this Buffer's memory "
                 f"({self.slots.layout.num_bytes} bytes) takes {limit}. Make it with "
                 "Buffer.for_tokens(...) for the largest batch, or with the bytes of "
                 "Buffer.size_hint(...)."

@@ -45,16 +45,22 @@ def round_up(value: int, multiple: int) -> int:
 class RowLayout:
     """One row on the wire: payload, then metadata, opaque to the kernels that move it.
 
-    payload | expert ids int32 [K] | weights float32 [K] | source token int32, each part starting
-    at a multiple of 16 bytes. `num_topk` is 0 where rows carry no routing.
+    payload | scales, 4 bytes each | expert ids int32 [K] | weights float32 [K] | source token
+    int32, each part starting at a multiple of 16 bytes. `num_topk` is 0 where rows carry no
+    routing, `num_scales` where the payload has none.
     """
 
     payload_bytes: int
     num_topk: int = 0
+    num_scales: int = 0
+
+    @property
+    def scales(self) -> int:
+        return round_up(self.payload_bytes, 16)
 
     @property
     def ids(self) -> int:
-        return round_up(self.payload_bytes, 16)
+        return self.scales + round_up(4 * self.num_scales, 16)
 
     @property
     def weights(self) -> int:

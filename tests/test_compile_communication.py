@@ -30,7 +30,7 @@ POINTERS = {
     "recv_topk_weights": "*fp32",
     "lane_weight": "*fp32",
     "out_weights": "*fp32",
-    **dict.fromkeys(("x", "recv_x"), "*i32"),
+    **dict.fromkeys(("x", "recv_x", "scales", "recv_scales"), "*i32"),
     **dict.fromkeys(("y", "out", "own_rows", "bias_0", "bias_1"), "*bf16"),
     **dict.fromkeys(
         (
@@ -52,6 +52,7 @@ POINTERS = {
 # What the launchers pass for H 7168 in bf16, K 8, 256 experts on 4 ranks.
 ROWS = {"CHUNK_ROWS": 64, "ROWS": BLOCK_ROWS, "BLOCK_WORDS": 256, "ALIGNED": True}
 TOPK = {"NUM_TOPK": 8, "TOPK_PAD": 8}
+SCALES = {"NUM_SCALES": 56, "SCALES_PAD": 64}
 SUMS = {"ALIGNED": True, "CHUNK_ROWS": 64, "BLOCK": 1, "BLOCK_H": 8192}
 EXPERTS = {**TOPK, "EXPERTS_PAD": 64, "ROWS": BLOCK_ROWS}
 VARIANTS = {
@@ -69,8 +70,8 @@ VARIANTS = {
         {"RANKS_PAD": 4, "EXPERTS_PAD": 64, "ALL_EXPERTS_PAD": 256},
         4,
     ),
-    "push": (dispatch.push_kernel, {**ROWS, **TOPK, "HAS_IDS": True}, 8),
-    "collect": (dispatch.collect_kernel, {**ROWS, **TOPK, "HAS_IDS": True}, 8),
+    "push": (dispatch.push_kernel, {**ROWS, **TOPK, **SCALES}, 8),
+    "collect": (dispatch.collect_kernel, {**ROWS, **TOPK, **SCALES}, 8),
     "await": (dispatch.await_kernel, {"CHUNK_ROWS": 64, "NUM_FLAGS": 256}, 4),
     "release": (dispatch.release_kernel, {}, 4),
     "return_rows": (combine.return_rows_kernel, {**ROWS, **TOPK, "HAS_WEIGHTS": True}, 8),
