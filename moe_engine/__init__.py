@@ -5,7 +5,8 @@ T tokens per rank, H hidden, I expert intermediate, E experts, K top-k, R ranks,
 L local experts (E / R), N received rows, S slot.
 """
 
-from .buffer import Buffer, Options
+from .buffer import Buffer
+from .buffer_config import Config, Options
 from .engine import Handle
 from .errors import (
     BackendError,
@@ -25,6 +26,7 @@ __all__ = [
     "BackendError",
     "Buffer",
     "CapacityError",
+    "Config",
     "DtypeError",
     "EventHandle",
     "EventOverlap",

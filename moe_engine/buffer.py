@@ -3,35 +3,21 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
 from typing import Any, ClassVar
 
 import torch
 import torch.distributed as dist
 
-from .checks import PAYLOAD_DTYPES, check_no_grad, check_runnable, check_tensor
+from . import buffer_config, checks
+from .buffer_config import DEFAULT_OPTIONS, Config, Options, Programs
 from .collective import CollectiveEngine
 from .engine import Engine, Handle, KernelEngine, Tokens
-from .errors import BackendError, ShapeError
+from .errors import BackendError, NotThereYet, ShapeError
 from .events import EventHandle, EventOverlap
 from .lang import INTERPRETED
-from .slots import RowLayout, SlotLayout, Slots, header_bytes, round_up, timeout_seconds
+from .slots import SlotLayout, Slots, round_up, timeout_seconds
+from .streams import CallStreams
 from .symm import allocate, choose_backend
-
-
-@dataclass(frozen=True, slots=True)
-class Options:
-    """Less common choices of a Buffer, equal on all ranks.
-
-    num_slots: calls in flight before a writer waits for its reader (2 or more). max_tokens: most
-    tokens per rank, which sizes the work space of `moe_ffn`. timeout_s: deadline of every wait,
-    None for MOE_ENGINE_TIMEOUT_S (100 s). debug: synchronise after every call and raise at once.
-    """
-
-    num_slots: int = 2
-    max_tokens: int | None = None
-    timeout_s: float | None = None
-    debug: bool = False
 
 
 class Buffer:
@@ -39,7 +25,13 @@ class Buffer:
 
     The signatures, shapes and receive order are those of DeepEP V1's `Buffer`. Every rank of the
     group must make the same calls on its Buffers in the same order, as with NCCL; T may differ
-    per rank and be 0. Tensors are bf16 or fp32, contiguous, on this rank's device.
+    per rank and be 0. Tensors are bf16 or fp32, on this rank's device.
+
+    Verbs take `previous_event` (what to wait for, instead of all that the current stream holds),
+    `async_finish` (run on `get_comm_stream()` and return an event that ends the call, for which
+    the caller waits before it uses the results), `allocate_on_comm_stream` (accepted with both of
+    these, as in DeepEP; results of asynchronous calls are always allocated there) and `config`
+    (its num_sms programs communicate in this call).
 
     backend: "torch" (GPUs that can map each other's memory), "emulated" (CPU ranks as processes,
     the same kernels through Triton's interpreter), "single" (one rank), "collective" (plain
@@ -63,7 +55,7 @@ class Buffer:
         enable_shrink: bool = False,
         comm: Any = None,
         backend: str = "auto",
-        options: Options = Options(),
+        options: Options = DEFAULT_OPTIONS,
     ):
         if comm is not None:
             raise BackendError("comm= (mpi4py) is not taken; pass group=, any torch process group.")
@@ -80,18 +72,21 @@ class Buffer:
         self.options = options
         self.device = _device()
         self._engine: Engine | None = None
+        self._programs = Programs(lambda: Buffer.num_sms)
+        self._streams = CallStreams(self.device)
         if backend == "collective":
             self.backend = backend
             self._engine = CollectiveEngine(group)
             return
         self.backend = choose_backend(group, backend, self.device)
-        check_runnable(self.device)
+        checks.check_runnable(self.device)
         layout = SlotLayout.fit(
             max(num_nvl_bytes, num_rdma_bytes), self.group_size, options.num_slots
         )
         block = allocate(group, layout.num_bytes, self.backend, self.device)
         slots = Slots(block, layout, self.rank, options.timeout_s or timeout_seconds())
-        self._engine = KernelEngine(slots, lambda: Buffer.num_sms, options.max_tokens)
+        self._streams = CallStreams(self.device, lambda: (block.local, slots.context.words))
+        self._engine = KernelEngine(slots, self._programs, options.max_tokens)
 
     @classmethod
     def for_tokens(
@@ -103,7 +98,7 @@ class Buffer:
         num_topk: int,
         dtype: torch.dtype = torch.bfloat16,
         backend: str = "auto",
-        options: Options = Options(),
+        options: Options = DEFAULT_OPTIONS,
     ) -> Buffer:
         """A Buffer for up to `max_tokens` tokens per rank of this shape, by formula."""
         num_ranks = dist.get_world_size(group) if group is not None else 1
@@ -113,20 +108,7 @@ class Buffer:
         options = Options(options.num_slots, max_tokens, options.timeout_s, options.debug)
         return cls(group, num_bytes, backend=backend, options=options)
 
-    @staticmethod
-    def size_hint(
-        max_tokens: int,
-        hidden_bytes: int,
-        num_ranks: int,
-        num_experts: int,
-        num_topk: int,
-        num_slots: int = 2,
-    ) -> int:
-        """Bytes of symmetric memory per rank: num_slots * num_ranks * max_tokens * row bytes, a
-        row being the payload and 8 bytes per top-k lane, plus counts and flags. Never exceeded."""
-        row = RowLayout(hidden_bytes, num_topk)
-        region = header_bytes(num_experts, num_ranks) + max(1, max_tokens) * row.num_bytes
-        return SlotLayout(num_ranks, round_up(region, 16), num_slots).num_bytes
+    size_hint = staticmethod(buffer_config.size_hint)
 
     # --- Verbs -------------------------------------------------------------------------------
 
@@ -134,7 +116,7 @@ class Buffer:
         self,
         topk_idx: torch.Tensor,
         num_experts: int,
-        previous_event: EventOverlap | None = None,
+        previous_event: EventOverlap | EventHandle | None = None,
         async_finish: bool = False,
         allocate_on_comm_stream: bool = False,
     ) -> tuple[torch.Tensor, None, torch.Tensor, torch.Tensor, EventOverlap]:
@@ -144,11 +126,15 @@ class Buffer:
         is_token_in_rank bool [T, R], event). Ids out of range count as -1 and raise RoutingError
         at the next call or `check()`.
         """
-        engine = self._ready(previous_event)
-        self._check_topk(topk_idx, num_experts)
-        per_rank, per_expert, in_rank = engine.layout(topk_idx.contiguous(), num_experts)
+        engine = self._ready()
+        checks.check_experts(num_experts, self.group_size)
+        checks.check_topk(topk_idx, device=self._rows_device)
+        with self._streams.call(previous_event, async_finish, allocate_on_comm_stream) as call:
+            call.reads(topk_idx)
+            per_rank, per_expert, in_rank = engine.layout(topk_idx.contiguous(), num_experts)
+            call.returns(per_rank, per_expert, in_rank)
         self._after_call()
-        return per_rank, None, per_expert, in_rank, _event(async_finish)
+        return per_rank, None, per_expert, in_rank, call.event
 
     def dispatch(
         self,
@@ -162,8 +148,8 @@ class Buffer:
         topk_weights: torch.Tensor | None = None,
         expert_alignment: int = 1,
         num_worst_tokens: int = 0,
-        config: Any = None,
-        previous_event: EventOverlap | None = None,
+        config: Config | None = None,
+        previous_event: EventOverlap | EventHandle | None = None,
         async_finish: bool = False,
         allocate_on_comm_stream: bool = False,
     ) -> tuple[
@@ -190,48 +176,44 @@ class Buffer:
         rank 1 none: rank 0 receives tokens 0, 2 with local ids [[0], [1]], rank 1 tokens 1, 3 with
         [[0], [1]].
         """
-        engine = self._ready(previous_event)
-        self._check_rows("x", x)
+        engine = self._ready()
+        checks.check_rows("x", x, device=self._rows_device)
+        buffer_config.check_config(config)
+        checks.check_at_least(1, expert_alignment=expert_alignment)
+        checks.check_at_least(0, num_worst_tokens=num_worst_tokens)
+        when = previous_event, async_finish, allocate_on_comm_stream
         if handle is not None:
             cached = _as_handle(handle)
-            self._check_rows("x", x, cached.is_token_in_rank.shape[0])
-            recv_x = engine.dispatch_cached(_packed(x), None, cached).x
+            if topk_idx is not None or topk_weights is not None:
+                raise ShapeError("with a handle only x is sent; leave out topk_idx, topk_weights.")
+            checks.check_rows("x", x, cached.is_token_in_rank.shape[0])
+            with self._programs.of(config), self._streams.call(*when) as call:
+                call.reads(x, *cached)
+                recv_x = engine.dispatch_cached(checks.packed(x), None, cached).x
+                call.returns(recv_x)
             self._after_call()
-            return recv_x, None, None, None, None, _event(async_finish)
+            return recv_x, None, None, None, None, call.event
         if num_tokens_per_rank is None or is_token_in_rank is None or num_tokens_per_expert is None:
             raise ShapeError(
                 "dispatch needs num_tokens_per_rank, is_token_in_rank and num_tokens_per_expert "
                 "(all three from get_dispatch_layout), or a handle."
             )
-        num_tokens, num_experts = x.shape[0], num_tokens_per_expert.numel()
-        self._check_experts(num_experts)
-        check = check_tensor
-        check(
-            "num_tokens_per_rank", num_tokens_per_rank, [self.group_size], [torch.int32], x.device
-        )
-        check("num_tokens_per_expert", num_tokens_per_expert, ["E"], [torch.int32], x.device)
-        in_rank_shape = [num_tokens, self.group_size]
-        check("is_token_in_rank", is_token_in_rank, in_rank_shape, [torch.bool], x.device)
-        if topk_idx is not None:
-            self._check_topk(topk_idx, num_experts, num_tokens)
-            if topk_weights is None:
-                raise ShapeError("topk_idx came without topk_weights; pass both or neither.")
-            shape = list(topk_idx.shape)
-            check("topk_weights", topk_weights, shape, [torch.float32], x.device)
-            topk_idx, topk_weights = topk_idx.contiguous(), topk_weights.contiguous()
-        tokens = Tokens(
-            _packed(x),
-            topk_idx,
-            topk_weights if topk_idx is not None else None,
-            num_tokens_per_rank.contiguous(),
-            num_tokens_per_expert.contiguous(),
-            is_token_in_rank.contiguous(),
-        )
-        rows, per_expert, new_handle = engine.dispatch(tokens, num_worst_tokens)
+        layout = num_tokens_per_rank, num_tokens_per_expert, is_token_in_rank
+        checks.check_layout(x, *layout, self.group_size)
+        checks.check_routing(x, topk_idx, topk_weights)
+        with self._programs.of(config), self._streams.call(*when) as call:
+            call.reads(x, topk_idx, topk_weights, *layout)
+            tokens = Tokens(
+                checks.packed(x),
+                None if topk_idx is None else topk_idx.contiguous(),
+                None if topk_weights is None else topk_weights.contiguous(),
+                *(part.contiguous() for part in layout),
+            )
+            rows, per_expert, new_handle = engine.dispatch(tokens, num_worst_tokens)
+            call.returns(rows.x, rows.topk_idx, rows.topk_weights, *new_handle)
         self._after_call()
         aligned = [round_up(count, expert_alignment) for count in per_expert]
-        event = _event(async_finish)
-        return rows.x, rows.topk_idx, rows.topk_weights, aligned, new_handle, event
+        return rows.x, rows.topk_idx, rows.topk_weights, aligned, new_handle, call.event
 
     def combine(
         self,
@@ -239,8 +221,8 @@ class Buffer:
         handle: tuple[torch.Tensor, ...],
         topk_weights: torch.Tensor | None = None,
         bias: torch.Tensor | Sequence[torch.Tensor] | None = None,
-        config: Any = None,
-        previous_event: EventOverlap | None = None,
+        config: Config | None = None,
+        previous_event: EventOverlap | EventHandle | None = None,
         async_finish: bool = False,
         allocate_on_comm_stream: bool = False,
     ) -> tuple[torch.Tensor, torch.Tensor | None, EventOverlap]:
@@ -250,23 +232,26 @@ class Buffer:
         lane, one rounding. topk_weights float32 [N, K] are summed likewise.
         Returns (out [T, H], weights float32 [T, K] or None, event).
         """
-        engine = self._ready(previous_event)
+        engine = self._ready()
         known = _as_handle(handle)
-        self._check_rows("x", x, known.recv_src_idx.numel())
+        checks.check_rows("x", x, known.recv_src_idx.numel(), self._rows_device)
         if topk_weights is not None:
-            check_tensor("topk_weights", topk_weights, (x.shape[0], "K"), [torch.float32], x.device)
-            topk_weights = topk_weights.contiguous()
-        biases = () if bias is None else (bias,) if isinstance(bias, torch.Tensor) else tuple(bias)
-        if len(biases) > 2:
-            raise ShapeError(f"bias has {len(biases)} tensors; at most 2 are taken.")
-        for part in biases:
-            shape = [known.is_token_in_rank.shape[0], x.shape[1]]
-            check_tensor("bias", part, shape, [x.dtype], x.device)
-        out, weights = engine.combine(
-            _packed(x), known, topk_weights, [_packed(part) for part in biases]
-        )
+            shape = (x.shape[0], "K")
+            checks.check_tensor("topk_weights", topk_weights, shape, [torch.float32], x.device)
+        biases = checks.check_biases(bias, known.is_token_in_rank.shape[0], x)
+        buffer_config.check_config(config)
+        when = previous_event, async_finish, allocate_on_comm_stream
+        with self._programs.of(config), self._streams.call(*when) as call:
+            call.reads(x, topk_weights, *biases, *known)
+            out, weights = engine.combine(
+                checks.packed(x),
+                known,
+                None if topk_weights is None else topk_weights.contiguous(),
+                [checks.packed(part) for part in biases],
+            )
+            call.returns(out, weights)
         self._after_call()
-        return out, weights, _event(async_finish)
+        return out, weights, call.event
 
     def moe_ffn(
         self,
@@ -277,43 +262,84 @@ class Buffer:
         w_down: torch.Tensor,
     ) -> torch.Tensor:
         """The routed experts of a layer; see `moe_engine.moe_ffn`."""
-        engine = self._ready(None)
-        self._check_rows("x", x)
+        engine = self._ready()
+        checks.check_rows("x", x, device=self._rows_device)
         num_experts = w_gate_up.shape[0] * self.group_size
-        self._check_topk(topk_idx, num_experts, x.shape[0])
-        shape = list(topk_idx.shape)
-        check_tensor("topk_weights", topk_weights, shape, [torch.float32], x.device)
-        hidden = x.shape[1]
-        check_tensor("w_gate_up", w_gate_up, ["L", "2I", hidden], [x.dtype], x.device)
-        if w_gate_up.shape[1] % 2:
-            raise ShapeError(
-                f"w_gate_up has shape {list(w_gate_up.shape)}; its second size must be even: gate "
-                "rows, then up rows."
+        checks.check_experts(num_experts, self.group_size)
+        checks.check_routing(x, topk_idx, topk_weights)
+        checks.check_expert_weights(x, w_gate_up, w_down)
+        with self._streams.call():
+            topk_idx = topk_idx.contiguous()
+            tokens = Tokens(
+                checks.packed(x),
+                topk_idx,
+                topk_weights.contiguous(),
+                *engine.layout(topk_idx, num_experts),
             )
-        down_shape = [w_gate_up.shape[0], hidden, w_gate_up.shape[1] // 2]
-        check_tensor("w_down", w_down, down_shape, [x.dtype], x.device)
-        topk_idx = topk_idx.contiguous()
-        per_rank, per_expert, in_rank = engine.layout(topk_idx, num_experts)
-        tokens = Tokens(
-            _packed(x), topk_idx, topk_weights.contiguous(), per_rank, per_expert, in_rank
-        )
-        out = engine.moe_ffn(tokens, w_gate_up, w_down)
+            out = engine.moe_ffn(tokens, w_gate_up, w_down)
         self._after_call()
         return out
 
+    internode_dispatch = NotThereYet()
+    internode_combine = NotThereYet()
+    low_latency_dispatch = NotThereYet()
+    low_latency_combine = NotThereYet()
+    clean_low_latency_buffer = NotThereYet()
+    get_next_low_latency_combine_buffer = NotThereYet()
+    low_latency_update_mask_buffer = NotThereYet()
+    low_latency_query_mask_buffer = NotThereYet()
+    low_latency_clean_mask_buffer = NotThereYet()
+    get_low_latency_rdma_size_hint = NotThereYet()
+
     # --- Service -----------------------------------------------------------------------------
 
-    @classmethod
-    def set_num_sms(cls, num_sms: int) -> None:
+    @staticmethod
+    def set_num_sms(new_num_sms: int) -> None:
         """Programs that communication uses, for all Buffers; even and positive, as in DeepEP."""
-        if num_sms <= 0 or num_sms % 2:
-            raise ShapeError(f"num_sms is {num_sms}; it must be positive and even.")
-        cls.num_sms = num_sms
+        buffer_config.check_num_sms(new_num_sms)
+        Buffer.num_sms = new_num_sms
+
+    @staticmethod
+    def get_dispatch_config(num_ranks: int) -> Config:
+        """A Config of `num_sms` programs, for any number of ranks."""
+        checks.check_at_least(1, num_ranks=num_ranks)
+        return Config(Buffer.num_sms)
+
+    get_combine_config = get_dispatch_config
+
+    @staticmethod
+    def is_sm90_compiled() -> bool:
+        """Whether kernels are compiled for sm_90 or later here: they are for the GPU that is
+        there."""
+        return torch.cuda.is_available() and torch.cuda.get_device_capability() >= (9, 0)
 
     @staticmethod
     def capture() -> EventOverlap:
         """The current stream up to here, as an event."""
         return EventOverlap(EventHandle())
+
+    def get_comm_stream(self) -> torch.cuda.Stream:
+        """The stream of asynchronous calls, of high priority, this Buffer's own. BackendError on a
+        CPU, which has no streams."""
+        return self._streams.comm_stream()
+
+    def get_local_buffer_tensor(
+        self,
+        dtype: torch.dtype,
+        size: Sequence[int] | None = None,
+        offset: int = 0,
+        use_rdma_buffer: bool = False,
+    ) -> torch.Tensor:
+        """This rank's ring of slots from byte `offset` on, as `dtype`: `size`, or all in one row.
+
+        What stands there is of no meaning between calls; writing there is harmless then. There is
+        one memory: use_rdma_buffer changes nothing. CapacityError for more than there is.
+        """
+        engine = self._ready()
+        if not isinstance(engine, KernelEngine):
+            raise BackendError(f"a Buffer with backend {self.backend!r} has no memory of its own.")
+        ring = engine.slots.block.local[engine.slots.layout.slots :]
+        return checks.memory_view(ring, dtype, size, offset)
 
     def check(self) -> None:
         """Synchronise and raise what went wrong on the device: PeerTimeout, RoutingError."""
@@ -332,56 +358,26 @@ class Buffer:
 
     # --- Checks ------------------------------------------------------------------------------
 
-    def _ready(self, previous_event: EventOverlap | None) -> Engine:
+    def _ready(self) -> Engine:
         if self._engine is None:
             raise BackendError("this Buffer was destroyed; make a new one.")
         self._engine.check()
-        if previous_event is not None:
-            previous_event.current_stream_wait()
         return self._engine
 
     def _after_call(self) -> None:
         if self.options.debug:
             self.check()
 
-    def _check_rows(self, name: str, rows: torch.Tensor, num_rows: int | str = "T") -> None:
-        device = None if self.backend == "collective" else self.device
-        check_tensor(name, rows, [num_rows, "H"], PAYLOAD_DTYPES, device)
-        if rows.shape[1] == 0:
-            raise ShapeError(f"{name} has shape {list(rows.shape)}; H must be positive.")
-        check_no_grad(**{name: rows})
-
-    def _check_experts(self, num_experts: int) -> None:
-        if num_experts <= 0 or num_experts % self.group_size:
-            raise ShapeError(
-                f"num_experts is {num_experts}; it must be a positive multiple of the "
-                f"{self.group_size} ranks. Pad with experts that no token is routed to."
-            )
-
-    def _check_topk(
-        self, topk_idx: torch.Tensor, num_experts: int, num_tokens: int | str = "T"
-    ) -> None:
-        self._check_experts(num_experts)
-        device = None if self.backend == "collective" else self.device
-        check_tensor("topk_idx", topk_idx, [num_tokens, "K"], [torch.int64], device)
-        if topk_idx.shape[1] == 0:
-            raise ShapeError("topk_idx has shape [T, 0]; K must be positive.")
+    @property
+    def _rows_device(self) -> torch.device | None:
+        """Where rows must lie; None for anywhere."""
+        return None if self.backend == "collective" else self.device
 
 
 def _device() -> torch.device:
     if torch.cuda.is_available() and not INTERPRETED:
         return torch.device("cuda", torch.cuda.current_device())
     return torch.device("cpu")
-
-
-def _packed(tensor: torch.Tensor) -> torch.Tensor:
-    """`tensor`, or a copy of it, contiguous and at a multiple of 16 bytes."""
-    tensor = tensor.contiguous()
-    return tensor if tensor.data_ptr() % 16 == 0 else tensor.clone()
-
-
-def _event(recorded: bool) -> EventOverlap:
-    return EventOverlap(EventHandle()) if recorded else EventOverlap()
 
 
 def _as_handle(handle: tuple[torch.Tensor, ...]) -> Handle:

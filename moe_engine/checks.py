@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 import torch
 
-from .errors import BackendError, DtypeError, ShapeError
+from .errors import BackendError, CapacityError, DtypeError, ShapeError
 from .lang import INTERPRETED
 
 PAYLOAD_DTYPES = (torch.bfloat16, torch.float32)
@@ -42,6 +42,95 @@ def check_tensor(
         )
 
 
+def check_rows(
+    name: str, rows: torch.Tensor, num_rows: int | str = "T", device: torch.device | None = None
+) -> None:
+    """`rows` must be [num_rows, H] in a payload type, H positive, without a gradient to lose."""
+    check_tensor(name, rows, [num_rows, "H"], PAYLOAD_DTYPES, device)
+    if rows.shape[1] == 0:
+        raise ShapeError(f"{name} has shape {list(rows.shape)}; H must be positive.")
+    check_no_grad(**{name: rows})
+
+
+def check_experts(num_experts: int, num_ranks: int) -> None:
+    """Every rank holds equally many experts, and at least one."""
+    if num_experts <= 0 or num_experts % num_ranks:
+        raise ShapeError(
+            f"num_experts is {num_experts}; it must be a positive multiple of the {num_ranks} "
+            "ranks. Pad with experts that no token is routed to."
+        )
+
+
+def check_topk(
+    topk_idx: torch.Tensor, num_tokens: int | str = "T", device: torch.device | None = None
+) -> None:
+    """`topk_idx` must be int64 [num_tokens, K], K positive."""
+    check_tensor("topk_idx", topk_idx, [num_tokens, "K"], [torch.int64], device)
+    if topk_idx.shape[1] == 0:
+        raise ShapeError("topk_idx has shape [T, 0]; K must be positive.")
+
+
+def check_routing(
+    x: torch.Tensor, topk_idx: torch.Tensor | None, topk_weights: torch.Tensor | None
+) -> None:
+    """Ids int64 [T, K] and weights float32 [T, K] of x [T, H], or neither."""
+    if topk_idx is None and topk_weights is None:
+        return
+    if topk_idx is None or topk_weights is None:
+        given, missing = ("topk_idx", "topk_weights")[:: 1 if topk_weights is None else -1]
+        raise ShapeError(f"{given} came without {missing}; pass both or neither.")
+    check_topk(topk_idx, x.shape[0], x.device)
+    check_tensor("topk_weights", topk_weights, list(topk_idx.shape), [torch.float32], x.device)
+
+
+def check_layout(
+    x: torch.Tensor,
+    num_tokens_per_rank: torch.Tensor,
+    num_tokens_per_expert: torch.Tensor,
+    is_token_in_rank: torch.Tensor,
+    num_ranks: int,
+) -> None:
+    """int32 [R], int32 [E] and bool [T, R], as `Buffer.get_dispatch_layout` gives for x [T, H]."""
+    check, device = check_tensor, x.device
+    check("num_tokens_per_rank", num_tokens_per_rank, [num_ranks], [torch.int32], device)
+    check("num_tokens_per_expert", num_tokens_per_expert, ["E"], [torch.int32], device)
+    in_rank_shape = [x.shape[0], num_ranks]
+    check("is_token_in_rank", is_token_in_rank, in_rank_shape, [torch.bool], device)
+    check_experts(num_tokens_per_expert.numel(), num_ranks)
+
+
+def check_biases(
+    bias: torch.Tensor | Sequence[torch.Tensor] | None, num_tokens: int, x: torch.Tensor
+) -> tuple[torch.Tensor, ...]:
+    """None, one or two tensors [T, H] of x's type and device, as a tuple."""
+    biases = () if bias is None else (bias,) if isinstance(bias, torch.Tensor) else tuple(bias)
+    if len(biases) > 2:
+        raise ShapeError(f"bias has {len(biases)} tensors; at most 2 are taken.")
+    for part in biases:
+        check_tensor("bias", part, [num_tokens, x.shape[1]], [x.dtype], x.device)
+    return biases
+
+
+def check_expert_weights(x: torch.Tensor, w_gate_up: torch.Tensor, w_down: torch.Tensor) -> None:
+    """w_gate_up [L, 2I, H] and w_down [L, H, I] in the type and on the device of x [T, H]."""
+    hidden = x.shape[1]
+    check_tensor("w_gate_up", w_gate_up, ["L", "2I", hidden], [x.dtype], x.device)
+    if w_gate_up.shape[1] % 2:
+        raise ShapeError(
+            f"w_gate_up has shape {list(w_gate_up.shape)}; its second size must be even: gate "
+            "rows, then up rows."
+        )
+    down_shape = [w_gate_up.shape[0], hidden, w_gate_up.shape[1] // 2]
+    check_tensor("w_down", w_down, down_shape, [x.dtype], x.device)
+
+
+def check_at_least(minimum: int, **values: int) -> None:
+    """Each named int must be `minimum` or more."""
+    for name, value in values.items():
+        if value < minimum:
+            raise ShapeError(f"{name} is {value}; it must be {minimum} or more.")
+
+
 def check_runnable(device: torch.device) -> None:
     """Triton kernels need a GPU, or the interpreter for CPU tensors."""
     if device.type == "cpu" and not INTERPRETED:
@@ -60,3 +149,27 @@ def check_no_grad(**tensors: torch.Tensor) -> None:
                 f"{name} requires grad, and this call has no backward. Wrap it in "
                 "torch.no_grad() or torch.inference_mode(), or detach the input."
             )
+
+
+def packed(tensor: torch.Tensor) -> torch.Tensor:
+    """`tensor`, or a copy of it, contiguous and at a multiple of 16 bytes."""
+    tensor = tensor.contiguous()
+    return tensor if tensor.data_ptr() % 16 == 0 else tensor.clone()
+
+
+def memory_view(
+    memory: torch.Tensor, dtype: torch.dtype, size: Sequence[int] | None = None, offset: int = 0
+) -> torch.Tensor:
+    """uint8 [B] `memory` from byte `offset` on, as `dtype`: `size`, or all of it in one row."""
+    if offset < 0 or offset % dtype.itemsize:
+        raise ShapeError(
+            f"offset is {offset}; it must be a multiple of the {dtype.itemsize} bytes of {dtype}."
+        )
+    room = max(0, memory.numel() - offset) // dtype.itemsize
+    size = torch.Size([room] if size is None else size)
+    if size.numel() > room:
+        raise CapacityError(
+            f"size is {list(size)}, {size.numel()} items of {dtype}; from byte {offset} on there "
+            f"is room for {room}."
+        )
+    return memory[offset : offset + size.numel() * dtype.itemsize].view(dtype).view(size)

@@ -65,3 +65,9 @@ def demo(
     console.print(f"The routing is drawn in {picture}.")
     if not all(passed):
         raise typer.Exit(1)
+
+
+@app.command()
+def deep_ep_path() -> None:
+    """Print the folder that makes `import deep_ep` mean moe_engine, for PYTHONPATH."""
+    typer.echo(Path(__file__).parent / "integrations" / "deep_ep_path")

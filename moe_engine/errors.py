@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any, NoReturn
+
 
 class MoeEngineError(Exception):
     """Base of every error this package raises on purpose."""
@@ -39,4 +41,17 @@ class PeerTimeout(MoeEngineError, TimeoutError):
             f"rank {rank} waited {seconds:g} s for rank {peer} in phase '{phase}' "
             f"(epoch {epoch}, slot {slot}). Rank {peer} is gone, stuck, or issued its calls in "
             f"another order. Make a new Buffer; MOE_ENGINE_TIMEOUT_S sets the deadline."
+        )
+
+
+class NotThereYet:
+    """A name of DeepEP's Buffer that raises BackendError when it is called."""
+
+    def __set_name__(self, owner: type, name: str) -> None:
+        self.name = name
+
+    def __call__(self, *args: Any, **kwargs: Any) -> NoReturn:
+        raise BackendError(
+            f"Buffer.{self.name} is not there yet: this version has the intranode calls "
+            "get_dispatch_layout, dispatch and combine."
         )

@@ -4,8 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from types import TracebackType
+from typing import Any
 
 import torch
+
+from .lang import INTERPRETED
 
 
 class EventHandle:
@@ -13,7 +16,7 @@ class EventHandle:
 
     def __init__(self) -> None:
         self.event: torch.cuda.Event | None = None
-        if torch.cuda.is_available():
+        if torch.cuda.is_available() and not INTERPRETED:
             self.event = torch.cuda.Event()
             self.event.record()
 
@@ -26,7 +29,11 @@ class EventHandle:
 class EventOverlap:
     """An event, or none, and the tensors that must live until it has been waited for.
 
-    As a context manager it waits on exit, so that the block overlaps with what the event ends.
+    `event` may be assigned later; without one, a wait waits for nothing. As a context manager it
+    waits on exit, so that the block overlaps with what the event ends:
+
+        with event: ...                        # then wait
+        with event(release_handle=True): ...   # then wait, and drop the event and the tensors
     """
 
     def __init__(
@@ -36,7 +43,8 @@ class EventOverlap:
     ) -> None:
         self.event = event
         self.extra_tensors = extra_tensors
-        self._hooks: list[Callable[[], None]] = []
+        self._release_on_exit = False
+        self._hooks: list[Callable[[], Any]] = []
 
     def current_stream_wait(self, release_handle: bool = False) -> None:
         """Make the current stream wait; then run the hooks. `release_handle` drops the event."""
@@ -48,11 +56,13 @@ class EventOverlap:
         for hook in hooks:
             hook()
 
-    def register_hook_after_wait(self, hook: Callable[[], None]) -> None:
+    def register_hook_after_wait(self, hook: Callable[[], Any]) -> None:
         """Call `hook` once, after the next wait."""
         self._hooks.append(hook)
 
     def __call__(self, release_handle: bool = False) -> EventOverlap:
+        """This event; `release_handle` is for the `with` block that follows."""
+        self._release_on_exit = release_handle
         return self
 
     def __enter__(self) -> EventOverlap:
@@ -64,4 +74,5 @@ class EventOverlap:
         error: BaseException | None,
         trace: TracebackType | None,
     ) -> None:
-        self.current_stream_wait()
+        release, self._release_on_exit = self._release_on_exit, False
+        self.current_stream_wait(release)

@@ -19,7 +19,7 @@ FOLDERS = ("dispatch", "combine", "grouped_gemm")
 LAYERS = (
     ("errors", "config", "context"),
     ("lang", "checks"),
-    ("slots", "slots_kernels", "words", "events"),
+    ("slots", "slots_kernels", "words", "events", "buffer_config", "streams"),
     ("routing", "routing_kernels", "reference"),
     ("tiles", "symm", "trace", "tune"),
     ("grouped_gemm",),

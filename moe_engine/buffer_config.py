@@ -1,0 +1,116 @@
+"""What a Buffer can be told: `Options`, DeepEP's `Config`, and how much memory it needs."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+
+from .errors import DtypeError, ShapeError
+from .slots import RowLayout, SlotLayout, header_bytes, round_up
+
+HINT_TOKENS = 4096
+HINT_TOPK = 16
+HINT_EXPERTS = 1024
+"""What `Config.get_nvl_buffer_size_hint` makes room for: tokens per rank, lanes, experts."""
+
+
+@dataclass(frozen=True, slots=True)
+class Options:
+    """Less common choices of a Buffer, equal on all ranks.
+
+    num_slots: calls in flight before a writer waits for its reader (2 or more). max_tokens: most
+    tokens per rank, which sizes the work space of `moe_ffn`. timeout_s: deadline of every wait,
+    None for MOE_ENGINE_TIMEOUT_S (100 s). debug: synchronise after every call and raise at once.
+    """
+
+    num_slots: int = 2
+    max_tokens: int | None = None
+    timeout_s: float | None = None
+    debug: bool = False
+
+
+DEFAULT_OPTIONS = Options()
+
+
+def check_num_sms(num_sms: int) -> None:
+    """Even and positive, as in DeepEP; ShapeError otherwise."""
+    if num_sms <= 0 or num_sms % 2:
+        raise ShapeError(f"num_sms is {num_sms}; it must be positive and even.")
+
+
+def size_hint(
+    max_tokens: int,
+    hidden_bytes: int,
+    num_ranks: int,
+    num_experts: int,
+    num_topk: int,
+    num_slots: int = 2,
+) -> int:
+    """Bytes of symmetric memory per rank: num_slots * num_ranks * max_tokens * row bytes, a
+    row being the payload and 8 bytes per top-k lane, plus counts and flags. Never exceeded."""
+    row = RowLayout(hidden_bytes, num_topk)
+    region = header_bytes(num_experts, num_ranks) + max(1, max_tokens) * row.num_bytes
+    return SlotLayout(num_ranks, round_up(region, 16), num_slots).num_bytes
+
+
+@dataclass(frozen=True, slots=True)
+class Config:
+    """DeepEP's tuning object: `num_sms` programs push in the call that gets it.
+
+    The four chunk sizes are accepted and unused: rows go straight to their place in the peer's
+    memory, so there is no queue to cut into chunks. ShapeError unless num_sms is positive and even.
+    """
+
+    num_sms: int = 20
+    num_max_nvl_chunked_send_tokens: int = 6
+    num_max_nvl_chunked_recv_tokens: int = 256
+    num_max_rdma_chunked_send_tokens: int = 6
+    num_max_rdma_chunked_recv_tokens: int = 256
+
+    def __post_init__(self) -> None:
+        check_num_sms(self.num_sms)
+
+    def get_nvl_buffer_size_hint(self, hidden_bytes: int, num_ranks: int) -> int:
+        """Bytes for 4096 tokens per rank of `hidden_bytes` each, up to 16 lanes and 1024 experts.
+
+        By the formula of `Buffer.size_hint`, which takes the real numbers.
+        """
+        if hidden_bytes <= 0 or num_ranks <= 0:
+            raise ShapeError(
+                f"hidden_bytes is {hidden_bytes} and num_ranks {num_ranks}; both must be positive."
+            )
+        num_bytes = size_hint(HINT_TOKENS, hidden_bytes, num_ranks, HINT_EXPERTS, HINT_TOPK)
+        return round_up(num_bytes, 128)
+
+    def get_rdma_buffer_size_hint(self, hidden_bytes: int, num_ranks: int) -> int:
+        """0: there is no network transport that would need memory of its own."""
+        return 0
+
+
+class Programs:
+    """How many programs communicate: `default()`, or what the running call's Config says."""
+
+    def __init__(self, default: Callable[[], int]):
+        self._default = default
+        self._config: Config | None = None
+
+    def __call__(self) -> int:
+        return self._default() if self._config is None else self._config.num_sms
+
+    @contextmanager
+    def of(self, config: Config | None) -> Iterator[None]:
+        """Let `config` (None: the default) decide within the block."""
+        self._config = config
+        try:
+            yield
+        finally:
+            self._config = None
+
+
+def check_config(config: Config | None) -> None:
+    """DtypeError for anything but a Config or None."""
+    if config is not None and not isinstance(config, Config):
+        raise DtypeError(
+            f"config is a {type(config).__name__}; it must be a moe_engine.Config or None."
+        )

@@ -1,0 +1,132 @@
+"""Which CUDA stream a Buffer's calls run on, and what they wait for.
+
+A call with async_finish runs on the Buffer's own stream, any other on the caller's current one.
+Calls of one Buffer share its memory, so each begins after the one before has ended, on whatever
+stream that was.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
+
+import torch
+
+from .errors import BackendError, DtypeError, ShapeError
+from .events import EventHandle, EventOverlap
+
+
+class Call:
+    """One running call: its event, and the streams its tensors are used on."""
+
+    def __init__(self, runs_on: torch.cuda.Stream | None, caller: torch.cuda.Stream | None):
+        self._runs_on, self._caller = runs_on, caller
+        self.event = EventOverlap()
+
+    def reads(self, *tensors: torch.Tensor | None) -> None:
+        """Keep these arguments' memory from being reused before the call has ended."""
+        _record(tensors, self._runs_on)
+
+    def returns(self, *tensors: torch.Tensor | None) -> None:
+        """Keep these results' memory from being reused while the caller's stream uses them."""
+        _record(tensors, self._caller)
+
+
+class CallStreams:
+    """The streams of one Buffer's calls. `memory()` is what its kernels use beside arguments."""
+
+    def __init__(self, device: torch.device, memory: Callable[[], Sequence[torch.Tensor]] = tuple):
+        self._device, self._memory = device, memory
+        self._comm: torch.cuda.Stream | None = None
+        self._last: tuple[torch.cuda.Stream, EventHandle, bool] | None = None
+
+    def comm_stream(self) -> torch.cuda.Stream:
+        """The Buffer's own stream, of high priority, made when first asked for. BackendError on a
+        CPU, which has none."""
+        if self._device.type != "cuda":
+            raise BackendError(
+                "this Buffer lives on the CPU, where there are no streams; every call has ended "
+                "when it returns."
+            )
+        if self._comm is None:
+            self._comm = torch.cuda.Stream(self._device, priority=-1)
+            _record(self._memory(), self._comm)
+        return self._comm
+
+    @contextmanager
+    def call(
+        self,
+        previous_event: EventOverlap | EventHandle | None = None,
+        async_finish: bool = False,
+        allocate_on_comm_stream: bool = False,
+    ) -> Iterator[Call]:
+        """Run the block as one call: after `previous_event`, or else after all that the current
+        stream holds, and after the Buffer's last call.
+
+        With async_finish it runs on `comm_stream()`, and `event` of the yielded Call ends it;
+        without, `event` is empty and the current stream goes on behind it. Results of an
+        asynchronous call always come from the comm stream's memory, whatever
+        allocate_on_comm_stream says; as in DeepEP that needs async_finish and a previous_event.
+        """
+        previous = _handle_of(previous_event)
+        if allocate_on_comm_stream and (previous is None or not async_finish):
+            raise ShapeError(
+                "allocate_on_comm_stream needs async_finish=True and a previous_event that holds "
+                "an event; results would be written before the current stream has let go of them."
+            )
+        if self._device.type != "cuda":
+            call = Call(None, None)
+            yield call
+            if async_finish:
+                call.event.event = EventHandle()
+            return
+        caller = torch.cuda.current_stream(self._device)
+        stream = self.comm_stream() if async_finish else caller
+        call = Call(stream, caller) if async_finish else Call(None, None)
+        with torch.cuda.stream(stream):
+            if previous is not None:
+                previous.current_stream_wait()
+            elif async_finish:
+                stream.wait_stream(caller)
+            self._follow_last_call(stream)
+            yield call
+            end = EventHandle()
+            self._last = stream, end, torch.cuda.is_current_stream_capturing()
+        if async_finish:
+            call.event.event = end
+
+    def _follow_last_call(self, stream: torch.cuda.Stream) -> None:
+        """Make `stream` wait for the Buffer's last call, if that ran on another one.
+
+        A captured call and an eager one cannot wait for each other's events: the order of a graph's
+        replays is the caller's. Within captures only streams can be waited for, since the event
+        may be of an earlier graph.
+        """
+        if self._last is None or self._last[0] == stream:
+            return
+        last_stream, end, was_captured = self._last
+        if torch.cuda.is_current_stream_capturing():
+            with torch.cuda.stream(last_stream):
+                in_this_capture = torch.cuda.is_current_stream_capturing()
+            if in_this_capture:
+                stream.wait_stream(last_stream)
+        elif not was_captured:
+            end.current_stream_wait()
+
+
+def _handle_of(event: EventOverlap | EventHandle | None) -> EventHandle | None:
+    if isinstance(event, EventOverlap):
+        event = event.event
+    if event is not None and not isinstance(event, EventHandle):
+        raise DtypeError(
+            f"previous_event is or holds a {type(event).__name__}; it must be an EventOverlap, an "
+            "EventHandle or None."
+        )
+    return event
+
+
+def _record(tensors: Iterable[torch.Tensor | None], stream: torch.cuda.Stream | None) -> None:
+    if stream is not None:
+        for tensor in tensors:
+            if tensor is not None and tensor.is_cuda:
+                tensor.record_stream(stream)
