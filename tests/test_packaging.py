@@ -99,6 +99,20 @@ for name in {modules}:
     assert done.returncode == 0, done.stdout
 
 
+def test_deep_ep_is_in_the_wheel_and_hidden(wheel: Path, tmp_path: Path) -> None:
+    zipfile.ZipFile(wheel).extractall(tmp_path)
+    env = {"PYTHONPATH": str(tmp_path)}
+    for name in ("deep_ep", "deep_ep_cpp"):
+        assert f"No module named '{name}'" in run(f"import {name}", tmp_path, **env).stdout
+    code = "import sys; sys.argv[1:] = ['deep-ep-path']; from moe_engine.cli import app; app()"
+    folder = run(code, tmp_path, **env).stdout.strip()
+    assert folder == str(tmp_path / "moe_engine/integrations/deep_ep_path")
+    env["PYTHONPATH"] += os.pathsep + folder
+    code = "import deep_ep.utils, deep_ep_cpp; print(deep_ep.__file__, deep_ep_cpp.__file__)"
+    done = run(code, tmp_path, **env)
+    assert done.stdout.split() == [f"{folder}/deep_ep/__init__.py", f"{folder}/deep_ep_cpp.py"]
+
+
 @pytest.mark.parametrize("folder", FOLDERS)
 def test_bare_import_from_the_root_fails(folder: str) -> None:
     """So that `try: import grouped_gemm` in other projects still falls through."""
