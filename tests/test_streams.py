@@ -1,0 +1,255 @@
+"""What a call waits for, on streams that only keep count of what precedes what."""
+
+from __future__ import annotations
+
+from contextlib import contextmanager
+
+import pytest
+import torch
+
+from moe_engine import BackendError, DtypeError, EventHandle, EventOverlap, ShapeError
+from moe_engine import events as events_module
+from moe_engine.streams import CallStreams
+
+GPU = torch.device("cuda", 0)
+
+
+class Stream:
+    """`done`: the names of all work that precedes what comes next. `capture`: None or a number."""
+
+    def __init__(self, device=None, priority=0):
+        self.done, self.capture, self.priority = frozenset(), None, priority
+
+    def work(self, name):
+        """Put work here; returns what had to precede it."""
+        before, self.done = self.done, self.done | {name}
+        return before
+
+    def wait_event(self, event):
+        if event.capture is None:
+            assert self.capture is None, "a capture waits for an event outside of it"
+        else:
+            assert event.capture in Stream.captures, "an event of a capture that is over"
+            assert self.capture in (None, event.capture), "two captures meet"
+            self.capture = event.capture
+        self.done |= event.done
+
+    def wait_stream(self, stream):
+        event = Event()
+        event.record(stream)
+        self.wait_event(event)
+
+
+class Event:
+    def record(self, stream=None):
+        stream = stream or Stream.current
+        self.done, self.capture = stream.done, stream.capture
+
+
+@pytest.fixture
+def caller(monkeypatch):
+    """The current stream, in a torch.cuda of such streams."""
+
+    @contextmanager
+    def use(stream):
+        before, Stream.current = Stream.current, stream
+        try:
+            yield
+        finally:
+            Stream.current = before
+
+    Stream.current, Stream.captures = Stream(), set()
+    fakes = {
+        "Stream": Stream,
+        "Event": Event,
+        "stream": use,
+        "current_stream": lambda *_: Stream.current,
+        "is_available": lambda: True,
+        "is_current_stream_capturing": lambda: Stream.current.capture is not None,
+    }
+    for name, fake in fakes.items():
+        monkeypatch.setattr(torch.cuda, name, fake)
+    monkeypatch.setattr(events_module, "INTERPRETED", False)
+    return Stream.current
+
+
+def call(streams, name, *args):
+    """A call whose work is `name`: (what had to precede it, its event)."""
+    with streams.call(*args) as running:
+        before = Stream.current.work(name)
+    return before, running.event
+
+
+def test_a_plain_call_runs_on_the_current_stream(caller):
+    streams = CallStreams(GPU)
+    caller.work("input")
+    before, event = call(streams, "call")
+    assert before == {"input"}
+    assert event.event is None
+    assert "call" in caller.done
+
+
+def test_an_asynchronous_call_waits_for_the_current_stream_and_gives_an_event(caller):
+    streams = CallStreams(GPU)
+    caller.work("input")
+    before, event = call(streams, "call", None, True)
+    assert before == {"input"}
+    assert "call" not in caller.done
+    assert streams.comm_stream().priority == -1
+    event.current_stream_wait()
+    assert "call" in caller.done
+
+
+def test_previous_event_replaces_the_wait_for_the_current_stream(caller):
+    streams = CallStreams(GPU)
+    caller.work("input")
+    previous = EventOverlap(EventHandle())
+    caller.work("expert compute")
+    for event in (previous, previous.event):
+        before, _ = call(streams, "call", event, True, True)
+        assert "input" in before
+        assert "expert compute" not in before
+
+
+def test_a_plain_call_waits_for_previous_event(caller):
+    other = Stream()
+    with torch.cuda.stream(other):
+        other.work("elsewhere")
+        previous = EventOverlap(EventHandle())
+    before, _ = call(CallStreams(GPU), "call", previous)
+    assert before == {"elsewhere"}
+
+
+def test_calls_of_a_buffer_follow_each_other_on_any_streams(caller):
+    streams = CallStreams(GPU)
+    call(streams, "first", None, True)
+    before, _ = call(streams, "second")
+    assert "first" in before
+    caller.work("compute")
+    # Behind the second call, but not behind what the caller did after it.
+    before, _ = call(streams, "third", event_of_nothing(), True)
+    assert {"first", "second"} <= before
+    assert "compute" not in before
+    with torch.cuda.stream(Stream()):
+        before, _ = call(streams, "fourth")
+    assert "third" in before
+
+
+def event_of_nothing():
+    """An event on a stream that has done nothing."""
+    with torch.cuda.stream(Stream()):
+        return EventHandle()
+
+
+@contextmanager
+def captured(stream, number):
+    """A CUDA graph capture that begins on `stream` and must end with every stream joined to it."""
+    Stream.captures.add(number)
+    outside, stream.capture = stream.done, number
+    yield
+    stream.capture, stream.done = None, outside
+    Stream.captures.remove(number)
+
+
+def test_captured_calls_wait_within_their_graph_only(caller):
+    streams = CallStreams(GPU)
+    call(streams, "eager", None, True)
+    comm = streams.comm_stream()
+    for number in (1, 2):
+        with captured(caller, number):
+            _, event = call(streams, "asynchronous", None, True)
+            assert comm.capture == number
+            before, _ = call(streams, "plain")
+            assert "asynchronous" in before
+            event.current_stream_wait()
+            call(streams, "last")
+            comm.capture = None
+    before, _ = call(streams, "eager again", None, True)
+    assert "eager" in before
+
+
+def test_memory_is_kept_for_the_streams_that_use_it(caller):
+    class Tensor:
+        is_cuda = True
+
+        def __init__(self):
+            self.streams = []
+
+        def record_stream(self, stream):
+            self.streams.append(stream)
+
+    words, given, result = Tensor(), Tensor(), Tensor()
+    streams = CallStreams(GPU, lambda: (words,))
+    with streams.call() as running:
+        running.reads(given, None)
+        running.returns(result)
+    assert not words.streams + given.streams + result.streams
+    with streams.call(None, True) as running:
+        running.reads(given, None)
+        running.returns(result)
+    comm = streams.comm_stream()
+    assert (words.streams, given.streams, result.streams) == ([comm], [comm], [caller])
+
+
+def test_a_failed_call_gives_the_stream_back(caller):
+    streams = CallStreams(GPU)
+    with pytest.raises(ZeroDivisionError), streams.call(None, True):
+        raise ZeroDivisionError
+    assert torch.cuda.current_stream() is caller
+
+
+@pytest.mark.parametrize("device", ["cpu", GPU])
+def test_bad_flags_are_refused(caller, device):
+    streams = CallStreams(torch.device(device))
+    for flags in (
+        (None, True, True),
+        (EventOverlap(None), True, True),
+        (EventHandle(), False, True),
+    ):
+        with pytest.raises(ShapeError, match="allocate_on_comm_stream needs"):
+            call(streams, "call", *flags)
+    for event in (object(), EventOverlap(object())):
+        with pytest.raises(DtypeError, match="previous_event"):
+            call(streams, "call", event)
+
+
+def test_a_cpu_has_no_streams():
+    streams = CallStreams(torch.device("cpu"))
+    with pytest.raises(BackendError, match="no streams"):
+        streams.comm_stream()
+    with streams.call() as running:
+        pass
+    assert running.event.event is None
+    with streams.call(EventOverlap(EventHandle()), True, True) as running:
+        pass
+    assert isinstance(running.event.event, EventHandle)
+
+
+def test_event_overlap_in_all_its_forms(caller):
+    other = Stream()
+    with torch.cuda.stream(other):
+        other.work("call")
+        handle = EventHandle()
+    empty = EventOverlap(None)
+    empty.current_stream_wait()
+    with empty, empty():
+        pass
+    assert empty.event is None
+    assert not caller.done
+    empty.event = handle
+    ran = []
+    empty.register_hook_after_wait(lambda: ran.append(set(caller.done)))
+    with empty:
+        assert not ran
+    assert ran == [{"call"}]
+    empty.current_stream_wait()
+    assert len(ran) == 1
+    event = EventOverlap(handle, (torch.ones(1),))
+    with event(release_handle=True) as same:
+        assert same is event
+        assert event.event is handle
+    assert event.event is None
+    assert event.extra_tensors is None
+    event = EventOverlap(handle)
+    event.current_stream_wait(release_handle=True)
+    assert event.event is None
