@@ -105,13 +105,14 @@ class CallStreams:
         if self._last is None or self._last[0] == stream:
             return
         last_stream, end, was_captured = self._last
-        if torch.cuda.is_current_stream_capturing():
+        capturing = torch.cuda.is_current_stream_capturing()
+        if not capturing and not was_captured:
+            end.current_stream_wait()
+        elif capturing and was_captured:
             with torch.cuda.stream(last_stream):
                 in_this_capture = torch.cuda.is_current_stream_capturing()
             if in_this_capture:
                 stream.wait_stream(last_stream)
-        elif not was_captured:
-            end.current_stream_wait()
 
 
 def _handle_of(event: EventOverlap | EventHandle | None) -> EventHandle | None:
