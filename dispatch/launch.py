@@ -151,6 +151,11 @@ class Collected:
     topk_weights: torch.Tensor | None
     src_idx: torch.Tensor
 
+    @property
+    def payload(self) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]:
+        """The rows, with their scales where they have some."""
+        return self.x if self.scales is None else (self.x, self.scales)
+
 
 def new_collected(
     num_rows: int, x: torch.Tensor, scales: torch.Tensor | None = None, num_topk: int = 0

@@ -138,7 +138,7 @@ class Buffer:
 
     def dispatch(
         self,
-        x: torch.Tensor,
+        x: torch.Tensor | tuple[torch.Tensor, torch.Tensor],
         handle: tuple[torch.Tensor, ...] | None = None,
         num_tokens_per_rank: torch.Tensor | None = None,
         num_tokens_per_rdma_rank: torch.Tensor | None = None,
@@ -153,7 +153,7 @@ class Buffer:
         async_finish: bool = False,
         allocate_on_comm_stream: bool = False,
     ) -> tuple[
-        torch.Tensor,
+        torch.Tensor | tuple[torch.Tensor, torch.Tensor],
         torch.Tensor | None,
         torch.Tensor | None,
         list[int] | None,
@@ -162,9 +162,10 @@ class Buffer:
     ]:
         """Send each token x[t] once to every rank that holds one of its experts.
 
-        x: [T, H]. topk_idx int64 [T, K] and topk_weights float32 [T, K] travel along. The counts
-        and is_token_in_rank are those of `get_dispatch_layout`. With a `handle` of an earlier
-        dispatch only x is sent, to the same places.
+        x: [T, H], or a pair of e4m3 rows [T, H] and scales [T, S] (float32 or packed int32, any
+        strides); recv_x is such a pair then. topk_idx int64 [T, K] and topk_weights float32 [T, K]
+        travel along. The counts and is_token_in_rank are those of `get_dispatch_layout`. With a
+        `handle` of an earlier dispatch only x is sent, to the same places.
 
         Returns (recv_x [N, H], recv_topk_idx int64 [N, K] with local ids, -1 where the expert is
         elsewhere, recv_topk_weights float32 [N, K], 0 there, rows per local expert rounded up to
@@ -177,7 +178,7 @@ class Buffer:
         [[0], [1]].
         """
         engine = self._ready()
-        checks.check_rows("x", x, device=self._rows_device)
+        rows, scales = checks.check_payload(x, device=self._rows_device)
         buffer_config.check_config(config)
         checks.check_at_least(1, expert_alignment=expert_alignment)
         checks.check_at_least(0, num_worst_tokens=num_worst_tokens)
@@ -186,34 +187,35 @@ class Buffer:
             cached = _as_handle(handle)
             if topk_idx is not None or topk_weights is not None:
                 raise ShapeError("with a handle only x is sent; leave out topk_idx, topk_weights.")
-            checks.check_rows("x", x, cached.is_token_in_rank.shape[0])
+            checks.check_payload(x, cached.is_token_in_rank.shape[0])
             with self._programs.of(config), self._streams.call(*when) as call:
-                call.reads(x, *cached)
-                recv_x = engine.dispatch_cached(checks.packed(x), None, cached).x
-                call.returns(recv_x)
+                call.reads(rows, scales, *cached)
+                received = engine.dispatch_cached(checks.packed(rows), scales, cached)
+                call.returns(received.x, received.scales)
             self._after_call()
-            return recv_x, None, None, None, None, call.event
+            return received.payload, None, None, None, None, call.event
         if num_tokens_per_rank is None or is_token_in_rank is None or num_tokens_per_expert is None:
             raise ShapeError(
                 "dispatch needs num_tokens_per_rank, is_token_in_rank and num_tokens_per_expert "
                 "(all three from get_dispatch_layout), or a handle."
             )
         layout = num_tokens_per_rank, num_tokens_per_expert, is_token_in_rank
-        checks.check_layout(x, *layout, self.group_size)
-        checks.check_routing(x, topk_idx, topk_weights)
+        checks.check_layout(rows, *layout, self.group_size)
+        checks.check_routing(rows, topk_idx, topk_weights)
         with self._programs.of(config), self._streams.call(*when) as call:
-            call.reads(x, topk_idx, topk_weights, *layout)
+            call.reads(rows, scales, topk_idx, topk_weights, *layout)
             tokens = Tokens(
-                checks.packed(x),
+                checks.packed(rows),
                 None if topk_idx is None else topk_idx.contiguous(),
                 None if topk_weights is None else topk_weights.contiguous(),
                 *(part.contiguous() for part in layout),
+                scales=scales,
             )
-            rows, per_expert, new_handle = engine.dispatch(tokens, num_worst_tokens)
-            call.returns(rows.x, rows.topk_idx, rows.topk_weights, *new_handle)
+            got, per_expert, new_handle = engine.dispatch(tokens, num_worst_tokens)
+            call.returns(got.x, got.scales, got.topk_idx, got.topk_weights, *new_handle)
         self._after_call()
         aligned = [round_up(count, expert_alignment) for count in per_expert]
-        return rows.x, rows.topk_idx, rows.topk_weights, aligned, new_handle, call.event
+        return got.payload, got.topk_idx, got.topk_weights, aligned, new_handle, call.event
 
     def combine(
         self,

@@ -52,6 +52,32 @@ def check_rows(
     check_no_grad(**{name: rows})
 
 
+def check_payload(
+    x: torch.Tensor | tuple[torch.Tensor, torch.Tensor],
+    num_tokens: int | str = "T",
+    device: torch.device | None = None,
+) -> tuple[torch.Tensor, torch.Tensor | None]:
+    """What dispatch sends: rows as `check_rows` wants them, or a pair of e4m3 rows [T, H] and their
+    scales [T, S] in float32 or packed int32, of any strides. Returns (rows, scales or None)."""
+    if isinstance(x, torch.Tensor):
+        check_rows("x", x, num_tokens, device)
+        return x, None
+    if not isinstance(x, tuple) or len(x) != 2:
+        raise DtypeError(
+            f"x is a {type(x).__name__}; it must be a tensor, or a tuple of e4m3 rows and scales."
+        )
+    rows, scales = x
+    check_tensor("x[0]", rows, [num_tokens, "H"], [torch.float8_e4m3fn], device)
+    dtypes = [torch.float32, torch.int32]
+    check_tensor("x[1]", scales, [rows.shape[0], "S"], dtypes, rows.device)
+    if 0 in (rows.shape[1], scales.shape[1]):
+        raise ShapeError(
+            f"x has rows {list(rows.shape)} and scales {list(scales.shape)}; H and S "
+            "must be positive."
+        )
+    return rows, scales
+
+
 def check_experts(num_experts: int, num_ranks: int) -> None:
     """Every rank holds equally many experts, and at least one."""
     if num_experts <= 0 or num_experts % num_ranks:

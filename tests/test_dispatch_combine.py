@@ -236,3 +236,44 @@ def test_rows_in_place(pool):
     results = pool.run(read_in_place, 12, *(PerRank(part) for part in inputs), num_ranks=3)
     for rows, want in zip(results, reference.dispatch(*inputs, 12), strict=True):
         assert torch.equal(rows, want.x)
+
+
+def send_fp8(group, backend, num_experts, x, topk_idx, topk_weights, scales):
+    """(rows as bytes, scales) received with a layout, then with the handle alone."""
+    device = cases.device()
+    x, topk_idx, topk_weights, scales = (t.to(device) for t in (x, topk_idx, topk_weights, scales))
+    buffer = make_buffer(group, x.bfloat16(), num_experts, topk_idx.shape[1], 40, backend)
+    poison(buffer)
+    torch.distributed.barrier(group)
+    pair = x.to(torch.float8_e4m3fn), scales
+    per_rank, _, per_expert, in_rank, _ = buffer.get_dispatch_layout(topk_idx, num_experts)
+    first, *_, handle, _ = buffer.dispatch(
+        pair, None, per_rank, None, in_rank, per_expert, topk_idx, topk_weights
+    )
+    again, *_ = buffer.dispatch(pair, handle)
+    torch.distributed.barrier(group)
+    buffer.destroy()
+    return [(rows.view(torch.uint8).cpu(), found.cpu()) for rows, found in (first, again)]
+
+
+@pytest.mark.parametrize("backend", ["auto", "collective"])
+@pytest.mark.parametrize(("hidden", "num_scales"), [(256, 2), (48, 3), (33, 1)])
+@pytest.mark.parametrize("kind", ["float32", "column major", "packed"])
+def test_fp8_rows_carry_their_scales(pool, backend, hidden, num_scales, kind):
+    from moe_engine.emulation import PerRank
+
+    x, idx, w = make_inputs(2, [40, 17], hidden, 8, 3, "holes", "fp32")
+    scales = [torch.rand(len(part), num_scales) for part in x]
+    if kind == "column major":
+        scales = [part.T.contiguous().T for part in scales]
+    if kind == "packed":
+        scales = [part.view(torch.int32) for part in scales]
+    inputs = (PerRank(part) for part in (x, idx, w, scales))
+    results = pool.run(send_fp8, backend, 8, *inputs, num_ranks=2)
+    rows = [part.to(torch.float8_e4m3fn).view(torch.uint8) for part in x]
+    want_rows = reference.dispatch(rows, idx, w, 8)
+    want_scales = reference.dispatch(scales, idx, w, 8)
+    for rank in range(2):
+        for have_rows, have_scales in results[rank]:
+            assert torch.equal(have_rows, want_rows[rank].x)
+            assert torch.equal(have_scales, want_scales[rank].x)
