@@ -208,8 +208,10 @@ class Buffer:
                 checks.packed(rows),
                 None if topk_idx is None else topk_idx.contiguous(),
                 None if topk_weights is None else topk_weights.contiguous(),
-                *(part.contiguous() for part in layout),
-                scales=scales,
+                num_tokens_per_rank.contiguous(),
+                num_tokens_per_expert.contiguous(),
+                is_token_in_rank.contiguous(),
+                scales,
             )
             got, per_expert, new_handle = engine.dispatch(tokens, num_worst_tokens)
             call.returns(got.x, got.scales, got.topk_idx, got.topk_weights, *new_handle)

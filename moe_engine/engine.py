@@ -167,7 +167,7 @@ class KernelEngine:
             else:
                 received = counts.rank_prefix_matrix[-1, self.slots.context.rank]
                 host = torch.cat([received[None], counts.recv_expert_counts.sum(0)]).tolist()
-                self.check()
+                self.slots.context.check()
                 num_rows, per_expert = host[0], host[1:]
             out = dispatch_verbs.new_collected(num_rows, tokens.x, tokens.scales, tokens.num_topk)
             if num_worst_tokens and out.topk_idx is not None:
@@ -306,12 +306,13 @@ class KernelEngine:
         self._used.add(key)
 
     def check(self) -> None:
-        """Raise what the kernels have reported; see `DeviceContext.check`."""
+        """Raise what the kernels have reported. Not to be asked in the middle of a call."""
         self.slots.context.check()
+        self.slots.context.check_ids()
 
     def _check_emulated(self) -> None:
         if INTERPRETED:
-            self.check()
+            self.slots.context.check()
 
     def free(self) -> None:
         """Give the symmetric memory back."""

@@ -167,11 +167,10 @@ class DeviceContext:
         self.words = words.to(device)
 
     def check(self) -> None:
-        """Raise what the kernels have reported so far. Costs no synchronisation.
+        """Raise what ended the calls of this rank, if anything has. Costs no synchronisation.
 
-        PeerTimeout: a wait of this rank expired. ShapeError: a peer called with another shape.
-        CapacityError: more rows came than num_worst_tokens.
-        RoutingError: ids out of range (the call went on without them).
+        PeerTimeout: a wait expired. ShapeError: a peer called with another shape. CapacityError:
+        more rows came than num_worst_tokens, or than a region holds.
         """
         if self.report[Report.VALID]:
             peer, epoch = int(self.report[Report.PEER]), int(self.report[Report.EPOCH])
@@ -198,6 +197,10 @@ class DeviceContext:
             slot = epoch % self.layout.num_slots
             name = phase.name.lower().replace("_", " ")
             raise PeerTimeout(self.rank, peer, name, epoch, slot, self.timeout_s)
+
+    def check_ids(self) -> None:
+        """Raise RoutingError if ids out of range were seen; the calls went on without them, so this
+        must not be asked in the middle of one. Costs no synchronisation."""
         num_bad = int(self.report[Report.BAD_IDS]) - self._known_bad_ids
         if num_bad:
             self._known_bad_ids += num_bad

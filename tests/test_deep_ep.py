@@ -348,7 +348,7 @@ def refuse(group):
         (1, "config is a int", dispatch, (x,), layout | {"config": 24}),
         (1, "config is a dict", combine, (x, handle), {"config": {}}),
         (1, "previous_event", combine, (x, handle), {"previous_event": 1}),
-        (1, "x is a tuple", dispatch, ((x, w),), layout),
+        (1, "must be float8_e4m3fn", dispatch, ((x, w),), layout),
         (2, "size is", view, (torch.float32, [1 << 20]), {}),
         (2, "there is room for 0", view, (torch.int8, [1]), {"offset": 1 << 30}),
     ]

@@ -169,6 +169,33 @@ def bad_ids(group, debug):
     return texts, recv.shape[0], int((ids >= 0).sum())
 
 
+def bad_ids_in_a_layer(group):
+    """One rank's bad ids do not stop the call: both ranks finish it, one is told afterwards."""
+    rank = torch.distributed.get_rank(group)
+    buffer = new_buffer(group, timeout_s=TIMEOUT_S)
+    x, w = cases.tokens(4, 16, 2, torch.float32, 0)
+    idx = torch.tensor([[0, 11], [EXPERTS if rank else 3, -1], [2, 7], [3, 4]])
+    args = [t.to(cases.device()) for t in (x, idx, w, UP[: EXPERTS // 2], DOWN[: EXPERTS // 2])]
+    moe_ffn(*args, buffer)
+    text = None
+    try:
+        buffer.check()
+    except RoutingError as error:
+        text = str(error)
+    args[1].clamp_(-1, EXPERTS - 1)
+    moe_ffn(*args, buffer)
+    buffer.check()
+    torch.distributed.barrier(group)
+    buffer.destroy()
+    return text
+
+
+def test_bad_ids_do_not_end_a_call_in_the_middle(pool):
+    first, second = pool.run(bad_ids_in_a_layer, num_ranks=2)
+    assert first is None
+    assert "1 expert ids" in second
+
+
 @pytest.mark.parametrize("debug", [False, True])
 def test_bad_ids_are_reported_and_skipped(pool, debug):
     [(texts, num_rows, num_ids)] = pool.run(bad_ids, debug, num_ranks=1)
