@@ -48,19 +48,20 @@ def exchange_kernel(
     num_tokens_per_expert,  # int32 [E]
     rank_prefix_matrix,  # int32 [R, R], out: rows of ranks 0..i to rank j
     recv_expert_counts,  # int32 [R, L], out: rows of each source for each local expert
-    expert_offsets,  # int32 [L + 1], out
+    expert_offsets,  # int32 [L + 1], out (0 beforehand)
     context,
     num_local_experts,
-    row_bytes,
+    payload_bytes,
     num_topk,
     item_bytes,
+    num_scales,
     RANKS_PAD: tl.constexpr,
     EXPERTS_PAD: tl.constexpr,
     ALL_EXPERTS_PAD: tl.constexpr,
 ):
     """Programs 0 .. R-1 write this rank's counts to one peer each; program R reads all ranks'.
 
-    A signature [4] of what the call was made with and the counts [E + R] stand at the head of
+    A signature [8] of what the call was made with and the counts [E + R] stand at the head of
     this rank's region. `count_flags[me]` on the peer is raised after them; program R, a later
     role, waits for the flags of all ranks and refuses a signature that is not its own.
     """
@@ -71,16 +72,17 @@ def exchange_kernel(
     rank = tl.load(context + RANK).to(tl.int32)
     num_experts = num_local_experts * num_ranks
     ranks = tl.arange(0, RANKS_PAD)
-    field = tl.arange(0, 4)
-    signature = tl.where(field == 0, row_bytes, tl.where(field == 1, num_topk, item_bytes))
-    signature = tl.where(field == 2, num_experts, signature)
+    field = tl.arange(0, 8)
+    signature = tl.where(field == 0, payload_bytes, tl.where(field == 1, num_topk, 0))
+    signature = tl.where(field == 2, num_experts, tl.where(field == 3, item_bytes, signature))
+    signature = tl.where(field == 4, num_scales, signature)
     if program < num_ranks:
         token = wait_slot_free(program, context)
         if token == 1:
             own = consume_token(region(rank, context), token)
             head = as_pointer(symm_at(own, program, context), tl.int32)
-            put(head + field, signature, field < 4)
-            counts = head + 4
+            put(head + field, signature, field < 8)
+            counts = head + 8
             all_experts = tl.arange(0, ALL_EXPERTS_PAD)
             real = all_experts < num_experts
             put(counts + all_experts, tl.load(num_tokens_per_expert + all_experts, real, 0), real)
@@ -103,6 +105,7 @@ def exchange_kernel(
     real = experts < num_local_experts
     rows = tl.zeros([RANKS_PAD], tl.int32)
     totals = tl.zeros([EXPERTS_PAD], tl.int32)
+    num_others = tl.full((), 0, tl.int32)
     for source in range(0, num_ranks):
         head = as_pointer(consume_token(region(source, context), token), tl.int32)
         theirs = tl.load(head + field)
@@ -110,17 +113,18 @@ def exchange_kernel(
             report = report_words(context) + REPORT_SIGNATURE
             tl.store(report + field, theirs.to(tl.int64))
             report_failure(source, current_epoch(context), context, PHASE_SIGNATURE)
-        counts = head + 4
+            num_others += 1
+        counts = head + 8
         rows += tl.load(counts + num_experts + ranks, mask=ranks < num_ranks, other=0)
         tl.store(rank_prefix_matrix + source * num_ranks + ranks, rows, mask=ranks < num_ranks)
         received = tl.load(counts + rank * num_local_experts + experts, mask=real, other=0)
         tl.store(recv_expert_counts + source * num_local_experts + experts, received, mask=real)
         totals += received
-    tl.store(expert_offsets, 0)
-    tl.store(expert_offsets + 1 + experts, tl.cumsum(totals, 0), mask=real)
+    if num_others == 0:  # else they stay 0: the counts of another shape mean nothing
+        tl.store(expert_offsets + 1 + experts, tl.cumsum(totals, 0), mask=real)
 
 
-@triton.jit(do_not_specialize=["num_tokens"])
+@triton.jit(do_not_specialize=["num_tokens", "scale_stride_token", "scale_stride"])
 def push_kernel(
     x,  # words [T, num_words]
     scales,  # int32 [T, NUM_SCALES] of any strides

@@ -59,11 +59,12 @@ def exchange(
         counts.expert_offsets,
         slots.context.words,
         num_local_experts,
-        row.num_bytes,
+        row.payload_bytes,
         row.num_topk,
         item_bytes,
+        row.num_scales,
         RANKS_PAD=triton.next_power_of_2(num_ranks),
-        EXPERTS_PAD=triton.next_power_of_2(num_local_experts),
+        EXPERTS_PAD=max(32, triton.next_power_of_2(num_local_experts)),
         ALL_EXPERTS_PAD=triton.next_power_of_2(num_experts),
     )
     return counts

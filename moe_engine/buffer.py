@@ -17,7 +17,7 @@ from .events import EventHandle, EventOverlap
 from .lang import INTERPRETED
 from .slots import SlotLayout, Slots, round_up, timeout_seconds
 from .streams import CallStreams
-from .symm import allocate, choose_backend
+from .symm import allocate, choose_backend, exchange
 
 
 class Buffer:
@@ -80,9 +80,9 @@ class Buffer:
             return
         self.backend = choose_backend(group, backend, self.device)
         checks.check_runnable(self.device)
-        layout = SlotLayout.fit(
-            max(num_nvl_bytes, num_rdma_bytes), self.group_size, options.num_slots
-        )
+        num_bytes = max(num_nvl_bytes, num_rdma_bytes)
+        buffer_config.check_options(options, exchange(group, lambda: (num_bytes, options)))
+        layout = SlotLayout.fit(num_bytes, self.group_size, options.num_slots)
         block = allocate(group, layout.num_bytes, self.backend, self.device)
         slots = Slots(block, layout, self.rank, options.timeout_s or timeout_seconds())
         self._streams = CallStreams(self.device, lambda: (block.local, slots.context.words))
@@ -206,8 +206,8 @@ class Buffer:
             call.reads(rows, scales, topk_idx, topk_weights, *layout)
             tokens = Tokens(
                 checks.packed(rows),
-                None if topk_idx is None else topk_idx.contiguous(),
-                None if topk_weights is None else topk_weights.contiguous(),
+                None if topk_idx is None else checks.packed(topk_idx),
+                None if topk_weights is None else checks.packed(topk_weights),
                 num_tokens_per_rank.contiguous(),
                 num_tokens_per_expert.contiguous(),
                 is_token_in_rank.contiguous(),
@@ -242,6 +242,7 @@ class Buffer:
         if topk_weights is not None:
             shape = (x.shape[0], "K")
             checks.check_tensor("topk_weights", topk_weights, shape, [torch.float32], x.device)
+            checks.check_no_grad(topk_weights=topk_weights)
         biases = checks.check_biases(bias, known.is_token_in_rank.shape[0], x)
         buffer_config.check_config(config)
         when = previous_event, async_finish, allocate_on_comm_stream
@@ -250,7 +251,7 @@ class Buffer:
             out, weights = engine.combine(
                 checks.packed(x),
                 known,
-                None if topk_weights is None else topk_weights.contiguous(),
+                None if topk_weights is None else checks.packed(topk_weights),
                 [checks.packed(part) for part in biases],
             )
             call.returns(out, weights)
@@ -336,8 +337,8 @@ class Buffer:
     ) -> torch.Tensor:
         """This rank's ring of slots from byte `offset` on, as `dtype`: `size`, or all in one row.
 
-        What stands there is of no meaning between calls; writing there is harmless then. There is
-        one memory: use_rdma_buffer changes nothing. CapacityError for more than there is.
+        To be read only: peers that are ahead may already have written the next call's rows there.
+        There is one memory: use_rdma_buffer changes nothing. CapacityError for more than there is.
         """
         engine = self._ready()
         if not isinstance(engine, KernelEngine):
@@ -385,9 +386,5 @@ def _device() -> torch.device:
 
 
 def _as_handle(handle: tuple[torch.Tensor, ...]) -> Handle:
-    if len(handle) != len(Handle._fields):
-        raise ShapeError(
-            f"handle has {len(handle)} items; it must be the {len(Handle._fields)} tensors that "
-            "dispatch returned."
-        )
+    checks.check_handle(handle, Handle._fields)
     return Handle(*handle)

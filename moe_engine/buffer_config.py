@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 
-from .errors import DtypeError, ShapeError
-from .slots import RowLayout, SlotLayout, header_bytes, round_up
+from .errors import CapacityError, DtypeError, ShapeError
+from .slots import BLOCK_ROWS, MAX_CHUNKS, RowLayout, SlotLayout, header_bytes, round_up
 
 HINT_TOKENS = 4096
 HINT_TOPK = 16
@@ -33,6 +33,20 @@ class Options:
 DEFAULT_OPTIONS = Options()
 
 
+def check_options(options: Options, all_ranks: Sequence[tuple[int, Options]]) -> None:
+    """ShapeError for values out of range, or if ranks gave other bytes, slots or max_tokens."""
+    if options.num_slots < 2:
+        raise ShapeError(f"num_slots is {options.num_slots}; it must be 2 or more.")
+    if options.max_tokens is not None and options.max_tokens < 1:
+        raise ShapeError(f"max_tokens is {options.max_tokens}; it must be 1 or more, or None.")
+    if options.timeout_s is not None and options.timeout_s <= 0:
+        raise ShapeError(f"timeout_s is {options.timeout_s}; it must be positive, or None.")
+    shapes = [(num_bytes, other.num_slots, other.max_tokens) for num_bytes, other in all_ranks]
+    if len(set(shapes)) > 1:
+        found = ", ".join(f"{shape} on rank {rank}" for rank, shape in enumerate(shapes))
+        raise ShapeError(f"(bytes, num_slots, max_tokens) differ: {found}. Give all the same.")
+
+
 def check_num_sms(num_sms: int) -> None:
     """Even and positive, as in DeepEP; ShapeError otherwise."""
     if num_sms <= 0 or num_sms % 2:
@@ -48,7 +62,13 @@ def size_hint(
     num_slots: int = 2,
 ) -> int:
     """Bytes of symmetric memory per rank: num_slots * num_ranks * max_tokens * row bytes, a
-    row being the payload and 8 bytes per top-k lane, plus counts and flags. Never exceeded."""
+    row being the payload and 8 bytes per top-k lane, plus counts and flags. Never exceeded.
+    CapacityError beyond 65,536 tokens, for which there are no flags."""
+    if max_tokens > BLOCK_ROWS * MAX_CHUNKS:
+        raise CapacityError(
+            f"max_tokens is {max_tokens}; one call takes at most {BLOCK_ROWS * MAX_CHUNKS}. Send "
+            "larger batches in parts."
+        )
     row = RowLayout(hidden_bytes, num_topk)
     region = header_bytes(num_experts, num_ranks) + max(1, max_tokens) * row.num_bytes
     return SlotLayout(num_ranks, round_up(region, 16), num_slots).num_bytes

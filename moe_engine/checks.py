@@ -107,6 +107,7 @@ def check_routing(
         raise ShapeError(f"{given} came without {missing}; pass both or neither.")
     check_topk(topk_idx, x.shape[0], x.device)
     check_tensor("topk_weights", topk_weights, list(topk_idx.shape), [torch.float32], x.device)
+    check_no_grad(topk_weights=topk_weights)
 
 
 def check_layout(
@@ -134,6 +135,7 @@ def check_biases(
         raise ShapeError(f"bias has {len(biases)} tensors; at most 2 are taken.")
     for part in biases:
         check_tensor("bias", part, [num_tokens, x.shape[1]], [x.dtype], x.device)
+        check_no_grad(bias=part)
     return biases
 
 
@@ -148,6 +150,21 @@ def check_expert_weights(x: torch.Tensor, w_gate_up: torch.Tensor, w_down: torch
         )
     down_shape = [w_gate_up.shape[0], hidden, w_gate_up.shape[1] // 2]
     check_tensor("w_down", w_down, down_shape, [x.dtype], x.device)
+    check_no_grad(w_gate_up=w_gate_up, w_down=w_down)
+
+
+def check_handle(handle: Sequence[torch.Tensor], names: Sequence[str]) -> None:
+    """The six tensors of a dispatch, all int32 but the fifth, which is bool."""
+    if len(handle) != len(names):
+        raise ShapeError(
+            f"handle has {len(handle)} items; it must be the {len(names)} tensors that dispatch "
+            "returned."
+        )
+    for name, tensor in zip(names, handle, strict=True):
+        dtype = torch.bool if name == "is_token_in_rank" else torch.int32
+        if not isinstance(tensor, torch.Tensor) or tensor.dtype != dtype:
+            found = tensor.dtype if isinstance(tensor, torch.Tensor) else type(tensor).__name__
+            raise DtypeError(f"handle holds {found} as {name}; pass what dispatch returned.")
 
 
 def check_at_least(minimum: int, **values: int) -> None:

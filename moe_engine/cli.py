@@ -27,7 +27,12 @@ def demo(
         Kind | None,
         typer.Option(help="One model only.  [default: qwen3-moe, then mixtral]"),
     ] = None,
-    ranks: Annotated[int, typer.Option(min=1, help="Processes; one per GPU, or on the CPU.")] = 4,
+    ranks: Annotated[
+        int | None,
+        typer.Option(
+            min=1, help="Processes.  [default: 4; on 2 or 3 GPUs, as many]", show_default=False
+        ),
+    ] = None,
     tokens: Annotated[
         int | None,
         typer.Option(min=1, help="Bytes each rank reads.  [default: 1024 on GPUs, 64 on the CPU]"),
@@ -47,7 +52,9 @@ def demo(
     from .demo import Job, run_jobs
     from .report import draw, report
 
-    on_gpus = backend != "emulated" and torch.cuda.device_count() >= ranks
+    num_gpus = torch.cuda.device_count()
+    ranks = ranks or (min(4, num_gpus) if num_gpus > 1 else 4)
+    on_gpus = backend != "emulated" and num_gpus >= ranks
     device, length, new = ("cuda", 1024, 16) if on_gpus else ("cpu", 64, 3)
     kinds = [model] if model else [Kind.QWEN3_MOE, Kind.MIXTRAL]
     jobs = [Job(kind, device, tokens or length, new, backend) for kind in kinds]

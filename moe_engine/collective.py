@@ -14,7 +14,7 @@ import torch.distributed as dist
 from . import reference
 from .dispatch import Collected
 from .engine import Handle, Tokens
-from .errors import RoutingError, ShapeError
+from .errors import CapacityError, RoutingError, ShapeError, bad_ids
 
 
 class CollectiveEngine:
@@ -24,6 +24,7 @@ class CollectiveEngine:
         self.group = group
         self.rank = dist.get_rank(group) if group is not None else 0
         self.num_ranks = dist.get_world_size(group) if group is not None else 1
+        self._num_bad_ids = 0
 
     def _exchange(
         self, rows: torch.Tensor, send_splits: list[int], recv_splits: list[int]
@@ -41,27 +42,24 @@ class CollectiveEngine:
     def layout(
         self, topk_idx: torch.Tensor, num_experts: int
     ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-        """See `reference.layout`."""
-        num_bad = int(((topk_idx < -1) | (topk_idx >= num_experts)).sum())
-        if num_bad:
-            raise RoutingError(
-                f"rank {self.rank}: {num_bad} expert ids in topk_idx lie outside -1 .. "
-                f"{num_experts - 1}. Check the router."
-            )
-        return reference.layout(topk_idx, num_experts, self.num_ranks)
+        """See `reference.layout`. Ids out of range count as -1 and are told by `check`."""
+        bad = (topk_idx < -1) | (topk_idx >= num_experts)
+        self._num_bad_ids += int(bad.sum())
+        return reference.layout(topk_idx.masked_fill(bad, -1), num_experts, self.num_ranks)
 
     def _count(self, tokens: Tokens) -> tuple[torch.Tensor, torch.Tensor]:
         """(rank_prefix_matrix [R, R], recv_expert_counts [R, L]) after refusing other shapes."""
         num_experts = tokens.num_experts
-        mine = [tokens.row.num_bytes, tokens.num_topk, num_experts, tokens.x.itemsize]
+        row = tokens.row
+        mine = [row.payload_bytes, row.num_topk, num_experts, tokens.x.itemsize, row.num_scales]
         signature = tokens.num_tokens_per_rank.new_tensor(mine)
         # The signature goes first and alone: ranks that differ in it would differ in row lengths.
         for peer, theirs in enumerate(self._gather(signature).tolist()):
             if theirs != mine:
                 raise ShapeError(
                     f"ranks {self.rank} and {peer} called dispatch with different shapes: (bytes "
-                    f"per row, top-k, experts, bytes per item) is {mine} here, {theirs} there. "
-                    "All four must agree on all ranks."
+                    f"per token, top-k, experts, bytes per item, scales) is {mine} here, {theirs} "
+                    "there. They must agree on all ranks."
                 )
         gathered = self._gather(
             torch.cat([tokens.num_tokens_per_expert, tokens.num_tokens_per_rank])
@@ -168,7 +166,10 @@ class CollectiveEngine:
         return out
 
     def check(self) -> None:
-        """Nothing to report: torch.distributed raises its own errors."""
+        """Raise RoutingError if ids out of range were seen."""
+        num_bad, self._num_bad_ids = self._num_bad_ids, 0
+        if num_bad:
+            raise RoutingError(bad_ids(self.rank, num_bad))
 
     def free(self) -> None:
         """Nothing to give back."""
@@ -180,7 +181,7 @@ def _pad(rows: Collected, num_rows: int) -> Collected:
     if not num_rows or extra == 0:
         return rows
     if extra < 0:
-        raise ShapeError(
+        raise CapacityError(
             f"num_worst_tokens is {num_rows}, but {rows.x.shape[0]} rows came. Use the number of "
             "ranks times the largest number of tokens on a rank."
         )

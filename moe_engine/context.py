@@ -33,8 +33,8 @@ class Report(IntEnum):
     PEER = 1
     PHASE = 2
     EPOCH = 3
-    SIGNATURE = 4  # what the peer called with, after Phase.SIGNATURE: 4 words
-    BAD_IDS = 8  # routing ids outside -1 .. E-1 seen so far; no failure
+    SIGNATURE = 4  # what the peer called with, after Phase.SIGNATURE: 8 words
+    BAD_IDS = 12  # routing ids outside -1 .. E-1 seen so far; no failure
 
 
 class Phase(IntEnum):

@@ -301,9 +301,11 @@ class KernelEngine:
             return
         context = self.slots.context
         context.words[Word.TIMEOUT_NS] = int((context.timeout_s + COMPILE_S) * 1e9)
-        yield
-        context.words[Word.TIMEOUT_NS] = int(context.timeout_s * 1e9)
-        self._used.add(key)
+        try:
+            yield
+            self._used.add(key)
+        finally:
+            context.words[Word.TIMEOUT_NS] = int(context.timeout_s * 1e9)
 
     def check(self) -> None:
         """Raise what the kernels have reported. Not to be asked in the middle of a call."""

@@ -55,3 +55,11 @@ class NotThereYet:
             f"Buffer.{self.name} is not there yet: this version has the intranode calls "
             "get_dispatch_layout, dispatch and combine."
         )
+
+
+def bad_ids(rank: int, count: int) -> str:
+    """The text of a RoutingError."""
+    return (
+        f"rank {rank}: {count} expert ids in topk_idx lay outside -1 .. num_experts-1 and were "
+        "treated as -1 (not routed). Check the router."
+    )

@@ -22,7 +22,7 @@ def layout(
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """What goes where: (num_tokens_per_rank int32 [R], num_tokens_per_expert int32 [E],
     is_token_in_rank bool [T, R]) of topk_idx int64 [T, K]. Bad ids count as -1; see
-    `DeviceContext.check_ids`."""
+    `Buffer.check`."""
     num_tokens, num_topk = topk_idx.shape
     num_ranks = slots.layout.num_ranks
     topk_pad = triton.next_power_of_2(num_topk)
@@ -90,11 +90,11 @@ def send_plan(
 class ExpertPlan:
     """The received rows as lists by local expert, in stage order.
 
-    row_offset int64 [M]: element offset of each expert row in the symmetric block, grouped by
-    expert; expert_offsets int32 [L + 1]: where each expert's rows begin; expert_row int32
-    [R, max_rows, K]: place in row_offset of each lane of each received row, -1 where the expert
-    is elsewhere; lane_weight float32 [R, max_rows, K]. M is a worst case: nothing here needs the
-    host to know how many rows came.
+    row_offset int64 [M]: each expert row, in elements from the start of the symmetric block (this
+    rank's own rows lie in its x), grouped by expert; expert_offsets int32 [L + 1]: where each
+    expert's rows begin; expert_row int32 [R, max_rows, K]: place in row_offset of each lane of each
+    received row, -1 where the expert is elsewhere; lane_weight float32 [R, max_rows, K]. M is a
+    worst case: nothing here needs the host to know how many rows came.
     """
 
     row_offset: torch.Tensor
@@ -117,7 +117,11 @@ def expert_plan(
     that this rank sent."""
     num_ranks, num_local_experts = recv_expert_counts.shape
     new = rank_prefix_matrix.new_empty
-    num_blocks = max(1, triton.cdiv(max_rows, BLOCK_ROWS))
+    topk_pad = triton.next_power_of_2(row.num_topk)
+    experts_pad = max(32, triton.next_power_of_2(num_local_experts))
+    # A block is ranked as a table of its lanes by the experts, in 64 KB of shared memory.
+    block = max(1, min(BLOCK_ROWS, 16384 // (topk_pad * experts_pad)))
+    num_blocks = max(1, triton.cdiv(max_rows, block))
     block_counts = new((num_ranks, num_blocks, num_local_experts), dtype=torch.int32)
     lanes = (num_ranks, max_rows, row.num_topk)
     max_expert_rows = num_ranks * max_rows * row.num_topk
@@ -128,13 +132,11 @@ def expert_plan(
         expert_row=new(lanes, dtype=torch.int32),
         lane_weight=new(lanes, dtype=torch.float32),
     )
-    topk_pad = triton.next_power_of_2(row.num_topk)
-    experts_pad = max(32, triton.next_power_of_2(num_local_experts))
     sizes = {
         "NUM_TOPK": row.num_topk,
         "TOPK_PAD": topk_pad,
         "EXPERTS_PAD": experts_pad,
-        "ROWS": BLOCK_ROWS,
+        "ROWS": block,
     }
     grid = (num_blocks, num_ranks)
     expert_count_kernel[grid](
@@ -168,6 +170,6 @@ def expert_plan(
         x.shape[1],
         ITEM_BYTES=x.itemsize,
         **sizes,
-        num_warps=min(32, max(4, BLOCK_ROWS * topk_pad * experts_pad // 2048)),
+        num_warps=min(32, max(4, block * topk_pad * experts_pad // 2048)),
     )
     return plan

@@ -219,7 +219,7 @@ def expert_plan_kernel(
     recv_expert_counts,  # int32 [R, L]
     expert_offsets,  # int32 [L + 1]
     block_counts,  # int32 [R, B, L]
-    row_offset,  # int64 [M], out: element offset of each expert row in the symmetric block
+    row_offset,  # int64 [M], out: each expert row, in elements from the symmetric block's start
     expert_row,  # int32 [R, max_rows, K], out: place of each lane in row_offset, or -1
     lane_weight,  # float32 [R, max_rows, K], out
     context,

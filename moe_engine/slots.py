@@ -5,12 +5,12 @@ region per writing rank, so that a row's place is known to its sender without as
 
     done[R] | count_flags[R] | chunk_flags[R, MAX_CHUNKS] | slot 0 | slot 1 | ...
     slot   = region of rank 0 | region of rank 1 | ...
-    region = signature, int32 [4] | counts, int32 [E + R] | row 0 | row 1 | ...   (dispatch)
+    region = signature, int32 [8] | counts, int32 [E + R] | row 0 | row 1 | ...   (dispatch)
              row 0 | row 1 | ...                                                  (combine)
 
 Example, R = 2, 4 tokens of rank 1 routed to ranks [0], [1], [0, 1], [0]: rank 1 writes tokens
 0, 2, 3 as rows 0, 1, 2 of region 1 of rank 0's slot, and tokens 1, 2 as rows 0, 1 of region 1 of
-its own.
+its own. The rows to itself are metadata alone: their payload stays where it is, in x.
 """
 
 from __future__ import annotations
@@ -22,7 +22,14 @@ from typing import TYPE_CHECKING
 import torch
 
 from .context import Phase, Report, Word
-from .errors import BackendError, CapacityError, PeerTimeout, RoutingError, ShapeError
+from .errors import (
+    BackendError,
+    CapacityError,
+    PeerTimeout,
+    RoutingError,
+    ShapeError,
+    bad_ids,
+)
 
 if TYPE_CHECKING:
     from .symm import SymmetricTensor
@@ -75,7 +82,7 @@ class RowLayout:
         return self.token + 16
 
 
-SIGNATURE_BYTES = 16
+SIGNATURE_BYTES = 32
 
 
 def header_bytes(num_experts: int, num_ranks: int) -> int:
@@ -138,7 +145,7 @@ class SlotLayout:
 
 
 class DeviceContext:
-    """The int64 words that every communication kernel reads (`lang.Word`), and the timeout report.
+    """The int64 words that communication kernels read (`context.Word`), and their report.
 
     `words` lives on the device; `report` in host memory that the device can write, so that the
     host learns of an expired wait without a synchronisation.
@@ -176,11 +183,11 @@ class DeviceContext:
             peer, epoch = int(self.report[Report.PEER]), int(self.report[Report.EPOCH])
             phase = Phase(int(self.report[Report.PHASE]))
             if phase == Phase.SIGNATURE:
-                theirs = self.report[Report.SIGNATURE : Report.SIGNATURE + 4].tolist()
+                theirs = self.report[Report.SIGNATURE : Report.SIGNATURE + 5].tolist()
                 raise ShapeError(
                     f"ranks {self.rank} and {peer} called dispatch with different shapes: rank "
-                    f"{peer} has (bytes per row, top-k, experts, bytes per item) = {theirs}. "
-                    "All four must agree on all ranks; make a new Buffer."
+                    f"{peer} has (bytes per token, top-k, experts, bytes per item, scales) = "
+                    f"{theirs}. They must agree on all ranks; make a new Buffer."
                 )
             if phase == Phase.OVERFLOW:
                 raise CapacityError(
@@ -204,10 +211,7 @@ class DeviceContext:
         num_bad = int(self.report[Report.BAD_IDS]) - self._known_bad_ids
         if num_bad:
             self._known_bad_ids += num_bad
-            raise RoutingError(
-                f"rank {self.rank}: {num_bad} expert ids in topk_idx lay outside -1 .. "
-                "num_experts-1 and were treated as -1 (not routed). Check the router."
-            )
+            raise RoutingError(bad_ids(self.rank, num_bad))
 
 
 def timeout_seconds() -> float:

@@ -2,6 +2,7 @@
 
 import os
 from collections.abc import Iterator
+from typing import Any
 
 import numpy
 import pytest
@@ -22,6 +23,15 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
         for item in items:
             if num_gpus < needed and item.get_closest_marker(marker):
                 item.add_marker(pytest.mark.skip(reason=f"needs {needed} GPU(s), has {num_gpus}"))
+
+
+class GpuPool(RankPool):
+    """A pool that skips what needs more GPUs than there are."""
+
+    def run(self, *args: Any, num_ranks: int | None = None, **more: Any) -> list[Any]:
+        if num_ranks is not None and num_ranks > self.num_ranks:
+            pytest.skip(f"needs {num_ranks} GPUs, has {self.num_ranks}")
+        return super().run(*args, num_ranks=num_ranks, **more)
 
 
 @pytest.fixture(scope="session")

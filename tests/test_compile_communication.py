@@ -65,6 +65,11 @@ VARIANTS = {
     ),
     "expert_count": (routing_kernels.expert_count_kernel, {**EXPERTS, "CHUNK_ROWS": 64}, 4),
     "expert_plan": (routing_kernels.expert_plan_kernel, {**EXPERTS, "ITEM_BYTES": 2}, 8),
+    "expert_plan_of_512": (
+        routing_kernels.expert_plan_kernel,
+        {**TOPK, "EXPERTS_PAD": 512, "ROWS": 4, "ITEM_BYTES": 2},
+        8,
+    ),
     "exchange": (
         dispatch.exchange_kernel,
         {"RANKS_PAD": 4, "EXPERTS_PAD": 64, "ALL_EXPERTS_PAD": 256},
@@ -105,7 +110,9 @@ def build(name, arch=90, **changes):
 
 @pytest.mark.parametrize("name", VARIANTS)
 def test_no_spills(name):
-    assert build(name).spill_bytes == 0
+    built = build(name)
+    assert built.spill_bytes == 0
+    assert built.shared_bytes <= 128 * 1024
 
 
 @pytest.mark.parametrize("arch", [80, 100])
@@ -146,7 +153,7 @@ def test_observe(name):
     last_poll = ptx.rindex("ld.acquire.sys.global.b64")
     token = ptx.index("// token", last_poll)
     assert "bar.sync" in ptx[last_poll:token]
-    guarded = r"(ld|st)\.global\.(v4\.)?b32"
+    guarded = r"(ld|st)\.global\.(v4\.)?b32|cp\.async"
     assert not re.search(guarded, ptx[last_poll : ptx.index("bar.sync", last_poll)])
     assert re.search(guarded, ptx[token:])
 

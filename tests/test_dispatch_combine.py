@@ -48,7 +48,8 @@ def round_trip(buffer, x, topk_idx, topk_weights, num_experts, bias=()):
         x, None, per_rank, None, in_rank, per_expert, topk_idx, topk_weights
     )
     cached, *_ = buffer.dispatch(x, tuple(handle))
-    y = (recv_x.float() * 1.5 + 1).to(x.dtype)
+    # Another value on each rank, else the order of summing would not show.
+    y = (recv_x.float() * 1.5 + 10.0**buffer.rank).to(x.dtype)
     out, out_w, _ = buffer.combine(y, tuple(handle), topk_weights=recv_w)
     biased, _, _ = buffer.combine(y, handle, bias=[b.to(device) for b in bias] or None)
     names = "x idx w counts src cached y out out_w biased".split()
@@ -133,6 +134,12 @@ def check_case(pool, num_ranks, num_tokens, hidden, num_experts, num_topk, kind,
 @pytest.mark.parametrize("kind", cases.ROUTINGS)
 def test_every_routing(pool, num_ranks, kind):
     check_case(pool, num_ranks, [50, 0, 33], 48, 24, 4, kind, "bf16")
+
+
+@pytest.mark.parametrize("backend", ["auto", "collective"])
+def test_ranks_are_summed_in_order(pool, backend):
+    """fp32 from four ranks, where another order gives other bits."""
+    check_case(pool, 4, [30, 41], 16, 24, 5, "uniform", "fp32", backend=backend)
 
 
 @pytest.mark.parametrize("backend", ["auto", "collective"])
@@ -277,3 +284,33 @@ def test_fp8_rows_carry_their_scales(pool, backend, hidden, num_scales, kind):
         for have_rows, have_scales in results[rank]:
             assert torch.equal(have_rows, want_rows[rank].x)
             assert torch.equal(have_scales, want_scales[rank].x)
+
+
+def one_way(group, num_slots, num_calls):
+    """What rank 1, always late, gets from rank 0, which never waits for an answer."""
+    from moe_engine import Buffer, Options
+
+    rank, device = torch.distributed.get_rank(group), cases.device()
+    num_tokens = 0 if rank else 6
+    options = Options(num_slots=num_slots, timeout_s=20.0)
+    buffer = Buffer.for_tokens(group, 6, 16, 4, 1, torch.float32, options=options)
+    x = torch.arange(num_tokens * 16.0, device=device).view(num_tokens, 16)
+    idx = torch.full((num_tokens, 1), 3, device=device)
+    weights = torch.ones(num_tokens, 1, device=device)
+    per_rank, _, per_expert, in_rank, _ = buffer.get_dispatch_layout(idx, 4)
+    *_, handle, _ = buffer.dispatch(x, None, per_rank, None, in_rank, per_expert, idx, weights)
+    received = []
+    for call in range(num_calls):
+        if rank == 1:
+            time.sleep(0.05)
+        received.append(buffer.dispatch(x + call, handle)[0].cpu())
+    torch.distributed.barrier(group)
+    buffer.destroy()
+    return received
+
+
+@pytest.mark.parametrize("num_slots", [2, 3])
+def test_a_slot_is_not_overwritten_while_it_is_read(pool, num_slots):
+    received = pool.run(one_way, num_slots, 10, num_ranks=2)[1]
+    for call, rows in enumerate(received):
+        assert torch.equal(rows, torch.arange(96.0).view(6, 16) + call)

@@ -84,6 +84,7 @@ def lose_a_rank(group, lost, before, x, topk_idx, topk_weights):
 def test_a_killed_rank_is_named(pool, before, phase):
     if pool.device == "cuda":
         pytest.skip("a killed process takes its part of the NCCL group along")
+    before_the_run = set(os.listdir("/dev/shm"))
     x, idx, w = make_inputs(3, [18], 16, EXPERTS, 2, "uniform", "fp32")
     results = pool.run(
         lose_a_rank, 1, before, PerRank(x), PerRank(idx), PerRank(w), num_ranks=3,
@@ -96,8 +97,7 @@ def test_a_killed_rank_is_named(pool, before, phase):
         assert seconds < TIMEOUT_S + 10
         assert f"rank {rank} waited" in text
         assert "MOE_ENGINE_TIMEOUT_S" in text
-    with os.scandir("/dev/shm") as entries:
-        assert not [entry.name for entry in entries if "moe_engine" in entry.name]
+    assert set(os.listdir("/dev/shm")) <= before_the_run
 
 
 def stay_away(group, x, topk_idx, topk_weights):
@@ -143,7 +143,9 @@ def _tokens(num_tokens, hidden, num_topk, idx):
     return x, idx, w
 
 
-@pytest.mark.parametrize(("hidden", "num_topk"), [([16, 24], [2, 2]), ([16, 16], [1, 2])])
+@pytest.mark.parametrize(
+    ("hidden", "num_topk"), [([16, 24], [2, 2]), ([17, 20], [2, 2]), ([16, 16], [1, 2])]
+)
 def test_ranks_that_disagree_are_told(pool, hidden, num_topk):
     texts = pool.run(call_with, PerRank(hidden), PerRank(num_topk), num_ranks=2)
     assert all("different shapes" in text for text in texts)
@@ -327,6 +329,8 @@ def three_biases(group):
         buffer.combine(recv[:2], handle)
     with pytest.raises(ShapeError, match="x has shape"):
         buffer.dispatch(recv[:2], handle)
+    with pytest.raises(DtypeError, match="NoneType as send_token_idx"):
+        buffer.combine(recv, (handle[0], None, *handle[2:]))
     buffer.destroy()
     with pytest.raises(BackendError, match="destroyed"):
         buffer.combine(recv, handle)
@@ -335,6 +339,29 @@ def three_biases(group):
 
 def test_handles_must_fit(pool):
     pool.run(three_biases, num_ranks=1)
+
+
+def exceed_a_region(group):
+    """Rows wider than those the Buffer was made for, and more of them than fit: nobody writes."""
+    rank = torch.distributed.get_rank(group)
+    buffer = Buffer.for_tokens(group, 8, 16, EXPERTS, 2, torch.bfloat16)
+    x, idx, w = _tokens(0 if rank else 8, 16, 2, cases.route("uniform", 8, EXPERTS, 2, 0))
+    recv, _, _, _, handle, _ = dispatch(buffer, x.bfloat16(), idx[: len(x)], w)
+    wide = torch.zeros(len(recv), 16, device=recv.device)
+    try:
+        buffer.combine(wide.repeat(1, 64), handle)
+        buffer.check()
+    except CapacityError as error:
+        return str(error)
+    finally:
+        torch.distributed.barrier(group)
+    return None
+
+
+def test_rows_beyond_a_region_are_not_written(pool):
+    source, other = pool.run(exceed_a_region, num_ranks=2)
+    assert "this Buffer's memory" in source
+    assert "more rows for rank 0 than" in other
 
 
 def make_bad_buffers(group):
@@ -346,6 +373,15 @@ def make_bad_buffers(group):
         Buffer(group, 1 << 20, comm=object())
     with pytest.raises(BackendError):
         Buffer(group, 1 << 20, backend="pigeon")
+    rank = torch.distributed.get_rank(group)
+    for options in (Options(num_slots=2 + rank), Options(max_tokens=4 + rank)):
+        with pytest.raises(ShapeError, match="differ"):
+            Buffer(group, 1 << 20, options=options)
+    for bad in (Options(max_tokens=0), Options(timeout_s=-1.0)):
+        with pytest.raises(ShapeError, match="must be"):
+            Buffer(group, 1 << 20, options=bad)
+    with pytest.raises(CapacityError, match="in parts"):
+        Buffer.for_tokens(group, 70_000, 16, 8, 2)
     buffer = Buffer(group, 1 << 20)
     with pytest.raises(ShapeError, match="multiple"):
         buffer.get_dispatch_layout(IDX.to(cases.device()), 7)

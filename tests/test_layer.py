@@ -108,3 +108,58 @@ def test_any_shape(
         pool, num_ranks, num_tokens, hidden, intermediate, num_local, num_topk, kind, dtype,
         seed=seed,
     )  # fmt: skip
+
+
+def sum_lanes(group, y, x, topk_idx, topk_weights, num_experts):
+    """Combine expert rows y [M, H] for the tokens of one rank: (sums, place of each lane)."""
+    from moe_engine import combine, dispatch, routing
+    from moe_engine.engine import Tokens
+    from moe_engine.slots import header_bytes
+
+    y, x, topk_idx, topk_weights = (t.to(cases.device()) for t in (y, x, topk_idx, topk_weights))
+    buffer = make_buffer(group, x, num_experts, topk_idx.shape[1], len(x))
+    engine, slots = buffer._engine, buffer._engine.slots
+    tokens = Tokens(x, topk_idx, topk_weights, *engine.layout(topk_idx, num_experts))
+    counts, _, head = engine.send(tokens)
+    header = header_bytes(num_experts, 1)
+    args = counts.rank_prefix_matrix, counts.recv_expert_counts, counts.expert_offsets
+    plan = routing.expert_plan(x, *args, tokens.row, header, len(x), slots)
+    dispatch.release(slots)
+    out = torch.empty_like(x)
+    combine.return_sums(y, plan, counts.rank_prefix_matrix, 2, slots)
+    combine.final_sum(out, None, None, (), head, counts.rank_prefix_matrix, slots)
+    buffer.check()
+    buffer.destroy()
+    return out.cpu(), plan.expert_row[0].cpu()
+
+
+def test_lanes_are_summed_in_order(pool):
+    """fp32, to the bit where products are rounded before they are added."""
+    idx = cases.route("duplicates", 40, 6, 5, seed=3)
+    x, w = cases.tokens(40, 16, 5, torch.float32, 0)
+    y = torch.randn(200, 16) * 10.0 ** torch.randint(-3, 4, (200, 1))
+    [(out, place)] = pool.run(sum_lanes, y, x, idx, w, 6, num_ranks=1)
+    assert sorted(place.flatten().tolist()) == list(range(200))
+    want = reference.sum_lanes(y[place.long()], w)
+    if pool.device == "cpu":
+        assert torch.equal(out, want)
+    assert cases.relative_error(out, want) < 1e-6
+
+
+def run_module(group, x, topk_idx, topk_weights):
+    from moe_engine import MoEFeedForward
+
+    device = cases.device()
+    buffer = make_buffer(group, x, 8, topk_idx.shape[1], len(x))
+    torch.manual_seed(0)
+    layer = MoEFeedForward(8, x.shape[1], 24, buffer, torch.float32).to(device)
+    out = layer(x.to(device), topk_idx.to(device), topk_weights.to(device))
+    buffer.destroy()
+    return out.cpu(), layer.gate_up_proj.cpu(), layer.down_proj.cpu()
+
+
+def test_module(pool):
+    [x], [idx], [w] = make_inputs(1, [20], 16, 8, 2, "uniform", "fp32")
+    [(out, up, down)] = pool.run(run_module, x, idx, w, num_ranks=1)
+    [want] = reference.moe_ffn([x], [idx], [w], [up], [down])
+    assert cases.relative_error(out, want) < 1e-5
