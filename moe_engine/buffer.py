@@ -12,7 +12,7 @@ from . import buffer_config, checks
 from .buffer_config import DEFAULT_OPTIONS, Config, Options, Programs
 from .collective import CollectiveEngine
 from .engine import Engine, Handle, KernelEngine, Tokens
-from .errors import BackendError, NotThereYet, ShapeError
+from .errors import BackendError, ShapeError, VerbsNotThereYet
 from .events import EventHandle, EventOverlap
 from .lang import INTERPRETED
 from .slots import SlotLayout, Slots, round_up, timeout_seconds
@@ -20,7 +20,7 @@ from .streams import CallStreams
 from .symm import allocate, choose_backend, exchange
 
 
-class Buffer:
+class Buffer(VerbsNotThereYet):
     """Expert-parallel dispatch and combine over the ranks of `group`.
 
     The signatures, shapes and receive order are those of DeepEP V1's `Buffer`. Every rank of the
@@ -285,16 +285,25 @@ class Buffer:
         self._after_call()
         return out
 
-    internode_dispatch = NotThereYet()
-    internode_combine = NotThereYet()
-    low_latency_dispatch = NotThereYet()
-    low_latency_combine = NotThereYet()
-    clean_low_latency_buffer = NotThereYet()
-    get_next_low_latency_combine_buffer = NotThereYet()
-    low_latency_update_mask_buffer = NotThereYet()
-    low_latency_query_mask_buffer = NotThereYet()
-    low_latency_clean_mask_buffer = NotThereYet()
-    get_low_latency_rdma_size_hint = NotThereYet()
+    def warmup(
+        self, hidden: int, num_experts: int, num_topk: int, dtype: torch.dtype = torch.bfloat16
+    ) -> None:
+        """Compile on all ranks together what dispatch and combine of this shape need. Collective.
+
+        Without it the first call of a shape does so, under a deadline 5 minutes longer.
+        """
+        x = torch.empty(0, hidden, dtype=dtype, device=self.device)
+        idx = torch.empty(0, num_topk, dtype=torch.int64, device=self.device)
+        per_rank, _, per_expert, in_rank, _ = self.get_dispatch_layout(idx, num_experts)
+        rows, _, weights, _, handle, _ = self.dispatch(
+            x, None, per_rank, None, in_rank, per_expert, idx, idx.float()
+        )
+        assert isinstance(rows, torch.Tensor)
+        assert handle is not None
+        self.dispatch(x, handle)
+        for topk_weights in (None, weights):
+            self.combine(rows, handle, topk_weights)
+        self.check()
 
     # --- Service -----------------------------------------------------------------------------
 

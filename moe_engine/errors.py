@@ -57,6 +57,21 @@ class NotThereYet:
         )
 
 
+class VerbsNotThereYet:
+    """The calls of DeepEP's `Buffer` that this one does not have."""
+
+    internode_dispatch = NotThereYet()
+    internode_combine = NotThereYet()
+    low_latency_dispatch = NotThereYet()
+    low_latency_combine = NotThereYet()
+    clean_low_latency_buffer = NotThereYet()
+    get_next_low_latency_combine_buffer = NotThereYet()
+    low_latency_update_mask_buffer = NotThereYet()
+    low_latency_query_mask_buffer = NotThereYet()
+    low_latency_clean_mask_buffer = NotThereYet()
+    get_low_latency_rdma_size_hint = NotThereYet()
+
+
 def bad_ids(rank: int, count: int) -> str:
     """The text of a RoutingError."""
     return (

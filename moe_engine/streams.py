@@ -7,6 +7,7 @@ stream that was.
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 
@@ -14,6 +15,9 @@ import torch
 
 from .errors import BackendError, DtypeError, ShapeError
 from .events import EventHandle, EventOverlap
+
+_one_call_at_a_time = threading.RLock()
+"""Of all Buffers: autograd calls from a thread of its own."""
 
 
 class Call:
@@ -76,14 +80,15 @@ class CallStreams:
             )
         if self._device.type != "cuda":
             call = Call(None, None)
-            yield call
+            with _one_call_at_a_time:
+                yield call
             if async_finish:
                 call.event.event = EventHandle()
             return
         caller = torch.cuda.current_stream(self._device)
         stream = self.comm_stream() if async_finish else caller
         call = Call(stream, caller) if async_finish else Call(None, None)
-        with torch.cuda.stream(stream):
+        with _one_call_at_a_time, torch.cuda.stream(stream):
             if previous is not None:
                 previous.current_stream_wait()
             elif async_finish:

@@ -314,3 +314,15 @@ def test_a_slot_is_not_overwritten_while_it_is_read(pool, num_slots):
     received = pool.run(one_way, num_slots, 10, num_ranks=2)[1]
     for call, rows in enumerate(received):
         assert torch.equal(rows, torch.arange(96.0).view(6, 16) + call)
+
+
+def warm_up(group):
+    buffer = make_buffer(group, torch.empty(0, 16), 4, 2, 8)
+    buffer.warmup(16, 4, 2, torch.float32)
+    epochs = int(buffer._engine.slots.context.words[0])
+    buffer.destroy()
+    return epochs
+
+
+def test_warmup_calls_each_verb_without_tokens(pool):
+    assert pool.run(warm_up, num_ranks=2) == [4, 4]
