@@ -15,7 +15,6 @@ import time
 import triton
 import triton.language as tl
 from triton.language.extra.cuda import globaltimer
-from triton.runtime.interpreter import InterpretedFunction
 
 from .context import BROKEN, DONE, EPOCH, FINISHED, NUM_RANKS, PEERS, RANK, REPORT, TIMEOUT_NS
 
@@ -26,7 +25,11 @@ INTERPRETED: bool = triton.knobs.runtime.interpret
 def device_function(function):  # type: ignore[no-untyped-def]
     """`triton.jit` for what kernels call. In the interpreter it is rewritten once, as there
     `triton.jit` would patch Triton's whole language anew at every call: half of the time."""
-    return InterpretedFunction(function).rewrite() if INTERPRETED else triton.jit(function)
+    if not INTERPRETED:
+        return triton.jit(function)
+    from triton.runtime.interpreter import InterpretedFunction  # brings numpy
+
+    return InterpretedFunction(function).rewrite()
 
 
 # --- Context ---------------------------------------------------------------------------------

@@ -86,11 +86,12 @@ def test_wheel_holds_exactly_the_tree(wheel: Path) -> None:
     assert set(names) == {*sources(), *data, "moe_engine/py.typed"}
 
 
-def test_every_module_imports_without_a_gpu(wheel: Path, tmp_path: Path) -> None:
+def test_every_module_imports_without_a_gpu_or_numpy(wheel: Path, tmp_path: Path) -> None:
     zipfile.ZipFile(wheel).extractall(tmp_path)
     modules = [m for m in map(module_name, sources()) if not m.endswith("__main__")]
     code = f"""
-import importlib
+import importlib, sys
+sys.modules["numpy"] = None  # only emulation needs it
 for name in {modules}:
     module = importlib.import_module(name)
     assert module.__file__.startswith({str(tmp_path)!r}), module.__file__
