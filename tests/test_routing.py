@@ -12,6 +12,7 @@ from hypothesis import strategies as st
 def plan_on_rank(group, topk_idx, num_experts, num_ranks):
     """(layout, send plan) through the kernels, as if there were `num_ranks` ranks."""
     from moe_engine import routing
+    from moe_engine.context import Report
     from moe_engine.slots import SlotLayout, Slots
     from moe_engine.symm.single import SingleTensor
 
@@ -24,7 +25,7 @@ def plan_on_rank(group, topk_idx, num_experts, num_ranks):
     plans = [routing.send_plan(in_rank, ids, num_experts) for ids in (topk_idx, None)]
     if cases.device().type == "cuda":
         torch.cuda.synchronize()
-    num_bad = int(slots.context.report[8])
+    num_bad = int(slots.context.report[Report.BAD_IDS])
     return [t.cpu() for t in (per_rank, per_expert, in_rank)], plans_to_cpu(plans), num_bad
 
 
