@@ -37,8 +37,8 @@ def check_options(options: Options, all_ranks: Sequence[tuple[int, Options]]) ->
     """ShapeError for values out of range, or if ranks gave other bytes, slots or max_tokens."""
     if options.num_slots < 2:
         raise ShapeError(f"num_slots is {options.num_slots}; it must be 2 or more.")
-    if options.max_tokens is not None and options.max_tokens < 1:
-        raise ShapeError(f"max_tokens is {options.max_tokens}; it must be 1 or more, or None.")
+    if options.max_tokens is not None and options.max_tokens < 0:
+        raise ShapeError(f"max_tokens is {options.max_tokens}; it must not be negative.")
     if options.timeout_s is not None and options.timeout_s <= 0:
         raise ShapeError(f"timeout_s is {options.timeout_s}; it must be positive, or None.")
     shapes = [(num_bytes, other.num_slots, other.max_tokens) for num_bytes, other in all_ranks]

@@ -108,6 +108,12 @@ def build(name, arch=90, **changes):
     return compile_kernel(kernel, signature, constexprs, arch, num_warps=num_warps)
 
 
+of_this_triton = pytest.mark.skipif(
+    not triton.__version__.startswith("3.6."), reason="registers are those of Triton 3.6"
+)
+
+
+@of_this_triton
 @pytest.mark.parametrize("name", VARIANTS)
 def test_no_spills(name):
     built = build(name)
@@ -115,6 +121,7 @@ def test_no_spills(name):
     assert built.shared_bytes <= 128 * 1024
 
 
+@of_this_triton
 @pytest.mark.parametrize("arch", [80, 100])
 @pytest.mark.parametrize("name", ["push", "final_sum"])
 def test_other_architectures(name, arch):
