@@ -378,7 +378,7 @@ def make_bad_buffers(group):
         with pytest.raises(ShapeError, match="differ"):
             Buffer(group, 1 << 20, options=options)
     for bad in (Options(max_tokens=-1), Options(timeout_s=-1.0)):
-        with pytest.raises(ShapeError, match="must (not )?be"):
+        with pytest.raises(ShapeError, match=r"must (not )?be"):
             Buffer(group, 1 << 20, options=bad)
     with pytest.raises(CapacityError, match="in parts"):
         Buffer.for_tokens(group, 70_000, 16, 8, 2)
