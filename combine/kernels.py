@@ -6,13 +6,15 @@ import triton.language as tl
 from ..context import NUM_RANKS, PHASE_RETURNED_ROWS, RANK
 from ..lang import (
     as_pointer,
+    claim,
     consume_token,
     current_epoch,
     device_function,
+    end_push,
     finish_call,
     is_broken,
     is_last_program,
-    notify,
+    is_pushing,
     put,
     put_rows,
     round_to,
@@ -23,70 +25,113 @@ from ..lang import (
 )
 from ..slots_kernels import (
     chunk_flag,
-    first_chunk,
-    open_region,
+    deal,
+    open_regions,
+    raise_chunk,
     received_rows,
     region,
-    staged_peer,
 )
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["num_tokens", "num_push_programs"])
 def return_rows_kernel(
-    x,  # words [N, num_words], rows in receive order
+    x,  # [N, H], rows in receive order
     topk_weights,  # float32 [N, K] with HAS_WEIGHTS
-    rank_prefix_matrix,  # int32 [R, R]
+    out,  # this and what follows: see `final_sum_kernel`
+    out_weights,
+    bias_0,
+    bias_1,
+    send_head,
+    rank_prefix_matrix,
     context,
-    num_words,
+    num_tokens,
+    num_push_programs,
+    hidden,
     row_bytes,
     weights_offset,
+    NUM_BIASES: tl.constexpr,
     HAS_WEIGHTS: tl.constexpr,
     NUM_TOPK: tl.constexpr,
     TOPK_PAD: tl.constexpr,
     ALIGNED: tl.constexpr,
+    RANKS_PAD: tl.constexpr,
     CHUNK_ROWS: tl.constexpr,
     ROWS: tl.constexpr,
-    BLOCK_WORDS: tl.constexpr,
+    COLUMNS: tl.constexpr,
+    GROUP: tl.constexpr,
+    BLOCK: tl.constexpr,
+    BLOCK_H: tl.constexpr,
 ):
     """Write each received row back to its source, into this rank's region, in the same order.
 
-    Rows that came from this rank itself stay in `x`, where `final_sum_kernel` reads them.
+    Programs 0 .. num_push_programs - 1 push; the others meanwhile sum the tokens whose rows have
+    come back, from the first one on, and leave what the push leaves them no time for to
+    `final_sum_kernel`. Rows that came from this rank itself stay in `x`, where the sum reads them.
     """
     if is_broken(context):
         return
-    rank = tl.load(context + RANK).to(tl.int32)
-    num_ranks = tl.load(context + NUM_RANKS).to(tl.int32)
-    lanes = tl.arange(0, TOPK_PAD)
-    num_before = 0
-    for stage in range(0, num_ranks):
-        peer = staged_peer(stage, context)
-        num_rows = received_rows(rank_prefix_matrix, peer, context)
-        start = tl.load(rank_prefix_matrix + peer * num_ranks + rank) - num_rows
-        own, num_rows = open_region(peer, num_rows, 0, row_bytes, context)
-        num_chunks = tl.cdiv(num_rows, CHUNK_ROWS)
-        for chunk in range(first_chunk(num_before), num_chunks, tl.num_programs(0)):
-            end = min((chunk + 1) * CHUNK_ROWS, num_rows)
-            for first in range(chunk * CHUNK_ROWS, end, ROWS):
-                rows = first + tl.arange(0, ROWS)
-                inside = rows < end
-                to = symm_at(own + rows.to(tl.int64) * row_bytes, peer, context)
-                if peer != rank:
-                    put_rows(
-                        as_pointer(to, x.dtype.element_ty),
-                        x + (start + rows).to(tl.int64) * num_words,
-                        num_words,
-                        inside,
-                        ALIGNED,
-                        BLOCK_WORDS,
-                    )
+    if tl.program_id(0) < num_push_programs:
+        rank = tl.load(context + RANK).to(tl.int32)
+        num_ranks = tl.load(context + NUM_RANKS).to(tl.int32)
+        lanes = tl.arange(0, TOPK_PAD)
+        num_rows = received_rows(rank_prefix_matrix, tl.arange(0, RANKS_PAD), context)
+        own, most_rows = open_regions(num_rows, 0, row_bytes, context)
+        for chunk in range(tl.program_id(0), tl.cdiv(most_rows, CHUNK_ROWS), num_push_programs):
+            end = min((chunk + 1) * CHUNK_ROWS, most_rows)
+            for first in range(chunk * CHUNK_ROWS * num_ranks, end * num_ranks, ROWS):
+                peers, rows = deal(first + tl.arange(0, ROWS), context)
+                count = received_rows(rank_prefix_matrix, peers, context)
+                inside = (rows < end) & (rows < count)
+                at = tl.load(rank_prefix_matrix + peers * num_ranks + rank) - count + rows
+                to = symm_at(own + rows.to(tl.int64) * row_bytes, peers, context)
+                put_rows(
+                    as_pointer(to, x.dtype.element_ty),
+                    x + at.to(tl.int64) * hidden,
+                    hidden,
+                    inside & (peers != rank),
+                    ALIGNED,
+                    COLUMNS,
+                )
                 if HAS_WEIGHTS:
                     real = inside[:, None] & (lanes < NUM_TOPK)[None, :]
-                    at = (start + rows)[:, None] * NUM_TOPK + lanes[None, :]
                     to_weights = as_pointer(to + weights_offset, tl.float32)[:, None]
-                    weights = tl.load(topk_weights + at, mask=real, other=0.0)
+                    from_weights = topk_weights + at[:, None] * NUM_TOPK + lanes[None, :]
+                    weights = tl.load(from_weights, mask=real, other=0.0)
                     put(to_weights + lanes[None, :], weights, real)
-            notify(chunk_flag(rank, chunk, context), peer, current_epoch(context), context)
-        num_before += num_chunks
+            raise_chunk(chunk, num_rows, context, CHUNK_ROWS)
+        end_push(context)
+    else:
+        group = claim(context)
+        while group * GROUP < num_tokens:
+            _sum_group(
+                out,
+                out_weights,
+                x,
+                bias_0,
+                bias_1,
+                send_head,
+                rank_prefix_matrix,
+                context,
+                group,
+                num_tokens,
+                hidden,
+                row_bytes,
+                weights_offset,
+                NUM_BIASES,
+                True,
+                HAS_WEIGHTS,
+                NUM_TOPK,
+                TOPK_PAD,
+                ALIGNED,
+                RANKS_PAD,
+                CHUNK_ROWS,
+                GROUP,
+                BLOCK,
+                BLOCK_H,
+            )
+            group = num_tokens
+            if is_pushing(num_push_programs, context):
+                group = claim(context)
 
 
 @triton.jit(do_not_specialize=["max_rows"])
@@ -101,6 +146,7 @@ def return_sums_kernel(
     row_bytes,
     NUM_TOPK: tl.constexpr,
     ALIGNED: tl.constexpr,
+    RANKS_PAD: tl.constexpr,
     CHUNK_ROWS: tl.constexpr,
     BLOCK: tl.constexpr,
     BLOCK_H: tl.constexpr,
@@ -112,39 +158,32 @@ def return_sums_kernel(
     """
     if is_broken(context):
         return
-    rank = tl.load(context + RANK).to(tl.int32)
-    num_before = 0
-    for stage in range(0, tl.load(context + NUM_RANKS).to(tl.int32)):
-        peer = staged_peer(stage, context)
-        num_rows = received_rows(rank_prefix_matrix, peer, context)
-        own, num_rows = open_region(peer, num_rows, 0, row_bytes, context)
-        num_chunks = tl.cdiv(num_rows, CHUNK_ROWS)
-        for chunk in range(first_chunk(num_before), num_chunks, tl.num_programs(0)):
-            end = min((chunk + 1) * CHUNK_ROWS, num_rows)
-            for first in range(chunk * CHUNK_ROWS, end, BLOCK):
-                rows = first + tl.arange(0, BLOCK)
-                inside = rows < end
-                to = symm_at(own + rows.to(tl.int64) * row_bytes, peer, context)
-                to_rows = as_pointer(to, y.dtype.element_ty)
-                lane0 = (peer * max_rows + rows) * NUM_TOPK
-                for column in range(0, hidden, BLOCK_H):
-                    columns = column + tl.arange(0, BLOCK_H)
-                    in_row = row_mask(columns, hidden, y.dtype.element_ty, ALIGNED)
-                    total = tl.zeros([BLOCK, BLOCK_H], tl.float32)
-                    for lane in tl.range(0, NUM_TOPK, loop_unroll_factor=2):
-                        at = tl.load(expert_row + lane0 + lane, mask=inside, other=-1)
-                        weight = tl.load(lane_weight + lane0 + lane, mask=at >= 0, other=0.0)
-                        real = (at >= 0)[:, None] & in_row[None, :]
-                        rows_of_y = y + at.to(tl.int64) * hidden
-                        part = tl.load(
-                            row_pointers(rows_of_y, columns, ALIGNED), mask=real, other=0.0
-                        )
-                        total += weight[:, None] * part.to(tl.float32)
-                    real = inside[:, None] & in_row[None, :]
-                    values = round_to(total, y.dtype.element_ty)
-                    put(row_pointers(to_rows, columns, ALIGNED), values, real)
-            notify(chunk_flag(rank, chunk, context), peer, current_epoch(context), context)
-        num_before += num_chunks
+    num_ranks = tl.load(context + NUM_RANKS).to(tl.int32)
+    num_rows = received_rows(rank_prefix_matrix, tl.arange(0, RANKS_PAD), context)
+    own, most_rows = open_regions(num_rows, 0, row_bytes, context)
+    for chunk in range(tl.program_id(0), tl.cdiv(most_rows, CHUNK_ROWS), tl.num_programs(0)):
+        end = min((chunk + 1) * CHUNK_ROWS, most_rows)
+        for first in range(chunk * CHUNK_ROWS * num_ranks, end * num_ranks, BLOCK):
+            peers, rows = deal(first + tl.arange(0, BLOCK), context)
+            inside = (rows < end) & (rows < received_rows(rank_prefix_matrix, peers, context))
+            to = symm_at(own + rows.to(tl.int64) * row_bytes, peers, context)
+            to_rows = as_pointer(to, y.dtype.element_ty)
+            lane0 = (peers * max_rows + rows) * NUM_TOPK
+            for column in range(0, hidden, BLOCK_H):
+                columns = column + tl.arange(0, BLOCK_H)
+                in_row = row_mask(columns, hidden, y.dtype.element_ty, ALIGNED)
+                total = tl.zeros([BLOCK, BLOCK_H], tl.float32)
+                for lane in range(0, NUM_TOPK):
+                    at = tl.load(expert_row + lane0 + lane, mask=inside, other=-1)
+                    weight = tl.load(lane_weight + lane0 + lane, mask=at >= 0, other=0.0)
+                    real = (at >= 0)[:, None] & in_row[None, :]
+                    rows_of_y = y + at.to(tl.int64) * hidden
+                    part = tl.load(row_pointers(rows_of_y, columns, ALIGNED), mask=real, other=0.0)
+                    total += weight[:, None] * part.to(tl.float32)
+                real = inside[:, None] & in_row[None, :]
+                values = round_to(total, y.dtype.element_ty)
+                put(row_pointers(to_rows, columns, ALIGNED), values, real)
+        raise_chunk(chunk, num_rows, context, CHUNK_ROWS)
 
 
 @triton.jit(do_not_specialize=["num_tokens"])
@@ -173,68 +212,122 @@ def final_sum_kernel(
     BLOCK: tl.constexpr,
     BLOCK_H: tl.constexpr,
 ):
-    """Add the returned rows of each token: bias_0 + bias_1 first, then `send_head`'s order.
-
-    fp32, rounded once. A program waits for just the chunks that hold the rows of the next GROUP
-    tokens, then sums BLOCK of them at a time. The last program finishes the call.
-    """
+    """Sum the tokens that `return_rows_kernel` has not; the last program finishes the call."""
     if is_broken(context):
         return
+    group = claim(context)
+    while group * GROUP < num_tokens:
+        _sum_group(
+            out,
+            out_weights,
+            own_rows,
+            bias_0,
+            bias_1,
+            send_head,
+            rank_prefix_matrix,
+            context,
+            group,
+            num_tokens,
+            hidden,
+            row_bytes,
+            weights_offset,
+            NUM_BIASES,
+            OWN_IN_PLACE,
+            HAS_WEIGHTS,
+            NUM_TOPK,
+            TOPK_PAD,
+            ALIGNED,
+            RANKS_PAD,
+            CHUNK_ROWS,
+            GROUP,
+            BLOCK,
+            BLOCK_H,
+        )
+        group = claim(context)
+    if is_last_program(context):
+        finish_call(context)
+
+
+@device_function
+def _sum_group(
+    out,
+    out_weights,
+    own_rows,
+    bias_0,
+    bias_1,
+    send_head,
+    rank_prefix_matrix,
+    context,
+    group,
+    num_tokens,
+    hidden,
+    row_bytes,
+    weights_offset,
+    NUM_BIASES: tl.constexpr,
+    OWN_IN_PLACE: tl.constexpr,
+    HAS_WEIGHTS: tl.constexpr,
+    NUM_TOPK: tl.constexpr,
+    TOPK_PAD: tl.constexpr,
+    ALIGNED: tl.constexpr,
+    RANKS_PAD: tl.constexpr,
+    CHUNK_ROWS: tl.constexpr,
+    GROUP: tl.constexpr,
+    BLOCK: tl.constexpr,
+    BLOCK_H: tl.constexpr,
+):
+    """Add the returned rows of GROUP tokens: bias_0 + bias_1 first, then `send_head`'s order.
+
+    fp32, rounded once. Waits for just the chunks that hold these rows, then sums BLOCK tokens at a
+    time.
+    """
     num_ranks = tl.load(context + NUM_RANKS).to(tl.int32)
     rank = tl.load(context + RANK).to(tl.int32)
     lanes = tl.arange(0, TOPK_PAD)
     own_start = tl.load(rank_prefix_matrix + rank * num_ranks + rank)
     own_start -= received_rows(rank_prefix_matrix, rank, context)
-    for group in range(tl.program_id(0) * GROUP, num_tokens, tl.num_programs(0) * GROUP):
-        end = min(group + GROUP, num_tokens)
-        token = _wait_returned(
-            send_head, group, end, num_ranks, context, CHUNK_ROWS, GROUP, RANKS_PAD
-        )
-        for first in range(group, end, BLOCK):
-            tokens = first + tl.arange(0, BLOCK)
-            inside = (tokens < end) & (token == 1)
-            for column in range(0, hidden, BLOCK_H):
-                columns = column + tl.arange(0, BLOCK_H)
-                in_row = row_mask(columns, hidden, out.dtype.element_ty, ALIGNED)
-                real = inside[:, None] & in_row[None, :]
-                at = tokens.to(tl.int64) * hidden
-                total = tl.zeros([BLOCK, BLOCK_H], tl.float32)
-                if NUM_BIASES >= 1:
-                    bias = tl.load(
-                        row_pointers(bias_0 + at, columns, ALIGNED), mask=real, other=0.0
-                    )
-                    total += bias.to(tl.float32)
-                if NUM_BIASES == 2:
-                    bias = tl.load(
-                        row_pointers(bias_1 + at, columns, ALIGNED), mask=real, other=0.0
-                    )
-                    total += bias.to(tl.float32)
-                for place in tl.range(0, num_ranks, loop_unroll_factor=4):
-                    writer, row, sent = _returned(send_head, tokens, inside, place, num_ranks)
-                    address = consume_token(region(writer, context), token) + row * row_bytes
-                    if OWN_IN_PLACE:
-                        own = (own_rows + (own_start + row) * hidden).to(tl.int64)
-                        address = tl.where(writer == rank, own, address)
-                    part = tl.load(
-                        row_pointers(as_pointer(address, out.dtype.element_ty), columns, ALIGNED),
-                        mask=sent[:, None] & in_row[None, :],
-                        other=0.0,
-                    )
-                    total += part.to(tl.float32)
-                values = round_to(total, out.dtype.element_ty)
-                tl.store(row_pointers(out + at, columns, ALIGNED), values, mask=real)
-            if HAS_WEIGHTS:
-                weights = tl.zeros([BLOCK, TOPK_PAD], tl.float32)
-                for place in range(0, num_ranks):
-                    writer, row, sent = _returned(send_head, tokens, inside, place, num_ranks)
-                    address = consume_token(region(writer, context), token) + row * row_bytes
-                    source = as_pointer(address + weights_offset, tl.float32)[:, None]
-                    real = sent[:, None] & (lanes < NUM_TOPK)[None, :]
-                    weights += tl.load(source + lanes[None, :], mask=real, other=0.0)
-                to = out_weights + tokens[:, None] * NUM_TOPK + lanes[None, :]
-                tl.store(to, weights, mask=inside[:, None] & (lanes < NUM_TOPK)[None, :])
-    if is_last_program(context):
-        finish_call(context)
+    end = min((group + 1) * GROUP, num_tokens)
+    token = _wait_returned(
+        send_head, group * GROUP, end, num_ranks, context, CHUNK_ROWS, GROUP, RANKS_PAD
+    )
+    for first in range(group * GROUP, end, BLOCK):
+        tokens = first + tl.arange(0, BLOCK)
+        inside = (tokens < end) & (token == 1)
+        for column in range(0, hidden, BLOCK_H):
+            columns = column + tl.arange(0, BLOCK_H)
+            in_row = row_mask(columns, hidden, out.dtype.element_ty, ALIGNED)
+            real = inside[:, None] & in_row[None, :]
+            at = tokens.to(tl.int64) * hidden
+            total = tl.zeros([BLOCK, BLOCK_H], tl.float32)
+            if NUM_BIASES >= 1:
+                bias = tl.load(row_pointers(bias_0 + at, columns, ALIGNED), mask=real, other=0.0)
+                total += bias.to(tl.float32)
+            if NUM_BIASES == 2:
+                bias = tl.load(row_pointers(bias_1 + at, columns, ALIGNED), mask=real, other=0.0)
+                total += bias.to(tl.float32)
+            for place in tl.range(0, num_ranks, loop_unroll_factor=4):
+                writer, row, sent = _returned(send_head, tokens, inside, place, num_ranks)
+                address = consume_token(region(writer, context), token) + row * row_bytes
+                if OWN_IN_PLACE:
+                    own = (own_rows + (own_start + row) * hidden).to(tl.int64)
+                    address = tl.where(writer == rank, own, address)
+                part = tl.load(
+                    row_pointers(as_pointer(address, out.dtype.element_ty), columns, ALIGNED),
+                    mask=sent[:, None] & in_row[None, :],
+                    other=0.0,
+                )
+                total += part.to(tl.float32)
+            values = round_to(total, out.dtype.element_ty)
+            tl.store(row_pointers(out + at, columns, ALIGNED), values, mask=real)
+        if HAS_WEIGHTS:
+            weights = tl.zeros([BLOCK, TOPK_PAD], tl.float32)
+            for place in range(0, num_ranks):
+                writer, row, sent = _returned(send_head, tokens, inside, place, num_ranks)
+                address = consume_token(region(writer, context), token) + row * row_bytes
+                source = as_pointer(address + weights_offset, tl.float32)[:, None]
+                real = sent[:, None] & (lanes < NUM_TOPK)[None, :]
+                weights += tl.load(source + lanes[None, :], mask=real, other=0.0)
+            to = out_weights + tokens[:, None] * NUM_TOPK + lanes[None, :]
+            tl.store(to, weights, mask=inside[:, None] & (lanes < NUM_TOPK)[None, :])
 
 
 @device_function

@@ -3,20 +3,27 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
 
 import torch
 import triton
 
 from ..lang import INTERPRETED
 from ..routing import ExpertPlan
-from ..slots import BLOCK_ROWS, RowLayout, Slots
-from ..words import Words
+from ..slots import RowLayout, Slots
+from ..words import BYTES_IN_FLIGHT, COPY_ROWS
 from .kernels import final_sum_kernel, return_rows_kernel, return_sums_kernel
 
-NUM_COPY_WARPS = 8
 NUM_SUM_PROGRAMS = 2 if INTERPRETED else 264
+NUM_WARPS = 16
 WAIT_TOKENS = 16
 """Tokens whose returned rows are waited for together."""
+
+
+def num_push_programs(num_programs: int) -> int:
+    """How many of a combine's programs push. Eight fill the link; what is left over sums."""
+    return 1 if INTERPRETED else min(num_programs, max(8, num_programs // 2))
 
 
 def _sum_blocks(hidden: int, items: int, most_columns: int) -> tuple[int, int]:
@@ -25,35 +32,73 @@ def _sum_blocks(hidden: int, items: int, most_columns: int) -> tuple[int, int]:
     return min(WAIT_TOKENS, items // columns), columns
 
 
+@dataclass(frozen=True, slots=True)
+class Sums:
+    """The sums that a combine makes: out [T, H] = biases + returned rows of each token, weights
+    float32 [T, K] = the returned weights, or None; up to two biases [T, H]; send_head and
+    rank_prefix_matrix of the dispatch."""
+
+    out: torch.Tensor
+    weights: torch.Tensor | None
+    bias: Sequence[torch.Tensor]
+    send_head: torch.Tensor
+    rank_prefix_matrix: torch.Tensor
+
+    @property
+    def row(self) -> RowLayout:
+        num_topk = 0 if self.weights is None else self.weights.shape[1]
+        return RowLayout(self.out.shape[1] * self.out.itemsize, num_topk)
+
+    def arguments(self, slots: Slots) -> dict[str, Any]:
+        """What both kernels that sum are launched with."""
+        num_tokens, hidden = self.out.shape
+        row = self.row
+        block, block_h = _sum_blocks(hidden, 8192, 8192)
+        return dict(
+            out=self.out,
+            out_weights=self.weights,
+            bias_0=self.bias[0] if self.bias else None,
+            bias_1=self.bias[1] if len(self.bias) == 2 else None,
+            send_head=self.send_head,
+            rank_prefix_matrix=self.rank_prefix_matrix,
+            context=slots.context.words,
+            num_tokens=num_tokens,
+            hidden=hidden,
+            row_bytes=row.num_bytes,
+            weights_offset=row.weights,
+            NUM_BIASES=len(self.bias),
+            HAS_WEIGHTS=self.weights is not None,
+            NUM_TOPK=row.num_topk,
+            TOPK_PAD=triton.next_power_of_2(max(1, row.num_topk)),
+            ALIGNED=row.payload_bytes % 16 == 0,
+            RANKS_PAD=triton.next_power_of_2(slots.layout.num_ranks),
+            CHUNK_ROWS=slots.layout.chunk_rows(row.num_bytes),
+            GROUP=WAIT_TOKENS,
+            BLOCK=block,
+            BLOCK_H=block_h,
+            num_warps=NUM_WARPS,
+        )
+
+
 def return_rows(
     x: torch.Tensor,
     topk_weights: torch.Tensor | None,
-    rank_prefix_matrix: torch.Tensor,
+    sums: Sums,
     num_comm_sms: int,
     slots: Slots,
 ) -> None:
     """Write rows x [N, H], in receive order, back to their sources; topk_weights float32 [N, K]
-    travel along. Begins a call."""
-    hidden = x.shape[1]
-    words = Words.of(hidden, x.dtype)
-    num_topk = topk_weights.shape[1] if topk_weights is not None else 0
-    row = RowLayout(hidden * x.itemsize, num_topk)
+    travel along. Some sums are made meanwhile. Begins a call."""
+    columns = min(
+        triton.next_power_of_2(x.shape[1]), 2 * BYTES_IN_FLIGHT // x.itemsize // COPY_ROWS
+    )
     return_rows_kernel[(num_comm_sms,)](
-        words.view(x),
+        x,
         topk_weights,
-        rank_prefix_matrix,
-        slots.context.words,
-        words.num_words,
-        row.num_bytes,
-        row.weights,
-        HAS_WEIGHTS=num_topk > 0,
-        NUM_TOPK=num_topk,
-        TOPK_PAD=triton.next_power_of_2(max(1, num_topk)),
-        ALIGNED=words.aligned,
-        CHUNK_ROWS=slots.layout.chunk_rows(row.num_bytes),
-        ROWS=BLOCK_ROWS,
-        BLOCK_WORDS=words.block_words,
-        num_warps=NUM_COPY_WARPS,
+        num_push_programs=num_push_programs(num_comm_sms),
+        ROWS=COPY_ROWS,
+        COLUMNS=min(triton.next_power_of_2(x.shape[1]), columns),
+        **sums.arguments(slots),
     )
 
 
@@ -81,7 +126,8 @@ def return_sums(
         hidden,
         row.num_bytes,
         NUM_TOPK=num_topk,
-        ALIGNED=hidden * y.itemsize % 16 == 0,
+        ALIGNED=row.payload_bytes % 16 == 0,
+        RANKS_PAD=triton.next_power_of_2(slots.layout.num_ranks),
         CHUNK_ROWS=slots.layout.chunk_rows(row.num_bytes),
         BLOCK=block,
         BLOCK_H=block_h,
@@ -89,45 +135,9 @@ def return_sums(
     )
 
 
-def final_sum(
-    out: torch.Tensor,
-    out_weights: torch.Tensor | None,
-    own_rows: torch.Tensor | None,
-    bias: Sequence[torch.Tensor],
-    send_head: torch.Tensor,
-    rank_prefix_matrix: torch.Tensor,
-    slots: Slots,
-) -> None:
-    """out [T, H] = biases + returned rows of each token, out_weights float32 [T, K] = the
-    returned weights. Ends a call. own_rows: what `return_rows` was given, None after
+def final_sum(sums: Sums, own_rows: torch.Tensor | None, slots: Slots) -> None:
+    """Make the sums that are left. Ends a call. own_rows: what `return_rows` was given, None after
     `return_sums`."""
-    num_tokens, hidden = out.shape
-    num_topk = out_weights.shape[1] if out_weights is not None else 0
-    row = RowLayout(hidden * out.itemsize, num_topk)
-    block, block_h = _sum_blocks(hidden, 8192, 8192)
     final_sum_kernel[(NUM_SUM_PROGRAMS,)](
-        out,
-        out_weights,
-        own_rows,
-        bias[0] if bias else None,
-        bias[1] if len(bias) == 2 else None,
-        send_head,
-        rank_prefix_matrix,
-        slots.context.words,
-        num_tokens,
-        hidden,
-        row.num_bytes,
-        row.weights,
-        NUM_BIASES=len(bias),
-        OWN_IN_PLACE=own_rows is not None,
-        HAS_WEIGHTS=num_topk > 0,
-        NUM_TOPK=num_topk,
-        TOPK_PAD=triton.next_power_of_2(max(1, num_topk)),
-        ALIGNED=hidden * out.itemsize % 16 == 0,
-        RANKS_PAD=triton.next_power_of_2(slots.layout.num_ranks),
-        CHUNK_ROWS=slots.layout.chunk_rows(row.num_bytes),
-        GROUP=WAIT_TOKENS,
-        BLOCK=block,
-        BLOCK_H=block_h,
-        num_warps=16,
+        own_rows=own_rows, OWN_IN_PLACE=own_rows is not None, **sums.arguments(slots)
     )

@@ -30,14 +30,14 @@ from ..lang import (
 from ..slots_kernels import (
     chunk_flag,
     count_flag,
-    first_chunk,
-    open_region,
+    deal,
+    open_regions,
     payload_address,
+    raise_chunk,
     received_rows,
     region,
-    staged_peer,
     staged_source,
-    wait_chunk,
+    wait_rows,
     wait_slot_free,
 )
 
@@ -77,7 +77,8 @@ def exchange_kernel(
     signature = tl.where(field == 2, num_experts, tl.where(field == 3, item_bytes, signature))
     signature = tl.where(field == 4, num_scales, signature)
     if program < num_ranks:
-        token = wait_slot_free(program, context)
+        lane = tl.arange(0, 1)
+        token = wait_slot_free(program + lane, lane == 0, context)
         if token == 1:
             own = consume_token(region(rank, context), token)
             head = as_pointer(symm_at(own, program, context), tl.int32)
@@ -89,7 +90,8 @@ def exchange_kernel(
             is_rank = ranks < num_ranks
             rows = tl.load(num_tokens_per_rank + ranks, is_rank, 0)
             put(counts + num_experts + ranks, rows, is_rank)
-            notify(count_flag(rank, context), program, current_epoch(context), context)
+            flag = count_flag(rank, context)
+            notify(flag, program + lane, lane == 0, current_epoch(context), context)
         return
     token = wait(
         count_flag(ranks, context),
@@ -149,62 +151,60 @@ def push_kernel(
     NUM_SCALES: tl.constexpr,
     SCALES_PAD: tl.constexpr,
     ALIGNED: tl.constexpr,
+    RANKS_PAD: tl.constexpr,
     CHUNK_ROWS: tl.constexpr,
     ROWS: tl.constexpr,
     BLOCK_WORDS: tl.constexpr,
 ):
-    """Write this rank's rows into its region on every rank, chunk by chunk, the next rank first.
+    """Write this rank's rows into its region on every rank, all ranks at the same pace.
 
-    A chunk's flag is raised after its rows, so that a reader waits for no more than it reads. Rows
-    to this rank itself are metadata alone, see `payload_address`.
+    A chunk's flags are raised after its rows, so that a reader waits for no more than it reads.
+    Rows to this rank itself are metadata alone, see `payload_address`.
     """
     if is_broken(context):
         return
     rank = tl.load(context + RANK).to(tl.int32)
+    num_ranks = tl.load(context + NUM_RANKS).to(tl.int32)
     lanes = tl.arange(0, TOPK_PAD)
     columns = tl.arange(0, SCALES_PAD).to(tl.int64)
-    num_before = 0
-    for stage in range(0, tl.load(context + NUM_RANKS).to(tl.int32)):
-        peer = staged_peer(stage, context)
-        num_rows = tl.load(num_tokens_per_rank + peer)
-        own, num_rows = open_region(peer, num_rows, header_bytes, row_bytes, context)
-        num_chunks = tl.cdiv(num_rows, CHUNK_ROWS)
-        for chunk in range(first_chunk(num_before), num_chunks, tl.num_programs(0)):
-            end = min((chunk + 1) * CHUNK_ROWS, num_rows)
-            for first in range(chunk * CHUNK_ROWS, end, ROWS):
-                rows = first + tl.arange(0, ROWS)
-                inside = rows < end
-                tokens = tl.load(send_token_idx + peer * num_tokens + rows, mask=inside, other=0)
-                to = symm_at(own + rows.to(tl.int64) * row_bytes, peer, context)
-                if peer != rank:
-                    put_rows(
-                        as_pointer(to, x.dtype.element_ty),
-                        x + tokens.to(tl.int64) * num_words,
-                        num_words,
-                        inside,
-                        ALIGNED,
-                        BLOCK_WORDS,
-                    )
-                put(as_pointer(to + token_offset, tl.int32), tokens, inside)
-                if NUM_SCALES > 0:
-                    at = (tokens.to(tl.int64) * scale_stride_token)[:, None] + (
-                        columns * scale_stride
-                    )[None, :]
-                    real = inside[:, None] & (columns < NUM_SCALES)[None, :]
-                    to_scales = as_pointer(to + scales_offset, tl.int32)[:, None]
-                    put(to_scales + columns[None, :], tl.load(scales + at, mask=real), real)
-                if NUM_TOPK > 0:
-                    at = tokens[:, None] * NUM_TOPK + lanes[None, :]
-                    real = inside[:, None] & (lanes < NUM_TOPK)[None, :]
-                    ids = tl.load(topk_idx + at, mask=real, other=-1) - peer * num_local_experts
-                    local = (ids >= 0) & (ids < num_local_experts)
-                    weights = tl.load(topk_weights + at, mask=real, other=0.0)
-                    to_ids = as_pointer(to + ids_offset, tl.int32)[:, None] + lanes[None, :]
-                    to_weights = as_pointer(to + weights_offset, tl.float32)[:, None]
-                    put(to_ids, tl.where(local, ids, -1).to(tl.int32), real)
-                    put(to_weights + lanes[None, :], tl.where(local, weights, 0.0), real)
-            notify(chunk_flag(rank, chunk, context), peer, current_epoch(context), context)
-        num_before += num_chunks
+    ranks = tl.arange(0, RANKS_PAD)
+    num_rows = tl.load(num_tokens_per_rank + ranks, mask=ranks < num_ranks, other=0)
+    own, most_rows = open_regions(num_rows, header_bytes, row_bytes, context)
+    for chunk in range(tl.program_id(0), tl.cdiv(most_rows, CHUNK_ROWS), tl.num_programs(0)):
+        end = min((chunk + 1) * CHUNK_ROWS, most_rows)
+        for first in range(chunk * CHUNK_ROWS * num_ranks, end * num_ranks, ROWS):
+            peers, rows = deal(first + tl.arange(0, ROWS), context)
+            inside = (rows < end) & (rows < tl.load(num_tokens_per_rank + peers))
+            tokens = tl.load(send_token_idx + peers * num_tokens + rows, mask=inside, other=0)
+            to = symm_at(own + rows.to(tl.int64) * row_bytes, peers, context)
+            put_rows(
+                as_pointer(to, x.dtype.element_ty),
+                x + tokens.to(tl.int64) * num_words,
+                num_words,
+                inside & (peers != rank),
+                ALIGNED,
+                BLOCK_WORDS,
+            )
+            put(as_pointer(to + token_offset, tl.int32), tokens, inside)
+            if NUM_SCALES > 0:
+                at = (tokens.to(tl.int64) * scale_stride_token)[:, None] + (columns * scale_stride)[
+                    None, :
+                ]
+                real = inside[:, None] & (columns < NUM_SCALES)[None, :]
+                to_scales = as_pointer(to + scales_offset, tl.int32)[:, None]
+                put(to_scales + columns[None, :], tl.load(scales + at, mask=real), real)
+            if NUM_TOPK > 0:
+                at = tokens[:, None] * NUM_TOPK + lanes[None, :]
+                real = inside[:, None] & (lanes < NUM_TOPK)[None, :]
+                ids = tl.load(topk_idx + at, mask=real, other=-1)
+                ids -= peers[:, None] * num_local_experts
+                local = (ids >= 0) & (ids < num_local_experts)
+                weights = tl.load(topk_weights + at, mask=real, other=0.0)
+                to_ids = as_pointer(to + ids_offset, tl.int32)[:, None] + lanes[None, :]
+                to_weights = as_pointer(to + weights_offset, tl.float32)[:, None]
+                put(to_ids, tl.where(local, ids, -1).to(tl.int32), real)
+                put(to_weights + lanes[None, :], tl.where(local, weights, 0.0), real)
+        raise_chunk(chunk, num_rows, context, CHUNK_ROWS)
 
 
 @triton.jit(do_not_specialize=["max_rows"])
@@ -246,13 +246,18 @@ def collect_kernel(
     columns = tl.arange(0, SCALES_PAD)
     if tl.load(rank_prefix_matrix + (num_ranks - 1) * num_ranks + rank) > max_rows:
         report_failure(rank, current_epoch(context), context, PHASE_OVERFLOW)
-    for stage in range(0, num_ranks):
-        source = staged_source(stage, context)
+    most_rows = 0
+    for source in range(0, num_ranks):
+        most_rows = max(most_rows, received_rows(rank_prefix_matrix, source, context))
+    num_blocks = tl.cdiv(most_rows, ROWS) * num_ranks
+    for turn in range(tl.program_id(0), num_blocks, tl.num_programs(0)):
+        source = staged_source(turn, context)
+        block = turn // num_ranks
         num_rows = received_rows(rank_prefix_matrix, source, context)
         start = tl.load(rank_prefix_matrix + source * num_ranks + rank) - num_rows
-        for block in range(tl.program_id(0), tl.cdiv(num_rows, ROWS), tl.num_programs(0)):
-            token = wait_chunk(source, block * ROWS // CHUNK_ROWS, context)
+        if block * ROWS < num_rows:
             rows = block * ROWS + tl.arange(0, ROWS)
+            token = wait_rows(source, rows, rows < num_rows, context, CHUNK_ROWS)
             to = start + rows
             inside = (rows < num_rows) & (to < max_rows) & (token == 1)
             base = consume_token(region(source, context) + header_bytes, token)

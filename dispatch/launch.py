@@ -8,8 +8,8 @@ import torch
 import triton
 
 from ..lang import INTERPRETED
-from ..slots import BLOCK_ROWS, RowLayout, Slots
-from ..words import Words
+from ..slots import RowLayout, Slots
+from ..words import COPY_ROWS, Words
 from .kernels import await_kernel, collect_kernel, exchange_kernel, push_kernel, release_kernel
 
 NUM_WARPS = 8
@@ -130,8 +130,9 @@ def push(
         NUM_SCALES=row.num_scales,
         SCALES_PAD=triton.next_power_of_2(max(1, row.num_scales)),
         ALIGNED=words.aligned,
+        RANKS_PAD=triton.next_power_of_2(slots.layout.num_ranks),
         CHUNK_ROWS=slots.layout.chunk_rows(row.num_bytes),
-        ROWS=BLOCK_ROWS,
+        ROWS=COPY_ROWS,
         BLOCK_WORDS=words.block_words,
         num_warps=NUM_WARPS,
     )
@@ -205,7 +206,7 @@ def collect(
         SCALES_PAD=triton.next_power_of_2(max(1, row.num_scales)),
         ALIGNED=words.aligned,
         CHUNK_ROWS=slots.layout.chunk_rows(row.num_bytes),
-        ROWS=BLOCK_ROWS,
+        ROWS=COPY_ROWS,
         BLOCK_WORDS=words.block_words,
         num_warps=NUM_WARPS,
     )

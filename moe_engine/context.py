@@ -23,7 +23,9 @@ class Word(IntEnum):
     CHUNK_FLAGS = 12
     MAX_CHUNKS = 13
     SLOTS = 14
-    PEERS = 16  # R addresses of the ranks' symmetric blocks, as mapped here
+    CLAIMED = 15  # pieces of work of the running call that programs have taken
+    PUSHED = 16  # programs of the running call that have pushed their share
+    PEERS = 18  # R addresses of the ranks' symmetric blocks, as mapped here
 
 
 class Report(IntEnum):
@@ -66,6 +68,8 @@ COUNT_FLAGS = tl.constexpr(int(Word.COUNT_FLAGS))
 CHUNK_FLAGS = tl.constexpr(int(Word.CHUNK_FLAGS))
 MAX_CHUNKS = tl.constexpr(int(Word.MAX_CHUNKS))
 SLOTS = tl.constexpr(int(Word.SLOTS))
+CLAIMED = tl.constexpr(int(Word.CLAIMED))
+PUSHED = tl.constexpr(int(Word.PUSHED))
 PEERS = tl.constexpr(int(Word.PEERS))
 PHASE_SLOT_FREE = tl.constexpr(int(Phase.SLOT_FREE))
 PHASE_COUNTS = tl.constexpr(int(Phase.COUNTS))

@@ -230,13 +230,13 @@ class KernelEngine:
         num_topk = 0 if topk_weights is None else topk_weights.shape[1]
         with self._first_use("combine", x, num_topk, len(bias)):
             self._check_capacity(num_tokens, RowLayout(x.shape[1] * x.itemsize, num_topk), 0)
-            combine_verbs.return_rows(
-                x, topk_weights, handle.rank_prefix_matrix, self.num_comm_sms, self.slots
-            )
             out = x.new_empty(num_tokens, x.shape[1])
             weights = None if topk_weights is None else topk_weights.new_empty(num_tokens, num_topk)
-            prefix = handle.rank_prefix_matrix
-            combine_verbs.final_sum(out, weights, x, bias, handle.send_head, prefix, self.slots)
+            sums = combine_verbs.Sums(
+                out, weights, bias, handle.send_head, handle.rank_prefix_matrix
+            )
+            combine_verbs.return_rows(x, topk_weights, sums, self.num_comm_sms, self.slots)
+            combine_verbs.final_sum(sums, x, self.slots)
             self._check_emulated()
             return out, weights
 
@@ -272,7 +272,8 @@ class KernelEngine:
                 y, plan, counts.rank_prefix_matrix, self.num_comm_sms, self.slots
             )
             out = torch.empty_like(tokens.x)
-            combine_verbs.final_sum(out, None, None, (), send_head, prefix, self.slots)
+            sums = combine_verbs.Sums(out, None, (), send_head, prefix)
+            combine_verbs.final_sum(sums, None, self.slots)
             self._check_emulated()
             return out
 

@@ -16,7 +16,19 @@ import triton
 import triton.language as tl
 from triton.language.extra.cuda import globaltimer
 
-from .context import BROKEN, DONE, EPOCH, FINISHED, NUM_RANKS, PEERS, RANK, REPORT, TIMEOUT_NS
+from .context import (
+    BROKEN,
+    CLAIMED,
+    DONE,
+    EPOCH,
+    FINISHED,
+    NUM_RANKS,
+    PEERS,
+    PUSHED,
+    RANK,
+    REPORT,
+    TIMEOUT_NS,
+)
 
 INTERPRETED: bool = triton.knobs.runtime.interpret
 """True when kernels of this process run on the CPU through Triton's interpreter."""
@@ -111,7 +123,7 @@ def put_rows(to, source, num_words, mask, ALIGNED: tl.constexpr, BLOCK_WORDS: tl
     `ALIGNED` promises that every row is a multiple of 16 bytes and starts at one, without which
     a word is stored at a time. Plain stores: nothing is published before the next `notify`.
     """
-    for start in tl.range(0, num_words, BLOCK_WORDS, num_stages=3):
+    for start in range(0, num_words, BLOCK_WORDS):
         words = start + tl.arange(0, BLOCK_WORDS)
         inside = mask[:, None] & row_mask(words, num_words, to.dtype.element_ty, ALIGNED)[None, :]
         values = tl.load(row_pointers(source, words, ALIGNED), mask=inside)
@@ -208,18 +220,20 @@ else:
 
 
 @device_function
-def notify(flag, rank, epoch, context, AFTER_TMA: tl.constexpr = False):
-    """Raise `flag` (address in this rank's block) to `epoch` on `rank`.
+def notify(flags, ranks, mask, epoch, context, AFTER_TMA: tl.constexpr = False):
+    """Raise `flags` (addresses in this rank's block) to `epoch` on `ranks`, where `mask` is set.
 
-    Publish: every store of this program, to any rank, happens before the flag is seen raised by
-    a `wait` there: the threads' stores (and, with AFTER_TMA, their TMA stores, drained and fenced
-    first) come before the CTA barrier, and one thread then releases at system scope.
+    `ranks` and `mask` are blocks; a thread raises one flag. Publish: every store of this program,
+    to any rank, happens before a flag is seen raised by a `wait` there: the threads' stores (and,
+    with AFTER_TMA, their TMA stores, drained and fenced first) come before the CTA barrier, and
+    each raising thread then releases at system scope.
     """
     if AFTER_TMA:
         drain_tma_stores()
     tl.debug_barrier()
-    target = as_pointer(symm_at(flag, rank, context), tl.int64)
-    tl.atomic_xchg(target, epoch, sem="release", scope="sys")
+    targets = as_pointer(symm_at(flags, tl.where(mask, ranks, 0), context), tl.int64)
+    epochs = tl.zeros_like(ranks).to(tl.int64) + epoch
+    tl.atomic_xchg(targets, epochs, mask=mask, sem="release", scope="sys")
 
 
 @device_function
@@ -275,6 +289,31 @@ def report_words(context):
     return as_pointer(tl.load(context + REPORT), tl.int64)
 
 
+# --- Sharing a call's work ---------------------------------------------------------------------
+
+
+@device_function
+def claim(context):
+    """The number of the next piece of work of this call: 0, 1, ..., each given out once."""
+    one = tl.full((), 1, tl.int64)
+    return tl.atomic_add(context + CLAIMED, one, sem="relaxed", scope="gpu").to(tl.int32)
+
+
+@device_function
+def end_push(context):
+    """Say that this program has pushed its share; see `is_pushing`."""
+    tl.debug_barrier()
+    one = tl.full((), 1, tl.int64)
+    tl.atomic_add(context + PUSHED, one, sem="relaxed", scope="gpu")
+
+
+@device_function
+def is_pushing(num_programs, context):
+    """Whether any of the `num_programs` that push still does. Orders nothing."""
+    pushed = tl.load(context + PUSHED, volatile=True)
+    return (pushed < num_programs) & (is_broken(context) == 0)
+
+
 # --- End of a call ---------------------------------------------------------------------------
 
 
@@ -306,8 +345,12 @@ def finish_call(context):
     """
     epoch = current_epoch(context)
     done = own_block(context) + tl.load(context + DONE) + tl.load(context + RANK) * 8
-    for peer in range(0, tl.load(context + NUM_RANKS).to(tl.int32)):
-        notify(done, peer, epoch, context)
+    num_ranks = tl.load(context + NUM_RANKS).to(tl.int32)
+    for first in range(0, num_ranks, 8):
+        ranks = first + tl.arange(0, 8)
+        notify(done, ranks, ranks < num_ranks, epoch, context)
+    tl.store(context + CLAIMED, 0)
+    tl.store(context + PUSHED, 0)
     tl.store(context + EPOCH, epoch)
 
 

@@ -15,7 +15,7 @@ from .lang import (
     own_block,
     report_words,
 )
-from .slots_kernels import payload_address, received_rows, region, wait_chunk
+from .slots_kernels import payload_address, received_rows, region, wait_rows
 
 
 @triton.jit(do_not_specialize=["num_tokens"])
@@ -192,7 +192,8 @@ def expert_count_kernel(
     source = tl.program_id(1)
     num_rows = received_rows(rank_prefix_matrix, source, context)
     if block * ROWS < num_rows:
-        token = wait_chunk(source, block * ROWS // CHUNK_ROWS, context)
+        rows = block * ROWS + tl.arange(0, ROWS)
+        token = wait_rows(source, rows, rows < num_rows, context, CHUNK_ROWS)
         if token == 1:
             ids, _ = _block_ids(
                 source,

@@ -35,11 +35,11 @@ if TYPE_CHECKING:
     from .symm import SymmetricTensor
 
 BLOCK_ROWS = 32
-"""Rows that a program copies or places at a time."""
+"""Rows that a program places at a time."""
 MAX_CHUNKS = 2048
 """Flags per writing rank: at most BLOCK_ROWS * MAX_CHUNKS rows between two ranks in one call."""
-CHUNK_BYTES = 512 * 1024
-"""Bytes behind one flag: raising it waits for their stores, some microseconds in all."""
+CHUNK_BYTES = 256 * 1024
+"""Bytes to each rank behind one flag: raising it waits for them, some microseconds in all."""
 FLAG_BYTES = 8
 
 
@@ -137,9 +137,9 @@ class SlotLayout:
     def chunk_rows(self, row_bytes: int) -> int:
         """Rows that share one arrival flag, equal on all ranks: enough bytes that raising it costs
         little, yet many chunks in the largest call, so that the programs end together."""
-        rows = BLOCK_ROWS
-        most = self.max_rows(row_bytes) // 64
-        while rows * row_bytes < CHUNK_BYTES and 2 * rows <= most:
+        most = self.max_rows(row_bytes)
+        rows = 8
+        while rows * MAX_CHUNKS < most or (rows * row_bytes < CHUNK_BYTES and rows <= most // 128):
             rows *= 2
         return rows
 

@@ -21,6 +21,7 @@ from .lang import (
     consume_token,
     current_epoch,
     device_function,
+    notify,
     own_block,
     report_failure,
     wait,
@@ -49,76 +50,81 @@ def count_flag(writer, context):
 
 
 @device_function
-def wait_slot_free(peer, context):
-    """Wait until `peer` has read what this slot held one turn of the ring ago. Returns a token.
+def wait_slot_free(peers, mask, context):
+    """Wait until `peers` (block) have read what this slot held one turn of the ring ago. Returns a
+    token.
 
-    After it, stores into this rank's region of the slot on `peer` cannot overtake loads of
+    After it, stores into this rank's region of the slot on them cannot overtake loads of
     epoch e - D there: see `lang.finish_call`.
     """
     epoch = current_epoch(context) - tl.load(context + NUM_SLOTS)
-    lane = tl.arange(0, 1)
-    flags = own_block(context) + tl.load(context + DONE) + (peer + lane) * 8
-    return wait(flags, lane == 0, epoch, peer + lane, context, PHASE_SLOT_FREE)
+    flags = own_block(context) + tl.load(context + DONE) + peers * 8
+    return wait(flags, mask, epoch, peers, context, PHASE_SLOT_FREE)
 
 
 @device_function
-def open_region(peer, num_rows, header_bytes, row_bytes, context):
-    """Make sure that this rank may write `num_rows` rows into its region of the slot on `peer`.
+def open_regions(num_rows, header_bytes, row_bytes, context):
+    """Make sure that this rank may write `num_rows` [RANKS_PAD] rows into its region of the slot
+    on each rank.
 
-    Waits until the slot is free there. Returns (own address of row 0, rows to write): no rows
-    when the wait expired, or when they would not fit, which is reported.
+    Waits until the slot is free there. Returns (own address of row 0, most rows to any rank): no
+    rows when a wait expired, or when they would not fit, which is reported.
     """
+    ranks = tl.arange(0, num_rows.shape[0])
     last_byte = header_bytes + num_rows.to(tl.int64) * row_bytes
+    too_long = last_byte > tl.load(context + REGION_BYTES)
     token = tl.full((), 0, tl.int32)
-    if last_byte > tl.load(context + REGION_BYTES):
+    if tl.max(too_long.to(tl.int32), 0) > 0:
+        peer = tl.max(tl.where(too_long, ranks, 0), 0)
         report_failure(peer, current_epoch(context), context, PHASE_CAPACITY)
-    elif num_rows > 0:
-        token = wait_slot_free(peer, context)
+    else:
+        token = wait_slot_free(ranks, num_rows > 0, context)
     base = region(tl.load(context + RANK), context) + header_bytes
-    return consume_token(base, token), tl.where(token == 1, num_rows, 0)
+    return consume_token(base, token), tl.where(token == 1, tl.max(num_rows, 0), 0)
 
 
 @device_function
-def wait_chunk(writer, chunk, context, PHASE: tl.constexpr = PHASE_ROWS):
-    """Wait until `writer` has written the rows of `chunk`. Returns a token."""
-    lane = tl.arange(0, 1)
-    flags = chunk_flag(writer, chunk + lane, context)
-    return wait(flags, lane == 0, current_epoch(context), writer + lane, context, PHASE)
+def deal(positions, context):
+    """(peers, rows) at `positions` (block) of the rows to all ranks, dealt to them in turn.
 
-
-@device_function
-def first_chunk(num_before):
-    """This program's first chunk for a destination, after `num_before` chunks for earlier ones.
-
-    The chunks of all destinations are dealt to the programs in one round: with 4 programs and 6
-    chunks for each of 2 destinations, program 1 takes chunks 1, 5 of the first and 3 of the second.
+    Every tile thus writes to all ranks, and no rank waits for rows that all ranks send to another
+    one first. Positions 0 .. 5 of rank 1 of 3: row 0 to ranks 2, 0, 1, then row 1 to 2, 0, 1.
     """
-    num_programs = tl.num_programs(0)
-    return (tl.program_id(0) + num_programs - num_before % num_programs) % num_programs
+    num_ranks = tl.load(context + NUM_RANKS).to(tl.int32)
+    rank = tl.load(context + RANK).to(tl.int32)
+    return (rank + 1 + positions) % num_ranks, positions // num_ranks
+
+
+@device_function
+def raise_chunk(chunk, num_rows, context, CHUNK_ROWS: tl.constexpr):
+    """Tell each rank that rows `chunk` * CHUNK_ROWS .. of its `num_rows` [RANKS_PAD] are there."""
+    flag = chunk_flag(tl.load(context + RANK), chunk, context)
+    ranks = tl.arange(0, num_rows.shape[0])
+    notify(flag, ranks, chunk * CHUNK_ROWS < num_rows, current_epoch(context), context)
+
+
+@device_function
+def wait_rows(writer, rows, mask, context, CHUNK_ROWS: tl.constexpr):
+    """Wait until `writer` has written `rows` (block) into its region. Returns a token."""
+    flags = chunk_flag(writer, rows // CHUNK_ROWS, context)
+    return wait(flags, mask, current_epoch(context), rows * 0 + writer, context, PHASE_ROWS)
 
 
 @device_function
 def received_rows(rank_prefix_matrix, source, context):
-    """Rows that `source` sends to this rank (int32)."""
+    """Rows that `source` (a rank or a block of them; past the last, 0) sends to this rank."""
     num_ranks = tl.load(context + NUM_RANKS).to(tl.int32)
     column = rank_prefix_matrix + tl.load(context + RANK)
-    before = tl.load(column + (source - 1) * num_ranks, mask=source > 0, other=0)
-    return tl.load(column + source * num_ranks) - before
-
-
-@device_function
-def staged_peer(stage, context):
-    """The rank this one writes to in `stage` 0 .. R-1: the next one first, itself last, so that
-    no two ranks write to the same one at a time."""
-    num_ranks = tl.load(context + NUM_RANKS).to(tl.int32)
-    return (tl.load(context + RANK).to(tl.int32) + 1 + stage) % num_ranks
+    real = source < num_ranks
+    before = tl.load(column + (source - 1) * num_ranks, mask=real & (source > 0), other=0)
+    return tl.load(column + source * num_ranks, mask=real, other=0) - before
 
 
 @device_function
 def staged_source(stage, context):
-    """The rank whose rows are taken in `stage` 0 .. R-1: its own first, then rank - 1, ..."""
+    """The rank whose rows are taken in `stage`: its own in stage 0, R, ..., then rank - 1, ..."""
     num_ranks = tl.load(context + NUM_RANKS).to(tl.int32)
-    return (tl.load(context + RANK).to(tl.int32) - stage + num_ranks) % num_ranks
+    return (tl.load(context + RANK).to(tl.int32) + num_ranks - stage % num_ranks) % num_ranks
 
 
 @device_function

@@ -8,8 +8,9 @@ import torch
 import triton
 
 from .lang import INTERPRETED
-from .slots import BLOCK_ROWS
 
+COPY_ROWS = 16
+"""Rows that a program copies at a time."""
 BYTES_IN_FLIGHT = 32 * 1024
 """What one program holds in registers between load and store: NVLink needs it (measured)."""
 
@@ -41,4 +42,4 @@ class Words:
     def block_words(self) -> int:
         """Words of a row that a program copies at a time."""
         limit = triton.next_power_of_2(self.num_words)
-        return limit if INTERPRETED else min(limit, BYTES_IN_FLIGHT // 4 // BLOCK_ROWS)
+        return limit if INTERPRETED else min(limit, BYTES_IN_FLIGHT // 4 // COPY_ROWS)

@@ -152,7 +152,8 @@ def push_and_notify(context, values, epoch, flag_offset, peer, AFTER_TMA: tl.con
     own = lang.own_block(context)
     to = lang.as_pointer(lang.symm_at(own, peer, context), tl.int32)
     lang.put(to + i, tl.load(values + i), i < 64)
-    lang.notify(own + flag_offset, peer, epoch, context, AFTER_TMA=AFTER_TMA)
+    lane = tl.arange(0, 1)
+    lang.notify(own + flag_offset, peer + lane, lane == 0, epoch, context, AFTER_TMA=AFTER_TMA)
 
 
 @triton.jit

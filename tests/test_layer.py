@@ -127,7 +127,7 @@ def sum_lanes(group, y, x, topk_idx, topk_weights, num_experts):
     dispatch.release(slots)
     out = torch.empty_like(x)
     combine.return_sums(y, plan, counts.rank_prefix_matrix, 2, slots)
-    combine.final_sum(out, None, None, (), head, counts.rank_prefix_matrix, slots)
+    combine.final_sum(combine.Sums(out, None, (), head, counts.rank_prefix_matrix), None, slots)
     buffer.check()
     buffer.destroy()
     return out.cpu(), plan.expert_row[0].cpu()
