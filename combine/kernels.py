@@ -56,7 +56,7 @@ def return_rows_kernel(
     ALIGNED: tl.constexpr,
     RANKS_PAD: tl.constexpr,
     CHUNK_ROWS: tl.constexpr,
-    ROWS: tl.constexpr,
+    LANES: tl.constexpr,
     COLUMNS: tl.constexpr,
     GROUP: tl.constexpr,
     BLOCK: tl.constexpr,
@@ -73,31 +73,32 @@ def return_rows_kernel(
     if tl.program_id(0) < num_push_programs:
         rank = tl.load(context + RANK).to(tl.int32)
         num_ranks = tl.load(context + NUM_RANKS).to(tl.int32)
-        lanes = tl.arange(0, TOPK_PAD)
+        topk = tl.arange(0, TOPK_PAD)
         num_rows = received_rows(rank_prefix_matrix, tl.arange(0, RANKS_PAD), context)
         own, most_rows = open_regions(num_rows, 0, row_bytes, context)
+        peers, steps, real = deal(context, LANES, RANKS_PAD)
+        count = tl.where(real, received_rows(rank_prefix_matrix, peers, context), 0)
+        start = tl.load(rank_prefix_matrix + peers * num_ranks + rank, mask=real, other=0) - count
         for chunk in range(tl.program_id(0), tl.cdiv(most_rows, CHUNK_ROWS), num_push_programs):
-            end = min((chunk + 1) * CHUNK_ROWS, most_rows)
-            for first in range(chunk * CHUNK_ROWS * num_ranks, end * num_ranks, ROWS):
-                peers, rows = deal(first + tl.arange(0, ROWS), context)
-                count = received_rows(rank_prefix_matrix, peers, context)
+            end = (chunk + 1) * CHUNK_ROWS
+            for first in range(chunk * CHUNK_ROWS, min(end, most_rows), LANES // RANKS_PAD):
+                rows = first + steps
                 inside = (rows < end) & (rows < count)
-                at = tl.load(rank_prefix_matrix + peers * num_ranks + rank) - count + rows
                 to = symm_at(own + rows.to(tl.int64) * row_bytes, peers, context)
                 put_rows(
                     as_pointer(to, x.dtype.element_ty),
-                    x + at.to(tl.int64) * hidden,
+                    x + (start + rows).to(tl.int64) * hidden,
                     hidden,
                     inside & (peers != rank),
                     ALIGNED,
                     COLUMNS,
                 )
                 if HAS_WEIGHTS:
-                    real = inside[:, None] & (lanes < NUM_TOPK)[None, :]
+                    has = inside[:, None] & (topk < NUM_TOPK)[None, :]
                     to_weights = as_pointer(to + weights_offset, tl.float32)[:, None]
-                    from_weights = topk_weights + at[:, None] * NUM_TOPK + lanes[None, :]
-                    weights = tl.load(from_weights, mask=real, other=0.0)
-                    put(to_weights + lanes[None, :], weights, real)
+                    from_weights = topk_weights + (start + rows)[:, None] * NUM_TOPK
+                    weights = tl.load(from_weights + topk[None, :], mask=has, other=0.0)
+                    put(to_weights + topk[None, :], weights, has)
             raise_chunk(chunk, num_rows, context, CHUNK_ROWS)
         end_push(context)
     else:
@@ -148,32 +149,33 @@ def return_sums_kernel(
     ALIGNED: tl.constexpr,
     RANKS_PAD: tl.constexpr,
     CHUNK_ROWS: tl.constexpr,
-    BLOCK: tl.constexpr,
+    LANES: tl.constexpr,
     BLOCK_H: tl.constexpr,
 ):
     """Sum the expert rows of each received token, weighted, and write one row to its source.
 
     fp32, in top-k lane order, rounded once to the type of `y`. A chunk of CHUNK_ROWS rows, which
-    share a flag, is summed BLOCK rows at a time.
+    share a flag, is summed LANES rows at a time.
     """
     if is_broken(context):
         return
-    num_ranks = tl.load(context + NUM_RANKS).to(tl.int32)
     num_rows = received_rows(rank_prefix_matrix, tl.arange(0, RANKS_PAD), context)
     own, most_rows = open_regions(num_rows, 0, row_bytes, context)
+    peers, steps, is_peer = deal(context, LANES, RANKS_PAD)
+    count = tl.where(is_peer, received_rows(rank_prefix_matrix, peers, context), 0)
     for chunk in range(tl.program_id(0), tl.cdiv(most_rows, CHUNK_ROWS), tl.num_programs(0)):
-        end = min((chunk + 1) * CHUNK_ROWS, most_rows)
-        for first in range(chunk * CHUNK_ROWS * num_ranks, end * num_ranks, BLOCK):
-            peers, rows = deal(first + tl.arange(0, BLOCK), context)
-            inside = (rows < end) & (rows < received_rows(rank_prefix_matrix, peers, context))
+        end = (chunk + 1) * CHUNK_ROWS
+        for first in range(chunk * CHUNK_ROWS, min(end, most_rows), LANES // RANKS_PAD):
+            rows = first + steps
+            inside = (rows < end) & (rows < count)
             to = symm_at(own + rows.to(tl.int64) * row_bytes, peers, context)
             to_rows = as_pointer(to, y.dtype.element_ty)
             lane0 = (peers * max_rows + rows) * NUM_TOPK
             for column in range(0, hidden, BLOCK_H):
                 columns = column + tl.arange(0, BLOCK_H)
                 in_row = row_mask(columns, hidden, y.dtype.element_ty, ALIGNED)
-                total = tl.zeros([BLOCK, BLOCK_H], tl.float32)
-                for lane in range(0, NUM_TOPK):
+                total = tl.zeros([LANES, BLOCK_H], tl.float32)
+                for lane in tl.range(0, NUM_TOPK, loop_unroll_factor=2):
                     at = tl.load(expert_row + lane0 + lane, mask=inside, other=-1)
                     weight = tl.load(lane_weight + lane0 + lane, mask=at >= 0, other=0.0)
                     real = (at >= 0)[:, None] & in_row[None, :]

@@ -53,7 +53,7 @@ class Sums:
         """What both kernels that sum are launched with."""
         num_tokens, hidden = self.out.shape
         row = self.row
-        block, block_h = _sum_blocks(hidden, 8192, 8192)
+        block, block_h = _sum_blocks(hidden, 8192, 4096)
         return dict(
             out=self.out,
             out_weights=self.weights,
@@ -96,7 +96,7 @@ def return_rows(
         x,
         topk_weights,
         num_push_programs=num_push_programs(num_comm_sms),
-        ROWS=COPY_ROWS,
+        LANES=max(COPY_ROWS, triton.next_power_of_2(slots.layout.num_ranks)),
         COLUMNS=min(triton.next_power_of_2(x.shape[1]), columns),
         **sums.arguments(slots),
     )
@@ -115,7 +115,8 @@ def return_sums(
     _, max_rows, num_topk = plan.expert_row.shape
     row = RowLayout(hidden * y.itemsize)
     # Many rows at a time: a row has but few lanes here, and each is a read that waits for memory.
-    block, block_h = _sum_blocks(hidden, 16384, 2048)
+    lanes, block_h = _sum_blocks(hidden, 8192, 1024)
+    ranks_pad = triton.next_power_of_2(slots.layout.num_ranks)
     return_sums_kernel[(num_comm_sms,)](
         y,
         plan.expert_row,
@@ -127,9 +128,9 @@ def return_sums(
         row.num_bytes,
         NUM_TOPK=num_topk,
         ALIGNED=row.payload_bytes % 16 == 0,
-        RANKS_PAD=triton.next_power_of_2(slots.layout.num_ranks),
+        RANKS_PAD=ranks_pad,
         CHUNK_ROWS=slots.layout.chunk_rows(row.num_bytes),
-        BLOCK=block,
+        LANES=max(lanes, ranks_pad),
         BLOCK_H=block_h,
         num_warps=32,
     )

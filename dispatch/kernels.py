@@ -16,6 +16,7 @@ from ..lang import (
     as_pointer,
     consume_token,
     current_epoch,
+    device_function,
     finish_call,
     is_broken,
     is_last_program,
@@ -149,11 +150,12 @@ def push_kernel(
     NUM_TOPK: tl.constexpr,
     TOPK_PAD: tl.constexpr,
     NUM_SCALES: tl.constexpr,
-    SCALES_PAD: tl.constexpr,
+    SCALES_BLOCK: tl.constexpr,
     ALIGNED: tl.constexpr,
     RANKS_PAD: tl.constexpr,
     CHUNK_ROWS: tl.constexpr,
-    ROWS: tl.constexpr,
+    LANES: tl.constexpr,
+    META_LANES: tl.constexpr,
     BLOCK_WORDS: tl.constexpr,
 ):
     """Write this rank's rows into its region on every rank, all ranks at the same pace.
@@ -165,46 +167,110 @@ def push_kernel(
         return
     rank = tl.load(context + RANK).to(tl.int32)
     num_ranks = tl.load(context + NUM_RANKS).to(tl.int32)
-    lanes = tl.arange(0, TOPK_PAD)
-    columns = tl.arange(0, SCALES_PAD).to(tl.int64)
     ranks = tl.arange(0, RANKS_PAD)
     num_rows = tl.load(num_tokens_per_rank + ranks, mask=ranks < num_ranks, other=0)
     own, most_rows = open_regions(num_rows, header_bytes, row_bytes, context)
+    peers, steps, real = deal(context, LANES, RANKS_PAD)
+    count = tl.load(num_tokens_per_rank + peers, mask=real & (peers != rank), other=0)
     for chunk in range(tl.program_id(0), tl.cdiv(most_rows, CHUNK_ROWS), tl.num_programs(0)):
-        end = min((chunk + 1) * CHUNK_ROWS, most_rows)
-        for first in range(chunk * CHUNK_ROWS * num_ranks, end * num_ranks, ROWS):
-            peers, rows = deal(first + tl.arange(0, ROWS), context)
-            inside = (rows < end) & (rows < tl.load(num_tokens_per_rank + peers))
+        end = (chunk + 1) * CHUNK_ROWS
+        for first in range(chunk * CHUNK_ROWS, min(end, most_rows), META_LANES // RANKS_PAD):
+            _put_metadata(
+                scales,
+                topk_idx,
+                topk_weights,
+                num_tokens_per_rank,
+                send_token_idx,
+                own,
+                context,
+                first,
+                end,
+                num_tokens,
+                scale_stride_token,
+                scale_stride,
+                num_local_experts,
+                row_bytes,
+                scales_offset,
+                ids_offset,
+                weights_offset,
+                token_offset,
+                NUM_TOPK,
+                TOPK_PAD,
+                NUM_SCALES,
+                SCALES_BLOCK,
+                RANKS_PAD,
+                META_LANES,
+            )
+        for first in range(chunk * CHUNK_ROWS, min(end, most_rows), LANES // RANKS_PAD):
+            rows = first + steps
+            inside = (rows < end) & (rows < count)
             tokens = tl.load(send_token_idx + peers * num_tokens + rows, mask=inside, other=0)
             to = symm_at(own + rows.to(tl.int64) * row_bytes, peers, context)
             put_rows(
                 as_pointer(to, x.dtype.element_ty),
                 x + tokens.to(tl.int64) * num_words,
                 num_words,
-                inside & (peers != rank),
+                inside,
                 ALIGNED,
                 BLOCK_WORDS,
             )
-            put(as_pointer(to + token_offset, tl.int32), tokens, inside)
-            if NUM_SCALES > 0:
-                at = (tokens.to(tl.int64) * scale_stride_token)[:, None] + (columns * scale_stride)[
-                    None, :
-                ]
-                real = inside[:, None] & (columns < NUM_SCALES)[None, :]
-                to_scales = as_pointer(to + scales_offset, tl.int32)[:, None]
-                put(to_scales + columns[None, :], tl.load(scales + at, mask=real), real)
-            if NUM_TOPK > 0:
-                at = tokens[:, None] * NUM_TOPK + lanes[None, :]
-                real = inside[:, None] & (lanes < NUM_TOPK)[None, :]
-                ids = tl.load(topk_idx + at, mask=real, other=-1)
-                ids -= peers[:, None] * num_local_experts
-                local = (ids >= 0) & (ids < num_local_experts)
-                weights = tl.load(topk_weights + at, mask=real, other=0.0)
-                to_ids = as_pointer(to + ids_offset, tl.int32)[:, None] + lanes[None, :]
-                to_weights = as_pointer(to + weights_offset, tl.float32)[:, None]
-                put(to_ids, tl.where(local, ids, -1).to(tl.int32), real)
-                put(to_weights + lanes[None, :], tl.where(local, weights, 0.0), real)
         raise_chunk(chunk, num_rows, context, CHUNK_ROWS)
+
+
+@device_function
+def _put_metadata(
+    scales,
+    topk_idx,
+    topk_weights,
+    num_tokens_per_rank,
+    send_token_idx,
+    own,
+    context,
+    first,
+    end,
+    num_tokens,
+    scale_stride_token,
+    scale_stride,
+    num_local_experts,
+    row_bytes,
+    scales_offset,
+    ids_offset,
+    weights_offset,
+    token_offset,
+    NUM_TOPK: tl.constexpr,
+    TOPK_PAD: tl.constexpr,
+    NUM_SCALES: tl.constexpr,
+    SCALES_BLOCK: tl.constexpr,
+    RANKS_PAD: tl.constexpr,
+    LANES: tl.constexpr,
+):
+    """Write what goes with the rows from `first` on, up to `end`, LANES of them to all ranks: many
+    at a time, as each is a chain of reads that waits for memory."""
+    peers, steps, is_peer = deal(context, LANES, RANKS_PAD)
+    rows = first + steps
+    inside = is_peer & (rows < end) & (rows < tl.load(num_tokens_per_rank + peers))
+    tokens = tl.load(send_token_idx + peers * num_tokens + rows, mask=inside, other=0)
+    to = symm_at(own + rows.to(tl.int64) * row_bytes, peers, context)
+    put(as_pointer(to + token_offset, tl.int32), tokens, inside)
+    if NUM_SCALES > 0:
+        from_scales = scales + tokens.to(tl.int64) * scale_stride_token
+        to_scales = as_pointer(to + scales_offset, tl.int32)
+        for start in range(0, NUM_SCALES, SCALES_BLOCK):
+            columns = start + tl.arange(0, SCALES_BLOCK)
+            has = inside[:, None] & (columns < NUM_SCALES)[None, :]
+            at = from_scales[:, None] + columns.to(tl.int64)[None, :] * scale_stride
+            put(to_scales[:, None] + columns[None, :], tl.load(at, mask=has), has)
+    if NUM_TOPK > 0:
+        lanes = tl.arange(0, TOPK_PAD)
+        at = tokens[:, None] * NUM_TOPK + lanes[None, :]
+        has = inside[:, None] & (lanes < NUM_TOPK)[None, :]
+        ids = tl.load(topk_idx + at, mask=has, other=-1) - peers[:, None] * num_local_experts
+        local = (ids >= 0) & (ids < num_local_experts)
+        weights = tl.load(topk_weights + at, mask=has, other=0.0)
+        to_ids = as_pointer(to + ids_offset, tl.int32)[:, None] + lanes[None, :]
+        to_weights = as_pointer(to + weights_offset, tl.float32)[:, None] + lanes[None, :]
+        put(to_ids, tl.where(local, ids, -1).to(tl.int32), has)
+        put(to_weights, tl.where(local, weights, 0.0), has)
 
 
 @triton.jit(do_not_specialize=["max_rows"])

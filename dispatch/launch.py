@@ -12,7 +12,7 @@ from ..slots import RowLayout, Slots
 from ..words import COPY_ROWS, Words
 from .kernels import await_kernel, collect_kernel, exchange_kernel, push_kernel, release_kernel
 
-NUM_WARPS = 8
+NUM_WARPS = 16
 NUM_COLLECT_PROGRAMS = 2 if INTERPRETED else 264
 
 
@@ -107,6 +107,7 @@ def push(
     words, row = Words.of(hidden, rows.x.dtype), rows.row
     scales = None if rows.scales is None else rows.scales.view(torch.int32)
     scale_strides = (0, 0) if scales is None else scales.stride()
+    ranks_pad = triton.next_power_of_2(slots.layout.num_ranks)
     push_kernel[(num_comm_sms,)](
         words.view(rows.x),
         scales,
@@ -128,11 +129,12 @@ def push(
         NUM_TOPK=row.num_topk,
         TOPK_PAD=triton.next_power_of_2(max(1, row.num_topk)),
         NUM_SCALES=row.num_scales,
-        SCALES_PAD=triton.next_power_of_2(max(1, row.num_scales)),
+        SCALES_BLOCK=16,
         ALIGNED=words.aligned,
-        RANKS_PAD=triton.next_power_of_2(slots.layout.num_ranks),
+        RANKS_PAD=ranks_pad,
         CHUNK_ROWS=slots.layout.chunk_rows(row.num_bytes),
-        ROWS=COPY_ROWS,
+        LANES=max(COPY_ROWS, ranks_pad),
+        META_LANES=max(32 if row.num_scales else 128, ranks_pad),
         BLOCK_WORDS=words.block_words,
         num_warps=NUM_WARPS,
     )

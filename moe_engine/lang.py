@@ -56,8 +56,12 @@ def current_epoch(context):
 
 @device_function
 def is_broken(context):
-    """Whether a wait of this rank has expired; a kernel that sees it returns at once."""
-    return tl.load(context + BROKEN, volatile=True) != 0
+    """Whether a wait of this rank has expired; a kernel that sees it returns at once.
+
+    An atomic, as all threads get its answer from one: loads could tell warps different things.
+    """
+    zero = tl.full((), 0, tl.int64)
+    return tl.atomic_add(context + BROKEN, zero, sem="relaxed", scope="gpu") != 0
 
 
 @device_function
@@ -257,7 +261,7 @@ def wait(flags, mask, epoch, peers, context, PHASE: tl.constexpr, BEFORE_TMA: tl
         pause()
         late = mask & (load_acquire(pointers) < epoch)
         num_late = tl.sum(late.to(tl.int32), 0)
-        if is_broken(context):
+        if tl.load(context + BROKEN, volatile=True) != 0:
             token = tl.full((), 0, tl.int32)
         elif (num_late > 0) & (now_ns() > deadline):
             token = tl.full((), 0, tl.int32)
@@ -309,8 +313,9 @@ def end_push(context):
 
 @device_function
 def is_pushing(num_programs, context):
-    """Whether any of the `num_programs` that push still does. Orders nothing."""
-    pushed = tl.load(context + PUSHED, volatile=True)
+    """Whether any of the `num_programs` that push still does; all threads get one answer."""
+    zero = tl.full((), 0, tl.int64)
+    pushed = tl.atomic_add(context + PUSHED, zero, sem="relaxed", scope="gpu")
     return (pushed < num_programs) & (is_broken(context) == 0)
 
 

@@ -84,15 +84,18 @@ def open_regions(num_rows, header_bytes, row_bytes, context):
 
 
 @device_function
-def deal(positions, context):
-    """(peers, rows) at `positions` (block) of the rows to all ranks, dealt to them in turn.
+def deal(context, LANES: tl.constexpr, RANKS_PAD: tl.constexpr):
+    """(peers, steps, whether each is one) of the LANES rows that a tile writes: to lane's rank, the
+    row that lies `step` behind the tile's first.
 
-    Every tile thus writes to all ranks, and no rank waits for rows that all ranks send to another
-    one first. Positions 0 .. 5 of rank 1 of 3: row 0 to ranks 2, 0, 1, then row 1 to 2, 0, 1.
+    Every tile thus writes to all ranks, the next one first, and the traffic to each stays even.
+    LANES = 8 on rank 1 of 3: peers 2 0 1 - 2 0 1 -, steps 0 0 0 - 1 1 1 -.
     """
     num_ranks = tl.load(context + NUM_RANKS).to(tl.int32)
     rank = tl.load(context + RANK).to(tl.int32)
-    return (rank + 1 + positions) % num_ranks, positions // num_ranks
+    lanes = tl.arange(0, LANES)
+    turn = lanes % RANKS_PAD
+    return (rank + 1 + turn) % num_ranks, lanes // RANKS_PAD, turn < num_ranks
 
 
 @device_function

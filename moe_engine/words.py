@@ -9,9 +9,9 @@ import triton
 
 from .lang import INTERPRETED
 
-COPY_ROWS = 16
+COPY_ROWS = 32
 """Rows that a program copies at a time."""
-BYTES_IN_FLIGHT = 32 * 1024
+BYTES_IN_FLIGHT = 64 * 1024
 """What one program holds in registers between load and store: NVLink needs it (measured)."""
 
 

@@ -51,10 +51,11 @@ POINTERS = {
 }
 
 # What the launchers pass for H 7168 in bf16, K 8, 256 experts on 4 ranks.
-ROWS = {"CHUNK_ROWS": 32, "ROWS": COPY_ROWS, "BLOCK_WORDS": 512, "ALIGNED": True}
 TOPK = {"NUM_TOPK": 8, "TOPK_PAD": 8}
+COPY = {"CHUNK_ROWS": 32, "BLOCK_WORDS": 512, "ALIGNED": True}
+PUSH = {**COPY, **TOPK, "RANKS_PAD": 4, "LANES": COPY_ROWS}
 SCALES = {"NUM_SCALES": 56, "SCALES_PAD": 64}
-SUMS = {"ALIGNED": True, "RANKS_PAD": 4, "CHUNK_ROWS": 32, "BLOCK": 1, "BLOCK_H": 8192}
+SUMS = {"ALIGNED": True, "RANKS_PAD": 4, "CHUNK_ROWS": 32, "BLOCK": 2, "BLOCK_H": 4096}
 FINAL = {**SUMS, **TOPK, "NUM_BIASES": 2, "HAS_WEIGHTS": True, "GROUP": 16}
 EXPERTS = {**TOPK, "EXPERTS_PAD": 64, "ROWS": BLOCK_ROWS}
 VARIANTS = {
@@ -77,14 +78,35 @@ VARIANTS = {
         {"RANKS_PAD": 4, "EXPERTS_PAD": 64, "ALL_EXPERTS_PAD": 256},
         4,
     ),
-    "push": (dispatch.push_kernel, {**ROWS, **TOPK, **SCALES, "RANKS_PAD": 4}, 8),
-    "collect": (dispatch.collect_kernel, {**ROWS, **TOPK, **SCALES}, 8),
+    "push": (
+        dispatch.push_kernel,
+        {**PUSH, "META_LANES": 128, "NUM_SCALES": 0, "SCALES_BLOCK": 16, "scales": None},
+        16,
+    ),
+    "push_fp8": (
+        dispatch.push_kernel,
+        {**PUSH, "META_LANES": 32, "NUM_SCALES": 56, "SCALES_BLOCK": 16},
+        16,
+    ),
+    "collect": (dispatch.collect_kernel, {**COPY, **TOPK, **SCALES, "ROWS": COPY_ROWS}, 16),
     "await": (dispatch.await_kernel, {"CHUNK_ROWS": 32, "NUM_FLAGS": 256}, 4),
     "release": (dispatch.release_kernel, {}, 4),
-    "return_rows": (combine.return_rows_kernel, {**FINAL, "ROWS": COPY_ROWS, "COLUMNS": 2048}, 16),
+    "return_rows": (
+        combine.return_rows_kernel,
+        {**FINAL, "LANES": COPY_ROWS, "COLUMNS": 1024, "HAS_WEIGHTS": False, "topk_weights": None},
+        16,
+    ),
+    "return_rows_and_weights": (
+        combine.return_rows_kernel,
+        {**FINAL, "LANES": COPY_ROWS, "COLUMNS": 512},
+        16,
+    ),
     "return_sums": (
         combine.return_sums_kernel,
-        {**SUMS, "NUM_TOPK": 8, "BLOCK": 8, "BLOCK_H": 2048},
+        {
+            **{"ALIGNED": True, "RANKS_PAD": 4, "CHUNK_ROWS": 32},
+            **{"NUM_TOPK": 8, "LANES": 8, "BLOCK_H": 1024},
+        },
         32,
     ),
     "final_sum": (combine.final_sum_kernel, {**FINAL, "OWN_IN_PLACE": True}, 16),
@@ -94,7 +116,7 @@ VARIANTS = {
 def build(name, arch=90, **changes):
     kernel, constexprs, num_warps = VARIANTS[name]
     constexprs = {**constexprs, **changes}
-    pointers = {**POINTERS, "x": "*bf16"} if name == "return_rows" else POINTERS
+    pointers = {**POINTERS, "x": "*bf16"} if name.startswith("return_rows") else POINTERS
     signature = {arg: pointers.get(arg, "i32") for arg in kernel.arg_names if arg not in constexprs}
     return compile_kernel(kernel, signature, constexprs, arch, num_warps=num_warps)
 
