@@ -59,7 +59,6 @@ def return_rows_kernel(
     LANES: tl.constexpr,
     COLUMNS: tl.constexpr,
     GROUP: tl.constexpr,
-    BLOCK: tl.constexpr,
     BLOCK_H: tl.constexpr,
 ):
     """Write each received row back to its source, into this rank's region, in the same order.
@@ -127,7 +126,6 @@ def return_rows_kernel(
                 RANKS_PAD,
                 CHUNK_ROWS,
                 GROUP,
-                BLOCK,
                 BLOCK_H,
             )
             group = num_tokens
@@ -211,7 +209,6 @@ def final_sum_kernel(
     RANKS_PAD: tl.constexpr,
     CHUNK_ROWS: tl.constexpr,
     GROUP: tl.constexpr,
-    BLOCK: tl.constexpr,
     BLOCK_H: tl.constexpr,
 ):
     """Sum the tokens that `return_rows_kernel` has not; the last program finishes the call."""
@@ -242,7 +239,6 @@ def final_sum_kernel(
             RANKS_PAD,
             CHUNK_ROWS,
             GROUP,
-            BLOCK,
             BLOCK_H,
         )
         group = claim(context)
@@ -274,13 +270,11 @@ def _sum_group(
     RANKS_PAD: tl.constexpr,
     CHUNK_ROWS: tl.constexpr,
     GROUP: tl.constexpr,
-    BLOCK: tl.constexpr,
     BLOCK_H: tl.constexpr,
 ):
     """Add the returned rows of GROUP tokens: bias_0 + bias_1 first, then `send_head`'s order.
 
-    fp32, rounded once. Waits for just the chunks that hold these rows, then sums BLOCK tokens at a
-    time.
+    fp32, rounded once. Waits for just the chunks that hold these rows.
     """
     num_ranks = tl.load(context + NUM_RANKS).to(tl.int32)
     rank = tl.load(context + RANK).to(tl.int32)
@@ -291,45 +285,44 @@ def _sum_group(
     token = _wait_returned(
         send_head, group * GROUP, end, num_ranks, context, CHUNK_ROWS, GROUP, RANKS_PAD
     )
-    for first in range(group * GROUP, end, BLOCK):
-        tokens = first + tl.arange(0, BLOCK)
-        inside = (tokens < end) & (token == 1)
-        for column in range(0, hidden, BLOCK_H):
-            columns = column + tl.arange(0, BLOCK_H)
-            in_row = row_mask(columns, hidden, out.dtype.element_ty, ALIGNED)
-            real = inside[:, None] & in_row[None, :]
-            at = tokens.to(tl.int64) * hidden
-            total = tl.zeros([BLOCK, BLOCK_H], tl.float32)
-            if NUM_BIASES >= 1:
-                bias = tl.load(row_pointers(bias_0 + at, columns, ALIGNED), mask=real, other=0.0)
-                total += bias.to(tl.float32)
-            if NUM_BIASES == 2:
-                bias = tl.load(row_pointers(bias_1 + at, columns, ALIGNED), mask=real, other=0.0)
-                total += bias.to(tl.float32)
-            for place in tl.range(0, num_ranks, loop_unroll_factor=4):
-                writer, row, sent = _returned(send_head, tokens, inside, place, num_ranks)
-                address = consume_token(region(writer, context), token) + row * row_bytes
-                if OWN_IN_PLACE:
-                    own = (own_rows + (own_start + row) * hidden).to(tl.int64)
-                    address = tl.where(writer == rank, own, address)
-                part = tl.load(
-                    row_pointers(as_pointer(address, out.dtype.element_ty), columns, ALIGNED),
-                    mask=sent[:, None] & in_row[None, :],
-                    other=0.0,
-                )
-                total += part.to(tl.float32)
-            values = round_to(total, out.dtype.element_ty)
-            tl.store(row_pointers(out + at, columns, ALIGNED), values, mask=real)
-        if HAS_WEIGHTS:
-            weights = tl.zeros([BLOCK, TOPK_PAD], tl.float32)
-            for place in range(0, num_ranks):
-                writer, row, sent = _returned(send_head, tokens, inside, place, num_ranks)
-                address = consume_token(region(writer, context), token) + row * row_bytes
-                source = as_pointer(address + weights_offset, tl.float32)[:, None]
-                real = sent[:, None] & (lanes < NUM_TOPK)[None, :]
-                weights += tl.load(source + lanes[None, :], mask=real, other=0.0)
-            to = out_weights + tokens[:, None] * NUM_TOPK + lanes[None, :]
-            tl.store(to, weights, mask=inside[:, None] & (lanes < NUM_TOPK)[None, :])
+    tokens = group * GROUP + tl.arange(0, GROUP)
+    inside = (tokens < end) & (token == 1)
+    for column in range(0, hidden, BLOCK_H):
+        columns = column + tl.arange(0, BLOCK_H)
+        in_row = row_mask(columns, hidden, out.dtype.element_ty, ALIGNED)
+        real = inside[:, None] & in_row[None, :]
+        at = tokens.to(tl.int64) * hidden
+        total = tl.zeros([GROUP, BLOCK_H], tl.float32)
+        if NUM_BIASES >= 1:
+            bias = tl.load(row_pointers(bias_0 + at, columns, ALIGNED), mask=real, other=0.0)
+            total += bias.to(tl.float32)
+        if NUM_BIASES == 2:
+            bias = tl.load(row_pointers(bias_1 + at, columns, ALIGNED), mask=real, other=0.0)
+            total += bias.to(tl.float32)
+        for place in tl.range(0, num_ranks, loop_unroll_factor=4):
+            writer, row, sent = _returned(send_head, tokens, inside, place, num_ranks)
+            address = consume_token(region(writer, context), token) + row * row_bytes
+            if OWN_IN_PLACE:
+                own = (own_rows + (own_start + row) * hidden).to(tl.int64)
+                address = tl.where(writer == rank, own, address)
+            part = tl.load(
+                row_pointers(as_pointer(address, out.dtype.element_ty), columns, ALIGNED),
+                mask=sent[:, None] & in_row[None, :],
+                other=0.0,
+            )
+            total += part.to(tl.float32)
+        values = round_to(total, out.dtype.element_ty)
+        tl.store(row_pointers(out + at, columns, ALIGNED), values, mask=real)
+    if HAS_WEIGHTS:
+        weights = tl.zeros([GROUP, TOPK_PAD], tl.float32)
+        for place in range(0, num_ranks):
+            writer, row, sent = _returned(send_head, tokens, inside, place, num_ranks)
+            address = consume_token(region(writer, context), token) + row * row_bytes
+            source = as_pointer(address + weights_offset, tl.float32)[:, None]
+            real = sent[:, None] & (lanes < NUM_TOPK)[None, :]
+            weights += tl.load(source + lanes[None, :], mask=real, other=0.0)
+        to = out_weights + tokens[:, None] * NUM_TOPK + lanes[None, :]
+        tl.store(to, weights, mask=inside[:, None] & (lanes < NUM_TOPK)[None, :])
 
 
 @device_function

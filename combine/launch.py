@@ -26,10 +26,9 @@ def num_push_programs(num_programs: int) -> int:
     return 1 if INTERPRETED else min(num_programs, max(8, num_programs // 2))
 
 
-def _sum_blocks(hidden: int, items: int, most_columns: int) -> tuple[int, int]:
-    """(rows, columns) of the `items` fp32 sums that one program holds at a time."""
-    columns = min(triton.next_power_of_2(hidden), most_columns)
-    return min(WAIT_TOKENS, items // columns), columns
+def _sum_columns(hidden: int, items: int, rows: int) -> int:
+    """Columns of the `items` fp32 sums that a program holds at a time, for so many rows."""
+    return min(triton.next_power_of_2(hidden), items // rows)
 
 
 @dataclass(frozen=True, slots=True)
@@ -53,7 +52,6 @@ class Sums:
         """What both kernels that sum are launched with."""
         num_tokens, hidden = self.out.shape
         row = self.row
-        block, block_h = _sum_blocks(hidden, 8192, 4096)
         return dict(
             out=self.out,
             out_weights=self.weights,
@@ -74,8 +72,7 @@ class Sums:
             RANKS_PAD=triton.next_power_of_2(slots.layout.num_ranks),
             CHUNK_ROWS=slots.layout.chunk_rows(row.num_bytes),
             GROUP=WAIT_TOKENS,
-            BLOCK=block,
-            BLOCK_H=block_h,
+            BLOCK_H=_sum_columns(hidden, 8192, WAIT_TOKENS),
             num_warps=NUM_WARPS,
         )
 
@@ -115,8 +112,8 @@ def return_sums(
     _, max_rows, num_topk = plan.expert_row.shape
     row = RowLayout(hidden * y.itemsize)
     # Many rows at a time: a row has but few lanes here, and each is a read that waits for memory.
-    lanes, block_h = _sum_blocks(hidden, 8192, 1024)
     ranks_pad = triton.next_power_of_2(slots.layout.num_ranks)
+    lanes = max(8, ranks_pad)
     return_sums_kernel[(num_comm_sms,)](
         y,
         plan.expert_row,
@@ -130,8 +127,8 @@ def return_sums(
         ALIGNED=row.payload_bytes % 16 == 0,
         RANKS_PAD=ranks_pad,
         CHUNK_ROWS=slots.layout.chunk_rows(row.num_bytes),
-        LANES=max(lanes, ranks_pad),
-        BLOCK_H=block_h,
+        LANES=lanes,
+        BLOCK_H=_sum_columns(hidden, 8192, lanes),
         num_warps=32,
     )
 
