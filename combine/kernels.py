@@ -26,10 +26,12 @@ from ..lang import (
 from ..slots_kernels import (
     chunk_flag,
     deal,
+    num_spans,
     open_regions,
-    raise_chunk,
+    raise_chunks,
     received_rows,
     region,
+    span,
 )
 
 
@@ -56,6 +58,7 @@ def return_rows_kernel(
     ALIGNED: tl.constexpr,
     RANKS_PAD: tl.constexpr,
     CHUNK_ROWS: tl.constexpr,
+    SPAN: tl.constexpr,
     LANES: tl.constexpr,
     COLUMNS: tl.constexpr,
     GROUP: tl.constexpr,
@@ -78,9 +81,11 @@ def return_rows_kernel(
         peers, steps, real = deal(context, LANES, RANKS_PAD)
         count = tl.where(real, received_rows(rank_prefix_matrix, peers, context), 0)
         start = tl.load(rank_prefix_matrix + peers * num_ranks + rank, mask=real, other=0) - count
-        for chunk in range(tl.program_id(0), tl.cdiv(most_rows, CHUNK_ROWS), num_push_programs):
-            end = (chunk + 1) * CHUNK_ROWS
-            for first in range(chunk * CHUNK_ROWS, min(end, most_rows), LANES // RANKS_PAD):
+        num_chunks = tl.cdiv(most_rows, CHUNK_ROWS)
+        for turn in range(0, num_spans(num_chunks, num_push_programs, SPAN)):
+            first_chunk, end_chunk = span(turn, num_chunks, num_push_programs, SPAN)
+            end = min(end_chunk * CHUNK_ROWS, most_rows)
+            for first in range(first_chunk * CHUNK_ROWS, end, LANES // RANKS_PAD):
                 rows = first + steps
                 inside = (rows < end) & (rows < count)
                 to = symm_at(own + rows.to(tl.int64) * row_bytes, peers, context)
@@ -98,7 +103,7 @@ def return_rows_kernel(
                     from_weights = topk_weights + (start + rows)[:, None] * NUM_TOPK
                     weights = tl.load(from_weights + topk[None, :], mask=has, other=0.0)
                     put(to_weights + topk[None, :], weights, has)
-            raise_chunk(chunk, num_rows, context, CHUNK_ROWS)
+            raise_chunks(first_chunk, end_chunk, num_rows, context, CHUNK_ROWS, SPAN)
         end_push(context)
     else:
         group = claim(context)
@@ -147,13 +152,13 @@ def return_sums_kernel(
     ALIGNED: tl.constexpr,
     RANKS_PAD: tl.constexpr,
     CHUNK_ROWS: tl.constexpr,
+    SPAN: tl.constexpr,
     LANES: tl.constexpr,
     BLOCK_H: tl.constexpr,
 ):
     """Sum the expert rows of each received token, weighted, and write one row to its source.
 
-    fp32, in top-k lane order, rounded once to the type of `y`. A chunk of CHUNK_ROWS rows, which
-    share a flag, is summed LANES rows at a time.
+    fp32, in top-k lane order, rounded once to the type of `y`; LANES rows at a time.
     """
     if is_broken(context):
         return
@@ -161,9 +166,11 @@ def return_sums_kernel(
     own, most_rows = open_regions(num_rows, 0, row_bytes, context)
     peers, steps, is_peer = deal(context, LANES, RANKS_PAD)
     count = tl.where(is_peer, received_rows(rank_prefix_matrix, peers, context), 0)
-    for chunk in range(tl.program_id(0), tl.cdiv(most_rows, CHUNK_ROWS), tl.num_programs(0)):
-        end = (chunk + 1) * CHUNK_ROWS
-        for first in range(chunk * CHUNK_ROWS, min(end, most_rows), LANES // RANKS_PAD):
+    num_chunks = tl.cdiv(most_rows, CHUNK_ROWS)
+    for turn in range(0, num_spans(num_chunks, tl.num_programs(0), SPAN)):
+        first_chunk, end_chunk = span(turn, num_chunks, tl.num_programs(0), SPAN)
+        end = min(end_chunk * CHUNK_ROWS, most_rows)
+        for first in range(first_chunk * CHUNK_ROWS, end, LANES // RANKS_PAD):
             rows = first + steps
             inside = (rows < end) & (rows < count)
             to = symm_at(own + rows.to(tl.int64) * row_bytes, peers, context)
@@ -183,7 +190,7 @@ def return_sums_kernel(
                 real = inside[:, None] & in_row[None, :]
                 values = round_to(total, y.dtype.element_ty)
                 put(row_pointers(to_rows, columns, ALIGNED), values, real)
-        raise_chunk(chunk, num_rows, context, CHUNK_ROWS)
+        raise_chunks(first_chunk, end_chunk, num_rows, context, CHUNK_ROWS, SPAN)
 
 
 @triton.jit(do_not_specialize=["num_tokens"])
@@ -279,14 +286,27 @@ def _sum_group(
     num_ranks = tl.load(context + NUM_RANKS).to(tl.int32)
     rank = tl.load(context + RANK).to(tl.int32)
     lanes = tl.arange(0, TOPK_PAD)
-    own_start = tl.load(rank_prefix_matrix + rank * num_ranks + rank)
-    own_start -= received_rows(rank_prefix_matrix, rank, context)
-    end = min((group + 1) * GROUP, num_tokens)
-    token = _wait_returned(
-        send_head, group * GROUP, end, num_ranks, context, CHUNK_ROWS, GROUP, RANKS_PAD
-    )
     tokens = group * GROUP + tl.arange(0, GROUP)
-    inside = (tokens < end) & (token == 1)
+    writers, rows, sent = _returned(send_head, tokens, num_tokens, num_ranks, GROUP, RANKS_PAD)
+    flags = chunk_flag(writers, rows // CHUNK_ROWS, context)
+    token = wait(
+        tl.reshape(flags, [GROUP * RANKS_PAD]),
+        tl.reshape(sent, [GROUP * RANKS_PAD]),
+        current_epoch(context),
+        tl.reshape(writers, [GROUP * RANKS_PAD]),
+        context,
+        PHASE_RETURNED_ROWS,
+    )
+    inside = (tokens < num_tokens) & (token == 1)
+    # Every address before any row is read: each would otherwise wait for a read of its own.
+    in_slot = region(writers, context) + rows.to(tl.int64) * row_bytes
+    addresses = in_slot
+    if OWN_IN_PLACE:
+        own_start = tl.load(rank_prefix_matrix + rank * num_ranks + rank)
+        own_start -= received_rows(rank_prefix_matrix, rank, context)
+        own = (own_rows + (own_start + rows).to(tl.int64) * hidden).to(tl.int64)
+        addresses = tl.where(writers == rank, own, in_slot)
+    addresses = tl.where(sent & inside[:, None], addresses, 0)
     for column in range(0, hidden, BLOCK_H):
         columns = column + tl.arange(0, BLOCK_H)
         in_row = row_mask(columns, hidden, out.dtype.element_ty, ALIGNED)
@@ -300,14 +320,10 @@ def _sum_group(
             bias = tl.load(row_pointers(bias_1 + at, columns, ALIGNED), mask=real, other=0.0)
             total += bias.to(tl.float32)
         for place in tl.range(0, num_ranks, loop_unroll_factor=4):
-            writer, row, sent = _returned(send_head, tokens, inside, place, num_ranks)
-            address = consume_token(region(writer, context), token) + row * row_bytes
-            if OWN_IN_PLACE:
-                own = (own_rows + (own_start + row) * hidden).to(tl.int64)
-                address = tl.where(writer == rank, own, address)
+            address = consume_token(_column(addresses, place), token)
             part = tl.load(
                 row_pointers(as_pointer(address, out.dtype.element_ty), columns, ALIGNED),
-                mask=sent[:, None] & in_row[None, :],
+                mask=(address != 0)[:, None] & in_row[None, :],
                 other=0.0,
             )
             total += part.to(tl.float32)
@@ -315,43 +331,33 @@ def _sum_group(
         tl.store(row_pointers(out + at, columns, ALIGNED), values, mask=real)
     if HAS_WEIGHTS:
         weights = tl.zeros([GROUP, TOPK_PAD], tl.float32)
+        in_slot = tl.where(sent & inside[:, None], in_slot, 0)
         for place in range(0, num_ranks):
-            writer, row, sent = _returned(send_head, tokens, inside, place, num_ranks)
-            address = consume_token(region(writer, context), token) + row * row_bytes
+            address = consume_token(_column(in_slot, place), token)
             source = as_pointer(address + weights_offset, tl.float32)[:, None]
-            real = sent[:, None] & (lanes < NUM_TOPK)[None, :]
+            real = (address != 0)[:, None] & (lanes < NUM_TOPK)[None, :]
             weights += tl.load(source + lanes[None, :], mask=real, other=0.0)
         to = out_weights + tokens[:, None] * NUM_TOPK + lanes[None, :]
         tl.store(to, weights, mask=inside[:, None] & (lanes < NUM_TOPK)[None, :])
 
 
 @device_function
-def _wait_returned(
-    send_head,
-    first,
-    end,
-    num_ranks,
-    context,
-    CHUNK_ROWS: tl.constexpr,
-    GROUP: tl.constexpr,
-    RANKS_PAD: tl.constexpr,
+def _returned(
+    send_head, tokens, num_tokens, num_ranks, GROUP: tl.constexpr, RANKS_PAD: tl.constexpr
 ):
-    """Wait until all rows of tokens `first` .. `end` have been returned. Returns a token."""
-    tokens = first + tl.arange(0, GROUP)
-    ranks = tl.arange(0, RANKS_PAD)
-    inside = (tokens < end)[:, None] & (ranks < num_ranks)[None, :]
-    heads = tl.load(send_head + tokens[:, None] * num_ranks + ranks[None, :], mask=inside, other=-1)
-    head = tl.reshape(heads, [GROUP * RANKS_PAD])
+    """(writers, rows in their regions, whether there is one), each [GROUP, RANKS_PAD]: the rows of
+    `tokens` in the order of their sums."""
+    places = tl.arange(0, RANKS_PAD)
+    inside = (tokens < num_tokens)[:, None] & (places < num_ranks)[None, :]
+    at = tokens[:, None] * num_ranks + places[None, :]
+    head = tl.load(send_head + at, mask=inside, other=-1)
     sent = head >= 0
-    writer = tl.where(sent, head % num_ranks, 0)
-    flags = chunk_flag(writer, tl.where(sent, head // num_ranks // CHUNK_ROWS, 0), context)
-    return wait(flags, sent, current_epoch(context), writer, context, PHASE_RETURNED_ROWS)
+    head = tl.where(sent, head, 0)
+    return head % num_ranks, head // num_ranks, sent
 
 
 @device_function
-def _returned(send_head, tokens, inside, place, num_ranks):
-    """(writer, row in its region, whether there is one) at `place` of the sums of `tokens` [B]."""
-    head = tl.load(send_head + tokens * num_ranks + place, mask=inside, other=-1)
-    sent = head >= 0
-    head = tl.where(sent, head, 0)
-    return head % num_ranks, (head // num_ranks).to(tl.int64), sent
+def _column(block, column):
+    """Column `column` of an integer block [B, C]."""
+    columns = tl.arange(0, block.shape[1])
+    return tl.sum(tl.where((columns == column)[None, :], block, 0), 1)

@@ -32,11 +32,13 @@ from ..slots_kernels import (
     chunk_flag,
     count_flag,
     deal,
+    num_spans,
     open_regions,
     payload_address,
-    raise_chunk,
+    raise_chunks,
     received_rows,
     region,
+    span,
     staged_source,
     wait_rows,
     wait_slot_free,
@@ -154,6 +156,7 @@ def push_kernel(
     ALIGNED: tl.constexpr,
     RANKS_PAD: tl.constexpr,
     CHUNK_ROWS: tl.constexpr,
+    SPAN: tl.constexpr,
     LANES: tl.constexpr,
     META_LANES: tl.constexpr,
     BLOCK_WORDS: tl.constexpr,
@@ -172,9 +175,12 @@ def push_kernel(
     own, most_rows = open_regions(num_rows, header_bytes, row_bytes, context)
     peers, steps, real = deal(context, LANES, RANKS_PAD)
     count = tl.load(num_tokens_per_rank + peers, mask=real & (peers != rank), other=0)
-    for chunk in range(tl.program_id(0), tl.cdiv(most_rows, CHUNK_ROWS), tl.num_programs(0)):
-        end = (chunk + 1) * CHUNK_ROWS
-        for first in range(chunk * CHUNK_ROWS, min(end, most_rows), META_LANES // RANKS_PAD):
+    num_chunks = tl.cdiv(most_rows, CHUNK_ROWS)
+    for turn in range(0, num_spans(num_chunks, tl.num_programs(0), SPAN)):
+        first_chunk, end_chunk = span(turn, num_chunks, tl.num_programs(0), SPAN)
+        begin = first_chunk * CHUNK_ROWS
+        end = min(end_chunk * CHUNK_ROWS, most_rows)
+        for first in range(begin, end, META_LANES // RANKS_PAD):
             _put_metadata(
                 scales,
                 topk_idx,
@@ -201,7 +207,7 @@ def push_kernel(
                 RANKS_PAD,
                 META_LANES,
             )
-        for first in range(chunk * CHUNK_ROWS, min(end, most_rows), LANES // RANKS_PAD):
+        for first in range(begin, end, LANES // RANKS_PAD):
             rows = first + steps
             inside = (rows < end) & (rows < count)
             tokens = tl.load(send_token_idx + peers * num_tokens + rows, mask=inside, other=0)
@@ -214,7 +220,7 @@ def push_kernel(
                 ALIGNED,
                 BLOCK_WORDS,
             )
-        raise_chunk(chunk, num_rows, context, CHUNK_ROWS)
+        raise_chunks(first_chunk, end_chunk, num_rows, context, CHUNK_ROWS, SPAN)
 
 
 @device_function

@@ -133,6 +133,7 @@ def push(
         ALIGNED=words.aligned,
         RANKS_PAD=ranks_pad,
         CHUNK_ROWS=slots.layout.chunk_rows(row.num_bytes),
+        SPAN=slots.layout.span(row.num_bytes),
         LANES=max(COPY_ROWS, ranks_pad),
         META_LANES=max(32 if row.num_scales else 128, ranks_pad),
         BLOCK_WORDS=words.block_words,

@@ -38,8 +38,11 @@ BLOCK_ROWS = 32
 """Rows that a program places at a time."""
 MAX_CHUNKS = 2048
 """Flags per writing rank: at most BLOCK_ROWS * MAX_CHUNKS rows between two ranks in one call."""
-CHUNK_BYTES = 256 * 1024
-"""Bytes to each rank behind one flag: raising it waits for them, some microseconds in all."""
+CHUNK_BYTES = 64 * 1024
+"""Bytes to each rank behind one flag."""
+SPAN_BYTES = 384 * 1024
+"""Bytes that a program writes to each rank before it raises their flags, which waits until they
+have arrived: some microseconds."""
 FLAG_BYTES = 8
 
 
@@ -135,13 +138,19 @@ class SlotLayout:
         return min((self.region_bytes - header_bytes) // row_bytes, BLOCK_ROWS * MAX_CHUNKS)
 
     def chunk_rows(self, row_bytes: int) -> int:
-        """Rows that share one arrival flag, equal on all ranks: enough bytes that raising it costs
-        little, yet many chunks in the largest call, so that the programs end together."""
+        """Rows that share one arrival flag, equal on all ranks."""
         most = self.max_rows(row_bytes)
         rows = 8
         while rows * MAX_CHUNKS < most or (rows * row_bytes < CHUNK_BYTES and rows <= most // 128):
             rows *= 2
         return rows
+
+    def span(self, row_bytes: int) -> int:
+        """Chunks that a program writes before it raises their flags."""
+        span = 1
+        while span < 8 and span * self.chunk_rows(row_bytes) * row_bytes < SPAN_BYTES:
+            span *= 2
+        return span
 
 
 class DeviceContext:

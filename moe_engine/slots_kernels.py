@@ -99,11 +99,36 @@ def deal(context, LANES: tl.constexpr, RANKS_PAD: tl.constexpr):
 
 
 @device_function
-def raise_chunk(chunk, num_rows, context, CHUNK_ROWS: tl.constexpr):
-    """Tell each rank that rows `chunk` * CHUNK_ROWS .. of its `num_rows` [RANKS_PAD] are there."""
-    flag = chunk_flag(tl.load(context + RANK), chunk, context)
-    ranks = tl.arange(0, num_rows.shape[0])
-    notify(flag, ranks, chunk * CHUNK_ROWS < num_rows, current_epoch(context), context)
+def num_spans(num_chunks, num_programs, SPAN: tl.constexpr):
+    """How many spans of chunks each of `num_programs` pushes; see `span`."""
+    rest = num_chunks % (num_programs * SPAN)
+    return num_chunks // (num_programs * SPAN) + tl.cdiv(rest, num_programs)
+
+
+@device_function
+def span(turn, num_chunks, num_programs, SPAN: tl.constexpr):
+    """(first chunk, end) of this program's span number `turn`.
+
+    Spans of SPAN chunks are dealt in rounds, and what is left for no full round one by one, so that
+    raising flags costs little and all programs end together. 2 programs, 7 chunks, SPAN 2: program
+    0 pushes chunks 0 1, then 4, then 6; program 1 chunks 2 3, then 5.
+    """
+    rounds = num_chunks // (num_programs * SPAN)
+    program = tl.program_id(0)
+    single = rounds * num_programs * SPAN + (turn - rounds) * num_programs + program
+    first = tl.where(turn < rounds, (turn * num_programs + program) * SPAN, single)
+    return first, tl.minimum(tl.where(turn < rounds, first + SPAN, first + 1), num_chunks)
+
+
+@device_function
+def raise_chunks(first, end, num_rows, context, CHUNK_ROWS: tl.constexpr, SPAN: tl.constexpr):
+    """Tell each rank that chunks `first` .. `end` of its `num_rows` [RANKS_PAD] are there."""
+    lanes = tl.arange(0, SPAN * num_rows.shape[0])
+    ranks = lanes % num_rows.shape[0]
+    chunks = first + lanes // num_rows.shape[0]
+    has = (chunks < end) & (chunks * CHUNK_ROWS < tl.gather(num_rows, ranks, 0))
+    flags = chunk_flag(tl.load(context + RANK), chunks, context)
+    notify(flags, ranks, has, current_epoch(context), context)
 
 
 @device_function

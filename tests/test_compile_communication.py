@@ -52,12 +52,13 @@ POINTERS = {
 
 # What the launchers pass for H 7168 in bf16, K 8, 256 experts on 4 ranks.
 TOPK = {"NUM_TOPK": 8, "TOPK_PAD": 8}
-COPY = {"CHUNK_ROWS": 32, "BLOCK_WORDS": 512, "ALIGNED": True}
-PUSH = {**COPY, **TOPK, "RANKS_PAD": 4, "LANES": COPY_ROWS}
+COPY = {"CHUNK_ROWS": 8, "BLOCK_WORDS": 512, "ALIGNED": True}
+PUSH = {**COPY, **TOPK, "SPAN": 4, "RANKS_PAD": 4, "LANES": COPY_ROWS}
 SCALES = {"NUM_SCALES": 56, "SCALES_PAD": 64}
-SUMS = {"ALIGNED": True, "RANKS_PAD": 4, "CHUNK_ROWS": 32, "BLOCK_H": 512}
+SUMS = {"ALIGNED": True, "RANKS_PAD": 4, "CHUNK_ROWS": 8, "BLOCK_H": 512}
 FINAL = {**SUMS, **TOPK, "NUM_BIASES": 2, "HAS_WEIGHTS": True, "GROUP": 16}
 EXPERTS = {**TOPK, "EXPERTS_PAD": 64, "ROWS": BLOCK_ROWS}
+RETURN = {**FINAL, "SPAN": 4, "LANES": COPY_ROWS}
 VARIANTS = {
     "layout": (routing_kernels.layout_kernel, {**TOPK, "EXPERTS_PAD": 256, "BLOCK": 128}, 4),
     "layout_sum": (routing_kernels.layout_sum_kernel, {"BLOCK": 64, "COLUMNS": 64}, 4),
@@ -66,7 +67,7 @@ VARIANTS = {
         {**TOPK, "HAS_IDS": True, "RANKS_PAD": 4, "BLOCK": 128, "SCAN": 2048},
         4,
     ),
-    "expert_count": (routing_kernels.expert_count_kernel, {**EXPERTS, "CHUNK_ROWS": 32}, 4),
+    "expert_count": (routing_kernels.expert_count_kernel, {**EXPERTS, "CHUNK_ROWS": 8}, 4),
     "expert_plan": (routing_kernels.expert_plan_kernel, {**EXPERTS, "ITEM_BYTES": 2}, 8),
     "expert_plan_of_512": (
         routing_kernels.expert_plan_kernel,
@@ -89,22 +90,29 @@ VARIANTS = {
         16,
     ),
     "collect": (dispatch.collect_kernel, {**COPY, **TOPK, **SCALES, "ROWS": COPY_ROWS}, 16),
-    "await": (dispatch.await_kernel, {"CHUNK_ROWS": 32, "NUM_FLAGS": 256}, 4),
+    "await": (dispatch.await_kernel, {"CHUNK_ROWS": 8, "NUM_FLAGS": 256}, 4),
     "release": (dispatch.release_kernel, {}, 4),
     "return_rows": (
         combine.return_rows_kernel,
-        {**FINAL, "LANES": COPY_ROWS, "COLUMNS": 1024, "HAS_WEIGHTS": False, "topk_weights": None},
+        {
+            **FINAL,
+            "SPAN": 4,
+            "LANES": COPY_ROWS,
+            "COLUMNS": 1024,
+            "HAS_WEIGHTS": False,
+            "topk_weights": None,
+        },
         16,
     ),
     "return_rows_and_weights": (
         combine.return_rows_kernel,
-        {**FINAL, "LANES": COPY_ROWS, "COLUMNS": 512},
+        {**RETURN, "COLUMNS": 512},
         16,
     ),
     "return_sums": (
         combine.return_sums_kernel,
         {
-            **{"ALIGNED": True, "RANKS_PAD": 4, "CHUNK_ROWS": 32},
+            **{"ALIGNED": True, "RANKS_PAD": 4, "CHUNK_ROWS": 8, "SPAN": 4},
             **{"NUM_TOPK": 8, "LANES": 8, "BLOCK_H": 1024},
         },
         32,
