@@ -56,6 +56,7 @@ def return_rows_kernel(
     NUM_TOPK: tl.constexpr,
     TOPK_PAD: tl.constexpr,
     ALIGNED: tl.constexpr,
+    RANKS: tl.constexpr,
     RANKS_PAD: tl.constexpr,
     CHUNK_ROWS: tl.constexpr,
     SPAN: tl.constexpr,
@@ -128,6 +129,7 @@ def return_rows_kernel(
                 NUM_TOPK,
                 TOPK_PAD,
                 ALIGNED,
+                RANKS,
                 RANKS_PAD,
                 CHUNK_ROWS,
                 GROUP,
@@ -213,6 +215,7 @@ def final_sum_kernel(
     NUM_TOPK: tl.constexpr,
     TOPK_PAD: tl.constexpr,
     ALIGNED: tl.constexpr,
+    RANKS: tl.constexpr,
     RANKS_PAD: tl.constexpr,
     CHUNK_ROWS: tl.constexpr,
     GROUP: tl.constexpr,
@@ -243,6 +246,7 @@ def final_sum_kernel(
             NUM_TOPK,
             TOPK_PAD,
             ALIGNED,
+            RANKS,
             RANKS_PAD,
             CHUNK_ROWS,
             GROUP,
@@ -274,6 +278,7 @@ def _sum_group(
     NUM_TOPK: tl.constexpr,
     TOPK_PAD: tl.constexpr,
     ALIGNED: tl.constexpr,
+    RANKS: tl.constexpr,
     RANKS_PAD: tl.constexpr,
     CHUNK_ROWS: tl.constexpr,
     GROUP: tl.constexpr,
@@ -283,30 +288,25 @@ def _sum_group(
 
     fp32, rounded once. Waits for just the chunks that hold these rows.
     """
-    num_ranks = tl.load(context + NUM_RANKS).to(tl.int32)
     rank = tl.load(context + RANK).to(tl.int32)
     lanes = tl.arange(0, TOPK_PAD)
     tokens = group * GROUP + tl.arange(0, GROUP)
-    writers, rows, sent = _returned(send_head, tokens, num_tokens, num_ranks, GROUP, RANKS_PAD)
-    flags = chunk_flag(writers, rows // CHUNK_ROWS, context)
-    token = wait(
-        tl.reshape(flags, [GROUP * RANKS_PAD]),
-        tl.reshape(sent, [GROUP * RANKS_PAD]),
-        current_epoch(context),
-        tl.reshape(writers, [GROUP * RANKS_PAD]),
-        context,
-        PHASE_RETURNED_ROWS,
-    )
+    token = _wait_returned(send_head, tokens, num_tokens, context, CHUNK_ROWS, RANKS, RANKS_PAD)
     inside = (tokens < num_tokens) & (token == 1)
+    own_start = tl.load(rank_prefix_matrix + rank * RANKS + rank)
+    own_start -= received_rows(rank_prefix_matrix, rank, context)
     # Every address before any row is read: each would otherwise wait for a read of its own.
-    in_slot = region(writers, context) + rows.to(tl.int64) * row_bytes
-    addresses = in_slot
-    if OWN_IN_PLACE:
-        own_start = tl.load(rank_prefix_matrix + rank * num_ranks + rank)
-        own_start -= received_rows(rank_prefix_matrix, rank, context)
-        own = (own_rows + (own_start + rows).to(tl.int64) * hidden).to(tl.int64)
-        addresses = tl.where(writers == rank, own, in_slot)
-    addresses = tl.where(sent & inside[:, None], addresses, 0)
+    in_slot = ()
+    addresses = ()
+    for place in tl.static_range(RANKS):
+        head = tl.load(send_head + tokens * RANKS + place, mask=inside, other=-1)
+        row = head // RANKS
+        at = consume_token(region(head % RANKS, context), token) + row.to(tl.int64) * row_bytes
+        in_slot = in_slot + (tl.where(head >= 0, at, 0),)
+        if OWN_IN_PLACE:
+            own = (own_rows + (own_start + row).to(tl.int64) * hidden).to(tl.int64)
+            at = tl.where(head % RANKS == rank, own, at)
+        addresses = addresses + (tl.where(head >= 0, at, 0),)
     for column in range(0, hidden, BLOCK_H):
         columns = column + tl.arange(0, BLOCK_H)
         in_row = row_mask(columns, hidden, out.dtype.element_ty, ALIGNED)
@@ -319,11 +319,10 @@ def _sum_group(
         if NUM_BIASES == 2:
             bias = tl.load(row_pointers(bias_1 + at, columns, ALIGNED), mask=real, other=0.0)
             total += bias.to(tl.float32)
-        for place in tl.range(0, num_ranks, loop_unroll_factor=4):
-            address = consume_token(_column(addresses, place), token)
+        for place in tl.static_range(RANKS):
             part = tl.load(
-                row_pointers(as_pointer(address, out.dtype.element_ty), columns, ALIGNED),
-                mask=(address != 0)[:, None] & in_row[None, :],
+                row_pointers(as_pointer(addresses[place], out.dtype.element_ty), columns, ALIGNED),
+                mask=(addresses[place] != 0)[:, None] & in_row[None, :],
                 other=0.0,
             )
             total += part.to(tl.float32)
@@ -331,33 +330,30 @@ def _sum_group(
         tl.store(row_pointers(out + at, columns, ALIGNED), values, mask=real)
     if HAS_WEIGHTS:
         weights = tl.zeros([GROUP, TOPK_PAD], tl.float32)
-        in_slot = tl.where(sent & inside[:, None], in_slot, 0)
-        for place in range(0, num_ranks):
-            address = consume_token(_column(in_slot, place), token)
-            source = as_pointer(address + weights_offset, tl.float32)[:, None]
-            real = (address != 0)[:, None] & (lanes < NUM_TOPK)[None, :]
-            weights += tl.load(source + lanes[None, :], mask=real, other=0.0)
+        for place in tl.static_range(RANKS):
+            source = as_pointer(in_slot[place] + weights_offset, tl.float32)[:, None]
+            has = (in_slot[place] != 0)[:, None] & (lanes < NUM_TOPK)[None, :]
+            weights += tl.load(source + lanes[None, :], mask=has, other=0.0)
         to = out_weights + tokens[:, None] * NUM_TOPK + lanes[None, :]
         tl.store(to, weights, mask=inside[:, None] & (lanes < NUM_TOPK)[None, :])
 
 
 @device_function
-def _returned(
-    send_head, tokens, num_tokens, num_ranks, GROUP: tl.constexpr, RANKS_PAD: tl.constexpr
+def _wait_returned(
+    send_head,
+    tokens,
+    num_tokens,
+    context,
+    CHUNK_ROWS: tl.constexpr,
+    RANKS: tl.constexpr,
+    RANKS_PAD: tl.constexpr,
 ):
-    """(writers, rows in their regions, whether there is one), each [GROUP, RANKS_PAD]: the rows of
-    `tokens` in the order of their sums."""
+    """Wait until all rows of `tokens` [B] have been returned. Returns a token."""
     places = tl.arange(0, RANKS_PAD)
-    inside = (tokens < num_tokens)[:, None] & (places < num_ranks)[None, :]
-    at = tokens[:, None] * num_ranks + places[None, :]
-    head = tl.load(send_head + at, mask=inside, other=-1)
+    inside = (tokens < num_tokens)[:, None] & (places < RANKS)[None, :]
+    heads = tl.load(send_head + tokens[:, None] * RANKS + places[None, :], mask=inside, other=-1)
+    head = tl.reshape(heads, [tokens.shape[0] * RANKS_PAD])
     sent = head >= 0
-    head = tl.where(sent, head, 0)
-    return head % num_ranks, head // num_ranks, sent
-
-
-@device_function
-def _column(block, column):
-    """Column `column` of an integer block [B, C]."""
-    columns = tl.arange(0, block.shape[1])
-    return tl.sum(tl.where((columns == column)[None, :], block, 0), 1)
+    writer = tl.where(sent, head % RANKS, 0)
+    flags = chunk_flag(writer, tl.where(sent, head // RANKS // CHUNK_ROWS, 0), context)
+    return wait(flags, sent, current_epoch(context), writer, context, PHASE_RETURNED_ROWS)

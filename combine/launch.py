@@ -69,6 +69,7 @@ class Sums:
             NUM_TOPK=row.num_topk,
             TOPK_PAD=triton.next_power_of_2(max(1, row.num_topk)),
             ALIGNED=row.payload_bytes % 16 == 0,
+            RANKS=slots.layout.num_ranks,
             RANKS_PAD=triton.next_power_of_2(slots.layout.num_ranks),
             CHUNK_ROWS=slots.layout.chunk_rows(row.num_bytes),
             GROUP=WAIT_TOKENS,
