@@ -52,7 +52,7 @@ def draw_topk(
 
 def time_graph(call: Callable[[], Any], group: dist.ProcessGroup, calls: int, rounds: int) -> float:
     """Microseconds of one call: the median over rounds of the slowest rank, each round a replay of
-    a CUDA graph of `calls` calls."""
+    a CUDA graph of `calls` calls that all ranks begin together."""
     call()
     torch.cuda.synchronize()
     dist.barrier(group)
@@ -65,6 +65,9 @@ def time_graph(call: Callable[[], Any], group: dist.ProcessGroup, calls: int, ro
         torch.cuda.synchronize()
         dist.barrier(group)
         start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+        # While the GPUs are busy the hosts get ahead of them; then they wait for one another.
+        torch.cuda._sleep(1_000_000)
+        dist.all_reduce(torch.ones(1, device="cuda"), group=group)
         start.record()
         graph.replay()
         end.record()

@@ -12,7 +12,7 @@ import triton
 from ..lang import INTERPRETED
 from ..routing import ExpertPlan
 from ..slots import RowLayout, Slots
-from ..words import BYTES_IN_FLIGHT, COPY_ROWS
+from ..words import COPY_ROWS, bytes_in_flight
 from .kernels import final_sum_kernel, return_rows_kernel, return_sums_kernel
 
 NUM_SUM_PROGRAMS = 2 if INTERPRETED else 264
@@ -22,8 +22,8 @@ WAIT_TOKENS = 16
 
 
 def num_push_programs(num_programs: int) -> int:
-    """How many of a combine's programs push. Eight fill the link; what is left over sums."""
-    return 1 if INTERPRETED else min(num_programs, max(8, num_programs // 2))
+    """How many of a combine's programs push. Eight nearly fill the link; the others sum."""
+    return 1 if INTERPRETED else min(num_programs, max(8, 3 * num_programs // 8))
 
 
 def _sum_columns(hidden: int, items: int, rows: int) -> int:
@@ -87,9 +87,7 @@ def return_rows(
 ) -> None:
     """Write rows x [N, H], in receive order, back to their sources; topk_weights float32 [N, K]
     travel along. Some sums are made meanwhile. Begins a call."""
-    columns = min(
-        triton.next_power_of_2(x.shape[1]), 2 * BYTES_IN_FLIGHT // x.itemsize // COPY_ROWS
-    )
+    columns = bytes_in_flight() // x.itemsize // COPY_ROWS
     return_rows_kernel[(num_comm_sms,)](
         x,
         topk_weights,

@@ -147,10 +147,8 @@ def push_kernel(
     row_bytes,
     scales_offset,
     ids_offset,
-    weights_offset,
-    token_offset,
     NUM_TOPK: tl.constexpr,
-    TOPK_PAD: tl.constexpr,
+    TAIL_PAD: tl.constexpr,
     NUM_SCALES: tl.constexpr,
     SCALES_BLOCK: tl.constexpr,
     ALIGNED: tl.constexpr,
@@ -198,10 +196,8 @@ def push_kernel(
                 row_bytes,
                 scales_offset,
                 ids_offset,
-                weights_offset,
-                token_offset,
                 NUM_TOPK,
-                TOPK_PAD,
+                TAIL_PAD,
                 NUM_SCALES,
                 SCALES_BLOCK,
                 RANKS_PAD,
@@ -241,10 +237,8 @@ def _put_metadata(
     row_bytes,
     scales_offset,
     ids_offset,
-    weights_offset,
-    token_offset,
     NUM_TOPK: tl.constexpr,
-    TOPK_PAD: tl.constexpr,
+    TAIL_PAD: tl.constexpr,
     NUM_SCALES: tl.constexpr,
     SCALES_BLOCK: tl.constexpr,
     RANKS_PAD: tl.constexpr,
@@ -257,7 +251,6 @@ def _put_metadata(
     inside = is_peer & (rows < end) & (rows < tl.load(num_tokens_per_rank + peers))
     tokens = tl.load(send_token_idx + peers * num_tokens + rows, mask=inside, other=0)
     to = symm_at(own + rows.to(tl.int64) * row_bytes, peers, context)
-    put(as_pointer(to + token_offset, tl.int32), tokens, inside)
     if NUM_SCALES > 0:
         from_scales = scales + tokens.to(tl.int64) * scale_stride_token
         to_scales = as_pointer(to + scales_offset, tl.int32)
@@ -266,17 +259,24 @@ def _put_metadata(
             has = inside[:, None] & (columns < NUM_SCALES)[None, :]
             at = from_scales[:, None] + columns.to(tl.int64)[None, :] * scale_stride
             put(to_scales[:, None] + columns[None, :], tl.load(at, mask=has), has)
+    # Ids, weights and token as one run of words, since each write pays for a packet of its own.
+    words = tl.arange(0, TAIL_PAD)
+    weights_at: tl.constexpr = (NUM_TOPK + 3) // 4 * 4
+    values = tl.where((words == 2 * weights_at)[None, :], tokens[:, None], 0)
     if NUM_TOPK > 0:
-        lanes = tl.arange(0, TOPK_PAD)
-        at = tokens[:, None] * NUM_TOPK + lanes[None, :]
-        has = inside[:, None] & (lanes < NUM_TOPK)[None, :]
+        lane = words % weights_at
+        has = inside[:, None] & ((words < 2 * weights_at) & (lane < NUM_TOPK))[None, :]
+        at = tokens[:, None] * NUM_TOPK + lane[None, :]
         ids = tl.load(topk_idx + at, mask=has, other=-1) - peers[:, None] * num_local_experts
         local = (ids >= 0) & (ids < num_local_experts)
-        weights = tl.load(topk_weights + at, mask=has, other=0.0)
-        to_ids = as_pointer(to + ids_offset, tl.int32)[:, None] + lanes[None, :]
-        to_weights = as_pointer(to + weights_offset, tl.float32)[:, None] + lanes[None, :]
-        put(to_ids, tl.where(local, ids, -1).to(tl.int32), has)
-        put(to_weights, tl.where(local, weights, 0.0), has)
+        weights = tl.load(topk_weights + at, mask=has & local, other=0.0)
+        is_id = (words < weights_at)[None, :]
+        part = tl.where(
+            is_id, tl.where(local, ids, -1).to(tl.int32), weights.to(tl.int32, bitcast=True)
+        )
+        values = tl.where(has, part, values)
+    tail = as_pointer(to + ids_offset, tl.int32)[:, None] + words[None, :]
+    put(tail, values, inside[:, None] & (words <= 2 * weights_at)[None, :])
 
 
 @triton.jit(do_not_specialize=["max_rows"])

@@ -38,7 +38,7 @@ BLOCK_ROWS = 32
 """Rows that a program places at a time."""
 MAX_CHUNKS = 2048
 """Flags per writing rank: at most BLOCK_ROWS * MAX_CHUNKS rows between two ranks in one call."""
-CHUNK_BYTES = 64 * 1024
+CHUNK_BYTES = 128 * 1024
 """Bytes to each rank behind one flag."""
 SPAN_BYTES = 384 * 1024
 """Bytes that a program writes to each rank before it raises their flags, which waits until they
@@ -56,8 +56,8 @@ class RowLayout:
     """One row on the wire: payload, then metadata, opaque to the kernels that move it.
 
     payload | scales, 4 bytes each | expert ids int32 [K] | weights float32 [K] | source token
-    int32, each part starting at a multiple of 16 bytes. `num_topk` is 0 where rows carry no
-    routing, `num_scales` where the payload has none.
+    int32, each part starting at a multiple of 16 bytes; `num_topk` is 0 where rows carry no
+    routing, `num_scales` where the payload has none. Ids, weights and token are written as one run.
     """
 
     payload_bytes: int

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from dataclasses import dataclass
 
 import torch
@@ -11,8 +12,14 @@ from .lang import INTERPRETED
 
 COPY_ROWS = 32
 """Rows that a program copies at a time."""
-BYTES_IN_FLIGHT = 64 * 1024
-"""What one program holds in registers between load and store: NVLink needs it (measured)."""
+
+
+@functools.cache
+def bytes_in_flight() -> int:
+    """What one program holds in registers between load and store: NVLink needs it (measured).
+    Before Hopper the compiler finds registers for half of it."""
+    capability = torch.cuda.get_device_capability() if torch.cuda.is_available() else (9, 0)
+    return 64 * 1024 if capability >= (9, 0) else 32 * 1024
 
 
 @dataclass(frozen=True, slots=True)
@@ -42,4 +49,4 @@ class Words:
     def block_words(self) -> int:
         """Words of a row that a program copies at a time."""
         limit = triton.next_power_of_2(self.num_words)
-        return limit if INTERPRETED else min(limit, BYTES_IN_FLIGHT // 4 // COPY_ROWS)
+        return limit if INTERPRETED else min(limit, bytes_in_flight() // 4 // COPY_ROWS)

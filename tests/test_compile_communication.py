@@ -53,7 +53,7 @@ POINTERS = {
 # What the launchers pass for H 7168 in bf16, K 8, 256 experts on 4 ranks.
 TOPK = {"NUM_TOPK": 8, "TOPK_PAD": 8}
 COPY = {"CHUNK_ROWS": 8, "BLOCK_WORDS": 512, "ALIGNED": True}
-PUSH = {**COPY, **TOPK, "SPAN": 4, "RANKS_PAD": 4, "LANES": COPY_ROWS}
+PUSH = {**COPY, "NUM_TOPK": 8, "TAIL_PAD": 32, "SPAN": 4, "RANKS_PAD": 4, "LANES": COPY_ROWS}
 SCALES = {"NUM_SCALES": 56, "SCALES_PAD": 64}
 SUMS = {"ALIGNED": True, "RANKS": 4, "RANKS_PAD": 4, "CHUNK_ROWS": 8, "BLOCK_H": 512}
 FINAL = {**SUMS, **TOPK, "NUM_BIASES": 2, "HAS_WEIGHTS": True, "GROUP": 16}
@@ -86,29 +86,13 @@ VARIANTS = {
     ),
     "push_fp8": (
         dispatch.push_kernel,
-        {**PUSH, "META_LANES": 32, "NUM_SCALES": 56, "SCALES_BLOCK": 16},
+        {**PUSH, "META_LANES": 16, "NUM_SCALES": 56, "SCALES_BLOCK": 16},
         16,
     ),
     "collect": (dispatch.collect_kernel, {**COPY, **TOPK, **SCALES, "ROWS": COPY_ROWS}, 16),
     "await": (dispatch.await_kernel, {"CHUNK_ROWS": 8, "NUM_FLAGS": 256}, 4),
     "release": (dispatch.release_kernel, {}, 4),
-    "return_rows": (
-        combine.return_rows_kernel,
-        {
-            **FINAL,
-            "SPAN": 4,
-            "LANES": COPY_ROWS,
-            "COLUMNS": 1024,
-            "HAS_WEIGHTS": False,
-            "topk_weights": None,
-        },
-        16,
-    ),
-    "return_rows_and_weights": (
-        combine.return_rows_kernel,
-        {**RETURN, "COLUMNS": 512},
-        16,
-    ),
+    "return_rows": (combine.return_rows_kernel, {**RETURN, "COLUMNS": 1024}, 16),
     "return_sums": (
         combine.return_sums_kernel,
         {
@@ -124,7 +108,7 @@ VARIANTS = {
 def build(name, arch=90, **changes):
     kernel, constexprs, num_warps = VARIANTS[name]
     constexprs = {**constexprs, **changes}
-    pointers = {**POINTERS, "x": "*bf16"} if name.startswith("return_rows") else POINTERS
+    pointers = {**POINTERS, "x": "*bf16"} if name == "return_rows" else POINTERS
     signature = {arg: pointers.get(arg, "i32") for arg in kernel.arg_names if arg not in constexprs}
     return compile_kernel(kernel, signature, constexprs, arch, num_warps=num_warps)
 
@@ -146,7 +130,8 @@ def test_no_spills(name):
 @pytest.mark.parametrize("arch", [80, 100])
 @pytest.mark.parametrize("name", ["push", "final_sum"])
 def test_other_architectures(name, arch):
-    assert build(name, arch).spill_bytes == 0
+    before_hopper = {"BLOCK_WORDS": 256} if name == "push" and arch < 90 else {}
+    assert build(name, arch, **before_hopper).spill_bytes == 0
 
 
 def test_rows_are_stored_16_bytes_at_a_time():
