@@ -1,4 +1,4 @@
-"""Dispatch: exchange counts, push rows to the ranks of their experts, collect what arrived."""
+"""Dispatch, the sending half: exchange counts, push rows to the ranks of their experts."""
 
 import triton
 import triton.language as tl
@@ -6,8 +6,6 @@ import triton.language as tl
 from ..context import (
     NUM_RANKS,
     PHASE_COUNTS,
-    PHASE_OVERFLOW,
-    PHASE_ROWS,
     PHASE_SIGNATURE,
     RANK,
     REPORT_SIGNATURE,
@@ -17,9 +15,7 @@ from ..lang import (
     consume_token,
     current_epoch,
     device_function,
-    finish_call,
     is_broken,
-    is_last_program,
     notify,
     put,
     put_rows,
@@ -29,18 +25,13 @@ from ..lang import (
     wait,
 )
 from ..slots_kernels import (
-    chunk_flag,
     count_flag,
     deal,
     num_spans,
     open_regions,
-    payload_address,
     raise_chunks,
-    received_rows,
     region,
     span,
-    staged_source,
-    wait_rows,
     wait_slot_free,
 )
 
@@ -277,111 +268,3 @@ def _put_metadata(
         values = tl.where(has, part, values)
     tail = as_pointer(to + ids_offset, tl.int32)[:, None] + words[None, :]
     put(tail, values, inside[:, None] & (words <= 2 * weights_at)[None, :])
-
-
-@triton.jit(do_not_specialize=["max_rows"])
-def collect_kernel(
-    x,  # words [T, num_words], what this rank sent
-    rank_prefix_matrix,  # int32 [R, R]
-    recv_x,  # words [N, num_words], out
-    recv_scales,  # int32 [N, NUM_SCALES], out
-    recv_topk_idx,  # int64 [N, NUM_TOPK], out: local ids, -1 where not here
-    recv_topk_weights,  # float32 [N, NUM_TOPK], out: 0 where not here
-    recv_src_idx,  # int32 [N], out
-    context,
-    max_rows,
-    num_words,
-    header_bytes,
-    row_bytes,
-    scales_offset,
-    ids_offset,
-    weights_offset,
-    token_offset,
-    NUM_TOPK: tl.constexpr,
-    TOPK_PAD: tl.constexpr,
-    NUM_SCALES: tl.constexpr,
-    SCALES_PAD: tl.constexpr,
-    ALIGNED: tl.constexpr,
-    CHUNK_ROWS: tl.constexpr,
-    ROWS: tl.constexpr,
-    BLOCK_WORDS: tl.constexpr,
-):
-    """Copy the received rows out of the slot, by source rank, then token; then release the slot.
-
-    Never writes beyond `max_rows`. The last program finishes the call.
-    """
-    if is_broken(context):
-        return
-    num_ranks = tl.load(context + NUM_RANKS).to(tl.int32)
-    rank = tl.load(context + RANK).to(tl.int32)
-    lanes = tl.arange(0, TOPK_PAD)
-    columns = tl.arange(0, SCALES_PAD)
-    if tl.load(rank_prefix_matrix + (num_ranks - 1) * num_ranks + rank) > max_rows:
-        report_failure(rank, current_epoch(context), context, PHASE_OVERFLOW)
-    most_rows = 0
-    for source in range(0, num_ranks):
-        most_rows = max(most_rows, received_rows(rank_prefix_matrix, source, context))
-    num_blocks = tl.cdiv(most_rows, ROWS) * num_ranks
-    for turn in range(tl.program_id(0), num_blocks, tl.num_programs(0)):
-        source = staged_source(turn, context)
-        block = turn // num_ranks
-        num_rows = received_rows(rank_prefix_matrix, source, context)
-        start = tl.load(rank_prefix_matrix + source * num_ranks + rank) - num_rows
-        if block * ROWS < num_rows:
-            rows = block * ROWS + tl.arange(0, ROWS)
-            token = wait_rows(source, rows, rows < num_rows, context, CHUNK_ROWS)
-            to = start + rows
-            inside = (rows < num_rows) & (to < max_rows) & (token == 1)
-            base = consume_token(region(source, context) + header_bytes, token)
-            address = base + rows.to(tl.int64) * row_bytes
-            payload = payload_address(x, source, address, token_offset, num_words, inside, context)
-            put_rows(
-                recv_x + to.to(tl.int64) * num_words,
-                as_pointer(payload, recv_x.dtype.element_ty),
-                num_words,
-                inside,
-                ALIGNED,
-                BLOCK_WORDS,
-            )
-            src_idx = tl.load(as_pointer(address + token_offset, tl.int32), mask=inside, other=0)
-            tl.store(recv_src_idx + to, src_idx, mask=inside)
-            if NUM_SCALES > 0:
-                real = inside[:, None] & (columns < NUM_SCALES)[None, :]
-                scales = as_pointer(address + scales_offset, tl.int32)[:, None] + columns[None, :]
-                at = to.to(tl.int64)[:, None] * NUM_SCALES + columns[None, :]
-                tl.store(recv_scales + at, tl.load(scales, mask=real), mask=real)
-            if NUM_TOPK > 0:
-                real = inside[:, None] & (lanes < NUM_TOPK)[None, :]
-                at = to[:, None] * NUM_TOPK + lanes[None, :]
-                ids = as_pointer(address + ids_offset, tl.int32)[:, None] + lanes[None, :]
-                weights = as_pointer(address + weights_offset, tl.float32)
-                tl.store(recv_topk_idx + at, tl.load(ids, mask=real, other=-1).to(tl.int64), real)
-                tl.store(
-                    recv_topk_weights + at,
-                    tl.load(weights[:, None] + lanes[None, :], mask=real, other=0.0),
-                    mask=real,
-                )
-    if is_last_program(context):
-        finish_call(context)
-
-
-@triton.jit
-def await_kernel(rank_prefix_matrix, context, CHUNK_ROWS: tl.constexpr, NUM_FLAGS: tl.constexpr):
-    """Wait until all rows of all sources have arrived; program s polls the flags of source s."""
-    if is_broken(context):
-        return
-    source = tl.program_id(0)
-    num_chunks = tl.cdiv(received_rows(rank_prefix_matrix, source, context), CHUNK_ROWS)
-    for first in range(0, num_chunks, NUM_FLAGS):
-        chunks = first + tl.arange(0, NUM_FLAGS)
-        flags = chunk_flag(source, chunks, context)
-        peers = tl.full([NUM_FLAGS], 0, tl.int32) + source
-        wait(flags, chunks < num_chunks, current_epoch(context), peers, context, PHASE_ROWS)
-
-
-@triton.jit
-def release_kernel(context):
-    """Finish a call whose rows were read in place, once the reads have been issued."""
-    if is_broken(context):
-        return
-    finish_call(context)

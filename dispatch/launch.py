@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 import triton
@@ -10,9 +11,12 @@ import triton
 from ..lang import INTERPRETED
 from ..slots import RowLayout, Slots
 from ..words import COPY_ROWS, Words
-from .kernels import await_kernel, collect_kernel, exchange_kernel, push_kernel, release_kernel
+from .kernels import exchange_kernel, push_kernel
+from .receive_kernels import collect_kernel, locate_kernel, release_kernel
 
 NUM_WARPS = 16
+LOCATE_ROWS = 32
+"""Rows whose addresses a program writes at a time."""
 NUM_COLLECT_PROGRAMS = 2 if INTERPRETED else 264
 
 
@@ -141,11 +145,12 @@ def push(
 
 @dataclass(frozen=True, slots=True)
 class Collected:
-    """Received rows that the caller owns, by source rank, then token.
+    """Received rows, by source rank, then token.
 
-    x [N, H]; scales [N, S]; topk_idx int64 [N, K] with local ids, -1 where the expert is elsewhere;
-    topk_weights float32 [N, K], 0 there; src_idx int32 [N], the token's number on its source rank.
-    Scales and both top-k tensors are None where dispatch had none.
+    x [N, H], or int64 [N] with the address of each row; scales [N, S]; topk_idx int64 [N, K] with
+    local ids, -1 where the expert is elsewhere; topk_weights float32 [N, K], 0 there; src_idx int32
+    [N], the token's number on its source rank. Scales and both top-k tensors are None where
+    dispatch had none.
     """
 
     x: torch.Tensor
@@ -159,67 +164,84 @@ class Collected:
         """The rows, with their scales where they have some."""
         return self.x if self.scales is None else (self.x, self.scales)
 
+    def arguments(
+        self, rank_prefix_matrix: torch.Tensor, row: RowLayout, header_bytes: int, slots: Slots
+    ) -> dict[str, Any]:
+        """What both kernels that receive are launched with."""
+        return dict(
+            rank_prefix_matrix=rank_prefix_matrix,
+            recv_scales=None if self.scales is None else self.scales.view(torch.int32),
+            recv_topk_idx=self.topk_idx,
+            recv_topk_weights=self.topk_weights,
+            recv_src_idx=self.src_idx,
+            context=slots.context.words,
+            max_rows=self.x.shape[0],
+            header_bytes=header_bytes,
+            row_bytes=row.num_bytes,
+            scales_offset=row.scales,
+            ids_offset=row.ids,
+            weights_offset=row.weights,
+            token_offset=row.token,
+            NUM_TOPK=row.num_topk,
+            TOPK_PAD=triton.next_power_of_2(max(1, row.num_topk)),
+            NUM_SCALES=row.num_scales,
+            SCALES_PAD=triton.next_power_of_2(max(1, row.num_scales)),
+            CHUNK_ROWS=slots.layout.chunk_rows(row.num_bytes),
+        )
+
 
 def new_collected(
-    num_rows: int, x: torch.Tensor, scales: torch.Tensor | None = None, num_topk: int = 0
+    rows: torch.Tensor, scales: torch.Tensor | None = None, num_topk: int = 0
 ) -> Collected:
-    """Room for `num_rows` received rows like those of x [T, H] and scales [T, S]."""
+    """Room for what comes with received `rows` [N, ...]: scales like [T, S], and top-k lanes."""
+    num_rows = rows.shape[0]
     return Collected(
-        x.new_empty(num_rows, x.shape[1]),
+        rows,
         None if scales is None else scales.new_empty(num_rows, scales.shape[1]),
-        x.new_empty((num_rows, num_topk), dtype=torch.int64) if num_topk else None,
-        x.new_empty((num_rows, num_topk), dtype=torch.float32) if num_topk else None,
-        x.new_empty(num_rows, dtype=torch.int32),
+        rows.new_empty((num_rows, num_topk), dtype=torch.int64) if num_topk else None,
+        rows.new_empty((num_rows, num_topk), dtype=torch.float32) if num_topk else None,
+        rows.new_empty(num_rows, dtype=torch.int32),
     )
 
 
 def collect(
     out: Collected,
     x: torch.Tensor,
+    row: RowLayout,
     rank_prefix_matrix: torch.Tensor,
     header_bytes: int,
     slots: Slots,
 ) -> None:
     """Copy the received rows out of the slot, and this rank's own out of the x [T, H] it sent;
     release the slot. Ends a call."""
-    max_rows, hidden = out.x.shape
-    words, row = Words.of(hidden, out.x.dtype), row_layout(out.x, out.scales, out.topk_idx)
+    words = Words.of(x.shape[1], x.dtype)
     collect_kernel[(NUM_COLLECT_PROGRAMS,)](
         words.view(x),
-        rank_prefix_matrix,
-        words.view(out.x),
-        None if out.scales is None else out.scales.view(torch.int32),
-        out.topk_idx,
-        out.topk_weights,
-        out.src_idx,
-        slots.context.words,
-        max_rows,
-        words.num_words,
-        header_bytes,
-        row.num_bytes,
-        row.scales,
-        row.ids,
-        row.weights,
-        row.token,
-        NUM_TOPK=row.num_topk,
-        TOPK_PAD=triton.next_power_of_2(max(1, row.num_topk)),
-        NUM_SCALES=row.num_scales,
-        SCALES_PAD=triton.next_power_of_2(max(1, row.num_scales)),
-        ALIGNED=words.aligned,
-        CHUNK_ROWS=slots.layout.chunk_rows(row.num_bytes),
+        recv_x=words.view(out.x),
+        num_words=words.num_words,
         ROWS=COPY_ROWS,
+        ALIGNED=words.aligned,
         BLOCK_WORDS=words.block_words,
         num_warps=NUM_WARPS,
+        **out.arguments(rank_prefix_matrix, row, header_bytes, slots),
     )
 
 
-def await_rows(rank_prefix_matrix: torch.Tensor, row: RowLayout, slots: Slots) -> None:
-    """Let the stream go on when all rows have arrived in the slot."""
-    await_kernel[(slots.layout.num_ranks,)](
-        rank_prefix_matrix,
-        slots.context.words,
-        CHUNK_ROWS=slots.layout.chunk_rows(row.num_bytes),
-        NUM_FLAGS=256,
+def locate(
+    out: Collected,
+    x: torch.Tensor,
+    row: RowLayout,
+    rank_prefix_matrix: torch.Tensor,
+    header_bytes: int,
+    slots: Slots,
+) -> None:
+    """Write the addresses of the received rows to out.x int64 [N]; `release` ends the call."""
+    locate_kernel[(NUM_COLLECT_PROGRAMS,)](
+        x.view(torch.uint8),
+        recv_address=out.x,
+        hidden=x.shape[1] * x.itemsize,
+        ROWS=LOCATE_ROWS,
+        **out.arguments(rank_prefix_matrix, row, header_bytes, slots),
     )
 
 

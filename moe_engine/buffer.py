@@ -12,15 +12,16 @@ from . import buffer_config, checks
 from .buffer_config import DEFAULT_OPTIONS, Config, Options, Programs
 from .collective import CollectiveEngine
 from .engine import Engine, Handle, KernelEngine, Tokens
-from .errors import BackendError, ShapeError, VerbsNotThereYet
+from .errors import BackendError, ShapeError
 from .events import EventHandle, EventOverlap
 from .lang import INTERPRETED
+from .service import Service
 from .slots import SlotLayout, Slots, round_up, timeout_seconds
 from .streams import CallStreams
 from .symm import allocate, choose_backend, exchange
 
 
-class Buffer(VerbsNotThereYet):
+class Buffer(Service):
     """Expert-parallel dispatch and combine over the ranks of `group`.
 
     The signatures, shapes and receive order are those of DeepEP V1's `Buffer`. Every rank of the
@@ -72,6 +73,7 @@ class Buffer(VerbsNotThereYet):
         self.options = options
         self.device = _device()
         self._engine: Engine | None = None
+        self._unreleased: torch.Tensor | None = None  # x of a dispatch whose rows are in place
         self._programs = Programs(lambda: Buffer.num_sms)
         self._streams = CallStreams(self.device)
         if backend == "collective":
@@ -152,6 +154,7 @@ class Buffer(VerbsNotThereYet):
         previous_event: EventOverlap | EventHandle | None = None,
         async_finish: bool = False,
         allocate_on_comm_stream: bool = False,
+        in_place: bool = False,
     ) -> tuple[
         torch.Tensor | tuple[torch.Tensor, torch.Tensor],
         torch.Tensor | None,
@@ -173,6 +176,10 @@ class Buffer(VerbsNotThereYet):
         Rows stand by source rank, then token. num_worst_tokens > 0 returns that many rows and no
         list, without synchronising the host.
 
+        in_place=True saves the copy: recv_x is int64 [N], the address of each row, for kernels that
+        follow pointers. The rows lie there until `release()`, which must come before the next
+        call that sends; x must stay as it is, as rows that a rank sends to itself are read there.
+
         Example, 2 ranks of 2 experts, rank 0 sends 4 tokens with topk_idx [[0], [2], [1], [3]],
         rank 1 none: rank 0 receives tokens 0, 2 with local ids [[0], [1]], rank 1 tokens 1, 3 with
         [[0], [1]].
@@ -185,8 +192,11 @@ class Buffer(VerbsNotThereYet):
         when = previous_event, async_finish, allocate_on_comm_stream
         if handle is not None:
             cached = _as_handle(handle)
-            if topk_idx is not None or topk_weights is not None:
-                raise ShapeError("with a handle only x is sent; leave out topk_idx, topk_weights.")
+            if topk_idx is not None or topk_weights is not None or in_place:
+                raise ShapeError(
+                    "with a handle only x is sent, to rows of the caller's; leave out topk_idx, "
+                    "topk_weights and in_place."
+                )
             checks.check_payload(x, cached.is_token_in_rank.shape[0])
             with self._programs.of(config), self._streams.call(*when) as call:
                 call.reads(rows, scales, *cached)
@@ -213,11 +223,21 @@ class Buffer(VerbsNotThereYet):
                 is_token_in_rank.contiguous(),
                 scales,
             )
-            got, per_expert, new_handle = engine.dispatch(tokens, num_worst_tokens)
+            send = engine.dispatch_in_place if in_place else engine.dispatch
+            got, per_expert, new_handle = send(tokens, num_worst_tokens)
+            self._unreleased = tokens.x if in_place else None
             call.returns(got.x, got.scales, got.topk_idx, got.topk_weights, *new_handle)
         self._after_call()
         aligned = [round_up(count, expert_alignment) for count in per_expert]
         return got.payload, got.topk_idx, got.topk_weights, aligned, new_handle, call.event
+
+    def release(self) -> None:
+        """Give the rows of `dispatch(in_place=True)` back, behind what the current stream holds."""
+        engine = self._ready(releases=True)
+        with self._streams.call():
+            engine.release()
+        self._unreleased = None
+        self._after_call()
 
     def combine(
         self,
@@ -321,40 +341,6 @@ class Buffer(VerbsNotThereYet):
 
     get_combine_config = get_dispatch_config
 
-    @staticmethod
-    def is_sm90_compiled() -> bool:
-        """Whether kernels are compiled for sm_90 or later here: they are for the GPU that is
-        there."""
-        return torch.cuda.is_available() and torch.cuda.get_device_capability() >= (9, 0)
-
-    @staticmethod
-    def capture() -> EventOverlap:
-        """The current stream up to here, as an event."""
-        return EventOverlap(EventHandle())
-
-    def get_comm_stream(self) -> torch.cuda.Stream:
-        """The stream of asynchronous calls, of high priority, this Buffer's own. BackendError on a
-        CPU, which has no streams."""
-        return self._streams.comm_stream()
-
-    def get_local_buffer_tensor(
-        self,
-        dtype: torch.dtype,
-        size: Sequence[int] | None = None,
-        offset: int = 0,
-        use_rdma_buffer: bool = False,
-    ) -> torch.Tensor:
-        """This rank's ring of slots from byte `offset` on, as `dtype`: `size`, or all in one row.
-
-        To be read only: peers that are ahead may already have written the next call's rows there.
-        There is one memory: use_rdma_buffer changes nothing. CapacityError for more than there is.
-        """
-        engine = self._ready()
-        if not isinstance(engine, KernelEngine):
-            raise BackendError(f"a Buffer with backend {self.backend!r} has no memory of its own.")
-        ring = engine.slots.block.local[engine.slots.layout.slots :]
-        return checks.memory_view(ring, dtype, size, offset)
-
     def check(self) -> None:
         """Synchronise and raise what went wrong on the device: PeerTimeout, RoutingError."""
         if self.device.type == "cuda":
@@ -372,10 +358,16 @@ class Buffer(VerbsNotThereYet):
 
     # --- Checks ------------------------------------------------------------------------------
 
-    def _ready(self) -> Engine:
+    def _ready(self, releases: bool = False) -> Engine:
         if self._engine is None:
             raise BackendError("this Buffer was destroyed; make a new one.")
         self._engine.check()
+        if releases != (self._unreleased is not None):
+            raise BackendError(
+                "there are no rows in place to release; call dispatch(in_place=True) first."
+                if releases
+                else "the last dispatch left its rows in place; call release() when they are read."
+            )
         return self._engine
 
     def _after_call(self) -> None:

@@ -7,6 +7,7 @@ the counts in every call.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 
 import torch
 import torch.distributed as dist
@@ -25,6 +26,7 @@ class CollectiveEngine:
         self.rank = dist.get_rank(group) if group is not None else 0
         self.num_ranks = dist.get_world_size(group) if group is not None else 1
         self._num_bad_ids = 0
+        self._kept: torch.Tensor | None = None
 
     def _exchange(
         self, rows: torch.Tensor, send_splits: list[int], recv_splits: list[int]
@@ -109,6 +111,19 @@ class CollectiveEngine:
         per_expert = [] if num_worst_tokens else expert_counts.sum(0).tolist()
         handle = Handle(prefix, idx, expert_counts, out.src_idx, tokens.is_token_in_rank, head)
         return out, per_expert, handle
+
+    def dispatch_in_place(
+        self, tokens: Tokens, num_worst_tokens: int
+    ) -> tuple[Collected, list[int], Handle]:
+        """See `KernelEngine.dispatch_in_place`; the rows are kept here until `release`."""
+        out, per_expert, handle = self.dispatch(tokens, num_worst_tokens)
+        self._kept, row_bytes = out.x, out.x.shape[1] * out.x.itemsize
+        address = torch.arange(len(out.x), device=out.x.device) * row_bytes + out.x.data_ptr()
+        return replace(out, x=address), per_expert, handle
+
+    def release(self) -> None:
+        """Let the rows of `dispatch_in_place` go."""
+        self._kept = None
 
     def dispatch_cached(
         self, x: torch.Tensor, scales: torch.Tensor | None, handle: Handle

@@ -21,9 +21,7 @@ from .dispatch import Collected, Counts, Outgoing, row_layout
 from .errors import CapacityError
 from .experts import expert_ffn
 from .grouped_gemm import check_weights
-from .lang import (
-    INTERPRETED,
-)
+from .lang import INTERPRETED
 from .slots import RowLayout, Slots, header_bytes
 
 COMPILE_S = 300.0
@@ -80,6 +78,12 @@ class Engine(Protocol):
     def dispatch(
         self, tokens: Tokens, num_worst_tokens: int
     ) -> tuple[Collected, list[int], Handle]: ...
+
+    def dispatch_in_place(
+        self, tokens: Tokens, num_worst_tokens: int
+    ) -> tuple[Collected, list[int], Handle]: ...
+
+    def release(self) -> None: ...
 
     def dispatch_cached(
         self, x: torch.Tensor, scales: torch.Tensor | None, handle: Handle
@@ -159,7 +163,43 @@ class KernelEngine:
         Synchronises the host with the counts, unless `num_worst_tokens` says how many rows to
         return (rows past the received ones are not written; their topk_idx is -1).
         """
-        with self._first_use("dispatch", tokens.x, tokens.num_topk, tokens.num_experts):
+
+        def collect(num_rows: int, prefix: torch.Tensor, header: int) -> Collected:
+            rows = tokens.x.new_empty(num_rows, tokens.x.shape[1])
+            out = _room(rows, tokens, num_worst_tokens)
+            dispatch_verbs.collect(out, tokens.x, tokens.row, prefix, header, self.slots)
+            return out
+
+        return self._dispatch("dispatch", tokens, num_worst_tokens, collect)
+
+    def dispatch_in_place(
+        self, tokens: Tokens, num_worst_tokens: int
+    ) -> tuple[Collected, list[int], Handle]:
+        """Send the rows and return their addresses, int64 [N], good until `release`: in the slot,
+        or in `tokens.x` for rows that this rank sent to itself."""
+
+        def locate(num_rows: int, prefix: torch.Tensor, header: int) -> Collected:
+            rows = prefix.new_zeros(num_rows, dtype=torch.int64)
+            out = _room(rows, tokens, num_worst_tokens)
+            dispatch_verbs.locate(out, tokens.x, tokens.row, prefix, header, self.slots)
+            return out
+
+        return self._dispatch("in_place", tokens, num_worst_tokens, locate)
+
+    def release(self) -> None:
+        """End a `dispatch_in_place`: what was launched before has read the rows."""
+        dispatch_verbs.release(self.slots)
+        self._check_emulated()
+
+    def _dispatch(
+        self,
+        verb: str,
+        tokens: Tokens,
+        num_worst_tokens: int,
+        receive: Callable[[int, torch.Tensor, int], Collected],
+    ) -> tuple[Collected, list[int], Handle]:
+        """`receive(rows to return, rank_prefix_matrix, header bytes)` launches the second half."""
+        with self._first_use(verb, tokens.x, tokens.num_topk, tokens.num_experts):
             counts, send_token_idx, send_head = self.send(tokens)
             self._check_emulated()
             if num_worst_tokens:
@@ -169,11 +209,8 @@ class KernelEngine:
                 host = torch.cat([received[None], counts.recv_expert_counts.sum(0)]).tolist()
                 self.slots.context.check()
                 num_rows, per_expert = host[0], host[1:]
-            out = dispatch_verbs.new_collected(num_rows, tokens.x, tokens.scales, tokens.num_topk)
-            if num_worst_tokens and out.topk_idx is not None:
-                out.topk_idx.fill_(-1)
             header = header_bytes(tokens.num_experts, self.slots.layout.num_ranks)
-            dispatch_verbs.collect(out, tokens.x, counts.rank_prefix_matrix, header, self.slots)
+            out = receive(num_rows, counts.rank_prefix_matrix, header)
             self._check_emulated()
             handle = Handle(
                 counts.rank_prefix_matrix,
@@ -185,24 +222,6 @@ class KernelEngine:
             )
             return out, per_expert, handle
 
-    def dispatch_in_place(self, tokens: Tokens) -> Handle:
-        """Send the rows and leave them in the slot, until `release`. Never synchronises the host.
-
-        The received rows of source s are rows 0, 1, ... of its region (see `slots.py`), in token
-        order; those of this rank itself are rows of `tokens.x`. The handle has no recv_src_idx.
-        """
-        with self._first_use("in_place", tokens.x, tokens.num_topk, tokens.num_experts):
-            counts, idx, head = self.send(tokens)
-            dispatch_verbs.await_rows(counts.rank_prefix_matrix, tokens.row, self.slots)
-            self._check_emulated()
-            none = idx.new_empty(0)
-            matrix, per_expert = counts.rank_prefix_matrix, counts.recv_expert_counts
-            return Handle(matrix, idx, per_expert, none, tokens.is_token_in_rank, head)
-
-    def release(self) -> None:
-        """End a `dispatch_in_place`: what was launched before has read the rows."""
-        dispatch_verbs.release(self.slots)
-
     def dispatch_cached(
         self, x: torch.Tensor, scales: torch.Tensor | None, handle: Handle
     ) -> Collected:
@@ -213,8 +232,9 @@ class KernelEngine:
             num_rows = prefix[rank] - prefix[rank - 1] if rank else prefix[0]
             outgoing = Outgoing(x, scales, None, None, num_rows, handle.send_token_idx)
             dispatch_verbs.push(outgoing, 1, 0, self.num_comm_sms, self.slots)
-            out = dispatch_verbs.new_collected(handle.recv_src_idx.numel(), x, scales)
-            dispatch_verbs.collect(out, x, prefix, 0, self.slots)
+            rows = x.new_empty(handle.recv_src_idx.numel(), x.shape[1])
+            out = dispatch_verbs.new_collected(rows, scales)
+            dispatch_verbs.collect(out, x, outgoing.row, prefix, 0, self.slots)
             self._check_emulated()
             return out
 
@@ -320,3 +340,11 @@ class KernelEngine:
     def free(self) -> None:
         """Give the symmetric memory back."""
         self.slots.free()
+
+
+def _room(rows: torch.Tensor, tokens: Tokens, num_worst_tokens: int) -> Collected:
+    """Room for what comes with `rows`; ids past the received rows of a worst case are -1."""
+    out = dispatch_verbs.new_collected(rows, tokens.scales, tokens.num_topk)
+    if num_worst_tokens and out.topk_idx is not None:
+        out.topk_idx.fill_(-1)
+    return out

@@ -14,10 +14,9 @@ from moe_engine import routing_kernels
 from moe_engine.combine import kernels as combine
 from moe_engine.context import PHASE_ROWS
 from moe_engine.dispatch import kernels as dispatch
-from moe_engine.lang import (
-    notify,
-    wait,
-)
+from moe_engine.dispatch import receive_kernels as receive
+from moe_engine.dispatch.launch import LOCATE_ROWS
+from moe_engine.lang import notify, wait
 from moe_engine.slots import BLOCK_ROWS
 from moe_engine.words import COPY_ROWS
 
@@ -25,6 +24,7 @@ POINTERS = {
     "context": "*i64",
     "topk_idx": "*i64",
     "recv_topk_idx": "*i64",
+    "recv_address": "*i64",
     "row_offset": "*i64",
     "is_token_in_rank": "*u8",
     "topk_weights": "*fp32",
@@ -89,9 +89,13 @@ VARIANTS = {
         {**PUSH, "META_LANES": 16, "NUM_SCALES": 56, "SCALES_BLOCK": 16},
         16,
     ),
-    "collect": (dispatch.collect_kernel, {**COPY, **TOPK, **SCALES, "ROWS": COPY_ROWS}, 16),
-    "await": (dispatch.await_kernel, {"CHUNK_ROWS": 8, "NUM_FLAGS": 256}, 4),
-    "release": (dispatch.release_kernel, {}, 4),
+    "collect": (receive.collect_kernel, {**COPY, **TOPK, **SCALES, "ROWS": COPY_ROWS}, 16),
+    "locate": (
+        receive.locate_kernel,
+        {**TOPK, **SCALES, "CHUNK_ROWS": 8, "ROWS": LOCATE_ROWS},
+        4,
+    ),
+    "release": (receive.release_kernel, {}, 4),
     "return_rows": (combine.return_rows_kernel, {**RETURN, "COLUMNS": 1024}, 16),
     "return_sums": (
         combine.return_sums_kernel,

@@ -25,6 +25,7 @@ LAYERS = (
     ("grouped_gemm",),
     ("dispatch", "combine", "experts"),
     ("engine", "collective"),
+    ("service",),
     ("buffer",),
     ("layer", "autograd"),
     ("moe_engine", "integrations", "models", "emulation", "demo", "report", "cli", "__main__"),

@@ -1,0 +1,224 @@
+"""Dispatch, the receiving half: copy rows out of the slot, or say where they lie."""
+
+import triton
+import triton.language as tl
+
+from ..context import NUM_RANKS, PHASE_OVERFLOW, RANK
+from ..lang import (
+    as_pointer,
+    consume_token,
+    current_epoch,
+    device_function,
+    finish_call,
+    is_broken,
+    is_last_program,
+    put_rows,
+    report_failure,
+)
+from ..slots_kernels import payload_address, received_rows, region, staged_source, wait_rows
+
+
+@triton.jit(do_not_specialize=["max_rows"])
+def collect_kernel(
+    x,  # words [T, num_words], what this rank sent
+    rank_prefix_matrix,  # int32 [R, R]
+    recv_x,  # words [N, num_words], out
+    recv_scales,  # int32 [N, NUM_SCALES], out
+    recv_topk_idx,  # int64 [N, NUM_TOPK], out: local ids, -1 where not here
+    recv_topk_weights,  # float32 [N, NUM_TOPK], out: 0 where not here
+    recv_src_idx,  # int32 [N], out
+    context,
+    max_rows,
+    num_words,
+    header_bytes,
+    row_bytes,
+    scales_offset,
+    ids_offset,
+    weights_offset,
+    token_offset,
+    NUM_TOPK: tl.constexpr,
+    TOPK_PAD: tl.constexpr,
+    NUM_SCALES: tl.constexpr,
+    SCALES_PAD: tl.constexpr,
+    CHUNK_ROWS: tl.constexpr,
+    ROWS: tl.constexpr,
+    ALIGNED: tl.constexpr,
+    BLOCK_WORDS: tl.constexpr,
+):
+    """Copy the received rows out of the slot, by source rank, then token; then release the slot.
+
+    Never writes beyond `max_rows`. The last program finishes the call.
+    """
+    if is_broken(context):
+        return
+    num_blocks = _num_blocks(rank_prefix_matrix, max_rows, context, ROWS)
+    for turn in range(tl.program_id(0), num_blocks, tl.num_programs(0)):
+        source, to, inside, address = _received_block(
+            turn, rank_prefix_matrix, max_rows, header_bytes, row_bytes, context, CHUNK_ROWS, ROWS
+        )
+        payload = payload_address(x, source, address, token_offset, num_words, inside, context)
+        put_rows(
+            recv_x + to.to(tl.int64) * num_words,
+            as_pointer(payload, recv_x.dtype.element_ty),
+            num_words,
+            inside,
+            ALIGNED,
+            BLOCK_WORDS,
+        )
+        _collect_metadata(
+            recv_scales,
+            recv_topk_idx,
+            recv_topk_weights,
+            recv_src_idx,
+            to,
+            inside,
+            address,
+            scales_offset,
+            ids_offset,
+            weights_offset,
+            token_offset,
+            NUM_TOPK,
+            TOPK_PAD,
+            NUM_SCALES,
+            SCALES_PAD,
+        )
+    if is_last_program(context):
+        finish_call(context)
+
+
+@triton.jit(do_not_specialize=["max_rows"])
+def locate_kernel(
+    x,  # [T, H], what this rank sent
+    rank_prefix_matrix,  # int32 [R, R]
+    recv_address,  # int64 [N], out
+    recv_scales,  # this and what follows: see `collect_kernel`
+    recv_topk_idx,
+    recv_topk_weights,
+    recv_src_idx,
+    context,
+    max_rows,
+    hidden,
+    header_bytes,
+    row_bytes,
+    scales_offset,
+    ids_offset,
+    weights_offset,
+    token_offset,
+    NUM_TOPK: tl.constexpr,
+    TOPK_PAD: tl.constexpr,
+    NUM_SCALES: tl.constexpr,
+    SCALES_PAD: tl.constexpr,
+    CHUNK_ROWS: tl.constexpr,
+    ROWS: tl.constexpr,
+):
+    """Wait for all rows and say where each lies, by source rank, then token: in the slot, or in `x`
+    where this rank sent it to itself. The slot stays as it is until `release_kernel`."""
+    if is_broken(context):
+        return
+    num_blocks = _num_blocks(rank_prefix_matrix, max_rows, context, ROWS)
+    for turn in range(tl.program_id(0), num_blocks, tl.num_programs(0)):
+        source, to, inside, address = _received_block(
+            turn, rank_prefix_matrix, max_rows, header_bytes, row_bytes, context, CHUNK_ROWS, ROWS
+        )
+        payload = payload_address(x, source, address, token_offset, hidden, inside, context)
+        tl.store(recv_address + to, payload, mask=inside)
+        _collect_metadata(
+            recv_scales,
+            recv_topk_idx,
+            recv_topk_weights,
+            recv_src_idx,
+            to,
+            inside,
+            address,
+            scales_offset,
+            ids_offset,
+            weights_offset,
+            token_offset,
+            NUM_TOPK,
+            TOPK_PAD,
+            NUM_SCALES,
+            SCALES_PAD,
+        )
+
+
+@triton.jit
+def release_kernel(context):
+    """Finish a call whose rows were read in place, once the reads have been issued."""
+    if is_broken(context):
+        return
+    finish_call(context)
+
+
+@device_function
+def _num_blocks(rank_prefix_matrix, max_rows, context, ROWS: tl.constexpr):
+    """Blocks of ROWS rows to take from all sources; reports more rows than `max_rows`."""
+    num_ranks = tl.load(context + NUM_RANKS).to(tl.int32)
+    rank = tl.load(context + RANK).to(tl.int32)
+    if tl.load(rank_prefix_matrix + (num_ranks - 1) * num_ranks + rank) > max_rows:
+        report_failure(rank, current_epoch(context), context, PHASE_OVERFLOW)
+    most_rows = 0
+    for source in range(0, num_ranks):
+        most_rows = max(most_rows, received_rows(rank_prefix_matrix, source, context))
+    return tl.cdiv(most_rows, ROWS) * num_ranks
+
+
+@device_function
+def _received_block(
+    turn,
+    rank_prefix_matrix,
+    max_rows,
+    header_bytes,
+    row_bytes,
+    context,
+    CHUNK_ROWS: tl.constexpr,
+    ROWS: tl.constexpr,
+):
+    """Wait for a block of ROWS rows, the sources taking turns: (source, their places among all
+    received rows, whether there is one, their addresses in the slot)."""
+    num_ranks = tl.load(context + NUM_RANKS).to(tl.int32)
+    rank = tl.load(context + RANK).to(tl.int32)
+    source = staged_source(turn, context)
+    rows = turn // num_ranks * ROWS + tl.arange(0, ROWS)
+    num_rows = received_rows(rank_prefix_matrix, source, context)
+    to = tl.load(rank_prefix_matrix + source * num_ranks + rank) - num_rows + rows
+    token = wait_rows(source, rows, rows < num_rows, context, CHUNK_ROWS)
+    inside = (rows < num_rows) & (to < max_rows) & (token == 1)
+    base = consume_token(region(source, context) + header_bytes, token)
+    return source, to, inside, base + rows.to(tl.int64) * row_bytes
+
+
+@device_function
+def _collect_metadata(
+    recv_scales,
+    recv_topk_idx,
+    recv_topk_weights,
+    recv_src_idx,
+    to,
+    inside,
+    address,
+    scales_offset,
+    ids_offset,
+    weights_offset,
+    token_offset,
+    NUM_TOPK: tl.constexpr,
+    TOPK_PAD: tl.constexpr,
+    NUM_SCALES: tl.constexpr,
+    SCALES_PAD: tl.constexpr,
+):
+    """Copy what came with a block of rows."""
+    lanes = tl.arange(0, TOPK_PAD)
+    columns = tl.arange(0, SCALES_PAD)
+    src_idx = tl.load(as_pointer(address + token_offset, tl.int32), mask=inside, other=0)
+    tl.store(recv_src_idx + to, src_idx, mask=inside)
+    if NUM_SCALES > 0:
+        has = inside[:, None] & (columns < NUM_SCALES)[None, :]
+        scales = as_pointer(address + scales_offset, tl.int32)[:, None] + columns[None, :]
+        at = to.to(tl.int64)[:, None] * NUM_SCALES + columns[None, :]
+        tl.store(recv_scales + at, tl.load(scales, mask=has), mask=has)
+    if NUM_TOPK > 0:
+        has = inside[:, None] & (lanes < NUM_TOPK)[None, :]
+        at = to[:, None] * NUM_TOPK + lanes[None, :]
+        ids = as_pointer(address + ids_offset, tl.int32)[:, None] + lanes[None, :]
+        weights = as_pointer(address + weights_offset, tl.float32)[:, None] + lanes[None, :]
+        tl.store(recv_topk_idx + at, tl.load(ids, mask=has, other=-1).to(tl.int64), mask=has)
+        tl.store(recv_topk_weights + at, tl.load(weights, mask=has, other=0.0), mask=has)

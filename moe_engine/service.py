@@ -1,0 +1,60 @@
+"""What a Buffer offers beside its verbs: events, its stream, a view of its memory."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import TYPE_CHECKING
+
+import torch
+
+from . import checks
+from .engine import Engine, KernelEngine
+from .errors import BackendError, VerbsNotThereYet
+from .events import EventHandle, EventOverlap
+from .streams import CallStreams
+
+
+class Service(VerbsNotThereYet):
+    """The part of `Buffer` that sends nothing of its own."""
+
+    backend: str
+    device: torch.device
+    _streams: CallStreams
+
+    if TYPE_CHECKING:
+
+        def _ready(self) -> Engine: ...
+
+    @staticmethod
+    def is_sm90_compiled() -> bool:
+        """Whether kernels are compiled for sm_90 or later here: they are for the GPU that is
+        there."""
+        return torch.cuda.is_available() and torch.cuda.get_device_capability() >= (9, 0)
+
+    @staticmethod
+    def capture() -> EventOverlap:
+        """The current stream up to here, as an event."""
+        return EventOverlap(EventHandle())
+
+    def get_comm_stream(self) -> torch.cuda.Stream:
+        """The stream of asynchronous calls, of high priority, this Buffer's own. BackendError on a
+        CPU, which has no streams."""
+        return self._streams.comm_stream()
+
+    def get_local_buffer_tensor(
+        self,
+        dtype: torch.dtype,
+        size: Sequence[int] | None = None,
+        offset: int = 0,
+        use_rdma_buffer: bool = False,
+    ) -> torch.Tensor:
+        """This rank's ring of slots from byte `offset` on, as `dtype`: `size`, or all in one row.
+
+        To be read only: peers that are ahead may already have written the next call's rows there.
+        There is one memory: use_rdma_buffer changes nothing. CapacityError for more than there is.
+        """
+        engine = self._ready()
+        if not isinstance(engine, KernelEngine):
+            raise BackendError(f"a Buffer with backend {self.backend!r} has no memory of its own.")
+        ring = engine.slots.block.local[engine.slots.layout.slots :]
+        return checks.memory_view(ring, dtype, size, offset)
