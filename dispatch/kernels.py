@@ -5,9 +5,11 @@ import triton.language as tl
 
 from ..context import (
     NUM_RANKS,
+    PHASE_CAPACITY,
     PHASE_COUNTS,
     PHASE_SIGNATURE,
     RANK,
+    REPORT_ROWS,
     REPORT_SIGNATURE,
 )
 from ..lang import (
@@ -44,6 +46,7 @@ def exchange_kernel(
     recv_expert_counts,  # int32 [R, L], out: rows of each source for each local expert
     expert_offsets,  # int32 [L + 1], out (0 beforehand)
     context,
+    max_rows,
     num_local_experts,
     payload_bytes,
     num_topk,
@@ -57,7 +60,8 @@ def exchange_kernel(
 
     A signature [8] of what the call was made with and the counts [E + R] stand at the head of
     this rank's region. `count_flags[me]` on the peer is raised after them; program R, a later
-    role, waits for the flags of all ranks and refuses a signature that is not its own.
+    role, waits for the flags of all ranks and refuses a signature that is not its own. Where any
+    rank has more than `max_rows` rows for another one, all ranks stop here alike.
     """
     if is_broken(context):
         return
@@ -102,6 +106,7 @@ def exchange_kernel(
     rows = tl.zeros([RANKS_PAD], tl.int32)
     totals = tl.zeros([EXPERTS_PAD], tl.int32)
     num_others = tl.full((), 0, tl.int32)
+    most_rows = tl.full((), 0, tl.int32)
     for source in range(0, num_ranks):
         head = as_pointer(consume_token(region(source, context), token), tl.int32)
         theirs = tl.load(head + field)
@@ -111,12 +116,17 @@ def exchange_kernel(
             report_failure(source, current_epoch(context), context, PHASE_SIGNATURE)
             num_others += 1
         counts = head + 8
-        rows += tl.load(counts + num_experts + ranks, mask=ranks < num_ranks, other=0)
+        sent = tl.load(counts + num_experts + ranks, mask=ranks < num_ranks, other=0)
+        most_rows = tl.maximum(most_rows, tl.max(sent, 0))
+        rows += sent
         tl.store(rank_prefix_matrix + source * num_ranks + ranks, rows, mask=ranks < num_ranks)
         received = tl.load(counts + rank * num_local_experts + experts, mask=real, other=0)
         tl.store(recv_expert_counts + source * num_local_experts + experts, received, mask=real)
         totals += received
-    if num_others == 0:  # else they stay 0: the counts of another shape mean nothing
+    if (num_others == 0) & (most_rows > max_rows):
+        tl.store(report_words(context) + REPORT_ROWS, most_rows.to(tl.int64))
+        report_failure(rank, current_epoch(context), context, PHASE_CAPACITY)
+    elif num_others == 0:  # else they stay 0: the counts of another shape mean nothing
         tl.store(expert_offsets + 1 + experts, tl.cumsum(totals, 0), mask=real)
 
 

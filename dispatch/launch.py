@@ -39,11 +39,13 @@ def exchange(
     num_tokens_per_expert: torch.Tensor,
     row: RowLayout,
     item_bytes: int,
+    max_rows: int,
     slots: Slots,
 ) -> Counts:
     """Tell every rank this rank's counts (int32 [R] and [E]) and learn theirs. Begins a call.
 
-    The rows' layout goes along: ranks that disagree on it stop here.
+    The rows' layout goes along: ranks that disagree on it stop here, and all ranks do where one of
+    them has more than `max_rows` rows for another.
     """
     num_ranks = slots.layout.num_ranks
     num_experts = num_tokens_per_expert.numel()
@@ -62,6 +64,7 @@ def exchange(
         counts.recv_expert_counts,
         counts.expert_offsets,
         slots.context.words,
+        max_rows,
         num_local_experts,
         row.payload_bytes,
         row.num_topk,

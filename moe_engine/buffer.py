@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import partial
 from typing import Any, ClassVar
 
 import torch
@@ -14,11 +15,10 @@ from .collective import CollectiveEngine
 from .engine import Engine, Handle, KernelEngine, Tokens
 from .errors import BackendError, ShapeError
 from .events import EventHandle, EventOverlap
-from .lang import INTERPRETED
-from .service import Service
-from .slots import SlotLayout, Slots, round_up, timeout_seconds
+from .service import Service, default_device, new_slots
+from .slots import SlotLayout, round_up, timeout_seconds
 from .streams import CallStreams
-from .symm import allocate, choose_backend, exchange
+from .symm import choose_backend, exchange
 
 
 class Buffer(Service):
@@ -71,7 +71,7 @@ class Buffer(Service):
         self.low_latency_mode = low_latency_mode
         self.explicitly_destroy, self.enable_shrink = explicitly_destroy, enable_shrink
         self.options = options
-        self.device = _device()
+        self.device = default_device()
         self._engine: Engine | None = None
         self._unreleased: torch.Tensor | None = None  # x of a dispatch whose rows are in place
         self._programs = Programs(lambda: Buffer.num_sms)
@@ -85,10 +85,12 @@ class Buffer(Service):
         num_bytes = max(num_nvl_bytes, num_rdma_bytes)
         buffer_config.check_options(options, exchange(group, lambda: (num_bytes, options)))
         layout = SlotLayout.fit(num_bytes, self.group_size, options.num_slots)
-        block = allocate(group, layout.num_bytes, self.backend, self.device)
-        slots = Slots(block, layout, self.rank, options.timeout_s or timeout_seconds())
-        self._streams = CallStreams(self.device, lambda: (block.local, slots.context.words))
-        self._engine = KernelEngine(slots, self._programs, options.max_tokens)
+        timeout_s = options.timeout_s or timeout_seconds()
+        # Nothing that knows this Buffer, else it would outlive its last name.
+        make_slots = partial(
+            new_slots, group, self.rank, self.backend, self.device, timeout_s, self._streams
+        )
+        self._engine = KernelEngine(layout, make_slots, self._programs, options.max_tokens)
 
     @classmethod
     def for_tokens(
@@ -378,12 +380,6 @@ class Buffer(Service):
     def _rows_device(self) -> torch.device | None:
         """Where rows must lie; None for anywhere."""
         return None if self.backend == "collective" else self.device
-
-
-def _device() -> torch.device:
-    if torch.cuda.is_available() and not INTERPRETED:
-        return torch.device("cuda", torch.cuda.current_device())
-    return torch.device("cpu")
 
 
 def _as_handle(handle: tuple[torch.Tensor, ...]) -> Handle:

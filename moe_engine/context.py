@@ -36,6 +36,7 @@ class Report(IntEnum):
     PHASE = 2
     EPOCH = 3
     SIGNATURE = 4  # what the peer called with, after Phase.SIGNATURE: 8 words
+    ROWS = 4  # most rows from one rank to another, after Phase.CAPACITY in the exchange
     BAD_IDS = 12  # routing ids outside -1 .. E-1 seen so far; no failure
 
 
@@ -79,4 +80,5 @@ PHASE_SIGNATURE = tl.constexpr(int(Phase.SIGNATURE))
 PHASE_OVERFLOW = tl.constexpr(int(Phase.OVERFLOW))
 PHASE_CAPACITY = tl.constexpr(int(Phase.CAPACITY))
 REPORT_SIGNATURE = tl.constexpr(int(Report.SIGNATURE))
+REPORT_ROWS = tl.constexpr(int(Report.ROWS))
 REPORT_BAD_IDS = tl.constexpr(int(Report.BAD_IDS))

@@ -22,7 +22,7 @@ from .errors import CapacityError
 from .experts import expert_ffn
 from .grouped_gemm import check_weights
 from .lang import INTERPRETED
-from .slots import RowLayout, Slots, header_bytes
+from .slots import RowLayout, SlotLayout, Slots, header_bytes, round_up
 
 COMPILE_S = 300.0
 """Added to the deadline while kernels may still be compiling on some rank."""
@@ -110,11 +110,20 @@ class KernelEngine:
     """Verbs through the kernels of dispatch/, grouped_gemm/ and combine/.
 
     `num_comm_sms` programs push; `max_tokens` bounds T of `moe_ffn`, whose work space is sized by
-    it (equal on all ranks).
+    it (equal on all ranks). `new_slots(layout)`, collective, makes the memory; without max_tokens
+    the engine asks for more of it when a dispatch needs more (`_grow`).
     """
 
-    def __init__(self, slots: Slots, num_comm_sms: Callable[[], int], max_tokens: int | None):
-        self.slots, self._max_tokens = slots, max_tokens
+    def __init__(
+        self,
+        layout: SlotLayout,
+        new_slots: Callable[[SlotLayout], Slots],
+        num_comm_sms: Callable[[], int],
+        max_tokens: int | None,
+    ):
+        self.slots = new_slots(layout)
+        self._new_slots, self._max_tokens = new_slots, max_tokens
+        self._was_captured = False
         self._num_comm_sms = num_comm_sms
         self._used: set[tuple[object, ...]] = set()
 
@@ -133,13 +142,13 @@ class KernelEngine:
         num_experts = tokens.num_experts
         num_ranks = self.slots.layout.num_ranks
         header = header_bytes(num_experts, num_ranks)
-        self._check_capacity(len(tokens.x), tokens.row, header)
         idx, head = routing.send_plan(tokens.is_token_in_rank, tokens.topk_idx, num_experts)
         counts = dispatch_verbs.exchange(
             tokens.num_tokens_per_rank,
             tokens.num_tokens_per_expert,
             tokens.row,
             tokens.x.itemsize,
+            self.slots.layout.max_rows(self._largest_row(tokens).num_bytes, header),
             self.slots,
         )
         outgoing = Outgoing(
@@ -199,17 +208,25 @@ class KernelEngine:
         receive: Callable[[int, torch.Tensor, int], Collected],
     ) -> tuple[Collected, list[int], Handle]:
         """`receive(rows to return, rank_prefix_matrix, header bytes)` launches the second half."""
+        header = header_bytes(tokens.num_experts, self.slots.layout.num_ranks)
+        grows = self._max_tokens is None and not num_worst_tokens
+        if not grows:
+            self._check_capacity(len(tokens.x), self._largest_row(tokens), header)
         with self._first_use(verb, tokens.x, tokens.num_topk, tokens.num_experts):
             counts, send_token_idx, send_head = self.send(tokens)
-            self._check_emulated()
+            if not grows:
+                self._check_emulated()
             if num_worst_tokens:
                 num_rows, per_expert = num_worst_tokens, []
             else:
                 received = counts.rank_prefix_matrix[-1, self.slots.context.rank]
                 host = torch.cat([received[None], counts.recv_expert_counts.sum(0)]).tolist()
-                self.slots.context.check()
                 num_rows, per_expert = host[0], host[1:]
-            header = header_bytes(tokens.num_experts, self.slots.layout.num_ranks)
+                most_rows = self.slots.context.rows_wanted() if grows else 0
+                if most_rows:
+                    self._grow(most_rows, self._largest_row(tokens), header)
+                    return self._dispatch(verb, tokens, num_worst_tokens, receive)
+                self.slots.context.check()
             out = receive(num_rows, counts.rank_prefix_matrix, header)
             self._check_emulated()
             handle = Handle(
@@ -222,12 +239,32 @@ class KernelEngine:
             )
             return out, per_expert, handle
 
+    def _grow(self, num_rows: int, row: RowLayout, header: int) -> None:
+        """Replace the memory by more of it, for `num_rows` rows between two ranks and a quarter
+        beyond. Collective: all ranks have seen the same counts. Old contents are lost."""
+        layout = self.slots.layout
+        if self._was_captured:
+            raise CapacityError(
+                f"a rank has {num_rows} rows for another one, more than this Buffer takes "
+                f"({layout.num_bytes} bytes), and a captured CUDA graph uses its memory, so it "
+                "cannot grow. Make a new Buffer with the bytes of Buffer.size_hint(...)."
+            )
+        wanted = min(num_rows + num_rows // 4, layout.most_rows)
+        region_bytes = round_up(header + max(wanted, num_rows) * row.num_bytes, 16)
+        old = self.slots
+        if self.slots.context.words.is_cuda:
+            torch.cuda.synchronize(self.slots.context.words.device)
+        self.slots = self._new_slots(SlotLayout(layout.num_ranks, region_bytes, layout.num_slots))
+        old.free()
+        self._used.clear()  # other numbers of flags are other kernels
+
     def dispatch_cached(
         self, x: torch.Tensor, scales: torch.Tensor | None, handle: Handle
     ) -> Collected:
         """Send x [T, H] where an earlier dispatch sent its tokens; nothing is counted again."""
         with self._first_use("cached", x, scales is not None):
-            self._check_capacity(len(x), row_layout(x, scales, None), 0)
+            if self._max_tokens is not None:
+                self._check_capacity(len(x), row_layout(x, scales, None), 0)
             prefix, rank = handle.rank_prefix_matrix, self.slots.context.rank
             num_rows = prefix[rank] - prefix[rank - 1] if rank else prefix[0]
             outgoing = Outgoing(x, scales, None, None, num_rows, handle.send_token_idx)
@@ -249,7 +286,8 @@ class KernelEngine:
         num_tokens = handle.is_token_in_rank.shape[0]
         num_topk = 0 if topk_weights is None else topk_weights.shape[1]
         with self._first_use("combine", x, num_topk, len(bias)):
-            self._check_capacity(num_tokens, RowLayout(x.shape[1] * x.itemsize, num_topk), 0)
+            if self._max_tokens is not None:
+                self._check_capacity(num_tokens, RowLayout(x.shape[1] * x.itemsize, num_topk), 0)
             out = x.new_empty(num_tokens, x.shape[1])
             weights = None if topk_weights is None else topk_weights.new_empty(num_tokens, num_topk)
             sums = combine_verbs.Sums(
@@ -273,6 +311,7 @@ class KernelEngine:
         with self._first_use("moe_ffn", tokens.x, tokens.num_topk, w_gate_up.shape):
             num_experts = tokens.num_experts
             header = header_bytes(num_experts, self.slots.layout.num_ranks)
+            self._check_capacity(len(tokens.x), tokens.row, header)
             max_rows = self.max_tokens(tokens.row, header)
             counts, _, send_head = self.send(tokens)
             prefix = counts.rank_prefix_matrix
@@ -313,9 +352,18 @@ class KernelEngine:
                 "Buffer.size_hint(...)."
             )
 
+    def _largest_row(self, tokens: Tokens) -> RowLayout:
+        """The row that a region must hold: the tokens', and in memory that grows also that of bf16
+        rows on their way back."""
+        if self._max_tokens is not None:
+            return tokens.row
+        payload_bytes = max(tokens.row.payload_bytes, 2 * tokens.x.shape[1])
+        return RowLayout(payload_bytes, tokens.num_topk, tokens.row.num_scales)
+
     @contextmanager
     def _first_use(self, verb: str, x: torch.Tensor, *sizes: object) -> Iterator[None]:
         """The first call of a kind waits longer, so that a peer that still compiles is not lost."""
+        self._was_captured |= x.is_cuda and torch.cuda.is_current_stream_capturing()
         key = (verb, x.shape[1], x.dtype, *sizes)
         if INTERPRETED or key in self._used:
             yield

@@ -1,4 +1,4 @@
-"""What a Buffer offers beside its verbs: events, its stream, a view of its memory."""
+"""What a Buffer has beside its verbs: events, its stream, its memory."""
 
 from __future__ import annotations
 
@@ -6,12 +6,16 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 import torch
+import torch.distributed as dist
 
 from . import checks
 from .engine import Engine, KernelEngine
 from .errors import BackendError, VerbsNotThereYet
 from .events import EventHandle, EventOverlap
+from .lang import INTERPRETED
+from .slots import SlotLayout, Slots
 from .streams import CallStreams
+from .symm import allocate
 
 
 class Service(VerbsNotThereYet):
@@ -58,3 +62,26 @@ class Service(VerbsNotThereYet):
             raise BackendError(f"a Buffer with backend {self.backend!r} has no memory of its own.")
         ring = engine.slots.block.local[engine.slots.layout.slots :]
         return checks.memory_view(ring, dtype, size, offset)
+
+
+def default_device() -> torch.device:
+    """The current GPU, or the CPU where kernels are interpreted."""
+    if torch.cuda.is_available() and not INTERPRETED:
+        return torch.device("cuda", torch.cuda.current_device())
+    return torch.device("cpu")
+
+
+def new_slots(
+    group: dist.ProcessGroup | None,
+    rank: int,
+    backend: str,
+    device: torch.device,
+    timeout_s: float,
+    streams: CallStreams,
+    layout: SlotLayout,
+) -> Slots:
+    """Memory of `layout` on all ranks, which the streams are told of. Collective."""
+    block = allocate(group, layout.num_bytes, backend, device)
+    slots = Slots(block, layout, rank, timeout_s)
+    streams.uses(block.local, slots.context.words)
+    return slots

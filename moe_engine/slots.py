@@ -133,9 +133,13 @@ class SlotLayout:
     def num_bytes(self) -> int:
         return self.slots + self.num_slots * self.num_ranks * self.region_bytes
 
+    most_rows = BLOCK_ROWS * MAX_CHUNKS
+    """Rows one rank can send to another in one call, whatever the memory: there are flags for so
+    many."""
+
     def max_rows(self, row_bytes: int, header_bytes: int = 0) -> int:
         """Rows one rank can send to another in one call."""
-        return min((self.region_bytes - header_bytes) // row_bytes, BLOCK_ROWS * MAX_CHUNKS)
+        return min((self.region_bytes - header_bytes) // row_bytes, self.most_rows)
 
     def chunk_rows(self, row_bytes: int) -> int:
         """Rows that share one arrival flag, equal on all ranks."""
@@ -213,6 +217,12 @@ class DeviceContext:
             slot = epoch % self.layout.num_slots
             name = phase.name.lower().replace("_", " ")
             raise PeerTimeout(self.rank, peer, name, epoch, slot, self.timeout_s)
+
+    def rows_wanted(self) -> int:
+        """Most rows from one rank to another, if the counts of a dispatch ended it as too many for
+        a region, on all ranks alike; else 0."""
+        ended = self.report[Report.VALID] and self.report[Report.PHASE] == Phase.CAPACITY
+        return int(self.report[Report.ROWS]) if ended else 0
 
     def check_ids(self) -> None:
         """Raise RoutingError if ids out of range were seen; the calls went on without them, so this

@@ -8,7 +8,7 @@ stream that was.
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 
 import torch
@@ -37,12 +37,18 @@ class Call:
 
 
 class CallStreams:
-    """The streams of one Buffer's calls. `memory()` is what its kernels use beside arguments."""
+    """The streams of one Buffer's calls."""
 
-    def __init__(self, device: torch.device, memory: Callable[[], Sequence[torch.Tensor]] = tuple):
-        self._device, self._memory = device, memory
+    def __init__(self, device: torch.device):
+        self._device = device
+        self._memory: tuple[torch.Tensor, ...] = ()
         self._comm: torch.cuda.Stream | None = None
         self._last: tuple[torch.cuda.Stream, EventHandle, bool] | None = None
+
+    def uses(self, *memory: torch.Tensor) -> None:
+        """Say what the kernels use beside their arguments, in place of what was said before."""
+        self._memory = memory
+        _record(memory, self._comm)
 
     def comm_stream(self) -> torch.cuda.Stream:
         """The Buffer's own stream, of high priority, made when first asked for. BackendError on a
@@ -54,7 +60,7 @@ class CallStreams:
             )
         if self._comm is None:
             self._comm = torch.cuda.Stream(self._device, priority=-1)
-            _record(self._memory(), self._comm)
+            _record(self._memory, self._comm)
         return self._comm
 
     @contextmanager

@@ -341,29 +341,6 @@ def test_handles_must_fit(pool):
     pool.run(three_biases, num_ranks=1)
 
 
-def exceed_a_region(group):
-    """Rows wider than those the Buffer was made for, and more of them than fit: nobody writes."""
-    rank = torch.distributed.get_rank(group)
-    buffer = Buffer.for_tokens(group, 8, 16, EXPERTS, 2, torch.bfloat16)
-    x, idx, w = _tokens(0 if rank else 8, 16, 2, cases.route("uniform", 8, EXPERTS, 2, 0))
-    recv, _, _, _, handle, _ = dispatch(buffer, x.bfloat16(), idx[: len(x)], w)
-    wide = torch.zeros(len(recv), 16, device=recv.device)
-    try:
-        buffer.combine(wide.repeat(1, 64), handle)
-        buffer.check()
-    except CapacityError as error:
-        return str(error)
-    finally:
-        torch.distributed.barrier(group)
-    return None
-
-
-def test_rows_beyond_a_region_are_not_written(pool):
-    source, other = pool.run(exceed_a_region, num_ranks=2)
-    assert "this Buffer's memory" in source
-    assert "more rows for rank 0 than" in other
-
-
 def make_bad_buffers(group):
     with pytest.raises(CapacityError, match="size_hint"):
         Buffer(group, 0)

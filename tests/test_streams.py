@@ -179,7 +179,8 @@ def test_memory_is_kept_for_the_streams_that_use_it(caller):
             self.streams.append(stream)
 
     words, given, result = Tensor(), Tensor(), Tensor()
-    streams = CallStreams(GPU, lambda: (words,))
+    streams = CallStreams(GPU)
+    streams.uses(words)
     with streams.call() as running:
         running.reads(given, None)
         running.returns(result)

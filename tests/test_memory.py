@@ -1,0 +1,70 @@
+"""How much a Buffer takes: what does not fit is refused, or the memory grows on all ranks."""
+
+from __future__ import annotations
+
+import cases
+import pytest
+import torch
+from test_dispatch_combine import make_inputs
+from test_failures import EXPERTS, _tokens, dispatch
+
+from moe_engine import Buffer, CapacityError, reference
+from moe_engine.emulation import PerRank
+
+
+def exceed_a_region(group):
+    """Rows wider than those the Buffer was made for, and more of them than fit: nobody writes."""
+    rank = torch.distributed.get_rank(group)
+    buffer = Buffer.for_tokens(group, 8, 16, EXPERTS, 2, torch.bfloat16)
+    x, idx, w = _tokens(0 if rank else 8, 16, 2, cases.route("uniform", 8, EXPERTS, 2, 0))
+    recv, _, _, _, handle, _ = dispatch(buffer, x.bfloat16(), idx[: len(x)], w)
+    wide = torch.zeros(len(recv), 16, device=recv.device)
+    try:
+        buffer.combine(wide.repeat(1, 64), handle)
+        buffer.check()
+    except CapacityError as error:
+        return str(error)
+    finally:
+        torch.distributed.barrier(group)
+    return None
+
+
+def test_rows_beyond_a_region_are_not_written(pool):
+    source, other = pool.run(exceed_a_region, num_ranks=2)
+    assert "this Buffer's memory" in source
+    assert "more rows for rank 0 than" in other
+
+
+def outgrow(group, x, topk_idx, topk_weights):
+    """A Buffer of the smallest size that holds a row takes whatever comes, and so does combine."""
+    x, topk_idx, topk_weights = (t.to(cases.device()) for t in (x, topk_idx, topk_weights))
+    num_bytes = Buffer.size_hint(1, 2 * x.shape[1], group.size(), EXPERTS, 2)
+    buffer = Buffer(group, num_bytes)
+    results, sizes = [], []
+    for part in (slice(0, 1), slice(None), slice(0, 5)):
+        recv, _, _, _, handle, _ = dispatch(buffer, x[part], topk_idx[part], topk_weights[part])
+        out, *_ = buffer.combine(recv, handle)
+        results.append((recv.cpu(), out.cpu()))
+        sizes.append(buffer._engine.slots.layout.num_bytes)
+    buffer.check()
+    torch.distributed.barrier(group)
+    with pytest.raises(CapacityError, match="size_hint"):
+        args = (t.repeat(9, 1) for t in (x, topk_idx, topk_weights))
+        dispatch(buffer, *args, num_worst_tokens=len(x) * 9 * group.size())
+    buffer.destroy()
+    return results, sizes
+
+
+def test_memory_grows_on_all_ranks_alike(pool):
+    inputs = make_inputs(3, [40, 11, 64], 16, EXPERTS, 2, "uniform", "bf16")
+    by_rank = pool.run(outgrow, *(PerRank(part) for part in inputs), num_ranks=3)
+    for call, part in enumerate((slice(0, 1), slice(None), slice(0, 5))):
+        x, idx, w = ([tensor[part] for tensor in side] for side in inputs)
+        wanted = reference.dispatch(x, idx, w, EXPERTS)
+        for rank, (results, sizes) in enumerate(by_rank):
+            recv, out = results[call]
+            copies = reference.layout(idx[rank], EXPERTS, 3)[2].sum(1, keepdim=True)
+            assert torch.equal(recv, wanted[rank].x)
+            assert torch.equal(out, (x[rank].float() * copies).bfloat16())
+            assert sizes == by_rank[0][1]
+            assert sizes[0] < sizes[1] == sizes[2]
