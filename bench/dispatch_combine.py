@@ -1,39 +1,55 @@
 """Dispatch and combine against NCCL's all-to-all: python bench/dispatch_combine.py --core
 
 Checks each shape against the all-to-all before timing it. remote_gbs counts the bytes that leave
-the rank with the most of them, whichever form a verb takes; `ratio` is the time over that of the
-same bytes at LINK_GBS (impl moe_engine), or over the NCCL path (impl nccl).
+the rank with the most of them, whichever form a verb takes. `ratio` of impl moe_engine is the time
+over the floor: the busiest direction of any rank at the speed of `plain push`, a kernel that only
+copies as many bytes to all ranks, on 24 SMs in the same run. `ratio` of impl nccl is its time over
+that of moe_engine.
 """
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Any
 
 import torch
 import torch.distributed as dist
+import triton
+import triton.language as tl
 import typer
 from _common import MODELS, draw_topk, save, time_calls, time_graph
 
 from moe_engine import Buffer, Options
 from moe_engine.emulation import RankPool, send_message
 
-LINK_GBS = 351.0
-"""What a plain push kernel reaches between these GPUs."""
 
-# model, tokens per rank, routing, programs that push
+@dataclass(frozen=True)
+class Shape:
+    """model, tokens per rank, routing, type of the payload, numbers of programs to try."""
+
+    model: str
+    tokens: int
+    routing: str = "uniform"
+    dtype: str = "bf16"
+    sms: tuple[int, ...] = (16,)
+
+
 CORE = [
-    *(("deepseek-v3", 8192, "uniform", sms) for sms in (8, 16, 24)),
-    ("deepseek-v3", 8192, "zipf", 16),
-    ("deepseek-v3", 1024, "uniform", 16),
-    ("qwen3-30b", 8192, "uniform", 16),
+    Shape("deepseek-v3", 8192, sms=(4, 8, 16, 24, 32)),
+    Shape("deepseek-v3", 8192, "zipf"),
+    Shape("deepseek-v3", 8192, dtype="fp8"),
+    Shape("deepseek-v3", 1024),
+    Shape("qwen3-30b", 8192),
 ]
+CORE_OF_2 = [Shape("deepseek-v3", 8192)]
 FULL = [
-    (model, tokens, routing, sms)
+    Shape(model, tokens, routing, dtype, (4, 8, 16, 24, 32))
     for model in ("deepseek-v3", "qwen2-57b", "qwen3-30b", "mixtral-8x7b")
     for tokens in (128, 1024, 4096, 8192, 16384)
     for routing in ("uniform", "zipf")
-    for sms in (4, 8, 16, 24, 32)
+    for dtype in ("bf16", "fp8")
 ]
 
 
@@ -42,64 +58,81 @@ def main(
     core: Annotated[bool, typer.Option(help="Only the points of the summary.")] = False,
     path: Annotated[Path | None, typer.Option(help="Result file.")] = None,
 ) -> None:
-    """Run the bench on `ranks` GPUs."""
+    """Run the bench on `ranks` GPUs, then on two of them."""
     with RankPool(ranks, "cuda", timeout_s=540) as pool:
 
         def show(rank: int, line: dict[str, Any]) -> None:
             print(save("dispatch_combine", path, **line), flush=True)
 
         pool.run(run_rank, CORE if core else FULL, on_message=show)
+        if ranks > 2:
+            pool.run(run_rank, CORE_OF_2 if core else FULL, num_ranks=2, on_message=show)
 
 
-def run_rank(group: dist.ProcessGroup, points: list[tuple[str, int, str, int]]) -> None:
-    """All points on one rank; rank 0 reports."""
-    nccl: dict[tuple[str, int, str], tuple[float, float]] = {}
-    for model, num_tokens, routing, num_sms in points:
-        bench = Bench(group, model, num_tokens, routing)
-        key = model, num_tokens, routing
-        first = key not in nccl
-        if first:
-            nccl[key] = bench.time_nccl()
-        Buffer.set_num_sms(num_sms)
-        times = bench.time_ours()
-        bench.buffer.destroy()
-        if bench.rank:
-            continue
-        fields = dict(
-            model=model, tokens=num_tokens, ranks=bench.num_ranks, routing=routing, dtype="bf16"
-        )
-        for form, (verb, us) in times.items():
-            out = bench.sent if verb == "dispatch" else bench.returned
-            send_message(
-                fields
-                | dict(verb=verb, impl="moe_engine", us=round(us, 1), num_comm_sms=num_sms)
-                | dict(remote_gbs=round(out / us / 1e3, 1), ratio_to=f"link, {form}")
-                | dict(ratio=round(us / (bench.busiest[verb] / LINK_GBS / 1e3), 3))
-            )
-        if first:
-            for verb, us in zip(("dispatch", "combine"), nccl[key], strict=True):
-                ours = next(time for v, time in times.values() if v == verb)
-                send_message(
-                    fields
-                    | dict(verb=verb, impl="nccl", us=round(us, 1), ratio_to="moe_engine")
-                    | dict(ratio=round(us / ours, 3))
+def run_rank(group: dist.ProcessGroup, shapes: list[Shape]) -> None:
+    """All shapes on one rank; rank 0 reports."""
+    for shape in shapes:
+        bench = Bench(group, shape)
+        nccl = bench.time_nccl() if shape.dtype == "bf16" else {}
+        push_us = bench.time_plain_push()
+        bench.send(impl="plain push", us=push_us, num_comm_sms=24, remote_gbs=bench.sent / push_us)
+        for num_sms in shape.sms:
+            Buffer.set_num_sms(num_sms)
+            times = bench.time_ours()
+            for (verb, form), us in times.items():
+                sent = {"layout": None, "dispatch": bench.sent, "combine": bench.returned}[verb]
+                floor = push_us * bench.busiest / bench.sent
+                bench.send(
+                    verb=verb,
+                    impl="moe_engine",
+                    us=us,
+                    num_comm_sms=num_sms,
+                    remote_gbs=sent and sent / us,
+                    ratio_to=f"floor, {form}",
+                    ratio=sent and us / floor,
                 )
+            if num_sms == 16:
+                for verb, us in nccl.items():
+                    ours = next(time for (v, _), time in times.items() if v == verb)
+                    bench.send(
+                        verb=verb, impl="nccl", us=us, ratio_to="moe_engine", ratio=us / ours
+                    )
+        bench.buffer.destroy()
+
+
+@triton.jit
+def plain_push_kernel(source, peers, rank, num_words, RANKS: tl.constexpr, BLOCK: tl.constexpr):
+    """Copy `num_words` int32 words to each other rank, blocks to them in turn; no signals."""
+    others: tl.constexpr = RANKS - 1
+    num_blocks = tl.cdiv(num_words, BLOCK) * others
+    for turn in range(tl.program_id(0), num_blocks, tl.num_programs(0)):
+        peer = (rank + 1 + turn % others) % RANKS
+        words = turn // others * BLOCK + tl.arange(0, BLOCK)
+        inside = tl.max_constancy(words < num_words, 4)
+        to = tl.load(peers + peer).to(tl.pointer_type(tl.int32))
+        to = tl.multiple_of(to + words, 16)
+        tl.store(to, tl.load(source + words, mask=inside), mask=inside)
 
 
 class Bench:
-    """One shape on one rank: inputs, a Buffer, and the byte counts of all ranks."""
+    """One shape on one rank: inputs, a Buffer, and the bytes of all ranks, in thousands."""
 
-    def __init__(self, group: dist.ProcessGroup, model: str, num_tokens: int, routing: str):
-        self.num_experts, hidden, _, num_topk = MODELS[model]
-        self.group, self.rank = group, dist.get_rank(group)
+    def __init__(self, group: dist.ProcessGroup, shape: Shape):
+        self.num_experts, hidden, _, num_topk = MODELS[shape.model]
+        self.shape, self.group, self.rank = shape, group, dist.get_rank(group)
         self.num_ranks = dist.get_world_size(group)
         torch.manual_seed(self.rank)
-        self.x = torch.randn(num_tokens, hidden, device="cuda", dtype=torch.bfloat16)
-        self.idx = draw_topk(routing, num_tokens, self.num_experts, num_topk, seed=self.rank)
-        self.weights = torch.rand(num_tokens, num_topk, device="cuda")
+        self.x = torch.randn(shape.tokens, hidden, device="cuda", dtype=torch.bfloat16)
+        self.scales: torch.Tensor | None = None
+        if shape.dtype == "fp8":
+            self.x = self.x.to(torch.float8_e4m3fn)
+            self.scales = torch.rand(shape.tokens, hidden // 128, device="cuda")
+        seed = self.rank
+        self.idx = draw_topk(shape.routing, shape.tokens, self.num_experts, num_topk, seed)
+        self.weights = torch.rand(shape.tokens, num_topk, device="cuda")
         self.buffer = Buffer.for_tokens(
             group,
-            num_tokens,
+            shape.tokens,
             hidden,
             self.num_experts,
             num_topk,
@@ -109,65 +142,92 @@ class Bench:
         matrix = [torch.empty_like(per_rank) for _ in range(self.num_ranks)]
         dist.all_gather(matrix, per_rank, group=group)
         rows = torch.stack(matrix).double().fill_diagonal_(0)
-        row_bytes = self.x[0].nbytes
-        self.sent, self.returned = (float(rows.sum(d).max()) * row_bytes for d in (1, 0))
-        # No faster than the busiest direction of any link.
-        busiest = max(self.sent, self.returned)
-        self.busiest = {"dispatch": busiest, "combine": busiest}
+        row_kb = (self.x[0].nbytes + (0 if self.scales is None else self.scales[0].nbytes)) / 1e3
+        self.sent, self.returned = (float(rows.sum(d).max()) * row_kb for d in (1, 0))
+        self.busiest = max(self.sent, self.returned)
 
-    def time_ours(self) -> dict[str, tuple[str, float]]:
-        """Microseconds by form: dispatch read in place and owned (with its layout), combine."""
+    def send(self, **line: Any) -> None:
+        """One result line from rank 0, rounded."""
+        if self.rank == 0:
+            shape = self.shape
+            fields = dict(model=shape.model, tokens=shape.tokens, routing=shape.routing)
+            digits = {"us": 1, "remote_gbs": 1, "ratio": 3}
+            for name, number in digits.items():
+                if line.get(name) is not None:
+                    line[name] = round(line[name], number)
+            send_message(fields | dict(ranks=self.num_ranks, dtype=shape.dtype) | line)
+
+    def time_plain_push(self) -> float:
+        """Microseconds to copy `sent` bytes to the other ranks, evenly, on 24 SMs."""
+        engine: Any = self.buffer._engine
+        layout, peers = engine.slots.layout, engine.slots.block.peer_addresses
+        regions = peers + layout.slots + self.rank * layout.region_bytes
+        num_words = int(self.sent * 1e3 / 4 / (self.num_ranks - 1))
+        source = torch.empty(num_words, dtype=torch.int32, device="cuda").random_()
+
+        def push() -> None:
+            plain_push_kernel[(24,)](
+                source, regions, self.rank, num_words, RANKS=self.num_ranks, BLOCK=8192, num_warps=8
+            )
+
+        return time_graph(push, self.group, 10, 7)
+
+    def time_ours(self) -> dict[tuple[str, str], float]:
+        """Microseconds by verb and form."""
         from moe_engine.engine import KernelEngine, Tokens
 
         engine = self.buffer._engine
         assert isinstance(engine, KernelEngine)
 
-        def tokens() -> Tokens:
-            layout = engine.layout(self.idx, self.num_experts)
-            return Tokens(self.x, self.idx, self.weights, *layout)
+        def layout() -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+            return engine.layout(self.idx, self.num_experts)
+
+        tokens = Tokens(self.x, self.idx, self.weights, *layout(), self.scales)
+        recv, _, handle = engine.dispatch(tokens, 0)
+        self.check(recv.x)
 
         def in_place() -> None:
-            engine.dispatch_in_place(tokens())
+            engine.dispatch_in_place(tokens, len(recv.x))
             engine.release()
 
-        recv, _, handle = engine.dispatch(tokens(), 0)
-        self.check(recv.x)
-        out, _ = engine.combine(recv.x, handle, None, ())
-        copies = handle.is_token_in_rank.sum(1, keepdim=True)
-        torch.testing.assert_close(out, (self.x.float() * copies).bfloat16())
-
         def owned() -> None:
-            engine.dispatch(tokens(), len(recv.x))
+            engine.dispatch(tokens, len(recv.x))
 
         def combine() -> None:
             engine.combine(recv.x, handle, None, ())
 
-        times = {
-            "in place": ("dispatch", time_graph(in_place, self.group, 10, 7)),
-            "owned": ("dispatch", time_graph(owned, self.group, 10, 7)),
-            "sum": ("combine", time_graph(combine, self.group, 10, 7)),
+        calls: dict[tuple[str, str], Callable[[], Any]] = {
+            ("dispatch", "in place"): in_place,
+            ("dispatch", "owned"): owned,
+            ("layout", ""): layout,
         }
+        if self.shape.dtype == "bf16":
+            out, _ = engine.combine(recv.x, handle, None, ())
+            copies = handle.is_token_in_rank.sum(1, keepdim=True)
+            torch.testing.assert_close(out, (self.x.float() * copies).bfloat16())
+            calls["combine", "sum"] = combine
+        times = {name: time_graph(call, self.group, 10, 7) for name, call in calls.items()}
         self.buffer.check()
         return times
 
     def check(self, recv_x: torch.Tensor) -> None:
         """The rows of dispatch are those of an all-to-all of the same tokens."""
         num_local = self.num_experts // self.num_ranks
+        x, recv_x = self.x.view(torch.uint8), recv_x.view(torch.uint8)
         sent = [
-            self.x[(self.idx // num_local == rank).any(1)].contiguous()
-            for rank in range(self.num_ranks)
+            x[(self.idx // num_local == rank).any(1)].contiguous() for rank in range(self.num_ranks)
         ]
         sizes = torch.tensor([len(part) for part in sent], device="cuda")
         recv = torch.empty_like(sizes)
         dist.all_to_all_single(recv, sizes, group=self.group)
-        rows = self.x.new_empty(int(recv.sum()), self.x.shape[1])
+        rows = x.new_empty(int(recv.sum()), x.shape[1])
         dist.all_to_all_single(
             rows, torch.cat(sent), recv.tolist(), sizes.tolist(), group=self.group
         )
         assert torch.equal(rows, recv_x)
 
-    def time_nccl(self) -> tuple[float, float]:
-        """Dispatch and combine as one copy per (token, expert): sort, all-to-all, weighted sum."""
+    def time_nccl(self) -> dict[str, float]:
+        """Microseconds of both as one copy per (token, expert): sort, all-to-all, weighted sum."""
         num_local = self.num_experts // self.num_ranks
         flat = self.idx.flatten()
         num_topk = self.idx.shape[1]
@@ -190,7 +250,10 @@ class Bench:
             total = torch.zeros(self.x.shape, device="cuda")
             return total.index_add_(0, order // num_topk, mine.float()).bfloat16()
 
-        return time_calls(send, self.group, 7), time_calls(back, self.group, 7)
+        return {
+            "dispatch": time_calls(send, self.group, 7),
+            "combine": time_calls(back, self.group, 7),
+        }
 
 
 if __name__ == "__main__":

@@ -208,6 +208,50 @@ def test_twenty_calls_with_a_slow_rank(pool):
         check_round_trip(at_call, [part + call for part in x], shifted, w, num_experts, bias)
 
 
+def delayed_calls(group, num_calls, num_experts, x, topk_idx, topk_weights):
+    """Round trips without a host sync, each begun after a random pause: how many were wrong."""
+    rank, num_ranks, device = group.rank(), group.size(), cases.device()
+    everyone = torch.cat(x).to(device)
+    numbers = list(torch.arange(len(everyone)).float()[:, None].split([len(part) for part in x]))
+    own, weights = x[rank].to(device), topk_weights[rank].to(device)
+    shifts = []
+    for shift in range(num_experts):
+        idx = [torch.where(i >= 0, (i + shift) % num_experts, -1) for i in topk_idx]
+        rows = reference.dispatch(numbers, idx, topk_weights, num_experts)[rank].x
+        copies = reference.layout(idx[rank], num_experts, num_ranks)[2].sum(1, keepdim=True)
+        shifts.append([t.to(device) for t in (idx[rank], rows.flatten().long(), copies)])
+    buffer = make_buffer(group, own, num_experts, topk_idx[0].shape[1], max(map(len, x)))
+    poison(buffer)
+    torch.distributed.barrier(group)
+    worst = num_ranks * max(map(len, x))
+    wrong = torch.zeros((), dtype=torch.int64, device=device)
+    pauses = torch.rand(num_calls, generator=torch.Generator().manual_seed(rank)) ** 4
+    for call, pause in enumerate(pauses.tolist()):
+        if device.type == "cuda":
+            torch.cuda._sleep(int(pause * 1e6))
+        else:
+            time.sleep(pause * 0.01)
+        idx, rows, copies = shifts[call % num_experts]
+        per_rank, _, per_expert, in_rank, _ = buffer.get_dispatch_layout(idx, num_experts)
+        recv, *_, handle, _ = buffer.dispatch(
+            own + call, None, per_rank, None, in_rank, per_expert, idx, weights, 1, worst
+        )
+        out, *_ = buffer.combine(recv, handle)
+        wrong += (recv[: len(rows)] != everyone[rows] + call).any() | (
+            out != (own + call) * copies
+        ).any()
+    buffer.check()
+    torch.distributed.barrier(group)
+    buffer.destroy()
+    return int(wrong)
+
+
+def test_many_calls_with_random_pauses(pool):
+    num_calls = 1000 if pool.device == "cuda" else 24
+    inputs = make_inputs(4, [13, 20, 5, 0], 24, 8, 2, "holes", "fp32")
+    assert pool.run(delayed_calls, num_calls, 8, *inputs, num_ranks=4) == [0] * 4
+
+
 def rows_at(address, like):
     """The rows [N, H] at `address` [N], read by a kernel as a user would write one."""
     out = like.view(torch.int16).new_zeros(len(address), like.shape[1])
