@@ -15,7 +15,7 @@ from .kernels import exchange_kernel, push_kernel
 from .receive_kernels import collect_kernel, locate_kernel, release_kernel
 
 NUM_WARPS = 16
-LOCATE_ROWS = 32
+LOCATE_ROWS = 128
 """Rows whose addresses a program writes at a time."""
 NUM_COLLECT_PROGRAMS = 2 if INTERPRETED else 264
 
@@ -244,6 +244,7 @@ def locate(
         recv_address=out.x,
         hidden=x.shape[1] * x.itemsize,
         ROWS=LOCATE_ROWS,
+        num_warps=NUM_WARPS,
         **out.arguments(rank_prefix_matrix, row, header_bytes, slots),
     )
 

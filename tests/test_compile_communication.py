@@ -93,7 +93,7 @@ VARIANTS = {
     "locate": (
         receive.locate_kernel,
         {**TOPK, **SCALES, "CHUNK_ROWS": 8, "ROWS": LOCATE_ROWS},
-        4,
+        16,
     ),
     "release": (receive.release_kernel, {}, 4),
     "return_rows": (combine.return_rows_kernel, {**RETURN, "COLUMNS": 1024}, 16),

@@ -40,6 +40,8 @@ def poison(buffer):
     slots = getattr(buffer._engine, "slots", None)
     if slots is not None:
         slots.block.local[slots.layout.slots :].fill_(0xFF)
+        if slots.block.local.is_cuda:
+            torch.cuda.synchronize()  # the barrier that follows is one of the hosts alone
 
 
 def round_trip(buffer, x, topk_idx, topk_weights, num_experts, bias=()):
