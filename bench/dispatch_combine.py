@@ -88,7 +88,7 @@ def run_rank(group: dist.ProcessGroup, shapes: list[Shape]) -> None:
                     us=us,
                     num_comm_sms=num_sms,
                     remote_gbs=sent and sent / us,
-                    ratio_to=f"floor, {form}",
+                    ratio_to=f"floor, {form}" if sent else None,
                     ratio=sent and us / floor,
                 )
             if num_sms == 16:
