@@ -85,8 +85,8 @@ def open_regions(num_rows, header_bytes, row_bytes, context):
 
 @device_function
 def deal(context, LANES: tl.constexpr, RANKS_PAD: tl.constexpr):
-    """(peers, steps, whether each is one) of the LANES rows that a tile writes: to lane's rank, the
-    row that lies `step` behind the tile's first.
+    """Which LANES rows a tile writes: (peers, steps, whether there is one). Lane l writes the row
+    that lies steps[l] behind the tile's first, to rank peers[l].
 
     Every tile thus writes to all ranks, the next one first, and the traffic to each stays even.
     LANES = 8 on rank 1 of 3: peers 2 0 1 - 2 0 1 -, steps 0 0 0 - 1 1 1 -.

@@ -1,0 +1,96 @@
+"""How a push deals its rows to programs and ranks, and how work is handed out by claims."""
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+from hypothesis import given
+from hypothesis import strategies as st
+from test_lang import make_context
+
+from moe_engine import lang, slots_kernels, symm
+from moe_engine.context import Word
+
+
+@triton.jit
+def mark_spans(marks, num_chunks, SPAN: tl.constexpr):
+    program = tl.program_id(0)
+    num_programs = tl.num_programs(0)
+    for turn in range(0, slots_kernels.num_spans(num_chunks, num_programs, SPAN)):
+        first, end = slots_kernels.span(turn, num_chunks, num_programs, SPAN)
+        for chunk in range(first, end):
+            tl.atomic_add(marks + program * num_chunks + chunk, 1)
+
+
+def spans(group, num_programs, num_chunks, span):
+    marks = torch.zeros(num_programs, num_chunks, dtype=torch.int32)
+    marks = marks.to(symm.resolve_device(None))
+    mark_spans[(num_programs,)](marks, num_chunks, SPAN=span)
+    return marks.cpu()
+
+
+@given(
+    num_programs=st.integers(1, 9),
+    num_chunks=st.integers(0, 40),
+    span=st.sampled_from([1, 2, 4]),
+)
+def test_every_chunk_is_pushed_once_and_programs_end_together(pool, num_programs, num_chunks, span):
+    [marks] = pool.run(spans, num_programs, num_chunks, span, num_ranks=1)
+    assert (marks.sum(0) == 1).all()
+    totals = marks.sum(1)
+    assert totals.max() - totals.min() <= 1
+
+
+def test_spans_of_the_example(pool):
+    [marks] = pool.run(spans, 2, 7, 2, num_ranks=1)
+    assert [row.nonzero().flatten().tolist() for row in marks] == [[0, 1, 4, 6], [2, 3, 5]]
+
+
+@triton.jit
+def store_deal(context, out, LANES: tl.constexpr, RANKS_PAD: tl.constexpr):
+    peers, steps, real = slots_kernels.deal(context, LANES, RANKS_PAD)
+    lanes = tl.arange(0, LANES)
+    tl.store(out + lanes, tl.where(real, peers, -1))
+    tl.store(out + LANES + lanes, tl.where(real, steps, -1))
+
+
+def deal(group):
+    _, context, _ = make_context(group)
+    out = torch.zeros(2, 8, dtype=torch.int32, device=context.device)
+    store_deal[(1,)](context, out, LANES=8, RANKS_PAD=4)
+    return out.tolist()
+
+
+def test_tiles_hold_rows_for_all_ranks(pool):
+    results = pool.run(deal, num_ranks=3)
+    assert results[1] == [[2, 0, 1, -1, 2, 0, 1, -1], [0, 0, 0, -1, 1, 1, 1, -1]]
+
+
+@triton.jit
+def take_all(context, takers, count):
+    piece = lang.claim(context)
+    while piece < count:
+        tl.atomic_add(takers + piece, 1)
+        piece = lang.claim(context)
+    lang.end_push(context)
+    if lang.is_last_program(context):
+        tl.store(takers + count, lang.is_pushing(tl.num_programs(0), context).to(tl.int32))
+        tl.store(takers + count + 1, lang.is_pushing(tl.num_programs(0) + 1, context).to(tl.int32))
+        lang.finish_call(context)
+
+
+def claims(group):
+    _, context, _ = make_context(group)
+    answers = []
+    for _ in range(2):
+        takers = torch.zeros(102, dtype=torch.int32, device=context.device)
+        take_all[(6,)](context, takers, 100)
+        answers.append(takers.tolist())
+    return answers, [int(context[word]) for word in (Word.CLAIMED, Word.PUSHED, Word.EPOCH)]
+
+
+def test_each_piece_is_claimed_once_in_every_call(pool):
+    [(answers, words)] = pool.run(claims, num_ranks=1)
+    assert answers == [[1] * 100 + [0, 1]] * 2
+    assert words == [0, 0, 2]
