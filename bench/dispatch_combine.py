@@ -174,7 +174,8 @@ class Bench:
 
     def time_ours(self) -> dict[tuple[str, str], float]:
         """Microseconds by verb and form."""
-        from moe_engine.engine import KernelEngine, Tokens
+        from moe_engine.engine import KernelEngine
+        from moe_engine.verbs import Tokens
 
         engine = self.buffer._engine
         assert isinstance(engine, KernelEngine)

@@ -7,7 +7,6 @@ L local experts (E / R), N received rows, S slot.
 
 from .buffer import Buffer
 from .buffer_config import Config, Options
-from .engine import Handle
 from .errors import (
     BackendError,
     CapacityError,
@@ -19,6 +18,7 @@ from .errors import (
 )
 from .events import EventHandle, EventOverlap
 from .layer import MoEFeedForward, moe_ffn
+from .verbs import Handle
 
 __version__ = "0.1.0"
 

@@ -12,13 +12,14 @@ import torch.distributed as dist
 from . import buffer_config, checks
 from .buffer_config import DEFAULT_OPTIONS, Config, Options, Programs
 from .collective import CollectiveEngine
-from .engine import Engine, Handle, KernelEngine, Tokens
+from .engine import KernelEngine
 from .errors import BackendError, ShapeError
 from .events import EventHandle, EventOverlap
 from .service import Service, default_device, new_slots
 from .slots import SlotLayout, round_up, timeout_seconds
 from .streams import CallStreams
 from .symm import choose_backend, exchange
+from .verbs import Engine, Handle, Tokens
 
 
 class Buffer(Service):

@@ -14,8 +14,8 @@ import torch.distributed as dist
 
 from . import reference
 from .dispatch import Collected
-from .engine import Handle, Tokens
 from .errors import CapacityError, RoutingError, ShapeError, bad_ids
+from .verbs import Handle, Tokens
 
 
 class CollectiveEngine:

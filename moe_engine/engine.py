@@ -8,8 +8,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
-from typing import NamedTuple, Protocol
 
 import torch
 
@@ -23,87 +21,10 @@ from .experts import expert_ffn
 from .grouped_gemm import check_weights
 from .lang import INTERPRETED
 from .slots import RowLayout, SlotLayout, Slots, header_bytes, round_up
+from .verbs import Handle, Tokens
 
 COMPILE_S = 300.0
 """Added to the deadline while kernels may still be compiling on some rank."""
-
-
-class Handle(NamedTuple):
-    """What combine and a cached dispatch need from a dispatch: six tensors, nothing else.
-
-    A plain tuple of the same tensors serves as well (autograd's save_for_backward makes one).
-    """
-
-    rank_prefix_matrix: torch.Tensor  # int32 [R, R]: rows of ranks 0..i to rank j
-    send_token_idx: torch.Tensor  # int32 [R, T]: token of each row sent to each rank
-    recv_expert_counts: torch.Tensor  # int32 [R, L]: rows of each source per local expert
-    recv_src_idx: torch.Tensor  # int32 [N]: each received row's token on its source
-    is_token_in_rank: torch.Tensor  # bool [T, R]
-    send_head: torch.Tensor  # int32 [T, R]: row * R + rank in the order of the final sum, or -1
-
-
-@dataclass(frozen=True, slots=True)
-class Tokens:
-    """What a rank dispatches: x [T, H] contiguous; topk_idx int64 [T, K] and topk_weights float32
-    [T, K], or None; its layout (see `reference.layout`); scales [T, S] of 4 bytes each, or None."""
-
-    x: torch.Tensor
-    topk_idx: torch.Tensor | None
-    topk_weights: torch.Tensor | None
-    num_tokens_per_rank: torch.Tensor
-    num_tokens_per_expert: torch.Tensor
-    is_token_in_rank: torch.Tensor
-    scales: torch.Tensor | None = None
-
-    @property
-    def row(self) -> RowLayout:
-        return row_layout(self.x, self.scales, self.topk_idx)
-
-    @property
-    def num_experts(self) -> int:
-        return self.num_tokens_per_expert.numel()
-
-    @property
-    def num_topk(self) -> int:
-        return 0 if self.topk_idx is None else self.topk_idx.shape[1]
-
-
-class Engine(Protocol):
-    """The verbs behind a Buffer. Arguments have been checked."""
-
-    def layout(
-        self, topk_idx: torch.Tensor, num_experts: int
-    ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]: ...
-
-    def dispatch(
-        self, tokens: Tokens, num_worst_tokens: int
-    ) -> tuple[Collected, list[int], Handle]: ...
-
-    def dispatch_in_place(
-        self, tokens: Tokens, num_worst_tokens: int
-    ) -> tuple[Collected, list[int], Handle]: ...
-
-    def release(self) -> None: ...
-
-    def dispatch_cached(
-        self, x: torch.Tensor, scales: torch.Tensor | None, handle: Handle
-    ) -> Collected: ...
-
-    def combine(
-        self,
-        x: torch.Tensor,
-        handle: Handle,
-        topk_weights: torch.Tensor | None,
-        bias: Sequence[torch.Tensor],
-    ) -> tuple[torch.Tensor, torch.Tensor | None]: ...
-
-    def moe_ffn(
-        self, tokens: Tokens, w_gate_up: torch.Tensor, w_down: torch.Tensor
-    ) -> torch.Tensor: ...
-
-    def check(self) -> None: ...
-
-    def free(self) -> None: ...
 
 
 class KernelEngine:
@@ -135,6 +56,7 @@ class KernelEngine:
         self, topk_idx: torch.Tensor, num_experts: int
     ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
         """See `routing.layout`."""
+        self._note_capture(topk_idx)
         return routing.layout(topk_idx, num_experts, self.slots)
 
     def send(self, tokens: Tokens) -> tuple[Counts, torch.Tensor, torch.Tensor]:
@@ -242,19 +164,22 @@ class KernelEngine:
     def _grow(self, num_rows: int, row: RowLayout, header: int) -> None:
         """Replace the memory by more of it, for `num_rows` rows between two ranks and a quarter
         beyond. Collective: all ranks have seen the same counts. Old contents are lost."""
-        layout = self.slots.layout
+        old, layout = self.slots, self.slots.layout
+        too_many = f"a rank has {num_rows} rows for another one, more than "
+        if num_rows > layout.most_rows:
+            raise CapacityError(f"{too_many}{layout.most_rows}. Send larger batches in parts.")
         if self._was_captured:
             raise CapacityError(
-                f"a rank has {num_rows} rows for another one, more than this Buffer takes "
-                f"({layout.num_bytes} bytes), and a captured CUDA graph uses its memory, so it "
-                "cannot grow. Make a new Buffer with the bytes of Buffer.size_hint(...)."
+                f"{too_many}this Buffer takes ({layout.num_bytes} bytes), and it cannot grow: a "
+                "captured CUDA graph uses its memory. Make a new Buffer with the bytes of "
+                "Buffer.size_hint(...)."
             )
-        wanted = min(num_rows + num_rows // 4, layout.most_rows)
-        region_bytes = round_up(header + max(wanted, num_rows) * row.num_bytes, 16)
-        old = self.slots
-        if self.slots.context.words.is_cuda:
-            torch.cuda.synchronize(self.slots.context.words.device)
+        num_rows = min(num_rows + num_rows // 4, layout.most_rows)
+        region_bytes = round_up(header + num_rows * row.num_bytes, 16)
+        if old.context.words.is_cuda:
+            torch.cuda.synchronize(old.context.words.device)
         self.slots = self._new_slots(SlotLayout(layout.num_ranks, region_bytes, layout.num_slots))
+        self.slots.context.take_bad_ids(old.context)
         old.free()
         self._used.clear()  # other numbers of flags are other kernels
 
@@ -360,10 +285,13 @@ class KernelEngine:
         payload_bytes = max(tokens.row.payload_bytes, 2 * tokens.x.shape[1])
         return RowLayout(payload_bytes, tokens.num_topk, tokens.row.num_scales)
 
+    def _note_capture(self, tensor: torch.Tensor) -> None:
+        self._was_captured |= tensor.is_cuda and torch.cuda.is_current_stream_capturing()
+
     @contextmanager
     def _first_use(self, verb: str, x: torch.Tensor, *sizes: object) -> Iterator[None]:
         """The first call of a kind waits longer, so that a peer that still compiles is not lost."""
-        self._was_captured |= x.is_cuda and torch.cuda.is_current_stream_capturing()
+        self._note_capture(x)
         key = (verb, x.shape[1], x.dtype, *sizes)
         if INTERPRETED or key in self._used:
             yield

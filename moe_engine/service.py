@@ -9,13 +9,14 @@ import torch
 import torch.distributed as dist
 
 from . import checks
-from .engine import Engine, KernelEngine
+from .engine import KernelEngine
 from .errors import BackendError, VerbsNotThereYet
 from .events import EventHandle, EventOverlap
 from .lang import INTERPRETED
 from .slots import SlotLayout, Slots
 from .streams import CallStreams
 from .symm import allocate
+from .verbs import Engine
 
 
 class Service(VerbsNotThereYet):

@@ -232,6 +232,11 @@ class DeviceContext:
             self._known_bad_ids += num_bad
             raise RoutingError(bad_ids(self.rank, num_bad))
 
+    def take_bad_ids(self, other: DeviceContext) -> None:
+        """Go on with the bad ids that `other` has seen, some of them not told yet."""
+        self._known_bad_ids = other._known_bad_ids
+        self.words[Word.BAD_IDS] = self.report[Report.BAD_IDS] = other.report[Report.BAD_IDS]
+
 
 def timeout_seconds() -> float:
     """Deadline of a wait: MOE_ENGINE_TIMEOUT_S, 100 s by default."""

@@ -114,8 +114,8 @@ def test_any_shape(
 def sum_lanes(group, y, x, topk_idx, topk_weights, num_experts):
     """Combine expert rows y [M, H] for the tokens of one rank: (sums, place of each lane)."""
     from moe_engine import combine, dispatch, routing
-    from moe_engine.engine import Tokens
     from moe_engine.slots import header_bytes
+    from moe_engine.verbs import Tokens
 
     y, x, topk_idx, topk_weights = (t.to(cases.device()) for t in (y, x, topk_idx, topk_weights))
     buffer = make_buffer(group, x, num_experts, topk_idx.shape[1], len(x))

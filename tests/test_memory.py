@@ -8,8 +8,10 @@ import torch
 from test_dispatch_combine import make_inputs
 from test_failures import EXPERTS, _tokens, dispatch
 
-from moe_engine import Buffer, CapacityError, reference
+from moe_engine import Buffer, CapacityError, RoutingError, reference
 from moe_engine.emulation import PerRank
+from moe_engine.slots import RowLayout
+from moe_engine.verbs import Tokens
 
 
 def exceed_a_region(group):
@@ -68,3 +70,22 @@ def test_memory_grows_on_all_ranks_alike(pool):
             assert torch.equal(out, (x[rank].float() * copies).bfloat16())
             assert sizes == by_rank[0][1]
             assert sizes[0] < sizes[1] == sizes[2]
+
+
+def grow_with_bad_ids(group):
+    """What a dispatch raises that follows one with bad ids in a Buffer that had to grow."""
+    x, idx, w = _tokens(30, 16, 2, cases.route("uniform", 30, EXPERTS, 2, 0))
+    x, idx, w = (part.to(cases.device()) for part in (x, idx, w))
+    idx[3, 0] = EXPERTS
+    buffer = Buffer(group, Buffer.size_hint(1, 64, group.size(), EXPERTS, 2))
+    engine = buffer._engine
+    engine.dispatch(Tokens(x, idx, w, *engine.layout(idx, EXPERTS)), 0)
+    with pytest.raises(RoutingError, match="1 expert ids"):
+        buffer.check()
+    with pytest.raises(CapacityError, match="in parts"):
+        buffer._engine._grow(70_000, RowLayout(64), 0)
+    buffer.destroy()
+
+
+def test_growing_forgets_no_bad_ids(pool):
+    pool.run(grow_with_bad_ids, num_ranks=1)

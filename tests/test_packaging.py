@@ -24,6 +24,7 @@ LAYERS = (
     ("tiles", "symm", "trace", "tune"),
     ("grouped_gemm",),
     ("dispatch", "combine", "experts"),
+    ("verbs",),
     ("engine", "collective"),
     ("service",),
     ("buffer",),
