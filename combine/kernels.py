@@ -7,6 +7,7 @@ from ..context import NUM_RANKS, PHASE_RETURNED_ROWS, RANK
 from ..lang import (
     as_pointer,
     claim,
+    claim_next,
     consume_token,
     current_epoch,
     device_function,
@@ -14,13 +15,14 @@ from ..lang import (
     finish_call,
     is_broken,
     is_last_program,
-    is_pushing,
     put,
     put_rows,
     round_to,
     row_mask,
     row_pointers,
     symm_at,
+    ticks,
+    time_to_send,
     wait,
 )
 from ..slots_kernels import (
@@ -83,6 +85,7 @@ def return_rows_kernel(
         count = tl.where(real, received_rows(rank_prefix_matrix, peers, context), 0)
         start = tl.load(rank_prefix_matrix + peers * num_ranks + rank, mask=real, other=0) - count
         num_chunks = tl.cdiv(most_rows, CHUNK_ROWS)
+        due = ticks()
         for turn in range(0, num_spans(num_chunks, num_push_programs, SPAN)):
             first_chunk, end_chunk = span(turn, num_chunks, num_push_programs, SPAN)
             end = min(end_chunk * CHUNK_ROWS, most_rows)
@@ -90,11 +93,15 @@ def return_rows_kernel(
                 rows = first + steps
                 inside = (rows < end) & (rows < count)
                 to = symm_at(own + rows.to(tl.int64) * row_bytes, peers, context)
-                put_rows(
+                leaves = inside & (peers != rank)
+                num_bytes = tl.sum(leaves.to(tl.int32), 0) * row_bytes
+                due = put_rows(
                     as_pointer(to, x.dtype.element_ty),
                     x + (start + rows).to(tl.int64) * hidden,
                     hidden,
-                    inside & (peers != rank),
+                    leaves,
+                    due,
+                    time_to_send(num_bytes, num_push_programs, context) // tl.cdiv(hidden, COLUMNS),
                     ALIGNED,
                     COLUMNS,
                 )
@@ -108,7 +115,7 @@ def return_rows_kernel(
         end_push(context)
     else:
         group = claim(context)
-        while group * GROUP < num_tokens:
+        while group < tl.cdiv(num_tokens, GROUP):
             _sum_group(
                 out,
                 out_weights,
@@ -135,9 +142,7 @@ def return_rows_kernel(
                 GROUP,
                 BLOCK_H,
             )
-            group = num_tokens
-            if is_pushing(num_push_programs, context):
-                group = claim(context)
+            group = claim_next(num_push_programs, context)
 
 
 @triton.jit(do_not_specialize=["max_rows"])
@@ -225,7 +230,7 @@ def final_sum_kernel(
     if is_broken(context):
         return
     group = claim(context)
-    while group * GROUP < num_tokens:
+    while group < tl.cdiv(num_tokens, GROUP):
         _sum_group(
             out,
             out_weights,

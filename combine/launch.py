@@ -9,10 +9,11 @@ from typing import Any
 import torch
 import triton
 
+from ..hardware import bytes_in_flight
 from ..lang import INTERPRETED
 from ..routing import ExpertPlan
 from ..slots import RowLayout, Slots
-from ..words import COPY_ROWS, bytes_in_flight
+from ..words import COPY_ROWS
 from .kernels import final_sum_kernel, return_rows_kernel, return_sums_kernel
 
 NUM_SUM_PROGRAMS = 2 if INTERPRETED else 264

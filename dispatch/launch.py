@@ -8,6 +8,7 @@ from typing import Any
 import torch
 import triton
 
+from ..hardware import early_launch, launches_overlap
 from ..lang import INTERPRETED
 from ..slots import RowLayout, Slots
 from ..words import COPY_ROWS, Words
@@ -18,6 +19,24 @@ NUM_WARPS = 16
 LOCATE_ROWS = 128
 """Rows whose addresses a program writes at a time."""
 NUM_COLLECT_PROGRAMS = 2 if INTERPRETED else 264
+
+
+@dataclass(frozen=True, slots=True)
+class Partition:
+    """How a dispatch's programs are shared: `push` of them push, `early` ones meanwhile receive
+    what has arrived."""
+
+    push: int
+    early: int
+
+    @classmethod
+    def choose(cls, num_programs: int, owned: bool) -> Partition:
+        """Eight programs nearly fill the link. Copies (`owned`) take as many; addresses few."""
+        if INTERPRETED:
+            return cls(max(1, num_programs - 1), 1)
+        early = num_programs - max(8, num_programs // 2) if owned else num_programs // 12
+        early = max(0, early) if launches_overlap() else 0
+        return cls(num_programs - early, early)
 
 
 @dataclass(frozen=True, slots=True)
@@ -33,16 +52,31 @@ class Counts:
     recv_expert_counts: torch.Tensor
     expert_offsets: torch.Tensor
 
+    @classmethod
+    def empty(cls, num_tokens_per_rank: torch.Tensor, num_experts: int) -> Counts:
+        """Room for the counts of all ranks."""
+        num_ranks = num_tokens_per_rank.numel()
+        num_local_experts = num_experts // num_ranks
+        new = num_tokens_per_rank.new_empty
+        return cls(
+            new((num_ranks, num_ranks)),
+            new((num_ranks, num_local_experts)),
+            # Zero rows, should the exchange give up on a lost peer: what follows may not know.
+            num_tokens_per_rank.new_zeros(num_local_experts + 1),
+        )
+
 
 def exchange(
+    counts: Counts,
     num_tokens_per_rank: torch.Tensor,
     num_tokens_per_expert: torch.Tensor,
     row: RowLayout,
     item_bytes: int,
     max_rows: int,
     slots: Slots,
-) -> Counts:
-    """Tell every rank this rank's counts (int32 [R] and [E]) and learn theirs. Begins a call.
+) -> None:
+    """Tell every rank this rank's counts (int32 [R] and [E]) and learn theirs. Begins a call; the
+    launch before it is the send plan's.
 
     The rows' layout goes along: ranks that disagree on it stop here, and all ranks do where one of
     them has more than `max_rows` rows for another.
@@ -50,13 +84,6 @@ def exchange(
     num_ranks = slots.layout.num_ranks
     num_experts = num_tokens_per_expert.numel()
     num_local_experts = num_experts // num_ranks
-    new = num_tokens_per_rank.new_empty
-    counts = Counts(
-        new((num_ranks, num_ranks)),
-        new((num_ranks, num_local_experts)),
-        # Zero rows, should the kernel give up on a lost peer: what follows may not know of it.
-        num_tokens_per_rank.new_zeros(num_local_experts + 1),
-    )
     exchange_kernel[(num_ranks + 1,)](
         num_tokens_per_rank,
         num_tokens_per_expert,
@@ -73,8 +100,9 @@ def exchange(
         RANKS_PAD=triton.next_power_of_2(num_ranks),
         EXPERTS_PAD=max(32, triton.next_power_of_2(num_local_experts)),
         ALL_EXPERTS_PAD=triton.next_power_of_2(num_experts),
+        OVERLAP=launches_overlap(),
+        **early_launch(),
     )
-    return counts
 
 
 @dataclass(frozen=True, slots=True)
@@ -107,15 +135,15 @@ def row_layout(
 
 
 def push(
-    rows: Outgoing, num_local_experts: int, header_bytes: int, num_comm_sms: int, slots: Slots
+    rows: Outgoing, num_local_experts: int, header_bytes: int, num_programs: int, slots: Slots
 ) -> None:
     """Write one row per (token, destination rank) into the destinations' slots."""
     num_tokens, hidden = rows.x.shape
     words, row = Words.of(hidden, rows.x.dtype), rows.row
-    scales = None if rows.scales is None else rows.scales.view(torch.int32)
+    scales = None if rows.scales is None else _scale_words(rows.scales)
     scale_strides = (0, 0) if scales is None else scales.stride()
     ranks_pad = triton.next_power_of_2(slots.layout.num_ranks)
-    push_kernel[(num_comm_sms,)](
+    push_kernel[(num_programs,)](
         words.view(rows.x),
         scales,
         rows.topk_idx,
@@ -134,16 +162,25 @@ def push(
         NUM_TOPK=row.num_topk,
         TAIL_PAD=triton.next_power_of_2((row.num_bytes - row.ids) // 4),
         NUM_SCALES=row.num_scales,
-        SCALES_BLOCK=16,
+        SCALES_BLOCK=32,
         ALIGNED=words.aligned,
         RANKS_PAD=ranks_pad,
         CHUNK_ROWS=slots.layout.chunk_rows(row.num_bytes),
         SPAN=slots.layout.span(row.num_bytes),
         LANES=max(COPY_ROWS, ranks_pad),
-        META_LANES=max(16 if row.num_scales else 128, ranks_pad),
         BLOCK_WORDS=words.block_words,
+        OVERLAP=launches_overlap(),
         num_warps=NUM_WARPS,
     )
+
+
+def _scale_words(scales: torch.Tensor) -> torch.Tensor:
+    """Scales as int32 words that the kernel can reach by 32-bit offsets."""
+    words = scales.view(torch.int32)
+    last = sum(
+        (size - 1) * stride for size, stride in zip(words.shape, words.stride(), strict=True)
+    )
+    return words if last < 2**31 else words.contiguous()
 
 
 @dataclass(frozen=True, slots=True)
@@ -190,6 +227,8 @@ class Collected:
             NUM_SCALES=row.num_scales,
             SCALES_PAD=triton.next_power_of_2(max(1, row.num_scales)),
             CHUNK_ROWS=slots.layout.chunk_rows(row.num_bytes),
+            OVERLAP=launches_overlap(),
+            num_warps=NUM_WARPS,
         )
 
 
@@ -207,25 +246,34 @@ def new_collected(
     )
 
 
+def _launch_twice(kernel: Any, partition: Partition, **arguments: Any) -> None:
+    """Early, behind the push, and again for the rest on all of the chip."""
+    if partition.early:
+        kernel[(partition.early,)](num_push_programs=partition.push, **arguments, **early_launch())
+    kernel[(NUM_COLLECT_PROGRAMS,)](num_push_programs=0, **arguments)
+
+
 def collect(
     out: Collected,
     x: torch.Tensor,
     row: RowLayout,
     rank_prefix_matrix: torch.Tensor,
     header_bytes: int,
+    partition: Partition,
     slots: Slots,
 ) -> None:
     """Copy the received rows out of the slot, and this rank's own out of the x [T, H] it sent;
-    release the slot. Ends a call."""
+    release the slot. Ends a call; the launch before it is the push."""
     words = Words.of(x.shape[1], x.dtype)
-    collect_kernel[(NUM_COLLECT_PROGRAMS,)](
-        words.view(x),
+    _launch_twice(
+        collect_kernel,
+        partition,
+        x=words.view(x),
         recv_x=words.view(out.x),
         num_words=words.num_words,
         ROWS=COPY_ROWS,
         ALIGNED=words.aligned,
         BLOCK_WORDS=words.block_words,
-        num_warps=NUM_WARPS,
         **out.arguments(rank_prefix_matrix, row, header_bytes, slots),
     )
 
@@ -236,15 +284,18 @@ def locate(
     row: RowLayout,
     rank_prefix_matrix: torch.Tensor,
     header_bytes: int,
+    partition: Partition,
     slots: Slots,
 ) -> None:
-    """Write the addresses of the received rows to out.x int64 [N]; `release` ends the call."""
-    locate_kernel[(NUM_COLLECT_PROGRAMS,)](
-        x.view(torch.uint8),
+    """Write the addresses of the received rows to out.x int64 [N]; `release` ends the call. The
+    launch before it is the push."""
+    _launch_twice(
+        locate_kernel,
+        partition,
+        x=x.view(torch.uint8),
         recv_address=out.x,
         hidden=x.shape[1] * x.itemsize,
         ROWS=LOCATE_ROWS,
-        num_warps=NUM_WARPS,
         **out.arguments(rank_prefix_matrix, row, header_bytes, slots),
     )
 

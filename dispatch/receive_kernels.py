@@ -6,6 +6,8 @@ import triton.language as tl
 from ..context import NUM_RANKS, PHASE_OVERFLOW, RANK
 from ..lang import (
     as_pointer,
+    claim,
+    claim_next,
     consume_token,
     current_epoch,
     device_function,
@@ -14,11 +16,13 @@ from ..lang import (
     is_last_program,
     put_rows,
     report_failure,
+    ticks,
+    wait_for_previous,
 )
 from ..slots_kernels import payload_address, received_rows, region, staged_source, wait_rows
 
 
-@triton.jit(do_not_specialize=["max_rows"])
+@triton.jit(do_not_specialize=["max_rows", "num_push_programs"])
 def collect_kernel(
     x,  # words [T, num_words], what this rank sent
     rank_prefix_matrix,  # int32 [R, R]
@@ -28,6 +32,7 @@ def collect_kernel(
     recv_topk_weights,  # float32 [N, NUM_TOPK], out: 0 where not here
     recv_src_idx,  # int32 [N], out
     context,
+    num_push_programs,
     max_rows,
     num_words,
     header_bytes,
@@ -44,17 +49,19 @@ def collect_kernel(
     ROWS: tl.constexpr,
     ALIGNED: tl.constexpr,
     BLOCK_WORDS: tl.constexpr,
+    OVERLAP: tl.constexpr,
 ):
-    """Copy the received rows out of the slot, by source rank, then token; then release the slot.
+    """Copy the received rows out of the slot, by source rank, then token.
 
-    Never writes beyond `max_rows`. The last program finishes the call.
+    Never writes beyond `max_rows`. An early launch behind a push of `num_push_programs` copies what
+    arrives while they push; a launch with num_push_programs 0 copies the rest, and its last
+    program finishes the call.
     """
-    if is_broken(context):
-        return
     num_blocks = _num_blocks(rank_prefix_matrix, max_rows, context, ROWS)
-    for turn in range(tl.program_id(0), num_blocks, tl.num_programs(0)):
+    block = claim(context)
+    while block < num_blocks:
         source, to, inside, address = _received_block(
-            turn, rank_prefix_matrix, max_rows, header_bytes, row_bytes, context, CHUNK_ROWS, ROWS
+            block, rank_prefix_matrix, max_rows, header_bytes, row_bytes, context, CHUNK_ROWS, ROWS
         )
         payload = payload_address(x, source, address, token_offset, num_words, inside, context)
         put_rows(
@@ -62,6 +69,8 @@ def collect_kernel(
             as_pointer(payload, recv_x.dtype.element_ty),
             num_words,
             inside,
+            ticks(),
+            0,
             ALIGNED,
             BLOCK_WORDS,
         )
@@ -82,11 +91,15 @@ def collect_kernel(
             NUM_SCALES,
             SCALES_PAD,
         )
-    if is_last_program(context):
-        finish_call(context)
+        block = claim_next(num_push_programs, context)
+    if num_push_programs > 0:
+        wait_for_previous(OVERLAP)
+    elif is_broken(context) == 0:
+        if is_last_program(context):
+            finish_call(context)
 
 
-@triton.jit(do_not_specialize=["max_rows"])
+@triton.jit(do_not_specialize=["max_rows", "num_push_programs"])
 def locate_kernel(
     x,  # [T, H], what this rank sent
     rank_prefix_matrix,  # int32 [R, R]
@@ -96,6 +109,7 @@ def locate_kernel(
     recv_topk_weights,
     recv_src_idx,
     context,
+    num_push_programs,
     max_rows,
     hidden,
     header_bytes,
@@ -110,15 +124,18 @@ def locate_kernel(
     SCALES_PAD: tl.constexpr,
     CHUNK_ROWS: tl.constexpr,
     ROWS: tl.constexpr,
+    OVERLAP: tl.constexpr,
 ):
     """Wait for all rows and say where each lies, by source rank, then token: in the slot, or in `x`
-    where this rank sent it to itself. The slot stays as it is until `release_kernel`."""
-    if is_broken(context):
-        return
+    where this rank sent it to itself. The slot stays as it is until `release_kernel`.
+
+    Early behind a push, or for the rest: see `collect_kernel`.
+    """
     num_blocks = _num_blocks(rank_prefix_matrix, max_rows, context, ROWS)
-    for turn in range(tl.program_id(0), num_blocks, tl.num_programs(0)):
+    block = claim(context)
+    while block < num_blocks:
         source, to, inside, address = _received_block(
-            turn, rank_prefix_matrix, max_rows, header_bytes, row_bytes, context, CHUNK_ROWS, ROWS
+            block, rank_prefix_matrix, max_rows, header_bytes, row_bytes, context, CHUNK_ROWS, ROWS
         )
         payload = payload_address(x, source, address, token_offset, hidden, inside, context)
         tl.store(recv_address + to, payload, mask=inside)
@@ -139,6 +156,9 @@ def locate_kernel(
             NUM_SCALES,
             SCALES_PAD,
         )
+        block = claim_next(num_push_programs, context)
+    if num_push_programs > 0:
+        wait_for_previous(OVERLAP)
 
 
 @triton.jit
@@ -151,7 +171,8 @@ def release_kernel(context):
 
 @device_function
 def _num_blocks(rank_prefix_matrix, max_rows, context, ROWS: tl.constexpr):
-    """Blocks of ROWS rows to take from all sources; reports more rows than `max_rows`."""
+    """Blocks of ROWS rows to take from all sources; none when the call is broken. Reports more rows
+    than `max_rows`."""
     num_ranks = tl.load(context + NUM_RANKS).to(tl.int32)
     rank = tl.load(context + RANK).to(tl.int32)
     if tl.load(rank_prefix_matrix + (num_ranks - 1) * num_ranks + rank) > max_rows:
@@ -159,12 +180,12 @@ def _num_blocks(rank_prefix_matrix, max_rows, context, ROWS: tl.constexpr):
     most_rows = 0
     for source in range(0, num_ranks):
         most_rows = max(most_rows, received_rows(rank_prefix_matrix, source, context))
-    return tl.cdiv(most_rows, ROWS) * num_ranks
+    return tl.where(is_broken(context), 0, tl.cdiv(most_rows, ROWS) * num_ranks)
 
 
 @device_function
 def _received_block(
-    turn,
+    block,
     rank_prefix_matrix,
     max_rows,
     header_bytes,
@@ -177,8 +198,8 @@ def _received_block(
     received rows, whether there is one, their addresses in the slot)."""
     num_ranks = tl.load(context + NUM_RANKS).to(tl.int32)
     rank = tl.load(context + RANK).to(tl.int32)
-    source = staged_source(turn, context)
-    rows = turn // num_ranks * ROWS + tl.arange(0, ROWS)
+    source = staged_source(block, context)
+    rows = block // num_ranks * ROWS + tl.arange(0, ROWS)
     num_rows = received_rows(rank_prefix_matrix, source, context)
     to = tl.load(rank_prefix_matrix + source * num_ranks + rank) - num_rows + rows
     token = wait_rows(source, rows, rows < num_rows, context, CHUNK_ROWS)

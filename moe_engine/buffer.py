@@ -131,7 +131,7 @@ class Buffer(Service):
         is_token_in_rank bool [T, R], event). Ids out of range count as -1 and raise RoutingError
         at the next call or `check()`.
         """
-        engine = self._ready()
+        engine = self._ready(sends=False)
         checks.check_experts(num_experts, self.group_size)
         checks.check_topk(topk_idx, device=self._rows_device)
         with self._streams.call(previous_event, async_finish, allocate_on_comm_stream) as call:
@@ -236,7 +236,11 @@ class Buffer(Service):
 
     def release(self) -> None:
         """Give the rows of `dispatch(in_place=True)` back, behind what the current stream holds."""
-        engine = self._ready(releases=True)
+        engine = self._ready(sends=False)
+        if self._unreleased is None:
+            raise BackendError(
+                "there are no rows in place to release; call dispatch(in_place=True) first."
+            )
         with self._streams.call():
             engine.release()
         self._unreleased = None
@@ -358,18 +362,18 @@ class Buffer(Service):
                 torch.cuda.synchronize(self.device)
             self._engine.free()
             self._engine = None
+            self._streams.uses()
 
     # --- Checks ------------------------------------------------------------------------------
 
-    def _ready(self, releases: bool = False) -> Engine:
+    def _ready(self, sends: bool = True) -> Engine:
+        """The engine, if it can go on: with rows in place, only with what sends nothing."""
         if self._engine is None:
             raise BackendError("this Buffer was destroyed; make a new one.")
-        self._engine.check()
-        if releases != (self._unreleased is not None):
+        self._engine.check(in_call=self._unreleased is not None)
+        if sends and self._unreleased is not None:
             raise BackendError(
-                "there are no rows in place to release; call dispatch(in_place=True) first."
-                if releases
-                else "the last dispatch left its rows in place; call release() when they are read."
+                "the last dispatch left its rows in place; call release() when they are read."
             )
         return self._engine
 

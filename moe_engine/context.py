@@ -25,6 +25,7 @@ class Word(IntEnum):
     SLOTS = 14
     CLAIMED = 15  # pieces of work of the running call that programs have taken
     PUSHED = 16  # programs of the running call that have pushed their share
+    PACE = 17  # picoseconds that 1024 bytes to other ranks should take; 0: unpaced
     PEERS = 18  # R addresses of the ranks' symmetric blocks, as mapped here
 
 
@@ -71,6 +72,7 @@ MAX_CHUNKS = tl.constexpr(int(Word.MAX_CHUNKS))
 SLOTS = tl.constexpr(int(Word.SLOTS))
 CLAIMED = tl.constexpr(int(Word.CLAIMED))
 PUSHED = tl.constexpr(int(Word.PUSHED))
+PACE = tl.constexpr(int(Word.PACE))
 PEERS = tl.constexpr(int(Word.PEERS))
 PHASE_SLOT_FREE = tl.constexpr(int(Phase.SLOT_FREE))
 PHASE_COUNTS = tl.constexpr(int(Phase.COUNTS))

@@ -15,12 +15,13 @@ from . import combine as combine_verbs
 from . import dispatch as dispatch_verbs
 from . import routing
 from .context import Word
-from .dispatch import Collected, Counts, Outgoing, row_layout
+from .dispatch import Collected, Counts, Outgoing, Partition, row_layout
 from .errors import CapacityError
 from .experts import expert_ffn
 from .grouped_gemm import check_weights
 from .lang import INTERPRETED
 from .slots import RowLayout, SlotLayout, Slots, header_bytes, round_up
+from .streams import Beside
 from .verbs import Handle, Tokens
 
 COMPILE_S = 300.0
@@ -31,18 +32,20 @@ class KernelEngine:
     """Verbs through the kernels of dispatch/, grouped_gemm/ and combine/.
 
     `num_comm_sms` programs push; `max_tokens` bounds T of `moe_ffn`, whose work space is sized by
-    it (equal on all ranks). `new_slots(layout)`, collective, makes the memory; without max_tokens
-    the engine asks for more of it when a dispatch needs more (`_grow`).
+    it (equal on all ranks). `new_slots(layout, refused)`, collective, makes the memory, or raises
+    on all ranks where one has refused; without max_tokens the engine asks for more of it when a
+    dispatch needs more (`_grow`).
     """
 
     def __init__(
         self,
         layout: SlotLayout,
-        new_slots: Callable[[SlotLayout], Slots],
+        new_slots: Callable[[SlotLayout, bool], Slots],
         num_comm_sms: Callable[[], int],
         max_tokens: int | None,
     ):
-        self.slots = new_slots(layout)
+        self.slots = new_slots(layout, False)
+        self._beside = Beside(self.slots.context.words.device)
         self._new_slots, self._max_tokens = new_slots, max_tokens
         self._was_captured = False
         self._num_comm_sms = num_comm_sms
@@ -59,13 +62,13 @@ class KernelEngine:
         self._note_capture(topk_idx)
         return routing.layout(topk_idx, num_experts, self.slots)
 
-    def send(self, tokens: Tokens) -> tuple[Counts, torch.Tensor, torch.Tensor]:
-        """Exchange counts and push all rows: (counts, send_token_idx, send_head)."""
+    def _exchange(self, tokens: Tokens, header: int) -> tuple[Counts, torch.Tensor, torch.Tensor]:
+        """Place the rows and exchange counts: (counts, send_token_idx, send_head)."""
         num_experts = tokens.num_experts
-        num_ranks = self.slots.layout.num_ranks
-        header = header_bytes(num_experts, num_ranks)
+        counts = Counts.empty(tokens.num_tokens_per_rank, num_experts)
         idx, head = routing.send_plan(tokens.is_token_in_rank, tokens.topk_idx, num_experts)
-        counts = dispatch_verbs.exchange(
+        dispatch_verbs.exchange(
+            counts,
             tokens.num_tokens_per_rank,
             tokens.num_tokens_per_expert,
             tokens.row,
@@ -73,6 +76,10 @@ class KernelEngine:
             self.slots.layout.max_rows(self._largest_row(tokens).num_bytes, header),
             self.slots,
         )
+        return counts, idx, head
+
+    def _push(self, tokens: Tokens, idx: torch.Tensor, header: int, num_programs: int) -> None:
+        """Push all rows to where `idx` says."""
         outgoing = Outgoing(
             tokens.x,
             tokens.scales,
@@ -81,10 +88,8 @@ class KernelEngine:
             tokens.num_tokens_per_rank,
             idx,
         )
-        dispatch_verbs.push(
-            outgoing, num_experts // num_ranks, header, self.num_comm_sms, self.slots
-        )
-        return counts, idx, head
+        num_local_experts = tokens.num_experts // self.slots.layout.num_ranks
+        dispatch_verbs.push(outgoing, num_local_experts, header, num_programs, self.slots)
 
     def dispatch(
         self, tokens: Tokens, num_worst_tokens: int
@@ -95,64 +100,59 @@ class KernelEngine:
         return (rows past the received ones are not written; their topk_idx is -1).
         """
 
-        def collect(num_rows: int, prefix: torch.Tensor, header: int) -> Collected:
-            rows = tokens.x.new_empty(num_rows, tokens.x.shape[1])
-            out = _room(rows, tokens, num_worst_tokens)
-            dispatch_verbs.collect(out, tokens.x, tokens.row, prefix, header, self.slots)
-            return out
-
-        return self._dispatch("dispatch", tokens, num_worst_tokens, collect)
+        return self._dispatch("dispatch", tokens, num_worst_tokens, dispatch_verbs.collect)
 
     def dispatch_in_place(
         self, tokens: Tokens, num_worst_tokens: int
     ) -> tuple[Collected, list[int], Handle]:
         """Send the rows and return their addresses, int64 [N], good until `release`: in the slot,
         or in `tokens.x` for rows that this rank sent to itself."""
-
-        def locate(num_rows: int, prefix: torch.Tensor, header: int) -> Collected:
-            rows = prefix.new_zeros(num_rows, dtype=torch.int64)
-            out = _room(rows, tokens, num_worst_tokens)
-            dispatch_verbs.locate(out, tokens.x, tokens.row, prefix, header, self.slots)
-            return out
-
-        return self._dispatch("in_place", tokens, num_worst_tokens, locate)
+        return self._dispatch("in_place", tokens, num_worst_tokens, dispatch_verbs.locate)
 
     def release(self) -> None:
         """End a `dispatch_in_place`: what was launched before has read the rows."""
+        self._note_capture(self.slots.context.words)
         dispatch_verbs.release(self.slots)
         self._check_emulated()
 
     def _dispatch(
-        self,
-        verb: str,
-        tokens: Tokens,
-        num_worst_tokens: int,
-        receive: Callable[[int, torch.Tensor, int], Collected],
+        self, verb: str, tokens: Tokens, num_worst_tokens: int, receive: Callable[..., None]
     ) -> tuple[Collected, list[int], Handle]:
-        """`receive(rows to return, rank_prefix_matrix, header bytes)` launches the second half."""
+        """`receive`, `collect` or `locate`, is the second half."""
         header = header_bytes(tokens.num_experts, self.slots.layout.num_ranks)
         grows = self._max_tokens is None and not num_worst_tokens
+        largest_row = self._largest_row(tokens)
         if not grows:
-            self._check_capacity(len(tokens.x), self._largest_row(tokens), header)
+            self._check_capacity(len(tokens.x), largest_row, header)
+        elif self.slots.layout.max_rows(largest_row.num_bytes, header) < 1:
+            self._grow(1, largest_row, header)
+        owned = receive is dispatch_verbs.collect
+        partition = Partition.choose(self.num_comm_sms, owned)
         with self._first_use(verb, tokens.x, tokens.num_topk, tokens.num_experts):
-            counts, send_token_idx, send_head = self.send(tokens)
+            counts, send_token_idx, send_head = self._exchange(tokens, header)
+            # Nothing is launched between the push and what receives, which begins early behind it.
+            out = None
+            if num_worst_tokens:
+                out = _room(tokens, num_worst_tokens, owned, worst=True)
+            else:
+                self._beside.mark()
+            self._push(tokens, send_token_idx, header, partition.push)
             if not grows:
                 self._check_emulated()
-            if num_worst_tokens:
-                num_rows, per_expert = num_worst_tokens, []
-            else:
-                received = counts.rank_prefix_matrix[-1, self.slots.context.rank]
-                host = torch.cat([received[None], counts.recv_expert_counts.sum(0)]).tolist()
-                num_rows, per_expert = host[0], host[1:]
+            per_expert: list[int] = []
+            if out is None:
+                num_rows, *per_expert = self._beside.read(lambda: self._received(counts))
                 most_rows = self.slots.context.rows_wanted() if grows else 0
                 if most_rows:
-                    self._grow(most_rows, self._largest_row(tokens), header)
+                    self._grow(most_rows, largest_row, header)
                     return self._dispatch(verb, tokens, num_worst_tokens, receive)
                 self.slots.context.check()
-            out = receive(num_rows, counts.rank_prefix_matrix, header)
+                out = _room(tokens, num_rows, owned, worst=False)
+            prefix = counts.rank_prefix_matrix
+            receive(out, tokens.x, tokens.row, prefix, header, partition, self.slots)
             self._check_emulated()
             handle = Handle(
-                counts.rank_prefix_matrix,
+                prefix,
                 send_token_idx,
                 counts.recv_expert_counts,
                 out.src_idx,
@@ -161,24 +161,28 @@ class KernelEngine:
             )
             return out, per_expert, handle
 
+    def _received(self, counts: Counts) -> torch.Tensor:
+        """int32 [1 + L]: rows that this rank receives, in all and by local expert."""
+        received = counts.rank_prefix_matrix[-1, self.slots.context.rank]
+        return torch.cat([received[None], counts.recv_expert_counts.sum(0)])
+
     def _grow(self, num_rows: int, row: RowLayout, header: int) -> None:
         """Replace the memory by more of it, for `num_rows` rows between two ranks and a quarter
-        beyond. Collective: all ranks have seen the same counts. Old contents are lost."""
+        beyond. Collective: all ranks have seen the same counts; they meet as when the Buffer was
+        made, under the deadline of the group, and the host waits for the device. Old contents are
+        lost."""
         old, layout = self.slots, self.slots.layout
-        too_many = f"a rank has {num_rows} rows for another one, more than "
         if num_rows > layout.most_rows:
-            raise CapacityError(f"{too_many}{layout.most_rows}. Send larger batches in parts.")
-        if self._was_captured:
             raise CapacityError(
-                f"{too_many}this Buffer takes ({layout.num_bytes} bytes), and it cannot grow: a "
-                "captured CUDA graph uses its memory. Make a new Buffer with the bytes of "
-                "Buffer.size_hint(...)."
+                f"a rank has {num_rows} rows for another one, more than {layout.most_rows}. Send "
+                "larger batches in parts."
             )
         num_rows = min(num_rows + num_rows // 4, layout.most_rows)
         region_bytes = round_up(header + num_rows * row.num_bytes, 16)
         if old.context.words.is_cuda:
             torch.cuda.synchronize(old.context.words.device)
-        self.slots = self._new_slots(SlotLayout(layout.num_ranks, region_bytes, layout.num_slots))
+        layout = SlotLayout(layout.num_ranks, region_bytes, layout.num_slots)
+        self.slots = self._new_slots(layout, self._was_captured)
         self.slots.context.take_bad_ids(old.context)
         old.free()
         self._used.clear()  # other numbers of flags are other kernels
@@ -193,10 +197,11 @@ class KernelEngine:
             prefix, rank = handle.rank_prefix_matrix, self.slots.context.rank
             num_rows = prefix[rank] - prefix[rank - 1] if rank else prefix[0]
             outgoing = Outgoing(x, scales, None, None, num_rows, handle.send_token_idx)
-            dispatch_verbs.push(outgoing, 1, 0, self.num_comm_sms, self.slots)
             rows = x.new_empty(handle.recv_src_idx.numel(), x.shape[1])
             out = dispatch_verbs.new_collected(rows, scales)
-            dispatch_verbs.collect(out, x, outgoing.row, prefix, 0, self.slots)
+            partition = Partition.choose(self.num_comm_sms, owned=True)
+            dispatch_verbs.push(outgoing, 1, 0, partition.push, self.slots)
+            dispatch_verbs.collect(out, x, outgoing.row, prefix, 0, partition, self.slots)
             self._check_emulated()
             return out
 
@@ -238,7 +243,8 @@ class KernelEngine:
             header = header_bytes(num_experts, self.slots.layout.num_ranks)
             self._check_capacity(len(tokens.x), tokens.row, header)
             max_rows = self.max_tokens(tokens.row, header)
-            counts, _, send_head = self.send(tokens)
+            counts, idx, send_head = self._exchange(tokens, header)
+            self._push(tokens, idx, header, self.num_comm_sms)
             prefix = counts.rank_prefix_matrix
             plan = routing.expert_plan(
                 tokens.x,
@@ -304,10 +310,12 @@ class KernelEngine:
         finally:
             context.words[Word.TIMEOUT_NS] = int(context.timeout_s * 1e9)
 
-    def check(self) -> None:
-        """Raise what the kernels have reported. Not to be asked in the middle of a call."""
+    def check(self, in_call: bool = False) -> None:
+        """Raise what the kernels have reported; bad ids not in the middle of a call, which goes on
+        without them."""
         self.slots.context.check()
-        self.slots.context.check_ids()
+        if not in_call:
+            self.slots.context.check_ids()
 
     def _check_emulated(self) -> None:
         if INTERPRETED:
@@ -318,9 +326,16 @@ class KernelEngine:
         self.slots.free()
 
 
-def _room(rows: torch.Tensor, tokens: Tokens, num_worst_tokens: int) -> Collected:
-    """Room for what comes with `rows`; ids past the received rows of a worst case are -1."""
+def _room(tokens: Tokens, num_rows: int, owned: bool, worst: bool) -> Collected:
+    """Room for `num_rows` received rows, or their addresses, and what comes with them. In a `worst`
+    case ids past the received rows are -1 and addresses 0."""
+    if owned:
+        rows = tokens.x.new_empty(num_rows, tokens.x.shape[1])
+    else:
+        rows = tokens.x.new_empty(num_rows, dtype=torch.int64)
     out = dispatch_verbs.new_collected(rows, tokens.scales, tokens.num_topk)
-    if num_worst_tokens and out.topk_idx is not None:
+    if worst and not owned:
+        rows.zero_()
+    if worst and out.topk_idx is not None:
         out.topk_idx.fill_(-1)
     return out

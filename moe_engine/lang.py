@@ -14,7 +14,7 @@ import time
 
 import triton
 import triton.language as tl
-from triton.language.extra.cuda import globaltimer
+from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait, globaltimer
 
 from .context import (
     BROKEN,
@@ -23,6 +23,7 @@ from .context import (
     EPOCH,
     FINISHED,
     NUM_RANKS,
+    PACE,
     PEERS,
     PUSHED,
     RANK,
@@ -120,18 +121,34 @@ def row_pointers(rows, columns, ALIGNED: tl.constexpr):
 
 
 @device_function
-def put_rows(to, source, num_words, mask, ALIGNED: tl.constexpr, BLOCK_WORDS: tl.constexpr):
+def time_to_send(num_bytes, num_programs, context):
+    """Nanoseconds that this program should take to send `num_bytes`, as one of `num_programs` that
+    share the link. A link that is offered more than it carries loses some of it to queueing."""
+    time = num_bytes.to(tl.int64) * num_programs * tl.load(context + PACE) // 1024000
+    return time.to(tl.int32)
+
+
+@device_function
+def put_rows(
+    to, source, num_words, mask, due, step, ALIGNED: tl.constexpr, BLOCK_WORDS: tl.constexpr
+):
     """Copy rows of `num_words` words from `source` to `to`, blocks of row pointers of one type.
 
     Rows are opaque words (int32, int16 or int8), so that a new number format needs no new kernel.
     `ALIGNED` promises that every row is a multiple of 16 bytes and starts at one, without which
     a word is stored at a time. Plain stores: nothing is published before the next `notify`.
+    The first BLOCK_WORDS of the rows are not stored before the time `due`, in `ticks`, each further
+    block `step` later. Returns when the next block is due.
     """
     for start in range(0, num_words, BLOCK_WORDS):
         words = start + tl.arange(0, BLOCK_WORDS)
         inside = mask[:, None] & row_mask(words, num_words, to.dtype.element_ty, ALIGNED)[None, :]
         values = tl.load(row_pointers(source, words, ALIGNED), mask=inside)
+        while ticks() - due < 0:
+            pass
+        due = due + step
         put(row_pointers(to, words, ALIGNED), values, inside)
+    return due
 
 
 # --- Signals ---------------------------------------------------------------------------------
@@ -143,6 +160,11 @@ if INTERPRETED:
         """Nanoseconds of a clock that only grows."""
         return time.monotonic_ns()
 
+    def ticks():
+        """The clock's lower 32 bits as an int32, of which differences count. 0 here: no link to
+        pace."""
+        return 0
+
     def pause():
         """Leave the processor to the ranks that this one waits for: they share few cores."""
         time.sleep(0.0005)
@@ -151,6 +173,11 @@ if INTERPRETED:
     def load_acquire(flags):
         """Read flags at system scope; what their writers did before raising them is visible."""
         return tl.atomic_add(flags, 0, sem="acquire", scope="sys")
+
+    @device_function
+    def any_thread(flag):
+        """1 where `flag`, an int32 that threads may see differently, is not 0 in any; a barrier."""
+        return tl.minimum(flag, 1)
 
     @device_function
     def consume_token(value, token):
@@ -173,6 +200,11 @@ else:
         return globaltimer()
 
     @device_function
+    def ticks():
+        """The clock's lower 32 bits (ns) as an int32, of which differences count."""
+        return now_ns().to(tl.int32)
+
+    @device_function
     def pause():
         """Poll again at once."""
 
@@ -184,6 +216,23 @@ else:
             "=l,l",
             [flags],
             dtype=tl.int64,
+            is_pure=False,
+            pack=1,
+        )
+
+    @device_function
+    def any_thread(flag):
+        """1 where `flag`, an int32 that threads may see differently, is not 0 in any; a barrier."""
+        return tl.inline_asm_elementwise(
+            """{
+            .reg .pred one, any;
+            setp.ne.s32 one, $1, 0;
+            bar.red.or.pred any, 0, one;
+            selp.s32 $0, 1, 0, any;
+            }""",
+            "=r,r",
+            [flag],
+            dtype=tl.int32,
             is_pure=False,
             pack=1,
         )
@@ -244,8 +293,9 @@ def notify(flags, ranks, mask, epoch, context, AFTER_TMA: tl.constexpr = False):
 def wait(flags, mask, epoch, peers, context, PHASE: tl.constexpr, BEFORE_TMA: tl.constexpr = False):
     """Wait until every flag (block of own addresses) under `mask` is at least `epoch`.
 
-    Returns a token: 1, or 0 when the deadline passed here or in an earlier wait; what the flags
-    guard must then not be touched. `peers` names, flag by flag, the rank to blame.
+    Returns a token, the same to all threads: 1, or 0 when flags were late and the deadline passed,
+    here or in an earlier wait; what the flags guard must then not be touched. `peers` names, flag
+    by flag, the rank to blame.
 
     Observe: all threads poll with acquire loads at system scope, then meet at a CTA barrier, so
     what each flag's writer did before its `notify` happens before every later load of the program
@@ -254,19 +304,18 @@ def wait(flags, mask, epoch, peers, context, PHASE: tl.constexpr, BEFORE_TMA: tl
     """
     pointers = as_pointer(tl.where(mask, flags, own_block(context)), tl.int64)
     late = mask & (load_acquire(pointers) < epoch)
-    num_late = tl.sum(late.to(tl.int32), 0)
-    token = tl.full((), 1, tl.int32)
+    state = tl.max(late.to(tl.int32), 0)  # 0: all are there; 1: some are late; 2: and past waiting
     deadline = now_ns() + tl.load(context + TIMEOUT_NS)
-    while (num_late > 0) & (token == 1):
+    while state == 1:
         pause()
         late = mask & (load_acquire(pointers) < epoch)
-        num_late = tl.sum(late.to(tl.int32), 0)
-        if tl.load(context + BROKEN, volatile=True) != 0:
-            token = tl.full((), 0, tl.int32)
-        elif (num_late > 0) & (now_ns() > deadline):
-            token = tl.full((), 0, tl.int32)
-            report_failure(tl.max(tl.where(late, peers, -1), 0), epoch, context, PHASE)
+        is_over = (tl.load(context + BROKEN, volatile=True) != 0) | (now_ns() > deadline)
+        state = tl.max(tl.where(late, tl.where(is_over, 2, 1), 0), 0)
+    # Warps poll on their own and leave the loop one by one; the barrier gives them one answer.
+    token = 1 - any_thread(state)
     tl.debug_barrier()
+    if token == 0:
+        report_failure(tl.max(tl.where(late, peers, 0), 0), epoch, context, PHASE)
     if BEFORE_TMA:
         fence_tma_loads()
     return token
@@ -304,6 +353,18 @@ def claim(context):
 
 
 @device_function
+def claim_next(num_push_programs, context):
+    """`claim` for a program that works while `num_push_programs` others push: MAX_INT once all of
+    them have ended. With num_push_programs 0 it is `claim`."""
+    number = tl.full((), 0x7FFFFFFF, tl.int32)
+    if num_push_programs == 0:
+        number = claim(context)
+    elif is_pushing(num_push_programs, context):
+        number = claim(context)
+    return number
+
+
+@device_function
 def end_push(context):
     """Say that this program has pushed its share; see `is_pushing`."""
     tl.debug_barrier()
@@ -317,6 +378,27 @@ def is_pushing(num_programs, context):
     zero = tl.full((), 0, tl.int64)
     pushed = tl.atomic_add(context + PUSHED, zero, sem="relaxed", scope="gpu")
     return (pushed < num_programs) & (is_broken(context) == 0)
+
+
+# --- Overlapping launches ----------------------------------------------------------------------
+
+
+@device_function
+def let_next_start(OVERLAP: tl.constexpr):
+    """Let an early launch behind this one begin once all programs of this one have come here.
+
+    They then hold their places on the chip, so that what begins may wait for them.
+    """
+    if OVERLAP:
+        gdc_launch_dependents()
+
+
+@device_function
+def wait_for_previous(OVERLAP: tl.constexpr):
+    """In an early launch: wait until the launch before has ended and its stores are visible. Every
+    program does so before it ends, so that whatever follows the one follows the other."""
+    if OVERLAP:
+        gdc_wait()
 
 
 # --- End of a call ---------------------------------------------------------------------------

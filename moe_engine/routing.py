@@ -7,6 +7,7 @@ from dataclasses import dataclass
 import torch
 import triton
 
+from .hardware import launches_overlap
 from .routing_kernels import (
     expert_count_kernel,
     expert_plan_kernel,
@@ -82,6 +83,7 @@ def send_plan(
         RANKS_PAD=triton.next_power_of_2(num_ranks),
         BLOCK=block,
         SCAN=2048,
+        OVERLAP=launches_overlap(),
     )
     return send_token_idx, send_head
 

@@ -12,6 +12,7 @@ from .lang import (
     consume_token,
     device_function,
     is_broken,
+    let_next_start,
     own_block,
     report_words,
 )
@@ -96,6 +97,7 @@ def send_plan_kernel(
     RANKS_PAD: tl.constexpr,
     BLOCK: tl.constexpr,
     SCAN: tl.constexpr,
+    OVERLAP: tl.constexpr,
 ):
     """Program (c, d) gives rows to the tokens of block c that go to rank d, in token order.
 
@@ -107,6 +109,7 @@ def send_plan_kernel(
         send_head as (row, rank): token 0 (0, 0) (0, 1);  token 1 (1, 1) (1, 0);
                                   token 2 (2, 1);         token 3 (2, 0)
     """
+    let_next_start(OVERLAP)
     rank = tl.program_id(1)
     num_ranks = tl.num_programs(1)
     first = tl.program_id(0) * BLOCK

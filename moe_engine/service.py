@@ -10,12 +10,12 @@ import torch.distributed as dist
 
 from . import checks
 from .engine import KernelEngine
-from .errors import BackendError, VerbsNotThereYet
+from .errors import BackendError, CapacityError, VerbsNotThereYet
 from .events import EventHandle, EventOverlap
 from .lang import INTERPRETED
 from .slots import SlotLayout, Slots
 from .streams import CallStreams
-from .symm import allocate
+from .symm import allocate, exchange
 from .verbs import Engine
 
 
@@ -28,7 +28,7 @@ class Service(VerbsNotThereYet):
 
     if TYPE_CHECKING:
 
-        def _ready(self) -> Engine: ...
+        def _ready(self, sends: bool = True) -> Engine: ...
 
     @staticmethod
     def is_sm90_compiled() -> bool:
@@ -58,7 +58,7 @@ class Service(VerbsNotThereYet):
         To be read only: peers that are ahead may already have written the next call's rows there.
         There is one memory: use_rdma_buffer changes nothing. CapacityError for more than there is.
         """
-        engine = self._ready()
+        engine = self._ready(sends=False)
         if not isinstance(engine, KernelEngine):
             raise BackendError(f"a Buffer with backend {self.backend!r} has no memory of its own.")
         ring = engine.slots.block.local[engine.slots.layout.slots :]
@@ -80,8 +80,18 @@ def new_slots(
     timeout_s: float,
     streams: CallStreams,
     layout: SlotLayout,
+    was_captured: bool,
 ) -> Slots:
-    """Memory of `layout` on all ranks, which the streams are told of. Collective."""
+    """Memory of `layout` on all ranks, which the streams are told of. Collective. CapacityError, on
+    all ranks, where one of them has captured the memory that this would replace."""
+    captured = exchange(group, lambda: was_captured)
+    if any(captured):
+        ranks = ", ".join(str(rank) for rank, one in enumerate(captured) if one)
+        raise CapacityError(
+            f"this call needs {layout.num_bytes} bytes, more than this Buffer has, and it cannot "
+            f"grow: CUDA graphs captured on ranks {ranks} use its memory. Make a new Buffer with "
+            "the bytes of Buffer.size_hint(...)."
+        )
     block = allocate(group, layout.num_bytes, backend, device)
     slots = Slots(block, layout, rank, timeout_s)
     streams.uses(block.local, slots.context.words)

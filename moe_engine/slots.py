@@ -30,6 +30,7 @@ from .errors import (
     ShapeError,
     bad_ids,
 )
+from .hardware import pace_ps_per_kb
 
 if TYPE_CHECKING:
     from .symm import SymmetricTensor
@@ -183,6 +184,7 @@ class DeviceContext:
         words[Word.CHUNK_FLAGS] = layout.chunk_flags
         words[Word.MAX_CHUNKS] = MAX_CHUNKS
         words[Word.SLOTS] = layout.slots
+        words[Word.PACE] = pace_ps_per_kb()
         words[Word.PEERS :] = peers.cpu()
         self.words = words.to(device)
 

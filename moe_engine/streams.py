@@ -8,7 +8,7 @@ stream that was.
 from __future__ import annotations
 
 import threading
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 
 import torch
@@ -124,6 +124,27 @@ class CallStreams:
                 in_this_capture = torch.cuda.is_current_stream_capturing()
             if in_this_capture:
                 stream.wait_stream(last_stream)
+
+
+class Beside:
+    """Reads results on the host while what was launched behind them runs."""
+
+    def __init__(self, device: torch.device):
+        self._stream = torch.cuda.Stream(device) if device.type == "cuda" else None
+        self._ready = torch.cuda.Event() if self._stream else None
+
+    def mark(self) -> None:
+        """What `read` waits for: the current stream up to here."""
+        if self._ready:
+            self._ready.record()
+
+    def read(self, make: Callable[[], torch.Tensor]) -> list[int]:
+        """The items of the tensor that `make()` computes from what was there at the mark."""
+        if self._stream is None or self._ready is None:
+            return make().tolist()
+        with torch.cuda.stream(self._stream):
+            self._stream.wait_event(self._ready)
+            return make().tolist()
 
 
 def _handle_of(event: EventOverlap | EventHandle | None) -> EventHandle | None:

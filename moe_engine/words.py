@@ -2,24 +2,16 @@
 
 from __future__ import annotations
 
-import functools
 from dataclasses import dataclass
 
 import torch
 import triton
 
+from .hardware import bytes_in_flight
 from .lang import INTERPRETED
 
 COPY_ROWS = 32
 """Rows that a program copies at a time."""
-
-
-@functools.cache
-def bytes_in_flight() -> int:
-    """What one program holds in registers between load and store: NVLink needs it (measured).
-    Before Hopper the compiler finds registers for half of it."""
-    capability = torch.cuda.get_device_capability() if torch.cuda.is_available() else (9, 0)
-    return 64 * 1024 if capability >= (9, 0) else 32 * 1024
 
 
 @dataclass(frozen=True, slots=True)

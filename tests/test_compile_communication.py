@@ -53,7 +53,10 @@ POINTERS = {
 # What the launchers pass for H 7168 in bf16, K 8, 256 experts on 4 ranks.
 TOPK = {"NUM_TOPK": 8, "TOPK_PAD": 8}
 COPY = {"CHUNK_ROWS": 8, "BLOCK_WORDS": 512, "ALIGNED": True}
-PUSH = {**COPY, "NUM_TOPK": 8, "TAIL_PAD": 32, "SPAN": 4, "RANKS_PAD": 4, "LANES": COPY_ROWS}
+PUSH = {
+    **{**COPY, "NUM_TOPK": 8, "TAIL_PAD": 32, "SPAN": 4, "RANKS_PAD": 4, "LANES": COPY_ROWS},
+    "OVERLAP": True,
+}
 SCALES = {"NUM_SCALES": 56, "SCALES_PAD": 64}
 SUMS = {"ALIGNED": True, "RANKS": 4, "RANKS_PAD": 4, "CHUNK_ROWS": 8, "BLOCK_H": 512}
 FINAL = {**SUMS, **TOPK, "NUM_BIASES": 2, "HAS_WEIGHTS": True, "GROUP": 16}
@@ -64,7 +67,7 @@ VARIANTS = {
     "layout_sum": (routing_kernels.layout_sum_kernel, {"BLOCK": 64, "COLUMNS": 64}, 4),
     "send_plan": (
         routing_kernels.send_plan_kernel,
-        {**TOPK, "HAS_IDS": True, "RANKS_PAD": 4, "BLOCK": 128, "SCAN": 2048},
+        {**TOPK, "HAS_IDS": True, "RANKS_PAD": 4, "BLOCK": 128, "SCAN": 2048, "OVERLAP": True},
         4,
     ),
     "expert_count": (routing_kernels.expert_count_kernel, {**EXPERTS, "CHUNK_ROWS": 8}, 4),
@@ -76,23 +79,23 @@ VARIANTS = {
     ),
     "exchange": (
         dispatch.exchange_kernel,
-        {"RANKS_PAD": 4, "EXPERTS_PAD": 64, "ALL_EXPERTS_PAD": 256},
+        {"RANKS_PAD": 4, "EXPERTS_PAD": 64, "ALL_EXPERTS_PAD": 256, "OVERLAP": True},
         4,
     ),
     "push": (
         dispatch.push_kernel,
-        {**PUSH, "META_LANES": 128, "NUM_SCALES": 0, "SCALES_BLOCK": 16, "scales": None},
+        {**PUSH, "NUM_SCALES": 0, "SCALES_BLOCK": 32, "scales": None},
         16,
     ),
-    "push_fp8": (
-        dispatch.push_kernel,
-        {**PUSH, "META_LANES": 16, "NUM_SCALES": 56, "SCALES_BLOCK": 16},
+    "push_fp8": (dispatch.push_kernel, {**PUSH, "NUM_SCALES": 56, "SCALES_BLOCK": 32}, 16),
+    "collect": (
+        receive.collect_kernel,
+        {**COPY, **TOPK, **SCALES, "ROWS": COPY_ROWS, "OVERLAP": True},
         16,
     ),
-    "collect": (receive.collect_kernel, {**COPY, **TOPK, **SCALES, "ROWS": COPY_ROWS}, 16),
     "locate": (
         receive.locate_kernel,
-        {**TOPK, **SCALES, "CHUNK_ROWS": 8, "ROWS": LOCATE_ROWS},
+        {**TOPK, **SCALES, "CHUNK_ROWS": 8, "ROWS": LOCATE_ROWS, "OVERLAP": True},
         16,
     ),
     "release": (receive.release_kernel, {}, 4),
@@ -134,7 +137,7 @@ def test_no_spills(name):
 @pytest.mark.parametrize("arch", [80, 100])
 @pytest.mark.parametrize("name", ["push", "final_sum"])
 def test_other_architectures(name, arch):
-    before_hopper = {"BLOCK_WORDS": 256} if name == "push" and arch < 90 else {}
+    before_hopper = {"BLOCK_WORDS": 128, "OVERLAP": False} if name == "push" and arch < 90 else {}
     assert build(name, arch, **before_hopper).spill_bytes == 0
 
 

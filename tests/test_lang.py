@@ -93,9 +93,9 @@ def push_rows(
     mask = rows < num_rows
     place = tl.load(places + rows, mask=mask, other=0)
     to = lang.symm_at(lang.own_block(context) + place * row_bytes, peer, context)
-    lang.put_rows(
-        lang.as_pointer(to, DTYPE), source + rows * num_words, num_words, mask, ALIGNED, 8
-    )
+    from_rows = source + rows * num_words
+    now = lang.ticks()
+    lang.put_rows(lang.as_pointer(to, DTYPE), from_rows, num_words, mask, now, 100, ALIGNED, 8)
     if DTYPE == tl.int8:  # one more word by `put`, behind the rows
         end = lang.symm_at(lang.own_block(context) + 2048, peer, context)
         lang.put(lang.as_pointer(end + rows, DTYPE), (rows + 1).to(tl.int8), rows < 2)

@@ -1,0 +1,46 @@
+"""What the host knows of its GPU, where that decides how kernels are launched."""
+
+from __future__ import annotations
+
+import functools
+from typing import Any
+
+import torch
+
+from .lang import INTERPRETED
+
+LINK_GBS = {"NVIDIA H200": 335.0}
+"""GB/s at which a GPU writes to others without queueing. Offered more, the link carries less: 298
+to 316 GB/s unpaced, 322 to 332 at this pace (bench/NOTES.md). Other GPUs are not paced."""
+
+
+@functools.cache
+def capability() -> tuple[int, int]:
+    """Compute capability of the GPU; Hopper's where there is none."""
+    return torch.cuda.get_device_capability() if torch.cuda.is_available() else (9, 0)
+
+
+def bytes_in_flight() -> int:
+    """What one program holds in registers between load and store: NVLink needs it (measured).
+    Before Hopper the compiler finds registers for a quarter of it."""
+    return 64 * 1024 if capability() >= (9, 0) else 16 * 1024
+
+
+def launches_overlap() -> bool:
+    """Whether a launch may begin while the one before it runs: CUDA's programmatic dependent
+    launch, from Hopper on."""
+    return not INTERPRETED and capability() >= (9, 0)
+
+
+def early_launch() -> dict[str, Any]:
+    """Launch option: begin when all programs of the launch before have called
+    `lang.let_next_start`."""
+    return {"launch_pdl": True} if launches_overlap() else {}
+
+
+def pace_ps_per_kb() -> int:
+    """Picoseconds that 1024 bytes to other ranks should take; 0 for as fast as it goes."""
+    if INTERPRETED or not torch.cuda.is_available():
+        return 0
+    link_gbs = LINK_GBS.get(torch.cuda.get_device_name())
+    return round(1024e3 / link_gbs) if link_gbs else 0
