@@ -6,15 +6,10 @@ import triton.language as tl
 from ..context import NUM_RANKS, PHASE_RETURNED_ROWS, RANK
 from ..lang import (
     as_pointer,
-    claim,
-    claim_next,
     consume_token,
     current_epoch,
     device_function,
-    end_push,
-    finish_call,
     is_broken,
-    is_last_program,
     put,
     put_rows,
     round_to,
@@ -35,6 +30,7 @@ from ..slots_kernels import (
     region,
     span,
 )
+from ..work import claim, claim_next, end_push, finish_call, is_last_program
 
 
 @triton.jit(do_not_specialize=["num_tokens", "num_push_programs"])
@@ -71,35 +67,34 @@ def return_rows_kernel(
 
     Programs 0 .. num_push_programs - 1 push; the others meanwhile sum the tokens whose rows have
     come back, from the first one on, and leave what the push leaves them no time for to
-    `final_sum_kernel`. Rows that came from this rank itself stay in `x`, where the sum reads them.
+    `final_sum_kernel`. What came from this rank itself stays where the sum reads it.
     """
     if is_broken(context):
         return
     if tl.program_id(0) < num_push_programs:
         rank = tl.load(context + RANK).to(tl.int32)
         num_ranks = tl.load(context + NUM_RANKS).to(tl.int32)
+        num_peers = num_ranks - 1
         topk = tl.arange(0, TOPK_PAD)
         num_rows = received_rows(rank_prefix_matrix, tl.arange(0, RANKS_PAD), context)
         own, most_rows = open_regions(num_rows, 0, row_bytes, context)
-        peers, steps, real = deal(context, LANES, RANKS_PAD)
-        count = tl.where(real, received_rows(rank_prefix_matrix, peers, context), 0)
-        start = tl.load(rank_prefix_matrix + peers * num_ranks + rank, mask=real, other=0) - count
         num_chunks = tl.cdiv(most_rows, CHUNK_ROWS)
         due = ticks()
         for turn in range(0, num_spans(num_chunks, num_push_programs, SPAN)):
             first_chunk, end_chunk = span(turn, num_chunks, num_push_programs, SPAN)
             end = min(end_chunk * CHUNK_ROWS, most_rows)
-            for first in range(first_chunk * CHUNK_ROWS, end, LANES // RANKS_PAD):
-                rows = first + steps
+            for first in range(first_chunk * CHUNK_ROWS * num_peers, end * num_peers, LANES):
+                peers, rows = deal(first, num_peers, context, LANES)
+                count = received_rows(rank_prefix_matrix, peers, context)
+                at = tl.load(rank_prefix_matrix + peers * num_ranks + rank) - count + rows
                 inside = (rows < end) & (rows < count)
                 to = symm_at(own + rows.to(tl.int64) * row_bytes, peers, context)
-                leaves = inside & (peers != rank)
-                num_bytes = tl.sum(leaves.to(tl.int32), 0) * row_bytes
+                num_bytes = tl.sum(inside.to(tl.int32), 0) * row_bytes
                 due = put_rows(
                     as_pointer(to, x.dtype.element_ty),
-                    x + (start + rows).to(tl.int64) * hidden,
+                    x + at.to(tl.int64) * hidden,
                     hidden,
-                    leaves,
+                    inside,
                     due,
                     time_to_send(num_bytes, num_push_programs, context) // tl.cdiv(hidden, COLUMNS),
                     ALIGNED,
@@ -108,7 +103,7 @@ def return_rows_kernel(
                 if HAS_WEIGHTS:
                     has = inside[:, None] & (topk < NUM_TOPK)[None, :]
                     to_weights = as_pointer(to + weights_offset, tl.float32)[:, None]
-                    from_weights = topk_weights + (start + rows)[:, None] * NUM_TOPK
+                    from_weights = topk_weights + at[:, None] * NUM_TOPK
                     weights = tl.load(from_weights + topk[None, :], mask=has, other=0.0)
                     put(to_weights + topk[None, :], weights, has)
             raise_chunks(first_chunk, end_chunk, num_rows, context, CHUNK_ROWS, SPAN)
@@ -120,6 +115,7 @@ def return_rows_kernel(
                 out,
                 out_weights,
                 x,
+                topk_weights,
                 bias_0,
                 bias_1,
                 send_head,
@@ -171,14 +167,14 @@ def return_sums_kernel(
         return
     num_rows = received_rows(rank_prefix_matrix, tl.arange(0, RANKS_PAD), context)
     own, most_rows = open_regions(num_rows, 0, row_bytes, context)
-    peers, steps, is_peer = deal(context, LANES, RANKS_PAD)
-    count = tl.where(is_peer, received_rows(rank_prefix_matrix, peers, context), 0)
+    num_ranks = tl.load(context + NUM_RANKS).to(tl.int32)
     num_chunks = tl.cdiv(most_rows, CHUNK_ROWS)
     for turn in range(0, num_spans(num_chunks, tl.num_programs(0), SPAN)):
         first_chunk, end_chunk = span(turn, num_chunks, tl.num_programs(0), SPAN)
         end = min(end_chunk * CHUNK_ROWS, most_rows)
-        for first in range(first_chunk * CHUNK_ROWS, end, LANES // RANKS_PAD):
-            rows = first + steps
+        for first in range(first_chunk * CHUNK_ROWS * num_ranks, end * num_ranks, LANES):
+            peers, rows = deal(first, num_ranks, context, LANES)
+            count = received_rows(rank_prefix_matrix, peers, context)
             inside = (rows < end) & (rows < count)
             to = symm_at(own + rows.to(tl.int64) * row_bytes, peers, context)
             to_rows = as_pointer(to, y.dtype.element_ty)
@@ -205,6 +201,7 @@ def final_sum_kernel(
     out,  # [T, H], out
     out_weights,  # float32 [T, K], out with HAS_WEIGHTS
     own_rows,  # [N, H], what this rank returned, with OWN_IN_PLACE; see `return_rows_kernel`
+    own_weights,  # float32 [N, K], likewise, with HAS_WEIGHTS
     bias_0,  # [T, H] with NUM_BIASES >= 1
     bias_1,  # [T, H] with NUM_BIASES == 2
     send_head,  # int32 [T, R]: row * R + rank of each returned row, in the order of the sum
@@ -235,6 +232,7 @@ def final_sum_kernel(
             out,
             out_weights,
             own_rows,
+            own_weights,
             bias_0,
             bias_1,
             send_head,
@@ -267,6 +265,7 @@ def _sum_group(
     out,
     out_weights,
     own_rows,
+    own_weights,
     bias_0,
     bias_1,
     send_head,
@@ -301,17 +300,22 @@ def _sum_group(
     own_start = tl.load(rank_prefix_matrix + rank * RANKS + rank)
     own_start -= received_rows(rank_prefix_matrix, rank, context)
     # Every address before any row is read: each would otherwise wait for a read of its own.
-    in_slot = ()
     addresses = ()
+    weight_addresses = ()
     for place in tl.static_range(RANKS):
         head = tl.load(send_head + tokens * RANKS + place, mask=inside, other=-1)
         row = head // RANKS
         at = consume_token(region(head % RANKS, context), token) + row.to(tl.int64) * row_bytes
-        in_slot = in_slot + (tl.where(head >= 0, at, 0),)
+        weights_at = at + weights_offset
         if OWN_IN_PLACE:
+            is_own = head % RANKS == rank
             own = (own_rows + (own_start + row).to(tl.int64) * hidden).to(tl.int64)
-            at = tl.where(head % RANKS == rank, own, at)
+            at = tl.where(is_own, own, at)
+            if HAS_WEIGHTS:
+                own = (own_weights + (own_start + row) * NUM_TOPK).to(tl.int64)
+                weights_at = tl.where(is_own, own, weights_at)
         addresses = addresses + (tl.where(head >= 0, at, 0),)
+        weight_addresses = weight_addresses + (tl.where(head >= 0, weights_at, 0),)
     for column in range(0, hidden, BLOCK_H):
         columns = column + tl.arange(0, BLOCK_H)
         in_row = row_mask(columns, hidden, out.dtype.element_ty, ALIGNED)
@@ -336,8 +340,8 @@ def _sum_group(
     if HAS_WEIGHTS:
         weights = tl.zeros([GROUP, TOPK_PAD], tl.float32)
         for place in tl.static_range(RANKS):
-            source = as_pointer(in_slot[place] + weights_offset, tl.float32)[:, None]
-            has = (in_slot[place] != 0)[:, None] & (lanes < NUM_TOPK)[None, :]
+            source = as_pointer(weight_addresses[place], tl.float32)[:, None]
+            has = (weight_addresses[place] != 0)[:, None] & (lanes < NUM_TOPK)[None, :]
             weights += tl.load(source + lanes[None, :], mask=has, other=0.0)
         to = out_weights + tokens[:, None] * NUM_TOPK + lanes[None, :]
         tl.store(to, weights, mask=inside[:, None] & (lanes < NUM_TOPK)[None, :])

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 import triton
 
-from ..hardware import bytes_in_flight
+from ..hardware import BYTES_IN_FLIGHT
 from ..lang import INTERPRETED
 from ..routing import ExpertPlan
 from ..slots import RowLayout, Slots
@@ -88,13 +88,13 @@ def return_rows(
 ) -> None:
     """Write rows x [N, H], in receive order, back to their sources; topk_weights float32 [N, K]
     travel along. Some sums are made meanwhile. Begins a call."""
-    columns = bytes_in_flight() // x.itemsize // COPY_ROWS
+    columns = BYTES_IN_FLIGHT // x.itemsize // COPY_ROWS
     return_rows_kernel[(num_comm_sms,)](
         x,
         topk_weights,
         num_push_programs=num_push_programs(num_comm_sms),
         SPAN=slots.layout.span(sums.row.num_bytes),
-        LANES=max(COPY_ROWS, triton.next_power_of_2(slots.layout.num_ranks)),
+        LANES=COPY_ROWS,
         COLUMNS=min(triton.next_power_of_2(x.shape[1]), columns),
         **sums.arguments(slots),
     )
@@ -113,8 +113,7 @@ def return_sums(
     _, max_rows, num_topk = plan.expert_row.shape
     row = RowLayout(hidden * y.itemsize)
     # Many rows at a time: a row has but few lanes here, and each is a read that waits for memory.
-    ranks_pad = triton.next_power_of_2(slots.layout.num_ranks)
-    lanes = max(8, ranks_pad)
+    lanes = 8
     return_sums_kernel[(num_comm_sms,)](
         y,
         plan.expert_row,
@@ -126,7 +125,7 @@ def return_sums(
         row.num_bytes,
         NUM_TOPK=num_topk,
         ALIGNED=row.payload_bytes % 16 == 0,
-        RANKS_PAD=ranks_pad,
+        RANKS_PAD=triton.next_power_of_2(slots.layout.num_ranks),
         CHUNK_ROWS=slots.layout.chunk_rows(row.num_bytes),
         SPAN=slots.layout.span(row.num_bytes),
         LANES=lanes,
@@ -135,9 +134,14 @@ def return_sums(
     )
 
 
-def final_sum(sums: Sums, own_rows: torch.Tensor | None, slots: Slots) -> None:
-    """Make the sums that are left. Ends a call. own_rows: what `return_rows` was given, None after
-    `return_sums`."""
+def final_sum(
+    sums: Sums, own_rows: torch.Tensor | None, own_weights: torch.Tensor | None, slots: Slots
+) -> None:
+    """Make the sums that are left. Ends a call. own_rows, own_weights: what `return_rows` was
+    given, None after `return_sums`."""
     final_sum_kernel[(NUM_SUM_PROGRAMS,)](
-        own_rows=own_rows, OWN_IN_PLACE=own_rows is not None, **sums.arguments(slots)
+        own_rows=own_rows,
+        own_weights=own_weights,
+        OWN_IN_PLACE=own_rows is not None,
+        **sums.arguments(slots),
     )

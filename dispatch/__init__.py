@@ -12,6 +12,7 @@ from .launch import (
     push,
     release,
     row_layout,
+    send_metadata,
 )
 
 __all__ = [
@@ -26,4 +27,5 @@ __all__ = [
     "push",
     "release",
     "row_layout",
+    "send_metadata",
 ]

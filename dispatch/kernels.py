@@ -16,10 +16,7 @@ from ..lang import (
     as_pointer,
     consume_token,
     current_epoch,
-    device_function,
-    end_push,
     is_broken,
-    let_next_start,
     notify,
     put,
     put_rows,
@@ -29,7 +26,6 @@ from ..lang import (
     ticks,
     time_to_send,
     wait,
-    wait_for_previous,
 )
 from ..slots_kernels import (
     count_flag,
@@ -41,6 +37,7 @@ from ..slots_kernels import (
     span,
     wait_slot_free,
 )
+from ..work import end_push, let_next_start, wait_for_previous
 
 
 @triton.jit
@@ -68,7 +65,7 @@ def exchange_kernel(
     this rank's region. `count_flags[me]` on the peer is raised after them; program R, a later
     role, waits for the flags of all ranks and refuses a signature that is not its own. Where any
     rank has more than `max_rows` rows for another one, all ranks stop here alike.
-    An early launch behind the send plan, of which it reads nothing.
+    An early launch behind the metadata's, of which it reads nothing.
     """
     program = tl.program_id(0)
     num_ranks = tl.load(context + NUM_RANKS).to(tl.int32)
@@ -140,18 +137,17 @@ def exchange_kernel(
 
 
 @triton.jit(do_not_specialize=["num_tokens", "scale_stride_token", "scale_stride"])
-def push_kernel(
-    x,  # words [T, num_words]
-    scales,  # int32 [T, NUM_SCALES] of any strides, less than 2^31 items apart
+def metadata_kernel(
+    scales,  # int32 [T, NUM_SCALES] of any strides
     topk_idx,  # int64 [T, NUM_TOPK]
     topk_weights,  # float32 [T, NUM_TOPK]
     num_tokens_per_rank,  # int32 [R]
     send_token_idx,  # int32 [R, T]
     context,
     num_tokens,
-    num_words,
     scale_stride_token,
     scale_stride,
+    max_rows,
     num_local_experts,
     header_bytes,
     row_bytes,
@@ -161,6 +157,71 @@ def push_kernel(
     TAIL_PAD: tl.constexpr,
     NUM_SCALES: tl.constexpr,
     SCALES_BLOCK: tl.constexpr,
+    RANKS_PAD: tl.constexpr,
+    LANES: tl.constexpr,
+    OVERLAP: tl.constexpr,
+):
+    """Write what goes with this rank's rows into its region on every rank: scales, then ids,
+    weights and token. `push_kernel`, launched later, raises the flags.
+
+    An early launch behind the send plan. Rows past `max_rows` are left out: the exchange reports
+    them.
+    """
+    let_next_start(OVERLAP)
+    wait_for_previous(OVERLAP)
+    if is_broken(context):
+        return
+    num_ranks = tl.load(context + NUM_RANKS).to(tl.int32)
+    ranks = tl.arange(0, RANKS_PAD)
+    num_rows = tl.load(num_tokens_per_rank + ranks, mask=ranks < num_ranks, other=0)
+    num_rows = tl.minimum(num_rows, max_rows)
+    own, most_rows = open_regions(num_rows, header_bytes, row_bytes, context)
+    step = tl.num_programs(0) * LANES
+    for first in range(tl.program_id(0) * LANES, most_rows * num_ranks, step):
+        peers, rows = deal(first, num_ranks, context, LANES)
+        count = tl.minimum(tl.load(num_tokens_per_rank + peers), max_rows)
+        inside = rows < count
+        tokens = tl.load(send_token_idx + peers * num_tokens + rows, mask=inside, other=0)
+        to = symm_at(own + rows.to(tl.int64) * row_bytes, peers, context)
+        if NUM_SCALES > 0:
+            from_scales = scales + tokens.to(tl.int64) * scale_stride_token
+            to_scales = as_pointer(to + scales_offset, tl.int32)
+            for start in range(0, NUM_SCALES, SCALES_BLOCK):
+                columns = start + tl.arange(0, SCALES_BLOCK)
+                has = inside[:, None] & (columns < NUM_SCALES)[None, :]
+                at = from_scales[:, None] + columns.to(tl.int64)[None, :] * scale_stride
+                put(to_scales[:, None] + columns[None, :], tl.load(at, mask=has), has)
+        # Ids, weights and token as one run of words, since each write pays for a packet of its own.
+        words = tl.arange(0, TAIL_PAD)
+        weights_at: tl.constexpr = (NUM_TOPK + 3) // 4 * 4
+        values = tl.where((words == 2 * weights_at)[None, :], tokens[:, None], 0)
+        if NUM_TOPK > 0:
+            lane = words % weights_at
+            has = inside[:, None] & ((words < 2 * weights_at) & (lane < NUM_TOPK))[None, :]
+            at = tokens[:, None] * NUM_TOPK + lane[None, :]
+            ids = tl.load(topk_idx + at, mask=has, other=-1) - peers[:, None] * num_local_experts
+            local = (ids >= 0) & (ids < num_local_experts)
+            weights = tl.load(topk_weights + at, mask=has, other=0.0)
+            part = tl.where(
+                (words < weights_at)[None, :],
+                tl.where(local, ids, -1).to(tl.int32),
+                tl.where(local, weights, 0.0).to(tl.int32, bitcast=True),
+            )
+            values = tl.where(has, part, values)
+        tail = as_pointer(to + ids_offset, tl.int32)[:, None] + words[None, :]
+        put(tail, values, inside[:, None] & (words <= 2 * weights_at)[None, :])
+
+
+@triton.jit(do_not_specialize=["num_tokens"])
+def push_kernel(
+    x,  # words [T, num_words]
+    num_tokens_per_rank,  # int32 [R]
+    send_token_idx,  # int32 [R, T]
+    context,
+    num_tokens,
+    num_words,
+    header_bytes,
+    row_bytes,
     ALIGNED: tl.constexpr,
     RANKS_PAD: tl.constexpr,
     CHUNK_ROWS: tl.constexpr,
@@ -169,108 +230,41 @@ def push_kernel(
     BLOCK_WORDS: tl.constexpr,
     OVERLAP: tl.constexpr,
 ):
-    """Write this rank's rows into its region on every rank, all ranks at the same pace.
+    """Write the payload of this rank's rows into its region on the others, all at the same pace.
 
-    A chunk's flags are raised after its rows, so that a reader waits for no more than it reads.
-    Rows to this rank itself are metadata alone, see `payload_address`.
+    A chunk's flags are raised after its rows, so that a reader waits for no more than it reads;
+    what goes with the rows was written by a launch before. Rows to this rank itself have no
+    payload, see `payload_address`.
     """
     let_next_start(OVERLAP)
     if is_broken(context):
         return
-    rank = tl.load(context + RANK).to(tl.int32)
     num_ranks = tl.load(context + NUM_RANKS).to(tl.int32)
     num_programs = tl.num_programs(0)
     ranks = tl.arange(0, RANKS_PAD)
     num_rows = tl.load(num_tokens_per_rank + ranks, mask=ranks < num_ranks, other=0)
     own, most_rows = open_regions(num_rows, header_bytes, row_bytes, context)
-    peers, steps, real = deal(context, LANES, RANKS_PAD)
-    count = tl.load(num_tokens_per_rank + peers, mask=real, other=0)
-    WEIGHTS_AT: tl.constexpr = (NUM_TOPK + 3) // 4 * 4
+    num_peers = num_ranks - 1
     num_chunks = tl.cdiv(most_rows, CHUNK_ROWS)
     due = ticks()
     for turn in range(0, num_spans(num_chunks, num_programs, SPAN)):
         first_chunk, end_chunk = span(turn, num_chunks, num_programs, SPAN)
         end = min(end_chunk * CHUNK_ROWS, most_rows)
-        for first in range(first_chunk * CHUNK_ROWS, end, LANES // RANKS_PAD):
-            rows = first + steps
-            inside = (rows < end) & (rows < count)
-            tokens = tl.load(send_token_idx + peers * num_tokens + rows, mask=inside, other=0)
+        for first in range(first_chunk * CHUNK_ROWS * num_peers, end * num_peers, LANES):
+            peers, rows = deal(first, num_peers, context, LANES)
+            inside = (rows < end) & (rows < tl.load(num_tokens_per_rank + peers))
+            tokens = tl.load(send_token_idx + peers * num_tokens + rows, mask=rows < end, other=0)
             to = symm_at(own + rows.to(tl.int64) * row_bytes, peers, context)
-            if NUM_SCALES > 0:
-                for start in range(0, NUM_SCALES, SCALES_BLOCK):
-                    columns = start + tl.arange(0, SCALES_BLOCK)
-                    has = inside[:, None] & (columns < NUM_SCALES)[None, :]
-                    at = (tokens * scale_stride_token)[:, None] + (columns * scale_stride)[None, :]
-                    to_scales = as_pointer(to + scales_offset, tl.int32)[:, None] + columns[None, :]
-                    put(to_scales, tl.load(scales + at, mask=has), has)
-            # Read before the payload and written after it: so the reads wait for memory together.
-            tail = _tail(
-                topk_idx,
-                topk_weights,
-                tokens,
-                peers,
-                inside,
-                num_local_experts,
-                NUM_TOPK,
-                WEIGHTS_AT,
-                TAIL_PAD,
-            )
-            if NUM_SCALES > 0:
-                # Registers would not suffice to hold the tail for longer.
-                _put_tail(to + ids_offset, tail, inside, WEIGHTS_AT)
-            leaves = inside & (peers != rank)
-            num_bytes = tl.sum(leaves.to(tl.int32), 0) * row_bytes
+            num_bytes = tl.sum(inside.to(tl.int32), 0) * row_bytes
             due = put_rows(
                 as_pointer(to, x.dtype.element_ty),
                 x + tokens.to(tl.int64) * num_words,
                 num_words,
-                leaves,
+                inside,
                 due,
                 time_to_send(num_bytes, num_programs, context) // tl.cdiv(num_words, BLOCK_WORDS),
                 ALIGNED,
                 BLOCK_WORDS,
             )
-            if NUM_SCALES == 0:
-                _put_tail(to + ids_offset, tail, inside, WEIGHTS_AT)
         raise_chunks(first_chunk, end_chunk, num_rows, context, CHUNK_ROWS, SPAN)
     end_push(context)
-
-
-@device_function
-def _tail(
-    topk_idx,
-    topk_weights,
-    tokens,
-    peers,
-    inside,
-    num_local_experts,
-    NUM_TOPK: tl.constexpr,
-    WEIGHTS_AT: tl.constexpr,
-    TAIL_PAD: tl.constexpr,
-):
-    """Ids, weights and token of rows to `peers` as one run of words [LANES, TAIL_PAD], of which
-    2 * WEIGHTS_AT + 1 are real: each write pays for a packet of its own."""
-    words = tl.arange(0, TAIL_PAD)
-    values = tl.where((words == 2 * WEIGHTS_AT)[None, :], tokens[:, None], 0)
-    if NUM_TOPK > 0:
-        lane = words % WEIGHTS_AT
-        has = inside[:, None] & ((words < 2 * WEIGHTS_AT) & (lane < NUM_TOPK))[None, :]
-        at = tokens[:, None] * NUM_TOPK + lane[None, :]
-        ids = tl.load(topk_idx + at, mask=has, other=-1) - peers[:, None] * num_local_experts
-        local = (ids >= 0) & (ids < num_local_experts)
-        weights = tl.load(topk_weights + at, mask=has, other=0.0)
-        part = tl.where(
-            (words < WEIGHTS_AT)[None, :],
-            tl.where(local, ids, -1).to(tl.int32),
-            tl.where(local, weights, 0.0).to(tl.int32, bitcast=True),
-        )
-        values = tl.where(has, part, values)
-    return values
-
-
-@device_function
-def _put_tail(to, tail, inside, WEIGHTS_AT: tl.constexpr):
-    """Write what `_tail` gave to the addresses `to` of the rows that are there."""
-    words = tl.arange(0, tail.shape[1])
-    real = inside[:, None] & (words <= 2 * WEIGHTS_AT)[None, :]
-    put(as_pointer(to, tl.int32)[:, None] + words[None, :], tail, real)

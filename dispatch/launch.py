@@ -12,12 +12,16 @@ from ..hardware import early_launch, launches_overlap
 from ..lang import INTERPRETED
 from ..slots import RowLayout, Slots
 from ..words import COPY_ROWS, Words
-from .kernels import exchange_kernel, push_kernel
+from .kernels import exchange_kernel, metadata_kernel, push_kernel
 from .receive_kernels import collect_kernel, locate_kernel, release_kernel
 
 NUM_WARPS = 16
 LOCATE_ROWS = 128
 """Rows whose addresses a program writes at a time."""
+METADATA_LANES = 64
+"""Rows whose metadata a program writes at a time."""
+NUM_METADATA_PROGRAMS = 2 if INTERPRETED else 128
+"""Few enough to run all at once: the exchange begins when they have begun."""
 NUM_COLLECT_PROGRAMS = 2 if INTERPRETED else 264
 
 
@@ -31,11 +35,13 @@ class Partition:
 
     @classmethod
     def choose(cls, num_programs: int, owned: bool) -> Partition:
-        """Eight programs nearly fill the link. Copies (`owned`) take as many; addresses few."""
+        """Ten programs fill the link. Copies (`owned`) take up to half; addresses are found at the
+        end, in no time."""
+        if not owned:
+            return cls(num_programs, 0)
         if INTERPRETED:
             return cls(max(1, num_programs - 1), 1)
-        early = num_programs - max(8, num_programs // 2) if owned else num_programs // 12
-        early = max(0, early) if launches_overlap() else 0
+        early = min(num_programs // 2, max(0, num_programs - 10)) if launches_overlap() else 0
         return cls(num_programs - early, early)
 
 
@@ -75,8 +81,8 @@ def exchange(
     max_rows: int,
     slots: Slots,
 ) -> None:
-    """Tell every rank this rank's counts (int32 [R] and [E]) and learn theirs. Begins a call; the
-    launch before it is the send plan's.
+    """Tell every rank this rank's counts (int32 [R] and [E]) and learn theirs. The launch before it
+    is the metadata's.
 
     The rows' layout goes along: ranks that disagree on it stop here, and all ranks do where one of
     them has more than `max_rows` rows for another.
@@ -134,17 +140,15 @@ def row_layout(
     )
 
 
-def push(
-    rows: Outgoing, num_local_experts: int, header_bytes: int, num_programs: int, slots: Slots
+def send_metadata(
+    rows: Outgoing, num_local_experts: int, header_bytes: int, max_rows: int, slots: Slots
 ) -> None:
-    """Write one row per (token, destination rank) into the destinations' slots."""
-    num_tokens, hidden = rows.x.shape
-    words, row = Words.of(hidden, rows.x.dtype), rows.row
-    scales = None if rows.scales is None else _scale_words(rows.scales)
-    scale_strides = (0, 0) if scales is None else scales.stride()
-    ranks_pad = triton.next_power_of_2(slots.layout.num_ranks)
-    push_kernel[(num_programs,)](
-        words.view(rows.x),
+    """Write what goes with the rows into the destinations' slots. Begins a call; the launch before
+    it made `send_token_idx`."""
+    num_tokens, num_ranks = len(rows.x), slots.layout.num_ranks
+    row = rows.row
+    scales = None if rows.scales is None else rows.scales.view(torch.int32)
+    metadata_kernel[(NUM_METADATA_PROGRAMS,)](
         scales,
         rows.topk_idx,
         rows.topk_weights,
@@ -152,8 +156,8 @@ def push(
         rows.send_token_idx,
         slots.context.words,
         num_tokens,
-        words.num_words,
-        *scale_strides,
+        *((0, 0) if scales is None else scales.stride()),
+        max_rows,
         num_local_experts,
         header_bytes,
         row.num_bytes,
@@ -163,24 +167,35 @@ def push(
         TAIL_PAD=triton.next_power_of_2((row.num_bytes - row.ids) // 4),
         NUM_SCALES=row.num_scales,
         SCALES_BLOCK=32,
+        RANKS_PAD=triton.next_power_of_2(num_ranks),
+        LANES=METADATA_LANES,
+        OVERLAP=launches_overlap(),
+        num_warps=8,
+        **early_launch(),
+    )
+
+
+def push(rows: Outgoing, header_bytes: int, num_programs: int, slots: Slots) -> None:
+    """Write the payload of one row per (token, destination rank) into the destinations' slots."""
+    words, row = Words.of(rows.x.shape[1], rows.x.dtype), rows.row
+    push_kernel[(num_programs,)](
+        words.view(rows.x),
+        rows.num_tokens_per_rank,
+        rows.send_token_idx,
+        slots.context.words,
+        len(rows.x),
+        words.num_words,
+        header_bytes,
+        row.num_bytes,
         ALIGNED=words.aligned,
-        RANKS_PAD=ranks_pad,
+        RANKS_PAD=triton.next_power_of_2(slots.layout.num_ranks),
         CHUNK_ROWS=slots.layout.chunk_rows(row.num_bytes),
         SPAN=slots.layout.span(row.num_bytes),
-        LANES=max(COPY_ROWS, ranks_pad),
+        LANES=COPY_ROWS,
         BLOCK_WORDS=words.block_words,
         OVERLAP=launches_overlap(),
         num_warps=NUM_WARPS,
     )
-
-
-def _scale_words(scales: torch.Tensor) -> torch.Tensor:
-    """Scales as int32 words that the kernel can reach by 32-bit offsets."""
-    words = scales.view(torch.int32)
-    last = sum(
-        (size - 1) * stride for size, stride in zip(words.shape, words.stride(), strict=True)
-    )
-    return words if last < 2**31 else words.contiguous()
 
 
 @dataclass(frozen=True, slots=True)

@@ -6,20 +6,16 @@ import triton.language as tl
 from ..context import NUM_RANKS, PHASE_OVERFLOW, RANK
 from ..lang import (
     as_pointer,
-    claim,
-    claim_next,
     consume_token,
     current_epoch,
     device_function,
-    finish_call,
     is_broken,
-    is_last_program,
     put_rows,
     report_failure,
     ticks,
-    wait_for_previous,
 )
 from ..slots_kernels import payload_address, received_rows, region, staged_source, wait_rows
+from ..work import claim, claim_next, finish_call, is_last_program, wait_for_previous
 
 
 @triton.jit(do_not_specialize=["max_rows", "num_push_programs"])
@@ -63,7 +59,8 @@ def collect_kernel(
         source, to, inside, address = _received_block(
             block, rank_prefix_matrix, max_rows, header_bytes, row_bytes, context, CHUNK_ROWS, ROWS
         )
-        payload = payload_address(x, source, address, token_offset, num_words, inside, context)
+        tokens = tl.load(as_pointer(address + token_offset, tl.int32), mask=inside, other=0)
+        payload = payload_address(x, source, address, tokens, num_words, context)
         put_rows(
             recv_x + to.to(tl.int64) * num_words,
             as_pointer(payload, recv_x.dtype.element_ty),
@@ -79,13 +76,13 @@ def collect_kernel(
             recv_topk_idx,
             recv_topk_weights,
             recv_src_idx,
+            tokens,
             to,
             inside,
             address,
             scales_offset,
             ids_offset,
             weights_offset,
-            token_offset,
             NUM_TOPK,
             TOPK_PAD,
             NUM_SCALES,
@@ -137,20 +134,21 @@ def locate_kernel(
         source, to, inside, address = _received_block(
             block, rank_prefix_matrix, max_rows, header_bytes, row_bytes, context, CHUNK_ROWS, ROWS
         )
-        payload = payload_address(x, source, address, token_offset, hidden, inside, context)
+        tokens = tl.load(as_pointer(address + token_offset, tl.int32), mask=inside, other=0)
+        payload = payload_address(x, source, address, tokens, hidden, context)
         tl.store(recv_address + to, payload, mask=inside)
         _collect_metadata(
             recv_scales,
             recv_topk_idx,
             recv_topk_weights,
             recv_src_idx,
+            tokens,
             to,
             inside,
             address,
             scales_offset,
             ids_offset,
             weights_offset,
-            token_offset,
             NUM_TOPK,
             TOPK_PAD,
             NUM_SCALES,
@@ -214,13 +212,13 @@ def _collect_metadata(
     recv_topk_idx,
     recv_topk_weights,
     recv_src_idx,
+    tokens,
     to,
     inside,
     address,
     scales_offset,
     ids_offset,
     weights_offset,
-    token_offset,
     NUM_TOPK: tl.constexpr,
     TOPK_PAD: tl.constexpr,
     NUM_SCALES: tl.constexpr,
@@ -229,8 +227,7 @@ def _collect_metadata(
     """Copy what came with a block of rows."""
     lanes = tl.arange(0, TOPK_PAD)
     columns = tl.arange(0, SCALES_PAD)
-    src_idx = tl.load(as_pointer(address + token_offset, tl.int32), mask=inside, other=0)
-    tl.store(recv_src_idx + to, src_idx, mask=inside)
+    tl.store(recv_src_idx + to, tokens, mask=inside)
     if NUM_SCALES > 0:
         has = inside[:, None] & (columns < NUM_SCALES)[None, :]
         scales = as_pointer(address + scales_offset, tl.int32)[:, None] + columns[None, :]

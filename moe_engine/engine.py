@@ -62,24 +62,14 @@ class KernelEngine:
         self._note_capture(topk_idx)
         return routing.layout(topk_idx, num_experts, self.slots)
 
-    def _exchange(self, tokens: Tokens, header: int) -> tuple[Counts, torch.Tensor, torch.Tensor]:
-        """Place the rows and exchange counts: (counts, send_token_idx, send_head)."""
+    def _exchange(self, tokens: Tokens, header: int) -> tuple[Counts, Outgoing, torch.Tensor]:
+        """Place the rows, send their metadata and exchange counts: (counts, what to push,
+        send_head)."""
         num_experts = tokens.num_experts
+        num_local_experts = num_experts // self.slots.layout.num_ranks
+        max_rows = self.slots.layout.max_rows(self._largest_row(tokens).num_bytes, header)
         counts = Counts.empty(tokens.num_tokens_per_rank, num_experts)
         idx, head = routing.send_plan(tokens.is_token_in_rank, tokens.topk_idx, num_experts)
-        dispatch_verbs.exchange(
-            counts,
-            tokens.num_tokens_per_rank,
-            tokens.num_tokens_per_expert,
-            tokens.row,
-            tokens.x.itemsize,
-            self.slots.layout.max_rows(self._largest_row(tokens).num_bytes, header),
-            self.slots,
-        )
-        return counts, idx, head
-
-    def _push(self, tokens: Tokens, idx: torch.Tensor, header: int, num_programs: int) -> None:
-        """Push all rows to where `idx` says."""
         outgoing = Outgoing(
             tokens.x,
             tokens.scales,
@@ -88,8 +78,24 @@ class KernelEngine:
             tokens.num_tokens_per_rank,
             idx,
         )
-        num_local_experts = tokens.num_experts // self.slots.layout.num_ranks
-        dispatch_verbs.push(outgoing, num_local_experts, header, num_programs, self.slots)
+        dispatch_verbs.send_metadata(outgoing, num_local_experts, header, max_rows, self.slots)
+        dispatch_verbs.exchange(
+            counts,
+            tokens.num_tokens_per_rank,
+            tokens.num_tokens_per_expert,
+            tokens.row,
+            tokens.x.itemsize,
+            max_rows,
+            self.slots,
+        )
+        return counts, outgoing, head
+
+    def send(self, tokens: Tokens) -> tuple[Counts, torch.Tensor]:
+        """The sending half of a dispatch: (counts, send_head)."""
+        header = header_bytes(tokens.num_experts, self.slots.layout.num_ranks)
+        counts, outgoing, head = self._exchange(tokens, header)
+        dispatch_verbs.push(outgoing, header, self.num_comm_sms, self.slots)
+        return counts, head
 
     def dispatch(
         self, tokens: Tokens, num_worst_tokens: int
@@ -129,14 +135,14 @@ class KernelEngine:
         owned = receive is dispatch_verbs.collect
         partition = Partition.choose(self.num_comm_sms, owned)
         with self._first_use(verb, tokens.x, tokens.num_topk, tokens.num_experts):
-            counts, send_token_idx, send_head = self._exchange(tokens, header)
+            counts, outgoing, send_head = self._exchange(tokens, header)
             # Nothing is launched between the push and what receives, which begins early behind it.
             out = None
             if num_worst_tokens:
                 out = _room(tokens, num_worst_tokens, owned, worst=True)
             else:
                 self._beside.mark()
-            self._push(tokens, send_token_idx, header, partition.push)
+            dispatch_verbs.push(outgoing, header, partition.push, self.slots)
             if not grows:
                 self._check_emulated()
             per_expert: list[int] = []
@@ -153,7 +159,7 @@ class KernelEngine:
             self._check_emulated()
             handle = Handle(
                 prefix,
-                send_token_idx,
+                outgoing.send_token_idx,
                 counts.recv_expert_counts,
                 out.src_idx,
                 tokens.is_token_in_rank,
@@ -200,7 +206,9 @@ class KernelEngine:
             rows = x.new_empty(handle.recv_src_idx.numel(), x.shape[1])
             out = dispatch_verbs.new_collected(rows, scales)
             partition = Partition.choose(self.num_comm_sms, owned=True)
-            dispatch_verbs.push(outgoing, 1, 0, partition.push, self.slots)
+            max_rows = self.slots.layout.max_rows(outgoing.row.num_bytes)
+            dispatch_verbs.send_metadata(outgoing, 1, 0, max_rows, self.slots)
+            dispatch_verbs.push(outgoing, 0, partition.push, self.slots)
             dispatch_verbs.collect(out, x, outgoing.row, prefix, 0, partition, self.slots)
             self._check_emulated()
             return out
@@ -224,7 +232,7 @@ class KernelEngine:
                 out, weights, bias, handle.send_head, handle.rank_prefix_matrix
             )
             combine_verbs.return_rows(x, topk_weights, sums, self.num_comm_sms, self.slots)
-            combine_verbs.final_sum(sums, x, self.slots)
+            combine_verbs.final_sum(sums, x, topk_weights, self.slots)
             self._check_emulated()
             return out, weights
 
@@ -243,8 +251,7 @@ class KernelEngine:
             header = header_bytes(num_experts, self.slots.layout.num_ranks)
             self._check_capacity(len(tokens.x), tokens.row, header)
             max_rows = self.max_tokens(tokens.row, header)
-            counts, idx, send_head = self._exchange(tokens, header)
-            self._push(tokens, idx, header, self.num_comm_sms)
+            counts, send_head = self.send(tokens)
             prefix = counts.rank_prefix_matrix
             plan = routing.expert_plan(
                 tokens.x,
@@ -263,7 +270,7 @@ class KernelEngine:
             )
             out = torch.empty_like(tokens.x)
             sums = combine_verbs.Sums(out, None, (), send_head, prefix)
-            combine_verbs.final_sum(sums, None, self.slots)
+            combine_verbs.final_sum(sums, None, None, self.slots)
             self._check_emulated()
             return out
 

@@ -14,22 +14,15 @@ LINK_GBS = {"NVIDIA H200": 335.0}
 to 316 GB/s unpaced, 322 to 332 at this pace (bench/NOTES.md). Other GPUs are not paced."""
 
 
+BYTES_IN_FLIGHT = 64 * 1024
+"""What one program holds in registers between load and store: NVLink needs it (measured)."""
+
+
 @functools.cache
-def capability() -> tuple[int, int]:
-    """Compute capability of the GPU; Hopper's where there is none."""
-    return torch.cuda.get_device_capability() if torch.cuda.is_available() else (9, 0)
-
-
-def bytes_in_flight() -> int:
-    """What one program holds in registers between load and store: NVLink needs it (measured).
-    Before Hopper the compiler finds registers for a quarter of it."""
-    return 64 * 1024 if capability() >= (9, 0) else 16 * 1024
-
-
 def launches_overlap() -> bool:
     """Whether a launch may begin while the one before it runs: CUDA's programmatic dependent
     launch, from Hopper on."""
-    return not INTERPRETED and capability() >= (9, 0)
+    return not INTERPRETED and torch.cuda.get_device_capability() >= (9, 0)
 
 
 def early_launch() -> dict[str, Any]:

@@ -14,18 +14,13 @@ import time
 
 import triton
 import triton.language as tl
-from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait, globaltimer
+from triton.language.extra.cuda import globaltimer
 
 from .context import (
     BROKEN,
-    CLAIMED,
-    DONE,
     EPOCH,
-    FINISHED,
-    NUM_RANKS,
     PACE,
     PEERS,
-    PUSHED,
     RANK,
     REPORT,
     TIMEOUT_NS,
@@ -161,9 +156,8 @@ if INTERPRETED:
         return time.monotonic_ns()
 
     def ticks():
-        """The clock's lower 32 bits as an int32, of which differences count. 0 here: no link to
-        pace."""
-        return 0
+        """The clock as integers of which differences count (ns)."""
+        return now_ns()
 
     def pause():
         """Leave the processor to the ranks that this one waits for: they share few cores."""
@@ -340,105 +334,6 @@ def report_failure(peer, epoch, context, PHASE: tl.constexpr):
 def report_words(context):
     """Pointer to the report in host memory."""
     return as_pointer(tl.load(context + REPORT), tl.int64)
-
-
-# --- Sharing a call's work ---------------------------------------------------------------------
-
-
-@device_function
-def claim(context):
-    """The number of the next piece of work of this call: 0, 1, ..., each given out once."""
-    one = tl.full((), 1, tl.int64)
-    return tl.atomic_add(context + CLAIMED, one, sem="relaxed", scope="gpu").to(tl.int32)
-
-
-@device_function
-def claim_next(num_push_programs, context):
-    """`claim` for a program that works while `num_push_programs` others push: MAX_INT once all of
-    them have ended. With num_push_programs 0 it is `claim`."""
-    number = tl.full((), 0x7FFFFFFF, tl.int32)
-    if num_push_programs == 0:
-        number = claim(context)
-    elif is_pushing(num_push_programs, context):
-        number = claim(context)
-    return number
-
-
-@device_function
-def end_push(context):
-    """Say that this program has pushed its share; see `is_pushing`."""
-    tl.debug_barrier()
-    one = tl.full((), 1, tl.int64)
-    tl.atomic_add(context + PUSHED, one, sem="relaxed", scope="gpu")
-
-
-@device_function
-def is_pushing(num_programs, context):
-    """Whether any of the `num_programs` that push still does; all threads get one answer."""
-    zero = tl.full((), 0, tl.int64)
-    pushed = tl.atomic_add(context + PUSHED, zero, sem="relaxed", scope="gpu")
-    return (pushed < num_programs) & (is_broken(context) == 0)
-
-
-# --- Overlapping launches ----------------------------------------------------------------------
-
-
-@device_function
-def let_next_start(OVERLAP: tl.constexpr):
-    """Let an early launch behind this one begin once all programs of this one have come here.
-
-    They then hold their places on the chip, so that what begins may wait for them.
-    """
-    if OVERLAP:
-        gdc_launch_dependents()
-
-
-@device_function
-def wait_for_previous(OVERLAP: tl.constexpr):
-    """In an early launch: wait until the launch before has ended and its stores are visible. Every
-    program does so before it ends, so that whatever follows the one follows the other."""
-    if OVERLAP:
-        gdc_wait()
-
-
-# --- End of a call ---------------------------------------------------------------------------
-
-
-@device_function
-def is_last_program(context):
-    """True in the one program of a launch that arrives here last; every program must arrive once.
-
-    What the others did before arriving happens before what the last one does next: each program
-    passes a barrier and then one acquire-release add on a counter of this rank.
-    """
-    tl.debug_barrier()
-    one = tl.full((), 1, tl.int64)
-    before = tl.atomic_add(context + FINISHED, one, sem="acq_rel", scope="gpu")
-    last = before == tl.num_programs(0) - 1
-    if last:
-        tl.store(context + FINISHED, 0)
-    return last
-
-
-@device_function
-def finish_call(context):
-    """Release the call's slot to its writers and make its epoch the last finished one.
-
-    Raises `done[me]` to the epoch on every rank. A writer of epoch e waits for `done >= e - D`
-    from its destination (`slots_kernels.wait_slot_free`), and flags only grow: so the loads of
-    epoch e - D, which come before this call's `is_last_program`, happen before the stores of
-    epoch e. That is the whole proof that a slot is never overwritten while it is read.
-    Called by one program, after `is_last_program` or alone in its launch.
-    """
-    epoch = current_epoch(context)
-    done = own_block(context) + tl.load(context + DONE) + tl.load(context + RANK) * 8
-    num_ranks = tl.load(context + NUM_RANKS).to(tl.int32)
-    for first in range(0, num_ranks, 8):
-        ranks = first + tl.arange(0, 8)
-        notify(done, ranks, ranks < num_ranks, epoch, context)
-    tl.store(context + CLAIMED, 0)
-    tl.store(context + PUSHED, 0)
-    tl.store(context + EPOCH, epoch)
 
 
 # --- Arithmetic ------------------------------------------------------------------------------

@@ -12,11 +12,11 @@ from .lang import (
     consume_token,
     device_function,
     is_broken,
-    let_next_start,
     own_block,
     report_words,
 )
 from .slots_kernels import payload_address, received_rows, region, wait_rows
+from .work import let_next_start
 
 
 @triton.jit(do_not_specialize=["num_tokens"])
@@ -289,7 +289,9 @@ def expert_plan_kernel(
 
     rows = block * ROWS + tl.arange(0, ROWS)
     lanes = tl.arange(0, TOPK_PAD)
-    payload = payload_address(x, source, address, token_offset, hidden, rows < num_rows, context)
+    token_pointers = as_pointer(address + token_offset, tl.int32)
+    tokens = tl.load(token_pointers, mask=rows < num_rows, other=0)
+    payload = payload_address(x, source, address, tokens, hidden, context)
     offset = (payload - own_block(context)) // ITEM_BYTES
     tl.store(row_offset + place, tl.broadcast_to(offset[:, None], [ROWS, TOPK_PAD]), mask=is_local)
     inside = (rows < num_rows)[:, None] & (lanes < NUM_TOPK)[None, :]

@@ -17,7 +17,6 @@ from .context import (
     SLOTS,
 )
 from .lang import (
-    as_pointer,
     consume_token,
     current_epoch,
     device_function,
@@ -55,7 +54,7 @@ def wait_slot_free(peers, mask, context):
     token.
 
     After it, stores into this rank's region of the slot on them cannot overtake loads of
-    epoch e - D there: see `lang.finish_call`.
+    epoch e - D there: see `work.finish_call`.
     """
     epoch = current_epoch(context) - tl.load(context + NUM_SLOTS)
     flags = own_block(context) + tl.load(context + DONE) + peers * 8
@@ -84,18 +83,18 @@ def open_regions(num_rows, header_bytes, row_bytes, context):
 
 
 @device_function
-def deal(context, LANES: tl.constexpr, RANKS_PAD: tl.constexpr):
-    """Which LANES rows a tile writes: (peers, steps, whether there is one). Lane l writes the row
-    that lies steps[l] behind the tile's first, to rank peers[l].
+def deal(first, num_peers, context, LANES: tl.constexpr):
+    """(ranks, rows) of the LANES rows that a tile writes, from place `first` on in the sequence:
+    row 0 to each of `num_peers` ranks, row 1 to each of them, ...
 
-    Every tile thus writes to all ranks, the next one first, and the traffic to each stays even.
-    LANES = 8 on rank 1 of 3: peers 2 0 1 - 2 0 1 -, steps 0 0 0 - 1 1 1 -.
+    The next rank comes first and this one last, with num_peers = R, or not at all. Every tile thus
+    writes to all of them, and the traffic to each stays even. Rank 1 of 3, num_peers 2, first 3,
+    4 lanes: ranks 0 2 0 2, rows 1 2 2 3.
     """
     num_ranks = tl.load(context + NUM_RANKS).to(tl.int32)
     rank = tl.load(context + RANK).to(tl.int32)
-    lanes = tl.arange(0, LANES)
-    turn = lanes % RANKS_PAD
-    return (rank + 1 + turn) % num_ranks, lanes // RANKS_PAD, turn < num_ranks
+    places = first + tl.arange(0, LANES)
+    return (rank + 1 + places % num_peers) % num_ranks, places // num_peers
 
 
 @device_function
@@ -156,14 +155,13 @@ def staged_source(stage, context):
 
 
 @device_function
-def payload_address(x, source, address, token_offset, row_length, inside, context):
-    """Where the payload of received rows lies, given the rows' addresses [B] in the slot.
+def payload_address(x, source, address, tokens, row_length, context):
+    """Where the payload of received rows lies, given their addresses [B] in the slot and tokens.
 
     Rows from other ranks carry it. A rank's rows to itself are metadata alone: their payload is
     the token's row of `x` [T, row_length], which saves copying it.
     """
-    token = tl.load(as_pointer(address + token_offset, tl.int32), mask=inside, other=0)
-    own = x.to(tl.int64) + token.to(tl.int64) * row_length * (
+    own = x.to(tl.int64) + tokens.to(tl.int64) * row_length * (
         x.dtype.element_ty.primitive_bitwidth // 8
     )
     return tl.where(source == tl.load(context + RANK), own, address)

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 import torch
 import triton
 
-from .hardware import bytes_in_flight
+from .hardware import BYTES_IN_FLIGHT
 from .lang import INTERPRETED
 
 COPY_ROWS = 32
@@ -41,4 +41,4 @@ class Words:
     def block_words(self) -> int:
         """Words of a row that a program copies at a time."""
         limit = triton.next_power_of_2(self.num_words)
-        return limit if INTERPRETED else min(limit, bytes_in_flight() // 4 // COPY_ROWS)
+        return limit if INTERPRETED else min(limit, BYTES_IN_FLIGHT // 4 // COPY_ROWS)

@@ -15,7 +15,7 @@ from moe_engine.combine import kernels as combine
 from moe_engine.context import PHASE_ROWS
 from moe_engine.dispatch import kernels as dispatch
 from moe_engine.dispatch import receive_kernels as receive
-from moe_engine.dispatch.launch import LOCATE_ROWS
+from moe_engine.dispatch.launch import LOCATE_ROWS, METADATA_LANES
 from moe_engine.lang import notify, wait
 from moe_engine.slots import BLOCK_ROWS
 from moe_engine.words import COPY_ROWS
@@ -31,6 +31,7 @@ POINTERS = {
     "recv_topk_weights": "*fp32",
     "lane_weight": "*fp32",
     "out_weights": "*fp32",
+    "own_weights": "*fp32",
     **dict.fromkeys(("x", "recv_x", "scales", "recv_scales"), "*i32"),
     **dict.fromkeys(("y", "out", "own_rows", "bias_0", "bias_1"), "*bf16"),
     **dict.fromkeys(
@@ -53,10 +54,7 @@ POINTERS = {
 # What the launchers pass for H 7168 in bf16, K 8, 256 experts on 4 ranks.
 TOPK = {"NUM_TOPK": 8, "TOPK_PAD": 8}
 COPY = {"CHUNK_ROWS": 8, "BLOCK_WORDS": 512, "ALIGNED": True}
-PUSH = {
-    **{**COPY, "NUM_TOPK": 8, "TAIL_PAD": 32, "SPAN": 4, "RANKS_PAD": 4, "LANES": COPY_ROWS},
-    "OVERLAP": True,
-}
+PUSH = {**COPY, "SPAN": 4, "RANKS_PAD": 4, "LANES": COPY_ROWS, "OVERLAP": True}
 SCALES = {"NUM_SCALES": 56, "SCALES_PAD": 64}
 SUMS = {"ALIGNED": True, "RANKS": 4, "RANKS_PAD": 4, "CHUNK_ROWS": 8, "BLOCK_H": 512}
 FINAL = {**SUMS, **TOPK, "NUM_BIASES": 2, "HAS_WEIGHTS": True, "GROUP": 16}
@@ -82,12 +80,15 @@ VARIANTS = {
         {"RANKS_PAD": 4, "EXPERTS_PAD": 64, "ALL_EXPERTS_PAD": 256, "OVERLAP": True},
         4,
     ),
-    "push": (
-        dispatch.push_kernel,
-        {**PUSH, "NUM_SCALES": 0, "SCALES_BLOCK": 32, "scales": None},
-        16,
+    "push": (dispatch.push_kernel, PUSH, 16),
+    "metadata": (
+        dispatch.metadata_kernel,
+        {
+            **{"NUM_TOPK": 8, "TAIL_PAD": 32, "NUM_SCALES": 56, "SCALES_BLOCK": 32},
+            **{"RANKS_PAD": 4, "LANES": METADATA_LANES, "OVERLAP": True},
+        },
+        8,
     ),
-    "push_fp8": (dispatch.push_kernel, {**PUSH, "NUM_SCALES": 56, "SCALES_BLOCK": 32}, 16),
     "collect": (
         receive.collect_kernel,
         {**COPY, **TOPK, **SCALES, "ROWS": COPY_ROWS, "OVERLAP": True},
@@ -137,7 +138,7 @@ def test_no_spills(name):
 @pytest.mark.parametrize("arch", [80, 100])
 @pytest.mark.parametrize("name", ["push", "final_sum"])
 def test_other_architectures(name, arch):
-    before_hopper = {"BLOCK_WORDS": 128, "OVERLAP": False} if name == "push" and arch < 90 else {}
+    before_hopper = {"OVERLAP": False} if name == "push" and arch < 90 else {}
     assert build(name, arch, **before_hopper).spill_bytes == 0
 
 

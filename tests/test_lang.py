@@ -8,7 +8,7 @@ import torch.distributed as dist
 import triton
 import triton.language as tl
 
-from moe_engine import lang, symm
+from moe_engine import lang, symm, work
 from moe_engine.context import PHASE_ROWS, Phase, Report, Word
 
 NUM_BYTES = 4096
@@ -265,7 +265,7 @@ def test_the_first_failure_is_the_one_reported(pool):
 def arrive(context, marks, out, NUM_PROGRAMS: tl.constexpr):
     program = tl.program_id(0)
     tl.store(marks + program, program + 1)
-    last = lang.is_last_program(context)
+    last = work.is_last_program(context)
     if last:
         tl.atomic_add(out, 1)
         total = tl.sum(tl.load(marks + tl.arange(0, NUM_PROGRAMS), volatile=True), 0)
@@ -291,7 +291,7 @@ def test_one_program_is_the_last_and_sees_the_others_stores(pool):
 @triton.jit
 def end_call(context, out):
     tl.store(out, lang.current_epoch(context))
-    lang.finish_call(context)
+    work.finish_call(context)
 
 
 def end_calls(group):

@@ -121,14 +121,15 @@ def sum_lanes(group, y, x, topk_idx, topk_weights, num_experts):
     buffer = make_buffer(group, x, num_experts, topk_idx.shape[1], len(x))
     engine, slots = buffer._engine, buffer._engine.slots
     tokens = Tokens(x, topk_idx, topk_weights, *engine.layout(topk_idx, num_experts))
-    counts, _, head = engine.send(tokens)
+    counts, head = engine.send(tokens)
     header = header_bytes(num_experts, 1)
     args = counts.rank_prefix_matrix, counts.recv_expert_counts, counts.expert_offsets
     plan = routing.expert_plan(x, *args, tokens.row, header, len(x), slots)
     dispatch.release(slots)
     out = torch.empty_like(x)
     combine.return_sums(y, plan, counts.rank_prefix_matrix, 2, slots)
-    combine.final_sum(combine.Sums(out, None, (), head, counts.rank_prefix_matrix), None, slots)
+    sums = combine.Sums(out, None, (), head, counts.rank_prefix_matrix)
+    combine.final_sum(sums, None, None, slots)
     buffer.check()
     buffer.destroy()
     return out.cpu(), plan.expert_row[0].cpu()
