@@ -79,7 +79,8 @@ def return_rows_kernel(
         num_rows = received_rows(rank_prefix_matrix, tl.arange(0, RANKS_PAD), context)
         own, most_rows = open_regions(num_rows, 0, row_bytes, context)
         num_chunks = tl.cdiv(most_rows, CHUNK_ROWS)
-        due = ticks()
+        num_blocks = tl.cdiv(hidden, COLUMNS)
+        due = ticks() + time_to_send(LANES * row_bytes, tl.program_id(0), context) // num_blocks
         for turn in range(0, num_spans(num_chunks, num_push_programs, SPAN)):
             first_chunk, end_chunk = span(turn, num_chunks, num_push_programs, SPAN)
             end = min(end_chunk * CHUNK_ROWS, most_rows)
@@ -96,7 +97,7 @@ def return_rows_kernel(
                     hidden,
                     inside,
                     due,
-                    time_to_send(num_bytes, num_push_programs, context) // tl.cdiv(hidden, COLUMNS),
+                    time_to_send(num_bytes, num_push_programs, context) // num_blocks,
                     ALIGNED,
                     COLUMNS,
                 )

@@ -46,7 +46,7 @@ def exchange_kernel(
     num_tokens_per_expert,  # int32 [E]
     rank_prefix_matrix,  # int32 [R, R], out: rows of ranks 0..i to rank j
     recv_expert_counts,  # int32 [R, L], out: rows of each source for each local expert
-    expert_offsets,  # int32 [L + 1], out (0 beforehand)
+    expert_offsets,  # int32 [L + 1], out
     context,
     max_rows,
     num_local_experts,
@@ -65,11 +65,17 @@ def exchange_kernel(
     this rank's region. `count_flags[me]` on the peer is raised after them; program R, a later
     role, waits for the flags of all ranks and refuses a signature that is not its own. Where any
     rank has more than `max_rows` rows for another one, all ranks stop here alike.
-    An early launch behind the metadata's, of which it reads nothing.
+    An early launch behind the send plan, of which it reads nothing.
     """
+    let_next_start(OVERLAP)
     program = tl.program_id(0)
     num_ranks = tl.load(context + NUM_RANKS).to(tl.int32)
+    experts = tl.arange(0, EXPERTS_PAD)
+    real = experts < num_local_experts
     if program == num_ranks:
+        # No rows, should this give up on a lost peer: what follows may not know of it.
+        tl.store(expert_offsets + experts, tl.zeros_like(experts), mask=real)
+        tl.store(expert_offsets + 1 + experts, tl.zeros_like(experts), mask=real)
         wait_for_previous(OVERLAP)
     if is_broken(context):
         return
@@ -89,8 +95,8 @@ def exchange_kernel(
             put(head + field, signature, field < 8)
             counts = head + 8
             all_experts = tl.arange(0, ALL_EXPERTS_PAD)
-            real = all_experts < num_experts
-            put(counts + all_experts, tl.load(num_tokens_per_expert + all_experts, real, 0), real)
+            has = all_experts < num_experts
+            put(counts + all_experts, tl.load(num_tokens_per_expert + all_experts, has, 0), has)
             is_rank = ranks < num_ranks
             rows = tl.load(num_tokens_per_rank + ranks, is_rank, 0)
             put(counts + num_experts + ranks, rows, is_rank)
@@ -107,8 +113,6 @@ def exchange_kernel(
     )
     if token == 0:
         return
-    experts = tl.arange(0, EXPERTS_PAD)
-    real = experts < num_local_experts
     rows = tl.zeros([RANKS_PAD], tl.int32)
     totals = tl.zeros([EXPERTS_PAD], tl.int32)
     num_others = tl.full((), 0, tl.int32)
@@ -162,13 +166,13 @@ def metadata_kernel(
     OVERLAP: tl.constexpr,
 ):
     """Write what goes with this rank's rows into its region on every rank: scales, then ids,
-    weights and token. `push_kernel`, launched later, raises the flags.
+    weights and token. `push_kernel` raises the flags.
 
-    An early launch behind the send plan. Rows past `max_rows` are left out: the exchange reports
-    them.
+    An early launch behind the exchange; the push may begin once all programs have seen the end of
+    that. Rows past `max_rows` are left out.
     """
-    let_next_start(OVERLAP)
     wait_for_previous(OVERLAP)
+    let_next_start(OVERLAP)
     if is_broken(context):
         return
     num_ranks = tl.load(context + NUM_RANKS).to(tl.int32)
@@ -232,12 +236,13 @@ def push_kernel(
 ):
     """Write the payload of this rank's rows into its region on the others, all at the same pace.
 
-    A chunk's flags are raised after its rows, so that a reader waits for no more than it reads;
-    what goes with the rows was written by a launch before. Rows to this rank itself have no
-    payload, see `payload_address`.
+    A chunk's flags are raised after its rows, so that a reader waits for no more than it reads.
+    An early launch behind `metadata_kernel`, whose stores happen before the flags: it is waited
+    for before the first is raised. Rows to this rank itself have no payload, see `payload_address`.
     """
     let_next_start(OVERLAP)
     if is_broken(context):
+        wait_for_previous(OVERLAP)
         return
     num_ranks = tl.load(context + NUM_RANKS).to(tl.int32)
     num_programs = tl.num_programs(0)
@@ -246,7 +251,8 @@ def push_kernel(
     own, most_rows = open_regions(num_rows, header_bytes, row_bytes, context)
     num_peers = num_ranks - 1
     num_chunks = tl.cdiv(most_rows, CHUNK_ROWS)
-    due = ticks()
+    num_blocks = tl.cdiv(num_words, BLOCK_WORDS)
+    due = ticks() + time_to_send(LANES * row_bytes, tl.program_id(0), context) // num_blocks
     for turn in range(0, num_spans(num_chunks, num_programs, SPAN)):
         first_chunk, end_chunk = span(turn, num_chunks, num_programs, SPAN)
         end = min(end_chunk * CHUNK_ROWS, most_rows)
@@ -262,9 +268,11 @@ def push_kernel(
                 num_words,
                 inside,
                 due,
-                time_to_send(num_bytes, num_programs, context) // tl.cdiv(num_words, BLOCK_WORDS),
+                time_to_send(num_bytes, num_programs, context) // num_blocks,
                 ALIGNED,
                 BLOCK_WORDS,
             )
+        wait_for_previous(OVERLAP)
         raise_chunks(first_chunk, end_chunk, num_rows, context, CHUNK_ROWS, SPAN)
+    wait_for_previous(OVERLAP)
     end_push(context)

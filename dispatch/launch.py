@@ -20,8 +20,8 @@ LOCATE_ROWS = 128
 """Rows whose addresses a program writes at a time."""
 METADATA_LANES = 64
 """Rows whose metadata a program writes at a time."""
-NUM_METADATA_PROGRAMS = 2 if INTERPRETED else 128
-"""Few enough to run all at once: the exchange begins when they have begun."""
+NUM_METADATA_PROGRAMS = 2 if INTERPRETED else 256
+"""Few enough to run all at once: the push begins when they have begun."""
 NUM_COLLECT_PROGRAMS = 2 if INTERPRETED else 264
 
 
@@ -67,8 +67,7 @@ class Counts:
         return cls(
             new((num_ranks, num_ranks)),
             new((num_ranks, num_local_experts)),
-            # Zero rows, should the exchange give up on a lost peer: what follows may not know.
-            num_tokens_per_rank.new_zeros(num_local_experts + 1),
+            new(num_local_experts + 1),
         )
 
 
@@ -81,8 +80,8 @@ def exchange(
     max_rows: int,
     slots: Slots,
 ) -> None:
-    """Tell every rank this rank's counts (int32 [R] and [E]) and learn theirs. The launch before it
-    is the metadata's.
+    """Tell every rank this rank's counts (int32 [R] and [E]) and learn theirs. Begins a call; the
+    launch before it is the send plan's.
 
     The rows' layout goes along: ranks that disagree on it stop here, and all ranks do where one of
     them has more than `max_rows` rows for another.
@@ -143,8 +142,8 @@ def row_layout(
 def send_metadata(
     rows: Outgoing, num_local_experts: int, header_bytes: int, max_rows: int, slots: Slots
 ) -> None:
-    """Write what goes with the rows into the destinations' slots. Begins a call; the launch before
-    it made `send_token_idx`."""
+    """Write what goes with the rows into the destinations' slots. The launch before it is the
+    exchange, or any in a cached dispatch, which this begins."""
     num_tokens, num_ranks = len(rows.x), slots.layout.num_ranks
     row = rows.row
     scales = None if rows.scales is None else rows.scales.view(torch.int32)
@@ -176,7 +175,8 @@ def send_metadata(
 
 
 def push(rows: Outgoing, header_bytes: int, num_programs: int, slots: Slots) -> None:
-    """Write the payload of one row per (token, destination rank) into the destinations' slots."""
+    """Write the payload of one row per (token, destination rank) into the destinations' slots. The
+    launch before it is the metadata's."""
     words, row = Words.of(rows.x.shape[1], rows.x.dtype), rows.row
     push_kernel[(num_programs,)](
         words.view(rows.x),
@@ -195,6 +195,7 @@ def push(rows: Outgoing, header_bytes: int, num_programs: int, slots: Slots) -> 
         BLOCK_WORDS=words.block_words,
         OVERLAP=launches_overlap(),
         num_warps=NUM_WARPS,
+        **early_launch(),
     )
 
 

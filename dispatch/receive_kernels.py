@@ -92,6 +92,10 @@ def collect_kernel(
     if num_push_programs > 0:
         wait_for_previous(OVERLAP)
     elif is_broken(context) == 0:
+        if NUM_TOPK > 0:
+            _clear_rest(
+                rank_prefix_matrix, recv_topk_idx, max_rows, context, NUM_TOPK, TOPK_PAD, ROWS
+            )
         if is_last_program(context):
             finish_call(context)
 
@@ -157,6 +161,11 @@ def locate_kernel(
         block = claim_next(num_push_programs, context)
     if num_push_programs > 0:
         wait_for_previous(OVERLAP)
+    elif is_broken(context) == 0:
+        if NUM_TOPK > 0:
+            _clear_rest(
+                rank_prefix_matrix, recv_topk_idx, max_rows, context, NUM_TOPK, TOPK_PAD, ROWS
+            )
 
 
 @triton.jit
@@ -165,6 +174,27 @@ def release_kernel(context):
     if is_broken(context):
         return
     finish_call(context)
+
+
+@device_function
+def _clear_rest(
+    rank_prefix_matrix,
+    recv_topk_idx,
+    max_rows,
+    context,
+    NUM_TOPK: tl.constexpr,
+    TOPK_PAD: tl.constexpr,
+    ROWS: tl.constexpr,
+):
+    """Set the ids of rows past the received ones to -1."""
+    num_ranks = tl.load(context + NUM_RANKS).to(tl.int32)
+    column = rank_prefix_matrix + tl.load(context + RANK)
+    lanes = tl.arange(0, TOPK_PAD)
+    first_row = tl.load(column + (num_ranks - 1) * num_ranks) + tl.program_id(0) * ROWS
+    for first in range(first_row, max_rows, tl.num_programs(0) * ROWS):
+        rows = first + tl.arange(0, ROWS)
+        inside = (rows < max_rows)[:, None] & (lanes < NUM_TOPK)[None, :]
+        tl.store(recv_topk_idx + rows[:, None] * NUM_TOPK + lanes[None, :], -1, mask=inside)
 
 
 @device_function

@@ -62,9 +62,8 @@ class KernelEngine:
         self._note_capture(topk_idx)
         return routing.layout(topk_idx, num_experts, self.slots)
 
-    def _exchange(self, tokens: Tokens, header: int) -> tuple[Counts, Outgoing, torch.Tensor]:
-        """Place the rows, send their metadata and exchange counts: (counts, what to push,
-        send_head)."""
+    def _begin(self, tokens: Tokens, header: int) -> tuple[Counts, Outgoing, torch.Tensor]:
+        """Place the rows, exchange counts and send metadata: (counts, what to push, send_head)."""
         num_experts = tokens.num_experts
         num_local_experts = num_experts // self.slots.layout.num_ranks
         max_rows = self.slots.layout.max_rows(self._largest_row(tokens).num_bytes, header)
@@ -78,7 +77,6 @@ class KernelEngine:
             tokens.num_tokens_per_rank,
             idx,
         )
-        dispatch_verbs.send_metadata(outgoing, num_local_experts, header, max_rows, self.slots)
         dispatch_verbs.exchange(
             counts,
             tokens.num_tokens_per_rank,
@@ -88,12 +86,14 @@ class KernelEngine:
             max_rows,
             self.slots,
         )
+        self._beside.mark()
+        dispatch_verbs.send_metadata(outgoing, num_local_experts, header, max_rows, self.slots)
         return counts, outgoing, head
 
     def send(self, tokens: Tokens) -> tuple[Counts, torch.Tensor]:
         """The sending half of a dispatch: (counts, send_head)."""
         header = header_bytes(tokens.num_experts, self.slots.layout.num_ranks)
-        counts, outgoing, head = self._exchange(tokens, header)
+        counts, outgoing, head = self._begin(tokens, header)
         dispatch_verbs.push(outgoing, header, self.num_comm_sms, self.slots)
         return counts, head
 
@@ -135,26 +135,24 @@ class KernelEngine:
         owned = receive is dispatch_verbs.collect
         partition = Partition.choose(self.num_comm_sms, owned)
         with self._first_use(verb, tokens.x, tokens.num_topk, tokens.num_experts):
-            counts, outgoing, send_head = self._exchange(tokens, header)
-            # Nothing is launched between the push and what receives, which begins early behind it.
-            out = None
-            if num_worst_tokens:
-                out = _room(tokens, num_worst_tokens, owned, worst=True)
-            else:
-                self._beside.mark()
+            counts, outgoing, send_head = self._begin(tokens, header)
             dispatch_verbs.push(outgoing, header, partition.push, self.slots)
             if not grows:
                 self._check_emulated()
-            per_expert: list[int] = []
-            if out is None:
+            num_rows, per_expert = num_worst_tokens, []
+            if not num_worst_tokens:
                 num_rows, *per_expert = self._beside.read(lambda: self._received(counts))
                 most_rows = self.slots.context.rows_wanted() if grows else 0
                 if most_rows:
                     self._grow(most_rows, largest_row, header)
                     return self._dispatch(verb, tokens, num_worst_tokens, receive)
                 self.slots.context.check()
-                out = _room(tokens, num_rows, owned, worst=False)
             prefix = counts.rank_prefix_matrix
+            if owned:
+                rows = tokens.x.new_empty(num_rows, tokens.x.shape[1])
+            else:
+                rows = tokens.x.new_empty(num_rows, dtype=torch.int64)
+            out = dispatch_verbs.new_collected(rows, tokens.scales, tokens.num_topk)
             receive(out, tokens.x, tokens.row, prefix, header, partition, self.slots)
             self._check_emulated()
             handle = Handle(
@@ -331,18 +329,3 @@ class KernelEngine:
     def free(self) -> None:
         """Give the symmetric memory back."""
         self.slots.free()
-
-
-def _room(tokens: Tokens, num_rows: int, owned: bool, worst: bool) -> Collected:
-    """Room for `num_rows` received rows, or their addresses, and what comes with them. In a `worst`
-    case ids past the received rows are -1 and addresses 0."""
-    if owned:
-        rows = tokens.x.new_empty(num_rows, tokens.x.shape[1])
-    else:
-        rows = tokens.x.new_empty(num_rows, dtype=torch.int64)
-    out = dispatch_verbs.new_collected(rows, tokens.scales, tokens.num_topk)
-    if worst and not owned:
-        rows.zero_()
-    if worst and out.topk_idx is not None:
-        out.topk_idx.fill_(-1)
-    return out

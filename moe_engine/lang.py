@@ -118,7 +118,11 @@ def row_pointers(rows, columns, ALIGNED: tl.constexpr):
 @device_function
 def time_to_send(num_bytes, num_programs, context):
     """Nanoseconds that this program should take to send `num_bytes`, as one of `num_programs` that
-    share the link. A link that is offered more than it carries loses some of it to queueing."""
+    share the link. A link that is offered more than it carries loses some of it to queueing.
+
+    With this program's number for `num_programs`, it is how far the program should keep behind the
+    first, for all to take turns.
+    """
     time = num_bytes.to(tl.int64) * num_programs * tl.load(context + PACE) // 1024000
     return time.to(tl.int32)
 
@@ -155,9 +159,10 @@ if INTERPRETED:
         """Nanoseconds of a clock that only grows."""
         return time.monotonic_ns()
 
+    @device_function
     def ticks():
-        """The clock as integers of which differences count (ns)."""
-        return now_ns()
+        """The clock (ns) as integers of which differences count."""
+        return tl.full((), now_ns(), tl.int64)
 
     def pause():
         """Leave the processor to the ranks that this one waits for: they share few cores."""

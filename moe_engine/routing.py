@@ -66,7 +66,7 @@ def send_plan(
     num_tokens, num_ranks = is_token_in_rank.shape
     new = is_token_in_rank.new_empty
     send_token_idx = new((num_ranks, num_tokens), dtype=torch.int32)
-    send_head = new((num_tokens, num_ranks), dtype=torch.int32).fill_(-1)
+    send_head = new((num_tokens, num_ranks), dtype=torch.int32)
     num_topk = topk_idx.shape[1] if topk_idx is not None else 1
     topk_pad = triton.next_power_of_2(num_topk)
     block = max(16, 1024 // topk_pad)

@@ -88,7 +88,7 @@ def send_plan_kernel(
     is_token_in_rank,  # uint8 [T, R]
     topk_idx,  # int64 [T, K], or anything without HAS_IDS
     send_token_idx,  # int32 [R, T], out: token of each row sent to each rank
-    send_head,  # int32 [T, R], out (-1 beforehand): row * R + rank, in the order of the final sum
+    send_head,  # int32 [T, R], out: row * R + rank in the order of the final sum, then -1
     num_tokens,
     num_local_experts,
     HAS_IDS: tl.constexpr,
@@ -123,30 +123,35 @@ def send_plan_kernel(
     inside = tokens < num_tokens
     sent = tl.load(is_token_in_rank + tokens * num_ranks + rank, mask=inside, other=0).to(tl.int32)
     row = base + tl.cumsum(sent, 0) - sent
+    lanes = tl.arange(0, TOPK_PAD)
+    owner = tl.full([BLOCK, TOPK_PAD], -1, tl.int32)
     if HAS_IDS:
-        lanes = tl.arange(0, TOPK_PAD)
         id_inside = inside[:, None] & (lanes < NUM_TOPK)[None, :]
         ids = tl.load(
             topk_idx + tokens[:, None] * NUM_TOPK + lanes[None, :], mask=id_inside, other=-1
         )
         valid = (ids >= 0) & (ids < num_local_experts * num_ranks)
         owner = tl.where(valid, ids // num_local_experts, -1).to(tl.int32)
-        last_lane = tl.max(tl.where(owner == rank, lanes[None, :], -1), 1)
-        place = tl.zeros([BLOCK], tl.int32)
-        for other in range(0, num_ranks):
-            other_last = tl.max(tl.where(owner == other, lanes[None, :], -1), 1)
-            place += ((other_last >= 0) & (other_last < last_lane)).to(tl.int32)
-    else:
-        ranks = tl.arange(0, RANKS_PAD)
-        others = tl.load(
-            is_token_in_rank + tokens[:, None] * num_ranks + ranks[None, :],
-            mask=inside[:, None] & (ranks < num_ranks)[None, :],
-            other=0,
-        )
-        place = tl.sum(tl.where((ranks < rank)[None, :], others.to(tl.int32), 0), 1)
+    last_lane = tl.max(tl.where(owner == rank, lanes[None, :], -1), 1)
+    ranks = tl.arange(0, RANKS_PAD)
+    is_sent = tl.load(
+        is_token_in_rank + tokens[:, None] * num_ranks + ranks[None, :],
+        mask=inside[:, None] & (ranks < num_ranks)[None, :],
+        other=0,
+    ).to(tl.int32)
+    place = tl.zeros([BLOCK], tl.int32)
+    for other in range(0, num_ranks):
+        other_last = tl.max(tl.where(owner == other, lanes[None, :], -1), 1)
+        other_sent = tl.sum(tl.where((ranks == other)[None, :], is_sent, 0), 1)
+        is_earlier = (other_last < last_lane) | ((other_last == last_lane) & (other < rank))
+        place += tl.where(is_earlier, other_sent, 0)
+    # Where a token does not go to this rank, an empty place behind those of its rows.
+    is_empty_before = (ranks < rank)[None, :] & (is_sent == 0)
+    empty = tl.sum(is_sent, 1) + tl.sum(is_empty_before.to(tl.int32), 1)
     goes = inside & (sent > 0)
     tl.store(send_token_idx + rank * num_tokens + row, tokens, mask=goes)
-    tl.store(send_head + tokens * num_ranks + place, row * num_ranks + rank, mask=goes)
+    to = send_head + tokens * num_ranks + tl.where(sent > 0, place, empty)
+    tl.store(to, tl.where(sent > 0, row * num_ranks + rank, -1), mask=inside)
 
 
 @device_function

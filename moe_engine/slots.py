@@ -41,7 +41,7 @@ MAX_CHUNKS = 2048
 """Flags per writing rank: at most BLOCK_ROWS * MAX_CHUNKS rows between two ranks in one call."""
 CHUNK_BYTES = 128 * 1024
 """Bytes to each rank behind one flag."""
-SPAN_BYTES = 384 * 1024
+SPAN_BYTES = 768 * 1024
 """Bytes that a program writes to each rank before it raises their flags, which waits until they
 have arrived: some microseconds."""
 FLAG_BYTES = 8

@@ -56,7 +56,7 @@ def store_deal(context, out, first, num_peers, LANES: tl.constexpr):
 
 
 def deal(group, first, num_peers):
-    _, context, _ = make_context(group)
+    _block, context, _report = make_context(group)
     out = torch.zeros(2, 4, dtype=torch.int32, device=context.device)
     store_deal[(1,)](context, out, first, num_peers, LANES=4)
     return out.tolist()
@@ -81,12 +81,13 @@ def take_all(context, takers, count):
 
 
 def claims(group):
-    _, context, _ = make_context(group)
+    _block, context, _report = make_context(group)
     answers = []
     for _ in range(2):
         takers = torch.zeros(102, dtype=torch.int32, device=context.device)
         take_all[(6,)](context, takers, 100)
         answers.append(takers.tolist())
+
     return answers, [int(context[word]) for word in (Word.CLAIMED, Word.PUSHED, Word.EPOCH)]
 
 
