@@ -23,6 +23,7 @@ from ..lang import (
 from ..slots_kernels import (
     chunk_flag,
     deal,
+    num_chunks_here,
     num_spans,
     open_regions,
     raise_chunks,
@@ -80,7 +81,12 @@ def return_rows_kernel(
         own, most_rows = open_regions(num_rows, 0, row_bytes, context)
         num_chunks = tl.cdiv(most_rows, CHUNK_ROWS)
         num_blocks = tl.cdiv(hidden, COLUMNS)
-        due = ticks() + time_to_send(LANES * row_bytes, tl.program_id(0), context) // num_blocks
+        chunks_here = num_chunks_here(num_chunks, num_push_programs, SPAN)
+        # Programs take turns: each begins a little later than the one before.
+        behind = time_to_send(
+            LANES * row_bytes, num_push_programs, tl.program_id(0) * num_push_programs, context
+        )
+        due = ticks() + behind // num_blocks
         for turn in range(0, num_spans(num_chunks, num_push_programs, SPAN)):
             first_chunk, end_chunk = span(turn, num_chunks, num_push_programs, SPAN)
             end = min(end_chunk * CHUNK_ROWS, most_rows)
@@ -97,7 +103,7 @@ def return_rows_kernel(
                     hidden,
                     inside,
                     due,
-                    time_to_send(num_bytes, num_push_programs, context) // num_blocks,
+                    time_to_send(num_bytes, chunks_here, num_chunks, context) // num_blocks,
                     ALIGNED,
                     COLUMNS,
                 )

@@ -30,6 +30,7 @@ from ..lang import (
 from ..slots_kernels import (
     count_flag,
     deal,
+    num_chunks_here,
     num_spans,
     open_regions,
     raise_chunks,
@@ -252,7 +253,10 @@ def push_kernel(
     num_peers = num_ranks - 1
     num_chunks = tl.cdiv(most_rows, CHUNK_ROWS)
     num_blocks = tl.cdiv(num_words, BLOCK_WORDS)
-    due = ticks() + time_to_send(LANES * row_bytes, tl.program_id(0), context) // num_blocks
+    chunks_here = num_chunks_here(num_chunks, num_programs, SPAN)
+    # Programs take turns: each begins a little later than the one before.
+    behind = time_to_send(LANES * row_bytes, 1, tl.program_id(0), context)
+    due = ticks() + behind // num_blocks
     for turn in range(0, num_spans(num_chunks, num_programs, SPAN)):
         first_chunk, end_chunk = span(turn, num_chunks, num_programs, SPAN)
         end = min(end_chunk * CHUNK_ROWS, most_rows)
@@ -268,7 +272,7 @@ def push_kernel(
                 num_words,
                 inside,
                 due,
-                time_to_send(num_bytes, num_programs, context) // num_blocks,
+                time_to_send(num_bytes, chunks_here, num_chunks, context) // num_blocks,
                 ALIGNED,
                 BLOCK_WORDS,
             )

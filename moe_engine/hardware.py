@@ -9,7 +9,7 @@ import torch
 
 from .lang import INTERPRETED
 
-LINK_GBS = {"NVIDIA H200": 335.0}
+LINK_GBS = {"NVIDIA H200": 328.0}
 """GB/s at which a GPU writes to others without queueing. Offered more, the link carries less: 298
 to 316 GB/s unpaced, 322 to 332 at this pace (bench/NOTES.md). Other GPUs are not paced."""
 

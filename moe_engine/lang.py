@@ -116,14 +116,11 @@ def row_pointers(rows, columns, ALIGNED: tl.constexpr):
 
 
 @device_function
-def time_to_send(num_bytes, num_programs, context):
-    """Nanoseconds that this program should take to send `num_bytes`, as one of `num_programs` that
-    share the link. A link that is offered more than it carries loses some of it to queueing.
-
-    With this program's number for `num_programs`, it is how far the program should keep behind the
-    first, for all to take turns.
-    """
-    time = num_bytes.to(tl.int64) * num_programs * tl.load(context + PACE) // 1024000
+def time_to_send(num_bytes, num_parts, all_parts, context):
+    """Time in `ticks` that a program should take to send `num_bytes`, if its share of what leaves
+    this GPU is num_parts of all_parts. A link that is offered more than it carries loses some of
+    it to queueing."""
+    time = num_bytes.to(tl.int64) * all_parts * tl.load(context + PACE) // (num_parts * 1024000)
     return time.to(tl.int32)
 
 

@@ -120,6 +120,14 @@ def span(turn, num_chunks, num_programs, SPAN: tl.constexpr):
 
 
 @device_function
+def num_chunks_here(num_chunks, num_programs, SPAN: tl.constexpr):
+    """How many chunks this program pushes; see `span`."""
+    rounds = num_chunks // (num_programs * SPAN)
+    rest = num_chunks - rounds * num_programs * SPAN
+    return rounds * SPAN + (rest + num_programs - 1 - tl.program_id(0)) // num_programs
+
+
+@device_function
 def raise_chunks(first, end, num_rows, context, CHUNK_ROWS: tl.constexpr, SPAN: tl.constexpr):
     """Tell each rank that chunks `first` .. `end` of its `num_rows` [RANKS_PAD] are there."""
     lanes = tl.arange(0, SPAN * num_rows.shape[0])
