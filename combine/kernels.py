@@ -83,9 +83,7 @@ def return_rows_kernel(
         num_blocks = tl.cdiv(hidden, COLUMNS)
         chunks_here = num_chunks_here(num_chunks, num_push_programs, SPAN)
         # Programs take turns: each begins a little later than the one before.
-        behind = time_to_send(
-            LANES * row_bytes, num_push_programs, tl.program_id(0) * num_push_programs, context
-        )
+        behind = time_to_send(LANES * row_bytes, 1, tl.program_id(0), context)
         due = ticks() + behind // num_blocks
         for turn in range(0, num_spans(num_chunks, num_push_programs, SPAN)):
             first_chunk, end_chunk = span(turn, num_chunks, num_push_programs, SPAN)
