@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import gc
+import weakref
+
 import cases
 import pytest
 import torch
@@ -10,7 +13,7 @@ from test_failures import EXPERTS, _tokens, dispatch
 
 from moe_engine import Buffer, CapacityError, RoutingError, reference
 from moe_engine.emulation import PerRank
-from moe_engine.slots import RowLayout
+from moe_engine.slots import RowLayout, SlotLayout
 from moe_engine.verbs import Tokens
 
 
@@ -89,3 +92,49 @@ def grow_with_bad_ids(group):
 
 def test_growing_forgets_no_bad_ids(pool):
     pool.run(grow_with_bad_ids, num_ranks=1)
+
+
+def start_without_room(group):
+    """The first dispatch of a Buffer whose regions do not even hold the counts."""
+    num_bytes = SlotLayout(group.size(), 16).num_bytes
+    buffer = Buffer(group, num_bytes)
+    x, idx, w = _tokens(12, 16, 2, cases.route("uniform", 12, EXPERTS, 2, group.rank()))
+    recv, _, _, _, handle, _ = dispatch(buffer, x, idx, w)
+    out, *_ = buffer.combine(recv, handle)
+    buffer.check()
+    buffer.destroy()
+    return (x.cpu() * handle.is_token_in_rank.sum(1, keepdim=True).cpu()), out.cpu()
+
+
+def test_a_buffer_without_room_for_counts_grows_first(pool):
+    for wanted, out in pool.run(start_without_room, num_ranks=2):
+        assert torch.equal(wanted, out)
+
+
+def grow_after_capture(group):
+    """What a rank raises when memory must grow that a graph of rank 1 uses."""
+    buffer = Buffer(group, Buffer.size_hint(1, 64, group.size(), EXPERTS, 2))
+    buffer._engine._was_captured = group.rank() == 1
+    x, idx, w = _tokens(30, 16, 2, cases.route("uniform", 30, EXPERTS, 2, 0))
+    with pytest.raises(CapacityError) as raised:
+        dispatch(buffer, x, idx, w)
+    buffer.destroy()
+    return str(raised.value)
+
+
+def test_captured_memory_does_not_grow(pool):
+    for text in pool.run(grow_after_capture, num_ranks=2):
+        assert "captured on ranks 1" in text
+
+
+def let_go(group):
+    """Whether the symmetric block outlives destroy() of a Buffer that is still there."""
+    buffer = Buffer(group, Buffer.size_hint(1, 64, group.size(), EXPERTS, 2))
+    block = weakref.ref(buffer._engine.slots.block.local)
+    buffer.destroy()
+    gc.collect()
+    return block() is not None
+
+
+def test_destroy_gives_the_memory_back(pool):
+    assert pool.run(let_go, num_ranks=2) == [False, False]

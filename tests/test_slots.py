@@ -20,14 +20,16 @@ def mark_spans(marks, num_chunks, SPAN: tl.constexpr):
     for turn in range(0, slots_kernels.num_spans(num_chunks, num_programs, SPAN)):
         first, end = slots_kernels.span(turn, num_chunks, num_programs, SPAN)
         for chunk in range(first, end):
-            tl.atomic_add(marks + program * num_chunks + chunk, 1)
+            tl.atomic_add(marks + program * (num_chunks + 1) + chunk, 1)
+    here = slots_kernels.num_chunks_here(num_chunks, num_programs, SPAN)
+    tl.store(marks + program * (num_chunks + 1) + num_chunks, here)
 
 
 def spans(group, num_programs, num_chunks, span):
-    marks = torch.zeros(num_programs, num_chunks, dtype=torch.int32)
+    marks = torch.zeros(num_programs, num_chunks + 1, dtype=torch.int32)
     marks = marks.to(symm.resolve_device(None))
     mark_spans[(num_programs,)](marks, num_chunks, SPAN=span)
-    return marks.cpu()
+    return marks[:, :-1].cpu(), marks[:, -1].cpu()
 
 
 @given(
@@ -36,14 +38,15 @@ def spans(group, num_programs, num_chunks, span):
     span=st.sampled_from([1, 2, 4]),
 )
 def test_every_chunk_is_pushed_once_and_programs_end_together(pool, num_programs, num_chunks, span):
-    [marks] = pool.run(spans, num_programs, num_chunks, span, num_ranks=1)
+    [(marks, counts)] = pool.run(spans, num_programs, num_chunks, span, num_ranks=1)
     assert (marks.sum(0) == 1).all()
     totals = marks.sum(1)
+    assert torch.equal(totals, counts.long())
     assert totals.max() - totals.min() <= 1
 
 
 def test_spans_of_the_example(pool):
-    [marks] = pool.run(spans, 2, 7, 2, num_ranks=1)
+    [(marks, _)] = pool.run(spans, 2, 7, 2, num_ranks=1)
     assert [row.nonzero().flatten().tolist() for row in marks] == [[0, 1, 4, 6], [2, 3, 5]]
 
 
