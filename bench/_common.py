@@ -57,9 +57,11 @@ def time_graph(call: Callable[[], Any], group: dist.ProcessGroup, calls: int, ro
     torch.cuda.synchronize()
     dist.barrier(group)
     graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
+    with torch.cuda.stream(torch.cuda.Stream()):  # torch.cuda.graph would empty the memory cache
+        graph.capture_begin()
         for _ in range(calls):
             call()
+        graph.capture_end()
     times = []
     for _ in range(rounds + 2):
         torch.cuda.synchronize()
