@@ -23,8 +23,8 @@ WAIT_TOKENS = 16
 
 
 def num_push_programs(num_programs: int) -> int:
-    """How many of a combine's programs push. Ten nearly fill the link; the others sum."""
-    return 1 if INTERPRETED else min(num_programs, max(8, 5 * num_programs // 8))
+    """How many of a combine's programs push. Nine nearly fill the link; the others sum."""
+    return 1 if INTERPRETED else min(num_programs, max(8, 9 * num_programs // 16))
 
 
 def _sum_columns(hidden: int, items: int, rows: int) -> int:

@@ -1,6 +1,7 @@
 """Dispatch: send each token once to every rank that holds one of its experts."""
 
 from .launch import (
+    NUM_METADATA_PROGRAMS,
     Collected,
     Counts,
     Outgoing,
@@ -16,6 +17,7 @@ from .launch import (
 )
 
 __all__ = [
+    "NUM_METADATA_PROGRAMS",
     "Collected",
     "Counts",
     "Outgoing",

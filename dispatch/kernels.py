@@ -66,9 +66,9 @@ def exchange_kernel(
     this rank's region. `count_flags[me]` on the peer is raised after them; program R, a later
     role, waits for the flags of all ranks and refuses a signature that is not its own. Where any
     rank has more than `max_rows` rows for another one, all ranks stop here alike.
-    An early launch behind the send plan, of which it reads nothing.
+    An early launch behind the send plan, of which it reads nothing. What follows must not begin
+    before this ends: it would fill the chip while this waits for peers that have not come yet.
     """
-    let_next_start(OVERLAP)
     program = tl.program_id(0)
     num_ranks = tl.load(context + NUM_RANKS).to(tl.int32)
     experts = tl.arange(0, EXPERTS_PAD)
@@ -169,8 +169,9 @@ def metadata_kernel(
     """Write what goes with this rank's rows into its region on every rank: scales, then ids,
     weights and token. `push_kernel` raises the flags.
 
-    An early launch behind the exchange; the push may begin once all programs have seen the end of
-    that. Rows past `max_rows` are left out.
+    An early launch behind the exchange, whose end it sees before the push may begin. After an
+    exchange all ranks are in the call, and what slots held has been read. Rows past `max_rows` are
+    left out.
     """
     wait_for_previous(OVERLAP)
     let_next_start(OVERLAP)

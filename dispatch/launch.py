@@ -21,7 +21,8 @@ LOCATE_ROWS = 128
 METADATA_LANES = 64
 """Rows whose metadata a program writes at a time."""
 NUM_METADATA_PROGRAMS = 2 if INTERPRETED else 256
-"""Few enough to run all at once: the push begins when they have begun."""
+"""Few enough to run all at once: the push begins when they have begun. Only behind an exchange,
+since they wait for peers otherwise, and would hold all of the chip."""
 NUM_COLLECT_PROGRAMS = 2 if INTERPRETED else 264
 
 
@@ -140,14 +141,19 @@ def row_layout(
 
 
 def send_metadata(
-    rows: Outgoing, num_local_experts: int, header_bytes: int, max_rows: int, slots: Slots
+    rows: Outgoing,
+    num_local_experts: int,
+    header_bytes: int,
+    max_rows: int,
+    num_programs: int,
+    slots: Slots,
 ) -> None:
     """Write what goes with the rows into the destinations' slots. The launch before it is the
     exchange, or any in a cached dispatch, which this begins."""
     num_tokens, num_ranks = len(rows.x), slots.layout.num_ranks
     row = rows.row
     scales = None if rows.scales is None else rows.scales.view(torch.int32)
-    metadata_kernel[(NUM_METADATA_PROGRAMS,)](
+    metadata_kernel[(num_programs,)](
         scales,
         rows.topk_idx,
         rows.topk_weights,

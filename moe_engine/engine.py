@@ -15,7 +15,7 @@ from . import combine as combine_verbs
 from . import dispatch as dispatch_verbs
 from . import routing
 from .context import Word
-from .dispatch import Collected, Counts, Outgoing, Partition, row_layout
+from .dispatch import NUM_METADATA_PROGRAMS, Collected, Counts, Outgoing, Partition, row_layout
 from .errors import CapacityError
 from .experts import expert_ffn
 from .grouped_gemm import check_weights
@@ -87,7 +87,9 @@ class KernelEngine:
             self.slots,
         )
         self._beside.mark()
-        dispatch_verbs.send_metadata(outgoing, num_local_experts, header, max_rows, self.slots)
+        dispatch_verbs.send_metadata(
+            outgoing, num_local_experts, header, max_rows, NUM_METADATA_PROGRAMS, self.slots
+        )
         return counts, outgoing, head
 
     def send(self, tokens: Tokens) -> tuple[Counts, torch.Tensor]:
@@ -205,7 +207,7 @@ class KernelEngine:
             out = dispatch_verbs.new_collected(rows, scales)
             partition = Partition.choose(self.num_comm_sms, owned=True)
             max_rows = self.slots.layout.max_rows(outgoing.row.num_bytes)
-            dispatch_verbs.send_metadata(outgoing, 1, 0, max_rows, self.slots)
+            dispatch_verbs.send_metadata(outgoing, 1, 0, max_rows, partition.push, self.slots)
             dispatch_verbs.push(outgoing, 0, partition.push, self.slots)
             dispatch_verbs.collect(out, x, outgoing.row, prefix, 0, partition, self.slots)
             self._check_emulated()

@@ -9,9 +9,9 @@ import torch
 
 from .lang import INTERPRETED
 
-LINK_GBS = {"NVIDIA H200": 328.0}
+LINK_GBS = {"NVIDIA H200": 331.0}
 """GB/s at which a GPU writes to others without queueing. Offered more, the link carries less: 298
-to 316 GB/s unpaced, 322 to 332 at this pace (bench/NOTES.md). Other GPUs are not paced."""
+to 316 GB/s unpaced against 322 to 332 (bench/NOTES.md). Other GPUs are not paced."""
 
 
 BYTES_IN_FLIGHT = 64 * 1024
