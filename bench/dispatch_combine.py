@@ -1,10 +1,11 @@
-"""Dispatch and combine against NCCL's all-to-all: python bench/dispatch_combine.py --core
+"""Dispatch and combine against NCCL's all-to-all, and DeepEP where it is installed:
+python bench/dispatch_combine.py --core
 
 Checks each shape against the all-to-all before timing it. remote_gbs counts the bytes that leave
 the rank with the most of them, whichever form a verb takes. `ratio` of impl moe_engine is the time
 over the floor: the busiest direction of any rank at the speed of `plain push`, a kernel that only
 copies as many bytes to all ranks, on 24 SMs in the same run, at the best pace of three. `ratio` of
-impl nccl is its time over that of moe_engine.
+other impls is their time over that of moe_engine.
 """
 
 from __future__ import annotations
@@ -95,12 +96,13 @@ def run_rank(group: dist.ProcessGroup, shapes: list[Shape]) -> None:
                     ratio_to=f"floor, {form}" if sent else None,
                     ratio=sent and us / floor,
                 )
+            others = {"deep_ep": bench.time_deep_ep(num_sms)}
             if num_sms == 16:
-                for verb, us in nccl.items():
+                others["nccl"] = nccl
+            for impl, theirs in others.items():
+                for verb, us in theirs.items():
                     ours = next(time for (v, _), time in times.items() if v == verb)
-                    bench.send(
-                        verb=verb, impl="nccl", us=us, ratio_to="moe_engine", ratio=us / ours
-                    )
+                    bench.send(verb=verb, impl=impl, us=us, ratio_to="moe_engine", ratio=us / ours)
         bench.buffer.destroy()
 
 
@@ -264,6 +266,33 @@ class Bench:
         return {
             "dispatch": time_calls(send, self.group, 7),
             "combine": time_calls(back, self.group, 7),
+        }
+
+    def time_deep_ep(self, num_sms: int) -> dict[str, float]:
+        """Microseconds of DeepEP's normal mode, counts and host synchronisation included; empty
+        where it is not installed, or is moe_engine under its name."""
+        try:
+            import deep_ep
+        except ImportError:
+            return {}
+        if deep_ep.Buffer is Buffer or self.shape.dtype != "bf16":
+            return {}
+        deep_ep.Buffer.set_num_sms(num_sms)
+        config = deep_ep.Buffer.get_dispatch_config(self.num_ranks)
+        num_bytes = config.get_nvl_buffer_size_hint(self.x[0].nbytes, self.num_ranks)
+        buffer = deep_ep.Buffer(self.group, num_bytes)
+        layout = buffer.get_dispatch_layout(self.idx, self.num_experts)
+        per_rank, _, per_expert, in_rank, _ = layout
+
+        def dispatch() -> Any:
+            return buffer.dispatch(
+                self.x, None, per_rank, None, in_rank, per_expert, self.idx, self.weights
+            )
+
+        recv, *_, handle, _ = dispatch()
+        return {
+            "dispatch": time_calls(dispatch, self.group, 7),
+            "combine": time_calls(lambda: buffer.combine(recv, handle), self.group, 7),
         }
 
 
