@@ -23,7 +23,7 @@ WAIT_TOKENS = 16
 
 
 def num_push_programs(num_programs: int) -> int:
-    """How many of a combine's programs push. Nine nearly fill the link; the others sum."""
+    """How many of a combine's programs push; the others sum. Nine nearly fill the link."""
     return 1 if INTERPRETED else min(num_programs, max(8, 9 * num_programs // 16))
 
 

@@ -71,10 +71,14 @@ def exchange_kernel(
     """
     program = tl.program_id(0)
     num_ranks = tl.load(context + NUM_RANKS).to(tl.int32)
+    ranks = tl.arange(0, RANKS_PAD)
     experts = tl.arange(0, EXPERTS_PAD)
     real = experts < num_local_experts
     if program == num_ranks:
         # No rows, should this give up on a lost peer: what follows may not know of it.
+        for source in range(0, num_ranks):
+            row = rank_prefix_matrix + source * num_ranks
+            tl.store(row + ranks, tl.zeros_like(ranks), mask=ranks < num_ranks)
         tl.store(expert_offsets + experts, tl.zeros_like(experts), mask=real)
         tl.store(expert_offsets + 1 + experts, tl.zeros_like(experts), mask=real)
         wait_for_previous(OVERLAP)
@@ -82,7 +86,6 @@ def exchange_kernel(
         return
     rank = tl.load(context + RANK).to(tl.int32)
     num_experts = num_local_experts * num_ranks
-    ranks = tl.arange(0, RANKS_PAD)
     field = tl.arange(0, 8)
     signature = tl.where(field == 0, payload_bytes, tl.where(field == 1, num_topk, 0))
     signature = tl.where(field == 2, num_experts, tl.where(field == 3, item_bytes, signature))
@@ -152,7 +155,6 @@ def metadata_kernel(
     num_tokens,
     scale_stride_token,
     scale_stride,
-    max_rows,
     num_local_experts,
     header_bytes,
     row_bytes,
@@ -170,8 +172,7 @@ def metadata_kernel(
     weights and token. `push_kernel` raises the flags.
 
     An early launch behind the exchange, whose end it sees before the push may begin. After an
-    exchange all ranks are in the call, and what slots held has been read. Rows past `max_rows` are
-    left out.
+    exchange all ranks are in the call, and what slots held has been read.
     """
     wait_for_previous(OVERLAP)
     let_next_start(OVERLAP)
@@ -180,13 +181,11 @@ def metadata_kernel(
     num_ranks = tl.load(context + NUM_RANKS).to(tl.int32)
     ranks = tl.arange(0, RANKS_PAD)
     num_rows = tl.load(num_tokens_per_rank + ranks, mask=ranks < num_ranks, other=0)
-    num_rows = tl.minimum(num_rows, max_rows)
     own, most_rows = open_regions(num_rows, header_bytes, row_bytes, context)
     step = tl.num_programs(0) * LANES
     for first in range(tl.program_id(0) * LANES, most_rows * num_ranks, step):
         peers, rows = deal(first, num_ranks, context, LANES)
-        count = tl.minimum(tl.load(num_tokens_per_rank + peers), max_rows)
-        inside = rows < count
+        inside = rows < tl.load(num_tokens_per_rank + peers)
         tokens = tl.load(send_token_idx + peers * num_tokens + rows, mask=inside, other=0)
         to = symm_at(own + rows.to(tl.int64) * row_bytes, peers, context)
         if NUM_SCALES > 0:
@@ -218,12 +217,13 @@ def metadata_kernel(
         put(tail, values, inside[:, None] & (words <= 2 * weights_at)[None, :])
 
 
-@triton.jit(do_not_specialize=["num_tokens"])
+@triton.jit(do_not_specialize=["num_tokens", "num_early_programs"])
 def push_kernel(
     x,  # words [T, num_words]
     num_tokens_per_rank,  # int32 [R]
     send_token_idx,  # int32 [R, T]
     context,
+    num_early_programs,
     num_tokens,
     num_words,
     header_bytes,
@@ -241,8 +241,11 @@ def push_kernel(
     A chunk's flags are raised after its rows, so that a reader waits for no more than it reads.
     An early launch behind `metadata_kernel`, whose stores happen before the flags: it is waited
     for before the first is raised. Rows to this rank itself have no payload, see `payload_address`.
+    The launch behind may begin meanwhile if it is one of `num_early_programs`, and not of so many
+    that they fill the chip.
     """
-    let_next_start(OVERLAP)
+    if num_early_programs > 0:
+        let_next_start(OVERLAP)
     if is_broken(context):
         wait_for_previous(OVERLAP)
         return

@@ -144,7 +144,6 @@ def send_metadata(
     rows: Outgoing,
     num_local_experts: int,
     header_bytes: int,
-    max_rows: int,
     num_programs: int,
     slots: Slots,
 ) -> None:
@@ -162,7 +161,6 @@ def send_metadata(
         slots.context.words,
         num_tokens,
         *((0, 0) if scales is None else scales.stride()),
-        max_rows,
         num_local_experts,
         header_bytes,
         row.num_bytes,
@@ -180,15 +178,16 @@ def send_metadata(
     )
 
 
-def push(rows: Outgoing, header_bytes: int, num_programs: int, slots: Slots) -> None:
+def push(rows: Outgoing, header_bytes: int, partition: Partition, slots: Slots) -> None:
     """Write the payload of one row per (token, destination rank) into the destinations' slots. The
     launch before it is the metadata's."""
     words, row = Words.of(rows.x.shape[1], rows.x.dtype), rows.row
-    push_kernel[(num_programs,)](
+    push_kernel[(partition.push,)](
         words.view(rows.x),
         rows.num_tokens_per_rank,
         rows.send_token_idx,
         slots.context.words,
+        partition.early,
         len(rows.x),
         words.num_words,
         header_bytes,
@@ -249,7 +248,6 @@ class Collected:
             NUM_SCALES=row.num_scales,
             SCALES_PAD=triton.next_power_of_2(max(1, row.num_scales)),
             CHUNK_ROWS=slots.layout.chunk_rows(row.num_bytes),
-            OVERLAP=launches_overlap(),
             num_warps=NUM_WARPS,
         )
 
@@ -268,36 +266,31 @@ def new_collected(
     )
 
 
-def _launch_twice(kernel: Any, partition: Partition, **arguments: Any) -> None:
-    """Early, behind the push, and again for the rest on all of the chip."""
-    if partition.early:
-        kernel[(partition.early,)](num_push_programs=partition.push, **arguments, **early_launch())
-    kernel[(NUM_COLLECT_PROGRAMS,)](num_push_programs=0, **arguments)
-
-
 def collect(
     out: Collected,
     x: torch.Tensor,
     row: RowLayout,
     rank_prefix_matrix: torch.Tensor,
     header_bytes: int,
-    partition: Partition,
     slots: Slots,
+    partition: Partition,
 ) -> None:
     """Copy the received rows out of the slot, and this rank's own out of the x [T, H] it sent;
     release the slot. Ends a call; the launch before it is the push."""
     words = Words.of(x.shape[1], x.dtype)
-    _launch_twice(
-        collect_kernel,
-        partition,
+    arguments = out.arguments(rank_prefix_matrix, row, header_bytes, slots) | dict(
         x=words.view(x),
         recv_x=words.view(out.x),
         num_words=words.num_words,
         ROWS=COPY_ROWS,
         ALIGNED=words.aligned,
         BLOCK_WORDS=words.block_words,
-        **out.arguments(rank_prefix_matrix, row, header_bytes, slots),
+        OVERLAP=launches_overlap(),
+        **early_launch(),
     )
+    if partition.early:
+        collect_kernel[(partition.early,)](num_push_programs=partition.push, **arguments)
+    collect_kernel[(NUM_COLLECT_PROGRAMS,)](num_push_programs=0, **arguments)
 
 
 def locate(
@@ -306,15 +299,14 @@ def locate(
     row: RowLayout,
     rank_prefix_matrix: torch.Tensor,
     header_bytes: int,
-    partition: Partition,
     slots: Slots,
+    partition: Partition,
 ) -> None:
-    """Write the addresses of the received rows to out.x int64 [N]; `release` ends the call. The
-    launch before it is the push."""
-    _launch_twice(
-        locate_kernel,
-        partition,
-        x=x.view(torch.uint8),
+    """Write the addresses of the received rows to out.x int64 [N]; `release` ends the call. All of
+    the partition pushes, as this takes no time."""
+    assert not partition.early
+    locate_kernel[(NUM_COLLECT_PROGRAMS,)](
+        x.view(torch.uint8),
         recv_address=out.x,
         hidden=x.shape[1] * x.itemsize,
         ROWS=LOCATE_ROWS,

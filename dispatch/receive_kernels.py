@@ -49,14 +49,16 @@ def collect_kernel(
 ):
     """Copy the received rows out of the slot, by source rank, then token.
 
-    Never writes beyond `max_rows`. An early launch behind a push of `num_push_programs` copies what
-    arrives while they push; a launch with num_push_programs 0 copies the rest, and its last
-    program finishes the call.
+    Never writes beyond `max_rows`. A launch behind a push of `num_push_programs` copies what
+    arrives while they push; one with num_push_programs 0 copies the rest, and its last program
+    finishes the call. Both are launched alike, as one compiled kernel.
     """
-    num_blocks = _num_blocks(rank_prefix_matrix, max_rows, context, ROWS)
+    if num_push_programs == 0:
+        wait_for_previous(OVERLAP)
+    num_blocks = _num_blocks(rank_prefix_matrix, context, ROWS)
     block = claim(context)
     while block < num_blocks:
-        source, to, inside, address = _received_block(
+        source, to, fits, inside, address = _received_block(
             block, rank_prefix_matrix, max_rows, header_bytes, row_bytes, context, CHUNK_ROWS, ROWS
         )
         tokens = tl.load(as_pointer(address + token_offset, tl.int32), mask=inside, other=0)
@@ -78,6 +80,7 @@ def collect_kernel(
             recv_src_idx,
             tokens,
             to,
+            fits,
             inside,
             address,
             scales_offset,
@@ -91,16 +94,16 @@ def collect_kernel(
         block = claim_next(num_push_programs, context)
     if num_push_programs > 0:
         wait_for_previous(OVERLAP)
-    elif is_broken(context) == 0:
-        if NUM_TOPK > 0:
-            _clear_rest(
-                rank_prefix_matrix, recv_topk_idx, max_rows, context, NUM_TOPK, TOPK_PAD, ROWS
-            )
+        return
+    if NUM_TOPK > 0:
+        _clear_rest(rank_prefix_matrix, recv_topk_idx, max_rows, context, NUM_TOPK, TOPK_PAD, ROWS)
+    if is_broken(context) == 0:
         if is_last_program(context):
+            _report_overflow(rank_prefix_matrix, max_rows, context)
             finish_call(context)
 
 
-@triton.jit(do_not_specialize=["max_rows", "num_push_programs"])
+@triton.jit(do_not_specialize=["max_rows"])
 def locate_kernel(
     x,  # [T, H], what this rank sent
     rank_prefix_matrix,  # int32 [R, R]
@@ -110,7 +113,6 @@ def locate_kernel(
     recv_topk_weights,
     recv_src_idx,
     context,
-    num_push_programs,
     max_rows,
     hidden,
     header_bytes,
@@ -125,22 +127,17 @@ def locate_kernel(
     SCALES_PAD: tl.constexpr,
     CHUNK_ROWS: tl.constexpr,
     ROWS: tl.constexpr,
-    OVERLAP: tl.constexpr,
 ):
     """Wait for all rows and say where each lies, by source rank, then token: in the slot, or in `x`
-    where this rank sent it to itself. The slot stays as it is until `release_kernel`.
-
-    Early behind a push, or for the rest: see `collect_kernel`.
-    """
-    num_blocks = _num_blocks(rank_prefix_matrix, max_rows, context, ROWS)
-    block = claim(context)
-    while block < num_blocks:
-        source, to, inside, address = _received_block(
+    where this rank sent it to itself. The slot stays as it is until `release_kernel`."""
+    num_blocks = _num_blocks(rank_prefix_matrix, context, ROWS)
+    for block in range(tl.program_id(0), num_blocks, tl.num_programs(0)):
+        source, to, fits, inside, address = _received_block(
             block, rank_prefix_matrix, max_rows, header_bytes, row_bytes, context, CHUNK_ROWS, ROWS
         )
         tokens = tl.load(as_pointer(address + token_offset, tl.int32), mask=inside, other=0)
         payload = payload_address(x, source, address, tokens, hidden, context)
-        tl.store(recv_address + to, payload, mask=inside)
+        tl.store(recv_address + to, tl.where(inside, payload, 0), mask=fits)
         _collect_metadata(
             recv_scales,
             recv_topk_idx,
@@ -148,6 +145,7 @@ def locate_kernel(
             recv_src_idx,
             tokens,
             to,
+            fits,
             inside,
             address,
             scales_offset,
@@ -158,14 +156,11 @@ def locate_kernel(
             NUM_SCALES,
             SCALES_PAD,
         )
-        block = claim_next(num_push_programs, context)
-    if num_push_programs > 0:
-        wait_for_previous(OVERLAP)
-    elif is_broken(context) == 0:
-        if NUM_TOPK > 0:
-            _clear_rest(
-                rank_prefix_matrix, recv_topk_idx, max_rows, context, NUM_TOPK, TOPK_PAD, ROWS
-            )
+    if NUM_TOPK > 0:
+        _clear_rest(rank_prefix_matrix, recv_topk_idx, max_rows, context, NUM_TOPK, TOPK_PAD, ROWS)
+    if is_broken(context) == 0:
+        if is_last_program(context):
+            _report_overflow(rank_prefix_matrix, max_rows, context)
 
 
 @triton.jit
@@ -198,17 +193,22 @@ def _clear_rest(
 
 
 @device_function
-def _num_blocks(rank_prefix_matrix, max_rows, context, ROWS: tl.constexpr):
-    """Blocks of ROWS rows to take from all sources; none when the call is broken. Reports more rows
-    than `max_rows`."""
+def _num_blocks(rank_prefix_matrix, context, ROWS: tl.constexpr):
+    """Blocks of ROWS rows to take from all sources."""
+    num_ranks = tl.load(context + NUM_RANKS).to(tl.int32)
+    most_rows = 0
+    for source in range(0, num_ranks):
+        most_rows = max(most_rows, received_rows(rank_prefix_matrix, source, context))
+    return tl.cdiv(most_rows, ROWS) * num_ranks
+
+
+@device_function
+def _report_overflow(rank_prefix_matrix, max_rows, context):
+    """Report more received rows than `max_rows`, once those there was room for are written."""
     num_ranks = tl.load(context + NUM_RANKS).to(tl.int32)
     rank = tl.load(context + RANK).to(tl.int32)
     if tl.load(rank_prefix_matrix + (num_ranks - 1) * num_ranks + rank) > max_rows:
         report_failure(rank, current_epoch(context), context, PHASE_OVERFLOW)
-    most_rows = 0
-    for source in range(0, num_ranks):
-        most_rows = max(most_rows, received_rows(rank_prefix_matrix, source, context))
-    return tl.where(is_broken(context), 0, tl.cdiv(most_rows, ROWS) * num_ranks)
 
 
 @device_function
@@ -223,7 +223,8 @@ def _received_block(
     ROWS: tl.constexpr,
 ):
     """Wait for a block of ROWS rows, the sources taking turns: (source, their places among all
-    received rows, whether there is one, their addresses in the slot)."""
+    received rows, whether there is room for each, whether it came, their addresses in the slot).
+    Rows do not come where a wait expires."""
     num_ranks = tl.load(context + NUM_RANKS).to(tl.int32)
     rank = tl.load(context + RANK).to(tl.int32)
     source = staged_source(block, context)
@@ -231,9 +232,9 @@ def _received_block(
     num_rows = received_rows(rank_prefix_matrix, source, context)
     to = tl.load(rank_prefix_matrix + source * num_ranks + rank) - num_rows + rows
     token = wait_rows(source, rows, rows < num_rows, context, CHUNK_ROWS)
-    inside = (rows < num_rows) & (to < max_rows) & (token == 1)
+    fits = (rows < num_rows) & (to < max_rows)
     base = consume_token(region(source, context) + header_bytes, token)
-    return source, to, inside, base + rows.to(tl.int64) * row_bytes
+    return source, to, fits, fits & (token == 1), base + rows.to(tl.int64) * row_bytes
 
 
 @device_function
@@ -244,6 +245,7 @@ def _collect_metadata(
     recv_src_idx,
     tokens,
     to,
+    fits,
     inside,
     address,
     scales_offset,
@@ -254,7 +256,7 @@ def _collect_metadata(
     NUM_SCALES: tl.constexpr,
     SCALES_PAD: tl.constexpr,
 ):
-    """Copy what came with a block of rows."""
+    """Copy what came with a block of rows; ids of rows that did not come are -1."""
     lanes = tl.arange(0, TOPK_PAD)
     columns = tl.arange(0, SCALES_PAD)
     tl.store(recv_src_idx + to, tokens, mask=inside)
@@ -268,5 +270,6 @@ def _collect_metadata(
         at = to[:, None] * NUM_TOPK + lanes[None, :]
         ids = as_pointer(address + ids_offset, tl.int32)[:, None] + lanes[None, :]
         weights = as_pointer(address + weights_offset, tl.float32)[:, None] + lanes[None, :]
-        tl.store(recv_topk_idx + at, tl.load(ids, mask=has, other=-1).to(tl.int64), mask=has)
+        has_room = fits[:, None] & (lanes < NUM_TOPK)[None, :]
+        tl.store(recv_topk_idx + at, tl.load(ids, mask=has, other=-1).to(tl.int64), mask=has_room)
         tl.store(recv_topk_weights + at, tl.load(weights, mask=has, other=0.0), mask=has)

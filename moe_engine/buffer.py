@@ -177,7 +177,7 @@ class Buffer(Service):
         elsewhere, recv_topk_weights float32 [N, K], 0 there, rows per local expert rounded up to
         expert_alignment, handle, event); with a handle (recv_x, None, None, None, None, event).
         Rows stand by source rank, then token. num_worst_tokens > 0 returns that many rows and no
-        list, without synchronising the host.
+        list, without synchronising the host; past the received rows only ids are written, as -1.
 
         in_place=True saves the copy: recv_x is int64 [N], the address of each row, for kernels that
         follow pointers. The rows lie there until `release()`, which must come before the next
@@ -229,7 +229,9 @@ class Buffer(Service):
             send = engine.dispatch_in_place if in_place else engine.dispatch
             got, per_expert, new_handle = send(tokens, num_worst_tokens)
             self._unreleased = tokens.x if in_place else None
-            call.returns(got.x, got.scales, got.topk_idx, got.topk_weights, *new_handle)
+            call.returns(
+                self._unreleased, got.x, got.scales, got.topk_idx, got.topk_weights, *new_handle
+            )
         self._after_call()
         aligned = [round_up(count, expert_alignment) for count in per_expert]
         return got.payload, got.topk_idx, got.topk_weights, aligned, new_handle, call.event
@@ -353,7 +355,7 @@ class Buffer(Service):
         if self.device.type == "cuda":
             torch.cuda.synchronize(self.device)
         if self._engine is not None:
-            self._engine.check()
+            self._engine.check(in_call=self._unreleased is not None)
 
     def destroy(self) -> None:
         """Give the memory back. Collective: no rank may still be in a call. Twice is harmless."""

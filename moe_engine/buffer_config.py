@@ -76,7 +76,7 @@ def size_hint(
 
 @dataclass(frozen=True, slots=True)
 class Config:
-    """DeepEP's tuning object: `num_sms` programs push in the call that gets it.
+    """DeepEP's tuning object: `num_sms` programs communicate in the call that gets it.
 
     The four chunk sizes are accepted and unused: rows go straight to their place in the peer's
     memory, so there is no queue to cut into chunks. ShapeError unless num_sms is positive and even.

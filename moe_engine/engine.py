@@ -31,10 +31,10 @@ COMPILE_S = 300.0
 class KernelEngine:
     """Verbs through the kernels of dispatch/, grouped_gemm/ and combine/.
 
-    `num_comm_sms` programs push; `max_tokens` bounds T of `moe_ffn`, whose work space is sized by
-    it (equal on all ranks). `new_slots(layout, refused)`, collective, makes the memory, or raises
-    on all ranks where one has refused; without max_tokens the engine asks for more of it when a
-    dispatch needs more (`_grow`).
+    `num_comm_sms` programs communicate; `max_tokens` bounds T of `moe_ffn`, whose work space is
+    sized by it (equal on all ranks). `new_slots(layout, refused)`, collective, makes the memory, or
+    raises on all ranks where one has refused; without max_tokens the engine asks for more of it
+    when a dispatch needs more (`_grow`).
     """
 
     def __init__(
@@ -88,7 +88,7 @@ class KernelEngine:
         )
         self._beside.mark()
         dispatch_verbs.send_metadata(
-            outgoing, num_local_experts, header, max_rows, NUM_METADATA_PROGRAMS, self.slots
+            outgoing, num_local_experts, header, NUM_METADATA_PROGRAMS, self.slots
         )
         return counts, outgoing, head
 
@@ -96,7 +96,7 @@ class KernelEngine:
         """The sending half of a dispatch: (counts, send_head)."""
         header = header_bytes(tokens.num_experts, self.slots.layout.num_ranks)
         counts, outgoing, head = self._begin(tokens, header)
-        dispatch_verbs.push(outgoing, header, self.num_comm_sms, self.slots)
+        dispatch_verbs.push(outgoing, header, Partition(self.num_comm_sms, 0), self.slots)
         return counts, head
 
     def dispatch(
@@ -138,7 +138,7 @@ class KernelEngine:
         partition = Partition.choose(self.num_comm_sms, owned)
         with self._first_use(verb, tokens.x, tokens.num_topk, tokens.num_experts):
             counts, outgoing, send_head = self._begin(tokens, header)
-            dispatch_verbs.push(outgoing, header, partition.push, self.slots)
+            dispatch_verbs.push(outgoing, header, partition, self.slots)
             if not grows:
                 self._check_emulated()
             num_rows, per_expert = num_worst_tokens, []
@@ -155,7 +155,7 @@ class KernelEngine:
             else:
                 rows = tokens.x.new_empty(num_rows, dtype=torch.int64)
             out = dispatch_verbs.new_collected(rows, tokens.scales, tokens.num_topk)
-            receive(out, tokens.x, tokens.row, prefix, header, partition, self.slots)
+            receive(out, tokens.x, tokens.row, prefix, header, self.slots, partition)
             self._check_emulated()
             handle = Handle(
                 prefix,
@@ -206,10 +206,9 @@ class KernelEngine:
             rows = x.new_empty(handle.recv_src_idx.numel(), x.shape[1])
             out = dispatch_verbs.new_collected(rows, scales)
             partition = Partition.choose(self.num_comm_sms, owned=True)
-            max_rows = self.slots.layout.max_rows(outgoing.row.num_bytes)
-            dispatch_verbs.send_metadata(outgoing, 1, 0, max_rows, partition.push, self.slots)
-            dispatch_verbs.push(outgoing, 0, partition.push, self.slots)
-            dispatch_verbs.collect(out, x, outgoing.row, prefix, 0, partition, self.slots)
+            dispatch_verbs.send_metadata(outgoing, 1, 0, partition.push, self.slots)
+            dispatch_verbs.push(outgoing, 0, partition, self.slots)
+            dispatch_verbs.collect(out, x, outgoing.row, prefix, 0, self.slots, partition)
             self._check_emulated()
             return out
 

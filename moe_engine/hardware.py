@@ -27,7 +27,7 @@ def launches_overlap() -> bool:
 
 def early_launch() -> dict[str, Any]:
     """Launch option: begin when all programs of the launch before have called
-    `lang.let_next_start`."""
+    `work.let_next_start`."""
     return {"launch_pdl": True} if launches_overlap() else {}
 
 

@@ -120,8 +120,8 @@ def time_to_send(num_bytes, num_parts, all_parts, context):
     """Time in `ticks` that a program should take to send `num_bytes`, if its share of what leaves
     this GPU is num_parts of all_parts. A link that is offered more than it carries loses some of
     it to queueing."""
-    time = num_bytes.to(tl.int64) * all_parts * tl.load(context + PACE) // (num_parts * 1024000)
-    return time.to(tl.int32)
+    time = num_bytes.to(tl.int64) * all_parts * tl.load(context + PACE) // 1024000
+    return (time // num_parts).to(tl.int32)
 
 
 @device_function
@@ -309,7 +309,7 @@ def wait(flags, mask, epoch, peers, context, PHASE: tl.constexpr, BEFORE_TMA: tl
         state = tl.max(tl.where(late, tl.where(is_over, 2, 1), 0), 0)
     # Warps poll on their own and leave the loop one by one; the barrier gives them one answer.
     token = 1 - any_thread(state)
-    tl.debug_barrier()
+    tl.debug_barrier()  # again, as the compiler does not see that one
     if token == 0:
         report_failure(tl.max(tl.where(late, peers, 0), 0), epoch, context, PHASE)
     if BEFORE_TMA:

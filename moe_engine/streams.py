@@ -130,7 +130,7 @@ class Beside:
     """Reads results on the host while what was launched behind them runs."""
 
     def __init__(self, device: torch.device):
-        self._stream = torch.cuda.Stream(device) if device.type == "cuda" else None
+        self._stream = torch.cuda.Stream(device, priority=-1) if device.type == "cuda" else None
         self._ready = torch.cuda.Event() if self._stream else None
 
     def mark(self) -> None:

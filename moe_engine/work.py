@@ -51,7 +51,8 @@ def is_pushing(num_programs, context):
 def let_next_start(OVERLAP: tl.constexpr):
     """Let an early launch behind this one begin once all programs of this one have come here.
 
-    They then hold their places on the chip, so that what begins may wait for them.
+    They then hold their places on the chip, so that what begins may wait for them. It may read what
+    was complete before this launch began, and only that before its `wait_for_previous`.
     """
     if OVERLAP:
         gdc_launch_dependents()

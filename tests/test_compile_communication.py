@@ -96,7 +96,7 @@ VARIANTS = {
     ),
     "locate": (
         receive.locate_kernel,
-        {**TOPK, **SCALES, "CHUNK_ROWS": 8, "ROWS": LOCATE_ROWS, "OVERLAP": True},
+        {**TOPK, **SCALES, "CHUNK_ROWS": 8, "ROWS": LOCATE_ROWS},
         16,
     ),
     "release": (receive.release_kernel, {}, 4),
