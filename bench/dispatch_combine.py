@@ -102,7 +102,14 @@ def run_rank(group: dist.ProcessGroup, shapes: list[Shape]) -> None:
             for impl, theirs in others.items():
                 for verb, us in theirs.items():
                     ours = next(time for (v, _), time in times.items() if v == verb)
-                    bench.send(verb=verb, impl=impl, us=us, ratio_to="moe_engine", ratio=us / ours)
+                    bench.send(
+                        verb=verb,
+                        impl=impl,
+                        us=us,
+                        num_comm_sms=num_sms if impl == "deep_ep" else None,
+                        ratio_to="moe_engine",
+                        ratio=us / ours,
+                    )
         bench.buffer.destroy()
 
 
