@@ -7,12 +7,11 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-import triton
 
 from ..hardware import BYTES_IN_FLIGHT
 from ..lang import INTERPRETED
 from ..routing import ExpertPlan
-from ..slots import RowLayout, Slots
+from ..slots import RowLayout, Slots, next_power_of_2
 from ..words import COPY_ROWS
 from .kernels import final_sum_kernel, return_rows_kernel, return_sums_kernel
 
@@ -29,7 +28,7 @@ def num_push_programs(num_programs: int) -> int:
 
 def _sum_columns(hidden: int, items: int, rows: int) -> int:
     """Columns of the `items` fp32 sums that a program holds at a time, for so many rows."""
-    return min(triton.next_power_of_2(hidden), items // rows)
+    return min(next_power_of_2(hidden), items // rows)
 
 
 @dataclass(frozen=True, slots=True)
@@ -68,10 +67,10 @@ class Sums:
             NUM_BIASES=len(self.bias),
             HAS_WEIGHTS=self.weights is not None,
             NUM_TOPK=row.num_topk,
-            TOPK_PAD=triton.next_power_of_2(max(1, row.num_topk)),
+            TOPK_PAD=next_power_of_2(max(1, row.num_topk)),
             ALIGNED=row.payload_bytes % 16 == 0,
             RANKS=slots.layout.num_ranks,
-            RANKS_PAD=triton.next_power_of_2(slots.layout.num_ranks),
+            RANKS_PAD=next_power_of_2(slots.layout.num_ranks),
             CHUNK_ROWS=slots.layout.chunk_rows(row.num_bytes),
             GROUP=WAIT_TOKENS,
             BLOCK_H=_sum_columns(hidden, 8192, WAIT_TOKENS),
@@ -95,7 +94,7 @@ def return_rows(
         num_push_programs=num_push_programs(num_comm_sms),
         SPAN=slots.layout.span(sums.row.num_bytes),
         LANES=COPY_ROWS,
-        COLUMNS=min(triton.next_power_of_2(x.shape[1]), columns),
+        COLUMNS=min(next_power_of_2(x.shape[1]), columns),
         **sums.arguments(slots),
     )
 
@@ -125,7 +124,7 @@ def return_sums(
         row.num_bytes,
         NUM_TOPK=num_topk,
         ALIGNED=row.payload_bytes % 16 == 0,
-        RANKS_PAD=triton.next_power_of_2(slots.layout.num_ranks),
+        RANKS_PAD=next_power_of_2(slots.layout.num_ranks),
         CHUNK_ROWS=slots.layout.chunk_rows(row.num_bytes),
         SPAN=slots.layout.span(row.num_bytes),
         LANES=lanes,

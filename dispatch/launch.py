@@ -6,11 +6,10 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-import triton
 
 from ..hardware import early_launch, launches_overlap
 from ..lang import INTERPRETED
-from ..slots import RowLayout, Slots
+from ..slots import RowLayout, Slots, next_power_of_2
 from ..words import COPY_ROWS, Words
 from .kernels import exchange_kernel, metadata_kernel, push_kernel
 from .receive_kernels import collect_kernel, locate_kernel, release_kernel
@@ -103,9 +102,9 @@ def exchange(
         row.num_topk,
         item_bytes,
         row.num_scales,
-        RANKS_PAD=triton.next_power_of_2(num_ranks),
-        EXPERTS_PAD=max(32, triton.next_power_of_2(num_local_experts)),
-        ALL_EXPERTS_PAD=triton.next_power_of_2(num_experts),
+        RANKS_PAD=next_power_of_2(num_ranks),
+        EXPERTS_PAD=max(32, next_power_of_2(num_local_experts)),
+        ALL_EXPERTS_PAD=next_power_of_2(num_experts),
         OVERLAP=launches_overlap(),
         **early_launch(),
     )
@@ -167,10 +166,10 @@ def send_metadata(
         row.scales,
         row.ids,
         NUM_TOPK=row.num_topk,
-        TAIL_PAD=triton.next_power_of_2((row.num_bytes - row.ids) // 4),
+        TAIL_PAD=next_power_of_2((row.num_bytes - row.ids) // 4),
         NUM_SCALES=row.num_scales,
         SCALES_BLOCK=32,
-        RANKS_PAD=triton.next_power_of_2(num_ranks),
+        RANKS_PAD=next_power_of_2(num_ranks),
         LANES=METADATA_LANES,
         OVERLAP=launches_overlap(),
         num_warps=8,
@@ -193,7 +192,7 @@ def push(rows: Outgoing, header_bytes: int, partition: Partition, slots: Slots) 
         header_bytes,
         row.num_bytes,
         ALIGNED=words.aligned,
-        RANKS_PAD=triton.next_power_of_2(slots.layout.num_ranks),
+        RANKS_PAD=next_power_of_2(slots.layout.num_ranks),
         CHUNK_ROWS=slots.layout.chunk_rows(row.num_bytes),
         SPAN=slots.layout.span(row.num_bytes),
         LANES=COPY_ROWS,
@@ -244,9 +243,9 @@ class Collected:
             weights_offset=row.weights,
             token_offset=row.token,
             NUM_TOPK=row.num_topk,
-            TOPK_PAD=triton.next_power_of_2(max(1, row.num_topk)),
+            TOPK_PAD=next_power_of_2(max(1, row.num_topk)),
             NUM_SCALES=row.num_scales,
-            SCALES_PAD=triton.next_power_of_2(max(1, row.num_scales)),
+            SCALES_PAD=next_power_of_2(max(1, row.num_scales)),
             CHUNK_ROWS=slots.layout.chunk_rows(row.num_bytes),
             num_warps=NUM_WARPS,
         )

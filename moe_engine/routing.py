@@ -15,7 +15,7 @@ from .routing_kernels import (
     layout_sum_kernel,
     send_plan_kernel,
 )
-from .slots import BLOCK_ROWS, RowLayout, Slots
+from .slots import BLOCK_ROWS, RowLayout, Slots, next_power_of_2
 
 
 def layout(
@@ -26,7 +26,7 @@ def layout(
     `Buffer.check`."""
     num_tokens, num_topk = topk_idx.shape
     num_ranks = slots.layout.num_ranks
-    topk_pad = triton.next_power_of_2(num_topk)
+    topk_pad = next_power_of_2(num_topk)
     block = max(16, 1024 // topk_pad)
     num_blocks = max(1, triton.cdiv(num_tokens, block))
     new = topk_idx.new_empty
@@ -42,7 +42,7 @@ def layout(
         num_experts // num_ranks,
         NUM_TOPK=num_topk,
         TOPK_PAD=topk_pad,
-        EXPERTS_PAD=max(32, triton.next_power_of_2(num_experts)),
+        EXPERTS_PAD=max(32, next_power_of_2(num_experts)),
         BLOCK=block,
     )
     layout_sum_kernel[(triton.cdiv(num_experts + num_ranks, 64),)](
@@ -68,7 +68,7 @@ def send_plan(
     send_token_idx = new((num_ranks, num_tokens), dtype=torch.int32)
     send_head = new((num_tokens, num_ranks), dtype=torch.int32)
     num_topk = topk_idx.shape[1] if topk_idx is not None else 1
-    topk_pad = triton.next_power_of_2(num_topk)
+    topk_pad = next_power_of_2(num_topk)
     block = max(16, 1024 // topk_pad)
     send_plan_kernel[(max(1, triton.cdiv(num_tokens, block)), num_ranks)](
         is_token_in_rank.view(torch.uint8),
@@ -80,7 +80,7 @@ def send_plan(
         HAS_IDS=topk_idx is not None,
         NUM_TOPK=num_topk,
         TOPK_PAD=topk_pad,
-        RANKS_PAD=triton.next_power_of_2(num_ranks),
+        RANKS_PAD=next_power_of_2(num_ranks),
         BLOCK=block,
         SCAN=2048,
         OVERLAP=launches_overlap(),
@@ -119,8 +119,8 @@ def expert_plan(
     that this rank sent."""
     num_ranks, num_local_experts = recv_expert_counts.shape
     new = rank_prefix_matrix.new_empty
-    topk_pad = triton.next_power_of_2(row.num_topk)
-    experts_pad = max(32, triton.next_power_of_2(num_local_experts))
+    topk_pad = next_power_of_2(row.num_topk)
+    experts_pad = max(32, next_power_of_2(num_local_experts))
     # A block is ranked as a table of its lanes by the experts, in 64 KB of shared memory.
     block = max(1, min(BLOCK_ROWS, 16384 // (topk_pad * experts_pad)))
     num_blocks = max(1, triton.cdiv(max_rows, block))

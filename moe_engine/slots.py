@@ -52,6 +52,12 @@ def round_up(value: int, multiple: int) -> int:
     return -(-value // multiple) * multiple
 
 
+def next_power_of_2(value: int) -> int:
+    """Smallest power of 2 that is at least `value`, 1 for 0. `triton.next_power_of_2` is made for
+    kernels, and on the host takes microseconds, of which a call would need tens."""
+    return 1 << max(0, value - 1).bit_length()
+
+
 @dataclass(frozen=True, slots=True)
 class RowLayout:
     """One row on the wire: payload, then metadata, opaque to the kernels that move it.

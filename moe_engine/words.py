@@ -5,10 +5,10 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 import torch
-import triton
 
 from .hardware import BYTES_IN_FLIGHT
 from .lang import INTERPRETED
+from .slots import next_power_of_2
 
 COPY_ROWS = 32
 """Rows that a program copies at a time."""
@@ -40,5 +40,5 @@ class Words:
     @property
     def block_words(self) -> int:
         """Words of a row that a program copies at a time."""
-        limit = triton.next_power_of_2(self.num_words)
+        limit = next_power_of_2(self.num_words)
         return limit if INTERPRETED else min(limit, BYTES_IN_FLIGHT // 4 // COPY_ROWS)
