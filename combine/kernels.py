@@ -16,7 +16,7 @@ from ..lang import (
     row_mask,
     row_pointers,
     symm_at,
-    ticks,
+    take_turns,
     time_to_send,
     wait,
 )
@@ -82,9 +82,7 @@ def return_rows_kernel(
         num_chunks = tl.cdiv(most_rows, CHUNK_ROWS)
         num_blocks = tl.cdiv(hidden, COLUMNS)
         chunks_here = num_chunks_here(num_chunks, num_push_programs, SPAN)
-        # Programs take turns: each begins a little later than the one before.
-        behind = time_to_send(LANES * row_bytes, 1, tl.program_id(0), context)
-        due = ticks() + behind // num_blocks
+        due = take_turns(LANES * row_bytes // num_blocks, context)
         for turn in range(0, num_spans(num_chunks, num_push_programs, SPAN)):
             first_chunk, end_chunk = span(turn, num_chunks, num_push_programs, SPAN)
             end = min(end_chunk * CHUNK_ROWS, most_rows)

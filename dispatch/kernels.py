@@ -23,7 +23,7 @@ from ..lang import (
     report_failure,
     report_words,
     symm_at,
-    ticks,
+    take_turns,
     time_to_send,
     wait,
 )
@@ -258,9 +258,7 @@ def push_kernel(
     num_chunks = tl.cdiv(most_rows, CHUNK_ROWS)
     num_blocks = tl.cdiv(num_words, BLOCK_WORDS)
     chunks_here = num_chunks_here(num_chunks, num_programs, SPAN)
-    # Programs take turns: each begins a little later than the one before.
-    behind = time_to_send(LANES * row_bytes, 1, tl.program_id(0), context)
-    due = ticks() + behind // num_blocks
+    due = take_turns(LANES * row_bytes // num_blocks, context)
     for turn in range(0, num_spans(num_chunks, num_programs, SPAN)):
         first_chunk, end_chunk = span(turn, num_chunks, num_programs, SPAN)
         end = min(end_chunk * CHUNK_ROWS, most_rows)

@@ -125,6 +125,13 @@ def time_to_send(num_bytes, num_parts, all_parts, context):
 
 
 @device_function
+def take_turns(num_bytes, context):
+    """When in `ticks` this program begins, each of them behind the one before by the time that the
+    link takes for `num_bytes`."""
+    return ticks() + time_to_send(num_bytes, 1, tl.program_id(0), context)
+
+
+@device_function
 def put_rows(
     to, source, num_words, mask, due, step, ALIGNED: tl.constexpr, BLOCK_WORDS: tl.constexpr
 ):
