@@ -299,11 +299,8 @@ def locate(
     rank_prefix_matrix: torch.Tensor,
     header_bytes: int,
     slots: Slots,
-    partition: Partition,
 ) -> None:
-    """Write the addresses of the received rows to out.x int64 [N]; `release` ends the call. All of
-    the partition pushes, as this takes no time."""
-    assert not partition.early
+    """Write the addresses of the received rows to out.x int64 [N]; `release` ends the call."""
     locate_kernel[(NUM_COLLECT_PROGRAMS,)](
         x.view(torch.uint8),
         recv_address=out.x,

@@ -107,15 +107,14 @@ class KernelEngine:
         Synchronises the host with the counts, unless `num_worst_tokens` says how many rows to
         return (rows past the received ones are not written; their topk_idx is -1).
         """
-
-        return self._dispatch("dispatch", tokens, num_worst_tokens, dispatch_verbs.collect)
+        return self._dispatch(tokens, num_worst_tokens, owned=True)
 
     def dispatch_in_place(
         self, tokens: Tokens, num_worst_tokens: int
     ) -> tuple[Collected, list[int], Handle]:
         """Send the rows and return their addresses, int64 [N], good until `release`: in the slot,
         or in `tokens.x` for rows that this rank sent to itself."""
-        return self._dispatch("in_place", tokens, num_worst_tokens, dispatch_verbs.locate)
+        return self._dispatch(tokens, num_worst_tokens, owned=False)
 
     def release(self) -> None:
         """End a `dispatch_in_place`: what was launched before has read the rows."""
@@ -124,9 +123,9 @@ class KernelEngine:
         self._check_emulated()
 
     def _dispatch(
-        self, verb: str, tokens: Tokens, num_worst_tokens: int, receive: Callable[..., None]
+        self, tokens: Tokens, num_worst_tokens: int, owned: bool
     ) -> tuple[Collected, list[int], Handle]:
-        """`receive`, `collect` or `locate`, is the second half."""
+        """Both forms: rows are copied where they are `owned`, else their addresses returned."""
         header = header_bytes(tokens.num_experts, self.slots.layout.num_ranks)
         grows = self._max_tokens is None and not num_worst_tokens
         largest_row = self._largest_row(tokens)
@@ -134,9 +133,8 @@ class KernelEngine:
             self._check_capacity(len(tokens.x), largest_row, header)
         elif self.slots.layout.max_rows(largest_row.num_bytes, header) < 1:
             self._grow(1, largest_row, header)
-        owned = receive is dispatch_verbs.collect
         partition = Partition.choose(self.num_comm_sms, owned)
-        with self._first_use(verb, tokens.x, tokens.num_topk, tokens.num_experts):
+        with self._first_use("dispatch", tokens.x, owned, tokens.num_topk, tokens.num_experts):
             counts, outgoing, send_head = self._begin(tokens, header)
             dispatch_verbs.push(outgoing, header, partition, self.slots)
             if not grows:
@@ -147,15 +145,19 @@ class KernelEngine:
                 most_rows = self.slots.context.rows_wanted() if grows else 0
                 if most_rows:
                     self._grow(most_rows, largest_row, header)
-                    return self._dispatch(verb, tokens, num_worst_tokens, receive)
+                    return self._dispatch(tokens, num_worst_tokens, owned)
                 self.slots.context.check()
-            prefix = counts.rank_prefix_matrix
+            prefix, new = counts.rank_prefix_matrix, tokens.x.new_empty
             if owned:
-                rows = tokens.x.new_empty(num_rows, tokens.x.shape[1])
+                rows = new(num_rows, tokens.x.shape[1])
             else:
-                rows = tokens.x.new_empty(num_rows, dtype=torch.int64)
+                rows = new(num_rows, dtype=torch.int64)
             out = dispatch_verbs.new_collected(rows, tokens.scales, tokens.num_topk)
-            receive(out, tokens.x, tokens.row, prefix, header, self.slots, partition)
+            received = out, tokens.x, tokens.row, prefix, header, self.slots
+            if owned:
+                dispatch_verbs.collect(*received, partition)
+            else:
+                dispatch_verbs.locate(*received)
             self._check_emulated()
             handle = Handle(
                 prefix,

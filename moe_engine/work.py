@@ -51,8 +51,9 @@ def is_pushing(num_programs, context):
 def let_next_start(OVERLAP: tl.constexpr):
     """Let an early launch behind this one begin once all programs of this one have come here.
 
-    They then hold their places on the chip, so that what begins may wait for them. It may read what
-    was complete before this launch began, and only that before its `wait_for_previous`.
+    They then hold their places on the chip, so that what begins may wait for them. Until its
+    `wait_for_previous` it may read what was complete before this launch, or what all programs of
+    this one have waited for before they came here; of what this one writes, only what flags guard.
     """
     if OVERLAP:
         gdc_launch_dependents()

@@ -86,6 +86,7 @@ def call_between(group, backend, x, topk_idx, topk_weights):
     buffer.dispatch(*args, in_place=True)
     bad_ids = torch.full_like(topk_idx, 12)
     buffer.get_dispatch_layout(bad_ids, 12)
+    buffer.check()
     if backend == "auto":
         assert buffer.get_local_buffer_tensor(torch.uint8).numel() > 0
     buffer.release()
