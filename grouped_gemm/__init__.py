@@ -1,19 +1,19 @@
-"""Grouped GEMM: every expert's rows times its weights in one launch, SwiGLU in the epilogue."""
+"""Grouped GEMM: every expert's rows times its weights in one launch, and the gradients."""
 
-from .launch import (
-    TileSchedule,
-    check_weights,
-    gathered_gemm,
-    gemm_config,
-    grouped_gemm,
-    tile_schedule,
-)
+from .autograd import grouped_gemm, grouped_mlp
+from .backward import dgrad, wgrad
+from .launch import gathered_gemm, gemm_config
+from .operands import check_weights
+from .schedule import TileSchedule, tile_schedule
 
 __all__ = [
     "TileSchedule",
     "check_weights",
+    "dgrad",
     "gathered_gemm",
     "gemm_config",
     "grouped_gemm",
+    "grouped_mlp",
     "tile_schedule",
+    "wgrad",
 ]

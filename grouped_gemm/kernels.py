@@ -7,7 +7,12 @@ unless A is gathered. Whatever lies past an expert's last row is computed and no
 import triton
 import triton.language as tl
 
-from ..lang import dot, round_to
+from ..lang import device_function, dot, round_to
+
+RAGGED = tl.constexpr(0x40000000)
+"""Rows that a ragged descriptor claims to have: 2**30, whatever the tensor has."""
+INV_SQRT_2 = tl.constexpr(0.7071067811865476)
+INV_SQRT_2PI = tl.constexpr(0.3989422804014327)
 
 
 @triton.jit(do_not_specialize=["num_experts", "max_rows"])
@@ -43,7 +48,7 @@ def _tile_schedule_kernel(
         tl.store(num_tiles, first + count)
 
 
-@triton.jit
+@device_function
 def tile_coordinates(tile, num_m, num_n, GROUP_M: tl.constexpr):
     """(m, n) of a tile. Tiles in flight together share rows of A and of the weights in L2.
 
@@ -55,7 +60,14 @@ def tile_coordinates(tile, num_m, num_n, GROUP_M: tl.constexpr):
     return first + inside % height, inside // height
 
 
-@triton.jit
+@device_function
+def expert_rows(expert, offsets, max_rows):
+    """(first row of an expert, end of its rows), no row from `max_rows` on."""
+    begin = tl.load(offsets + expert).to(tl.int32)
+    return begin, tl.minimum(tl.load(offsets + expert + 1), max_rows).to(tl.int32)
+
+
+@device_function
 def gathered_rows(base, row_offset, row, end, BLOCK_M: tl.constexpr):
     """Pointers [BLOCK_M] to rows `row` .. of A, each `row_offset[row]` elements after `base`.
 
@@ -65,13 +77,67 @@ def gathered_rows(base, row_offset, row, end, BLOCK_M: tl.constexpr):
     return tl.multiple_of(base + tl.load(row_offset + rows), 16)
 
 
-@triton.jit
+@device_function
 def gemm_tile(
     a,
-    row,
     w,
+    row,
     expert,
     n,
+    begin_k,
+    end_k,
+    K,
+    GATHERED: tl.constexpr,
+    TRANSPOSED: tl.constexpr,
+    PARTS: tl.constexpr,
+    BLOCK_M: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    BLOCK_K: tl.constexpr,
+):
+    """fp32 [BLOCK_M, BLOCK_N]: columns begin_k .. end_k of rows of A times those of one expert's
+    weights.
+
+    a: with GATHERED, pointers to BLOCK_M rows; else a descriptor of A [M, K], read from `row` on.
+    w: descriptor of the weights [L * PARTS, N / PARTS, K] in blocks [PARTS, BLOCK_N / PARTS,
+    BLOCK_K]. With PARTS 2 (gate and up) the tile holds columns n .. of gate, then the same of up.
+    With TRANSPOSED the weights are [L, K, N], as in the gradient of A, in blocks [1, BLOCK_K,
+    BLOCK_N].
+    """
+    acc = tl.zeros((BLOCK_M, BLOCK_N), tl.float32)
+    for k in range(begin_k, end_k, BLOCK_K):
+        a_tile = load_a(a, row, k, K, GATHERED, BLOCK_K)
+        if TRANSPOSED:
+            w_tile = w.load([expert, k, n]).reshape(BLOCK_K, BLOCK_N)
+        else:
+            w_tile = w.load([expert * PARTS, n, k]).reshape(BLOCK_N, BLOCK_K).T
+        acc = dot(a_tile, w_tile, acc)
+    return acc
+
+
+@device_function
+def load_a(a, row, k, K, GATHERED: tl.constexpr, BLOCK_K: tl.constexpr):
+    """Columns k .. of a tile of A, see `gemm_tile`; 0 from column K on."""
+    if GATHERED:
+        columns = k + tl.arange(0, BLOCK_K)
+        # K is a multiple of 16 bytes: without the hint, loads are as narrow as the mask.
+        inside = tl.max_constancy(columns < K, 128 // a.dtype.element_ty.primitive_bitwidth)
+        a_tile = tl.load(a[:, None] + columns[None, :], mask=inside[None, :], other=0.0)
+    else:
+        a_tile = a.load([row, k])
+    return a_tile
+
+
+@device_function
+def scaled_gemm_tile(
+    a,
+    a_scale,
+    w,
+    w_scale,
+    row,
+    end,
+    expert,
+    n,
+    N,
     K,
     GATHERED: tl.constexpr,
     PARTS: tl.constexpr,
@@ -79,54 +145,139 @@ def gemm_tile(
     BLOCK_N: tl.constexpr,
     BLOCK_K: tl.constexpr,
 ):
-    """fp32 [BLOCK_M, BLOCK_N]: rows of A times the weights of one expert, transposed.
+    """`gemm_tile` of e4m3 rows with a scale for each 128 columns, times e4m3 weights with a scale
+    for each 128 x 128: products of 128 columns are scaled and summed in fp32 (as in DeepSeek-V3,
+    section 3.3, which found the tensor cores' own sums too coarse).
 
-    a: with GATHERED, pointers to BLOCK_M rows; else a descriptor of A [M, K], read from `row` on.
-    w: descriptor of the weights [L * PARTS, N / PARTS, K] in blocks [PARTS, BLOCK_N / PARTS,
-    BLOCK_K]. With PARTS 2 (gate and up) the tile holds columns n .. of gate, then the same of up.
+    a_scale: float32 [rows, S], in the order of the output; w_scale: float32 [L, rows / 128, S], S =
+    K / 128 rounded up.
     """
+    tl.static_assert(BLOCK_K == 128)
+    num_scales = tl.cdiv(K, 128)
+    rows = tl.minimum(row + tl.arange(0, BLOCK_M), end - 1)
+    a_scale += rows.to(tl.int64) * num_scales
+    if PARTS == 1 and BLOCK_N == 128:  # then all columns of the tile have one scale
+        weight_row = n + tl.arange(0, 1)
+    else:
+        columns = tl.arange(0, BLOCK_N)
+        weight_row = columns // (BLOCK_N // PARTS) * N + n + columns % (BLOCK_N // PARTS)
+        weight_row = tl.minimum(weight_row, N * PARTS - 1)
+    w_scale += (expert * tl.cdiv(N * PARTS, 128) + weight_row // 128).to(tl.int64) * num_scales
     acc = tl.zeros((BLOCK_M, BLOCK_N), tl.float32)
-    for k in range(0, K, BLOCK_K):
-        if GATHERED:
-            columns = k + tl.arange(0, BLOCK_K)
-            # K is a multiple of 16 bytes: without the hint, loads are as narrow as the mask.
-            inside = tl.max_constancy(columns < K, 128 // a.dtype.element_ty.primitive_bitwidth)
-            a_tile = tl.load(a[:, None] + columns[None, :], mask=inside[None, :], other=0.0)
-        else:
-            a_tile = a.load([row, k])
-        w_tile = w.load([expert * PARTS, n, k]).reshape(BLOCK_N, BLOCK_K)
-        acc = dot(a_tile, w_tile.T, acc)
+    zero = tl.zeros((BLOCK_M, BLOCK_N), tl.float32)
+    a_next, w_next = tl.load(a_scale), tl.load(w_scale)
+    for block in range(0, num_scales):
+        factor = a_next[:, None] * w_next[None, :]
+        # Scales are read a step ahead: what waits for the product would wait for them as well.
+        ahead = tl.minimum(block + 1, num_scales - 1)
+        a_next, w_next = tl.load(a_scale + ahead), tl.load(w_scale + ahead)
+        k = block * BLOCK_K
+        a_tile = load_a(a, row, k, K, GATHERED, BLOCK_K)
+        w_tile = w.load([expert * PARTS, n, k]).reshape(BLOCK_N, BLOCK_K).T
+        acc += dot(a_tile, w_tile, zero) * factor
     return acc
 
 
-@triton.jit
-def swiglu(acc):
-    """silu(gate) * up of a tile whose left half is gate and whose right half is up."""
-    gate, up = acc.reshape(acc.shape[0], 2, acc.shape[1] // 2).permute(0, 2, 1).split()
-    return gate * tl.sigmoid(gate) * up
+@device_function
+def halves(tile):
+    """(left, right) columns of a tile, without a move between threads."""
+    parts = tile.reshape(tile.shape[0], 2, tile.shape[1] // 2)
+    return parts.permute(0, 2, 1).split()
 
 
-@triton.jit
-def store_tile(out, acc, row, end, n, N, ALIGNED: tl.constexpr):
-    """Round `acc` to the type of `out` [rows, N] and store it at (row, n), rows before `end` only.
+@device_function
+def gaussian_cdf(x):
+    return 0.5 + 0.5 * tl.erf(x * INV_SQRT_2)
 
-    ALIGNED promises that N is a multiple of 16 bytes.
+
+@device_function
+def activate(gate, up, ACTIVATION: tl.constexpr):
+    """The activation of fp32 tiles; `up` counts for those that are gated."""
+    value = gate
+    if ACTIVATION == "swiglu" or ACTIVATION == "silu":
+        value = gate * tl.sigmoid(gate)
+    elif ACTIVATION == "geglu" or ACTIVATION == "gelu":
+        value = gate * gaussian_cdf(gate)
+    if ACTIVATION == "swiglu" or ACTIVATION == "geglu":
+        value = value * up
+    return value
+
+
+@device_function
+def store_rows(out, tile, part, row, begin, end, n):
+    """Round a tile and store it at (part, row, n) of `out`; rows before `end` only.
+
+    out: ragged descriptor of [parts, rows, N] (`launch.ragged`): the hardware bounds rows begin ..
+    end, an expert's, and columns. The coordinates are those of triton.tools.ragged_tma.
     """
-    tile = round_to(acc, out.dtype.element_ty)
-    rows = row + tl.arange(0, acc.shape[0])
-    columns = n + tl.arange(0, acc.shape[1])
-    to = out + rows.to(tl.int64) * N
-    inside = columns < N
-    if ALIGNED:
-        to = tl.multiple_of(to, 16)
-        inside = tl.max_constancy(inside, 128 // out.dtype.element_ty.primitive_bitwidth)
-    tl.store(to[:, None] + columns[None, :], tile, mask=(rows < end)[:, None] & inside[None, :])
+    size = end - begin
+    block = round_to(tile, out.dtype).reshape(1, 1, 1, tile.shape[0], tile.shape[1])
+    out.store([RAGGED, begin + size, part, RAGGED - size + (row - begin), n], block)
+
+
+@device_function
+def finish_tile(
+    acc,
+    out,
+    pre,
+    bias,
+    row_weight,
+    part,
+    row,
+    begin,
+    end,
+    expert,
+    n,
+    N,
+    ACTIVATION: tl.constexpr,
+    SUBTILES: tl.constexpr,
+):
+    """out = activation(acc + bias) * row_weight, for columns n .. of N; pre = acc + bias.
+
+    bias [L, PARTS * N], row_weight float32 [rows] and pre may be None. SUBTILES: an ungated tile is
+    stored in as many parts, through as much less shared memory.
+    """
+    GATED: tl.constexpr = ACTIVATION == "swiglu" or ACTIVATION == "geglu"
+    if SUBTILES > 1 and not GATED:
+        left, right = halves(acc)
+        half: tl.constexpr = acc.shape[1] // 2
+        rest: tl.constexpr = SUBTILES // 2
+        # fmt: off
+        finish_tile(left, out, pre, bias, row_weight, part, row, begin, end, expert,
+                    n, N, ACTIVATION, rest)
+        finish_tile(right, out, pre, bias, row_weight, part, row, begin, end, expert,
+                    n + half, N, ACTIVATION, rest)
+        # fmt: on
+    else:
+        PARTS: tl.constexpr = 2 if GATED else 1
+        gate, up = acc, acc
+        if GATED:
+            gate, up = halves(acc)
+        if bias is not None:
+            columns = n + tl.arange(0, gate.shape[1])
+            at = bias + expert.to(tl.int64) * N * PARTS + columns
+            gate += tl.load(at, mask=columns < N, other=0.0).to(tl.float32)[None, :]
+            if GATED:
+                up += tl.load(at + N, mask=columns < N, other=0.0).to(tl.float32)[None, :]
+        if pre is not None:
+            store_rows(pre, gate, 0, row, begin, end, n)
+            if GATED:
+                store_rows(pre, up, 1, row, begin, end, n)
+        value = activate(gate, up, ACTIVATION)
+        if row_weight is not None:
+            rows = row + tl.arange(0, acc.shape[0])
+            value *= tl.load(row_weight + rows, mask=rows < end, other=0.0)[:, None]
+        store_rows(out, value, part, row, begin, end, n)
 
 
 @triton.jit(
-    do_not_specialize=["max_rows", "N", "K"],
+    do_not_specialize=["max_rows", "N", "K", "num_splits"],
     do_not_specialize_on_alignment=[
         "row_offset",
+        "a_scale",
+        "w_scale",
+        "bias",
+        "row_weight",
         "tile_expert",
         "tile_row",
         "num_tiles",
@@ -136,8 +287,13 @@ def store_tile(out, acc, row, end, n, N, ALIGNED: tl.constexpr):
 def _grouped_gemm_kernel(
     a,
     row_offset,
+    a_scale,
     w,
+    w_scale,
     out,
+    pre,
+    bias,
+    row_weight,
     tile_expert,
     tile_row,
     num_tiles,
@@ -145,35 +301,94 @@ def _grouped_gemm_kernel(
     max_rows,
     N,
     K,
+    num_splits,
     ACTIVATION: tl.constexpr,
-    ALIGNED: tl.constexpr,
+    TRANSPOSED: tl.constexpr,
+    SUBTILES: tl.constexpr,
     BLOCK_M: tl.constexpr,
     BLOCK_N: tl.constexpr,
     BLOCK_K: tl.constexpr,
     GROUP_M: tl.constexpr,
 ):
-    """out [max_rows, N] = activation(A @ w[expert].T) for the rows of a tile schedule.
+    """out [num_splits, max_rows, N] = activation(A @ w[expert].T) for the rows of a tile schedule.
 
-    a, w: see `gemm_tile`; row_offset: None, or int64 [max_rows], see `gathered_rows`.
-    ACTIVATION: "none" or "swiglu". Any number of programs, each of which strides over the tiles.
+    a, w: see `gemm_tile`, and `scaled_gemm_tile` for the scales, None without; row_offset: None, or
+    int64 [max_rows], see `gathered_rows`; the rest: see `finish_tile`. With num_splits above 1, each
+    part of `out` gets the sum over its share of K. Any number of programs stride over the tiles.
     """
     GATHERED: tl.constexpr = row_offset is not None
-    PARTS: tl.constexpr = 2 if ACTIVATION == "swiglu" else 1
+    PARTS: tl.constexpr = 2 if ACTIVATION == "swiglu" or ACTIVATION == "geglu" else 1
     num_m = tl.load(num_tiles)
     num_n = tl.cdiv(N, BLOCK_N // PARTS)
+    split_k = tl.cdiv(tl.cdiv(K, BLOCK_K), num_splits) * BLOCK_K
+    num_work = num_m * num_n * num_splits
     # Flattened, the next tile's loads start before this one's epilogue. Gathered loads would then
     # no longer be asynchronous.
-    for tile in tl.range(tl.program_id(0), num_m * num_n, tl.num_programs(0), flatten=not GATHERED):
-        m, block = tile_coordinates(tile, num_m, num_n, GROUP_M)
+    for work in tl.range(tl.program_id(0), num_work, tl.num_programs(0), flatten=not GATHERED):
+        split = work % num_splits
+        m, block = tile_coordinates(work // num_splits, num_m, num_n, GROUP_M)
         n = block * (BLOCK_N // PARTS)
         row = tl.load(tile_row + m)
         expert = tl.load(tile_expert + m)
-        end = tl.minimum(tl.load(offsets + expert + 1), max_rows).to(tl.int32)
+        begin, end = expert_rows(expert, offsets, max_rows)
+        source = a
         if GATHERED:
             source = gathered_rows(a, row_offset, row, end, BLOCK_M)
+        # fmt: off
+        if a_scale is not None:
+            acc = scaled_gemm_tile(
+                source, a_scale, w, w_scale, row, end, expert, n, N, K,
+                GATHERED, PARTS, BLOCK_M, BLOCK_N, BLOCK_K,
+            )
         else:
-            source = a
-        acc = gemm_tile(source, row, w, expert, n, K, GATHERED, PARTS, BLOCK_M, BLOCK_N, BLOCK_K)
-        if ACTIVATION == "swiglu":
-            acc = swiglu(acc)
-        store_tile(out, acc, row, end, n, N, ALIGNED)
+            acc = gemm_tile(
+                source, w, row, expert, n, split * split_k, tl.minimum((split + 1) * split_k, K), K,
+                GATHERED, TRANSPOSED, PARTS, BLOCK_M, BLOCK_N, BLOCK_K,
+            )
+        finish_tile(
+            acc, out, pre, bias, row_weight, split, row, begin, end, expert, n, N,
+            ACTIVATION, SUBTILES,
+        )
+        # fmt: on
+
+
+@triton.jit(do_not_specialize=["max_rows", "N", "num_splits"])
+def _split_sum_kernel(
+    partial,  # float32 [num_splits, max_rows, PARTS * N]
+    out,
+    pre,
+    bias,
+    row_weight,
+    tile_expert,
+    tile_row,
+    num_tiles,
+    offsets,
+    max_rows,
+    N,
+    num_splits,
+    ACTIVATION: tl.constexpr,
+    BLOCK_M: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+):
+    """Add up the shares of K, in order, and finish the tiles as `_grouped_gemm_kernel` does."""
+    PARTS: tl.constexpr = 2 if ACTIVATION == "swiglu" or ACTIVATION == "geglu" else 1
+    num_n = tl.cdiv(N, BLOCK_N // PARTS)
+    for tile in range(tl.program_id(0), tl.load(num_tiles) * num_n, tl.num_programs(0)):
+        row = tl.load(tile_row + tile // num_n)
+        expert = tl.load(tile_expert + tile // num_n)
+        begin, end = expert_rows(expert, offsets, max_rows)
+        n = tile % num_n * (BLOCK_N // PARTS)
+        rows = row + tl.arange(0, BLOCK_M)
+        columns = tl.arange(0, BLOCK_N)
+        inside = n + columns % (BLOCK_N // PARTS) < N
+        columns = columns // (BLOCK_N // PARTS) * N + n + columns % (BLOCK_N // PARTS)
+        at = partial + rows.to(tl.int64)[:, None] * N * PARTS + columns[None, :]
+        mask = (rows < end)[:, None] & inside[None, :]
+        acc = tl.zeros((BLOCK_M, BLOCK_N), tl.float32)
+        for split in range(0, num_splits):
+            acc += tl.load(at + max_rows.to(tl.int64) * N * PARTS * split, mask=mask, other=0.0)
+        # fmt: off
+        finish_tile(
+            acc, out, pre, bias, row_weight, 0, row, begin, end, expert, n, N, ACTIVATION, 1
+        )
+        # fmt: on

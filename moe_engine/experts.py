@@ -21,7 +21,7 @@ def expert_ffn(
     max_expert_rows = plan.row_offset.numel()
     _, max_rows, num_topk = plan.expert_row.shape
     # Balanced routing brings about as many rows as this rank sends out.
-    config = gemm_config(w_gate_up, max_rows * num_topk, "swiglu")
+    config = gemm_config(w_gate_up, max_rows * num_topk, "swiglu", gathered=True)
     schedule = tile_schedule(plan.expert_offsets, max_expert_rows, config.block_m)
     block = slots.block.local.view(w_gate_up.dtype)
     act = gathered_gemm(

@@ -1,0 +1,249 @@
+"""Host side of the gradients: one function per launch."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import torch
+import triton
+from triton.tools.ragged_tma import create_ragged_descriptor
+from triton.tools.tensor_descriptor import TensorDescriptor
+
+from ..checks import PAYLOAD_DTYPES, check_no_grad, check_runnable, check_tensor
+from ..config import GemmConfig
+from ..errors import ShapeError
+from .backward_kernels import (
+    _activation_dgrad_kernel,
+    _activation_gradient_kernel,
+    _bias_gradient_kernel,
+    _gathered_sum_kernel,
+    _wgrad_kernel,
+)
+from .launch import by_parts, gemm_config, gemm_problem, grid, multiply, ragged
+from .operands import Epilogue, Rows, Weights, check_devices, check_rows, check_weights, num_parts
+from .schedule import INDEX_DTYPES, TileSchedule, tile_schedule
+
+BLOCK_ROWS, BLOCK_COLUMNS = 16, 64
+
+
+def dgrad(
+    grad: torch.Tensor,
+    w: torch.Tensor,
+    offsets: torch.Tensor,
+    *,
+    schedule: TileSchedule | None = None,
+    out: torch.Tensor | None = None,
+) -> torch.Tensor:
+    """Gradient of the rows of a grouped GEMM: out[r] = grad[r] @ w[e], [rows, K].
+
+    grad [rows, N] is that of its output, before any activation; the rest as in `grouped_gemm`.
+    """
+    check_rows(grad, None)
+    check_weights(grad, w, "K", "none")
+    if grad.shape[1] != w.shape[1]:
+        raise ShapeError(
+            f"grad has shape {list(grad.shape)} and w {list(w.shape)}; grad must be [rows, N], "
+            f"N = {w.shape[1]}."
+        )
+    check_no_grad(grad=grad, w=w)
+    num_rows = grad.shape[0]
+    block_m = None if schedule is None else schedule.block_m
+    config = gemm_config(w, num_rows, transposed=True, block_m=block_m)
+    if schedule is None:
+        check_tensor("offsets", offsets, (w.shape[0] + 1,), INDEX_DTYPES)
+        schedule = tile_schedule(offsets, num_rows, config.block_m)
+    weights = Weights(w, transposed=True)
+    return multiply(Rows(grad), weights, Epilogue(), schedule, num_rows, out, config)
+
+
+def wgrad(
+    grad: torch.Tensor,
+    x: torch.Tensor,
+    offsets: torch.Tensor,
+    *,
+    row_offset: torch.Tensor | None = None,
+    out: torch.Tensor | None = None,
+    accumulate: bool = False,
+) -> torch.Tensor:
+    """Gradient of the weights of a grouped GEMM: out[e] = grad[rows of e].T @ x[rows of e].
+
+    grad [rows, N] is that of its output, before any activation; x [rows, K], of the same dtype. With
+    row_offset int64 [rows], row r of x starts row_offset[r] elements after x. out [L, N, K] may be
+    float32 beside bf16 operands; with `accumulate` the gradient is added to what it holds. An
+    expert without rows gets zeros. Sums are float32, in order: the same bits for the same input.
+
+    Rows g, h, i of grad, a, b, c of x, offsets [0, 2, 3]: out = [g ⊗ a + h ⊗ b, i ⊗ c].
+    """
+    check_rows(grad, None)
+    check_tensor("x", x, ("M", "K"), (grad.dtype,))
+    check_rows(x, None)
+    check_tensor("offsets", offsets, ("L+1",), INDEX_DTYPES)
+    check_no_grad(grad=grad, x=x)
+    check_devices(grad, x=x, offsets=offsets, row_offset=row_offset)
+    check_runnable(grad.device)
+    num_rows, num_columns = grad.shape
+    depth, num_experts = x.shape[1], offsets.numel() - 1
+    if row_offset is not None:
+        check_tensor("row_offset", row_offset, (num_rows,), (torch.int64,))
+    elif x.shape[0] != num_rows:
+        raise ShapeError(
+            f"x has {x.shape[0]} rows and grad has {num_rows}; they must be as many, or "
+            "row_offset must say where the rows of x are."
+        )
+    shape = (num_experts, num_columns, depth)
+    if out is None:
+        if accumulate:
+            raise ShapeError("accumulate is True and out is None; pass the gradient to add to.")
+        out = grad.new_empty(shape)
+    check_tensor("out", out, shape, PAYLOAD_DTYPES)
+    check_devices(grad, out=out)
+    if not out.is_contiguous() or out.data_ptr() % 16:
+        raise ShapeError(f"out has strides {tuple(out.stride())}; it must be contiguous.")
+    if num_rows == 0:
+        return out if accumulate else out.zero_()
+    problem = gemm_problem(out, num_rows, gathered=row_offset is not None)
+    config = GemmConfig.for_weights(replace(problem, dtype=grad.dtype), out.itemsize)
+    block_m, block_n, block_k = config.block_m, config.block_n, config.block_k
+    blocks = [1, block_m, block_n // config.subtiles]
+    num_tiles = num_experts * triton.cdiv(num_columns, block_m) * triton.cdiv(depth, block_n)
+    x_in = x if row_offset is not None else create_ragged_descriptor(x, [block_k, block_n])
+    with torch.cuda.device_of(grad):
+        _wgrad_kernel[grid(num_tiles, grad.device, config)](
+            create_ragged_descriptor(grad, [block_k, block_m]),
+            x_in,
+            None if row_offset is None else row_offset.contiguous(),
+            TensorDescriptor.from_tensor(out, blocks),
+            offsets.contiguous(),
+            num_experts,
+            num_rows,
+            num_columns,
+            depth,
+            ACCUMULATE=accumulate,
+            SUBTILES=config.subtiles,
+            BLOCK_M=block_m,
+            BLOCK_N=block_n,
+            BLOCK_K=block_k,
+            GROUP_M=config.group_m,
+            num_warps=config.num_warps,
+            num_stages=config.num_stages,
+        )
+    return out
+
+
+def activation_dgrad(
+    grad: torch.Tensor,
+    w: torch.Tensor,
+    pre: torch.Tensor,
+    schedule: TileSchedule,
+    activation: str,
+    row_weight: torch.Tensor | None,
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor | None]:
+    """Back through a second GEMM and the activation before it, in one pass.
+
+    grad [rows, H] is that of (activation(pre) @ w[e].T) * row_weight, w [L, H, I], pre [rows,
+    parts * I]. Returns the gradients of pre, activation(pre) * row_weight [rows, I] for that of w,
+    and the gradient of row_weight float32 [rows], None without one. (As SonicMoE does, which keeps
+    neither the activations nor the second GEMM's output.)
+    """
+    num_rows, depth = grad.shape
+    num_columns = w.shape[2]
+    problem = gemm_problem(w, num_rows, transposed=True)
+    weighted = row_weight is not None
+    config = GemmConfig.for_gradient(problem, weighted, schedule.block_m)
+    block_m, block_n, block_k = config.block_m, config.block_n, config.block_k
+    width = block_n // config.subtiles
+    pre_grad, act = torch.empty_like(pre), pre.new_empty(num_rows, num_columns)
+    weight_grad = None
+    if weighted:
+        weight_grad = pre.new_zeros(
+            triton.cdiv(num_columns, block_n) * config.subtiles, num_rows, dtype=torch.float32
+        )
+    if num_rows:
+        num_tiles = schedule.row.numel() * triton.cdiv(num_columns, block_n)
+        with torch.cuda.device_of(grad):
+            _activation_dgrad_kernel[grid(num_tiles, grad.device, config)](
+                TensorDescriptor.from_tensor(grad, [block_m, block_k]),
+                TensorDescriptor.from_tensor(w, [1, block_k, block_n]),
+                pre,
+                row_weight,
+                ragged(by_parts(pre_grad, num_parts(activation)), block_m, width),
+                ragged(act[None], block_m, width),
+                weight_grad,
+                *schedule.arguments(),
+                num_rows,
+                num_columns,
+                depth,
+                ACTIVATION=activation,
+                SUBTILES=config.subtiles,
+                BLOCK_M=block_m,
+                BLOCK_N=block_n,
+                BLOCK_K=block_k,
+                GROUP_M=config.group_m,
+                num_warps=config.num_warps,
+                num_stages=config.num_stages,
+            )
+    return pre_grad, act, None if weight_grad is None else weight_grad.sum(0)
+
+
+def activation_gradient(
+    grad: torch.Tensor, pre: torch.Tensor, offsets: torch.Tensor, activation: str
+) -> torch.Tensor:
+    """Gradient of pre [rows, parts * N] from that of activation(pre), grad [rows, N]."""
+    pre_grad = torch.empty_like(pre)
+    num_rows, num_columns = grad.shape
+    blocks = triton.cdiv(num_rows, BLOCK_ROWS), triton.cdiv(num_columns, BLOCK_COLUMNS)
+    if num_rows:
+        with torch.cuda.device_of(grad):
+            _activation_gradient_kernel[blocks](
+                grad,
+                pre,
+                pre_grad,
+                offsets,
+                num_rows,
+                offsets.numel() - 1,
+                num_columns,
+                ACTIVATION=activation,
+                BLOCK_M=BLOCK_ROWS,
+                BLOCK_N=BLOCK_COLUMNS,
+            )
+    return pre_grad
+
+
+def bias_gradient(
+    grad: torch.Tensor, offsets: torch.Tensor, row_weight: torch.Tensor | None = None
+) -> torch.Tensor:
+    """float32 [L, N]: the sum of each expert's rows of grad [rows, N], times their weights."""
+    num_rows, num_columns = grad.shape
+    num_experts = offsets.numel() - 1
+    out = grad.new_empty((num_experts, num_columns), dtype=torch.float32)
+    with torch.cuda.device_of(grad):
+        _bias_gradient_kernel[(num_experts, triton.cdiv(num_columns, BLOCK_COLUMNS))](
+            grad,
+            row_weight,
+            out,
+            offsets,
+            num_rows,
+            num_columns,
+            BLOCK_M=BLOCK_ROWS,
+            BLOCK_N=BLOCK_COLUMNS,
+        )
+    return out
+
+
+def gathered_sum(
+    grad: torch.Tensor, row_index: torch.Tensor, offsets: torch.Tensor, num_rows: int
+) -> torch.Tensor:
+    """[num_rows, K]: for each row of x, the sum of the rows of grad [rows, K] that row_index made
+    of it, in order; rows from offsets[L] on count for none."""
+    rows = torch.arange(len(grad), device=grad.device)
+    row_of_x = torch.where(rows < offsets[-1], row_index.long(), num_rows)
+    by_row, order = row_of_x.sort(stable=True)
+    first = torch.searchsorted(by_row, torch.arange(num_rows + 1, device=grad.device))
+    out = grad.new_empty(num_rows, grad.shape[1])
+    block = 32 if grad.device.type == "cpu" else 1024
+    if num_rows:
+        with torch.cuda.device_of(grad):
+            _gathered_sum_kernel[(num_rows, triton.cdiv(grad.shape[1], block))](
+                grad, order, first, out, grad.shape[1], BLOCK_K=block
+            )
+    return out

@@ -1,0 +1,306 @@
+"""Kernels of the gradients: of the weights, of the rows where that takes more than the forward
+kernel with the weights transposed, and of activation and bias."""
+
+import triton
+import triton.language as tl
+
+from ..lang import device_function, dot, round_to
+from .kernels import (
+    INV_SQRT_2PI,
+    RAGGED,
+    activate,
+    expert_rows,
+    gaussian_cdf,
+    gemm_tile,
+    halves,
+    store_rows,
+    tile_coordinates,
+)
+
+
+@device_function
+def activation_gradient(grad, gate, up, ACTIVATION: tl.constexpr):
+    """(gradient of gate, of up) for the gradient of the activation; up counts where it is gated."""
+    if ACTIVATION == "swiglu" or ACTIVATION == "silu":
+        sigmoid = tl.sigmoid(gate)
+        value = gate * sigmoid
+        slope = sigmoid * (1.0 + gate - value)
+    else:  # geglu, gelu
+        cdf = gaussian_cdf(gate)
+        value = gate * cdf
+        slope = cdf + gate * tl.exp(-0.5 * gate * gate) * INV_SQRT_2PI
+    of_gate, of_up = grad * slope, grad * value
+    if ACTIVATION == "swiglu" or ACTIVATION == "geglu":
+        of_gate = of_gate * up
+    return of_gate, of_up
+
+
+@device_function
+def load_pre(pre, part, rows, end, columns, N, PARTS: tl.constexpr):
+    """fp32 tile of the pre-activations [rows, PARTS, N]; 0 outside."""
+    at = pre + rows.to(tl.int64)[:, None] * (N * PARTS) + (part * N + columns)[None, :]
+    inside = tl.max_constancy(columns < N, 128 // pre.dtype.element_ty.primitive_bitwidth)
+    mask = (rows < end)[:, None] & inside[None, :]
+    return tl.load(tl.multiple_of(at, (1, 16)), mask=mask, other=0.0).to(tl.float32)
+
+
+@device_function
+def finish_gradient(
+    acc,
+    pre,
+    row_weight,
+    pre_grad,
+    act,
+    weight_grad,
+    max_rows,
+    row,
+    begin,
+    end,
+    n,
+    N,
+    ACTIVATION: tl.constexpr,
+    SUBTILES: tl.constexpr,
+):
+    """Turn the gradient of activations, columns n .. of N, into that of what they were made of.
+
+    act is what the second GEMM multiplied, times the row's weight, for the gradient of its weights;
+    weight_grad [columns / width, max_rows] the parts of the gradient of row_weight.
+    """
+    if SUBTILES > 1:
+        left, right = halves(acc)
+        half: tl.constexpr = acc.shape[1] // 2
+        rest: tl.constexpr = SUBTILES // 2
+        # fmt: off
+        finish_gradient(left, pre, row_weight, pre_grad, act, weight_grad, max_rows, row, begin,
+                        end, n, N, ACTIVATION, rest)
+        finish_gradient(right, pre, row_weight, pre_grad, act, weight_grad, max_rows, row, begin,
+                        end, n + half, N, ACTIVATION, rest)
+        # fmt: on
+    else:
+        GATED: tl.constexpr = ACTIVATION == "swiglu" or ACTIVATION == "geglu"
+        PARTS: tl.constexpr = 2 if GATED else 1
+        rows = row + tl.arange(0, acc.shape[0])
+        columns = n + tl.arange(0, acc.shape[1])
+        gate = load_pre(pre, 0, rows, end, columns, N, PARTS)
+        up = gate
+        if GATED:
+            up = load_pre(pre, 1, rows, end, columns, N, PARTS)
+        value = activate(gate, up, ACTIVATION)
+        if row_weight is not None:
+            weight = tl.load(row_weight + rows, mask=rows < end, other=0.0)
+            block = n // acc.shape[1]
+            at = weight_grad + block.to(tl.int64) * max_rows + rows
+            tl.store(at, tl.sum(acc * value, 1), mask=rows < end)
+            value *= weight[:, None]
+            acc *= weight[:, None]
+        store_rows(act, value, 0, row, begin, end, n)
+        of_gate, of_up = activation_gradient(acc, gate, up, ACTIVATION)
+        store_rows(pre_grad, of_gate, 0, row, begin, end, n)
+        if GATED:
+            store_rows(pre_grad, of_up, 1, row, begin, end, n)
+
+
+@triton.jit(
+    do_not_specialize=["max_rows", "N", "K"],
+    do_not_specialize_on_alignment=[
+        "row_weight",
+        "weight_grad",
+        "tile_expert",
+        "tile_row",
+        "num_tiles",
+        "offsets",
+    ],
+)
+def _activation_dgrad_kernel(
+    grad,
+    w,
+    pre,
+    row_weight,
+    pre_grad,
+    act,
+    weight_grad,
+    tile_expert,
+    tile_row,
+    num_tiles,
+    offsets,
+    max_rows,
+    N,
+    K,
+    ACTIVATION: tl.constexpr,
+    SUBTILES: tl.constexpr,
+    BLOCK_M: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    BLOCK_K: tl.constexpr,
+    GROUP_M: tl.constexpr,
+):
+    """From the gradient of the second GEMM's output [rows, K] to that of the first one's, before
+    the activation, [rows, PARTS, N]; w [L, K, N] are the second one's weights. The pass over the
+    activations that this saves is that of a kernel between the two."""
+    num_m = tl.load(num_tiles)
+    num_n = tl.cdiv(N, BLOCK_N)
+    for tile in tl.range(tl.program_id(0), num_m * num_n, tl.num_programs(0), flatten=True):
+        m, block = tile_coordinates(tile, num_m, num_n, GROUP_M)
+        n = block * BLOCK_N
+        row = tl.load(tile_row + m)
+        expert = tl.load(tile_expert + m)
+        begin, end = expert_rows(expert, offsets, max_rows)
+        # fmt: off
+        acc = gemm_tile(
+            grad, w, row, expert, n, 0, K, K, False, True, 1, BLOCK_M, BLOCK_N, BLOCK_K
+        )
+        finish_gradient(
+            acc, pre, row_weight, pre_grad, act, weight_grad, max_rows, row, begin, end, n, N,
+            ACTIVATION, SUBTILES,
+        )
+        # fmt: on
+
+
+@triton.jit(do_not_specialize=["max_rows", "N"])
+def _activation_gradient_kernel(
+    grad,
+    pre,
+    pre_grad,
+    offsets,
+    max_rows,
+    num_experts,
+    N,
+    ACTIVATION: tl.constexpr,
+    BLOCK_M: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+):
+    """pre_grad [rows, PARTS, N] from grad [rows, N], where the activation stood alone."""
+    GATED: tl.constexpr = ACTIVATION == "swiglu" or ACTIVATION == "geglu"
+    PARTS: tl.constexpr = 2 if GATED else 1
+    end = tl.minimum(tl.load(offsets + num_experts), max_rows).to(tl.int32)
+    rows = tl.program_id(0) * BLOCK_M + tl.arange(0, BLOCK_M)
+    columns = tl.program_id(1) * BLOCK_N + tl.arange(0, BLOCK_N)
+    gate = load_pre(pre, 0, rows, end, columns, N, PARTS)
+    up = gate
+    if GATED:
+        up = load_pre(pre, 1, rows, end, columns, N, PARTS)
+    of_gate, of_up = activation_gradient(
+        load_pre(grad, 0, rows, end, columns, N, 1), gate, up, ACTIVATION
+    )
+    mask = (rows < end)[:, None] & (columns < N)[None, :]
+    to = pre_grad + rows.to(tl.int64)[:, None] * (N * PARTS) + columns[None, :]
+    tl.store(to, round_to(of_gate, pre_grad.dtype.element_ty), mask=mask)
+    if GATED:
+        tl.store(to + N, round_to(of_up, pre_grad.dtype.element_ty), mask=mask)
+
+
+@device_function
+def load_ragged(x, row, begin, size, column):
+    """Rows begin + row .. of a ragged descriptor of [rows, N], from `column` on; 0 past the `size`
+    rows of the expert. The coordinates are those of triton.tools.ragged_tma."""
+    tile = x.load([RAGGED, begin + size, RAGGED - size + row, column])
+    return tile.reshape(tile.shape[2], tile.shape[3])
+
+
+@device_function
+def store_weight_gradient(acc, out, expert, m, n, ACCUMULATE: tl.constexpr, SUBTILES: tl.constexpr):
+    """Round a tile of an expert's gradient, added to what is there with ACCUMULATE, and store it."""
+    if SUBTILES > 1:
+        left, right = halves(acc)
+        half: tl.constexpr = acc.shape[1] // 2
+        rest: tl.constexpr = SUBTILES // 2
+        store_weight_gradient(left, out, expert, m, n, ACCUMULATE, rest)
+        store_weight_gradient(right, out, expert, m, n + half, ACCUMULATE, rest)
+    else:
+        if ACCUMULATE:
+            acc += out.load([expert, m, n]).reshape(acc.shape[0], acc.shape[1]).to(tl.float32)
+        tile = round_to(acc, out.dtype).reshape(1, acc.shape[0], acc.shape[1])
+        out.store([expert, m, n], tile)
+
+
+@triton.jit(
+    do_not_specialize=["num_experts", "max_rows", "N", "K"],
+    do_not_specialize_on_alignment=["row_offset", "offsets"],
+)
+def _wgrad_kernel(
+    grad,
+    x,
+    row_offset,
+    out,
+    offsets,
+    num_experts,
+    max_rows,
+    N,
+    K,
+    ACCUMULATE: tl.constexpr,
+    SUBTILES: tl.constexpr,
+    BLOCK_M: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    BLOCK_K: tl.constexpr,
+    GROUP_M: tl.constexpr,
+):
+    """out [L, N, K] = grad.T @ x over the rows of each expert, BLOCK_K of them at a time.
+
+    grad: ragged descriptor of [rows, N]. x: one of [rows, K]; with row_offset, a pointer from which
+    row r starts row_offset[r] elements on. out: descriptor. An expert without rows gets zeros.
+    """
+    GATHERED: tl.constexpr = row_offset is not None
+    num_m, num_n = tl.cdiv(N, BLOCK_M), tl.cdiv(K, BLOCK_N)
+    num_tiles = num_m * num_n
+    for tile in tl.range(
+        tl.program_id(0), num_tiles * num_experts, tl.num_programs(0), flatten=not GATHERED
+    ):
+        expert = tile // num_tiles
+        m, n = tile_coordinates(tile % num_tiles, num_m, num_n, GROUP_M)
+        m, n = m * BLOCK_M, n * BLOCK_N
+        begin, end = expert_rows(expert, offsets, max_rows)
+        size = end - begin
+        acc = tl.zeros((BLOCK_M, BLOCK_N), tl.float32)
+        for row in range(0, size, BLOCK_K):
+            grad_tile = load_ragged(grad, row, begin, size, m)
+            if GATHERED:
+                rows = row + tl.arange(0, BLOCK_K)
+                there = rows < size
+                at = x + tl.load(row_offset + begin + rows, mask=there, other=0)
+                columns = n + tl.arange(0, BLOCK_N)
+                inside = tl.max_constancy(columns < K, 128 // x.dtype.element_ty.primitive_bitwidth)
+                at = tl.multiple_of(at, 16)[:, None] + columns[None, :]
+                x_tile = tl.load(at, mask=there[:, None] & inside[None, :], other=0.0)
+            else:
+                x_tile = load_ragged(x, row, begin, size, n)
+            acc = dot(grad_tile.T, x_tile, acc)
+        store_weight_gradient(acc, out, expert, m, n, ACCUMULATE, SUBTILES)
+
+
+@triton.jit(do_not_specialize=["max_rows", "N"])
+def _bias_gradient_kernel(
+    grad, row_weight, out, offsets, max_rows, N, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr
+):
+    """out [L, N] float32: the sum of each expert's rows of grad [rows, N], times their weights."""
+    expert = tl.program_id(0)
+    begin, end = expert_rows(expert, offsets, max_rows)
+    columns = tl.program_id(1) * BLOCK_N + tl.arange(0, BLOCK_N)
+    acc = tl.zeros((BLOCK_M, BLOCK_N), tl.float32)
+    for row in range(begin, end, BLOCK_M):
+        rows = row + tl.arange(0, BLOCK_M)
+        tile = load_pre(grad, 0, rows, end, columns, N, 1)
+        if row_weight is not None:
+            tile *= tl.load(row_weight + rows, mask=rows < end, other=0.0)[:, None]
+        acc += tile
+    tl.store(out + expert.to(tl.int64) * N + columns, tl.sum(acc, 0), mask=columns < N)
+
+
+@triton.jit(do_not_specialize=["K"])
+def _gathered_sum_kernel(
+    grad,  # [rows, K]
+    order,  # int64 [rows]: rows of grad by the row of x that they were made of
+    first,  # int64 [M + 1]: where those of each row of x begin in it
+    out,  # [M, K]
+    K,
+    BLOCK_K: tl.constexpr,
+):
+    """out[m] = the sum of the rows of grad that come from row m of x, in their order.
+
+    Rows 0 .. 3 from rows 2, 0, 2, 1 of x: order [1, 3, 0, 2], first [0, 1, 2, 4].
+    """
+    m = tl.program_id(0).to(tl.int64)
+    columns = tl.program_id(1) * BLOCK_K + tl.arange(0, BLOCK_K)
+    acc = tl.zeros((BLOCK_K,), tl.float32)
+    for place in range(tl.load(first + m).to(tl.int32), tl.load(first + m + 1).to(tl.int32)):
+        row = tl.load(order + place)
+        acc += tl.load(grad + row * K + columns, mask=columns < K, other=0.0).to(tl.float32)
+    tl.store(out + m * K + columns, round_to(acc, out.dtype.element_ty), mask=columns < K)

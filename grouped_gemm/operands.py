@@ -1,0 +1,186 @@
+"""What a grouped GEMM multiplies, checked before any kernel runs."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+import triton
+
+from ..checks import PAYLOAD_DTYPES, check_runnable, check_tensor
+from ..errors import DtypeError, ShapeError
+
+GATED = ("swiglu", "geglu")
+ACTIVATIONS = ("none", "silu", "gelu", *GATED)
+FP8 = torch.float8_e4m3fn
+MAX_ROWS = 2**30
+
+Operand = torch.Tensor | tuple[torch.Tensor, torch.Tensor]
+"""A tensor, or e4m3 values and their float32 scales."""
+
+
+@dataclass(frozen=True, slots=True)
+class Rows:
+    """A: x [M, K], row for row; or with `offset` int64 [rows], row r starts offset[r] elements after
+    x. scale: float32 [rows, K / 128 rounded up] of e4m3 rows, in the order of the output."""
+
+    x: torch.Tensor
+    offset: torch.Tensor | None = None
+    scale: torch.Tensor | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Weights:
+    """B: w [L, N, K], of which output = A @ w[e].T; transposed, output = A @ w[e]. scale: float32
+    [L, N / 128, K / 128], rounded up, of e4m3 weights. bias [L, N]."""
+
+    w: torch.Tensor
+    scale: torch.Tensor | None = None
+    bias: torch.Tensor | None = None
+    transposed: bool = False
+
+    @property
+    def num_columns(self) -> int:
+        """Of the product, before an activation halves them."""
+        return self.w.shape[2] if self.transposed else self.w.shape[1]
+
+    @property
+    def depth(self) -> int:
+        return self.w.shape[1] if self.transposed else self.w.shape[2]
+
+
+@dataclass(frozen=True, slots=True)
+class Epilogue:
+    """What becomes of a product: its activation, times row_weight float32 [rows]; `pre` [rows, N]
+    gets what the activation is of."""
+
+    activation: str = "none"
+    row_weight: torch.Tensor | None = None
+    pre: torch.Tensor | None = None
+
+    @property
+    def parts(self) -> int:
+        """Columns of the product that make one of the output."""
+        return num_parts(self.activation)
+
+
+def num_parts(activation: str) -> int:
+    """How many rows of the weights make one column of the output."""
+    return 2 if activation in GATED else 1
+
+
+def split_scales(name: str, operand: Operand) -> tuple[torch.Tensor, torch.Tensor | None]:
+    """(values, scales or None) of a tensor or a pair."""
+    if isinstance(operand, tuple) and len(operand) == 2:
+        return operand
+    if not isinstance(operand, torch.Tensor):
+        raise DtypeError(
+            f"{name} is a {type(operand).__name__}; it must be a torch.Tensor, or a tuple of e4m3 "
+            "values and their scales."
+        )
+    return operand, None
+
+
+def check_rows(x: torch.Tensor, scale: torch.Tensor | None) -> None:
+    """Raise unless rows x [M, K] can be read 16 bytes at a time, and have scales if they are e4m3."""
+    check_tensor("x", x, ("M", "K"), PAYLOAD_DTYPES if scale is None else (FP8,))
+    check_row_bytes("x", x)
+    starts_at_16 = x.stride(0) * x.itemsize % 16 == 0 and x.data_ptr() % 16 == 0
+    if len(x) and (x.stride(1) != 1 or not starts_at_16):
+        raise ShapeError(
+            f"x has strides {tuple(x.stride())} and starts at address {x.data_ptr():#x}; its rows "
+            "must be contiguous and start at multiples of 16 bytes. Pass x.contiguous() or a clone."
+        )
+    if x.shape[0] > MAX_ROWS:
+        raise ShapeError(f"x has {x.shape[0]} rows; a call takes up to {MAX_ROWS}. Split it.")
+    if scale is not None:
+        check_tensor("x[1]", scale, (x.shape[0], triton.cdiv(x.shape[1], 128)), (torch.float32,))
+        check_devices(x, **{"x[1]": scale})
+
+
+def check_weights(
+    a: torch.Tensor,
+    w: torch.Tensor,
+    depth: int | str,
+    activation: str,
+    scale: torch.Tensor | None = None,
+    bias: torch.Tensor | None = None,
+) -> None:
+    """Raise unless w [L, N, K] can multiply rows of `a`'s dtype and device of length `depth`."""
+    if activation not in ACTIVATIONS:
+        raise ShapeError(f"activation is {activation!r}; it must be one of {ACTIVATIONS}.")
+    check_tensor("w", w, ("L", "N", depth), (a.dtype,))
+    check_row_bytes("w", w)
+    parts = num_parts(activation)
+    granule = parts * 16 // output_dtype(a).itemsize
+    if 0 in w.shape or w.shape[1] % granule:
+        raise ShapeError(
+            f"w has shape {list(w.shape)}; L and K must be at least 1, and N a multiple of "
+            f"{granule}, so that rows of the output are multiples of 16 bytes"
+            + (" (rows of gate, then as many of up)." if parts == 2 else ".")
+            + " Pad w with rows of zeros."
+        )
+    if not w.is_contiguous() or w.data_ptr() % 16:
+        raise ShapeError(
+            f"w has strides {tuple(w.stride())} and starts at address {w.data_ptr():#x}; it must "
+            "be contiguous [L, N, K] and start at a multiple of 16 bytes. Pass w.contiguous() or "
+            "a clone, once."
+        )
+    check_devices(a, w=w, bias=bias, **{"w[1]": scale})
+    if scale is not None:
+        blocks = [triton.cdiv(size, 128) for size in w.shape[1:]]
+        check_tensor("w[1]", scale, (w.shape[0], *blocks), (torch.float32,))
+    if (scale is None) == (w.dtype == FP8):
+        raise DtypeError(
+            f"w is {str(w.dtype).removeprefix('torch.')} "
+            f"{'without' if scale is None else 'with'} scales; e4m3 weights and rows come as "
+            "tuples with their scales, others without."
+        )
+    if bias is not None:
+        check_tensor("bias", bias, w.shape[:2], (w.dtype if scale is None else torch.bfloat16,))
+        if not bias.is_contiguous():
+            raise ShapeError(f"bias has strides {tuple(bias.stride())}; it must be contiguous.")
+    check_runnable(a.device)
+
+
+def check_row_weight(a: torch.Tensor, row_weight: torch.Tensor | None, num_rows: int) -> None:
+    """Raise unless row_weight is None or float32 [num_rows], contiguous, where `a` is."""
+    if row_weight is not None:
+        check_tensor("row_weight", row_weight, (num_rows,), (torch.float32,))
+        check_devices(a, row_weight=row_weight)
+
+
+def check_out(a: torch.Tensor, out: torch.Tensor, shape: tuple[int, ...]) -> None:
+    """Raise unless `out` may take the result of rows like `a`."""
+    check_tensor("out", out, shape, (output_dtype(a),))
+    check_devices(a, out=out)
+    if not out.is_contiguous() or out.data_ptr() % 16:
+        raise ShapeError(
+            f"out has strides {tuple(out.stride())} and starts at address {out.data_ptr():#x}; it "
+            "must be contiguous and start at a multiple of 16 bytes."
+        )
+
+
+def output_dtype(a: torch.Tensor) -> torch.dtype:
+    """e4m3 rows give bf16."""
+    return torch.bfloat16 if a.dtype == FP8 else a.dtype
+
+
+def check_row_bytes(name: str, tensor: torch.Tensor) -> None:
+    """Raise unless rows [.., K] are multiples of 16 bytes."""
+    depth, itemsize = tensor.shape[-1], tensor.itemsize
+    if depth * itemsize % 16:
+        raise ShapeError(
+            f"{name} has K = {depth}, and rows of {depth * itemsize} bytes; they must be multiples "
+            f"of 16 bytes. Pad K of x and of w with zeros to {-depth % (16 // itemsize) + depth}."
+        )
+
+
+def check_devices(a: torch.Tensor, **others: torch.Tensor | None) -> None:
+    """Raise unless all are where the rows are."""
+    for name, tensor in others.items():
+        if tensor is not None and tensor.device != a.device:
+            raise ShapeError(
+                f"{name} is on {tensor.device} and the rows are on {a.device}; "
+                f"move it with .to('{a.device}')."
+            )
