@@ -36,7 +36,7 @@ from .schedule import INDEX_DTYPES, TileSchedule, tile_schedule
 
 @dataclass(frozen=True, slots=True)
 class Placement:
-    """Which rows are whose: offsets [L + 1], row_index [rows] or None, and the tiles made of them."""
+    """Which rows are whose: offsets [L + 1], row_index [rows] or None, and their tiles."""
 
     offsets: torch.Tensor
     row_index: torch.Tensor | None
@@ -69,8 +69,8 @@ def grouped_gemm(
     out: torch.Tensor | None = None,
     schedule: TileSchedule | None = None,
 ) -> torch.Tensor:
-    """Multiply the rows of each expert by its weights: out[r] = activation(x[r] @ w[e].T + bias[e])
-    * row_weight[r], with gradients for x, w, bias and row_weight.
+    """Multiply the rows of each expert by its weights:
+    out[r] = activation(x[r] @ w[e].T + bias[e]) * row_weight[r], with gradients for x, w, bias and row_weight.
 
     x: bf16 or fp32 [M, K]. w: [L, N, K], same dtype, contiguous. Rows of x, of w and of the output
     are multiples of 16 bytes. offsets: int32 or int64 [L + 1], rising from 0, on the same device;
@@ -252,7 +252,7 @@ class _GroupedMlp(torch.autograd.Function):
         needs_pre: bool,
     ) -> torch.Tensor:
         pre = x.new_empty(place.num_rows, w_up.shape[1]) if needs_pre else None
-        ctx.save_for_backward(x, w_up, w_down, b_up, b_down, row_weight, pre)
+        ctx.save_for_backward(x, w_up, w_down, b_down, row_weight, pre)
         ctx.place, ctx.activation = place, activation
         schedule, num_rows = place.schedule, place.num_rows
         up, down = Weights(w_up, bias=b_up), Weights(w_down, bias=b_down)
@@ -264,7 +264,7 @@ class _GroupedMlp(torch.autograd.Function):
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, grad: torch.Tensor) -> tuple[Any, ...]:
-        x, w_up, w_down, b_up, b_down, row_weight, pre = ctx.saved_tensors
+        x, w_up, w_down, b_down, row_weight, pre = ctx.saved_tensors
         place, needs = ctx.place, ctx.needs_input_grad
         offsets = place.offsets
         grad = grad.contiguous()

@@ -198,7 +198,7 @@ def load_ragged(x, row, begin, size, column):
 
 @device_function
 def store_weight_gradient(acc, out, expert, m, n, ACCUMULATE: tl.constexpr, SUBTILES: tl.constexpr):
-    """Round a tile of an expert's gradient, added to what is there with ACCUMULATE, and store it."""
+    """Round and store a tile of an expert's gradient; ACCUMULATE: added to what is there."""
     if SUBTILES > 1:
         left, right = halves(acc)
         half: tl.constexpr = acc.shape[1] // 2

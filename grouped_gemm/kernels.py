@@ -8,44 +8,12 @@ import triton
 import triton.language as tl
 
 from ..lang import device_function, dot, round_to
+from ..work import wait_for_previous
 
 RAGGED = tl.constexpr(0x40000000)
 """Rows that a ragged descriptor claims to have: 2**30, whatever the tensor has."""
 INV_SQRT_2 = tl.constexpr(0.7071067811865476)
 INV_SQRT_2PI = tl.constexpr(0.3989422804014327)
-
-
-@triton.jit(do_not_specialize=["num_experts", "max_rows"])
-def _tile_schedule_kernel(
-    offsets,
-    tile_expert,
-    tile_row,
-    num_tiles,
-    num_experts,
-    max_rows,
-    BLOCK_M: tl.constexpr,
-    MAX_EXPERTS: tl.constexpr,
-    STEP: tl.constexpr,
-):
-    """Cut the rows of each expert into tiles of BLOCK_M; program e writes the tiles of expert e.
-
-    offsets [0, 3, 3, 4], BLOCK_M 2: tile_expert [0, 0, 2], tile_row [0, 2, 3], num_tiles [3].
-    """
-    expert = tl.program_id(0)
-    experts = tl.arange(0, MAX_EXPERTS)
-    exists = experts < num_experts
-    begins = tl.load(offsets + experts, mask=exists, other=0)
-    ends = tl.minimum(tl.load(offsets + experts + 1, mask=exists, other=0), max_rows)
-    counts = tl.cdiv(tl.maximum(ends - begins, 0), BLOCK_M).to(tl.int32)
-    first = tl.sum(tl.where(experts < expert, counts, 0), 0)
-    count = tl.sum(tl.where(experts == expert, counts, 0), 0)
-    begin = tl.load(offsets + expert).to(tl.int32)
-    for start in range(0, count, STEP):
-        tiles = start + tl.arange(0, STEP)
-        tl.store(tile_expert + first + tiles, expert, mask=tiles < count)
-        tl.store(tile_row + first + tiles, begin + tiles * BLOCK_M, mask=tiles < count)
-    if expert == num_experts - 1:
-        tl.store(num_tiles, first + count)
 
 
 @device_function
@@ -271,7 +239,7 @@ def finish_tile(
 
 
 @triton.jit(
-    do_not_specialize=["max_rows", "N", "K", "num_splits"],
+    do_not_specialize=["max_rows", "N", "K"],
     do_not_specialize_on_alignment=[
         "row_offset",
         "a_scale",
@@ -301,7 +269,7 @@ def _grouped_gemm_kernel(
     max_rows,
     N,
     K,
-    num_splits,
+    SPLITS: tl.constexpr,
     ACTIVATION: tl.constexpr,
     TRANSPOSED: tl.constexpr,
     SUBTILES: tl.constexpr,
@@ -309,24 +277,26 @@ def _grouped_gemm_kernel(
     BLOCK_N: tl.constexpr,
     BLOCK_K: tl.constexpr,
     GROUP_M: tl.constexpr,
+    OVERLAP: tl.constexpr,
 ):
-    """out [num_splits, max_rows, N] = activation(A @ w[expert].T) for the rows of a tile schedule.
+    """out [SPLITS, max_rows, N] = activation(A @ w[expert].T) for the rows of a tile schedule.
 
     a, w: see `gemm_tile`, and `scaled_gemm_tile` for the scales, None without; row_offset: None, or
-    int64 [max_rows], see `gathered_rows`; the rest: see `finish_tile`. With num_splits above 1, each
-    part of `out` gets the sum over its share of K. Any number of programs stride over the tiles.
+    int64 [max_rows], see `gathered_rows`; the rest: see `finish_tile`. With SPLITS above 1, each
+    part of `out` gets the sum over its share of K. Any number of programs stride over the tiles. An
+    early launch: it reads nothing of what the launch before makes until that has ended.
     """
     GATHERED: tl.constexpr = row_offset is not None
     PARTS: tl.constexpr = 2 if ACTIVATION == "swiglu" or ACTIVATION == "geglu" else 1
+    wait_for_previous(OVERLAP)
     num_m = tl.load(num_tiles)
     num_n = tl.cdiv(N, BLOCK_N // PARTS)
-    split_k = tl.cdiv(tl.cdiv(K, BLOCK_K), num_splits) * BLOCK_K
-    num_work = num_m * num_n * num_splits
+    num_work = num_m * num_n * SPLITS
     # Flattened, the next tile's loads start before this one's epilogue. Gathered loads would then
-    # no longer be asynchronous.
-    for work in tl.range(tl.program_id(0), num_work, tl.num_programs(0), flatten=not GATHERED):
-        split = work % num_splits
-        m, block = tile_coordinates(work // num_splits, num_m, num_n, GROUP_M)
+    # no longer be asynchronous, and scaled products are slower.
+    FLATTEN: tl.constexpr = not GATHERED and a_scale is None
+    for work in tl.range(tl.program_id(0), num_work, tl.num_programs(0), flatten=FLATTEN):
+        m, block = tile_coordinates(work // SPLITS, num_m, num_n, GROUP_M)
         n = block * (BLOCK_N // PARTS)
         row = tl.load(tile_row + m)
         expert = tl.load(tile_expert + m)
@@ -341,12 +311,18 @@ def _grouped_gemm_kernel(
                 GATHERED, PARTS, BLOCK_M, BLOCK_N, BLOCK_K,
             )
         else:
+            # Bounds that vary from tile to tile would slow the flattened loop by 4 to 10%.
+            begin_k, end_k = 0, K
+            if SPLITS > 1:
+                share = tl.cdiv(tl.cdiv(K, BLOCK_K), SPLITS) * BLOCK_K
+                begin_k = work % SPLITS * share
+                end_k = tl.minimum(begin_k + share, K)
             acc = gemm_tile(
-                source, w, row, expert, n, split * split_k, tl.minimum((split + 1) * split_k, K), K,
+                source, w, row, expert, n, begin_k, end_k, K,
                 GATHERED, TRANSPOSED, PARTS, BLOCK_M, BLOCK_N, BLOCK_K,
             )
         finish_tile(
-            acc, out, pre, bias, row_weight, split, row, begin, end, expert, n, N,
+            acc, out, pre, bias, row_weight, work % SPLITS, row, begin, end, expert, n, N,
             ACTIVATION, SUBTILES,
         )
         # fmt: on

@@ -13,6 +13,7 @@ from triton.tools.tensor_descriptor import TensorDescriptor
 from ..checks import PAYLOAD_DTYPES, check_no_grad, check_tensor
 from ..config import GemmConfig, GemmProblem
 from ..errors import ShapeError
+from ..hardware import early_launch, launches_overlap
 from ..lang import INTERPRETED
 from ..tune import tuned
 from .kernels import _grouped_gemm_kernel, _split_sum_kernel
@@ -182,7 +183,7 @@ def _launch(
             out.shape[1],
             num_columns,
             depth,
-            config.num_splits,
+            SPLITS=config.num_splits,
             ACTIVATION=epilogue.activation,
             TRANSPOSED=weights.transposed,
             SUBTILES=subtiles,
@@ -190,8 +191,10 @@ def _launch(
             BLOCK_N=block_n,
             BLOCK_K=block_k,
             GROUP_M=config.group_m,
+            OVERLAP=launches_overlap(),
             num_warps=config.num_warps,
             num_stages=config.num_stages,
+            **early_launch(),
         )
 
 

@@ -21,8 +21,8 @@ Operand = torch.Tensor | tuple[torch.Tensor, torch.Tensor]
 
 @dataclass(frozen=True, slots=True)
 class Rows:
-    """A: x [M, K], row for row; or with `offset` int64 [rows], row r starts offset[r] elements after
-    x. scale: float32 [rows, K / 128 rounded up] of e4m3 rows, in the order of the output."""
+    """A: x [M, K], row for row; or with `offset` int64 [rows], row r starts offset[r] elements
+    after x. scale: float32 [rows, K / 128 rounded up] of e4m3 rows, in the order of the output."""
 
     x: torch.Tensor
     offset: torch.Tensor | None = None
@@ -82,7 +82,7 @@ def split_scales(name: str, operand: Operand) -> tuple[torch.Tensor, torch.Tenso
 
 
 def check_rows(x: torch.Tensor, scale: torch.Tensor | None) -> None:
-    """Raise unless rows x [M, K] can be read 16 bytes at a time, and have scales if they are e4m3."""
+    """Raise unless rows x [M, K] can be read 16 bytes at a time; e4m3 rows have scales."""
     check_tensor("x", x, ("M", "K"), PAYLOAD_DTYPES if scale is None else (FP8,))
     check_row_bytes("x", x)
     starts_at_16 = x.stride(0) * x.itemsize % 16 == 0 and x.data_ptr() % 16 == 0

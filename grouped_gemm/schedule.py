@@ -9,7 +9,8 @@ import triton
 
 from ..checks import check_runnable, check_tensor
 from ..errors import ShapeError
-from .kernels import _tile_schedule_kernel
+from ..hardware import launches_overlap
+from .schedule_kernels import _tile_schedule_kernel
 
 INDEX_DTYPES = (torch.int32, torch.int64)
 
@@ -64,5 +65,6 @@ def tile_schedule(offsets: torch.Tensor, max_rows: int, block_m: int) -> TileSch
             BLOCK_M=block_m,
             MAX_EXPERTS=triton.next_power_of_2(num_experts),
             STEP=128,
+            OVERLAP=launches_overlap(),
         )
     return TileSchedule(expert, row, num_tiles, offsets, block_m)

@@ -104,8 +104,8 @@ class GemmConfig:
 
     @classmethod
     def for_weights(cls, problem: GemmProblem, itemsize: int) -> GemmConfig:
-        """Tiles of the gradient of the weights [L, num_columns, K], of `itemsize` bytes each: blocks
-        [block_m, block_n] of it, block_k rows at a time. problem.depth is K."""
+        """Tiles of the gradient of the weights [L, num_columns, depth], of `itemsize` bytes each:
+        blocks [block_m, block_n] of it, block_k rows at a time."""
         if problem.capability is None:
             return cls(64, 64, 64, num_warps=4, num_stages=1, subtiles=2)
         if problem.dtype == torch.float32:
@@ -136,7 +136,7 @@ def candidates(problem: GemmProblem, block_m: int | None = None) -> Iterator[Gem
         return
     for height in (128, 64, 32, 16) if block_m is None else (block_m,):
         if capability[0] not in (9, 10):
-            yield GemmConfig(height, 128, 32, 8 if height >= 64 else 4, 3)
+            yield GemmConfig(height, 128, 32, 8 if height == 128 else 4, 3)
         elif height == 128:
             stages = 3 if problem.gathered else 4
             yield GemmConfig(128, 256, 64, 8, stages, subtiles=2)

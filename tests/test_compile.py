@@ -21,8 +21,8 @@ from moe_engine.grouped_gemm.backward_kernels import (
 from moe_engine.grouped_gemm.kernels import (
     _grouped_gemm_kernel,
     _split_sum_kernel,
-    _tile_schedule_kernel,
 )
+from moe_engine.grouped_gemm.schedule_kernels import _tile_schedule_kernel
 from moe_engine.lang import INTERPRETED
 
 pytestmark = pytest.mark.skipif(INTERPRETED, reason="the interpreter compiles nothing")
@@ -105,12 +105,14 @@ def compile_gemm(
             "bias": f"*{out}" if full else None,
             "row_weight": "*fp32" if full else None,
             **SCHEDULE,
-            **dict.fromkeys(["max_rows", "N", "K", "num_splits"], "i32"),
+            **dict.fromkeys(["max_rows", "N", "K"], "i32"),
         },
         {
+            "SPLITS": config.num_splits,
             "ACTIVATION": activation,
             "TRANSPOSED": transposed,
             "SUBTILES": subtiles,
+            "OVERLAP": arch >= 90,
             **blocks(config),
         },
         config,
@@ -278,7 +280,7 @@ def test_tile_schedule(offsets: str) -> None:
             **dict.fromkeys(["tile_expert", "tile_row", "num_tiles"], "*i32"),
             **dict.fromkeys(["num_experts", "max_rows"], "i32"),
         },
-        {"BLOCK_M": 128, "MAX_EXPERTS": 256, "STEP": 128},
+        {"BLOCK_M": 128, "MAX_EXPERTS": 256, "STEP": 128, "OVERLAP": True},
     )
     assert built.spill_bytes == 0
 

@@ -151,7 +151,7 @@ CASES = [
     )
 ]
 CASES += [Case((5, 0, 70, 1), dtype=dtype, weighted=True, bias=True) for dtype in (BF16, FP32)]
-CASES += [Case((64, 63, 65)), Case((0, 30), K=8, intermediate=8, indexed=True)]
+CASES += [Case((64, 63, 65)), Case((0, 30), K=8, intermediate=8, dtype=FP32, indexed=True)]
 
 
 @pytest.mark.parametrize("case", CASES, ids=str)
