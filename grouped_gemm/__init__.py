@@ -5,6 +5,7 @@ from .backward import dgrad, wgrad
 from .launch import gathered_gemm, gemm_config
 from .operands import check_weights
 from .schedule import TileSchedule, tile_schedule
+from .tuning import tune_gemm
 
 __all__ = [
     "TileSchedule",
@@ -15,5 +16,6 @@ __all__ = [
     "grouped_gemm",
     "grouped_mlp",
     "tile_schedule",
+    "tune_gemm",
     "wgrad",
 ]

@@ -70,7 +70,10 @@ def grouped_gemm(
     schedule: TileSchedule | None = None,
 ) -> torch.Tensor:
     """Multiply the rows of each expert by its weights:
-    out[r] = activation(x[r] @ w[e].T + bias[e]) * row_weight[r], with gradients for x, w, bias and row_weight.
+
+        out[r] = activation(x[r] @ w[e].T + bias[e]) * row_weight[r]
+
+    with gradients for x, w, bias and row_weight.
 
     x: bf16 or fp32 [M, K]. w: [L, N, K], same dtype, contiguous. Rows of x, of w and of the output
     are multiples of 16 bytes. offsets: int32 or int64 [L + 1], rising from 0, on the same device;
@@ -79,9 +82,9 @@ def grouped_gemm(
     row_weight: float32 [rows]. schedule: `tile_schedule(offsets, ...)`, where several calls can
     share it.
 
-    activation "none", "silu" and "gelu" give [rows, N]. "swiglu" and "geglu" take w [L, 2I, K], rows
-    of gate before rows of up, and give silu(gate) * up or gelu(gate) * up [rows, I]; gelu is the
-    exact one. Sums are fp32, rounded once to the dtype of x. Rows from offsets[L] on are left as
+    activation "none", "silu" and "gelu" give [rows, N]. "swiglu" and "geglu" take w [L, 2I, K],
+    rows of gate before rows of up, and give silu(gate) * up or gelu(gate) * up [rows, I]; gelu is
+    the exact one. Sums are fp32, rounded once to the dtype of x. Rows from offsets[L] on are left as
     they are in `out`, undefined without it, and their gradients count for nothing.
 
     fp8, forward only: x = (e4m3 [M, K], float32 scales [M, K / 128]) and w = (e4m3 [L, N, K],

@@ -68,9 +68,9 @@ def wgrad(
     """Gradient of the weights of a grouped GEMM: out[e] = grad[rows of e].T @ x[rows of e].
 
     grad [rows, N] is that of its output, before any activation; x [rows, K], of the same dtype.
-    With row_offset int64 [rows], row r of x starts row_offset[r] elements after x. out [L, N, K] may be
-    float32 beside bf16 operands; with `accumulate` the gradient is added to what it holds. An
-    expert without rows gets zeros. Sums are float32, in order: the same bits for the same input.
+    With row_offset int64 [rows], row r of x starts row_offset[r] elements after x. out [L, N, K]
+    may be float32 beside bf16 operands; with `accumulate` the gradient is added to what it holds.
+    An expert without rows gets zeros. Sums are float32, in order: the same bits for the same input.
 
     Rows g, h, i of grad, a, b, c of x, offsets [0, 2, 3]: out = [g ⊗ a + h ⊗ b, i ⊗ c].
     """

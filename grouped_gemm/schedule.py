@@ -9,7 +9,7 @@ import triton
 
 from ..checks import check_runnable, check_tensor
 from ..errors import ShapeError
-from ..hardware import launches_overlap
+from ..hardware import early_launch, launches_overlap
 from .schedule_kernels import _tile_schedule_kernel
 
 INDEX_DTYPES = (torch.int32, torch.int64)
@@ -66,5 +66,6 @@ def tile_schedule(offsets: torch.Tensor, max_rows: int, block_m: int) -> TileSch
             MAX_EXPERTS=triton.next_power_of_2(num_experts),
             STEP=128,
             OVERLAP=launches_overlap(),
+            **early_launch(),
         )
     return TileSchedule(expert, row, num_tiles, offsets, block_m)

@@ -3,7 +3,7 @@
 import triton
 import triton.language as tl
 
-from ..work import let_next_start
+from ..work import let_next_start, wait_for_previous
 
 
 @triton.jit(do_not_specialize=["num_experts", "max_rows"])
@@ -22,7 +22,9 @@ def _tile_schedule_kernel(
     """Cut the rows of each expert into tiles of BLOCK_M; program e writes the tiles of expert e.
 
     offsets [0, 3, 3, 4], BLOCK_M 2: tile_expert [0, 0, 2], tile_row [0, 2, 3], num_tiles [3].
+    An early launch, and the GEMM behind it is one.
     """
+    wait_for_previous(OVERLAP)
     let_next_start(OVERLAP)
     expert = tl.program_id(0)
     experts = tl.arange(0, MAX_EXPERTS)

@@ -75,6 +75,31 @@ def demo(
 
 
 @app.command()
+def gemm(
+    rows: Annotated[int, typer.Option(min=1, help="Rows in all.")],
+    experts: Annotated[int, typer.Option(min=1, help="Experts of one GPU.")],
+    columns: Annotated[int, typer.Option(min=8, help="Columns of the output.")],
+    depth: Annotated[int, typer.Option(min=8, help="Columns of the rows.")],
+    activation: Annotated[str, typer.Option(help="none, silu, gelu, swiglu or geglu.")] = "none",
+    gathered: Annotated[bool, typer.Option(help="Rows by index.")] = False,
+    tune: Annotated[bool, typer.Option(help="Measure, and keep the best for this GPU.")] = False,
+) -> None:
+    """Explain which tiles a grouped GEMM in bf16 takes; with --tune, measure them on this GPU."""
+    import torch
+
+    from .config import GemmProblem, explain
+    from .grouped_gemm import tune_gemm
+    from .grouped_gemm.operands import num_parts
+
+    sizes = rows, experts, columns, depth
+    gated = num_parts(activation) == 2
+    typer.echo(explain(GemmProblem(torch.bfloat16, *sizes, gated=gated, gathered=gathered)))
+    if tune:
+        config, us = tune_gemm(*sizes, activation=activation, gathered=gathered)
+        typer.echo(f"best of those measured: {config}, {us:.0f} us; kept for this GPU")
+
+
+@app.command()
 def deep_ep_path() -> None:
     """Print the folder that makes `import deep_ep` mean moe_engine, for PYTHONPATH."""
     typer.echo(Path(__file__).parent / "integrations" / "deep_ep_path")

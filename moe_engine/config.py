@@ -132,7 +132,7 @@ def candidates(problem: GemmProblem, block_m: int | None = None) -> Iterator[Gem
         return
     if _is_fp8(problem):  # scaled sums beside the product take the registers of half a tile
         for height in (64, 32, 16) if block_m is None else (min(block_m, 64),):
-            yield GemmConfig(height, 128, 128, 4, 3, programs_per_sm=2)
+            yield GemmConfig(height, 128, 128, 4, 3, programs_per_sm=2, group_m=16)
         return
     for height in (128, 64, 32, 16) if block_m is None else (block_m,):
         if capability[0] not in (9, 10):

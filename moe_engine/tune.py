@@ -49,7 +49,7 @@ def tune(
     problem: GemmProblem, run: Callable[[GemmConfig], float], block_m: int | None = None
 ) -> tuple[GemmConfig, float]:
     """Measure the promising candidates with `run`, which returns microseconds, and keep the best.
-    Returns it with its time; a candidate that the GPU refuses is left out."""
+    Returns it with its time."""
     shapes = list(candidates(problem, block_m))
     limit = MAX_SLOWER * min(predict(config, problem).us for config in shapes)
     times = {config: run(config) for config in shapes if predict(config, problem).us <= limit}

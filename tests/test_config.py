@@ -1,0 +1,99 @@
+"""The choice of tiles: from dimensions, and from what was measured."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from typer.testing import CliRunner
+
+from moe_engine import tune
+from moe_engine.cli import app
+from moe_engine.config import GemmConfig, GemmProblem, candidates, explain, predict
+
+BF16, FP8, FP32 = torch.bfloat16, torch.float8_e4m3fn, torch.float32
+
+
+def height(num_rows: int, **changes: int) -> int:
+    sizes = dict(num_experts=64, num_columns=4096, depth=7168) | changes
+    return GemmConfig.choose(GemmProblem(BF16, num_rows, **sizes)).block_m
+
+
+def test_tiles_are_as_high_as_experts_have_rows() -> None:
+    assert [height(64 * rows) for rows in (1, 16, 30, 60, 1024)] == [16, 16, 32, 64, 128]
+
+
+def test_few_tiles_share_the_depth() -> None:
+    """2 experts of 16 columns make 2 tiles, for 132 SMs."""
+    config = GemmConfig.choose(GemmProblem(BF16, 8, 2, 16, 14336))
+    assert config.num_splits > 1
+
+
+def test_short_depths_hide_the_store() -> None:
+    problem = dict(num_rows=65536, num_experts=32, num_columns=2048)
+    short = GemmConfig.choose(GemmProblem(BF16, depth=768, **problem))
+    deep = GemmConfig.choose(GemmProblem(BF16, depth=7168, **problem))
+    assert (short.programs_per_sm, deep.programs_per_sm) == (2, 1)
+
+
+@given(
+    dtype=st.sampled_from([BF16, FP32, FP8]),
+    num_rows=st.integers(0, 1 << 20),
+    num_experts=st.integers(1, 512),
+    num_columns=st.integers(1, 4096).map(lambda n: 16 * n),
+    depth=st.integers(1, 4096).map(lambda n: 16 * n),
+    gated=st.booleans(),
+    gathered=st.booleans(),
+    capability=st.sampled_from([None, (8, 0), (9, 0), (10, 0)]),
+    block_m=st.sampled_from([None, 16, 32, 64, 128]),
+)
+def test_no_shape_is_refused(block_m: int | None, **sizes) -> None:  # type: ignore[no-untyped-def]
+    problem = GemmProblem(**sizes)
+    config = GemmConfig.choose(problem, block_m)
+    assert predict(config, problem).us > 0
+    assert block_m is None or config.block_m == block_m
+    assert GemmConfig.for_weights(problem, 2).block_m and explain(problem)
+    assert GemmConfig.for_gradient(problem, True, config.block_m).block_m == config.block_m
+
+
+def test_explain_names_the_choice_and_its_limit() -> None:
+    lines = explain(GemmProblem(BF16, 64, 64, 2048, 768)).splitlines()
+    assert lines[0] == "64 rows, 64 experts, 2048 columns, depth 768, bfloat16"
+    (chosen,) = (line for line in lines if line.startswith("->"))
+    assert re.search(r"16 x 128 x 128, 1 per SM, 1 splits: +\d+ us, memory", chosen)
+
+
+def test_what_was_measured_comes_first(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setenv("MOE_ENGINE_CACHE", str(tmp_path))
+    problem = GemmProblem(BF16, 65536, 32, 2048, 768)
+    assert tune.tuned(problem) is None
+    shapes = [c for c in candidates(problem) if c.block_m == 128]
+    slow, fast = shapes
+    best, us = tune.tune(problem, lambda config: 100.0 if config == slow else 50.0)
+    assert (best, us) == (fast, 50.0)
+    as_many = GemmProblem(BF16, 40000, 32, 2048, 768)
+    assert tune.tuned(problem) == tune.tuned(as_many) == fast
+    assert tune.tuned(GemmProblem(BF16, 32768, 32, 2048, 768)) is None
+    assert tune.tuned(problem, 64) is None
+    assert [path.name for path in tmp_path.iterdir()] == ["gemm.json"]
+
+
+def test_command_line() -> None:
+    sizes = "--rows 512 --experts 64 --columns 2048 --depth 768".split()
+    result = CliRunner().invoke(app, ["gemm", *sizes, "--activation", "swiglu"])
+    assert result.exit_code == 0 and "->" in result.output and "4096 columns" in result.output
+
+
+@pytest.mark.gpu
+def test_tune_on_one_gpu(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    from moe_engine.grouped_gemm import gemm_config, tune_gemm
+
+    monkeypatch.setenv("MOE_ENGINE_CACHE", str(tmp_path))
+    config, us = tune_gemm(512, 8, 512, 1024, activation="swiglu", gathered=True)
+    assert 0 < us < 1e6
+    w = torch.empty(8, 1024, 1024, dtype=BF16, device="cuda")
+    assert gemm_config(w, 512, "swiglu", gathered=True) == config
