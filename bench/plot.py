@@ -1,22 +1,29 @@
-"""The picture in docs, from the result lines: python bench/plot.py"""
+"""The pictures in docs, from the result lines: python bench/plot.py"""
 
 from __future__ import annotations
 
 import json
 from collections import defaultdict
+from typing import Any
 
 import matplotlib.pyplot as plt
 from _common import RESULTS
 
-PICTURE = RESULTS.parent.parent / "docs" / "dispatch_combine.svg"
+DOCS = RESULTS.parent.parent / "docs"
 SHAPE = {"model": "deepseek-v3", "tokens": 8192, "ranks": 4, "routing": "uniform", "dtype": "bf16"}
+Line = dict[str, Any]
 
 
-def main() -> None:
-    """Draw GB/s over the number of programs that communicate, of the newest commit measured."""
-    text = (RESULTS / "dispatch_combine.jsonl").read_text()
-    lines = [line for line in map(json.loads, text.splitlines()) if SHAPE.items() <= line.items()]
-    lines = [line for line in lines if line["commit"] == lines[-1]["commit"]]
+def newest(bench: str) -> list[Line]:
+    """The result lines of the newest commit measured."""
+    text = (RESULTS / f"{bench}.jsonl").read_text()
+    lines = list(map(json.loads, text.splitlines()))
+    return [line for line in lines if line["commit"] == lines[-1]["commit"]]
+
+
+def draw_dispatch_combine() -> None:
+    """GB/s over the number of programs that communicate."""
+    lines = [line for line in newest("dispatch_combine") if SHAPE.items() <= line.items()]
     curves: dict[str, list[tuple[int, float]]] = defaultdict(list)
     for line in lines:
         if line["impl"] == "moe_engine" and line["remote_gbs"]:
@@ -38,8 +45,46 @@ def main() -> None:
     )
     axes.grid(alpha=0.3)
     axes.legend(loc="lower right")
-    figure.savefig(PICTURE, metadata={"Date": None})
+    figure.savefig(DOCS / "dispatch_combine.svg", metadata={"Date": None})
+
+
+def draw_grouped_gemm() -> None:
+    """TFLOP/s of prefill shapes, and GB/s of weights at decode sizes."""
+    lines = newest("grouped_gemm")
+    figure, (prefill, decode) = plt.subplots(
+        1, 2, figsize=(9, 3.6), layout="constrained", width_ratios=(3, 2)
+    )
+    bars: dict[str, dict[str, float]] = defaultdict(dict)
+    curves: dict[str, list[tuple[float, float]]] = defaultdict(list)
+    for line in lines:
+        if (line["verb"], line["routing"], line["dtype"]) != ("forward", "uniform", "bf16"):
+            continue
+        if line["ratio_to"] == "floor":
+            curves[line["model"]].append((line["tokens"] / 64, 4300 / line["ratio"]))
+        elif line["tokens"] >= 16384:
+            bars[line["impl"]][line["model"]] = line["tflops"]
+    for place, (name, values) in enumerate(bars.items()):
+        positions = [index + (place - 1) * 0.27 for index in range(len(values))]
+        prefill.bar(positions, list(values.values()), width=0.27, label=name)
+    labels = [name.replace(" ", "\n") for name in bars["moe_engine"]]
+    prefill.set_xticks(range(len(labels)), labels, fontsize=6)
+    prefill.set(ylabel="TFLOP/s", title="Forward, bf16, one H200")
+    prefill.legend(loc="lower right")
+    for name, points in curves.items():
+        decode.plot(*zip(*sorted(points), strict=True), marker="o", label=name)
+    decode.axhline(4300, linestyle="--", color="gray", label="a large copy")
+    decode.set(
+        xlabel="rows per expert, 64 experts",
+        ylabel="GB/s of weights",
+        title="Decode sizes",
+        ylim=(0, None),
+        xticks=[1, 8, 16, 32],
+    )
+    decode.grid(alpha=0.3)
+    decode.legend(loc="lower right", fontsize=7)
+    figure.savefig(DOCS / "grouped_gemm.svg", metadata={"Date": None})
 
 
 if __name__ == "__main__":
-    main()
+    draw_dispatch_combine()
+    draw_grouped_gemm()

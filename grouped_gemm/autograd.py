@@ -84,8 +84,8 @@ def grouped_gemm(
 
     activation "none", "silu" and "gelu" give [rows, N]. "swiglu" and "geglu" take w [L, 2I, K],
     rows of gate before rows of up, and give silu(gate) * up or gelu(gate) * up [rows, I]; gelu is
-    the exact one. Sums are fp32, rounded once to the dtype of x. Rows from offsets[L] on are left as
-    they are in `out`, undefined without it, and their gradients count for nothing.
+    the exact one. Sums are fp32, rounded once to the dtype of x. Rows from offsets[L] on are left
+    as they are in `out`, undefined without it, and their gradients count for nothing.
 
     fp8, forward only: x = (e4m3 [M, K], float32 scales [M, K / 128]) and w = (e4m3 [L, N, K],
     float32 scales [L, N / 128, K / 128]), sizes rounded up, give bf16 with bf16 bias.

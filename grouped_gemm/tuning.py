@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 from triton.runtime.errors import OutOfResources
 
@@ -30,7 +32,7 @@ def tune_gemm(
     with its microseconds. num_columns is that of the output. Raises BackendError without a GPU."""
     if not torch.cuda.is_available():
         raise BackendError("tiles are measured on a GPU, and there is none.")
-    new = dict(dtype=dtype, device="cuda")
+    new: dict[str, Any] = dict(dtype=dtype, device="cuda")
     w = torch.randn(num_experts, num_columns * num_parts(activation), depth, **new)
     x = torch.randn(num_rows, depth, **new)
     ends = torch.linspace(0, num_rows, num_experts + 1, device="cuda").int()
