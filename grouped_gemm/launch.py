@@ -11,7 +11,7 @@ from triton.tools.ragged_tma import create_ragged_descriptor
 from triton.tools.tensor_descriptor import TensorDescriptor
 
 from ..checks import PAYLOAD_DTYPES, check_no_grad, check_tensor
-from ..config import GemmConfig, GemmProblem
+from ..config import HEIGHTS, GemmConfig, GemmProblem
 from ..errors import ShapeError
 from ..hardware import early_launch, launches_overlap
 from ..lang import INTERPRETED
@@ -258,6 +258,10 @@ def check_schedule(
     """Raise unless the schedule has room for the tiles of these rows."""
     check_tensor("schedule.offsets", schedule.offsets, (num_experts + 1,), INDEX_DTYPES)
     check_devices(a, **{"schedule.offsets": schedule.offsets})
+    if schedule.block_m not in HEIGHTS:
+        raise ShapeError(
+            f"schedule has tiles of {schedule.block_m} rows; a GEMM takes one of {HEIGHTS}."
+        )
     if schedule.row.numel() < triton.cdiv(num_rows, schedule.block_m) + num_experts:
         raise ShapeError(
             f"schedule has {schedule.row.numel()} tiles of {schedule.block_m} rows for "

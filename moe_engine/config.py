@@ -12,6 +12,10 @@ HBM_GBS = 4300.0
 SM_GBS = 49.0
 """GB/s that one SM takes in by itself; 88 fill the memory's bandwidth."""
 LAUNCH_US = 3.0
+REREAD = 0.1
+"""What a second tile of an expert adds to the time that its weights take from memory."""
+HEIGHTS = (128, 64, 32, 16)
+"""Rows of a tile."""
 SHORT_DEPTH = 2048
 """Up to this depth a tile's store is worth hiding behind another tile's products."""
 
@@ -131,10 +135,15 @@ def candidates(problem: GemmProblem, block_m: int | None = None) -> Iterator[Gem
         yield GemmConfig(block_m or 64, 64, 16, 4, 2, programs_per_sm=2)
         return
     if _is_fp8(problem):  # scaled sums beside the product take the registers of half a tile
-        for height in (64, 32, 16) if block_m is None else (min(block_m, 64),):
-            yield GemmConfig(height, 128, 128, 4, 3, programs_per_sm=2, group_m=16)
+        for height in (64, 32, 16) if block_m is None else (block_m,):
+            if height == 128 and problem.gated:
+                yield GemmConfig(128, 64, 128, 8, 4)
+            elif height == 128:
+                yield GemmConfig(128, 128, 128, 8, 4)
+            else:
+                yield GemmConfig(height, 128, 128, 4, 3, programs_per_sm=2, group_m=16)
         return
-    for height in (128, 64, 32, 16) if block_m is None else (block_m,):
+    for height in HEIGHTS if block_m is None else (block_m,):
         if capability[0] not in (9, 10):
             yield GemmConfig(height, 128, 32, 8 if height == 128 else 4, 3)
         elif height == 128:
@@ -151,10 +160,14 @@ def candidates(problem: GemmProblem, block_m: int | None = None) -> Iterator[Gem
                         yield replace(config, num_splits=num_splits)
 
 
+def _tiles_per_expert(config: GemmConfig, problem: GemmProblem) -> float:
+    """Half of an expert's last tile is empty, unless one takes all its rows."""
+    return max(1.0, problem.num_rows / problem.busy_experts / config.block_m + 0.5)
+
+
 def _num_tiles(config: GemmConfig, problem: GemmProblem) -> int:
-    """Expected tiles: half of an expert's last one is empty, unless one takes all its rows."""
-    rows_per_expert = problem.num_rows / problem.busy_experts
-    tiles_m = problem.busy_experts * max(1.0, rows_per_expert / config.block_m + 0.5)
+    """Expected tiles, shares of the depth counted."""
+    tiles_m = problem.busy_experts * _tiles_per_expert(config, problem)
     columns = problem.num_columns * problem.parts
     return int(tiles_m) * -(-columns // config.block_n) * config.num_splits
 
@@ -174,7 +187,9 @@ def predict(config: GemmConfig, problem: GemmProblem) -> Prediction:
     if neighbours == 2:
         store_us *= 0.65
     tile_us = flops / (rate / neighbours) + store_us * neighbours
-    weights = problem.busy_experts * columns * problem.depth
+    # Other tiles of an expert read its weights again, mostly from L2.
+    rereads = REREAD * min(1.0, _tiles_per_expert(config, problem) - 1.0)
+    weights = problem.busy_experts * columns * problem.depth * (1.0 + rereads)
     rows = problem.num_rows * (problem.depth + problem.num_columns)
     kilobytes = (weights + rows) * problem.dtype.itemsize / 1e3
     # Small tiles keep more reads of the weights in flight.

@@ -208,6 +208,7 @@ def run_fp8(group: Any, counts: tuple[int, ...], activation: str, gathered: bool
     bias = torch.randn(len(counts), columns).to(BF16)
     offsets = torch.tensor([0, *counts]).cumsum(0)
     index = torch.randint(0, num_rows, (num_rows,)) if gathered else None
+    schedule = tile_schedule(offsets.to(DEVICE), num_rows, 128) if gathered else None
     got = grouped_gemm(
         (x8.to(DEVICE), x_scale.to(DEVICE)),
         (w8.to(DEVICE), w_scale.to(DEVICE)),
@@ -215,6 +216,7 @@ def run_fp8(group: Any, counts: tuple[int, ...], activation: str, gathered: bool
         row_index=None if index is None else index.to(DEVICE),
         activation=activation,
         bias=bias.to(DEVICE),
+        schedule=schedule,
     )
     assert got.dtype == BF16
     rows = x if index is None else x[index]

@@ -70,7 +70,7 @@ def of_weights(**changes: Any) -> None:
 
 def wrong_answers_to_bad_arguments(group: Any) -> list[str]:
     """One line for each bad call that raises nothing, or something else."""
-    small = tile_schedule(torch.tensor([0, 2, 6], device=DEVICE), 6, 2)
+    small, odd = (tile_schedule(torch.tensor([0, 2, 6], device=DEVICE), 6, n) for n in (16, 2))
     other = replace(gemm_config(zeros(2, 8, 16), 6), block_m=32)
     grad = {"requires_grad": True, "dtype": BF16, "device": DEVICE}
     fp8 = zeros(6, 16, dtype=FP8), zeros(6, 1, dtype=FP32)
@@ -111,7 +111,8 @@ def wrong_answers_to_bad_arguments(group: Any) -> list[str]:
         (gemm, {"out": zeros(5, 8)}, ShapeError, r"out .*must be \[6, 8\]"),
         (gemm, {"out": zeros(8, 6).T}, ShapeError, "out has strides"),
         (gemm, {"out": zeros(6, 8, dtype=FP32)}, DtypeError, "out is float32"),
-        (gemm, {"x": zeros(9, 16), "schedule": small}, ShapeError, "max_rows=9"),
+        (gemm, {"x": zeros(29, 16), "schedule": small}, ShapeError, "max_rows=29"),
+        (gemm, {"schedule": odd}, ShapeError, r"tiles of 2 rows; a GEMM takes one of \(128, 64"),
         (of_rows, {"w": torch.zeros(2, 8, 16, **grad)}, BackendError, "w requires.*no_grad"),
         (gathered, {"w": torch.zeros(2, 8, 16, **grad)}, BackendError, "w requires.*no_grad"),
         (gathered, {"row_offset": zeros(6).int()}, DtypeError, "row_offset is int32.*int64"),
