@@ -15,7 +15,7 @@ from ..config import HEIGHTS, GemmConfig, GemmProblem
 from ..errors import ShapeError
 from ..hardware import early_launch, launches_overlap
 from ..lang import INTERPRETED
-from ..tune import tuned
+from ..tune import best_config
 from .kernels import _grouped_gemm_kernel, _split_sum_kernel
 from .operands import (
     Epilogue,
@@ -92,7 +92,7 @@ def gemm_config(
     problem = gemm_problem(
         w, num_rows, activation=activation, gathered=gathered, transposed=transposed
     )
-    return tuned(problem, block_m) or GemmConfig.choose(problem, block_m)
+    return best_config(problem, block_m)
 
 
 def gemm_problem(

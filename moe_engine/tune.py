@@ -45,6 +45,12 @@ def tuned(problem: GemmProblem, block_m: int | None = None) -> GemmConfig | None
     return None if found is None else GemmConfig(**found)
 
 
+@functools.lru_cache(4096)
+def best_config(problem: GemmProblem, block_m: int | None = None) -> GemmConfig:
+    """The tiles for a problem: those that were measured, else those that `config.py` predicts."""
+    return tuned(problem, block_m) or GemmConfig.choose(problem, block_m)
+
+
 def tune(
     problem: GemmProblem, run: Callable[[GemmConfig], float], block_m: int | None = None
 ) -> tuple[GemmConfig, float]:
@@ -61,4 +67,5 @@ def tune(
     partial.write_text(json.dumps(stored, indent=1))
     partial.replace(path)
     _stored.cache_clear()
+    best_config.cache_clear()
     return best, times[best]

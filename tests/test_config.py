@@ -76,10 +76,11 @@ def test_what_was_measured_comes_first(monkeypatch: pytest.MonkeyPatch, tmp_path
     best, us = tune.tune(problem, lambda config: 100.0 if config == slow else 50.0)
     assert (best, us) == (fast, 50.0)
     as_many = GemmProblem(BF16, 40000, 32, 2048, 768)
-    assert tune.tuned(problem) == tune.tuned(as_many) == fast
+    assert tune.tuned(problem) == tune.tuned(as_many) == tune.best_config(problem) == fast
     assert tune.tuned(GemmProblem(BF16, 32768, 32, 2048, 768)) is None
     assert tune.tuned(problem, 64) is None
     assert [path.name for path in tmp_path.iterdir()] == ["gemm.json"]
+    tune.best_config.cache_clear()
 
 
 def test_command_line() -> None:
@@ -97,3 +98,4 @@ def test_tune_on_one_gpu(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Non
     assert 0 < us < 1e6
     w = torch.empty(8, 1024, 1024, dtype=BF16, device="cuda")
     assert gemm_config(w, 512, "swiglu", gathered=True) == config
+    tune.best_config.cache_clear()
