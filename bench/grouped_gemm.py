@@ -1,11 +1,10 @@
 """The grouped GEMM family on one GPU against torch and cuBLAS: python bench/grouped_gemm.py --core
 
-Every figure is the time of a whole call, with its tile schedule, from CUDA graphs that all
-implementations replay in turn, so that they share the GPU's temperature. Rows of the first and last
-expert are checked against fp32 products before anything is timed. `cublas` is one dense product of
-as many FLOPs; `floor` the bytes of the weights at 4.3 TB/s. gather_swiglu stands beside
-index_select, torch._grouped_mm and a kernel of its own for silu(gate) * up, or torch's two. `ratio`
-is the time of `impl` over that of `ratio_to`.
+Every figure is the time of a whole call, with its tile schedule, in CUDA graphs and under sustained
+load, see `time_sustained`. Rows of the first and last expert are checked against fp32 products
+before anything is timed. `cublas` is one dense product of as many FLOPs; `floor` the bytes of the
+weights at 4.3 TB/s. gather_swiglu stands beside index_select, torch._grouped_mm and a kernel of its
+own for silu(gate) * up, or torch's two. `ratio` is the time of `impl` over that of `ratio_to`.
 """
 
 from __future__ import annotations
@@ -30,7 +29,7 @@ from moe_engine.grouped_gemm import dgrad, grouped_gemm, wgrad
 HBM_GBS = 4300.0
 EXPERTS = {"mixtral-8x7b": 2, "qwen2-57b": 16, "qwen3-30b": 32, "deepseek-v3": 64}
 ROWS = {"mixtral-8x7b": 16384}
-ROUNDS, ROUND_US = 9, 8000.0
+GRAPH_US = 5000.0
 Call = Callable[[], Any]
 
 
@@ -209,10 +208,26 @@ def relative_error(got: torch.Tensor, expected: torch.Tensor) -> float:
     return float(difference / expected.float().norm().clamp_min(1e-30))
 
 
-def time_in_turn(calls: dict[str, Call]) -> dict[str, float]:
-    """Microseconds of each call: the median over rounds, in each of which all take their turn."""
-    graphs, repeats = {}, {}
+def time_sustained(calls: dict[str, Call], settle_s: float) -> dict[str, float]:
+    """Microseconds of each call, alone on the GPU for `settle_s` seconds before and a third of that
+    while it is timed; twice, the second time in the other order, and the mean of both.
+
+    At full load the GPU is held at its 700 W by its clock, 1.3 to 1.5 GHz, and takes half a second
+    to find it: in shorter turns a call runs at the clock that the others have left.
+    """
+    graphs, us = {}, {}
     start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+
+    def run(name: str, seconds: float) -> float:
+        graph, repeats = graphs[name]
+        replays = max(1, round(seconds * 1e6 / us[name] / repeats))
+        start.record()
+        for _ in range(replays):
+            graph.replay()
+        end.record()
+        torch.cuda.synchronize()
+        return start.elapsed_time(end) * 1e3 / replays / repeats
+
     for name, call in calls.items():
         call()
         torch.cuda.synchronize()
@@ -220,22 +235,21 @@ def time_in_turn(calls: dict[str, Call]) -> dict[str, float]:
         call()
         end.record()
         torch.cuda.synchronize()
-        repeats[name] = max(1, int(ROUND_US / (start.elapsed_time(end) * 1e3)))
-        graphs[name] = torch.cuda.CUDAGraph()
+        repeats = max(1, int(GRAPH_US / (start.elapsed_time(end) * 1e3)))
+        graph = torch.cuda.CUDAGraph()
         with torch.cuda.stream(torch.cuda.Stream()):
-            graphs[name].capture_begin()
-            for _ in range(repeats[name]):
+            graph.capture_begin()
+            for _ in range(repeats):
                 call()
-            graphs[name].capture_end()
+            graph.capture_end()
+        graphs[name], us[name] = (graph, repeats), start.elapsed_time(end) * 1e3
+        us[name] = run(name, 0.0)
     times: dict[str, list[float]] = defaultdict(list)
-    for _ in range(ROUNDS + 2):
-        for name, graph in graphs.items():
-            start.record()
-            graph.replay()
-            end.record()
-            torch.cuda.synchronize()
-            times[name].append(start.elapsed_time(end) * 1e3 / repeats[name])
-    return {name: sorted(series[2:])[ROUNDS // 2] for name, series in times.items()}
+    for order in (list(calls), list(calls)[::-1]):
+        for name in order:
+            run(name, settle_s)
+            times[name].append(run(name, settle_s / 3))
+    return {name: sum(series) / len(series) for name, series in times.items()}
 
 
 SUITES: dict[str, tuple[list[Shape], Callable[[Bench], dict[str, Call]]]] = {
@@ -262,7 +276,7 @@ def main(
         if only and verb != only:
             continue
         for shape in shapes:
-            times = time_in_turn(operation(Bench(shape)))
+            times = time_sustained(operation(Bench(shape)), 0.1 if verb == "decode" else 0.6)
             ours = times["moe_engine"]
             others = {name: us for name, us in times.items() if name != "moe_engine"}
             if verb == "decode":

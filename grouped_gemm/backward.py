@@ -159,7 +159,7 @@ def activation_dgrad(
             triton.cdiv(num_columns, block_n) * config.subtiles, num_rows, dtype=torch.float32
         )
     if num_rows:
-        num_tiles = schedule.row.numel() * triton.cdiv(num_columns, block_n)
+        num_tiles = schedule.tiles.numel() * triton.cdiv(num_columns, block_n)
         with torch.cuda.device_of(grad):
             _activation_dgrad_kernel[grid(num_tiles, grad.device, config)](
                 TensorDescriptor.from_tensor(grad, [block_m, block_k]),
@@ -169,7 +169,8 @@ def activation_dgrad(
                 ragged(by_parts(pre_grad, num_parts(activation)), block_m, width),
                 ragged(act[None], block_m, width),
                 weight_grad,
-                *schedule.arguments(),
+                schedule.tiles,
+                schedule.num_tiles,
                 num_rows,
                 num_columns,
                 depth,

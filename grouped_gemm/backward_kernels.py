@@ -9,10 +9,10 @@ from .kernels import (
     INV_SQRT_2PI,
     RAGGED,
     activate,
-    expert_rows,
     gaussian_cdf,
     gemm_tile,
     halves,
+    load_tile,
     store_rows,
     tile_coordinates,
 )
@@ -36,6 +36,13 @@ def activation_gradient(grad, gate, up, ACTIVATION: tl.constexpr):
 
 
 @device_function
+def expert_rows(expert, offsets, max_rows):
+    """(first row of an expert, end of its rows), no row from `max_rows` on."""
+    begin = tl.load(offsets + expert).to(tl.int32)
+    return begin, tl.minimum(tl.load(offsets + expert + 1), max_rows).to(tl.int32)
+
+
+@device_function
 def load_pre(pre, part, rows, end, columns, N, PARTS: tl.constexpr):
     """fp32 tile of the pre-activations [rows, PARTS, N]; 0 outside."""
     at = pre + rows.to(tl.int64)[:, None] * (N * PARTS) + (part * N + columns)[None, :]
@@ -54,7 +61,6 @@ def finish_gradient(
     weight_grad,
     max_rows,
     row,
-    begin,
     end,
     n,
     N,
@@ -71,10 +77,10 @@ def finish_gradient(
         half: tl.constexpr = acc.shape[1] // 2
         rest: tl.constexpr = SUBTILES // 2
         # fmt: off
-        finish_gradient(left, pre, row_weight, pre_grad, act, weight_grad, max_rows, row, begin,
-                        end, n, N, ACTIVATION, rest)
-        finish_gradient(right, pre, row_weight, pre_grad, act, weight_grad, max_rows, row, begin,
-                        end, n + half, N, ACTIVATION, rest)
+        finish_gradient(left, pre, row_weight, pre_grad, act, weight_grad, max_rows, row, end,
+                        n, N, ACTIVATION, rest)
+        finish_gradient(right, pre, row_weight, pre_grad, act, weight_grad, max_rows, row, end,
+                        n + half, N, ACTIVATION, rest)
         # fmt: on
     else:
         GATED: tl.constexpr = ACTIVATION == "swiglu" or ACTIVATION == "geglu"
@@ -93,11 +99,11 @@ def finish_gradient(
             tl.store(at, tl.sum(acc * value, 1), mask=rows < end)
             value *= weight[:, None]
             acc *= weight[:, None]
-        store_rows(act, value, 0, row, begin, end, n)
+        store_rows(act, value, 0, row, end, n)
         of_gate, of_up = activation_gradient(acc, gate, up, ACTIVATION)
-        store_rows(pre_grad, of_gate, 0, row, begin, end, n)
+        store_rows(pre_grad, of_gate, 0, row, end, n)
         if GATED:
-            store_rows(pre_grad, of_up, 1, row, begin, end, n)
+            store_rows(pre_grad, of_up, 1, row, end, n)
 
 
 @triton.jit(
@@ -105,10 +111,8 @@ def finish_gradient(
     do_not_specialize_on_alignment=[
         "row_weight",
         "weight_grad",
-        "tile_expert",
-        "tile_row",
+        "tiles",
         "num_tiles",
-        "offsets",
     ],
 )
 def _activation_dgrad_kernel(
@@ -119,10 +123,8 @@ def _activation_dgrad_kernel(
     pre_grad,
     act,
     weight_grad,
-    tile_expert,
-    tile_row,
+    tiles,
     num_tiles,
-    offsets,
     max_rows,
     N,
     K,
@@ -139,17 +141,14 @@ def _activation_dgrad_kernel(
     num_m = tl.load(num_tiles)
     num_n = tl.cdiv(N, BLOCK_N)
     for tile in tl.range(tl.program_id(0), num_m * num_n, tl.num_programs(0), flatten=True):
-        m, block = tile_coordinates(tile, num_m, num_n, GROUP_M)
+        expert, row, end, block = load_tile(tiles, tile, num_m, num_n, GROUP_M)
         n = block * BLOCK_N
-        row = tl.load(tile_row + m)
-        expert = tl.load(tile_expert + m)
-        begin, end = expert_rows(expert, offsets, max_rows)
         # fmt: off
         acc = gemm_tile(
             grad, w, row, expert, n, 0, K, K, False, True, 1, BLOCK_M, BLOCK_N, BLOCK_K
         )
         finish_gradient(
-            acc, pre, row_weight, pre_grad, act, weight_grad, max_rows, row, begin, end, n, N,
+            acc, pre, row_weight, pre_grad, act, weight_grad, max_rows, row, end, n, N,
             ACTIVATION, SUBTILES,
         )
         # fmt: on

@@ -9,6 +9,7 @@ import triton.language as tl
 
 from ..lang import device_function, dot, round_to
 from ..work import wait_for_previous
+from .schedule_kernels import unpack_tile
 
 RAGGED = tl.constexpr(0x40000000)
 """Rows that a ragged descriptor claims to have: 2**30, whatever the tensor has."""
@@ -29,10 +30,15 @@ def tile_coordinates(tile, num_m, num_n, GROUP_M: tl.constexpr):
 
 
 @device_function
-def expert_rows(expert, offsets, max_rows):
-    """(first row of an expert, end of its rows), no row from `max_rows` on."""
-    begin = tl.load(offsets + expert).to(tl.int32)
-    return begin, tl.minimum(tl.load(offsets + expert + 1), max_rows).to(tl.int32)
+def load_tile(tiles, tile, num_m, num_n, GROUP_M: tl.constexpr):
+    """(expert, first row, end of the rows, block of columns) of a tile of the output.
+
+    One load, as the program waits for it. Read ahead and handed on from tile to tile, it would come
+    out wrong: flattened loops replace what is handed on too early (Triton 3.6).
+    """
+    m, block = tile_coordinates(tile, num_m, num_n, GROUP_M)
+    expert, row, end = unpack_tile(tl.load(tiles + m))
+    return expert, row, end, block
 
 
 @device_function
@@ -172,15 +178,14 @@ def activate(gate, up, ACTIVATION: tl.constexpr):
 
 
 @device_function
-def store_rows(out, tile, part, row, begin, end, n):
+def store_rows(out, tile, part, row, end, n):
     """Round a tile and store it at (part, row, n) of `out`; rows before `end` only.
 
-    out: ragged descriptor of [parts, rows, N] (`launch.ragged`): the hardware bounds rows begin ..
-    end, an expert's, and columns. The coordinates are those of triton.tools.ragged_tma.
+    out: ragged descriptor of [parts, rows, N] (`launch.ragged`): the hardware bounds rows row ..
+    end and the columns. The coordinates are those of triton.tools.ragged_tma.
     """
-    size = end - begin
     block = round_to(tile, out.dtype).reshape(1, 1, 1, tile.shape[0], tile.shape[1])
-    out.store([RAGGED, begin + size, part, RAGGED - size + (row - begin), n], block)
+    out.store([RAGGED, end, part, RAGGED - (end - row), n], block)
 
 
 @device_function
@@ -192,7 +197,6 @@ def finish_tile(
     row_weight,
     part,
     row,
-    begin,
     end,
     expert,
     n,
@@ -202,25 +206,50 @@ def finish_tile(
 ):
     """out = activation(acc + bias) * row_weight, for columns n .. of N; pre = acc + bias.
 
-    bias [L, PARTS * N], row_weight float32 [rows] and pre may be None. SUBTILES: an ungated tile is
-    stored in as many parts, through as much less shared memory.
+    bias [L, PARTS * N], row_weight float32 [rows] and pre may be None. SUBTILES: the columns are
+    finished and stored in as many parts, through as much less shared memory and fewer registers.
     """
-    GATED: tl.constexpr = ACTIVATION == "swiglu" or ACTIVATION == "geglu"
-    if SUBTILES > 1 and not GATED:
-        left, right = halves(acc)
-        half: tl.constexpr = acc.shape[1] // 2
+    gate, up = acc, acc
+    if ACTIVATION == "swiglu" or ACTIVATION == "geglu":
+        gate, up = halves(acc)
+    # fmt: off
+    finish_columns(gate, up, out, pre, bias, row_weight, part, row, end, expert, n, N,
+                   ACTIVATION, SUBTILES)
+    # fmt: on
+
+
+@device_function
+def finish_columns(
+    gate,
+    up,
+    out,
+    pre,
+    bias,
+    row_weight,
+    part,
+    row,
+    end,
+    expert,
+    n,
+    N,
+    ACTIVATION: tl.constexpr,
+    SUBTILES: tl.constexpr,
+):
+    """`finish_tile` for columns n .. of gate and of up, which counts where it is gated."""
+    if SUBTILES > 1:
+        left_gate, right_gate = halves(gate)
+        left_up, right_up = halves(up)
+        middle = n + gate.shape[1] // 2
         rest: tl.constexpr = SUBTILES // 2
         # fmt: off
-        finish_tile(left, out, pre, bias, row_weight, part, row, begin, end, expert,
-                    n, N, ACTIVATION, rest)
-        finish_tile(right, out, pre, bias, row_weight, part, row, begin, end, expert,
-                    n + half, N, ACTIVATION, rest)
+        finish_columns(left_gate, left_up, out, pre, bias, row_weight, part, row, end, expert,
+                       n, N, ACTIVATION, rest)
+        finish_columns(right_gate, right_up, out, pre, bias, row_weight, part, row, end, expert,
+                       middle, N, ACTIVATION, rest)
         # fmt: on
     else:
+        GATED: tl.constexpr = ACTIVATION == "swiglu" or ACTIVATION == "geglu"
         PARTS: tl.constexpr = 2 if GATED else 1
-        gate, up = acc, acc
-        if GATED:
-            gate, up = halves(acc)
         if bias is not None:
             columns = n + tl.arange(0, gate.shape[1])
             at = bias + expert.to(tl.int64) * N * PARTS + columns
@@ -228,28 +257,26 @@ def finish_tile(
             if GATED:
                 up += tl.load(at + N, mask=columns < N, other=0.0).to(tl.float32)[None, :]
         if pre is not None:
-            store_rows(pre, gate, 0, row, begin, end, n)
+            store_rows(pre, gate, 0, row, end, n)
             if GATED:
-                store_rows(pre, up, 1, row, begin, end, n)
+                store_rows(pre, up, 1, row, end, n)
         value = activate(gate, up, ACTIVATION)
         if row_weight is not None:
-            rows = row + tl.arange(0, acc.shape[0])
+            rows = row + tl.arange(0, gate.shape[0])
             value *= tl.load(row_weight + rows, mask=rows < end, other=0.0)[:, None]
-        store_rows(out, value, part, row, begin, end, n)
+        store_rows(out, value, part, row, end, n)
 
 
 @triton.jit(
-    do_not_specialize=["max_rows", "N", "K"],
+    do_not_specialize=["N", "K"],
     do_not_specialize_on_alignment=[
         "row_offset",
         "a_scale",
         "w_scale",
         "bias",
         "row_weight",
-        "tile_expert",
-        "tile_row",
+        "tiles",
         "num_tiles",
-        "offsets",
     ],
 )
 def _grouped_gemm_kernel(
@@ -262,11 +289,8 @@ def _grouped_gemm_kernel(
     pre,
     bias,
     row_weight,
-    tile_expert,
-    tile_row,
+    tiles,
     num_tiles,
-    offsets,
-    max_rows,
     N,
     K,
     SPLITS: tl.constexpr,
@@ -279,10 +303,10 @@ def _grouped_gemm_kernel(
     GROUP_M: tl.constexpr,
     OVERLAP: tl.constexpr,
 ):
-    """out [SPLITS, max_rows, N] = activation(A @ w[expert].T) for the rows of a tile schedule.
+    """out [SPLITS, rows, N] = activation(A @ w[expert].T) for the rows of a tile schedule.
 
     a, w: see `gemm_tile`, and `scaled_gemm_tile` for the scales, None without; row_offset: None, or
-    int64 [max_rows], see `gathered_rows`; the rest: see `finish_tile`. With SPLITS above 1, each
+    int64 [rows], see `gathered_rows`; the rest: see `finish_tile`. With SPLITS above 1, each
     part of `out` gets the sum over its share of K. Any number of programs stride over the tiles. An
     early launch: it reads nothing of what the launch before makes until that has ended.
     """
@@ -296,11 +320,8 @@ def _grouped_gemm_kernel(
     # no longer be asynchronous, and scaled products are slower.
     FLATTEN: tl.constexpr = not GATHERED and a_scale is None
     for work in tl.range(tl.program_id(0), num_work, tl.num_programs(0), flatten=FLATTEN):
-        m, block = tile_coordinates(work // SPLITS, num_m, num_n, GROUP_M)
+        expert, row, end, block = load_tile(tiles, work // SPLITS, num_m, num_n, GROUP_M)
         n = block * (BLOCK_N // PARTS)
-        row = tl.load(tile_row + m)
-        expert = tl.load(tile_expert + m)
-        begin, end = expert_rows(expert, offsets, max_rows)
         source = a
         if GATHERED:
             source = gathered_rows(a, row_offset, row, end, BLOCK_M)
@@ -322,7 +343,7 @@ def _grouped_gemm_kernel(
                 GATHERED, TRANSPOSED, PARTS, BLOCK_M, BLOCK_N, BLOCK_K,
             )
         finish_tile(
-            acc, out, pre, bias, row_weight, work % SPLITS, row, begin, end, expert, n, N,
+            acc, out, pre, bias, row_weight, work % SPLITS, row, end, expert, n, N,
             ACTIVATION, SUBTILES,
         )
         # fmt: on
@@ -335,10 +356,8 @@ def _split_sum_kernel(
     pre,
     bias,
     row_weight,
-    tile_expert,
-    tile_row,
+    tiles,
     num_tiles,
-    offsets,
     max_rows,
     N,
     num_splits,
@@ -350,9 +369,7 @@ def _split_sum_kernel(
     PARTS: tl.constexpr = 2 if ACTIVATION == "swiglu" or ACTIVATION == "geglu" else 1
     num_n = tl.cdiv(N, BLOCK_N // PARTS)
     for tile in range(tl.program_id(0), tl.load(num_tiles) * num_n, tl.num_programs(0)):
-        row = tl.load(tile_row + tile // num_n)
-        expert = tl.load(tile_expert + tile // num_n)
-        begin, end = expert_rows(expert, offsets, max_rows)
+        expert, row, end = unpack_tile(tl.load(tiles + tile // num_n))
         n = tile % num_n * (BLOCK_N // PARTS)
         rows = row + tl.arange(0, BLOCK_M)
         columns = tl.arange(0, BLOCK_N)
@@ -365,6 +382,6 @@ def _split_sum_kernel(
             acc += tl.load(at + max_rows.to(tl.int64) * N * PARTS * split, mask=mask, other=0.0)
         # fmt: off
         finish_tile(
-            acc, out, pre, bias, row_weight, 0, row, begin, end, expert, n, N, ACTIVATION, 1
+            acc, out, pre, bias, row_weight, 0, row, end, expert, n, N, ACTIVATION, 1
         )
         # fmt: on

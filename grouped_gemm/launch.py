@@ -167,8 +167,7 @@ def _launch(
     x_in = rows.x
     if rows.offset is None:
         x_in = TensorDescriptor.from_tensor(rows.x, [block_m, block_k])
-    subtiles = 1 if parts == 2 else config.subtiles
-    num_tiles = schedule.row.numel() * triton.cdiv(num_columns, block_n // parts)
+    num_tiles = schedule.tiles.numel() * triton.cdiv(num_columns, block_n // parts)
     with torch.cuda.device_of(rows.x):
         _grouped_gemm_kernel[grid(num_tiles * config.num_splits, out.device, config)](
             x_in,
@@ -176,17 +175,17 @@ def _launch(
             rows.scale,
             w_in,
             weights.scale,
-            *_outputs(epilogue, out, block_m, block_n // parts // subtiles),
+            *_outputs(epilogue, out, block_m, block_n // parts // config.subtiles),
             weights.bias,
             epilogue.row_weight,
-            *schedule.arguments(),
-            out.shape[1],
+            schedule.tiles,
+            schedule.num_tiles,
             num_columns,
             depth,
             SPLITS=config.num_splits,
             ACTIVATION=epilogue.activation,
             TRANSPOSED=weights.transposed,
-            SUBTILES=subtiles,
+            SUBTILES=config.subtiles,
             BLOCK_M=block_m,
             BLOCK_N=block_n,
             BLOCK_K=block_k,
@@ -213,14 +212,15 @@ def _multiply_split(
     partial = out.new_empty(shape, dtype=torch.float32)
     plain = replace(weights, bias=None)
     _launch(rows, plain, Epilogue(), schedule, partial, replace(config, subtiles=1))
-    num_tiles = schedule.row.numel() * triton.cdiv(num_columns, block_n // epilogue.parts)
+    num_tiles = schedule.tiles.numel() * triton.cdiv(num_columns, block_n // epilogue.parts)
     with torch.cuda.device_of(rows.x):
         _split_sum_kernel[grid(num_tiles, out.device, config)](
             partial,
             *_outputs(epilogue, out[None], block_m, block_n // epilogue.parts),
             weights.bias,
             epilogue.row_weight,
-            *schedule.arguments(),
+            schedule.tiles,
+            schedule.num_tiles,
             num_rows,
             num_columns,
             config.num_splits,
@@ -262,9 +262,9 @@ def check_schedule(
         raise ShapeError(
             f"schedule has tiles of {schedule.block_m} rows; a GEMM takes one of {HEIGHTS}."
         )
-    if schedule.row.numel() < triton.cdiv(num_rows, schedule.block_m) + num_experts:
+    if schedule.tiles.numel() < triton.cdiv(num_rows, schedule.block_m) + num_experts:
         raise ShapeError(
-            f"schedule has {schedule.row.numel()} tiles of {schedule.block_m} rows for "
+            f"schedule has {schedule.tiles.numel()} tiles of {schedule.block_m} rows for "
             f"{num_experts} experts, and there are up to {num_rows} rows; make it with "
             f"tile_schedule(offsets, max_rows={num_rows}, ...)."
         )

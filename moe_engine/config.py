@@ -16,8 +16,6 @@ REREAD = 0.1
 """What a second tile of an expert adds to the time that its weights take from memory."""
 HEIGHTS = (128, 64, 32, 16)
 """Rows of a tile."""
-SHORT_DEPTH = 2048
-"""Up to this depth a tile's store is worth hiding behind another tile's products."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -71,9 +69,9 @@ class GemmConfig:
 
     A program computes block_m rows times block_n rows of the weights (with a gated activation:
     block_n / 2 of gate and as many of up) in steps of block_k, `num_stages` of which are in flight,
-    and stores an ungated tile in `subtiles` parts. `programs_per_sm` run side by side, so that one
-    computes while the other stores. `group_m` tiles of rows are walked together before the next
-    columns. `num_splits` tiles share the depth of one, and their sums are added up in order.
+    and stores a tile in `subtiles` parts. `programs_per_sm` run side by side. `group_m` tiles of
+    rows are walked together before the next columns. `num_splits` tiles share the depth of one, and
+    their sums are added up in order.
     """
 
     block_m: int
@@ -104,7 +102,7 @@ class GemmConfig:
             return cls(block_m, 128, 32, num_warps=8, num_stages=3, subtiles=4)
         if weighted:
             return cls(block_m, 128, 64, num_warps=8, num_stages=3, subtiles=4)
-        return cls(block_m, 256, 64, num_warps=8, num_stages=3, subtiles=4)
+        return cls(block_m, 256, 64, num_warps=8, num_stages=3, subtiles=8)
 
     @classmethod
     def for_weights(cls, problem: GemmProblem, itemsize: int) -> GemmConfig:
@@ -116,10 +114,6 @@ class GemmConfig:
             return cls(64, 64, 16, num_warps=4, num_stages=2, programs_per_sm=2)
         if problem.capability[0] not in (9, 10):
             return cls(128, 128, 32, num_warps=8, num_stages=3, subtiles=2)
-        rows_per_expert = problem.num_rows / problem.num_experts
-        if rows_per_expert <= SHORT_DEPTH and not problem.gathered:
-            # In parts of 16 KB, so that two programs fit the shared memory of an SM.
-            return cls(128, 128, 64, 4, 3, subtiles=itemsize, programs_per_sm=2)
         return cls(128, 256, 64, num_warps=8, num_stages=3, subtiles=itemsize)
 
 
@@ -149,8 +143,6 @@ def candidates(problem: GemmProblem, block_m: int | None = None) -> Iterator[Gem
         elif height == 128:
             stages = 3 if problem.gathered else 4
             yield GemmConfig(128, 256, 64, 8, stages, subtiles=2)
-            if not problem.gathered and problem.depth <= SHORT_DEPTH:
-                yield GemmConfig(128, 128, 64, 4, 3, subtiles=2, programs_per_sm=2)
         else:
             narrow = GemmConfig(height, 64, 128 if height == 64 else 256, 4, 3, programs_per_sm=2)
             for config in (GemmConfig(height, 128, 128, 4, 4), narrow):

@@ -30,7 +30,7 @@ pytestmark = pytest.mark.skipif(INTERPRETED, reason="the interpreter compiles no
 BF16, FP32, FP8 = torch.bfloat16, torch.float32, torch.float8_e4m3fn
 TRITON_NAMES = {BF16: "bf16", FP32: "fp32", FP8: "fp8e4nv"}
 SHARED_BYTES = {80: 164 * 1024 - 1024, 90: 228 * 1024 - 1024, 100: 228 * 1024 - 1024}
-SCHEDULE = {**dict.fromkeys(["tile_expert", "tile_row", "num_tiles"], "*i32"), "offsets": "*i64"}
+SCHEDULE = {"tiles": "*i64", "num_tiles": "*i32"}
 
 
 def problem(dtype: torch.dtype, arch: int, **changes: Any) -> GemmProblem:
@@ -88,8 +88,7 @@ def compile_gemm(
     name, out = TRITON_NAMES[dtype], TRITON_NAMES[BF16 if dtype == FP8 else dtype]
     parts = 2 if activation in ("swiglu", "geglu") else 1
     block_m, block_n, block_k = config.block_m, config.block_n, config.block_k
-    subtiles = 1 if parts == 2 else config.subtiles
-    to = stored(out, config, block_n // parts // subtiles)
+    to = stored(out, config, block_n // parts // config.subtiles)
     scale = "*fp32" if dtype == FP8 else None
     in_blocks = [1, block_k, block_n] if transposed else [parts, block_n // parts, block_k]
     return build(
@@ -105,13 +104,13 @@ def compile_gemm(
             "bias": f"*{out}" if full else None,
             "row_weight": "*fp32" if full else None,
             **SCHEDULE,
-            **dict.fromkeys(["max_rows", "N", "K"], "i32"),
+            **dict.fromkeys(["N", "K"], "i32"),
         },
         {
             "SPLITS": config.num_splits,
             "ACTIVATION": activation,
             "TRANSPOSED": transposed,
-            "SUBTILES": subtiles,
+            "SUBTILES": config.subtiles,
             "OVERLAP": arch >= 90,
             **blocks(config),
         },
@@ -278,7 +277,7 @@ def test_tile_schedule(offsets: str) -> None:
         _tile_schedule_kernel,
         {
             "offsets": offsets,
-            **dict.fromkeys(["tile_expert", "tile_row", "num_tiles"], "*i32"),
+            **SCHEDULE,
             **dict.fromkeys(["num_experts", "max_rows"], "i32"),
         },
         {"BLOCK_M": 128, "MAX_EXPERTS": 256, "STEP": 128, "OVERLAP": True},

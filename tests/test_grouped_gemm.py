@@ -274,21 +274,18 @@ def test_large_tiles_on_one_gpu(counts: tuple[int, ...], rows: str, activation: 
 
 def schedule_of(
     group: Any, offsets: list[int], max_rows: int, block_m: int
-) -> tuple[list[int], list[int]]:
-    """(expert, row) of the tiles."""
-    schedule = tile_schedule(torch.tensor(offsets, device=DEVICE), max_rows, block_m)
-    num_tiles = int(schedule.num_tiles)
-    return schedule.expert[:num_tiles].tolist(), schedule.row[:num_tiles].tolist()
+) -> list[tuple[int, int, int]]:
+    return tile_schedule(torch.tensor(offsets, device=DEVICE), max_rows, block_m).tolist()
 
 
 def test_tile_schedule(pool: RankPool) -> None:
-    def run(*args: Any) -> tuple[list[int], list[int]]:
+    def run(*args: Any) -> list[tuple[int, int, int]]:
         return pool.run(schedule_of, *args, num_ranks=1)[0]
 
-    assert run([0, 3, 3, 4], 4, 2) == ([0, 0, 2], [0, 2, 3])
-    assert run([0, 0, 0], 8, 2) == ([], [])
-    assert run([0, 300], 300, 1) == ([0] * 300, list(range(300)))
-    assert run([0, 3, 9], 4, 2) == ([0, 0, 1], [0, 2, 3]), "rows past max_rows get no tile"
+    assert run([0, 3, 3, 4], 4, 2) == [(0, 0, 2), (0, 2, 1), (2, 3, 1)]
+    assert run([0, 0, 0], 8, 2) == []
+    assert run([0, 300], 300, 1) == [(0, row, 1) for row in range(300)]
+    assert run([0, 3, 9], 4, 2) == [(0, 0, 2), (0, 2, 1), (1, 3, 1)], "no rows past max_rows"
 
 
 def rows_past_the_output(group: Any) -> bool:
