@@ -208,9 +208,9 @@ def relative_error(got: torch.Tensor, expected: torch.Tensor) -> float:
     return float(difference / expected.float().norm().clamp_min(1e-30))
 
 
-def time_sustained(calls: dict[str, Call], settle_s: float) -> dict[str, float]:
+def time_sustained(calls: dict[str, Call], settle_s: float, rounds: int) -> dict[str, float]:
     """Microseconds of each call, alone on the GPU for `settle_s` seconds before and a third of that
-    while it is timed; twice, the second time in the other order, and the mean of both.
+    while it is timed; the median over rounds, every other one in reverse order.
 
     At full load the GPU is held at its 700 W by its clock, 1.3 to 1.5 GHz, and takes half a second
     to find it: in shorter turns a call runs at the clock that the others have left.
@@ -245,11 +245,11 @@ def time_sustained(calls: dict[str, Call], settle_s: float) -> dict[str, float]:
         graphs[name], us[name] = (graph, repeats), start.elapsed_time(end) * 1e3
         us[name] = run(name, 0.0)
     times: dict[str, list[float]] = defaultdict(list)
-    for order in (list(calls), list(calls)[::-1]):
-        for name in order:
+    for turn in range(rounds):
+        for name in list(calls)[:: -1 if turn % 2 else 1]:
             run(name, settle_s)
             times[name].append(run(name, settle_s / 3))
-    return {name: sum(series) / len(series) for name, series in times.items()}
+    return {name: sorted(series)[rounds // 2] for name, series in times.items()}
 
 
 SUITES: dict[str, tuple[list[Shape], Callable[[Bench], dict[str, Call]]]] = {
@@ -276,7 +276,8 @@ def main(
         if only and verb != only:
             continue
         for shape in shapes:
-            times = time_sustained(operation(Bench(shape)), 0.1 if verb == "decode" else 0.6)
+            settle_s, rounds = (0.03, 9) if verb == "decode" else (0.4, 3)
+            times = time_sustained(operation(Bench(shape)), settle_s, rounds)
             ours = times["moe_engine"]
             others = {name: us for name, us in times.items() if name != "moe_engine"}
             if verb == "decode":
