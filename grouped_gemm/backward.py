@@ -162,7 +162,7 @@ def activation_dgrad(
         num_tiles = schedule.tiles.numel() * triton.cdiv(num_columns, block_n)
         with torch.cuda.device_of(grad):
             _activation_dgrad_kernel[grid(num_tiles, grad.device, config)](
-                TensorDescriptor.from_tensor(grad, [block_m, block_k]),
+                create_ragged_descriptor(grad, [block_m, block_k]),
                 TensorDescriptor.from_tensor(w, [1, block_k, block_n]),
                 pre,
                 row_weight,

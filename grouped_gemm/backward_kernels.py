@@ -7,11 +7,11 @@ import triton.language as tl
 from ..lang import device_function, dot, round_to
 from .kernels import (
     INV_SQRT_2PI,
-    RAGGED,
     activate,
     gaussian_cdf,
     gemm_tile,
     halves,
+    load_rows,
     load_tile,
     store_rows,
     tile_coordinates,
@@ -145,7 +145,7 @@ def _activation_dgrad_kernel(
         n = block * BLOCK_N
         # fmt: off
         acc = gemm_tile(
-            grad, w, row, expert, n, 0, K, K, False, True, 1, BLOCK_M, BLOCK_N, BLOCK_K
+            grad, w, row, end, expert, n, 0, K, K, False, True, 1, BLOCK_M, BLOCK_N, BLOCK_K
         )
         finish_gradient(
             acc, pre, row_weight, pre_grad, act, weight_grad, max_rows, row, end, n, N,
@@ -185,14 +185,6 @@ def _activation_gradient_kernel(
     tl.store(to, round_to(of_gate, pre_grad.dtype.element_ty), mask=mask)
     if GATED:
         tl.store(to + N, round_to(of_up, pre_grad.dtype.element_ty), mask=mask)
-
-
-@device_function
-def load_ragged(x, row, begin, size, column):
-    """Rows begin + row .. of a ragged descriptor of [rows, N], from `column` on; 0 past the `size`
-    rows of the expert. The coordinates are those of triton.tools.ragged_tma."""
-    tile = x.load([RAGGED, begin + size, RAGGED - size + row, column])
-    return tile.reshape(tile.shape[2], tile.shape[3])
 
 
 @device_function
@@ -250,7 +242,7 @@ def _wgrad_kernel(
         size = end - begin
         acc = tl.zeros((BLOCK_M, BLOCK_N), tl.float32)
         for row in range(0, size, BLOCK_K):
-            grad_tile = load_ragged(grad, row, begin, size, m)
+            grad_tile = load_rows(grad, begin + row, end, m)
             if GATHERED:
                 rows = row + tl.arange(0, BLOCK_K)
                 there = rows < size
@@ -260,7 +252,7 @@ def _wgrad_kernel(
                 at = tl.multiple_of(at, 16)[:, None] + columns[None, :]
                 x_tile = tl.load(at, mask=there[:, None] & inside[None, :], other=0.0)
             else:
-                x_tile = load_ragged(x, row, begin, size, n)
+                x_tile = load_rows(x, begin + row, end, n)
             acc = dot(grad_tile.T, x_tile, acc)
         store_weight_gradient(acc, out, expert, m, n, ACCUMULATE, SUBTILES)
 

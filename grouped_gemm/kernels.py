@@ -56,6 +56,7 @@ def gemm_tile(
     a,
     w,
     row,
+    end,
     expert,
     n,
     begin_k,
@@ -71,7 +72,8 @@ def gemm_tile(
     """fp32 [BLOCK_M, BLOCK_N]: columns begin_k .. end_k of rows of A times those of one expert's
     weights.
 
-    a: with GATHERED, pointers to BLOCK_M rows; else a descriptor of A [M, K], read from `row` on.
+    a: with GATHERED, pointers to BLOCK_M rows; else a ragged descriptor of A [M, K], of which rows
+    `row` to `end` are read.
     w: descriptor of the weights [L * PARTS, N / PARTS, K] in blocks [PARTS, BLOCK_N / PARTS,
     BLOCK_K]. With PARTS 2 (gate and up) the tile holds columns n .. of gate, then the same of up.
     With TRANSPOSED the weights are [L, K, N], as in the gradient of A, in blocks [1, BLOCK_K,
@@ -79,7 +81,7 @@ def gemm_tile(
     """
     acc = tl.zeros((BLOCK_M, BLOCK_N), tl.float32)
     for k in range(begin_k, end_k, BLOCK_K):
-        a_tile = load_a(a, row, k, K, GATHERED, BLOCK_K)
+        a_tile = load_a(a, row, end, k, K, GATHERED, BLOCK_K)
         if TRANSPOSED:
             w_tile = w.load([expert, k, n]).reshape(BLOCK_K, BLOCK_N)
         else:
@@ -89,7 +91,7 @@ def gemm_tile(
 
 
 @device_function
-def load_a(a, row, k, K, GATHERED: tl.constexpr, BLOCK_K: tl.constexpr):
+def load_a(a, row, end, k, K, GATHERED: tl.constexpr, BLOCK_K: tl.constexpr):
     """Columns k .. of a tile of A, see `gemm_tile`; 0 from column K on."""
     if GATHERED:
         columns = k + tl.arange(0, BLOCK_K)
@@ -97,8 +99,16 @@ def load_a(a, row, k, K, GATHERED: tl.constexpr, BLOCK_K: tl.constexpr):
         inside = tl.max_constancy(columns < K, 128 // a.dtype.element_ty.primitive_bitwidth)
         a_tile = tl.load(a[:, None] + columns[None, :], mask=inside[None, :], other=0.0)
     else:
-        a_tile = a.load([row, k])
+        a_tile = load_rows(a, row, end, k)
     return a_tile
+
+
+@device_function
+def load_rows(x, row, end, column):
+    """Rows row .. of a ragged descriptor of [rows, N] from `column` on; those from `end` on are
+    zeros, for which no memory is read. The coordinates are those of triton.tools.ragged_tma."""
+    tile = x.load([RAGGED, end, RAGGED - (end - row), column])
+    return tile.reshape(tile.shape[2], tile.shape[3])
 
 
 @device_function
@@ -146,7 +156,7 @@ def scaled_gemm_tile(
         ahead = tl.minimum(block + 1, num_scales - 1)
         a_next, w_next = tl.load(a_scale + ahead), tl.load(w_scale + ahead)
         k = block * BLOCK_K
-        a_tile = load_a(a, row, k, K, GATHERED, BLOCK_K)
+        a_tile = load_a(a, row, end, k, K, GATHERED, BLOCK_K)
         w_tile = w.load([expert * PARTS, n, k]).reshape(BLOCK_N, BLOCK_K).T
         acc += dot(a_tile, w_tile, zero) * factor
     return acc
@@ -339,7 +349,7 @@ def _grouped_gemm_kernel(
                 begin_k = work % SPLITS * share
                 end_k = tl.minimum(begin_k + share, K)
             acc = gemm_tile(
-                source, w, row, expert, n, begin_k, end_k, K,
+                source, w, row, end, expert, n, begin_k, end_k, K,
                 GATHERED, TRANSPOSED, PARTS, BLOCK_M, BLOCK_N, BLOCK_K,
             )
         finish_tile(

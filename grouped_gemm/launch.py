@@ -166,7 +166,7 @@ def _launch(
         w_in = TensorDescriptor.from_tensor(by_part, [parts, block_n // parts, block_k])
     x_in = rows.x
     if rows.offset is None:
-        x_in = TensorDescriptor.from_tensor(rows.x, [block_m, block_k])
+        x_in = create_ragged_descriptor(rows.x, [block_m, block_k])
     num_tiles = schedule.tiles.numel() * triton.cdiv(num_columns, block_n // parts)
     with torch.cuda.device_of(rows.x):
         _grouped_gemm_kernel[grid(num_tiles * config.num_splits, out.device, config)](

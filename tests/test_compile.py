@@ -94,7 +94,7 @@ def compile_gemm(
     return build(
         _grouped_gemm_kernel,
         {
-            "a": f"*{name}" if gathered else f"tensordesc<{name}[{block_m}, {block_k}]>",
+            "a": f"*{name}" if gathered else f"tensordesc<{name}[1, 1, {block_m}, {block_k}]>",
             "row_offset": "*i64" if gathered else None,
             "a_scale": scale,
             "w": f"tensordesc<{name}{in_blocks}>",
@@ -181,7 +181,7 @@ def test_activation_dgrad_on_hopper(block_m: int, weighted: bool, activation: st
     build(
         _activation_dgrad_kernel,
         {
-            "grad": f"tensordesc<bf16[{config.block_m}, {config.block_k}]>",
+            "grad": f"tensordesc<bf16[1, 1, {config.block_m}, {config.block_k}]>",
             "w": f"tensordesc<bf16[1, {config.block_k}, {config.block_n}]>",
             "pre": "*bf16",
             "row_weight": weight,
@@ -289,5 +289,5 @@ def assert_wide_loads(ptx: str, gathered: bool) -> None:
     """Gathered rows come by asynchronous copies of 16 bytes, contiguous ones by TMA."""
     sizes = re.findall(r"cp\.async\.c[ag]\.shared\.global \[[^]]*\], \[[^]]*\], (\w+)", ptx)
     assert {int(size, 0) for size in sizes} == ({16} if gathered else set())
-    tma_rank = {f"{rank}d" for rank in ((3,) if gathered else (2, 3))}
+    tma_rank = {f"{rank}d" for rank in ((3,) if gathered else (3, 4))}
     assert set(re.findall(r"cp\.async\.bulk\.tensor\.(\dd)\.shared", ptx)) == tma_rank
