@@ -184,8 +184,8 @@ def predict(config: GemmConfig, problem: GemmProblem) -> Prediction:
     weights = problem.busy_experts * columns * problem.depth * (1.0 + rereads)
     rows = problem.num_rows * (problem.depth + problem.num_columns)
     kilobytes = (weights + rows) * problem.dtype.itemsize / 1e3
-    # Small tiles keep more reads of the weights in flight.
-    hbm_gbs = HBM_GBS * (1.03 - config.block_m / 1000)
+    # Small tiles keep more reads of the weights in flight; those of 16 rows were at times slower.
+    hbm_gbs = HBM_GBS * (0.97 if config.block_m == 16 else 1.03 - config.block_m / 1000)
     busy_sms = min(problem.num_sms, num_tiles / num_waves)
     memory_us = kilobytes / min(hbm_gbs, SM_GBS * busy_sms)
     if config.num_splits > 1:

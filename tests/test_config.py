@@ -24,7 +24,7 @@ def height(num_rows: int, **changes: int) -> int:
 
 
 def test_tiles_are_as_high_as_experts_have_rows() -> None:
-    assert [height(64 * rows) for rows in (1, 8, 16, 30, 1024)] == [16, 16, 32, 64, 128]
+    assert [height(64 * rows) for rows in (1, 8, 16, 30, 1024)] == [32, 32, 32, 64, 128]
 
 
 def test_few_tiles_share_the_depth() -> None:
@@ -57,7 +57,7 @@ def test_explain_names_the_choice_and_its_limit() -> None:
     lines = explain(GemmProblem(BF16, 64, 64, 2048, 768)).splitlines()
     assert lines[0] == "64 rows, 64 experts, 2048 columns, depth 768, bfloat16"
     (chosen,) = (line for line in lines if line.startswith("->"))
-    assert re.search(r"16 x 128 x 128, 1 per SM, 1 splits: +\d+ us, memory", chosen)
+    assert re.search(r"32 x 128 x 128, 1 per SM, 1 splits: +\d+ us, memory", chosen)
 
 
 def test_what_was_measured_comes_first(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
