@@ -1,15 +1,18 @@
-"""The grouped GEMM family on one GPU against torch and cuBLAS: python bench/grouped_gemm.py --core
+"""The grouped GEMM family on one GPU against torch and cuBLAS: python bench/grouped_gemm.py
 
 Every figure is the time of a whole call, with its tile schedule, in CUDA graphs and under sustained
-load, see `time_sustained`. Rows of the first and last expert are checked against fp32 products
-before anything is timed. `cublas` is one dense product of as many FLOPs; `floor` the bytes of the
-weights at 4.3 TB/s. gather_swiglu stands beside index_select, torch._grouped_mm and a kernel of its
-own for silu(gate) * up, or torch's two. `ratio` is the time of `impl` over that of `ratio_to`.
+load, see `time_sustained`. Results are checked first: forward against fp32 products of the first
+and the last expert's rows, the others against torch. Tuned tiles are not used. `cublas` is a dense
+product of as many FLOPs; `floor` the bytes of the weights at 4.3 TB/s. gather_swiglu stands beside
+index_select, torch._grouped_mm and a kernel of its own for silu(gate) * up, or torch's two. `ratio`
+is the time of `impl` over that of `ratio_to`.
 """
 
 from __future__ import annotations
 
 import math
+import os
+import tempfile
 from collections import defaultdict
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -26,6 +29,7 @@ from rich.table import Table
 
 from moe_engine.grouped_gemm import dgrad, grouped_gemm, wgrad
 
+os.environ["MOE_ENGINE_CACHE"] = tempfile.mkdtemp()
 HBM_GBS = 4300.0
 EXPERTS = {"mixtral-8x7b": 2, "qwen2-57b": 16, "qwen3-30b": 32, "deepseek-v3": 64}
 ROWS = {"mixtral-8x7b": 16384}
@@ -264,9 +268,6 @@ SUITES: dict[str, tuple[list[Shape], Callable[[Bench], dict[str, Call]]]] = {
 
 
 def main(
-    core: Annotated[
-        bool, typer.Option(help="The points of the summary; there are no others.")
-    ] = False,
     only: Annotated[str, typer.Option(help="One of the suites.")] = "",
     path: Annotated[Path | None, typer.Option(help="Result file.")] = None,
 ) -> None:
@@ -296,6 +297,8 @@ def main(
                 line |= dict(ratio=round(line["ratio"], 4), tflops=round(shape.flop / ours / 1e6))
                 print(save("grouped_gemm", path, **fields, **line), flush=True)
                 if name not in ("floor", "uniform"):
+                    if name == "moe_engine bf16":
+                        fields["dtype"] = "bf16"
                     theirs = dict(impl=name, us=round(us, 1), tflops=round(shape.flop / us / 1e6))
                     print(save("grouped_gemm", path, **fields, **theirs), flush=True)
     table = Table("verb", "against", "geometric mean, theirs over ours", "least", "most")

@@ -6,15 +6,15 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-from torch.autograd.function import once_differentiable
 
-from ..checks import check_tensor
+from ..checks import check_tensor, packed
 from ..config import GemmConfig
 from ..errors import BackendError, ShapeError
 from .backward import (
     activation_dgrad,
     activation_gradient,
     bias_gradient,
+    clear_rest,
     dgrad,
     gathered_sum,
     wgrad,
@@ -53,7 +53,7 @@ class Placement:
     def rows_gradient(self, grad: torch.Tensor, x: torch.Tensor) -> torch.Tensor:
         """Gradient of x [M, K] from that of its rows in the order of the output."""
         if self.row_index is None:
-            return grad
+            return clear_rest(grad, self.offsets)
         return gathered_sum(grad, self.row_index, self.offsets, x.shape[0])
 
 
@@ -79,13 +79,13 @@ def grouped_gemm(
     are multiples of 16 bytes. offsets: int32 or int64 [L + 1], rising from 0, on the same device;
     expert e owns rows offsets[e] .. offsets[e+1]. row_index: int32 or int64 [rows], the row of x to
     take for each row of the output; by default row r for row r. bias [L, N], of w's dtype;
-    row_weight: float32 [rows]. schedule: `tile_schedule(offsets, ...)`, where several calls can
-    share it.
+    row_weight: float32 [rows]. schedule: `tile_schedule(offsets, rows, ...)`, where several calls
+    can share it; its offsets count then. `out` must not overlap the operands.
 
     activation "none", "silu" and "gelu" give [rows, N]. "swiglu" and "geglu" take w [L, 2I, K],
     rows of gate before rows of up, and give silu(gate) * up or gelu(gate) * up [rows, I]; gelu is
     the exact one. Sums are fp32, rounded once to the dtype of x. Rows from offsets[L] on are left
-    as they are in `out`, undefined without it, and their gradients count for nothing.
+    as they are in `out`, undefined without it; their gradients count for nothing, and are 0 for x.
 
     fp8, forward only: x = (e4m3 [M, K], float32 scales [M, K / 128]) and w = (e4m3 [L, N, K],
     float32 scales [L, N / 128, K / 128]), sizes rounded up, give bf16 with bf16 bias.
@@ -133,6 +133,8 @@ def grouped_gemm(
         )
     if row_weight is not None and row_weight.requires_grad:
         y: torch.Tensor = _GroupedGemm.apply(x, w, bias, None, place, activation, config)
+        with torch.no_grad():  # what nobody wrote may be NaN, and that times 0 as well
+            clear_rest(y, place.offsets)
         return (y * row_weight[:, None]).to(y.dtype)
     result: torch.Tensor = _GroupedGemm.apply(x, w, bias, row_weight, place, activation, config)
     return result
@@ -221,11 +223,11 @@ class _GroupedGemm(torch.autograd.Function):
         return multiply(place.rows(x), weights, epilogue, schedule, place.num_rows, None, config)
 
     @staticmethod
-    @once_differentiable
     def backward(ctx: Any, grad: torch.Tensor) -> tuple[Any, ...]:
+        _refuse_second_order()
         x, w, row_weight, pre = ctx.saved_tensors
         place: Placement = ctx.place
-        grad = grad.contiguous()
+        grad = packed(grad)
         if row_weight is not None:
             grad = (grad * row_weight[:, None]).to(grad.dtype)
         if pre is not None:
@@ -265,12 +267,12 @@ class _GroupedMlp(torch.autograd.Function):
         return multiply(Rows(act), down, second, schedule, num_rows, None, config)
 
     @staticmethod
-    @once_differentiable
     def backward(ctx: Any, grad: torch.Tensor) -> tuple[Any, ...]:
+        _refuse_second_order()
         x, w_up, w_down, b_down, row_weight, pre = ctx.saved_tensors
         place, needs = ctx.place, ctx.needs_input_grad
         offsets = place.offsets
-        grad = grad.contiguous()
+        grad = packed(grad)
         pre_grad, act, of_weight = activation_dgrad(
             grad, w_down, pre, place.schedule, ctx.activation, row_weight
         )
@@ -278,7 +280,8 @@ class _GroupedMlp(torch.autograd.Function):
             rows = torch.arange(place.num_rows, device=grad.device)
             expert = torch.searchsorted(offsets[1:].contiguous(), rows, right=True)
             expert = expert.clamp_(max=len(b_down) - 1)
-            of_weight += (grad.float() * b_down[expert]).sum(1)
+            of_bias = (grad.float() * b_down[expert]).sum(1)
+            of_weight += torch.where(rows < offsets[-1], of_bias, 0.0)
         return (
             _gradient_of_x(pre_grad, x, w_up, place) if needs[0] else None,
             _gradient_of_w(pre_grad, x, place) if needs[1] else None,
@@ -290,13 +293,21 @@ class _GroupedMlp(torch.autograd.Function):
         )
 
 
+def _refuse_second_order() -> None:
+    """A graph of the gradients (create_graph=True) would lose them in silence."""
+    if torch.is_grad_enabled():
+        raise BackendError(
+            "grouped GEMMs have no second-order gradients; call backward without create_graph."
+        )
+
+
 def _gradient_of_x(
     grad: torch.Tensor, x: torch.Tensor, w: torch.Tensor, place: Placement
 ) -> torch.Tensor:
-    rows = dgrad(grad, w.detach(), place.offsets, schedule=place.schedule)
+    rows = dgrad(grad, w, place.offsets, schedule=place.schedule)
     return place.rows_gradient(rows, x)
 
 
 def _gradient_of_w(grad: torch.Tensor, x: torch.Tensor, place: Placement) -> torch.Tensor:
-    rows = place.rows(x.detach())
+    rows = place.rows(x)
     return wgrad(grad, rows.x, place.offsets, row_offset=rows.offset)

@@ -16,11 +16,21 @@ from .backward_kernels import (
     _activation_dgrad_kernel,
     _activation_gradient_kernel,
     _bias_gradient_kernel,
+    _clear_rest_kernel,
     _gathered_sum_kernel,
     _wgrad_kernel,
 )
 from .launch import by_parts, gemm_config, gemm_problem, grid, multiply, ragged
-from .operands import Epilogue, Rows, Weights, check_devices, check_rows, check_weights, num_parts
+from .operands import (
+    Epilogue,
+    Rows,
+    Weights,
+    canonical,
+    check_devices,
+    check_rows,
+    check_weights,
+    num_parts,
+)
 from .schedule import INDEX_DTYPES, TileSchedule, tile_schedule
 
 BLOCK_ROWS, BLOCK_COLUMNS = 16, 64
@@ -37,6 +47,7 @@ def dgrad(
     """Gradient of the rows of a grouped GEMM: out[r] = grad[r] @ w[e], [rows, K].
 
     grad [rows, N] is that of its output, before any activation; the rest as in `grouped_gemm`.
+    With a schedule, its offsets count.
     """
     check_rows(grad, None)
     check_weights(grad, w, "K", "none")
@@ -46,11 +57,12 @@ def dgrad(
             f"N = {w.shape[1]}."
         )
     check_no_grad(grad=grad, w=w)
+    check_tensor("offsets", offsets, (w.shape[0] + 1,), INDEX_DTYPES)
+    check_devices(grad, offsets=offsets)
     num_rows = grad.shape[0]
     block_m = None if schedule is None else schedule.block_m
     config = gemm_config(w, num_rows, transposed=True, block_m=block_m)
     if schedule is None:
-        check_tensor("offsets", offsets, (w.shape[0] + 1,), INDEX_DTYPES)
         schedule = tile_schedule(offsets, num_rows, config.block_m)
     weights = Weights(w, transposed=True)
     return multiply(Rows(grad), weights, Epilogue(), schedule, num_rows, out, config)
@@ -83,6 +95,11 @@ def wgrad(
     check_runnable(grad.device)
     num_rows, num_columns = grad.shape
     depth, num_experts = x.shape[1], offsets.numel() - 1
+    if num_experts < 1 or num_columns == 0 or depth == 0:
+        raise ShapeError(
+            f"offsets has {offsets.numel()} elements, grad {num_columns} columns and x {depth}; "
+            "there must be at least one expert and one column of each."
+        )
     if row_offset is not None:
         check_tensor("row_offset", row_offset, (num_rows,), (torch.int64,))
     elif x.shape[0] != num_rows:
@@ -106,13 +123,14 @@ def wgrad(
     block_m, block_n, block_k = config.block_m, config.block_n, config.block_k
     blocks = [1, block_m, block_n // config.subtiles]
     num_tiles = num_experts * triton.cdiv(num_columns, block_m) * triton.cdiv(depth, block_n)
+    grad, x, out_in = canonical(grad), canonical(x), canonical(out)
     x_in = x if row_offset is not None else create_ragged_descriptor(x, [block_k, block_n])
     with torch.cuda.device_of(grad):
         _wgrad_kernel[grid(num_tiles, grad.device, config)](
             create_ragged_descriptor(grad, [block_k, block_m]),
             x_in,
             None if row_offset is None else row_offset.contiguous(),
-            TensorDescriptor.from_tensor(out, blocks),
+            TensorDescriptor.from_tensor(out_in, blocks),
             offsets.contiguous(),
             num_experts,
             num_rows,
@@ -162,8 +180,8 @@ def activation_dgrad(
         num_tiles = schedule.tiles.numel() * triton.cdiv(num_columns, block_n)
         with torch.cuda.device_of(grad):
             _activation_dgrad_kernel[grid(num_tiles, grad.device, config)](
-                create_ragged_descriptor(grad, [block_m, block_k]),
-                TensorDescriptor.from_tensor(w, [1, block_k, block_n]),
+                create_ragged_descriptor(canonical(grad), [block_m, block_k]),
+                TensorDescriptor.from_tensor(canonical(w), [1, block_k, block_n]),
                 pre,
                 row_weight,
                 ragged(by_parts(pre_grad, num_parts(activation)), block_m, width),
@@ -229,6 +247,22 @@ def bias_gradient(
             BLOCK_N=BLOCK_COLUMNS,
         )
     return out
+
+
+def clear_rest(x: torch.Tensor, offsets: torch.Tensor) -> torch.Tensor:
+    """x [rows, N] itself, contiguous, with 0 in the rows from offsets[L] on."""
+    blocks = triton.cdiv(x.shape[0], BLOCK_ROWS), triton.cdiv(x.shape[1], BLOCK_COLUMNS)
+    if x.numel():
+        with torch.cuda.device_of(x):
+            _clear_rest_kernel[blocks](
+                x,
+                offsets,
+                offsets.numel() - 1,
+                *x.shape,
+                BLOCK_M=BLOCK_ROWS,
+                BLOCK_N=BLOCK_COLUMNS,
+            )
+    return x
 
 
 def gathered_sum(

@@ -275,6 +275,18 @@ def _bias_gradient_kernel(
     tl.store(out + expert.to(tl.int64) * N + columns, tl.sum(acc, 0), mask=columns < N)
 
 
+@triton.jit(do_not_specialize=["num_experts", "max_rows", "N"])
+def _clear_rest_kernel(
+    x, offsets, num_experts, max_rows, N, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr
+):
+    """Set the rows of x [max_rows, N] that no expert owns to 0."""
+    rows = tl.program_id(0) * BLOCK_M + tl.arange(0, BLOCK_M)
+    columns = tl.program_id(1) * BLOCK_N + tl.arange(0, BLOCK_N)
+    rest = (rows >= tl.load(offsets + num_experts)) & (rows < max_rows)
+    at = x + rows.to(tl.int64)[:, None] * N + columns[None, :]
+    tl.store(at, 0.0, mask=rest[:, None] & (columns < N)[None, :])
+
+
 @triton.jit(do_not_specialize=["K"])
 def _gathered_sum_kernel(
     grad,  # [rows, K]

@@ -1,7 +1,8 @@
 """Kernels of the grouped GEMM, and the parts of it that the fused kernels call.
 
 Rows are in expert order: expert e owns rows offsets[e] .. offsets[e+1] of the output, and of A
-unless A is gathered. Whatever lies past an expert's last row is computed and not stored.
+unless A is gathered. Past an expert's last row a tile computes with zeros, or with that row again
+where rows are gathered, and stores nothing.
 """
 
 import triton

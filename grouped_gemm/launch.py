@@ -21,6 +21,7 @@ from .operands import (
     Epilogue,
     Rows,
     Weights,
+    canonical,
     check_devices,
     check_out,
     check_row_weight,
@@ -157,7 +158,7 @@ def _launch(
 ) -> None:
     block_m, block_n, block_k = config.block_m, config.block_n, config.block_k
     parts, num_columns = epilogue.parts, out.shape[2]
-    w, depth = weights.w, weights.depth
+    w, depth = canonical(weights.w), weights.depth
     if weights.transposed:
         w_in = TensorDescriptor.from_tensor(w, [1, block_k, block_n])
     else:
@@ -166,7 +167,7 @@ def _launch(
         w_in = TensorDescriptor.from_tensor(by_part, [parts, block_n // parts, block_k])
     x_in = rows.x
     if rows.offset is None:
-        x_in = create_ragged_descriptor(rows.x, [block_m, block_k])
+        x_in = create_ragged_descriptor(canonical(rows.x), [block_m, block_k])
     num_tiles = schedule.tiles.numel() * triton.cdiv(num_columns, block_n // parts)
     with torch.cuda.device_of(rows.x):
         _grouped_gemm_kernel[grid(num_tiles * config.num_splits, out.device, config)](
@@ -262,11 +263,10 @@ def check_schedule(
         raise ShapeError(
             f"schedule has tiles of {schedule.block_m} rows; a GEMM takes one of {HEIGHTS}."
         )
-    if schedule.tiles.numel() < triton.cdiv(num_rows, schedule.block_m) + num_experts:
+    if schedule.max_rows != num_rows:  # with more of them, tiles would lie beyond the output
         raise ShapeError(
-            f"schedule has {schedule.tiles.numel()} tiles of {schedule.block_m} rows for "
-            f"{num_experts} experts, and there are up to {num_rows} rows; make it with "
-            f"tile_schedule(offsets, max_rows={num_rows}, ...)."
+            f"schedule was made for {schedule.max_rows} rows, and there are {num_rows}; make it "
+            f"with tile_schedule(offsets, max_rows={num_rows}, ...)."
         )
 
 

@@ -9,11 +9,11 @@ import triton
 
 from ..checks import PAYLOAD_DTYPES, check_runnable, check_tensor
 from ..errors import DtypeError, ShapeError
+from .schedule import MAX_ROWS
 
 GATED = ("swiglu", "geglu")
 ACTIVATIONS = ("none", "silu", "gelu", *GATED)
 FP8 = torch.float8_e4m3fn
-MAX_ROWS = 2**30
 
 Operand = torch.Tensor | tuple[torch.Tensor, torch.Tensor]
 """A tensor, or e4m3 values and their float32 scales."""
@@ -66,6 +66,8 @@ class Epilogue:
 
 def num_parts(activation: str) -> int:
     """How many rows of the weights make one column of the output."""
+    if activation not in ACTIVATIONS:
+        raise ShapeError(f"activation is {activation!r}; it must be one of {ACTIVATIONS}.")
     return 2 if activation in GATED else 1
 
 
@@ -85,8 +87,8 @@ def check_rows(x: torch.Tensor, scale: torch.Tensor | None) -> None:
     """Raise unless rows x [M, K] can be read 16 bytes at a time; e4m3 rows have scales."""
     check_tensor("x", x, ("M", "K"), PAYLOAD_DTYPES if scale is None else (FP8,))
     check_row_bytes("x", x)
-    starts_at_16 = x.stride(0) * x.itemsize % 16 == 0 and x.data_ptr() % 16 == 0
-    if len(x) and (x.stride(1) != 1 or not starts_at_16):
+    rows_start_at_16 = len(x) == 1 or x.stride(0) * x.itemsize % 16 == 0
+    if len(x) and (x.stride(1) != 1 or not rows_start_at_16 or x.data_ptr() % 16):
         raise ShapeError(
             f"x has strides {tuple(x.stride())} and starts at address {x.data_ptr():#x}; its rows "
             "must be contiguous and start at multiples of 16 bytes. Pass x.contiguous() or a clone."
@@ -96,6 +98,7 @@ def check_rows(x: torch.Tensor, scale: torch.Tensor | None) -> None:
     if scale is not None:
         check_tensor("x[1]", scale, (x.shape[0], triton.cdiv(x.shape[1], 128)), (torch.float32,))
         check_devices(x, **{"x[1]": scale})
+        check_contiguous("x[1]", scale)
 
 
 def check_weights(
@@ -107,11 +110,9 @@ def check_weights(
     bias: torch.Tensor | None = None,
 ) -> None:
     """Raise unless w [L, N, K] can multiply rows of `a`'s dtype and device of length `depth`."""
-    if activation not in ACTIVATIONS:
-        raise ShapeError(f"activation is {activation!r}; it must be one of {ACTIVATIONS}.")
+    parts = num_parts(activation)
     check_tensor("w", w, ("L", "N", depth), (a.dtype,))
     check_row_bytes("w", w)
-    parts = num_parts(activation)
     granule = parts * 16 // output_dtype(a).itemsize
     if 0 in w.shape or w.shape[1] % granule:
         raise ShapeError(
@@ -126,10 +127,12 @@ def check_weights(
             "be contiguous [L, N, K] and start at a multiple of 16 bytes. Pass w.contiguous() or "
             "a clone, once."
         )
-    check_devices(a, w=w, bias=bias, **{"w[1]": scale})
+    check_devices(a, w=w)
     if scale is not None:
         blocks = [triton.cdiv(size, 128) for size in w.shape[1:]]
         check_tensor("w[1]", scale, (w.shape[0], *blocks), (torch.float32,))
+        check_devices(a, **{"w[1]": scale})
+        check_contiguous("w[1]", scale)
     if (scale is None) == (w.dtype == FP8):
         raise DtypeError(
             f"w is {str(w.dtype).removeprefix('torch.')} "
@@ -138,8 +141,8 @@ def check_weights(
         )
     if bias is not None:
         check_tensor("bias", bias, w.shape[:2], (w.dtype if scale is None else torch.bfloat16,))
-        if not bias.is_contiguous():
-            raise ShapeError(f"bias has strides {tuple(bias.stride())}; it must be contiguous.")
+        check_devices(a, bias=bias)
+        check_contiguous("bias", bias)
     check_runnable(a.device)
 
 
@@ -148,6 +151,7 @@ def check_row_weight(a: torch.Tensor, row_weight: torch.Tensor | None, num_rows:
     if row_weight is not None:
         check_tensor("row_weight", row_weight, (num_rows,), (torch.float32,))
         check_devices(a, row_weight=row_weight)
+        check_contiguous("row_weight", row_weight)
 
 
 def check_out(a: torch.Tensor, out: torch.Tensor, shape: tuple[int, ...]) -> None:
@@ -164,6 +168,20 @@ def check_out(a: torch.Tensor, out: torch.Tensor, shape: tuple[int, ...]) -> Non
 def output_dtype(a: torch.Tensor) -> torch.dtype:
     """e4m3 rows give bf16."""
     return torch.bfloat16 if a.dtype == FP8 else a.dtype
+
+
+def check_contiguous(name: str, tensor: torch.Tensor) -> None:
+    """Raise unless the tensor's elements lie one after the other."""
+    if not tensor.is_contiguous():
+        raise ShapeError(
+            f"{name} has strides {tuple(tensor.stride())}; it must be contiguous. "
+            f"Pass {name}.contiguous()."
+        )
+
+
+def canonical(tensor: torch.Tensor) -> torch.Tensor:
+    """The same memory with the usual strides, also where a size of 1 lets them be anything."""
+    return tensor.view(-1).view(tensor.shape) if tensor.is_contiguous() else tensor
 
 
 def check_row_bytes(name: str, tensor: torch.Tensor) -> None:

@@ -15,6 +15,8 @@ from .schedule_kernels import _tile_schedule_kernel
 INDEX_DTYPES = (torch.int32, torch.int64)
 MAX_BLOCK_M = 255
 """As large as the bits of a tile hold."""
+MAX_ROWS = 2**30
+"""Rows of a ragged descriptor."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -28,6 +30,7 @@ class TileSchedule:
     tiles: torch.Tensor
     num_tiles: torch.Tensor
     offsets: torch.Tensor
+    max_rows: int
     block_m: int
 
     def tolist(self) -> list[tuple[int, int, int]]:
@@ -47,11 +50,11 @@ def tile_schedule(offsets: torch.Tensor, max_rows: int, block_m: int) -> TileSch
     check_tensor("offsets", offsets, ("L+1",), INDEX_DTYPES)
     check_runnable(offsets.device)
     num_experts = offsets.numel() - 1
-    if num_experts < 1 or max_rows < 0 or not 1 <= block_m <= MAX_BLOCK_M:
+    if num_experts < 1 or not 0 <= max_rows <= MAX_ROWS or not 1 <= block_m <= MAX_BLOCK_M:
         raise ShapeError(
             f"offsets has {offsets.numel()} elements, max_rows is {max_rows} and block_m is "
             f"{block_m}; offsets needs one element more than there are experts, at least 2, and "
-            f"block_m lies in 1 .. {MAX_BLOCK_M}."
+            f"max_rows and block_m lie in 0 .. {MAX_ROWS} and 1 .. {MAX_BLOCK_M}."
         )
     offsets = offsets.contiguous()
     max_tiles = triton.cdiv(max_rows, block_m) + num_experts
@@ -64,10 +67,11 @@ def tile_schedule(offsets: torch.Tensor, max_rows: int, block_m: int) -> TileSch
             num_tiles,
             num_experts,
             max_rows,
+            max_tiles,
             BLOCK_M=block_m,
             MAX_EXPERTS=triton.next_power_of_2(num_experts),
             STEP=128,
             OVERLAP=launches_overlap(),
             **early_launch(),
         )
-    return TileSchedule(tiles, num_tiles, offsets, block_m)
+    return TileSchedule(tiles, num_tiles, offsets, max_rows, block_m)

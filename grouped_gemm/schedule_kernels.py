@@ -8,13 +8,14 @@ from ..lang import device_function
 from ..work import let_next_start, wait_for_previous
 
 
-@triton.jit(do_not_specialize=["num_experts", "max_rows"])
+@triton.jit(do_not_specialize=["num_experts", "max_rows", "max_tiles"])
 def _tile_schedule_kernel(
     offsets,
     tiles,
     num_tiles,
     num_experts,
     max_rows,
+    max_tiles,
     BLOCK_M: tl.constexpr,
     MAX_EXPERTS: tl.constexpr,
     STEP: tl.constexpr,
@@ -41,9 +42,10 @@ def _tile_schedule_kernel(
         tile = start + tl.arange(0, STEP)
         row = begin + tile.to(tl.int64) * BLOCK_M
         packed = row | tl.minimum(end - row, BLOCK_M) << 32 | expert.to(tl.int64) << 40
-        tl.store(tiles + first + tile, packed, mask=tile < count)
+        # Offsets that fall would make more tiles than there is room for.
+        tl.store(tiles + first + tile, packed, mask=(tile < count) & (first + tile < max_tiles))
     if expert == num_experts - 1:
-        tl.store(num_tiles, first + count)
+        tl.store(num_tiles, tl.minimum(first + count, max_tiles))
 
 
 @device_function

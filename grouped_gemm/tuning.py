@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 import torch
 from triton.runtime.errors import OutOfResources
 
@@ -11,10 +9,10 @@ from ..config import GemmConfig
 from ..errors import BackendError
 from ..tune import tune
 from .launch import gemm_problem, multiply
-from .operands import Epilogue, Rows, Weights, num_parts
+from .operands import Epilogue, Rows, Weights, check_rows, check_weights, num_parts
 from .schedule import tile_schedule
 
-ROUNDS = 7
+CALLS, ROUNDS = 5, 7
 
 
 def tune_gemm(
@@ -28,13 +26,16 @@ def tune_gemm(
     dtype: torch.dtype = torch.bfloat16,
 ) -> tuple[GemmConfig, float]:
     """Time the promising tiles of a grouped GEMM on random rows, spread evenly, and keep the best:
-    later calls on this kind of GPU, with as many rows up to a power of two, take it. Returns it
-    with its microseconds. num_columns is that of the output. Raises BackendError without a GPU."""
+    later calls on this kind of GPU that bring no schedule, with as many rows up to a power of two,
+    take it. Returns it with its microseconds. num_columns is that of the output. dtype: bf16 or
+    fp32. Raises BackendError without a GPU, ShapeError and DtypeError as `grouped_gemm` does."""
     if not torch.cuda.is_available():
         raise BackendError("tiles are measured on a GPU, and there is none.")
-    new: dict[str, Any] = dict(dtype=dtype, device="cuda")
-    w = torch.randn(num_experts, num_columns * num_parts(activation), depth, **new)
-    x = torch.randn(num_rows, depth, **new)
+    w = torch.randn(num_experts, num_columns * num_parts(activation), depth, device="cuda")
+    x = torch.randn(num_rows, depth, device="cuda").to(dtype)
+    w = w.to(dtype)
+    check_rows(x, None)
+    check_weights(x, w, depth, activation)
     ends = torch.linspace(0, num_rows, num_experts + 1, device="cuda").int()
     offset = torch.randperm(num_rows, device="cuda") * depth if gathered else None
     rows, weights, epilogue = Rows(x, offset), Weights(w), Epilogue(activation)
@@ -43,16 +44,22 @@ def tune_gemm(
 
     def run(config: GemmConfig) -> float:
         schedule = tile_schedule(ends, num_rows, config.block_m)
+        out = x.new_empty(num_rows, num_columns)
+        try:
+            multiply(rows, weights, epilogue, schedule, num_rows, out, config)
+        except OutOfResources:
+            return float("inf")
+        graph = torch.cuda.CUDAGraph()  # so that the GPU is timed, not Python
+        with torch.cuda.graph(graph):
+            for _ in range(CALLS):
+                multiply(rows, weights, epilogue, schedule, num_rows, out, config)
         times = []
         for _ in range(ROUNDS + 2):
             start.record()
-            try:
-                multiply(rows, weights, epilogue, schedule, num_rows, None, config)
-            except OutOfResources:
-                return float("inf")
+            graph.replay()
             end.record()
             torch.cuda.synchronize()
-            times.append(start.elapsed_time(end) * 1e3)
+            times.append(start.elapsed_time(end) * 1e3 / CALLS)
         return sorted(times[2:])[ROUNDS // 2]
 
     return tune(problem, run)

@@ -185,7 +185,7 @@ def check_runnable(device: torch.device) -> None:
 
 
 def check_no_grad(**tensors: torch.Tensor | None) -> None:
-    """There is no backward yet: losing a gradient in silence would be worse than an error."""
+    """Of a call without a backward: losing a gradient in silence would be worse than an error."""
     for name, tensor in tensors.items():
         if torch.is_grad_enabled() and getattr(tensor, "requires_grad", False):
             raise BackendError(

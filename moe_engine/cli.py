@@ -84,16 +84,21 @@ def gemm(
     gathered: Annotated[bool, typer.Option(help="Rows by index.")] = False,
     tune: Annotated[bool, typer.Option(help="Measure, and keep the best for this GPU.")] = False,
 ) -> None:
-    """Explain which tiles a grouped GEMM in bf16 takes; with --tune, measure them on this GPU."""
+    """Explain which tiles a grouped GEMM in bf16 takes on an H200; with --tune, measure them on
+    this GPU."""
     import torch
 
     from .config import GemmProblem, explain
     from .grouped_gemm import tune_gemm
     from .grouped_gemm.operands import num_parts
+    from .tune import tuned
 
     sizes = rows, experts, columns, depth
     gated = num_parts(activation) == 2
-    typer.echo(explain(GemmProblem(torch.bfloat16, *sizes, gated=gated, gathered=gathered)))
+    problem = GemmProblem(torch.bfloat16, *sizes, gated=gated, gathered=gathered)
+    typer.echo(explain(problem))
+    if found := tuned(problem):
+        typer.echo(f"measured before on this GPU, and taken: {found}")
     if tune:
         config, us = tune_gemm(*sizes, activation=activation, gathered=gathered)
         typer.echo(f"best of those measured: {config}, {us:.0f} us; kept for this GPU")

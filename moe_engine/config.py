@@ -1,4 +1,5 @@
-"""Choices that decide what is compiled. Made from dimensions alone, so that all ranks agree."""
+"""The choice of a grouped GEMM's tiles, from dimensions and measured constants. Ranks may choose
+differently: no protocol depends on it."""
 
 from __future__ import annotations
 

@@ -12,6 +12,7 @@ from pathlib import Path
 import torch
 
 from .config import GemmConfig, GemmProblem, candidates, predict
+from .errors import BackendError
 
 MAX_SLOWER = 1.5
 """Candidates predicted to take more than this many times the shortest time are not tried."""
@@ -25,7 +26,11 @@ def cache_path() -> Path:
 
 @functools.cache
 def _stored(path: Path) -> dict[str, dict[str, int]]:
-    return json.loads(path.read_text()) if path.exists() else {}
+    try:
+        stored = json.loads(path.read_text())
+    except (OSError, ValueError):  # none yet, or not ours
+        return {}
+    return stored if isinstance(stored, dict) else {}
 
 
 def _key(problem: GemmProblem, block_m: int | None) -> str:
@@ -42,7 +47,10 @@ def tuned(problem: GemmProblem, block_m: int | None = None) -> GemmConfig | None
     if not stored or problem.capability is None:
         return None
     found = stored.get(_key(problem, block_m))
-    return None if found is None else GemmConfig(**found)
+    try:
+        return None if found is None else GemmConfig(**found)
+    except TypeError:  # of another version
+        return None
 
 
 @functools.lru_cache(4096)
@@ -60,7 +68,10 @@ def tune(
     limit = MAX_SLOWER * min(predict(config, problem).us for config in shapes)
     times = {config: run(config) for config in shapes if predict(config, problem).us <= limit}
     best = min(times, key=lambda config: times[config])
+    if times[best] == float("inf"):
+        raise BackendError("the GPU refused every tile shape; there is nothing to keep.")
     path = cache_path()
+    _stored.cache_clear()  # another process may have written since
     path.parent.mkdir(parents=True, exist_ok=True)
     stored = _stored(path) | {_key(problem, block_m): asdict(best)}
     partial = path.with_suffix(f".{os.getpid()}")

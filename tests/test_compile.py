@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from dataclasses import replace
 from itertools import product
 from typing import Any
 
@@ -15,6 +16,7 @@ from moe_engine.grouped_gemm.backward_kernels import (
     _activation_dgrad_kernel,
     _activation_gradient_kernel,
     _bias_gradient_kernel,
+    _clear_rest_kernel,
     _gathered_sum_kernel,
     _wgrad_kernel,
 )
@@ -166,6 +168,12 @@ def test_fp32_gemm_on_hopper(activation: str, gathered: bool) -> None:
         assert_wide_loads(ptx, gathered)
 
 
+def test_splits_of_the_depth_on_hopper() -> None:
+    for config in shapes():
+        if config.block_m <= 64:
+            compile_gemm(replace(config, num_splits=2))
+
+
 @pytest.mark.parametrize("config", shapes(), ids=str)
 def test_dgrad_on_hopper(config: GemmConfig) -> None:
     compile_gemm(config, transposed=True)
@@ -246,6 +254,8 @@ def test_small_kernels() -> None:
         sizes,
         config,
     )
+    rest = {"x": "*bf16", "offsets": "*i64", "num_experts": "i32"} | rows
+    build(_clear_rest_kernel, rest, sizes, config)
     gathered = {"grad": "*bf16", "order": "*i64", "first": "*i64", "out": "*bf16", "K": "i32"}
     build(_gathered_sum_kernel, gathered, {"BLOCK_K": 1024}, config)
     config = GemmConfig(64, 128, 1, num_warps=8, num_stages=2)
@@ -278,7 +288,7 @@ def test_tile_schedule(offsets: str) -> None:
         {
             "offsets": offsets,
             **SCHEDULE,
-            **dict.fromkeys(["num_experts", "max_rows"], "i32"),
+            **dict.fromkeys(["num_experts", "max_rows", "max_tiles"], "i32"),
         },
         {"BLOCK_M": 128, "MAX_EXPERTS": 256, "STEP": 128, "OVERLAP": True},
     )

@@ -14,6 +14,7 @@ from typer.testing import CliRunner
 from moe_engine import tune
 from moe_engine.cli import app
 from moe_engine.config import GemmConfig, GemmProblem, candidates, explain, predict
+from moe_engine.errors import BackendError
 
 BF16, FP8, FP32 = torch.bfloat16, torch.float8_e4m3fn, torch.float32
 
@@ -73,6 +74,20 @@ def test_what_was_measured_comes_first(monkeypatch: pytest.MonkeyPatch, tmp_path
     assert tune.tuned(problem, 128) is None
     assert [path.name for path in tmp_path.iterdir()] == ["gemm.json"]
     tune.best_config.cache_clear()
+
+
+def test_a_bad_file_of_measurements_is_as_none(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.setenv("MOE_ENGINE_CACHE", str(tmp_path))
+    problem = GemmProblem(BF16, 65536, 32, 2048, 768)
+    for text in ("", "[]", f'{{"{tune._key(problem, None)}": {{"of another version": 1}}}}'):
+        tune.cache_path().write_text(text)
+        tune._stored.cache_clear()
+        assert tune.tuned(problem) is None
+    tune._stored.cache_clear()
+    with pytest.raises(BackendError, match="refused every tile"):
+        tune.tune(problem, lambda config: float("inf"))
 
 
 def test_command_line() -> None:

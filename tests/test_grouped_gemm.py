@@ -13,6 +13,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from moe_engine.emulation import RankPool
+from moe_engine.errors import ShapeError
 from moe_engine.grouped_gemm import gathered_gemm, gemm_config, grouped_gemm, tile_schedule
 from moe_engine.lang import INTERPRETED
 
@@ -294,6 +295,10 @@ def rows_past_the_output(group: Any) -> bool:
     memory = torch.full((12, 8), NAN, device=DEVICE)
     offsets = torch.tensor([0, 5, 12], device=DEVICE)
     grouped_gemm(x, w, offsets, out=memory[:8])
+    with pytest.raises(ShapeError, match="schedule was made for 12 rows, and there are 8"):
+        grouped_gemm(x, w, offsets, out=memory[:8], schedule=tile_schedule(offsets, 12, 64))
+    falling = torch.tensor([0, 100, 0, 100, 0, 100], device=DEVICE)
+    tile_schedule(falling, 100, 1)  # would make 300 tiles, for 105 places
     return bool((memory[:8] == 16).all()) and bool(memory[8:].isnan().all())
 
 

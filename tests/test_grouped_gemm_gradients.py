@@ -23,6 +23,7 @@ from test_grouped_gemm import (
 )
 
 from moe_engine.emulation import RankPool
+from moe_engine.errors import BackendError
 from moe_engine.grouped_gemm import dgrad, grouped_gemm, grouped_mlp, wgrad
 
 
@@ -98,6 +99,8 @@ class Inputs:
             if name == "row_weight" or (name == "x" and not self.case.indexed):
                 there = slice(self.num_rows)
             errors[name] = relative_error(got[there].cpu(), twin.grad[there])
+            if there != slice(None) and name == "x":
+                assert (got[self.num_rows :] == 0).all(), "rows that are none have a gradient"
         return errors
 
 
@@ -256,3 +259,19 @@ def no_rows(group: Any) -> bool:
 
 def test_no_rows(pool: RankPool) -> None:
     assert pool.run(no_rows, num_ranks=1) == [True]
+
+
+def odd_gradients(group: Any) -> None:
+    """A gradient that starts anywhere in memory; and graphs of gradients are refused."""
+    x, w = (torch.randn(size, device=DEVICE, requires_grad=True) for size in ((3, 16), (1, 32, 16)))
+    w_down = torch.randn(1, 16, 16, device=DEVICE, requires_grad=True)
+    offsets = torch.tensor([0, 3], device=DEVICE)
+    for y in (grouped_gemm(x, w, offsets), grouped_mlp(x, w, w_down, offsets)):
+        torch.cat([torch.ones(1, device=DEVICE), y.flatten()]).square().sum().backward()
+    y = grouped_gemm(x, w, offsets)
+    with pytest.raises(BackendError, match="no second-order gradients"):
+        torch.autograd.grad(y.sum(), x, create_graph=True)
+
+
+def test_odd_gradients(pool: RankPool) -> None:
+    pool.run(odd_gradients, num_ranks=1)
