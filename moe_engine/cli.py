@@ -10,7 +10,7 @@ import typer
 from rich.console import Console
 
 from .emulation import RankError
-from .errors import MoeEngineError
+from .errors import MoeEngineError, ShapeError
 from .models import Kind
 
 app = typer.Typer(no_args_is_help=True, add_completion=False)
@@ -94,7 +94,10 @@ def gemm(
     from .tune import tuned
 
     sizes = rows, experts, columns, depth
-    gated = num_parts(activation) == 2
+    try:
+        gated = num_parts(activation) == 2
+    except ShapeError as error:
+        raise typer.BadParameter(str(error)) from None
     problem = GemmProblem(torch.bfloat16, *sizes, gated=gated, gathered=gathered)
     typer.echo(explain(problem))
     if found := tuned(problem):

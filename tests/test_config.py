@@ -94,6 +94,8 @@ def test_command_line() -> None:
     sizes = "--rows 512 --experts 64 --columns 2048 --depth 768".split()
     result = CliRunner().invoke(app, ["gemm", *sizes, "--activation", "swiglu"])
     assert result.exit_code == 0 and "->" in result.output and "4096 columns" in result.output
+    result = CliRunner().invoke(app, ["gemm", *sizes, "--activation", "relu"])
+    assert result.exit_code == 2 and "it must be one of" in result.output
 
 
 @pytest.mark.gpu
