@@ -276,7 +276,7 @@ class _GroupedMlp(torch.autograd.Function):
         pre_grad, act, of_weight = activation_dgrad(
             grad, w_down, pre, place.schedule, ctx.activation, row_weight
         )
-        if of_weight is not None and b_down is not None:  # the weight scales the bias as well
+        if needs[5] and of_weight is not None and b_down is not None:  # it scales the bias as well
             rows = torch.arange(place.num_rows, device=grad.device)
             expert = torch.searchsorted(offsets[1:].contiguous(), rows, right=True)
             expert = expert.clamp_(max=len(b_down) - 1)
