@@ -27,10 +27,10 @@ from _common import MODELS, save
 from rich.console import Console
 from rich.table import Table
 
+from moe_engine.config import HBM_GBS
 from moe_engine.grouped_gemm import dgrad, grouped_gemm, wgrad
 
 os.environ["MOE_ENGINE_CACHE"] = tempfile.mkdtemp()
-HBM_GBS = 4300.0
 EXPERTS = {"mixtral-8x7b": 2, "qwen2-57b": 16, "qwen3-30b": 32, "deepseek-v3": 64}
 ROWS = {"mixtral-8x7b": 16384}
 GRAPH_US = 5000.0

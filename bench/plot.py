@@ -10,6 +10,8 @@ from typing import Any
 import matplotlib.pyplot as plt
 from _common import RESULTS
 
+from moe_engine.config import HBM_GBS
+
 DOCS = RESULTS.parent.parent / "docs"
 SHAPE = {"model": "deepseek-v3", "tokens": 8192, "ranks": 4, "routing": "uniform", "dtype": "bf16"}
 Line = dict[str, Any]
@@ -62,7 +64,7 @@ def draw_grouped_gemm() -> None:
         if (line["verb"], line["routing"], line["dtype"]) != ("forward", "uniform", "bf16"):
             continue
         if line["ratio_to"] == "floor":
-            curves[line["model"]].append((line["tokens"] / 64, 4300 / line["ratio"]))
+            curves[line["model"]].append((line["tokens"] / 64, HBM_GBS / line["ratio"]))
         elif line["tokens"] >= 16384:
             bars[line["impl"]][line["model"]] = line["tflops"]
     for place, (name, values) in enumerate(bars.items()):
@@ -74,7 +76,7 @@ def draw_grouped_gemm() -> None:
     prefill.legend(loc="lower right")
     for name, points in curves.items():
         decode.plot(*zip(*sorted(points), strict=True), marker="o", label=name)
-    decode.axhline(4300, linestyle="--", color="gray", label="a large copy")
+    decode.axhline(HBM_GBS, linestyle="--", color="gray", label="a large copy")
     decode.set(
         xlabel="rows per expert, 64 experts",
         ylabel="GB/s of weights",

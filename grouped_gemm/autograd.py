@@ -106,25 +106,12 @@ def grouped_gemm(
     w, w_scale = split_scales("w", w)
     check_rows(x, x_scale)
     check_weights(x, w, x.shape[1], activation, w_scale, bias)
-    gathered = row_index is not None
-    num_rows = x.shape[0]
-    if row_index is not None:
-        check_tensor("row_index", row_index, ("rows",), INDEX_DTYPES)
-        num_rows = row_index.numel()
-    check_row_weight(x, row_weight, num_rows)
-    config = gemm_config(
-        w,
-        num_rows,
-        activation,
-        gathered=gathered,
-        block_m=None if schedule is None else schedule.block_m,
-    )
-    place = _placement(x, w, offsets, row_index, num_rows, schedule, config)
+    place, config = _place(x, w, offsets, row_index, row_weight, activation, schedule)
     if not _wants_gradients(x, w, bias, row_weight):
         weights = Weights(w, w_scale, bias)
         epilogue = Epilogue(activation, row_weight)
         rows = place.rows(x, x_scale)
-        return multiply(rows, weights, epilogue, place.schedule, num_rows, out, config)
+        return multiply(rows, weights, epilogue, place.schedule, place.num_rows, out, config)
     if out is not None or x_scale is not None:
         what = "out" if out is not None else "fp8"
         raise BackendError(
@@ -169,13 +156,7 @@ def grouped_mlp(
         raise ShapeError(
             f"w_up has {w_up.shape[0]} experts, w_down {w_down.shape[0]}; both must have as many."
         )
-    num_rows = x.shape[0]
-    if row_index is not None:
-        check_tensor("row_index", row_index, ("rows",), INDEX_DTYPES)
-        num_rows = row_index.numel()
-    check_row_weight(x, row_weight, num_rows)
-    config = gemm_config(w_up, num_rows, activation, gathered=row_index is not None)
-    place = _placement(x, w_up, offsets, row_index, num_rows, None, config)
+    place, config = _place(x, w_up, offsets, row_index, row_weight, activation, None)
     tensors = x, w_up, w_down, b_up, b_down, row_weight
     y: torch.Tensor = _GroupedMlp.apply(
         *tensors, place, activation, config, _wants_gradients(*tensors)
@@ -187,20 +168,30 @@ def _wants_gradients(*tensors: torch.Tensor | None) -> bool:
     return torch.is_grad_enabled() and any(t is not None and t.requires_grad for t in tensors)
 
 
-def _placement(
+def _place(
     x: torch.Tensor,
     w: torch.Tensor,
     offsets: torch.Tensor,
     row_index: torch.Tensor | None,
-    num_rows: int,
+    row_weight: torch.Tensor | None,
+    activation: str,
     schedule: TileSchedule | None,
-    config: GemmConfig,
-) -> Placement:
+) -> tuple[Placement, GemmConfig]:
+    """Check where the rows are and what weighs them, and choose the tiles of their product with
+    w."""
+    num_rows = x.shape[0]
+    if row_index is not None:
+        check_tensor("row_index", row_index, ("rows",), INDEX_DTYPES)
+        num_rows = row_index.numel()
     check_tensor("offsets", offsets, (w.shape[0] + 1,), INDEX_DTYPES)
     check_devices(x, offsets=offsets, row_index=row_index)
+    check_row_weight(x, row_weight, num_rows)
+    block_m = None if schedule is None else schedule.block_m
+    gathered = row_index is not None
+    config = gemm_config(w, num_rows, activation, gathered=gathered, block_m=block_m)
     if schedule is None:
         schedule = tile_schedule(offsets, num_rows, config.block_m)
-    return Placement(schedule.offsets, row_index, schedule, num_rows)
+    return Placement(schedule.offsets, row_index, schedule, num_rows), config
 
 
 class _GroupedGemm(torch.autograd.Function):

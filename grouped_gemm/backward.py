@@ -27,6 +27,7 @@ from .operands import (
     Weights,
     canonical,
     check_devices,
+    check_out,
     check_rows,
     check_weights,
     num_parts,
@@ -34,6 +35,7 @@ from .operands import (
 from .schedule import INDEX_DTYPES, TileSchedule, tile_schedule
 
 BLOCK_ROWS, BLOCK_COLUMNS = 16, 64
+NUM_CLEAR_PROGRAMS = 132
 
 
 def dgrad(
@@ -112,10 +114,7 @@ def wgrad(
         if accumulate:
             raise ShapeError("accumulate is True and out is None; pass the gradient to add to.")
         out = grad.new_empty(shape)
-    check_tensor("out", out, shape, PAYLOAD_DTYPES)
-    check_devices(grad, out=out)
-    if not out.is_contiguous() or out.data_ptr() % 16:
-        raise ShapeError(f"out has strides {tuple(out.stride())}; it must be contiguous.")
+    check_out(grad, out, shape, PAYLOAD_DTYPES)
     if num_rows == 0:
         return out if accumulate else out.zero_()
     problem = gemm_problem(out, num_rows, gathered=row_offset is not None)
@@ -137,13 +136,7 @@ def wgrad(
             num_columns,
             depth,
             ACCUMULATE=accumulate,
-            SUBTILES=config.subtiles,
-            BLOCK_M=block_m,
-            BLOCK_N=block_n,
-            BLOCK_K=block_k,
-            GROUP_M=config.group_m,
-            num_warps=config.num_warps,
-            num_stages=config.num_stages,
+            **config.launch_options(),
         )
     return out
 
@@ -193,13 +186,7 @@ def activation_dgrad(
                 num_columns,
                 depth,
                 ACTIVATION=activation,
-                SUBTILES=config.subtiles,
-                BLOCK_M=block_m,
-                BLOCK_N=block_n,
-                BLOCK_K=block_k,
-                GROUP_M=config.group_m,
-                num_warps=config.num_warps,
-                num_stages=config.num_stages,
+                **config.launch_options(),
             )
     return pre_grad, act, None if weight_grad is None else weight_grad.sum(0)
 
@@ -251,10 +238,9 @@ def bias_gradient(
 
 def clear_rest(x: torch.Tensor, offsets: torch.Tensor) -> torch.Tensor:
     """x [rows, N] itself, contiguous, with 0 in the rows from offsets[L] on."""
-    blocks = triton.cdiv(x.shape[0], BLOCK_ROWS), triton.cdiv(x.shape[1], BLOCK_COLUMNS)
     if x.numel():
         with torch.cuda.device_of(x):
-            _clear_rest_kernel[blocks](
+            _clear_rest_kernel[(min(triton.cdiv(x.shape[0], BLOCK_ROWS), NUM_CLEAR_PROGRAMS),)](
                 x,
                 offsets,
                 offsets.numel() - 1,

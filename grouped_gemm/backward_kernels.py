@@ -11,11 +11,11 @@ from .kernels import (
     gaussian_cdf,
     gemm_tile,
     halves,
+    is_gated,
     load_rows,
-    load_tile,
     store_rows,
-    tile_coordinates,
 )
+from .schedule_kernels import load_tile, tile_coordinates
 
 
 @device_function
@@ -30,7 +30,7 @@ def activation_gradient(grad, gate, up, ACTIVATION: tl.constexpr):
         value = gate * cdf
         slope = cdf + gate * tl.exp(-0.5 * gate * gate) * INV_SQRT_2PI
     of_gate, of_up = grad * slope, grad * value
-    if ACTIVATION == "swiglu" or ACTIVATION == "geglu":
+    if is_gated(ACTIVATION):
         of_gate = of_gate * up
     return of_gate, of_up
 
@@ -44,7 +44,7 @@ def expert_rows(expert, offsets, max_rows):
 
 @device_function
 def load_pre(pre, part, rows, end, columns, N, PARTS: tl.constexpr):
-    """fp32 tile of the pre-activations [rows, PARTS, N]; 0 outside."""
+    """fp32 tile of [rows, PARTS, N], pre-activations or a gradient; 0 outside."""
     at = pre + rows.to(tl.int64)[:, None] * (N * PARTS) + (part * N + columns)[None, :]
     inside = tl.max_constancy(columns < N, 128 // pre.dtype.element_ty.primitive_bitwidth)
     mask = (rows < end)[:, None] & inside[None, :]
@@ -83,7 +83,7 @@ def finish_gradient(
                         n + half, N, ACTIVATION, rest)
         # fmt: on
     else:
-        GATED: tl.constexpr = ACTIVATION == "swiglu" or ACTIVATION == "geglu"
+        GATED: tl.constexpr = is_gated(ACTIVATION)
         PARTS: tl.constexpr = 2 if GATED else 1
         rows = row + tl.arange(0, acc.shape[0])
         columns = n + tl.arange(0, acc.shape[1])
@@ -168,7 +168,7 @@ def _activation_gradient_kernel(
     BLOCK_N: tl.constexpr,
 ):
     """pre_grad [rows, PARTS, N] from grad [rows, N], where the activation stood alone."""
-    GATED: tl.constexpr = ACTIVATION == "swiglu" or ACTIVATION == "geglu"
+    GATED: tl.constexpr = is_gated(ACTIVATION)
     PARTS: tl.constexpr = 2 if GATED else 1
     end = tl.minimum(tl.load(offsets + num_experts), max_rows).to(tl.int32)
     rows = tl.program_id(0) * BLOCK_M + tl.arange(0, BLOCK_M)
@@ -279,12 +279,14 @@ def _bias_gradient_kernel(
 def _clear_rest_kernel(
     x, offsets, num_experts, max_rows, N, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr
 ):
-    """Set the rows of x [max_rows, N] that no expert owns to 0."""
-    rows = tl.program_id(0) * BLOCK_M + tl.arange(0, BLOCK_M)
-    columns = tl.program_id(1) * BLOCK_N + tl.arange(0, BLOCK_N)
-    rest = (rows >= tl.load(offsets + num_experts)) & (rows < max_rows)
-    at = x + rows.to(tl.int64)[:, None] * N + columns[None, :]
-    tl.store(at, 0.0, mask=rest[:, None] & (columns < N)[None, :])
+    """Set the rows of x [max_rows, N] that no expert owns to 0; there are often none."""
+    first = tl.load(offsets + num_experts).to(tl.int32) + tl.program_id(0) * BLOCK_M
+    for row in range(first, max_rows, tl.num_programs(0) * BLOCK_M):
+        rows = row + tl.arange(0, BLOCK_M)
+        for column in range(0, N, BLOCK_N):
+            columns = column + tl.arange(0, BLOCK_N)
+            at = x + rows.to(tl.int64)[:, None] * N + columns[None, :]
+            tl.store(at, 0.0, mask=(rows < max_rows)[:, None] & (columns < N)[None, :])
 
 
 @triton.jit(do_not_specialize=["K"])

@@ -10,7 +10,7 @@ import triton.language as tl
 
 from ..lang import device_function, dot, round_to
 from ..work import wait_for_previous
-from .schedule_kernels import unpack_tile
+from .schedule_kernels import load_tile, unpack_tile
 
 RAGGED = tl.constexpr(0x40000000)
 """Rows that a ragged descriptor claims to have: 2**30, whatever the tensor has."""
@@ -18,28 +18,10 @@ INV_SQRT_2 = tl.constexpr(0.7071067811865476)
 INV_SQRT_2PI = tl.constexpr(0.3989422804014327)
 
 
-@device_function
-def tile_coordinates(tile, num_m, num_n, GROUP_M: tl.constexpr):
-    """(m, n) of a tile. Tiles in flight together share rows of A and of the weights in L2.
-
-    num_m 3, num_n 2, GROUP_M 2: (0, 0) (1, 0) (0, 1) (1, 1) (2, 0) (2, 1).
-    """
-    first = tile // (GROUP_M * num_n) * GROUP_M
-    height = tl.minimum(num_m - first, GROUP_M)
-    inside = tile % (GROUP_M * num_n)
-    return first + inside % height, inside // height
-
-
-@device_function
-def load_tile(tiles, tile, num_m, num_n, GROUP_M: tl.constexpr):
-    """(expert, first row, end of the rows, block of columns) of a tile of the output.
-
-    One load, as the program waits for it. Read ahead and handed on from tile to tile, it would come
-    out wrong: flattened loops replace what is handed on too early (Triton 3.6).
-    """
-    m, block = tile_coordinates(tile, num_m, num_n, GROUP_M)
-    expert, row, end = unpack_tile(tl.load(tiles + m))
-    return expert, row, end, block
+@triton.constexpr_function
+def is_gated(activation):
+    """Whether an activation is of a gate, times the columns of up."""
+    return activation == "swiglu" or activation == "geglu"
 
 
 @device_function
@@ -183,7 +165,7 @@ def activate(gate, up, ACTIVATION: tl.constexpr):
         value = gate * tl.sigmoid(gate)
     elif ACTIVATION == "geglu" or ACTIVATION == "gelu":
         value = gate * gaussian_cdf(gate)
-    if ACTIVATION == "swiglu" or ACTIVATION == "geglu":
+    if is_gated(ACTIVATION):
         value = value * up
     return value
 
@@ -221,7 +203,7 @@ def finish_tile(
     finished and stored in as many parts, through as much less shared memory and fewer registers.
     """
     gate, up = acc, acc
-    if ACTIVATION == "swiglu" or ACTIVATION == "geglu":
+    if is_gated(ACTIVATION):
         gate, up = halves(acc)
     # fmt: off
     finish_columns(gate, up, out, pre, bias, row_weight, part, row, end, expert, n, N,
@@ -259,7 +241,7 @@ def finish_columns(
                        middle, N, ACTIVATION, rest)
         # fmt: on
     else:
-        GATED: tl.constexpr = ACTIVATION == "swiglu" or ACTIVATION == "geglu"
+        GATED: tl.constexpr = is_gated(ACTIVATION)
         PARTS: tl.constexpr = 2 if GATED else 1
         if bias is not None:
             columns = n + tl.arange(0, gate.shape[1])
@@ -322,7 +304,7 @@ def _grouped_gemm_kernel(
     early launch: it reads nothing of what the launch before makes until that has ended.
     """
     GATHERED: tl.constexpr = row_offset is not None
-    PARTS: tl.constexpr = 2 if ACTIVATION == "swiglu" or ACTIVATION == "geglu" else 1
+    PARTS: tl.constexpr = 2 if is_gated(ACTIVATION) else 1
     wait_for_previous(OVERLAP)
     num_m = tl.load(num_tiles)
     num_n = tl.cdiv(N, BLOCK_N // PARTS)
@@ -377,7 +359,7 @@ def _split_sum_kernel(
     BLOCK_N: tl.constexpr,
 ):
     """Add up the shares of K, in order, and finish the tiles as `_grouped_gemm_kernel` does."""
-    PARTS: tl.constexpr = 2 if ACTIVATION == "swiglu" or ACTIVATION == "geglu" else 1
+    PARTS: tl.constexpr = 2 if is_gated(ACTIVATION) else 1
     num_n = tl.cdiv(N, BLOCK_N // PARTS)
     for tile in range(tl.program_id(0), tl.load(num_tiles) * num_n, tl.num_programs(0)):
         expert, row, end = unpack_tile(tl.load(tiles + tile // num_n))

@@ -186,14 +186,8 @@ def _launch(
             SPLITS=config.num_splits,
             ACTIVATION=epilogue.activation,
             TRANSPOSED=weights.transposed,
-            SUBTILES=config.subtiles,
-            BLOCK_M=block_m,
-            BLOCK_N=block_n,
-            BLOCK_K=block_k,
-            GROUP_M=config.group_m,
             OVERLAP=launches_overlap(),
-            num_warps=config.num_warps,
-            num_stages=config.num_stages,
+            **config.launch_options(),
             **early_launch(),
         )
 

@@ -154,9 +154,14 @@ def check_row_weight(a: torch.Tensor, row_weight: torch.Tensor | None, num_rows:
         check_contiguous("row_weight", row_weight)
 
 
-def check_out(a: torch.Tensor, out: torch.Tensor, shape: tuple[int, ...]) -> None:
-    """Raise unless `out` may take the result of rows like `a`."""
-    check_tensor("out", out, shape, (output_dtype(a),))
+def check_out(
+    a: torch.Tensor,
+    out: torch.Tensor,
+    shape: tuple[int, ...],
+    dtypes: tuple[torch.dtype, ...] | None = None,
+) -> None:
+    """Raise unless `out` may take the result of rows like `a`; of their own dtype by default."""
+    check_tensor("out", out, shape, dtypes or (output_dtype(a),))
     check_devices(a, out=out)
     if not out.is_contiguous() or out.data_ptr() % 16:
         raise ShapeError(

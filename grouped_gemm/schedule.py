@@ -10,6 +10,7 @@ import triton
 from ..checks import check_runnable, check_tensor
 from ..errors import ShapeError
 from ..hardware import early_launch, launches_overlap
+from ..slots import next_power_of_2
 from .schedule_kernels import _tile_schedule_kernel
 
 INDEX_DTYPES = (torch.int32, torch.int64)
@@ -69,7 +70,7 @@ def tile_schedule(offsets: torch.Tensor, max_rows: int, block_m: int) -> TileSch
             max_rows,
             max_tiles,
             BLOCK_M=block_m,
-            MAX_EXPERTS=triton.next_power_of_2(num_experts),
+            MAX_EXPERTS=next_power_of_2(num_experts),
             STEP=128,
             OVERLAP=launches_overlap(),
             **early_launch(),

@@ -1,5 +1,5 @@
-"""The kernel that cuts rows into tiles, and what a tile is packed into: one 64-bit word, so that
-reading it ahead of its turn takes one load."""
+"""The kernel that cuts rows into tiles, and how GEMMs go through them. A tile is packed into one
+64-bit word, as a GEMM waits for it at each tile and so makes one load."""
 
 import triton
 import triton.language as tl
@@ -53,3 +53,27 @@ def unpack_tile(packed):
     """(expert, first row, end of the rows) of a tile."""
     row = (packed & 0x7FFFFFFF).to(tl.int32)
     return (packed >> 40).to(tl.int32), row, row + (packed >> 32 & 0xFF).to(tl.int32)
+
+
+@device_function
+def tile_coordinates(tile, num_m, num_n, GROUP_M: tl.constexpr):
+    """(m, n) of a tile. Tiles in flight together share rows of A and of the weights in L2.
+
+    num_m 3, num_n 2, GROUP_M 2: (0, 0) (1, 0) (0, 1) (1, 1) (2, 0) (2, 1).
+    """
+    first = tile // (GROUP_M * num_n) * GROUP_M
+    height = tl.minimum(num_m - first, GROUP_M)
+    inside = tile % (GROUP_M * num_n)
+    return first + inside % height, inside // height
+
+
+@device_function
+def load_tile(tiles, tile, num_m, num_n, GROUP_M: tl.constexpr):
+    """(expert, first row, end of the rows, block of columns) of a tile of the output.
+
+    One load, as the program waits for it. Read ahead and handed on from tile to tile, it would come
+    out wrong: flattened loops replace what is handed on too early (Triton 3.6).
+    """
+    m, block = tile_coordinates(tile, num_m, num_n, GROUP_M)
+    expert, row, end = unpack_tile(tl.load(tiles + m))
+    return expert, row, end, block

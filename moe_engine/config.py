@@ -85,6 +85,18 @@ class GemmConfig:
     group_m: int = 8
     num_splits: int = 1
 
+    def launch_options(self) -> dict[str, int]:
+        """What every kernel of such tiles is launched with."""
+        return {
+            "SUBTILES": self.subtiles,
+            "BLOCK_M": self.block_m,
+            "BLOCK_N": self.block_n,
+            "BLOCK_K": self.block_k,
+            "GROUP_M": self.group_m,
+            "num_warps": self.num_warps,
+            "num_stages": self.num_stages,
+        }
+
     @classmethod
     def choose(cls, problem: GemmProblem, block_m: int | None = None) -> GemmConfig:
         """The tiles of `candidates` with the shortest predicted time; of height block_m, where a

@@ -13,6 +13,7 @@ import torch
 
 from .config import GemmConfig, GemmProblem, candidates, predict
 from .errors import BackendError
+from .slots import next_power_of_2
 
 MAX_SLOWER = 1.5
 """Candidates predicted to take more than this many times the shortest time are not tried."""
@@ -35,8 +36,9 @@ def _stored(path: Path) -> dict[str, dict[str, int]]:
 
 def _key(problem: GemmProblem, block_m: int | None) -> str:
     """Equal for problems that share a result: rows count by powers of two."""
-    rows = 1 << max(0, problem.num_rows - 1).bit_length()
-    fields = asdict(replace(problem, num_rows=rows)) | {"block_m": block_m}
+    fields = asdict(replace(problem, num_rows=next_power_of_2(problem.num_rows))) | {
+        "block_m": block_m
+    }
     device = torch.cuda.get_device_name() if torch.cuda.is_available() else "cpu"
     return " ".join([device, *(f"{name}={value}" for name, value in fields.items())])
 

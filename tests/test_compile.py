@@ -64,13 +64,9 @@ def build(
     return built
 
 
-def blocks(config: GemmConfig) -> dict[str, int]:
-    return {
-        "BLOCK_M": config.block_m,
-        "BLOCK_N": config.block_n,
-        "BLOCK_K": config.block_k,
-        "GROUP_M": config.group_m,
-    }
+def constants(config: GemmConfig) -> dict[str, int]:
+    """Those of the launch options that kernels take as arguments."""
+    return {name: size for name, size in config.launch_options().items() if name.isupper()}
 
 
 def stored(name: str, config: GemmConfig, width: int) -> str:
@@ -112,9 +108,8 @@ def compile_gemm(
             "SPLITS": config.num_splits,
             "ACTIVATION": activation,
             "TRANSPOSED": transposed,
-            "SUBTILES": config.subtiles,
             "OVERLAP": arch >= 90,
-            **blocks(config),
+            **constants(config),
         },
         config,
         arch,
@@ -199,7 +194,7 @@ def test_activation_dgrad_on_hopper(block_m: int, weighted: bool, activation: st
             **SCHEDULE,
             **dict.fromkeys(["max_rows", "N", "K"], "i32"),
         },
-        {"ACTIVATION": activation, "SUBTILES": config.subtiles, **blocks(config)},
+        {"ACTIVATION": activation, **constants(config)},
         config,
     )
 
@@ -232,7 +227,7 @@ def test_wgrad_on_hopper(
                 "offsets": "*i64",
                 **dict.fromkeys(["num_experts", "max_rows", "N", "K"], "i32"),
             },
-            {"ACCUMULATE": accumulate, "SUBTILES": config.subtiles, **blocks(config)},
+            {"ACCUMULATE": accumulate, **constants(config)},
             config,
         )
 
