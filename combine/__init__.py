@@ -1,5 +1,14 @@
 """Combine: return the experts' rows to the tokens' ranks and add them up there."""
 
-from .launch import Sums, final_sum, return_rows, return_sums
+from .launch import Sums, final_sum, return_rows
+from .layer import LayerSums, gemm_combine, layer_sum, return_sums
 
-__all__ = ["Sums", "final_sum", "return_rows", "return_sums"]
+__all__ = [
+    "LayerSums",
+    "Sums",
+    "final_sum",
+    "gemm_combine",
+    "layer_sum",
+    "return_rows",
+    "return_sums",
+]

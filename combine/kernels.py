@@ -81,13 +81,14 @@ def return_rows_kernel(
         own, most_rows = open_regions(num_rows, 0, row_bytes, context)
         num_chunks = tl.cdiv(most_rows, CHUNK_ROWS)
         num_blocks = tl.cdiv(hidden, COLUMNS)
-        chunks_here = num_chunks_here(num_chunks, num_push_programs, SPAN)
-        due = take_turns(LANES * row_bytes // num_blocks, context)
+        program = tl.program_id(0)
+        chunks_here = num_chunks_here(num_chunks, program, num_push_programs, SPAN)
+        due = take_turns(LANES * row_bytes // num_blocks, program, context)
         for turn in range(0, num_spans(num_chunks, num_push_programs, SPAN)):
-            first_chunk, end_chunk = span(turn, num_chunks, num_push_programs, SPAN)
+            first_chunk, end_chunk = span(turn, num_chunks, program, num_push_programs, SPAN)
             end = min(end_chunk * CHUNK_ROWS, most_rows)
             for first in range(first_chunk * CHUNK_ROWS * num_peers, end * num_peers, LANES):
-                peers, rows = deal(first, num_peers, context, LANES)
+                peers, rows = deal(first, rank + 1, num_peers, context, LANES)
                 count = received_rows(rank_prefix_matrix, peers, context)
                 at = tl.load(rank_prefix_matrix + peers * num_ranks + rank) - count + rows
                 inside = (rows < end) & (rows < count)
@@ -131,7 +132,6 @@ def return_rows_kernel(
                 row_bytes,
                 weights_offset,
                 NUM_BIASES,
-                True,
                 HAS_WEIGHTS,
                 NUM_TOPK,
                 TOPK_PAD,
@@ -145,66 +145,11 @@ def return_rows_kernel(
             group = claim_next(num_push_programs, context)
 
 
-@triton.jit(do_not_specialize=["max_rows"])
-def return_sums_kernel(
-    y,  # [M, H] expert rows
-    expert_row,  # int32 [R, max_rows, K]: row of y of each lane, or -1
-    lane_weight,  # float32 [R, max_rows, K]
-    rank_prefix_matrix,  # int32 [R, R]
-    context,
-    max_rows,
-    hidden,
-    row_bytes,
-    NUM_TOPK: tl.constexpr,
-    ALIGNED: tl.constexpr,
-    RANKS_PAD: tl.constexpr,
-    CHUNK_ROWS: tl.constexpr,
-    SPAN: tl.constexpr,
-    LANES: tl.constexpr,
-    BLOCK_H: tl.constexpr,
-):
-    """Sum the expert rows of each received token, weighted, and write one row to its source.
-
-    fp32, in top-k lane order, rounded once to the type of `y`; LANES rows at a time.
-    """
-    if is_broken(context):
-        return
-    num_rows = received_rows(rank_prefix_matrix, tl.arange(0, RANKS_PAD), context)
-    own, most_rows = open_regions(num_rows, 0, row_bytes, context)
-    num_ranks = tl.load(context + NUM_RANKS).to(tl.int32)
-    num_chunks = tl.cdiv(most_rows, CHUNK_ROWS)
-    for turn in range(0, num_spans(num_chunks, tl.num_programs(0), SPAN)):
-        first_chunk, end_chunk = span(turn, num_chunks, tl.num_programs(0), SPAN)
-        end = min(end_chunk * CHUNK_ROWS, most_rows)
-        for first in range(first_chunk * CHUNK_ROWS * num_ranks, end * num_ranks, LANES):
-            peers, rows = deal(first, num_ranks, context, LANES)
-            count = received_rows(rank_prefix_matrix, peers, context)
-            inside = (rows < end) & (rows < count)
-            to = symm_at(own + rows.to(tl.int64) * row_bytes, peers, context)
-            to_rows = as_pointer(to, y.dtype.element_ty)
-            lane0 = (peers * max_rows + rows) * NUM_TOPK
-            for column in range(0, hidden, BLOCK_H):
-                columns = column + tl.arange(0, BLOCK_H)
-                in_row = row_mask(columns, hidden, y.dtype.element_ty, ALIGNED)
-                total = tl.zeros([LANES, BLOCK_H], tl.float32)
-                for lane in tl.range(0, NUM_TOPK, loop_unroll_factor=2):
-                    at = tl.load(expert_row + lane0 + lane, mask=inside, other=-1)
-                    weight = tl.load(lane_weight + lane0 + lane, mask=at >= 0, other=0.0)
-                    real = (at >= 0)[:, None] & in_row[None, :]
-                    rows_of_y = y + at.to(tl.int64) * hidden
-                    part = tl.load(row_pointers(rows_of_y, columns, ALIGNED), mask=real, other=0.0)
-                    total += weight[:, None] * part.to(tl.float32)
-                real = inside[:, None] & in_row[None, :]
-                values = round_to(total, y.dtype.element_ty)
-                put(row_pointers(to_rows, columns, ALIGNED), values, real)
-        raise_chunks(first_chunk, end_chunk, num_rows, context, CHUNK_ROWS, SPAN)
-
-
 @triton.jit(do_not_specialize=["num_tokens"])
 def final_sum_kernel(
     out,  # [T, H], out
     out_weights,  # float32 [T, K], out with HAS_WEIGHTS
-    own_rows,  # [N, H], what this rank returned, with OWN_IN_PLACE; see `return_rows_kernel`
+    own_rows,  # [N, H], what this rank returned; see `return_rows_kernel`
     own_weights,  # float32 [N, K], likewise, with HAS_WEIGHTS
     bias_0,  # [T, H] with NUM_BIASES >= 1
     bias_1,  # [T, H] with NUM_BIASES == 2
@@ -216,7 +161,6 @@ def final_sum_kernel(
     row_bytes,
     weights_offset,
     NUM_BIASES: tl.constexpr,
-    OWN_IN_PLACE: tl.constexpr,
     HAS_WEIGHTS: tl.constexpr,
     NUM_TOPK: tl.constexpr,
     TOPK_PAD: tl.constexpr,
@@ -248,7 +192,6 @@ def final_sum_kernel(
             row_bytes,
             weights_offset,
             NUM_BIASES,
-            OWN_IN_PLACE,
             HAS_WEIGHTS,
             NUM_TOPK,
             TOPK_PAD,
@@ -281,7 +224,6 @@ def _sum_group(
     row_bytes,
     weights_offset,
     NUM_BIASES: tl.constexpr,
-    OWN_IN_PLACE: tl.constexpr,
     HAS_WEIGHTS: tl.constexpr,
     NUM_TOPK: tl.constexpr,
     TOPK_PAD: tl.constexpr,
@@ -299,7 +241,7 @@ def _sum_group(
     rank = tl.load(context + RANK).to(tl.int32)
     lanes = tl.arange(0, TOPK_PAD)
     tokens = group * GROUP + tl.arange(0, GROUP)
-    token = _wait_returned(send_head, tokens, num_tokens, context, CHUNK_ROWS, RANKS, RANKS_PAD)
+    token = wait_returned(send_head, tokens, num_tokens, context, CHUNK_ROWS, RANKS, RANKS_PAD)
     inside = (tokens < num_tokens) & (token == 1)
     own_start = tl.load(rank_prefix_matrix + rank * RANKS + rank)
     own_start -= received_rows(rank_prefix_matrix, rank, context)
@@ -311,13 +253,12 @@ def _sum_group(
         row = head // RANKS
         at = consume_token(region(head % RANKS, context), token) + row.to(tl.int64) * row_bytes
         weights_at = at + weights_offset
-        if OWN_IN_PLACE:
-            is_own = head % RANKS == rank
-            own = (own_rows + (own_start + row).to(tl.int64) * hidden).to(tl.int64)
-            at = tl.where(is_own, own, at)
-            if HAS_WEIGHTS:
-                own = (own_weights + (own_start + row) * NUM_TOPK).to(tl.int64)
-                weights_at = tl.where(is_own, own, weights_at)
+        is_own = head % RANKS == rank
+        own = (own_rows + (own_start + row).to(tl.int64) * hidden).to(tl.int64)
+        at = tl.where(is_own, own, at)
+        if HAS_WEIGHTS:
+            own = (own_weights + (own_start + row) * NUM_TOPK).to(tl.int64)
+            weights_at = tl.where(is_own, own, weights_at)
         addresses = addresses + (tl.where(head >= 0, at, 0),)
         weight_addresses = weight_addresses + (tl.where(head >= 0, weights_at, 0),)
     for column in range(0, hidden, BLOCK_H):
@@ -352,7 +293,7 @@ def _sum_group(
 
 
 @device_function
-def _wait_returned(
+def wait_returned(
     send_head,
     tokens,
     num_tokens,
@@ -361,12 +302,13 @@ def _wait_returned(
     RANKS: tl.constexpr,
     RANKS_PAD: tl.constexpr,
 ):
-    """Wait until all rows of `tokens` [B] have been returned. Returns a token."""
+    """Wait until the other ranks have returned all rows of `tokens` [B]. Returns a token."""
+    rank = tl.load(context + RANK).to(tl.int32)
     places = tl.arange(0, RANKS_PAD)
     inside = (tokens < num_tokens)[:, None] & (places < RANKS)[None, :]
     heads = tl.load(send_head + tokens[:, None] * RANKS + places[None, :], mask=inside, other=-1)
     head = tl.reshape(heads, [tokens.shape[0] * RANKS_PAD])
-    sent = head >= 0
+    sent = (head >= 0) & (head % RANKS != rank)
     writer = tl.where(sent, head % RANKS, 0)
     flags = chunk_flag(writer, tl.where(sent, head // RANKS // CHUNK_ROWS, 0), context)
     return wait(flags, sent, current_epoch(context), writer, context, PHASE_RETURNED_ROWS)

@@ -10,10 +10,9 @@ import torch
 
 from ..hardware import BYTES_IN_FLIGHT
 from ..lang import INTERPRETED
-from ..routing import ExpertPlan
 from ..slots import RowLayout, Slots, next_power_of_2
 from ..words import COPY_ROWS
-from .kernels import final_sum_kernel, return_rows_kernel, return_sums_kernel
+from .kernels import final_sum_kernel, return_rows_kernel
 
 NUM_SUM_PROGRAMS = 2 if INTERPRETED else 264
 NUM_WARPS = 16
@@ -99,48 +98,13 @@ def return_rows(
     )
 
 
-def return_sums(
-    y: torch.Tensor,
-    plan: ExpertPlan,
-    rank_prefix_matrix: torch.Tensor,
-    num_comm_sms: int,
-    slots: Slots,
-) -> None:
-    """Write one weighted sum of expert rows y [M, H] per received token to its source. Begins a
-    call."""
-    hidden = y.shape[1]
-    _, max_rows, num_topk = plan.expert_row.shape
-    row = RowLayout(hidden * y.itemsize)
-    # Many rows at a time: a row has but few lanes here, and each is a read that waits for memory.
-    lanes = 8
-    return_sums_kernel[(num_comm_sms,)](
-        y,
-        plan.expert_row,
-        plan.lane_weight,
-        rank_prefix_matrix,
-        slots.context.words,
-        max_rows,
-        hidden,
-        row.num_bytes,
-        NUM_TOPK=num_topk,
-        ALIGNED=row.payload_bytes % 16 == 0,
-        RANKS_PAD=next_power_of_2(slots.layout.num_ranks),
-        CHUNK_ROWS=slots.layout.chunk_rows(row.num_bytes),
-        SPAN=slots.layout.span(row.num_bytes),
-        LANES=lanes,
-        BLOCK_H=_sum_columns(hidden, 8192, lanes),
-        num_warps=32,
-    )
-
-
 def final_sum(
-    sums: Sums, own_rows: torch.Tensor | None, own_weights: torch.Tensor | None, slots: Slots
+    sums: Sums, own_rows: torch.Tensor, own_weights: torch.Tensor | None, slots: Slots
 ) -> None:
     """Make the sums that are left. Ends a call. own_rows, own_weights: what `return_rows` was
-    given, None after `return_sums`."""
+    given."""
     final_sum_kernel[(NUM_SUM_PROGRAMS,)](
         own_rows=own_rows,
         own_weights=own_weights,
-        OWN_IN_PLACE=own_rows is not None,
         **sums.arguments(slots),
     )

@@ -1,5 +1,6 @@
 """Dispatch: send each token once to every rank that holds one of its experts."""
 
+from .fused import dispatch_gemm
 from .launch import (
     NUM_METADATA_PROGRAMS,
     Collected,
@@ -23,6 +24,7 @@ __all__ = [
     "Outgoing",
     "Partition",
     "collect",
+    "dispatch_gemm",
     "exchange",
     "locate",
     "new_collected",

@@ -51,15 +51,19 @@ class Counts:
 
     rank_prefix_matrix int32 [R, R]: rows that ranks 0..i send to rank j. recv_expert_counts int32
     [R, L]: rows of each source for each local expert. expert_offsets int32 [L + 1]: their running
-    total by expert.
+    total by expert. first_place int32 [E], if it is asked for: where this rank's rows begin in the
+    list of each expert's rank.
     """
 
     rank_prefix_matrix: torch.Tensor
     recv_expert_counts: torch.Tensor
     expert_offsets: torch.Tensor
+    first_place: torch.Tensor | None
 
     @classmethod
-    def empty(cls, num_tokens_per_rank: torch.Tensor, num_experts: int) -> Counts:
+    def empty(
+        cls, num_tokens_per_rank: torch.Tensor, num_experts: int, with_places: bool = False
+    ) -> Counts:
         """Room for the counts of all ranks."""
         num_ranks = num_tokens_per_rank.numel()
         num_local_experts = num_experts // num_ranks
@@ -68,6 +72,7 @@ class Counts:
             new((num_ranks, num_ranks)),
             new((num_ranks, num_local_experts)),
             new(num_local_experts + 1),
+            new(num_experts) if with_places else None,
         )
 
 
@@ -89,12 +94,13 @@ def exchange(
     num_ranks = slots.layout.num_ranks
     num_experts = num_tokens_per_expert.numel()
     num_local_experts = num_experts // num_ranks
-    exchange_kernel[(num_ranks + 1,)](
+    exchange_kernel[(num_ranks + 1 if counts.first_place is None else num_ranks + 2,)](
         num_tokens_per_rank,
         num_tokens_per_expert,
         counts.rank_prefix_matrix,
         counts.recv_expert_counts,
         counts.expert_offsets,
+        counts.first_place,
         slots.context.words,
         max_rows,
         num_local_experts,
@@ -114,7 +120,8 @@ def exchange(
 class Outgoing:
     """The rows a rank sends: x [T, H] contiguous; scales [T, S] of 4 bytes each and any strides, or
     None; topk_idx int64 [T, K] and topk_weights float32 [T, K], or None; num_tokens_per_rank int32
-    [R]; send_token_idx int32 [R, T]."""
+    [R]; send_token_idx int32 [R, T]. With lane_index int32 [T, K] and first_place int32 [E] rows
+    carry their places in the experts' lists instead of ids."""
 
     x: torch.Tensor
     scales: torch.Tensor | None
@@ -122,6 +129,8 @@ class Outgoing:
     topk_weights: torch.Tensor | None
     num_tokens_per_rank: torch.Tensor
     send_token_idx: torch.Tensor
+    lane_index: torch.Tensor | None = None
+    first_place: torch.Tensor | None = None
 
     @property
     def row(self) -> RowLayout:
@@ -155,6 +164,8 @@ def send_metadata(
         scales,
         rows.topk_idx,
         rows.topk_weights,
+        rows.lane_index,
+        rows.first_place,
         rows.num_tokens_per_rank,
         rows.send_token_idx,
         slots.context.words,

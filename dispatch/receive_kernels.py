@@ -14,7 +14,7 @@ from ..lang import (
     report_failure,
     ticks,
 )
-from ..slots_kernels import payload_address, received_rows, region, staged_source, wait_rows
+from ..slots_kernels import payload_address, received_rows, region, source_at, wait_rows
 from ..work import claim, claim_next, finish_call, is_last_program, wait_for_previous
 
 
@@ -227,7 +227,7 @@ def _received_block(
     Rows do not come where a wait expires."""
     num_ranks = tl.load(context + NUM_RANKS).to(tl.int32)
     rank = tl.load(context + RANK).to(tl.int32)
-    source = staged_source(block, context)
+    source = source_at(block, context)
     rows = block // num_ranks * ROWS + tl.arange(0, ROWS)
     num_rows = received_rows(rank_prefix_matrix, source, context)
     to = tl.load(rank_prefix_matrix + source * num_ranks + rank) - num_rows + rows

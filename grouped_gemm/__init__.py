@@ -2,7 +2,7 @@
 
 from .autograd import grouped_gemm, grouped_mlp
 from .backward import dgrad, wgrad
-from .launch import gathered_gemm, gemm_config
+from .launch import gathered_gemm, gemm_config, num_compute_programs, ragged
 from .operands import check_weights
 from .schedule import TileSchedule, tile_schedule
 from .tuning import tune_gemm
@@ -15,6 +15,8 @@ __all__ = [
     "gemm_config",
     "grouped_gemm",
     "grouped_mlp",
+    "num_compute_programs",
+    "ragged",
     "tile_schedule",
     "tune_gemm",
     "wgrad",

@@ -266,9 +266,14 @@ def check_schedule(
 
 def grid(num_tiles: int, device: torch.device, config: GemmConfig) -> tuple[int]:
     """As many programs as run at once, or fewer where there is less to do."""
+    return (min(num_tiles, num_compute_programs(device, config)),)
+
+
+def num_compute_programs(device: torch.device, config: GemmConfig) -> int:
+    """As many programs as run at once."""
     if INTERPRETED:
-        return (min(num_tiles, NUM_INTERPRETED_PROGRAMS),)
-    return (min(num_tiles, num_sms(device) * config.programs_per_sm),)
+        return NUM_INTERPRETED_PROGRAMS
+    return num_sms(device) * config.programs_per_sm
 
 
 @lru_cache

@@ -41,11 +41,18 @@ def _tile_schedule_kernel(
     for start in range(0, count, STEP):
         tile = start + tl.arange(0, STEP)
         row = begin + tile.to(tl.int64) * BLOCK_M
-        packed = row | tl.minimum(end - row, BLOCK_M) << 32 | expert.to(tl.int64) << 40
+        packed = pack_tile(expert, row, tl.minimum(end - row, BLOCK_M))
         # Offsets that fall would make more tiles than there is room for.
         tl.store(tiles + first + tile, packed, mask=(tile < count) & (first + tile < max_tiles))
     if expert == num_experts - 1:
         tl.store(num_tiles, tl.minimum(first + count, max_tiles))
+
+
+@device_function
+def pack_tile(expert, row, num_rows):
+    """A tile as one word: its first row, from bit 32 on how many it has, from bit 40 on its
+    expert."""
+    return row.to(tl.int64) | num_rows.to(tl.int64) << 32 | expert.to(tl.int64) << 40
 
 
 @device_function

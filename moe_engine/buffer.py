@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 from functools import partial
 from typing import Any, ClassVar
 
@@ -91,7 +92,9 @@ class Buffer(Service):
         make_slots = partial(
             new_slots, group, self.rank, self.backend, self.device, timeout_s, self._streams
         )
-        self._engine = KernelEngine(layout, make_slots, self._programs, options.max_tokens)
+        self._engine = KernelEngine(
+            layout, make_slots, self._programs, options.max_tokens, options.layer
+        )
 
     @classmethod
     def for_tokens(
@@ -110,7 +113,7 @@ class Buffer(Service):
         num_bytes = cls.size_hint(
             max_tokens, hidden * dtype.itemsize, num_ranks, num_experts, num_topk, options.num_slots
         )
-        options = Options(options.num_slots, max_tokens, options.timeout_s, options.debug)
+        options = replace(options, max_tokens=max_tokens)
         return cls(group, num_bytes, backend=backend, options=options)
 
     size_hint = staticmethod(buffer_config.size_hint)
@@ -303,14 +306,8 @@ class Buffer(Service):
         checks.check_routing(x, topk_idx, topk_weights)
         checks.check_expert_weights(x, w_gate_up, w_down)
         with self._streams.call():
-            topk_idx = topk_idx.contiguous()
-            tokens = Tokens(
-                checks.packed(x),
-                topk_idx,
-                topk_weights.contiguous(),
-                *engine.layout(topk_idx, num_experts),
-            )
-            out = engine.moe_ffn(tokens, w_gate_up, w_down)
+            rows = checks.packed(x), topk_idx.contiguous(), topk_weights.contiguous()
+            out = engine.moe_ffn(*rows, w_gate_up, w_down)
         self._after_call()
         return out
 

@@ -7,6 +7,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 
 from .errors import CapacityError, DtypeError, ShapeError
+from .layer_config import LayerConfig
 from .slots import BLOCK_ROWS, MAX_CHUNKS, RowLayout, SlotLayout, header_bytes, round_up
 
 HINT_TOKENS = 4096
@@ -22,12 +23,14 @@ class Options:
     num_slots: calls in flight before a writer waits for its reader (2 or more). max_tokens: most
     tokens per rank, which sizes the work space of `moe_ffn`. timeout_s: deadline of every wait,
     None for MOE_ENGINE_TIMEOUT_S (100 s). debug: synchronise after every call and raise at once.
+    layer: how `moe_ffn` runs, None to choose by shape.
     """
 
     num_slots: int = 2
     max_tokens: int | None = None
     timeout_s: float | None = None
     debug: bool = False
+    layer: LayerConfig | None = None
 
 
 DEFAULT_OPTIONS = Options()

@@ -170,9 +170,16 @@ class CollectiveEngine:
         return out.to(x.dtype), weights
 
     def moe_ffn(
-        self, tokens: Tokens, w_gate_up: torch.Tensor, w_down: torch.Tensor
+        self,
+        x: torch.Tensor,
+        topk_idx: torch.Tensor,
+        topk_weights: torch.Tensor,
+        w_gate_up: torch.Tensor,
+        w_down: torch.Tensor,
     ) -> torch.Tensor:
         """See `KernelEngine.moe_ffn`; the experts are `reference.expert_rows`."""
+        layout = self.layout(topk_idx, len(w_gate_up) * self.num_ranks)
+        tokens = Tokens(x, topk_idx, topk_weights, *layout)
         received, _, handle = self.dispatch(tokens, 0)
         assert received.topk_idx is not None
         assert received.topk_weights is not None

@@ -26,7 +26,8 @@ class Word(IntEnum):
     CLAIMED = 15  # pieces of work of the running call that programs have taken
     PUSHED = 16  # programs of the running call that have pushed their share
     PACE = 17  # picoseconds that 1024 bytes to other ranks should take; 0: unpaced
-    PEERS = 18  # R addresses of the ranks' symmetric blocks, as mapped here
+    METADATA_FLAGS = 18  # as COUNT_FLAGS
+    PEERS = 19  # R addresses of the ranks' symmetric blocks, as mapped here
 
 
 class Report(IntEnum):
@@ -52,6 +53,8 @@ class Phase(IntEnum):
     SIGNATURE = 4
     OVERFLOW = 5
     CAPACITY = 6
+    METADATA = 7
+    TILES = 8
 
 
 # Kernels can read module globals only as constexpr.
@@ -73,6 +76,7 @@ SLOTS = tl.constexpr(int(Word.SLOTS))
 CLAIMED = tl.constexpr(int(Word.CLAIMED))
 PUSHED = tl.constexpr(int(Word.PUSHED))
 PACE = tl.constexpr(int(Word.PACE))
+METADATA_FLAGS = tl.constexpr(int(Word.METADATA_FLAGS))
 PEERS = tl.constexpr(int(Word.PEERS))
 PHASE_SLOT_FREE = tl.constexpr(int(Phase.SLOT_FREE))
 PHASE_COUNTS = tl.constexpr(int(Phase.COUNTS))
@@ -84,3 +88,5 @@ PHASE_CAPACITY = tl.constexpr(int(Phase.CAPACITY))
 REPORT_SIGNATURE = tl.constexpr(int(Report.SIGNATURE))
 REPORT_ROWS = tl.constexpr(int(Report.ROWS))
 REPORT_BAD_IDS = tl.constexpr(int(Report.BAD_IDS))
+PHASE_METADATA = tl.constexpr(int(Phase.METADATA))
+PHASE_TILES = tl.constexpr(int(Phase.TILES))

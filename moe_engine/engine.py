@@ -17,9 +17,10 @@ from . import routing
 from .context import Word
 from .dispatch import NUM_METADATA_PROGRAMS, Collected, Counts, Outgoing, Partition, row_layout
 from .errors import CapacityError
-from .experts import expert_ffn
+from .experts import feed_forward
 from .grouped_gemm import check_weights
 from .lang import INTERPRETED
+from .layer_config import LayerConfig, LayerProblem
 from .slots import RowLayout, SlotLayout, Slots, header_bytes, round_up
 from .streams import Beside
 from .verbs import Handle, Tokens
@@ -43,7 +44,9 @@ class KernelEngine:
         new_slots: Callable[[SlotLayout, bool], Slots],
         num_comm_sms: Callable[[], int],
         max_tokens: int | None,
+        layer_config: LayerConfig | None = None,
     ):
+        self.layer_config = layer_config
         self.slots = new_slots(layout, False)
         self._beside = Beside(self.slots.context.words.device)
         self._new_slots, self._max_tokens = new_slots, max_tokens
@@ -60,7 +63,7 @@ class KernelEngine:
     ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
         """See `routing.layout`."""
         self._note_capture(topk_idx)
-        return routing.layout(topk_idx, num_experts, self.slots)
+        return routing.layout(topk_idx, num_experts, self.slots)[:3]
 
     def _begin(self, tokens: Tokens, header: int) -> tuple[Counts, Outgoing, torch.Tensor]:
         """Place the rows, exchange counts and send metadata: (counts, what to push, send_head)."""
@@ -91,13 +94,6 @@ class KernelEngine:
             outgoing, num_local_experts, header, NUM_METADATA_PROGRAMS, self.slots
         )
         return counts, outgoing, head
-
-    def send(self, tokens: Tokens) -> tuple[Counts, torch.Tensor]:
-        """The sending half of a dispatch: (counts, send_head)."""
-        header = header_bytes(tokens.num_experts, self.slots.layout.num_ranks)
-        counts, outgoing, head = self._begin(tokens, header)
-        dispatch_verbs.push(outgoing, header, Partition(self.num_comm_sms, 0), self.slots)
-        return counts, head
 
     def dispatch(
         self, tokens: Tokens, num_worst_tokens: int
@@ -238,40 +234,37 @@ class KernelEngine:
             return out, weights
 
     def moe_ffn(
-        self, tokens: Tokens, w_gate_up: torch.Tensor, w_down: torch.Tensor
+        self,
+        x: torch.Tensor,
+        topk_idx: torch.Tensor,
+        topk_weights: torch.Tensor,
+        w_gate_up: torch.Tensor,
+        w_down: torch.Tensor,
     ) -> torch.Tensor:
-        """dispatch, up-projection with SwiGLU read in place, down-projection, weighted combine.
+        """The experts of a layer, see `moe_engine.moe_ffn`; its steps are in `experts.py`.
 
         No host synchronisation: work space is sized for R * max_tokens * K expert rows.
         """
         # Before anything is sent: the other ranks could not know of a refusal afterwards.
-        check_weights(tokens.x, w_gate_up, tokens.x.shape[1], "swiglu")
-        check_weights(tokens.x, w_down, w_down.shape[2], "none")
-        with self._first_use("moe_ffn", tokens.x, tokens.num_topk, w_gate_up.shape):
-            num_experts = tokens.num_experts
-            header = header_bytes(num_experts, self.slots.layout.num_ranks)
-            self._check_capacity(len(tokens.x), tokens.row, header)
-            max_rows = self.max_tokens(tokens.row, header)
-            counts, send_head = self.send(tokens)
-            prefix = counts.rank_prefix_matrix
-            plan = routing.expert_plan(
-                tokens.x,
-                prefix,
-                counts.recv_expert_counts,
-                counts.expert_offsets,
-                tokens.row,
-                header,
-                max_rows,
-                self.slots,
+        check_weights(x, w_gate_up, x.shape[1], "swiglu")
+        check_weights(x, w_down, w_down.shape[2], "none")
+        num_ranks, num_experts = self.slots.layout.num_ranks, len(w_gate_up)
+        row = row_layout(x, None, topk_idx)
+        header = header_bytes(num_experts * num_ranks, num_ranks)
+        self._check_capacity(len(x), row, header)
+        max_tokens = self.max_tokens(row, header)
+        config = self.layer_config
+        if config is None:
+            num_columns = w_down.shape[2]
+            problem = LayerProblem(
+                *(num_ranks, max_tokens, num_experts * num_ranks, row.num_topk),
+                *(x.shape[1], num_columns, x.itemsize),
             )
-            self._check_emulated()
-            y = expert_ffn(plan, w_gate_up, w_down, self.slots)
-            combine_verbs.return_sums(
-                y, plan, counts.rank_prefix_matrix, self.num_comm_sms, self.slots
+            config = LayerConfig.choose(problem)
+        with self._first_use("moe_ffn", x, row.num_topk, w_gate_up.shape, config):
+            out = feed_forward(
+                *(x, topk_idx, topk_weights, w_gate_up, w_down, max_tokens, config), self.slots
             )
-            out = torch.empty_like(tokens.x)
-            sums = combine_verbs.Sums(out, None, (), send_head, prefix)
-            combine_verbs.final_sum(sums, None, None, self.slots)
             self._check_emulated()
             return out
 

@@ -1,31 +1,111 @@
-"""The experts between dispatch and combine, on rows read in place."""
+"""The steps of a layer, in the order in which they are launched: route, dispatch, GEMM, combine."""
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import torch
 
-from .dispatch import release
+from . import combine, dispatch, routing
+from .config import GemmConfig
+from .dispatch import NUM_METADATA_PROGRAMS, Counts, Outgoing, Partition
 from .grouped_gemm import gathered_gemm, gemm_config, grouped_gemm, tile_schedule
-from .routing import ExpertPlan
-from .slots import Slots
+from .layer_config import LayerConfig
+from .slots import Slots, header_bytes
+from .stages import staged_schedule
 
 
-def expert_ffn(
-    plan: ExpertPlan, w_gate_up: torch.Tensor, w_down: torch.Tensor, slots: Slots
+def feed_forward(
+    x: torch.Tensor,
+    topk_idx: torch.Tensor,
+    topk_weights: torch.Tensor,
+    w_gate_up: torch.Tensor,
+    w_down: torch.Tensor,
+    max_tokens: int,
+    config: LayerConfig,
+    slots: Slots,
 ) -> torch.Tensor:
-    """y [M, H]: each expert row through its expert, in the plan's order; M is a worst case.
+    """out [T, H]: the routed experts of a layer, see `moe_engine.moe_ffn`.
 
-    The up-projection with SwiGLU reads the slot, which is released behind it: what follows works
-    on memory of this rank alone.
+    Arguments have been checked. `max_tokens`, the most of any rank, sizes the work space: R *
+    max_tokens * K expert rows.
     """
-    max_expert_rows = plan.row_offset.numel()
-    _, max_rows, num_topk = plan.expert_row.shape
+    num_ranks = slots.layout.num_ranks
+    num_experts = len(w_gate_up) * num_ranks
+    header = header_bytes(num_experts, num_ranks)
+    max_rows = max(1, max_tokens)
+    max_expert_rows = num_ranks * max_rows * topk_idx.shape[1]
     # Balanced routing brings about as many rows as this rank sends out.
-    config = gemm_config(w_gate_up, max_rows * num_topk, "swiglu", gathered=True)
-    schedule = tile_schedule(plan.expert_offsets, max_expert_rows, config.block_m)
+    tiles = gemm_config(w_gate_up, max_rows * topk_idx.shape[1], "swiglu", gathered=True)
+
+    layout = routing.layout(topk_idx, num_experts, slots)
+    per_rank, per_expert, in_rank, _ = layout
+    send_token_idx, send_head = routing.send_plan(in_rank, topk_idx, num_experts)
+    lane_index = routing.lane_index(topk_idx, layout)
+    counts = Counts.empty(per_rank, num_experts, with_places=True)
+    rows = Outgoing(
+        *(x, None, topk_idx, topk_weights, per_rank, send_token_idx),
+        lane_index,
+        counts.first_place,
+    )
+    region_rows = slots.layout.max_rows(rows.row.num_bytes, header)
+    dispatch.exchange(counts, per_rank, per_expert, rows.row, x.itemsize, region_rows, slots)
+    schedule = None
+    if config.fused:
+        schedule = staged_schedule(
+            *(counts.recv_expert_counts, counts.expert_offsets, max_expert_rows),
+            *(tiles.block_m, config.num_stages, config.mixed, slots),
+        )
+    dispatch.send_metadata(rows, len(w_gate_up), header, NUM_METADATA_PROGRAMS, slots)
+    if schedule is None:
+        dispatch.push(rows, header, Partition(config.num_push_programs, 0), slots)
+    plan = routing.expert_plan(
+        x,
+        *(counts.rank_prefix_matrix, counts.expert_offsets),
+        *(rows.row, header, max_rows, slots),
+        wait_payload=schedule is None,
+    )
+    sums = combine.LayerSums(plan, counts.rank_prefix_matrix, send_head)
+    if schedule is None:
+        y = _in_turn(w_gate_up, w_down, sums, tiles, config, slots)
+    else:
+        act = dispatch.dispatch_gemm(
+            *(rows, counts, plan, schedule, w_gate_up, header, config.num_push_programs),
+            *(_tiles(tiles, config), slots),
+        )
+        max_local = max_rows * topk_idx.shape[1]
+        tiles = gemm_config(w_down, max_local, block_m=schedule.block_m)
+        y = combine.gemm_combine(
+            *(act, w_down, sums, schedule, config.num_return_programs),
+            *(_tiles(tiles, config), slots),
+        )
+    return combine.layer_sum(y, sums, slots)
+
+
+def _tiles(tiles: GemmConfig, config: LayerConfig) -> GemmConfig:
+    return replace(tiles, group_m=config.group_m, num_splits=1)
+
+
+def _in_turn(
+    w_gate_up: torch.Tensor,
+    w_down: torch.Tensor,
+    sums: combine.LayerSums,
+    tiles: GemmConfig,
+    config: LayerConfig,
+    slots: Slots,
+) -> torch.Tensor:
+    """y [M, H] of rows that are all there; returned to their ranks afterwards.
+
+    The up-projection reads the slot, which is released behind it: what follows works on memory of
+    this rank alone.
+    """
+    plan = sums.plan
+    schedule = tile_schedule(plan.expert_offsets, plan.row_offset.numel(), tiles.block_m)
     block = slots.block.local.view(w_gate_up.dtype)
     act = gathered_gemm(
-        block, plan.row_offset, w_gate_up, schedule, activation="swiglu", config=config
+        block, plan.row_offset, w_gate_up, schedule, activation="swiglu", config=tiles
     )
-    release(slots)
-    return grouped_gemm(act, w_down, plan.expert_offsets, schedule=schedule)
+    dispatch.release(slots)
+    y = grouped_gemm(act, w_down, plan.expert_offsets, schedule=schedule)
+    combine.return_sums(y, sums, config.num_return_programs, slots)
+    return y

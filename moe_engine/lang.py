@@ -125,10 +125,10 @@ def time_to_send(num_bytes, num_parts, all_parts, context):
 
 
 @device_function
-def take_turns(num_bytes, context):
-    """When in `ticks` this program begins, each of them behind the one before by the time that the
+def take_turns(num_bytes, program, context):
+    """When in `ticks` a program begins, each of them behind the one before by the time that the
     link takes for `num_bytes`."""
-    return ticks() + time_to_send(num_bytes, 1, tl.program_id(0), context)
+    return ticks() + time_to_send(num_bytes, 1, program, context)
 
 
 @device_function

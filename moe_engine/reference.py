@@ -32,6 +32,18 @@ def layout(
     return in_rank.sum(0).int(), per_expert, in_rank
 
 
+def lane_index(topk_idx_TK: torch.Tensor, num_experts: int) -> torch.Tensor:
+    """int32 [T, K]: how many lanes before each, token by token, have the same expert; 0 for bad
+    ids.
+
+    topk_idx [[0, 3], [2, 0], [3, 2], [0, 1]]: lane_index [[0, 0], [0, 1], [1, 1], [2, 0]].
+    """
+    ids = topk_idx_TK.flatten()
+    chosen = (ids[:, None] == torch.arange(num_experts, device=ids.device)).int()
+    earlier = chosen.cumsum(0) - chosen
+    return (chosen * earlier).sum(1).int().view(topk_idx_TK.shape)
+
+
 def send_plan(
     is_token_in_rank_TR: torch.Tensor, topk_idx_TK: torch.Tensor | None, num_experts: int
 ) -> tuple[torch.Tensor, torch.Tensor]:

@@ -3,31 +3,50 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import torch
 import triton
 
-from .hardware import launches_overlap
+from .hardware import early_launch, launches_overlap
+from .lang import INTERPRETED
 from .routing_kernels import (
-    expert_count_kernel,
     expert_plan_kernel,
+    lane_index_kernel,
     layout_kernel,
     layout_sum_kernel,
     send_plan_kernel,
 )
 from .slots import BLOCK_ROWS, RowLayout, Slots, next_power_of_2
 
+LAYOUT_LANES = 256
+"""Lanes that a program of the layout counts."""
+NUM_PLAN_PROGRAMS = 2 if INTERPRETED else 96
+"""Few enough to leave GPUs room for the launch behind, which begins at once."""
 
-def layout(
-    topk_idx: torch.Tensor, num_experts: int, slots: Slots
-) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """What goes where: (num_tokens_per_rank int32 [R], num_tokens_per_expert int32 [E],
-    is_token_in_rank bool [T, R]) of topk_idx int64 [T, K]. Bad ids count as -1; see
-    `Buffer.check`."""
+
+def _block_tokens(num_topk: int) -> int:
+    """Tokens that a program of the layout counts."""
+    return max(16, LAYOUT_LANES // next_power_of_2(num_topk))
+
+
+class Layout(NamedTuple):
+    """What goes where: num_tokens_per_rank int32 [R], num_tokens_per_expert int32 [E],
+    is_token_in_rank bool [T, R]; earlier_counts int32 [B, E + R]: what the blocks of tokens before
+    each of B blocks send to each expert and rank."""
+
+    num_tokens_per_rank: torch.Tensor
+    num_tokens_per_expert: torch.Tensor
+    is_token_in_rank: torch.Tensor
+    earlier_counts: torch.Tensor
+
+
+def layout(topk_idx: torch.Tensor, num_experts: int, slots: Slots) -> Layout:
+    """The layout of topk_idx int64 [T, K]. Bad ids count as -1; see `Buffer.check`."""
     num_tokens, num_topk = topk_idx.shape
     num_ranks = slots.layout.num_ranks
     topk_pad = next_power_of_2(num_topk)
-    block = max(16, 1024 // topk_pad)
+    block = _block_tokens(num_topk)
     num_blocks = max(1, triton.cdiv(num_tokens, block))
     new = topk_idx.new_empty
     per_rank, per_expert = new(num_ranks, dtype=torch.int32), new(num_experts, dtype=torch.int32)
@@ -45,17 +64,40 @@ def layout(
         EXPERTS_PAD=max(32, next_power_of_2(num_experts)),
         BLOCK=block,
     )
-    layout_sum_kernel[(triton.cdiv(num_experts + num_ranks, 64),)](
+    layout_sum_kernel[(triton.cdiv(num_experts + num_ranks, 16),)](
         block_counts,
         per_expert,
         per_rank,
         slots.context.words,
         num_blocks,
         num_experts,
-        BLOCK=64,
-        COLUMNS=64,
+        BLOCK=256,
+        COLUMNS=16,
     )
-    return per_rank, per_expert, in_rank
+    return Layout(per_rank, per_expert, in_rank, block_counts)
+
+
+def lane_index(topk_idx: torch.Tensor, layout: Layout) -> torch.Tensor:
+    """int32 [T, K]: how many earlier lanes of this rank have the same expert; see
+    `reference.lane_index`. Early, behind the send plan."""
+    num_tokens, num_topk = topk_idx.shape
+    index = topk_idx.new_empty((num_tokens, num_topk), dtype=torch.int32)
+    num_blocks, row_length = layout.earlier_counts.shape
+    lane_index_kernel[(num_blocks,)](
+        topk_idx,
+        layout.earlier_counts,
+        index,
+        num_tokens,
+        layout.num_tokens_per_expert.numel(),
+        row_length,
+        NUM_TOPK=num_topk,
+        TOPK_PAD=next_power_of_2(num_topk),
+        BLOCK=_block_tokens(num_topk),
+        STEP=32,
+        OVERLAP=launches_overlap(),
+        **early_launch(),
+    )
+    return index
 
 
 def send_plan(
@@ -90,7 +132,7 @@ def send_plan(
 
 @dataclass(frozen=True, slots=True)
 class ExpertPlan:
-    """The received rows as lists by local expert, in stage order.
+    """The received rows as lists by local expert, each by the distance of the rows' source.
 
     row_offset int64 [M]: each expert row, in elements from the start of the symmetric block (this
     rank's own rows lie in its x), grouped by expert; expert_offsets int32 [L + 1]: where each
@@ -108,59 +150,33 @@ class ExpertPlan:
 def expert_plan(
     x: torch.Tensor,
     rank_prefix_matrix: torch.Tensor,
-    recv_expert_counts: torch.Tensor,
     expert_offsets: torch.Tensor,
     row: RowLayout,
     header_bytes: int,
     max_rows: int,
     slots: Slots,
+    wait_payload: bool,
 ) -> ExpertPlan:
-    """Wait for all received rows and sort them by expert, on the device; x [T, H] are the tokens
-    that this rank sent."""
-    num_ranks, num_local_experts = recv_expert_counts.shape
+    """List the received rows by expert, on the device, once their metadata is there, or with
+    `wait_payload` all of them; x [T, H] are the tokens that this rank sent. Early, behind the
+    metadata or the push."""
+    num_ranks, num_local_experts = len(rank_prefix_matrix), expert_offsets.numel() - 1
     new = rank_prefix_matrix.new_empty
-    topk_pad = next_power_of_2(row.num_topk)
-    experts_pad = max(32, next_power_of_2(num_local_experts))
-    # A block is ranked as a table of its lanes by the experts, in 64 KB of shared memory.
-    block = max(1, min(BLOCK_ROWS, 16384 // (topk_pad * experts_pad)))
-    num_blocks = max(1, triton.cdiv(max_rows, block))
-    block_counts = new((num_ranks, num_blocks, num_local_experts), dtype=torch.int32)
     lanes = (num_ranks, max_rows, row.num_topk)
-    max_expert_rows = num_ranks * max_rows * row.num_topk
     plan = ExpertPlan(
-        # Valid offsets even where a lost peer leaves them unwritten: the GEMM reads through them.
-        row_offset=rank_prefix_matrix.new_zeros(max_expert_rows, dtype=torch.int64),
+        row_offset=new(num_ranks * max_rows * row.num_topk, dtype=torch.int64),
         expert_offsets=expert_offsets,
         expert_row=new(lanes, dtype=torch.int32),
         lane_weight=new(lanes, dtype=torch.float32),
     )
-    sizes = {
-        "NUM_TOPK": row.num_topk,
-        "TOPK_PAD": topk_pad,
-        "EXPERTS_PAD": experts_pad,
-        "ROWS": block,
-    }
-    grid = (num_blocks, num_ranks)
-    expert_count_kernel[grid](
-        rank_prefix_matrix,
-        block_counts,
-        slots.context.words,
-        num_local_experts,
-        header_bytes,
-        row.num_bytes,
-        row.ids,
-        CHUNK_ROWS=slots.layout.chunk_rows(row.num_bytes),
-        **sizes,
-    )
-    expert_plan_kernel[grid](
+    topk_pad = next_power_of_2(row.num_topk)
+    expert_plan_kernel[(NUM_PLAN_PROGRAMS,)](
         x,
         rank_prefix_matrix,
-        recv_expert_counts,
-        expert_offsets,
-        block_counts,
         plan.row_offset,
         plan.expert_row,
         plan.lane_weight,
+        expert_offsets,
         slots.context.words,
         max_rows,
         num_local_experts,
@@ -171,7 +187,14 @@ def expert_plan(
         row.token,
         x.shape[1],
         ITEM_BYTES=x.itemsize,
-        **sizes,
-        num_warps=min(32, max(4, block * topk_pad * experts_pad // 2048)),
+        NUM_TOPK=row.num_topk,
+        TOPK_PAD=topk_pad,
+        EXPERTS_PAD=next_power_of_2(num_local_experts),
+        ROWS=max(BLOCK_ROWS, 1024 // topk_pad),
+        CHUNK_ROWS=slots.layout.chunk_rows(row.num_bytes),
+        WAIT_PAYLOAD=wait_payload,
+        OVERLAP=launches_overlap(),
+        num_warps=8,
+        **early_launch(),
     )
     return plan

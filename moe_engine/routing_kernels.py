@@ -6,17 +6,22 @@ No atomics decide a place, so the same routing always gives the same plan.
 import triton
 import triton.language as tl
 
-from .context import BAD_IDS, NUM_RANKS, RANK, REPORT_BAD_IDS
+from .context import BAD_IDS, NUM_RANKS, REPORT_BAD_IDS
 from .lang import (
     as_pointer,
     consume_token,
-    device_function,
-    is_broken,
     own_block,
     report_words,
 )
-from .slots_kernels import payload_address, received_rows, region, wait_rows
-from .work import let_next_start
+from .slots_kernels import (
+    payload_address,
+    received_rows,
+    region,
+    source_at,
+    wait_metadata,
+    wait_rows,
+)
+from .work import let_next_start, wait_for_previous
 
 
 @triton.jit(do_not_specialize=["num_tokens"])
@@ -58,7 +63,7 @@ def layout_kernel(
 
 @triton.jit(do_not_specialize=["num_blocks"])
 def layout_sum_kernel(
-    block_counts,  # int32 [B, E + R]
+    block_counts,  # int32 [B, E + R]; out: of the blocks before each
     num_tokens_per_expert,  # int32 [E], out
     num_tokens_per_rank,  # int32 [R], out
     context,
@@ -67,20 +72,68 @@ def layout_sum_kernel(
     BLOCK: tl.constexpr,
     COLUMNS: tl.constexpr,
 ):
-    """Add up the blocks' counts, COLUMNS of them per program; program 0 reports bad ids."""
+    """Add up the blocks' counts, COLUMNS of them per program; program 0 reports bad ids.
+
+    Counts of three blocks [2, 0], [1, 4], [5, 1]: sums [8, 5], and block_counts [0, 0], [2, 0],
+    [3, 4] from then on.
+    """
     num_ranks = tl.load(context + NUM_RANKS).to(tl.int32)
     columns = tl.program_id(0) * COLUMNS + tl.arange(0, COLUMNS)
     total = tl.zeros([COLUMNS], tl.int32)
     for first in range(0, num_blocks, BLOCK):
         blocks = first + tl.arange(0, BLOCK)
         inside = (blocks < num_blocks)[:, None] & (columns < num_experts + num_ranks)[None, :]
-        at = blocks[:, None] * (num_experts + num_ranks) + columns[None, :]
-        total += tl.sum(tl.load(block_counts + at, mask=inside, other=0), 0)
+        at = block_counts + blocks[:, None] * (num_experts + num_ranks) + columns[None, :]
+        counts = tl.load(at, mask=inside, other=0)
+        tl.store(at, total[None, :] + tl.cumsum(counts, 0) - counts, mask=inside)
+        total += tl.sum(counts, 0)
     tl.store(num_tokens_per_expert + columns, total, mask=columns < num_experts)
     ranks = columns - num_experts
     tl.store(num_tokens_per_rank + ranks, total, mask=(ranks >= 0) & (ranks < num_ranks))
     if tl.program_id(0) == 0:
         tl.store(report_words(context) + REPORT_BAD_IDS, tl.load(context + BAD_IDS))
+
+
+@triton.jit(do_not_specialize=["num_tokens", "num_experts"])
+def lane_index_kernel(
+    topk_idx,  # int64 [T, K]
+    earlier_counts,  # int32 [B, E + R], `block_counts` of `layout_sum_kernel`
+    lane_index,  # int32 [T, K], out: how many earlier lanes of this rank have the same expert
+    num_tokens,
+    num_experts,
+    row_length,  # E + R
+    NUM_TOPK: tl.constexpr,
+    TOPK_PAD: tl.constexpr,
+    BLOCK: tl.constexpr,
+    STEP: tl.constexpr,
+    OVERLAP: tl.constexpr,
+):
+    """Program b numbers the lanes of block b, token by token, lane by lane; the blocks are those of
+    `layout_kernel`. An early launch behind the send plan, of which it reads nothing.
+
+    topk_idx [[0, 3], [2, 0], [3, 2], [0, 1]]: lane_index [[0, 0], [0, 1], [1, 1], [2, 0]].
+    """
+    let_next_start(OVERLAP)
+    first = tl.program_id(0) * BLOCK
+    items = tl.arange(0, BLOCK * TOPK_PAD)
+    tokens = first + items // TOPK_PAD
+    lanes = items % TOPK_PAD
+    inside = (tokens < num_tokens) & (lanes < NUM_TOPK)
+    ids = tl.load(topk_idx + tokens * NUM_TOPK + lanes, mask=inside, other=-1).to(tl.int32)
+    valid = (ids >= 0) & (ids < num_experts)
+    at = earlier_counts + tl.program_id(0) * row_length + ids
+    index = tl.load(at, mask=valid, other=0)
+    for start in range(0, BLOCK * TOPK_PAD, STEP):
+        others = start + tl.arange(0, STEP)
+        other_tokens = first + others // TOPK_PAD
+        real = (other_tokens < num_tokens) & (others % TOPK_PAD < NUM_TOPK)
+        from_lane = topk_idx + other_tokens * NUM_TOPK + others % TOPK_PAD
+        theirs = tl.load(from_lane, mask=real, other=-1).to(tl.int32)
+        is_earlier = (theirs[None, :] == ids[:, None]) & (others[None, :] < items[:, None])
+        index += tl.sum(is_earlier.to(tl.int32), 1)
+    index = tl.where(valid, index, 0)
+    tl.store(lane_index + tokens * NUM_TOPK + lanes, index, mask=inside)
+    wait_for_previous(OVERLAP)
 
 
 @triton.jit(do_not_specialize=["num_tokens"])
@@ -154,89 +207,20 @@ def send_plan_kernel(
     tl.store(to, tl.where(sent > 0, row * num_ranks + rank, -1), mask=inside)
 
 
-@device_function
-def _block_ids(
-    source,
-    block,
-    num_rows,
-    context,
-    header_bytes,
-    row_bytes,
-    ids_offset,
-    NUM_TOPK: tl.constexpr,
-    TOPK_PAD: tl.constexpr,
-    ROWS: tl.constexpr,
-):
-    """Local expert ids [ROWS * TOPK_PAD] (-1 where none) of a block of received rows, and the
-    addresses [ROWS] of the rows in the slot."""
-    rows = block * ROWS + tl.arange(0, ROWS)
-    lanes = tl.arange(0, TOPK_PAD)
-    address = region(source, context) + header_bytes + rows.to(tl.int64) * row_bytes
-    pointers = as_pointer(address + ids_offset, tl.int32)
-    inside = (rows < num_rows)[:, None] & (lanes < NUM_TOPK)[None, :]
-    ids = tl.load(pointers[:, None] + lanes[None, :], mask=inside, other=-1)
-    return tl.reshape(ids, [ROWS * TOPK_PAD]), address
-
-
-@triton.jit
-def expert_count_kernel(
-    rank_prefix_matrix,  # int32 [R, R]
-    block_counts,  # int32 [R, B, L], out: rows of each expert in each block of each source
-    context,
-    num_local_experts,
-    header_bytes,
-    row_bytes,
-    ids_offset,
-    NUM_TOPK: tl.constexpr,
-    TOPK_PAD: tl.constexpr,
-    EXPERTS_PAD: tl.constexpr,
-    ROWS: tl.constexpr,
-    CHUNK_ROWS: tl.constexpr,
-):
-    """Program (b, s) waits for block b of source s and counts its rows by expert."""
-    if is_broken(context):
-        return
-    block = tl.program_id(0)
-    source = tl.program_id(1)
-    num_rows = received_rows(rank_prefix_matrix, source, context)
-    if block * ROWS < num_rows:
-        rows = block * ROWS + tl.arange(0, ROWS)
-        token = wait_rows(source, rows, rows < num_rows, context, CHUNK_ROWS)
-        if token == 1:
-            ids, _ = _block_ids(
-                source,
-                block,
-                num_rows,
-                context,
-                consume_token(header_bytes.to(tl.int64), token),
-                row_bytes,
-                ids_offset,
-                NUM_TOPK,
-                TOPK_PAD,
-                ROWS,
-            )
-            experts = tl.arange(0, EXPERTS_PAD)
-            counts = tl.histogram(tl.where(ids >= 0, ids, 0), EXPERTS_PAD, mask=ids >= 0)
-            at = (source * tl.num_programs(0) + block) * num_local_experts + experts
-            tl.store(block_counts + at, counts, mask=experts < num_local_experts)
-
-
 @triton.jit(do_not_specialize=["max_rows"])
 def expert_plan_kernel(
     x,  # [T, H], this rank's tokens: their rows are read there, not in the slot
     rank_prefix_matrix,  # int32 [R, R]
-    recv_expert_counts,  # int32 [R, L]
-    expert_offsets,  # int32 [L + 1]
-    block_counts,  # int32 [R, B, L]
     row_offset,  # int64 [M], out: each expert row, in elements from the symmetric block's start
-    expert_row,  # int32 [R, max_rows, K], out: place of each lane in row_offset, or -1
+    expert_row,  # int32 [R, max_rows, K], out: places of each row's lanes in row_offset, then -1
     lane_weight,  # float32 [R, max_rows, K], out
+    expert_offsets,  # int32 [L + 1]: set to 0 if rows do not come
     context,
     max_rows,
     num_local_experts,
     header_bytes,
     row_bytes,
-    ids_offset,
+    places_offset,
     weights_offset,
     token_offset,
     hidden,
@@ -245,62 +229,59 @@ def expert_plan_kernel(
     TOPK_PAD: tl.constexpr,
     EXPERTS_PAD: tl.constexpr,
     ROWS: tl.constexpr,
+    CHUNK_ROWS: tl.constexpr,
+    WAIT_PAYLOAD: tl.constexpr,
+    OVERLAP: tl.constexpr,
 ):
-    """Program (b, s) places the rows of block b of source s in the lists of their experts.
+    """List the received rows by expert, at the places that their senders gave them.
 
-    Within an expert rows stand in stage order (this rank's own first, then rank - 1, ...), then
-    in order of arrival: row, lane. Example, rank 0 of 2, 2 local experts, K = 2, received ids
+    Waits for the rows' metadata, or with WAIT_PAYLOAD for whole rows. Within an expert rows stand
+    by distance of their source (this rank's own first, then those of rank - 1, ...), then in order
+    of arrival: row, lane. Example, rank 0 of 2, 2 local experts, K = 2, rows for experts
     [[0, 1], [1, -1]] from rank 0 and [[0, -1]] from rank 1 (max_rows 2):
 
-        expert_offsets [0, 2, 4];  row_offset of (source, row) = (0,0) (1,0) | (0,0) (0,1)
+        places [[0, 2], [3, -1]] and [[1, -1]];  expert_offsets [0, 2, 4]
+        row_offset of (source, row) = (0,0) (1,0) | (0,0) (0,1)
         expert_row[0] = [[0, 2], [3, -1]];  expert_row[1] = [[1, -1], unwritten]
+
+    In expert_row the lanes with a place come first, in their order, and -1 behind them.
+
+    An early launch behind the metadata's, and one behind it may begin at once.
     """
-    if is_broken(context):
-        return
-    block = tl.program_id(0)
-    source = tl.program_id(1)
-    num_rows = received_rows(rank_prefix_matrix, source, context)
-    if block * ROWS >= num_rows:
-        return
-    ids, address = _block_ids(
-        source,
-        block,
-        num_rows,
-        context,
-        header_bytes,
-        row_bytes,
-        ids_offset,
-        NUM_TOPK,
-        TOPK_PAD,
-        ROWS,
-    )
-    experts = tl.arange(0, EXPERTS_PAD)
-    real = experts < num_local_experts
-    base = tl.load(expert_offsets + experts, mask=real, other=0)
+    let_next_start(OVERLAP)
     num_ranks = tl.load(context + NUM_RANKS).to(tl.int32)
-    rank = tl.load(context + RANK).to(tl.int32)
-    for stage in range(0, (rank - source + num_ranks) % num_ranks):
-        earlier = (rank - stage + num_ranks) % num_ranks
-        base += tl.load(recv_expert_counts + earlier * num_local_experts + experts, real, 0)
-    for earlier_block in range(0, block):
-        at = (source * tl.num_programs(0) + earlier_block) * num_local_experts + experts
-        base += tl.load(block_counts + at, mask=real, other=0)
-
-    chosen = (ids[:, None] == experts[None, :]).to(tl.int32)
-    earlier_items = tl.cumsum(chosen, 0) - chosen
-    place = tl.sum(chosen * (earlier_items + base[None, :]), 1)
-    place = tl.reshape(place, [ROWS, TOPK_PAD])
-    is_local = tl.reshape(ids, [ROWS, TOPK_PAD]) >= 0
-
-    rows = block * ROWS + tl.arange(0, ROWS)
     lanes = tl.arange(0, TOPK_PAD)
-    token_pointers = as_pointer(address + token_offset, tl.int32)
-    tokens = tl.load(token_pointers, mask=rows < num_rows, other=0)
-    payload = payload_address(x, source, address, tokens, hidden, context)
-    offset = (payload - own_block(context)) // ITEM_BYTES
-    tl.store(row_offset + place, tl.broadcast_to(offset[:, None], [ROWS, TOPK_PAD]), mask=is_local)
-    inside = (rows < num_rows)[:, None] & (lanes < NUM_TOPK)[None, :]
-    weights = as_pointer(address + weights_offset, tl.float32)[:, None] + lanes[None, :]
-    at = (source * max_rows + rows)[:, None] * NUM_TOPK + lanes[None, :]
-    tl.store(expert_row + at, tl.where(is_local, place, -1), mask=inside)
-    tl.store(lane_weight + at, tl.load(weights, mask=inside, other=0.0), mask=inside)
+    num_blocks = tl.cdiv(max_rows, ROWS)
+    for block in range(tl.program_id(0), num_blocks * num_ranks, tl.num_programs(0)):
+        source = source_at(block, context)
+        rows = block // num_ranks * ROWS + tl.arange(0, ROWS)
+        is_row = rows < received_rows(rank_prefix_matrix, source, context)
+        if WAIT_PAYLOAD:
+            token = wait_rows(source, rows, is_row, context, CHUNK_ROWS)
+        else:
+            token = wait_metadata(source, is_row, context)
+        if token == 0:  # a GEMM would read through places that nobody wrote
+            experts = tl.arange(0, EXPERTS_PAD)
+            tl.store(expert_offsets + 1 + experts, experts * 0, mask=experts < num_local_experts)
+        is_row = is_row & (token == 1)
+        slot = consume_token(region(source, context) + header_bytes, token)
+        address = slot + rows.to(tl.int64) * row_bytes
+        inside = is_row[:, None] & (lanes < NUM_TOPK)[None, :]
+        places = as_pointer(address + places_offset, tl.int32)[:, None] + lanes[None, :]
+        place = tl.load(places, mask=inside, other=-1)
+        weights = as_pointer(address + weights_offset, tl.float32)[:, None] + lanes[None, :]
+        weight = tl.load(weights, mask=inside, other=0.0)
+        tokens = tl.load(as_pointer(address + token_offset, tl.int32), mask=is_row, other=0)
+        payload = payload_address(x, source, address, tokens, hidden, context)
+        offset = (payload - own_block(context)) // ITEM_BYTES
+        offsets = tl.broadcast_to(offset[:, None], [ROWS, TOPK_PAD])
+        tl.store(row_offset + place, offsets, mask=place >= 0)
+        is_local = place >= 0
+        at = (source * max_rows + rows)[:, None] * NUM_TOPK
+        to = at + tl.cumsum(is_local.to(tl.int32), 1) - 1
+        tl.store(expert_row + to, place, mask=is_local)
+        tl.store(lane_weight + to, weight, mask=is_local)
+        num_local = tl.sum(is_local.to(tl.int32), 1)
+        is_rest = inside & (lanes[None, :] >= num_local[:, None])
+        tl.store(expert_row + at + lanes[None, :], -1, mask=is_rest)
+    wait_for_previous(OVERLAP)

@@ -3,7 +3,7 @@
 The block holds flags and a ring of D slots. A call with epoch e uses slot e mod D. A slot has one
 region per writing rank, so that a row's place is known to its sender without asking:
 
-    done[R] | count_flags[R] | chunk_flags[R, MAX_CHUNKS] | slot 0 | slot 1 | ...
+    done[R] | count_flags[R] | metadata_flags[R] | chunk_flags[R, MAX_CHUNKS] | slot 0 | ...
     slot   = region of rank 0 | region of rank 1 | ...
     region = signature, int32 [8] | counts, int32 [E + R] | row 0 | row 1 | ...   (dispatch)
              row 0 | row 1 | ...                                                  (combine)
@@ -129,8 +129,12 @@ class SlotLayout:
         return self.done + self.num_ranks * FLAG_BYTES
 
     @property
-    def chunk_flags(self) -> int:
+    def metadata_flags(self) -> int:
         return self.count_flags + self.num_ranks * FLAG_BYTES
+
+    @property
+    def chunk_flags(self) -> int:
+        return self.metadata_flags + self.num_ranks * FLAG_BYTES
 
     @property
     def slots(self) -> int:
@@ -187,6 +191,7 @@ class DeviceContext:
         words[Word.REGION_BYTES] = layout.region_bytes
         words[Word.DONE] = layout.done
         words[Word.COUNT_FLAGS] = layout.count_flags
+        words[Word.METADATA_FLAGS] = layout.metadata_flags
         words[Word.CHUNK_FLAGS] = layout.chunk_flags
         words[Word.MAX_CHUNKS] = MAX_CHUNKS
         words[Word.SLOTS] = layout.slots

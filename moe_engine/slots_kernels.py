@@ -7,9 +7,11 @@ from .context import (
     COUNT_FLAGS,
     DONE,
     MAX_CHUNKS,
+    METADATA_FLAGS,
     NUM_RANKS,
     NUM_SLOTS,
     PHASE_CAPACITY,
+    PHASE_METADATA,
     PHASE_ROWS,
     PHASE_SLOT_FREE,
     RANK,
@@ -49,6 +51,12 @@ def count_flag(writer, context):
 
 
 @device_function
+def metadata_flag(writer, context):
+    """Address of the flag that says: `writer` has written the metadata of all its rows."""
+    return own_block(context) + tl.load(context + METADATA_FLAGS) + writer * 8
+
+
+@device_function
 def wait_slot_free(peers, mask, context):
     """Wait until `peers` (block) have read what this slot held one turn of the ring ago. Returns a
     token.
@@ -83,18 +91,16 @@ def open_regions(num_rows, header_bytes, row_bytes, context):
 
 
 @device_function
-def deal(first, num_peers, context, LANES: tl.constexpr):
+def deal(first, first_peer, num_peers, context, LANES: tl.constexpr):
     """(ranks, rows) of the LANES rows that a tile writes, from place `first` on in the sequence:
-    row 0 to each of `num_peers` ranks, row 1 to each of them, ...
+    row 0 to each of `num_peers` ranks from `first_peer` on, row 1 to each of them, ...
 
-    The next rank comes first and this one last, with num_peers = R, or not at all. Every tile thus
-    writes to all of them, and the traffic to each stays even. Rank 1 of 3, num_peers 2, first 3,
-    4 lanes: ranks 0 2 0 2, rows 1 2 2 3.
+    Every tile thus writes to all of them, and the traffic to each stays even. Three ranks,
+    first_peer 2, num_peers 2, first 3, 4 lanes: ranks 0 2 0 2, rows 1 2 2 3.
     """
     num_ranks = tl.load(context + NUM_RANKS).to(tl.int32)
-    rank = tl.load(context + RANK).to(tl.int32)
     places = first + tl.arange(0, LANES)
-    return (rank + 1 + places % num_peers) % num_ranks, places // num_peers
+    return (first_peer + places % num_peers) % num_ranks, places // num_peers
 
 
 @device_function
@@ -105,26 +111,25 @@ def num_spans(num_chunks, num_programs, SPAN: tl.constexpr):
 
 
 @device_function
-def span(turn, num_chunks, num_programs, SPAN: tl.constexpr):
-    """(first chunk, end) of this program's span number `turn`.
+def span(turn, num_chunks, program, num_programs, SPAN: tl.constexpr):
+    """(first chunk, end) of a program's span number `turn`.
 
     Spans of SPAN chunks are dealt in rounds, and what is left for no full round one by one, so that
     raising flags costs little and all programs end together. 2 programs, 7 chunks, SPAN 2: program
     0 pushes chunks 0 1, then 4, then 6; program 1 chunks 2 3, then 5.
     """
     rounds = num_chunks // (num_programs * SPAN)
-    program = tl.program_id(0)
     single = rounds * num_programs * SPAN + (turn - rounds) * num_programs + program
     first = tl.where(turn < rounds, (turn * num_programs + program) * SPAN, single)
     return first, tl.minimum(tl.where(turn < rounds, first + SPAN, first + 1), num_chunks)
 
 
 @device_function
-def num_chunks_here(num_chunks, num_programs, SPAN: tl.constexpr):
-    """How many chunks this program pushes; see `span`."""
+def num_chunks_here(num_chunks, program, num_programs, SPAN: tl.constexpr):
+    """How many chunks a program pushes; see `span`."""
     rounds = num_chunks // (num_programs * SPAN)
     rest = num_chunks - rounds * num_programs * SPAN
-    return rounds * SPAN + (rest + num_programs - 1 - tl.program_id(0)) // num_programs
+    return rounds * SPAN + (rest + num_programs - 1 - program) // num_programs
 
 
 @device_function
@@ -146,6 +151,32 @@ def wait_rows(writer, rows, mask, context, CHUNK_ROWS: tl.constexpr):
 
 
 @device_function
+def wait_sources(
+    first_distance, end_distance, rank_prefix_matrix, context, CHUNK_ROWS: tl.constexpr
+):
+    """Wait until the ranks at these distances have written all their rows, this one excepted: its
+    rows lie in x. Returns a token."""
+    token = tl.full((), 1, tl.int32)
+    for distance in range(tl.maximum(first_distance, 1), end_distance):
+        source = source_at(distance, context)
+        num_rows = received_rows(rank_prefix_matrix, source, context)
+        for first in range(0, num_rows, 256 * CHUNK_ROWS):
+            rows = first + tl.arange(0, 256) * CHUNK_ROWS
+            here = wait_rows(source, rows, rows < num_rows, context, CHUNK_ROWS)
+            token = tl.minimum(token, here)
+    return token
+
+
+@device_function
+def wait_metadata(writer, mask, context):
+    """Wait until `writer` has written its rows' metadata, if `mask` (block) is set anywhere.
+    Returns a token."""
+    writers = mask.to(tl.int32) * 0 + writer
+    flags = metadata_flag(writers, context)
+    return wait(flags, mask, current_epoch(context), writers, context, PHASE_METADATA)
+
+
+@device_function
 def received_rows(rank_prefix_matrix, source, context):
     """Rows that `source` (a rank or a block of them; past the last, 0) sends to this rank."""
     num_ranks = tl.load(context + NUM_RANKS).to(tl.int32)
@@ -156,10 +187,10 @@ def received_rows(rank_prefix_matrix, source, context):
 
 
 @device_function
-def staged_source(stage, context):
-    """The rank whose rows are taken in `stage`: its own in stage 0, R, ..., then rank - 1, ..."""
+def source_at(distance, context):
+    """The rank that sends to this one from a distance: itself from 0, R, ..., rank - 1 from 1."""
     num_ranks = tl.load(context + NUM_RANKS).to(tl.int32)
-    return (tl.load(context + RANK).to(tl.int32) + num_ranks - stage % num_ranks) % num_ranks
+    return (tl.load(context + RANK).to(tl.int32) + num_ranks - distance % num_ranks) % num_ranks
 
 
 @device_function

@@ -82,7 +82,12 @@ class Engine(Protocol):
     ) -> tuple[torch.Tensor, torch.Tensor | None]: ...
 
     def moe_ffn(
-        self, tokens: Tokens, w_gate_up: torch.Tensor, w_down: torch.Tensor
+        self,
+        x: torch.Tensor,
+        topk_idx: torch.Tensor,
+        topk_weights: torch.Tensor,
+        w_gate_up: torch.Tensor,
+        w_down: torch.Tensor,
     ) -> torch.Tensor: ...
 
     def check(self, in_call: bool = False) -> None: ...

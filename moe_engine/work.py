@@ -4,7 +4,15 @@ import triton.language as tl
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from .context import CLAIMED, DONE, EPOCH, FINISHED, NUM_RANKS, PUSHED, RANK
-from .lang import current_epoch, device_function, is_broken, notify, own_block
+from .lang import (
+    INTERPRETED,
+    current_epoch,
+    device_function,
+    drain_tma_stores,
+    is_broken,
+    notify,
+    own_block,
+)
 
 # --- Sharing a call's work ---------------------------------------------------------------------
 
@@ -14,6 +22,49 @@ def claim(context):
     """The number of the next piece of work of this call: 0, 1, ..., each given out once."""
     one = tl.full((), 1, tl.int64)
     return tl.atomic_add(context + CLAIMED, one, sem="relaxed", scope="gpu").to(tl.int32)
+
+
+if INTERPRETED:
+
+    @device_function
+    def begin_claim(context):
+        """Take the next piece of work, of which `end_claim` tells the number."""
+        return claim(context)
+
+    @device_function
+    def end_claim(begun):
+        """See `begin_claim`."""
+        return begun
+
+else:
+
+    @device_function
+    def begin_claim(context):
+        """Take the next piece of work, of which `end_claim` tells the number.
+
+        `claim` waits for the memory; this leaves the answer with the one thread that asked, so that
+        other work can be done before all threads need it.
+        """
+        return tl.inline_asm_elementwise(
+            """{
+            .reg .pred asks;
+            .reg .b64 answer;
+            setp.eq.s32 asks, $1, 0;
+            mov.b64 answer, 0;
+            @asks atom.relaxed.gpu.global.add.u64 answer, [$2], 1;
+            cvt.u32.u64 $0, answer;
+            }""",
+            "=r,r,l",
+            [tl.arange(0, 1024), (context + CLAIMED).to(tl.int64)],
+            dtype=tl.int32,
+            is_pure=False,
+            pack=1,
+        )
+
+    @device_function
+    def end_claim(begun):
+        """See `begin_claim`."""
+        return tl.sum(begun, 0)
 
 
 @device_function
@@ -42,6 +93,17 @@ def is_pushing(num_programs, context):
     zero = tl.full((), 0, tl.int64)
     pushed = tl.atomic_add(context + PUSHED, zero, sem="relaxed", scope="gpu")
     return (pushed < num_programs) & (is_broken(context) == 0)
+
+
+@device_function
+def arrive(counter, AFTER_TMA: tl.constexpr = False):
+    """Add 1 to an int64 counter on this GPU. Every store of this program happens before it is seen
+    by a `lang.wait` for the counter: with AFTER_TMA its TMA stores are drained and fenced, then the
+    barrier gathers all threads, and the add releases."""
+    if AFTER_TMA:
+        drain_tma_stores()
+    tl.debug_barrier()
+    tl.atomic_add(counter, tl.full((), 1, tl.int64), sem="release", scope="gpu")
 
 
 # --- Overlapping launches ----------------------------------------------------------------------

@@ -21,12 +21,15 @@ def plan_on_rank(group, topk_idx, num_experts, num_ranks):
     block.peer_addresses = block.peer_addresses.expand(num_ranks).clone()
     slots = Slots(block, layout, 0, 1.0)
     topk_idx = topk_idx.to(cases.device())
-    per_rank, per_expert, in_rank = routing.layout(topk_idx, num_experts, slots)
+    layout = routing.layout(topk_idx, num_experts, slots)
+    per_rank, per_expert, in_rank, _ = layout
+    index = routing.lane_index(topk_idx, layout)
     plans = [routing.send_plan(in_rank, ids, num_experts) for ids in (topk_idx, None)]
     if cases.device().type == "cuda":
         torch.cuda.synchronize()
     num_bad = int(slots.context.report[Report.BAD_IDS])
-    return [t.cpu() for t in (per_rank, per_expert, in_rank)], plans_to_cpu(plans), num_bad
+    outs = [t.cpu() for t in (per_rank, per_expert, in_rank, index)]
+    return outs, plans_to_cpu(plans), num_bad
 
 
 def plans_to_cpu(plans):
@@ -40,6 +43,7 @@ def check_plan(pool, topk_idx, num_experts, num_ranks):
         plan_on_rank, topk_idx, num_experts, num_ranks, num_ranks=1
     )
     expected = reference.layout(topk_idx, num_experts, num_ranks)
+    expected = (*expected, reference.lane_index(topk_idx, num_experts))
     for have, want in zip(layout, expected, strict=True):
         assert torch.equal(have, want)
     assert num_bad == int(((topk_idx < -1) | (topk_idx >= num_experts)).sum())

@@ -1,0 +1,133 @@
+"""Host side of a layer's way back."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from triton.tools.ragged_tma import create_ragged_descriptor
+from triton.tools.tensor_descriptor import TensorDescriptor
+
+from ..config import GemmConfig
+from ..grouped_gemm import num_compute_programs, ragged
+from ..hardware import early_launch, launches_overlap
+from ..routing import ExpertPlan
+from ..slots import RowLayout, Slots, next_power_of_2
+from ..stages import StagedSchedule
+from .launch import NUM_SUM_PROGRAMS, NUM_WARPS, WAIT_TOKENS
+from .layer_kernels import gemm_combine_kernel, layer_sum_kernel, return_sums_kernel
+
+SUM_ITEMS = 8192
+"""fp32 sums that a program holds."""
+
+
+@dataclass(frozen=True, slots=True)
+class LayerSums:
+    """The sums of a layer: received tokens by their expert rows, sent ones by ranks.
+
+    plan: which expert rows are of which token; rank_prefix_matrix int32 [R, R] and send_head int32
+    [T, R] of the dispatch.
+    """
+
+    plan: ExpertPlan
+    rank_prefix_matrix: torch.Tensor
+    send_head: torch.Tensor
+
+    def arguments(self, hidden: int, itemsize: int, slots: Slots) -> dict[str, Any]:
+        """What all kernels that sum are launched with."""
+        _, max_rows, num_topk = self.plan.expert_row.shape
+        row = RowLayout(hidden * itemsize)
+        return dict(
+            expert_row=self.plan.expert_row,
+            lane_weight=self.plan.lane_weight,
+            context=slots.context.words,
+            max_rows=max_rows,
+            row_bytes=row.num_bytes,
+            NUM_TOPK=num_topk,
+            RANKS_PAD=next_power_of_2(slots.layout.num_ranks),
+            CHUNK_ROWS=slots.layout.chunk_rows(row.num_bytes),
+        )
+
+
+def _sum_columns(hidden: int, items: int, rows: int) -> int:
+    """Columns of the `items` fp32 sums that a program holds at a time, for so many rows."""
+    return min(next_power_of_2(hidden), items // rows)
+
+
+def gemm_combine(
+    a: torch.Tensor,
+    w: torch.Tensor,
+    sums: LayerSums,
+    schedule: StagedSchedule,
+    num_push_programs: int,
+    config: GemmConfig,
+    slots: Slots,
+) -> torch.Tensor:
+    """y [M, H]: rows a [M, I] in the plan's order times w [L, H, I], summed by token and written to
+    the tokens' ranks meanwhile; `layer_sum` adds them up there. Begins a call; the launch before it
+    is `dispatch_gemm`'s.
+
+    `num_push_programs` of as many programs as run at once sum and push, the others compute.
+    """
+    num_columns, depth = w.shape[1:]
+    y = a.new_empty(len(a), num_columns)
+    num_programs = num_compute_programs(y.device, config)
+    num_push = 0 if slots.layout.num_ranks == 1 else min(num_push_programs, num_programs - 1)
+    arguments = sums.arguments(num_columns, y.itemsize, slots)
+    gemm_combine_kernel[(num_programs,)](
+        create_ragged_descriptor(a, [config.block_m, config.block_k]),
+        TensorDescriptor.from_tensor(w, [1, config.block_n, config.block_k]),
+        ragged(y[None], config.block_m, config.block_n // config.subtiles),
+        y,
+        schedule.tiles[1],
+        schedule.first_tile[1],
+        schedule.finished,
+        rank_prefix_matrix=sums.rank_prefix_matrix,
+        num_push_programs=num_push,
+        stage_count=schedule.num_stages,
+        N=num_columns,
+        K=depth,
+        BLOCK_H=_sum_columns(num_columns, SUM_ITEMS, 8),
+        OVERLAP=launches_overlap(),
+        **config.launch_options(),
+        **arguments,
+        **early_launch(),
+    )
+    return y
+
+
+def return_sums(y: torch.Tensor, sums: LayerSums, num_programs: int, slots: Slots) -> None:
+    """Write one weighted sum of expert rows y [M, H] per received token to its source. Begins a
+    call."""
+    hidden = y.shape[1]
+    return_sums_kernel[(num_programs,)](
+        y,
+        rank_prefix_matrix=sums.rank_prefix_matrix,
+        hidden=hidden,
+        BLOCK_H=_sum_columns(hidden, SUM_ITEMS, 8),
+        num_warps=32,
+        **sums.arguments(hidden, y.itemsize, slots),
+    )
+
+
+def layer_sum(y: torch.Tensor, sums: LayerSums, slots: Slots) -> torch.Tensor:
+    """out [T, H]: the sums of all ranks for the tokens of this one, which makes its own from y [M,
+    H]. Ends a call; the launch before it is `gemm_combine`'s, or any."""
+    num_tokens, hidden = len(sums.send_head), y.shape[1]
+    out = y.new_empty(num_tokens, hidden)
+    layer_sum_kernel[(NUM_SUM_PROGRAMS,)](
+        out,
+        y,
+        send_head=sums.send_head,
+        num_tokens=num_tokens,
+        hidden=hidden,
+        RANKS=slots.layout.num_ranks,
+        GROUP=WAIT_TOKENS,
+        BLOCK_H=_sum_columns(hidden, SUM_ITEMS, WAIT_TOKENS),
+        OVERLAP=launches_overlap(),
+        num_warps=NUM_WARPS,
+        **sums.arguments(hidden, y.itemsize, slots),
+        **early_launch(),
+    )
+    return out

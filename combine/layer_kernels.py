@@ -1,0 +1,301 @@
+"""The way back of a layer: down-projection, sums of each token's expert rows, sums of the ranks."""
+
+import triton
+import triton.language as tl
+
+from ..context import NUM_RANKS, PHASE_TILES, RANK
+from ..grouped_gemm.kernels import finish_tile, gemm_tile
+from ..grouped_gemm.schedule_kernels import load_tile
+from ..lang import (
+    as_pointer,
+    consume_token,
+    device_function,
+    is_broken,
+    put,
+    round_to,
+    row_pointers,
+    symm_at,
+    wait,
+)
+from ..slots_kernels import deal, num_spans, open_regions, raise_chunks, received_rows, region, span
+from ..stages_kernels import first_distance
+from ..work import arrive, claim, finish_call, is_last_program, let_next_start, wait_for_previous
+from .kernels import wait_returned
+
+
+@triton.jit(
+    do_not_specialize=["num_push_programs", "stage_count", "max_rows", "N", "K"],
+    do_not_specialize_on_alignment=["tiles", "first_tile", "finished"],
+)
+def gemm_combine_kernel(
+    a,  # ragged descriptor of [M, K]
+    w,  # descriptor of the weights, see `gemm_tile`
+    out,  # ragged descriptor of y
+    y,  # [M, N], out
+    tiles,  # int64 [max_tiles], sorted by stage, local ones last
+    first_tile,  # int32 [S + 1]: tile that begins each turn
+    finished,  # int64 [S]: programs that have computed their tiles of each turn
+    expert_row,  # int32 [R, max_rows, NUM_TOPK]
+    lane_weight,  # float32 [R, max_rows, NUM_TOPK]
+    rank_prefix_matrix,  # int32 [R, R]
+    context,
+    num_push_programs,
+    stage_count,
+    max_rows,
+    N,
+    K,
+    row_bytes,
+    NUM_TOPK: tl.constexpr,
+    RANKS_PAD: tl.constexpr,
+    CHUNK_ROWS: tl.constexpr,
+    BLOCK_H: tl.constexpr,
+    SUBTILES: tl.constexpr,
+    BLOCK_M: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    BLOCK_K: tl.constexpr,
+    GROUP_M: tl.constexpr,
+    OVERLAP: tl.constexpr,
+):
+    """y [M, N] = A @ w[expert].T, and on the side the sums of `return_sums`, once a stage is done.
+
+    The last num_push_programs programs sum and push, the others compute; all of them must run at
+    once. The rows of a stage are returned when every program that computes has passed it. Tiles of
+    rows from this rank come last: the sums of the others travel meanwhile.
+    An early launch behind `dispatch_gemm_kernel`.
+    """
+    let_next_start(OVERLAP)
+    wait_for_previous(OVERLAP)
+    num_programs = tl.num_programs(0) - num_push_programs
+    program = tl.program_id(0)
+    if program < num_programs:
+        num_n = tl.cdiv(N, BLOCK_N)
+        for turn in range(0, stage_count):
+            first_m = tl.load(first_tile + turn)
+            num_m = tl.load(first_tile + turn + 1) - first_m
+            begin = first_m * num_n
+            # This program's first tile of the turn: program, program + num_programs, ... in all.
+            mine = begin + (program + num_programs - begin % num_programs) % num_programs
+            end = begin + num_m * num_n
+            for tile in tl.range(mine, end, num_programs, flatten=True):
+                expert, row, end_row, block = load_tile(
+                    tiles + first_m, tile - begin, num_m, num_n, GROUP_M
+                )
+                n = block * BLOCK_N
+                # fmt: off
+                acc = gemm_tile(
+                    a, w, row, end_row, expert, n, 0, K, K,
+                    False, False, 1, BLOCK_M, BLOCK_N, BLOCK_K,
+                )
+                finish_tile(
+                    acc, out, None, None, None, 0, row, end_row, expert, n, N, "none", SUBTILES
+                )
+                # fmt: on
+            arrive(finished + turn, AFTER_TMA=True)
+    elif is_broken(context) == 0:
+        lane = tl.arange(0, 1)
+        rank = tl.load(context + RANK).to(tl.int32)
+        for turn in range(0, stage_count):
+            stage = (turn + 1) % stage_count
+            first = tl.maximum(first_distance(stage, stage_count, context), 1)
+            end = first_distance(stage + 1, stage_count, context)
+            if end > first:
+                flags = (finished + turn).to(tl.int64) + lane * 8
+                token = wait(flags, lane == 0, num_programs, lane + rank, context, PHASE_TILES)
+                if token == 1:
+                    rows = as_pointer(consume_token(y.to(tl.int64), token), y.dtype.element_ty)
+                    # fmt: off
+                    return_sums(
+                        rows, expert_row, lane_weight, rank_prefix_matrix, context,
+                        program - num_programs, num_push_programs, first, end, max_rows, N,
+                        row_bytes, NUM_TOPK, RANKS_PAD, CHUNK_ROWS, BLOCK_H,
+                    )
+                    # fmt: on
+
+
+@triton.jit(do_not_specialize=["max_rows"])
+def return_sums_kernel(
+    y,  # [M, H] expert rows
+    expert_row,  # int32 [R, max_rows, NUM_TOPK]
+    lane_weight,  # float32 [R, max_rows, NUM_TOPK]
+    rank_prefix_matrix,  # int32 [R, R]
+    context,
+    max_rows,
+    hidden,
+    row_bytes,
+    NUM_TOPK: tl.constexpr,
+    RANKS_PAD: tl.constexpr,
+    CHUNK_ROWS: tl.constexpr,
+    BLOCK_H: tl.constexpr,
+):
+    """Sum the expert rows of each token of other ranks, weighted, and return one row to its rank."""
+    if is_broken(context):
+        return
+    # fmt: off
+    return_sums(
+        y, expert_row, lane_weight, rank_prefix_matrix, context, tl.program_id(0),
+        tl.num_programs(0), 1, tl.load(context + NUM_RANKS).to(tl.int32), max_rows, hidden,
+        row_bytes, NUM_TOPK, RANKS_PAD, CHUNK_ROWS, BLOCK_H,
+    )
+    # fmt: on
+
+
+SUM_LANES = tl.constexpr(8)
+"""Tokens whose rows a program sums at a time: a token has but few rows here, and each is a read
+that waits for memory."""
+SUM_SPAN = tl.constexpr(4)
+"""Chunks that a program returns before it raises their flags."""
+
+
+@device_function
+def return_sums(
+    y,
+    expert_row,
+    lane_weight,
+    rank_prefix_matrix,
+    context,
+    program,
+    num_programs,
+    first_distance,
+    end_distance,
+    max_rows,
+    hidden,
+    row_bytes,
+    NUM_TOPK: tl.constexpr,
+    RANKS_PAD: tl.constexpr,
+    CHUNK_ROWS: tl.constexpr,
+    BLOCK_H: tl.constexpr,
+):
+    """One program's share of returning the tokens that came from distances first .. end: from
+    rank - d at d, all at the same pace."""
+    num_ranks = tl.load(context + NUM_RANKS).to(tl.int32)
+    rank = tl.load(context + RANK).to(tl.int32)
+    ranks = tl.arange(0, RANKS_PAD)
+    distance = (rank - ranks + num_ranks) % num_ranks
+    here = (ranks < num_ranks) & (distance >= first_distance) & (distance < end_distance)
+    num_rows = tl.where(here, received_rows(rank_prefix_matrix, ranks, context), 0)
+    own, most_rows = open_regions(num_rows, 0, row_bytes, context)
+    first_peer = rank - end_distance + 1 + num_ranks
+    num_peers = end_distance - first_distance
+    num_chunks = tl.cdiv(most_rows, CHUNK_ROWS)
+    for turn in range(0, num_spans(num_chunks, num_programs, SUM_SPAN)):
+        first_chunk, end_chunk = span(turn, num_chunks, program, num_programs, SUM_SPAN)
+        end = min(end_chunk * CHUNK_ROWS, most_rows)
+        for first in range(first_chunk * CHUNK_ROWS * num_peers, end * num_peers, SUM_LANES):
+            peers, rows = deal(first, first_peer, num_peers, context, SUM_LANES)
+            inside = (rows < end) & (rows < received_rows(rank_prefix_matrix, peers, context))
+            to = symm_at(own + rows.to(tl.int64) * row_bytes, peers, context)
+            to_rows = as_pointer(to, y.dtype.element_ty)
+            lane0 = (peers * max_rows + rows) * NUM_TOPK
+            most = _most_lanes(expert_row, lane0, inside, NUM_TOPK)
+            for column in range(0, hidden, BLOCK_H):
+                # fmt: off
+                total = sum_lanes(
+                    y, expert_row, lane_weight, lane0, inside, most, column, hidden, BLOCK_H
+                )
+                # fmt: on
+                columns = column + tl.arange(0, BLOCK_H)
+                real = inside[:, None] & _in_row(columns, hidden, y)[None, :]
+                put(row_pointers(to_rows, columns, True), round_to(total, y.dtype.element_ty), real)
+        raise_chunks(first_chunk, end_chunk, num_rows, context, CHUNK_ROWS, SUM_SPAN)
+
+
+@device_function
+def _in_row(columns, hidden, y):
+    """`columns < hidden`, which is a multiple of 16 bytes; see `lang.row_mask`."""
+    return tl.max_constancy(columns < hidden, 128 // y.dtype.element_ty.primitive_bitwidth)
+
+
+@device_function
+def _most_lanes(expert_row, lane0, inside, NUM_TOPK: tl.constexpr):
+    """Most expert rows of any of the tokens whose lanes begin at `lane0` [B]."""
+    TOPK_PAD: tl.constexpr = triton.next_power_of_2(NUM_TOPK)
+    lanes = tl.arange(0, TOPK_PAD)
+    has = inside[:, None] & (lanes < NUM_TOPK)[None, :]
+    at = tl.load(expert_row + lane0[:, None] + lanes[None, :], mask=has, other=-1)
+    return tl.max(tl.sum((at >= 0).to(tl.int32), 1), 0)
+
+
+@device_function
+def sum_lanes(
+    y, expert_row, lane_weight, lane0, inside, num_lanes, column, hidden, BLOCK_H: tl.constexpr
+):
+    """fp32 [B, BLOCK_H]: columns `column` .. of the expert rows of B tokens, times their weights,
+    added up in top-k lane order. Each token's rows stand in its first lanes."""
+    columns = column + tl.arange(0, BLOCK_H)
+    in_row = _in_row(columns, hidden, y)
+    total = tl.zeros([inside.shape[0], BLOCK_H], tl.float32)
+    for lane in tl.range(0, num_lanes, loop_unroll_factor=2):
+        at = tl.load(expert_row + lane0 + lane, mask=inside, other=-1)
+        weight = tl.load(lane_weight + lane0 + lane, mask=at >= 0, other=0.0)
+        real = (at >= 0)[:, None] & in_row[None, :]
+        rows = row_pointers(y + at.to(tl.int64) * hidden, columns, True)
+        total += weight[:, None] * tl.load(rows, mask=real, other=0.0).to(tl.float32)
+    return total
+
+
+@triton.jit(do_not_specialize=["num_tokens", "max_rows"])
+def layer_sum_kernel(
+    out,  # [T, H], out
+    y,  # [M, H] expert rows
+    expert_row,  # int32 [R, max_rows, NUM_TOPK]
+    lane_weight,  # float32 [R, max_rows, NUM_TOPK]
+    send_head,  # int32 [T, R]: row * R + rank of each returned row, in the order of the sum
+    context,
+    num_tokens,
+    max_rows,
+    hidden,
+    row_bytes,
+    NUM_TOPK: tl.constexpr,
+    RANKS: tl.constexpr,
+    RANKS_PAD: tl.constexpr,
+    CHUNK_ROWS: tl.constexpr,
+    GROUP: tl.constexpr,
+    BLOCK_H: tl.constexpr,
+    OVERLAP: tl.constexpr,
+):
+    """Add up the sums of all ranks for each token, in `send_head`'s order: those of the others as
+    they returned them, this rank's own made here, and rounded as the others' are. fp32, rounded
+    once. The last program finishes the call. An early launch behind what computed y."""
+    wait_for_previous(OVERLAP)
+    if is_broken(context):
+        return
+    rank = tl.load(context + RANK).to(tl.int32)
+    group = claim(context)
+    while group < tl.cdiv(num_tokens, GROUP):
+        tokens = group * GROUP + tl.arange(0, GROUP)
+        token = wait_returned(send_head, tokens, num_tokens, context, CHUNK_ROWS, RANKS, RANKS_PAD)
+        inside = (tokens < num_tokens) & (token == 1)
+        addresses = ()
+        own_place = tl.full([GROUP], -1, tl.int32)
+        own_row = tl.full([GROUP], -1, tl.int32)
+        for place in tl.static_range(RANKS):
+            head = tl.load(send_head + tokens * RANKS + place, mask=inside, other=-1)
+            row = head // RANKS
+            at = consume_token(region(head % RANKS, context), token) + row.to(tl.int64) * row_bytes
+            is_own = (head >= 0) & (head % RANKS == rank)
+            own_place = tl.where(is_own, place, own_place)
+            own_row = tl.where(is_own, row, own_row)
+            addresses = addresses + (tl.where((head >= 0) & (is_own == 0), at, 0),)
+        lane0 = (rank * max_rows + own_row) * NUM_TOPK
+        most = _most_lanes(expert_row, lane0, own_row >= 0, NUM_TOPK)
+        for column in range(0, hidden, BLOCK_H):
+            # fmt: off
+            own = sum_lanes(
+                y, expert_row, lane_weight, lane0, own_row >= 0, most, column, hidden, BLOCK_H
+            )
+            # fmt: on
+            own = round_to(own, out.dtype.element_ty).to(tl.float32)
+            columns = column + tl.arange(0, BLOCK_H)
+            in_row = _in_row(columns, hidden, out)
+            total = tl.zeros([GROUP, BLOCK_H], tl.float32)
+            for place in tl.static_range(RANKS):
+                rows = as_pointer(addresses[place], out.dtype.element_ty)
+                mask = (addresses[place] != 0)[:, None] & in_row[None, :]
+                part = tl.load(row_pointers(rows, columns, True), mask=mask, other=0.0)
+                total += tl.where((own_place == place)[:, None], own, part.to(tl.float32))
+            to = row_pointers(out + tokens.to(tl.int64) * hidden, columns, True)
+            values = round_to(total, out.dtype.element_ty)
+            tl.store(to, values, mask=inside[:, None] & in_row[None, :])
+        group = claim(context)
+    if is_last_program(context):
+        finish_call(context)

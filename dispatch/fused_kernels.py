@@ -1,0 +1,114 @@
+"""Dispatch and the up-projection in one launch."""
+
+import triton
+import triton.language as tl
+
+from ..grouped_gemm.kernels import finish_tile, gathered_rows, gemm_tile
+from ..grouped_gemm.schedule_kernels import load_tile
+from ..lang import as_pointer, consume_token, is_broken, own_block
+from ..slots_kernels import wait_sources
+from ..stages_kernels import first_distance
+from ..work import (
+    begin_claim,
+    end_claim,
+    finish_call,
+    is_last_program,
+    let_next_start,
+    wait_for_previous,
+)
+from .kernels import push_rows
+
+
+@triton.jit(
+    do_not_specialize=["num_push_programs", "stage_count", "num_tokens", "N"],
+    do_not_specialize_on_alignment=["row_offset", "tiles", "first_tile"],
+)
+def dispatch_gemm_kernel(
+    x,  # words [T, num_words]
+    num_tokens_per_rank,  # int32 [R]
+    send_token_idx,  # int32 [R, T]
+    rank_prefix_matrix,  # int32 [R, R]
+    row_offset,  # int64 [M]
+    w,  # descriptor of the weights, see `gemm_tile`
+    out,  # ragged descriptor of [1, M, N]
+    tiles,  # int64 [max_tiles], sorted by stage
+    first_tile,  # int32 [S + 1]: tile that begins each stage
+    context,
+    num_push_programs,
+    stage_count,
+    num_tokens,
+    num_words,
+    header_bytes,
+    row_bytes,
+    N,
+    RANKS_PAD: tl.constexpr,
+    CHUNK_ROWS: tl.constexpr,
+    SPAN: tl.constexpr,
+    LANES: tl.constexpr,
+    BLOCK_WORDS: tl.constexpr,
+    SUBTILES: tl.constexpr,
+    BLOCK_M: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    BLOCK_K: tl.constexpr,
+    GROUP_M: tl.constexpr,
+    OVERLAP: tl.constexpr,
+):
+    """out [M, N] = silu(gate) * up of the received rows, while this rank's rows are on their way.
+
+    Programs 0 .. num_push_programs - 1 push, stage by stage; the others compute. More programs than
+    fit: when one has pushed, one that computes takes its place. These take tiles from one counter,
+    in order of stage, and wait for a stage's rows where they come to it: for rows that this rank's
+    peers push, never for one another. The last program releases the slot.
+    An early launch behind the expert plan.
+    """
+    let_next_start(OVERLAP)
+    if tl.program_id(0) < num_push_programs:
+        if is_broken(context) == 0:
+            for stage in range(0, stage_count):
+                first = first_distance(stage, stage_count, context)
+                end = first_distance(stage + 1, stage_count, context)
+                if end > 1:
+                    # fmt: off
+                    push_rows(
+                        x, num_tokens_per_rank, send_token_idx, context, tl.program_id(0),
+                        num_push_programs, tl.maximum(first, 1), end, num_tokens, num_words,
+                        header_bytes, row_bytes, True, RANKS_PAD, CHUNK_ROWS, SPAN, LANES,
+                        BLOCK_WORDS, OVERLAP,
+                    )
+                    # fmt: on
+        wait_for_previous(OVERLAP)
+    else:
+        wait_for_previous(OVERLAP)
+        K = num_words * 32 // out.dtype.primitive_bitwidth
+        num_n = tl.cdiv(N, BLOCK_N // 2)
+        token = 1 - is_broken(context).to(tl.int32)
+        tile = end_claim(begin_claim(context))
+        for stage in range(0, stage_count):
+            first_m = tl.load(first_tile + stage)
+            num_m = tl.load(first_tile + stage + 1) - first_m
+            if (token == 1) & (tile < (first_m + num_m) * num_n):
+                first = first_distance(stage, stage_count, context)
+                end = first_distance(stage + 1, stage_count, context)
+                token = wait_sources(first, end, rank_prefix_matrix, context, CHUNK_ROWS)
+            end_tile = tl.where(token == 1, (first_m + num_m) * num_n, 0)
+            base = as_pointer(consume_token(own_block(context), token), out.dtype)
+            while tile < end_tile:
+                next_tile = begin_claim(context)
+                # fmt: off
+                expert, row, end_row, block = load_tile(
+                    tiles + first_m, tile - first_m * num_n, num_m, num_n, GROUP_M
+                )
+                n = block * (BLOCK_N // 2)
+                rows = gathered_rows(base, row_offset, row, end_row, BLOCK_M)
+                acc = gemm_tile(
+                    rows, w, row, end_row, expert, n, 0, K, K,
+                    True, False, 2, BLOCK_M, BLOCK_N, BLOCK_K,
+                )
+                finish_tile(
+                    acc, out, None, None, None, 0, row, end_row, expert, n, N, "swiglu", SUBTILES
+                )
+                # fmt: on
+                tile = end_claim(next_tile)
+    if is_broken(context) == 0:
+        if is_last_program(context):
+            finish_call(context)

@@ -1,0 +1,74 @@
+"""Tiles sorted by the ranks whose rows they hold, on the device; kernels in `stages_kernels.py`."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+import triton
+
+from .hardware import early_launch, launches_overlap
+from .slots import Slots, next_power_of_2
+from .stages_kernels import staged_schedule_kernel
+
+
+@dataclass(frozen=True, slots=True)
+class StagedSchedule:
+    """Tiles of rows in the order in which their rows come, and in which they are sent back.
+
+    tiles int64 [2, max_tiles], see `TileSchedule`; first_tile int32 [2, S + 1]: the tile that
+    begins each of S stages' turns, there 0, 1, ..., back 1, 2, ..., 0; finished int64 [S]: zeros, for
+    `gemm_combine` to count in.
+    """
+
+    tiles: torch.Tensor
+    first_tile: torch.Tensor
+    finished: torch.Tensor
+    block_m: int
+
+    @property
+    def num_stages(self) -> int:
+        return self.finished.numel()
+
+
+def staged_schedule(
+    recv_expert_counts: torch.Tensor,
+    expert_offsets: torch.Tensor,
+    max_expert_rows: int,
+    block_m: int,
+    num_stages: int,
+    mixed: bool,
+    slots: Slots,
+) -> StagedSchedule:
+    """Cut rows into tiles and sort them; see `staged_schedule_kernel`. Early, behind the exchange,
+    and the launch behind it may be early too."""
+    num_ranks, num_local_experts = recv_expert_counts.shape
+    new = recv_expert_counts.new_empty
+    max_tiles = triton.cdiv(max_expert_rows, block_m) + num_local_experts
+    if not mixed:
+        max_tiles += num_local_experts * (num_stages - 1)
+    schedule = StagedSchedule(
+        new((2, max_tiles), dtype=torch.int64),
+        new((2, num_stages + 1)),
+        new(num_stages, dtype=torch.int64),
+        block_m,
+    )
+    staged_schedule_kernel[(num_local_experts, 2)](
+        recv_expert_counts,
+        expert_offsets,
+        schedule.tiles,
+        schedule.first_tile,
+        schedule.finished,
+        slots.context.words,
+        num_local_experts,
+        num_stages,
+        max_tiles,
+        BLOCK_M=block_m,
+        RANKS_PAD=next_power_of_2(num_ranks),
+        EXPERTS_PAD=next_power_of_2(num_local_experts),
+        STEP=128,
+        MIXED=mixed,
+        OVERLAP=launches_overlap(),
+        **early_launch(),
+    )
+    return schedule
