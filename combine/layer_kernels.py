@@ -127,7 +127,7 @@ def return_sums_kernel(
     CHUNK_ROWS: tl.constexpr,
     BLOCK_H: tl.constexpr,
 ):
-    """Sum the expert rows of each token of other ranks, weighted, and return one row to its rank."""
+    """Sum the weighted expert rows of each token of other ranks, and return one row to its rank."""
     if is_broken(context):
         return
     # fmt: off
@@ -139,9 +139,11 @@ def return_sums_kernel(
     # fmt: on
 
 
-SUM_LANES = tl.constexpr(8)
-"""Tokens whose rows a program sums at a time: a token has but few rows here, and each is a read
-that waits for memory."""
+SUM_ROWS = tl.constexpr(8)
+"""Tokens whose expert rows a program sums at a time."""
+SUM_LANES = tl.constexpr(4)
+"""Expert rows of each token that are read at once: more wait for memory together, and few tokens
+have more."""
 SUM_SPAN = tl.constexpr(4)
 """Chunks that a program returns before it raises their flags."""
 
@@ -180,19 +182,15 @@ def return_sums(
     for turn in range(0, num_spans(num_chunks, num_programs, SUM_SPAN)):
         first_chunk, end_chunk = span(turn, num_chunks, program, num_programs, SUM_SPAN)
         end = min(end_chunk * CHUNK_ROWS, most_rows)
-        for first in range(first_chunk * CHUNK_ROWS * num_peers, end * num_peers, SUM_LANES):
-            peers, rows = deal(first, first_peer, num_peers, context, SUM_LANES)
+        for first in range(first_chunk * CHUNK_ROWS * num_peers, end * num_peers, SUM_ROWS):
+            peers, rows = deal(first, first_peer, num_peers, context, SUM_ROWS)
             inside = (rows < end) & (rows < received_rows(rank_prefix_matrix, peers, context))
             to = symm_at(own + rows.to(tl.int64) * row_bytes, peers, context)
             to_rows = as_pointer(to, y.dtype.element_ty)
             lane0 = (peers * max_rows + rows) * NUM_TOPK
-            most = _most_lanes(expert_row, lane0, inside, NUM_TOPK)
+            lanes = load_lanes(y, expert_row, lane_weight, lane0, inside, hidden, NUM_TOPK)
             for column in range(0, hidden, BLOCK_H):
-                # fmt: off
-                total = sum_lanes(
-                    y, expert_row, lane_weight, lane0, inside, most, column, hidden, BLOCK_H
-                )
-                # fmt: on
+                total = sum_lanes(lanes, column, hidden, BLOCK_H)
                 columns = column + tl.arange(0, BLOCK_H)
                 real = inside[:, None] & _in_row(columns, hidden, y)[None, :]
                 put(row_pointers(to_rows, columns, True), round_to(total, y.dtype.element_ty), real)
@@ -206,31 +204,57 @@ def _in_row(columns, hidden, y):
 
 
 @device_function
-def _most_lanes(expert_row, lane0, inside, NUM_TOPK: tl.constexpr):
-    """Most expert rows of any of the tokens whose lanes begin at `lane0` [B]."""
+def load_lanes(y, expert_row, lane_weight, lane0, inside, hidden, NUM_TOPK: tl.constexpr):
+    """The expert rows of tokens [B] whose lanes begin at `lane0`, for `sum_lanes`: each token's
+    rows stand in its first lanes."""
     TOPK_PAD: tl.constexpr = triton.next_power_of_2(NUM_TOPK)
     lanes = tl.arange(0, TOPK_PAD)
     has = inside[:, None] & (lanes < NUM_TOPK)[None, :]
     at = tl.load(expert_row + lane0[:, None] + lanes[None, :], mask=has, other=-1)
-    return tl.max(tl.sum((at >= 0).to(tl.int32), 1), 0)
+    num_lanes = tl.max(tl.sum((at >= 0).to(tl.int32), 1), 0)
+    rows = ()
+    weights = ()
+    for lane in tl.static_range(min(SUM_LANES, NUM_TOPK)):
+        row, weight = _lane(y, expert_row, lane_weight, lane0 + lane, inside, hidden)
+        rows = rows + (row,)
+        weights = weights + (weight,)
+    return rows, weights, (y, expert_row, lane_weight, lane0, inside, num_lanes)
 
 
 @device_function
-def sum_lanes(
-    y, expert_row, lane_weight, lane0, inside, num_lanes, column, hidden, BLOCK_H: tl.constexpr
-):
-    """fp32 [B, BLOCK_H]: columns `column` .. of the expert rows of B tokens, times their weights,
-    added up in top-k lane order. Each token's rows stand in its first lanes."""
+def _lane(y, expert_row, lane_weight, at, inside, hidden):
+    """(addresses of the expert rows, 0 where there is none, weights) of lanes `at` [B]."""
+    place = tl.load(expert_row + at, mask=inside, other=-1)
+    weight = tl.load(lane_weight + at, mask=place >= 0, other=0.0)
+    row = (y + place.to(tl.int64) * hidden).to(tl.int64)
+    return tl.where(place >= 0, row, 0), weight
+
+
+@device_function
+def sum_lanes(lanes, column, hidden, BLOCK_H: tl.constexpr):
+    """fp32 [B, BLOCK_H]: columns `column` .. of the expert rows of B tokens (see `load_lanes`),
+    times their weights, added up in top-k lane order."""
+    rows, weights, rest = lanes
+    y, expert_row, lane_weight, lane0, inside, num_lanes = rest
     columns = column + tl.arange(0, BLOCK_H)
     in_row = _in_row(columns, hidden, y)
+    parts = ()
+    for lane in tl.static_range(len(rows)):
+        parts = parts + (_columns(rows[lane], columns, in_row, y),)
     total = tl.zeros([inside.shape[0], BLOCK_H], tl.float32)
-    for lane in tl.range(0, num_lanes, loop_unroll_factor=2):
-        at = tl.load(expert_row + lane0 + lane, mask=inside, other=-1)
-        weight = tl.load(lane_weight + lane0 + lane, mask=at >= 0, other=0.0)
-        real = (at >= 0)[:, None] & in_row[None, :]
-        rows = row_pointers(y + at.to(tl.int64) * hidden, columns, True)
-        total += weight[:, None] * tl.load(rows, mask=real, other=0.0).to(tl.float32)
+    for lane in tl.static_range(len(rows)):
+        total += weights[lane][:, None] * parts[lane].to(tl.float32)
+    for lane in range(len(rows), num_lanes):
+        row, weight = _lane(y, expert_row, lane_weight, lane0 + lane, inside, hidden)
+        total += weight[:, None] * _columns(row, columns, in_row, y).to(tl.float32)
     return total
+
+
+@device_function
+def _columns(rows, columns, in_row, y):
+    """Columns [B, C] of the rows at addresses [B]; 0 for address 0."""
+    pointers = row_pointers(as_pointer(rows, y.dtype.element_ty), columns, True)
+    return tl.load(pointers, mask=(rows != 0)[:, None] & in_row[None, :], other=0.0)
 
 
 @triton.jit(do_not_specialize=["num_tokens", "max_rows"])
@@ -277,21 +301,15 @@ def layer_sum_kernel(
             own_row = tl.where(is_own, row, own_row)
             addresses = addresses + (tl.where((head >= 0) & (is_own == 0), at, 0),)
         lane0 = (rank * max_rows + own_row) * NUM_TOPK
-        most = _most_lanes(expert_row, lane0, own_row >= 0, NUM_TOPK)
+        lanes = load_lanes(y, expert_row, lane_weight, lane0, own_row >= 0, hidden, NUM_TOPK)
         for column in range(0, hidden, BLOCK_H):
-            # fmt: off
-            own = sum_lanes(
-                y, expert_row, lane_weight, lane0, own_row >= 0, most, column, hidden, BLOCK_H
-            )
-            # fmt: on
+            own = sum_lanes(lanes, column, hidden, BLOCK_H)
             own = round_to(own, out.dtype.element_ty).to(tl.float32)
             columns = column + tl.arange(0, BLOCK_H)
             in_row = _in_row(columns, hidden, out)
             total = tl.zeros([GROUP, BLOCK_H], tl.float32)
             for place in tl.static_range(RANKS):
-                rows = as_pointer(addresses[place], out.dtype.element_ty)
-                mask = (addresses[place] != 0)[:, None] & in_row[None, :]
-                part = tl.load(row_pointers(rows, columns, True), mask=mask, other=0.0)
+                part = _columns(addresses[place], columns, in_row, out)
                 total += tl.where((own_place == place)[:, None], own, part.to(tl.float32))
             to = row_pointers(out + tokens.to(tl.int64) * hidden, columns, True)
             values = round_to(total, out.dtype.element_ty)

@@ -82,14 +82,16 @@ def dispatch_gemm_kernel(
         K = num_words * 32 // out.dtype.primitive_bitwidth
         num_n = tl.cdiv(N, BLOCK_N // 2)
         token = 1 - is_broken(context).to(tl.int32)
+        there = tl.full((), 1, tl.int32)  # distance up to which all rows are there
         tile = end_claim(begin_claim(context))
         for stage in range(0, stage_count):
             first_m = tl.load(first_tile + stage)
             num_m = tl.load(first_tile + stage + 1) - first_m
             if (token == 1) & (tile < (first_m + num_m) * num_n):
-                first = first_distance(stage, stage_count, context)
+                # Of all stages so far, also those of which this program had no tile.
                 end = first_distance(stage + 1, stage_count, context)
-                token = wait_sources(first, end, rank_prefix_matrix, context, CHUNK_ROWS)
+                token = wait_sources(there, end, rank_prefix_matrix, context, CHUNK_ROWS)
+                there = end
             end_tile = tl.where(token == 1, (first_m + num_m) * num_n, 0)
             base = as_pointer(consume_token(own_block(context), token), out.dtype)
             while tile < end_tile:

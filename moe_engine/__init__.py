@@ -18,6 +18,7 @@ from .errors import (
 )
 from .events import EventHandle, EventOverlap
 from .layer import MoEFeedForward, moe_ffn
+from .layer_config import LayerConfig
 from .verbs import Handle
 
 __version__ = "0.1.0"
@@ -31,6 +32,7 @@ __all__ = [
     "EventHandle",
     "EventOverlap",
     "Handle",
+    "LayerConfig",
     "MoEFeedForward",
     "MoeEngineError",
     "Options",

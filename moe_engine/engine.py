@@ -46,7 +46,7 @@ class KernelEngine:
         max_tokens: int | None,
         layer_config: LayerConfig | None = None,
     ):
-        self.layer_config = layer_config
+        self._layer_config = layer_config
         self.slots = new_slots(layout, False)
         self._beside = Beside(self.slots.context.words.device)
         self._new_slots, self._max_tokens = new_slots, max_tokens
@@ -252,21 +252,24 @@ class KernelEngine:
         row = row_layout(x, None, topk_idx)
         header = header_bytes(num_experts * num_ranks, num_ranks)
         self._check_capacity(len(x), row, header)
-        max_tokens = self.max_tokens(row, header)
-        config = self.layer_config
-        if config is None:
-            num_columns = w_down.shape[2]
-            problem = LayerProblem(
-                *(num_ranks, max_tokens, num_experts * num_ranks, row.num_topk),
-                *(x.shape[1], num_columns, x.itemsize),
-            )
-            config = LayerConfig.choose(problem)
+        max_tokens, config = self.max_tokens(row, header), self.layer_config(w_gate_up, row)
         with self._first_use("moe_ffn", x, row.num_topk, w_gate_up.shape, config):
             out = feed_forward(
                 *(x, topk_idx, topk_weights, w_gate_up, w_down, max_tokens, config), self.slots
             )
             self._check_emulated()
             return out
+
+    def layer_config(self, w_gate_up: torch.Tensor, row: RowLayout) -> LayerConfig:
+        """How `moe_ffn` runs with experts w_gate_up [L, 2I, H] and rows like these."""
+        if self._layer_config is not None:
+            return self._layer_config
+        num_local_experts, columns, hidden = w_gate_up.shape
+        num_ranks = self.slots.layout.num_ranks
+        num_experts = num_local_experts * num_ranks
+        max_tokens = self.max_tokens(row, header_bytes(num_experts, num_ranks))
+        sizes = max_tokens, num_experts, row.num_topk, hidden, columns // 2
+        return LayerConfig.choose(LayerProblem(num_ranks, *sizes, w_gate_up.itemsize))
 
     def max_tokens(self, row: RowLayout, header: int) -> int:
         """Most tokens a rank may bring: what the Buffer was made for, else what fits a region."""

@@ -154,10 +154,9 @@ def wait_rows(writer, rows, mask, context, CHUNK_ROWS: tl.constexpr):
 def wait_sources(
     first_distance, end_distance, rank_prefix_matrix, context, CHUNK_ROWS: tl.constexpr
 ):
-    """Wait until the ranks at these distances have written all their rows, this one excepted: its
-    rows lie in x. Returns a token."""
+    """Wait until the ranks at these distances have written all their rows. Returns a token."""
     token = tl.full((), 1, tl.int32)
-    for distance in range(tl.maximum(first_distance, 1), end_distance):
+    for distance in range(first_distance, end_distance):
         source = source_at(distance, context)
         num_rows = received_rows(rank_prefix_matrix, source, context)
         for first in range(0, num_rows, 256 * CHUNK_ROWS):

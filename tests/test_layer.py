@@ -111,41 +111,76 @@ def test_any_shape(
     )  # fmt: skip
 
 
-def sum_lanes(group, y, x, topk_idx, topk_weights, num_experts):
-    """Combine expert rows y [M, H] for the tokens of one rank: (sums, place of each lane)."""
-    from moe_engine import combine, dispatch, routing
-    from moe_engine.slots import header_bytes
-    from moe_engine.verbs import Tokens
+def sum_lanes(group, y, place, topk_weights):
+    """Combine expert rows y [M, H] at `place` int32 [T, K] for the tokens of one rank."""
+    from moe_engine import combine
+    from moe_engine.routing import ExpertPlan
 
-    y, x, topk_idx, topk_weights = (t.to(cases.device()) for t in (y, x, topk_idx, topk_weights))
-    buffer = make_buffer(group, x, num_experts, topk_idx.shape[1], len(x))
-    engine, slots = buffer._engine, buffer._engine.slots
-    tokens = Tokens(x, topk_idx, topk_weights, *engine.layout(topk_idx, num_experts))
-    counts, head = engine.send(tokens)
-    header = header_bytes(num_experts, 1)
-    args = counts.rank_prefix_matrix, counts.recv_expert_counts, counts.expert_offsets
-    plan = routing.expert_plan(x, *args, tokens.row, header, len(x), slots)
-    dispatch.release(slots)
-    out = torch.empty_like(x)
-    combine.return_sums(y, plan, counts.rank_prefix_matrix, 2, slots)
-    sums = combine.Sums(out, None, (), head, counts.rank_prefix_matrix)
-    combine.final_sum(sums, None, None, slots)
+    num_tokens, num_topk = place.shape
+    device = cases.device()
+    y, place, topk_weights = (t.to(device) for t in (y, place, topk_weights))
+    buffer = make_buffer(group, y, 6, num_topk, num_tokens)
+    none = torch.empty(0, dtype=torch.int64, device=device)
+    plan = ExpertPlan(none, none, place[None], topk_weights[None])
+    head = torch.arange(num_tokens, dtype=torch.int32, device=device)[:, None]
+    prefix = torch.full((1, 1), num_tokens, dtype=torch.int32, device=device)
+    out = combine.layer_sum(y, combine.LayerSums(plan, prefix, head), buffer._engine.slots)
     buffer.check()
     buffer.destroy()
-    return out.cpu(), plan.expert_row[0].cpu()
+    return out.cpu()
 
 
 def test_lanes_are_summed_in_order(pool):
     """fp32, to the bit where products are rounded before they are added."""
-    idx = cases.route("duplicates", 40, 6, 5, seed=3)
-    x, w = cases.tokens(40, 16, 5, torch.float32, 0)
+    _, w = cases.tokens(40, 16, 5, torch.float32, 0)
     y = torch.randn(200, 16) * 10.0 ** torch.randint(-3, 4, (200, 1))
-    [(out, place)] = pool.run(sum_lanes, y, x, idx, w, 6, num_ranks=1)
-    assert sorted(place.flatten().tolist()) == list(range(200))
+    place = torch.randperm(200).view(40, 5).int()
+    [out] = pool.run(sum_lanes, y, place, w, num_ranks=1)
     want = reference.sum_lanes(y[place.long()], w)
     if pool.device == "cpu":
         assert torch.equal(out, want)
     assert cases.relative_error(out, want) < 1e-6
+
+
+def run_both(group, max_tokens, configs, x, topk_idx, topk_weights, up, down):
+    """moe_ffn in each of several ways."""
+    from moe_engine import Buffer, Options, moe_ffn
+
+    num_experts = up.shape[0] * torch.distributed.get_world_size(group)
+    args = [t.to(cases.device()) for t in (x, topk_idx, topk_weights, up, down)]
+    outs = []
+    for config in configs:
+        options = Options(layer=config)
+        sizes = max_tokens, x.shape[1], num_experts, topk_idx.shape[1], x.dtype
+        buffer = Buffer.for_tokens(group, *sizes, options=options)
+        poison(buffer)
+        torch.distributed.barrier(group)
+        outs.append(moe_ffn(*args, buffer).cpu())
+        buffer.check()
+        torch.distributed.barrier(group)
+        buffer.destroy()
+    return outs
+
+
+@pytest.mark.parametrize("num_ranks", [2, 3, 4])
+@pytest.mark.parametrize("kind", ["uniform", "one_hot", "holes"])
+def test_fused_equals_unfused_bit_for_bit(pool, num_ranks, kind):
+    from moe_engine import LayerConfig
+    from moe_engine.emulation import PerRank
+
+    configs = [
+        LayerConfig(fused=False, num_push_programs=1),
+        LayerConfig(num_stages=2, num_push_programs=2, num_return_programs=1),
+        LayerConfig(num_stages=num_ranks, mixed=False, num_push_programs=1, num_return_programs=1),
+        LayerConfig(num_stages=1, group_m=1, num_push_programs=3, num_return_programs=1),
+    ]
+    num_tokens = [70, 3, 0, 41][:num_ranks]
+    inputs = make_inputs(num_ranks, num_tokens, 64, 2 * num_ranks, 3, kind, "bf16", 5)
+    weights = make_weights(num_ranks, 2, 64, 48, "bf16")
+    parts = (PerRank(part) for part in (*inputs, *weights))
+    results = pool.run(run_both, max(num_tokens), configs, *parts, num_ranks=num_ranks)
+    for outs in results:
+        assert all(torch.equal(out, outs[0]) for out in outs[1:])
 
 
 def run_module(group, x, topk_idx, topk_weights):
