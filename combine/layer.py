@@ -12,11 +12,17 @@ from triton.tools.tensor_descriptor import TensorDescriptor
 from ..config import GemmConfig
 from ..grouped_gemm import num_compute_programs, ragged
 from ..hardware import early_launch, launches_overlap
+from ..lang import INTERPRETED
 from ..routing import ExpertPlan
 from ..slots import RowLayout, Slots, next_power_of_2
 from ..stages import StagedSchedule
 from .launch import NUM_SUM_PROGRAMS, NUM_WARPS, WAIT_TOKENS
-from .layer_kernels import gemm_combine_kernel, layer_sum_kernel, return_sums_kernel
+from .layer_kernels import (
+    SUM_ROWS,
+    layer_sum_kernel,
+    return_sums_kernel,
+    staged_gemm_kernel,
+)
 
 SUM_ITEMS = 8192
 """fp32 sums that a program holds."""
@@ -60,7 +66,7 @@ def gemm_combine(
     w: torch.Tensor,
     sums: LayerSums,
     schedule: StagedSchedule,
-    num_push_programs: int,
+    num_return_programs: int,
     config: GemmConfig,
     slots: Slots,
 ) -> torch.Tensor:
@@ -68,46 +74,63 @@ def gemm_combine(
     the tokens' ranks meanwhile; `layer_sum` adds them up there. Begins a call; the launch before it
     is `dispatch_gemm`'s.
 
-    `num_push_programs` of as many programs as run at once sum and push, the others compute.
+    Two launches side by side: one that sums needs more warps than one that multiplies has room for.
+    `num_return_programs` SMs sum, the others multiply.
     """
     num_columns, depth = w.shape[1:]
     y = a.new_empty(len(a), num_columns)
     num_programs = num_compute_programs(y.device, config)
-    num_push = 0 if slots.layout.num_ranks == 1 else min(num_push_programs, num_programs - 1)
-    arguments = sums.arguments(num_columns, y.itemsize, slots)
-    gemm_combine_kernel[(num_programs,)](
+    if slots.layout.num_ranks > 1:
+        left = num_programs - num_return_programs * config.programs_per_sm
+        num_programs = max(1, left, num_programs // 4)
+    staged_gemm_kernel[(num_programs,)](
         create_ragged_descriptor(a, [config.block_m, config.block_k]),
         TensorDescriptor.from_tensor(w, [1, config.block_n, config.block_k]),
         ragged(y[None], config.block_m, config.block_n // config.subtiles),
-        y,
         schedule.tiles[1],
         schedule.first_tile[1],
         schedule.finished,
-        rank_prefix_matrix=sums.rank_prefix_matrix,
-        num_push_programs=num_push,
-        stage_count=schedule.num_stages,
-        N=num_columns,
-        K=depth,
-        BLOCK_H=_sum_columns(num_columns, SUM_ITEMS, 8),
+        schedule.num_stages,
+        num_columns,
+        depth,
+        STAGES_PAD=next_power_of_2(schedule.num_stages + 1),
         OVERLAP=launches_overlap(),
         **config.launch_options(),
-        **arguments,
         **early_launch(),
     )
+    if slots.layout.num_ranks > 1:
+        _return(y, sums, schedule, num_programs, num_return_programs, slots)
     return y
 
 
 def return_sums(y: torch.Tensor, sums: LayerSums, num_programs: int, slots: Slots) -> None:
     """Write one weighted sum of expert rows y [M, H] per received token to its source. Begins a
-    call."""
+    call; the launch before it is that of y."""
+    if slots.layout.num_ranks > 1:
+        _return(y, sums, None, 0, num_programs, slots)
+
+
+def _return(
+    y: torch.Tensor,
+    sums: LayerSums,
+    schedule: StagedSchedule | None,
+    num_gemm_programs: int,
+    num_programs: int,
+    slots: Slots,
+) -> None:
     hidden = y.shape[1]
-    return_sums_kernel[(num_programs,)](
+    return_sums_kernel[(2 if INTERPRETED else num_programs,)](
         y,
         rank_prefix_matrix=sums.rank_prefix_matrix,
+        finished=None if schedule is None else schedule.finished,
+        stage_count=1 if schedule is None else schedule.num_stages,
+        num_gemm_programs=num_gemm_programs,
         hidden=hidden,
-        BLOCK_H=_sum_columns(hidden, SUM_ITEMS, 8),
-        num_warps=32,
+        BLOCK_H=_sum_columns(hidden, SUM_ITEMS, SUM_ROWS.value),
+        OVERLAP=launches_overlap(),
+        num_warps=NUM_WARPS,
         **sums.arguments(hidden, y.itemsize, slots),
+        **early_launch(),
     )
 
 

@@ -24,31 +24,20 @@ from .kernels import wait_returned
 
 
 @triton.jit(
-    do_not_specialize=["num_push_programs", "stage_count", "max_rows", "N", "K"],
+    do_not_specialize=["stage_count", "N", "K"],
     do_not_specialize_on_alignment=["tiles", "first_tile", "finished"],
 )
-def gemm_combine_kernel(
+def staged_gemm_kernel(
     a,  # ragged descriptor of [M, K]
     w,  # descriptor of the weights, see `gemm_tile`
-    out,  # ragged descriptor of y
-    y,  # [M, N], out
+    out,  # ragged descriptor of [1, M, N]
     tiles,  # int64 [max_tiles], sorted by stage, local ones last
     first_tile,  # int32 [S + 1]: tile that begins each turn
     finished,  # int64 [S]: programs that have computed their tiles of each turn
-    expert_row,  # int32 [R, max_rows, NUM_TOPK]
-    lane_weight,  # float32 [R, max_rows, NUM_TOPK]
-    rank_prefix_matrix,  # int32 [R, R]
-    context,
-    num_push_programs,
     stage_count,
-    max_rows,
     N,
     K,
-    row_bytes,
-    NUM_TOPK: tl.constexpr,
-    RANKS_PAD: tl.constexpr,
-    CHUNK_ROWS: tl.constexpr,
-    BLOCK_H: tl.constexpr,
+    STAGES_PAD: tl.constexpr,
     SUBTILES: tl.constexpr,
     BLOCK_M: tl.constexpr,
     BLOCK_N: tl.constexpr,
@@ -56,69 +45,57 @@ def gemm_combine_kernel(
     GROUP_M: tl.constexpr,
     OVERLAP: tl.constexpr,
 ):
-    """y [M, N] = A @ w[expert].T, and on the side the sums of `return_sums`, once a stage is done.
+    """out [M, N] = A @ w[expert].T, stage by stage; a program that has passed a stage says so in
+    `finished`, for `return_sums_kernel`, which runs beside it on SMs that are left to it.
 
-    The last num_push_programs programs sum and push, the others compute; all of them must run at
-    once. The rows of a stage are returned when every program that computes has passed it. Tiles of
-    rows from this rank come last: the sums of the others travel meanwhile.
     An early launch behind `dispatch_gemm_kernel`.
     """
     let_next_start(OVERLAP)
     wait_for_previous(OVERLAP)
-    num_programs = tl.num_programs(0) - num_push_programs
+    num_n = tl.cdiv(N, BLOCK_N)
+    turns = tl.arange(0, STAGES_PAD)
+    first_m = tl.load(first_tile + turns, mask=turns <= stage_count, other=0x7FFFFFFF // num_n)
+    begins = first_m * num_n
     program = tl.program_id(0)
-    if program < num_programs:
-        num_n = tl.cdiv(N, BLOCK_N)
-        for turn in range(0, stage_count):
-            first_m = tl.load(first_tile + turn)
-            num_m = tl.load(first_tile + turn + 1) - first_m
-            begin = first_m * num_n
-            # This program's first tile of the turn: program, program + num_programs, ... in all.
-            mine = begin + (program + num_programs - begin % num_programs) % num_programs
-            end = begin + num_m * num_n
-            for tile in tl.range(mine, end, num_programs, flatten=True):
-                expert, row, end_row, block = load_tile(
-                    tiles + first_m, tile - begin, num_m, num_n, GROUP_M
-                )
-                n = block * BLOCK_N
-                # fmt: off
-                acc = gemm_tile(
-                    a, w, row, end_row, expert, n, 0, K, K,
-                    False, False, 1, BLOCK_M, BLOCK_N, BLOCK_K,
-                )
-                finish_tile(
-                    acc, out, None, None, None, 0, row, end_row, expert, n, N, "none", SUBTILES
-                )
-                # fmt: on
-            arrive(finished + turn, AFTER_TMA=True)
-    elif is_broken(context) == 0:
-        lane = tl.arange(0, 1)
-        rank = tl.load(context + RANK).to(tl.int32)
-        for turn in range(0, stage_count):
-            stage = (turn + 1) % stage_count
-            first = tl.maximum(first_distance(stage, stage_count, context), 1)
-            end = first_distance(stage + 1, stage_count, context)
-            if end > first:
-                flags = (finished + turn).to(tl.int64) + lane * 8
-                token = wait(flags, lane == 0, num_programs, lane + rank, context, PHASE_TILES)
-                if token == 1:
-                    rows = as_pointer(consume_token(y.to(tl.int64), token), y.dtype.element_ty)
-                    # fmt: off
-                    return_sums(
-                        rows, expert_row, lane_weight, rank_prefix_matrix, context,
-                        program - num_programs, num_push_programs, first, end, max_rows, N,
-                        row_bytes, NUM_TOPK, RANKS_PAD, CHUNK_ROWS, BLOCK_H,
-                    )
-                    # fmt: on
+    num_programs = tl.num_programs(0)
+    num_tiles = tl.load(first_tile + stage_count) * num_n
+    for turn in range(0, _turn_of(program, begins)):
+        arrive(finished + turn)
+    for tile in tl.range(program, num_tiles, num_programs, flatten=True):
+        turn = _turn_of(tile, begins)
+        begin_m = tl.sum(tl.where(turns == turn, first_m, 0), 0)
+        end_m = tl.sum(tl.where(turns == turn + 1, first_m, 0), 0)
+        # fmt: off
+        expert, row, end_row, block = load_tile(
+            tiles + begin_m, tile - begin_m * num_n, end_m - begin_m, num_n, GROUP_M
+        )
+        n = block * BLOCK_N
+        acc = gemm_tile(
+            a, w, row, end_row, expert, n, 0, K, K,
+            False, False, 1, BLOCK_M, BLOCK_N, BLOCK_K,
+        )
+        finish_tile(acc, out, None, None, None, 0, row, end_row, expert, n, N, "none", SUBTILES)
+        # fmt: on
+        for passed in range(turn, tl.minimum(_turn_of(tile + num_programs, begins), stage_count)):
+            arrive(finished + passed, AFTER_TMA=True)
 
 
-@triton.jit(do_not_specialize=["max_rows"])
+@device_function
+def _turn_of(tile, begins):
+    """The turn of a tile, the number of turns for one past the last; `begins` [STAGES_PAD]."""
+    return tl.sum((begins <= tile).to(tl.int32), 0) - 1
+
+
+@triton.jit(do_not_specialize=["max_rows", "stage_count", "num_gemm_programs"])
 def return_sums_kernel(
     y,  # [M, H] expert rows
     expert_row,  # int32 [R, max_rows, NUM_TOPK]
     lane_weight,  # float32 [R, max_rows, NUM_TOPK]
     rank_prefix_matrix,  # int32 [R, R]
+    finished,  # int64 [S]; see `staged_gemm_kernel`
     context,
+    stage_count,
+    num_gemm_programs,
     max_rows,
     hidden,
     row_bytes,
@@ -126,24 +103,46 @@ def return_sums_kernel(
     RANKS_PAD: tl.constexpr,
     CHUNK_ROWS: tl.constexpr,
     BLOCK_H: tl.constexpr,
+    OVERLAP: tl.constexpr,
 ):
-    """Sum the weighted expert rows of each token of other ranks, and return one row to its rank."""
-    if is_broken(context):
-        return
-    # fmt: off
-    return_sums(
-        y, expert_row, lane_weight, rank_prefix_matrix, context, tl.program_id(0),
-        tl.num_programs(0), 1, tl.load(context + NUM_RANKS).to(tl.int32), max_rows, hidden,
-        row_bytes, NUM_TOPK, RANKS_PAD, CHUNK_ROWS, BLOCK_H,
-    )
-    # fmt: on
+    """Sum the weighted expert rows of each token of other ranks, and return one row to its rank.
+
+    Stage by stage, each when all `num_gemm_programs` of the launch before have passed it. An early
+    launch; with num_gemm_programs 0 it waits for that launch to end.
+    """
+    let_next_start(OVERLAP)
+    if num_gemm_programs == 0:
+        wait_for_previous(OVERLAP)
+    if is_broken(context) == 0:
+        lane = tl.arange(0, 1)
+        rank = tl.load(context + RANK).to(tl.int32)
+        for turn in range(0, stage_count):
+            stage = (turn + 1) % stage_count
+            first = tl.maximum(first_distance(stage, stage_count, context), 1)
+            end = first_distance(stage + 1, stage_count, context)
+            token = tl.full((), 1, tl.int32)
+            if (end > first) & (num_gemm_programs > 0):
+                flags = (finished + turn).to(tl.int64) + lane * 8
+                passed = lane == 0
+                token = wait(flags, passed, num_gemm_programs, lane + rank, context, PHASE_TILES)
+            if (end > first) & (token == 1):
+                rows = as_pointer(consume_token(y.to(tl.int64), token), y.dtype.element_ty)
+                # fmt: off
+                return_sums(
+                    rows, expert_row, lane_weight, rank_prefix_matrix, context, first, end,
+                    max_rows, hidden, row_bytes, NUM_TOPK, RANKS_PAD, CHUNK_ROWS, BLOCK_H,
+                )
+                # fmt: on
+    wait_for_previous(OVERLAP)
 
 
-SUM_ROWS = tl.constexpr(8)
+SUM_ROWS = tl.constexpr(32)
 """Tokens whose expert rows a program sums at a time."""
-SUM_LANES = tl.constexpr(4)
-"""Expert rows of each token that are read at once: more wait for memory together, and few tokens
+SUM_LANES = tl.constexpr(6)
+"""Expert rows of each of these that are read at once: more wait for memory together, and few tokens
 have more."""
+OWN_LANES = tl.constexpr(4)
+"""The same where the rows of other ranks are read as well."""
 SUM_SPAN = tl.constexpr(4)
 """Chunks that a program returns before it raises their flags."""
 
@@ -155,8 +154,6 @@ def return_sums(
     lane_weight,
     rank_prefix_matrix,
     context,
-    program,
-    num_programs,
     first_distance,
     end_distance,
     max_rows,
@@ -167,7 +164,7 @@ def return_sums(
     CHUNK_ROWS: tl.constexpr,
     BLOCK_H: tl.constexpr,
 ):
-    """One program's share of returning the tokens that came from distances first .. end: from
+    """This program's share of returning the tokens that came from distances first .. end: from
     rank - d at d, all at the same pace."""
     num_ranks = tl.load(context + NUM_RANKS).to(tl.int32)
     rank = tl.load(context + RANK).to(tl.int32)
@@ -179,8 +176,9 @@ def return_sums(
     first_peer = rank - end_distance + 1 + num_ranks
     num_peers = end_distance - first_distance
     num_chunks = tl.cdiv(most_rows, CHUNK_ROWS)
+    num_programs = tl.num_programs(0)
     for turn in range(0, num_spans(num_chunks, num_programs, SUM_SPAN)):
-        first_chunk, end_chunk = span(turn, num_chunks, program, num_programs, SUM_SPAN)
+        first_chunk, end_chunk = span(turn, num_chunks, tl.program_id(0), num_programs, SUM_SPAN)
         end = min(end_chunk * CHUNK_ROWS, most_rows)
         for first in range(first_chunk * CHUNK_ROWS * num_peers, end * num_peers, SUM_ROWS):
             peers, rows = deal(first, first_peer, num_peers, context, SUM_ROWS)
@@ -188,7 +186,9 @@ def return_sums(
             to = symm_at(own + rows.to(tl.int64) * row_bytes, peers, context)
             to_rows = as_pointer(to, y.dtype.element_ty)
             lane0 = (peers * max_rows + rows) * NUM_TOPK
-            lanes = load_lanes(y, expert_row, lane_weight, lane0, inside, hidden, NUM_TOPK)
+            lanes = load_lanes(
+                y, expert_row, lane_weight, lane0, inside, hidden, NUM_TOPK, SUM_LANES
+            )
             for column in range(0, hidden, BLOCK_H):
                 total = sum_lanes(lanes, column, hidden, BLOCK_H)
                 columns = column + tl.arange(0, BLOCK_H)
@@ -204,9 +204,18 @@ def _in_row(columns, hidden, y):
 
 
 @device_function
-def load_lanes(y, expert_row, lane_weight, lane0, inside, hidden, NUM_TOPK: tl.constexpr):
-    """The expert rows of tokens [B] whose lanes begin at `lane0`, for `sum_lanes`: each token's
-    rows stand in its first lanes."""
+def load_lanes(
+    y,
+    expert_row,
+    lane_weight,
+    lane0,
+    inside,
+    hidden,
+    NUM_TOPK: tl.constexpr,
+    AT_ONCE: tl.constexpr,
+):
+    """The expert rows of tokens [B] whose lanes begin at `lane0`, for `sum_lanes`, AT_ONCE of each:
+    a token's rows stand in its first lanes."""
     TOPK_PAD: tl.constexpr = triton.next_power_of_2(NUM_TOPK)
     lanes = tl.arange(0, TOPK_PAD)
     has = inside[:, None] & (lanes < NUM_TOPK)[None, :]
@@ -214,7 +223,7 @@ def load_lanes(y, expert_row, lane_weight, lane0, inside, hidden, NUM_TOPK: tl.c
     num_lanes = tl.max(tl.sum((at >= 0).to(tl.int32), 1), 0)
     rows = ()
     weights = ()
-    for lane in tl.static_range(min(SUM_LANES, NUM_TOPK)):
+    for lane in tl.static_range(min(AT_ONCE, NUM_TOPK)):
         row, weight = _lane(y, expert_row, lane_weight, lane0 + lane, inside, hidden)
         rows = rows + (row,)
         weights = weights + (weight,)
@@ -301,7 +310,9 @@ def layer_sum_kernel(
             own_row = tl.where(is_own, row, own_row)
             addresses = addresses + (tl.where((head >= 0) & (is_own == 0), at, 0),)
         lane0 = (rank * max_rows + own_row) * NUM_TOPK
-        lanes = load_lanes(y, expert_row, lane_weight, lane0, own_row >= 0, hidden, NUM_TOPK)
+        lanes = load_lanes(
+            y, expert_row, lane_weight, lane0, own_row >= 0, hidden, NUM_TOPK, OWN_LANES
+        )
         for column in range(0, hidden, BLOCK_H):
             own = sum_lanes(lanes, column, hidden, BLOCK_H)
             own = round_to(own, out.dtype.element_ty).to(tl.float32)

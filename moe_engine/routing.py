@@ -95,6 +95,7 @@ def lane_index(topk_idx: torch.Tensor, layout: Layout) -> torch.Tensor:
         BLOCK=_block_tokens(num_topk),
         STEP=32,
         OVERLAP=launches_overlap(),
+        num_warps=8,
         **early_launch(),
     )
     return index

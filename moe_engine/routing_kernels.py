@@ -123,7 +123,7 @@ def lane_index_kernel(
     valid = (ids >= 0) & (ids < num_experts)
     at = earlier_counts + tl.program_id(0) * row_length + ids
     index = tl.load(at, mask=valid, other=0)
-    for start in range(0, BLOCK * TOPK_PAD, STEP):
+    for start in tl.static_range(0, BLOCK * TOPK_PAD, STEP):  # unrolled: all reads at once
         others = start + tl.arange(0, STEP)
         other_tokens = first + others // TOPK_PAD
         real = (other_tokens < num_tokens) & (others % TOPK_PAD < NUM_TOPK)

@@ -1,0 +1,263 @@
+"""A layer's forward pass against its GEMMs alone, the all-to-all of NCCL, and itself unfused:
+python bench/fused_layer.py --core
+
+Checks each shape against the all-to-all path before timing it. impl `torch` is the layer without
+communication: two torch._grouped_mm and one kernel for silu(gate) * up, on as many rows as this
+rank's experts receive; `nccl` is sort, all-to-all of one copy per (token, expert), the same GEMMs,
+and a weighted sum. `ratio` of impl moe_engine is its time over torch's, slowest ranks both; of other
+impls their time over that of moe_engine.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Annotated, Any
+
+import torch
+import torch.distributed as dist
+import triton
+import triton.language as tl
+import typer
+from _common import MODELS, draw_topk, save, time_calls, time_graph
+
+from moe_engine import Buffer, LayerConfig, Options, moe_ffn
+from moe_engine.emulation import RankPool, send_message
+
+ERROR = 6e-3
+"""Largest relative difference to the all-to-all path; both round to bf16 on the way."""
+
+
+@dataclass(frozen=True)
+class Shape:
+    """A model, tokens per rank and routing."""
+
+    model: str
+    tokens: int
+    routing: str = "uniform"
+
+
+CORE = [Shape(model, tokens) for model in MODELS for tokens in (1024, 4096, 8192)]
+SKEWED = [Shape(model, 4096, "zipf") for model in MODELS]
+ABLATED = [Shape("qwen3-30b", 1024), Shape("qwen3-30b", 8192), Shape("deepseek-v3", 4096)]
+
+
+def main(
+    ranks: Annotated[int, typer.Option(help="GPUs to use.")] = 4,
+    core: Annotated[bool, typer.Option(help="The points of the summary.")] = False,
+    skewed: Annotated[bool, typer.Option(help="Zipf-skewed routing.")] = False,
+    ablate: Annotated[bool, typer.Option(help="Without one part of the engine at a time.")] = False,
+    sweep: Annotated[bool, typer.Option(help="Times by the number of programs.")] = False,
+    only: Annotated[str, typer.Option(help="Only models whose name begins so.")] = "",
+    path: Annotated[Path | None, typer.Option(help="Result file.")] = None,
+) -> None:
+    """Run the bench on `ranks` GPUs."""
+    parts = {"core": CORE if core else [], "skewed": SKEWED if skewed else []}
+    parts |= {"ablate": ABLATED if ablate else [], "sweep": CORE if sweep else []}
+    with RankPool(ranks, "cuda", timeout_s=540) as pool:
+
+        def show(rank: int, line: dict[str, Any]) -> None:
+            print(save("fused_layer", path, **line), flush=True)
+
+        for part, shapes in parts.items():
+            chosen = [shape for shape in shapes if shape.model.startswith(only)]
+            pool.run(run_rank, part, chosen, on_message=show)
+
+
+def run_rank(group: dist.ProcessGroup, part: str, shapes: list[Shape]) -> None:
+    """All shapes on one rank; rank 0 reports."""
+    experts: Experts | None = None
+    for shape in shapes:
+        if experts is None or experts.model != shape.model:
+            experts = None  # before the next ones are made
+            experts = Experts(group, shape.model)
+        bench = Bench(group, shape, experts)
+        getattr(bench, part if part in ("ablate", "sweep") else "compare")()
+        bench.close()
+
+
+@triton.jit
+def silu_mul_kernel(h, out, N, BLOCK: tl.constexpr):
+    """out [rows, N] = silu(gate) * up for h [rows, 2 * N]."""
+    row = tl.program_id(0).to(tl.int64)
+    columns = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
+    inside = columns < N
+    gate = tl.load(h + row * 2 * N + columns, mask=inside).to(tl.float32)
+    up = tl.load(h + row * 2 * N + N + columns, mask=inside).to(tl.float32)
+    tl.store(out + row * N + columns, (gate * tl.sigmoid(gate) * up).to(tl.bfloat16), mask=inside)
+
+
+class Experts:
+    """This rank's experts of a model, with random weights."""
+
+    def __init__(self, group: dist.ProcessGroup, model: str):
+        self.model = model
+        self.num_experts, self.hidden, self.columns, self.num_topk = MODELS[model]
+        self.num_local = self.num_experts // dist.get_world_size(group)
+        torch.manual_seed(dist.get_rank(group))
+        self.up = self._draw(2 * self.columns, self.hidden)
+        self.down = self._draw(self.hidden, self.columns)
+
+    def _draw(self, rows: int, depth: int) -> torch.Tensor:
+        w = torch.empty(self.num_local, rows, depth, dtype=torch.bfloat16, device="cuda")
+        return w.normal_(std=depth**-0.5)
+
+    def __call__(self, rows: torch.Tensor, offsets: torch.Tensor) -> torch.Tensor:
+        """Two grouped GEMMs of torch's on rows in expert order; offsets int32 [L], ends."""
+        h = torch._grouped_mm(rows, self.up.transpose(1, 2), offs=offsets)
+        act = h.new_empty(len(rows), self.columns)
+        grid = (len(h), triton.cdiv(self.columns, 1024))
+        silu_mul_kernel[grid](h, act, self.columns, BLOCK=1024)
+        return torch._grouped_mm(act, self.down.transpose(1, 2), offs=offsets)
+
+
+class Bench:
+    """One shape on one rank: its inputs, and each way through the layer."""
+
+    def __init__(self, group: dist.ProcessGroup, shape: Shape, experts: Experts):
+        self.group, self.shape, self.experts = group, shape, experts
+        self.rank, self.num_ranks = dist.get_rank(group), dist.get_world_size(group)
+        torch.manual_seed(100 + self.rank)
+        self.x = torch.randn(shape.tokens, experts.hidden, device="cuda", dtype=torch.bfloat16)
+        self.idx = draw_topk(
+            shape.routing, shape.tokens, experts.num_experts, experts.num_topk, self.rank
+        )
+        self.weights = torch.rand(shape.tokens, experts.num_topk, device="cuda")
+        self.buffers: list[Buffer] = []
+
+    def close(self) -> None:
+        for buffer in self.buffers:
+            buffer.destroy()
+        self.buffers.clear()
+
+    def layer(self, config: LayerConfig | None = None) -> Callable[[], torch.Tensor]:
+        """moe_ffn with this choice, or its own."""
+        experts = self.experts
+        buffer = Buffer.for_tokens(
+            self.group,
+            *(self.shape.tokens, experts.hidden, experts.num_experts, experts.num_topk),
+            options=Options(timeout_s=20.0, layer=config),
+        )
+        self.buffers.append(buffer)
+        args = self.x, self.idx, self.weights, experts.up, experts.down, buffer
+        return lambda: moe_ffn(*args)
+
+    def time(self, call: Callable[[], Any]) -> float:
+        """Microseconds in a CUDA graph; more calls where they are short."""
+        return time_graph(call, self.group, 4 if self.shape.tokens > 2048 else 10, 7)
+
+    def send(self, **line: Any) -> None:
+        """One result line from rank 0, rounded."""
+        if self.rank == 0:
+            shape = self.shape
+            fields = dict(model=shape.model, tokens=shape.tokens, routing=shape.routing)
+            fields |= dict(ranks=self.num_ranks, dtype="bf16", verb="layer")
+            line["us"] = round(line["us"], 1)
+            for name, digits in {"ratio": 3, "error": 6}.items():
+                if line.get(name) is not None:
+                    line[name] = round(line[name], digits)
+            send_message(fields | line)
+
+    def compare(self) -> None:
+        """Ours as it chooses, ours unfused, the GEMMs alone, and the all-to-all."""
+        ours = self.layer()
+        out, want = ours(), self.nccl()
+        error = float((out.float() - want.float()).norm() / want.float().norm())
+        assert error < ERROR, error
+        del out, want
+        choice = self.buffers[0].layer_config(self.experts.up, self.experts.num_topk)
+        gemm_us = self.time(self.gemms())
+        ours_us = self.time(ours)
+        self.buffers[0].check()
+        self.send(impl="torch", us=gemm_us, ratio_to="moe_engine", ratio=gemm_us / ours_us)
+        self.send(
+            impl="moe_engine",
+            us=ours_us,
+            ratio_to="torch",
+            ratio=ours_us / gemm_us,
+            error=error,
+            num_comm_sms=choice.num_push_programs,
+        )
+        unfused = replace(choice, fused=False, **UNFUSED)
+        others = {"moe_engine_unfused": self.time(self.layer(unfused))}
+        others["nccl"] = time_calls(self.nccl, self.group, 7)
+        for impl, us in others.items():
+            self.send(impl=impl, us=us, ratio_to="moe_engine", ratio=us / ours_us)
+
+    def gemms(self) -> Callable[[], torch.Tensor]:
+        """The GEMMs on as many rows as this rank's experts receive."""
+        experts = self.experts
+        counts = torch.bincount(self.idx.flatten(), minlength=experts.num_experts)
+        dist.all_reduce(counts, group=self.group)
+        mine = counts.view(self.num_ranks, experts.num_local)[self.rank]
+        rows = torch.randn(int(mine.sum()), experts.hidden, device="cuda", dtype=torch.bfloat16)
+        offsets = mine.cumsum(0).int()
+        return lambda: experts(rows, offsets)
+
+    def nccl(self) -> torch.Tensor:
+        """One copy per (token, expert): sort, all-to-all, sort, GEMMs, and back; synchronises the
+        host with the counts."""
+        experts, num_topk = self.experts, self.experts.num_topk
+        flat = self.idx.flatten()
+        order = flat.argsort()
+        sent = torch.bincount(flat, minlength=experts.num_experts)
+        received = torch.empty_like(sent)
+        dist.all_to_all_single(received, sent, group=self.group)
+        out = sent.view(self.num_ranks, -1).sum(1).tolist()
+        into = received.view(self.num_ranks, -1).sum(1).tolist()
+        rows = self.x.new_empty(sum(into), experts.hidden)
+        dist.all_to_all_single(rows, self.x[order // num_topk], into, out, group=self.group)
+        local = torch.arange(experts.num_local, device="cuda").repeat(self.num_ranks)
+        by_expert = local.repeat_interleave(received, output_size=sum(into)).argsort(stable=True)
+        offsets = received.view(self.num_ranks, -1).sum(0).cumsum(0).int()
+        y = torch.empty_like(rows)
+        y[by_expert] = experts(rows[by_expert], offsets)
+        mine = torch.empty(len(flat), experts.hidden, device="cuda", dtype=y.dtype)
+        dist.all_to_all_single(mine, y, out, into, group=self.group)
+        back = torch.empty_like(order)
+        back[order] = torch.arange(len(order), device="cuda")
+        lanes = mine[back].view(-1, num_topk, experts.hidden)
+        return torch.einsum("tkh,tk->th", lanes, self.weights.to(lanes.dtype))
+
+    def sweep(self) -> None:
+        """Times by the numbers of programs that communicate, and by stages."""
+        choice = self.layer_choice()
+        for stages in sorted({2, self.num_ranks}):
+            for push, back in ((4, 16), (8, 8), (8, 16), (8, 24), (8, 32), (12, 16), (16, 16)):
+                config = replace(choice, num_stages=stages, num_push_programs=push)
+                config = replace(config, num_return_programs=back)
+                us = self.time(self.layer(config))
+                name = f"moe_engine, {stages} stages, {push} push, {back} return"
+                self.send(impl=name, us=us, num_comm_sms=push)
+                self.close()
+
+    def ablate(self) -> None:
+        """Times without one part at a time."""
+        choice = self.layer_choice()
+        variants = {
+            "as chosen": choice,
+            "unfused": replace(choice, fused=False, **UNFUSED),
+            "no order of arrival": replace(choice, num_stages=1),
+            "tiles cut at stages": replace(choice, mixed=False),
+            "no groups of tiles": replace(choice, group_m=1),
+        }
+        for name, config in variants.items():
+            us = self.time(self.layer(config))
+            self.send(impl=f"moe_engine, {name}", us=us, num_comm_sms=config.num_push_programs)
+            self.close()
+
+    def layer_choice(self) -> LayerConfig:
+        """What moe_ffn chooses."""
+        self.layer()
+        choice = self.buffers[0].layer_config(self.experts.up, self.experts.num_topk)
+        self.close()
+        return choice
+
+
+UNFUSED = dict(num_push_programs=24, num_return_programs=132)
+"""Programs of the unfused path, which has the GPU to itself while it communicates."""
+
+
+if __name__ == "__main__":
+    typer.run(main)
