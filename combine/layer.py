@@ -89,7 +89,7 @@ def gemm_combine(
         ragged(y[None], config.block_m, config.block_n // config.subtiles),
         schedule.tiles[1],
         schedule.first_tile[1],
-        schedule.finished,
+        schedule.passed[1],
         schedule.num_stages,
         num_columns,
         depth,
@@ -122,7 +122,7 @@ def _return(
     return_sums_kernel[(2 if INTERPRETED else num_programs,)](
         y,
         rank_prefix_matrix=sums.rank_prefix_matrix,
-        finished=None if schedule is None else schedule.finished,
+        passed=None if schedule is None else schedule.passed[1],
         stage_count=1 if schedule is None else schedule.num_stages,
         num_gemm_programs=num_gemm_programs,
         hidden=hidden,

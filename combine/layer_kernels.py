@@ -5,7 +5,7 @@ import triton.language as tl
 
 from ..context import NUM_RANKS, PHASE_TILES, RANK
 from ..grouped_gemm.kernels import finish_tile, gemm_tile
-from ..grouped_gemm.schedule_kernels import load_tile
+from ..grouped_gemm.schedule_kernels import unpack_tile
 from ..lang import (
     as_pointer,
     consume_token,
@@ -18,14 +18,14 @@ from ..lang import (
     wait,
 )
 from ..slots_kernels import deal, num_spans, open_regions, raise_chunks, received_rows, region, span
-from ..stages_kernels import first_distance
-from ..work import arrive, claim, finish_call, is_last_program, let_next_start, wait_for_previous
+from ..stages_kernels import first_distance, first_tiles, load_staged_tile, stage_of
+from ..work import arrive_after_tma, claim, finish_call, is_last_program, let_next_start, wait_for_previous
 from .kernels import wait_returned
 
 
 @triton.jit(
     do_not_specialize=["stage_count", "N", "K"],
-    do_not_specialize_on_alignment=["tiles", "first_tile", "finished"],
+    do_not_specialize_on_alignment=["tiles", "first_tile", "passed"],
 )
 def staged_gemm_kernel(
     a,  # ragged descriptor of [M, K]
@@ -33,7 +33,7 @@ def staged_gemm_kernel(
     out,  # ragged descriptor of [1, M, N]
     tiles,  # int64 [max_tiles], sorted by stage, local ones last
     first_tile,  # int32 [S + 1]: tile that begins each turn
-    finished,  # int64 [S]: programs that have computed their tiles of each turn
+    passed,  # int64 [S]: programs that have computed their tiles of each turn
     stage_count,
     N,
     K,
@@ -46,44 +46,38 @@ def staged_gemm_kernel(
     OVERLAP: tl.constexpr,
 ):
     """out [M, N] = A @ w[expert].T, stage by stage; a program that has passed a stage says so in
-    `finished`, for `return_sums_kernel`, which runs beside it on SMs that are left to it.
+    `passed`, for `return_sums_kernel`, which runs beside it on SMs that are left to it.
 
     An early launch behind `dispatch_gemm_kernel`.
     """
     let_next_start(OVERLAP)
     wait_for_previous(OVERLAP)
     num_n = tl.cdiv(N, BLOCK_N)
-    turns = tl.arange(0, STAGES_PAD)
-    first_m = tl.load(first_tile + turns, mask=turns <= stage_count, other=0x7FFFFFFF // num_n)
-    begins = first_m * num_n
+    first_m = first_tiles(first_tile, stage_count, num_n, STAGES_PAD)
     program = tl.program_id(0)
     num_programs = tl.num_programs(0)
     num_tiles = tl.load(first_tile + stage_count) * num_n
-    for turn in range(0, _turn_of(program, begins)):
-        arrive(finished + turn)
+    turns = tl.arange(0, STAGES_PAD)
     for tile in tl.range(program, num_tiles, num_programs, flatten=True):
-        turn = _turn_of(tile, begins)
-        begin_m = tl.sum(tl.where(turns == turn, first_m, 0), 0)
-        end_m = tl.sum(tl.where(turns == turn + 1, first_m, 0), 0)
-        # fmt: off
-        expert, row, end_row, block = load_tile(
-            tiles + begin_m, tile - begin_m * num_n, end_m - begin_m, num_n, GROUP_M
-        )
+        word, block = load_staged_tile(tiles, tile, first_m, num_tiles, num_n, GROUP_M)
+        expert, row, end_row = unpack_tile(word)
         n = block * BLOCK_N
+        # fmt: off
         acc = gemm_tile(
             a, w, row, end_row, expert, n, 0, K, K,
             False, False, 1, BLOCK_M, BLOCK_N, BLOCK_K,
         )
+        # fmt: on
+        # Before this tile is stored, when the last one's store has long ended.
+        before = stage_of(tile - num_programs, first_m, num_n)
+        turn = stage_of(tile, first_m, num_n)
+        arrive_after_tma(passed + turns, (turns >= before) & (turns < turn))
+        # fmt: off
         finish_tile(acc, out, None, None, None, 0, row, end_row, expert, n, N, "none", SUBTILES)
         # fmt: on
-        for passed in range(turn, tl.minimum(_turn_of(tile + num_programs, begins), stage_count)):
-            arrive(finished + passed, AFTER_TMA=True)
-
-
-@device_function
-def _turn_of(tile, begins):
-    """The turn of a tile, the number of turns for one past the last; `begins` [STAGES_PAD]."""
-    return tl.sum((begins <= tile).to(tl.int32), 0) - 1
+    last = program + (num_tiles - 1 - program + num_programs) // num_programs * num_programs
+    before = stage_of(last - num_programs, first_m, num_n)
+    arrive_after_tma(passed + turns, (turns >= before) & (turns < stage_count))
 
 
 @triton.jit(do_not_specialize=["max_rows", "stage_count", "num_gemm_programs"])
@@ -92,7 +86,7 @@ def return_sums_kernel(
     expert_row,  # int32 [R, max_rows, NUM_TOPK]
     lane_weight,  # float32 [R, max_rows, NUM_TOPK]
     rank_prefix_matrix,  # int32 [R, R]
-    finished,  # int64 [S]; see `staged_gemm_kernel`
+    passed,  # int64 [S], see `staged_gemm_kernel`, or None
     context,
     stage_count,
     num_gemm_programs,
@@ -108,10 +102,10 @@ def return_sums_kernel(
     """Sum the weighted expert rows of each token of other ranks, and return one row to its rank.
 
     Stage by stage, each when all `num_gemm_programs` of the launch before have passed it. An early
-    launch; with num_gemm_programs 0 it waits for that launch to end.
+    launch; without `passed` it waits for the launch before to end.
     """
     let_next_start(OVERLAP)
-    if num_gemm_programs == 0:
+    if passed is None:
         wait_for_previous(OVERLAP)
     if is_broken(context) == 0:
         lane = tl.arange(0, 1)
@@ -121,10 +115,14 @@ def return_sums_kernel(
             first = tl.maximum(first_distance(stage, stage_count, context), 1)
             end = first_distance(stage + 1, stage_count, context)
             token = tl.full((), 1, tl.int32)
-            if (end > first) & (num_gemm_programs > 0):
-                flags = (finished + turn).to(tl.int64) + lane * 8
-                passed = lane == 0
-                token = wait(flags, passed, num_gemm_programs, lane + rank, context, PHASE_TILES)
+            if passed is not None:
+                if end > first:
+                    flags = (passed + turn).to(tl.int64) + lane * 8
+                    # fmt: off
+                    token = wait(
+                        flags, lane == 0, num_gemm_programs, lane + rank, context, PHASE_TILES
+                    )
+                    # fmt: on
             if (end > first) & (token == 1):
                 rows = as_pointer(consume_token(y.to(tl.int64), token), y.dtype.element_ty)
                 # fmt: off

@@ -14,12 +14,11 @@ from ..slots import Slots, next_power_of_2
 from ..stages import StagedSchedule
 from ..words import COPY_ROWS, Words
 from .fused_kernels import dispatch_gemm_kernel
-from .launch import Counts, Outgoing
+from .launch import Outgoing
 
 
 def dispatch_gemm(
     rows: Outgoing,
-    counts: Counts,
     plan: ExpertPlan,
     schedule: StagedSchedule,
     w: torch.Tensor,
@@ -43,12 +42,12 @@ def dispatch_gemm(
         words.view(rows.x),
         rows.num_tokens_per_rank,
         rows.send_token_idx,
-        counts.rank_prefix_matrix,
         plan.row_offset,
         TensorDescriptor.from_tensor(by_part, [2, block_n, config.block_k]),
         ragged(out[None], config.block_m, block_n // config.subtiles),
         schedule.tiles[0],
         schedule.first_tile[0],
+        schedule.passed[0],
         slots.context.words,
         num_push,
         schedule.num_stages,
@@ -58,6 +57,7 @@ def dispatch_gemm(
         row.num_bytes,
         num_columns,
         RANKS_PAD=next_power_of_2(layout.num_ranks),
+        STAGES_PAD=next_power_of_2(schedule.num_stages + 1),
         CHUNK_ROWS=layout.chunk_rows(row.num_bytes),
         SPAN=layout.span(row.num_bytes),
         LANES=COPY_ROWS,

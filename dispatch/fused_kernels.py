@@ -4,14 +4,15 @@ import triton
 import triton.language as tl
 
 from ..grouped_gemm.kernels import finish_tile, gathered_rows, gemm_tile
-from ..grouped_gemm.schedule_kernels import load_tile
-from ..lang import as_pointer, consume_token, is_broken, own_block
-from ..slots_kernels import wait_sources
-from ..stages_kernels import first_distance
+from ..grouped_gemm.schedule_kernels import unpack_tile
+from ..lang import agreed, as_pointer, consume_token, is_broken, own_block
+from ..slots_kernels import raise_rows, wait_sources
+from ..stages_kernels import first_distance, first_tiles, load_staged_tile, stage_of
 from ..work import (
     begin_claim,
     end_claim,
     finish_call,
+    is_last,
     is_last_program,
     let_next_start,
     wait_for_previous,
@@ -21,18 +22,18 @@ from .kernels import push_rows
 
 @triton.jit(
     do_not_specialize=["num_push_programs", "stage_count", "num_tokens", "N"],
-    do_not_specialize_on_alignment=["row_offset", "tiles", "first_tile"],
+    do_not_specialize_on_alignment=["row_offset", "tiles", "first_tile", "pushed"],
 )
 def dispatch_gemm_kernel(
     x,  # words [T, num_words]
     num_tokens_per_rank,  # int32 [R]
     send_token_idx,  # int32 [R, T]
-    rank_prefix_matrix,  # int32 [R, R]
     row_offset,  # int64 [M]
     w,  # descriptor of the weights, see `gemm_tile`
     out,  # ragged descriptor of [1, M, N]
     tiles,  # int64 [max_tiles], sorted by stage
     first_tile,  # int32 [S + 1]: tile that begins each stage
+    pushed,  # int64 [S]: programs that have pushed their share of each stage
     context,
     num_push_programs,
     stage_count,
@@ -42,6 +43,7 @@ def dispatch_gemm_kernel(
     row_bytes,
     N,
     RANKS_PAD: tl.constexpr,
+    STAGES_PAD: tl.constexpr,
     CHUNK_ROWS: tl.constexpr,
     SPAN: tl.constexpr,
     LANES: tl.constexpr,
@@ -72,45 +74,47 @@ def dispatch_gemm_kernel(
                     push_rows(
                         x, num_tokens_per_rank, send_token_idx, context, tl.program_id(0),
                         num_push_programs, tl.maximum(first, 1), end, num_tokens, num_words,
-                        header_bytes, row_bytes, True, RANKS_PAD, CHUNK_ROWS, SPAN, LANES,
+                        header_bytes, row_bytes, False, True, RANKS_PAD, CHUNK_ROWS, SPAN, LANES,
                         BLOCK_WORDS, OVERLAP,
                     )
                     # fmt: on
+                    if is_last(pushed + stage, num_push_programs):
+                        raise_rows(tl.maximum(first, 1), end, context, RANKS_PAD)
         wait_for_previous(OVERLAP)
     else:
         wait_for_previous(OVERLAP)
-        K = num_words * 32 // out.dtype.primitive_bitwidth
+        K = tl.cast(num_words * (32 // out.dtype.primitive_bitwidth), tl.int32)
         num_n = tl.cdiv(N, BLOCK_N // 2)
-        token = 1 - is_broken(context).to(tl.int32)
+        first_m = first_tiles(first_tile, stage_count, num_n, STAGES_PAD)
+        num_tiles = tl.load(first_tile + stage_count) * num_n
         there = tl.full((), 1, tl.int32)  # distance up to which all rows are there
+        token = 1 - is_broken(context).to(tl.int32)
         tile = end_claim(begin_claim(context))
-        for stage in range(0, stage_count):
-            first_m = tl.load(first_tile + stage)
-            num_m = tl.load(first_tile + stage + 1) - first_m
-            if (token == 1) & (tile < (first_m + num_m) * num_n):
+        # What tells of the next tile is asked for a tile ahead, as each answer takes a while.
+        claimed = begin_claim(context)
+        word, block = load_staged_tile(tiles, tile, first_m, num_tiles, num_n, GROUP_M)
+        while agreed((tile < num_tiles) & (token == 1)):
+            end = first_distance(stage_of(tile, first_m, num_n) + 1, stage_count, context)
+            if agreed(there < end):
                 # Of all stages so far, also those of which this program had no tile.
-                end = first_distance(stage + 1, stage_count, context)
-                token = wait_sources(there, end, rank_prefix_matrix, context, CHUNK_ROWS)
+                token = wait_sources(there, end, context, RANKS_PAD)
                 there = end
-            end_tile = tl.where(token == 1, (first_m + num_m) * num_n, 0)
             base = as_pointer(consume_token(own_block(context), token), out.dtype)
-            while tile < end_tile:
-                next_tile = begin_claim(context)
-                # fmt: off
-                expert, row, end_row, block = load_tile(
-                    tiles + first_m, tile - first_m * num_n, num_m, num_n, GROUP_M
-                )
-                n = block * (BLOCK_N // 2)
-                rows = gathered_rows(base, row_offset, row, end_row, BLOCK_M)
-                acc = gemm_tile(
-                    rows, w, row, end_row, expert, n, 0, K, K,
-                    True, False, 2, BLOCK_M, BLOCK_N, BLOCK_K,
-                )
-                finish_tile(
-                    acc, out, None, None, None, 0, row, end_row, expert, n, N, "swiglu", SUBTILES
-                )
-                # fmt: on
-                tile = end_claim(next_tile)
+            expert, row, end_row = unpack_tile(word)
+            n = block * (BLOCK_N // 2)
+            rows = gathered_rows(base, row_offset, row, end_row, BLOCK_M)
+            tile = end_claim(claimed)
+            claimed = begin_claim(context)
+            word, block = load_staged_tile(tiles, tile, first_m, num_tiles, num_n, GROUP_M)
+            # fmt: off
+            acc = gemm_tile(
+                rows, w, row, end_row, expert, n, 0, K, K,
+                True, False, 2, BLOCK_M, BLOCK_N, BLOCK_K,
+            )
+            finish_tile(
+                acc, out, None, None, None, 0, row, end_row, expert, n, N, "swiglu", SUBTILES
+            )
+            # fmt: on
     if is_broken(context) == 0:
         if is_last_program(context):
             finish_call(context)

@@ -313,7 +313,7 @@ def push_kernel(
     push_rows(
         x, num_tokens_per_rank, send_token_idx, context, tl.program_id(0), tl.num_programs(0),
         0, tl.load(context + NUM_RANKS).to(tl.int32), num_tokens, num_words, header_bytes,
-        row_bytes, ALIGNED, RANKS_PAD, CHUNK_ROWS, SPAN, LANES, BLOCK_WORDS, OVERLAP,
+        row_bytes, True, ALIGNED, RANKS_PAD, CHUNK_ROWS, SPAN, LANES, BLOCK_WORDS, OVERLAP,
     )
     # fmt: on
     wait_for_previous(OVERLAP)
@@ -334,6 +334,7 @@ def push_rows(
     num_words,
     header_bytes,
     row_bytes,
+    BY_CHUNK: tl.constexpr,
     ALIGNED: tl.constexpr,
     RANKS_PAD: tl.constexpr,
     CHUNK_ROWS: tl.constexpr,
@@ -345,8 +346,9 @@ def push_rows(
     """One program's share of pushing the rows for the ranks at distances first .. end: rank + d at
     d, all of them at the same pace.
 
-    A chunk's flags are raised after its rows, so that a reader waits for no more than it reads. The
-    launch before is waited for before the first is raised: metadata happens before them as well.
+    With BY_CHUNK a chunk's flags are raised after its rows, so that a reader waits for no more than
+    it reads. The launch before is waited for before the first is raised: metadata happens before
+    them as well. Without, the caller says when all rows are there.
     Rows to this rank itself, at distance 0, have flags but no payload, see `payload_address`.
     """
     num_ranks = tl.load(context + NUM_RANKS).to(tl.int32)
@@ -381,5 +383,6 @@ def push_rows(
                 ALIGNED,
                 BLOCK_WORDS,
             )
-        wait_for_previous(OVERLAP)
-        raise_chunks(first_chunk, end_chunk, num_rows, context, CHUNK_ROWS, SPAN)
+        if BY_CHUNK:
+            wait_for_previous(OVERLAP)
+            raise_chunks(first_chunk, end_chunk, num_rows, context, CHUNK_ROWS, SPAN)

@@ -27,7 +27,8 @@ class Word(IntEnum):
     PUSHED = 16  # programs of the running call that have pushed their share
     PACE = 17  # picoseconds that 1024 bytes to other ranks should take; 0: unpaced
     METADATA_FLAGS = 18  # as COUNT_FLAGS
-    PEERS = 19  # R addresses of the ranks' symmetric blocks, as mapped here
+    ROWS_FLAGS = 19  # as COUNT_FLAGS
+    PEERS = 20  # R addresses of the ranks' symmetric blocks, as mapped here
 
 
 class Report(IntEnum):
@@ -77,6 +78,7 @@ CLAIMED = tl.constexpr(int(Word.CLAIMED))
 PUSHED = tl.constexpr(int(Word.PUSHED))
 PACE = tl.constexpr(int(Word.PACE))
 METADATA_FLAGS = tl.constexpr(int(Word.METADATA_FLAGS))
+ROWS_FLAGS = tl.constexpr(int(Word.ROWS_FLAGS))
 PEERS = tl.constexpr(int(Word.PEERS))
 PHASE_SLOT_FREE = tl.constexpr(int(Phase.SLOT_FREE))
 PHASE_COUNTS = tl.constexpr(int(Phase.COUNTS))

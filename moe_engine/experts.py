@@ -70,7 +70,7 @@ def feed_forward(
         y = _in_turn(w_gate_up, w_down, sums, tiles, config, slots)
     else:
         act = dispatch.dispatch_gemm(
-            *(rows, counts, plan, schedule, w_gate_up, header, config.num_push_programs),
+            *(rows, plan, schedule, w_gate_up, header, config.num_push_programs),
             *(_tiles(tiles, config), slots),
         )
         max_local = max_rows * topk_idx.shape[1]

@@ -3,7 +3,8 @@
 The block holds flags and a ring of D slots. A call with epoch e uses slot e mod D. A slot has one
 region per writing rank, so that a row's place is known to its sender without asking:
 
-    done[R] | count_flags[R] | metadata_flags[R] | chunk_flags[R, MAX_CHUNKS] | slot 0 | ...
+    done[R] | count_flags[R] | metadata_flags[R] | rows_flags[R] | chunk_flags[R, MAX_CHUNKS]
+    slot 0 | slot 1 | ...
     slot   = region of rank 0 | region of rank 1 | ...
     region = signature, int32 [8] | counts, int32 [E + R] | row 0 | row 1 | ...   (dispatch)
              row 0 | row 1 | ...                                                  (combine)
@@ -133,8 +134,12 @@ class SlotLayout:
         return self.count_flags + self.num_ranks * FLAG_BYTES
 
     @property
-    def chunk_flags(self) -> int:
+    def rows_flags(self) -> int:
         return self.metadata_flags + self.num_ranks * FLAG_BYTES
+
+    @property
+    def chunk_flags(self) -> int:
+        return self.rows_flags + self.num_ranks * FLAG_BYTES
 
     @property
     def slots(self) -> int:
@@ -192,6 +197,7 @@ class DeviceContext:
         words[Word.DONE] = layout.done
         words[Word.COUNT_FLAGS] = layout.count_flags
         words[Word.METADATA_FLAGS] = layout.metadata_flags
+        words[Word.ROWS_FLAGS] = layout.rows_flags
         words[Word.CHUNK_FLAGS] = layout.chunk_flags
         words[Word.MAX_CHUNKS] = MAX_CHUNKS
         words[Word.SLOTS] = layout.slots

@@ -16,6 +16,7 @@ from .context import (
     PHASE_SLOT_FREE,
     RANK,
     REGION_BYTES,
+    ROWS_FLAGS,
     SLOTS,
 )
 from .lang import (
@@ -54,6 +55,12 @@ def count_flag(writer, context):
 def metadata_flag(writer, context):
     """Address of the flag that says: `writer` has written the metadata of all its rows."""
     return own_block(context) + tl.load(context + METADATA_FLAGS) + writer * 8
+
+
+@device_function
+def rows_flag(writer, context):
+    """Address of the flag that says: `writer` has written all its rows, payload and all."""
+    return own_block(context) + tl.load(context + ROWS_FLAGS) + writer * 8
 
 
 @device_function
@@ -144,6 +151,17 @@ def raise_chunks(first, end, num_rows, context, CHUNK_ROWS: tl.constexpr, SPAN: 
 
 
 @device_function
+def raise_rows(first_distance, end_distance, context, RANKS_PAD: tl.constexpr):
+    """Tell the ranks at these distances, rank + d at d, that all rows for them are there."""
+    num_ranks = tl.load(context + NUM_RANKS).to(tl.int32)
+    rank = tl.load(context + RANK).to(tl.int32)
+    distances = tl.arange(0, RANKS_PAD)
+    mask = (distances >= first_distance) & (distances < end_distance)
+    flags = rows_flag(rank + distances * 0, context)
+    notify(flags, (rank + distances) % num_ranks, mask, current_epoch(context), context)
+
+
+@device_function
 def wait_rows(writer, rows, mask, context, CHUNK_ROWS: tl.constexpr):
     """Wait until `writer` has written `rows` (block) into its region. Returns a token."""
     flags = chunk_flag(writer, rows // CHUNK_ROWS, context)
@@ -151,19 +169,15 @@ def wait_rows(writer, rows, mask, context, CHUNK_ROWS: tl.constexpr):
 
 
 @device_function
-def wait_sources(
-    first_distance, end_distance, rank_prefix_matrix, context, CHUNK_ROWS: tl.constexpr
-):
-    """Wait until the ranks at these distances have written all their rows. Returns a token."""
-    token = tl.full((), 1, tl.int32)
-    for distance in range(first_distance, end_distance):
-        source = source_at(distance, context)
-        num_rows = received_rows(rank_prefix_matrix, source, context)
-        for first in range(0, num_rows, 256 * CHUNK_ROWS):
-            rows = first + tl.arange(0, 256) * CHUNK_ROWS
-            here = wait_rows(source, rows, rows < num_rows, context, CHUNK_ROWS)
-            token = tl.minimum(token, here)
-    return token
+def wait_sources(first_distance, end_distance, context, RANKS_PAD: tl.constexpr):
+    """Wait until the ranks at these distances have written all their rows, by `raise_rows`. Returns
+    a token."""
+    num_ranks = tl.load(context + NUM_RANKS).to(tl.int32)
+    distances = tl.arange(0, RANKS_PAD)
+    mask = (distances >= first_distance) & (distances < tl.minimum(end_distance, num_ranks))
+    sources = source_at(distances, context)
+    flags = rows_flag(sources, context)
+    return wait(flags, mask, current_epoch(context), sources, context, PHASE_ROWS)
 
 
 @device_function

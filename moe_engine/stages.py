@@ -17,18 +17,18 @@ class StagedSchedule:
     """Tiles of rows in the order in which their rows come, and in which they are sent back.
 
     tiles int64 [2, max_tiles], see `TileSchedule`; first_tile int32 [2, S + 1]: the tile that
-    begins each of S stages' turns, there 0, 1, ..., back 1, 2, ..., 0; finished int64 [S]: zeros, for
-    `gemm_combine` to count in.
+    begins each of S stages' turns, there 0, 1, ..., back 1, 2, ..., 0; passed int64 [2, S]: zeros,
+    to count programs in that have passed each turn.
     """
 
     tiles: torch.Tensor
     first_tile: torch.Tensor
-    finished: torch.Tensor
+    passed: torch.Tensor
     block_m: int
 
     @property
     def num_stages(self) -> int:
-        return self.finished.numel()
+        return self.passed.shape[1]
 
 
 def staged_schedule(
@@ -50,7 +50,7 @@ def staged_schedule(
     schedule = StagedSchedule(
         new((2, max_tiles), dtype=torch.int64),
         new((2, num_stages + 1)),
-        new(num_stages, dtype=torch.int64),
+        new((2, num_stages), dtype=torch.int64),
         block_m,
     )
     staged_schedule_kernel[(num_local_experts, 2)](
@@ -58,7 +58,7 @@ def staged_schedule(
         expert_offsets,
         schedule.tiles,
         schedule.first_tile,
-        schedule.finished,
+        schedule.passed,
         slots.context.words,
         num_local_experts,
         num_stages,

@@ -9,7 +9,7 @@ import triton
 import triton.language as tl
 
 from .context import NUM_RANKS
-from .grouped_gemm.schedule_kernels import pack_tile
+from .grouped_gemm.schedule_kernels import pack_tile, tile_coordinates
 from .lang import device_function
 from .slots_kernels import source_at
 from .work import let_next_start, wait_for_previous
@@ -33,7 +33,7 @@ def staged_schedule_kernel(
     expert_offsets,  # int32 [L + 1]
     tiles,  # int64 [2, max_tiles], out: on the way there, then on the way back
     first_tile,  # int32 [2, S + 1], out: tile that begins each turn
-    finished,  # int64 [S], out: 0
+    passed,  # int64 [2, S], out: 0
     context,
     num_local_experts,
     stage_count,
@@ -100,7 +100,7 @@ def staged_schedule_kernel(
             tl.store(tiles + way.to(tl.int64) * max_tiles + to + tile, packed, mask=mask)
         if expert == 0:
             tl.store(first_tile + way * (stage_count + 1) + turn, num_tiles)
-            tl.store(finished + turn, tl.full((), 0, tl.int64))
+            tl.store(passed + way * stage_count + turn, tl.full((), 0, tl.int64))
         num_tiles += tl.sum(num, 0)
     if expert == 0:
         tl.store(first_tile + way * (stage_count + 1) + stage_count, num_tiles)
@@ -126,3 +126,29 @@ def _tiles_back(rows, local, num_rows, BLOCK_M: tl.constexpr):
     that the local ones fill, or none if there are no rows before."""
     begun = tl.where(rows > local, tl.cdiv(rows, BLOCK_M), _whole_tiles(local, num_rows, BLOCK_M))
     return tl.where(rows == 0, 0, begun)
+
+
+@device_function
+def first_tiles(first_tile, stage_count, num_n, STAGES_PAD: tl.constexpr):
+    """[STAGES_PAD]: the tile of rows that begins each turn, then their number, then very many."""
+    turns = tl.arange(0, STAGES_PAD)
+    return tl.load(first_tile + turns, mask=turns <= stage_count, other=0x7FFFFFFF // num_n)
+
+
+@device_function
+def stage_of(tile, first_m, num_n):
+    """The turn of a tile of the output; the number of turns for one past the last."""
+    return tl.sum((first_m * num_n <= tile).to(tl.int32), 0) - 1
+
+
+@device_function
+def load_staged_tile(tiles, tile, first_m, num_tiles, num_n, GROUP_M: tl.constexpr):
+    """(packed tile of rows, block of columns) of a tile of the output, in its turn's order; see
+    `tile_coordinates`. Past the last tile, that one again."""
+    tile = tl.minimum(tile, tl.maximum(num_tiles - 1, 0))
+    turn = stage_of(tile, first_m, num_n)
+    turns = tl.arange(0, first_m.shape[0])
+    begin = tl.sum(tl.where(turns == turn, first_m, 0), 0)
+    end = tl.sum(tl.where(turns == turn + 1, first_m, 0), 0)
+    m, block = tile_coordinates(tile - begin * num_n, end - begin, num_n, GROUP_M)
+    return tl.load(tiles + begin + m), block

@@ -96,14 +96,12 @@ def is_pushing(num_programs, context):
 
 
 @device_function
-def arrive(counter, AFTER_TMA: tl.constexpr = False):
-    """Add 1 to an int64 counter on this GPU. Every store of this program happens before it is seen
-    by a `lang.wait` for the counter: with AFTER_TMA its TMA stores are drained and fenced, then the
-    barrier gathers all threads, and the add releases."""
-    if AFTER_TMA:
-        drain_tma_stores()
-    tl.debug_barrier()
-    tl.atomic_add(counter, tl.full((), 1, tl.int64), sem="release", scope="gpu")
+def arrive_after_tma(counters, mask):
+    """Add 1 to int64 counters (a block of pointers on this GPU) under `mask`. Every store of this
+    program happens before that is seen by a `lang.wait` for a counter: TMA stores are drained and
+    fenced, then the barrier gathers all threads, and the add releases."""
+    drain_tma_stores(BARRIER=True)
+    tl.atomic_add(counters, mask.to(tl.int64), mask=mask, sem="release", scope="gpu")
 
 
 # --- Overlapping launches ----------------------------------------------------------------------
@@ -133,16 +131,22 @@ def wait_for_previous(OVERLAP: tl.constexpr):
 
 
 @device_function
-def is_last_program(context):
-    """True in the one program of a launch that arrives here last; every program must arrive once.
+def is_last(counter, num_programs):
+    """True in the one of `num_programs` programs that arrives here last, each of them once; the
+    int64 counter, on this GPU, began at 0.
 
     What the others did before arriving happens before what the last one does next: each program
-    passes a barrier and then one acquire-release add on a counter of this rank.
+    passes a barrier and then one acquire-release add on the counter.
     """
     tl.debug_barrier()
     one = tl.full((), 1, tl.int64)
-    before = tl.atomic_add(context + FINISHED, one, sem="acq_rel", scope="gpu")
-    last = before == tl.num_programs(0) - 1
+    return tl.atomic_add(counter, one, sem="acq_rel", scope="gpu") == num_programs - 1
+
+
+@device_function
+def is_last_program(context):
+    """`is_last` of all programs of a launch, each of which must arrive once."""
+    last = is_last(context + FINISHED, tl.num_programs(0))
     if last:
         tl.store(context + FINISHED, 0)
     return last
