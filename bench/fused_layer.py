@@ -255,7 +255,7 @@ class Bench:
         return choice
 
 
-UNFUSED = dict(num_push_programs=24, num_return_programs=132)
+UNFUSED = dict(num_push_programs=24)
 """Programs of the unfused path, which has the GPU to itself while it communicates."""
 
 

@@ -10,7 +10,7 @@ from triton.tools.ragged_tma import create_ragged_descriptor
 from triton.tools.tensor_descriptor import TensorDescriptor
 
 from ..config import GemmConfig
-from ..grouped_gemm import num_compute_programs, ragged
+from ..grouped_gemm import num_compute_programs, num_sms, ragged
 from ..hardware import early_launch, launches_overlap
 from ..lang import INTERPRETED
 from ..routing import ExpertPlan
@@ -75,7 +75,7 @@ def gemm_combine(
     is `dispatch_gemm`'s.
 
     Two launches side by side: one that sums needs more warps than one that multiplies has room for.
-    `num_return_programs` SMs sum, the others multiply.
+    `num_return_programs` SMs sum while the others multiply, then all do.
     """
     num_columns, depth = w.shape[1:]
     y = a.new_empty(len(a), num_columns)
@@ -89,7 +89,7 @@ def gemm_combine(
         ragged(y[None], config.block_m, config.block_n // config.subtiles),
         schedule.tiles[1],
         schedule.first_tile[1],
-        schedule.passed[1],
+        schedule.counters[1],
         schedule.num_stages,
         num_columns,
         depth,
@@ -98,34 +98,37 @@ def gemm_combine(
         **config.launch_options(),
         **early_launch(),
     )
-    if slots.layout.num_ranks > 1:
-        _return(y, sums, schedule, num_programs, num_return_programs, slots)
+    return_sums(y, sums, schedule, slots, num_programs)
     return y
 
 
-def return_sums(y: torch.Tensor, sums: LayerSums, num_programs: int, slots: Slots) -> None:
-    """Write one weighted sum of expert rows y [M, H] per received token to its source. Begins a
-    call; the launch before it is that of y."""
-    if slots.layout.num_ranks > 1:
-        _return(y, sums, None, 0, num_programs, slots)
-
-
-def _return(
+def return_sums(
     y: torch.Tensor,
     sums: LayerSums,
-    schedule: StagedSchedule | None,
-    num_gemm_programs: int,
-    num_programs: int,
+    schedule: StagedSchedule,
     slots: Slots,
+    num_gemm_programs: int = 0,
 ) -> None:
+    """Write one weighted sum of expert rows y [M, H] per received token to its source. Begins a
+    call; the launch before it makes y.
+
+    With `num_gemm_programs` that launch's programs count what they have computed, and sums begin
+    beside them on the SMs that they leave.
+    """
+    if slots.layout.num_ranks == 1:
+        return
     hidden = y.shape[1]
-    return_sums_kernel[(2 if INTERPRETED else num_programs,)](
+    row_bytes = hidden * y.itemsize
+    num_chunks = slots.layout.max_rows(row_bytes) // slots.layout.chunk_rows(row_bytes)
+    return_sums_kernel[(2 if INTERPRETED else num_sms(y.device),)](
         y,
         rank_prefix_matrix=sums.rank_prefix_matrix,
-        passed=None if schedule is None else schedule.passed[1],
-        stage_count=1 if schedule is None else schedule.num_stages,
+        computed=schedule.counters[1] if num_gemm_programs else None,
+        claimed=schedule.counters[2],
+        stage_count=schedule.num_stages,
         num_gemm_programs=num_gemm_programs,
         hidden=hidden,
+        SPAN=2 if num_chunks >= 256 else 1,
         BLOCK_H=_sum_columns(hidden, SUM_ITEMS, SUM_ROWS.value),
         OVERLAP=launches_overlap(),
         num_warps=NUM_WARPS,

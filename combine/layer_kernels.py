@@ -17,15 +17,23 @@ from ..lang import (
     symm_at,
     wait,
 )
-from ..slots_kernels import deal, num_spans, open_regions, raise_chunks, received_rows, region, span
+from ..slots_kernels import deal, open_regions, raise_chunks, received_rows, region
 from ..stages_kernels import first_distance, first_tiles, load_staged_tile, stage_of
-from ..work import arrive_after_tma, claim, finish_call, is_last_program, let_next_start, wait_for_previous
+from ..work import (
+    arrive_after_tma,
+    claim,
+    finish_call,
+    is_last_program,
+    let_next_start,
+    take,
+    wait_for_previous,
+)
 from .kernels import wait_returned
 
 
 @triton.jit(
     do_not_specialize=["stage_count", "N", "K"],
-    do_not_specialize_on_alignment=["tiles", "first_tile", "passed"],
+    do_not_specialize_on_alignment=["tiles", "first_tile", "computed"],
 )
 def staged_gemm_kernel(
     a,  # ragged descriptor of [M, K]
@@ -33,7 +41,7 @@ def staged_gemm_kernel(
     out,  # ragged descriptor of [1, M, N]
     tiles,  # int64 [max_tiles], sorted by stage, local ones last
     first_tile,  # int32 [S + 1]: tile that begins each turn
-    passed,  # int64 [S]: programs that have computed their tiles of each turn
+    computed,  # int64 [S]: programs that have computed their tiles of each turn
     stage_count,
     N,
     K,
@@ -46,7 +54,7 @@ def staged_gemm_kernel(
     OVERLAP: tl.constexpr,
 ):
     """out [M, N] = A @ w[expert].T, stage by stage; a program that has passed a stage says so in
-    `passed`, for `return_sums_kernel`, which runs beside it on SMs that are left to it.
+    `computed`, for `return_sums_kernel`, which runs beside it on SMs that are left to it.
 
     An early launch behind `dispatch_gemm_kernel`.
     """
@@ -71,13 +79,13 @@ def staged_gemm_kernel(
         # Before this tile is stored, when the last one's store has long ended.
         before = stage_of(tile - num_programs, first_m, num_n)
         turn = stage_of(tile, first_m, num_n)
-        arrive_after_tma(passed + turns, (turns >= before) & (turns < turn))
+        arrive_after_tma(computed + turns, (turns >= before) & (turns < turn))
         # fmt: off
         finish_tile(acc, out, None, None, None, 0, row, end_row, expert, n, N, "none", SUBTILES)
         # fmt: on
     last = program + (num_tiles - 1 - program + num_programs) // num_programs * num_programs
     before = stage_of(last - num_programs, first_m, num_n)
-    arrive_after_tma(passed + turns, (turns >= before) & (turns < stage_count))
+    arrive_after_tma(computed + turns, (turns >= before) & (turns < stage_count))
 
 
 @triton.jit(do_not_specialize=["max_rows", "stage_count", "num_gemm_programs"])
@@ -86,7 +94,8 @@ def return_sums_kernel(
     expert_row,  # int32 [R, max_rows, NUM_TOPK]
     lane_weight,  # float32 [R, max_rows, NUM_TOPK]
     rank_prefix_matrix,  # int32 [R, R]
-    passed,  # int64 [S], see `staged_gemm_kernel`, or None
+    computed,  # int64 [S], see `staged_gemm_kernel`, or None
+    claimed,  # int64 [S]: spans that programs have taken of each turn
     context,
     stage_count,
     num_gemm_programs,
@@ -96,16 +105,18 @@ def return_sums_kernel(
     NUM_TOPK: tl.constexpr,
     RANKS_PAD: tl.constexpr,
     CHUNK_ROWS: tl.constexpr,
+    SPAN: tl.constexpr,
     BLOCK_H: tl.constexpr,
     OVERLAP: tl.constexpr,
 ):
     """Sum the weighted expert rows of each token of other ranks, and return one row to its rank.
 
-    Stage by stage, each when all `num_gemm_programs` of the launch before have passed it. An early
-    launch; without `passed` it waits for the launch before to end.
+    Stage by stage, each when all `num_gemm_programs` of the launch before have computed it. Programs
+    for which there is no room yet join in when those end: spans of chunks are taken from a counter.
+    An early launch; without `computed` it waits for the launch before to end.
     """
     let_next_start(OVERLAP)
-    if passed is None:
+    if computed is None:
         wait_for_previous(OVERLAP)
     if is_broken(context) == 0:
         lane = tl.arange(0, 1)
@@ -115,9 +126,9 @@ def return_sums_kernel(
             first = tl.maximum(first_distance(stage, stage_count, context), 1)
             end = first_distance(stage + 1, stage_count, context)
             token = tl.full((), 1, tl.int32)
-            if passed is not None:
+            if computed is not None:
                 if end > first:
-                    flags = (passed + turn).to(tl.int64) + lane * 8
+                    flags = (computed + turn).to(tl.int64) + lane * 8
                     # fmt: off
                     token = wait(
                         flags, lane == 0, num_gemm_programs, lane + rank, context, PHASE_TILES
@@ -127,8 +138,9 @@ def return_sums_kernel(
                 rows = as_pointer(consume_token(y.to(tl.int64), token), y.dtype.element_ty)
                 # fmt: off
                 return_sums(
-                    rows, expert_row, lane_weight, rank_prefix_matrix, context, first, end,
-                    max_rows, hidden, row_bytes, NUM_TOPK, RANKS_PAD, CHUNK_ROWS, BLOCK_H,
+                    rows, expert_row, lane_weight, rank_prefix_matrix, claimed + turn, context,
+                    first, end, max_rows, hidden, row_bytes, NUM_TOPK, RANKS_PAD, CHUNK_ROWS, SPAN,
+                    BLOCK_H,
                 )
                 # fmt: on
     wait_for_previous(OVERLAP)
@@ -141,8 +153,6 @@ SUM_LANES = tl.constexpr(6)
 have more."""
 OWN_LANES = tl.constexpr(4)
 """The same where the rows of other ranks are read as well."""
-SUM_SPAN = tl.constexpr(4)
-"""Chunks that a program returns before it raises their flags."""
 
 
 @device_function
@@ -151,6 +161,7 @@ def return_sums(
     expert_row,
     lane_weight,
     rank_prefix_matrix,
+    claimed,
     context,
     first_distance,
     end_distance,
@@ -160,10 +171,11 @@ def return_sums(
     NUM_TOPK: tl.constexpr,
     RANKS_PAD: tl.constexpr,
     CHUNK_ROWS: tl.constexpr,
+    SPAN: tl.constexpr,
     BLOCK_H: tl.constexpr,
 ):
-    """This program's share of returning the tokens that came from distances first .. end: from
-    rank - d at d, all at the same pace."""
+    """Return the tokens that came from distances first .. end, from rank - d at d, all at the same
+    pace: SPAN chunks at a time, as long as the counter `claimed` has any left."""
     num_ranks = tl.load(context + NUM_RANKS).to(tl.int32)
     rank = tl.load(context + RANK).to(tl.int32)
     ranks = tl.arange(0, RANKS_PAD)
@@ -174,10 +186,10 @@ def return_sums(
     first_peer = rank - end_distance + 1 + num_ranks
     num_peers = end_distance - first_distance
     num_chunks = tl.cdiv(most_rows, CHUNK_ROWS)
-    num_programs = tl.num_programs(0)
-    for turn in range(0, num_spans(num_chunks, num_programs, SUM_SPAN)):
-        first_chunk, end_chunk = span(turn, num_chunks, tl.program_id(0), num_programs, SUM_SPAN)
-        end = min(end_chunk * CHUNK_ROWS, most_rows)
+    first_chunk = take(claimed) * SPAN
+    while first_chunk < num_chunks:
+        end_chunk = tl.minimum(first_chunk + SPAN, num_chunks)
+        end = tl.minimum(end_chunk * CHUNK_ROWS, most_rows)
         for first in range(first_chunk * CHUNK_ROWS * num_peers, end * num_peers, SUM_ROWS):
             peers, rows = deal(first, first_peer, num_peers, context, SUM_ROWS)
             inside = (rows < end) & (rows < received_rows(rank_prefix_matrix, peers, context))
@@ -192,7 +204,8 @@ def return_sums(
                 columns = column + tl.arange(0, BLOCK_H)
                 real = inside[:, None] & _in_row(columns, hidden, y)[None, :]
                 put(row_pointers(to_rows, columns, True), round_to(total, y.dtype.element_ty), real)
-        raise_chunks(first_chunk, end_chunk, num_rows, context, CHUNK_ROWS, SUM_SPAN)
+        raise_chunks(first_chunk, end_chunk, num_rows, context, CHUNK_ROWS, SPAN)
+        first_chunk = take(claimed) * SPAN
 
 
 @device_function

@@ -47,7 +47,7 @@ def dispatch_gemm(
         ragged(out[None], config.block_m, block_n // config.subtiles),
         schedule.tiles[0],
         schedule.first_tile[0],
-        schedule.passed[0],
+        schedule.counters[0],
         slots.context.words,
         num_push,
         schedule.num_stages,

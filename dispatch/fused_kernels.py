@@ -94,27 +94,30 @@ def dispatch_gemm_kernel(
         claimed = begin_claim(context)
         word, block = load_staged_tile(tiles, tile, first_m, num_tiles, num_n, GROUP_M)
         while agreed((tile < num_tiles) & (token == 1)):
-            end = first_distance(stage_of(tile, first_m, num_n) + 1, stage_count, context)
-            if agreed(there < end):
-                # Of all stages so far, also those of which this program had no tile.
-                token = wait_sources(there, end, context, RANKS_PAD)
-                there = end
-            base = as_pointer(consume_token(own_block(context), token), out.dtype)
-            expert, row, end_row = unpack_tile(word)
-            n = block * (BLOCK_N // 2)
-            rows = gathered_rows(base, row_offset, row, end_row, BLOCK_M)
-            tile = end_claim(claimed)
-            claimed = begin_claim(context)
-            word, block = load_staged_tile(tiles, tile, first_m, num_tiles, num_n, GROUP_M)
-            # fmt: off
-            acc = gemm_tile(
-                rows, w, row, end_row, expert, n, 0, K, K,
-                True, False, 2, BLOCK_M, BLOCK_N, BLOCK_K,
-            )
-            finish_tile(
-                acc, out, None, None, None, 0, row, end_row, expert, n, N, "swiglu", SUBTILES
-            )
-            # fmt: on
+            # In a `for`, as only there the store of a tile goes on beside the next one.
+            for _ in range(0, 64):
+                if agreed((tile < num_tiles) & (token == 1)):
+                    end = first_distance(stage_of(tile, first_m, num_n) + 1, stage_count, context)
+                    if agreed(there < end):
+                        # Of all stages so far, also those of which this program had no tile.
+                        token = wait_sources(there, end, context, RANKS_PAD)
+                        there = end
+                    base = as_pointer(consume_token(own_block(context), token), out.dtype)
+                    expert, row, end_row = unpack_tile(word)
+                    n = block * (BLOCK_N // 2)
+                    rows = gathered_rows(base, row_offset, row, end_row, BLOCK_M)
+                    tile = end_claim(claimed)
+                    claimed = begin_claim(context)
+                    word, block = load_staged_tile(tiles, tile, first_m, num_tiles, num_n, GROUP_M)
+                    # fmt: off
+                    acc = gemm_tile(
+                        rows, w, row, end_row, expert, n, 0, K, K,
+                        True, False, 2, BLOCK_M, BLOCK_N, BLOCK_K,
+                    )
+                    finish_tile(
+                        acc, out, None, None, None, 0, row, end_row, expert, n, N, "swiglu", SUBTILES
+                    )
+                    # fmt: on
     if is_broken(context) == 0:
         if is_last_program(context):
             finish_call(context)

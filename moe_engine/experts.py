@@ -9,10 +9,10 @@ import torch
 from . import combine, dispatch, routing
 from .config import GemmConfig
 from .dispatch import NUM_METADATA_PROGRAMS, Counts, Outgoing, Partition
-from .grouped_gemm import gathered_gemm, gemm_config, grouped_gemm, tile_schedule
+from .grouped_gemm import TileSchedule, gathered_gemm, gemm_config, grouped_gemm
 from .layer_config import LayerConfig
 from .slots import Slots, header_bytes
-from .stages import staged_schedule
+from .stages import StagedSchedule, staged_schedule
 
 
 def feed_forward(
@@ -50,24 +50,22 @@ def feed_forward(
     )
     region_rows = slots.layout.max_rows(rows.row.num_bytes, header)
     dispatch.exchange(counts, per_rank, per_expert, rows.row, x.itemsize, region_rows, slots)
-    schedule = None
-    if config.fused:
-        schedule = staged_schedule(
-            *(counts.recv_expert_counts, counts.expert_offsets, max_expert_rows),
-            *(tiles.block_m, config.num_stages, config.mixed, slots),
-        )
+    schedule = staged_schedule(
+        *(counts.recv_expert_counts, counts.expert_offsets, max_expert_rows),
+        *(tiles.block_m, config.num_stages if config.fused else 1, config.mixed, slots),
+    )
     dispatch.send_metadata(rows, len(w_gate_up), header, NUM_METADATA_PROGRAMS, slots)
-    if schedule is None:
+    if not config.fused:
         dispatch.push(rows, header, Partition(config.num_push_programs, 0), slots)
     plan = routing.expert_plan(
         x,
-        *(counts.rank_prefix_matrix, counts.expert_offsets),
+        *(counts.rank_prefix_matrix, counts.expert_offsets, schedule.first_tile),
         *(rows.row, header, max_rows, slots),
-        wait_payload=schedule is None,
+        wait_payload=not config.fused,
     )
     sums = combine.LayerSums(plan, counts.rank_prefix_matrix, send_head)
-    if schedule is None:
-        y = _in_turn(w_gate_up, w_down, sums, tiles, config, slots)
+    if not config.fused:
+        y = _in_turn(w_gate_up, w_down, sums, schedule, tiles, slots)
     else:
         act = dispatch.dispatch_gemm(
             *(rows, plan, schedule, w_gate_up, header, config.num_push_programs),
@@ -90,8 +88,8 @@ def _in_turn(
     w_gate_up: torch.Tensor,
     w_down: torch.Tensor,
     sums: combine.LayerSums,
+    staged: StagedSchedule,
     tiles: GemmConfig,
-    config: LayerConfig,
     slots: Slots,
 ) -> torch.Tensor:
     """y [M, H] of rows that are all there; returned to their ranks afterwards.
@@ -100,12 +98,14 @@ def _in_turn(
     this rank alone.
     """
     plan = sums.plan
-    schedule = tile_schedule(plan.expert_offsets, plan.row_offset.numel(), tiles.block_m)
+    all_tiles = staged.tiles[0], staged.first_tile[0, -1:]
+    max_rows = plan.row_offset.numel()
+    schedule = TileSchedule(*all_tiles, plan.expert_offsets, max_rows, tiles.block_m)
     block = slots.block.local.view(w_gate_up.dtype)
     act = gathered_gemm(
         block, plan.row_offset, w_gate_up, schedule, activation="swiglu", config=tiles
     )
     dispatch.release(slots)
     y = grouped_gemm(act, w_down, plan.expert_offsets, schedule=schedule)
-    combine.return_sums(y, sums, config.num_return_programs, slots)
+    combine.return_sums(y, sums, staged, slots)
     return y

@@ -152,6 +152,7 @@ def expert_plan(
     x: torch.Tensor,
     rank_prefix_matrix: torch.Tensor,
     expert_offsets: torch.Tensor,
+    first_tile: torch.Tensor,
     row: RowLayout,
     header_bytes: int,
     max_rows: int,
@@ -159,9 +160,9 @@ def expert_plan(
     wait_payload: bool,
 ) -> ExpertPlan:
     """List the received rows by expert, on the device, once their metadata is there, or with
-    `wait_payload` all of them; x [T, H] are the tokens that this rank sent. Early, behind the
-    metadata or the push."""
-    num_ranks, num_local_experts = len(rank_prefix_matrix), expert_offsets.numel() - 1
+    `wait_payload` all of them; x [T, H] are the tokens that this rank sent. If a peer is lost,
+    first_tile becomes 0. Early, behind the metadata or the push."""
+    num_ranks = len(rank_prefix_matrix)
     new = rank_prefix_matrix.new_empty
     lanes = (num_ranks, max_rows, row.num_topk)
     plan = ExpertPlan(
@@ -177,10 +178,10 @@ def expert_plan(
         plan.row_offset,
         plan.expert_row,
         plan.lane_weight,
-        expert_offsets,
+        first_tile,
         slots.context.words,
         max_rows,
-        num_local_experts,
+        first_tile.numel(),
         header_bytes,
         row.num_bytes,
         row.ids,
@@ -190,7 +191,7 @@ def expert_plan(
         ITEM_BYTES=x.itemsize,
         NUM_TOPK=row.num_topk,
         TOPK_PAD=topk_pad,
-        EXPERTS_PAD=next_power_of_2(num_local_experts),
+        TURNS_PAD=next_power_of_2(first_tile.numel()),
         ROWS=max(BLOCK_ROWS, 1024 // topk_pad),
         CHUNK_ROWS=slots.layout.chunk_rows(row.num_bytes),
         WAIT_PAYLOAD=wait_payload,

@@ -214,10 +214,10 @@ def expert_plan_kernel(
     row_offset,  # int64 [M], out: each expert row, in elements from the symmetric block's start
     expert_row,  # int32 [R, max_rows, K], out: places of each row's lanes in row_offset, then -1
     lane_weight,  # float32 [R, max_rows, K], out
-    expert_offsets,  # int32 [L + 1]: set to 0 if rows do not come
+    first_tile,  # int32 [num_turns]: set to 0, no tiles, if rows do not come
     context,
     max_rows,
-    num_local_experts,
+    num_turns,
     header_bytes,
     row_bytes,
     places_offset,
@@ -227,7 +227,7 @@ def expert_plan_kernel(
     ITEM_BYTES: tl.constexpr,
     NUM_TOPK: tl.constexpr,
     TOPK_PAD: tl.constexpr,
-    EXPERTS_PAD: tl.constexpr,
+    TURNS_PAD: tl.constexpr,
     ROWS: tl.constexpr,
     CHUNK_ROWS: tl.constexpr,
     WAIT_PAYLOAD: tl.constexpr,
@@ -261,8 +261,8 @@ def expert_plan_kernel(
         else:
             token = wait_metadata(source, is_row, context)
         if token == 0:  # a GEMM would read through places that nobody wrote
-            experts = tl.arange(0, EXPERTS_PAD)
-            tl.store(expert_offsets + 1 + experts, experts * 0, mask=experts < num_local_experts)
+            turns = tl.arange(0, TURNS_PAD)
+            tl.store(first_tile + turns, turns * 0, mask=turns < num_turns)
         is_row = is_row & (token == 1)
         slot = consume_token(region(source, context) + header_bytes, token)
         address = slot + rows.to(tl.int64) * row_bytes

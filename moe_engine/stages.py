@@ -17,18 +17,19 @@ class StagedSchedule:
     """Tiles of rows in the order in which their rows come, and in which they are sent back.
 
     tiles int64 [2, max_tiles], see `TileSchedule`; first_tile int32 [2, S + 1]: the tile that
-    begins each of S stages' turns, there 0, 1, ..., back 1, 2, ..., 0; passed int64 [2, S]: zeros,
-    to count programs in that have passed each turn.
+    begins each of S stages' turns, there 0, 1, ..., back 1, 2, ..., 0; counters int64 [3, S]:
+    zeros, for programs to count in, turn by turn: who has pushed, who has computed, and spans of
+    returned rows that are taken.
     """
 
     tiles: torch.Tensor
     first_tile: torch.Tensor
-    passed: torch.Tensor
+    counters: torch.Tensor
     block_m: int
 
     @property
     def num_stages(self) -> int:
-        return self.passed.shape[1]
+        return self.counters.shape[1]
 
 
 def staged_schedule(
@@ -50,7 +51,7 @@ def staged_schedule(
     schedule = StagedSchedule(
         new((2, max_tiles), dtype=torch.int64),
         new((2, num_stages + 1)),
-        new((2, num_stages), dtype=torch.int64),
+        new((3, num_stages), dtype=torch.int64),
         block_m,
     )
     staged_schedule_kernel[(num_local_experts, 2)](
@@ -58,7 +59,7 @@ def staged_schedule(
         expert_offsets,
         schedule.tiles,
         schedule.first_tile,
-        schedule.passed,
+        schedule.counters,
         slots.context.words,
         num_local_experts,
         num_stages,

@@ -33,7 +33,7 @@ def staged_schedule_kernel(
     expert_offsets,  # int32 [L + 1]
     tiles,  # int64 [2, max_tiles], out: on the way there, then on the way back
     first_tile,  # int32 [2, S + 1], out: tile that begins each turn
-    passed,  # int64 [2, S], out: 0
+    counters,  # int64 [3, S], out: 0
     context,
     num_local_experts,
     stage_count,
@@ -100,7 +100,9 @@ def staged_schedule_kernel(
             tl.store(tiles + way.to(tl.int64) * max_tiles + to + tile, packed, mask=mask)
         if expert == 0:
             tl.store(first_tile + way * (stage_count + 1) + turn, num_tiles)
-            tl.store(passed + way * stage_count + turn, tl.full((), 0, tl.int64))
+            zero = tl.full((), 0, tl.int64)
+            tl.store(counters + way * stage_count + turn, zero)
+            tl.store(counters + 2 * stage_count + turn, zero)
         num_tiles += tl.sum(num, 0)
     if expert == 0:
         tl.store(first_tile + way * (stage_count + 1) + stage_count, num_tiles)
