@@ -106,6 +106,7 @@ def return_sums_kernel(
     RANKS_PAD: tl.constexpr,
     CHUNK_ROWS: tl.constexpr,
     SPAN: tl.constexpr,
+    AT_ONCE: tl.constexpr,
     BLOCK_H: tl.constexpr,
     OVERLAP: tl.constexpr,
 ):
@@ -140,19 +141,18 @@ def return_sums_kernel(
                 return_sums(
                     rows, expert_row, lane_weight, rank_prefix_matrix, claimed + turn, context,
                     first, end, max_rows, hidden, row_bytes, NUM_TOPK, RANKS_PAD, CHUNK_ROWS, SPAN,
-                    BLOCK_H,
+                    AT_ONCE, BLOCK_H,
                 )
                 # fmt: on
     wait_for_previous(OVERLAP)
 
 
-SUM_ROWS = tl.constexpr(32)
+SUM_ROWS = tl.constexpr(16)
 """Tokens whose expert rows a program sums at a time."""
-SUM_LANES = tl.constexpr(6)
-"""Expert rows of each of these that are read at once: more wait for memory together, and few tokens
-have more."""
+SUM_STAGES = tl.constexpr(4)
+"""Blocks of their columns that it reads ahead, into shared memory."""
 OWN_LANES = tl.constexpr(4)
-"""The same where the rows of other ranks are read as well."""
+"""Expert rows of each token that are read at once, where rows of other ranks are read as well."""
 
 
 @device_function
@@ -172,10 +172,14 @@ def return_sums(
     RANKS_PAD: tl.constexpr,
     CHUNK_ROWS: tl.constexpr,
     SPAN: tl.constexpr,
+    AT_ONCE: tl.constexpr,
     BLOCK_H: tl.constexpr,
 ):
     """Return the tokens that came from distances first .. end, from rank - d at d, all at the same
-    pace: SPAN chunks at a time, as long as the counter `claimed` has any left."""
+    pace: SPAN chunks at a time, as long as the counter `claimed` has any left.
+
+    AT_ONCE: expert rows of each token that are read ahead; few tokens have more, which take longer.
+    """
     num_ranks = tl.load(context + NUM_RANKS).to(tl.int32)
     rank = tl.load(context + RANK).to(tl.int32)
     ranks = tl.arange(0, RANKS_PAD)
@@ -196,16 +200,27 @@ def return_sums(
             to = symm_at(own + rows.to(tl.int64) * row_bytes, peers, context)
             to_rows = as_pointer(to, y.dtype.element_ty)
             lane0 = (peers * max_rows + rows) * NUM_TOPK
-            lanes = load_lanes(
-                y, expert_row, lane_weight, lane0, inside, hidden, NUM_TOPK, SUM_LANES
-            )
-            for column in range(0, hidden, BLOCK_H):
-                total = sum_lanes(lanes, column, hidden, BLOCK_H)
-                columns = column + tl.arange(0, BLOCK_H)
-                real = inside[:, None] & _in_row(columns, hidden, y)[None, :]
-                put(row_pointers(to_rows, columns, True), round_to(total, y.dtype.element_ty), real)
+            # fmt: off
+            lanes = load_lanes(y, expert_row, lane_weight, lane0, inside, hidden, NUM_TOPK, AT_ONCE)
+            if num_lanes(lanes) <= AT_ONCE:
+                for column in tl.range(0, hidden, BLOCK_H, num_stages=SUM_STAGES):
+                    total = sum_lanes(lanes, column, hidden, BLOCK_H, False)
+                    _return_columns(to_rows, total, inside, column, hidden, BLOCK_H)
+            else:
+                for column in range(0, hidden, BLOCK_H):
+                    total = sum_lanes(lanes, column, hidden, BLOCK_H, True)
+                    _return_columns(to_rows, total, inside, column, hidden, BLOCK_H)
+            # fmt: on
         raise_chunks(first_chunk, end_chunk, num_rows, context, CHUNK_ROWS, SPAN)
         first_chunk = take(claimed) * SPAN
+
+
+@device_function
+def _return_columns(to_rows, total, inside, column, hidden, BLOCK_H: tl.constexpr):
+    columns = column + tl.arange(0, BLOCK_H)
+    real = inside[:, None] & _in_row(columns, hidden, to_rows)[None, :]
+    values = round_to(total, to_rows.dtype.element_ty)
+    put(row_pointers(to_rows, columns, True), values, real)
 
 
 @device_function
@@ -242,6 +257,12 @@ def load_lanes(
 
 
 @device_function
+def num_lanes(lanes):
+    """Most expert rows of any of the tokens."""
+    return lanes[2][5]
+
+
+@device_function
 def _lane(y, expert_row, lane_weight, at, inside, hidden):
     """(addresses of the expert rows, 0 where there is none, weights) of lanes `at` [B]."""
     place = tl.load(expert_row + at, mask=inside, other=-1)
@@ -251,9 +272,9 @@ def _lane(y, expert_row, lane_weight, at, inside, hidden):
 
 
 @device_function
-def sum_lanes(lanes, column, hidden, BLOCK_H: tl.constexpr):
+def sum_lanes(lanes, column, hidden, BLOCK_H: tl.constexpr, ALL: tl.constexpr):
     """fp32 [B, BLOCK_H]: columns `column` .. of the expert rows of B tokens (see `load_lanes`),
-    times their weights, added up in top-k lane order."""
+    times their weights, added up in top-k lane order; without ALL only those read at once."""
     rows, weights, rest = lanes
     y, expert_row, lane_weight, lane0, inside, num_lanes = rest
     columns = column + tl.arange(0, BLOCK_H)
@@ -264,9 +285,10 @@ def sum_lanes(lanes, column, hidden, BLOCK_H: tl.constexpr):
     total = tl.zeros([inside.shape[0], BLOCK_H], tl.float32)
     for lane in tl.static_range(len(rows)):
         total += weights[lane][:, None] * parts[lane].to(tl.float32)
-    for lane in range(len(rows), num_lanes):
-        row, weight = _lane(y, expert_row, lane_weight, lane0 + lane, inside, hidden)
-        total += weight[:, None] * _columns(row, columns, in_row, y).to(tl.float32)
+    if ALL:
+        for lane in range(len(rows), num_lanes):
+            row, weight = _lane(y, expert_row, lane_weight, lane0 + lane, inside, hidden)
+            total += weight[:, None] * _columns(row, columns, in_row, y).to(tl.float32)
     return total
 
 
@@ -325,7 +347,7 @@ def layer_sum_kernel(
             y, expert_row, lane_weight, lane0, own_row >= 0, hidden, NUM_TOPK, OWN_LANES
         )
         for column in range(0, hidden, BLOCK_H):
-            own = sum_lanes(lanes, column, hidden, BLOCK_H)
+            own = sum_lanes(lanes, column, hidden, BLOCK_H, True)
             own = round_to(own, out.dtype.element_ty).to(tl.float32)
             columns = column + tl.arange(0, BLOCK_H)
             in_row = _in_row(columns, hidden, out)
