@@ -74,7 +74,7 @@ def size_hint(
         )
     row = RowLayout(hidden_bytes, num_topk)
     region = header_bytes(num_experts, num_ranks) + max(1, max_tokens) * row.num_bytes
-    return SlotLayout(num_ranks, round_up(region, 16), num_slots).num_bytes
+    return SlotLayout(num_ranks, region, num_slots).num_bytes
 
 
 @dataclass(frozen=True, slots=True)

@@ -21,7 +21,7 @@ from .experts import feed_forward
 from .grouped_gemm import check_weights
 from .lang import INTERPRETED
 from .layer_config import LayerConfig, LayerProblem
-from .slots import RowLayout, SlotLayout, Slots, header_bytes, round_up
+from .slots import RowLayout, SlotLayout, Slots, header_bytes
 from .streams import Beside
 from .verbs import Handle, Tokens
 
@@ -182,7 +182,7 @@ class KernelEngine:
                 "larger batches in parts."
             )
         num_rows = min(num_rows + num_rows // 4, layout.most_rows)
-        region_bytes = round_up(header + num_rows * row.num_bytes, 16)
+        region_bytes = header + num_rows * row.num_bytes
         if old.context.words.is_cuda:
             torch.cuda.synchronize(old.context.words.device)
         layout = SlotLayout(layout.num_ranks, region_bytes, layout.num_slots)

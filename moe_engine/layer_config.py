@@ -4,6 +4,13 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+HBM_GBS = 4300.0
+LINK_GBS = 300.0
+"""What programs beside a GEMM move to other GPUs."""
+GEMM_TFLOPS = 620.0
+REREAD = 0.45
+"""Share of the time for reading weights again that is not hidden behind products."""
+
 
 @dataclass(frozen=True, slots=True)
 class LayerProblem:
@@ -19,6 +26,23 @@ class LayerProblem:
     hidden: int
     num_columns: int
     itemsize: int = 2
+
+    @property
+    def push_us(self) -> float:
+        """Time of this rank's rows to all others, one for each token and rank, evenly routed."""
+        share = 1 - (1 - 1 / self.num_ranks) ** self.num_topk
+        rows = self.max_tokens * share * (self.num_ranks - 1)
+        return rows * self.hidden * self.itemsize / LINK_GBS / 1e3
+
+    def gemm_us(self, columns: int) -> float:
+        """Time of a GEMM of `hidden` by `columns` for each expert row."""
+        rows = self.max_tokens * self.num_topk
+        return 2e-6 * rows * self.hidden * columns / GEMM_TFLOPS
+
+    def read_us(self, columns: int) -> float:
+        """Time to read a rank's weights, of `hidden` by `columns` for each expert."""
+        experts = self.num_experts / self.num_ranks
+        return experts * self.hidden * columns * self.itemsize / HBM_GBS / 1e3
 
 
 @dataclass(frozen=True, slots=True)
@@ -36,11 +60,29 @@ class LayerConfig:
     fused: bool = True
     num_stages: int = 2
     mixed: bool = True
-    num_push_programs: int = 8
-    num_return_programs: int = 16
+    num_push_programs: int = 16
+    num_return_programs: int = 24
     group_m: int = 8
 
     @classmethod
     def choose(cls, problem: LayerProblem) -> LayerConfig:
         """The predicted best."""
-        return cls(num_stages=min(problem.num_ranks, 4))
+        stages = range(min(2, problem.num_ranks), min(problem.num_ranks, 4) + 1)
+        return cls(num_stages=min(stages, key=lambda count: exposed_us(problem, count)))
+
+
+def exposed_us(problem: LayerProblem, num_stages: int) -> float:
+    """Time that a number of stages costs: waiting for rows, and reading weights once more for each
+    stage."""
+    num_ranks = problem.num_ranks
+    columns = 3 * problem.num_columns  # gate, up and down
+    again = (num_stages - 1) * problem.read_us(columns) * REREAD
+    push, compute = problem.push_us, problem.gemm_us(2 * problem.num_columns)
+    now = compute / num_ranks
+    for stage in range(1, num_stages):
+        ranks_before, ranks = (
+            1 + (part - 1) * (num_ranks - 1) // (num_stages - 1) for part in (stage, stage + 1)
+        )
+        arrived = push * (ranks - 1) / (num_ranks - 1)
+        now = max(now, arrived) + compute * (ranks - ranks_before) / num_ranks
+    return now - compute + again

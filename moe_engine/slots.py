@@ -46,6 +46,9 @@ SPAN_BYTES = 768 * 1024
 """Bytes that a program writes to each rank before it raises their flags, which waits until they
 have arrived: some microseconds."""
 FLAG_BYTES = 8
+LINE_BYTES = 128
+"""Rows begin at multiples of this, as the memory's lines do: gathered elsewhere, a GEMM's rows take
+two lines where one would do, and DeepSeek-V3's up-projection 40% longer."""
 
 
 def round_up(value: int, multiple: int) -> int:
@@ -64,8 +67,9 @@ class RowLayout:
     """One row on the wire: payload, then metadata, opaque to the kernels that move it.
 
     payload | scales, 4 bytes each | expert ids int32 [K] | weights float32 [K] | source token
-    int32, each part starting at a multiple of 16 bytes; `num_topk` is 0 where rows carry no
-    routing, `num_scales` where the payload has none. Ids, weights and token are written as one run.
+    int32, each part starting at a multiple of 16 bytes, the next row at one of LINE_BYTES;
+    `num_topk` is 0 where rows carry no routing, `num_scales` where the payload has none. Ids,
+    weights and token are written as one run.
     """
 
     payload_bytes: int
@@ -90,7 +94,7 @@ class RowLayout:
 
     @property
     def num_bytes(self) -> int:
-        return self.token + 16
+        return round_up(self.token + 16, LINE_BYTES)
 
 
 SIGNATURE_BYTES = 32
@@ -98,7 +102,7 @@ SIGNATURE_BYTES = 32
 
 def header_bytes(num_experts: int, num_ranks: int) -> int:
     """Bytes of the signature and counts that precede the rows of a dispatch region."""
-    return SIGNATURE_BYTES + round_up(4 * (num_experts + num_ranks), 16)
+    return round_up(SIGNATURE_BYTES + 4 * (num_experts + num_ranks), LINE_BYTES)
 
 
 @dataclass(frozen=True, slots=True)
@@ -113,7 +117,8 @@ class SlotLayout:
     def fit(cls, num_bytes: int, num_ranks: int, num_slots: int = 2) -> SlotLayout:
         """The largest regions that `num_bytes` hold."""
         flags = cls(num_ranks, 0, num_slots).slots
-        region_bytes = (num_bytes - flags) // (num_slots * num_ranks) // 16 * 16
+        region_bytes = (num_bytes - flags) // (num_slots * num_ranks)
+        region_bytes -= region_bytes % LINE_BYTES
         if region_bytes <= 0:
             raise CapacityError(
                 f"a Buffer for {num_ranks} ranks got {num_bytes} bytes; its flags alone take "
