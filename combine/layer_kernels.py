@@ -299,14 +299,17 @@ def _columns(rows, columns, in_row, y):
     return tl.load(pointers, mask=(rows != 0)[:, None] & in_row[None, :], other=0.0)
 
 
-@triton.jit(do_not_specialize=["num_tokens", "max_rows"])
+@triton.jit(do_not_specialize=["num_tokens", "max_rows", "stage_count", "num_gemm_programs"])
 def layer_sum_kernel(
     out,  # [T, H], out
     y,  # [M, H] expert rows
     expert_row,  # int32 [R, max_rows, NUM_TOPK]
     lane_weight,  # float32 [R, max_rows, NUM_TOPK]
     send_head,  # int32 [T, R]: row * R + rank of each returned row, in the order of the sum
+    computed,  # int64 [S], see `staged_gemm_kernel`, or None
     context,
+    stage_count,
+    num_gemm_programs,
     num_tokens,
     max_rows,
     hidden,
@@ -314,6 +317,7 @@ def layer_sum_kernel(
     NUM_TOPK: tl.constexpr,
     RANKS: tl.constexpr,
     RANKS_PAD: tl.constexpr,
+    STAGES_PAD: tl.constexpr,
     CHUNK_ROWS: tl.constexpr,
     GROUP: tl.constexpr,
     BLOCK_H: tl.constexpr,
@@ -321,13 +325,28 @@ def layer_sum_kernel(
 ):
     """Add up the sums of all ranks for each token, in `send_head`'s order: those of the others as
     they returned them, this rank's own made here, and rounded as the others' are. fp32, rounded
-    once. The last program finishes the call. An early launch behind what computed y."""
-    wait_for_previous(OVERLAP)
-    if is_broken(context):
-        return
+    once. The last program finishes the call.
+
+    An early launch behind `return_sums_kernel`, while which it takes tokens whose rows are back: it
+    waits for all `num_gemm_programs` to have computed all turns. Without `computed`, and on one
+    rank, it waits for the launch before to end.
+    """
+    token = tl.full((), 1, tl.int32)
     rank = tl.load(context + RANK).to(tl.int32)
+    if computed is None:
+        wait_for_previous(OVERLAP)
+    else:
+        turns = tl.arange(0, STAGES_PAD)
+        # fmt: off
+        token = wait(
+            (computed + turns).to(tl.int64), turns < stage_count, num_gemm_programs, turns * 0 + rank,
+            context, PHASE_TILES,
+        )
+        # fmt: on
+    y = as_pointer(consume_token(y.to(tl.int64), token), y.dtype.element_ty)
+    num_groups = tl.where(token == 1, tl.cdiv(num_tokens, GROUP), 0)
     group = claim(context)
-    while group < tl.cdiv(num_tokens, GROUP):
+    while group < num_groups:
         tokens = group * GROUP + tl.arange(0, GROUP)
         token = wait_returned(send_head, tokens, num_tokens, context, CHUNK_ROWS, RANKS, RANKS_PAD)
         inside = (tokens < num_tokens) & (token == 1)
@@ -359,5 +378,7 @@ def layer_sum_kernel(
             values = round_to(total, out.dtype.element_ty)
             tl.store(to, values, mask=inside[:, None] & in_row[None, :])
         group = claim(context)
-    if is_last_program(context):
-        finish_call(context)
+    wait_for_previous(OVERLAP)
+    if is_broken(context) == 0:
+        if is_last_program(context):
+            finish_call(context)

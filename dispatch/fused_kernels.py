@@ -87,6 +87,7 @@ def dispatch_gemm_kernel(
         num_n = tl.cdiv(N, BLOCK_N // 2)
         first_m = first_tiles(first_tile, stage_count, num_n, STAGES_PAD)
         num_tiles = tl.load(first_tile + stage_count) * num_n
+        num_programs = tl.num_programs(0) - num_push_programs
         there = tl.full((), 1, tl.int32)  # distance up to which all rows are there
         token = 1 - is_broken(context).to(tl.int32)
         tile = end_claim(begin_claim(context))
@@ -95,7 +96,7 @@ def dispatch_gemm_kernel(
         word, block = load_staged_tile(tiles, tile, first_m, num_tiles, num_n, GROUP_M)
         while agreed((tile < num_tiles) & (token == 1)):
             # In a `for`, as only there the store of a tile goes on beside the next one.
-            for _ in range(0, 64):
+            for _ in range(0, tl.cdiv(num_tiles - tile, num_programs)):
                 if agreed((tile < num_tiles) & (token == 1)):
                     end = first_distance(stage_of(tile, first_m, num_n) + 1, stage_count, context)
                     if agreed(there < end):

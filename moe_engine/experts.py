@@ -12,7 +12,7 @@ from .dispatch import NUM_METADATA_PROGRAMS, Counts, Outgoing, Partition
 from .grouped_gemm import TileSchedule, gathered_gemm, gemm_config, grouped_gemm
 from .layer_config import LayerConfig
 from .slots import Slots, header_bytes
-from .stages import StagedSchedule, staged_schedule
+from .stages import staged_schedule
 
 
 def feed_forward(
@@ -50,9 +50,10 @@ def feed_forward(
     )
     region_rows = slots.layout.max_rows(rows.row.num_bytes, header)
     dispatch.exchange(counts, per_rank, per_expert, rows.row, x.itemsize, region_rows, slots)
+    stages = (config.num_stages, config.num_return_stages) if config.fused else (1, 1)
     schedule = staged_schedule(
         *(counts.recv_expert_counts, counts.expert_offsets, max_expert_rows),
-        *(tiles.block_m, config.num_stages if config.fused else 1, config.mixed, slots),
+        *(tiles.block_m, stages, config.mixed, slots),
     )
     dispatch.send_metadata(rows, len(w_gate_up), header, NUM_METADATA_PROGRAMS, slots)
     if not config.fused:
@@ -63,21 +64,17 @@ def feed_forward(
         *(rows.row, header, max_rows, slots),
         wait_payload=not config.fused,
     )
-    sums = combine.LayerSums(plan, counts.rank_prefix_matrix, send_head)
+    sums = combine.LayerSums(plan, schedule, counts.rank_prefix_matrix, send_head)
     if not config.fused:
-        y = _in_turn(w_gate_up, w_down, sums, schedule, tiles, slots)
-    else:
-        act = dispatch.dispatch_gemm(
-            *(rows, plan, schedule, w_gate_up, header, config.num_push_programs),
-            *(_tiles(tiles, config), slots),
-        )
-        max_local = max_rows * topk_idx.shape[1]
-        tiles = gemm_config(w_down, max_local, block_m=schedule.block_m)
-        y = combine.gemm_combine(
-            *(act, w_down, sums, schedule, config.num_return_programs),
-            *(_tiles(tiles, config), slots),
-        )
-    return combine.layer_sum(y, sums, slots)
+        return _in_turn(w_gate_up, w_down, sums, tiles, slots)
+    act = dispatch.dispatch_gemm(
+        *(rows, plan, schedule, w_gate_up, header, config.num_push_programs),
+        *(_tiles(tiles, config), slots),
+    )
+    tiles = gemm_config(w_down, max_rows * topk_idx.shape[1], block_m=schedule.block_m)
+    return combine.gemm_combine(
+        *(act, w_down, sums, config.num_return_programs), _tiles(tiles, config), slots
+    )
 
 
 def _tiles(tiles: GemmConfig, config: LayerConfig) -> GemmConfig:
@@ -88,16 +85,15 @@ def _in_turn(
     w_gate_up: torch.Tensor,
     w_down: torch.Tensor,
     sums: combine.LayerSums,
-    staged: StagedSchedule,
     tiles: GemmConfig,
     slots: Slots,
 ) -> torch.Tensor:
-    """y [M, H] of rows that are all there; returned to their ranks afterwards.
+    """out [T, H] by steps that begin when the one before has ended, on rows that are all there.
 
     The up-projection reads the slot, which is released behind it: what follows works on memory of
     this rank alone.
     """
-    plan = sums.plan
+    plan, staged = sums.plan, sums.schedule
     all_tiles = staged.tiles[0], staged.first_tile[0, -1:]
     max_rows = plan.row_offset.numel()
     schedule = TileSchedule(*all_tiles, plan.expert_offsets, max_rows, tiles.block_m)
@@ -107,5 +103,4 @@ def _in_turn(
     )
     dispatch.release(slots)
     y = grouped_gemm(act, w_down, plan.expert_offsets, schedule=schedule)
-    combine.return_sums(y, sums, staged, slots)
-    return y
+    return combine.sum_experts(y, sums, slots)

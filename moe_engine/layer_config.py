@@ -51,7 +51,8 @@ class LayerConfig:
 
     fused: communicate within the launches of the GEMMs. num_stages: how many groups of ranks rows
     are waited for in, this rank first; 1 waits for all rows at once. mixed: let tiles hold rows of
-    several stages, else they end where a stage does. num_push_programs, num_return_programs: how
+    several stages, else they end where a stage does. num_return_stages: the same on the way back, where
+    this rank's rows come last. num_push_programs, num_return_programs: how
     many communicate on the way there and back. group_m: tiles of rows that are walked together
     before the next columns, so that they share weights in L2; 1 walks all rows of the first columns
     one by one.
@@ -59,6 +60,7 @@ class LayerConfig:
 
     fused: bool = True
     num_stages: int = 2
+    num_return_stages: int = 4
     mixed: bool = True
     num_push_programs: int = 16
     num_return_programs: int = 24
@@ -68,7 +70,8 @@ class LayerConfig:
     def choose(cls, problem: LayerProblem) -> LayerConfig:
         """The predicted best."""
         stages = range(min(2, problem.num_ranks), min(problem.num_ranks, 4) + 1)
-        return cls(num_stages=min(stages, key=lambda count: exposed_us(problem, count)))
+        num_stages = min(stages, key=lambda count: exposed_us(problem, count))
+        return cls(num_stages=num_stages, num_return_stages=min(problem.num_ranks, 4))
 
 
 def exposed_us(problem: LayerProblem, num_stages: int) -> float:

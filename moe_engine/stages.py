@@ -16,20 +16,18 @@ from .stages_kernels import staged_schedule_kernel
 class StagedSchedule:
     """Tiles of rows in the order in which their rows come, and in which they are sent back.
 
-    tiles int64 [2, max_tiles], see `TileSchedule`; first_tile int32 [2, S + 1]: the tile that
-    begins each of S stages' turns, there 0, 1, ..., back 1, 2, ..., 0; counters int64 [3, S]:
-    zeros, for programs to count in, turn by turn: who has pushed, who has computed, and spans of
-    returned rows that are taken.
+    tiles int64 [2, max_tiles], see `TileSchedule`, on the way there and back; first_tile int32 [2,
+    S + 1]: the tile that begins each stage's turn, there 0, 1, ..., back 1, 2, ..., 0; counters
+    int64 [3, S]: zeros, for programs to count in, turn by turn: who has pushed, who has computed,
+    and spans of returned rows that are taken. stages_there, stages_back: how many, S at most.
     """
 
     tiles: torch.Tensor
     first_tile: torch.Tensor
     counters: torch.Tensor
     block_m: int
-
-    @property
-    def num_stages(self) -> int:
-        return self.counters.shape[1]
+    stages_there: int
+    stages_back: int
 
 
 def staged_schedule(
@@ -37,15 +35,16 @@ def staged_schedule(
     expert_offsets: torch.Tensor,
     max_expert_rows: int,
     block_m: int,
-    num_stages: int,
+    stages: tuple[int, int],
     mixed: bool,
     slots: Slots,
 ) -> StagedSchedule:
-    """Cut rows into tiles and sort them; see `staged_schedule_kernel`. Early, behind the exchange,
+    """Cut rows into tiles and sort them by `stages`, there and back; see `staged_schedule_kernel`. Early, behind the exchange,
     and the launch behind it may be early too."""
     num_ranks, num_local_experts = recv_expert_counts.shape
     new = recv_expert_counts.new_empty
     max_tiles = triton.cdiv(max_expert_rows, block_m) + num_local_experts
+    num_stages = max(stages)
     if not mixed:
         max_tiles += num_local_experts * (num_stages - 1)
     schedule = StagedSchedule(
@@ -53,6 +52,7 @@ def staged_schedule(
         new((2, num_stages + 1)),
         new((3, num_stages), dtype=torch.int64),
         block_m,
+        *stages,
     )
     staged_schedule_kernel[(num_local_experts, 2)](
         recv_expert_counts,
@@ -62,7 +62,7 @@ def staged_schedule(
         schedule.counters,
         slots.context.words,
         num_local_experts,
-        num_stages,
+        *stages,
         max_tiles,
         BLOCK_M=block_m,
         RANKS_PAD=next_power_of_2(num_ranks),

@@ -27,7 +27,7 @@ def first_distance(stage, stage_count, context):
     return tl.where(stage == stage_count, num_ranks, first)
 
 
-@triton.jit(do_not_specialize=["num_local_experts", "stage_count", "max_tiles"])
+@triton.jit(do_not_specialize=["num_local_experts", "stages_there", "stages_back", "max_tiles"])
 def staged_schedule_kernel(
     recv_expert_counts,  # int32 [R, L]
     expert_offsets,  # int32 [L + 1]
@@ -36,7 +36,8 @@ def staged_schedule_kernel(
     counters,  # int64 [3, S], out: 0
     context,
     num_local_experts,
-    stage_count,
+    stages_there,
+    stages_back,
     max_tiles,
     BLOCK_M: tl.constexpr,
     RANKS_PAD: tl.constexpr,
@@ -63,6 +64,8 @@ def staged_schedule_kernel(
     experts = tl.arange(0, EXPERTS_PAD)
     distances = tl.arange(0, RANKS_PAD)
     num_ranks = tl.load(context + NUM_RANKS).to(tl.int32)
+    stage_count = tl.where(way == 0, stages_there, stages_back)
+    max_stages = tl.maximum(stages_there, stages_back)
     inside = (distances < num_ranks)[:, None] & (experts < num_local_experts)[None, :]
     source = source_at(distances, context)
     at = recv_expert_counts + source[:, None] * num_local_experts + experts[None, :]
@@ -99,13 +102,14 @@ def staged_schedule_kernel(
             mask = (tile < count) & (to + tile < max_tiles)
             tl.store(tiles + way.to(tl.int64) * max_tiles + to + tile, packed, mask=mask)
         if expert == 0:
-            tl.store(first_tile + way * (stage_count + 1) + turn, num_tiles)
+            tl.store(first_tile + way * (max_stages + 1) + turn, num_tiles)
             zero = tl.full((), 0, tl.int64)
-            tl.store(counters + way * stage_count + turn, zero)
-            tl.store(counters + 2 * stage_count + turn, zero)
+            tl.store(counters + way * max_stages + turn, zero)
+            if way == 1:
+                tl.store(counters + 2 * max_stages + turn, zero)
         num_tiles += tl.sum(num, 0)
     if expert == 0:
-        tl.store(first_tile + way * (stage_count + 1) + stage_count, num_tiles)
+        tl.store(first_tile + way * (max_stages + 1) + stage_count, num_tiles)
 
 
 @device_function

@@ -115,6 +115,7 @@ def sum_lanes(group, y, place, topk_weights):
     """Combine expert rows y [M, H] at `place` int32 [T, K] for the tokens of one rank."""
     from moe_engine import combine
     from moe_engine.routing import ExpertPlan
+    from moe_engine.stages import StagedSchedule
 
     num_tokens, num_topk = place.shape
     device = cases.device()
@@ -124,7 +125,9 @@ def sum_lanes(group, y, place, topk_weights):
     plan = ExpertPlan(none, none, place[None], topk_weights[None])
     head = torch.arange(num_tokens, dtype=torch.int32, device=device)[:, None]
     prefix = torch.full((1, 1), num_tokens, dtype=torch.int32, device=device)
-    out = combine.layer_sum(y, combine.LayerSums(plan, prefix, head), buffer._engine.slots)
+    schedule = StagedSchedule(none, none, none, 0, 1, 1)
+    sums = combine.LayerSums(plan, schedule, prefix, head)
+    out = combine.sum_experts(y, sums, buffer._engine.slots)
     buffer.check()
     buffer.destroy()
     return out.cpu()
