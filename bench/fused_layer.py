@@ -4,8 +4,8 @@ python bench/fused_layer.py --core
 Checks each shape against the all-to-all path before timing it. impl `torch` is the layer without
 communication: two torch._grouped_mm and one kernel for silu(gate) * up, on as many rows as this
 rank's experts receive; `nccl` is sort, all-to-all of one copy per (token, expert), the same GEMMs,
-and a weighted sum. `ratio` of impl moe_engine is its time over torch's, slowest ranks both; of other
-impls their time over that of moe_engine.
+and a weighted sum. `ratio` of impl moe_engine is its time over torch's, slowest ranks both; of
+other impls their time over that of moe_engine.
 """
 
 from __future__ import annotations

@@ -112,9 +112,9 @@ def return_sums_kernel(
 ):
     """Sum the weighted expert rows of each token of other ranks, and return one row to its rank.
 
-    Stage by stage, each when all `num_gemm_programs` of the launch before have computed it. Programs
-    for which there is no room yet join in when those end: spans of chunks are taken from a counter.
-    An early launch; without `computed` it waits for the launch before to end.
+    Stage by stage, each when all `num_gemm_programs` of the launch before have computed it.
+    Programs for which there is no room yet join in when those end: spans of chunks are taken from a
+    counter. An early launch; without `computed` it waits for the launch before to end.
     """
     let_next_start(OVERLAP)
     if computed is None:
@@ -339,8 +339,8 @@ def layer_sum_kernel(
         turns = tl.arange(0, STAGES_PAD)
         # fmt: off
         token = wait(
-            (computed + turns).to(tl.int64), turns < stage_count, num_gemm_programs, turns * 0 + rank,
-            context, PHASE_TILES,
+            (computed + turns).to(tl.int64), turns < stage_count, num_gemm_programs,
+            turns * 0 + rank, context, PHASE_TILES,
         )
         # fmt: on
     y = as_pointer(consume_token(y.to(tl.int64), token), y.dtype.element_ty)

@@ -116,7 +116,8 @@ def dispatch_gemm_kernel(
                         True, False, 2, BLOCK_M, BLOCK_N, BLOCK_K,
                     )
                     finish_tile(
-                        acc, out, None, None, None, 0, row, end_row, expert, n, N, "swiglu", SUBTILES
+                        acc, out, None, None, None, 0, row, end_row, expert, n, N, "swiglu",
+                        SUBTILES,
                     )
                     # fmt: on
     if is_broken(context) == 0:

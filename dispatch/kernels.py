@@ -189,9 +189,11 @@ def _find_places(
         totals += sent
         is_nearer = (owner - source + num_ranks) % num_ranks < distance
         nearer += tl.where(is_nearer, sent, 0)
-    before = tl.cumsum(totals, 0) - totals
-    first = tl.gather(before, tl.where(real, owner * num_local_experts, 0), 0)
-    tl.store(first_place + experts, before - first + nearer, mask=real)
+    first = tl.cumsum(totals, 0) - totals + nearer
+    for other in range(1, num_ranks):
+        of_earlier_ranks = tl.sum(tl.where(owner < other, totals, 0), 0)
+        first -= tl.where(owner == other, of_earlier_ranks, 0)
+    tl.store(first_place + experts, first, mask=real)
 
 
 @triton.jit(do_not_specialize=["num_tokens", "scale_stride_token", "scale_stride"])

@@ -49,13 +49,12 @@ class LayerProblem:
 class LayerConfig:
     """Choices of a layer, equal on all ranks but for the numbers of programs.
 
-    fused: communicate within the launches of the GEMMs. num_stages: how many groups of ranks rows
-    are waited for in, this rank first; 1 waits for all rows at once. mixed: let tiles hold rows of
-    several stages, else they end where a stage does. num_return_stages: the same on the way back, where
-    this rank's rows come last. num_push_programs, num_return_programs: how
-    many communicate on the way there and back. group_m: tiles of rows that are walked together
-    before the next columns, so that they share weights in L2; 1 walks all rows of the first columns
-    one by one.
+    fused: communicate within the launches of the GEMMs. num_stages: in how many groups of ranks
+    rows are waited for, this rank first; 1 waits for all rows at once. num_return_stages: the same
+    on the way back, where this rank's rows come last. mixed: let tiles hold rows of several stages,
+    else they end where a stage does. num_push_programs, num_return_programs: how many communicate
+    on the way there and back. group_m: tiles of rows that are walked together before the next
+    columns, so that they share weights in L2; 1 walks them one by one.
     """
 
     fused: bool = True

@@ -39,8 +39,8 @@ def staged_schedule(
     mixed: bool,
     slots: Slots,
 ) -> StagedSchedule:
-    """Cut rows into tiles and sort them by `stages`, there and back; see `staged_schedule_kernel`. Early, behind the exchange,
-    and the launch behind it may be early too."""
+    """Cut rows into tiles and sort them by `stages`, there and back; see `staged_schedule_kernel`.
+    Early, behind the exchange, and the launch behind it may be early too."""
     num_ranks, num_local_experts = recv_expert_counts.shape
     new = recv_expert_counts.new_empty
     max_tiles = triton.cdiv(max_expert_rows, block_m) + num_local_experts
