@@ -5,10 +5,11 @@ import triton.language as tl
 
 from ..grouped_gemm.kernels import finish_tile, gathered_rows, gemm_tile
 from ..grouped_gemm.schedule_kernels import unpack_tile
-from ..lang import agreed, as_pointer, consume_token, is_broken, own_block
+from ..lang import as_pointer, consume_token, is_broken, own_block
 from ..slots_kernels import raise_rows, wait_sources
 from ..stages_kernels import first_distance, first_tiles, load_staged_tile, stage_of
 from ..work import (
+    agreed,
     begin_claim,
     end_claim,
     finish_call,

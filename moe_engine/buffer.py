@@ -16,9 +16,8 @@ from .collective import CollectiveEngine
 from .engine import KernelEngine
 from .errors import BackendError, ShapeError
 from .events import EventHandle, EventOverlap
-from .layer_config import LayerConfig
 from .service import Service, default_device, new_slots
-from .slots import RowLayout, SlotLayout, round_up, timeout_seconds
+from .slots import SlotLayout, round_up, timeout_seconds
 from .streams import CallStreams
 from .symm import choose_backend, exchange
 from .verbs import Engine, Handle, Tokens
@@ -311,18 +310,6 @@ class Buffer(Service):
             out = engine.moe_ffn(*rows, w_gate_up, w_down)
         self._after_call()
         return out
-
-    def layer_config(self, w_gate_up: torch.Tensor, num_topk: int) -> LayerConfig:
-        """How `moe_ffn` runs with experts w_gate_up [L, 2I, H]: as `Options.layer` says, else what
-        the model of `layer_config.py` predicts to be fastest."""
-        engine = self._ready()
-        if not isinstance(engine, KernelEngine):
-            raise BackendError(
-                "a collective Buffer runs its layers step by step; only Buffers with kernels "
-                "choose. Make it with backend='auto' where GPUs see each other's memory."
-            )
-        row = RowLayout(w_gate_up.shape[2] * w_gate_up.itemsize, num_topk)
-        return engine.layer_config(w_gate_up, row)
 
     def warmup(
         self, hidden: int, num_experts: int, num_topk: int, dtype: torch.dtype = torch.bfloat16

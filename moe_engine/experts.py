@@ -44,7 +44,12 @@ def feed_forward(
     lane_index = routing.lane_index(topk_idx, layout)
     counts = Counts.empty(per_rank, num_experts, with_places=True)
     rows = Outgoing(
-        *(x, None, topk_idx, topk_weights, per_rank, send_token_idx),
+        x,
+        None,
+        topk_idx,
+        topk_weights,
+        per_rank,
+        send_token_idx,
         lane_index,
         counts.first_place,
     )
@@ -52,33 +57,46 @@ def feed_forward(
     dispatch.exchange(counts, per_rank, per_expert, rows.row, x.itemsize, region_rows, slots)
     stages = (config.num_stages, config.num_return_stages) if config.fused else (1, 1)
     schedule = staged_schedule(
-        *(counts.recv_expert_counts, counts.expert_offsets, max_expert_rows),
-        *(tiles.block_m, stages, config.mixed, slots),
+        counts.recv_expert_counts,
+        counts.expert_offsets,
+        max_expert_rows,
+        tiles.block_m,
+        stages,
+        config.mixed,
+        slots,
     )
     dispatch.send_metadata(rows, len(w_gate_up), header, NUM_METADATA_PROGRAMS, slots)
     if not config.fused:
         dispatch.push(rows, header, Partition(config.num_push_programs, 0), slots)
     plan = routing.expert_plan(
         x,
-        *(counts.rank_prefix_matrix, counts.expert_offsets, schedule.first_tile),
-        *(rows.row, header, max_rows, slots),
+        counts.rank_prefix_matrix,
+        counts.expert_offsets,
+        schedule.first_tile,
+        rows.row,
+        header,
+        max_rows,
+        slots,
         wait_payload=not config.fused,
     )
     sums = combine.LayerSums(plan, schedule, counts.rank_prefix_matrix, send_head)
     if not config.fused:
         return _in_turn(w_gate_up, w_down, sums, tiles, slots)
+    options = {"group_m": config.group_m, "num_splits": 1}
     act = dispatch.dispatch_gemm(
-        *(rows, plan, schedule, w_gate_up, header, config.num_push_programs),
-        *(_tiles(tiles, config), slots),
+        rows,
+        plan,
+        schedule,
+        w_gate_up,
+        header,
+        config.num_push_programs,
+        replace(tiles, **options),
+        slots,
     )
     tiles = gemm_config(w_down, max_rows * topk_idx.shape[1], block_m=schedule.block_m)
     return combine.gemm_combine(
-        *(act, w_down, sums, config.num_return_programs), _tiles(tiles, config), slots
+        act, w_down, sums, config.num_return_programs, replace(tiles, **options), slots
     )
-
-
-def _tiles(tiles: GemmConfig, config: LayerConfig) -> GemmConfig:
-    return replace(tiles, group_m=config.group_m, num_splits=1)
 
 
 def _in_turn(
@@ -94,9 +112,13 @@ def _in_turn(
     this rank alone.
     """
     plan, staged = sums.plan, sums.schedule
-    all_tiles = staged.tiles[0], staged.first_tile[0, -1:]
-    max_rows = plan.row_offset.numel()
-    schedule = TileSchedule(*all_tiles, plan.expert_offsets, max_rows, tiles.block_m)
+    schedule = TileSchedule(
+        staged.tiles[0],
+        staged.first_tile[0, -1:],
+        plan.expert_offsets,
+        plan.row_offset.numel(),
+        tiles.block_m,
+    )
     block = slots.block.local.view(w_gate_up.dtype)
     act = gathered_gemm(
         block, plan.row_offset, w_gate_up, schedule, activation="swiglu", config=tiles

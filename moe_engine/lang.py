@@ -183,11 +183,6 @@ if INTERPRETED:
         return tl.minimum(flag, 1)
 
     @device_function
-    def agreed(condition):
-        """`condition`, which is the same for all threads."""
-        return condition
-
-    @device_function
     def consume_token(value, token):
         """`value`, but not before `token` is known."""
         return value
@@ -244,26 +239,6 @@ else:
             is_pure=False,
             pack=1,
         )
-
-    @device_function
-    def agreed(condition):
-        """`condition`, which is the same for all threads. A vote tells the assembler so: it uses no
-        scalar registers behind a branch that threads might take differently, and a GEMM's loop has
-        120 instructions then instead of 97."""
-        voted = tl.inline_asm_elementwise(
-            """{
-            .reg .pred one, any;
-            setp.ne.s32 one, $1, 0;
-            vote.sync.any.pred any, one, 0xffffffff;
-            selp.s32 $0, 1, 0, any;
-            }""",
-            "=r,r",
-            [condition.to(tl.int32)],
-            dtype=tl.int32,
-            is_pure=False,
-            pack=1,
-        )
-        return voted != 0
 
     @device_function
     def consume_token(value, token):

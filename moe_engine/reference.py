@@ -76,6 +76,43 @@ def send_plan(
     return send_token_idx.to(is_token_in_rank_TR.device), send_head.to(is_token_in_rank_TR.device)
 
 
+Tile = tuple[int, int, int]
+"""Expert, first row, number of rows."""
+
+
+def staged_tiles(
+    counts_RL: torch.Tensor, rank: int, block_m: int, num_stages: int, back: bool, mixed: bool
+) -> list[list[Tile]]:
+    """The tiles of each turn, see `staged_schedule_kernel`; counts_RL [R, L] are the rows that this
+    rank receives from each source for each of its experts, listed by distance."""
+    num_ranks, num_experts = counts_RL.shape
+    sources = [(rank - distance) % num_ranks for distance in range(num_ranks)]
+    per_stage = (num_ranks - 1) / max(num_stages - 1, 1)
+    first = [0, *(1 + int(stage * per_stage) for stage in range(num_stages - 1)), num_ranks]
+    stage_of = [sum(distance >= start for start in first[1:]) for distance in range(num_ranks)]
+    if num_stages == 1:
+        stage_of = [0] * num_ranks
+    turns: list[list[Tile]] = [[] for _ in range(num_stages)]
+    row = 0
+    for expert in range(num_experts):
+        rows = [
+            s
+            for d, source in enumerate(sources)
+            for s in [stage_of[d]] * int(counts_RL[source, expert])
+        ]
+        start = 0
+        while start < len(rows):
+            end = min(start + block_m, len(rows))
+            if not mixed:
+                end = min(end, start + rows[start:].count(rows[start]))
+            remote = [stage for stage in rows[start:end] if stage > 0]
+            stage = (min(remote) if remote else 0) if back else max(rows[start:end])
+            turns[stage].append((expert, row + start, end - start))
+            start = end
+        row += len(rows)
+    return turns[1:] + turns[:1] if back else turns
+
+
 @dataclass(frozen=True, slots=True)
 class Received:
     """What one rank has after dispatch, rows by source rank, then token."""

@@ -13,7 +13,8 @@ from .engine import KernelEngine
 from .errors import BackendError, CapacityError, VerbsNotThereYet
 from .events import EventHandle, EventOverlap
 from .lang import INTERPRETED
-from .slots import SlotLayout, Slots
+from .layer_config import LayerConfig
+from .slots import RowLayout, SlotLayout, Slots
 from .streams import CallStreams
 from .symm import allocate, exchange
 from .verbs import Engine
@@ -63,6 +64,18 @@ class Service(VerbsNotThereYet):
             raise BackendError(f"a Buffer with backend {self.backend!r} has no memory of its own.")
         ring = engine.slots.block.local[engine.slots.layout.slots :]
         return checks.memory_view(ring, dtype, size, offset)
+
+    def layer_config(self, w_gate_up: torch.Tensor, num_topk: int) -> LayerConfig:
+        """How `moe_ffn` runs with experts w_gate_up [L, 2I, H]: as `Options.layer` says, else what
+        the model of `layer_config.py` predicts to be fastest."""
+        engine = self._ready()
+        if not isinstance(engine, KernelEngine):
+            raise BackendError(
+                "a collective Buffer runs its layers step by step; only Buffers with kernels "
+                "choose. Make it with backend='auto' where GPUs see each other's memory."
+            )
+        row = RowLayout(w_gate_up.shape[2] * w_gate_up.itemsize, num_topk)
+        return engine.layer_config(w_gate_up, row)
 
 
 def default_device() -> torch.device:

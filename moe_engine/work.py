@@ -33,6 +33,11 @@ def claim(context):
 if INTERPRETED:
 
     @device_function
+    def agreed(condition):
+        """`condition`, which is the same for all threads."""
+        return condition
+
+    @device_function
     def begin_claim(context):
         """Take the next piece of work, of which `end_claim` tells the number."""
         return claim(context)
@@ -43,6 +48,26 @@ if INTERPRETED:
         return begun
 
 else:
+
+    @device_function
+    def agreed(condition):
+        """`condition`, which is the same for all threads. A vote tells the assembler so: it uses no
+        scalar registers behind a branch that threads might take differently, and a GEMM's loop has
+        120 instructions then instead of 97."""
+        voted = tl.inline_asm_elementwise(
+            """{
+            .reg .pred one, any;
+            setp.ne.s32 one, $1, 0;
+            vote.sync.any.pred any, one, 0xffffffff;
+            selp.s32 $0, 1, 0, any;
+            }""",
+            "=r,r",
+            [condition.to(tl.int32)],
+            dtype=tl.int32,
+            is_pure=False,
+            pack=1,
+        )
+        return voted != 0
 
     @device_function
     def begin_claim(context):

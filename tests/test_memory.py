@@ -13,7 +13,7 @@ from test_failures import EXPERTS, _tokens, dispatch
 
 from moe_engine import Buffer, CapacityError, RoutingError, reference
 from moe_engine.emulation import PerRank
-from moe_engine.slots import RowLayout, SlotLayout
+from moe_engine.slots import LINE_BYTES, RowLayout, SlotLayout
 from moe_engine.verbs import Tokens
 
 
@@ -96,7 +96,7 @@ def test_growing_forgets_no_bad_ids(pool):
 
 def start_without_room(group):
     """The first dispatch of a Buffer whose regions do not even hold the counts."""
-    num_bytes = SlotLayout(group.size(), 16).num_bytes
+    num_bytes = SlotLayout(group.size(), LINE_BYTES).num_bytes
     buffer = Buffer(group, num_bytes)
     x, idx, w = _tokens(12, 16, 2, cases.route("uniform", 12, EXPERTS, 2, group.rank()))
     recv, _, _, _, handle, _ = dispatch(buffer, x, idx, w)

@@ -18,10 +18,10 @@ def mark_spans(marks, num_chunks, SPAN: tl.constexpr):
     program = tl.program_id(0)
     num_programs = tl.num_programs(0)
     for turn in range(0, slots_kernels.num_spans(num_chunks, num_programs, SPAN)):
-        first, end = slots_kernels.span(turn, num_chunks, num_programs, SPAN)
+        first, end = slots_kernels.span(turn, num_chunks, program, num_programs, SPAN)
         for chunk in range(first, end):
             tl.atomic_add(marks + program * (num_chunks + 1) + chunk, 1)
-    here = slots_kernels.num_chunks_here(num_chunks, num_programs, SPAN)
+    here = slots_kernels.num_chunks_here(num_chunks, program, num_programs, SPAN)
     tl.store(marks + program * (num_chunks + 1) + num_chunks, here)
 
 
@@ -51,23 +51,23 @@ def test_spans_of_the_example(pool):
 
 
 @triton.jit
-def store_deal(context, out, first, num_peers, LANES: tl.constexpr):
-    peers, rows = slots_kernels.deal(first, num_peers, context, LANES)
+def store_deal(context, out, first, first_peer, num_peers, LANES: tl.constexpr):
+    peers, rows = slots_kernels.deal(first, first_peer, num_peers, context, LANES)
     lanes = tl.arange(0, LANES)
     tl.store(out + lanes, peers)
     tl.store(out + LANES + lanes, rows)
 
 
-def deal(group, first, num_peers):
+def deal(group, first, first_peer, num_peers):
     _block, context, _report = make_context(group)
     out = torch.zeros(2, 4, dtype=torch.int32, device=context.device)
-    store_deal[(1,)](context, out, first, num_peers, LANES=4)
+    store_deal[(1,)](context, out, first, first_peer, num_peers, LANES=4)
     return out.tolist()
 
 
 def test_tiles_hold_rows_for_all_ranks(pool):
-    assert pool.run(deal, 3, 2, num_ranks=3)[1] == [[0, 2, 0, 2], [1, 2, 2, 3]]
-    assert pool.run(deal, 2, 3, num_ranks=3)[1] == [[1, 2, 0, 1], [0, 1, 1, 1]]
+    assert pool.run(deal, 3, 2, 2, num_ranks=3)[1] == [[0, 2, 0, 2], [1, 2, 2, 3]]
+    assert pool.run(deal, 2, 2, 3, num_ranks=3)[1] == [[1, 2, 0, 1], [0, 1, 1, 1]]
 
 
 @triton.jit
