@@ -87,26 +87,21 @@ def staged_tiles(
     rank receives from each source for each of its experts, listed by distance."""
     num_ranks, num_experts = counts_RL.shape
     sources = [(rank - distance) % num_ranks for distance in range(num_ranks)]
-    per_stage = (num_ranks - 1) / max(num_stages - 1, 1)
-    first = [0, *(1 + int(stage * per_stage) for stage in range(num_stages - 1)), num_ranks]
-    stage_of = [sum(distance >= start for start in first[1:]) for distance in range(num_ranks)]
-    if num_stages == 1:
-        stage_of = [0] * num_ranks
+    # The distances at which stages 1, 2, ... begin.
+    begins = [1 + part * (num_ranks - 1) // (num_stages - 1) for part in range(num_stages - 1)]
+    stage_of = [sum(distance >= begin for begin in begins) for distance in range(num_ranks)]
     turns: list[list[Tile]] = [[] for _ in range(num_stages)]
     row = 0
     for expert in range(num_experts):
-        rows = [
-            s
-            for d, source in enumerate(sources)
-            for s in [stage_of[d]] * int(counts_RL[source, expert])
-        ]
+        num_rows = [int(counts_RL[source, expert]) for source in sources]
+        rows = [stage for stage, num in zip(stage_of, num_rows, strict=True) for _ in range(num)]
         start = 0
         while start < len(rows):
             end = min(start + block_m, len(rows))
             if not mixed:
                 end = min(end, start + rows[start:].count(rows[start]))
-            remote = [stage for stage in rows[start:end] if stage > 0]
-            stage = (min(remote) if remote else 0) if back else max(rows[start:end])
+            stages = rows[start:end]
+            stage = min((s for s in stages if s > 0), default=0) if back else max(stages)
             turns[stage].append((expert, row + start, end - start))
             start = end
         row += len(rows)
