@@ -181,6 +181,7 @@ class Bench:
         )
         unfused = replace(choice, fused=False, **UNFUSED)
         others = {"moe_engine_unfused": self.time(self.layer(unfused))}
+        others["moe_engine_fused"] = self.time(self.layer(replace(choice, fused=True)))
         others["nccl"] = time_calls(self.nccl, self.group, 7)
         for impl, us in others.items():
             self.send(impl=impl, us=us, ratio_to="moe_engine", ratio=us / ours_us)

@@ -8,8 +8,14 @@ HBM_GBS = 4300.0
 LINK_GBS = 300.0
 """What programs beside a GEMM move to other GPUs."""
 GEMM_TFLOPS = 620.0
-REREAD = 0.45
+REREAD = 0.35
 """Share of the time for reading weights again that is not hidden behind products."""
+RETURN_GBS = 5.5
+"""What one program sums and returns beside a GEMM."""
+MOST_RETURN_PROGRAMS = 40
+SM_SHARE = 0.6
+"""How much slower a GEMM is without a share of the SMs, in parts of that share: power limits it."""
+NUM_SMS = 132
 
 
 @dataclass(frozen=True, slots=True)
@@ -59,32 +65,57 @@ class LayerConfig:
 
     fused: bool = True
     num_stages: int = 2
-    num_return_stages: int = 4
+    num_return_stages: int = 2
     mixed: bool = True
-    num_push_programs: int = 16
-    num_return_programs: int = 24
+    num_push_programs: int = 12
+    num_return_programs: int = 16
     group_m: int = 8
 
     @classmethod
     def choose(cls, problem: LayerProblem) -> LayerConfig:
         """The predicted best."""
-        stages = range(min(2, problem.num_ranks), min(problem.num_ranks, 4) + 1)
-        num_stages = min(stages, key=lambda count: exposed_us(problem, count))
-        return cls(num_stages=num_stages, num_return_stages=min(problem.num_ranks, 4))
+        if problem.num_ranks == 1:
+            return cls(fused=False)
+        counts = range(2, min(problem.num_ranks, 4) + 1)
+        num_stages = min(counts, key=lambda count: there_us(problem, count))
+        num_return_stages = min(counts, key=lambda count: back_us(problem, count))
+        programs = return_programs(problem)
+        fused_us = there_us(problem, num_stages) + back_us(problem, num_return_stages)
+        fused_us += SM_SHARE * problem.gemm_us(problem.num_columns) * programs / NUM_SMS
+        return cls(
+            fused=fused_us < 2 * problem.push_us,
+            num_stages=num_stages,
+            num_return_stages=num_return_stages,
+            num_return_programs=programs,
+        )
 
 
-def exposed_us(problem: LayerProblem, num_stages: int) -> float:
-    """Time that a number of stages costs: waiting for rows, and reading weights once more for each
-    stage."""
+def there_us(problem: LayerProblem, num_stages: int) -> float:
+    """Time that the way there costs with a number of stages, over the GEMM alone: waiting for rows,
+    and reading weights once more for each stage."""
     num_ranks = problem.num_ranks
-    columns = 3 * problem.num_columns  # gate, up and down
-    again = (num_stages - 1) * problem.read_us(columns) * REREAD
     push, compute = problem.push_us, problem.gemm_us(2 * problem.num_columns)
     now = compute / num_ranks
     for stage in range(1, num_stages):
-        ranks_before, ranks = (
+        begin, end = (
             1 + (part - 1) * (num_ranks - 1) // (num_stages - 1) for part in (stage, stage + 1)
         )
-        arrived = push * (ranks - 1) / (num_ranks - 1)
-        now = max(now, arrived) + compute * (ranks - ranks_before) / num_ranks
+        arrived = push * (end - 1) / (num_ranks - 1)
+        now = max(now, arrived) + compute * (end - begin) / num_ranks
+    again = (num_stages - 1) * problem.read_us(2 * problem.num_columns) * REREAD
     return now - compute + again
+
+
+def back_us(problem: LayerProblem, num_stages: int) -> float:
+    """The same of the way back: rows of the last remote stage travel while this rank's own are
+    computed."""
+    own = problem.gemm_us(problem.num_columns) / problem.num_ranks
+    exposed = max(0.0, problem.push_us / (num_stages - 1) - own)
+    return exposed + (num_stages - 1) * problem.read_us(problem.num_columns) * REREAD
+
+
+def return_programs(problem: LayerProblem) -> int:
+    """How many programs return about all rows while the down-projection computes."""
+    kilobytes = problem.push_us * LINK_GBS
+    window_us = 0.7 * problem.gemm_us(problem.num_columns)
+    return min(MOST_RETURN_PROGRAMS, 1 + int(kilobytes / window_us / RETURN_GBS))
