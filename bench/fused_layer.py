@@ -24,7 +24,9 @@ from _common import MODELS, draw_topk, save, time_calls, time_graph
 
 from moe_engine import Buffer, LayerConfig, Options, moe_ffn
 from moe_engine.emulation import RankPool, send_message
+from moe_engine.layer_config import LayerProblem
 
+UNFUSED = LayerConfig(fused=False, num_push_programs=24)
 ERROR = 6e-3
 """Largest relative difference to the all-to-all path; both round to bf16 on the way."""
 
@@ -166,7 +168,7 @@ class Bench:
         error = float((out.float() - want.float()).norm() / want.float().norm())
         assert error < ERROR, error
         del out, want
-        choice = self.buffers[0].layer_config(self.experts.up, self.experts.num_topk)
+        choice = LayerConfig.choose(self.problem())
         gemm_us = self.time(self.gemms())
         ours_us = self.time(ours)
         self.buffers[0].check()
@@ -179,9 +181,9 @@ class Bench:
             error=error,
             num_comm_sms=choice.num_push_programs,
         )
-        unfused = replace(choice, fused=False, **UNFUSED)
-        others = {"moe_engine_unfused": self.time(self.layer(unfused))}
-        others["moe_engine_fused"] = self.time(self.layer(replace(choice, fused=True)))
+        fused = choice if choice.fused else LayerConfig.choose_fused(self.problem())
+        others = {"moe_engine_unfused": self.time(self.layer(UNFUSED))}
+        others["moe_engine_fused"] = ours_us if choice.fused else self.time(self.layer(fused))
         others["nccl"] = time_calls(self.nccl, self.group, 7)
         for impl, us in others.items():
             self.send(impl=impl, us=us, ratio_to="moe_engine", ratio=us / ours_us)
@@ -223,7 +225,7 @@ class Bench:
 
     def sweep(self) -> None:
         """Times by the numbers of programs that communicate, and by stages."""
-        choice = self.layer_choice()
+        choice = LayerConfig.choose_fused(self.problem())
         for stages in sorted({2, self.num_ranks}):
             for push, back in ((4, 16), (8, 8), (8, 16), (8, 24), (8, 32), (12, 16), (16, 16)):
                 config = replace(choice, num_stages=stages, num_push_programs=push)
@@ -235,10 +237,10 @@ class Bench:
 
     def ablate(self) -> None:
         """Times without one part at a time."""
-        choice = self.layer_choice()
+        choice = LayerConfig.choose_fused(self.problem())
         variants = {
             "as chosen": choice,
-            "unfused": replace(choice, fused=False, **UNFUSED),
+            "unfused": UNFUSED,
             "no order of arrival": replace(choice, num_stages=1),
             "tiles cut at stages": replace(choice, mixed=False),
             "no groups of tiles": replace(choice, group_m=1),
@@ -248,16 +250,11 @@ class Bench:
             self.send(impl=f"moe_engine, {name}", us=us, num_comm_sms=config.num_push_programs)
             self.close()
 
-    def layer_choice(self) -> LayerConfig:
-        """What moe_ffn chooses."""
-        self.layer()
-        choice = self.buffers[0].layer_config(self.experts.up, self.experts.num_topk)
-        self.close()
-        return choice
-
-
-UNFUSED = dict(num_push_programs=24)
-"""Programs of the unfused path, which has the GPU to itself while it communicates."""
+    def problem(self) -> LayerProblem:
+        """What `layer_config.py` chooses for."""
+        experts, shape = self.experts, self.shape
+        sizes = experts.num_experts, experts.num_topk, experts.hidden, experts.columns
+        return LayerProblem(self.num_ranks, shape.tokens, *sizes)
 
 
 if __name__ == "__main__":

@@ -3,9 +3,10 @@
 import triton
 import triton.language as tl
 
-from ..grouped_gemm.kernels import finish_tile, gathered_rows, gemm_tile
+from ..context import NUM_RANKS
+from ..grouped_gemm.kernels import finish_tile, gemm_tile
 from ..grouped_gemm.schedule_kernels import unpack_tile
-from ..lang import as_pointer, consume_token, is_broken, own_block
+from ..lang import as_pointer, consume_token, device_function, is_broken, own_block
 from ..slots_kernels import raise_rows, wait_sources
 from ..stages_kernels import first_distance, first_tiles, load_staged_tile, stage_of
 from ..work import (
@@ -89,25 +90,30 @@ def dispatch_gemm_kernel(
         first_m = first_tiles(first_tile, stage_count, num_n, STAGES_PAD)
         num_tiles = tl.load(first_tile + stage_count) * num_n
         num_programs = tl.num_programs(0) - num_push_programs
+        num_ranks = tl.load(context + NUM_RANKS).to(tl.int32)
+        block_address = own_block(context)
         there = tl.full((), 1, tl.int32)  # distance up to which all rows are there
         token = 1 - is_broken(context).to(tl.int32)
         tile = end_claim(begin_claim(context))
         # What tells of the next tile is asked for a tile ahead, as each answer takes a while.
         claimed = begin_claim(context)
         word, block = load_staged_tile(tiles, tile, first_m, num_tiles, num_n, GROUP_M)
+        offsets = _row_offsets(row_offset, word, BLOCK_M)
         while agreed((tile < num_tiles) & (token == 1)):
             # In a `for`, as only there the store of a tile goes on beside the next one.
             for _ in range(0, tl.cdiv(num_tiles - tile, num_programs)):
                 if agreed((tile < num_tiles) & (token == 1)):
-                    end = first_distance(stage_of(tile, first_m, num_n) + 1, stage_count, context)
-                    if agreed(there < end):
-                        # Of all stages so far, also those of which this program had no tile.
-                        token = wait_sources(there, end, context, RANKS_PAD)
-                        there = end
-                    base = as_pointer(consume_token(own_block(context), token), out.dtype)
+                    if agreed(there < num_ranks):
+                        stage = stage_of(tile, first_m, num_n)
+                        end = first_distance(stage + 1, stage_count, context)
+                        if agreed(there < end):
+                            # Of all stages so far, also those of which this program had no tile.
+                            token = wait_sources(there, end, context, RANKS_PAD)
+                            there = end
+                    base = as_pointer(consume_token(block_address, token), out.dtype)
                     expert, row, end_row = unpack_tile(word)
                     n = block * (BLOCK_N // 2)
-                    rows = gathered_rows(base, row_offset, row, end_row, BLOCK_M)
+                    rows = tl.multiple_of(base + offsets, 16)
                     tile = end_claim(claimed)
                     claimed = begin_claim(context)
                     word, block = load_staged_tile(tiles, tile, first_m, num_tiles, num_n, GROUP_M)
@@ -116,6 +122,7 @@ def dispatch_gemm_kernel(
                         rows, w, row, end_row, expert, n, 0, K, K,
                         True, False, 2, BLOCK_M, BLOCK_N, BLOCK_K,
                     )
+                    offsets = _row_offsets(row_offset, word, BLOCK_M)
                     finish_tile(
                         acc, out, None, None, None, 0, row, end_row, expert, n, N, "swiglu",
                         SUBTILES,
@@ -124,3 +131,11 @@ def dispatch_gemm_kernel(
     if is_broken(context) == 0:
         if is_last_program(context):
             finish_call(context)
+
+
+@device_function
+def _row_offsets(row_offset, word, BLOCK_M: tl.constexpr):
+    """Where the rows of a packed tile lie; past its end the last one's."""
+    _, row, end = unpack_tile(word)
+    rows = tl.minimum(row + tl.arange(0, BLOCK_M), end - 1)
+    return tl.load(row_offset + tl.maximum(rows, 0))

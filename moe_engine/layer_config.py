@@ -15,6 +15,8 @@ RETURN_GBS = 5.5
 MOST_RETURN_PROGRAMS = 40
 SM_SHARE = 0.6
 """How much slower a GEMM is without a share of the SMs, in parts of that share: power limits it."""
+SLOWER = 0.03
+"""How much slower a GEMM is that takes its tiles as rows come."""
 NUM_SMS = 132
 
 
@@ -55,6 +57,8 @@ class LayerProblem:
 class LayerConfig:
     """Choices of a layer, equal on all ranks but for the numbers of programs.
 
+    The constants above are those of an H200 (bench/NOTES.md).
+
     fused: communicate within the launches of the GEMMs. num_stages: in how many groups of ranks
     rows are waited for, this rank first; 1 waits for all rows at once. num_return_stages: the same
     on the way back, where this rank's rows come last. mixed: let tiles hold rows of several stages,
@@ -74,20 +78,29 @@ class LayerConfig:
     @classmethod
     def choose(cls, problem: LayerProblem) -> LayerConfig:
         """The predicted best."""
+        fused = cls.choose_fused(problem)
+        if problem.num_ranks > 1 and fused_us(problem, fused) < 2 * problem.push_us:
+            return fused
+        return cls(fused=False, num_push_programs=24)
+
+    @classmethod
+    def choose_fused(cls, problem: LayerProblem) -> LayerConfig:
+        """The predicted best of those that communicate beside the GEMMs."""
         if problem.num_ranks == 1:
-            return cls(fused=False)
+            return cls(num_stages=1, num_return_stages=1)
         counts = range(2, min(problem.num_ranks, 4) + 1)
-        num_stages = min(counts, key=lambda count: there_us(problem, count))
-        num_return_stages = min(counts, key=lambda count: back_us(problem, count))
-        programs = return_programs(problem)
-        fused_us = there_us(problem, num_stages) + back_us(problem, num_return_stages)
-        fused_us += SM_SHARE * problem.gemm_us(problem.num_columns) * programs / NUM_SMS
         return cls(
-            fused=fused_us < 2 * problem.push_us,
-            num_stages=num_stages,
-            num_return_stages=num_return_stages,
-            num_return_programs=programs,
+            num_stages=min(counts, key=lambda count: there_us(problem, count)),
+            num_return_stages=min(counts, key=lambda count: back_us(problem, count)),
+            num_return_programs=return_programs(problem),
         )
+
+
+def fused_us(problem: LayerProblem, config: LayerConfig) -> float:
+    """Time over the GEMMs alone, where communication goes on beside them."""
+    waits = there_us(problem, config.num_stages) + back_us(problem, config.num_return_stages)
+    sms = SM_SHARE * config.num_return_programs / NUM_SMS * problem.gemm_us(problem.num_columns)
+    return waits + sms + SLOWER * problem.gemm_us(3 * problem.num_columns)
 
 
 def there_us(problem: LayerProblem, num_stages: int) -> float:
@@ -117,5 +130,5 @@ def back_us(problem: LayerProblem, num_stages: int) -> float:
 def return_programs(problem: LayerProblem) -> int:
     """How many programs return about all rows while the down-projection computes."""
     kilobytes = problem.push_us * LINK_GBS
-    window_us = 0.7 * problem.gemm_us(problem.num_columns)
+    window_us = max(1.0, 0.7 * problem.gemm_us(problem.num_columns))
     return min(MOST_RETURN_PROGRAMS, 1 + int(kilobytes / window_us / RETURN_GBS))

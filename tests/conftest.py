@@ -43,5 +43,5 @@ def pool() -> Iterator[RankPool]:
     if num_gpus < 2 and numpy.lib.NumpyVersion(numpy.__version__) >= "2.4.0":
         pytest.skip("Triton's interpreter needs numpy < 2.4: pip install 'moe_engine[emulation]'")
     num_ranks, device = (min(num_gpus, 4), "cuda") if num_gpus > 1 else (4, "cpu")
-    with RankPool(num_ranks, device, timeout_s=100) as ranks:  # less than a test's time limit
+    with GpuPool(num_ranks, device, timeout_s=100) as ranks:  # less than a test's time limit
         yield ranks

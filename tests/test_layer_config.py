@@ -1,0 +1,47 @@
+"""What the model of a layer chooses, and that a user's choice is taken."""
+
+from __future__ import annotations
+
+from hypothesis import given
+from hypothesis import strategies as st
+
+from moe_engine.layer_config import MOST_RETURN_PROGRAMS, LayerConfig, LayerProblem, back_us
+
+QWEN3 = {"num_experts": 128, "num_topk": 8, "hidden": 2048, "num_columns": 768}
+MIXTRAL = {"num_experts": 8, "num_topk": 2, "hidden": 4096, "num_columns": 14336}
+
+
+def test_one_rank_has_nobody_to_wait_for():
+    assert not LayerConfig.choose(LayerProblem(1, 8192, **QWEN3)).fused
+
+
+def test_narrow_experts_hide_their_rows_in_more_stages():
+    """Their GEMMs are short beside their rows; wide ones hide all behind this rank's own rows."""
+    narrow = LayerConfig.choose(LayerProblem(4, 8192, **QWEN3))
+    wide = LayerConfig.choose_fused(LayerProblem(4, 8192, **MIXTRAL))
+    assert narrow.fused
+    assert narrow.num_stages > wide.num_stages == 2
+    assert narrow.num_return_programs > wide.num_return_programs
+
+
+def test_last_rows_travel_behind_own_work():
+    problem = LayerProblem(4, 8192, **QWEN3)
+    few, many = (back_us(problem, count) for count in (2, 4))
+    assert many < few
+
+
+@given(
+    num_ranks=st.integers(1, 16),
+    max_tokens=st.integers(0, 20_000),
+    num_local=st.integers(1, 64),
+    num_topk=st.integers(1, 16),
+    hidden=st.integers(1, 8192),
+    num_columns=st.integers(1, 16384),
+)
+def test_any_problem_has_a_choice(num_ranks, max_tokens, num_local, num_topk, hidden, num_columns):
+    sizes = num_local * num_ranks, num_topk, hidden, num_columns
+    problem = LayerProblem(num_ranks, max_tokens, *sizes)
+    for config in (LayerConfig.choose(problem), LayerConfig.choose_fused(problem)):
+        assert 1 <= config.num_stages <= max(2, num_ranks)
+        assert 1 <= config.num_return_stages <= max(2, num_ranks)
+        assert 0 < config.num_return_programs <= MOST_RETURN_PROGRAMS
