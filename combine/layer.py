@@ -18,8 +18,8 @@ from ..slots import RowLayout, Slots, next_power_of_2
 from ..stages import StagedSchedule
 from .layer_kernels import SUM_ROWS, layer_sum_kernel, return_sums_kernel, staged_gemm_kernel
 
-RETURN_ITEMS = 4096
-"""fp32 sums that a program which returns rows makes at a time."""
+RETURN_BYTES = 8192
+"""What a program that returns rows makes at a time."""
 READ_AHEAD = 6
 """Expert rows of a token that it reads ahead."""
 SUM_TOKENS = 4
@@ -98,7 +98,7 @@ def _sum(y: torch.Tensor, sums: LayerSums, num_gemm_programs: int, slots: Slots)
             claimed=sums.schedule.counters[2],
             SPAN=2 if num_chunks >= 256 else 1,
             AT_ONCE=min(sums.plan.expert_row.shape[2], READ_AHEAD),
-            BLOCK_H=min(next_power_of_2(hidden), RETURN_ITEMS // SUM_ROWS.value),
+            BLOCK_H=min(next_power_of_2(hidden), RETURN_BYTES // SUM_ROWS.value // y.itemsize),
             num_warps=16,
             **_arguments(y, sums, num_gemm_programs, slots),
         )
@@ -111,7 +111,7 @@ def _sum(y: torch.Tensor, sums: LayerSums, num_gemm_programs: int, slots: Slots)
         RANKS=num_ranks,
         STAGES_PAD=next_power_of_2(sums.schedule.stages_back),
         GROUP=SUM_TOKENS,
-        BLOCK_H=min(next_power_of_2(hidden), 256 if num_ranks <= 4 else 128),
+        BLOCK_H=min(next_power_of_2(hidden), (512 if num_ranks <= 4 else 256) // y.itemsize),
         num_warps=4,
         **_arguments(y, sums, num_gemm_programs if num_ranks > 1 else 0, slots),
     )
