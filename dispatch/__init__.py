@@ -1,6 +1,6 @@
 """Dispatch: send each token once to every rank that holds one of its experts."""
 
-from .fused import dispatch_gemm
+from .fused import dispatch_gemm, dispatch_gemm_config
 from .launch import (
     NUM_METADATA_PROGRAMS,
     Collected,
@@ -25,6 +25,7 @@ __all__ = [
     "Partition",
     "collect",
     "dispatch_gemm",
+    "dispatch_gemm_config",
     "exchange",
     "locate",
     "new_collected",

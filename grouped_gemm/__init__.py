@@ -2,7 +2,7 @@
 
 from .autograd import grouped_gemm, grouped_mlp
 from .backward import dgrad, wgrad
-from .launch import gathered_gemm, gemm_config, num_compute_programs, num_sms, ragged
+from .launch import gathered_gemm, gemm_config, gemm_problem, num_compute_programs, num_sms, ragged
 from .operands import check_weights
 from .schedule import TileSchedule, tile_schedule
 from .tuning import tune_gemm
@@ -13,6 +13,7 @@ __all__ = [
     "dgrad",
     "gathered_gemm",
     "gemm_config",
+    "gemm_problem",
     "grouped_gemm",
     "grouped_mlp",
     "num_compute_programs",

@@ -36,7 +36,11 @@ def feed_forward(
     max_rows = max(1, max_tokens)
     max_expert_rows = num_ranks * max_rows * topk_idx.shape[1]
     # Balanced routing brings about as many rows as this rank sends out.
-    tiles = gemm_config(w_gate_up, max_rows * topk_idx.shape[1], "swiglu", gathered=True)
+    num_rows = max_rows * topk_idx.shape[1]
+    if config.fused:
+        tiles = dispatch.dispatch_gemm_config(w_gate_up, num_rows)
+    else:
+        tiles = gemm_config(w_gate_up, num_rows, "swiglu", gathered=True)
 
     layout = routing.layout(topk_idx, num_experts, slots)
     per_rank, per_expert, in_rank, _ = layout
@@ -93,7 +97,7 @@ def feed_forward(
         replace(tiles, **options),
         slots,
     )
-    tiles = gemm_config(w_down, max_rows * topk_idx.shape[1], block_m=schedule.block_m)
+    tiles = gemm_config(w_down, num_rows, block_m=schedule.block_m)
     return combine.gemm_combine(
         act, w_down, sums, config.num_return_programs, replace(tiles, **options), slots
     )

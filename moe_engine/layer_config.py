@@ -15,8 +15,10 @@ RETURN_GBS = 5.5
 MOST_RETURN_PROGRAMS = 40
 SM_SHARE = 0.6
 """How much slower a GEMM is without a share of the SMs, in parts of that share: power limits it."""
-SLOWER = 0.03
-"""How much slower a GEMM is that takes its tiles as rows come."""
+START_US = 40.0
+SLOWER = 0.05
+"""What fused launches cost by themselves, and how much slower a GEMM is whose tiles are sorted by
+stage."""
 NUM_SMS = 132
 
 
@@ -100,7 +102,7 @@ def fused_us(problem: LayerProblem, config: LayerConfig) -> float:
     """Time over the GEMMs alone, where communication goes on beside them."""
     waits = there_us(problem, config.num_stages) + back_us(problem, config.num_return_stages)
     sms = SM_SHARE * config.num_return_programs / NUM_SMS * problem.gemm_us(problem.num_columns)
-    return waits + sms + SLOWER * problem.gemm_us(3 * problem.num_columns)
+    return START_US + waits + sms + SLOWER * problem.gemm_us(3 * problem.num_columns)
 
 
 def there_us(problem: LayerProblem, num_stages: int) -> float:
