@@ -81,7 +81,8 @@ def dispatch_gemm_kernel(
                     )
                     # fmt: on
                     if is_last(pushed + stage, num_push_programs):
-                        raise_rows(tl.maximum(first, 1), end, context, RANKS_PAD)
+                        if is_broken(context) == 0:  # else some program may have pushed nothing
+                            raise_rows(tl.maximum(first, 1), end, context, RANKS_PAD)
         wait_for_previous(OVERLAP)
     else:
         wait_for_previous(OVERLAP)

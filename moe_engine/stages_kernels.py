@@ -150,11 +150,12 @@ def stage_of(tile, first_m, num_n):
 @device_function
 def load_staged_tile(tiles, tile, first_m, num_tiles, num_n, GROUP_M: tl.constexpr):
     """(packed tile of rows, block of columns) of a tile of the output, in its turn's order; see
-    `tile_coordinates`. Past the last tile, that one again."""
+    `tile_coordinates`. Past the last tile, that one again; 0, a tile of no rows, if there is none.
+    """
     tile = tl.minimum(tile, tl.maximum(num_tiles - 1, 0))
     turn = stage_of(tile, first_m, num_n)
     turns = tl.arange(0, first_m.shape[0])
     begin = tl.sum(tl.where(turns == turn, first_m, 0), 0)
     end = tl.sum(tl.where(turns == turn + 1, first_m, 0), 0)
     m, block = tile_coordinates(tile - begin * num_n, end - begin, num_n, GROUP_M)
-    return tl.load(tiles + begin + m), block
+    return tl.load(tiles + begin + m, mask=num_tiles > 0, other=0), block
