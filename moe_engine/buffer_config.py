@@ -37,17 +37,25 @@ DEFAULT_OPTIONS = Options()
 
 
 def check_options(options: Options, all_ranks: Sequence[tuple[int, Options]]) -> None:
-    """ShapeError for values out of range, or if ranks gave other bytes, slots or max_tokens."""
+    """ShapeError for values out of range, or if ranks gave other bytes, slots, max_tokens or layer
+    configs, whose numbers of programs may differ."""
     if options.num_slots < 2:
         raise ShapeError(f"num_slots is {options.num_slots}; it must be 2 or more.")
     if options.max_tokens is not None and options.max_tokens < 0:
         raise ShapeError(f"max_tokens is {options.max_tokens}; it must not be negative.")
     if options.timeout_s is not None and options.timeout_s <= 0:
         raise ShapeError(f"timeout_s is {options.timeout_s}; it must be positive, or None.")
-    shapes = [(num_bytes, other.num_slots, other.max_tokens) for num_bytes, other in all_ranks]
+    if options.layer is not None:
+        options.layer.check()
+    shapes = [
+        (num_bytes, other.num_slots, other.max_tokens, other.layer and other.layer.shared())
+        for num_bytes, other in all_ranks
+    ]
     if len(set(shapes)) > 1:
         found = ", ".join(f"{shape} on rank {rank}" for rank, shape in enumerate(shapes))
-        raise ShapeError(f"(bytes, num_slots, max_tokens) differ: {found}. Give all the same.")
+        raise ShapeError(
+            f"(bytes, num_slots, max_tokens, layer) differ: {found}. Give all the same."
+        )
 
 
 def check_num_sms(num_sms: int) -> None:

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass, replace
 
+from .errors import ShapeError
+
+FLAGS = ("fused", "mixed")
 HBM_GBS = 4300.0
 LINK_GBS = 300.0
 """What programs beside a GEMM move to other GPUs."""
@@ -76,6 +79,17 @@ class LayerConfig:
     num_push_programs: int = 12
     num_return_programs: int = 16
     group_m: int = 8
+
+    def check(self) -> None:
+        """ShapeError unless all numbers are positive."""
+        numbers = {name: value for name, value in asdict(self).items() if name not in FLAGS}
+        wrong = {name: value for name, value in numbers.items() if value < 1}
+        if wrong:
+            raise ShapeError(f"a LayerConfig has {wrong}; these must be 1 or more.")
+
+    def shared(self) -> LayerConfig:
+        """What must be equal on all ranks: all but the numbers of programs."""
+        return replace(self, num_push_programs=1, num_return_programs=1)
 
     @classmethod
     def choose(cls, problem: LayerProblem) -> LayerConfig:

@@ -5,6 +5,8 @@ from __future__ import annotations
 from hypothesis import given
 from hypothesis import strategies as st
 
+from moe_engine import Buffer, Options
+from moe_engine.errors import ShapeError
 from moe_engine.layer_config import MOST_RETURN_PROGRAMS, LayerConfig, LayerProblem, back_us
 
 QWEN3 = {"num_experts": 128, "num_topk": 8, "hidden": 2048, "num_columns": 768}
@@ -45,3 +47,24 @@ def test_any_problem_has_a_choice(num_ranks, max_tokens, num_local, num_topk, hi
         assert 1 <= config.num_stages <= max(2, num_ranks)
         assert 1 <= config.num_return_stages <= max(2, num_ranks)
         assert 0 < config.num_return_programs <= MOST_RETURN_PROGRAMS
+
+
+def buffer_with(group, layers):
+    """What a Buffer says to the LayerConfig of each rank."""
+    options = Options(layer=layers[group.rank() if group else 0])
+    try:
+        Buffer.for_tokens(group, 8, 16, 4, 2, options=options).destroy()
+    except ShapeError as error:
+        return str(error)
+    return None
+
+
+def test_ranks_agree_on_all_but_programs(pool):
+    """Stages decide what ranks wait for; how many programs a rank lets push is its own."""
+    programs = [LayerConfig(num_push_programs=count) for count in (4, 8)]
+    assert pool.run(buffer_with, programs, num_ranks=2) == [None, None]
+    stages = [LayerConfig(num_stages=count) for count in (1, 2)]
+    for text in pool.run(buffer_with, stages, num_ranks=2):
+        assert "layer) differ" in text
+    [text] = pool.run(buffer_with, [LayerConfig(num_stages=0)], num_ranks=1)
+    assert "num_stages" in text

@@ -17,8 +17,8 @@ FOLDERS = ("dispatch", "combine", "grouped_gemm")
 # A module imports from its own layer or from lower ones. A sub-package counts as one module, and
 # "moe_engine" is the package root: the public names, gathered from the layers below it.
 LAYERS = (
-    ("errors", "config", "layer_config", "context"),
-    ("lang", "checks", "hardware", "work"),
+    ("errors", "config", "context"),
+    ("lang", "checks", "hardware", "work", "layer_config"),
     ("slots", "slots_kernels", "words", "events", "buffer_config", "streams"),
     ("routing", "routing_kernels", "reference"),
     ("tiles", "symm", "trace", "tune"),
