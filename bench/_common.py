@@ -13,6 +13,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 import triton
+import triton.language as tl
 
 RESULTS = Path(__file__).parent / "results"
 MODELS = {  # experts, hidden, expert intermediate, top-k
@@ -25,6 +26,17 @@ FIELDS = (
     "bench verb model tokens ranks routing impl dtype us ratio_to ratio tflops remote_gbs "
     "num_comm_sms error commit device torch triton time"
 ).split()
+
+
+@triton.jit
+def silu_mul_kernel(h, out, N, BLOCK: tl.constexpr):
+    """out [rows, N] = silu(gate) * up for h [rows, 2 * N]."""
+    row = tl.program_id(0).to(tl.int64)
+    columns = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
+    inside = columns < N
+    gate = tl.load(h + row * 2 * N + columns, mask=inside).to(tl.float32)
+    up = tl.load(h + row * 2 * N + N + columns, mask=inside).to(tl.float32)
+    tl.store(out + row * N + columns, (gate * tl.sigmoid(gate) * up).to(tl.bfloat16), mask=inside)
 
 
 def draw_topk(

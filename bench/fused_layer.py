@@ -18,9 +18,8 @@ from typing import Annotated, Any
 import torch
 import torch.distributed as dist
 import triton
-import triton.language as tl
 import typer
-from _common import MODELS, draw_topk, save, time_calls, time_graph
+from _common import MODELS, draw_topk, save, silu_mul_kernel, time_calls, time_graph
 
 from moe_engine import Buffer, LayerConfig, Options, moe_ffn
 from moe_engine.emulation import RankPool, send_message
@@ -77,17 +76,6 @@ def run_rank(group: dist.ProcessGroup, part: str, shapes: list[Shape]) -> None:
         bench = Bench(group, shape, experts)
         getattr(bench, part if part in ("ablate", "sweep") else "compare")()
         bench.close()
-
-
-@triton.jit
-def silu_mul_kernel(h, out, N, BLOCK: tl.constexpr):
-    """out [rows, N] = silu(gate) * up for h [rows, 2 * N]."""
-    row = tl.program_id(0).to(tl.int64)
-    columns = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
-    inside = columns < N
-    gate = tl.load(h + row * 2 * N + columns, mask=inside).to(tl.float32)
-    up = tl.load(h + row * 2 * N + N + columns, mask=inside).to(tl.float32)
-    tl.store(out + row * N + columns, (gate * tl.sigmoid(gate) * up).to(tl.bfloat16), mask=inside)
 
 
 class Experts:

@@ -21,9 +21,8 @@ from typing import Annotated, Any
 
 import torch
 import triton
-import triton.language as tl
 import typer
-from _common import MODELS, save
+from _common import MODELS, save, silu_mul_kernel
 from rich.console import Console
 from rich.table import Table
 
@@ -85,16 +84,6 @@ DECODE = [
     for projection in ("up", "down")
     for rows in (1, 4, 8, 16, 32)
 ]
-
-
-@triton.jit
-def silu_mul_kernel(h, out, N, BLOCK: tl.constexpr):
-    """out [rows, N] = silu(gate) * up for h [rows, 2 * N]: the baseline's last pass."""
-    row = tl.program_id(0).to(tl.int64)
-    columns = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
-    gate = tl.load(h + row * 2 * N + columns, mask=columns < N).to(tl.float32)
-    up = tl.load(h + row * 2 * N + N + columns, mask=columns < N).to(tl.float32)
-    tl.store(out + row * N + columns, gate * tl.sigmoid(gate) * up, mask=columns < N)
 
 
 class Bench:
