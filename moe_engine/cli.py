@@ -108,6 +108,21 @@ def gemm(
 
 
 @app.command()
+def layer(
+    tokens: Annotated[int, typer.Option(min=1, help="Most tokens of a rank.")],
+    ranks: Annotated[int, typer.Option(min=1, help="GPUs.")],
+    experts: Annotated[int, typer.Option(min=1, help="Experts of all ranks.")],
+    topk: Annotated[int, typer.Option(min=1, help="Experts of a token.")],
+    hidden: Annotated[int, typer.Option(min=8, help="H, columns of a token.")],
+    intermediate: Annotated[int, typer.Option(min=8, help="I, columns inside an expert.")],
+) -> None:
+    """Explain how `moe_ffn` runs a layer in bf16 on H200s: fused or in turn, stages, programs."""
+    from .layer_config import LayerProblem, explain
+
+    typer.echo(explain(LayerProblem(ranks, tokens, experts, topk, hidden, intermediate)))
+
+
+@app.command()
 def deep_ep_path() -> None:
     """Print the folder that makes `import deep_ep` mean moe_engine, for PYTHONPATH."""
     typer.echo(Path(__file__).parent / "integrations" / "deep_ep_path")

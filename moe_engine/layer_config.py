@@ -148,3 +148,20 @@ def return_programs(problem: LayerProblem) -> int:
     kilobytes = problem.push_us * LINK_GBS
     window_us = max(1.0, 0.7 * problem.gemm_us(problem.num_columns))
     return min(MOST_RETURN_PROGRAMS, 1 + int(kilobytes / window_us / RETURN_GBS))
+
+
+def explain(problem: LayerProblem) -> str:
+    """The predicted times of a layer for evenly routed tokens, and what is chosen."""
+    gemm_us = problem.gemm_us(3 * problem.num_columns)
+    lines = [
+        f"{problem.max_tokens} tokens on each of {problem.num_ranks} ranks, {problem.num_experts} "
+        f"experts, top-{problem.num_topk}, hidden {problem.hidden}, {problem.num_columns} columns",
+        f"GEMMs {gemm_us:.0f} us, rows there {problem.push_us:.0f}, back as much",
+    ]
+    if problem.num_ranks > 1:
+        for count in range(2, min(problem.num_ranks, 4) + 1):
+            there, back = there_us(problem, count), back_us(problem, count)
+            lines.append(f"{count} stages: there {there:.0f} us over the GEMM, back {back:.0f}")
+        fused = fused_us(problem, LayerConfig.choose_fused(problem))
+        lines.append(f"over the GEMMs: fused {fused:.0f} us, in turn {2 * problem.push_us:.0f}")
+    return "\n".join([*lines, f"-> {LayerConfig.choose(problem)}"])

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 from hypothesis import given
 from hypothesis import strategies as st
+from typer.testing import CliRunner
 
 from moe_engine import Buffer, Options
+from moe_engine.cli import app
 from moe_engine.errors import ShapeError
 from moe_engine.layer_config import MOST_RETURN_PROGRAMS, LayerConfig, LayerProblem, back_us
 
@@ -68,3 +70,12 @@ def test_ranks_agree_on_all_but_programs(pool):
         assert "layer) differ" in text
     [text] = pool.run(buffer_with, [LayerConfig(num_stages=0)], num_ranks=1)
     assert "num_stages" in text
+
+
+def test_command_line():
+    sizes = "--tokens 8192 --experts 128 --topk 8 --hidden 2048 --intermediate 768".split()
+    for ranks in (1, 4):
+        result = CliRunner().invoke(app, ["layer", *sizes, "--ranks", str(ranks)])
+        assert result.exit_code == 0
+        assert f"fused={ranks == 4}" in result.output
+    assert "3 stages" in result.output
