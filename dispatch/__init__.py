@@ -1,6 +1,13 @@
 """Dispatch: send each token once to every rank that holds one of its experts."""
 
-from .fused import dispatch_gemm, dispatch_gemm_config
+from .fused import (
+    Lanes,
+    Places,
+    dispatch_gemm,
+    exchange_shares,
+    push_lanes,
+    send_records,
+)
 from .launch import (
     NUM_METADATA_PROGRAMS,
     Collected,
@@ -21,16 +28,20 @@ __all__ = [
     "NUM_METADATA_PROGRAMS",
     "Collected",
     "Counts",
+    "Lanes",
     "Outgoing",
     "Partition",
+    "Places",
     "collect",
     "dispatch_gemm",
-    "dispatch_gemm_config",
     "exchange",
+    "exchange_shares",
     "locate",
     "new_collected",
     "push",
+    "push_lanes",
     "release",
     "row_layout",
     "send_metadata",
+    "send_records",
 ]

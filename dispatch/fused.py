@@ -1,81 +1,218 @@
-"""Host side of dispatch and up-projection in one launch."""
+"""Host side of a layer's way there: one function per launch, in the order in which they are made."""
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+
 import torch
+import triton
+from triton.tools.ragged_tma import create_ragged_descriptor
 from triton.tools.tensor_descriptor import TensorDescriptor
 
-from ..config import GemmConfig, candidates
-from ..grouped_gemm import gemm_problem, num_compute_programs, ragged
+from ..config import GemmConfig
+from ..grouped_gemm import num_compute_programs, ragged
 from ..hardware import early_launch, launches_overlap
 from ..lang import INTERPRETED
-from ..routing import ExpertPlan
-from ..slots import Slots, next_power_of_2
+from ..routing import Layout
+from ..slots import RowLayout, Slots, next_power_of_2
 from ..stages import StagedSchedule
-from ..tune import best_config
-from ..words import COPY_ROWS, Words
-from .fused_kernels import dispatch_gemm_kernel
-from .launch import Outgoing
+from ..words import Words
+from .exchange_kernels import exchange_shares_kernel
+from .fused_kernels import dispatch_gemm_kernel, push_lanes_kernel, send_records_kernel
+
+PLACE_PARTS = 4
+"""Programs that find the places of this rank's rows on one destination."""
+PUSH_BATCH = 32
+"""Rows whose way a program looks up at a time."""
+PUSH_ROWS, PUSH_WORDS = 2, 512
+"""Rows that a program copies at a time, and words of each."""
 
 
-def push_words(config: GemmConfig) -> int:
-    """Words of a row that a program pushes at a time."""
-    return 64 * config.num_warps
+@dataclass(frozen=True, slots=True)
+class Lanes:
+    """What a rank sends to the experts: x [T, H] contiguous, topk_idx int64 [T, K] and topk_weights
+    float32 [T, K], their layout, and the lanes sorted by expert, see `routing.sort_lanes`."""
+
+    x: torch.Tensor
+    topk_idx: torch.Tensor
+    topk_weights: torch.Tensor
+    layout: Layout
+    position: torch.Tensor
+    sorted_lane: torch.Tensor
+    num_shares: int
+
+    @property
+    def row(self) -> RowLayout:
+        """A row on its way back, and the record that says of which expert rows it is the sum."""
+        return RowLayout(self.x.shape[1] * self.x.itemsize, self.topk_idx.shape[1])
+
+    @property
+    def blocks_per_share(self) -> int:
+        return triton.cdiv(len(self.layout.earlier_counts), self.num_shares)
+
+    @property
+    def tokens_per_share(self) -> int:
+        """Tokens of a share: whole blocks of the layout. Share s has those from s times that on."""
+        return self.blocks_per_share * self.layout.block_tokens
+
+    @property
+    def num_experts(self) -> int:
+        return self.layout.num_tokens_per_expert.numel()
 
 
-def dispatch_gemm_config(w: torch.Tensor, num_rows: int) -> GemmConfig:
-    """Tiles for about `num_rows` rows in all times w [L, 2I, H], as high as `gemm_config` has them,
-    and of a width that leaves registers to the push."""
-    problem = gemm_problem(w, num_rows, activation="swiglu", gathered=True)
-    return next(candidates(problem, best_config(problem).block_m))
+@dataclass(frozen=True, slots=True)
+class Places:
+    """Where rows go and come from, on the device; see `exchange_shares_kernel`.
+
+    share_rows int32 [R, SHARES + 1], expert_rows int32 [SHARES + 1, L], expert_offsets int32 [L +
+    1]: what this rank receives. place_shift int32 [SHARES, E], stage_begin int32 [R, S + 1]: where
+    its rows go.
+    """
+
+    share_rows: torch.Tensor
+    expert_rows: torch.Tensor
+    expert_offsets: torch.Tensor
+    place_shift: torch.Tensor
+    stage_begin: torch.Tensor
+
+
+def exchange_shares(lanes: Lanes, stage_count: int, slots: Slots) -> Places:
+    """Tell every rank this rank's counts by share and learn theirs. Begins a call; the launch
+    before it is `sort_lanes`'."""
+    num_ranks, num_shares = slots.layout.num_ranks, lanes.num_shares
+    num_local = lanes.num_experts // num_ranks
+    new, row = lanes.sorted_lane.new_empty, lanes.row
+    places = Places(
+        new((num_ranks, num_shares + 1)),
+        new((num_shares + 1, num_local)),
+        new(num_local + 1),
+        new((num_shares, lanes.num_experts)),
+        new((num_ranks, stage_count + 1)),
+    )
+    exchange_shares_kernel[(num_ranks + 1 + num_ranks * PLACE_PARTS,)](
+        lanes.layout.earlier_counts,
+        lanes.layout.num_tokens_per_expert,
+        lanes.layout.num_tokens_per_rank,
+        places.share_rows,
+        places.expert_rows,
+        places.expert_offsets,
+        places.place_shift,
+        places.stage_begin,
+        slots.context.words,
+        len(lanes.layout.earlier_counts),
+        lanes.blocks_per_share,
+        num_local,
+        row.payload_bytes,
+        lanes.x.itemsize,
+        stage_count,
+        NUM_TOPK=row.num_topk,
+        RANKS=num_ranks,
+        RANKS_PAD=next_power_of_2(num_ranks),
+        EXPERTS_PAD=next_power_of_2(num_local),
+        COLUMNS_PAD=next_power_of_2(lanes.num_experts + num_ranks),
+        SHARES=num_shares,
+        PARTS=PLACE_PARTS,
+        OVERLAP=launches_overlap(),
+        **early_launch(),
+    )
+    return places
+
+
+def push_lanes(
+    lanes: Lanes, places: Places, schedule: StagedSchedule, num_programs: int, slots: Slots
+) -> None:
+    """Copy each lane's row to its place among the expert rows of all ranks. The launch before it is
+    the schedule's."""
+    x, num_ranks = lanes.x, slots.layout.num_ranks
+    words = Words.of(x.shape[1], x.dtype)
+    push_lanes_kernel[(2 if INTERPRETED else num_programs,)](
+        words.view(x),
+        lanes.topk_idx,
+        lanes.sorted_lane,
+        places.place_shift,
+        places.stage_begin,
+        schedule.pushed,
+        slots.expert_rows.peer_addresses,
+        slots.context.words,
+        schedule.stage_count,
+        lanes.tokens_per_share,
+        lanes.num_experts,
+        words.num_words,
+        x.shape[1] * x.itemsize,
+        NUM_TOPK=lanes.row.num_topk,
+        RANKS=num_ranks,
+        RANKS_PAD=next_power_of_2(num_ranks),
+        BATCH=PUSH_BATCH,
+        LANES=PUSH_BATCH if INTERPRETED else PUSH_ROWS,
+        ALIGNED=words.aligned,
+        BLOCK_WORDS=min(next_power_of_2(words.num_words), PUSH_WORDS),
+        OVERLAP=launches_overlap(),
+        num_warps=1,
+        **early_launch(),
+    )
 
 
 def dispatch_gemm(
-    rows: Outgoing,
-    plan: ExpertPlan,
-    schedule: StagedSchedule,
+    a: torch.Tensor,
     w: torch.Tensor,
-    header_bytes: int,
-    num_push_programs: int,
+    places: Places,
+    schedule: StagedSchedule,
     config: GemmConfig,
     slots: Slots,
 ) -> torch.Tensor:
-    """silu(gate) * up [M, I] of the rows that this rank receives, in the plan's order; its own rows
-    are pushed meanwhile. w [L, 2I, H]. Ends a call; the launch before it is the expert plan's.
-
-    `num_push_programs` push, as long as they have to; those that compute then have all of the GPU.
-    """
-    words, row, layout = Words.of(rows.x.shape[1], rows.x.dtype), rows.row, slots.layout
+    """silu(gate) * up [M, I] of the expert rows a [M, H] times w [L, 2I, H], while they arrive. The
+    launch before it is that of `push_lanes`."""
     num_columns, depth = w.shape[1] // 2, w.shape[2]
-    out = rows.x.new_empty(plan.row_offset.numel(), num_columns)
+    out = a.new_empty(len(a), num_columns)
     block_n, by_part = config.block_n // 2, w.view(-1, num_columns, depth)
-    num_push = 0 if layout.num_ranks == 1 else num_push_programs
-    dispatch_gemm_kernel[(num_push + num_compute_programs(out.device, config),)](
-        words.view(rows.x),
-        rows.num_tokens_per_rank,
-        rows.send_token_idx,
-        plan.row_offset,
+    dispatch_gemm_kernel[(num_compute_programs(a.device, config),)](
+        create_ragged_descriptor(a, [config.block_m, config.block_k]),
         TensorDescriptor.from_tensor(by_part, [2, block_n, config.block_k]),
         ragged(out[None], config.block_m, block_n // config.subtiles),
         schedule.tiles[0],
-        schedule.first_tile[0],
-        schedule.counters[0],
+        schedule.first_tile[-1:],
+        places.expert_offsets[-1:],
         slots.context.words,
-        num_push,
-        schedule.stages_there,
-        len(rows.x),
-        words.num_words,
-        header_bytes,
-        row.num_bytes,
+        schedule.stage_count,
         num_columns,
-        RANKS_PAD=next_power_of_2(layout.num_ranks),
-        STAGES_PAD=next_power_of_2(schedule.stages_there + 1),
-        CHUNK_ROWS=layout.chunk_rows(row.num_bytes),
-        SPAN=layout.span(row.num_bytes),
-        LANES=COPY_ROWS,
-        BLOCK_WORDS=next_power_of_2(words.num_words) if INTERPRETED else push_words(config),
+        depth,
+        RANKS=slots.layout.num_ranks,
+        RANKS_PAD=next_power_of_2(slots.layout.num_ranks),
         OVERLAP=launches_overlap(),
         **config.launch_options(),
         **early_launch(),
     )
     return out
+
+
+def send_records(lanes: Lanes, places: Places, header_bytes: int, slots: Slots) -> torch.Tensor:
+    """Tell each rank which of its expert rows belong to each token; returns send_head int32 [T, R],
+    see `reference.send_plan`. The launch before it is that of `dispatch_gemm`."""
+    num_tokens, num_topk = lanes.topk_idx.shape
+    num_ranks, row = slots.layout.num_ranks, lanes.row
+    send_head = lanes.sorted_lane.new_empty((num_tokens, num_ranks))
+    send_records_kernel[(len(lanes.layout.earlier_counts),)](
+        lanes.topk_idx,
+        lanes.topk_weights,
+        lanes.position,
+        places.place_shift,
+        lanes.layout.earlier_counts,
+        send_head,
+        slots.context.words,
+        num_tokens,
+        lanes.tokens_per_share,
+        lanes.num_experts // num_ranks,
+        header_bytes,
+        row.num_bytes,
+        row.ids,
+        row.weights,
+        NUM_TOPK=num_topk,
+        TOPK_PAD=next_power_of_2(num_topk),
+        RANKS=num_ranks,
+        RANKS_PAD=next_power_of_2(num_ranks),
+        BLOCK=lanes.layout.block_tokens,
+        OVERLAP=launches_overlap(),
+        num_warps=4,
+        **early_launch(),
+    )
+    return send_head

@@ -1,55 +1,112 @@
-"""Dispatch and the up-projection in one launch."""
+"""Dispatch beside the up-projection: rows go straight to their places in the experts' order."""
 
 import triton
 import triton.language as tl
 
-from ..context import NUM_RANKS
+from ..context import RANK
 from ..grouped_gemm.kernels import finish_tile, gemm_tile
-from ..grouped_gemm.schedule_kernels import unpack_tile
-from ..lang import as_pointer, consume_token, device_function, is_broken, own_block
-from ..slots_kernels import raise_rows, wait_sources
-from ..stages_kernels import first_distance, first_tiles, load_staged_tile, stage_of
-from ..work import (
-    agreed,
-    begin_claim,
-    end_claim,
-    finish_call,
-    is_last,
-    is_last_program,
-    let_next_start,
-    wait_for_previous,
+from ..grouped_gemm.schedule_kernels import load_tile
+from ..lang import as_pointer, current_epoch, is_broken, notify, put, symm_at, take_turns
+from ..routing_kernels import place_in_sum
+from ..slots_kernels import metadata_flag, region
+from ..tiles import (
+    THERE,
+    deadline_from_now,
+    deal_rows,
+    notify_stage,
+    put_tile,
+    rows_per_stage,
+    wait_stage,
+    wait_tile,
 )
-from .kernels import push_rows
+from ..work import is_last_program, let_next_start, wait_for_previous
 
 
 @triton.jit(
-    do_not_specialize=["num_push_programs", "stage_count", "num_tokens", "N"],
-    do_not_specialize_on_alignment=["row_offset", "tiles", "first_tile", "pushed"],
+    do_not_specialize=["stage_count", "tokens_per_share", "num_experts"],
+    do_not_specialize_on_alignment=["pushed"],
+)
+def push_lanes_kernel(
+    x,  # words [T, num_words]
+    topk_idx,  # int64 [T, K]
+    sorted_lane,  # int32 [T * K], see `sort_lanes_kernel`
+    place_shift,  # int32 [SHARES, E], see `exchange_shares_kernel`
+    stage_begin,  # int32 [R, S + 1]
+    pushed,  # int64 [S]: programs that have pushed their share of each stage
+    expert_rows,  # int64 [R]: address of the expert rows on each rank
+    context,
+    stage_count,
+    tokens_per_share,
+    num_experts,
+    num_words,
+    row_bytes,
+    NUM_TOPK: tl.constexpr,
+    RANKS: tl.constexpr,
+    RANKS_PAD: tl.constexpr,
+    BATCH: tl.constexpr,
+    LANES: tl.constexpr,
+    ALIGNED: tl.constexpr,
+    BLOCK_WORDS: tl.constexpr,
+    OVERLAP: tl.constexpr,
+):
+    """Copy this rank's rows, one for each lane, to their places among the expert rows of all ranks,
+    its own included, stage by stage.
+
+    Many programs of a warp: they find room on the SMs beside the GEMM's, and all together keep just
+    as many bytes in flight as the links take; more would slow the GEMM down.
+    An early launch behind the schedule. After an exchange all ranks are in the call, so what their
+    expert rows held in the one before has been read.
+    """
+    wait_for_previous(OVERLAP)
+    let_next_start(OVERLAP)
+    if is_broken(context):
+        return
+    program, num_programs = tl.program_id(0), tl.num_programs(0)
+    ranks = tl.arange(0, RANKS_PAD)
+    due = take_turns(LANES * BLOCK_WORDS * 4, program, context)
+    for stage in range(0, stage_count):
+        begins = stage_begin + ranks * (stage_count + 1) + stage
+        ends = tl.load(begins + 1, mask=ranks < RANKS, other=0)
+        total = tl.max(ends - tl.load(begins, mask=ranks < RANKS, other=0), 0) * RANKS
+        for first in range(program, total, num_programs * BATCH):
+            peers, rows = deal_rows(first, num_programs, RANKS, BATCH)
+            begin = stage_begin + peers * (stage_count + 1) + stage
+            position = tl.load(begin) + rows
+            has = position < tl.load(begin + 1)
+            lane = tl.load(sorted_lane + position, mask=has, other=0)
+            token = lane // NUM_TOPK
+            expert = tl.load(topk_idx + lane, mask=has, other=0)
+            shift = place_shift + token // tokens_per_share * num_experts + expert
+            place = tl.load(shift, mask=has, other=0) + position
+            to = tl.load(expert_rows + peers) + place.to(tl.int64) * row_bytes
+            source = x + token.to(tl.int64) * num_words
+            num_rows = tl.minimum(tl.cdiv(total - first, num_programs), BATCH)
+            # fmt: off
+            due = put_tile(
+                tl.where(has, to, 0), source, num_rows, num_words, due, num_programs, context,
+                LANES, ALIGNED, BLOCK_WORDS,
+            )
+            # fmt: on
+        notify_stage(pushed + stage, num_programs, THERE, stage, context, RANKS_PAD)
+
+
+@triton.jit(
+    do_not_specialize=["stage_count", "N", "K"],
+    do_not_specialize_on_alignment=["tiles", "num_tiles", "num_rows"],
 )
 def dispatch_gemm_kernel(
-    x,  # words [T, num_words]
-    num_tokens_per_rank,  # int32 [R]
-    send_token_idx,  # int32 [R, T]
-    row_offset,  # int64 [M]
+    a,  # ragged descriptor of the expert rows [M, K]
     w,  # descriptor of the weights, see `gemm_tile`
     out,  # ragged descriptor of [1, M, N]
-    tiles,  # int64 [max_tiles], sorted by stage
-    first_tile,  # int32 [S + 1]: tile that begins each stage
-    pushed,  # int64 [S]: programs that have pushed their share of each stage
+    tiles,  # int64 [max_tiles], in order of rows
+    num_tiles,  # int32 [1]
+    num_rows,  # int32 [1]
     context,
-    num_push_programs,
     stage_count,
-    num_tokens,
-    num_words,
-    header_bytes,
-    row_bytes,
     N,
+    K,
+    RANKS: tl.constexpr,
     RANKS_PAD: tl.constexpr,
-    STAGES_PAD: tl.constexpr,
-    CHUNK_ROWS: tl.constexpr,
-    SPAN: tl.constexpr,
-    LANES: tl.constexpr,
-    BLOCK_WORDS: tl.constexpr,
     SUBTILES: tl.constexpr,
     BLOCK_M: tl.constexpr,
     BLOCK_N: tl.constexpr,
@@ -57,86 +114,107 @@ def dispatch_gemm_kernel(
     GROUP_M: tl.constexpr,
     OVERLAP: tl.constexpr,
 ):
-    """out [M, N] = silu(gate) * up of the received rows, while this rank's rows are on their way.
+    """out [M, N] = silu(gate) * up of the expert rows, each tile once its rows are there.
 
-    Programs 0 .. num_push_programs - 1 push, stage by stage; the others compute. More programs than
-    fit: when one has pushed, one that computes takes its place. These take tiles from one counter,
-    in order of stage, and wait for a stage's rows where they come to it: for rows that this rank's
-    peers push, never for one another. The last program releases the slot.
-    An early launch behind the expert plan.
+    The grouped GEMM, but for the wait at each tile: for rows that peers, or this rank, push. An
+    early launch behind `push_lanes_kernel`, of which all programs are running then; of what came
+    before it, it reads only what these have waited for.
     """
     let_next_start(OVERLAP)
-    if tl.program_id(0) < num_push_programs:
-        if is_broken(context) == 0:
-            for stage in range(0, stage_count):
-                first = first_distance(stage, stage_count, context)
-                end = first_distance(stage + 1, stage_count, context)
-                if end > 1:
-                    # fmt: off
-                    push_rows(
-                        x, num_tokens_per_rank, send_token_idx, context, tl.program_id(0),
-                        num_push_programs, tl.maximum(first, 1), end, num_tokens, num_words,
-                        header_bytes, row_bytes, False, True, RANKS_PAD, CHUNK_ROWS, SPAN, LANES,
-                        BLOCK_WORDS, OVERLAP,
-                    )
-                    # fmt: on
-                    if is_last(pushed + stage, num_push_programs):
-                        if is_broken(context) == 0:  # else some program may have pushed nothing
-                            raise_rows(tl.maximum(first, 1), end, context, RANKS_PAD)
-        wait_for_previous(OVERLAP)
-    else:
-        wait_for_previous(OVERLAP)
-        K = tl.cast(num_words * (32 // out.dtype.primitive_bitwidth), tl.int32)
-        num_n = tl.cdiv(N, BLOCK_N // 2)
-        first_m = first_tiles(first_tile, stage_count, num_n, STAGES_PAD)
-        num_tiles = tl.load(first_tile + stage_count) * num_n
-        num_programs = tl.num_programs(0) - num_push_programs
-        num_ranks = tl.load(context + NUM_RANKS).to(tl.int32)
-        block_address = own_block(context)
-        there = tl.full((), 1, tl.int32)  # distance up to which all rows are there
-        token = 1 - is_broken(context).to(tl.int32)
-        tile = end_claim(begin_claim(context))
-        # What tells of the next tile is asked for a tile ahead, as each answer takes a while.
-        claimed = begin_claim(context)
-        word, block = load_staged_tile(tiles, tile, first_m, num_tiles, num_n, GROUP_M)
-        offsets = _row_offsets(row_offset, word, BLOCK_M)
-        while agreed((tile < num_tiles) & (token == 1)):
-            # In a `for`, as only there the store of a tile goes on beside the next one.
-            for _ in range(0, tl.cdiv(num_tiles - tile, num_programs)):
-                if agreed((tile < num_tiles) & (token == 1)):
-                    if agreed(there < num_ranks):
-                        stage = stage_of(tile, first_m, num_n)
-                        end = first_distance(stage + 1, stage_count, context)
-                        if agreed(there < end):
-                            # Of all stages so far, also those of which this program had no tile.
-                            token = wait_sources(there, end, context, RANKS_PAD)
-                            there = end
-                    base = as_pointer(consume_token(block_address, token), out.dtype)
-                    expert, row, end_row = unpack_tile(word)
-                    n = block * (BLOCK_N // 2)
-                    rows = tl.multiple_of(base + offsets, 16)
-                    tile = end_claim(claimed)
-                    claimed = begin_claim(context)
-                    word, block = load_staged_tile(tiles, tile, first_m, num_tiles, num_n, GROUP_M)
-                    # fmt: off
-                    acc = gemm_tile(
-                        rows, w, row, end_row, expert, n, 0, K, K,
-                        True, False, 2, BLOCK_M, BLOCK_N, BLOCK_K,
-                    )
-                    offsets = _row_offsets(row_offset, word, BLOCK_M)
-                    finish_tile(
-                        acc, out, None, None, None, 0, row, end_row, expert, n, N, "swiglu",
-                        SUBTILES,
-                    )
-                    # fmt: on
+    num_m = tl.load(num_tiles)
+    num_n = tl.cdiv(N, BLOCK_N // 2)
+    stage_rows = rows_per_stage(tl.load(num_rows), stage_count)
+    deadline = deadline_from_now(context)
+    for tile in tl.range(tl.program_id(0), num_m * num_n, tl.num_programs(0), flatten=True):
+        expert, row, end, block = load_tile(tiles, tile, num_m, num_n, GROUP_M)
+        n = block * (BLOCK_N // 2)
+        row += wait_tile(end, stage_rows, deadline, context, RANKS, OVERLAP)
+        # fmt: off
+        acc = gemm_tile(
+            a, w, row, end, expert, n, 0, K, K, False, False, 2, BLOCK_M, BLOCK_N, BLOCK_K
+        )
+        finish_tile(
+            acc, out, None, None, None, 0, row, end, expert, n, N, "swiglu", SUBTILES
+        )
+        # fmt: on
+    if tl.program_id(0) == 0:
+        wait_stage(THERE, stage_count - 1, context, RANKS_PAD)  # reports what is late
+    wait_for_previous(OVERLAP)
+
+
+@triton.jit(do_not_specialize=["num_tokens", "tokens_per_share", "num_local_experts"])
+def send_records_kernel(
+    topk_idx,  # int64 [T, K]
+    topk_weights,  # float32 [T, K]
+    lane_position,  # int32 [T, K], see `sort_lanes_kernel`
+    place_shift,  # int32 [SHARES, E], see `exchange_shares_kernel`
+    earlier_counts,  # int32 [B, E + R], see `routing.Layout`
+    send_head,  # int32 [T, R], out: see `send_plan_kernel`
+    context,
+    num_tokens,
+    tokens_per_share,
+    num_local_experts,
+    header_bytes,
+    row_bytes,
+    places_offset,
+    weights_offset,
+    NUM_TOPK: tl.constexpr,
+    TOPK_PAD: tl.constexpr,
+    RANKS: tl.constexpr,
+    RANKS_PAD: tl.constexpr,
+    BLOCK: tl.constexpr,
+    OVERLAP: tl.constexpr,
+):
+    """Tell each rank which of its expert rows belong to each token: their places and weights, in
+    top-k lane order, then -1. Program b does so for block b of the tokens, as in `layout_kernel`.
+
+    Row i for a rank is the i-th token that goes there; its record stands behind the place of its
+    row in this rank's region, and the sum returns in the same place of the other's. `send_head`
+    lists a token's rows in the order of the final sum. The last program raises `metadata_flags[me]`
+    on every rank. An early launch behind `dispatch_gemm_kernel`, beside which it runs.
+
+    Example, 2 ranks of 2 experts, topk_idx [[0, 3], [2, 0], [3, 2], [0, 1]] on rank 0, nothing on
+    rank 1: expert rows 0 1 2 | 3 and 0 1 | 2 3. Records for rank 0 [0, -1] [1, -1] [2, 3] (tokens
+    0, 1, 3), for rank 1 [2, -1] [0, -1] [3, 1] (tokens 0, 1, 2).
+    """
+    let_next_start(OVERLAP)
     if is_broken(context) == 0:
+        rank = tl.load(context + RANK).to(tl.int32)
+        tokens = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
+        inside = tokens < num_tokens
+        lanes = tl.arange(0, TOPK_PAD)
+        ranks = tl.arange(0, RANKS_PAD)
+        has = inside[:, None] & (lanes < NUM_TOPK)[None, :]
+        at = tokens[:, None] * NUM_TOPK + lanes[None, :]
+        ids = tl.load(topk_idx + at, mask=has, other=-1).to(tl.int32)
+        position = tl.load(lane_position + at, mask=has, other=-1)
+        weight = tl.load(topk_weights + at, mask=has, other=0.0)
+        num_experts = num_local_experts * RANKS
+        shift = place_shift + (tokens // tokens_per_share * num_experts)[:, None] + ids
+        place = tl.load(shift, mask=position >= 0, other=0) + position
+        owner = tl.where(position >= 0, ids // num_local_experts, -1)
+        is_sent = tl.zeros([BLOCK, RANKS_PAD], tl.int32)
+        for peer in tl.static_range(RANKS):
+            goes = tl.max((owner == peer).to(tl.int32), 1)
+            is_sent = tl.where((ranks == peer)[None, :], goes[:, None], is_sent)
+        earlier = earlier_counts + tl.program_id(0) * (num_experts + RANKS) + num_experts
+        own = region(rank, context) + header_bytes
+        for peer in range(0, RANKS):
+            here = owner == peer
+            goes = tl.max(here.to(tl.int32), 1)
+            row = tl.load(earlier + peer) + tl.cumsum(goes, 0) - goes
+            head = send_head + tokens * RANKS + place_in_sum(peer, owner, is_sent, RANKS)
+            tl.store(head, tl.where(goes > 0, row * RANKS + peer, -1), mask=inside)
+            record = symm_at(own + row.to(tl.int64) * row_bytes, peer, context)[:, None]
+            places = as_pointer(record + places_offset, tl.int32)
+            weights = as_pointer(record + weights_offset, tl.float32)
+            index = tl.cumsum(here.to(tl.int32), 1) - here.to(tl.int32)
+            put(places + index, place, here)
+            put(weights + index, weight, here)
+            rest = has & (goes > 0)[:, None] & (lanes[None, :] >= tl.sum(here.to(tl.int32), 1)[:, None])
+            put(places + lanes[None, :], tl.full([BLOCK, TOPK_PAD], -1, tl.int32), rest)
         if is_last_program(context):
-            finish_call(context)
-
-
-@device_function
-def _row_offsets(row_offset, word, BLOCK_M: tl.constexpr):
-    """Where the rows of a packed tile lie; past its end the last one's."""
-    _, row, end = unpack_tile(word)
-    rows = tl.minimum(row + tl.arange(0, BLOCK_M), end - 1)
-    return tl.load(row_offset + tl.maximum(rows, 0))
+            flag = metadata_flag(rank, context)
+            real = ranks < RANKS
+            notify(flag + ranks * 0, ranks, real, current_epoch(context), context)
+    wait_for_previous(OVERLAP)

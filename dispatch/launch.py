@@ -11,7 +11,8 @@ from ..hardware import early_launch, launches_overlap
 from ..lang import INTERPRETED
 from ..slots import RowLayout, Slots, next_power_of_2
 from ..words import COPY_ROWS, Words
-from .kernels import exchange_kernel, metadata_kernel, push_kernel
+from .exchange_kernels import exchange_kernel
+from .kernels import metadata_kernel, push_kernel
 from .receive_kernels import collect_kernel, locate_kernel, release_kernel
 
 NUM_WARPS = 16
@@ -51,19 +52,15 @@ class Counts:
 
     rank_prefix_matrix int32 [R, R]: rows that ranks 0..i send to rank j. recv_expert_counts int32
     [R, L]: rows of each source for each local expert. expert_offsets int32 [L + 1]: their running
-    total by expert. first_place int32 [E], if it is asked for: where this rank's rows begin in the
-    list of each expert's rank.
+    total by expert.
     """
 
     rank_prefix_matrix: torch.Tensor
     recv_expert_counts: torch.Tensor
     expert_offsets: torch.Tensor
-    first_place: torch.Tensor | None
 
     @classmethod
-    def empty(
-        cls, num_tokens_per_rank: torch.Tensor, num_experts: int, with_places: bool = False
-    ) -> Counts:
+    def empty(cls, num_tokens_per_rank: torch.Tensor, num_experts: int) -> Counts:
         """Room for the counts of all ranks."""
         num_ranks = num_tokens_per_rank.numel()
         num_local_experts = num_experts // num_ranks
@@ -72,7 +69,6 @@ class Counts:
             new((num_ranks, num_ranks)),
             new((num_ranks, num_local_experts)),
             new(num_local_experts + 1),
-            new(num_experts) if with_places else None,
         )
 
 
@@ -94,13 +90,12 @@ def exchange(
     num_ranks = slots.layout.num_ranks
     num_experts = num_tokens_per_expert.numel()
     num_local_experts = num_experts // num_ranks
-    exchange_kernel[(num_ranks + 1 if counts.first_place is None else num_ranks + 2,)](
+    exchange_kernel[(num_ranks + 1,)](
         num_tokens_per_rank,
         num_tokens_per_expert,
         counts.rank_prefix_matrix,
         counts.recv_expert_counts,
         counts.expert_offsets,
-        counts.first_place,
         slots.context.words,
         max_rows,
         num_local_experts,
@@ -120,8 +115,7 @@ def exchange(
 class Outgoing:
     """The rows a rank sends: x [T, H] contiguous; scales [T, S] of 4 bytes each and any strides, or
     None; topk_idx int64 [T, K] and topk_weights float32 [T, K], or None; num_tokens_per_rank int32
-    [R]; send_token_idx int32 [R, T]. With lane_index int32 [T, K] and first_place int32 [E] rows
-    carry their places in the experts' lists instead of ids."""
+    [R]; send_token_idx int32 [R, T]."""
 
     x: torch.Tensor
     scales: torch.Tensor | None
@@ -129,8 +123,6 @@ class Outgoing:
     topk_weights: torch.Tensor | None
     num_tokens_per_rank: torch.Tensor
     send_token_idx: torch.Tensor
-    lane_index: torch.Tensor | None = None
-    first_place: torch.Tensor | None = None
 
     @property
     def row(self) -> RowLayout:
@@ -164,8 +156,6 @@ def send_metadata(
         scales,
         rows.topk_idx,
         rows.topk_weights,
-        rows.lane_index,
-        rows.first_place,
         rows.num_tokens_per_rank,
         rows.send_token_idx,
         slots.context.words,

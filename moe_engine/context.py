@@ -27,7 +27,7 @@ class Word(IntEnum):
     PUSHED = 16  # programs of the running call that have pushed their share
     PACE = 17  # picoseconds that 1024 bytes to other ranks should take; 0: unpaced
     METADATA_FLAGS = 18  # as COUNT_FLAGS
-    ROWS_FLAGS = 19  # as COUNT_FLAGS
+    STAGE_FLAGS = 19  # as COUNT_FLAGS
     PEERS = 20  # R addresses of the ranks' symmetric blocks, as mapped here
 
 
@@ -58,6 +58,9 @@ class Phase(IntEnum):
     TILES = 8
 
 
+MAX_STAGES = tl.constexpr(32)
+"""Parts that a layer's rows are sent in, and returned in."""
+
 # Kernels can read module globals only as constexpr.
 EPOCH = tl.constexpr(int(Word.EPOCH))
 BROKEN = tl.constexpr(int(Word.BROKEN))
@@ -78,7 +81,7 @@ CLAIMED = tl.constexpr(int(Word.CLAIMED))
 PUSHED = tl.constexpr(int(Word.PUSHED))
 PACE = tl.constexpr(int(Word.PACE))
 METADATA_FLAGS = tl.constexpr(int(Word.METADATA_FLAGS))
-ROWS_FLAGS = tl.constexpr(int(Word.ROWS_FLAGS))
+STAGE_FLAGS = tl.constexpr(int(Word.STAGE_FLAGS))
 PEERS = tl.constexpr(int(Word.PEERS))
 PHASE_SLOT_FREE = tl.constexpr(int(Phase.SLOT_FREE))
 PHASE_COUNTS = tl.constexpr(int(Phase.COUNTS))

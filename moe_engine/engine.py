@@ -252,10 +252,12 @@ class KernelEngine:
         row = row_layout(x, None, topk_idx)
         header = header_bytes(num_experts * num_ranks, num_ranks)
         self._check_capacity(len(x), row, header)
-        max_tokens, config = self.max_tokens(row, header), self.layer_config(w_gate_up, row)
+        max_rows = num_ranks * max(1, self.max_tokens(row, header)) * row.num_topk
+        config = self.layer_config(w_gate_up, row)
         with self._first_use("moe_ffn", x, row.num_topk, w_gate_up.shape, config):
+            self.slots.reserve_expert_rows(max_rows * row.payload_bytes, self._was_captured)
             out = feed_forward(
-                *(x, topk_idx, topk_weights, w_gate_up, w_down, max_tokens, config), self.slots
+                *(x, topk_idx, topk_weights, w_gate_up, w_down, max_rows, config), self.slots
             )
             self._check_emulated()
             return out

@@ -120,7 +120,7 @@ def time_to_send(num_bytes, num_parts, all_parts, context):
     """Time in `ticks` that a program should take to send `num_bytes`, if its share of what leaves
     this GPU is num_parts of all_parts. A link that is offered more than it carries loses some of
     it to queueing."""
-    time = num_bytes.to(tl.int64) * all_parts * tl.load(context + PACE) // 1024000
+    time = tl.cast(num_bytes, tl.int64) * all_parts * tl.load(context + PACE) // 1024000
     return (time // num_parts).to(tl.int32)
 
 
@@ -194,6 +194,17 @@ if INTERPRETED:
     @device_function
     def fence_tma_loads():
         """Order earlier acquires before later TMA loads."""
+
+    @device_function
+    def poll_inline(flags, last, epoch, deadline, broken, BEFORE_TMA: tl.constexpr):
+        """Poll flags 0 .. `last` until none is late; returns 0."""
+        pointers = as_pointer(flags + tl.minimum(tl.arange(0, 32), last) * 8, tl.int64)
+        broken = as_pointer(broken, tl.int64)
+        is_late = tl.min(load_acquire(pointers), 0) < epoch
+        while is_late & (tl.load(broken) == 0) & (now_ns() < deadline):
+            pause()
+            is_late = tl.min(load_acquire(pointers), 0) < epoch
+        return tl.full((), 0, tl.int32)
 
 else:
 
@@ -278,6 +289,47 @@ else:
             "fence.proxy.async; mov.u32 $0, 0;", "=r", [], dtype=tl.int32, is_pure=False, pack=1
         )
 
+    @device_function
+    def poll_inline(flags, last, epoch, deadline, broken, BEFORE_TMA: tl.constexpr):
+        """Poll flags 0 .. `last` (at most 31), one by each thread of a warp, until none is late,
+        the deadline has passed or this rank is broken; returns 0.
+
+        One instruction to the compiler, so that a loop around it can still be pipelined. Threads of
+        a warp acquire their flags, then vote, which orders all of them before what any does next.
+        """
+        return tl.inline_asm_elementwise(
+            """{
+            .reg .pred late, some, stop;
+            .reg .b64 flag, at, now;
+            .reg .u32 lane;
+            mov.u32 lane, %laneid;
+            min.u32 lane, lane, $2;
+            mad.wide.u32 at, lane, 8, $1;
+            again:
+            ld.acquire.sys.global.b64 flag, [at];
+            setp.lt.s64 late, flag, $3;
+            vote.sync.any.pred some, late, 0xffffffff;
+            @!some bra done;
+            mov.u64 now, %globaltimer;
+            setp.gt.s64 stop, now, $4;
+            ld.relaxed.gpu.global.b64 flag, [$5];
+            setp.ne.or.s64 stop, flag, 0, stop;
+            vote.sync.any.pred stop, stop, 0xffffffff;
+            @!stop bra again;
+            done:
+            bar.warp.sync 0xffffffff;
+            """
+            + ("fence.proxy.async; " if BEFORE_TMA else "")
+            + """
+            mov.u32 $0, 0;
+            }""",
+            "=r,l,r,l,l,l",
+            [flags, last, epoch, deadline, broken],
+            dtype=tl.int32,
+            is_pure=False,
+            pack=1,
+        )
+
 
 @device_function
 def notify(flags, ranks, mask, epoch, context, AFTER_TMA: tl.constexpr = False):
@@ -326,6 +378,26 @@ def wait(flags, mask, epoch, peers, context, PHASE: tl.constexpr, BEFORE_TMA: tl
     if BEFORE_TMA:
         fence_tma_loads()
     return token
+
+
+@device_function
+def wait_inline(flags, deadline, context, COUNT: tl.constexpr, BEFORE_TMA: tl.constexpr):
+    """Wait until COUNT flags side by side, from the own address `flags` on, are at the running
+    call's epoch. Returns 0, which the compiler does not know: added to an address it keeps loads
+    behind the wait.
+
+    For loops that are pipelined, which a branch would prevent; so it tells of no failure: when
+    `deadline` (ns) has passed or this rank is broken it ends as well, and rows that are not there
+    are read as they are. The caller asks with a `wait` behind the loop, and until then writes
+    nothing that another rank reads. Orders memory as `wait` does, in each warp for itself.
+    """
+    zero = tl.full((), 0, tl.int32)
+    broken = (context + BROKEN).to(tl.int64)
+    for first in tl.static_range(0, COUNT, 32):
+        last = tl.full((), min(COUNT - first, 32) - 1, tl.int32)
+        epoch = current_epoch(context)
+        zero += poll_inline(flags + first * 8, last, epoch, deadline, broken, BEFORE_TMA)
+    return zero
 
 
 @device_function

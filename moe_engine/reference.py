@@ -32,16 +32,19 @@ def layout(
     return in_rank.sum(0).int(), per_expert, in_rank
 
 
-def lane_index(topk_idx_TK: torch.Tensor, num_experts: int) -> torch.Tensor:
-    """int32 [T, K]: how many lanes before each, token by token, have the same expert; 0 for bad
-    ids.
+def sort_lanes(topk_idx_TK: torch.Tensor, num_experts: int) -> tuple[torch.Tensor, torch.Tensor]:
+    """Lanes sorted by expert, then token, then lane: lane_position int32 [T, K], -1 for bad ids,
+    and sorted_lane int32 [N], lanes numbered t * K + k.
 
-    topk_idx [[0, 3], [2, 0], [3, 2], [0, 1]]: lane_index [[0, 0], [0, 1], [1, 1], [2, 0]].
+    topk_idx [[0, 3], [2, 0], [3, 2], [0, 1]]: lane_position [[0, 6], [4, 1], [7, 5], [2, 3]],
+    sorted_lane [0, 3, 6, 7, 2, 5, 1, 4].
     """
     ids = topk_idx_TK.flatten()
-    chosen = (ids[:, None] == torch.arange(num_experts, device=ids.device)).int()
-    earlier = chosen.cumsum(0) - chosen
-    return (chosen * earlier).sum(1).int().view(topk_idx_TK.shape)
+    valid = (ids >= 0) & (ids < num_experts)
+    order = torch.where(valid, ids, num_experts).argsort(stable=True)[: int(valid.sum())]
+    position = torch.full_like(ids, -1)
+    position[order] = torch.arange(len(order), device=ids.device)
+    return position.int().view(topk_idx_TK.shape), order.int()
 
 
 def send_plan(

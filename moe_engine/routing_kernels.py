@@ -7,20 +7,7 @@ import triton
 import triton.language as tl
 
 from .context import BAD_IDS, NUM_RANKS, REPORT_BAD_IDS
-from .lang import (
-    as_pointer,
-    consume_token,
-    own_block,
-    report_words,
-)
-from .slots_kernels import (
-    payload_address,
-    received_rows,
-    region,
-    source_at,
-    wait_metadata,
-    wait_rows,
-)
+from .lang import device_function, report_words
 from .work import let_next_start, wait_for_previous
 
 
@@ -95,25 +82,28 @@ def layout_sum_kernel(
 
 
 @triton.jit(do_not_specialize=["num_tokens", "num_experts"])
-def lane_index_kernel(
+def sort_lanes_kernel(
     topk_idx,  # int64 [T, K]
     earlier_counts,  # int32 [B, E + R], `block_counts` of `layout_sum_kernel`
-    lane_index,  # int32 [T, K], out: how many earlier lanes of this rank have the same expert
+    num_tokens_per_expert,  # int32 [E]
+    lane_position,  # int32 [T, K], out: where each lane stands among all, sorted by expert, or -1
+    sorted_lane,  # int32 [T * K], out: the lanes, t * K + k, in that order
     num_tokens,
     num_experts,
     row_length,  # E + R
     NUM_TOPK: tl.constexpr,
     TOPK_PAD: tl.constexpr,
+    EXPERTS_PAD: tl.constexpr,
     BLOCK: tl.constexpr,
     STEP: tl.constexpr,
     OVERLAP: tl.constexpr,
 ):
-    """Program b numbers the lanes of block b, token by token, lane by lane; the blocks are those of
-    `layout_kernel`. An early launch behind the send plan, of which it reads nothing.
+    """Program b places the lanes of block b, token by token, lane by lane; the blocks are those of
+    `layout_kernel`. Lanes of bad ids stand nowhere. An early launch behind the layout.
 
-    topk_idx [[0, 3], [2, 0], [3, 2], [0, 1]]: lane_index [[0, 0], [0, 1], [1, 1], [2, 0]].
+    topk_idx [[0, 3], [2, 0], [3, 2], [0, 1]]: lane_position [[0, 6], [4, 1], [7, 5], [2, 3]],
+    sorted_lane [0, 3, 6, 7, 2, 5, 1, 4].
     """
-    let_next_start(OVERLAP)
     first = tl.program_id(0) * BLOCK
     items = tl.arange(0, BLOCK * TOPK_PAD)
     tokens = first + items // TOPK_PAD
@@ -121,8 +111,7 @@ def lane_index_kernel(
     inside = (tokens < num_tokens) & (lanes < NUM_TOPK)
     ids = tl.load(topk_idx + tokens * NUM_TOPK + lanes, mask=inside, other=-1).to(tl.int32)
     valid = (ids >= 0) & (ids < num_experts)
-    at = earlier_counts + tl.program_id(0) * row_length + ids
-    index = tl.load(at, mask=valid, other=0)
+    index = tl.zeros_like(ids)
     for start in tl.static_range(0, BLOCK * TOPK_PAD, STEP):  # unrolled: all reads at once
         others = start + tl.arange(0, STEP)
         other_tokens = first + others // TOPK_PAD
@@ -131,9 +120,15 @@ def lane_index_kernel(
         theirs = tl.load(from_lane, mask=real, other=-1).to(tl.int32)
         is_earlier = (theirs[None, :] == ids[:, None]) & (others[None, :] < items[:, None])
         index += tl.sum(is_earlier.to(tl.int32), 1)
-    index = tl.where(valid, index, 0)
-    tl.store(lane_index + tokens * NUM_TOPK + lanes, index, mask=inside)
     wait_for_previous(OVERLAP)
+    let_next_start(OVERLAP)
+    experts = tl.arange(0, EXPERTS_PAD)
+    counts = tl.load(num_tokens_per_expert + experts, mask=experts < num_experts, other=0)
+    first_lane = tl.cumsum(counts, 0) - counts
+    at = earlier_counts + tl.program_id(0) * row_length + ids
+    index += tl.load(at, mask=valid, other=0) + tl.gather(first_lane, tl.where(valid, ids, 0), 0)
+    tl.store(lane_position + tokens * NUM_TOPK + lanes, tl.where(valid, index, -1), mask=inside)
+    tl.store(sorted_lane + index, tokens * NUM_TOPK + lanes, mask=valid)
 
 
 @triton.jit(do_not_specialize=["num_tokens"])
@@ -185,103 +180,36 @@ def send_plan_kernel(
         )
         valid = (ids >= 0) & (ids < num_local_experts * num_ranks)
         owner = tl.where(valid, ids // num_local_experts, -1).to(tl.int32)
-    last_lane = tl.max(tl.where(owner == rank, lanes[None, :], -1), 1)
     ranks = tl.arange(0, RANKS_PAD)
     is_sent = tl.load(
         is_token_in_rank + tokens[:, None] * num_ranks + ranks[None, :],
         mask=inside[:, None] & (ranks < num_ranks)[None, :],
         other=0,
     ).to(tl.int32)
-    place = tl.zeros([BLOCK], tl.int32)
+    place = place_in_sum(rank, owner, is_sent, num_ranks)
+    tl.store(send_token_idx + rank * num_tokens + row, tokens, mask=inside & (sent > 0))
+    to = send_head + tokens * num_ranks + place
+    tl.store(to, tl.where(sent > 0, row * num_ranks + rank, -1), mask=inside)
+
+
+@device_function
+def place_in_sum(rank, owner, is_sent, num_ranks):
+    """[B]: where the row that a token sends to `rank` stands in the order of the final sum: ranks
+    by their right-most lane, or by number where no lane is owned. Where the token sends none there,
+    an empty place behind all its rows.
+
+    owner [B, TOPK_PAD]: rank of each lane, -1 for none; is_sent int32 [B, RANKS_PAD].
+    """
+    lanes = tl.arange(0, owner.shape[1])
+    ranks = tl.arange(0, is_sent.shape[1])
+    last_lane = tl.max(tl.where(owner == rank, lanes[None, :], -1), 1)
+    place = tl.zeros_like(last_lane)
     for other in range(0, num_ranks):
         other_last = tl.max(tl.where(owner == other, lanes[None, :], -1), 1)
         other_sent = tl.sum(tl.where((ranks == other)[None, :], is_sent, 0), 1)
         is_earlier = (other_last < last_lane) | ((other_last == last_lane) & (other < rank))
         place += tl.where(is_earlier, other_sent, 0)
-    # Where a token does not go to this rank, an empty place behind those of its rows.
     is_empty_before = (ranks < rank)[None, :] & (is_sent == 0)
     empty = tl.sum(is_sent, 1) + tl.sum(is_empty_before.to(tl.int32), 1)
-    goes = inside & (sent > 0)
-    tl.store(send_token_idx + rank * num_tokens + row, tokens, mask=goes)
-    to = send_head + tokens * num_ranks + tl.where(sent > 0, place, empty)
-    tl.store(to, tl.where(sent > 0, row * num_ranks + rank, -1), mask=inside)
-
-
-@triton.jit(do_not_specialize=["max_rows"])
-def expert_plan_kernel(
-    x,  # [T, H], this rank's tokens: their rows are read there, not in the slot
-    rank_prefix_matrix,  # int32 [R, R]
-    row_offset,  # int64 [M], out: each expert row, in elements from the symmetric block's start
-    expert_row,  # int32 [R, max_rows, K], out: places of each row's lanes in row_offset, then -1
-    lane_weight,  # float32 [R, max_rows, K], out
-    first_tile,  # int32 [num_turns]: set to 0, no tiles, if rows do not come
-    context,
-    max_rows,
-    num_turns,
-    header_bytes,
-    row_bytes,
-    places_offset,
-    weights_offset,
-    token_offset,
-    hidden,
-    ITEM_BYTES: tl.constexpr,
-    NUM_TOPK: tl.constexpr,
-    TOPK_PAD: tl.constexpr,
-    TURNS_PAD: tl.constexpr,
-    ROWS: tl.constexpr,
-    CHUNK_ROWS: tl.constexpr,
-    WAIT_PAYLOAD: tl.constexpr,
-    OVERLAP: tl.constexpr,
-):
-    """List the received rows by expert, at the places that their senders gave them.
-
-    Waits for the rows' metadata, or with WAIT_PAYLOAD for whole rows. Within an expert rows stand
-    by distance of their source (this rank's own first, then those of rank - 1, ...), then in order
-    of arrival: row, lane. Example, rank 0 of 2, 2 local experts, K = 2, rows for experts
-    [[0, 1], [1, -1]] from rank 0 and [[0, -1]] from rank 1 (max_rows 2):
-
-        places [[0, 2], [3, -1]] and [[1, -1]];  expert_offsets [0, 2, 4]
-        row_offset of (source, row) = (0,0) (1,0) | (0,0) (0,1)
-        expert_row[0] = [[0, 2], [3, -1]];  expert_row[1] = [[1, -1], unwritten]
-
-    In expert_row the lanes with a place come first, in their order, and -1 behind them.
-
-    An early launch behind the metadata's, and one behind it may begin at once.
-    """
-    let_next_start(OVERLAP)
-    num_ranks = tl.load(context + NUM_RANKS).to(tl.int32)
-    lanes = tl.arange(0, TOPK_PAD)
-    num_blocks = tl.cdiv(max_rows, ROWS)
-    for block in range(tl.program_id(0), num_blocks * num_ranks, tl.num_programs(0)):
-        source = source_at(block, context)
-        rows = block // num_ranks * ROWS + tl.arange(0, ROWS)
-        is_row = rows < received_rows(rank_prefix_matrix, source, context)
-        if WAIT_PAYLOAD:
-            token = wait_rows(source, rows, is_row, context, CHUNK_ROWS)
-        else:
-            token = wait_metadata(source, is_row, context)
-        if token == 0:  # a GEMM would read through places that nobody wrote
-            turns = tl.arange(0, TURNS_PAD)
-            tl.store(first_tile + turns, turns * 0, mask=turns < num_turns)
-        is_row = is_row & (token == 1)
-        slot = consume_token(region(source, context) + header_bytes, token)
-        address = slot + rows.to(tl.int64) * row_bytes
-        inside = is_row[:, None] & (lanes < NUM_TOPK)[None, :]
-        places = as_pointer(address + places_offset, tl.int32)[:, None] + lanes[None, :]
-        place = tl.load(places, mask=inside, other=-1)
-        weights = as_pointer(address + weights_offset, tl.float32)[:, None] + lanes[None, :]
-        weight = tl.load(weights, mask=inside, other=0.0)
-        tokens = tl.load(as_pointer(address + token_offset, tl.int32), mask=is_row, other=0)
-        payload = payload_address(x, source, address, tokens, hidden, context)
-        offset = (payload - own_block(context)) // ITEM_BYTES
-        offsets = tl.broadcast_to(offset[:, None], [ROWS, TOPK_PAD])
-        tl.store(row_offset + place, offsets, mask=place >= 0)
-        is_local = place >= 0
-        at = (source * max_rows + rows)[:, None] * NUM_TOPK
-        to = at + tl.cumsum(is_local.to(tl.int32), 1) - 1
-        tl.store(expert_row + to, place, mask=is_local)
-        tl.store(lane_weight + to, weight, mask=is_local)
-        num_local = tl.sum(is_local.to(tl.int32), 1)
-        is_rest = inside & (lanes[None, :] >= num_local[:, None])
-        tl.store(expert_row + at + lanes[None, :], -1, mask=is_rest)
-    wait_for_previous(OVERLAP)
+    sent_here = tl.sum(tl.where((ranks == rank)[None, :], is_sent, 0), 1)
+    return tl.where(sent_here > 0, place, empty)

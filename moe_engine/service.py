@@ -16,7 +16,7 @@ from .lang import INTERPRETED
 from .layer_config import LayerConfig
 from .slots import RowLayout, SlotLayout, Slots
 from .streams import CallStreams
-from .symm import allocate, exchange
+from .symm import SymmetricTensor, allocate, exchange
 from .verbs import Engine
 
 
@@ -97,15 +97,18 @@ def new_slots(
 ) -> Slots:
     """Memory of `layout` on all ranks, which the streams are told of. Collective. CapacityError, on
     all ranks, where one of them has captured the memory that this would replace."""
-    captured = exchange(group, lambda: was_captured)
-    if any(captured):
-        ranks = ", ".join(str(rank) for rank, one in enumerate(captured) if one)
-        raise CapacityError(
-            f"this call needs {layout.num_bytes} bytes, more than this Buffer has, and it cannot "
-            f"grow: CUDA graphs captured on ranks {ranks} use its memory. Make a new Buffer with "
-            "the bytes of Buffer.size_hint(...)."
-        )
-    block = allocate(group, layout.num_bytes, backend, device)
-    slots = Slots(block, layout, rank, timeout_s)
-    streams.uses(block.local, slots.context.words)
+
+    def new_block(num_bytes: int, was_captured: bool) -> SymmetricTensor:
+        captured = exchange(group, lambda: was_captured)
+        if any(captured):
+            ranks = ", ".join(str(rank) for rank, one in enumerate(captured) if one)
+            raise CapacityError(
+                f"this call needs {num_bytes} bytes, more than this Buffer has, and it cannot "
+                f"grow: CUDA graphs captured on ranks {ranks} use its memory. Make a new Buffer "
+                "with the bytes of Buffer.size_hint(...), or for as many tokens."
+            )
+        return allocate(group, num_bytes, backend, device)
+
+    slots = Slots(new_block, layout, rank, timeout_s, was_captured)
+    streams.uses(slots.block.local, slots.context.words)
     return slots

@@ -3,11 +3,13 @@
 The block holds flags and a ring of D slots. A call with epoch e uses slot e mod D. A slot has one
 region per writing rank, so that a row's place is known to its sender without asking:
 
-    done[R] | count_flags[R] | metadata_flags[R] | rows_flags[R] | chunk_flags[R, MAX_CHUNKS]
+    done[R] | count_flags[R] | metadata_flags[R] | stage_flags[2, MAX_STAGES, R]
+    chunk_flags[R, MAX_CHUNKS]
     slot 0 | slot 1 | ...
     slot   = region of rank 0 | region of rank 1 | ...
     region = signature, int32 [8] | counts, int32 [E + R] | row 0 | row 1 | ...   (dispatch)
              row 0 | row 1 | ...                                                  (combine)
+             signature | counts of each share of the tokens | row 0 | row 1 | ... (layer)
 
 Example, R = 2, 4 tokens of rank 1 routed to ranks [0], [1], [0, 1], [0]: rank 1 writes tokens
 0, 2, 3 as rows 0, 1, 2 of region 1 of rank 0's slot, and tokens 1, 2 as rows 0, 1 of region 1 of
@@ -17,12 +19,13 @@ its own. The rows to itself are metadata alone: their payload stays where it is,
 from __future__ import annotations
 
 import os
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 import torch
 
-from .context import Phase, Report, Word
+from .context import MAX_STAGES, Phase, Report, Word
 from .errors import (
     BackendError,
     CapacityError,
@@ -40,6 +43,8 @@ BLOCK_ROWS = 32
 """Rows that a program places at a time."""
 MAX_CHUNKS = 2048
 """Flags per writing rank: at most BLOCK_ROWS * MAX_CHUNKS rows between two ranks in one call."""
+MAX_SHARES = 8
+"""Shares of a rank's tokens whose counts a layer exchanges."""
 CHUNK_BYTES = 128 * 1024
 """Bytes to each rank behind one flag."""
 SPAN_BYTES = 768 * 1024
@@ -101,8 +106,8 @@ SIGNATURE_BYTES = 32
 
 
 def header_bytes(num_experts: int, num_ranks: int) -> int:
-    """Bytes of the signature and counts that precede the rows of a dispatch region."""
-    return round_up(SIGNATURE_BYTES + 4 * (num_experts + num_ranks), LINE_BYTES)
+    """Bytes of the signature and counts that precede the rows of a region, a layer's included."""
+    return round_up(SIGNATURE_BYTES + 4 * MAX_SHARES * (num_experts + num_ranks), LINE_BYTES)
 
 
 @dataclass(frozen=True, slots=True)
@@ -139,12 +144,12 @@ class SlotLayout:
         return self.count_flags + self.num_ranks * FLAG_BYTES
 
     @property
-    def rows_flags(self) -> int:
+    def stage_flags(self) -> int:
         return self.metadata_flags + self.num_ranks * FLAG_BYTES
 
     @property
     def chunk_flags(self) -> int:
-        return self.rows_flags + self.num_ranks * FLAG_BYTES
+        return self.stage_flags + 2 * MAX_STAGES.value * self.num_ranks * FLAG_BYTES
 
     @property
     def slots(self) -> int:
@@ -202,7 +207,7 @@ class DeviceContext:
         words[Word.DONE] = layout.done
         words[Word.COUNT_FLAGS] = layout.count_flags
         words[Word.METADATA_FLAGS] = layout.metadata_flags
-        words[Word.ROWS_FLAGS] = layout.rows_flags
+        words[Word.STAGE_FLAGS] = layout.stage_flags
         words[Word.CHUNK_FLAGS] = layout.chunk_flags
         words[Word.MAX_CHUNKS] = MAX_CHUNKS
         words[Word.SLOTS] = layout.slots
@@ -275,14 +280,47 @@ def timeout_seconds() -> float:
 
 
 class Slots:
-    """A Buffer's symmetric block with its layout and device context. Making one is collective."""
+    """A Buffer's symmetric block with its layout and device context. Making one is collective:
+    `new_block(num_bytes, was_captured)` allocates, or raises on all ranks where one of them has
+    captured the memory that this replaces.
+
+    `expert_rows` is a second symmetric block, for the rows of a layer's experts; it has no slots,
+    as all ranks are done with a layer before any sends rows of the next.
+    """
 
     def __init__(
-        self, block: SymmetricTensor, layout: SlotLayout, rank: int, timeout_s: float
+        self,
+        new_block: Callable[[int, bool], SymmetricTensor],
+        layout: SlotLayout,
+        rank: int,
+        timeout_s: float,
+        was_captured: bool = False,
     ) -> None:
-        self.block, self.layout = block, layout
-        self.context = DeviceContext(layout, rank, block.peer_addresses, timeout_s)
+        self.layout, self._new_block = layout, new_block
+        self.block = new_block(layout.num_bytes, was_captured)
+        self.expert_rows: SymmetricTensor | None = None
+        self.context = DeviceContext(layout, rank, self.block.peer_addresses, timeout_s)
+
+    def reserve_expert_rows(self, num_bytes: int, was_captured: bool) -> SymmetricTensor:
+        """Make `expert_rows` at least that large. Collective where they are not: all ranks ask for
+        the same. BackendError in a CUDA graph's capture; was_captured: see above."""
+        rows = self.expert_rows
+        if rows is not None and rows.local.numel() >= num_bytes:
+            return rows
+        if self.context.words.is_cuda:
+            if torch.cuda.is_current_stream_capturing():
+                raise BackendError(
+                    f"a layer's first call with {num_bytes} bytes of expert rows allocates them, "
+                    "which cannot be captured; call it once before the capture."
+                )
+            torch.cuda.synchronize(self.context.words.device)
+        self.expert_rows = self._new_block(num_bytes, was_captured and rows is not None)
+        if rows is not None:
+            rows.free()
+        return self.expert_rows
 
     def free(self) -> None:
         """Give the memory back. The caller has made sure that no kernel uses it any more."""
         self.block.free()
+        if self.expert_rows is not None:
+            self.expert_rows.free()

@@ -7,6 +7,7 @@ from .context import (
     COUNT_FLAGS,
     DONE,
     MAX_CHUNKS,
+    MAX_STAGES,
     METADATA_FLAGS,
     NUM_RANKS,
     NUM_SLOTS,
@@ -16,8 +17,8 @@ from .context import (
     PHASE_SLOT_FREE,
     RANK,
     REGION_BYTES,
-    ROWS_FLAGS,
     SLOTS,
+    STAGE_FLAGS,
 )
 from .lang import (
     consume_token,
@@ -58,9 +59,11 @@ def metadata_flag(writer, context):
 
 
 @device_function
-def rows_flag(writer, context):
-    """Address of the flag that says: `writer` has written all its rows, payload and all."""
-    return own_block(context) + tl.load(context + ROWS_FLAGS) + writer * 8
+def stage_flag(way, stage, writer, context):
+    """Address of the flag that says: `writer` has written its rows of a layer up to this stage, on
+    the way there (0) or back (1). The flags of all writers lie side by side."""
+    index = (way * MAX_STAGES + stage) * tl.load(context + NUM_RANKS) + writer
+    return own_block(context) + tl.load(context + STAGE_FLAGS) + index * 8
 
 
 @device_function
@@ -151,42 +154,10 @@ def raise_chunks(first, end, num_rows, context, CHUNK_ROWS: tl.constexpr, SPAN: 
 
 
 @device_function
-def raise_rows(first_distance, end_distance, context, RANKS_PAD: tl.constexpr):
-    """Tell the ranks at these distances, rank + d at d, that all rows for them are there."""
-    num_ranks = tl.load(context + NUM_RANKS).to(tl.int32)
-    rank = tl.load(context + RANK).to(tl.int32)
-    distances = tl.arange(0, RANKS_PAD)
-    mask = (distances >= first_distance) & (distances < end_distance)
-    flags = rows_flag(rank + distances * 0, context)
-    notify(flags, (rank + distances) % num_ranks, mask, current_epoch(context), context)
-
-
-@device_function
 def wait_rows(writer, rows, mask, context, CHUNK_ROWS: tl.constexpr):
     """Wait until `writer` has written `rows` (block) into its region. Returns a token."""
     flags = chunk_flag(writer, rows // CHUNK_ROWS, context)
     return wait(flags, mask, current_epoch(context), rows * 0 + writer, context, PHASE_ROWS)
-
-
-@device_function
-def wait_sources(first_distance, end_distance, context, RANKS_PAD: tl.constexpr):
-    """Wait until the ranks at these distances have written all their rows, by `raise_rows`. Returns
-    a token."""
-    num_ranks = tl.load(context + NUM_RANKS).to(tl.int32)
-    distances = tl.arange(0, RANKS_PAD)
-    mask = (distances >= first_distance) & (distances < tl.minimum(end_distance, num_ranks))
-    sources = source_at(distances, context)
-    flags = rows_flag(sources, context)
-    return wait(flags, mask, current_epoch(context), sources, context, PHASE_ROWS)
-
-
-@device_function
-def wait_metadata(writer, mask, context):
-    """Wait until `writer` has written its rows' metadata, if `mask` (block) is set anywhere.
-    Returns a token."""
-    writers = mask.to(tl.int32) * 0 + writer
-    flags = metadata_flag(writers, context)
-    return wait(flags, mask, current_epoch(context), writers, context, PHASE_METADATA)
 
 
 @device_function

@@ -1,4 +1,4 @@
-"""Tiles sorted by the ranks whose rows they hold, on the device; kernels in `stages_kernels.py`."""
+"""Tiles in the order in which rows come and are sent back; kernels in `stages_kernels.py`."""
 
 from __future__ import annotations
 
@@ -8,65 +8,78 @@ import torch
 import triton
 
 from .hardware import early_launch, launches_overlap
-from .slots import Slots, next_power_of_2
+from .slots import next_power_of_2
 from .stages_kernels import staged_schedule_kernel
 
 
 @dataclass(frozen=True, slots=True)
 class StagedSchedule:
-    """Tiles of rows in the order in which their rows come, and in which they are sent back.
+    """Tiles of expert rows, on the device.
 
-    tiles int64 [2, max_tiles], see `TileSchedule`, on the way there and back; first_tile int32 [2,
-    S + 1]: the tile that begins each stage's turn, there 0, 1, ..., back 1, 2, ..., 0; counters
-    int64 [3, S]: zeros, for programs to count in, turn by turn: who has pushed, who has computed,
-    and spans of returned rows that are taken. stages_there, stages_back: how many, S at most.
+    tiles int64 [2, max_tiles], see `TileSchedule`: in order of rows, as they arrive, and by turn,
+    as they are returned: turn s holds the rows of share s of the other ranks' tokens, the last one
+    this rank's own. first_tile int32 [turns + 1]: the tile that begins each turn. Counters int64,
+    from 0 on: pushed [stage_count], programs that have pushed their share of a stage; computed and
+    returned [turns], those that have computed and returned theirs of a turn.
     """
 
     tiles: torch.Tensor
     first_tile: torch.Tensor
     counters: torch.Tensor
     block_m: int
-    stages_there: int
-    stages_back: int
+    stage_count: int
+
+    @property
+    def turns(self) -> int:
+        return self.first_tile.numel() - 1
+
+    @property
+    def pushed(self) -> torch.Tensor:
+        return self.counters[: self.stage_count]
+
+    @property
+    def computed(self) -> torch.Tensor:
+        return self.counters[self.stage_count : self.stage_count + self.turns]
+
+    @property
+    def returned(self) -> torch.Tensor:
+        return self.counters[self.stage_count + self.turns :]
 
 
 def staged_schedule(
-    recv_expert_counts: torch.Tensor,
+    expert_rows: torch.Tensor,
     expert_offsets: torch.Tensor,
     max_expert_rows: int,
     block_m: int,
-    stages: tuple[int, int],
+    stage_count: int,
     mixed: bool,
-    slots: Slots,
 ) -> StagedSchedule:
-    """Cut rows into tiles and sort them by `stages`, there and back; see `staged_schedule_kernel`.
-    Early, behind the exchange, and the launch behind it may be early too."""
-    num_ranks, num_local_experts = recv_expert_counts.shape
-    new = recv_expert_counts.new_empty
-    max_tiles = triton.cdiv(max_expert_rows, block_m) + num_local_experts
-    num_stages = max(stages)
-    if not mixed:
-        max_tiles += num_local_experts * (num_stages - 1)
+    """Cut expert rows into tiles, in both orders; see `staged_schedule_kernel`. expert_rows int32
+    [turns, L]. Early, behind the exchange, and the launch behind it may be early too."""
+    turns, num_local_experts = expert_rows.shape
+    new = expert_rows.new_empty
+    max_tiles = triton.cdiv(max_expert_rows, block_m) + num_local_experts * (1 if mixed else turns)
+    num_counters = stage_count + 2 * turns
     schedule = StagedSchedule(
         new((2, max_tiles), dtype=torch.int64),
-        new((2, num_stages + 1)),
-        new((3, num_stages), dtype=torch.int64),
+        new(turns + 1),
+        new(num_counters, dtype=torch.int64),
         block_m,
-        *stages,
+        stage_count,
     )
     staged_schedule_kernel[(num_local_experts, 2)](
-        recv_expert_counts,
+        expert_rows,
         expert_offsets,
         schedule.tiles,
         schedule.first_tile,
         schedule.counters,
-        slots.context.words,
+        num_counters,
         num_local_experts,
-        *stages,
         max_tiles,
         BLOCK_M=block_m,
-        RANKS_PAD=next_power_of_2(num_ranks),
+        TURNS=turns,
         EXPERTS_PAD=next_power_of_2(num_local_experts),
+        COUNTERS_PAD=next_power_of_2(num_counters),
         STEP=128,
         MIXED=mixed,
         OVERLAP=launches_overlap(),

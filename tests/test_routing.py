@@ -19,7 +19,7 @@ def plan_on_rank(group, topk_idx, num_experts, num_ranks):
     layout = SlotLayout(num_ranks, 1024)
     block = SingleTensor(layout.num_bytes, cases.device())
     block.peer_addresses = block.peer_addresses.expand(num_ranks).clone()
-    slots = Slots(block, layout, 0, 1.0)
+    slots = Slots(lambda *_: block, layout, 0, 1.0)
     topk_idx = topk_idx.to(cases.device())
     layout = routing.layout(topk_idx, num_experts, slots)
     per_rank, per_expert, in_rank, _ = layout

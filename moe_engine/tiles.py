@@ -1,0 +1,125 @@
+"""A tile of rows as the unit of communication: who it goes to, where, and when it is there.
+
+The second layer of primitives, on `lang` (addresses, flags, waits): kernels name a tile or a stage,
+and these derive ranks, offsets and flags, as do the tile primitives of Triton-distributed
+(`dl.wait`, `dl.notify`, with a tile's id). Rows of a layer travel in stages. On the way there a
+stage is a range of the receiver's rows, which fill up from the first one on; on the way back it is
+a share of the sender's tokens. `examples/push_tiles.py` is a kernel made of these.
+"""
+
+import triton.language as tl
+
+from .context import NUM_RANKS, PHASE_ROWS, RANK, TIMEOUT_NS
+from .lang import (
+    as_pointer,
+    current_epoch,
+    device_function,
+    is_broken,
+    notify,
+    now_ns,
+    put_rows,
+    time_to_send,
+    wait,
+    wait_inline,
+)
+from .slots_kernels import stage_flag
+from .work import is_last
+
+THERE = tl.constexpr(0)
+BACK = tl.constexpr(1)
+"""The ways of a row: to its experts, and to its token."""
+
+
+@device_function
+def deal_rows(first, step, num_peers, BATCH: tl.constexpr):
+    """(peers, rows) of BATCH rows that a program writes: places first, first + step, ... in the
+    sequence row 0 to each of `num_peers`, row 1 to each of them, ...
+
+    Traffic to all of them stays even, and programs `step` apart take all rows. Three peers: places
+    0 1 2 3 4 5 6 are (peer, row) (0, 0) (1, 0) (2, 0) (1, 1) (2, 1) (0, 1) (2, 2): each round
+    begins one further, so that a program comes to all peers.
+    """
+    places = first + tl.arange(0, BATCH) * step
+    rows = places // num_peers
+    return (places + rows) % num_peers, rows
+
+
+@device_function
+def put_tile(
+    to,
+    source,
+    num_rows,
+    num_words,
+    due,
+    num_programs,
+    context,
+    LANES: tl.constexpr,
+    ALIGNED: tl.constexpr,
+    BLOCK_WORDS: tl.constexpr,
+):
+    """Copy the first `num_rows` of a batch of rows, LANES at a time, at this program's share of the
+    link's speed: addresses `to` [BATCH], 0 for no row, and `source`, pointers to words. Returns
+    when the next rows are due, see `lang.put_rows`."""
+    step = time_to_send(LANES * BLOCK_WORDS * 4, 1, num_programs, context)
+    for part in range(0, num_rows, LANES):
+        lanes = part + tl.arange(0, LANES)
+        address = tl.gather(to, lanes, 0)
+        rows = tl.gather(source.to(tl.int64), lanes, 0)
+        # fmt: off
+        due = put_rows(
+            as_pointer(address, source.dtype.element_ty), as_pointer(rows, source.dtype.element_ty),
+            num_words, address != 0, due, step, ALIGNED, BLOCK_WORDS,
+        )
+        # fmt: on
+    return due
+
+
+@device_function
+def notify_stage(written, num_programs, way, stage, context, RANKS_PAD: tl.constexpr):
+    """Say that this program, one of `num_programs`, has written its share of a stage; the last one
+    tells all ranks.
+
+    Every store of each program happens before a wait for the stage ends: programs arrive at the
+    int64 counter `written`, from 0 on, as in `work.is_last`, and the last one publishes, by
+    `lang.notify`, all that happened before.
+    """
+    if is_last(written, num_programs):
+        if is_broken(context) == 0:  # else some program may have written nothing
+            ranks = tl.arange(0, RANKS_PAD)
+            flags = stage_flag(way, stage, tl.load(context + RANK) + ranks * 0, context)
+            here = ranks < tl.load(context + NUM_RANKS)
+            notify(flags, ranks, here, current_epoch(context), context)
+
+
+@device_function
+def wait_stage(way, stage, context, RANKS_PAD: tl.constexpr, PHASE: tl.constexpr = PHASE_ROWS):
+    """Wait until all ranks have written their rows up to this stage. Returns a token, see
+    `lang.wait`."""
+    ranks = tl.arange(0, RANKS_PAD)
+    real = ranks < tl.load(context + NUM_RANKS)
+    flags = stage_flag(way, stage, ranks, context)
+    return wait(flags, real, current_epoch(context), ranks, context, PHASE)
+
+
+@device_function
+def rows_per_stage(num_rows, stage_count):
+    """Rows of a receiver that each stage of the way there fills: 10 rows in 4 stages: 3, 3, 3, 1."""
+    return tl.maximum(tl.cdiv(num_rows, stage_count), 1)
+
+
+@device_function
+def wait_tile(end_row, stage_rows, deadline, context, RANKS: tl.constexpr, BEFORE_TMA: tl.constexpr):
+    """Wait until the rows before `end_row` of this rank's are there, inside a loop that is to be
+    pipelined. Returns 0, to be added to what addresses the rows, so that no load moves ahead.
+
+    Stages fill the rows in order, so the stage of the last one is waited for, from all ranks:
+    see `lang.wait_inline`. A caller ends with `wait_stage` of the last stage, which reports.
+    """
+    flags = stage_flag(THERE, (end_row - 1) // stage_rows, 0, context)
+    return wait_inline(flags, deadline, context, RANKS, BEFORE_TMA)
+
+
+@device_function
+def deadline_from_now(context):
+    """When a wait that begins now expires, in ns."""
+    return now_ns() + tl.load(context + TIMEOUT_NS)
