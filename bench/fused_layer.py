@@ -25,7 +25,7 @@ from moe_engine import Buffer, LayerConfig, Options, moe_ffn
 from moe_engine.emulation import RankPool, send_message
 from moe_engine.layer_config import LayerProblem
 
-UNFUSED = LayerConfig(fused=False, num_push_programs=24)
+UNFUSED = LayerConfig(num_stages=1, num_shares=1)
 ERROR = 6e-3
 """Largest relative difference to the all-to-all path; both round to bf16 on the way."""
 
@@ -169,9 +169,7 @@ class Bench:
             error=error,
             num_comm_sms=choice.num_push_programs,
         )
-        fused = choice if choice.fused else LayerConfig.choose_fused(self.problem())
         others = {"moe_engine_unfused": self.time(self.layer(UNFUSED))}
-        others["moe_engine_fused"] = ours_us if choice.fused else self.time(self.layer(fused))
         others["nccl"] = time_calls(self.nccl, self.group, 7)
         for impl, us in others.items():
             self.send(impl=impl, us=us, ratio_to="moe_engine", ratio=us / ours_us)

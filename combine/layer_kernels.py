@@ -127,8 +127,8 @@ def return_sums_kernel(
         program, num_programs = tl.program_id(0), tl.num_programs(0)
         own = region(rank, context) + header_bytes
         # The records that say which expert rows are of which token.
-        flags = metadata_flag(ranks, context)
-        token = wait(flags, is_peer, current_epoch(context), ranks, context, PHASE_METADATA)
+        records = metadata_flag(ranks, context)
+        token = wait(records, is_peer, current_epoch(context), ranks, context, PHASE_METADATA)
         for share in range(0, SHARES):
             if token == 1:
                 flags = (computed + share).to(tl.int64) + lane * 8

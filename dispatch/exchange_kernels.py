@@ -220,10 +220,10 @@ def exchange_shares_kernel(
             received = tl.load(at, mask=in_tile, other=0)
             others += tl.where(source == rank, 0, received)
             own += tl.where(source == rank, tl.sum(received, 0), 0)
-            at = counts + shares * row_length + num_experts + rank
-            rows = tl.cumsum(tl.load(at, mask=shares < SHARES, other=0), 0)
-            to = share_rows + source * (SHARES + 1) + 1 + shares
-            tl.store(to, tl.where(num_others == 0, rows, 0), mask=shares < SHARES)
+            at_rows = counts + shares * row_length + num_experts + rank
+            rows = tl.cumsum(tl.load(at_rows, mask=shares < SHARES, other=0), 0)
+            to_rows = share_rows + source * (SHARES + 1) + 1 + shares
+            tl.store(to_rows, tl.where(num_others == 0, rows, 0), mask=shares < SHARES)
         if num_others == 0:  # else they stay 0: the counts of another shape mean nothing
             to = expert_rows + shares[:, None] * num_local_experts + experts[None, :]
             tl.store(to, others, mask=in_tile)

@@ -11,7 +11,7 @@ from triton.tools.tensor_descriptor import TensorDescriptor
 
 from ..config import GemmConfig
 from ..grouped_gemm import num_compute_programs, ragged
-from ..hardware import early_launch, launches_overlap
+from ..hardware import early_launch, launches_overlap, share_sms
 from ..lang import INTERPRETED
 from ..routing import Layout
 from ..slots import RowLayout, Slots, next_power_of_2
@@ -125,7 +125,7 @@ def push_lanes(
     the schedule's."""
     x, num_ranks = lanes.x, slots.layout.num_ranks
     words = Words.of(x.shape[1], x.dtype)
-    push_lanes_kernel[(2 if INTERPRETED else num_programs,)](
+    compiled = push_lanes_kernel[(2 if INTERPRETED else num_programs,)](
         words.view(x),
         lanes.topk_idx,
         lanes.sorted_lane,
@@ -150,6 +150,8 @@ def push_lanes(
         num_warps=1,
         **early_launch(),
     )
+    if not INTERPRETED:
+        share_sms(compiled.function)
 
 
 def dispatch_gemm(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ctypes
 import functools
 from typing import Any
 
@@ -29,6 +30,20 @@ def early_launch() -> dict[str, Any]:
     """Launch option: begin when all programs of the launch before have called
     `work.let_next_start`."""
     return {"launch_pdl": True} if launches_overlap() else {}
+
+
+@functools.cache
+def _driver() -> ctypes.CDLL:
+    return ctypes.CDLL("libcuda.so.1")
+
+
+@functools.cache
+def share_sms(function: int) -> None:
+    """Let programs of a compiled kernel share SMs with those of a GEMM that begins after them: an SM
+    divides its memory between cache and shared memory, as the first program on it prefers, and
+    not anew while one runs."""
+    preferred_carveout, percent = 9, 100  # CU_FUNC_ATTRIBUTE_PREFERRED_SHARED_MEMORY_CARVEOUT
+    _driver().cuFuncSetAttribute(ctypes.c_void_p(function), preferred_carveout, percent)
 
 
 def pace_ps_per_kb() -> int:

@@ -6,16 +6,36 @@ import pytest
 import triton
 from compile_helper import compile_kernel
 
-from moe_engine.combine.layer_kernels import staged_gemm_kernel
+from moe_engine.combine import layer as combine_host
+from moe_engine.combine import layer_kernels
 from moe_engine.config import GemmConfig, GemmProblem, candidates
-from moe_engine.dispatch.fused import push_words
-from moe_engine.dispatch.fused_kernels import dispatch_gemm_kernel
-from moe_engine.words import COPY_ROWS
+from moe_engine.dispatch import exchange_kernels, fused, fused_kernels
+from moe_engine.routing_kernels import sort_lanes_kernel
+from moe_engine.stages_kernels import staged_schedule_kernel
 
 of_this_triton = pytest.mark.skipif(
     not triton.__version__.startswith("3.6."), reason="registers are those of Triton 3.6"
 )
 PROBLEM = dict(num_rows=65536, num_experts=32, num_columns=768, depth=2048)
+TYPES = {
+    **dict.fromkeys(("x", "sorted_lane", "lane_position", "place_shift", "stage_begin"), "*i32"),
+    **dict.fromkeys(("earlier_counts", "send_head", "share_rows", "expert_offsets"), "*i32"),
+    **dict.fromkeys(("num_tokens_per_expert", "num_tokens_per_rank", "expert_rows"), "*i32"),
+    **dict.fromkeys(("first_tile", "num_tiles", "num_rows"), "*i32"),
+    **dict.fromkeys(("topk_idx", "pushed", "computed", "returned", "tiles", "context"), "*i64"),
+    **{"counters": "*i64", "topk_weights": "*fp32", "y": "*bf16", "out": "*bf16"},
+}
+SHAPE = {"NUM_TOPK": 8, "RANKS": 4, "RANKS_PAD": 4, "OVERLAP": True}
+
+
+def compile_layer(kernel, constexprs, arch=90, num_warps=4, num_stages=3, **types):
+    names = kernel.arg_names
+    constexprs = {name: value for name, value in (SHAPE | constexprs).items() if name in names}
+    constexprs["OVERLAP"] = arch >= 90
+    types = TYPES | types
+    signature = {name: types.get(name, "i32") for name in names if name not in constexprs}
+    options = {"num_warps": num_warps, "num_stages": num_stages}
+    return compile_kernel(kernel, signature, constexprs, arch, **options)
 
 
 def configs(block_m: int, **changes: object) -> list[GemmConfig]:
@@ -26,61 +46,96 @@ def configs(block_m: int, **changes: object) -> list[GemmConfig]:
     return [config for config in candidates(problem, block_m) if config.num_splits == 1]
 
 
-def dispatch_gemm(config: GemmConfig, arch: int = 90):
-    block_n = config.block_n // 2
-    signature = {
-        **dict.fromkeys(("num_tokens_per_rank", "send_token_idx", "first_tile", "x"), "*i32"),
-        **dict.fromkeys(("row_offset", "tiles", "pushed", "context"), "*i64"),
-        "w": f"tensordesc<bf16[2, {block_n}, {config.block_k}]>",
-        "out": f"tensordesc<bf16[1, 1, 1, {config.block_m}, {block_n // config.subtiles}]>",
-    }
-    constexprs = {
-        **{"RANKS_PAD": 4, "STAGES_PAD": 4, "CHUNK_ROWS": 8, "SPAN": 4, "LANES": COPY_ROWS},
-        **{"BLOCK_WORDS": push_words(config), "OVERLAP": arch >= 90},
-    }
-    return compile_staged(dispatch_gemm_kernel, signature, constexprs, config, arch)
-
-
-def staged_gemm(config: GemmConfig, arch: int = 90):
-    width = config.block_n // config.subtiles
-    signature = {
-        **{"first_tile": "*i32", "tiles": "*i64", "computed": "*i64"},
+def gemm(kernel, config: GemmConfig, parts: int, arch: int = 90):
+    width = config.block_n // parts
+    descriptors = {
         "a": f"tensordesc<bf16[1, 1, {config.block_m}, {config.block_k}]>",
-        "w": f"tensordesc<bf16[1, {config.block_n}, {config.block_k}]>",
-        "out": f"tensordesc<bf16[1, 1, 1, {config.block_m}, {width}]>",
+        "w": f"tensordesc<bf16[{parts}, {width}, {config.block_k}]>",
+        "out": f"tensordesc<bf16[1, 1, 1, {config.block_m}, {width // config.subtiles}]>",
     }
-    constexprs = {"STAGES_PAD": 8, "OVERLAP": arch >= 90}
-    return compile_staged(staged_gemm_kernel, signature, constexprs, config, arch)
-
-
-def compile_staged(kernel, signature, constexprs, config, arch):
     options = config.launch_options()
     launch = {name: options.pop(name) for name in ("num_warps", "num_stages")}
-    constexprs = {**constexprs, **options}
-    types = {arg: signature.get(arg, "i32") for arg in kernel.arg_names if arg not in constexprs}
-    return compile_kernel(kernel, types, constexprs, arch, **launch)
+    return compile_layer(kernel, {"TURNS": 5, **options}, arch, **launch, **descriptors)
+
+
+def push(arch: int = 90):
+    sizes = {"LANES": fused.PUSH_ROWS, "BLOCK_WORDS": fused.PUSH_WORDS, "BATCH": fused.PUSH_BATCH}
+    kernel = fused_kernels.push_lanes_kernel
+    return compile_layer(kernel, {**sizes, "ALIGNED": True}, arch, 1, expert_rows="*i64")
+
+
+def returns(arch: int = 90):
+    block = combine_host.RETURN_BYTES // 2
+    sizes = {"SHARES": 4, "ROWS": combine_host.RETURN_ROWS, "BLOCK_H": block}
+    kernel = layer_kernels.return_sums_kernel
+    return compile_layer(kernel, {**sizes, "AT_ONCE": combine_host.READ_AHEAD}, arch, 2)
+
+
+def sums(arch: int = 90):
+    sizes = {"SHARES": 4, "GROUP": combine_host.SUM_TOKENS, "BLOCK_H": 256}
+    kernel = layer_kernels.layer_sum_kernel
+    return compile_layer(kernel, {**sizes, "AT_ONCE": combine_host.READ_AHEAD}, arch)
 
 
 @of_this_triton
 @pytest.mark.parametrize("block_m", [128, 64, 32, 16])
-def test_no_spills(block_m):
-    config = configs(block_m, gated=True, gathered=True)[0]  # as `dispatch_gemm_config` takes them
-    built = dispatch_gemm(config)
-    assert built.spill_bytes == 0, config
-    assert "wgmma" in built.ptx or block_m < 64
-    for config in configs(block_m):
-        built = staged_gemm(config)
-        assert built.spill_bytes == 0, config
-        assert "wgmma" in built.ptx or block_m < 64
+def test_gemms_do_not_spill(block_m):
+    for kernel, parts in ((fused_kernels.dispatch_gemm_kernel, 2), (layer_kernels.staged_gemm_kernel, 1)):
+        for config in configs(block_m, gated=parts == 2):
+            built = gemm(kernel, config, parts)
+            assert built.spill_bytes == 0, config
+            assert "wgmma" in built.ptx or block_m < 64
+
+
+@of_this_triton
+def test_what_runs_beside_a_gemm_finds_room():
+    """On an SM: 65,536 registers, 228 KiB of shared memory, 1 KiB of it for each program."""
+    largest = max(
+        (gemm(fused_kernels.dispatch_gemm_kernel, configs(128, gated=True)[0], 2), 1),
+        (gemm(layer_kernels.staged_gemm_kernel, configs(128)[0], 1), 1),
+        key=lambda built: built[0].registers,
+    )[0]
+    rest = 65536 - 256 * -(-largest.registers // 8) * 8
+    for built, num_warps, count in ((push(), 1, 1), (returns(), 2, 2), (sums(), 4, 1)):
+        assert built.spill_bytes == 0
+        assert count * num_warps * 32 * -(-built.registers // 8) * 8 <= rest
+        assert count * (built.shared_bytes + 1024) <= 228 * 1024 - largest.shared_bytes - 1024
+
+
+@pytest.mark.parametrize("arch", [80, 90])
+def test_all_compile(arch):
+    compile_layer(
+        exchange_kernels.exchange_shares_kernel,
+        {"EXPERTS_PAD": 64, "COLUMNS_PAD": 512, "SHARES": 4, "PARTS": fused.PLACE_PARTS},
+        arch,
+    )
+    compile_layer(
+        staged_schedule_kernel,
+        {"TURNS": 5, "EXPERTS_PAD": 64, "COUNTERS_PAD": 32, "STEP": 128, "BLOCK_M": 128, "MIXED": True},
+        arch,
+    )
+    sizes = {"TOPK_PAD": 8, "BLOCK": 32}
+    compile_layer(sort_lanes_kernel, {**sizes, "EXPERTS_PAD": 256, "STEP": 32}, arch, 8)
+    compile_layer(fused_kernels.send_records_kernel, sizes, arch)
+    for kernel in (push, returns, sums):
+        kernel(arch)
 
 
 def test_stages_are_announced_after_their_stores():
     """Before programs are counted their TMA stores are drained and fenced, and all threads meet;
     the count releases."""
-    ptx = staged_gemm(configs(128)[0]).ptx
+    ptx = gemm(layer_kernels.staged_gemm_kernel, configs(128)[0], 1).ptx
     last = 0
     for _ in range(ptx.count("cp.async.bulk.wait_group 0; fence.proxy.async; bar.sync 0;")):
         last = ptx.index("cp.async.bulk.wait_group 0; fence.proxy.async; bar.sync 0;", last + 1)
         release = ptx.index("atom.global.gpu.release.add.u64", last)
         assert "cp.async.bulk.tensor" not in ptx[last:release]
     assert last
+
+
+def test_rows_are_read_after_their_flags():
+    """In the pipelined loop each tile's flags are acquired, and fenced, before its loads."""
+    ptx = gemm(fused_kernels.dispatch_gemm_kernel, configs(128, gated=True)[0], 2).ptx
+    loop = ptx[ptx.index("wgmma.mma_async") - 6000 :]
+    wait = loop.index("ld.acquire.sys.global.b64 flag, [at];")
+    assert wait < loop.index("fence.proxy.async", wait) < loop.index("cp.async.bulk.tensor", wait)

@@ -111,47 +111,37 @@ def test_any_shape(
     )  # fmt: skip
 
 
-def sum_lanes(group, y, place, topk_weights):
-    """Combine expert rows y [M, H] at `place` int32 [T, K] for the tokens of one rank."""
-    from moe_engine import combine
-    from moe_engine.routing import ExpertPlan
-    from moe_engine.stages import StagedSchedule
+def in_turn(group, x, topk_idx, topk_weights, up, down):
+    """The layer from verbs that each end before the next begins; sums of lanes in torch."""
+    from moe_engine.grouped_gemm import grouped_gemm
 
-    num_tokens, num_topk = place.shape
-    device = cases.device()
-    y, place, topk_weights = (t.to(device) for t in (y, place, topk_weights))
-    buffer = make_buffer(group, y, 6, num_topk, num_tokens)
-    none = torch.empty(0, dtype=torch.int64, device=device)
-    plan = ExpertPlan(none, none, place[None], topk_weights[None])
-    head = torch.arange(num_tokens, dtype=torch.int32, device=device)[:, None]
-    prefix = torch.full((1, 1), num_tokens, dtype=torch.int32, device=device)
-    schedule = StagedSchedule(none, none, none, 0, 1, 1)
-    sums = combine.LayerSums(plan, schedule, prefix, head)
-    out = combine.sum_experts(y, sums, buffer._engine.slots)
-    buffer.check()
+    num_ranks = torch.distributed.get_world_size(group)
+    buffer = make_buffer(group, x, num_ranks * len(up), topk_idx.shape[1], 100)
+    per_rank, _, per_expert, in_rank, _ = buffer.get_dispatch_layout(topk_idx, num_ranks * len(up))
+    rows, ids, weights, _, handle, _ = buffer.dispatch(
+        x, None, per_rank, None, in_rank, per_expert, topk_idx, topk_weights
+    )
+    row, lane = (ids >= 0).nonzero(as_tuple=True)
+    order = ids[row, lane].argsort(stable=True)
+    row, lane = row[order], lane[order]
+    ends = torch.bincount(ids[row, lane], minlength=len(up)).cumsum(0)
+    offsets = torch.nn.functional.pad(ends, (1, 0)).int()
+    act = grouped_gemm(rows[row], up, offsets, activation="swiglu")
+    y = x.new_zeros(*ids.shape, x.shape[1])
+    y[row, lane] = grouped_gemm(act, down, offsets)
+    out, _, _ = buffer.combine(reference.sum_lanes(y, weights), handle)
+    torch.distributed.barrier(group)
     buffer.destroy()
-    return out.cpu()
+    return out
 
 
-def test_lanes_are_summed_in_order(pool):
-    """fp32, to the bit where products are rounded before they are added."""
-    _, w = cases.tokens(40, 16, 5, torch.float32, 0)
-    y = torch.randn(200, 16) * 10.0 ** torch.randint(-3, 4, (200, 1))
-    place = torch.randperm(200).view(40, 5).int()
-    [out] = pool.run(sum_lanes, y, place, w, num_ranks=1)
-    want = reference.sum_lanes(y[place.long()], w)
-    if pool.device == "cpu":
-        assert torch.equal(out, want)
-    assert cases.relative_error(out, want) < 1e-6
-
-
-def run_both(group, max_tokens, configs, x, topk_idx, topk_weights, up, down):
-    """moe_ffn in each of several ways."""
+def run_all(group, max_tokens, configs, x, topk_idx, topk_weights, up, down):
+    """The layer in turn, then by moe_ffn in each of several ways."""
     from moe_engine import Buffer, Options, moe_ffn
 
     num_experts = up.shape[0] * torch.distributed.get_world_size(group)
     args = [t.to(cases.device()) for t in (x, topk_idx, topk_weights, up, down)]
-    outs = []
+    outs = [in_turn(group, *args).cpu()]
     for config in configs:
         options = Options(layer=config)
         sizes = max_tokens, x.shape[1], num_experts, topk_idx.shape[1], x.dtype
@@ -165,25 +155,28 @@ def run_both(group, max_tokens, configs, x, topk_idx, topk_weights, up, down):
     return outs
 
 
-@pytest.mark.parametrize("num_ranks", [2, 3, 4])
+@pytest.mark.parametrize("num_ranks", [1, 2, 3, 4])
 @pytest.mark.parametrize("kind", ["uniform", "one_hot", "holes"])
-def test_fused_equals_unfused_bit_for_bit(pool, num_ranks, kind):
+def test_fused_equals_in_turn_bit_for_bit(pool, num_ranks, kind):
     from moe_engine import LayerConfig
     from moe_engine.emulation import PerRank
 
     configs = [
-        LayerConfig(fused=False, num_push_programs=1),
-        LayerConfig(num_stages=2, num_push_programs=2, num_return_programs=1),
-        LayerConfig(num_stages=num_ranks, mixed=False, num_push_programs=1, num_return_programs=1),
-        LayerConfig(num_stages=1, group_m=1, num_push_programs=3, num_return_programs=1),
+        LayerConfig(num_stages=1, num_shares=1),
+        LayerConfig(num_stages=3, num_shares=2, num_push_programs=7, num_return_programs=9),
+        LayerConfig(num_stages=32, num_shares=8, mixed=False, num_push_programs=260),
+        LayerConfig(num_stages=4, num_shares=3, group_m=1),
     ]
     num_tokens = [70, 3, 0, 41][:num_ranks]
-    inputs = make_inputs(num_ranks, num_tokens, 64, 2 * num_ranks, 3, kind, "bf16", 5)
-    weights = make_weights(num_ranks, 2, 64, 48, "bf16")
+    inputs = make_inputs(num_ranks, num_tokens, 64, 3 * num_ranks, 3, kind, "bf16", 5)
+    weights = make_weights(num_ranks, 3, 64, 48, "bf16")
     parts = (PerRank(part) for part in (*inputs, *weights))
-    results = pool.run(run_both, max(num_tokens), configs, *parts, num_ranks=num_ranks)
-    for outs in results:
+    results = pool.run(run_all, max(num_tokens), configs, *parts, num_ranks=num_ranks)
+    for in_turn_out, *outs in results:
         assert all(torch.equal(out, outs[0]) for out in outs[1:])
+        if pool.device == "cpu":  # a GPU adds products before it rounds them
+            assert torch.equal(outs[0], in_turn_out)
+        assert cases.relative_error(outs[0], in_turn_out) < TOLERANCE["bf16"]
 
 
 def run_module(group, x, topk_idx, topk_weights):
