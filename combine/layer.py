@@ -17,8 +17,8 @@ from ..slots import Slots, next_power_of_2
 from ..stages import StagedSchedule
 from .layer_kernels import layer_sum_kernel, return_sums_kernel, staged_gemm_kernel
 
-RETURN_ROWS, RETURN_BYTES = 2, 2048
-"""Rows that a program sums and returns at a time, and bytes of each."""
+RETURN_ROWS, RETURN_BYTES, RETURN_WARPS = 1, 2048, 2
+"""Rows that a program sums and returns at a time, bytes of each, and its warps."""
 READ_AHEAD = 4
 """Expert rows of a token that are read at once; few tokens have more on a rank."""
 SUM_TOKENS = 4
@@ -91,7 +91,7 @@ def gemm_combine(
             *sizes,
             ROWS=16 if INTERPRETED else RETURN_ROWS,
             BLOCK_H=min(next_power_of_2(hidden), RETURN_BYTES // y.itemsize),
-            num_warps=2,
+            num_warps=RETURN_WARPS,
             **common,
         )
     out = y.new_empty(len(returns.send_head), hidden)

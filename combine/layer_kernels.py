@@ -16,6 +16,8 @@ from ..lang import (
     round_to,
     row_pointers,
     symm_at,
+    ticks,
+    time_to_send,
     wait,
 )
 from ..slots_kernels import metadata_flag, region
@@ -125,7 +127,8 @@ def return_sums_kernel(
         ranks = tl.arange(0, RANKS_PAD)
         is_peer = (ranks < RANKS) & (ranks != rank)
         program, num_programs = tl.program_id(0), tl.num_programs(0)
-        own = region(rank, context) + header_bytes
+        step = time_to_send(ROWS * BLOCK_H * (y.dtype.element_ty.primitive_bitwidth // 8), 1, num_programs, context)
+        due = ticks()
         # The records that say which expert rows are of which token.
         records = metadata_flag(ranks, context)
         token = wait(records, is_peer, current_epoch(context), ranks, context, PHASE_METADATA)
@@ -143,25 +146,63 @@ def return_sums_kernel(
                 ends = tl.load(begins + 1, mask=is_peer, other=0)
                 most_rows = tl.max(ends - tl.load(begins, mask=is_peer, other=0), 0)
                 total = most_rows * (RANKS - 1)
+                # What tells of a batch is asked for a batch ahead.
+                # fmt: off
+                batch = _look_up(
+                    rows, share_rows, share, program, context, header_bytes, row_bytes,
+                    places_offset, weights_offset, hidden, NUM_TOPK, SHARES, RANKS, ROWS, AT_ONCE,
+                )
                 for first in range(program, total, num_programs * ROWS):
-                    peers, number = deal_rows(first, num_programs, RANKS - 1, ROWS)
-                    peers = (rank + 1 + peers) % RANKS
-                    begin = share_rows + peers * (SHARES + 1) + share
-                    row = tl.load(begin) + number
-                    inside = row < tl.load(begin + 1)
-                    offset = row.to(tl.int64) * row_bytes
-                    record = region(peers, context) + header_bytes + offset + places_offset
-                    to = as_pointer(symm_at(own + offset, peers, context), y.dtype.element_ty)
-                    lanes = load_lanes(rows, record, inside, weights_offset, hidden, NUM_TOPK, AT_ONCE)
+                    to, inside, lanes = batch
+                    batch = _look_up(
+                        rows, share_rows, share, first + num_programs * ROWS, context,
+                        header_bytes, row_bytes, places_offset, weights_offset, hidden, NUM_TOPK,
+                        SHARES, RANKS, ROWS, AT_ONCE,
+                    )
+                    # fmt: on
                     for column in range(0, hidden, BLOCK_H):
                         columns = column + tl.arange(0, BLOCK_H)
                         in_row = _in_row(columns, hidden, y)
-                        total_sum = sum_lanes(lanes, columns, in_row, hidden)
-                        values = round_to(total_sum, y.dtype.element_ty)
+                        values = round_to(sum_lanes(lanes, columns, in_row, hidden), y.dtype.element_ty)
+                        while ticks() - due < 0:
+                            pass
+                        due = due + step
                         mask = inside[:, None] & in_row[None, :]
-                        put(row_pointers(to, columns, True), values, mask)
+                        put(row_pointers(as_pointer(to, y.dtype.element_ty), columns, True), values, mask)
                 notify_stage(returned + share, num_programs, BACK, share, context, RANKS_PAD)
     wait_for_previous(OVERLAP)
+
+
+@device_function
+def _look_up(
+    y,
+    share_rows,
+    share,
+    first,
+    context,
+    header_bytes,
+    row_bytes,
+    places_offset,
+    weights_offset,
+    hidden,
+    NUM_TOPK: tl.constexpr,
+    SHARES: tl.constexpr,
+    RANKS: tl.constexpr,
+    ROWS: tl.constexpr,
+    AT_ONCE: tl.constexpr,
+):
+    """(addresses [ROWS] on their ranks, whether they exist, their expert rows) of rows to return:
+    place `first` of a share, and ROWS - 1 more."""
+    rank = tl.load(context + RANK).to(tl.int32)
+    peers, number = deal_rows(first, tl.num_programs(0), RANKS - 1, ROWS)
+    peers = (rank + 1 + peers) % RANKS
+    begin = share_rows + peers * (SHARES + 1) + share
+    row = tl.load(begin) + number
+    inside = row < tl.load(begin + 1)
+    offset = header_bytes + row.to(tl.int64) * row_bytes
+    record = region(peers, context) + offset + places_offset
+    lanes = load_lanes(y, record, inside, weights_offset, hidden, NUM_TOPK, AT_ONCE)
+    return symm_at(region(rank, context) + offset, peers, context), inside, lanes
 
 
 @device_function

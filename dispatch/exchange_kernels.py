@@ -124,7 +124,8 @@ def exchange_shares_kernel(
     share_rows,  # int32 [R, SHARES + 1], out: rows of each source before each share of its tokens
     expert_rows,  # int32 [SHARES + 1, L], out: expert rows by share, this rank's own last
     expert_offsets,  # int32 [L + 1], out
-    place_shift,  # int32 [SHARES, E], out
+    first_place,  # int32 [SHARES, E], out: see below
+    first_lane,  # int32 [E], out: this rank's lanes for earlier experts
     stage_begin,  # int32 [R, S + 1], out
     context,
     num_blocks,
@@ -147,18 +148,17 @@ def exchange_shares_kernel(
     for each destination find where this rank's lanes go there.
 
     An expert's rows stand by share of their source's tokens, then by distance of the source, rank -
-    d at d; this rank's own stand last. `sorted_lane` of a lane, which is at `position` among this
-    rank's sorted lanes, thus is row place_shift[share, expert] + position of the expert's rank.
-    stage_begin[d]: at which positions this rank's rows for each stage of rank d begin, as in
-    `tiles.rows_per_stage`.
+    d at d; this rank's own stand last. Lane `index` of this rank for an expert thus becomes row
+    first_place[share, expert] + index of the expert's rank. stage_begin[d]: which of this rank's
+    lanes, sorted by expert, are the first of each stage of rank d, as in `tiles.rows_per_stage`.
 
     Example, 2 ranks of 2 experts, SHARES 1: rank 0 has [2, 1, 1, 3] lanes for experts 0 to 3 and
     rank 1 has [1, 0, 2, 2]. Rank 0 receives [1 + 2, 0 + 1] rows, its own last; rank 1 receives
-    [1 + 2, 3 + 2]. On rank 0 place_shift is [1, 1, -3, -1]: its lanes 0 1 | 2 | 3 | 4 5 6 become
+    [1 + 2, 3 + 2]. On rank 0 first_place is [1, 3, 0, 3]: its lanes 0 1 | 2 | 3 | 4 5 6 become
     rows 1 2 | 3 of rank 0 and rows 0 | 3 4 5 of rank 1. With 2 stages, 2 rows each on rank 0 and 4
     on rank 1, stage_begin is [[0, 1, 3], [3, 5, 7]].
 
-    An early launch behind `sort_lanes_kernel`; see `exchange_kernel` for what follows.
+    An early launch behind the layout; see `exchange_kernel` for what follows.
     """
     program = tl.program_id(0)
     experts = tl.arange(0, EXPERTS_PAD)
@@ -254,19 +254,22 @@ def exchange_shares_kernel(
         place = (tl.cumsum(totals, 0) - totals)[None, :] + before
         all_experts = tl.arange(0, COLUMNS_PAD)
         nearer = all_experts < dest * num_local_experts
-        first_lane = tl.sum(tl.load(num_tokens_per_expert + all_experts, mask=nearer, other=0), 0)
-        lanes = tl.sum(mine, 0)
-        position = first_lane + (tl.cumsum(lanes, 0) - lanes)[None, :] + tl.cumsum(mine, 0) - mine
-        if (program - RANKS - 1) % PARTS == 0:
+        num_earlier = tl.sum(tl.load(num_tokens_per_expert + all_experts, mask=nearer, other=0), 0)
+        part = (program - RANKS - 1) % PARTS
+        if part == 0:
+            lanes = tl.sum(mine, 0)
+            to_lanes = first_lane + dest * num_local_experts + experts
+            tl.store(to_lanes, num_earlier + tl.cumsum(lanes, 0) - lanes, mask=real)
             to = shares[:, None] * num_experts + dest * num_local_experts + experts[None, :]
-            tl.store(place_shift + to, place - position, mask=in_tile)
+            first = place - (tl.cumsum(mine, 0) - mine)
+            tl.store(first_place + to, first, mask=in_tile)
         num_rows = tl.sum(totals, 0)
         stage_rows = rows_per_stage(num_rows, stage_count)
-        for stage in range((program - RANKS - 1) % PARTS, stage_count + 1, PARTS):
+        for stage in range(part, stage_count + 1, PARTS):
             end = tl.minimum(stage * stage_rows, num_rows)
             earlier = tl.minimum(tl.maximum(end - place, 0), mine)
-            to = stage_begin + dest * (stage_count + 1) + stage
-            tl.store(to, first_lane + tl.sum(tl.sum(earlier, 1), 0))
+            to_stage = stage_begin + dest * (stage_count + 1) + stage
+            tl.store(to_stage, num_earlier + tl.sum(tl.sum(earlier, 1), 0))
 
 
 @device_function

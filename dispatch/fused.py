@@ -31,14 +31,12 @@ PUSH_ROWS, PUSH_WORDS = 2, 512
 @dataclass(frozen=True, slots=True)
 class Lanes:
     """What a rank sends to the experts: x [T, H] contiguous, topk_idx int64 [T, K] and topk_weights
-    float32 [T, K], their layout, and the lanes sorted by expert, see `routing.sort_lanes`."""
+    float32 [T, K], and their layout. A rank gets its sums back in num_shares parts."""
 
     x: torch.Tensor
     topk_idx: torch.Tensor
     topk_weights: torch.Tensor
     layout: Layout
-    position: torch.Tensor
-    sorted_lane: torch.Tensor
     num_shares: int
 
     @property
@@ -65,28 +63,30 @@ class Places:
     """Where rows go and come from, on the device; see `exchange_shares_kernel`.
 
     share_rows int32 [R, SHARES + 1], expert_rows int32 [SHARES + 1, L], expert_offsets int32 [L +
-    1]: what this rank receives. place_shift int32 [SHARES, E], stage_begin int32 [R, S + 1]: where
-    its rows go.
+    1]: what this rank receives. first_place int32 [SHARES, E], first_lane int32 [E], stage_begin
+    int32 [R, S + 1]: where its lanes go.
     """
 
     share_rows: torch.Tensor
     expert_rows: torch.Tensor
     expert_offsets: torch.Tensor
-    place_shift: torch.Tensor
+    first_place: torch.Tensor
+    first_lane: torch.Tensor
     stage_begin: torch.Tensor
 
 
 def exchange_shares(lanes: Lanes, stage_count: int, slots: Slots) -> Places:
     """Tell every rank this rank's counts by share and learn theirs. Begins a call; the launch
-    before it is `sort_lanes`'."""
+    before it is the layout's."""
     num_ranks, num_shares = slots.layout.num_ranks, lanes.num_shares
     num_local = lanes.num_experts // num_ranks
-    new, row = lanes.sorted_lane.new_empty, lanes.row
+    new, row = lanes.layout.earlier_counts.new_empty, lanes.row
     places = Places(
         new((num_ranks, num_shares + 1)),
         new((num_shares + 1, num_local)),
         new(num_local + 1),
         new((num_shares, lanes.num_experts)),
+        new(lanes.num_experts),
         new((num_ranks, stage_count + 1)),
     )
     exchange_shares_kernel[(num_ranks + 1 + num_ranks * PLACE_PARTS,)](
@@ -96,7 +96,8 @@ def exchange_shares(lanes: Lanes, stage_count: int, slots: Slots) -> Places:
         places.share_rows,
         places.expert_rows,
         places.expert_offsets,
-        places.place_shift,
+        places.first_place,
+        places.first_lane,
         places.stage_begin,
         slots.context.words,
         len(lanes.layout.earlier_counts),
@@ -119,27 +120,27 @@ def exchange_shares(lanes: Lanes, stage_count: int, slots: Slots) -> Places:
 
 
 def push_lanes(
-    lanes: Lanes, places: Places, schedule: StagedSchedule, num_programs: int, slots: Slots
+    x: torch.Tensor,
+    lane_order: torch.Tensor,
+    places: Places,
+    schedule: StagedSchedule,
+    num_programs: int,
+    slots: Slots,
 ) -> None:
-    """Copy each lane's row to its place among the expert rows of all ranks. The launch before it is
-    the schedule's."""
-    x, num_ranks = lanes.x, slots.layout.num_ranks
+    """Copy each lane's row of x [T, H] to its place among the expert rows of all ranks; lane_order:
+    see `routing.place_lanes`. The launch before it is the schedule's."""
+    num_ranks = slots.layout.num_ranks
     words = Words.of(x.shape[1], x.dtype)
     compiled = push_lanes_kernel[(2 if INTERPRETED else num_programs,)](
         words.view(x),
-        lanes.topk_idx,
-        lanes.sorted_lane,
-        places.place_shift,
+        lane_order,
         places.stage_begin,
         schedule.pushed,
         slots.expert_rows.peer_addresses,
         slots.context.words,
         schedule.stage_count,
-        lanes.tokens_per_share,
-        lanes.num_experts,
         words.num_words,
         x.shape[1] * x.itemsize,
-        NUM_TOPK=lanes.row.num_topk,
         RANKS=num_ranks,
         RANKS_PAD=next_power_of_2(num_ranks),
         BATCH=PUSH_BATCH,
@@ -187,22 +188,22 @@ def dispatch_gemm(
     return out
 
 
-def send_records(lanes: Lanes, places: Places, header_bytes: int, slots: Slots) -> torch.Tensor:
+def send_records(
+    lanes: Lanes, lane_place: torch.Tensor, header_bytes: int, slots: Slots
+) -> torch.Tensor:
     """Tell each rank which of its expert rows belong to each token; returns send_head int32 [T, R],
     see `reference.send_plan`. The launch before it is that of `dispatch_gemm`."""
     num_tokens, num_topk = lanes.topk_idx.shape
     num_ranks, row = slots.layout.num_ranks, lanes.row
-    send_head = lanes.sorted_lane.new_empty((num_tokens, num_ranks))
+    send_head = lane_place.new_empty((num_tokens, num_ranks))
     send_records_kernel[(len(lanes.layout.earlier_counts),)](
         lanes.topk_idx,
         lanes.topk_weights,
-        lanes.position,
-        places.place_shift,
+        lane_place,
         lanes.layout.earlier_counts,
         send_head,
         slots.context.words,
         num_tokens,
-        lanes.tokens_per_share,
         lanes.num_experts // num_ranks,
         header_bytes,
         row.num_bytes,

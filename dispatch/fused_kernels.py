@@ -6,7 +6,7 @@ import triton.language as tl
 from ..context import RANK
 from ..grouped_gemm.kernels import finish_tile, gemm_tile
 from ..grouped_gemm.schedule_kernels import load_tile
-from ..lang import as_pointer, current_epoch, is_broken, notify, put, symm_at, take_turns
+from ..lang import as_pointer, current_epoch, is_broken, notify, put, symm_at, take_turns, time_to_send
 from ..routing_kernels import place_in_sum
 from ..slots_kernels import metadata_flag, region
 from ..tiles import (
@@ -23,24 +23,19 @@ from ..work import is_last_program, let_next_start, wait_for_previous
 
 
 @triton.jit(
-    do_not_specialize=["stage_count", "tokens_per_share", "num_experts"],
+    do_not_specialize=["stage_count"],
     do_not_specialize_on_alignment=["pushed"],
 )
 def push_lanes_kernel(
     x,  # words [T, num_words]
-    topk_idx,  # int64 [T, K]
-    sorted_lane,  # int32 [T * K], see `sort_lanes_kernel`
-    place_shift,  # int32 [SHARES, E], see `exchange_shares_kernel`
-    stage_begin,  # int32 [R, S + 1]
+    lane_order,  # int64 [T * K], see `place_lanes_kernel`
+    stage_begin,  # int32 [R, S + 1], see `exchange_shares_kernel`
     pushed,  # int64 [S]: programs that have pushed their share of each stage
     expert_rows,  # int64 [R]: address of the expert rows on each rank
     context,
     stage_count,
-    tokens_per_share,
-    num_experts,
     num_words,
     row_bytes,
-    NUM_TOPK: tl.constexpr,
     RANKS: tl.constexpr,
     RANKS_PAD: tl.constexpr,
     BATCH: tl.constexpr,
@@ -54,7 +49,7 @@ def push_lanes_kernel(
 
     Many programs of a warp: they find room on the SMs beside the GEMM's, and all together keep just
     as many bytes in flight as the links take; more would slow the GEMM down.
-    An early launch behind the schedule. After an exchange all ranks are in the call, so what their
+    An early launch behind the places. After an exchange all ranks are in the call, so what their
     expert rows held in the one before has been read.
     """
     wait_for_previous(OVERLAP)
@@ -63,6 +58,8 @@ def push_lanes_kernel(
         return
     program, num_programs = tl.program_id(0), tl.num_programs(0)
     ranks = tl.arange(0, RANKS_PAD)
+    # One rank's share of the rows stays here.
+    step = time_to_send(LANES * BLOCK_WORDS * 4, RANKS, num_programs * (RANKS - 1), context)
     due = take_turns(LANES * BLOCK_WORDS * 4, program, context)
     for stage in range(0, stage_count):
         begins = stage_begin + ranks * (stage_count + 1) + stage
@@ -73,18 +70,14 @@ def push_lanes_kernel(
             begin = stage_begin + peers * (stage_count + 1) + stage
             position = tl.load(begin) + rows
             has = position < tl.load(begin + 1)
-            lane = tl.load(sorted_lane + position, mask=has, other=0)
-            token = lane // NUM_TOPK
-            expert = tl.load(topk_idx + lane, mask=has, other=0)
-            shift = place_shift + token // tokens_per_share * num_experts + expert
-            place = tl.load(shift, mask=has, other=0) + position
-            to = tl.load(expert_rows + peers) + place.to(tl.int64) * row_bytes
-            source = x + token.to(tl.int64) * num_words
+            lane = tl.load(lane_order + position, mask=has, other=0)
+            to = tl.load(expert_rows + peers) + (lane >> 32) * row_bytes
+            source = x + (lane & 0x7FFFFFFF) * num_words
             num_rows = tl.minimum(tl.cdiv(total - first, num_programs), BATCH)
             # fmt: off
             due = put_tile(
-                tl.where(has, to, 0), source, num_rows, num_words, due, num_programs, context,
-                LANES, ALIGNED, BLOCK_WORDS,
+                tl.where(has, to, 0), source, num_rows, num_words, due, step, LANES, ALIGNED,
+                BLOCK_WORDS,
             )
             # fmt: on
         notify_stage(pushed + stage, num_programs, THERE, stage, context, RANKS_PAD)
@@ -142,17 +135,15 @@ def dispatch_gemm_kernel(
     wait_for_previous(OVERLAP)
 
 
-@triton.jit(do_not_specialize=["num_tokens", "tokens_per_share", "num_local_experts"])
+@triton.jit(do_not_specialize=["num_tokens", "num_local_experts"])
 def send_records_kernel(
     topk_idx,  # int64 [T, K]
     topk_weights,  # float32 [T, K]
-    lane_position,  # int32 [T, K], see `sort_lanes_kernel`
-    place_shift,  # int32 [SHARES, E], see `exchange_shares_kernel`
+    lane_place,  # int32 [T, K], see `place_lanes_kernel`
     earlier_counts,  # int32 [B, E + R], see `routing.Layout`
     send_head,  # int32 [T, R], out: see `send_plan_kernel`
     context,
     num_tokens,
-    tokens_per_share,
     num_local_experts,
     header_bytes,
     row_bytes,
@@ -187,12 +178,10 @@ def send_records_kernel(
         has = inside[:, None] & (lanes < NUM_TOPK)[None, :]
         at = tokens[:, None] * NUM_TOPK + lanes[None, :]
         ids = tl.load(topk_idx + at, mask=has, other=-1).to(tl.int32)
-        position = tl.load(lane_position + at, mask=has, other=-1)
+        place = tl.load(lane_place + at, mask=has, other=-1)
         weight = tl.load(topk_weights + at, mask=has, other=0.0)
         num_experts = num_local_experts * RANKS
-        shift = place_shift + (tokens // tokens_per_share * num_experts)[:, None] + ids
-        place = tl.load(shift, mask=position >= 0, other=0) + position
-        owner = tl.where(position >= 0, ids // num_local_experts, -1)
+        owner = tl.where(place >= 0, ids // num_local_experts, -1)
         is_sent = tl.zeros([BLOCK, RANKS_PAD], tl.int32)
         for peer in tl.static_range(RANKS):
             goes = tl.max((owner == peer).to(tl.int32), 1)

@@ -41,9 +41,11 @@ def feed_forward(
     down_tiles = gemm_config(w_down, expected_rows, block_m=up_tiles.block_m)
 
     layout = routing.layout(topk_idx, num_experts, slots)
-    sorted_lanes = routing.sort_lanes(topk_idx, layout)
-    lanes = dispatch.Lanes(x, topk_idx, topk_weights, layout, *sorted_lanes, config.num_shares)
+    lanes = dispatch.Lanes(x, topk_idx, topk_weights, layout, config.num_shares)
     places = dispatch.exchange_shares(lanes, config.num_stages, slots)
+    lane_place, lane_order = routing.place_lanes(
+        topk_idx, layout, places.first_place, places.first_lane, lanes.tokens_per_share, slots
+    )
     schedule = staged_schedule(
         places.expert_rows,
         places.expert_offsets,
@@ -52,9 +54,9 @@ def feed_forward(
         config.num_stages,
         config.mixed,
     )
-    dispatch.push_lanes(lanes, places, schedule, config.num_push_programs, slots)
+    dispatch.push_lanes(x, lane_order, places, schedule, config.num_push_programs, slots)
     act = dispatch.dispatch_gemm(rows, w_gate_up, places, schedule, up_tiles, slots)
-    send_head = dispatch.send_records(lanes, places, header, slots)
+    send_head = dispatch.send_records(lanes, lane_place, header, slots)
     returns = combine.Returns(lanes, places, schedule, send_head, header)
     num_programs = config.num_return_programs
     tiles = replace(down_tiles, **options)

@@ -11,8 +11,8 @@ from .hardware import early_launch, launches_overlap
 from .routing_kernels import (
     layout_kernel,
     layout_sum_kernel,
+    place_lanes_kernel,
     send_plan_kernel,
-    sort_lanes_kernel,
 )
 from .slots import Slots, next_power_of_2
 
@@ -73,33 +73,41 @@ def layout(topk_idx: torch.Tensor, num_experts: int, slots: Slots) -> Layout:
     return Layout(per_rank, per_expert, in_rank, block_counts, block)
 
 
-def sort_lanes(topk_idx: torch.Tensor, layout: Layout) -> tuple[torch.Tensor, torch.Tensor]:
-    """(lane_position int32 [T, K], sorted_lane int32 [T * K]): lanes sorted by expert, see
-    `reference.sort_lanes`. Early, behind the layout, and the launch behind may be early too."""
+def place_lanes(
+    topk_idx: torch.Tensor,
+    layout: Layout,
+    first_place: torch.Tensor,
+    first_lane: torch.Tensor,
+    tokens_per_share: int,
+    slots: Slots,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """(lane_place int32 [T, K], lane_order int64 [T * K]), see `place_lanes_kernel`. Early, behind
+    the exchange that found first_place [SHARES, E] and first_lane [E]."""
     num_tokens, num_topk = topk_idx.shape
     num_blocks, row_length = layout.earlier_counts.shape
-    num_experts = layout.num_tokens_per_expert.numel()
-    position = topk_idx.new_empty((num_tokens, num_topk), dtype=torch.int32)
-    sorted_lane = topk_idx.new_empty(num_tokens * num_topk, dtype=torch.int32)
-    sort_lanes_kernel[(num_blocks,)](
+    place = topk_idx.new_empty((num_tokens, num_topk), dtype=torch.int32)
+    order = topk_idx.new_empty(num_tokens * num_topk)
+    place_lanes_kernel[(num_blocks,)](
         topk_idx,
         layout.earlier_counts,
-        layout.num_tokens_per_expert,
-        position,
-        sorted_lane,
+        first_place,
+        first_lane,
+        place,
+        order,
+        slots.context.words,
         num_tokens,
-        num_experts,
+        layout.num_tokens_per_expert.numel(),
         row_length,
+        tokens_per_share,
         NUM_TOPK=num_topk,
         TOPK_PAD=next_power_of_2(num_topk),
-        EXPERTS_PAD=next_power_of_2(num_experts),
         BLOCK=layout.block_tokens,
         STEP=32,
         OVERLAP=launches_overlap(),
         num_warps=8,
         **early_launch(),
     )
-    return position, sorted_lane
+    return place, order
 
 
 def send_plan(

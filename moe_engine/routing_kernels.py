@@ -7,7 +7,7 @@ import triton
 import triton.language as tl
 
 from .context import BAD_IDS, NUM_RANKS, REPORT_BAD_IDS
-from .lang import device_function, report_words
+from .lang import device_function, is_broken, report_words
 from .work import let_next_start, wait_for_previous
 
 
@@ -81,28 +81,31 @@ def layout_sum_kernel(
         tl.store(report_words(context) + REPORT_BAD_IDS, tl.load(context + BAD_IDS))
 
 
-@triton.jit(do_not_specialize=["num_tokens", "num_experts"])
-def sort_lanes_kernel(
+@triton.jit(do_not_specialize=["num_tokens", "num_experts", "tokens_per_share"])
+def place_lanes_kernel(
     topk_idx,  # int64 [T, K]
     earlier_counts,  # int32 [B, E + R], `block_counts` of `layout_sum_kernel`
-    num_tokens_per_expert,  # int32 [E]
-    lane_position,  # int32 [T, K], out: where each lane stands among all, sorted by expert, or -1
-    sorted_lane,  # int32 [T * K], out: the lanes, t * K + k, in that order
+    first_place,  # int32 [SHARES, E], see `exchange_shares_kernel`
+    first_lane,  # int32 [E]
+    lane_place,  # int32 [T, K], out: row of each lane among those of its expert's rank, or -1
+    lane_order,  # int64 [T * K], out: lanes sorted by expert, as place << 32 | token
+    context,
     num_tokens,
     num_experts,
     row_length,  # E + R
+    tokens_per_share,
     NUM_TOPK: tl.constexpr,
     TOPK_PAD: tl.constexpr,
-    EXPERTS_PAD: tl.constexpr,
     BLOCK: tl.constexpr,
     STEP: tl.constexpr,
     OVERLAP: tl.constexpr,
 ):
     """Program b places the lanes of block b, token by token, lane by lane; the blocks are those of
-    `layout_kernel`. Lanes of bad ids stand nowhere. An early launch behind the layout.
+    `layout_kernel`. Lanes of bad ids stand nowhere. An early launch behind the exchange, and the
+    one behind it may be early too.
 
-    topk_idx [[0, 3], [2, 0], [3, 2], [0, 1]]: lane_position [[0, 6], [4, 1], [7, 5], [2, 3]],
-    sorted_lane [0, 3, 6, 7, 2, 5, 1, 4].
+    One rank, topk_idx [[0, 3], [2, 0], [3, 2], [0, 1]]: lane_place [[0, 6], [4, 1], [7, 5], [2,
+    3]]; the tokens of lane_order are 0 1 3 | 3 | 1 2 | 0 2.
     """
     first = tl.program_id(0) * BLOCK
     items = tl.arange(0, BLOCK * TOPK_PAD)
@@ -111,7 +114,8 @@ def sort_lanes_kernel(
     inside = (tokens < num_tokens) & (lanes < NUM_TOPK)
     ids = tl.load(topk_idx + tokens * NUM_TOPK + lanes, mask=inside, other=-1).to(tl.int32)
     valid = (ids >= 0) & (ids < num_experts)
-    index = tl.zeros_like(ids)
+    at = earlier_counts + tl.program_id(0) * row_length + ids
+    index = tl.load(at, mask=valid, other=0)
     for start in tl.static_range(0, BLOCK * TOPK_PAD, STEP):  # unrolled: all reads at once
         others = start + tl.arange(0, STEP)
         other_tokens = first + others // TOPK_PAD
@@ -122,13 +126,12 @@ def sort_lanes_kernel(
         index += tl.sum(is_earlier.to(tl.int32), 1)
     wait_for_previous(OVERLAP)
     let_next_start(OVERLAP)
-    experts = tl.arange(0, EXPERTS_PAD)
-    counts = tl.load(num_tokens_per_expert + experts, mask=experts < num_experts, other=0)
-    first_lane = tl.cumsum(counts, 0) - counts
-    at = earlier_counts + tl.program_id(0) * row_length + ids
-    index += tl.load(at, mask=valid, other=0) + tl.gather(first_lane, tl.where(valid, ids, 0), 0)
-    tl.store(lane_position + tokens * NUM_TOPK + lanes, tl.where(valid, index, -1), mask=inside)
-    tl.store(sorted_lane + index, tokens * NUM_TOPK + lanes, mask=valid)
+    valid = valid & (is_broken(context) == 0)  # else nobody may have written the first places
+    shares = tokens // tokens_per_share
+    place = index + tl.load(first_place + shares * num_experts + ids, mask=valid, other=0)
+    order = index + tl.load(first_lane + ids, mask=valid, other=0)
+    tl.store(lane_place + tokens * NUM_TOPK + lanes, tl.where(valid, place, -1), mask=inside)
+    tl.store(lane_order + order, place.to(tl.int64) << 32 | tokens.to(tl.int64), mask=valid)
 
 
 @triton.jit(do_not_specialize=["num_tokens"])

@@ -18,7 +18,6 @@ from .lang import (
     notify,
     now_ns,
     put_rows,
-    time_to_send,
     wait,
     wait_inline,
 )
@@ -51,16 +50,14 @@ def put_tile(
     num_rows,
     num_words,
     due,
-    num_programs,
-    context,
+    step,
     LANES: tl.constexpr,
     ALIGNED: tl.constexpr,
     BLOCK_WORDS: tl.constexpr,
 ):
-    """Copy the first `num_rows` of a batch of rows, LANES at a time, at this program's share of the
-    link's speed: addresses `to` [BATCH], 0 for no row, and `source`, pointers to words. Returns
-    when the next rows are due, see `lang.put_rows`."""
-    step = time_to_send(LANES * BLOCK_WORDS * 4, 1, num_programs, context)
+    """Copy the first `num_rows` of a batch of rows, LANES at a time, BLOCK_WORDS of each every
+    `step`: addresses `to` [BATCH], 0 for no row, and `source`, pointers to words. Returns when the
+    next rows are due, see `lang.put_rows`."""
     for part in range(0, num_rows, LANES):
         lanes = part + tl.arange(0, LANES)
         address = tl.gather(to, lanes, 0)

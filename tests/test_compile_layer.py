@@ -10,7 +10,7 @@ from moe_engine.combine import layer as combine_host
 from moe_engine.combine import layer_kernels
 from moe_engine.config import GemmConfig, GemmProblem, candidates
 from moe_engine.dispatch import exchange_kernels, fused, fused_kernels
-from moe_engine.routing_kernels import sort_lanes_kernel
+from moe_engine.routing_kernels import place_lanes_kernel
 from moe_engine.stages_kernels import staged_schedule_kernel
 
 of_this_triton = pytest.mark.skipif(
@@ -18,11 +18,11 @@ of_this_triton = pytest.mark.skipif(
 )
 PROBLEM = dict(num_rows=65536, num_experts=32, num_columns=768, depth=2048)
 TYPES = {
-    **dict.fromkeys(("x", "sorted_lane", "lane_position", "place_shift", "stage_begin"), "*i32"),
+    **dict.fromkeys(("x", "lane_place", "first_place", "first_lane", "stage_begin"), "*i32"),
     **dict.fromkeys(("earlier_counts", "send_head", "share_rows", "expert_offsets"), "*i32"),
     **dict.fromkeys(("num_tokens_per_expert", "num_tokens_per_rank", "expert_rows"), "*i32"),
     **dict.fromkeys(("first_tile", "num_tiles", "num_rows"), "*i32"),
-    **dict.fromkeys(("topk_idx", "pushed", "computed", "returned", "tiles", "context"), "*i64"),
+    **dict.fromkeys(("topk_idx", "pushed", "computed", "returned", "tiles", "context", "lane_order"), "*i64"),
     **{"counters": "*i64", "topk_weights": "*fp32", "y": "*bf16", "out": "*bf16"},
 }
 SHAPE = {"NUM_TOPK": 8, "RANKS": 4, "RANKS_PAD": 4, "OVERLAP": True}
@@ -68,7 +68,7 @@ def returns(arch: int = 90):
     block = combine_host.RETURN_BYTES // 2
     sizes = {"SHARES": 4, "ROWS": combine_host.RETURN_ROWS, "BLOCK_H": block}
     kernel = layer_kernels.return_sums_kernel
-    return compile_layer(kernel, {**sizes, "AT_ONCE": combine_host.READ_AHEAD}, arch, 2)
+    return compile_layer(kernel, {**sizes, "AT_ONCE": combine_host.READ_AHEAD}, arch, combine_host.RETURN_WARPS)
 
 
 def sums(arch: int = 90):
@@ -96,7 +96,7 @@ def test_what_runs_beside_a_gemm_finds_room():
         key=lambda built: built[0].registers,
     )[0]
     rest = 65536 - 256 * -(-largest.registers // 8) * 8
-    for built, num_warps, count in ((push(), 1, 1), (returns(), 2, 2), (sums(), 4, 1)):
+    for built, num_warps, count in ((push(), 1, 1), (returns(), combine_host.RETURN_WARPS, 2), (sums(), 4, 1)):
         assert built.spill_bytes == 0
         assert count * num_warps * 32 * -(-built.registers // 8) * 8 <= rest
         assert count * (built.shared_bytes + 1024) <= 228 * 1024 - largest.shared_bytes - 1024
@@ -115,7 +115,7 @@ def test_all_compile(arch):
         arch,
     )
     sizes = {"TOPK_PAD": 8, "BLOCK": 32}
-    compile_layer(sort_lanes_kernel, {**sizes, "EXPERTS_PAD": 256, "STEP": 32}, arch, 8)
+    compile_layer(place_lanes_kernel, {**sizes, "STEP": 32}, arch, 8)
     compile_layer(fused_kernels.send_records_kernel, sizes, arch)
     for kernel in (push, returns, sums):
         kernel(arch)
