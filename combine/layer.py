@@ -9,7 +9,7 @@ from triton.tools.ragged_tma import create_ragged_descriptor
 from triton.tools.tensor_descriptor import TensorDescriptor
 
 from ..config import GemmConfig
-from ..dispatch import Lanes, Places
+from ..dispatch import Lanes, Records
 from ..grouped_gemm import num_compute_programs, num_sms, ragged
 from ..hardware import early_launch, launches_overlap
 from ..lang import INTERPRETED
@@ -29,13 +29,12 @@ SUM_PROGRAMS = 8
 
 @dataclass(frozen=True, slots=True)
 class Returns:
-    """What the way back needs of the way there: the lanes sent, the places of what came, the
-    schedule of tiles, send_head int32 [T, R], and where rows begin in a region."""
+    """What the way back needs of the way there: the lanes sent, the records of what comes back, the
+    schedule of tiles, and where rows begin in a region."""
 
     lanes: Lanes
-    places: Places
+    records: Records
     schedule: StagedSchedule
-    send_head: torch.Tensor
     header_bytes: int
 
 
@@ -60,20 +59,21 @@ def gemm_combine(
         create_ragged_descriptor(a, [config.block_m, config.block_k]),
         TensorDescriptor.from_tensor(w, [1, config.block_n, config.block_k]),
         ragged(y[None], config.block_m, config.block_n // config.subtiles),
-        schedule.tiles[1],
+        schedule.tiles,
         schedule.first_tile,
         schedule.computed,
         *w.shape[1:],
-        TURNS=schedule.turns,
+        STAGES=schedule.back_stages,
         OVERLAP=launches_overlap(),
         **config.launch_options(),
         **early_launch(),
     )
     row, hidden = returns.lanes.row, y.shape[1]
-    sizes = hidden, returns.header_bytes, row.num_bytes, row.ids, row.weights - row.ids
+    sizes = hidden, returns.header_bytes, row.num_bytes
+    offsets = row.ids, row.weights - row.ids
     common = dict(
         NUM_TOPK=row.num_topk,
-        SHARES=returns.lanes.num_shares,
+        STAGES=schedule.back_stages,
         RANKS=num_ranks,
         RANKS_PAD=next_power_of_2(num_ranks),
         AT_ONCE=READ_AHEAD,
@@ -83,28 +83,32 @@ def gemm_combine(
     if num_ranks > 1:
         return_sums_kernel[(2 if INTERPRETED else num_return_programs,)](
             y,
-            returns.places.share_rows,
             schedule.computed,
             schedule.returned,
             slots.context.words,
             num_programs,
+            returns.lanes.num_experts,
             *sizes,
+            row.scales,
+            *offsets,
             ROWS=16 if INTERPRETED else RETURN_ROWS,
             BLOCK_H=min(next_power_of_2(hidden), RETURN_BYTES // y.itemsize),
             num_warps=RETURN_WARPS,
             **common,
         )
-    out = y.new_empty(len(returns.send_head), hidden)
+    records = returns.records
+    out = y.new_empty(len(records.send_head), hidden)
     layer_sum_kernel[(2 if INTERPRETED else SUM_PROGRAMS * num_sms(y.device),)](
         out,
         y,
-        returns.send_head,
+        records.send_head,
+        records.last_stage,
         schedule.computed,
         slots.context.words,
         num_programs,
         len(out),
-        returns.lanes.tokens_per_share,
         *sizes,
+        *offsets,
         GROUP=16 if INTERPRETED else SUM_TOKENS,
         BLOCK_H=min(next_power_of_2(hidden), (512 if num_ranks <= 4 else 256) // y.itemsize),
         num_warps=4,

@@ -20,8 +20,8 @@ from ..lang import (
     time_to_send,
     wait,
 )
-from ..slots_kernels import metadata_flag, region
-from ..stages_kernels import first_tiles, load_staged_tile, turn_of
+from ..slots_kernels import metadata_flag, region, stage_counts_offset
+from ..stages_kernels import first_tiles, load_staged_tile, stage_of
 from ..tiles import BACK, deal_rows, notify_stage, wait_stage
 from ..work import (
     arrive_after_tma,
@@ -41,12 +41,12 @@ def staged_gemm_kernel(
     a,  # ragged descriptor of [M, K]
     w,  # descriptor of the weights, see `gemm_tile`
     out,  # ragged descriptor of [1, M, N]
-    tiles,  # int64 [max_tiles], sorted by turn
-    first_tile,  # int32 [TURNS + 1]: tile that begins each turn
-    computed,  # int64 [TURNS]: programs that have computed their tiles of each turn
+    tiles,  # int64 [max_tiles]
+    first_tile,  # int32 [STAGES + 1]: tile that begins each stage
+    computed,  # int64 [STAGES]: programs that have computed their tiles of each stage
     N,
     K,
-    TURNS: tl.constexpr,
+    STAGES: tl.constexpr,
     SUBTILES: tl.constexpr,
     BLOCK_M: tl.constexpr,
     BLOCK_N: tl.constexpr,
@@ -54,20 +54,20 @@ def staged_gemm_kernel(
     GROUP_M: tl.constexpr,
     OVERLAP: tl.constexpr,
 ):
-    """out [M, N] = A @ w[expert].T, turn by turn; a program that has passed a turn says so in
+    """out [M, N] = A @ w[expert].T, stage by stage; a program that has passed one says so in
     `computed`, for `return_sums_kernel`, which runs beside it.
 
     An early launch behind `send_records_kernel`.
     """
     let_next_start(OVERLAP)
     wait_for_previous(OVERLAP)
-    TURNS_PAD: tl.constexpr = triton.next_power_of_2(TURNS + 1)
+    STAGES_PAD: tl.constexpr = triton.next_power_of_2(STAGES + 1)
     num_n = tl.cdiv(N, BLOCK_N)
-    first_m = first_tiles(first_tile, num_n, TURNS, TURNS_PAD)
+    first_m = first_tiles(first_tile, num_n, STAGES, STAGES_PAD)
     program = tl.program_id(0)
     num_programs = tl.num_programs(0)
-    num_tiles = tl.load(first_tile + TURNS) * num_n
-    turns = tl.arange(0, TURNS_PAD)
+    num_tiles = tl.load(first_tile + STAGES) * num_n
+    stages = tl.arange(0, STAGES_PAD)
     for tile in tl.range(program, num_tiles, num_programs, flatten=True):
         word, block = load_staged_tile(tiles, tile, first_m, num_n, GROUP_M)
         expert, row, end_row = unpack_tile(word)
@@ -79,35 +79,36 @@ def staged_gemm_kernel(
         )
         # fmt: on
         # Before this tile is stored, when the last one's store has long ended.
-        before = turn_of(tile - num_programs, first_m, num_n)
-        turn = turn_of(tile, first_m, num_n)
-        arrive_after_tma(computed + turns, (turns >= before) & (turns < turn))
+        before = stage_of(tile - num_programs, first_m, num_n)
+        stage = stage_of(tile, first_m, num_n)
+        arrive_after_tma(computed + stages, (stages >= before) & (stages < stage))
         # fmt: off
         finish_tile(acc, out, None, None, None, 0, row, end_row, expert, n, N, "none", SUBTILES)
         # fmt: on
     last = program + (num_tiles - 1 - program + num_programs) // num_programs * num_programs
-    before = turn_of(last - num_programs, first_m, num_n)
-    arrive_after_tma(computed + turns, (turns >= before) & (turns < TURNS))
+    before = stage_of(last - num_programs, first_m, num_n)
+    arrive_after_tma(computed + stages, (stages >= before) & (stages < STAGES))
 
 
 @triton.jit(
-    do_not_specialize=["num_gemm_programs"],
+    do_not_specialize=["num_gemm_programs", "num_experts"],
     do_not_specialize_on_alignment=["computed", "returned"],
 )
 def return_sums_kernel(
     y,  # [M, H] expert rows
-    share_rows,  # int32 [R, SHARES + 1], see `exchange_shares_kernel`
-    computed,  # int64 [SHARES + 1], see `staged_gemm_kernel`
-    returned,  # int64 [SHARES + 1]: programs that have returned their part of each share
+    computed,  # int64 [STAGES], see `staged_gemm_kernel`
+    returned,  # int64 [STAGES]: programs that have returned their part of each stage
     context,
     num_gemm_programs,
+    num_experts,
     hidden,
     header_bytes,
     row_bytes,
+    list_offset,
     places_offset,
     weights_offset,
     NUM_TOPK: tl.constexpr,
-    SHARES: tl.constexpr,
+    STAGES: tl.constexpr,
     RANKS: tl.constexpr,
     RANKS_PAD: tl.constexpr,
     ROWS: tl.constexpr,
@@ -117,8 +118,8 @@ def return_sums_kernel(
 ):
     """Sum the weighted expert rows of each token of other ranks, and return one row to its rank.
 
-    Share by share of their tokens, each when all `num_gemm_programs` of the launch before have
-    computed it. Small programs, which find room beside the GEMM's. An early launch behind it.
+    Stage by stage, each when all `num_gemm_programs` of the launch before have computed it. Small
+    programs, which find room beside the GEMM's. An early launch behind it.
     """
     let_next_start(OVERLAP)
     if is_broken(context) == 0:
@@ -127,14 +128,15 @@ def return_sums_kernel(
         ranks = tl.arange(0, RANKS_PAD)
         is_peer = (ranks < RANKS) & (ranks != rank)
         program, num_programs = tl.program_id(0), tl.num_programs(0)
-        step = time_to_send(ROWS * BLOCK_H * (y.dtype.element_ty.primitive_bitwidth // 8), 1, num_programs, context)
+        ITEM_BYTES: tl.constexpr = y.dtype.element_ty.primitive_bitwidth // 8
+        step = time_to_send(ROWS * BLOCK_H * ITEM_BYTES, 1, num_programs, context)
         due = ticks()
         # The records that say which expert rows are of which token.
         records = metadata_flag(ranks, context)
         token = wait(records, is_peer, current_epoch(context), ranks, context, PHASE_METADATA)
-        for share in range(0, SHARES):
+        for stage in range(0, STAGES):
             if token == 1:
-                flags = (computed + share).to(tl.int64) + lane * 8
+                flags = (computed + stage).to(tl.int64) + lane * 8
                 # fmt: off
                 token = wait(
                     flags, lane == 0, num_gemm_programs, lane + rank, context, PHASE_TILES
@@ -142,65 +144,67 @@ def return_sums_kernel(
                 # fmt: on
             if token == 1:
                 rows = as_pointer(consume_token(y.to(tl.int64), token), y.dtype.element_ty)
-                begins = share_rows + ranks * (SHARES + 1) + share
-                ends = tl.load(begins + 1, mask=is_peer, other=0)
-                most_rows = tl.max(ends - tl.load(begins, mask=is_peer, other=0), 0)
-                total = most_rows * (RANKS - 1)
+                counts = stage_counts_offset(num_experts) + stage * 4
+                at = as_pointer(region(ranks, context) + counts, tl.int32)
+                total = tl.max(tl.load(at, mask=is_peer, other=0), 0) * (RANKS - 1)
+                list_at = list_offset + stage * 4
                 # What tells of a batch is asked for a batch ahead.
                 # fmt: off
                 batch = _look_up(
-                    rows, share_rows, share, program, context, header_bytes, row_bytes,
-                    places_offset, weights_offset, hidden, NUM_TOPK, SHARES, RANKS, ROWS, AT_ONCE,
+                    rows, program, context, counts, header_bytes, row_bytes, list_at,
+                    places_offset, weights_offset, hidden, NUM_TOPK, RANKS, ROWS, AT_ONCE,
                 )
                 for first in range(program, total, num_programs * ROWS):
                     to, inside, lanes = batch
                     batch = _look_up(
-                        rows, share_rows, share, first + num_programs * ROWS, context,
-                        header_bytes, row_bytes, places_offset, weights_offset, hidden, NUM_TOPK,
-                        SHARES, RANKS, ROWS, AT_ONCE,
+                        rows, first + num_programs * ROWS, context, counts, header_bytes,
+                        row_bytes, list_at, places_offset, weights_offset, hidden, NUM_TOPK,
+                        RANKS, ROWS, AT_ONCE,
                     )
                     # fmt: on
+                    to_rows = as_pointer(to, y.dtype.element_ty)
                     for column in range(0, hidden, BLOCK_H):
                         columns = column + tl.arange(0, BLOCK_H)
                         in_row = _in_row(columns, hidden, y)
-                        values = round_to(sum_lanes(lanes, columns, in_row, hidden), y.dtype.element_ty)
+                        total_sum = sum_lanes(lanes, columns, in_row, hidden)
                         while ticks() - due < 0:
                             pass
                         due = due + step
+                        values = round_to(total_sum, y.dtype.element_ty)
                         mask = inside[:, None] & in_row[None, :]
-                        put(row_pointers(as_pointer(to, y.dtype.element_ty), columns, True), values, mask)
-                notify_stage(returned + share, num_programs, BACK, share, context, RANKS_PAD)
+                        put(row_pointers(to_rows, columns, True), values, mask)
+                notify_stage(returned + stage, num_programs, BACK, stage, context, RANKS_PAD)
     wait_for_previous(OVERLAP)
 
 
 @device_function
 def _look_up(
     y,
-    share_rows,
-    share,
     first,
     context,
+    counts,
     header_bytes,
     row_bytes,
+    list_at,
     places_offset,
     weights_offset,
     hidden,
     NUM_TOPK: tl.constexpr,
-    SHARES: tl.constexpr,
     RANKS: tl.constexpr,
     ROWS: tl.constexpr,
     AT_ONCE: tl.constexpr,
 ):
     """(addresses [ROWS] on their ranks, whether they exist, their expert rows) of rows to return:
-    place `first` of a share, and ROWS - 1 more."""
+    place `first` of a stage, and ROWS - 1 more."""
     rank = tl.load(context + RANK).to(tl.int32)
     peers, number = deal_rows(first, tl.num_programs(0), RANKS - 1, ROWS)
     peers = (rank + 1 + peers) % RANKS
-    begin = share_rows + peers * (SHARES + 1) + share
-    row = tl.load(begin) + number
-    inside = row < tl.load(begin + 1)
+    theirs = region(peers, context)
+    inside = number < tl.load(as_pointer(theirs + counts, tl.int32))
+    entry = theirs + header_bytes + number.to(tl.int64) * row_bytes + list_at
+    row = tl.load(as_pointer(entry, tl.int32), mask=inside, other=0)
     offset = header_bytes + row.to(tl.int64) * row_bytes
-    record = region(peers, context) + offset + places_offset
+    record = theirs + offset + places_offset
     lanes = load_lanes(y, record, inside, weights_offset, hidden, NUM_TOPK, AT_ONCE)
     return symm_at(region(rank, context) + offset, peers, context), inside, lanes
 
@@ -268,25 +272,25 @@ def _columns(rows, columns, in_row, y):
 
 
 @triton.jit(
-    do_not_specialize=["num_tokens", "num_gemm_programs", "tokens_per_share"],
+    do_not_specialize=["num_tokens", "num_gemm_programs"],
     do_not_specialize_on_alignment=["computed"],
 )
 def layer_sum_kernel(
     out,  # [T, H], out
     y,  # [M, H] expert rows
     send_head,  # int32 [T, R]: row * R + rank of each returned row, in the order of the sum
-    computed,  # int64 [SHARES + 1], see `staged_gemm_kernel`
+    last_stage,  # int32 [T]: stage in which the last of them comes
+    computed,  # int64 [STAGES], see `staged_gemm_kernel`
     context,
     num_gemm_programs,
     num_tokens,
-    tokens_per_share,
     hidden,
     header_bytes,
     row_bytes,
     places_offset,
     weights_offset,
     NUM_TOPK: tl.constexpr,
-    SHARES: tl.constexpr,
+    STAGES: tl.constexpr,
     RANKS: tl.constexpr,
     RANKS_PAD: tl.constexpr,
     GROUP: tl.constexpr,
@@ -299,27 +303,27 @@ def layer_sum_kernel(
     once. The last program finishes the call.
 
     An early launch behind `return_sums_kernel`: it waits for all `num_gemm_programs` to have
-    computed everything, then, share by share, for what other ranks return.
+    computed everything, then, stage by stage, for what other ranks return.
     """
     rank = tl.load(context + RANK).to(tl.int32)
-    turns = tl.arange(0, triton.next_power_of_2(SHARES + 1))
+    stages = tl.arange(0, triton.next_power_of_2(STAGES))
     # fmt: off
     token = wait(
-        (computed + turns).to(tl.int64), turns <= SHARES, num_gemm_programs, turns * 0 + rank,
+        (computed + stages).to(tl.int64), stages < STAGES, num_gemm_programs, stages * 0 + rank,
         context, PHASE_TILES,
     )
     # fmt: on
     y = as_pointer(consume_token(y.to(tl.int64), token), y.dtype.element_ty)
     num_groups = tl.where(token == 1, tl.cdiv(num_tokens, GROUP), 0)
-    there = tl.full((), -1, tl.int32)  # share up to which all rows are there
+    there = tl.full((), -1, tl.int32)  # stage up to which all rows are there
     group = claim(context)
     while group < num_groups:
         tokens = group * GROUP + tl.arange(0, GROUP)
         inside = tokens < num_tokens
-        share = group * GROUP // tokens_per_share  # of whole blocks of the layout, so of all
-        if (RANKS > 1) & (there < share):
-            token = wait_stage(BACK, share, context, RANKS_PAD, PHASE_RETURNED_ROWS)
-            there = share
+        stage = tl.max(tl.load(last_stage + tokens, mask=inside, other=0), 0)
+        if (RANKS > 1) & (there < stage):
+            token = wait_stage(BACK, stage, context, RANKS_PAD, PHASE_RETURNED_ROWS)
+            there = stage
         inside = inside & (token == 1)
         own_place = tl.full([GROUP], -1, tl.int32)
         own_row = tl.zeros([GROUP], tl.int32)

@@ -3,8 +3,9 @@
 from .fused import (
     Lanes,
     Places,
+    Records,
     dispatch_gemm,
-    exchange_shares,
+    exchange_lanes,
     push_lanes,
     send_records,
 )
@@ -32,10 +33,11 @@ __all__ = [
     "Outgoing",
     "Partition",
     "Places",
+    "Records",
     "collect",
     "dispatch_gemm",
     "exchange",
-    "exchange_shares",
+    "exchange_lanes",
     "locate",
     "new_collected",
     "push",

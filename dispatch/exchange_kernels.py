@@ -1,5 +1,5 @@
-"""Every rank tells the others its counts: for a dispatch by rank and expert, for a layer by share of
-its tokens as well."""
+"""Every rank tells the others its counts: for a dispatch by rank and expert, for a layer by
+expert."""
 
 import triton
 import triton.language as tl
@@ -116,47 +116,41 @@ def exchange_kernel(
 # --- A layer -----------------------------------------------------------------------------------
 
 
-@triton.jit(do_not_specialize=["num_blocks", "blocks_per_share", "stage_count"])
-def exchange_shares_kernel(
-    earlier_counts,  # int32 [B, E + R], see `routing.Layout`
+@triton.jit(do_not_specialize=["stage_count"])
+def exchange_lanes_kernel(
     num_tokens_per_expert,  # int32 [E]
-    num_tokens_per_rank,  # int32 [R]
-    share_rows,  # int32 [R, SHARES + 1], out: rows of each source before each share of its tokens
-    expert_rows,  # int32 [SHARES + 1, L], out: expert rows by share, this rank's own last
-    expert_offsets,  # int32 [L + 1], out
-    first_place,  # int32 [SHARES, E], out: see below
+    expert_offsets,  # int32 [L + 1], out: where each expert's rows begin here
+    num_rows,  # int32 [R], out: expert rows that each rank receives
+    first_place,  # int32 [E], out: row of this rank's first lane for each expert
     first_lane,  # int32 [E], out: this rank's lanes for earlier experts
     stage_begin,  # int32 [R, S + 1], out
     context,
-    num_blocks,
-    blocks_per_share,
     num_local_experts,
     payload_bytes,
+    num_topk,
     item_bytes,
     stage_count,
-    NUM_TOPK: tl.constexpr,
     RANKS: tl.constexpr,
     RANKS_PAD: tl.constexpr,
     EXPERTS_PAD: tl.constexpr,
-    COLUMNS_PAD: tl.constexpr,
-    SHARES: tl.constexpr,
-    PARTS: tl.constexpr,
+    ALL_EXPERTS_PAD: tl.constexpr,
+    STAGES_PAD: tl.constexpr,
     OVERLAP: tl.constexpr,
 ):
-    """Programs 0 .. R-1 write this rank's counts [SHARES, E + R] to one peer each. The others, later
-    roles, wait for those of all ranks: program R reads what this rank receives, and PARTS programs
-    for each destination find where this rank's lanes go there.
+    """Programs 0 .. R-1 write this rank's counts [E] to one peer each. Program R + d, a later role,
+    waits for those of all ranks and finds where this rank's lanes go on rank d; on this rank's own
+    it also finds what is received.
 
-    An expert's rows stand by share of their source's tokens, then by distance of the source, rank -
-    d at d; this rank's own stand last. Lane `index` of this rank for an expert thus becomes row
-    first_place[share, expert] + index of the expert's rank. stage_begin[d]: which of this rank's
-    lanes, sorted by expert, are the first of each stage of rank d, as in `tiles.rows_per_stage`.
+    An expert's rows stand by distance of their source: this rank's own, those of rank - 1, ... Lane
+    `index` of this rank for an expert thus becomes row first_place[expert] + index of the expert's
+    rank. stage_begin[d]: which of this rank's lanes, sorted by expert, are the first of each stage
+    of rank d, as in `tiles.rows_per_stage`.
 
-    Example, 2 ranks of 2 experts, SHARES 1: rank 0 has [2, 1, 1, 3] lanes for experts 0 to 3 and
-    rank 1 has [1, 0, 2, 2]. Rank 0 receives [1 + 2, 0 + 1] rows, its own last; rank 1 receives
-    [1 + 2, 3 + 2]. On rank 0 first_place is [1, 3, 0, 3]: its lanes 0 1 | 2 | 3 | 4 5 6 become
-    rows 1 2 | 3 of rank 0 and rows 0 | 3 4 5 of rank 1. With 2 stages, 2 rows each on rank 0 and 4
-    on rank 1, stage_begin is [[0, 1, 3], [3, 5, 7]].
+    Example, 2 ranks of 2 experts: rank 0 has [2, 1, 1, 3] lanes for experts 0 to 3 and rank 1 has
+    [1, 0, 2, 2]. Rank 0 receives [2 + 1, 1 + 0] rows, its own first; rank 1 receives [2 + 1, 2 +
+    3]. On rank 0 first_place is [0, 3, 2, 5]: its lanes 0 1 | 2 | 3 | 4 5 6 become rows 0 1 | 3 of
+    rank 0 and rows 2 | 5 6 7 of rank 1. With 2 stages, 2 rows each on rank 0 and 4 on rank 1,
+    stage_begin is [[0, 2, 3], [3, 4, 7]].
 
     An early launch behind the layout; see `exchange_kernel` for what follows.
     """
@@ -165,135 +159,61 @@ def exchange_shares_kernel(
     real = experts < num_local_experts
     num_experts = num_local_experts * RANKS
     rank = tl.load(context + RANK).to(tl.int32)
-    dest = (program - RANKS - 1) // PARTS
-    # No rows, should this give up on a lost peer: what follows may not know of it.
-    if program == RANKS:
-        tl.store(expert_offsets + experts, tl.zeros_like(experts), mask=real)
-        tl.store(expert_offsets + 1 + experts, tl.zeros_like(experts), mask=real)
-        for share in range(0, SHARES + 1):
-            to = expert_rows + share * num_local_experts + experts
-            tl.store(to, tl.zeros_like(experts), mask=real)
-            sources = tl.arange(0, RANKS_PAD)
-            rows = share_rows + sources * (SHARES + 1) + share
-            tl.store(rows, tl.zeros_like(sources), mask=sources < RANKS)
-    elif program > RANKS:
-        for stage in range((program - RANKS - 1) % PARTS, stage_count + 1, PARTS):
-            tl.store(stage_begin + dest * (stage_count + 1) + stage, 0)
+    dest = program - RANKS
+    stages = tl.arange(0, STAGES_PAD)
+    begins = stage_begin + dest * (stage_count + 1) + stages
+    if program >= RANKS:
+        # No rows, should this give up on a lost peer: what follows may not know of it.
+        tl.store(begins, tl.zeros_like(stages), mask=stages <= stage_count)
+        tl.store(num_rows + dest, 0)
+        if dest == rank:
+            tl.store(expert_offsets, 0)
+            tl.store(expert_offsets + 1 + experts, tl.zeros_like(experts), mask=real)
     wait_for_previous(OVERLAP)
     if is_broken(context):
         return
-    signature = _signature(payload_bytes, NUM_TOPK, num_experts, item_bytes, 0, SHARES)
+    signature = _signature(payload_bytes, num_topk, num_experts, item_bytes, 0, stage_count)
     if program < RANKS:
         counts, token = _open_counts(program, signature, context)
         if token == 1:
-            columns = tl.arange(0, COLUMNS_PAD)
-            has = columns < num_experts + RANKS
-            before = tl.zeros([COLUMNS_PAD], tl.int32)
-            for share in tl.static_range(SHARES):
-                # fmt: off
-                end = _lanes_before(
-                    (share + 1) * blocks_per_share, columns, earlier_counts, num_tokens_per_expert,
-                    num_tokens_per_rank, num_blocks, num_experts, RANKS,
-                )
-                # fmt: on
-                put(counts + share * (num_experts + RANKS) + columns, end - before, has)
-                before = end
+            all_experts = tl.arange(0, ALL_EXPERTS_PAD)
+            has = all_experts < num_experts
+            put(counts + all_experts, tl.load(num_tokens_per_expert + all_experts, has, 0), has)
             _send_counts(program, context)
         return
     token = _wait_counts(context, RANKS_PAD)
     if token == 0:
         return
-    SHARES_PAD: tl.constexpr = triton.next_power_of_2(SHARES)
-    shares = tl.arange(0, SHARES_PAD)
-    in_tile = (shares < SHARES)[:, None] & real[None, :]
-    row_length = num_experts + RANKS
-    if program == RANKS:
-        others = tl.zeros([SHARES_PAD, EXPERTS_PAD], tl.int32)
-        own = tl.zeros([EXPERTS_PAD], tl.int32)
-        num_others = tl.full((), 0, tl.int32)
-        for source in tl.static_range(RANKS):
-            counts, differs = _counts_of(source, signature, token, context)
-            if differs:
-                _report_signature(source, context)
-                num_others += 1
-            at = counts + shares[:, None] * row_length + rank * num_local_experts + experts[None, :]
-            received = tl.load(at, mask=in_tile, other=0)
-            others += tl.where(source == rank, 0, received)
-            own += tl.where(source == rank, tl.sum(received, 0), 0)
-            at_rows = counts + shares * row_length + num_experts + rank
-            rows = tl.cumsum(tl.load(at_rows, mask=shares < SHARES, other=0), 0)
-            to_rows = share_rows + source * (SHARES + 1) + 1 + shares
-            tl.store(to_rows, tl.where(num_others == 0, rows, 0), mask=shares < SHARES)
-        if num_others == 0:  # else they stay 0: the counts of another shape mean nothing
-            to = expert_rows + shares[:, None] * num_local_experts + experts[None, :]
-            tl.store(to, others, mask=in_tile)
-            tl.store(expert_rows + SHARES * num_local_experts + experts, own, mask=real)
-            ends = tl.cumsum(tl.sum(others, 0) + own, 0)
-            tl.store(expert_offsets + 1 + experts, ends, mask=real)
-        return
     totals = tl.zeros([EXPERTS_PAD], tl.int32)
-    before = tl.zeros([SHARES_PAD, EXPERTS_PAD], tl.int32)
-    mine = tl.zeros([SHARES_PAD, EXPERTS_PAD], tl.int32)
-    differ = tl.full((), 0, tl.int32)
+    nearer = tl.zeros([EXPERTS_PAD], tl.int32)
+    mine = tl.zeros([EXPERTS_PAD], tl.int32)
+    num_others = tl.full((), 0, tl.int32)
     for source in tl.static_range(RANKS):
         counts, differs = _counts_of(source, signature, token, context)
-        differ += differs.to(tl.int32)
-        at = counts + shares[:, None] * row_length + dest * num_local_experts + experts[None, :]
-        sent = tl.load(at, mask=in_tile, other=0)
-        in_all = tl.sum(sent, 0)
-        totals += in_all
-        earlier = tl.cumsum(sent, 0) - sent
+        if differs:
+            _report_signature(source, context)
+            num_others += 1
+        sent = tl.load(counts + dest * num_local_experts + experts, mask=real, other=0)
+        totals += sent
         is_nearer = (dest - source + RANKS) % RANKS < (dest - rank + RANKS) % RANKS
-        from_others = earlier + tl.where(is_nearer, sent, 0)
-        if rank == dest:
-            before += tl.where(source == dest, earlier, in_all[None, :])
-        else:
-            before += tl.where(source == dest, 0, from_others)
+        nearer += tl.where(is_nearer, sent, 0)
         mine = tl.where(source == rank, sent, mine)
-    if differ == 0:
-        place = (tl.cumsum(totals, 0) - totals)[None, :] + before
-        all_experts = tl.arange(0, COLUMNS_PAD)
-        nearer = all_experts < dest * num_local_experts
-        num_earlier = tl.sum(tl.load(num_tokens_per_expert + all_experts, mask=nearer, other=0), 0)
-        part = (program - RANKS - 1) % PARTS
-        if part == 0:
-            lanes = tl.sum(mine, 0)
-            to_lanes = first_lane + dest * num_local_experts + experts
-            tl.store(to_lanes, num_earlier + tl.cumsum(lanes, 0) - lanes, mask=real)
-            to = shares[:, None] * num_experts + dest * num_local_experts + experts[None, :]
-            first = place - (tl.cumsum(mine, 0) - mine)
-            tl.store(first_place + to, first, mask=in_tile)
-        num_rows = tl.sum(totals, 0)
-        stage_rows = rows_per_stage(num_rows, stage_count)
-        for stage in range(part, stage_count + 1, PARTS):
-            end = tl.minimum(stage * stage_rows, num_rows)
-            earlier = tl.minimum(tl.maximum(end - place, 0), mine)
-            to_stage = stage_begin + dest * (stage_count + 1) + stage
-            tl.store(to_stage, num_earlier + tl.sum(tl.sum(earlier, 1), 0))
-
-
-@device_function
-def _lanes_before(
-    block,
-    columns,
-    earlier_counts,
-    num_tokens_per_expert,
-    num_tokens_per_rank,
-    num_blocks,
-    num_experts,
-    RANKS: tl.constexpr,
-):
-    """What the tokens before a block send to experts and ranks `columns`."""
-    has = columns < num_experts + RANKS
-    is_expert = columns < num_experts
-    if block < num_blocks:
-        at = earlier_counts + block * (num_experts + RANKS) + columns
-        counts = tl.load(at, mask=has, other=0)
-    else:
-        counts = tl.load(num_tokens_per_expert + columns, mask=is_expert, other=0)
-        to_ranks = num_tokens_per_rank + columns - num_experts
-        counts += tl.load(to_ranks, mask=has & (is_expert == 0), other=0)
-    return counts
+    if num_others == 0:  # else they stay 0: the counts of another shape mean nothing
+        ends = tl.cumsum(totals, 0)
+        place = ends - totals + nearer
+        total = tl.sum(totals, 0)
+        tl.store(num_rows + dest, total)
+        if dest == rank:
+            tl.store(expert_offsets + 1 + experts, ends, mask=real)
+        all_experts = tl.arange(0, ALL_EXPERTS_PAD)
+        is_before = all_experts < dest * num_local_experts
+        before = tl.sum(tl.load(num_tokens_per_expert + all_experts, mask=is_before, other=0), 0)
+        to = dest * num_local_experts + experts
+        tl.store(first_place + to, place, mask=real)
+        tl.store(first_lane + to, before + tl.cumsum(mine, 0) - mine, mask=real)
+        limits = tl.minimum(stages * rows_per_stage(total, stage_count), total)
+        inside = tl.minimum(tl.maximum(limits[:, None] - place[None, :], 0), mine[None, :])
+        tl.store(begins, before + tl.sum(inside, 1), mask=stages <= stage_count)
 
 
 # --- Both ----------------------------------------------------------------------------------------
@@ -302,12 +222,12 @@ def _lanes_before(
 
 
 @device_function
-def _signature(payload_bytes, num_topk, num_experts, item_bytes, num_scales, num_shares):
-    """What must be the same on all ranks; num_shares is 0 for a dispatch."""
+def _signature(payload_bytes, num_topk, num_experts, item_bytes, num_scales, stage_count):
+    """What must be the same on all ranks; stage_count is 0 for a dispatch."""
     field = tl.arange(0, 8)
     signature = tl.where(field == 0, payload_bytes, tl.where(field == 1, num_topk, 0))
     signature = tl.where(field == 2, num_experts, tl.where(field == 3, item_bytes, signature))
-    return tl.where(field == 4, num_scales, tl.where(field == 5, num_shares, signature))
+    return tl.where(field == 4, num_scales, tl.where(field == 5, stage_count, signature))
 
 
 @device_function

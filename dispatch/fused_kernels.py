@@ -8,7 +8,8 @@ from ..grouped_gemm.kernels import finish_tile, gemm_tile
 from ..grouped_gemm.schedule_kernels import load_tile
 from ..lang import as_pointer, current_epoch, is_broken, notify, put, symm_at, take_turns, time_to_send
 from ..routing_kernels import place_in_sum
-from ..slots_kernels import metadata_flag, region
+from ..slots_kernels import metadata_flag, region, stage_counts_offset
+from ..stages_kernels import return_begin
 from ..tiles import (
     THERE,
     deadline_from_now,
@@ -29,7 +30,7 @@ from ..work import is_last_program, let_next_start, wait_for_previous
 def push_lanes_kernel(
     x,  # words [T, num_words]
     lane_order,  # int64 [T * K], see `place_lanes_kernel`
-    stage_begin,  # int32 [R, S + 1], see `exchange_shares_kernel`
+    stage_begin,  # int32 [R, S + 1], see `exchange_lanes_kernel`
     pushed,  # int64 [S]: programs that have pushed their share of each stage
     expert_rows,  # int64 [R]: address of the expert rows on each rank
     context,
@@ -135,24 +136,29 @@ def dispatch_gemm_kernel(
     wait_for_previous(OVERLAP)
 
 
-@triton.jit(do_not_specialize=["num_tokens", "num_local_experts"])
+@triton.jit(do_not_specialize=["num_tokens", "num_local_experts"], do_not_specialize_on_alignment=["listed"])
 def send_records_kernel(
     topk_idx,  # int64 [T, K]
     topk_weights,  # float32 [T, K]
     lane_place,  # int32 [T, K], see `place_lanes_kernel`
     earlier_counts,  # int32 [B, E + R], see `routing.Layout`
+    num_rows,  # int32 [R], see `exchange_lanes_kernel`
+    listed,  # int64 [R, BACK_STAGES]: rows listed so far
     send_head,  # int32 [T, R], out: see `send_plan_kernel`
+    last_stage,  # int32 [T], out: stage in which the last of a token's rows comes back
     context,
     num_tokens,
     num_local_experts,
     header_bytes,
     row_bytes,
+    list_offset,
     places_offset,
     weights_offset,
     NUM_TOPK: tl.constexpr,
     TOPK_PAD: tl.constexpr,
     RANKS: tl.constexpr,
     RANKS_PAD: tl.constexpr,
+    BACK_STAGES: tl.constexpr,
     BLOCK: tl.constexpr,
     OVERLAP: tl.constexpr,
 ):
@@ -160,9 +166,11 @@ def send_records_kernel(
     top-k lane order, then -1. Program b does so for block b of the tokens, as in `layout_kernel`.
 
     Row i for a rank is the i-th token that goes there; its record stands behind the place of its
-    row in this rank's region, and the sum returns in the same place of the other's. `send_head`
-    lists a token's rows in the order of the final sum. The last program raises `metadata_flags[me]`
-    on every rank. An early launch behind `dispatch_gemm_kernel`, beside which it runs.
+    row in this rank's region, and the sum returns in the same place of the other's. It goes back in
+    the stage of its last expert row; the rows of each stage are listed in any order. `send_head`
+    lists a token's rows in the order of the final sum. The last program tells how many rows there
+    are of each stage, and raises `metadata_flags[me]` on every rank. An early launch behind
+    `dispatch_gemm_kernel`, beside which it runs.
 
     Example, 2 ranks of 2 experts, topk_idx [[0, 3], [2, 0], [3, 2], [0, 1]] on rank 0, nothing on
     rank 1: expert rows 0 1 2 | 3 and 0 1 | 2 3. Records for rank 0 [0, -1] [1, -1] [2, 3] (tokens
@@ -188,22 +196,45 @@ def send_records_kernel(
             is_sent = tl.where((ranks == peer)[None, :], goes[:, None], is_sent)
         earlier = earlier_counts + tl.program_id(0) * (num_experts + RANKS) + num_experts
         own = region(rank, context) + header_bytes
+        last = tl.zeros([BLOCK], tl.int32)
         for peer in range(0, RANKS):
             here = owner == peer
             goes = tl.max(here.to(tl.int32), 1)
+            stage = tl.zeros([BLOCK], tl.int32)
+            last_place = tl.max(tl.where(here, place, -1), 1)
+            total = tl.load(num_rows + peer)
+            for other in tl.static_range(1, BACK_STAGES):
+                begin = return_begin(tl.full((), other, tl.int32), total, BACK_STAGES)
+                stage += (begin <= last_place).to(tl.int32)
+            returns = (goes > 0) & (peer != rank)
+            last = tl.maximum(last, tl.where(returns, stage, 0))
             row = tl.load(earlier + peer) + tl.cumsum(goes, 0) - goes
             head = send_head + tokens * RANKS + place_in_sum(peer, owner, is_sent, RANKS)
             tl.store(head, tl.where(goes > 0, row * RANKS + peer, -1), mask=inside)
             record = symm_at(own + row.to(tl.int64) * row_bytes, peer, context)[:, None]
             places = as_pointer(record + places_offset, tl.int32)
             weights = as_pointer(record + weights_offset, tl.float32)
-            index = tl.cumsum(here.to(tl.int32), 1) - here.to(tl.int32)
-            put(places + index, place, here)
-            put(weights + index, weight, here)
+            lane = tl.cumsum(here.to(tl.int32), 1) - here.to(tl.int32)
+            put(places + lane, place, here)
+            put(weights + lane, weight, here)
             rest = has & (goes > 0)[:, None] & (lanes[None, :] >= tl.sum(here.to(tl.int32), 1)[:, None])
             put(places + lanes[None, :], tl.full([BLOCK, TOPK_PAD], -1, tl.int32), rest)
+            one = tl.full([BLOCK], 1, tl.int64)
+            counter = listed + peer * BACK_STAGES + stage
+            index = tl.atomic_add(counter, one, mask=returns, sem="relaxed", scope="gpu")
+            entry = own + index * row_bytes + list_offset + stage * 4
+            put(as_pointer(symm_at(entry, peer, context), tl.int32), row, returns)
+        tl.store(last_stage + tokens, last, mask=inside)
         if is_last_program(context):
+            stages = tl.arange(0, triton.next_power_of_2(BACK_STAGES))
+            real = stages < BACK_STAGES
+            counts = region(rank, context) + stage_counts_offset(num_experts)
+            for peer in range(0, RANKS):
+                counter = listed + peer * BACK_STAGES + stages
+                count = tl.atomic_add(counter, stages.to(tl.int64) * 0, mask=real, sem="relaxed")
+                to = as_pointer(symm_at(counts, peer, context), tl.int32)
+                put(to + stages, count.to(tl.int32), real)
             flag = metadata_flag(rank, context)
-            real = ranks < RANKS
-            notify(flag + ranks * 0, ranks, real, current_epoch(context), context)
+            here = ranks < RANKS
+            notify(flag + ranks * 0, ranks, here, current_epoch(context), context)
     wait_for_previous(OVERLAP)

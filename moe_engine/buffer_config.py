@@ -8,7 +8,7 @@ from dataclasses import dataclass
 
 from .errors import CapacityError, DtypeError, ShapeError
 from .layer_config import LayerConfig
-from .slots import BLOCK_ROWS, MAX_CHUNKS, RowLayout, SlotLayout, header_bytes, round_up
+from .slots import BLOCK_ROWS, MAX_CHUNKS, SlotLayout, header_bytes, layer_row, round_up
 
 HINT_TOKENS = 4096
 HINT_TOPK = 16
@@ -73,14 +73,15 @@ def size_hint(
     num_slots: int = 2,
 ) -> int:
     """Bytes of symmetric memory per rank: num_slots * num_ranks * max_tokens * row bytes, a
-    row being the payload and 8 bytes per top-k lane, plus counts and flags. Never exceeded.
+    row being the payload, 8 bytes per top-k lane and 64 for a layer, plus counts and flags. Never
+    exceeded, but by the expert rows of `moe_ffn`: num_ranks * max_tokens * num_topk payloads.
     CapacityError beyond 65,536 tokens, for which there are no flags."""
     if max_tokens > BLOCK_ROWS * MAX_CHUNKS:
         raise CapacityError(
             f"max_tokens is {max_tokens}; one call takes at most {BLOCK_ROWS * MAX_CHUNKS}. Send "
             "larger batches in parts."
         )
-    row = RowLayout(hidden_bytes, num_topk)
+    row = layer_row(hidden_bytes, num_topk)  # larger than a dispatch's
     region = header_bytes(num_experts, num_ranks) + max(1, max_tokens) * row.num_bytes
     return SlotLayout(num_ranks, region, num_slots).num_bytes
 

@@ -58,7 +58,7 @@ class Phase(IntEnum):
     TILES = 8
 
 
-MAX_STAGES = tl.constexpr(32)
+MAX_STAGES = tl.constexpr(16)
 """Parts that a layer's rows are sent in, and returned in."""
 
 # Kernels can read module globals only as constexpr.

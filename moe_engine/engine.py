@@ -21,7 +21,7 @@ from .experts import feed_forward
 from .grouped_gemm import check_weights
 from .lang import INTERPRETED
 from .layer_config import LayerConfig, LayerProblem
-from .slots import RowLayout, SlotLayout, Slots, header_bytes
+from .slots import RowLayout, SlotLayout, Slots, header_bytes, layer_row
 from .streams import Beside
 from .verbs import Handle, Tokens
 
@@ -249,7 +249,7 @@ class KernelEngine:
         check_weights(x, w_gate_up, x.shape[1], "swiglu")
         check_weights(x, w_down, w_down.shape[2], "none")
         num_ranks, num_experts = self.slots.layout.num_ranks, len(w_gate_up)
-        row = row_layout(x, None, topk_idx)
+        row = layer_row(x.shape[1] * x.itemsize, topk_idx.shape[1])
         header = header_bytes(num_experts * num_ranks, num_ranks)
         self._check_capacity(len(x), row, header)
         max_rows = num_ranks * max(1, self.max_tokens(row, header)) * row.num_topk

@@ -41,23 +41,23 @@ def feed_forward(
     down_tiles = gemm_config(w_down, expected_rows, block_m=up_tiles.block_m)
 
     layout = routing.layout(topk_idx, num_experts, slots)
-    lanes = dispatch.Lanes(x, topk_idx, topk_weights, layout, config.num_shares)
-    places = dispatch.exchange_shares(lanes, config.num_stages, slots)
+    lanes = dispatch.Lanes(x, topk_idx, topk_weights, layout)
+    places = dispatch.exchange_lanes(lanes, config.num_stages, slots)
     lane_place, lane_order = routing.place_lanes(
-        topk_idx, layout, places.first_place, places.first_lane, lanes.tokens_per_share, slots
+        topk_idx, layout, places.first_place, places.first_lane, slots
     )
     schedule = staged_schedule(
-        places.expert_rows,
         places.expert_offsets,
         max_expert_rows,
         up_tiles.block_m,
         config.num_stages,
-        config.mixed,
+        config.num_return_stages,
+        num_ranks,
     )
     dispatch.push_lanes(x, lane_order, places, schedule, config.num_push_programs, slots)
     act = dispatch.dispatch_gemm(rows, w_gate_up, places, schedule, up_tiles, slots)
-    send_head = dispatch.send_records(lanes, lane_place, header, slots)
-    returns = combine.Returns(lanes, places, schedule, send_head, header)
+    records = dispatch.send_records(lanes, lane_place, places, schedule, header, slots)
+    returns = combine.Returns(lanes, records, schedule, header)
     num_programs = config.num_return_programs
     tiles = replace(down_tiles, **options)
     return combine.gemm_combine(act, w_down, rows, returns, num_programs, tiles, slots)

@@ -6,7 +6,6 @@ from dataclasses import asdict, dataclass, replace
 
 from .context import MAX_STAGES
 from .errors import ShapeError
-from .slots import MAX_SHARES
 
 LINK_GBS = 300.0
 """What programs beside a GEMM move to other GPUs."""
@@ -15,7 +14,6 @@ STAGE_US = 2.0
 """What the end of a stage costs: programs wait until their rows have arrived."""
 START_US = 30.0
 """From the layer's first launch to the first rows that are pushed."""
-MOST_STAGES = 24
 PUSH_PROGRAMS = 132
 RETURN_PROGRAMS = 264
 
@@ -61,24 +59,23 @@ class LayerConfig:
     The constants above are those of an H200 (bench/NOTES.md).
 
     num_stages: in how many parts a rank's expert rows arrive, in their order; a tile waits for the
-    part of its last row, 1 for all of them. num_shares: in how many parts of their tokens ranks get
-    their sums back. mixed: let tiles hold rows of several shares, else they end where one does.
+    part of its last row, 1 for all of them. num_return_stages: in how many parts sums go back, each
+    when the last expert row of its tokens is computed.
     num_push_programs, num_return_programs: how many communicate there and back, of one and two
     warps, beside those that multiply. group_m: tiles of rows that are walked together before the
     next columns, so that they share weights in L2; 1 walks them one by one.
     """
 
     num_stages: int = 16
-    num_shares: int = 4
-    mixed: bool = True
+    num_return_stages: int = 8
     num_push_programs: int = PUSH_PROGRAMS
     num_return_programs: int = RETURN_PROGRAMS
     group_m: int = 8
 
     def check(self) -> None:
         """ShapeError for numbers that are not positive, or more parts than there are flags for."""
-        numbers = {name: value for name, value in asdict(self).items() if name != "mixed"}
-        most = {"num_stages": MAX_STAGES.value, "num_shares": MAX_SHARES}
+        numbers = {name: value for name, value in asdict(self).items()}
+        most = {"num_stages": MAX_STAGES.value, "num_return_stages": MAX_STAGES.value}
         wrong = {
             name: value
             for name, value in numbers.items()
@@ -86,8 +83,8 @@ class LayerConfig:
         }
         if wrong:
             raise ShapeError(
-                f"a LayerConfig has {wrong}; these must be 1 or more, num_stages at most "
-                f"{MAX_STAGES.value} and num_shares at most {MAX_SHARES}."
+                f"a LayerConfig has {wrong}; these must be 1 or more, and stages at most "
+                f"{MAX_STAGES.value}."
             )
 
     def shared(self) -> LayerConfig:
@@ -98,10 +95,11 @@ class LayerConfig:
     def choose(cls, problem: LayerProblem) -> LayerConfig:
         """The predicted best."""
         if problem.num_ranks == 1:
-            return cls(num_stages=1, num_shares=1)
+            return cls(num_stages=1, num_return_stages=1)
+        counts = range(1, MAX_STAGES.value + 1)
         return cls(
-            num_stages=min(range(1, MOST_STAGES + 1), key=lambda n: there_us(problem, n)),
-            num_shares=min(range(1, MAX_SHARES + 1), key=lambda n: back_us(problem, n)),
+            num_stages=min(counts, key=lambda n: there_us(problem, n)),
+            num_return_stages=min(counts, key=lambda n: back_us(problem, n)),
         )
 
 
@@ -112,14 +110,19 @@ def there_us(problem: LayerProblem, num_stages: int) -> float:
     return stage + (num_stages - 1) * max(stage, compute) + compute
 
 
-def back_us(problem: LayerProblem, num_shares: int) -> float:
-    """Time of the way back: shares of the other ranks' rows are multiplied, then returned beside
-    the next ones and this rank's own."""
+def back_us(problem: LayerProblem, num_stages: int) -> float:
+    """Time of the way back: the rows of each stage are multiplied, then its sums returned beside
+    the next ones."""
     gemm = problem.gemm_us(problem.num_columns)
-    own = gemm / problem.num_ranks
-    first = (gemm - own) / num_shares
-    stage = problem.return_us / num_shares + STAGE_US
-    return max(gemm, first + (num_shares - 1) * max(first, stage) + stage)
+    rows_per_token = problem.num_topk / problem.num_ranks
+    per_sum = max(1.0, rows_per_token / (1 - (1 - 1 / problem.num_ranks) ** problem.num_topk))
+    now, sent = 0.0, 0.0
+    for stage in range(1, num_stages + 1):
+        computed = 1 - (1 - stage / num_stages) ** 2
+        now = max(now, gemm * computed)
+        now += problem.return_us * (computed**per_sum - sent) + STAGE_US
+        sent = computed**per_sum
+    return now
 
 
 def explain(problem: LayerProblem) -> str:
@@ -132,7 +135,7 @@ def explain(problem: LayerProblem) -> str:
         f"experts, top-{problem.num_topk}, hidden {problem.hidden}, {problem.num_columns} columns",
         f"GEMMs {gemm_us:.0f} us, rows there {problem.push_us:.0f}, back {problem.return_us:.0f}",
         f"start {START_US:.0f} us, there {there:.0f} in {chosen.num_stages} stages, back "
-        f"{back:.0f} in {chosen.num_shares} shares",
+        f"{back:.0f} in {chosen.num_return_stages}",
         f"-> {chosen}",
     ]
     return "\n".join(lines)

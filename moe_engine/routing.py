@@ -78,11 +78,10 @@ def place_lanes(
     layout: Layout,
     first_place: torch.Tensor,
     first_lane: torch.Tensor,
-    tokens_per_share: int,
     slots: Slots,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """(lane_place int32 [T, K], lane_order int64 [T * K]), see `place_lanes_kernel`. Early, behind
-    the exchange that found first_place [SHARES, E] and first_lane [E]."""
+    the exchange that found first_place and first_lane int32 [E]."""
     num_tokens, num_topk = topk_idx.shape
     num_blocks, row_length = layout.earlier_counts.shape
     place = topk_idx.new_empty((num_tokens, num_topk), dtype=torch.int32)
@@ -98,7 +97,6 @@ def place_lanes(
         num_tokens,
         layout.num_tokens_per_expert.numel(),
         row_length,
-        tokens_per_share,
         NUM_TOPK=num_topk,
         TOPK_PAD=next_power_of_2(num_topk),
         BLOCK=layout.block_tokens,

@@ -81,11 +81,11 @@ def layout_sum_kernel(
         tl.store(report_words(context) + REPORT_BAD_IDS, tl.load(context + BAD_IDS))
 
 
-@triton.jit(do_not_specialize=["num_tokens", "num_experts", "tokens_per_share"])
+@triton.jit(do_not_specialize=["num_tokens", "num_experts"])
 def place_lanes_kernel(
     topk_idx,  # int64 [T, K]
     earlier_counts,  # int32 [B, E + R], `block_counts` of `layout_sum_kernel`
-    first_place,  # int32 [SHARES, E], see `exchange_shares_kernel`
+    first_place,  # int32 [E], see `exchange_lanes_kernel`
     first_lane,  # int32 [E]
     lane_place,  # int32 [T, K], out: row of each lane among those of its expert's rank, or -1
     lane_order,  # int64 [T * K], out: lanes sorted by expert, as place << 32 | token
@@ -93,7 +93,6 @@ def place_lanes_kernel(
     num_tokens,
     num_experts,
     row_length,  # E + R
-    tokens_per_share,
     NUM_TOPK: tl.constexpr,
     TOPK_PAD: tl.constexpr,
     BLOCK: tl.constexpr,
@@ -127,8 +126,7 @@ def place_lanes_kernel(
     wait_for_previous(OVERLAP)
     let_next_start(OVERLAP)
     valid = valid & (is_broken(context) == 0)  # else nobody may have written the first places
-    shares = tokens // tokens_per_share
-    place = index + tl.load(first_place + shares * num_experts + ids, mask=valid, other=0)
+    place = index + tl.load(first_place + ids, mask=valid, other=0)
     order = index + tl.load(first_lane + ids, mask=valid, other=0)
     tl.store(lane_place + tokens * NUM_TOPK + lanes, tl.where(valid, place, -1), mask=inside)
     tl.store(lane_order + order, place.to(tl.int64) << 32 | tokens.to(tl.int64), mask=valid)

@@ -14,7 +14,7 @@ from .errors import BackendError, CapacityError, VerbsNotThereYet
 from .events import EventHandle, EventOverlap
 from .lang import INTERPRETED
 from .layer_config import LayerConfig
-from .slots import RowLayout, SlotLayout, Slots
+from .slots import SlotLayout, Slots, layer_row
 from .streams import CallStreams
 from .symm import SymmetricTensor, allocate, exchange
 from .verbs import Engine
@@ -74,7 +74,7 @@ class Service(VerbsNotThereYet):
                 "a collective Buffer runs its layers step by step; only Buffers with kernels "
                 "choose. Make it with backend='auto' where GPUs see each other's memory."
             )
-        row = RowLayout(w_gate_up.shape[2] * w_gate_up.itemsize, num_topk)
+        row = layer_row(w_gate_up.shape[2] * w_gate_up.itemsize, num_topk)
         return engine.layer_config(w_gate_up, row)
 
 

@@ -9,7 +9,7 @@ region per writing rank, so that a row's place is known to its sender without as
     slot   = region of rank 0 | region of rank 1 | ...
     region = signature, int32 [8] | counts, int32 [E + R] | row 0 | row 1 | ...   (dispatch)
              row 0 | row 1 | ...                                                  (combine)
-             signature | counts of each share of the tokens | row 0 | row 1 | ... (layer)
+             signature | counts, int32 [E] | rows by stage, int32 [S] | row 0 | ... (layer)
 
 Example, R = 2, 4 tokens of rank 1 routed to ranks [0], [1], [0, 1], [0]: rank 1 writes tokens
 0, 2, 3 as rows 0, 1, 2 of region 1 of rank 0's slot, and tokens 1, 2 as rows 0, 1 of region 1 of
@@ -43,8 +43,6 @@ BLOCK_ROWS = 32
 """Rows that a program places at a time."""
 MAX_CHUNKS = 2048
 """Flags per writing rank: at most BLOCK_ROWS * MAX_CHUNKS rows between two ranks in one call."""
-MAX_SHARES = 8
-"""Shares of a rank's tokens whose counts a layer exchanges."""
 CHUNK_BYTES = 128 * 1024
 """Bytes to each rank behind one flag."""
 SPAN_BYTES = 768 * 1024
@@ -102,12 +100,19 @@ class RowLayout:
         return round_up(self.token + 16, LINE_BYTES)
 
 
+def layer_row(payload_bytes: int, num_topk: int) -> RowLayout:
+    """A row of a layer on its way back. Behind it, written by the token's rank beforehand, is the
+    record of row i: in place of scales, the i-th row of each stage of the way back; in place of
+    ids, the places of its expert rows; their weights."""
+    return RowLayout(payload_bytes, num_topk, MAX_STAGES.value)
+
+
 SIGNATURE_BYTES = 32
 
 
 def header_bytes(num_experts: int, num_ranks: int) -> int:
     """Bytes of the signature and counts that precede the rows of a region, a layer's included."""
-    return round_up(SIGNATURE_BYTES + 4 * MAX_SHARES * (num_experts + num_ranks), LINE_BYTES)
+    return round_up(SIGNATURE_BYTES + 4 * (num_experts + num_ranks + MAX_STAGES.value), LINE_BYTES)
 
 
 @dataclass(frozen=True, slots=True)

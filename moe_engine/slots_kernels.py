@@ -67,6 +67,13 @@ def stage_flag(way, stage, writer, context):
 
 
 @device_function
+def stage_counts_offset(num_experts):
+    """Where a layer's region says how many rows each stage of the way back has, in bytes: behind
+    the signature and the counts."""
+    return (8 + num_experts) * 4
+
+
+@device_function
 def wait_slot_free(peers, mask, context):
     """Wait until `peers` (block) have read what this slot held one turn of the ring ago. Returns a
     token.

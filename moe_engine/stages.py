@@ -1,4 +1,4 @@
-"""Tiles in the order in which rows come and are sent back; kernels in `stages_kernels.py`."""
+"""Tiles of expert rows and the stages in which they come and go; kernels in `stages_kernels.py`."""
 
 from __future__ import annotations
 
@@ -16,59 +16,59 @@ from .stages_kernels import staged_schedule_kernel
 class StagedSchedule:
     """Tiles of expert rows, on the device.
 
-    tiles int64 [2, max_tiles], see `TileSchedule`: in order of rows, as they arrive, and by turn,
-    as they are returned: turn s holds the rows of share s of the other ranks' tokens, the last one
-    this rank's own. first_tile int32 [turns + 1]: the tile that begins each turn. Counters int64,
-    from 0 on: pushed [stage_count], programs that have pushed their share of a stage; computed and
-    returned [turns], those that have computed and returned theirs of a turn.
+    tiles int64 [max_tiles], see `TileSchedule`, in the order in which rows arrive and go back;
+    first_tile int32 [back_stages + 1]: the tile that begins each stage of the way back. Counters
+    int64, from 0 on: pushed [stages], programs that have pushed their share of a stage; computed
+    and returned [back_stages], those that have computed and returned theirs; listed [R,
+    back_stages]: rows that each rank gets back in each stage.
     """
 
     tiles: torch.Tensor
     first_tile: torch.Tensor
     counters: torch.Tensor
     block_m: int
-    stage_count: int
-
-    @property
-    def turns(self) -> int:
-        return self.first_tile.numel() - 1
+    stages: int
+    back_stages: int
 
     @property
     def pushed(self) -> torch.Tensor:
-        return self.counters[: self.stage_count]
+        return self.counters[: self.stages]
 
     @property
     def computed(self) -> torch.Tensor:
-        return self.counters[self.stage_count : self.stage_count + self.turns]
+        return self.counters[self.stages :][: self.back_stages]
 
     @property
     def returned(self) -> torch.Tensor:
-        return self.counters[self.stage_count + self.turns :]
+        return self.counters[self.stages + self.back_stages :][: self.back_stages]
+
+    @property
+    def listed(self) -> torch.Tensor:
+        return self.counters[self.stages + 2 * self.back_stages :]
 
 
 def staged_schedule(
-    expert_rows: torch.Tensor,
     expert_offsets: torch.Tensor,
     max_expert_rows: int,
     block_m: int,
-    stage_count: int,
-    mixed: bool,
+    stages: int,
+    back_stages: int,
+    num_ranks: int,
 ) -> StagedSchedule:
-    """Cut expert rows into tiles, in both orders; see `staged_schedule_kernel`. expert_rows int32
-    [turns, L]. Early, behind the exchange, and the launch behind it may be early too."""
-    turns, num_local_experts = expert_rows.shape
-    new = expert_rows.new_empty
-    max_tiles = triton.cdiv(max_expert_rows, block_m) + num_local_experts * (1 if mixed else turns)
-    num_counters = stage_count + 2 * turns
+    """Cut expert rows into tiles; see `staged_schedule_kernel`. expert_offsets int32 [L + 1]."""
+    num_local_experts = expert_offsets.numel() - 1
+    new = expert_offsets.new_empty
+    max_tiles = triton.cdiv(max_expert_rows, block_m) + num_local_experts
+    num_counters = stages + (2 + num_ranks) * back_stages
     schedule = StagedSchedule(
-        new((2, max_tiles), dtype=torch.int64),
-        new(turns + 1),
+        new(max_tiles, dtype=torch.int64),
+        new(back_stages + 1),
         new(num_counters, dtype=torch.int64),
         block_m,
-        stage_count,
+        stages,
+        back_stages,
     )
-    staged_schedule_kernel[(num_local_experts, 2)](
-        expert_rows,
+    staged_schedule_kernel[(num_local_experts,)](
         expert_offsets,
         schedule.tiles,
         schedule.first_tile,
@@ -77,11 +77,10 @@ def staged_schedule(
         num_local_experts,
         max_tiles,
         BLOCK_M=block_m,
-        TURNS=turns,
+        BACK_STAGES=back_stages,
         EXPERTS_PAD=next_power_of_2(num_local_experts),
         COUNTERS_PAD=next_power_of_2(num_counters),
         STEP=128,
-        MIXED=mixed,
         OVERLAP=launches_overlap(),
         **early_launch(),
     )

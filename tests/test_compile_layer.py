@@ -19,10 +19,11 @@ of_this_triton = pytest.mark.skipif(
 PROBLEM = dict(num_rows=65536, num_experts=32, num_columns=768, depth=2048)
 TYPES = {
     **dict.fromkeys(("x", "lane_place", "first_place", "first_lane", "stage_begin"), "*i32"),
+    **dict.fromkeys(("last_stage", "num_rows"), "*i32"),
     **dict.fromkeys(("earlier_counts", "send_head", "share_rows", "expert_offsets"), "*i32"),
     **dict.fromkeys(("num_tokens_per_expert", "num_tokens_per_rank", "expert_rows"), "*i32"),
     **dict.fromkeys(("first_tile", "num_tiles", "num_rows"), "*i32"),
-    **dict.fromkeys(("topk_idx", "pushed", "computed", "returned", "tiles", "context", "lane_order"), "*i64"),
+    **dict.fromkeys(("topk_idx", "pushed", "computed", "returned", "tiles", "context", "lane_order", "listed"), "*i64"),
     **{"counters": "*i64", "topk_weights": "*fp32", "y": "*bf16", "out": "*bf16"},
 }
 SHAPE = {"NUM_TOPK": 8, "RANKS": 4, "RANKS_PAD": 4, "OVERLAP": True}
@@ -55,7 +56,7 @@ def gemm(kernel, config: GemmConfig, parts: int, arch: int = 90):
     }
     options = config.launch_options()
     launch = {name: options.pop(name) for name in ("num_warps", "num_stages")}
-    return compile_layer(kernel, {"TURNS": 5, **options}, arch, **launch, **descriptors)
+    return compile_layer(kernel, {"STAGES": 8, **options}, arch, **launch, **descriptors)
 
 
 def push(arch: int = 90):
@@ -66,13 +67,13 @@ def push(arch: int = 90):
 
 def returns(arch: int = 90):
     block = combine_host.RETURN_BYTES // 2
-    sizes = {"SHARES": 4, "ROWS": combine_host.RETURN_ROWS, "BLOCK_H": block}
+    sizes = {"STAGES": 8, "ROWS": combine_host.RETURN_ROWS, "BLOCK_H": block}
     kernel = layer_kernels.return_sums_kernel
     return compile_layer(kernel, {**sizes, "AT_ONCE": combine_host.READ_AHEAD}, arch, combine_host.RETURN_WARPS)
 
 
 def sums(arch: int = 90):
-    sizes = {"SHARES": 4, "GROUP": combine_host.SUM_TOKENS, "BLOCK_H": 256}
+    sizes = {"STAGES": 8, "GROUP": combine_host.SUM_TOKENS, "BLOCK_H": 256}
     kernel = layer_kernels.layer_sum_kernel
     return compile_layer(kernel, {**sizes, "AT_ONCE": combine_host.READ_AHEAD}, arch)
 
@@ -105,18 +106,18 @@ def test_what_runs_beside_a_gemm_finds_room():
 @pytest.mark.parametrize("arch", [80, 90])
 def test_all_compile(arch):
     compile_layer(
-        exchange_kernels.exchange_shares_kernel,
-        {"EXPERTS_PAD": 64, "COLUMNS_PAD": 512, "SHARES": 4, "PARTS": fused.PLACE_PARTS},
+        exchange_kernels.exchange_lanes_kernel,
+        {"EXPERTS_PAD": 64, "ALL_EXPERTS_PAD": 256, "STAGES_PAD": 32},
         arch,
     )
     compile_layer(
         staged_schedule_kernel,
-        {"TURNS": 5, "EXPERTS_PAD": 64, "COUNTERS_PAD": 32, "STEP": 128, "BLOCK_M": 128, "MIXED": True},
+        {"BACK_STAGES": 8, "EXPERTS_PAD": 64, "COUNTERS_PAD": 64, "STEP": 128, "BLOCK_M": 128},
         arch,
     )
     sizes = {"TOPK_PAD": 8, "BLOCK": 32}
     compile_layer(place_lanes_kernel, {**sizes, "STEP": 32}, arch, 8)
-    compile_layer(fused_kernels.send_records_kernel, sizes, arch)
+    compile_layer(fused_kernels.send_records_kernel, {**sizes, "BACK_STAGES": 8}, arch)
     for kernel in (push, returns, sums):
         kernel(arch)
 

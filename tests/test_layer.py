@@ -162,10 +162,10 @@ def test_fused_equals_in_turn_bit_for_bit(pool, num_ranks, kind):
     from moe_engine.emulation import PerRank
 
     configs = [
-        LayerConfig(num_stages=1, num_shares=1),
-        LayerConfig(num_stages=3, num_shares=2, num_push_programs=7, num_return_programs=9),
-        LayerConfig(num_stages=32, num_shares=8, mixed=False, num_push_programs=260),
-        LayerConfig(num_stages=4, num_shares=3, group_m=1),
+        LayerConfig(num_stages=1, num_return_stages=1),
+        LayerConfig(num_stages=3, num_return_stages=2, num_push_programs=7, num_return_programs=9),
+        LayerConfig(num_stages=16, num_return_stages=16, num_push_programs=260),
+        LayerConfig(num_stages=4, num_return_stages=3, group_m=1),
     ]
     num_tokens = [70, 3, 0, 41][:num_ranks]
     inputs = make_inputs(num_ranks, num_tokens, 64, 3 * num_ranks, 3, kind, "bf16", 5)
