@@ -25,7 +25,7 @@ from moe_engine import Buffer, LayerConfig, Options, moe_ffn
 from moe_engine.emulation import RankPool, send_message
 from moe_engine.layer_config import LayerProblem
 
-UNFUSED = LayerConfig(num_stages=1, num_shares=1)
+UNFUSED = LayerConfig(num_stages=1, num_return_stages=1)
 ERROR = 6e-3
 """Largest relative difference to the all-to-all path; both round to bf16 on the way."""
 

@@ -17,14 +17,15 @@ from ..slots import Slots, next_power_of_2
 from ..stages import StagedSchedule
 from .layer_kernels import layer_sum_kernel, return_sums_kernel, staged_gemm_kernel
 
-RETURN_ROWS, RETURN_BYTES, RETURN_WARPS = 1, 2048, 2
-"""Rows that a program sums and returns at a time, bytes of each, and its warps."""
-READ_AHEAD = 4
-"""Expert rows of a token that are read at once; few tokens have more on a rank."""
-SUM_TOKENS = 4
-"""Tokens that a program sums at a time."""
-SUM_PROGRAMS = 8
-"""Programs per SM that sum, many small ones: the first of them run beside those that return."""
+RETURN_BATCH, RETURN_BYTES, RETURN_IN_FLIGHT = 32, 1024, 4
+"""Rows that a program looks up at a time, bytes of a row that it sums at a time, and how many of
+these it reads ahead."""
+READ_AHEAD = 8
+"""Expert rows of a token that are read at once."""
+SUM_BATCH, SUM_BYTES, SUM_WARPS = 4, 4096, 4
+"""Tokens that a program looks up at a time, bytes of one that it sums at a time, and its warps."""
+SUM_PROGRAMS = 4
+"""Programs per SM that sum."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -76,7 +77,6 @@ def gemm_combine(
         STAGES=schedule.back_stages,
         RANKS=num_ranks,
         RANKS_PAD=next_power_of_2(num_ranks),
-        AT_ONCE=READ_AHEAD,
         OVERLAP=launches_overlap(),
         **early_launch(),
     )
@@ -91,9 +91,11 @@ def gemm_combine(
             *sizes,
             row.scales,
             *offsets,
-            ROWS=16 if INTERPRETED else RETURN_ROWS,
+            BATCH=RETURN_BATCH,
             BLOCK_H=min(next_power_of_2(hidden), RETURN_BYTES // y.itemsize),
-            num_warps=RETURN_WARPS,
+            IN_FLIGHT=RETURN_IN_FLIGHT,
+            AT_ONCE=min(READ_AHEAD, row.num_topk),
+            num_warps=1,
             **common,
         )
     records = returns.records
@@ -109,9 +111,10 @@ def gemm_combine(
         len(out),
         *sizes,
         *offsets,
-        GROUP=16 if INTERPRETED else SUM_TOKENS,
-        BLOCK_H=min(next_power_of_2(hidden), (512 if num_ranks <= 4 else 256) // y.itemsize),
-        num_warps=4,
+        BATCH=SUM_BATCH,
+        BLOCK_H=min(next_power_of_2(hidden), SUM_BYTES // y.itemsize),
+        AT_ONCE=min(4, row.num_topk),
+        num_warps=SUM_WARPS,
         **common,
     )
     return out

@@ -16,8 +16,6 @@ from ..lang import (
     round_to,
     row_pointers,
     symm_at,
-    ticks,
-    time_to_send,
     wait,
 )
 from ..slots_kernels import metadata_flag, region, stage_counts_offset
@@ -25,7 +23,6 @@ from ..stages_kernels import first_tiles, load_staged_tile, stage_of
 from ..tiles import BACK, deal_rows, notify_stage, wait_stage
 from ..work import (
     arrive_after_tma,
-    claim,
     finish_call,
     is_last_program,
     let_next_start,
@@ -111,15 +108,17 @@ def return_sums_kernel(
     STAGES: tl.constexpr,
     RANKS: tl.constexpr,
     RANKS_PAD: tl.constexpr,
-    ROWS: tl.constexpr,
+    BATCH: tl.constexpr,
     AT_ONCE: tl.constexpr,
     BLOCK_H: tl.constexpr,
+    IN_FLIGHT: tl.constexpr,
     OVERLAP: tl.constexpr,
 ):
     """Sum the weighted expert rows of each token of other ranks, and return one row to its rank.
 
     Stage by stage, each when all `num_gemm_programs` of the launch before have computed it. Small
-    programs, which find room beside the GEMM's. An early launch behind it.
+    programs, which find room beside the GEMM's; a warp reads IN_FLIGHT blocks of columns ahead,
+    into shared memory. An early launch behind it.
     """
     let_next_start(OVERLAP)
     if is_broken(context) == 0:
@@ -128,9 +127,7 @@ def return_sums_kernel(
         ranks = tl.arange(0, RANKS_PAD)
         is_peer = (ranks < RANKS) & (ranks != rank)
         program, num_programs = tl.program_id(0), tl.num_programs(0)
-        ITEM_BYTES: tl.constexpr = y.dtype.element_ty.primitive_bitwidth // 8
-        step = time_to_send(ROWS * BLOCK_H * ITEM_BYTES, 1, num_programs, context)
-        due = ticks()
+        blocks = tl.cdiv(hidden, BLOCK_H)
         # The records that say which expert rows are of which token.
         records = metadata_flag(ranks, context)
         token = wait(records, is_peer, current_epoch(context), ranks, context, PHASE_METADATA)
@@ -147,66 +144,45 @@ def return_sums_kernel(
                 counts = stage_counts_offset(num_experts) + stage * 4
                 at = as_pointer(region(ranks, context) + counts, tl.int32)
                 total = tl.max(tl.load(at, mask=is_peer, other=0), 0) * (RANKS - 1)
-                list_at = list_offset + stage * 4
-                # What tells of a batch is asked for a batch ahead.
-                # fmt: off
-                batch = _look_up(
-                    rows, program, context, counts, header_bytes, row_bytes, list_at,
-                    places_offset, weights_offset, hidden, NUM_TOPK, RANKS, ROWS, AT_ONCE,
-                )
-                for first in range(program, total, num_programs * ROWS):
-                    to, inside, lanes = batch
-                    batch = _look_up(
-                        rows, first + num_programs * ROWS, context, counts, header_bytes,
-                        row_bytes, list_at, places_offset, weights_offset, hidden, NUM_TOPK,
-                        RANKS, ROWS, AT_ONCE,
+                for first in range(program, total, num_programs * BATCH):
+                    peers, index = deal_rows(first, num_programs, RANKS - 1, BATCH)
+                    peers = (rank + 1 + peers) % RANKS
+                    theirs = region(peers, context)
+                    inside = index < tl.load(as_pointer(theirs + counts, tl.int32))
+                    entry = theirs + header_bytes + index.to(tl.int64) * row_bytes + list_offset
+                    row = tl.load(as_pointer(entry + stage * 4, tl.int32), mask=inside, other=0)
+                    offset = header_bytes + row.to(tl.int64) * row_bytes
+                    record = theirs + offset + places_offset
+                    # fmt: off
+                    lanes = load_lanes(
+                        rows, record, inside, weights_offset, hidden, NUM_TOPK, AT_ONCE
                     )
                     # fmt: on
-                    to_rows = as_pointer(to, y.dtype.element_ty)
-                    for column in range(0, hidden, BLOCK_H):
-                        columns = column + tl.arange(0, BLOCK_H)
-                        in_row = _in_row(columns, hidden, y)
-                        total_sum = sum_lanes(lanes, columns, in_row, hidden)
-                        while ticks() - due < 0:
-                            pass
-                        due = due + step
-                        values = round_to(total_sum, y.dtype.element_ty)
-                        mask = inside[:, None] & in_row[None, :]
-                        put(row_pointers(to_rows, columns, True), values, mask)
+                    to = symm_at(region(rank, context) + offset, peers, context)
+                    to = tl.where(inside, to, 0)
+                    here = tl.minimum(tl.cdiv(total - first, num_programs), BATCH)
+                    if num_lanes(lanes) <= AT_ONCE:
+                        for block in tl.range(0, here * blocks, num_stages=IN_FLIGHT):
+                            _return_block(to, lanes, block, blocks, hidden, y, BLOCK_H, False)
+                    else:
+                        for block in range(0, here * blocks):
+                            _return_block(to, lanes, block, blocks, hidden, y, BLOCK_H, True)
                 notify_stage(returned + stage, num_programs, BACK, stage, context, RANKS_PAD)
     wait_for_previous(OVERLAP)
 
 
 @device_function
-def _look_up(
-    y,
-    first,
-    context,
-    counts,
-    header_bytes,
-    row_bytes,
-    list_at,
-    places_offset,
-    weights_offset,
-    hidden,
-    NUM_TOPK: tl.constexpr,
-    RANKS: tl.constexpr,
-    ROWS: tl.constexpr,
-    AT_ONCE: tl.constexpr,
+def _return_block(
+    to, lanes, block, blocks, hidden, y, BLOCK_H: tl.constexpr, ALL: tl.constexpr
 ):
-    """(addresses [ROWS] on their ranks, whether they exist, their expert rows) of rows to return:
-    place `first` of a stage, and ROWS - 1 more."""
-    rank = tl.load(context + RANK).to(tl.int32)
-    peers, number = deal_rows(first, tl.num_programs(0), RANKS - 1, ROWS)
-    peers = (rank + 1 + peers) % RANKS
-    theirs = region(peers, context)
-    inside = number < tl.load(as_pointer(theirs + counts, tl.int32))
-    entry = theirs + header_bytes + number.to(tl.int64) * row_bytes + list_at
-    row = tl.load(as_pointer(entry, tl.int32), mask=inside, other=0)
-    offset = header_bytes + row.to(tl.int64) * row_bytes
-    record = theirs + offset + places_offset
-    lanes = load_lanes(y, record, inside, weights_offset, hidden, NUM_TOPK, AT_ONCE)
-    return symm_at(region(rank, context) + offset, peers, context), inside, lanes
+    """Sum and return a block of columns of a row of a batch; each row has `blocks`."""
+    number = block // blocks + tl.arange(0, 1)
+    columns = block % blocks * BLOCK_H + tl.arange(0, BLOCK_H)
+    in_row = _in_row(columns, hidden, y)
+    values = round_to(sum_lanes(lanes, number, columns, in_row, hidden, ALL), y.dtype.element_ty)
+    address = tl.gather(to, number, 0)
+    pointers = row_pointers(as_pointer(address, y.dtype.element_ty), columns, True)
+    put(pointers, values, (address != 0)[:, None] & in_row[None, :])
 
 
 @device_function
@@ -227,40 +203,49 @@ def load_lanes(
     places = as_pointer(record, tl.int32)
     has = inside[:, None] & (lanes < NUM_TOPK)[None, :]
     all_places = tl.load(places[:, None] + lanes[None, :], mask=has, other=-1)
-    num_lanes = tl.max(tl.sum((all_places >= 0).to(tl.int32), 1), 0)
-    weights = as_pointer(record + weights_offset, tl.float32)
+    most_lanes = tl.max(tl.sum((all_places >= 0).to(tl.int32), 1), 0)
     rows = ()
     factors = ()
     for lane in tl.static_range(min(AT_ONCE, NUM_TOPK)):
-        row, factor = _lane(y, places + lane, weights + lane, inside, hidden)
+        row, factor = _lane(y, record + 4 * lane, weights_offset, inside, hidden)
         rows = rows + (row,)
         factors = factors + (factor,)
-    return rows, factors, (y, places, weights, inside, num_lanes)
+    return rows, factors, (y, tl.where(inside, record, 0), weights_offset, most_lanes)
 
 
 @device_function
-def _lane(y, place, weight, inside, hidden):
+def num_lanes(lanes):
+    """Most expert rows of any of the tokens."""
+    return lanes[2][3]
+
+
+@device_function
+def _lane(y, record, weights_offset, inside, hidden):
     """(addresses of the expert rows, 0 where there is none, weights) of one lane of each token."""
-    row = tl.load(place, mask=inside, other=-1)
-    factor = tl.load(weight, mask=row >= 0, other=0.0)
+    row = tl.load(as_pointer(record, tl.int32), mask=inside, other=-1)
+    at = as_pointer(record + weights_offset, tl.float32)
+    factor = tl.load(at, mask=row >= 0, other=0.0)
     return tl.where(row >= 0, (y + row.to(tl.int64) * hidden).to(tl.int64), 0), factor
 
 
 @device_function
-def sum_lanes(lanes, columns, in_row, hidden):
-    """fp32 [B, C]: `columns` of the expert rows of B tokens (see `load_lanes`), times their weights,
-    added up in top-k lane order."""
+def sum_lanes(lanes, number, columns, in_row, hidden, ALL: tl.constexpr):
+    """fp32 [N, C]: `columns` of the expert rows of tokens `number` [N] among those looked up (see
+    `load_lanes`), times their weights, added up in top-k lane order; without ALL only those rows
+    looked up at once."""
     rows, factors, rest = lanes
-    y, places, weights, inside, num_lanes = rest
+    y, record, weights_offset, most_lanes = rest
     parts = ()
     for lane in tl.static_range(len(rows)):
-        parts = parts + (_columns(rows[lane], columns, in_row, y),)
-    total = tl.zeros([inside.shape[0], columns.shape[0]], tl.float32)
+        parts = parts + (_columns(tl.gather(rows[lane], number, 0), columns, in_row, y),)
+    total = tl.zeros([number.shape[0], columns.shape[0]], tl.float32)
     for lane in tl.static_range(len(rows)):
-        total += factors[lane][:, None] * parts[lane].to(tl.float32)
-    for lane in range(len(rows), num_lanes):
-        row, factor = _lane(y, places + lane, weights + lane, inside, hidden)
-        total += factor[:, None] * _columns(row, columns, in_row, y).to(tl.float32)
+        total += tl.gather(factors[lane], number, 0)[:, None] * parts[lane].to(tl.float32)
+    if ALL:
+        at = tl.gather(record, number, 0)
+        for lane in range(len(rows), most_lanes):
+            row, factor = _lane(y, at + 4 * lane, weights_offset, at != 0, hidden)
+            total += factor[:, None] * _columns(row, columns, in_row, y).to(tl.float32)
     return total
 
 
@@ -293,7 +278,7 @@ def layer_sum_kernel(
     STAGES: tl.constexpr,
     RANKS: tl.constexpr,
     RANKS_PAD: tl.constexpr,
-    GROUP: tl.constexpr,
+    BATCH: tl.constexpr,
     AT_ONCE: tl.constexpr,
     BLOCK_H: tl.constexpr,
     OVERLAP: tl.constexpr,
@@ -314,19 +299,19 @@ def layer_sum_kernel(
     )
     # fmt: on
     y = as_pointer(consume_token(y.to(tl.int64), token), y.dtype.element_ty)
-    num_groups = tl.where(token == 1, tl.cdiv(num_tokens, GROUP), 0)
+    end = tl.where(token == 1, num_tokens, 0)
     there = tl.full((), -1, tl.int32)  # stage up to which all rows are there
-    group = claim(context)
-    while group < num_groups:
-        tokens = group * GROUP + tl.arange(0, GROUP)
+    program, num_programs = tl.program_id(0), tl.num_programs(0)
+    for first in range(program, end, num_programs * BATCH):
+        tokens = first + tl.arange(0, BATCH) * num_programs
         inside = tokens < num_tokens
         stage = tl.max(tl.load(last_stage + tokens, mask=inside, other=0), 0)
         if (RANKS > 1) & (there < stage):
             token = wait_stage(BACK, stage, context, RANKS_PAD, PHASE_RETURNED_ROWS)
             there = stage
         inside = inside & (token == 1)
-        own_place = tl.full([GROUP], -1, tl.int32)
-        own_row = tl.zeros([GROUP], tl.int32)
+        own_place = tl.full([BATCH], -1, tl.int32)
+        own_row = tl.zeros([BATCH], tl.int32)
         addresses = ()
         for place in tl.static_range(RANKS):
             head = tl.load(send_head + tokens * RANKS + place, mask=inside, other=-1)
@@ -344,19 +329,23 @@ def layer_sum_kernel(
             y, record + places_offset, own_place >= 0, weights_offset, hidden, NUM_TOPK, AT_ONCE
         )
         # fmt: on
-        for column in range(0, hidden, BLOCK_H):
-            columns = column + tl.arange(0, BLOCK_H)
+        blocks = tl.cdiv(hidden, BLOCK_H)
+        here = tl.minimum(tl.cdiv(end - first, num_programs), BATCH)
+        for block in range(0, here * blocks):
+            number = block // blocks + tl.arange(0, 1)
+            columns = block % blocks * BLOCK_H + tl.arange(0, BLOCK_H)
             in_row = _in_row(columns, hidden, out)
-            own = sum_lanes(lanes, columns, in_row, hidden)
+            own = sum_lanes(lanes, number, columns, in_row, hidden, True)
             own = round_to(own, out.dtype.element_ty).to(tl.float32)
-            total = tl.zeros([GROUP, BLOCK_H], tl.float32)
+            own_at = tl.gather(own_place, number, 0)
+            total = tl.zeros([1, BLOCK_H], tl.float32)
             for place in tl.static_range(RANKS):
-                part = _columns(addresses[place], columns, in_row, out)
-                total += tl.where((own_place == place)[:, None], own, part.to(tl.float32))
-            to = row_pointers(out + tokens.to(tl.int64) * hidden, columns, True)
+                part = _columns(tl.gather(addresses[place], number, 0), columns, in_row, out)
+                total += tl.where((own_at == place)[:, None], own, part.to(tl.float32))
+            token_number = first + number * num_programs
+            to = row_pointers(out + token_number.to(tl.int64) * hidden, columns, True)
             values = round_to(total, out.dtype.element_ty)
-            tl.store(to, values, mask=inside[:, None] & in_row[None, :])
-        group = claim(context)
+            tl.store(to, values, mask=((token_number < end) & (token == 1))[:, None] & in_row[None, :])
     wait_for_previous(OVERLAP)
     if is_broken(context) == 0:
         if is_last_program(context):

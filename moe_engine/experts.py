@@ -7,6 +7,7 @@ from dataclasses import replace
 import torch
 
 from . import combine, dispatch, routing
+from .config import GemmConfig
 from .grouped_gemm import gemm_config
 from .layer_config import LayerConfig
 from .slots import Slots, header_bytes
@@ -59,5 +60,13 @@ def feed_forward(
     records = dispatch.send_records(lanes, lane_place, places, schedule, header, slots)
     returns = combine.Returns(lanes, records, schedule, header)
     num_programs = config.num_return_programs
-    tiles = replace(down_tiles, **options)
+    tiles = beside_sums(replace(down_tiles, **options))
     return combine.gemm_combine(act, w_down, rows, returns, num_programs, tiles, slots)
+
+
+def beside_sums(tiles: GemmConfig) -> GemmConfig:
+    """Tiles that leave shared memory to the programs that sum beside them: three steps in flight
+    and a store in parts are as fast."""
+    if tiles.block_m < 128:
+        return tiles
+    return replace(tiles, num_stages=3, subtiles=max(tiles.subtiles, 4))

@@ -220,7 +220,10 @@ else:
 
     @device_function
     def pause():
-        """Poll again at once."""
+        """Leave the SM's issue slots to others for a moment: those that multiply beside this."""
+        tl.inline_asm_elementwise(
+            "nanosleep.u32 64; mov.u32 $0, 0;", "=r", [], dtype=tl.int32, is_pure=False, pack=1
+        )
 
     @device_function
     def load_acquire(flags):
@@ -310,6 +313,7 @@ else:
             setp.lt.s64 late, flag, $3;
             vote.sync.any.pred some, late, 0xffffffff;
             @!some bra done;
+            nanosleep.u32 200;
             mov.u64 now, %globaltimer;
             setp.gt.s64 stop, now, $4;
             ld.relaxed.gpu.global.b64 flag, [$5];

@@ -10,7 +10,9 @@ from moe_engine.combine import layer as combine_host
 from moe_engine.combine import layer_kernels
 from moe_engine.config import GemmConfig, GemmProblem, candidates
 from moe_engine.dispatch import exchange_kernels, fused, fused_kernels
+from moe_engine.experts import beside_sums
 from moe_engine.routing_kernels import place_lanes_kernel
+from moe_engine.slots import round_up
 from moe_engine.stages_kernels import staged_schedule_kernel
 
 of_this_triton = pytest.mark.skipif(
@@ -65,17 +67,25 @@ def push(arch: int = 90):
     return compile_layer(kernel, {**sizes, "ALIGNED": True}, arch, 1, expert_rows="*i64")
 
 
-def returns(arch: int = 90):
-    block = combine_host.RETURN_BYTES // 2
-    sizes = {"STAGES": 8, "ROWS": combine_host.RETURN_ROWS, "BLOCK_H": block}
-    kernel = layer_kernels.return_sums_kernel
-    return compile_layer(kernel, {**sizes, "AT_ONCE": combine_host.READ_AHEAD}, arch, combine_host.RETURN_WARPS)
+def returns(arch: int = 90, **changes: int):
+    sizes = {
+        "STAGES": 8,
+        "BATCH": combine_host.RETURN_BATCH,
+        "BLOCK_H": combine_host.RETURN_BYTES // 2,
+        "IN_FLIGHT": combine_host.RETURN_IN_FLIGHT,
+        "AT_ONCE": combine_host.READ_AHEAD,
+    }
+    return compile_layer(layer_kernels.return_sums_kernel, sizes | changes, arch, 1)
 
 
-def sums(arch: int = 90):
-    sizes = {"STAGES": 8, "GROUP": combine_host.SUM_TOKENS, "BLOCK_H": 256}
-    kernel = layer_kernels.layer_sum_kernel
-    return compile_layer(kernel, {**sizes, "AT_ONCE": combine_host.READ_AHEAD}, arch)
+def sums(arch: int = 90, num_warps: int = combine_host.SUM_WARPS, **changes: int):
+    sizes = {
+        "STAGES": 8,
+        "BATCH": combine_host.SUM_BATCH,
+        "BLOCK_H": combine_host.SUM_BYTES // 2,
+        "AT_ONCE": 4,
+    }
+    return compile_layer(layer_kernels.layer_sum_kernel, sizes | changes, arch, num_warps)
 
 
 @of_this_triton
@@ -91,16 +101,16 @@ def test_gemms_do_not_spill(block_m):
 @of_this_triton
 def test_what_runs_beside_a_gemm_finds_room():
     """On an SM: 65,536 registers, 228 KiB of shared memory, 1 KiB of it for each program."""
-    largest = max(
-        (gemm(fused_kernels.dispatch_gemm_kernel, configs(128, gated=True)[0], 2), 1),
-        (gemm(layer_kernels.staged_gemm_kernel, configs(128)[0], 1), 1),
-        key=lambda built: built[0].registers,
-    )[0]
-    rest = 65536 - 256 * -(-largest.registers // 8) * 8
-    for built, num_warps, count in ((push(), 1, 1), (returns(), combine_host.RETURN_WARPS, 2), (sums(), 4, 1)):
-        assert built.spill_bytes == 0
-        assert count * num_warps * 32 * -(-built.registers // 8) * 8 <= rest
-        assert count * (built.shared_bytes + 1024) <= 228 * 1024 - largest.shared_bytes - 1024
+    up = gemm(fused_kernels.dispatch_gemm_kernel, configs(128, gated=True)[0], 2)
+    down = gemm(layer_kernels.staged_gemm_kernel, beside_sums(configs(128)[0]), 1)
+    for multiplies, beside, num_warps, count in ((up, push(), 1, 1), (down, returns(), 1, 2)):
+        assert beside.spill_bytes == 0
+        registers = 256 * round_up(multiplies.registers, 8)
+        registers += count * num_warps * 32 * round_up(beside.registers, 8)
+        assert registers <= 65536
+        shared = multiplies.shared_bytes + 1024 + count * (beside.shared_bytes + 1024)
+        assert shared <= 228 * 1024
+    assert sums().spill_bytes == 0
 
 
 @pytest.mark.parametrize("arch", [80, 90])
