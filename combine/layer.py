@@ -11,21 +11,18 @@ from triton.tools.tensor_descriptor import TensorDescriptor
 from ..config import GemmConfig
 from ..dispatch import Lanes, Records
 from ..grouped_gemm import num_compute_programs, num_sms, ragged
-from ..hardware import early_launch, launches_overlap
+from ..hardware import early_launch, launches_overlap, share_sms
 from ..lang import INTERPRETED
 from ..slots import Slots, next_power_of_2
 from ..stages import StagedSchedule
 from .layer_kernels import layer_sum_kernel, return_sums_kernel, staged_gemm_kernel
 
-RETURN_BATCH, RETURN_BYTES, RETURN_IN_FLIGHT = 32, 1024, 4
-"""Rows that a program looks up at a time, bytes of a row that it sums at a time, and how many of
-these it reads ahead."""
-READ_AHEAD = 8
-"""Expert rows of a token that are read at once."""
-SUM_BATCH, SUM_BYTES, SUM_WARPS = 4, 4096, 4
-"""Tokens that a program looks up at a time, bytes of one that it sums at a time, and its warps."""
-SUM_PROGRAMS = 4
-"""Programs per SM that sum."""
+RETURN_BATCH = 32
+"""Rows that a program looks up at a time."""
+RETURN_BYTES, RETURN_WARPS = 4096, 2
+"""Bytes of a row that a program sums at a time, and its warps."""
+SUM_BYTES, SUM_WARPS, SUM_PROGRAMS = 4096, 2, 8
+"""The same for the sums of ranks, and programs per SM."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -56,7 +53,7 @@ def gemm_combine(
     """
     schedule, num_ranks = returns.schedule, slots.layout.num_ranks
     num_programs = num_compute_programs(y.device, config)
-    staged_gemm_kernel[(num_programs,)](
+    compiled = staged_gemm_kernel[(num_programs,)](
         create_ragged_descriptor(a, [config.block_m, config.block_k]),
         TensorDescriptor.from_tensor(w, [1, config.block_n, config.block_k]),
         ragged(y[None], config.block_m, config.block_n // config.subtiles),
@@ -69,6 +66,8 @@ def gemm_combine(
         **config.launch_options(),
         **early_launch(),
     )
+    if not INTERPRETED:
+        share_sms(compiled.function)
     row, hidden = returns.lanes.row, y.shape[1]
     sizes = hidden, returns.header_bytes, row.num_bytes
     offsets = row.ids, row.weights - row.ids
@@ -93,9 +92,7 @@ def gemm_combine(
             *offsets,
             BATCH=RETURN_BATCH,
             BLOCK_H=min(next_power_of_2(hidden), RETURN_BYTES // y.itemsize),
-            IN_FLIGHT=RETURN_IN_FLIGHT,
-            AT_ONCE=min(READ_AHEAD, row.num_topk),
-            num_warps=1,
+            num_warps=RETURN_WARPS,
             **common,
         )
     records = returns.records
@@ -111,9 +108,7 @@ def gemm_combine(
         len(out),
         *sizes,
         *offsets,
-        BATCH=SUM_BATCH,
         BLOCK_H=min(next_power_of_2(hidden), SUM_BYTES // y.itemsize),
-        AT_ONCE=min(4, row.num_topk),
         num_warps=SUM_WARPS,
         **common,
     )

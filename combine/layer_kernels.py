@@ -3,7 +3,7 @@
 import triton
 import triton.language as tl
 
-from ..context import PHASE_METADATA, PHASE_RETURNED_ROWS, PHASE_TILES, RANK
+from ..context import PHASE_METADATA, PHASE_RETURNED_ROWS, PHASE_TILES, RANK, REGION_BYTES
 from ..grouped_gemm.kernels import finish_tile, gemm_tile
 from ..grouped_gemm.schedule_kernels import unpack_tile
 from ..lang import (
@@ -14,7 +14,6 @@ from ..lang import (
     is_broken,
     put,
     round_to,
-    row_pointers,
     symm_at,
     wait,
 )
@@ -109,16 +108,13 @@ def return_sums_kernel(
     RANKS: tl.constexpr,
     RANKS_PAD: tl.constexpr,
     BATCH: tl.constexpr,
-    AT_ONCE: tl.constexpr,
     BLOCK_H: tl.constexpr,
-    IN_FLIGHT: tl.constexpr,
     OVERLAP: tl.constexpr,
 ):
     """Sum the weighted expert rows of each token of other ranks, and return one row to its rank.
 
     Stage by stage, each when all `num_gemm_programs` of the launch before have computed it. Small
-    programs, which find room beside the GEMM's; a warp reads IN_FLIGHT blocks of columns ahead,
-    into shared memory. An early launch behind it.
+    programs, which find room beside the GEMM's. An early launch behind it.
     """
     let_next_start(OVERLAP)
     if is_broken(context) == 0:
@@ -127,7 +123,7 @@ def return_sums_kernel(
         ranks = tl.arange(0, RANKS_PAD)
         is_peer = (ranks < RANKS) & (ranks != rank)
         program, num_programs = tl.program_id(0), tl.num_programs(0)
-        blocks = tl.cdiv(hidden, BLOCK_H)
+        own = region(rank, context) + header_bytes
         # The records that say which expert rows are of which token.
         records = metadata_flag(ranks, context)
         token = wait(records, is_peer, current_epoch(context), ranks, context, PHASE_METADATA)
@@ -151,38 +147,40 @@ def return_sums_kernel(
                     inside = index < tl.load(as_pointer(theirs + counts, tl.int32))
                     entry = theirs + header_bytes + index.to(tl.int64) * row_bytes + list_offset
                     row = tl.load(as_pointer(entry + stage * 4, tl.int32), mask=inside, other=0)
-                    offset = header_bytes + row.to(tl.int64) * row_bytes
-                    record = theirs + offset + places_offset
-                    # fmt: off
-                    lanes = load_lanes(
-                        rows, record, inside, weights_offset, hidden, NUM_TOPK, AT_ONCE
-                    )
-                    # fmt: on
-                    to = symm_at(region(rank, context) + offset, peers, context)
-                    to = tl.where(inside, to, 0)
+                    offset = row.to(tl.int64) * row_bytes
+                    record = tl.where(inside, theirs + header_bytes + offset + places_offset, 0)
+                    to = symm_at(own + offset, peers, context)
                     here = tl.minimum(tl.cdiv(total - first, num_programs), BATCH)
-                    if num_lanes(lanes) <= AT_ONCE:
-                        for block in tl.range(0, here * blocks, num_stages=IN_FLIGHT):
-                            _return_block(to, lanes, block, blocks, hidden, y, BLOCK_H, False)
-                    else:
-                        for block in range(0, here * blocks):
-                            _return_block(to, lanes, block, blocks, hidden, y, BLOCK_H, True)
+                    for number in range(0, here):
+                        # fmt: off
+                        return_row(
+                            _pick(to, number), rows, _pick(record, number), weights_offset, hidden,
+                            NUM_TOPK, BLOCK_H,
+                        )
+                        # fmt: on
                 notify_stage(returned + stage, num_programs, BACK, stage, context, RANKS_PAD)
     wait_for_previous(OVERLAP)
 
 
 @device_function
-def _return_block(
-    to, lanes, block, blocks, hidden, y, BLOCK_H: tl.constexpr, ALL: tl.constexpr
+def _pick(values, index):
+    """One of a block of values."""
+    return tl.sum(tl.where(tl.arange(0, values.shape[0]) == index, values, 0), 0)
+
+
+@device_function
+def return_row(
+    to, y, record, weights_offset, hidden, NUM_TOPK: tl.constexpr, BLOCK_H: tl.constexpr
 ):
-    """Sum and return a block of columns of a row of a batch; each row has `blocks`."""
-    number = block // blocks + tl.arange(0, 1)
-    columns = block % blocks * BLOCK_H + tl.arange(0, BLOCK_H)
-    in_row = _in_row(columns, hidden, y)
-    values = round_to(sum_lanes(lanes, number, columns, in_row, hidden, ALL), y.dtype.element_ty)
-    address = tl.gather(to, number, 0)
-    pointers = row_pointers(as_pointer(address, y.dtype.element_ty), columns, True)
-    put(pointers, values, (address != 0)[:, None] & in_row[None, :])
+    """Sum the expert rows of a token and write them to the address `to`; no row for record 0."""
+    num_lanes = count_lanes(record, record != 0, NUM_TOPK)
+    to_row = as_pointer(to, y.dtype.element_ty)
+    for column in range(0, hidden, BLOCK_H):
+        columns = column + tl.arange(0, BLOCK_H)
+        in_row = _in_row(columns, hidden, y)
+        total = sum_lanes(y, record, num_lanes, weights_offset, columns, in_row, hidden)
+        values = round_to(total, y.dtype.element_ty)
+        put(_items(to_row, columns), values, in_row & (num_lanes > 0))
 
 
 @device_function
@@ -192,68 +190,34 @@ def _in_row(columns, hidden, y):
 
 
 @device_function
-def load_lanes(
-    y, record, inside, weights_offset, hidden, NUM_TOPK: tl.constexpr, AT_ONCE: tl.constexpr
-):
-    """The expert rows of tokens [B] whose records lie at addresses `record`, for `sum_lanes`; those
-    of the first AT_ONCE lanes are looked up at once. A record has the places of a token's expert
-    rows, then -1, and `weights_offset` bytes from there on their weights."""
-    TOPK_PAD: tl.constexpr = triton.next_power_of_2(NUM_TOPK)
-    lanes = tl.arange(0, TOPK_PAD)
+def _items(row, columns):
+    """Pointers to columns of a row, which begins at a multiple of 16 bytes; see
+    `lang.row_pointers`."""
+    return tl.multiple_of(row + columns, 16)
+
+
+@device_function
+def count_lanes(record, mask, NUM_TOPK: tl.constexpr):
+    """How many expert rows a token has here. Its record has their places, in top-k lane order, then
+    -1, and some bytes from there on their weights."""
+    lanes = tl.arange(0, triton.next_power_of_2(NUM_TOPK))
+    at = as_pointer(record, tl.int32) + lanes
+    places = tl.load(at, mask=(lanes < NUM_TOPK) & mask, other=-1)
+    return tl.sum((places >= 0).to(tl.int32), 0)
+
+
+@device_function
+def sum_lanes(y, record, num_lanes, weights_offset, columns, in_row, hidden):
+    """fp32 [C]: `columns` of a token's expert rows times their weights, added up in the order of
+    its record, see `count_lanes`."""
     places = as_pointer(record, tl.int32)
-    has = inside[:, None] & (lanes < NUM_TOPK)[None, :]
-    all_places = tl.load(places[:, None] + lanes[None, :], mask=has, other=-1)
-    most_lanes = tl.max(tl.sum((all_places >= 0).to(tl.int32), 1), 0)
-    rows = ()
-    factors = ()
-    for lane in tl.static_range(min(AT_ONCE, NUM_TOPK)):
-        row, factor = _lane(y, record + 4 * lane, weights_offset, inside, hidden)
-        rows = rows + (row,)
-        factors = factors + (factor,)
-    return rows, factors, (y, tl.where(inside, record, 0), weights_offset, most_lanes)
-
-
-@device_function
-def num_lanes(lanes):
-    """Most expert rows of any of the tokens."""
-    return lanes[2][3]
-
-
-@device_function
-def _lane(y, record, weights_offset, inside, hidden):
-    """(addresses of the expert rows, 0 where there is none, weights) of one lane of each token."""
-    row = tl.load(as_pointer(record, tl.int32), mask=inside, other=-1)
-    at = as_pointer(record + weights_offset, tl.float32)
-    factor = tl.load(at, mask=row >= 0, other=0.0)
-    return tl.where(row >= 0, (y + row.to(tl.int64) * hidden).to(tl.int64), 0), factor
-
-
-@device_function
-def sum_lanes(lanes, number, columns, in_row, hidden, ALL: tl.constexpr):
-    """fp32 [N, C]: `columns` of the expert rows of tokens `number` [N] among those looked up (see
-    `load_lanes`), times their weights, added up in top-k lane order; without ALL only those rows
-    looked up at once."""
-    rows, factors, rest = lanes
-    y, record, weights_offset, most_lanes = rest
-    parts = ()
-    for lane in tl.static_range(len(rows)):
-        parts = parts + (_columns(tl.gather(rows[lane], number, 0), columns, in_row, y),)
-    total = tl.zeros([number.shape[0], columns.shape[0]], tl.float32)
-    for lane in tl.static_range(len(rows)):
-        total += tl.gather(factors[lane], number, 0)[:, None] * parts[lane].to(tl.float32)
-    if ALL:
-        at = tl.gather(record, number, 0)
-        for lane in range(len(rows), most_lanes):
-            row, factor = _lane(y, at + 4 * lane, weights_offset, at != 0, hidden)
-            total += factor[:, None] * _columns(row, columns, in_row, y).to(tl.float32)
+    weights = as_pointer(record + weights_offset, tl.float32)
+    total = tl.zeros([columns.shape[0]], tl.float32)
+    for lane in range(0, num_lanes):
+        row = y + tl.load(places + lane).to(tl.int64) * hidden
+        values = tl.load(_items(row, columns), mask=in_row, other=0.0)
+        total += tl.load(weights + lane) * values.to(tl.float32)
     return total
-
-
-@device_function
-def _columns(rows, columns, in_row, y):
-    """Columns [B, C] of the rows at addresses [B]; 0 for address 0."""
-    pointers = row_pointers(as_pointer(rows, y.dtype.element_ty), columns, True)
-    return tl.load(pointers, mask=(rows != 0)[:, None] & in_row[None, :], other=0.0)
 
 
 @triton.jit(
@@ -278,8 +242,6 @@ def layer_sum_kernel(
     STAGES: tl.constexpr,
     RANKS: tl.constexpr,
     RANKS_PAD: tl.constexpr,
-    BATCH: tl.constexpr,
-    AT_ONCE: tl.constexpr,
     BLOCK_H: tl.constexpr,
     OVERLAP: tl.constexpr,
 ):
@@ -298,54 +260,44 @@ def layer_sum_kernel(
         context, PHASE_TILES,
     )
     # fmt: on
-    y = as_pointer(consume_token(y.to(tl.int64), token), y.dtype.element_ty)
-    end = tl.where(token == 1, num_tokens, 0)
     there = tl.full((), -1, tl.int32)  # stage up to which all rows are there
-    program, num_programs = tl.program_id(0), tl.num_programs(0)
-    for first in range(program, end, num_programs * BATCH):
-        tokens = first + tl.arange(0, BATCH) * num_programs
-        inside = tokens < num_tokens
-        stage = tl.max(tl.load(last_stage + tokens, mask=inside, other=0), 0)
-        if (RANKS > 1) & (there < stage):
+    for number in range(tl.program_id(0), num_tokens, tl.num_programs(0)):
+        number_wide = tl.cast(number, tl.int64)
+        stage = tl.load(last_stage + number)
+        if (RANKS > 1) & (there < stage) & (token == 1):
             token = wait_stage(BACK, stage, context, RANKS_PAD, PHASE_RETURNED_ROWS)
             there = stage
-        inside = inside & (token == 1)
-        own_place = tl.full([BATCH], -1, tl.int32)
-        own_row = tl.zeros([BATCH], tl.int32)
-        addresses = ()
-        for place in tl.static_range(RANKS):
-            head = tl.load(send_head + tokens * RANKS + place, mask=inside, other=-1)
-            row = tl.where(head >= 0, head // RANKS, 0)
-            writer = tl.where(head >= 0, head % RANKS, 0)
-            at = consume_token(region(writer, context) + header_bytes, token)
-            is_own = (head >= 0) & (writer == rank)
-            own_place = tl.where(is_own, place, own_place)
-            own_row = tl.where(is_own, row, own_row)
-            address = at + row.to(tl.int64) * row_bytes
-            addresses = addresses + (tl.where((head >= 0) & (is_own == 0), address, 0),)
-        record = region(rank, context) + header_bytes + own_row.to(tl.int64) * row_bytes
-        # fmt: off
-        lanes = load_lanes(
-            y, record + places_offset, own_place >= 0, weights_offset, hidden, NUM_TOPK, AT_ONCE
-        )
-        # fmt: on
-        blocks = tl.cdiv(hidden, BLOCK_H)
-        here = tl.minimum(tl.cdiv(end - first, num_programs), BATCH)
-        for block in range(0, here * blocks):
-            number = block // blocks + tl.arange(0, 1)
-            columns = block % blocks * BLOCK_H + tl.arange(0, BLOCK_H)
-            in_row = _in_row(columns, hidden, out)
-            own = sum_lanes(lanes, number, columns, in_row, hidden, True)
-            own = round_to(own, out.dtype.element_ty).to(tl.float32)
-            own_at = tl.gather(own_place, number, 0)
-            total = tl.zeros([1, BLOCK_H], tl.float32)
+        if token == 1:
+            first = consume_token(region(0, context) + header_bytes, token)
+            region_bytes = tl.load(context + REGION_BYTES)
+            own_place = tl.full((), -1, tl.int32)
+            record = tl.full((), 0, tl.int64)
+            addresses = ()
             for place in tl.static_range(RANKS):
-                part = _columns(tl.gather(addresses[place], number, 0), columns, in_row, out)
-                total += tl.where((own_at == place)[:, None], own, part.to(tl.float32))
-            token_number = first + number * num_programs
-            to = row_pointers(out + token_number.to(tl.int64) * hidden, columns, True)
-            values = round_to(total, out.dtype.element_ty)
-            tl.store(to, values, mask=((token_number < end) & (token == 1))[:, None] & in_row[None, :])
+                head = tl.load(send_head + number * RANKS + place)
+                writer = tl.maximum(head, 0) % RANKS
+                row = tl.maximum(head, 0) // RANKS
+                at = first + writer * region_bytes + row.to(tl.int64) * row_bytes
+                is_own = (head >= 0) & (writer == rank)
+                own_place = tl.where(is_own, place, own_place)
+                record = tl.where(is_own, at + places_offset, record)
+                addresses = addresses + (tl.where((head >= 0) & (is_own == 0), at, 0),)
+            num_lanes = count_lanes(record, record != 0, NUM_TOPK)
+            for column in range(0, hidden, BLOCK_H):
+                columns = column + tl.arange(0, BLOCK_H)
+                in_row = _in_row(columns, hidden, out)
+                parts = ()
+                for place in tl.static_range(RANKS):
+                    theirs = as_pointer(addresses[place], out.dtype.element_ty)
+                    mask = in_row & (addresses[place] != 0)
+                    parts = parts + (tl.load(_items(theirs, columns), mask=mask, other=0.0),)
+                own = sum_lanes(y, record, num_lanes, weights_offset, columns, in_row, hidden)
+                own = round_to(own, out.dtype.element_ty).to(tl.float32)
+                total = tl.zeros([BLOCK_H], tl.float32)
+                for place in tl.static_range(RANKS):
+                    total += tl.where(own_place == place, own, parts[place].to(tl.float32))
+                to = _items(out + number_wide * hidden, columns)
+                tl.store(to, round_to(total, out.dtype.element_ty), mask=in_row)
     wait_for_previous(OVERLAP)
     if is_broken(context) == 0:
         if is_last_program(context):

@@ -67,24 +67,14 @@ def push(arch: int = 90):
     return compile_layer(kernel, {**sizes, "ALIGNED": True}, arch, 1, expert_rows="*i64")
 
 
-def returns(arch: int = 90, **changes: int):
-    sizes = {
-        "STAGES": 8,
-        "BATCH": combine_host.RETURN_BATCH,
-        "BLOCK_H": combine_host.RETURN_BYTES // 2,
-        "IN_FLIGHT": combine_host.RETURN_IN_FLIGHT,
-        "AT_ONCE": combine_host.READ_AHEAD,
-    }
-    return compile_layer(layer_kernels.return_sums_kernel, sizes | changes, arch, 1)
+def returns(arch: int = 90, num_warps: int = combine_host.RETURN_WARPS, **changes: int):
+    sizes = {"BATCH": combine_host.RETURN_BATCH, "BLOCK_H": combine_host.RETURN_BYTES // 2}
+    kernel = layer_kernels.return_sums_kernel
+    return compile_layer(kernel, {"STAGES": 8, **sizes} | changes, arch, num_warps)
 
 
 def sums(arch: int = 90, num_warps: int = combine_host.SUM_WARPS, **changes: int):
-    sizes = {
-        "STAGES": 8,
-        "BATCH": combine_host.SUM_BATCH,
-        "BLOCK_H": combine_host.SUM_BYTES // 2,
-        "AT_ONCE": 4,
-    }
+    sizes = {"STAGES": 8, "BLOCK_H": combine_host.SUM_BYTES // 2}
     return compile_layer(layer_kernels.layer_sum_kernel, sizes | changes, arch, num_warps)
 
 
@@ -103,7 +93,7 @@ def test_what_runs_beside_a_gemm_finds_room():
     """On an SM: 65,536 registers, 228 KiB of shared memory, 1 KiB of it for each program."""
     up = gemm(fused_kernels.dispatch_gemm_kernel, configs(128, gated=True)[0], 2)
     down = gemm(layer_kernels.staged_gemm_kernel, beside_sums(configs(128)[0]), 1)
-    for multiplies, beside, num_warps, count in ((up, push(), 1, 1), (down, returns(), 1, 2)):
+    for multiplies, beside, num_warps, count in ((up, push(), 1, 1), (down, returns(), combine_host.RETURN_WARPS, 2)):
         assert beside.spill_bytes == 0
         registers = 256 * round_up(multiplies.registers, 8)
         registers += count * num_warps * 32 * round_up(beside.registers, 8)
