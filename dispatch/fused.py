@@ -22,7 +22,7 @@ from .fused_kernels import dispatch_gemm_kernel, push_lanes_kernel, send_records
 
 PUSH_BATCH = 32
 """Rows whose way a program looks up at a time."""
-PUSH_ROWS, PUSH_WORDS = 2, 512
+PUSH_ROWS, PUSH_WORDS = 4, 512
 """Rows that a program copies at a time, and words of each."""
 
 

@@ -6,7 +6,7 @@ import triton.language as tl
 from ..context import RANK
 from ..grouped_gemm.kernels import finish_tile, gemm_tile
 from ..grouped_gemm.schedule_kernels import load_tile
-from ..lang import as_pointer, current_epoch, is_broken, notify, put, symm_at, take_turns, time_to_send
+from ..lang import as_pointer, current_epoch, device_function, is_broken, notify, put, symm_at, take_turns, time_to_send
 from ..routing_kernels import place_in_sum
 from ..slots_kernels import metadata_flag, region, stage_counts_offset
 from ..stages_kernels import return_begin
@@ -58,30 +58,62 @@ def push_lanes_kernel(
     if is_broken(context):
         return
     program, num_programs = tl.program_id(0), tl.num_programs(0)
-    ranks = tl.arange(0, RANKS_PAD)
     # One rank's share of the rows stays here.
     step = time_to_send(LANES * BLOCK_WORDS * 4, RANKS, num_programs * (RANKS - 1), context)
     due = take_turns(LANES * BLOCK_WORDS * 4, program, context)
+    # fmt: off
+    ahead = _look_up(
+        0, program, lane_order, stage_begin, expert_rows, stage_count, row_bytes, RANKS, RANKS_PAD,
+        BATCH,
+    )
     for stage in range(0, stage_count):
-        begins = stage_begin + ranks * (stage_count + 1) + stage
-        ends = tl.load(begins + 1, mask=ranks < RANKS, other=0)
-        total = tl.max(ends - tl.load(begins, mask=ranks < RANKS, other=0), 0) * RANKS
+        # The ways of a stage's first rows are looked up while those before it are copied.
+        to, token, total = ahead
+        ahead = _look_up(
+            tl.minimum(stage + 1, stage_count - 1), program, lane_order, stage_begin, expert_rows,
+            stage_count, row_bytes, RANKS, RANKS_PAD, BATCH,
+        )
         for first in range(program, total, num_programs * BATCH):
-            peers, rows = deal_rows(first, num_programs, RANKS, BATCH)
-            begin = stage_begin + peers * (stage_count + 1) + stage
-            position = tl.load(begin) + rows
-            has = position < tl.load(begin + 1)
-            lane = tl.load(lane_order + position, mask=has, other=0)
-            to = tl.load(expert_rows + peers) + (lane >> 32) * row_bytes
-            source = x + (lane & 0x7FFFFFFF) * num_words
+            if first > program:
+                to, token, _ = _look_up(
+                    stage, first, lane_order, stage_begin, expert_rows, stage_count, row_bytes,
+                    RANKS, RANKS_PAD, BATCH,
+                )
             num_rows = tl.minimum(tl.cdiv(total - first, num_programs), BATCH)
-            # fmt: off
             due = put_tile(
-                tl.where(has, to, 0), source, num_rows, num_words, due, step, LANES, ALIGNED,
+                to, x + token * num_words, num_rows, num_words, due, step, LANES, ALIGNED,
                 BLOCK_WORDS,
             )
-            # fmt: on
         notify_stage(pushed + stage, num_programs, THERE, stage, context, RANKS_PAD)
+    # fmt: on
+
+
+@device_function
+def _look_up(
+    stage,
+    first,
+    lane_order,
+    stage_begin,
+    expert_rows,
+    stage_count,
+    row_bytes,
+    RANKS: tl.constexpr,
+    RANKS_PAD: tl.constexpr,
+    BATCH: tl.constexpr,
+):
+    """(addresses [BATCH] that rows of a stage go to, 0 for none, their tokens, how many rows the
+    stage has for all ranks), from its place `first` on; see `tiles.deal_rows`."""
+    ranks = tl.arange(0, RANKS_PAD)
+    begins = stage_begin + ranks * (stage_count + 1) + stage
+    ends = tl.load(begins + 1, mask=ranks < RANKS, other=0)
+    total = tl.max(ends - tl.load(begins, mask=ranks < RANKS, other=0), 0) * RANKS
+    peers, rows = deal_rows(first, tl.num_programs(0), RANKS, BATCH)
+    begin = stage_begin + peers * (stage_count + 1) + stage
+    position = tl.load(begin) + rows
+    has = position < tl.load(begin + 1)
+    lane = tl.load(lane_order + position, mask=has, other=0)
+    to = tl.load(expert_rows + peers) + (lane >> 32) * row_bytes
+    return tl.where(has, to, 0), lane & 0x7FFFFFFF, total
 
 
 @triton.jit(
