@@ -53,7 +53,7 @@ def gemm_combine(
     """
     schedule, num_ranks = returns.schedule, slots.layout.num_ranks
     num_programs = num_compute_programs(y.device, config)
-    compiled = staged_gemm_kernel[(num_programs,)](
+    launched = staged_gemm_kernel[(num_programs,)](
         create_ragged_descriptor(a, [config.block_m, config.block_k]),
         TensorDescriptor.from_tensor(w, [1, config.block_n, config.block_k]),
         ragged(y[None], config.block_m, config.block_n // config.subtiles),
@@ -66,8 +66,7 @@ def gemm_combine(
         **config.launch_options(),
         **early_launch(),
     )
-    if not INTERPRETED:
-        share_sms(compiled.function)
+    share_sms(launched)
     row, hidden = returns.lanes.row, y.shape[1]
     sizes = hidden, returns.header_bytes, row.num_bytes
     offsets = row.ids, row.weights - row.ids

@@ -74,7 +74,7 @@ def exchange_lanes(lanes: Lanes, stages: int, slots: Slots) -> Places:
         new(num_experts),
         new((num_ranks, stages + 1)),
     )
-    exchange_lanes_kernel[(2 * num_ranks,)](
+    launched = exchange_lanes_kernel[(2 * num_ranks,)](
         lanes.layout.num_tokens_per_expert,
         places.expert_offsets,
         places.num_rows,
@@ -95,6 +95,7 @@ def exchange_lanes(lanes: Lanes, stages: int, slots: Slots) -> Places:
         OVERLAP=launches_overlap(),
         **early_launch(),
     )
+    share_sms(launched)
     return places
 
 
@@ -110,7 +111,7 @@ def push_lanes(
     see `routing.place_lanes`. The launch before it is the schedule's."""
     num_ranks = slots.layout.num_ranks
     words = Words.of(x.shape[1], x.dtype)
-    compiled = push_lanes_kernel[(2 if INTERPRETED else num_programs,)](
+    launched = push_lanes_kernel[(2 if INTERPRETED else num_programs,)](
         words.view(x),
         lane_order,
         places.stage_begin,
@@ -130,8 +131,7 @@ def push_lanes(
         num_warps=1,
         **early_launch(),
     )
-    if not INTERPRETED:
-        share_sms(compiled.function)
+    share_sms(launched)
 
 
 def dispatch_gemm(
@@ -147,7 +147,7 @@ def dispatch_gemm(
     num_columns, depth = w.shape[1] // 2, w.shape[2]
     out = a.new_empty(len(a), num_columns)
     block_n, by_part = config.block_n // 2, w.view(-1, num_columns, depth)
-    dispatch_gemm_kernel[(num_compute_programs(a.device, config),)](
+    launched = dispatch_gemm_kernel[(num_compute_programs(a.device, config),)](
         create_ragged_descriptor(a, [config.block_m, config.block_k]),
         TensorDescriptor.from_tensor(by_part, [2, block_n, config.block_k]),
         ragged(out[None], config.block_m, block_n // config.subtiles),
@@ -164,6 +164,7 @@ def dispatch_gemm(
         **config.launch_options(),
         **early_launch(),
     )
+    share_sms(launched)
     return out
 
 
@@ -191,7 +192,7 @@ def send_records(
     records = Records(
         lane_place.new_empty((num_tokens, num_ranks)), lane_place.new_empty(num_tokens)
     )
-    send_records_kernel[(len(lanes.layout.earlier_counts),)](
+    launched = send_records_kernel[(len(lanes.layout.earlier_counts),)](
         lanes.topk_idx,
         lanes.topk_weights,
         lane_place,
@@ -218,4 +219,5 @@ def send_records(
         num_warps=4,
         **early_launch(),
     )
+    share_sms(launched)
     return records

@@ -6,7 +6,17 @@ import triton.language as tl
 from ..context import RANK
 from ..grouped_gemm.kernels import finish_tile, gemm_tile
 from ..grouped_gemm.schedule_kernels import load_tile
-from ..lang import as_pointer, current_epoch, device_function, is_broken, notify, put, symm_at, take_turns, time_to_send
+from ..lang import (
+    as_pointer,
+    current_epoch,
+    device_function,
+    is_broken,
+    notify,
+    put,
+    symm_at,
+    take_turns,
+    time_to_send,
+)
 from ..routing_kernels import place_in_sum
 from ..slots_kernels import metadata_flag, region, stage_counts_offset
 from ..stages_kernels import return_begin
@@ -168,7 +178,9 @@ def dispatch_gemm_kernel(
     wait_for_previous(OVERLAP)
 
 
-@triton.jit(do_not_specialize=["num_tokens", "num_local_experts"], do_not_specialize_on_alignment=["listed"])
+@triton.jit(
+    do_not_specialize=["num_tokens", "num_local_experts"], do_not_specialize_on_alignment=["listed"]
+)
 def send_records_kernel(
     topk_idx,  # int64 [T, K]
     topk_weights,  # float32 [T, K]
@@ -249,7 +261,11 @@ def send_records_kernel(
             lane = tl.cumsum(here.to(tl.int32), 1) - here.to(tl.int32)
             put(places + lane, place, here)
             put(weights + lane, weight, here)
-            rest = has & (goes > 0)[:, None] & (lanes[None, :] >= tl.sum(here.to(tl.int32), 1)[:, None])
+            rest = (
+                has
+                & (goes > 0)[:, None]
+                & (lanes[None, :] >= tl.sum(here.to(tl.int32), 1)[:, None])
+            )
             put(places + lanes[None, :], tl.full([BLOCK, TOPK_PAD], -1, tl.int32), rest)
             one = tl.full([BLOCK], 1, tl.int64)
             counter = listed + peer * BACK_STAGES + stage

@@ -32,18 +32,22 @@ def early_launch() -> dict[str, Any]:
     return {"launch_pdl": True} if launches_overlap() else {}
 
 
-@functools.cache
-def _driver() -> ctypes.CDLL:
-    return ctypes.CDLL("libcuda.so.1")
+def share_sms(compiled: Any) -> None:
+    """Let the programs of a launch, which it returned, share SMs with a GEMM's that begin later.
+
+    An SM divides its memory between cache and shared memory as the first program on it prefers, and
+    not anew while one runs there. So all launches of a layer prefer shared memory: a single one that
+    did not would keep the GEMM off its SM for as long as what begins beside it runs.
+    """
+    if not INTERPRETED:
+        _prefer_shared_memory(compiled.function)
 
 
 @functools.cache
-def share_sms(function: int) -> None:
-    """Let programs of a compiled kernel share SMs with those of a GEMM that begins after them: an SM
-    divides its memory between cache and shared memory, as the first program on it prefers, and
-    not anew while one runs."""
+def _prefer_shared_memory(function: int) -> None:
     preferred_carveout, percent = 9, 100  # CU_FUNC_ATTRIBUTE_PREFERRED_SHARED_MEMORY_CARVEOUT
-    _driver().cuFuncSetAttribute(ctypes.c_void_p(function), preferred_carveout, percent)
+    driver = ctypes.CDLL("libcuda.so.1")
+    driver.cuFuncSetAttribute(ctypes.c_void_p(function), preferred_carveout, percent)
 
 
 def pace_ps_per_kb() -> int:

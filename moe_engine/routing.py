@@ -7,7 +7,7 @@ from typing import NamedTuple
 import torch
 import triton
 
-from .hardware import early_launch, launches_overlap
+from .hardware import early_launch, launches_overlap, share_sms
 from .routing_kernels import (
     layout_kernel,
     layout_sum_kernel,
@@ -48,7 +48,7 @@ def layout(topk_idx: torch.Tensor, num_experts: int, slots: Slots) -> Layout:
     per_rank, per_expert = new(num_ranks, dtype=torch.int32), new(num_experts, dtype=torch.int32)
     in_rank = new((num_tokens, num_ranks), dtype=torch.bool)
     block_counts = new((num_blocks, num_experts + num_ranks), dtype=torch.int32)
-    layout_kernel[(num_blocks,)](
+    launched = layout_kernel[(num_blocks,)](
         topk_idx,
         block_counts,
         in_rank.view(torch.uint8),
@@ -60,7 +60,8 @@ def layout(topk_idx: torch.Tensor, num_experts: int, slots: Slots) -> Layout:
         EXPERTS_PAD=max(32, next_power_of_2(num_experts)),
         BLOCK=block,
     )
-    layout_sum_kernel[(triton.cdiv(num_experts + num_ranks, 16),)](
+    share_sms(launched)
+    launched = layout_sum_kernel[(triton.cdiv(num_experts + num_ranks, 16),)](
         block_counts,
         per_expert,
         per_rank,
@@ -70,6 +71,7 @@ def layout(topk_idx: torch.Tensor, num_experts: int, slots: Slots) -> Layout:
         BLOCK=256,
         COLUMNS=16,
     )
+    share_sms(launched)
     return Layout(per_rank, per_expert, in_rank, block_counts, block)
 
 
@@ -86,7 +88,7 @@ def place_lanes(
     num_blocks, row_length = layout.earlier_counts.shape
     place = topk_idx.new_empty((num_tokens, num_topk), dtype=torch.int32)
     order = topk_idx.new_empty(num_tokens * num_topk)
-    place_lanes_kernel[(num_blocks,)](
+    launched = place_lanes_kernel[(num_blocks,)](
         topk_idx,
         layout.earlier_counts,
         first_place,
@@ -105,6 +107,7 @@ def place_lanes(
         num_warps=8,
         **early_launch(),
     )
+    share_sms(launched)
     return place, order
 
 

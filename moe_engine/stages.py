@@ -7,7 +7,7 @@ from dataclasses import dataclass
 import torch
 import triton
 
-from .hardware import early_launch, launches_overlap
+from .hardware import early_launch, launches_overlap, share_sms
 from .slots import next_power_of_2
 from .stages_kernels import staged_schedule_kernel
 
@@ -68,7 +68,7 @@ def staged_schedule(
         stages,
         back_stages,
     )
-    staged_schedule_kernel[(num_local_experts,)](
+    launched = staged_schedule_kernel[(num_local_experts,)](
         expert_offsets,
         schedule.tiles,
         schedule.first_tile,
@@ -84,4 +84,5 @@ def staged_schedule(
         OVERLAP=launches_overlap(),
         **early_launch(),
     )
+    share_sms(launched)
     return schedule

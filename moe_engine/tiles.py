@@ -105,7 +105,9 @@ def rows_per_stage(num_rows, stage_count):
 
 
 @device_function
-def wait_tile(end_row, stage_rows, deadline, context, RANKS: tl.constexpr, BEFORE_TMA: tl.constexpr):
+def wait_tile(
+    end_row, stage_rows, deadline, context, RANKS: tl.constexpr, BEFORE_TMA: tl.constexpr
+):
     """Wait until the rows before `end_row` of this rank's are there, inside a loop that is to be
     pipelined. Returns 0, to be added to what addresses the rows, so that no load moves ahead.
 
