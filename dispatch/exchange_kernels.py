@@ -26,7 +26,7 @@ from ..lang import (
     symm_at,
     wait,
 )
-from ..slots_kernels import count_flag, region, wait_slot_free
+from ..slots_kernels import COUNTS_AT, count_flag, region, wait_slot_free
 from ..tiles import rows_per_stage
 from ..work import wait_for_previous
 
@@ -121,7 +121,7 @@ def exchange_lanes_kernel(
     num_tokens_per_expert,  # int32 [E]
     expert_offsets,  # int32 [L + 1], out: where each expert's rows begin here
     num_rows,  # int32 [R], out: expert rows that each rank receives
-    first_place,  # int32 [E], out: row of this rank's first lane for each expert
+    expert_begin,  # int32 [E], out: where each expert's rows begin on its rank
     first_lane,  # int32 [E], out: this rank's lanes for earlier experts
     stage_begin,  # int32 [R, S + 1], out
     context,
@@ -141,16 +141,15 @@ def exchange_lanes_kernel(
     waits for those of all ranks and finds where this rank's lanes go on rank d; on this rank's own
     it also finds what is received.
 
-    An expert's rows stand by distance of their source: this rank's own, those of rank - 1, ... Lane
-    `index` of this rank for an expert thus becomes row first_place[expert] + index of the expert's
-    rank. stage_begin[d]: which of this rank's lanes, sorted by expert, are the first of each stage
-    of rank d, as in `tiles.rows_per_stage`.
+    An expert's rows are dealt from its sources, so that each stage has rows of all: see
+    `routing_kernels.dealt_place`. stage_begin[d]: which of this rank's lanes, sorted by expert, are
+    the first of each stage of rank d, as in `tiles.rows_per_stage`: all whose rows are in earlier
+    stages come before it, and, where sources have unlike counts, a few more.
 
     Example, 2 ranks of 2 experts: rank 0 has [2, 1, 1, 3] lanes for experts 0 to 3 and rank 1 has
-    [1, 0, 2, 2]. Rank 0 receives [2 + 1, 1 + 0] rows, its own first; rank 1 receives [2 + 1, 2 +
-    3]. On rank 0 first_place is [0, 3, 2, 5]: its lanes 0 1 | 2 | 3 | 4 5 6 become rows 0 1 | 3 of
-    rank 0 and rows 2 | 5 6 7 of rank 1. With 2 stages, 2 rows each on rank 0 and 4 on rank 1,
-    stage_begin is [[0, 2, 3], [3, 4, 7]].
+    [1, 0, 2, 2]. Rank 0 receives [3, 1] rows and rank 1 [3, 5], so expert_begin is [0, 3, 0, 3]. On
+    rank 0, first_lane is [0, 2, 3, 4] and with 2 stages, 2 rows each on rank 0 and 4 on rank 1,
+    stage_begin is [[0, 2, 3], [3, 5, 7]].
 
     An early launch behind the layout; see `exchange_kernel` for what follows.
     """
@@ -185,7 +184,7 @@ def exchange_lanes_kernel(
     if token == 0:
         return
     totals = tl.zeros([EXPERTS_PAD], tl.int32)
-    nearer = tl.zeros([EXPERTS_PAD], tl.int32)
+    most = tl.zeros([EXPERTS_PAD], tl.int32)
     mine = tl.zeros([EXPERTS_PAD], tl.int32)
     num_others = tl.full((), 0, tl.int32)
     for source in tl.static_range(RANKS):
@@ -195,12 +194,11 @@ def exchange_lanes_kernel(
             num_others += 1
         sent = tl.load(counts + dest * num_local_experts + experts, mask=real, other=0)
         totals += sent
-        is_nearer = (dest - source + RANKS) % RANKS < (dest - rank + RANKS) % RANKS
-        nearer += tl.where(is_nearer, sent, 0)
+        most = tl.maximum(most, sent)
         mine = tl.where(source == rank, sent, mine)
     if num_others == 0:  # else they stay 0: the counts of another shape mean nothing
         ends = tl.cumsum(totals, 0)
-        place = ends - totals + nearer
+        expert_rows = ends - totals
         total = tl.sum(totals, 0)
         tl.store(num_rows + dest, total)
         if dest == rank:
@@ -209,10 +207,13 @@ def exchange_lanes_kernel(
         is_before = all_experts < dest * num_local_experts
         before = tl.sum(tl.load(num_tokens_per_expert + all_experts, mask=is_before, other=0), 0)
         to = dest * num_local_experts + experts
-        tl.store(first_place + to, place, mask=real)
+        tl.store(expert_begin + to, expert_rows, mask=real)
         tl.store(first_lane + to, before + tl.cumsum(mine, 0) - mine, mask=real)
         limits = tl.minimum(stages * rows_per_stage(total, stage_count), total)
-        inside = tl.minimum(tl.maximum(limits[:, None] - place[None, :], 0), mine[None, :])
+        # Of an expert's first rows, no source has more than its share by the largest count.
+        rows = tl.minimum(tl.maximum(limits[:, None] - expert_rows[None, :], 0), totals[None, :])
+        share = tl.cdiv(rows.to(tl.int64) * most[None, :], tl.maximum(totals, 1)[None, :])
+        inside = tl.minimum(share.to(tl.int32), mine[None, :])
         tl.store(begins, before + tl.sum(inside, 1), mask=stages <= stage_count)
 
 
@@ -240,7 +241,7 @@ def _open_counts(peer, signature, context):
     head = as_pointer(symm_at(own, peer, context), tl.int32)
     field = tl.arange(0, 8)
     put(head + field, signature, (field < 8) & (token == 1))
-    return head + 8, token
+    return head + COUNTS_AT, token
 
 
 @device_function
@@ -264,7 +265,7 @@ def _counts_of(source, signature, token, context):
     """(pointer to the counts of `source`, whether its signature differs)."""
     head = as_pointer(consume_token(region(source, context), token), tl.int32)
     theirs = tl.load(head + tl.arange(0, 8))
-    return head + 8, tl.sum((theirs != signature).to(tl.int32), 0) > 0
+    return head + COUNTS_AT, tl.sum((theirs != signature).to(tl.int32), 0) > 0
 
 
 @device_function

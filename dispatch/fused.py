@@ -50,13 +50,13 @@ class Places:
     """Where lanes go, on the device; see `exchange_lanes_kernel`.
 
     expert_offsets int32 [L + 1]: where each expert's rows begin on this rank; num_rows int32 [R]:
-    expert rows of each rank; first_place, first_lane int32 [E] and stage_begin int32 [R, S + 1]:
+    expert rows of each rank; expert_begin, first_lane int32 [E] and stage_begin int32 [R, S + 1]:
     which rows this rank's lanes become, and when.
     """
 
     expert_offsets: torch.Tensor
     num_rows: torch.Tensor
-    first_place: torch.Tensor
+    expert_begin: torch.Tensor
     first_lane: torch.Tensor
     stage_begin: torch.Tensor
 
@@ -78,7 +78,7 @@ def exchange_lanes(lanes: Lanes, stages: int, slots: Slots) -> Places:
         lanes.layout.num_tokens_per_expert,
         places.expert_offsets,
         places.num_rows,
-        places.first_place,
+        places.expert_begin,
         places.first_lane,
         places.stage_begin,
         slots.context.words,

@@ -45,7 +45,7 @@ def feed_forward(
     lanes = dispatch.Lanes(x, topk_idx, topk_weights, layout)
     places = dispatch.exchange_lanes(lanes, config.num_stages, slots)
     lane_place, lane_order = routing.place_lanes(
-        topk_idx, layout, places.first_place, places.first_lane, slots
+        topk_idx, layout, places.expert_begin, places.first_lane, slots
     )
     schedule = staged_schedule(
         places.expert_offsets,

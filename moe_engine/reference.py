@@ -5,6 +5,7 @@ Functions that take lists see all ranks at once, index = rank. The others are on
 
 from __future__ import annotations
 
+import itertools
 from dataclasses import dataclass
 
 import torch
@@ -32,19 +33,44 @@ def layout(
     return in_rank.sum(0).int(), per_expert, in_rank
 
 
-def sort_lanes(topk_idx_TK: torch.Tensor, num_experts: int) -> tuple[torch.Tensor, torch.Tensor]:
-    """Lanes sorted by expert, then token, then lane: lane_position int32 [T, K], -1 for bad ids,
-    and sorted_lane int32 [N], lanes numbered t * K + k.
+@dataclass(frozen=True, slots=True)
+class Places:
+    """Where one rank's lanes become expert rows, and where its own experts' rows begin."""
 
-    topk_idx [[0, 3], [2, 0], [3, 2], [0, 1]]: lane_position [[0, 6], [4, 1], [7, 5], [2, 3]],
-    sorted_lane [0, 3, 6, 7, 2, 5, 1, 4].
+    expert_offsets: torch.Tensor  # int32 [L + 1]
+    lane_place: torch.Tensor  # int32 [T, K], row on the rank of the lane's expert, -1 for bad ids
+    lane_order: torch.Tensor  # int64 [M, 2], (place, token) of each lane, sorted by expert
+
+
+def places(topk_idx: list[torch.Tensor], num_experts: int) -> list[Places]:
+    """Give each lane a row among those of its expert. These stand by distance of their source:
+    the expert's own rank, rank - 1, ...; then by token, then by lane.
+
+    Example, 2 ranks of 2 experts, topk_idx [[0, 3], [2, 0]] and [[3, 2], [0, 1]], rows as
+    (source, token): rank 0 has (0, 0) (0, 1) (1, 1) | (1, 1), rank 1 has (1, 0) (0, 1) | (1, 0)
+    (0, 0). lane_place is [[0, 3], [1, 1]] and [[2, 0], [2, 3]], lane_order
+    [[0, 0], [1, 1], [1, 1], [3, 0]] and [[2, 1], [3, 1], [0, 0], [2, 0]].
     """
-    ids = topk_idx_TK.flatten()
-    valid = (ids >= 0) & (ids < num_experts)
-    order = torch.where(valid, ids, num_experts).argsort(stable=True)[: int(valid.sum())]
-    position = torch.full_like(ids, -1)
-    position[order] = torch.arange(len(order), device=ids.device)
-    return position.int().view(topk_idx_TK.shape), order.int()
+    num_ranks = len(topk_idx)
+    num_local = num_experts // num_ranks
+    lane_place = [torch.full_like(ids, -1, dtype=torch.int32) for ids in topk_idx]
+    lane_order: list[list[torch.Tensor]] = [[] for _ in topk_idx]
+    expert_offsets = []
+    for rank in range(num_ranks):
+        ends = [0]
+        for expert in range(rank * num_local, (rank + 1) * num_local):
+            end = ends[-1]
+            for distance in range(num_ranks):
+                source = (rank - distance) % num_ranks
+                tokens, lanes = (topk_idx[source] == expert).nonzero(as_tuple=True)
+                rows = torch.arange(end, end + len(tokens), device=tokens.device)
+                lane_place[source][tokens, lanes] = rows.int()
+                lane_order[source].append(torch.stack([rows, tokens], dim=1))
+                end += len(tokens)
+            ends.append(end)
+        expert_offsets.append(torch.tensor(ends, dtype=torch.int32))
+    orders = map(torch.cat, lane_order)
+    return [Places(*of_rank) for of_rank in zip(expert_offsets, lane_place, orders, strict=True)]
 
 
 def send_plan(
@@ -83,32 +109,31 @@ Tile = tuple[int, int, int]
 """Expert, first row, number of rows."""
 
 
+def return_begins(num_rows: int, num_stages: int) -> list[int]:
+    """The expert row that begins each stage of the way back, then num_rows; see `return_begin`.
+
+    16 rows, 4 stages: [0, 7, 12, 15, 16].
+    """
+    rests = range(num_stages, -1, -1)
+    return [num_rows - num_rows * rest**2 // num_stages**2 for rest in rests]
+
+
 def staged_tiles(
-    counts_RL: torch.Tensor, rank: int, block_m: int, num_stages: int, back: bool, mixed: bool
-) -> list[list[Tile]]:
-    """The tiles of each turn, see `staged_schedule_kernel`; counts_RL [R, L] are the rows that this
-    rank receives from each source for each of its experts, listed by distance."""
-    num_ranks, num_experts = counts_RL.shape
-    sources = [(rank - distance) % num_ranks for distance in range(num_ranks)]
-    # The distances at which stages 1, 2, ... begin.
-    begins = [1 + part * (num_ranks - 1) // (num_stages - 1) for part in range(num_stages - 1)]
-    stage_of = [sum(distance >= begin for begin in begins) for distance in range(num_ranks)]
-    turns: list[list[Tile]] = [[] for _ in range(num_stages)]
-    row = 0
-    for expert in range(num_experts):
-        num_rows = [int(counts_RL[source, expert]) for source in sources]
-        rows = [stage for stage, num in zip(stage_of, num_rows, strict=True) for _ in range(num)]
-        start = 0
-        while start < len(rows):
-            end = min(start + block_m, len(rows))
-            if not mixed:
-                end = min(end, start + rows[start:].count(rows[start]))
-            stages = rows[start:end]
-            stage = min((s for s in stages if s > 0), default=0) if back else max(stages)
-            turns[stage].append((expert, row + start, end - start))
-            start = end
-        row += len(rows)
-    return turns[1:] + turns[:1] if back else turns
+    expert_offsets: list[int], block_m: int, num_stages: int
+) -> tuple[list[Tile], list[int]]:
+    """The tiles of a rank's expert rows, in order of rows, and which of them begins each stage of
+    the way back, then their number. A tile belongs to the stage of its first row.
+
+    expert_offsets [0, 4, 8], block_m 2, 2 stages, of which the second begins at row 6: tiles
+    (0, 0, 2) (0, 2, 2) (1, 4, 2) (1, 6, 2), first tiles [0, 3, 4].
+    """
+    tiles = [
+        (expert, row, min(block_m, end - row))
+        for expert, (begin, end) in enumerate(itertools.pairwise(expert_offsets))
+        for row in range(begin, end, block_m)
+    ]
+    begins = return_begins(expert_offsets[-1], num_stages)
+    return tiles, [sum(row < begin for _, row, _ in tiles) for begin in begins]
 
 
 @dataclass(frozen=True, slots=True)

@@ -78,29 +78,29 @@ def layout(topk_idx: torch.Tensor, num_experts: int, slots: Slots) -> Layout:
 def place_lanes(
     topk_idx: torch.Tensor,
     layout: Layout,
-    first_place: torch.Tensor,
+    expert_begin: torch.Tensor,
     first_lane: torch.Tensor,
     slots: Slots,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """(lane_place int32 [T, K], lane_order int64 [T * K]), see `place_lanes_kernel`. Early, behind
-    the exchange that found first_place and first_lane int32 [E]."""
+    the exchange that found expert_begin and first_lane int32 [E]."""
     num_tokens, num_topk = topk_idx.shape
-    num_blocks, row_length = layout.earlier_counts.shape
+    num_blocks, num_ranks = len(layout.earlier_counts), slots.layout.num_ranks
     place = topk_idx.new_empty((num_tokens, num_topk), dtype=torch.int32)
     order = topk_idx.new_empty(num_tokens * num_topk)
     launched = place_lanes_kernel[(num_blocks,)](
         topk_idx,
         layout.earlier_counts,
-        first_place,
+        expert_begin,
         first_lane,
         place,
         order,
         slots.context.words,
         num_tokens,
-        layout.num_tokens_per_expert.numel(),
-        row_length,
+        layout.num_tokens_per_expert.numel() // num_ranks,
         NUM_TOPK=num_topk,
         TOPK_PAD=next_power_of_2(num_topk),
+        RANKS=num_ranks,
         BLOCK=layout.block_tokens,
         STEP=32,
         OVERLAP=launches_overlap(),

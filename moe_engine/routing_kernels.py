@@ -6,8 +6,9 @@ No atomics decide a place, so the same routing always gives the same plan.
 import triton
 import triton.language as tl
 
-from .context import BAD_IDS, NUM_RANKS, REPORT_BAD_IDS
-from .lang import device_function, is_broken, report_words
+from .context import BAD_IDS, NUM_RANKS, RANK, REPORT_BAD_IDS
+from .lang import as_pointer, device_function, is_broken, report_words
+from .slots_kernels import COUNTS_AT, region
 from .work import let_next_start, wait_for_previous
 
 
@@ -81,20 +82,20 @@ def layout_sum_kernel(
         tl.store(report_words(context) + REPORT_BAD_IDS, tl.load(context + BAD_IDS))
 
 
-@triton.jit(do_not_specialize=["num_tokens", "num_experts"])
+@triton.jit(do_not_specialize=["num_tokens", "num_local_experts"])
 def place_lanes_kernel(
     topk_idx,  # int64 [T, K]
     earlier_counts,  # int32 [B, E + R], `block_counts` of `layout_sum_kernel`
-    first_place,  # int32 [E], see `exchange_lanes_kernel`
+    expert_begin,  # int32 [E], see `exchange_lanes_kernel`
     first_lane,  # int32 [E]
     lane_place,  # int32 [T, K], out: row of each lane among those of its expert's rank, or -1
     lane_order,  # int64 [T * K], out: lanes sorted by expert, as place << 32 | token
     context,
     num_tokens,
-    num_experts,
-    row_length,  # E + R
+    num_local_experts,
     NUM_TOPK: tl.constexpr,
     TOPK_PAD: tl.constexpr,
+    RANKS: tl.constexpr,
     BLOCK: tl.constexpr,
     STEP: tl.constexpr,
     OVERLAP: tl.constexpr,
@@ -112,8 +113,9 @@ def place_lanes_kernel(
     lanes = items % TOPK_PAD
     inside = (tokens < num_tokens) & (lanes < NUM_TOPK)
     ids = tl.load(topk_idx + tokens * NUM_TOPK + lanes, mask=inside, other=-1).to(tl.int32)
+    num_experts = num_local_experts * RANKS
     valid = (ids >= 0) & (ids < num_experts)
-    at = earlier_counts + tl.program_id(0) * row_length + ids
+    at = earlier_counts + tl.program_id(0) * (num_experts + RANKS) + ids
     index = tl.load(at, mask=valid, other=0)
     for start in tl.static_range(0, BLOCK * TOPK_PAD, STEP):  # unrolled: all reads at once
         others = start + tl.arange(0, STEP)
@@ -126,10 +128,30 @@ def place_lanes_kernel(
     wait_for_previous(OVERLAP)
     let_next_start(OVERLAP)
     valid = valid & (is_broken(context) == 0)  # else nobody may have written the first places
-    place = index + tl.load(first_place + ids, mask=valid, other=0)
+    place = tl.load(expert_begin + ids, mask=valid, other=0)
+    place += dealt_place(index, ids, valid, num_local_experts, context, RANKS)
     order = index + tl.load(first_lane + ids, mask=valid, other=0)
     tl.store(lane_place + tokens * NUM_TOPK + lanes, tl.where(valid, place, -1), mask=inside)
     tl.store(lane_order + order, place.to(tl.int64) << 32 | tokens.to(tl.int64), mask=valid)
+
+
+@device_function
+def dealt_place(index, expert, mask, num_local_experts, context, RANKS: tl.constexpr):
+    """The row, among those of its expert, of the lane that is number `index` of this rank's.
+
+    Rows are dealt from the sources, as long as these have any: the first of the expert's own rank,
+    of the rank before it, ...; then the second of each. Sources with 3, 1, 2 rows in this order:
+    rows 0 3 5 | 1 | 2 4.
+    """
+    rank = tl.load(context + RANK).to(tl.int32)
+    owner = expert // num_local_experts
+    place = tl.zeros_like(index)
+    for source in tl.static_range(RANKS):
+        counts = as_pointer(region(source, context), tl.int32) + COUNTS_AT
+        count = tl.load(counts + expert, mask=mask, other=0)
+        is_nearer = (owner - source + RANKS) % RANKS < (owner - rank + RANKS) % RANKS
+        place += tl.minimum(index + is_nearer.to(tl.int32), count)
+    return place
 
 
 @triton.jit(do_not_specialize=["num_tokens"])

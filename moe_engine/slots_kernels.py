@@ -66,11 +66,15 @@ def stage_flag(way, stage, writer, context):
     return own_block(context) + tl.load(context + STAGE_FLAGS) + index * 8
 
 
+COUNTS_AT = tl.constexpr(8)
+"""Words of a signature, behind which a region has its writer's counts."""
+
+
 @device_function
 def stage_counts_offset(num_experts):
     """Where a layer's region says how many rows each stage of the way back has, in bytes: behind
     the signature and the counts."""
-    return (8 + num_experts) * 4
+    return (COUNTS_AT + num_experts) * 4
 
 
 @device_function

@@ -20,7 +20,7 @@ of_this_triton = pytest.mark.skipif(
 )
 PROBLEM = dict(num_rows=65536, num_experts=32, num_columns=768, depth=2048)
 TYPES = {
-    **dict.fromkeys(("x", "lane_place", "first_place", "first_lane", "stage_begin"), "*i32"),
+    **dict.fromkeys(("x", "lane_place", "expert_begin", "first_lane", "stage_begin"), "*i32"),
     **dict.fromkeys(("last_stage", "num_rows"), "*i32"),
     **dict.fromkeys(("earlier_counts", "send_head", "share_rows", "expert_offsets"), "*i32"),
     **dict.fromkeys(("num_tokens_per_expert", "num_tokens_per_rank", "expert_rows"), "*i32"),
