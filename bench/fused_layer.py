@@ -210,25 +210,23 @@ class Bench:
         return torch.einsum("tkh,tk->th", lanes, self.weights.to(lanes.dtype))
 
     def sweep(self) -> None:
-        """Times by the numbers of programs that communicate, and by stages."""
-        choice = LayerConfig.choose_fused(self.problem())
-        for stages in sorted({2, self.num_ranks}):
-            for push, back in ((4, 16), (8, 8), (8, 16), (8, 24), (8, 32), (12, 16), (16, 16)):
-                config = replace(choice, num_stages=stages, num_push_programs=push)
-                config = replace(config, num_return_programs=back)
-                us = self.time(self.layer(config))
-                name = f"moe_engine, {stages} stages, {push} push, {back} return"
-                self.send(impl=name, us=us, num_comm_sms=push)
-                self.close()
+        """Times by how many programs communicate, there and back."""
+        choice = LayerConfig.choose(self.problem())
+        for there, back in ((132, 264), (33, 264), (66, 264), (264, 264), (132, 132), (132, 528)):
+            config = replace(choice, num_push_programs=there, num_return_programs=back)
+            us = self.time(self.layer(config))
+            name = f"moe_engine, {there} push, {back} return"
+            self.send(impl=name, us=us, num_comm_sms=there)
+            self.close()
 
     def ablate(self) -> None:
         """Times without one part at a time."""
-        choice = LayerConfig.choose_fused(self.problem())
+        choice = LayerConfig.choose(self.problem())
         variants = {
             "as chosen": choice,
-            "unfused": UNFUSED,
-            "no order of arrival": replace(choice, num_stages=1),
-            "tiles cut at stages": replace(choice, mixed=False),
+            "in turn": UNFUSED,
+            "all rows before the first tile": replace(choice, num_stages=1),
+            "all tiles before the first sum": replace(choice, num_return_stages=1),
             "no groups of tiles": replace(choice, group_m=1),
         }
         for name, config in variants.items():

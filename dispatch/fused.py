@@ -1,11 +1,10 @@
-"""Host side of a layer's way there: one function per launch, in the order in which they are made."""
+"""Host side of a layer's way there: one function per launch, in the order of a call."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
 
 import torch
-import triton
 from triton.tools.ragged_tma import create_ragged_descriptor
 from triton.tools.tensor_descriptor import TensorDescriptor
 
@@ -23,7 +22,8 @@ from .fused_kernels import dispatch_gemm_kernel, push_lanes_kernel, send_records
 PUSH_BATCH = 32
 """Rows whose way a program looks up at a time."""
 PUSH_ROWS, PUSH_WORDS = 4, 512
-"""Rows that a program copies at a time, and words of each."""
+"""Rows that a program copies at a time, and words of each. Twice as many in flight, or more warps,
+take the links no faster and the GEMM beside them half of its speed (bench/NOTES.md)."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -36,8 +36,8 @@ def share_sms(compiled: Any) -> None:
     """Let the programs of a launch, which it returned, share SMs with a GEMM's that begin later.
 
     An SM divides its memory between cache and shared memory as the first program on it prefers, and
-    not anew while one runs there. So all launches of a layer prefer shared memory: a single one that
-    did not would keep the GEMM off its SM for as long as what begins beside it runs.
+    not anew while one runs there. So all launches of a layer prefer shared memory: one that did not
+    would keep the GEMM off its SM for as long as what begins there meanwhile runs.
     """
     if not INTERPRETED:
         _prefer_shared_memory(compiled.function)

@@ -10,8 +10,10 @@ from .errors import ShapeError
 LINK_GBS = 300.0
 """What programs beside a GEMM move to other GPUs."""
 GEMM_TFLOPS = 650.0
-STAGE_US = 2.0
+STAGE_US = 4.0
 """What the end of a stage costs: programs wait until their rows have arrived."""
+STAGE_ROWS = 2048
+"""Rows that a stage has at least, about a tile for each SM."""
 START_US = 30.0
 """From the layer's first launch to the first rows that are pushed."""
 PUSH_PROGRAMS = 132
@@ -96,7 +98,8 @@ class LayerConfig:
         """The predicted best."""
         if problem.num_ranks == 1:
             return cls(num_stages=1, num_return_stages=1)
-        counts = range(1, MAX_STAGES.value + 1)
+        rows = problem.max_tokens * problem.num_topk
+        counts = range(1, 1 + max(2, min(MAX_STAGES.value, rows // STAGE_ROWS)))
         return cls(
             num_stages=min(counts, key=lambda n: there_us(problem, n)),
             num_return_stages=min(counts, key=lambda n: back_us(problem, n)),

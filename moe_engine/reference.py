@@ -43,33 +43,35 @@ class Places:
 
 
 def places(topk_idx: list[torch.Tensor], num_experts: int) -> list[Places]:
-    """Give each lane a row among those of its expert. These stand by distance of their source:
-    the expert's own rank, rank - 1, ...; then by token, then by lane.
+    """Give each lane a row among those of its expert, dealt from the sources as long as these have
+    any: the first lane of the expert's own rank, of the rank before it, ...; then the second of
+    each, ... A source's lanes stand by token, then by lane.
 
     Example, 2 ranks of 2 experts, topk_idx [[0, 3], [2, 0]] and [[3, 2], [0, 1]], rows as
-    (source, token): rank 0 has (0, 0) (0, 1) (1, 1) | (1, 1), rank 1 has (1, 0) (0, 1) | (1, 0)
-    (0, 0). lane_place is [[0, 3], [1, 1]] and [[2, 0], [2, 3]], lane_order
-    [[0, 0], [1, 1], [1, 1], [3, 0]] and [[2, 1], [3, 1], [0, 0], [2, 0]].
+    (source, token): rank 0 has (0, 0) (1, 1) (0, 1) | (1, 1), rank 1 has (1, 0) (0, 1) | (1, 0)
+    (0, 0). lane_place is [[0, 3], [1, 2]] and [[2, 0], [1, 3]], lane_order
+    [[0, 0], [2, 1], [1, 1], [3, 0]] and [[1, 1], [3, 1], [0, 0], [2, 0]].
     """
     num_ranks = len(topk_idx)
     num_local = num_experts // num_ranks
     lane_place = [torch.full_like(ids, -1, dtype=torch.int32) for ids in topk_idx]
-    lane_order: list[list[torch.Tensor]] = [[] for _ in topk_idx]
+    lane_order: list[list[tuple[int, int]]] = [[] for _ in topk_idx]
     expert_offsets = []
     for rank in range(num_ranks):
-        ends = [0]
+        sources = [(rank - distance) % num_ranks for distance in range(num_ranks)]
+        row, offsets = 0, [0]
         for expert in range(rank * num_local, (rank + 1) * num_local):
-            end = ends[-1]
-            for distance in range(num_ranks):
-                source = (rank - distance) % num_ranks
-                tokens, lanes = (topk_idx[source] == expert).nonzero(as_tuple=True)
-                rows = torch.arange(end, end + len(tokens), device=tokens.device)
-                lane_place[source][tokens, lanes] = rows.int()
-                lane_order[source].append(torch.stack([rows, tokens], dim=1))
-                end += len(tokens)
-            ends.append(end)
-        expert_offsets.append(torch.tensor(ends, dtype=torch.int32))
-    orders = map(torch.cat, lane_order)
+            lanes = [(topk_idx[source] == expert).nonzero().tolist() for source in sources]
+            for turn in itertools.zip_longest(*lanes):
+                for source, at in zip(sources, turn, strict=True):
+                    if at is not None:
+                        token, lane = at
+                        lane_place[source][token, lane] = row
+                        lane_order[source].append((row, token))
+                        row += 1
+            offsets.append(row)
+        expert_offsets.append(torch.tensor(offsets, dtype=torch.int32))
+    orders = [torch.tensor(order, dtype=torch.int64).view(-1, 2) for order in lane_order]
     return [Places(*of_rank) for of_rank in zip(expert_offsets, lane_place, orders, strict=True)]
 
 

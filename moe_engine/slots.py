@@ -303,15 +303,21 @@ class Slots:
     ) -> None:
         self.layout, self._new_block = layout, new_block
         self.block = new_block(layout.num_bytes, was_captured)
-        self.expert_rows: SymmetricTensor | None = None
+        self._expert_rows: SymmetricTensor | None = None
         self.context = DeviceContext(layout, rank, self.block.peer_addresses, timeout_s)
 
-    def reserve_expert_rows(self, num_bytes: int, was_captured: bool) -> SymmetricTensor:
+    @property
+    def expert_rows(self) -> SymmetricTensor:
+        """See above; `reserve_expert_rows` has made them."""
+        assert self._expert_rows is not None
+        return self._expert_rows
+
+    def reserve_expert_rows(self, num_bytes: int, was_captured: bool) -> None:
         """Make `expert_rows` at least that large. Collective where they are not: all ranks ask for
         the same. BackendError in a CUDA graph's capture; was_captured: see above."""
-        rows = self.expert_rows
+        rows = self._expert_rows
         if rows is not None and rows.local.numel() >= num_bytes:
-            return rows
+            return
         if self.context.words.is_cuda:
             if torch.cuda.is_current_stream_capturing():
                 raise BackendError(
@@ -319,13 +325,12 @@ class Slots:
                     "which cannot be captured; call it once before the capture."
                 )
             torch.cuda.synchronize(self.context.words.device)
-        self.expert_rows = self._new_block(num_bytes, was_captured and rows is not None)
+        self._expert_rows = self._new_block(num_bytes, was_captured and rows is not None)
         if rows is not None:
             rows.free()
-        return self.expert_rows
 
     def free(self) -> None:
         """Give the memory back. The caller has made sure that no kernel uses it any more."""
         self.block.free()
-        if self.expert_rows is not None:
-            self.expert_rows.free()
+        if self._expert_rows is not None:
+            self._expert_rows.free()

@@ -12,7 +12,6 @@ from .context import (
     NUM_RANKS,
     NUM_SLOTS,
     PHASE_CAPACITY,
-    PHASE_METADATA,
     PHASE_ROWS,
     PHASE_SLOT_FREE,
     RANK,

@@ -1,4 +1,4 @@
-"""The kernel that cuts expert rows into tiles, and says which stage each belongs to on its way back."""
+"""The kernel that cuts expert rows into tiles, and the stages in which these go back."""
 
 import triton
 import triton.language as tl

@@ -100,7 +100,7 @@ def wait_stage(way, stage, context, RANKS_PAD: tl.constexpr, PHASE: tl.constexpr
 
 @device_function
 def rows_per_stage(num_rows, stage_count):
-    """Rows of a receiver that each stage of the way there fills: 10 rows in 4 stages: 3, 3, 3, 1."""
+    """Rows of a receiver that each stage of the way there fills. 10 rows in 4 stages: 3 3 3 1."""
     return tl.maximum(tl.cdiv(num_rows, stage_count), 1)
 
 

@@ -5,7 +5,6 @@ from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from .context import CLAIMED, DONE, EPOCH, FINISHED, NUM_RANKS, PUSHED, RANK
 from .lang import (
-    INTERPRETED,
     current_epoch,
     device_function,
     drain_tma_stores,
@@ -28,74 +27,6 @@ def take(counter):
 def claim(context):
     """The number of the next piece of work of this call."""
     return take(context + CLAIMED)
-
-
-if INTERPRETED:
-
-    @device_function
-    def agreed(condition):
-        """`condition`, which is the same for all threads."""
-        return condition
-
-    @device_function
-    def begin_claim(context):
-        """Take the next piece of work, of which `end_claim` tells the number."""
-        return claim(context)
-
-    @device_function
-    def end_claim(begun):
-        """See `begin_claim`."""
-        return begun
-
-else:
-
-    @device_function
-    def agreed(condition):
-        """`condition`, which is the same for all threads. A vote tells the assembler so: it uses no
-        scalar registers behind a branch that threads might take differently, and a GEMM's loop has
-        120 instructions then instead of 97."""
-        voted = tl.inline_asm_elementwise(
-            """{
-            .reg .pred one, any;
-            setp.ne.s32 one, $1, 0;
-            vote.sync.any.pred any, one, 0xffffffff;
-            selp.s32 $0, 1, 0, any;
-            }""",
-            "=r,r",
-            [condition.to(tl.int32)],
-            dtype=tl.int32,
-            is_pure=False,
-            pack=1,
-        )
-        return voted != 0
-
-    @device_function
-    def begin_claim(context):
-        """Take the next piece of work, of which `end_claim` tells the number.
-
-        `claim` waits for the memory; this leaves the answer with the one thread that asked, so that
-        other work can be done before all threads need it.
-        """
-        return tl.inline_asm_elementwise(
-            """{
-            .reg .pred asks;
-            .reg .b64 answer;
-            setp.eq.s32 asks, $1, 0;
-            mov.b64 answer, 0;
-            @asks atom.relaxed.gpu.global.add.u64 answer, [$2], 1;
-            cvt.u32.u64 $0, answer;
-            }""",
-            "=r,r,l",
-            [tl.arange(0, 1024), (context + CLAIMED).to(tl.int64)],
-            dtype=tl.int32,
-            is_pure=False,
-            pack=1,
-        )
-
-    @device_function
-    def end_claim(begun):
-        """See `begin_claim`."""
-        return tl.sum(begun, 0)
 
 
 @device_function

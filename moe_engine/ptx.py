@@ -1,0 +1,205 @@
+"""What Triton has no name for: clocks, acquiring loads, votes and fences, as inline PTX. Each has a
+twin for the CPU interpreter (`TRITON_INTERPRET=1`)."""
+
+import time
+
+import triton
+import triton.language as tl
+from triton.language.extra.cuda import globaltimer
+
+INTERPRETED: bool = triton.knobs.runtime.interpret
+"""True when kernels of this process run on the CPU through Triton's interpreter."""
+
+
+def device_function(function):  # type: ignore[no-untyped-def]
+    """`triton.jit` for what kernels call. In the interpreter it is rewritten once, as there
+    `triton.jit` would patch Triton's whole language anew at every call: half of the time."""
+    if not INTERPRETED:
+        return triton.jit(function)
+    from triton.runtime.interpreter import InterpretedFunction  # brings numpy
+
+    return InterpretedFunction(function).rewrite()
+
+
+@device_function
+def as_pointer(address, dtype: tl.constexpr):
+    """A typed pointer from an int64 address (scalar or block)."""
+    return address.to(tl.pointer_type(dtype), bitcast=True)
+
+
+if INTERPRETED:
+
+    def now_ns():
+        """Nanoseconds of a clock that only grows."""
+        return time.monotonic_ns()
+
+    @device_function
+    def ticks():
+        """The clock (ns) as integers of which differences count."""
+        return tl.full((), now_ns(), tl.int64)
+
+    def pause():
+        """Leave the processor to the ranks that this one waits for: they share few cores."""
+        time.sleep(0.0005)
+
+    @device_function
+    def load_acquire(flags):
+        """Read flags at system scope; what their writers did before raising them is visible."""
+        return tl.atomic_add(flags, 0, sem="acquire", scope="sys")
+
+    @device_function
+    def any_thread(flag):
+        """1 where `flag`, an int32 that threads may see differently, is not 0 in any; a barrier."""
+        return tl.minimum(flag, 1)
+
+    @device_function
+    def consume_token(value, token):
+        """`value`, but not before `token` is known."""
+        return value
+
+    @device_function
+    def drain_tma_stores(BARRIER: tl.constexpr = False):
+        """Wait until this thread's TMA stores are in memory and order them before later signals."""
+
+    @device_function
+    def fence_tma_loads():
+        """Order earlier acquires before later TMA loads."""
+
+    @device_function
+    def poll_inline(flags, last, epoch, deadline, broken, BEFORE_TMA: tl.constexpr):
+        """Poll flags 0 .. `last` until none is late; returns 0."""
+        pointers = as_pointer(flags + tl.minimum(tl.arange(0, 32), last) * 8, tl.int64)
+        broken = as_pointer(broken, tl.int64)
+        is_late = tl.min(load_acquire(pointers), 0) < epoch
+        while is_late & (tl.load(broken) == 0) & (now_ns() < deadline):
+            pause()
+            is_late = tl.min(load_acquire(pointers), 0) < epoch
+        return tl.full((), 0, tl.int32)
+
+else:
+
+    @device_function
+    def now_ns():
+        """Nanoseconds of a clock that only grows."""
+        return globaltimer()
+
+    @device_function
+    def ticks():
+        """The clock's lower 32 bits (ns) as an int32, of which differences count."""
+        return now_ns().to(tl.int32)
+
+    @device_function
+    def pause():
+        """Leave the SM's issue slots to others for a moment: those that multiply beside this."""
+        tl.inline_asm_elementwise(
+            "nanosleep.u32 64; mov.u32 $0, 0;", "=r", [], dtype=tl.int32, is_pure=False, pack=1
+        )
+
+    @device_function
+    def load_acquire(flags):
+        """Read flags at system scope; what their writers did before raising them is visible."""
+        return tl.inline_asm_elementwise(
+            "ld.acquire.sys.global.b64 $0, [$1];",
+            "=l,l",
+            [flags],
+            dtype=tl.int64,
+            is_pure=False,
+            pack=1,
+        )
+
+    @device_function
+    def any_thread(flag):
+        """1 where `flag`, an int32 that threads may see differently, is not 0 in any; a barrier."""
+        return tl.inline_asm_elementwise(
+            """{
+            .reg .pred one, any;
+            setp.ne.s32 one, $1, 0;
+            bar.red.or.pred any, 0, one;
+            selp.s32 $0, 1, 0, any;
+            }""",
+            "=r,r",
+            [flag],
+            dtype=tl.int32,
+            is_pure=False,
+            pack=1,
+        )
+
+    @device_function
+    def consume_token(value, token):
+        """`value` (int64), but not before `token` is known: the compiler sees a dependency."""
+        return tl.inline_asm_elementwise(
+            "mov.b64 $0, $1; // token $2",
+            "=l,l,r",
+            [value, token],
+            dtype=tl.int64,
+            is_pure=False,
+            pack=1,
+        )
+
+    @device_function
+    def drain_tma_stores(BARRIER: tl.constexpr = False):
+        """Wait until this thread's TMA stores are in memory and order them before later signals.
+
+        Triton's own store wait is `.read`: it frees the shared memory, no more. With BARRIER all
+        threads then wait for one another: `tl.debug_barrier` would keep a loop from being
+        pipelined.
+        """
+        tl.inline_asm_elementwise(
+            "cp.async.bulk.wait_group 0; fence.proxy.async; "
+            + ("bar.sync 0; " if BARRIER else "")
+            + "mov.u32 $0, 0;",
+            "=r",
+            [],
+            dtype=tl.int32,
+            is_pure=False,
+            pack=1,
+        )
+
+    @device_function
+    def fence_tma_loads():
+        """Order earlier acquires before later TMA loads, which go through another proxy."""
+        tl.inline_asm_elementwise(
+            "fence.proxy.async; mov.u32 $0, 0;", "=r", [], dtype=tl.int32, is_pure=False, pack=1
+        )
+
+    @device_function
+    def poll_inline(flags, last, epoch, deadline, broken, BEFORE_TMA: tl.constexpr):
+        """Poll flags 0 .. `last` (at most 31), one by each thread of a warp, until none is late,
+        the deadline has passed or this rank is broken; returns 0.
+
+        One instruction to the compiler, so that a loop around it can still be pipelined. Threads of
+        a warp acquire their flags, then vote, which orders all of them before what any does next.
+        """
+        return tl.inline_asm_elementwise(
+            """{
+            .reg .pred late, some, stop;
+            .reg .b64 flag, at, now;
+            .reg .u32 lane;
+            mov.u32 lane, %laneid;
+            min.u32 lane, lane, $2;
+            mad.wide.u32 at, lane, 8, $1;
+            again:
+            ld.acquire.sys.global.b64 flag, [at];
+            setp.lt.s64 late, flag, $3;
+            vote.sync.any.pred some, late, 0xffffffff;
+            @!some bra done;
+            nanosleep.u32 200;
+            mov.u64 now, %globaltimer;
+            setp.gt.s64 stop, now, $4;
+            ld.relaxed.gpu.global.b64 flag, [$5];
+            setp.ne.or.s64 stop, flag, 0, stop;
+            vote.sync.any.pred stop, stop, 0xffffffff;
+            @!stop bra again;
+            done:
+            bar.warp.sync 0xffffffff;
+            """
+            + ("fence.proxy.async; " if BEFORE_TMA else "")
+            + """
+            mov.u32 $0, 0;
+            }""",
+            "=r,l,r,l,l,l",
+            [flags, last, epoch, deadline, broken],
+            dtype=tl.int32,
+            is_pure=False,
+            pack=1,
+        )
