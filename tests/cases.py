@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
+
 import pytest
 import torch
 
@@ -58,6 +61,16 @@ def tokens(
     generator = torch.Generator().manual_seed(seed)
     x = torch.randn(num_tokens, hidden, generator=generator).to(dtype)
     return x, torch.rand(num_tokens, num_topk, generator=generator)
+
+
+@contextmanager
+def filled_memory() -> Iterator[None]:
+    """New tensors hold NaN or the largest integer, so that nothing is right by chance."""
+    torch.use_deterministic_algorithms(True)
+    try:
+        yield
+    finally:
+        torch.use_deterministic_algorithms(False)
 
 
 def relative_error(out: torch.Tensor, expected: torch.Tensor) -> float:

@@ -22,14 +22,13 @@ def plan_on_rank(group, topk_idx, num_experts, num_ranks):
     slots = Slots(lambda *_: block, layout, 0, 1.0)
     topk_idx = topk_idx.to(cases.device())
     layout = routing.layout(topk_idx, num_experts, slots)
-    per_rank, per_expert, in_rank, _ = layout
-    index = routing.lane_index(topk_idx, layout)
+    in_rank = layout.is_token_in_rank
     plans = [routing.send_plan(in_rank, ids, num_experts) for ids in (topk_idx, None)]
     if cases.device().type == "cuda":
         torch.cuda.synchronize()
     num_bad = int(slots.context.report[Report.BAD_IDS])
-    outs = [t.cpu() for t in (per_rank, per_expert, in_rank, index)]
-    return outs, plans_to_cpu(plans), num_bad
+    outs = [t.cpu() for t in layout[:4]]
+    return (*outs, layout.block_tokens), plans_to_cpu(plans), num_bad
 
 
 def plans_to_cpu(plans):
@@ -42,10 +41,15 @@ def check_plan(pool, topk_idx, num_experts, num_ranks):
     [(layout, plans, num_bad)] = pool.run(
         plan_on_rank, topk_idx, num_experts, num_ranks, num_ranks=1
     )
+    *layout, earlier, block_tokens = layout
     expected = reference.layout(topk_idx, num_experts, num_ranks)
-    expected = (*expected, reference.lane_index(topk_idx, num_experts))
     for have, want in zip(layout, expected, strict=True):
         assert torch.equal(have, want)
+    assert len(earlier) == max(1, -(-len(topk_idx) // block_tokens))
+    for block, counts in enumerate(earlier):
+        before = topk_idx[: block * block_tokens]
+        ranks, experts, _ = reference.layout(before, num_experts, num_ranks)
+        assert torch.equal(counts, torch.cat([experts, ranks]))
     assert num_bad == int(((topk_idx < -1) | (topk_idx >= num_experts)).sum())
     for plan, ids in zip(plans, (topk_idx, None), strict=True):
         sent, head = reference.send_plan(expected[2], ids, num_experts)
@@ -58,6 +62,10 @@ def check_plan(pool, topk_idx, num_experts, num_ranks):
 @pytest.mark.parametrize("num_ranks", [1, 2, 3, 4, 8])
 def test_every_routing(pool, kind, num_ranks):
     check_plan(pool, cases.route(kind, 77, 24, 4, seed=1), 24, num_ranks)
+
+
+def test_many_blocks(pool):
+    check_plan(pool, cases.route("holes", 4200, 24, 9, seed=1), 24, 3)
 
 
 @given(

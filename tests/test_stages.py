@@ -1,4 +1,4 @@
-"""Tiles in the order of stages, against a plain list."""
+"""Tiles of expert rows and the stages of the way back, against a plain list."""
 
 from __future__ import annotations
 
@@ -6,67 +6,81 @@ import itertools
 
 import cases
 import torch
+import triton
+import triton.language as tl
 from hypothesis import given
 from hypothesis import strategies as st
 
+from moe_engine import reference, stages_kernels
 
-def tiles_on_rank(group, counts, rank, block_m, stages, mixed):
-    """The tiles of each turn, there and back, by the kernel, as if this were `rank` of several."""
-    from moe_engine.slots import SlotLayout, Slots
+STAGES = st.integers(1, 16)
+
+
+def tiles_on_rank(group, expert_offsets, max_rows, block_m, stages, back_stages, num_ranks):
+    """(tiles, first tile of each stage) by the kernel."""
     from moe_engine.stages import staged_schedule
-    from moe_engine.symm.single import SingleTensor
 
-    num_ranks = len(counts)
-    layout = SlotLayout(num_ranks, 1024)
-    block = SingleTensor(layout.num_bytes, cases.device())
-    block.peer_addresses = block.peer_addresses.expand(num_ranks).clone()
-    slots = Slots(lambda *_: block, layout, rank, 1.0)
-    counts = counts.to(cases.device())
-    offsets = torch.nn.functional.pad(counts.sum(0).cumsum(0), (1, 0)).int()
-    args = counts, offsets, int(counts.sum()), block_m, stages, mixed, slots
-    schedule = staged_schedule(*args)
-    assert not schedule.counters[0, : stages[0]].any()
-    assert not schedule.counters[1:, : stages[1]].any()
-    ways = []
-    for way, num_stages in enumerate(stages):
-        first = schedule.first_tile[way, : num_stages + 1].tolist()
-        assert first[0] == 0
-        tiles = schedule.tiles[way, : first[-1]].tolist()
-        unpacked = [(tile >> 40, tile & 0x7FFFFFFF, tile >> 32 & 0xFF) for tile in tiles]
-        ways.append([unpacked[a:b] for a, b in itertools.pairwise(first)])
-    return ways
+    offsets = torch.tensor(expert_offsets, dtype=torch.int32, device=cases.device())
+    with cases.filled_memory():
+        schedule = staged_schedule(offsets, max_rows, block_m, stages, back_stages, num_ranks)
+    counters = schedule.pushed, schedule.computed, schedule.returned, schedule.listed
+    lengths = [stages, back_stages, back_stages, num_ranks * back_stages]
+    assert [counter.numel() for counter in counters] == lengths
+    assert not schedule.counters.any()
+    first = schedule.first_tile.tolist()
+    tiles = schedule.tiles[: first[-1]].tolist()
+    return [(tile >> 40, tile & 0x7FFFFFFF, tile >> 32 & 0xFF) for tile in tiles], first
 
 
-def check_tiles(pool, counts, rank, block_m, stages, mixed):
-    from moe_engine import reference
-
-    args = counts, rank, block_m, stages, mixed
-    [ways] = pool.run(tiles_on_rank, *args, num_ranks=1)
-    for way, num_stages in enumerate(stages):
-        want = reference.staged_tiles(counts, rank, block_m, num_stages, way == 1, mixed)
-        assert ways[way] == want
-    return ways
+def check_tiles(pool, expert_offsets, block_m, back_stages, spare_rows=0, stages=1, num_ranks=1):
+    max_rows = expert_offsets[-1] + spare_rows
+    args = expert_offsets, max_rows, block_m, stages, back_stages, num_ranks
+    [(tiles, first)] = pool.run(tiles_on_rank, *args, num_ranks=1)
+    assert (tiles, first) == reference.staged_tiles(expert_offsets, block_m, back_stages)
+    return tiles, first
 
 
 def test_the_example(pool):
-    counts = torch.tensor([[3, 1], [1, 2]], dtype=torch.int32)
-    there, back = check_tiles(pool, counts, 0, 2, (2, 2), True)
-    assert there == [[(0, 0, 2)], [(0, 2, 2), (1, 4, 2), (1, 6, 1)]]
-    assert back == [[(0, 2, 2), (1, 4, 2), (1, 6, 1)], [(0, 0, 2)]]
+    tiles, first = check_tiles(pool, [0, 4, 8], 2, 2)
+    assert tiles == [(0, 0, 2), (0, 2, 2), (1, 4, 2), (1, 6, 2)]
+    assert first == [0, 3, 4]
 
 
 @given(
+    counts=st.lists(st.sampled_from([0, 1, 7, 40, 700]), min_size=1, max_size=9),
+    block_m=st.sampled_from([4, 16, 128]),
+    back_stages=STAGES,
+    spare_rows=st.integers(0, 300),
+    stages=STAGES,
     num_ranks=st.integers(1, 8),
-    num_experts=st.integers(1, 5),
-    most=st.sampled_from([0, 3, 40]),
-    block_m=st.sampled_from([4, 16]),
-    stages=st.tuples(st.integers(1, 8), st.integers(1, 8)),
-    mixed=st.booleans(),
-    seed=st.integers(0, 99),
 )
-def test_any_counts(pool, num_ranks, num_experts, most, block_m, stages, mixed, seed):
+def test_any_counts(pool, counts, block_m, back_stages, spare_rows, stages, num_ranks):
     cases.skip_where_shapes_compile(pool)
-    generator = torch.Generator().manual_seed(seed)
-    counts = torch.randint(0, most + 1, (num_ranks, num_experts), generator=generator).int()
-    stages = tuple(min(count, num_ranks) for count in stages)
-    check_tiles(pool, counts, seed % num_ranks, block_m, stages, mixed)
+    expert_offsets = [0, *itertools.accumulate(counts)]
+    check_tiles(pool, expert_offsets, block_m, back_stages, spare_rows, stages, num_ranks)
+
+
+@triton.jit
+def store_begins(begins, num_rows, BACK_STAGES: tl.constexpr):
+    stages = tl.arange(0, 32)
+    begin = stages_kernels.return_begin(stages, tl.load(num_rows), BACK_STAGES)
+    tl.store(begins + stages, begin, mask=stages <= BACK_STAGES)
+
+
+def begins_on_rank(group, num_rows, back_stages):
+    begins = torch.zeros(back_stages + 1, dtype=torch.int32, device=cases.device())
+    store_begins[(1,)](begins, begins.new_full((1,), num_rows), BACK_STAGES=back_stages)
+    return begins.tolist()
+
+
+def test_stages_of_the_example(pool):
+    assert pool.run(begins_on_rank, 16, 4, num_ranks=1) == [[0, 7, 12, 15, 16]]
+
+
+@given(num_rows=st.integers(0, 100) | st.integers(0, 2**31 - 1), back_stages=STAGES)
+def test_stages_part_all_rows(pool, num_rows, back_stages):
+    cases.skip_where_shapes_compile(pool)
+    [begins] = pool.run(begins_on_rank, num_rows, back_stages, num_ranks=1)
+    assert begins == reference.return_begins(num_rows, back_stages)
+    assert (begins[0], begins[-1]) == (0, num_rows)
+    assert begins == sorted(begins)
