@@ -132,7 +132,8 @@ def explain(problem: LayerProblem) -> str:
     """The predicted times of a layer for evenly routed tokens, and what is chosen."""
     chosen = LayerConfig.choose(problem)
     gemm_us = problem.gemm_us(3 * problem.num_columns)
-    there, back = there_us(problem, chosen.num_stages), back_us(problem, chosen.num_shares)
+    there = there_us(problem, chosen.num_stages)
+    back = back_us(problem, chosen.num_return_stages)
     lines = [
         f"{problem.max_tokens} tokens on each of {problem.num_ranks} ranks, {problem.num_experts} "
         f"experts, top-{problem.num_topk}, hidden {problem.hidden}, {problem.num_columns} columns",
