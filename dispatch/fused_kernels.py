@@ -71,23 +71,27 @@ def push_lanes_kernel(
     # One rank's share of the rows stays here.
     step = time_to_send(LANES * BLOCK_WORDS * 4, RANKS, num_programs * (RANKS - 1), context)
     due = take_turns(LANES * BLOCK_WORDS * 4, program, context)
+    ranks = tl.arange(0, RANKS_PAD)
     # fmt: off
-    ahead = _look_up(
-        0, program, lane_order, stage_begin, expert_rows, stage_count, row_bytes, RANKS, RANKS_PAD,
-        BATCH,
+    to_next, token_next = _look_up(
+        0, program, lane_order, stage_begin, expert_rows, stage_count, row_bytes, RANKS, BATCH
     )
     for stage in range(0, stage_count):
-        # The ways of a stage's first rows are looked up while those before it are copied.
-        to, token, total = ahead
-        ahead = _look_up(
+        # The ways of a stage's first rows are looked up while those before it are copied. Their
+        # number is not: Triton 3.6 takes a reduction that a loop hands on for its first value.
+        begins = stage_begin + ranks * (stage_count + 1) + stage
+        ends = tl.load(begins + 1, mask=ranks < RANKS, other=0)
+        total = tl.max(ends - tl.load(begins, mask=ranks < RANKS, other=0), 0) * RANKS
+        to, token = to_next, token_next
+        to_next, token_next = _look_up(
             tl.minimum(stage + 1, stage_count - 1), program, lane_order, stage_begin, expert_rows,
-            stage_count, row_bytes, RANKS, RANKS_PAD, BATCH,
+            stage_count, row_bytes, RANKS, BATCH,
         )
         for first in range(program, total, num_programs * BATCH):
             if first > program:
-                to, token, _ = _look_up(
+                to, token = _look_up(
                     stage, first, lane_order, stage_begin, expert_rows, stage_count, row_bytes,
-                    RANKS, RANKS_PAD, BATCH,
+                    RANKS, BATCH,
                 )
             num_rows = tl.minimum(tl.cdiv(total - first, num_programs), BATCH)
             due = put_tile(
@@ -108,22 +112,17 @@ def _look_up(
     stage_count,
     row_bytes,
     RANKS: tl.constexpr,
-    RANKS_PAD: tl.constexpr,
     BATCH: tl.constexpr,
 ):
-    """(addresses [BATCH] that rows of a stage go to, 0 for none, their tokens, how many rows the
-    stage has for all ranks), from its place `first` on; see `tiles.deal_rows`."""
-    ranks = tl.arange(0, RANKS_PAD)
-    begins = stage_begin + ranks * (stage_count + 1) + stage
-    ends = tl.load(begins + 1, mask=ranks < RANKS, other=0)
-    total = tl.max(ends - tl.load(begins, mask=ranks < RANKS, other=0), 0) * RANKS
+    """(addresses [BATCH] that rows of a stage go to, 0 for none, their tokens), from its place
+    `first` on; see `tiles.deal_rows`."""
     peers, rows = deal_rows(first, tl.num_programs(0), RANKS, BATCH)
     begin = stage_begin + peers * (stage_count + 1) + stage
     position = tl.load(begin) + rows
     has = position < tl.load(begin + 1)
     lane = tl.load(lane_order + position, mask=has, other=0)
     to = tl.load(expert_rows + peers) + (lane >> 32) * row_bytes
-    return tl.where(has, to, 0), lane & 0x7FFFFFFF, total
+    return tl.where(has, to, 0), lane & 0x7FFFFFFF
 
 
 @triton.jit(
