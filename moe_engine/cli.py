@@ -116,7 +116,7 @@ def layer(
     hidden: Annotated[int, typer.Option(min=8, help="H, columns of a token.")],
     intermediate: Annotated[int, typer.Option(min=8, help="I, columns inside an expert.")],
 ) -> None:
-    """Explain how `moe_ffn` runs a layer in bf16 on H200s: fused or in turn, stages, programs."""
+    """Explain how `moe_ffn` runs a layer in bf16 on H200s: stages, programs, predicted times."""
     from .layer_config import LayerProblem, explain
 
     typer.echo(explain(LayerProblem(ranks, tokens, experts, topk, hidden, intermediate)))
