@@ -25,7 +25,8 @@ TYPES = {
     **dict.fromkeys(("earlier_counts", "send_head", "share_rows", "expert_offsets"), "*i32"),
     **dict.fromkeys(("num_tokens_per_expert", "num_tokens_per_rank", "expert_rows"), "*i32"),
     **dict.fromkeys(("first_tile", "num_tiles", "num_rows"), "*i32"),
-    **dict.fromkeys(("topk_idx", "pushed", "computed", "returned", "tiles", "context", "lane_order", "listed"), "*i64"),
+    **dict.fromkeys(("topk_idx", "pushed", "computed", "returned", "listed"), "*i64"),
+    **dict.fromkeys(("tiles", "context", "lane_order"), "*i64"),
     **{"counters": "*i64", "topk_weights": "*fp32", "y": "*bf16", "out": "*bf16"},
 }
 SHAPE = {"NUM_TOPK": 8, "RANKS": 4, "RANKS_PAD": 4, "OVERLAP": True}
@@ -81,7 +82,8 @@ def sums(arch: int = 90, num_warps: int = combine_host.SUM_WARPS, **changes: int
 @of_this_triton
 @pytest.mark.parametrize("block_m", [128, 64, 32, 16])
 def test_gemms_do_not_spill(block_m):
-    for kernel, parts in ((fused_kernels.dispatch_gemm_kernel, 2), (layer_kernels.staged_gemm_kernel, 1)):
+    kernels = fused_kernels.dispatch_gemm_kernel, layer_kernels.staged_gemm_kernel
+    for kernel, parts in zip(kernels, (2, 1), strict=True):
         for config in configs(block_m, gated=parts == 2):
             built = gemm(kernel, config, parts)
             assert built.spill_bytes == 0, config
@@ -93,7 +95,8 @@ def test_what_runs_beside_a_gemm_finds_room():
     """On an SM: 65,536 registers, 228 KiB of shared memory, 1 KiB of it for each program."""
     up = gemm(fused_kernels.dispatch_gemm_kernel, configs(128, gated=True)[0], 2)
     down = gemm(layer_kernels.staged_gemm_kernel, beside_sums(configs(128)[0]), 1)
-    for multiplies, beside, num_warps, count in ((up, push(), 1, 1), (down, returns(), combine_host.RETURN_WARPS, 2)):
+    cases = (up, push(), 1, 1), (down, returns(), combine_host.RETURN_WARPS, 2)
+    for multiplies, beside, num_warps, count in cases:
         assert beside.spill_bytes == 0
         registers = 256 * round_up(multiplies.registers, 8)
         registers += count * num_warps * 32 * round_up(beside.registers, 8)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import time
+
 import cases
 import pytest
 import torch
@@ -10,6 +12,7 @@ from hypothesis import strategies as st
 from test_dispatch_combine import DTYPES, make_buffer, make_inputs, poison
 
 from moe_engine import reference
+from moe_engine.emulation import RankPool
 
 # bf16 rounds four times on the way, each by up to 2^-9; few values may all be rounded alike.
 TOLERANCE = {"bf16": 4 * 2**-9, "fp32": 1e-5}
@@ -177,6 +180,45 @@ def test_stages_do_not_change_a_bit(pool, num_ranks, kind):
         # Not to the bit: on a CPU products depend on where a row stands in its tile, and a GPU adds
         # them to the sum of lanes before it rounds.
         assert cases.relative_error(outs[0], in_turn_out) < TOLERANCE["bf16"]
+
+
+def run_delayed(group, num_calls, x, topk_idx, topk_weights, up, down):
+    """Whether all of many calls give the same, ranks being late at random."""
+    from moe_engine import moe_ffn
+
+    num_ranks, rank = torch.distributed.get_world_size(group), torch.distributed.get_rank(group)
+    args = [t.to(cases.device()) for t in (x, topk_idx, topk_weights, up, down)]
+    buffer = make_buffer(group, x, num_ranks * len(up), topk_idx.shape[1], 48)
+    delays = torch.rand(num_calls, generator=torch.Generator().manual_seed(rank)) ** 8
+    first = moe_ffn(*args, buffer).clone()
+    same = True
+    for delay in delays.tolist():
+        if args[0].is_cuda:
+            torch.cuda._sleep(int(2e6 * delay))
+        else:
+            time.sleep(0.2 * delay)
+        same = same and torch.equal(moe_ffn(*args, buffer), first)
+    buffer.check()
+    torch.distributed.barrier(group)
+    buffer.destroy()
+    return same
+
+
+def test_ranks_that_are_late_change_nothing(pool):
+    from moe_engine.emulation import PerRank
+
+    num_ranks, num_calls = pool.num_ranks, 500 if pool.device == "cuda" else 6
+    inputs = make_inputs(num_ranks, [48, 7], 64, 4 * num_ranks, 3, "skewed", "bf16", 1)
+    weights = make_weights(num_ranks, 4, 64, 48, "bf16")
+    parts = (PerRank(part) for part in (*inputs, *weights))
+    assert all(pool.run(run_delayed, num_calls, *parts))
+
+
+def test_eight_ranks(pool):
+    if pool.device == "cuda":
+        pytest.skip("emulated: there are as many ranks as GPUs otherwise")
+    with RankPool(8, "cpu", timeout_s=100) as ranks:
+        check_layer(ranks, 8, [9, 0, 5], 16, 8, 1, 3, "uniform", "bf16")
 
 
 def run_module(group, x, topk_idx, topk_weights):
