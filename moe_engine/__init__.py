@@ -17,7 +17,7 @@ from .errors import (
     ShapeError,
 )
 from .events import EventHandle, EventOverlap
-from .layer import MoEFeedForward, moe_ffn
+from .layer import LayerInFlight, MoEFeedForward, moe_ffn, start_moe_ffn
 from .layer_config import LayerConfig
 from .verbs import Handle
 
@@ -33,6 +33,7 @@ __all__ = [
     "EventOverlap",
     "Handle",
     "LayerConfig",
+    "LayerInFlight",
     "MoEFeedForward",
     "MoeEngineError",
     "Options",
@@ -40,4 +41,5 @@ __all__ = [
     "RoutingError",
     "ShapeError",
     "moe_ffn",
+    "start_moe_ffn",
 ]

@@ -297,19 +297,22 @@ class Buffer(Service):
         topk_weights: torch.Tensor,
         w_gate_up: torch.Tensor,
         w_down: torch.Tensor,
-    ) -> torch.Tensor:
-        """The routed experts of a layer; see `moe_engine.moe_ffn`."""
+        async_finish: bool = False,
+    ) -> tuple[torch.Tensor, EventOverlap]:
+        """(result [T, H], event) of a layer's routed experts; see `moe_engine.moe_ffn`."""
         engine = self._ready()
         checks.check_rows("x", x, device=self._rows_device)
         num_experts = w_gate_up.shape[0] * self.group_size
         checks.check_experts(num_experts, self.group_size)
         checks.check_routing(x, topk_idx, topk_weights)
         checks.check_expert_weights(x, w_gate_up, w_down)
-        with self._streams.call():
+        with self._streams.call(None, async_finish) as call:
+            call.reads(x, topk_idx, topk_weights, w_gate_up, w_down)
             rows = checks.packed(x), topk_idx.contiguous(), topk_weights.contiguous()
             out = engine.moe_ffn(*rows, w_gate_up, w_down)
+            call.returns(out)
         self._after_call()
-        return out
+        return out, call.event
 
     def warmup(
         self, hidden: int, num_experts: int, num_topk: int, dtype: torch.dtype = torch.bfloat16

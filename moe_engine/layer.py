@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+
 import torch
 
 from .buffer import Buffer
 from .checks import check_no_grad
+from .events import EventOverlap
 
 
 def moe_ffn(
@@ -26,7 +29,41 @@ def moe_ffn(
     Collective over the Buffer's group; T may differ per rank and be 0. No backward yet.
     """
     check_no_grad(x=x, topk_weights=topk_weights, w_gate_up=w_gate_up, w_down=w_down)
-    return buffer.moe_ffn(x, topk_idx, topk_weights, w_gate_up, w_down)
+    return buffer.moe_ffn(x, topk_idx, topk_weights, w_gate_up, w_down)[0]
+
+
+@dataclass(frozen=True, slots=True)
+class LayerInFlight:
+    """A layer that `start_moe_ffn` has begun."""
+
+    _out: torch.Tensor
+    _event: EventOverlap
+
+    def finish(self) -> torch.Tensor:
+        """The result [T, H]; the current stream goes on when it is there."""
+        self._event.current_stream_wait()
+        return self._out
+
+
+def start_moe_ffn(
+    x: torch.Tensor,
+    topk_idx: torch.Tensor,
+    topk_weights: torch.Tensor,
+    w_gate_up: torch.Tensor,
+    w_down: torch.Tensor,
+    buffer: Buffer,
+) -> LayerInFlight:
+    """Begin `moe_ffn` on the Buffer's own stream, and run something else until `finish()`: the
+    shared expert of Qwen2-MoE and DeepSeek-V3 fills SMs where the routed ones wait for rows.
+
+        layer = start_moe_ffn(x, topk_idx, topk_weights, w_gate_up, w_down, buffer)
+        y = shared_expert(x) + layer.finish()
+
+    Collective, like `moe_ffn`; one layer of a Buffer after the other.
+    """
+    check_no_grad(x=x, topk_weights=topk_weights, w_gate_up=w_gate_up, w_down=w_down)
+    args = x, topk_idx, topk_weights, w_gate_up, w_down
+    return LayerInFlight(*buffer.moe_ffn(*args, async_finish=True))
 
 
 class MoEFeedForward(torch.nn.Module):

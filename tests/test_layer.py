@@ -221,6 +221,32 @@ def test_eight_ranks(pool):
         check_layer(ranks, 8, [9, 0, 5], 16, 8, 1, 3, "uniform", "bf16")
 
 
+def run_shared(group, x, topk_idx, topk_weights, up, down):
+    """The layer by itself, and with something else between start and finish."""
+    from moe_engine import moe_ffn, start_moe_ffn
+
+    num_ranks = torch.distributed.get_world_size(group)
+    args = [t.to(cases.device()) for t in (x, topk_idx, topk_weights, up, down)]
+    buffer = make_buffer(group, x, num_ranks * len(up), topk_idx.shape[1], 48)
+    want = moe_ffn(*args, buffer) + args[0] * 2
+    layer = start_moe_ffn(*args, buffer)
+    out = args[0] * 2
+    out += layer.finish()
+    torch.distributed.barrier(group)
+    buffer.destroy()
+    return out.cpu(), want.cpu()
+
+
+def test_a_shared_expert_runs_between_start_and_finish(pool):
+    from moe_engine.emulation import PerRank
+
+    inputs = make_inputs(2, [48, 7], 64, 8, 3, "uniform", "fp32", 1)
+    weights = make_weights(2, 4, 64, 48, "fp32")
+    parts = (PerRank(part) for part in (*inputs, *weights))
+    for out, want in pool.run(run_shared, *parts, num_ranks=2):
+        assert torch.equal(out, want)
+
+
 def run_module(group, x, topk_idx, topk_weights):
     from moe_engine import MoEFeedForward
 
