@@ -260,6 +260,8 @@ def layer_sum_kernel(
         context, PHASE_TILES,
     )
     # fmt: on
+    if is_broken(context):
+        token = token * 0  # then nobody may have written the records
     there = tl.full((), -1, tl.int32)  # stage up to which all rows are there
     for number in range(tl.program_id(0), num_tokens, tl.num_programs(0)):
         number_wide = tl.cast(number, tl.int64)

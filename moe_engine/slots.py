@@ -230,10 +230,11 @@ class DeviceContext:
             peer, epoch = int(self.report[Report.PEER]), int(self.report[Report.EPOCH])
             phase = Phase(int(self.report[Report.PHASE]))
             if phase == Phase.SIGNATURE:
-                theirs = self.report[Report.SIGNATURE : Report.SIGNATURE + 5].tolist()
+                theirs = self.report[Report.SIGNATURE : Report.SIGNATURE + 6].tolist()
                 raise ShapeError(
-                    f"ranks {self.rank} and {peer} called dispatch with different shapes: rank "
-                    f"{peer} has (bytes per token, top-k, experts, bytes per item, scales) = "
+                    f"ranks {self.rank} and {peer} began calls of different shapes: rank "
+                    f"{peer} has (bytes per token, top-k, experts, bytes per item, scales, stages "
+                    "of a layer, 0 for a dispatch) = "
                     f"{theirs}. They must agree on all ranks; make a new Buffer."
                 )
             if phase == Phase.OVERFLOW:

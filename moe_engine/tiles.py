@@ -3,8 +3,8 @@
 The second layer of primitives, on `lang` (addresses, flags, waits): kernels name a tile or a stage,
 and these derive ranks, offsets and flags, as do the tile primitives of Triton-distributed
 (`dl.wait`, `dl.notify`, with a tile's id). Rows of a layer travel in stages. On the way there a
-stage is a range of the receiver's rows, which fill up from the first one on; on the way back it is
-a share of the sender's tokens. `examples/push_tiles.py` is a kernel made of these.
+stage is a range of the receiver's rows, which fill up from the first one on; on the way back, the
+tokens whose last row lies in such a range. `examples/push_tiles.py` is a kernel made of these.
 """
 
 import triton.language as tl
@@ -36,7 +36,7 @@ def deal_rows(first, step, num_peers, BATCH: tl.constexpr):
 
     Traffic to all of them stays even, and programs `step` apart take all rows. Three peers: places
     0 1 2 3 4 5 6 are (peer, row) (0, 0) (1, 0) (2, 0) (1, 1) (2, 1) (0, 1) (2, 2): each round
-    begins one further, so that a program comes to all peers.
+    begins one further, so that with most steps a program comes to all peers.
     """
     places = first + tl.arange(0, BATCH) * step
     rows = places // num_peers

@@ -4,16 +4,18 @@ publish and observe sequences in the PTX."""
 from __future__ import annotations
 
 import re
+from functools import cache, partial
 
 import pytest
+import test_compile_layer as layer
 import triton
 import triton.language as tl
 from compile_helper import compile_kernel
 
 from moe_engine import routing_kernels, stages_kernels
 from moe_engine.combine import kernels as combine
-from moe_engine.combine import layer_kernels as layer
 from moe_engine.context import PHASE_ROWS
+from moe_engine.dispatch import exchange_kernels, fused_kernels
 from moe_engine.dispatch import kernels as dispatch
 from moe_engine.dispatch import receive_kernels as receive
 from moe_engine.dispatch.launch import LOCATE_ROWS, METADATA_LANES
@@ -26,11 +28,9 @@ POINTERS = {
     "recv_topk_idx": "*i64",
     "recv_address": "*i64",
     "row_offset": "*i64",
-    **dict.fromkeys(("tiles", "counters", "computed", "claimed"), "*i64"),
     "is_token_in_rank": "*u8",
     "topk_weights": "*fp32",
     "recv_topk_weights": "*fp32",
-    "lane_weight": "*fp32",
     "out_weights": "*fp32",
     "own_weights": "*fp32",
     **dict.fromkeys(("x", "recv_x", "scales", "recv_scales"), "*i32"),
@@ -43,11 +43,6 @@ POINTERS = {
             "recv_expert_counts",
             "expert_offsets",
             "block_counts",
-            "earlier_counts",
-            "lane_index",
-            "first_place",
-            "first_tile",
-            "expert_row",
             "send_token_idx",
             "send_head",
             "recv_src_idx",
@@ -63,36 +58,17 @@ PUSH = {**COPY, "SPAN": 4, "RANKS_PAD": 4, "LANES": COPY_ROWS, "OVERLAP": True}
 SCALES = {"NUM_SCALES": 56, "SCALES_PAD": 64}
 SUMS = {"ALIGNED": True, "RANKS": 4, "RANKS_PAD": 4, "CHUNK_ROWS": 8, "BLOCK_H": 512}
 FINAL = {**SUMS, **TOPK, "NUM_BIASES": 2, "HAS_WEIGHTS": True, "GROUP": 16}
-PLAN = {**TOPK, "TURNS_PAD": 16, "ROWS": 128, "CHUNK_ROWS": 8, "ITEM_BYTES": 2, "OVERLAP": True}
-LAYER = {"NUM_TOPK": 8, "RANKS_PAD": 4, "CHUNK_ROWS": 8, "BLOCK_H": 256, "OVERLAP": True}
-RETURN_SUMS = {**LAYER, "SPAN": 2, "AT_ONCE": 6}
-LAYER_SUM = {**LAYER, "RANKS": 4, "STAGES_PAD": 4, "GROUP": 4}
 RETURN = {**FINAL, "SPAN": 4, "LANES": COPY_ROWS}
 VARIANTS = {
     "layout": (routing_kernels.layout_kernel, {**TOPK, "EXPERTS_PAD": 256, "BLOCK": 32}, 4),
     "layout_sum": (routing_kernels.layout_sum_kernel, {"BLOCK": 256, "COLUMNS": 16}, 4),
-    "lane_index": (
-        routing_kernels.lane_index_kernel,
-        {**TOPK, "BLOCK": 32, "STEP": 32, "OVERLAP": True},
-        8,
-    ),
     "send_plan": (
         routing_kernels.send_plan_kernel,
         {**TOPK, "HAS_IDS": True, "RANKS_PAD": 4, "BLOCK": 128, "SCAN": 2048, "OVERLAP": True},
         4,
     ),
-    "expert_plan": (routing_kernels.expert_plan_kernel, {**PLAN, "WAIT_PAYLOAD": False}, 8),
-    "expert_plan_of_rows": (routing_kernels.expert_plan_kernel, {**PLAN, "WAIT_PAYLOAD": True}, 8),
-    "staged_schedule": (
-        stages_kernels.staged_schedule_kernel,
-        {
-            **{"BLOCK_M": 128, "RANKS_PAD": 4, "EXPERTS_PAD": 64, "STEP": 128},
-            **{"MIXED": True, "OVERLAP": True},
-        },
-        4,
-    ),
     "exchange": (
-        dispatch.exchange_kernel,
+        exchange_kernels.exchange_kernel,
         {"RANKS_PAD": 4, "EXPERTS_PAD": 64, "ALL_EXPERTS_PAD": 256, "OVERLAP": True},
         4,
     ),
@@ -117,23 +93,43 @@ VARIANTS = {
     ),
     "release": (receive.release_kernel, {}, 4),
     "return_rows": (combine.return_rows_kernel, {**RETURN, "COLUMNS": 1024}, 16),
-    "return_sums": (layer.return_sums_kernel, RETURN_SUMS, 16),
-    "return_sums_afterwards": (layer.return_sums_kernel, {**RETURN_SUMS, "computed": None}, 16),
-    "layer_sum": (layer.layer_sum_kernel, LAYER_SUM, 4),
-    "layer_sum_of_8": (
-        layer.layer_sum_kernel,
-        {**LAYER_SUM, "RANKS": 8, "RANKS_PAD": 8, "STAGES_PAD": 8, "BLOCK_H": 128},
-        4,
-    ),
     "final_sum": (combine.final_sum_kernel, FINAL, 16),
+}
+PLACE = {"TOPK_PAD": 8, "BLOCK": 32}
+OF_A_LAYER = {
+    name: partial(layer.compile_layer, kernel, constexprs, num_warps=num_warps)
+    for name, kernel, constexprs, num_warps in (
+        (
+            "exchange_lanes",
+            exchange_kernels.exchange_lanes_kernel,
+            {"EXPERTS_PAD": 64, "ALL_EXPERTS_PAD": 256, "STAGES_PAD": 32},
+            4,
+        ),
+        ("place_lanes", routing_kernels.place_lanes_kernel, {**PLACE, "STEP": 32}, 8),
+        (
+            "staged_schedule",
+            stages_kernels.staged_schedule_kernel,
+            {"BACK_STAGES": 8, "EXPERTS_PAD": 64, "COUNTERS_PAD": 64, "STEP": 128, "BLOCK_M": 128},
+            4,
+        ),
+        ("send_records", fused_kernels.send_records_kernel, {**PLACE, "BACK_STAGES": 8}, 4),
+    )
+}
+OF_A_LAYER |= {
+    "push_lanes": layer.push,
+    "return_sums": layer.returns,
+    "layer_sum": layer.sums,
+    "layer_sum_of_8": partial(layer.sums, RANKS=8, RANKS_PAD=8),
 }
 
 
+@cache
 def build(name, arch=90, **changes):
+    if name in OF_A_LAYER:
+        return OF_A_LAYER[name](arch)
     kernel, constexprs, num_warps = VARIANTS[name]
     constexprs = {**constexprs, **changes}
-    of_bf16 = name in ("return_rows", "expert_plan", "expert_plan_of_rows")
-    pointers = {**POINTERS, "x": "*bf16"} if of_bf16 else POINTERS
+    pointers = {**POINTERS, "x": "*bf16"} if name == "return_rows" else POINTERS
     signature = {arg: pointers.get(arg, "i32") for arg in kernel.arg_names if arg not in constexprs}
     return compile_kernel(kernel, signature, constexprs, arch, num_warps=num_warps)
 
@@ -144,7 +140,7 @@ of_this_triton = pytest.mark.skipif(
 
 
 @of_this_triton
-@pytest.mark.parametrize("name", VARIANTS)
+@pytest.mark.parametrize("name", [*VARIANTS, *OF_A_LAYER])
 def test_no_spills(name):
     built = build(name)
     assert built.spill_bytes == 0
@@ -160,7 +156,7 @@ def test_other_architectures(name, arch):
 
 
 def test_rows_are_stored_16_bytes_at_a_time():
-    for name in ("push", "collect", "return_rows", "return_sums"):
+    for name in ("push", "collect", "return_rows", "push_lanes", "return_sums"):
         ptx = build(name).ptx
         assert "st.global.v4.b32" in ptx
         assert re.search(r"ld\.global\.v4\.b32|cp\.async\.cg\.shared\.global .*, 0x10", ptx)
@@ -170,7 +166,10 @@ def test_rows_are_stored_16_bytes_at_a_time():
 RELEASE = re.compile(r"(@%p\d+ )?atom\.global\.sys\.release\.exch\.b64")
 
 
-PUBLISHERS = ["exchange", "metadata", "push", "return_rows", "return_sums", "release"]
+PUBLISHERS = [
+    *("exchange", "push", "return_rows", "release"),
+    *("exchange_lanes", "push_lanes", "send_records", "return_sums", "layer_sum"),
+]
 
 
 @pytest.mark.parametrize("name", PUBLISHERS)
@@ -185,7 +184,10 @@ def test_publish(name):
         assert "st.global" not in before[before.rindex("bar.sync") :]
 
 
-@pytest.mark.parametrize("name", ["exchange", "push", "collect", "final_sum", "layer_sum"])
+@pytest.mark.parametrize(
+    "name",
+    ["exchange", "push", "collect", "final_sum", "exchange_lanes", "return_sums", "layer_sum"],
+)
 def test_observe(name):
     """Acquire polls at system scope, a CTA barrier, then what is read or written behind them."""
     ptx = build(name).ptx

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 from typer.testing import CliRunner
@@ -9,29 +10,29 @@ from typer.testing import CliRunner
 from moe_engine import Buffer, Options
 from moe_engine.cli import app
 from moe_engine.errors import ShapeError
-from moe_engine.layer_config import MOST_RETURN_PROGRAMS, LayerConfig, LayerProblem, back_us
+from moe_engine.layer_config import STAGE_US, LayerConfig, LayerProblem, back_us, there_us
 
 QWEN3 = {"num_experts": 128, "num_topk": 8, "hidden": 2048, "num_columns": 768}
-MIXTRAL = {"num_experts": 8, "num_topk": 2, "hidden": 4096, "num_columns": 14336}
+STAGES = ("num_stages", "num_return_stages")
+
+
+def stages_of(problem):
+    config = LayerConfig.choose(problem)
+    return [getattr(config, name) for name in STAGES]
 
 
 def test_one_rank_has_nobody_to_wait_for():
-    assert not LayerConfig.choose(LayerProblem(1, 8192, **QWEN3)).fused
+    assert stages_of(LayerProblem(1, 8192, **QWEN3)) == [1, 1]
 
 
-def test_narrow_experts_hide_their_rows_in_more_stages():
-    """Their GEMMs are short beside their rows; wide ones hide all behind this rank's own rows."""
-    narrow = LayerConfig.choose(LayerProblem(4, 8192, **QWEN3))
-    wide = LayerConfig.choose_fused(LayerProblem(4, 8192, **MIXTRAL))
-    assert narrow.fused
-    assert narrow.num_stages > wide.num_stages == 2
-    assert narrow.num_return_programs > wide.num_return_programs
+def test_rows_that_take_long_come_in_stages():
+    """Beside the same GEMMs, rows of no bytes need none."""
+    assert stages_of(LayerProblem(4, 8192, **QWEN3, itemsize=0)) == [1, 1]
+    assert min(stages_of(LayerProblem(4, 8192, **QWEN3))) > 4
 
 
-def test_last_rows_travel_behind_own_work():
-    problem = LayerProblem(4, 8192, **QWEN3)
-    few, many = (back_us(problem, count) for count in (2, 4))
-    assert many < few
+def test_few_tokens_are_not_worth_a_stage():
+    assert stages_of(LayerProblem(4, 8, **QWEN3)) == [1, 1]
 
 
 @given(
@@ -43,12 +44,34 @@ def test_last_rows_travel_behind_own_work():
     num_columns=st.integers(1, 16384),
 )
 def test_any_problem_has_a_choice(num_ranks, max_tokens, num_local, num_topk, hidden, num_columns):
+    """It is valid, and hides something, but no more than the shorter of GEMM and rows."""
     sizes = num_local * num_ranks, num_topk, hidden, num_columns
     problem = LayerProblem(num_ranks, max_tokens, *sizes)
-    for config in (LayerConfig.choose(problem), LayerConfig.choose_fused(problem)):
-        assert 1 <= config.num_stages <= max(2, num_ranks)
-        assert 1 <= config.num_return_stages <= max(2, num_ranks)
-        assert 0 < config.num_return_programs <= MOST_RETURN_PROGRAMS
+    config = LayerConfig.choose(problem)
+    config.check()
+    for rows_us, gemm_us, us in (
+        (problem.push_us, problem.gemm_us(2 * num_columns), there_us(problem, config.num_stages)),
+        (
+            problem.return_us,
+            problem.gemm_us(num_columns),
+            back_us(problem, config.num_return_stages),
+        ),
+    ):
+        rounding = 1e-9 * us
+        assert max(rows_us, gemm_us) - rounding <= us <= rows_us + gemm_us + STAGE_US + rounding
+
+
+@pytest.mark.parametrize(
+    ("name", "value"),
+    [*((name, 0) for name in LayerConfig.__dataclass_fields__), *((name, 17) for name in STAGES)],
+)
+def test_numbers_out_of_range_are_refused(name, value):
+    with pytest.raises(ShapeError, match=f"'{name}': {value}}}"):
+        LayerConfig(**{name: value}).check()
+
+
+def test_largest_numbers_are_taken():
+    LayerConfig(16, 16, 10_000, 10_000, 10_000).check()
 
 
 def buffer_with(group, layers):
@@ -62,20 +85,23 @@ def buffer_with(group, layers):
 
 
 def test_ranks_agree_on_all_but_programs(pool):
-    """Stages decide what ranks wait for; how many programs a rank lets push is its own."""
-    programs = [LayerConfig(num_push_programs=count) for count in (4, 8)]
+    """Stages decide what ranks wait for; how many programs a rank lets communicate is its own."""
+    programs = [LayerConfig(num_push_programs=8), LayerConfig(num_return_programs=4)]
     assert pool.run(buffer_with, programs, num_ranks=2) == [None, None]
-    stages = [LayerConfig(num_stages=count) for count in (1, 2)]
-    for text in pool.run(buffer_with, stages, num_ranks=2):
-        assert "layer) differ" in text
+    for name in STAGES:
+        stages = [LayerConfig(**{name: count}) for count in (1, 2)]
+        for text in pool.run(buffer_with, stages, num_ranks=2):
+            assert "layer) differ" in text
     [text] = pool.run(buffer_with, [LayerConfig(num_stages=0)], num_ranks=1)
     assert "num_stages" in text
 
 
-def test_command_line():
+@pytest.mark.parametrize("ranks", [1, 4])
+def test_command_line(ranks):
     sizes = "--tokens 8192 --experts 128 --topk 8 --hidden 2048 --intermediate 768".split()
-    for ranks in (1, 4):
-        result = CliRunner().invoke(app, ["layer", *sizes, "--ranks", str(ranks)])
-        assert result.exit_code == 0
-        assert f"fused={ranks == 4}" in result.output
-    assert "3 stages" in result.output
+    result = CliRunner().invoke(app, ["layer", *sizes, "--ranks", str(ranks)])
+    assert result.exit_code == 0
+    config = LayerConfig.choose(LayerProblem(ranks, 8192, **QWEN3))
+    assert str(config) in result.output
+    assert f"in {config.num_stages} stages" in result.output
+    assert f"in {config.num_return_stages}\n" in result.output

@@ -18,7 +18,7 @@ FOLDERS = ("dispatch", "combine", "grouped_gemm")
 # "moe_engine" is the package root: the public names, gathered from the layers below it.
 LAYERS = (
     ("errors", "config", "context"),
-    ("lang", "checks", "hardware", "work", "layer_config"),
+    ("lang", "ptx", "checks", "hardware", "work", "layer_config"),
     ("slots", "slots_kernels", "words", "events", "buffer_config", "streams"),
     ("routing", "routing_kernels", "reference"),
     ("tiles", "symm", "trace", "tune"),

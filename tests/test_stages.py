@@ -36,7 +36,9 @@ def check_tiles(pool, expert_offsets, block_m, back_stages, spare_rows=0, stages
     max_rows = expert_offsets[-1] + spare_rows
     args = expert_offsets, max_rows, block_m, stages, back_stages, num_ranks
     [(tiles, first)] = pool.run(tiles_on_rank, *args, num_ranks=1)
-    assert (tiles, first) == reference.staged_tiles(expert_offsets, block_m, back_stages)
+    wanted_tiles, wanted_first = reference.staged_tiles(expert_offsets, block_m, back_stages)
+    assert torch.equal(torch.tensor(tiles), torch.tensor(wanted_tiles))
+    assert first == wanted_first
     return tiles, first
 
 

@@ -1,0 +1,51 @@
+"""A rank that is lost in the middle of a layer: the others learn of it, by its name."""
+
+from __future__ import annotations
+
+import cases
+import pytest
+import torch
+
+STEPS = {
+    "exchange_lanes": "counts",
+    "push_lanes": "rows",
+    "send_records": "metadata",
+    "gemm_combine": "returned rows",
+}
+
+
+def lose_rank_1(group, step):
+    """(peer, phase) that ends a layer in which rank 1 stops before `step`; None on rank 1."""
+    from moe_engine import Buffer, Options, PeerTimeout, combine, dispatch, moe_ffn
+
+    buffer = Buffer.for_tokens(group, 20, 16, 6, 2, torch.float32, options=Options(timeout_s=1.5))
+    x, weights = cases.tokens(20, 16, 2, torch.float32, 0)
+    idx = cases.route("uniform", 20, 6, 2, 0)
+    args = x, idx, weights, torch.zeros(2, 16, 16), torch.zeros(2, 16, 8), buffer
+    moe_ffn(*args)
+    torch.distributed.barrier(group)
+    module = combine if hasattr(combine, step) else dispatch
+    real, seen = getattr(module, step), None
+
+    def stop(*_):
+        raise KeyError(step)
+
+    if group.rank() == 1:
+        setattr(module, step, stop)
+    try:
+        with cases.filled_memory():
+            moe_ffn(*args)
+            buffer.check()
+    except PeerTimeout as error:
+        seen = error.peer, error.phase
+    except KeyError:
+        setattr(module, step, real)
+    torch.distributed.barrier(group)
+    return seen
+
+
+@pytest.mark.parametrize("step", STEPS)
+def test_a_lost_rank_is_named(pool, step):
+    if pool.device == "cuda":
+        pytest.skip("a GPU's memory cannot be filled behind the allocator")
+    assert pool.run(lose_rank_1, step, num_ranks=3) == [(1, STEPS[step]), None, (1, STEPS[step])]

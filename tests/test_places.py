@@ -1,0 +1,315 @@
+"""A layer's way there up to its GEMM: where lanes go, what is told of them, what is pushed."""
+
+from __future__ import annotations
+
+import cases
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from test_dispatch_combine import make_buffer, make_inputs
+
+from moe_engine import reference
+from moe_engine.slots import header_bytes
+
+BLOCK_M = 16
+HIDDEN = 40
+STAGES = 3, 4
+UNUSED = 0x7F
+"""What bytes hold before they are written: a word of -1 would mean something."""
+
+
+def told_by(slots, writer, num_experts, row, back_stages):
+    """What rank `writer` has told this one: (places [N, K] and weights [N, K] of each row, how many
+    rows each stage has, and which, [N, stages])."""
+    from moe_engine.context import Word
+
+    layout = slots.layout
+    slot = (int(slots.context.words[Word.EPOCH]) + 1) % layout.num_slots
+    start = layout.slots + (slot * layout.num_ranks + writer) * layout.region_bytes
+    region = slots.block.local[start : start + layout.region_bytes].cpu().view(torch.int32)
+    counts = region[8 + num_experts :][:back_stages]
+    header = header_bytes(num_experts, layout.num_ranks)
+    num_rows = layout.max_rows(row.num_bytes, header)
+    rows = region[header // 4 :][: num_rows * row.num_bytes // 4].view(num_rows, -1)
+    lists = rows[:, row.scales // 4 :][:, :back_stages]
+    places = rows[:, row.ids // 4 :][:, : row.num_topk]
+    weights = rows[:, row.weights // 4 :][:, : row.num_topk].view(torch.float32)
+    return places.clone(), weights.clone(), counts.clone(), lists.clone()
+
+
+def steps_on_rank(group, num_experts, max_tokens, stages, back_stages, x, topk_idx, topk_weights):
+    """The kernels of a layer in their order, without its GEMMs: all that they have found, told
+    and pushed, by name."""
+    from moe_engine import dispatch, routing
+    from moe_engine.context import MAX_STAGES, Word
+    from moe_engine.stages import staged_schedule
+
+    num_ranks, device = torch.distributed.get_world_size(group), cases.device()
+    num_topk, row_bytes = topk_idx.shape[1], x.shape[1] * x.itemsize
+    buffer = make_buffer(group, x, num_experts, num_topk, max_tokens)
+    slots = buffer._engine.slots
+    max_rows = num_ranks * max(1, max_tokens) * num_topk
+    slots.reserve_expert_rows(max_rows * row_bytes, False)
+    slots.expert_rows.local.fill_(UNUSED)
+    slots.block.local[slots.layout.slots :].fill_(UNUSED)
+    if device.type == "cuda":
+        torch.cuda.synchronize()
+    torch.distributed.barrier(group)
+    args = [t.to(device) for t in (x, topk_idx, topk_weights)]
+    header = header_bytes(num_experts, num_ranks)
+    with cases.filled_memory():
+        layout = routing.layout(args[1], num_experts, slots)
+        lanes = dispatch.Lanes(*args, layout)
+        places = dispatch.exchange_lanes(lanes, stages, slots)
+        firsts = places.expert_begin, places.first_lane
+        lane_place, lane_order = routing.place_lanes(args[1], layout, *firsts, slots)
+        offsets = places.expert_offsets
+        schedule = staged_schedule(offsets, max_rows, BLOCK_M, stages, back_stages, num_ranks)
+        dispatch.push_lanes(args[0], lane_order, places, schedule, 7, slots)
+        records = dispatch.send_records(lanes, lane_place, places, schedule, header, slots)
+    if device.type == "cuda":
+        torch.cuda.synchronize()
+    torch.distributed.barrier(group)
+    slots.context.check()
+    flags = slots.block.local[slots.layout.stage_flags : slots.layout.chunk_flags]
+    raised = flags.view(torch.int64).view(2, MAX_STAGES.value, num_ranks)
+    found = {
+        "expert_offsets": offsets,
+        "num_rows": places.num_rows,
+        "expert_begin": places.expert_begin,
+        "first_lane": places.first_lane,
+        "stage_begin": places.stage_begin,
+        "lane_place": lane_place,
+        "lane_order": torch.stack([lane_order >> 32, lane_order & 0x7FFFFFFF], dim=1),
+        "send_head": records.send_head,
+        "last_stage": records.last_stage,
+        "expert_rows": slots.expert_rows.local[: max_rows * row_bytes].view(max_rows, -1),
+        "raised": raised == slots.context.words[Word.EPOCH] + 1,
+    }
+    found = {name: value.cpu().clone() for name, value in found.items()}
+    row = lanes.row
+    told = [told_by(slots, writer, num_experts, row, back_stages) for writer in range(num_ranks)]
+    torch.distributed.barrier(group)
+    buffer.destroy()
+    return found, told
+
+
+def run_steps(pool, num_experts, stages, back_stages, x, topk_idx, topk_weights):
+    from moe_engine.emulation import PerRank
+
+    inputs = (PerRank(part) for part in (x, topk_idx, topk_weights))
+    args = num_experts, max(map(len, x)), stages, back_stages
+    return pool.run(steps_on_rank, *args, *inputs, num_ranks=len(x))
+
+
+def owner_of(ids, num_experts, num_ranks):
+    """The rank of each lane's expert, -1 for a bad id."""
+    is_valid = (ids >= 0) & (ids < num_experts)
+    return torch.where(is_valid, ids // (num_experts // num_ranks), -1)
+
+
+def check_places(results, topk_idx, num_experts, stages):
+    num_ranks = len(topk_idx)
+    expected = reference.places(topk_idx, num_experts)
+    num_rows = torch.stack([want.expert_offsets[-1] for want in expected])
+    expert_begin = torch.cat([want.expert_offsets[:-1] for want in expected])
+    counts = [reference.layout(ids, num_experts, num_ranks)[1] for ids in topk_idx]
+    for (found, _), want, count in zip(results, expected, counts, strict=True):
+        assert torch.equal(found["expert_offsets"], want.expert_offsets)
+        assert torch.equal(found["num_rows"], num_rows)
+        assert torch.equal(found["expert_begin"], expert_begin)
+        assert torch.equal(found["first_lane"], count.cumsum(0).int() - count)
+        assert torch.equal(found["lane_place"], want.lane_place)
+        assert torch.equal(found["lane_order"][: len(want.lane_order)], want.lane_order)
+    check_stages(results, expected, torch.stack(counts), stages)
+
+
+def check_stages(results, places, counts, stages):
+    """A rank pushes a lane no later than in its row's stage, and of the expert that a stage parts,
+    no more lanes than the share of the source that has most."""
+    num_local = counts.shape[1] // len(results)
+    for dest, mine in enumerate(counts.split(num_local, dim=1)):
+        offsets = places[dest].expert_offsets
+        stage_rows = max(1, -(-int(offsets[-1]) // stages))
+        limits = (torch.arange(stages + 1) * stage_rows).clamp(max=offsets[-1])
+        rows = (limits[:, None] - offsets[:-1]).clamp(min=0).minimum(mine.sum(0))
+        share = -(-rows * mine.amax(0) // mine.sum(0).clamp(min=1))
+        for source, (found, _) in enumerate(results):
+            begins = found["stage_begin"][dest]
+            first = counts[source, : dest * num_local].sum()
+            assert torch.equal(begins, (first + share.minimum(mine[source]).sum(1)).int())
+            order = places[source].lane_order[first : first + mine[source].sum(), 0]
+            assert ((order[:, None] < limits).sum(0) <= begins - first).all()
+
+
+def check_records(results, topk_idx, topk_weights, num_experts, back_stages):
+    num_ranks = len(topk_idx)
+    places = reference.places(topk_idx, num_experts)
+    for source, (ids, weights) in enumerate(zip(topk_idx, topk_weights, strict=True)):
+        found, lane_place = results[source][0], places[source].lane_place
+        _, _, in_rank = reference.layout(ids, num_experts, num_ranks)
+        _, send_head = reference.send_plan(in_rank, ids, num_experts)
+        assert torch.equal(found["send_head"], send_head)
+        owner = owner_of(ids, num_experts, num_ranks)
+        last_stage = [0] * len(ids)
+        for rank in range(num_ranks):
+            total = int(places[rank].expert_offsets[-1])
+            begins = torch.tensor(reference.return_begins(total, back_stages)[1:])
+            have_places, have_weights, have_counts, have_lists = results[rank][1][source]
+            rows_of_stage = [[] for _ in range(back_stages)]
+            for row, token in enumerate(in_rank[:, rank].nonzero().flatten().tolist()):
+                here = owner[token] == rank
+                count = int(here.sum())
+                assert torch.equal(have_places[row][:count], lane_place[token][here])
+                assert (have_places[row][count:] == -1).all()
+                assert torch.equal(have_weights[row][:count], weights[token][here])
+                if rank != source:
+                    stage = int((begins <= lane_place[token][here].max()).sum())
+                    rows_of_stage[stage].append(row)
+                    last_stage[token] = max(last_stage[token], stage)
+            for stage, rows in enumerate(rows_of_stage):
+                assert have_counts[stage] == len(rows)
+                assert sorted(have_lists[: len(rows), stage].tolist()) == rows
+        assert found["last_stage"].tolist() == last_stage
+
+
+def check_rows(results, x, topk_idx, num_experts, stages):
+    """Each rank's expert rows, bit for bit, the unused ones as they were; all of the stages told,
+    and no other."""
+    num_ranks = len(x)
+    places = reference.places(topk_idx, num_experts)
+    for rank, (found, _) in enumerate(results):
+        expected = torch.full_like(found["expert_rows"], UNUSED)
+        for source, ids in enumerate(topk_idx):
+            here = owner_of(ids, num_experts, num_ranks) == rank
+            tokens = here.nonzero()[:, 0]
+            expected[places[source].lane_place[here].long()] = x[source].view(torch.uint8)[tokens]
+        assert torch.equal(found["expert_rows"], expected)
+        there, back = found["raised"]
+        assert there[:stages].all()
+        assert not there[stages:].any()
+        assert not back.any()
+
+
+@pytest.fixture(scope="module", params=[1, 2, 3, 4])
+def num_ranks(request):
+    return request.param
+
+
+@pytest.fixture(scope="module", params=cases.ROUTINGS)
+def routed(pool, num_ranks, request):
+    """(inputs, what the ranks found) of 24 experts, with several blocks of tokens on rank 0."""
+    inputs = make_inputs(num_ranks, [70, 0, 33, 20], HIDDEN, 24, 3, request.param, "bf16")
+    return inputs, run_steps(pool, 24, *STAGES, *inputs)
+
+
+def test_places(routed):
+    (_, topk_idx, _), results = routed
+    check_places(results, topk_idx, 24, STAGES[0])
+
+
+def test_records(routed):
+    (_, topk_idx, topk_weights), results = routed
+    check_records(results, topk_idx, topk_weights, 24, STAGES[1])
+
+
+def test_rows(routed):
+    (x, topk_idx, _), results = routed
+    check_rows(results, x, topk_idx, 24, STAGES[0])
+
+
+@settings(max_examples=10)
+@given(
+    num_ranks=st.integers(1, 4),
+    num_tokens=st.lists(st.integers(0, 90), min_size=4, max_size=4),
+    num_local=st.integers(1, 5),
+    num_topk=st.integers(1, 5),
+    stages=st.integers(1, 16),
+    back_stages=st.integers(1, 16),
+    seed=st.integers(0, 99),
+)
+def test_any_shape(pool, num_ranks, num_tokens, num_local, num_topk, stages, back_stages, seed):
+    """Bad ids among them, and experts that a token has twice."""
+    cases.skip_where_shapes_compile(pool)
+    num_experts = num_ranks * num_local
+    sizes = num_ranks, num_tokens, 8, num_experts, num_topk, "duplicates", "fp32", seed
+    x, topk_idx, weights = make_inputs(*sizes)
+    generator = torch.Generator().manual_seed(seed)
+    for ids in topk_idx:
+        ids.random_(-2, num_experts + 2, generator=generator)
+    results = run_steps(pool, num_experts, stages, back_stages, x, topk_idx, weights)
+    check_places(results, topk_idx, num_experts, stages)
+    check_records(results, topk_idx, weights, num_experts, back_stages)
+    check_rows(results, x, topk_idx, num_experts, stages)
+
+
+def run_example(pool, topk_idx):
+    """What ranks of 2 experts find of these ids, in 2 stages each way."""
+    topk_idx = [torch.tensor(ids, dtype=torch.int64) for ids in topk_idx]
+    num_topk = topk_idx[0].shape[1]
+    topk_idx = [ids.view(-1, num_topk) for ids in topk_idx]
+    x = [torch.zeros(len(ids), 8) for ids in topk_idx]
+    weights = [torch.zeros(ids.shape) for ids in topk_idx]
+    return topk_idx, run_steps(pool, 2 * len(topk_idx), 2, 2, x, topk_idx, weights)
+
+
+def test_a_batch_of_one_row(pool):
+    """65 rows in the first of two stages, 32 at a time by each of two programs."""
+    topk_idx, results = run_example(pool, [[[0]] * 129])
+    check_rows(results, [torch.zeros(129, 8)], topk_idx, 2, 2)
+
+
+# --- Examples of docstrings --------------------------------------------------------------------
+
+
+def test_the_example_of_the_oracle():
+    topk_idx = torch.tensor([[0, 3], [2, 0]]), torch.tensor([[3, 2], [0, 1]])
+    first, second = reference.places(list(topk_idx), 4)
+    assert first.expert_offsets.tolist() == [0, 3, 4]
+    assert second.expert_offsets.tolist() == [0, 2, 4]
+    assert first.lane_place.tolist() == [[0, 3], [1, 2]]
+    assert second.lane_place.tolist() == [[2, 0], [1, 3]]
+    assert first.lane_order.tolist() == [[0, 0], [2, 1], [1, 1], [3, 0]]
+    assert second.lane_order.tolist() == [[1, 1], [3, 1], [0, 0], [2, 0]]
+
+
+def test_the_example_of_the_exchange(pool):
+    ids = [[[0], [0], [1], [2], [3], [3], [3]], [[0], [2], [2], [3], [3]]]
+    topk_idx, results = run_example(pool, ids)
+    check_places(results, topk_idx, 4, 2)
+    (found, _), (other, _) = results
+    assert found["expert_offsets"].tolist() == [0, 3, 4]
+    assert other["expert_offsets"].tolist() == [0, 3, 8]
+    assert found["expert_begin"].tolist() == [0, 3, 0, 3]
+    assert found["first_lane"].tolist() == [0, 2, 3, 4]
+    assert found["stage_begin"].tolist() == [[0, 2, 3], [3, 5, 7]]
+
+
+def test_the_example_of_the_deal(pool):
+    """3, 1 and 2 lanes for expert 0, of the ranks at distances 0, 1 and 2."""
+    _, results = run_example(pool, [[[0]] * 3, [[0]] * 2, [[0]]])
+    rows = [found["lane_place"].flatten().tolist() for found, _ in results]
+    assert rows == [[0, 3, 5], [2, 4], [1]]
+
+
+FOUR_TOKENS = [[0, 3], [2, 0], [3, 2], [0, 1]]
+
+
+def test_the_example_of_the_places(pool):
+    from moe_engine.emulation import PerRank
+
+    ids = torch.tensor(FOUR_TOKENS)
+    x, weights = torch.zeros(4, 8), torch.zeros(4, 2)
+    parts = PerRank([x]), PerRank([ids]), PerRank([weights])
+    [(found, _)] = pool.run(steps_on_rank, 4, 4, 1, 1, *parts, num_ranks=1)
+    assert found["lane_place"].tolist() == [[0, 6], [4, 1], [7, 5], [2, 3]]
+    assert found["lane_order"][:, 1].tolist() == [0, 1, 3, 3, 1, 2, 0, 2]
+
+
+def test_the_example_of_the_records(pool):
+    _, results = run_example(pool, [FOUR_TOKENS, []])
+    assert [found["expert_offsets"].tolist() for found, _ in results] == [[0, 3, 4], [0, 2, 4]]
+    records = [told[0][0] for _, told in results]
+    assert records[0][:3].tolist() == [[0, -1], [1, -1], [2, 3]]
+    assert records[1][:3].tolist() == [[2, -1], [0, -1], [3, 1]]
