@@ -143,7 +143,7 @@ def return_sums_kernel(
                 for first in range(program, total, num_programs * BATCH):
                     peers, index = deal_rows(first, num_programs, RANKS - 1, BATCH)
                     peers = (rank + 1 + peers) % RANKS
-                    theirs = region(peers, context)
+                    theirs = consume_token(region(peers, context), token)
                     inside = index < tl.load(as_pointer(theirs + counts, tl.int32))
                     entry = theirs + header_bytes + index.to(tl.int64) * row_bytes + list_offset
                     row = tl.load(as_pointer(entry + stage * 4, tl.int32), mask=inside, other=0)
@@ -271,6 +271,7 @@ def layer_sum_kernel(
             there = stage
         if token == 1:
             first = consume_token(region(0, context) + header_bytes, token)
+            rows = as_pointer(consume_token(y.to(tl.int64), token), y.dtype.element_ty)
             region_bytes = tl.load(context + REGION_BYTES)
             own_place = tl.full((), -1, tl.int32)
             record = tl.full((), 0, tl.int64)
@@ -293,7 +294,7 @@ def layer_sum_kernel(
                     theirs = as_pointer(addresses[place], out.dtype.element_ty)
                     mask = in_row & (addresses[place] != 0)
                     parts = parts + (tl.load(_items(theirs, columns), mask=mask, other=0.0),)
-                own = sum_lanes(y, record, num_lanes, weights_offset, columns, in_row, hidden)
+                own = sum_lanes(rows, record, num_lanes, weights_offset, columns, in_row, hidden)
                 own = round_to(own, out.dtype.element_ty).to(tl.float32)
                 total = tl.zeros([BLOCK_H], tl.float32)
                 for place in tl.static_range(RANKS):
