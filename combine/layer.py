@@ -79,7 +79,7 @@ def gemm_combine(
         **early_launch(),
     )
     if num_ranks > 1:
-        return_sums_kernel[(2 if INTERPRETED else num_return_programs,)](
+        launched = return_sums_kernel[(2 if INTERPRETED else num_return_programs,)](
             y,
             schedule.computed,
             schedule.returned,
@@ -94,9 +94,10 @@ def gemm_combine(
             num_warps=RETURN_WARPS,
             **common,
         )
+        share_sms(launched)
     records = returns.records
     out = y.new_empty(len(records.send_head), hidden)
-    layer_sum_kernel[(2 if INTERPRETED else SUM_PROGRAMS * num_sms(y.device),)](
+    launched = layer_sum_kernel[(2 if INTERPRETED else SUM_PROGRAMS * num_sms(y.device),)](
         out,
         y,
         records.send_head,
@@ -111,4 +112,5 @@ def gemm_combine(
         num_warps=SUM_WARPS,
         **common,
     )
+    share_sms(launched)
     return out

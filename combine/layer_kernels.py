@@ -138,7 +138,8 @@ def return_sums_kernel(
             if token == 1:
                 rows = as_pointer(consume_token(y.to(tl.int64), token), y.dtype.element_ty)
                 counts = stage_counts_offset(num_experts) + stage * 4
-                at = as_pointer(region(ranks, context) + counts, tl.int32)
+                regions = consume_token(region(ranks, context), token)
+                at = as_pointer(regions + counts, tl.int32)
                 total = tl.max(tl.load(at, mask=is_peer, other=0), 0) * (RANKS - 1)
                 for first in range(program, total, num_programs * BATCH):
                     peers, index = deal_rows(first, num_programs, RANKS - 1, BATCH)

@@ -24,10 +24,10 @@ from ..tiles import (
     THERE,
     deadline_from_now,
     deal_rows,
+    end_wait_tile,
     notify_stage,
     put_tile,
     rows_per_stage,
-    wait_stage,
     wait_tile,
 )
 from ..work import is_last_program, let_next_start, wait_for_previous
@@ -172,8 +172,7 @@ def dispatch_gemm_kernel(
             acc, out, None, None, None, 0, row, end, expert, n, N, "swiglu", SUBTILES
         )
         # fmt: on
-    if tl.program_id(0) == 0:
-        wait_stage(THERE, stage_count - 1, context, RANKS_PAD)  # reports what is late
+    end_wait_tile(stage_count, deadline, context, RANKS_PAD)
     wait_for_previous(OVERLAP)
 
 

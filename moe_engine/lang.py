@@ -198,8 +198,8 @@ def wait_inline(flags, deadline, context, COUNT: tl.constexpr, BEFORE_TMA: tl.co
 
     For loops that are pipelined, which a branch would prevent; so it tells of no failure: when
     `deadline` (ns) has passed or this rank is broken it ends as well, and rows that are not there
-    are read as they are. The caller asks with a `wait` behind the loop, and until then writes
-    nothing that another rank reads. Orders memory as `wait` does, in each warp for itself.
+    are read as they are. The caller asks behind the loop (`tiles.end_wait_tile`), and until then
+    writes nothing that another rank reads. Orders memory as `wait` does, in each warp for itself.
     """
     zero = tl.full((), 0, tl.int32)
     broken = (context + BROKEN).to(tl.int64)

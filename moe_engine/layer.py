@@ -26,7 +26,8 @@ def moe_ffn(
     rank * L .. rank * L + L - 1, as transformers stores them. Everything in bf16, or in fp32.
     out[t] = sum over k of topk_weights[t, k] * w_down[e] @ (silu(gate_e x) * (up_e x)).
 
-    Collective over the Buffer's group; T may differ per rank and be 0. No backward yet.
+    Collective over the Buffer's group; T may differ per rank and be 0. No backward yet. Layers of
+    two Buffers must not run at once on a GPU: each may hold what the other waits for.
     """
     check_no_grad(x=x, topk_weights=topk_weights, w_gate_up=w_gate_up, w_down=w_down)
     return buffer.moe_ffn(x, topk_idx, topk_weights, w_gate_up, w_down)[0]

@@ -112,9 +112,10 @@ def place_lanes_kernel(
     tokens = first + items // TOPK_PAD
     lanes = items % TOPK_PAD
     inside = (tokens < num_tokens) & (lanes < NUM_TOPK)
-    ids = tl.load(topk_idx + tokens * NUM_TOPK + lanes, mask=inside, other=-1).to(tl.int32)
     num_experts = num_local_experts * RANKS
-    valid = (ids >= 0) & (ids < num_experts)
+    wide = tl.load(topk_idx + tokens * NUM_TOPK + lanes, mask=inside, other=-1)
+    valid = (wide >= 0) & (wide < num_experts)
+    ids = tl.where(valid, wide, -1).to(tl.int32)
     at = earlier_counts + tl.program_id(0) * (num_experts + RANKS) + ids
     index = tl.load(at, mask=valid, other=0)
     for start in tl.static_range(0, BLOCK * TOPK_PAD, STEP):  # unrolled: all reads at once
@@ -122,8 +123,8 @@ def place_lanes_kernel(
         other_tokens = first + others // TOPK_PAD
         real = (other_tokens < num_tokens) & (others % TOPK_PAD < NUM_TOPK)
         from_lane = topk_idx + other_tokens * NUM_TOPK + others % TOPK_PAD
-        theirs = tl.load(from_lane, mask=real, other=-1).to(tl.int32)
-        is_earlier = (theirs[None, :] == ids[:, None]) & (others[None, :] < items[:, None])
+        theirs = tl.load(from_lane, mask=real, other=-1)
+        is_earlier = (theirs[None, :] == wide[:, None]) & (others[None, :] < items[:, None])
         index += tl.sum(is_earlier.to(tl.int32), 1)
     wait_for_previous(OVERLAP)
     let_next_start(OVERLAP)

@@ -18,9 +18,11 @@ from .lang import (
     notify,
     now_ns,
     put_rows,
+    report_failure,
     wait,
     wait_inline,
 )
+from .ptx import any_thread
 from .slots_kernels import stage_flag
 from .work import is_last
 
@@ -112,7 +114,7 @@ def wait_tile(
     pipelined. Returns 0, to be added to what addresses the rows, so that no load moves ahead.
 
     Stages fill the rows in order, so the stage of the last one is waited for, from all ranks:
-    see `lang.wait_inline`. A caller ends with `wait_stage` of the last stage, which reports.
+    see `lang.wait_inline`. A caller ends with `end_wait_tile`.
     """
     flags = stage_flag(THERE, (end_row - 1) // stage_rows, 0, context)
     return wait_inline(flags, deadline, context, RANKS, BEFORE_TMA)
@@ -122,3 +124,15 @@ def wait_tile(
 def deadline_from_now(context):
     """When a wait that begins now expires, in ns."""
     return now_ns() + tl.load(context + TIMEOUT_NS)
+
+
+@device_function
+def end_wait_tile(stage_count, deadline, context, RANKS_PAD: tl.constexpr):
+    """Behind the loop of a program that called `wait_tile`: report what was late. A wait there may
+    have given up once the deadline has passed; if the rows have come since, this rank is named."""
+    gave_up = any_thread((now_ns() > deadline).to(tl.int32)) != 0
+    if gave_up | (tl.program_id(0) == 0):  # program 0 also for a rank that has no tiles
+        token = wait_stage(THERE, stage_count - 1, context, RANKS_PAD)
+        if gave_up & (token == 1):
+            rank = tl.load(context + RANK).to(tl.int32)
+            report_failure(rank, current_epoch(context), context, PHASE_ROWS)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import time
+
 import cases
 import pytest
 import torch
@@ -42,6 +44,40 @@ def lose_rank_1(group, step):
         setattr(module, step, real)
     torch.distributed.barrier(group)
     return seen
+
+
+def be_late(group):
+    """What ends a layer in which rank 1 pushes after 1.5 times the time limit."""
+    from moe_engine import Buffer, Options, PeerTimeout, dispatch, moe_ffn
+
+    buffer = Buffer.for_tokens(group, 20, 16, 4, 2, torch.float32, options=Options(timeout_s=2.0))
+    x, weights = cases.tokens(20, 16, 2, torch.float32, 0)
+    idx = cases.route("uniform", 20, 4, 2, 0)
+    args = x, idx, weights, torch.zeros(2, 16, 16), torch.zeros(2, 16, 8), buffer
+    moe_ffn(*args)
+    torch.distributed.barrier(group)
+    real, seen = dispatch.push_lanes, None
+
+    def push_late(*args):
+        time.sleep(3.0)
+        real(*args)
+
+    if group.rank() == 1:
+        dispatch.push_lanes = push_late
+    try:
+        moe_ffn(*args)
+        buffer.check()
+    except PeerTimeout as error:
+        seen = error.phase
+    dispatch.push_lanes = real
+    torch.distributed.barrier(group)
+    return seen
+
+
+def test_rows_that_come_after_a_program_gave_up_are_no_result(pool):
+    if pool.device == "cuda":
+        pytest.skip("emulated: a launch cannot be held back by the host alone")
+    assert pool.run(be_late, num_ranks=2)[0] == "rows"
 
 
 @pytest.mark.parametrize("step", STEPS)
