@@ -247,6 +247,34 @@ def test_a_shared_expert_runs_between_start_and_finish(pool):
         assert torch.equal(out, want)
 
 
+def run_wide_ids(group, x, topk_idx, topk_weights, up, down):
+    """The layer with -1, and with ids whose lower half is an expert's, which must not count."""
+    from moe_engine import RoutingError, moe_ffn
+
+    device = cases.device()
+    x, topk_idx, topk_weights, up, down = (
+        t.to(device) for t in (x, topk_idx, topk_weights, up, down)
+    )
+    num_ranks = torch.distributed.get_world_size(group)
+    buffer = make_buffer(group, x, num_ranks * len(up), topk_idx.shape[1], 48)
+    want = moe_ffn(x, topk_idx, topk_weights, up, down, buffer)
+    wide = torch.where(topk_idx < 0, 2**32 + 1, topk_idx)
+    out = moe_ffn(x, wide, topk_weights, up, down, buffer)
+    with pytest.raises(RoutingError):
+        buffer.check()
+    torch.distributed.barrier(group)
+    buffer.destroy()
+    return torch.equal(out, want)
+
+
+def test_ids_beyond_32_bits_are_no_experts(pool):
+    from moe_engine.emulation import PerRank
+
+    inputs = make_inputs(2, [48, 40], 32, 6, 3, "holes", "bf16", 1)
+    weights = make_weights(2, 3, 32, 24, "bf16")
+    assert all(pool.run(run_wide_ids, *(PerRank(p) for p in (*inputs, *weights)), num_ranks=2))
+
+
 def run_module(group, x, topk_idx, topk_weights):
     from moe_engine import MoEFeedForward
 
