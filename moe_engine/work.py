@@ -17,16 +17,10 @@ from .lang import (
 
 
 @device_function
-def take(counter):
-    """The next number of an int64 counter on this GPU: 0, 1, ..., each given out once."""
-    one = tl.full((), 1, tl.int64)
-    return tl.atomic_add(counter, one, sem="relaxed", scope="gpu").to(tl.int32)
-
-
-@device_function
 def claim(context):
-    """The number of the next piece of work of this call."""
-    return take(context + CLAIMED)
+    """The number of the next piece of work of this call: 0, 1, ..., each given out once."""
+    one = tl.full((), 1, tl.int64)
+    return tl.atomic_add(context + CLAIMED, one, sem="relaxed", scope="gpu").to(tl.int32)
 
 
 @device_function

@@ -16,16 +16,26 @@ STEPS = {
 }
 
 
-def lose_rank_1(group, step):
-    """(peer, phase) that ends a layer in which rank 1 stops before `step`; None on rank 1."""
-    from moe_engine import Buffer, Options, PeerTimeout, combine, dispatch, moe_ffn
+def first_call(group, timeout_s):
+    """Arguments of a small layer, which all ranks have called once."""
+    from moe_engine import Buffer, Options, moe_ffn
 
-    buffer = Buffer.for_tokens(group, 20, 16, 6, 2, torch.float32, options=Options(timeout_s=1.5))
+    num_experts, options = 2 * group.size(), Options(timeout_s=timeout_s)
+    buffer = Buffer.for_tokens(group, 20, 16, num_experts, 2, torch.float32, options=options)
     x, weights = cases.tokens(20, 16, 2, torch.float32, 0)
-    idx = cases.route("uniform", 20, 6, 2, 0)
+    idx = cases.route("uniform", 20, num_experts, 2, 0)
     args = x, idx, weights, torch.zeros(2, 16, 16), torch.zeros(2, 16, 8), buffer
     moe_ffn(*args)
     torch.distributed.barrier(group)
+    return args
+
+
+def lose_rank_1(group, step):
+    """(peer, phase) that ends a layer in which rank 1 stops before `step`; None on rank 1."""
+    from moe_engine import PeerTimeout, combine, dispatch, moe_ffn
+
+    args = first_call(group, 1.5)
+    buffer = args[-1]
     module = combine if hasattr(combine, step) else dispatch
     real, seen = getattr(module, step), None
 
@@ -48,14 +58,10 @@ def lose_rank_1(group, step):
 
 def be_late(group):
     """What ends a layer in which rank 1 pushes after 1.5 times the time limit."""
-    from moe_engine import Buffer, Options, PeerTimeout, dispatch, moe_ffn
+    from moe_engine import PeerTimeout, dispatch, moe_ffn
 
-    buffer = Buffer.for_tokens(group, 20, 16, 4, 2, torch.float32, options=Options(timeout_s=2.0))
-    x, weights = cases.tokens(20, 16, 2, torch.float32, 0)
-    idx = cases.route("uniform", 20, 4, 2, 0)
-    args = x, idx, weights, torch.zeros(2, 16, 16), torch.zeros(2, 16, 8), buffer
-    moe_ffn(*args)
-    torch.distributed.barrier(group)
+    args = first_call(group, 2.0)
+    buffer = args[-1]
     real, seen = dispatch.push_lanes, None
 
     def push_late(*args):
