@@ -28,6 +28,9 @@ from ..work import (
     wait_for_previous,
 )
 
+LANES_AT_ONCE = tl.constexpr(4)
+"""Expert rows of a token that a sum reads before it adds the first."""
+
 
 @triton.jit(
     do_not_specialize=["N", "K"],
@@ -174,14 +177,13 @@ def return_row(
     to, y, record, weights_offset, hidden, NUM_TOPK: tl.constexpr, BLOCK_H: tl.constexpr
 ):
     """Sum the expert rows of a token and write them to the address `to`; no row for record 0."""
-    num_lanes = count_lanes(record, record != 0, NUM_TOPK)
     to_row = as_pointer(to, y.dtype.element_ty)
     for column in range(0, hidden, BLOCK_H):
         columns = column + tl.arange(0, BLOCK_H)
         in_row = _in_row(columns, hidden, y)
-        total = sum_lanes(y, record, num_lanes, weights_offset, columns, in_row, hidden)
+        total = sum_lanes(y, record, weights_offset, columns, in_row, hidden, NUM_TOPK)
         values = round_to(total, y.dtype.element_ty)
-        put(_items(to_row, columns), values, in_row & (num_lanes > 0))
+        put(_items(to_row, columns), values, in_row & (record != 0))
 
 
 @device_function
@@ -198,26 +200,31 @@ def _items(row, columns):
 
 
 @device_function
-def count_lanes(record, mask, NUM_TOPK: tl.constexpr):
-    """How many expert rows a token has here. Its record has their places, in top-k lane order, then
-    -1, and some bytes from there on their weights."""
-    lanes = tl.arange(0, triton.next_power_of_2(NUM_TOPK))
-    at = as_pointer(record, tl.int32) + lanes
-    places = tl.load(at, mask=(lanes < NUM_TOPK) & mask, other=-1)
-    return tl.sum((places >= 0).to(tl.int32), 0)
-
-
-@device_function
-def sum_lanes(y, record, num_lanes, weights_offset, columns, in_row, hidden):
-    """fp32 [C]: `columns` of a token's expert rows times their weights, added up in the order of
-    its record, see `count_lanes`."""
-    places = as_pointer(record, tl.int32)
-    weights = as_pointer(record + weights_offset, tl.float32)
+def sum_lanes(y, record, weights_offset, columns, in_row, hidden, NUM_TOPK: tl.constexpr):
+    """fp32 [C]: `columns` of a token's expert rows here times their weights, added up in the order
+    of its record: their places, in top-k lane order, then -1, and `weights_offset` bytes behind
+    these their weights. LANES_AT_ONCE rows are read before the first is added. 0 for record 0."""
+    places_at = as_pointer(record, tl.int32)
+    weights_at = as_pointer(record + weights_offset, tl.float32)
     total = tl.zeros([columns.shape[0]], tl.float32)
-    for lane in range(0, num_lanes):
-        row = y + tl.load(places + lane).to(tl.int64) * hidden
-        values = tl.load(_items(row, columns), mask=in_row, other=0.0)
-        total += tl.load(weights + lane) * values.to(tl.float32)
+    lane = tl.full((), 0, tl.int32)
+    more = record != 0
+    while more:
+        places = ()
+        weights = ()
+        for i in tl.static_range(LANES_AT_ONCE):
+            has = lane + i < NUM_TOPK
+            places = places + (tl.load(places_at + lane + i, mask=has, other=-1),)
+            weights = weights + (tl.load(weights_at + lane + i, mask=has, other=0.0),)
+        rows = ()
+        for i in tl.static_range(LANES_AT_ONCE):
+            row = y + places[i].to(tl.int64) * hidden
+            has = in_row & (places[i] >= 0)
+            rows = rows + (tl.load(_items(row, columns), mask=has, other=0.0),)
+        for i in tl.static_range(LANES_AT_ONCE):
+            total += tl.where(places[i] >= 0, weights[i], 0.0) * rows[i].to(tl.float32)
+        lane += LANES_AT_ONCE
+        more = (places[LANES_AT_ONCE - 1] >= 0) & (lane < NUM_TOPK)
     return total
 
 
@@ -286,20 +293,19 @@ def layer_sum_kernel(
                 own_place = tl.where(is_own, place, own_place)
                 record = tl.where(is_own, at + places_offset, record)
                 addresses = addresses + (tl.where((head >= 0) & (is_own == 0), at, 0),)
-            num_lanes = count_lanes(record, record != 0, NUM_TOPK)
             for column in range(0, hidden, BLOCK_H):
                 columns = column + tl.arange(0, BLOCK_H)
                 in_row = _in_row(columns, hidden, out)
+                own = sum_lanes(rows, record, weights_offset, columns, in_row, hidden, NUM_TOPK)
+                own = round_to(own, out.dtype.element_ty)
                 parts = ()
                 for place in tl.static_range(RANKS):
                     theirs = as_pointer(addresses[place], out.dtype.element_ty)
                     mask = in_row & (addresses[place] != 0)
                     parts = parts + (tl.load(_items(theirs, columns), mask=mask, other=0.0),)
-                own = sum_lanes(rows, record, num_lanes, weights_offset, columns, in_row, hidden)
-                own = round_to(own, out.dtype.element_ty).to(tl.float32)
                 total = tl.zeros([BLOCK_H], tl.float32)
                 for place in tl.static_range(RANKS):
-                    total += tl.where(own_place == place, own, parts[place].to(tl.float32))
+                    total += tl.where(own_place == place, own, parts[place]).to(tl.float32)
                 to = _items(out + number_wide * hidden, columns)
                 tl.store(to, round_to(total, out.dtype.element_ty), mask=in_row)
     wait_for_previous(OVERLAP)
