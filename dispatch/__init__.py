@@ -2,11 +2,11 @@
 
 from .fused import (
     Lanes,
-    Places,
     Records,
     dispatch_gemm,
     exchange_lanes,
     push_lanes,
+    repeat_rows,
     send_records,
 )
 from .launch import (
@@ -32,7 +32,6 @@ __all__ = [
     "Lanes",
     "Outgoing",
     "Partition",
-    "Places",
     "Records",
     "collect",
     "dispatch_gemm",
@@ -43,6 +42,7 @@ __all__ = [
     "push",
     "push_lanes",
     "release",
+    "repeat_rows",
     "row_layout",
     "send_metadata",
     "send_records",

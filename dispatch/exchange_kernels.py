@@ -27,7 +27,6 @@ from ..lang import (
     wait,
 )
 from ..slots_kernels import COUNTS_AT, count_flag, region, wait_slot_free
-from ..tiles import rows_per_stage
 from ..work import wait_for_previous
 
 
@@ -122,8 +121,7 @@ def exchange_lanes_kernel(
     expert_offsets,  # int32 [L + 1], out: where each expert's rows begin here
     num_rows,  # int32 [R], out: expert rows that each rank receives
     expert_begin,  # int32 [E], out: where each expert's rows begin on its rank
-    first_lane,  # int32 [E], out: this rank's lanes for earlier experts
-    stage_begin,  # int32 [R, S + 1], out
+    num_to_push,  # int64 [R, S], out: 0
     context,
     num_local_experts,
     payload_bytes,
@@ -138,18 +136,11 @@ def exchange_lanes_kernel(
     OVERLAP: tl.constexpr,
 ):
     """Programs 0 .. R-1 write this rank's counts [E] to one peer each. Program R + d, a later role,
-    waits for those of all ranks and finds where this rank's lanes go on rank d; on this rank's own
-    it also finds what is received.
-
-    An expert's rows are dealt from its sources, so that each stage has rows of all: see
-    `routing_kernels.dealt_place`. stage_begin[d]: which of this rank's lanes, sorted by expert, are
-    the first of each stage of rank d, as in `tiles.rows_per_stage`: all whose rows are in earlier
-    stages come before it, and, where sources have unlike counts, a few more.
+    waits for those of all ranks and finds where rows begin on rank d.
 
     Example, 2 ranks of 2 experts: rank 0 has [2, 1, 1, 3] lanes for experts 0 to 3 and rank 1 has
-    [1, 0, 2, 2]. Rank 0 receives [3, 1] rows and rank 1 [3, 5], so expert_begin is [0, 3, 0, 3]. On
-    rank 0, first_lane is [0, 2, 3, 4] and with 2 stages, 2 rows each on rank 0 and 4 on rank 1,
-    stage_begin is [[0, 2, 3], [3, 5, 7]].
+    [1, 0, 2, 2]. Rank 0 receives [3, 1] rows and rank 1 [3, 5]: num_rows [4, 8], expert_begin [0,
+    3, 0, 3], and expert_offsets [0, 3, 4] on rank 0.
 
     An early launch behind the layout; see `exchange_kernel` for what follows.
     """
@@ -157,15 +148,15 @@ def exchange_lanes_kernel(
     experts = tl.arange(0, EXPERTS_PAD)
     real = experts < num_local_experts
     num_experts = num_local_experts * RANKS
-    rank = tl.load(context + RANK).to(tl.int32)
     dest = program - RANKS
-    stages = tl.arange(0, STAGES_PAD)
-    begins = stage_begin + dest * (stage_count + 1) + stages
+    is_own = dest == tl.load(context + RANK)
     if program >= RANKS:
+        stages = tl.arange(0, STAGES_PAD)
+        to = num_to_push + dest * stage_count + stages
+        tl.store(to, stages.to(tl.int64) * 0, mask=stages < stage_count)
         # No rows, should this give up on a lost peer: what follows may not know of it.
-        tl.store(begins, tl.zeros_like(stages), mask=stages <= stage_count)
         tl.store(num_rows + dest, 0)
-        if dest == rank:
+        if is_own:
             tl.store(expert_offsets, 0)
             tl.store(expert_offsets + 1 + experts, tl.zeros_like(experts), mask=real)
     wait_for_previous(OVERLAP)
@@ -184,37 +175,19 @@ def exchange_lanes_kernel(
     if token == 0:
         return
     totals = tl.zeros([EXPERTS_PAD], tl.int32)
-    most = tl.zeros([EXPERTS_PAD], tl.int32)
-    mine = tl.zeros([EXPERTS_PAD], tl.int32)
     num_others = tl.full((), 0, tl.int32)
     for source in tl.static_range(RANKS):
         counts, differs = _counts_of(source, signature, token, context)
         if differs:
             _report_signature(source, context)
             num_others += 1
-        sent = tl.load(counts + dest * num_local_experts + experts, mask=real, other=0)
-        totals += sent
-        most = tl.maximum(most, sent)
-        mine = tl.where(source == rank, sent, mine)
+        totals += tl.load(counts + dest * num_local_experts + experts, mask=real, other=0)
     if num_others == 0:  # else they stay 0: the counts of another shape mean nothing
         ends = tl.cumsum(totals, 0)
-        expert_rows = ends - totals
-        total = tl.sum(totals, 0)
-        tl.store(num_rows + dest, total)
-        if dest == rank:
+        tl.store(expert_begin + dest * num_local_experts + experts, ends - totals, mask=real)
+        tl.store(num_rows + dest, tl.sum(totals, 0))
+        if is_own:
             tl.store(expert_offsets + 1 + experts, ends, mask=real)
-        all_experts = tl.arange(0, ALL_EXPERTS_PAD)
-        is_before = all_experts < dest * num_local_experts
-        before = tl.sum(tl.load(num_tokens_per_expert + all_experts, mask=is_before, other=0), 0)
-        to = dest * num_local_experts + experts
-        tl.store(expert_begin + to, expert_rows, mask=real)
-        tl.store(first_lane + to, before + tl.cumsum(mine, 0) - mine, mask=real)
-        limits = tl.minimum(stages * rows_per_stage(total, stage_count), total)
-        # Of an expert's first rows, no source has more than its share by the largest count.
-        rows = tl.minimum(tl.maximum(limits[:, None] - expert_rows[None, :], 0), totals[None, :])
-        share = tl.cdiv(rows.to(tl.int64) * most[None, :], tl.maximum(totals, 1)[None, :])
-        inside = tl.minimum(share.to(tl.int32), mine[None, :])
-        tl.store(begins, before + tl.sum(inside, 1), mask=stages <= stage_count)
 
 
 # --- Both ----------------------------------------------------------------------------------------

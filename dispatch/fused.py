@@ -12,14 +12,19 @@ from ..config import GemmConfig
 from ..grouped_gemm import num_compute_programs, ragged
 from ..hardware import early_launch, launches_overlap, share_sms
 from ..lang import INTERPRETED
-from ..routing import Layout
+from ..routing import Layout, Places
 from ..slots import RowLayout, Slots, layer_row, next_power_of_2
 from ..stages import StagedSchedule
 from ..words import Words
 from .exchange_kernels import exchange_lanes_kernel
-from .fused_kernels import dispatch_gemm_kernel, push_lanes_kernel, send_records_kernel
+from .fused_kernels import (
+    dispatch_gemm_kernel,
+    push_lanes_kernel,
+    repeat_rows_kernel,
+    send_records_kernel,
+)
 
-PUSH_BATCH = 32
+PUSH_BATCH, REPEAT_BATCH = 32, 64
 """Rows whose way a program looks up at a time."""
 PUSH_ROWS, PUSH_WORDS = 4, 512
 """Rows that a program copies at a time, and words of each. Twice as many in flight, or more warps,
@@ -45,22 +50,6 @@ class Lanes:
         return self.layout.num_tokens_per_expert.numel()
 
 
-@dataclass(frozen=True, slots=True)
-class Places:
-    """Where lanes go, on the device; see `exchange_lanes_kernel`.
-
-    expert_offsets int32 [L + 1]: where each expert's rows begin on this rank; num_rows int32 [R]:
-    expert rows of each rank; expert_begin, first_lane int32 [E] and stage_begin int32 [R, S + 1]:
-    which rows this rank's lanes become, and when.
-    """
-
-    expert_offsets: torch.Tensor
-    num_rows: torch.Tensor
-    expert_begin: torch.Tensor
-    first_lane: torch.Tensor
-    stage_begin: torch.Tensor
-
-
 def exchange_lanes(lanes: Lanes, stages: int, slots: Slots) -> Places:
     """Tell every rank this rank's counts and learn theirs. Begins a call; the launch before it is
     the layout's."""
@@ -71,16 +60,14 @@ def exchange_lanes(lanes: Lanes, stages: int, slots: Slots) -> Places:
         new(num_local + 1),
         new(num_ranks),
         new(num_experts),
-        new(num_experts),
-        new((num_ranks, stages + 1)),
+        new((num_ranks, stages), dtype=torch.int64),
     )
     launched = exchange_lanes_kernel[(2 * num_ranks,)](
         lanes.layout.num_tokens_per_expert,
         places.expert_offsets,
         places.num_rows,
         places.expert_begin,
-        places.first_lane,
-        places.stage_begin,
+        places.num_to_push,
         slots.context.words,
         num_local,
         row.payload_bytes,
@@ -91,7 +78,7 @@ def exchange_lanes(lanes: Lanes, stages: int, slots: Slots) -> Places:
         RANKS_PAD=next_power_of_2(num_ranks),
         EXPERTS_PAD=next_power_of_2(num_local),
         ALL_EXPERTS_PAD=next_power_of_2(num_experts),
-        STAGES_PAD=next_power_of_2(stages + 1),
+        STAGES_PAD=next_power_of_2(stages),
         OVERLAP=launches_overlap(),
         **early_launch(),
     )
@@ -101,23 +88,24 @@ def exchange_lanes(lanes: Lanes, stages: int, slots: Slots) -> Places:
 
 def push_lanes(
     x: torch.Tensor,
-    lane_order: torch.Tensor,
+    to_push: torch.Tensor,
     places: Places,
     schedule: StagedSchedule,
     num_programs: int,
     slots: Slots,
 ) -> None:
-    """Copy each lane's row of x [T, H] to its place among the expert rows of all ranks; lane_order:
-    see `routing.place_lanes`. The launch before it is the schedule's."""
+    """Copy rows of x [T, H], one for each token and rank, to their places among the expert rows of
+    all ranks; to_push: see `routing.place_lanes`. The launch before it is the schedule's."""
     num_ranks = slots.layout.num_ranks
     words = Words.of(x.shape[1], x.dtype)
     launched = push_lanes_kernel[(2 if INTERPRETED else num_programs,)](
         words.view(x),
-        lane_order,
-        places.stage_begin,
+        to_push,
+        places.num_to_push,
         schedule.pushed,
         slots.expert_rows.peer_addresses,
         slots.context.words,
+        len(x),
         schedule.stages,
         words.num_words,
         x.shape[1] * x.itemsize,
@@ -134,16 +122,52 @@ def push_lanes(
     share_sms(launched)
 
 
+def repeat_rows(
+    rows: torch.Tensor,
+    first_place: torch.Tensor,
+    places: Places,
+    schedule: StagedSchedule,
+    num_programs: int,
+    slots: Slots,
+) -> int:
+    """Copy expert rows [M, H] that have been pushed to the further experts of their tokens;
+    first_place int32 [M]: see `place_lanes_kernel`. Returns the number of programs that do so. The
+    launch before it is that of `push_lanes`."""
+    words = Words.of(rows.shape[1], rows.dtype)
+    num_programs = 2 if INTERPRETED else num_programs
+    launched = repeat_rows_kernel[(num_programs,)](
+        words.view(rows),
+        first_place,
+        places.expert_offsets[-1:],
+        schedule.repeated,
+        slots.context.words,
+        schedule.stages,
+        words.num_words,
+        rows.shape[1] * rows.itemsize,
+        RANKS_PAD=next_power_of_2(slots.layout.num_ranks),
+        BATCH=REPEAT_BATCH,
+        LANES=REPEAT_BATCH if INTERPRETED else PUSH_ROWS,
+        ALIGNED=words.aligned,
+        BLOCK_WORDS=min(next_power_of_2(words.num_words), PUSH_WORDS),
+        OVERLAP=launches_overlap(),
+        num_warps=1,
+        **early_launch(),
+    )
+    share_sms(launched)
+    return num_programs
+
+
 def dispatch_gemm(
     a: torch.Tensor,
     w: torch.Tensor,
     places: Places,
     schedule: StagedSchedule,
+    num_repeat_programs: int,
     config: GemmConfig,
     slots: Slots,
 ) -> torch.Tensor:
     """silu(gate) * up [M, I] of the expert rows a [M, H] times w [L, 2I, H], while they arrive. The
-    launch before it is that of `push_lanes`."""
+    launch before it is that of `repeat_rows`."""
     num_columns, depth = w.shape[1] // 2, w.shape[2]
     out = a.new_empty(len(a), num_columns)
     block_n, by_part = config.block_n // 2, w.view(-1, num_columns, depth)
@@ -154,11 +178,12 @@ def dispatch_gemm(
         schedule.tiles,
         schedule.first_tile[-1:],
         places.expert_offsets[-1:],
+        schedule.repeated,
         slots.context.words,
+        num_repeat_programs,
         schedule.stages,
         num_columns,
         depth,
-        RANKS=slots.layout.num_ranks,
         RANKS_PAD=next_power_of_2(slots.layout.num_ranks),
         OVERLAP=launches_overlap(),
         **config.launch_options(),

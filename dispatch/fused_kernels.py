@@ -8,6 +8,7 @@ from ..grouped_gemm.kernels import finish_tile, gemm_tile
 from ..grouped_gemm.schedule_kernels import load_tile
 from ..lang import (
     as_pointer,
+    consume_token,
     current_epoch,
     device_function,
     is_broken,
@@ -15,6 +16,7 @@ from ..lang import (
     put,
     symm_at,
     take_turns,
+    ticks,
     time_to_send,
 )
 from ..routing_kernels import place_in_sum
@@ -28,22 +30,24 @@ from ..tiles import (
     notify_stage,
     put_tile,
     rows_per_stage,
+    wait_stage,
     wait_tile,
 )
-from ..work import is_last_program, let_next_start, wait_for_previous
+from ..work import arrive, is_last_program, let_next_start, wait_for_previous
 
 
 @triton.jit(
-    do_not_specialize=["stage_count"],
+    do_not_specialize=["stage_count", "num_tokens"],
     do_not_specialize_on_alignment=["pushed"],
 )
 def push_lanes_kernel(
     x,  # words [T, num_words]
-    lane_order,  # int64 [T * K], see `place_lanes_kernel`
-    stage_begin,  # int32 [R, S + 1], see `exchange_lanes_kernel`
+    to_push,  # int64 [R, S, T], see `place_lanes_kernel`
+    num_to_push,  # int64 [R, S]
     pushed,  # int64 [S]: programs that have pushed their share of each stage
     expert_rows,  # int64 [R]: address of the expert rows on each rank
     context,
+    num_tokens,
     stage_count,
     num_words,
     row_bytes,
@@ -55,13 +59,14 @@ def push_lanes_kernel(
     BLOCK_WORDS: tl.constexpr,
     OVERLAP: tl.constexpr,
 ):
-    """Copy this rank's rows, one for each lane, to their places among the expert rows of all ranks,
-    its own included, stage by stage.
+    """Copy this rank's rows, one for each token and rank, to their places among the expert rows of
+    all ranks, its own included, stage by stage.
 
     Many programs of a warp: they find room on the SMs beside the GEMM's, and all together keep just
     as many bytes in flight as the links take; more would slow the GEMM down.
     An early launch behind the places. After an exchange all ranks are in the call, so what their
-    expert rows held in the one before has been read.
+    expert rows held in the one before has been read. A stage's flags also publish what
+    `place_lanes_kernel` has told other ranks, as it has ended before.
     """
     wait_for_previous(OVERLAP)
     let_next_start(OVERLAP)
@@ -74,24 +79,25 @@ def push_lanes_kernel(
     ranks = tl.arange(0, RANKS_PAD)
     # fmt: off
     to_next, token_next = _look_up(
-        0, program, lane_order, stage_begin, expert_rows, stage_count, row_bytes, RANKS, BATCH
+        0, program, to_push, num_to_push, expert_rows, num_tokens, stage_count, row_bytes, RANKS,
+        BATCH,
     )
     for stage in range(0, stage_count):
         # The ways of a stage's first rows are looked up while those before it are copied. Their
         # number is not: Triton 3.6 takes a reduction that a loop hands on for its first value.
-        begins = stage_begin + ranks * (stage_count + 1) + stage
-        ends = tl.load(begins + 1, mask=ranks < RANKS, other=0)
-        total = tl.max(ends - tl.load(begins, mask=ranks < RANKS, other=0), 0) * RANKS
+        counts = num_to_push + ranks * stage_count + stage
+        most = tl.max(tl.load(counts, mask=ranks < RANKS, other=0), 0)
+        total = most.to(tl.int32) * RANKS
         to, token = to_next, token_next
         to_next, token_next = _look_up(
-            tl.minimum(stage + 1, stage_count - 1), program, lane_order, stage_begin, expert_rows,
-            stage_count, row_bytes, RANKS, BATCH,
+            tl.minimum(stage + 1, stage_count - 1), program, to_push, num_to_push, expert_rows,
+            num_tokens, stage_count, row_bytes, RANKS, BATCH,
         )
         for first in range(program, total, num_programs * BATCH):
             if first > program:
                 to, token = _look_up(
-                    stage, first, lane_order, stage_begin, expert_rows, stage_count, row_bytes,
-                    RANKS, BATCH,
+                    stage, first, to_push, num_to_push, expert_rows, num_tokens, stage_count,
+                    row_bytes, RANKS, BATCH,
                 )
             num_rows = tl.minimum(tl.cdiv(total - first, num_programs), BATCH)
             due = put_tile(
@@ -106,9 +112,10 @@ def push_lanes_kernel(
 def _look_up(
     stage,
     first,
-    lane_order,
-    stage_begin,
+    to_push,
+    num_to_push,
     expert_rows,
+    num_tokens,
     stage_count,
     row_bytes,
     RANKS: tl.constexpr,
@@ -117,17 +124,74 @@ def _look_up(
     """(addresses [BATCH] that rows of a stage go to, 0 for none, their tokens), from its place
     `first` on; see `tiles.deal_rows`."""
     peers, rows = deal_rows(first, tl.num_programs(0), RANKS, BATCH)
-    begin = stage_begin + peers * (stage_count + 1) + stage
-    position = tl.load(begin) + rows
-    has = position < tl.load(begin + 1)
-    lane = tl.load(lane_order + position, mask=has, other=0)
+    part = peers * stage_count + stage
+    has = rows < tl.load(num_to_push + part)
+    lane = tl.load(to_push + part.to(tl.int64) * num_tokens + rows, mask=has, other=0)
     to = tl.load(expert_rows + peers) + (lane >> 32) * row_bytes
     return tl.where(has, to, 0), lane & 0x7FFFFFFF
 
 
 @triton.jit(
-    do_not_specialize=["stage_count", "N", "K"],
-    do_not_specialize_on_alignment=["tiles", "num_tiles", "num_rows"],
+    do_not_specialize=["stage_count"],
+    do_not_specialize_on_alignment=["num_rows", "repeated"],
+)
+def repeat_rows_kernel(
+    rows,  # words [M, num_words]: this rank's expert rows
+    first_place,  # int32 [M], see `place_lanes_kernel`
+    num_rows,  # int32 [1]
+    repeated,  # int64 [S]: programs that have copied their share of each stage
+    context,
+    stage_count,
+    num_words,
+    row_bytes,
+    RANKS_PAD: tl.constexpr,
+    BATCH: tl.constexpr,
+    LANES: tl.constexpr,
+    ALIGNED: tl.constexpr,
+    BLOCK_WORDS: tl.constexpr,
+    OVERLAP: tl.constexpr,
+):
+    """Copy each pushed row to the further experts of its token on this rank, stage by stage.
+
+    The row that is copied came in the same stage or an earlier one. When all programs have arrived
+    at `repeated`, all rows of the stage are there, pushed ones too: what their ranks did before
+    they raised the stage's flags happens before a program sees these, and so before it arrives.
+    An early launch behind `push_lanes_kernel`, beside which it runs.
+    """
+    let_next_start(OVERLAP)
+    program, num_programs = tl.program_id(0), tl.num_programs(0)
+    token = 1 - is_broken(context).to(tl.int32)
+    for stage in range(0, stage_count):
+        if token == 1:
+            token = wait_stage(THERE, stage, context, RANKS_PAD)
+        if token == 1:
+            total = tl.load(num_rows)
+            stage_rows = rows_per_stage(total, stage_count)
+            end = tl.minimum((stage + 1) * stage_rows, total)
+            there = consume_token(rows.to(tl.int64), token)
+            firsts = as_pointer(consume_token(first_place.to(tl.int64), token), tl.int32)
+            for begin in range(stage * stage_rows + program, end, num_programs * BATCH):
+                places = begin + tl.arange(0, BATCH) * num_programs
+                source = tl.load(firsts + places, mask=places < end, other=-1)
+                # Rows that are to be copied come first.
+                keys = tl.where(source < 0, 0x7FFFFFFF, places).to(tl.int64) << 32
+                keys = tl.sort(keys | (source & 0x7FFFFFFF).to(tl.int64))
+                is_copy = keys < 0x7FFFFFFF << 32
+                to = tl.where(is_copy, there + (keys >> 32) * row_bytes, 0)
+                words = as_pointer(there, rows.dtype.element_ty)
+                # fmt: off
+                put_tile(
+                    to, words + (keys & 0x7FFFFFFF) * num_words, tl.sum(is_copy.to(tl.int32), 0),
+                    num_words, ticks(), 0, LANES, ALIGNED, BLOCK_WORDS,
+                )
+                # fmt: on
+            arrive(repeated + stage)
+    wait_for_previous(OVERLAP)
+
+
+@triton.jit(
+    do_not_specialize=["num_repeat_programs", "stage_count", "N", "K"],
+    do_not_specialize_on_alignment=["tiles", "num_tiles", "num_rows", "repeated"],
 )
 def dispatch_gemm_kernel(
     a,  # ragged descriptor of the expert rows [M, K]
@@ -136,11 +200,12 @@ def dispatch_gemm_kernel(
     tiles,  # int64 [max_tiles], in order of rows
     num_tiles,  # int32 [1]
     num_rows,  # int32 [1]
+    repeated,  # int64 [S], see `repeat_rows_kernel`
     context,
+    num_repeat_programs,
     stage_count,
     N,
     K,
-    RANKS: tl.constexpr,
     RANKS_PAD: tl.constexpr,
     SUBTILES: tl.constexpr,
     BLOCK_M: tl.constexpr,
@@ -151,9 +216,9 @@ def dispatch_gemm_kernel(
 ):
     """out [M, N] = silu(gate) * up of the expert rows, each tile once its rows are there.
 
-    The grouped GEMM, but for the wait at each tile: for rows that peers, or this rank, push. An
-    early launch behind `push_lanes_kernel`, of which all programs are running then; of what came
-    before it, it reads only what these have waited for.
+    The grouped GEMM, but for the wait at each tile. An early launch behind `repeat_rows_kernel`, of
+    which all programs are running then; of what came before it, it reads only what the push has
+    waited for.
     """
     let_next_start(OVERLAP)
     num_m = tl.load(num_tiles)
@@ -163,7 +228,8 @@ def dispatch_gemm_kernel(
     for tile in tl.range(tl.program_id(0), num_m * num_n, tl.num_programs(0), flatten=True):
         expert, row, end, block = load_tile(tiles, tile, num_m, num_n, GROUP_M)
         n = block * (BLOCK_N // 2)
-        row += wait_tile(end, stage_rows, deadline, context, RANKS, OVERLAP)
+        counter = repeated + (end - 1) // stage_rows
+        row += wait_tile(counter, num_repeat_programs, deadline, context, OVERLAP)
         # fmt: off
         acc = gemm_tile(
             a, w, row, end, expert, n, 0, K, K, False, False, 2, BLOCK_M, BLOCK_N, BLOCK_K

@@ -17,7 +17,7 @@ from . import routing
 from .context import Word
 from .dispatch import NUM_METADATA_PROGRAMS, Collected, Counts, Outgoing, Partition, row_layout
 from .errors import CapacityError
-from .experts import feed_forward
+from .experts import expert_rows_bytes, feed_forward
 from .grouped_gemm import check_weights
 from .lang import INTERPRETED
 from .layer_config import LayerConfig, LayerProblem
@@ -255,7 +255,8 @@ class KernelEngine:
         max_rows = num_ranks * max(1, self.max_tokens(row, header)) * row.num_topk
         config = self.layer_config(w_gate_up, row)
         with self._first_use("moe_ffn", x, row.num_topk, w_gate_up.shape, config):
-            self.slots.reserve_expert_rows(max_rows * row.payload_bytes, self._was_captured)
+            num_bytes = expert_rows_bytes(max_rows, row.payload_bytes)
+            self.slots.reserve_expert_rows(num_bytes, self._was_captured)
             out = feed_forward(
                 *(x, topk_idx, topk_weights, w_gate_up, w_down, max_rows, config), self.slots
             )

@@ -26,15 +26,16 @@ def feed_forward(
 ) -> torch.Tensor:
     """out [T, H]: the routed experts of a layer, see `moe_engine.moe_ffn`.
 
-    Arguments have been checked. `max_expert_rows` is the most that this rank can receive; that many
-    rows of x's fit into `slots.expert_rows`, which hold first what the experts read, then what they
-    give.
+    Arguments have been checked. `max_expert_rows` is the most that this rank can receive;
+    `slots.expert_rows` hold that many rows of x's, first what the experts read, then what they
+    give, and behind them an int32 for each (`expert_rows_bytes`).
     """
     num_ranks, hidden = slots.layout.num_ranks, x.shape[1]
     num_experts = len(w_gate_up) * num_ranks
     header = header_bytes(num_experts, num_ranks)
-    rows = slots.expert_rows.local[: max_expert_rows * hidden * x.itemsize]
-    rows = rows.view(x.dtype).view(max_expert_rows, hidden)
+    num_bytes = max_expert_rows * hidden * x.itemsize
+    rows = slots.expert_rows.local[:num_bytes].view(x.dtype).view(max_expert_rows, hidden)
+    first_place = slots.expert_rows.local[num_bytes:][: 4 * max_expert_rows].view(torch.int32)
     # Balanced routing brings about as many rows as this rank sends out.
     expected_rows = max_expert_rows // num_ranks
     options = {"group_m": config.group_m, "num_splits": 1}
@@ -44,9 +45,7 @@ def feed_forward(
     layout = routing.layout(topk_idx, num_experts, slots)
     lanes = dispatch.Lanes(x, topk_idx, topk_weights, layout)
     places = dispatch.exchange_lanes(lanes, config.num_stages, slots)
-    lane_place, lane_order = routing.place_lanes(
-        topk_idx, layout, places.expert_begin, places.first_lane, slots
-    )
+    lane_place, to_push = routing.place_lanes(topk_idx, layout, places, rows.nbytes, slots)
     schedule = staged_schedule(
         places.expert_offsets,
         max_expert_rows,
@@ -55,13 +54,22 @@ def feed_forward(
         config.num_return_stages,
         num_ranks,
     )
-    dispatch.push_lanes(x, lane_order, places, schedule, config.num_push_programs, slots)
-    act = dispatch.dispatch_gemm(rows, w_gate_up, places, schedule, up_tiles, slots)
+    dispatch.push_lanes(x, to_push, places, schedule, config.num_push_programs, slots)
+    num_programs = dispatch.repeat_rows(
+        rows, first_place, places, schedule, config.num_repeat_programs, slots
+    )
+    act = dispatch.dispatch_gemm(rows, w_gate_up, places, schedule, num_programs, up_tiles, slots)
     records = dispatch.send_records(lanes, lane_place, places, schedule, header, slots)
     returns = combine.Returns(lanes, records, schedule, header)
-    num_programs = config.num_return_programs
     tiles = beside_sums(replace(down_tiles, **options))
-    return combine.gemm_combine(act, w_down, rows, returns, num_programs, tiles, slots)
+    return combine.gemm_combine(
+        act, w_down, rows, returns, config.num_return_programs, tiles, slots
+    )
+
+
+def expert_rows_bytes(max_expert_rows: int, row_bytes: int) -> int:
+    """Bytes of `slots.expert_rows` for a layer: rows, and the place of each one's original."""
+    return max_expert_rows * (row_bytes + 4)
 
 
 def beside_sums(tiles: GemmConfig) -> GemmConfig:

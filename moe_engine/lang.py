@@ -191,23 +191,18 @@ def wait(flags, mask, epoch, peers, context, PHASE: tl.constexpr, BEFORE_TMA: tl
 
 
 @device_function
-def wait_inline(flags, deadline, context, COUNT: tl.constexpr, BEFORE_TMA: tl.constexpr):
-    """Wait until COUNT flags side by side, from the own address `flags` on, are at the running
-    call's epoch. Returns 0, which the compiler does not know: added to an address it keeps loads
-    behind the wait.
+def wait_inline(counter, value, deadline, context, BEFORE_TMA: tl.constexpr):
+    """Wait until an int64 counter, a pointer, is at least `value`. Returns 0, which the compiler
+    does not know: added to an address it keeps loads behind the wait.
 
     For loops that are pipelined, which a branch would prevent; so it tells of no failure: when
     `deadline` (ns) has passed or this rank is broken it ends as well, and rows that are not there
     are read as they are. The caller asks behind the loop (`tiles.end_wait_tile`), and until then
     writes nothing that another rank reads. Orders memory as `wait` does, in each warp for itself.
     """
-    zero = tl.full((), 0, tl.int32)
     broken = (context + BROKEN).to(tl.int64)
-    for first in tl.static_range(0, COUNT, 32):
-        last = tl.full((), min(COUNT - first, 32) - 1, tl.int32)
-        epoch = current_epoch(context)
-        zero += poll_inline(flags + first * 8, last, epoch, deadline, broken, BEFORE_TMA)
-    return zero
+    value = tl.cast(value, tl.int64)
+    return poll_inline(counter.to(tl.int64), value, deadline, broken, BEFORE_TMA)
 
 
 @device_function

@@ -66,14 +66,12 @@ if INTERPRETED:
         """Order earlier acquires before later TMA loads."""
 
     @device_function
-    def poll_inline(flags, last, epoch, deadline, broken, BEFORE_TMA: tl.constexpr):
-        """Poll flags 0 .. `last` until none is late; returns 0."""
-        pointers = as_pointer(flags + tl.minimum(tl.arange(0, 32), last) * 8, tl.int64)
+    def poll_inline(counter, value, deadline, broken, BEFORE_TMA: tl.constexpr):
+        """Poll the int64 at an address until it is at least `value`; returns 0."""
+        counter = as_pointer(counter, tl.int64)
         broken = as_pointer(broken, tl.int64)
-        is_late = tl.min(load_acquire(pointers), 0) < epoch
-        while is_late & (tl.load(broken) == 0) & (now_ns() < deadline):
+        while (load_acquire(counter) < value) & (tl.load(broken) == 0) & (now_ns() < deadline):
             pause()
-            is_late = tl.min(load_acquire(pointers), 0) < epoch
         return tl.full((), 0, tl.int32)
 
 else:
@@ -163,31 +161,27 @@ else:
         )
 
     @device_function
-    def poll_inline(flags, last, epoch, deadline, broken, BEFORE_TMA: tl.constexpr):
-        """Poll flags 0 .. `last` (at most 31), one by each thread of a warp, until none is late,
-        the deadline has passed or this rank is broken; returns 0.
+    def poll_inline(counter, value, deadline, broken, BEFORE_TMA: tl.constexpr):
+        """Poll the int64 at an address until it is at least `value`, the deadline has passed or
+        this rank is broken; returns 0.
 
         One instruction to the compiler, so that a loop around it can still be pipelined. Threads of
-        a warp acquire their flags, then vote, which orders all of them before what any does next.
+        a warp all acquire, then vote, so that they go on together.
         """
         return tl.inline_asm_elementwise(
             """{
-            .reg .pred late, some, stop;
-            .reg .b64 flag, at, now;
-            .reg .u32 lane;
-            mov.u32 lane, %laneid;
-            min.u32 lane, lane, $2;
-            mad.wide.u32 at, lane, 8, $1;
+            .reg .pred late, stop;
+            .reg .b64 seen, now;
             again:
-            ld.acquire.sys.global.b64 flag, [at];
-            setp.lt.s64 late, flag, $3;
-            vote.sync.any.pred some, late, 0xffffffff;
-            @!some bra done;
+            ld.acquire.gpu.global.b64 seen, [$1];
+            setp.lt.s64 late, seen, $2;
+            vote.sync.any.pred late, late, 0xffffffff;
+            @!late bra done;
             nanosleep.u32 200;
             mov.u64 now, %globaltimer;
-            setp.gt.s64 stop, now, $4;
-            ld.relaxed.gpu.global.b64 flag, [$5];
-            setp.ne.or.s64 stop, flag, 0, stop;
+            setp.gt.s64 stop, now, $3;
+            ld.relaxed.gpu.global.b64 seen, [$4];
+            setp.ne.or.s64 stop, seen, 0, stop;
             vote.sync.any.pred stop, stop, 0xffffffff;
             @!stop bra again;
             done:
@@ -197,8 +191,8 @@ else:
             + """
             mov.u32 $0, 0;
             }""",
-            "=r,l,r,l,l,l",
-            [flags, last, epoch, deadline, broken],
+            "=r,l,l,l,l",
+            [counter, value, deadline, broken],
             dtype=tl.int32,
             is_pure=False,
             pack=1,

@@ -39,7 +39,7 @@ class Places:
 
     expert_offsets: torch.Tensor  # int32 [L + 1]
     lane_place: torch.Tensor  # int32 [T, K], row on the rank of the lane's expert, -1 for bad ids
-    lane_order: torch.Tensor  # int64 [M, 2], (place, token) of each lane, sorted by expert
+    first_place: torch.Tensor  # int32 [T, K], the token's first row on that rank
 
 
 def places(topk_idx: list[torch.Tensor], num_experts: int) -> list[Places]:
@@ -49,13 +49,12 @@ def places(topk_idx: list[torch.Tensor], num_experts: int) -> list[Places]:
 
     Example, 2 ranks of 2 experts, topk_idx [[0, 3], [2, 0]] and [[3, 2], [0, 1]], rows as
     (source, token): rank 0 has (0, 0) (1, 1) (0, 1) | (1, 1), rank 1 has (1, 0) (0, 1) | (1, 0)
-    (0, 0). lane_place is [[0, 3], [1, 2]] and [[2, 0], [1, 3]], lane_order
-    [[0, 0], [2, 1], [1, 1], [3, 0]] and [[1, 1], [3, 1], [0, 0], [2, 0]].
+    (0, 0). lane_place is [[0, 3], [1, 2]] and [[2, 0], [1, 3]], first_place
+    [[0, 3], [1, 2]] and [[0, 0], [1, 1]].
     """
     num_ranks = len(topk_idx)
     num_local = num_experts // num_ranks
     lane_place = [torch.full_like(ids, -1, dtype=torch.int32) for ids in topk_idx]
-    lane_order: list[list[tuple[int, int]]] = [[] for _ in topk_idx]
     expert_offsets = []
     for rank in range(num_ranks):
         sources = [(rank - distance) % num_ranks for distance in range(num_ranks)]
@@ -65,14 +64,18 @@ def places(topk_idx: list[torch.Tensor], num_experts: int) -> list[Places]:
             for turn in itertools.zip_longest(*lanes):
                 for source, at in zip(sources, turn, strict=True):
                     if at is not None:
-                        token, lane = at
-                        lane_place[source][token, lane] = row
-                        lane_order[source].append((row, token))
+                        lane_place[source][*at] = row
                         row += 1
             offsets.append(row)
         expert_offsets.append(torch.tensor(offsets, dtype=torch.int32))
-    orders = [torch.tensor(order, dtype=torch.int64).view(-1, 2) for order in lane_order]
-    return [Places(*of_rank) for of_rank in zip(expert_offsets, lane_place, orders, strict=True)]
+    first_place = []
+    for ids, place in zip(topk_idx, lane_place, strict=True):
+        owner = torch.where(place >= 0, ids // num_local, -1)
+        same = (owner[:, :, None] == owner[:, None, :]) & (place >= 0)[:, None, :]
+        of_token = torch.where(same, place[:, None, :], torch.iinfo(torch.int32).max)
+        first_place.append(torch.where(place >= 0, of_token.amin(2), -1))
+    of_ranks = zip(expert_offsets, lane_place, first_place, strict=True)
+    return [Places(*of_rank) for of_rank in of_ranks]
 
 
 def send_plan(

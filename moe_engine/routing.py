@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from typing import NamedTuple
 
 import torch
@@ -75,29 +76,46 @@ def layout(topk_idx: torch.Tensor, num_experts: int, slots: Slots) -> Layout:
     return Layout(per_rank, per_expert, in_rank, block_counts, block)
 
 
+@dataclass(frozen=True, slots=True)
+class Places:
+    """Where lanes go, on the device.
+
+    expert_offsets int32 [L + 1]: where each expert's rows begin on this rank; num_rows int32 [R]:
+    expert rows of each rank; expert_begin int32 [E]: where each expert's begin; num_to_push int64
+    [R, S]: rows that this rank pushes to each one in each stage. See `exchange_lanes_kernel`; the
+    last is complete behind `place_lanes`.
+    """
+
+    expert_offsets: torch.Tensor
+    num_rows: torch.Tensor
+    expert_begin: torch.Tensor
+    num_to_push: torch.Tensor
+
+
 def place_lanes(
-    topk_idx: torch.Tensor,
-    layout: Layout,
-    expert_begin: torch.Tensor,
-    first_lane: torch.Tensor,
-    slots: Slots,
+    topk_idx: torch.Tensor, layout: Layout, places: Places, first_place_offset: int, slots: Slots
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """(lane_place int32 [T, K], lane_order int64 [T * K]), see `place_lanes_kernel`. Early, behind
-    the exchange that found expert_begin and first_lane int32 [E]."""
+    """(lane_place int32 [T, K], to_push int64 [R, S, T]), see `place_lanes_kernel`; the first
+    places of the rows of all ranks stand in `slots.expert_rows`, from first_place_offset on, in
+    bytes. Early, behind the exchange that found `places`."""
     num_tokens, num_topk = topk_idx.shape
     num_blocks, num_ranks = len(layout.earlier_counts), slots.layout.num_ranks
     place = topk_idx.new_empty((num_tokens, num_topk), dtype=torch.int32)
-    order = topk_idx.new_empty(num_tokens * num_topk)
+    to_push = topk_idx.new_empty((*places.num_to_push.shape, num_tokens))
     launched = place_lanes_kernel[(num_blocks,)](
         topk_idx,
         layout.earlier_counts,
-        expert_begin,
-        first_lane,
+        places.expert_begin,
+        places.num_rows,
         place,
-        order,
+        to_push,
+        places.num_to_push,
+        slots.expert_rows.peer_addresses,
         slots.context.words,
         num_tokens,
         layout.num_tokens_per_expert.numel() // num_ranks,
+        places.num_to_push.shape[1],
+        first_place_offset,
         NUM_TOPK=num_topk,
         TOPK_PAD=next_power_of_2(num_topk),
         RANKS=num_ranks,
@@ -108,7 +126,7 @@ def place_lanes(
         **early_launch(),
     )
     share_sms(launched)
-    return place, order
+    return place, to_push
 
 
 def send_plan(

@@ -7,8 +7,9 @@ import triton
 import triton.language as tl
 
 from .context import BAD_IDS, NUM_RANKS, RANK, REPORT_BAD_IDS
-from .lang import as_pointer, device_function, is_broken, report_words
+from .lang import as_pointer, device_function, is_broken, put, report_words
 from .slots_kernels import COUNTS_AT, region
+from .tiles import rows_per_stage
 from .work import let_next_start, wait_for_previous
 
 
@@ -82,17 +83,21 @@ def layout_sum_kernel(
         tl.store(report_words(context) + REPORT_BAD_IDS, tl.load(context + BAD_IDS))
 
 
-@triton.jit(do_not_specialize=["num_tokens", "num_local_experts"])
+@triton.jit(do_not_specialize=["num_tokens", "num_local_experts", "stage_count"])
 def place_lanes_kernel(
     topk_idx,  # int64 [T, K]
     earlier_counts,  # int32 [B, E + R], `block_counts` of `layout_sum_kernel`
     expert_begin,  # int32 [E], see `exchange_lanes_kernel`
-    first_lane,  # int32 [E]
+    num_rows,  # int32 [R]
     lane_place,  # int32 [T, K], out: row of each lane among those of its expert's rank, or -1
-    lane_order,  # int64 [T * K], out: lanes sorted by expert, as place << 32 | token
+    to_push,  # int64 [R, S, T], out: lanes pushed to each rank in each stage, place << 32 | token
+    num_to_push,  # int64 [R, S], their numbers, 0 before
+    expert_rows,  # int64 [R]: address of the expert rows on each rank
     context,
     num_tokens,
     num_local_experts,
+    stage_count,
+    first_place_offset,
     NUM_TOPK: tl.constexpr,
     TOPK_PAD: tl.constexpr,
     RANKS: tl.constexpr,
@@ -104,8 +109,13 @@ def place_lanes_kernel(
     `layout_kernel`. Lanes of bad ids stand nowhere. An early launch behind the exchange, and the
     one behind it may be early too.
 
+    A token's first row on a rank is pushed, in the stage of that row, see `tiles.rows_per_stage`.
+    Its other rows there are copies: `first_place`, int32 [M] on each rank, `first_place_offset`
+    bytes behind its expert rows, says of each row which one it copies, -1 for those pushed.
+
     One rank, topk_idx [[0, 3], [2, 0], [3, 2], [0, 1]]: lane_place [[0, 6], [4, 1], [7, 5], [2,
-    3]]; the tokens of lane_order are 0 1 3 | 3 | 1 2 | 0 2.
+    3]], so first_place is -1 -1 -1 2 1 -1 0 5, and with 2 stages of 4 rows, tokens 0 1 3 are pushed
+    in the first one and token 2 in the second.
     """
     first = tl.program_id(0) * BLOCK
     items = tl.arange(0, BLOCK * TOPK_PAD)
@@ -131,9 +141,32 @@ def place_lanes_kernel(
     valid = valid & (is_broken(context) == 0)  # else nobody may have written the first places
     place = tl.load(expert_begin + ids, mask=valid, other=0)
     place += dealt_place(index, ids, valid, num_local_experts, context, RANKS)
-    order = index + tl.load(first_lane + ids, mask=valid, other=0)
-    tl.store(lane_place + tokens * NUM_TOPK + lanes, tl.where(valid, place, -1), mask=inside)
-    tl.store(lane_order + order, place.to(tl.int64) << 32 | tokens.to(tl.int64), mask=valid)
+    place = tl.where(valid, place, -1)
+    tl.store(lane_place + tokens * NUM_TOPK + lanes, place, mask=inside)
+    owner = tl.where(valid, ids // num_local_experts, -1)
+    nearest = first_of_token(place, owner, BLOCK, TOPK_PAD, RANKS)
+    is_first = valid & (place == nearest)
+    stage_rows = rows_per_stage(tl.load(num_rows + owner, mask=valid, other=1), stage_count)
+    part = owner * stage_count + place // stage_rows
+    one = tl.full([BLOCK * TOPK_PAD], 1, tl.int64)
+    number = tl.atomic_add(num_to_push + part, one, mask=is_first, sem="relaxed", scope="gpu")
+    packed = place.to(tl.int64) << 32 | tokens.to(tl.int64)
+    tl.store(to_push + part * num_tokens.to(tl.int64) + number, packed, mask=is_first)
+    first_place = tl.load(expert_rows + owner, mask=valid, other=0) + first_place_offset
+    put(as_pointer(first_place, tl.int32) + place, tl.where(is_first, -1, nearest), valid)
+
+
+@device_function
+def first_of_token(place, owner, BLOCK: tl.constexpr, TOPK_PAD: tl.constexpr, RANKS: tl.constexpr):
+    """For each lane, blocks [BLOCK * TOPK_PAD]: the first of its token's places on its owner."""
+    place = tl.reshape(place, [BLOCK, TOPK_PAD])
+    owner = tl.reshape(owner, [BLOCK, TOPK_PAD])
+    nearest = tl.zeros_like(place)
+    for rank in tl.static_range(RANKS):
+        here = owner == rank
+        least = tl.min(tl.where(here, place, 0x7FFFFFFF), 1)
+        nearest = tl.where(here, least[:, None], nearest)
+    return tl.reshape(nearest, [BLOCK * TOPK_PAD])
 
 
 @device_function

@@ -107,17 +107,15 @@ def rows_per_stage(num_rows, stage_count):
 
 
 @device_function
-def wait_tile(
-    end_row, stage_rows, deadline, context, RANKS: tl.constexpr, BEFORE_TMA: tl.constexpr
-):
-    """Wait until the rows before `end_row` of this rank's are there, inside a loop that is to be
-    pipelined. Returns 0, to be added to what addresses the rows, so that no load moves ahead.
+def wait_tile(counter, num_programs, deadline, context, BEFORE_TMA: tl.constexpr):
+    """Wait, inside a loop that is to be pipelined, until `num_programs` have arrived at a counter
+    of this GPU (`work.arrive`). Returns 0, to be added to what addresses the rows of a tile, so
+    that no load moves ahead.
 
-    Stages fill the rows in order, so the stage of the last one is waited for, from all ranks:
-    see `lang.wait_inline`. A caller ends with `end_wait_tile`.
+    Stages fill the rows in order, so a tile waits for the stage of its last row. See
+    `lang.wait_inline`; a caller ends with `end_wait_tile`.
     """
-    flags = stage_flag(THERE, (end_row - 1) // stage_rows, 0, context)
-    return wait_inline(flags, deadline, context, RANKS, BEFORE_TMA)
+    return wait_inline(counter, num_programs, deadline, context, BEFORE_TMA)
 
 
 @device_function

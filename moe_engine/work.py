@@ -52,6 +52,15 @@ def is_pushing(num_programs, context):
 
 
 @device_function
+def arrive(counter):
+    """Add 1 to an int64 counter of this GPU. All that this program has stored, or seen by a wait,
+    happens before that is seen: a barrier gathers its threads, then the add releases."""
+    tl.debug_barrier()
+    one = tl.full((), 1, tl.int64)
+    tl.atomic_add(counter, one, sem="release", scope="gpu")
+
+
+@device_function
 def arrive_after_tma(counters, mask):
     """Add 1 to int64 counters (a block of pointers on this GPU) under `mask`. Every store of this
     program happens before that is seen by a `lang.wait` for a counter: TMA stores are drained and

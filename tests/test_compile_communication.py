@@ -117,6 +117,7 @@ OF_A_LAYER = {
 }
 OF_A_LAYER |= {
     "push_lanes": layer.push,
+    "repeat_rows": layer.repeat,
     "return_sums": layer.returns,
     "layer_sum": layer.sums,
     "layer_sum_of_8": partial(layer.sums, RANKS=8, RANKS_PAD=8),
@@ -156,7 +157,7 @@ def test_other_architectures(name, arch):
 
 
 def test_rows_are_stored_16_bytes_at_a_time():
-    for name in ("push", "collect", "return_rows", "push_lanes", "return_sums"):
+    for name in ("push", "collect", "return_rows", "push_lanes", "repeat_rows", "return_sums"):
         ptx = build(name).ptx
         assert "st.global.v4.b32" in ptx
         assert re.search(r"ld\.global\.v4\.b32|cp\.async\.cg\.shared\.global .*, 0x10", ptx)
@@ -184,10 +185,13 @@ def test_publish(name):
         assert "st.global" not in before[before.rindex("bar.sync") :]
 
 
-@pytest.mark.parametrize(
-    "name",
-    ["exchange", "push", "collect", "final_sum", "exchange_lanes", "return_sums", "layer_sum"],
-)
+OBSERVERS = [
+    *("exchange", "push", "collect", "final_sum"),
+    *("exchange_lanes", "repeat_rows", "return_sums", "layer_sum"),
+]
+
+
+@pytest.mark.parametrize("name", OBSERVERS)
 def test_observe(name):
     """Acquire polls at system scope, a CTA barrier, then what is read or written behind them."""
     ptx = build(name).ptx

@@ -20,13 +20,15 @@ of_this_triton = pytest.mark.skipif(
 )
 PROBLEM = dict(num_rows=65536, num_experts=32, num_columns=768, depth=2048)
 TYPES = {
-    **dict.fromkeys(("x", "lane_place", "expert_begin", "first_lane", "stage_begin"), "*i32"),
+    **dict.fromkeys(("x", "lane_place", "expert_begin", "first_place"), "*i32"),
     **dict.fromkeys(("last_stage", "num_rows"), "*i32"),
     **dict.fromkeys(("earlier_counts", "send_head", "share_rows", "expert_offsets"), "*i32"),
-    **dict.fromkeys(("num_tokens_per_expert", "num_tokens_per_rank", "expert_rows"), "*i32"),
+    **dict.fromkeys(("num_tokens_per_expert", "num_tokens_per_rank", "rows"), "*i32"),
     **dict.fromkeys(("first_tile", "num_tiles", "num_rows"), "*i32"),
     **dict.fromkeys(("topk_idx", "pushed", "computed", "returned", "listed"), "*i64"),
-    **dict.fromkeys(("tiles", "context", "lane_order"), "*i64"),
+    **dict.fromkeys(
+        ("tiles", "context", "to_push", "num_to_push", "repeated", "expert_rows"), "*i64"
+    ),
     **{"counters": "*i64", "topk_weights": "*fp32", "y": "*bf16", "out": "*bf16"},
 }
 SHAPE = {"NUM_TOPK": 8, "RANKS": 4, "RANKS_PAD": 4, "OVERLAP": True}
@@ -65,7 +67,14 @@ def gemm(kernel, config: GemmConfig, parts: int, arch: int = 90):
 def push(arch: int = 90):
     sizes = {"LANES": fused.PUSH_ROWS, "BLOCK_WORDS": fused.PUSH_WORDS, "BATCH": fused.PUSH_BATCH}
     kernel = fused_kernels.push_lanes_kernel
-    return compile_layer(kernel, {**sizes, "ALIGNED": True}, arch, 1, expert_rows="*i64")
+    return compile_layer(kernel, {**sizes, "ALIGNED": True}, arch, 1)
+
+
+def repeat(arch: int = 90):
+    sizes = {"LANES": fused.PUSH_ROWS, "BLOCK_WORDS": fused.PUSH_WORDS}
+    kernel = fused_kernels.repeat_rows_kernel
+    sizes |= {"ALIGNED": True, "BATCH": fused.REPEAT_BATCH}
+    return compile_layer(kernel, sizes, arch, 1)
 
 
 def returns(arch: int = 90, num_warps: int = combine_host.RETURN_WARPS, **changes: int):
@@ -95,13 +104,15 @@ def test_what_runs_beside_a_gemm_finds_room():
     """On an SM: 65,536 registers, 228 KiB of shared memory, 1 KiB of it for each program."""
     up = gemm(fused_kernels.dispatch_gemm_kernel, configs(128, gated=True)[0], 2)
     down = gemm(layer_kernels.staged_gemm_kernel, beside_sums(configs(128)[0]), 1)
-    cases = (up, push(), 1, 1), (down, returns(), combine_host.RETURN_WARPS, 2)
-    for multiplies, beside, num_warps, count in cases:
-        assert beside.spill_bytes == 0
+    twice = [(returns(), combine_host.RETURN_WARPS)] * 2
+    for multiplies, beside in (up, [(push(), 1), (repeat(), 1)]), (down, twice):
         registers = 256 * round_up(multiplies.registers, 8)
-        registers += count * num_warps * 32 * round_up(beside.registers, 8)
+        shared = multiplies.shared_bytes + 1024
+        for built, num_warps in beside:
+            assert built.spill_bytes == 0
+            registers += num_warps * 32 * round_up(built.registers, 8)
+            shared += built.shared_bytes + 1024
         assert registers <= 65536
-        shared = multiplies.shared_bytes + 1024 + count * (beside.shared_bytes + 1024)
         assert shared <= 228 * 1024
     assert sums().spill_bytes == 0
 
@@ -121,7 +132,7 @@ def test_all_compile(arch):
     sizes = {"TOPK_PAD": 8, "BLOCK": 32}
     compile_layer(place_lanes_kernel, {**sizes, "STEP": 32}, arch, 8)
     compile_layer(fused_kernels.send_records_kernel, {**sizes, "BACK_STAGES": 8}, arch)
-    for kernel in (push, returns, sums):
+    for kernel in (push, repeat, returns, sums):
         kernel(arch)
 
 
@@ -138,8 +149,8 @@ def test_stages_are_announced_after_their_stores():
 
 
 def test_rows_are_read_after_their_flags():
-    """In the pipelined loop each tile's flags are acquired, and fenced, before its loads."""
+    """In the pipelined loop each tile's counter is acquired, and fenced, before its loads."""
     ptx = gemm(fused_kernels.dispatch_gemm_kernel, configs(128, gated=True)[0], 2).ptx
     loop = ptx[ptx.index("wgmma.mma_async") - 6000 :]
-    wait = loop.index("ld.acquire.sys.global.b64 flag, [at];")
+    wait = loop.index("ld.acquire.gpu.global.b64 seen, [")
     assert wait < loop.index("fence.proxy.async", wait) < loop.index("cp.async.bulk.tensor", wait)

@@ -43,6 +43,7 @@ def steps_on_rank(group, num_experts, max_tokens, stages, back_stages, x, topk_i
     and pushed, by name."""
     from moe_engine import dispatch, routing
     from moe_engine.context import MAX_STAGES, Word
+    from moe_engine.experts import expert_rows_bytes
     from moe_engine.stages import staged_schedule
 
     num_ranks, device = torch.distributed.get_world_size(group), cases.device()
@@ -50,7 +51,7 @@ def steps_on_rank(group, num_experts, max_tokens, stages, back_stages, x, topk_i
     buffer = make_buffer(group, x, num_experts, num_topk, max_tokens)
     slots = buffer._engine.slots
     max_rows = num_ranks * max(1, max_tokens) * num_topk
-    slots.reserve_expert_rows(max_rows * row_bytes, False)
+    slots.reserve_expert_rows(expert_rows_bytes(max_rows, row_bytes), False)
     slots.expert_rows.local.fill_(UNUSED)
     slots.block.local[slots.layout.slots :].fill_(UNUSED)
     if device.type == "cuda":
@@ -62,11 +63,14 @@ def steps_on_rank(group, num_experts, max_tokens, stages, back_stages, x, topk_i
         layout = routing.layout(args[1], num_experts, slots)
         lanes = dispatch.Lanes(*args, layout)
         places = dispatch.exchange_lanes(lanes, stages, slots)
-        firsts = places.expert_begin, places.first_lane
-        lane_place, lane_order = routing.place_lanes(args[1], layout, *firsts, slots)
+        local = slots.expert_rows.local
+        rows = local[: max_rows * row_bytes].view(x.dtype).view(max_rows, -1)
+        first_place = local[rows.nbytes :][: 4 * max_rows].view(torch.int32)
+        lane_place, to_push = routing.place_lanes(args[1], layout, places, rows.nbytes, slots)
         offsets = places.expert_offsets
         schedule = staged_schedule(offsets, max_rows, BLOCK_M, stages, back_stages, num_ranks)
-        dispatch.push_lanes(args[0], lane_order, places, schedule, 7, slots)
+        dispatch.push_lanes(args[0], to_push, places, schedule, 7, slots)
+        repeaters = dispatch.repeat_rows(rows, first_place, places, schedule, 5, slots)
         records = dispatch.send_records(lanes, lane_place, places, schedule, header, slots)
     if device.type == "cuda":
         torch.cuda.synchronize()
@@ -78,10 +82,11 @@ def steps_on_rank(group, num_experts, max_tokens, stages, back_stages, x, topk_i
         "expert_offsets": offsets,
         "num_rows": places.num_rows,
         "expert_begin": places.expert_begin,
-        "first_lane": places.first_lane,
-        "stage_begin": places.stage_begin,
+        "num_to_push": places.num_to_push,
+        "to_push": torch.stack([to_push >> 32, to_push & 0x7FFFFFFF], dim=-1),
         "lane_place": lane_place,
-        "lane_order": torch.stack([lane_order >> 32, lane_order & 0x7FFFFFFF], dim=1),
+        "first_place": first_place,
+        "is_repeated": schedule.repeated == repeaters,
         "send_head": records.send_head,
         "last_stage": records.last_stage,
         "expert_rows": slots.expert_rows.local[: max_rows * row_bytes].view(max_rows, -1),
@@ -114,33 +119,29 @@ def check_places(results, topk_idx, num_experts, stages):
     expected = reference.places(topk_idx, num_experts)
     num_rows = torch.stack([want.expert_offsets[-1] for want in expected])
     expert_begin = torch.cat([want.expert_offsets[:-1] for want in expected])
-    counts = [reference.layout(ids, num_experts, num_ranks)[1] for ids in topk_idx]
-    for (found, _), want, count in zip(results, expected, counts, strict=True):
+    first_place = [torch.full((int(count),), -2, dtype=torch.int32) for count in num_rows]
+    for (found, _), want, ids in zip(results, expected, topk_idx, strict=True):
         assert torch.equal(found["expert_offsets"], want.expert_offsets)
         assert torch.equal(found["num_rows"], num_rows)
         assert torch.equal(found["expert_begin"], expert_begin)
-        assert torch.equal(found["first_lane"], count.cumsum(0).int() - count)
         assert torch.equal(found["lane_place"], want.lane_place)
-        assert torch.equal(found["lane_order"][: len(want.lane_order)], want.lane_order)
-    check_stages(results, expected, torch.stack(counts), stages)
-
-
-def check_stages(results, places, counts, stages):
-    """A rank pushes a lane no later than in its row's stage, and of the expert that a stage parts,
-    no more lanes than the share of the source that has most."""
-    num_local = counts.shape[1] // len(results)
-    for dest, mine in enumerate(counts.split(num_local, dim=1)):
-        offsets = places[dest].expert_offsets
-        stage_rows = max(1, -(-int(offsets[-1]) // stages))
-        limits = (torch.arange(stages + 1) * stage_rows).clamp(max=offsets[-1])
-        rows = (limits[:, None] - offsets[:-1]).clamp(min=0).minimum(mine.sum(0))
-        share = -(-rows * mine.amax(0) // mine.sum(0).clamp(min=1))
-        for source, (found, _) in enumerate(results):
-            begins = found["stage_begin"][dest]
-            first = counts[source, : dest * num_local].sum()
-            assert torch.equal(begins, (first + share.minimum(mine[source]).sum(1)).int())
-            order = places[source].lane_order[first : first + mine[source].sum(), 0]
-            assert ((order[:, None] < limits).sum(0) <= begins - first).all()
+        owner, is_first = owner_of(ids, num_experts, num_ranks), want.first_place == want.lane_place
+        for rank, count in enumerate(num_rows):
+            here = owner == rank
+            originals = torch.where(is_first, -1, want.first_place)
+            first_place[rank][want.lane_place[here].long()] = originals[here]
+            first_rows = [
+                (place, token)
+                for token, lane in (here & is_first).nonzero().tolist()
+                for place in [int(want.lane_place[token, lane])]
+            ]
+            stage_rows = max(1, -(-int(count) // stages))
+            for stage in range(stages):
+                pushed = found["to_push"][rank, stage, : found["num_to_push"][rank, stage]]
+                in_stage = [lane for lane in first_rows if lane[0] // stage_rows == stage]
+                assert sorted(map(tuple, pushed.tolist())) == sorted(in_stage)
+    for (found, _), want in zip(results, first_place, strict=True):
+        assert torch.equal(found["first_place"][: len(want)], want)
 
 
 def check_records(results, topk_idx, topk_weights, num_experts, back_stages):
@@ -186,6 +187,7 @@ def check_rows(results, x, topk_idx, num_experts, stages):
             tokens = here.nonzero()[:, 0]
             expected[places[source].lane_place[here].long()] = x[source].view(torch.uint8)[tokens]
         assert torch.equal(found["expert_rows"], expected)
+        assert found["is_repeated"].all()
         there, back = found["raised"]
         assert there[:stages].all()
         assert not there[stages:].any()
@@ -270,8 +272,8 @@ def test_the_example_of_the_oracle():
     assert second.expert_offsets.tolist() == [0, 2, 4]
     assert first.lane_place.tolist() == [[0, 3], [1, 2]]
     assert second.lane_place.tolist() == [[2, 0], [1, 3]]
-    assert first.lane_order.tolist() == [[0, 0], [2, 1], [1, 1], [3, 0]]
-    assert second.lane_order.tolist() == [[1, 1], [3, 1], [0, 0], [2, 0]]
+    assert first.first_place.tolist() == [[0, 3], [1, 2]]
+    assert second.first_place.tolist() == [[0, 0], [1, 1]]
 
 
 def test_the_example_of_the_exchange(pool):
@@ -282,8 +284,7 @@ def test_the_example_of_the_exchange(pool):
     assert found["expert_offsets"].tolist() == [0, 3, 4]
     assert other["expert_offsets"].tolist() == [0, 3, 8]
     assert found["expert_begin"].tolist() == [0, 3, 0, 3]
-    assert found["first_lane"].tolist() == [0, 2, 3, 4]
-    assert found["stage_begin"].tolist() == [[0, 2, 3], [3, 5, 7]]
+    assert found["num_rows"].tolist() == [4, 8]
 
 
 def test_the_example_of_the_deal(pool):
@@ -302,9 +303,12 @@ def test_the_example_of_the_places(pool):
     ids = torch.tensor(FOUR_TOKENS)
     x, weights = torch.zeros(4, 8), torch.zeros(4, 2)
     parts = PerRank([x]), PerRank([ids]), PerRank([weights])
-    [(found, _)] = pool.run(steps_on_rank, 4, 4, 1, 1, *parts, num_ranks=1)
+    [(found, _)] = pool.run(steps_on_rank, 4, 4, 2, 1, *parts, num_ranks=1)
     assert found["lane_place"].tolist() == [[0, 6], [4, 1], [7, 5], [2, 3]]
-    assert found["lane_order"][:, 1].tolist() == [0, 1, 3, 3, 1, 2, 0, 2]
+    assert found["first_place"][:8].tolist() == [-1, -1, -1, 2, 1, -1, 0, 5]
+    assert found["num_to_push"].tolist() == [[3, 1]]
+    assert sorted(found["to_push"][0, 0, :3, 1].tolist()) == [0, 1, 3]
+    assert found["to_push"][0, 1, :1, 1].tolist() == [2]
 
 
 def test_the_example_of_the_records(pool):
