@@ -17,10 +17,9 @@ from ..slots import Slots, next_power_of_2
 from ..stages import StagedSchedule
 from .layer_kernels import layer_sum_kernel, return_sums_kernel, staged_gemm_kernel
 
-RETURN_BATCH = 32
-"""Rows that a program looks up at a time."""
-RETURN_BYTES, RETURN_WARPS = 4096, 2
-"""Bytes of a row that a program sums at a time, and its warps."""
+RETURN_BYTES, RETURN_WARPS, RETURN_REGISTERS = 4096, 2, 152
+"""Bytes of a row that a program sums at a time, its warps, and the registers of a thread: two of
+these programs find room beside one of the GEMM."""
 SUM_BYTES, SUM_WARPS, SUM_PROGRAMS = 4096, 2, 8
 """The same for the sums of ranks, and programs per SM."""
 
@@ -78,33 +77,31 @@ def gemm_combine(
         OVERLAP=launches_overlap(),
         **early_launch(),
     )
-    if num_ranks > 1:
-        launched = return_sums_kernel[(2 if INTERPRETED else num_return_programs,)](
-            y,
-            schedule.computed,
-            schedule.returned,
-            slots.context.words,
-            num_programs,
-            returns.lanes.num_experts,
-            *sizes,
-            row.scales,
-            *offsets,
-            BATCH=RETURN_BATCH,
-            BLOCK_H=min(next_power_of_2(hidden), RETURN_BYTES // y.itemsize),
-            num_warps=RETURN_WARPS,
-            **common,
-        )
-        share_sms(launched)
+    launched = return_sums_kernel[(2 if INTERPRETED else num_return_programs,)](
+        y,
+        schedule.computed,
+        schedule.returned,
+        slots.context.words,
+        num_programs,
+        returns.lanes.num_experts,
+        *sizes,
+        row.scales,
+        *offsets,
+        BLOCK_H=min(next_power_of_2(hidden), RETURN_BYTES // y.itemsize),
+        num_warps=RETURN_WARPS,
+        maxnreg=RETURN_REGISTERS,
+        **common,
+    )
+    share_sms(launched)
     records = returns.records
     out = y.new_empty(len(records.send_head), hidden)
     launched = layer_sum_kernel[(2 if INTERPRETED else SUM_PROGRAMS * num_sms(y.device),)](
         out,
         y,
         records.send_head,
-        records.last_stage,
-        schedule.computed,
+        records.to_sum,
+        schedule.num_to_sum,
         slots.context.words,
-        num_programs,
         len(out),
         *sizes,
         *offsets,

@@ -19,7 +19,7 @@ from ..lang import (
 )
 from ..slots_kernels import metadata_flag, region, stage_counts_offset
 from ..stages_kernels import first_tiles, load_staged_tile, stage_of
-from ..tiles import BACK, deal_rows, notify_stage, wait_stage
+from ..tiles import BACK, deal, notify_stage, wait_stage
 from ..work import (
     arrive_after_tma,
     finish_call,
@@ -110,7 +110,6 @@ def return_sums_kernel(
     STAGES: tl.constexpr,
     RANKS: tl.constexpr,
     RANKS_PAD: tl.constexpr,
-    BATCH: tl.constexpr,
     BLOCK_H: tl.constexpr,
     OVERLAP: tl.constexpr,
 ):
@@ -126,7 +125,6 @@ def return_sums_kernel(
         ranks = tl.arange(0, RANKS_PAD)
         is_peer = (ranks < RANKS) & (ranks != rank)
         program, num_programs = tl.program_id(0), tl.num_programs(0)
-        own = region(rank, context) + header_bytes
         # The records that say which expert rows are of which token.
         records = metadata_flag(ranks, context)
         token = wait(records, is_peer, current_epoch(context), ranks, context, PHASE_METADATA)
@@ -140,48 +138,94 @@ def return_sums_kernel(
                 # fmt: on
             if token == 1:
                 rows = as_pointer(consume_token(y.to(tl.int64), token), y.dtype.element_ty)
+                first = consume_token(region(0, context), token)
                 counts = stage_counts_offset(num_experts) + stage * 4
-                regions = consume_token(region(ranks, context), token)
-                at = as_pointer(regions + counts, tl.int32)
+                theirs = first + ranks * tl.load(context + REGION_BYTES)
+                at = as_pointer(theirs + counts, tl.int32)
                 total = tl.max(tl.load(at, mask=is_peer, other=0), 0) * (RANKS - 1)
-                for first in range(program, total, num_programs * BATCH):
-                    peers, index = deal_rows(first, num_programs, RANKS - 1, BATCH)
-                    peers = (rank + 1 + peers) % RANKS
-                    theirs = consume_token(region(peers, context), token)
-                    inside = index < tl.load(as_pointer(theirs + counts, tl.int32))
-                    entry = theirs + header_bytes + index.to(tl.int64) * row_bytes + list_offset
-                    row = tl.load(as_pointer(entry + stage * 4, tl.int32), mask=inside, other=0)
-                    offset = row.to(tl.int64) * row_bytes
-                    record = tl.where(inside, theirs + header_bytes + offset + places_offset, 0)
-                    to = symm_at(own + offset, peers, context)
-                    here = tl.minimum(tl.cdiv(total - first, num_programs), BATCH)
-                    for number in range(0, here):
-                        # fmt: off
-                        return_row(
-                            _pick(to, number), rows, _pick(record, number), weights_offset, hidden,
-                            NUM_TOPK, BLOCK_H,
-                        )
-                        # fmt: on
+                list_at = header_bytes + list_offset + stage * 4
+                # A row takes three reads one behind the other: which it is, its record, the rows
+                # to add up. The first two are made for the next rows meanwhile.
+                # fmt: off
+                to, record = _find_row(
+                    program, total, first, counts, list_at, header_bytes, row_bytes, places_offset,
+                    rank, context, RANKS,
+                )
+                places, weights = load_record(record, weights_offset, 0, NUM_TOPK)
+                to_next, record_next = _find_row(
+                    program + num_programs, total, first, counts, list_at, header_bytes, row_bytes,
+                    places_offset, rank, context, RANKS,
+                )
+                for place in range(program, total, num_programs):
+                    to_then, record_then = _find_row(
+                        place + 2 * num_programs, total, first, counts, list_at, header_bytes,
+                        row_bytes, places_offset, rank, context, RANKS,
+                    )
+                    places_next, weights_next = load_record(
+                        record_next, weights_offset, 0, NUM_TOPK
+                    )
+                    return_row(
+                        to, rows, record, places, weights, weights_offset, hidden, NUM_TOPK, BLOCK_H
+                    )
+                    to, record, places, weights = to_next, record_next, places_next, weights_next
+                    to_next, record_next = to_then, record_then
+                # fmt: on
                 notify_stage(returned + stage, num_programs, BACK, stage, context, RANKS_PAD)
     wait_for_previous(OVERLAP)
 
 
 @device_function
-def _pick(values, index):
-    """One of a block of values."""
-    return tl.sum(tl.where(tl.arange(0, values.shape[0]) == index, values, 0), 0)
+def _find_row(
+    place,
+    total,
+    first_region,
+    counts,
+    list_at,
+    header_bytes,
+    row_bytes,
+    places_offset,
+    rank,
+    context,
+    RANKS: tl.constexpr,
+):
+    """(address that the row at a place of a stage returns to, that of its record, 0 for none): see
+    `tiles.deal`, of the `total` places for all peers."""
+    peer, index = deal(place, max(RANKS - 1, 1))
+    peer = (rank + 1 + peer) % RANKS
+    region_bytes = tl.load(context + REGION_BYTES)
+    theirs = first_region + peer * region_bytes
+    has = place < total
+    has = has & (index < tl.load(as_pointer(theirs + counts, tl.int32)))
+    entry = theirs + list_at + index.to(tl.int64) * row_bytes
+    row = tl.load(as_pointer(entry, tl.int32), mask=has, other=0)
+    offset = header_bytes + row.to(tl.int64) * row_bytes
+    to = symm_at(first_region + rank * region_bytes + offset, peer, context)
+    return to, tl.where(has, theirs + offset + places_offset, 0)
 
 
 @device_function
 def return_row(
-    to, y, record, weights_offset, hidden, NUM_TOPK: tl.constexpr, BLOCK_H: tl.constexpr
+    to,
+    y,
+    record,
+    places,
+    weights,
+    weights_offset,
+    hidden,
+    NUM_TOPK: tl.constexpr,
+    BLOCK_H: tl.constexpr,
 ):
-    """Sum the expert rows of a token and write them to the address `to`; no row for record 0."""
+    """Sum the expert rows of a token and write them to the address `to`; no row for record 0. See
+    `sum_lanes`."""
     to_row = as_pointer(to, y.dtype.element_ty)
     for column in range(0, hidden, BLOCK_H):
         columns = column + tl.arange(0, BLOCK_H)
         in_row = _in_row(columns, hidden, y)
-        total = sum_lanes(y, record, weights_offset, columns, in_row, hidden, NUM_TOPK)
+        # fmt: off
+        total = sum_lanes(
+            y, record, places, weights, weights_offset, columns, in_row, hidden, NUM_TOPK
+        )
+        # fmt: on
         values = round_to(total, y.dtype.element_ty)
         put(_items(to_row, columns), values, in_row & (record != 0))
 
@@ -200,46 +244,62 @@ def _items(row, columns):
 
 
 @device_function
-def sum_lanes(y, record, weights_offset, columns, in_row, hidden, NUM_TOPK: tl.constexpr):
+def load_record(record, weights_offset, first, NUM_TOPK: tl.constexpr):
+    """(places, weights) of LANES_AT_ONCE of a token's expert rows here, from number `first` on.
+
+    The record has the places, in top-k lane order, then -1, and `weights_offset` bytes behind them
+    the weights. No places for record 0.
+    """
+    places_at = as_pointer(record, tl.int32) + first
+    weights_at = as_pointer(record + weights_offset, tl.float32) + first
+    places = ()
+    weights = ()
+    for lane in tl.static_range(LANES_AT_ONCE):
+        has = (record != 0) & (first + lane < NUM_TOPK)
+        places = places + (tl.load(places_at + lane, mask=has, other=-1),)
+        weights = weights + (tl.load(weights_at + lane, mask=has, other=0.0),)
+    return places, weights
+
+
+@device_function
+def sum_lanes(
+    y, record, places, weights, weights_offset, columns, in_row, hidden, NUM_TOPK: tl.constexpr
+):
     """fp32 [C]: `columns` of a token's expert rows here times their weights, added up in the order
-    of its record: their places, in top-k lane order, then -1, and `weights_offset` bytes behind
-    these their weights. LANES_AT_ONCE rows are read before the first is added. 0 for record 0."""
-    places_at = as_pointer(record, tl.int32)
-    weights_at = as_pointer(record + weights_offset, tl.float32)
+    of its record, of which the first have been loaded. LANES_AT_ONCE are read at once."""
     total = tl.zeros([columns.shape[0]], tl.float32)
-    lane = tl.full((), 0, tl.int32)
-    more = record != 0
+    total = _add_rows(total, y, places, weights, columns, in_row, hidden)
+    first = tl.full((), LANES_AT_ONCE, tl.int32)
+    more = (first < NUM_TOPK) & (places[LANES_AT_ONCE - 1] >= 0)
     while more:
-        places = ()
-        weights = ()
-        for i in tl.static_range(LANES_AT_ONCE):
-            has = lane + i < NUM_TOPK
-            places = places + (tl.load(places_at + lane + i, mask=has, other=-1),)
-            weights = weights + (tl.load(weights_at + lane + i, mask=has, other=0.0),)
-        rows = ()
-        for i in tl.static_range(LANES_AT_ONCE):
-            row = y + places[i].to(tl.int64) * hidden
-            has = in_row & (places[i] >= 0)
-            rows = rows + (tl.load(_items(row, columns), mask=has, other=0.0),)
-        for i in tl.static_range(LANES_AT_ONCE):
-            total += tl.where(places[i] >= 0, weights[i], 0.0) * rows[i].to(tl.float32)
-        lane += LANES_AT_ONCE
-        more = (places[LANES_AT_ONCE - 1] >= 0) & (lane < NUM_TOPK)
+        others, their_weights = load_record(record, weights_offset, first, NUM_TOPK)
+        total = _add_rows(total, y, others, their_weights, columns, in_row, hidden)
+        first += LANES_AT_ONCE
+        more = (first < NUM_TOPK) & (others[LANES_AT_ONCE - 1] >= 0)
     return total
 
 
-@triton.jit(
-    do_not_specialize=["num_tokens", "num_gemm_programs"],
-    do_not_specialize_on_alignment=["computed"],
-)
+@device_function
+def _add_rows(total, y, places, weights, columns, in_row, hidden):
+    """`total` and the rows at `places` times their weights, one after the other."""
+    rows = ()
+    for lane in tl.static_range(LANES_AT_ONCE):
+        row = y + places[lane].to(tl.int64) * hidden
+        has = in_row & (places[lane] >= 0)
+        rows = rows + (tl.load(_items(row, columns), mask=has, other=0.0),)
+    for lane in tl.static_range(LANES_AT_ONCE):
+        total += tl.where(places[lane] >= 0, weights[lane], 0.0) * rows[lane].to(tl.float32)
+    return total
+
+
+@triton.jit(do_not_specialize=["num_tokens"], do_not_specialize_on_alignment=["num_to_sum"])
 def layer_sum_kernel(
     out,  # [T, H], out
     y,  # [M, H] expert rows
     send_head,  # int32 [T, R]: row * R + rank of each returned row, in the order of the sum
-    last_stage,  # int32 [T]: stage in which the last of them comes
-    computed,  # int64 [STAGES], see `staged_gemm_kernel`
+    to_sum,  # int32 [STAGES, T]: tokens of which the last comes in each stage
+    num_to_sum,  # int64 [STAGES]
     context,
-    num_gemm_programs,
     num_tokens,
     hidden,
     header_bytes,
@@ -257,58 +317,88 @@ def layer_sum_kernel(
     they returned them, this rank's own made here, and rounded as the others' are. fp32, rounded
     once. The last program finishes the call.
 
-    An early launch behind `return_sums_kernel`: it waits for all `num_gemm_programs` to have
-    computed everything, then, stage by stage, for what other ranks return.
+    An early launch behind `return_sums_kernel`. Stage by stage, when all ranks have returned their
+    rows; where this rank has, it has computed its own, and written what is to be summed.
     """
     rank = tl.load(context + RANK).to(tl.int32)
-    stages = tl.arange(0, triton.next_power_of_2(STAGES))
-    # fmt: off
-    token = wait(
-        (computed + stages).to(tl.int64), stages < STAGES, num_gemm_programs, stages * 0 + rank,
-        context, PHASE_TILES,
-    )
-    # fmt: on
-    if is_broken(context):
-        token = token * 0  # then nobody may have written the records
-    there = tl.full((), -1, tl.int32)  # stage up to which all rows are there
-    for number in range(tl.program_id(0), num_tokens, tl.num_programs(0)):
-        number_wide = tl.cast(number, tl.int64)
-        stage = tl.load(last_stage + number)
-        if (RANKS > 1) & (there < stage) & (token == 1):
-            token = wait_stage(BACK, stage, context, RANKS_PAD, PHASE_RETURNED_ROWS)
-            there = stage
+    program, num_programs = tl.program_id(0), tl.num_programs(0)
+    token = 1 - is_broken(context).to(tl.int32)
+    num_before = tl.full((), 0, tl.int32)
+    for stage in range(0, STAGES):
         if token == 1:
-            first = consume_token(region(0, context) + header_bytes, token)
-            rows = as_pointer(consume_token(y.to(tl.int64), token), y.dtype.element_ty)
-            region_bytes = tl.load(context + REGION_BYTES)
-            own_place = tl.full((), -1, tl.int32)
-            record = tl.full((), 0, tl.int64)
-            addresses = ()
-            for place in tl.static_range(RANKS):
-                head = tl.load(send_head + number * RANKS + place)
-                writer = tl.maximum(head, 0) % RANKS
-                row = tl.maximum(head, 0) // RANKS
-                at = first + writer * region_bytes + row.to(tl.int64) * row_bytes
-                is_own = (head >= 0) & (writer == rank)
-                own_place = tl.where(is_own, place, own_place)
-                record = tl.where(is_own, at + places_offset, record)
-                addresses = addresses + (tl.where((head >= 0) & (is_own == 0), at, 0),)
-            for column in range(0, hidden, BLOCK_H):
-                columns = column + tl.arange(0, BLOCK_H)
-                in_row = _in_row(columns, hidden, out)
-                own = sum_lanes(rows, record, weights_offset, columns, in_row, hidden, NUM_TOPK)
-                own = round_to(own, out.dtype.element_ty)
-                parts = ()
-                for place in tl.static_range(RANKS):
-                    theirs = as_pointer(addresses[place], out.dtype.element_ty)
-                    mask = in_row & (addresses[place] != 0)
-                    parts = parts + (tl.load(_items(theirs, columns), mask=mask, other=0.0),)
-                total = tl.zeros([BLOCK_H], tl.float32)
-                for place in tl.static_range(RANKS):
-                    total += tl.where(own_place == place, own, parts[place]).to(tl.float32)
-                to = _items(out + number_wide * hidden, columns)
-                tl.store(to, round_to(total, out.dtype.element_ty), mask=in_row)
+            token = wait_stage(BACK, stage, context, RANKS_PAD, PHASE_RETURNED_ROWS)
+        if token == 1:
+            tokens = consume_token((to_sum + stage * num_tokens.to(tl.int64)).to(tl.int64), token)
+            num_here = tl.load(num_to_sum + stage).to(tl.int32)
+            # Programs go on where they ended in the stage before.
+            begin = (program + num_programs - num_before % num_programs) % num_programs
+            num_before += num_here
+            for number in range(begin, num_here, num_programs):
+                # fmt: off
+                _sum_token(
+                    tl.load(as_pointer(tokens, tl.int32) + number), out, y, send_head, token, rank,
+                    context, hidden, header_bytes, row_bytes, places_offset, weights_offset,
+                    NUM_TOPK, RANKS, BLOCK_H,
+                )
+                # fmt: on
     wait_for_previous(OVERLAP)
     if is_broken(context) == 0:
         if is_last_program(context):
             finish_call(context)
+
+
+@device_function
+def _sum_token(
+    number,
+    out,
+    y,
+    send_head,
+    token,
+    rank,
+    context,
+    hidden,
+    header_bytes,
+    row_bytes,
+    places_offset,
+    weights_offset,
+    NUM_TOPK: tl.constexpr,
+    RANKS: tl.constexpr,
+    BLOCK_H: tl.constexpr,
+):
+    """The sum of one token: see `layer_sum_kernel`."""
+    first = consume_token(region(0, context) + header_bytes, token)
+    rows = as_pointer(consume_token(y.to(tl.int64), token), y.dtype.element_ty)
+    heads = as_pointer(consume_token(send_head.to(tl.int64), token), tl.int32) + number * RANKS
+    region_bytes = tl.load(context + REGION_BYTES)
+    own_place = tl.full((), -1, tl.int32)
+    record = tl.full((), 0, tl.int64)
+    addresses = ()
+    for place in tl.static_range(RANKS):
+        head = tl.load(heads + place)
+        writer = tl.maximum(head, 0) % RANKS
+        row = tl.maximum(head, 0) // RANKS
+        at = first + writer * region_bytes + row.to(tl.int64) * row_bytes
+        is_own = (head >= 0) & (writer == rank)
+        own_place = tl.where(is_own, place, own_place)
+        record = tl.where(is_own, at + places_offset, record)
+        addresses = addresses + (tl.where((head >= 0) & (is_own == 0), at, 0),)
+    for column in range(0, hidden, BLOCK_H):
+        columns = column + tl.arange(0, BLOCK_H)
+        in_row = _in_row(columns, hidden, out)
+        places, weights = load_record(record, weights_offset, 0, NUM_TOPK)
+        # fmt: off
+        own = sum_lanes(
+            rows, record, places, weights, weights_offset, columns, in_row, hidden, NUM_TOPK
+        )
+        # fmt: on
+        own = round_to(own, out.dtype.element_ty)
+        parts = ()
+        for place in tl.static_range(RANKS):
+            theirs = as_pointer(addresses[place], out.dtype.element_ty)
+            mask = in_row & (addresses[place] != 0)
+            parts = parts + (tl.load(_items(theirs, columns), mask=mask, other=0.0),)
+        total = tl.zeros([BLOCK_H], tl.float32)
+        for place in tl.static_range(RANKS):
+            total += tl.where(own_place == place, own, parts[place]).to(tl.float32)
+        to = _items(out + number.to(tl.int64) * hidden, columns)
+        tl.store(to, round_to(total, out.dtype.element_ty), mask=in_row)

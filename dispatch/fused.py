@@ -196,10 +196,11 @@ def dispatch_gemm(
 @dataclass(frozen=True, slots=True)
 class Records:
     """What a rank knows of the sums that come back to it: send_head int32 [T, R], see
-    `reference.send_plan`, and last_stage int32 [T], in which the last of a token's comes."""
+    `reference.send_plan`, and to_sum int32 [stages, T]: the tokens of which the last comes in each
+    stage, `StagedSchedule.num_to_sum` of them."""
 
     send_head: torch.Tensor
-    last_stage: torch.Tensor
+    to_sum: torch.Tensor
 
 
 def send_records(
@@ -215,7 +216,8 @@ def send_records(
     num_tokens, num_topk = lanes.topk_idx.shape
     num_ranks, row = slots.layout.num_ranks, lanes.row
     records = Records(
-        lane_place.new_empty((num_tokens, num_ranks)), lane_place.new_empty(num_tokens)
+        lane_place.new_empty((num_tokens, num_ranks)),
+        lane_place.new_empty((schedule.back_stages, num_tokens)),
     )
     launched = send_records_kernel[(len(lanes.layout.earlier_counts),)](
         lanes.topk_idx,
@@ -224,8 +226,9 @@ def send_records(
         lanes.layout.earlier_counts,
         places.num_rows,
         schedule.listed,
+        records.to_sum,
+        schedule.num_to_sum,
         records.send_head,
-        records.last_stage,
         slots.context.words,
         num_tokens,
         lanes.num_experts // num_ranks,

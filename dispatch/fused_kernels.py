@@ -25,11 +25,13 @@ from ..stages_kernels import return_begin
 from ..tiles import (
     THERE,
     deadline_from_now,
-    deal_rows,
+    deal,
     end_wait_tile,
     notify_stage,
     put_tile,
-    rows_per_stage,
+    short_stage,
+    stage_begin,
+    stage_of_row,
     wait_stage,
     wait_tile,
 )
@@ -122,8 +124,8 @@ def _look_up(
     BATCH: tl.constexpr,
 ):
     """(addresses [BATCH] that rows of a stage go to, 0 for none, their tokens), from its place
-    `first` on; see `tiles.deal_rows`."""
-    peers, rows = deal_rows(first, tl.num_programs(0), RANKS, BATCH)
+    `first` on; see `tiles.deal`."""
+    peers, rows = deal(first + tl.arange(0, BATCH) * tl.num_programs(0), RANKS)
     part = peers * stage_count + stage
     has = rows < tl.load(num_to_push + part)
     lane = tl.load(to_push + part.to(tl.int64) * num_tokens + rows, mask=has, other=0)
@@ -166,12 +168,13 @@ def repeat_rows_kernel(
             token = wait_stage(THERE, stage, context, RANKS_PAD)
         if token == 1:
             total = tl.load(num_rows)
-            stage_rows = rows_per_stage(total, stage_count)
-            end = tl.minimum((stage + 1) * stage_rows, total)
+            short = short_stage(total, stage_count)
+            start = stage_begin(stage, short, stage_count)
+            end = tl.minimum(stage_begin(stage + 1, short, stage_count), total)
             there = consume_token(rows.to(tl.int64), token)
             firsts = as_pointer(consume_token(first_place.to(tl.int64), token), tl.int32)
-            for begin in range(stage * stage_rows + program, end, num_programs * BATCH):
-                places = begin + tl.arange(0, BATCH) * num_programs
+            for first in range(start + program, end, num_programs * BATCH):
+                places = first + tl.arange(0, BATCH) * num_programs
                 source = tl.load(firsts + places, mask=places < end, other=-1)
                 # Rows that are to be copied come first.
                 keys = tl.where(source < 0, 0x7FFFFFFF, places).to(tl.int64) << 32
@@ -223,12 +226,12 @@ def dispatch_gemm_kernel(
     let_next_start(OVERLAP)
     num_m = tl.load(num_tiles)
     num_n = tl.cdiv(N, BLOCK_N // 2)
-    stage_rows = rows_per_stage(tl.load(num_rows), stage_count)
+    short = short_stage(tl.load(num_rows), stage_count)
     deadline = deadline_from_now(context)
     for tile in tl.range(tl.program_id(0), num_m * num_n, tl.num_programs(0), flatten=True):
         expert, row, end, block = load_tile(tiles, tile, num_m, num_n, GROUP_M)
         n = block * (BLOCK_N // 2)
-        counter = repeated + (end - 1) // stage_rows
+        counter = repeated + stage_of_row(end - 1, short, stage_count)
         row += wait_tile(counter, num_repeat_programs, deadline, context, OVERLAP)
         # fmt: off
         acc = gemm_tile(
@@ -243,7 +246,8 @@ def dispatch_gemm_kernel(
 
 
 @triton.jit(
-    do_not_specialize=["num_tokens", "num_local_experts"], do_not_specialize_on_alignment=["listed"]
+    do_not_specialize=["num_tokens", "num_local_experts"],
+    do_not_specialize_on_alignment=["listed", "num_to_sum"],
 )
 def send_records_kernel(
     topk_idx,  # int64 [T, K]
@@ -252,8 +256,9 @@ def send_records_kernel(
     earlier_counts,  # int32 [B, E + R], see `routing.Layout`
     num_rows,  # int32 [R], see `exchange_lanes_kernel`
     listed,  # int64 [R, BACK_STAGES]: rows listed so far
+    to_sum,  # int32 [BACK_STAGES, T], out: tokens of which the last row comes back in each stage
+    num_to_sum,  # int64 [BACK_STAGES], their numbers, 0 before
     send_head,  # int32 [T, R], out: see `send_plan_kernel`
-    last_stage,  # int32 [T], out: stage in which the last of a token's rows comes back
     context,
     num_tokens,
     num_local_experts,
@@ -315,7 +320,7 @@ def send_records_kernel(
                 begin = return_begin(tl.full((), other, tl.int32), total, BACK_STAGES)
                 stage += (begin <= last_place).to(tl.int32)
             returns = (goes > 0) & (peer != rank)
-            last = tl.maximum(last, tl.where(returns, stage, 0))
+            last = tl.maximum(last, tl.where(goes > 0, stage, 0))
             row = tl.load(earlier + peer) + tl.cumsum(goes, 0) - goes
             head = send_head + tokens * RANKS + place_in_sum(peer, owner, is_sent, RANKS)
             tl.store(head, tl.where(goes > 0, row * RANKS + peer, -1), mask=inside)
@@ -336,7 +341,9 @@ def send_records_kernel(
             index = tl.atomic_add(counter, one, mask=returns, sem="relaxed", scope="gpu")
             entry = own + index * row_bytes + list_offset + stage * 4
             put(as_pointer(symm_at(entry, peer, context), tl.int32), row, returns)
-        tl.store(last_stage + tokens, last, mask=inside)
+        one = tl.full([BLOCK], 1, tl.int64)
+        number = tl.atomic_add(num_to_sum + last, one, mask=inside, sem="relaxed", scope="gpu")
+        tl.store(to_sum + last.to(tl.int64) * num_tokens + number, tokens, mask=inside)
         if is_last_program(context):
             stages = tl.arange(0, triton.next_power_of_2(BACK_STAGES))
             real = stages < BACK_STAGES

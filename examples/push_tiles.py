@@ -19,7 +19,8 @@ def push_kernel(x, blocks, written, context, rank, N, W, STAGE, COUNT, RANKS: tl
     """Copy rows of x [N, W] to all ranks: a program takes every so-and-so-manieth (peer, row)."""
     for stage in range(0, COUNT):
         for first in range(tl.program_id(0), STAGE * RANKS, tl.num_programs(0) * 4):
-            peers, rows = tiles.deal_rows(first, tl.num_programs(0), RANKS, 4)
+            places = first + tl.arange(0, 4) * tl.num_programs(0)
+            peers, rows = tiles.deal(places, RANKS)
             inside = (rows < STAGE) & (stage * STAGE + rows < N)
             row = (stage * STAGE + rows).to(tl.int64)
             to = tl.where(inside, tl.load(blocks + peers) + (rank * N + row) * W * 4, 0)

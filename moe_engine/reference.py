@@ -114,6 +114,17 @@ Tile = tuple[int, int, int]
 """Expert, first row, number of rows."""
 
 
+def stage_begins(num_rows: int, num_stages: int) -> list[int]:
+    """The expert row that begins each stage of the way there, then num_rows; see `short_stage`.
+
+    20 rows, 4 stages, of which later ones are three times as long: [0, 3, 6, 15, 20].
+    """
+    lengths = [1 if stage < num_stages // 2 else 3 for stage in range(num_stages)]
+    short = max(1, -(-num_rows // sum(lengths)))
+    ends = itertools.accumulate(short * length for length in lengths)
+    return [0, *(min(end, num_rows) for end in ends)]
+
+
 def return_begins(num_rows: int, num_stages: int) -> list[int]:
     """The expert row that begins each stage of the way back, then num_rows; see `return_begin`.
 

@@ -20,7 +20,8 @@ class StagedSchedule:
     first_tile int32 [back_stages + 1]: the tile that begins each stage of the way back. Counters
     int64, from 0 on: pushed and repeated [stages], programs that have pushed and repeated their
     share of a stage; computed and returned [back_stages], those that have computed and returned
-    theirs; listed [R, back_stages]: rows that each rank gets back in each stage.
+    theirs; num_to_sum [back_stages]: tokens whose last row comes back in each stage; listed [R,
+    back_stages]: rows that each rank gets back in each stage.
     """
 
     tiles: torch.Tensor
@@ -47,8 +48,12 @@ class StagedSchedule:
         return self.counters[2 * self.stages + self.back_stages :][: self.back_stages]
 
     @property
+    def num_to_sum(self) -> torch.Tensor:
+        return self.counters[2 * (self.stages + self.back_stages) :][: self.back_stages]
+
+    @property
     def listed(self) -> torch.Tensor:
-        return self.counters[2 * (self.stages + self.back_stages) :]
+        return self.counters[2 * self.stages + 3 * self.back_stages :]
 
 
 def staged_schedule(
@@ -63,7 +68,7 @@ def staged_schedule(
     num_local_experts = expert_offsets.numel() - 1
     new = expert_offsets.new_empty
     max_tiles = triton.cdiv(max_expert_rows, block_m) + num_local_experts
-    num_counters = 2 * stages + (2 + num_ranks) * back_stages
+    num_counters = 2 * stages + (3 + num_ranks) * back_stages
     schedule = StagedSchedule(
         new(max_tiles, dtype=torch.int64),
         new(back_stages + 1),

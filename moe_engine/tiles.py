@@ -32,17 +32,17 @@ BACK = tl.constexpr(1)
 
 
 @device_function
-def deal_rows(first, step, num_peers, BATCH: tl.constexpr):
-    """(peers, rows) of BATCH rows that a program writes: places first, first + step, ... in the
-    sequence row 0 to each of `num_peers`, row 1 to each of them, ...
+def deal(place, num_peers):
+    """(peer, row) of a place, or a block of them, in the sequence row 0 to each of `num_peers`,
+    row 1 to each of them, ...
 
-    Traffic to all of them stays even, and programs `step` apart take all rows. Three peers: places
-    0 1 2 3 4 5 6 are (peer, row) (0, 0) (1, 0) (2, 0) (1, 1) (2, 1) (0, 1) (2, 2): each round
-    begins one further, so that with most steps a program comes to all peers.
+    Programs that take every so-and-so-manieth place take all rows, and traffic to all peers stays
+    even. Three peers: places 0 1 2 3 4 5 6 are (peer, row) (0, 0) (1, 0) (2, 0) (1, 1) (2, 1)
+    (0, 1) (2, 2): each round begins one further, so that with most steps a program comes to all
+    peers.
     """
-    places = first + tl.arange(0, BATCH) * step
-    rows = places // num_peers
-    return (places + rows) % num_peers, rows
+    row = place // num_peers
+    return (place + row) % num_peers, row
 
 
 @device_function
@@ -101,9 +101,26 @@ def wait_stage(way, stage, context, RANKS_PAD: tl.constexpr, PHASE: tl.constexpr
 
 
 @device_function
-def rows_per_stage(num_rows, stage_count):
-    """Rows of a receiver that each stage of the way there fills. 10 rows in 4 stages: 3 3 3 1."""
-    return tl.maximum(tl.cdiv(num_rows, stage_count), 1)
+def short_stage(num_rows, stage_count):
+    """Rows of a receiver that each of the first stages of the way there fills, half of them; each
+    later one fills three times as many. The first tiles begin soon, and most rows are pushed for
+    one of these: later ones are copies. 20 rows in 4 stages: 3 3 9 5."""
+    long = stage_count - stage_count // 2
+    return tl.maximum(tl.cdiv(num_rows, stage_count + 2 * long), 1)
+
+
+@device_function
+def stage_begin(stage, short, stage_count):
+    """The row that begins a stage of the way there; short: see `short_stage`."""
+    return short * (stage + 2 * tl.maximum(stage - stage_count // 2, 0))
+
+
+@device_function
+def stage_of_row(row, short, stage_count):
+    """The stage of the way there that fills a row."""
+    half = stage_count // 2
+    late = half + (row - half * short) // (3 * short)
+    return tl.where(row < half * short, row // short, late)
 
 
 @device_function

@@ -30,6 +30,7 @@ def compile_kernel(
     *,
     num_warps: int = 4,
     num_stages: int = 3,
+    maxnreg: int | None = None,
     unaligned: Iterable[str] = (),
 ) -> Compiled:
     """Compile `kernel` (under @triton.jit) for sm_`arch`.
@@ -50,7 +51,7 @@ def compile_kernel(
     built = triton.compile(
         ASTSource(kernel, types, dict(constexprs), attributes),
         target=GPUTarget("cuda", arch, 32),
-        options={"num_warps": num_warps, "num_stages": num_stages},
+        options={"num_warps": num_warps, "num_stages": num_stages, "maxnreg": maxnreg},
     )
     registers, stack, local = _resources(built.asm["cubin"])
     return Compiled(built.asm["ptx"], registers, stack + local, built.metadata.shared)

@@ -21,26 +21,27 @@ of_this_triton = pytest.mark.skipif(
 PROBLEM = dict(num_rows=65536, num_experts=32, num_columns=768, depth=2048)
 TYPES = {
     **dict.fromkeys(("x", "lane_place", "expert_begin", "first_place"), "*i32"),
-    **dict.fromkeys(("last_stage", "num_rows"), "*i32"),
+    **dict.fromkeys(("to_sum", "num_rows"), "*i32"),
     **dict.fromkeys(("earlier_counts", "send_head", "share_rows", "expert_offsets"), "*i32"),
     **dict.fromkeys(("num_tokens_per_expert", "num_tokens_per_rank", "rows"), "*i32"),
     **dict.fromkeys(("first_tile", "num_tiles", "num_rows"), "*i32"),
     **dict.fromkeys(("topk_idx", "pushed", "computed", "returned", "listed"), "*i64"),
     **dict.fromkeys(
-        ("tiles", "context", "to_push", "num_to_push", "repeated", "expert_rows"), "*i64"
+        ("tiles", "context", "to_push", "num_to_push", "num_to_sum", "repeated", "expert_rows"),
+        "*i64",
     ),
     **{"counters": "*i64", "topk_weights": "*fp32", "y": "*bf16", "out": "*bf16"},
 }
 SHAPE = {"NUM_TOPK": 8, "RANKS": 4, "RANKS_PAD": 4, "OVERLAP": True}
 
 
-def compile_layer(kernel, constexprs, arch=90, num_warps=4, num_stages=3, **types):
+def compile_layer(kernel, constexprs, arch=90, num_warps=4, num_stages=3, maxnreg=None, **types):
     names = kernel.arg_names
     constexprs = {name: value for name, value in (SHAPE | constexprs).items() if name in names}
     constexprs["OVERLAP"] = arch >= 90
     types = TYPES | types
     signature = {name: types.get(name, "i32") for name in names if name not in constexprs}
-    options = {"num_warps": num_warps, "num_stages": num_stages}
+    options = {"num_warps": num_warps, "num_stages": num_stages, "maxnreg": maxnreg}
     return compile_kernel(kernel, signature, constexprs, arch, **options)
 
 
@@ -78,9 +79,11 @@ def repeat(arch: int = 90):
 
 
 def returns(arch: int = 90, num_warps: int = combine_host.RETURN_WARPS, **changes: int):
-    sizes = {"BATCH": combine_host.RETURN_BATCH, "BLOCK_H": combine_host.RETURN_BYTES // 2}
+    sizes = {"BLOCK_H": combine_host.RETURN_BYTES // 2}
     kernel = layer_kernels.return_sums_kernel
-    return compile_layer(kernel, {"STAGES": 8, **sizes} | changes, arch, num_warps)
+    constexprs = {"STAGES": 8, **sizes} | changes
+    registers = combine_host.RETURN_REGISTERS
+    return compile_layer(kernel, constexprs, arch, num_warps, maxnreg=registers)
 
 
 def sums(arch: int = 90, num_warps: int = combine_host.SUM_WARPS, **changes: int):

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import itertools
+
 import cases
 import pytest
 import torch
@@ -88,7 +90,8 @@ def steps_on_rank(group, num_experts, max_tokens, stages, back_stages, x, topk_i
         "first_place": first_place,
         "is_repeated": schedule.repeated == repeaters,
         "send_head": records.send_head,
-        "last_stage": records.last_stage,
+        "to_sum": records.to_sum,
+        "num_to_sum": schedule.num_to_sum,
         "expert_rows": slots.expert_rows.local[: max_rows * row_bytes].view(max_rows, -1),
         "raised": raised == slots.context.words[Word.EPOCH] + 1,
     }
@@ -135,10 +138,10 @@ def check_places(results, topk_idx, num_experts, stages):
                 for token, lane in (here & is_first).nonzero().tolist()
                 for place in [int(want.lane_place[token, lane])]
             ]
-            stage_rows = max(1, -(-int(count) // stages))
-            for stage in range(stages):
+            begins = reference.stage_begins(int(count), stages)
+            for stage, (begin, end) in enumerate(itertools.pairwise(begins)):
                 pushed = found["to_push"][rank, stage, : found["num_to_push"][rank, stage]]
-                in_stage = [lane for lane in first_rows if lane[0] // stage_rows == stage]
+                in_stage = [lane for lane in first_rows if begin <= lane[0] < end]
                 assert sorted(map(tuple, pushed.tolist())) == sorted(in_stage)
     for (found, _), want in zip(results, first_place, strict=True):
         assert torch.equal(found["first_place"][: len(want)], want)
@@ -165,14 +168,17 @@ def check_records(results, topk_idx, topk_weights, num_experts, back_stages):
                 assert torch.equal(have_places[row][:count], lane_place[token][here])
                 assert (have_places[row][count:] == -1).all()
                 assert torch.equal(have_weights[row][:count], weights[token][here])
+                stage = int((begins <= lane_place[token][here].max()).sum())
+                last_stage[token] = max(last_stage[token], stage)
                 if rank != source:
-                    stage = int((begins <= lane_place[token][here].max()).sum())
                     rows_of_stage[stage].append(row)
-                    last_stage[token] = max(last_stage[token], stage)
             for stage, rows in enumerate(rows_of_stage):
                 assert have_counts[stage] == len(rows)
                 assert sorted(have_lists[: len(rows), stage].tolist()) == rows
-        assert found["last_stage"].tolist() == last_stage
+        for stage in range(back_stages):
+            tokens = found["to_sum"][stage, : found["num_to_sum"][stage]]
+            expected = [token for token, last in enumerate(last_stage) if last == stage]
+            assert sorted(tokens.tolist()) == expected
 
 
 def check_rows(results, x, topk_idx, num_experts, stages):
@@ -306,9 +312,9 @@ def test_the_example_of_the_places(pool):
     [(found, _)] = pool.run(steps_on_rank, 4, 4, 2, 1, *parts, num_ranks=1)
     assert found["lane_place"].tolist() == [[0, 6], [4, 1], [7, 5], [2, 3]]
     assert found["first_place"][:8].tolist() == [-1, -1, -1, 2, 1, -1, 0, 5]
-    assert found["num_to_push"].tolist() == [[3, 1]]
-    assert sorted(found["to_push"][0, 0, :3, 1].tolist()) == [0, 1, 3]
-    assert found["to_push"][0, 1, :1, 1].tolist() == [2]
+    assert found["num_to_push"].tolist() == [[2, 2]]
+    assert sorted(found["to_push"][0, :, :2, 1].flatten().tolist()) == [0, 1, 2, 3]
+    assert sorted(found["to_push"][0, 0, :2, 1].tolist()) == [0, 1]
 
 
 def test_the_example_of_the_records(pool):

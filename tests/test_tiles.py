@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import itertools
+
 import cases
 import torch
 import triton
@@ -9,13 +11,13 @@ import triton.language as tl
 from hypothesis import given
 from hypothesis import strategies as st
 
-from moe_engine import tiles
+from moe_engine import reference, tiles
 
 
 @triton.jit
 def store_rows(out, num_peers, BATCH: tl.constexpr):
     program, num_programs = tl.program_id(0), tl.num_programs(0)
-    peers, rows = tiles.deal_rows(program, num_programs, num_peers, BATCH)
+    peers, rows = tiles.deal(program + tl.arange(0, BATCH) * num_programs, num_peers)
     at = out + (program * BATCH + tl.arange(0, BATCH)) * 2
     tl.store(at, peers)
     tl.store(at + 1, rows)
@@ -50,25 +52,33 @@ def test_programs_take_each_row_once_in_even_rounds(pool, num_programs, num_peer
 
 
 @triton.jit
-def store_stage_rows(out, num_rows, stage_count):
-    tl.store(out, tiles.rows_per_stage(tl.load(num_rows), stage_count))
+def store_stages(begins, stages, sizes, stage_count, COUNT: tl.constexpr, ROWS: tl.constexpr):
+    short = tiles.short_stage(tl.load(sizes), stage_count)
+    stage = tl.arange(0, COUNT)
+    begin = tiles.stage_begin(stage, short, stage_count)
+    tl.store(begins + stage, tl.minimum(begin, tl.load(sizes)))
+    row = tl.arange(0, ROWS)
+    tl.store(stages + row, tiles.stage_of_row(row, short, stage_count))
 
 
-def stage_rows(group, num_rows, stage_count):
-    out = torch.zeros(1, dtype=torch.int32, device=cases.device())
-    store_stage_rows[(1,)](out, torch.full_like(out, num_rows), stage_count)
-    return int(out)
+def find_stages(group, num_rows, stage_count):
+    """(begin of each stage, then the number of rows; stage of each row)"""
+    new = torch.empty(64 + 256, dtype=torch.int32, device=cases.device())
+    sizes = torch.full((1,), num_rows, dtype=torch.int32, device=cases.device())
+    store_stages[(1,)](new, new[64:], sizes, stage_count, COUNT=64, ROWS=256)
+    return new[: stage_count + 1].tolist(), new[64:][:num_rows].tolist()
 
 
 def test_stages_of_the_example(pool):
-    [rows] = pool.run(stage_rows, 10, 4, num_ranks=1)
-    assert [min(rows, 10 - begin) for begin in range(0, 10, rows)] == [3, 3, 3, 1]
+    [(begins, stages)] = pool.run(find_stages, 20, 4, num_ranks=1)
+    assert begins == reference.stage_begins(20, 4) == [0, 3, 6, 15, 20]
+    assert stages == [0] * 3 + [1] * 3 + [2] * 9 + [3] * 5
 
 
-@given(num_rows=st.integers(0, 70) | st.integers(0, 2**30), stage_count=st.integers(1, 16))
-def test_stages_hold_all_rows_and_no_row_too_many(pool, num_rows, stage_count):
+@given(num_rows=st.integers(0, 256), stage_count=st.integers(1, 16))
+def test_rows_are_in_the_stage_that_holds_them(pool, num_rows, stage_count):
     cases.skip_where_shapes_compile(pool)
-    [rows] = pool.run(stage_rows, num_rows, stage_count, num_ranks=1)
-    assert rows >= 1
-    assert rows * stage_count >= num_rows
-    assert rows == 1 or (rows - 1) * stage_count < num_rows
+    [(begins, stages)] = pool.run(find_stages, num_rows, stage_count, num_ranks=1)
+    assert begins == reference.stage_begins(num_rows, stage_count)
+    lengths = [end - begin for begin, end in itertools.pairwise(begins)]
+    assert stages == [stage for stage, length in enumerate(lengths) for _ in range(length)]
