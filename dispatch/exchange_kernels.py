@@ -12,12 +12,15 @@ from ..context import (
     RANK,
     REPORT_ROWS,
     REPORT_SIGNATURE,
+    ROLE_EXCHANGE,
 )
 from ..lang import (
     as_pointer,
+    begin_span,
     consume_token,
     current_epoch,
     device_function,
+    end_span,
     is_broken,
     notify,
     put,
@@ -180,6 +183,7 @@ def exchange_lanes_kernel(
             put(counts + all_experts, tl.load(num_tokens_per_expert + all_experts, has, 0), has)
             _send_counts(program, context)
         return
+    since = begin_span()
     token = _wait_counts(context, RANKS_PAD)
     if token == 0:
         return
@@ -215,6 +219,7 @@ def exchange_lanes_kernel(
         share = tl.cdiv(rows.to(tl.int64) * most[None, :], tl.maximum(totals, 1)[None, :])
         inside = tl.minimum(share.to(tl.int32), mine[None, :])
         tl.store(begins, before + tl.sum(inside, 1), mask=stages <= stage_count)
+    end_span(ROLE_EXCHANGE, dest, since, context)
 
 
 # --- Both ----------------------------------------------------------------------------------------

@@ -3,13 +3,15 @@
 import triton
 import triton.language as tl
 
-from ..context import RANK
+from ..context import RANK, ROLE_PUSH, ROLE_RECORDS, ROLE_UP
 from ..grouped_gemm.kernels import finish_tile, gemm_tile
 from ..grouped_gemm.schedule_kernels import load_tile
 from ..lang import (
     as_pointer,
+    begin_span,
     current_epoch,
     device_function,
+    end_span,
     is_broken,
     notify,
     put,
@@ -72,6 +74,7 @@ def push_lanes_kernel(
     step = time_to_send(LANES * BLOCK_WORDS * 4, RANKS, num_programs * (RANKS - 1), context)
     due = take_turns(LANES * BLOCK_WORDS * 4, program, context)
     ranks = tl.arange(0, RANKS_PAD)
+    since = begin_span()
     # fmt: off
     to_next, token_next = _look_up(
         0, program, lane_order, stage_begin, expert_rows, stage_count, row_bytes, RANKS, BATCH
@@ -99,6 +102,7 @@ def push_lanes_kernel(
                 BLOCK_WORDS,
             )
         notify_stage(pushed + stage, num_programs, THERE, stage, context, RANKS_PAD)
+        since = end_span(ROLE_PUSH, stage, since, context)
     # fmt: on
 
 
@@ -160,6 +164,7 @@ def dispatch_gemm_kernel(
     num_n = tl.cdiv(N, BLOCK_N // 2)
     stage_rows = rows_per_stage(tl.load(num_rows), stage_count)
     deadline = deadline_from_now(context)
+    since = begin_span()
     for tile in tl.range(tl.program_id(0), num_m * num_n, tl.num_programs(0), flatten=True):
         expert, row, end, block = load_tile(tiles, tile, num_m, num_n, GROUP_M)
         n = block * (BLOCK_N // 2)
@@ -172,6 +177,7 @@ def dispatch_gemm_kernel(
             acc, out, None, None, None, 0, row, end, expert, n, N, "swiglu", SUBTILES
         )
         # fmt: on
+        since = end_span(ROLE_UP, tile, since, context)
     end_wait_tile(stage_count, deadline, context, RANKS_PAD)
     wait_for_previous(OVERLAP)
 
@@ -219,6 +225,7 @@ def send_records_kernel(
     0, 1, 3), for rank 1 [2, -1] [0, -1] [3, 1] (tokens 0, 1, 2).
     """
     let_next_start(OVERLAP)
+    since = begin_span()
     if is_broken(context) == 0:
         rank = tl.load(context + RANK).to(tl.int32)
         tokens = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
@@ -283,4 +290,5 @@ def send_records_kernel(
             flag = metadata_flag(rank, context)
             here = ranks < RANKS
             notify(flag + ranks * 0, ranks, here, current_epoch(context), context)
+    end_span(ROLE_RECORDS, tl.program_id(0), since, context)
     wait_for_previous(OVERLAP)

@@ -12,8 +12,10 @@ import triton.language as tl
 from .context import NUM_RANKS, PHASE_ROWS, RANK, TIMEOUT_NS
 from .lang import (
     as_pointer,
+    begin_span,
     current_epoch,
     device_function,
+    end_span,
     is_broken,
     notify,
     now_ns,
@@ -116,8 +118,12 @@ def wait_tile(
     Stages fill the rows in order, so the stage of the last one is waited for, from all ranks:
     see `lang.wait_inline`. A caller ends with `end_wait_tile`.
     """
-    flags = stage_flag(THERE, (end_row - 1) // stage_rows, 0, context)
-    return wait_inline(flags, deadline, context, RANKS, BEFORE_TMA)
+    since = begin_span()
+    stage = (end_row - 1) // stage_rows
+    flags = stage_flag(THERE, stage, 0, context)
+    zero = wait_inline(flags, deadline, context, RANKS, BEFORE_TMA)
+    end_span(PHASE_ROWS, stage, since, context)
+    return zero
 
 
 @device_function
