@@ -16,12 +16,6 @@ import triton
 import triton.language as tl
 
 RESULTS = Path(__file__).parent / "results"
-MODELS = {  # experts, hidden, expert intermediate, top-k
-    "mixtral-8x7b": (8, 4096, 14336, 2),
-    "qwen2-57b": (64, 3584, 2560, 8),
-    "qwen3-30b": (128, 2048, 768, 8),
-    "deepseek-v3": (256, 7168, 2048, 8),
-}
 FIELDS = (
     "bench verb model tokens ranks routing impl dtype us ratio_to ratio tflops remote_gbs "
     "num_comm_sms error commit device torch triton time"

@@ -20,11 +20,12 @@ import torch.distributed as dist
 import triton
 import triton.language as tl
 import typer
-from _common import MODELS, draw_topk, save, time_calls, time_graph
+from _common import draw_topk, save, time_calls, time_graph
 
 from moe_engine import Buffer, Options
 from moe_engine.emulation import RankPool, send_message
 from moe_engine.lang import ticks
+from moe_engine.layer_config import MODELS
 
 
 @dataclass(frozen=True)

@@ -19,11 +19,11 @@ import torch
 import torch.distributed as dist
 import triton
 import typer
-from _common import MODELS, draw_topk, save, silu_mul_kernel, time_calls, time_graph
+from _common import draw_topk, save, silu_mul_kernel, time_calls, time_graph
 
 from moe_engine import Buffer, LayerConfig, Options, moe_ffn
 from moe_engine.emulation import RankPool, send_message
-from moe_engine.layer_config import LayerProblem
+from moe_engine.layer_config import MODELS, LayerProblem
 
 UNFUSED = LayerConfig(num_stages=1, num_return_stages=1)
 ERROR = 6e-3

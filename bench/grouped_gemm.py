@@ -22,12 +22,13 @@ from typing import Annotated, Any
 import torch
 import triton
 import typer
-from _common import MODELS, save, silu_mul_kernel
+from _common import save, silu_mul_kernel
 from rich.console import Console
 from rich.table import Table
 
 from moe_engine.config import HBM_GBS
 from moe_engine.grouped_gemm import dgrad, grouped_gemm, wgrad
+from moe_engine.layer_config import MODELS
 
 os.environ["MOE_ENGINE_CACHE"] = tempfile.mkdtemp()
 EXPERTS = {"mixtral-8x7b": 2, "qwen2-57b": 16, "qwen3-30b": 32, "deepseek-v3": 64}

@@ -11,7 +11,7 @@ from triton.tools.tensor_descriptor import TensorDescriptor
 from ..config import GemmConfig
 from ..dispatch import Lanes, Records
 from ..grouped_gemm import num_compute_programs, num_sms, ragged
-from ..hardware import early_launch, launches_overlap, share_sms
+from ..hardware import early_launch, launches_overlap, leave_room, share_sms
 from ..lang import INTERPRETED
 from ..slots import Slots, next_power_of_2
 from ..stages import StagedSchedule
@@ -59,10 +59,12 @@ def gemm_combine(
         schedule.tiles,
         schedule.first_tile,
         schedule.computed,
+        slots.context.words,
         *w.shape[1:],
         STAGES=schedule.back_stages,
         OVERLAP=launches_overlap(),
         **config.launch_options(),
+        **leave_room(),
         **early_launch(),
     )
     share_sms(launched)

@@ -3,14 +3,25 @@
 import triton
 import triton.language as tl
 
-from ..context import PHASE_METADATA, PHASE_RETURNED_ROWS, PHASE_TILES, RANK, REGION_BYTES
+from ..context import (
+    PHASE_METADATA,
+    PHASE_RETURNED_ROWS,
+    PHASE_TILES,
+    RANK,
+    REGION_BYTES,
+    ROLE_DOWN,
+    ROLE_RETURN,
+    ROLE_SUM,
+)
 from ..grouped_gemm.kernels import finish_tile, gemm_tile
 from ..grouped_gemm.schedule_kernels import unpack_tile
 from ..lang import (
     as_pointer,
+    begin_span,
     consume_token,
     current_epoch,
     device_function,
+    end_span,
     is_broken,
     put,
     round_to,
@@ -43,6 +54,7 @@ def staged_gemm_kernel(
     tiles,  # int64 [max_tiles]
     first_tile,  # int32 [STAGES + 1]: tile that begins each stage
     computed,  # int64 [STAGES]: programs that have computed their tiles of each stage
+    context,
     N,
     K,
     STAGES: tl.constexpr,
@@ -67,6 +79,7 @@ def staged_gemm_kernel(
     num_programs = tl.num_programs(0)
     num_tiles = tl.load(first_tile + STAGES) * num_n
     stages = tl.arange(0, STAGES_PAD)
+    since = begin_span()
     for tile in tl.range(program, num_tiles, num_programs, flatten=True):
         word, block = load_staged_tile(tiles, tile, first_m, num_n, GROUP_M)
         expert, row, end_row = unpack_tile(word)
@@ -84,6 +97,7 @@ def staged_gemm_kernel(
         # fmt: off
         finish_tile(acc, out, None, None, None, 0, row, end_row, expert, n, N, "none", SUBTILES)
         # fmt: on
+        since = end_span(ROLE_DOWN, tile, since, context)
     last = program + (num_tiles - 1 - program + num_programs) // num_programs * num_programs
     before = stage_of(last - num_programs, first_m, num_n)
     arrive_after_tma(computed + stages, (stages >= before) & (stages < STAGES))
@@ -125,6 +139,7 @@ def return_sums_kernel(
         ranks = tl.arange(0, RANKS_PAD)
         is_peer = (ranks < RANKS) & (ranks != rank)
         program, num_programs = tl.program_id(0), tl.num_programs(0)
+        since = begin_span()
         # The records that say which expert rows are of which token.
         records = metadata_flag(ranks, context)
         token = wait(records, is_peer, current_epoch(context), ranks, context, PHASE_METADATA)
@@ -171,6 +186,7 @@ def return_sums_kernel(
                     to_next, record_next = to_then, record_then
                 # fmt: on
                 notify_stage(returned + stage, num_programs, BACK, stage, context, RANKS_PAD)
+            since = end_span(ROLE_RETURN, stage, since, context)
     wait_for_previous(OVERLAP)
 
 
@@ -324,6 +340,7 @@ def layer_sum_kernel(
     program, num_programs = tl.program_id(0), tl.num_programs(0)
     token = 1 - is_broken(context).to(tl.int32)
     num_before = tl.full((), 0, tl.int32)
+    since = begin_span()
     for stage in range(0, STAGES):
         if token == 1:
             token = wait_stage(BACK, stage, context, RANKS_PAD, PHASE_RETURNED_ROWS)
@@ -341,6 +358,7 @@ def layer_sum_kernel(
                     NUM_TOPK, RANKS, BLOCK_H,
                 )
                 # fmt: on
+        since = end_span(ROLE_SUM, stage, since, context)
     wait_for_previous(OVERLAP)
     if is_broken(context) == 0:
         if is_last_program(context):

@@ -12,12 +12,15 @@ from ..context import (
     RANK,
     REPORT_ROWS,
     REPORT_SIGNATURE,
+    ROLE_EXCHANGE,
 )
 from ..lang import (
     as_pointer,
+    begin_span,
     consume_token,
     current_epoch,
     device_function,
+    end_span,
     is_broken,
     notify,
     put,
@@ -171,6 +174,7 @@ def exchange_lanes_kernel(
             put(counts + all_experts, tl.load(num_tokens_per_expert + all_experts, has, 0), has)
             _send_counts(program, context)
         return
+    since = begin_span()
     token = _wait_counts(context, RANKS_PAD)
     if token == 0:
         return
@@ -188,6 +192,7 @@ def exchange_lanes_kernel(
         tl.store(num_rows + dest, tl.sum(totals, 0))
         if is_own:
             tl.store(expert_offsets + 1 + experts, ends, mask=real)
+    end_span(ROLE_EXCHANGE, dest, since, context)
 
 
 # --- Both ----------------------------------------------------------------------------------------

@@ -10,7 +10,7 @@ from triton.tools.tensor_descriptor import TensorDescriptor
 
 from ..config import GemmConfig
 from ..grouped_gemm import num_compute_programs, ragged
-from ..hardware import early_launch, launches_overlap, share_sms
+from ..hardware import early_launch, launches_overlap, leave_room, share_sms
 from ..lang import INTERPRETED
 from ..routing import Layout, Places
 from ..slots import RowLayout, Slots, layer_row, next_power_of_2
@@ -187,6 +187,7 @@ def dispatch_gemm(
         RANKS_PAD=next_power_of_2(slots.layout.num_ranks),
         OVERLAP=launches_overlap(),
         **config.launch_options(),
+        **leave_room(),
         **early_launch(),
     )
     share_sms(launched)

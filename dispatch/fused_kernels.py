@@ -3,14 +3,16 @@
 import triton
 import triton.language as tl
 
-from ..context import RANK
+from ..context import RANK, ROLE_PUSH, ROLE_RECORDS, ROLE_REPEAT, ROLE_UP
 from ..grouped_gemm.kernels import finish_tile, gemm_tile
 from ..grouped_gemm.schedule_kernels import load_tile
 from ..lang import (
     as_pointer,
+    begin_span,
     consume_token,
     current_epoch,
     device_function,
+    end_span,
     is_broken,
     notify,
     put,
@@ -79,6 +81,7 @@ def push_lanes_kernel(
     step = time_to_send(LANES * BLOCK_WORDS * 4, RANKS, num_programs * (RANKS - 1), context)
     due = take_turns(LANES * BLOCK_WORDS * 4, program, context)
     ranks = tl.arange(0, RANKS_PAD)
+    since = begin_span()
     # fmt: off
     to_next, token_next = _look_up(
         0, program, to_push, num_to_push, expert_rows, num_tokens, stage_count, row_bytes, RANKS,
@@ -107,6 +110,7 @@ def push_lanes_kernel(
                 BLOCK_WORDS,
             )
         notify_stage(pushed + stage, num_programs, THERE, stage, context, RANKS_PAD)
+        since = end_span(ROLE_PUSH, stage, since, context)
     # fmt: on
 
 
@@ -163,6 +167,7 @@ def repeat_rows_kernel(
     let_next_start(OVERLAP)
     program, num_programs = tl.program_id(0), tl.num_programs(0)
     token = 1 - is_broken(context).to(tl.int32)
+    since = begin_span()
     for stage in range(0, stage_count):
         if token == 1:
             token = wait_stage(THERE, stage, context, RANKS_PAD)
@@ -189,6 +194,7 @@ def repeat_rows_kernel(
                 )
                 # fmt: on
             arrive(repeated + stage)
+        since = end_span(ROLE_REPEAT, stage, since, context)
     wait_for_previous(OVERLAP)
 
 
@@ -228,6 +234,7 @@ def dispatch_gemm_kernel(
     num_n = tl.cdiv(N, BLOCK_N // 2)
     short = short_stage(tl.load(num_rows), stage_count)
     deadline = deadline_from_now(context)
+    since = begin_span()
     for tile in tl.range(tl.program_id(0), num_m * num_n, tl.num_programs(0), flatten=True):
         expert, row, end, block = load_tile(tiles, tile, num_m, num_n, GROUP_M)
         n = block * (BLOCK_N // 2)
@@ -241,6 +248,7 @@ def dispatch_gemm_kernel(
             acc, out, None, None, None, 0, row, end, expert, n, N, "swiglu", SUBTILES
         )
         # fmt: on
+        since = end_span(ROLE_UP, tile, since, context)
     end_wait_tile(stage_count, deadline, context, RANKS_PAD)
     wait_for_previous(OVERLAP)
 
@@ -290,6 +298,7 @@ def send_records_kernel(
     0, 1, 3), for rank 1 [2, -1] [0, -1] [3, 1] (tokens 0, 1, 2).
     """
     let_next_start(OVERLAP)
+    since = begin_span()
     if is_broken(context) == 0:
         rank = tl.load(context + RANK).to(tl.int32)
         tokens = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
@@ -356,4 +365,5 @@ def send_records_kernel(
             flag = metadata_flag(rank, context)
             here = ranks < RANKS
             notify(flag + ranks * 0, ranks, here, current_epoch(context), context)
+    end_span(ROLE_RECORDS, tl.program_id(0), since, context)
     wait_for_previous(OVERLAP)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Annotated
@@ -19,6 +21,19 @@ app = typer.Typer(no_args_is_help=True, add_completion=False)
 @app.callback()
 def main() -> None:
     """A communication engine for mixture-of-experts layers."""
+
+
+@contextmanager
+def explained(console: Console) -> Iterator[None]:
+    """Say plainly what went wrong on a rank, where the engine knows."""
+    try:
+        yield
+    except RankError as error:
+        cause = error.errors[error.rank]
+        if not isinstance(cause, MoeEngineError):
+            raise
+        console.print(f"{type(cause).__name__}: {cause}", style="red", markup=False)
+        raise typer.Exit(1) from None
 
 
 @app.command()
@@ -59,14 +74,8 @@ def demo(
     kinds = [model] if model else [Kind.QWEN3_MOE, Kind.MIXTRAL]
     jobs = [Job(kind, device, tokens or length, new, backend) for kind in kinds]
     console.print(f"{ranks} ranks ({device}) read {tokens or length} bytes each.")
-    try:
+    with explained(console):
         results = run_jobs(jobs, ranks, console)
-    except RankError as error:
-        cause = error.errors[error.rank]
-        if not isinstance(cause, MoeEngineError):
-            raise
-        console.print(f"{type(cause).__name__}: {cause}", style="red", markup=False)
-        raise typer.Exit(1) from None
     passed = [report(job, outcomes, console) for job, outcomes in zip(jobs, results, strict=True)]
     draw(jobs, results, picture)
     console.print(f"The routing is drawn in {picture}.")
@@ -120,6 +129,43 @@ def layer(
     from .layer_config import LayerProblem, explain
 
     typer.echo(explain(LayerProblem(ranks, tokens, experts, topk, hidden, intermediate)))
+
+
+@app.command()
+def trace(
+    model: Annotated[
+        str | None,
+        typer.Option(help="Its shape.  [default: qwen3-30b on GPUs, tiny on the CPU]"),
+    ] = None,
+    tokens: Annotated[
+        int | None, typer.Option(min=1, help="Of each rank.  [default: 4096, or 64 on the CPU]")
+    ] = None,
+    ranks: Annotated[int, typer.Option(min=1, help="GPUs, or processes without them.")] = 4,
+    calls: Annotated[int, typer.Option(min=1, help="The last one is traced.")] = 10,
+    path: Annotated[Path, typer.Option(help="The trace, for Perfetto.")] = Path("trace.json"),
+    picture: Annotated[Path | None, typer.Option(help="Where to draw it.")] = None,
+) -> None:
+    """Record what each program of a layer does when, on all ranks."""
+    import torch
+
+    from .timeline import SHAPES, Job, draw, report, run_job
+    from .trace import save
+
+    on_gpus = torch.cuda.device_count() >= ranks
+    model = model or ("qwen3-30b" if on_gpus else "tiny")
+    if model not in SHAPES:
+        raise typer.BadParameter(f"the model is {model!r}; there are {', '.join(SHAPES)}")
+    device, length = ("cuda", 4096) if on_gpus else ("cpu", 64)
+    job = Job(model, tokens or length, calls, device)
+    console = Console()
+    with explained(console):
+        spans, clocks = run_job(job, ranks)
+    report(spans, clocks, console)
+    save(spans, path)
+    typer.echo(f"{len(spans)} spans are in {path}; https://ui.perfetto.dev shows them.")
+    if picture:
+        draw(spans, f"{model}, {job.tokens} tokens on each of {ranks} ranks ({device})", picture)
+        typer.echo(f"They are drawn in {picture}.")
 
 
 @app.command()

@@ -28,7 +28,8 @@ class Word(IntEnum):
     PACE = 17  # picoseconds that 1024 bytes to other ranks should take; 0: unpaced
     METADATA_FLAGS = 18  # as COUNT_FLAGS
     STAGE_FLAGS = 19  # as COUNT_FLAGS
-    PEERS = 20  # R addresses of the ranks' symmetric blocks, as mapped here
+    TRACE = 20  # address of this GPU's spans, see `ptx.write_span`; 0: they are not recorded
+    PEERS = 21  # R addresses of the ranks' symmetric blocks, as mapped here
 
 
 class Report(IntEnum):
@@ -56,6 +57,21 @@ class Phase(IntEnum):
     CAPACITY = 6
     METADATA = 7
     TILES = 8
+    CLOCKS = 9
+
+
+class Role(IntEnum):
+    """What a program of a layer does in a span of a trace. A span in a wait has its Phase for a
+    role."""
+
+    EXCHANGE = 16
+    PUSH = 17
+    REPEAT = 18
+    UP = 19
+    RECORDS = 20
+    DOWN = 21
+    RETURN = 22
+    SUM = 23
 
 
 MAX_STAGES = tl.constexpr(16)
@@ -82,6 +98,7 @@ PUSHED = tl.constexpr(int(Word.PUSHED))
 PACE = tl.constexpr(int(Word.PACE))
 METADATA_FLAGS = tl.constexpr(int(Word.METADATA_FLAGS))
 STAGE_FLAGS = tl.constexpr(int(Word.STAGE_FLAGS))
+TRACE = tl.constexpr(int(Word.TRACE))
 PEERS = tl.constexpr(int(Word.PEERS))
 PHASE_SLOT_FREE = tl.constexpr(int(Phase.SLOT_FREE))
 PHASE_COUNTS = tl.constexpr(int(Phase.COUNTS))
@@ -95,3 +112,12 @@ REPORT_ROWS = tl.constexpr(int(Report.ROWS))
 REPORT_BAD_IDS = tl.constexpr(int(Report.BAD_IDS))
 PHASE_METADATA = tl.constexpr(int(Phase.METADATA))
 PHASE_TILES = tl.constexpr(int(Phase.TILES))
+PHASE_CLOCKS = tl.constexpr(int(Phase.CLOCKS))
+ROLE_EXCHANGE = tl.constexpr(int(Role.EXCHANGE))
+ROLE_PUSH = tl.constexpr(int(Role.PUSH))
+ROLE_REPEAT = tl.constexpr(int(Role.REPEAT))
+ROLE_UP = tl.constexpr(int(Role.UP))
+ROLE_RECORDS = tl.constexpr(int(Role.RECORDS))
+ROLE_DOWN = tl.constexpr(int(Role.DOWN))
+ROLE_RETURN = tl.constexpr(int(Role.RETURN))
+ROLE_SUM = tl.constexpr(int(Role.SUM))

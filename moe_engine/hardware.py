@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 
-from .lang import INTERPRETED
+from .lang import INTERPRETED, TRACING
 
 LINK_GBS = {"NVIDIA H200": 331.0}
 """GB/s at which a GPU writes to others without queueing. Offered more, the link carries less: 298
@@ -30,6 +30,11 @@ def early_launch() -> dict[str, Any]:
     """Launch option: begin when all programs of the launch before have called
     `work.let_next_start`."""
     return {"launch_pdl": True} if launches_overlap() else {}
+
+
+def leave_room() -> dict[str, Any]:
+    """Launch option of a GEMM that others run beside: a traced one would take all registers."""
+    return {"maxnreg": 176} if TRACING and not INTERPRETED else {}
 
 
 def share_sms(compiled: Any) -> None:

@@ -20,9 +20,11 @@ from .context import (
     RANK,
     REPORT,
     TIMEOUT_NS,
+    TRACE,
 )
 from .ptx import INTERPRETED as INTERPRETED
-from .ptx import any_thread, fence_tma_loads, load_acquire, pause, poll_inline
+from .ptx import TRACING as TRACING
+from .ptx import any_thread, fence_tma_loads, load_acquire, pause, poll_inline, write_span
 from .ptx import as_pointer as as_pointer
 from .ptx import consume_token as consume_token
 from .ptx import device_function as device_function
@@ -65,6 +67,36 @@ def symm_at(address, rank, context):
 def own_block(context):
     """Address of this rank's symmetric block."""
     return tl.load(context + PEERS + tl.load(context + RANK))
+
+
+# --- Spans of a trace ------------------------------------------------------------------------
+
+
+if TRACING:
+
+    @device_function
+    def begin_span():
+        """The time, int64 ns, for `end_span`; without tracing 0, and neither leaves any code."""
+        return tl.cast(now_ns(), tl.int64)
+
+    @device_function
+    def end_span(role, item, since, context):
+        """Record that this program spent the time since `since` on `item` of a role (`context.Role`
+        or, for a wait, `context.Phase`). Returns the end, at which its next span may begin."""
+        return write_span(tl.load(context + TRACE), role, item, since)
+
+else:
+
+    @device_function
+    def begin_span():
+        """The time, int64 ns, for `end_span`; without tracing 0, and neither leaves any code."""
+        return tl.full((), 0, tl.int64)
+
+    @device_function
+    def end_span(role, item, since, context):
+        """Record that this program spent the time since `since` on `item` of a role (`context.Role`
+        or, for a wait, `context.Phase`). Returns the end, at which its next span may begin."""
+        return since
 
 
 # --- Rows ------------------------------------------------------------------------------------
@@ -171,6 +203,7 @@ def wait(flags, mask, epoch, peers, context, PHASE: tl.constexpr, BEFORE_TMA: tl
     (with BEFORE_TMA, before its TMA loads too). The compiler keeps loads behind the wait when
     their address went through `consume_token`. `>=`, not `==`: a fast peer may be a call ahead.
     """
+    since = begin_span()
     pointers = as_pointer(tl.where(mask, flags, own_block(context)), tl.int64)
     late = mask & (load_acquire(pointers) < epoch)
     state = tl.max(late.to(tl.int32), 0)  # 0: all are there; 1: some are late; 2: and past waiting
@@ -183,6 +216,7 @@ def wait(flags, mask, epoch, peers, context, PHASE: tl.constexpr, BEFORE_TMA: tl
     # Warps poll on their own and leave the loop one by one; the barrier gives them one answer.
     token = 1 - any_thread(state)
     tl.debug_barrier()  # again, as the compiler does not see that one
+    end_span(PHASE, 0, since, context)
     if token == 0:
         report_failure(tl.max(tl.where(late, peers, 0), 0), epoch, context, PHASE)
     if BEFORE_TMA:

@@ -7,6 +7,12 @@ from dataclasses import asdict, dataclass, replace
 from .context import MAX_STAGES
 from .errors import ShapeError
 
+MODELS = {  # experts, hidden, expert intermediate, top-k
+    "mixtral-8x7b": (8, 4096, 14336, 2),
+    "qwen2-57b": (64, 3584, 2560, 8),
+    "qwen3-30b": (128, 2048, 768, 8),
+    "deepseek-v3": (256, 7168, 2048, 8),
+}
 LINK_GBS = 300.0
 """What programs beside a GEMM move to other GPUs."""
 GEMM_TFLOPS = 650.0

@@ -1,6 +1,7 @@
-"""What Triton has no name for: clocks, acquiring loads, votes and fences, as inline PTX. Each has a
-twin for the CPU interpreter (`TRITON_INTERPRET=1`)."""
+"""What Triton has no name for: clocks, acquiring loads, votes, fences and the spans of a trace, as
+inline PTX. Each has a twin for the CPU interpreter (`TRITON_INTERPRET=1`)."""
 
+import os
 import time
 
 import triton
@@ -9,6 +10,11 @@ from triton.language.extra.cuda import globaltimer
 
 INTERPRETED: bool = triton.knobs.runtime.interpret
 """True when kernels of this process run on the CPU through Triton's interpreter."""
+
+TRACING: bool = os.environ.get("MOE_ENGINE_TRACE") == "1"
+"""True when kernels of this process record what they do when, see `trace.py`."""
+MAX_SPANS = tl.constexpr(1 << 20)
+"""Spans of a GPU that a trace has room for."""
 
 
 def device_function(function):  # type: ignore[no-untyped-def]
@@ -73,6 +79,30 @@ if INTERPRETED:
         while (load_acquire(counter) < value) & (tl.load(broken) == 0) & (now_ns() < deadline):
             pause()
         return tl.full((), 0, tl.int32)
+
+    @device_function
+    def write_span(buffer, role, item, since):
+        """Append a span that ends now to those at the address `buffer`, if it is not 0 and there is
+        room. Returns the end.
+
+        An int64 counts the spans, and from 16 bytes on each has int32 (role, item, program, place)
+        and int64 (since, end) in ns. place is SM * 64 + the program's first warp there, which no
+        two programs have at once; without SMs the program stands for one.
+        """
+        end = tl.full((), now_ns(), tl.int64)
+        if buffer != 0:
+            head = as_pointer(buffer, tl.int64)
+            slot = tl.atomic_add(head, 1)
+            if slot < MAX_SPANS:
+                program = tl.program_id(0)
+                words = as_pointer(buffer + 16 + slot * 32, tl.int32)
+                tl.store(words, role)
+                tl.store(words + 1, item)
+                tl.store(words + 2, program)
+                tl.store(words + 3, program * 64)
+                tl.store(head + 4 + slot * 4, since)
+                tl.store(head + 5 + slot * 4, end)
+        return end
 
 else:
 
@@ -194,6 +224,43 @@ else:
             "=r,l,l,l,l",
             [counter, value, deadline, broken],
             dtype=tl.int32,
+            is_pure=False,
+            pack=1,
+        )
+
+    @device_function
+    def write_span(buffer, role, item, since):
+        """Append a span that ends now to those at the address `buffer`, if it is not 0 and there is
+        room. Returns the end. One instruction without branches, for loops that are pipelined.
+
+        An int64 counts the spans, and from 16 bytes on each has int32 (role, item, program, place)
+        and int64 (since, end) in ns. place is SM * 64 + the program's first warp there, which no
+        two programs have at once.
+        """
+        return tl.inline_asm_elementwise(
+            """{
+            .reg .pred mine, fits;
+            .reg .b64 now, slot, at;
+            .reg .b32 thread, program, place, warp;
+            mov.u64 now, %globaltimer;
+            mov.u32 thread, %tid.x;
+            setp.eq.u32 mine, thread, 0;
+            setp.ne.and.s64 mine, $1, 0, mine;
+            mov.b64 slot, 0;
+            @mine atom.relaxed.gpu.global.add.u64 slot, [$1], 1;
+            setp.lt.and.s64 fits, slot, $5, mine;
+            mad.lo.s64 at, slot, 32, $1;
+            mov.u32 program, %ctaid.x;
+            mov.u32 place, %smid;
+            mov.u32 warp, %warpid;
+            mad.lo.u32 place, place, 64, warp;
+            @fits st.global.v4.b32 [at + 16], {$2, $3, program, place};
+            @fits st.global.v2.b64 [at + 32], {$4, now};
+            mov.b64 $0, now;
+            }""",
+            "=l,l,r,r,l,l",
+            [buffer, role, item, since, tl.full((), MAX_SPANS, tl.int64)],
+            dtype=tl.int64,
             is_pure=False,
             pack=1,
         )

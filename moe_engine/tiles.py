@@ -12,8 +12,10 @@ import triton.language as tl
 from .context import NUM_RANKS, PHASE_ROWS, RANK, TIMEOUT_NS
 from .lang import (
     as_pointer,
+    begin_span,
     current_epoch,
     device_function,
+    end_span,
     is_broken,
     notify,
     now_ns,
@@ -132,7 +134,10 @@ def wait_tile(counter, num_programs, deadline, context, BEFORE_TMA: tl.constexpr
     Stages fill the rows in order, so a tile waits for the stage of its last row. See
     `lang.wait_inline`; a caller ends with `end_wait_tile`.
     """
-    return wait_inline(counter, num_programs, deadline, context, BEFORE_TMA)
+    since = begin_span()
+    zero = wait_inline(counter, num_programs, deadline, context, BEFORE_TMA)
+    end_span(PHASE_ROWS, 0, since, context)
+    return zero
 
 
 @device_function

@@ -30,15 +30,15 @@ def compile_kernel(
     *,
     num_warps: int = 4,
     num_stages: int = 3,
-    maxnreg: int | None = None,
     unaligned: Iterable[str] = (),
+    **options: Any,
 ) -> Compiled:
     """Compile `kernel` (under @triton.jit) for sm_`arch`.
 
     signature: the type of each argument, as in {"x": "*bf16", "n": "i32", "a": "tensordesc<bf16[
     128, 64]>"}. constexprs: the values of the others, None for an absent tensor. Pointers are taken
     as multiples of 16 bytes, as torch allocates them, except those in `unaligned` and those under
-    the kernel's do_not_specialize and do_not_specialize_on_alignment.
+    the kernel's do_not_specialize and do_not_specialize_on_alignment. options: others of a launch.
     """
     types = {name: signature.get(name, "constexpr") for name in kernel.arg_names}
     unaligned = {*unaligned, *(p.name for p in kernel.params if p.do_not_specialize)}
@@ -51,7 +51,7 @@ def compile_kernel(
     built = triton.compile(
         ASTSource(kernel, types, dict(constexprs), attributes),
         target=GPUTarget("cuda", arch, 32),
-        options={"num_warps": num_warps, "num_stages": num_stages, "maxnreg": maxnreg},
+        options={"num_warps": num_warps, "num_stages": num_stages, **options},
     )
     registers, stack, local = _resources(built.asm["cubin"])
     return Compiled(built.asm["ptx"], registers, stack + local, built.metadata.shared)

@@ -11,6 +11,7 @@ from moe_engine.combine import layer_kernels
 from moe_engine.config import GemmConfig, GemmProblem, candidates
 from moe_engine.dispatch import exchange_kernels, fused, fused_kernels
 from moe_engine.experts import beside_sums
+from moe_engine.hardware import leave_room
 from moe_engine.routing_kernels import place_lanes_kernel
 from moe_engine.slots import round_up
 from moe_engine.stages_kernels import staged_schedule_kernel
@@ -35,13 +36,13 @@ TYPES = {
 SHAPE = {"NUM_TOPK": 8, "RANKS": 4, "RANKS_PAD": 4, "OVERLAP": True}
 
 
-def compile_layer(kernel, constexprs, arch=90, num_warps=4, num_stages=3, maxnreg=None, **types):
+def compile_layer(kernel, constexprs, arch=90, num_warps=4, num_stages=3, more=None, **types):
     names = kernel.arg_names
     constexprs = {name: value for name, value in (SHAPE | constexprs).items() if name in names}
     constexprs["OVERLAP"] = arch >= 90
     types = TYPES | types
     signature = {name: types.get(name, "i32") for name in names if name not in constexprs}
-    options = {"num_warps": num_warps, "num_stages": num_stages, "maxnreg": maxnreg}
+    options = {"num_warps": num_warps, "num_stages": num_stages, **(more or {})}
     return compile_kernel(kernel, signature, constexprs, arch, **options)
 
 
@@ -62,7 +63,8 @@ def gemm(kernel, config: GemmConfig, parts: int, arch: int = 90):
     }
     options = config.launch_options()
     launch = {name: options.pop(name) for name in ("num_warps", "num_stages")}
-    return compile_layer(kernel, {"STAGES": 8, **options}, arch, **launch, **descriptors)
+    constexprs = {"STAGES": 8, **options}
+    return compile_layer(kernel, constexprs, arch, more=leave_room(), **launch, **descriptors)
 
 
 def push(arch: int = 90):
@@ -83,7 +85,7 @@ def returns(arch: int = 90, num_warps: int = combine_host.RETURN_WARPS, **change
     kernel = layer_kernels.return_sums_kernel
     constexprs = {"STAGES": 8, **sizes} | changes
     registers = combine_host.RETURN_REGISTERS
-    return compile_layer(kernel, constexprs, arch, num_warps, maxnreg=registers)
+    return compile_layer(kernel, constexprs, arch, num_warps, more={"maxnreg": registers})
 
 
 def sums(arch: int = 90, num_warps: int = combine_host.SUM_WARPS, **changes: int):

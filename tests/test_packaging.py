@@ -21,7 +21,7 @@ LAYERS = (
     ("lang", "ptx", "checks", "hardware", "work", "layer_config"),
     ("slots", "slots_kernels", "words", "events", "buffer_config", "streams"),
     ("routing", "routing_kernels", "reference"),
-    ("tiles", "symm", "trace", "tune"),
+    ("tiles", "symm", "trace", "trace_kernels", "tune"),
     ("grouped_gemm",),
     ("stages", "stages_kernels"),
     ("dispatch", "combine", "experts"),
@@ -30,7 +30,8 @@ LAYERS = (
     ("service",),
     ("buffer",),
     ("layer", "autograd"),
-    ("moe_engine", "integrations", "models", "emulation", "demo", "report", "cli", "__main__"),
+    ("moe_engine", "integrations", "models", "emulation", "demo", "report", "timeline"),
+    ("cli", "__main__"),
 )
 LEVEL = {name: level for level, names in enumerate(LAYERS) for name in names}
 
