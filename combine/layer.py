@@ -20,8 +20,8 @@ from .layer_kernels import layer_sum_kernel, return_sums_kernel, staged_gemm_ker
 RETURN_BYTES, RETURN_WARPS, RETURN_REGISTERS = 4096, 2, 152
 """Bytes of a row that a program sums at a time, its warps, and the registers of a thread: two of
 these programs find room beside one of the GEMM."""
-SUM_BYTES, SUM_WARPS, SUM_PROGRAMS = 4096, 2, 8
-"""The same for the sums of ranks, and programs per SM."""
+SUM_BYTES, SUM_WARPS, SUM_REGISTERS, SUM_PROGRAMS = 4096, 2, 128, 8
+"""The same for the sums of up to 4 ranks, and programs per SM, which fill it."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -109,6 +109,7 @@ def gemm_combine(
         *offsets,
         BLOCK_H=min(next_power_of_2(hidden), SUM_BYTES // y.itemsize),
         num_warps=SUM_WARPS,
+        maxnreg=SUM_REGISTERS if num_ranks <= 4 else None,
         **common,
     )
     share_sms(launched)

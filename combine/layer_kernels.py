@@ -26,7 +26,10 @@ from ..lang import (
     put,
     round_to,
     symm_at,
+    take_turns,
+    time_to_send,
     wait,
+    wait_turn,
 )
 from ..slots_kernels import metadata_flag, region, stage_counts_offset
 from ..stages_kernels import first_tiles, load_staged_tile, stage_of
@@ -39,7 +42,7 @@ from ..work import (
     wait_for_previous,
 )
 
-LANES_AT_ONCE = tl.constexpr(4)
+LANES_AT_ONCE = tl.constexpr(3)
 """Expert rows of a token that a sum reads before it adds the first."""
 
 
@@ -139,6 +142,8 @@ def return_sums_kernel(
         ranks = tl.arange(0, RANKS_PAD)
         is_peer = (ranks < RANKS) & (ranks != rank)
         program, num_programs = tl.program_id(0), tl.num_programs(0)
+        turn_bytes = min(hidden, BLOCK_H) * y.dtype.element_ty.primitive_bitwidth // 8
+        step = time_to_send(turn_bytes, 1, num_programs, context)
         since = begin_span()
         # The records that say which expert rows are of which token.
         records = metadata_flag(ranks, context)
@@ -159,6 +164,7 @@ def return_sums_kernel(
                 at = as_pointer(theirs + counts, tl.int32)
                 total = tl.max(tl.load(at, mask=is_peer, other=0), 0) * (RANKS - 1)
                 list_at = header_bytes + list_offset + stage * 4
+                due = take_turns(turn_bytes, program, context)
                 # A row takes three reads one behind the other: which it is, its record, the rows
                 # to add up. The first two are made for the next rows meanwhile.
                 # fmt: off
@@ -179,8 +185,9 @@ def return_sums_kernel(
                     places_next, weights_next = load_record(
                         record_next, weights_offset, 0, NUM_TOPK
                     )
-                    return_row(
-                        to, rows, record, places, weights, weights_offset, hidden, NUM_TOPK, BLOCK_H
+                    due = return_row(
+                        to, rows, record, places, weights, weights_offset, hidden, due, step,
+                        NUM_TOPK, BLOCK_H,
                     )
                     to, record, places, weights = to_next, record_next, places_next, weights_next
                     to_next, record_next = to_then, record_then
@@ -228,11 +235,14 @@ def return_row(
     weights,
     weights_offset,
     hidden,
+    due,
+    step,
     NUM_TOPK: tl.constexpr,
     BLOCK_H: tl.constexpr,
 ):
-    """Sum the expert rows of a token and write them to the address `to`; no row for record 0. See
-    `sum_lanes`."""
+    """Sum the expert rows of a token and write them to the address `to`, BLOCK_H columns every
+    `step`; no row for record 0. Returns when the next columns are due. See `sum_lanes`, `put_rows`.
+    """
     to_row = as_pointer(to, y.dtype.element_ty)
     for column in range(0, hidden, BLOCK_H):
         columns = column + tl.arange(0, BLOCK_H)
@@ -243,7 +253,9 @@ def return_row(
         )
         # fmt: on
         values = round_to(total, y.dtype.element_ty)
+        due = wait_turn(due, step)
         put(_items(to_row, columns), values, in_row & (record != 0))
+    return due
 
 
 @device_function
@@ -345,19 +357,27 @@ def layer_sum_kernel(
         if token == 1:
             token = wait_stage(BACK, stage, context, RANKS_PAD, PHASE_RETURNED_ROWS)
         if token == 1:
+            first = consume_token(region(0, context) + header_bytes, token)
+            rows = as_pointer(consume_token(y.to(tl.int64), token), y.dtype.element_ty)
             tokens = consume_token((to_sum + stage * num_tokens.to(tl.int64)).to(tl.int64), token)
             num_here = tl.load(num_to_sum + stage).to(tl.int32)
             # Programs go on where they ended in the stage before.
             begin = (program + num_programs - num_before % num_programs) % num_programs
             num_before += num_here
-            for number in range(begin, num_here, num_programs):
+            # As in `return_sums_kernel`, what the next tokens need is read meanwhile.
+            number = _load_token(tokens, begin, num_here)
+            number_next = _load_token(tokens, begin + num_programs, num_here)
+            heads = _load_heads(send_head, number, RANKS)
+            for place in range(begin, num_here, num_programs):
+                number_then = _load_token(tokens, place + 2 * num_programs, num_here)
+                heads_next = _load_heads(send_head, number_next, RANKS)
                 # fmt: off
                 _sum_token(
-                    tl.load(as_pointer(tokens, tl.int32) + number), out, y, send_head, token, rank,
-                    context, hidden, header_bytes, row_bytes, places_offset, weights_offset,
-                    NUM_TOPK, RANKS, BLOCK_H,
+                    number, heads, out, rows, first, rank, context, hidden, row_bytes,
+                    places_offset, weights_offset, NUM_TOPK, RANKS, BLOCK_H,
                 )
                 # fmt: on
+                number, heads, number_next = number_next, heads_next, number_then
         since = end_span(ROLE_SUM, stage, since, context)
     wait_for_previous(OVERLAP)
     if is_broken(context) == 0:
@@ -366,16 +386,31 @@ def layer_sum_kernel(
 
 
 @device_function
+def _load_token(tokens, place, num_here):
+    """The token at a place of a list at the address `tokens`; -1 behind its end."""
+    return tl.load(as_pointer(tokens, tl.int32) + place, mask=place < num_here, other=-1)
+
+
+@device_function
+def _load_heads(send_head, number, RANKS: tl.constexpr):
+    """`send_head` of a token, RANKS scalars; -1 for token -1."""
+    heads = ()
+    for place in tl.static_range(RANKS):
+        head = tl.load(send_head + number * RANKS + place, mask=number >= 0, other=-1)
+        heads = heads + (head,)
+    return heads
+
+
+@device_function
 def _sum_token(
     number,
+    heads,
     out,
     y,
-    send_head,
-    token,
+    first_row,
     rank,
     context,
     hidden,
-    header_bytes,
     row_bytes,
     places_offset,
     weights_offset,
@@ -383,40 +418,44 @@ def _sum_token(
     RANKS: tl.constexpr,
     BLOCK_H: tl.constexpr,
 ):
-    """The sum of one token: see `layer_sum_kernel`."""
-    first = consume_token(region(0, context) + header_bytes, token)
-    rows = as_pointer(consume_token(y.to(tl.int64), token), y.dtype.element_ty)
-    heads = as_pointer(consume_token(send_head.to(tl.int64), token), tl.int32) + number * RANKS
+    """The sum of one token: see `layer_sum_kernel`. first_row: address of the rows in the region of
+    rank 0."""
     region_bytes = tl.load(context + REGION_BYTES)
-    own_place = tl.full((), -1, tl.int32)
     record = tl.full((), 0, tl.int64)
-    addresses = ()
     for place in tl.static_range(RANKS):
-        head = tl.load(heads + place)
-        writer = tl.maximum(head, 0) % RANKS
-        row = tl.maximum(head, 0) // RANKS
-        at = first + writer * region_bytes + row.to(tl.int64) * row_bytes
-        is_own = (head >= 0) & (writer == rank)
-        own_place = tl.where(is_own, place, own_place)
-        record = tl.where(is_own, at + places_offset, record)
-        addresses = addresses + (tl.where((head >= 0) & (is_own == 0), at, 0),)
+        at, writer = _place_of_head(heads[place], first_row, region_bytes, row_bytes, RANKS)
+        record = tl.where((at != 0) & (writer == rank), at + places_offset, record)
     for column in range(0, hidden, BLOCK_H):
         columns = column + tl.arange(0, BLOCK_H)
         in_row = _in_row(columns, hidden, out)
         places, weights = load_record(record, weights_offset, 0, NUM_TOPK)
         # fmt: off
         own = sum_lanes(
-            rows, record, places, weights, weights_offset, columns, in_row, hidden, NUM_TOPK
+            y, record, places, weights, weights_offset, columns, in_row, hidden, NUM_TOPK
         )
         # fmt: on
         own = round_to(own, out.dtype.element_ty)
-        parts = ()
-        for place in tl.static_range(RANKS):
-            theirs = as_pointer(addresses[place], out.dtype.element_ty)
-            mask = in_row & (addresses[place] != 0)
-            parts = parts + (tl.load(_items(theirs, columns), mask=mask, other=0.0),)
         total = tl.zeros([BLOCK_H], tl.float32)
-        for place in tl.static_range(RANKS):
-            total += tl.where(own_place == place, own, parts[place]).to(tl.float32)
+        for begin in tl.static_range(0, RANKS, LANES_AT_ONCE):
+            parts = ()
+            for place in tl.static_range(begin, min(begin + LANES_AT_ONCE, RANKS)):
+                at, writer = _place_of_head(heads[place], first_row, region_bytes, row_bytes, RANKS)
+                theirs = _items(as_pointer(at, out.dtype.element_ty), columns)
+                is_theirs = (at != 0) & (writer != rank)
+                part = tl.load(theirs, mask=in_row & is_theirs, other=0.0)
+                parts = parts + (part,)
+            for place in tl.static_range(begin, min(begin + LANES_AT_ONCE, RANKS)):
+                is_own = (heads[place] >= 0) & (heads[place] % RANKS == rank)
+                total += tl.where(is_own, own, parts[place - begin]).to(tl.float32)
         to = _items(out + number.to(tl.int64) * hidden, columns)
         tl.store(to, round_to(total, out.dtype.element_ty), mask=in_row)
+
+
+@device_function
+def _place_of_head(head, first_row, region_bytes, row_bytes, RANKS: tl.constexpr):
+    """(address of the row that an entry of `send_head` means, 0 for none, the rank that writes
+    it)."""
+    writer = tl.maximum(head, 0) % RANKS
+    row = tl.maximum(head, 0) // RANKS
+    at = first_row + writer * region_bytes + row.to(tl.int64) * row_bytes
+    return tl.where(head >= 0, at, 0), writer

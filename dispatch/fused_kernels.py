@@ -31,9 +31,9 @@ from ..tiles import (
     end_wait_tile,
     notify_stage,
     put_tile,
-    short_stage,
     stage_begin,
     stage_of_row,
+    stage_unit,
     wait_stage,
     wait_tile,
 )
@@ -173,9 +173,9 @@ def repeat_rows_kernel(
             token = wait_stage(THERE, stage, context, RANKS_PAD)
         if token == 1:
             total = tl.load(num_rows)
-            short = short_stage(total, stage_count)
-            start = stage_begin(stage, short, stage_count)
-            end = tl.minimum(stage_begin(stage + 1, short, stage_count), total)
+            unit = stage_unit(total, stage_count)
+            start = stage_begin(stage, unit, stage_count)
+            end = tl.minimum(stage_begin(stage + 1, unit, stage_count), total)
             there = consume_token(rows.to(tl.int64), token)
             firsts = as_pointer(consume_token(first_place.to(tl.int64), token), tl.int32)
             for first in range(start + program, end, num_programs * BATCH):
@@ -232,13 +232,13 @@ def dispatch_gemm_kernel(
     let_next_start(OVERLAP)
     num_m = tl.load(num_tiles)
     num_n = tl.cdiv(N, BLOCK_N // 2)
-    short = short_stage(tl.load(num_rows), stage_count)
+    unit = stage_unit(tl.load(num_rows), stage_count)
     deadline = deadline_from_now(context)
     since = begin_span()
     for tile in tl.range(tl.program_id(0), num_m * num_n, tl.num_programs(0), flatten=True):
         expert, row, end, block = load_tile(tiles, tile, num_m, num_n, GROUP_M)
         n = block * (BLOCK_N // 2)
-        counter = repeated + stage_of_row(end - 1, short, stage_count)
+        counter = repeated + stage_of_row(end - 1, unit, stage_count)
         row += wait_tile(counter, num_repeat_programs, deadline, context, OVERLAP)
         # fmt: off
         acc = gemm_tile(

@@ -148,6 +148,14 @@ def take_turns(num_bytes, program, context):
 
 
 @device_function
+def wait_turn(due, step):
+    """Wait until the time `due`, in `ticks`. Returns that of the next turn."""
+    while ticks() - due < 0:
+        pass
+    return due + step
+
+
+@device_function
 def put_rows(
     to, source, num_words, mask, due, step, ALIGNED: tl.constexpr, BLOCK_WORDS: tl.constexpr
 ):
@@ -163,9 +171,7 @@ def put_rows(
         words = start + tl.arange(0, BLOCK_WORDS)
         inside = mask[:, None] & row_mask(words, num_words, to.dtype.element_ty, ALIGNED)[None, :]
         values = tl.load(row_pointers(source, words, ALIGNED), mask=inside)
-        while ticks() - due < 0:
-            pass
-        due = due + step
+        due = wait_turn(due, step)
         put(row_pointers(to, words, ALIGNED), values, inside)
     return due
 

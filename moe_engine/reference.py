@@ -115,14 +115,13 @@ Tile = tuple[int, int, int]
 
 
 def stage_begins(num_rows: int, num_stages: int) -> list[int]:
-    """The expert row that begins each stage of the way there, then num_rows; see `short_stage`.
+    """The expert row that begins each stage of the way there, then num_rows; see `stage_begin`.
 
-    20 rows, 4 stages, of which later ones are three times as long: [0, 3, 6, 15, 20].
+    32 rows, 4 stages: [0, 5, 12, 21, 32].
     """
-    lengths = [1 if stage < num_stages // 2 else 3 for stage in range(num_stages)]
-    short = max(1, -(-num_rows // sum(lengths)))
-    ends = itertools.accumulate(short * length for length in lengths)
-    return [0, *(min(end, num_rows) for end in ends)]
+    unit = max(1, -(-num_rows // (2 * num_stages**2)))
+    begins = (unit * stage * (stage + num_stages) for stage in range(num_stages + 1))
+    return [min(begin, num_rows) for begin in begins]
 
 
 def return_begins(num_rows: int, num_stages: int) -> list[int]:

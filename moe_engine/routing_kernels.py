@@ -9,7 +9,7 @@ import triton.language as tl
 from .context import BAD_IDS, NUM_RANKS, RANK, REPORT_BAD_IDS
 from .lang import as_pointer, device_function, is_broken, put, report_words
 from .slots_kernels import COUNTS_AT, region
-from .tiles import short_stage, stage_of_row
+from .tiles import stage_of_row, stage_unit
 from .work import let_next_start, wait_for_previous
 
 
@@ -114,8 +114,8 @@ def place_lanes_kernel(
     bytes behind its expert rows, says of each row which one it copies, -1 for those pushed.
 
     One rank, topk_idx [[0, 3], [2, 0], [3, 2], [0, 1]]: lane_place [[0, 6], [4, 1], [7, 5], [2,
-    3]], so first_place is -1 -1 -1 2 1 -1 0 5, and with 2 stages, of 2 and 6 rows, tokens 0 1 are
-    pushed in the first one and 3 2 in the second.
+    3]], so first_place is -1 -1 -1 2 1 -1 0 5, and with 2 stages, of 3 and 5 rows, tokens 0 1 3 are
+    pushed in the first one and token 2 in the second.
     """
     first = tl.program_id(0) * BLOCK
     items = tl.arange(0, BLOCK * TOPK_PAD)
@@ -146,8 +146,8 @@ def place_lanes_kernel(
     owner = tl.where(valid, ids // num_local_experts, -1)
     nearest = first_of_token(place, owner, BLOCK, TOPK_PAD, RANKS)
     is_first = valid & (place == nearest)
-    short = short_stage(tl.load(num_rows + owner, mask=valid, other=1), stage_count)
-    part = owner * stage_count + stage_of_row(place, short, stage_count)
+    unit = stage_unit(tl.load(num_rows + owner, mask=valid, other=1), stage_count)
+    part = owner * stage_count + stage_of_row(place, unit, stage_count)
     one = tl.full([BLOCK * TOPK_PAD], 1, tl.int64)
     number = tl.atomic_add(num_to_push + part, one, mask=is_first, sem="relaxed", scope="gpu")
     packed = place.to(tl.int64) << 32 | tokens.to(tl.int64)

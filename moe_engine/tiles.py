@@ -103,26 +103,27 @@ def wait_stage(way, stage, context, RANKS_PAD: tl.constexpr, PHASE: tl.constexpr
 
 
 @device_function
-def short_stage(num_rows, stage_count):
-    """Rows of a receiver that each of the first stages of the way there fills, half of them; each
-    later one fills three times as many. The first tiles begin soon, and most rows are pushed for
-    one of these: later ones are copies. 20 rows in 4 stages: 3 3 9 5."""
-    long = stage_count - stage_count // 2
-    return tl.maximum(tl.cdiv(num_rows, stage_count + 2 * long), 1)
+def stage_unit(num_rows, stage_count):
+    """Of what the stages of the way there are multiples, so that they hold all rows of a receiver;
+    see `stage_begin`."""
+    return tl.maximum(tl.cdiv(num_rows, 2 * stage_count * stage_count), 1)
 
 
 @device_function
-def stage_begin(stage, short, stage_count):
-    """The row that begins a stage of the way there; short: see `short_stage`."""
-    return short * (stage + 2 * tl.maximum(stage - stage_count // 2, 0))
+def stage_begin(stage, unit, stage_count):
+    """The row that begins a stage of the way there; unit: see `stage_unit`. Stages become longer:
+    the first tiles begin soon, and later stages have fewer rows to push, as more of theirs are
+    copies. 32 rows in 4 stages, unit 1: 0, 5, 12, 21, and 32 for stage 4."""
+    return unit * stage * (stage + stage_count)
 
 
 @device_function
-def stage_of_row(row, short, stage_count):
-    """The stage of the way there that fills a row."""
-    half = stage_count // 2
-    late = half + (row - half * short) // (3 * short)
-    return tl.where(row < half * short, row // short, late)
+def stage_of_row(row, unit, stage_count):
+    """The stage of the way there that fills a row: the last whose begin is not behind it, the root
+    of a square, which 0.01 keeps from being rounded down."""
+    half = stage_count * 0.5
+    units = (row // unit).to(tl.float32)
+    return (tl.sqrt(units + half * half) - half + 0.01).to(tl.int32)
 
 
 @device_function

@@ -90,7 +90,10 @@ def returns(arch: int = 90, num_warps: int = combine_host.RETURN_WARPS, **change
 
 def sums(arch: int = 90, num_warps: int = combine_host.SUM_WARPS, **changes: int):
     sizes = {"STAGES": 8, "BLOCK_H": combine_host.SUM_BYTES // 2}
-    return compile_layer(layer_kernels.layer_sum_kernel, sizes | changes, arch, num_warps)
+    more = {} if "RANKS" in changes else {"maxnreg": combine_host.SUM_REGISTERS}
+    return compile_layer(
+        layer_kernels.layer_sum_kernel, sizes | changes, arch, num_warps, more=more
+    )
 
 
 @of_this_triton

@@ -312,9 +312,9 @@ def test_the_example_of_the_places(pool):
     [(found, _)] = pool.run(steps_on_rank, 4, 4, 2, 1, *parts, num_ranks=1)
     assert found["lane_place"].tolist() == [[0, 6], [4, 1], [7, 5], [2, 3]]
     assert found["first_place"][:8].tolist() == [-1, -1, -1, 2, 1, -1, 0, 5]
-    assert found["num_to_push"].tolist() == [[2, 2]]
-    assert sorted(found["to_push"][0, :, :2, 1].flatten().tolist()) == [0, 1, 2, 3]
-    assert sorted(found["to_push"][0, 0, :2, 1].tolist()) == [0, 1]
+    assert found["num_to_push"].tolist() == [[3, 1]]
+    assert sorted(found["to_push"][0, 0, :3, 1].tolist()) == [0, 1, 3]
+    assert found["to_push"][0, 1, :1, 1].tolist() == [2]
 
 
 def test_the_example_of_the_records(pool):

@@ -53,12 +53,12 @@ def test_programs_take_each_row_once_in_even_rounds(pool, num_programs, num_peer
 
 @triton.jit
 def store_stages(begins, stages, sizes, stage_count, COUNT: tl.constexpr, ROWS: tl.constexpr):
-    short = tiles.short_stage(tl.load(sizes), stage_count)
+    unit = tiles.stage_unit(tl.load(sizes), stage_count)
     stage = tl.arange(0, COUNT)
-    begin = tiles.stage_begin(stage, short, stage_count)
+    begin = tiles.stage_begin(stage, unit, stage_count)
     tl.store(begins + stage, tl.minimum(begin, tl.load(sizes)))
     row = tl.arange(0, ROWS)
-    tl.store(stages + row, tiles.stage_of_row(row, short, stage_count))
+    tl.store(stages + row, tiles.stage_of_row(row, unit, stage_count))
 
 
 def find_stages(group, num_rows, stage_count):
@@ -70,9 +70,9 @@ def find_stages(group, num_rows, stage_count):
 
 
 def test_stages_of_the_example(pool):
-    [(begins, stages)] = pool.run(find_stages, 20, 4, num_ranks=1)
-    assert begins == reference.stage_begins(20, 4) == [0, 3, 6, 15, 20]
-    assert stages == [0] * 3 + [1] * 3 + [2] * 9 + [3] * 5
+    [(begins, stages)] = pool.run(find_stages, 32, 4, num_ranks=1)
+    assert begins == reference.stage_begins(32, 4) == [0, 5, 12, 21, 32]
+    assert stages == [0] * 5 + [1] * 7 + [2] * 9 + [3] * 11
 
 
 @given(num_rows=st.integers(0, 256), stage_count=st.integers(1, 16))
