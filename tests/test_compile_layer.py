@@ -12,6 +12,7 @@ from moe_engine.config import GemmConfig, GemmProblem, candidates
 from moe_engine.dispatch import exchange_kernels, fused, fused_kernels
 from moe_engine.experts import beside_sums
 from moe_engine.hardware import leave_room
+from moe_engine.lang import TRACING
 from moe_engine.routing_kernels import place_lanes_kernel
 from moe_engine.slots import round_up
 from moe_engine.stages_kernels import staged_schedule_kernel
@@ -106,6 +107,17 @@ def test_what_runs_beside_a_gemm_finds_room():
         shared = multiplies.shared_bytes + 1024 + count * (beside.shared_bytes + 1024)
         assert shared <= 228 * 1024
     assert sums().spill_bytes == 0
+
+
+def test_kernels_record_where_they_are_told_to():
+    """By one instruction to the compiler, so that GEMMs stay pipelined: products are in flight
+    while the next rows are waited for."""
+    up = gemm(fused_kernels.dispatch_gemm_kernel, configs(128, gated=True)[0], 2)
+    down = gemm(layer_kernels.staged_gemm_kernel, configs(128)[0], 1)
+    for built in (up, down, push(), returns(), sums()):
+        assert ("%smid" in built.ptx) == TRACING
+    for built in (up, down):
+        assert "wgmma.wait_group.sync.aligned 1;" in built.ptx
 
 
 @pytest.mark.parametrize("arch", [80, 90])
