@@ -16,6 +16,7 @@ from moe_engine.lang import TRACING
 from moe_engine.routing_kernels import place_lanes_kernel
 from moe_engine.slots import round_up
 from moe_engine.stages_kernels import staged_schedule_kernel
+from moe_engine.trace_kernels import ping_kernel
 
 of_this_triton = pytest.mark.skipif(
     not triton.__version__.startswith("3.6."), reason="registers are those of Triton 3.6"
@@ -135,6 +136,7 @@ def test_all_compile(arch):
     sizes = {"TOPK_PAD": 8, "BLOCK": 32}
     compile_layer(place_lanes_kernel, {**sizes, "STEP": 32}, arch, 8)
     compile_layer(fused_kernels.send_records_kernel, {**sizes, "BACK_STAGES": 8}, arch)
+    compile_kernel(ping_kernel, {"times": "*i64", "context": "*i64"}, {"ROUNDS": 200}, arch)
     for kernel in (push, returns, sums):
         kernel(arch)
 
