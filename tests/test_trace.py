@@ -329,10 +329,13 @@ def test_command_line(tmp_path):
     assert picture.read_bytes().startswith(b"\x89PNG")
 
 
-def test_unknown_models_are_refused():
+def test_what_the_command_refuses():
     result = CliRunner().invoke(app, ["trace", "--model", "gpt"])
     assert result.exit_code == 2
     assert "deepseek-v3" in result.output
+    result = CliRunner().invoke(app, ["trace", "--model", "tiny", "--ranks", "3"])
+    assert result.exit_code == 2
+    assert "8 experts" in result.output
 
 
 def test_errors_of_ranks_are_told_plainly(monkeypatch):
