@@ -155,6 +155,8 @@ def trace(
     model = model or ("qwen3-30b" if on_gpus else "tiny")
     if model not in SHAPES:
         raise typer.BadParameter(f"the model is {model!r}; there are {', '.join(SHAPES)}")
+    if SHAPES[model][0] % ranks:
+        raise typer.BadParameter(f"{SHAPES[model][0]} experts do not divide among {ranks} ranks")
     device, length = ("cuda", 4096) if on_gpus else ("cpu", 64)
     job = Job(model, tokens or length, calls, device)
     console = Console()

@@ -101,9 +101,9 @@ class Recorder:
     def read(self, clock: Clock) -> list[Span]:
         """All spans since the last `clear`, on rank 0's clock. CapacityError for more than there is
         room for. Synchronises the current stream."""
-        count = int(self._buffer[0])
-        if count > MAX_SPANS.value:
-            raise CapacityError(f"{count} spans were recorded; a trace has room for {MAX_SPANS}.")
+        count, room = int(self._buffer[0]), MAX_SPANS.value
+        if count > room:
+            raise CapacityError(f"{count} spans were recorded; a trace has room for {room}.")
         records = self._buffer[2:].view(-1, 4)[:count].cpu()
         words = records.view(torch.int32).view(-1, 8)[:, :4].tolist()
         times = (records[:, 2:] - clock.ahead_ns).tolist()

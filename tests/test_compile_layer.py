@@ -12,9 +12,11 @@ from moe_engine.config import GemmConfig, GemmProblem, candidates
 from moe_engine.dispatch import exchange_kernels, fused, fused_kernels
 from moe_engine.experts import beside_sums
 from moe_engine.hardware import leave_room
+from moe_engine.lang import TRACING
 from moe_engine.routing_kernels import place_lanes_kernel
 from moe_engine.slots import round_up
 from moe_engine.stages_kernels import staged_schedule_kernel
+from moe_engine.trace_kernels import ping_kernel
 
 of_this_triton = pytest.mark.skipif(
     not triton.__version__.startswith("3.6."), reason="registers are those of Triton 3.6"
@@ -125,6 +127,17 @@ def test_what_runs_beside_a_gemm_finds_room():
     assert sums().spill_bytes == 0
 
 
+def test_kernels_record_where_they_are_told_to():
+    """By one instruction to the compiler, so that GEMMs stay pipelined: products are in flight
+    while the next rows are waited for."""
+    up = gemm(fused_kernels.dispatch_gemm_kernel, configs(128, gated=True)[0], 2)
+    down = gemm(layer_kernels.staged_gemm_kernel, configs(128)[0], 1)
+    for built in (up, down, push(), returns(), sums()):
+        assert ("%smid" in built.ptx) == TRACING
+    for built in (up, down):
+        assert "wgmma.wait_group.sync.aligned 1;" in built.ptx
+
+
 @pytest.mark.parametrize("arch", [80, 90])
 def test_all_compile(arch):
     compile_layer(
@@ -140,6 +153,7 @@ def test_all_compile(arch):
     sizes = {"TOPK_PAD": 8, "BLOCK": 32}
     compile_layer(place_lanes_kernel, {**sizes, "STEP": 32}, arch, 8)
     compile_layer(fused_kernels.send_records_kernel, {**sizes, "BACK_STAGES": 8}, arch)
+    compile_kernel(ping_kernel, {"times": "*i64", "context": "*i64"}, {"ROUNDS": 200}, arch)
     for kernel in (push, repeat, returns, sums):
         kernel(arch)
 
