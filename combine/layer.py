@@ -20,7 +20,7 @@ from .layer_kernels import layer_sum_kernel, return_sums_kernel, staged_gemm_ker
 RETURN_BYTES, RETURN_WARPS, RETURN_REGISTERS = 4096, 2, 152
 """Bytes of a row that a program sums at a time, its warps, and the registers of a thread: two of
 these programs find room beside one of the GEMM."""
-SUM_BYTES, SUM_WARPS, SUM_REGISTERS, SUM_PROGRAMS = 4096, 2, 128, 8
+SUM_BYTES, SUM_WARPS, SUM_REGISTERS, SUM_PROGRAMS = 4096, 2, 132, 7
 """The same for the sums of up to 4 ranks, and programs per SM, which fill it."""
 
 
@@ -57,11 +57,12 @@ def gemm_combine(
         TensorDescriptor.from_tensor(w, [1, config.block_n, config.block_k]),
         ragged(y[None], config.block_m, config.block_n // config.subtiles),
         schedule.tiles,
+        schedule.num_own,
         schedule.first_tile,
         schedule.computed,
         slots.context.words,
         *w.shape[1:],
-        STAGES=schedule.back_stages,
+        STAGES=schedule.back_stages + 1,
         OVERLAP=launches_overlap(),
         **config.launch_options(),
         **leave_room(),
@@ -103,7 +104,9 @@ def gemm_combine(
         records.send_head,
         records.to_sum,
         schedule.num_to_sum,
+        schedule.computed,
         slots.context.words,
+        num_programs,
         len(out),
         *sizes,
         *offsets,

@@ -48,13 +48,14 @@ LANES_AT_ONCE = tl.constexpr(3)
 
 @triton.jit(
     do_not_specialize=["N", "K"],
-    do_not_specialize_on_alignment=["tiles", "first_tile", "computed"],
+    do_not_specialize_on_alignment=["tiles", "num_own", "first_tile", "computed"],
 )
 def staged_gemm_kernel(
     a,  # ragged descriptor of [M, K]
     w,  # descriptor of the weights, see `gemm_tile`
     out,  # ragged descriptor of [1, M, N]
     tiles,  # int64 [max_tiles]
+    num_own,  # int32 [1], see `staged_schedule_kernel`
     first_tile,  # int32 [STAGES + 1]: tile that begins each stage
     computed,  # int64 [STAGES]: programs that have computed their tiles of each stage
     context,
@@ -80,11 +81,13 @@ def staged_gemm_kernel(
     first_m = first_tiles(first_tile, num_n, STAGES, STAGES_PAD)
     program = tl.program_id(0)
     num_programs = tl.num_programs(0)
-    num_tiles = tl.load(first_tile + STAGES) * num_n
+    own = tl.load(num_own)
+    num_m = tl.load(first_tile + STAGES)
+    num_tiles = num_m * num_n
     stages = tl.arange(0, STAGES_PAD)
     since = begin_span()
     for tile in tl.range(program, num_tiles, num_programs, flatten=True):
-        word, block = load_staged_tile(tiles, tile, first_m, num_n, GROUP_M)
+        word, block = load_staged_tile(tiles, tile, own, num_m, first_m, num_n, GROUP_M)
         expert, row, end_row = unpack_tile(word)
         n = block * BLOCK_N
         # fmt: off
@@ -320,14 +323,19 @@ def _add_rows(total, y, places, weights, columns, in_row, hidden):
     return total
 
 
-@triton.jit(do_not_specialize=["num_tokens"], do_not_specialize_on_alignment=["num_to_sum"])
+@triton.jit(
+    do_not_specialize=["num_tokens", "num_gemm_programs"],
+    do_not_specialize_on_alignment=["num_to_sum", "computed"],
+)
 def layer_sum_kernel(
     out,  # [T, H], out
     y,  # [M, H] expert rows
     send_head,  # int32 [T, R]: row * R + rank of each returned row, in the order of the sum
     to_sum,  # int32 [STAGES, T]: tokens of which the last comes in each stage
     num_to_sum,  # int64 [STAGES]
+    computed,  # int64 [STAGES + 1], see `staged_gemm_kernel`
     context,
+    num_gemm_programs,
     num_tokens,
     hidden,
     header_bytes,
@@ -345,12 +353,15 @@ def layer_sum_kernel(
     they returned them, this rank's own made here, and rounded as the others' are. fp32, rounded
     once. The last program finishes the call.
 
-    An early launch behind `return_sums_kernel`. Stage by stage, when all ranks have returned their
-    rows; where this rank has, it has computed its own, and written what is to be summed.
+    An early launch behind `return_sums_kernel`. When the last of all tiles, those of own rows, have
+    been computed, stage by stage as other ranks return theirs.
     """
     rank = tl.load(context + RANK).to(tl.int32)
     program, num_programs = tl.program_id(0), tl.num_programs(0)
-    token = 1 - is_broken(context).to(tl.int32)
+    lane = tl.arange(0, 1)
+    own = (computed + STAGES).to(tl.int64) + lane * 8
+    token = wait(own, lane == 0, num_gemm_programs, lane + rank, context, PHASE_TILES)
+    token = token * (1 - is_broken(context).to(tl.int32))  # else nobody may have written records
     num_before = tl.full((), 0, tl.int32)
     since = begin_span()
     for stage in range(0, STAGES):

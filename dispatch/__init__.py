@@ -3,10 +3,10 @@
 from .fused import (
     Lanes,
     Records,
+    copy_rows,
     dispatch_gemm,
     exchange_lanes,
     push_lanes,
-    repeat_rows,
     send_records,
 )
 from .launch import (
@@ -34,6 +34,7 @@ __all__ = [
     "Partition",
     "Records",
     "collect",
+    "copy_rows",
     "dispatch_gemm",
     "exchange",
     "exchange_lanes",
@@ -42,7 +43,6 @@ __all__ = [
     "push",
     "push_lanes",
     "release",
-    "repeat_rows",
     "row_layout",
     "send_metadata",
     "send_records",

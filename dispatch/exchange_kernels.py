@@ -122,8 +122,10 @@ def exchange_kernel(
 def exchange_lanes_kernel(
     num_tokens_per_expert,  # int32 [E]
     expert_offsets,  # int32 [L + 1], out: where each expert's rows begin here
-    num_rows,  # int32 [R], out: expert rows that each rank receives
+    remote_offsets,  # int32 [L + 1], out: the same of the rows that come from other ranks alone
+    num_remote,  # int32 [R], out: rows that each rank receives from others
     expert_begin,  # int32 [E], out: where each expert's rows begin on its rank
+    remote_begin,  # int32 [E], out: the same of the rows from other ranks alone
     num_to_push,  # int64 [R, S], out: 0
     context,
     num_local_experts,
@@ -142,8 +144,9 @@ def exchange_lanes_kernel(
     waits for those of all ranks and finds where rows begin on rank d.
 
     Example, 2 ranks of 2 experts: rank 0 has [2, 1, 1, 3] lanes for experts 0 to 3 and rank 1 has
-    [1, 0, 2, 2]. Rank 0 receives [3, 1] rows and rank 1 [3, 5]: num_rows [4, 8], expert_begin [0,
-    3, 0, 3], and expert_offsets [0, 3, 4] on rank 0.
+    [1, 0, 2, 2]. Rank 0 receives [3, 1] rows, [1, 0] of them from rank 1, and rank 1 [3, 5], [1, 3]
+    from rank 0: num_remote [1, 4], expert_begin [0, 3, 0, 3], remote_begin [0, 1, 0, 1], and on
+    rank 0 expert_offsets [0, 3, 4] and remote_offsets [0, 1, 1].
 
     An early launch behind the layout; see `exchange_kernel` for what follows.
     """
@@ -158,10 +161,13 @@ def exchange_lanes_kernel(
         to = num_to_push + dest * stage_count + stages
         tl.store(to, stages.to(tl.int64) * 0, mask=stages < stage_count)
         # No rows, should this give up on a lost peer: what follows may not know of it.
-        tl.store(num_rows + dest, 0)
+        tl.store(num_remote + dest, 0)
         if is_own:
+            zeros = tl.zeros_like(experts)
             tl.store(expert_offsets, 0)
-            tl.store(expert_offsets + 1 + experts, tl.zeros_like(experts), mask=real)
+            tl.store(remote_offsets, 0)
+            tl.store(expert_offsets + 1 + experts, zeros, mask=real)
+            tl.store(remote_offsets + 1 + experts, zeros, mask=real)
     wait_for_previous(OVERLAP)
     if is_broken(context):
         return
@@ -179,19 +185,25 @@ def exchange_lanes_kernel(
     if token == 0:
         return
     totals = tl.zeros([EXPERTS_PAD], tl.int32)
+    remote = tl.zeros([EXPERTS_PAD], tl.int32)
     num_others = tl.full((), 0, tl.int32)
     for source in tl.static_range(RANKS):
         counts, differs = _counts_of(source, signature, token, context)
         if differs:
             _report_signature(source, context)
             num_others += 1
-        totals += tl.load(counts + dest * num_local_experts + experts, mask=real, other=0)
+        sent = tl.load(counts + dest * num_local_experts + experts, mask=real, other=0)
+        totals += sent
+        remote += tl.where(source == dest, 0, sent)
     if num_others == 0:  # else they stay 0: the counts of another shape mean nothing
-        ends = tl.cumsum(totals, 0)
-        tl.store(expert_begin + dest * num_local_experts + experts, ends - totals, mask=real)
-        tl.store(num_rows + dest, tl.sum(totals, 0))
+        ends, remote_ends = tl.cumsum(totals, 0), tl.cumsum(remote, 0)
+        to = dest * num_local_experts + experts
+        tl.store(expert_begin + to, ends - totals, mask=real)
+        tl.store(remote_begin + to, remote_ends - remote, mask=real)
+        tl.store(num_remote + dest, tl.sum(remote, 0))
         if is_own:
             tl.store(expert_offsets + 1 + experts, ends, mask=real)
+            tl.store(remote_offsets + 1 + experts, remote_ends, mask=real)
     end_span(ROLE_EXCHANGE, dest, since, context)
 
 

@@ -12,19 +12,19 @@ from ..config import GemmConfig
 from ..grouped_gemm import num_compute_programs, ragged
 from ..hardware import early_launch, launches_overlap, leave_room, share_sms
 from ..lang import INTERPRETED
-from ..routing import Layout, Places
+from ..routing import LanePlaces, Layout, Places
 from ..slots import RowLayout, Slots, layer_row, next_power_of_2
 from ..stages import StagedSchedule
 from ..words import Words
 from .exchange_kernels import exchange_lanes_kernel
 from .fused_kernels import (
+    copy_rows_kernel,
     dispatch_gemm_kernel,
     push_lanes_kernel,
-    repeat_rows_kernel,
     send_records_kernel,
 )
 
-PUSH_BATCH, REPEAT_BATCH = 32, 64
+PUSH_BATCH, COPY_BATCH = 32, 64
 """Rows whose way a program looks up at a time."""
 PUSH_ROWS, PUSH_WORDS = 4, 512
 """Rows that a program copies at a time, and words of each. Twice as many in flight, or more warps,
@@ -58,15 +58,19 @@ def exchange_lanes(lanes: Lanes, stages: int, slots: Slots) -> Places:
     new, row = lanes.layout.earlier_counts.new_empty, lanes.row
     places = Places(
         new(num_local + 1),
+        new(num_local + 1),
         new(num_ranks),
+        new(num_experts),
         new(num_experts),
         new((num_ranks, stages), dtype=torch.int64),
     )
     launched = exchange_lanes_kernel[(2 * num_ranks,)](
         lanes.layout.num_tokens_per_expert,
         places.expert_offsets,
-        places.num_rows,
+        places.remote_offsets,
+        places.num_remote,
         places.expert_begin,
+        places.remote_begin,
         places.num_to_push,
         slots.context.words,
         num_local,
@@ -94,8 +98,8 @@ def push_lanes(
     num_programs: int,
     slots: Slots,
 ) -> None:
-    """Copy rows of x [T, H], one for each token and rank, to their places among the expert rows of
-    all ranks; to_push: see `routing.place_lanes`. The launch before it is the schedule's."""
+    """Copy rows of x [T, H], one for each token and other rank, to their places among the expert
+    rows of these; to_push: see `routing.place_lanes`. The launch before it is the schedule's."""
     num_ranks = slots.layout.num_ranks
     words = Words.of(x.shape[1], x.dtype)
     launched = push_lanes_kernel[(2 if INTERPRETED else num_programs,)](
@@ -122,31 +126,37 @@ def push_lanes(
     share_sms(launched)
 
 
-def repeat_rows(
+def copy_rows(
+    x: torch.Tensor,
     rows: torch.Tensor,
-    first_place: torch.Tensor,
+    copies: torch.Tensor,
+    own_order: torch.Tensor,
     places: Places,
     schedule: StagedSchedule,
     num_programs: int,
     slots: Slots,
 ) -> int:
-    """Copy expert rows [M, H] that have been pushed to the further experts of their tokens;
-    first_place int32 [M]: see `place_lanes_kernel`. Returns the number of programs that do so. The
-    launch before it is that of `push_lanes`."""
+    """Copy x [T, H] to this rank's own experts, and expert rows [M, H] that are pushed to further
+    experts of their tokens; copies int64 [M] and own_order: see `place_lanes_kernel`. Returns the
+    number of programs that do so. The launch before it is that of `push_lanes`."""
     words = Words.of(rows.shape[1], rows.dtype)
+    rank = slots.context.rank
     num_programs = 2 if INTERPRETED else num_programs
-    launched = repeat_rows_kernel[(num_programs,)](
+    launched = copy_rows_kernel[(num_programs,)](
+        words.view(x),
         words.view(rows),
-        first_place,
+        own_order,
+        copies,
         places.expert_offsets[-1:],
-        schedule.repeated,
+        places.num_remote[rank : rank + 1],
+        schedule.copied,
         slots.context.words,
         schedule.stages,
         words.num_words,
         rows.shape[1] * rows.itemsize,
         RANKS_PAD=next_power_of_2(slots.layout.num_ranks),
-        BATCH=REPEAT_BATCH,
-        LANES=REPEAT_BATCH if INTERPRETED else PUSH_ROWS,
+        BATCH=COPY_BATCH,
+        LANES=COPY_BATCH if INTERPRETED else PUSH_ROWS,
         ALIGNED=words.aligned,
         BLOCK_WORDS=min(next_power_of_2(words.num_words), PUSH_WORDS),
         OVERLAP=launches_overlap(),
@@ -160,14 +170,13 @@ def repeat_rows(
 def dispatch_gemm(
     a: torch.Tensor,
     w: torch.Tensor,
-    places: Places,
     schedule: StagedSchedule,
-    num_repeat_programs: int,
+    num_copy_programs: int,
     config: GemmConfig,
     slots: Slots,
 ) -> torch.Tensor:
     """silu(gate) * up [M, I] of the expert rows a [M, H] times w [L, 2I, H], while they arrive. The
-    launch before it is that of `repeat_rows`."""
+    launch before it is that of `copy_rows`."""
     num_columns, depth = w.shape[1] // 2, w.shape[2]
     out = a.new_empty(len(a), num_columns)
     block_n, by_part = config.block_n // 2, w.view(-1, num_columns, depth)
@@ -177,10 +186,9 @@ def dispatch_gemm(
         ragged(out[None], config.block_m, block_n // config.subtiles),
         schedule.tiles,
         schedule.first_tile[-1:],
-        places.expert_offsets[-1:],
-        schedule.repeated,
+        schedule.copied,
         slots.context.words,
-        num_repeat_programs,
+        num_copy_programs,
         schedule.stages,
         num_columns,
         depth,
@@ -206,7 +214,7 @@ class Records:
 
 def send_records(
     lanes: Lanes,
-    lane_place: torch.Tensor,
+    lane_places: LanePlaces,
     places: Places,
     schedule: StagedSchedule,
     header_bytes: int,
@@ -217,15 +225,16 @@ def send_records(
     num_tokens, num_topk = lanes.topk_idx.shape
     num_ranks, row = slots.layout.num_ranks, lanes.row
     records = Records(
-        lane_place.new_empty((num_tokens, num_ranks)),
-        lane_place.new_empty((schedule.back_stages, num_tokens)),
+        lane_places.place.new_empty((num_tokens, num_ranks)),
+        lane_places.place.new_empty((schedule.back_stages, num_tokens)),
     )
     launched = send_records_kernel[(len(lanes.layout.earlier_counts),)](
         lanes.topk_idx,
         lanes.topk_weights,
-        lane_place,
+        lane_places.place,
+        lane_places.position,
         lanes.layout.earlier_counts,
-        places.num_rows,
+        places.num_remote,
         schedule.listed,
         records.to_sum,
         schedule.num_to_sum,

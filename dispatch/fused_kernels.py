@@ -3,9 +3,9 @@
 import triton
 import triton.language as tl
 
-from ..context import RANK, ROLE_PUSH, ROLE_RECORDS, ROLE_REPEAT, ROLE_UP
+from ..context import RANK, ROLE_COPY, ROLE_PUSH, ROLE_RECORDS, ROLE_UP
 from ..grouped_gemm.kernels import finish_tile, gemm_tile
-from ..grouped_gemm.schedule_kernels import load_tile
+from ..grouped_gemm.schedule_kernels import tile_coordinates, unpack_tile
 from ..lang import (
     as_pointer,
     begin_span,
@@ -32,7 +32,6 @@ from ..tiles import (
     notify_stage,
     put_tile,
     stage_begin,
-    stage_of_row,
     stage_unit,
     wait_stage,
     wait_tile,
@@ -63,8 +62,8 @@ def push_lanes_kernel(
     BLOCK_WORDS: tl.constexpr,
     OVERLAP: tl.constexpr,
 ):
-    """Copy this rank's rows, one for each token and rank, to their places among the expert rows of
-    all ranks, its own included, stage by stage.
+    """Copy this rank's rows, one for each token and other rank, to their places among the expert
+    rows of these, stage by stage.
 
     Many programs of a warp: they find room on the SMs beside the GEMM's, and all together keep just
     as many bytes in flight as the links take; more would slow the GEMM down.
@@ -77,32 +76,32 @@ def push_lanes_kernel(
     if is_broken(context):
         return
     program, num_programs = tl.program_id(0), tl.num_programs(0)
-    # One rank's share of the rows stays here.
-    step = time_to_send(LANES * BLOCK_WORDS * 4, RANKS, num_programs * (RANKS - 1), context)
+    step = time_to_send(LANES * BLOCK_WORDS * 4, 1, num_programs, context)
     due = take_turns(LANES * BLOCK_WORDS * 4, program, context)
+    rank = tl.load(context + RANK).to(tl.int32)
     ranks = tl.arange(0, RANKS_PAD)
     since = begin_span()
     # fmt: off
     to_next, token_next = _look_up(
-        0, program, to_push, num_to_push, expert_rows, num_tokens, stage_count, row_bytes, RANKS,
-        BATCH,
+        0, program, to_push, num_to_push, expert_rows, num_tokens, stage_count, row_bytes, rank,
+        RANKS, BATCH,
     )
     for stage in range(0, stage_count):
         # The ways of a stage's first rows are looked up while those before it are copied. Their
         # number is not: Triton 3.6 takes a reduction that a loop hands on for its first value.
         counts = num_to_push + ranks * stage_count + stage
         most = tl.max(tl.load(counts, mask=ranks < RANKS, other=0), 0)
-        total = most.to(tl.int32) * RANKS
+        total = most.to(tl.int32) * (RANKS - 1)
         to, token = to_next, token_next
         to_next, token_next = _look_up(
             tl.minimum(stage + 1, stage_count - 1), program, to_push, num_to_push, expert_rows,
-            num_tokens, stage_count, row_bytes, RANKS, BATCH,
+            num_tokens, stage_count, row_bytes, rank, RANKS, BATCH,
         )
         for first in range(program, total, num_programs * BATCH):
             if first > program:
                 to, token = _look_up(
                     stage, first, to_push, num_to_push, expert_rows, num_tokens, stage_count,
-                    row_bytes, RANKS, BATCH,
+                    row_bytes, rank, RANKS, BATCH,
                 )
             num_rows = tl.minimum(tl.cdiv(total - first, num_programs), BATCH)
             due = put_tile(
@@ -124,12 +123,15 @@ def _look_up(
     num_tokens,
     stage_count,
     row_bytes,
+    rank,
     RANKS: tl.constexpr,
     BATCH: tl.constexpr,
 ):
     """(addresses [BATCH] that rows of a stage go to, 0 for none, their tokens), from its place
     `first` on; see `tiles.deal`."""
-    peers, rows = deal(first + tl.arange(0, BATCH) * tl.num_programs(0), RANKS)
+    places = first + tl.arange(0, BATCH) * tl.num_programs(0)
+    peers, rows = deal(places, max(RANKS - 1, 1))
+    peers = (rank + 1 + peers) % RANKS
     part = peers * stage_count + stage
     has = rows < tl.load(num_to_push + part)
     lane = tl.load(to_push + part.to(tl.int64) * num_tokens + rows, mask=has, other=0)
@@ -139,13 +141,16 @@ def _look_up(
 
 @triton.jit(
     do_not_specialize=["stage_count"],
-    do_not_specialize_on_alignment=["num_rows", "repeated"],
+    do_not_specialize_on_alignment=["num_rows", "num_remote", "copied"],
 )
-def repeat_rows_kernel(
+def copy_rows_kernel(
+    x,  # words [T, num_words]
     rows,  # words [M, num_words]: this rank's expert rows
-    first_place,  # int32 [M], see `place_lanes_kernel`
+    own_order,  # int64 [T * K], see `place_lanes_kernel`
+    copies,  # int64 [M], see `place_lanes_kernel`
     num_rows,  # int32 [1]
-    repeated,  # int64 [S]: programs that have copied their share of each stage
+    num_remote,  # int32 [1]: rows from other ranks
+    copied,  # int64 [2 * S]: programs that have copied their share of each stage
     context,
     stage_count,
     num_words,
@@ -157,50 +162,65 @@ def repeat_rows_kernel(
     BLOCK_WORDS: tl.constexpr,
     OVERLAP: tl.constexpr,
 ):
-    """Copy each pushed row to the further experts of its token on this rank, stage by stage.
+    """Copy this rank's own tokens to its expert rows, stage by stage, then each row that others
+    push to the further experts of its token here.
 
     The row that is copied came in the same stage or an earlier one. When all programs have arrived
-    at `repeated`, all rows of the stage are there, pushed ones too: what their ranks did before
-    they raised the stage's flags happens before a program sees these, and so before it arrives.
-    An early launch behind `push_lanes_kernel`, beside which it runs.
+    at `copied` all rows of the stage are there, pushed ones too: what their ranks did before they
+    raised the stage's flags happens before a program sees these, and so before it arrives. An early
+    launch behind `push_lanes_kernel`, beside which it runs.
     """
     let_next_start(OVERLAP)
     program, num_programs = tl.program_id(0), tl.num_programs(0)
     token = 1 - is_broken(context).to(tl.int32)
+    total = tl.load(num_remote)
+    num_own = tl.load(num_rows) - total
+    unit, own_unit = stage_unit(total, stage_count), stage_unit(num_own, stage_count)
     since = begin_span()
+    # fmt: off
+    for stage in range(0, stage_count):
+        start = stage_begin(stage, own_unit, stage_count)
+        end = tl.minimum(stage_begin(stage + 1, own_unit, stage_count), num_own)
+        if token == 1:
+            for first in range(start + program, end, num_programs * BATCH):
+                positions = first + tl.arange(0, BATCH) * num_programs
+                lane = tl.load(own_order + positions, mask=positions < end, other=0)
+                to = tl.where(positions < end, rows.to(tl.int64) + (lane >> 32) * row_bytes, 0)
+                here = tl.minimum(tl.cdiv(end - first, num_programs), BATCH)
+                put_tile(
+                    to, x + (lane & 0x7FFFFFFF) * num_words, here, num_words, ticks(), 0, LANES,
+                    ALIGNED, BLOCK_WORDS,
+                )
+            arrive(copied + stage)
     for stage in range(0, stage_count):
         if token == 1:
             token = wait_stage(THERE, stage, context, RANKS_PAD)
         if token == 1:
-            total = tl.load(num_rows)
-            unit = stage_unit(total, stage_count)
             start = stage_begin(stage, unit, stage_count)
             end = tl.minimum(stage_begin(stage + 1, unit, stage_count), total)
             there = consume_token(rows.to(tl.int64), token)
-            firsts = as_pointer(consume_token(first_place.to(tl.int64), token), tl.int32)
+            entries = as_pointer(consume_token(copies.to(tl.int64), token), tl.int64)
             for first in range(start + program, end, num_programs * BATCH):
-                places = first + tl.arange(0, BATCH) * num_programs
-                source = tl.load(firsts + places, mask=places < end, other=-1)
-                # Rows that are to be copied come first.
-                keys = tl.where(source < 0, 0x7FFFFFFF, places).to(tl.int64) << 32
-                keys = tl.sort(keys | (source & 0x7FFFFFFF).to(tl.int64))
-                is_copy = keys < 0x7FFFFFFF << 32
-                to = tl.where(is_copy, there + (keys >> 32) * row_bytes, 0)
+                positions = first + tl.arange(0, BATCH) * num_programs
+                entry = tl.load(entries + positions, mask=positions < end, other=-1)
+                entry = tl.sort(entry, descending=True)  # those to be copied come first
+                is_copy = entry >= 0
+                to = tl.where(is_copy, there + (entry >> 32) * row_bytes, 0)
                 words = as_pointer(there, rows.dtype.element_ty)
-                # fmt: off
+                original = tl.where(is_copy, entry & 0x7FFFFFFF, 0)
                 put_tile(
-                    to, words + (keys & 0x7FFFFFFF) * num_words, tl.sum(is_copy.to(tl.int32), 0),
-                    num_words, ticks(), 0, LANES, ALIGNED, BLOCK_WORDS,
+                    to, words + original * num_words, tl.sum(is_copy.to(tl.int32), 0), num_words,
+                    ticks(), 0, LANES, ALIGNED, BLOCK_WORDS,
                 )
-                # fmt: on
-            arrive(repeated + stage)
-        since = end_span(ROLE_REPEAT, stage, since, context)
+            arrive(copied + stage_count + stage)
+        since = end_span(ROLE_COPY, stage, since, context)
+    # fmt: on
     wait_for_previous(OVERLAP)
 
 
 @triton.jit(
-    do_not_specialize=["num_repeat_programs", "stage_count", "N", "K"],
-    do_not_specialize_on_alignment=["tiles", "num_tiles", "num_rows", "repeated"],
+    do_not_specialize=["num_copy_programs", "stage_count", "N", "K"],
+    do_not_specialize_on_alignment=["tiles", "num_tiles", "copied"],
 )
 def dispatch_gemm_kernel(
     a,  # ragged descriptor of the expert rows [M, K]
@@ -208,10 +228,9 @@ def dispatch_gemm_kernel(
     out,  # ragged descriptor of [1, M, N]
     tiles,  # int64 [max_tiles], in order of rows
     num_tiles,  # int32 [1]
-    num_rows,  # int32 [1]
-    repeated,  # int64 [S], see `repeat_rows_kernel`
+    copied,  # int64 [2 * S], see `copy_rows_kernel`
     context,
-    num_repeat_programs,
+    num_copy_programs,
     stage_count,
     N,
     K,
@@ -225,21 +244,21 @@ def dispatch_gemm_kernel(
 ):
     """out [M, N] = silu(gate) * up of the expert rows, each tile once its rows are there.
 
-    The grouped GEMM, but for the wait at each tile. An early launch behind `repeat_rows_kernel`, of
+    The grouped GEMM, but for the wait at each tile. An early launch behind `copy_rows_kernel`, of
     which all programs are running then; of what came before it, it reads only what the push has
     waited for.
     """
     let_next_start(OVERLAP)
     num_m = tl.load(num_tiles)
     num_n = tl.cdiv(N, BLOCK_N // 2)
-    unit = stage_unit(tl.load(num_rows), stage_count)
     deadline = deadline_from_now(context)
     since = begin_span()
     for tile in tl.range(tl.program_id(0), num_m * num_n, tl.num_programs(0), flatten=True):
-        expert, row, end, block = load_tile(tiles, tile, num_m, num_n, GROUP_M)
+        m, block = tile_coordinates(tile, num_m, num_n, GROUP_M)
+        word = tl.load(tiles + m)
+        expert, row, end = unpack_tile(word)
         n = block * (BLOCK_N // 2)
-        counter = repeated + stage_of_row(end - 1, unit, stage_count)
-        row += wait_tile(counter, num_repeat_programs, deadline, context, OVERLAP)
+        row += wait_tile(copied + (word >> 56), num_copy_programs, deadline, context, OVERLAP)
         # fmt: off
         acc = gemm_tile(
             a, w, row, end, expert, n, 0, K, K, False, False, 2, BLOCK_M, BLOCK_N, BLOCK_K
@@ -261,8 +280,9 @@ def send_records_kernel(
     topk_idx,  # int64 [T, K]
     topk_weights,  # float32 [T, K]
     lane_place,  # int32 [T, K], see `place_lanes_kernel`
+    lane_position,  # int32 [T, K]
     earlier_counts,  # int32 [B, E + R], see `routing.Layout`
-    num_rows,  # int32 [R], see `exchange_lanes_kernel`
+    num_remote,  # int32 [R], see `exchange_lanes_kernel`
     listed,  # int64 [R, BACK_STAGES]: rows listed so far
     to_sum,  # int32 [BACK_STAGES, T], out: tokens of which the last row comes back in each stage
     num_to_sum,  # int64 [BACK_STAGES], their numbers, 0 before
@@ -309,6 +329,7 @@ def send_records_kernel(
         at = tokens[:, None] * NUM_TOPK + lanes[None, :]
         ids = tl.load(topk_idx + at, mask=has, other=-1).to(tl.int32)
         place = tl.load(lane_place + at, mask=has, other=-1)
+        position = tl.load(lane_position + at, mask=has, other=0)
         weight = tl.load(topk_weights + at, mask=has, other=0.0)
         num_experts = num_local_experts * RANKS
         owner = tl.where(place >= 0, ids // num_local_experts, -1)
@@ -323,13 +344,13 @@ def send_records_kernel(
             here = owner == peer
             goes = tl.max(here.to(tl.int32), 1)
             stage = tl.zeros([BLOCK], tl.int32)
-            last_place = tl.max(tl.where(here, place, -1), 1)
-            total = tl.load(num_rows + peer)
+            last_position = tl.max(tl.where(here, position, -1), 1)
+            total = tl.load(num_remote + peer)
             for other in tl.static_range(1, BACK_STAGES):
                 begin = return_begin(tl.full((), other, tl.int32), total, BACK_STAGES)
-                stage += (begin <= last_place).to(tl.int32)
+                stage += (begin <= last_position).to(tl.int32)
             returns = (goes > 0) & (peer != rank)
-            last = tl.maximum(last, tl.where(goes > 0, stage, 0))
+            last = tl.maximum(last, tl.where(returns, stage, 0))
             row = tl.load(earlier + peer) + tl.cumsum(goes, 0) - goes
             head = send_head + tokens * RANKS + place_in_sum(peer, owner, is_sent, RANKS)
             tl.store(head, tl.where(goes > 0, row * RANKS + peer, -1), mask=inside)

@@ -50,8 +50,8 @@ def _tile_schedule_kernel(
 
 @device_function
 def pack_tile(expert, row, num_rows):
-    """A tile as one word: its first row, from bit 32 on how many it has, from bit 40 on its
-    expert."""
+    """A tile as one word: its first row, from bit 32 on how many it has, from bit 40 to 55 its
+    expert. What else is known of it may stand behind."""
     return row.to(tl.int64) | num_rows.to(tl.int64) << 32 | expert.to(tl.int64) << 40
 
 
@@ -59,7 +59,8 @@ def pack_tile(expert, row, num_rows):
 def unpack_tile(packed):
     """(expert, first row, end of the rows) of a tile."""
     row = (packed & 0x7FFFFFFF).to(tl.int32)
-    return (packed >> 40).to(tl.int32), row, row + (packed >> 32 & 0xFF).to(tl.int32)
+    expert = (packed >> 40 & 0xFFFF).to(tl.int32)
+    return expert, row, row + (packed >> 32 & 0xFF).to(tl.int32)
 
 
 @device_function

@@ -66,7 +66,7 @@ class Role(IntEnum):
 
     EXCHANGE = 16
     PUSH = 17
-    REPEAT = 18
+    COPY = 18
     UP = 19
     RECORDS = 20
     DOWN = 21
@@ -115,7 +115,7 @@ PHASE_TILES = tl.constexpr(int(Phase.TILES))
 PHASE_CLOCKS = tl.constexpr(int(Phase.CLOCKS))
 ROLE_EXCHANGE = tl.constexpr(int(Role.EXCHANGE))
 ROLE_PUSH = tl.constexpr(int(Role.PUSH))
-ROLE_REPEAT = tl.constexpr(int(Role.REPEAT))
+ROLE_COPY = tl.constexpr(int(Role.COPY))
 ROLE_UP = tl.constexpr(int(Role.UP))
 ROLE_RECORDS = tl.constexpr(int(Role.RECORDS))
 ROLE_DOWN = tl.constexpr(int(Role.DOWN))

@@ -28,14 +28,14 @@ def feed_forward(
 
     Arguments have been checked. `max_expert_rows` is the most that this rank can receive;
     `slots.expert_rows` hold that many rows of x's, first what the experts read, then what they
-    give, and behind them an int32 for each (`expert_rows_bytes`).
+    give, and behind them an int64 for each (`expert_rows_bytes`).
     """
     num_ranks, hidden = slots.layout.num_ranks, x.shape[1]
     num_experts = len(w_gate_up) * num_ranks
     header = header_bytes(num_experts, num_ranks)
     num_bytes = max_expert_rows * hidden * x.itemsize
     rows = slots.expert_rows.local[:num_bytes].view(x.dtype).view(max_expert_rows, hidden)
-    first_place = slots.expert_rows.local[num_bytes:][: 4 * max_expert_rows].view(torch.int32)
+    copies = slots.expert_rows.local[num_bytes:][: 8 * max_expert_rows].view(torch.int64)
     # Balanced routing brings about as many rows as this rank sends out.
     expected_rows = max_expert_rows // num_ranks
     options = {"group_m": config.group_m, "num_splits": 1}
@@ -45,21 +45,16 @@ def feed_forward(
     layout = routing.layout(topk_idx, num_experts, slots)
     lanes = dispatch.Lanes(x, topk_idx, topk_weights, layout)
     places = dispatch.exchange_lanes(lanes, config.num_stages, slots)
-    lane_place, to_push = routing.place_lanes(topk_idx, layout, places, rows.nbytes, slots)
-    schedule = staged_schedule(
-        places.expert_offsets,
-        max_expert_rows,
-        up_tiles.block_m,
-        config.num_stages,
-        config.num_return_stages,
-        num_ranks,
-    )
+    lane_places = routing.place_lanes(topk_idx, layout, places, num_bytes, slots)
+    stages = config.num_stages, config.num_return_stages
+    schedule = staged_schedule(places, max_expert_rows, up_tiles.block_m, *stages, num_ranks)
+    to_push, own_order = lane_places.to_push, lane_places.own_order
     dispatch.push_lanes(x, to_push, places, schedule, config.num_push_programs, slots)
-    num_programs = dispatch.repeat_rows(
-        rows, first_place, places, schedule, config.num_repeat_programs, slots
+    num_programs = dispatch.copy_rows(
+        x, rows, copies, own_order, places, schedule, config.num_copy_programs, slots
     )
-    act = dispatch.dispatch_gemm(rows, w_gate_up, places, schedule, num_programs, up_tiles, slots)
-    records = dispatch.send_records(lanes, lane_place, places, schedule, header, slots)
+    act = dispatch.dispatch_gemm(rows, w_gate_up, schedule, num_programs, up_tiles, slots)
+    records = dispatch.send_records(lanes, lane_places, places, schedule, header, slots)
     returns = combine.Returns(lanes, records, schedule, header)
     tiles = beside_sums(replace(down_tiles, **options))
     return combine.gemm_combine(
@@ -68,8 +63,8 @@ def feed_forward(
 
 
 def expert_rows_bytes(max_expert_rows: int, row_bytes: int) -> int:
-    """Bytes of `slots.expert_rows` for a layer: rows, and the place of each one's original."""
-    return max_expert_rows * (row_bytes + 4)
+    """Bytes of `slots.expert_rows` for a layer: rows, and for each of them which one it copies."""
+    return max_expert_rows * (row_bytes + 8)
 
 
 def beside_sums(tiles: GemmConfig) -> GemmConfig:

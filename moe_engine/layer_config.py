@@ -23,7 +23,7 @@ STAGE_ROWS = 2048
 START_US = 30.0
 """From the layer's first launch to the first rows that are pushed."""
 PUSH_PROGRAMS = 132
-REPEAT_PROGRAMS = 132
+COPY_PROGRAMS = 132
 RETURN_PROGRAMS = 264
 
 
@@ -70,7 +70,7 @@ class LayerConfig:
     num_stages: in how many parts a rank's expert rows arrive, in their order; a tile waits for the
     part of its last row, 1 for all of them. num_return_stages: in how many parts sums go back, each
     when the last expert row of its tokens is computed.
-    num_push_programs, num_repeat_programs, num_return_programs: how many push rows, copy them to
+    num_push_programs, num_copy_programs, num_return_programs: how many push rows, copy them to
     further experts of their tokens, and send sums back, of one, one and two warps, beside those
     that multiply. group_m: tiles of rows that are walked together before the
     next columns, so that they share weights in L2; 1 walks them one by one.
@@ -79,7 +79,7 @@ class LayerConfig:
     num_stages: int = 16
     num_return_stages: int = 8
     num_push_programs: int = PUSH_PROGRAMS
-    num_repeat_programs: int = REPEAT_PROGRAMS
+    num_copy_programs: int = COPY_PROGRAMS
     num_return_programs: int = RETURN_PROGRAMS
     group_m: int = 8
 
@@ -100,7 +100,7 @@ class LayerConfig:
 
     def shared(self) -> LayerConfig:
         """What must be equal on all ranks: all but the numbers of programs."""
-        return replace(self, num_push_programs=1, num_repeat_programs=1, num_return_programs=1)
+        return replace(self, num_push_programs=1, num_copy_programs=1, num_return_programs=1)
 
     @classmethod
     def choose(cls, problem: LayerProblem) -> LayerConfig:

@@ -6,6 +6,7 @@ Functions that take lists see all ranks at once, index = rank. The others are on
 from __future__ import annotations
 
 import itertools
+from bisect import bisect_left, bisect_right
 from dataclasses import dataclass
 
 import torch
@@ -38,43 +39,48 @@ class Places:
     """Where one rank's lanes become expert rows, and where its own experts' rows begin."""
 
     expert_offsets: torch.Tensor  # int32 [L + 1]
+    remote_offsets: torch.Tensor  # int32 [L + 1], the same for rows from other ranks alone
     lane_place: torch.Tensor  # int32 [T, K], row on the rank of the lane's expert, -1 for bad ids
     first_place: torch.Tensor  # int32 [T, K], the token's first row on that rank
 
 
 def places(topk_idx: list[torch.Tensor], num_experts: int) -> list[Places]:
-    """Give each lane a row among those of its expert, dealt from the sources as long as these have
-    any: the first lane of the expert's own rank, of the rank before it, ...; then the second of
-    each, ... A source's lanes stand by token, then by lane.
+    """Give each lane a row among those of its expert: first those of the expert's own rank, then
+    those dealt from the others as long as these have any: the first lane of the rank before it, of
+    the one before that, ...; then the second of each, ... A source's lanes stand by token, then by
+    lane.
 
     Example, 2 ranks of 2 experts, topk_idx [[0, 3], [2, 0]] and [[3, 2], [0, 1]], rows as
-    (source, token): rank 0 has (0, 0) (1, 1) (0, 1) | (1, 1), rank 1 has (1, 0) (0, 1) | (1, 0)
-    (0, 0). lane_place is [[0, 3], [1, 2]] and [[2, 0], [1, 3]], first_place
-    [[0, 3], [1, 2]] and [[0, 0], [1, 1]].
+    (source, token): rank 0 has (0, 0) (0, 1) (1, 1) | (1, 1), rank 1 has (1, 0) (0, 1) | (1, 0)
+    (0, 0). remote_offsets are [0, 1, 2] and [0, 1, 2], lane_place [[0, 3], [1, 1]] and
+    [[2, 0], [2, 3]], first_place [[0, 3], [1, 1]] and [[0, 0], [2, 2]].
     """
     num_ranks = len(topk_idx)
     num_local = num_experts // num_ranks
     lane_place = [torch.full_like(ids, -1, dtype=torch.int32) for ids in topk_idx]
-    expert_offsets = []
+    expert_offsets, remote_offsets = [], []
     for rank in range(num_ranks):
-        sources = [(rank - distance) % num_ranks for distance in range(num_ranks)]
-        row, offsets = 0, [0]
+        sources = [(rank - distance) % num_ranks for distance in range(1, num_ranks)]
+        row, offsets, num_own = 0, [0], [0]
         for expert in range(rank * num_local, (rank + 1) * num_local):
+            own = (topk_idx[rank] == expert).nonzero().tolist()
             lanes = [(topk_idx[source] == expert).nonzero().tolist() for source in sources]
-            for turn in itertools.zip_longest(*lanes):
-                for source, at in zip(sources, turn, strict=True):
-                    if at is not None:
-                        lane_place[source][*at] = row
-                        row += 1
+            turns = itertools.zip_longest(*lanes)
+            remote = [pair for turn in turns for pair in zip(sources, turn, strict=True) if pair[1]]
+            for source, at in [*((rank, at) for at in own), *remote]:
+                lane_place[source][*at] = row
+                row += 1
             offsets.append(row)
+            num_own.append(num_own[-1] + len(own))
         expert_offsets.append(torch.tensor(offsets, dtype=torch.int32))
+        remote_offsets.append(expert_offsets[-1] - torch.tensor(num_own, dtype=torch.int32))
     first_place = []
     for ids, place in zip(topk_idx, lane_place, strict=True):
         owner = torch.where(place >= 0, ids // num_local, -1)
         same = (owner[:, :, None] == owner[:, None, :]) & (place >= 0)[:, None, :]
         of_token = torch.where(same, place[:, None, :], torch.iinfo(torch.int32).max)
         first_place.append(torch.where(place >= 0, of_token.amin(2), -1))
-    of_ranks = zip(expert_offsets, lane_place, first_place, strict=True)
+    of_ranks = zip(expert_offsets, remote_offsets, lane_place, first_place, strict=True)
     return [Places(*of_rank) for of_rank in of_ranks]
 
 
@@ -134,21 +140,42 @@ def return_begins(num_rows: int, num_stages: int) -> list[int]:
 
 
 def staged_tiles(
-    expert_offsets: list[int], block_m: int, num_stages: int
-) -> tuple[list[Tile], list[int]]:
-    """The tiles of a rank's expert rows, in order of rows, and which of them begins each stage of
-    the way back, then their number. A tile belongs to the stage of its first row.
+    num_own: list[int], num_remote: list[int], block_m: int, stages: int, back_stages: int
+) -> tuple[list[Tile], list[int], int, list[int]]:
+    """(tiles of a rank's expert rows, the stage in which the last row of each arrives, how many are
+    of own rows alone, tile that begins each stage of the way back and then their number), given how
+    many rows each expert has of this rank's and of others'. See `staged_schedule_kernel`.
 
-    expert_offsets [0, 4, 8], block_m 2, 2 stages, of which the second begins at row 6: tiles
-    (0, 0, 2) (0, 2, 2) (1, 4, 2) (1, 6, 2), first tiles [0, 3, 4].
+    num_own [2, 1], num_remote [2, 3], block_m 2, 2 stages each way: tiles (0, 0, 2) | (0, 2, 2)
+    (1, 4, 2) (1, 6, 2), which arrive in stages 0 2 2 3; 1; [0, 3, 3, 4].
     """
-    tiles = [
-        (expert, row, min(block_m, end - row))
-        for expert, (begin, end) in enumerate(itertools.pairwise(expert_offsets))
-        for row in range(begin, end, block_m)
-    ]
-    begins = return_begins(expert_offsets[-1], num_stages)
-    return tiles, [sum(row < begin for _, row, _ in tiles) for begin in begins]
+    own_begins = stage_begins(sum(num_own), stages)
+    remote_begins = stage_begins(sum(num_remote), stages)
+    back_begins = return_begins(sum(num_remote), back_stages)
+    found: dict[bool, list[tuple[Tile, int, int]]] = {True: [], False: []}
+    row = own_before = remote_before = 0
+    for expert, (own, remote) in enumerate(zip(num_own, num_remote, strict=True)):
+        for begin in range(0, own + remote, block_m):
+            end = min(begin + block_m, own + remote)
+            is_own = end <= own
+            if is_own:
+                arrives = bisect_left(own_begins[1:], own_before + end)
+            else:
+                arrives = stages + bisect_left(remote_begins[1:], remote_before + end - own)
+            back = bisect_right(back_begins[1:-1], remote_before + max(begin - own, 0))
+            full = is_own and end - begin == block_m
+            found[full].append(((expert, row + begin, end - begin), arrives, back))
+        row += own + remote
+        own_before += own
+        remote_before += remote
+    own_tiles, others = found[True], found[False]
+    tiles, arrivals = [], []
+    for tile, arrives, _ in own_tiles + others:
+        tiles.append(tile)
+        arrivals.append(arrives)
+    first = [sum(back < stage for _, _, back in others) for stage in range(back_stages)]
+    first += [len(others), len(tiles)]
+    return tiles, arrivals, len(own_tiles), first
 
 
 @dataclass(frozen=True, slots=True)

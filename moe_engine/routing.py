@@ -80,42 +80,60 @@ def layout(topk_idx: torch.Tensor, num_experts: int, slots: Slots) -> Layout:
 class Places:
     """Where lanes go, on the device.
 
-    expert_offsets int32 [L + 1]: where each expert's rows begin on this rank; num_rows int32 [R]:
-    expert rows of each rank; expert_begin int32 [E]: where each expert's begin; num_to_push int64
+    expert_offsets and remote_offsets int32 [L + 1]: where each expert's rows begin on this rank,
+    all of them and those from other ranks; num_remote int32 [R]: rows that each rank gets from
+    others; expert_begin and remote_begin int32 [E]: the offsets on all ranks; num_to_push int64
     [R, S]: rows that this rank pushes to each one in each stage. See `exchange_lanes_kernel`; the
     last is complete behind `place_lanes`.
     """
 
     expert_offsets: torch.Tensor
-    num_rows: torch.Tensor
+    remote_offsets: torch.Tensor
+    num_remote: torch.Tensor
     expert_begin: torch.Tensor
+    remote_begin: torch.Tensor
     num_to_push: torch.Tensor
 
 
+class LanePlaces(NamedTuple):
+    """Where this rank's lanes go: place and position int32 [T, K], own_order int64 [T * K] and
+    to_push int64 [R, S, T], see `place_lanes_kernel`."""
+
+    place: torch.Tensor
+    position: torch.Tensor
+    own_order: torch.Tensor
+    to_push: torch.Tensor
+
+
 def place_lanes(
-    topk_idx: torch.Tensor, layout: Layout, places: Places, first_place_offset: int, slots: Slots
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """(lane_place int32 [T, K], to_push int64 [R, S, T]), see `place_lanes_kernel`; the first
-    places of the rows of all ranks stand in `slots.expert_rows`, from first_place_offset on, in
-    bytes. Early, behind the exchange that found `places`."""
+    topk_idx: torch.Tensor, layout: Layout, places: Places, copies_offset: int, slots: Slots
+) -> LanePlaces:
+    """Find where the lanes of this rank go, and tell the others what is to be copied there, in
+    `slots.expert_rows` from copies_offset on, in bytes. Early, behind the exchange that found
+    `places`."""
     num_tokens, num_topk = topk_idx.shape
     num_blocks, num_ranks = len(layout.earlier_counts), slots.layout.num_ranks
-    place = topk_idx.new_empty((num_tokens, num_topk), dtype=torch.int32)
-    to_push = topk_idx.new_empty((*places.num_to_push.shape, num_tokens))
+    new = topk_idx.new_empty
+    lanes = LanePlaces(
+        new((num_tokens, num_topk), dtype=torch.int32),
+        new((num_tokens, num_topk), dtype=torch.int32),
+        new(num_tokens * num_topk),
+        new((*places.num_to_push.shape, num_tokens)),
+    )
     launched = place_lanes_kernel[(num_blocks,)](
         topk_idx,
         layout.earlier_counts,
         places.expert_begin,
-        places.num_rows,
-        place,
-        to_push,
+        places.remote_begin,
+        places.num_remote,
+        *lanes,
         places.num_to_push,
         slots.expert_rows.peer_addresses,
         slots.context.words,
         num_tokens,
         layout.num_tokens_per_expert.numel() // num_ranks,
         places.num_to_push.shape[1],
-        first_place_offset,
+        copies_offset,
         NUM_TOPK=num_topk,
         TOPK_PAD=next_power_of_2(num_topk),
         RANKS=num_ranks,
@@ -126,7 +144,7 @@ def place_lanes(
         **early_launch(),
     )
     share_sms(launched)
-    return place, to_push
+    return lanes
 
 
 def send_plan(

@@ -88,8 +88,11 @@ def place_lanes_kernel(
     topk_idx,  # int64 [T, K]
     earlier_counts,  # int32 [B, E + R], `block_counts` of `layout_sum_kernel`
     expert_begin,  # int32 [E], see `exchange_lanes_kernel`
-    num_rows,  # int32 [R]
+    remote_begin,  # int32 [E]
+    num_remote,  # int32 [R]
     lane_place,  # int32 [T, K], out: row of each lane among those of its expert's rank, or -1
+    lane_position,  # int32 [T, K], out: its number among those of that rank that come from others
+    own_order,  # int64 [T * K], out: lanes of this rank's experts, by expert, place << 32 | token
     to_push,  # int64 [R, S, T], out: lanes pushed to each rank in each stage, place << 32 | token
     num_to_push,  # int64 [R, S], their numbers, 0 before
     expert_rows,  # int64 [R]: address of the expert rows on each rank
@@ -97,7 +100,7 @@ def place_lanes_kernel(
     num_tokens,
     num_local_experts,
     stage_count,
-    first_place_offset,
+    copies_offset,
     NUM_TOPK: tl.constexpr,
     TOPK_PAD: tl.constexpr,
     RANKS: tl.constexpr,
@@ -109,13 +112,16 @@ def place_lanes_kernel(
     `layout_kernel`. Lanes of bad ids stand nowhere. An early launch behind the exchange, and the
     one behind it may be early too.
 
-    A token's first row on a rank is pushed, in the stage of that row, see `tiles.stage_of_row`.
-    Its other rows there are copies: `first_place`, int32 [M] on each rank, `first_place_offset`
-    bytes behind its expert rows, says of each row which one it copies, -1 for those pushed.
+    A token's first row on another rank is pushed, in the stage of its position, see
+    `tiles.stage_of_row`. Its other rows there are copies: `copies`, int64 [M] on each rank,
+    `copies_offset` bytes behind the beginning of its expert rows, says for each position which row
+    is a copy of which one, row << 32 | original, and -1 for those pushed.
 
-    One rank, topk_idx [[0, 3], [2, 0], [3, 2], [0, 1]]: lane_place [[0, 6], [4, 1], [7, 5], [2,
-    3]], so first_place is -1 -1 -1 2 1 -1 0 5, and with 2 stages, of 3 and 5 rows, tokens 0 1 3 are
-    pushed in the first one and token 2 in the second.
+    Example, 2 ranks of 2 experts, topk_idx [[0, 3], [2, 3], [3, 0], [1, 1]] on rank 0 and [[2, 3],
+    [0, 1]] on rank 1. Rank 0 has rows, as (source, token), (0, 0) (0, 2) (1, 1) | (0, 3) (0, 3)
+    (1, 1), and rank 1 (1, 0) (0, 1) | (1, 0) (0, 0) (0, 1) (0, 2). On rank 0 lane_place is [[0, 3],
+    [1, 4], [5, 1], [3, 4]], own_order has tokens 0 2 3 3, and token 1 is pushed to rank 1 first,
+    where its second row, at position 2, is a copy: copies of rank 1 are -1 -1 (4 of 1) -1.
     """
     first = tl.program_id(0) * BLOCK
     items = tl.arange(0, BLOCK * TOPK_PAD)
@@ -139,21 +145,29 @@ def place_lanes_kernel(
     wait_for_previous(OVERLAP)
     let_next_start(OVERLAP)
     valid = valid & (is_broken(context) == 0)  # else nobody may have written the first places
-    place = tl.load(expert_begin + ids, mask=valid, other=0)
-    place += dealt_place(index, ids, valid, num_local_experts, context, RANKS)
-    place = tl.where(valid, place, -1)
-    tl.store(lane_place + tokens * NUM_TOPK + lanes, place, mask=inside)
     owner = tl.where(valid, ids // num_local_experts, -1)
-    nearest = first_of_token(place, owner, BLOCK, TOPK_PAD, RANKS)
-    is_first = valid & (place == nearest)
-    unit = stage_unit(tl.load(num_rows + owner, mask=valid, other=1), stage_count)
-    part = owner * stage_count + stage_of_row(place, unit, stage_count)
+    is_own = owner == tl.load(context + RANK).to(tl.int32)
+    begin = tl.load(expert_begin + ids, mask=valid, other=0)
+    remote = tl.load(remote_begin + ids, mask=valid, other=0)
+    dealt, num_own = dealt_place(index, ids, owner, valid, context, RANKS)
+    place = tl.where(valid, begin + tl.where(is_own, index, num_own + dealt), -1)
+    position = remote + dealt
+    tl.store(lane_place + tokens * NUM_TOPK + lanes, place, mask=inside)
+    tl.store(lane_position + tokens * NUM_TOPK + lanes, position, mask=inside)
+    packed = place.to(tl.int64) << 32 | tokens.to(tl.int64)
+    tl.store(own_order + (begin - remote + index), packed, mask=is_own)
+    # What goes to other ranks.
+    is_sent = valid & ~is_own
+    original = first_of_token(place, owner, BLOCK, TOPK_PAD, RANKS)
+    is_first = is_sent & (place == original)
+    unit = stage_unit(tl.load(num_remote + owner, mask=valid, other=1), stage_count)
+    part = owner * stage_count + stage_of_row(position, unit, stage_count)
     one = tl.full([BLOCK * TOPK_PAD], 1, tl.int64)
     number = tl.atomic_add(num_to_push + part, one, mask=is_first, sem="relaxed", scope="gpu")
-    packed = place.to(tl.int64) << 32 | tokens.to(tl.int64)
     tl.store(to_push + part * num_tokens.to(tl.int64) + number, packed, mask=is_first)
-    first_place = tl.load(expert_rows + owner, mask=valid, other=0) + first_place_offset
-    put(as_pointer(first_place, tl.int32) + place, tl.where(is_first, -1, nearest), valid)
+    copies = tl.load(expert_rows + owner, mask=valid, other=0) + copies_offset
+    copy = tl.where(is_first, -1, place.to(tl.int64) << 32 | original.to(tl.int64))
+    put(as_pointer(copies, tl.int64) + position, copy, is_sent)
 
 
 @device_function
@@ -161,31 +175,33 @@ def first_of_token(place, owner, BLOCK: tl.constexpr, TOPK_PAD: tl.constexpr, RA
     """For each lane, blocks [BLOCK * TOPK_PAD]: the first of its token's places on its owner."""
     place = tl.reshape(place, [BLOCK, TOPK_PAD])
     owner = tl.reshape(owner, [BLOCK, TOPK_PAD])
-    nearest = tl.zeros_like(place)
+    original = tl.zeros_like(place)
     for rank in tl.static_range(RANKS):
         here = owner == rank
         least = tl.min(tl.where(here, place, 0x7FFFFFFF), 1)
-        nearest = tl.where(here, least[:, None], nearest)
-    return tl.reshape(nearest, [BLOCK * TOPK_PAD])
+        original = tl.where(here, least[:, None], original)
+    return tl.reshape(original, [BLOCK * TOPK_PAD])
 
 
 @device_function
-def dealt_place(index, expert, mask, num_local_experts, context, RANKS: tl.constexpr):
-    """The row, among those of its expert, of the lane that is number `index` of this rank's.
+def dealt_place(index, expert, owner, mask, context, RANKS: tl.constexpr):
+    """(number of a lane among the rows that its expert gets from ranks other than the owner, rows
+    from the owner itself); the lane is number `index` of this rank's.
 
-    Rows are dealt from the sources, as long as these have any: the first of the expert's own rank,
-    of the rank before it, ...; then the second of each. Sources with 3, 1, 2 rows in this order:
-    rows 0 3 5 | 1 | 2 4.
+    An expert's rows are those of its own rank, then those dealt from the others, as long as these
+    have any: the first of the rank before it, of the one before that, ...; then the second of each.
+    Sources with 3, 1, 2 rows in this order: rows 0 1 2 | 3 | 4 5; with 2, 3, 2: 0 1 | 2 4 6 | 3 5.
     """
     rank = tl.load(context + RANK).to(tl.int32)
-    owner = expert // num_local_experts
-    place = tl.zeros_like(index)
+    dealt = tl.zeros_like(index)
+    num_own = tl.zeros_like(index)
     for source in tl.static_range(RANKS):
         counts = as_pointer(region(source, context), tl.int32) + COUNTS_AT
         count = tl.load(counts + expert, mask=mask, other=0)
         is_nearer = (owner - source + RANKS) % RANKS < (owner - rank + RANKS) % RANKS
-        place += tl.minimum(index + is_nearer.to(tl.int32), count)
-    return place
+        num_own = tl.where(owner == source, count, num_own)
+        dealt += tl.where(owner == source, 0, tl.minimum(index + is_nearer.to(tl.int32), count))
+    return dealt, num_own
 
 
 @triton.jit(do_not_specialize=["num_tokens"])

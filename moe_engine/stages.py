@@ -8,6 +8,7 @@ import torch
 import triton
 
 from .hardware import early_launch, launches_overlap, share_sms
+from .routing import Places
 from .slots import next_power_of_2
 from .stages_kernels import staged_schedule_kernel
 
@@ -16,79 +17,65 @@ from .stages_kernels import staged_schedule_kernel
 class StagedSchedule:
     """Tiles of expert rows, on the device.
 
-    tiles int64 [max_tiles], see `TileSchedule`, in the order in which rows arrive and go back;
-    first_tile int32 [back_stages + 1]: the tile that begins each stage of the way back. Counters
-    int64, from 0 on: pushed and repeated [stages], programs that have pushed and repeated their
-    share of a stage; computed and returned [back_stages], those that have computed and returned
-    theirs; num_to_sum [back_stages]: tokens whose last row comes back in each stage; listed [R,
+    tiles int64 [max_tiles] in the order in which rows arrive, num_own int32 [1] and first_tile
+    int32 [back_stages + 2]: see `staged_schedule_kernel`. Counters int64, from 0 on: pushed
+    [stages], programs that have pushed their share of a stage; copied [2 * stages], those that have
+    copied theirs, of own rows, then of others'; computed [back_stages + 1], those that have
+    computed their tiles of a stage; returned [back_stages], those that have returned its sums;
+    num_to_sum [back_stages]: tokens whose last row comes back in each stage; listed [R,
     back_stages]: rows that each rank gets back in each stage.
     """
 
     tiles: torch.Tensor
+    num_own: torch.Tensor
     first_tile: torch.Tensor
-    counters: torch.Tensor
-    block_m: int
+    pushed: torch.Tensor
+    copied: torch.Tensor
+    computed: torch.Tensor
+    returned: torch.Tensor
+    num_to_sum: torch.Tensor
+    listed: torch.Tensor
     stages: int
     back_stages: int
 
-    @property
-    def pushed(self) -> torch.Tensor:
-        return self.counters[: self.stages]
-
-    @property
-    def repeated(self) -> torch.Tensor:
-        return self.counters[self.stages :][: self.stages]
-
-    @property
-    def computed(self) -> torch.Tensor:
-        return self.counters[2 * self.stages :][: self.back_stages]
-
-    @property
-    def returned(self) -> torch.Tensor:
-        return self.counters[2 * self.stages + self.back_stages :][: self.back_stages]
-
-    @property
-    def num_to_sum(self) -> torch.Tensor:
-        return self.counters[2 * (self.stages + self.back_stages) :][: self.back_stages]
-
-    @property
-    def listed(self) -> torch.Tensor:
-        return self.counters[2 * self.stages + 3 * self.back_stages :]
-
 
 def staged_schedule(
-    expert_offsets: torch.Tensor,
+    places: Places,
     max_expert_rows: int,
     block_m: int,
     stages: int,
     back_stages: int,
     num_ranks: int,
 ) -> StagedSchedule:
-    """Cut expert rows into tiles; see `staged_schedule_kernel`. expert_offsets int32 [L + 1]."""
-    num_local_experts = expert_offsets.numel() - 1
-    new = expert_offsets.new_empty
+    """Cut expert rows into tiles; see `staged_schedule_kernel`."""
+    num_local_experts = places.expert_offsets.numel() - 1
+    new = places.expert_offsets.new_empty
     max_tiles = triton.cdiv(max_expert_rows, block_m) + num_local_experts
-    num_counters = 2 * stages + (3 + num_ranks) * back_stages
+    parts = stages, 2 * stages, back_stages + 1, back_stages, back_stages, num_ranks * back_stages
+    counters = new(sum(parts), dtype=torch.int64)
     schedule = StagedSchedule(
         new(max_tiles, dtype=torch.int64),
-        new(back_stages + 1),
-        new(num_counters, dtype=torch.int64),
-        block_m,
+        new(1),
+        new(back_stages + 2),
+        *counters.split(parts),
         stages,
         back_stages,
     )
     launched = staged_schedule_kernel[(num_local_experts,)](
-        expert_offsets,
+        places.expert_offsets,
+        places.remote_offsets,
         schedule.tiles,
+        schedule.num_own,
         schedule.first_tile,
-        schedule.counters,
-        num_counters,
+        counters,
+        len(counters),
         num_local_experts,
+        stages,
         max_tiles,
         BLOCK_M=block_m,
         BACK_STAGES=back_stages,
         EXPERTS_PAD=next_power_of_2(num_local_experts),
-        COUNTERS_PAD=next_power_of_2(num_counters),
+        COUNTERS_PAD=next_power_of_2(len(counters)),
         STEP=128,
         OVERLAP=launches_overlap(),
         **early_launch(),

@@ -117,7 +117,7 @@ OF_A_LAYER = {
 }
 OF_A_LAYER |= {
     "push_lanes": layer.push,
-    "repeat_rows": layer.repeat,
+    "copy_rows": layer.copy,
     "return_sums": layer.returns,
     "layer_sum": layer.sums,
     "layer_sum_of_8": partial(layer.sums, RANKS=8, RANKS_PAD=8),
@@ -157,7 +157,7 @@ def test_other_architectures(name, arch):
 
 
 def test_rows_are_stored_16_bytes_at_a_time():
-    for name in ("push", "collect", "return_rows", "push_lanes", "repeat_rows", "return_sums"):
+    for name in ("push", "collect", "return_rows", "push_lanes", "copy_rows", "return_sums"):
         ptx = build(name).ptx
         assert "st.global.v4.b32" in ptx
         assert re.search(r"ld\.global\.v4\.b32|cp\.async\.cg\.shared\.global .*, 0x10", ptx)
@@ -187,7 +187,7 @@ def test_publish(name):
 
 OBSERVERS = [
     *("exchange", "push", "collect", "final_sum"),
-    *("exchange_lanes", "repeat_rows", "return_sums", "layer_sum"),
+    *("exchange_lanes", "copy_rows", "return_sums", "layer_sum"),
 ]
 
 

@@ -23,14 +23,26 @@ of_this_triton = pytest.mark.skipif(
 )
 PROBLEM = dict(num_rows=65536, num_experts=32, num_columns=768, depth=2048)
 TYPES = {
-    **dict.fromkeys(("x", "lane_place", "expert_begin", "first_place"), "*i32"),
-    **dict.fromkeys(("to_sum", "num_rows"), "*i32"),
+    **dict.fromkeys(("x", "lane_place", "expert_begin", "remote_begin"), "*i32"),
+    **dict.fromkeys(
+        ("to_sum", "num_rows", "num_remote", "num_own", "lane_position", "remote_offsets"), "*i32"
+    ),
     **dict.fromkeys(("earlier_counts", "send_head", "share_rows", "expert_offsets"), "*i32"),
     **dict.fromkeys(("num_tokens_per_expert", "num_tokens_per_rank", "rows"), "*i32"),
     **dict.fromkeys(("first_tile", "num_tiles", "num_rows"), "*i32"),
     **dict.fromkeys(("topk_idx", "pushed", "computed", "returned", "listed"), "*i64"),
     **dict.fromkeys(
-        ("tiles", "context", "to_push", "num_to_push", "num_to_sum", "repeated", "expert_rows"),
+        (
+            "tiles",
+            "context",
+            "to_push",
+            "num_to_push",
+            "num_to_sum",
+            "copied",
+            "copies",
+            "own_order",
+            "expert_rows",
+        ),
         "*i64",
     ),
     **{"counters": "*i64", "topk_weights": "*fp32", "y": "*bf16", "out": "*bf16"},
@@ -75,10 +87,10 @@ def push(arch: int = 90):
     return compile_layer(kernel, {**sizes, "ALIGNED": True}, arch, 1)
 
 
-def repeat(arch: int = 90):
+def copy(arch: int = 90):
     sizes = {"LANES": fused.PUSH_ROWS, "BLOCK_WORDS": fused.PUSH_WORDS}
-    kernel = fused_kernels.repeat_rows_kernel
-    sizes |= {"ALIGNED": True, "BATCH": fused.REPEAT_BATCH}
+    kernel = fused_kernels.copy_rows_kernel
+    sizes |= {"ALIGNED": True, "BATCH": fused.COPY_BATCH}
     return compile_layer(kernel, sizes, arch, 1)
 
 
@@ -115,7 +127,7 @@ def test_what_runs_beside_a_gemm_finds_room():
     up = gemm(fused_kernels.dispatch_gemm_kernel, configs(128, gated=True)[0], 2)
     down = gemm(layer_kernels.staged_gemm_kernel, beside_sums(configs(128)[0]), 1)
     twice = [(returns(), combine_host.RETURN_WARPS)] * 2
-    for multiplies, beside in (up, [(push(), 1), (repeat(), 1)]), (down, twice):
+    for multiplies, beside in (up, [(push(), 1), (copy(), 1)]), (down, twice):
         registers = 256 * round_up(multiplies.registers, 8)
         shared = multiplies.shared_bytes + 1024
         for built, num_warps in beside:
@@ -154,7 +166,7 @@ def test_all_compile(arch):
     compile_layer(place_lanes_kernel, {**sizes, "STEP": 32}, arch, 8)
     compile_layer(fused_kernels.send_records_kernel, {**sizes, "BACK_STAGES": 8}, arch)
     compile_kernel(ping_kernel, {"times": "*i64", "context": "*i64"}, {"ROUNDS": 200}, arch)
-    for kernel in (push, repeat, returns, sums):
+    for kernel in (push, copy, returns, sums):
         kernel(arch)
 
 

@@ -67,13 +67,13 @@ def steps_on_rank(group, num_experts, max_tokens, stages, back_stages, x, topk_i
         places = dispatch.exchange_lanes(lanes, stages, slots)
         local = slots.expert_rows.local
         rows = local[: max_rows * row_bytes].view(x.dtype).view(max_rows, -1)
-        first_place = local[rows.nbytes :][: 4 * max_rows].view(torch.int32)
-        lane_place, to_push = routing.place_lanes(args[1], layout, places, rows.nbytes, slots)
-        offsets = places.expert_offsets
-        schedule = staged_schedule(offsets, max_rows, BLOCK_M, stages, back_stages, num_ranks)
-        dispatch.push_lanes(args[0], to_push, places, schedule, 7, slots)
-        repeaters = dispatch.repeat_rows(rows, first_place, places, schedule, 5, slots)
-        records = dispatch.send_records(lanes, lane_place, places, schedule, header, slots)
+        copies = local[rows.nbytes :][: 8 * max_rows].view(torch.int64)
+        found = routing.place_lanes(args[1], layout, places, rows.nbytes, slots)
+        schedule = staged_schedule(places, max_rows, BLOCK_M, stages, back_stages, num_ranks)
+        dispatch.push_lanes(args[0], found.to_push, places, schedule, 7, slots)
+        sources = args[0], rows, copies, found.own_order
+        num_copying = dispatch.copy_rows(*sources, places, schedule, 5, slots)
+        records = dispatch.send_records(lanes, found, places, schedule, header, slots)
     if device.type == "cuda":
         torch.cuda.synchronize()
     torch.distributed.barrier(group)
@@ -81,14 +81,18 @@ def steps_on_rank(group, num_experts, max_tokens, stages, back_stages, x, topk_i
     flags = slots.block.local[slots.layout.stage_flags : slots.layout.chunk_flags]
     raised = flags.view(torch.int64).view(2, MAX_STAGES.value, num_ranks)
     found = {
-        "expert_offsets": offsets,
-        "num_rows": places.num_rows,
+        "expert_offsets": places.expert_offsets,
+        "remote_offsets": places.remote_offsets,
+        "num_remote": places.num_remote,
         "expert_begin": places.expert_begin,
+        "remote_begin": places.remote_begin,
         "num_to_push": places.num_to_push,
-        "to_push": torch.stack([to_push >> 32, to_push & 0x7FFFFFFF], dim=-1),
-        "lane_place": lane_place,
-        "first_place": first_place,
-        "is_repeated": schedule.repeated == repeaters,
+        "to_push": split(found.to_push),
+        "own_order": split(found.own_order),
+        "lane_place": found.place,
+        "lane_position": found.position,
+        "copies": split(copies),
+        "is_copied": schedule.copied == num_copying,
         "send_head": records.send_head,
         "to_sum": records.to_sum,
         "num_to_sum": schedule.num_to_sum,
@@ -101,6 +105,11 @@ def steps_on_rank(group, num_experts, max_tokens, stages, back_stages, x, topk_i
     torch.distributed.barrier(group)
     buffer.destroy()
     return found, told
+
+
+def split(packed):
+    """The two numbers in words: [..., 2]."""
+    return torch.stack([packed >> 32, packed & 0xFFFFFFFF], dim=-1)
 
 
 def run_steps(pool, num_experts, stages, back_stages, x, topk_idx, topk_weights):
@@ -120,31 +129,51 @@ def owner_of(ids, num_experts, num_ranks):
 def check_places(results, topk_idx, num_experts, stages):
     num_ranks = len(topk_idx)
     expected = reference.places(topk_idx, num_experts)
-    num_rows = torch.stack([want.expert_offsets[-1] for want in expected])
-    expert_begin = torch.cat([want.expert_offsets[:-1] for want in expected])
-    first_place = [torch.full((int(count),), -2, dtype=torch.int32) for count in num_rows]
-    for (found, _), want, ids in zip(results, expected, topk_idx, strict=True):
+    of_others = {
+        "num_remote": torch.stack([want.remote_offsets[-1] for want in expected]),
+        "expert_begin": torch.cat([want.expert_offsets[:-1] for want in expected]),
+        "remote_begin": torch.cat([want.remote_offsets[:-1] for want in expected]),
+    }
+    for (found, _), want in zip(results, expected, strict=True):
         assert torch.equal(found["expert_offsets"], want.expert_offsets)
-        assert torch.equal(found["num_rows"], num_rows)
-        assert torch.equal(found["expert_begin"], expert_begin)
+        assert torch.equal(found["remote_offsets"], want.remote_offsets)
         assert torch.equal(found["lane_place"], want.lane_place)
-        owner, is_first = owner_of(ids, num_experts, num_ranks), want.first_place == want.lane_place
-        for rank, count in enumerate(num_rows):
-            here = owner == rank
-            originals = torch.where(is_first, -1, want.first_place)
-            first_place[rank][want.lane_place[here].long()] = originals[here]
-            first_rows = [
+        for name, value in of_others.items():
+            assert torch.equal(found[name], value)
+    for rank, (found, _) in enumerate(results):
+        check_rows_of_others(rank, results, expected, topk_idx, num_experts, stages)
+        own = owner_of(topk_idx[rank], num_experts, num_ranks) == rank
+        order = torch.stack([expected[rank].lane_place[own], own.nonzero()[:, 0].int()], dim=1)
+        assert found["own_order"][: len(order)].tolist() == sorted(order.tolist())
+
+
+def check_rows_of_others(rank, results, expected, topk_idx, num_experts, stages):
+    """What others push to a rank, in which stage, and which of its rows are copies."""
+    num_ranks = len(results)
+    lanes = []  # (place, source, token, first place)
+    for source, (ids, want) in enumerate(zip(topk_idx, expected, strict=True)):
+        here = owner_of(ids, num_experts, num_ranks) == rank
+        if source != rank:
+            tokens, places = here.nonzero()[:, 0], want.lane_place[here]
+            columns = places, torch.full_like(places, source), tokens, want.first_place[here]
+            lanes += zip(*(column.tolist() for column in columns), strict=True)
+    lanes.sort()
+    for position, (place, source, _, _) in enumerate(lanes):
+        here = results[source][0]["lane_place"] == place
+        here &= owner_of(topk_idx[source], num_experts, num_ranks) == rank
+        assert results[source][0]["lane_position"][here].tolist() == [position]
+    copies = [[place, first] if place != first else [-1, 2**32 - 1] for place, _, _, first in lanes]
+    assert results[rank][0]["copies"][: len(lanes)].tolist() == copies
+    begins = reference.stage_begins(len(lanes), stages)
+    for source, (found, _) in enumerate(results):
+        for stage, (begin, end) in enumerate(itertools.pairwise(begins)):
+            pushed = found["to_push"][rank, stage, : found["num_to_push"][rank, stage]]
+            firsts = [
                 (place, token)
-                for token, lane in (here & is_first).nonzero().tolist()
-                for place in [int(want.lane_place[token, lane])]
+                for place, sender, token, first in lanes[begin:end]
+                if sender == source and place == first
             ]
-            begins = reference.stage_begins(int(count), stages)
-            for stage, (begin, end) in enumerate(itertools.pairwise(begins)):
-                pushed = found["to_push"][rank, stage, : found["num_to_push"][rank, stage]]
-                in_stage = [lane for lane in first_rows if begin <= lane[0] < end]
-                assert sorted(map(tuple, pushed.tolist())) == sorted(in_stage)
-    for (found, _), want in zip(results, first_place, strict=True):
-        assert torch.equal(found["first_place"][: len(want)], want)
+            assert sorted(map(tuple, pushed.tolist())) == firsts
 
 
 def check_records(results, topk_idx, topk_weights, num_experts, back_stages):
@@ -158,7 +187,8 @@ def check_records(results, topk_idx, topk_weights, num_experts, back_stages):
         owner = owner_of(ids, num_experts, num_ranks)
         last_stage = [0] * len(ids)
         for rank in range(num_ranks):
-            total = int(places[rank].expert_offsets[-1])
+            total = int(places[rank].remote_offsets[-1])
+            position = results[source][0]["lane_position"]
             begins = torch.tensor(reference.return_begins(total, back_stages)[1:])
             have_places, have_weights, have_counts, have_lists = results[rank][1][source]
             rows_of_stage = [[] for _ in range(back_stages)]
@@ -168,9 +198,9 @@ def check_records(results, topk_idx, topk_weights, num_experts, back_stages):
                 assert torch.equal(have_places[row][:count], lane_place[token][here])
                 assert (have_places[row][count:] == -1).all()
                 assert torch.equal(have_weights[row][:count], weights[token][here])
-                stage = int((begins <= lane_place[token][here].max()).sum())
-                last_stage[token] = max(last_stage[token], stage)
                 if rank != source:
+                    stage = int((begins <= position[token][here].max()).sum())
+                    last_stage[token] = max(last_stage[token], stage)
                     rows_of_stage[stage].append(row)
             for stage, rows in enumerate(rows_of_stage):
                 assert have_counts[stage] == len(rows)
@@ -193,7 +223,7 @@ def check_rows(results, x, topk_idx, num_experts, stages):
             tokens = here.nonzero()[:, 0]
             expected[places[source].lane_place[here].long()] = x[source].view(torch.uint8)[tokens]
         assert torch.equal(found["expert_rows"], expected)
-        assert found["is_repeated"].all()
+        assert found["is_copied"].all()
         there, back = found["raised"]
         assert there[:stages].all()
         assert not there[stages:].any()
@@ -276,10 +306,11 @@ def test_the_example_of_the_oracle():
     first, second = reference.places(list(topk_idx), 4)
     assert first.expert_offsets.tolist() == [0, 3, 4]
     assert second.expert_offsets.tolist() == [0, 2, 4]
-    assert first.lane_place.tolist() == [[0, 3], [1, 2]]
-    assert second.lane_place.tolist() == [[2, 0], [1, 3]]
-    assert first.first_place.tolist() == [[0, 3], [1, 2]]
-    assert second.first_place.tolist() == [[0, 0], [1, 1]]
+    assert first.remote_offsets.tolist() == second.remote_offsets.tolist() == [0, 1, 2]
+    assert first.lane_place.tolist() == [[0, 3], [1, 1]]
+    assert second.lane_place.tolist() == [[2, 0], [2, 3]]
+    assert first.first_place.tolist() == [[0, 3], [1, 1]]
+    assert second.first_place.tolist() == [[0, 0], [2, 2]]
 
 
 def test_the_example_of_the_exchange(pool):
@@ -288,33 +319,36 @@ def test_the_example_of_the_exchange(pool):
     check_places(results, topk_idx, 4, 2)
     (found, _), (other, _) = results
     assert found["expert_offsets"].tolist() == [0, 3, 4]
+    assert found["remote_offsets"].tolist() == [0, 1, 1]
     assert other["expert_offsets"].tolist() == [0, 3, 8]
+    assert found["num_remote"].tolist() == [1, 4]
     assert found["expert_begin"].tolist() == [0, 3, 0, 3]
-    assert found["num_rows"].tolist() == [4, 8]
+    assert found["remote_begin"].tolist() == [0, 1, 0, 1]
 
 
-def test_the_example_of_the_deal(pool):
-    """3, 1 and 2 lanes for expert 0, of the ranks at distances 0, 1 and 2."""
-    _, results = run_example(pool, [[[0]] * 3, [[0]] * 2, [[0]]])
-    rows = [found["lane_place"].flatten().tolist() for found, _ in results]
-    assert rows == [[0, 3, 5], [2, 4], [1]]
+@pytest.mark.parametrize(
+    ("counts", "rows"),
+    [((3, 1, 2), [[0, 1, 2], [3], [4, 5]]), ((2, 3, 2), [[0, 1], [2, 4, 6], [3, 5]])],
+)
+def test_the_examples_of_the_deal(pool, counts, rows):
+    """Lanes for expert 0, of the ranks at distances 0, 1 and 2 before its own."""
+    own, before, two_before = ([[0]] * count for count in counts)
+    _, results = run_example(pool, [own, two_before, before])
+    found = [found["lane_place"].flatten().tolist() for found, _ in results]
+    assert [found[0], found[2], found[1]] == rows
 
 
 FOUR_TOKENS = [[0, 3], [2, 0], [3, 2], [0, 1]]
 
 
 def test_the_example_of_the_places(pool):
-    from moe_engine.emulation import PerRank
-
-    ids = torch.tensor(FOUR_TOKENS)
-    x, weights = torch.zeros(4, 8), torch.zeros(4, 2)
-    parts = PerRank([x]), PerRank([ids]), PerRank([weights])
-    [(found, _)] = pool.run(steps_on_rank, 4, 4, 2, 1, *parts, num_ranks=1)
-    assert found["lane_place"].tolist() == [[0, 6], [4, 1], [7, 5], [2, 3]]
-    assert found["first_place"][:8].tolist() == [-1, -1, -1, 2, 1, -1, 0, 5]
-    assert found["num_to_push"].tolist() == [[3, 1]]
-    assert sorted(found["to_push"][0, 0, :3, 1].tolist()) == [0, 1, 3]
-    assert found["to_push"][0, 1, :1, 1].tolist() == [2]
+    ids = [[[0, 3], [2, 3], [3, 0], [1, 1]], [[2, 3], [0, 1]]]
+    _, results = run_example(pool, ids)
+    (found, _), (other, _) = results
+    assert found["lane_place"].tolist() == [[0, 3], [1, 4], [5, 1], [3, 4]]
+    assert found["own_order"][:4, 1].tolist() == [0, 2, 3, 3]
+    assert found["num_to_push"][1].sum() == 3
+    assert other["copies"][:4].tolist() == [[-1, 2**32 - 1]] * 2 + [[4, 1], [-1, 2**32 - 1]]
 
 
 def test_the_example_of_the_records(pool):

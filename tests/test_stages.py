@@ -16,40 +16,52 @@ from moe_engine import reference, stages_kernels
 STAGES = st.integers(1, 16)
 
 
-def tiles_on_rank(group, expert_offsets, max_rows, block_m, stages, back_stages, num_ranks):
-    """(tiles, first tile of each stage) by the kernel."""
+def tiles_on_rank(group, num_own, num_remote, spare_rows, block_m, stages, back_stages, num_ranks):
+    """(tiles, stages in which they arrive, number of own ones, first tile of each stage) by the
+    kernel."""
+    from moe_engine.routing import Places
     from moe_engine.stages import staged_schedule
 
-    offsets = torch.tensor(expert_offsets, dtype=torch.int32, device=cases.device())
+    def offsets(counts):
+        sums = [0, *itertools.accumulate(counts)]
+        return torch.tensor(sums, dtype=torch.int32, device=cases.device())
+
+    rows = offsets([own + remote for own, remote in zip(num_own, num_remote, strict=True)])
+    remote = offsets(num_remote)
+    places = Places(rows, remote, remote, remote, remote, remote)
+    max_rows = int(rows[-1]) + spare_rows
     with cases.filled_memory():
-        schedule = staged_schedule(offsets, max_rows, block_m, stages, back_stages, num_ranks)
-    counters = schedule.pushed, schedule.computed, schedule.returned, schedule.listed
-    lengths = [stages, back_stages, back_stages, num_ranks * back_stages]
-    assert [counter.numel() for counter in counters] == lengths
-    assert not schedule.counters.any()
+        schedule = staged_schedule(places, max_rows, block_m, stages, back_stages, num_ranks)
+    lengths = {"pushed": stages, "copied": 2 * stages, "computed": back_stages + 1}
+    lengths |= {"returned": back_stages, "num_to_sum": back_stages}
+    for name, length in (lengths | {"listed": num_ranks * back_stages}).items():
+        assert getattr(schedule, name).tolist() == [0] * length
     first = schedule.first_tile.tolist()
     tiles = schedule.tiles[: first[-1]].tolist()
-    return [(tile >> 40, tile & 0x7FFFFFFF, tile >> 32 & 0xFF) for tile in tiles], first
+    parts = [(tile >> 40 & 0xFFFF, tile & 0x7FFFFFFF, tile >> 32 & 0xFF) for tile in tiles]
+    return parts, [tile >> 56 for tile in tiles], int(schedule.num_own), first
 
 
-def check_tiles(pool, expert_offsets, block_m, back_stages, spare_rows=0, stages=1, num_ranks=1):
-    max_rows = expert_offsets[-1] + spare_rows
-    args = expert_offsets, max_rows, block_m, stages, back_stages, num_ranks
-    [(tiles, first)] = pool.run(tiles_on_rank, *args, num_ranks=1)
-    wanted_tiles, wanted_first = reference.staged_tiles(expert_offsets, block_m, back_stages)
-    assert torch.equal(torch.tensor(tiles), torch.tensor(wanted_tiles))
-    assert first == wanted_first
-    return tiles, first
+def check_tiles(pool, num_own, num_remote, block_m, stages, back_stages, spare_rows=0, num_ranks=1):
+    args = num_own, num_remote, spare_rows, block_m, stages, back_stages, num_ranks
+    [found] = pool.run(tiles_on_rank, *args, num_ranks=1)
+    expected = reference.staged_tiles(num_own, num_remote, block_m, stages, back_stages)
+    assert found == expected
+    return found
 
 
 def test_the_example(pool):
-    tiles, first = check_tiles(pool, [0, 4, 8], 2, 2)
+    tiles, arrivals, num_own, first = check_tiles(pool, [2, 1], [2, 3], 2, 2, 2)
     assert tiles == [(0, 0, 2), (0, 2, 2), (1, 4, 2), (1, 6, 2)]
-    assert first == [0, 3, 4]
+    assert arrivals == [0, 2, 2, 3]
+    assert (num_own, first) == (1, [0, 3, 3, 4])
+
+
+COUNTS = st.sampled_from([0, 1, 7, 40, 700])
 
 
 @given(
-    counts=st.lists(st.sampled_from([0, 1, 7, 40, 700]), min_size=1, max_size=9),
+    counts=st.lists(st.tuples(COUNTS, COUNTS), min_size=1, max_size=9),
     block_m=st.sampled_from([4, 16, 128]),
     back_stages=STAGES,
     spare_rows=st.integers(0, 300),
@@ -58,8 +70,8 @@ def test_the_example(pool):
 )
 def test_any_counts(pool, counts, block_m, back_stages, spare_rows, stages, num_ranks):
     cases.skip_where_shapes_compile(pool)
-    expert_offsets = [0, *itertools.accumulate(counts)]
-    check_tiles(pool, expert_offsets, block_m, back_stages, spare_rows, stages, num_ranks)
+    num_own, num_remote = (list(part) for part in zip(*counts, strict=True))
+    check_tiles(pool, num_own, num_remote, block_m, stages, back_stages, spare_rows, num_ranks)
 
 
 @triton.jit
