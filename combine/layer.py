@@ -20,7 +20,7 @@ from .layer_kernels import layer_sum_kernel, return_sums_kernel, staged_gemm_ker
 RETURN_BYTES, RETURN_WARPS, RETURN_REGISTERS = 4096, 2, 152
 """Bytes of a row that a program sums at a time, its warps, and the registers of a thread: two of
 these programs find room beside one of the GEMM."""
-SUM_BYTES, SUM_WARPS, SUM_REGISTERS, SUM_PROGRAMS = 4096, 2, 132, 7
+SUM_BYTES, SUM_WARPS, SUM_REGISTERS, SUM_PROGRAMS = 4096, 2, 136, 7
 """The same for the sums of up to 4 ranks, and programs per SM, which fill it."""
 
 

@@ -36,6 +36,7 @@ from ..stages_kernels import first_tiles, load_staged_tile, stage_of
 from ..tiles import BACK, deal, notify_stage, wait_stage
 from ..work import (
     arrive_after_tma,
+    claim,
     finish_call,
     is_last_program,
     let_next_start,
@@ -354,42 +355,39 @@ def layer_sum_kernel(
     once. The last program finishes the call.
 
     An early launch behind `return_sums_kernel`. When the last of all tiles, those of own rows, have
-    been computed, stage by stage as other ranks return theirs.
+    been computed, stage by stage as other ranks return theirs. Programs that find room later take
+    fewer of the tokens.
     """
     rank = tl.load(context + RANK).to(tl.int32)
-    program, num_programs = tl.program_id(0), tl.num_programs(0)
     lane = tl.arange(0, 1)
     own = (computed + STAGES).to(tl.int64) + lane * 8
     token = wait(own, lane == 0, num_gemm_programs, lane + rank, context, PHASE_TILES)
     token = token * (1 - is_broken(context).to(tl.int32))  # else nobody may have written records
-    num_before = tl.full((), 0, tl.int32)
+    first = consume_token(region(0, context) + header_bytes, token)
+    rows = as_pointer(consume_token(y.to(tl.int64), token), y.dtype.element_ty)
+    stage = tl.full((), -1, tl.int32)
+    begin = tl.full((), 0, tl.int32)  # tokens of earlier stages, and of this one too
+    end = tl.full((), 0, tl.int32)
     since = begin_span()
-    for stage in range(0, STAGES):
-        if token == 1:
+    number = claim(context)
+    while (number < num_tokens) & (token == 1):
+        next_number = claim(context)
+        while (number >= end) & (token == 1):
+            stage += 1
+            begin = end
+            end += tl.load(num_to_sum + stage).to(tl.int32)
             token = wait_stage(BACK, stage, context, RANKS_PAD, PHASE_RETURNED_ROWS)
+            since = end_span(ROLE_SUM, stage, since, context)
         if token == 1:
-            first = consume_token(region(0, context) + header_bytes, token)
-            rows = as_pointer(consume_token(y.to(tl.int64), token), y.dtype.element_ty)
-            tokens = consume_token((to_sum + stage * num_tokens.to(tl.int64)).to(tl.int64), token)
-            num_here = tl.load(num_to_sum + stage).to(tl.int32)
-            # Programs go on where they ended in the stage before.
-            begin = (program + num_programs - num_before % num_programs) % num_programs
-            num_before += num_here
-            # As in `return_sums_kernel`, what the next tokens need is read meanwhile.
-            number = _load_token(tokens, begin, num_here)
-            number_next = _load_token(tokens, begin + num_programs, num_here)
-            heads = _load_heads(send_head, number, RANKS)
-            for place in range(begin, num_here, num_programs):
-                number_then = _load_token(tokens, place + 2 * num_programs, num_here)
-                heads_next = _load_heads(send_head, number_next, RANKS)
-                # fmt: off
-                _sum_token(
-                    number, heads, out, rows, first, rank, context, hidden, row_bytes,
-                    places_offset, weights_offset, NUM_TOPK, RANKS, BLOCK_H,
-                )
-                # fmt: on
-                number, heads, number_next = number_next, heads_next, number_then
-        since = end_span(ROLE_SUM, stage, since, context)
+            at = to_sum + stage.to(tl.int64) * num_tokens + number - begin
+            # fmt: off
+            _sum_token(
+                tl.load(at), out, rows, send_head, first, token, rank, context, hidden, row_bytes,
+                places_offset, weights_offset, NUM_TOPK, RANKS, BLOCK_H,
+            )
+            # fmt: on
+        number = next_number
+    end_span(ROLE_SUM, STAGES, since, context)
     wait_for_previous(OVERLAP)
     if is_broken(context) == 0:
         if is_last_program(context):
@@ -397,28 +395,13 @@ def layer_sum_kernel(
 
 
 @device_function
-def _load_token(tokens, place, num_here):
-    """The token at a place of a list at the address `tokens`; -1 behind its end."""
-    return tl.load(as_pointer(tokens, tl.int32) + place, mask=place < num_here, other=-1)
-
-
-@device_function
-def _load_heads(send_head, number, RANKS: tl.constexpr):
-    """`send_head` of a token, RANKS scalars; -1 for token -1."""
-    heads = ()
-    for place in tl.static_range(RANKS):
-        head = tl.load(send_head + number * RANKS + place, mask=number >= 0, other=-1)
-        heads = heads + (head,)
-    return heads
-
-
-@device_function
 def _sum_token(
     number,
-    heads,
     out,
     y,
+    send_head,
     first_row,
+    token,
     rank,
     context,
     hidden,
@@ -432,6 +415,10 @@ def _sum_token(
     """The sum of one token: see `layer_sum_kernel`. first_row: address of the rows in the region of
     rank 0."""
     region_bytes = tl.load(context + REGION_BYTES)
+    first_row = consume_token(first_row, token)
+    heads = ()
+    for place in tl.static_range(RANKS):
+        heads = heads + (tl.load(send_head + number * RANKS + place),)
     record = tl.full((), 0, tl.int64)
     for place in tl.static_range(RANKS):
         at, writer = _place_of_head(heads[place], first_row, region_bytes, row_bytes, RANKS)

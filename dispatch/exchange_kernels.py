@@ -162,12 +162,10 @@ def exchange_lanes_kernel(
         tl.store(to, stages.to(tl.int64) * 0, mask=stages < stage_count)
         # No rows, should this give up on a lost peer: what follows may not know of it.
         tl.store(num_remote + dest, 0)
-        if is_own:
-            zeros = tl.zeros_like(experts)
-            tl.store(expert_offsets, 0)
-            tl.store(remote_offsets, 0)
-            tl.store(expert_offsets + 1 + experts, zeros, mask=real)
-            tl.store(remote_offsets + 1 + experts, zeros, mask=real)
+        offsets = tl.arange(0, 2 * EXPERTS_PAD)
+        has = (offsets <= num_local_experts) & is_own
+        tl.store(expert_offsets + offsets, tl.zeros_like(offsets), mask=has)
+        tl.store(remote_offsets + offsets, tl.zeros_like(offsets), mask=has)
     wait_for_previous(OVERLAP)
     if is_broken(context):
         return
@@ -186,24 +184,23 @@ def exchange_lanes_kernel(
         return
     totals = tl.zeros([EXPERTS_PAD], tl.int32)
     remote = tl.zeros([EXPERTS_PAD], tl.int32)
-    num_others = tl.full((), 0, tl.int32)
+    other = tl.full((), -1, tl.int32)  # a rank that called with something else
     for source in tl.static_range(RANKS):
         counts, differs = _counts_of(source, signature, token, context)
-        if differs:
-            _report_signature(source, context)
-            num_others += 1
+        other = tl.where(differs, source, other)
         sent = tl.load(counts + dest * num_local_experts + experts, mask=real, other=0)
         totals += sent
         remote += tl.where(source == dest, 0, sent)
-    if num_others == 0:  # else they stay 0: the counts of another shape mean nothing
+    if other >= 0:  # numbers of rows stay 0: the counts of another shape mean nothing
+        _report_signature(other, context)
+    else:
         ends, remote_ends = tl.cumsum(totals, 0), tl.cumsum(remote, 0)
         to = dest * num_local_experts + experts
         tl.store(expert_begin + to, ends - totals, mask=real)
         tl.store(remote_begin + to, remote_ends - remote, mask=real)
         tl.store(num_remote + dest, tl.sum(remote, 0))
-        if is_own:
-            tl.store(expert_offsets + 1 + experts, ends, mask=real)
-            tl.store(remote_offsets + 1 + experts, remote_ends, mask=real)
+        tl.store(expert_offsets + 1 + experts, ends, mask=real & is_own)
+        tl.store(remote_offsets + 1 + experts, remote_ends, mask=real & is_own)
     end_span(ROLE_EXCHANGE, dest, since, context)
 
 
