@@ -301,13 +301,14 @@ def sum_lanes(
     of its record, of which the first have been loaded. LANES_AT_ONCE are read at once."""
     total = tl.zeros([columns.shape[0]], tl.float32)
     total = _add_rows(total, y, places, weights, columns, in_row, hidden)
-    first = tl.full((), LANES_AT_ONCE, tl.int32)
-    more = (first < NUM_TOPK) & (places[LANES_AT_ONCE - 1] >= 0)
-    while more:
-        others, their_weights = load_record(record, weights_offset, first, NUM_TOPK)
-        total = _add_rows(total, y, others, their_weights, columns, in_row, hidden)
-        first += LANES_AT_ONCE
-        more = (first < NUM_TOPK) & (others[LANES_AT_ONCE - 1] >= 0)
+    if LANES_AT_ONCE < NUM_TOPK:  # Triton 3.6 does not compile a loop that never runs
+        first = tl.full((), LANES_AT_ONCE, tl.int32)
+        more = places[LANES_AT_ONCE - 1] >= 0
+        while more:
+            others, their_weights = load_record(record, weights_offset, first, NUM_TOPK)
+            total = _add_rows(total, y, others, their_weights, columns, in_row, hidden)
+            first += LANES_AT_ONCE
+            more = (first < NUM_TOPK) & (others[LANES_AT_ONCE - 1] >= 0)
     return total
 
 

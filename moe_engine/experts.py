@@ -46,8 +46,8 @@ def feed_forward(
     lanes = dispatch.Lanes(x, topk_idx, topk_weights, layout)
     places = dispatch.exchange_lanes(lanes, config.num_stages, slots)
     lane_places = routing.place_lanes(topk_idx, layout, places, num_bytes, slots)
-    stages = config.num_stages, config.num_return_stages
-    schedule = staged_schedule(places, max_expert_rows, up_tiles.block_m, *stages, num_ranks)
+    order = config.num_stages, config.num_return_stages, config.own_apart
+    schedule = staged_schedule(places, max_expert_rows, up_tiles.block_m, *order, num_ranks)
     to_push, own_order = lane_places.to_push, lane_places.own_order
     dispatch.push_lanes(x, to_push, places, schedule, config.num_push_programs, slots)
     num_programs = dispatch.copy_rows(

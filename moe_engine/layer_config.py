@@ -69,11 +69,12 @@ class LayerConfig:
 
     num_stages: in how many parts a rank's expert rows arrive, in their order; a tile waits for the
     part of its last row, 1 for all of them. num_return_stages: in how many parts sums go back, each
-    when the last expert row of its tokens is computed.
+    when the last expert row of its tokens is computed. own_apart: tiles of this rank's own rows
+    come before all others, and go back behind them; this reads weights once more.
     num_push_programs, num_copy_programs, num_return_programs: how many push rows, copy them to
     further experts of their tokens, and send sums back, of one, one and two warps, beside those
-    that multiply. group_m: tiles of rows that are walked together before the
-    next columns, so that they share weights in L2; 1 walks them one by one.
+    that multiply. group_m: tiles of rows that are walked together before the next columns, so that
+    they share weights in L2; 1 walks them one by one.
     """
 
     num_stages: int = 16
@@ -81,11 +82,12 @@ class LayerConfig:
     num_push_programs: int = PUSH_PROGRAMS
     num_copy_programs: int = COPY_PROGRAMS
     num_return_programs: int = RETURN_PROGRAMS
+    own_apart: bool = False
     group_m: int = 8
 
     def check(self) -> None:
         """ShapeError for numbers that are not positive, or more parts than there are flags for."""
-        numbers = {name: value for name, value in asdict(self).items()}
+        numbers = {name: value for name, value in asdict(self).items() if name != "own_apart"}
         most = {"num_stages": MAX_STAGES.value, "num_return_stages": MAX_STAGES.value}
         wrong = {
             name: value
@@ -100,7 +102,8 @@ class LayerConfig:
 
     def shared(self) -> LayerConfig:
         """What must be equal on all ranks: all but the numbers of programs."""
-        return replace(self, num_push_programs=1, num_copy_programs=1, num_return_programs=1)
+        programs = {"num_push_programs": 1, "num_copy_programs": 1, "num_return_programs": 1}
+        return replace(self, **programs, own_apart=False)
 
     @classmethod
     def choose(cls, problem: LayerProblem) -> LayerConfig:

@@ -140,7 +140,12 @@ def return_begins(num_rows: int, num_stages: int) -> list[int]:
 
 
 def staged_tiles(
-    num_own: list[int], num_remote: list[int], block_m: int, stages: int, back_stages: int
+    num_own: list[int],
+    num_remote: list[int],
+    block_m: int,
+    stages: int,
+    back_stages: int,
+    own_apart: bool = True,
 ) -> tuple[list[Tile], list[int], int, list[int]]:
     """(tiles of a rank's expert rows, the stage in which the last row of each arrives, how many are
     of own rows alone, tile that begins each stage of the way back and then their number), given how
@@ -163,7 +168,7 @@ def staged_tiles(
             else:
                 arrives = stages + bisect_left(remote_begins[1:], remote_before + end - own)
             back = bisect_right(back_begins[1:-1], remote_before + max(begin - own, 0))
-            full = is_own and end - begin == block_m
+            full = own_apart and is_own and end - begin == block_m
             found[full].append(((expert, row + begin, end - begin), arrives, back))
         row += own + remote
         own_before += own

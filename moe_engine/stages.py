@@ -45,6 +45,7 @@ def staged_schedule(
     block_m: int,
     stages: int,
     back_stages: int,
+    own_apart: bool,
     num_ranks: int,
 ) -> StagedSchedule:
     """Cut expert rows into tiles; see `staged_schedule_kernel`."""
@@ -71,6 +72,7 @@ def staged_schedule(
         len(counters),
         num_local_experts,
         stages,
+        int(own_apart),
         max_tiles,
         BLOCK_M=block_m,
         BACK_STAGES=back_stages,

@@ -20,7 +20,11 @@ def return_begin(stage, num_rows, BACK_STAGES: tl.constexpr):
     return num_rows - (num_rows * rest * rest // (BACK_STAGES * BACK_STAGES)).to(tl.int32)
 
 
-@triton.jit(do_not_specialize=["num_local_experts", "stage_count", "num_counters", "max_tiles"])
+@triton.jit(
+    do_not_specialize=[
+        *("num_local_experts", "stage_count", "own_apart", "num_counters", "max_tiles")
+    ]
+)
 def staged_schedule_kernel(
     expert_offsets,  # int32 [L + 1]
     remote_offsets,  # int32 [L + 1], see `exchange_lanes_kernel`
@@ -31,6 +35,7 @@ def staged_schedule_kernel(
     num_counters,
     num_local_experts,
     stage_count,
+    own_apart,
     max_tiles,
     BLOCK_M: tl.constexpr,
     BACK_STAGES: tl.constexpr,
@@ -42,20 +47,20 @@ def staged_schedule_kernel(
     """Cut each expert's rows into tiles of BLOCK_M; program e writes those of expert e. An early
     launch behind the places, and the one behind it may be early too.
 
-    An expert's rows are first this rank's own, then those of others. Tiles that hold own rows alone
-    come first, by expert, then the others, by expert. So there is work before rows arrive; and on
-    the way back, which begins with the tiles of other ranks' rows, and ends with the own ones,
-    while sums are on their way. Behind its expert, from bit 56 on, a tile has the stage in which
-    its last row is there: own rows come in `stage_count` stages, then those of others in as many,
-    by `tiles.stage_of_row`.
+    An expert's rows are first this rank's own, then those of others. With own_apart 1, tiles that
+    hold own rows alone come first, by expert, then the others, by expert. So there is work before
+    rows arrive; and on the way back, which begins with the tiles of other ranks' rows, and ends
+    with the own ones, while sums are on their way. With own_apart 0 all stand by expert.
 
-    first_tile counts from the first tile with rows of others on. One that holds rows of several
-    stages belongs to the first of them, whose rows wait for it; the last stage is the own tiles.
+    Behind its expert, from bit 56 on, a tile has the stage in which its last row is there: own rows
+    come in `stage_count` stages, then those of others in as many, by `tiles.stage_of_row`.
+    first_tile counts from the first tile that is not apart. One that holds rows of several stages
+    belongs to the first of them, whose rows wait for it; the last stage is the tiles apart.
 
-    Two stages each way, BLOCK_M 2, expert_offsets [0, 4, 8], remote_offsets [0, 2, 5]: rows 0, 1
-    and 4 are own, so tiles (expert, row, number of rows) (0, 0, 2) | (0, 2, 2) (1, 4, 2) (1, 6, 2),
-    num_own [1], first_tile [0, 3, 3, 4]: 4 of 5 rows of others are of the first stage, which leaves
-    no tile that begins with one of the second.
+    Two stages each way, BLOCK_M 2, own_apart 1, expert_offsets [0, 4, 8], remote_offsets [0, 2, 5]:
+    rows 0, 1 and 4 are own, so tiles (expert, row, number of rows) (0, 0, 2) | (0, 2, 2) (1, 4, 2)
+    (1, 6, 2), num_own [1], first_tile [0, 3, 3, 4]: 4 of 5 rows of others are of the first stage,
+    which leaves no tile that begins with one of the second.
     """
     wait_for_previous(OVERLAP)
     let_next_start(OVERLAP)
@@ -67,7 +72,7 @@ def staged_schedule_kernel(
     remote_begins = tl.load(remote_offsets + experts, mask=real, other=0)
     remote_rows = tl.load(remote_offsets + 1 + experts, mask=real, other=0) - remote_begins
     own_rows = rows - remote_rows
-    own_tiles = own_rows // BLOCK_M
+    own_tiles = own_rows // BLOCK_M * own_apart
     other_tiles = tl.cdiv(rows, BLOCK_M) - own_tiles
     num_own_tiles = tl.sum(own_tiles, 0)
     first_own = tl.sum(tl.where(experts < expert, own_tiles, 0), 0)

@@ -195,7 +195,7 @@ OBSERVERS = [
 def test_observe(name):
     """Acquire polls at system scope, a CTA barrier, then what is read or written behind them."""
     ptx = build(name).ptx
-    last_poll = ptx.rindex("ld.acquire.sys.global.b64")
+    last_poll = ptx.rindex("ld.acquire.sys.global.b64", 0, ptx.rindex("// token"))
     token = ptx.index("// token", last_poll)
     assert "bar.sync" in ptx[last_poll:token]
     guarded = r"(ld|st)\.global\.(v4\.)?b32|cp\.async"

@@ -69,7 +69,7 @@ def steps_on_rank(group, num_experts, max_tokens, stages, back_stages, x, topk_i
         rows = local[: max_rows * row_bytes].view(x.dtype).view(max_rows, -1)
         copies = local[rows.nbytes :][: 8 * max_rows].view(torch.int64)
         found = routing.place_lanes(args[1], layout, places, rows.nbytes, slots)
-        schedule = staged_schedule(places, max_rows, BLOCK_M, stages, back_stages, num_ranks)
+        schedule = staged_schedule(places, max_rows, BLOCK_M, stages, back_stages, True, num_ranks)
         dispatch.push_lanes(args[0], found.to_push, places, schedule, 7, slots)
         sources = args[0], rows, copies, found.own_order
         num_copying = dispatch.copy_rows(*sources, places, schedule, 5, slots)

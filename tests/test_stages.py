@@ -16,7 +16,9 @@ from moe_engine import reference, stages_kernels
 STAGES = st.integers(1, 16)
 
 
-def tiles_on_rank(group, num_own, num_remote, spare_rows, block_m, stages, back_stages, num_ranks):
+def tiles_on_rank(
+    group, num_own, num_remote, spare_rows, block_m, stages, back_stages, own_apart, num_ranks
+):
     """(tiles, stages in which they arrive, number of own ones, first tile of each stage) by the
     kernel."""
     from moe_engine.routing import Places
@@ -31,7 +33,9 @@ def tiles_on_rank(group, num_own, num_remote, spare_rows, block_m, stages, back_
     places = Places(rows, remote, remote, remote, remote, remote)
     max_rows = int(rows[-1]) + spare_rows
     with cases.filled_memory():
-        schedule = staged_schedule(places, max_rows, block_m, stages, back_stages, num_ranks)
+        schedule = staged_schedule(
+            places, max_rows, block_m, stages, back_stages, own_apart, num_ranks
+        )
     lengths = {"pushed": stages, "copied": 2 * stages, "computed": back_stages + 1}
     lengths |= {"returned": back_stages, "num_to_sum": back_stages}
     for name, length in (lengths | {"listed": num_ranks * back_stages}).items():
@@ -42,16 +46,19 @@ def tiles_on_rank(group, num_own, num_remote, spare_rows, block_m, stages, back_
     return parts, [tile >> 56 for tile in tiles], int(schedule.num_own), first
 
 
-def check_tiles(pool, num_own, num_remote, block_m, stages, back_stages, spare_rows=0, num_ranks=1):
-    args = num_own, num_remote, spare_rows, block_m, stages, back_stages, num_ranks
-    [found] = pool.run(tiles_on_rank, *args, num_ranks=1)
-    expected = reference.staged_tiles(num_own, num_remote, block_m, stages, back_stages)
-    assert found == expected
+def check_tiles(
+    pool, num_own, num_remote, block_m, stages, back_stages, own_apart, spare_rows=0, num_ranks=1
+):
+    sizes = block_m, stages, back_stages, own_apart
+    [found] = pool.run(
+        tiles_on_rank, num_own, num_remote, spare_rows, *sizes, num_ranks, num_ranks=1
+    )
+    assert found == reference.staged_tiles(num_own, num_remote, *sizes)
     return found
 
 
 def test_the_example(pool):
-    tiles, arrivals, num_own, first = check_tiles(pool, [2, 1], [2, 3], 2, 2, 2)
+    tiles, arrivals, num_own, first = check_tiles(pool, [2, 1], [2, 3], 2, 2, 2, True)
     assert tiles == [(0, 0, 2), (0, 2, 2), (1, 4, 2), (1, 6, 2)]
     assert arrivals == [0, 2, 2, 3]
     assert (num_own, first) == (1, [0, 3, 3, 4])
@@ -66,12 +73,14 @@ COUNTS = st.sampled_from([0, 1, 7, 40, 700])
     back_stages=STAGES,
     spare_rows=st.integers(0, 300),
     stages=STAGES,
+    own_apart=st.booleans(),
     num_ranks=st.integers(1, 8),
 )
-def test_any_counts(pool, counts, block_m, back_stages, spare_rows, stages, num_ranks):
+def test_any_counts(pool, counts, block_m, back_stages, spare_rows, stages, own_apart, num_ranks):
     cases.skip_where_shapes_compile(pool)
     num_own, num_remote = (list(part) for part in zip(*counts, strict=True))
-    check_tiles(pool, num_own, num_remote, block_m, stages, back_stages, spare_rows, num_ranks)
+    sizes = block_m, stages, back_stages, own_apart
+    check_tiles(pool, num_own, num_remote, *sizes, spare_rows, num_ranks)
 
 
 @triton.jit
