@@ -152,6 +152,7 @@ def copy_rows(
         schedule.copied,
         slots.context.words,
         schedule.stages,
+        int(schedule.own_apart),
         words.num_words,
         rows.shape[1] * rows.itemsize,
         RANKS_PAD=next_power_of_2(slots.layout.num_ranks),

@@ -140,7 +140,7 @@ def _look_up(
 
 
 @triton.jit(
-    do_not_specialize=["stage_count"],
+    do_not_specialize=["stage_count", "own_apart"],
     do_not_specialize_on_alignment=["num_rows", "num_remote", "copied"],
 )
 def copy_rows_kernel(
@@ -150,9 +150,10 @@ def copy_rows_kernel(
     copies,  # int64 [M], see `place_lanes_kernel`
     num_rows,  # int32 [1]
     num_remote,  # int32 [1]: rows from other ranks
-    copied,  # int64 [2 * S]: programs that have copied their share of each stage
+    copied,  # int64 [2 * S]: programs that have copied their share of each stage, see below
     context,
     stage_count,
+    own_apart,
     num_words,
     row_bytes,
     RANKS_PAD: tl.constexpr,
@@ -162,57 +163,53 @@ def copy_rows_kernel(
     BLOCK_WORDS: tl.constexpr,
     OVERLAP: tl.constexpr,
 ):
-    """Copy this rank's own tokens to its expert rows, stage by stage, then each row that others
-    push to the further experts of its token here.
+    """Copy this rank's own tokens to its expert rows, and each row that others push to the further
+    experts of its token here, stage by stage.
 
-    The row that is copied came in the same stage or an earlier one. When all programs have arrived
-    at `copied` all rows of the stage are there, pushed ones too: what their ranks did before they
-    raised the stage's flags happens before a program sees these, and so before it arrives. An early
-    launch behind `push_lanes_kernel`, beside which it runs.
+    The row that is copied came in the same stage or an earlier one. The first S of `copied` are for
+    stages of own rows, the others for those of other ranks', in the order in which programs arrive
+    at them: with own_apart own rows all come first, else each stage of them before the same one of
+    others. When all programs have arrived all rows of the stage are there, pushed ones too: what
+    their ranks did before they raised the stage's flags happens before a program sees these, and so
+    before it arrives. An early launch behind `push_lanes_kernel`, beside which it runs.
     """
     let_next_start(OVERLAP)
     program, num_programs = tl.program_id(0), tl.num_programs(0)
     token = 1 - is_broken(context).to(tl.int32)
-    total = tl.load(num_remote)
-    num_own = tl.load(num_rows) - total
-    unit, own_unit = stage_unit(total, stage_count), stage_unit(num_own, stage_count)
+    num_others = tl.load(num_remote)
+    num_own = tl.load(num_rows) - num_others
+    own_unit = stage_unit(num_own, stage_count)
+    unit_others = stage_unit(num_others, stage_count)
     since = begin_span()
     # fmt: off
-    for stage in range(0, stage_count):
-        start = stage_begin(stage, own_unit, stage_count)
-        end = tl.minimum(stage_begin(stage + 1, own_unit, stage_count), num_own)
-        if token == 1:
-            for first in range(start + program, end, num_programs * BATCH):
-                positions = first + tl.arange(0, BATCH) * num_programs
-                lane = tl.load(own_order + positions, mask=positions < end, other=0)
-                to = tl.where(positions < end, rows.to(tl.int64) + (lane >> 32) * row_bytes, 0)
-                here = tl.minimum(tl.cdiv(end - first, num_programs), BATCH)
-                put_tile(
-                    to, x + (lane & 0x7FFFFFFF) * num_words, here, num_words, ticks(), 0, LANES,
-                    ALIGNED, BLOCK_WORDS,
-                )
-            arrive(copied + stage)
-    for stage in range(0, stage_count):
-        if token == 1:
+    for turn in range(0, 2 * stage_count):
+        # Own rows in their stages, then those of others; or each own stage before one of others.
+        stage = tl.where(own_apart != 0, turn % stage_count, turn // 2)
+        is_own = tl.where(own_apart != 0, turn < stage_count, turn % 2 == 0)
+        if (is_own == 0) & (token == 1):
             token = wait_stage(THERE, stage, context, RANKS_PAD)
         if token == 1:
-            start = stage_begin(stage, unit, stage_count)
-            end = tl.minimum(stage_begin(stage + 1, unit, stage_count), total)
+            here = tl.where(is_own, num_own, num_others)
+            unit = tl.where(is_own, own_unit, unit_others)
+            begin = stage_begin(stage, unit, stage_count)
+            end = tl.minimum(stage_begin(stage + 1, unit, stage_count), here)
             there = consume_token(rows.to(tl.int64), token)
-            entries = as_pointer(consume_token(copies.to(tl.int64), token), tl.int64)
-            for first in range(start + program, end, num_programs * BATCH):
+            entries = tl.where(is_own, own_order.to(tl.int64), copies.to(tl.int64))
+            entries = as_pointer(consume_token(entries, token), tl.int64)
+            originals = tl.where(is_own, x.to(tl.int64), there)
+            for first in range(begin + program, end, num_programs * BATCH):
                 positions = first + tl.arange(0, BATCH) * num_programs
                 entry = tl.load(entries + positions, mask=positions < end, other=-1)
                 entry = tl.sort(entry, descending=True)  # those to be copied come first
                 is_copy = entry >= 0
                 to = tl.where(is_copy, there + (entry >> 32) * row_bytes, 0)
-                words = as_pointer(there, rows.dtype.element_ty)
-                original = tl.where(is_copy, entry & 0x7FFFFFFF, 0)
+                source = originals + tl.where(is_copy, entry & 0x7FFFFFFF, 0) * row_bytes
                 put_tile(
-                    to, words + original * num_words, tl.sum(is_copy.to(tl.int32), 0), num_words,
-                    ticks(), 0, LANES, ALIGNED, BLOCK_WORDS,
+                    to, as_pointer(source, rows.dtype.element_ty),
+                    tl.sum(is_copy.to(tl.int32), 0), num_words, ticks(), 0, LANES, ALIGNED,
+                    BLOCK_WORDS,
                 )
-            arrive(copied + stage_count + stage)
+            arrive(copied + tl.where(is_own, 0, stage_count) + stage)
         since = end_span(ROLE_COPY, stage, since, context)
     # fmt: on
     wait_for_previous(OVERLAP)

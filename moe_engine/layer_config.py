@@ -20,6 +20,9 @@ STAGE_US = 4.0
 """What the end of a stage costs: programs wait until their rows have arrived."""
 STAGE_ROWS = 2048
 """Rows that a stage has at least, about a tile for each SM."""
+OWN_ROWS, OWN_LINKS = 256, 0.6
+"""Own tiles go apart where experts have so many rows of their own rank that reading the weights
+again costs little, and links are busy for so much of the GEMMs' time that there is much to hide."""
 START_US = 30.0
 """From the layer's first launch to the first rows that are pushed."""
 PUSH_PROGRAMS = 132
@@ -43,16 +46,20 @@ class LayerProblem:
     itemsize: int = 2
 
     @property
-    def push_us(self) -> float:
-        """Time of this rank's rows to the others, one for each lane, evenly routed."""
-        rows = self.max_tokens * self.num_topk * (1 - 1 / self.num_ranks)
-        return rows * self.hidden * self.itemsize / LINK_GBS / 1e3
+    def share(self) -> float:
+        """Share of the tokens that a rank has an expert of, evenly routed."""
+        return 1 - (1 - 1 / self.num_ranks) ** self.num_topk
 
     @property
-    def return_us(self) -> float:
-        """Time of the sums to the other ranks, one for each token and rank."""
-        share = 1 - (1 - 1 / self.num_ranks) ** self.num_topk
-        rows = self.max_tokens * share * (self.num_ranks - 1)
+    def rows_per_token(self) -> float:
+        """Expert rows that a token has on a rank where it has any."""
+        return self.num_topk / self.num_ranks / self.share
+
+    @property
+    def link_us(self) -> float:
+        """Time of this rank's rows to the others, and of the sums back, one for each token and
+        rank."""
+        rows = self.max_tokens * self.share * (self.num_ranks - 1)
         return rows * self.hidden * self.itemsize / LINK_GBS / 1e3
 
     def gemm_us(self, columns: int) -> float:
@@ -112,31 +119,38 @@ class LayerConfig:
             return cls(num_stages=1, num_return_stages=1)
         rows = problem.max_tokens * problem.num_topk
         counts = range(1, 1 + max(2, min(MAX_STAGES.value, rows // STAGE_ROWS)))
+        own_rows = rows / problem.num_experts  # of an expert, from its own rank
+        gemm_us = problem.gemm_us(3 * problem.num_columns)
         return cls(
             num_stages=min(counts, key=lambda n: there_us(problem, n)),
             num_return_stages=min(counts, key=lambda n: back_us(problem, n)),
+            own_apart=own_rows >= OWN_ROWS and 2 * problem.link_us > OWN_LINKS * gemm_us,
         )
 
 
 def there_us(problem: LayerProblem, num_stages: int) -> float:
-    """Time of the way there: rows that arrive stage by stage, each multiplied when it is there."""
-    stage = problem.push_us / num_stages + STAGE_US
-    compute = problem.gemm_us(2 * problem.num_columns) / num_stages
-    return stage + (num_stages - 1) * max(stage, compute) + compute
+    """Time of the way there: rows that arrive stage by stage, each multiplied when it is there.
+    Most rows of early stages cross the links, those of later ones are copies."""
+    gemm = problem.gemm_us(2 * problem.num_columns)
+    now = begin = 0.0
+    for stage in range(1, num_stages + 1):
+        end = stage * (stage + num_stages) / (2 * num_stages**2)  # as `tiles.stage_begin`
+        pushed = 1 - (1 - end) ** problem.rows_per_token
+        now = max(now, problem.link_us * pushed + STAGE_US * stage) + gemm * (end - begin)
+        begin = end
+    return now
 
 
 def back_us(problem: LayerProblem, num_stages: int) -> float:
     """Time of the way back: the rows of each stage are multiplied, then its sums returned beside
     the next ones."""
     gemm = problem.gemm_us(problem.num_columns)
-    rows_per_token = problem.num_topk / problem.num_ranks
-    per_sum = max(1.0, rows_per_token / (1 - (1 - 1 / problem.num_ranks) ** problem.num_topk))
     now, sent = 0.0, 0.0
     for stage in range(1, num_stages + 1):
         computed = 1 - (1 - stage / num_stages) ** 2
         now = max(now, gemm * computed)
-        now += problem.return_us * (computed**per_sum - sent) + STAGE_US
-        sent = computed**per_sum
+        now += problem.link_us * (computed**problem.rows_per_token - sent) + STAGE_US
+        sent = computed**problem.rows_per_token
     return now
 
 
@@ -149,7 +163,7 @@ def explain(problem: LayerProblem) -> str:
     lines = [
         f"{problem.max_tokens} tokens on each of {problem.num_ranks} ranks, {problem.num_experts} "
         f"experts, top-{problem.num_topk}, hidden {problem.hidden}, {problem.num_columns} columns",
-        f"GEMMs {gemm_us:.0f} us, rows there {problem.push_us:.0f}, back {problem.return_us:.0f}",
+        f"GEMMs {gemm_us:.0f} us, rows there {problem.link_us:.0f}, back as many",
         f"start {START_US:.0f} us, there {there:.0f} in {chosen.num_stages} stages, back "
         f"{back:.0f} in {chosen.num_return_stages}",
         f"-> {chosen}",

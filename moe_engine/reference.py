@@ -163,10 +163,11 @@ def staged_tiles(
         for begin in range(0, own + remote, block_m):
             end = min(begin + block_m, own + remote)
             is_own = end <= own
-            if is_own:
-                arrives = bisect_left(own_begins[1:], own_before + end)
-            else:
-                arrives = stages + bisect_left(remote_begins[1:], remote_before + end - own)
+            own_stage = bisect_left(own_begins[1:], own_before + min(end, own)) if own else 0
+            stage = 0 if is_own else bisect_left(remote_begins[1:], remote_before + end - own)
+            arrives = own_stage if is_own else stages + stage
+            if not own_apart:  # with the stages in turns
+                arrives = stages + max(own_stage, stage)
             back = bisect_right(back_begins[1:-1], remote_before + max(begin - own, 0))
             full = own_apart and is_own and end - begin == block_m
             found[full].append(((expert, row + begin, end - begin), arrives, back))

@@ -37,6 +37,7 @@ class StagedSchedule:
     listed: torch.Tensor
     stages: int
     back_stages: int
+    own_apart: bool
 
 
 def staged_schedule(
@@ -61,6 +62,7 @@ def staged_schedule(
         *counters.split(parts),
         stages,
         back_stages,
+        own_apart,
     )
     launched = staged_schedule_kernel[(num_local_experts,)](
         places.expert_offsets,

@@ -52,8 +52,9 @@ def staged_schedule_kernel(
     rows arrive; and on the way back, which begins with the tiles of other ranks' rows, and ends
     with the own ones, while sums are on their way. With own_apart 0 all stand by expert.
 
-    Behind its expert, from bit 56 on, a tile has the stage in which its last row is there: own rows
-    come in `stage_count` stages, then those of others in as many, by `tiles.stage_of_row`.
+    Behind its expert, from bit 56 on, a tile has the number of the counter that says that all its
+    rows are there: own rows come in `stage_count` stages, by `tiles.stage_of_row`, and those of
+    others in as many, see `copy_rows_kernel`.
     first_tile counts from the first tile that is not apart. One that holds rows of several stages
     belongs to the first of them, whose rows wait for it; the last stage is the tiles apart.
 
@@ -91,9 +92,13 @@ def staged_schedule_kernel(
         row = begin + tile * BLOCK_M
         number = tl.minimum(end - row, BLOCK_M)
         last = tile * BLOCK_M + number - 1  # among the expert's rows
-        own_stage = stage_of_row(begin - remote_begin + last, own_unit, stage_count)
+        last_own = tl.minimum(last, num_here - 1)
+        own_stage = stage_of_row(begin - remote_begin + last_own, own_unit, stage_count)
         remote_stage = stage_of_row(remote_begin + last - num_here, remote_unit, stage_count)
-        stage = tl.where(last < num_here, own_stage, stage_count + remote_stage)
+        apart = tl.where(last < num_here, own_stage, stage_count + remote_stage)
+        in_turns = tl.where(last < num_here, own_stage, remote_stage)
+        in_turns = tl.where(num_here > 0, tl.maximum(in_turns, own_stage), in_turns)
+        stage = tl.where(own_apart != 0, apart, stage_count + in_turns)
         packed = pack_tile(expert, row, number) | stage.to(tl.int64) << 56
         is_own = tile < own_count
         to = tl.where(is_own, first_own + tile, first_other + tile - own_count)

@@ -61,9 +61,12 @@ def test_any_problem_has_a_choice(num_ranks, max_tokens, num_local, num_topk, hi
         assert max(rows_us, gemm_us) - rounding <= us <= rows_us + gemm_us + STAGE_US + rounding
 
 
+NUMBERS = [name for name in LayerConfig.__dataclass_fields__ if name != "own_apart"]
+
+
 @pytest.mark.parametrize(
     ("name", "value"),
-    [*((name, 0) for name in LayerConfig.__dataclass_fields__), *((name, 17) for name in STAGES)],
+    [*((name, 0) for name in NUMBERS), *((name, 17) for name in STAGES)],
 )
 def test_numbers_out_of_range_are_refused(name, value):
     with pytest.raises(ShapeError, match=f"'{name}': {value}}}"):
@@ -71,7 +74,7 @@ def test_numbers_out_of_range_are_refused(name, value):
 
 
 def test_largest_numbers_are_taken():
-    LayerConfig(16, 16, 10_000, 10_000, 10_000).check()
+    LayerConfig(16, 16, 10_000, 10_000, 10_000, True, 10_000).check()
 
 
 def buffer_with(group, layers):
