@@ -5,7 +5,8 @@ Checks each shape against the all-to-all path before timing it. impl `torch` is 
 communication: two torch._grouped_mm and one kernel for silu(gate) * up, on as many rows as this
 rank's experts receive; `nccl` is sort, all-to-all of one copy per (token, expert), the same GEMMs,
 and a weighted sum. `ratio` of impl moe_engine is its time over torch's, slowest ranks both; of
-other impls their time over that of moe_engine.
+other impls their time over that of moe_engine. Verb `dispatch_gemm` is the way there up to the end
+of the up-projection, and its ratio that over the up-projection alone, of rows already there.
 """
 
 from __future__ import annotations
@@ -21,8 +22,11 @@ import triton
 import typer
 from _common import draw_topk, save, silu_mul_kernel, time_calls, time_graph
 
-from moe_engine import Buffer, LayerConfig, Options, moe_ffn
+from moe_engine import Buffer, LayerConfig, Options, moe_ffn, routing
+from moe_engine.dispatch import Lanes, release
 from moe_engine.emulation import RankPool, send_message
+from moe_engine.experts import dispatch_experts
+from moe_engine.grouped_gemm import grouped_gemm
 from moe_engine.layer_config import MODELS, LayerProblem
 
 UNFUSED = LayerConfig(num_stages=1, num_return_stages=1)
@@ -42,27 +46,29 @@ class Shape:
 CORE = [Shape(model, tokens) for model in MODELS for tokens in (1024, 4096, 8192)]
 SKEWED = [Shape(model, 4096, "zipf") for model in MODELS]
 ABLATED = [Shape("qwen3-30b", 1024), Shape("qwen3-30b", 8192), Shape("deepseek-v3", 4096)]
+LARGE = [shape for shape in CORE if shape.tokens >= 4096]
+PARTS = {"core": CORE, "skewed": SKEWED, "there": LARGE, "ablate": ABLATED, "sweep": ABLATED}
 
 
 def main(
     ranks: Annotated[int, typer.Option(help="GPUs to use.")] = 4,
     core: Annotated[bool, typer.Option(help="The points of the summary.")] = False,
     skewed: Annotated[bool, typer.Option(help="Zipf-skewed routing.")] = False,
+    there: Annotated[bool, typer.Option(help="Up to the up-projection's end.")] = False,
     ablate: Annotated[bool, typer.Option(help="Without one part of the engine at a time.")] = False,
     sweep: Annotated[bool, typer.Option(help="Times by the number of programs.")] = False,
     only: Annotated[str, typer.Option(help="Only models whose name begins so.")] = "",
     path: Annotated[Path | None, typer.Option(help="Result file.")] = None,
 ) -> None:
     """Run the bench on `ranks` GPUs."""
-    parts = {"core": CORE if core else [], "skewed": SKEWED if skewed else []}
-    parts |= {"ablate": ABLATED if ablate else [], "sweep": CORE if sweep else []}
+    asked = {"core": core, "skewed": skewed, "there": there, "ablate": ablate, "sweep": sweep}
     with RankPool(ranks, "cuda", timeout_s=540) as pool:
 
         def show(rank: int, line: dict[str, Any]) -> None:
             print(save("fused_layer", path, **line), flush=True)
 
-        for part, shapes in parts.items():
-            chosen = [shape for shape in shapes if shape.model.startswith(only)]
+        for part, shapes in PARTS.items():
+            chosen = [shape for shape in shapes if asked[part] and shape.model.startswith(only)]
             pool.run(run_rank, part, chosen, on_message=show)
 
 
@@ -74,7 +80,7 @@ def run_rank(group: dist.ProcessGroup, part: str, shapes: list[Shape]) -> None:
             experts = None  # before the next ones are made
             experts = Experts(group, shape.model)
         bench = Bench(group, shape, experts)
-        getattr(bench, part if part in ("ablate", "sweep") else "compare")()
+        getattr(bench, "compare" if part in ("core", "skewed") else part)()
         bench.close()
 
 
@@ -142,7 +148,8 @@ class Bench:
         if self.rank == 0:
             shape = self.shape
             fields = dict(model=shape.model, tokens=shape.tokens, routing=shape.routing)
-            fields |= dict(ranks=self.num_ranks, dtype="bf16", verb="layer")
+            fields |= dict(ranks=self.num_ranks, dtype="bf16")
+            line.setdefault("verb", "layer")
             line["us"] = round(line["us"], 1)
             for name, digits in {"ratio": 3, "error": 6}.items():
                 if line.get(name) is not None:
@@ -174,15 +181,43 @@ class Bench:
         for impl, us in others.items():
             self.send(impl=impl, us=us, ratio_to="moe_engine", ratio=us / ours_us)
 
+    def there(self) -> None:
+        """The way there, a call that ends with the up-projection, and that alone."""
+        experts = self.experts
+        self.layer()()  # reserves what follows needs
+        slots = self.buffers[0]._engine.slots
+        max_rows = self.num_ranks * self.shape.tokens * experts.num_topk
+        config = LayerConfig.choose(self.problem())
+
+        def call() -> None:
+            lanes = Lanes(
+                *(self.x, self.idx, self.weights),
+                routing.layout(self.idx, experts.num_experts, slots),
+            )
+            dispatch_experts(lanes, experts.up, max_rows, config, slots)
+            release(slots)
+
+        rows, ends = self.received()
+        offsets = torch.cat([ends.new_zeros(1), ends])
+        alone_us = self.time(lambda: grouped_gemm(rows, experts.up, offsets, activation="swiglu"))
+        us = self.time(call)
+        self.buffers[0].check()
+        fields = dict(verb="dispatch_gemm", impl="moe_engine", ratio_to="grouped_gemm")
+        self.send(**fields, us=us, ratio=us / alone_us, num_comm_sms=config.num_push_programs)
+
     def gemms(self) -> Callable[[], torch.Tensor]:
         """The GEMMs on as many rows as this rank's experts receive."""
+        rows, offsets = self.received()
+        return lambda: self.experts(rows, offsets)
+
+    def received(self) -> tuple[torch.Tensor, torch.Tensor]:
+        """As many random rows as this rank's experts receive, and int32 [L], their ends."""
         experts = self.experts
         counts = torch.bincount(self.idx.flatten(), minlength=experts.num_experts)
         dist.all_reduce(counts, group=self.group)
         mine = counts.view(self.num_ranks, experts.num_local)[self.rank]
         rows = torch.randn(int(mine.sum()), experts.hidden, device="cuda", dtype=torch.bfloat16)
-        offsets = mine.cumsum(0).int()
-        return lambda: experts(rows, offsets)
+        return rows, mine.cumsum(0).int()
 
     def nccl(self) -> torch.Tensor:
         """One copy per (token, expert): sort, all-to-all, sort, GEMMs, and back; synchronises the
@@ -210,13 +245,16 @@ class Bench:
         return torch.einsum("tkh,tk->th", lanes, self.weights.to(lanes.dtype))
 
     def sweep(self) -> None:
-        """Times by how many programs communicate, there and back."""
+        """Times by how many programs communicate: push, copy, return."""
         choice = LayerConfig.choose(self.problem())
-        for there, back in ((132, 264), (33, 264), (66, 264), (264, 264), (132, 132), (132, 528)):
-            config = replace(choice, num_push_programs=there, num_return_programs=back)
+        best = choice.num_push_programs, choice.num_copy_programs, choice.num_return_programs
+        others = (66, *best[1:]), (264, *best[1:]), (best[0], 66, best[2]), (best[0], 264, best[2])
+        for push, copy, back in (best, *others, (*best[:2], 132), best):
+            programs = dict(num_push_programs=push, num_copy_programs=copy)
+            config = replace(choice, **programs, num_return_programs=back)
             us = self.time(self.layer(config))
-            name = f"moe_engine, {there} push, {back} return"
-            self.send(impl=name, us=us, num_comm_sms=there)
+            name = f"moe_engine, {push} push, {copy} copy, {back} return"
+            self.send(impl=name, us=us, num_comm_sms=push)
             self.close()
 
     def ablate(self) -> None:
@@ -227,6 +265,7 @@ class Bench:
             "in turn": UNFUSED,
             "all rows before the first tile": replace(choice, num_stages=1),
             "all tiles before the first sum": replace(choice, num_return_stages=1),
+            "own rows the other way": replace(choice, own_apart=not choice.own_apart),
             "no groups of tiles": replace(choice, group_m=1),
         }
         for name, config in variants.items():

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
+from dataclasses import dataclass, replace
 
 import torch
 
@@ -11,7 +11,7 @@ from .config import GemmConfig
 from .grouped_gemm import gemm_config
 from .layer_config import LayerConfig
 from .slots import Slots, header_bytes
-from .stages import staged_schedule
+from .stages import StagedSchedule, staged_schedule
 
 
 def feed_forward(
@@ -30,36 +30,62 @@ def feed_forward(
     `slots.expert_rows` hold that many rows of x's, first what the experts read, then what they
     give, and behind them an int64 for each (`expert_rows_bytes`).
     """
-    num_ranks, hidden = slots.layout.num_ranks, x.shape[1]
-    num_experts = len(w_gate_up) * num_ranks
-    header = header_bytes(num_experts, num_ranks)
-    num_bytes = max_expert_rows * hidden * x.itemsize
-    rows = slots.expert_rows.local[:num_bytes].view(x.dtype).view(max_expert_rows, hidden)
+    lanes = dispatch.Lanes(
+        x, topk_idx, topk_weights, routing.layout(topk_idx, len(w_gate_up) * slots.num_ranks, slots)
+    )
+    there = dispatch_experts(lanes, w_gate_up, max_expert_rows, config, slots)
+    header = header_bytes(lanes.num_experts, slots.num_ranks)
+    records = dispatch.send_records(
+        lanes, there.lane_places, there.places, there.schedule, header, slots
+    )
+    returns = combine.Returns(lanes, records, there.schedule, header)
+    tiles = gemm_config(w_down, max_expert_rows // slots.num_ranks, block_m=there.tiles.block_m)
+    tiles = beside_sums(replace(tiles, group_m=config.group_m, num_splits=1))
+    return combine.gemm_combine(
+        there.act, w_down, there.rows, returns, config.num_return_programs, tiles, slots
+    )
+
+
+@dataclass(frozen=True, slots=True)
+class Dispatched:
+    """The way there, launched: rows [M, H] of the experts, act [M, I] of the up-projection, and
+    what the way back needs to know of them."""
+
+    rows: torch.Tensor
+    act: torch.Tensor
+    places: routing.Places
+    lane_places: routing.LanePlaces
+    schedule: StagedSchedule
+    tiles: GemmConfig
+
+
+def dispatch_experts(
+    lanes: dispatch.Lanes,
+    w_gate_up: torch.Tensor,
+    max_expert_rows: int,
+    config: LayerConfig,
+    slots: Slots,
+) -> Dispatched:
+    """The first half of `feed_forward`, behind the layout: rows to the experts, up-projection."""
+    x, num_ranks = lanes.x, slots.num_ranks
+    num_bytes = max_expert_rows * x.shape[1] * x.itemsize
+    rows = slots.expert_rows.local[:num_bytes].view(x.dtype).view(max_expert_rows, x.shape[1])
     copies = slots.expert_rows.local[num_bytes:][: 8 * max_expert_rows].view(torch.int64)
     # Balanced routing brings about as many rows as this rank sends out.
-    expected_rows = max_expert_rows // num_ranks
-    options = {"group_m": config.group_m, "num_splits": 1}
-    up_tiles = replace(gemm_config(w_gate_up, expected_rows, "swiglu"), **options)
-    down_tiles = gemm_config(w_down, expected_rows, block_m=up_tiles.block_m)
+    tiles = gemm_config(w_gate_up, max_expert_rows // num_ranks, "swiglu")
+    tiles = replace(tiles, group_m=config.group_m, num_splits=1)
 
-    layout = routing.layout(topk_idx, num_experts, slots)
-    lanes = dispatch.Lanes(x, topk_idx, topk_weights, layout)
     places = dispatch.exchange_lanes(lanes, config.num_stages, slots)
-    lane_places = routing.place_lanes(topk_idx, layout, places, num_bytes, slots)
+    lane_places = routing.place_lanes(lanes.topk_idx, lanes.layout, places, num_bytes, slots)
     order = config.num_stages, config.num_return_stages, config.own_apart
-    schedule = staged_schedule(places, max_expert_rows, up_tiles.block_m, *order, num_ranks)
+    schedule = staged_schedule(places, max_expert_rows, tiles.block_m, *order, num_ranks)
     to_push, own_order = lane_places.to_push, lane_places.own_order
     dispatch.push_lanes(x, to_push, places, schedule, config.num_push_programs, slots)
     num_programs = dispatch.copy_rows(
         x, rows, copies, own_order, places, schedule, config.num_copy_programs, slots
     )
-    act = dispatch.dispatch_gemm(rows, w_gate_up, schedule, num_programs, up_tiles, slots)
-    records = dispatch.send_records(lanes, lane_places, places, schedule, header, slots)
-    returns = combine.Returns(lanes, records, schedule, header)
-    tiles = beside_sums(replace(down_tiles, **options))
-    return combine.gemm_combine(
-        act, w_down, rows, returns, config.num_return_programs, tiles, slots
-    )
+    act = dispatch.dispatch_gemm(rows, w_gate_up, schedule, num_programs, tiles, slots)
+    return Dispatched(rows, act, places, lane_places, schedule, tiles)
 
 
 def expert_rows_bytes(max_expert_rows: int, row_bytes: int) -> int:

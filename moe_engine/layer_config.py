@@ -20,9 +20,13 @@ STAGE_US = 4.0
 """What the end of a stage costs: programs wait until their rows have arrived."""
 STAGE_ROWS = 2048
 """Rows that a stage has at least, about a tile for each SM."""
-OWN_ROWS, OWN_LINKS = 256, 0.6
-"""Own tiles go apart where experts have so many rows of their own rank that reading the weights
-again costs little, and links are busy for so much of the GEMMs' time that there is much to hide."""
+BUSY_LINKS = 0.6
+"""Share of the GEMMs' time from which on links are busy: there is much to hide."""
+CALM_STAGES = 8
+"""Most stages where they are not: each one costs more than it hides."""
+OWN_ROWS, BUSY_OWN_ROWS = 1024, 256
+"""Own tiles go apart where experts have so many rows of their own rank, on calm and on busy links:
+reading the weights again costs little then."""
 START_US = 30.0
 """From the layer's first launch to the first rows that are pushed."""
 PUSH_PROGRAMS = 132
@@ -118,13 +122,15 @@ class LayerConfig:
         if problem.num_ranks == 1:
             return cls(num_stages=1, num_return_stages=1)
         rows = problem.max_tokens * problem.num_topk
-        counts = range(1, 1 + max(2, min(MAX_STAGES.value, rows // STAGE_ROWS)))
-        own_rows = rows / problem.num_experts  # of an expert, from its own rank
         gemm_us = problem.gemm_us(3 * problem.num_columns)
+        are_busy = 2 * problem.link_us > BUSY_LINKS * gemm_us
+        most = MAX_STAGES.value if are_busy else CALM_STAGES
+        counts = range(1, 1 + max(2, min(most, rows // STAGE_ROWS)))
+        own_rows = rows / problem.num_experts  # of an expert, from its own rank
         return cls(
             num_stages=min(counts, key=lambda n: there_us(problem, n)),
             num_return_stages=min(counts, key=lambda n: back_us(problem, n)),
-            own_apart=own_rows >= OWN_ROWS and 2 * problem.link_us > OWN_LINKS * gemm_us,
+            own_apart=own_rows >= (BUSY_OWN_ROWS if are_busy else OWN_ROWS),
         )
 
 

@@ -308,6 +308,10 @@ class Slots:
         self.context = DeviceContext(layout, rank, self.block.peer_addresses, timeout_s)
 
     @property
+    def num_ranks(self) -> int:
+        return self.layout.num_ranks
+
+    @property
     def expert_rows(self) -> SymmetricTensor:
         """See above; `reserve_expert_rows` has made them."""
         assert self._expert_rows is not None

@@ -49,13 +49,10 @@ def test_any_problem_has_a_choice(num_ranks, max_tokens, num_local, num_topk, hi
     problem = LayerProblem(num_ranks, max_tokens, *sizes)
     config = LayerConfig.choose(problem)
     config.check()
-    for rows_us, gemm_us, us in (
-        (problem.push_us, problem.gemm_us(2 * num_columns), there_us(problem, config.num_stages)),
-        (
-            problem.return_us,
-            problem.gemm_us(num_columns),
-            back_us(problem, config.num_return_stages),
-        ),
+    rows_us = problem.link_us
+    for gemm_us, us in (
+        (problem.gemm_us(2 * num_columns), there_us(problem, config.num_stages)),
+        (problem.gemm_us(num_columns), back_us(problem, config.num_return_stages)),
     ):
         rounding = 1e-9 * us
         assert max(rows_us, gemm_us) - rounding <= us <= rows_us + gemm_us + STAGE_US + rounding
