@@ -15,7 +15,8 @@ from ..hardware import early_launch, launches_overlap, leave_room, share_sms
 from ..lang import INTERPRETED
 from ..slots import Slots, next_power_of_2
 from ..stages import StagedSchedule
-from .layer_kernels import layer_sum_kernel, return_sums_kernel, staged_gemm_kernel
+from .layer_kernels import return_sums_kernel, staged_gemm_kernel
+from .layer_sum_kernels import layer_sum_kernel
 
 RETURN_BYTES, RETURN_WARPS, RETURN_REGISTERS = 4096, 2, 152
 """Bytes of a row that a program sums at a time, its warps, and the registers of a thread: two of

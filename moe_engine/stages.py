@@ -55,14 +55,20 @@ def staged_schedule(
     max_tiles = triton.cdiv(max_expert_rows, block_m) + num_local_experts
     parts = stages, 2 * stages, back_stages + 1, back_stages, back_stages, num_ranks * back_stages
     counters = new(sum(parts), dtype=torch.int64)
+    pushed, copied, computed, returned, num_to_sum, listed = counters.split(parts)
     schedule = StagedSchedule(
-        new(max_tiles, dtype=torch.int64),
-        new(1),
-        new(back_stages + 2),
-        *counters.split(parts),
-        stages,
-        back_stages,
-        own_apart,
+        tiles=new(max_tiles, dtype=torch.int64),
+        num_own=new(1),
+        first_tile=new(back_stages + 2),
+        pushed=pushed,
+        copied=copied,
+        computed=computed,
+        returned=returned,
+        num_to_sum=num_to_sum,
+        listed=listed,
+        stages=stages,
+        back_stages=back_stages,
+        own_apart=own_apart,
     )
     launched = staged_schedule_kernel[(num_local_experts,)](
         places.expert_offsets,

@@ -7,7 +7,7 @@ import triton
 from compile_helper import compile_kernel
 
 from moe_engine.combine import layer as combine_host
-from moe_engine.combine import layer_kernels
+from moe_engine.combine import layer_kernels, layer_sum_kernels
 from moe_engine.config import GemmConfig, GemmProblem, candidates
 from moe_engine.dispatch import exchange_kernels, fused, fused_kernels
 from moe_engine.experts import beside_sums
@@ -106,7 +106,7 @@ def sums(arch: int = 90, num_warps: int = combine_host.SUM_WARPS, **changes: int
     sizes = {"STAGES": 8, "BLOCK_H": combine_host.SUM_BYTES // 2}
     more = {} if "RANKS" in changes else {"maxnreg": combine_host.SUM_REGISTERS}
     return compile_layer(
-        layer_kernels.layer_sum_kernel, sizes | changes, arch, num_warps, more=more
+        layer_sum_kernels.layer_sum_kernel, sizes | changes, arch, num_warps, more=more
     )
 
 
