@@ -1,4 +1,4 @@
-"""The way back of a layer: down-projection, and sums of the expert rows that each token has here."""
+"""The way back of a layer: down-projection, and sums of the expert rows of each token."""
 
 import triton
 import triton.language as tl

@@ -85,6 +85,11 @@ def test_every_routing(pool, num_ranks, kind):
     )
 
 
+def test_many_tokens_and_lanes(pool):
+    num_tokens = [16384, 5] if pool.device == "cuda" else [150, 5]
+    check_layer(pool, pool.num_ranks, num_tokens, 64, 32, 8, 16, "uniform", "bf16")
+
+
 @pytest.mark.parametrize("backend", ["auto", "collective"])
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_engines_agree(pool, backend, dtype):
