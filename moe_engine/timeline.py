@@ -35,11 +35,14 @@ COLOURS = {
     "down": "#66ccee",
     "exchange": "#aa3377",
     "push": "#ee6677",
-    "records": "#ccbb44",
+    "copy": "#ddaa33",
+    "records": "#888888",
     "return": "#228833",
     "sum": "#997700",
 }
 MULTIPLY = "up", "down", "wait for rows"
+BELOW = "copy", "records", "sum"
+"""Drawn in the lower half of an SM's row, as they run beside others that communicate."""
 
 
 @dataclass(frozen=True)
@@ -162,23 +165,25 @@ def draw(spans: Sequence[Span], title: str, path: Path) -> None:
 
 
 def _draw_rank(axes: Any, spans: Sequence[Span], communicate: bool, zero: int) -> None:
-    """The programs of a rank that multiply, or the others; a row for each SM, and work of any of
-    its programs hides waits of others."""
+    """The programs of a rank that multiply, or the others, in two halves; a row for each SM, and
+    work of any of its programs hides waits of others."""
     from matplotlib.collections import PolyCollection
 
     boxes: dict[str, list[list[tuple[float, float]]]] = {name: [] for name in COLOURS}
 
-    def add(name: str, sm: float, begin: int, end: int) -> None:
+    def add(name: str, span: Span, begin: int, end: int) -> None:
         left, right = (begin - zero) / 1e3, (end - zero) / 1e3
-        boxes[name].append([(left, sm), (left, sm + 1), (right, sm + 1), (right, sm)])
+        top = span.sm + (0.5 if span.name in BELOW else 0.0)
+        bottom = top + (0.5 if communicate else 1.0)
+        boxes[name].append([(left, top), (left, bottom), (right, bottom), (right, top)])
 
     for span, waits in with_waits(spans):
         if communicate != (span.name in MULTIPLY):
             for wait in [span] if span.is_wait else waits:
-                add("wait", span.sm, wait.begin, wait.end)
+                add("wait", span, wait.begin, wait.end)
             if not span.is_wait:
                 for begin, end in between(span, waits):
-                    add(span.name, span.sm, begin, end)
+                    add(span.name, span, begin, end)
     for name, corners in boxes.items():
         axes.add_collection(PolyCollection(corners, facecolor=COLOURS[name], edgecolor="none"))
     axes.set_xlim(0, (max(span.end for span in spans) - zero) / 1e3)
