@@ -19,9 +19,9 @@ FOLDERS = ("dispatch", "combine", "grouped_gemm")
 LAYERS = (
     ("errors", "config", "context"),
     ("lang", "ptx", "checks", "hardware", "work", "layer_config"),
-    ("slots", "slots_kernels", "words", "events", "buffer_config", "streams"),
+    ("slots", "slots_kernels", "tiles", "words", "events", "buffer_config", "streams"),
     ("routing", "routing_kernels", "reference"),
-    ("tiles", "symm", "trace", "trace_kernels", "tune"),
+    ("symm", "trace", "trace_kernels", "tune"),
     ("grouped_gemm",),
     ("stages", "stages_kernels"),
     ("dispatch", "combine", "experts"),

@@ -137,14 +137,16 @@ def test_each_tile_and_stage_is_there_once(results, inputs):
             expected = range(num_m * -(-columns // width))
             assert sorted(span.item for span in tiles) == list(expected)
             assert all(span.program == span.item % programs for span in tiles)
-        for role, stages in {Role.PUSH: STAGES, Role.RETURN: RETURN_STAGES}.items():
+        of_stages = (Role.PUSH, STAGES, 1), (Role.COPY, STAGES, 2), (Role.RETURN, RETURN_STAGES, 1)
+        for role, stages, times in of_stages:
             parts = Counter((s.program, s.item) for s in spans if s.role == role)
             here = {program for program, _ in parts}
-            assert parts == Counter((p, stage) for p in here for stage in range(stages))
+            each = [(p, stage) for p in here for stage in range(stages)]
+            assert parts == Counter(each * times)
         exchanges = [span.item for span in spans if span.role == Role.EXCHANGE]
         assert sorted(exchanges) == list(range(RANKS))
-        rows = [span.item for span in spans if span.role == Phase.ROWS]
-        assert set(rows) <= set(range(STAGES)) and STAGES - 1 in rows
+        num_waits = sum(span.role == Phase.ROWS for span in spans)
+        assert num_waits >= num_m * -(-COLUMNS // (up_n // 2))
 
 
 def test_what_follows_from_another_begins_behind_it(results):
