@@ -29,7 +29,7 @@ PROGRAMS = "num_push_programs", "num_copy_programs", "num_return_programs"
 FIELDS = (*STAGES, "own_apart", *PROGRAMS, "group_m")
 """In the order in which they are tried."""
 PASSES = 2
-"""How often each field is tried, at most."""
+"""How often each field is tried."""
 
 
 @dataclass(frozen=True)
@@ -65,13 +65,10 @@ def descend(
     so far. Nothing is measured twice."""
     times = {start: measure(start)}
     for _ in range(PASSES):
-        before = fastest(times)
         for name in FIELDS:
             for config in neighbours(fastest(times), name):
                 if config not in times:
                     times[config] = measure(config)
-        if fastest(times) == before:
-            break
     return times
 
 
