@@ -1,4 +1,4 @@
-"""What all benches share: routings, timing in CUDA graphs, and result lines."""
+"""What all benches share: routings, timing, and result lines."""
 
 from __future__ import annotations
 
@@ -54,36 +54,6 @@ def draw_topk(
         half = idx[: num_tokens // 2]
         half[:, 0] = torch.where((half[:, 1:] == 0).any(1), half[:, 0], 0)
     return idx.contiguous()
-
-
-def time_graph(call: Callable[[], Any], group: dist.ProcessGroup, calls: int, rounds: int) -> float:
-    """Microseconds of one call: the median over rounds of the slowest rank, each round a replay of
-    a CUDA graph of `calls` calls that all ranks begin together."""
-    call()
-    torch.cuda.synchronize()
-    dist.barrier(group)
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.stream(torch.cuda.Stream()):  # torch.cuda.graph would empty the memory cache
-        graph.capture_begin()
-        for _ in range(calls):
-            call()
-        graph.capture_end()
-    times = []
-    for _ in range(rounds + 2):
-        torch.cuda.synchronize()
-        dist.barrier(group)
-        start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-        # While the GPUs are busy the hosts get ahead of them; then they wait for one another.
-        torch.cuda._sleep(1_000_000)
-        dist.all_reduce(torch.ones(1, device="cuda"), group=group)
-        start.record()
-        graph.replay()
-        end.record()
-        torch.cuda.synchronize()
-        slowest = torch.tensor(start.elapsed_time(end), device="cuda")
-        dist.all_reduce(slowest, op=dist.ReduceOp.MAX, group=group)
-        times.append(float(slowest) * 1e3 / calls)
-    return sorted(times[2:])[rounds // 2]
 
 
 def time_calls(call: Callable[[], Any], group: dist.ProcessGroup, rounds: int) -> float:

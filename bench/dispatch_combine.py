@@ -20,12 +20,13 @@ import torch.distributed as dist
 import triton
 import triton.language as tl
 import typer
-from _common import draw_topk, save, time_calls, time_graph
+from _common import draw_topk, save, time_calls
 
 from moe_engine import Buffer, Options
 from moe_engine.emulation import RankPool, send_message
 from moe_engine.lang import ticks
 from moe_engine.layer_config import MODELS
+from moe_engine.tune_layer import time_graph
 
 
 @dataclass(frozen=True)

@@ -20,7 +20,7 @@ import torch
 import torch.distributed as dist
 import triton
 import typer
-from _common import draw_topk, save, silu_mul_kernel, time_calls, time_graph
+from _common import draw_topk, save, silu_mul_kernel, time_calls
 
 from moe_engine import Buffer, LayerConfig, Options, moe_ffn, routing
 from moe_engine.dispatch import Lanes, release
@@ -28,6 +28,7 @@ from moe_engine.emulation import RankPool, send_message
 from moe_engine.experts import dispatch_experts
 from moe_engine.grouped_gemm import grouped_gemm
 from moe_engine.layer_config import MODELS, LayerProblem
+from moe_engine.tune_layer import time_graph
 
 UNFUSED = LayerConfig(num_stages=1, num_return_stages=1)
 ERROR = 6e-3
@@ -163,7 +164,7 @@ class Bench:
         error = float((out.float() - want.float()).norm() / want.float().norm())
         assert error < ERROR, error
         del out, want
-        choice = LayerConfig.choose(self.problem())
+        choice = self.buffers[0].layer_config(self.experts.up, self.experts.num_topk)
         gemm_us = self.time(self.gemms())
         ours_us = self.time(ours)
         self.buffers[0].check()

@@ -20,6 +20,7 @@ from .service import Service, default_device, new_slots
 from .slots import SlotLayout, round_up, timeout_seconds
 from .streams import CallStreams
 from .symm import choose_backend, exchange
+from .tune import LayerChoices, measured_layers
 from .verbs import Engine, Handle, Tokens
 
 
@@ -86,15 +87,14 @@ class Buffer(Service):
         checks.check_runnable(self.device)
         num_bytes = max(num_nvl_bytes, num_rdma_bytes)
         buffer_config.check_options(options, exchange(group, lambda: (num_bytes, options)))
+        layers = LayerChoices(options.layer, exchange(group, measured_layers)[0])
         layout = SlotLayout.fit(num_bytes, self.group_size, options.num_slots)
         timeout_s = options.timeout_s or timeout_seconds()
         # Nothing that knows this Buffer, else it would outlive its last name.
         make_slots = partial(
             new_slots, group, self.rank, self.backend, self.device, timeout_s, self._streams
         )
-        self._engine = KernelEngine(
-            layout, make_slots, self._programs, options.max_tokens, options.layer
-        )
+        self._engine = KernelEngine(layout, make_slots, self._programs, options.max_tokens, layers)
 
     @classmethod
     def for_tokens(

@@ -23,7 +23,7 @@ class Options:
     num_slots: calls in flight before a writer waits for its reader (2 or more). max_tokens: most
     tokens per rank, which sizes the work space of `moe_ffn`. timeout_s: deadline of every wait,
     None for MOE_ENGINE_TIMEOUT_S (100 s). debug: synchronise after every call and raise at once.
-    layer: how `moe_ffn` runs, None to choose by shape.
+    layer: how `moe_ffn` runs, None to choose by shape: what was measured, else what is predicted.
     """
 
     num_slots: int = 2

@@ -36,6 +36,22 @@ def explained(console: Console) -> Iterator[None]:
         raise typer.Exit(1) from None
 
 
+def known_model(model: str | None, on_gpus: bool) -> str:
+    """The model, or the default one; it has a shape."""
+    from .timeline import SHAPES
+
+    model = model or ("qwen3-30b" if on_gpus else "tiny")
+    if model not in SHAPES:
+        raise typer.BadParameter(f"the model is {model!r}; there are {', '.join(SHAPES)}")
+    return model
+
+
+def check_experts(num_experts: int, ranks: int) -> None:
+    """Every rank has as many."""
+    if num_experts % ranks:
+        raise typer.BadParameter(f"{num_experts} experts do not divide among {ranks} ranks")
+
+
 @app.command()
 def demo(
     model: Annotated[
@@ -127,8 +143,59 @@ def layer(
 ) -> None:
     """Explain how `moe_ffn` runs a layer in bf16 on H200s: stages, programs, predicted times."""
     from .layer_config import LayerProblem, explain
+    from .tune import LayerChoices, device_name, measured_layers
 
-    typer.echo(explain(LayerProblem(ranks, tokens, experts, topk, hidden, intermediate)))
+    problem = LayerProblem(ranks, tokens, experts, topk, hidden, intermediate)
+    typer.echo(explain(problem))
+    if found := LayerChoices(measured=measured_layers()).found(problem):
+        typer.echo(f"measured before on this device ({device_name()}), and taken: {found}")
+
+
+@app.command()
+def tune(
+    model: Annotated[
+        str | None,
+        typer.Option(
+            help="Its shape.  [default: the sizes; without them qwen3-30b on GPUs, tiny on the CPU]"
+        ),
+    ] = None,
+    experts: Annotated[int | None, typer.Option(min=1, help="Experts of all ranks.")] = None,
+    topk: Annotated[int | None, typer.Option(min=1, help="Experts of a token.")] = None,
+    hidden: Annotated[int | None, typer.Option(min=8, help="H, columns of a token.")] = None,
+    intermediate: Annotated[
+        int | None, typer.Option(min=8, help="I, columns inside an expert.")
+    ] = None,
+    tokens: Annotated[
+        int | None, typer.Option(min=1, help="Of each rank.  [default: 4096, or 64 on the CPU]")
+    ] = None,
+    ranks: Annotated[int, typer.Option(min=1, help="GPUs, or processes without them.")] = 4,
+    rounds: Annotated[int, typer.Option(min=1, help="A time is the median of so many.")] = 7,
+) -> None:
+    """Measure how `moe_ffn` runs best in bf16 on these GPUs, and keep it for later Buffers. Without
+    GPUs it only shows how: emulated ranks say nothing about times."""
+    import torch
+
+    from .layer_config import LayerProblem
+    from .timeline import SHAPES
+    from .tune_layer import Job, fastest, report, run_job
+
+    on_gpus = torch.cuda.device_count() >= ranks
+    device, length = ("cuda", 4096) if on_gpus else ("cpu", 64)
+    sizes = [size for size in (experts, topk, hidden, intermediate) if size]
+    if len(sizes) not in (0, 4) or (sizes and model):
+        raise typer.BadParameter("give a model, or all of experts, topk, hidden and intermediate")
+    if not sizes:
+        num_experts, *widths, num_topk = SHAPES[known_model(model, on_gpus)]
+        sizes = [num_experts, num_topk, *widths]
+    problem = LayerProblem(ranks, tokens or length, *sizes)
+    check_experts(problem.num_experts, ranks)
+    if problem.num_topk > problem.num_experts:
+        raise typer.BadParameter(f"top-{problem.num_topk} of {problem.num_experts} experts")
+    console = Console()
+    with explained(console), console.status("measuring"):
+        times = run_job(Job(problem, rounds, device))
+    report(times, console)
+    typer.echo(f"kept for this kind of device: {fastest(times)}")
 
 
 @app.command()
@@ -152,11 +219,8 @@ def trace(
     from .trace import save
 
     on_gpus = torch.cuda.device_count() >= ranks
-    model = model or ("qwen3-30b" if on_gpus else "tiny")
-    if model not in SHAPES:
-        raise typer.BadParameter(f"the model is {model!r}; there are {', '.join(SHAPES)}")
-    if SHAPES[model][0] % ranks:
-        raise typer.BadParameter(f"{SHAPES[model][0]} experts do not divide among {ranks} ranks")
+    model = known_model(model, on_gpus)
+    check_experts(SHAPES[model][0], ranks)
     device, length = ("cuda", 4096) if on_gpus else ("cpu", 64)
     job = Job(model, tokens or length, calls, device)
     console = Console()

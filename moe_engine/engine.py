@@ -23,6 +23,7 @@ from .lang import INTERPRETED
 from .layer_config import LayerConfig, LayerProblem
 from .slots import RowLayout, SlotLayout, Slots, header_bytes, layer_row
 from .streams import Beside
+from .tune import LayerChoices
 from .verbs import Handle, Tokens
 
 COMPILE_S = 300.0
@@ -35,7 +36,7 @@ class KernelEngine:
     `num_comm_sms` programs communicate; `max_tokens` bounds T of `moe_ffn`, whose work space is
     sized by it (equal on all ranks). `new_slots(layout, refused)`, collective, makes the memory, or
     raises on all ranks where one has refused; without max_tokens the engine asks for more of it
-    when a dispatch needs more (`_grow`).
+    when a dispatch needs more (`_grow`). `layers` says how layers run, on all ranks alike.
     """
 
     def __init__(
@@ -44,9 +45,9 @@ class KernelEngine:
         new_slots: Callable[[SlotLayout, bool], Slots],
         num_comm_sms: Callable[[], int],
         max_tokens: int | None,
-        layer_config: LayerConfig | None = None,
+        layers: LayerChoices,
     ):
-        self._layer_config = layer_config
+        self.layers = layers
         self.slots = new_slots(layout, False)
         self._beside = Beside(self.slots.context.words.device)
         self._new_slots, self._max_tokens = new_slots, max_tokens
@@ -265,14 +266,12 @@ class KernelEngine:
 
     def layer_config(self, w_gate_up: torch.Tensor, row: RowLayout) -> LayerConfig:
         """How `moe_ffn` runs with experts w_gate_up [L, 2I, H] and rows like these."""
-        if self._layer_config is not None:
-            return self._layer_config
         num_local_experts, columns, hidden = w_gate_up.shape
         num_ranks = self.slots.layout.num_ranks
         num_experts = num_local_experts * num_ranks
         max_tokens = self.max_tokens(row, header_bytes(num_experts, num_ranks))
         sizes = max_tokens, num_experts, row.num_topk, hidden, columns // 2
-        return LayerConfig.choose(LayerProblem(num_ranks, *sizes, w_gate_up.itemsize))
+        return self.layers.of(LayerProblem(num_ranks, *sizes, w_gate_up.itemsize))
 
     def max_tokens(self, row: RowLayout, header: int) -> int:
         """Most tokens a rank may bring: what the Buffer was made for, else what fits a region."""

@@ -67,7 +67,8 @@ class Service(VerbsNotThereYet):
 
     def layer_config(self, w_gate_up: torch.Tensor, num_topk: int) -> LayerConfig:
         """How `moe_ffn` runs with experts w_gate_up [L, 2I, H]: as `Options.layer` says, else what
-        the model of `layer_config.py` predicts to be fastest."""
+        `moe-engine tune` had measured when this Buffer was made, as rank 0 read it, else what the
+        model of `layer_config.py` predicts to be fastest."""
         engine = self._ready()
         if not isinstance(engine, KernelEngine):
             raise BackendError(

@@ -16,7 +16,7 @@ from .buffer import Buffer
 from .emulation import RankPool
 from .engine import KernelEngine
 from .layer import moe_ffn
-from .layer_config import MODELS
+from .layer_config import MODELS, LayerProblem
 from .trace import (
     Clock,
     Recorder,
@@ -40,6 +40,7 @@ COLOURS = {
     "return": "#228833",
     "sum": "#997700",
 }
+Inputs = tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]
 MULTIPLY = "up", "down", "wait for rows"
 BELOW = "copy", "records", "sum"
 """Drawn in the lower half of an SM's row, as they run beside others that communicate."""
@@ -65,27 +66,35 @@ def run_job(job: Job, num_ranks: int) -> tuple[list[Span], list[Clock]]:
 
 
 def run_rank(group: dist.ProcessGroup, job: Job) -> tuple[list[Span], list[Clock]]:
-    """One rank's part of a job; collective over `group`. Experts and routing are random, the
-    routing uniform."""
+    """One rank's part of a job; collective over `group`."""
     num_experts, hidden, columns, num_topk = SHAPES[job.model]
-    rank, num_local = group.rank(), num_experts // group.size()
-    torch.manual_seed(rank)
-    options: dict[str, Any] = {"device": job.device, "dtype": torch.bfloat16}
-    up = torch.empty(num_local, 2 * columns, hidden, **options).normal_(std=hidden**-0.5)
-    down = torch.empty(num_local, hidden, columns, **options).normal_(std=columns**-0.5)
-    x = torch.randn(job.tokens, hidden, **options)
-    scores = torch.rand(job.tokens, num_experts, device=job.device)
-    weights, topk_idx = scores.topk(num_topk)
+    rank, sizes = group.rank(), (num_experts, num_topk, hidden, columns)
+    inputs = random_layer(LayerProblem(group.size(), job.tokens, *sizes), rank, job.device)
     buffer = Buffer.for_tokens(group, job.tokens, hidden, num_experts, num_topk)
     assert isinstance(buffer._engine, KernelEngine)
     recorder = Recorder(buffer._engine.slots.context)
     clocks = align_clocks(group)
-    trace_last(job, lambda: moe_ffn(x, topk_idx, weights, up, down, buffer), recorder, group)
+    trace_last(job, lambda: moe_ffn(*inputs, buffer), recorder, group)
     buffer.check()
     spans = recorder.read(clocks[rank])
     dist.barrier(group)
     buffer.destroy()
     return spans, clocks
+
+
+def random_layer(problem: LayerProblem, rank: int, device: str) -> Inputs:
+    """(x, topk_idx, topk_weights, w_gate_up, w_down) of a rank, bf16: random experts and uniform
+    routing."""
+    num_local = problem.num_experts // problem.num_ranks
+    hidden, columns = problem.hidden, problem.num_columns
+    torch.manual_seed(rank)
+    options: dict[str, Any] = {"device": device, "dtype": torch.bfloat16}
+    up = torch.empty(num_local, 2 * columns, hidden, **options).normal_(std=hidden**-0.5)
+    down = torch.empty(num_local, hidden, columns, **options).normal_(std=columns**-0.5)
+    x = torch.randn(problem.max_tokens, hidden, **options)
+    scores = torch.rand(problem.max_tokens, problem.num_experts, device=device)
+    topk_weights, topk_idx = scores.topk(problem.num_topk)
+    return x, topk_idx, topk_weights, up, down
 
 
 def trace_last(

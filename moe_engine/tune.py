@@ -1,32 +1,68 @@
-"""Tile shapes that were measured on this kind of GPU, kept in a file."""
+"""Choices that were measured on this kind of GPU, kept in files: the tiles of a grouped GEMM, and
+how a layer runs."""
 
 from __future__ import annotations
 
 import functools
 import json
 import os
-from collections.abc import Callable
-from dataclasses import asdict, replace
+from collections.abc import Callable, Mapping
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
+from typing import Any
 
 import torch
 
 from .config import GemmConfig, GemmProblem, candidates, predict
-from .errors import BackendError
+from .errors import BackendError, ShapeError
+from .lang import INTERPRETED
+from .layer_config import LayerConfig, LayerProblem
 from .slots import next_power_of_2
 
+GEMMS, LAYERS = "gemm.json", "layer.json"
 MAX_SLOWER = 1.5
 """Candidates predicted to take more than this many times the shortest time are not tried."""
 
 
-def cache_path() -> Path:
-    """Where results are kept: a file in $MOE_ENGINE_CACHE, else in ~/.cache/moe_engine."""
+# --- Files ---------------------------------------------------------------------------------------
+
+
+def cache_path(name: str) -> Path:
+    """Where choices are kept: a file in $MOE_ENGINE_CACHE, else in ~/.cache/moe_engine."""
     folder = os.environ.get("MOE_ENGINE_CACHE") or Path.home() / ".cache" / "moe_engine"
-    return Path(folder) / "gemm.json"
+    return Path(folder) / name
 
 
-@functools.cache
-def _stored(path: Path) -> dict[str, dict[str, int]]:
+def device_name() -> str:
+    """What choices are measured for: a kind of GPU, or "cpu" where kernels are interpreted."""
+    on_gpu = torch.cuda.is_available() and not INTERPRETED
+    return torch.cuda.get_device_name() if on_gpu else "cpu"
+
+
+def read_choices(path: Path) -> dict[str, Any]:
+    """The choices for this kind of device, by problem; none without a file of ours."""
+    begin = f"{device_name()} "
+    choices = _read(path).items()
+    return {key.removeprefix(begin): choice for key, choice in choices if key.startswith(begin)}
+
+
+def keep_choice(path: Path, problem: str, choice: dict[str, Any]) -> None:
+    """Add a choice to a file. Who reads it meanwhile sees the old one or the new. BackendError
+    where it cannot be written."""
+    partial = path.with_suffix(f".{os.getpid()}")
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        choices = _read(path) | {f"{device_name()} {problem}": choice}
+        partial.write_text(json.dumps(choices, indent=1))
+        partial.replace(path)
+    except OSError as error:
+        raise BackendError(
+            f"{choice} was measured, but cannot be kept: {error}. Set MOE_ENGINE_CACHE to a folder "
+            "that can be written."
+        ) from None
+
+
+def _read(path: Path) -> dict[str, Any]:
     try:
         stored = json.loads(path.read_text())
     except (OSError, ValueError):  # none yet, or not ours
@@ -34,18 +70,24 @@ def _stored(path: Path) -> dict[str, dict[str, int]]:
     return stored if isinstance(stored, dict) else {}
 
 
+def _fields(fields: dict[str, Any]) -> str:
+    return " ".join(f"{name}={value}" for name, value in fields.items())
+
+
+# --- Tiles of a grouped GEMM ---------------------------------------------------------------------
+
+_read_once = functools.cache(read_choices)
+
+
 def _key(problem: GemmProblem, block_m: int | None) -> str:
     """Equal for problems that share a result: rows count by powers of two."""
-    fields = asdict(replace(problem, num_rows=next_power_of_2(problem.num_rows))) | {
-        "block_m": block_m
-    }
-    device = torch.cuda.get_device_name() if torch.cuda.is_available() else "cpu"
-    return " ".join([device, *(f"{name}={value}" for name, value in fields.items())])
+    rounded = replace(problem, num_rows=next_power_of_2(problem.num_rows))
+    return _fields(asdict(rounded) | {"block_m": block_m})
 
 
 def tuned(problem: GemmProblem, block_m: int | None = None) -> GemmConfig | None:
     """The measured choice for a problem, None where there is none."""
-    stored = _stored(cache_path())
+    stored = _read_once(cache_path(GEMMS))
     if not stored or problem.capability is None:
         return None
     found = stored.get(_key(problem, block_m))
@@ -72,13 +114,55 @@ def tune(
     best = min(times, key=lambda config: times[config])
     if times[best] == float("inf"):
         raise BackendError("the GPU refused every tile shape; there is nothing to keep.")
-    path = cache_path()
-    _stored.cache_clear()  # another process may have written since
-    path.parent.mkdir(parents=True, exist_ok=True)
-    stored = _stored(path) | {_key(problem, block_m): asdict(best)}
-    partial = path.with_suffix(f".{os.getpid()}")
-    partial.write_text(json.dumps(stored, indent=1))
-    partial.replace(path)
-    _stored.cache_clear()
+    keep_choice(cache_path(GEMMS), _key(problem, block_m), asdict(best))
+    _read_once.cache_clear()
     best_config.cache_clear()
     return best, times[best]
+
+
+# --- Layers --------------------------------------------------------------------------------------
+
+
+def _layer_key(problem: LayerProblem) -> str:
+    """Equal for layers that share a result: tokens count by powers of two."""
+    return _fields(asdict(replace(problem, max_tokens=next_power_of_2(problem.max_tokens))))
+
+
+def keep_layer(problem: LayerProblem, config: LayerConfig) -> None:
+    """Let Buffers that are made from now on run such layers so."""
+    keep_choice(cache_path(LAYERS), _layer_key(problem), asdict(config))
+
+
+@dataclass(frozen=True, slots=True)
+class LayerChoices:
+    """How layers run: as the user says, else as was measured, else as is predicted.
+
+    Ranks that differ in their stages would wait for one another in vain, and a file may change
+    between the reads of two ranks. So all ranks of a Buffer take `measured` from rank 0, which
+    reads the file when the Buffer is made: a choice that is kept later is for later Buffers.
+    """
+
+    user: LayerConfig | None = None
+    measured: Mapping[str, LayerConfig] = field(default_factory=dict)
+
+    def of(self, problem: LayerProblem) -> LayerConfig:
+        """The choice for a layer."""
+        return self.user or self.found(problem) or LayerConfig.choose(problem)
+
+    def found(self, problem: LayerProblem) -> LayerConfig | None:
+        """What was measured for a layer, None where nothing was."""
+        return self.measured.get(_layer_key(problem)) if self.measured else None
+
+
+def measured_layers() -> dict[str, LayerConfig]:
+    """The choices of `keep_layer` for this kind of device; those of other versions are left out."""
+    found = {}
+    for key, choice in read_choices(cache_path(LAYERS)).items():
+        try:
+            config = LayerConfig(**choice)
+            config.check()
+        except (TypeError, ShapeError):
+            continue
+        if asdict(config) == choice:
+            found[key] = config
+    return found

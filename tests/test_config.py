@@ -81,11 +81,15 @@ def test_a_bad_file_of_measurements_is_as_none(
 ) -> None:
     monkeypatch.setenv("MOE_ENGINE_CACHE", str(tmp_path))
     problem = GemmProblem(BF16, 65536, 32, 2048, 768)
-    for text in ("", "[]", f'{{"{tune._key(problem, None)}": {{"of another version": 1}}}}'):
-        tune.cache_path().write_text(text)
-        tune._stored.cache_clear()
+    path = tune.cache_path(tune.GEMMS)
+    for text in ("", "[]"):
+        path.write_text(text)
+        tune._read_once.cache_clear()
         assert tune.tuned(problem) is None
-    tune._stored.cache_clear()
+    tune.keep_choice(path, tune._key(problem, None), {"of another version": 1})
+    tune._read_once.cache_clear()
+    assert tune.tuned(problem) is None
+    tune._read_once.cache_clear()
     with pytest.raises(BackendError, match="refused every tile"):
         tune.tune(problem, lambda config: float("inf"))
 

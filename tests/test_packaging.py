@@ -31,6 +31,7 @@ LAYERS = (
     ("buffer",),
     ("layer", "autograd"),
     ("moe_engine", "integrations", "models", "emulation", "demo", "report", "timeline"),
+    ("tune_layer",),
     ("cli", "__main__"),
 )
 LEVEL = {name: level for level, names in enumerate(LAYERS) for name in names}
