@@ -111,7 +111,7 @@ def staged_gemm_kernel(
 )
 def return_sums_kernel(
     y,  # [M, H] expert rows
-    computed,  # int64 [STAGES], see `staged_gemm_kernel`
+    computed,  # int64 [STAGES + 1], see `staged_gemm_kernel`
     returned,  # int64 [STAGES]: programs that have returned their part of each stage
     context,
     num_gemm_programs,

@@ -76,7 +76,7 @@ def exchange_kernel(
     if is_broken(context):
         return
     num_experts = num_local_experts * num_ranks
-    signature = _signature(payload_bytes, num_topk, num_experts, item_bytes, num_scales, 0)
+    signature = _signature(payload_bytes, num_topk, num_experts, item_bytes, num_scales, 0, 0)
     if program < num_ranks:
         counts, token = _open_counts(program, signature, context)
         if token == 1:
@@ -118,7 +118,7 @@ def exchange_kernel(
 # --- A layer -----------------------------------------------------------------------------------
 
 
-@triton.jit(do_not_specialize=["stage_count"])
+@triton.jit(do_not_specialize=["stage_count", "back_stages"])
 def exchange_lanes_kernel(
     num_tokens_per_expert,  # int32 [E]
     expert_offsets,  # int32 [L + 1], out: where each expert's rows begin here
@@ -133,6 +133,7 @@ def exchange_lanes_kernel(
     num_topk,
     item_bytes,
     stage_count,
+    back_stages,
     RANKS: tl.constexpr,
     RANKS_PAD: tl.constexpr,
     EXPERTS_PAD: tl.constexpr,
@@ -169,7 +170,9 @@ def exchange_lanes_kernel(
     wait_for_previous(OVERLAP)
     if is_broken(context):
         return
-    signature = _signature(payload_bytes, num_topk, num_experts, item_bytes, 0, stage_count)
+    signature = _signature(
+        payload_bytes, num_topk, num_experts, item_bytes, 0, stage_count, back_stages
+    )
     if program < RANKS:
         counts, token = _open_counts(program, signature, context)
         if token == 1:
@@ -210,12 +213,15 @@ def exchange_lanes_kernel(
 
 
 @device_function
-def _signature(payload_bytes, num_topk, num_experts, item_bytes, num_scales, stage_count):
-    """What must be the same on all ranks; stage_count is 0 for a dispatch."""
+def _signature(
+    payload_bytes, num_topk, num_experts, item_bytes, num_scales, stage_count, back_stages
+):
+    """What must be the same on all ranks; the stages of both ways are 0 for a dispatch."""
     field = tl.arange(0, 8)
     signature = tl.where(field == 0, payload_bytes, tl.where(field == 1, num_topk, 0))
     signature = tl.where(field == 2, num_experts, tl.where(field == 3, item_bytes, signature))
-    return tl.where(field == 4, num_scales, tl.where(field == 5, stage_count, signature))
+    signature = tl.where(field == 4, num_scales, tl.where(field == 5, stage_count, signature))
+    return tl.where(field == 6, back_stages, signature)
 
 
 @device_function

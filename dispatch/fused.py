@@ -50,9 +50,9 @@ class Lanes:
         return self.layout.num_tokens_per_expert.numel()
 
 
-def exchange_lanes(lanes: Lanes, stages: int, slots: Slots) -> Places:
+def exchange_lanes(lanes: Lanes, stages: int, back_stages: int, slots: Slots) -> Places:
     """Tell every rank this rank's counts and learn theirs. Begins a call; the launch before it is
-    the layout's."""
+    the layout's. Other ranks must call with as many stages of both ways."""
     num_ranks, num_experts = slots.layout.num_ranks, lanes.num_experts
     num_local = num_experts // num_ranks
     new, row = lanes.layout.earlier_counts.new_empty, lanes.row
@@ -78,6 +78,7 @@ def exchange_lanes(lanes: Lanes, stages: int, slots: Slots) -> Places:
         row.num_topk,
         lanes.x.itemsize,
         stages,
+        back_stages,
         RANKS=num_ranks,
         RANKS_PAD=next_power_of_2(num_ranks),
         EXPERTS_PAD=next_power_of_2(num_local),

@@ -223,7 +223,7 @@ def dispatch_gemm_kernel(
     a,  # ragged descriptor of the expert rows [M, K]
     w,  # descriptor of the weights, see `gemm_tile`
     out,  # ragged descriptor of [1, M, N]
-    tiles,  # int64 [max_tiles], in order of rows
+    tiles,  # int64 [max_tiles], in the order of `staged_schedule_kernel`
     num_tiles,  # int32 [1]
     copied,  # int64 [2 * S], see `copy_rows_kernel`
     context,

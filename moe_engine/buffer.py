@@ -87,7 +87,8 @@ class Buffer(Service):
         checks.check_runnable(self.device)
         num_bytes = max(num_nvl_bytes, num_rdma_bytes)
         buffer_config.check_options(options, exchange(group, lambda: (num_bytes, options)))
-        layers = LayerChoices(options.layer, exchange(group, measured_layers)[0])
+        rank_0 = exchange(group, lambda: {} if self.rank else measured_layers())[0]
+        layers = LayerChoices(options.layer, rank_0)
         layout = SlotLayout.fit(num_bytes, self.group_size, options.num_slots)
         timeout_s = options.timeout_s or timeout_seconds()
         # Nothing that knows this Buffer, else it would outlive its last name.

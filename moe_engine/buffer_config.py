@@ -74,7 +74,8 @@ def size_hint(
 ) -> int:
     """Bytes of symmetric memory per rank: num_slots * num_ranks * max_tokens * row bytes, a
     row being the payload, 8 bytes per top-k lane and 64 for a layer, plus counts and flags. Never
-    exceeded, but by the expert rows of `moe_ffn`: num_ranks * max_tokens * num_topk payloads.
+    exceeded, but by the expert rows of `moe_ffn`: num_ranks * max_tokens * num_topk payloads and 8
+    bytes each.
     CapacityError beyond 65,536 tokens, for which there are no flags."""
     if max_tokens > BLOCK_ROWS * MAX_CHUNKS:
         raise CapacityError(

@@ -177,6 +177,7 @@ def tune(
 
     from .layer_config import LayerProblem
     from .timeline import SHAPES
+    from .tune import keep_layer
     from .tune_layer import Job, fastest, report, run_job
 
     on_gpus = torch.cuda.device_count() >= ranks
@@ -195,6 +196,8 @@ def tune(
     with explained(console), console.status("measuring"):
         times = run_job(Job(problem, rounds, device))
     report(times, console)
+    with explained(console):
+        keep_layer(problem, fastest(times))
     typer.echo(f"kept for this kind of device: {fastest(times)}")
 
 

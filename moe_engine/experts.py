@@ -75,7 +75,7 @@ def dispatch_experts(
     tiles = gemm_config(w_gate_up, max_expert_rows // num_ranks, "swiglu")
     tiles = replace(tiles, group_m=config.group_m, num_splits=1)
 
-    places = dispatch.exchange_lanes(lanes, config.num_stages, slots)
+    places = dispatch.exchange_lanes(lanes, config.num_stages, config.num_return_stages, slots)
     lane_places = routing.place_lanes(lanes.topk_idx, lanes.layout, places, num_bytes, slots)
     order = config.num_stages, config.num_return_stages, config.own_apart
     schedule = staged_schedule(places, max_expert_rows, tiles.block_m, *order, num_ranks)

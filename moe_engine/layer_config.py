@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass
 
 from .context import MAX_STAGES
 from .errors import ShapeError
@@ -74,7 +74,7 @@ class LayerProblem:
 
 @dataclass(frozen=True, slots=True)
 class LayerConfig:
-    """Choices of a layer, equal on all ranks but for the numbers of programs.
+    """Choices of a layer, of which the stages must be equal on all ranks.
 
     The constants above are those of an H200 (bench/NOTES.md).
 
@@ -82,10 +82,10 @@ class LayerConfig:
     part of its last row, 1 for all of them. num_return_stages: in how many parts sums go back, each
     when the last expert row of its tokens is computed. own_apart: tiles of this rank's own rows
     come before all others, and go back behind them; this reads weights once more.
-    num_push_programs, num_copy_programs, num_return_programs: how many push rows, copy them to
-    further experts of their tokens, and send sums back, of one, one and two warps, beside those
-    that multiply. group_m: tiles of rows that are walked together before the next columns, so that
-    they share weights in L2; 1 walks them one by one.
+    num_push_programs, num_copy_programs, num_return_programs: how many push rows, copy own rows and
+    others to further experts of their tokens, and send sums back, of one, one and two warps, beside
+    those that multiply. group_m: tiles of rows that are walked together before the next columns, so
+    that they share weights in L2; 1 walks them one by one.
     """
 
     num_stages: int = 16
@@ -112,9 +112,8 @@ class LayerConfig:
             )
 
     def shared(self) -> LayerConfig:
-        """What must be equal on all ranks: all but the numbers of programs."""
-        programs = {"num_push_programs": 1, "num_copy_programs": 1, "num_return_programs": 1}
-        return replace(self, **programs, own_apart=False)
+        """What must be equal on all ranks: the stages. All else is each rank's own affair."""
+        return LayerConfig(self.num_stages, self.num_return_stages)
 
     @classmethod
     def choose(cls, problem: LayerProblem) -> LayerConfig:

@@ -198,6 +198,7 @@ class DeviceContext:
     def __init__(self, layout: SlotLayout, rank: int, peers: torch.Tensor, timeout_s: float):
         device = peers.device
         self.rank, self.layout, self.timeout_s = rank, layout, timeout_s
+        self.spans: torch.Tensor | None = None
         self._known_bad_ids = 0
         self.report = torch.zeros(
             Report.BAD_IDS + 1, dtype=torch.int64, pin_memory=device.type == "cuda"
@@ -230,11 +231,11 @@ class DeviceContext:
             peer, epoch = int(self.report[Report.PEER]), int(self.report[Report.EPOCH])
             phase = Phase(int(self.report[Report.PHASE]))
             if phase == Phase.SIGNATURE:
-                theirs = self.report[Report.SIGNATURE : Report.SIGNATURE + 6].tolist()
+                theirs = self.report[Report.SIGNATURE : Report.SIGNATURE + 7].tolist()
                 raise ShapeError(
                     f"ranks {self.rank} and {peer} began calls of different shapes: rank "
                     f"{peer} has (bytes per token, top-k, experts, bytes per item, scales, stages "
-                    "of a layer, 0 for a dispatch) = "
+                    "of a layer there and back, 0 for a dispatch) = "
                     f"{theirs}. They must agree on all ranks; make a new Buffer."
                 )
             if phase == Phase.OVERFLOW:
@@ -290,7 +291,8 @@ class Slots:
     `new_block(num_bytes, was_captured)` allocates, or raises on all ranks where one of them has
     captured the memory that this replaces.
 
-    `expert_rows` is a second symmetric block, for the rows of a layer's experts; it has no slots,
+    `expert_rows` is a second symmetric block, for the rows of a layer's experts, and which of them
+    are copies (`experts.expert_rows_bytes`); it has no slots,
     as all ranks are done with a layer before any sends rows of the next.
     """
 

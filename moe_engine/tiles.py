@@ -3,7 +3,7 @@
 The second layer of primitives, on `lang` (addresses, flags, waits): kernels name a tile or a stage,
 and these derive ranks, offsets and flags, as do the tile primitives of Triton-distributed
 (`dl.wait`, `dl.notify`, with a tile's id). Rows of a layer travel in stages. On the way there a
-stage is a range of the receiver's rows, which fill up from the first one on; on the way back, the
+stage is a range of the rows that a receiver gets from others, in their order; on the way back, the
 tokens whose last row lies in such a range. `examples/push_tiles.py` is a kernel made of these.
 """
 
@@ -132,8 +132,8 @@ def wait_tile(counter, num_programs, deadline, context, BEFORE_TMA: tl.constexpr
     of this GPU (`work.arrive`). Returns 0, to be added to what addresses the rows of a tile, so
     that no load moves ahead.
 
-    Stages fill the rows in order, so a tile waits for the stage of its last row. See
-    `lang.wait_inline`; a caller ends with `end_wait_tile`.
+    A tile of a layer names the counter of the last stage that its rows need, see
+    `staged_schedule_kernel`, and `lang.wait_inline`. A caller ends with `end_wait_tile`.
     """
     since = begin_span()
     zero = wait_inline(counter, num_programs, deadline, context, BEFORE_TMA)

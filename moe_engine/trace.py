@@ -93,6 +93,7 @@ class Recorder:
             2 + 4 * MAX_SPANS.value, dtype=torch.int64, device=context.words.device
         )
         context.words[Word.TRACE] = self._buffer.data_ptr()
+        context.spans = self._buffer  # kernels write there as long as there is the context
 
     def clear(self) -> None:
         """Forget what is recorded, in the order of the current stream."""

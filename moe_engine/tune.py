@@ -9,6 +9,7 @@ import os
 from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
+from tempfile import NamedTemporaryFile
 from typing import Any
 
 import torch
@@ -29,7 +30,7 @@ MAX_SLOWER = 1.5
 
 def cache_path(name: str) -> Path:
     """Where choices are kept: a file in $MOE_ENGINE_CACHE, else in ~/.cache/moe_engine."""
-    folder = os.environ.get("MOE_ENGINE_CACHE") or Path.home() / ".cache" / "moe_engine"
+    folder = os.environ.get("MOE_ENGINE_CACHE") or os.path.expanduser("~/.cache/moe_engine")
     return Path(folder) / name
 
 
@@ -47,14 +48,14 @@ def read_choices(path: Path) -> dict[str, Any]:
 
 
 def keep_choice(path: Path, problem: str, choice: dict[str, Any]) -> None:
-    """Add a choice to a file. Who reads it meanwhile sees the old one or the new. BackendError
-    where it cannot be written."""
-    partial = path.with_suffix(f".{os.getpid()}")
+    """Add a choice to a file. Who reads it meanwhile sees the old one or the new; of two who add at
+    once one may be lost. BackendError where it cannot be written."""
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
         choices = _read(path) | {f"{device_name()} {problem}": choice}
-        partial.write_text(json.dumps(choices, indent=1))
-        partial.replace(path)
+        with NamedTemporaryFile("w", dir=path.parent, suffix=path.suffix, delete=False) as partial:
+            json.dump(choices, partial, indent=1)
+        Path(partial.name).replace(path)
     except OSError as error:
         raise BackendError(
             f"{choice} was measured, but cannot be kept: {error}. Set MOE_ENGINE_CACHE to a folder "

@@ -20,7 +20,7 @@ from .engine import KernelEngine
 from .layer import moe_ffn
 from .layer_config import LayerConfig, LayerProblem
 from .timeline import random_layer
-from .tune import LayerChoices, keep_layer
+from .tune import LayerChoices
 
 REFUSED = float("inf")
 """The time of a choice with which the result is another one."""
@@ -81,8 +81,7 @@ def fastest(times: dict[LayerConfig, float]) -> LayerConfig:
 
 
 def run_job(job: Job) -> dict[LayerConfig, float]:
-    """Microseconds of what was tried, the predicted choice first; the best is kept for this kind of
-    GPU. RankError if a rank fails."""
+    """Microseconds of what was tried, the predicted choice first. RankError if a rank fails."""
     with RankPool(job.problem.num_ranks, job.device, timeout_s=3600.0) as pool:
         return pool.run(run_rank, job)[0]
 
@@ -110,8 +109,6 @@ def run_rank(group: dist.ProcessGroup, job: Job) -> dict[LayerConfig, float]:
         return us
 
     times = descend(LayerConfig.choose(problem), measure)
-    if group.rank() == 0:
-        keep_layer(problem, fastest(times))
     dist.barrier(group)
     buffer.destroy()
     return times

@@ -91,3 +91,28 @@ def test_a_lost_rank_is_named(pool, step):
     if pool.device == "cuda":
         pytest.skip("a GPU's memory cannot be filled behind the allocator")
     assert pool.run(lose_rank_1, step, num_ranks=3) == [(1, STEPS[step]), None, (1, STEPS[step])]
+
+
+def call_with_stages(group, stages):
+    """What a rank is told that runs a layer in these stages, chosen behind its Buffer's back."""
+    from moe_engine import LayerConfig, ShapeError, moe_ffn
+    from moe_engine.tune import LayerChoices
+
+    args = first_call(group, 20.0)
+    buffer = args[-1]
+    config = LayerConfig(*stages[torch.distributed.get_rank(group)])
+    buffer._engine.layers = LayerChoices(config)
+    try:
+        moe_ffn(*args)
+        buffer.check()
+    except ShapeError as error:
+        return str(error)
+    finally:
+        torch.distributed.barrier(group)
+    return None
+
+
+@pytest.mark.parametrize("stages", [[(2, 2), (3, 2)], [(2, 4), (2, 2)]])
+def test_ranks_with_other_stages_are_told(pool, stages):
+    for text in pool.run(call_with_stages, stages, num_ranks=2):
+        assert "different shapes" in text

@@ -64,7 +64,7 @@ def steps_on_rank(group, num_experts, max_tokens, stages, back_stages, x, topk_i
     with cases.filled_memory():
         layout = routing.layout(args[1], num_experts, slots)
         lanes = dispatch.Lanes(*args, layout)
-        places = dispatch.exchange_lanes(lanes, stages, slots)
+        places = dispatch.exchange_lanes(lanes, stages, back_stages, slots)
         local = slots.expert_rows.local
         rows = local[: max_rows * row_bytes].view(x.dtype).view(max_rows, -1)
         copies = local[rows.nbytes :][: 8 * max_rows].view(torch.int64)
