@@ -53,6 +53,10 @@ def layer_sum_kernel(
     An early launch behind `return_sums_kernel`. When the last of all tiles, those of own rows, have
     been computed, stage by stage as other ranks return theirs. Programs that find room later take
     fewer of the tokens.
+
+    `computed` also says that `send_records_kernel` has ended, as the GEMM's programs wait for it
+    before their first tile: so its lists and this rank's own records are there. Rows of a stage of
+    other ranks happen before its flags, see `tiles.notify_stage`.
     """
     rank = tl.load(context + RANK).to(tl.int32)
     lane = tl.arange(0, 1)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from triton.tools.ragged_tma import create_ragged_descriptor
@@ -116,13 +117,7 @@ def push_lanes(
         x.shape[1] * x.itemsize,
         RANKS=num_ranks,
         RANKS_PAD=next_power_of_2(num_ranks),
-        BATCH=PUSH_BATCH,
-        LANES=PUSH_BATCH if INTERPRETED else PUSH_ROWS,
-        ALIGNED=words.aligned,
-        BLOCK_WORDS=min(next_power_of_2(words.num_words), PUSH_WORDS),
-        OVERLAP=launches_overlap(),
-        num_warps=1,
-        **early_launch(),
+        **_of_copies(words, PUSH_BATCH),
     )
     share_sms(launched)
 
@@ -157,16 +152,23 @@ def copy_rows(
         words.num_words,
         rows.shape[1] * rows.itemsize,
         RANKS_PAD=next_power_of_2(slots.layout.num_ranks),
-        BATCH=COPY_BATCH,
-        LANES=COPY_BATCH if INTERPRETED else PUSH_ROWS,
-        ALIGNED=words.aligned,
-        BLOCK_WORDS=min(next_power_of_2(words.num_words), PUSH_WORDS),
-        OVERLAP=launches_overlap(),
-        num_warps=1,
-        **early_launch(),
+        **_of_copies(words, COPY_BATCH),
     )
     share_sms(launched)
     return num_programs
+
+
+def _of_copies(words: Words, batch: int) -> dict[str, Any]:
+    """Launch options of programs that copy rows of these words, `batch` looked up at a time."""
+    return {
+        "BATCH": batch,
+        "LANES": batch if INTERPRETED else PUSH_ROWS,
+        "ALIGNED": words.aligned,
+        "BLOCK_WORDS": min(next_power_of_2(words.num_words), PUSH_WORDS),
+        "OVERLAP": launches_overlap(),
+        "num_warps": 1,
+        **early_launch(),
+    }
 
 
 def dispatch_gemm(

@@ -16,7 +16,7 @@ STAGES = -(-ROWS // STAGE_ROWS)
 
 @triton.jit
 def push_kernel(x, blocks, written, context, rank, N, W, STAGE, COUNT, RANKS: tl.constexpr):
-    """Copy rows of x [N, W] to all ranks: a program takes every so-and-so-manieth (peer, row)."""
+    """Copy rows of x [N, W] to all ranks, dealt to the programs as (peer, row)."""
     for stage in range(0, COUNT):
         for first in range(tl.program_id(0), STAGE * RANKS, tl.num_programs(0) * 4):
             places = first + tl.arange(0, 4) * tl.num_programs(0)

@@ -9,7 +9,7 @@ import triton
 
 from ..checks import PAYLOAD_DTYPES, check_runnable, check_tensor
 from ..errors import DtypeError, ShapeError
-from .schedule import MAX_ROWS
+from .schedule import MAX_EXPERTS, MAX_ROWS
 
 GATED = ("swiglu", "geglu")
 ACTIVATIONS = ("none", "silu", "gelu", *GATED)
@@ -120,6 +120,10 @@ def check_weights(
             f"{granule}, so that rows of the output are multiples of 16 bytes"
             + (" (rows of gate, then as many of up)." if parts == 2 else ".")
             + " Pad w with rows of zeros."
+        )
+    if len(w) > MAX_EXPERTS:
+        raise ShapeError(
+            f"w has {len(w)} experts; a call takes at most {MAX_EXPERTS}. Call once for each part."
         )
     if not w.is_contiguous() or w.data_ptr() % 16:
         raise ShapeError(

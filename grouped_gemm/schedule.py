@@ -16,6 +16,8 @@ from .schedule_kernels import _tile_schedule_kernel
 INDEX_DTYPES = (torch.int32, torch.int64)
 MAX_BLOCK_M = 255
 """As large as the bits of a tile hold."""
+MAX_EXPERTS = 2**16
+"""The same for experts."""
 MAX_ROWS = 2**30
 """Rows of a ragged descriptor."""
 
@@ -25,7 +27,7 @@ class TileSchedule:
     """Which rows each tile of rows computes, on the device; made by `tile_schedule`.
 
     tiles: int64 [max_tiles], of which the first num_tiles (int32 [1]) count: a tile's first row,
-    its number of rows, up to block_m, from bit 32 on, and its expert from bit 40 on.
+    its number of rows, up to block_m, from bit 32 on, and its expert from bit 40 to 55.
     """
 
     tiles: torch.Tensor

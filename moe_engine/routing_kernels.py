@@ -115,7 +115,9 @@ def place_lanes_kernel(
     A token's first row on another rank is pushed, in the stage of its position, see
     `tiles.stage_of_row`. Its other rows there are copies: `copies`, int64 [M] on each rank,
     `copies_offset` bytes behind the beginning of its expert rows, says for each position which row
-    is a copy of which one, row << 32 | original, and -1 for those pushed.
+    is a copy of which one, row << 32 | original, and -1 for those pushed. They are published by the
+    flags of `push_lanes_kernel`, which waits until this has ended. What they held in the call
+    before has been read: the exchange says that all ranks are in this one.
 
     Example, 2 ranks of 2 experts, topk_idx [[0, 3], [2, 3], [3, 0], [1, 1]] on rank 0 and [[2, 3],
     [0, 1]] on rank 1. Rank 0 has rows, as (source, token), (0, 0) (0, 2) (1, 1) | (0, 3) (0, 3)

@@ -55,6 +55,7 @@ def staged_schedule_kernel(
     Behind its expert, from bit 56 on, a tile has the number of the counter that says that all its
     rows are there: own rows come in `stage_count` stages, by `tiles.stage_of_row`, and those of
     others in as many, see `copy_rows_kernel`.
+
     first_tile counts from the first tile that is not apart. One that holds rows of several stages
     belongs to the first of them, whose rows wait for it; the last stage is the tiles apart.
 

@@ -38,8 +38,8 @@ def deal(place, num_peers):
     """(peer, row) of a place, or a block of them, in the sequence row 0 to each of `num_peers`,
     row 1 to each of them, ...
 
-    Programs that take every so-and-so-manieth place take all rows, and traffic to all peers stays
-    even. Three peers: places 0 1 2 3 4 5 6 are (peer, row) (0, 0) (1, 0) (2, 0) (1, 1) (2, 1)
+    Programs that each take every n-th place, n of them, take all rows, and traffic to all peers
+    stays even. Three peers: places 0 1 2 3 4 5 6 are (peer, row) (0, 0) (1, 0) (2, 0) (1, 1) (2, 1)
     (0, 1) (2, 2): each round begins one further, so that with most steps a program comes to all
     peers.
     """

@@ -85,6 +85,7 @@ def wrong_answers_to_bad_arguments(group: Any) -> list[str]:
         (gemm, {"w": zeros(2, 8, 16, dtype=FP32)}, DtypeError, "w is float32"),
         (gemm, {"w": zeros(2, 16, 8).mT}, ShapeError, r"w has strides.*w\.contiguous"),
         (gemm, {"w": zeros(0, 8, 16)}, ShapeError, "at least 1"),
+        (gemm, {"w": zeros(2**16 + 1, 8, 16)}, ShapeError, "65537 experts.*at most 65536"),
         (gemm, {"w": zeros(2, 8, 16), "activation": "swiglu"}, ShapeError, "multiple of 16"),
         (gemm, {"w": zeros(2, 12, 16)}, ShapeError, "N a multiple of 8.*rows of zeros"),
         (gemm, {"activation": "relu"}, ShapeError, "activation is 'relu'.*'swiglu'"),
