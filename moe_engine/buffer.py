@@ -299,6 +299,7 @@ class Buffer(Service):
         w_gate_up: torch.Tensor,
         w_down: torch.Tensor,
         async_finish: bool = False,
+        max_tokens: int | None = None,
     ) -> tuple[torch.Tensor, EventOverlap]:
         """(result [T, H], event) of a layer's routed experts; see `moe_engine.moe_ffn`."""
         engine = self._ready()
@@ -307,10 +308,11 @@ class Buffer(Service):
         checks.check_experts(num_experts, self.group_size)
         checks.check_routing(x, topk_idx, topk_weights)
         checks.check_expert_weights(x, w_gate_up, w_down)
+        checks.check_max_tokens(len(x), max_tokens)
         with self._streams.call(None, async_finish) as call:
             call.reads(x, topk_idx, topk_weights, w_gate_up, w_down)
             rows = checks.packed(x), topk_idx.contiguous(), topk_weights.contiguous()
-            out = engine.moe_ffn(*rows, w_gate_up, w_down)
+            out = engine.moe_ffn(*rows, w_gate_up, w_down, max_tokens)
             call.returns(out)
         self._after_call()
         return out, call.event

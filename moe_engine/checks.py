@@ -153,6 +153,15 @@ def check_expert_weights(x: torch.Tensor, w_gate_up: torch.Tensor, w_down: torch
     check_no_grad(w_gate_up=w_gate_up, w_down=w_down)
 
 
+def check_max_tokens(num_tokens: int, max_tokens: int | None) -> None:
+    """The hint of a layer, if there is one, must not be below the tokens that came."""
+    if max_tokens is not None and num_tokens > max_tokens:
+        raise CapacityError(
+            f"{num_tokens} tokens came with max_tokens = {max_tokens}; it must be the most that "
+            "any rank brings to this call, the same on all ranks, or None."
+        )
+
+
 def check_handle(handle: Sequence[torch.Tensor], names: Sequence[str]) -> None:
     """The six tensors of a dispatch, all int32 but the fifth, which is bool."""
     if len(handle) != len(names):

@@ -241,6 +241,7 @@ class KernelEngine:
         topk_weights: torch.Tensor,
         w_gate_up: torch.Tensor,
         w_down: torch.Tensor,
+        max_tokens: int | None = None,
     ) -> torch.Tensor:
         """The experts of a layer, see `moe_engine.moe_ffn`; its steps are in `experts.py`.
 

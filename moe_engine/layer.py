@@ -18,6 +18,7 @@ def moe_ffn(
     w_gate_up: torch.Tensor,
     w_down: torch.Tensor,
     buffer: Buffer,
+    max_tokens: int | None = None,
 ) -> torch.Tensor:
     """Route x [T, H] to its experts on all ranks and sum what they give, weighted: [T, H].
 
@@ -26,11 +27,14 @@ def moe_ffn(
     rank * L .. rank * L + L - 1, as transformers stores them. Everything in bf16, or in fp32.
     out[t] = sum over k of topk_weights[t, k] * w_down[e] @ (silu(gate_e x) * (up_e x)).
 
-    Collective over the Buffer's group; T may differ per rank and be 0. No backward yet. Layers of
+    Collective over the Buffer's group; T may differ per rank and be 0. max_tokens, equal on all
+    ranks, is the most that any of them brings to this call (None: what the Buffer was made for): up
+    to `DECODE_TOKENS` of them take the low-latency way (`decode.py`). No backward yet. Layers of
     two Buffers must not run at once on a GPU: each may hold what the other waits for.
     """
     check_no_grad(x=x, topk_weights=topk_weights, w_gate_up=w_gate_up, w_down=w_down)
-    return buffer.moe_ffn(x, topk_idx, topk_weights, w_gate_up, w_down)[0]
+    args = x, topk_idx, topk_weights, w_gate_up, w_down
+    return buffer.moe_ffn(*args, max_tokens=max_tokens)[0]
 
 
 @dataclass(frozen=True, slots=True)
@@ -53,6 +57,7 @@ def start_moe_ffn(
     w_gate_up: torch.Tensor,
     w_down: torch.Tensor,
     buffer: Buffer,
+    max_tokens: int | None = None,
 ) -> LayerInFlight:
     """Begin `moe_ffn` on the Buffer's own stream, and run something else until `finish()`: the
     shared expert of Qwen2-MoE and DeepSeek-V3 fills SMs where the routed ones wait for rows.
@@ -64,7 +69,7 @@ def start_moe_ffn(
     """
     check_no_grad(x=x, topk_weights=topk_weights, w_gate_up=w_gate_up, w_down=w_down)
     args = x, topk_idx, topk_weights, w_gate_up, w_down
-    return LayerInFlight(*buffer.moe_ffn(*args, async_finish=True))
+    return LayerInFlight(*buffer.moe_ffn(*args, async_finish=True, max_tokens=max_tokens))
 
 
 class MoEFeedForward(torch.nn.Module):
