@@ -16,15 +16,18 @@ from .collective import CollectiveEngine
 from .engine import KernelEngine
 from .errors import BackendError, ShapeError
 from .events import EventHandle, EventOverlap
-from .service import Service, default_device, new_slots
-from .slots import SlotLayout, round_up, timeout_seconds
+from .low_latency import LowLatency
+from .low_latency_verbs import LowLatencyVerbs
+from .ring import LowLatencyRow, RingLayout, region_bytes
+from .service import Service, default_device, new_ring, new_slots
+from .slots import LINE_BYTES, SlotLayout, round_up, timeout_seconds
 from .streams import CallStreams
 from .symm import choose_backend, exchange
 from .tune import LayerChoices, measured_layers
 from .verbs import Engine, Handle, Tokens
 
 
-class Buffer(Service):
+class Buffer(LowLatencyVerbs, Service):
     """Expert-parallel dispatch and combine over the ranks of `group`.
 
     The signatures, shapes and receive order are those of DeepEP V1's `Buffer`. Every rank of the
@@ -76,6 +79,7 @@ class Buffer(Service):
         self.options = options
         self.device = default_device()
         self._engine: Engine | None = None
+        self._low_latency: LowLatency | None = None
         self._unreleased: torch.Tensor | None = None  # x of a dispatch whose rows are in place
         self._programs = Programs(lambda: Buffer.num_sms)
         self._streams = CallStreams(self.device)
@@ -85,16 +89,22 @@ class Buffer(Service):
             return
         self.backend = choose_backend(group, backend, self.device)
         checks.check_runnable(self.device)
-        num_bytes = max(num_nvl_bytes, num_rdma_bytes)
-        buffer_config.check_options(options, exchange(group, lambda: (num_bytes, options)))
+        num_bytes, ring_bytes = max(num_nvl_bytes, num_rdma_bytes), 0
+        if low_latency_mode:
+            smallest = SlotLayout(self.group_size, LINE_BYTES, options.num_slots).num_bytes
+            num_bytes, ring_bytes = max(num_nvl_bytes, smallest), num_rdma_bytes
+        given = (num_bytes, ring_bytes), options
+        buffer_config.check_options(options, exchange(group, lambda: given))
         rank_0 = exchange(group, lambda: {} if self.rank else measured_layers())[0]
         layers = LayerChoices(options.layer, rank_0)
         layout = SlotLayout.fit(num_bytes, self.group_size, options.num_slots)
         timeout_s = options.timeout_s or timeout_seconds()
         # Nothing that knows this Buffer, else it would outlive its last name.
-        make_slots = partial(
-            new_slots, group, self.rank, self.backend, self.device, timeout_s, self._streams
-        )
+        where = group, self.rank, self.backend, self.device, timeout_s, self._streams
+        make_slots = partial(new_slots, *where)
+        if ring_bytes:
+            ring = RingLayout.fit(ring_bytes, self.group_size, options.num_slots)
+            self._low_latency = LowLatency(new_ring(*where, ring), enable_shrink)
         self._engine = KernelEngine(layout, make_slots, self._programs, options.max_tokens, layers)
 
     @classmethod
@@ -109,13 +119,27 @@ class Buffer(Service):
         backend: str = "auto",
         options: Options = DEFAULT_OPTIONS,
     ) -> Buffer:
-        """A Buffer for up to `max_tokens` tokens per rank of this shape, by formula."""
+        """A Buffer for up to `max_tokens` tokens per rank of this shape, by formula: `size_hint`,
+        and beside it low-latency memory for `Options.decode_tokens` of them."""
         num_ranks = dist.get_world_size(group) if group is not None else 1
         num_bytes = cls.size_hint(
             max_tokens, hidden * dtype.itemsize, num_ranks, num_experts, num_topk, options.num_slots
         )
         options = replace(options, max_tokens=max_tokens)
-        return cls(group, num_bytes, backend=backend, options=options)
+        ring_bytes = 0
+        if options.decode_tokens and backend != "collective":
+            decode = min(max(1, max_tokens), options.decode_tokens), num_topk
+            row_bytes = hidden * dtype.itemsize
+            region = region_bytes(*decode, num_experts // num_ranks, row_bytes)
+            ring_bytes = RingLayout(num_ranks, region, options.num_slots).num_bytes
+        return cls(
+            group,
+            num_bytes,
+            ring_bytes,
+            low_latency_mode=ring_bytes > 0,
+            backend=backend,
+            options=options,
+        )
 
     size_hint = staticmethod(buffer_config.size_hint)
 
@@ -309,10 +333,15 @@ class Buffer(Service):
         checks.check_routing(x, topk_idx, topk_weights)
         checks.check_expert_weights(x, w_gate_up, w_down)
         checks.check_max_tokens(len(x), max_tokens)
+        max_tokens = self.options.max_tokens if max_tokens is None else max_tokens
         with self._streams.call(None, async_finish) as call:
             call.reads(x, topk_idx, topk_weights, w_gate_up, w_down)
             rows = checks.packed(x), topk_idx.contiguous(), topk_weights.contiguous()
-            out = engine.moe_ffn(*rows, w_gate_up, w_down, max_tokens)
+            if self._decodes(max_tokens, x, topk_idx, num_experts):
+                assert self._low_latency is not None
+                out = self._low_latency.moe_ffn(*rows, w_gate_up, w_down, max_tokens)
+            else:
+                out = engine.moe_ffn(*rows, w_gate_up, w_down)
             call.returns(out)
         self._after_call()
         return out, call.event
@@ -359,6 +388,8 @@ class Buffer(Service):
             torch.cuda.synchronize(self.device)
         if self._engine is not None:
             self._engine.check(in_call=self._unreleased is not None)
+        if self._low_latency is not None:
+            self._low_latency.check()
 
     def destroy(self) -> None:
         """Give the memory back. Collective: no rank may still be in a call. Twice is harmless."""
@@ -367,7 +398,22 @@ class Buffer(Service):
                 torch.cuda.synchronize(self.device)
             self._engine.free()
             self._engine = None
-            self._streams.uses()
+            self._streams.uses("slots")
+            if self._low_latency is not None:
+                self._low_latency.free()
+                self._low_latency = None
+                self._streams.uses("ring")
+
+    def _decodes(
+        self, max_tokens: int | None, x: torch.Tensor, topk_idx: torch.Tensor, num_experts: int
+    ) -> bool:
+        """Whether a layer takes the low-latency way, from what is equal on all ranks."""
+        if self._low_latency is None or max_tokens is None or self.options.layer is not None:
+            return False
+        num_topk = topk_idx.shape[1]
+        row = LowLatencyRow(x.shape[1] * x.itemsize, num_topk)
+        fits = self._low_latency.fits(max_tokens, num_topk, num_experts, row.num_bytes)
+        return fits and max_tokens <= self.options.decode_tokens
 
     # --- Checks ------------------------------------------------------------------------------
 
@@ -376,6 +422,8 @@ class Buffer(Service):
         if self._engine is None:
             raise BackendError("this Buffer was destroyed; make a new one.")
         self._engine.check(in_call=self._unreleased is not None)
+        if self._low_latency is not None:
+            self._low_latency.check()
         if sends and self._unreleased is not None:
             raise BackendError(
                 "the last dispatch left its rows in place; call release() when they are read."

@@ -6,8 +6,11 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 
+from .checks import check_at_least, check_experts, check_max_dispatch_tokens
 from .errors import CapacityError, DtypeError, ShapeError
 from .layer_config import LayerConfig
+from .ring import HINT_TOPK as HINT_TOPK_LOW_LATENCY
+from .ring import MAX_SLOTS, RingLayout, region_bytes
 from .slots import BLOCK_ROWS, MAX_CHUNKS, SlotLayout, header_bytes, layer_row, round_up
 
 HINT_TOKENS = 4096
@@ -24,6 +27,7 @@ class Options:
     tokens per rank, which sizes the work space of `moe_ffn`. timeout_s: deadline of every wait,
     None for MOE_ENGINE_TIMEOUT_S (100 s). debug: synchronise after every call and raise at once.
     layer: how `moe_ffn` runs, None to choose by shape: what was measured, else what is predicted.
+    decode_tokens: up to so many tokens per rank, `moe_ffn` takes the low-latency way; 0: never.
     """
 
     num_slots: int = 2
@@ -31,16 +35,19 @@ class Options:
     timeout_s: float | None = None
     debug: bool = False
     layer: LayerConfig | None = None
+    decode_tokens: int = 512
 
 
 DEFAULT_OPTIONS = Options()
 
 
-def check_options(options: Options, all_ranks: Sequence[tuple[int, Options]]) -> None:
-    """ShapeError for values out of range, or if ranks gave other bytes, slots, max_tokens or layer
-    configs, whose numbers of programs may differ."""
+def check_options(options: Options, all_ranks: Sequence[tuple[tuple[int, int], Options]]) -> None:
+    """ShapeError for values out of range, or if ranks gave other bytes, slots, max_tokens,
+    decode_tokens or layer configs, whose numbers of programs may differ."""
     if options.num_slots < 2:
         raise ShapeError(f"num_slots is {options.num_slots}; it must be 2 or more.")
+    if options.num_slots > MAX_SLOTS:
+        raise ShapeError(f"num_slots is {options.num_slots}; it must be {MAX_SLOTS} or less.")
     if options.max_tokens is not None and options.max_tokens < 0:
         raise ShapeError(f"max_tokens is {options.max_tokens}; it must not be negative.")
     if options.timeout_s is not None and options.timeout_s <= 0:
@@ -48,13 +55,17 @@ def check_options(options: Options, all_ranks: Sequence[tuple[int, Options]]) ->
     if options.layer is not None:
         options.layer.check()
     shapes = [
-        (num_bytes, other.num_slots, other.max_tokens, other.layer and other.layer.shared())
+        (
+            *(num_bytes, other.num_slots, other.max_tokens, other.decode_tokens),
+            other.layer and other.layer.shared(),
+        )
         for num_bytes, other in all_ranks
     ]
     if len(set(shapes)) > 1:
         found = ", ".join(f"{shape} on rank {rank}" for rank, shape in enumerate(shapes))
         raise ShapeError(
-            f"(bytes, num_slots, max_tokens, layer) differ: {found}. Give all the same."
+            f"(bytes, num_slots, max_tokens, decode_tokens, layer) differ: {found}. Give all the "
+            "same."
         )
 
 
@@ -85,6 +96,24 @@ def size_hint(
     row = layer_row(hidden_bytes, num_topk)  # larger than a dispatch's
     region = header_bytes(num_experts, num_ranks) + max(1, max_tokens) * row.num_bytes
     return SlotLayout(num_ranks, region, num_slots).num_bytes
+
+
+def low_latency_size_hint(
+    num_max_dispatch_tokens_per_rank: int,
+    hidden: int,
+    num_ranks: int,
+    num_experts: int,
+    num_slots: int = 2,
+) -> int:
+    """Bytes of num_rdma_bytes for low-latency calls of up to so many tokens per rank, bf16 rows of
+    `hidden` columns and up to 32 lanes: num_slots * num_ranks * tokens * (2 * hidden + 512), and
+    flags. 16 MB for 128 tokens, hidden 7168, 4 ranks, 256 experts; num_slots is that of Options.
+    """
+    check_at_least(1, hidden=hidden, num_ranks=num_ranks)
+    check_max_dispatch_tokens(num_max_dispatch_tokens_per_rank)
+    check_experts(num_experts, num_ranks)
+    sizes = num_max_dispatch_tokens_per_rank, HINT_TOPK_LOW_LATENCY, num_experts // num_ranks
+    return RingLayout(num_ranks, region_bytes(*sizes, 2 * hidden), num_slots).num_bytes
 
 
 @dataclass(frozen=True, slots=True)

@@ -9,6 +9,8 @@ import torch
 from .errors import BackendError, CapacityError, DtypeError, ShapeError
 from .lang import INTERPRETED
 
+MAX_LOW_LATENCY_TOKENS = 4096
+"""Tokens of a rank in a low-latency call: there are flags for so many."""
 PAYLOAD_DTYPES = (torch.bfloat16, torch.float32)
 
 
@@ -162,6 +164,16 @@ def check_max_tokens(num_tokens: int, max_tokens: int | None) -> None:
         )
 
 
+def check_max_dispatch_tokens(max_tokens: int, num_tokens: int = 0) -> None:
+    """num_max_dispatch_tokens_per_rank must be 1 to 4096, and hold the tokens that came."""
+    if not 1 <= max_tokens <= MAX_LOW_LATENCY_TOKENS or num_tokens > max_tokens:
+        raise CapacityError(
+            f"num_max_dispatch_tokens_per_rank is {max_tokens} and {num_tokens} tokens came; it "
+            "must be the most that any rank brings, the same on all ranks, 1 to "
+            f"{MAX_LOW_LATENCY_TOKENS}. Send larger batches with dispatch."
+        )
+
+
 def check_handle(handle: Sequence[torch.Tensor], names: Sequence[str]) -> None:
     """The six tensors of a dispatch, all int32 but the fifth, which is bool."""
     if len(handle) != len(names):
@@ -190,6 +202,15 @@ def check_runnable(device: torch.device) -> None:
             "CPU tensors run through Triton's interpreter, which is off in this process. Set "
             "TRITON_INTERPRET=1 before triton is imported, start ranks with "
             "moe_engine.emulation, or use backend='collective'."
+        )
+
+
+def check_fp8(device: torch.device) -> None:
+    """GPUs cast to e4m3 from compute capability 8.9 on."""
+    if device.type == "cuda" and torch.cuda.get_device_capability(device) < (8, 9):
+        raise BackendError(
+            f"{torch.cuda.get_device_name(device)} has no e4m3; pass use_fp8=False, or use a GPU "
+            "of compute capability 8.9 or later."
         )
 
 

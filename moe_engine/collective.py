@@ -176,7 +176,6 @@ class CollectiveEngine:
         topk_weights: torch.Tensor,
         w_gate_up: torch.Tensor,
         w_down: torch.Tensor,
-        max_tokens: int | None = None,
     ) -> torch.Tensor:
         """See `KernelEngine.moe_ffn`; the experts are `reference.expert_rows`."""
         layout = self.layout(topk_idx, len(w_gate_up) * self.num_ranks)

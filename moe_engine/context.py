@@ -29,7 +29,9 @@ class Word(IntEnum):
     METADATA_FLAGS = 18  # as COUNT_FLAGS
     STAGE_FLAGS = 19  # as COUNT_FLAGS
     TRACE = 20  # address of this GPU's spans, see `ptx.write_span`; 0: they are not recorded
-    PEERS = 21  # R addresses of the ranks' symmetric blocks, as mapped here
+    MASKED = 21  # bit r: rank r is left out of low-latency calls
+    STARTED = 22  # programs of the running launch that have read the epoch; see `begin_send`
+    PEERS = 23  # R addresses of the ranks' symmetric blocks, as mapped here
 
 
 class Report(IntEnum):
@@ -99,6 +101,8 @@ PACE = tl.constexpr(int(Word.PACE))
 METADATA_FLAGS = tl.constexpr(int(Word.METADATA_FLAGS))
 STAGE_FLAGS = tl.constexpr(int(Word.STAGE_FLAGS))
 TRACE = tl.constexpr(int(Word.TRACE))
+MASKED = tl.constexpr(int(Word.MASKED))
+STARTED = tl.constexpr(int(Word.STARTED))
 PEERS = tl.constexpr(int(Word.PEERS))
 PHASE_SLOT_FREE = tl.constexpr(int(Phase.SLOT_FREE))
 PHASE_COUNTS = tl.constexpr(int(Phase.COUNTS))

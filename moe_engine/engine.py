@@ -14,7 +14,6 @@ import torch
 from . import combine as combine_verbs
 from . import dispatch as dispatch_verbs
 from . import routing
-from .context import Word
 from .dispatch import NUM_METADATA_PROGRAMS, Collected, Counts, Outgoing, Partition, row_layout
 from .errors import CapacityError
 from .experts import expert_rows_bytes, feed_forward
@@ -25,9 +24,6 @@ from .slots import RowLayout, SlotLayout, Slots, header_bytes, layer_row
 from .streams import Beside
 from .tune import LayerChoices
 from .verbs import Handle, Tokens
-
-COMPILE_S = 300.0
-"""Added to the deadline while kernels may still be compiling on some rank."""
 
 
 class KernelEngine:
@@ -53,7 +49,6 @@ class KernelEngine:
         self._new_slots, self._max_tokens = new_slots, max_tokens
         self._was_captured = False
         self._num_comm_sms = num_comm_sms
-        self._used: set[tuple[object, ...]] = set()
 
     @property
     def num_comm_sms(self) -> int:
@@ -190,7 +185,6 @@ class KernelEngine:
         self.slots = self._new_slots(layout, self._was_captured)
         self.slots.context.take_bad_ids(old.context)
         old.free()
-        self._used.clear()  # other numbers of flags are other kernels
 
     def dispatch_cached(
         self, x: torch.Tensor, scales: torch.Tensor | None, handle: Handle
@@ -241,7 +235,6 @@ class KernelEngine:
         topk_weights: torch.Tensor,
         w_gate_up: torch.Tensor,
         w_down: torch.Tensor,
-        max_tokens: int | None = None,
     ) -> torch.Tensor:
         """The experts of a layer, see `moe_engine.moe_ffn`; its steps are in `experts.py`.
 
@@ -303,19 +296,10 @@ class KernelEngine:
 
     @contextmanager
     def _first_use(self, verb: str, x: torch.Tensor, *sizes: object) -> Iterator[None]:
-        """The first call of a kind waits longer, so that a peer that still compiles is not lost."""
+        """See `DeviceContext.first_use`."""
         self._note_capture(x)
-        key = (verb, x.shape[1], x.dtype, *sizes)
-        if INTERPRETED or key in self._used:
+        with self.slots.context.first_use(verb, x.shape[1], x.dtype, *sizes):
             yield
-            return
-        context = self.slots.context
-        context.words[Word.TIMEOUT_NS] = int((context.timeout_s + COMPILE_S) * 1e9)
-        try:
-            yield
-            self._used.add(key)
-        finally:
-            context.words[Word.TIMEOUT_NS] = int(context.timeout_s * 1e9)
 
     def check(self, in_call: bool = False) -> None:
         """Raise what the kernels have reported; bad ids not in the middle of a call, which goes on

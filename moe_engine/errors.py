@@ -52,8 +52,8 @@ class NotThereYet:
 
     def __call__(self, *args: Any, **kwargs: Any) -> NoReturn:
         raise BackendError(
-            f"Buffer.{self.name} is not there yet: this version has the intranode calls "
-            "get_dispatch_layout, dispatch and combine."
+            f"Buffer.{self.name} is not there yet: this version has the intranode and low-latency "
+            "calls."
         )
 
 
@@ -62,14 +62,6 @@ class VerbsNotThereYet:
 
     internode_dispatch = NotThereYet()
     internode_combine = NotThereYet()
-    low_latency_dispatch = NotThereYet()
-    low_latency_combine = NotThereYet()
-    clean_low_latency_buffer = NotThereYet()
-    get_next_low_latency_combine_buffer = NotThereYet()
-    low_latency_update_mask_buffer = NotThereYet()
-    low_latency_query_mask_buffer = NotThereYet()
-    low_latency_clean_mask_buffer = NotThereYet()
-    get_low_latency_rdma_size_hint = NotThereYet()
 
 
 def bad_ids(rank: int, count: int) -> str:

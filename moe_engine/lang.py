@@ -15,6 +15,7 @@ import triton.language as tl
 from .context import (
     BROKEN,
     EPOCH,
+    MASKED,
     PACE,
     PEERS,
     RANK,
@@ -209,6 +210,18 @@ def wait(flags, mask, epoch, peers, context, PHASE: tl.constexpr, BEFORE_TMA: tl
     (with BEFORE_TMA, before its TMA loads too). The compiler keeps loads behind the wait when
     their address went through `consume_token`. `>=`, not `==`: a fast peer may be a call ahead.
     """
+    late, token = poll(flags, mask, epoch, peers, context, PHASE, False)
+    if token == 0:
+        report_failure(tl.max(tl.where(late, peers, 0), 0), epoch, context, PHASE)
+    if BEFORE_TMA:
+        fence_tma_loads()
+    return token
+
+
+@device_function
+def poll(flags, mask, epoch, peers, context, PHASE: tl.constexpr, SHRINK: tl.constexpr):
+    """The loop of `wait`, which reports nothing: (flags that were late as this thread saw it last,
+    token). With SHRINK nothing is expected of `peers` that are masked meanwhile."""
     since = begin_span()
     pointers = as_pointer(tl.where(mask, flags, own_block(context)), tl.int64)
     late = mask & (load_acquire(pointers) < epoch)
@@ -217,17 +230,21 @@ def wait(flags, mask, epoch, peers, context, PHASE: tl.constexpr, BEFORE_TMA: tl
     while state == 1:
         pause()
         late = mask & (load_acquire(pointers) < epoch)
+        if SHRINK:
+            late = late & is_alive(tl.load(context + MASKED, volatile=True), peers)
         is_over = (tl.load(context + BROKEN, volatile=True) != 0) | (now_ns() > deadline)
         state = tl.max(tl.where(late, tl.where(is_over, 2, 1), 0), 0)
     # Warps poll on their own and leave the loop one by one; the barrier gives them one answer.
     token = 1 - any_thread(state)
     tl.debug_barrier()  # again, as the compiler does not see that one
     end_span(PHASE, 0, since, context)
-    if token == 0:
-        report_failure(tl.max(tl.where(late, peers, 0), 0), epoch, context, PHASE)
-    if BEFORE_TMA:
-        fence_tma_loads()
-    return token
+    return late, token
+
+
+@device_function
+def is_alive(masked, ranks):
+    """Whether `ranks` (block) are not among the bits `masked`."""
+    return (masked >> ranks.to(tl.int64)) & 1 == 0
 
 
 @device_function
@@ -277,6 +294,19 @@ if INTERPRETED:
         return tl.dot(a.to(tl.float32), b.to(tl.float32), acc, input_precision="ieee")
 
     @device_function
+    def cast_e4m3(x):
+        """fp32 values up to 448 to the bits of e4m3, int8, nearest even. The interpreter's own
+        differ."""
+        size = tl.abs(x)
+        exponent = tl.maximum((size.to(tl.int32, bitcast=True) >> 23) - 127, -6)
+        # Adding and taking away 1.5 * 2^23 steps rounds to a multiple of the step, as fp32 does.
+        step = ((exponent - 3 + 127) << 23).to(tl.float32, bitcast=True)
+        magic = step * 12582912.0
+        steps = (((size + magic) - magic) / step).to(tl.int32)  # 8 to 16, below 8 if subnormal
+        bits = tl.where(steps < 8, steps, ((exponent + 6) << 3) + steps)
+        return (bits | tl.where(x.to(tl.int32, bitcast=True) < 0, 0x80, 0)).to(tl.int8)
+
+    @device_function
     def round_to(x, dtype: tl.constexpr):
         """fp32 to `dtype`, nearest even. The interpreter would truncate bf16."""
         if dtype == tl.bfloat16:
@@ -298,3 +328,8 @@ else:
     def round_to(x, dtype: tl.constexpr):
         """fp32 to `dtype`, nearest even."""
         return x.to(dtype)
+
+    @device_function
+    def cast_e4m3(x):
+        """fp32 values up to 448 to the bits of e4m3, int8, nearest even."""
+        return x.to(tl.float8e4nv).to(tl.int8, bitcast=True)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import partial
 from typing import TYPE_CHECKING
 
 import torch
@@ -14,6 +15,7 @@ from .errors import BackendError, CapacityError, VerbsNotThereYet
 from .events import EventHandle, EventOverlap
 from .lang import INTERPRETED
 from .layer_config import LayerConfig
+from .ring import Ring, RingLayout
 from .slots import SlotLayout, Slots, layer_row
 from .streams import CallStreams
 from .symm import SymmetricTensor, allocate, exchange
@@ -86,6 +88,21 @@ def default_device() -> torch.device:
     return torch.device("cpu")
 
 
+def new_ring(
+    group: dist.ProcessGroup | None,
+    rank: int,
+    backend: str,
+    device: torch.device,
+    timeout_s: float,
+    streams: CallStreams,
+    layout: RingLayout,
+) -> Ring:
+    """Low-latency memory of `layout` on all ranks, which the streams are told of. Collective."""
+    ring = Ring(partial(allocate, group, backend=backend, device=device), layout, rank, timeout_s)
+    streams.uses("ring", ring.block.local, ring.context.words)
+    return ring
+
+
 def new_slots(
     group: dist.ProcessGroup | None,
     rank: int,
@@ -111,5 +128,5 @@ def new_slots(
         return allocate(group, num_bytes, backend, device)
 
     slots = Slots(new_block, layout, rank, timeout_s, was_captured)
-    streams.uses(slots.block.local, slots.context.words)
+    streams.uses("slots", slots.block.local, slots.context.words)
     return slots

@@ -19,9 +19,10 @@ its own. The rows to itself are metadata alone: their payload stays where it is,
 from __future__ import annotations
 
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Protocol
 
 import torch
 
@@ -35,6 +36,7 @@ from .errors import (
     bad_ids,
 )
 from .hardware import pace_ps_per_kb
+from .lang import INTERPRETED
 
 if TYPE_CHECKING:
     from .symm import SymmetricTensor
@@ -52,6 +54,8 @@ FLAG_BYTES = 8
 LINE_BYTES = 128
 """Rows begin at multiples of this, as the memory's lines do: gathered elsewhere, a GEMM's rows take
 two lines where one would do, and DeepSeek-V3's up-projection 40% longer."""
+COMPILE_S = 300.0
+"""Added to the deadline while kernels may still be compiling on some rank."""
 
 
 def round_up(value: int, multiple: int) -> int:
@@ -164,6 +168,18 @@ class SlotLayout:
     def num_bytes(self) -> int:
         return self.slots + self.num_slots * self.num_ranks * self.region_bytes
 
+    def words(self) -> dict[Word, int]:
+        """What the device context says of it."""
+        return {
+            Word.DONE: self.done,
+            Word.COUNT_FLAGS: self.count_flags,
+            Word.METADATA_FLAGS: self.metadata_flags,
+            Word.STAGE_FLAGS: self.stage_flags,
+            Word.CHUNK_FLAGS: self.chunk_flags,
+            Word.MAX_CHUNKS: MAX_CHUNKS,
+            Word.SLOTS: self.slots,
+        }
+
     most_rows = BLOCK_ROWS * MAX_CHUNKS
     """Rows one rank can send to another in one call, whatever the memory: there are flags for so
     many."""
@@ -188,6 +204,20 @@ class SlotLayout:
         return span
 
 
+class Layout(Protocol):
+    """Where things lie in a block: `SlotLayout`, or `ring.RingLayout` of low-latency calls."""
+
+    @property
+    def num_ranks(self) -> int: ...
+    @property
+    def num_slots(self) -> int: ...
+    @property
+    def region_bytes(self) -> int: ...
+    @property
+    def num_bytes(self) -> int: ...
+    def words(self) -> dict[Word, int]: ...
+
+
 class DeviceContext:
     """The int64 words that communication kernels read (`context.Word`), and their report.
 
@@ -195,31 +225,42 @@ class DeviceContext:
     host learns of an expired wait without a synchronisation.
     """
 
-    def __init__(self, layout: SlotLayout, rank: int, peers: torch.Tensor, timeout_s: float):
+    def __init__(self, layout: Layout, rank: int, peers: torch.Tensor, timeout_s: float):
         device = peers.device
         self.rank, self.layout, self.timeout_s = rank, layout, timeout_s
         self.spans: torch.Tensor | None = None
         self._known_bad_ids = 0
+        self._used: set[tuple[object, ...]] = set()
         self.report = torch.zeros(
             Report.BAD_IDS + 1, dtype=torch.int64, pin_memory=device.type == "cuda"
         )
-        words = torch.zeros(Word.PEERS + layout.num_ranks, dtype=torch.int64)
+        # Behind the peers, what low-latency calls keep for each slot: `ring_kernels.received`.
+        last_peer = Word.PEERS + layout.num_ranks
+        words = torch.zeros(last_peer + layout.num_slots, dtype=torch.int64)
         words[Word.TIMEOUT_NS] = int(timeout_s * 1e9)
         words[Word.REPORT] = self.report.data_ptr()
         words[Word.RANK] = rank
         words[Word.NUM_RANKS] = layout.num_ranks
         words[Word.NUM_SLOTS] = layout.num_slots
         words[Word.REGION_BYTES] = layout.region_bytes
-        words[Word.DONE] = layout.done
-        words[Word.COUNT_FLAGS] = layout.count_flags
-        words[Word.METADATA_FLAGS] = layout.metadata_flags
-        words[Word.STAGE_FLAGS] = layout.stage_flags
-        words[Word.CHUNK_FLAGS] = layout.chunk_flags
-        words[Word.MAX_CHUNKS] = MAX_CHUNKS
-        words[Word.SLOTS] = layout.slots
+        for word, value in layout.words().items():
+            words[word] = value
         words[Word.PACE] = pace_ps_per_kb()
-        words[Word.PEERS :] = peers.cpu()
+        words[Word.PEERS : last_peer] = peers.cpu()
         self.words = words.to(device)
+
+    @contextmanager
+    def first_use(self, *key: object) -> Iterator[None]:
+        """The first call of a kind waits longer, so that a peer that still compiles is not lost."""
+        if INTERPRETED or key in self._used:
+            yield
+            return
+        self.words[Word.TIMEOUT_NS] = int((self.timeout_s + COMPILE_S) * 1e9)
+        try:
+            yield
+            self._used.add(key)
+        finally:
+            self.words[Word.TIMEOUT_NS] = int(self.timeout_s * 1e9)
 
     def check(self) -> None:
         """Raise what ended the calls of this rank, if anything has. Costs no synchronisation.
@@ -235,8 +276,8 @@ class DeviceContext:
                 raise ShapeError(
                     f"ranks {self.rank} and {peer} began calls of different shapes: rank "
                     f"{peer} has (bytes per token, top-k, experts, bytes per item, scales, stages "
-                    "of a layer there and back, 0 for a dispatch) = "
-                    f"{theirs}. They must agree on all ranks; make a new Buffer."
+                    "of a layer there and back, 0 for a dispatch, or most tokens of a low-latency "
+                    f"call and 0) = {theirs}. They must agree on all ranks; make a new Buffer."
                 )
             if phase == Phase.OVERFLOW:
                 raise CapacityError(

@@ -41,13 +41,14 @@ class CallStreams:
 
     def __init__(self, device: torch.device):
         self._device = device
-        self._memory: tuple[torch.Tensor, ...] = ()
+        self._memory: dict[str, tuple[torch.Tensor, ...]] = {}
         self._comm: torch.cuda.Stream | None = None
         self._last: tuple[torch.cuda.Stream, EventHandle, bool] | None = None
 
-    def uses(self, *memory: torch.Tensor) -> None:
-        """Say what the kernels use beside their arguments, in place of what was said before."""
-        self._memory = memory
+    def uses(self, what: str, *memory: torch.Tensor) -> None:
+        """Say what the kernels use beside their arguments, in place of what was said before of
+        `what`."""
+        self._memory[what] = memory
         _record(memory, self._comm)
 
     def comm_stream(self) -> torch.cuda.Stream:
@@ -60,7 +61,8 @@ class CallStreams:
             )
         if self._comm is None:
             self._comm = torch.cuda.Stream(self._device, priority=-1)
-            _record(self._memory, self._comm)
+            for memory in self._memory.values():
+                _record(memory, self._comm)
         return self._comm
 
     @contextmanager

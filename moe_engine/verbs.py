@@ -88,7 +88,6 @@ class Engine(Protocol):
         topk_weights: torch.Tensor,
         w_gate_up: torch.Tensor,
         w_down: torch.Tensor,
-        max_tokens: int | None,
     ) -> torch.Tensor: ...
 
     def check(self, in_call: bool = False) -> None: ...

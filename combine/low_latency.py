@@ -1,0 +1,74 @@
+"""Host side of low-latency combine: its launch."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+
+from ..hardware import early_launch, launches_overlap
+from ..lang import INTERPRETED
+from ..ring import LowLatencyRow, Ring, message_bytes
+from ..slots import next_power_of_2
+from .low_latency_kernels import low_latency_combine_kernel
+
+NUM_RETURN_PROGRAMS = 2 if INTERPRETED else 396
+SUM_COLUMNS = 8192
+"""Columns that a program sums at a time."""
+
+
+@dataclass(frozen=True, slots=True)
+class Returning:
+    """A low-latency combine: x [.., H] contiguous, the experts' rows where dispatch packed theirs;
+    topk_idx int64 [T, K] and topk_weights float32 [T, K] of the tokens, None where they travelled
+    with the dispatch; returns and call of the dispatch; out [T, H]; the epoch of this call, int64
+    [1], made by the launch that sends."""
+
+    x: torch.Tensor
+    topk_idx: torch.Tensor
+    topk_weights: torch.Tensor | None
+    returns: torch.Tensor
+    dispatched: torch.Tensor
+    out: torch.Tensor
+    call: torch.Tensor
+    num_experts: int
+
+
+def low_latency_combine(
+    rows: Returning, wait_stats: torch.Tensor | None, phases: str, shrink: bool, ring: Ring
+) -> None:
+    """Return sums of the experts' rows, add them up, or both: phases "send", "receive" or "both".
+    wait_stats int64 [R] (ns) are added to."""
+    num_ranks, max_tokens = rows.returns.shape[:2]
+    num_tokens, num_topk = rows.topk_idx.shape
+    num_local, hidden = rows.num_experts // num_ranks, rows.out.shape[1]
+    row = LowLatencyRow(hidden * rows.out.itemsize)
+    grid = 0 if phases == "receive" else num_ranks + NUM_RETURN_PROGRAMS
+    grid += 0 if phases == "send" else max(1, num_tokens)
+    low_latency_combine_kernel[(grid,)](
+        rows.x,
+        rows.topk_idx,
+        rows.topk_weights,
+        rows.returns,
+        rows.dispatched,
+        rows.out,
+        wait_stats,
+        rows.call,
+        ring.context.words,
+        NUM_RETURN_PROGRAMS,
+        num_tokens,
+        max_tokens,
+        hidden,
+        message_bytes(max_tokens, num_topk, num_local),
+        row.num_bytes,
+        NUM_TOPK=num_topk,
+        ALIGNED=row.payload_bytes % 16 == 0,
+        RANKS=num_ranks,
+        EXPERTS=num_local,
+        BLOCK=min(SUM_COLUMNS, next_power_of_2(hidden)),
+        PHASES=phases,
+        SHRINK=shrink,
+        OVERLAP=launches_overlap(),
+        num_warps=8,
+        **early_launch(),
+    )

@@ -1,0 +1,228 @@
+"""Low-latency dispatch, the receiving half: pack the rows that arrive by expert."""
+
+import triton
+import triton.language as tl
+
+from ..context import NUM_SLOTS, PHASE_COUNTS, PHASE_ROWS
+from ..lang import as_pointer, consume_token, device_function, now_ns, row_mask
+from ..ring_kernels import (
+    message_flag,
+    pointers_at,
+    received,
+    region_at,
+    row_at,
+    row_flag,
+    wait_ranks,
+)
+from .exchange_kernels import call_signature, report_signature
+
+SIGNATURE_WORDS = tl.constexpr(8)
+"""Of a message: the signature, the number of rows, then that for each expert."""
+
+
+@triton.constexpr_function
+def is_cast(row_format):
+    """Whether rows are cast to e4m3 on their way, or travel as they are: "bf16" and "fp32"."""
+    return row_format in ("fp8", "rounded", "ue8m0")
+
+
+@device_function
+def receive(
+    program,
+    num_programs,
+    recv_x,
+    recv_scales,
+    recv_count,
+    src_info,
+    layout_range,
+    returns,
+    recv_stats,
+    wait_stats,
+    call,
+    epoch,
+    context,
+    max_tokens,
+    num_words,
+    header_bytes,
+    record_at,
+    row_bytes,
+    NUM_TOPK: tl.constexpr,
+    FORMAT: tl.constexpr,
+    ALIGNED: tl.constexpr,
+    RANKS: tl.constexpr,
+    EXPERTS: tl.constexpr,
+    BLOCK: tl.constexpr,
+    SHRINK: tl.constexpr,
+):
+    """Pack the rows as they come, each program every `num_programs`-th: rows 0 of all ranks, rows 1
+    of all ranks, ..."""
+    ranks = tl.arange(0, triton.next_power_of_2(RANKS))
+    experts = tl.arange(0, triton.next_power_of_2(EXPERTS))
+    lane = tl.arange(0, 1)
+    if wait_stats is not None:
+        if program == 0:
+            _wait_by_rank(wait_stats, epoch, context, RANKS, SHRINK)
+    flags = message_flag(epoch, ranks, context)
+    there = wait_ranks(flags, ranks < RANKS, epoch, ranks, context, PHASE_COUNTS, SHRINK)
+    heads = consume_token(region_at(epoch, ranks, context), there.to(tl.int32))
+    heads = as_pointer(heads, tl.int32)
+    fields = tl.arange(0, SIGNATURE_WORDS)
+    word: tl.constexpr = recv_x.dtype.element_ty
+    signature = low_latency_signature(
+        num_words, max_tokens, word, NUM_TOPK, FORMAT, RANKS * EXPERTS
+    )
+    theirs = tl.load(heads[:, None] + fields[None, :], mask=there[:, None], other=0)
+    rows_from = tl.load(heads + SIGNATURE_WORDS, mask=there, other=0)
+    is_count = there[:, None] & (experts < EXPERTS)[None, :]
+    at = heads[:, None] + SIGNATURE_WORDS + 1 + experts[None, :]
+    counts = tl.load(at, mask=is_count, other=0)
+    differs = there & (tl.max((theirs != signature[None, :]).to(tl.int32), 1) == 1)
+    other = tl.max(tl.where(differs, ranks, -1), 0)
+    if other >= 0:
+        report_signature(other, region_at(epoch, other, context), epoch, context)
+        rows_from, counts = rows_from * 0, counts * 0
+    before = tl.cumsum(counts, 0) - counts  # of the ranks before, for the same expert
+    totals = tl.sum(counts, 0)
+    if layout_range is None:
+        before += (tl.cumsum(totals, 0) - totals)[None, :]
+    else:
+        before += (experts * (RANKS * max_tokens))[None, :]
+    if program == 0:
+        tl.store(received(context) + epoch % tl.load(context + NUM_SLOTS), epoch)
+        tl.store(call + 1 + ranks, rows_from.to(tl.int64), mask=ranks < RANKS)
+        real = experts < EXPERTS
+        if layout_range is None:
+            tl.store(recv_count + lane, lane)
+            tl.store(recv_count + 1 + experts, tl.cumsum(totals, 0), mask=real)
+        else:
+            tl.store(recv_count + experts, totals, mask=real)
+            begin = before - (experts * (RANKS * max_tokens))[None, :]
+            to = layout_range + experts[None, :] * RANKS + ranks[:, None]
+            is_real = (ranks < RANKS)[:, None] & real[None, :]
+            tl.store(to, (begin.to(tl.int64) << 32) | counts.to(tl.int64), mask=is_real)
+        if recv_stats is not None:
+            old = tl.load(recv_stats + experts, mask=real, other=0)
+            tl.store(recv_stats + experts, old + totals, mask=real)
+    for turn in range(program, tl.max(rows_from, 0) * RANKS, num_programs):
+        source, row = turn % RANKS, turn // RANKS
+        if row < tl.sum(tl.where(ranks == source, rows_from, 0), 0):
+            flag = row_flag(epoch, source, row + lane, context)
+            came = wait_ranks(flag, lane == 0, epoch, source + lane, context, PHASE_ROWS, SHRINK)
+            came = tl.max(came.to(tl.int32), 0)
+            address = region_at(epoch, source, context) + header_bytes
+            address = consume_token(address + tl.cast(row, tl.int64) * row_bytes, came)
+            entry = returns + tl.cast(source * max_tokens + row, tl.int64) * (2 + 3 * NUM_TOPK)
+            begins = tl.sum(tl.where((ranks == source)[:, None], before, 0), 0)
+            # fmt: off
+            _pack_row(
+                address, came, begins, entry, recv_x, recv_scales, src_info, max_tokens * RANKS,
+                num_words, record_at, NUM_TOPK, FORMAT, ALIGNED, EXPERTS, BLOCK,
+            )
+            # fmt: on
+
+
+@device_function
+def _wait_by_rank(wait_stats, epoch, context, RANKS: tl.constexpr, SHRINK: tl.constexpr):
+    """Add to wait_stats [R] how long each rank's message lets this one wait, in ns."""
+    lane = tl.arange(0, 1)
+    since = now_ns()
+    for rank in tl.static_range(RANKS):
+        flag = message_flag(epoch, rank + lane, context)
+        wait_ranks(flag, lane == 0, epoch, rank + lane, context, PHASE_COUNTS, SHRINK)
+        tl.store(wait_stats + rank, tl.load(wait_stats + rank) + now_ns() - since)
+
+
+@device_function
+def _pack_row(
+    address,
+    came,
+    begins,
+    entry,
+    recv_x,
+    recv_scales,
+    src_info,
+    expert_rows,
+    num_words,
+    record_at,
+    NUM_TOPK: tl.constexpr,
+    FORMAT: tl.constexpr,
+    ALIGNED: tl.constexpr,
+    EXPERTS: tl.constexpr,
+    BLOCK: tl.constexpr,
+):
+    """Copy a row, if it `came`, to its place among the rows of each of its experts here.
+
+    entry, int32: the token, how many of its lanes are here, then, for each of these in order, the
+    place of its row in recv_x [K], its lane [K], its routing weight as bits [K]. No lanes if it did
+    not come.
+    """
+    word: tl.constexpr = recv_x.dtype.element_ty
+    lanes = tl.arange(0, triton.next_power_of_2(NUM_TOPK))
+    experts = tl.arange(0, triton.next_power_of_2(EXPERTS))
+    real = (lanes < NUM_TOPK) & (came == 1)
+    record = as_pointer(address + record_at, tl.int32)
+    columns = tl.arange(0, BLOCK // 4 if is_cast(FORMAT) else BLOCK)
+    inside = row_mask(columns, num_words, word, ALIGNED) & (came == 1)
+    payload = tl.load(row_at(address, columns, word, ALIGNED), mask=inside)
+    block = tl.arange(0, BLOCK // 128)
+    is_scale = (block < num_scales(num_words, FORMAT)) & (came == 1)
+    scales = block
+    if is_cast(FORMAT):
+        scales_at = address + tl.cdiv(num_words, 4) * 16
+        scales = tl.load(row_at(scales_at, block, tl.int32, ALIGNED), mask=is_scale)
+    token = tl.load(record, mask=came == 1, other=0)
+    expert = tl.load(record + 1 + lanes, mask=real, other=-1)
+    place = tl.load(record + 1 + NUM_TOPK + lanes, mask=real, other=0)
+    weight = tl.load(record + 1 + 2 * NUM_TOPK + lanes, mask=real, other=0)
+    here = expert >= 0
+    place += tl.sum(tl.where(expert[:, None] == experts[None, :], begins[None, :], 0), 1)
+    number = tl.cumsum(here.to(tl.int32), 0) - 1
+    tl.store(entry, token)
+    tl.store(entry + 1, tl.sum(here.to(tl.int32), 0))
+    tl.store(entry + 2 + number, place, mask=here)
+    tl.store(entry + 2 + NUM_TOPK + number, lanes, mask=here)
+    tl.store(entry + 2 + 2 * NUM_TOPK + number, weight, mask=here)
+    if src_info is not None:
+        tl.store(src_info + place, tl.zeros_like(place) + token, mask=here)
+    for lane in tl.static_range(NUM_TOPK):
+        if tl.sum(tl.where(lanes == lane, here.to(tl.int32), 0), 0) == 1:
+            to = tl.sum(tl.where(lanes == lane, place, 0), 0).to(tl.int64)
+            tl.store(pointers_at(recv_x + to * num_words, columns, ALIGNED), payload, mask=inside)
+            if is_cast(FORMAT):
+                at = tl.sum(tl.where(lanes == lane, expert, 0), 0).to(tl.int64) * expert_rows
+                at = recv_scales + at * (num_scales(num_words, FORMAT) - 1) + to
+                tl.store(at + block.to(tl.int64) * expert_rows, scales, mask=is_scale)
+
+
+# --- Both ----------------------------------------------------------------------------------------
+
+
+@device_function
+def low_latency_signature(
+    num_words,
+    max_tokens,
+    word: tl.constexpr,
+    NUM_TOPK: tl.constexpr,
+    FORMAT: tl.constexpr,
+    NUM_EXPERTS: tl.constexpr,
+):
+    """`call_signature` of a low-latency dispatch: its number of scales is that of their words."""
+    word_bytes: tl.constexpr = word.primitive_bitwidth // 8
+    scale_words = num_scales(num_words, FORMAT)
+    item_bytes: tl.constexpr = 4 if FORMAT == "fp32" else (1 if is_cast(FORMAT) else 2)
+    # fmt: off
+    return call_signature(
+        num_words * word_bytes, NUM_TOPK, NUM_EXPERTS, item_bytes, scale_words, max_tokens, 0
+    )
+    # fmt: on
+
+
+@device_function
+def num_scales(num_words, FORMAT: tl.constexpr):
+    """4-byte words of scales of a row of `num_words` words, of 4 columns each if it was cast."""
+    words = num_words * 0
+    if FORMAT == "ue8m0":
+        words = num_words // 128
+    elif is_cast(FORMAT):
+        words = num_words // 32
+    return words

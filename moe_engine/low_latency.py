@@ -1,0 +1,185 @@
+"""The low-latency engine: dispatch and combine in one launch each, or two around a hook, and the
+layer at decode sizes that is made of them."""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import torch
+
+from .combine.low_latency import Returning, low_latency_combine
+from .context import Word
+from .dispatch.low_latency import Packed, Sending, low_latency_dispatch, new_packed
+from .errors import CapacityError
+from .grouped_gemm import check_weights, gemm_config, tile_schedule
+from .grouped_gemm.launch import multiply
+from .grouped_gemm.operands import Epilogue, Rows, Weights
+from .lang import INTERPRETED
+from .ring import MAX_ROWS, Ring, message_bytes
+
+Receive = Callable[[], None]
+
+
+@dataclass(slots=True)
+class InFlight:
+    """A call that was sent, and whether its receiving half was launched."""
+
+    received: bool = False
+
+
+class LowLatency:
+    """Low-latency verbs on a ring. With `shrink` a rank that stays silent is masked, and the others
+    go on without it. Arguments have been checked, but for what the memory holds."""
+
+    def __init__(self, ring: Ring, shrink: bool):
+        self.ring, self._shrink = ring, shrink
+        self._calls: deque[InFlight] = deque(maxlen=ring.layout.num_slots)
+
+    @property
+    def num_ranks(self) -> int:
+        return self.ring.num_ranks
+
+    # --- Verbs -------------------------------------------------------------------------------
+
+    def dispatch(
+        self,
+        rows: Sending,
+        recv_stats: torch.Tensor | None = None,
+        wait_stats: torch.Tensor | None = None,
+        compact: bool = False,
+        hooked: bool = False,
+    ) -> tuple[Packed, Receive | None]:
+        """Send the rows and pack what comes; with `hooked` that when the returned function is
+        called."""
+        self._check_capacity(rows)
+        out = new_packed(rows, self.num_ranks, compact)
+
+        def launch(phases: str) -> None:
+            key = "dispatch", rows.row, rows.row_format, rows.num_experts, compact, phases
+            stats = recv_stats is None, wait_stats is None
+            with self.ring.context.first_use(*key, *stats):
+                args = rows, out, recv_stats, wait_stats, phases, self._shrink
+                low_latency_dispatch(*args, self.ring)
+            self._check_emulated()
+
+        return out, self._run(launch, hooked)
+
+    def combine(
+        self, rows: Returning, wait_stats: torch.Tensor | None = None, hooked: bool = False
+    ) -> Receive | None:
+        """Return the experts' rows and add them up into `rows.out`; with `hooked` the latter when
+        the returned function is called."""
+        self._check_ranks(rows.returns)
+
+        def launch(phases: str) -> None:
+            sizes = rows.out.shape[1], rows.out.dtype, rows.topk_idx.shape[1], rows.num_experts
+            kinds = rows.topk_weights is None, wait_stats is None, phases
+            with self.ring.context.first_use("combine", *sizes, *kinds):
+                low_latency_combine(rows, wait_stats, phases, self._shrink, self.ring)
+            self._check_emulated()
+
+        return self._run(launch, hooked)
+
+    def moe_ffn(
+        self,
+        x: torch.Tensor,
+        topk_idx: torch.Tensor,
+        topk_weights: torch.Tensor,
+        w_gate_up: torch.Tensor,
+        w_down: torch.Tensor,
+        max_tokens: int,
+    ) -> torch.Tensor:
+        """The experts of a layer for up to `max_tokens` tokens of each rank: dispatch, two GEMMs
+        bound by the weights' bytes, combine."""
+        # Before anything is sent: the other ranks could not know of a refusal afterwards.
+        check_weights(x, w_gate_up, x.shape[1], "swiglu")
+        check_weights(x, w_down, w_down.shape[2], "none")
+        num_experts = len(w_gate_up) * self.num_ranks
+        row_format = "bf16" if x.dtype == torch.bfloat16 else "fp32"
+        sending = Sending(x, topk_idx, topk_weights, max_tokens, num_experts, row_format)
+        packed, _ = self.dispatch(sending, compact=True)
+        num_rows = len(packed.x)
+        # Balanced routing brings as many rows as this rank sends out.
+        up = gemm_config(w_gate_up, max_tokens * topk_idx.shape[1], "swiglu")
+        down = gemm_config(w_down, max_tokens * topk_idx.shape[1], block_m=up.block_m)
+        schedule = tile_schedule(packed.counts, num_rows, up.block_m)
+        swiglu = Epilogue("swiglu")
+        act = multiply(Rows(packed.x), Weights(w_gate_up), swiglu, schedule, num_rows, None, up)
+        y = multiply(Rows(act), Weights(w_down), Epilogue(), schedule, num_rows, None, down)
+        out, call = torch.empty_like(x), packed.call.new_empty(1)
+        returned = packed.returns, packed.call, out, call, num_experts
+        self.combine(Returning(y, topk_idx, None, *returned))
+        return out
+
+    # --- Masked ranks ------------------------------------------------------------------------
+
+    def mask(self, rank: int, masked: bool) -> None:
+        """Leave a rank out of the calls from now on, or no longer."""
+        word = self.ring.context.words[Word.MASKED]
+        word.bitwise_or_(1 << rank) if masked else word.bitwise_and_(~(1 << rank))
+
+    def masked(self) -> torch.Tensor:
+        """int64 [R]: 1 for ranks that are left out."""
+        ranks = torch.arange(self.num_ranks, device=self.ring.context.words.device)
+        return (self.ring.context.words[Word.MASKED] >> ranks) & 1
+
+    # --- Checks ------------------------------------------------------------------------------
+
+    def _run(self, launch: Callable[[str], None], hooked: bool) -> Receive | None:
+        """Launch a call: both halves, or one now and one when the returned function is called."""
+        calls = self._calls
+        if len(calls) == calls.maxlen and not calls[0].received:
+            raise CapacityError(
+                f"{calls.maxlen} low-latency calls began behind one whose hook was not called yet. "
+                "Call the hook before, or make the Buffer with more Options.num_slots."
+            )
+        call = InFlight(not hooked)
+        launch("send" if hooked else "both")
+        calls.append(call)
+        if not hooked:
+            return None
+
+        def receive() -> None:
+            if not call.received:
+                launch("receive")
+                call.received = True
+
+        return receive
+
+    def fits(self, max_tokens: int, num_topk: int, num_experts: int, row_bytes: int) -> bool:
+        """Whether calls of this size have room in the ring."""
+        header = message_bytes(max_tokens, num_topk, num_experts // self.num_ranks)
+        room = self.ring.layout.region_bytes - header
+        return max_tokens <= MAX_ROWS and max_tokens * row_bytes <= room
+
+    def _check_capacity(self, rows: Sending) -> None:
+        row, num_topk = rows.row, rows.topk_idx.shape[1]
+        if not self.fits(rows.max_tokens, num_topk, rows.num_experts, row.num_bytes):
+            raise CapacityError(
+                f"low-latency calls of up to {rows.max_tokens} tokens per rank, "
+                f"{row.payload_bytes} bytes and top-{num_topk} of {rows.num_experts} experts do "
+                f"not fit this Buffer's low-latency memory of {self.ring.layout.num_bytes} bytes. "
+                "Make it with the num_rdma_bytes of Buffer.get_low_latency_rdma_size_hint(...)."
+            )
+
+    def _check_ranks(self, returns: torch.Tensor) -> None:
+        if returns.shape[0] != self.num_ranks:
+            raise CapacityError(
+                f"the handle is of {returns.shape[0]} ranks, this Buffer of {self.num_ranks}; pass "
+                "what low_latency_dispatch of the same Buffer returned."
+            )
+
+    def _check_emulated(self) -> None:
+        if INTERPRETED:
+            self.ring.context.check()
+
+    def check(self) -> None:
+        """Raise what the kernels have reported."""
+        self.ring.context.check()
+        self.ring.context.check_ids()
+
+    def free(self) -> None:
+        """Give the memory back."""
+        self.ring.block.free()

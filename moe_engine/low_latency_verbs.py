@@ -1,0 +1,299 @@
+"""DeepEP V1's low-latency calls, as a part of `Buffer`."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import TYPE_CHECKING
+
+import torch
+
+from . import buffer_config, checks
+from .combine.low_latency import Returning
+from .dispatch.low_latency import LowLatencyHandle, Sending
+from .errors import BackendError, CapacityError, DtypeError, ShapeError
+from .events import EventOverlap
+from .low_latency import LowLatency
+from .streams import CallStreams
+
+Hook = Callable[[], None]
+
+
+class LowLatencyVerbs:
+    """Dispatch and combine at decode sizes, in tens of microseconds.
+
+    Of a Buffer made with low_latency_mode=True and num_rdma_bytes of
+    `get_low_latency_rdma_size_hint`. T may differ per rank, up to num_max_dispatch_tokens_per_rank
+    (M), which must be equal on all. All shapes are static and nothing waits for the host, so calls
+    can be captured in a CUDA graph and replayed with other tokens and routing.
+
+    With return_recv_hook only the sending half of a call is launched; the hook launches the rest on
+    the then current stream, and no SM is held in between. Up to `Options.num_slots` calls may be
+    between both. What a call returns may be read once its hook was called.
+    """
+
+    device: torch.device
+    enable_shrink: bool
+    group_size: int
+    _low_latency: LowLatency | None
+    _streams: CallStreams
+
+    if TYPE_CHECKING:
+
+        def _ready(self, sends: bool = True) -> object: ...
+        def _after_call(self) -> None: ...
+
+    @staticmethod
+    def get_low_latency_rdma_size_hint(
+        num_max_dispatch_tokens_per_rank: int,
+        hidden: int,
+        num_ranks: int,
+        num_experts: int,
+        num_slots: int = 2,
+    ) -> int:
+        """Bytes that low-latency calls of this size need; see `low_latency_size_hint`."""
+        sizes = num_max_dispatch_tokens_per_rank, hidden, num_ranks, num_experts, num_slots
+        return buffer_config.low_latency_size_hint(*sizes)
+
+    def low_latency_dispatch(
+        self,
+        x: torch.Tensor,
+        topk_idx: torch.Tensor,
+        num_max_dispatch_tokens_per_rank: int,
+        num_experts: int,
+        cumulative_local_expert_recv_stats: torch.Tensor | None = None,
+        dispatch_wait_recv_cost_stats: torch.Tensor | None = None,
+        use_fp8: bool = True,
+        round_scale: bool = False,
+        use_ue8m0: bool = False,
+        async_finish: bool = False,
+        return_recv_hook: bool = False,
+    ) -> tuple[
+        torch.Tensor | tuple[torch.Tensor, torch.Tensor],
+        torch.Tensor,
+        LowLatencyHandle,
+        EventOverlap,
+        Hook | None,
+    ]:
+        """Send each token x[t], bf16 [T, H], once to every rank that holds one of its experts.
+
+        topk_idx int64 [T, K], -1 = not routed. Returns (recv_x, recv_count int32 [L], handle,
+        event, hook or None): recv_x [L, R * M, H], of which the first recv_count[e] rows of expert
+        e are written, by source rank, then token. A token that names an expert twice has one row.
+
+        use_fp8: recv_x is a pair of e4m3 [L, R * M, H], cast on the way, and its scales per 128
+        columns, float32 [L, R * M, H / 128], column-major; round_scale: scales are powers of 2;
+        use_ue8m0 (with round_scale): only their exponents, four to an int32 [L, R * M, H / 512].
+
+        cumulative_local_expert_recv_stats int32 [L] grows by recv_count,
+        dispatch_wait_recv_cost_stats int64 [R] by the nanoseconds waited for each rank's counts.
+        """
+        engine = self._low_latency_ready()
+        max_tokens, hooked = num_max_dispatch_tokens_per_rank, return_recv_hook
+        _check_hook(async_finish, hooked)
+        checks.check_tensor("x", x, ["T", "H"], [torch.bfloat16], self.device)
+        checks.check_no_grad(x=x)
+        checks.check_at_least(1, hidden=x.shape[1])
+        checks.check_topk(topk_idx, len(x), self.device)
+        checks.check_experts(num_experts, self.group_size)
+        checks.check_max_dispatch_tokens(max_tokens, len(x))
+        row_format = _row_format(x.shape[1], use_fp8, round_scale, use_ue8m0)
+        if use_fp8:
+            checks.check_fp8(self.device)
+        recv_stats, wait_stats = cumulative_local_expert_recv_stats, dispatch_wait_recv_cost_stats
+        num_local = num_experts // self.group_size
+        self._check_stats("cumulative_local_expert_recv_stats", recv_stats, num_local, torch.int32)
+        name = "dispatch_wait_recv_cost_stats"
+        self._check_stats(name, wait_stats, self.group_size, torch.int64)
+        with self._streams.call(None, async_finish) as call:
+            call.reads(x, topk_idx, recv_stats, wait_stats)
+            rows = checks.packed(x), checks.packed(topk_idx), None
+            sending = Sending(*rows, max_tokens, num_experts, row_format)
+            got, receive = engine.dispatch(sending, recv_stats, wait_stats, hooked=hooked)
+            assert got.src_info is not None
+            assert got.layout_range is not None
+            sizes = max_tokens, x.shape[1], num_experts
+            handle = LowLatencyHandle(got.src_info, got.layout_range, *sizes, got.returns, got.call)
+            kept = got.src_info, got.layout_range, got.returns, got.call
+            call.returns(got.x, got.scales, got.counts, *kept)
+        self._after_call()
+        recv_x: torch.Tensor | tuple[torch.Tensor, torch.Tensor] = got.x
+        if got.scales is not None:
+            dtype = torch.int32 if use_ue8m0 else torch.float32
+            recv_x = got.x, got.scales.view(dtype).transpose(1, 2)
+        return recv_x, got.counts, handle, call.event, self._hook(receive)
+
+    def low_latency_combine(
+        self,
+        x: torch.Tensor,
+        topk_idx: torch.Tensor,
+        topk_weights: torch.Tensor,
+        handle: LowLatencyHandle,
+        use_logfmt: bool = False,
+        zero_copy: bool = False,
+        async_finish: bool = False,
+        return_recv_hook: bool = False,
+        out: torch.Tensor | None = None,
+        combine_wait_recv_cost_stats: torch.Tensor | None = None,
+    ) -> tuple[torch.Tensor, EventOverlap, Hook | None]:
+        """Return the experts' rows x, bf16 [L, R * M, H] in the places of a dispatch, and add up
+        those of each token times topk_weights float32 [T, K]: (out bf16 [T, H], event, hook).
+
+        fp32: each rank adds its rows of a token in top-k lane order and rounds once; the token's
+        rank adds the ranks' by their right-most lane and rounds once. topk_idx is that of the
+        dispatch; a lane that is -1 here counts with weight 0. x is read where it lies, so zero_copy
+        changes nothing. use_logfmt is not offered. A handle may be combined any number of times.
+        combine_wait_recv_cost_stats int64 [R] grows by the ns waited for each rank, all tokens'.
+        """
+        engine = self._low_latency_ready()
+        _check_hook(async_finish, return_recv_hook)
+        if use_logfmt:
+            raise BackendError("use_logfmt is not offered: rows return as bf16. Leave it out.")
+        if not isinstance(handle, tuple) or len(handle) != len(LowLatencyHandle._fields):
+            raise DtypeError(
+                f"handle is a {type(handle).__name__}; it must be what low_latency_dispatch "
+                "returned."
+            )
+        handle = LowLatencyHandle(*handle)
+        rows = self.group_size * handle.num_max_dispatch_tokens_per_rank
+        num_local, hidden = handle.num_experts // self.group_size, handle.hidden
+        checks.check_tensor("x", x, [num_local, rows, hidden], [torch.bfloat16], self.device)
+        checks.check_topk(topk_idx, device=self.device)
+        num_topk = (handle.returns.shape[2] - 2) // 3
+        checks.check_tensor("topk_idx", topk_idx, ["T", num_topk], [torch.int64])
+        checks.check_routing(topk_idx, topk_idx, topk_weights)
+        checks.check_no_grad(x=x)
+        checks.check_max_dispatch_tokens(handle.num_max_dispatch_tokens_per_rank, len(topk_idx))
+        name = "combine_wait_recv_cost_stats"
+        self._check_stats(name, combine_wait_recv_cost_stats, self.group_size, torch.int64)
+        if out is not None:
+            shape = [len(topk_idx), hidden]
+            checks.check_tensor("out", out, shape, [torch.bfloat16], self.device)
+            if not out.is_contiguous() or out.data_ptr() % 16:
+                raise ShapeError(
+                    f"out has strides {tuple(out.stride())} and starts at {out.data_ptr():#x}; it "
+                    "must be contiguous and start at a multiple of 16 bytes."
+                )
+        with self._streams.call(None, async_finish) as call:
+            call.reads(x, topk_idx, topk_weights, out, combine_wait_recv_cost_stats)
+            call.reads(handle.returns, handle.call)
+            result = x.new_empty(len(topk_idx), hidden) if out is None else out
+            tokens = checks.packed(topk_idx), checks.packed(topk_weights)
+            returns = handle.returns, handle.call, result, handle.call.new_empty(1)
+            returning = Returning(checks.packed(x), *tokens, *returns, handle.num_experts)
+            receive = engine.combine(returning, combine_wait_recv_cost_stats, return_recv_hook)
+            call.returns(result)
+        self._after_call()
+        return result, call.event, self._hook(receive)
+
+    def get_next_low_latency_combine_buffer(self, handle: LowLatencyHandle) -> torch.Tensor:
+        """bf16 [L, R * M, H] for the experts' rows, to be given to `low_latency_combine`: any
+        tensor will do, as x is read where it lies, so this is a new one."""
+        self._low_latency_ready()
+        handle = LowLatencyHandle(*handle)
+        rows = self.group_size * handle.num_max_dispatch_tokens_per_rank
+        shape = handle.num_experts // self.group_size, rows, handle.hidden
+        return handle.src_info.new_empty(shape, dtype=torch.bfloat16)
+
+    def clean_low_latency_buffer(
+        self, num_max_dispatch_tokens_per_rank: int, hidden: int, num_experts: int
+    ) -> None:
+        """Nothing to clean: low-latency calls have memory of their own, and flags only grow.
+        CapacityError where calls of this size do not fit, as in DeepEP."""
+        engine = self._low_latency_ready()
+        checks.check_max_dispatch_tokens(num_max_dispatch_tokens_per_rank)
+        needed = self.get_low_latency_rdma_size_hint(
+            num_max_dispatch_tokens_per_rank, hidden, self.group_size, num_experts
+        )
+        if not engine.fits(num_max_dispatch_tokens_per_rank, 1, num_experts, 2 * hidden):
+            raise CapacityError(
+                f"low-latency calls of {num_max_dispatch_tokens_per_rank} tokens and hidden "
+                f"{hidden} need about {needed} bytes; this Buffer has "
+                f"{engine.ring.layout.num_bytes}. Make it with that many num_rdma_bytes."
+            )
+
+    # --- Masked ranks ------------------------------------------------------------------------
+
+    def low_latency_update_mask_buffer(self, rank: int, mask: bool = False) -> None:
+        """Leave `rank` out of this rank's low-latency calls from now on (mask=True), or no longer.
+        Needs enable_shrink, with which a rank that is silent past the deadline is masked as
+        well."""
+        engine = self._shrinkable()
+        if not 0 <= rank < self.group_size:
+            raise ShapeError(f"rank is {rank}; it must be 0 to {self.group_size - 1}.")
+        engine.mask(rank, mask)
+
+    def low_latency_query_mask_buffer(self, mask_status: torch.Tensor) -> None:
+        """Write 1 for masked ranks and 0 for the others to mask_status int32 [R]."""
+        engine = self._shrinkable()
+        self._check_stats("mask_status", mask_status, self.group_size, torch.int32)
+        mask_status.copy_(engine.masked())
+
+    def low_latency_clean_mask_buffer(self) -> None:
+        """Let all ranks take part again."""
+        engine = self._shrinkable()
+        for rank in range(self.group_size):
+            engine.mask(rank, False)
+
+    # --- Checks ------------------------------------------------------------------------------
+
+    def _low_latency_ready(self) -> LowLatency:
+        self._ready()
+        if self._low_latency is None:
+            raise BackendError(
+                "this Buffer has no low-latency memory; make it with low_latency_mode=True and the "
+                "num_rdma_bytes of Buffer.get_low_latency_rdma_size_hint(...), not as a collective "
+                "one."
+            )
+        return self._low_latency
+
+    def _shrinkable(self) -> LowLatency:
+        engine = self._low_latency_ready()
+        if not self.enable_shrink:
+            raise BackendError("ranks are masked only by a Buffer with enable_shrink=True.")
+        return engine
+
+    def _hook(self, receive: Hook | None) -> Hook | None:
+        """`receive` as a call of its own on the stream that is current then."""
+        if receive is None:
+            return None
+
+        def hook() -> None:
+            with self._streams.call():
+                receive()
+            self._after_call()
+
+        return hook
+
+    def _check_stats(
+        self, name: str, stats: torch.Tensor | None, size: int, dtype: torch.dtype
+    ) -> None:
+        if stats is not None:
+            checks.check_tensor(name, stats, [size], [dtype], self.device)
+            if not stats.is_contiguous():
+                raise ShapeError(f"{name} has strides {stats.stride()}; it must be contiguous.")
+
+
+def _check_hook(async_finish: bool, return_recv_hook: bool) -> None:
+    if async_finish and return_recv_hook:
+        raise ShapeError(
+            "async_finish and return_recv_hook are both set; choose one: the hook runs on the "
+            "stream that is current when it is called."
+        )
+
+
+def _row_format(hidden: int, use_fp8: bool, round_scale: bool, use_ue8m0: bool) -> str:
+    """How rows travel, see `low_latency_dispatch_kernel`."""
+    if (round_scale and not use_fp8) or (use_ue8m0 and not round_scale):
+        raise ShapeError(
+            f"use_fp8 is {use_fp8}, round_scale {round_scale}, use_ue8m0 {use_ue8m0}; round_scale "
+            "needs use_fp8, and use_ue8m0 needs round_scale."
+        )
+    multiple = 512 if use_ue8m0 else 128 if use_fp8 else 1
+    if hidden % multiple:
+        raise ShapeError(
+            f"x has {hidden} columns; with {'use_ue8m0' if use_ue8m0 else 'use_fp8'} they must be "
+            f"a multiple of {multiple}. Pad x, or pass use_fp8=False."
+        )
+    if not use_fp8:
+        return "bf16"
+    return "ue8m0" if use_ue8m0 else "rounded" if round_scale else "fp8"
