@@ -44,17 +44,18 @@ def make_buffer(group, max_tokens, hidden, num_experts, num_slots=2, timeout_s=N
     """A Buffer of the hinted size for `num_slots` calls in flight."""
     from moe_engine import Buffer, Options
 
-    num_bytes = Buffer.get_low_latency_rdma_size_hint(max_tokens, hidden, group.size(), num_experts)
+    num_bytes = Buffer.get_low_latency_rdma_size_hint(
+        max_tokens, hidden, group.size(), num_experts, num_slots
+    )
     options = Options(num_slots=num_slots, timeout_s=timeout_s)
-    num_bytes = -(-num_bytes * num_slots // 2)  # the hint is for two
     return Buffer(group, 0, num_bytes, low_latency_mode=True, options=options, **more)
 
 
 def poison(buffer):
     """NaN everywhere a row can lie; rows must be written before they are read."""
-    slots = buffer._low_latency.slots
-    slots.block.local[slots.layout.slots :].fill_(0xFF)
-    if slots.block.local.is_cuda:
+    ring = buffer._low_latency.ring
+    ring.block.local[ring.layout.slots :].fill_(0xFF)
+    if ring.block.local.is_cuda:
         torch.cuda.synchronize()  # the barrier that follows is one of the hosts alone
 
 

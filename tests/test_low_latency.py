@@ -15,7 +15,7 @@ from low_latency_cases import FORMS, combine, dispatch, make_inputs, to_cpu, to_
 
 from moe_engine.emulation import PerRank
 
-EXPERTS, TOPK, HIDDEN, MAX_TOKENS = 12, 3, 512, 10
+EXPERTS, TOPK, HIDDEN, MAX_TOKENS = 12, 3, 512, 6
 
 
 def run_rank(group, forms, max_tokens, num_experts, x, topk_idx, topk_weights):
@@ -54,14 +54,17 @@ def check_case(pool, num_ranks, num_tokens, max_tokens, hidden, num_experts, num
 @pytest.mark.parametrize("num_ranks", [1, 2, 3, 4])
 @pytest.mark.parametrize("kind", cases.ROUTINGS)
 def test_every_routing_in_every_form(pool, num_ranks, kind):
-    tokens = [MAX_TOKENS, 0, 7]
-    check_case(pool, num_ranks, tokens, MAX_TOKENS, HIDDEN, EXPERTS, TOPK, kind, list(FORMS))
+    forms = list(FORMS)
+    if pool.device == "cpu":  # two of them, so that each routing meets each form twice
+        first = num_ranks + cases.ROUTINGS.index(kind)
+        forms = [forms[first % 4], forms[(first + 1) % 4]]
+    check_case(pool, num_ranks, [MAX_TOKENS, 0, 4], MAX_TOKENS, HIDDEN, EXPERTS, TOPK, kind, forms)
 
 
-@settings(max_examples=15)
+@settings(max_examples=12)
 @given(
     num_ranks=st.integers(1, 4),
-    num_tokens=st.lists(st.integers(0, 20), min_size=1, max_size=4),
+    num_tokens=st.lists(st.integers(0, 9), min_size=1, max_size=4),
     room=st.integers(0, 5),
     hidden=st.integers(1, 300),
     num_blocks=st.integers(1, 5),
@@ -100,9 +103,10 @@ def test_sums_are_in_order(pool, num_ranks):
     """Every order of four experts whose sum depends on it."""
     values = torch.tensor([2.0**24, 1.0, -(2.0**24), 3.0])
     idx = torch.tensor(list(itertools.permutations(range(4))))
-    inputs = [torch.ones(len(idx), 8).bfloat16(), idx, torch.ones(len(idx), 4)]
-    results = pool.run(sum_in_order, len(idx), values, *inputs, num_ranks=num_ranks)
-    x, ids, weights = ([part] * num_ranks for part in inputs)
+    inputs = torch.ones(len(idx), 8).bfloat16(), idx, torch.ones(len(idx), 4)
+    x, ids, weights = ([part] + [part[:0]] * (num_ranks - 1) for part in inputs)
+    per_rank = map(PerRank, (x, ids, weights))
+    results = pool.run(sum_in_order, len(idx), values, *per_rank, num_ranks=num_ranks)
     received = low_latency.reference.low_latency_dispatch(x, ids, len(idx), 4, use_fp8=False)
     y = values[:, None, None].expand(4, num_ranks * len(idx), 8).bfloat16().chunk(num_ranks)
     wanted = low_latency.reference.low_latency_combine(list(y), received, ids, weights)
@@ -121,7 +125,7 @@ def any_weights(group, x, topk_idx, topk_weights):
 
 def test_any_weights(pool):
     """Products that are rounded, so that a fused multiply-add gives other bits."""
-    x, idx, _ = make_inputs(2, [MAX_TOKENS, 7], HIDDEN, EXPERTS, TOPK, "holes")
+    x, idx, _ = make_inputs(2, [MAX_TOKENS, 5], HIDDEN, EXPERTS, TOPK, "holes")
     weights = [torch.rand(ids.shape) for ids in idx]
     results = pool.run(any_weights, *map(PerRank, (x, idx, weights)), num_ranks=2)
     received = low_latency.reference.low_latency_dispatch(x, idx, MAX_TOKENS, EXPERTS)
@@ -193,7 +197,7 @@ def form_and_flags(call):
 @pytest.mark.parametrize("num_ranks", [2, 4])
 def test_many_calls_with_random_pauses(pool, num_ranks):
     num_calls = 200 if pool.device == "cuda" else 20
-    x, idx, w = make_inputs(num_ranks, [MAX_TOKENS, 0, 4, 8], HIDDEN, EXPERTS, TOPK, "holes")
+    x, idx, w = make_inputs(num_ranks, [MAX_TOKENS, 0, 1, 3], HIDDEN, EXPERTS, TOPK, "holes")
     results = pool.run(many_calls, num_calls, *map(PerRank, (x, idx, w)), num_ranks=num_ranks)
     for call in range(num_calls):
         shifted = [torch.where(ids >= 0, (ids + call) % EXPERTS, -1) for ids in idx]
