@@ -12,9 +12,7 @@ from ..ring import LowLatencyRow, Ring, message_bytes
 from ..slots import next_power_of_2
 from .low_latency_kernels import low_latency_combine_kernel
 
-NUM_RETURN_PROGRAMS = 2 if INTERPRETED else 396
-SUM_COLUMNS = 8192
-"""Columns that a program sums at a time."""
+NUM_RETURN_PROGRAMS = 2 if INTERPRETED else 264
 
 
 @dataclass(frozen=True, slots=True)
@@ -43,7 +41,7 @@ def low_latency_combine(
     num_tokens, num_topk = rows.topk_idx.shape
     num_local, hidden = rows.num_experts // num_ranks, rows.out.shape[1]
     row = LowLatencyRow(hidden * rows.out.itemsize)
-    grid = 0 if phases == "receive" else num_ranks + NUM_RETURN_PROGRAMS
+    grid = 0 if phases == "receive" else 1 + num_ranks + NUM_RETURN_PROGRAMS
     grid += 0 if phases == "send" else max(1, num_tokens)
     low_latency_combine_kernel[(grid,)](
         rows.x,
@@ -65,7 +63,7 @@ def low_latency_combine(
         ALIGNED=row.payload_bytes % 16 == 0,
         RANKS=num_ranks,
         EXPERTS=num_local,
-        BLOCK=min(SUM_COLUMNS, next_power_of_2(hidden)),
+        BLOCK=next_power_of_2(hidden),
         PHASES=phases,
         SHRINK=shrink,
         OVERLAP=launches_overlap(),

@@ -4,23 +4,24 @@ and adds up those of the ranks."""
 import triton
 import triton.language as tl
 
-from ..context import NUM_SLOTS, PHASE_METADATA, PHASE_RETURNED_ROWS, RANK
+from ..context import PHASE_METADATA, PHASE_RETURNED_ROWS
 from ..lang import (
     as_pointer,
     consume_token,
     device_function,
-    notify,
     now_ns,
+    publish,
     put,
     round_to,
     row_mask,
-    symm_at,
 )
 from ..ring_kernels import (
-    begin_send,
+    flag_level,
     message_flag,
+    note_received,
+    open_slot,
+    pick,
     pointers_at,
-    received,
     region_at,
     row_at,
     row_flag,
@@ -28,7 +29,7 @@ from ..ring_kernels import (
     wait_ranks,
     wait_slot,
 )
-from ..work import let_next_start, wait_for_previous
+from ..work import let_next_start
 
 
 @triton.jit(do_not_specialize=["num_tokens", "max_tokens", "num_return_programs"])
@@ -57,42 +58,42 @@ def low_latency_combine_kernel(
     SHRINK: tl.constexpr,
     OVERLAP: tl.constexpr,
 ):
-    """Programs 0 .. R-1 send each rank this rank's routing weights, the next `num_return_programs`
-    return what the ranks get back, and the last max(1, T) add up a token each. PHASES "receive" or
-    "send" launches only the last, or all before.
+    """Program 0 tells the ranks what this one has received before, programs 1 .. R send them their
+    tokens' routing weights, the next `num_return_programs` return what the ranks get back, and the
+    last max(1, T) add up a token each. PHASES "receive" or "send" launches only the last, or all
+    before.
 
     fp32: a rank's rows of a token times their weights in top-k lane order, rounded once; then the
     ranks' by their right-most lane, rounded once.
     """
     let_next_start(OVERLAP)
-    wait_for_previous(OVERLAP)
     program = tl.program_id(0)
+    slot = open_slot(call, context, RANKS, PHASES != "receive", OVERLAP)
     token = program
     if PHASES != "receive":
-        epoch = begin_send(call, context)
-        token = program - RANKS - num_return_programs
-        if program < RANKS:
+        token = program - 1 - RANKS - num_return_programs
+        if program == 0:
+            tell_received(slot, context, RANKS)
+        elif program <= RANKS:
             # fmt: off
             _send_weights(
-                program, topk_idx, topk_weights, epoch, context, num_tokens,
+                program - 1, slot, topk_idx, topk_weights, context, num_tokens,
                 NUM_TOPK, RANKS, EXPERTS, SHRINK,
             )
             # fmt: on
         elif token < 0:
             # fmt: off
             _return_rows(
-                program - RANKS, num_return_programs, x, topk_weights, returns, dispatched, epoch,
-                context, max_tokens, hidden, header_bytes, row_bytes,
+                program - 1 - RANKS, num_return_programs, slot, x, topk_weights, returns,
+                dispatched, context, max_tokens, hidden, header_bytes, row_bytes,
                 NUM_TOPK, ALIGNED, RANKS, BLOCK, SHRINK,
             )
             # fmt: on
-    else:
-        epoch = tl.load(call)
     if PHASES != "send":
         if token >= 0:
             # fmt: off
             _sum_token(
-                token, topk_idx, out, wait_stats, epoch, context, num_tokens, hidden, header_bytes,
+                token, slot, topk_idx, out, wait_stats, context, num_tokens, hidden, header_bytes,
                 row_bytes, NUM_TOPK, ALIGNED, RANKS, EXPERTS, BLOCK, SHRINK,
             )
             # fmt: on
@@ -101,9 +102,9 @@ def low_latency_combine_kernel(
 @device_function
 def _send_weights(
     peer,
+    slot,
     topk_idx,
     topk_weights,
-    epoch,
     context,
     num_tokens,
     NUM_TOPK: tl.constexpr,
@@ -112,31 +113,32 @@ def _send_weights(
     SHRINK: tl.constexpr,
 ):
     """Write topk_weights into `peer`'s message, 0 for ids that are not valid; raise its flag."""
-    tell_received(peer, context)
     if topk_weights is not None:
         lane = tl.arange(0, 1)
-        may = wait_slot(epoch, peer + lane, lane == 0, context, SHRINK)
+        may = wait_slot(slot, peer + lane, lane == 0, context, RANKS, SHRINK)
         if tl.max(may.to(tl.int32), 0) == 1:
-            me = tl.load(context + RANK)
-            head = as_pointer(symm_at(region_at(epoch, me, context), peer, context), tl.float32)
+            shift = pick(slot.shift, peer)
+            head = as_pointer(region_at(slot, slot.rank) + shift, tl.float32)
             for first in range(0, num_tokens * NUM_TOPK, 1024):
                 lanes = first + tl.arange(0, 1024)
                 inside = lanes < num_tokens * NUM_TOPK
                 ids = tl.load(topk_idx + lanes, mask=inside, other=-1)
+                weights = tl.load(topk_weights + lanes, mask=inside, other=0.0)
                 valid = (ids >= 0) & (ids < RANKS * EXPERTS)
-                put(head + lanes, tl.load(topk_weights + lanes, mask=valid, other=0.0), inside)
-            notify(message_flag(epoch, me, context), peer + lane, lane == 0, epoch, context)
+                put(head + lanes, tl.where(valid, weights, 0.0), inside)
+            flag = message_flag(slot, slot.rank) + shift + lane
+            publish(flag, lane == 0, flag_level(slot))
 
 
 @device_function
 def _return_rows(
     program,
     num_programs,
+    slot,
     x,
     topk_weights,
     returns,
     dispatched,
-    epoch,
     context,
     max_tokens,
     hidden,
@@ -150,53 +152,66 @@ def _return_rows(
 ):
     """Sum what this rank's experts made of each row that came and write it to the row of its token
     on its rank. Each program takes every `num_programs`-th: the first row of each rank, ..."""
-    ranks = tl.arange(0, triton.next_power_of_2(RANKS))
+    ranks = tl.arange(0, slot.shift.shape[0])
     one = tl.arange(0, 1)
     rows_to = tl.load(dispatched + 1 + ranks, mask=ranks < RANKS, other=0).to(tl.int32)
-    may = wait_slot(epoch, ranks, rows_to > 0, context, SHRINK)
-    if topk_weights is not None:
-        flags = message_flag(epoch, ranks, context)
-        may = wait_ranks(flags, may, epoch, ranks, context, PHASE_METADATA, SHRINK)
+    may = wait_slot(slot, ranks, rows_to > 0, context, RANKS, SHRINK)
     rows_to = tl.where(may, rows_to, 0)
-    me = tl.load(context + RANK).to(tl.int32)
-    own = region_at(epoch, me, context) + header_bytes
+    dtype: tl.constexpr = x.dtype.element_ty
     columns = tl.arange(0, BLOCK)
     for turn in range(program, tl.max(rows_to, 0) * RANKS, num_programs):
-        peer, row = (me + 1 + turn) % RANKS, turn // RANKS  # each rank begins with another
-        count = tl.sum(tl.where(ranks == peer, rows_to, 0), 0)
-        if row < count:
+        peer, row = (slot.rank + 1 + turn) % RANKS, turn // RANKS  # each rank begins with another
+        if row < pick(rows_to, peer):
             entry = returns + tl.cast(peer * max_tokens + row, tl.int64) * (2 + 3 * NUM_TOPK)
             token, num_lanes = tl.load(entry), tl.load(entry + 1)
-            # Without lanes the row did not come: its token must wait in vain, not get zeros.
-            weights = consume_token(region_at(epoch, peer, context), count)
+            inside = row_mask(columns, hidden, dtype, ALIGNED) & (num_lanes > 0)
+            place = tl.load(entry + 2, mask=num_lanes > 0, other=0).to(tl.int64)
+            at = pointers_at(x + place * hidden, columns, ALIGNED)
+            part = tl.load(at, mask=inside, other=0.0)  # meanwhile the weights come
+            weights = region_at(slot, peer)
+            if topk_weights is not None:
+                flag = message_flag(slot, peer + one)
+                # fmt: off
+                came, _ = wait_ranks(
+                    flag, one == 0, flag_level(slot), peer + one, context, PHASE_METADATA, SHRINK
+                )
+                # fmt: on
+                came = tl.max(came.to(tl.int32), 0)
+                num_lanes = num_lanes * came
+                weights = consume_token(weights, came)
             weights = as_pointer(weights, tl.float32) + token * NUM_TOPK
-            to = symm_at(own + token.to(tl.int64) * row_bytes, peer, context)
-            has_lanes = one < num_lanes
-            for start in range(0, hidden, BLOCK):
-                inside = row_mask(start + columns, hidden, x.dtype.element_ty, ALIGNED)
-                inside = inside & (num_lanes > 0)
-                total = tl.zeros([BLOCK], tl.float32)
-                for number in range(0, num_lanes):
-                    place = tl.load(entry + 2 + number).to(tl.int64)
-                    if topk_weights is None:
-                        weight = tl.load(entry + 2 + 2 * NUM_TOPK + number)
-                        weight = weight.to(tl.float32, bitcast=True)
-                    else:
-                        weight = tl.load(weights + tl.load(entry + 2 + NUM_TOPK + number))
-                    at = pointers_at(x + place * hidden, start + columns, ALIGNED)
-                    total += weight * tl.load(at, mask=inside, other=0.0).to(tl.float32)
-                values = round_to(total, x.dtype.element_ty)
-                put(row_at(to, start + columns, x.dtype.element_ty, ALIGNED), values, inside)
-            notify(row_flag(epoch, me, token + one, context), peer + one, has_lanes, epoch, context)
+            total = part.to(tl.float32) * _weight(entry, 0, weights, topk_weights, NUM_TOPK)
+            for number in range(1, num_lanes):
+                place = tl.load(entry + 2 + number).to(tl.int64)
+                part = tl.load(pointers_at(x + place * hidden, columns, ALIGNED), mask=inside)
+                weight = _weight(entry, number, weights, topk_weights, NUM_TOPK)
+                total += part.to(tl.float32) * weight
+            # Without lanes the row did not come: its token must wait in vain, not get zeros.
+            shift = pick(slot.shift, peer)
+            to = region_at(slot, slot.rank) + header_bytes + token.to(tl.int64) * row_bytes + shift
+            inside = inside & (num_lanes > 0)
+            put(row_at(to, columns, dtype, ALIGNED), round_to(total, dtype), inside)
+            flag = row_flag(slot, slot.rank, token) + shift
+            publish(flag + one, one < num_lanes, flag_level(slot))
+
+
+@device_function
+def _weight(entry, number, weights, topk_weights, NUM_TOPK: tl.constexpr):
+    """The routing weight of a lane of an entry of `returns`: there, or among those that came."""
+    if topk_weights is None:
+        weight = tl.load(entry + 2 + 2 * NUM_TOPK + number).to(tl.float32, bitcast=True)
+    else:
+        weight = tl.load(weights + tl.load(entry + 2 + NUM_TOPK + number))
+    return weight
 
 
 @device_function
 def _sum_token(
     token,
+    slot,
     topk_idx,
     out,
     wait_stats,
-    epoch,
     context,
     num_tokens,
     hidden,
@@ -212,40 +227,36 @@ def _sum_token(
     """Add up the ranks' rows of a token, by the right-most lane of each. A rank without tokens has
     a program for token 0 as well, which notes that the call was received."""
     if token == 0:
-        tl.store(received(context) + epoch % tl.load(context + NUM_SLOTS), epoch)
+        note_received(slot, context)
     if token < num_tokens:
-        ranks = tl.arange(0, triton.next_power_of_2(RANKS))
+        ranks = tl.arange(0, slot.shift.shape[0])
         lanes = tl.arange(0, triton.next_power_of_2(NUM_TOPK))
         ids = tl.load(topk_idx + token * NUM_TOPK + lanes, mask=lanes < NUM_TOPK, other=-1)
         owners = tl.where((ids >= 0) & (ids < RANKS * EXPERTS), ids // EXPERTS, -1)
         is_owner = owners[None, :] == ranks[:, None]
         last_lane = tl.max(tl.where(is_owner, lanes[None, :], -1), 1)
-        flags = row_flag(epoch, ranks, token, context)
+        flags, has = row_flag(slot, ranks, token), last_lane >= 0
+        level = flag_level(slot)
         if wait_stats is not None:
+            one = tl.arange(0, 1)
             since = now_ns()
             for rank in tl.static_range(RANKS):
-                one = tl.arange(0, 1)
-                flag = row_flag(epoch, rank, token + one, context)
-                has = (one == 0) & (tl.max(tl.where(ranks == rank, last_lane, -1), 0) >= 0)
-                wait_ranks(flag, has, epoch, rank + one, context, PHASE_RETURNED_ROWS, SHRINK)
+                is_sent = (one == 0) & (pick(last_lane, rank) >= 0)
+                flag = pick(flags, rank) + one
+                wait_ranks(flag, is_sent, level, rank + one, context, PHASE_RETURNED_ROWS, SHRINK)
                 tl.atomic_add(wait_stats + rank, now_ns() - since)
-        # fmt: off
-        there = wait_ranks(
-            flags, last_lane >= 0, epoch, ranks, context, PHASE_RETURNED_ROWS, SHRINK
-        )
-        # fmt: on
+        there, _ = wait_ranks(flags, has, level, ranks, context, PHASE_RETURNED_ROWS, SHRINK)
         earlier = (last_lane[None, :] < last_lane[:, None]) & there[None, :]
         order = tl.where(there, tl.sum(earlier.to(tl.int32), 1), RANKS)
-        for start in range(0, hidden, BLOCK):
-            columns = start + tl.arange(0, BLOCK)
-            inside = row_mask(columns, hidden, out.dtype.element_ty, ALIGNED)
-            total = tl.zeros([BLOCK], tl.float32)
-            for number in tl.static_range(RANKS):
-                rank = tl.max(tl.where(order == number, ranks, -1), 0)
-                row = region_at(epoch, tl.maximum(rank, 0), context) + header_bytes
-                row = consume_token(row + token.to(tl.int64) * row_bytes, rank)
-                at = row_at(row, columns, out.dtype.element_ty, ALIGNED)
-                total += tl.load(at, mask=inside & (rank >= 0), other=0.0).to(tl.float32)
-            values = round_to(total, out.dtype.element_ty)
-            to = pointers_at(out + token.to(tl.int64) * hidden, columns, ALIGNED)
-            tl.store(to, values, mask=inside)
+        rows = region_at(slot, ranks) + header_bytes + token.to(tl.int64) * row_bytes
+        rows = consume_token(rows, there.to(tl.int32))
+        columns = tl.arange(0, BLOCK)
+        dtype: tl.constexpr = out.dtype.element_ty
+        inside = row_mask(columns, hidden, dtype, ALIGNED)
+        total = tl.zeros([BLOCK], tl.float32)
+        for number in tl.static_range(RANKS):
+            at = tl.sum(tl.where(order == number, rows, 0), 0)
+            part = tl.load(row_at(at, columns, dtype, ALIGNED), mask=inside & (at != 0), other=0.0)
+            total += part.to(tl.float32)
+        to = pointers_at(out + token.to(tl.int64) * hidden, columns, ALIGNED)
+        tl.store(to, round_to(total, dtype), mask=inside)

@@ -14,7 +14,7 @@ from ..slots import next_power_of_2
 from ..words import Words
 from .low_latency_kernels import low_latency_dispatch_kernel
 
-NUM_RECEIVE_PROGRAMS = 2 if INTERPRETED else 264
+NUM_RECEIVE_PROGRAMS = 2 if INTERPRETED else 132
 
 
 class LowLatencyHandle(NamedTuple):
@@ -117,7 +117,7 @@ def low_latency_dispatch(
     num_local, num_topk = rows.num_experts // num_ranks, rows.topk_idx.shape[1]
     words, row = rows.words, rows.row
     block = next_power_of_2(rows.x.shape[1] if rows.is_cast else words.num_words)
-    grid = 0 if phases == "receive" else num_ranks + num_tokens
+    grid = 0 if phases == "receive" else 1 + num_ranks + num_tokens
     grid += 0 if phases == "send" else NUM_RECEIVE_PROGRAMS
     low_latency_dispatch_kernel[(grid,)](
         rows.x if rows.is_cast else words.view(rows.x),

@@ -4,20 +4,13 @@ arrives by expert."""
 import triton
 import triton.language as tl
 
-from ..context import BAD_IDS, RANK, REPORT_BAD_IDS
-from ..lang import (
-    as_pointer,
-    cast_e4m3,
-    device_function,
-    notify,
-    put,
-    report_words,
-    row_mask,
-    symm_at,
-)
+from ..context import BAD_IDS, REPORT_BAD_IDS
+from ..lang import as_pointer, cast_e4m3, device_function, publish, put, report_words, row_mask
 from ..ring_kernels import (
-    begin_send,
+    flag_level,
     message_flag,
+    open_slot,
+    pick,
     pointers_at,
     region_at,
     row_at,
@@ -25,7 +18,7 @@ from ..ring_kernels import (
     tell_received,
     wait_slot,
 )
-from ..work import let_next_start, wait_for_previous
+from ..work import let_next_start
 from .low_latency_receive_kernels import (
     SIGNATURE_WORDS,
     is_cast,
@@ -34,7 +27,7 @@ from .low_latency_receive_kernels import (
     receive,
 )
 
-COUNT_TOKENS = tl.constexpr(32)
+TOKENS = tl.constexpr(128)
 """Tokens whose lanes a program looks at together."""
 
 
@@ -43,11 +36,11 @@ def low_latency_dispatch_kernel(
     x,  # [T, H]: words [T, num_words], or bf16 to be cast
     topk_idx,  # int64 [T, K]
     topk_weights,  # float32 [T, K], or None: they do not travel along
-    recv_x,  # words [L, R * M, num_words], or COMPACT [N, num_words], out
+    recv_x,  # words [L, R * M, num_words], or compact [N, num_words], out
     recv_scales,  # int32 [L, S, R * M], out, or None
-    recv_count,  # int32 [L], out; COMPACT: int32 [L + 1], where each expert's rows begin
+    recv_count,  # int32 [L], out; compact: int32 [L + 1], where each expert's rows begin
     src_info,  # int32 [L, R * M], out: the token of each row
-    layout_range,  # int64 [L, R], out; None for COMPACT
+    layout_range,  # int64 [L, R], out; None: compact
     returns,  # int32 [R, M, 2 + 3 * K], out: what comes back, see `_pack_row`
     recv_stats,  # int32 [L], added to, or None
     wait_stats,  # int64 [R], ns added to, or None
@@ -69,8 +62,9 @@ def low_latency_dispatch_kernel(
     SHRINK: tl.constexpr,
     OVERLAP: tl.constexpr,
 ):
-    """Programs 0 .. R-1 send each rank the counts of what comes, the next T a token each; the
-    others receive. PHASES "send" or "receive" launches only these.
+    """Program 0 tells the ranks what this one has received before, programs 1 .. R send them the
+    counts of what comes, the next T a token each; the others receive. PHASES "send" or "receive"
+    launches only these.
 
     Rows stand by expert, then source rank, then token. A row's place among those of its source and
     expert is counted by its sender, meanwhile the row is being read; what comes from the ranks
@@ -85,51 +79,52 @@ def low_latency_dispatch_kernel(
     [[0, 3], [0, 1]].
     """
     let_next_start(OVERLAP)
-    wait_for_previous(OVERLAP)
     program = tl.program_id(0)
+    slot = open_slot(call, context, RANKS, PHASES != "receive", OVERLAP)
     receiver = program
     if PHASES != "receive":
-        epoch = begin_send(call, context)
-        receiver = program - RANKS - num_tokens
-        if program < RANKS:
+        receiver = program - 1 - RANKS - num_tokens
+        if program == 0:
+            tell_received(slot, context, RANKS)
+        elif program <= RANKS:
             # fmt: off
             _send_counts(
-                program, topk_idx, epoch, context, num_tokens, max_tokens, num_words,
+                program - 1, slot, topk_idx, context, num_tokens, max_tokens, num_words,
                 recv_x.dtype.element_ty, NUM_TOPK, FORMAT, RANKS, EXPERTS, SHRINK,
             )
             # fmt: on
         elif receiver < 0:
             # fmt: off
             _send_token(
-                program - RANKS, x, topk_idx, topk_weights, epoch, context, num_words,
+                program - 1 - RANKS, slot, x, topk_idx, topk_weights, context, num_words,
                 header_bytes, record_at, row_bytes,
                 NUM_TOPK, FORMAT, ALIGNED, RANKS, EXPERTS, BLOCK, SHRINK,
             )
             # fmt: on
-    else:
-        epoch = tl.load(call)
     if PHASES != "send":
         if receiver >= 0:
             # fmt: off
             receive(
-                receiver, tl.num_programs(0) - program + receiver,
+                receiver, tl.num_programs(0) - program + receiver, slot,
                 recv_x, recv_scales, recv_count, src_info, layout_range, returns, recv_stats,
-                wait_stats, call, epoch, context, max_tokens, num_words, header_bytes, record_at,
+                wait_stats, call, context, max_tokens, num_words, header_bytes, record_at,
                 row_bytes, NUM_TOPK, FORMAT, ALIGNED, RANKS, EXPERTS, BLOCK, SHRINK,
             )
             # fmt: on
 
 
-# --- Send ----------------------------------------------------------------------------------------
+@device_function
+def _load_ids(topk_idx, tokens, inside, NUM_TOPK: tl.constexpr):
+    """int64 [B, K_PAD] of tokens [B] that are `inside`, else -1."""
+    lanes = tl.arange(0, triton.next_power_of_2(NUM_TOPK))
+    real = inside[:, None] & (lanes < NUM_TOPK)[None, :]
+    return tl.load(topk_idx + tokens[:, None] * NUM_TOPK + lanes[None, :], mask=real, other=-1)
 
 
 @device_function
-def _lanes(topk_idx, tokens, inside, NUM_TOPK: tl.constexpr, NUM_EXPERTS: tl.constexpr):
-    """(ids, which are valid) [B, K_PAD] of tokens [B], of those that are `inside`."""
-    lanes = tl.arange(0, triton.next_power_of_2(NUM_TOPK))
-    real = inside[:, None] & (lanes < NUM_TOPK)[None, :]
-    ids = tl.load(topk_idx + tokens[:, None] * NUM_TOPK + lanes[None, :], mask=real, other=-1)
-    return ids, (ids >= 0) & (ids < NUM_EXPERTS)
+def _valid_ids(ids, NUM_EXPERTS: tl.constexpr):
+    """Ids as int32, -1 for those that are not valid."""
+    return tl.where((ids >= 0) & (ids < NUM_EXPERTS), ids, -1).to(tl.int32)
 
 
 @device_function
@@ -141,8 +136,8 @@ def _has(ids, keys):
 @device_function
 def _send_counts(
     peer,
+    slot,
     topk_idx,
-    epoch,
     context,
     num_tokens,
     max_tokens,
@@ -154,46 +149,56 @@ def _send_counts(
     EXPERTS: tl.constexpr,
     SHRINK: tl.constexpr,
 ):
-    """Tell `peer` how many rows it gets: in all, and for each of its experts; after the signature
-    of the call. `message_flags[me]` is raised behind it."""
-    tell_received(peer, context)
-    experts = tl.arange(0, triton.next_power_of_2(EXPERTS))
-    counts = tl.zeros([COUNT_TOKENS, experts.shape[0]], tl.int32)
-    rows = tl.zeros([COUNT_TOKENS], tl.int32)
-    num_bad = tl.full((), 0, tl.int32)
-    for first in range(0, num_tokens, COUNT_TOKENS):
-        tokens = first + tl.arange(0, COUNT_TOKENS)
-        ids, valid = _lanes(topk_idx, tokens, tokens < num_tokens, NUM_TOPK, RANKS * EXPERTS)
-        num_bad += tl.sum(tl.sum(((ids != -1) & ~valid).to(tl.int32), 1), 0)
-        here = valid & (ids // EXPERTS == peer)
-        counts += _has(tl.where(here, ids % EXPERTS, -1), experts)
-        rows += tl.max(here.to(tl.int32), 1)
+    """Tell `peer` how many rows it gets for each of its experts, behind the signature of the call;
+    then raise `message_flags[me]`, in whose lower bits is how many rows it gets in all."""
+    BINS: tl.constexpr = max(32, triton.next_power_of_2(EXPERTS))
+    lanes = tl.arange(0, triton.next_power_of_2(NUM_TOPK))
+    experts = tl.arange(0, BINS)
+    counts = tl.zeros([BINS], tl.int32)
+    has_row = tl.zeros([TOKENS], tl.int32)
+    bad = tl.zeros([TOKENS], tl.int32)
+    for first in range(0, num_tokens, TOKENS):
+        tokens = first + tl.arange(0, TOKENS)
+        given = _load_ids(topk_idx, tokens, tokens < num_tokens, NUM_TOPK)
+        ids = _valid_ids(given, RANKS * EXPERTS)
+        bad += tl.sum(((given != -1) & (ids == -1)).to(tl.int32), 1)
+        here = (ids >= peer * EXPERTS) & (ids < (peer + 1) * EXPERTS)
+        # A token that names an expert twice has one row there: that of the first lane.
+        same = ids[:, :, None] == ids[:, None, :]
+        again = tl.max((same & (lanes[None, :] < lanes[:, None])[None, :, :]).to(tl.int32), 2)
+        counted = tl.reshape(here & (again == 0), [TOKENS * lanes.shape[0]])
+        local = tl.reshape(ids - peer * EXPERTS, [TOKENS * lanes.shape[0]])
+        counts += tl.histogram(tl.where(counted, local, 0), BINS, mask=counted)
+        has_row += tl.max(here.to(tl.int32), 1)
+    num_bad = tl.sum(bad, 0)
     if (peer == 0) & (num_bad > 0):
         total_bad = tl.load(context + BAD_IDS) + num_bad
         tl.store(context + BAD_IDS, total_bad)
         tl.store(report_words(context) + REPORT_BAD_IDS, total_bad)
     lane = tl.arange(0, 1)
-    may = wait_slot(epoch, peer + lane, lane == 0, context, SHRINK)
+    may = wait_slot(slot, peer + lane, lane == 0, context, RANKS, SHRINK)
     if tl.max(may.to(tl.int32), 0) == 1:
-        me = tl.load(context + RANK)
-        head = as_pointer(symm_at(region_at(epoch, me, context), peer, context), tl.int32)
+        shift = pick(slot.shift, peer)
+        head = as_pointer(region_at(slot, slot.rank) + shift, tl.int32)
         field = tl.arange(0, SIGNATURE_WORDS)
+        # fmt: off
         signature = low_latency_signature(
             num_words, max_tokens, word, NUM_TOPK, FORMAT, RANKS * EXPERTS
         )
+        # fmt: on
         put(head + field, signature, field < SIGNATURE_WORDS)
-        put(head + SIGNATURE_WORDS + lane, tl.sum(rows, 0) + lane, lane == 0)
-        put(head + SIGNATURE_WORDS + 1 + experts, tl.sum(counts, 0), experts < EXPERTS)
-        notify(message_flag(epoch, me, context), peer + lane, lane == 0, epoch, context)
+        put(head + SIGNATURE_WORDS + experts, counts, experts < EXPERTS)
+        flag = message_flag(slot, slot.rank) + shift + lane
+        publish(flag, lane == 0, flag_level(slot) + tl.sum(has_row, 0))
 
 
 @device_function
 def _send_token(
     token,
+    slot,
     x,
     topk_idx,
     topk_weights,
-    epoch,
     context,
     num_words,
     header_bytes,
@@ -213,49 +218,52 @@ def _send_token(
     num_columns = num_words * 4 if is_cast(FORMAT) else num_words
     inside = row_mask(columns, num_columns, x.dtype.element_ty, ALIGNED)
     own_row = x + token.to(tl.int64) * num_columns
+    # All that this reads is on its way before it waits.
     payload = tl.load(pointers_at(own_row, columns, ALIGNED), mask=inside, other=0)
+    lanes = tl.arange(0, triton.next_power_of_2(NUM_TOPK))
+    ranks = tl.arange(0, slot.shift.shape[0])
+    one = tl.arange(0, 1)
+    ids = _load_ids(topk_idx, token + one, one == 0, NUM_TOPK)
+    tokens = tl.arange(0, TOKENS)
+    before = _load_ids(topk_idx, tokens, tokens < token, NUM_TOPK)
+    real = lanes < NUM_TOPK
+    if topk_weights is not None:
+        weights = tl.load(topk_weights + token * NUM_TOPK + lanes, mask=real, other=0.0)
+
+    ids = tl.max(_valid_ids(ids, RANKS * EXPERTS), 0)
+    owners = tl.where(ids >= 0, ids // EXPERTS, -1)
+    in_rank = tl.max((owners[None, :] == ranks[:, None]).to(tl.int32), 1)
+    may = wait_slot(slot, ranks, in_rank == 1, context, RANKS, SHRINK)
+    before = _valid_ids(before, RANKS * EXPERTS)
+    with_expert = _has(before, ids)
+    to_rank = _has(tl.where(before >= 0, before // EXPERTS, -1), ranks)
+    for first in range(TOKENS, token, TOKENS):
+        before = _load_ids(topk_idx, first + tokens, first + tokens < token, NUM_TOPK)
+        before = _valid_ids(before, RANKS * EXPERTS)
+        with_expert += _has(before, ids)
+        to_rank += _has(tl.where(before >= 0, before // EXPERTS, -1), ranks)
+    places, rows = tl.sum(with_expert, 0), tl.sum(to_rank, 0)
+
     scales = columns
     if is_cast(FORMAT):
         payload, scales = _cast_row(payload, FORMAT)
-
-    lanes = tl.arange(0, triton.next_power_of_2(NUM_TOPK))
-    ranks = tl.arange(0, triton.next_power_of_2(RANKS))
-    one = tl.arange(0, 1)
-    ids, valid = _lanes(topk_idx, token + one, one == 0, NUM_TOPK, RANKS * EXPERTS)
-    owners = tl.where(valid, ids // EXPERTS, -1)
-    in_rank = tl.max(_has(owners, ranks), 0)
-    ids, owners = tl.max(tl.where(valid, ids, -1), 0), tl.max(owners, 0)
-    same = tl.zeros([COUNT_TOKENS, lanes.shape[0]], tl.int32)
-    to_rank = tl.zeros([COUNT_TOKENS, ranks.shape[0]], tl.int32)
-    for first in range(0, token, COUNT_TOKENS):
-        tokens = first + tl.arange(0, COUNT_TOKENS)
-        before, real = _lanes(topk_idx, tokens, tokens < token, NUM_TOPK, RANKS * EXPERTS)
-        same += _has(tl.where(real, before, -2), ids)
-        to_rank += _has(tl.where(real, before // EXPERTS, -2), ranks)
-    places, rows = tl.sum(same, 0), tl.sum(to_rank, 0)
-
-    may = wait_slot(epoch, ranks, in_rank == 1, context, SHRINK)
-    me = tl.load(context + RANK).to(tl.int32)
-    own = region_at(epoch, me, context) + header_bytes
+    own = region_at(slot, slot.rank) + header_bytes
     for distance in tl.static_range(RANKS):
-        peer = (me + 1 + distance) % RANKS  # all ranks at once, and each to another
-        if tl.sum(tl.where(ranks == peer, may.to(tl.int32), 0), 0) == 1:
-            row = tl.sum(tl.where(ranks == peer, rows, 0), 0)
-            to = symm_at(own + row.to(tl.int64) * row_bytes, peer, context)
+        peer = (slot.rank + 1 + distance) % RANKS  # all ranks at once, and each to another
+        if pick(may.to(tl.int32), peer) == 1:
+            to = own + pick(rows, peer).to(tl.int64) * row_bytes + pick(slot.shift, peer)
             put(row_at(to, columns, payload.dtype, ALIGNED), payload, inside)
             if is_cast(FORMAT):
                 block = tl.arange(0, scales.shape[0])
                 scales_to = row_at(to + tl.cdiv(num_columns, 16) * 16, block, tl.int32, ALIGNED)
                 put(scales_to, scales, block < num_scales(num_words, FORMAT))
             record = as_pointer(to + record_at, tl.int32)
-            real = lanes < NUM_TOPK
             put(record + one, token + one, one == 0)
-            put(record + 1 + lanes, tl.where(owners == peer, ids % EXPERTS, -1).to(tl.int32), real)
+            put(record + 1 + lanes, tl.where(owners == peer, ids % EXPERTS, -1), real)
             put(record + 1 + NUM_TOPK + lanes, places, real)
             if topk_weights is not None:
-                weights = tl.load(topk_weights + token * NUM_TOPK + lanes, mask=real, other=0.0)
                 put(record + 1 + 2 * NUM_TOPK + lanes, weights.to(tl.int32, bitcast=True), real)
-    notify(row_flag(epoch, me, rows, context), ranks, may, epoch, context)
+    publish(row_flag(slot, slot.rank, rows) + slot.shift, may, flag_level(slot))
 
 
 @device_function

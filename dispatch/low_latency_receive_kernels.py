@@ -3,12 +3,15 @@
 import triton
 import triton.language as tl
 
-from ..context import NUM_SLOTS, PHASE_COUNTS, PHASE_ROWS
+from ..context import PHASE_COUNTS, PHASE_ROWS
 from ..lang import as_pointer, consume_token, device_function, now_ns, row_mask
 from ..ring_kernels import (
+    COUNT_MASK,
+    flag_level,
     message_flag,
+    note_received,
+    pick,
     pointers_at,
-    received,
     region_at,
     row_at,
     row_flag,
@@ -17,7 +20,9 @@ from ..ring_kernels import (
 from .exchange_kernels import call_signature, report_signature
 
 SIGNATURE_WORDS = tl.constexpr(8)
-"""Of a message: the signature, the number of rows, then that for each expert."""
+"""Of a message: the signature, then the number of rows for each expert."""
+ROWS = tl.constexpr(4)
+"""Rows that a program packs together."""
 
 
 @triton.constexpr_function
@@ -30,6 +35,7 @@ def is_cast(row_format):
 def receive(
     program,
     num_programs,
+    slot,
     recv_x,
     recv_scales,
     recv_count,
@@ -39,7 +45,6 @@ def receive(
     recv_stats,
     wait_stats,
     call,
-    epoch,
     context,
     max_tokens,
     num_words,
@@ -56,86 +61,135 @@ def receive(
 ):
     """Pack the rows as they come, each program every `num_programs`-th: rows 0 of all ranks, rows 1
     of all ranks, ..."""
-    ranks = tl.arange(0, triton.next_power_of_2(RANKS))
+    ranks = tl.arange(0, slot.shift.shape[0])
     experts = tl.arange(0, triton.next_power_of_2(EXPERTS))
-    lane = tl.arange(0, 1)
+    real = experts < EXPERTS
     if wait_stats is not None:
         if program == 0:
-            _wait_by_rank(wait_stats, epoch, context, RANKS, SHRINK)
-    flags = message_flag(epoch, ranks, context)
-    there = wait_ranks(flags, ranks < RANKS, epoch, ranks, context, PHASE_COUNTS, SHRINK)
-    heads = consume_token(region_at(epoch, ranks, context), there.to(tl.int32))
-    heads = as_pointer(heads, tl.int32)
+            _wait_by_rank(wait_stats, slot, context, RANKS, SHRINK)
+    level = flag_level(slot)
+    # fmt: off
+    there, flags = wait_ranks(
+        message_flag(slot, ranks), ranks < RANKS, level, ranks, context, PHASE_COUNTS, SHRINK
+    )
+    # fmt: on
+    rows_from = tl.where(there, flags & COUNT_MASK, 0).to(tl.int32)
+    heads = as_pointer(consume_token(region_at(slot, ranks), there.to(tl.int32)), tl.int32)
     fields = tl.arange(0, SIGNATURE_WORDS)
+    theirs = tl.load(heads[:, None] + fields[None, :], mask=there[:, None], other=0)
+    at = heads[:, None] + SIGNATURE_WORDS + experts[None, :]
+    counts = tl.load(at, mask=there[:, None] & real[None, :], other=0)
     word: tl.constexpr = recv_x.dtype.element_ty
+    # fmt: off
     signature = low_latency_signature(
         num_words, max_tokens, word, NUM_TOPK, FORMAT, RANKS * EXPERTS
     )
-    theirs = tl.load(heads[:, None] + fields[None, :], mask=there[:, None], other=0)
-    rows_from = tl.load(heads + SIGNATURE_WORDS, mask=there, other=0)
-    is_count = there[:, None] & (experts < EXPERTS)[None, :]
-    at = heads[:, None] + SIGNATURE_WORDS + 1 + experts[None, :]
-    counts = tl.load(at, mask=is_count, other=0)
+    # fmt: on
     differs = there & (tl.max((theirs != signature[None, :]).to(tl.int32), 1) == 1)
     other = tl.max(tl.where(differs, ranks, -1), 0)
     if other >= 0:
-        report_signature(other, region_at(epoch, other, context), epoch, context)
+        report_signature(other, region_at(slot, other), slot.epoch, context)
         rows_from, counts = rows_from * 0, counts * 0
     before = tl.cumsum(counts, 0) - counts  # of the ranks before, for the same expert
     totals = tl.sum(counts, 0)
+    if program == 0:
+        note_received(slot, context)
+        tl.store(call + 1 + ranks, rows_from.to(tl.int64), mask=ranks < RANKS)
+        if layout_range is None:
+            tl.store(recv_count + experts, tl.zeros_like(totals), mask=experts == 0)
+            tl.store(recv_count + 1 + experts, tl.cumsum(totals, 0), mask=real)
+        else:
+            tl.store(recv_count + experts, totals, mask=real)
+            to = layout_range + experts[None, :] * RANKS + ranks[:, None]
+            is_real = (ranks < RANKS)[:, None] & real[None, :]
+            tl.store(to, (before.to(tl.int64) << 32) | counts.to(tl.int64), mask=is_real)
+        if recv_stats is not None:
+            old = tl.load(recv_stats + experts, mask=real, other=0)
+            tl.store(recv_stats + experts, old + totals, mask=real)
     if layout_range is None:
         before += (tl.cumsum(totals, 0) - totals)[None, :]
     else:
         before += (experts * (RANKS * max_tokens))[None, :]
-    if program == 0:
-        tl.store(received(context) + epoch % tl.load(context + NUM_SLOTS), epoch)
-        tl.store(call + 1 + ranks, rows_from.to(tl.int64), mask=ranks < RANKS)
-        real = experts < EXPERTS
-        if layout_range is None:
-            tl.store(recv_count + lane, lane)
-            tl.store(recv_count + 1 + experts, tl.cumsum(totals, 0), mask=real)
-        else:
-            tl.store(recv_count + experts, totals, mask=real)
-            begin = before - (experts * (RANKS * max_tokens))[None, :]
-            to = layout_range + experts[None, :] * RANKS + ranks[:, None]
-            is_real = (ranks < RANKS)[:, None] & real[None, :]
-            tl.store(to, (begin.to(tl.int64) << 32) | counts.to(tl.int64), mask=is_real)
-        if recv_stats is not None:
-            old = tl.load(recv_stats + experts, mask=real, other=0)
-            tl.store(recv_stats + experts, old + totals, mask=real)
-    for turn in range(program, tl.max(rows_from, 0) * RANKS, num_programs):
-        source, row = turn % RANKS, turn // RANKS
-        if row < tl.sum(tl.where(ranks == source, rows_from, 0), 0):
-            flag = row_flag(epoch, source, row + lane, context)
-            came = wait_ranks(flag, lane == 0, epoch, source + lane, context, PHASE_ROWS, SHRINK)
-            came = tl.max(came.to(tl.int32), 0)
-            address = region_at(epoch, source, context) + header_bytes
-            address = consume_token(address + tl.cast(row, tl.int64) * row_bytes, came)
-            entry = returns + tl.cast(source * max_tokens + row, tl.int64) * (2 + 3 * NUM_TOPK)
-            begins = tl.sum(tl.where((ranks == source)[:, None], before, 0), 0)
+    batch = tl.arange(0, ROWS) * num_programs
+    for first in range(program, tl.max(rows_from, 0) * RANKS, num_programs * ROWS):
+        sources, rows = (first + batch) % RANKS, (first + batch) // RANKS
+        of_source = sources[:, None] == ranks[None, :]
+        has = rows < tl.sum(tl.where(of_source, rows_from[None, :], 0), 1)
+        flags = row_flag(slot, sources, rows)
+        came, _ = wait_ranks(flags, has, level, sources, context, PHASE_ROWS, SHRINK)
+        at = region_at(slot, sources) + header_bytes + rows.to(tl.int64) * row_bytes
+        at = consume_token(at, came.to(tl.int32))
+        loaded = ()  # all rows, before any is stored
+        for number in tl.static_range(ROWS):
             # fmt: off
-            _pack_row(
-                address, came, begins, entry, recv_x, recv_scales, src_info, max_tokens * RANKS,
-                num_words, record_at, NUM_TOPK, FORMAT, ALIGNED, EXPERTS, BLOCK,
-            )
+            loaded = loaded + (_load_row(
+                pick(at, number), pick(came.to(tl.int32), number) == 1, num_words, record_at, word,
+                NUM_TOPK, FORMAT, ALIGNED, BLOCK,
+            ),)
             # fmt: on
+        for number in tl.static_range(ROWS):
+            if pick(has.to(tl.int32), number) == 1:
+                source, row = pick(sources, number), pick(rows, number)
+                begins = tl.sum(tl.where((ranks == source)[:, None], before, 0), 0)
+                entry = returns + (source * max_tokens + row).to(tl.int64) * (2 + 3 * NUM_TOPK)
+                # fmt: off
+                _pack_row(
+                    loaded[number], begins, entry, recv_x, recv_scales, src_info,
+                    max_tokens * RANKS, num_words, NUM_TOPK, FORMAT, ALIGNED, EXPERTS, BLOCK,
+                )
+                # fmt: on
 
 
 @device_function
-def _wait_by_rank(wait_stats, epoch, context, RANKS: tl.constexpr, SHRINK: tl.constexpr):
+def _wait_by_rank(wait_stats, slot, context, RANKS: tl.constexpr, SHRINK: tl.constexpr):
     """Add to wait_stats [R] how long each rank's message lets this one wait, in ns."""
     lane = tl.arange(0, 1)
     since = now_ns()
     for rank in tl.static_range(RANKS):
-        flag = message_flag(epoch, rank + lane, context)
-        wait_ranks(flag, lane == 0, epoch, rank + lane, context, PHASE_COUNTS, SHRINK)
+        flag = message_flag(slot, rank + lane)
+        # fmt: off
+        wait_ranks(
+            flag, lane == 0, flag_level(slot), rank + lane, context, PHASE_COUNTS, SHRINK
+        )
+        # fmt: on
         tl.store(wait_stats + rank, tl.load(wait_stats + rank) + now_ns() - since)
 
 
 @device_function
-def _pack_row(
+def _load_row(
     address,
     came,
+    num_words,
+    record_at,
+    word: tl.constexpr,
+    NUM_TOPK: tl.constexpr,
+    FORMAT: tl.constexpr,
+    ALIGNED: tl.constexpr,
+    BLOCK: tl.constexpr,
+):
+    """(payload, scales, token, its lanes' experts here, places, weights) of a row that `came`; no
+    experts of one that did not."""
+    lanes = tl.arange(0, triton.next_power_of_2(NUM_TOPK))
+    columns = tl.arange(0, BLOCK // 4 if is_cast(FORMAT) else BLOCK)
+    inside = row_mask(columns, num_words, word, ALIGNED) & came
+    payload = tl.load(row_at(address, columns, word, ALIGNED), mask=inside)
+    block = tl.arange(0, BLOCK // 128)
+    scales = block
+    if is_cast(FORMAT):
+        scales_at = row_at(address + tl.cdiv(num_words, 4) * 16, block, tl.int32, ALIGNED)
+        scales = tl.load(scales_at, mask=(block < num_scales(num_words, FORMAT)) & came)
+    record = as_pointer(address + record_at, tl.int32)
+    real = (lanes < NUM_TOPK) & came
+    token = tl.load(record, mask=came, other=0)
+    expert = tl.load(record + 1 + lanes, mask=real, other=-1)
+    place = tl.load(record + 1 + NUM_TOPK + lanes, mask=real, other=0)
+    weight = tl.load(record + 1 + 2 * NUM_TOPK + lanes, mask=real, other=0)
+    return payload, scales, token, expert, place, weight
+
+
+@device_function
+def _pack_row(
+    loaded,
     begins,
     entry,
     recv_x,
@@ -143,14 +197,13 @@ def _pack_row(
     src_info,
     expert_rows,
     num_words,
-    record_at,
     NUM_TOPK: tl.constexpr,
     FORMAT: tl.constexpr,
     ALIGNED: tl.constexpr,
     EXPERTS: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
-    """Copy a row, if it `came`, to its place among the rows of each of its experts here.
+    """Store what `_load_row` gave at its place among the rows of each of its experts here.
 
     entry, int32: the token, how many of its lanes are here, then, for each of these in order, the
     place of its row in recv_x [K], its lane [K], its routing weight as bits [K]. No lanes if it did
@@ -159,21 +212,7 @@ def _pack_row(
     word: tl.constexpr = recv_x.dtype.element_ty
     lanes = tl.arange(0, triton.next_power_of_2(NUM_TOPK))
     experts = tl.arange(0, triton.next_power_of_2(EXPERTS))
-    real = (lanes < NUM_TOPK) & (came == 1)
-    record = as_pointer(address + record_at, tl.int32)
-    columns = tl.arange(0, BLOCK // 4 if is_cast(FORMAT) else BLOCK)
-    inside = row_mask(columns, num_words, word, ALIGNED) & (came == 1)
-    payload = tl.load(row_at(address, columns, word, ALIGNED), mask=inside)
-    block = tl.arange(0, BLOCK // 128)
-    is_scale = (block < num_scales(num_words, FORMAT)) & (came == 1)
-    scales = block
-    if is_cast(FORMAT):
-        scales_at = address + tl.cdiv(num_words, 4) * 16
-        scales = tl.load(row_at(scales_at, block, tl.int32, ALIGNED), mask=is_scale)
-    token = tl.load(record, mask=came == 1, other=0)
-    expert = tl.load(record + 1 + lanes, mask=real, other=-1)
-    place = tl.load(record + 1 + NUM_TOPK + lanes, mask=real, other=0)
-    weight = tl.load(record + 1 + 2 * NUM_TOPK + lanes, mask=real, other=0)
+    payload, scales, token, expert, place, weight = loaded
     here = expert >= 0
     place += tl.sum(tl.where(expert[:, None] == experts[None, :], begins[None, :], 0), 1)
     number = tl.cumsum(here.to(tl.int32), 0) - 1
@@ -184,14 +223,18 @@ def _pack_row(
     tl.store(entry + 2 + 2 * NUM_TOPK + number, weight, mask=here)
     if src_info is not None:
         tl.store(src_info + place, tl.zeros_like(place) + token, mask=here)
+    columns = tl.arange(0, BLOCK // 4 if is_cast(FORMAT) else BLOCK)
+    inside = row_mask(columns, num_words, word, ALIGNED)
+    block = tl.arange(0, BLOCK // 128)
     for lane in tl.static_range(NUM_TOPK):
-        if tl.sum(tl.where(lanes == lane, here.to(tl.int32), 0), 0) == 1:
-            to = tl.sum(tl.where(lanes == lane, place, 0), 0).to(tl.int64)
+        if pick(here.to(tl.int32), lane) == 1:
+            to = pick(place, lane).to(tl.int64)
             tl.store(pointers_at(recv_x + to * num_words, columns, ALIGNED), payload, mask=inside)
             if is_cast(FORMAT):
-                at = tl.sum(tl.where(lanes == lane, expert, 0), 0).to(tl.int64) * expert_rows
-                at = recv_scales + at * (num_scales(num_words, FORMAT) - 1) + to
-                tl.store(at + block.to(tl.int64) * expert_rows, scales, mask=is_scale)
+                num_blocks = num_scales(num_words, FORMAT)
+                at = pick(expert, lane).to(tl.int64) * expert_rows * (num_blocks - 1) + to
+                scales_to = recv_scales + at + block.to(tl.int64) * expert_rows
+                tl.store(scales_to, scales, mask=block < num_blocks)
 
 
 # --- Both ----------------------------------------------------------------------------------------

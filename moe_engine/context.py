@@ -31,7 +31,8 @@ class Word(IntEnum):
     TRACE = 20  # address of this GPU's spans, see `ptx.write_span`; 0: they are not recorded
     MASKED = 21  # bit r: rank r is left out of low-latency calls
     STARTED = 22  # programs of the running launch that have read the epoch; see `begin_send`
-    PEERS = 23  # R addresses of the ranks' symmetric blocks, as mapped here
+    OWN = 23  # address of this rank's symmetric block
+    PEERS = 24  # R addresses of the ranks' symmetric blocks, as mapped here
 
 
 class Report(IntEnum):
@@ -103,6 +104,7 @@ STAGE_FLAGS = tl.constexpr(int(Word.STAGE_FLAGS))
 TRACE = tl.constexpr(int(Word.TRACE))
 MASKED = tl.constexpr(int(Word.MASKED))
 STARTED = tl.constexpr(int(Word.STARTED))
+OWN = tl.constexpr(int(Word.OWN))
 PEERS = tl.constexpr(int(Word.PEERS))
 PHASE_SLOT_FREE = tl.constexpr(int(Phase.SLOT_FREE))
 PHASE_COUNTS = tl.constexpr(int(Phase.COUNTS))

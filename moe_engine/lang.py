@@ -191,10 +191,15 @@ def notify(flags, ranks, mask, epoch, context, AFTER_TMA: tl.constexpr = False):
     """
     if AFTER_TMA:
         drain_tma_stores()
+    publish(symm_at(flags, tl.where(mask, ranks, 0), context), mask, epoch)
+
+
+@device_function
+def publish(flags, mask, epoch):
+    """`notify` for flags whose addresses (a block) on other ranks are known."""
     tl.debug_barrier()
-    targets = as_pointer(symm_at(flags, tl.where(mask, ranks, 0), context), tl.int64)
-    epochs = tl.zeros_like(ranks).to(tl.int64) + epoch
-    tl.atomic_xchg(targets, epochs, mask=mask, sem="release", scope="sys")
+    epochs = tl.zeros_like(flags) + epoch
+    tl.atomic_xchg(as_pointer(flags, tl.int64), epochs, mask=mask, sem="release", scope="sys")
 
 
 @device_function
@@ -210,8 +215,9 @@ def wait(flags, mask, epoch, peers, context, PHASE: tl.constexpr, BEFORE_TMA: tl
     (with BEFORE_TMA, before its TMA loads too). The compiler keeps loads behind the wait when
     their address went through `consume_token`. `>=`, not `==`: a fast peer may be a call ahead.
     """
-    late, token = poll(flags, mask, epoch, peers, context, PHASE, False)
+    values, token = poll(flags, mask, epoch, peers, context, PHASE, False)
     if token == 0:
+        late = mask & (values < epoch)
         report_failure(tl.max(tl.where(late, peers, 0), 0), epoch, context, PHASE)
     if BEFORE_TMA:
         fence_tma_loads()
@@ -220,16 +226,18 @@ def wait(flags, mask, epoch, peers, context, PHASE: tl.constexpr, BEFORE_TMA: tl
 
 @device_function
 def poll(flags, mask, epoch, peers, context, PHASE: tl.constexpr, SHRINK: tl.constexpr):
-    """The loop of `wait`, which reports nothing: (flags that were late as this thread saw it last,
-    token). With SHRINK nothing is expected of `peers` that are masked meanwhile."""
+    """The loop of `wait`, which reports nothing: (the flags as this thread saw them last, token).
+    With SHRINK nothing is expected of `peers` that are masked meanwhile."""
     since = begin_span()
     pointers = as_pointer(tl.where(mask, flags, own_block(context)), tl.int64)
-    late = mask & (load_acquire(pointers) < epoch)
+    values = load_acquire(pointers)
+    late = mask & (values < epoch)
     state = tl.max(late.to(tl.int32), 0)  # 0: all are there; 1: some are late; 2: and past waiting
     deadline = now_ns() + tl.load(context + TIMEOUT_NS)
     while state == 1:
         pause()
-        late = mask & (load_acquire(pointers) < epoch)
+        values = load_acquire(pointers)
+        late = mask & (values < epoch)
         if SHRINK:
             late = late & is_alive(tl.load(context + MASKED, volatile=True), peers)
         is_over = (tl.load(context + BROKEN, volatile=True) != 0) | (now_ns() > deadline)
@@ -238,7 +246,7 @@ def poll(flags, mask, epoch, peers, context, PHASE: tl.constexpr, SHRINK: tl.con
     token = 1 - any_thread(state)
     tl.debug_barrier()  # again, as the compiler does not see that one
     end_span(PHASE, 0, since, context)
-    return late, token
+    return values, token
 
 
 @device_function

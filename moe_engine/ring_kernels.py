@@ -1,5 +1,8 @@
-"""Device view of `ring.py`: where a call's flags and regions are, and how its programs begin."""
+"""Device view of `ring.py`: a call's slot, its flags and regions, and how its programs begin."""
 
+from typing import NamedTuple
+
+import triton
 import triton.language as tl
 
 from .context import (
@@ -11,6 +14,7 @@ from .context import (
     MAX_CHUNKS,
     NUM_RANKS,
     NUM_SLOTS,
+    OWN,
     PEERS,
     PHASE_SLOT_FREE,
     RANK,
@@ -18,17 +22,82 @@ from .context import (
     SLOTS,
     STARTED,
 )
-from .lang import as_pointer, device_function, is_alive, load_acquire, notify, own_block, poll, wait
+from .lang import (
+    as_pointer,
+    device_function,
+    is_alive,
+    load_acquire,
+    poll,
+    publish,
+    report_failure,
+)
 from .ptx import pause
+from .work import wait_for_previous
+
+COUNT_BITS = tl.constexpr(16)
+"""Of a flag, below the epoch: a message's has the number of rows there, a row's 0."""
+COUNT_MASK = tl.constexpr(0xFFFF)
+
+
+class Slot(NamedTuple):
+    """What a program knows of its call, read at once: behind each wait, memory would have to be
+    asked anew. Addresses are this rank's; `shift` leads to the same place on other ranks."""
+
+    epoch: tl.tensor
+    rank: tl.tensor
+    number: tl.tensor  # which slot of the ring
+    done: tl.tensor  # address of done[0, 0]
+    message_flags: tl.tensor  # address of the slot's first
+    row_flags: tl.tensor  # address of the slot's first
+    flags_per_rank: tl.tensor
+    regions: tl.tensor  # address of rank 0's region
+    region_bytes: tl.tensor
+    shift: tl.tensor  # int64 [R_PAD]: the address of rank r's block less that of this rank's
 
 
 @device_function
-def begin_send(call, context):
+def open_slot(call, context, RANKS: tl.constexpr, SENDS: tl.constexpr, OVERLAP: tl.constexpr):
+    """The slot of a call, after `work.wait_for_previous`: of one that this launch SENDS, see
+    `_begin_send`, or of the one whose epoch `call`, int64 [1], holds."""
+    ranks = tl.arange(0, triton.next_power_of_2(RANKS))
+    rank = tl.load(context + RANK).to(tl.int32)
+    num_slots = tl.load(context + NUM_SLOTS)
+    own = tl.load(context + OWN)
+    shift = tl.load(context + PEERS + ranks, mask=ranks < RANKS, other=0) - own
+    done = own + tl.load(context + DONE)
+    message_flags = own + tl.load(context + COUNT_FLAGS)
+    row_flags = own + tl.load(context + CHUNK_FLAGS)
+    flags_per_rank = tl.load(context + MAX_CHUNKS)
+    regions = own + tl.load(context + SLOTS)
+    region_bytes = tl.load(context + REGION_BYTES)
+    wait_for_previous(OVERLAP)
+    if SENDS:
+        epoch = _begin_send(call, context)
+    else:
+        epoch = tl.load(call)
+    number = epoch % num_slots
+    first = number * RANKS
+    return Slot(
+        epoch=epoch,
+        rank=rank,
+        number=number,
+        done=done,
+        message_flags=message_flags + first * 8,
+        row_flags=row_flags + first * flags_per_rank * 8,
+        flags_per_rank=flags_per_rank,
+        regions=regions + first * region_bytes,
+        region_bytes=region_bytes,
+        shift=shift,
+    )
+
+
+@device_function
+def _begin_send(call, context):
     """Epoch of a call that this launch sends; every program calls this once.
 
-    The last program makes it the running epoch, and writes it to `call`, int64 [1], for later
-    launches of the call. It waits until all programs have read the word before: each adds 1 to a
-    counter behind its load. It is the last by its number, so it waits for earlier ones alone.
+    The last program makes it the running epoch, and writes it to `call` for later launches of the
+    call. It waits until all programs have read the word before: each adds 1 to a counter behind its
+    load. It is the last by its number, so it waits for earlier ones alone.
     """
     epoch = tl.load(context + EPOCH) + 1
     tl.debug_barrier()
@@ -44,87 +113,38 @@ def begin_send(call, context):
     return epoch
 
 
-@device_function
-def region_at(epoch, writer, context):
-    """Address, in this rank's block, of the region of `writer` in the slot of a call."""
-    slot = epoch % tl.load(context + NUM_SLOTS)
-    index = slot * tl.load(context + NUM_RANKS) + writer
-    return own_block(context) + tl.load(context + SLOTS) + index * tl.load(context + REGION_BYTES)
+# --- Addresses -----------------------------------------------------------------------------------
 
 
 @device_function
-def message_flag(epoch, writer, context):
+def region_at(slot, writer):
+    """Address of the region of `writer` (scalar or block) in the slot."""
+    return slot.regions + writer * slot.region_bytes
+
+
+@device_function
+def message_flag(slot, writer):
     """Address of the flag that says: the message of `writer` (scalar or block) is there."""
-    index = epoch % tl.load(context + NUM_SLOTS) * tl.load(context + NUM_RANKS) + writer
-    return own_block(context) + tl.load(context + COUNT_FLAGS) + index * 8
+    return slot.message_flags + tl.cast(writer, tl.int64) * 8
 
 
 @device_function
-def row_flag(epoch, writer, row, context):
+def row_flag(slot, writer, row):
     """Address of the flag that says: row `row` of `writer` is there; blocks or scalars."""
-    index = epoch % tl.load(context + NUM_SLOTS) * tl.load(context + NUM_RANKS) + writer
-    index = index * tl.load(context + MAX_CHUNKS) + row
-    return own_block(context) + tl.load(context + CHUNK_FLAGS) + index * 8
+    return slot.row_flags + (writer * slot.flags_per_rank + row) * 8
 
 
 @device_function
-def received(context):
-    """Pointer to int64 [D]: the epoch of the last call that was received in each slot."""
-    return context + PEERS + tl.load(context + NUM_RANKS)
+def flag_level(slot):
+    """What a flag of the slot is at least, once it is raised."""
+    return slot.epoch << COUNT_BITS
 
 
 @device_function
-def tell_received(peer, context):
-    """Tell `peer` which calls this rank has received: its `done[slot, me]`. Called by a program of
-    each call's send, before it waits for anything.
-
-    Proof that a slot is not written while it is read: the receiving launch of epoch e stores e to
-    `received[slot]`, all of its loads come before its end, and this, in a later launch, after that.
-    A writer of epoch e + D waits for `done[slot] >= e` (`wait_slot`), so it stores after those
-    loads. That is the whole proof, whatever the order in which calls are received.
-    """
-    slots = tl.arange(0, 16)  # `ring.MAX_SLOTS`
-    num_slots = tl.load(context + NUM_SLOTS)
-    num_ranks = tl.load(context + NUM_RANKS)
-    epochs = tl.load(received(context) + slots, mask=slots < num_slots, other=0)
-    at = slots * num_ranks + tl.load(context + RANK)
-    flags = own_block(context) + tl.load(context + DONE) + at * 8
-    notify(flags, peer + slots * 0, slots < num_slots, epochs, context)
-
-
-@device_function
-def wait_slot(epoch, peers, mask, context, SHRINK: tl.constexpr):
-    """Wait until `peers` (block) have received what the slot of this call held before. Returns
-    which of `peers` under `mask` may be written to; see `tell_received`."""
-    num_slots = tl.load(context + NUM_SLOTS)
-    index = epoch % num_slots * tl.load(context + NUM_RANKS) + peers
-    flags = own_block(context) + tl.load(context + DONE) + index * 8
-    return wait_ranks(flags, mask, epoch - num_slots, peers, context, PHASE_SLOT_FREE, SHRINK)
-
-
-@device_function
-def wait_ranks(flags, mask, epoch, peers, context, PHASE: tl.constexpr, SHRINK: tl.constexpr):
-    """`lang.wait` for flags of `peers`. Returns which flags under `mask` are raised, the same to
-    all threads: all or, past the deadline, none.
-
-    With SHRINK a rank that is late past the deadline is masked instead, for good, and what masked
-    ranks have not raised is just left out; nothing is reported.
-    """
-    if SHRINK:
-        # An atomic gives all threads one answer, while others may mask a rank.
-        zero = tl.full((), 0, tl.int64)
-        before = tl.atomic_or(context + MASKED, zero, sem="relaxed", scope="gpu")
-        wanted = mask & is_alive(before, peers)
-        late, token = poll(flags, wanted, epoch, peers, context, PHASE, True)
-        if token == 0:
-            bits = tl.where(late, tl.full((), 1, tl.int64) << peers.to(tl.int64), 0)
-            lost = tl.sum(bits, 0)  # of different ranks: as good as an or
-            tl.atomic_or(context + MASKED, lost, sem="relaxed", scope="gpu")
-        after = tl.atomic_or(context + MASKED, zero, sem="relaxed", scope="gpu")
-        there = wanted & is_alive(after, peers)
-    else:
-        there = mask & (wait(flags, mask, epoch, peers, context, PHASE) == 1)
-    return there
+def pick(values, index):
+    """values[index] of a short block [B] of which index (scalar) is one."""
+    lanes = tl.arange(0, values.shape[0])
+    return tl.sum(tl.where(lanes == index, values, 0), 0)
 
 
 @device_function
@@ -140,3 +160,78 @@ def pointers_at(row, columns, ALIGNED: tl.constexpr):
     if ALIGNED:
         pointers = tl.multiple_of(pointers, 16)
     return pointers
+
+
+# --- Waits ---------------------------------------------------------------------------------------
+
+
+@device_function
+def note_received(slot, context):
+    """Say that this launch receives the call; see `tell_received`."""
+    tl.store(context + PEERS + tl.load(context + NUM_RANKS) + slot.number, slot.epoch)
+
+
+@device_function
+def tell_received(slot, context, RANKS: tl.constexpr):
+    """Tell all ranks which calls this one has received: `done[slot, me]` there. A role of its own
+    in each call's send, before all that wait.
+
+    Proof that a slot is not written while it is read: the launch that receives epoch e notes it
+    (`note_received`), all of its loads come before its end, and this, in a later launch, after
+    that. A writer of epoch e + D waits for `done[slot] >= e` (`wait_slot`), so it stores after
+    those loads. That is the whole proof, whatever the order in which calls are received.
+    """
+    numbers = tl.arange(0, 16)  # `ring.MAX_SLOTS`
+    real = numbers < tl.load(context + NUM_SLOTS)
+    epochs = tl.load(context + PEERS + RANKS + numbers, mask=real, other=0)
+    flags = slot.done + (numbers * RANKS + slot.rank) * 8
+    ranks = tl.arange(0, slot.shift.shape[0])
+    to = flags[:, None] + slot.shift[None, :]
+    alive = is_alive(tl.load(context + MASKED), ranks) & (ranks < RANKS)
+    publish(to, real[:, None] & alive[None, :], epochs[:, None] << COUNT_BITS)
+
+
+@device_function
+def wait_slot(slot, peers, mask, context, RANKS: tl.constexpr, SHRINK: tl.constexpr):
+    """Wait until `peers` (block) have received what the slot held before. Returns which of `peers`
+    under `mask` may be written to; see `tell_received`."""
+    flags = slot.done + (slot.number * RANKS + peers) * 8
+    before = slot.epoch - tl.load(context + NUM_SLOTS) << COUNT_BITS
+    may, _ = wait_ranks(flags, mask, before, peers, context, PHASE_SLOT_FREE, SHRINK)
+    return may
+
+
+@device_function
+def wait_ranks(flags, mask, level, peers, context, PHASE: tl.constexpr, SHRINK: tl.constexpr):
+    """`lang.wait` for flags of `peers`: (which of those under `mask` are raised, the same to all
+    threads: all or, past the deadline, none; their values).
+
+    With SHRINK a rank that is late past the deadline is masked instead, for good, and what masked
+    ranks have not raised is just left out; nothing is reported.
+    """
+    if SHRINK:
+        # An atomic gives all threads one answer, while others may mask a rank.
+        zero = tl.full((), 0, tl.int64)
+        before = tl.atomic_or(context + MASKED, zero, sem="relaxed", scope="gpu")
+        wanted = mask & is_alive(before, peers)
+        values, token = poll(flags, wanted, level, peers, context, PHASE, True)
+        if token == 0:
+            late = wanted & (values < level)
+            bits = tl.where(late, tl.full((), 1, tl.int64) << peers.to(tl.int64), 0)
+            lost = tl.reduce(bits, 0, _or)
+            tl.atomic_or(context + MASKED, lost, sem="relaxed", scope="gpu")
+        after = tl.atomic_or(context + MASKED, zero, sem="relaxed", scope="gpu")
+        there = wanted & is_alive(after, peers)
+    else:
+        values, token = poll(flags, mask, level, peers, context, PHASE, False)
+        if token == 0:
+            late = mask & (values < level)
+            lost = tl.max(tl.where(late, peers, 0), 0)
+            report_failure(lost, level >> COUNT_BITS, context, PHASE)
+        there = mask & (token == 1)
+    return there, values
+
+
+@triton.jit  # the interpreter looks for its `fn`
+def _or(a, b):
+    return a | b

@@ -247,6 +247,7 @@ class DeviceContext:
             words[word] = value
         words[Word.PACE] = pace_ps_per_kb()
         words[Word.PEERS : last_peer] = peers.cpu()
+        words[Word.OWN] = words[Word.PEERS + rank]
         self.words = words.to(device)
 
     @contextmanager
