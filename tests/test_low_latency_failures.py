@@ -16,7 +16,7 @@ from moe_engine import BackendError, DtypeError, PeerTimeout, RoutingError, Shap
 from moe_engine.emulation import PerRank
 
 TIMEOUT_S = 1.5
-EXPERTS, TOPK, HIDDEN, MAX_TOKENS = 12, 2, 128, 4
+EXPERTS, TOPK, HIDDEN, MAX_TOKENS = 12, 3, 128, 4
 SHAPE = MAX_TOKENS, EXPERTS
 REST = (*SHAPE, "bf16")
 
@@ -25,8 +25,19 @@ def new_buffer(group, **more):
     return low_latency.make_buffer(group, MAX_TOKENS, HIDDEN, EXPERTS, **more)
 
 
-def inputs_of(num_ranks, num_tokens=(MAX_TOKENS, 2, 3)):
-    return make_inputs(num_ranks, num_tokens, HIDDEN, EXPERTS, TOPK, "uniform")
+def inputs_of(num_ranks):
+    """Every token goes to every rank, so that all need the same and wait equally long for it."""
+    x, _, weights = make_inputs(num_ranks, [MAX_TOKENS, 2, 3], HIDDEN, EXPERTS, TOPK, "uniform")
+    num_local = EXPERTS // num_ranks
+    lanes = torch.arange(TOPK) % num_ranks * num_local
+    return (
+        x,
+        [
+            (torch.arange(len(part))[:, None] + rank) % num_local + lanes
+            for rank, part in enumerate(x)
+        ],
+        weights,
+    )
 
 
 def masked_ranks(buffer):
@@ -103,10 +114,10 @@ def stay_away(group, step, x, topk_idx, topk_weights):
     torch.distributed.barrier(group)
     seen = None
     try:
-        if group.rank() or step == "combine":
-            recv_x, _, handle = dispatch(buffer, *args[:2], *REST)
         if group.rank():
-            combine(buffer, recv_x, *args[1:], handle)
+            round_trip(buffer, *args, *REST)
+        elif step == "combine":
+            dispatch(buffer, *args[:2], *REST)
         buffer.check()
     except PeerTimeout as error:
         seen = error.peer, error.phase
@@ -119,10 +130,12 @@ def stay_away(group, step, x, topk_idx, topk_weights):
 
 @pytest.mark.parametrize("step", ["dispatch", "combine"])
 def test_without_a_mask_a_silent_rank_is_named(pool, step):
-    results = pool.run(stay_away, step, *map(PerRank, inputs_of(2)), num_ranks=2)
+    results = pool.run(stay_away, step, *map(PerRank, inputs_of(3)), num_ranks=3)
+    phases = {"dispatch": ["counts"], "combine": ["metadata", "returned rows"]}
     assert results[0] is None
-    assert results[1][0] == 0
-    assert isinstance(results[1][1], str)
+    for peer, phase in results[1:]:
+        assert peer == 0
+        assert phase in phases[step]
 
 
 # --- The mask --------------------------------------------------------------------------------
