@@ -64,8 +64,8 @@ class Phase(IntEnum):
 
 
 class Role(IntEnum):
-    """What a program of a layer or a low-latency call does in a span of a trace. A span in a wait has its Phase for a
-    role."""
+    """What a program of a layer or of a low-latency call does in a span of a trace. A span in a
+    wait has its Phase for a role."""
 
     EXCHANGE = 16
     PUSH = 17
