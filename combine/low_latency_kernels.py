@@ -4,11 +4,20 @@ and adds up those of the ranks."""
 import triton
 import triton.language as tl
 
-from ..context import PHASE_METADATA, PHASE_RETURNED_ROWS
+from ..context import (
+    PHASE_METADATA,
+    PHASE_RETURNED_ROWS,
+    ROLE_COUNTS,
+    ROLE_OPEN,
+    ROLE_RETURN,
+    ROLE_SUM,
+)
 from ..lang import (
     as_pointer,
+    begin_span,
     consume_token,
     device_function,
+    end_span,
     now_ns,
     publish,
     put,
@@ -67,8 +76,10 @@ def low_latency_combine_kernel(
     ranks' by their right-most lane, rounded once.
     """
     let_next_start(OVERLAP)
+    since = begin_span()
     program = tl.program_id(0)
     slot = open_slot(call, context, RANKS, PHASES != "receive", OVERLAP)
+    since = end_span(ROLE_OPEN, 0, since, context)
     token = program
     if PHASES != "receive":
         token = program - 1 - RANKS - num_return_programs
@@ -81,6 +92,7 @@ def low_latency_combine_kernel(
                 NUM_TOPK, RANKS, EXPERTS, SHRINK,
             )
             # fmt: on
+            end_span(ROLE_COUNTS, program - 1, since, context)
         elif token < 0:
             # fmt: off
             _return_rows(
@@ -89,6 +101,7 @@ def low_latency_combine_kernel(
                 NUM_TOPK, ALIGNED, RANKS, BLOCK, SHRINK,
             )
             # fmt: on
+            end_span(ROLE_RETURN, program - 1 - RANKS, since, context)
     if PHASES != "send":
         if token >= 0:
             # fmt: off
@@ -97,6 +110,7 @@ def low_latency_combine_kernel(
                 row_bytes, NUM_TOPK, ALIGNED, RANKS, EXPERTS, BLOCK, SHRINK,
             )
             # fmt: on
+            end_span(ROLE_SUM, token, since, context)
 
 
 @device_function

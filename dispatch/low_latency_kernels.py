@@ -4,8 +4,18 @@ arrives by expert."""
 import triton
 import triton.language as tl
 
-from ..context import BAD_IDS, REPORT_BAD_IDS
-from ..lang import as_pointer, cast_e4m3, device_function, publish, put, report_words, row_mask
+from ..context import BAD_IDS, REPORT_BAD_IDS, ROLE_COUNTS, ROLE_OPEN, ROLE_PACK, ROLE_SEND
+from ..lang import (
+    as_pointer,
+    begin_span,
+    cast_e4m3,
+    device_function,
+    end_span,
+    publish,
+    put,
+    report_words,
+    row_mask,
+)
 from ..ring_kernels import (
     flag_level,
     message_flag,
@@ -79,8 +89,10 @@ def low_latency_dispatch_kernel(
     [[0, 3], [0, 1]].
     """
     let_next_start(OVERLAP)
+    since = begin_span()
     program = tl.program_id(0)
     slot = open_slot(call, context, RANKS, PHASES != "receive", OVERLAP)
+    since = end_span(ROLE_OPEN, 0, since, context)
     receiver = program
     if PHASES != "receive":
         receiver = program - 1 - RANKS - num_tokens
@@ -93,6 +105,7 @@ def low_latency_dispatch_kernel(
                 recv_x.dtype.element_ty, NUM_TOPK, FORMAT, RANKS, EXPERTS, SHRINK,
             )
             # fmt: on
+            end_span(ROLE_COUNTS, program - 1, since, context)
         elif receiver < 0:
             # fmt: off
             _send_token(
@@ -101,6 +114,7 @@ def low_latency_dispatch_kernel(
                 NUM_TOPK, FORMAT, ALIGNED, RANKS, EXPERTS, BLOCK, SHRINK,
             )
             # fmt: on
+            end_span(ROLE_SEND, program - 1 - RANKS, since, context)
     if PHASES != "send":
         if receiver >= 0:
             # fmt: off
@@ -111,6 +125,7 @@ def low_latency_dispatch_kernel(
                 row_bytes, NUM_TOPK, FORMAT, ALIGNED, RANKS, EXPERTS, BLOCK, SHRINK,
             )
             # fmt: on
+            end_span(ROLE_PACK, receiver, since, context)
 
 
 @device_function

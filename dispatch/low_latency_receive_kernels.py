@@ -21,7 +21,7 @@ from .exchange_kernels import call_signature, report_signature
 
 SIGNATURE_WORDS = tl.constexpr(8)
 """Of a message: the signature, then the number of rows for each expert."""
-ROWS = tl.constexpr(4)
+ROWS = tl.constexpr(2)
 """Rows that a program packs together."""
 
 
@@ -115,16 +115,16 @@ def receive(
         sources, rows = (first + batch) % RANKS, (first + batch) // RANKS
         of_source = sources[:, None] == ranks[None, :]
         has = rows < tl.sum(tl.where(of_source, rows_from[None, :], 0), 1)
-        flags = row_flag(slot, sources, rows)
-        came, _ = wait_ranks(flags, has, level, sources, context, PHASE_ROWS, SHRINK)
-        at = region_at(slot, sources) + header_bytes + rows.to(tl.int64) * row_bytes
-        at = consume_token(at, came.to(tl.int32))
+        row_flags = row_flag(slot, sources, rows)
+        came, _ = wait_ranks(row_flags, has, level, sources, context, PHASE_ROWS, SHRINK)
+        addresses = region_at(slot, sources) + header_bytes + rows.to(tl.int64) * row_bytes
+        addresses = consume_token(addresses, came.to(tl.int32))
         loaded = ()  # all rows, before any is stored
         for number in tl.static_range(ROWS):
             # fmt: off
             loaded = loaded + (_load_row(
-                pick(at, number), pick(came.to(tl.int32), number) == 1, num_words, record_at, word,
-                NUM_TOPK, FORMAT, ALIGNED, BLOCK,
+                pick(addresses, number), pick(came.to(tl.int32), number) == 1, num_words, record_at,
+                word, NUM_TOPK, FORMAT, ALIGNED, BLOCK,
             ),)
             # fmt: on
         for number in tl.static_range(ROWS):

@@ -64,8 +64,8 @@ class Phase(IntEnum):
 
 
 class Role(IntEnum):
-    """What a program of a layer does in a span of a trace. A span in a wait has its Phase for a
-    role."""
+    """What a program of a layer or of a low-latency call does in a span of a trace. A span in a
+    wait has its Phase for a role."""
 
     EXCHANGE = 16
     PUSH = 17
@@ -75,6 +75,10 @@ class Role(IntEnum):
     DOWN = 21
     RETURN = 22
     SUM = 23
+    OPEN = 24  # until a low-latency call's program knows its slot
+    COUNTS = 25
+    SEND = 26
+    PACK = 27
 
 
 MAX_STAGES = tl.constexpr(16)
@@ -127,3 +131,7 @@ ROLE_RECORDS = tl.constexpr(int(Role.RECORDS))
 ROLE_DOWN = tl.constexpr(int(Role.DOWN))
 ROLE_RETURN = tl.constexpr(int(Role.RETURN))
 ROLE_SUM = tl.constexpr(int(Role.SUM))
+ROLE_OPEN = tl.constexpr(int(Role.OPEN))
+ROLE_COUNTS = tl.constexpr(int(Role.COUNTS))
+ROLE_SEND = tl.constexpr(int(Role.SEND))
+ROLE_PACK = tl.constexpr(int(Role.PACK))
