@@ -4,7 +4,7 @@ import triton
 import triton.language as tl
 
 from ..context import PHASE_COUNTS, PHASE_ROWS
-from ..lang import as_pointer, consume_token, device_function, now_ns, row_mask
+from ..lang import as_pointer, consume_token, device_function, row_mask
 from ..ring_kernels import (
     COUNT_MASK,
     flag_level,
@@ -16,6 +16,7 @@ from ..ring_kernels import (
     row_at,
     row_flag,
     wait_ranks,
+    waiting_times,
 )
 from .exchange_kernels import call_signature, report_signature
 
@@ -64,10 +65,13 @@ def receive(
     ranks = tl.arange(0, slot.shift.shape[0])
     experts = tl.arange(0, triton.next_power_of_2(EXPERTS))
     real = experts < EXPERTS
+    level = flag_level(slot)
     if wait_stats is not None:
         if program == 0:
-            _wait_by_rank(wait_stats, slot, context, RANKS, SHRINK)
-    level = flag_level(slot)
+            flags = message_flag(slot, ranks)
+            times = waiting_times(flags, ranks < RANKS, level, ranks, slot, context)
+            times += tl.load(wait_stats + ranks, mask=ranks < RANKS, other=0)
+            tl.store(wait_stats + ranks, times, mask=ranks < RANKS)
     # fmt: off
     there, flags = wait_ranks(
         message_flag(slot, ranks), ranks < RANKS, level, ranks, context, PHASE_COUNTS, SHRINK
@@ -138,21 +142,6 @@ def receive(
                     max_tokens * RANKS, num_words, NUM_TOPK, FORMAT, ALIGNED, EXPERTS, BLOCK,
                 )
                 # fmt: on
-
-
-@device_function
-def _wait_by_rank(wait_stats, slot, context, RANKS: tl.constexpr, SHRINK: tl.constexpr):
-    """Add to wait_stats [R] how long each rank's message lets this one wait, in ns."""
-    lane = tl.arange(0, 1)
-    since = now_ns()
-    for rank in tl.static_range(RANKS):
-        flag = message_flag(slot, rank + lane)
-        # fmt: off
-        wait_ranks(
-            flag, lane == 0, flag_level(slot), rank + lane, context, PHASE_COUNTS, SHRINK
-        )
-        # fmt: on
-        tl.store(wait_stats + rank, tl.load(wait_stats + rank) + now_ns() - since)
 
 
 @device_function
