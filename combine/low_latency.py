@@ -13,6 +13,7 @@ from ..slots import next_power_of_2
 from .low_latency_kernels import low_latency_combine_kernel
 
 NUM_RETURN_PROGRAMS = 2 if INTERPRETED else 264
+NUM_WARPS = 8
 
 
 @dataclass(frozen=True, slots=True)
@@ -57,7 +58,7 @@ def low_latency_combine(
         num_tokens,
         max_tokens,
         hidden,
-        message_bytes(max_tokens, num_topk, num_local),
+        message_bytes(max_tokens, num_topk),
         row.num_bytes,
         NUM_TOPK=num_topk,
         ALIGNED=row.payload_bytes % 16 == 0,
@@ -67,6 +68,6 @@ def low_latency_combine(
         PHASES=phases,
         SHRINK=shrink,
         OVERLAP=launches_overlap(),
-        num_warps=8,
+        num_warps=NUM_WARPS,
         **early_launch(),
     )

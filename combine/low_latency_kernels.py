@@ -46,7 +46,7 @@ def low_latency_combine_kernel(
     x,  # [.., H], the experts' rows, where dispatch packed what they came from
     topk_idx,  # int64 [T, K]
     topk_weights,  # float32 [T, K], or None: they travelled with the dispatch
-    returns,  # int32 [R, M, 2 + 3 * K] of the dispatch
+    returns,  # int32 [R, M, 1 + 3 * K] of the dispatch
     dispatched,  # int64 [1 + R], `call` of the dispatch
     out,  # [T, H], out
     wait_stats,  # int64 [R], ns added to, or None
@@ -128,20 +128,34 @@ def _send_weights(
 ):
     """Write topk_weights into `peer`'s message, 0 for ids that are not valid; raise its flag."""
     if topk_weights is not None:
+        block = tl.arange(0, 1024)
+        weights = _valid_weights(
+            topk_idx, topk_weights, block, num_tokens * NUM_TOPK, RANKS * EXPERTS
+        )
         lane = tl.arange(0, 1)
         may = wait_slot(slot, peer + lane, lane == 0, context, RANKS, SHRINK)
-        if tl.max(may.to(tl.int32), 0) == 1:
-            shift = pick(slot.shift, peer)
-            head = as_pointer(region_at(slot, slot.rank) + shift, tl.float32)
-            for first in range(0, num_tokens * NUM_TOPK, 1024):
-                lanes = first + tl.arange(0, 1024)
-                inside = lanes < num_tokens * NUM_TOPK
-                ids = tl.load(topk_idx + lanes, mask=inside, other=-1)
-                weights = tl.load(topk_weights + lanes, mask=inside, other=0.0)
-                valid = (ids >= 0) & (ids < RANKS * EXPERTS)
-                put(head + lanes, tl.where(valid, weights, 0.0), inside)
-            flag = message_flag(slot, slot.rank) + shift + lane
-            publish(flag, lane == 0, flag_level(slot))
+        may = tl.max(may.to(tl.int32), 0) == 1
+        shift = pick(slot.shift, peer)
+        head = as_pointer(region_at(slot, slot.rank) + shift, tl.float32)
+        put(head + block, weights, (block < num_tokens * NUM_TOPK) & may)
+        for first in range(1024, num_tokens * NUM_TOPK, 1024):
+            lanes = first + block
+            # fmt: off
+            weights = _valid_weights(
+                topk_idx, topk_weights, lanes, num_tokens * NUM_TOPK, RANKS * EXPERTS
+            )
+            # fmt: on
+            put(head + lanes, weights, (lanes < num_tokens * NUM_TOPK) & may)
+        flag = message_flag(slot, slot.rank) + shift + lane
+        publish(flag, (lane == 0) & may, flag_level(slot))
+
+
+@device_function
+def _valid_weights(topk_idx, topk_weights, lanes, num_lanes, NUM_EXPERTS: tl.constexpr):
+    """The weights of `lanes` (block) of all tokens, 0 where the id is not valid."""
+    ids = tl.load(topk_idx + lanes, mask=lanes < num_lanes, other=-1)
+    weights = tl.load(topk_weights + lanes, mask=lanes < num_lanes, other=0.0)
+    return tl.where((ids >= 0) & (ids < NUM_EXPERTS), weights, 0.0)
 
 
 @device_function
@@ -168,22 +182,29 @@ def _return_rows(
     on its rank. Each program takes every `num_programs`-th: the first row of each rank, ..."""
     ranks = tl.arange(0, slot.shift.shape[0])
     one = tl.arange(0, 1)
-    rows_to = tl.load(dispatched + 1 + ranks, mask=ranks < RANKS, other=0).to(tl.int32)
-    may = wait_slot(slot, ranks, rows_to > 0, context, RANKS, SHRINK)
-    rows_to = tl.where(may, rows_to, 0)
+    tokens_of = tl.load(dispatched + 1 + ranks, mask=ranks < RANKS, other=0).to(tl.int32)
+    may = wait_slot(slot, ranks, tokens_of > 0, context, RANKS, SHRINK)
+    tokens_of = tl.where(may, tokens_of, 0)
     dtype: tl.constexpr = x.dtype.element_ty
     columns = tl.arange(0, BLOCK)
-    for turn in range(program, tl.max(rows_to, 0) * RANKS, num_programs):
-        peer, row = (slot.rank + 1 + turn) % RANKS, turn // RANKS  # each rank begins with another
-        if row < pick(rows_to, peer):
-            entry = returns + tl.cast(peer * max_tokens + row, tl.int64) * (2 + 3 * NUM_TOPK)
-            token, num_lanes = tl.load(entry), tl.load(entry + 1)
-            inside = row_mask(columns, hidden, dtype, ALIGNED) & (num_lanes > 0)
-            place = tl.load(entry + 2, mask=num_lanes > 0, other=0).to(tl.int64)
-            at = pointers_at(x + place * hidden, columns, ALIGNED)
-            part = tl.load(at, mask=inside, other=0.0)  # meanwhile the weights come
-            weights = region_at(slot, peer)
-            if topk_weights is not None:
+    inside = row_mask(columns, hidden, dtype, ALIGNED)
+    lanes = tl.arange(0, triton.next_power_of_2(NUM_TOPK))
+    for turn in range(program, tl.max(tokens_of, 0) * RANKS, num_programs):
+        peer, token = (slot.rank + 1 + turn) % RANKS, turn // RANKS  # each begins with another
+        entry = returns + tl.cast(peer * max_tokens + token, tl.int64) * (1 + 3 * NUM_TOPK)
+        num_lanes = tl.load(entry, mask=token < pick(tokens_of, peer), other=0)
+        real = lanes < num_lanes
+        places = tl.load(entry + 1 + lanes, mask=real, other=0)
+        if topk_weights is None:
+            bits = tl.load(entry + 1 + 2 * NUM_TOPK + lanes, mask=real, other=0)
+            weights = bits.to(tl.float32, bitcast=True)
+        else:
+            which = tl.load(entry + 1 + NUM_TOPK + lanes, mask=real, other=0)
+        if num_lanes > 0:
+            # fmt: off
+            first, second = _load_pair(x, places, 0, num_lanes, hidden, columns, inside, ALIGNED)
+            # fmt: on
+            if topk_weights is not None:  # they come while the rows do
                 flag = message_flag(slot, peer + one)
                 # fmt: off
                 came, _ = wait_ranks(
@@ -192,31 +213,35 @@ def _return_rows(
                 # fmt: on
                 came = tl.max(came.to(tl.int32), 0)
                 num_lanes = num_lanes * came
-                weights = consume_token(weights, came)
-            weights = as_pointer(weights, tl.float32) + token * NUM_TOPK
-            total = part.to(tl.float32) * _weight(entry, 0, weights, topk_weights, NUM_TOPK)
-            for number in range(1, num_lanes):
-                place = tl.load(entry + 2 + number).to(tl.int64)
-                part = tl.load(pointers_at(x + place * hidden, columns, ALIGNED), mask=inside)
-                weight = _weight(entry, number, weights, topk_weights, NUM_TOPK)
-                total += part.to(tl.float32) * weight
-            # Without lanes the row did not come: its token must wait in vain, not get zeros.
+                at = as_pointer(consume_token(region_at(slot, peer), came), tl.float32)
+                weights = tl.load(at + token * NUM_TOPK + which, mask=real & (came == 1), other=0.0)
+            total = first.to(tl.float32) * pick(weights, 0)
+            total += second.to(tl.float32) * pick(weights, 1)
+            for number in range(2, num_lanes, 2):
+                # fmt: off
+                first, second = _load_pair(
+                    x, places, number, num_lanes, hidden, columns, inside, ALIGNED
+                )
+                # fmt: on
+                total += first.to(tl.float32) * pick(weights, number)
+                total += second.to(tl.float32) * pick(weights, number + 1)
+            # Where its weights did not come, the token must wait in vain, not get a wrong row.
             shift = pick(slot.shift, peer)
-            to = region_at(slot, slot.rank) + header_bytes + token.to(tl.int64) * row_bytes + shift
-            inside = inside & (num_lanes > 0)
-            put(row_at(to, columns, dtype, ALIGNED), round_to(total, dtype), inside)
+            to = region_at(slot, slot.rank) + header_bytes + shift
+            to += tl.cast(token, tl.int64) * row_bytes
+            is_whole = inside & (num_lanes > 0)
+            put(row_at(to, columns, dtype, ALIGNED), round_to(total, dtype), is_whole)
             flag = row_flag(slot, slot.rank, token) + shift
             publish(flag + one, one < num_lanes, flag_level(slot))
 
 
 @device_function
-def _weight(entry, number, weights, topk_weights, NUM_TOPK: tl.constexpr):
-    """The routing weight of a lane of an entry of `returns`: there, or among those that came."""
-    if topk_weights is None:
-        weight = tl.load(entry + 2 + 2 * NUM_TOPK + number).to(tl.float32, bitcast=True)
-    else:
-        weight = tl.load(weights + tl.load(entry + 2 + NUM_TOPK + number))
-    return weight
+def _load_pair(x, places, number, num_lanes, hidden, columns, inside, ALIGNED: tl.constexpr):
+    """The rows of lanes `number` and the next, of those of a token; 0 behind the last."""
+    at = pointers_at(x + pick(places, number).to(tl.int64) * hidden, columns, ALIGNED)
+    first = tl.load(at, mask=inside, other=0.0)
+    at = pointers_at(x + pick(places, number + 1).to(tl.int64) * hidden, columns, ALIGNED)
+    return first, tl.load(at, mask=inside & (number + 1 < num_lanes), other=0.0)
 
 
 @device_function

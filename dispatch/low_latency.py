@@ -15,6 +15,7 @@ from ..words import Words
 from .low_latency_kernels import low_latency_dispatch_kernel
 
 NUM_RECEIVE_PROGRAMS = 2 if INTERPRETED else 131
+NUM_WARPS = 8
 
 
 class LowLatencyHandle(NamedTuple):
@@ -25,8 +26,8 @@ class LowLatencyHandle(NamedTuple):
     num_max_dispatch_tokens_per_rank: int
     hidden: int
     num_experts: int
-    returns: torch.Tensor  # int32 [R, M, 2 + 3 * K]: see `low_latency_receive_kernels.pack_row`
-    call: torch.Tensor  # int64 [1 + R]: epoch of the dispatch, rows that came from each rank
+    returns: torch.Tensor  # int32 [R, M, 1 + 3 * K]: see `low_latency_receive_kernels._pack_row`
+    call: torch.Tensor  # int64 [1 + R]: epoch of the dispatch, tokens of each rank
 
 
 @dataclass(frozen=True, slots=True)
@@ -87,7 +88,7 @@ def new_packed(rows: Sending, num_ranks: int, compact: bool) -> Packed:
     num_local, num_topk = rows.num_experts // num_ranks, rows.topk_idx.shape[1]
     most, hidden = num_ranks * rows.max_tokens, rows.x.shape[1]
     new, dtype = rows.topk_idx.new_empty, rows.x.dtype
-    returns = new((num_ranks, rows.max_tokens, 2 + 3 * num_topk), dtype=torch.int32)
+    returns = new((num_ranks, rows.max_tokens, 1 + 3 * num_topk), dtype=torch.int32)
     call = new(1 + num_ranks)
     if compact:
         num_rows = most * min(num_topk, num_local)
@@ -136,7 +137,7 @@ def low_latency_dispatch(
         num_tokens,
         rows.max_tokens,
         words.num_words,
-        message_bytes(rows.max_tokens, num_topk, num_local),
+        message_bytes(rows.max_tokens, num_topk),
         row.record,
         row.num_bytes,
         NUM_TOPK=num_topk,
@@ -148,6 +149,6 @@ def low_latency_dispatch(
         PHASES=phases,
         SHRINK=shrink,
         OVERLAP=launches_overlap(),
-        num_warps=8 if block <= 8192 else 16,
+        num_warps=NUM_WARPS,
         **early_launch(),
     )

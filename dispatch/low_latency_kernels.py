@@ -73,12 +73,12 @@ def low_latency_dispatch_kernel(
     OVERLAP: tl.constexpr,
 ):
     """Program 0 tells the ranks what this one has received before, programs 1 .. R send them the
-    counts of what comes, the next T a token each; the others receive. PHASES "send" or "receive"
+    tokens' experts, the next T a token each; the others receive. PHASES "send" or "receive"
     launches only these.
 
     Rows stand by expert, then source rank, then token. A row's place among those of its source and
-    expert is counted by its sender, meanwhile the row is being read; what comes from the ranks
-    before is added by the receiver, from the counts.
+    expert is counted by its sender, while the row is on its way; what comes from the ranks before
+    is added by the receiver, which counts their ids meanwhile.
 
     FORMAT: "bf16" and "fp32" travel as they are; "fp8", "rounded", "ue8m0": e4m3 with a scale per
     128 columns, see `_cast_row`. BLOCK holds a row: words of it, or columns to be cast.
@@ -100,7 +100,7 @@ def low_latency_dispatch_kernel(
             tell_received(slot, context, RANKS)
         elif program <= RANKS:
             # fmt: off
-            _send_counts(
+            _send_ids(
                 program - 1, slot, topk_idx, context, num_tokens, max_tokens, num_words,
                 recv_x.dtype.element_ty, NUM_TOPK, FORMAT, RANKS, EXPERTS, SHRINK,
             )
@@ -129,27 +129,17 @@ def low_latency_dispatch_kernel(
 
 
 @device_function
-def _load_ids(topk_idx, tokens, inside, NUM_TOPK: tl.constexpr):
-    """int64 [B, K_PAD] of tokens [B] that are `inside`, else -1."""
+def _load_ids(topk_idx, tokens, inside, NUM_TOPK: tl.constexpr, NUM_EXPERTS: tl.constexpr):
+    """int32 [B, K_PAD], -1 for what is not valid, and where that is not -1 itself."""
     lanes = tl.arange(0, triton.next_power_of_2(NUM_TOPK))
     real = inside[:, None] & (lanes < NUM_TOPK)[None, :]
-    return tl.load(topk_idx + tokens[:, None] * NUM_TOPK + lanes[None, :], mask=real, other=-1)
+    ids = tl.load(topk_idx + tokens[:, None] * NUM_TOPK + lanes[None, :], mask=real, other=-1)
+    valid = (ids >= 0) & (ids < NUM_EXPERTS)
+    return tl.where(valid, ids, -1).to(tl.int32), (ids != -1) & ~valid
 
 
 @device_function
-def _valid_ids(ids, NUM_EXPERTS: tl.constexpr):
-    """Ids as int32, -1 for those that are not valid."""
-    return tl.where((ids >= 0) & (ids < NUM_EXPERTS), ids, -1).to(tl.int32)
-
-
-@device_function
-def _has(ids, keys):
-    """int32 [B, C]: whether any of ids [B, K] is keys [C]."""
-    return tl.max((ids[:, None, :] == keys[None, :, None]).to(tl.int32), 2)
-
-
-@device_function
-def _send_counts(
+def _send_ids(
     peer,
     slot,
     topk_idx,
@@ -164,47 +154,44 @@ def _send_counts(
     EXPERTS: tl.constexpr,
     SHRINK: tl.constexpr,
 ):
-    """Tell `peer` how many rows it gets for each of its experts, behind the signature of the call;
-    then raise `message_flags[me]`, in whose lower bits is how many rows it gets in all."""
-    BINS: tl.constexpr = max(32, triton.next_power_of_2(EXPERTS))
+    """Tell `peer` which of its experts each token goes to, int32 [T, K], -1 for others and for an
+    expert that a token names again: behind the signature of the call. Then raise
+    `message_flags[me]`, in whose lower bits is T."""
     lanes = tl.arange(0, triton.next_power_of_2(NUM_TOPK))
-    experts = tl.arange(0, BINS)
-    counts = tl.zeros([BINS], tl.int32)
-    has_row = tl.zeros([TOKENS], tl.int32)
-    bad = tl.zeros([TOKENS], tl.int32)
-    for first in range(0, num_tokens, TOKENS):
-        tokens = first + tl.arange(0, TOKENS)
-        given = _load_ids(topk_idx, tokens, tokens < num_tokens, NUM_TOPK)
-        ids = _valid_ids(given, RANKS * EXPERTS)
-        bad += tl.sum(((given != -1) & (ids == -1)).to(tl.int32), 1)
-        here = (ids >= peer * EXPERTS) & (ids < (peer + 1) * EXPERTS)
-        # A token that names an expert twice has one row there: that of the first lane.
-        same = ids[:, :, None] == ids[:, None, :]
-        again = tl.max((same & (lanes[None, :] < lanes[:, None])[None, :, :]).to(tl.int32), 2)
-        counted = tl.reshape(here & (again == 0), [TOKENS * lanes.shape[0]])
-        local = tl.reshape(ids - peer * EXPERTS, [TOKENS * lanes.shape[0]])
-        counts += tl.histogram(tl.where(counted, local, 0), BINS, mask=counted)
-        has_row += tl.max(here.to(tl.int32), 1)
-    num_bad = tl.sum(bad, 0)
-    if (peer == 0) & (num_bad > 0):
-        total_bad = tl.load(context + BAD_IDS) + num_bad
-        tl.store(context + BAD_IDS, total_bad)
-        tl.store(report_words(context) + REPORT_BAD_IDS, total_bad)
+    tokens = tl.arange(0, TOKENS)
+    ids, bad = _load_ids(topk_idx, tokens, tokens < num_tokens, NUM_TOPK, RANKS * EXPERTS)
     lane = tl.arange(0, 1)
     may = wait_slot(slot, peer + lane, lane == 0, context, RANKS, SHRINK)
-    if tl.max(may.to(tl.int32), 0) == 1:
-        shift = pick(slot.shift, peer)
-        head = as_pointer(region_at(slot, slot.rank) + shift, tl.int32)
-        field = tl.arange(0, SIGNATURE_WORDS)
-        # fmt: off
-        signature = low_latency_signature(
-            num_words, max_tokens, word, NUM_TOPK, FORMAT, RANKS * EXPERTS
-        )
-        # fmt: on
-        put(head + field, signature, field < SIGNATURE_WORDS)
-        put(head + SIGNATURE_WORDS + experts, counts, experts < EXPERTS)
-        flag = message_flag(slot, slot.rank) + shift + lane
-        publish(flag, lane == 0, flag_level(slot) + tl.sum(has_row, 0))
+    may = tl.max(may.to(tl.int32), 0) == 1
+    shift = pick(slot.shift, peer)
+    head = as_pointer(region_at(slot, slot.rank) + shift, tl.int32)
+    field = tl.arange(0, SIGNATURE_WORDS)
+    # fmt: off
+    signature = low_latency_signature(
+        num_words, max_tokens, word, NUM_TOPK, FORMAT, RANKS * EXPERTS
+    )
+    # fmt: on
+    put(head + field, signature, (field < SIGNATURE_WORDS) & may)
+    num_bad = bad.to(tl.int32)
+    for first in range(0, num_tokens, TOKENS):
+        if first > 0:
+            inside = first + tokens < num_tokens
+            ids, bad = _load_ids(topk_idx, first + tokens, inside, NUM_TOPK, RANKS * EXPERTS)
+            num_bad += bad.to(tl.int32)
+        here = (ids >= peer * EXPERTS) & (ids < (peer + 1) * EXPERTS)
+        earlier = (lanes[None, :] < lanes[:, None])[None, :, :]
+        again = tl.max(((ids[:, :, None] == ids[:, None, :]) & earlier).to(tl.int32), 2)
+        local = tl.where(here & (again == 0), ids - peer * EXPERTS, -1)
+        to = head + SIGNATURE_WORDS + (first + tokens)[:, None] * NUM_TOPK + lanes[None, :]
+        real = (first + tokens < num_tokens)[:, None] & (lanes < NUM_TOPK)[None, :]
+        put(to, local, real & may)
+    flag = message_flag(slot, slot.rank) + shift + lane
+    publish(flag, (lane == 0) & may, flag_level(slot) + num_tokens)
+    total_bad = tl.sum(tl.sum(num_bad, 1), 0).to(tl.int64)
+    if (peer == 0) & (total_bad > 0):
+        total_bad += tl.load(context + BAD_IDS)
+        tl.store(context + BAD_IDS, total_bad)
+        tl.store(report_words(context) + REPORT_BAD_IDS, total_bad)
 
 
 @device_function
@@ -227,8 +214,11 @@ def _send_token(
     BLOCK: tl.constexpr,
     SHRINK: tl.constexpr,
 ):
-    """Write a token's row to each rank that has one of its experts, behind those of the tokens
-    before it there, and raise the row's flag."""
+    """Write a token's row to each rank that has one of its experts, and raise the row's flag.
+
+    Behind the payload, while that is on its way, each lane's place: how many tokens before this one
+    have its expert.
+    """
     columns = tl.arange(0, BLOCK)
     num_columns = num_words * 4 if is_cast(FORMAT) else num_words
     inside = row_mask(columns, num_columns, x.dtype.element_ty, ALIGNED)
@@ -238,47 +228,45 @@ def _send_token(
     lanes = tl.arange(0, triton.next_power_of_2(NUM_TOPK))
     ranks = tl.arange(0, slot.shift.shape[0])
     one = tl.arange(0, 1)
-    ids = _load_ids(topk_idx, token + one, one == 0, NUM_TOPK)
+    ids, _ = _load_ids(topk_idx, token + one, one == 0, NUM_TOPK, RANKS * EXPERTS)
     tokens = tl.arange(0, TOKENS)
-    before = _load_ids(topk_idx, tokens, tokens < token, NUM_TOPK)
-    real = lanes < NUM_TOPK
-    if topk_weights is not None:
-        weights = tl.load(topk_weights + token * NUM_TOPK + lanes, mask=real, other=0.0)
-
-    ids = tl.max(_valid_ids(ids, RANKS * EXPERTS), 0)
+    before, _ = _load_ids(topk_idx, tokens, tokens < token, NUM_TOPK, RANKS * EXPERTS)
+    ids = tl.max(ids, 0)
     owners = tl.where(ids >= 0, ids // EXPERTS, -1)
     in_rank = tl.max((owners[None, :] == ranks[:, None]).to(tl.int32), 1)
     may = wait_slot(slot, ranks, in_rank == 1, context, RANKS, SHRINK)
-    before = _valid_ids(before, RANKS * EXPERTS)
-    with_expert = _has(before, ids)
-    to_rank = _has(tl.where(before >= 0, before // EXPERTS, -1), ranks)
-    for first in range(TOKENS, token, TOKENS):
-        before = _load_ids(topk_idx, first + tokens, first + tokens < token, NUM_TOPK)
-        before = _valid_ids(before, RANKS * EXPERTS)
-        with_expert += _has(before, ids)
-        to_rank += _has(tl.where(before >= 0, before // EXPERTS, -1), ranks)
-    places, rows = tl.sum(with_expert, 0), tl.sum(to_rank, 0)
-
     scales = columns
     if is_cast(FORMAT):
         payload, scales = _cast_row(payload, FORMAT)
-    own = region_at(slot, slot.rank) + header_bytes
+    own = region_at(slot, slot.rank) + header_bytes + token.to(tl.int64) * row_bytes
     for distance in tl.static_range(RANKS):
         peer = (slot.rank + 1 + distance) % RANKS  # all ranks at once, and each to another
         if pick(may.to(tl.int32), peer) == 1:
-            to = own + pick(rows, peer).to(tl.int64) * row_bytes + pick(slot.shift, peer)
+            to = own + pick(slot.shift, peer)
             put(row_at(to, columns, payload.dtype, ALIGNED), payload, inside)
             if is_cast(FORMAT):
                 block = tl.arange(0, scales.shape[0])
                 scales_to = row_at(to + tl.cdiv(num_columns, 16) * 16, block, tl.int32, ALIGNED)
                 put(scales_to, scales, block < num_scales(num_words, FORMAT))
-            record = as_pointer(to + record_at, tl.int32)
-            put(record + one, token + one, one == 0)
-            put(record + 1 + lanes, tl.where(owners == peer, ids % EXPERTS, -1), real)
-            put(record + 1 + NUM_TOPK + lanes, places, real)
-            if topk_weights is not None:
-                put(record + 1 + 2 * NUM_TOPK + lanes, weights.to(tl.int32, bitcast=True), real)
-    publish(row_flag(slot, slot.rank, rows) + slot.shift, may, flag_level(slot))
+    with_expert = _has(before, ids)
+    for first in range(TOKENS, token, TOKENS):
+        inside_too = first + tokens < token
+        before, _ = _load_ids(topk_idx, first + tokens, inside_too, NUM_TOPK, RANKS * EXPERTS)
+        with_expert += _has(before, ids)
+    places = tl.sum(with_expert, 0)
+    records = as_pointer(own + record_at + slot.shift, tl.int32)[:, None] + lanes[None, :]
+    real = may[:, None] & (lanes < NUM_TOPK)[None, :]
+    put(records, places[None, :], real)
+    if topk_weights is not None:
+        weights = tl.load(topk_weights + token * NUM_TOPK + lanes, mask=lanes < NUM_TOPK, other=0.0)
+        put(records + NUM_TOPK, weights.to(tl.int32, bitcast=True)[None, :], real)
+    publish(row_flag(slot, slot.rank, token) + slot.shift, may, flag_level(slot))
+
+
+@device_function
+def _has(ids, keys):
+    """int32 [B, C]: whether any of ids [B, K] is keys [C]."""
+    return tl.max((ids[:, None, :] == keys[None, :, None]).to(tl.int32), 2)
 
 
 @device_function

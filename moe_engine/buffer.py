@@ -130,7 +130,7 @@ class Buffer(LowLatencyVerbs, Service):
         if options.decode_tokens and backend != "collective":
             decode = min(max(1, max_tokens), options.decode_tokens), num_topk
             row_bytes = hidden * dtype.itemsize
-            region = region_bytes(*decode, num_experts // num_ranks, row_bytes)
+            region = region_bytes(*decode, row_bytes)
             ring_bytes = RingLayout(num_ranks, region, options.num_slots).num_bytes
         return cls(
             group,
@@ -337,7 +337,7 @@ class Buffer(LowLatencyVerbs, Service):
         with self._streams.call(None, async_finish) as call:
             call.reads(x, topk_idx, topk_weights, w_gate_up, w_down)
             rows = checks.packed(x), topk_idx.contiguous(), topk_weights.contiguous()
-            if self._decodes(max_tokens, x, topk_idx, num_experts):
+            if self._decodes(max_tokens, x, topk_idx):
                 assert self._low_latency is not None
                 out = self._low_latency.moe_ffn(*rows, w_gate_up, w_down, max_tokens)
             else:
@@ -404,15 +404,13 @@ class Buffer(LowLatencyVerbs, Service):
                 self._low_latency = None
                 self._streams.uses("ring")
 
-    def _decodes(
-        self, max_tokens: int | None, x: torch.Tensor, topk_idx: torch.Tensor, num_experts: int
-    ) -> bool:
+    def _decodes(self, max_tokens: int | None, x: torch.Tensor, topk_idx: torch.Tensor) -> bool:
         """Whether a layer takes the low-latency way, from what is equal on all ranks."""
         if self._low_latency is None or max_tokens is None or self.options.layer is not None:
             return False
         num_topk = topk_idx.shape[1]
         row = LowLatencyRow(x.shape[1] * x.itemsize, num_topk)
-        fits = self._low_latency.fits(max_tokens, num_topk, num_experts, row.num_bytes)
+        fits = self._low_latency.fits(max_tokens, num_topk, row.num_bytes)
         return fits and max_tokens <= self.options.decode_tokens
 
     # --- Checks ------------------------------------------------------------------------------

@@ -112,8 +112,8 @@ def low_latency_size_hint(
     check_at_least(1, hidden=hidden, num_ranks=num_ranks)
     check_max_dispatch_tokens(num_max_dispatch_tokens_per_rank)
     check_experts(num_experts, num_ranks)
-    sizes = num_max_dispatch_tokens_per_rank, HINT_TOPK_LOW_LATENCY, num_experts // num_ranks
-    return RingLayout(num_ranks, region_bytes(*sizes, 2 * hidden), num_slots).num_bytes
+    region = region_bytes(num_max_dispatch_tokens_per_rank, HINT_TOPK_LOW_LATENCY, 2 * hidden)
+    return RingLayout(num_ranks, region, num_slots).num_bytes
 
 
 @dataclass(frozen=True, slots=True)

@@ -148,15 +148,14 @@ class LowLatency:
 
         return receive
 
-    def fits(self, max_tokens: int, num_topk: int, num_experts: int, row_bytes: int) -> bool:
+    def fits(self, max_tokens: int, num_topk: int, row_bytes: int) -> bool:
         """Whether calls of this size have room in the ring."""
-        header = message_bytes(max_tokens, num_topk, num_experts // self.num_ranks)
-        room = self.ring.layout.region_bytes - header
+        room = self.ring.layout.region_bytes - message_bytes(max_tokens, num_topk)
         return max_tokens <= MAX_ROWS and max_tokens * row_bytes <= room
 
     def _check_capacity(self, rows: Sending) -> None:
         row, num_topk = rows.row, rows.topk_idx.shape[1]
-        if not self.fits(rows.max_tokens, num_topk, rows.num_experts, row.num_bytes):
+        if not self.fits(rows.max_tokens, num_topk, row.num_bytes):
             raise CapacityError(
                 f"low-latency calls of up to {rows.max_tokens} tokens per rank, "
                 f"{row.payload_bytes} bytes and top-{num_topk} of {rows.num_experts} experts do "

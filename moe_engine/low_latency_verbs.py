@@ -158,7 +158,7 @@ class LowLatencyVerbs:
         num_local, hidden = handle.num_experts // self.group_size, handle.hidden
         checks.check_tensor("x", x, [num_local, rows, hidden], [torch.bfloat16], self.device)
         checks.check_topk(topk_idx, device=self.device)
-        num_topk = (handle.returns.shape[2] - 2) // 3
+        num_topk = (handle.returns.shape[2] - 1) // 3
         checks.check_tensor("topk_idx", topk_idx, ["T", num_topk], [torch.int64])
         checks.check_routing(topk_idx, topk_idx, topk_weights)
         checks.check_no_grad(x=x)
@@ -204,7 +204,7 @@ class LowLatencyVerbs:
         needed = self.get_low_latency_rdma_size_hint(
             num_max_dispatch_tokens_per_rank, hidden, self.group_size, num_experts
         )
-        if not engine.fits(num_max_dispatch_tokens_per_rank, 1, num_experts, 2 * hidden):
+        if not engine.fits(num_max_dispatch_tokens_per_rank, 1, 2 * hidden):
             raise CapacityError(
                 f"low-latency calls of {num_max_dispatch_tokens_per_rank} tokens and hidden "
                 f"{hidden} need about {needed} bytes; this Buffer has "

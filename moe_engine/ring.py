@@ -5,8 +5,8 @@
     slot   = region of rank 0 | region of rank 1 | ...       (written by that rank)
     region = message | row 0 | row 1 | ...
 
-The message of a dispatch, int32 [9 + L]: its signature [8], how many rows come in all, and for each
-expert; that of a combine are the routing weights, float32 [T, K]. Rows: see `LowLatencyRow`.
+The message of a dispatch, int32: its signature [8] and the tokens' experts there [T, K]; that of a
+combine: their routing weights, float32 [T, K]. Row t is that of token t, see `LowLatencyRow`.
 
 Unlike `slots.py`, flags belong to a slot, not to the Buffer: calls may be received in any order, as
 hooks are called. A flag is raised to the epoch of the call that uses the slot.
@@ -38,8 +38,8 @@ HINT_TOPK = 32
 class LowLatencyRow:
     """One row on its way: payload | scales, 4 bytes each | record, each at a multiple of 16 bytes.
 
-    The record, int32: the token's number | its lanes' local experts [K], -1 elsewhere | the token's
-    place among those of its rank with that expert [K] | float32 routing weights [K].
+    The record: for each lane, how many tokens of its rank before this one have its expert, int32
+    [K] | routing weights, float32 [K].
     """
 
     payload_bytes: int
@@ -56,18 +56,18 @@ class LowLatencyRow:
 
     @property
     def num_bytes(self) -> int:
-        return round_up(self.record + 4 * (1 + 3 * self.num_topk), LINE_BYTES)
+        return round_up(self.record + 8 * self.num_topk, LINE_BYTES)
 
 
-def message_bytes(max_tokens: int, num_topk: int, num_local_experts: int) -> int:
-    """Bytes of the longer message, a dispatch's or a combine's."""
-    return round_up(4 * max(9 + num_local_experts, max_tokens * num_topk), LINE_BYTES)
+def message_bytes(max_tokens: int, num_topk: int) -> int:
+    """Bytes of the longer message, a dispatch's."""
+    return round_up(4 * (8 + max_tokens * num_topk), LINE_BYTES)
 
 
-def region_bytes(max_tokens: int, num_topk: int, num_local_experts: int, hidden_bytes: int) -> int:
+def region_bytes(max_tokens: int, num_topk: int, hidden_bytes: int) -> int:
     """Bytes of a region for calls of up to `max_tokens` rows of `hidden_bytes` payload."""
     row = LowLatencyRow(hidden_bytes, num_topk)
-    return message_bytes(max_tokens, num_topk, num_local_experts) + max_tokens * row.num_bytes
+    return message_bytes(max_tokens, num_topk) + max_tokens * row.num_bytes
 
 
 @dataclass(frozen=True, slots=True)
