@@ -154,9 +154,9 @@ def _send_ids(
     EXPERTS: tl.constexpr,
     SHRINK: tl.constexpr,
 ):
-    """Tell `peer` which of its experts each token goes to, int32 [T, K], -1 for others and for an
-    expert that a token names again: behind the signature of the call. Then raise
-    `message_flags[me]`, in whose lower bits is T."""
+    """Tell `peer` which of its experts each token goes to, int32 [T, K], -1 for others, -2 - e for
+    an expert e that the token names again, as it gets one row: behind the signature of the call.
+    Then raise `message_flags[me]`, in whose lower bits is T."""
     lanes = tl.arange(0, triton.next_power_of_2(NUM_TOPK))
     tokens = tl.arange(0, TOKENS)
     ids, bad = _load_ids(topk_idx, tokens, tokens < num_tokens, NUM_TOPK, RANKS * EXPERTS)
@@ -181,7 +181,8 @@ def _send_ids(
         here = (ids >= peer * EXPERTS) & (ids < (peer + 1) * EXPERTS)
         earlier = (lanes[None, :] < lanes[:, None])[None, :, :]
         again = tl.max(((ids[:, :, None] == ids[:, None, :]) & earlier).to(tl.int32), 2)
-        local = tl.where(here & (again == 0), ids - peer * EXPERTS, -1)
+        local = tl.where(here, ids - peer * EXPERTS, -1)
+        local = tl.where(here & (again == 1), -2 - local, local)
         to = head + SIGNATURE_WORDS + (first + tokens)[:, None] * NUM_TOPK + lanes[None, :]
         real = (first + tokens < num_tokens)[:, None] & (lanes < NUM_TOPK)[None, :]
         put(to, local, real & may)

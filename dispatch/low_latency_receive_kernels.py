@@ -133,7 +133,7 @@ def receive(
             if pick(inside.to(tl.int32), number) == 1:
                 source, token = pick(sources, number), pick(tokens, number)
                 mine = tl.arange(0, ROWS) == number
-                expert = tl.max(tl.where(mine[:, None], experts, -1), 0)
+                expert = tl.sum(tl.where(mine[:, None], experts, 0), 0)
                 expert = tl.where(pick(came, number) == 1, expert, -1)
                 of_rank = tl.sum(tl.where((ranks == source)[:, None], begins, 0), 0)
                 entry = returns + (source * max_tokens + token).to(tl.int64) * (1 + 3 * NUM_TOPK)
@@ -258,7 +258,7 @@ def _pack_row(
     BLOCK: tl.constexpr,
 ):
     """Store what `_load_row` gave at its place among the rows of each of its experts here; expert
-    [K_PAD], -1 elsewhere.
+    [K_PAD] is as in the message: -1 elsewhere, -2 - e for e again.
 
     entry, int32: how many of the token's lanes are here, then, for each of these in order, the
     place of its row in recv_x [K], its lane [K], its routing weight as bits [K].
@@ -266,6 +266,7 @@ def _pack_row(
     lanes = tl.arange(0, triton.next_power_of_2(NUM_TOPK))
     experts = tl.arange(0, begins.shape[0])
     payload, scales, place, weight = loaded
+    expert = tl.where(expert < -1, -2 - expert, expert)
     here = expert >= 0
     place += tl.sum(tl.where(expert[:, None] == experts[None, :], begins[None, :], 0), 1)
     number = tl.cumsum(here.to(tl.int32), 0) - 1
