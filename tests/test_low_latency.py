@@ -15,7 +15,7 @@ from low_latency_cases import FORMS, combine, dispatch, make_inputs, to_cpu, to_
 
 from moe_engine.emulation import PerRank
 
-EXPERTS, TOPK, HIDDEN, MAX_TOKENS = 12, 3, 512, 6
+EXPERTS, TOPK, HIDDEN, MAX_TOKENS = 12, 3, 512, 5
 
 
 def run_rank(group, forms, max_tokens, num_experts, x, topk_idx, topk_weights):
@@ -55,16 +55,15 @@ def check_case(pool, num_ranks, num_tokens, max_tokens, hidden, num_experts, num
 @pytest.mark.parametrize("kind", cases.ROUTINGS)
 def test_every_routing_in_every_form(pool, num_ranks, kind):
     forms = list(FORMS)
-    if pool.device == "cpu":  # two of them, so that each routing meets each form twice
-        first = num_ranks + cases.ROUTINGS.index(kind)
-        forms = [forms[first % 4], forms[(first + 1) % 4]]
-    check_case(pool, num_ranks, [MAX_TOKENS, 0, 4], MAX_TOKENS, HIDDEN, EXPERTS, TOPK, kind, forms)
+    if pool.device == "cpu":  # one of them, so that each routing meets each form once
+        forms = [forms[(num_ranks + cases.ROUTINGS.index(kind)) % 4]]
+    check_case(pool, num_ranks, [MAX_TOKENS, 0, 3], MAX_TOKENS, HIDDEN, EXPERTS, TOPK, kind, forms)
 
 
-@settings(max_examples=12)
+@settings(max_examples=10)
 @given(
     num_ranks=st.integers(1, 4),
-    num_tokens=st.lists(st.integers(0, 9), min_size=1, max_size=4),
+    num_tokens=st.lists(st.integers(0, 8), min_size=1, max_size=4),
     room=st.integers(0, 5),
     hidden=st.integers(1, 300),
     num_blocks=st.integers(1, 5),
@@ -125,7 +124,7 @@ def any_weights(group, x, topk_idx, topk_weights):
 
 def test_any_weights(pool):
     """Products that are rounded, so that a fused multiply-add gives other bits."""
-    x, idx, _ = make_inputs(2, [MAX_TOKENS, 5], HIDDEN, EXPERTS, TOPK, "holes")
+    x, idx, _ = make_inputs(2, [MAX_TOKENS, 4], HIDDEN, EXPERTS, TOPK, "holes")
     weights = [torch.rand(ids.shape) for ids in idx]
     results = pool.run(any_weights, *map(PerRank, (x, idx, weights)), num_ranks=2)
     received = low_latency.reference.low_latency_dispatch(x, idx, MAX_TOKENS, EXPERTS)
@@ -155,7 +154,7 @@ def look_behind(group, form, x, topk_idx, topk_weights):
 
 @pytest.mark.parametrize("form", ["bf16", "fp8"])
 def test_rows_behind_the_counts_are_neither_written_nor_read(pool, form):
-    inputs = make_inputs(2, [5, 0], HIDDEN, EXPERTS, TOPK, "holes")
+    inputs = make_inputs(2, [3, 0], HIDDEN, EXPERTS, TOPK, "holes")
     results = pool.run(look_behind, form, *map(PerRank, inputs), num_ranks=2)
     assert results == [(True, False)] * 2
 
@@ -194,10 +193,9 @@ def form_and_flags(call):
     return list(FORMS)[call % len(FORMS)], flags
 
 
-@pytest.mark.parametrize("num_ranks", [2, 4])
-def test_many_calls_with_random_pauses(pool, num_ranks):
-    num_calls = 200 if pool.device == "cuda" else 20
-    x, idx, w = make_inputs(num_ranks, [MAX_TOKENS, 0, 1, 3], HIDDEN, EXPERTS, TOPK, "holes")
+def test_many_calls_with_random_pauses(pool):
+    num_calls, num_ranks = (200, pool.num_ranks) if pool.device == "cuda" else (20, 3)
+    x, idx, w = make_inputs(num_ranks, [3, 0, MAX_TOKENS, 1], HIDDEN, EXPERTS, TOPK, "holes")
     results = pool.run(many_calls, num_calls, *map(PerRank, (x, idx, w)), num_ranks=num_ranks)
     for call in range(num_calls):
         shifted = [torch.where(ids >= 0, (ids + call) % EXPERTS, -1) for ids in idx]
