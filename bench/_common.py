@@ -18,7 +18,7 @@ import triton.language as tl
 RESULTS = Path(__file__).parent / "results"
 FIELDS = (
     "bench verb model tokens ranks routing impl dtype us ratio_to ratio tflops remote_gbs "
-    "num_comm_sms error commit device torch triton time"
+    "num_comm_sms error layers prompt tokens_per_s commit device torch triton time"
 ).split()
 
 
@@ -85,7 +85,7 @@ def save(bench: str, path: Path | None = None, **fields: Any) -> str:
     line = dict.fromkeys(FIELDS) | {
         "bench": bench,
         "commit": commit(),
-        "device": torch.cuda.get_device_name(),
+        "device": torch.cuda.get_device_name() if torch.cuda.is_available() else "cpu",
         "torch": torch.__version__,
         "triton": triton.__version__,
         "time": time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime()),
