@@ -6,7 +6,8 @@ import json
 import os
 import subprocess
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from itertools import cycle, islice, pairwise
 from pathlib import Path
 from typing import Any
 
@@ -17,9 +18,12 @@ import triton.language as tl
 
 RESULTS = Path(__file__).parent / "results"
 FIELDS = (
-    "bench verb model tokens ranks routing impl dtype us ratio_to ratio tflops remote_gbs "
-    "num_comm_sms error commit device torch triton time"
+    "bench verb model tokens ranks routing impl dtype us p99 floor_us ratio_to ratio tflops "
+    "remote_gbs num_comm_sms error layers prompt tokens_per_s commit device torch triton time"
 ).split()
+GRAPH_CALLS = 10
+MIN_REPLAYS, MAX_SECONDS = 100, 1.0
+"""How few replays are enough where more would take too long."""
 
 
 @triton.jit
@@ -73,6 +77,50 @@ def time_calls(call: Callable[[], Any], group: dist.ProcessGroup, rounds: int) -
     return sorted(times[2:])[rounds // 2]
 
 
+def time_replays(
+    calls: Sequence[Callable[[], Any]], group: dist.ProcessGroup, replays: int
+) -> tuple[float, float]:
+    """Microseconds of one call, the median and the 99th percentile over the replays of a CUDA graph
+    of GRAPH_CALLS calls, which takes `calls` in turns.
+
+    A replay takes as long as on the slowest rank, from the end of the one before it. The hosts are
+    ahead of the GPUs all the time. No more replays than fit into MAX_SECONDS, but MIN_REPLAYS.
+    """
+    for call in calls:
+        call()
+    torch.cuda.synchronize()
+    dist.barrier(group)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.stream(torch.cuda.Stream()):  # torch.cuda.graph would empty the memory cache
+        graph.capture_begin()
+        for call in islice(cycle(calls), GRAPH_CALLS):
+            call()
+        graph.capture_end()
+
+    def run(count: int) -> torch.Tensor:
+        ends = [torch.cuda.Event(enable_timing=True) for _ in range(count + 1)]
+        torch.cuda.synchronize()
+        dist.barrier(group)
+        # While the GPUs are busy the hosts get ahead of them; then they wait for one another.
+        torch.cuda._sleep(1_000_000)
+        dist.all_reduce(torch.ones(1, device="cuda"), group=group)
+        ends[0].record()
+        for end in ends[1:]:
+            graph.replay()
+            end.record()
+        torch.cuda.synchronize()
+        milliseconds = [begin.elapsed_time(end) for begin, end in pairwise(ends)]
+        times = torch.tensor(milliseconds, device="cuda")
+        dist.all_reduce(times, op=dist.ReduceOp.MAX, group=group)
+        return times * 1e3 / GRAPH_CALLS
+
+    warmup = 10
+    us = float(run(2 * warmup).median())
+    affordable = int(MAX_SECONDS * 1e6 / (us * GRAPH_CALLS))
+    times = run(warmup + min(replays, max(MIN_REPLAYS, affordable)))[warmup:]
+    return float(times.median()), float(times.quantile(0.99))
+
+
 def commit() -> str:
     """The commit that is measured; MOE_ENGINE_COMMIT where there is no repository."""
     command = ["git", "-C", str(Path(__file__).parent), "rev-parse", "--short", "HEAD"]
@@ -85,7 +133,7 @@ def save(bench: str, path: Path | None = None, **fields: Any) -> str:
     line = dict.fromkeys(FIELDS) | {
         "bench": bench,
         "commit": commit(),
-        "device": torch.cuda.get_device_name(),
+        "device": torch.cuda.get_device_name() if torch.cuda.is_available() else "cpu",
         "torch": torch.__version__,
         "triton": triton.__version__,
         "time": time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime()),

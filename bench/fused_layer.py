@@ -18,9 +18,9 @@ from typing import Annotated, Any
 
 import torch
 import torch.distributed as dist
-import triton
 import typer
-from _common import draw_topk, save, silu_mul_kernel, time_calls
+from _common import save, time_calls
+from _layer import ERROR, Experts, Tokens, relative_error
 
 from moe_engine import Buffer, LayerConfig, Options, moe_ffn, routing
 from moe_engine.dispatch import Lanes, release
@@ -31,8 +31,6 @@ from moe_engine.layer_config import MODELS, LayerProblem
 from moe_engine.tune_layer import time_graph
 
 UNFUSED = LayerConfig(num_stages=1, num_return_stages=1)
-ERROR = 6e-3
-"""Largest relative difference to the all-to-all path; both round to bf16 on the way."""
 
 
 @dataclass(frozen=True)
@@ -85,42 +83,13 @@ def run_rank(group: dist.ProcessGroup, part: str, shapes: list[Shape]) -> None:
         bench.close()
 
 
-class Experts:
-    """This rank's experts of a model, with random weights."""
-
-    def __init__(self, group: dist.ProcessGroup, model: str):
-        self.model = model
-        self.num_experts, self.hidden, self.columns, self.num_topk = MODELS[model]
-        self.num_local = self.num_experts // dist.get_world_size(group)
-        torch.manual_seed(dist.get_rank(group))
-        self.up = self._draw(2 * self.columns, self.hidden)
-        self.down = self._draw(self.hidden, self.columns)
-
-    def _draw(self, rows: int, depth: int) -> torch.Tensor:
-        w = torch.empty(self.num_local, rows, depth, dtype=torch.bfloat16, device="cuda")
-        return w.normal_(std=depth**-0.5)
-
-    def __call__(self, rows: torch.Tensor, offsets: torch.Tensor) -> torch.Tensor:
-        """Two grouped GEMMs of torch's on rows in expert order; offsets int32 [L], ends."""
-        h = torch._grouped_mm(rows, self.up.transpose(1, 2), offs=offsets)
-        act = h.new_empty(len(rows), self.columns)
-        grid = (len(h), triton.cdiv(self.columns, 1024))
-        silu_mul_kernel[grid](h, act, self.columns, BLOCK=1024)
-        return torch._grouped_mm(act, self.down.transpose(1, 2), offs=offsets)
-
-
 class Bench:
     """One shape on one rank: its inputs, and each way through the layer."""
 
     def __init__(self, group: dist.ProcessGroup, shape: Shape, experts: Experts):
         self.group, self.shape, self.experts = group, shape, experts
         self.rank, self.num_ranks = dist.get_rank(group), dist.get_world_size(group)
-        torch.manual_seed(100 + self.rank)
-        self.x = torch.randn(shape.tokens, experts.hidden, device="cuda", dtype=torch.bfloat16)
-        self.idx = draw_topk(
-            shape.routing, shape.tokens, experts.num_experts, experts.num_topk, self.rank
-        )
-        self.weights = torch.rand(shape.tokens, experts.num_topk, device="cuda")
+        self.tokens = Tokens(group, shape.model, shape.tokens, shape.routing, self.rank)
         self.buffers: list[Buffer] = []
 
     def close(self) -> None:
@@ -137,7 +106,8 @@ class Bench:
             options=Options(timeout_s=20.0, layer=config),
         )
         self.buffers.append(buffer)
-        args = self.x, self.idx, self.weights, experts.up, experts.down, buffer
+        tokens = self.tokens
+        args = tokens.x, tokens.idx, tokens.weights, experts.up, experts.down, buffer
         return lambda: moe_ffn(*args)
 
     def time(self, call: Callable[[], Any]) -> float:
@@ -161,7 +131,7 @@ class Bench:
         """Ours as it chooses, ours unfused, the GEMMs alone, and the all-to-all."""
         ours = self.layer()
         out, want = ours(), self.nccl()
-        error = float((out.float() - want.float()).norm() / want.float().norm())
+        error = relative_error(out, want)
         assert error < ERROR, error
         del out, want
         choice = self.buffers[0].layer_config(self.experts.up, self.experts.num_topk)
@@ -184,7 +154,7 @@ class Bench:
 
     def there(self) -> None:
         """The way there, a call that ends with the up-projection, and that alone."""
-        experts = self.experts
+        experts, tokens = self.experts, self.tokens
         self.layer()()  # reserves what follows needs
         slots = self.buffers[0]._engine.slots
         max_rows = self.num_ranks * self.shape.tokens * experts.num_topk
@@ -192,13 +162,13 @@ class Bench:
 
         def call() -> None:
             lanes = Lanes(
-                *(self.x, self.idx, self.weights),
-                routing.layout(self.idx, experts.num_experts, slots),
+                *(tokens.x, tokens.idx, tokens.weights),
+                routing.layout(tokens.idx, experts.num_experts, slots),
             )
             dispatch_experts(lanes, experts.up, max_rows, config, slots)
             release(slots)
 
-        rows, ends = self.received()
+        rows, ends = tokens.received()
         offsets = torch.cat([ends.new_zeros(1), ends])
         alone_us = self.time(lambda: grouped_gemm(rows, experts.up, offsets, activation="swiglu"))
         us = self.time(call)
@@ -208,42 +178,14 @@ class Bench:
 
     def gemms(self) -> Callable[[], torch.Tensor]:
         """The GEMMs on as many rows as this rank's experts receive."""
-        rows, offsets = self.received()
-        return lambda: self.experts(rows, offsets)
-
-    def received(self) -> tuple[torch.Tensor, torch.Tensor]:
-        """As many random rows as this rank's experts receive, and int32 [L], their ends."""
-        experts = self.experts
-        counts = torch.bincount(self.idx.flatten(), minlength=experts.num_experts)
-        dist.all_reduce(counts, group=self.group)
-        mine = counts.view(self.num_ranks, experts.num_local)[self.rank]
-        rows = torch.randn(int(mine.sum()), experts.hidden, device="cuda", dtype=torch.bfloat16)
-        return rows, mine.cumsum(0).int()
+        rows, ends = self.tokens.received()
+        return lambda: self.experts(rows, ends)
 
     def nccl(self) -> torch.Tensor:
         """One copy per (token, expert): sort, all-to-all, sort, GEMMs, and back; synchronises the
         host with the counts."""
-        experts, num_topk = self.experts, self.experts.num_topk
-        flat = self.idx.flatten()
-        order = flat.argsort()
-        sent = torch.bincount(flat, minlength=experts.num_experts)
-        received = torch.empty_like(sent)
-        dist.all_to_all_single(received, sent, group=self.group)
-        out = sent.view(self.num_ranks, -1).sum(1).tolist()
-        into = received.view(self.num_ranks, -1).sum(1).tolist()
-        rows = self.x.new_empty(sum(into), experts.hidden)
-        dist.all_to_all_single(rows, self.x[order // num_topk], into, out, group=self.group)
-        local = torch.arange(experts.num_local, device="cuda").repeat(self.num_ranks)
-        by_expert = local.repeat_interleave(received, output_size=sum(into)).argsort(stable=True)
-        offsets = received.view(self.num_ranks, -1).sum(0).cumsum(0).int()
-        y = torch.empty_like(rows)
-        y[by_expert] = experts(rows[by_expert], offsets)
-        mine = torch.empty(len(flat), experts.hidden, device="cuda", dtype=y.dtype)
-        dist.all_to_all_single(mine, y, out, into, group=self.group)
-        back = torch.empty_like(order)
-        back[order] = torch.arange(len(order), device="cuda")
-        lanes = mine[back].view(-1, num_topk, experts.hidden)
-        return torch.einsum("tkh,tk->th", lanes, self.weights.to(lanes.dtype))
+        copies = self.tokens.send_copies()
+        return self.tokens.return_copies(self.experts(copies.rows, copies.ends), copies)
 
     def sweep(self) -> None:
         """Times by how many programs communicate: push, copy, return."""

@@ -89,6 +89,37 @@ def draw_grouped_gemm() -> None:
     figure.savefig(DOCS / "grouped_gemm.svg", metadata={"Date": None})
 
 
+def draw_low_latency() -> None:
+    """us of each verb over tokens: medians, up to the 99th percentiles, and floors."""
+    curves: dict[str, dict[str, dict[int, Line]]] = defaultdict(lambda: defaultdict(dict))
+    for line in newest("low_latency"):
+        if (line["impl"], line["ranks"], line["routing"]) == ("moe_engine", 4, "uniform"):
+            dtype = f", {line['dtype']}" if line["verb"] == "dispatch" else ""
+            curves[line["model"]][line["verb"] + dtype][line["tokens"]] = line
+    figure, panels = plt.subplots(
+        1, len(curves), figsize=(11, 3.8), layout="constrained", sharey=True, squeeze=False
+    )
+    for axes, (model, verbs) in zip(panels[0], curves.items(), strict=True):
+        for name in "dispatch, fp8", "combine", "round_trip", "layer":
+            lines = [verbs[name][number] for number in sorted(verbs[name])]
+            tokens, us, p99, floor = (
+                [line[field] for line in lines] for field in ("tokens", "us", "p99", "floor_us")
+            )
+            (curve,) = axes.plot(tokens, us, marker="o", markersize=4, label=name.replace("_", " "))
+            axes.fill_between(tokens, us, p99, color=curve.get_color(), alpha=0.2, linewidth=0)
+            axes.plot(tokens, floor, linestyle="--", linewidth=1, color=curve.get_color())
+        axes.set(xscale="log", yscale="log", xlabel="tokens per rank", title=model)
+        measured = sorted(set().union(*verbs.values()))
+        axes.set_xticks(measured, map(str, measured))
+        axes.minorticks_off()
+        axes.set_yticks(ticks := [5, 10, 20, 50, 100, 200, 500, 1000, 2000], map(str, ticks))
+        axes.grid(alpha=0.3)
+    panels[0][0].set_ylabel("us, 4 x H200 (dashed: floor; band: to p99)")
+    figure.legend(*panels[0][0].get_legend_handles_labels(), loc="outside lower center", ncols=4)
+    figure.savefig(DOCS / "low_latency.svg", metadata={"Date": None})
+
+
 if __name__ == "__main__":
     draw_dispatch_combine()
     draw_grouped_gemm()
+    draw_low_latency()

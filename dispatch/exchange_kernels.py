@@ -76,7 +76,7 @@ def exchange_kernel(
     if is_broken(context):
         return
     num_experts = num_local_experts * num_ranks
-    signature = call_signature(payload_bytes, num_topk, num_experts, item_bytes, num_scales, 0, 0)
+    signature = _signature(payload_bytes, num_topk, num_experts, item_bytes, num_scales, 0, 0)
     if program < num_ranks:
         counts, token = _open_counts(program, signature, context)
         if token == 1:
@@ -99,7 +99,7 @@ def exchange_kernel(
     for source in range(0, num_ranks):
         counts, differs = _counts_of(source, signature, token, context)
         if differs:
-            report_signature(source, region(source, context), current_epoch(context), context)
+            _report_signature(source, context)
             num_others += 1
         sent = tl.load(counts + num_experts + ranks, mask=ranks < num_ranks, other=0)
         most_rows = tl.maximum(most_rows, tl.max(sent, 0))
@@ -170,7 +170,7 @@ def exchange_lanes_kernel(
     wait_for_previous(OVERLAP)
     if is_broken(context):
         return
-    signature = call_signature(
+    signature = _signature(
         payload_bytes, num_topk, num_experts, item_bytes, 0, stage_count, back_stages
     )
     if program < RANKS:
@@ -195,7 +195,7 @@ def exchange_lanes_kernel(
         totals += sent
         remote += tl.where(source == dest, 0, sent)
     if other >= 0:  # numbers of rows stay 0: the counts of another shape mean nothing
-        report_signature(other, region(other, context), current_epoch(context), context)
+        _report_signature(other, context)
     else:
         ends, remote_ends = tl.cumsum(totals, 0), tl.cumsum(remote, 0)
         to = dest * num_local_experts + experts
@@ -213,11 +213,10 @@ def exchange_lanes_kernel(
 
 
 @device_function
-def call_signature(
+def _signature(
     payload_bytes, num_topk, num_experts, item_bytes, num_scales, stage_count, back_stages
 ):
-    """What must be the same on all ranks; the stages of both ways are 0 for a dispatch, and of a
-    low-latency one the most tokens and 0."""
+    """What must be the same on all ranks; the stages of both ways are 0 for a dispatch."""
     field = tl.arange(0, 8)
     signature = tl.where(field == 0, payload_bytes, tl.where(field == 1, num_topk, 0))
     signature = tl.where(field == 2, num_experts, tl.where(field == 3, item_bytes, signature))
@@ -263,9 +262,9 @@ def _counts_of(source, signature, token, context):
 
 
 @device_function
-def report_signature(source, head, epoch, context):
-    """Tell the host what `source` called with; its signature stands at the address `head`."""
+def _report_signature(source, context):
+    """Tell the host what `source` called with."""
     field = tl.arange(0, 8)
-    theirs = tl.load(as_pointer(head, tl.int32) + field)
+    theirs = tl.load(as_pointer(region(source, context), tl.int32) + field)
     tl.store(report_words(context) + REPORT_SIGNATURE + field, theirs.to(tl.int64))
-    report_failure(source, epoch, context, PHASE_SIGNATURE)
+    report_failure(source, current_epoch(context), context, PHASE_SIGNATURE)

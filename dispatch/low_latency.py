@@ -14,7 +14,7 @@ from ..slots import next_power_of_2
 from ..words import Words
 from .low_latency_kernels import low_latency_dispatch_kernel
 
-NUM_RECEIVE_PROGRAMS = 2 if INTERPRETED else 131
+NUM_RECEIVE_PROGRAMS = 3 if INTERPRETED else 131
 NUM_WARPS = 8
 
 

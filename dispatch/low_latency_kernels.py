@@ -13,12 +13,13 @@ from ..lang import (
     end_span,
     publish,
     put,
+    put_words,
     report_words,
     row_mask,
 )
 from ..ring_kernels import (
+    count_at,
     flag_level,
-    message_flag,
     open_slot,
     pick,
     pointers_at,
@@ -29,13 +30,7 @@ from ..ring_kernels import (
     wait_slot,
 )
 from ..work import let_next_start
-from .low_latency_receive_kernels import (
-    SIGNATURE_WORDS,
-    is_cast,
-    low_latency_signature,
-    num_scales,
-    receive,
-)
+from .low_latency_receive_kernels import FIELDS, call_fields, is_cast, num_scales, receive
 
 TOKENS = tl.constexpr(128)
 """Tokens whose lanes a program looks at together."""
@@ -73,12 +68,12 @@ def low_latency_dispatch_kernel(
     OVERLAP: tl.constexpr,
 ):
     """Program 0 tells the ranks what this one has received before, programs 1 .. R send them the
-    tokens' experts, the next T a token each; the others receive. PHASES "send" or "receive"
+    counts of what comes, the next T a token each; the others receive. PHASES "send" or "receive"
     launches only these.
 
     Rows stand by expert, then source rank, then token. A row's place among those of its source and
     expert is counted by its sender, while the row is on its way; what comes from the ranks before
-    is added by the receiver, which counts their ids meanwhile.
+    is added by the receiver, from the counts.
 
     FORMAT: "bf16" and "fp32" travel as they are; "fp8", "rounded", "ue8m0": e4m3 with a scale per
     128 columns, see `_cast_row`. BLOCK holds a row: words of it, or columns to be cast.
@@ -100,7 +95,7 @@ def low_latency_dispatch_kernel(
             tell_received(slot, context, RANKS)
         elif program <= RANKS:
             # fmt: off
-            _send_ids(
+            _send_counts(
                 program - 1, slot, topk_idx, context, num_tokens, max_tokens, num_words,
                 recv_x.dtype.element_ty, NUM_TOPK, FORMAT, RANKS, EXPERTS, SHRINK,
             )
@@ -129,17 +124,41 @@ def low_latency_dispatch_kernel(
 
 
 @device_function
-def _load_ids(topk_idx, tokens, inside, NUM_TOPK: tl.constexpr, NUM_EXPERTS: tl.constexpr):
-    """int32 [B, K_PAD], -1 for what is not valid, and where that is not -1 itself."""
-    lanes = tl.arange(0, triton.next_power_of_2(NUM_TOPK))
-    real = inside[:, None] & (lanes < NUM_TOPK)[None, :]
-    ids = tl.load(topk_idx + tokens[:, None] * NUM_TOPK + lanes[None, :], mask=real, other=-1)
-    valid = (ids >= 0) & (ids < NUM_EXPERTS)
-    return tl.where(valid, ids, -1).to(tl.int32), (ids != -1) & ~valid
+def _load_lanes(topk_idx, tokens, inside, NUM_TOPK: tl.constexpr, NUM_EXPERTS: tl.constexpr):
+    """(the experts of tokens [B], a tuple of K_PAD blocks int32 [B] with -1 for those that are not
+    valid or named before, int32 [B]: how many of a token's ids were neither valid nor -1).
+
+    A token's lanes are in one thread, so that they can be compared without a move.
+    """
+    lanes = ()
+    num_bad = tl.zeros_like(tokens)
+    for lane in tl.static_range(triton.next_power_of_2(NUM_TOPK)):
+        here = inside & (lane < NUM_TOPK)
+        given = tl.load(topk_idx + tokens * NUM_TOPK + lane, mask=here, other=-1)
+        valid = (given >= 0) & (given < NUM_EXPERTS)
+        num_bad += ((given != -1) & (valid == 0)).to(tl.int32)
+        expert = tl.where(valid, given, -1).to(tl.int32)
+        for before in tl.static_range(lane):
+            expert = tl.where(lanes[before] == expert, -1, expert)
+        lanes = lanes + (expert,)
+    return lanes, num_bad
 
 
 @device_function
-def _send_ids(
+def _stack(blocks, COUNT: tl.constexpr):
+    """COUNT blocks of one shape along new last dimensions of 2 each, the first block first."""
+    if COUNT == 1:
+        stacked = blocks[0]
+    else:
+        pairs = ()
+        for number in tl.static_range(COUNT // 2):
+            pairs = pairs + (tl.join(blocks[number], blocks[number + COUNT // 2]),)
+        stacked = _stack(pairs, COUNT // 2)
+    return stacked
+
+
+@device_function
+def _send_counts(
     peer,
     slot,
     topk_idx,
@@ -154,41 +173,37 @@ def _send_ids(
     EXPERTS: tl.constexpr,
     SHRINK: tl.constexpr,
 ):
-    """Tell `peer` which of its experts each token goes to, int32 [T, K], -1 for others, -2 - e for
-    an expert e that the token names again, as it gets one row: behind the signature of the call.
-    Then raise `message_flags[me]`, in whose lower bits is T."""
-    lanes = tl.arange(0, triton.next_power_of_2(NUM_TOPK))
-    tokens = tl.arange(0, TOKENS)
-    ids, bad = _load_ids(topk_idx, tokens, tokens < num_tokens, NUM_TOPK, RANKS * EXPERTS)
+    """Tell `peer` how many tokens this rank has, what it was called with, and how many tokens go to
+    each of the peer's experts: words, which no row is in the way of."""
+    K_PAD: tl.constexpr = triton.next_power_of_2(NUM_TOPK)
+    BINS: tl.constexpr = max(32, triton.next_power_of_2(EXPERTS))
+    experts = tl.arange(0, BINS)
+    counts = tl.zeros([BINS], tl.int32)
+    bad = tl.zeros([TOKENS], tl.int32)
     lane = tl.arange(0, 1)
+    for first in range(0, tl.maximum(num_tokens, 1), TOKENS):
+        tokens = first + tl.arange(0, TOKENS)
+        # fmt: off
+        lanes, num_bad = _load_lanes(
+            topk_idx, tokens, tokens < num_tokens, NUM_TOPK, RANKS * EXPERTS
+        )
+        # fmt: on
+        bad += num_bad
+        ids = tl.reshape(_stack(lanes, K_PAD), [TOKENS * K_PAD]) - peer * EXPERTS
+        here = (ids >= 0) & (ids < EXPERTS)
+        counts += tl.histogram(tl.where(here, ids, 0), BINS, mask=here)
     may = wait_slot(slot, peer + lane, lane == 0, context, RANKS, SHRINK)
     may = tl.max(may.to(tl.int32), 0) == 1
-    shift = pick(slot.shift, peer)
-    head = as_pointer(region_at(slot, slot.rank) + shift, tl.int32)
-    field = tl.arange(0, SIGNATURE_WORDS)
+    shift, level = pick(slot.shift, peer), flag_level(slot)
+    to = as_pointer(count_at(slot, slot.rank, 0) + shift, tl.int64)
     # fmt: off
-    signature = low_latency_signature(
-        num_words, max_tokens, word, NUM_TOPK, FORMAT, RANKS * EXPERTS
+    fields = call_fields(
+        num_tokens, num_words, max_tokens, word, NUM_TOPK, FORMAT, RANKS * EXPERTS
     )
     # fmt: on
-    put(head + field, signature, (field < SIGNATURE_WORDS) & may)
-    num_bad = bad.to(tl.int32)
-    for first in range(0, num_tokens, TOKENS):
-        if first > 0:
-            inside = first + tokens < num_tokens
-            ids, bad = _load_ids(topk_idx, first + tokens, inside, NUM_TOPK, RANKS * EXPERTS)
-            num_bad += bad.to(tl.int32)
-        here = (ids >= peer * EXPERTS) & (ids < (peer + 1) * EXPERTS)
-        earlier = (lanes[None, :] < lanes[:, None])[None, :, :]
-        again = tl.max(((ids[:, :, None] == ids[:, None, :]) & earlier).to(tl.int32), 2)
-        local = tl.where(here, ids - peer * EXPERTS, -1)
-        local = tl.where(here & (again == 1), -2 - local, local)
-        to = head + SIGNATURE_WORDS + (first + tokens)[:, None] * NUM_TOPK + lanes[None, :]
-        real = (first + tokens < num_tokens)[:, None] & (lanes < NUM_TOPK)[None, :]
-        put(to, local, real & may)
-    flag = message_flag(slot, slot.rank) + shift + lane
-    publish(flag, (lane == 0) & may, flag_level(slot) + num_tokens)
-    total_bad = tl.sum(tl.sum(num_bad, 1), 0).to(tl.int64)
+    put_words(to + tl.arange(0, FIELDS), level + fields, (fields >= 0) & may)
+    put_words(to + FIELDS + experts, level + counts, (experts < EXPERTS) & may)
+    total_bad = tl.sum(bad, 0).to(tl.int64)
     if (peer == 0) & (total_bad > 0):
         total_bad += tl.load(context + BAD_IDS)
         tl.store(context + BAD_IDS, total_bad)
@@ -215,59 +230,61 @@ def _send_token(
     BLOCK: tl.constexpr,
     SHRINK: tl.constexpr,
 ):
-    """Write a token's row to each rank that has one of its experts, and raise the row's flag.
+    """Write a token's row to each rank that has one of its experts, and raise its flag on all,
+    which says whether there is a row.
 
     Behind the payload, while that is on its way, each lane's place: how many tokens before this one
     have its expert.
     """
+    K_PAD: tl.constexpr = triton.next_power_of_2(NUM_TOPK)
     columns = tl.arange(0, BLOCK)
     num_columns = num_words * 4 if is_cast(FORMAT) else num_words
     inside = row_mask(columns, num_columns, x.dtype.element_ty, ALIGNED)
     own_row = x + token.to(tl.int64) * num_columns
     # All that this reads is on its way before it waits.
     payload = tl.load(pointers_at(own_row, columns, ALIGNED), mask=inside, other=0)
-    lanes = tl.arange(0, triton.next_power_of_2(NUM_TOPK))
-    ranks = tl.arange(0, slot.shift.shape[0])
-    one = tl.arange(0, 1)
-    ids, _ = _load_ids(topk_idx, token + one, one == 0, NUM_TOPK, RANKS * EXPERTS)
-    tokens = tl.arange(0, TOKENS)
-    before, _ = _load_ids(topk_idx, tokens, tokens < token, NUM_TOPK, RANKS * EXPERTS)
-    ids = tl.max(ids, 0)
+    lanes, ranks = tl.arange(0, K_PAD), tl.arange(0, slot.shift.shape[0])
+    real = lanes < NUM_TOPK
+    ids = tl.load(topk_idx + token * NUM_TOPK + lanes, mask=real, other=-1)
+    ids = tl.where((ids >= 0) & (ids < RANKS * EXPERTS), ids, -1).to(tl.int32)
+    if topk_weights is not None:
+        weights = tl.load(topk_weights + token * NUM_TOPK + lanes, mask=real, other=0.0)
     owners = tl.where(ids >= 0, ids // EXPERTS, -1)
-    in_rank = tl.max((owners[None, :] == ranks[:, None]).to(tl.int32), 1)
-    may = wait_slot(slot, ranks, in_rank == 1, context, RANKS, SHRINK)
+    has_row = tl.max((owners[None, :] == ranks[:, None]).to(tl.int32), 1)
+    may = wait_slot(slot, ranks, ranks < RANKS, context, RANKS, SHRINK)
+    to_rank = may & (has_row == 1)
     scales = columns
     if is_cast(FORMAT):
         payload, scales = _cast_row(payload, FORMAT)
-    own = region_at(slot, slot.rank) + header_bytes + token.to(tl.int64) * row_bytes
+    row = region_at(slot, slot.rank) + header_bytes + token.to(tl.int64) * row_bytes
     for distance in tl.static_range(RANKS):
         peer = (slot.rank + 1 + distance) % RANKS  # all ranks at once, and each to another
-        if pick(may.to(tl.int32), peer) == 1:
-            to = own + pick(slot.shift, peer)
+        if pick(to_rank.to(tl.int32), peer) == 1:
+            to = row + pick(slot.shift, peer)
             put(row_at(to, columns, payload.dtype, ALIGNED), payload, inside)
             if is_cast(FORMAT):
                 block = tl.arange(0, scales.shape[0])
                 scales_to = row_at(to + tl.cdiv(num_columns, 16) * 16, block, tl.int32, ALIGNED)
                 put(scales_to, scales, block < num_scales(num_words, FORMAT))
-    with_expert = _has(before, ids)
-    for first in range(TOKENS, token, TOKENS):
-        inside_too = first + tokens < token
-        before, _ = _load_ids(topk_idx, first + tokens, inside_too, NUM_TOPK, RANKS * EXPERTS)
-        with_expert += _has(before, ids)
-    places = tl.sum(with_expert, 0)
-    records = as_pointer(own + record_at + slot.shift, tl.int32)[:, None] + lanes[None, :]
-    real = may[:, None] & (lanes < NUM_TOPK)[None, :]
-    put(records, places[None, :], real)
+    places = tl.zeros([TOKENS, K_PAD], tl.int32)
+    for first in range(0, token, TOKENS):
+        tokens = first + tl.arange(0, TOKENS)
+        before, _ = _load_lanes(topk_idx, tokens, tokens < token, NUM_TOPK, RANKS * EXPERTS)
+        found = ()
+        for lane in tl.static_range(K_PAD):
+            same = tl.zeros([TOKENS], tl.int32)
+            for other in tl.static_range(NUM_TOPK):
+                same = same | (before[other] == pick(ids, lane)).to(tl.int32)
+            found = found + (same,)
+        places += tl.reshape(_stack(found, K_PAD), [TOKENS, K_PAD])
+    record = as_pointer(row + record_at + slot.shift, tl.int32)[:, None] + lanes[None, :]
+    is_written = to_rank[:, None] & real[None, :]
+    there = tl.where(owners[None, :] == ranks[:, None], ids[None, :] % EXPERTS, -1)
+    put(record, there, is_written)
+    put(record + NUM_TOPK, tl.sum(places, 0)[None, :], is_written)
     if topk_weights is not None:
-        weights = tl.load(topk_weights + token * NUM_TOPK + lanes, mask=lanes < NUM_TOPK, other=0.0)
-        put(records + NUM_TOPK, weights.to(tl.int32, bitcast=True)[None, :], real)
-    publish(row_flag(slot, slot.rank, token) + slot.shift, may, flag_level(slot))
-
-
-@device_function
-def _has(ids, keys):
-    """int32 [B, C]: whether any of ids [B, K] is keys [C]."""
-    return tl.max((ids[:, None, :] == keys[None, :, None]).to(tl.int32), 2)
+        put(record + 2 * NUM_TOPK, weights.to(tl.int32, bitcast=True)[None, :], is_written)
+    publish(row_flag(slot, slot.rank, token) + slot.shift, may, flag_level(slot) + has_row)
 
 
 @device_function

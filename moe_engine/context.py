@@ -48,7 +48,7 @@ class Report(IntEnum):
 
 
 class Phase(IntEnum):
-    """What a wait was for; SIGNATURE: a peer's call did not match; OVERFLOW: more rows
+    """What a wait was for; SIGNATURE, FIELDS: a peer's call did not match; OVERFLOW: more rows
     came than the caller has room for; CAPACITY: more rows than a region holds."""
 
     SLOT_FREE = 0
@@ -61,6 +61,7 @@ class Phase(IntEnum):
     METADATA = 7
     TILES = 8
     CLOCKS = 9
+    FIELDS = 10
 
 
 class Role(IntEnum):
@@ -123,6 +124,7 @@ REPORT_BAD_IDS = tl.constexpr(int(Report.BAD_IDS))
 PHASE_METADATA = tl.constexpr(int(Phase.METADATA))
 PHASE_TILES = tl.constexpr(int(Phase.TILES))
 PHASE_CLOCKS = tl.constexpr(int(Phase.CLOCKS))
+PHASE_FIELDS = tl.constexpr(int(Phase.FIELDS))
 ROLE_EXCHANGE = tl.constexpr(int(Role.EXCHANGE))
 ROLE_PUSH = tl.constexpr(int(Role.PUSH))
 ROLE_COPY = tl.constexpr(int(Role.COPY))

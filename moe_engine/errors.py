@@ -44,6 +44,10 @@ class PeerTimeout(MoeEngineError, TimeoutError):
         )
 
 
+class OutOfStep(MoeEngineError, TimeoutError):
+    """Ranks did not all make the same call within the deadline: one is gone, or made fewer."""
+
+
 class NotThereYet:
     """A name of DeepEP's Buffer that raises BackendError when it is called."""
 

@@ -25,7 +25,15 @@ from .context import (
 )
 from .ptx import INTERPRETED as INTERPRETED
 from .ptx import TRACING as TRACING
-from .ptx import any_thread, fence_tma_loads, load_acquire, pause, poll_inline, write_span
+from .ptx import (
+    any_thread,
+    fence_tma_loads,
+    load_acquire,
+    pause,
+    poll_inline,
+    store_words,
+    write_span,
+)
 from .ptx import as_pointer as as_pointer
 from .ptx import consume_token as consume_token
 from .ptx import device_function as device_function
@@ -107,6 +115,13 @@ else:
 def put(to, values, mask):
     """Store `values` through pointers to any rank. Nothing is published before a `notify`."""
     tl.store(to, values, mask=mask)
+
+
+@device_function
+def put_words(to, values, mask):
+    """Store int64 words through pointers to any rank, where they are polled. Each tells itself
+    whether it has come: it orders nothing else, and waits for nothing that was stored before."""
+    store_words(to, values, mask)
 
 
 @device_function

@@ -54,6 +54,11 @@ if INTERPRETED:
         return tl.atomic_add(flags, 0, sem="acquire", scope="sys")
 
     @device_function
+    def store_words(pointers, values, mask):
+        """Store int64 words that others poll, each in one piece and in no order."""
+        tl.store(pointers, values, mask=mask)
+
+    @device_function
     def any_thread(flag):
         """1 where `flag`, an int32 that threads may see differently, is not 0 in any; a barrier."""
         return tl.minimum(flag, 1)
@@ -131,6 +136,23 @@ else:
             "=l,l",
             [flags],
             dtype=tl.int64,
+            is_pure=False,
+            pack=1,
+        )
+
+    @device_function
+    def store_words(pointers, values, mask):
+        """Store int64 words that others poll, each in one piece and in no order."""
+        tl.inline_asm_elementwise(
+            """{
+            .reg .pred here;
+            setp.ne.s32 here, $3, 0;
+            @here st.relaxed.sys.global.b64 [$1], $2;
+            mov.u32 $0, 0;
+            }""",
+            "=r,l,l,r",
+            [pointers, values, mask.to(tl.int32)],
+            dtype=tl.int32,
             is_pure=False,
             pack=1,
         )

@@ -1,12 +1,12 @@
 """Where things lie in the memory of the low-latency calls: a ring of slots, one call each.
 
-    done[D, R] | message_flags[D, R] | row_flags[D, R, MAX_ROWS]
+    done[D, R] | counts[D, R, MAX_COUNTS] | row_flags[D, R, MAX_ROWS]
     slot 0 | slot 1 | ...
     slot   = region of rank 0 | region of rank 1 | ...       (written by that rank)
     region = message | row 0 | row 1 | ...
 
-The message of a dispatch, int32: its signature [8] and the tokens' experts there [T, K]; that of a
-combine: their routing weights, float32 [T, K]. Row t is that of token t, see `LowLatencyRow`.
+Row t is that of token t, see `LowLatencyRow`. The message is a combine's: routing weights, float32
+[T, K]. What a dispatch tells beside its rows are words of `counts`, each with its epoch.
 
 Unlike `slots.py`, flags belong to a slot, not to the Buffer: calls may be received in any order, as
 hooks are called. A flag is raised to the epoch of the call that uses the slot.
@@ -28,6 +28,8 @@ if TYPE_CHECKING:
 
 MAX_ROWS = MAX_LOW_LATENCY_TOKENS
 """Rows from one rank to another in a call."""
+MAX_COUNTS = 1024
+"""Words that a rank sends another beside rows: 8 of the call, and one for each expert there."""
 MAX_SLOTS = 16
 """Slots of a ring."""
 HINT_TOPK = 32
@@ -38,8 +40,8 @@ HINT_TOPK = 32
 class LowLatencyRow:
     """One row on its way: payload | scales, 4 bytes each | record, each at a multiple of 16 bytes.
 
-    The record: for each lane, how many tokens of its rank before this one have its expert, int32
-    [K] | routing weights, float32 [K].
+    The record, int32: for each lane its expert at the receiver, -1 elsewhere [K] | how many tokens
+    of its rank before this one have that expert [K] | routing weights, float32 [K].
     """
 
     payload_bytes: int
@@ -56,12 +58,12 @@ class LowLatencyRow:
 
     @property
     def num_bytes(self) -> int:
-        return round_up(self.record + 8 * self.num_topk, LINE_BYTES)
+        return round_up(self.record + 12 * self.num_topk, LINE_BYTES)
 
 
 def message_bytes(max_tokens: int, num_topk: int) -> int:
-    """Bytes of the longer message, a dispatch's."""
-    return round_up(4 * (8 + max_tokens * num_topk), LINE_BYTES)
+    """Bytes of the message of a combine."""
+    return round_up(4 * max_tokens * num_topk, LINE_BYTES)
 
 
 def region_bytes(max_tokens: int, num_topk: int, hidden_bytes: int) -> int:
@@ -97,12 +99,12 @@ class RingLayout:
         return 0
 
     @property
-    def message_flags(self) -> int:
+    def counts(self) -> int:
         return self.done + self.num_slots * self.num_ranks * FLAG_BYTES
 
     @property
     def row_flags(self) -> int:
-        return self.message_flags + self.num_slots * self.num_ranks * FLAG_BYTES
+        return self.counts + self.num_slots * self.num_ranks * MAX_COUNTS * FLAG_BYTES
 
     @property
     def slots(self) -> int:
@@ -117,7 +119,7 @@ class RingLayout:
         """What the device context says of it."""
         return {
             Word.DONE: self.done,
-            Word.COUNT_FLAGS: self.message_flags,
+            Word.COUNT_FLAGS: self.counts,
             Word.CHUNK_FLAGS: self.row_flags,
             Word.MAX_CHUNKS: MAX_ROWS,
             Word.SLOTS: self.slots,

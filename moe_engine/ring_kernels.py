@@ -38,8 +38,9 @@ from .ptx import pause
 from .work import wait_for_previous
 
 COUNT_BITS = tl.constexpr(16)
-"""Of a flag, below the epoch: a message's has the number of rows there, a row's 0."""
+"""Of a flag below the epoch, for what it says beside: a count, or that a row has come with it."""
 COUNT_MASK = tl.constexpr(0xFFFF)
+MAX_COUNTS = tl.constexpr(1024)
 
 
 class Slot(NamedTuple):
@@ -50,7 +51,7 @@ class Slot(NamedTuple):
     rank: tl.tensor
     number: tl.tensor  # which slot of the ring
     done: tl.tensor  # address of done[0, 0]
-    message_flags: tl.tensor  # address of the slot's first
+    counts: tl.tensor  # address of the slot's first
     row_flags: tl.tensor  # address of the slot's first
     flags_per_rank: tl.tensor
     regions: tl.tensor  # address of rank 0's region
@@ -68,7 +69,7 @@ def open_slot(call, context, RANKS: tl.constexpr, SENDS: tl.constexpr, OVERLAP: 
     own = tl.load(context + OWN)
     shift = tl.load(context + PEERS + ranks, mask=ranks < RANKS, other=0) - own
     done = own + tl.load(context + DONE)
-    message_flags = own + tl.load(context + COUNT_FLAGS)
+    counts = own + tl.load(context + COUNT_FLAGS)
     row_flags = own + tl.load(context + CHUNK_FLAGS)
     flags_per_rank = tl.load(context + MAX_CHUNKS)
     regions = own + tl.load(context + SLOTS)
@@ -85,7 +86,7 @@ def open_slot(call, context, RANKS: tl.constexpr, SENDS: tl.constexpr, OVERLAP: 
         rank=rank,
         number=number,
         done=done,
-        message_flags=message_flags + first * 8,
+        counts=counts + first * MAX_COUNTS * 8,
         row_flags=row_flags + first * flags_per_rank * 8,
         flags_per_rank=flags_per_rank,
         regions=regions + first * region_bytes,
@@ -126,9 +127,16 @@ def region_at(slot, writer):
 
 
 @device_function
+def count_at(slot, writer, word):
+    """Address of word `word` that `writer` sends beside its rows; blocks or scalars."""
+    return slot.counts + (tl.cast(writer, tl.int64) * MAX_COUNTS + word) * 8
+
+
+@device_function
 def message_flag(slot, writer):
-    """Address of the flag that says: the message of `writer` (scalar or block) is there."""
-    return slot.message_flags + tl.cast(writer, tl.int64) * 8
+    """Address of the flag that says: the message of `writer` (scalar or block) is there. A combine
+    uses the first of the words that a dispatch counts with."""
+    return count_at(slot, writer, 0)
 
 
 @device_function

@@ -1,6 +1,7 @@
 """Models of transformers with their experts on several ranks, against the same model unsharded."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import pytest
@@ -10,11 +11,20 @@ from torch import Tensor
 
 pytest.importorskip("transformers")
 
-from transformers import AutoConfig, AutoModelForCausalLM
+from transformers import AutoConfig, AutoModelForCausalLM, StaticCache
 
 from moe_engine.emulation import RankError, RankPool
-from moe_engine.errors import BackendError, DtypeError, MoeEngineError, ShapeError
+from moe_engine.errors import (
+    BackendError,
+    CapacityError,
+    DtypeError,
+    MoeEngineError,
+    OutOfStep,
+    ShapeError,
+)
+from moe_engine.integrations import transformers as integration
 from moe_engine.integrations.transformers import (
+    fix_max_tokens,
     join_empty,
     record_routing,
     register,
@@ -103,34 +113,216 @@ def test_bf16_logits_with_the_routing_replayed(pool: RankPool) -> None:
         assert same
 
 
+# --- How many tokens a pass has -----------------------------------------------------------------
+
+
+@contextmanager
+def recorded_hints() -> Iterator[tuple[list[int], list[int]]]:
+    """What reaches `moe_ffn` as max_tokens, layer by layer, and what came of each agreement."""
+    hints: list[int] = []
+    agreed: list[int] = []
+    moe_ffn, agree = integration.moe_ffn, integration.Passes._agree
+
+    def note_hint(*args: Any) -> Tensor:
+        hints.append(args[-1])
+        return moe_ffn(*args)
+
+    def note_agreement(*args: Any) -> int:
+        agreed.append(agree(*args))
+        return agreed[-1]
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(integration, "moe_ffn", note_hint)
+        patch.setattr(integration.Passes, "_agree", note_agreement)
+        yield hints, agreed
+
+
 @torch.inference_mode()
-def generate(group: dist.ProcessGroup) -> tuple[list[int], list[int]]:
-    """What the unsharded and the sharded model write; the last rank has nothing to do."""
-    rank, num_ranks = dist.get_rank(group), dist.get_world_size(group)
+def generate(group: dist.ProcessGroup) -> tuple[list[int], ...]:
+    """What the unsharded and the sharded model write from prompts of each rank's own shape, one of
+    them empty, with the hints of all layers and the agreements."""
+    batch, length = BATCHES[dist.get_rank(group)]
     model = build(Kind.MIXTRAL)
-    ids = torch.full((1, 5), 40 + rank, device=model.device)
+    ids = torch.full((batch, length), 40 + batch, device=model.device)
 
     def write() -> list[int]:
-        out = model.generate(
-            ids, attention_mask=torch.ones_like(ids), min_new_tokens=3, max_new_tokens=3
-        )
-        return out[0].tolist()
+        if batch == 0:
+            return []
+        mask = torch.ones_like(ids)
+        out = model.generate(ids, attention_mask=mask, min_new_tokens=3, max_new_tokens=3)
+        return out[:, length:].flatten().tolist()
 
     want = write()
-    buffer = shard_experts(model, group, max_tokens=5)
-    if rank == num_ranks - 1:
-        join_empty(model, calls=3)
-        got = want
-    else:
+    buffer = shard_experts(model, group, max_tokens=12)
+    with recorded_hints() as (hints, agreed):
         got = write()
+        if batch == 0:
+            join_empty(model, calls=3)
     buffer.destroy()
-    return got, want
+    return got, want, hints, agreed
 
 
-def test_generation_in_step(pool: RankPool) -> None:
-    for got, want in pool.run(generate, num_ranks=2):
+@pytest.mark.parametrize("num_ranks", [1, 4])
+def test_generation_with_prompts_of_different_length(pool: RankPool, num_ranks: int) -> None:
+    if num_ranks > pool.num_ranks:
+        pytest.skip(f"{num_ranks} ranks, and the pool has {pool.num_ranks}")
+    most = [12, 1, 1] if num_ranks == 1 else [12, 2, 2]  # in the prefill and each step of decode
+    for rank, (got, want, hints, agreed) in enumerate(pool.run(generate, num_ranks=num_ranks)):
         assert got == want
-        assert len(got) == 8
+        assert len(got) == 3 * BATCHES[rank][0]
+        assert hints == [tokens for tokens in most for _ in range(2)]  # two layers
+        assert agreed == most
+
+
+@torch.inference_mode()
+def call_parts(group: dist.ProcessGroup) -> tuple[list[int], list[int], list[int]]:
+    """Hints of calls with an explicit one, of the inner model, and of one layer again and again."""
+    rank = dist.get_rank(group)
+    model = build(Kind.QWEN3_MOE)
+    ids = torch.full((1, 3 + rank), 7, device=model.device)
+    buffer = shard_experts(model, group, max_tokens=12)
+    with recorded_hints() as (fixed, agreed):
+        with fix_max_tokens(model, 9):
+            model(ids)
+            join_empty(model)
+        assert agreed == []
+    with recorded_hints() as (inner, agreed):
+        model.model(ids)
+        assert agreed == [4]
+    with recorded_hints() as (one_layer, _):
+        for length in (5, 2):
+            x = torch.randn(1, length - rank, 64, device=model.device)
+            model.model.layers[1].mlp(x)
+    buffer.destroy()
+    return fixed, inner, one_layer
+
+
+def test_explicit_hints_and_calls_of_inner_modules(pool: RankPool) -> None:
+    for fixed, inner, one_layer in pool.run(call_parts, num_ranks=2):
+        assert fixed == [9, 9, 9, 9]
+        assert inner == [4, 4]
+        assert one_layer == [5, 2]
+
+
+@torch.inference_mode()
+def replay_decode(group: dist.ProcessGroup) -> tuple[float, str]:
+    """Two steps of decode from one CUDA graph, against the unsharded model, and what a capture
+    without a hint raises."""
+    rank = dist.get_rank(group)
+    model = build(Kind.QWEN3_MOE)
+    prompt = torch.full((1 + rank, 4), 40 + rank, device="cuda")
+    ids = torch.full((1 + rank, 1), 50, device="cuda")
+
+    def start() -> StaticCache:
+        cache = StaticCache(config=model.config, max_cache_len=12)
+        model(prompt, past_key_values=cache)
+        return cache
+
+    cache = start()
+    want = [model(ids + step, past_key_values=cache).logits for step in range(2)]
+    buffer = shard_experts(model, group, max_tokens=12)
+    cache = start()
+    with fix_max_tokens(model, 2):
+        model(ids, past_key_values=cache)  # compiles
+        for layer in cache.layers:
+            layer.cumulative_length.sub_(1)
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph):
+            logits = model(ids, past_key_values=cache).logits
+    got = []
+    for _ in range(2):
+        graph.replay()
+        got.append(logits.clone())
+        ids += 1
+    with pytest.raises(BackendError) as raised, torch.cuda.graph(torch.cuda.CUDAGraph()):
+        model(ids, past_key_values=cache)
+    buffer.check()
+    dist.barrier(group)
+    buffer.destroy()
+    return max(map(difference, got, want)), str(raised.value)
+
+
+@pytest.mark.multi_gpu
+def test_decode_in_a_cuda_graph(pool: RankPool) -> None:
+    for error, text in pool.run(replay_decode, num_ranks=2):
+        assert error <= 1e-5
+        assert "with fix_max_tokens(model, max_tokens)" in text
+
+
+def agree_in_capture(group: dist.ProcessGroup) -> None:
+    class OnGpu(list):
+        is_cuda = True
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(torch.cuda, "is_current_stream_capturing", lambda: True)
+        integration.Passes(group, 4).max_tokens(0, OnGpu())  # type: ignore[arg-type]
+
+
+def test_a_capture_without_a_hint_is_refused(pool: RankPool) -> None:
+    with pytest.raises(RankError, match="with fix_max_tokens") as raised:
+        pool.run(agree_in_capture, num_ranks=2)
+    assert raised.value.cause_type is BackendError
+
+
+@torch.inference_mode()
+def read_too_much(group: dist.ProcessGroup) -> None:
+    model = build(Kind.MIXTRAL)
+    buffer = shard_experts(model, group, max_tokens=4)
+    try:
+        model(torch.full((1, 4 + dist.get_rank(group)), 7, device=model.device))
+    finally:
+        buffer.destroy()
+
+
+def test_a_pass_too_large_for_one_rank_is_refused_by_all(pool: RankPool) -> None:
+    with pytest.raises(
+        RankError, match="5 tokens for this pass, and the Buffer was made for 4"
+    ) as e:
+        pool.run(read_too_much, num_ranks=2)
+    assert {type(error) for error in e.value.errors.values()} == {CapacityError}
+    assert len(e.value.errors) == 2
+
+
+@torch.inference_mode()
+def fall_out_of_step(group: dist.ProcessGroup) -> tuple[float, str]:
+    """A pass of all ranks, then one that rank 0 makes alone."""
+    model = build(Kind.MIXTRAL)
+    ids = torch.full((1, 2), 7, device=model.device)
+    want = model(ids).logits
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(integration, "timeout_seconds", lambda: 1.0)
+        patch.setattr(integration, "COMPILE_S", 0.0)
+        buffer = shard_experts(model, group, max_tokens=12)
+    error = difference(model(ids).logits, want)
+    text = ""
+    if dist.get_rank(group) == 0:
+        with pytest.raises(OutOfStep) as raised:
+            model(ids)
+        text = str(raised.value)
+    dist.barrier(group)
+    buffer.destroy()
+    return error, text
+
+
+def test_a_rank_that_makes_a_pass_alone_is_told_so(pool: RankPool) -> None:
+    (error, text), (error_there, _) = pool.run(fall_out_of_step, num_ranks=2)
+    assert max(error, error_there) <= 1e-5
+    assert text.startswith("rank 0 waited up to 1 s for the other ranks")
+    assert "join_empty(model)" in text
+
+
+@torch.inference_mode()
+def read_compiled(group: dist.ProcessGroup) -> float:
+    model = build(Kind.QWEN3_MOE)
+    want = read(model, dist.get_rank(group))
+    buffer = shard_experts(model, group, max_tokens=12)
+    got = read(torch.compile(model, backend="eager"), dist.get_rank(group))
+    buffer.destroy()
+    return difference(got, want)
+
+
+def test_a_compiled_model(pool: RankPool) -> None:
+    assert max(pool.run(read_compiled, num_ranks=2)) <= 1e-5
 
 
 @torch.inference_mode()
@@ -208,6 +400,11 @@ def shard(group: dist.ProcessGroup, kind: Kind, times: int) -> None:
     model = build(kind, num_local_experts=8)
     for _ in range(times):
         shard_experts(model, group, max_tokens=4)
+
+
+def test_a_hint_for_a_model_without_buffer_is_refused() -> None:
+    with pytest.raises(BackendError, match="shard_experts"), fix_max_tokens(tiny("mixtral"), 4):
+        pass
 
 
 @pytest.mark.parametrize(

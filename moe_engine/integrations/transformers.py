@@ -7,13 +7,18 @@
 Each rank keeps E / R experts of every layer and calls the model with a batch of its own. Every
 rank must call it equally often: one without tokens calls `join_empty(model)` instead, and ranks
 that `generate` do so for the same number of steps (`min_new_tokens` equal to `max_new_tokens`).
+Once per pass the hosts agree on the most tokens that any rank has, so that decode takes the
+low-latency way; where they cannot, in a CUDA graph, `fix_max_tokens` says it.
 """
 
 from __future__ import annotations
 
 import itertools
+import math
+import os
 from collections.abc import Iterator
 from contextlib import contextmanager
+from datetime import timedelta
 from typing import Any
 
 import torch
@@ -21,11 +26,15 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from ..buffer import Buffer
-from ..errors import BackendError, DtypeError, ShapeError
+from ..checks import check_at_least
+from ..engine import COMPILE_S
+from ..errors import BackendError, CapacityError, DtypeError, OutOfStep, ShapeError
 from ..layer import moe_ffn
-from ..symm import default_group
+from ..slots import timeout_seconds
+from ..symm import default_group, exchange
 
 NAME = "moe_engine"
+_names = itertools.count()
 Routing = tuple[Tensor, Tensor]
 """topk_idx [T, K] and topk_weights [T, K], as a router hands them to its experts."""
 
@@ -37,6 +46,7 @@ def register() -> None:
     ALL_EXPERTS_FUNCTIONS.register(NAME, experts_forward)
 
 
+@torch.compiler.disable  # a graph break: what is compiled goes on behind it
 def experts_forward(
     self: Any, hidden_states: Tensor, top_k_index: Tensor, top_k_weights: Tensor
 ) -> Tensor:
@@ -53,6 +63,7 @@ def experts_forward(
         self.gate_up_proj,
         self.down_proj,
         self.moe_buffer,
+        self.moe_passes.max_tokens(self.moe_layer, hidden_states),
     )
 
 
@@ -66,7 +77,8 @@ def shard_experts(
     """Keep this rank's experts of every layer, in place, and run them through one new Buffer.
 
     Collective over `group` (None: all ranks), with the same model on each. `max_tokens`, equal on
-    all ranks, bounds the tokens (batch x length) of one rank in one call and sizes the Buffer.
+    all ranks, bounds the tokens (batch x length) of one rank in one pass and sizes the Buffer; more
+    raise CapacityError, on all ranks. A model on the meta device may be sharded, too.
     gate_up_proj [E, 2I, H] -> [E / R, 2I, H] and down_proj [E, H, I] -> [E / R, H, I].
     Raises BackendError for experts of another layout, ShapeError if R does not divide E or the
     experts are sharded already, DtypeError for weights other than bf16 and fp32.
@@ -86,13 +98,14 @@ def shard_experts(
     buffer = Buffer.for_tokens(group, max_tokens, hidden, num_experts, topk, dtype, backend=backend)
     num_local = num_experts // num_ranks
     mine = slice(rank * num_local, (rank + 1) * num_local)
-    for experts in layers:
+    passes = Passes(group, max_tokens)
+    for number, experts in enumerate(layers):
         for name in ("gate_up_proj", "down_proj"):
             whole = getattr(experts, name)
             # A clone, so that the storage of all experts is freed.
             local = nn.Parameter(whole.detach()[mine].clone(), requires_grad=whole.requires_grad)
             setattr(experts, name, local)
-        experts.moe_buffer = buffer
+        experts.moe_buffer, experts.moe_passes, experts.moe_layer = buffer, passes, number
     register()
     model.set_experts_implementation(NAME)
     return buffer
@@ -113,6 +126,86 @@ def join_empty(model: Any, calls: int = 1) -> None:
             torch.empty(0, topk, dtype=torch.int64, device=weight.device),
             torch.empty(0, topk, dtype=torch.float32, device=weight.device),
         )
+
+
+@contextmanager
+def fix_max_tokens(model: Any, max_tokens: int) -> Iterator[None]:
+    """No rank brings more than `max_tokens` to any pass within the block, so none asks the others.
+
+    All ranks must do so alike. A CUDA graph is captured within it, replayed anywhere:
+
+        with fix_max_tokens(model, 64), torch.cuda.graph(graph):
+            logits = model(ids, past_key_values=cache).logits
+    """
+    check_at_least(1, max_tokens=max_tokens)
+    experts = experts_layers(model)[0]
+    if not hasattr(experts, "moe_passes"):
+        raise BackendError("the model has no Buffer: call shard_experts(model, group) first.")
+    before = experts.moe_passes.fixed
+    experts.moe_passes.fixed = max_tokens
+    try:
+        yield
+    finally:
+        experts.moe_passes.fixed = before
+
+
+class Passes:
+    """What the ranks agree on for each pass of a model: the most tokens that any of them brings.
+
+    A layer that does not come behind the one called last begins a pass. `fixed` takes the place of
+    an agreement; `limit` is what the Buffer was made for.
+    """
+
+    def __init__(self, group: dist.ProcessGroup | None, limit: int):
+        self.fixed: int | None = None
+        self._limit, self._timeout_s = limit, timeout_seconds() + COMPILE_S
+        self._hosts = None
+        if group is not None and group.size() > 1:
+            self._hosts = _connect_hosts(group, self._timeout_s)
+        self._last_layer = math.inf
+        self._agreed = 0
+
+    def max_tokens(self, layer: int, x: Tensor) -> int:
+        """The hint of `moe_ffn` for layer number `layer` and x [T, H]; one exchange per pass."""
+        if self.fixed is not None:
+            return self.fixed
+        if layer <= self._last_layer:
+            self._agreed = self._agree(x)
+        self._last_layer = layer
+        return self._agreed
+
+    def _agree(self, x: Tensor) -> int:
+        if self._hosts is None:
+            return len(x)
+        if x.is_cuda and torch.cuda.is_current_stream_capturing():
+            raise BackendError(
+                "ranks cannot agree on the tokens of a pass while a CUDA graph is captured: "
+                "capture it in `with fix_max_tokens(model, max_tokens)`."
+            )
+        most = torch.tensor(len(x), device="cpu")  # whatever the default device is
+        try:
+            self._hosts.allreduce([most], dist.ReduceOp.MAX).wait()
+        except RuntimeError as error:
+            raise OutOfStep(
+                f"rank {self._hosts.rank()} waited up to {self._timeout_s:g} s for the other ranks "
+                "to begin a pass of the model. Every rank must make equally many, with "
+                f"join_empty(model) where it has no tokens. {error}"
+            ) from error
+        if most > self._limit:
+            raise CapacityError(
+                f"a rank has {most} tokens for this pass, and the Buffer was made for "
+                f"{self._limit}: give shard_experts max_tokens of the largest batch x length."
+            )
+        return int(most)
+
+
+def _connect_hosts(group: dist.ProcessGroup, timeout_s: float) -> Any:
+    """Connect the hosts of `group`, which may know GPUs alone, with a deadline of their own."""
+    # Not dist.new_group: it numbers the groups of a process, and ranks may have made others.
+    name = exchange(group, lambda: f"moe_engine/hosts/{os.getpid()}/{next(_names)}")[0]
+    store = dist.PrefixStore(name, dist.distributed_c10d._get_process_group_store(group))
+    timeout = timedelta(seconds=timeout_s)
+    return dist.ProcessGroupGloo(store, group.rank(), group.size(), timeout)
 
 
 @contextmanager

@@ -1,0 +1,131 @@
+"""What benches of a layer share: experts, tokens, and their way over NCCL's all-to-all."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import torch
+import torch.distributed as dist
+import triton
+from _common import draw_topk, silu_mul_kernel
+
+from moe_engine.grouped_gemm import gemm_config, grouped_gemm, tile_schedule
+from moe_engine.layer_config import MODELS
+
+ERROR = 6e-3
+"""Largest relative difference of two ways in bf16; both round on the way."""
+
+
+def relative_error(out: torch.Tensor, want: torch.Tensor) -> float:
+    """||out - want|| / ||want||."""
+    return float((out.float() - want.float()).norm() / want.float().norm())
+
+
+class Experts:
+    """This rank's experts of a model, with random weights."""
+
+    def __init__(self, group: dist.ProcessGroup, model: str):
+        self.model = model
+        self.num_experts, self.hidden, self.columns, self.num_topk = MODELS[model]
+        self.num_local = self.num_experts // dist.get_world_size(group)
+        torch.manual_seed(dist.get_rank(group))
+        self.up = self._draw(2 * self.columns, self.hidden)
+        self.down = self._draw(self.hidden, self.columns)
+
+    def _draw(self, rows: int, depth: int) -> torch.Tensor:
+        w = torch.empty(self.num_local, rows, depth, dtype=torch.bfloat16, device="cuda")
+        return w.normal_(std=depth**-0.5)
+
+    def __call__(self, rows: torch.Tensor, ends: torch.Tensor) -> torch.Tensor:
+        """Two grouped GEMMs of torch's on rows in expert order; ends int32 [L]."""
+        if len(rows) == 0:
+            return rows
+        h = torch._grouped_mm(rows, self.up.transpose(1, 2), offs=ends)
+        act = h.new_empty(len(rows), self.columns)
+        grid = (len(h), triton.cdiv(self.columns, 1024))
+        silu_mul_kernel[grid](h, act, self.columns, BLOCK=1024)
+        return torch._grouped_mm(act, self.down.transpose(1, 2), offs=ends)
+
+    def scheduled(self, rows: torch.Tensor, ends: torch.Tensor) -> Callable[[], torch.Tensor]:
+        """The same by two grouped GEMMs of ours, whose tiles are scheduled now."""
+        offsets = torch.cat([ends.new_zeros(1), ends])
+        configs = gemm_config(self.up, len(rows), "swiglu"), gemm_config(self.down, len(rows))
+        up, down = (tile_schedule(offsets, len(rows), config.block_m) for config in configs)
+
+        def call() -> torch.Tensor:
+            act = grouped_gemm(rows, self.up, offsets, activation="swiglu", schedule=up)
+            return grouped_gemm(act, self.down, offsets, schedule=down)
+
+        return call
+
+
+@dataclass(frozen=True)
+class Copies:
+    """Rows [N, H] that came over NCCL, one per (token, expert), in expert order; ends int32 [L].
+    The rest leads them back: lanes in the order in which they were sent, the place of each row
+    where they arrived, and rows to and from each rank."""
+
+    rows: torch.Tensor
+    ends: torch.Tensor
+    lanes: torch.Tensor
+    places: torch.Tensor
+    sent: list[int]
+    received: list[int]
+
+
+class Tokens:
+    """One rank's tokens of a model, and where they go: x bf16 [T, H], idx int64 and weights
+    float32 [T, K], which bf16 can hold, as the sum behind the all-to-all takes them so."""
+
+    def __init__(
+        self, group: dist.ProcessGroup, model: str, num_tokens: int, routing: str, seed: int
+    ):
+        self.group, self.num_ranks = group, dist.get_world_size(group)
+        self.num_experts, hidden, _, num_topk = MODELS[model]
+        torch.manual_seed(100 + seed)
+        self.x = torch.randn(num_tokens, hidden, device="cuda", dtype=torch.bfloat16)
+        self.idx = draw_topk(routing, num_tokens, self.num_experts, num_topk, seed)
+        self.weights = torch.rand(num_tokens, num_topk, device="cuda").bfloat16().float()
+
+    def received_counts(self) -> torch.Tensor:
+        """int64 [L]: rows that this rank's experts receive."""
+        counts = torch.bincount(self.idx.flatten(), minlength=self.num_experts)
+        dist.all_reduce(counts, group=self.group)
+        return counts.view(self.num_ranks, -1)[dist.get_rank(self.group)]
+
+    def received(self) -> tuple[torch.Tensor, torch.Tensor]:
+        """As many random rows as this rank's experts receive, and int32 [L], their ends."""
+        counts = self.received_counts()
+        rows = self.x.new_empty(int(counts.sum()), self.x.shape[1]).normal_()
+        return rows, counts.cumsum(0).int()
+
+    def send_copies(self) -> Copies:
+        """One copy per (token, expert): sort, all-to-all, sort; waits for the counts."""
+        flat = self.idx.flatten()
+        lanes = flat.argsort()
+        sent = torch.bincount(flat, minlength=self.num_experts)
+        received = torch.empty_like(sent)
+        dist.all_to_all_single(received, sent, group=self.group)
+        out = sent.view(self.num_ranks, -1).sum(1).tolist()
+        into = received.view(self.num_ranks, -1).sum(1).tolist()
+        rows = self.x.new_empty(sum(into), self.x.shape[1])
+        copies = self.x[lanes // self.idx.shape[1]]
+        dist.all_to_all_single(rows, copies, into, out, group=self.group)
+        num_local = self.num_experts // self.num_ranks
+        local = torch.arange(num_local, device=flat.device).repeat(self.num_ranks)
+        experts = local.repeat_interleave(received, output_size=sum(into))
+        places = experts.argsort(stable=True)
+        ends = received.view(self.num_ranks, -1).sum(0).cumsum(0).int()
+        return Copies(rows[places], ends, lanes, places, out, into)
+
+    def return_copies(self, y: torch.Tensor, copies: Copies) -> torch.Tensor:
+        """Rows y [N, H] of the experts back to their tokens, and the weighted sum [T, H]."""
+        rows = torch.empty_like(y)
+        rows[copies.places] = y
+        sorted_lanes = y.new_empty(len(copies.lanes), y.shape[1])
+        dist.all_to_all_single(sorted_lanes, rows, copies.sent, copies.received, group=self.group)
+        back = torch.empty_like(copies.lanes)
+        back[copies.lanes] = torch.arange(len(back), device=back.device)
+        lanes = sorted_lanes[back].view(*self.idx.shape, -1)
+        return torch.einsum("tkh,tk->th", lanes, self.weights.to(lanes.dtype))

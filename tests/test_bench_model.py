@@ -1,0 +1,43 @@
+"""The bench of whole models runs, with tiny ones, and finds the same logits on every way."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+pytest.importorskip("transformers")
+
+BENCH = Path(__file__).parents[1] / "bench"
+IMPLS = {"transformers_dp", "moe_engine", "transformers_ep", "transformers_tp"}
+
+
+@pytest.mark.parametrize("model", ["mixtral-8x7b", "qwen3-30b"])
+def test_bench_model(pool, tmp_path, model):
+    if pool.device == "cuda":
+        pytest.skip("tiny models run on emulated ranks")
+    lines = tmp_path / "lines.jsonl"
+    command = [sys.executable, BENCH / "model.py", "--tiny", "--ranks=2", f"--path={lines}"]
+    paths = os.pathsep.join([str(BENCH), os.environ.get("PYTHONPATH", "")])
+    done = subprocess.run(
+        [*command, f"--only={model}"],
+        capture_output=True,
+        text=True,
+        check=False,
+        env=os.environ | {"PYTHONPATH": paths},
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
+    seen = {}
+    for line in map(json.loads, lines.read_text().splitlines()):
+        seen[line["impl"], line["verb"]] = line
+        assert line["tokens"] == (8 if line["verb"] == "prefill" else 2)
+        assert line["tokens_per_s"] == pytest.approx(2e6 * line["tokens"] / line["us"], abs=1)
+    batched = {(f"{impl}, batched_mm", "decode") for impl in IMPLS - {"moe_engine"}}
+    assert (
+        seen.keys() == {(impl, verb) for impl in IMPLS for verb in ("prefill", "decode")} | batched
+    )
+    assert all(line["error"] < 1e-5 for (impl, _), line in seen.items() if "_dp" not in impl)
