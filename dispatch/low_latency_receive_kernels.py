@@ -99,7 +99,7 @@ def receive(
         begins += ((words - FIELDS) * (RANKS * max_tokens))[None, :]
     batch = tl.arange(0, ROWS)
     packer, num_packers = program - 1, num_programs - 1
-    end = tl.where(program == 0, 0, tl.max(tokens_of, 0) * RANKS)
+    end = tl.where(program == 0, packer, tl.max(tokens_of, 0) * RANKS)
     for first in range(packer, end, num_packers * ROWS):
         turns = first + batch * num_packers
         sources, tokens = turns % RANKS, turns // RANKS

@@ -339,7 +339,8 @@ class Buffer(LowLatencyVerbs, Service):
             rows = checks.packed(x), topk_idx.contiguous(), topk_weights.contiguous()
             if self._decodes(max_tokens, x, topk_idx):
                 assert self._low_latency is not None
-                out = self._low_latency.moe_ffn(*rows, w_gate_up, w_down, max_tokens)
+                most = max(1, max_tokens or 0)
+                out = self._low_latency.moe_ffn(*rows, w_gate_up, w_down, most)
             else:
                 out = engine.moe_ffn(*rows, w_gate_up, w_down)
             call.returns(out)
