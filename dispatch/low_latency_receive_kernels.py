@@ -78,7 +78,8 @@ def receive(
     word: tl.constexpr = recv_x.dtype.element_ty
     # fmt: off
     tokens_of = _check_call(
-        counts, slot, context, num_words, max_tokens, word, NUM_TOPK, FORMAT, RANKS * EXPERTS
+        counts, slot, context, num_words, max_tokens, word, NUM_TOPK, FORMAT,
+        RANKS, RANKS * EXPERTS, SHRINK,
     )
     # fmt: on
     words = tl.arange(0, counts.shape[1])
@@ -179,28 +180,32 @@ def _check_call(
     word: tl.constexpr,
     NUM_TOPK: tl.constexpr,
     FORMAT: tl.constexpr,
+    RANKS: tl.constexpr,
     NUM_EXPERTS: tl.constexpr,
+    SHRINK: tl.constexpr,
 ):
     """int32 [R_PAD]: tokens of each rank; none of any if one of them was called with other sizes,
     which is reported."""
     ranks, words = tl.arange(0, counts.shape[0]), tl.arange(0, counts.shape[1])
-    fields = call_fields(0, num_words, max_tokens, word, NUM_TOPK, FORMAT, NUM_EXPERTS)
-    number = tl.arange(0, FIELDS)
-    expected = tl.where(number[:, None] == words[None, :], fields[:, None], 0)
-    expected = tl.sum(expected, 0)
-    first = tl.sum(tl.where((words == 0)[None, :], counts, 0), 1)
-    called = tl.max(tl.where((words == 1)[None, :], counts, 0), 1) > 0  # not by a masked rank
-    is_field = (words >= 1) & (words < FIELDS)
-    differs = (counts != expected[None, :]) & is_field[None, :] & called[:, None]
-    differs = tl.max(differs.to(tl.int32), 1)
-    other = tl.max(tl.where(differs == 1, ranks, -1), 0)
-    if other >= 0:
+    # fmt: off
+    expected = call_fields(
+        words, 0, num_words, max_tokens, word, NUM_TOPK, FORMAT, NUM_EXPERTS
+    )
+    # fmt: on
+    differs = (counts != expected[None, :]) & ((words >= 1) & (words < FIELDS))[None, :]
+    differs = differs & (ranks < RANKS)[:, None]
+    if SHRINK:  # a masked rank has called with nothing
+        called = tl.max(tl.where((words == 1)[None, :], counts, 0), 1) > 0
+        differs = differs & called[:, None]
+    tokens_of = tl.sum(tl.where((words == 0)[None, :], counts, 0), 1)
+    if tl.max(tl.max(differs.to(tl.int32), 1), 0) == 1:
+        other = tl.max(tl.max(tl.where(differs, ranks[:, None], -1), 1), 0)
         theirs = tl.sum(tl.where((ranks == other)[:, None], counts, 0), 0)
         to = report_words(context) + REPORT_SIGNATURE + words
         tl.store(to, theirs.to(tl.int64), mask=words < FIELDS)
         report_failure(other, slot.epoch, context, PHASE_FIELDS)
-        first = first * 0
-    return first
+        tokens_of = tokens_of * 0
+    return tokens_of
 
 
 @device_function
@@ -299,6 +304,7 @@ def _store_row(
 
 @device_function
 def call_fields(
+    field,
     num_tokens,
     num_words,
     max_tokens,
@@ -307,8 +313,8 @@ def call_fields(
     FORMAT: tl.constexpr,
     NUM_EXPERTS: tl.constexpr,
 ):
-    """int32 [FIELDS] of 16 bits each: the tokens of a rank, then what must be the same on all."""
-    field = tl.arange(0, FIELDS)
+    """Words `field` (a block) of 16 bits each: the tokens of a rank, then what must be the same on
+    all."""
     row_bytes = num_words * (word.primitive_bitwidth // 8)
     item_bytes: tl.constexpr = 4 if FORMAT == "fp32" else (1 if is_cast(FORMAT) else 2)
     fields = tl.where(field == 0, num_tokens, tl.where(field == 1, max_tokens, 0))
