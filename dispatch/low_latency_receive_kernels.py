@@ -131,14 +131,6 @@ def receive(
         here = expert >= 0
         number_here = tl.cumsum(here.to(tl.int32), 1) - 1
         num_here = tl.sum(here.to(tl.int32), 1)
-        entry = returns + (sources * max_tokens + tokens).to(tl.int64) * (1 + 3 * NUM_TOPK)
-        tl.store(entry, num_here, mask=inside)
-        to = entry[:, None] + 1 + number_here
-        tl.store(to, place, mask=here)
-        tl.store(to + NUM_TOPK, tl.broadcast_to(lanes[None, :], here.shape), mask=here)
-        tl.store(to + 2 * NUM_TOPK, weight, mask=here)
-        if src_info is not None:
-            tl.store(src_info + place, tl.broadcast_to(tokens[:, None], here.shape), mask=here)
         for number in tl.static_range(ROWS):
             for copy in range(0, pick(num_here, number)):
                 is_this = here & (number_here == copy) & (batch == number)[:, None]
@@ -149,6 +141,14 @@ def receive(
                     recv_x, recv_scales, max_tokens * RANKS, num_words, FORMAT, ALIGNED, BLOCK,
                 )
                 # fmt: on
+        entry = returns + (sources * max_tokens + tokens).to(tl.int64) * (1 + 3 * NUM_TOPK)
+        tl.store(entry, num_here, mask=inside)
+        to = entry[:, None] + 1 + number_here
+        tl.store(to, place, mask=here)
+        tl.store(to + NUM_TOPK, tl.broadcast_to(lanes[None, :], here.shape), mask=here)
+        tl.store(to + 2 * NUM_TOPK, weight, mask=here)
+        if src_info is not None:
+            tl.store(src_info + place, tl.broadcast_to(tokens[:, None], here.shape), mask=here)
 
 
 @device_function
