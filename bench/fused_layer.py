@@ -103,7 +103,7 @@ class Bench:
         buffer = Buffer.for_tokens(
             self.group,
             *(self.shape.tokens, experts.hidden, experts.num_experts, experts.num_topk),
-            options=Options(timeout_s=20.0, layer=config),
+            options=Options(timeout_s=20.0, layer=config, decode_tokens=0),
         )
         self.buffers.append(buffer)
         tokens = self.tokens

@@ -183,8 +183,6 @@ def _return_rows(
     ranks = tl.arange(0, slot.shift.shape[0])
     one = tl.arange(0, 1)
     tokens_of = tl.load(dispatched + 1 + ranks, mask=ranks < RANKS, other=0).to(tl.int32)
-    may = wait_slot(slot, ranks, tokens_of > 0, context, RANKS, SHRINK)
-    tokens_of = tl.where(may, tokens_of, 0)
     dtype: tl.constexpr = x.dtype.element_ty
     columns = tl.arange(0, BLOCK)
     inside = row_mask(columns, hidden, dtype, ALIGNED)
@@ -204,17 +202,20 @@ def _return_rows(
             # fmt: off
             first, second = _load_pair(x, places, 0, num_lanes, hidden, columns, inside, ALIGNED)
             # fmt: on
-            if topk_weights is not None:  # they come while the rows do
-                flag = message_flag(slot, peer + one)
+            # The rows are on their way meanwhile.
+            may = wait_slot(slot, peer + one, one == 0, context, RANKS, SHRINK)
+            if topk_weights is not None:
+                flag, level = message_flag(slot, peer + one), flag_level(slot)
                 # fmt: off
-                came, _ = wait_ranks(
-                    flag, one == 0, flag_level(slot), peer + one, context, PHASE_METADATA, SHRINK
+                may, _ = wait_ranks(
+                    flag, may, level, peer + one, context, PHASE_METADATA, SHRINK
                 )
                 # fmt: on
-                came = tl.max(came.to(tl.int32), 0)
-                num_lanes = num_lanes * came
-                at = as_pointer(consume_token(region_at(slot, peer), came), tl.float32)
-                weights = tl.load(at + token * NUM_TOPK + which, mask=real & (came == 1), other=0.0)
+                may = tl.max(may.to(tl.int32), 0)
+                at = as_pointer(consume_token(region_at(slot, peer), may), tl.float32)
+                weights = tl.load(at + token * NUM_TOPK + which, mask=real & (may == 1), other=0.0)
+            else:
+                may = tl.max(may.to(tl.int32), 0)
             total = first.to(tl.float32) * pick(weights, 0)
             total += second.to(tl.float32) * pick(weights, 1)
             for number in range(2, num_lanes, 2):
@@ -229,10 +230,9 @@ def _return_rows(
             shift = pick(slot.shift, peer)
             to = region_at(slot, slot.rank) + header_bytes + shift
             to += tl.cast(token, tl.int64) * row_bytes
-            is_whole = inside & (num_lanes > 0)
-            put(row_at(to, columns, dtype, ALIGNED), round_to(total, dtype), is_whole)
-            flag = row_flag(slot, slot.rank, token) + shift
-            publish(flag + one, one < num_lanes, flag_level(slot))
+            put(row_at(to, columns, dtype, ALIGNED), round_to(total, dtype), inside & (may == 1))
+            flag_to = row_flag(slot, slot.rank, token) + shift
+            publish(flag_to + one, one < may, flag_level(slot))
 
 
 @device_function

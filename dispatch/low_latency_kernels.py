@@ -197,11 +197,12 @@ def _send_counts(
     shift, level = pick(slot.shift, peer), flag_level(slot)
     to = as_pointer(count_at(slot, slot.rank, 0) + shift, tl.int64)
     # fmt: off
+    field = tl.arange(0, FIELDS)
     fields = call_fields(
-        num_tokens, num_words, max_tokens, word, NUM_TOPK, FORMAT, RANKS * EXPERTS
+        field, num_tokens, num_words, max_tokens, word, NUM_TOPK, FORMAT, RANKS * EXPERTS
     )
     # fmt: on
-    put_words(to + tl.arange(0, FIELDS), level + fields, (fields >= 0) & may)
+    put_words(to + field, level + fields, (field >= 0) & may)
     put_words(to + FIELDS + experts, level + counts, (experts < EXPERTS) & may)
     total_bad = tl.sum(bad, 0).to(tl.int64)
     if (peer == 0) & (total_bad > 0):
@@ -246,12 +247,12 @@ def _send_token(
     lanes, ranks = tl.arange(0, K_PAD), tl.arange(0, slot.shift.shape[0])
     real = lanes < NUM_TOPK
     ids = tl.load(topk_idx + token * NUM_TOPK + lanes, mask=real, other=-1)
-    ids = tl.where((ids >= 0) & (ids < RANKS * EXPERTS), ids, -1).to(tl.int32)
     if topk_weights is not None:
         weights = tl.load(topk_weights + token * NUM_TOPK + lanes, mask=real, other=0.0)
+    may = wait_slot(slot, ranks, ranks < RANKS, context, RANKS, SHRINK)
+    ids = tl.where((ids >= 0) & (ids < RANKS * EXPERTS), ids, -1).to(tl.int32)
     owners = tl.where(ids >= 0, ids // EXPERTS, -1)
     has_row = tl.max((owners[None, :] == ranks[:, None]).to(tl.int32), 1)
-    may = wait_slot(slot, ranks, ranks < RANKS, context, RANKS, SHRINK)
     to_rank = may & (has_row == 1)
     scales = columns
     if is_cast(FORMAT):

@@ -81,7 +81,8 @@ def receive(
     word: tl.constexpr = recv_x.dtype.element_ty
     # fmt: off
     tokens_of = _check_call(
-        counts, slot, context, num_words, max_tokens, word, NUM_TOPK, FORMAT, RANKS * EXPERTS
+        counts, slot, context, num_words, max_tokens, word, NUM_TOPK, FORMAT,
+        RANKS, RANKS * EXPERTS, SHRINK,
     )
     # fmt: on
     words = tl.arange(0, counts.shape[1])
@@ -102,7 +103,7 @@ def receive(
         begins += ((words - FIELDS) * (RANKS * max_tokens))[None, :]
     batch = tl.arange(0, ROWS)
     packer, num_packers = program - 1, num_programs - 1
-    end = tl.where(program == 0, 0, tl.max(tokens_of, 0) * RANKS)
+    end = tl.where(program == 0, packer, tl.max(tokens_of, 0) * RANKS)
     for first in range(packer, end, num_packers * ROWS):
         turns = first + batch * num_packers
         sources, tokens = turns % RANKS, turns // RANKS
@@ -133,14 +134,6 @@ def receive(
         here = expert >= 0
         number_here = tl.cumsum(here.to(tl.int32), 1) - 1
         num_here = tl.sum(here.to(tl.int32), 1)
-        entry = returns + (sources * max_tokens + tokens).to(tl.int64) * (1 + 3 * NUM_TOPK)
-        tl.store(entry, num_here, mask=inside)
-        to = entry[:, None] + 1 + number_here
-        tl.store(to, place, mask=here)
-        tl.store(to + NUM_TOPK, tl.broadcast_to(lanes[None, :], here.shape), mask=here)
-        tl.store(to + 2 * NUM_TOPK, weight, mask=here)
-        if src_info is not None:
-            tl.store(src_info + place, tl.broadcast_to(tokens[:, None], here.shape), mask=here)
         for number in tl.static_range(ROWS):
             for copy in range(0, pick(num_here, number)):
                 is_this = here & (number_here == copy) & (batch == number)[:, None]
@@ -151,6 +144,14 @@ def receive(
                     recv_x, recv_scales, max_tokens * RANKS, num_words, FORMAT, ALIGNED, BLOCK,
                 )
                 # fmt: on
+        entry = returns + (sources * max_tokens + tokens).to(tl.int64) * (1 + 3 * NUM_TOPK)
+        tl.store(entry, num_here, mask=inside)
+        to = entry[:, None] + 1 + number_here
+        tl.store(to, place, mask=here)
+        tl.store(to + NUM_TOPK, tl.broadcast_to(lanes[None, :], here.shape), mask=here)
+        tl.store(to + 2 * NUM_TOPK, weight, mask=here)
+        if src_info is not None:
+            tl.store(src_info + place, tl.broadcast_to(tokens[:, None], here.shape), mask=here)
 
 
 @device_function
@@ -182,28 +183,32 @@ def _check_call(
     word: tl.constexpr,
     NUM_TOPK: tl.constexpr,
     FORMAT: tl.constexpr,
+    RANKS: tl.constexpr,
     NUM_EXPERTS: tl.constexpr,
+    SHRINK: tl.constexpr,
 ):
     """int32 [R_PAD]: tokens of each rank; none of any if one of them was called with other sizes,
     which is reported."""
     ranks, words = tl.arange(0, counts.shape[0]), tl.arange(0, counts.shape[1])
-    fields = call_fields(0, num_words, max_tokens, word, NUM_TOPK, FORMAT, NUM_EXPERTS)
-    number = tl.arange(0, FIELDS)
-    expected = tl.where(number[:, None] == words[None, :], fields[:, None], 0)
-    expected = tl.sum(expected, 0)
-    first = tl.sum(tl.where((words == 0)[None, :], counts, 0), 1)
-    called = tl.max(tl.where((words == 1)[None, :], counts, 0), 1) > 0  # not by a masked rank
-    is_field = (words >= 1) & (words < FIELDS)
-    differs = (counts != expected[None, :]) & is_field[None, :] & called[:, None]
-    differs = tl.max(differs.to(tl.int32), 1)
-    other = tl.max(tl.where(differs == 1, ranks, -1), 0)
-    if other >= 0:
+    # fmt: off
+    expected = call_fields(
+        words, 0, num_words, max_tokens, word, NUM_TOPK, FORMAT, NUM_EXPERTS
+    )
+    # fmt: on
+    differs = (counts != expected[None, :]) & ((words >= 1) & (words < FIELDS))[None, :]
+    differs = differs & (ranks < RANKS)[:, None]
+    if SHRINK:  # a masked rank has called with nothing
+        called = tl.max(tl.where((words == 1)[None, :], counts, 0), 1) > 0
+        differs = differs & called[:, None]
+    tokens_of = tl.sum(tl.where((words == 0)[None, :], counts, 0), 1)
+    if tl.max(tl.max(differs.to(tl.int32), 1), 0) == 1:
+        other = tl.max(tl.max(tl.where(differs, ranks[:, None], -1), 1), 0)
         theirs = tl.sum(tl.where((ranks == other)[:, None], counts, 0), 0)
         to = report_words(context) + REPORT_SIGNATURE + words
         tl.store(to, theirs.to(tl.int64), mask=words < FIELDS)
         report_failure(other, slot.epoch, context, PHASE_FIELDS)
-        first = first * 0
-    return first
+        tokens_of = tokens_of * 0
+    return tokens_of
 
 
 @device_function
@@ -287,6 +292,7 @@ def _store_row(
 
 @device_function
 def call_fields(
+    field,
     num_tokens,
     num_words,
     max_tokens,
@@ -295,8 +301,8 @@ def call_fields(
     FORMAT: tl.constexpr,
     NUM_EXPERTS: tl.constexpr,
 ):
-    """int32 [FIELDS] of 16 bits each: the tokens of a rank, then what must be the same on all."""
-    field = tl.arange(0, FIELDS)
+    """Words `field` (a block) of 16 bits each: the tokens of a rank, then what must be the same on
+    all."""
     row_bytes = num_words * (word.primitive_bitwidth // 8)
     item_bytes: tl.constexpr = 4 if FORMAT == "fp32" else (1 if is_cast(FORMAT) else 2)
     fields = tl.where(field == 0, num_tokens, tl.where(field == 1, max_tokens, 0))

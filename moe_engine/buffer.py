@@ -18,7 +18,7 @@ from .errors import BackendError, ShapeError
 from .events import EventHandle, EventOverlap
 from .low_latency import LowLatency
 from .low_latency_verbs import LowLatencyVerbs
-from .ring import LowLatencyRow, RingLayout, region_bytes
+from .ring import RingLayout
 from .service import Service, default_device, new_ring, new_slots
 from .slots import LINE_BYTES, SlotLayout, round_up, timeout_seconds
 from .streams import CallStreams
@@ -66,8 +66,6 @@ class Buffer(LowLatencyVerbs, Service):
     ):
         if comm is not None:
             raise BackendError("comm= (mpi4py) is not taken; pass group=, any torch process group.")
-        if options.num_slots < 2:
-            raise ShapeError(f"num_slots is {options.num_slots}; it must be 2 or more.")
         if group is None and dist.is_available() and dist.is_initialized():
             group = dist.group.WORLD
         self.group = group
@@ -93,8 +91,8 @@ class Buffer(LowLatencyVerbs, Service):
         if low_latency_mode:
             smallest = SlotLayout(self.group_size, LINE_BYTES, options.num_slots).num_bytes
             num_bytes, ring_bytes = max(num_nvl_bytes, smallest), num_rdma_bytes
-        given = (num_bytes, ring_bytes), options
-        buffer_config.check_options(options, exchange(group, lambda: given))
+        given = exchange(group, lambda: ((num_bytes, ring_bytes), options))
+        buffer_config.check_options(options, given)
         rank_0 = exchange(group, lambda: {} if self.rank else measured_layers())[0]
         layers = LayerChoices(options.layer, rank_0)
         layout = SlotLayout.fit(num_bytes, self.group_size, options.num_slots)
@@ -120,26 +118,14 @@ class Buffer(LowLatencyVerbs, Service):
         options: Options = DEFAULT_OPTIONS,
     ) -> Buffer:
         """A Buffer for up to `max_tokens` tokens per rank of this shape, by formula: `size_hint`,
-        and beside it low-latency memory for `Options.decode_tokens` of them."""
+        and low-latency memory for `Options.decode_tokens` of them."""
         num_ranks = dist.get_world_size(group) if group is not None else 1
-        num_bytes = cls.size_hint(
-            max_tokens, hidden * dtype.itemsize, num_ranks, num_experts, num_topk, options.num_slots
-        )
+        row_bytes, num_slots = hidden * dtype.itemsize, options.num_slots
+        sizes = max_tokens, row_bytes, num_ranks, num_experts, num_topk, num_slots
+        num_bytes = cls.size_hint(*sizes)
         options = replace(options, max_tokens=max_tokens)
-        ring_bytes = 0
-        if options.decode_tokens and backend != "collective":
-            decode = min(max(1, max_tokens), options.decode_tokens), num_topk
-            row_bytes = hidden * dtype.itemsize
-            region = region_bytes(*decode, row_bytes)
-            ring_bytes = RingLayout(num_ranks, region, options.num_slots).num_bytes
-        return cls(
-            group,
-            num_bytes,
-            ring_bytes,
-            low_latency_mode=ring_bytes > 0,
-            backend=backend,
-            options=options,
-        )
+        ring_bytes = buffer_config.decode_bytes(options, row_bytes, num_ranks, num_topk)
+        return cls(group, num_bytes, ring_bytes, ring_bytes > 0, backend=backend, options=options)
 
     size_hint = staticmethod(buffer_config.size_hint)
 
@@ -337,9 +323,11 @@ class Buffer(LowLatencyVerbs, Service):
         with self._streams.call(None, async_finish) as call:
             call.reads(x, topk_idx, topk_weights, w_gate_up, w_down)
             rows = checks.packed(x), topk_idx.contiguous(), topk_weights.contiguous()
-            if self._decodes(max_tokens, x, topk_idx):
-                assert self._low_latency is not None
-                out = self._low_latency.moe_ffn(*rows, w_gate_up, w_down, max_tokens)
+            low_latency, sizes = self._low_latency, (x.shape[1] * x.itemsize, topk_idx.shape[1])
+            # Chosen from what is equal on all ranks, so that all take the same way.
+            if low_latency is not None and low_latency.takes(max_tokens, *sizes, self.options):
+                checks.check_max_tokens(len(x), max_tokens)
+                out = low_latency.moe_ffn(*rows, w_gate_up, w_down, max(1, max_tokens or 0))
             else:
                 out = engine.moe_ffn(*rows, w_gate_up, w_down)
             call.returns(out)
@@ -367,7 +355,6 @@ class Buffer(LowLatencyVerbs, Service):
         self.check()
 
     # --- Service -----------------------------------------------------------------------------
-
     @staticmethod
     def set_num_sms(new_num_sms: int) -> None:
         """Programs that communication uses, for all Buffers; even and positive, as in DeepEP."""
@@ -381,37 +368,6 @@ class Buffer(LowLatencyVerbs, Service):
         return Config(Buffer.num_sms)
 
     get_combine_config = get_dispatch_config
-
-    def check(self) -> None:
-        """Synchronise and raise what went wrong on the device: PeerTimeout, RoutingError."""
-        if self.device.type == "cuda":
-            torch.cuda.synchronize(self.device)
-        if self._engine is not None:
-            self._engine.check(in_call=self._unreleased is not None)
-        if self._low_latency is not None:
-            self._low_latency.check()
-
-    def destroy(self) -> None:
-        """Give the memory back. Collective: no rank may still be in a call. Twice is harmless."""
-        if self._engine is not None:
-            if self.device.type == "cuda":
-                torch.cuda.synchronize(self.device)
-            self._engine.free()
-            self._engine = None
-            self._streams.uses("slots")
-            if self._low_latency is not None:
-                self._low_latency.free()
-                self._low_latency = None
-                self._streams.uses("ring")
-
-    def _decodes(self, max_tokens: int | None, x: torch.Tensor, topk_idx: torch.Tensor) -> bool:
-        """Whether a layer takes the low-latency way, from what is equal on all ranks."""
-        if self._low_latency is None or max_tokens is None or self.options.layer is not None:
-            return False
-        num_topk = topk_idx.shape[1]
-        row = LowLatencyRow(x.shape[1] * x.itemsize, num_topk)
-        fits = self._low_latency.fits(max_tokens, num_topk, row.num_bytes)
-        return fits and max_tokens <= self.options.decode_tokens
 
     # --- Checks ------------------------------------------------------------------------------
 

@@ -116,6 +116,16 @@ def low_latency_size_hint(
     return RingLayout(num_ranks, region, num_slots).num_bytes
 
 
+def decode_bytes(options: Options, row_bytes: int, num_ranks: int, num_topk: int) -> int:
+    """Bytes of low-latency memory of a Buffer for `options.max_tokens` tokens of `row_bytes`: for
+    layers of up to `options.decode_tokens` of them."""
+    if not options.decode_tokens:
+        return 0
+    most = min(max(1, options.max_tokens or 1), options.decode_tokens)
+    region = region_bytes(most, num_topk, row_bytes)
+    return RingLayout(num_ranks, region, options.num_slots).num_bytes
+
+
 @dataclass(frozen=True, slots=True)
 class Config:
     """DeepEP's tuning object: `num_sms` programs communicate in the call that gets it.

@@ -9,6 +9,7 @@ from dataclasses import dataclass
 
 import torch
 
+from .buffer_config import Options
 from .combine.low_latency import Returning, low_latency_combine
 from .context import Word
 from .dispatch.low_latency import Packed, Sending, low_latency_dispatch, new_packed
@@ -17,7 +18,7 @@ from .grouped_gemm import check_weights, gemm_config, tile_schedule
 from .grouped_gemm.launch import multiply
 from .grouped_gemm.operands import Epilogue, Rows, Weights
 from .lang import INTERPRETED
-from .ring import MAX_ROWS, Ring, message_bytes
+from .ring import MAX_ROWS, LowLatencyRow, Ring, message_bytes
 
 Receive = Callable[[], None]
 
@@ -152,6 +153,14 @@ class LowLatency:
         """Whether calls of this size have room in the ring."""
         room = self.ring.layout.region_bytes - message_bytes(max_tokens, num_topk)
         return max_tokens <= MAX_ROWS and max_tokens * row_bytes <= room
+
+    def takes(
+        self, max_tokens: int | None, row_bytes: int, num_topk: int, options: Options
+    ) -> bool:
+        """Whether a layer of up to so many tokens per rank is one for `moe_ffn`."""
+        if max_tokens is None or max_tokens > options.decode_tokens or options.layer is not None:
+            return False
+        return self.fits(max_tokens, num_topk, LowLatencyRow(row_bytes, num_topk).num_bytes)
 
     def _check_capacity(self, rows: Sending) -> None:
         row, num_topk = rows.row, rows.topk_idx.shape[1]

@@ -15,6 +15,7 @@ from .errors import BackendError, CapacityError, VerbsNotThereYet
 from .events import EventHandle, EventOverlap
 from .lang import INTERPRETED
 from .layer_config import LayerConfig
+from .low_latency import LowLatency
 from .ring import Ring, RingLayout
 from .slots import SlotLayout, Slots, layer_row
 from .streams import CallStreams
@@ -27,7 +28,10 @@ class Service(VerbsNotThereYet):
 
     backend: str
     device: torch.device
+    _engine: Engine | None
+    _low_latency: LowLatency | None
     _streams: CallStreams
+    _unreleased: torch.Tensor | None
 
     if TYPE_CHECKING:
 
@@ -79,6 +83,28 @@ class Service(VerbsNotThereYet):
             )
         row = layer_row(w_gate_up.shape[2] * w_gate_up.itemsize, num_topk)
         return engine.layer_config(w_gate_up, row)
+
+    def check(self) -> None:
+        """Synchronise and raise what went wrong on the device: PeerTimeout, RoutingError."""
+        if self.device.type == "cuda":
+            torch.cuda.synchronize(self.device)
+        if self._engine is not None:
+            self._engine.check(in_call=self._unreleased is not None)
+        if self._low_latency is not None:
+            self._low_latency.check()
+
+    def destroy(self) -> None:
+        """Give the memory back. Collective: no rank may still be in a call. Twice is harmless."""
+        if self._engine is not None:
+            if self.device.type == "cuda":
+                torch.cuda.synchronize(self.device)
+            self._engine.free()
+            self._engine = None
+            self._streams.uses("slots")
+            if self._low_latency is not None:
+                self._low_latency.free()
+                self._low_latency = None
+                self._streams.uses("ring")
 
 
 def default_device() -> torch.device:

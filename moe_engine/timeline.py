@@ -13,6 +13,7 @@ from rich.console import Console
 from rich.table import Table
 
 from .buffer import Buffer
+from .buffer_config import Options
 from .emulation import RankPool
 from .engine import KernelEngine
 from .layer import moe_ffn
@@ -70,7 +71,8 @@ def run_rank(group: dist.ProcessGroup, job: Job) -> tuple[list[Span], list[Clock
     num_experts, hidden, columns, num_topk = SHAPES[job.model]
     rank, sizes = group.rank(), (num_experts, num_topk, hidden, columns)
     inputs = random_layer(LayerProblem(group.size(), job.tokens, *sizes), rank, job.device)
-    buffer = Buffer.for_tokens(group, job.tokens, hidden, num_experts, num_topk)
+    options = Options(decode_tokens=0)
+    buffer = Buffer.for_tokens(group, job.tokens, hidden, num_experts, num_topk, options=options)
     assert isinstance(buffer._engine, KernelEngine)
     recorder = Recorder(buffer._engine.slots.context)
     clocks = align_clocks(group)

@@ -92,7 +92,7 @@ def run_rank(group: dist.ProcessGroup, job: Job) -> dict[LayerConfig, float]:
     problem = job.problem
     inputs = random_layer(problem, group.rank(), job.device)
     sizes = problem.max_tokens, problem.hidden, problem.num_experts, problem.num_topk
-    buffer = Buffer.for_tokens(group, *sizes, options=Options(timeout_s=20.0))
+    buffer = Buffer.for_tokens(group, *sizes, options=Options(timeout_s=20.0, decode_tokens=0))
     engine = buffer._engine
     assert isinstance(engine, KernelEngine)
     first: list[torch.Tensor] = []

@@ -27,9 +27,12 @@ def make_inputs(num_ranks, num_tokens, hidden, num_experts, num_topk, kind, dtyp
 
 
 def make_buffer(group, x, num_experts, num_topk, max_tokens, backend="auto"):
-    from moe_engine import Buffer
+    """A Buffer whose layers go in stages, not the low-latency way."""
+    from moe_engine import Buffer, Options
 
-    return Buffer.for_tokens(group, max_tokens, x.shape[1], num_experts, num_topk, x.dtype, backend)
+    sizes = max_tokens, x.shape[1], num_experts, num_topk
+    options = Options(decode_tokens=0)
+    return Buffer.for_tokens(group, *sizes, x.dtype, backend, options)
 
 
 def poison(buffer):

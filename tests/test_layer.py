@@ -151,7 +151,7 @@ def run_all(group, max_tokens, configs, x, topk_idx, topk_weights, up, down):
     args = [t.to(cases.device()) for t in (x, topk_idx, topk_weights, up, down)]
     outs = [in_turn(group, *args).cpu()]
     for config in configs:
-        options = Options(layer=config)
+        options = Options(layer=config, decode_tokens=0)
         sizes = max_tokens, x.shape[1], num_experts, topk_idx.shape[1], x.dtype
         buffer = Buffer.for_tokens(group, *sizes, options=options)
         poison(buffer)

@@ -20,7 +20,7 @@ def first_call(group, timeout_s):
     """Arguments of a small layer, which all ranks have called once."""
     from moe_engine import Buffer, Options, moe_ffn
 
-    num_experts, options = 2 * group.size(), Options(timeout_s=timeout_s)
+    num_experts, options = 2 * group.size(), Options(timeout_s=timeout_s, decode_tokens=0)
     buffer = Buffer.for_tokens(group, 20, 16, num_experts, 2, torch.float32, options=options)
     x, weights = cases.tokens(20, 16, 2, torch.float32, 0)
     idx = cases.route("uniform", 20, num_experts, 2, 0)

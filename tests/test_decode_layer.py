@@ -1,0 +1,215 @@
+"""moe_ffn at decode sizes, which takes the low-latency way, against the oracle."""
+
+from __future__ import annotations
+
+import cases
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from test_dispatch_combine import DTYPES, make_inputs
+from test_layer import TOLERANCE, make_weights
+
+from moe_engine import reference
+
+
+def decode_buffer(group, x, num_experts, num_topk, max_tokens, **options):
+    from moe_engine import Buffer, Options
+
+    sizes = max_tokens, x.shape[1], num_experts, num_topk
+    return Buffer.for_tokens(group, *sizes, x.dtype, options=Options(**options))
+
+
+def poison_ring(buffer):
+    """NaN where rows and messages lie."""
+    ring = buffer._low_latency.ring
+    ring.block.local[ring.layout.slots :].fill_(0xFF)
+    if ring.block.local.is_cuda:
+        torch.cuda.synchronize()
+
+
+def run_layer(group, max_tokens, num_calls, x, topk_idx, topk_weights, up, down):
+    """The layer a number of times on one Buffer, all the same bits; the engine it went through."""
+    from moe_engine import moe_ffn
+
+    num_ranks = torch.distributed.get_world_size(group)
+    args = [t.to(cases.device()) for t in (x, topk_idx, topk_weights, up, down)]
+    buffer = decode_buffer(group, x, num_ranks * len(up), topk_idx.shape[1], max_tokens)
+    poison_ring(buffer)
+    torch.distributed.barrier(group)
+    outs = []
+    for call in range(20 if args[0].is_cuda else num_calls):
+        if args[0].is_cuda and call % num_ranks == buffer.rank:
+            torch.cuda._sleep(1_000_000)
+        outs.append(moe_ffn(*args, buffer))
+    buffer.check()
+    used = len(buffer._low_latency._calls)
+    torch.distributed.barrier(group)
+    buffer.destroy()
+    assert all(torch.equal(out, outs[0]) for out in outs)
+    assert used > 0, "the layer did not take the low-latency way"
+    return outs[0].cpu()
+
+
+def check_layer(
+    pool, num_ranks, num_tokens, hidden, intermediate, num_local, num_topk, kind, dtype,
+    num_calls=1, seed=0,
+):  # fmt: skip
+    from moe_engine.emulation import PerRank
+
+    num_experts = num_ranks * num_local
+    inputs = make_inputs(num_ranks, num_tokens, hidden, num_experts, num_topk, kind, dtype, seed)
+    weights = make_weights(num_ranks, num_local, hidden, intermediate, dtype, seed)
+    parts = [PerRank(part) for part in (*inputs, *weights)]
+    results = pool.run(run_layer, max(num_tokens), num_calls, *parts, num_ranks=num_ranks)
+    wide = [[t.double() if t.is_floating_point() else t for t in p] for p in (*inputs, *weights)]
+    for have, want in zip(results, reference.moe_ffn(*wide), strict=True):
+        assert have.shape == want.shape
+        assert cases.relative_error(have, want) < TOLERANCE[dtype]
+
+
+@pytest.mark.parametrize("num_ranks", [1, 2, 3, 4])
+@pytest.mark.parametrize("kind", cases.ROUTINGS)
+def test_every_routing(pool, num_ranks, kind):
+    check_layer(pool, num_ranks, [7, 0, 12], 32, 24, 12 // num_ranks, 3, kind, "bf16")
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_many_calls(pool, dtype):
+    check_layer(pool, 4, [5, 9], 48, 32, 3, 4, "skewed", dtype, num_calls=6)
+
+
+@given(
+    num_ranks=st.integers(1, 4),
+    num_tokens=st.lists(st.integers(0, 10), min_size=1, max_size=4),
+    hidden=st.integers(1, 5),
+    num_local=st.integers(1, 5),
+    num_topk=st.integers(1, 6),
+    kind=st.sampled_from(cases.ROUTINGS),
+    dtype=st.sampled_from(list(DTYPES)),
+    seed=st.integers(0, 99),
+)
+@settings(max_examples=12)
+def test_any_shape(pool, num_ranks, num_tokens, hidden, num_local, num_topk, kind, dtype, seed):
+    cases.skip_where_shapes_compile(pool)
+    num_topk = min(num_topk, num_ranks * num_local)
+    sizes = num_tokens, 8 * hidden, 16, num_local, num_topk
+    check_layer(pool, num_ranks, *sizes, kind, dtype, seed=seed)
+
+
+# --- Which way a layer takes ---------------------------------------------------------------------
+
+
+def choose(group, options, hints, x, topk_idx, topk_weights, up, down):
+    """Of calls with each hint: how many low-latency calls they made, and the results."""
+    from moe_engine import moe_ffn, start_moe_ffn
+
+    num_ranks = torch.distributed.get_world_size(group)
+    args = [t.to(cases.device()) for t in (x, topk_idx, topk_weights, up, down)]
+    buffer = decode_buffer(group, x, num_ranks * len(up), topk_idx.shape[1], 40, **options)
+    made, outs = [], []
+    for hint in hints:
+        calls = buffer._low_latency._calls if buffer._low_latency else []
+        calls.clear()
+        outs.append(moe_ffn(*args, buffer, max_tokens=hint).cpu())
+        made.append(len(calls))
+    outs.append(start_moe_ffn(*args, buffer, max_tokens=hints[0]).finish().cpu())
+    buffer.check()
+    torch.distributed.barrier(group)
+    buffer.destroy()
+    return made, outs
+
+
+@pytest.mark.parametrize(
+    ("options", "hints", "made"),
+    [
+        ({}, [None, 9, 40], [2, 2, 2]),
+        ({"decode_tokens": 20}, [None, 9, 20, 21], [0, 2, 2, 0]),
+        ({"decode_tokens": 0}, [None, 9], [0, 0]),
+    ],
+)
+def test_the_hint_and_the_capacity_choose(pool, options, hints, made):
+    from moe_engine.emulation import PerRank
+
+    inputs = make_inputs(2, [9, 4], 32, 8, 2, "uniform", "fp32")
+    weights = make_weights(2, 4, 32, 24, "fp32")
+    parts = [PerRank(part) for part in (*inputs, *weights)]
+    results = pool.run(choose, options, hints, *parts, num_ranks=2)
+    expected = reference.moe_ffn(*inputs, *weights)
+    for (calls, outs), want in zip(results, expected, strict=True):
+        assert calls == made
+        for out in outs:
+            assert cases.relative_error(out, want) < 1e-5
+
+
+def too_small_a_hint(group):
+    from moe_engine import CapacityError, moe_ffn
+
+    x = torch.zeros(3, 16, device=cases.device())
+    buffer = decode_buffer(group, x, 4, 1, 8)
+    idx = torch.zeros(3, 1, dtype=torch.int64, device=x.device)
+    up, down = x.new_zeros(4, 32, 16), x.new_zeros(4, 16, 16)
+    with pytest.raises(CapacityError, match="max_tokens = 2"):
+        moe_ffn(x, idx, x.new_ones(3, 1), up, down, buffer, max_tokens=2)
+    assert moe_ffn(x[:0], idx[:0], x.new_ones(0, 1), up, down, buffer, max_tokens=0).shape == (
+        0,
+        16,
+    )
+    buffer.destroy()
+
+
+def test_a_hint_holds_the_tokens_and_may_be_0(pool):
+    pool.run(too_small_a_hint, num_ranks=1)
+
+
+# --- In a CUDA graph -----------------------------------------------------------------------------
+
+
+def replay(group, rounds, up, down):
+    """The layer of every round from one captured graph, each rank late in turn."""
+    from moe_engine import moe_ffn
+
+    num_ranks = torch.distributed.get_world_size(group)
+    up, down = up.cuda(), down.cuda()
+    x, topk_idx, topk_weights = (part.cuda() for part in rounds[0])
+    buffer = decode_buffer(group, x, num_ranks * len(up), topk_idx.shape[1], len(x))
+    moe_ffn(x, topk_idx, topk_weights, up, down, buffer)
+    torch.cuda.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        out = moe_ffn(x, topk_idx, topk_weights, up, down, buffer)
+    outs = []
+    for number, inputs in enumerate(rounds * 4):
+        for part, new in zip((x, topk_idx, topk_weights), inputs, strict=True):
+            part.copy_(new)
+        if number % num_ranks == buffer.rank:
+            torch.cuda._sleep(1_000_000)
+        graph.replay()
+        outs.append(out.cpu())
+    buffer.check()
+    torch.distributed.barrier(group)
+    buffer.destroy()
+    return outs
+
+
+@pytest.mark.multi_gpu
+def test_replays_follow_the_routing(pool):
+    from moe_engine.emulation import PerRank
+
+    num_ranks = pool.num_ranks
+    kinds = ["uniform", "holes", "one_hot", "nothing", "skewed", "empty_rank"]
+    rounds = [
+        make_inputs(num_ranks, [33], 64, 16, 3, kind, "bf16", seed)
+        for seed, kind in enumerate(kinds)
+    ]
+    weights = make_weights(num_ranks, 16 // num_ranks, 64, 48, "bf16")
+    by_rank = [
+        [tuple(part[rank] for part in inputs) for inputs in rounds] for rank in range(num_ranks)
+    ]
+    results = pool.run(replay, PerRank(by_rank), *(PerRank(part) for part in weights))
+    for number in range(4 * len(rounds)):
+        x, idx, w = rounds[number % len(rounds)]
+        wide = [[t.double() for t in part] for part in (x, w, *weights)]
+        expected = reference.moe_ffn(wide[0], idx, *wide[1:])
+        for rank in range(num_ranks):
+            assert cases.relative_error(results[rank][number], expected[rank]) < TOLERANCE["bf16"]
