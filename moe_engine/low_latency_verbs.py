@@ -260,6 +260,8 @@ class LowLatencyVerbs:
             return None
 
         def hook() -> None:
+            if self._low_latency is None:
+                raise BackendError("this Buffer was destroyed, and its memory with it.")
             with self._streams.call():
                 receive()
             self._after_call()
