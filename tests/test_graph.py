@@ -185,4 +185,4 @@ def test_low_latency_hashes_on_a_cpu(pool):
     """The loop of the replays without a graph."""
     if pool.device == "cuda":
         pytest.skip("emulated: the replays themselves run on this machine")
-    check_replays(pool, 2, 8, 3, 6, 128, {})
+    check_replays(pool, 2, 6, 3, 4, 128, {})

@@ -187,3 +187,15 @@ def without_the_mode(group):
 
 def test_buffers_that_cannot_be_called_so(pool):
     pool.run(without_the_mode, num_ranks=2)
+
+
+def test_the_hint_grows_with_every_argument():
+    hint = Buffer.get_low_latency_rdma_size_hint
+    sizes = [hint(64, 512, 4, 32), hint(128, 512, 4, 32), hint(128, 1024, 4, 32)]
+    assert sizes == sorted(set(sizes))
+    assert all(isinstance(size, int) and size % 128 == 0 for size in sizes)
+    # Two calls of which every rank gets one row of every token: nothing is sent per expert.
+    assert 2 * 4 * 128 * 7168 * 2 <= hint(128, 7168, 4, 256) < 3 * 4 * 128 * 7168 * 2 + (1 << 20)
+    for bad in [(0, 512, 4, 32), (64, 0, 4, 32), (64, 512, 0, 32), (64, 512, 4, 0)]:
+        with pytest.raises((ShapeError, CapacityError)):
+            hint(*bad)

@@ -16,7 +16,7 @@ from moe_engine import BackendError, DtypeError, PeerTimeout, RoutingError, Shap
 from moe_engine.emulation import PerRank
 
 TIMEOUT_S = 1.5
-EXPERTS, TOPK, HIDDEN, MAX_TOKENS = 12, 3, 128, 4
+EXPERTS, TOPK, HIDDEN, MAX_TOKENS = 12, 3, 128, 3
 SHAPE = MAX_TOKENS, EXPERTS
 REST = (*SHAPE, "bf16")
 
@@ -27,7 +27,7 @@ def new_buffer(group, **more):
 
 def inputs_of(num_ranks):
     """Every token goes to every rank, so that all need the same and wait equally long for it."""
-    x, _, weights = make_inputs(num_ranks, [MAX_TOKENS, 2, 3], HIDDEN, EXPERTS, TOPK, "uniform")
+    x, _, weights = make_inputs(num_ranks, [MAX_TOKENS, 1, 2], HIDDEN, EXPERTS, TOPK, "uniform")
     num_local = EXPERTS // num_ranks
     lanes = torch.arange(TOPK) % num_ranks * num_local
     return (
@@ -204,6 +204,49 @@ def mask_without_shrink(group):
 
 def test_a_mask_needs_enable_shrink(pool):
     pool.run(mask_without_shrink, num_ranks=1)
+
+
+# --- Calls that do not match -----------------------------------------------------------------
+
+SIZES = {"hidden": HIDDEN, "max_tokens": MAX_TOKENS, "num_experts": EXPERTS, "num_topk": TOPK,
+         "form": "bf16"}  # fmt: skip
+
+
+def call_with(group, sizes):
+    """What a rank is told whose call has other sizes than the other's."""
+    x, _ = cases.tokens(2, sizes["hidden"], sizes["num_topk"], torch.bfloat16, 0)
+    idx = cases.route("uniform", 2, sizes["num_experts"], sizes["num_topk"], 0)
+    x, idx = to_device(x, idx)
+    buffer = low_latency.make_buffer(group, 16, 512, 2 * EXPERTS, timeout_s=TIMEOUT_S)
+    told = None
+    try:
+        dispatch(buffer, x, idx, sizes["max_tokens"], sizes["num_experts"], sizes["form"])
+        buffer.check()
+    except (PeerTimeout, ShapeError) as error:
+        told = type(error), str(error)
+    torch.distributed.barrier(group)
+    buffer.destroy()
+    return told
+
+
+@pytest.mark.parametrize(
+    "other", [{"hidden": 256}, {"max_tokens": 16}, {"num_topk": 2}, {"form": "fp8"}], ids=str
+)
+def test_ranks_that_disagree_are_told(pool, other):
+    for kind, text in pool.run(call_with, PerRank([SIZES, SIZES | other]), num_ranks=2):
+        assert kind is ShapeError
+        assert "different shapes" in text
+
+
+def test_a_rank_with_more_experts_waits_in_vain(pool):
+    """For the counts of experts that the other does not know of."""
+    if pool.device == "cuda":
+        pytest.skip("the first call of a shape waits for minutes")
+    sizes = PerRank([SIZES, SIZES | {"num_experts": EXPERTS // 2}])
+    (more, text), (fewer, other_text) = pool.run(call_with, sizes, num_ranks=2)
+    assert (more, fewer) == (PeerTimeout, ShapeError)
+    assert "rank 0 waited" in text
+    assert "different shapes" in other_text
 
 
 # --- Bad ids ---------------------------------------------------------------------------------
