@@ -161,7 +161,7 @@ def mask_by_hand(group, x, topk_idx, topk_weights):
                 buffer.low_latency_update_mask_buffer(rank)
         assert masked_ranks(buffer) == [0, 0, 0]
         torch.distributed.barrier(group)
-        results += [round_trip(buffer, *args, *REST) for _ in range(3)]
+        results += [round_trip(buffer, *args, *REST) for _ in range(2)]
     buffer.check()
     torch.distributed.barrier(group)
     buffer.destroy()
@@ -171,9 +171,9 @@ def mask_by_hand(group, x, topk_idx, topk_weights):
 def test_ranks_are_masked_and_come_back(pool):
     inputs = inputs_of(3)
     results = pool.run(mask_by_hand, *map(PerRank, inputs), num_ranks=3)
-    for call in range(11):
+    for call in range(9):
         found = [have[call] for have in results]
-        if call in (1, 2, 6, 7):
+        if call in (1, 2, 5, 6):
             low_latency.check([*found[:2], None], *inputs, *REST, gone=[2])
             low_latency.check([None, None, found[2]], *inputs, *REST, gone=[0, 1])
         else:
@@ -254,7 +254,7 @@ def test_a_rank_with_more_experts_waits_in_vain(pool):
 
 def bad_ids(group, topk_idx, good):
     """Rank 0's bad ids: both ranks finish the call, rank 0 is told at the next or at check()."""
-    x, weights = cases.tokens(4, HIDDEN, 2, torch.bfloat16, 0)
+    x, weights = cases.tokens(3, HIDDEN, 2, torch.bfloat16, 0)
     x, topk_idx, weights, good = to_device(x, topk_idx, weights, good)
     buffer = new_buffer(group, timeout_s=20.0)
     found, texts = [], []
@@ -276,10 +276,10 @@ def bad_ids(group, topk_idx, good):
 
 
 def test_bad_ids_count_as_not_routed_and_are_reported(pool):
-    good = torch.tensor([[0, 1], [-1, -1], [2, -1], [7, 11]])
-    bad = torch.tensor([[0, 1], [EXPERTS, -1], [2, -7], [7, 11]])
+    good = torch.tensor([[0, 11], [-1, -1], [2, -1]])
+    bad = torch.tensor([[0, 11], [EXPERTS, -1], [2, -7]])
     (first, texts), (second, none) = pool.run(bad_ids, PerRank([bad, good]), good, num_ranks=2)
-    x, weights = cases.tokens(4, HIDDEN, 2, torch.bfloat16, 0)
+    x, weights = cases.tokens(3, HIDDEN, 2, torch.bfloat16, 0)
     for number in range(2):
         low_latency.check(
             [first[number], second[number]], [x, x], [good, good], [weights] * 2, *REST
