@@ -9,10 +9,12 @@ import torch
 from ..hardware import early_launch, launches_overlap
 from ..lang import INTERPRETED
 from ..ring import LowLatencyRow, Ring, message_bytes
-from ..slots import next_power_of_2
+from ..slots import next_power_of_2, round_up
 from .low_latency_kernels import low_latency_combine_kernel
 
 NUM_RETURN_PROGRAMS = 2 if INTERPRETED else 264
+"""Rounded up to a multiple of the ranks, so that each returns rows to one rank alone: what it waits
+for from a lost rank holds up no rows to others, who would take this rank for lost."""
 NUM_WARPS = 8
 
 
@@ -42,7 +44,8 @@ def low_latency_combine(
     num_tokens, num_topk = rows.topk_idx.shape
     num_local, hidden = rows.num_experts // num_ranks, rows.out.shape[1]
     row = LowLatencyRow(hidden * rows.out.itemsize)
-    grid = 0 if phases == "receive" else 1 + num_ranks + NUM_RETURN_PROGRAMS
+    num_return_programs = round_up(NUM_RETURN_PROGRAMS, num_ranks)
+    grid = 0 if phases == "receive" else 1 + num_ranks + num_return_programs
     grid += 0 if phases == "send" else max(1, num_tokens)
     low_latency_combine_kernel[(grid,)](
         rows.x,
@@ -54,7 +57,7 @@ def low_latency_combine(
         wait_stats,
         rows.call,
         ring.context.words,
-        NUM_RETURN_PROGRAMS,
+        num_return_programs,
         num_tokens,
         max_tokens,
         hidden,

@@ -18,7 +18,6 @@ from ..lang import (
     consume_token,
     device_function,
     end_span,
-    now_ns,
     publish,
     put,
     round_to,
@@ -37,6 +36,7 @@ from ..ring_kernels import (
     tell_received,
     wait_ranks,
     wait_slot,
+    waiting_times,
 )
 from ..work import let_next_start
 
@@ -277,13 +277,8 @@ def _sum_token(
         flags, has = row_flag(slot, ranks, token), last_lane >= 0
         level = flag_level(slot)
         if wait_stats is not None:
-            one = tl.arange(0, 1)
-            since = now_ns()
-            for rank in tl.static_range(RANKS):
-                is_sent = (one == 0) & (pick(last_lane, rank) >= 0)
-                flag = pick(flags, rank) + one
-                wait_ranks(flag, is_sent, level, rank + one, context, PHASE_RETURNED_ROWS, SHRINK)
-                tl.atomic_add(wait_stats + rank, now_ns() - since)
+            times = waiting_times(flags, has, level, ranks, slot, context)
+            tl.atomic_add(wait_stats + ranks, times, mask=has)
         there, _ = wait_ranks(flags, has, level, ranks, context, PHASE_RETURNED_ROWS, SHRINK)
         earlier = (last_lane[None, :] < last_lane[:, None]) & there[None, :]
         order = tl.where(there, tl.sum(earlier.to(tl.int32), 1), RANKS)

@@ -8,7 +8,6 @@ from ..lang import (
     as_pointer,
     consume_token,
     device_function,
-    now_ns,
     report_failure,
     report_words,
     row_mask,
@@ -25,6 +24,7 @@ from ..ring_kernels import (
     row_at,
     row_flag,
     wait_ranks,
+    waiting_times,
 )
 
 FIELDS = tl.constexpr(8)
@@ -73,7 +73,10 @@ def receive(
     lanes = tl.arange(0, triton.next_power_of_2(NUM_TOPK))
     if wait_stats is not None:
         if program == 0:
-            _wait_by_rank(wait_stats, slot, context, RANKS, SHRINK)
+            flags, real = count_at(slot, ranks, 0), ranks < RANKS
+            times = waiting_times(flags, real, flag_level(slot), ranks, slot, context)
+            times += tl.load(wait_stats + ranks, mask=real, other=0)
+            tl.store(wait_stats + ranks, times, mask=real)
     counts = _wait_counts(slot, context, RANKS, EXPERTS, SHRINK)
     word: tl.constexpr = recv_x.dtype.element_ty
     # fmt: off
@@ -233,21 +236,6 @@ def _store_counts(
     if recv_stats is not None:
         old = tl.load(recv_stats + experts, mask=real, other=0)
         tl.store(recv_stats + experts, old + totals, mask=real)
-
-
-@device_function
-def _wait_by_rank(wait_stats, slot, context, RANKS: tl.constexpr, SHRINK: tl.constexpr):
-    """Add to wait_stats [R] how long each rank's counts let this one wait, in ns."""
-    lane = tl.arange(0, 1)
-    since = now_ns()
-    for rank in tl.static_range(RANKS):
-        flag = count_at(slot, rank + lane, 0)
-        # fmt: off
-        wait_ranks(
-            flag, lane == 0, flag_level(slot), rank + lane, context, PHASE_COUNTS, SHRINK
-        )
-        # fmt: on
-        tl.store(wait_stats + rank, tl.load(wait_stats + rank) + now_ns() - since)
 
 
 @device_function

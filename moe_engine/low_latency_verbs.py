@@ -213,14 +213,16 @@ class LowLatencyVerbs:
 
     # --- Masked ranks ------------------------------------------------------------------------
 
-    def low_latency_update_mask_buffer(self, rank: int, mask: bool = False) -> None:
-        """Leave `rank` out of this rank's low-latency calls from now on (mask=True), or no longer.
+    def low_latency_update_mask_buffer(self, rank_to_mask: int, mask: bool = False) -> None:
+        """Leave a rank out of this rank's low-latency calls from now on (mask=True), or no longer.
         Needs enable_shrink, with which a rank that is silent past the deadline is masked as
         well."""
         engine = self._shrinkable()
-        if not 0 <= rank < self.group_size:
-            raise ShapeError(f"rank is {rank}; it must be 0 to {self.group_size - 1}.")
-        engine.mask(rank, mask)
+        if not 0 <= rank_to_mask < self.group_size:
+            raise ShapeError(
+                f"rank_to_mask is {rank_to_mask}; it must be 0 to {self.group_size - 1}."
+            )
+        engine.mask(rank_to_mask, mask)
 
     def low_latency_query_mask_buffer(self, mask_status: torch.Tensor) -> None:
         """Write 1 for masked ranks and 0 for the others to mask_status int32 [R]."""
@@ -258,6 +260,8 @@ class LowLatencyVerbs:
             return None
 
         def hook() -> None:
+            if self._low_latency is None:
+                raise BackendError("this Buffer was destroyed, and its memory with it.")
             with self._streams.call():
                 receive()
             self._after_call()

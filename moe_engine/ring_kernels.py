@@ -6,6 +6,7 @@ import triton
 import triton.language as tl
 
 from .context import (
+    BROKEN,
     CHUNK_FLAGS,
     COUNT_FLAGS,
     DONE,
@@ -21,12 +22,14 @@ from .context import (
     REGION_BYTES,
     SLOTS,
     STARTED,
+    TIMEOUT_NS,
 )
 from .lang import (
     as_pointer,
     device_function,
     is_alive,
     load_acquire,
+    now_ns,
     poll,
     publish,
     report_failure,
@@ -240,6 +243,27 @@ def wait_ranks(flags, mask, level, peers, context, PHASE: tl.constexpr, SHRINK: 
     return there, values
 
 
-@device_function
+@triton.jit  # the interpreter looks for its `fn`
 def _or(a, b):
     return a | b
+
+
+@device_function
+def waiting_times(flags, mask, level, peers, slot, context):
+    """int64 ns: how long each flag (of a block) under `mask` lets this program wait, no longer than
+    the deadline, for masked `peers` 0. Orders nothing: `wait_ranks` comes behind."""
+    pointers = as_pointer(tl.where(mask, flags, slot.done), tl.int64)
+    times = tl.zeros_like(flags)
+    since = tl.cast(now_ns(), tl.int64)
+    timeout = tl.load(context + TIMEOUT_NS)
+    late = mask & is_alive(tl.load(context + MASKED), peers)
+    late = late & (load_acquire(pointers) < level)
+    state = tl.max(late.to(tl.int32), 0)
+    while state == 1:
+        pause()
+        passed = tl.cast(now_ns(), tl.int64) - since
+        times = tl.where(late, passed, times)
+        late = late & (load_acquire(pointers) < level)
+        is_over = (tl.load(context + BROKEN, volatile=True) != 0) | (passed > timeout)
+        state = tl.max(tl.where(is_over, 0, late.to(tl.int32)), 0)
+    return times

@@ -277,8 +277,19 @@ class DeviceContext:
                 raise ShapeError(
                     f"ranks {self.rank} and {peer} began calls of different shapes: rank "
                     f"{peer} has (bytes per token, top-k, experts, bytes per item, scales, stages "
-                    "of a layer there and back, 0 for a dispatch, or most tokens of a low-latency "
-                    f"call and 0) = {theirs}. They must agree on all ranks; make a new Buffer."
+                    f"of a layer there and back, 0 for a dispatch) = {theirs}. They must agree on "
+                    "all ranks; make a new Buffer."
+                )
+            if phase == Phase.FIELDS:
+                _, most, low, high, *theirs = self.report[
+                    Report.SIGNATURE : Report.SIGNATURE + 8
+                ].tolist()
+                theirs = [most, low + (high << 16), *theirs]
+                raise ShapeError(
+                    f"ranks {self.rank} and {peer} began low-latency calls of different shapes: "
+                    f"rank {peer} has (most tokens, bytes per token, top-k, experts, bytes per "
+                    f"item, words of scales) = {theirs}. They must agree on all ranks; make a new "
+                    "Buffer."
                 )
             if phase == Phase.OVERFLOW:
                 raise CapacityError(

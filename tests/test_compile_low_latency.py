@@ -20,7 +20,7 @@ SHARED = {
 FORMATS = ["bf16", "fp8", "rounded", "ue8m0"]
 PHASES = ["both", "send", "receive"]
 INT32 = "recv_scales recv_count src_info returns recv_stats".split()
-INT64 = "topk_idx layout_range call dispatched context".split()
+INT64 = "topk_idx layout_range call dispatched wait_stats context".split()
 
 
 def types(kernel, constexprs, **others: str) -> dict[str, str]:
@@ -32,10 +32,14 @@ def types(kernel, constexprs, **others: str) -> dict[str, str]:
 
 
 @cache
-def dispatch(row_format: str, phases: str, shrink: bool = False, arch: int = 90) -> Compiled:
+def dispatch(
+    row_format: str, phases: str, shrink: bool = False, arch: int = 90, stats: bool = False
+) -> Compiled:
     block = 4096 if row_format == "bf16" else 8192
     constexprs = SHARED | {"FORMAT": row_format, "PHASES": phases, "BLOCK": block, "SHRINK": shrink}
     constexprs |= {"topk_weights": None, "recv_stats": None}
+    if stats:
+        del constexprs["wait_stats"], constexprs["recv_stats"]
     if row_format == "bf16":
         constexprs["recv_scales"] = None
     x = "*i32" if row_format == "bf16" else "*bf16"
@@ -44,8 +48,10 @@ def dispatch(row_format: str, phases: str, shrink: bool = False, arch: int = 90)
 
 
 @cache
-def combine(phases: str, shrink: bool = False, arch: int = 90) -> Compiled:
+def combine(phases: str, shrink: bool = False, arch: int = 90, stats: bool = False) -> Compiled:
     constexprs = SHARED | {"PHASES": phases, "BLOCK": 8192, "SHRINK": shrink}
+    if stats:
+        del constexprs["wait_stats"]
     signature = types(low_latency_combine_kernel, constexprs, x="*bf16", out="*bf16")
     return compile_kernel(low_latency_combine_kernel, signature, constexprs, arch, num_warps=8)
 
@@ -70,6 +76,11 @@ def test_combine(phases):
     assert built.spill_bytes == 0
     assert built.registers <= 128
     assert stores(built.ptx).count("v4.b32") >= 4
+
+
+def test_statistics_cost_no_spills():
+    assert dispatch("fp8", "both", stats=True).spill_bytes == 0
+    assert combine("both", stats=True).spill_bytes == 0
 
 
 def test_masking_ranks_costs_no_spills():

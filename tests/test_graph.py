@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import cases
+import low_latency_cases as low_latency
 import pytest
 import torch
 from test_dispatch_combine import make_buffer, make_inputs
@@ -88,3 +89,100 @@ def test_replays_follow_the_routing(pool):
             assert torch.equal(out, sums[rank])
             assert torch.equal(out_w, torch.where(idx[rank] >= 0, w[rank], 0.0))
             assert cases.relative_error(y, layer[rank]) < TOLERANCE["bf16"]
+
+
+# --- Low-latency calls: many replays, each result told by its hash -----------------------------
+
+
+def hash_of(found):
+    """int64, on the device: that of all received rows, what says where they are, and the sums."""
+    total = torch.zeros((), dtype=torch.int64, device=found["out"].device)
+    for name in ("x", "scales", "counts", "src_info", "layout_range", "out"):
+        words = found[name].flatten().view(torch.uint8).long()
+        odd = 2 * torch.arange(words.numel(), device=words.device) + 1
+        total = total * 1_000_003 + (words * odd).sum()
+    return total
+
+
+def replay_often(group, num_replays, order, table, flags):
+    """The results of each input's first replay, and how many later ones had another hash.
+
+    A replay's tokens and routing are copied in on its stream, and its hash stays on the device.
+    """
+    table = [part.to(cases.device()) for part in table]
+    max_tokens, hidden = table[0].shape[1:]
+    x, topk_idx, topk_weights = (part[0].clone() for part in table)
+    buffer = low_latency.make_buffer(group, max_tokens, hidden, NUM_EXPERTS)
+
+    def round_trip():
+        found = low_latency.round_trip(
+            buffer, x, topk_idx, topk_weights, max_tokens, NUM_EXPERTS, "fp8", flags
+        )
+        return found, hash_of(found)
+
+    found, new_hash = round_trip()  # compiles
+    graph = None
+    if x.is_cuda:
+        torch.cuda.synchronize()
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph):
+            found, new_hash = round_trip()
+    firsts, hashes = [], torch.zeros(num_replays, dtype=torch.int64, device=x.device)
+    pauses = torch.rand(num_replays, generator=torch.Generator().manual_seed(group.rank())) ** 8
+    for replay, (number, pause) in enumerate(zip(order, pauses.tolist(), strict=True)):
+        for mine, new in zip((x, topk_idx, topk_weights), table, strict=True):
+            mine.copy_(new[number])
+        if graph is None:
+            found, new_hash = round_trip()
+        else:
+            torch.cuda._sleep(int(pause * 1e6))
+            graph.replay()
+        hashes[replay].copy_(new_hash)
+        if replay < len(table[0]):
+            firsts.append({name: tensor.clone() for name, tensor in found.items()})
+    buffer.check()
+    torch.distributed.barrier(group)
+    buffer.destroy()
+    first_hash = hashes[: len(table[0])]
+    assert len(first_hash.unique()) == len(first_hash)
+    wrong = hashes != first_hash[torch.tensor(order, device=x.device)]
+    return [low_latency.to_cpu(first) for first in firsts], int(wrong.sum())
+
+
+def check_replays(pool, num_ranks, num_replays, num_inputs, num_tokens, hidden, flags):
+    kinds = [kind for kind in cases.ROUTINGS if kind != "nothing"]
+    inputs = [
+        low_latency.make_inputs(
+            num_ranks, [num_tokens], hidden, NUM_EXPERTS, 4, kinds[n % len(kinds)], 10 * n
+        )
+        for n in range(num_inputs)
+    ]
+    tables = [
+        [torch.stack([batch[part][rank] for batch in inputs]) for part in range(3)]
+        for rank in range(num_ranks)
+    ]
+    generator = torch.Generator().manual_seed(0)
+    order = list(range(num_inputs))
+    order += torch.randint(num_inputs, (num_replays - num_inputs,), generator=generator).tolist()
+    results = pool.run(
+        replay_often, num_replays, order, PerRank(tables), flags, num_ranks=num_ranks
+    )
+    assert [wrong for _, wrong in results] == [0] * num_ranks
+    for number, batch in enumerate(inputs):
+        at_call = [firsts[number] for firsts, _ in results]
+        low_latency.check(at_call, *batch, num_tokens, NUM_EXPERTS, "fp8")
+
+
+@pytest.mark.multi_gpu
+@pytest.mark.parametrize("return_recv_hook", [False, True])
+def test_ten_thousand_low_latency_replays(pool, return_recv_hook):
+    check_replays(
+        pool, pool.num_ranks, 10_000, 64, 32, 1024, {"return_recv_hook": return_recv_hook}
+    )
+
+
+def test_low_latency_hashes_on_a_cpu(pool):
+    """The loop of the replays without a graph."""
+    if pool.device == "cuda":
+        pytest.skip("emulated: the replays themselves run on this machine")
+    check_replays(pool, 2, 6, 3, 4, 128, {})

@@ -20,7 +20,7 @@ LAYERS = (
     ("errors", "config", "context"),
     ("lang", "ptx", "checks", "hardware", "work", "layer_config"),
     ("slots", "slots_kernels", "tiles", "words", "events", "buffer_config", "streams"),
-    ("routing", "routing_kernels", "reference"),
+    ("routing", "routing_kernels", "reference", "reference_low_latency"),
     ("symm", "trace", "trace_kernels", "tune"),
     ("grouped_gemm",),
     ("stages", "stages_kernels"),

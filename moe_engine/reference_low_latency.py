@@ -1,0 +1,170 @@
+"""The plain-torch oracle of the low-latency verbs and of their cast to fp8, written to be read.
+
+Functions that take lists see all ranks at once, index = rank. M is the most tokens of a rank.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection
+from dataclasses import dataclass
+
+import torch
+from einops import rearrange, reduce
+
+BLOCK = 128
+"""Columns that share a scale."""
+E4M3_MAX = 448.0
+SMALLEST_AMAX = 1e-4
+"""A block's largest magnitude counts as at least this, so that zeros have a scale."""
+EXPONENT_BIAS = 127
+
+
+def cast(
+    x: torch.Tensor, round_scale: bool = False, use_ue8m0: bool = False
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """x [..., H] in e4m3 and its scales, one per 128 columns: float32 [..., H/128], or with
+    use_ue8m0 int32 [..., H/512], four exponents + 127 each, the first in the lowest byte.
+
+    A scale is amax / 448, with round_scale the next power of two from there. Products are fp32,
+    e4m3 rounds to nearest even. Example, one block of zeros and a single 7.0: amax 7, scale
+    0.015625 either way, whose exponent is -6 (121 in UE8M0); the 7 becomes 448.
+    """
+    blocks = rearrange(x.float(), "... (b c) -> ... b c", c=BLOCK)
+    amax = reduce(blocks.abs(), "... b c -> ... b 1", "max").clamp_min(SMALLEST_AMAX)
+    scale = amax * torch.tensor(1 / E4M3_MAX)
+    factor = torch.tensor(E4M3_MAX) / amax
+    if round_scale:
+        mantissa, exponent = torch.frexp(scale)  # the mantissa lies in [0.5, 1)
+        exponent = torch.where(mantissa > 0.5, exponent, exponent - 1)
+        scale, factor = torch.exp2(exponent.float()), torch.exp2(-exponent.float())
+    rows = rearrange(blocks * factor, "... b c -> ... (b c)").to(torch.float8_e4m3fn)
+    scales = scale.squeeze(-1)
+    if not use_ue8m0:
+        return rows, scales
+    assert round_scale, "only powers of two can be packed"
+    packed = (exponent.squeeze(-1) + EXPONENT_BIAS).to(torch.uint8).contiguous()
+    return rows, packed.view(torch.int32)
+
+
+def cast_back(rows: torch.Tensor, scales: torch.Tensor) -> torch.Tensor:
+    """bf16 [..., H] of e4m3 rows and their scales, float32 or packed."""
+    if scales.dtype == torch.int32:
+        bytes_ = scales[..., None] >> torch.arange(0, 32, 8, device=scales.device) & 255
+        scales = torch.exp2(rearrange(bytes_, "... i b -> ... (i b)").float() - EXPONENT_BIAS)
+    blocks = rearrange(rows.float(), "... (b c) -> ... b c", c=BLOCK) * scales[..., None]
+    return rearrange(blocks, "... b c -> ... (b c)").bfloat16()
+
+
+@dataclass(frozen=True, slots=True)
+class LowLatencyReceived:
+    """What one rank has after a low-latency dispatch; beyond `counts` rows are 0, src_info -1."""
+
+    x: torch.Tensor  # [L, R * M, H], bf16 or e4m3
+    scales: torch.Tensor | None  # float32 [L, R * M, H/128] or int32 [L, R * M, H/512]
+    counts: torch.Tensor  # int32 [L]
+    src_info: torch.Tensor  # int32 [L, R * M], token on its source rank
+    layout_range: torch.Tensor  # int64 [L, R], first row << 32 | number of rows of each source
+
+    def rows_of(self, expert: int, source: int) -> slice:
+        """Where a local expert's rows from a source stand."""
+        begin, count = divmod(int(self.layout_range[expert, source]), 1 << 32)
+        return slice(begin, begin + count)
+
+
+def without(
+    topk_idx: list[torch.Tensor], masked: Collection[int], num_experts: int
+) -> list[torch.Tensor]:
+    """The ids as the other ranks see them that have masked some: these send and get nothing."""
+    num_local = num_experts // len(topk_idx)
+    left = []
+    for rank, ids in enumerate(topk_idx):
+        gone = torch.isin(ids // num_local, torch.tensor(sorted(masked), dtype=torch.int64))
+        left.append(torch.where(gone | (rank in masked), -1, ids))
+    return left
+
+
+def low_latency_dispatch(
+    x: list[torch.Tensor],
+    topk_idx: list[torch.Tensor],
+    max_tokens: int,
+    num_experts: int,
+    use_fp8: bool = True,
+    round_scale: bool = False,
+    use_ue8m0: bool = False,
+) -> list[LowLatencyReceived]:
+    """Send each token x[r][t] (bf16) once to each of its experts, which has room for max_tokens
+    rows of every rank. Rows of an expert stand by source rank, then token.
+
+    Example, 2 ranks of 2 experts with 2 tokens each, M = 2, topk_idx [[0, 3], [2, 0]] and
+    [[3, 2], [0, 1]]; rows as (source, token). Rank 0 has (0, 0) (0, 1) (1, 1) - | (1, 1) - - -:
+    counts [3, 1], src_info [[0, 1, 1, -1], [1, -1, -1, -1]], layout_range as (first row, rows)
+    [[(0, 2), (2, 1)], [(0, 0), (0, 1)]]. Rank 1 has (0, 1) (1, 0) - - | (0, 0) (1, 0) - -: counts
+    [2, 2], src_info [[1, 0, -1, -1], [0, 0, -1, -1]], layout_range [[(0, 1), (1, 1)]] * 2.
+    """
+    num_ranks, hidden = len(x), x[0].shape[1]
+    num_local = num_experts // num_ranks
+    shape = num_local, num_ranks * max_tokens
+    sent = [cast(part, round_scale, use_ue8m0) if use_fp8 else (part, None) for part in x]
+    results = []
+    for rank in range(num_ranks):
+        rows = torch.zeros(*shape, hidden, dtype=sent[0][0].dtype)
+        scales = None
+        if use_fp8:
+            scales = torch.zeros(*shape, sent[0][1].shape[1], dtype=sent[0][1].dtype)
+        src_info = torch.full(shape, -1, dtype=torch.int32)
+        layout_range = torch.zeros(num_local, num_ranks, dtype=torch.int64)
+        counts = torch.zeros(num_local, dtype=torch.int32)
+        for expert in range(num_local):
+            begin = 0
+            for source in range(num_ranks):
+                names_it = (topk_idx[source] == rank * num_local + expert).any(dim=1)
+                tokens = names_it.nonzero().flatten()
+                end = begin + len(tokens)
+                rows[expert, begin:end] = sent[source][0][tokens]
+                if scales is not None:
+                    scales[expert, begin:end] = sent[source][1][tokens]
+                src_info[expert, begin:end] = tokens.int()
+                layout_range[expert, source] = begin << 32 | len(tokens)
+                begin = end
+            counts[expert] = begin
+        results.append(LowLatencyReceived(rows, scales, counts, src_info, layout_range))
+    return results
+
+
+def low_latency_combine(
+    y: list[torch.Tensor],
+    received: list[LowLatencyReceived],
+    topk_idx: list[torch.Tensor],
+    topk_weights: list[torch.Tensor],
+) -> list[torch.Tensor]:
+    """The weighted sums [T, H] (bf16) of the expert rows y[r] [L, R * M, H] of each token.
+
+    Each expert rank adds up its lanes of a token in lane order and rounds to bf16; the source adds
+    the ranks' sums in the order of each rank's right-most lane and rounds once more; all in fp32.
+
+    Example, the ranks of `low_latency_dispatch`: token 1 of rank 1, ids [0, 1], comes out as
+    bf16(w0 * y[0][0, 2] + w1 * y[0][1, 0]); token 0 of rank 0, ids [0, 3], as
+    bf16(bf16(w0 * y[0][0, 0]) + bf16(w1 * y[1][1, 0])).
+    """
+    num_ranks, num_local, hidden = len(y), y[0].shape[0], y[0].shape[2]
+    outputs = []
+    for source, (ids, weights) in enumerate(zip(topk_idx, topk_weights, strict=True)):
+        sums = torch.zeros(num_ranks, len(ids), hidden)
+        last_lane = torch.full((num_ranks, len(ids)), -1)
+        for lane in range(ids.shape[1]):
+            for rank in range(num_ranks):
+                for expert in range(num_local):
+                    tokens = (ids[:, lane] == rank * num_local + expert).nonzero().flatten()
+                    rows = received[rank].rows_of(expert, source)
+                    at = torch.searchsorted(received[rank].src_info[expert, rows], tokens.int())
+                    found = y[rank][expert, rows][at].float()
+                    sums[rank, tokens] += weights[tokens, lane, None] * found
+                    last_lane[rank, tokens] = lane
+        sums = sums.bfloat16().float()
+        out = torch.zeros(len(ids), hidden)
+        for lane in range(ids.shape[1]):
+            for rank in range(num_ranks):
+                tokens = (last_lane[rank] == lane).nonzero().flatten()
+                out[tokens] += sums[rank, tokens]
+        outputs.append(out.bfloat16())
+    return outputs

@@ -1,0 +1,230 @@
+"""Low-latency calls: several at once, in memory that is given, with statistics, among others."""
+
+from __future__ import annotations
+
+import time
+
+import low_latency_cases as low_latency
+import pytest
+import torch
+from low_latency_cases import combine, dispatch, make_inputs, run_experts, to_cpu, to_device
+
+from moe_engine import Buffer
+from moe_engine.emulation import PerRank
+
+EXPERTS, TOPK, HIDDEN, MAX_TOKENS = 12, 2, 256, 4
+SHAPE = MAX_TOKENS, EXPERTS
+
+
+def batches(num_ranks, count, num_tokens=(MAX_TOKENS, 3, 0)):
+    """`count` inputs, each with lists of all ranks, and PerRank lists of each rank's batches."""
+    kinds = ["holes", "uniform", "duplicates"]
+    inputs = [
+        make_inputs(num_ranks, num_tokens, HIDDEN, EXPERTS, TOPK, kinds[seed % 3], 10 * seed)
+        for seed in range(count)
+    ]
+    return inputs, PerRank(
+        [tuple(part[rank] for part in batch) for batch in inputs] for rank in range(num_ranks)
+    )
+
+
+def check_batches(results, inputs, forms):
+    for number, (batch, form) in enumerate(zip(inputs, forms, strict=True)):
+        low_latency.check([found[number] for found in results], *batch, *SHAPE, form)
+
+
+# --- Several at once -------------------------------------------------------------------------
+
+
+def two_handles(group, own):
+    """Two dispatches, then their combines, the second's first; the first's twice."""
+    (x0, idx0, w0), (x1, idx1, w1) = (to_device(*batch) for batch in own)
+    buffer = low_latency.make_buffer(group, MAX_TOKENS, HIDDEN, EXPERTS)
+    recv0, counts0, handle0 = dispatch(buffer, x0, idx0, *SHAPE, "fp8")
+    recv1, counts1, handle1 = dispatch(buffer, x1, idx1, *SHAPE, "bf16")
+    dispatch(buffer, x1, idx1, *SHAPE)  # which nobody combines
+    y0, y1 = run_experts(recv0, group.rank()), run_experts(recv1, group.rank())
+    out1 = combine(buffer, y1, idx1, w1, handle1)
+    out0 = combine(buffer, y0, idx0, w0, handle0)
+    again = combine(buffer, y0, idx0, w0, tuple(handle0), {"async_finish": True})
+    assert torch.equal(again, out0)
+    torch.distributed.barrier(group)
+    buffer.destroy()
+    found = (recv0, counts0, handle0, y0, out0), (recv1, counts1, handle1, y1, out1)
+    return [to_cpu(low_latency.result(*part)) for part in found]
+
+
+def test_two_handles(pool):
+    inputs, own = batches(3, 2)
+    results = pool.run(two_handles, own, num_ranks=3)
+    check_batches(results, inputs, ["fp8", "bf16"])
+
+
+# --- Memory that the caller gives ------------------------------------------------------------
+
+
+def given_memory(group, own):
+    """Sums into `out`, from rows that were written where they leave from."""
+    [(x, idx, weights)] = (to_device(*batch) for batch in own)
+    buffer = low_latency.make_buffer(group, MAX_TOKENS, HIDDEN, EXPERTS)
+    recv_x, counts, handle = dispatch(buffer, x, idx, *SHAPE, "fp8")
+    y = run_experts(recv_x, group.rank())
+    plain = combine(buffer, y, idx, weights, handle)
+    for flags in ({}, {"return_recv_hook": True}, {"async_finish": True}):
+        out = torch.full_like(x, 7.0)
+        found = combine(buffer, y, idx, weights, handle, flags, out=out)
+        assert found.data_ptr() == out.data_ptr()
+        assert torch.equal(out, plain)
+        rows = buffer.get_next_low_latency_combine_buffer(handle)
+        assert (rows.dtype, rows.shape) == (y.dtype, y.shape)
+        rows[:, :, :] = y
+        assert torch.equal(combine(buffer, y, idx, weights, handle, flags, zero_copy=True), plain)
+        rows = buffer.get_next_low_latency_combine_buffer(handle)
+        rows.copy_(y)
+        rows *= 2
+        twice = combine(buffer, rows, idx, weights, handle, flags, zero_copy=True, out=out)
+        assert torch.equal(twice, plain * 2)
+    buffer.check()
+    torch.distributed.barrier(group)
+    buffer.destroy()
+    return [to_cpu(low_latency.result(recv_x, counts, handle, y, plain))]
+
+
+@pytest.mark.parametrize("num_ranks", [1, 3])
+def test_out_and_zero_copy(pool, num_ranks):
+    inputs, own = batches(num_ranks, 1)
+    results = pool.run(given_memory, own, num_ranks=num_ranks)
+    check_batches(results, inputs, ["fp8"])
+
+
+def strided(group, own):
+    """Arguments with gaps between their rows, or refused where these are not taken."""
+    [(x, idx, weights)] = (to_device(*batch) for batch in own)
+    buffer = low_latency.make_buffer(group, MAX_TOKENS, HIDDEN, EXPERTS)
+    wide = torch.cat([x, x * 0 + 5], 1)[:, :HIDDEN]
+    lanes = torch.stack([idx, idx * 0], 2)[:, :, 0]
+    recv_x, counts, handle = dispatch(buffer, wide, lanes, *SHAPE)
+    y = run_experts(recv_x, group.rank())
+    apart = torch.cat([y, y * 0], 2)[:, :, :HIDDEN]
+    out = combine(buffer, apart, lanes, weights.T.contiguous().T, handle)
+    torch.distributed.barrier(group)
+    buffer.destroy()
+    return [to_cpu(low_latency.result(recv_x, counts, handle, y, out))]
+
+
+def test_arguments_of_any_strides(pool):
+    inputs, own = batches(2, 1)
+    check_batches(pool.run(strided, own, num_ranks=2), inputs, ["bf16"])
+
+
+# --- Statistics ------------------------------------------------------------------------------
+
+SLEEP_S = 0.4
+
+
+def count_and_wait(group, flags):
+    """(received rows per expert, their statistics and nanoseconds waited, of two round trips of
+    which rank 1 is late for the second's halves). No other rank gets its tokens, so these wait for
+    its rows alone."""
+    x, idx, weights = to_device(
+        torch.ones(2, HIDDEN).bfloat16(), torch.tensor([[0, 4, 8], [9, 5, 1]]), torch.ones(2, 3)
+    )
+    if group.rank() == 1:
+        idx = idx % 4 + 4
+    buffer = low_latency.make_buffer(group, MAX_TOKENS, HIDDEN, EXPERTS)
+    num_local, device = EXPERTS // group.size(), x.device
+    seen = torch.full((num_local,), 100, dtype=torch.int32, device=device)
+    there, back = torch.full((2, group.size()), 5, dtype=torch.int64, device=device)
+
+    def late(call):
+        torch.distributed.barrier(group)
+        if call and group.rank() == 1:
+            time.sleep(SLEEP_S)
+
+    waited = []
+    for call in range(2):
+        late(call)
+        recv_x, counts, handle = dispatch(
+            buffer, x, idx, *SHAPE, "bf16", flags,
+            cumulative_local_expert_recv_stats=seen, dispatch_wait_recv_cost_stats=there,
+        )  # fmt: skip
+        if x.is_cuda:
+            torch.cuda.synchronize()
+        late(call)
+        combine(buffer, recv_x, idx, weights, handle, flags, combine_wait_recv_cost_stats=back)
+        if x.is_cuda:
+            torch.cuda.synchronize()
+        waited.append(torch.stack([there, back]).cpu())
+    torch.distributed.barrier(group)
+    buffer.destroy()
+    return counts.cpu(), seen.cpu(), waited
+
+
+@pytest.mark.parametrize("flags", [{}, {"return_recv_hook": True}])
+def test_statistics(pool, flags):
+    results = pool.run(count_and_wait, flags, num_ranks=3)
+    for rank, (counts, seen, (first, second)) in enumerate(results):
+        assert torch.equal(seen, 100 + 2 * counts)
+        assert (first >= 5).all()
+        grown = (second - first) * 1e-9
+        assert (grown >= 0).all()
+        assert (grown < 30).all()
+        if rank != 1:
+            assert (grown[:, 1] > SLEEP_S / 2).all()
+        assert (grown[:, rank] < SLEEP_S / 2).all()
+
+
+# --- Beside the other calls ------------------------------------------------------------------
+
+
+def both_kinds(group, own):
+    """Normal and low-latency calls of one Buffer in turns, and its memory cleaned in between."""
+    batches_of_rank = [to_device(*batch) for batch in own]
+    hint = Buffer.get_low_latency_rdma_size_hint(MAX_TOKENS, HIDDEN, group.size(), EXPERTS)
+    buffer = Buffer(group, 1 << 20, hint, low_latency_mode=True)
+    found = []
+    for x, idx, weights in batches_of_rank:
+        per_rank, _, per_expert, in_rank, _ = buffer.get_dispatch_layout(idx, EXPERTS)
+        rows, _, _, _, handle, _ = buffer.dispatch(
+            x, None, per_rank, None, in_rank, per_expert, idx, weights
+        )
+        low = low_latency.round_trip(buffer, x, idx, weights, *SHAPE, "fp8")
+        out, _, _ = buffer.combine(rows, handle)
+        assert torch.equal(out, x * in_rank.sum(1, keepdim=True))
+        buffer.clean_low_latency_buffer(MAX_TOKENS, HIDDEN, EXPERTS)
+        found.append(to_cpu(low))
+    buffer.check()
+    torch.distributed.barrier(group)
+    buffer.destroy()
+    return found
+
+
+def test_normal_calls_in_between(pool):
+    inputs, own = batches(2, 3)
+    check_batches(pool.run(both_kinds, own, num_ranks=2), inputs, ["fp8"] * 3)
+
+
+def shapes_in_turn(group, shapes):
+    """Calls of several shapes and numbers of lanes on one Buffer, for the largest."""
+    buffer = low_latency.make_buffer(group, 12, 512, 16)
+    results = []
+    for max_tokens, num_experts, inputs in shapes:
+        args = to_device(*(part[group.rank()] for part in inputs))
+        found = low_latency.round_trip(buffer, *args, max_tokens, num_experts, "fp8")
+        results.append(to_cpu(found))
+    torch.distributed.barrier(group)
+    buffer.destroy()
+    return results
+
+
+def test_other_shapes_on_one_buffer(pool):
+    shapes = [
+        (max_tokens, num_experts, make_inputs(2, [max_tokens, 3], hidden, num_experts, k, "holes"))
+        for max_tokens, hidden, num_experts, k in [
+            (12, 512, 16, 4), (5, 128, 4, 1), (12, 256, 2, 2), (4, 512, 16, 7), (12, 512, 16, 4),
+        ]
+    ]  # fmt: skip
+    results = pool.run(shapes_in_turn, shapes, num_ranks=2)
+    for number, (max_tokens, num_experts, inputs) in enumerate(shapes):
+        at_call = [found[number] for found in results]
+        low_latency.check(at_call, *inputs, max_tokens, num_experts, "fp8")

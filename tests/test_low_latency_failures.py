@@ -1,0 +1,289 @@
+"""Ranks that fall silent in low-latency calls, with and without a mask, and bad ids."""
+
+from __future__ import annotations
+
+import os
+import signal
+import time
+
+import cases
+import low_latency_cases as low_latency
+import pytest
+import torch
+from low_latency_cases import combine, dispatch, make_inputs, round_trip, to_cpu, to_device
+
+from moe_engine import BackendError, DtypeError, PeerTimeout, RoutingError, ShapeError
+from moe_engine.emulation import PerRank
+
+TIMEOUT_S = 1.5
+EXPERTS, TOPK, HIDDEN, MAX_TOKENS = 12, 3, 128, 3
+SHAPE = MAX_TOKENS, EXPERTS
+REST = (*SHAPE, "bf16")
+
+
+def new_buffer(group, **more):
+    return low_latency.make_buffer(group, MAX_TOKENS, HIDDEN, EXPERTS, **more)
+
+
+def inputs_of(num_ranks):
+    """Every token goes to every rank, so that all need the same and wait equally long for it."""
+    x, _, weights = make_inputs(num_ranks, [MAX_TOKENS, 1, 2], HIDDEN, EXPERTS, TOPK, "uniform")
+    num_local = EXPERTS // num_ranks
+    lanes = torch.arange(TOPK) % num_ranks * num_local
+    return (
+        x,
+        [
+            (torch.arange(len(part))[:, None] + rank) % num_local + lanes
+            for rank, part in enumerate(x)
+        ],
+        weights,
+    )
+
+
+def masked_ranks(buffer):
+    found = torch.full((buffer.group_size,), 7, dtype=torch.int32, device=buffer.device)
+    buffer.low_latency_query_mask_buffer(found)
+    return found.tolist()
+
+
+# --- Ranks that fall silent ------------------------------------------------------------------
+
+
+def lose_rank_1(group, step, killed, x, topk_idx, topk_weights):
+    """Rank 1 stops before `step` and calls no more: (result, mask, seconds) of three round trips of
+    each other rank."""
+    args = to_device(x, topk_idx, topk_weights)
+    buffer = new_buffer(group, timeout_s=TIMEOUT_S, enable_shrink=True)
+    round_trip(buffer, *args, *REST)  # compiles
+    buffer.check()
+    torch.distributed.barrier(group)
+    found = []
+    if group.rank() == 1:
+        if step == "combine":
+            dispatch(buffer, *args[:2], *REST)
+        if killed:
+            os.kill(os.getpid(), signal.SIGKILL)
+    else:
+        for _ in range(3):
+            start = time.monotonic()
+            result = to_cpu(round_trip(buffer, *args, *REST))
+            buffer.check()
+            found.append((result, masked_ranks(buffer), time.monotonic() - start))
+    if not killed:
+        torch.distributed.barrier(group)
+        buffer.destroy()
+    return found
+
+
+def check_the_others(results, inputs, step):
+    for call in range(3):
+        found = [None if rank == 1 else have[call] for rank, have in enumerate(results)]
+        for _, mask, seconds in filter(None, found):
+            assert mask == [0, 1, 0]
+            assert (0 if call else TIMEOUT_S) <= seconds < (1 + (call == 0)) * TIMEOUT_S
+        sent_rows = call == 0 and step != "dispatch"
+        gone_there = [] if sent_rows else [1]
+        outputs = [have and have[0] for have in found]
+        low_latency.check(outputs, *inputs, *REST, gone=[1], gone_there=gone_there)
+
+
+@pytest.mark.parametrize("step", ["dispatch", "combine"])
+def test_the_others_go_on_without_a_silent_rank(pool, step):
+    inputs = inputs_of(3)
+    results = pool.run(lose_rank_1, step, False, *map(PerRank, inputs), num_ranks=3)
+    check_the_others(results, inputs, step)
+
+
+def test_the_others_go_on_without_a_killed_rank(pool):
+    if pool.device == "cuda":
+        pytest.skip("a killed process takes its part of the NCCL group along")
+    inputs, before = inputs_of(3), set(os.listdir("/dev/shm"))
+    results = pool.run(
+        lose_rank_1, "dispatch", True, *map(PerRank, inputs), num_ranks=3, expect_death={1}
+    )
+    check_the_others(results, inputs, "dispatch")
+    assert set(os.listdir("/dev/shm")) <= before
+
+
+def stay_away(group, step, x, topk_idx, topk_weights):
+    """(peer, phase) of the PeerTimeout where rank 0 stops before `step`, and that it is lasting."""
+    args = to_device(x, topk_idx, topk_weights)
+    buffer = new_buffer(group, timeout_s=TIMEOUT_S)
+    round_trip(buffer, *args, *REST)
+    buffer.check()
+    torch.distributed.barrier(group)
+    seen = None
+    try:
+        if group.rank():
+            round_trip(buffer, *args, *REST)
+        elif step == "combine":
+            dispatch(buffer, *args[:2], *REST)
+        buffer.check()
+    except PeerTimeout as error:
+        seen = error.peer, error.phase
+        with pytest.raises(PeerTimeout):
+            dispatch(buffer, *args[:2], *REST)
+    torch.distributed.barrier(group)
+    buffer.destroy()
+    return seen
+
+
+@pytest.mark.parametrize("step", ["dispatch", "combine"])
+def test_without_a_mask_a_silent_rank_is_named(pool, step):
+    results = pool.run(stay_away, step, *map(PerRank, inputs_of(3)), num_ranks=3)
+    phases = {"dispatch": ["counts"], "combine": ["metadata", "returned rows"]}
+    assert results[0] is None
+    for peer, phase in results[1:]:
+        assert peer == 0
+        assert phase in phases[step]
+
+
+# --- The mask --------------------------------------------------------------------------------
+
+
+def mask_by_hand(group, x, topk_idx, topk_weights):
+    """Results while ranks 0 and 1, then rank 2, leave each other out, and of all ranks again."""
+    args = to_device(x, topk_idx, topk_weights)
+    buffer = new_buffer(group, timeout_s=20.0, enable_shrink=True)
+    results = [round_trip(buffer, *args, *REST)]
+    assert masked_ranks(buffer) == [0, 0, 0]
+    for others in ([0, 1], [2]):
+        strangers = set(range(3)) - set(others) if group.rank() in others else set(others)
+        for rank in strangers:
+            buffer.low_latency_update_mask_buffer(rank, True)
+        assert masked_ranks(buffer) == [int(rank in strangers) for rank in range(3)]
+        results += [round_trip(buffer, *args, *REST), round_trip(buffer, *args, *REST)]
+        torch.distributed.barrier(group)
+        if others == [2]:
+            buffer.low_latency_clean_mask_buffer()
+        else:
+            for rank in strangers:
+                buffer.low_latency_update_mask_buffer(rank)
+        assert masked_ranks(buffer) == [0, 0, 0]
+        torch.distributed.barrier(group)
+        results += [round_trip(buffer, *args, *REST) for _ in range(2)]
+    buffer.check()
+    torch.distributed.barrier(group)
+    buffer.destroy()
+    return [to_cpu(found) for found in results]
+
+
+def test_ranks_are_masked_and_come_back(pool):
+    inputs = inputs_of(3)
+    results = pool.run(mask_by_hand, *map(PerRank, inputs), num_ranks=3)
+    for call in range(9):
+        found = [have[call] for have in results]
+        if call in (1, 2, 5, 6):
+            low_latency.check([*found[:2], None], *inputs, *REST, gone=[2])
+            low_latency.check([None, None, found[2]], *inputs, *REST, gone=[0, 1])
+        else:
+            low_latency.check(found, *inputs, *REST)
+
+
+def mask_without_shrink(group):
+    buffer = new_buffer(group)
+    found = torch.zeros(1, dtype=torch.int32, device=buffer.device)
+    for call in (
+        lambda: buffer.low_latency_update_mask_buffer(0, True),
+        lambda: buffer.low_latency_query_mask_buffer(found),
+        buffer.low_latency_clean_mask_buffer,
+    ):
+        with pytest.raises(BackendError, match="enable_shrink"):
+            call()
+    buffer.destroy()
+    buffer = new_buffer(group, enable_shrink=True)
+    for rank in (1, -1):
+        with pytest.raises(ShapeError, match="rank"):
+            buffer.low_latency_update_mask_buffer(rank, True)
+    with pytest.raises(ShapeError, match="mask"):
+        buffer.low_latency_query_mask_buffer(torch.zeros_like(found.expand(2)))
+    with pytest.raises(DtypeError, match="mask"):
+        buffer.low_latency_query_mask_buffer(found.long())
+    buffer.destroy()
+
+
+def test_a_mask_needs_enable_shrink(pool):
+    pool.run(mask_without_shrink, num_ranks=1)
+
+
+# --- Calls that do not match -----------------------------------------------------------------
+
+SIZES = {"hidden": HIDDEN, "max_tokens": MAX_TOKENS, "num_experts": EXPERTS, "num_topk": TOPK,
+         "form": "bf16"}  # fmt: skip
+
+
+def call_with(group, sizes):
+    """What a rank is told whose call has other sizes than the other's."""
+    x, _ = cases.tokens(2, sizes["hidden"], sizes["num_topk"], torch.bfloat16, 0)
+    idx = cases.route("uniform", 2, sizes["num_experts"], sizes["num_topk"], 0)
+    x, idx = to_device(x, idx)
+    buffer = low_latency.make_buffer(group, 16, 512, 2 * EXPERTS, timeout_s=TIMEOUT_S)
+    told = None
+    try:
+        dispatch(buffer, x, idx, sizes["max_tokens"], sizes["num_experts"], sizes["form"])
+        buffer.check()
+    except (PeerTimeout, ShapeError) as error:
+        told = type(error), str(error)
+    torch.distributed.barrier(group)
+    buffer.destroy()
+    return told
+
+
+@pytest.mark.parametrize(
+    "other", [{"hidden": 256}, {"max_tokens": 16}, {"num_topk": 2}, {"form": "fp8"}], ids=str
+)
+def test_ranks_that_disagree_are_told(pool, other):
+    for kind, text in pool.run(call_with, PerRank([SIZES, SIZES | other]), num_ranks=2):
+        assert kind is ShapeError
+        assert "different shapes" in text
+
+
+def test_a_rank_with_more_experts_waits_in_vain(pool):
+    """For the counts of experts that the other does not know of."""
+    if pool.device == "cuda":
+        pytest.skip("the first call of a shape waits for minutes")
+    sizes = PerRank([SIZES, SIZES | {"num_experts": EXPERTS // 2}])
+    (more, text), (fewer, other_text) = pool.run(call_with, sizes, num_ranks=2)
+    assert (more, fewer) == (PeerTimeout, ShapeError)
+    assert "rank 0 waited" in text
+    assert "different shapes" in other_text
+
+
+# --- Bad ids ---------------------------------------------------------------------------------
+
+
+def bad_ids(group, topk_idx, good):
+    """Rank 0's bad ids: both ranks finish the call, rank 0 is told at the next or at check()."""
+    x, weights = cases.tokens(3, HIDDEN, 2, torch.bfloat16, 0)
+    x, topk_idx, weights, good = to_device(x, topk_idx, weights, good)
+    buffer = new_buffer(group, timeout_s=20.0)
+    found, texts = [], []
+    for when in ("check", "next call"):
+        recv_x, counts, handle = dispatch(buffer, x, topk_idx, *REST)
+        try:
+            if when == "check":
+                buffer.check()
+            y = low_latency.run_experts(recv_x, group.rank())
+            out = combine(buffer, y, topk_idx, weights, handle)
+        except RoutingError as error:
+            texts.append(str(error))
+            y = low_latency.run_experts(recv_x, group.rank())
+            out = combine(buffer, y, good, weights, handle)
+        found.append(to_cpu(low_latency.result(recv_x, counts, handle, y, out)))
+        torch.distributed.barrier(group)
+    buffer.destroy()
+    return found, texts
+
+
+def test_bad_ids_count_as_not_routed_and_are_reported(pool):
+    good = torch.tensor([[0, 11], [-1, -1], [2, -1]])
+    bad = torch.tensor([[0, 11], [EXPERTS, -1], [2, -7]])
+    (first, texts), (second, none) = pool.run(bad_ids, PerRank([bad, good]), good, num_ranks=2)
+    x, weights = cases.tokens(3, HIDDEN, 2, torch.bfloat16, 0)
+    for number in range(2):
+        low_latency.check(
+            [first[number], second[number]], [x, x], [good, good], [weights] * 2, *REST
+        )
+    assert none == []
+    assert len(texts) == 2
+    assert all("2 expert ids" in text and "rank 0" in text for text in texts)

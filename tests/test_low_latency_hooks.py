@@ -1,0 +1,213 @@
+"""Low-latency calls in two halves: sends, and the hooks that receive."""
+
+from __future__ import annotations
+
+import time
+from collections import deque
+
+import cases
+import low_latency_cases as low_latency
+import pytest
+import torch
+from low_latency_cases import combine, run_experts, to_cpu, to_device
+from test_low_latency_calls import EXPERTS, HIDDEN, MAX_TOKENS, SHAPE, batches, check_batches
+
+from moe_engine import BackendError, CapacityError
+
+FORMS_IN_TURN = ["fp8", "bf16", "rounded", "fp8"]
+
+
+def in_halves(group, order, num_slots, own):
+    """Sends of all batches, then all receives in `order`, once there and once back."""
+    own = [to_device(*batch) for batch in own]
+    buffer = low_latency.make_buffer(group, MAX_TOKENS, HIDDEN, EXPERTS, num_slots)
+    low_latency.poison(buffer)
+    torch.distributed.barrier(group)
+    sent = [
+        buffer.low_latency_dispatch(
+            x, idx, *SHAPE, return_recv_hook=True, **low_latency.FORMS[form]
+        )
+        for (x, idx, _), form in zip(own, FORMS_IN_TURN, strict=False)
+    ]
+    for number in order:
+        sent[number][4]()
+    rows = [run_experts(recv_x, group.rank()) for recv_x, *_ in sent]
+    returned = [
+        buffer.low_latency_combine(y, idx, weights, handle, return_recv_hook=True)
+        for y, (_, idx, weights), (_, _, handle, _, _) in zip(rows, own, sent, strict=True)
+    ]
+    for number in order:
+        returned[number][2]()
+    buffer.check()
+    torch.distributed.barrier(group)
+    buffer.destroy()
+    return [
+        to_cpu(low_latency.result(recv_x, counts, handle, y, out))
+        for (recv_x, counts, handle, _, _), y, (out, _, _) in zip(sent, rows, returned, strict=True)
+    ]
+
+
+@pytest.mark.parametrize(
+    ("num_ranks", "order"), [(1, (1, 0)), (2, (0, 1)), (2, (2, 0, 3, 1)), (3, (1, 0))]
+)
+def test_all_send_before_all_receive(pool, num_ranks, order):
+    inputs, own = batches(num_ranks, len(order))
+    results = pool.run(in_halves, order, len(order), own, num_ranks=num_ranks)
+    check_batches(results, inputs, FORMS_IN_TURN[: len(order)])
+
+
+def two_micro_batches(group, own):
+    """The combine of one half of the tokens is under way while the other half is dispatched."""
+    (x0, idx0, w0), (x1, idx1, w1) = (to_device(*batch) for batch in own)
+    buffer = low_latency.make_buffer(group, MAX_TOKENS, HIDDEN, EXPERTS)
+    recv0, counts0, handle0, _, receive0 = buffer.low_latency_dispatch(
+        x0, idx0, *SHAPE, return_recv_hook=True
+    )
+    receive0()
+    y0 = run_experts(recv0, group.rank())
+    out0, _, sum0 = buffer.low_latency_combine(y0, idx0, w0, handle0, return_recv_hook=True)
+    recv1, counts1, handle1, _, receive1 = buffer.low_latency_dispatch(
+        x1, idx1, *SHAPE, return_recv_hook=True
+    )
+    sum0()
+    receive1()
+    y1 = run_experts(recv1, group.rank())
+    out1, _, sum1 = buffer.low_latency_combine(y1, idx1, w1, handle1, return_recv_hook=True)
+    sum1()
+    buffer.check()
+    torch.distributed.barrier(group)
+    buffer.destroy()
+    found = (recv0, counts0, handle0, y0, out0), (recv1, counts1, handle1, y1, out1)
+    return [to_cpu(low_latency.result(*part)) for part in found]
+
+
+def test_two_micro_batches(pool):
+    inputs, own = batches(3, 2)
+    results = pool.run(two_micro_batches, own, num_ranks=3)
+    check_batches(results, inputs, ["fp8", "fp8"])
+
+
+def nothing_before_the_hook(group):
+    """A rank's sends end although no other rank has called; how long they took."""
+    x = torch.ones(2, HIDDEN).bfloat16()
+    idx, weights = torch.tensor([[0, 7], [3, 4]]), torch.ones(2, 2)
+    x, idx, weights = to_device(x, idx, weights)
+    buffer = low_latency.make_buffer(group, MAX_TOKENS, HIDDEN, EXPERTS)
+    low_latency.round_trip(buffer, x, idx, weights, *SHAPE, "bf16", {"return_recv_hook": True})
+    torch.distributed.barrier(group)
+    if group.rank() == 1:
+        time.sleep(1.0)
+    start = time.monotonic()
+    recv_x, _, _, _, receive = buffer.low_latency_dispatch(
+        x, idx, *SHAPE, use_fp8=False, return_recv_hook=True
+    )
+    if x.is_cuda:
+        torch.cuda.current_stream().synchronize()
+    sent = time.monotonic() - start
+    receive()
+    if x.is_cuda:
+        torch.cuda.current_stream().synchronize()
+    received = time.monotonic() - start
+    torch.distributed.barrier(group)
+    buffer.destroy()
+    return sent, received, recv_x[0, :2].cpu()
+
+
+def test_a_send_waits_for_nobody_and_its_hook_does(pool):
+    (sent, received, rows), _ = pool.run(nothing_before_the_hook, num_ranks=2)
+    assert sent < 0.8 < received
+    assert rows.eq(1).all()
+
+
+def hook_after_the_end(group):
+    x, idx = to_device(torch.ones(1, HIDDEN).bfloat16(), torch.tensor([[0]]))
+    buffer = low_latency.make_buffer(group, MAX_TOKENS, HIDDEN, EXPERTS)
+    _, counts, _, _, receive = buffer.low_latency_dispatch(x, idx, *SHAPE, return_recv_hook=True)
+    receive()
+    receive()  # the second time it does nothing
+    assert counts[0] == 1
+    *_, receive = buffer.low_latency_dispatch(x, idx, *SHAPE, return_recv_hook=True)
+    buffer.destroy()
+    with pytest.raises(BackendError, match="destroyed"):
+        receive()
+
+
+def test_a_hook_after_its_buffer_was_destroyed(pool):
+    pool.run(hook_after_the_end, num_ranks=1)
+
+
+def pipeline(group, num_slots, num_calls):
+    """What each rank receives whose calls are all sent num_slots ahead; rank 1 receives late."""
+    num_tokens, device = 3, cases.device()
+    buffer = low_latency.make_buffer(group, num_tokens, 8, EXPERTS, num_slots, timeout_s=20.0)
+    low_latency.poison(buffer)
+    torch.distributed.barrier(group)
+    x = torch.arange(num_tokens * 8, device=device).view(num_tokens, 8).bfloat16()
+    idx = torch.tensor([[0, 11]] * num_tokens, device=device)
+    sent, received = deque(), []
+
+    def receive():
+        if group.rank() == 1:
+            torch.cuda._sleep(10_000_000) if x.is_cuda else time.sleep(0.1)
+        rows, *_, hook = sent.popleft()
+        hook()
+        received.append(rows)
+
+    for call in range(num_calls):
+        if len(sent) == num_slots:
+            receive()
+        sent.append(
+            buffer.low_latency_dispatch(
+                x + call, idx, num_tokens, EXPERTS, use_fp8=False, return_recv_hook=True
+            )
+        )
+    while sent:
+        receive()
+    buffer.check()
+    torch.distributed.barrier(group)
+    buffer.destroy()
+    expert = 0 if group.rank() == 0 else -1
+    return [rows[expert].cpu() for rows in received]
+
+
+@pytest.mark.parametrize("num_slots", [2, 3])
+def test_a_slot_is_not_overwritten_before_it_is_received(pool, num_slots):
+    for received in pool.run(pipeline, num_slots, 6, num_ranks=2):
+        for call, rows in enumerate(received):
+            want = torch.arange(24).view(3, 8).repeat(2, 1).bfloat16() + call
+            assert torch.equal(rows, want)
+
+
+def too_many_in_flight(group, num_slots):
+    """Calls beyond num_slots between send and receive are refused, and leave no trace."""
+    x, idx = to_device(torch.ones(3, HIDDEN).bfloat16(), torch.tensor([[0], [5], [7]]))
+    weights = torch.ones_like(idx, dtype=torch.float32)
+    buffer = low_latency.make_buffer(group, MAX_TOKENS, HIDDEN, EXPERTS, num_slots)
+
+    def send(factor):
+        return buffer.low_latency_dispatch(
+            x * factor, idx, *SHAPE, use_fp8=False, return_recv_hook=True
+        )
+
+    sent = [send(factor) for factor in range(num_slots)]
+    with pytest.raises(CapacityError, match=f"num_slots.*{num_slots}|{num_slots}.*num_slots"):
+        send(num_slots)
+    sent[0][4]()
+    recv_x, _, handle, _, _ = sent[0]
+    sums = buffer.low_latency_combine(recv_x, idx, weights, handle, return_recv_hook=True)
+    with pytest.raises(CapacityError, match="num_slots"):
+        buffer.low_latency_combine(recv_x, idx, weights, handle)
+    sums[2]()
+    for _, _, _, _, receive in sent[1:]:
+        receive()
+    outs = [combine(buffer, recv_x, idx, weights, handle) for recv_x, _, handle, _, _ in sent]
+    torch.distributed.barrier(group)
+    buffer.destroy()
+    assert torch.equal(sums[0], outs[0])
+    return [out.float().mean().item() for out in outs]
+
+
+@pytest.mark.parametrize("num_slots", [2, 3])
+def test_too_many_calls_in_flight(pool, num_slots):
+    results = pool.run(too_many_in_flight, num_slots, num_ranks=2)
+    assert results == [list(map(float, range(num_slots)))] * 2
