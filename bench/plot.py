@@ -90,10 +90,13 @@ def draw_grouped_gemm() -> None:
 
 
 def draw_low_latency() -> None:
-    """us of each verb over tokens: medians, up to the 99th percentiles, and floors."""
+    """us of each verb over tokens, of the most ranks measured: medians, up to the 99th percentiles,
+    and floors."""
     curves: dict[str, dict[str, dict[int, Line]]] = defaultdict(lambda: defaultdict(dict))
-    for line in newest("low_latency"):
-        if (line["impl"], line["ranks"], line["routing"]) == ("moe_engine", 4, "uniform"):
+    lines = newest("low_latency")
+    ranks = max(line["ranks"] for line in lines)
+    for line in lines:
+        if (line["impl"], line["ranks"], line["routing"]) == ("moe_engine", ranks, "uniform"):
             dtype = f", {line['dtype']}" if line["verb"] == "dispatch" else ""
             curves[line["model"]][line["verb"] + dtype][line["tokens"]] = line
     figure, panels = plt.subplots(
@@ -114,7 +117,7 @@ def draw_low_latency() -> None:
         axes.minorticks_off()
         axes.set_yticks(ticks := [5, 10, 20, 50, 100, 200, 500, 1000, 2000], map(str, ticks))
         axes.grid(alpha=0.3)
-    panels[0][0].set_ylabel("us, 4 x H200 (dashed: floor; band: to p99)")
+    panels[0][0].set_ylabel(f"us, {ranks} x H200 (dashed: floor; band: to p99)")
     figure.legend(*panels[0][0].get_legend_handles_labels(), loc="outside lower center", ncols=4)
     figure.savefig(DOCS / "low_latency.svg", metadata={"Date": None})
 

@@ -14,8 +14,14 @@ from ..slots import next_power_of_2
 from ..words import Words
 from .low_latency_kernels import low_latency_dispatch_kernel
 
-NUM_RECEIVE_PROGRAMS = 3 if INTERPRETED else 131
 NUM_WARPS = 8
+SENT_AT_ONCE = 128
+"""Tokens whose programs leave room for others beside them, two on an SM."""
+
+
+def num_receive_programs(num_tokens: int) -> int:
+    """Those beside the sending programs, or as many as find room once these are through."""
+    return 3 if INTERPRETED else 131 if num_tokens <= SENT_AT_ONCE else 262
 
 
 class LowLatencyHandle(NamedTuple):
@@ -26,7 +32,7 @@ class LowLatencyHandle(NamedTuple):
     num_max_dispatch_tokens_per_rank: int
     hidden: int
     num_experts: int
-    returns: torch.Tensor  # int32 [R, M, 1 + 3 * K]: see `low_latency_receive_kernels._pack_row`
+    returns: torch.Tensor  # int32 [R, M, 1 + 3 * K]: see `low_latency_dispatch_kernel`
     call: torch.Tensor  # int64 [1 + R]: epoch of the dispatch, tokens of each rank
 
 
@@ -119,7 +125,7 @@ def low_latency_dispatch(
     words, row = rows.words, rows.row
     block = next_power_of_2(rows.x.shape[1] if rows.is_cast else words.num_words)
     grid = 0 if phases == "receive" else 1 + num_ranks + num_tokens
-    grid += 0 if phases == "send" else NUM_RECEIVE_PROGRAMS
+    grid += 0 if phases == "send" else num_receive_programs(num_tokens)
     low_latency_dispatch_kernel[(grid,)](
         rows.x if rows.is_cast else words.view(rows.x),
         rows.topk_idx,

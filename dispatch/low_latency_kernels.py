@@ -46,7 +46,7 @@ def low_latency_dispatch_kernel(
     recv_count,  # int32 [L], out; compact: int32 [L + 1], where each expert's rows begin
     src_info,  # int32 [L, R * M], out: the token of each row
     layout_range,  # int64 [L, R], out; None: compact
-    returns,  # int32 [R, M, 2 + 3 * K], out: what comes back, see `_pack_row`
+    returns,  # int32 [R, M, 1 + 3 * K], out: what goes back, see below
     recv_stats,  # int32 [L], added to, or None
     wait_stats,  # int64 [R], ns added to, or None
     call,  # int64 [1 + R], out: epoch; rows that came from each rank
@@ -74,6 +74,9 @@ def low_latency_dispatch_kernel(
     Rows stand by expert, then source rank, then token. A row's place among those of its source and
     expert is counted by its sender, while the row is on its way; what comes from the ranks before
     is added by the receiver, from the counts.
+
+    returns has, for each token of each rank, how many of its lanes are here, then for each of these
+    in order the place of its row in recv_x [K], its lane [K], its routing weight as bits [K].
 
     FORMAT: "bf16" and "fp32" travel as they are; "fp8", "rounded", "ue8m0": e4m3 with a scale per
     128 columns, see `_cast_row`. BLOCK holds a row: words of it, or columns to be cast.
