@@ -101,16 +101,13 @@ def low_latency_dispatch(
     [[(0, 2), (2, 1)], [(0, 0), (0, 1)]]. Rank 1 has (0, 1) (1, 0) - - | (0, 0) (1, 0) - -: counts
     [2, 2], src_info [[1, 0, -1, -1], [0, 0, -1, -1]], layout_range [[(0, 1), (1, 1)]] * 2.
     """
-    num_ranks, hidden = len(x), x[0].shape[1]
+    num_ranks = len(x)
     num_local = num_experts // num_ranks
     shape = num_local, num_ranks * max_tokens
-    sent = [cast(part, round_scale, use_ue8m0) if use_fp8 else (part, None) for part in x]
+    sent = [cast(part, round_scale, use_ue8m0) if use_fp8 else (part,) for part in x]
     results = []
     for rank in range(num_ranks):
-        rows = torch.zeros(*shape, hidden, dtype=sent[0][0].dtype)
-        scales = None
-        if use_fp8:
-            scales = torch.zeros(*shape, sent[0][1].shape[1], dtype=sent[0][1].dtype)
+        packed = [torch.zeros(*shape, part.shape[1], dtype=part.dtype) for part in sent[0]]
         src_info = torch.full(shape, -1, dtype=torch.int32)
         layout_range = torch.zeros(num_local, num_ranks, dtype=torch.int64)
         counts = torch.zeros(num_local, dtype=torch.int32)
@@ -120,14 +117,14 @@ def low_latency_dispatch(
                 names_it = (topk_idx[source] == rank * num_local + expert).any(dim=1)
                 tokens = names_it.nonzero().flatten()
                 end = begin + len(tokens)
-                rows[expert, begin:end] = sent[source][0][tokens]
-                if scales is not None:
-                    scales[expert, begin:end] = sent[source][1][tokens]
+                for room, part in zip(packed, sent[source], strict=True):
+                    room[expert, begin:end] = part[tokens]
                 src_info[expert, begin:end] = tokens.int()
                 layout_range[expert, source] = begin << 32 | len(tokens)
                 begin = end
             counts[expert] = begin
-        results.append(LowLatencyReceived(rows, scales, counts, src_info, layout_range))
+        scales = packed[1] if use_fp8 else None
+        results.append(LowLatencyReceived(packed[0], scales, counts, src_info, layout_range))
     return results
 
 

@@ -25,7 +25,7 @@ from low_latency_cases import (
 
 from moe_engine.emulation import PerRank
 
-MAX_TOKENS = 5
+MAX_TOKENS = 4
 
 
 def run_rank(group, forms, max_tokens, num_experts, x, topk_idx, topk_weights):
@@ -67,7 +67,7 @@ def test_every_routing_in_every_form(pool, num_ranks, kind):
     forms = list(FORMS)
     if pool.device == "cpu":  # one of them, so that each routing meets each form once
         forms = [forms[(num_ranks + cases.ROUTINGS.index(kind)) % 4]]
-    check_case(pool, num_ranks, [MAX_TOKENS, 0, 3], MAX_TOKENS, HIDDEN, EXPERTS, TOPK, kind, forms)
+    check_case(pool, num_ranks, [MAX_TOKENS, 0, 2], MAX_TOKENS, HIDDEN, EXPERTS, TOPK, kind, forms)
 
 
 @settings(max_examples=8)
@@ -79,7 +79,7 @@ def test_every_routing_in_every_form(pool, num_ranks, kind):
     num_blocks=st.integers(1, 5),
     form=st.sampled_from(list(FORMS)),
     num_local=st.integers(1, 5),
-    num_topk=st.integers(1, 9),
+    num_topk=st.sampled_from([1, 2, 3, 4, 7]),
     kind=st.sampled_from(cases.ROUTINGS),
     seed=st.integers(0, 99),
 )
@@ -134,7 +134,7 @@ def any_weights(group, x, topk_idx, topk_weights):
 
 def test_any_weights(pool):
     """Products that are rounded, so that a fused multiply-add gives other bits."""
-    x, idx, _ = make_inputs(2, [MAX_TOKENS, 4], HIDDEN, EXPERTS, TOPK, "holes")
+    x, idx, _ = make_inputs(2, [MAX_TOKENS, 3], HIDDEN, EXPERTS, TOPK, "holes")
     weights = [torch.rand(ids.shape) for ids in idx]
     results = pool.run(any_weights, *map(PerRank, (x, idx, weights)), num_ranks=2)
     received = low_latency.reference.low_latency_dispatch(x, idx, MAX_TOKENS, EXPERTS)

@@ -10,10 +10,10 @@ from test_deep_ep import deep_ep
 
 from moe_engine.emulation import PerRank
 
-MAX_TOKENS = 4
+MAX_TOKENS = 3
 
 
-def run_client(pool, client, *args, num_ranks=2, kind="holes", num_tokens=(MAX_TOKENS, 3, 0)):
+def run_client(pool, client, *args, num_ranks=2, kind="holes", num_tokens=(MAX_TOKENS, 2, 0)):
     inputs = make_inputs(num_ranks, num_tokens, HIDDEN, EXPERTS, TOPK, kind)
     results = pool.run(client, *args, *map(PerRank, inputs), num_ranks=num_ranks)
     return results, inputs
