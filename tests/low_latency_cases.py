@@ -18,6 +18,8 @@ FORMS = {
 """The formats of rows: keywords of a dispatch."""
 NO_FLAGS = MappingProxyType({})
 ON_GPU_CALLS = 20
+EXPERTS, TOPK, HIDDEN = 12, 3, 512
+"""Of most tests: on a GPU each other shape compiles."""
 
 
 def make_inputs(num_ranks, num_tokens, hidden, num_experts, num_topk, kind, seed=0):
@@ -35,6 +37,8 @@ def make_inputs(num_ranks, num_tokens, hidden, num_experts, num_topk, kind, seed
         sizes = torch.where(sizes < -17, 0.0, torch.exp2(sizes.float()))
         x *= sizes.repeat_interleave(128, dim=1)[:, :hidden]
         idx = cases.route(kind, count, num_experts, num_topk, seed + rank)
+        if kind == "duplicates":
+            idx[::2, -1] = idx[::2, 0]
         weights = torch.exp2(torch.randint(-3, 3, idx.shape, generator=generator).float())
         inputs.append((x.bfloat16(), idx, weights))
     return [list(part) for part in zip(*inputs, strict=True)]

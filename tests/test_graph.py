@@ -176,9 +176,7 @@ def check_replays(pool, num_ranks, num_replays, num_inputs, num_tokens, hidden, 
 @pytest.mark.multi_gpu
 @pytest.mark.parametrize("return_recv_hook", [False, True])
 def test_ten_thousand_low_latency_replays(pool, return_recv_hook):
-    check_replays(
-        pool, pool.num_ranks, 10_000, 64, 32, 1024, {"return_recv_hook": return_recv_hook}
-    )
+    check_replays(pool, pool.num_ranks, 10_000, 64, 32, 512, {"return_recv_hook": return_recv_hook})
 
 
 def test_low_latency_hashes_on_a_cpu(pool):

@@ -11,11 +11,21 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from low_latency_cases import FORMS, combine, dispatch, make_inputs, to_cpu, to_device
+from low_latency_cases import (
+    EXPERTS,
+    FORMS,
+    HIDDEN,
+    TOPK,
+    combine,
+    dispatch,
+    make_inputs,
+    to_cpu,
+    to_device,
+)
 
 from moe_engine.emulation import PerRank
 
-EXPERTS, TOPK, HIDDEN, MAX_TOKENS = 12, 3, 512, 5
+MAX_TOKENS = 5
 
 
 def run_rank(group, forms, max_tokens, num_experts, x, topk_idx, topk_weights):

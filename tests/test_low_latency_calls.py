@@ -7,12 +7,22 @@ import time
 import low_latency_cases as low_latency
 import pytest
 import torch
-from low_latency_cases import combine, dispatch, make_inputs, run_experts, to_cpu, to_device
+from low_latency_cases import (
+    EXPERTS,
+    HIDDEN,
+    TOPK,
+    combine,
+    dispatch,
+    make_inputs,
+    run_experts,
+    to_cpu,
+    to_device,
+)
 
 from moe_engine import Buffer
 from moe_engine.emulation import PerRank
 
-EXPERTS, TOPK, HIDDEN, MAX_TOKENS = 12, 2, 256, 4
+MAX_TOKENS = 4
 SHAPE = MAX_TOKENS, EXPERTS
 
 

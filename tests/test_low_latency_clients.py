@@ -5,12 +5,12 @@ from __future__ import annotations
 import low_latency_cases as low_latency
 import pytest
 import torch
-from low_latency_cases import make_inputs, run_experts, to_cpu, to_device
+from low_latency_cases import EXPERTS, HIDDEN, TOPK, make_inputs, run_experts, to_cpu, to_device
 from test_deep_ep import deep_ep
 
 from moe_engine.emulation import PerRank
 
-EXPERTS, TOPK, HIDDEN, MAX_TOKENS = 12, 3, 512, 4
+MAX_TOKENS = 4
 
 
 def run_client(pool, client, *args, num_ranks=2, kind="holes", num_tokens=(MAX_TOKENS, 3, 0)):

@@ -10,13 +10,23 @@ import cases
 import low_latency_cases as low_latency
 import pytest
 import torch
-from low_latency_cases import combine, dispatch, make_inputs, round_trip, to_cpu, to_device
+from low_latency_cases import (
+    EXPERTS,
+    HIDDEN,
+    TOPK,
+    combine,
+    dispatch,
+    make_inputs,
+    round_trip,
+    to_cpu,
+    to_device,
+)
 
 from moe_engine import BackendError, DtypeError, PeerTimeout, RoutingError, ShapeError
 from moe_engine.emulation import PerRank
 
 TIMEOUT_S = 1.5
-EXPERTS, TOPK, HIDDEN, MAX_TOKENS = 12, 3, 128, 3
+MAX_TOKENS = 3
 SHAPE = MAX_TOKENS, EXPERTS
 REST = (*SHAPE, "bf16")
 
@@ -217,7 +227,7 @@ def call_with(group, sizes):
     x, _ = cases.tokens(2, sizes["hidden"], sizes["num_topk"], torch.bfloat16, 0)
     idx = cases.route("uniform", 2, sizes["num_experts"], sizes["num_topk"], 0)
     x, idx = to_device(x, idx)
-    buffer = low_latency.make_buffer(group, 16, 512, 2 * EXPERTS, timeout_s=TIMEOUT_S)
+    buffer = low_latency.make_buffer(group, 16, HIDDEN, EXPERTS, timeout_s=TIMEOUT_S)
     told = None
     try:
         dispatch(buffer, x, idx, sizes["max_tokens"], sizes["num_experts"], sizes["form"])
@@ -260,6 +270,8 @@ def bad_ids(group, topk_idx, good):
     found, texts = [], []
     for when in ("check", "next call"):
         recv_x, counts, handle = dispatch(buffer, x, topk_idx, *REST)
+        if x.is_cuda:
+            torch.cuda.synchronize()  # or the next call might not know yet
         try:
             if when == "check":
                 buffer.check()

@@ -9,8 +9,8 @@ import cases
 import low_latency_cases as low_latency
 import pytest
 import torch
-from low_latency_cases import combine, run_experts, to_cpu, to_device
-from test_low_latency_calls import EXPERTS, HIDDEN, MAX_TOKENS, SHAPE, batches, check_batches
+from low_latency_cases import EXPERTS, HIDDEN, combine, run_experts, to_cpu, to_device
+from test_low_latency_calls import MAX_TOKENS, SHAPE, batches, check_batches
 
 from moe_engine import BackendError, CapacityError
 
@@ -182,7 +182,7 @@ def too_many_in_flight(group, num_slots):
     """Calls beyond num_slots between send and receive are refused, and leave no trace."""
     x, idx = to_device(torch.ones(3, HIDDEN).bfloat16(), torch.tensor([[0], [5], [7]]))
     weights = torch.ones_like(idx, dtype=torch.float32)
-    buffer = low_latency.make_buffer(group, MAX_TOKENS, HIDDEN, EXPERTS, num_slots)
+    buffer = low_latency.make_buffer(group, MAX_TOKENS, HIDDEN, EXPERTS, num_slots, timeout_s=20.0)
 
     def send(factor):
         return buffer.low_latency_dispatch(
