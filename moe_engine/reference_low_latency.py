@@ -104,13 +104,14 @@ def low_latency_dispatch(
     num_ranks, hidden = len(x), x[0].shape[1]
     num_local = num_experts // num_ranks
     shape = num_local, num_ranks * max_tokens
-    sent = [cast(part, round_scale, use_ue8m0) if use_fp8 else (part, None) for part in x]
+    pairs = [cast(part, round_scale, use_ue8m0) for part in x] if use_fp8 else []
+    sent = [values for values, _ in pairs] if use_fp8 else x
     results = []
     for rank in range(num_ranks):
-        rows = torch.zeros(*shape, hidden, dtype=sent[0][0].dtype)
+        rows = torch.zeros(*shape, hidden, dtype=sent[0].dtype)
         scales = None
         if use_fp8:
-            scales = torch.zeros(*shape, sent[0][1].shape[1], dtype=sent[0][1].dtype)
+            scales = torch.zeros(*shape, pairs[0][1].shape[1], dtype=pairs[0][1].dtype)
         src_info = torch.full(shape, -1, dtype=torch.int32)
         layout_range = torch.zeros(num_local, num_ranks, dtype=torch.int64)
         counts = torch.zeros(num_local, dtype=torch.int32)
@@ -120,9 +121,9 @@ def low_latency_dispatch(
                 names_it = (topk_idx[source] == rank * num_local + expert).any(dim=1)
                 tokens = names_it.nonzero().flatten()
                 end = begin + len(tokens)
-                rows[expert, begin:end] = sent[source][0][tokens]
+                rows[expert, begin:end] = sent[source][tokens]
                 if scales is not None:
-                    scales[expert, begin:end] = sent[source][1][tokens]
+                    scales[expert, begin:end] = pairs[source][1][tokens]
                 src_info[expert, begin:end] = tokens.int()
                 layout_range[expert, source] = begin << 32 | len(tokens)
                 begin = end
