@@ -88,6 +88,7 @@ class Buffer(LowLatencyVerbs, Service):
         self.backend = choose_backend(group, backend, self.device)
         checks.check_runnable(self.device)
         num_bytes, ring_bytes = max(num_nvl_bytes, num_rdma_bytes), 0
+        checks.check_shrink(enable_shrink, self.group_size)
         if low_latency_mode:
             smallest = SlotLayout(self.group_size, LINE_BYTES, options.num_slots).num_bytes
             num_bytes, ring_bytes = max(num_nvl_bytes, smallest), num_rdma_bytes
@@ -323,8 +324,8 @@ class Buffer(LowLatencyVerbs, Service):
         with self._streams.call(None, async_finish) as call:
             call.reads(x, topk_idx, topk_weights, w_gate_up, w_down)
             rows = checks.packed(x), topk_idx.contiguous(), topk_weights.contiguous()
-            low_latency, sizes = self._low_latency, (x.shape[1] * x.itemsize, topk_idx.shape[1])
-            # Chosen from what is equal on all ranks, so that all take the same way.
+            low_latency = self._low_latency
+            sizes = x.shape[1] * x.itemsize, topk_idx.shape[1], num_experts  # equal on all ranks
             if low_latency is not None and low_latency.takes(max_tokens, *sizes, self.options):
                 checks.check_max_tokens(len(x), max_tokens)
                 out = low_latency.moe_ffn(*rows, w_gate_up, w_down, max(1, max_tokens or 0))

@@ -205,6 +205,14 @@ def check_runnable(device: torch.device) -> None:
         )
 
 
+def check_shrink(enable_shrink: bool, num_ranks: int) -> None:
+    """Ranks that may be masked are bits of a word."""
+    if enable_shrink and num_ranks > 63:
+        raise ShapeError(
+            f"enable_shrink is set with {num_ranks} ranks; it serves up to 63. Leave it out."
+        )
+
+
 def check_fp8(device: torch.device) -> None:
     """GPUs cast to e4m3 from compute capability 8.9 on."""
     if device.type == "cuda" and torch.cuda.get_device_capability(device) < (8, 9):

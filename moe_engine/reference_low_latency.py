@@ -101,13 +101,17 @@ def low_latency_dispatch(
     [[(0, 2), (2, 1)], [(0, 0), (0, 1)]]. Rank 1 has (0, 1) (1, 0) - - | (0, 0) (1, 0) - -: counts
     [2, 2], src_info [[1, 0, -1, -1], [0, 0, -1, -1]], layout_range [[(0, 1), (1, 1)]] * 2.
     """
-    num_ranks = len(x)
+    num_ranks, hidden = len(x), x[0].shape[1]
     num_local = num_experts // num_ranks
     shape = num_local, num_ranks * max_tokens
-    sent = [cast(part, round_scale, use_ue8m0) if use_fp8 else (part,) for part in x]
+    pairs = [cast(part, round_scale, use_ue8m0) for part in x] if use_fp8 else []
+    sent = [values for values, _ in pairs] if use_fp8 else x
     results = []
     for rank in range(num_ranks):
-        packed = [torch.zeros(*shape, part.shape[1], dtype=part.dtype) for part in sent[0]]
+        rows = torch.zeros(*shape, hidden, dtype=sent[0].dtype)
+        scales = None
+        if use_fp8:
+            scales = torch.zeros(*shape, pairs[0][1].shape[1], dtype=pairs[0][1].dtype)
         src_info = torch.full(shape, -1, dtype=torch.int32)
         layout_range = torch.zeros(num_local, num_ranks, dtype=torch.int64)
         counts = torch.zeros(num_local, dtype=torch.int32)
@@ -117,14 +121,14 @@ def low_latency_dispatch(
                 names_it = (topk_idx[source] == rank * num_local + expert).any(dim=1)
                 tokens = names_it.nonzero().flatten()
                 end = begin + len(tokens)
-                for room, part in zip(packed, sent[source], strict=True):
-                    room[expert, begin:end] = part[tokens]
+                rows[expert, begin:end] = sent[source][tokens]
+                if scales is not None:
+                    scales[expert, begin:end] = pairs[source][1][tokens]
                 src_info[expert, begin:end] = tokens.int()
                 layout_range[expert, source] = begin << 32 | len(tokens)
                 begin = end
             counts[expert] = begin
-        scales = packed[1] if use_fp8 else None
-        results.append(LowLatencyReceived(packed[0], scales, counts, src_info, layout_range))
+        results.append(LowLatencyReceived(rows, scales, counts, src_info, layout_range))
     return results
 
 

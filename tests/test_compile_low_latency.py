@@ -1,5 +1,5 @@
-"""The low-latency kernels compiled for GPUs that need not be there: no spills, wide stores, room
-for two programs on an SM."""
+"""The low-latency kernels compiled for GPUs that need not be there: no spills, wide stores, and two
+programs on an SM."""
 
 from __future__ import annotations
 

@@ -27,6 +27,7 @@ DISPATCH = {
     "ids of other tokens": (ShapeError, "topk_idx", (X, IDX[:3], *SHAPE), {}),
     "no lanes": (ShapeError, "topk_idx", (X, IDX[:, :0], *SHAPE), {}),
     "ids on another device": (ShapeError, "topk_idx", (X, IDX.to("meta"), *SHAPE), {}),
+    "more experts than are counted": (CapacityError, "1016", (X, IDX, MAX_TOKENS, 1017), {}),
     "no experts": (ShapeError, "num_experts", (X, IDX, MAX_TOKENS, 0), {}),
     "no room": (CapacityError, "num_max_dispatch_tokens_per_rank", (X, IDX, 0, EXPERTS), {}),
     "more tokens than said": (
@@ -199,3 +200,12 @@ def test_the_hint_grows_with_every_argument():
     for bad in [(0, 512, 4, 32), (64, 0, 4, 32), (64, 512, 0, 32), (64, 512, 4, 0)]:
         with pytest.raises((ShapeError, CapacityError)):
             hint(*bad)
+
+
+def test_ranks_that_a_word_can_mask():
+    from moe_engine.checks import check_shrink
+
+    check_shrink(True, 63)
+    check_shrink(False, 64)
+    with pytest.raises(ShapeError, match="63"):
+        check_shrink(True, 64)
