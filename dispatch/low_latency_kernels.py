@@ -49,7 +49,7 @@ def low_latency_dispatch_kernel(
     returns,  # int32 [R, M, 1 + 3 * K], out: what goes back, see below
     recv_stats,  # int32 [L], added to, or None
     wait_stats,  # int64 [R], ns added to, or None
-    call,  # int64 [1 + R], out: epoch; rows that came from each rank
+    call,  # int64 [1 + R], out: epoch; tokens of each rank
     context,
     num_tokens,
     max_tokens,

@@ -16,15 +16,15 @@ BENCH = Path(__file__).parents[1] / "bench"
 IMPLS = {"transformers_dp", "moe_engine", "transformers_ep", "transformers_tp"}
 
 
-@pytest.mark.parametrize("model", ["mixtral-8x7b", "qwen3-30b"])
-def test_bench_model(pool, tmp_path, model):
+@pytest.mark.timeout(300)
+def test_bench_model(pool, tmp_path):
     if pool.device == "cuda":
         pytest.skip("tiny models run on emulated ranks")
     lines = tmp_path / "lines.jsonl"
     command = [sys.executable, BENCH / "model.py", "--tiny", "--ranks=2", f"--path={lines}"]
     paths = os.pathsep.join([str(BENCH), os.environ.get("PYTHONPATH", "")])
     done = subprocess.run(
-        [*command, f"--only={model}"],
+        [*command, "--only=mixtral"],
         capture_output=True,
         text=True,
         check=False,
