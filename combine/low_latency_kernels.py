@@ -41,7 +41,10 @@ from ..ring_kernels import (
 from ..work import let_next_start
 
 
-@triton.jit(do_not_specialize=["num_tokens", "max_tokens", "num_return_programs"])
+@triton.jit(
+    do_not_specialize=["num_tokens", "max_tokens", "num_return_programs"],
+    do_not_specialize_on_alignment=["wait_stats"],
+)
 def low_latency_combine_kernel(
     x,  # [.., H], the experts' rows, where dispatch packed what they came from
     topk_idx,  # int64 [T, K]

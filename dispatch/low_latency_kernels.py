@@ -36,7 +36,10 @@ TOKENS = tl.constexpr(128)
 """Tokens whose lanes a program looks at together."""
 
 
-@triton.jit(do_not_specialize=["num_tokens", "max_tokens"])
+@triton.jit(
+    do_not_specialize=["num_tokens", "max_tokens"],
+    do_not_specialize_on_alignment=["recv_stats", "wait_stats"],
+)
 def low_latency_dispatch_kernel(
     x,  # [T, H]: words [T, num_words], or bf16 to be cast
     topk_idx,  # int64 [T, K]

@@ -8,22 +8,28 @@ from ..lang import (
     as_pointer,
     consume_token,
     device_function,
+    is_alive,
+    load_acquire,
     report_failure,
     report_words,
     row_mask,
 )
+from ..ptx import any_thread
 from ..ring_kernels import (
     COUNT_BITS,
     COUNT_MASK,
     count_at,
     flag_level,
+    masked_ranks,
     note_received,
     pick,
     pointers_at,
     region_at,
     row_at,
     row_flag,
+    tell_taken,
     wait_ranks,
+    wait_taken,
     waiting_times,
 )
 
@@ -77,7 +83,7 @@ def receive(
             times = waiting_times(flags, real, flag_level(slot), ranks, slot, context)
             times += tl.load(wait_stats + ranks, mask=real, other=0)
             tl.store(wait_stats + ranks, times, mask=real)
-    counts = _wait_counts(slot, context, RANKS, EXPERTS, SHRINK)
+    counts = _wait_counts(program, slot, context, RANKS, EXPERTS, SHRINK)
     word: tl.constexpr = recv_x.dtype.element_ty
     # fmt: off
     tokens_of = _check_call(
@@ -155,20 +161,40 @@ def receive(
 
 
 @device_function
-def _wait_counts(slot, context, RANKS: tl.constexpr, EXPERTS: tl.constexpr, SHRINK: tl.constexpr):
-    """int32 [R_PAD, FIELDS + L, padded]: the words that each rank sent beside its rows; 0 from a
-    rank that is masked."""
+def _wait_counts(
+    program, slot, context, RANKS: tl.constexpr, EXPERTS: tl.constexpr, SHRINK: tl.constexpr
+):
+    """int32 [R_PAD, FIELDS + L, padded]: the words that each rank sent beside its rows. With SHRINK
+    0 of those that program 0 found masked, or late past the deadline: it decides for all, as others
+    may look at another moment."""
     RANKS_PAD: tl.constexpr = triton.next_power_of_2(RANKS)
     WORDS_PAD: tl.constexpr = triton.next_power_of_2(FIELDS + EXPERTS)
     index = tl.arange(0, RANKS_PAD * WORDS_PAD)
     ranks, words = index // WORDS_PAD, index % WORDS_PAD
     real = (ranks < RANKS) & (words < FIELDS + EXPERTS)
-    flags = count_at(slot, ranks, words)
-    # fmt: off
-    there, values = wait_ranks(
-        flags, real, flag_level(slot), ranks, context, PHASE_COUNTS, SHRINK
-    )
-    # fmt: on
+    flags, level = count_at(slot, ranks, words), flag_level(slot)
+    pointers = as_pointer(tl.where(real, flags, slot.done), tl.int64)
+    if SHRINK:
+        if program == 0:
+            before = masked_ranks(context)
+            wait_ranks(flags, real, level, ranks, context, PHASE_COUNTS, SHRINK)
+            told = (load_acquire(pointers) >= level) | ~real
+            told = tl.min(tl.reshape(told.to(tl.int32), [RANKS_PAD, WORDS_PAD]), 1)
+            rank = tl.arange(0, RANKS_PAD)
+            is_told = (told == 1) & (rank < RANKS) & is_alive(before, rank)
+            bits = tl.where(is_told, tl.full((), 1, tl.int64) << rank.to(tl.int64), 0)
+            taken = tl.sum(bits, 0)
+            tell_taken(slot, taken, context, RANKS)
+        else:
+            taken = wait_taken(slot, context, RANKS, PHASE_COUNTS)
+        there = real & (is_alive(taken, ranks) == 0)
+        values = load_acquire(pointers)
+    else:
+        there, values = wait_ranks(flags, real, level, ranks, context, PHASE_COUNTS, SHRINK)
+        # Warps that hold the same words may have seen them at another time than the one that
+        # decided to go on.
+        if tl.max(any_thread((there & (values < level)).to(tl.int32)), 0) == 1:
+            values = load_acquire(pointers)
     values = tl.where(there, values & COUNT_MASK, 0).to(tl.int32)
     return tl.reshape(values, [RANKS_PAD, WORDS_PAD])
 

@@ -52,6 +52,8 @@ def check_options(options: Options, all_ranks: Sequence[tuple[tuple[int, int], O
         raise ShapeError(f"max_tokens is {options.max_tokens}; it must not be negative.")
     if options.timeout_s is not None and options.timeout_s <= 0:
         raise ShapeError(f"timeout_s is {options.timeout_s}; it must be positive, or None.")
+    if options.decode_tokens < 0:
+        raise ShapeError(f"decode_tokens is {options.decode_tokens}; it must not be negative.")
     if options.layer is not None:
         options.layer.check()
     shapes = [

@@ -235,7 +235,9 @@ def check_no_grad(**tensors: torch.Tensor | None) -> None:
 def packed(tensor: torch.Tensor) -> torch.Tensor:
     """`tensor`, or a copy of it, contiguous and at a multiple of 16 bytes."""
     tensor = tensor.contiguous()
-    return tensor if tensor.data_ptr() % 16 == 0 else tensor.clone()
+    if tensor.data_ptr() % 16:
+        return tensor.clone(memory_format=torch.contiguous_format)
+    return tensor.view(-1).view(tensor.shape)  # where a size is 1, strides may have been any
 
 
 def memory_view(

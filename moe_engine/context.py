@@ -11,7 +11,7 @@ class Word(IntEnum):
     EPOCH = 0  # last finished epoch; advanced by the last program of each call
     BROKEN = 1  # 1 after the first expired wait of any kernel; kernels then return at once
     FINISHED = 2  # programs of the running kernel that are done; 0 between kernels
-    BAD_IDS = 3  # routing ids outside -1 .. E-1 seen so far; only the layout adds to it
+    BAD_IDS = 3  # routing ids outside -1 .. E-1 seen so far; layout and low-latency dispatch add
     TIMEOUT_NS = 4
     REPORT = 5  # address of the report in host memory, see `Report`
     RANK = 6
@@ -30,7 +30,7 @@ class Word(IntEnum):
     STAGE_FLAGS = 19  # as COUNT_FLAGS
     TRACE = 20  # address of this GPU's spans, see `ptx.write_span`; 0: they are not recorded
     MASKED = 21  # bit r: rank r is left out of low-latency calls
-    STARTED = 22  # programs of the running launch that have read the epoch; see `begin_send`
+    STARTED = 22  # programs of the running launch that have read the epoch; see `_begin_send`
     OWN = 23  # address of this rank's symmetric block
     PEERS = 24  # R addresses of the ranks' symmetric blocks, as mapped here
 

@@ -3,9 +3,11 @@
 Names and semantics follow Triton-distributed (`symm_at`, `notify`, `wait`, `consume_token`), in
 stock Triton. A kernel gets one `context` pointer (int64 words, see `context.Word`); from it come
 the rank, the peers' addresses, the epoch and the deadline, so that nothing about a call is frozen
-into a captured graph. Every write to another rank goes through `put`, `put_rows` or `notify`.
+into a captured graph. Every write to another rank goes through `put`, `put_rows`, `put_words`,
+`notify` or `publish`.
 
-A flag is an int64 that only grows; it is raised to the epoch of a call and never reset.
+A flag is an int64 that only grows; it is raised to the epoch of a call (in low-latency calls: to
+the epoch and some bits below it) and never reset.
 What is inline PTX on the GPU stands in `ptx.py`, with twins for the CPU interpreter, whose bf16
 arithmetic is wrong otherwise.
 """
@@ -242,7 +244,9 @@ def wait(flags, mask, epoch, peers, context, PHASE: tl.constexpr, BEFORE_TMA: tl
 @device_function
 def poll(flags, mask, epoch, peers, context, PHASE: tl.constexpr, SHRINK: tl.constexpr):
     """The loop of `wait`, which reports nothing: (the flags as this thread saw them last, token).
-    With SHRINK nothing is expected of `peers` that are masked meanwhile."""
+    With SHRINK nothing is expected of `peers` that are masked meanwhile.
+
+    Where several warps hold a flag, one of them decides: others may have seen it late."""
     since = begin_span()
     pointers = as_pointer(tl.where(mask, flags, own_block(context)), tl.int64)
     values = load_acquire(pointers)
@@ -327,6 +331,7 @@ if INTERPRETED:
         magic = step * 12582912.0
         steps = (((size + magic) - magic) / step).to(tl.int32)  # 8 to 16, below 8 if subnormal
         bits = tl.where(steps < 8, steps, ((exponent + 6) << 3) + steps)
+        bits = tl.where(x == x, bits, 0x7F)  # NaN
         return (bits | tl.where(x.to(tl.int32, bitcast=True) < 0, 0x80, 0)).to(tl.int8)
 
     @device_function

@@ -29,8 +29,8 @@ def moe_ffn(
 
     Collective over the Buffer's group; T may differ per rank and be 0. max_tokens, equal on all
     ranks, is the most that any of them brings to this call (None: what the Buffer was made for): up
-    to `DECODE_TOKENS` of them take the low-latency way (`decode.py`). No backward yet. Layers of
-    two Buffers must not run at once on a GPU: each may hold what the other waits for.
+    to `Options.decode_tokens` of them take the low-latency way (`low_latency.py`). No backward yet.
+    Layers of two Buffers must not run at once on a GPU: each may hold what the other waits for.
     """
     check_no_grad(x=x, topk_weights=topk_weights, w_gate_up=w_gate_up, w_down=w_down)
     args = x, topk_idx, topk_weights, w_gate_up, w_down

@@ -72,7 +72,7 @@ class LowLatency:
     ) -> Receive | None:
         """Return the experts' rows and add them up into `rows.out`; with `hooked` the latter when
         the returned function is called."""
-        self._check_ranks(rows.returns)
+        self._check_handle(rows)
 
         def launch(phases: str) -> None:
             sizes = rows.out.shape[1], rows.out.dtype, rows.topk_idx.shape[1], rows.num_experts
@@ -177,7 +177,8 @@ class LowLatency:
                 f"low-latency calls take at most {most}. Use more ranks, or dispatch."
             )
         row, num_topk = rows.row, rows.topk_idx.shape[1]
-        if not self.fits(rows.max_tokens, num_topk, row.num_bytes):
+        back = LowLatencyRow(rows.x.shape[1] * rows.x.itemsize)  # on its way back it is not cast
+        if not self.fits(rows.max_tokens, num_topk, max(row.num_bytes, back.num_bytes)):
             raise CapacityError(
                 f"low-latency calls of up to {rows.max_tokens} tokens per rank, "
                 f"{row.payload_bytes} bytes and top-{num_topk} of {rows.num_experts} experts do "
@@ -185,11 +186,15 @@ class LowLatency:
                 "Make it with the num_rdma_bytes of Buffer.get_low_latency_rdma_size_hint(...)."
             )
 
-    def _check_ranks(self, returns: torch.Tensor) -> None:
-        if returns.shape[0] != self.num_ranks:
+    def _check_handle(self, rows: Returning) -> None:
+        num_ranks, max_tokens = rows.returns.shape[:2]
+        row = LowLatencyRow(rows.out.shape[1] * rows.out.itemsize)
+        fits = self.fits(max_tokens, rows.topk_idx.shape[1], row.num_bytes)
+        if num_ranks != self.num_ranks or not fits:
             raise CapacityError(
-                f"the handle is of {returns.shape[0]} ranks, this Buffer of {self.num_ranks}; pass "
-                "what low_latency_dispatch of the same Buffer returned."
+                f"the handle is of {num_ranks} ranks and {max_tokens} tokens per rank; this Buffer "
+                f"is of {self.num_ranks} and has {self.ring.layout.num_bytes} bytes. Pass what "
+                "low_latency_dispatch of the same Buffer returned."
             )
 
     def _check_emulated(self) -> None:

@@ -13,7 +13,7 @@ from .dispatch.low_latency import LowLatencyHandle, Sending
 from .errors import BackendError, CapacityError, DtypeError, ShapeError
 from .events import EventOverlap
 from .low_latency import LowLatency
-from .streams import CallStreams
+from .streams import CallStreams, current_stream, record
 
 Hook = Callable[[], None]
 
@@ -28,7 +28,11 @@ class LowLatencyVerbs:
 
     With return_recv_hook only the sending half of a call is launched; the hook launches the rest on
     the then current stream, and no SM is held in between. Up to `Options.num_slots` calls may be
-    between both. What a call returns may be read once its hook was called.
+    between both. What a call returns may be read once its hook was called. A graph that is captured
+    holds both halves of its calls, and replays count as calls behind those whose hooks are missing.
+
+    A rank that is masked between its counts and its rows has rows that are counted and not written.
+    Calls of two Buffers must not run at once on a GPU: each may hold what the other waits for.
     """
 
     device: torch.device
@@ -120,7 +124,9 @@ class LowLatencyVerbs:
         if got.scales is not None:
             dtype = torch.int32 if use_ue8m0 else torch.float32
             recv_x = got.x, got.scales.view(dtype).transpose(1, 2)
-        return recv_x, got.counts, handle, call.event, self._hook(receive)
+        stats = recv_stats, wait_stats
+        hook = self._hook(receive, *rows, got.x, got.scales, got.counts, *kept, *stats)
+        return recv_x, got.counts, handle, call.event, hook
 
     def low_latency_combine(
         self,
@@ -183,7 +189,8 @@ class LowLatencyVerbs:
             receive = engine.combine(returning, combine_wait_recv_cost_stats, return_recv_hook)
             call.returns(result)
         self._after_call()
-        return result, call.event, self._hook(receive)
+        kept = handle.returns, handle.call, combine_wait_recv_cost_stats
+        return result, call.event, self._hook(receive, returning.x, *tokens, *returns, *kept)
 
     def get_next_low_latency_combine_buffer(self, handle: LowLatencyHandle) -> torch.Tensor:
         """bf16 [L, R * M, H] for the experts' rows, to be given to `low_latency_combine`: any
@@ -202,7 +209,11 @@ class LowLatencyVerbs:
         engine = self._low_latency_ready()
         checks.check_max_dispatch_tokens(num_max_dispatch_tokens_per_rank)
         needed = self.get_low_latency_rdma_size_hint(
-            num_max_dispatch_tokens_per_rank, hidden, self.group_size, num_experts
+            num_max_dispatch_tokens_per_rank,
+            hidden,
+            self.group_size,
+            num_experts,
+            engine.ring.layout.num_slots,
         )
         if not engine.fits(num_max_dispatch_tokens_per_rank, 1, 2 * hidden):
             raise CapacityError(
@@ -222,19 +233,22 @@ class LowLatencyVerbs:
             raise ShapeError(
                 f"rank_to_mask is {rank_to_mask}; it must be 0 to {self.group_size - 1}."
             )
-        engine.mask(rank_to_mask, mask)
+        with self._streams.call():
+            engine.mask(rank_to_mask, mask)
 
     def low_latency_query_mask_buffer(self, mask_status: torch.Tensor) -> None:
         """Write 1 for masked ranks and 0 for the others to mask_status int32 [R]."""
         engine = self._shrinkable()
         self._check_stats("mask_status", mask_status, self.group_size, torch.int32)
-        mask_status.copy_(engine.masked())
+        with self._streams.call():
+            mask_status.copy_(engine.masked())
 
     def low_latency_clean_mask_buffer(self) -> None:
         """Let all ranks take part again."""
         engine = self._shrinkable()
-        for rank in range(self.group_size):
-            engine.mask(rank, False)
+        with self._streams.call():
+            for rank in range(self.group_size):
+                engine.mask(rank, False)
 
     # --- Checks ------------------------------------------------------------------------------
 
@@ -254,8 +268,9 @@ class LowLatencyVerbs:
             raise BackendError("ranks are masked only by a Buffer with enable_shrink=True.")
         return engine
 
-    def _hook(self, receive: Hook | None) -> Hook | None:
-        """`receive` as a call of its own on the stream that is current then."""
+    def _hook(self, receive: Hook | None, *tensors: torch.Tensor | None) -> Hook | None:
+        """`receive` as a call of its own on the stream that is current then, by which what it uses
+        is kept."""
         if receive is None:
             return None
 
@@ -263,6 +278,7 @@ class LowLatencyVerbs:
             if self._low_latency is None:
                 raise BackendError("this Buffer was destroyed, and its memory with it.")
             with self._streams.call():
+                record(tensors, current_stream(self.device))
                 receive()
             self._after_call()
 

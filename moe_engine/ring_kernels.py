@@ -26,6 +26,7 @@ from .context import (
 )
 from .lang import (
     as_pointer,
+    consume_token,
     device_function,
     is_alive,
     load_acquire,
@@ -33,6 +34,7 @@ from .lang import (
     poll,
     publish,
     report_failure,
+    wait,
 )
 from .ptx import pause
 from .work import wait_for_previous
@@ -189,17 +191,52 @@ def tell_received(slot, context, RANKS: tl.constexpr):
 
     Proof that a slot is not written while it is read: the launch that receives epoch e notes it
     (`note_received`), all of its loads come before its end, and this, in a later launch, after
-    that. A writer of epoch e + D waits for `done[slot] >= e` (`wait_slot`), so it stores after
-    those loads. That is the whole proof, whatever the order in which calls are received.
+    that: what the running launch notes of its own call is not told. A writer of epoch e + D waits
+    for `done[slot] >= e` (`wait_slot`), so it stores after those loads. That is the whole proof,
+    whatever the order in which calls are received.
     """
     numbers = tl.arange(0, 16)  # `ring.MAX_SLOTS`
     real = numbers < tl.load(context + NUM_SLOTS)
     epochs = tl.load(context + PEERS + RANKS + numbers, mask=real, other=0)
+    epochs = tl.minimum(epochs, slot.epoch - 1)
     flags = slot.done + (numbers * RANKS + slot.rank) * 8
     ranks = tl.arange(0, slot.shift.shape[0])
     to = flags[:, None] + slot.shift[None, :]
     alive = is_alive(tl.load(context + MASKED), ranks) & (ranks < RANKS)
     publish(to, real[:, None] & alive[None, :], epochs[:, None] << COUNT_BITS)
+
+
+@device_function
+def tell_taken(slot, ranks, context, RANKS: tl.constexpr):
+    """Say which ranks, as bits, take part in the call, to all programs of this launch: what
+    `wait_taken` returns. The bits are stored before the epoch is released."""
+    num_slots = tl.load(context + NUM_SLOTS)
+    flag = context + PEERS + RANKS + num_slots + slot.number
+    tl.store(flag + num_slots, ranks)
+    tl.debug_barrier()
+    tl.atomic_xchg(flag, slot.epoch, sem="release", scope="gpu")
+
+
+@device_function
+def wait_taken(slot, context, RANKS: tl.constexpr, PHASE: tl.constexpr):
+    """The ranks that `tell_taken` named. Waits for up to two deadlines, as the program that tells
+    may wait for one itself."""
+    num_slots = tl.load(context + NUM_SLOTS)
+    flag = context + PEERS + RANKS + num_slots + slot.number
+    one = tl.arange(0, 1)
+    at, peers = flag.to(tl.int64) + one, one + slot.rank
+    _, token = poll(at, one == 0, slot.epoch, peers, context, PHASE, False)
+    if token == 0:
+        token = wait(at, one == 0, slot.epoch, peers, context, PHASE)
+    bits = as_pointer(consume_token((flag + num_slots).to(tl.int64), token), tl.int64)
+    return tl.load(bits, mask=token == 1, other=0)
+
+
+@device_function
+def masked_ranks(context):
+    """The masked ranks as bits; an atomic gives all threads one answer."""
+    zero = tl.full((), 0, tl.int64)
+    return tl.atomic_or(context + MASKED, zero, sem="relaxed", scope="gpu")
 
 
 @device_function
@@ -221,18 +258,14 @@ def wait_ranks(flags, mask, level, peers, context, PHASE: tl.constexpr, SHRINK: 
     ranks have not raised is just left out; nothing is reported.
     """
     if SHRINK:
-        # An atomic gives all threads one answer, while others may mask a rank.
-        zero = tl.full((), 0, tl.int64)
-        before = tl.atomic_or(context + MASKED, zero, sem="relaxed", scope="gpu")
-        wanted = mask & is_alive(before, peers)
+        wanted = mask & is_alive(masked_ranks(context), peers)
         values, token = poll(flags, wanted, level, peers, context, PHASE, True)
         if token == 0:
             late = wanted & (values < level)
             bits = tl.where(late, tl.full((), 1, tl.int64) << peers.to(tl.int64), 0)
             lost = tl.reduce(bits, 0, _or)
             tl.atomic_or(context + MASKED, lost, sem="relaxed", scope="gpu")
-        after = tl.atomic_or(context + MASKED, zero, sem="relaxed", scope="gpu")
-        there = wanted & is_alive(after, peers)
+        there = wanted & is_alive(masked_ranks(context), peers)
     else:
         values, token = poll(flags, mask, level, peers, context, PHASE, False)
         if token == 0:

@@ -63,7 +63,7 @@ class Service(VerbsNotThereYet):
         """This rank's ring of slots from byte `offset` on, as `dtype`: `size`, or all in one row.
 
         To be read only: peers that are ahead may already have written the next call's rows there.
-        There is one memory: use_rdma_buffer changes nothing. CapacityError for more than there is.
+        It is the normal calls' memory, use_rdma_buffer or not. CapacityError for more than that.
         """
         engine = self._ready(sends=False)
         if not isinstance(engine, KernelEngine):

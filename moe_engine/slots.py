@@ -234,9 +234,10 @@ class DeviceContext:
         self.report = torch.zeros(
             Report.BAD_IDS + 1, dtype=torch.int64, pin_memory=device.type == "cuda"
         )
-        # Behind the peers, what low-latency calls keep for each slot: `ring_kernels.received`.
+        # Behind the peers, what low-latency calls keep for each slot: the call that was received,
+        # that which told who takes part, and who does; see `ring_kernels.py`.
         last_peer = Word.PEERS + layout.num_ranks
-        words = torch.zeros(last_peer + layout.num_slots, dtype=torch.int64)
+        words = torch.zeros(last_peer + 3 * layout.num_slots, dtype=torch.int64)
         words[Word.TIMEOUT_NS] = int(timeout_s * 1e9)
         words[Word.REPORT] = self.report.data_ptr()
         words[Word.RANK] = rank

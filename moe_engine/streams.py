@@ -29,11 +29,11 @@ class Call:
 
     def reads(self, *tensors: torch.Tensor | None) -> None:
         """Keep these arguments' memory from being reused before the call has ended."""
-        _record(tensors, self._runs_on)
+        record(tensors, self._runs_on)
 
     def returns(self, *tensors: torch.Tensor | None) -> None:
         """Keep these results' memory from being reused while the caller's stream uses them."""
-        _record(tensors, self._caller)
+        record(tensors, self._caller)
 
 
 class CallStreams:
@@ -49,7 +49,7 @@ class CallStreams:
         """Say what the kernels use beside their arguments, in place of what was said before of
         `what`."""
         self._memory[what] = memory
-        _record(memory, self._comm)
+        record(memory, self._comm)
 
     def comm_stream(self) -> torch.cuda.Stream:
         """The Buffer's own stream, of high priority, made when first asked for. BackendError on a
@@ -62,7 +62,7 @@ class CallStreams:
         if self._comm is None:
             self._comm = torch.cuda.Stream(self._device, priority=-1)
             for memory in self._memory.values():
-                _record(memory, self._comm)
+                record(memory, self._comm)
         return self._comm
 
     @contextmanager
@@ -160,7 +160,13 @@ def _handle_of(event: EventOverlap | EventHandle | None) -> EventHandle | None:
     return event
 
 
-def _record(tensors: Iterable[torch.Tensor | None], stream: torch.cuda.Stream | None) -> None:
+def current_stream(device: torch.device) -> torch.cuda.Stream | None:
+    """The stream that is current on a GPU; a CPU has none."""
+    return torch.cuda.current_stream(device) if device.type == "cuda" else None
+
+
+def record(tensors: Iterable[torch.Tensor | None], stream: torch.cuda.Stream | None) -> None:
+    """Keep the memory of tensors from being reused before what `stream` holds by then has ended."""
     if stream is not None:
         for tensor in tensors:
             if tensor is not None and tensor.is_cuda:

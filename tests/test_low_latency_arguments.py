@@ -209,3 +209,42 @@ def test_ranks_that_a_word_can_mask():
     check_shrink(False, 64)
     with pytest.raises(ShapeError, match="63"):
         check_shrink(True, 64)
+
+
+def rows_that_return_wider(group):
+    """Memory for 64 tokens holds more rows in e4m3, but these return in bf16."""
+    from moe_engine import Buffer
+
+    num_bytes = Buffer.get_low_latency_rdma_size_hint(64, 512, 1, EXPERTS)
+    buffer = Buffer(group, 0, num_bytes, low_latency_mode=True)
+    x, idx = to_device(torch.ones(2, 512, dtype=torch.bfloat16), torch.zeros(2, 1).long())
+    buffer.low_latency_dispatch(x, idx, 64, EXPERTS)
+    with pytest.raises(CapacityError, match="100 tokens"):
+        buffer.low_latency_dispatch(x, idx, 100, EXPERTS)
+    large = Buffer(group, 0, 4 * num_bytes, low_latency_mode=True)
+    _, _, handle, _, _ = large.low_latency_dispatch(x, idx, 100, EXPERTS)
+    y, weights = x.new_zeros(EXPERTS, 100, 512), torch.ones(2, 1, device=x.device)
+    with pytest.raises(CapacityError, match="same Buffer"):
+        buffer.low_latency_combine(y, idx, weights, handle)
+    buffer.destroy()
+    large.destroy()
+
+
+def test_the_way_back_is_wider_than_that_there(pool):
+    pool.run(rows_that_return_wider, num_ranks=1)
+
+
+def one_row_of_wider_ones(group):
+    from moe_engine import Buffer
+
+    num_bytes = Buffer.get_low_latency_rdma_size_hint(4, 128, 1, EXPERTS)
+    buffer = Buffer(group, 0, num_bytes, low_latency_mode=True)
+    x, idx = to_device(torch.ones(5, 129, dtype=torch.bfloat16), torch.zeros(1, 1).long())
+    rows, count, *_ = buffer.low_latency_dispatch(x[:1, :128], idx, 4, EXPERTS, use_fp8=False)
+    assert count.tolist() == [1] + [0] * (EXPERTS - 1)
+    assert (rows[0, 0] == 1).all()
+    buffer.destroy()
+
+
+def test_a_single_row_may_have_any_stride(pool):
+    pool.run(one_row_of_wider_ones, num_ranks=1)
