@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
 
@@ -146,20 +146,16 @@ class LowLatencyVerbs:
 
         fp32: each rank adds its rows of a token in top-k lane order and rounds once; the token's
         rank adds the ranks' by their right-most lane and rounds once. topk_idx is that of the
-        dispatch; a lane that is -1 here counts with weight 0. x is read where it lies, so zero_copy
-        changes nothing. use_logfmt is not offered. A handle may be combined any number of times.
+        dispatch; a lane that is -1 here counts with weight 0, and one that dispatch did not send is
+        waited for in vain. x is read where it lies, so zero_copy changes nothing. use_logfmt is not
+        offered. A handle may be combined any number of times.
         combine_wait_recv_cost_stats int64 [R] grows by the ns waited for each rank, all tokens'.
         """
         engine = self._low_latency_ready()
         _check_hook(async_finish, return_recv_hook)
         if use_logfmt:
             raise BackendError("use_logfmt is not offered: rows return as bf16. Leave it out.")
-        if not isinstance(handle, tuple) or len(handle) != len(LowLatencyHandle._fields):
-            raise DtypeError(
-                f"handle is a {type(handle).__name__}; it must be what low_latency_dispatch "
-                "returned."
-            )
-        handle = LowLatencyHandle(*handle)
+        handle = _as_handle(handle)
         rows = self.group_size * handle.num_max_dispatch_tokens_per_rank
         num_local, hidden = handle.num_experts // self.group_size, handle.hidden
         checks.check_tensor("x", x, [num_local, rows, hidden], [torch.bfloat16], self.device)
@@ -196,7 +192,7 @@ class LowLatencyVerbs:
         """bf16 [L, R * M, H] for the experts' rows, to be given to `low_latency_combine`: any
         tensor will do, as x is read where it lies, so this is a new one."""
         self._low_latency_ready()
-        handle = LowLatencyHandle(*handle)
+        handle = _as_handle(handle)
         rows = self.group_size * handle.num_max_dispatch_tokens_per_rank
         shape = handle.num_experts // self.group_size, rows, handle.hidden
         return handle.src_info.new_empty(shape, dtype=torch.bfloat16)
@@ -291,6 +287,14 @@ class LowLatencyVerbs:
             checks.check_tensor(name, stats, [size], [dtype], self.device)
             if not stats.is_contiguous():
                 raise ShapeError(f"{name} has strides {stats.stride()}; it must be contiguous.")
+
+
+def _as_handle(handle: tuple[Any, ...]) -> LowLatencyHandle:
+    if not isinstance(handle, tuple) or len(handle) != len(LowLatencyHandle._fields):
+        raise DtypeError(
+            f"handle is a {type(handle).__name__}; it must be what low_latency_dispatch returned."
+        )
+    return LowLatencyHandle(*handle)
 
 
 def _check_hook(async_finish: bool, return_recv_hook: bool) -> None:
