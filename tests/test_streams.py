@@ -180,7 +180,7 @@ def test_memory_is_kept_for_the_streams_that_use_it(caller):
 
     words, given, result = Tensor(), Tensor(), Tensor()
     streams = CallStreams(GPU)
-    streams.uses(words)
+    streams.uses("slots", words)
     with streams.call() as running:
         running.reads(given, None)
         running.returns(result)
