@@ -16,6 +16,8 @@ NUM_RETURN_PROGRAMS = 2 if INTERPRETED else 264
 """Rounded up to a multiple of the ranks, so that each returns rows to one rank alone: what it waits
 for from a lost rank holds up no rows to others, who would take this rank for lost."""
 NUM_WARPS = 8
+REGISTERS = 168
+"""Before Hopper: left to itself, the compiler spills there for a second program on an SM."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -72,5 +74,5 @@ def low_latency_combine(
         SHRINK=shrink,
         OVERLAP=launches_overlap(),
         num_warps=NUM_WARPS,
-        **early_launch(),
+        **(early_launch() or ({} if INTERPRETED else {"maxnreg": REGISTERS})),
     )

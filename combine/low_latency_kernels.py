@@ -101,7 +101,7 @@ def low_latency_combine_kernel(
             _return_rows(
                 program - 1 - RANKS, num_return_programs, slot, x, topk_weights, returns,
                 dispatched, context, max_tokens, hidden, header_bytes, row_bytes,
-                NUM_TOPK, ALIGNED, RANKS, BLOCK, SHRINK,
+                NUM_TOPK, ALIGNED, RANKS, EXPERTS, BLOCK, SHRINK,
             )
             # fmt: on
             end_span(ROLE_RETURN, program - 1 - RANKS, since, context)
@@ -178,6 +178,7 @@ def _return_rows(
     NUM_TOPK: tl.constexpr,
     ALIGNED: tl.constexpr,
     RANKS: tl.constexpr,
+    EXPERTS: tl.constexpr,
     BLOCK: tl.constexpr,
     SHRINK: tl.constexpr,
 ):
@@ -190,12 +191,18 @@ def _return_rows(
     columns = tl.arange(0, BLOCK)
     inside = row_mask(columns, hidden, dtype, ALIGNED)
     lanes = tl.arange(0, triton.next_power_of_2(NUM_TOPK))
+    # Packed by expert, or one expert behind the other.
+    most: tl.constexpr = min(NUM_TOPK, EXPERTS) if topk_weights is None else EXPERTS
+    last_place = RANKS * max_tokens * most - 1
     for turn in range(program, tl.max(tokens_of, 0) * RANKS, num_programs):
         peer, token = (slot.rank + 1 + turn) % RANKS, turn // RANKS  # each begins with another
         entry = returns + tl.cast(peer * max_tokens + token, tl.int64) * (1 + 3 * NUM_TOPK)
         num_lanes = tl.load(entry, mask=token < pick(tokens_of, peer), other=0)
+        # A dispatch that gave up, replayed in a graph with this, may have left an entry unwritten.
+        num_lanes = tl.minimum(num_lanes, NUM_TOPK)
         real = lanes < num_lanes
         places = tl.load(entry + 1 + lanes, mask=real, other=0)
+        places = tl.maximum(tl.minimum(places, last_place), 0)
         if topk_weights is None:
             bits = tl.load(entry + 1 + 2 * NUM_TOPK + lanes, mask=real, other=0)
             weights = bits.to(tl.float32, bitcast=True)

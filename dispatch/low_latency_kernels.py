@@ -18,6 +18,7 @@ from ..lang import (
     row_mask,
 )
 from ..ring_kernels import (
+    FIELDS,
     count_at,
     flag_level,
     open_slot,
@@ -30,7 +31,7 @@ from ..ring_kernels import (
     wait_slot,
 )
 from ..work import let_next_start
-from .low_latency_receive_kernels import FIELDS, call_fields, is_cast, num_scales, receive
+from .low_latency_receive_kernels import call_fields, is_cast, num_scales, receive
 
 TOKENS = tl.constexpr(128)
 """Tokens whose lanes a program looks at together."""

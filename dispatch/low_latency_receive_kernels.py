@@ -18,6 +18,7 @@ from ..ptx import any_thread
 from ..ring_kernels import (
     COUNT_BITS,
     COUNT_MASK,
+    FIELDS,
     count_at,
     flag_level,
     masked_ranks,
@@ -33,8 +34,6 @@ from ..ring_kernels import (
     waiting_times,
 )
 
-FIELDS = tl.constexpr(8)
-"""Words that a rank sends beside its rows, before those that count, see `call_fields`."""
 ROWS = tl.constexpr(2)
 """Rows that a program packs together."""
 

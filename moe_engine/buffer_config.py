@@ -10,7 +10,8 @@ from .checks import check_at_least, check_experts, check_max_dispatch_tokens
 from .errors import CapacityError, DtypeError, ShapeError
 from .layer_config import LayerConfig
 from .ring import HINT_TOPK as HINT_TOPK_LOW_LATENCY
-from .ring import MAX_SLOTS, RingLayout, region_bytes
+from .ring import RingLayout, region_bytes
+from .ring_kernels import MAX_SLOTS
 from .slots import BLOCK_ROWS, MAX_CHUNKS, SlotLayout, header_bytes, layer_row, round_up
 
 HINT_TOKENS = 4096
@@ -46,8 +47,8 @@ def check_options(options: Options, all_ranks: Sequence[tuple[tuple[int, int], O
     decode_tokens or layer configs, whose numbers of programs may differ."""
     if options.num_slots < 2:
         raise ShapeError(f"num_slots is {options.num_slots}; it must be 2 or more.")
-    if options.num_slots > MAX_SLOTS:
-        raise ShapeError(f"num_slots is {options.num_slots}; it must be {MAX_SLOTS} or less.")
+    if options.num_slots > MAX_SLOTS.value:
+        raise ShapeError(f"num_slots is {options.num_slots}; it must be {MAX_SLOTS.value} or less.")
     if options.max_tokens is not None and options.max_tokens < 0:
         raise ShapeError(f"max_tokens is {options.max_tokens}; it must not be negative.")
     if options.timeout_s is not None and options.timeout_s <= 0:

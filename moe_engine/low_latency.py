@@ -18,7 +18,7 @@ from .grouped_gemm import check_weights, gemm_config, tile_schedule
 from .grouped_gemm.launch import multiply
 from .grouped_gemm.operands import Epilogue, Rows, Weights
 from .lang import INTERPRETED
-from .ring import MAX_COUNTS, MAX_ROWS, LowLatencyRow, Ring, message_bytes
+from .ring import MAX_LOCAL_EXPERTS, MAX_ROWS, LowLatencyRow, Ring, message_bytes
 
 Receive = Callable[[], None]
 
@@ -165,12 +165,12 @@ class LowLatency:
         """Whether a layer of up to so many tokens per rank is one for `moe_ffn`."""
         if max_tokens is None or max_tokens > options.decode_tokens or options.layer is not None:
             return False
-        if num_experts // self.num_ranks > MAX_COUNTS - 8:
+        if num_experts // self.num_ranks > MAX_LOCAL_EXPERTS:
             return False
         return self.fits(max_tokens, num_topk, LowLatencyRow(row_bytes, num_topk).num_bytes)
 
     def _check_capacity(self, rows: Sending) -> None:
-        num_local, most = rows.num_experts // self.num_ranks, MAX_COUNTS - 8
+        num_local, most = rows.num_experts // self.num_ranks, MAX_LOCAL_EXPERTS
         if num_local > most:
             raise CapacityError(
                 f"{rows.num_experts} experts on {self.num_ranks} ranks are {num_local} on each; "

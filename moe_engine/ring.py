@@ -21,17 +21,16 @@ from typing import TYPE_CHECKING
 from .checks import MAX_LOW_LATENCY_TOKENS
 from .context import Word
 from .errors import CapacityError
-from .slots import FLAG_BYTES, LINE_BYTES, DeviceContext, round_up
+from .ring_kernels import FIELDS, MAX_COUNTS
+from .slots import FLAG_BYTES, LINE_BYTES, DeviceContext, largest_region, round_up
 
 if TYPE_CHECKING:
     from .symm import SymmetricTensor
 
 MAX_ROWS = MAX_LOW_LATENCY_TOKENS
 """Rows from one rank to another in a call."""
-MAX_COUNTS = 1024
-"""Words that a rank sends another beside rows: 8 of the call, and one for each expert there."""
-MAX_SLOTS = 16
-"""Slots of a ring."""
+MAX_LOCAL_EXPERTS = MAX_COUNTS.value - FIELDS.value
+"""Experts of a rank."""
 HINT_TOPK = 32
 """Lanes that a size hint makes room for, which is not told how many there are."""
 
@@ -85,8 +84,7 @@ class RingLayout:
     def fit(cls, num_bytes: int, num_ranks: int, num_slots: int = 2) -> RingLayout:
         """The largest regions that `num_bytes` hold."""
         flags = cls(num_ranks, 0, num_slots).slots
-        region_bytes = (num_bytes - flags) // (num_slots * num_ranks)
-        region_bytes -= region_bytes % LINE_BYTES
+        region_bytes = largest_region(num_bytes - flags, num_slots * num_ranks)
         if region_bytes <= 0:
             raise CapacityError(
                 f"low-latency calls of {num_ranks} ranks got num_rdma_bytes = {num_bytes}; their "
@@ -104,7 +102,7 @@ class RingLayout:
 
     @property
     def row_flags(self) -> int:
-        return self.counts + self.num_slots * self.num_ranks * MAX_COUNTS * FLAG_BYTES
+        return self.counts + self.num_slots * self.num_ranks * MAX_COUNTS.value * FLAG_BYTES
 
     @property
     def slots(self) -> int:

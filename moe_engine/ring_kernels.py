@@ -43,6 +43,10 @@ COUNT_BITS = tl.constexpr(16)
 """Of a flag below the epoch, for what it says beside: a count, or that a row has come with it."""
 COUNT_MASK = tl.constexpr(0xFFFF)
 MAX_COUNTS = tl.constexpr(1024)
+"""Words that a rank sends another beside rows: FIELDS of the call, one for each expert there."""
+FIELDS = tl.constexpr(8)
+MAX_SLOTS = tl.constexpr(16)
+"""Slots of a ring."""
 
 
 class Slot(NamedTuple):
@@ -195,7 +199,7 @@ def tell_received(slot, context, RANKS: tl.constexpr):
     for `done[slot] >= e` (`wait_slot`), so it stores after those loads. That is the whole proof,
     whatever the order in which calls are received.
     """
-    numbers = tl.arange(0, 16)  # `ring.MAX_SLOTS`
+    numbers = tl.arange(0, MAX_SLOTS)
     real = numbers < tl.load(context + NUM_SLOTS)
     epochs = tl.load(context + PEERS + RANKS + numbers, mask=real, other=0)
     epochs = tl.minimum(epochs, slot.epoch - 1)

@@ -111,6 +111,11 @@ def layer_row(payload_bytes: int, num_topk: int) -> RowLayout:
     return RowLayout(payload_bytes, num_topk, MAX_STAGES.value)
 
 
+def largest_region(num_bytes: int, num_regions: int) -> int:
+    """Bytes of each of so many regions that `num_bytes` hold; not positive where none fit."""
+    return num_bytes // num_regions // LINE_BYTES * LINE_BYTES
+
+
 SIGNATURE_BYTES = 32
 
 
@@ -131,8 +136,7 @@ class SlotLayout:
     def fit(cls, num_bytes: int, num_ranks: int, num_slots: int = 2) -> SlotLayout:
         """The largest regions that `num_bytes` hold."""
         flags = cls(num_ranks, 0, num_slots).slots
-        region_bytes = (num_bytes - flags) // (num_slots * num_ranks)
-        region_bytes -= region_bytes % LINE_BYTES
+        region_bytes = largest_region(num_bytes - flags, num_slots * num_ranks)
         if region_bytes <= 0:
             raise CapacityError(
                 f"a Buffer for {num_ranks} ranks got {num_bytes} bytes; its flags alone take "

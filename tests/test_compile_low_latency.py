@@ -9,6 +9,7 @@ from functools import cache
 import pytest
 from compile_helper import Compiled, compile_kernel
 
+from moe_engine.combine.low_latency import REGISTERS
 from moe_engine.combine.low_latency_kernels import low_latency_combine_kernel
 from moe_engine.dispatch.low_latency_kernels import low_latency_dispatch_kernel
 
@@ -59,7 +60,10 @@ def combine(phases: str, shrink: bool = False, arch: int = 90, stats: bool = Fal
     if stats:
         del constexprs["wait_stats"]
     signature = types(low_latency_combine_kernel, constexprs, x="*bf16", out="*bf16")
-    return compile_kernel(low_latency_combine_kernel, signature, constexprs, arch, num_warps=8)
+    options = {} if arch >= 90 else {"maxnreg": REGISTERS}
+    return compile_kernel(
+        low_latency_combine_kernel, signature, constexprs, arch, num_warps=8, **options
+    )
 
 
 def stores(ptx: str) -> list[str]:
@@ -98,7 +102,7 @@ def test_masking_ranks_costs_no_spills():
 def test_other_architectures():
     """bf16 from Ampere on; e4m3 where the GPU can cast to it."""
     assert dispatch("bf16", "both", arch=80).spill_bytes == 0
-    assert combine("both", arch=80).spill_bytes <= 32
+    assert combine("both", arch=80).spill_bytes == 0
     assert dispatch("fp8", "both", arch=89).spill_bytes == 0
     assert dispatch("fp8", "both", arch=100).spill_bytes == 0
     assert combine("both", arch=100).spill_bytes == 0
