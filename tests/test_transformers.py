@@ -1,6 +1,6 @@
 """Models of transformers with their experts on several ranks, against the same model unsharded."""
 
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
 
@@ -11,23 +11,19 @@ from torch import Tensor
 
 pytest.importorskip("transformers")
 
-from transformers import AutoConfig, AutoModelForCausalLM, StaticCache
+from transformers import StaticCache
 
 from moe_engine.emulation import RankError, RankPool
 from moe_engine.errors import (
     BackendError,
     CapacityError,
-    DtypeError,
-    MoeEngineError,
     OutOfStep,
-    ShapeError,
 )
 from moe_engine.integrations import transformers as integration
 from moe_engine.integrations.transformers import (
     fix_max_tokens,
     join_empty,
     record_routing,
-    register,
     replay_routing,
     shard_experts,
 )
@@ -350,72 +346,3 @@ def test_shared_expert_stays_on_every_rank(pool: RankPool) -> None:
 
 
 # --- Refusals --------------------------------------------------------------------------------
-
-
-def tiny(model_type: str, **changes: Any) -> Any:
-    sizes = dict(
-        vocab_size=32,
-        hidden_size=32,
-        intermediate_size=32,
-        num_hidden_layers=1,
-        num_attention_heads=2,
-        num_key_value_heads=2,
-        head_dim=16,
-    )
-    return AutoModelForCausalLM.from_config(AutoConfig.for_model(model_type, **sizes | changes))
-
-
-def without_gate() -> Any:
-    model = tiny("mixtral")
-    model.model.layers[0].mlp.experts.has_gate = False
-    return model
-
-
-@pytest.mark.parametrize(
-    ("make", "error", "text"),
-    [
-        (lambda: tiny("gpt_oss", num_local_experts=4), BackendError, "biases, transposed weights"),
-        (lambda: tiny("mixtral", hidden_act="gelu"), BackendError, "GELUActivation"),
-        (without_gate, BackendError, "MixtralExperts has no gate"),
-        (lambda: tiny("mixtral").half(), DtypeError, "float16"),
-        (lambda: tiny("llama"), BackendError, "LlamaForCausalLM has no experts"),
-    ],
-)
-def test_experts_of_another_kind_are_refused(
-    make: Callable[[], Any], error: type[MoeEngineError], text: str
-) -> None:
-    with pytest.raises(error, match=text):
-        shard_experts(make())
-
-
-def test_a_model_without_buffer_is_refused() -> None:
-    model = tiny("mixtral")
-    register()
-    model.set_experts_implementation("moe_engine")
-    with pytest.raises(BackendError, match="shard_experts"):
-        model(torch.zeros(1, 2, dtype=torch.int64))
-
-
-def shard(group: dist.ProcessGroup, kind: Kind, times: int) -> None:
-    model = build(kind, num_local_experts=8)
-    for _ in range(times):
-        shard_experts(model, group, max_tokens=4)
-
-
-def test_a_hint_for_a_model_without_buffer_is_refused() -> None:
-    with pytest.raises(BackendError, match="shard_experts"), fix_max_tokens(tiny("mixtral"), 4):
-        pass
-
-
-@pytest.mark.parametrize(
-    ("num_ranks", "times", "text"),
-    [(3, 1, "8 experts, which 3 ranks cannot share"), (2, 2, "sharded already")],
-)
-def test_what_cannot_be_shared_is_refused(
-    pool: RankPool, num_ranks: int, times: int, text: str
-) -> None:
-    if num_ranks > pool.num_ranks:
-        pytest.skip(f"{num_ranks} ranks, and the pool has {pool.num_ranks}")
-    with pytest.raises(RankError, match=text) as raised:
-        pool.run(shard, Kind.MIXTRAL, times, num_ranks=num_ranks)
-    assert raised.value.cause_type is ShapeError
