@@ -238,8 +238,7 @@ class DeviceContext:
         self.report = torch.zeros(
             Report.BAD_IDS + 1, dtype=torch.int64, pin_memory=device.type == "cuda"
         )
-        # Behind the peers, what low-latency calls keep for each slot: the call that was received,
-        # that which told who takes part, and who does; see `ring_kernels.py`.
+        # Behind the peers, what low-latency calls keep for each slot, see `ring_kernels.py`.
         last_peer = Word.PEERS + layout.num_ranks
         words = torch.zeros(last_peer + 3 * layout.num_slots, dtype=torch.int64)
         words[Word.TIMEOUT_NS] = int(timeout_s * 1e9)
@@ -350,8 +349,8 @@ class Slots:
     captured the memory that this replaces.
 
     `expert_rows` is a second symmetric block, for the rows of a layer's experts, and which of them
-    are copies (`experts.expert_rows_bytes`); it has no slots,
-    as all ranks are done with a layer before any sends rows of the next.
+    are copies (`experts.expert_rows_bytes`); it has no slots, as all ranks are done with a layer
+    before any sends rows of the next.
     """
 
     def __init__(
