@@ -42,6 +42,7 @@ class Shape:
 
 CORE = [
     Shape("deepseek-v3", 8192, sms=(4, 8, 16, 24, 32)),
+    Shape("deepseek-v3", 4096, sms=(8, 16, 24)),
     Shape("deepseek-v3", 8192, "zipf"),
     Shape("deepseek-v3", 8192, dtype="fp8"),
     Shape("deepseek-v3", 128),

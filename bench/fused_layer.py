@@ -27,7 +27,7 @@ from moe_engine.dispatch import Lanes, release
 from moe_engine.emulation import RankPool, send_message
 from moe_engine.experts import dispatch_experts
 from moe_engine.grouped_gemm import grouped_gemm
-from moe_engine.layer_config import MODELS, LayerProblem
+from moe_engine.layer_config import LayerProblem
 from moe_engine.tune_layer import time_graph
 
 UNFUSED = LayerConfig(num_stages=1, num_return_stages=1)
@@ -42,11 +42,15 @@ class Shape:
     routing: str = "uniform"
 
 
-CORE = [Shape(model, tokens) for model in MODELS for tokens in (1024, 4096, 8192)]
-SKEWED = [Shape(model, 4096, "zipf") for model in MODELS]
+PREFILLED = "mixtral-8x7b", "qwen2-57b", "qwen3-30b", "deepseek-v3"
+CORE = [Shape(model, tokens) for model in PREFILLED for tokens in (1024, 4096, 8192)]
+SKEWED = [Shape(model, 4096, "zipf") for model in PREFILLED]
 ABLATED = [Shape("qwen3-30b", 1024), Shape("qwen3-30b", 8192), Shape("deepseek-v3", 4096)]
 LARGE = [shape for shape in CORE if shape.tokens >= 4096]
 PARTS = {"core": CORE, "skewed": SKEWED, "there": LARGE, "ablate": ABLATED, "sweep": ABLATED}
+COMET_MODELS = "mixtral-8x7b", "qwen2-moe", "phi-3.5-moe"
+COMET_TOKENS = 4096, 8192
+"""Of all ranks together; the models and tokens of COMET's own measurements."""
 
 
 def main(
@@ -56,17 +60,20 @@ def main(
     there: Annotated[bool, typer.Option(help="Up to the up-projection's end.")] = False,
     ablate: Annotated[bool, typer.Option(help="Without one part of the engine at a time.")] = False,
     sweep: Annotated[bool, typer.Option(help="Times by the number of programs.")] = False,
+    comet: Annotated[bool, typer.Option(help="COMET's own models and tokens.")] = False,
     only: Annotated[str, typer.Option(help="Only models whose name begins so.")] = "",
     path: Annotated[Path | None, typer.Option(help="Result file.")] = None,
 ) -> None:
     """Run the bench on `ranks` GPUs."""
     asked = {"core": core, "skewed": skewed, "there": there, "ablate": ablate, "sweep": sweep}
+    asked["comet"] = comet
+    of_comet = [Shape(model, all_ // ranks) for model in COMET_MODELS for all_ in COMET_TOKENS]
     with RankPool(ranks, "cuda", timeout_s=540) as pool:
 
         def show(rank: int, line: dict[str, Any]) -> None:
             print(save("fused_layer", path, **line), flush=True)
 
-        for part, shapes in PARTS.items():
+        for part, shapes in (PARTS | {"comet": of_comet}).items():
             chosen = [shape for shape in shapes if asked[part] and shape.model.startswith(only)]
             pool.run(run_rank, part, chosen, on_message=show)
 
@@ -79,7 +86,7 @@ def run_rank(group: dist.ProcessGroup, part: str, shapes: list[Shape]) -> None:
             experts = None  # before the next ones are made
             experts = Experts(group, shape.model)
         bench = Bench(group, shape, experts)
-        getattr(bench, "compare" if part in ("core", "skewed") else part)()
+        getattr(bench, "compare" if part in ("core", "skewed", "comet") else part)()
         bench.close()
 
 

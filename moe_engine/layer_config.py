@@ -12,6 +12,8 @@ MODELS = {  # experts, hidden, expert intermediate, top-k
     "qwen2-57b": (64, 3584, 2560, 8),
     "qwen3-30b": (128, 2048, 768, 8),
     "deepseek-v3": (256, 7168, 2048, 8),
+    "qwen2-moe": (64, 2048, 1408, 4),  # this and the next as in the paper of COMET
+    "phi-3.5-moe": (16, 4096, 6400, 2),
 }
 LINK_GBS = 300.0
 """What programs beside a GEMM move to other GPUs."""
