@@ -225,8 +225,10 @@ def _check_call(
     if SHRINK:  # a masked rank has called with nothing
         called = tl.max(tl.where((words == 1)[None, :], counts, 0), 1) > 0
         differs = differs & called[:, None]
-    tokens_of = tl.sum(tl.where((words == 0)[None, :], counts, 0), 1)
-    if tl.max(tl.max(differs.to(tl.int32), 1), 0) == 1:
+    told = tl.where((words == 0)[None, :], counts, 0) + (differs.to(tl.int32) << COUNT_BITS)
+    told = tl.sum(told, 1)  # one sum for both, as each costs a meeting of all warps
+    tokens_of = told & COUNT_MASK
+    if tl.max(told, 0) > COUNT_MASK:
         other = tl.max(tl.max(tl.where(differs, ranks[:, None], -1), 1), 0)
         theirs = tl.sum(tl.where((ranks == other)[:, None], counts, 0), 0)
         to = report_words(context) + REPORT_SIGNATURE + words
