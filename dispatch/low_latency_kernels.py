@@ -277,16 +277,14 @@ def _send_token(
     places = tl.zeros([TOKENS, K_PAD], tl.int32)
     for first in range(0, token, TOKENS):
         tokens = first + tl.arange(0, TOKENS)
-        before, found = (), ()
-        for lane in tl.static_range(NUM_TOPK):
-            given = tl.load(topk_idx + tokens * NUM_TOPK + lane, mask=tokens < token, other=-1)
+        found = (tl.zeros([TOKENS], tl.int32),) * K_PAD
+        for other in tl.static_range(NUM_TOPK):
+            given = tl.load(topk_idx + tokens * NUM_TOPK + other, mask=tokens < token, other=-1)
             given = tl.where(given == given.to(tl.int32), given, -1).to(tl.int32)
-            before = before + (given,)
-        for lane in tl.static_range(K_PAD):
-            same = before[0] == pick(ids, lane)
-            for other in tl.static_range(1, NUM_TOPK):
-                same = same | (before[other] == pick(ids, lane))
-            found = found + (same.to(tl.int32),)
+            same = ()
+            for lane in tl.static_range(K_PAD):
+                same = same + (found[lane] | (given == pick(ids, lane)).to(tl.int32),)
+            found = same
         places += tl.reshape(_stack(found, K_PAD), [TOKENS, K_PAD])
     record = as_pointer(row + record_at + slot.shift, tl.int32)[:, None] + lanes[None, :]
     is_written = to_rank[:, None] & real[None, :]
