@@ -12,7 +12,6 @@ from hypothesis import strategies as st
 from test_dispatch_combine import DTYPES, make_buffer, make_inputs, poison
 
 from moe_engine import reference
-from moe_engine.emulation import RankPool
 
 # bf16 rounds four times on the way, each by up to 2^-9; few values may all be rounded alike.
 TOLERANCE = {"bf16": 4 * 2**-9, "fp32": 1e-5}
@@ -164,7 +163,7 @@ def run_all(group, max_tokens, configs, x, topk_idx, topk_weights, up, down):
 
 
 @pytest.mark.parametrize("num_ranks", [1, 2, 3, 4])
-@pytest.mark.parametrize("kind", ["uniform", "one_hot", "holes"])
+@pytest.mark.parametrize("kind", STAGED_KINDS := ["uniform", "one_hot", "holes"])
 def test_stages_do_not_change_a_bit(pool, num_ranks, kind):
     from moe_engine import LayerConfig
     from moe_engine.emulation import PerRank
@@ -176,6 +175,9 @@ def test_stages_do_not_change_a_bit(pool, num_ranks, kind):
         LayerConfig(num_stages=5, num_return_stages=4, num_copy_programs=9, own_apart=True),
         LayerConfig(num_stages=4, num_return_stages=3, group_m=1),
     ]
+    if pool.device == "cpu":  # half of them: each meets each routing and each number of ranks
+        half = (num_ranks + STAGED_KINDS.index(kind)) % 2
+        configs = [configs[0], *configs[1 + half :: 2]]
     num_tokens = [70, 3, 0, 41][:num_ranks]
     inputs = make_inputs(num_ranks, num_tokens, 64, 3 * num_ranks, 3, kind, "bf16", 5)
     weights = make_weights(num_ranks, 3, 64, 48, "bf16")
@@ -218,13 +220,6 @@ def test_ranks_that_are_late_change_nothing(pool):
     weights = make_weights(num_ranks, 4, 64, 48, "bf16")
     parts = (PerRank(part) for part in (*inputs, *weights))
     assert all(pool.run(run_delayed, num_calls, *parts))
-
-
-def test_eight_ranks(pool):
-    if pool.device == "cuda":
-        pytest.skip("emulated: there are as many ranks as GPUs otherwise")
-    with RankPool(8, "cpu", timeout_s=100) as ranks:
-        check_layer(ranks, 8, [9, 0, 5], 16, 8, 1, 3, "uniform", "bf16")
 
 
 def run_shared(group, x, topk_idx, topk_weights, up, down):

@@ -70,6 +70,11 @@ def test_every_routing_in_every_form(pool, num_ranks, kind):
     check_case(pool, num_ranks, [MAX_TOKENS, 0, 2], MAX_TOKENS, HIDDEN, EXPERTS, TOPK, kind, forms)
 
 
+def test_more_tokens_than_are_counted_at_once(pool):
+    """The places of a token's rows are counted over blocks of the tokens before it."""
+    check_case(pool, 2, [150, 3], 160, 128, 4, 2, "skewed", ["bf16"])
+
+
 @settings(max_examples=8)
 @given(
     num_ranks=st.integers(1, 4),
