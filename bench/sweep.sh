@@ -7,6 +7,7 @@ set -uo pipefail
 ranks=${1:?usage: bash bench/sweep.sh R [FOLDER]}
 folder=$(realpath -m "${2:-sweep_output}")
 cd "$(dirname "$0")/.."
+if [[ -x .venv/bin/python ]]; then : "${PYTHON:=.venv/bin/python}"; fi
 : "${PYTHON:=python}"
 mkdir -p "$folder"
 CUDA_VISIBLE_DEVICES=$(seq -s, 0 $((ranks - 1)))
@@ -14,13 +15,13 @@ export CUDA_VISIBLE_DEVICES PYTHONUNBUFFERED=1
 
 failed=0
 part() { # name, seconds, command
-    local name=$1 seconds=$2 since=$SECONDS
-    shift 2
-    echo "== $name"
-    timeout --kill-after 5 "$seconds" "$PYTHON" "$@" 2>&1 | tee "$folder/$name.log" | cut -c1-150
-    local status=${PIPESTATUS[0]}
-    echo "== $name: exit $status after $((SECONDS - since)) s"
-    ((failed += status != 0))
+    local log=$folder/$1.log since=$SECONDS status=0
+    timeout --kill-after 5 "$2" "$PYTHON" "${@:3}" >"$log" 2>&1 || status=$?
+    echo "$1: exit $status after $((SECONDS - since)) s, $log"
+    if ((status)); then
+        tail -n 20 "$log"
+        ((failed += 1))
+    fi
 }
 bench() { # name, seconds, options
     part "$1" "$2" "bench/$1.py" --ranks "$ranks" --path "$folder/$1.jsonl" "${@:3}"
