@@ -24,6 +24,8 @@ from ..lang import (
     row_mask,
 )
 from ..ring_kernels import (
+    Rows,
+    fixed,
     flag_level,
     message_flag,
     note_received,
@@ -83,82 +85,59 @@ def low_latency_combine_kernel(
     program = tl.program_id(0)
     slot = open_slot(call, context, RANKS, PHASES != "receive", OVERLAP)
     since = end_span(ROLE_OPEN, 0, since, context)
+    DTYPE: tl.constexpr = x.dtype.element_ty
+    FIXED: tl.constexpr = fixed(NUM_TOPK, ALIGNED, RANKS, EXPERTS, BLOCK, SHRINK, None, DTYPE)
+    rows = Rows(max_tokens, header_bytes, row_bytes, hidden, row_bytes)
     token = program
     if PHASES != "receive":
-        token = program - 1 - RANKS - num_return_programs
+        returning = program - 1 - RANKS
+        token = returning - num_return_programs
         if program == 0:
             tell_received(slot, context, RANKS)
-        elif program <= RANKS:
-            # fmt: off
-            _send_weights(
-                program - 1, slot, topk_idx, topk_weights, context, num_tokens,
-                NUM_TOPK, RANKS, EXPERTS, SHRINK,
-            )
-            # fmt: on
+        elif returning < 0:
+            _send_weights(program - 1, slot, topk_idx, topk_weights, context, num_tokens, FIXED)
             end_span(ROLE_COUNTS, program - 1, since, context)
         elif token < 0:
             # fmt: off
             _return_rows(
-                program - 1 - RANKS, num_return_programs, slot, x, topk_weights, returns,
-                dispatched, context, max_tokens, hidden, header_bytes, row_bytes,
-                NUM_TOPK, ALIGNED, RANKS, EXPERTS, BLOCK, SHRINK,
+                returning, num_return_programs, slot, rows, x, topk_weights, returns, dispatched,
+                context, FIXED,
             )
             # fmt: on
-            end_span(ROLE_RETURN, program - 1 - RANKS, since, context)
+            end_span(ROLE_RETURN, returning, since, context)
     if PHASES != "send":
         if token >= 0:
-            # fmt: off
-            _sum_token(
-                token, slot, topk_idx, out, wait_stats, context, num_tokens, hidden, header_bytes,
-                row_bytes, NUM_TOPK, ALIGNED, RANKS, EXPERTS, BLOCK, SHRINK,
-            )
-            # fmt: on
+            _sum_token(token, slot, rows, topk_idx, out, wait_stats, context, num_tokens, FIXED)
             end_span(ROLE_SUM, token, since, context)
 
 
 @device_function
-def _send_weights(
-    peer,
-    slot,
-    topk_idx,
-    topk_weights,
-    context,
-    num_tokens,
-    NUM_TOPK: tl.constexpr,
-    RANKS: tl.constexpr,
-    EXPERTS: tl.constexpr,
-    SHRINK: tl.constexpr,
-):
+def _send_weights(peer, slot, topk_idx, topk_weights, context, num_tokens, FIXED: tl.constexpr):
     """Write topk_weights into `peer`'s message, 0 for ids that are not valid; raise its flag."""
     if topk_weights is not None:
         block = tl.arange(0, 1024)
-        weights = _valid_weights(
-            topk_idx, topk_weights, block, num_tokens * NUM_TOPK, RANKS * EXPERTS
-        )
+        num_lanes = num_tokens * FIXED.NUM_TOPK
+        weights = _valid_weights(topk_idx, topk_weights, block, num_lanes, FIXED)
         lane = tl.arange(0, 1)
-        may = wait_slot(slot, peer + lane, lane == 0, context, RANKS, SHRINK)
+        may = wait_slot(slot, peer + lane, lane == 0, context, FIXED.RANKS, FIXED.SHRINK)
         may = tl.max(may.to(tl.int32), 0) == 1
         shift = pick(slot.shift, peer)
         head = as_pointer(region_at(slot, slot.rank) + shift, tl.float32)
-        put(head + block, weights, (block < num_tokens * NUM_TOPK) & may)
-        for first in range(1024, num_tokens * NUM_TOPK, 1024):
+        put(head + block, weights, (block < num_lanes) & may)
+        for first in range(1024, num_lanes, 1024):
             lanes = first + block
-            # fmt: off
-            weights = _valid_weights(
-                topk_idx, topk_weights, lanes, num_tokens * NUM_TOPK, RANKS * EXPERTS
-            )
-            # fmt: on
-            put(head + lanes, weights, (lanes < num_tokens * NUM_TOPK) & may)
+            weights = _valid_weights(topk_idx, topk_weights, lanes, num_lanes, FIXED)
+            put(head + lanes, weights, (lanes < num_lanes) & may)
         flag = message_flag(slot, slot.rank) + shift + lane
         publish(flag, (lane == 0) & may, flag_level(slot))
 
 
 @device_function
-def _valid_weights(topk_idx, topk_weights, lanes, num_lanes, NUM_EXPERTS: tl.constexpr):
+def _valid_weights(topk_idx, topk_weights, lanes, num_lanes, FIXED: tl.constexpr):
     """The weights of `lanes` (block) of all tokens, 0 where the id is not valid."""
     ids = tl.load(topk_idx + lanes, mask=lanes < num_lanes, other=-1)
     weights = tl.load(topk_weights + lanes, mask=lanes < num_lanes, other=0.0)
-    return tl.where((ids >= 0) & (ids < NUM_EXPERTS), weights, 0.0)
+    return tl.where((ids >= 0) & (ids < FIXED.NUM_EXPERTS), weights, 0.0)
 
 
 @device_function
@@ -166,112 +145,88 @@ def _return_rows(
     program,
     num_programs,
     slot,
+    rows,
     x,
     topk_weights,
     returns,
     dispatched,
     context,
-    max_tokens,
-    hidden,
-    header_bytes,
-    row_bytes,
-    NUM_TOPK: tl.constexpr,
-    ALIGNED: tl.constexpr,
-    RANKS: tl.constexpr,
-    EXPERTS: tl.constexpr,
-    BLOCK: tl.constexpr,
-    SHRINK: tl.constexpr,
+    FIXED: tl.constexpr,
 ):
     """Sum what this rank's experts made of each row that came and write it to the row of its token
     on its rank. Each program takes every `num_programs`-th: the first row of each rank, ..."""
     ranks = tl.arange(0, slot.shift.shape[0])
     one = tl.arange(0, 1)
-    tokens_of = tl.load(dispatched + 1 + ranks, mask=ranks < RANKS, other=0).to(tl.int32)
-    dtype: tl.constexpr = x.dtype.element_ty
-    columns = tl.arange(0, BLOCK)
-    inside = row_mask(columns, hidden, dtype, ALIGNED)
-    lanes = tl.arange(0, triton.next_power_of_2(NUM_TOPK))
+    tokens_of = tl.load(dispatched + 1 + ranks, mask=ranks < FIXED.RANKS, other=0).to(tl.int32)
+    columns = tl.arange(0, FIXED.BLOCK)
+    inside = row_mask(columns, rows.num_words, FIXED.WORD, FIXED.ALIGNED)
+    lanes = tl.arange(0, FIXED.K_PAD)
     # Packed by expert, or one expert behind the other.
-    most: tl.constexpr = min(NUM_TOPK, EXPERTS) if topk_weights is None else EXPERTS
-    last_place = RANKS * max_tokens * most - 1
-    for turn in range(program, tl.max(tokens_of, 0) * RANKS, num_programs):
-        peer, token = (slot.rank + 1 + turn) % RANKS, turn // RANKS  # each begins with another
-        entry = returns + tl.cast(peer * max_tokens + token, tl.int64) * (1 + 3 * NUM_TOPK)
+    most: tl.constexpr = (
+        min(FIXED.NUM_TOPK, FIXED.EXPERTS) if topk_weights is None else FIXED.EXPERTS
+    )
+    last_place = FIXED.RANKS * rows.max_tokens * most - 1
+    for turn in range(program, tl.max(tokens_of, 0) * FIXED.RANKS, num_programs):
+        # Each rank begins with another.
+        peer, token = (slot.rank + 1 + turn) % FIXED.RANKS, turn // FIXED.RANKS
+        entry = returns + tl.cast(peer * rows.max_tokens + token, tl.int64) * FIXED.ENTRY
         num_lanes = tl.load(entry, mask=token < pick(tokens_of, peer), other=0)
         # A dispatch that gave up, replayed in a graph with this, may have left an entry unwritten.
-        num_lanes = tl.minimum(num_lanes, NUM_TOPK)
+        num_lanes = tl.minimum(num_lanes, FIXED.NUM_TOPK)
         real = lanes < num_lanes
         places = tl.load(entry + 1 + lanes, mask=real, other=0)
         places = tl.maximum(tl.minimum(places, last_place), 0)
         if topk_weights is None:
-            bits = tl.load(entry + 1 + 2 * NUM_TOPK + lanes, mask=real, other=0)
+            bits = tl.load(entry + 1 + 2 * FIXED.NUM_TOPK + lanes, mask=real, other=0)
             weights = bits.to(tl.float32, bitcast=True)
         else:
-            which = tl.load(entry + 1 + NUM_TOPK + lanes, mask=real, other=0)
+            which = tl.load(entry + 1 + FIXED.NUM_TOPK + lanes, mask=real, other=0)
         if num_lanes > 0:
-            # fmt: off
-            first, second = _load_pair(x, places, 0, num_lanes, hidden, columns, inside, ALIGNED)
-            # fmt: on
+            first, second = _load_pair(x, places, 0, num_lanes, rows, columns, inside, FIXED)
             # The rows are on their way meanwhile.
-            may = wait_slot(slot, peer + one, one == 0, context, RANKS, SHRINK)
+            may = wait_slot(slot, peer + one, one == 0, context, FIXED.RANKS, FIXED.SHRINK)
             if topk_weights is not None:
                 flag, level = message_flag(slot, peer + one), flag_level(slot)
-                # fmt: off
                 may, _ = wait_ranks(
-                    flag, may, level, peer + one, context, PHASE_METADATA, SHRINK
+                    flag, may, level, peer + one, context, PHASE_METADATA, FIXED.SHRINK
                 )
-                # fmt: on
                 may = tl.max(may.to(tl.int32), 0)
                 at = as_pointer(consume_token(region_at(slot, peer), may), tl.float32)
-                weights = tl.load(at + token * NUM_TOPK + which, mask=real & (may == 1), other=0.0)
+                weights = tl.load(
+                    at + token * FIXED.NUM_TOPK + which, mask=real & (may == 1), other=0.0
+                )
             else:
                 may = tl.max(may.to(tl.int32), 0)
             total = first.to(tl.float32) * pick(weights, 0)
             total += second.to(tl.float32) * pick(weights, 1)
             for number in range(2, num_lanes, 2):
-                # fmt: off
-                first, second = _load_pair(
-                    x, places, number, num_lanes, hidden, columns, inside, ALIGNED
-                )
-                # fmt: on
-                total += first.to(tl.float32) * pick(weights, number)
-                total += second.to(tl.float32) * pick(weights, number + 1)
+                pair = _load_pair(x, places, number, num_lanes, rows, columns, inside, FIXED)
+                total += pair[0].to(tl.float32) * pick(weights, number)
+                total += pair[1].to(tl.float32) * pick(weights, number + 1)
             # Where its weights did not come, the token must wait in vain, not get a wrong row.
             shift = pick(slot.shift, peer)
-            to = region_at(slot, slot.rank) + header_bytes + shift
-            to += tl.cast(token, tl.int64) * row_bytes
-            put(row_at(to, columns, dtype, ALIGNED), round_to(total, dtype), inside & (may == 1))
+            to = region_at(slot, slot.rank) + rows.header_bytes + shift
+            to += tl.cast(token, tl.int64) * rows.row_bytes
+            to = row_at(to, columns, FIXED.WORD, FIXED.ALIGNED)
+            put(to, round_to(total, FIXED.WORD), inside & (may == 1))
             flag_to = row_flag(slot, slot.rank, token) + shift
             publish(flag_to + one, one < may, flag_level(slot))
 
 
 @device_function
-def _load_pair(x, places, number, num_lanes, hidden, columns, inside, ALIGNED: tl.constexpr):
+def _load_pair(x, places, number, num_lanes, rows, columns, inside, FIXED: tl.constexpr):
     """The rows of lanes `number` and the next, of those of a token; 0 behind the last."""
-    at = pointers_at(x + pick(places, number).to(tl.int64) * hidden, columns, ALIGNED)
+    row = x + pick(places, number).to(tl.int64) * rows.num_words
+    at = pointers_at(row, columns, FIXED.ALIGNED)
     first = tl.load(at, mask=inside, other=0.0)
-    at = pointers_at(x + pick(places, number + 1).to(tl.int64) * hidden, columns, ALIGNED)
+    next_row = x + pick(places, number + 1).to(tl.int64) * rows.num_words
+    at = pointers_at(next_row, columns, FIXED.ALIGNED)
     return first, tl.load(at, mask=inside & (number + 1 < num_lanes), other=0.0)
 
 
 @device_function
 def _sum_token(
-    token,
-    slot,
-    topk_idx,
-    out,
-    wait_stats,
-    context,
-    num_tokens,
-    hidden,
-    header_bytes,
-    row_bytes,
-    NUM_TOPK: tl.constexpr,
-    ALIGNED: tl.constexpr,
-    RANKS: tl.constexpr,
-    EXPERTS: tl.constexpr,
-    BLOCK: tl.constexpr,
-    SHRINK: tl.constexpr,
+    token, slot, rows, topk_idx, out, wait_stats, context, num_tokens, FIXED: tl.constexpr
 ):
     """Add up the ranks' rows of a token, by the right-most lane of each. A rank without tokens has
     a program for token 0 as well, which notes that the call was received."""
@@ -279,9 +234,10 @@ def _sum_token(
         note_received(slot, context)
     if token < num_tokens:
         ranks = tl.arange(0, slot.shift.shape[0])
-        lanes = tl.arange(0, triton.next_power_of_2(NUM_TOPK))
-        ids = tl.load(topk_idx + token * NUM_TOPK + lanes, mask=lanes < NUM_TOPK, other=-1)
-        owners = tl.where((ids >= 0) & (ids < RANKS * EXPERTS), ids // EXPERTS, -1)
+        lanes = tl.arange(0, FIXED.K_PAD)
+        at = topk_idx + token * FIXED.NUM_TOPK + lanes
+        ids = tl.load(at, mask=lanes < FIXED.NUM_TOPK, other=-1)
+        owners = tl.where((ids >= 0) & (ids < FIXED.NUM_EXPERTS), ids // FIXED.EXPERTS, -1)
         is_owner = owners[None, :] == ranks[:, None]
         last_lane = tl.max(tl.where(is_owner, lanes[None, :], -1), 1)
         flags, has = row_flag(slot, ranks, token), last_lane >= 0
@@ -289,18 +245,20 @@ def _sum_token(
         if wait_stats is not None:
             times = waiting_times(flags, has, level, ranks, slot, context)
             tl.atomic_add(wait_stats + ranks, times, mask=has)
-        there, _ = wait_ranks(flags, has, level, ranks, context, PHASE_RETURNED_ROWS, SHRINK)
+        there, _ = wait_ranks(flags, has, level, ranks, context, PHASE_RETURNED_ROWS, FIXED.SHRINK)
         earlier = (last_lane[None, :] < last_lane[:, None]) & there[None, :]
-        order = tl.where(there, tl.sum(earlier.to(tl.int32), 1), RANKS)
-        rows = region_at(slot, ranks) + header_bytes + token.to(tl.int64) * row_bytes
-        rows = consume_token(rows, there.to(tl.int32))
-        columns = tl.arange(0, BLOCK)
-        dtype: tl.constexpr = out.dtype.element_ty
-        inside = row_mask(columns, hidden, dtype, ALIGNED)
-        total = tl.zeros([BLOCK], tl.float32)
-        for number in tl.static_range(RANKS):
-            at = tl.sum(tl.where(order == number, rows, 0), 0)
-            part = tl.load(row_at(at, columns, dtype, ALIGNED), mask=inside & (at != 0), other=0.0)
+        order = tl.where(there, tl.sum(earlier.to(tl.int32), 1), FIXED.RANKS)
+        from_ranks = region_at(slot, ranks) + rows.header_bytes
+        from_ranks += token.to(tl.int64) * rows.row_bytes
+        from_ranks = consume_token(from_ranks, there.to(tl.int32))
+        columns = tl.arange(0, FIXED.BLOCK)
+        inside = row_mask(columns, rows.num_words, FIXED.WORD, FIXED.ALIGNED)
+        total = tl.zeros([FIXED.BLOCK], tl.float32)
+        for number in tl.static_range(FIXED.RANKS):
+            at = tl.sum(tl.where(order == number, from_ranks, 0), 0)
+            part = tl.load(
+                row_at(at, columns, FIXED.WORD, FIXED.ALIGNED), mask=inside & (at != 0), other=0.0
+            )
             total += part.to(tl.float32)
-        to = pointers_at(out + token.to(tl.int64) * hidden, columns, ALIGNED)
-        tl.store(to, round_to(total, dtype), mask=inside)
+        to = pointers_at(out + token.to(tl.int64) * rows.num_words, columns, FIXED.ALIGNED)
+        tl.store(to, round_to(total, FIXED.WORD), mask=inside)

@@ -19,7 +19,9 @@ from ..lang import (
 )
 from ..ring_kernels import (
     FIELDS,
+    Rows,
     count_at,
+    fixed,
     flag_level,
     open_slot,
     pick,
@@ -95,43 +97,35 @@ def low_latency_dispatch_kernel(
     program = tl.program_id(0)
     slot = open_slot(call, context, RANKS, PHASES != "receive", OVERLAP)
     since = end_span(ROLE_OPEN, 0, since, context)
+    WORD: tl.constexpr = recv_x.dtype.element_ty
+    FIXED: tl.constexpr = fixed(NUM_TOPK, ALIGNED, RANKS, EXPERTS, BLOCK, SHRINK, FORMAT, WORD)
+    rows = Rows(max_tokens, header_bytes, row_bytes, num_words, record_at)
     receiver = program
     if PHASES != "receive":
         receiver = program - 1 - RANKS - num_tokens
+        token = program - 1 - RANKS
         if program == 0:
             tell_received(slot, context, RANKS)
-        elif program <= RANKS:
-            # fmt: off
-            _send_counts(
-                program - 1, slot, topk_idx, context, num_tokens, max_tokens, num_words,
-                recv_x.dtype.element_ty, NUM_TOPK, FORMAT, RANKS, EXPERTS, SHRINK,
-            )
-            # fmt: on
+        elif token < 0:
+            _send_counts(program - 1, slot, rows, topk_idx, context, num_tokens, FIXED)
             end_span(ROLE_COUNTS, program - 1, since, context)
         elif receiver < 0:
-            # fmt: off
-            _send_token(
-                program - 1 - RANKS, slot, x, topk_idx, topk_weights, context, num_words,
-                header_bytes, record_at, row_bytes,
-                NUM_TOPK, FORMAT, ALIGNED, RANKS, EXPERTS, BLOCK, SHRINK,
-            )
-            # fmt: on
-            end_span(ROLE_SEND, program - 1 - RANKS, since, context)
+            _send_token(token, slot, rows, x, topk_idx, topk_weights, context, FIXED)
+            end_span(ROLE_SEND, token, since, context)
     if PHASES != "send":
         if receiver >= 0:
             # fmt: off
             receive(
-                receiver, tl.num_programs(0) - program + receiver, slot,
+                receiver, tl.num_programs(0) - program + receiver, slot, rows,
                 recv_x, recv_scales, recv_count, src_info, layout_range, returns, recv_stats,
-                wait_stats, call, context, max_tokens, num_words, header_bytes, record_at,
-                row_bytes, NUM_TOPK, FORMAT, ALIGNED, RANKS, EXPERTS, BLOCK, SHRINK,
+                wait_stats, call, context, FIXED,
             )
             # fmt: on
             end_span(ROLE_PACK, receiver, since, context)
 
 
 @device_function
-def _load_lanes(topk_idx, tokens, inside, NUM_TOPK: tl.constexpr, NUM_EXPERTS: tl.constexpr):
+def _load_lanes(topk_idx, tokens, inside, FIXED: tl.constexpr):
     """(the experts of tokens [B], a tuple of K_PAD blocks int32 [B] with -1 for those that are not
     valid or named before, int32 [B]: how many of a token's ids were neither valid nor -1).
 
@@ -139,10 +133,10 @@ def _load_lanes(topk_idx, tokens, inside, NUM_TOPK: tl.constexpr, NUM_EXPERTS: t
     """
     lanes = ()
     num_bad = tl.zeros_like(tokens)
-    for lane in tl.static_range(triton.next_power_of_2(NUM_TOPK)):
-        here = inside & (lane < NUM_TOPK)
-        given = tl.load(topk_idx + tokens * NUM_TOPK + lane, mask=here, other=-1)
-        valid = (given >= 0) & (given < NUM_EXPERTS)
+    for lane in tl.static_range(FIXED.K_PAD):
+        here = inside & (lane < FIXED.NUM_TOPK)
+        given = tl.load(topk_idx + tokens * FIXED.NUM_TOPK + lane, mask=here, other=-1)
+        valid = (given >= 0) & (given < FIXED.NUM_EXPERTS)
         num_bad += ((given != -1) & (valid == 0)).to(tl.int32)
         expert = tl.where(valid, given, -1).to(tl.int32)
         for before in tl.static_range(lane):
@@ -165,52 +159,29 @@ def _stack(blocks, COUNT: tl.constexpr):
 
 
 @device_function
-def _send_counts(
-    peer,
-    slot,
-    topk_idx,
-    context,
-    num_tokens,
-    max_tokens,
-    num_words,
-    word: tl.constexpr,
-    NUM_TOPK: tl.constexpr,
-    FORMAT: tl.constexpr,
-    RANKS: tl.constexpr,
-    EXPERTS: tl.constexpr,
-    SHRINK: tl.constexpr,
-):
+def _send_counts(peer, slot, rows, topk_idx, context, num_tokens, FIXED: tl.constexpr):
     """Tell `peer` how many tokens this rank has, what it was called with, and how many tokens go to
     each of the peer's experts: words, which no row is in the way of."""
-    K_PAD: tl.constexpr = triton.next_power_of_2(NUM_TOPK)
-    BINS: tl.constexpr = max(32, triton.next_power_of_2(EXPERTS))
+    BINS: tl.constexpr = max(32, triton.next_power_of_2(FIXED.EXPERTS))
     experts = tl.arange(0, BINS)
     counts = tl.zeros([BINS], tl.int32)
     bad = tl.zeros([TOKENS], tl.int32)
     lane = tl.arange(0, 1)
     for first in range(0, tl.maximum(num_tokens, 1), TOKENS):
         tokens = first + tl.arange(0, TOKENS)
-        # fmt: off
-        lanes, num_bad = _load_lanes(
-            topk_idx, tokens, tokens < num_tokens, NUM_TOPK, RANKS * EXPERTS
-        )
-        # fmt: on
+        lanes, num_bad = _load_lanes(topk_idx, tokens, tokens < num_tokens, FIXED)
         bad += num_bad
-        ids = tl.reshape(_stack(lanes, K_PAD), [TOKENS * K_PAD]) - peer * EXPERTS
-        here = (ids >= 0) & (ids < EXPERTS)
+        ids = tl.reshape(_stack(lanes, FIXED.K_PAD), [TOKENS * FIXED.K_PAD]) - peer * FIXED.EXPERTS
+        here = (ids >= 0) & (ids < FIXED.EXPERTS)
         counts += tl.histogram(tl.where(here, ids, 0), BINS, mask=here)
-    may = wait_slot(slot, peer + lane, lane == 0, context, RANKS, SHRINK)
+    may = wait_slot(slot, peer + lane, lane == 0, context, FIXED.RANKS, FIXED.SHRINK)
     may = tl.max(may.to(tl.int32), 0) == 1
     shift, level = pick(slot.shift, peer), flag_level(slot)
     to = as_pointer(count_at(slot, slot.rank, 0) + shift, tl.int64)
-    # fmt: off
     field = tl.arange(0, FIELDS)
-    fields = call_fields(
-        field, num_tokens, num_words, max_tokens, word, NUM_TOPK, FORMAT, RANKS * EXPERTS
-    )
-    # fmt: on
+    fields = call_fields(field, num_tokens, rows, FIXED)
     put_words(to + field, level + fields, (field >= 0) & may)
-    put_words(to + FIELDS + experts, level + counts, (experts < EXPERTS) & may)
+    put_words(to + FIELDS + experts, level + counts, (experts < FIXED.EXPERTS) & may)
     total_bad = tl.sum(bad, 0).to(tl.int64)
     if (peer == 0) & (total_bad > 0):
         total_bad += tl.load(context + BAD_IDS)
@@ -219,80 +190,64 @@ def _send_counts(
 
 
 @device_function
-def _send_token(
-    token,
-    slot,
-    x,
-    topk_idx,
-    topk_weights,
-    context,
-    num_words,
-    header_bytes,
-    record_at,
-    row_bytes,
-    NUM_TOPK: tl.constexpr,
-    FORMAT: tl.constexpr,
-    ALIGNED: tl.constexpr,
-    RANKS: tl.constexpr,
-    EXPERTS: tl.constexpr,
-    BLOCK: tl.constexpr,
-    SHRINK: tl.constexpr,
-):
+def _send_token(token, slot, rows, x, topk_idx, topk_weights, context, FIXED: tl.constexpr):
     """Write a token's row to each rank that has one of its experts, and raise its flag on all,
     which says whether there is a row.
 
     Behind the payload, while that is on its way, each lane's place: how many tokens before this one
     have its expert.
     """
-    K_PAD: tl.constexpr = triton.next_power_of_2(NUM_TOPK)
-    columns = tl.arange(0, BLOCK)
-    num_columns = num_words * 4 if is_cast(FORMAT) else num_words
-    inside = row_mask(columns, num_columns, x.dtype.element_ty, ALIGNED)
+    columns = tl.arange(0, FIXED.BLOCK)
+    num_columns = rows.num_words * 4 if is_cast(FIXED.FORMAT) else rows.num_words
+    inside = row_mask(columns, num_columns, x.dtype.element_ty, FIXED.ALIGNED)
     own_row = x + token.to(tl.int64) * num_columns
     # All that this reads is on its way before it waits.
-    payload = tl.load(pointers_at(own_row, columns, ALIGNED), mask=inside, other=0)
-    lanes, ranks = tl.arange(0, K_PAD), tl.arange(0, slot.shift.shape[0])
-    real = lanes < NUM_TOPK
-    ids = tl.load(topk_idx + token * NUM_TOPK + lanes, mask=real, other=-1)
+    payload = tl.load(pointers_at(own_row, columns, FIXED.ALIGNED), mask=inside, other=0)
+    lanes, ranks = tl.arange(0, FIXED.K_PAD), tl.arange(0, slot.shift.shape[0])
+    real = lanes < FIXED.NUM_TOPK
+    ids = tl.load(topk_idx + token * FIXED.NUM_TOPK + lanes, mask=real, other=-1)
     if topk_weights is not None:
-        weights = tl.load(topk_weights + token * NUM_TOPK + lanes, mask=real, other=0.0)
-    may = wait_slot(slot, ranks, ranks < RANKS, context, RANKS, SHRINK)
-    ids = tl.where((ids >= 0) & (ids < RANKS * EXPERTS), ids, -1).to(tl.int32)
-    owners = tl.where(ids >= 0, ids // EXPERTS, -1)
+        weights = tl.load(topk_weights + token * FIXED.NUM_TOPK + lanes, mask=real, other=0.0)
+    may = wait_slot(slot, ranks, ranks < FIXED.RANKS, context, FIXED.RANKS, FIXED.SHRINK)
+    ids = tl.where((ids >= 0) & (ids < FIXED.NUM_EXPERTS), ids, -1).to(tl.int32)
+    owners = tl.where(ids >= 0, ids // FIXED.EXPERTS, -1)
     has_row = tl.max((owners[None, :] == ranks[:, None]).to(tl.int32), 1)
     to_rank = may & (has_row == 1)
     scales = columns
-    if is_cast(FORMAT):
-        payload, scales = _cast_row(payload, FORMAT)
-    row = region_at(slot, slot.rank) + header_bytes + token.to(tl.int64) * row_bytes
-    for distance in tl.static_range(RANKS):
-        peer = (slot.rank + 1 + distance) % RANKS  # all ranks at once, and each to another
+    if is_cast(FIXED.FORMAT):
+        payload, scales = _cast_row(payload, FIXED.FORMAT)
+    row = region_at(slot, slot.rank) + rows.header_bytes + token.to(tl.int64) * rows.row_bytes
+    for distance in tl.static_range(FIXED.RANKS):
+        peer = (slot.rank + 1 + distance) % FIXED.RANKS  # all ranks at once, and each to another
         if pick(to_rank.to(tl.int32), peer) == 1:
             to = row + pick(slot.shift, peer)
-            put(row_at(to, columns, payload.dtype, ALIGNED), payload, inside)
-            if is_cast(FORMAT):
+            put(row_at(to, columns, payload.dtype, FIXED.ALIGNED), payload, inside)
+            if is_cast(FIXED.FORMAT):
                 block = tl.arange(0, scales.shape[0])
-                scales_to = row_at(to + tl.cdiv(num_columns, 16) * 16, block, tl.int32, ALIGNED)
-                put(scales_to, scales, block < num_scales(num_words, FORMAT))
-    places = tl.zeros([TOKENS, K_PAD], tl.int32)
+                scales_to = to + tl.cdiv(num_columns, 16) * 16
+                scales_to = row_at(scales_to, block, tl.int32, FIXED.ALIGNED)
+                put(scales_to, scales, block < num_scales(rows.num_words, FIXED.FORMAT))
+    places = tl.zeros([TOKENS, FIXED.K_PAD], tl.int32)
     for first in range(0, token, TOKENS):
         tokens = first + tl.arange(0, TOKENS)
-        found = (tl.zeros([TOKENS], tl.int32),) * K_PAD
-        for other in tl.static_range(NUM_TOPK):
-            given = tl.load(topk_idx + tokens * NUM_TOPK + other, mask=tokens < token, other=-1)
+        found = (tl.zeros([TOKENS], tl.int32),) * FIXED.K_PAD
+        for other in tl.static_range(FIXED.NUM_TOPK):
+            given = tl.load(
+                topk_idx + tokens * FIXED.NUM_TOPK + other, mask=tokens < token, other=-1
+            )
             given = tl.where(given == given.to(tl.int32), given, -1).to(tl.int32)
             same = ()
-            for lane in tl.static_range(K_PAD):
+            for lane in tl.static_range(FIXED.K_PAD):
                 same = same + (found[lane] | (given == pick(ids, lane)).to(tl.int32),)
             found = same
-        places += tl.reshape(_stack(found, K_PAD), [TOKENS, K_PAD])
-    record = as_pointer(row + record_at + slot.shift, tl.int32)[:, None] + lanes[None, :]
+        places += tl.reshape(_stack(found, FIXED.K_PAD), [TOKENS, FIXED.K_PAD])
+    record = as_pointer(row + rows.record_at + slot.shift, tl.int32)[:, None] + lanes[None, :]
     is_written = to_rank[:, None] & real[None, :]
-    there = tl.where(owners[None, :] == ranks[:, None], ids[None, :] % EXPERTS, -1)
+    there = tl.where(owners[None, :] == ranks[:, None], ids[None, :] % FIXED.EXPERTS, -1)
     put(record, there, is_written)
-    put(record + NUM_TOPK, tl.sum(places, 0)[None, :], is_written)
+    put(record + FIXED.NUM_TOPK, tl.sum(places, 0)[None, :], is_written)
     if topk_weights is not None:
-        put(record + 2 * NUM_TOPK, weights.to(tl.int32, bitcast=True)[None, :], is_written)
+        put(record + 2 * FIXED.NUM_TOPK, weights.to(tl.int32, bitcast=True)[None, :], is_written)
     publish(row_flag(slot, slot.rank, token) + slot.shift, may, flag_level(slot) + has_row)
 
 

@@ -1,6 +1,7 @@
 """Device view of `ring.py`: a call's slot, its flags and regions, and how its programs begin."""
 
-from typing import NamedTuple
+from dataclasses import dataclass
+from typing import Any, NamedTuple
 
 import triton
 import triton.language as tl
@@ -36,7 +37,7 @@ from .lang import (
     report_failure,
     wait,
 )
-from .ptx import pause
+from .ptx import INTERPRETED, pause
 from .work import wait_for_previous
 
 COUNT_BITS = tl.constexpr(16)
@@ -63,6 +64,42 @@ class Slot(NamedTuple):
     regions: tl.tensor  # address of rank 0's region
     region_bytes: tl.tensor
     shift: tl.tensor  # int64 [R_PAD]: the address of rank r's block less that of this rank's
+
+
+@dataclass(frozen=True)
+class Fixed:
+    """What a low-latency kernel is compiled for, most of it by the names of its arguments."""
+
+    NUM_TOPK: Any
+    ALIGNED: Any
+    RANKS: Any
+    EXPERTS: Any
+    BLOCK: Any
+    SHRINK: Any
+    FORMAT: Any
+    WORD: Any  # the type that a row is moved in
+    NUM_EXPERTS: Any  # of all ranks
+    K_PAD: Any  # lanes of a token, padded
+    ENTRY: Any  # int32 words that `returns` has for a token
+
+
+@triton.constexpr_function
+def fixed(NUM_TOPK, ALIGNED, RANKS, EXPERTS, BLOCK, SHRINK, FORMAT, WORD):
+    """A `Fixed` of values that kernels can compute with."""
+    values = NUM_TOPK, ALIGNED, RANKS, EXPERTS, BLOCK, SHRINK, FORMAT, WORD
+    values += RANKS * EXPERTS, triton.next_power_of_2(NUM_TOPK), 1 + 3 * NUM_TOPK
+    return Fixed(*(values if INTERPRETED else map(tl.constexpr, values)))
+
+
+class Rows(NamedTuple):
+    """How the rows of a call lie in a region: up to max_tokens, behind header_bytes, row_bytes
+    apart; num_words of payload each, and in a dispatch record_at bytes behind it a record."""
+
+    max_tokens: tl.tensor
+    header_bytes: tl.tensor
+    row_bytes: tl.tensor
+    num_words: tl.tensor
+    record_at: tl.tensor
 
 
 @device_function
