@@ -67,7 +67,8 @@ def main(
     """Run the bench on `ranks` GPUs."""
     asked = {"core": core, "skewed": skewed, "there": there, "ablate": ablate, "sweep": sweep}
     asked["comet"] = comet
-    of_comet = [Shape(model, all_ // ranks) for model in COMET_MODELS for all_ in COMET_TOKENS]
+    of_comet = [Shape(model, total // ranks) for model in COMET_MODELS for total in COMET_TOKENS]
+    of_comet = [shape for shape in of_comet if not (core and shape in CORE)]
     with RankPool(ranks, "cuda", timeout_s=540) as pool:
 
         def show(rank: int, line: dict[str, Any]) -> None:

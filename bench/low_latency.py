@@ -64,14 +64,11 @@ class Shape:
         return max(MIN_CAPACITY, self.tokens)
 
 
-CORE = [
-    Shape(model, tokens)
-    for model in ("deepseek-v3", "qwen3-30b", "mixtral-8x7b")
-    for tokens in (1, 8, 32, 128, 512)
-]
+CORE_MODELS = "deepseek-v3", "qwen3-30b", "mixtral-8x7b"
+CORE = [Shape(model, tokens) for model in CORE_MODELS for tokens in (1, 8, 32, 128, 512)]
 FULL = [
     Shape(model, 2**n, routing)
-    for model in MODELS
+    for model in (*CORE_MODELS, "qwen2-57b")
     for n in range(10)
     for routing in ("uniform", "zipf")
 ]

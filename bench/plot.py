@@ -13,7 +13,7 @@ from _common import RESULTS
 from moe_engine.config import HBM_GBS
 
 DOCS = RESULTS.parent.parent / "docs"
-SHAPE = {"model": "deepseek-v3", "tokens": 8192, "ranks": 4, "routing": "uniform", "dtype": "bf16"}
+SHAPE = {"model": "deepseek-v3", "tokens": 8192, "routing": "uniform", "dtype": "bf16"}
 Line = dict[str, Any]
 plt.rcParams["svg.hashsalt"] = "moe_engine"  # the same lines give the same file
 
@@ -45,7 +45,7 @@ def draw_dispatch_combine() -> None:
     axes.set(
         xlabel="SMs that communicate",
         ylabel="GB/s over NVLink",
-        title="DeepSeek-V3 shape, 8192 tokens per rank, 4 x H200",
+        title=f"DeepSeek-V3 shape, 8192 tokens per rank, {lines[0]['ranks']} x H200",
         xticks=[4, 8, 16, 24, 32],
         ylim=(0, None),
     )
@@ -96,6 +96,7 @@ def draw_low_latency() -> None:
     and floors."""
     curves: dict[str, dict[str, dict[int, Line]]] = defaultdict(lambda: defaultdict(dict))
     lines = newest("low_latency")
+    ranks = lines[0]["ranks"]
     for line in lines:
         if (line["impl"], line["routing"]) == ("moe_engine", "uniform"):
             dtype = f", {line['dtype']}" if line["verb"] == "dispatch" else ""
@@ -118,7 +119,7 @@ def draw_low_latency() -> None:
         axes.minorticks_off()
         axes.set_yticks(ticks := [5, 10, 20, 50, 100, 200, 500, 1000, 2000], map(str, ticks))
         axes.grid(alpha=0.3)
-    panels[0][0].set_ylabel(f"us, {lines[0]['ranks']} x H200 (dashed: floor; band: to p99)")
+    panels[0][0].set_ylabel(f"us, {ranks} x H200 (dashed: floor; band: to p99)")
     figure.legend(*panels[0][0].get_legend_handles_labels(), loc="outside lower center", ncols=4)
     figure.savefig(DOCS / "low_latency.svg", metadata={"Date": None})
 

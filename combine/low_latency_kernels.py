@@ -87,7 +87,7 @@ def low_latency_combine_kernel(
     since = end_span(ROLE_OPEN, 0, since, context)
     DTYPE: tl.constexpr = x.dtype.element_ty
     FIXED: tl.constexpr = fixed(NUM_TOPK, ALIGNED, RANKS, EXPERTS, BLOCK, SHRINK, None, DTYPE)
-    rows = Rows(max_tokens, header_bytes, row_bytes, hidden, row_bytes)
+    rows = Rows(max_tokens, header_bytes, row_bytes, hidden, row_bytes)  # without records
     token = program
     if PHASES != "receive":
         returning = program - 1 - RANKS

@@ -235,6 +235,7 @@ def _send_token(token, slot, rows, x, topk_idx, topk_weights, context, FIXED: tl
             given = tl.load(
                 topk_idx + tokens * FIXED.NUM_TOPK + other, mask=tokens < token, other=-1
             )
+            # What is wider than 32 bits is no expert; `|` counts an expert named twice once.
             given = tl.where(given == given.to(tl.int32), given, -1).to(tl.int32)
             same = ()
             for lane in tl.static_range(FIXED.K_PAD):

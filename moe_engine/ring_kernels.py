@@ -68,7 +68,8 @@ class Slot(NamedTuple):
 
 @dataclass(frozen=True)
 class Fixed:
-    """What a low-latency kernel is compiled for, most of it by the names of its arguments."""
+    """What a low-latency kernel is compiled for, most of it by the names of its arguments; frozen,
+    as constexprs are hashed."""
 
     NUM_TOPK: Any
     ALIGNED: Any
@@ -76,7 +77,7 @@ class Fixed:
     EXPERTS: Any
     BLOCK: Any
     SHRINK: Any
-    FORMAT: Any
+    FORMAT: Any  # None in a combine
     WORD: Any  # the type that a row is moved in
     NUM_EXPERTS: Any  # of all ranks
     K_PAD: Any  # lanes of a token, padded
@@ -93,7 +94,7 @@ def fixed(NUM_TOPK, ALIGNED, RANKS, EXPERTS, BLOCK, SHRINK, FORMAT, WORD):
 
 class Rows(NamedTuple):
     """How the rows of a call lie in a region: up to max_tokens, behind header_bytes, row_bytes
-    apart; num_words of payload each, and in a dispatch record_at bytes behind it a record."""
+    apart. A row has num_words of `Fixed.WORD` and, record_at bytes from its beginning, a record."""
 
     max_tokens: tl.tensor
     header_bytes: tl.tensor

@@ -36,5 +36,7 @@ def test_sweep(tmp_path, failing):
         status = 3 if part == failing else 0
         assert f"{part}: exit {status} after" in done.stdout
         assert part == failing or log.startswith("0,1,2 ")
-        if part not in ("check", failing):
+        if part == "check":
+            assert (ROOT / log.splitlines()[0].split()[-1]).exists()
+        elif part != failing:
             assert f"--ranks 3 --path {folder}/{part}.jsonl" in log

@@ -162,8 +162,11 @@ def run_all(group, max_tokens, configs, x, topk_idx, topk_weights, up, down):
     return outs
 
 
+STAGED_KINDS = ["uniform", "one_hot", "holes"]
+
+
 @pytest.mark.parametrize("num_ranks", [1, 2, 3, 4])
-@pytest.mark.parametrize("kind", STAGED_KINDS := ["uniform", "one_hot", "holes"])
+@pytest.mark.parametrize("kind", STAGED_KINDS)
 def test_stages_do_not_change_a_bit(pool, num_ranks, kind):
     from moe_engine import LayerConfig
     from moe_engine.emulation import PerRank

@@ -291,7 +291,7 @@ def bad_ids(group, topk_idx, good):
 
 def test_bad_ids_count_as_not_routed_and_are_reported(pool):
     good = torch.tensor([[0, 11], [-1, -1], [2, -1]])
-    bad = torch.tensor([[0, 11], [EXPERTS, -1], [2, -7]])
+    bad = torch.tensor([[0, 11], [2**32 + 2, EXPERTS], [2, -7]])
     (first, texts), (second, none) = pool.run(bad_ids, PerRank([bad, good]), good, num_ranks=2)
     x, weights = cases.tokens(3, HIDDEN, 2, torch.bfloat16, 0)
     for number in range(2):
@@ -300,4 +300,4 @@ def test_bad_ids_count_as_not_routed_and_are_reported(pool):
         )
     assert none == []
     assert len(texts) == 2
-    assert all("2 expert ids" in text and "rank 0" in text for text in texts)
+    assert all("3 expert ids" in text and "rank 0" in text for text in texts)
