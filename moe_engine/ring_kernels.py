@@ -251,7 +251,8 @@ def tell_received(slot, context, RANKS: tl.constexpr):
 @device_function
 def tell_taken(slot, ranks, context, RANKS: tl.constexpr):
     """Say which ranks, as bits, take part in the call, to all programs of this launch: what
-    `wait_taken` returns. The bits are stored before the epoch is released."""
+    `wait_taken` returns. The bits are stored before the epoch is released; the next call in this
+    slot stores its own in a later launch, so after all reads of these."""
     num_slots = tl.load(context + NUM_SLOTS)
     flag = context + PEERS + RANKS + num_slots + slot.number
     tl.store(flag + num_slots, ranks)
