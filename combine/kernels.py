@@ -3,7 +3,7 @@
 import triton
 import triton.language as tl
 
-from ..context import NUM_RANKS, PHASE_RETURNED_ROWS, RANK
+from ..context import KIND_COMBINE, MAX_CHUNKS, NUM_RANKS, PHASE_RETURNED_ROWS, RANK
 from ..lang import (
     as_pointer,
     consume_token,
@@ -20,6 +20,7 @@ from ..lang import (
     time_to_send,
     wait,
 )
+from ..signature_kernels import open_call
 from ..slots_kernels import (
     chunk_flag,
     deal,
@@ -31,13 +32,14 @@ from ..slots_kernels import (
     region,
     span,
 )
-from ..work import claim, claim_next, end_push, finish_call, is_last_program
+from ..work import claim, claim_next, end_call, end_push
 
 
-@triton.jit(do_not_specialize=["num_tokens", "num_push_programs"])
+@triton.jit(do_not_specialize=["num_tokens", "num_push_programs", "num_rows", "region_rows"])
 def return_rows_kernel(
     x,  # [N, H], rows in receive order
     topk_weights,  # float32 [N, K] with HAS_WEIGHTS
+    dispatched,  # int32 [SIGNATURE_WORDS] of the handle
     out,  # this and what follows: see `final_sum_kernel`
     out_weights,
     bias_0,
@@ -47,7 +49,10 @@ def return_rows_kernel(
     context,
     num_tokens,
     num_push_programs,
+    num_rows,
+    region_rows,
     hidden,
+    header_bytes,
     row_bytes,
     weights_offset,
     NUM_BIASES: tl.constexpr,
@@ -66,22 +71,32 @@ def return_rows_kernel(
 ):
     """Write each received row back to its source, into this rank's region, in the same order.
 
-    Programs 0 .. num_push_programs - 1 push; the others meanwhile sum the tokens whose rows have
-    come back, from the first one on, and leave what the push leaves them no time for to
-    `final_sum_kernel`. What came from this rank itself stays where the sum reads it.
+    Program 0 begins the call. The next num_push_programs push; the others meanwhile sum the tokens
+    whose rows have come back, from the first one on, and leave what the push leaves them no time
+    for to `final_sum_kernel`. What came from this rank itself stays where the sum reads it.
     """
     if is_broken(context):
         return
-    if tl.program_id(0) < num_push_programs:
+    program = tl.program_id(0) - 1
+    if program < 0:
+        counts = received_rows(rank_prefix_matrix, tl.arange(0, RANKS_PAD), context)
+        is_sound = (tl.min(counts, 0) >= 0) & (tl.sum(counts, 0) <= num_rows)
+        item_bytes: tl.constexpr = x.dtype.element_ty.primitive_bitwidth // 8
+        # fmt: off
+        open_call(
+            KIND_COMBINE, hidden * item_bytes, NUM_TOPK, item_bytes, 0, dispatched, is_sound,
+            context, RANKS_PAD,
+        )
+        # fmt: on
+    elif program < num_push_programs:
         rank = tl.load(context + RANK).to(tl.int32)
         num_ranks = tl.load(context + NUM_RANKS).to(tl.int32)
         num_peers = num_ranks - 1
         topk = tl.arange(0, TOPK_PAD)
-        num_rows = received_rows(rank_prefix_matrix, tl.arange(0, RANKS_PAD), context)
-        own, most_rows = open_regions(num_rows, 0, row_bytes, context)
+        counts = received_rows(rank_prefix_matrix, tl.arange(0, RANKS_PAD), context)
+        own, most_rows = open_regions(counts, header_bytes, row_bytes, context)
         num_chunks = tl.cdiv(most_rows, CHUNK_ROWS)
         num_blocks = tl.cdiv(hidden, COLUMNS)
-        program = tl.program_id(0)
         chunks_here = num_chunks_here(num_chunks, program, num_push_programs, SPAN)
         due = take_turns(LANES * row_bytes // num_blocks, program, context)
         for turn in range(0, num_spans(num_chunks, num_push_programs, SPAN)):
@@ -91,7 +106,7 @@ def return_rows_kernel(
                 peers, rows = deal(first, rank + 1, num_peers, context, LANES)
                 count = received_rows(rank_prefix_matrix, peers, context)
                 at = tl.load(rank_prefix_matrix + peers * num_ranks + rank) - count + rows
-                inside = (rows < end) & (rows < count)
+                inside = (rows < end) & (rows < count) & (at >= 0) & (at < num_rows)
                 to = symm_at(own + rows.to(tl.int64) * row_bytes, peers, context)
                 num_bytes = tl.sum(inside.to(tl.int32), 0) * row_bytes
                 time = time_to_send(num_bytes, chunks_here, num_chunks, context)
@@ -111,7 +126,7 @@ def return_rows_kernel(
                     from_weights = topk_weights + at[:, None] * NUM_TOPK
                     weights = tl.load(from_weights + topk[None, :], mask=has, other=0.0)
                     put(to_weights + topk[None, :], weights, has)
-            raise_chunks(first_chunk, end_chunk, num_rows, context, CHUNK_ROWS, SPAN)
+            raise_chunks(first_chunk, end_chunk, counts, context, CHUNK_ROWS, SPAN)
         end_push(context)
     else:
         group = claim(context)
@@ -128,7 +143,10 @@ def return_rows_kernel(
                 context,
                 group,
                 num_tokens,
+                num_rows,
+                region_rows,
                 hidden,
+                header_bytes,
                 row_bytes,
                 weights_offset,
                 NUM_BIASES,
@@ -145,7 +163,7 @@ def return_rows_kernel(
             group = claim_next(num_push_programs, context)
 
 
-@triton.jit(do_not_specialize=["num_tokens"])
+@triton.jit(do_not_specialize=["num_tokens", "num_rows", "region_rows"])
 def final_sum_kernel(
     out,  # [T, H], out
     out_weights,  # float32 [T, K], out with HAS_WEIGHTS
@@ -157,7 +175,10 @@ def final_sum_kernel(
     rank_prefix_matrix,  # int32 [R, R]
     context,
     num_tokens,
+    num_rows,  # N
+    region_rows,  # rows that a region holds: no entry of send_head leads beyond them
     hidden,
+    header_bytes,
     row_bytes,
     weights_offset,
     NUM_BIASES: tl.constexpr,
@@ -172,9 +193,7 @@ def final_sum_kernel(
     BLOCK_H: tl.constexpr,
 ):
     """Sum the tokens that `return_rows_kernel` has not; the last program finishes the call."""
-    if is_broken(context):
-        return
-    group = claim(context)
+    group = tl.where(is_broken(context), num_tokens, claim(context))
     while group < tl.cdiv(num_tokens, GROUP):
         _sum_group(
             out,
@@ -188,7 +207,10 @@ def final_sum_kernel(
             context,
             group,
             num_tokens,
+            num_rows,
+            region_rows,
             hidden,
+            header_bytes,
             row_bytes,
             weights_offset,
             NUM_BIASES,
@@ -203,8 +225,7 @@ def final_sum_kernel(
             BLOCK_H,
         )
         group = claim(context)
-    if is_last_program(context):
-        finish_call(context)
+    end_call(context)
 
 
 @device_function
@@ -220,7 +241,10 @@ def _sum_group(
     context,
     group,
     num_tokens,
+    num_rows,
+    region_rows,
     hidden,
+    header_bytes,
     row_bytes,
     weights_offset,
     NUM_BIASES: tl.constexpr,
@@ -251,16 +275,18 @@ def _sum_group(
     for place in tl.static_range(RANKS):
         head = tl.load(send_head + tokens * RANKS + place, mask=inside, other=-1)
         row = head // RANKS
-        at = consume_token(region(head % RANKS, context), token) + row.to(tl.int64) * row_bytes
+        at = consume_token(region(head % RANKS, context) + header_bytes, token)
+        at += row.to(tl.int64) * row_bytes
         weights_at = at + weights_offset
         is_own = head % RANKS == rank
+        has = (head >= 0) & (row < tl.where(is_own, num_rows - own_start, region_rows))
         own = (own_rows + (own_start + row).to(tl.int64) * hidden).to(tl.int64)
         at = tl.where(is_own, own, at)
         if HAS_WEIGHTS:
             own = (own_weights + (own_start + row) * NUM_TOPK).to(tl.int64)
             weights_at = tl.where(is_own, own, weights_at)
-        addresses = addresses + (tl.where(head >= 0, at, 0),)
-        weight_addresses = weight_addresses + (tl.where(head >= 0, weights_at, 0),)
+        addresses = addresses + (tl.where(has, at, 0),)
+        weight_addresses = weight_addresses + (tl.where(has, weights_at, 0),)
     for column in range(0, hidden, BLOCK_H):
         columns = column + tl.arange(0, BLOCK_H)
         in_row = row_mask(columns, hidden, out.dtype.element_ty, ALIGNED)
@@ -310,5 +336,7 @@ def wait_returned(
     head = tl.reshape(heads, [tokens.shape[0] * RANKS_PAD])
     sent = (head >= 0) & (head % RANKS != rank)
     writer = tl.where(sent, head % RANKS, 0)
-    flags = chunk_flag(writer, tl.where(sent, head // RANKS // CHUNK_ROWS, 0), context)
+    last_chunk = tl.load(context + MAX_CHUNKS).to(tl.int32) - 1
+    chunk = tl.minimum(head // RANKS // CHUNK_ROWS, last_chunk)
+    flags = chunk_flag(writer, tl.where(sent, chunk, 0), context)
     return wait(flags, sent, current_epoch(context), writer, context, PHASE_RETURNED_ROWS)

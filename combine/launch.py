@@ -10,7 +10,8 @@ import torch
 
 from ..hardware import BYTES_IN_FLIGHT
 from ..lang import INTERPRETED
-from ..slots import RowLayout, Slots, next_power_of_2
+from ..slots import BARE_HEADER, RowLayout, Slots
+from ..utils import next_power_of_2
 from ..words import COPY_ROWS
 from .kernels import final_sum_kernel, return_rows_kernel
 
@@ -34,13 +35,14 @@ def _sum_columns(hidden: int, items: int, rows: int) -> int:
 class Sums:
     """The sums that a combine makes: out [T, H] = biases + returned rows of each token, weights
     float32 [T, K] = the returned weights, or None; up to two biases [T, H]; send_head and
-    rank_prefix_matrix of the dispatch."""
+    rank_prefix_matrix of the dispatch; the number of rows that this rank returns."""
 
     out: torch.Tensor
     weights: torch.Tensor | None
     bias: Sequence[torch.Tensor]
     send_head: torch.Tensor
     rank_prefix_matrix: torch.Tensor
+    num_rows: int
 
     @property
     def row(self) -> RowLayout:
@@ -60,7 +62,10 @@ class Sums:
             rank_prefix_matrix=self.rank_prefix_matrix,
             context=slots.context.words,
             num_tokens=num_tokens,
+            num_rows=self.num_rows,
+            region_rows=slots.layout.max_rows(row.num_bytes, BARE_HEADER),
             hidden=hidden,
+            header_bytes=BARE_HEADER,
             row_bytes=row.num_bytes,
             weights_offset=row.weights,
             NUM_BIASES=len(self.bias),
@@ -80,16 +85,20 @@ class Sums:
 def return_rows(
     x: torch.Tensor,
     topk_weights: torch.Tensor | None,
+    dispatched: torch.Tensor,
     sums: Sums,
     num_comm_sms: int,
     slots: Slots,
 ) -> None:
     """Write rows x [N, H], in receive order, back to their sources; topk_weights float32 [N, K]
-    travel along. Some sums are made meanwhile. Begins a call."""
+    travel along. Some sums are made meanwhile. Begins a call, with the signature in the handle of
+    the dispatch."""
+    slots.context.step = "return_rows"
     columns = BYTES_IN_FLIGHT // x.itemsize // COPY_ROWS
-    return_rows_kernel[(num_comm_sms,)](
+    return_rows_kernel[(1 + num_comm_sms,)](
         x,
         topk_weights,
+        dispatched,
         num_push_programs=num_push_programs(num_comm_sms),
         SPAN=slots.layout.span(sums.row.num_bytes),
         LANES=COPY_ROWS,
@@ -103,8 +112,10 @@ def final_sum(
 ) -> None:
     """Make the sums that are left. Ends a call. own_rows, own_weights: what `return_rows` was
     given."""
+    slots.context.step = "final_sum"
     final_sum_kernel[(NUM_SUM_PROGRAMS,)](
         own_rows=own_rows,
         own_weights=own_weights,
         **sums.arguments(slots),
     )
+    slots.context.step = None

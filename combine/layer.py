@@ -13,8 +13,9 @@ from ..dispatch import Lanes, Records
 from ..grouped_gemm import num_compute_programs, num_sms, ragged
 from ..hardware import early_launch, launches_overlap, leave_room, share_sms
 from ..lang import INTERPRETED
-from ..slots import Slots, next_power_of_2
+from ..slots import Slots
 from ..stages import StagedSchedule
+from ..utils import next_power_of_2
 from .layer_kernels import return_sums_kernel, staged_gemm_kernel
 from .layer_sum_kernels import layer_sum_kernel
 
@@ -51,6 +52,7 @@ def gemm_combine(
     the ranks'. It all runs side by side: small programs sum on the SMs that multiply. Ends a call;
     the launch before it is `send_records`'.
     """
+    slots.context.step = "gemm_combine"
     schedule, num_ranks = returns.schedule, slots.layout.num_ranks
     num_programs = num_compute_programs(y.device, config)
     launched = staged_gemm_kernel[(num_programs,)](
@@ -117,4 +119,5 @@ def gemm_combine(
         **common,
     )
     share_sms(launched)
+    slots.context.step = None
     return out

@@ -16,7 +16,7 @@ from ..lang import (
 )
 from ..slots_kernels import region
 from ..tiles import BACK, wait_stage
-from ..work import claim, finish_call, is_last_program, wait_for_previous
+from ..work import claim, end_call, wait_for_previous
 from .layer_kernels import LANES_AT_ONCE, in_row_mask, item_pointers, load_record, sum_lanes
 
 
@@ -89,9 +89,7 @@ def layer_sum_kernel(
         number = next_number
     end_span(ROLE_SUM, STAGES, since, context)
     wait_for_previous(OVERLAP)
-    if is_broken(context) == 0:
-        if is_last_program(context):
-            finish_call(context)
+    end_call(context)
 
 
 @device_function

@@ -9,7 +9,7 @@ import torch
 from ..hardware import early_launch, launches_overlap
 from ..lang import INTERPRETED
 from ..ring import LowLatencyRow, Ring, message_bytes
-from ..slots import next_power_of_2, round_up
+from ..utils import next_power_of_2, round_up
 from .low_latency_kernels import low_latency_combine_kernel
 
 NUM_RETURN_PROGRAMS = 2 if INTERPRETED else 264
@@ -42,13 +42,14 @@ def low_latency_combine(
 ) -> None:
     """Return sums of the experts' rows, add them up, or both: phases "send", "receive" or "both".
     wait_stats int64 [R] (ns) are added to."""
+    ring.context.step = f"low_latency_combine, {phases}"
     num_ranks, max_tokens = rows.returns.shape[:2]
     num_tokens, num_topk = rows.topk_idx.shape
     num_local, hidden = rows.num_experts // num_ranks, rows.out.shape[1]
     row = LowLatencyRow(hidden * rows.out.itemsize)
     num_return_programs = round_up(NUM_RETURN_PROGRAMS, num_ranks)
     grid = 0 if phases == "receive" else 1 + num_ranks + num_return_programs
-    grid += 0 if phases == "send" else max(1, num_tokens)
+    grid += 0 if phases == "send" else 1 + num_tokens
     low_latency_combine_kernel[(grid,)](
         rows.x,
         rows.topk_idx,
@@ -76,3 +77,4 @@ def low_latency_combine(
         num_warps=NUM_WARPS,
         **(early_launch() or ({} if INTERPRETED else {"maxnreg": REGISTERS})),
     )
+    ring.context.step = None

@@ -5,6 +5,8 @@ import triton
 import triton.language as tl
 
 from ..context import (
+    KIND_LOW_LATENCY_COMBINE,
+    KIND_MOE_FFN_COMBINE,
     PHASE_METADATA,
     PHASE_RETURNED_ROWS,
     ROLE_COUNTS,
@@ -12,19 +14,25 @@ from ..context import (
     ROLE_RETURN,
     ROLE_SUM,
 )
+from ..fields_kernels import call_fields, report_fields
 from ..lang import (
     as_pointer,
     begin_span,
     consume_token,
     device_function,
     end_span,
+    load_acquire,
     publish,
     put,
+    put_words,
     round_to,
     row_mask,
 )
 from ..ring_kernels import (
+    COUNT_MASK,
+    FIELDS,
     Rows,
+    count_at,
     fixed,
     flag_level,
     message_flag,
@@ -72,10 +80,10 @@ def low_latency_combine_kernel(
     SHRINK: tl.constexpr,
     OVERLAP: tl.constexpr,
 ):
-    """Program 0 tells the ranks what this one has received before, programs 1 .. R send them their
-    tokens' routing weights, the next `num_return_programs` return what the ranks get back, and the
-    last max(1, T) add up a token each. PHASES "receive" or "send" launches only the last, or all
-    before.
+    """Program 0 tells the ranks what this one has received before, programs 1 .. R send them what
+    the call was begun with and their tokens' routing weights, the next `num_return_programs` return
+    what the ranks get back, one checks that all ranks began the same call, and the last T add up a
+    token each. PHASES "receive" or "send" launches only the last 1 + T, or all before.
 
     fp32: a rank's rows of a token times their weights in top-k lane order, rounded once; then the
     ranks' by their right-most lane, rounded once.
@@ -86,18 +94,24 @@ def low_latency_combine_kernel(
     slot = open_slot(call, context, RANKS, PHASES != "receive", OVERLAP)
     since = end_span(ROLE_OPEN, 0, since, context)
     DTYPE: tl.constexpr = x.dtype.element_ty
-    FIXED: tl.constexpr = fixed(NUM_TOPK, ALIGNED, RANKS, EXPERTS, BLOCK, SHRINK, None, DTYPE)
+    KIND: tl.constexpr = KIND_MOE_FFN_COMBINE if topk_weights is None else KIND_LOW_LATENCY_COMBINE
+    FIXED: tl.constexpr = fixed(NUM_TOPK, ALIGNED, RANKS, EXPERTS, BLOCK, SHRINK, None, DTYPE, KIND)
     rows = Rows(max_tokens, header_bytes, row_bytes, hidden, row_bytes)  # without records
-    token = program
+    token = program - 1
     if PHASES != "receive":
         returning = program - 1 - RANKS
-        token = returning - num_return_programs
+        token = returning - num_return_programs - 1
         if program == 0:
             tell_received(slot, context, RANKS)
         elif returning < 0:
-            _send_weights(program - 1, slot, topk_idx, topk_weights, context, num_tokens, FIXED)
+            # fmt: off
+            _send_call(
+                program - 1, slot, rows, topk_idx, topk_weights, dispatched, context, num_tokens,
+                FIXED,
+            )
+            # fmt: on
             end_span(ROLE_COUNTS, program - 1, since, context)
-        elif token < 0:
+        elif token < -1:
             # fmt: off
             _return_rows(
                 returning, num_return_programs, slot, rows, x, topk_weights, returns, dispatched,
@@ -106,22 +120,41 @@ def low_latency_combine_kernel(
             # fmt: on
             end_span(ROLE_RETURN, returning, since, context)
     if PHASES != "send":
-        if token >= 0:
+        if token == -1:
+            note_received(slot, context)
+            _check_call(slot, rows, dispatched, context, FIXED)
+        elif token >= 0:
             _sum_token(token, slot, rows, topk_idx, out, wait_stats, context, num_tokens, FIXED)
             end_span(ROLE_SUM, token, since, context)
 
 
 @device_function
-def _send_weights(peer, slot, topk_idx, topk_weights, context, num_tokens, FIXED: tl.constexpr):
-    """Write topk_weights into `peer`'s message, 0 for ids that are not valid; raise its flag."""
+def _send_call(
+    peer,
+    slot,
+    rows,
+    topk_idx,
+    topk_weights,
+    dispatched,
+    context,
+    num_tokens,
+    FIXED: tl.constexpr,
+):
+    """Tell `peer` what this call was begun with. Write topk_weights, if there are some, into its
+    message, 0 for ids that are not valid, and raise the message's flag."""
+    lane = tl.arange(0, 1)
+    block = tl.arange(0, 1024)
+    field = tl.arange(0, FIELDS)
+    fields = call_fields(field, 0, tl.load(dispatched), rows, FIXED)
+    num_lanes = num_tokens * FIXED.NUM_TOPK
     if topk_weights is not None:
-        block = tl.arange(0, 1024)
-        num_lanes = num_tokens * FIXED.NUM_TOPK
         weights = _valid_weights(topk_idx, topk_weights, block, num_lanes, FIXED)
-        lane = tl.arange(0, 1)
-        may = wait_slot(slot, peer + lane, lane == 0, context, FIXED.RANKS, FIXED.SHRINK)
-        may = tl.max(may.to(tl.int32), 0) == 1
-        shift = pick(slot.shift, peer)
+    may = wait_slot(slot, peer + lane, lane == 0, context, FIXED.RANKS, FIXED.SHRINK)
+    may = tl.max(may.to(tl.int32), 0) == 1
+    shift, level = pick(slot.shift, peer), flag_level(slot)
+    to = as_pointer(count_at(slot, slot.rank, 0) + shift, tl.int64)
+    put_words(to + field, level + fields, (field > 0) & may)
+    if topk_weights is not None:
         head = as_pointer(region_at(slot, slot.rank) + shift, tl.float32)
         put(head + block, weights, (block < num_lanes) & may)
         for first in range(1024, num_lanes, 1024):
@@ -129,7 +162,30 @@ def _send_weights(peer, slot, topk_idx, topk_weights, context, num_tokens, FIXED
             weights = _valid_weights(topk_idx, topk_weights, lanes, num_lanes, FIXED)
             put(head + lanes, weights, (lanes < num_lanes) & may)
         flag = message_flag(slot, slot.rank) + shift + lane
-        publish(flag, (lane == 0) & may, flag_level(slot))
+        publish(flag, (lane == 0) & may, level)
+
+
+@device_function
+def _check_call(slot, rows, dispatched, context, FIXED: tl.constexpr):
+    """Wait until all ranks have told what they began this call with; report one that differs."""
+    RANKS_PAD: tl.constexpr = triton.next_power_of_2(FIXED.RANKS)
+    index = tl.arange(0, RANKS_PAD * FIELDS)
+    ranks, words = index // FIELDS, index % FIELDS
+    real = (ranks < FIXED.RANKS) & (words > 0)
+    flags = count_at(slot, ranks, words)
+    there, _ = wait_ranks(
+        flags, real, flag_level(slot), ranks, context, PHASE_METADATA, FIXED.SHRINK
+    )
+    values = load_acquire(as_pointer(tl.where(real, flags, slot.done), tl.int64))
+    theirs = (values & COUNT_MASK).to(tl.int32)
+    ours = call_fields(words, 0, tl.load(dispatched), rows, FIXED)
+    other = tl.max(tl.where(there & (theirs != ours), ranks, -1), 0)
+    if other >= 0:
+        word = tl.arange(0, FIELDS)
+        is_word = (ranks == other)[:, None] & (words[:, None] == word[None, :])
+        found = tl.sum(tl.where(is_word, theirs[:, None], 0), 0)
+        expected = call_fields(word, 0, tl.load(dispatched), rows, FIXED)
+        report_fields(other, found, expected, word, slot, context)
 
 
 @device_function
@@ -158,6 +214,7 @@ def _return_rows(
     ranks = tl.arange(0, slot.shift.shape[0])
     one = tl.arange(0, 1)
     tokens_of = tl.load(dispatched + 1 + ranks, mask=ranks < FIXED.RANKS, other=0).to(tl.int32)
+    tokens_of = tl.minimum(tokens_of, rows.max_tokens)
     columns = tl.arange(0, FIXED.BLOCK)
     inside = row_mask(columns, rows.num_words, FIXED.WORD, FIXED.ALIGNED)
     lanes = tl.arange(0, FIXED.K_PAD)
@@ -181,6 +238,7 @@ def _return_rows(
             weights = bits.to(tl.float32, bitcast=True)
         else:
             which = tl.load(entry + 1 + FIXED.NUM_TOPK + lanes, mask=real, other=0)
+            which = tl.maximum(tl.minimum(which, FIXED.NUM_TOPK - 1), 0)
         if num_lanes > 0:
             first, second = _load_pair(x, places, 0, num_lanes, rows, columns, inside, FIXED)
             # The rows are on their way meanwhile.
@@ -228,10 +286,7 @@ def _load_pair(x, places, number, num_lanes, rows, columns, inside, FIXED: tl.co
 def _sum_token(
     token, slot, rows, topk_idx, out, wait_stats, context, num_tokens, FIXED: tl.constexpr
 ):
-    """Add up the ranks' rows of a token, by the right-most lane of each. A rank without tokens has
-    a program for token 0 as well, which notes that the call was received."""
-    if token == 0:
-        note_received(slot, context)
+    """Add up the ranks' rows of a token, by the right-most lane of each."""
     if token < num_tokens:
         ranks = tl.arange(0, slot.shift.shape[0])
         lanes = tl.arange(0, FIXED.K_PAD)

@@ -5,14 +5,14 @@ import triton
 import triton.language as tl
 
 from ..context import (
+    KIND_DISPATCH,
+    KIND_MOE_FFN,
     NUM_RANKS,
     PHASE_CAPACITY,
-    PHASE_COUNTS,
-    PHASE_SIGNATURE,
     RANK,
     REPORT_ROWS,
-    REPORT_SIGNATURE,
     ROLE_EXCHANGE,
+    SIGNATURE_WORDS,
 )
 from ..lang import (
     as_pointer,
@@ -22,24 +22,32 @@ from ..lang import (
     device_function,
     end_span,
     is_broken,
-    notify,
     put,
     report_failure,
     report_words,
-    symm_at,
-    wait,
 )
-from ..slots_kernels import COUNTS_AT, count_flag, region, wait_slot_free
+from ..signature_kernels import (
+    own_call,
+    publish_signature,
+    put_signature,
+    signature_of,
+    wait_signatures,
+)
+from ..slots_kernels import COUNTS_AT, region
 from ..work import wait_for_previous
 
+MANY_ROWS = tl.constexpr(0x7FFFFFFF)
+"""What a negative number of rows counts as: no memory holds so many."""
 
-@triton.jit
+
+@triton.jit(do_not_specialize=["may_grow"])
 def exchange_kernel(
     num_tokens_per_rank,  # int32 [R]
     num_tokens_per_expert,  # int32 [E]
     rank_prefix_matrix,  # int32 [R, R], out: rows of ranks 0..i to rank j
     recv_expert_counts,  # int32 [R, L], out: rows of each source for each local expert
     expert_offsets,  # int32 [L + 1], out
+    call_signature,  # int32 [SIGNATURE_WORDS], out
     context,
     max_rows,
     num_local_experts,
@@ -47,6 +55,7 @@ def exchange_kernel(
     num_topk,
     item_bytes,
     num_scales,
+    may_grow,
     RANKS_PAD: tl.constexpr,
     EXPERTS_PAD: tl.constexpr,
     ALL_EXPERTS_PAD: tl.constexpr,
@@ -54,8 +63,8 @@ def exchange_kernel(
 ):
     """Programs 0 .. R-1 write this rank's counts [E + R] to one peer each; program R reads all
     ranks'. A later role, it waits for the flags of all ranks and refuses a signature that is not
-    its own. Where any rank has more than `max_rows` rows for another one, all ranks stop here
-    alike.
+    its own. Where any rank has more than `max_rows` rows for another one, or fewer than none, all
+    ranks stop here alike.
 
     An early launch behind the send plan, of which it reads nothing. What follows must not begin
     before this ends: it would fill the chip while this waits for peers that have not come yet.
@@ -76,7 +85,12 @@ def exchange_kernel(
     if is_broken(context):
         return
     num_experts = num_local_experts * num_ranks
-    signature = _signature(payload_bytes, num_topk, num_experts, item_bytes, num_scales, 0, 0)
+    # fmt: off
+    signature = signature_of(
+        KIND_DISPATCH, payload_bytes, num_topk, num_experts, item_bytes, num_scales, 0, 0, may_grow,
+        own_call(context), context,
+    )
+    # fmt: on
     if program < num_ranks:
         counts, token = _open_counts(program, signature, context)
         if token == 1:
@@ -88,30 +102,27 @@ def exchange_kernel(
             put(counts + num_experts + ranks, rows, is_rank)
             _send_counts(program, context)
         return
-    token = _wait_counts(context, RANKS_PAD)
-    if token == 0:
+    tl.store(call_signature + tl.arange(0, SIGNATURE_WORDS), signature)
+    token = wait_signatures(signature, context, RANKS_PAD)
+    if token == 0:  # the counts of another shape mean nothing: numbers of rows stay 0
         return
     rank = tl.load(context + RANK).to(tl.int32)
     rows = tl.zeros([RANKS_PAD], tl.int32)
     totals = tl.zeros([EXPERTS_PAD], tl.int32)
-    num_others = tl.full((), 0, tl.int32)
     most_rows = tl.full((), 0, tl.int32)
     for source in range(0, num_ranks):
-        counts, differs = _counts_of(source, signature, token, context)
-        if differs:
-            _report_signature(source, context)
-            num_others += 1
+        counts = _counts_of(source, token, context)
         sent = tl.load(counts + num_experts + ranks, mask=ranks < num_ranks, other=0)
-        most_rows = tl.maximum(most_rows, tl.max(sent, 0))
+        most_rows = tl.maximum(most_rows, tl.max(tl.where(sent < 0, MANY_ROWS, sent), 0))
         rows += sent
         tl.store(rank_prefix_matrix + source * num_ranks + ranks, rows, mask=ranks < num_ranks)
         received = tl.load(counts + rank * num_local_experts + experts, mask=real, other=0)
         tl.store(recv_expert_counts + source * num_local_experts + experts, received, mask=real)
         totals += received
-    if (num_others == 0) & (most_rows > max_rows):
+    if most_rows > max_rows:
         tl.store(report_words(context) + REPORT_ROWS, most_rows.to(tl.int64))
         report_failure(rank, current_epoch(context), context, PHASE_CAPACITY)
-    elif num_others == 0:  # else they stay 0: the counts of another shape mean nothing
+    else:
         tl.store(expert_offsets + 1 + experts, tl.cumsum(totals, 0), mask=real)
 
 
@@ -170,9 +181,12 @@ def exchange_lanes_kernel(
     wait_for_previous(OVERLAP)
     if is_broken(context):
         return
-    signature = _signature(
-        payload_bytes, num_topk, num_experts, item_bytes, 0, stage_count, back_stages
+    # fmt: off
+    signature = signature_of(
+        KIND_MOE_FFN, payload_bytes, num_topk, num_experts, item_bytes, 0, stage_count, back_stages,
+        0, own_call(context), context,
     )
+    # fmt: on
     if program < RANKS:
         counts, token = _open_counts(program, signature, context)
         if token == 1:
@@ -182,21 +196,15 @@ def exchange_lanes_kernel(
             _send_counts(program, context)
         return
     since = begin_span()
-    token = _wait_counts(context, RANKS_PAD)
-    if token == 0:
-        return
-    totals = tl.zeros([EXPERTS_PAD], tl.int32)
-    remote = tl.zeros([EXPERTS_PAD], tl.int32)
-    other = tl.full((), -1, tl.int32)  # a rank that called with something else
-    for source in tl.static_range(RANKS):
-        counts, differs = _counts_of(source, signature, token, context)
-        other = tl.where(differs, source, other)
-        sent = tl.load(counts + dest * num_local_experts + experts, mask=real, other=0)
-        totals += sent
-        remote += tl.where(source == dest, 0, sent)
-    if other >= 0:  # numbers of rows stay 0: the counts of another shape mean nothing
-        _report_signature(other, context)
-    else:
+    token = wait_signatures(signature, context, RANKS_PAD)
+    if token == 1:  # else numbers of rows stay 0: the counts of another shape mean nothing
+        totals = tl.zeros([EXPERTS_PAD], tl.int32)
+        remote = tl.zeros([EXPERTS_PAD], tl.int32)
+        for source in tl.static_range(RANKS):
+            counts = _counts_of(source, token, context)
+            sent = tl.load(counts + dest * num_local_experts + experts, mask=real, other=0)
+            totals += sent
+            remote += tl.where(source == dest, 0, sent)
         ends, remote_ends = tl.cumsum(totals, 0), tl.cumsum(remote, 0)
         to = dest * num_local_experts + experts
         tl.store(expert_begin + to, ends - totals, mask=real)
@@ -208,63 +216,24 @@ def exchange_lanes_kernel(
 
 
 # --- Both ----------------------------------------------------------------------------------------
-# A signature [8] of what the call was made with stands before the counts, at the head of this
-# rank's region.
-
-
-@device_function
-def _signature(
-    payload_bytes, num_topk, num_experts, item_bytes, num_scales, stage_count, back_stages
-):
-    """What must be the same on all ranks; the stages of both ways are 0 for a dispatch."""
-    field = tl.arange(0, 8)
-    signature = tl.where(field == 0, payload_bytes, tl.where(field == 1, num_topk, 0))
-    signature = tl.where(field == 2, num_experts, tl.where(field == 3, item_bytes, signature))
-    signature = tl.where(field == 4, num_scales, tl.where(field == 5, stage_count, signature))
-    return tl.where(field == 6, back_stages, signature)
 
 
 @device_function
 def _open_counts(peer, signature, context):
-    """Write the signature on `peer`, once the slot is free there: (where the counts go there, a
-    token)."""
+    """Store the signature on `peer`: (where the counts go there, a token)."""
     lane = tl.arange(0, 1)
-    token = wait_slot_free(peer + lane, lane == 0, context)
-    own = consume_token(region(tl.load(context + RANK), context), token)
-    head = as_pointer(symm_at(own, peer, context), tl.int32)
-    field = tl.arange(0, 8)
-    put(head + field, signature, (field < 8) & (token == 1))
-    return head + COUNTS_AT, token
+    there, token = put_signature(peer + lane, lane == 0, signature, context)
+    return as_pointer(tl.max(there, 0), tl.int32) + COUNTS_AT, token
 
 
 @device_function
 def _send_counts(peer, context):
-    """Publish what was written behind the signature: `count_flags[me]` is raised after it."""
+    """Publish the signature and the counts that were stored after it."""
     lane = tl.arange(0, 1)
-    flag = count_flag(tl.load(context + RANK), context)
-    notify(flag, peer + lane, lane == 0, current_epoch(context), context)
+    publish_signature(peer + lane, lane == 0, context)
 
 
 @device_function
-def _wait_counts(context, RANKS_PAD: tl.constexpr):
-    """Wait for the counts of all ranks. Returns a token."""
-    ranks = tl.arange(0, RANKS_PAD)
-    flags, real = count_flag(ranks, context), ranks < tl.load(context + NUM_RANKS)
-    return wait(flags, real, current_epoch(context), ranks, context, PHASE_COUNTS)
-
-
-@device_function
-def _counts_of(source, signature, token, context):
-    """(pointer to the counts of `source`, whether its signature differs)."""
-    head = as_pointer(consume_token(region(source, context), token), tl.int32)
-    theirs = tl.load(head + tl.arange(0, 8))
-    return head + COUNTS_AT, tl.sum((theirs != signature).to(tl.int32), 0) > 0
-
-
-@device_function
-def _report_signature(source, context):
-    """Tell the host what `source` called with."""
-    field = tl.arange(0, 8)
-    theirs = tl.load(as_pointer(region(source, context), tl.int32) + field)
-    tl.store(report_words(context) + REPORT_SIGNATURE + field, theirs.to(tl.int64))
-    report_failure(source, current_epoch(context), context, PHASE_SIGNATURE)
+def _counts_of(source, token, context):
+    """Pointer to the counts of `source`."""
+    return as_pointer(consume_token(region(source, context), token), tl.int32) + COUNTS_AT

@@ -14,8 +14,9 @@ from ..grouped_gemm import num_compute_programs, ragged
 from ..hardware import early_launch, launches_overlap, leave_room, share_sms
 from ..lang import INTERPRETED
 from ..routing import LanePlaces, Layout, Places
-from ..slots import RowLayout, Slots, layer_row, next_power_of_2
+from ..slots import RowLayout, Slots, layer_row
 from ..stages import StagedSchedule
+from ..utils import next_power_of_2
 from ..words import Words
 from .exchange_kernels import exchange_lanes_kernel
 from .fused_kernels import (
@@ -54,6 +55,7 @@ class Lanes:
 def exchange_lanes(lanes: Lanes, stages: int, back_stages: int, slots: Slots) -> Places:
     """Tell every rank this rank's counts and learn theirs. Begins a call; the launch before it is
     the layout's. Other ranks must call with as many stages of both ways."""
+    slots.context.step = "exchange_lanes"
     num_ranks, num_experts = slots.layout.num_ranks, lanes.num_experts
     num_local = num_experts // num_ranks
     new, row = lanes.layout.earlier_counts.new_empty, lanes.row
@@ -102,6 +104,7 @@ def push_lanes(
 ) -> None:
     """Copy rows of x [T, H], one for each token and other rank, to their places among the expert
     rows of these; to_push: see `routing.place_lanes`. The launch before it is the schedule's."""
+    slots.context.step = "push_lanes"
     num_ranks = slots.layout.num_ranks
     words = Words.of(x.shape[1], x.dtype)
     launched = push_lanes_kernel[(2 if INTERPRETED else num_programs,)](
@@ -135,6 +138,7 @@ def copy_rows(
     """Copy x [T, H] to this rank's own experts, and expert rows [M, H] that are pushed to further
     experts of their tokens; copies int64 [M] and own_order: see `place_lanes_kernel`. Returns the
     number of programs that do so. The launch before it is that of `push_lanes`."""
+    slots.context.step = "copy_rows"
     words = Words.of(rows.shape[1], rows.dtype)
     rank = slots.context.rank
     num_programs = 2 if INTERPRETED else num_programs
@@ -181,6 +185,7 @@ def dispatch_gemm(
 ) -> torch.Tensor:
     """silu(gate) * up [M, I] of the expert rows a [M, H] times w [L, 2I, H], while they arrive. The
     launch before it is that of `copy_rows`."""
+    slots.context.step = "dispatch_gemm"
     num_columns, depth = w.shape[1] // 2, w.shape[2]
     out = a.new_empty(len(a), num_columns)
     block_n, by_part = config.block_n // 2, w.view(-1, num_columns, depth)
@@ -226,6 +231,7 @@ def send_records(
 ) -> Records:
     """Tell each rank which of its expert rows belong to each token. The launch before it is that of
     `dispatch_gemm`."""
+    slots.context.step = "send_records"
     num_tokens, num_topk = lanes.topk_idx.shape
     num_ranks, row = slots.layout.num_ranks, lanes.row
     records = Records(

@@ -3,9 +3,10 @@
 import triton
 import triton.language as tl
 
-from ..context import NUM_RANKS, RANK
+from ..context import KIND_CACHED_DISPATCH, NUM_RANKS, RANK
 from ..lang import (
     as_pointer,
+    device_function,
     is_broken,
     put,
     put_rows,
@@ -13,6 +14,7 @@ from ..lang import (
     take_turns,
     time_to_send,
 )
+from ..signature_kernels import open_call
 from ..slots_kernels import (
     deal,
     num_chunks_here,
@@ -31,6 +33,7 @@ def metadata_kernel(
     topk_weights,  # float32 [T, NUM_TOPK]
     num_tokens_per_rank,  # int32 [R]
     send_token_idx,  # int32 [R, T]
+    dispatched,  # int32 [SIGNATURE_WORDS] of a handle, or None after an exchange
     context,
     num_tokens,
     scale_stride_token,
@@ -38,7 +41,8 @@ def metadata_kernel(
     num_local_experts,
     header_bytes,
     row_bytes,
-    scales_offset,
+    payload_bytes,
+    item_bytes,
     ids_offset,
     NUM_TOPK: tl.constexpr,
     TAIL_PAD: tl.constexpr,
@@ -52,7 +56,8 @@ def metadata_kernel(
     weights and token. `push_kernel` raises the rows' flags after it has seen this kernel's end.
 
     An early launch behind the exchange, whose end it sees before the push may begin. After an
-    exchange all ranks are in the call, and what slots held has been read.
+    exchange all ranks are in the call, and what slots held has been read. With a handle there is no
+    exchange: program 0 begins the call instead, and the others write.
     """
     wait_for_previous(OVERLAP)
     let_next_start(OVERLAP)
@@ -62,12 +67,27 @@ def metadata_kernel(
     rank = tl.load(context + RANK).to(tl.int32)
     ranks = tl.arange(0, RANKS_PAD)
     num_rows = tl.load(num_tokens_per_rank + ranks, mask=ranks < num_ranks, other=0)
+    program, num_programs = tl.program_id(0), tl.num_programs(0)
+    if dispatched is not None:
+        if program == 0:
+            unsound = (ranks < num_ranks) & ((num_rows < 0) | (num_rows > num_tokens))
+            # fmt: off
+            open_call(
+                KIND_CACHED_DISPATCH, payload_bytes, 0, item_bytes, NUM_SCALES, dispatched,
+                tl.max(unsound.to(tl.int32), 0) == 0, context, RANKS_PAD,
+            )
+            # fmt: on
+            return
+        program, num_programs = program - 1, num_programs - 1
+    num_rows = tl.minimum(num_rows, num_tokens)
     own, most_rows = open_regions(num_rows, header_bytes, row_bytes, context)
-    step = tl.num_programs(0) * LANES
-    for first in range(tl.program_id(0) * LANES, most_rows * num_ranks, step):
+    step = num_programs * LANES
+    scales_offset = tl.cdiv(payload_bytes, 16) * 16
+    for first in range(program * LANES, most_rows * num_ranks, step):
         peers, rows = deal(first, rank + 1, num_ranks, context, LANES)
-        inside = rows < tl.load(num_tokens_per_rank + peers)
+        inside = (rows < most_rows) & (rows < tl.load(num_tokens_per_rank + peers))
         tokens = tl.load(send_token_idx + peers * num_tokens + rows, mask=inside, other=0)
+        tokens = within(tokens, num_tokens)
         to = symm_at(own + rows.to(tl.int64) * row_bytes, peers, context)
         if NUM_SCALES > 0:
             from_scales = scales + tokens.to(tl.int64) * scale_stride_token
@@ -135,6 +155,7 @@ def push_kernel(
     program, num_programs = tl.program_id(0), tl.num_programs(0)
     ranks = tl.arange(0, RANKS_PAD)
     num_rows = tl.load(num_tokens_per_rank + ranks, mask=ranks < num_ranks, other=0)
+    num_rows = tl.minimum(num_rows, num_tokens)
     own, most_rows = open_regions(num_rows, header_bytes, row_bytes, context)
     num_peers = num_ranks - 1
     num_chunks = tl.cdiv(most_rows, CHUNK_ROWS)
@@ -148,6 +169,7 @@ def push_kernel(
             peers, rows = deal(first, rank + 1, num_peers, context, LANES)
             inside = (rows < end) & (rows < tl.load(num_tokens_per_rank + peers))
             tokens = tl.load(send_token_idx + peers * num_tokens + rows, mask=rows < end, other=0)
+            tokens = within(tokens, num_tokens)
             to = symm_at(own + rows.to(tl.int64) * row_bytes, peers, context)
             num_bytes = tl.sum(inside.to(tl.int32), 0) * row_bytes
             due = put_rows(
@@ -164,3 +186,10 @@ def push_kernel(
         raise_chunks(first_chunk, end_chunk, num_rows, context, CHUNK_ROWS, SPAN)
     wait_for_previous(OVERLAP)
     end_push(context)
+
+
+@device_function
+def within(index, size):
+    """`index` (block), or the nearest of 0 .. size-1: counts that a caller made up lead nowhere
+    else."""
+    return tl.maximum(tl.minimum(index, size - 1), 0)

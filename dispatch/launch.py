@@ -7,9 +7,11 @@ from typing import Any
 
 import torch
 
+from ..context import SIGNATURE_WORDS
 from ..hardware import early_launch, launches_overlap
 from ..lang import INTERPRETED
-from ..slots import RowLayout, Slots, next_power_of_2
+from ..slots import RowLayout, Slots
+from ..utils import next_power_of_2
 from ..words import COPY_ROWS, Words
 from .exchange_kernels import exchange_kernel
 from .kernels import metadata_kernel, push_kernel
@@ -52,12 +54,13 @@ class Counts:
 
     rank_prefix_matrix int32 [R, R]: rows that ranks 0..i send to rank j. recv_expert_counts int32
     [R, L]: rows of each source for each local expert. expert_offsets int32 [L + 1]: their running
-    total by expert.
+    total by expert. signature int32 [16]: of the dispatch, see `signature_kernels.py`.
     """
 
     rank_prefix_matrix: torch.Tensor
     recv_expert_counts: torch.Tensor
     expert_offsets: torch.Tensor
+    signature: torch.Tensor
 
     @classmethod
     def empty(cls, num_tokens_per_rank: torch.Tensor, num_experts: int) -> Counts:
@@ -69,6 +72,7 @@ class Counts:
             new((num_ranks, num_ranks)),
             new((num_ranks, num_local_experts)),
             new(num_local_experts + 1),
+            new(SIGNATURE_WORDS.value),
         )
 
 
@@ -79,14 +83,16 @@ def exchange(
     row: RowLayout,
     item_bytes: int,
     max_rows: int,
+    may_grow: bool,
     slots: Slots,
 ) -> None:
     """Tell every rank this rank's counts (int32 [R] and [E]) and learn theirs. Begins a call; the
     launch before it is the send plan's.
 
-    The rows' layout goes along: ranks that disagree on it stop here, and all ranks do where one of
-    them has more than `max_rows` rows for another.
+    The rows' layout and whether memory may grow go along: ranks that disagree on it stop here, and
+    all ranks do where one of them has more than `max_rows` rows for another.
     """
+    slots.context.step = "exchange"
     num_ranks = slots.layout.num_ranks
     num_experts = num_tokens_per_expert.numel()
     num_local_experts = num_experts // num_ranks
@@ -96,6 +102,7 @@ def exchange(
         counts.rank_prefix_matrix,
         counts.recv_expert_counts,
         counts.expert_offsets,
+        counts.signature,
         slots.context.words,
         max_rows,
         num_local_experts,
@@ -103,6 +110,7 @@ def exchange(
         row.num_topk,
         item_bytes,
         row.num_scales,
+        int(may_grow),
         RANKS_PAD=next_power_of_2(num_ranks),
         EXPERTS_PAD=max(32, next_power_of_2(num_local_experts)),
         ALL_EXPERTS_PAD=next_power_of_2(num_experts),
@@ -146,25 +154,30 @@ def send_metadata(
     header_bytes: int,
     num_programs: int,
     slots: Slots,
+    dispatched: torch.Tensor | None = None,
 ) -> None:
     """Write what goes with the rows into the destinations' slots. The launch before it is the
-    exchange, or any in a cached dispatch, which this begins."""
+    exchange, or any in a cached dispatch, which this begins with `dispatched`, the signature in its
+    handle."""
+    slots.context.step = "send_metadata"
     num_tokens, num_ranks = len(rows.x), slots.layout.num_ranks
     row = rows.row
     scales = None if rows.scales is None else rows.scales.view(torch.int32)
-    metadata_kernel[(num_programs,)](
+    metadata_kernel[(num_programs if dispatched is None else 1 + num_programs,)](
         scales,
         rows.topk_idx,
         rows.topk_weights,
         rows.num_tokens_per_rank,
         rows.send_token_idx,
+        dispatched,
         slots.context.words,
         num_tokens,
         *((0, 0) if scales is None else scales.stride()),
         num_local_experts,
         header_bytes,
         row.num_bytes,
-        row.scales,
+        row.payload_bytes,
+        rows.x.itemsize,
         row.ids,
         NUM_TOPK=row.num_topk,
         TAIL_PAD=next_power_of_2((row.num_bytes - row.ids) // 4),
@@ -181,6 +194,7 @@ def send_metadata(
 def push(rows: Outgoing, header_bytes: int, partition: Partition, slots: Slots) -> None:
     """Write the payload of one row per (token, destination rank) into the destinations' slots. The
     launch before it is the metadata's."""
+    slots.context.step = "push"
     words, row = Words.of(rows.x.shape[1], rows.x.dtype), rows.row
     push_kernel[(partition.push,)](
         words.view(rows.x),
@@ -237,6 +251,7 @@ class Collected:
             recv_src_idx=self.src_idx,
             context=slots.context.words,
             max_rows=self.x.shape[0],
+            region_rows=slots.layout.max_rows(row.num_bytes, header_bytes),
             header_bytes=header_bytes,
             row_bytes=row.num_bytes,
             scales_offset=row.scales,
@@ -277,6 +292,7 @@ def collect(
 ) -> None:
     """Copy the received rows out of the slot, and this rank's own out of the x [T, H] it sent;
     release the slot. Ends a call; the launch before it is the push."""
+    slots.context.step = "collect"
     words = Words.of(x.shape[1], x.dtype)
     arguments = out.arguments(rank_prefix_matrix, row, header_bytes, slots) | dict(
         x=words.view(x),
@@ -291,6 +307,7 @@ def collect(
     if partition.early:
         collect_kernel[(partition.early,)](num_push_programs=partition.push, **arguments)
     collect_kernel[(NUM_COLLECT_PROGRAMS,)](num_push_programs=0, **arguments)
+    slots.context.step = None
 
 
 def locate(
@@ -302,6 +319,7 @@ def locate(
     slots: Slots,
 ) -> None:
     """Write the addresses of the received rows to out.x int64 [N]; `release` ends the call."""
+    slots.context.step = "locate"
     locate_kernel[(NUM_COLLECT_PROGRAMS,)](
         x.view(torch.uint8),
         recv_address=out.x,
@@ -309,8 +327,11 @@ def locate(
         ROWS=LOCATE_ROWS,
         **out.arguments(rank_prefix_matrix, row, header_bytes, slots),
     )
+    slots.context.step = None
 
 
 def release(slots: Slots) -> None:
     """End a call whose rows were read in place; the slot goes back to its writers."""
+    slots.context.step = "release"
     release_kernel[(1,)](slots.context.words)
+    slots.context.step = None

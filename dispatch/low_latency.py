@@ -10,7 +10,7 @@ import torch
 from ..hardware import early_launch, launches_overlap
 from ..lang import INTERPRETED
 from ..ring import LowLatencyRow, Ring, message_bytes
-from ..slots import next_power_of_2
+from ..utils import next_power_of_2
 from ..words import Words
 from .low_latency_kernels import low_latency_dispatch_kernel
 
@@ -120,6 +120,7 @@ def low_latency_dispatch(
 ) -> None:
     """Send the rows, pack what comes, or both: phases "send", "receive" or "both". recv_stats int32
     [L] and wait_stats int64 [R] (ns) are added to."""
+    ring.context.step = f"low_latency_dispatch, {phases}"
     num_ranks, num_tokens = ring.num_ranks, len(rows.x)
     num_local, num_topk = rows.num_experts // num_ranks, rows.topk_idx.shape[1]
     words, row = rows.words, rows.row
@@ -158,3 +159,4 @@ def low_latency_dispatch(
         num_warps=NUM_WARPS,
         **early_launch(),
     )
+    ring.context.step = None

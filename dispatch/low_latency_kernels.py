@@ -4,7 +4,17 @@ arrives by expert."""
 import triton
 import triton.language as tl
 
-from ..context import BAD_IDS, REPORT_BAD_IDS, ROLE_COUNTS, ROLE_OPEN, ROLE_PACK, ROLE_SEND
+from ..context import (
+    BAD_IDS,
+    KIND_LOW_LATENCY_DISPATCH,
+    KIND_MOE_FFN_DISPATCH,
+    REPORT_BAD_IDS,
+    ROLE_COUNTS,
+    ROLE_OPEN,
+    ROLE_PACK,
+    ROLE_SEND,
+)
+from ..fields_kernels import call_fields, is_cast, num_scales
 from ..lang import (
     as_pointer,
     begin_span,
@@ -33,7 +43,7 @@ from ..ring_kernels import (
     wait_slot,
 )
 from ..work import let_next_start
-from .low_latency_receive_kernels import call_fields, is_cast, num_scales, receive
+from .low_latency_receive_kernels import receive
 
 TOKENS = tl.constexpr(128)
 """Tokens whose lanes a program looks at together."""
@@ -98,7 +108,12 @@ def low_latency_dispatch_kernel(
     slot = open_slot(call, context, RANKS, PHASES != "receive", OVERLAP)
     since = end_span(ROLE_OPEN, 0, since, context)
     WORD: tl.constexpr = recv_x.dtype.element_ty
-    FIXED: tl.constexpr = fixed(NUM_TOPK, ALIGNED, RANKS, EXPERTS, BLOCK, SHRINK, FORMAT, WORD)
+    KIND: tl.constexpr = (
+        KIND_LOW_LATENCY_DISPATCH if topk_weights is None else KIND_MOE_FFN_DISPATCH
+    )
+    FIXED: tl.constexpr = fixed(
+        NUM_TOPK, ALIGNED, RANKS, EXPERTS, BLOCK, SHRINK, FORMAT, WORD, KIND
+    )
     rows = Rows(max_tokens, header_bytes, row_bytes, num_words, record_at)
     receiver = program
     if PHASES != "receive":
@@ -179,7 +194,7 @@ def _send_counts(peer, slot, rows, topk_idx, context, num_tokens, FIXED: tl.cons
     shift, level = pick(slot.shift, peer), flag_level(slot)
     to = as_pointer(count_at(slot, slot.rank, 0) + shift, tl.int64)
     field = tl.arange(0, FIELDS)
-    fields = call_fields(field, num_tokens, rows, FIXED)
+    fields = call_fields(field, num_tokens, 0, rows, FIXED)
     put_words(to + field, level + fields, (field >= 0) & may)
     put_words(to + FIELDS + experts, level + counts, (experts < FIXED.EXPERTS) & may)
     total_bad = tl.sum(bad, 0).to(tl.int64)

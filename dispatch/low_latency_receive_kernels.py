@@ -3,15 +3,14 @@
 import triton
 import triton.language as tl
 
-from ..context import PHASE_COUNTS, PHASE_FIELDS, PHASE_ROWS, REPORT_SIGNATURE
+from ..context import PHASE_COUNTS, PHASE_ROWS
+from ..fields_kernels import call_fields, is_cast, num_scales, report_fields
 from ..lang import (
     as_pointer,
     consume_token,
     device_function,
     is_alive,
     load_acquire,
-    report_failure,
-    report_words,
     row_mask,
 )
 from ..ptx import any_thread
@@ -36,12 +35,6 @@ from ..ring_kernels import (
 
 ROWS = tl.constexpr(2)
 """Rows that a program packs together."""
-
-
-@triton.constexpr_function
-def is_cast(row_format):
-    """Whether rows are cast to e4m3 on their way, or travel as they are: "bf16" and "fp32"."""
-    return row_format in ("fp8", "rounded", "ue8m0")
 
 
 @device_function
@@ -175,7 +168,7 @@ def _check_call(counts, slot, rows, context, FIXED: tl.constexpr):
     """int32 [R_PAD]: tokens of each rank; none of any if one of them was called with other sizes,
     which is reported."""
     ranks, words = tl.arange(0, counts.shape[0]), tl.arange(0, counts.shape[1])
-    expected = call_fields(words, 0, rows, FIXED)
+    expected = call_fields(words, 0, 0, rows, FIXED)
     differs = (counts != expected[None, :]) & ((words >= 1) & (words < FIELDS))[None, :]
     differs = differs & (ranks < FIXED.RANKS)[:, None]
     if FIXED.SHRINK:  # a masked rank has called with nothing
@@ -183,13 +176,11 @@ def _check_call(counts, slot, rows, context, FIXED: tl.constexpr):
         differs = differs & called[:, None]
     told = tl.where((words == 0)[None, :], counts, 0) + (differs.to(tl.int32) << COUNT_BITS)
     told = tl.sum(told, 1)  # one sum for both, as each costs a meeting of all warps
-    tokens_of = told & COUNT_MASK
+    tokens_of = tl.minimum(told & COUNT_MASK, rows.max_tokens)
     if tl.max(told, 0) > COUNT_MASK:
         other = tl.max(tl.max(tl.where(differs, ranks[:, None], -1), 1), 0)
         theirs = tl.sum(tl.where((ranks == other)[:, None], counts, 0), 0)
-        to = report_words(context) + REPORT_SIGNATURE + words
-        tl.store(to, theirs.to(tl.int64), mask=words < FIELDS)
-        report_failure(other, slot.epoch, context, PHASE_FIELDS)
+        report_fields(other, theirs, expected, words, slot, context)
         tokens_of = tokens_of * 0
     return tokens_of
 
@@ -245,31 +236,3 @@ def _store_row(loaded, place, expert, recv_x, recv_scales, rows, FIXED: tl.const
         scales_to = expert.to(tl.int64) * expert_rows * (num_blocks - 1) + place
         scales_to = recv_scales + scales_to + block.to(tl.int64) * expert_rows
         tl.store(scales_to, scales, mask=block < num_blocks)
-
-
-# --- Both ----------------------------------------------------------------------------------------
-
-
-@device_function
-def call_fields(field, num_tokens, rows, FIXED: tl.constexpr):
-    """Words `field` (a block) of 16 bits each: the tokens of a rank, then what must be the same on
-    all."""
-    row_bytes = rows.num_words * (FIXED.WORD.primitive_bitwidth // 8)
-    item_bytes: tl.constexpr = 4 if FIXED.FORMAT == "fp32" else (1 if is_cast(FIXED.FORMAT) else 2)
-    fields = tl.where(field == 0, num_tokens, tl.where(field == 1, rows.max_tokens, 0))
-    fields = tl.where(field == 2, row_bytes & COUNT_MASK, fields)
-    fields = tl.where(field == 3, row_bytes >> COUNT_BITS, fields)
-    fields = tl.where(field == 4, FIXED.NUM_TOPK, tl.where(field == 5, FIXED.NUM_EXPERTS, fields))
-    fields = tl.where(field == 6, item_bytes, fields)
-    return tl.where(field == 7, num_scales(rows.num_words, FIXED.FORMAT), fields)
-
-
-@device_function
-def num_scales(num_words, FORMAT: tl.constexpr):
-    """4-byte words of scales of a row of `num_words` words, of 4 columns each if it was cast."""
-    words = num_words * 0
-    if FORMAT == "ue8m0":
-        words = num_words // 128
-    elif is_cast(FORMAT):
-        words = num_words // 32
-    return words

@@ -3,7 +3,7 @@
 import triton
 import triton.language as tl
 
-from ..context import NUM_RANKS, PHASE_OVERFLOW, RANK
+from ..context import NUM_RANKS, PHASE_CAPACITY, PHASE_OVERFLOW, RANK
 from ..lang import (
     as_pointer,
     consume_token,
@@ -11,14 +11,15 @@ from ..lang import (
     device_function,
     is_broken,
     put_rows,
+    report_abandoned,
     report_failure,
     ticks,
 )
 from ..slots_kernels import payload_address, received_rows, region, source_at, wait_rows
-from ..work import claim, claim_next, finish_call, is_last_program, wait_for_previous
+from ..work import claim, claim_next, end_call, finish_call, is_last_program, wait_for_previous
 
 
-@triton.jit(do_not_specialize=["max_rows", "num_push_programs"])
+@triton.jit(do_not_specialize=["max_rows", "region_rows", "num_push_programs"])
 def collect_kernel(
     x,  # words [T, num_words], what this rank sent
     rank_prefix_matrix,  # int32 [R, R]
@@ -30,6 +31,7 @@ def collect_kernel(
     context,
     num_push_programs,
     max_rows,
+    region_rows,
     num_words,
     header_bytes,
     row_bytes,
@@ -49,18 +51,23 @@ def collect_kernel(
 ):
     """Copy the received rows out of the slot, by source rank, then token.
 
-    Never writes beyond `max_rows`. A launch behind a push of `num_push_programs` copies what
-    arrives while they push; one with num_push_programs 0 copies the rest, and its last program
-    finishes the call. Both are launched alike, as one compiled kernel.
+    Never writes beyond `max_rows`, nor reads beyond `region_rows` of a region. A launch behind a
+    push of `num_push_programs` copies what arrives while they push; one with num_push_programs 0
+    copies the rest, and its last program finishes the call. Both are launched alike, as one
+    compiled kernel.
     """
     if num_push_programs == 0:
         wait_for_previous(OVERLAP)
-    num_blocks = _num_blocks(rank_prefix_matrix, context, ROWS)
+    most_rows = _most_rows(rank_prefix_matrix, context)
+    num_blocks = _num_blocks(most_rows, region_rows, context, ROWS)
     block = claim(context)
     while block < num_blocks:
+        # fmt: off
         source, to, fits, inside, address = _received_block(
-            block, rank_prefix_matrix, max_rows, header_bytes, row_bytes, context, CHUNK_ROWS, ROWS
+            block, rank_prefix_matrix, max_rows, region_rows, header_bytes, row_bytes, context,
+            CHUNK_ROWS, ROWS,
         )
+        # fmt: on
         tokens = tl.load(as_pointer(address + token_offset, tl.int32), mask=inside, other=0)
         payload = payload_address(x, source, address, tokens, num_words, context)
         put_rows(
@@ -97,13 +104,14 @@ def collect_kernel(
         return
     if NUM_TOPK > 0:
         _clear_rest(rank_prefix_matrix, recv_topk_idx, max_rows, context, NUM_TOPK, TOPK_PAD, ROWS)
-    if is_broken(context) == 0:
-        if is_last_program(context):
-            _report_overflow(rank_prefix_matrix, max_rows, context)
-            finish_call(context)
+    if is_broken(context):
+        report_abandoned(context)
+    elif is_last_program(context):
+        _report_overflow(rank_prefix_matrix, most_rows, max_rows, region_rows, context)
+        finish_call(context)
 
 
-@triton.jit(do_not_specialize=["max_rows"])
+@triton.jit(do_not_specialize=["max_rows", "region_rows"])
 def locate_kernel(
     x,  # [T, H], what this rank sent
     rank_prefix_matrix,  # int32 [R, R]
@@ -114,6 +122,7 @@ def locate_kernel(
     recv_src_idx,
     context,
     max_rows,
+    region_rows,
     hidden,
     header_bytes,
     row_bytes,
@@ -130,11 +139,15 @@ def locate_kernel(
 ):
     """Wait for all rows and say where each lies, by source rank, then token: in the slot, or in `x`
     where this rank sent it to itself. The slot stays as it is until `release_kernel`."""
-    num_blocks = _num_blocks(rank_prefix_matrix, context, ROWS)
+    most_rows = _most_rows(rank_prefix_matrix, context)
+    num_blocks = _num_blocks(most_rows, region_rows, context, ROWS)
     for block in range(tl.program_id(0), num_blocks, tl.num_programs(0)):
+        # fmt: off
         source, to, fits, inside, address = _received_block(
-            block, rank_prefix_matrix, max_rows, header_bytes, row_bytes, context, CHUNK_ROWS, ROWS
+            block, rank_prefix_matrix, max_rows, region_rows, header_bytes, row_bytes, context,
+            CHUNK_ROWS, ROWS,
         )
+        # fmt: on
         tokens = tl.load(as_pointer(address + token_offset, tl.int32), mask=inside, other=0)
         payload = payload_address(x, source, address, tokens, hidden, context)
         tl.store(recv_address + to, tl.where(inside, payload, 0), mask=fits)
@@ -158,17 +171,16 @@ def locate_kernel(
         )
     if NUM_TOPK > 0:
         _clear_rest(rank_prefix_matrix, recv_topk_idx, max_rows, context, NUM_TOPK, TOPK_PAD, ROWS)
-    if is_broken(context) == 0:
-        if is_last_program(context):
-            _report_overflow(rank_prefix_matrix, max_rows, context)
+    if is_broken(context):
+        report_abandoned(context)
+    elif is_last_program(context):
+        _report_overflow(rank_prefix_matrix, most_rows, max_rows, region_rows, context)
 
 
 @triton.jit
 def release_kernel(context):
     """Finish a call whose rows were read in place, once the reads have been issued."""
-    if is_broken(context):
-        return
-    finish_call(context)
+    end_call(context)
 
 
 @device_function
@@ -193,22 +205,32 @@ def _clear_rest(
 
 
 @device_function
-def _num_blocks(rank_prefix_matrix, context, ROWS: tl.constexpr):
-    """Blocks of ROWS rows to take from all sources."""
+def _most_rows(rank_prefix_matrix, context):
+    """The most rows that any source sends to this rank."""
     num_ranks = tl.load(context + NUM_RANKS).to(tl.int32)
     most_rows = 0
     for source in range(0, num_ranks):
         most_rows = max(most_rows, received_rows(rank_prefix_matrix, source, context))
-    return tl.cdiv(most_rows, ROWS) * num_ranks
+    return most_rows
 
 
 @device_function
-def _report_overflow(rank_prefix_matrix, max_rows, context):
-    """Report more received rows than `max_rows`, once those there was room for are written."""
+def _num_blocks(most_rows, region_rows, context, ROWS: tl.constexpr):
+    """Blocks of ROWS rows to take from all sources."""
+    num_ranks = tl.load(context + NUM_RANKS).to(tl.int32)
+    return tl.cdiv(tl.minimum(most_rows, region_rows), ROWS) * num_ranks
+
+
+@device_function
+def _report_overflow(rank_prefix_matrix, most_rows, max_rows, region_rows, context):
+    """Report more received rows than `max_rows` or than a region holds, those there was room for
+    being written."""
     num_ranks = tl.load(context + NUM_RANKS).to(tl.int32)
     rank = tl.load(context + RANK).to(tl.int32)
     if tl.load(rank_prefix_matrix + (num_ranks - 1) * num_ranks + rank) > max_rows:
         report_failure(rank, current_epoch(context), context, PHASE_OVERFLOW)
+    if most_rows > region_rows:
+        report_failure(rank, current_epoch(context), context, PHASE_CAPACITY)
 
 
 @device_function
@@ -216,6 +238,7 @@ def _received_block(
     block,
     rank_prefix_matrix,
     max_rows,
+    region_rows,
     header_bytes,
     row_bytes,
     context,
@@ -231,8 +254,9 @@ def _received_block(
     rows = block // num_ranks * ROWS + tl.arange(0, ROWS)
     num_rows = received_rows(rank_prefix_matrix, source, context)
     to = tl.load(rank_prefix_matrix + source * num_ranks + rank) - num_rows + rows
-    token = wait_rows(source, rows, rows < num_rows, context, CHUNK_ROWS)
-    fits = (rows < num_rows) & (to < max_rows)
+    real = rows < tl.minimum(num_rows, region_rows)
+    token = wait_rows(source, rows, real, context, CHUNK_ROWS)
+    fits = real & (to >= 0) & (to < max_rows)
     base = consume_token(region(source, context) + header_bytes, token)
     return source, to, fits, fits & (token == 1), base + rows.to(tl.int64) * row_bytes
 

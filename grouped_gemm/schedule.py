@@ -10,7 +10,7 @@ import triton
 from ..checks import check_runnable, check_tensor
 from ..errors import ShapeError
 from ..hardware import early_launch, launches_overlap
-from ..slots import next_power_of_2
+from ..utils import next_power_of_2
 from .schedule_kernels import _tile_schedule_kernel
 
 INDEX_DTYPES = (torch.int32, torch.int64)

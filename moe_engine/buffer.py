@@ -20,10 +20,11 @@ from .low_latency import LowLatency
 from .low_latency_verbs import LowLatencyVerbs
 from .ring import RingLayout
 from .service import Service, default_device, new_ring, new_slots
-from .slots import LINE_BYTES, SlotLayout, round_up, timeout_seconds
+from .slots import SlotLayout, timeout_seconds
 from .streams import CallStreams
 from .symm import choose_backend, exchange
 from .tune import LayerChoices, measured_layers
+from .utils import LINE_BYTES, round_up
 from .verbs import Engine, Handle, Tokens
 
 

@@ -12,7 +12,8 @@ from .layer_config import LayerConfig
 from .ring import HINT_TOPK as HINT_TOPK_LOW_LATENCY
 from .ring import RingLayout, region_bytes
 from .ring_kernels import MAX_SLOTS
-from .slots import BLOCK_ROWS, MAX_CHUNKS, SlotLayout, header_bytes, layer_row, round_up
+from .slots import BLOCK_ROWS, MAX_CHUNKS, SlotLayout, header_bytes, layer_row
+from .utils import round_up
 
 HINT_TOKENS = 4096
 HINT_TOPK = 16

@@ -9,7 +9,8 @@ class Word(IntEnum):
     """Index of each int64 word in the device context; set once by the host, except where said."""
 
     EPOCH = 0  # last finished epoch; advanced by the last program of each call
-    BROKEN = 1  # 1 after the first expired wait of any kernel; kernels then return at once
+    BROKEN = 1  # not 0: this rank's calls have ended, and kernels return at once; bit 0: the host
+    # is told why; TOLD_BIT: set by the host of a rank that abandoned a call
     FINISHED = 2  # programs of the running kernel that are done; 0 between kernels
     BAD_IDS = 3  # routing ids outside -1 .. E-1 seen so far; layout and low-latency dispatch add
     TIMEOUT_NS = 4
@@ -32,7 +33,8 @@ class Word(IntEnum):
     MASKED = 21  # bit r: rank r is left out of low-latency calls
     STARTED = 22  # programs of the running launch that have read the epoch; see `_begin_send`
     OWN = 23  # address of this rank's symmetric block
-    PEERS = 24  # R addresses of the ranks' symmetric blocks, as mapped here
+    BUFFER = 24  # a number that all ranks of a Buffer have, and other Buffers have not
+    PEERS = 26  # R addresses of the ranks' symmetric blocks, as mapped here; 16 bytes hold two
 
 
 class Report(IntEnum):
@@ -42,14 +44,16 @@ class Report(IntEnum):
     PEER = 1
     PHASE = 2
     EPOCH = 3
-    SIGNATURE = 4  # what the peer called with, after Phase.SIGNATURE: 8 words
     ROWS = 4  # most rows from one rank to another, after Phase.CAPACITY in the exchange
-    BAD_IDS = 12  # routing ids outside -1 .. E-1 seen so far; no failure
+    THEIRS = 4  # what the peer called with, after Phase.SIGNATURE and FIELDS: up to 16 words
+    OURS = 20  # what this rank called with, likewise
+    BAD_IDS = 36  # routing ids outside -1 .. E-1 seen so far; no failure
 
 
 class Phase(IntEnum):
     """What a wait was for; SIGNATURE, FIELDS: a peer's call did not match; OVERFLOW: more rows
-    came than the caller has room for; CAPACITY: more rows than a region holds."""
+    came than the caller has room for; CAPACITY: more rows than a region holds; ABANDONED: a peer
+    broke its call off; HANDLE: the handle is not one of this Buffer."""
 
     SLOT_FREE = 0
     COUNTS = 1
@@ -62,6 +66,32 @@ class Phase(IntEnum):
     TILES = 8
     CLOCKS = 9
     FIELDS = 10
+    ABANDONED = 11
+    HANDLE = 12
+
+
+class Kind(IntEnum):
+    """The first field of a signature: which verb began a call."""
+
+    REFUSED_HANDLE = 0
+    DISPATCH = 1
+    CACHED_DISPATCH = 2
+    COMBINE = 3
+    MOE_FFN = 4
+    LOW_LATENCY_DISPATCH = 5
+    LOW_LATENCY_COMBINE = 6
+    MOE_FFN_DISPATCH = 7  # the two of a layer of few tokens, whose weights travel with the rows
+    MOE_FFN_COMBINE = 8
+
+
+DISPATCH_OF_HANDLE = "call of the handle's dispatch"
+SIGNATURE = (
+    *("verb", "bytes per token", "top-k", "experts", "bytes per item", "scales"),
+    *("stages of dispatch", "stages of combine", "whether memory may grow"),
+    *(DISPATCH_OF_HANDLE, "Buffer"),
+)
+"""What all ranks must begin a call with alike: the fields of a signature, int32 [SIGNATURE_WORDS],
+see `signature_kernels.py`."""
 
 
 class Role(IntEnum):
@@ -82,6 +112,9 @@ class Role(IntEnum):
     PACK = 27
 
 
+TOLD_BIT = 32
+"""Of `Word.BROKEN`, which peers set by storing a byte: so they clear no bit that this rank sets."""
+SIGNATURE_WORDS = tl.constexpr(16)
 MAX_STAGES = tl.constexpr(16)
 """Parts that a layer's rows are sent in, and returned in."""
 
@@ -110,6 +143,7 @@ TRACE = tl.constexpr(int(Word.TRACE))
 MASKED = tl.constexpr(int(Word.MASKED))
 STARTED = tl.constexpr(int(Word.STARTED))
 OWN = tl.constexpr(int(Word.OWN))
+BUFFER = tl.constexpr(int(Word.BUFFER))
 PEERS = tl.constexpr(int(Word.PEERS))
 PHASE_SLOT_FREE = tl.constexpr(int(Phase.SLOT_FREE))
 PHASE_COUNTS = tl.constexpr(int(Phase.COUNTS))
@@ -118,13 +152,24 @@ PHASE_RETURNED_ROWS = tl.constexpr(int(Phase.RETURNED_ROWS))
 PHASE_SIGNATURE = tl.constexpr(int(Phase.SIGNATURE))
 PHASE_OVERFLOW = tl.constexpr(int(Phase.OVERFLOW))
 PHASE_CAPACITY = tl.constexpr(int(Phase.CAPACITY))
-REPORT_SIGNATURE = tl.constexpr(int(Report.SIGNATURE))
+REPORT_THEIRS = tl.constexpr(int(Report.THEIRS))
+REPORT_OURS = tl.constexpr(int(Report.OURS))
 REPORT_ROWS = tl.constexpr(int(Report.ROWS))
 REPORT_BAD_IDS = tl.constexpr(int(Report.BAD_IDS))
 PHASE_METADATA = tl.constexpr(int(Phase.METADATA))
 PHASE_TILES = tl.constexpr(int(Phase.TILES))
 PHASE_CLOCKS = tl.constexpr(int(Phase.CLOCKS))
 PHASE_FIELDS = tl.constexpr(int(Phase.FIELDS))
+PHASE_ABANDONED = tl.constexpr(int(Phase.ABANDONED))
+PHASE_HANDLE = tl.constexpr(int(Phase.HANDLE))
+KIND_DISPATCH = tl.constexpr(int(Kind.DISPATCH))
+KIND_CACHED_DISPATCH = tl.constexpr(int(Kind.CACHED_DISPATCH))
+KIND_COMBINE = tl.constexpr(int(Kind.COMBINE))
+KIND_MOE_FFN = tl.constexpr(int(Kind.MOE_FFN))
+KIND_LOW_LATENCY_DISPATCH = tl.constexpr(int(Kind.LOW_LATENCY_DISPATCH))
+KIND_LOW_LATENCY_COMBINE = tl.constexpr(int(Kind.LOW_LATENCY_COMBINE))
+KIND_MOE_FFN_DISPATCH = tl.constexpr(int(Kind.MOE_FFN_DISPATCH))
+KIND_MOE_FFN_COMBINE = tl.constexpr(int(Kind.MOE_FFN_COMBINE))
 ROLE_EXCHANGE = tl.constexpr(int(Role.EXCHANGE))
 ROLE_PUSH = tl.constexpr(int(Role.PUSH))
 ROLE_COPY = tl.constexpr(int(Role.COPY))

@@ -14,13 +14,14 @@ import torch
 from . import combine as combine_verbs
 from . import dispatch as dispatch_verbs
 from . import routing
+from .context import Word
 from .dispatch import NUM_METADATA_PROGRAMS, Collected, Counts, Outgoing, Partition, row_layout
-from .errors import CapacityError
+from .errors import CapacityError, TooManyTokens
 from .experts import expert_rows_bytes, feed_forward
 from .grouped_gemm import check_weights
 from .lang import INTERPRETED
 from .layer_config import LayerConfig, LayerProblem
-from .slots import RowLayout, SlotLayout, Slots, header_bytes, layer_row
+from .slots import BARE_HEADER, RowLayout, SlotLayout, Slots, header_bytes, layer_row
 from .streams import Beside
 from .tune import LayerChoices
 from .verbs import Handle, Tokens
@@ -30,21 +31,22 @@ class KernelEngine:
     """Verbs through the kernels of dispatch/, grouped_gemm/ and combine/.
 
     `num_comm_sms` programs communicate; `max_tokens` bounds T of `moe_ffn`, whose work space is
-    sized by it (equal on all ranks). `new_slots(layout, refused)`, collective, makes the memory, or
-    raises on all ranks where one has refused; without max_tokens the engine asks for more of it
-    when a dispatch needs more (`_grow`). `layers` says how layers run, on all ranks alike.
+    sized by it (equal on all ranks). `new_slots(layout, refused, epoch)`, collective, makes the
+    memory, or raises on all ranks where one has refused; without max_tokens the engine asks for
+    more of it when a dispatch needs more (`_grow`). `layers` says how layers run, on all ranks
+    alike.
     """
 
     def __init__(
         self,
         layout: SlotLayout,
-        new_slots: Callable[[SlotLayout, bool], Slots],
+        new_slots: Callable[[SlotLayout, bool, int], Slots],
         num_comm_sms: Callable[[], int],
         max_tokens: int | None,
         layers: LayerChoices,
     ):
         self.layers = layers
-        self.slots = new_slots(layout, False)
+        self.slots = new_slots(layout, False, 0)
         self._beside = Beside(self.slots.context.words.device)
         self._new_slots, self._max_tokens = new_slots, max_tokens
         self._was_captured = False
@@ -61,7 +63,9 @@ class KernelEngine:
         self._note_capture(topk_idx)
         return routing.layout(topk_idx, num_experts, self.slots)[:3]
 
-    def _begin(self, tokens: Tokens, header: int) -> tuple[Counts, Outgoing, torch.Tensor]:
+    def _begin(
+        self, tokens: Tokens, header: int, may_grow: bool
+    ) -> tuple[Counts, Outgoing, torch.Tensor]:
         """Place the rows, exchange counts and send metadata: (counts, what to push, send_head)."""
         num_experts = tokens.num_experts
         num_local_experts = num_experts // self.slots.layout.num_ranks
@@ -83,6 +87,7 @@ class KernelEngine:
             tokens.row,
             tokens.x.itemsize,
             max_rows,
+            may_grow,
             self.slots,
         )
         self._beside.mark()
@@ -127,7 +132,7 @@ class KernelEngine:
             self._grow(1, largest_row, header)
         partition = Partition.choose(self.num_comm_sms, owned)
         with self._first_use("dispatch", tokens.x, owned, tokens.num_topk, tokens.num_experts):
-            counts, outgoing, send_head = self._begin(tokens, header)
+            counts, outgoing, send_head = self._begin(tokens, header, grows)
             dispatch_verbs.push(outgoing, header, partition, self.slots)
             if not grows:
                 self._check_emulated()
@@ -154,7 +159,7 @@ class KernelEngine:
             handle = Handle(
                 prefix,
                 outgoing.send_token_idx,
-                counts.recv_expert_counts,
+                counts.signature,
                 out.src_idx,
                 tokens.is_token_in_rank,
                 send_head,
@@ -182,7 +187,8 @@ class KernelEngine:
         if old.context.words.is_cuda:
             torch.cuda.synchronize(old.context.words.device)
         layout = SlotLayout(layout.num_ranks, region_bytes, layout.num_slots)
-        self.slots = self._new_slots(layout, self._was_captured)
+        epoch = int(old.context.words[Word.EPOCH])
+        self.slots = self._new_slots(layout, self._was_captured, epoch)
         self.slots.context.take_bad_ids(old.context)
         old.free()
 
@@ -192,16 +198,18 @@ class KernelEngine:
         """Send x [T, H] where an earlier dispatch sent its tokens; nothing is counted again."""
         with self._first_use("cached", x, scales is not None):
             if self._max_tokens is not None:
-                self._check_capacity(len(x), row_layout(x, scales, None), 0)
+                self._check_capacity(len(x), row_layout(x, scales, None), BARE_HEADER)
             prefix, rank = handle.rank_prefix_matrix, self.slots.context.rank
             num_rows = prefix[rank] - prefix[rank - 1] if rank else prefix[0]
             outgoing = Outgoing(x, scales, None, None, num_rows, handle.send_token_idx)
             rows = x.new_empty(handle.recv_src_idx.numel(), x.shape[1])
             out = dispatch_verbs.new_collected(rows, scales)
             partition = Partition.choose(self.num_comm_sms, owned=True)
-            dispatch_verbs.send_metadata(outgoing, 1, 0, partition.push, self.slots)
-            dispatch_verbs.push(outgoing, 0, partition, self.slots)
-            dispatch_verbs.collect(out, x, outgoing.row, prefix, 0, self.slots, partition)
+            dispatch_verbs.send_metadata(
+                outgoing, 1, BARE_HEADER, partition.push, self.slots, handle.signature
+            )
+            dispatch_verbs.push(outgoing, BARE_HEADER, partition, self.slots)
+            dispatch_verbs.collect(out, x, outgoing.row, prefix, BARE_HEADER, self.slots, partition)
             self._check_emulated()
             return out
 
@@ -217,13 +225,16 @@ class KernelEngine:
         num_topk = 0 if topk_weights is None else topk_weights.shape[1]
         with self._first_use("combine", x, num_topk, len(bias)):
             if self._max_tokens is not None:
-                self._check_capacity(num_tokens, RowLayout(x.shape[1] * x.itemsize, num_topk), 0)
+                row = RowLayout(x.shape[1] * x.itemsize, num_topk)
+                self._check_capacity(num_tokens, row, BARE_HEADER)
             out = x.new_empty(num_tokens, x.shape[1])
             weights = None if topk_weights is None else topk_weights.new_empty(num_tokens, num_topk)
             sums = combine_verbs.Sums(
-                out, weights, bias, handle.send_head, handle.rank_prefix_matrix
+                out, weights, bias, handle.send_head, handle.rank_prefix_matrix, len(x)
             )
-            combine_verbs.return_rows(x, topk_weights, sums, self.num_comm_sms, self.slots)
+            combine_verbs.return_rows(
+                x, topk_weights, handle.signature, sums, self.num_comm_sms, self.slots
+            )
             combine_verbs.final_sum(sums, x, topk_weights, self.slots)
             self._check_emulated()
             return out, weights
@@ -275,7 +286,7 @@ class KernelEngine:
     def _check_capacity(self, num_tokens: int, row: RowLayout, header: int) -> None:
         limit = self.max_tokens(row, header)
         if num_tokens > limit:
-            raise CapacityError(
+            raise TooManyTokens(
                 f"rank {self.slots.context.rank}: {num_tokens} tokens of {row.payload_bytes} bytes "
                 f"and top-{row.num_topk} in one call; this Buffer's memory "
                 f"({self.slots.layout.num_bytes} bytes) takes {limit}. Make it with "
@@ -301,12 +312,13 @@ class KernelEngine:
         with self.slots.context.first_use(verb, x.shape[1], x.dtype, *sizes):
             yield
 
-    def check(self, in_call: bool = False) -> None:
-        """Raise what the kernels have reported; bad ids not in the middle of a call, which goes on
-        without them."""
+    def check(self) -> None:
+        """Raise what ended this rank's calls."""
         self.slots.context.check()
-        if not in_call:
-            self.slots.context.check_ids()
+
+    def check_ids(self, result: object) -> None:
+        """Raise RoutingError, with the result of the call, if ids out of range were seen."""
+        self.slots.context.check_ids(result)
 
     def _check_emulated(self) -> None:
         if INTERPRETED:

@@ -21,12 +21,25 @@ class CapacityError(MoeEngineError, ValueError):
     """More rows than the Buffer's memory was made for."""
 
 
+class TooManyTokens(CapacityError):
+    """One rank brought more tokens than a call takes. The others, which may be in the call already,
+    are told, and the Buffer is unusable from here on."""
+
+
 class BackendError(MoeEngineError, RuntimeError):
     """The chosen backend is missing something on this machine, or lacks the feature asked for."""
 
 
 class RoutingError(MoeEngineError, ValueError):
-    """`topk_idx` held ids outside -1 .. num_experts-1; they were treated as -1."""
+    """`topk_idx` held ids outside -1 .. num_experts-1; they were treated as -1.
+
+    A call that raises it was made, so that this rank stays in step: `result` is what it returned,
+    None from `check()`.
+    """
+
+    def __init__(self, text: str, result: object = None):
+        super().__init__(text)
+        self.result = result
 
 
 class PeerTimeout(MoeEngineError, TimeoutError):
@@ -45,7 +58,12 @@ class PeerTimeout(MoeEngineError, TimeoutError):
 
 
 class OutOfStep(MoeEngineError, TimeoutError):
-    """Ranks did not all make the same call within the deadline: one is gone, or made fewer."""
+    """Ranks did not all make the same call: one is gone, made fewer, or made another one."""
+
+
+class CallAbandoned(MoeEngineError, RuntimeError):
+    """A call broke off on some rank, by an error of the host. The text says on which, where and
+    why. The Buffer is unusable from here on, on all ranks."""
 
 
 class NotThereYet:

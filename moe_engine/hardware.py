@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import ctypes
 import functools
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -53,6 +55,24 @@ def _prefer_shared_memory(function: int) -> None:
     preferred_carveout, percent = 9, 100  # CU_FUNC_ATTRIBUTE_PREFERRED_SHARED_MEMORY_CARVEOUT
     driver = ctypes.CDLL("libcuda.so.1")
     driver.cuFuncSetAttribute(ctypes.c_void_p(function), preferred_carveout, percent)
+
+
+@contextmanager
+def outside_capture(device: torch.device) -> Iterator[Callable[[], None]]:
+    """A stream of its own, for copies that neither wait for the current stream nor become a part of
+    the CUDA graph that it captures. Yields a function that waits for them."""
+    if device.type != "cuda":
+        yield lambda: None
+        return
+    exchange_mode = ctypes.CDLL("libcuda.so.1").cuThreadExchangeStreamCaptureMode
+    mode = ctypes.c_int(2)  # CU_STREAM_CAPTURE_MODE_RELAXED; from then on, what it was before
+    exchange_mode(ctypes.byref(mode))
+    try:
+        stream = torch.cuda.Stream(device, priority=-1)
+        with torch.cuda.stream(stream):
+            yield stream.synchronize
+    finally:
+        exchange_mode(ctypes.byref(mode))
 
 
 def pace_ps_per_kb() -> int:

@@ -20,6 +20,7 @@ from .context import (
     MASKED,
     PACE,
     PEERS,
+    PHASE_ABANDONED,
     RANK,
     REPORT,
     TIMEOUT_NS,
@@ -291,17 +292,27 @@ def wait_inline(counter, value, deadline, context, BEFORE_TMA: tl.constexpr):
 
 @device_function
 def report_failure(peer, epoch, context, PHASE: tl.constexpr):
-    """Tell the host what failed first on this rank, and every later wait to give up."""
-    if tl.atomic_cas(context + BROKEN, tl.full((), 0, tl.int64), tl.full((), 1, tl.int64)) == 0:
+    """Tell the host what failed first on this rank, and every later wait to give up. Where a peer
+    has abandoned a call, that is what failed first."""
+    one = tl.full((), 1, tl.int64)
+    before = tl.atomic_or(context + BROKEN, one, sem="relaxed", scope="gpu")
+    if before & 1 == 0:
         report = report_words(context)
+        phase = tl.where(before == 0, PHASE, PHASE_ABANDONED)
         tl.store(report + 1, peer)
-        tl.store(report + 2, tl.full((), PHASE, tl.int64))
+        tl.store(report + 2, phase.to(tl.int64))
         tl.store(report + 3, epoch)
         # A fence for the host's eyes, on a word of ours: atomics on host memory may not exist.
         zero = tl.full((), 0, tl.int64)
         tl.debug_barrier()
         tl.atomic_add(context + BROKEN, zero, sem="acq_rel", scope="sys")
         tl.store(report, 1)
+
+
+@device_function
+def report_abandoned(context):
+    """Tell the host that this rank's calls have ended, if nothing has: only peers know why."""
+    report_failure(0, current_epoch(context), context, PHASE_ABANDONED)
 
 
 @device_function

@@ -1,5 +1,6 @@
 """Where things lie in the memory of the low-latency calls: a ring of slots, one call each.
 
+    device context | notices
     done[D, R] | counts[D, R, MAX_COUNTS] | row_flags[D, R, MAX_ROWS]
     slot 0 | slot 1 | ...
     slot   = region of rank 0 | region of rank 1 | ...       (written by that rank)
@@ -20,9 +21,11 @@ from typing import TYPE_CHECKING
 
 from .checks import MAX_LOW_LATENCY_TOKENS
 from .context import Word
+from .device_context import DeviceContext, head_bytes
 from .errors import CapacityError
 from .ring_kernels import FIELDS, MAX_COUNTS
-from .slots import FLAG_BYTES, LINE_BYTES, DeviceContext, largest_region, round_up
+from .slots import largest_region
+from .utils import FLAG_BYTES, LINE_BYTES, round_up
 
 if TYPE_CHECKING:
     from .symm import SymmetricTensor
@@ -94,7 +97,7 @@ class RingLayout:
 
     @property
     def done(self) -> int:
-        return 0
+        return head_bytes(self.num_ranks, self.num_slots)
 
     @property
     def counts(self) -> int:
@@ -137,7 +140,7 @@ class Ring:
     ) -> None:
         self.layout = layout
         self.block = new_block(layout.num_bytes)
-        self.context = DeviceContext(layout, rank, self.block.peer_addresses, timeout_s)
+        self.context = DeviceContext(layout, rank, self.block, timeout_s)
 
     @property
     def num_ranks(self) -> int:

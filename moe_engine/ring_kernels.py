@@ -46,6 +46,7 @@ COUNT_MASK = tl.constexpr(0xFFFF)
 MAX_COUNTS = tl.constexpr(1024)
 """Words that a rank sends another beside rows: FIELDS of the call, one for each expert there."""
 FIELDS = tl.constexpr(8)
+"""Words that say what a call was begun with; see `call_fields`."""
 MAX_SLOTS = tl.constexpr(16)
 """Slots of a ring."""
 
@@ -79,15 +80,16 @@ class Fixed:
     SHRINK: Any
     FORMAT: Any  # None in a combine
     WORD: Any  # the type that a row is moved in
+    KIND: Any  # `context.Kind`
     NUM_EXPERTS: Any  # of all ranks
     K_PAD: Any  # lanes of a token, padded
     ENTRY: Any  # int32 words that `returns` has for a token
 
 
 @triton.constexpr_function
-def fixed(NUM_TOPK, ALIGNED, RANKS, EXPERTS, BLOCK, SHRINK, FORMAT, WORD):
+def fixed(NUM_TOPK, ALIGNED, RANKS, EXPERTS, BLOCK, SHRINK, FORMAT, WORD, KIND):
     """A `Fixed` of values that kernels can compute with."""
-    values = NUM_TOPK, ALIGNED, RANKS, EXPERTS, BLOCK, SHRINK, FORMAT, WORD
+    values = NUM_TOPK, ALIGNED, RANKS, EXPERTS, BLOCK, SHRINK, FORMAT, WORD, KIND
     values += RANKS * EXPERTS, triton.next_power_of_2(NUM_TOPK), 1 + 3 * NUM_TOPK
     return Fixed(*(values if INTERPRETED else map(tl.constexpr, values)))
 
@@ -179,7 +181,7 @@ def count_at(slot, writer, word):
 @device_function
 def message_flag(slot, writer):
     """Address of the flag that says: the message of `writer` (scalar or block) is there. A combine
-    uses the first of the words that a dispatch counts with."""
+    uses the first of the words for it, in which a dispatch tells its tokens."""
     return count_at(slot, writer, 0)
 
 

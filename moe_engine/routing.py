@@ -15,7 +15,8 @@ from .routing_kernels import (
     place_lanes_kernel,
     send_plan_kernel,
 )
-from .slots import Slots, next_power_of_2
+from .slots import Slots
+from .utils import next_power_of_2
 
 LAYOUT_LANES = 256
 """Lanes that a program of the layout counts."""

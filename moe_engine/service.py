@@ -136,11 +136,14 @@ def new_slots(
     device: torch.device,
     timeout_s: float,
     streams: CallStreams,
+    buffer: int,
     layout: SlotLayout,
     was_captured: bool,
+    epoch: int,
 ) -> Slots:
     """Memory of `layout` on all ranks, which the streams are told of. Collective. CapacityError, on
-    all ranks, where one of them has captured the memory that this would replace."""
+    all ranks, where one of them has captured the memory that this would replace. buffer, epoch: see
+    `DeviceContext`."""
 
     def new_block(num_bytes: int, was_captured: bool) -> SymmetricTensor:
         captured = exchange(group, lambda: was_captured)
@@ -153,6 +156,6 @@ def new_slots(
             )
         return allocate(group, num_bytes, backend, device)
 
-    slots = Slots(new_block, layout, rank, timeout_s, was_captured)
+    slots = Slots(new_block, layout, rank, timeout_s, was_captured, buffer, epoch)
     streams.uses("slots", slots.block.local, slots.context.words)
     return slots

@@ -1,14 +1,16 @@
-"""Where things lie in a Buffer's symmetric block, and the device context that says so to kernels.
+"""Where things lie in a Buffer's symmetric block.
 
-The block holds flags and a ring of D slots. A call with epoch e uses slot e mod D. A slot has one
-region per writing rank, so that a row's place is known to its sender without asking:
+The block holds the device context, flags and a ring of D slots. A call with epoch e uses slot e mod
+D. A slot has one region per writing rank, so that a row's place is known to its sender without
+asking:
 
+    device context | notices
     done[R] | count_flags[R] | metadata_flags[R] | stage_flags[2, MAX_STAGES, R]
     chunk_flags[R, MAX_CHUNKS]
     slot 0 | slot 1 | ...
     slot   = region of rank 0 | region of rank 1 | ...
-    region = signature, int32 [8] | counts, int32 [E + R] | row 0 | row 1 | ...   (dispatch)
-             row 0 | row 1 | ...                                                  (combine)
+    region = signature, int32 [16] | counts, int32 [E + R] | row 0 | row 1 | ...  (dispatch)
+             signature | row 0 | row 1 | ...                    (cached dispatch and combine)
              signature | counts, int32 [E] | rows by stage, int32 [S] | row 0 | ... (layer)
 
 Example, R = 2, 4 tokens of rank 1 routed to ranks [0], [1], [0, 1], [0]: rank 1 writes tokens
@@ -19,24 +21,16 @@ its own. The rows to itself are metadata alone: their payload stays where it is,
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Protocol
+from typing import TYPE_CHECKING
 
 import torch
 
-from .context import MAX_STAGES, Phase, Report, Word
-from .errors import (
-    BackendError,
-    CapacityError,
-    PeerTimeout,
-    RoutingError,
-    ShapeError,
-    bad_ids,
-)
-from .hardware import pace_ps_per_kb
-from .lang import INTERPRETED
+from .context import MAX_STAGES, SIGNATURE_WORDS, Word
+from .device_context import DeviceContext, head_bytes
+from .errors import BackendError, CapacityError
+from .utils import FLAG_BYTES, LINE_BYTES, round_up
 
 if TYPE_CHECKING:
     from .symm import SymmetricTensor
@@ -50,23 +44,6 @@ CHUNK_BYTES = 128 * 1024
 SPAN_BYTES = 768 * 1024
 """Bytes that a program writes to each rank before it raises their flags, which waits until they
 have arrived: some microseconds."""
-FLAG_BYTES = 8
-LINE_BYTES = 128
-"""Rows begin at multiples of this, as the memory's lines do: gathered elsewhere, a GEMM's rows take
-two lines where one would do, and DeepSeek-V3's up-projection 40% longer."""
-COMPILE_S = 300.0
-"""Added to the deadline while kernels may still be compiling on some rank."""
-
-
-def round_up(value: int, multiple: int) -> int:
-    """Smallest multiple of `multiple` that is at least `value`."""
-    return -(-value // multiple) * multiple
-
-
-def next_power_of_2(value: int) -> int:
-    """Smallest power of 2 that is at least `value`, 1 for 0. `triton.next_power_of_2` is made for
-    kernels, and on the host takes microseconds, of which a call would need tens."""
-    return 1 << max(0, value - 1).bit_length()
 
 
 @dataclass(frozen=True, slots=True)
@@ -116,7 +93,9 @@ def largest_region(num_bytes: int, num_regions: int) -> int:
     return num_bytes // num_regions // LINE_BYTES * LINE_BYTES
 
 
-SIGNATURE_BYTES = 32
+SIGNATURE_BYTES = 4 * SIGNATURE_WORDS.value
+BARE_HEADER = round_up(SIGNATURE_BYTES, LINE_BYTES)
+"""Bytes that precede the rows of a region where the call has a signature alone."""
 
 
 def header_bytes(num_experts: int, num_ranks: int) -> int:
@@ -146,7 +125,7 @@ class SlotLayout:
 
     @property
     def done(self) -> int:
-        return 0
+        return head_bytes(self.num_ranks, self.num_slots)
 
     @property
     def count_flags(self) -> int:
@@ -208,129 +187,6 @@ class SlotLayout:
         return span
 
 
-class Layout(Protocol):
-    """Where things lie in a block: `SlotLayout`, or `ring.RingLayout` of low-latency calls."""
-
-    @property
-    def num_ranks(self) -> int: ...
-    @property
-    def num_slots(self) -> int: ...
-    @property
-    def region_bytes(self) -> int: ...
-    @property
-    def num_bytes(self) -> int: ...
-    def words(self) -> dict[Word, int]: ...
-
-
-class DeviceContext:
-    """The int64 words that communication kernels read (`context.Word`), and their report.
-
-    `words` lives on the device; `report` in host memory that the device can write, so that the
-    host learns of an expired wait without a synchronisation.
-    """
-
-    def __init__(self, layout: Layout, rank: int, peers: torch.Tensor, timeout_s: float):
-        device = peers.device
-        self.rank, self.layout, self.timeout_s = rank, layout, timeout_s
-        self.spans: torch.Tensor | None = None
-        self._known_bad_ids = 0
-        self._used: set[tuple[object, ...]] = set()
-        self.report = torch.zeros(
-            Report.BAD_IDS + 1, dtype=torch.int64, pin_memory=device.type == "cuda"
-        )
-        # Behind the peers, what low-latency calls keep for each slot, see `ring_kernels.py`.
-        last_peer = Word.PEERS + layout.num_ranks
-        words = torch.zeros(last_peer + 3 * layout.num_slots, dtype=torch.int64)
-        words[Word.TIMEOUT_NS] = int(timeout_s * 1e9)
-        words[Word.REPORT] = self.report.data_ptr()
-        words[Word.RANK] = rank
-        words[Word.NUM_RANKS] = layout.num_ranks
-        words[Word.NUM_SLOTS] = layout.num_slots
-        words[Word.REGION_BYTES] = layout.region_bytes
-        for word, value in layout.words().items():
-            words[word] = value
-        words[Word.PACE] = pace_ps_per_kb()
-        words[Word.PEERS : last_peer] = peers.cpu()
-        words[Word.OWN] = words[Word.PEERS + rank]
-        self.words = words.to(device)
-
-    @contextmanager
-    def first_use(self, *key: object) -> Iterator[None]:
-        """The first call of a kind waits longer, so that a peer that still compiles is not lost."""
-        if INTERPRETED or key in self._used:
-            yield
-            return
-        self.words[Word.TIMEOUT_NS] = int((self.timeout_s + COMPILE_S) * 1e9)
-        try:
-            yield
-            self._used.add(key)
-        finally:
-            self.words[Word.TIMEOUT_NS] = int(self.timeout_s * 1e9)
-
-    def check(self) -> None:
-        """Raise what ended the calls of this rank, if anything has. Costs no synchronisation.
-
-        PeerTimeout: a wait expired. ShapeError: a peer called with another shape. CapacityError:
-        more rows came than num_worst_tokens, or than a region holds.
-        """
-        if self.report[Report.VALID]:
-            peer, epoch = int(self.report[Report.PEER]), int(self.report[Report.EPOCH])
-            phase = Phase(int(self.report[Report.PHASE]))
-            if phase == Phase.SIGNATURE:
-                theirs = self.report[Report.SIGNATURE : Report.SIGNATURE + 7].tolist()
-                raise ShapeError(
-                    f"ranks {self.rank} and {peer} began calls of different shapes: rank "
-                    f"{peer} has (bytes per token, top-k, experts, bytes per item, scales, stages "
-                    f"of a layer there and back, 0 for a dispatch) = {theirs}. They must agree on "
-                    "all ranks; make a new Buffer."
-                )
-            if phase == Phase.FIELDS:
-                _, most, low, high, *theirs = self.report[
-                    Report.SIGNATURE : Report.SIGNATURE + 8
-                ].tolist()
-                theirs = [most, low + (high << 16), *theirs]
-                raise ShapeError(
-                    f"ranks {self.rank} and {peer} began low-latency calls of different shapes: "
-                    f"rank {peer} has (most tokens, bytes per token, top-k, experts, bytes per "
-                    f"item, words of scales) = {theirs}. They must agree on all ranks; make a new "
-                    "Buffer."
-                )
-            if phase == Phase.OVERFLOW:
-                raise CapacityError(
-                    f"rank {self.rank} received more rows than num_worst_tokens; the rest was not "
-                    "written. Use the number of ranks times the largest number of tokens on a "
-                    "rank, and make a new Buffer."
-                )
-            if phase == Phase.CAPACITY:
-                raise CapacityError(
-                    f"rank {self.rank} has more rows for rank {peer} than this Buffer's memory "
-                    f"({self.layout.num_bytes} bytes) takes in one call. Make a new Buffer with "
-                    "the bytes of Buffer.size_hint(...) for this payload."
-                )
-            slot = epoch % self.layout.num_slots
-            name = phase.name.lower().replace("_", " ")
-            raise PeerTimeout(self.rank, peer, name, epoch, slot, self.timeout_s)
-
-    def rows_wanted(self) -> int:
-        """Most rows from one rank to another, if the counts of a dispatch ended it as too many for
-        a region, on all ranks alike; else 0."""
-        ended = self.report[Report.VALID] and self.report[Report.PHASE] == Phase.CAPACITY
-        return int(self.report[Report.ROWS]) if ended else 0
-
-    def check_ids(self) -> None:
-        """Raise RoutingError if ids out of range were seen; the calls went on without them, so this
-        must not be asked in the middle of one. Costs no synchronisation."""
-        num_bad = int(self.report[Report.BAD_IDS]) - self._known_bad_ids
-        if num_bad:
-            self._known_bad_ids += num_bad
-            raise RoutingError(bad_ids(self.rank, num_bad))
-
-    def take_bad_ids(self, other: DeviceContext) -> None:
-        """Go on with the bad ids that `other` has seen, some of them not told yet."""
-        self._known_bad_ids = other._known_bad_ids
-        self.words[Word.BAD_IDS] = self.report[Report.BAD_IDS] = other.report[Report.BAD_IDS]
-
-
 def timeout_seconds() -> float:
     """Deadline of a wait: MOE_ENGINE_TIMEOUT_S, 100 s by default."""
     text = os.environ.get("MOE_ENGINE_TIMEOUT_S", "100")
@@ -346,7 +202,7 @@ def timeout_seconds() -> float:
 class Slots:
     """A Buffer's symmetric block with its layout and device context. Making one is collective:
     `new_block(num_bytes, was_captured)` allocates, or raises on all ranks where one of them has
-    captured the memory that this replaces.
+    captured the memory that this replaces. buffer, epoch: see `DeviceContext`.
 
     `expert_rows` is a second symmetric block, for the rows of a layer's experts, and which of them
     are copies (`experts.expert_rows_bytes`); it has no slots, as all ranks are done with a layer
@@ -360,11 +216,16 @@ class Slots:
         rank: int,
         timeout_s: float,
         was_captured: bool = False,
+        buffer: int = 0,
+        epoch: int = 0,
     ) -> None:
         self.layout, self._new_block = layout, new_block
         self.block = new_block(layout.num_bytes, was_captured)
+        # Memory that takes the place of another goes on where that was: all calls so far are done.
+        done = self.block.local[layout.done : layout.done + FLAG_BYTES * layout.num_ranks]
+        done.view(torch.int64).fill_(epoch)
         self._expert_rows: SymmetricTensor | None = None
-        self.context = DeviceContext(layout, rank, self.block.peer_addresses, timeout_s)
+        self.context = DeviceContext(layout, rank, self.block, timeout_s, buffer, epoch)
 
     @property
     def num_ranks(self) -> int:

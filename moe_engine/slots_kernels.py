@@ -16,6 +16,7 @@ from .context import (
     PHASE_SLOT_FREE,
     RANK,
     REGION_BYTES,
+    SIGNATURE_WORDS,
     SLOTS,
     STAGE_FLAGS,
 )
@@ -65,7 +66,7 @@ def stage_flag(way, stage, writer, context):
     return own_block(context) + tl.load(context + STAGE_FLAGS) + index * 8
 
 
-COUNTS_AT = tl.constexpr(8)
+COUNTS_AT = SIGNATURE_WORDS
 """Words of a signature, behind which a region has its writer's counts."""
 
 

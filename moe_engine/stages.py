@@ -9,8 +9,8 @@ import triton
 
 from .hardware import early_launch, launches_overlap, share_sms
 from .routing import Places
-from .slots import next_power_of_2
 from .stages_kernels import staged_schedule_kernel
+from .utils import next_power_of_2
 
 
 @dataclass(frozen=True, slots=True)

@@ -24,10 +24,11 @@ import torch
 import torch.distributed as dist
 
 from .context import Phase, Role, Word
+from .device_context import DeviceContext
 from .errors import BackendError, CapacityError
 from .lang import INTERPRETED, TRACING
 from .ptx import MAX_SPANS
-from .slots import DeviceContext, SlotLayout, Slots, timeout_seconds
+from .slots import SlotLayout, Slots, timeout_seconds
 from .symm import allocate, exchange
 from .trace_kernels import ping_kernel
 

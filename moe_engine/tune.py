@@ -18,7 +18,7 @@ from .config import GemmConfig, GemmProblem, candidates, predict
 from .errors import BackendError, ShapeError
 from .lang import INTERPRETED
 from .layer_config import LayerConfig, LayerProblem
-from .slots import next_power_of_2
+from .utils import next_power_of_2
 
 GEMMS, LAYERS = "gemm.json", "layer.json"
 MAX_SLOWER = 1.5

@@ -20,7 +20,7 @@ class Handle(NamedTuple):
 
     rank_prefix_matrix: torch.Tensor  # int32 [R, R]: rows of ranks 0..i to rank j
     send_token_idx: torch.Tensor  # int32 [R, T]: token of each row sent to each rank
-    recv_expert_counts: torch.Tensor  # int32 [R, L]: rows of each source per local expert
+    signature: torch.Tensor  # int32 [16]: of the dispatch, see `context.SIGNATURE`
     recv_src_idx: torch.Tensor  # int32 [N]: each received row's token on its source
     is_token_in_rank: torch.Tensor  # bool [T, R]
     send_head: torch.Tensor  # int32 [T, R]: row * R + rank in the order of the final sum, or -1

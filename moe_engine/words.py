@@ -8,7 +8,7 @@ import torch
 
 from .hardware import BYTES_IN_FLIGHT
 from .lang import INTERPRETED
-from .slots import next_power_of_2
+from .utils import next_power_of_2
 
 COPY_ROWS = 32
 """Rows that a program copies at a time."""

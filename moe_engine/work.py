@@ -11,6 +11,7 @@ from .lang import (
     is_broken,
     notify,
     own_block,
+    report_abandoned,
 )
 
 # --- Sharing a call's work ---------------------------------------------------------------------
@@ -115,6 +116,16 @@ def is_last_program(context):
     if last:
         tl.store(context + FINISHED, 0)
     return last
+
+
+@device_function
+def end_call(context):
+    """The end of each program of a call's last launch: the last one of all finishes the call. Where
+    calls have ended, the host is told, if nothing has told it."""
+    if is_broken(context):
+        report_abandoned(context)
+    elif is_last_program(context):
+        finish_call(context)
 
 
 @device_function

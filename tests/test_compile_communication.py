@@ -41,6 +41,8 @@ POINTERS = {
             "num_tokens_per_expert",
             "rank_prefix_matrix",
             "recv_expert_counts",
+            "call_signature",
+            "dispatched",
             "expert_offsets",
             "block_counts",
             "send_token_idx",

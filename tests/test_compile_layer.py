@@ -14,9 +14,9 @@ from moe_engine.experts import beside_sums
 from moe_engine.hardware import leave_room
 from moe_engine.lang import TRACING
 from moe_engine.routing_kernels import place_lanes_kernel
-from moe_engine.slots import round_up
 from moe_engine.stages_kernels import staged_schedule_kernel
 from moe_engine.trace_kernels import ping_kernel
+from moe_engine.utils import round_up
 
 of_this_triton = pytest.mark.skipif(
     not triton.__version__.startswith("3.6."), reason="registers are those of Triton 3.6"

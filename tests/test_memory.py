@@ -13,7 +13,8 @@ from test_failures import EXPERTS, _tokens, dispatch
 
 from moe_engine import Buffer, CapacityError, RoutingError, reference
 from moe_engine.emulation import PerRank
-from moe_engine.slots import LINE_BYTES, RowLayout, SlotLayout
+from moe_engine.slots import RowLayout, SlotLayout
+from moe_engine.utils import LINE_BYTES
 from moe_engine.verbs import Tokens
 
 

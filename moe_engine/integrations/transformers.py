@@ -27,9 +27,10 @@ from torch import Tensor, nn
 
 from ..buffer import Buffer
 from ..checks import check_at_least
+from ..device_context import COMPILE_S
 from ..errors import BackendError, CapacityError, DtypeError, OutOfStep, ShapeError
 from ..layer import moe_ffn
-from ..slots import COMPILE_S, timeout_seconds
+from ..slots import timeout_seconds
 from ..symm import default_group, exchange
 
 NAME = "moe_engine"

@@ -34,6 +34,9 @@ class SymmetricTensor(Protocol):
     peer_addresses: torch.Tensor
     """int64 [R] on the device, the own address included; 0 where a peer is not mapped."""
 
+    def peer(self, rank: int) -> torch.Tensor:
+        """The block of `rank`, as mapped here; not after `free`."""
+
     def free(self) -> None:
         """Give the memory back; the second call does nothing. No rank may use the block any more.
 

@@ -34,6 +34,9 @@ class EmulatedTensor:
         self.local = self._blocks[0 if group is None else group.rank()]
         self.peer_addresses = torch.tensor([block.data_ptr() for block in self._blocks])
 
+    def peer(self, rank: int) -> torch.Tensor:
+        return self._blocks[rank]
+
     def free(self) -> None:
         # A mapping ends with the last tensor on it: closing it sooner would crash a view's reader.
         self._blocks.clear()

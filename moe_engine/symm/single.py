@@ -12,6 +12,9 @@ class SingleTensor:
         self.local = torch.zeros(num_bytes, dtype=torch.uint8, device=device)
         self.peer_addresses = torch.tensor([self.local.data_ptr()], device=device)
 
+    def peer(self, rank: int) -> torch.Tensor:
+        return self.local
+
     def free(self) -> None:
         self.local = self.local.new_empty(0)
         self.peer_addresses = torch.zeros_like(self.peer_addresses)

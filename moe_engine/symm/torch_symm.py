@@ -91,6 +91,9 @@ class TorchTensor:
             self._handle.buffer_ptrs, dtype=torch.int64, device=device
         )
 
+    def peer(self, rank: int) -> torch.Tensor:
+        return self._handle.get_buffer(rank, (self.local.numel(),), torch.uint8)
+
     def free(self) -> None:
         self._handle = None
         self.local = self.local.new_empty(0)
