@@ -9,6 +9,7 @@ from .buffer import Buffer
 from .buffer_config import Config, Options
 from .errors import (
     BackendError,
+    CallAbandoned,
     CapacityError,
     DtypeError,
     MoeEngineError,
@@ -27,6 +28,7 @@ __version__ = "0.1.0"
 __all__ = [
     "BackendError",
     "Buffer",
+    "CallAbandoned",
     "CapacityError",
     "Config",
     "DtypeError",

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import secrets
 from collections.abc import Sequence
 from dataclasses import replace
 from functools import partial
@@ -25,7 +26,7 @@ from .streams import CallStreams
 from .symm import choose_backend, exchange
 from .tune import LayerChoices, measured_layers
 from .utils import LINE_BYTES, round_up
-from .verbs import Engine, Handle, Tokens
+from .verbs import Engine, Handle, Tokens, verb
 
 
 class Buffer(LowLatencyVerbs, Service):
@@ -95,13 +96,15 @@ class Buffer(LowLatencyVerbs, Service):
             num_bytes, ring_bytes = max(num_nvl_bytes, smallest), num_rdma_bytes
         given = exchange(group, lambda: ((num_bytes, ring_bytes), options))
         buffer_config.check_options(options, given)
-        rank_0 = exchange(group, lambda: {} if self.rank else measured_layers())[0]
-        layers = LayerChoices(options.layer, rank_0)
+        measured, number = exchange(
+            group, lambda: ({}, 0) if self.rank else (measured_layers(), secrets.randbits(31))
+        )[0]
+        layers = LayerChoices(options.layer, measured)
         layout = SlotLayout.fit(num_bytes, self.group_size, options.num_slots)
         timeout_s = options.timeout_s or timeout_seconds()
         # Nothing that knows this Buffer, else it would outlive its last name.
         where = group, self.rank, self.backend, self.device, timeout_s, self._streams
-        make_slots = partial(new_slots, *where)
+        make_slots = partial(new_slots, *where, number)
         if ring_bytes:
             ring = RingLayout.fit(ring_bytes, self.group_size, options.num_slots)
             self._low_latency = LowLatency(new_ring(*where, ring), enable_shrink)
@@ -154,9 +157,9 @@ class Buffer(LowLatencyVerbs, Service):
             call.reads(topk_idx)
             per_rank, per_expert, in_rank = engine.layout(topk_idx.contiguous(), num_experts)
             call.returns(per_rank, per_expert, in_rank)
-        self._after_call()
-        return per_rank, None, per_expert, in_rank, call.event
+        return self._finish((per_rank, None, per_expert, in_rank, call.event))
 
+    @verb
     def dispatch(
         self,
         x: torch.Tensor | tuple[torch.Tensor, torch.Tensor],
@@ -221,8 +224,7 @@ class Buffer(LowLatencyVerbs, Service):
                 call.reads(rows, scales, *cached)
                 received = engine.dispatch_cached(checks.packed(rows), scales, cached)
                 call.returns(received.x, received.scales)
-            self._after_call()
-            return received.payload, None, None, None, None, call.event
+            return self._finish((received.payload, None, None, None, None, call.event))
         if num_tokens_per_rank is None or is_token_in_rank is None or num_tokens_per_expert is None:
             raise ShapeError(
                 "dispatch needs num_tokens_per_rank, is_token_in_rank and num_tokens_per_expert "
@@ -248,10 +250,12 @@ class Buffer(LowLatencyVerbs, Service):
             call.returns(
                 self._unreleased, got.x, got.scales, got.topk_idx, got.topk_weights, *new_handle
             )
-        self._after_call()
         aligned = [round_up(count, expert_alignment) for count in per_expert]
-        return got.payload, got.topk_idx, got.topk_weights, aligned, new_handle, call.event
+        return self._finish(
+            (got.payload, got.topk_idx, got.topk_weights, aligned, new_handle, call.event)
+        )
 
+    @verb
     def release(self) -> None:
         """Give the rows of `dispatch(in_place=True)` back, behind what the current stream holds."""
         engine = self._ready(sends=False)
@@ -262,8 +266,9 @@ class Buffer(LowLatencyVerbs, Service):
         with self._streams.call():
             engine.release()
         self._unreleased = None
-        self._after_call()
+        self._finish(None)
 
+    @verb
     def combine(
         self,
         x: torch.Tensor,
@@ -300,9 +305,9 @@ class Buffer(LowLatencyVerbs, Service):
                 [checks.packed(part) for part in biases],
             )
             call.returns(out, weights)
-        self._after_call()
-        return out, weights, call.event
+        return self._finish((out, weights, call.event))
 
+    @verb
     def moe_ffn(
         self,
         x: torch.Tensor,
@@ -333,8 +338,7 @@ class Buffer(LowLatencyVerbs, Service):
             else:
                 out = engine.moe_ffn(*rows, w_gate_up, w_down)
             call.returns(out)
-        self._after_call()
-        return out, call.event
+        return self._finish((out, call.event))
 
     def warmup(
         self, hidden: int, num_experts: int, num_topk: int, dtype: torch.dtype = torch.bfloat16
@@ -377,7 +381,7 @@ class Buffer(LowLatencyVerbs, Service):
         """The engine, if it can go on: with rows in place, only with what sends nothing."""
         if self._engine is None:
             raise BackendError("this Buffer was destroyed; make a new one.")
-        self._engine.check(in_call=self._unreleased is not None)
+        self._engine.check()
         if self._low_latency is not None:
             self._low_latency.check()
         if sends and self._unreleased is not None:
@@ -385,10 +389,6 @@ class Buffer(LowLatencyVerbs, Service):
                 "the last dispatch left its rows in place; call release() when they are read."
             )
         return self._engine
-
-    def _after_call(self) -> None:
-        if self.options.debug:
-            self.check()
 
     @property
     def _rows_device(self) -> torch.device | None:

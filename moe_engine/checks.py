@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 import torch
 
-from .errors import BackendError, CapacityError, DtypeError, ShapeError
+from .errors import BackendError, CapacityError, DtypeError, ShapeError, TooManyTokens
 from .lang import INTERPRETED
 
 MAX_LOW_LATENCY_TOKENS = 4096
@@ -158,7 +158,7 @@ def check_expert_weights(x: torch.Tensor, w_gate_up: torch.Tensor, w_down: torch
 def check_max_tokens(num_tokens: int, max_tokens: int | None) -> None:
     """The hint of a layer, if there is one, must not be below the tokens that came."""
     if max_tokens is not None and num_tokens > max_tokens:
-        raise CapacityError(
+        raise TooManyTokens(
             f"{num_tokens} tokens came with max_tokens = {max_tokens}; it must be the most that "
             "any rank brings to this call, the same on all ranks, or None."
         )
@@ -167,7 +167,7 @@ def check_max_tokens(num_tokens: int, max_tokens: int | None) -> None:
 def check_max_dispatch_tokens(max_tokens: int, num_tokens: int = 0) -> None:
     """num_max_dispatch_tokens_per_rank must be 1 to 4096, and hold the tokens that came."""
     if not 1 <= max_tokens <= MAX_LOW_LATENCY_TOKENS or num_tokens > max_tokens:
-        raise CapacityError(
+        raise (TooManyTokens if num_tokens > max_tokens else CapacityError)(
             f"num_max_dispatch_tokens_per_rank is {max_tokens} and {num_tokens} tokens came; it "
             "must be the most that any rank brings, the same on all ranks, 1 to "
             f"{MAX_LOW_LATENCY_TOKENS}. Send larger batches with dispatch."

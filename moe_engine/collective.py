@@ -13,6 +13,7 @@ import torch
 import torch.distributed as dist
 
 from . import reference
+from .device_context import DeviceContext
 from .dispatch import Collected
 from .errors import CapacityError, RoutingError, ShapeError, bad_ids
 from .verbs import Handle, Tokens
@@ -25,7 +26,7 @@ class CollectiveEngine:
         self.group = group
         self.rank = dist.get_rank(group) if group is not None else 0
         self.num_ranks = dist.get_world_size(group) if group is not None else 1
-        self._num_bad_ids = 0
+        self._num_bad_ids = self._told_bad_ids = 0
         self._kept: torch.Tensor | None = None
 
     def _exchange(
@@ -187,13 +188,20 @@ class CollectiveEngine:
         out, _ = self.combine(reference.sum_lanes(y, received.topk_weights), handle, None, ())
         return out
 
-    def check(self, in_call: bool = False) -> None:
-        """Raise RoutingError if ids out of range were seen, but not in the middle of a call."""
-        if in_call:
-            return
-        num_bad, self._num_bad_ids = self._num_bad_ids, 0
+    def contexts(self) -> list[DeviceContext]:
+        """None: what breaks a call off here breaks the group."""
+        return []
+
+    def check(self) -> None:
+        """See `verbs.Engine`."""
+        self._told_bad_ids = self._num_bad_ids
+
+    def check_ids(self, result: object = None) -> None:
+        """See `verbs.Engine`."""
+        num_bad, self._told_bad_ids = self._told_bad_ids, 0
+        self._num_bad_ids -= num_bad
         if num_bad:
-            raise RoutingError(bad_ids(self.rank, num_bad))
+            raise RoutingError(bad_ids(self.rank, num_bad), result)
 
     def free(self) -> None:
         """Nothing to give back."""

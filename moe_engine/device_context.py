@@ -91,7 +91,8 @@ class DeviceContext:
     buffer: the number of the Buffer that this belongs to; epoch: the last finished one, which
     memory that grows takes over. `step` names the launch that a call is at, from the first one that
     other ranks see to the last, else it is None: a call that breaks off in between has half
-    happened, and its epoch must never be used again.
+    happened, and its epoch must never be used again. `shrinks`: the others mask a rank that falls
+    silent, and are told nothing.
     """
 
     def __init__(
@@ -106,11 +107,12 @@ class DeviceContext:
         device = block.local.device
         self.rank, self.layout, self.timeout_s = rank, layout, timeout_s
         self.step: str | None = None
+        self.shrinks = False
         self.spans: torch.Tensor | None = None
         self._block = block
         self._ended: MoeEngineError | None = None
         self._has_told = False
-        self._known_bad_ids = 0
+        self._known_bad_ids = self._seen_bad_ids = 0
         self._used: set[tuple[object, ...]] = set()
         pinned, num_ranks = device.type == "cuda", layout.num_ranks
         self._notice = torch.zeros(
@@ -159,10 +161,20 @@ class DeviceContext:
         more rows came than num_worst_tokens, or than a region holds. What a peer has told, or this
         rank has told its peers: see `abandon`.
         """
-        if self._ended is None and self.report[Report.VALID]:
-            self._ended = self._reported()
-        if self._ended is not None:
+        self._seen_bad_ids = self.report[Report.BAD_IDS]
+        if self.has_ended:
+            self._ended = self._ended or self._reported()
             raise self._ended.with_traceback(None)
+
+    @property
+    def has_ended(self) -> bool:
+        """Whether `check` raises."""
+        return self._ended is not None or self.report[Report.VALID] != 0
+
+    @property
+    def was_told(self) -> bool:
+        """Whether another rank ended this rank's calls."""
+        return self.report[Report.VALID] != 0 and self.report[Report.PHASE] == Phase.ABANDONED
 
     def _reported(self) -> MoeEngineError:
         """The error of what a kernel has reported."""
@@ -266,8 +278,8 @@ class DeviceContext:
 
     def check_ids(self, result: object = None) -> None:
         """Raise RoutingError, with the `result` of the call that just ended, if ids out of range
-        were seen; the calls went on without them. Costs no synchronisation."""
-        num_bad = self.report[Report.BAD_IDS] - self._known_bad_ids
+        had been seen at the last `check`; the calls went on without them."""
+        num_bad = self._seen_bad_ids - self._known_bad_ids
         if num_bad:
             self._known_bad_ids += num_bad
             raise RoutingError(bad_ids(self.rank, num_bad), result)
@@ -275,6 +287,7 @@ class DeviceContext:
     def take_bad_ids(self, other: DeviceContext) -> None:
         """Go on with the bad ids that `other` has seen, some of them not told yet."""
         self._known_bad_ids = other._known_bad_ids
+        self._seen_bad_ids = other._seen_bad_ids
         self.words[Word.BAD_IDS] = self.report[Report.BAD_IDS] = other.report[Report.BAD_IDS]
 
 

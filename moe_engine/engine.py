@@ -15,6 +15,7 @@ from . import combine as combine_verbs
 from . import dispatch as dispatch_verbs
 from . import routing
 from .context import Word
+from .device_context import DeviceContext
 from .dispatch import NUM_METADATA_PROGRAMS, Collected, Counts, Outgoing, Partition, row_layout
 from .errors import CapacityError, TooManyTokens
 from .experts import expert_rows_bytes, feed_forward
@@ -312,12 +313,16 @@ class KernelEngine:
         with self.slots.context.first_use(verb, x.shape[1], x.dtype, *sizes):
             yield
 
+    def contexts(self) -> list[DeviceContext]:
+        """See `verbs.Engine`."""
+        return [self.slots.context]
+
     def check(self) -> None:
         """Raise what ended this rank's calls."""
         self.slots.context.check()
 
-    def check_ids(self, result: object) -> None:
-        """Raise RoutingError, with the result of the call, if ids out of range were seen."""
+    def check_ids(self, result: object = None) -> None:
+        """See `verbs.Engine`."""
         self.slots.context.check_ids(result)
 
     def _check_emulated(self) -> None:

@@ -8,6 +8,7 @@ import torch
 
 from .buffer import Buffer
 from .checks import check_no_grad
+from .errors import RoutingError
 from .events import EventOverlap
 
 
@@ -34,7 +35,11 @@ def moe_ffn(
     """
     check_no_grad(x=x, topk_weights=topk_weights, w_gate_up=w_gate_up, w_down=w_down)
     args = x, topk_idx, topk_weights, w_gate_up, w_down
-    return buffer.moe_ffn(*args, max_tokens=max_tokens)[0]
+    try:
+        return buffer.moe_ffn(*args, max_tokens=max_tokens)[0]
+    except RoutingError as error:
+        error.result = error.result[0] if isinstance(error.result, tuple) else None
+        raise
 
 
 @dataclass(frozen=True, slots=True)
@@ -69,7 +74,11 @@ def start_moe_ffn(
     """
     check_no_grad(x=x, topk_weights=topk_weights, w_gate_up=w_gate_up, w_down=w_down)
     args = x, topk_idx, topk_weights, w_gate_up, w_down
-    return LayerInFlight(*buffer.moe_ffn(*args, async_finish=True, max_tokens=max_tokens))
+    try:
+        return LayerInFlight(*buffer.moe_ffn(*args, async_finish=True, max_tokens=max_tokens))
+    except RoutingError as error:
+        error.result = LayerInFlight(*error.result) if isinstance(error.result, tuple) else None
+        raise
 
 
 class MoEFeedForward(torch.nn.Module):

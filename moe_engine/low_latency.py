@@ -12,6 +12,7 @@ import torch
 from .buffer_config import Options
 from .combine.low_latency import Returning, low_latency_combine
 from .context import Word
+from .device_context import DeviceContext
 from .dispatch.low_latency import Packed, Sending, low_latency_dispatch, new_packed
 from .errors import CapacityError
 from .grouped_gemm import check_weights, gemm_config, tile_schedule
@@ -36,6 +37,7 @@ class LowLatency:
 
     def __init__(self, ring: Ring, shrink: bool):
         self.ring, self._shrink = ring, shrink
+        ring.context.shrinks = shrink
         self._calls: deque[InFlight] = deque(maxlen=ring.layout.num_slots)
 
     @property
@@ -201,10 +203,17 @@ class LowLatency:
         if INTERPRETED:
             self.ring.context.check()
 
+    def contexts(self) -> list[DeviceContext]:
+        """See `verbs.Engine`."""
+        return [self.ring.context]
+
     def check(self) -> None:
-        """Raise what the kernels have reported."""
+        """Raise what ended this rank's calls."""
         self.ring.context.check()
-        self.ring.context.check_ids()
+
+    def check_ids(self, result: object = None) -> None:
+        """See `verbs.Engine`."""
+        self.ring.context.check_ids(result)
 
     def free(self) -> None:
         """Give the memory back."""

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Any
+from functools import partial
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import torch
 
@@ -14,8 +15,10 @@ from .errors import BackendError, CapacityError, DtypeError, ShapeError
 from .events import EventOverlap
 from .low_latency import LowLatency
 from .streams import CallStreams, current_stream, record
+from .verbs import verb
 
 Hook = Callable[[], None]
+T = TypeVar("T")
 
 
 class LowLatencyVerbs:
@@ -44,7 +47,8 @@ class LowLatencyVerbs:
     if TYPE_CHECKING:
 
         def _ready(self, sends: bool = True) -> object: ...
-        def _after_call(self) -> None: ...
+        def _finish(self, result: T) -> T: ...
+        def _break_off(self, error: BaseException) -> None: ...
 
     @staticmethod
     def get_low_latency_rdma_size_hint(
@@ -58,6 +62,7 @@ class LowLatencyVerbs:
         sizes = num_max_dispatch_tokens_per_rank, hidden, num_ranks, num_experts, num_slots
         return buffer_config.low_latency_size_hint(*sizes)
 
+    @verb
     def low_latency_dispatch(
         self,
         x: torch.Tensor,
@@ -119,15 +124,15 @@ class LowLatencyVerbs:
             handle = LowLatencyHandle(got.src_info, got.layout_range, *sizes, got.returns, got.call)
             kept = got.src_info, got.layout_range, got.returns, got.call
             call.returns(got.x, got.scales, got.counts, *kept)
-        self._after_call()
         recv_x: torch.Tensor | tuple[torch.Tensor, torch.Tensor] = got.x
         if got.scales is not None:
             dtype = torch.int32 if use_ue8m0 else torch.float32
             recv_x = got.x, got.scales.view(dtype).transpose(1, 2)
         stats = recv_stats, wait_stats
         hook = self._hook(receive, *rows, got.x, got.scales, got.counts, *kept, *stats)
-        return recv_x, got.counts, handle, call.event, hook
+        return self._finish((recv_x, got.counts, handle, call.event, hook))
 
+    @verb
     def low_latency_combine(
         self,
         x: torch.Tensor,
@@ -184,9 +189,9 @@ class LowLatencyVerbs:
             returning = Returning(checks.packed(x), *tokens, *returns, handle.num_experts)
             receive = engine.combine(returning, combine_wait_recv_cost_stats, return_recv_hook)
             call.returns(result)
-        self._after_call()
         kept = handle.returns, handle.call, combine_wait_recv_cost_stats
-        return result, call.event, self._hook(receive, returning.x, *tokens, *returns, *kept)
+        hook = self._hook(receive, returning.x, *tokens, *returns, *kept)
+        return self._finish((result, call.event, hook))
 
     def get_next_low_latency_combine_buffer(self, handle: LowLatencyHandle) -> torch.Tensor:
         """bf16 [L, R * M, H] for the experts' rows, to be given to `low_latency_combine`: any
@@ -270,15 +275,18 @@ class LowLatencyVerbs:
         if receive is None:
             return None
 
-        def hook() -> None:
-            if self._low_latency is None:
-                raise BackendError("this Buffer was destroyed, and its memory with it.")
-            with self._streams.call():
-                record(tensors, current_stream(self.device))
-                receive()
-            self._after_call()
+        return partial(self._receive, receive, tensors)
 
-        return hook
+    @verb
+    def _receive(self, receive: Hook, tensors: tuple[torch.Tensor | None, ...]) -> None:
+        """What a hook does."""
+        if self._low_latency is None:
+            raise BackendError("this Buffer was destroyed, and its memory with it.")
+        self._low_latency.check()
+        with self._streams.call():
+            record(tensors, current_stream(self.device))
+            receive()
+        self._finish(None)
 
     def _check_stats(
         self, name: str, stats: torch.Tensor | None, size: int, dtype: torch.dtype

@@ -4,14 +4,21 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from functools import partial
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, TypeVar
 
 import torch
 import torch.distributed as dist
 
 from . import checks
+from .buffer_config import Options
 from .engine import KernelEngine
-from .errors import BackendError, CapacityError, VerbsNotThereYet
+from .errors import (
+    BackendError,
+    CapacityError,
+    PeerTimeout,
+    TooManyTokens,
+    VerbsNotThereYet,
+)
 from .events import EventHandle, EventOverlap
 from .lang import INTERPRETED
 from .layer_config import LayerConfig
@@ -20,7 +27,9 @@ from .ring import Ring, RingLayout
 from .slots import SlotLayout, Slots, layer_row
 from .streams import CallStreams
 from .symm import SymmetricTensor, allocate, exchange
-from .verbs import Engine
+from .verbs import Engine, verb
+
+T = TypeVar("T")
 
 
 class Service(VerbsNotThereYet):
@@ -28,6 +37,7 @@ class Service(VerbsNotThereYet):
 
     backend: str
     device: torch.device
+    options: Options
     _engine: Engine | None
     _low_latency: LowLatency | None
     _streams: CallStreams
@@ -84,14 +94,44 @@ class Service(VerbsNotThereYet):
         row = layer_row(w_gate_up.shape[2] * w_gate_up.itemsize, num_topk)
         return engine.layer_config(w_gate_up, row)
 
+    @verb
     def check(self) -> None:
-        """Synchronise and raise what went wrong on the device: PeerTimeout, RoutingError."""
+        """Synchronise and raise what went wrong: PeerTimeout, a call that did not match or was
+        abandoned, RoutingError."""
         if self.device.type == "cuda":
             torch.cuda.synchronize(self.device)
-        if self._engine is not None:
-            self._engine.check(in_call=self._unreleased is not None)
-        if self._low_latency is not None:
-            self._low_latency.check()
+        for engine in self._engines():
+            engine.check()
+        for engine in self._engines():
+            engine.check_ids()
+
+    def _engines(self) -> list[Engine | LowLatency]:
+        """What this Buffer has, as long as it is not destroyed."""
+        return [engine for engine in (self._engine, self._low_latency) if engine is not None]
+
+    def _finish(self, result: T) -> T:
+        """The `result` of a call; RoutingError with it for ids that were known to be bad before the
+        call began. With Options.debug waits, and raises what went wrong in this call too."""
+        if self.options.debug:
+            if self.device.type == "cuda":
+                torch.cuda.synchronize(self.device)
+            for engine in self._engines():
+                engine.check()
+        for engine in self._engines():
+            engine.check_ids(result)
+        return result
+
+    def _break_off(self, error: BaseException) -> None:
+        """End the calls of this Buffer if `error` came in the middle of one, or if only this rank
+        can know of it; and tell the other ranks, unless they find out by themselves or know."""
+        contexts = [context for engine in self._engines() for context in engine.contexts()]
+        broken = next((one for one in contexts if one.step is not None or one.has_ended), None)
+        if broken is None and not (contexts and isinstance(error, TooManyTokens)):
+            return
+        kind, text = (broken or contexts[0]).notice(error)
+        knows = isinstance(error, PeerTimeout) or any(one.was_told for one in contexts)
+        for context in contexts:
+            context.abandon(kind, text, not knows and not context.shrinks)
 
     def destroy(self) -> None:
         """Give the memory back. Collective: no rank may still be in a call. Twice is harmless."""

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import NamedTuple, Protocol
+from functools import wraps
+from typing import Concatenate, NamedTuple, ParamSpec, Protocol, TypeVar
 
 import torch
 
+from .device_context import DeviceContext
 from .dispatch import Collected, row_layout
 from .slots import RowLayout
 
@@ -90,6 +92,39 @@ class Engine(Protocol):
         w_down: torch.Tensor,
     ) -> torch.Tensor: ...
 
-    def check(self, in_call: bool = False) -> None: ...
+    def contexts(self) -> list[DeviceContext]:
+        """What calls of this engine may break, on this rank and on others."""
+
+    def check(self) -> None:
+        """Raise what ended this rank's calls, if anything has."""
+
+    def check_ids(self, result: object = None) -> None:
+        """Raise RoutingError, with the `result` of a call that just ended, if ids out of range were
+        seen before the last `check`."""
 
     def free(self) -> None: ...
+
+
+class BreaksOff(Protocol):
+    """What has verbs."""
+
+    def _break_off(self, error: BaseException) -> None: ...
+
+
+P = ParamSpec("P")
+T = TypeVar("T")
+S = TypeVar("S", bound=BreaksOff)
+
+
+def verb(method: Callable[Concatenate[S, P], T]) -> Callable[Concatenate[S, P], T]:
+    """A method that all ranks call: what breaks it off on this rank, the others are told."""
+
+    @wraps(method)
+    def call(self: S, /, *args: P.args, **kwargs: P.kwargs) -> T:
+        try:
+            return method(self, *args, **kwargs)
+        except BaseException as error:
+            self._break_off(error)
+            raise
+
+    return call

@@ -17,9 +17,11 @@ FOLDERS = ("dispatch", "combine", "grouped_gemm")
 # A module imports from its own layer or from lower ones. A sub-package counts as one module, and
 # "moe_engine" is the package root: the public names, gathered from the layers below it.
 LAYERS = (
-    ("errors", "config", "context"),
+    ("errors", "config", "context", "utils"),
     ("lang", "ptx", "checks", "hardware", "work", "layer_config"),
+    ("device_context",),
     ("slots", "slots_kernels", "ring", "ring_kernels", "tiles", "words", "events"),
+    ("signature_kernels", "fields_kernels"),
     ("buffer_config", "streams"),
     ("routing", "routing_kernels", "reference", "reference_low_latency"),
     ("symm", "trace", "trace_kernels", "tune"),
