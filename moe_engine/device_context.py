@@ -37,6 +37,7 @@ from .errors import (
     PeerTimeout,
     RoutingError,
     ShapeError,
+    TooManyTokens,
     bad_ids,
 )
 from .hardware import outside_capture, pace_ps_per_kb
@@ -50,7 +51,15 @@ COMPILE_S = 300.0
 """Added to the deadline while kernels may still be compiling on some rank."""
 NOTICE_BYTES = 1024
 """Of a notice: the error's type, a zero, the text, zeros. Longer texts are cut."""
-TOLD_AS_THEY_ARE = (ShapeError, DtypeError, CapacityError, RoutingError, BackendError, OutOfStep)
+TOLD_AS_THEY_ARE = (
+    ShapeError,
+    DtypeError,
+    CapacityError,
+    TooManyTokens,
+    RoutingError,
+    BackendError,
+    OutOfStep,
+)
 """Errors that the other ranks raise as the same type; others become a CallAbandoned."""
 
 
@@ -111,7 +120,7 @@ class DeviceContext:
         self.spans: torch.Tensor | None = None
         self._block = block
         self._ended: MoeEngineError | None = None
-        self._has_told = False
+        self.has_told = False
         self._known_bad_ids = self._seen_bad_ids = 0
         self._used: set[tuple[object, ...]] = set()
         pinned, num_ranks = device.type == "cuda", layout.num_ranks
@@ -161,7 +170,6 @@ class DeviceContext:
         more rows came than num_worst_tokens, or than a region holds. What a peer has told, or this
         rank has told its peers: see `abandon`.
         """
-        self._seen_bad_ids = self.report[Report.BAD_IDS]
         if self.has_ended:
             self._ended = self._ended or self._reported()
             raise self._ended.with_traceback(None)
@@ -244,9 +252,9 @@ class DeviceContext:
         current one may hold a kernel that waits; where the device takes none, the other ranks find
         out by their deadline.
         """
-        if self._has_told:
+        if self.has_told:
             return
-        self._has_told = True
+        self.has_told = True
         self._ended = self._ended or told_error(kind, text)
         data = f"{kind}\0{text}".encode()[: NOTICE_BYTES - 1]
         self._notice.zero_()
@@ -276,9 +284,13 @@ class DeviceContext:
 
     # --- Ids out of range --------------------------------------------------------------------
 
+    def note_ids(self) -> None:
+        """Let the next `check_ids` tell of ids that were bad by now."""
+        self._seen_bad_ids = self.report[Report.BAD_IDS]
+
     def check_ids(self, result: object = None) -> None:
         """Raise RoutingError, with the `result` of the call that just ended, if ids out of range
-        had been seen at the last `check`; the calls went on without them."""
+        had been seen by the last `note_ids`; the calls went on without them."""
         num_bad = self._seen_bad_ids - self._known_bad_ids
         if num_bad:
             self._known_bad_ids += num_bad

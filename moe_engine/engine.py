@@ -318,8 +318,9 @@ class KernelEngine:
         return [self.slots.context]
 
     def check(self) -> None:
-        """Raise what ended this rank's calls."""
+        """See `verbs.Engine`."""
         self.slots.context.check()
+        self.slots.context.note_ids()
 
     def check_ids(self, result: object = None) -> None:
         """See `verbs.Engine`."""

@@ -208,8 +208,9 @@ class LowLatency:
         return [self.ring.context]
 
     def check(self) -> None:
-        """Raise what ended this rank's calls."""
+        """See `verbs.Engine`."""
         self.ring.context.check()
+        self.ring.context.note_ids()
 
     def check_ids(self, result: object = None) -> None:
         """See `verbs.Engine`."""

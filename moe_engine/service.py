@@ -15,6 +15,7 @@ from .engine import KernelEngine
 from .errors import (
     BackendError,
     CapacityError,
+    MoeEngineError,
     PeerTimeout,
     TooManyTokens,
     VerbsNotThereYet,
@@ -122,11 +123,16 @@ class Service(VerbsNotThereYet):
         return result
 
     def _break_off(self, error: BaseException) -> None:
-        """End the calls of this Buffer if `error` came in the middle of one, or if only this rank
-        can know of it; and tell the other ranks, unless they find out by themselves or know."""
+        """End the calls of this Buffer on all ranks where an error leaves this one out of step.
+
+        Arguments that are refused before the first launch leave it in step, as all ranks refuse
+        them alike; all else that breaks off a call does not. The others are told, unless they
+        find out by themselves, as of a lost rank, or have told this one.
+        """
         contexts = [context for engine in self._engines() for context in engine.contexts()]
         broken = next((one for one in contexts if one.step is not None or one.has_ended), None)
-        if broken is None and not (contexts and isinstance(error, TooManyTokens)):
+        is_refusal = isinstance(error, MoeEngineError) and not isinstance(error, TooManyTokens)
+        if not contexts or contexts[0].has_told or (broken is None and is_refusal):
             return
         kind, text = (broken or contexts[0]).notice(error)
         knows = isinstance(error, PeerTimeout) or any(one.was_told for one in contexts)

@@ -96,7 +96,7 @@ class Engine(Protocol):
         """What calls of this engine may break, on this rank and on others."""
 
     def check(self) -> None:
-        """Raise what ended this rank's calls, if anything has."""
+        """Raise what ended this rank's calls, if anything has; note the bad ids so far."""
 
     def check_ids(self, result: object = None) -> None:
         """Raise RoutingError, with the `result` of a call that just ended, if ids out of range were
@@ -124,7 +124,9 @@ def verb(method: Callable[Concatenate[S, P], T]) -> Callable[Concatenate[S, P], 
         try:
             return method(self, *args, **kwargs)
         except BaseException as error:
-            self._break_off(error)
+            trace = error.__traceback__
+            if trace is not None and trace.tb_next is not None:  # else the arguments do not bind
+                self._break_off(error)
             raise
 
     return call

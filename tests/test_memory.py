@@ -38,7 +38,8 @@ def exceed_a_region(group):
 def test_rows_beyond_a_region_are_not_written(pool):
     source, other = pool.run(exceed_a_region, num_ranks=2)
     assert "this Buffer's memory" in source
-    assert "more rows for rank 0 than" in other
+    assert other.startswith("rank 0 abandoned call 2")
+    assert source in other
 
 
 def outgrow(group, x, topk_idx, topk_weights):

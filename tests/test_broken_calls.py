@@ -1,0 +1,192 @@
+"""A call that breaks off on one rank, at any moment: no rank ever takes other rows for its own."""
+
+from __future__ import annotations
+
+import os
+import signal
+import time
+
+import pytest
+import torch
+from rounds import BOTH_WAYS, Faults, Injected, Round, again, new_buffer, outcome
+
+SLOW = pytest.mark.slow
+MINUTES = pytest.mark.timeout(900)
+STRIDE = 5
+"""Of the events of a round, every so many are tried, and all of them where tests may be slow."""
+
+
+def raise_it(name):
+    """An interrupt where a host would be interrupted, else what a failed allocation raises."""
+    raise KeyboardInterrupt(name) if name.startswith("after") else Injected(name)
+
+
+def break_off(group, verb, broken_rank, first, stride):
+    """For every event of a round that rank `broken_rank` breaks off, what each of four rounds was
+    on this rank. The events are counted first."""
+    one = Round(verb)
+    buffer = new_buffer(group)
+    with Faults(None, raise_it).installed() as counted:
+        results = [outcome(one, buffer)]
+    buffer.destroy()
+    assert results == ["right"]
+    found = []
+    # All ranks have equally many events here, as all bring tokens.
+    for at in range(first, len(counted.names), stride):
+        buffer = new_buffer(group)
+        torch.distributed.barrier(group)
+        since = time.monotonic()
+        results = []
+        for number, each in enumerate([one, *again(one, 3)]):
+            is_first = number == 0 and group.rank() == broken_rank
+            with Faults(at if is_first else None, raise_it).installed():
+                results.append(outcome(each, buffer))
+        found.append((counted.names[at], results, time.monotonic() - since))
+        torch.distributed.barrier(group)
+        buffer.destroy()
+    return found
+
+
+def check_outcomes(by_rank, broken_rank):
+    """Right, then typed errors for good; on the rank itself nothing but errors."""
+    for rank, found in enumerate(by_rank):
+        for name, results, _ in found:
+            what = f"rank {rank} of a call broken off at '{name}' on {broken_rank}: {results}"
+            errors = [result for result in results if result != "right"]
+            assert results == ["right"] * (4 - len(errors)) + errors, what
+            assert errors, what
+            first, *later = errors
+            if rank == broken_rank:
+                assert len(errors) == 4, what
+                assert first.startswith(("untyped Injected", "untyped KeyboardInterrupt")), what
+            for error in later if rank == broken_rank else errors:
+                assert error == "CallAbandoned", what
+
+
+@MINUTES
+@pytest.mark.parametrize("verb", BOTH_WAYS)
+def test_a_call_that_breaks_off_ends_the_buffer_on_all_ranks(pool, verb):
+    first = BOTH_WAYS.index(verb) % STRIDE
+    check_outcomes(pool.run(break_off, verb, 0, first, STRIDE, num_ranks=2, timeout_s=800), 0)
+
+
+@SLOW
+@pytest.mark.timeout(3600)
+@pytest.mark.parametrize("num_ranks", [2, 3])
+@pytest.mark.parametrize("verb", BOTH_WAYS)
+def test_wherever_it_breaks_off(pool, verb, num_ranks):
+    for rank in range(num_ranks):
+        results = pool.run(break_off, verb, rank, 0, 1, num_ranks=num_ranks, timeout_s=3600)
+        check_outcomes(results, rank)
+
+
+def texts(group, verb):
+    """What each rank is told when rank 1 breaks off at its last launch; what a new Buffer does."""
+    from moe_engine import CallAbandoned
+
+    one = Round(verb)
+    buffer = new_buffer(group)
+    with Faults(None, raise_it).installed() as counted:
+        outcome(one, buffer)
+    last = max(at for at, name in enumerate(counted.names) if name.startswith("before"))
+    with Faults(last if group.rank() == 1 else None, raise_it).installed():
+        first = outcome(again(one, 1)[0], buffer)
+    with pytest.raises(CallAbandoned) as told:
+        for each in again(one, 2):
+            run_it(each, buffer)
+    torch.distributed.barrier(group)
+    buffer.destroy()
+    buffer = new_buffer(group)
+    second = outcome(one, buffer)
+    buffer.destroy()
+    return first, str(told.value), second
+
+
+def run_it(one, buffer):
+    from rounds import run
+
+    assert run(one, buffer)
+
+
+PHASES = {
+    "normal": "final_sum",
+    "cached": "final_sum",
+    "layer": "gemm_combine",
+    "low_latency": "low_latency_combine, receive",
+    "decode": "low_latency_combine, both",
+}
+
+
+@pytest.mark.parametrize("verb", BOTH_WAYS)
+def test_the_others_learn_who_where_and_why(pool, verb):
+    for _, text, second in pool.run(texts, verb, num_ranks=min(3, pool.num_ranks)):
+        assert "rank 1 abandoned call" in text
+        assert f"in phase '{PHASES[verb]}' because of Injected: before" in text
+        assert text.endswith("Make a new Buffer.")
+        assert second == "right"
+
+
+# --- Killed, and two Buffers ---------------------------------------------------------------------
+
+
+def kill(name):
+    os.kill(os.getpid(), signal.SIGKILL)
+
+
+def be_killed(group, verb, at):
+    """What rounds are on a rank that lives, when rank 1 is killed at an event of the second."""
+    buffer = new_buffer(group, timeout_s=3.0)
+    one = Round(verb)
+    results = [outcome(one, buffer)]
+    torch.distributed.barrier(group)
+    for number, each in enumerate(again(one, 3)):
+        strikes = number == 0 and group.rank() == 1
+        with Faults(at if strikes else None, kill).installed():
+            results.append(outcome(each, buffer))
+    return results
+
+
+@MINUTES
+@pytest.mark.parametrize(
+    ("verb", "at"),
+    [
+        ("normal", 9),
+        ("layer", 20),
+        *(pytest.param(v, at, marks=SLOW) for v in BOTH_WAYS for at in range(2, 40, 6)),
+    ],
+)
+def test_a_rank_killed_anywhere_leaves_typed_errors(pool, verb, at):
+    if pool.device == "cuda":
+        pytest.skip("a killed process takes its part of the NCCL group along")
+    results = pool.run(be_killed, verb, at, num_ranks=3, expect_death={1})
+    for rank in (0, 2):
+        assert results[rank][0] == "right"
+        assert set(results[rank]) <= {"right", "PeerTimeout"}, results[rank]
+        assert results[rank][-1] == "PeerTimeout"
+
+
+def interleave(group, seed, at):
+    """What rounds are on two Buffers in random order, the first of which is broken off."""
+    generator = torch.Generator().manual_seed(seed)
+    buffers, found = [new_buffer(group), new_buffer(group)], [[], []]
+    for number in range(8):
+        which, verb = torch.randint(0, 10, (2,), generator=generator).tolist()
+        strikes = number == 3 and group.rank() == 0
+        which = 0 if number == 3 else which % 2
+        with Faults(at if strikes else None, raise_it).installed():
+            one = Round(BOTH_WAYS[verb % 5], seed=number)
+            found[which].append((number, outcome(one, buffers[which])))
+    torch.distributed.barrier(group)
+    for buffer in buffers:
+        buffer.destroy()
+    return found
+
+
+@MINUTES
+@pytest.mark.parametrize("seed", [0, *(pytest.param(s, marks=SLOW) for s in range(1, 20))])
+def test_another_buffer_goes_on(pool, seed):
+    for broken, other in pool.run(interleave, seed, 4 + seed % 7, num_ranks=2):
+        assert [result for _, result in other] == ["right"] * len(other)
+        assert all(result == "right" for number, result in broken if number < 3)
+        assert all(result != "wrong" for _, result in broken)
+        assert not any(result == "right" for number, result in broken if number > 3)
