@@ -19,7 +19,11 @@ settings.register_profile(
 settings.load_profile("moe_engine")
 
 
-def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    if not config.option.markexpr:
+        for item in items:
+            if item.get_closest_marker("slow"):
+                item.add_marker(pytest.mark.skip(reason="takes long; choose it with -m slow"))
     num_gpus = torch.cuda.device_count()
     for marker, needed in (("gpu", 1), ("multi_gpu", 2)):
         for item in items:

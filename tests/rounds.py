@@ -69,7 +69,7 @@ def expert_weights(one: Round, num_ranks: int, num_local: int):
 
 
 def run(one: Round, buffer, num_local: int = 4) -> bool:
-    """Make the calls of a round on this rank; whether all results are right. Raises what they do."""
+    """Make the calls of a round on this rank; whether all results are right. Raises as they do."""
     from moe_engine import moe_ffn, reference
 
     num_ranks, rank = buffer.group_size, buffer.rank

@@ -31,7 +31,7 @@ def first_call(group, timeout_s):
 
 
 def lose_rank_1(group, step):
-    """(peer, phase) that ends a layer in which rank 1 stops before `step`, and tells nobody; None on
+    """(peer, phase) that ends a layer in which rank 1 stops before `step` and tells nobody; None on
     rank 1."""
     from moe_engine import PeerTimeout, combine, dispatch, moe_ffn
 
