@@ -19,7 +19,8 @@ import triton.language as tl
 RESULTS = Path(__file__).parent / "results"
 FIELDS = (
     "bench verb model tokens ranks routing impl dtype us p99 floor_us ratio_to ratio tflops "
-    "remote_gbs num_comm_sms error layers prompt tokens_per_s commit device torch triton time"
+    "host_us remote_gbs num_comm_sms error layers prompt tokens_per_s commit device torch triton "
+    "time"
 ).split()
 GRAPH_CALLS = 10
 MIN_REPLAYS, MAX_SECONDS = 100, 1.0

@@ -167,13 +167,14 @@ class Bench:
         slots = self.buffers[0]._engine.slots
         max_rows = self.num_ranks * self.shape.tokens * experts.num_topk
         config = LayerConfig.choose(self.problem())
+        act = tokens.x.new_empty(max_rows, experts.up.shape[1] // 2)
 
         def call() -> None:
             lanes = Lanes(
                 *(tokens.x, tokens.idx, tokens.weights),
                 routing.layout(tokens.idx, experts.num_experts, slots),
             )
-            dispatch_experts(lanes, experts.up, max_rows, config, slots)
+            dispatch_experts(lanes, experts.up, act, config, slots)
             release(slots)
 
         rows, ends = tokens.received()

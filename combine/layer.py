@@ -41,11 +41,12 @@ def gemm_combine(
     a: torch.Tensor,
     w: torch.Tensor,
     y: torch.Tensor,
+    out: torch.Tensor,
     returns: Returns,
     num_return_programs: int,
     config: GemmConfig,
     slots: Slots,
-) -> torch.Tensor:
+) -> None:
     """out [T, H]: rows a [M, I] times w [L, H, I], into y [M, H], weighted and summed by token.
 
     A rank sums the rows that it has of a token and writes one to the token's rank, which adds up
@@ -100,7 +101,6 @@ def gemm_combine(
     )
     share_sms(launched)
     records = returns.records
-    out = y.new_empty(len(records.send_head), hidden)
     launched = layer_sum_kernel[(2 if INTERPRETED else SUM_PROGRAMS * num_sms(y.device),)](
         out,
         y,
@@ -120,4 +120,3 @@ def gemm_combine(
     )
     share_sms(launched)
     slots.context.step = None
-    return out

@@ -178,16 +178,16 @@ def _of_copies(words: Words, batch: int) -> dict[str, Any]:
 def dispatch_gemm(
     a: torch.Tensor,
     w: torch.Tensor,
+    out: torch.Tensor,
     schedule: StagedSchedule,
     num_copy_programs: int,
     config: GemmConfig,
     slots: Slots,
-) -> torch.Tensor:
-    """silu(gate) * up [M, I] of the expert rows a [M, H] times w [L, 2I, H], while they arrive. The
-    launch before it is that of `copy_rows`."""
+) -> None:
+    """out [M, I] = silu(gate) * up of the expert rows a [M, H] times w [L, 2I, H], while they
+    arrive. The launch before it is that of `copy_rows`."""
     slots.context.step = "dispatch_gemm"
     num_columns, depth = w.shape[1] // 2, w.shape[2]
-    out = a.new_empty(len(a), num_columns)
     block_n, by_part = config.block_n // 2, w.view(-1, num_columns, depth)
     launched = dispatch_gemm_kernel[(num_compute_programs(a.device, config),)](
         create_ragged_descriptor(a, [config.block_m, config.block_k]),
@@ -208,7 +208,6 @@ def dispatch_gemm(
         **early_launch(),
     )
     share_sms(launched)
-    return out
 
 
 @dataclass(frozen=True, slots=True)

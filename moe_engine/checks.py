@@ -166,8 +166,9 @@ def check_max_tokens(num_tokens: int, max_tokens: int | None) -> None:
 
 def check_max_dispatch_tokens(max_tokens: int, num_tokens: int = 0) -> None:
     """num_max_dispatch_tokens_per_rank must be 1 to 4096, and hold the tokens that came."""
-    if not 1 <= max_tokens <= MAX_LOW_LATENCY_TOKENS or num_tokens > max_tokens:
-        raise (TooManyTokens if num_tokens > max_tokens else CapacityError)(
+    is_possible = 1 <= max_tokens <= MAX_LOW_LATENCY_TOKENS
+    if not is_possible or num_tokens > max_tokens:
+        raise (TooManyTokens if is_possible else CapacityError)(
             f"num_max_dispatch_tokens_per_rank is {max_tokens} and {num_tokens} tokens came; it "
             "must be the most that any rank brings, the same on all ranks, 1 to "
             f"{MAX_LOW_LATENCY_TOKENS}. Send larger batches with dispatch."

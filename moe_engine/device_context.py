@@ -119,7 +119,7 @@ class DeviceContext:
         self.shrinks = False
         self.spans: torch.Tensor | None = None
         self._block = block
-        self._ended: MoeEngineError | None = None
+        self.ended: MoeEngineError | None = None
         self.has_told = False
         self._known_bad_ids = self._seen_bad_ids = 0
         self._used: set[tuple[object, ...]] = set()
@@ -171,13 +171,13 @@ class DeviceContext:
         rank has told its peers: see `abandon`.
         """
         if self.has_ended:
-            self._ended = self._ended or self._reported()
-            raise self._ended.with_traceback(None)
+            self.ended = self.ended or self._reported()
+            raise self.ended.with_traceback(None)
 
     @property
     def has_ended(self) -> bool:
         """Whether `check` raises."""
-        return self._ended is not None or self.report[Report.VALID] != 0
+        return self.ended is not None or self.report[Report.VALID] != 0
 
     @property
     def was_told(self) -> bool:
@@ -243,9 +243,12 @@ class DeviceContext:
         step, why = self.step or "argument checks", f"{kind}: {error}".rstrip(": ")
         return kind, f"rank {self.rank} abandoned {call} in phase '{step}' because of {why}"
 
-    def abandon(self, kind: str, text: str, tell_peers: bool = True) -> None:
+    def abandon(
+        self, kind: str, text: str, tell_peers: bool = True, cause: MoeEngineError | None = None
+    ) -> None:
         """End this rank's calls for good, and with tell_peers those of the other ranks: these raise
-        an error with the text of a `notice` in the call that they are in, or in the next one.
+        an error with the text of a `notice` in the call that they are in, or in the next one. This
+        rank goes on to raise `cause`, if there is one.
 
         A notice is stored on each rank before the bit of its `BROKEN` word; kernels report the bit
         to their host, which then reads the notice. The copies have a stream of their own, since the
@@ -255,7 +258,7 @@ class DeviceContext:
         if self.has_told:
             return
         self.has_told = True
-        self._ended = self._ended or told_error(kind, text)
+        self.ended = self.ended or cause or told_error(kind, text)
         data = f"{kind}\0{text}".encode()[: NOTICE_BYTES - 1]
         self._notice.zero_()
         self._notice[: len(data)] = torch.frombuffer(bytearray(data), dtype=torch.uint8)

@@ -133,24 +133,21 @@ class KernelEngine:
             self._grow(1, largest_row, header)
         partition = Partition.choose(self.num_comm_sms, owned)
         with self._first_use("dispatch", tokens.x, owned, tokens.num_topk, tokens.num_experts):
+            out = self._new_rows(tokens, num_worst_tokens, owned) if num_worst_tokens else None
             counts, outgoing, send_head = self._begin(tokens, header, grows)
             dispatch_verbs.push(outgoing, header, partition, self.slots)
             if not grows:
                 self._check_emulated()
-            num_rows, per_expert = num_worst_tokens, []
-            if not num_worst_tokens:
+            per_expert: list[int] = []
+            if out is None:
                 num_rows, *per_expert = self._beside.read(lambda: self._received(counts))
                 most_rows = self.slots.context.rows_wanted() if grows else 0
                 if most_rows:
                     self._grow(most_rows, largest_row, header)
                     return self._dispatch(tokens, num_worst_tokens, owned)
                 self.slots.context.check()
-            prefix, new = counts.rank_prefix_matrix, tokens.x.new_empty
-            if owned:
-                rows = new(num_rows, tokens.x.shape[1])
-            else:
-                rows = new(num_rows, dtype=torch.int64)
-            out = dispatch_verbs.new_collected(rows, tokens.scales, tokens.num_topk)
+                out = self._new_rows(tokens, num_rows, owned)
+            prefix = counts.rank_prefix_matrix
             received = out, tokens.x, tokens.row, prefix, header, self.slots
             if owned:
                 dispatch_verbs.collect(*received, partition)
@@ -166,6 +163,12 @@ class KernelEngine:
                 send_head,
             )
             return out, per_expert, handle
+
+    def _new_rows(self, tokens: Tokens, num_rows: int, owned: bool) -> Collected:
+        """Room for received rows, or for their addresses where they are not `owned`."""
+        shape = (num_rows, tokens.x.shape[1]) if owned else (num_rows,)
+        rows = tokens.x.new_empty(shape, dtype=tokens.x.dtype if owned else torch.int64)
+        return dispatch_verbs.new_collected(rows, tokens.scales, tokens.num_topk)
 
     def _received(self, counts: Counts) -> torch.Tensor:
         """int32 [1 + L]: rows that this rank receives, in all and by local expert."""
@@ -258,12 +261,12 @@ class KernelEngine:
         num_ranks, num_experts = self.slots.layout.num_ranks, len(w_gate_up)
         row = layer_row(x.shape[1] * x.itemsize, topk_idx.shape[1])
         header = header_bytes(num_experts * num_ranks, num_ranks)
-        self._check_capacity(len(x), row, header)
         max_rows = num_ranks * max(1, self.max_tokens(row, header)) * row.num_topk
         config = self.layer_config(w_gate_up, row)
         with self._first_use("moe_ffn", x, row.num_topk, w_gate_up.shape, config):
             num_bytes = expert_rows_bytes(max_rows, row.payload_bytes)
-            self.slots.reserve_expert_rows(num_bytes, self._was_captured)
+            self.slots.reserve_expert_rows(num_bytes, self._was_captured)  # all ranks meet here
+            self._check_capacity(len(x), row, header)
             out = feed_forward(
                 *(x, topk_idx, topk_weights, w_gate_up, w_down, max_rows, config), self.slots
             )

@@ -33,7 +33,9 @@ def feed_forward(
     lanes = dispatch.Lanes(
         x, topk_idx, topk_weights, routing.layout(topk_idx, len(w_gate_up) * slots.num_ranks, slots)
     )
-    there = dispatch_experts(lanes, w_gate_up, max_expert_rows, config, slots)
+    # Before the first launch that other ranks see: what is large enough to be refused.
+    out, act = torch.empty_like(x), x.new_empty(max_expert_rows, w_down.shape[2])
+    there = dispatch_experts(lanes, w_gate_up, act, config, slots)
     header = header_bytes(lanes.num_experts, slots.num_ranks)
     records = dispatch.send_records(
         lanes, there.lane_places, there.places, there.schedule, header, slots
@@ -41,18 +43,18 @@ def feed_forward(
     returns = combine.Returns(lanes, records, there.schedule, header)
     tiles = gemm_config(w_down, max_expert_rows // slots.num_ranks, block_m=there.tiles.block_m)
     tiles = beside_sums(replace(tiles, group_m=config.group_m, num_splits=1))
-    return combine.gemm_combine(
-        there.act, w_down, there.rows, returns, config.num_return_programs, tiles, slots
+    combine.gemm_combine(
+        act, w_down, there.rows, out, returns, config.num_return_programs, tiles, slots
     )
+    return out
 
 
 @dataclass(frozen=True, slots=True)
 class Dispatched:
-    """The way there, launched: rows [M, H] of the experts, act [M, I] of the up-projection, and
-    what the way back needs to know of them."""
+    """The way there, launched: rows [M, H] of the experts, and what the way back needs to know of
+    them."""
 
     rows: torch.Tensor
-    act: torch.Tensor
     places: routing.Places
     lane_places: routing.LanePlaces
     schedule: StagedSchedule
@@ -62,12 +64,13 @@ class Dispatched:
 def dispatch_experts(
     lanes: dispatch.Lanes,
     w_gate_up: torch.Tensor,
-    max_expert_rows: int,
+    act: torch.Tensor,
     config: LayerConfig,
     slots: Slots,
 ) -> Dispatched:
-    """The first half of `feed_forward`, behind the layout: rows to the experts, up-projection."""
-    x, num_ranks = lanes.x, slots.num_ranks
+    """The first half of `feed_forward`, after the layout: rows to the experts, and the
+    up-projection into act [M, I]."""
+    x, num_ranks, max_expert_rows = lanes.x, slots.num_ranks, len(act)
     num_bytes = max_expert_rows * x.shape[1] * x.itemsize
     rows = slots.expert_rows.local[:num_bytes].view(x.dtype).view(max_expert_rows, x.shape[1])
     copies = slots.expert_rows.local[num_bytes:][: 8 * max_expert_rows].view(torch.int64)
@@ -84,8 +87,8 @@ def dispatch_experts(
     num_programs = dispatch.copy_rows(
         x, rows, copies, own_order, places, schedule, config.num_copy_programs, slots
     )
-    act = dispatch.dispatch_gemm(rows, w_gate_up, schedule, num_programs, tiles, slots)
-    return Dispatched(rows, act, places, lane_places, schedule, tiles)
+    dispatch.dispatch_gemm(rows, w_gate_up, act, schedule, num_programs, tiles, slots)
+    return Dispatched(rows, places, lane_places, schedule, tiles)
 
 
 def expert_rows_bytes(max_expert_rows: int, row_bytes: int) -> int:

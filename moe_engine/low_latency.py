@@ -102,16 +102,21 @@ class LowLatency:
         num_experts = len(w_gate_up) * self.num_ranks
         row_format = "bf16" if x.dtype == torch.bfloat16 else "fp32"
         sending = Sending(x, topk_idx, topk_weights, max_tokens, num_experts, row_format)
+        most_rows = self.num_ranks * max_tokens * min(topk_idx.shape[1], len(w_gate_up))
+        # Before the first launch: what is large enough to be refused.
+        out, call = torch.empty_like(x), topk_idx.new_empty(1)
+        act = x.new_empty(most_rows, w_down.shape[2])
+        y = x.new_empty(most_rows, x.shape[1])
         packed, _ = self.dispatch(sending, compact=True)
-        num_rows = len(packed.x)
+        assert len(packed.x) == most_rows
+        self.ring.context.step = "multiply"
         # Balanced routing brings as many rows as this rank sends out.
         up = gemm_config(w_gate_up, max_tokens * topk_idx.shape[1], "swiglu")
         down = gemm_config(w_down, max_tokens * topk_idx.shape[1], block_m=up.block_m)
-        schedule = tile_schedule(packed.counts, num_rows, up.block_m)
-        swiglu = Epilogue("swiglu")
-        act = multiply(Rows(packed.x), Weights(w_gate_up), swiglu, schedule, num_rows, None, up)
-        y = multiply(Rows(act), Weights(w_down), Epilogue(), schedule, num_rows, None, down)
-        out, call = torch.empty_like(x), packed.call.new_empty(1)
+        schedule = tile_schedule(packed.counts, most_rows, up.block_m)
+        swiglu, plain = Epilogue("swiglu"), Epilogue()
+        multiply(Rows(packed.x), Weights(w_gate_up), swiglu, schedule, most_rows, act, up)
+        multiply(Rows(act), Weights(w_down), plain, schedule, most_rows, y, down)
         returned = packed.returns, packed.call, out, call, num_experts
         self.combine(Returning(y, topk_idx, None, *returned))
         return out

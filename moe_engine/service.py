@@ -137,7 +137,8 @@ class Service(VerbsNotThereYet):
         kind, text = (broken or contexts[0]).notice(error)
         knows = isinstance(error, PeerTimeout) or any(one.was_told for one in contexts)
         for context in contexts:
-            context.abandon(kind, text, not knows and not context.shrinks)
+            cause = None if broken is None else broken.ended
+            context.abandon(kind, text, not knows and not context.shrinks, cause)
 
     def destroy(self) -> None:
         """Give the memory back. Collective: no rank may still be in a call. Twice is harmless."""
