@@ -12,6 +12,7 @@ from ..lang import (
     is_broken,
     put,
     put_rows,
+    report_abandoned,
     round_to,
     row_mask,
     row_pointers,
@@ -32,7 +33,7 @@ from ..slots_kernels import (
     region,
     span,
 )
-from ..work import claim, claim_next, end_call, end_push
+from ..work import claim, claim_next, end_push, finish_call, is_last_program
 
 
 @triton.jit(do_not_specialize=["num_tokens", "num_push_programs", "num_rows", "region_rows"])
@@ -193,7 +194,10 @@ def final_sum_kernel(
     BLOCK_H: tl.constexpr,
 ):
     """Sum the tokens that `return_rows_kernel` has not; the last program finishes the call."""
-    group = tl.where(is_broken(context), num_tokens, claim(context))
+    if is_broken(context):
+        report_abandoned(context)
+        return
+    group = claim(context)
     while group < tl.cdiv(num_tokens, GROUP):
         _sum_group(
             out,
@@ -225,7 +229,8 @@ def final_sum_kernel(
             BLOCK_H,
         )
         group = claim(context)
-    end_call(context)
+    if is_last_program(context):
+        finish_call(context)
 
 
 @device_function
