@@ -24,7 +24,7 @@ from moe_engine import (
 )
 from moe_engine.emulation import PerRank, RankError
 
-TIMEOUT_S = 1.5
+TIMEOUT_S = 4.0
 EXPERTS = 12
 
 

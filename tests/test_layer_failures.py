@@ -35,7 +35,7 @@ def lose_rank_1(group, step):
     rank 1."""
     from moe_engine import PeerTimeout, combine, dispatch, moe_ffn
 
-    args = first_call(group, 1.5)
+    args = first_call(group, 4.0)
     buffer = args[-1]
     if group.rank() == 1:
         buffer._break_off = lambda error: None
@@ -63,12 +63,12 @@ def be_late(group):
     """What ends a layer in which rank 1 pushes after 1.5 times the time limit."""
     from moe_engine import PeerTimeout, dispatch, moe_ffn
 
-    args = first_call(group, 2.0)
+    args = first_call(group, 4.0)
     buffer = args[-1]
     real, seen = dispatch.push_lanes, None
 
     def push_late(*args):
-        time.sleep(3.0)
+        time.sleep(6.0)
         real(*args)
 
     if group.rank() == 1:
