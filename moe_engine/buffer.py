@@ -92,9 +92,9 @@ class Buffer(LowLatencyVerbs, Service):
         if low_latency_mode:
             smallest = SlotLayout(self.group_size, LINE_BYTES, options.num_slots).num_bytes
             num_bytes, ring_bytes = max(num_nvl_bytes, smallest), num_rdma_bytes
-        given = exchange(group, lambda: ((num_bytes, ring_bytes), options))
+        given = exchange(group, lambda: ((num_bytes, ring_bytes), options), "Options")
         buffer_config.check_options(options, given)
-        rank_0 = exchange(group, lambda: {} if self.rank else measured_layers())[0]
+        rank_0 = exchange(group, lambda: {} if self.rank else measured_layers(), "layers")[0]
         layers = LayerChoices(options.layer, rank_0)
         layout = SlotLayout.fit(num_bytes, self.group_size, options.num_slots)
         timeout_s = options.timeout_s or timeout_seconds()

@@ -18,7 +18,6 @@ its own. The rows to itself are metadata alone: their payload stays where it is,
 
 from __future__ import annotations
 
-import os
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -27,6 +26,7 @@ from typing import TYPE_CHECKING, Protocol
 import torch
 
 from .context import MAX_STAGES, Phase, Report, Word
+from .deadline import timeout_seconds  # noqa: F401, for who imports it from here
 from .errors import (
     BackendError,
     CapacityError,
@@ -329,18 +329,6 @@ class DeviceContext:
         """Go on with the bad ids that `other` has seen, some of them not told yet."""
         self._known_bad_ids = other._known_bad_ids
         self.words[Word.BAD_IDS] = self.report[Report.BAD_IDS] = other.report[Report.BAD_IDS]
-
-
-def timeout_seconds() -> float:
-    """Deadline of a wait: MOE_ENGINE_TIMEOUT_S, 100 s by default."""
-    text = os.environ.get("MOE_ENGINE_TIMEOUT_S", "100")
-    try:
-        seconds = float(text)
-    except ValueError:
-        seconds = 0.0
-    if seconds <= 0:
-        raise BackendError(f"MOE_ENGINE_TIMEOUT_S is {text!r}; it must be a positive number.")
-    return seconds
 
 
 class Slots:

@@ -15,7 +15,7 @@ import triton.language as tl
 
 from moe_engine import lang, symm
 from moe_engine.emulation import PerRank, RankError, RankPool
-from moe_engine.errors import BackendError, ShapeError
+from moe_engine.errors import BackendError, OutOfStep, ShapeError
 
 NUM_BYTES = 10_000  # not a multiple of a page
 ROW = 64
@@ -190,7 +190,8 @@ def kill_rank_1(group, when):
         emulated._map = lambda *args: os.kill(os.getpid(), signal.SIGKILL)
     try:
         block = symm.allocate(group, NUM_BYTES)
-    except RuntimeError:
+    except OutOfStep as error:
+        assert "rank 1 at the meeting 'mapping memory'" in str(error)
         return "refused"
     if group.rank() == 1:
         os.kill(os.getpid(), signal.SIGKILL)
@@ -213,7 +214,7 @@ def kill_rank_1(group, when):
 )
 def test_a_killed_rank_leaves_nothing_behind(when, outcome):
     before = set(os.listdir("/dev/shm"))
-    with RankPool(3) as ranks:
+    with RankPool(3, env={"MOE_ENGINE_TIMEOUT_S": "5"}) as ranks:
         pids = ranks.run(get_pid)
         assert ranks.run(kill_rank_1, when, expect_death={1}, timeout_s=30) == [
             outcome,
