@@ -14,6 +14,7 @@ import torch.distributed as dist
 from . import buffer_config, checks
 from .buffer_config import DEFAULT_OPTIONS, Config, Options, Programs
 from .collective import CollectiveEngine
+from .deadline import timeout_seconds
 from .engine import KernelEngine
 from .errors import BackendError, ShapeError
 from .events import EventHandle, EventOverlap
@@ -21,7 +22,7 @@ from .low_latency import LowLatency
 from .low_latency_verbs import LowLatencyVerbs
 from .ring import RingLayout
 from .service import Service, default_device, new_ring, new_slots
-from .slots import SlotLayout, timeout_seconds
+from .slots import SlotLayout
 from .streams import CallStreams
 from .symm import choose_backend, exchange
 from .tune import LayerChoices, measured_layers
@@ -94,10 +95,12 @@ class Buffer(LowLatencyVerbs, Service):
         if low_latency_mode:
             smallest = SlotLayout(self.group_size, LINE_BYTES, options.num_slots).num_bytes
             num_bytes, ring_bytes = max(num_nvl_bytes, smallest), num_rdma_bytes
-        given = exchange(group, lambda: ((num_bytes, ring_bytes), options))
+        given = exchange(group, lambda: ((num_bytes, ring_bytes), options), "Options")
         buffer_config.check_options(options, given)
         measured, number = exchange(
-            group, lambda: ({}, 0) if self.rank else (measured_layers(), secrets.randbits(31))
+            group,
+            lambda: ({}, 0) if self.rank else (measured_layers(), secrets.randbits(31)),
+            "layers",
         )[0]
         layers = LayerChoices(options.layer, measured)
         layout = SlotLayout.fit(num_bytes, self.group_size, options.num_slots)

@@ -3,10 +3,12 @@ differently: no protocol depends on it."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from dataclasses import dataclass, replace
+from collections.abc import Iterator, Mapping
+from dataclasses import asdict, dataclass, replace
 
 import torch
+
+from .errors import ShapeError
 
 HBM_GBS = 4300.0
 """GB/s that an H200 reads and writes, as in a large copy."""
@@ -17,6 +19,13 @@ REREAD = 0.1
 """What a second tile of an expert adds to the time that its weights take from memory."""
 HEIGHTS = (128, 64, 32, 16)
 """Rows of a tile."""
+LARGEST = {
+    **{"block_m": 256, "block_n": 512, "block_k": 512, "num_warps": 32, "num_stages": 16},
+    **{"subtiles": 64, "programs_per_sm": 32, "group_m": 1 << 14, "num_splits": 64},
+}
+"""Of the numbers of a GemmConfig, beyond what any GPU can run."""
+POWERS = "block_m", "block_n", "block_k", "num_warps", "subtiles"
+"""Those that are powers of 2."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -85,6 +94,14 @@ class GemmConfig:
     group_m: int = 8
     num_splits: int = 1
 
+    def check(self) -> None:
+        """ShapeError for numbers that no tile has: no ints, not positive, or too large."""
+        numbers = asdict(self)
+        check_numbers("GemmConfig", numbers, LARGEST)
+        uneven = {name: numbers[name] for name in POWERS if numbers[name].bit_count() != 1}
+        if uneven:
+            raise ShapeError(f"a GemmConfig has {uneven}; these must be powers of 2.")
+
     def launch_options(self) -> dict[str, int]:
         """What every kernel of such tiles is launched with."""
         return {
@@ -128,6 +145,18 @@ class GemmConfig:
         if problem.capability[0] not in (9, 10):
             return cls(128, 128, 32, num_warps=8, num_stages=3, subtiles=2)
         return cls(128, 256, 64, num_warps=8, num_stages=3, subtiles=itemsize)
+
+
+def check_numbers(kind: str, numbers: Mapping[str, object], most: Mapping[str, int]) -> None:
+    """ShapeError unless each number is an int of 1 to its most."""
+    wrong = {
+        name: value
+        for name, value in numbers.items()
+        if not (type(value) is int and 1 <= value <= most[name])
+    }
+    if wrong:
+        limits = ", ".join(f"{name} up to {most[name]}" for name in wrong)
+        raise ShapeError(f"a {kind} has {wrong}; these must be ints of 1 or more, {limits}.")
 
 
 def candidates(problem: GemmProblem, block_m: int | None = None) -> Iterator[GemmConfig]:

@@ -3,7 +3,8 @@
     with RankPool(4) as pool:
         pool.run(function, x, PerRank([a, b, c, d]))  # [function(group, x, a) of rank 0, ...]
 
-The script that makes a pool needs the `if __name__ == "__main__":` of all multiprocessing.
+The script that makes a pool needs the `if __name__ == "__main__":` of all multiprocessing. Ranks
+find each other through a file that no other user can open, and talk over the loopback device.
 """
 
 from __future__ import annotations
@@ -11,6 +12,7 @@ from __future__ import annotations
 import multiprocessing
 import os
 import pickle
+import shutil
 import signal
 import sys
 import threading
@@ -21,11 +23,11 @@ from collections.abc import Callable, Collection, Mapping
 from contextlib import suppress
 from multiprocessing.connection import Connection, wait
 from multiprocessing.context import SpawnProcess
+from tempfile import mkdtemp
 from typing import Any, NoReturn, cast
 
 import torch
 import torch.distributed as dist
-from torch._C._distributed_c10d import TCPStore
 
 from .errors import BackendError, MoeEngineError, ShapeError
 from .symm import environment
@@ -88,7 +90,8 @@ class RankPool:
         self._env["GLOO_SOCKET_IFNAME"] = "lo"  # needs no network and no resolvable host name
         self._env |= env or {}
         self._ranks: list[tuple[SpawnProcess, Connection]] = []
-        weakref.finalize(self, _kill, self._ranks)  # runs at exit, too
+        self._folders: list[str] = []  # the store's, while there are processes
+        weakref.finalize(self, _kill, self._ranks, self._folders)  # runs at exit, too
 
     def __enter__(self) -> RankPool:
         return self
@@ -98,7 +101,7 @@ class RankPool:
 
     def close(self) -> None:
         """End all processes; a later run starts new ones."""
-        _kill(self._ranks)
+        _kill(self._ranks, self._folders)
 
     def run(
         self,
@@ -134,13 +137,14 @@ class RankPool:
 
     def _start(self) -> None:
         self.close()
-        self._store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+        folder = mkdtemp(prefix="moe_engine-")  # for this user alone
+        self._folders.append(folder)
         spawn = multiprocessing.get_context("spawn")
         for rank in range(self.num_ranks):
             here, there = spawn.Pipe()
             process = spawn.Process(
                 target=_serve,
-                args=(there, rank, self.num_ranks, self.device, self._store.port),
+                args=(there, rank, self.num_ranks, self.device, folder),
                 name=f"moe_engine rank {rank}",
                 daemon=True,
             )
@@ -210,22 +214,24 @@ class RankPool:
         return results
 
 
-def _kill(ranks: list[tuple[SpawnProcess, Connection]]) -> None:
+def _kill(ranks: list[tuple[SpawnProcess, Connection]], folders: list[str]) -> None:
     for process, _ in ranks:
         process.kill()
     for process, connection in ranks:
         connection.close()
         process.join(GRACE_S)
     ranks.clear()
+    while folders:
+        shutil.rmtree(folders.pop(), ignore_errors=True)
 
 
 # --- In a rank -------------------------------------------------------------------------------
 
 
-def _serve(connection: Connection, rank: int, num_ranks: int, device: str, port: int) -> NoReturn:
+def _serve(connection: Connection, rank: int, num_ranks: int, device: str, folder: str) -> NoReturn:
     """Answer the pool's jobs until it goes away."""
     global _parent
-    threading.Thread(target=_exit_with_pool, daemon=True).start()
+    threading.Thread(target=_exit_with_pool, args=(folder,), daemon=True).start()
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is the pool's to handle
     groups: list[Any] = []  # of 1, 2 .. num_ranks ranks
 
@@ -234,7 +240,7 @@ def _serve(connection: Connection, rank: int, num_ranks: int, device: str, port:
         if device == "cuda":
             torch.cuda.set_device(rank)
         backend = "gloo" if device == "cpu" else "cpu:gloo,cuda:nccl"
-        store = TCPStore("127.0.0.1", port)
+        store = dist.FileStore(os.path.join(folder, "store"))
         dist.init_process_group(backend, store=store, rank=rank, world_size=num_ranks)
         groups.extend(dist.new_group(list(range(size))) for size in range(1, num_ranks))
         groups.append(dist.group.WORLD)
@@ -254,10 +260,11 @@ def _serve(connection: Connection, rank: int, num_ranks: int, device: str, port:
     os._exit(0)
 
 
-def _exit_with_pool() -> None:
+def _exit_with_pool(folder: str) -> None:
     parent = multiprocessing.parent_process()
     assert parent is not None
     parent.join()
+    shutil.rmtree(folder, ignore_errors=True)  # the pool may have been killed
     os._exit(0)
 
 

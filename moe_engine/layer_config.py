@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import asdict, dataclass
 
+from .config import check_numbers
 from .context import MAX_STAGES
 from .errors import ShapeError
 
@@ -34,6 +35,8 @@ START_US = 30.0
 PUSH_PROGRAMS = 132
 COPY_PROGRAMS = 132
 RETURN_PROGRAMS = 264
+MOST = 1 << 14
+"""Of any of these numbers; far more than a GPU runs at once."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -99,19 +102,13 @@ class LayerConfig:
     group_m: int = 8
 
     def check(self) -> None:
-        """ShapeError for numbers that are not positive, or more parts than there are flags for."""
+        """ShapeError for numbers that are no ints, not positive or beyond MOST, for more parts than
+        there are flags for, and for an own_apart that is no bool."""
         numbers = {name: value for name, value in asdict(self).items() if name != "own_apart"}
-        most = {"num_stages": MAX_STAGES.value, "num_return_stages": MAX_STAGES.value}
-        wrong = {
-            name: value
-            for name, value in numbers.items()
-            if not 1 <= value <= most.get(name, value)
-        }
-        if wrong:
-            raise ShapeError(
-                f"a LayerConfig has {wrong}; these must be 1 or more, and stages at most "
-                f"{MAX_STAGES.value}."
-            )
+        stages = {"num_stages": MAX_STAGES.value, "num_return_stages": MAX_STAGES.value}
+        check_numbers("LayerConfig", numbers, dict.fromkeys(numbers, MOST) | stages)
+        if type(self.own_apart) is not bool:
+            raise ShapeError(f"own_apart is {self.own_apart!r}; it must be a bool.")
 
     def shared(self) -> LayerConfig:
         """What must be equal on all ranks: the stages. All else is each rank's own affair."""

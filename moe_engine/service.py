@@ -193,7 +193,7 @@ def new_slots(
     `DeviceContext`."""
 
     def new_block(num_bytes: int, was_captured: bool) -> SymmetricTensor:
-        captured = exchange(group, lambda: was_captured)
+        captured = exchange(group, lambda: was_captured, "replacing memory")
         if any(captured):
             ranks = ", ".join(str(rank) for rank, one in enumerate(captured) if one)
             raise CapacityError(

@@ -20,7 +20,6 @@ its own. The rows to itself are metadata alone: their payload stays where it is,
 
 from __future__ import annotations
 
-import os
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
@@ -185,18 +184,6 @@ class SlotLayout:
         while span < 8 and span * self.chunk_rows(row_bytes) * row_bytes < SPAN_BYTES:
             span *= 2
         return span
-
-
-def timeout_seconds() -> float:
-    """Deadline of a wait: MOE_ENGINE_TIMEOUT_S, 100 s by default."""
-    text = os.environ.get("MOE_ENGINE_TIMEOUT_S", "100")
-    try:
-        seconds = float(text)
-    except ValueError:
-        seconds = 0.0
-    if seconds <= 0:
-        raise BackendError(f"MOE_ENGINE_TIMEOUT_S is {text!r}; it must be a positive number.")
-    return seconds
 
 
 class Slots:

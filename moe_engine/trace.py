@@ -24,11 +24,12 @@ import torch
 import torch.distributed as dist
 
 from .context import Phase, Role, Word
-from .device_context import DeviceContext
+from .deadline import timeout_seconds
+from .device_context import COMPILE_S, DeviceContext
 from .errors import BackendError, CapacityError
 from .lang import INTERPRETED, TRACING
 from .ptx import MAX_SPANS
-from .slots import SlotLayout, Slots, timeout_seconds
+from .slots import SlotLayout, Slots
 from .symm import allocate, exchange
 from .trace_kernels import ping_kernel
 
@@ -120,7 +121,7 @@ def align_clocks(group: dist.ProcessGroup | None) -> list[Clock]:
 
     As NTP does: rank 0 asks at a, a rank answers with its time t, rank 0 knows it at b. The rank is
     t - (a + b) / 2 ahead, and this is wrong by at most (b - a) / 2; the round with the smallest
-    b - a counts. Collective. BackendError, on all ranks, if a rank does not answer in time.
+    b - a counts. Collective. PeerTimeout, on all ranks, if a rank does not answer in time.
     """
     if group is None or group.size() == 1:
         return [Clock(0, 0)]
@@ -135,7 +136,7 @@ def align_clocks(group: dist.ProcessGroup | None) -> list[Clock]:
         slots.context.check()
         return [Clock(0, 0), *map(best_clock, rounds[1:])]
 
-    clocks = exchange(group, compare)[0]
+    clocks = exchange(group, compare, "aligning clocks", slots.context.timeout_s + COMPILE_S)[0]
     slots.free()
     return clocks
 

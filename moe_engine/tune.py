@@ -6,11 +6,14 @@ from __future__ import annotations
 import functools
 import json
 import os
+import shutil
+import stat
+import warnings
 from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from tempfile import NamedTemporaryFile
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 
@@ -23,6 +26,9 @@ from .utils import next_power_of_2
 GEMMS, LAYERS = "gemm.json", "layer.json"
 MAX_SLOWER = 1.5
 """Candidates predicted to take more than this many times the shortest time are not tried."""
+MOST_BYTES = 4 << 20
+"""Of a file that is read: thousands of choices, and rank 0 can still send them to the others."""
+C = TypeVar("C", GemmConfig, LayerConfig)
 
 
 # --- Files ---------------------------------------------------------------------------------------
@@ -41,34 +47,97 @@ def device_name() -> str:
 
 
 def read_choices(path: Path) -> dict[str, Any]:
-    """The choices for this kind of device, by problem; none without a file of ours."""
+    """The choices for this kind of device, by problem; none without a file. Warns of a file that is
+    not ours."""
     begin = f"{device_name()} "
-    choices = _read(path).items()
+    try:
+        choices = _read(path).items()
+    except (OSError, ValueError) as error:
+        _warn(path, f"cannot be read ({error})")
+        return {}
     return {key.removeprefix(begin): choice for key, choice in choices if key.startswith(begin)}
+
+
+def read_configs(path: Path, kind: type[C]) -> dict[str, C]:
+    """`read_choices` as configs. Warns of those that this version cannot take, and leaves them
+    out."""
+    found = {}
+    choices = read_choices(path)
+    for key, choice in choices.items():
+        try:
+            config = kind(**choice)
+            config.check()
+        except (TypeError, ShapeError, RecursionError):
+            continue
+        if asdict(config) == choice:
+            found[key] = config
+    if len(found) < len(choices):
+        _warn(path, f"has {len(choices) - len(found)} choices that this version cannot take")
+    return found
 
 
 def keep_choice(path: Path, problem: str, choice: dict[str, Any]) -> None:
     """Add a choice to a file. Who reads it meanwhile sees the old one or the new; of two who add at
-    once one may be lost. BackendError where it cannot be written."""
+    once one may be lost. BackendError where it cannot be written, or holds what is not ours."""
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
         choices = _read(path) | {f"{device_name()} {problem}": choice}
+        text = json.dumps(choices, indent=1)
         with NamedTemporaryFile("w", dir=path.parent, suffix=path.suffix, delete=False) as partial:
-            json.dump(choices, partial, indent=1)
+            partial.write(text)
+        if path.exists():
+            shutil.copymode(path, partial.name)  # others may share it
         Path(partial.name).replace(path)
     except OSError as error:
         raise BackendError(
             f"{choice} was measured, but cannot be kept: {error}. Set MOE_ENGINE_CACHE to a folder "
             "that can be written."
         ) from None
+    except (ValueError, RecursionError) as error:
+        raise BackendError(
+            f"{choice} was measured, but is not kept: {path} exists and is not ours ({error}). "
+            "Remove it, or set MOE_ENGINE_CACHE to another folder."
+        ) from None
 
 
 def _read(path: Path) -> dict[str, Any]:
+    """What a file holds, nothing without one. OSError where it cannot be read, ValueError for what
+    `keep_choice` never writes."""
     try:
-        stored = json.loads(path.read_text())
-    except (OSError, ValueError):  # none yet, or not ours
+        with open(path, "rb", opener=_open_at_once) as file:
+            if not stat.S_ISREG(os.fstat(file.fileno()).st_mode):
+                raise ValueError("it is no regular file")
+            text = file.read(MOST_BYTES + 1)
+    except (FileNotFoundError, NotADirectoryError):
         return {}
-    return stored if isinstance(stored, dict) else {}
+    if len(text) > MOST_BYTES:
+        raise ValueError(f"it has more than {MOST_BYTES} bytes")
+    try:
+        stored = json.loads(text)
+    except RecursionError:
+        raise ValueError("it is nested too deeply") from None
+    if not isinstance(stored, dict):
+        raise ValueError(f"it holds a {type(stored).__name__}")
+    return stored
+
+
+def _open_at_once(path: str, flags: int) -> int:
+    """Does not wait for the writer of a FIFO."""
+    return os.open(path, flags | os.O_NONBLOCK)
+
+
+_warned: set[Path] = set()
+
+
+def _warn(path: Path, why: str) -> None:
+    """Say once why a file, or a part of it, is not used."""
+    if path not in _warned:
+        _warned.add(path)
+        warnings.warn(
+            f"{path} {why}. This is ignored: remove the file, or set MOE_ENGINE_CACHE to another "
+            "folder.",
+            stacklevel=2,
+        )
 
 
 def _fields(fields: dict[str, Any]) -> str:
@@ -77,7 +146,10 @@ def _fields(fields: dict[str, Any]) -> str:
 
 # --- Tiles of a grouped GEMM ---------------------------------------------------------------------
 
-_read_once = functools.cache(read_choices)
+
+@functools.cache
+def _read_once(path: Path) -> dict[str, GemmConfig]:
+    return read_configs(path, GemmConfig)
 
 
 def _key(problem: GemmProblem, block_m: int | None) -> str:
@@ -87,15 +159,15 @@ def _key(problem: GemmProblem, block_m: int | None) -> str:
 
 
 def tuned(problem: GemmProblem, block_m: int | None = None) -> GemmConfig | None:
-    """The measured choice for a problem, None where there is none."""
+    """The measured choice for a problem, None where there is none, or none that would be tried."""
     stored = _read_once(cache_path(GEMMS))
     if not stored or problem.capability is None:
         return None
     found = stored.get(_key(problem, block_m))
-    try:
-        return None if found is None else GemmConfig(**found)
-    except TypeError:  # of another version
-        return None
+    if found is None or replace(found, num_splits=1) in candidates(problem, block_m):
+        return found
+    _warn(cache_path(GEMMS), f"has {found} for {problem}, which is never tried")
+    return None
 
 
 @functools.lru_cache(4096)
@@ -157,13 +229,4 @@ class LayerChoices:
 
 def measured_layers() -> dict[str, LayerConfig]:
     """The choices of `keep_layer` for this kind of device; those of other versions are left out."""
-    found = {}
-    for key, choice in read_choices(cache_path(LAYERS)).items():
-        try:
-            config = LayerConfig(**choice)
-            config.check()
-        except (TypeError, ShapeError):
-            continue
-        if asdict(config) == choice:
-            found[key] = config
-    return found
+    return read_configs(cache_path(LAYERS), LayerConfig)

@@ -76,6 +76,7 @@ def test_what_was_measured_comes_first(monkeypatch: pytest.MonkeyPatch, tmp_path
     tune.best_config.cache_clear()
 
 
+@pytest.mark.filterwarnings("ignore:.*gemm.json")
 def test_a_bad_file_of_measurements_is_as_none(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
@@ -86,6 +87,7 @@ def test_a_bad_file_of_measurements_is_as_none(
         path.write_text(text)
         tune._read_once.cache_clear()
         assert tune.tuned(problem) is None
+    path.unlink()
     tune.keep_choice(path, tune._key(problem, None), {"of another version": 1})
     tune._read_once.cache_clear()
     assert tune.tuned(problem) is None

@@ -2,8 +2,10 @@
 
 import os
 import signal
+import socket
 import subprocess
 import sys
+import tempfile
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -101,6 +103,52 @@ def test_ranks_have_their_own_environment():
     with RankPool(1, env={"MOE_TEST": "yes"}) as one:
         assert one.run(get_environment) == [(True, "yes", 1)]
     assert dict(os.environ) == before
+
+
+# --- What others see --------------------------------------------------------------------------
+
+
+def open_to_others() -> set[str]:
+    """Inodes of the sockets of this machine that listen on more than the loopback device."""
+    found = set()
+    for name, loopback in (("tcp", "0100007F"), ("tcp6", "0" * 24 + "01000000")):
+        for line in Path("/proc/net", name).read_text().splitlines()[1:]:
+            _, local, _, state, *_ = fields = line.split()
+            if state == "0A" and not local.startswith(loopback):
+                found.add(fields[9])
+    return found
+
+
+def sockets_of(pid: int) -> set[str]:
+    """Inodes of the sockets of a process."""
+    files = [os.path.realpath(f"/proc/{pid}/fd/{n}") for n in os.listdir(f"/proc/{pid}/fd")]
+    return {file.partition("socket:[")[2][:-1] for file in files if "/socket:[" in file}
+
+
+def test_nothing_listens_to_other_machines(pair):
+    pids = pair.run(get_pid)
+    assert all(sockets_of(pid) for pid in pids)
+    with socket.create_server(("", 0)):
+        assert sockets_of(os.getpid()) & open_to_others()
+    for pid in (os.getpid(), *pids):
+        assert not sockets_of(pid) & open_to_others()
+
+
+def store_folders() -> dict[str, int]:
+    """The folders of pools' stores and their modes."""
+    return {
+        str(path): path.stat().st_mode & 0o777
+        for path in Path(tempfile.gettempdir()).glob("moe_engine-*")
+    }
+
+
+def test_the_store_is_for_this_user_and_goes_with_the_ranks():
+    before = store_folders()
+    with RankPool(1) as one:
+        one.run(get_pid)
+        made = store_folders().items() - before.items()
+        assert [mode for _, mode in made] == [0o700]
+    assert not store_folders().items() & made
 
 
 # --- Messages --------------------------------------------------------------------------------
@@ -309,12 +357,13 @@ def test_ranks_end_with_the_process_that_made_them(tmp_path, end):
     path = os.pathsep.join([str(Path(__file__).parent), *filter(None, sys.path)])
     with subprocess.Popen(
         [sys.executable, script, end],
-        env=os.environ | {"PYTHONPATH": path},
+        env=os.environ | {"PYTHONPATH": path, "TMPDIR": str(tmp_path)},
         stdout=subprocess.PIPE,
         text=True,
     ) as parent:
         pids = [int(pid) for pid in parent.stdout.readline().split()]
         assert len(pids) == 2
+        assert end == "exit" or list(tmp_path.glob("moe_engine-*"))
         if end == "wait":
             parent.kill()
         parent.wait(20)
@@ -322,3 +371,4 @@ def test_ranks_end_with_the_process_that_made_them(tmp_path, end):
     while not all(map(is_gone, pids)) and time.monotonic() < deadline:
         time.sleep(0.05)
     assert all(map(is_gone, pids))
+    assert not list(tmp_path.glob("moe_engine-*"))

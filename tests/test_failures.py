@@ -381,7 +381,7 @@ def test_cpu_tensors_need_the_interpreter():
 
 
 def test_timeout_variable(monkeypatch):
-    from moe_engine.slots import timeout_seconds
+    from moe_engine.deadline import timeout_seconds
 
     monkeypatch.setenv("MOE_ENGINE_TIMEOUT_S", "2.5")
     assert timeout_seconds() == 2.5

@@ -15,7 +15,9 @@ import triton.language as tl
 
 from moe_engine import lang, symm
 from moe_engine.emulation import PerRank, RankError, RankPool
-from moe_engine.errors import BackendError, ShapeError
+from moe_engine.errors import BackendError, OutOfStep, ShapeError
+from moe_engine.symm import exchange
+from moe_engine.symm.emulated import EmulatedTensor, Place, _map
 
 NUM_BYTES = 10_000  # not a multiple of a page
 ROW = 64
@@ -190,7 +192,8 @@ def kill_rank_1(group, when):
         emulated._map = lambda *args: os.kill(os.getpid(), signal.SIGKILL)
     try:
         block = symm.allocate(group, NUM_BYTES)
-    except RuntimeError:
+    except OutOfStep as error:
+        assert "rank 1 at the meeting 'mapping memory'" in str(error)
         return "refused"
     if group.rank() == 1:
         os.kill(os.getpid(), signal.SIGKILL)
@@ -213,7 +216,7 @@ def kill_rank_1(group, when):
 )
 def test_a_killed_rank_leaves_nothing_behind(when, outcome):
     before = set(os.listdir("/dev/shm"))
-    with RankPool(3) as ranks:
+    with RankPool(3, env={"MOE_ENGINE_TIMEOUT_S": "5"}) as ranks:
         pids = ranks.run(get_pid)
         assert ranks.run(kill_rank_1, when, expect_death={1}, timeout_s=30) == [
             outcome,
@@ -300,6 +303,59 @@ def test_a_failure_of_one_rank_is_raised_on_all(pool):
     for error in errors_of(pool, allocate_without_memory, num_ranks=2):
         assert type(error) is BackendError
         assert "OSError: no memory left (rank 1)" in str(error)
+
+
+def allocate_under_another_pid(group):
+    """As in another PID namespace: rank 1's number of itself is another process's here."""
+    from moe_engine.symm import emulated
+
+    getpid = os.getpid
+    if group.rank() == 1:
+        emulated.os.getpid = os.getppid
+    try:
+        allocate(group, NUM_BYTES)
+    finally:
+        emulated.os.getpid = getpid
+
+
+def test_other_pid_namespaces_are_refused_on_every_rank(pool):
+    if pool.device != "cpu":
+        pytest.skip("of the emulated backend")
+    for error in errors_of(pool, allocate_under_another_pid, num_ranks=2):
+        assert type(error) is BackendError
+        assert f"memory of rank 1, process {os.getpid()}, cannot" in str(error)
+        assert "share a PID namespace" in str(error)
+
+
+def test_only_the_file_that_was_meant_is_mapped(monkeypatch):
+    file = os.memfd_create("test")
+    os.ftruncate(file, NUM_BYTES)
+    status = os.fstat(file)
+    place = Place(os.getpid(), file, status.st_dev, status.st_ino, 0)
+    assert _map(place, NUM_BYTES).numel() == NUM_BYTES
+    read_end, write_end = os.pipe()
+    others = [{"inode": place.inode + 1}, {"device": place.device + 1}, {"file": read_end}]
+    for other in (*others, {"file": 10**6}, {"pid": 2**22 + 1}):
+        with pytest.raises(BackendError, match=r"memory of rank 0, process \d+, cannot be mapped"):
+            _map(place._replace(**other), NUM_BYTES)
+    monkeypatch.setattr(os, "geteuid", lambda: status.st_uid + 1)
+    with pytest.raises(BackendError, match="another file is there, or one of another user"):
+        _map(place, NUM_BYTES)
+    for number in (file, read_end, write_end):
+        os.close(number)
+
+
+def test_the_memory_is_for_its_user_alone(monkeypatch):
+    modes = []
+
+    def note(group, make, what):
+        made = exchange(group, make, what)
+        modes.extend(os.fstat(place.file).st_mode & 0o777 for place in made if place)
+        return made
+
+    monkeypatch.setattr("moe_engine.symm.emulated.exchange", note)
+    EmulatedTensor(None, NUM_BYTES)
+    assert modes == [0o600]
 
 
 def test_the_cpu_needs_the_interpreter(monkeypatch):

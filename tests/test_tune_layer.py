@@ -156,6 +156,7 @@ BAD = [
 ]
 
 
+@pytest.mark.filterwarnings("ignore:.*layer.json")
 @pytest.mark.parametrize("choice", BAD)
 def test_choices_of_other_versions_do_not_count(folder, choice):
     tune.keep_layer(PROBLEM, OTHER)

@@ -27,10 +27,10 @@ from torch import Tensor, nn
 
 from ..buffer import Buffer
 from ..checks import check_at_least
+from ..deadline import timeout_seconds
 from ..device_context import COMPILE_S
 from ..errors import BackendError, CapacityError, DtypeError, OutOfStep, ShapeError
 from ..layer import moe_ffn
-from ..slots import timeout_seconds
 from ..symm import default_group, exchange
 
 NAME = "moe_engine"
@@ -202,7 +202,9 @@ class Passes:
 def _connect_hosts(group: dist.ProcessGroup, timeout_s: float) -> Any:
     """Connect the hosts of `group`, which may know GPUs alone, with a deadline of their own."""
     # Not dist.new_group: it numbers the groups of a process, and ranks may have made others.
-    name = exchange(group, lambda: f"moe_engine/hosts/{os.getpid()}/{next(_names)}")[0]
+    name = exchange(
+        group, lambda: f"moe_engine/hosts/{os.getpid()}/{next(_names)}", "connecting hosts"
+    )[0]
     store = dist.PrefixStore(name, dist.distributed_c10d._get_process_group_store(group))
     timeout = timedelta(seconds=timeout_s)
     return dist.ProcessGroupGloo(store, group.rank(), group.size(), timeout)

@@ -11,19 +11,19 @@ from __future__ import annotations
 
 import os
 import socket
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Protocol, TypeVar
+from typing import Protocol
 
 import torch
 import torch.distributed as dist
 
 from .. import lang
 from ..errors import BackendError, ShapeError
+from .meeting import exchange, per_rank
 
 BACKENDS = ("single", "emulated", "torch")
-T = TypeVar("T")
 
 
 class SymmetricTensor(Protocol):
@@ -55,12 +55,13 @@ def allocate(
     Collective. `group=None` is the default group, or one rank where torch.distributed is not
     initialised; `device=None` is the current CUDA device, or the CPU where there is none or where
     kernels are interpreted. Raises, on every rank, ShapeError when `num_bytes` differs or is not
-    positive and BackendError as `choose_backend` does or when memory cannot be mapped.
+    positive, BackendError as `choose_backend` does or when memory cannot be mapped, and OutOfStep
+    where a rank does not come (`exchange`).
     """
     group = group or default_group()
     device = resolve_device(device)
     backend = choose_backend(group, backend, device)
-    _check_sizes(exchange(group, lambda: num_bytes))
+    _check_sizes(exchange(group, lambda: num_bytes, "bytes to allocate"))
     if backend == "single":
         from .single import SingleTensor
 
@@ -86,10 +87,12 @@ def choose_backend(
     """
     group = group or default_group()
     device = resolve_device(device)
-    choices = exchange(group, lambda: (_choose_here(group, backend, device), _host()))
+    choices = exchange(
+        group, lambda: (_choose_here(group, backend, device), _host()), "choosing a backend"
+    )
     names, hosts = zip(*choices, strict=True)
     if len(set(names)) > 1:
-        raise BackendError(f"ranks chose different backends: {_per_rank(names)}. Give all the same")
+        raise BackendError(f"ranks chose different backends: {per_rank(names)}. Give all the same")
     if len(set(hosts)) > 1:
         raise BackendError(
             f"backend '{names[0]}' needs all ranks on one host, but they run on "
@@ -111,30 +114,6 @@ def resolve_device(device: torch.device | str | None) -> torch.device:
     if device.type == "cuda" and device.index is None and torch.cuda.is_available():
         return torch.device("cuda", torch.cuda.current_device())
     return device
-
-
-def exchange(group: dist.ProcessGroup | None, make: Callable[[], T]) -> list[T]:
-    """What `make()` returned on each rank; also a barrier.
-
-    If it raised anywhere, every rank raises BackendError, so that none is left waiting.
-    """
-    mine: tuple[T | None, str | None]
-    try:
-        mine = make(), None
-    except BackendError as error:
-        mine = None, str(error)
-    except Exception as error:
-        mine = None, f"{type(error).__name__}: {error}"
-    everyone = [mine]
-    if group is not None:
-        everyone = [mine] * group.size()
-        dist.all_gather_object(everyone, mine, group=group)
-    failed = {rank: text for rank, (_, text) in enumerate(everyone) if text is not None}
-    if failed:
-        texts = set(failed.values())
-        where = f" (rank{'s' * (len(failed) > 1)} {', '.join(map(str, failed))})"
-        raise BackendError("; ".join(sorted(texts)) + where)
-    return [value for value, _ in everyone]  # type: ignore[misc]
 
 
 @contextmanager
@@ -197,13 +176,9 @@ def _check_cuda(group: dist.ProcessGroup | None, backend: str) -> None:
 
 def _check_sizes(sizes: list[int]) -> None:
     if len(set(sizes)) > 1:
-        raise ShapeError(f"num_bytes differs between ranks: {_per_rank(sizes)}. Give all the same")
+        raise ShapeError(f"num_bytes differs between ranks: {per_rank(sizes)}. Give all the same")
     if not isinstance(sizes[0], int) or sizes[0] <= 0:
         raise ShapeError(f"num_bytes is {sizes[0]!r}; it must be a positive int")
-
-
-def _per_rank(values: list[T] | tuple[T, ...]) -> str:
-    return ", ".join(f"{value!r} on rank {rank}" for rank, value in enumerate(values))
 
 
 def _host() -> str:

@@ -9,29 +9,47 @@ from __future__ import annotations
 import mmap
 import os
 from contextlib import ExitStack
+from typing import NamedTuple
 
 import torch
 import torch.distributed as dist
 
-from . import exchange
+from ..errors import BackendError
+from .meeting import exchange
+
+
+class Place(NamedTuple):
+    """A file that a process has open, and which file that is."""
+
+    pid: int
+    file: int
+    device: int
+    inode: int
+    rank: int
 
 
 class EmulatedTensor:
     """A `SymmetricTensor` on the CPU; `group=None` is one rank."""
 
     def __init__(self, group: dist.ProcessGroup | None, num_bytes: int):
+        rank = 0 if group is None else group.rank()
         self._blocks: list[torch.Tensor] = []
         with ExitStack() as until_mapped:
 
-            def create() -> tuple[int, int]:
+            def create() -> Place:
                 file = os.memfd_create("moe_engine")
                 until_mapped.callback(os.close, file)
+                os.fchmod(file, 0o600)
                 os.ftruncate(file, num_bytes)
-                return os.getpid(), file
+                status = os.fstat(file)
+                return Place(os.getpid(), file, status.st_dev, status.st_ino, rank)
 
-            places = exchange(group, create)
-            exchange(group, lambda: self._blocks.extend(_map(*p, num_bytes) for p in places))
-        self.local = self._blocks[0 if group is None else group.rank()]
+            def map_all() -> None:
+                self._blocks.extend(_map(place, num_bytes) for place in places)
+
+            places = exchange(group, create, "allocating memory")
+            exchange(group, map_all, "mapping memory")
+        self.local = self._blocks[rank]
         self.peer_addresses = torch.tensor([block.data_ptr() for block in self._blocks])
 
     def peer(self, rank: int) -> torch.Tensor:
@@ -44,10 +62,21 @@ class EmulatedTensor:
         self.peer_addresses = torch.zeros_like(self.peer_addresses)
 
 
-def _map(pid: int, file: int, num_bytes: int) -> torch.Tensor:
-    """The file open as number `file` in process `pid`, as a uint8 tensor."""
-    opened = os.open(f"/proc/{pid}/fd/{file}", os.O_RDWR)
+def _map(place: Place, num_bytes: int) -> torch.Tensor:
+    """The file at a place, as a uint8 tensor. BackendError where another one is there, or none."""
     try:
-        return torch.frombuffer(mmap.mmap(opened, num_bytes), dtype=torch.uint8)
-    finally:
-        os.close(opened)
+        opened = os.open(f"/proc/{place.pid}/fd/{place.file}", os.O_RDWR | os.O_NONBLOCK)
+        try:
+            status = os.fstat(opened)
+            found = status.st_dev, status.st_ino, status.st_uid
+            if found != (place.device, place.inode, os.geteuid()):
+                raise OSError("another file is there, or one of another user")
+            return torch.frombuffer(mmap.mmap(opened, num_bytes), dtype=torch.uint8)
+        finally:
+            os.close(opened)
+    except OSError as error:
+        raise BackendError(
+            f"the memory of rank {place.rank}, process {place.pid}, cannot be mapped: {error}. "
+            "Emulated ranks must be processes of one user that see each other in /proc: run them "
+            "in one container, or in containers that share a PID namespace (docker run --pid=...)."
+        ) from error

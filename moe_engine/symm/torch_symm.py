@@ -10,8 +10,10 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from ..errors import BackendError
-from . import environment, exchange
+from ..deadline import timeout_seconds
+from ..errors import BackendError, OutOfStep
+from . import environment
+from .meeting import absent_keys, exchange, ranks_text
 
 _names = count()
 
@@ -21,12 +23,12 @@ class _MeetingStore(dist.Store):
 
     torch numbers the exchanges of all its rendezvous in one count per process, and ranks that took
     part in different numbers of them would wait for each other's keys in vain. Here the numbers
-    start anew each time.
+    start anew each time. It waits no longer than the engine does.
     """
 
     def __init__(self, store: dist.Store):
         super().__init__()
-        self._store = store
+        self._store, self._seconds = store, timeout_seconds()
         self._first: int | None = None
 
     def _key(self, key: str) -> str:
@@ -39,11 +41,17 @@ class _MeetingStore(dist.Store):
         self._store.set(self._key(key), value)
 
     def get(self, key: str) -> bytes:
+        self.wait([key])
         return self._store.get(self._key(key))
 
     def wait(self, keys: list[str], timeout: timedelta | None = None) -> None:  # type: ignore[override]
-        renamed = [self._key(key) for key in keys]
-        self._store.wait(renamed) if timeout is None else self._store.wait(renamed, timeout)
+        absent = absent_keys(self._store, [self._key(key) for key in keys], self._seconds)
+        if absent:
+            late = ranks_text(int(key.rpartition("/")[2]) for key in absent)
+            raise OutOfStep(
+                f"{late} did not come within {self._seconds:g} s to map memory: see what {late} "
+                "did last, and make new Buffers once all ranks are there."
+            )
 
 
 class TorchTensor:
@@ -83,10 +91,12 @@ class TorchTensor:
             finally:
                 _unregister_process_group(name)
 
-        exchange(group, create)
+        exchange(group, create, "allocating memory")
         # All ranks take the name that the first proposes: new to each of them.
-        names = exchange(group, lambda: f"moe_engine/{os.getpid()}/{next(_names)}")
-        exchange(group, lambda: meet(names[0]))
+        names = exchange(
+            group, lambda: f"moe_engine/{os.getpid()}/{next(_names)}", "naming a rendezvous"
+        )
+        exchange(group, lambda: meet(names[0]), "mapping memory")
         self.peer_addresses = torch.tensor(
             self._handle.buffer_ptrs, dtype=torch.int64, device=device
         )

@@ -1,0 +1,220 @@
+"""Meetings of the hosts of a group: what one rank brings, all learn.
+
+Ranks meet at the store of their group. So a meeting has the engine's deadline, takes no
+communicator, and leaves the group usable when it fails. Each rank numbers the meetings of a group
+by itself, and leaves its message of meeting n under the key n/rank. Messages travel by pickle: who
+can write to that store can run code on the ranks, as with torch.distributed's own collectives of
+objects.
+"""
+
+from __future__ import annotations
+
+import pickle
+import time
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from contextlib import suppress
+from dataclasses import dataclass, field
+from typing import Any, TypeVar
+from weakref import WeakKeyDictionary
+
+import torch.distributed as dist
+
+from .. import errors
+from ..deadline import DEFAULT_S, timeout_seconds
+from ..errors import BackendError, MoeEngineError, OutOfStep
+
+FIRST_PAUSE_S, LAST_PAUSE_S = 1e-4, 0.02
+"""Between two looks at the store; each pause is twice as long as the one before."""
+T = TypeVar("T")
+
+_numbers: WeakKeyDictionary[dist.ProcessGroup, int] = WeakKeyDictionary()
+
+
+def exchange(
+    group: dist.ProcessGroup | None,
+    make: Callable[[], T],
+    what: str,
+    timeout_s: float | None = None,
+) -> list[T]:
+    """What `make()` returned on each rank, as copies; also a barrier. `what` names the meeting.
+
+    If it raised anywhere, every rank raises, so that none is left waiting: the error of the first
+    such rank where it is one of this package, else BackendError. What ends a process, like
+    KeyboardInterrupt, remains what it is on its own rank. OutOfStep where ranks are at different
+    meetings, or where one does not come within `timeout_s` from when this rank begins to wait
+    (None: MOE_ENGINE_TIMEOUT_S, 100 s); if it comes later, it raises OutOfStep too.
+
+    Groups that torch.distributed knows no store of meet by its all_gather_object instead, under the
+    deadline of the group.
+    """
+    table = _Table.of(group)
+    seconds, mine = DEFAULT_S, None
+    try:
+        try:
+            seconds = timeout_seconds() if timeout_s is None else timeout_s
+            data = pickle.dumps(_Message(what, make()))
+        except Exception as error:
+            mine, data = error, _Message.of_failed(what, error)
+        messages = _gather(group, data) if table is None else table.meet(what, data, seconds)
+    except BaseException as error:
+        if table is not None:
+            table.leave(_Message.of_failed(what, error))
+        raise
+    _check(messages, cause=mine)
+    return [message.value for message in messages.values()]
+
+
+def absent_keys(store: dist.Store, keys: Sequence[str], seconds: float) -> list[str]:
+    """Wait for keys in a store, at most so long: those that are not there then.
+
+    A wait of the store itself would keep its other users waiting, and Ctrl-C.
+    """
+    end, pause = time.monotonic() + seconds, FIRST_PAUSE_S
+    while not store.check(list(keys)):
+        left = end - time.monotonic()
+        if left <= 0:
+            return [key for key in keys if not store.check([key])]
+        time.sleep(min(pause, left))
+        pause = min(2 * pause, LAST_PAUSE_S)
+    return []
+
+
+def per_rank(values: Iterable[object]) -> str:
+    """ "1 on rank 0, 2 on rank 1"."""
+    return ", ".join(f"{value!r} on rank {rank}" for rank, value in enumerate(values))
+
+
+def ranks_text(ranks: Iterable[int]) -> str:
+    """ "rank 1", or "ranks 1, 2"."""
+    numbers = [str(rank) for rank in ranks]
+    return f"rank{'s' * (len(numbers) > 1)} {', '.join(numbers)}"
+
+
+@dataclass(frozen=True, slots=True)
+class _Failure:
+    """An exception on its way to other ranks: its class in errors.py, text and plain attributes."""
+
+    kind: str
+    text: str
+    attributes: dict[str, Any] = field(default_factory=dict)
+
+    @classmethod
+    def of(cls, error: BaseException) -> _Failure:
+        for kind in type(error).__mro__:
+            if vars(errors).get(kind.__name__) is kind:
+                plain = {k: v for k, v in vars(error).items() if isinstance(v, int | float | str)}
+                return cls(kind.__name__, str(error), plain)
+        text = f"{type(error).__name__}: {error}".removesuffix(": ")
+        return cls(BackendError.__name__, text)
+
+    def as_error(self, text: str) -> MoeEngineError:
+        """The exception anew, without its `__init__`, which may take something else than a text."""
+        kind = getattr(errors, self.kind)
+        error: MoeEngineError = kind.__new__(kind)
+        error.args = (text,)
+        vars(error).update(self.attributes)
+        return error
+
+
+@dataclass(frozen=True, slots=True)
+class _Message:
+    """What a rank brings to the meeting `what`."""
+
+    what: str
+    value: Any = None
+    failure: _Failure | None = None
+
+    @classmethod
+    def of_failed(cls, what: str, error: BaseException) -> bytes:
+        return pickle.dumps(cls(what, failure=_Failure.of(error)))
+
+
+class _Table:
+    """Where the messages of one meeting lie."""
+
+    def __init__(self, group: dist.ProcessGroup, store: dist.Store):
+        self._rank, self._num_ranks = group.rank(), group.size()
+        self._number = _numbers[group] = _numbers.get(group, -1) + 1
+        # Any: its type says that values are str, and they may be bytes.
+        self._store: Any = dist.PrefixStore("moe_engine/meetings", store)
+
+    @classmethod
+    def of(cls, group: dist.ProcessGroup | None) -> _Table | None:
+        """The next one of a group, None for one rank or without a store."""
+        if group is None or group.size() == 1:
+            return None
+        try:
+            store = dist.distributed_c10d._get_process_group_store(group)
+        except KeyError:
+            return None
+        return None if store is None else cls(group, store)
+
+    def leave(self, data: bytes) -> None:
+        """Put this rank's message in place of the one before, for who has not read that yet."""
+        with suppress(RuntimeError):  # the store is gone
+            self._store.set(f"{self._number}/{self._rank}", data)
+
+    def meet(self, what: str, data: bytes, seconds: float) -> dict[int, _Message]:
+        """The messages of all ranks. OutOfStep if some do not come in time."""
+        keys = [f"{self._number}/{rank}" for rank in range(self._num_ranks)]
+        try:
+            self._store.set(keys[self._rank], data)
+            absent = absent_keys(self._store, keys, seconds)
+            came = {r: self._store.get(key) for r, key in enumerate(keys) if key not in absent}
+        except RuntimeError as error:
+            raise OutOfStep(
+                f"rank {self._rank} lost the store of its group at the meeting '{what}': "
+                f"{str(error).splitlines()[0]} The process that holds the store, often rank 0, is "
+                "gone: see how it ended, and start all ranks anew."
+            ) from error
+        messages = {rank: pickle.loads(message) for rank, message in came.items()}
+        if absent:
+            late = ranks_text(rank for rank, key in enumerate(keys) if key in absent)
+            _check(
+                messages,
+                f"rank {self._rank} waited {seconds:g} s for {late} at the meeting '{what}'. Who "
+                "does not come is gone, stuck, or made other calls: see what was done there last, "
+                "and make new Buffers when all ranks are back. MOE_ENGINE_TIMEOUT_S sets the "
+                "deadline.",
+            )
+        # All ranks are here, so all have read the messages of the meeting before.
+        with suppress(RuntimeError):  # some stores cannot
+            self._store.delete_key(f"{self._number - 1}/{self._rank}")
+        return messages
+
+
+def _gather(group: dist.ProcessGroup | None, data: bytes) -> dict[int, _Message]:
+    """The messages of all ranks, without a store."""
+    everyone = [data]
+    if group is not None and group.size() > 1:
+        everyone *= group.size()
+        dist.all_gather_object(everyone, data, group=group)
+    return dict(enumerate(map(pickle.loads, everyone)))
+
+
+def _check(
+    messages: Mapping[int, _Message], absent: str = "", cause: Exception | None = None
+) -> None:
+    """Raise what a meeting with these messages ends with, if it is not well. absent: the text that
+    names ranks that did not come; cause: what this rank's `make` raised."""
+    whats: dict[str, list[int]] = {}
+    for rank, message in messages.items():
+        whats.setdefault(message.what, []).append(rank)
+    failures = {rank: m.failure for rank, m in messages.items() if m.failure is not None}
+    if absent:  # others that waited in vain say nothing new
+        failures = {r: f for r, f in failures.items() if f.kind != OutOfStep.__name__}
+    ranks: dict[str, list[int]] = {}
+    for rank, failure in failures.items():
+        ranks.setdefault(failure.text, []).append(rank)
+    texts = "; ".join(f"{text} ({ranks_text(ranks[text])})" for text in ranks)
+    if len(whats) > 1:
+        places = ", ".join(f"'{what}' on {ranks_text(whats[what])}" for what in whats)
+        different = (
+            f"ranks are at different meetings: {places}. All must make the same Buffers and calls "
+            "in the same order: find the rank that did not, and make new Buffers."
+        )
+        raise OutOfStep(" ".join(filter(None, (absent, different, texts)))) from cause
+    if absent:
+        raise OutOfStep(f"{absent} {texts}".strip()) from cause
+    if failures:
+        raise failures[min(failures)].as_error(texts) from cause

@@ -1,0 +1,208 @@
+"""Files of choices that are not as this package writes them: one warning, and no call sees them."""
+
+from __future__ import annotations
+
+import json
+import os
+import warnings
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from moe_engine import LayerConfig, tune
+from moe_engine.config import GemmConfig, GemmProblem, candidates
+from moe_engine.errors import BackendError, ShapeError
+from moe_engine.layer_config import LayerProblem
+
+GEMM = GemmProblem(torch.bfloat16, 65536, 32, 2048, 768)
+LAYER = LayerProblem(2, 9, 4, 2, 16, 8)
+CHOICES = {"gemm.json": next(candidates(GEMM)), "layer.json": LayerConfig(num_stages=5)}
+KEYS = {"gemm.json": tune._key(GEMM, None), "layer.json": tune._layer_key(LAYER)}
+names = pytest.mark.parametrize("name", CHOICES)
+
+
+@pytest.fixture(autouse=True)
+def folder(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Path:
+    monkeypatch.setenv("MOE_ENGINE_CACHE", str(tmp_path))
+    return tmp_path
+
+
+def found(name: str) -> GemmConfig | LayerConfig | None:
+    """What calls take from the file."""
+    tune._read_once.cache_clear()
+    if name == "gemm.json":
+        return tune.tuned(GEMM)
+    return tune.LayerChoices(measured=tune.measured_layers()).found(LAYER)
+
+
+def keep(name: str) -> None:
+    tune.keep_choice(tune.cache_path(name), KEYS[name], asdict(CHOICES[name]))
+
+
+def found_with_one_warning(name: str) -> Any:
+    """What calls take from a file that another process has not warned of yet."""
+    with pytest.warns(UserWarning) as caught:
+        first = found(name)
+    assert [str(tune.cache_path(name)) in str(one.message) for one in caught] == [True]
+    assert "MOE_ENGINE_CACHE" in str(caught[0].message)
+    assert caught[0].filename.endswith("tune.py")
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        assert found(name) == first
+    return first
+
+
+def write(path: Path, content: Any) -> None:
+    """Make what a test is about at the place of a file."""
+    if content == "fifo":
+        os.mkfifo(path)
+    elif content == "folder":
+        path.mkdir()
+    elif content == "device":
+        path.symlink_to("/dev/zero")
+    elif content == "loop":
+        path.symlink_to(path)
+    elif content == "large":
+        path.write_text(json.dumps({"x": "y" * tune.MOST_BYTES}))
+    else:
+        path.write_bytes(content)
+
+
+NOT_OURS = {
+    "nested": b"[" * 100_000,
+    "nested objects": b'{"a":' * 100_000 + b"1" + b"}" * 100_000,
+    "list": b"[]",
+    "number": b"1",
+    "null": b"null",
+    "empty": b"",
+    "cut off": b'{"',
+    "bytes": b"\xff\xfe\x00",
+    "long number": b'{"a": ' + b"9" * 100_000 + b"}",
+    **{kind: kind for kind in ("fifo", "folder", "device", "loop", "large")},
+}
+
+
+@names
+@pytest.mark.parametrize("content", NOT_OURS.values(), ids=NOT_OURS)
+def test_a_file_that_is_not_ours(name: str, content: Any) -> None:
+    """It is left as it is by who would add a choice, too."""
+    path = tune.cache_path(name)
+    write(path, content)
+    before = os.lstat(path), os.listdir(path.parent)
+    assert found_with_one_warning(name) is None
+    with pytest.raises(BackendError, match=r"was measured, but (is not|cannot be) kept.*CACHE"):
+        keep(name)
+    assert (os.lstat(path), os.listdir(path.parent)) == before
+
+
+@names
+def test_no_file_is_no_news(name: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        for folder in (tmp_path, tmp_path / "none", Path(os.devnull)):
+            monkeypatch.setenv("MOE_ENGINE_CACHE", str(folder))
+            assert found(name) is None
+
+
+@names
+def test_a_file_of_others_is_not_replaced(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Also where the folder is writable."""
+    keep(name)
+    before = tune.cache_path(name).read_bytes()
+    real = os.open
+
+    def refuse(path: Any, *args: Any, **more: Any) -> int:
+        if str(path).endswith(name):
+            raise PermissionError(13, "Permission denied", path)
+        return real(path, *args, **more)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(os, "open", refuse)
+        assert found_with_one_warning(name) is None
+        with pytest.raises(BackendError, match=r"cannot be kept: \[Errno 13\].*CACHE"):
+            keep(name)
+    assert tune.cache_path(name).read_bytes() == before
+    assert found(name) == CHOICES[name]
+
+
+@names
+def test_a_shared_file_stays_shared(name: str) -> None:
+    keep(name)
+    path = tune.cache_path(name)
+    path.chmod(0o664)
+    tune.keep_choice(path, "another", {})
+    assert path.stat().st_mode & 0o777 == 0o664
+
+
+def nested(depth: int) -> list[Any]:
+    value: list[Any] = []
+    for _ in range(depth):
+        value = [value]
+    return value
+
+
+VALUES = [True, False, 4.0, 10**30, -1, 0, "4", "", None, [], {}, [4], {"a": 4}, 1e999, nested(400)]
+ABSURD = [
+    pytest.param(name, field, value, id=f"{name}-{field}-{str(value)[:20]}")
+    for name, choice in CHOICES.items()
+    for field in asdict(choice)
+    for value in VALUES
+    if not (field == "own_apart" and isinstance(value, bool))
+]
+
+
+@pytest.mark.parametrize(("name", "field", "value"), ABSURD)
+def test_absurd_values(name: str, field: str, value: Any) -> None:
+    """A choice for another problem stands."""
+    other = asdict(CHOICES[name])
+    choices = {KEYS[name]: other | {field: value}, "another": other}
+    stored = {f"{tune.device_name()} {key}": choice for key, choice in choices.items()}
+    tune.cache_path(name).write_text(json.dumps(stored))
+    assert found_with_one_warning(name) is None
+    kind = type(CHOICES[name])
+    assert tune.read_configs(tune.cache_path(name), kind) == {"another": CHOICES[name]}
+    if value != nested(400):
+        with pytest.raises(ShapeError, match=field):
+            kind(**other | {field: value}).check()
+
+
+@names
+@pytest.mark.parametrize("choice", [{}, [], "abc", 4, None, {"check": 1}, {"num_stages": 4}])
+def test_choices_that_are_none(name: str, choice: Any) -> None:
+    keep(name)
+    path = tune.cache_path(name)
+    path.write_text(json.dumps(dict.fromkeys(json.loads(path.read_text()), choice)))
+    assert found_with_one_warning(name) is None
+
+
+def test_tiles_that_the_tuner_never_tries() -> None:
+    """They may give wrong results, or fit no GPU: other heights than the schedule's, say."""
+    (high,) = [c for c in candidates(GEMM) if c.block_m == 128]
+    path = tune.cache_path(tune.GEMMS)
+    tune.keep_choice(path, tune._key(GEMM, 64), asdict(high))
+    with pytest.warns(UserWarning, match="never tried"):
+        assert tune.tuned(GEMM, 64) is None
+    tune._read_once.cache_clear()
+    split = GemmConfig(64, 128, 128, 4, 4, num_splits=8)
+    tune.keep_choice(path, tune._key(GEMM, 64), asdict(split))
+    assert tune.tuned(GEMM, 64) == split
+
+
+@pytest.mark.parametrize("field", ["block_m", "block_n", "block_k", "num_warps", "subtiles"])
+def test_tiles_are_powers_of_two(field: str) -> None:
+    with pytest.raises(ShapeError, match=f"'{field}': 24.*powers of 2"):
+        GemmConfig(**asdict(CHOICES["gemm.json"]) | {field: 24}).check()
+
+
+def test_all_that_is_chosen_passes() -> None:
+    for dtype in (torch.bfloat16, torch.float32, torch.float8_e4m3fn):
+        for capability in (None, (8, 0), (9, 0), (10, 0)):
+            for rows in (1, 1000, 100_000):
+                problem = GemmProblem(dtype, rows, 8, 256, 4096, capability=capability)
+                for config in candidates(problem):
+                    config.check()
+                GemmConfig.for_weights(problem, 2).check()
+                GemmConfig.for_gradient(problem, True, 64).check()
