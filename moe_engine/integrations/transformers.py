@@ -44,8 +44,12 @@ Routing = tuple[Tensor, Tensor]
 
 def register() -> None:
     """Add "moe_engine" to the experts implementations that transformers offers."""
-    from transformers.integrations.moe import ALL_EXPERTS_FUNCTIONS
-
+    try:
+        from transformers.integrations.moe import ALL_EXPERTS_FUNCTIONS
+    except ImportError as error:
+        raise BackendError(
+            "transformers 5.17 or later is needed: pip install 'moe_engine[hf]'"
+        ) from error
     ALL_EXPERTS_FUNCTIONS.register(NAME, experts_forward)
     with suppress(ImportError):  # where a DistributedConfig has an ep_implementation
         from transformers.distributed.expert_parallel import EPImplementationInterface
