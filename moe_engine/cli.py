@@ -15,8 +15,8 @@ from typer.core import TyperGroup
 
 from .emulation import RankError
 from .errors import BackendError, MoeEngineError, ShapeError
+from .layer_config import LayerProblem
 from .models import Kind
-
 
 EXPECTED = (MoeEngineError, ChildProcessError, TimeoutError, torch.OutOfMemoryError)
 """What goes wrong without a mistake in this package, on a rank or here."""
@@ -122,13 +122,14 @@ def known_model(model: str | None, ranks: int, num_gpus: int) -> str:
     return model
 
 
-def check_layer(experts: int, topk: int, hidden: int, intermediate: int, ranks: int) -> None:
+def check_layer(problem: LayerProblem) -> None:
     """A layer of this shape can run."""
+    experts, ranks = problem.num_experts, problem.num_ranks
     if experts % ranks:
         raise typer.BadParameter(f"{experts} experts do not divide among {ranks} ranks")
-    if topk > experts:
-        raise typer.BadParameter(f"top-{topk} of {experts} experts")
-    check_columns(hidden=hidden, intermediate=intermediate)
+    if problem.num_topk > experts:
+        raise typer.BadParameter(f"top-{problem.num_topk} of {experts} experts")
+    check_columns(hidden=problem.hidden, intermediate=problem.num_columns)
 
 
 def check_columns(**columns: int) -> None:
@@ -239,11 +240,11 @@ def layer(
     intermediate: Annotated[int, typer.Option(min=8, help="I, columns inside an expert.")],
 ) -> None:
     """Explain how `moe_ffn` runs a layer in bf16 on H200s: stages, programs, predicted times."""
-    from .layer_config import LayerProblem, explain
+    from .layer_config import explain
     from .tune import LayerChoices, device_name, measured_layers
 
-    check_layer(experts, topk, hidden, intermediate, ranks)
     problem = LayerProblem(ranks, tokens, experts, topk, hidden, intermediate)
+    check_layer(problem)
     typer.echo(explain(problem))
     if found := LayerChoices(measured=measured_layers()).found(problem):
         typer.echo(f"measured before on this device ({device_name()}), and taken: {found}")
@@ -271,7 +272,6 @@ def tune(
 ) -> None:
     """Measure how `moe_ffn` runs best in bf16 on these GPUs, and keep it for later Buffers. Without
     GPUs it only shows how: emulated ranks say nothing about times."""
-    from .layer_config import LayerProblem
     from .timeline import SHAPES
     from .tune import keep_layer
     from .tune_layer import Job, fastest, report, run_job
@@ -284,10 +284,10 @@ def tune(
     if not sizes:
         num_experts, *widths, num_topk = SHAPES[known_model(model, ranks, num_gpus)]
         sizes = [num_experts, num_topk, *widths]
-    check_layer(*sizes, ranks)
+    problem = LayerProblem(ranks, tokens or length, *sizes)
+    check_layer(problem)
     check_cache()
     check_device(device)
-    problem = LayerProblem(ranks, tokens or length, *sizes)
     console = Console()
     with console.status(f"measuring on {ranks} ranks ({device})"):
         times = run_job(Job(problem, rounds, device))
@@ -319,11 +319,11 @@ def trace(
         check_picture(picture)
     num_gpus = torch.cuda.device_count()
     model = known_model(model, ranks, num_gpus)
-    num_experts, hidden, columns, num_topk = SHAPES[model]
-    check_layer(num_experts, num_topk, hidden, columns, ranks)
+    num_experts, *widths, num_topk = SHAPES[model]
     device, length = ("cuda", 4096) if num_gpus >= ranks else ("cpu", 64)
     check_device(device)
     job = Job(model, tokens or length, calls, device)
+    check_layer(LayerProblem(ranks, job.tokens, num_experts, num_topk, *widths))
     console = Console()
     spans, clocks = run_job(job, ranks)
     report(spans, clocks, console)

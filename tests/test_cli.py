@@ -146,9 +146,7 @@ def test_missing_packages_are_named_with_their_extra(
     assert line.startswith("BackendError: ") and line.endswith(text)
 
 
-def test_tiles_are_not_tuned_without_a_gpu(
-    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
-) -> None:
+def test_tiles_are_not_tuned_without_a_gpu(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setenv("MOE_ENGINE_CACHE", str(tmp_path))
     result = call(f"{GEMM} --tune")
     assert result.exit_code == 1

@@ -127,7 +127,7 @@ def switch(group: dist.ProcessGroup) -> None:
     buffer = shard_experts(model, group, max_tokens=12)
     model.set_experts_implementation("moe_engine")
     for part in (model, model.model):
-        with pytest.raises(BackendError, match="'eager', and sharded experts run with 'moe_engine'"):
+        with pytest.raises(BackendError, match="'eager', and sharded experts run"):
             part.set_experts_implementation("eager")
         assert model.config._experts_implementation == "moe_engine"
     unshard_experts(model)

@@ -366,4 +366,3 @@ def _before_experts(model: Any, hook: Any) -> Iterator[None]:
     finally:
         for handle in handles:
             handle.remove()
-
