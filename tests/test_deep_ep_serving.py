@@ -153,6 +153,21 @@ def test_deep_ep_is_importable_only_when_asked_for(tmp_path):
     assert python(code) == "None None\n"
 
 
+@pytest.mark.parametrize("name", ["ElasticBuffer", "HybridEPBuffer"])
+def test_buffers_that_are_absent_say_what_there_is(name):
+    module = deep_ep()
+    assert not hasattr(module, name)
+    with pytest.raises(AttributeError, match=f"{name} is absent.*which has Buffer.*deep-ep-path"):
+        getattr(module, name)
+    for _ in range(2):  # the first leaves nothing behind
+        with pytest.raises(ImportError, match=f"{name} is absent.*Use deep_ep.Buffer"):
+            exec(f"from deep_ep import Buffer, {name}")
+    with pytest.raises(AttributeError, match="module 'deep_ep' has no attribute 'Bufer'"):
+        module.Bufer  # noqa: B018
+    with pytest.raises(ImportError, match="cannot import name 'Bufer'"):
+        exec("from deep_ep import Bufer")
+
+
 PROBE = """
 import importlib.util
 import multiprocessing

@@ -96,7 +96,8 @@ def test_wheel_holds_exactly_the_tree(wheel: Path) -> None:
 
 def test_every_module_imports_without_a_gpu_or_numpy(wheel: Path, tmp_path: Path) -> None:
     zipfile.ZipFile(wheel).extractall(tmp_path)
-    modules = [m for m in map(module_name, sources()) if not m.endswith("__main__")]
+    no_modules = "__main__", "ElasticBuffer", "HybridEPBuffer"  # the last two only raise
+    modules = [m for m in map(module_name, sources()) if not m.endswith(no_modules)]
     code = f"""
 import importlib, sys
 sys.modules["numpy"] = None  # only emulation needs it

@@ -13,13 +13,16 @@ low-latency way; where they cannot, in a CUDA graph, `fix_max_tokens` says it.
 
 from __future__ import annotations
 
+import copy
 import itertools
 import math
 import os
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass, replace
 from datetime import timedelta
-from typing import Any
+from types import MethodType
+from typing import Any, NoReturn
 
 import torch
 import torch.distributed as dist
@@ -29,9 +32,10 @@ from ..buffer import Buffer
 from ..checks import check_at_least
 from ..deadline import timeout_seconds
 from ..device_context import COMPILE_S
-from ..errors import BackendError, CapacityError, DtypeError, OutOfStep, ShapeError
+from ..errors import BackendError, CapacityError, OutOfStep, ShapeError
 from ..layer import moe_ffn
 from ..symm import default_group, exchange
+from .transformers_experts import WEIGHTS, check_experts, experts_layers, shape_of
 
 NAME = "moe_engine"
 _names = itertools.count()
@@ -41,9 +45,25 @@ Routing = tuple[Tensor, Tensor]
 
 def register() -> None:
     """Add "moe_engine" to the experts implementations that transformers offers."""
-    from transformers.integrations.moe import ALL_EXPERTS_FUNCTIONS
-
+    try:
+        from transformers.integrations.moe import ALL_EXPERTS_FUNCTIONS
+    except ImportError as error:
+        raise BackendError(
+            "transformers 5.17 or later is needed: pip install 'moe_engine[hf]'"
+        ) from error
     ALL_EXPERTS_FUNCTIONS.register(NAME, experts_forward)
+    with suppress(ImportError):  # where a DistributedConfig has an ep_implementation
+        from transformers.distributed.expert_parallel import EPImplementationInterface
+
+        EPImplementationInterface.register(NAME, _refuse_distributed)
+
+
+def _refuse_distributed(*_: Any) -> NoReturn:
+    """What transformers calls for each experts module that a DistributedConfig gives to us."""
+    raise BackendError(
+        'DistributedConfig(ep_implementation="moe_engine") is not offered. Load the model without '
+        "a distributed_config, then call shard_experts(model, group) on every rank."
+    )
 
 
 @torch.compiler.disable  # a graph break: what is compiled goes on behind it
@@ -51,20 +71,34 @@ def experts_forward(
     self: Any, hidden_states: Tensor, top_k_index: Tensor, top_k_weights: Tensor
 ) -> Tensor:
     """The experts of all ranks, for this rank's tokens: [T, H], [T, K], [T, K] -> [T, H]."""
-    if not hasattr(self, "moe_buffer"):
+    if not hasattr(self, "moe_share"):
         raise BackendError(
             f"{type(self).__name__} has no Buffer: call shard_experts(model, group) on every rank "
             'before a model runs with experts_implementation="moe_engine".'
         )
+    share = self.moe_share
     return moe_ffn(
         hidden_states,
         top_k_index,
         top_k_weights.float(),
         self.gate_up_proj,
         self.down_proj,
-        self.moe_buffer,
-        self.moe_passes.max_tokens(self.moe_layer, hidden_states),
+        share.buffer,
+        share.passes.max_tokens(share.layer, hidden_states),
     )
+
+
+@dataclass(frozen=True)
+class Share:
+    """How the experts of layer number `layer`, of which a rank holds its share, are run."""
+
+    buffer: Buffer
+    passes: Passes
+    layer: int
+    implementation_before: str | None
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Share:
+        return replace(self, passes=copy.deepcopy(self.passes, memo))
 
 
 def shard_experts(
@@ -80,35 +114,127 @@ def shard_experts(
     all ranks, bounds the tokens (batch x length) of one rank in one pass and sizes the Buffer; more
     raise CapacityError, on all ranks. A model on the meta device may be sharded, too.
     gate_up_proj [E, 2I, H] -> [E / R, 2I, H] and down_proj [E, H, I] -> [E / R, H, I].
-    Raises BackendError for experts of another layout, ShapeError if R does not divide E or the
-    experts are sharded already, DtypeError for weights other than bf16 and fp32.
+    From here on `state_dict` is this rank's share, and `save_pretrained` raises BackendError until
+    `unshard_experts(model)`.
+    Raises BackendError for experts that have or do anything else, ShapeError if R does not divide E
+    or the experts are sharded already, DtypeError for weights other than bf16 and fp32.
     """
     group = group or default_group()
     rank, num_ranks = (dist.get_rank(group), dist.get_world_size(group)) if group else (0, 1)
     layers = experts_layers(model)
     for experts in layers:
-        _check(experts, num_ranks)
-    if len(shapes := {_shape(experts) for experts in layers}) > 1:
+        if hasattr(experts, "moe_share"):
+            raise ShapeError(
+                f"{type(experts).__name__} is sharded already. Call unshard_experts(model) on "
+                "every rank first."
+            )
+        check_experts(experts, num_ranks)
+    if len(shapes := {shape_of(experts) for experts in layers}) > 1:
         raise ShapeError(
             f"rank {rank}: the experts layers share one Buffer but differ in "
             f"(num_experts, hidden, top-k, dtype): {sorted(shapes, key=str)}."
         )
     num_experts, hidden, topk, dtype = shapes.pop()
 
-    buffer = Buffer.for_tokens(group, max_tokens, hidden, num_experts, topk, dtype, backend=backend)
-    num_local = num_experts // num_ranks
-    mine = slice(rank * num_local, (rank + 1) * num_local)
-    passes = Passes(group, max_tokens)
-    for number, experts in enumerate(layers):
-        for name in ("gate_up_proj", "down_proj"):
-            whole = getattr(experts, name)
-            # A clone, so that the storage of all experts is freed.
-            local = nn.Parameter(whole.detach()[mine].clone(), requires_grad=whole.requires_grad)
-            setattr(experts, name, local)
-        experts.moe_buffer, experts.moe_passes, experts.moe_layer = buffer, passes, number
     register()
+    before = layers[0].config._experts_implementation
     model.set_experts_implementation(NAME)
+    try:
+        if others := _run_by_others(layers):
+            raise BackendError(
+                f"set_experts_implementation did not reach {others}, which has a config of its "
+                f"own. Call register(), then load the model with experts_implementation={NAME!r}."
+            )
+        sizes = max_tokens, hidden, num_experts, topk, dtype
+        buffer = Buffer.for_tokens(group, *sizes, backend=backend)
+        passes = Passes(group, max_tokens)
+    except BaseException:
+        model.set_experts_implementation(before)
+        raise
+    num_local = num_experts // num_ranks
+    for number, experts in enumerate(layers):
+        for name in WEIGHTS:
+            # A clone, so that the storage of all experts is freed.
+            mine = getattr(experts, name).detach()[rank * num_local :][:num_local].clone()
+            _replace(experts, name, mine)
+        experts.moe_share = Share(buffer, passes, number, before)
+    for part in _parts(model):
+        part.save_pretrained = _refuse_save
+        part.set_experts_implementation = MethodType(_set_implementation, part)
     return buffer
+
+
+@torch.no_grad()
+def unshard_experts(model: Any) -> None:
+    """Give every rank all experts again, so that the model can be saved, or sharded anew.
+
+    Collective over the group of `shard_experts`, whose Buffer stays the caller's to destroy.
+    """
+    layers = experts_layers(model)
+    share = _share(layers[0])
+    for part in _parts(model):
+        for name in ("save_pretrained", "set_experts_implementation"):
+            vars(part).pop(name, None)
+    for experts in layers:
+        for name in WEIGHTS:
+            _replace(experts, name, _gather(getattr(experts, name).detach(), share.passes.group))
+        del experts.moe_share
+    model.set_experts_implementation(share.implementation_before)
+
+
+def _share(experts: Any) -> Share:
+    """What `shard_experts` left on a layer; BackendError if it was not called."""
+    if not hasattr(experts, "moe_share"):
+        raise BackendError("the model has no Buffer: call shard_experts(model, group) first.")
+    return experts.moe_share
+
+
+def _replace(experts: Any, name: str, value: Tensor) -> None:
+    requires_grad = getattr(experts, name).requires_grad
+    setattr(experts, name, nn.Parameter(value, requires_grad=requires_grad))
+
+
+def _gather(mine: Tensor, group: dist.ProcessGroup | None) -> Tensor:
+    """The parts of all ranks, in their order."""
+    if group is None or group.size() == 1:
+        return mine
+    whole = mine.new_empty(group.size() * mine.shape[0], *mine.shape[1:])
+    for rank, part in enumerate(whole.chunk(group.size())):
+        if rank == group.rank():
+            part.copy_(mine)
+        dist.broadcast(part.view(torch.uint8), group=group, group_src=rank)
+    return whole
+
+
+def _parts(model: Any) -> list[Any]:
+    """The model and the models inside it that have sharded experts."""
+    models = (m for m in model.modules() if hasattr(type(m), "set_experts_implementation"))
+    return [part for part in models if any(hasattr(m, "moe_share") for m in part.modules())]
+
+
+def _refuse_save(*_: Any, **__: Any) -> NoReturn:
+    """`save_pretrained` of a model of which each rank holds a part."""
+    raise BackendError(
+        "save_pretrained would write this rank's experts under the names of all. Call "
+        "unshard_experts(model) on every rank, then save on one."
+    )
+
+
+def _set_implementation(model: Any, implementation: Any) -> None:
+    """`set_experts_implementation` of a model whose experts no other implementation can run."""
+    type(model).set_experts_implementation(model, implementation)
+    if _run_by_others(experts_layers(model)):
+        type(model).set_experts_implementation(model, NAME)
+        raise BackendError(
+            f"experts_implementation is {implementation!r}, and sharded experts run with {NAME!r} "
+            "alone. Call unshard_experts(model) on every rank first."
+        )
+
+
+def _run_by_others(layers: list[Any]) -> str | None:
+    """The name of the first module that another implementation runs."""
+    names = (type(e).__name__ for e in layers if e.config._experts_implementation != NAME)
+    return next(names, None)
 
 
 @torch.no_grad()
@@ -120,7 +246,7 @@ def join_empty(model: Any, calls: int = 1) -> None:
     layers = experts_layers(model)
     for experts in layers * calls:
         weight = experts.gate_up_proj
-        _, hidden, topk, dtype = _shape(experts)
+        _, hidden, topk, dtype = shape_of(experts)
         experts(
             torch.empty(0, hidden, dtype=dtype, device=weight.device),
             torch.empty(0, topk, dtype=torch.int64, device=weight.device),
@@ -138,32 +264,33 @@ def fix_max_tokens(model: Any, max_tokens: int) -> Iterator[None]:
             logits = model(ids, past_key_values=cache).logits
     """
     check_at_least(1, max_tokens=max_tokens)
-    experts = experts_layers(model)[0]
-    if not hasattr(experts, "moe_passes"):
-        raise BackendError("the model has no Buffer: call shard_experts(model, group) first.")
-    before = experts.moe_passes.fixed
-    experts.moe_passes.fixed = max_tokens
+    passes = _share(experts_layers(model)[0]).passes
+    before, passes.fixed = passes.fixed, max_tokens
     try:
         yield
     finally:
-        experts.moe_passes.fixed = before
+        passes.fixed = before
 
 
 class Passes:
     """What the ranks agree on for each pass of a model: the most tokens that any of them brings.
 
     A layer that does not come behind the one called last begins a pass. `fixed` takes the place of
-    an agreement; `limit` is what the Buffer was made for.
+    an agreement; `limit` is what the Buffer was made for. A copy asks the same hosts.
     """
 
     def __init__(self, group: dist.ProcessGroup | None, limit: int):
         self.fixed: int | None = None
+        self.group = group
         self._limit, self._timeout_s = limit, timeout_seconds() + COMPILE_S
         self._hosts = None
         if group is not None and group.size() > 1:
             self._hosts = _connect_hosts(group, self._timeout_s)
         self._last_layer = math.inf
         self._agreed = 0
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Passes:
+        return copy.copy(self)
 
     def max_tokens(self, layer: int, x: Tensor) -> int:
         """The hint of `moe_ffn` for layer number `layer` and x [T, H]; one exchange per pass."""
@@ -234,18 +361,6 @@ def replay_routing(model: Any, routing: list[Routing]) -> Iterator[None]:
         yield
 
 
-def experts_layers(model: Any) -> list[Any]:
-    """The experts modules of a model, in layer order; BackendError if there are none."""
-    # The decorator `use_experts_implementation` of transformers sets these on each of them.
-    layers = [m for m in model.modules() if hasattr(m, "has_gate") and hasattr(m, "is_transposed")]
-    if not layers:
-        raise BackendError(
-            f"{type(model).__name__} has no experts that transformers can run by another "
-            "implementation; a mixture-of-experts model of transformers 5.17 or later is needed."
-        )
-    return layers
-
-
 @contextmanager
 def _before_experts(model: Any, hook: Any) -> Iterator[None]:
     handles = [experts.register_forward_pre_hook(hook) for experts in experts_layers(model)]
@@ -254,45 +369,3 @@ def _before_experts(model: Any, hook: Any) -> Iterator[None]:
     finally:
         for handle in handles:
             handle.remove()
-
-
-def _shape(experts: Any) -> tuple[int, int, int, torch.dtype]:
-    """(num_experts, hidden, top-k, dtype) of one layer, sharded or not."""
-    weight = experts.gate_up_proj
-    return experts.num_experts, weight.shape[2], experts.config.num_experts_per_tok, weight.dtype
-
-
-def _check(experts: Any, num_ranks: int) -> None:
-    """Raise unless the experts are what `moe_ffn` computes, whole, and divisible by the ranks."""
-    from transformers.integrations.moe import _default_apply_gate
-
-    name = type(experts).__name__
-    activation = type(getattr(experts, "act_fn", None)).__name__
-    found = {
-        "no gate": not experts.has_gate,
-        "biases": experts.has_bias,
-        "transposed weights": experts.is_transposed,
-        "interleaved gate and up rows": not experts.is_concatenated,
-        f"the activation {activation}": not activation.lower().startswith("silu"),
-        "a gate function of its own": type(experts)._apply_gate is not _default_apply_gate,
-    }
-    if unfit := [what for what, present in found.items() if present]:
-        raise BackendError(
-            f"{name} has {', '.join(unfit)}. moe_engine runs experts with gate_up_proj [E, 2I, H] "
-            "(gate rows, then up rows), down_proj [E, H, I], SiLU and no biases."
-        )
-    for weight in (experts.gate_up_proj, experts.down_proj):
-        if weight.dtype not in (torch.bfloat16, torch.float32):
-            raise DtypeError(
-                f"{name} has {weight.dtype} weights; bfloat16 and float32 are allowed."
-            )
-    if (found_experts := experts.gate_up_proj.shape[0]) != experts.num_experts:
-        raise ShapeError(
-            f"{name} holds {found_experts} of its {experts.num_experts} experts: it is sharded "
-            "already. Give shard_experts a whole model."
-        )
-    if experts.num_experts % num_ranks:
-        raise ShapeError(
-            f"{name} has {experts.num_experts} experts, which {num_ranks} ranks cannot share "
-            "equally. Choose a number of ranks that divides it."
-        )

@@ -2,8 +2,10 @@
 
 Not on the import path unless asked for: put the folder that `python -m moe_engine deep-ep-path`
 prints on PYTHONPATH. HybridEPBuffer and ElasticBuffer are absent, so that callers that probe for
-them with `except ImportError` take another way.
+them with `except ImportError` take another way; modules of these names say what there is.
 """
+
+from typing import NoReturn
 
 import torch
 
@@ -15,3 +17,18 @@ topk_idx_t = torch.int64
 __version__ = f"1.2.1+moe.engine.{moe_engine.__version__}"
 
 __all__ = ["Buffer", "Config", "EventHandle", "EventOverlap", "topk_idx_t"]
+
+
+def absent(name: str) -> str:
+    """What is said of a Buffer that is not here."""
+    return (
+        f"deep_ep.{name} is absent: moe_engine stands behind this deep_ep, which has Buffer, the "
+        "interface of DeepEP V1 (intranode and low latency). Use deep_ep.Buffer, or take the "
+        "folder of `moe-engine deep-ep-path` off PYTHONPATH to import another deep_ep."
+    )
+
+
+def __getattr__(name: str) -> NoReturn:
+    if name in ("ElasticBuffer", "HybridEPBuffer"):
+        raise AttributeError(absent(name))
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

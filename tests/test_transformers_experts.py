@@ -1,0 +1,208 @@
+"""Which experts modules the integration with transformers takes, on modules made like those of
+transformers 5.17 to 5.23."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import partial
+from types import MethodType
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+pytest.importorskip("transformers")
+
+from transformers import PretrainedConfig
+from transformers.activations import ACT2FN, SiLUActivation
+from transformers.integrations.moe import use_experts_implementation
+
+from moe_engine.errors import BackendError, DtypeError, MoeEngineError, ShapeError
+from moe_engine.integrations.transformers_experts import (
+    check_experts,
+    experts_layers,
+    is_silu,
+    shape_of,
+)
+
+E, H, I = 4, 16, 8
+
+
+@use_experts_implementation
+class Experts(nn.Module):
+    """As in 54 of the 65 families of 5.23: Mixtral, Qwen, DeepSeek-V2 and V3, GLM-4, LFM2 ..."""
+
+    def __init__(self, config: Any):
+        super().__init__()
+        self.num_experts = E
+        self.hidden_dim = H
+        self.intermediate_dim = I
+        self.gate_up_proj = nn.Parameter(torch.zeros(E, 2 * I, H))
+        self.down_proj = nn.Parameter(torch.zeros(E, H, I))
+        self.act_fn = config.activation
+
+    def forward(self, x: Tensor, idx: Tensor, weights: Tensor) -> Tensor:
+        return x
+
+
+def make(
+    kind: Any = Experts, activation: Any = ACT2FN["silu"], num_experts_per_tok: Any = 2, **set: Any
+) -> Any:
+    config = PretrainedConfig(activation=activation, num_experts_per_tok=num_experts_per_tok)
+    experts = kind(config)
+    for name, value in set.items():
+        setattr(experts, name, value)
+    return experts
+
+
+# --- Activations -----------------------------------------------------------------------------
+
+
+class Swish(nn.Module):
+    """x * sigmoid(beta * x), which is SiLU until beta is trained."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.beta = nn.Parameter(torch.ones(()))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x * torch.sigmoid(self.beta * x)
+
+
+def clamped(x: Tensor) -> Tensor:
+    return F.silu(x.clamp(max=50.0))
+
+
+def of_two(gate: Tensor, up: Tensor) -> Tensor:
+    return F.silu(gate) * up
+
+
+SILU = [nn.SiLU(), nn.SiLU(inplace=True), SiLUActivation(), ACT2FN["swish"], F.silu]
+SILU += [lambda x: x * torch.sigmoid(x), partial(F.silu, inplace=True)]
+OTHERS = [None, "silu", Swish(), clamped, of_two, torch.sum, nn.Hardswish(), F.gelu]
+OTHERS += [ACT2FN["quick_gelu"], ACT2FN["relu"], lambda x: F.silu(x)[:1]]
+
+
+@pytest.mark.parametrize("function", SILU)
+def test_silu_is_known_by_what_it_does(function: Any) -> None:
+    check_experts(make(activation=function), 2)
+    with torch.device("meta"):
+        assert is_silu(function)
+
+
+@pytest.mark.parametrize("function", OTHERS)
+def test_other_activations_are_refused(function: Any) -> None:
+    with pytest.raises(BackendError, match="Experts has the activation"):
+        check_experts(make(activation=function), 2)
+
+
+# --- What a module has beyond weights and activation -----------------------------------------
+
+
+class Gated(Experts):
+    """As BeamExperts, DeepseekV4Experts, HYV4Experts and GptOssExperts."""
+
+    def _apply_gate(self, gate_up: Tensor) -> Tensor:
+        gate, up = gate_up.clamp(max=7.0).chunk(2, dim=-1)
+        return F.silu(gate) * up
+
+
+class OwnForward(Experts):
+    """A subclass that goes past the implementation."""
+
+    def forward(self, x: Tensor, idx: Tensor, weights: Tensor) -> Tensor:
+        return 2 * x
+
+
+def with_buffer() -> Any:
+    experts = make()
+    experts.register_buffer("scale", torch.ones(E))
+    return experts
+
+
+def with_gate_of_instance() -> Any:
+    experts = make()
+    return make(_apply_gate=MethodType(Gated._apply_gate, experts))
+
+
+def quantized() -> Any:
+    """A weight of a tensor subclass, which shows the dtype that it stands for."""
+
+    class Quantized(nn.Parameter):
+        pass
+
+    experts = make()
+    experts.down_proj = Quantized(experts.down_proj.data)
+    return experts
+
+
+def without_weights() -> Any:
+    experts = make()
+    del experts.gate_up_proj
+    return experts
+
+
+NO_TOPK = [None, [2, 2], "2"]
+BEYOND: list[tuple[Callable[[], Any], str]] = [
+    (partial(make, post_expert_norm=nn.Identity()), "the module post_expert_norm"),  # MuseSpark
+    (partial(make, has_post_expert_norm=True), "the attribute has_post_expert_norm"),
+    (partial(make, down_proj_bias=nn.Parameter(torch.zeros(E, H))), "the parameter down_proj_bias"),
+    (with_buffer, "the buffer scale"),
+    (partial(make, limit=7.0), "the attribute limit"),
+    (partial(make, limit=0), "the attribute limit"),
+    (partial(make, swiglu_limit=7.0, alpha=1.7), "the attribute alpha, the attribute swiglu_limit"),
+    (partial(make, _is_expert_parallel=True), "the attribute _is_expert_parallel"),
+    (partial(make, forward=F.silu), "the attribute forward"),  # as accelerate's hooks set it
+    (partial(make, Gated), "Gated has a gate function of its own"),
+    (with_gate_of_instance, "a gate function of its own"),
+    (partial(make, OwnForward), "OwnForward has a forward of its own"),
+    (partial(make, has_gate=False), "no gate"),
+    (partial(make, has_bias=True), "biases"),
+    (partial(make, is_transposed=True), "transposed weights"),  # Aria
+    (partial(make, is_concatenated=False), "interleaved gate and up rows"),
+    (quantized, "down_proj of type Quantized"),
+    (without_weights, "gate_up_proj of type NoneType"),
+]
+
+
+@pytest.mark.parametrize(("build", "text"), BEYOND, ids=[text for _, text in BEYOND])
+def test_experts_with_anything_else_are_refused(build: Callable[[], Any], text: str) -> None:
+    with pytest.raises(BackendError, match=text) as raised:
+        check_experts(build(), 2)
+    assert "Mixtral, Qwen2-MoE, Qwen3-MoE and DeepSeek-V3" in str(raised.value)
+
+
+def test_what_is_off_may_be_there() -> None:
+    check_experts(make(has_post_expert_norm=False, _is_expert_parallel=False, limit=None), 2)
+    check_experts(make(_is_hf_initialized=True), 2)  # set by from_pretrained
+
+
+@pytest.mark.parametrize(
+    ("build", "num_ranks", "error", "text"),
+    [
+        (lambda: make().half(), 2, DtypeError, "float16"),
+        (lambda: make(num_experts=8), 2, ShapeError, "holds 4 of its 8 experts"),
+        (make, 3, ShapeError, "4 experts, which 3 ranks cannot share equally"),
+    ],
+)
+def test_weights_that_do_not_fit_are_refused(
+    build: Callable[[], Any], num_ranks: int, error: type[MoeEngineError], text: str
+) -> None:
+    with pytest.raises(error, match=text):
+        check_experts(build(), num_ranks)
+
+
+@pytest.mark.parametrize("topk", NO_TOPK)
+def test_a_config_without_one_top_k_is_refused(topk: Any) -> None:
+    assert shape_of(make()) == (E, H, 2, torch.float32)
+    with pytest.raises(BackendError, match="num_experts_per_tok is"):
+        shape_of(make(num_experts_per_tok=topk))
+
+
+def test_a_dense_model_is_told_what_is_served() -> None:
+    with pytest.raises(BackendError, match="Linear has no experts") as raised:
+        experts_layers(nn.Linear(2, 2))
+    for text in ("5.17 or later", "Mixtral, Qwen2-MoE", "A dense model has nothing to spread"):
+        assert text in str(raised.value)

@@ -1,0 +1,175 @@
+"""Sharded models saved, loaded, copied, and switched to other implementations."""
+
+from __future__ import annotations
+
+import copy
+import sys
+import types
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+
+pytest.importorskip("transformers")
+
+from test_transformers import build, difference
+from transformers import AutoModelForCausalLM
+
+from moe_engine.emulation import RankPool
+from moe_engine.errors import BackendError, ShapeError
+from moe_engine.integrations.transformers import (
+    fix_max_tokens,
+    register,
+    shard_experts,
+    unshard_experts,
+)
+from moe_engine.models import Kind, build_config, build_model
+
+
+def read(model: Any, rank: int) -> torch.Tensor:
+    """Logits of two tokens, other ones on each rank."""
+    return model(torch.tensor([[40 + rank, 50]], device=model.device)).logits.float()
+
+
+def same_weights(a: dict[str, torch.Tensor], b: dict[str, torch.Tensor]) -> bool:
+    return a.keys() == b.keys() and all(torch.equal(a[name], b[name]) for name in a)
+
+
+@torch.inference_mode()
+def save(group: dist.ProcessGroup, folder: str, kind: Kind, dtype: torch.dtype) -> None:
+    """Shard, save what each rank has, unshard, save the whole from one rank, and shard again."""
+    rank, num_ranks = dist.get_rank(group), dist.get_world_size(group)
+    model = build(kind, dtype)
+    whole = copy.deepcopy(model.state_dict())
+    before = model.config._experts_implementation
+    buffer = shard_experts(model, group, max_tokens=12)
+
+    path = Path(folder) / f"rank{rank}.pt"
+    torch.save(model.state_dict(), path)
+    for name, tensor in torch.load(path, map_location=model.device).items():
+        share = slice(None)
+        if ".experts." in name:
+            num_local = 12 // num_ranks
+            share = slice(rank * num_local, (rank + 1) * num_local)
+        assert torch.equal(tensor, whole[name][share])
+
+    for part in (model, model.model):
+        with pytest.raises(BackendError, match=r"unshard_experts\(model\) on every rank"):
+            part.save_pretrained(folder)
+    assert not list(Path(folder).glob("*.safetensors"))
+    with pytest.raises(ShapeError, match="sharded already"):
+        shard_experts(model, group)
+
+    unshard_experts(model)
+    buffer.destroy()
+    assert same_weights(model.state_dict(), whole)
+    assert model.config._experts_implementation == before
+    if rank == 0:
+        model.save_pretrained(folder)
+    dist.barrier(group)
+    loaded = AutoModelForCausalLM.from_pretrained(folder, dtype=dtype).to(model.device)
+    assert same_weights(loaded.state_dict(), whole)
+
+    want = read(loaded, rank)
+    buffer = shard_experts(model, group, max_tokens=12)
+    assert difference(read(model, rank), want) <= (1e-5 if dtype == torch.float32 else 2e-2)
+    buffer.destroy()
+
+
+@pytest.mark.parametrize(
+    ("num_ranks", "kind", "dtype"),
+    [(2, Kind.MIXTRAL, torch.float32), (1, Kind.QWEN2_MOE, torch.bfloat16)],
+)
+def test_a_sharded_model_is_saved_whole(
+    pool: RankPool, tmp_path: Path, num_ranks: int, kind: Kind, dtype: torch.dtype
+) -> None:
+    pool.run(save, str(tmp_path), kind, dtype, num_ranks=num_ranks)
+
+
+@torch.inference_mode()
+def copy_sharded(group: dist.ProcessGroup) -> None:
+    """A copy reads beside the original, has a hint and weights of its own, and outlives it."""
+    rank = dist.get_rank(group)
+    model = build(Kind.MIXTRAL)
+    want = read(model, rank)
+    buffer = shard_experts(model, group, max_tokens=12)
+    twin = copy.deepcopy(model)
+    ours, theirs = (m.model.layers[0].mlp.experts for m in (model, twin))
+    assert theirs.moe_share.buffer is buffer
+    assert theirs.moe_share.passes is not ours.moe_share.passes
+    assert len({id(layer.mlp.experts.moe_share.passes) for layer in twin.model.layers}) == 1
+    with fix_max_tokens(twin, 5):
+        assert ours.moe_share.passes.fixed is None
+    for reader in (twin, model, twin):
+        assert difference(read(reader, rank), want) <= 1e-5
+    with pytest.raises(BackendError, match="save_pretrained"):
+        twin.save_pretrained("nowhere")
+    unshard_experts(model)
+    del model, ours
+    assert difference(read(twin, rank), want) <= 1e-5
+    with pytest.raises(BackendError, match="moe_engine"):
+        twin.set_experts_implementation("eager")
+    buffer.destroy()
+
+
+def test_a_copied_model_shares_the_buffer(pool: RankPool) -> None:
+    pool.run(copy_sharded, num_ranks=2)
+
+
+# --- Implementations ---------------------------------------------------------------------------
+
+
+@torch.inference_mode()
+def switch(group: dist.ProcessGroup) -> None:
+    model = build(Kind.MIXTRAL)
+    buffer = shard_experts(model, group, max_tokens=12)
+    model.set_experts_implementation("moe_engine")
+    for part in (model, model.model):
+        with pytest.raises(BackendError, match="'eager', and sharded experts run"):
+            part.set_experts_implementation("eager")
+        assert model.config._experts_implementation == "moe_engine"
+    unshard_experts(model)
+    model.set_experts_implementation("eager")
+    with pytest.raises(BackendError, match="shard_experts"):
+        unshard_experts(model)
+    buffer.destroy()
+
+
+def test_other_implementations_of_sharded_experts_are_refused(pool: RankPool) -> None:
+    pool.run(switch, num_ranks=1)
+
+
+def test_a_layer_with_a_config_of_its_own_is_refused() -> None:
+    model = build_model(build_config(Kind.MIXTRAL))
+    before = model.config._experts_implementation
+    experts = model.model.layers[1].mlp.experts
+    experts.config = copy.deepcopy(experts.config)
+    with pytest.raises(BackendError, match="did not reach MixtralExperts"):
+        shard_experts(model)
+    assert model.config._experts_implementation == before
+
+
+def test_a_shard_that_fails_leaves_the_model_as_it_was() -> None:
+    model = build_model(build_config(Kind.MIXTRAL))
+    before = model.config._experts_implementation
+    with pytest.raises(BackendError, match="backend 'none'"):
+        shard_experts(model, backend="none")
+    assert model.config._experts_implementation == before
+    assert not hasattr(model.model.layers[0].mlp.experts, "moe_share")
+
+
+def test_a_distributed_config_is_told_what_to_do(monkeypatch: pytest.MonkeyPatch) -> None:
+    """transformers 5.23 has a registry of its own for these."""
+    registered = {}
+
+    class EPImplementationInterface:
+        register = staticmethod(registered.__setitem__)
+
+    module = types.ModuleType("transformers.distributed.expert_parallel")
+    module.EPImplementationInterface = EPImplementationInterface  # type: ignore[attr-defined]
+    monkeypatch.setitem(sys.modules, module.__name__, module)
+    register()
+    with pytest.raises(BackendError, match=r"then call shard_experts\(model, group\)"):
+        registered["moe_engine"]("experts", "ep_mesh", "tp_mesh")
