@@ -118,7 +118,8 @@ class CollectiveEngine:
         """See `KernelEngine.dispatch_in_place`; the rows are kept here until `release`."""
         out, per_expert, handle = self.dispatch(tokens, num_worst_tokens)
         self._kept, row_bytes = out.x, out.x.shape[1] * out.x.itemsize
-        address = torch.arange(len(out.x), device=out.x.device) * row_bytes + out.x.data_ptr()
+        rows = torch.arange(len(out.x), dtype=torch.int64, device=out.x.device)
+        address = rows * row_bytes + out.x.data_ptr()
         return replace(out, x=address), per_expert, handle
 
     def release(self) -> None:
@@ -154,8 +155,8 @@ class CollectiveEngine:
         for part in bias:
             out += part.float()
         # A returned row stands at the start of its rank's rows plus its row number there.
-        starts = torch.tensor([sum(send[:rank]) for rank in range(self.num_ranks)])
-        starts = starts.to(x.device)
+        places = [sum(send[:rank]) for rank in range(self.num_ranks)]
+        starts = torch.tensor(places, dtype=torch.int64, device=x.device)
         order = [head[head >= 0] for head in handle.send_head.unbind(1)]
         tokens = [(head >= 0).nonzero().flatten() for head in handle.send_head.unbind(1)]
         at = [starts[head % self.num_ranks] + head // self.num_ranks for head in order]

@@ -236,11 +236,11 @@ class DeviceContext:
         self._known_bad_ids = 0
         self._used: set[tuple[object, ...]] = set()
         self.report = torch.zeros(
-            Report.BAD_IDS + 1, dtype=torch.int64, pin_memory=device.type == "cuda"
+            Report.BAD_IDS + 1, dtype=torch.int64, pin_memory=device.type == "cuda", device="cpu"
         )
         # Behind the peers, what low-latency calls keep for each slot, see `ring_kernels.py`.
         last_peer = Word.PEERS + layout.num_ranks
-        words = torch.zeros(last_peer + 3 * layout.num_slots, dtype=torch.int64)
+        words = torch.zeros(last_peer + 3 * layout.num_slots, dtype=torch.int64, device="cpu")
         words[Word.TIMEOUT_NS] = int(timeout_s * 1e9)
         words[Word.REPORT] = self.report.data_ptr()
         words[Word.RANK] = rank
