@@ -241,7 +241,9 @@ class LowLatencyVerbs:
     def low_latency_query_mask_buffer(self, mask_status: torch.Tensor) -> None:
         """Write 1 for masked ranks and 0 for the others to mask_status int32 [R]."""
         engine = self._shrinkable()
-        self._check_stats("mask_status", mask_status, self.group_size, torch.int32)
+        sizes = [self.group_size]
+        checks.check_tensor("mask_status", mask_status, sizes, [torch.int32], self.device)
+        checks.check_contiguous("mask_status", mask_status)
         with self._streams.call():
             mask_status.copy_(engine.masked())
 

@@ -72,9 +72,10 @@ def places(topk_idx: list[torch.Tensor], num_experts: int) -> list[Places]:
                 row += 1
             offsets.append(row)
             num_own.append(num_own[-1] + len(own))
-        kind = {"dtype": torch.int32, "device": topk_idx[rank].device}
-        expert_offsets.append(torch.tensor(offsets, **kind))
-        remote_offsets.append(expert_offsets[-1] - torch.tensor(num_own, **kind))
+        device = topk_idx[rank].device
+        expert_offsets.append(torch.tensor(offsets, dtype=torch.int32, device=device))
+        own_offsets = torch.tensor(num_own, dtype=torch.int32, device=device)
+        remote_offsets.append(expert_offsets[-1] - own_offsets)
     first_place = []
     for ids, place in zip(topk_idx, lane_place, strict=True):
         owner = torch.where(place >= 0, ids // num_local, -1)
