@@ -31,7 +31,7 @@ from .operands import (
     check_weights,
     split_scales,
 )
-from .schedule import INDEX_DTYPES, TileSchedule, tile_schedule
+from .schedule import INDEX_DTYPES, TileSchedule, height_of, tile_schedule
 
 
 @dataclass(frozen=True, slots=True)
@@ -186,8 +186,7 @@ def _place(
     check_tensor("offsets", offsets, (w.shape[0] + 1,), INDEX_DTYPES)
     check_devices(x, offsets=offsets, row_index=row_index)
     check_row_weight(x, row_weight, num_rows)
-    block_m = None if schedule is None else schedule.block_m
-    gathered = row_index is not None
+    gathered, block_m = row_index is not None, height_of(schedule)
     config = gemm_config(w, num_rows, activation, gathered=gathered, block_m=block_m)
     if schedule is None:
         schedule = tile_schedule(offsets, num_rows, config.block_m)
@@ -268,7 +267,7 @@ class _GroupedMlp(torch.autograd.Function):
             grad, w_down, pre, place.schedule, ctx.activation, row_weight
         )
         if needs[5] and of_weight is not None and b_down is not None:  # it scales the bias as well
-            rows = torch.arange(place.num_rows, device=grad.device)
+            rows = torch.arange(place.num_rows, dtype=torch.int64, device=grad.device)
             expert = torch.searchsorted(offsets[1:].contiguous(), rows, right=True)
             expert = expert.clamp_(max=len(b_down) - 1)
             of_bias = (grad.float() * b_down[expert]).sum(1)

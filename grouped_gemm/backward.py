@@ -9,7 +9,7 @@ import triton
 from triton.tools.ragged_tma import create_ragged_descriptor
 from triton.tools.tensor_descriptor import TensorDescriptor
 
-from ..checks import PAYLOAD_DTYPES, check_no_grad, check_runnable, check_tensor
+from ..checks import PAYLOAD_DTYPES, check_flag, check_no_grad, check_runnable, check_tensor
 from ..config import GemmConfig
 from ..errors import ShapeError
 from .backward_kernels import (
@@ -26,13 +26,14 @@ from .operands import (
     Rows,
     Weights,
     canonical,
+    check_apart,
     check_devices,
     check_out,
     check_rows,
     check_weights,
     num_parts,
 )
-from .schedule import INDEX_DTYPES, TileSchedule, tile_schedule
+from .schedule import INDEX_DTYPES, TileSchedule, height_of, tile_schedule
 
 BLOCK_ROWS, BLOCK_COLUMNS = 16, 64
 NUM_CLEAR_PROGRAMS = 132
@@ -62,8 +63,7 @@ def dgrad(
     check_tensor("offsets", offsets, (w.shape[0] + 1,), INDEX_DTYPES)
     check_devices(grad, offsets=offsets)
     num_rows = grad.shape[0]
-    block_m = None if schedule is None else schedule.block_m
-    config = gemm_config(w, num_rows, transposed=True, block_m=block_m)
+    config = gemm_config(w, num_rows, transposed=True, block_m=height_of(schedule))
     if schedule is None:
         schedule = tile_schedule(offsets, num_rows, config.block_m)
     weights = Weights(w, transposed=True)
@@ -93,6 +93,9 @@ def wgrad(
     check_rows(x, None)
     check_tensor("offsets", offsets, ("L+1",), INDEX_DTYPES)
     check_no_grad(grad=grad, x=x)
+    check_flag("accumulate", accumulate)
+    if row_offset is not None:
+        check_tensor("row_offset", row_offset, (grad.shape[0],), (torch.int64,))
     check_devices(grad, x=x, offsets=offsets, row_offset=row_offset)
     check_runnable(grad.device)
     num_rows, num_columns = grad.shape
@@ -102,9 +105,7 @@ def wgrad(
             f"offsets has {offsets.numel()} elements, grad {num_columns} columns and x {depth}; "
             "there must be at least one expert and one column of each."
         )
-    if row_offset is not None:
-        check_tensor("row_offset", row_offset, (num_rows,), (torch.int64,))
-    elif x.shape[0] != num_rows:
+    if row_offset is None and x.shape[0] != num_rows:
         raise ShapeError(
             f"x has {x.shape[0]} rows and grad has {num_rows}; they must be as many, or "
             "row_offset must say where the rows of x are."
@@ -115,6 +116,7 @@ def wgrad(
             raise ShapeError("accumulate is True and out is None; pass the gradient to add to.")
         out = grad.new_empty(shape)
     check_out(grad, out, shape, PAYLOAD_DTYPES)
+    check_apart(out, grad=grad, x=x)
     if num_rows == 0:
         return out if accumulate else out.zero_()
     problem = gemm_problem(out, num_rows, gathered=row_offset is not None)
@@ -135,7 +137,7 @@ def wgrad(
             num_rows,
             num_columns,
             depth,
-            ACCUMULATE=accumulate,
+            ACCUMULATE=bool(accumulate),
             **config.launch_options(),
         )
     return out
@@ -256,10 +258,11 @@ def gathered_sum(
 ) -> torch.Tensor:
     """[num_rows, K]: for each row of x, the sum of the rows of grad [rows, K] that row_index made
     of it, in order; rows from offsets[L] on count for none."""
-    rows = torch.arange(len(grad), device=grad.device)
+    rows = torch.arange(len(grad), dtype=torch.int64, device=grad.device)
     row_of_x = torch.where(rows < offsets[-1], row_index.long(), num_rows)
     by_row, order = row_of_x.sort(stable=True)
-    first = torch.searchsorted(by_row, torch.arange(num_rows + 1, device=grad.device))
+    begins = torch.arange(num_rows + 1, dtype=torch.int64, device=grad.device)
+    first = torch.searchsorted(by_row, begins)
     out = grad.new_empty(num_rows, grad.shape[1])
     block = 32 if grad.device.type == "cpu" else 1024
     if num_rows:

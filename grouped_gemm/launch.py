@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
+from dataclasses import fields, replace
 from functools import lru_cache
 
 import torch
@@ -10,18 +10,20 @@ import triton
 from triton.tools.ragged_tma import create_ragged_descriptor
 from triton.tools.tensor_descriptor import TensorDescriptor
 
-from ..checks import PAYLOAD_DTYPES, check_no_grad, check_tensor
+from ..checks import PAYLOAD_DTYPES, check_int, check_no_grad, check_tensor, shown
 from ..config import HEIGHTS, GemmConfig, GemmProblem
-from ..errors import ShapeError
+from ..errors import DtypeError, ShapeError
 from ..hardware import early_launch, launches_overlap
 from ..lang import INTERPRETED
 from ..tune import best_config
 from .kernels import _grouped_gemm_kernel, _split_sum_kernel
 from .operands import (
+    FP8,
     Epilogue,
     Rows,
     Weights,
     canonical,
+    check_apart,
     check_devices,
     check_out,
     check_row_weight,
@@ -29,8 +31,10 @@ from .operands import (
     num_parts,
     output_dtype,
 )
-from .schedule import INDEX_DTYPES, TileSchedule
+from .schedule import INDEX_DTYPES, MAX_ROWS, TileSchedule, height_of
 
+MAX_TILE = 1024
+"""Of a tile in any direction, and of anything else in a `GemmConfig`."""
 NUM_INTERPRETED_PROGRAMS = 2
 
 
@@ -54,7 +58,7 @@ def gathered_gemm(
     schedule.offsets[L] are read, computed and written. pre [rows, N], where it is given, gets what
     the activation is of. config: `gemm_config` by default. No gradients.
     """
-    check_tensor("base", base, tuple(base.shape), PAYLOAD_DTYPES)
+    check_tensor("base", base, None, PAYLOAD_DTYPES)
     if base.data_ptr() % 16:
         raise ShapeError(
             f"base starts at address {base.data_ptr():#x}; it must be a multiple of 16."
@@ -66,9 +70,13 @@ def gathered_gemm(
     num_rows = row_offset.numel()
     check_row_weight(base, row_weight, num_rows)
     if pre is not None:
-        check_out(base, pre, (num_rows, w.shape[1]))
+        check_out(base, pre, (num_rows, w.shape[1]), name="pre")
+    block_m = height_of(schedule)
+    if block_m is None:
+        raise DtypeError("schedule is None; it must be what tile_schedule(...) returned.")
     if config is None:
-        config = gemm_config(w, num_rows, activation, gathered=True, block_m=schedule.block_m)
+        config = gemm_config(w, num_rows, activation, gathered=True, block_m=block_m)
+    check_config(config)
     if config.block_m != schedule.block_m:
         raise ShapeError(
             f"config has block_m {config.block_m} and schedule has {schedule.block_m}; "
@@ -93,6 +101,8 @@ def gemm_config(
     problem = gemm_problem(
         w, num_rows, activation=activation, gathered=gathered, transposed=transposed
     )
+    if block_m is not None and (type(block_m) is not int or block_m not in HEIGHTS):
+        raise ShapeError(f"block_m is {shown(block_m)}; it must be one of {HEIGHTS}, or None.")
     return best_config(problem, block_m)
 
 
@@ -105,6 +115,8 @@ def gemm_problem(
     transposed: bool = False,
 ) -> GemmProblem:
     """What `config.py` chooses for."""
+    num_rows = check_int("num_rows", num_rows, 0, MAX_ROWS)
+    check_tensor("w", w, ("L", "N", "K"), (*PAYLOAD_DTYPES, FP8))
     parts = num_parts(activation)
     num_columns, depth = w.shape[:0:-1] if transposed else w.shape[1:]
     interpreted = INTERPRETED or w.device.type == "cpu"
@@ -138,6 +150,7 @@ def multiply(
         out = rows.x.new_empty((num_rows, num_columns), dtype=output_dtype(rows.x))
     else:
         check_out(rows.x, out, (num_rows, num_columns))
+        check_apart(out, w=weights.w, **({"x": rows.x} if rows.offset is None else {}))
     check_schedule(schedule, rows.x, num_experts, num_rows)
     if num_rows == 0:
         return out
@@ -253,14 +266,27 @@ def check_schedule(
     """Raise unless the schedule has room for the tiles of these rows."""
     check_tensor("schedule.offsets", schedule.offsets, (num_experts + 1,), INDEX_DTYPES)
     check_devices(a, **{"schedule.offsets": schedule.offsets})
-    if schedule.block_m not in HEIGHTS:
-        raise ShapeError(
-            f"schedule has tiles of {schedule.block_m} rows; a GEMM takes one of {HEIGHTS}."
-        )
     if schedule.max_rows != num_rows:  # with more of them, tiles would lie beyond the output
         raise ShapeError(
             f"schedule was made for {schedule.max_rows} rows, and there are {num_rows}; make it "
             f"with tile_schedule(offsets, max_rows={num_rows}, ...)."
+        )
+
+
+def check_config(config: GemmConfig) -> None:
+    """Raise unless these can be the tiles of a GEMM."""
+    if not isinstance(config, GemmConfig):
+        raise DtypeError(
+            f"config is a {type(config).__name__}; it must be what gemm_config(...) returned."
+        )
+    for field in fields(config):
+        value = check_int(f"config.{field.name}", getattr(config, field.name), 1, MAX_TILE)
+        if field.name not in ("num_stages", "programs_per_sm", "group_m") and value & (value - 1):
+            raise ShapeError(f"config.{field.name} is {value}; it must be a power of 2.")
+    if min(config.block_n // config.subtiles, config.block_k) < 16 or config.num_warps > 16:
+        raise ShapeError(
+            f"config is {config}; block_n / subtiles and block_k must be 16 or more, and num_warps "
+            "16 or less."
         )
 
 

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 import torch
 import triton
 
-from ..checks import PAYLOAD_DTYPES, check_runnable, check_tensor
+from ..checks import PAYLOAD_DTYPES, check_contiguous, check_runnable, check_tensor, shown
 from ..errors import DtypeError, ShapeError
 from .schedule import MAX_EXPERTS, MAX_ROWS
 
@@ -66,8 +66,8 @@ class Epilogue:
 
 def num_parts(activation: str) -> int:
     """How many rows of the weights make one column of the output."""
-    if activation not in ACTIVATIONS:
-        raise ShapeError(f"activation is {activation!r}; it must be one of {ACTIVATIONS}.")
+    if not isinstance(activation, str) or activation not in ACTIVATIONS:
+        raise ShapeError(f"activation is {shown(activation)}; it must be one of {ACTIVATIONS}.")
     return 2 if activation in GATED else 1
 
 
@@ -163,14 +163,15 @@ def check_out(
     out: torch.Tensor,
     shape: tuple[int, ...],
     dtypes: tuple[torch.dtype, ...] | None = None,
+    name: str = "out",
 ) -> None:
     """Raise unless `out` may take the result of rows like `a`; of their own dtype by default."""
-    check_tensor("out", out, shape, dtypes or (output_dtype(a),))
-    check_devices(a, out=out)
+    check_tensor(name, out, shape, dtypes or (output_dtype(a),))
+    check_devices(a, **{name: out})
     if not out.is_contiguous() or out.data_ptr() % 16:
         raise ShapeError(
-            f"out has strides {tuple(out.stride())} and starts at address {out.data_ptr():#x}; it "
-            "must be contiguous and start at a multiple of 16 bytes."
+            f"{name} has strides {tuple(out.stride())} and starts at address {out.data_ptr():#x}; "
+            "it must be contiguous and start at a multiple of 16 bytes."
         )
 
 
@@ -179,13 +180,25 @@ def output_dtype(a: torch.Tensor) -> torch.dtype:
     return torch.bfloat16 if a.dtype == FP8 else a.dtype
 
 
-def check_contiguous(name: str, tensor: torch.Tensor) -> None:
-    """Raise unless the tensor's elements lie one after the other."""
-    if not tensor.is_contiguous():
-        raise ShapeError(
-            f"{name} has strides {tuple(tensor.stride())}; it must be contiguous. "
-            f"Pass {name}.contiguous()."
-        )
+def check_apart(out: torch.Tensor, **operands: torch.Tensor) -> None:
+    """Raise where `out` has memory in common with an operand, which is read while it is written."""
+    begin, end = _memory(out)
+    for name, operand in operands.items():
+        other_begin, other_end = _memory(operand)
+        if begin < other_end and other_begin < end:
+            raise ShapeError(
+                f"out overlaps {name} in memory; it must not, as {name} is read while out is "
+                "written. Pass another tensor."
+            )
+
+
+def _memory(tensor: torch.Tensor) -> tuple[int, int]:
+    """The addresses between which its elements lie."""
+    begin = tensor.data_ptr()
+    if tensor.numel() == 0:
+        return begin, begin
+    last = sum((size - 1) * step for size, step in zip(tensor.shape, tensor.stride(), strict=True))
+    return begin, begin + (last + 1) * tensor.itemsize
 
 
 def canonical(tensor: torch.Tensor) -> torch.Tensor:

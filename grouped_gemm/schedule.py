@@ -7,8 +7,9 @@ from dataclasses import dataclass
 import torch
 import triton
 
-from ..checks import check_runnable, check_tensor
-from ..errors import ShapeError
+from ..checks import check_contiguous, check_int, check_runnable, check_tensor, shown
+from ..config import HEIGHTS
+from ..errors import DtypeError, ShapeError
 from ..hardware import early_launch, launches_overlap
 from ..utils import next_power_of_2
 from .schedule_kernels import _tile_schedule_kernel
@@ -52,12 +53,13 @@ def tile_schedule(offsets: torch.Tensor, max_rows: int, block_m: int) -> TileSch
     """
     check_tensor("offsets", offsets, ("L+1",), INDEX_DTYPES)
     check_runnable(offsets.device)
-    num_experts = offsets.numel() - 1
-    if num_experts < 1 or not 0 <= max_rows <= MAX_ROWS or not 1 <= block_m <= MAX_BLOCK_M:
+    max_rows = check_int("max_rows", max_rows, 0, MAX_ROWS)
+    block_m = check_int("block_m", block_m, 1, MAX_BLOCK_M)
+    num_experts = offsets.shape[0] - 1
+    if not 1 <= num_experts <= MAX_EXPERTS:
         raise ShapeError(
-            f"offsets has {offsets.numel()} elements, max_rows is {max_rows} and block_m is "
-            f"{block_m}; offsets needs one element more than there are experts, at least 2, and "
-            f"max_rows and block_m lie in 0 .. {MAX_ROWS} and 1 .. {MAX_BLOCK_M}."
+            f"offsets has {num_experts + 1} elements; it needs one more than there are experts, 2 "
+            f"to {MAX_EXPERTS + 1}."
         )
     offsets = offsets.contiguous()
     max_tiles = triton.cdiv(max_rows, block_m) + num_experts
@@ -78,3 +80,26 @@ def tile_schedule(offsets: torch.Tensor, max_rows: int, block_m: int) -> TileSch
             **early_launch(),
         )
     return TileSchedule(tiles, num_tiles, offsets, max_rows, block_m)
+
+
+def height_of(schedule: TileSchedule | None) -> int | None:
+    """Rows of its tiles, None without one. Raises where it is not what `tile_schedule` made."""
+    if schedule is None:
+        return None
+    if not isinstance(schedule, TileSchedule):
+        raise DtypeError(
+            f"schedule is a {type(schedule).__name__}; it must be what tile_schedule(...) returned."
+        )
+    check_int("schedule.max_rows", schedule.max_rows, 0, MAX_ROWS)
+    if type(schedule.block_m) is not int or schedule.block_m not in HEIGHTS:
+        raise ShapeError(
+            f"schedule has tiles of {shown(schedule.block_m)} rows; a GEMM takes one of {HEIGHTS}."
+        )
+    check_tensor("schedule.offsets", schedule.offsets, ("L+1",), INDEX_DTYPES)
+    device, num_experts = schedule.offsets.device, schedule.offsets.shape[0] - 1
+    max_tiles = triton.cdiv(schedule.max_rows, schedule.block_m) + num_experts
+    check_tensor("schedule.tiles", schedule.tiles, (max_tiles,), (torch.int64,), device)
+    check_tensor("schedule.num_tiles", schedule.num_tiles, (1,), (torch.int32,), device)
+    check_contiguous("schedule.tiles", schedule.tiles)
+    check_contiguous("schedule.offsets", schedule.offsets)
+    return schedule.block_m

@@ -5,6 +5,7 @@ from __future__ import annotations
 import torch
 from triton.runtime.errors import OutOfResources
 
+from ..checks import PAYLOAD_DTYPES, check_at_least, check_dtype
 from ..config import GemmConfig
 from ..errors import BackendError
 from ..tune import tune
@@ -31,13 +32,18 @@ def tune_gemm(
     fp32. Raises BackendError without a GPU, ShapeError and DtypeError as `grouped_gemm` does."""
     if not torch.cuda.is_available():
         raise BackendError("tiles are measured on a GPU, and there is none.")
-    w = torch.randn(num_experts, num_columns * num_parts(activation), depth, device="cuda")
-    x = torch.randn(num_rows, depth, device="cuda").to(dtype)
-    w = w.to(dtype)
+    check_at_least(1, num_rows=num_rows, num_experts=num_experts)
+    check_at_least(1, num_columns=num_columns, depth=depth)
+    check_dtype("dtype", dtype, PAYLOAD_DTYPES)
+    shape = num_experts, num_columns * num_parts(activation), depth
+    w = torch.randn(shape, dtype=dtype, device="cuda")
+    x = torch.randn(num_rows, depth, dtype=dtype, device="cuda")
     check_rows(x, None)
     check_weights(x, w, depth, activation)
-    ends = torch.linspace(0, num_rows, num_experts + 1, device="cuda").int()
-    offset = torch.randperm(num_rows, device="cuda") * depth if gathered else None
+    ends = torch.linspace(0, num_rows, num_experts + 1, dtype=torch.float64, device="cuda").int()
+    offset = (
+        torch.randperm(num_rows, dtype=torch.int64, device="cuda") * depth if gathered else None
+    )
     rows, weights, epilogue = Rows(x, offset), Weights(w), Epilogue(activation)
     problem = gemm_problem(w, num_rows, activation=activation, gathered=gathered)
     start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))

@@ -2,31 +2,27 @@
 
 from __future__ import annotations
 
-import secrets
 from collections.abc import Sequence
-from dataclasses import replace
-from functools import partial
 from typing import Any, ClassVar
 
 import torch
 import torch.distributed as dist
 
-from . import buffer_config, checks
+from . import buffer_config, checks, service
+from .agreement import Group, agree, wishes
 from .buffer_config import DEFAULT_OPTIONS, Config, Options, Programs
 from .collective import CollectiveEngine
-from .deadline import timeout_seconds
-from .engine import KernelEngine
-from .errors import BackendError, ShapeError
+from .debug_checks import check_handle_values, check_layout_values
+from .errors import BackendError, MoeEngineError, ShapeError
 from .events import EventHandle, EventOverlap
+from .handles import check_handle
 from .low_latency import LowLatency
 from .low_latency_verbs import LowLatencyVerbs
-from .ring import RingLayout
-from .service import Service, default_device, new_ring, new_slots
+from .service import Service, default_device, new_engines
 from .slots import SlotLayout
 from .streams import CallStreams
-from .symm import choose_backend, exchange
-from .tune import LayerChoices, measured_layers
-from .utils import LINE_BYTES, round_up
+from .symm import choose_backend
+from .utils import round_up
 from .verbs import Engine, Handle, Tokens, verb
 
 
@@ -47,6 +43,8 @@ class Buffer(LowLatencyVerbs, Service):
     the same kernels through Triton's interpreter), "single" (one rank), "collective" (plain
     torch.distributed, any device), "auto" (the first of these that fits).
 
+    use_fabric, num_qps_per_rank and the allow_ flags are DeepEP's, and change nothing.
+
     Raises CapacityError without room for a single row, BackendError where the backend cannot run.
     """
 
@@ -66,52 +64,30 @@ class Buffer(LowLatencyVerbs, Service):
         comm: Any = None,
         backend: str = "auto",
         options: Options = DEFAULT_OPTIONS,
+        use_fabric: bool = False,
     ):
-        if comm is not None:
-            raise BackendError("comm= (mpi4py) is not taken; pass group=, any torch process group.")
-        if group is None and dist.is_available() and dist.is_initialized():
-            group = dist.group.WORLD
-        self.group = group
-        self.rank = dist.get_rank(group) if group is not None else 0
-        self.group_size = dist.get_world_size(group) if group is not None else 1
-        self.num_nvl_bytes, self.num_rdma_bytes = num_nvl_bytes, num_rdma_bytes
-        self.low_latency_mode = low_latency_mode
-        self.explicitly_destroy, self.enable_shrink = explicitly_destroy, enable_shrink
-        self.options = options
+        self._forks = service.forks
+        members = Group.of(group)
+        self.group, self.rank, self.group_size = members.ranks, members.rank, members.size
         self.device = default_device()
+        given = comm, backend, num_nvl_bytes, num_rdma_bytes, low_latency_mode, enable_shrink
+        mine = agree(members, lambda: wishes(members, self.device, *given, options))
+        self.num_nvl_bytes, self.num_rdma_bytes = num_nvl_bytes, num_rdma_bytes
+        self.low_latency_mode, self.enable_shrink = low_latency_mode, mine.enable_shrink
+        self.explicitly_destroy, self.options = explicitly_destroy, mine.options
         self._engine: Engine | None = None
         self._low_latency: LowLatency | None = None
         self._unreleased: torch.Tensor | None = None  # x of a dispatch whose rows are in place
         self._programs = Programs(lambda: Buffer.num_sms)
         self._streams = CallStreams(self.device)
+        self.backend = backend
         if backend == "collective":
-            self.backend = backend
-            self._engine = CollectiveEngine(group)
+            self._engine = CollectiveEngine(self.group)
             return
-        self.backend = choose_backend(group, backend, self.device)
-        checks.check_runnable(self.device)
-        num_bytes, ring_bytes = max(num_nvl_bytes, num_rdma_bytes), 0
-        checks.check_shrink(enable_shrink, self.group_size)
-        if low_latency_mode:
-            smallest = SlotLayout(self.group_size, LINE_BYTES, options.num_slots).num_bytes
-            num_bytes, ring_bytes = max(num_nvl_bytes, smallest), num_rdma_bytes
-        given = exchange(group, lambda: ((num_bytes, ring_bytes), options), "Options")
-        buffer_config.check_options(options, given)
-        measured, number = exchange(
-            group,
-            lambda: ({}, 0) if self.rank else (measured_layers(), secrets.randbits(31)),
-            "layers",
-        )[0]
-        layers = LayerChoices(options.layer, measured)
-        layout = SlotLayout.fit(num_bytes, self.group_size, options.num_slots)
-        timeout_s = options.timeout_s or timeout_seconds()
-        # Nothing that knows this Buffer, else it would outlive its last name.
-        where = group, self.rank, self.backend, self.device, timeout_s, self._streams
-        make_slots = partial(new_slots, *where, number)
-        if ring_bytes:
-            ring = RingLayout.fit(ring_bytes, self.group_size, options.num_slots)
-            self._low_latency = LowLatency(new_ring(*where, ring), enable_shrink)
-        self._engine = KernelEngine(layout, make_slots, self._programs, options.max_tokens, layers)
+        self.backend = choose_backend(self.group, backend, self.device)
+        place = self.group, self.rank, self.backend, self.device
+        where = *place, mine.timeout_s, self._streams
+        self._engine, self._low_latency = new_engines(where, members.size, mine, self._programs)
 
     @classmethod
     def for_tokens(
@@ -127,12 +103,12 @@ class Buffer(LowLatencyVerbs, Service):
     ) -> Buffer:
         """A Buffer for up to `max_tokens` tokens per rank of this shape, by formula: `size_hint`,
         and low-latency memory for `Options.decode_tokens` of them."""
-        num_ranks = dist.get_world_size(group) if group is not None else 1
-        row_bytes, num_slots = hidden * dtype.itemsize, options.num_slots
-        sizes = max_tokens, row_bytes, num_ranks, num_experts, num_topk, num_slots
-        num_bytes = cls.size_hint(*sizes)
-        options = replace(options, max_tokens=max_tokens)
-        ring_bytes = buffer_config.decode_bytes(options, row_bytes, num_ranks, num_topk)
+        try:
+            sizes = max_tokens, hidden, num_experts, num_topk, dtype, Group.of(group).size
+            num_bytes, ring_bytes, options = buffer_config.sizes_for_tokens(options, *sizes)
+        except MoeEngineError as problem:  # which all ranks raise, where they meet
+            bad: Any = problem
+            return cls(group, backend=backend, options=bad)
         return cls(group, num_bytes, ring_bytes, ring_bytes > 0, backend=backend, options=options)
 
     size_hint = staticmethod(buffer_config.size_hint)
@@ -154,9 +130,10 @@ class Buffer(LowLatencyVerbs, Service):
         at the next call or `check()`.
         """
         engine = self._ready(sends=False)
-        checks.check_experts(num_experts, self.group_size)
+        num_experts = checks.check_experts(num_experts, self.group_size)
         checks.check_topk(topk_idx, device=self._rows_device)
-        with self._streams.call(previous_event, async_finish, allocate_on_comm_stream) as call:
+        when = _when(previous_event, async_finish, allocate_on_comm_stream)
+        with self._streams.call(*when) as call:
             call.reads(topk_idx)
             per_rank, per_expert, in_rank = engine.layout(topk_idx.contiguous(), num_experts)
             call.returns(per_rank, per_expert, in_rank)
@@ -212,18 +189,23 @@ class Buffer(LowLatencyVerbs, Service):
         engine = self._ready()
         rows, scales = checks.check_payload(x, device=self._rows_device)
         buffer_config.check_config(config)
-        checks.check_at_least(1, expert_alignment=expert_alignment)
-        checks.check_at_least(0, num_worst_tokens=num_worst_tokens)
-        when = previous_event, async_finish, allocate_on_comm_stream
+        expert_alignment = checks.check_int("expert_alignment", expert_alignment, 1)
+        most = self.group_size * SlotLayout.most_rows
+        num_worst_tokens = checks.check_int("num_worst_tokens", num_worst_tokens, 0, most)
+        checks.check_flag("in_place", in_place)
+        when = _when(previous_event, async_finish, allocate_on_comm_stream)
         if handle is not None:
-            cached = _as_handle(handle)
+            cached = check_handle(handle, self.group_size, rows.device)
             if topk_idx is not None or topk_weights is not None or in_place:
                 raise ShapeError(
                     "with a handle only x is sent, to rows of the caller's; leave out topk_idx, "
                     "topk_weights and in_place."
                 )
-            checks.check_payload(x, cached.is_token_in_rank.shape[0])
-            with self._programs.of(config), self._streams.call(*when) as call:
+            if rows.shape[0] != cached.send_head.shape[0]:
+                checks.check_payload(x, cached.send_head.shape[0])
+            with self._streams.call(*when) as call, self._programs.of(config):
+                if self.options.debug:
+                    check_handle_values(cached, self.rank)
                 call.reads(rows, scales, *cached)
                 received = engine.dispatch_cached(checks.packed(rows), scales, cached)
                 call.returns(received.x, received.scales)
@@ -235,8 +217,11 @@ class Buffer(LowLatencyVerbs, Service):
             )
         layout = num_tokens_per_rank, num_tokens_per_expert, is_token_in_rank
         checks.check_layout(rows, *layout, self.group_size)
-        checks.check_routing(rows, topk_idx, topk_weights)
-        with self._programs.of(config), self._streams.call(*when) as call:
+        if topk_idx is not None or topk_weights is not None:
+            checks.check_routing(rows, topk_idx, topk_weights)
+        with self._streams.call(*when) as call, self._programs.of(config):
+            if self.options.debug:
+                check_layout_values(*layout, topk_idx, self.rank)
             call.reads(rows, scales, topk_idx, topk_weights, *layout)
             tokens = Tokens(
                 checks.packed(rows),
@@ -290,16 +275,20 @@ class Buffer(LowLatencyVerbs, Service):
         Returns (out [T, H], weights float32 [T, K] or None, event).
         """
         engine = self._ready()
-        known = _as_handle(handle)
-        checks.check_rows("x", x, known.recv_src_idx.numel(), self._rows_device)
+        checks.check_rows("x", x, "N", self._rows_device)
+        known = check_handle(handle, self.group_size, x.device)
+        if x.shape[0] != known.recv_src_idx.shape[0]:
+            checks.check_rows("x", x, known.recv_src_idx.shape[0])
         if topk_weights is not None:
             shape = (x.shape[0], "K")
             checks.check_tensor("topk_weights", topk_weights, shape, [torch.float32], x.device)
             checks.check_no_grad(topk_weights=topk_weights)
         biases = checks.check_biases(bias, known.is_token_in_rank.shape[0], x)
         buffer_config.check_config(config)
-        when = previous_event, async_finish, allocate_on_comm_stream
-        with self._programs.of(config), self._streams.call(*when) as call:
+        when = _when(previous_event, async_finish, allocate_on_comm_stream)
+        with self._streams.call(*when) as call, self._programs.of(config):
+            if self.options.debug:
+                check_handle_values(known, self.rank)
             call.reads(x, topk_weights, *biases, *known)
             out, weights = engine.combine(
                 checks.packed(x),
@@ -324,11 +313,12 @@ class Buffer(LowLatencyVerbs, Service):
         """(result [T, H], event) of a layer's routed experts; see `moe_engine.moe_ffn`."""
         engine = self._ready()
         checks.check_rows("x", x, device=self._rows_device)
+        checks.check_expert_weights(x, w_gate_up, w_down)
         num_experts = w_gate_up.shape[0] * self.group_size
         checks.check_experts(num_experts, self.group_size)
         checks.check_routing(x, topk_idx, topk_weights)
-        checks.check_expert_weights(x, w_gate_up, w_down)
-        checks.check_max_tokens(len(x), max_tokens)
+        checks.check_flag("async_finish", async_finish)
+        max_tokens = checks.check_max_tokens(len(x), max_tokens)
         max_tokens = self.options.max_tokens if max_tokens is None else max_tokens
         with self._streams.call(None, async_finish) as call:
             call.reads(x, topk_idx, topk_weights, w_gate_up, w_down)
@@ -343,32 +333,11 @@ class Buffer(LowLatencyVerbs, Service):
             call.returns(out)
         return self._finish((out, call.event))
 
-    def warmup(
-        self, hidden: int, num_experts: int, num_topk: int, dtype: torch.dtype = torch.bfloat16
-    ) -> None:
-        """Compile on all ranks together what dispatch and combine of this shape need. Collective.
-
-        Without it the first call of a shape does so, under a deadline 5 minutes longer.
-        """
-        x = torch.empty(0, hidden, dtype=dtype, device=self.device)
-        idx = torch.empty(0, num_topk, dtype=torch.int64, device=self.device)
-        per_rank, _, per_expert, in_rank, _ = self.get_dispatch_layout(idx, num_experts)
-        rows, _, weights, _, handle, _ = self.dispatch(
-            x, None, per_rank, None, in_rank, per_expert, idx, idx.float()
-        )
-        assert isinstance(rows, torch.Tensor)
-        assert handle is not None
-        self.dispatch(x, handle)
-        for topk_weights in (None, weights):
-            self.combine(rows, handle, topk_weights)
-        self.check()
-
     # --- Service -----------------------------------------------------------------------------
     @staticmethod
     def set_num_sms(new_num_sms: int) -> None:
         """Programs that communication uses, for all Buffers; even and positive, as in DeepEP."""
-        buffer_config.check_num_sms(new_num_sms)
-        Buffer.num_sms = new_num_sms
+        Buffer.num_sms = buffer_config.check_num_sms(new_num_sms)
 
     @staticmethod
     def get_dispatch_config(num_ranks: int) -> Config:
@@ -382,6 +351,8 @@ class Buffer(LowLatencyVerbs, Service):
 
     def _ready(self, sends: bool = True) -> Engine:
         """The engine, if it can go on: with rows in place, only with what sends nothing."""
+        if self._forks != service.forks:
+            self._check_process()
         if self._engine is None:
             raise BackendError("this Buffer was destroyed; make a new one.")
         self._engine.check()
@@ -399,6 +370,10 @@ class Buffer(LowLatencyVerbs, Service):
         return None if self.backend == "collective" else self.device
 
 
-def _as_handle(handle: tuple[torch.Tensor, ...]) -> Handle:
-    checks.check_handle(handle, Handle._fields)
-    return Handle(*handle)
+def _when(
+    previous_event: EventOverlap | EventHandle | None, async_finish: bool, allocate_there: bool
+) -> tuple[EventOverlap | EventHandle | None, bool, bool]:
+    """The arguments of `CallStreams.call`."""
+    checks.check_flag("async_finish", async_finish)
+    checks.check_flag("allocate_on_comm_stream", allocate_there)
+    return previous_event, async_finish, allocate_there

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
+from numbers import Integral
+from typing import Any
 
 import torch
 
@@ -11,26 +14,40 @@ from .lang import INTERPRETED
 
 MAX_LOW_LATENCY_TOKENS = 4096
 """Tokens of a rank in a low-latency call: there are flags for so many."""
+MAX_EXPERTS = 65_536
+"""Experts of all ranks: a program of the layout counts them all."""
+MAX_INT = 2**63 - 1
+"""The largest number that a kernel takes."""
+PLAIN = (torch.Tensor, torch.nn.Parameter)
 PAYLOAD_DTYPES = (torch.bfloat16, torch.float32)
 
 
 def check_tensor(
     name: str,
     tensor: torch.Tensor,
-    shape: Sequence[int | str],
+    shape: Sequence[int | str] | None,
     dtypes: Sequence[torch.dtype],
     device: torch.device | None = None,
 ) -> None:
-    """`tensor` must have this shape (a string stands for any size), dtype and device."""
-    if not isinstance(tensor, torch.Tensor):
-        raise DtypeError(f"{name} is a {type(tensor).__name__}; it must be a torch.Tensor.")
-    wanted = "[" + ", ".join(str(size) for size in shape) + "]"
-    fits = tensor.dim() == len(shape) and all(
-        isinstance(size, str) or size == have
-        for size, have in zip(shape, tensor.shape, strict=True)
-    )
-    if not fits:
-        raise ShapeError(f"{name} has shape {list(tensor.shape)}; it must be {wanted}.")
+    """`tensor` must be dense, with memory of its own, and have this shape (None for any, a string
+    for any size), dtype and device."""
+    if type(tensor) not in PLAIN:
+        _check_kind(name, tensor)
+    try:
+        found, address = tensor.shape, tensor.data_ptr()
+    except RuntimeError:
+        raise DtypeError(
+            f"{name} is a sparse or nested tensor, or stands for others, as in vmap; it must be a "
+            "dense one, with memory of its own. Convert it with to_dense() or to_padded_tensor()."
+        ) from None
+    if shape is not None:
+        fits = len(found) == len(shape)
+        for size, wanted in zip(found, shape, strict=False):
+            if size != wanted and type(wanted) is not str:
+                fits = False
+        if not fits:
+            sizes = ", ".join(map(str, shape))
+            raise ShapeError(f"{name} has shape {list(found)}; it must be [{sizes}].")
     if tensor.dtype not in dtypes:
         allowed = " or ".join(str(dtype).removeprefix("torch.") for dtype in dtypes)
         raise DtypeError(
@@ -42,6 +59,69 @@ def check_tensor(
             f"{name} is on {tensor.device}; this Buffer lives on {device}. "
             f"Move it with {name}.to('{device}')."
         )
+    if address == 0 and tensor.numel():
+        raise ShapeError(
+            f"{name} is on {tensor.device} and has no memory: it is a meta tensor, or its storage "
+            "was freed, as FSDP does with parameters. Pass one with memory."
+        )
+
+
+def check_contiguous(name: str, tensor: torch.Tensor) -> None:
+    """The tensor's elements must lie one after the other."""
+    if not tensor.is_contiguous():
+        raise ShapeError(
+            f"{name} has strides {tuple(tensor.stride())}; it must be contiguous. "
+            f"Pass {name}.contiguous()."
+        )
+
+
+def _check_kind(name: str, tensor: Any) -> None:
+    """A tensor of a subclass is one as well, unless it only stands for others, as a DTensor."""
+    if not isinstance(tensor, torch.Tensor):
+        raise DtypeError(f"{name} is a {type(tensor).__name__}; it must be a torch.Tensor.")
+    if type(tensor).__torch_dispatch__ is not torch.Tensor.__torch_dispatch__:
+        raise DtypeError(
+            f"{name} is a {type(tensor).__name__}, which has no memory of its own; pass the plain "
+            "tensor, for a DTensor its to_local()."
+        )
+
+
+def check_int(name: str, value: int, minimum: int, maximum: int = MAX_INT) -> int:
+    """`value`, a Python or numpy integer from `minimum` to `maximum`, as an int."""
+    if type(value) is not int:
+        if not isinstance(value, Integral) or isinstance(value, bool):
+            raise DtypeError(
+                f"{name} is {shown(value)}; it must be an int. Pass int({name}) where that is "
+                "what you mean."
+            )
+        value = int(value)
+    if not minimum <= value <= maximum:
+        allowed = f"{minimum} or more" if value < minimum else f"{minimum} to {maximum}"
+        raise ShapeError(f"{name} is {shown(value)}; it must be {allowed}.")
+    return value
+
+
+def check_flag(name: str, value: bool) -> None:
+    """`value` must be True or False, or 1 or 0."""
+    if value is not True and value is not False:
+        if not isinstance(value, Integral) or value not in (0, 1):
+            raise DtypeError(f"{name} is {shown(value)}; it must be True or False.")
+
+
+def check_dtype(name: str, dtype: torch.dtype, allowed: Sequence[torch.dtype]) -> None:
+    """`dtype` must be one of those."""
+    if not isinstance(dtype, torch.dtype) or dtype not in allowed:
+        names = " or ".join(map(str, allowed))
+        raise DtypeError(f"{name} is {shown(dtype)}; it must be {names}.")
+
+
+def shown(value: object) -> str:
+    """What came, in a few words, whatever it is."""
+    if isinstance(value, int) and value.bit_length() > 64:  # which str() may refuse
+        return f"an int of {value.bit_length()} bits"
+    if isinstance(value, int | float | str | torch.dtype) and len(text := repr(value)) <= 80:
+        return text
+    return f"a {type(value).__name__}"
 
 
 def check_rows(
@@ -80,13 +160,15 @@ def check_payload(
     return rows, scales
 
 
-def check_experts(num_experts: int, num_ranks: int) -> None:
-    """Every rank holds equally many experts, and at least one."""
-    if num_experts <= 0 or num_experts % num_ranks:
+def check_experts(num_experts: int, num_ranks: int) -> int:
+    """Every rank holds equally many experts, and at least one. Returns them as an int."""
+    num_experts = check_int("num_experts", num_experts, 1, MAX_EXPERTS)
+    if num_experts % num_ranks:
         raise ShapeError(
             f"num_experts is {num_experts}; it must be a positive multiple of the {num_ranks} "
             "ranks. Pad with experts that no token is routed to."
         )
+    return num_experts
 
 
 def check_topk(
@@ -101,14 +183,14 @@ def check_topk(
 def check_routing(
     x: torch.Tensor, topk_idx: torch.Tensor | None, topk_weights: torch.Tensor | None
 ) -> None:
-    """Ids int64 [T, K] and weights float32 [T, K] of x [T, H], or neither."""
-    if topk_idx is None and topk_weights is None:
-        return
+    """Ids int64 [T, K] and weights float32 [T, K] of x [T, H]."""
     if topk_idx is None or topk_weights is None:
-        given, missing = ("topk_idx", "topk_weights")[:: 1 if topk_weights is None else -1]
-        raise ShapeError(f"{given} came without {missing}; pass both or neither.")
+        missing = "topk_idx" if topk_idx is None else "topk_weights"
+        raise ShapeError(
+            f"{missing} is None; pass ids and weights, both (to dispatch: or neither)."
+        )
     check_topk(topk_idx, x.shape[0], x.device)
-    check_tensor("topk_weights", topk_weights, list(topk_idx.shape), [torch.float32], x.device)
+    check_tensor("topk_weights", topk_weights, topk_idx.shape, [torch.float32], x.device)
     check_no_grad(topk_weights=topk_weights)
 
 
@@ -132,13 +214,19 @@ def check_biases(
     bias: torch.Tensor | Sequence[torch.Tensor] | None, num_tokens: int, x: torch.Tensor
 ) -> tuple[torch.Tensor, ...]:
     """None, one or two tensors [T, H] of x's type and device, as a tuple."""
-    biases = () if bias is None else (bias,) if isinstance(bias, torch.Tensor) else tuple(bias)
+    if bias is None:
+        return ()
+    biases = (bias,) if isinstance(bias, torch.Tensor) else bias
+    if not isinstance(biases, tuple | list):
+        raise DtypeError(
+            f"bias is a {type(bias).__name__}; it must be a tensor, a tuple of one or two, or None."
+        )
     if len(biases) > 2:
         raise ShapeError(f"bias has {len(biases)} tensors; at most 2 are taken.")
     for part in biases:
         check_tensor("bias", part, [num_tokens, x.shape[1]], [x.dtype], x.device)
         check_no_grad(bias=part)
-    return biases
+    return tuple(biases)
 
 
 def check_expert_weights(x: torch.Tensor, w_gate_up: torch.Tensor, w_down: torch.Tensor) -> None:
@@ -155,17 +243,23 @@ def check_expert_weights(x: torch.Tensor, w_gate_up: torch.Tensor, w_down: torch
     check_no_grad(w_gate_up=w_gate_up, w_down=w_down)
 
 
-def check_max_tokens(num_tokens: int, max_tokens: int | None) -> None:
-    """The hint of a layer, if there is one, must not be below the tokens that came."""
-    if max_tokens is not None and num_tokens > max_tokens:
+def check_max_tokens(num_tokens: int, max_tokens: int | None) -> int | None:
+    """The hint of a layer, if there is one, must not be below the tokens that came. Returns it."""
+    if max_tokens is None:
+        return None
+    max_tokens = check_int("max_tokens", max_tokens, 0)
+    if num_tokens > max_tokens:
         raise TooManyTokens(
             f"{num_tokens} tokens came with max_tokens = {max_tokens}; it must be the most that "
             "any rank brings to this call, the same on all ranks, or None."
         )
+    return max_tokens
 
 
-def check_max_dispatch_tokens(max_tokens: int, num_tokens: int = 0) -> None:
-    """num_max_dispatch_tokens_per_rank must be 1 to 4096, and hold the tokens that came."""
+def check_max_dispatch_tokens(max_tokens: int, num_tokens: int = 0) -> int:
+    """num_max_dispatch_tokens_per_rank must be 1 to 4096, and hold the tokens that came. Returns it
+    as an int."""
+    max_tokens = check_int("num_max_dispatch_tokens_per_rank", max_tokens, -MAX_INT)
     is_possible = 1 <= max_tokens <= MAX_LOW_LATENCY_TOKENS
     if not is_possible or num_tokens > max_tokens:
         raise (TooManyTokens if is_possible else CapacityError)(
@@ -173,27 +267,13 @@ def check_max_dispatch_tokens(max_tokens: int, num_tokens: int = 0) -> None:
             "must be the most that any rank brings, the same on all ranks, 1 to "
             f"{MAX_LOW_LATENCY_TOKENS}. Send larger batches with dispatch."
         )
-
-
-def check_handle(handle: Sequence[torch.Tensor], names: Sequence[str]) -> None:
-    """The six tensors of a dispatch, all int32 but the fifth, which is bool."""
-    if len(handle) != len(names):
-        raise ShapeError(
-            f"handle has {len(handle)} items; it must be the {len(names)} tensors that dispatch "
-            "returned."
-        )
-    for name, tensor in zip(names, handle, strict=True):
-        dtype = torch.bool if name == "is_token_in_rank" else torch.int32
-        if not isinstance(tensor, torch.Tensor) or tensor.dtype != dtype:
-            found = tensor.dtype if isinstance(tensor, torch.Tensor) else type(tensor).__name__
-            raise DtypeError(f"handle holds {found} as {name}; pass what dispatch returned.")
+    return max_tokens
 
 
 def check_at_least(minimum: int, **values: int) -> None:
     """Each named int must be `minimum` or more."""
     for name, value in values.items():
-        if value < minimum:
-            raise ShapeError(f"{name} is {value}; it must be {minimum} or more.")
+        check_int(name, value, minimum)
 
 
 def check_runnable(device: torch.device) -> None:
@@ -225,8 +305,10 @@ def check_fp8(device: torch.device) -> None:
 
 def check_no_grad(**tensors: torch.Tensor | None) -> None:
     """Of a call without a backward: losing a gradient in silence would be worse than an error."""
+    if not torch.is_grad_enabled():
+        return
     for name, tensor in tensors.items():
-        if torch.is_grad_enabled() and getattr(tensor, "requires_grad", False):
+        if getattr(tensor, "requires_grad", False):
             raise BackendError(
                 f"{name} requires grad, and this call has no backward. Wrap it in "
                 "torch.no_grad() or torch.inference_mode(), or detach the input."
@@ -238,22 +320,32 @@ def packed(tensor: torch.Tensor) -> torch.Tensor:
     tensor = tensor.contiguous()
     if tensor.data_ptr() % 16:
         return tensor.clone(memory_format=torch.contiguous_format)
-    return tensor.view(-1).view(tensor.shape)  # where a size is 1, strides may have been any
+    if 1 in (shape := tensor.shape) or 0 in shape:  # strides may have been any there
+        return tensor.view(-1).view(shape)
+    return tensor
 
 
 def memory_view(
     memory: torch.Tensor, dtype: torch.dtype, size: Sequence[int] | None = None, offset: int = 0
 ) -> torch.Tensor:
     """uint8 [B] `memory` from byte `offset` on, as `dtype`: `size`, or all of it in one row."""
-    if offset < 0 or offset % dtype.itemsize:
+    if not isinstance(dtype, torch.dtype):
+        raise DtypeError(f"dtype is {shown(dtype)}; it must be a torch.dtype.")
+    itemsize, offset = dtype.itemsize, check_int("offset", offset, 0)
+    if offset % itemsize:
         raise ShapeError(
-            f"offset is {offset}; it must be a multiple of the {dtype.itemsize} bytes of {dtype}."
+            f"offset is {offset}; it must be a multiple of the {itemsize} bytes of {dtype}."
         )
-    room = max(0, memory.numel() - offset) // dtype.itemsize
-    size = torch.Size([room] if size is None else size)
-    if size.numel() > room:
+    room = max(0, memory.numel() - offset) // itemsize
+    if size is None:
+        size = [room]
+    elif not isinstance(size, tuple | list):
+        raise DtypeError(f"size is a {type(size).__name__}; it must be a tuple of ints, or None.")
+    sizes = [check_int("size", one, 0) for one in size]
+    num_items = math.prod(sizes)
+    if num_items > room:
         raise CapacityError(
-            f"size is {list(size)}, {size.numel()} items of {dtype}; from byte {offset} on there "
-            f"is room for {room}."
+            f"size is {sizes}, {num_items} items of {dtype}; from byte {offset} on there is room "
+            f"for {room}."
         )
-    return memory[offset : offset + size.numel() * dtype.itemsize].view(dtype).view(size)
+    return memory[offset : offset + num_items * itemsize].view(dtype).view(sizes)

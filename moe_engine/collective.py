@@ -13,6 +13,7 @@ import torch
 import torch.distributed as dist
 
 from . import reference
+from .context import SIGNATURE_WORDS
 from .device_context import DeviceContext
 from .dispatch import Collected
 from .errors import CapacityError, RoutingError, ShapeError, bad_ids
@@ -110,7 +111,8 @@ class CollectiveEngine:
         scales = None if tokens.scales is None else self._exchange(tokens.scales[flat], send, recv)
         out = _pad(Collected(x, scales, ids, weights, src), num_worst_tokens)
         per_expert = [] if num_worst_tokens else expert_counts.sum(0).tolist()
-        handle = Handle(prefix, idx, expert_counts, out.src_idx, tokens.is_token_in_rank, head)
+        signature = prefix.new_zeros(SIGNATURE_WORDS.value)  # group calls are matched by the group
+        handle = Handle(prefix, idx, signature, out.src_idx, tokens.is_token_in_rank, head)
         return out, per_expert, handle
 
     def dispatch_in_place(
@@ -119,7 +121,8 @@ class CollectiveEngine:
         """See `KernelEngine.dispatch_in_place`; the rows are kept here until `release`."""
         out, per_expert, handle = self.dispatch(tokens, num_worst_tokens)
         self._kept, row_bytes = out.x, out.x.shape[1] * out.x.itemsize
-        address = torch.arange(len(out.x), device=out.x.device) * row_bytes + out.x.data_ptr()
+        rows = torch.arange(len(out.x), dtype=torch.int64, device=out.x.device)
+        address = rows * row_bytes + out.x.data_ptr()
         return replace(out, x=address), per_expert, handle
 
     def release(self) -> None:
@@ -155,8 +158,8 @@ class CollectiveEngine:
         for part in bias:
             out += part.float()
         # A returned row stands at the start of its rank's rows plus its row number there.
-        starts = torch.tensor([sum(send[:rank]) for rank in range(self.num_ranks)])
-        starts = starts.to(x.device)
+        places = [sum(send[:rank]) for rank in range(self.num_ranks)]
+        starts = torch.tensor(places, dtype=torch.int64, device=x.device)
         order = [head[head >= 0] for head in handle.send_head.unbind(1)]
         tokens = [(head >= 0).nonzero().flatten() for head in handle.send_head.unbind(1)]
         at = [starts[head % self.num_ranks] + head // self.num_ranks for head in order]

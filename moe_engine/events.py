@@ -8,6 +8,8 @@ from typing import Any
 
 import torch
 
+from .checks import check_flag
+from .errors import DtypeError
 from .lang import INTERPRETED
 
 
@@ -48,7 +50,13 @@ class EventOverlap:
 
     def current_stream_wait(self, release_handle: bool = False) -> None:
         """Make the current stream wait; then run the hooks. `release_handle` drops the event."""
+        check_flag("release_handle", release_handle)
         if self.event is not None:
+            if not isinstance(self.event, EventHandle):
+                raise DtypeError(
+                    f"event is a {type(self.event).__name__}; it must be a moe_engine.EventHandle, "
+                    "or None."
+                )
             self.event.current_stream_wait()
         if release_handle:
             self.event = self.extra_tensors = None
@@ -58,10 +66,13 @@ class EventOverlap:
 
     def register_hook_after_wait(self, hook: Callable[[], Any]) -> None:
         """Call `hook` once, after the next wait."""
+        if not callable(hook):
+            raise DtypeError(f"hook is a {type(hook).__name__}; it must be a function.")
         self._hooks.append(hook)
 
     def __call__(self, release_handle: bool = False) -> EventOverlap:
         """This event; `release_handle` is for the `with` block that follows."""
+        check_flag("release_handle", release_handle)
         self._release_on_exit = release_handle
         return self
 

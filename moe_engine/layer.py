@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+import copy
 from dataclasses import dataclass
+from typing import Any, Self
 
 import torch
 
 from .buffer import Buffer
-from .checks import check_no_grad
-from .errors import RoutingError
+from .checks import PAYLOAD_DTYPES, check_at_least, check_dtype, shown
+from .errors import BackendError, DtypeError, RoutingError
 from .events import EventOverlap
 
 
@@ -33,7 +35,7 @@ def moe_ffn(
     to `Options.decode_tokens` of them take the low-latency way (`low_latency.py`). No backward yet.
     Layers of two Buffers must not run at once on a GPU: each may hold what the other waits for.
     """
-    check_no_grad(x=x, topk_weights=topk_weights, w_gate_up=w_gate_up, w_down=w_down)
+    _check_buffer(buffer)
     args = x, topk_idx, topk_weights, w_gate_up, w_down
     try:
         return buffer.moe_ffn(*args, max_tokens=max_tokens)[0]
@@ -72,7 +74,7 @@ def start_moe_ffn(
 
     Collective, like `moe_ffn`; one layer of a Buffer after the other.
     """
-    check_no_grad(x=x, topk_weights=topk_weights, w_gate_up=w_gate_up, w_down=w_down)
+    _check_buffer(buffer)
     args = x, topk_idx, topk_weights, w_gate_up, w_down
     try:
         return LayerInFlight(*buffer.moe_ffn(*args, async_finish=True, max_tokens=max_tokens))
@@ -81,11 +83,19 @@ def start_moe_ffn(
         raise
 
 
+def _check_buffer(buffer: object) -> None:
+    if not isinstance(buffer, Buffer):
+        raise DtypeError(f"buffer is {shown(buffer)}; it must be a moe_engine.Buffer.")
+
+
 class MoEFeedForward(torch.nn.Module):
     """This rank's experts of one layer over a shared Buffer: `forward(x, topk_idx, topk_weights)`.
 
-    Parameters: gate_up_proj [L, 2I, H], down_proj [L, H, I].
+    Parameters: gate_up_proj [L, 2I, H], down_proj [L, H, I]. A copy shares the Buffer. One that was
+    pickled, as by torch.save, comes back without: set `module.buffer = Buffer(...)` on each rank.
     """
+
+    buffer: Buffer | None
 
     def __init__(
         self,
@@ -96,6 +106,10 @@ class MoEFeedForward(torch.nn.Module):
         dtype: torch.dtype = torch.bfloat16,
     ):
         super().__init__()
+        check_at_least(1, num_local_experts=num_local_experts, hidden=hidden)
+        check_at_least(1, intermediate=intermediate)
+        check_dtype("dtype", dtype, PAYLOAD_DTYPES)
+        _check_buffer(buffer)
         new = torch.nn.Parameter
         up = torch.empty(num_local_experts, 2 * intermediate, hidden, dtype=dtype)
         down = torch.empty(num_local_experts, hidden, intermediate, dtype=dtype)
@@ -107,4 +121,23 @@ class MoEFeedForward(torch.nn.Module):
         self, x: torch.Tensor, topk_idx: torch.Tensor, topk_weights: torch.Tensor
     ) -> torch.Tensor:
         """See `moe_ffn`."""
+        if self.buffer is None:
+            raise BackendError(
+                "this module was loaded without its Buffer, which belonged to the process that "
+                "saved it; set module.buffer = Buffer(...), on every rank."
+            )
         return moe_ffn(x, topk_idx, topk_weights, self.gate_up_proj, self.down_proj, self.buffer)
+
+    def __getstate__(self) -> dict[str, Any]:
+        """What is pickled."""
+        return self.__dict__ | {"buffer": None}
+
+    def __copy__(self) -> Self:
+        copied = self.__new__(type(self))
+        copied.__dict__.update(self.__dict__)
+        return copied
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Self:
+        memo[id(self)] = copied = copy.copy(self)
+        copied.__dict__.update(copy.deepcopy(self.__dict__, memo))
+        return copied

@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass, fields
 
-from .config import check_numbers
+from .checks import check_flag, check_int
 from .context import MAX_STAGES
-from .errors import ShapeError
 
 MODELS = {  # experts, hidden, expert intermediate, top-k
     "mixtral-8x7b": (8, 4096, 14336, 2),
@@ -32,6 +31,7 @@ OWN_ROWS, BUSY_OWN_ROWS = 1024, 256
 reading the weights again costs little then."""
 START_US = 30.0
 """From the layer's first launch to the first rows that are pushed."""
+MAX_PROGRAMS = 65_536
 PUSH_PROGRAMS = 132
 COPY_PROGRAMS = 132
 RETURN_PROGRAMS = 264
@@ -102,13 +102,14 @@ class LayerConfig:
     group_m: int = 8
 
     def check(self) -> None:
-        """ShapeError for numbers that are no ints, not positive or beyond MOST, for more parts than
-        there are flags for, and for an own_apart that is no bool."""
-        numbers = {name: value for name, value in asdict(self).items() if name != "own_apart"}
-        stages = {"num_stages": MAX_STAGES.value, "num_return_stages": MAX_STAGES.value}
-        check_numbers("LayerConfig", numbers, dict.fromkeys(numbers, MOST) | stages)
-        if type(self.own_apart) is not bool:
-            raise ShapeError(f"own_apart is {self.own_apart!r}; it must be a bool.")
+        """ShapeError for numbers that are not positive or larger than any GPU needs, or more parts
+        than there are flags for; DtypeError for what is no number."""
+        for field in fields(self):
+            name, value = f"LayerConfig.{field.name}", getattr(self, field.name)
+            if field.name == "own_apart":
+                check_flag(name, value)
+            else:
+                check_int(name, value, 1, MAX_STAGES.value if "stages" in name else MAX_PROGRAMS)
 
     def shared(self) -> LayerConfig:
         """What must be equal on all ranks: the stages. All else is each rank's own affair."""

@@ -4,15 +4,18 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from functools import partial
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import TYPE_CHECKING, TypeVar
 
 import torch
 
 from . import buffer_config, checks
+from .buffer_config import Options
 from .combine.low_latency import Returning
+from .debug_checks import check_low_latency_values
 from .dispatch.low_latency import LowLatencyHandle, Sending
-from .errors import BackendError, CapacityError, DtypeError, ShapeError
+from .errors import BackendError, CapacityError, ShapeError
 from .events import EventOverlap
+from .handles import MAX_HIDDEN, check_low_latency_handle
 from .low_latency import LowLatency
 from .streams import CallStreams, current_stream, record
 from .verbs import verb
@@ -41,12 +44,15 @@ class LowLatencyVerbs:
     device: torch.device
     enable_shrink: bool
     group_size: int
+    options: Options
+    rank: int
     _low_latency: LowLatency | None
     _streams: CallStreams
 
     if TYPE_CHECKING:
 
         def _ready(self, sends: bool = True) -> object: ...
+        def _check_process(self) -> None: ...
         def _finish(self, result: T) -> T: ...
         def _break_off(self, error: BaseException) -> None: ...
 
@@ -97,15 +103,17 @@ class LowLatencyVerbs:
         dispatch_wait_recv_cost_stats int64 [R] by the nanoseconds waited for each rank's counts.
         """
         engine = self._low_latency_ready()
-        max_tokens, hooked = num_max_dispatch_tokens_per_rank, return_recv_hook
+        hooked = return_recv_hook
         _check_hook(async_finish, hooked)
         checks.check_tensor("x", x, ["T", "H"], [torch.bfloat16], self.device)
         checks.check_no_grad(x=x)
-        checks.check_at_least(1, hidden=x.shape[1])
-        checks.check_topk(topk_idx, len(x), self.device)
-        checks.check_experts(num_experts, self.group_size)
-        checks.check_max_dispatch_tokens(max_tokens, len(x))
-        row_format = _row_format(x.shape[1], use_fp8, round_scale, use_ue8m0)
+        num_tokens, hidden = x.shape
+        checks.check_int("hidden", hidden, 1, MAX_HIDDEN)
+        checks.check_topk(topk_idx, num_tokens, self.device)
+        num_experts = checks.check_experts(num_experts, self.group_size)
+        max_tokens = num_max_dispatch_tokens_per_rank
+        max_tokens = checks.check_max_dispatch_tokens(max_tokens, num_tokens)
+        row_format = _row_format(hidden, use_fp8, round_scale, use_ue8m0)
         if use_fp8:
             checks.check_fp8(self.device)
         recv_stats, wait_stats = cumulative_local_expert_recv_stats, dispatch_wait_recv_cost_stats
@@ -120,7 +128,7 @@ class LowLatencyVerbs:
             got, receive = engine.dispatch(sending, recv_stats, wait_stats, hooked=hooked)
             assert got.src_info is not None
             assert got.layout_range is not None
-            sizes = max_tokens, x.shape[1], num_experts
+            sizes = max_tokens, hidden, num_experts
             handle = LowLatencyHandle(got.src_info, got.layout_range, *sizes, got.returns, got.call)
             kept = got.src_info, got.layout_range, got.returns, got.call
             call.returns(got.x, got.scales, got.counts, *kept)
@@ -158,32 +166,38 @@ class LowLatencyVerbs:
         """
         engine = self._low_latency_ready()
         _check_hook(async_finish, return_recv_hook)
+        checks.check_flag("use_logfmt", use_logfmt)
         if use_logfmt:
             raise BackendError("use_logfmt is not offered: rows return as bf16. Leave it out.")
-        handle = _as_handle(handle)
-        rows = self.group_size * handle.num_max_dispatch_tokens_per_rank
-        num_local, hidden = handle.num_experts // self.group_size, handle.hidden
-        checks.check_tensor("x", x, [num_local, rows, hidden], [torch.bfloat16], self.device)
-        checks.check_topk(topk_idx, device=self.device)
+        handle = check_low_latency_handle(handle, self.group_size, self.device)
+        hidden, shape = handle.hidden, (*handle.src_info.shape, handle.hidden)
+        checks.check_tensor("x", x, shape, [torch.bfloat16], self.device)
         num_topk = (handle.returns.shape[2] - 1) // 3
-        checks.check_tensor("topk_idx", topk_idx, ["T", num_topk], [torch.int64])
-        checks.check_routing(topk_idx, topk_idx, topk_weights)
-        checks.check_no_grad(x=x)
-        checks.check_max_dispatch_tokens(handle.num_max_dispatch_tokens_per_rank, len(topk_idx))
+        checks.check_tensor("topk_idx", topk_idx, ["T", num_topk], [torch.int64], self.device)
+        num_tokens = topk_idx.shape[0]
+        weights_shape = num_tokens, num_topk
+        checks.check_tensor(
+            "topk_weights", topk_weights, weights_shape, [torch.float32], self.device
+        )
+        checks.check_no_grad(x=x, topk_weights=topk_weights)
+        checks.check_max_dispatch_tokens(handle.num_max_dispatch_tokens_per_rank, num_tokens)
         name = "combine_wait_recv_cost_stats"
         self._check_stats(name, combine_wait_recv_cost_stats, self.group_size, torch.int64)
         if out is not None:
-            shape = [len(topk_idx), hidden]
-            checks.check_tensor("out", out, shape, [torch.bfloat16], self.device)
+            checks.check_tensor("out", out, (num_tokens, hidden), [torch.bfloat16], self.device)
             if not out.is_contiguous() or out.data_ptr() % 16:
                 raise ShapeError(
                     f"out has strides {tuple(out.stride())} and starts at {out.data_ptr():#x}; it "
                     "must be contiguous and start at a multiple of 16 bytes."
                 )
         with self._streams.call(None, async_finish) as call:
+            if (
+                self.options.debug and not self.enable_shrink
+            ):  # nobody writes what masked ranks send
+                check_low_latency_values(handle, topk_idx, self.rank)
             call.reads(x, topk_idx, topk_weights, out, combine_wait_recv_cost_stats)
             call.reads(handle.returns, handle.call)
-            result = x.new_empty(len(topk_idx), hidden) if out is None else out
+            result = x.new_empty(num_tokens, hidden) if out is None else out
             tokens = checks.packed(topk_idx), checks.packed(topk_weights)
             returns = handle.returns, handle.call, result, handle.call.new_empty(1)
             returning = Returning(checks.packed(x), *tokens, *returns, handle.num_experts)
@@ -197,9 +211,8 @@ class LowLatencyVerbs:
         """bf16 [L, R * M, H] for the experts' rows, to be given to `low_latency_combine`: any
         tensor will do, as x is read where it lies, so this is a new one."""
         self._low_latency_ready()
-        handle = _as_handle(handle)
-        rows = self.group_size * handle.num_max_dispatch_tokens_per_rank
-        shape = handle.num_experts // self.group_size, rows, handle.hidden
+        handle = check_low_latency_handle(handle, self.group_size, self.device)
+        shape = *handle.src_info.shape, handle.hidden
         return handle.src_info.new_empty(shape, dtype=torch.bfloat16)
 
     def clean_low_latency_buffer(
@@ -208,19 +221,14 @@ class LowLatencyVerbs:
         """Nothing to clean: low-latency calls have memory of their own, and flags only grow.
         CapacityError where calls of this size do not fit, as in DeepEP."""
         engine = self._low_latency_ready()
-        checks.check_max_dispatch_tokens(num_max_dispatch_tokens_per_rank)
-        needed = self.get_low_latency_rdma_size_hint(
-            num_max_dispatch_tokens_per_rank,
-            hidden,
-            self.group_size,
-            num_experts,
-            engine.ring.layout.num_slots,
-        )
-        if not engine.fits(num_max_dispatch_tokens_per_rank, 1, 2 * hidden):
+        max_tokens = checks.check_max_dispatch_tokens(num_max_dispatch_tokens_per_rank)
+        sizes = hidden, self.group_size, num_experts, engine.ring.layout.num_slots
+        needed = self.get_low_latency_rdma_size_hint(max_tokens, *sizes)
+        if not engine.fits(max_tokens, 1, 2 * hidden):
             raise CapacityError(
-                f"low-latency calls of {num_max_dispatch_tokens_per_rank} tokens and hidden "
-                f"{hidden} need about {needed} bytes; this Buffer has "
-                f"{engine.ring.layout.num_bytes}. Make it with that many num_rdma_bytes."
+                f"low-latency calls of {max_tokens} tokens and hidden {hidden} need about {needed} "
+                f"bytes; this Buffer has {engine.ring.layout.num_bytes}. Make it with that many "
+                "num_rdma_bytes."
             )
 
     # --- Masked ranks ------------------------------------------------------------------------
@@ -230,17 +238,17 @@ class LowLatencyVerbs:
         Needs enable_shrink, with which a rank that is silent past the deadline is masked as
         well."""
         engine = self._shrinkable()
-        if not 0 <= rank_to_mask < self.group_size:
-            raise ShapeError(
-                f"rank_to_mask is {rank_to_mask}; it must be 0 to {self.group_size - 1}."
-            )
+        rank_to_mask = checks.check_int("rank_to_mask", rank_to_mask, 0, self.group_size - 1)
+        checks.check_flag("mask", mask)
         with self._streams.call():
             engine.mask(rank_to_mask, mask)
 
     def low_latency_query_mask_buffer(self, mask_status: torch.Tensor) -> None:
         """Write 1 for masked ranks and 0 for the others to mask_status int32 [R]."""
         engine = self._shrinkable()
-        self._check_stats("mask_status", mask_status, self.group_size, torch.int32)
+        sizes = [self.group_size]
+        checks.check_tensor("mask_status", mask_status, sizes, [torch.int32], self.device)
+        checks.check_contiguous("mask_status", mask_status)
         with self._streams.call():
             mask_status.copy_(engine.masked())
 
@@ -280,6 +288,7 @@ class LowLatencyVerbs:
     @verb
     def _receive(self, receive: Hook, tensors: tuple[torch.Tensor | None, ...]) -> None:
         """What a hook does."""
+        self._check_process()
         if self._low_latency is None:
             raise BackendError("this Buffer was destroyed, and its memory with it.")
         self._low_latency.check()
@@ -293,19 +302,12 @@ class LowLatencyVerbs:
     ) -> None:
         if stats is not None:
             checks.check_tensor(name, stats, [size], [dtype], self.device)
-            if not stats.is_contiguous():
-                raise ShapeError(f"{name} has strides {stats.stride()}; it must be contiguous.")
-
-
-def _as_handle(handle: tuple[Any, ...]) -> LowLatencyHandle:
-    if not isinstance(handle, tuple) or len(handle) != len(LowLatencyHandle._fields):
-        raise DtypeError(
-            f"handle is a {type(handle).__name__}; it must be what low_latency_dispatch returned."
-        )
-    return LowLatencyHandle(*handle)
+            checks.check_contiguous(name, stats)
 
 
 def _check_hook(async_finish: bool, return_recv_hook: bool) -> None:
+    checks.check_flag("async_finish", async_finish)
+    checks.check_flag("return_recv_hook", return_recv_hook)
     if async_finish and return_recv_hook:
         raise ShapeError(
             "async_finish and return_recv_hook are both set; choose one: the hook runs on the "
@@ -315,6 +317,9 @@ def _check_hook(async_finish: bool, return_recv_hook: bool) -> None:
 
 def _row_format(hidden: int, use_fp8: bool, round_scale: bool, use_ue8m0: bool) -> str:
     """How rows travel, see `low_latency_dispatch_kernel`."""
+    checks.check_flag("use_fp8", use_fp8)
+    checks.check_flag("round_scale", round_scale)
+    checks.check_flag("use_ue8m0", use_ue8m0)
     if (round_scale and not use_fp8) or (use_ue8m0 and not round_scale):
         raise ShapeError(
             f"use_fp8 is {use_fp8}, round_scale {round_scale}, use_ue8m0 {use_ue8m0}; round_scale "

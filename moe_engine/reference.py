@@ -28,7 +28,7 @@ def layout(
     """
     valid = (topk_idx_TK >= 0) & (topk_idx_TK < num_experts)
     per_expert = torch.bincount(topk_idx_TK[valid], minlength=num_experts).int()
-    ranks = torch.arange(num_ranks, device=topk_idx_TK.device)
+    ranks = torch.arange(num_ranks, dtype=torch.int64, device=topk_idx_TK.device)
     owner_TK = torch.where(valid, topk_idx_TK // (num_experts // num_ranks), -1)
     in_rank = reduce((owner_TK[..., None] == ranks).int(), "t k r -> t r", "max").bool()
     return in_rank.sum(0).int(), per_expert, in_rank
@@ -72,8 +72,10 @@ def places(topk_idx: list[torch.Tensor], num_experts: int) -> list[Places]:
                 row += 1
             offsets.append(row)
             num_own.append(num_own[-1] + len(own))
-        expert_offsets.append(torch.tensor(offsets, dtype=torch.int32))
-        remote_offsets.append(expert_offsets[-1] - torch.tensor(num_own, dtype=torch.int32))
+        device = topk_idx[rank].device
+        expert_offsets.append(torch.tensor(offsets, dtype=torch.int32, device=device))
+        own_offsets = torch.tensor(num_own, dtype=torch.int32, device=device)
+        remote_offsets.append(expert_offsets[-1] - own_offsets)
     first_place = []
     for ids, place in zip(topk_idx, lane_place, strict=True):
         owner = torch.where(place >= 0, ids // num_local, -1)
@@ -94,14 +96,15 @@ def send_plan(
     right-most top-k lane, or by number without ids.
     """
     num_tokens, num_ranks = is_token_in_rank_TR.shape
-    send_token_idx = torch.full((num_ranks, num_tokens), -1, dtype=torch.int32)
-    send_head = torch.full((num_tokens, num_ranks), -1, dtype=torch.int32)
     in_rank = is_token_in_rank_TR.cpu()
+    send_token_idx = in_rank.new_full((num_ranks, num_tokens), -1, dtype=torch.int32)
+    send_head = in_rank.new_full((num_tokens, num_ranks), -1, dtype=torch.int32)
+    ranks = torch.arange(num_ranks, dtype=torch.int64, device="cpu")
     row_TR = in_rank.int().cumsum(0) - 1
     for rank in range(num_ranks):
         tokens = in_rank[:, rank].nonzero().flatten()
         send_token_idx[rank, : len(tokens)] = tokens.int()
-    key_TR = repeat(torch.arange(num_ranks), "r -> t r", t=num_tokens).clone()
+    key_TR = repeat(ranks, "r -> t r", t=num_tokens).clone()
     if topk_idx_TK is not None:
         ids = topk_idx_TK.cpu()
         owner = torch.where((ids >= 0) & (ids < num_experts), ids // (num_experts // num_ranks), -1)
@@ -110,7 +113,7 @@ def send_plan(
             key_TR[here, owner[here, lane]] = lane
     key_TR = torch.where(in_rank, key_TR, torch.iinfo(torch.int64).max)
     order_TR = key_TR.argsort(dim=1, stable=True)
-    code_TR = row_TR * num_ranks + torch.arange(num_ranks)
+    code_TR = row_TR * num_ranks + ranks
     code_TR = torch.where(in_rank, code_TR, -1).gather(1, order_TR)
     send_head[:] = code_TR.int()
     return send_token_idx.to(is_token_in_rank_TR.device), send_head.to(is_token_in_rank_TR.device)

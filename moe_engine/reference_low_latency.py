@@ -31,8 +31,8 @@ def cast(
     """
     blocks = rearrange(x.float(), "... (b c) -> ... b c", c=BLOCK)
     amax = reduce(blocks.abs(), "... b c -> ... b 1", "max").clamp_min(SMALLEST_AMAX)
-    scale = amax * torch.tensor(1 / E4M3_MAX)
-    factor = torch.tensor(E4M3_MAX) / amax
+    scale = amax * amax.new_tensor(1 / E4M3_MAX)
+    factor = amax.new_tensor(E4M3_MAX) / amax
     if round_scale:
         mantissa, exponent = torch.frexp(scale)  # the mantissa lies in [0.5, 1)
         exponent = torch.where(mantissa > 0.5, exponent, exponent - 1)
@@ -49,7 +49,10 @@ def cast(
 def cast_back(rows: torch.Tensor, scales: torch.Tensor) -> torch.Tensor:
     """bf16 [..., H] of e4m3 rows and their scales, float32 or packed."""
     if scales.dtype == torch.int32:
-        bytes_ = scales[..., None] >> torch.arange(0, 32, 8, device=scales.device) & 255
+        bytes_ = (
+            scales[..., None] >> torch.arange(0, 32, 8, dtype=torch.int32, device=scales.device)
+            & 255
+        )
         scales = torch.exp2(rearrange(bytes_, "... i b -> ... (i b)").float() - EXPONENT_BIAS)
     blocks = rearrange(rows.float(), "... (b c) -> ... b c", c=BLOCK) * scales[..., None]
     return rearrange(blocks, "... b c -> ... (b c)").bfloat16()
@@ -78,7 +81,7 @@ def without(
     num_local = num_experts // len(topk_idx)
     left = []
     for rank, ids in enumerate(topk_idx):
-        gone = torch.isin(ids // num_local, torch.tensor(sorted(masked), dtype=torch.int64))
+        gone = torch.isin(ids // num_local, ids.new_tensor(sorted(masked)))
         left.append(torch.where(gone | (rank in masked), -1, ids))
     return left
 
@@ -108,13 +111,14 @@ def low_latency_dispatch(
     sent = [values for values, _ in pairs] if use_fp8 else x
     results = []
     for rank in range(num_ranks):
-        rows = torch.zeros(*shape, hidden, dtype=sent[0].dtype)
+        new = topk_idx[rank].new_zeros
+        rows = new(*shape, hidden, dtype=sent[0].dtype)
         scales = None
         if use_fp8:
-            scales = torch.zeros(*shape, pairs[0][1].shape[1], dtype=pairs[0][1].dtype)
-        src_info = torch.full(shape, -1, dtype=torch.int32)
-        layout_range = torch.zeros(num_local, num_ranks, dtype=torch.int64)
-        counts = torch.zeros(num_local, dtype=torch.int32)
+            scales = new(*shape, pairs[0][1].shape[1], dtype=pairs[0][1].dtype)
+        src_info = new(shape, dtype=torch.int32).fill_(-1)
+        layout_range = new(num_local, num_ranks, dtype=torch.int64)
+        counts = new(num_local, dtype=torch.int32)
         for expert in range(num_local):
             begin = 0
             for source in range(num_ranks):
@@ -150,8 +154,8 @@ def low_latency_combine(
     num_ranks, num_local, hidden = len(y), y[0].shape[0], y[0].shape[2]
     outputs = []
     for source, (ids, weights) in enumerate(zip(topk_idx, topk_weights, strict=True)):
-        sums = torch.zeros(num_ranks, len(ids), hidden)
-        last_lane = torch.full((num_ranks, len(ids)), -1)
+        sums = weights.new_zeros(num_ranks, len(ids), hidden)
+        last_lane = ids.new_full((num_ranks, len(ids)), -1)
         for lane in range(ids.shape[1]):
             for rank in range(num_ranks):
                 for expert in range(num_local):
@@ -162,7 +166,7 @@ def low_latency_combine(
                     sums[rank, tokens] += weights[tokens, lane, None] * found
                     last_lane[rank, tokens] = lane
         sums = sums.bfloat16().float()
-        out = torch.zeros(len(ids), hidden)
+        out = weights.new_zeros(len(ids), hidden)
         for lane in range(ids.shape[1]):
             for rank in range(num_ranks):
                 tokens = (last_lane[rank] == lane).nonzero().flatten()

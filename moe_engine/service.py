@@ -1,16 +1,18 @@
-"""What a Buffer has beside its verbs: events, its stream, its memory."""
+"""What a Buffer has beside its verbs: events, its stream, its memory, copies, a first use."""
 
 from __future__ import annotations
 
+import os
 from collections.abc import Sequence
 from functools import partial
-from typing import TYPE_CHECKING, TypeVar
+from typing import TYPE_CHECKING, Any, NoReturn, Self, TypeVar
 
 import torch
 import torch.distributed as dist
 
 from . import checks
-from .buffer_config import Options
+from .agreement import Wishes
+from .buffer_config import Options, Programs
 from .engine import KernelEngine
 from .errors import (
     BackendError,
@@ -28,25 +30,53 @@ from .ring import Ring, RingLayout
 from .slots import SlotLayout, Slots, layer_row
 from .streams import CallStreams
 from .symm import SymmetricTensor, allocate, exchange
+from .tune import LayerChoices
 from .verbs import Engine, verb
 
 T = TypeVar("T")
+forks = 0
+"""How often this process was forked from one that had imported this."""
+
+
+def _note_fork() -> None:
+    global forks
+    forks += 1
+
+
+os.register_at_fork(after_in_child=_note_fork)
 
 
 class Service(VerbsNotThereYet):
-    """The part of `Buffer` that sends nothing of its own."""
+    """The part of `Buffer` that sends nothing of its own, but for `warmup`."""
 
     backend: str
     device: torch.device
     options: Options
     _engine: Engine | None
+    _forks: int
     _low_latency: LowLatency | None
     _streams: CallStreams
     _unreleased: torch.Tensor | None
 
     if TYPE_CHECKING:
+        combine: Any
+        dispatch: Any
+        get_dispatch_layout: Any
 
         def _ready(self, sends: bool = True) -> Engine: ...
+
+    def __copy__(self) -> Self:
+        """A Buffer is shared by the copies of what holds it: memory of all ranks belongs to it."""
+        return self
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Self:
+        return self
+
+    def __reduce_ex__(self, protocol: object) -> NoReturn:
+        raise BackendError(
+            "a Buffer cannot be pickled or saved: it is memory that ranks share. Save a module's "
+            "state_dict(), and make a Buffer on each rank where it is loaded."
+        )
 
     @staticmethod
     def is_sm90_compiled() -> bool:
@@ -63,6 +93,26 @@ class Service(VerbsNotThereYet):
         """The stream of asynchronous calls, of high priority, this Buffer's own. BackendError on a
         CPU, which has no streams."""
         return self._streams.comm_stream()
+
+    def warmup(
+        self, hidden: int, num_experts: int, num_topk: int, dtype: torch.dtype = torch.bfloat16
+    ) -> None:
+        """Compile on all ranks together what dispatch and combine of this shape need. Collective.
+
+        Without it the first call of a shape does so, under a deadline 5 minutes longer.
+        """
+        checks.check_at_least(1, hidden=hidden, num_topk=num_topk)
+        checks.check_dtype("dtype", dtype, checks.PAYLOAD_DTYPES)
+        x = torch.empty(0, hidden, dtype=dtype, device=self.device)
+        idx = torch.empty(0, num_topk, dtype=torch.int64, device=self.device)
+        per_rank, _, per_expert, in_rank, _ = self.get_dispatch_layout(idx, num_experts)
+        rows, _, weights, _, handle, _ = self.dispatch(
+            x, None, per_rank, None, in_rank, per_expert, idx, idx.float()
+        )
+        self.dispatch(x, handle)
+        for topk_weights in (None, weights):
+            self.combine(rows, handle, topk_weights)
+        self.check()
 
     def get_local_buffer_tensor(
         self,
@@ -92,6 +142,9 @@ class Service(VerbsNotThereYet):
                 "a collective Buffer runs its layers step by step; only Buffers with kernels "
                 "choose. Make it with backend='auto' where GPUs see each other's memory."
             )
+        shape = ["L", "2I", "H"]
+        checks.check_tensor("w_gate_up", w_gate_up, shape, checks.PAYLOAD_DTYPES, self.device)
+        num_topk = checks.check_int("num_topk", num_topk, 1)
         row = layer_row(w_gate_up.shape[2] * w_gate_up.itemsize, num_topk)
         return engine.layer_config(w_gate_up, row)
 
@@ -99,6 +152,7 @@ class Service(VerbsNotThereYet):
     def check(self) -> None:
         """Synchronise and raise what went wrong: PeerTimeout, a call that did not match or was
         abandoned, RoutingError."""
+        self._check_process()
         if self.device.type == "cuda":
             torch.cuda.synchronize(self.device)
         for engine in self._engines():
@@ -142,6 +196,7 @@ class Service(VerbsNotThereYet):
 
     def destroy(self) -> None:
         """Give the memory back. Collective: no rank may still be in a call. Twice is harmless."""
+        self._check_process()
         if self._engine is not None:
             if self.device.type == "cuda":
                 torch.cuda.synchronize(self.device)
@@ -153,12 +208,38 @@ class Service(VerbsNotThereYet):
                 self._low_latency = None
                 self._streams.uses("ring")
 
+    def _check_process(self) -> None:
+        if self._forks != forks:
+            raise BackendError(
+                "this Buffer was made before this process was forked, and belongs to its parent; "
+                "make a Buffer here, or start ranks by spawn."
+            )
+
 
 def default_device() -> torch.device:
     """The current GPU, or the CPU where kernels are interpreted."""
     if torch.cuda.is_available() and not INTERPRETED:
         return torch.device("cuda", torch.cuda.current_device())
     return torch.device("cpu")
+
+
+Where = tuple[dist.ProcessGroup | None, int, str, torch.device, float, CallStreams]
+"""A Buffer's group, rank, backend, device, deadline and streams: nothing that knows the Buffer,
+which would outlive its last name."""
+
+
+def new_engines(
+    where: Where, num_ranks: int, wishes: Wishes, programs: Programs
+) -> tuple[KernelEngine, LowLatency | None]:
+    """The engines with kernels, on memory of all ranks. Collective."""
+    num_slots, low_latency = wishes.options.num_slots, None
+    layout = SlotLayout.fit(wishes.num_bytes, num_ranks, num_slots)
+    if wishes.ring_bytes:
+        ring = RingLayout.fit(wishes.ring_bytes, num_ranks, num_slots)
+        low_latency = LowLatency(new_ring(*where, ring), wishes.enable_shrink)
+    layers = LayerChoices(wishes.options.layer, wishes.measured)
+    most, new = wishes.options.max_tokens, partial(new_slots, *where, wishes.number)
+    return KernelEngine(layout, new, programs, most, layers), low_latency
 
 
 def new_ring(

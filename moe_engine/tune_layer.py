@@ -131,7 +131,7 @@ def time_same(call: Callable[[], Any], same: bool, group: dist.ProcessGroup, job
 
 def slowest(value: float, group: dist.ProcessGroup) -> float:
     """The largest value of any rank."""
-    largest = torch.tensor(value, dtype=torch.float64)
+    largest = torch.tensor(value, dtype=torch.float64, device="cpu")
     dist.all_reduce(largest, op=dist.ReduceOp.MAX, group=group)
     return float(largest)
 

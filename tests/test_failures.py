@@ -16,6 +16,7 @@ from moe_engine import (
     Buffer,
     CapacityError,
     DtypeError,
+    MoeEngineError,
     Options,
     PeerTimeout,
     RoutingError,
@@ -329,7 +330,7 @@ def three_biases(group):
         buffer.combine(recv[:2], handle)
     with pytest.raises(ShapeError, match="x has shape"):
         buffer.dispatch(recv[:2], handle)
-    with pytest.raises(DtypeError, match="NoneType as send_token_idx"):
+    with pytest.raises(DtypeError, match=r"handle\.send_token_idx is a NoneType"):
         buffer.combine(recv, (handle[0], None, *handle[2:]))
     buffer.destroy()
     with pytest.raises(BackendError, match="destroyed"):
@@ -344,7 +345,7 @@ def test_handles_must_fit(pool):
 def make_bad_buffers(group):
     with pytest.raises(CapacityError, match="size_hint"):
         Buffer(group, 0)
-    with pytest.raises(ShapeError, match="num_slots"):
+    with pytest.raises(MoeEngineError, match="num_slots"):
         Buffer(group, 1 << 20, options=Options(num_slots=1))
     with pytest.raises(BackendError, match="comm="):
         Buffer(group, 1 << 20, comm=object())
@@ -355,9 +356,9 @@ def make_bad_buffers(group):
         with pytest.raises(ShapeError, match="differ"):
             Buffer(group, 1 << 20, options=options)
     for bad in (Options(max_tokens=-1), Options(timeout_s=-1.0)):
-        with pytest.raises(ShapeError, match=r"must (not )?be"):
+        with pytest.raises(MoeEngineError, match="must be"):
             Buffer(group, 1 << 20, options=bad)
-    with pytest.raises(CapacityError, match="in parts"):
+    with pytest.raises(MoeEngineError, match="in parts"):
         Buffer.for_tokens(group, 70_000, 16, 8, 2)
     buffer = Buffer(group, 1 << 20)
     with pytest.raises(ShapeError, match="multiple"):

@@ -9,7 +9,7 @@ from typer.testing import CliRunner
 
 from moe_engine import Buffer, Options
 from moe_engine.cli import app
-from moe_engine.errors import ShapeError
+from moe_engine.errors import DtypeError, MoeEngineError, ShapeError
 from moe_engine.layer_config import STAGE_US, LayerConfig, LayerProblem, back_us, there_us
 
 QWEN3 = {"num_experts": 128, "num_topk": 8, "hidden": 2048, "num_columns": 768}
@@ -66,8 +66,18 @@ NUMBERS = [name for name in LayerConfig.__dataclass_fields__ if name != "own_apa
     [*((name, 0) for name in NUMBERS), *((name, 17) for name in STAGES)],
 )
 def test_numbers_out_of_range_are_refused(name, value):
-    with pytest.raises(ShapeError, match=f"'{name}': {value}}}"):
+    with pytest.raises(ShapeError, match=rf"LayerConfig\.{name} is {value}; it must be 1"):
         LayerConfig(**{name: value}).check()
+
+
+@pytest.mark.parametrize("value", [2.0, "2", True, None, [2]])
+def test_what_is_no_number_is_refused(value):
+    for name in NUMBERS:
+        with pytest.raises(DtypeError, match=rf"LayerConfig\.{name} is .*; it must be an int"):
+            LayerConfig(**{name: value}).check()
+    if value is not True:
+        with pytest.raises(DtypeError, match=r"own_apart is .*; it must be True or False"):
+            LayerConfig(own_apart=value).check()
 
 
 def test_largest_numbers_are_taken():
@@ -79,7 +89,7 @@ def buffer_with(group, layers):
     options = Options(layer=layers[group.rank() if group else 0])
     try:
         Buffer.for_tokens(group, 8, 16, 4, 2, options=options).destroy()
-    except ShapeError as error:
+    except MoeEngineError as error:
         return str(error)
     return None
 
@@ -91,7 +101,7 @@ def test_ranks_agree_on_all_but_programs(pool):
     for name in STAGES:
         stages = [LayerConfig(**{name: count}) for count in (1, 2)]
         for text in pool.run(buffer_with, stages, num_ranks=2):
-            assert "layer) differ" in text
+            assert "layer differs" in text
     [text] = pool.run(buffer_with, [LayerConfig(num_stages=0)], num_ranks=1)
     assert "num_stages" in text
 

@@ -1,0 +1,114 @@
+"""What a handle must be, by metadata alone: nothing waits for the device."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+from .checks import (
+    check_contiguous,
+    check_experts,
+    check_int,
+    check_max_dispatch_tokens,
+    check_tensor,
+)
+from .context import SIGNATURE_WORDS
+from .dispatch.low_latency import LowLatencyHandle
+from .errors import DtypeError, ShapeError
+from .verbs import Handle
+
+PARTS = (
+    ("handle.rank_prefix_matrix", torch.int32, "R R"),
+    ("handle.send_token_idx", torch.int32, "R T"),
+    ("handle.signature", torch.int32, "S"),
+    ("handle.recv_src_idx", torch.int32, "N"),
+    ("handle.is_token_in_rank", torch.bool, "T R"),
+    ("handle.send_head", torch.int32, "T R"),
+)
+"""The tensors of a `Handle` in order: name, dtype and which of the shapes in `check_handle`."""
+MAX_HIDDEN = 2**20
+"""Columns of a row in low-latency calls, each of whose programs holds one."""
+
+
+def check_handle(handle: Any, num_ranks: int, device: torch.device) -> Handle:
+    """The tensors that a dispatch of `num_ranks` ranks returned: contiguous, on this device, with
+    sizes that fit one another. A plain tuple of them, or a list, serves as well."""
+    if not isinstance(handle, tuple | list):
+        raise DtypeError(
+            f"handle is a {type(handle).__name__}; it must be the tuple of tensors that dispatch "
+            "returned."
+        )
+    if len(handle) != len(PARTS):
+        raise ShapeError(
+            f"handle has {len(handle)} items; it must be the {len(PARTS)} tensors that dispatch "
+            "returned."
+        )
+    known = Handle(*handle)
+    num_tokens, num_rows = _length(known.send_head), _length(known.recv_src_idx)
+    shapes: dict[str, tuple[int | str, ...]] = {
+        "R R": (num_ranks, num_ranks),
+        "R T": (num_ranks, num_tokens),
+        "T R": (num_tokens, num_ranks),
+        "N": (num_rows,),
+        "S": (SIGNATURE_WORDS.value,),
+    }
+    for tensor, (name, dtype, sizes) in zip(known, PARTS, strict=True):
+        _check_part(name, tensor, shapes[sizes], dtype, device)
+    return known
+
+
+def check_low_latency_handle(handle: Any, num_ranks: int, device: torch.device) -> LowLatencyHandle:
+    """What low_latency_dispatch of `num_ranks` ranks returned, with sizes that fit one another."""
+    if not isinstance(handle, tuple) or len(handle) != len(LowLatencyHandle._fields):
+        raise DtypeError(
+            f"handle is a {type(handle).__name__}; it must be what low_latency_dispatch returned."
+        )
+    src_info, layout_range, max_tokens, hidden, num_experts, returns, call = handle
+    most = check_max_dispatch_tokens(max_tokens)
+    num_experts = check_experts(num_experts, num_ranks)
+    hidden = check_int("handle.hidden", hidden, 1, MAX_HIDDEN)
+    num_local, int32, int64 = num_experts // num_ranks, torch.int32, torch.int64
+    _check_part("handle.src_info", src_info, (num_local, num_ranks * most), int32, device)
+    _check_part("handle.layout_range", layout_range, (num_local, num_ranks), int64, device)
+    _check_part("handle.call", call, (1 + num_ranks,), int64, device)
+    check_tensor("handle.returns", returns, (num_ranks, most, "1 + 3 * K"), [int32], device)
+    check_contiguous("handle.returns", returns)
+    if returns.shape[2] % 3 != 1 or returns.shape[2] < 4:
+        raise ShapeError(
+            f"handle.returns has shape {list(returns.shape)}; its last size must be 1 + 3 * K. "
+            "Pass what low_latency_dispatch returned."
+        )
+    return LowLatencyHandle(src_info, layout_range, most, hidden, num_experts, returns, call)
+
+
+def _length(tensor: Any) -> int | str:
+    """The first size of a tensor; of anything else, which is refused later, any size."""
+    try:
+        return tensor.shape[0]
+    except (AttributeError, IndexError, RuntimeError):
+        return "any"
+
+
+def _check_part(
+    name: str,
+    tensor: Any,
+    shape: tuple[int | str, ...],
+    dtype: torch.dtype,
+    device: torch.device,
+) -> None:
+    """`check_tensor` and `check_contiguous`, in half of their time where all is right."""
+    try:
+        is_right = (
+            type(tensor) is torch.Tensor
+            and tensor.dtype is dtype
+            and tensor.device == device
+            and tensor.is_contiguous()
+            and tensor.shape == shape
+            and tensor.data_ptr()
+        )
+    except RuntimeError:  # of a sparse or nested tensor
+        is_right = False
+    if not is_right:
+        check_tensor(name, tensor, shape, [dtype], device)
+        check_contiguous(name, tensor)
