@@ -72,30 +72,55 @@ def write(path: Path, content: Any) -> None:
 
 
 NOT_OURS = {
-    "nested": b"[" * 100_000,
-    "nested objects": b'{"a":' * 100_000 + b"1" + b"}" * 100_000,
-    "list": b"[]",
-    "number": b"1",
-    "null": b"null",
-    "empty": b"",
-    "cut off": b'{"',
-    "bytes": b"\xff\xfe\x00",
-    "long number": b'{"a": ' + b"9" * 100_000 + b"}",
-    **{kind: kind for kind in ("fifo", "folder", "device", "loop", "large")},
+    "nested": (b"[" * 100_000, "nested too deeply"),
+    "nested objects": (b'{"a":' * 100_000 + b"1" + b"}" * 100_000, "nested too deeply"),
+    "list": (b"[]", "it holds a list"),
+    "number": (b"1", "it holds a int"),
+    "null": (b"null", "it holds a NoneType"),
+    "empty": (b"", "Expecting value"),
+    "cut off": (b'{"', "Unterminated string"),
+    "bytes": (b"\xff\xfe\x00", "can't decode"),
+    "long number": (b'{"a": ' + b"9" * 100_000 + b"}", "limit"),
+    "fifo": ("fifo", "no regular file"),
+    "folder": ("folder", "Is a directory"),
+    "device": ("device", "no regular file"),
+    "loop": ("loop", "symbolic links"),
+    "large": ("large", "more than"),
 }
 
 
+def state(path: Path) -> tuple[Any, ...]:
+    """What changes where a file is replaced, or another left beside it."""
+    status = path.lstat()
+    return status.st_ino, status.st_mtime_ns, status.st_mode, os.listdir(path.parent)
+
+
 @names
-@pytest.mark.parametrize("content", NOT_OURS.values(), ids=NOT_OURS)
-def test_a_file_that_is_not_ours(name: str, content: Any) -> None:
+@pytest.mark.parametrize(("content", "why"), NOT_OURS.values(), ids=NOT_OURS)
+def test_a_file_that_is_not_ours(name: str, content: Any, why: str) -> None:
     """It is left as it is by who would add a choice, too."""
     path = tune.cache_path(name)
     write(path, content)
-    before = os.lstat(path), os.listdir(path.parent)
+    before = state(path)
+    with pytest.warns(UserWarning, match=rf"cannot be read \(.*{why}"):
+        tune.read_choices(path)
+    tune._warned.clear()
     assert found_with_one_warning(name) is None
     with pytest.raises(BackendError, match=r"was measured, but (is not|cannot be) kept.*CACHE"):
         keep(name)
-    assert (os.lstat(path), os.listdir(path.parent)) == before
+    assert state(path) == before
+
+
+@names
+def test_what_comes_through_a_fifo_does_not_count(name: str) -> None:
+    keep(name)
+    path = tune.cache_path(name)
+    text = path.read_bytes()
+    path.unlink()
+    os.mkfifo(path)
+    with open(os.open(path, os.O_RDWR), "wb", buffering=0) as fifo:
+        fifo.write(text)
+        assert found_with_one_warning(name) is None
 
 
 @names
@@ -144,7 +169,7 @@ def nested(depth: int) -> list[Any]:
     return value
 
 
-VALUES = [True, False, 4.0, 10**30, -1, 0, "4", "", None, [], {}, [4], {"a": 4}, 1e999, nested(400)]
+VALUES = [True, False, 4.0, 10**30, -1, 0, "4", "", None, [], {}, [4], {"a": 4}, 1e999, nested(700)]
 ABSURD = [
     pytest.param(name, field, value, id=f"{name}-{field}-{str(value)[:20]}")
     for name, choice in CHOICES.items()
@@ -164,7 +189,7 @@ def test_absurd_values(name: str, field: str, value: Any) -> None:
     assert found_with_one_warning(name) is None
     kind = type(CHOICES[name])
     assert tune.read_configs(tune.cache_path(name), kind) == {"another": CHOICES[name]}
-    if value != nested(400):
+    if value != nested(700):
         with pytest.raises(ShapeError, match=field):
             kind(**other | {field: value}).check()
 

@@ -55,10 +55,15 @@ def exchange(
             data = pickle.dumps(_Message(what, make()))
         except Exception as error:
             mine, data = error, _Message.of_failed(what, error)
-        messages = _gather(group, data) if table is None else table.meet(what, data, seconds)
+        if table is None:
+            messages, absent = _gather(group, data), ""
+        else:
+            messages, absent = table.meet(what, data, seconds)
+        if absent:
+            _check(messages, absent, mine)
     except BaseException as error:
         if table is not None:
-            table.leave(_Message.of_failed(what, error))
+            table.leave(_Message.of_failed(what, error if mine is None else mine))
         raise
     _check(messages, cause=mine)
     return [message.value for message in messages.values()]
@@ -154,8 +159,9 @@ class _Table:
         with suppress(RuntimeError):  # the store is gone
             self._store.set(f"{self._number}/{self._rank}", data)
 
-    def meet(self, what: str, data: bytes, seconds: float) -> dict[int, _Message]:
-        """The messages of all ranks. OutOfStep if some do not come in time."""
+    def meet(self, what: str, data: bytes, seconds: float) -> tuple[dict[int, _Message], str]:
+        """The messages of the ranks that come in time, and a text that names the others, empty
+        where there are none."""
         keys = [f"{self._number}/{rank}" for rank in range(self._num_ranks)]
         try:
             self._store.set(keys[self._rank], data)
@@ -164,23 +170,22 @@ class _Table:
         except RuntimeError as error:
             raise OutOfStep(
                 f"rank {self._rank} lost the store of its group at the meeting '{what}': "
-                f"{str(error).splitlines()[0]} The process that holds the store, often rank 0, is "
-                "gone: see how it ended, and start all ranks anew."
+                f"{str(error).partition(chr(10))[0]} The process that holds the store, often rank "
+                "0, is gone: see how it ended, and start all ranks anew."
             ) from error
         messages = {rank: pickle.loads(message) for rank, message in came.items()}
         if absent:
             late = ranks_text(rank for rank, key in enumerate(keys) if key in absent)
-            _check(
-                messages,
+            return messages, (
                 f"rank {self._rank} waited {seconds:g} s for {late} at the meeting '{what}'. Who "
                 "does not come is gone, stuck, or made other calls: see what was done there last, "
                 "and make new Buffers when all ranks are back. MOE_ENGINE_TIMEOUT_S sets the "
-                "deadline.",
+                "deadline."
             )
         # All ranks are here, so all have read the messages of the meeting before.
         with suppress(RuntimeError):  # some stores cannot
             self._store.delete_key(f"{self._number - 1}/{self._rank}")
-        return messages
+        return messages, ""
 
 
 def _gather(group: dist.ProcessGroup | None, data: bytes) -> dict[int, _Message]:
