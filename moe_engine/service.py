@@ -252,7 +252,8 @@ def new_ring(
     layout: RingLayout,
 ) -> Ring:
     """Low-latency memory of `layout` on all ranks, which the streams are told of. Collective."""
-    ring = Ring(partial(allocate, group, backend=backend, device=device), layout, rank, timeout_s)
+    new_block = partial(allocate, group, backend=backend, device=device, timeout_s=timeout_s)
+    ring = Ring(new_block, layout, rank, timeout_s)
     streams.uses("ring", ring.block.local, ring.context.words)
     return ring
 
@@ -274,7 +275,7 @@ def new_slots(
     `DeviceContext`."""
 
     def new_block(num_bytes: int, was_captured: bool) -> SymmetricTensor:
-        captured = exchange(group, lambda: was_captured, "replacing memory")
+        captured = exchange(group, lambda: was_captured, "replacing memory", timeout_s)
         if any(captured):
             ranks = ", ".join(str(rank) for rank, one in enumerate(captured) if one)
             raise CapacityError(
@@ -282,7 +283,7 @@ def new_slots(
                 f"grow: CUDA graphs captured on ranks {ranks} use its memory. Make a new Buffer "
                 "with the bytes of Buffer.size_hint(...), or for as many tokens."
             )
-        return allocate(group, num_bytes, backend, device)
+        return allocate(group, num_bytes, backend, device, timeout_s)
 
     slots = Slots(new_block, layout, rank, timeout_s, was_captured, buffer, epoch)
     streams.uses("slots", slots.block.local, slots.context.words)

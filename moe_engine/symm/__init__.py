@@ -49,6 +49,7 @@ def allocate(
     num_bytes: int,
     backend: str = "auto",
     device: torch.device | str | None = None,
+    timeout_s: float | None = None,
 ) -> SymmetricTensor:
     """Allocate `num_bytes` on every rank of `group`, zeroed everywhere before any rank returns.
 
@@ -56,12 +57,12 @@ def allocate(
     initialised; `device=None` is the current CUDA device, or the CPU where there is none or where
     kernels are interpreted. Raises, on every rank, ShapeError when `num_bytes` differs or is not
     positive, BackendError as `choose_backend` does or when memory cannot be mapped, and OutOfStep
-    where a rank does not come (`exchange`).
+    where a rank does not come within timeout_s (`exchange`).
     """
     group = group or default_group()
     device = resolve_device(device)
-    backend = choose_backend(group, backend, device)
-    _check_sizes(exchange(group, lambda: num_bytes, "bytes to allocate"))
+    backend = choose_backend(group, backend, device, timeout_s)
+    _check_sizes(exchange(group, lambda: num_bytes, "bytes to allocate", timeout_s))
     if backend == "single":
         from .single import SingleTensor
 
@@ -69,17 +70,18 @@ def allocate(
     if backend == "emulated":
         from .emulated import EmulatedTensor
 
-        return EmulatedTensor(group, num_bytes)
+        return EmulatedTensor(group, num_bytes, timeout_s)
     from .torch_symm import TorchTensor
 
     assert group is not None
-    return TorchTensor(group, num_bytes, device)
+    return TorchTensor(group, num_bytes, device, timeout_s)
 
 
 def choose_backend(
     group: dist.ProcessGroup | None = None,
     backend: str = "auto",
     device: torch.device | str | None = None,
+    timeout_s: float | None = None,
 ) -> str:
     """Name of the backend for these ranks: `backend` itself, or with "auto" the one that fits.
 
@@ -88,7 +90,10 @@ def choose_backend(
     group = group or default_group()
     device = resolve_device(device)
     choices = exchange(
-        group, lambda: (_choose_here(group, backend, device), _host()), "choosing a backend"
+        group,
+        lambda: (_choose_here(group, backend, device), _host()),
+        "choosing a backend",
+        timeout_s,
     )
     names, hosts = zip(*choices, strict=True)
     if len(set(names)) > 1:

@@ -31,7 +31,9 @@ class Place(NamedTuple):
 class EmulatedTensor:
     """A `SymmetricTensor` on the CPU; `group=None` is one rank."""
 
-    def __init__(self, group: dist.ProcessGroup | None, num_bytes: int):
+    def __init__(
+        self, group: dist.ProcessGroup | None, num_bytes: int, timeout_s: float | None = None
+    ):
         rank = 0 if group is None else group.rank()
         self._blocks: list[torch.Tensor] = []
         with ExitStack() as until_mapped:
@@ -47,8 +49,8 @@ class EmulatedTensor:
             def map_all() -> None:
                 self._blocks.extend(_map(place, num_bytes) for place in places)
 
-            places = exchange(group, create, "allocating memory")
-            exchange(group, map_all, "mapping memory")
+            places = exchange(group, create, "allocating memory", timeout_s)
+            exchange(group, map_all, "mapping memory", timeout_s)
         self.local = self._blocks[rank]
         self.peer_addresses = torch.tensor([block.data_ptr() for block in self._blocks])
 

@@ -26,9 +26,10 @@ class _MeetingStore(dist.Store):
     start anew each time. It waits no longer than the engine does.
     """
 
-    def __init__(self, store: dist.Store):
+    def __init__(self, store: dist.Store, timeout_s: float | None):
         super().__init__()
-        self._store, self._seconds = store, timeout_seconds()
+        self._store = store
+        self._seconds = timeout_seconds() if timeout_s is None else timeout_s
         self._first: int | None = None
 
     def _key(self, key: str) -> str:
@@ -57,7 +58,13 @@ class _MeetingStore(dist.Store):
 class TorchTensor:
     """A `SymmetricTensor` on CUDA. The group may be CPU-only: ranks meet at its store."""
 
-    def __init__(self, group: dist.ProcessGroup, num_bytes: int, device: torch.device):
+    def __init__(
+        self,
+        group: dist.ProcessGroup,
+        num_bytes: int,
+        device: torch.device,
+        timeout_s: float | None = None,
+    ):
         # Imported here: it needs a CUDA build of torch, and takes time.
         import torch.distributed._symmetric_memory as symm_mem
         from torch._C._distributed_c10d import _register_process_group, _unregister_process_group
@@ -79,7 +86,7 @@ class TorchTensor:
         def meet(name: Any) -> None:
             # torch looks up a group by its name: this one lives for the meeting alone.
             store = dist.distributed_c10d._get_process_group_store(group)
-            store = _MeetingStore(dist.PrefixStore(name, store))
+            store = _MeetingStore(dist.PrefixStore(name, store), timeout_s)
             meeting = dist.ProcessGroup(store, dist.get_rank(group), dist.get_world_size(group))
             _register_process_group(name, meeting)
             # torch makes a multicast object unless told not to: of no use here, and fragile.
@@ -91,12 +98,15 @@ class TorchTensor:
             finally:
                 _unregister_process_group(name)
 
-        exchange(group, create, "allocating memory")
+        exchange(group, create, "allocating memory", timeout_s)
         # All ranks take the name that the first proposes: new to each of them.
         names = exchange(
-            group, lambda: f"moe_engine/{os.getpid()}/{next(_names)}", "naming a rendezvous"
+            group,
+            lambda: f"moe_engine/{os.getpid()}/{next(_names)}",
+            "naming a rendezvous",
+            timeout_s,
         )
-        exchange(group, lambda: meet(names[0]), "mapping memory")
+        exchange(group, lambda: meet(names[0]), "mapping memory", timeout_s)
         self.peer_addresses = torch.tensor(
             self._handle.buffer_ptrs, dtype=torch.int64, device=device
         )
