@@ -101,7 +101,7 @@ class DeviceContext:
     memory that grows takes over. `step` names the launch that a call is at, from the first one that
     other ranks see to the last, else it is None: a call that breaks off in between has half
     happened, and its epoch must never be used again. `shrinks`: the others mask a rank that falls
-    silent, and are told nothing.
+    silent, and are told nothing. `epoch_is_running`: a call advances the epoch as it begins.
     """
 
     def __init__(
@@ -116,7 +116,7 @@ class DeviceContext:
         device = block.local.device
         self.rank, self.layout, self.timeout_s = rank, layout, timeout_s
         self.step: str | None = None
-        self.shrinks = False
+        self.shrinks = self.epoch_is_running = False
         self.spans: torch.Tensor | None = None
         self._block = block
         self.ended: MoeEngineError | None = None
@@ -239,8 +239,11 @@ class DeviceContext:
         """(type, text) of what the other ranks are told of an error that broke a call off."""
         kind, call = type(error).__name__, "a call"
         with suppress(RuntimeError), outside_capture(self.words.device):
-            call = f"call {int(self.words[Word.EPOCH].cpu()) + 1}"
+            epoch = int(self.words[Word.EPOCH].cpu())
+            call = f"call {epoch if self.epoch_is_running else epoch + 1}"
         step, why = self.step or "argument checks", f"{kind}: {error}".rstrip(": ")
+        if self.report[Report.VALID]:
+            step = Phase(self.report[Report.PHASE]).name.lower().replace("_", " ")
         return kind, f"rank {self.rank} abandoned {call} in phase '{step}' because of {why}"
 
     def abandon(

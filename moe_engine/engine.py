@@ -178,7 +178,7 @@ class KernelEngine:
     def _grow(self, num_rows: int, row: RowLayout, header: int) -> None:
         """Replace the memory by more of it, for `num_rows` rows between two ranks and a quarter
         beyond. Collective: all ranks have seen the same counts; they meet as when the Buffer was
-        made, under the deadline of the group, and the host waits for the device. Old contents are
+        made, under the deadline of the Buffer, and the host waits for the device. Old contents are
         lost."""
         old, layout = self.slots, self.slots.layout
         if num_rows > layout.most_rows:

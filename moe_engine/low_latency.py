@@ -20,6 +20,7 @@ from .grouped_gemm.launch import multiply
 from .grouped_gemm.operands import Epilogue, Rows, Weights
 from .lang import INTERPRETED
 from .ring import MAX_LOCAL_EXPERTS, MAX_ROWS, LowLatencyRow, Ring, message_bytes
+from .ring_kernels import COUNT_MASK
 
 Receive = Callable[[], None]
 
@@ -172,7 +173,7 @@ class LowLatency:
         """Whether a layer of up to so many tokens per rank is one for `moe_ffn`."""
         if max_tokens is None or max_tokens > options.decode_tokens or options.layer is not None:
             return False
-        if num_experts // self.num_ranks > MAX_LOCAL_EXPERTS:
+        if num_experts > min(COUNT_MASK.value, self.num_ranks * MAX_LOCAL_EXPERTS):
             return False
         return self.fits(max_tokens, num_topk, LowLatencyRow(row_bytes, num_topk).num_bytes)
 
@@ -182,6 +183,11 @@ class LowLatency:
             raise CapacityError(
                 f"{rows.num_experts} experts on {self.num_ranks} ranks are {num_local} on each; "
                 f"low-latency calls take at most {most}. Use more ranks, or dispatch."
+            )
+        if rows.num_experts > COUNT_MASK.value:
+            raise CapacityError(
+                f"num_experts is {rows.num_experts}; low-latency calls take at most "
+                f"{COUNT_MASK.value}. Use dispatch."
             )
         row, num_topk = rows.row, rows.topk_idx.shape[1]
         back = LowLatencyRow(rows.x.shape[1] * rows.x.itemsize)  # on its way back it is not cast

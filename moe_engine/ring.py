@@ -141,6 +141,7 @@ class Ring:
         self.layout = layout
         self.block = new_block(layout.num_bytes)
         self.context = DeviceContext(layout, rank, self.block, timeout_s)
+        self.context.epoch_is_running = True
 
     @property
     def num_ranks(self) -> int:
