@@ -91,6 +91,65 @@ def test_replays_follow_the_routing(pool):
             assert cases.relative_error(y, layer[rank]) < TOLERANCE["bf16"]
 
 
+def replay_once_broken(group, while_capturing):
+    """(a replay was right, what a replay raises) where rank 0 breaks a call off in between: an
+    eager one, or one that it captures."""
+    from rounds import Faults, Round, draw, expert_weights, new_buffer
+
+    from moe_engine import MoeEngineError, moe_ffn
+
+    one, num_ranks = Round("layer"), group.size()
+    buffer = new_buffer(group)
+    inputs = [part[group.rank()].cuda() for part in draw(one, num_ranks, 4)]
+    up, down = (part[group.rank()].cuda() for part in expert_weights(one, num_ranks, 4))
+
+    def layer():
+        return moe_ffn(*inputs, up, down, buffer)
+
+    expected = layer()  # compiles
+    torch.cuda.synchronize()
+    graph, cut_off = torch.cuda.CUDAGraph(), torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        out = layer()
+    graph.replay()
+    buffer.check()
+    is_right = torch.equal(out, expected)
+    torch.distributed.barrier(group)
+
+    def strike(name):
+        raise MemoryError(name)
+
+    if group.rank() == 0:
+        with Faults(9, strike).installed(), pytest.raises(MemoryError):
+            if while_capturing:
+                with torch.cuda.graph(cut_off):
+                    layer()
+            else:
+                layer()
+    torch.distributed.barrier(group)
+    texts = []
+    for _ in range(2):
+        graph.replay()
+        try:
+            buffer.check()
+        except MoeEngineError as error:
+            texts.append(f"{type(error).__name__}: {error}")
+    torch.distributed.barrier(group)
+    buffer.destroy()
+    return is_right, texts
+
+
+@pytest.mark.multi_gpu
+@pytest.mark.parametrize("while_capturing", [False, True])
+def test_replays_end_with_a_call_that_broke_off(pool, while_capturing):
+    for is_right, texts in pool.run(replay_once_broken, while_capturing):
+        assert is_right
+        assert len(texts) == 2
+        for text in texts:
+            assert text.startswith("CallAbandoned: rank 0 abandoned call")
+            assert "because of MemoryError" in text
+
+
 # --- Low-latency calls: many replays, each result told by its hash -----------------------------
 
 
