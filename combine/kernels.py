@@ -76,12 +76,15 @@ def return_rows_kernel(
     whose rows have come back, from the first one on, and leave what the push leaves them no time
     for to `final_sum_kernel`. What came from this rank itself stays where the sum reads it.
     """
+    # These reads are on their way while the next line waits for its answer.
+    counts = received_rows(rank_prefix_matrix, tl.arange(0, RANKS_PAD), context)
+    rank = tl.load(context + RANK).to(tl.int32)
+    num_ranks = tl.load(context + NUM_RANKS).to(tl.int32)
     if is_broken(context):
         report_abandoned(context)
         return
     program = tl.program_id(0) - 1
     if program < 0:
-        counts = received_rows(rank_prefix_matrix, tl.arange(0, RANKS_PAD), context)
         is_sound = (tl.min(counts, 0) >= 0) & (tl.sum(counts, 0) <= num_rows)
         item_bytes: tl.constexpr = x.dtype.element_ty.primitive_bitwidth // 8
         # fmt: off
@@ -91,11 +94,8 @@ def return_rows_kernel(
         )
         # fmt: on
     elif program < num_push_programs:
-        rank = tl.load(context + RANK).to(tl.int32)
-        num_ranks = tl.load(context + NUM_RANKS).to(tl.int32)
         num_peers = num_ranks - 1
         topk = tl.arange(0, TOPK_PAD)
-        counts = received_rows(rank_prefix_matrix, tl.arange(0, RANKS_PAD), context)
         own, most_rows = open_regions(counts, header_bytes, row_bytes, context)
         num_chunks = tl.cdiv(most_rows, CHUNK_ROWS)
         num_blocks = tl.cdiv(hidden, COLUMNS)

@@ -115,6 +115,7 @@ class Buffer(LowLatencyVerbs, Service):
 
     # --- Verbs -------------------------------------------------------------------------------
 
+    @verb
     def get_dispatch_layout(
         self,
         topk_idx: torch.Tensor,

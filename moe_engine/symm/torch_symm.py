@@ -26,7 +26,7 @@ class _MeetingStore(dist.Store):
     start anew each time. It waits no longer than the engine does.
     """
 
-    def __init__(self, store: dist.Store, timeout_s: float | None):
+    def __init__(self, store: dist.Store, timeout_s: float | None = None):
         super().__init__()
         self._store = store
         self._seconds = timeout_seconds() if timeout_s is None else timeout_s
