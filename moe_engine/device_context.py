@@ -264,7 +264,7 @@ class DeviceContext:
         self.ended = self.ended or cause or told_error(kind, text)
         data = f"{kind}\0{text}".encode()[: NOTICE_BYTES - 1]
         self._notice.zero_()
-        self._notice[: len(data)] = torch.frombuffer(bytearray(data), dtype=torch.uint8)
+        self._notice[: len(data)] = torch.tensor(list(data), dtype=torch.uint8, device="cpu")
         self._notice[-1] = 1
         num_ranks = self.layout.num_ranks
         at = notices_offset(num_ranks, self.layout.num_slots) + self.rank * NOTICE_BYTES

@@ -18,6 +18,7 @@ from .errors import (
     BackendError,
     CapacityError,
     MoeEngineError,
+    OutOfStep,
     PeerTimeout,
     TooManyTokens,
     VerbsNotThereYet,
@@ -34,6 +35,8 @@ from .tune import LayerChoices
 from .verbs import Engine, verb
 
 T = TypeVar("T")
+LEAVE_OUT_OF_STEP = TooManyTokens, OutOfStep
+"""Errors before a call's first launch that other ranks do not raise alike."""
 forks = 0
 """How often this process was forked from one that had imported this."""
 
@@ -185,7 +188,7 @@ class Service(VerbsNotThereYet):
         """
         contexts = [context for engine in self._engines() for context in engine.contexts()]
         broken = next((one for one in contexts if one.step is not None or one.has_ended), None)
-        is_refusal = isinstance(error, MoeEngineError) and not isinstance(error, TooManyTokens)
+        is_refusal = isinstance(error, MoeEngineError) and not isinstance(error, LEAVE_OUT_OF_STEP)
         if not contexts or contexts[0].has_told or (broken is None and is_refusal):
             return
         kind, text = (broken or contexts[0]).notice(error)
