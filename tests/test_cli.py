@@ -158,7 +158,7 @@ def test_tiles_are_not_tuned_without_a_gpu(monkeypatch: pytest.MonkeyPatch, tmp_
 def test_a_cache_that_cannot_be_written_is_told_before_measuring(
     command: str, name: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
-    (tmp_path / "file").touch()
+    (tmp_path / "file").touch(mode=0o777)
     monkeypatch.setenv("MOE_ENGINE_CACHE", str(tmp_path / name))
     result = call(command)
     assert result.exit_code == 1

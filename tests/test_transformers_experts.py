@@ -82,7 +82,7 @@ def of_two(gate: Tensor, up: Tensor) -> Tensor:
 SILU = [nn.SiLU(), nn.SiLU(inplace=True), SiLUActivation(), ACT2FN["swish"], F.silu]
 SILU += [lambda x: x * torch.sigmoid(x), partial(F.silu, inplace=True)]
 OTHERS = [None, "silu", Swish(), clamped, of_two, torch.sum, nn.Hardswish(), F.gelu]
-OTHERS += [ACT2FN["quick_gelu"], ACT2FN["relu"], lambda x: F.silu(x)[:1]]
+OTHERS += [ACT2FN["quick_gelu"], ACT2FN["relu"], lambda x: F.silu(x)[None]]
 
 
 @pytest.mark.parametrize("function", SILU)
