@@ -209,8 +209,9 @@ class KernelEngine:
             rows = x.new_empty(handle.recv_src_idx.numel(), x.shape[1])
             out = dispatch_verbs.new_collected(rows, scales)
             partition = Partition.choose(self.num_comm_sms, owned=True)
+            num_programs = partition.push + partition.early  # the latter begin after the push
             dispatch_verbs.send_metadata(
-                outgoing, 1, BARE_HEADER, partition.push, self.slots, handle.signature
+                outgoing, 1, BARE_HEADER, num_programs, self.slots, handle.signature
             )
             dispatch_verbs.push(outgoing, BARE_HEADER, partition, self.slots)
             dispatch_verbs.collect(out, x, outgoing.row, prefix, BARE_HEADER, self.slots, partition)
