@@ -32,7 +32,7 @@ E, H, I = 4, 16, 8
 
 @use_experts_implementation
 class Experts(nn.Module):
-    """As in 54 of the 65 families of 5.23: Mixtral, Qwen, DeepSeek-V2 and V3, GLM-4, LFM2 ..."""
+    """Like 54 of the 65 classes in 5.23: those of Mixtral, Qwen, DeepSeek-V2 and V3, LFM2 ..."""
 
     def __init__(self, config: Any):
         super().__init__()

@@ -107,6 +107,8 @@ def copy_sharded(group: dist.ProcessGroup) -> None:
     with pytest.raises(BackendError, match="save_pretrained"):
         twin.save_pretrained("nowhere")
     unshard_experts(model)
+    twin.set_experts_implementation("moe_engine")
+    assert model.config._experts_implementation != "moe_engine"
     del model, ours
     assert difference(read(twin, rank), want) <= 1e-5
     with pytest.raises(BackendError, match="moe_engine"):

@@ -1,14 +1,15 @@
 """Run the experts of a transformers model (5.17 and later) on the ranks of a group.
 
-    register()
     shard_experts(model, group)
-    logits = model(input_ids).logits
+    with torch.no_grad():
+        logits = model(input_ids).logits
 
 Each rank keeps E / R experts of every layer and calls the model with a batch of its own. Every
 rank must call it equally often: one without tokens calls `join_empty(model)` instead, and ranks
 that `generate` do so for the same number of steps (`min_new_tokens` equal to `max_new_tokens`).
 Once per pass the hosts agree on the most tokens that any rank has, so that decode takes the
-low-latency way; where they cannot, in a CUDA graph, `fix_max_tokens` says it.
+low-latency way; where they cannot, in a CUDA graph, `fix_max_tokens` says it. There is no backward
+yet: call the model in `torch.no_grad()`. `unshard_experts(model)` undoes it all, for saving.
 """
 
 from __future__ import annotations
