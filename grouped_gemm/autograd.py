@@ -28,7 +28,9 @@ from .operands import (
     check_devices,
     check_row_weight,
     check_rows,
+    check_taken,
     check_weights,
+    num_parts,
     split_scales,
 )
 from .schedule import INDEX_DTYPES, TileSchedule, height_of, tile_schedule
@@ -146,11 +148,12 @@ def grouped_mlp(
     `grouped_gemm`. Saved for the gradients: x and what the activation is of, [rows, 2I]; the
     activation is made again beside its gradient, in the epilogue of a GEMM.
     """
+    parts = num_parts(activation)
     if activation == "none":
         raise ShapeError("activation is 'none'; one must stand between the two GEMMs.")
     check_rows(x, None)
     check_weights(x, w_up, x.shape[1], activation, bias=b_up)
-    intermediate = w_up.shape[1] // Epilogue(activation).parts
+    intermediate = w_up.shape[1] // parts
     check_weights(x, w_down, intermediate, "none", bias=b_down)
     if w_down.shape[0] != w_up.shape[0]:
         raise ShapeError(
@@ -182,7 +185,8 @@ def _place(
     num_rows = x.shape[0]
     if row_index is not None:
         check_tensor("row_index", row_index, ("rows",), INDEX_DTYPES)
-        num_rows = row_index.numel()
+        num_rows = row_index.shape[0]
+        check_taken("row_index", x, num_rows)
     check_tensor("offsets", offsets, (w.shape[0] + 1,), INDEX_DTYPES)
     check_devices(x, offsets=offsets, row_index=row_index)
     check_row_weight(x, row_weight, num_rows)

@@ -30,6 +30,7 @@ from .operands import (
     check_devices,
     check_out,
     check_rows,
+    check_taken,
     check_weights,
     num_parts,
 )
@@ -96,6 +97,7 @@ def wgrad(
     check_flag("accumulate", accumulate)
     if row_offset is not None:
         check_tensor("row_offset", row_offset, (grad.shape[0],), (torch.int64,))
+        check_taken("row_offset", x, grad.shape[0])
     check_devices(grad, x=x, offsets=offsets, row_offset=row_offset)
     check_runnable(grad.device)
     num_rows, num_columns = grad.shape

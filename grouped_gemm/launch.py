@@ -27,6 +27,7 @@ from .operands import (
     check_devices,
     check_out,
     check_row_weight,
+    check_taken,
     check_weights,
     num_parts,
     output_dtype,
@@ -67,7 +68,8 @@ def gathered_gemm(
     check_weights(base, w, "K", activation, bias=bias)
     check_no_grad(base=base, w=w, bias=bias, row_weight=row_weight)
     check_devices(base, row_offset=row_offset)
-    num_rows = row_offset.numel()
+    num_rows = row_offset.shape[0]
+    check_taken("row_offset", base, num_rows)
     check_row_weight(base, row_weight, num_rows)
     if pre is not None:
         check_out(base, pre, (num_rows, w.shape[1]), name="pre")

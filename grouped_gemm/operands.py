@@ -150,6 +150,14 @@ def check_weights(
     check_runnable(a.device)
 
 
+def check_taken(name: str, x: torch.Tensor, num_rows: int) -> None:
+    """Raise where an index takes rows, so many, of what has none."""
+    if num_rows and x.numel() == 0:
+        raise ShapeError(
+            f"{name} takes {num_rows} rows of a tensor of shape {list(x.shape)}, which has none."
+        )
+
+
 def check_row_weight(a: torch.Tensor, row_weight: torch.Tensor | None, num_rows: int) -> None:
     """Raise unless row_weight is None or float32 [num_rows], contiguous, where `a` is."""
     if row_weight is not None:

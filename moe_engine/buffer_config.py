@@ -12,7 +12,9 @@ import torch
 
 from .checks import (
     MAX_EXPERTS,
+    PAYLOAD_DTYPES,
     check_at_least,
+    check_dtype,
     check_experts,
     check_flag,
     check_int,
@@ -169,8 +171,7 @@ def sizes_for_tokens(
     """(bytes, bytes of low-latency memory, options) of a Buffer for so many tokens: low-latency
     memory is for layers of up to `options.decode_tokens` of them."""
     num_slots, decode_tokens = check_options(options).num_slots, options.decode_tokens
-    if not isinstance(dtype, torch.dtype):
-        raise DtypeError(f"dtype is {shown(dtype)}; it must be a torch.dtype.")
+    check_dtype("dtype", dtype, (*PAYLOAD_DTYPES, torch.float8_e4m3fn))
     row_bytes = check_int("hidden", hidden, 1) * dtype.itemsize
     num_bytes = size_hint(max_tokens, row_bytes, num_ranks, num_experts, num_topk, num_slots)
     ring_bytes = 0

@@ -38,10 +38,11 @@ class CollectiveEngine:
             return rows
         row_shape = rows.shape[1:]
         row_bytes = row_shape.numel() * rows.itemsize
-        flat = rows.contiguous().view(rows.shape[0], row_shape.numel()).view(torch.uint8)
+        # One row first: where a size is 0 or 1, strides may be any, and bytes refuse some.
+        flat = rows.reshape(-1).view(torch.uint8).view(rows.shape[0], row_bytes)
         out = flat.new_empty(sum(recv_splits), row_bytes)
         dist.all_to_all_single(out, flat, recv_splits, send_splits, group=self.group)
-        return out.view(rows.dtype).view(out.shape[0], *row_shape)
+        return out.view(-1).view(rows.dtype).view(out.shape[0], *row_shape)
 
     def layout(
         self, topk_idx: torch.Tensor, num_experts: int

@@ -1,0 +1,276 @@
+"""Everything public, called with odd values: each call is refused by a typed error, or right, and
+the next good one works."""
+
+from __future__ import annotations
+
+import random
+import re
+import signal
+import time
+import warnings
+from typing import Any
+
+import fuzz_calls
+import fuzz_values
+import pytest
+from fuzz_calls import World, flat, same
+from fuzz_values import ANY, EQUAL, REFUSED
+
+from moe_engine import MoeEngineError, RoutingError
+from moe_engine.emulation import RankError, RankPool, send_message
+
+BUDGET_S = 100.0
+HANG_S = 20.0
+SEED = 18
+WHOLE = 12
+"""Every so many calls on a Buffer, all its verbs are called, else one."""
+BINDING = re.compile(
+    r"missing \d+ required|unexpected keyword argument|positional arguments? but|multiple values"
+)
+"""TypeErrors of Python itself."""
+MOST_FAILURES = 12
+
+Change = dict[str, str]
+"""The name of an odd value for each argument that is not good."""
+
+OF_AN_INDEX = "what an index holds is not checked: it would take rows that are not there"
+EXCLUDED = {
+    (".*combine.*", "bias", r"pair|\(\)|backwards|one item less"): "any number up to 2 is fine",
+    ("gathered_gemm", "base", "transposed"): "only its address counts",
+    ("gathered_gemm", "base", "shorter|narrower|one item|expanded"): OF_AN_INDEX,
+    ("grouped_gemm|grouped_mlp|wgrad", "x", "shorter"): OF_AN_INDEX,
+    ("allocate", "device|num_bytes", ".*"): "the symmetric memory's own checks are another part",
+}
+"""(callable, argument, odd value) as regular expressions, and why it is not called so."""
+
+
+class Hang(BaseException):
+    """A call took longer than HANG_S."""
+
+
+def all_cases(targets: dict[str, fuzz_calls.Target]) -> list[tuple[str, Change]]:
+    """Each odd value of each argument alone, and each argument left out."""
+    found: list[tuple[str, Change]] = []
+    for name, target in targets.items():
+        found.append((name, {}))
+        found.append((name, {"nonsense": "unknown"}))
+        for argument, kind in target.kinds.items():
+            found.append((name, {argument: "missing"}))
+            odds = fuzz_values.odds_of(kind, target.good[argument])
+            found += [(name, {argument: odd.name}) for odd in odds]
+    return [case for case in found if not is_excluded(*case)]
+
+
+def is_excluded(name: str, change: Change) -> bool:
+    return any(
+        re.fullmatch(of, name) and re.fullmatch(argument, one) and re.fullmatch(odd, value)
+        for of, argument, odd in EXCLUDED
+        for one, value in change.items()
+    )
+
+
+def pairs(targets: dict[str, fuzz_calls.Target], rng: random.Random) -> tuple[str, Change]:
+    """Two odd values at once."""
+    while True:
+        name = rng.choice([name for name, target in targets.items() if len(target.kinds) > 1])
+        target, change = targets[name], {}
+        for argument in rng.sample(sorted(target.kinds), 2):
+            odds = fuzz_values.odds_of(target.kinds[argument], target.good[argument])
+            change[argument] = rng.choice(odds).name
+        if not is_excluded(name, change):
+            return name, change
+
+
+class Fuzz:
+    """Calls in one rank, and what was wrong with them."""
+
+    def __init__(self, group: Any):
+        self.world = World(group)
+        self.world.check_oracle()
+        self.calls = 0
+        self.make_targets()
+        self.quick = {name: self.world.quick(name) for name in self.world.buffers}
+        self.whole = {name: self.world.whole(name) for name in self.world.buffers}
+        self.results: dict[str, Any] = {}
+
+    def make_targets(self) -> None:
+        self.targets = fuzz_calls.targets(self.world)
+
+    def arguments(self, name: str, change: Change) -> tuple[dict[str, Any], str]:
+        """Arguments of a call, and what may come of it."""
+        target = self.targets[name]
+        arguments, outcomes = dict(target.good), []
+        for argument, value in change.items():
+            if value == "missing":
+                del arguments[argument]
+                outcomes.append(ANY)  # it may have a default
+            elif value == "unknown":
+                arguments[argument] = None
+                outcomes.append(REFUSED)
+            else:
+                good = target.good[argument]
+                odds = fuzz_values.odds_of(target.kinds[argument], good)
+                odd = next(odd for odd in odds if odd.name == value)
+                arguments[argument] = odd.make(good)
+                outcomes.append(odd.outcome)
+        if len(outcomes) == 1:
+            return arguments, outcomes[0]
+        return arguments, EQUAL if set(outcomes) <= {EQUAL} else ANY
+
+    def run(self, name: str, change: Change) -> str | None:
+        """Call so; what was wrong, or None."""
+        if name not in self.results:
+            self.results[name] = self.call(name, self.targets[name].good)
+        try:
+            arguments, outcome = self.arguments(name, change)
+        except Exception:  # torch has no such tensor
+            return None
+        result = self.call(name, arguments)
+        problem = self.judge(result, outcome, self.results[name])
+        if problem is None:
+            problem = self.next_good_call(name, result)
+        return problem
+
+    def call(self, name: str, arguments: dict[str, Any]) -> Any:
+        """What is kept of the result, or the exception."""
+        target = self.targets[name]
+        signal.setitimer(signal.ITIMER_REAL, HANG_S)
+        try:
+            return flat(target.keep(target.call(**arguments)))
+        except BaseException as error:
+            return error
+        finally:
+            signal.setitimer(signal.ITIMER_REAL, 0)
+
+    def judge(self, result: Any, outcome: str, good: Any) -> str | None:
+        if isinstance(result, MoeEngineError):
+            return None if str(result).strip() else "an error without a text"
+        if isinstance(result, TypeError) and BINDING.search(str(result)):
+            return None
+        if isinstance(result, BaseException):
+            return f"{type(result).__name__}: {str(result)[:300]}"
+        if outcome == REFUSED and not isinstance(good, BaseException):
+            return "accepted"
+        if outcome == EQUAL and not same(result, good):
+            return "another result than with the good value"
+        return None
+
+    def next_good_call(self, name: str, result: Any) -> str | None:
+        """Make a good call on the same Buffer, or on a new one where the error asks for it."""
+        uses = self.targets[name].uses
+        if uses is None:
+            return None
+        self.calls += 1
+        if isinstance(result, MoeEngineError) and "new Buffer" in str(result):
+            self.world.lose(uses)
+            self.make_targets()
+        for kind, every in (("quick", 1), ("whole", WHOLE)):
+            if self.calls % every:
+                continue
+            try:
+                found = self.good_call(kind, uses)
+            except BaseException as error:
+                self.world.lose(uses)
+                self.make_targets()
+                return f"the next good call: {type(error).__name__}: {str(error)[:300]}"
+            if not same(found, getattr(self, kind)[uses]):
+                return f"the next good call ({kind}) gave another result"
+        return None
+
+    def good_call(self, kind: str, uses: str) -> list[Any]:
+        """The result; bad ids of the call before are told once."""
+        try:
+            return getattr(self.world, kind)(uses)
+        except RoutingError:
+            return getattr(self.world, kind)(uses)
+
+
+def raise_hang(*_: object) -> None:
+    raise Hang(f"no answer in {HANG_S:g} s")
+
+
+def run_cases(group: Any, budget_s: float, skip: int, only: list | None = None) -> Any:
+    """Run as many cases as the time allows, all ranks the same, from number `skip` on. Tells the
+    pool each case before it begins and each that fails; returns how many there were."""
+    warnings.simplefilter("ignore")
+    signal.signal(signal.SIGALRM, raise_hang)
+    end = time.monotonic() + budget_s
+    fuzz = Fuzz(group)
+    cases = list(only or all_cases(fuzz.targets))
+    random.Random(SEED).shuffle(cases)
+    number = -1
+    for number, case in enumerate(cases[skip:], skip):
+        if not _go_on(group, end):
+            return number, len(cases)
+        rng = random.Random(f"{SEED} {number}")
+        one = case if only or rng.random() < 0.8 else pairs(fuzz.targets, rng)
+        send_message(("begin", number, one))
+        problem = fuzz.run(*one)
+        if problem is not None:
+            send_message(("failed", number, (one, problem)))
+    return number + 1, len(cases)
+
+
+def _go_on(group: Any, end: float) -> bool:
+    """Whether there is time left, as rank 0 sees it."""
+    import torch
+
+    left = torch.tensor(end - time.monotonic(), dtype=torch.float64)
+    torch.distributed.broadcast(left, 0, group=group)
+    return bool(left > 0)
+
+
+def fuzz(num_ranks: int, budget_s: float, only: list | None = None) -> tuple[int, int, list[str]]:
+    """(cases run, cases there are, what was wrong) on ranks of their own."""
+    last: dict[int, tuple] = {}
+    failures: list[str] = []
+
+    def note(rank: int, message: tuple) -> None:
+        what, number, case = message
+        if what == "begin":
+            last[rank] = number, case
+        else:
+            (name, change), problem = case
+            failures.append(describe(rank, number, name, change, problem))
+
+    end, skip, total = time.monotonic() + budget_s, 0, 0
+    with RankPool(num_ranks, timeout_s=budget_s + 60) as pool:
+        while (left := end - time.monotonic()) > 0 and len(failures) < MOST_FAILURES:
+            try:
+                [(skip, total), *_] = pool.run(run_cases, left, skip, only, on_message=note)
+                break
+            except RankError as error:
+                if not last:
+                    raise
+                number, (name, change) = max(last.values(), key=lambda case: case[0])
+                failures.append(describe(error.rank, number, name, change, str(error)[-1500:]))
+                skip = number + 1
+    return skip, total, failures
+
+
+def describe(rank: int, number: int, name: str, change: Change, problem: str) -> str:
+    return (
+        f"rank {rank}, case {number}: {name} with {change}: {problem}\n"
+        f"    again: fuzz(num_ranks, 60, [({name!r}, {change!r})])"
+    )
+
+
+def test_one_rank(capsys: pytest.CaptureFixture) -> None:
+    done, total, failures = fuzz(1, BUDGET_S)
+    assert not failures, "\n".join(failures)
+    assert done > 50, f"{done} of {total} calls"
+
+
+@pytest.mark.timeout(240)
+def test_two_ranks_make_the_same_calls() -> None:
+    done, total, failures = fuzz(2, BUDGET_S / 3)
+    assert not failures, "\n".join(failures)
+    assert done > 10, f"{done} of {total} calls"
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(7200)
+def test_every_odd_value() -> None:
+    done, total, failures = fuzz(1, 7000)
+    assert not failures, "\n".join(failures)
+    assert done == total
