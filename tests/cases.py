@@ -20,6 +20,14 @@ def device() -> torch.device:
     return torch.device("cpu")
 
 
+def skip_without_interpreter() -> None:
+    """For tests that emulate ranks, also where there are GPUs."""
+    import numpy
+
+    if numpy.lib.NumpyVersion(numpy.__version__) >= "2.4.0":
+        pytest.skip("Triton's interpreter needs numpy < 2.4: pip install 'moe_engine[emulation]'")
+
+
 def skip_where_shapes_compile(pool) -> None:
     """Properties over shapes are for the interpreter: on a GPU each new shape compiles."""
     if pool.device == "cuda":

@@ -4,7 +4,7 @@ import os
 from collections.abc import Iterator
 from typing import Any
 
-import numpy
+import cases
 import pytest
 import torch
 from hypothesis import settings
@@ -44,8 +44,8 @@ class GpuPool(RankPool):
 def pool() -> Iterator[RankPool]:
     """Ranks for the whole session: up to 4 GPUs where there are several, else 4 CPU processes."""
     num_gpus = torch.cuda.device_count()
-    if num_gpus < 2 and numpy.lib.NumpyVersion(numpy.__version__) >= "2.4.0":
-        pytest.skip("Triton's interpreter needs numpy < 2.4: pip install 'moe_engine[emulation]'")
+    if num_gpus < 2:
+        cases.skip_without_interpreter()
     num_ranks, device = (min(num_gpus, 4), "cuda") if num_gpus > 1 else (4, "cpu")
     with GpuPool(num_ranks, device, timeout_s=100) as ranks:  # less than a test's time limit
         yield ranks

@@ -171,6 +171,7 @@ def buffers_of_a_part(group):
 
 
 def test_ranks_outside_of_the_group_are_told():
+    cases.skip_without_interpreter()
     with RankPool(3) as ranks:
         first, second, third = ranks.run(buffers_of_a_part)
     assert first is second is None
@@ -191,6 +192,7 @@ def sizes_by_default_group(group):
 
 
 def test_the_default_group():
+    cases.skip_without_interpreter()
     with RankPool(2) as ranks:
         ranks.run(sizes_by_default_group)
         for make in (new_buffer, for_tokens):

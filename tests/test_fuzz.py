@@ -10,6 +10,7 @@ import time
 import warnings
 from typing import Any
 
+import cases
 import fuzz_calls
 import fuzz_values
 import pytest
@@ -234,6 +235,7 @@ def fuzz(num_ranks: int, budget_s: float, only: list | None = None) -> tuple[int
             failures.append(describe(rank, number, name, change, problem))
 
     end, skip, total = time.monotonic() + budget_s, 0, 0
+    cases.skip_without_interpreter()
     with RankPool(num_ranks, timeout_s=budget_s + 60) as pool:
         while (left := end - time.monotonic()) > 0 and len(failures) < MOST_FAILURES:
             try:

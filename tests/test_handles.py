@@ -201,7 +201,7 @@ def bad_plain_arguments(group):
         "num_worst_tokens": (with_("num_worst_tokens"), (*NO_INTS, -1, 2**40)),
         "max_tokens": (
             lambda v: moe_ffn(x, idx, w, up, down, buffer, v),
-            [v for v in (*NO_INTS, -1, 3) if v is not None],
+            [v for v in (*NO_INTS, -1) if v is not None],
         ),
         "num_ranks": (Buffer.get_dispatch_config, (*NO_INTS, 0)),
         "num_sms": (Buffer.set_num_sms, (*NO_INTS, 0, -2, 7, 2**20)),
