@@ -175,7 +175,7 @@ ABSURD = [
     for name, choice in CHOICES.items()
     for field in asdict(choice)
     for value in VALUES
-    if not (field == "own_apart" and isinstance(value, bool))
+    if not (field == "own_apart" and value in (True, False))  # 0 is False
 ]
 
 
