@@ -20,6 +20,7 @@ from .errors import (
     MoeEngineError,
     OutOfStep,
     PeerTimeout,
+    ShapeError,
     TooManyTokens,
     VerbsNotThereYet,
 )
@@ -148,6 +149,8 @@ class Service(VerbsNotThereYet):
         shape = ["L", "2I", "H"]
         checks.check_tensor("w_gate_up", w_gate_up, shape, checks.PAYLOAD_DTYPES, self.device)
         num_topk = checks.check_int("num_topk", num_topk, 1)
+        if 0 in w_gate_up.shape:
+            raise ShapeError(f"w_gate_up has shape {list(w_gate_up.shape)}; no size may be 0.")
         row = layer_row(w_gate_up.shape[2] * w_gate_up.itemsize, num_topk)
         return engine.layer_config(w_gate_up, row)
 
