@@ -221,8 +221,8 @@ def check_biases(
         raise DtypeError(
             f"bias is a {type(bias).__name__}; it must be a tensor, a tuple of one or two, or None."
         )
-    if len(biases) > 2:
-        raise ShapeError(f"bias has {len(biases)} tensors; at most 2 are taken.")
+    if len(biases) not in (1, 2):
+        raise ShapeError(f"bias has {len(biases)} tensors; at most 2 are taken, or None for none.")
     for part in biases:
         check_tensor("bias", part, [num_tokens, x.shape[1]], [x.dtype], x.device)
         check_no_grad(bias=part)
@@ -251,7 +251,8 @@ def check_max_tokens(num_tokens: int, max_tokens: int | None) -> int | None:
     if num_tokens > max_tokens:
         raise TooManyTokens(
             f"{num_tokens} tokens came with max_tokens = {max_tokens}; it must be the most that "
-            "any rank brings to this call, the same on all ranks, or None."
+            "any rank brings to this call, the same on all ranks, or None. Other ranks may be in "
+            "the call, so make a new Buffer."
         )
     return max_tokens
 
@@ -266,6 +267,8 @@ def check_max_dispatch_tokens(max_tokens: int, num_tokens: int = 0) -> int:
             f"num_max_dispatch_tokens_per_rank is {max_tokens} and {num_tokens} tokens came; it "
             "must be the most that any rank brings, the same on all ranks, 1 to "
             f"{MAX_LOW_LATENCY_TOKENS}. Send larger batches with dispatch."
+            + is_possible
+            * " Other ranks may be in the call, so make a new Buffer."
         )
     return max_tokens
 
