@@ -142,7 +142,7 @@ def wishes(
 def agree(group: Group, make: Callable[[], Wishes]) -> Wishes:
     """This rank's wishes, with what rank 0 has measured and drawn. Collective: all ranks raise what
     `make()` raised on any, and ShapeError where they want different things."""
-    everyone = exchange(group.ranks, make, "making a Buffer")
+    everyone = exchange(group.ranks, make, "making a Buffer", begins=True)
     shared = [wishes.shared() for wishes in everyone]
     for name in shared[0]:
         values = [wishes.get(name) for wishes in shared]

@@ -412,3 +412,17 @@ def test_a_rank_that_fails_while_a_buffer_is_made_is_named_at_once(three, step, 
     for kind, text, _ in (ended[0], ended[2]):
         assert kind == kinds[0] and "stop" in text and text.endswith("(rank 1)")
     assert three.run(make_buffer, step, None) == [None] * 3
+
+
+def wait_in_vain_and_begin(group):
+    """Rank 1 waits at two meetings to which nobody comes; then all begin something new."""
+    if group.rank() == 1:
+        for _ in range(2):
+            with pytest.raises(OutOfStep):
+                exchange(group, lambda: None, "nobody else", 0.2)
+    dist.barrier(group)
+    return exchange(group, group.rank, "something new", 20.0, begins=True)
+
+
+def test_what_begins_passes_over_meetings_that_were_left(pool):
+    assert pool.run(wait_in_vain_and_begin, num_ranks=3) == [[0, 1, 2]] * 3

@@ -35,6 +35,7 @@ def exchange(
     make: Callable[[], T],
     what: str,
     timeout_s: float | None = None,
+    begins: bool = False,
 ) -> list[T]:
     """What `make()` returned on each rank, as copies; also a barrier. `what` names the meeting.
 
@@ -43,6 +44,9 @@ def exchange(
     KeyboardInterrupt, remains what it is on its own rank. OutOfStep where ranks are at different
     meetings, or where one does not come within `timeout_s` from when this rank begins to wait
     (None: MOE_ENGINE_TIMEOUT_S, 100 s); if it comes later, it raises OutOfStep too.
+
+    With `begins` it is the first of something new: meetings that others have left in vain, while
+    this rank did something else, are passed over.
 
     Groups that torch.distributed knows no store of meet by its all_gather_object instead, under the
     deadline of the group.
@@ -65,6 +69,8 @@ def exchange(
         if table is not None:
             table.leave(_Message.of_failed(what, error if mine is None else mine))
         raise
+    if begins and any(m.failure and m.what != what for m in messages.values()):
+        return exchange(group, make, what, timeout_s, begins)
     _check(messages, cause=mine)
     return [message.value for message in messages.values()]
 
