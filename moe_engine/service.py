@@ -55,6 +55,7 @@ class Service(VerbsNotThereYet):
 
     backend: str
     device: torch.device
+    group_size: int
     options: Options
     _engine: Engine | None
     _forks: int
@@ -191,7 +192,8 @@ class Service(VerbsNotThereYet):
         """
         contexts = [context for engine in self._engines() for context in engine.contexts()]
         broken = next((one for one in contexts if one.step is not None or one.has_ended), None)
-        is_refusal = isinstance(error, MoeEngineError) and not isinstance(error, LEAVE_OUT_OF_STEP)
+        leaves_others = self.group_size > 1 and isinstance(error, LEAVE_OUT_OF_STEP)
+        is_refusal = isinstance(error, MoeEngineError) and not leaves_others
         if not contexts or contexts[0].has_told or (broken is None and is_refusal):
             return
         kind, text = (broken or contexts[0]).notice(error)

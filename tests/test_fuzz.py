@@ -202,8 +202,8 @@ def run_cases(
     pool each case before it begins and each that fails; returns how many there were."""
     warnings.simplefilter("ignore")
     signal.signal(signal.SIGALRM, raise_hang)
-    end = time.monotonic() + budget_s
     fuzz = Fuzz(group)
+    end = time.monotonic() + budget_s
     cases = list(only or all_cases(fuzz.targets))
     random.Random(seed).shuffle(cases)
     number = -1
@@ -245,7 +245,7 @@ def fuzz(
 
     end, skip, total = time.monotonic() + budget_s, 0, 0
     cases.skip_without_interpreter()
-    with RankPool(num_ranks, timeout_s=budget_s + 60) as pool:
+    with RankPool(num_ranks, timeout_s=budget_s + 150) as pool:
         while (left := end - time.monotonic()) > 0 and len(failures) < MOST_FAILURES:
             try:
                 [(skip, total), *_] = pool.run(run_cases, left, skip, only, seed, on_message=note)
