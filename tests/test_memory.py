@@ -25,6 +25,7 @@ def exceed_a_region(group):
     x, idx, w = _tokens(0 if rank else 8, 16, 2, cases.route("uniform", 8, EXPERTS, 2, 0))
     recv, _, _, _, handle, _ = dispatch(buffer, x.bfloat16(), idx[: len(x)], w)
     wide = torch.zeros(len(recv), 16, device=recv.device)
+    torch.distributed.barrier(group)  # else a rank may be told while it still dispatches
     try:
         buffer.combine(wide.repeat(1, 64), handle)
         buffer.check()
