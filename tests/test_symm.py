@@ -348,8 +348,8 @@ def test_only_the_file_that_was_meant_is_mapped(monkeypatch):
 def test_the_memory_is_for_its_user_alone(monkeypatch):
     modes = []
 
-    def note(group, make, what):
-        made = exchange(group, make, what)
+    def note(group, make, what, timeout_s):
+        made = exchange(group, make, what, timeout_s)
         modes.extend(os.fstat(place.file).st_mode & 0o777 for place in made if place)
         return made
 
