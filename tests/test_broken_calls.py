@@ -12,7 +12,7 @@ from rounds import BOTH_WAYS, Faults, Injected, Round, again, new_buffer, outcom
 
 SLOW = pytest.mark.slow
 MINUTES = pytest.mark.timeout(900)
-STRIDE = 5
+STRIDE = 8
 """Of the events of a round, every so many are tried, and all of them where tests may be slow."""
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import cases
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import Phase, given, settings
 from hypothesis import strategies as st
 from rounds import FEW, MOST, Round, draw, expert_weights, new_buffer
 
@@ -95,7 +95,7 @@ def call(group, pairs):
 
 
 def check(pool, pairs):
-    by_rank = pool.run(call, pairs, num_ranks=2)
+    by_rank = pool.run(call, pairs, num_ranks=2, timeout_s=300.0)
     for pair, *errors in zip(pairs, *by_rank, strict=True):
         if pair[0] == pair[1]:
             assert errors == [None, None], (pair, errors)
@@ -160,8 +160,8 @@ PAIRS = st.tuples(st.sampled_from(NAMES), st.sampled_from(NAMES))
 
 
 @pytest.mark.timeout(900)
-@settings(max_examples=10)
-@given(pairs=st.lists(PAIRS, min_size=5, max_size=5))
+@settings(max_examples=25, phases=[Phase.generate])
+@given(pairs=st.lists(PAIRS, min_size=2, max_size=2))
 def test_any_two_calls(pool, pairs):
     check(pool, pairs)
 
