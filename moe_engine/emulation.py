@@ -21,8 +21,9 @@ import traceback
 import weakref
 from collections.abc import Callable, Collection, Mapping
 from contextlib import suppress
+from multiprocessing import forkserver
 from multiprocessing.connection import Connection, wait
-from multiprocessing.context import SpawnProcess
+from multiprocessing.process import BaseProcess
 from tempfile import mkdtemp
 from typing import Any, NoReturn, cast
 
@@ -37,6 +38,10 @@ START_TIMEOUT_S = 120.0
 GRACE_S = 10.0
 """How long the other ranks may still take once one has raised: they often wait for it in vain."""
 
+READ_AT_IMPORT = "MOE_ENGINE_TRACE", "TRITON_", "TORCH_", "OMP_", "CUDA_", "PYTHON"
+"""What the names of variables begin with that imports read."""
+
+_forks_in: dict[str, str] | None = None  # what the process that CPU ranks fork from has of these
 _parent: Connection | None = None  # in a rank: the way to the pool
 
 
@@ -89,7 +94,7 @@ class RankPool:
         self._env = {"OMP_NUM_THREADS": "1", "TRITON_INTERPRET": "1" if device == "cpu" else "0"}
         self._env["GLOO_SOCKET_IFNAME"] = "lo"  # needs no network and no resolvable host name
         self._env |= env or {}
-        self._ranks: list[tuple[SpawnProcess, Connection]] = []
+        self._ranks: list[tuple[BaseProcess, Connection]] = []
         self._folders: list[str] = []  # the store's, while there are processes
         weakref.finalize(self, _kill, self._ranks, self._folders)  # runs at exit, too
 
@@ -139,12 +144,13 @@ class RankPool:
         self.close()
         folder = mkdtemp(prefix="moe_engine-")  # for this user alone
         self._folders.append(folder)
-        spawn = multiprocessing.get_context("spawn")
+        with environment(self._env):
+            variables, context = dict(os.environ), _context(self.device)
         for rank in range(self.num_ranks):
-            here, there = spawn.Pipe()
-            process = spawn.Process(
+            here, there = context.Pipe()
+            process = context.Process(
                 target=_serve,
-                args=(there, rank, self.num_ranks, self.device, folder),
+                args=(there, rank, self.num_ranks, self.device, folder, variables),
                 name=f"moe_engine rank {rank}",
                 daemon=True,
             )
@@ -214,7 +220,21 @@ class RankPool:
         return results
 
 
-def _kill(ranks: list[tuple[SpawnProcess, Connection]], folders: list[str]) -> None:
+def _context(device: str) -> Any:
+    """How ranks start in this environment. CPU ranks fork from one process that has imported what
+    they need, which takes 3 s, unless that process was started in another environment."""
+    global _forks_in
+    read = {name: value for name, value in os.environ.items() if name.startswith(READ_AT_IMPORT)}
+    if device == "cpu" and _forks_in in (None, read):
+        _forks_in = read
+        context = multiprocessing.get_context("forkserver")
+        context.set_forkserver_preload(["moe_engine", "numpy"])
+        forkserver.ensure_running()
+        return context
+    return multiprocessing.get_context("spawn")
+
+
+def _kill(ranks: list[tuple[BaseProcess, Connection]], folders: list[str]) -> None:
     for process, _ in ranks:
         process.kill()
     for process, connection in ranks:
@@ -228,9 +248,18 @@ def _kill(ranks: list[tuple[SpawnProcess, Connection]], folders: list[str]) -> N
 # --- In a rank -------------------------------------------------------------------------------
 
 
-def _serve(connection: Connection, rank: int, num_ranks: int, device: str, folder: str) -> NoReturn:
+def _serve(
+    connection: Connection,
+    rank: int,
+    num_ranks: int,
+    device: str,
+    folder: str,
+    variables: Mapping[str, str],
+) -> NoReturn:
     """Answer the pool's jobs until it goes away."""
     global _parent
+    os.environ.clear()  # it may be that of the process from which this one was forked
+    os.environ.update(variables)
     threading.Thread(target=_exit_with_pool, args=(folder,), daemon=True).start()
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is the pool's to handle
     groups: list[Any] = []  # of 1, 2 .. num_ranks ranks

@@ -10,6 +10,10 @@ from triton.language.extra.cuda import globaltimer
 
 INTERPRETED: bool = triton.knobs.runtime.interpret
 """True when kernels of this process run on the CPU through Triton's interpreter."""
+if INTERPRETED:
+    from .interpreter import speed_up
+
+    speed_up()
 
 TRACING: bool = os.environ.get("MOE_ENGINE_TRACE") == "1"
 """True when kernels of this process record what they do when, see `trace.py`."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import importlib
 import inspect
 import sys
@@ -253,6 +254,7 @@ def keep_several(group, x, idx, w):
     torch.distributed.barrier(group)
     before = num_mapped()
     del one
+    gc.collect()  # the interpreter leaves the tensors of a launch in a cycle
     gone = before - num_mapped()
     one = Buffer(group, hint)
     assert device.type == "cuda" or gone == group.size()
@@ -342,8 +344,8 @@ def refuse(group):
     dispatch, combine, view = buffer.dispatch, buffer.combine, buffer.get_local_buffer_tensor
     layout_of = buffer.get_dispatch_layout
     refused = [
-        (0, "came without topk_weights", dispatch, (x,), layout | {"topk_idx": idx}),
-        (0, "came without topk_idx", dispatch, (x,), layout | {"topk_weights": w}),
+        (0, "topk_weights is None", dispatch, (x,), layout | {"topk_idx": idx}),
+        (0, "topk_idx is None", dispatch, (x,), layout | {"topk_weights": w}),
         (0, "only x is sent", dispatch, (x, handle), {"topk_idx": idx}),
         (0, "expert_alignment is 0", dispatch, (x,), layout | {"expert_alignment": 0}),
         (0, "num_worst_tokens is -1", dispatch, (x,), layout | {"num_worst_tokens": -1}),

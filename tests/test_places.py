@@ -24,13 +24,13 @@ UNUSED = 0x7F
 def told_by(slots, writer, num_experts, row, back_stages):
     """What rank `writer` has told this one: (places [N, K] and weights [N, K] of each row, how many
     rows each stage has, and which, [N, stages])."""
-    from moe_engine.context import Word
+    from moe_engine.context import SIGNATURE_WORDS, Word
 
     layout = slots.layout
     slot = (int(slots.context.words[Word.EPOCH]) + 1) % layout.num_slots
     start = layout.slots + (slot * layout.num_ranks + writer) * layout.region_bytes
     region = slots.block.local[start : start + layout.region_bytes].cpu().view(torch.int32)
-    counts = region[8 + num_experts :][:back_stages]
+    counts = region[SIGNATURE_WORDS.value + num_experts :][:back_stages]
     header = header_bytes(num_experts, layout.num_ranks)
     num_rows = layout.max_rows(row.num_bytes, header)
     rows = region[header // 4 :][: num_rows * row.num_bytes // 4].view(num_rows, -1)
