@@ -1,4 +1,5 @@
-# make demo    see it work            make test    lint and the whole test suite
+# make demo    see it work            make test    lint and the test suite
+#                                     make test-slow    more shapes, and the slow tests
 # Choose another interpreter with PYTHON=python3.12, and another environment with VENV=.
 PYTHON ?= python3
 VENV ?= .venv
@@ -9,7 +10,7 @@ READY := $(VENV)/.ready-$(notdir $(PYTHON))
 FOLDERS := dispatch combine grouped_gemm
 export PYTHON VENV TORCH
 
-.PHONY: setup demo test lint typecheck clean
+.PHONY: setup demo test test-slow lint typecheck clean
 
 setup: $(READY)
 
@@ -22,6 +23,9 @@ demo: setup
 
 test: lint
 	$(PY) -m pytest
+
+test-slow: setup
+	$(PY) -m pytest -m "(slow or property) and not soak" --hypothesis-profile=long
 
 lint: setup
 	$(PY) -m ruff check .

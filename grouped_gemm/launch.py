@@ -275,6 +275,10 @@ def check_schedule(
         )
 
 
+ANY_NUMBER = "num_stages", "programs_per_sm", "group_m", "num_splits"
+"""Fields of a config that need not be powers of 2."""
+
+
 def check_config(config: GemmConfig) -> None:
     """Raise unless these can be the tiles of a GEMM."""
     if not isinstance(config, GemmConfig):
@@ -283,7 +287,7 @@ def check_config(config: GemmConfig) -> None:
         )
     for field in fields(config):
         value = check_int(f"config.{field.name}", getattr(config, field.name), 1, MAX_TILE)
-        if field.name not in ("num_stages", "programs_per_sm", "group_m") and value & (value - 1):
+        if field.name not in ANY_NUMBER and value & (value - 1):
             raise ShapeError(f"config.{field.name} is {value}; it must be a power of 2.")
     if min(config.block_n // config.subtiles, config.block_k) < 16 or config.num_warps > 16:
         raise ShapeError(

@@ -4,11 +4,23 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager
+from typing import Any
 
 import pytest
 import torch
 
 ROUTINGS = ["uniform", "skewed", "one_hot", "empty_rank", "holes", "duplicates", "nothing"]
+
+
+def routings(*num_ranks: int) -> list[Any]:
+    """(kind, number of ranks) of each routing on each number; all but one of a kind are slow."""
+    return [
+        pytest.param(
+            kind, num, marks=() if at == (index - 1) % len(num_ranks) else pytest.mark.slow
+        )
+        for index, kind in enumerate(ROUTINGS)
+        for at, num in enumerate(num_ranks)
+    ]
 
 
 def device() -> torch.device:

@@ -13,17 +13,24 @@ from moe_engine.emulation import RankPool
 
 os.environ["MOE_ENGINE_CACHE"] = os.devnull  # what was tuned on this machine is not tested
 
-settings.register_profile(
-    "moe_engine", max_examples=25, deadline=None, derandomize="CI" in os.environ
-)
-settings.load_profile("moe_engine")
+for profile, max_examples in {"quick": 6, "long": 30}.items():
+    settings.register_profile(
+        profile, max_examples=max_examples, deadline=None, derandomize="CI" in os.environ
+    )
+settings.load_profile("quick")
+NOT_BY_DEFAULT = {
+    "slow": "left to `make test-slow`",
+    "soak": "takes up to hours; choose it with -m soak",
+}
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    if not config.option.markexpr:
-        for item in items:
-            if item.get_closest_marker("slow"):
-                item.add_marker(pytest.mark.skip(reason="takes long; choose it with -m slow"))
+    for item in items:
+        if hasattr(getattr(item, "obj", None), "hypothesis"):
+            item.add_marker("property")
+        for marker, reason in NOT_BY_DEFAULT.items():
+            if item.get_closest_marker(marker) and marker not in config.option.markexpr:
+                item.add_marker(pytest.mark.skip(reason=reason))
     num_gpus = torch.cuda.device_count()
     for marker, needed in (("gpu", 1), ("multi_gpu", 2)):
         for item in items:

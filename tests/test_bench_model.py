@@ -24,6 +24,7 @@ def implementations() -> set[str]:
     return ours if hasattr(utils, "TransformersDeviceMesh") else ours | sharded
 
 
+@pytest.mark.slow
 @pytest.mark.timeout(300)
 def test_bench_model(pool, tmp_path):
     if pool.device == "cuda":

@@ -10,10 +10,10 @@ import pytest
 import torch
 from rounds import BOTH_WAYS, Faults, Injected, Round, again, new_buffer, outcome
 
-SLOW = pytest.mark.slow
+SOAK = pytest.mark.soak
 MINUTES = pytest.mark.timeout(900)
 STRIDE = 8
-"""Of the events of a round, every so many are tried, and all of them where tests may be slow."""
+"""Of the events of a round, every so many are tried, and all of them in a soak."""
 
 
 def raise_it(name):
@@ -70,7 +70,7 @@ def test_a_call_that_breaks_off_ends_the_buffer_on_all_ranks(pool, verb):
     check_outcomes(pool.run(break_off, verb, 0, first, STRIDE, num_ranks=2, timeout_s=800), 0)
 
 
-@SLOW
+@SOAK
 @pytest.mark.timeout(3600)
 @pytest.mark.parametrize("num_ranks", [2, 3])
 @pytest.mark.parametrize("verb", BOTH_WAYS)
@@ -152,7 +152,7 @@ def be_killed(group, verb, at):
     [
         ("normal", 9),
         ("layer", 20),
-        *(pytest.param(v, at, marks=SLOW) for v in BOTH_WAYS for at in range(2, 40, 6)),
+        *(pytest.param(v, at, marks=SOAK) for v in BOTH_WAYS for at in range(2, 40, 6)),
     ],
 )
 def test_a_rank_killed_anywhere_leaves_typed_errors(pool, verb, at):
@@ -183,7 +183,7 @@ def interleave(group, seed, at):
 
 
 @MINUTES
-@pytest.mark.parametrize("seed", [0, *(pytest.param(s, marks=SLOW) for s in range(1, 20))])
+@pytest.mark.parametrize("seed", [0, *(pytest.param(s, marks=SOAK) for s in range(1, 20))])
 def test_another_buffer_goes_on(pool, seed):
     for broken, other in pool.run(interleave, seed, 4 + seed % 7, num_ranks=2):
         assert [result for _, result in other] == ["right"] * len(other)

@@ -150,7 +150,7 @@ def test_kernels_record_where_they_are_told_to():
         assert "wgmma.wait_group.sync.aligned 1;" in built.ptx
 
 
-@pytest.mark.parametrize("arch", [80, 90])
+@pytest.mark.parametrize("arch", [pytest.param(80, marks=pytest.mark.slow), 90])
 def test_all_compile(arch):
     compile_layer(
         exchange_kernels.exchange_lanes_kernel,
@@ -168,7 +168,7 @@ def test_all_compile(arch):
     compile_kernel(ping_kernel, {"times": "*i64", "context": "*i64"}, {"ROUNDS": 200}, arch)
     for kernel in (push, copy, returns, sums):
         kernel(arch)
-    for num_topk in (1, 2, 3, 16):
+    for num_topk in (1, 3, 16):
         for kernel in (returns, sums):
             kernel(arch, NUM_TOPK=num_topk)
 

@@ -20,6 +20,7 @@ SHARED = {
 }  # fmt: skip
 FORMATS = ["bf16", "fp8", "rounded", "ue8m0"]
 PHASES = ["both", "send", "receive"]
+FEW = ("fp8", "both"), ("bf16", "both"), ("ue8m0", "send"), ("rounded", "receive")
 INT32 = "recv_scales recv_count src_info returns recv_stats".split()
 INT64 = "topk_idx layout_range call dispatched wait_stats context".split()
 
@@ -71,8 +72,14 @@ def stores(ptx: str) -> list[str]:
     return re.findall(r"st\.global\.(?:L1::\w+\.)?(v\d\.b\d+|b\d+)", ptx)
 
 
-@pytest.mark.parametrize("phases", PHASES)
-@pytest.mark.parametrize("row_format", FORMATS)
+@pytest.mark.parametrize(
+    ("row_format", "phases"),
+    [
+        pytest.param(one, phases, marks=() if (one, phases) in FEW else pytest.mark.slow)
+        for one in FORMATS
+        for phases in PHASES
+    ],
+)
 def test_dispatch(row_format, phases):
     built = dispatch(row_format, phases)
     assert built.spill_bytes == 0
@@ -99,6 +106,7 @@ def test_masking_ranks_costs_no_spills():
     assert combine("both", shrink=True).spill_bytes == 0
 
 
+@pytest.mark.slow
 def test_other_architectures():
     """bf16 from Ampere on; e4m3 where the GPU can cast to it."""
     assert dispatch("bf16", "both", arch=80).spill_bytes == 0

@@ -5,7 +5,7 @@ from __future__ import annotations
 import cases
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from test_dispatch_combine import DTYPES, make_inputs
 from test_layer import TOLERANCE, make_weights
@@ -68,8 +68,7 @@ def check_layer(
         assert cases.relative_error(have, want) < TOLERANCE[dtype]
 
 
-@pytest.mark.parametrize("num_ranks", [1, 3, 4])
-@pytest.mark.parametrize("kind", cases.ROUTINGS)
+@pytest.mark.parametrize(("kind", "num_ranks"), cases.routings(1, 3, 4))
 def test_every_routing(pool, num_ranks, kind):
     check_layer(pool, num_ranks, [5, 0, 8], 32, 24, 12 // num_ranks, 3, kind, "bf16")
 
@@ -89,7 +88,6 @@ def test_many_calls(pool, dtype):
     dtype=st.sampled_from(list(DTYPES)),
     seed=st.integers(0, 99),
 )
-@settings(max_examples=8)
 def test_any_shape(pool, num_ranks, num_tokens, hidden, num_local, num_topk, kind, dtype, seed):
     cases.skip_where_shapes_compile(pool)
     num_topk = min(num_topk, num_ranks * num_local)

@@ -9,8 +9,8 @@ import pytest
 import torch
 from rounds import BOTH_WAYS, FEW, MOST, Round, new_buffer, outcome
 
-CASES = 25
-"""Of each number of ranks."""
+FEW, MANY = 4, 25
+"""Cases of each number of ranks."""
 
 
 def draw_case(generator: random.Random) -> tuple[list[Round], int]:
@@ -48,10 +48,13 @@ def run_cases(group, drawn):
 
 
 @pytest.mark.timeout(600)
-@pytest.mark.parametrize("num_ranks", [1, 2, 3, 4])
-def test_any_uses_of_any_shape(pool, num_ranks):
+@pytest.mark.parametrize(
+    ("num_ranks", "num_cases"),
+    [(2, FEW), (3, FEW), *(pytest.param(n, MANY, marks=pytest.mark.slow) for n in (1, 2, 3, 4))],
+)
+def test_any_uses_of_any_shape(pool, num_ranks, num_cases):
     cases.skip_where_shapes_compile(pool)
     generator = random.Random(num_ranks)
-    drawn = [draw_case(generator) for _ in range(CASES)]
+    drawn = [draw_case(generator) for _ in range(num_cases)]
     for wrong in pool.run(run_cases, drawn, num_ranks=num_ranks, timeout_s=580):
         assert wrong == []

@@ -18,7 +18,9 @@ from test_routing import check_plan
 
 from moe_engine.emulation import RankPool
 
-KINDS = ["holes", "empty_rank"]
+OF_KINDS = pytest.mark.parametrize(
+    "kind", ["holes", pytest.param("empty_rank", marks=pytest.mark.slow)]
+)
 TOKENS = [21, 0, 9]
 
 
@@ -39,7 +41,7 @@ def test_routing(pool, num_experts):
     check_plan(pool, cases.route("holes", 300, num_experts, 4, 0), num_experts, 8)
 
 
-@pytest.mark.parametrize("kind", KINDS)
+@OF_KINDS
 def test_dispatch_and_combine(ranks, kind):
     sizes = 40, 3 * ranks.num_ranks, 4
     check_dispatch_combine(ranks, ranks.num_ranks, TOKENS, *sizes, kind, "bf16")
@@ -55,7 +57,7 @@ def test_fused_layer(ranks):
     check_layer(ranks, ranks.num_ranks, TOKENS, 32, 24, 2, 4, "holes", "bf16")
 
 
-@pytest.mark.parametrize("kind", KINDS)
+@OF_KINDS
 def test_low_latency(ranks, kind):
     forms = list(FORMS) if ranks.device == "cuda" else ["bf16", "ue8m0"]
     sizes = HIDDEN, 2 * ranks.num_ranks, 4

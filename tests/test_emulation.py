@@ -306,7 +306,8 @@ def test_an_expected_death_is_no_error(pair):
 def test_a_rank_that_died_between_runs_is_replaced(pair):
     victim = pair.run(get_pid)[1]
     os.kill(victim, signal.SIGKILL)
-    os.waitid(os.P_PID, victim, os.WEXITED | os.WNOWAIT)  # dead, but left to the pool to find
+    while not is_gone(victim):
+        time.sleep(0.01)
     assert victim not in pair.run(get_pid)
 
 

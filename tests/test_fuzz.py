@@ -20,7 +20,7 @@ from fuzz_values import ANY, EQUAL, REFUSED
 from moe_engine import MoeEngineError, RoutingError
 from moe_engine.emulation import RankError, RankPool, send_message
 
-BUDGET_S = 80.0
+BUDGET_S = 16.0
 HANG_S = 20.0
 SEED = 18
 WHOLE = 12
@@ -270,17 +270,17 @@ def describe(rank: int, number: int, name: str, change: Change, problem: str) ->
 def test_one_rank() -> None:
     done, total, failures = fuzz(1, BUDGET_S)
     assert not failures, "\n".join(failures)
-    assert done > 50, f"{done} of {total} calls"
+    assert done > 20, f"{done} of {total} calls"
 
 
 @pytest.mark.timeout(240)
 def test_two_ranks_make_the_same_calls() -> None:
     done, total, failures = fuzz(2, BUDGET_S / 2)
     assert not failures, "\n".join(failures)
-    assert done > 10, f"{done} of {total} calls"
+    assert done > 4, f"{done} of {total} calls"
 
 
-@pytest.mark.slow
+@pytest.mark.soak
 @pytest.mark.timeout(7200)
 def test_every_odd_value() -> None:
     done, total, failures = fuzz(1, 7000)

@@ -365,7 +365,7 @@ def three():
 def make_buffer(group, step, end):
     """(error, its text, seconds) of a Buffer that rank 1 does not make beyond a step; end: how it
     comes to its end there, None for not at all."""
-    from moe_engine import Buffer, buffer
+    from moe_engine import Buffer, agreement, buffer
     from moe_engine.symm import emulated
 
     def stop(*_):
@@ -375,7 +375,7 @@ def make_buffer(group, step, end):
 
     place, name = {
         "backend": (buffer, "choose_backend"),
-        "options": (buffer, "exchange"),
+        "options": (agreement, "exchange"),
         "create": (emulated.os, "memfd_create"),
         "map": (emulated, "_map"),
     }[step]

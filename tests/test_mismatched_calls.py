@@ -13,6 +13,8 @@ from moe_engine import MoeEngineError, moe_ffn
 
 NUM_LOCAL = 4
 TIMEOUT_S = 3.0
+"""Of calls that wait for each other in vain."""
+ENOUGH_S = 60.0
 
 
 def prepare(buffer):
@@ -75,11 +77,16 @@ NAMES = (
 LOW_LATENCY = {name for name in NAMES if name.startswith("low-latency")} | {"moe_ffn of few"}
 
 
+def meet(pair):
+    """Whether both calls are made in the same memory, so that each sees what the other is."""
+    return (pair[0] in LOW_LATENCY) == (pair[1] in LOW_LATENCY)
+
+
 def call(group, pairs):
     """What each of several calls, (of rank 0, of rank 1) on a Buffer of their own, raises here."""
     found = []
     for pair in pairs:
-        buffer = new_buffer(group, timeout_s=TIMEOUT_S)
+        buffer = new_buffer(group, timeout_s=ENOUGH_S if meet(pair) else TIMEOUT_S)
         calls = prepare(buffer)
         error = None
         torch.distributed.barrier(group)
@@ -101,7 +108,7 @@ def check(pool, pairs):
             assert errors == [None, None], (pair, errors)
             continue
         assert None not in errors, (pair, errors)
-        if (pair[0] in LOW_LATENCY) == (pair[1] in LOW_LATENCY):
+        if meet(pair):
             for kind, text in errors:
                 assert kind in ("ShapeError", "OutOfStep"), (pair, kind, text)
                 assert "rank 0" in text and "rank 1" in text, (pair, text)
@@ -160,13 +167,13 @@ PAIRS = st.tuples(st.sampled_from(NAMES), st.sampled_from(NAMES))
 
 
 @pytest.mark.timeout(900)
-@settings(max_examples=25, phases=[Phase.generate])
+@settings(phases=[Phase.generate])
 @given(pairs=st.lists(PAIRS, min_size=2, max_size=2))
 def test_any_two_calls(pool, pairs):
     check(pool, pairs)
 
 
-@pytest.mark.slow
+@pytest.mark.soak
 @pytest.mark.timeout(7200)
 @settings(max_examples=100)
 @given(pairs=st.lists(PAIRS, min_size=5, max_size=5))

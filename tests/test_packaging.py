@@ -17,7 +17,7 @@ FOLDERS = ("dispatch", "combine", "grouped_gemm")
 # A module imports from its own layer or from lower ones. A sub-package counts as one module, and
 # "moe_engine" is the package root: the public names, gathered from the layers below it.
 LAYERS = (
-    ("errors", "config", "context", "deadline", "utils"),
+    ("errors", "config", "context", "interpreter", "deadline", "utils"),
     ("lang", "ptx", "checks", "hardware", "work", "layer_config"),
     ("device_context",),
     ("slots", "slots_kernels", "ring", "ring_kernels", "tiles", "words", "events"),

@@ -7,7 +7,7 @@ import itertools
 import cases
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from test_dispatch_combine import make_buffer, make_inputs
 
@@ -230,15 +230,15 @@ def check_rows(results, x, topk_idx, num_experts, stages):
         assert not back.any()
 
 
-@pytest.fixture(scope="module", params=[1, 2, 3, 4])
-def num_ranks(request):
-    return request.param
-
-
-@pytest.fixture(scope="module", params=cases.ROUTINGS)
-def routed(pool, num_ranks, request):
+@pytest.fixture(
+    scope="module",
+    params=[pytest.param(case.values, marks=case.marks) for case in cases.routings(1, 2, 3, 4)],
+    ids=str,
+)
+def routed(pool, request):
     """(inputs, what the ranks found) of 24 experts, with several blocks of tokens on rank 0."""
-    inputs = make_inputs(num_ranks, [70, 0, 33, 20], HIDDEN, 24, 3, request.param, "bf16")
+    kind, num_ranks = request.param
+    inputs = make_inputs(num_ranks, [70, 0, 33, 20], HIDDEN, 24, 3, kind, "bf16")
     return inputs, run_steps(pool, 24, *STAGES, *inputs)
 
 
@@ -257,7 +257,6 @@ def test_rows(routed):
     check_rows(results, x, topk_idx, 24, STAGES[0])
 
 
-@settings(max_examples=10)
 @given(
     num_ranks=st.integers(1, 4),
     num_tokens=st.lists(st.integers(0, 90), min_size=4, max_size=4),

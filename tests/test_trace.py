@@ -357,6 +357,7 @@ def test_errors_of_ranks_are_told_plainly(monkeypatch):
     assert "BackendError: no such thing" in result.output
 
 
+@pytest.mark.slow
 def test_traced_kernels_compile_as_well():
     """What holds of the kernels of a layer holds where they record."""
     tests = Path(__file__).with_name("test_compile_layer.py")
