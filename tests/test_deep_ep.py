@@ -252,9 +252,10 @@ def keep_several(group, x, idx, w):
         out_one, _, _ = one.combine(sent[0][0], sent[0][4])
         results += [out_one.cpu(), out_two.cpu()]
     torch.distributed.barrier(group)
+    gc.collect()  # the interpreter leaves the tensors of a launch in a cycle
     before = num_mapped()
     del one
-    gc.collect()  # the interpreter leaves the tensors of a launch in a cycle
+    gc.collect()
     gone = before - num_mapped()
     one = Buffer(group, hint)
     assert device.type == "cuda" or gone == group.size()

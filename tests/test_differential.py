@@ -9,7 +9,7 @@ import pytest
 import torch
 from rounds import BOTH_WAYS, FEW, MOST, Round, new_buffer, outcome
 
-FEW, MANY = 4, 25
+SOME, MANY = 4, 25
 """Cases of each number of ranks."""
 
 
@@ -50,7 +50,7 @@ def run_cases(group, drawn):
 @pytest.mark.timeout(600)
 @pytest.mark.parametrize(
     ("num_ranks", "num_cases"),
-    [(2, FEW), (3, FEW), *(pytest.param(n, MANY, marks=pytest.mark.slow) for n in (1, 2, 3, 4))],
+    [(2, SOME), (3, SOME), *(pytest.param(n, MANY, marks=pytest.mark.slow) for n in (1, 2, 3, 4))],
 )
 def test_any_uses_of_any_shape(pool, num_ranks, num_cases):
     cases.skip_where_shapes_compile(pool)

@@ -187,7 +187,10 @@ def test_statistics(pool, flags):
         assert (grown >= 0).all()
         assert (grown < 30 + pause).all()
         if rank != 1:
-            assert (grown[:, 1] > pause / 8).all()  # its own half may have taken long
+            # Its own half may have taken long. On a CPU the program that compares a combine's
+            # fields, the first of one after the other, waits for all of them.
+            waits = grown[:1] if pool.device == "cpu" else grown
+            assert (waits[:, 1] > pause / 8).all()
         assert (grown[:, rank] < pause / 2).all()
 
 

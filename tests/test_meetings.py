@@ -368,7 +368,7 @@ def make_buffer(group, step, end):
     from moe_engine import Buffer, agreement, buffer
     from moe_engine.symm import emulated
 
-    def stop(*_):
+    def stop(*_, **__):
         if end == "killed":
             os.kill(os.getpid(), signal.SIGKILL)
         raise {"refused": ShapeError("stop"), "interrupted": KeyboardInterrupt("stop")}[end]
@@ -412,6 +412,20 @@ def test_a_rank_that_fails_while_a_buffer_is_made_is_named_at_once(three, step, 
     for kind, text, _ in (ended[0], ended[2]):
         assert kind == kinds[0] and "stop" in text and text.endswith("(rank 1)")
     assert three.run(make_buffer, step, None) == [None] * 3
+
+
+def come_late(group):
+    """Rank 1 comes to none of two meetings that begin the same thing, then all come."""
+    if group.rank() != 1:
+        for _ in range(2):
+            with pytest.raises(OutOfStep):
+                exchange(group, lambda: None, "the same", 0.2, begins=True)
+    dist.barrier(group)
+    return exchange(group, group.rank, "the same", 20.0, begins=True)
+
+
+def test_a_rank_that_did_not_come_may_come_next_time(pool):
+    assert pool.run(come_late, num_ranks=3) == [[0, 1, 2]] * 3
 
 
 def wait_in_vain_and_begin(group):

@@ -14,7 +14,7 @@ from moe_engine import MoeEngineError, moe_ffn
 NUM_LOCAL = 4
 TIMEOUT_S = 3.0
 """Of calls that wait for each other in vain."""
-ENOUGH_S = 60.0
+ENOUGH_S = 20.0
 
 
 def prepare(buffer):

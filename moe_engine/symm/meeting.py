@@ -45,8 +45,8 @@ def exchange(
     meetings, or where one does not come within `timeout_s` from when this rank begins to wait
     (None: MOE_ENGINE_TIMEOUT_S, 100 s); if it comes later, it raises OutOfStep too.
 
-    With `begins` it is the first of something new: meetings that others have left in vain, while
-    this rank did something else, are passed over.
+    With `begins` it is the first of something new: meetings that others have left in vain, as this
+    rank did not come, are passed over.
 
     Groups that torch.distributed knows no store of meet by its all_gather_object instead, under the
     deadline of the group.
@@ -69,7 +69,7 @@ def exchange(
         if table is not None:
             table.leave(_Message.of_failed(what, error if mine is None else mine))
         raise
-    if begins and any(m.failure and m.what != what for m in messages.values()):
+    if begins and any(m.was_left(what) for m in messages.values()):
         return exchange(group, make, what, timeout_s, begins)
     _check(messages, cause=mine)
     return [message.value for message in messages.values()]
@@ -134,6 +134,11 @@ class _Message:
     what: str
     value: Any = None
     failure: _Failure | None = None
+
+    def was_left(self, what: str) -> bool:
+        """Whether its rank went away from another meeting than `what`, or waited there in vain."""
+        failure = self.failure
+        return failure is not None and (self.what != what or failure.kind == OutOfStep.__name__)
 
     @classmethod
     def of_failed(cls, what: str, error: BaseException) -> bytes:
