@@ -15,6 +15,9 @@ import torch
 import torch.distributed as dist
 import triton
 import triton.language as tl
+import typer
+
+from moe_engine.emulation import RankPool
 
 RESULTS = Path(__file__).parent / "results"
 FIELDS = (
@@ -36,6 +39,19 @@ def silu_mul_kernel(h, out, N, BLOCK: tl.constexpr):
     gate = tl.load(h + row * 2 * N + columns, mask=inside).to(tl.float32)
     up = tl.load(h + row * 2 * N + N + columns, mask=inside).to(tl.float32)
     tl.store(out + row * N + columns, (gate * tl.sigmoid(gate) * up).to(tl.bfloat16), mask=inside)
+
+
+def timed_pool(num_ranks: int, device: str = "cuda", **options: Any) -> RankPool:
+    """A pool whose ranks have a GPU each: those that share one take turns, and their times mean
+    nothing."""
+    num_gpus = torch.cuda.device_count()
+    if device == "cuda" and num_gpus < num_ranks:
+        raise typer.BadParameter(
+            f"{num_ranks} ranks need as many GPUs, and there are {num_gpus}: times of ranks that "
+            "share a GPU mean nothing",
+            param_hint="--ranks",
+        )
+    return RankPool(num_ranks, device, **options)
 
 
 def draw_topk(

@@ -20,10 +20,10 @@ import torch.distributed as dist
 import triton
 import triton.language as tl
 import typer
-from _common import draw_topk, save, time_calls
+from _common import draw_topk, save, time_calls, timed_pool
 
 from moe_engine import Buffer, Options
-from moe_engine.emulation import RankPool, send_message
+from moe_engine.emulation import send_message
 from moe_engine.lang import ticks
 from moe_engine.layer_config import MODELS
 from moe_engine.tune_layer import time_graph
@@ -67,7 +67,7 @@ def main(
     path: Annotated[Path | None, typer.Option(help="Result file.")] = None,
 ) -> None:
     """Run the bench on `ranks` GPUs, then on two of them."""
-    with RankPool(ranks, "cuda", timeout_s=540) as pool:
+    with timed_pool(ranks, timeout_s=540) as pool:
 
         def show(rank: int, line: dict[str, Any]) -> None:
             print(save("dispatch_combine", path, **line), flush=True)

@@ -19,12 +19,12 @@ from typing import Annotated, Any
 import torch
 import torch.distributed as dist
 import typer
-from _common import save, time_calls
+from _common import save, time_calls, timed_pool
 from _layer import ERROR, Experts, Tokens, relative_error
 
 from moe_engine import Buffer, LayerConfig, Options, moe_ffn, routing
 from moe_engine.dispatch import Lanes, release
-from moe_engine.emulation import RankPool, send_message
+from moe_engine.emulation import send_message
 from moe_engine.experts import dispatch_experts
 from moe_engine.grouped_gemm import grouped_gemm
 from moe_engine.layer_config import LayerProblem
@@ -69,7 +69,7 @@ def main(
     asked["comet"] = comet
     of_comet = [Shape(model, total // ranks) for model in COMET_MODELS for total in COMET_TOKENS]
     of_comet = [shape for shape in of_comet if not (core and shape in CORE)]
-    with RankPool(ranks, "cuda", timeout_s=540) as pool:
+    with timed_pool(ranks, timeout_s=540) as pool:
 
         def show(rank: int, line: dict[str, Any]) -> None:
             print(save("fused_layer", path, **line), flush=True)

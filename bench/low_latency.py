@@ -30,12 +30,12 @@ from typing import Annotated, Any
 import torch
 import torch.distributed as dist
 import typer
-from _common import save, time_calls, time_replays
+from _common import save, time_calls, time_replays, timed_pool
 from _layer import Experts, Tokens, relative_error
 
 from moe_engine import Buffer, moe_ffn
 from moe_engine.config import HBM_GBS
-from moe_engine.emulation import RankPool, send_message
+from moe_engine.emulation import send_message
 from moe_engine.layer_config import MODELS
 
 VERBS = "dispatch", "combine", "round_trip", "layer"
@@ -91,7 +91,7 @@ def main(
     def show(rank: int, line: dict[str, Any]) -> None:
         print(save("low_latency", path, **line), flush=True)
 
-    with RankPool(ranks, "cuda", timeout_s=540, env={"MOE_ENGINE_TIMEOUT_S": "20"}) as pool:
+    with timed_pool(ranks, timeout_s=540, env={"MOE_ENGINE_TIMEOUT_S": "20"}) as pool:
         # One model after the other: each has its own kernels, Buffers and experts.
         for _, same in groupby(shapes, lambda shape: shape.model):
             pool.run(run_rank, list(same), chosen, replays, on_message=show)

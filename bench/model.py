@@ -36,14 +36,14 @@ import torch
 import torch.distributed as dist
 import transformers.distributed.utils
 import typer
-from _common import save, time_calls
+from _common import save, time_calls, timed_pool
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, distribute_tensor
 from transformers import AutoModelForCausalLM, StaticCache
 from transformers.distributed import DistributedConfig
 
 from moe_engine import tune_layer
-from moe_engine.emulation import RankError, RankPool, send_message
+from moe_engine.emulation import RankError, send_message
 from moe_engine.integrations.transformers import (
     Routing,
     experts_layers,
@@ -114,7 +114,7 @@ def main(
     possible = IMPLS if shards_models() else (DP, OURS)
     chosen = [name for name in possible if name == DP or impl is None or name in impl]
     failed = False
-    with RankPool(ranks, device, timeout_s=280, env={"MOE_ENGINE_TIMEOUT_S": "20"}) as pool:
+    with timed_pool(ranks, device, timeout_s=280, env={"MOE_ENGINE_TIMEOUT_S": "20"}) as pool:
         for model, default in LAYERS.items():
             if not model.startswith(only):
                 continue

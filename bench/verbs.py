@@ -20,10 +20,10 @@ from typing import Annotated, Any
 import torch
 import torch.distributed as dist
 import typer
-from _common import draw_topk, save
+from _common import draw_topk, save, timed_pool
 
 from moe_engine import Buffer, Options, moe_ffn
-from moe_engine.emulation import RankPool, send_message
+from moe_engine.emulation import send_message
 from moe_engine.layer_config import MODELS
 from moe_engine.tune_layer import time_graph
 
@@ -46,7 +46,7 @@ def main(
     def show(rank: int, line: dict[str, Any]) -> None:
         print(save("verbs", path, **line), flush=True)
 
-    with RankPool(ranks, "cuda", timeout_s=400, env={"MOE_ENGINE_TIMEOUT_S": "20"}) as pool:
+    with timed_pool(ranks, timeout_s=400, env={"MOE_ENGINE_TIMEOUT_S": "20"}) as pool:
         pool.run(run_rank, on_message=show)
 
 

@@ -174,11 +174,10 @@ def demo(
     num_gpus = torch.cuda.device_count()
     single = backend is Backend.SINGLE
     ranks = ranks or (1 if single else min(4, num_gpus) if num_gpus > 1 else 4)
-    on_gpus = backend is not Backend.EMULATED and num_gpus >= ranks
+    on_gpus = backend is not Backend.EMULATED and num_gpus > 0
     if backend is Backend.TORCH and not on_gpus:
         raise typer.BadParameter(
-            f"torch on {ranks} ranks needs as many GPUs, and there are {num_gpus}; choose --ranks, "
-            "or auto, which takes the CPU",
+            "torch needs a GPU, and there is none; choose auto, which takes the CPU",
             param_hint="--backend",
         )
     if single and ranks > 1:
@@ -187,12 +186,16 @@ def demo(
     check_device(device)
     console = Console()
     kinds = [model] if model else [Kind.QWEN3_MOE, Kind.MIXTRAL]
-    jobs = [Job(kind, device, tokens or length, new, backend.value) for kind in kinds]
-    console.print(f"{ranks} ranks ({device}) read {tokens or length} bytes each.")
+    timed = num_gpus >= ranks and on_gpus
+    jobs = [Job(kind, device, tokens or length, new, backend.value, timed) for kind in kinds]
+    where = "the CPU, where Triton interprets the kernels" if device == "cpu" else "GPUs"
+    if on_gpus and num_gpus < ranks:
+        where = f"{num_gpus} GPU{'s' * (num_gpus > 1)}, which they share"
+    console.print(f"{ranks} ranks on {where}, read {tokens or length} bytes each.")
     results = run_jobs(jobs, ranks, console)
     passed = [report(job, outcomes, console) for job, outcomes in zip(jobs, results, strict=True)]
     draw(jobs, results, picture)
-    console.print(f"The routing is drawn in {picture}.")
+    console.print(f"The routing is drawn in {picture.resolve()}")
     if not all(passed):
         raise typer.Exit(1)
 

@@ -47,13 +47,15 @@ Seconds = dict[str, float]
 
 @dataclass(frozen=True)
 class Job:
-    """What each rank does: bytes to read and bytes to generate, with one model."""
+    """What each rank does: bytes to read and bytes to generate, with one model. Times mean
+    something (`timed`) where each rank has a GPU of its own."""
 
     kind: Kind
     device: str
     tokens: int
     new_tokens: int
     backend: str
+    timed: bool = False
 
 
 @dataclass

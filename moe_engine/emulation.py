@@ -1,4 +1,4 @@
-"""A pool of rank processes on this machine: CPU ranks that interpret kernels, or one per GPU.
+"""A pool of rank processes on this machine: CPU ranks that interpret kernels, or ranks on GPUs.
 
     with RankPool(4) as pool:
         pool.run(function, x, PerRank([a, b, c, d]))  # [function(group, x, a) of rank 0, ...]
@@ -72,9 +72,12 @@ def send_message(obj: object) -> None:
 class RankPool:
     """`num_ranks` processes in one torch.distributed group, for any number of runs.
 
-    `device` is "cpu" (gloo, interpreted kernels) or "cuda" (rank r on GPU r, NCCL and gloo);
-    `env` is added to the environment of the ranks. The processes start at the first run, and
-    anew at the run after one was lost; they end with the pool or with this process.
+    `device` is "cpu" (gloo, interpreted kernels) or "cuda": rank r on GPU r modulo their number,
+    with NCCL and gloo, or with gloo alone where ranks share a GPU (`shares_gpus`). The driver then
+    gives each process the GPU for a while, so kernels that wait for peers do end; what they
+    compute is right, and their times mean nothing. `env` is added to the environment of the ranks.
+    The processes start at the first run, and anew at the run after one was lost; they end with the
+    pool or with this process.
     """
 
     def __init__(
@@ -86,13 +89,14 @@ class RankPool:
     ):
         if device not in ("cpu", "cuda"):
             raise BackendError(f"device is {device!r}; a RankPool runs on 'cpu' or 'cuda'")
-        if device == "cuda" and torch.cuda.device_count() < num_ranks:
-            raise BackendError(
-                f"{num_ranks} ranks need as many GPUs, and there are {torch.cuda.device_count()}"
-            )
+        if device == "cuda" and not torch.cuda.device_count():
+            raise BackendError("device is 'cuda', and there is no GPU here; choose 'cpu'")
+        self.shares_gpus = device == "cuda" and torch.cuda.device_count() < num_ranks
         self.num_ranks, self.device, self.timeout_s = num_ranks, device, timeout_s
         self._env = {"OMP_NUM_THREADS": "1", "TRITON_INTERPRET": "1" if device == "cpu" else "0"}
         self._env["GLOO_SOCKET_IFNAME"] = "lo"  # needs no network and no resolvable host name
+        if self.shares_gpus:
+            self._env["TORCH_SYMM_MEM_ALLOW_OVERLAPPING_DEVICES"] = "1"
         self._env |= env or {}
         self._ranks: list[tuple[BaseProcess, Connection]] = []
         self._folders: list[str] = []  # the store's, while there are processes
@@ -266,9 +270,11 @@ def _serve(
 
     def join() -> None:
         torch.set_num_threads(1)
-        if device == "cuda":
-            torch.cuda.set_device(rank)
-        backend = "gloo" if device == "cpu" else "cpu:gloo,cuda:nccl"
+        num_gpus = torch.cuda.device_count() if device == "cuda" else 0
+        if num_gpus:
+            torch.cuda.set_device(rank % num_gpus)
+        # NCCL refuses two ranks on a GPU.
+        backend = "gloo" if num_gpus < num_ranks else "cpu:gloo,cuda:nccl"
         store = dist.FileStore(os.path.join(folder, "store"))
         dist.init_process_group(backend, store=store, rank=rank, world_size=num_ranks)
         groups.extend(dist.new_group(list(range(size))) for size in range(1, num_ranks))

@@ -49,10 +49,11 @@ class GpuPool(RankPool):
 
 @pytest.fixture(scope="session")
 def pool() -> Iterator[RankPool]:
-    """Ranks for the whole session: up to 4 GPUs where there are several, else 4 CPU processes."""
+    """Ranks for the whole session: one on each of up to 4 GPUs, 4 on a single one, or 4 CPU
+    processes."""
     num_gpus = torch.cuda.device_count()
-    if num_gpus < 2:
+    if not num_gpus:
         cases.skip_without_interpreter()
-    num_ranks, device = (min(num_gpus, 4), "cuda") if num_gpus > 1 else (4, "cpu")
+    num_ranks, device = min(num_gpus, 4) if num_gpus > 1 else 4, "cuda" if num_gpus else "cpu"
     with GpuPool(num_ranks, device, timeout_s=100) as ranks:  # less than a test's time limit
         yield ranks

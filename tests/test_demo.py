@@ -28,8 +28,10 @@ def test_demo(tmp_path: Path, model: str, backend: str, ranks: int, tokens: int)
     arguments = [f"--{name}={value}" for name, value in options.items()]
     done = CliRunner().invoke(app, ["demo", *arguments, f"--picture={picture}"])
     assert done.exit_code == 0, done.output
-    for text in ("rows sent", "Saved:", "time per phase", "largest difference"):
+    for text in ("rows sent", "Saved:", "largest difference", picture.name):
         assert text in done.output
+    if not torch.cuda.is_available():
+        assert "Triton interprets the kernels" in done.output and "time per" not in done.output
     assert picture.read_bytes().startswith(b"\x89PNG")
 
 

@@ -9,7 +9,10 @@ cd "$(dirname "$0")/.."
 
 fail() { echo "setup: $*" >&2; exit 1; }
 version() { "$1" -c 'import sys; print("%d.%d" % sys.version_info[:2])'; }
-install() { "$VENV/bin/python" -m pip install --quiet "$@"; }
+install() {
+    echo "setup: $VENV/bin/python -m pip install $*"
+    "$VENV/bin/python" -m pip install --quiet "$@"
+}
 
 gpu=0
 if [[ $(nvidia-smi -L 2>/dev/null) == GPU* ]]; then gpu=1; fi
@@ -19,7 +22,10 @@ if [[ $(nvidia-smi -L 2>/dev/null) == GPU* ]]; then gpu=1; fi
 if [[ -x $VENV/bin/python && $(version "$VENV/bin/python") != $(version "$PYTHON") ]]; then
     fail "$VENV holds another Python than $PYTHON; run make clean, or choose VENV=..."
 fi
-[[ -x $VENV/bin/python ]] || "$PYTHON" -m venv "$VENV"
+if [[ ! -x $VENV/bin/python ]]; then
+    echo "setup: a virtual environment in $VENV; installing takes a minute or a few"
+    "$PYTHON" -m venv "$VENV"
+fi
 
 if "$PYTHON" -c "import torch as t; assert t.__version__ >= '2.11' and (t.version.cuda or not $gpu)" \
     2>/dev/null; then
