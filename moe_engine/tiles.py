@@ -4,7 +4,7 @@ The second layer of primitives, on `lang` (addresses, flags, waits): kernels nam
 and these derive ranks, offsets and flags, as do the tile primitives of Triton-distributed
 (`dl.wait`, `dl.notify`, with a tile's id). Rows of a layer travel in stages. On the way there a
 stage is a range of the rows that a receiver gets from others, in their order; on the way back, the
-tokens whose last row lies in such a range. `examples/push_tiles.py` is a kernel made of these.
+tokens whose last row lies in such a range. `examples/09_tiles.py` is a kernel made of these.
 """
 
 import triton.language as tl

@@ -1,5 +1,5 @@
 """Tile primitives at work, on emulated ranks: every rank sends its rows to all, stage by stage, and
-adds up what comes, a stage at a time. python examples/push_tiles.py"""
+adds up what comes, a stage at a time. python examples/09_tiles.py"""
 
 import torch
 import triton
