@@ -23,10 +23,10 @@ import typer
 from _common import draw_topk, save, time_calls, timed_pool
 
 from moe_engine import Buffer, Options
+from moe_engine.device.lang import ticks
 from moe_engine.emulation import send_message
-from moe_engine.lang import ticks
 from moe_engine.layer_config import MODELS
-from moe_engine.tune_layer import time_graph
+from moe_engine.tools.tune_layer import time_graph
 
 
 @dataclass(frozen=True)
@@ -196,8 +196,8 @@ class Bench:
 
     def time_ours(self) -> dict[tuple[str, str], float]:
         """Microseconds by verb and form."""
-        from moe_engine.engine import KernelEngine
-        from moe_engine.verbs import Tokens
+        from moe_engine.engines.base import Tokens
+        from moe_engine.engines.kernel import KernelEngine
 
         engine = self.buffer._engine
         assert isinstance(engine, KernelEngine)

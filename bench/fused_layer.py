@@ -25,10 +25,10 @@ from _layer import ERROR, Experts, Tokens, relative_error
 from moe_engine import Buffer, LayerConfig, Options, moe_ffn, routing
 from moe_engine.dispatch import Lanes, release
 from moe_engine.emulation import send_message
-from moe_engine.experts import dispatch_experts
+from moe_engine.engines.fused_layer import dispatch_experts
 from moe_engine.grouped_gemm import grouped_gemm
 from moe_engine.layer_config import LayerProblem
-from moe_engine.tune_layer import time_graph
+from moe_engine.tools.tune_layer import time_graph
 
 UNFUSED = LayerConfig(num_stages=1, num_return_stages=1)
 

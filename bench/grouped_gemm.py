@@ -26,8 +26,8 @@ from _common import save, silu_mul_kernel
 from rich.console import Console
 from rich.table import Table
 
-from moe_engine.config import HBM_GBS
 from moe_engine.grouped_gemm import dgrad, grouped_gemm, wgrad
+from moe_engine.grouped_gemm.config import HBM_GBS
 from moe_engine.layer_config import MODELS
 
 os.environ["MOE_ENGINE_CACHE"] = tempfile.mkdtemp()

@@ -34,8 +34,8 @@ from _common import save, time_calls, time_replays, timed_pool
 from _layer import Experts, Tokens, relative_error
 
 from moe_engine import Buffer, moe_ffn
-from moe_engine.config import HBM_GBS
 from moe_engine.emulation import send_message
+from moe_engine.grouped_gemm.config import HBM_GBS
 from moe_engine.layer_config import MODELS
 
 VERBS = "dispatch", "combine", "round_trip", "layer"

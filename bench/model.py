@@ -42,7 +42,6 @@ from torch.distributed.tensor import DTensor, distribute_tensor
 from transformers import AutoModelForCausalLM, StaticCache
 from transformers.distributed import DistributedConfig
 
-from moe_engine import tune_layer
 from moe_engine.emulation import RankError, send_message
 from moe_engine.integrations.transformers import (
     Routing,
@@ -52,7 +51,8 @@ from moe_engine.integrations.transformers import (
     replay_routing,
     shard_experts,
 )
-from moe_engine.models import Kind, build_config
+from moe_engine.tools import tune_layer
+from moe_engine.tools.models import Kind, build_config
 
 DP, OURS, EP, TP = IMPLS = "transformers_dp", "moe_engine", "transformers_ep", "transformers_tp"
 """In the order in which they run."""

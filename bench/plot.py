@@ -10,7 +10,7 @@ from typing import Any
 import matplotlib.pyplot as plt
 from _common import RESULTS
 
-from moe_engine.config import HBM_GBS
+from moe_engine.grouped_gemm.config import HBM_GBS
 
 DOCS = RESULTS.parent.parent / "docs"
 SHAPE = {"model": "deepseek-v3", "tokens": 8192, "routing": "uniform", "dtype": "bf16"}

@@ -25,7 +25,7 @@ from _common import draw_topk, save, timed_pool
 from moe_engine import Buffer, Options, moe_ffn
 from moe_engine.emulation import send_message
 from moe_engine.layer_config import MODELS
-from moe_engine.tune_layer import time_graph
+from moe_engine.tools.tune_layer import time_graph
 
 CAPACITY, FEW = 8192, 128
 TOKENS = 128, 1024, 4096, 8192

@@ -1,7 +1,7 @@
 """Combine: return the experts' rows to the tokens' ranks and add them up there."""
 
+from .fused import Returns, gemm_combine
 from .launch import Sums, final_sum, return_rows
-from .layer import Returns, gemm_combine
 
 __all__ = [
     "Returns",

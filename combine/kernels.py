@@ -3,8 +3,8 @@
 import triton
 import triton.language as tl
 
-from ..context import KIND_COMBINE, MAX_CHUNKS, NUM_RANKS, PHASE_RETURNED_ROWS, RANK
-from ..lang import (
+from ..device.context import KIND_COMBINE, MAX_CHUNKS, NUM_RANKS, PHASE_RETURNED_ROWS, RANK
+from ..device.lang import (
     as_pointer,
     consume_token,
     current_epoch,
@@ -21,8 +21,9 @@ from ..lang import (
     time_to_send,
     wait,
 )
-from ..signature_kernels import open_call
-from ..slots_kernels import (
+from ..device.programs import claim, claim_next, end_push, finish_call, is_last_program
+from ..device.signature import open_call
+from ..device.slots import (
     chunk_flag,
     deal,
     num_chunks_here,
@@ -33,7 +34,6 @@ from ..slots_kernels import (
     region,
     span,
 )
-from ..work import claim, claim_next, end_push, finish_call, is_last_program
 
 
 @triton.jit(do_not_specialize=["num_tokens", "num_push_programs", "num_rows", "region_rows"])

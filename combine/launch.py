@@ -8,11 +8,11 @@ from typing import Any
 
 import torch
 
+from ..device.lang import INTERPRETED
 from ..hardware import BYTES_IN_FLIGHT
-from ..lang import INTERPRETED
-from ..slots import BARE_HEADER, RowLayout, Slots
+from ..row_vectors import COPY_ROWS
+from ..symm.slots import BARE_HEADER, RowLayout, Slots
 from ..utils import next_power_of_2
-from ..words import COPY_ROWS
 from .kernels import final_sum_kernel, return_rows_kernel
 
 NUM_SUM_PROGRAMS = 2 if INTERPRETED else 264

@@ -6,9 +6,9 @@ from dataclasses import dataclass
 
 import torch
 
+from ..device.lang import INTERPRETED
 from ..hardware import early_launch, launches_overlap
-from ..lang import INTERPRETED
-from ..ring import LowLatencyRow, Ring, message_bytes
+from ..symm.ring import LowLatencyRow, Ring, message_bytes
 from ..utils import next_power_of_2, round_up
 from .low_latency_kernels import low_latency_combine_kernel
 

@@ -4,7 +4,8 @@ and adds up those of the ranks."""
 import triton
 import triton.language as tl
 
-from ..context import (
+from ..device.call_fields import call_fields, report_fields
+from ..device.context import (
     KIND_LOW_LATENCY_COMBINE,
     KIND_MOE_FFN_COMBINE,
     PHASE_METADATA,
@@ -14,8 +15,7 @@ from ..context import (
     ROLE_RETURN,
     ROLE_SUM,
 )
-from ..fields_kernels import call_fields, report_fields
-from ..lang import (
+from ..device.lang import (
     as_pointer,
     begin_span,
     consume_token,
@@ -28,7 +28,8 @@ from ..lang import (
     round_to,
     row_mask,
 )
-from ..ring_kernels import (
+from ..device.programs import let_next_start
+from ..device.ring import (
     COUNT_MASK,
     FIELDS,
     Rows,
@@ -48,7 +49,6 @@ from ..ring_kernels import (
     wait_slot,
     waiting_times,
 )
-from ..work import let_next_start
 
 
 @triton.jit(

@@ -4,7 +4,7 @@ expert."""
 import triton
 import triton.language as tl
 
-from ..context import (
+from ..device.context import (
     KIND_DISPATCH,
     KIND_MOE_FFN,
     NUM_RANKS,
@@ -14,7 +14,7 @@ from ..context import (
     ROLE_EXCHANGE,
     SIGNATURE_WORDS,
 )
-from ..lang import (
+from ..device.lang import (
     as_pointer,
     begin_span,
     consume_token,
@@ -26,15 +26,15 @@ from ..lang import (
     report_failure,
     report_words,
 )
-from ..signature_kernels import (
+from ..device.programs import wait_for_previous
+from ..device.signature import (
     own_call,
     publish_signature,
     put_signature,
     signature_of,
     wait_signatures,
 )
-from ..slots_kernels import COUNTS_AT, region
-from ..work import wait_for_previous
+from ..device.slots import COUNTS_AT, region
 
 MANY_ROWS = tl.constexpr(0x7FFFFFFF)
 """What a negative number of rows counts as: no memory holds so many."""

@@ -9,15 +9,14 @@ import torch
 from triton.tools.ragged_tma import create_ragged_descriptor
 from triton.tools.tensor_descriptor import TensorDescriptor
 
-from ..config import GemmConfig
+from ..device.lang import INTERPRETED
 from ..grouped_gemm import num_compute_programs, ragged
+from ..grouped_gemm.config import GemmConfig
 from ..hardware import early_launch, launches_overlap, leave_room, share_sms
-from ..lang import INTERPRETED
 from ..routing import LanePlaces, Layout, Places
-from ..slots import RowLayout, Slots, layer_row
-from ..stages import StagedSchedule
+from ..row_vectors import Words
+from ..symm.slots import RowLayout, Slots, layer_row
 from ..utils import next_power_of_2
-from ..words import Words
 from .exchange_kernels import exchange_lanes_kernel
 from .fused_kernels import (
     copy_rows_kernel,
@@ -25,6 +24,7 @@ from .fused_kernels import (
     push_lanes_kernel,
     send_records_kernel,
 )
+from .stages import StagedSchedule
 
 PUSH_BATCH, COPY_BATCH = 32, 64
 """Rows whose way a program looks up at a time."""

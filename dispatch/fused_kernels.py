@@ -3,10 +3,8 @@
 import triton
 import triton.language as tl
 
-from ..context import RANK, ROLE_COPY, ROLE_PUSH, ROLE_RECORDS, ROLE_UP
-from ..grouped_gemm.kernels import finish_tile, gemm_tile
-from ..grouped_gemm.schedule_kernels import tile_coordinates, unpack_tile
-from ..lang import (
+from ..device.context import RANK, ROLE_COPY, ROLE_PUSH, ROLE_RECORDS, ROLE_UP
+from ..device.lang import (
     as_pointer,
     begin_span,
     consume_token,
@@ -21,10 +19,9 @@ from ..lang import (
     ticks,
     time_to_send,
 )
-from ..routing_kernels import place_in_sum
-from ..slots_kernels import metadata_flag, region, stage_counts_offset
-from ..stages_kernels import return_begin
-from ..tiles import (
+from ..device.programs import arrive, is_last_program, let_next_start, wait_for_previous
+from ..device.slots import metadata_flag, region, stage_counts_offset
+from ..device.tiles import (
     THERE,
     deadline_from_now,
     deal,
@@ -36,7 +33,10 @@ from ..tiles import (
     wait_stage,
     wait_tile,
 )
-from ..work import arrive, is_last_program, let_next_start, wait_for_previous
+from ..grouped_gemm.kernels import finish_tile, gemm_tile
+from ..grouped_gemm.schedule_kernels import tile_coordinates, unpack_tile
+from ..routing_kernels import place_in_sum
+from .stages_kernels import return_begin
 
 
 @triton.jit(

@@ -7,15 +7,15 @@ from typing import Any
 
 import torch
 
-from ..context import SIGNATURE_WORDS
+from ..device.context import SIGNATURE_WORDS
+from ..device.lang import INTERPRETED
 from ..hardware import early_launch, launches_overlap
-from ..lang import INTERPRETED
-from ..slots import RowLayout, Slots
+from ..row_vectors import COPY_ROWS, Words
+from ..symm.slots import RowLayout, Slots
 from ..utils import next_power_of_2
-from ..words import COPY_ROWS, Words
 from .exchange_kernels import exchange_kernel
-from .kernels import metadata_kernel, push_kernel
 from .receive_kernels import collect_kernel, locate_kernel, release_kernel
+from .send_kernels import metadata_kernel, push_kernel
 
 NUM_WARPS = 16
 LOCATE_ROWS = 128
@@ -54,7 +54,7 @@ class Counts:
 
     rank_prefix_matrix int32 [R, R]: rows that ranks 0..i send to rank j. recv_expert_counts int32
     [R, L]: rows of each source for each local expert. expert_offsets int32 [L + 1]: their running
-    total by expert. signature int32 [16]: of the dispatch, see `signature_kernels.py`.
+    total by expert. signature int32 [16]: of the dispatch, see `device/signature.py`.
     """
 
     rank_prefix_matrix: torch.Tensor

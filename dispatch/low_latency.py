@@ -7,12 +7,12 @@ from typing import NamedTuple
 
 import torch
 
+from ..device.lang import INTERPRETED
 from ..hardware import early_launch, launches_overlap
-from ..lang import INTERPRETED
-from ..ring import LowLatencyRow, Ring, message_bytes
+from ..row_vectors import Words
+from ..symm.ring import LowLatencyRow, Ring, message_bytes
 from ..utils import next_power_of_2
-from ..words import Words
-from .low_latency_kernels import low_latency_dispatch_kernel
+from .low_latency_send_kernels import low_latency_dispatch_kernel
 
 NUM_WARPS = 8
 SENT_AT_ONCE = 128

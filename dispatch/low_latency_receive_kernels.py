@@ -3,9 +3,9 @@
 import triton
 import triton.language as tl
 
-from ..context import PHASE_COUNTS, PHASE_ROWS
-from ..fields_kernels import call_fields, is_cast, num_scales, report_fields
-from ..lang import (
+from ..device.call_fields import call_fields, is_cast, num_scales, report_fields
+from ..device.context import PHASE_COUNTS, PHASE_ROWS
+from ..device.lang import (
     as_pointer,
     consume_token,
     device_function,
@@ -13,8 +13,8 @@ from ..lang import (
     load_acquire,
     row_mask,
 )
-from ..ptx import any_thread
-from ..ring_kernels import (
+from ..device.ptx import any_thread
+from ..device.ring import (
     COUNT_BITS,
     COUNT_MASK,
     FIELDS,

@@ -3,8 +3,8 @@
 import triton
 import triton.language as tl
 
-from ..context import NUM_RANKS, PHASE_CAPACITY, PHASE_OVERFLOW, RANK
-from ..lang import (
+from ..device.context import NUM_RANKS, PHASE_CAPACITY, PHASE_OVERFLOW, RANK
+from ..device.lang import (
     as_pointer,
     consume_token,
     current_epoch,
@@ -15,8 +15,15 @@ from ..lang import (
     report_failure,
     ticks,
 )
-from ..slots_kernels import payload_address, received_rows, region, source_at, wait_rows
-from ..work import claim, claim_next, end_call, finish_call, is_last_program, wait_for_previous
+from ..device.programs import (
+    claim,
+    claim_next,
+    end_call,
+    finish_call,
+    is_last_program,
+    wait_for_previous,
+)
+from ..device.slots import payload_address, received_rows, region, source_at, wait_rows
 
 
 @triton.jit(do_not_specialize=["max_rows", "region_rows", "num_push_programs"])

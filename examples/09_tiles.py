@@ -5,10 +5,11 @@ import torch
 import triton
 import triton.language as tl
 
-from moe_engine import symm, tiles
+from moe_engine import symm
+from moe_engine.device import tiles
+from moe_engine.device.lang import as_pointer, consume_token, ticks
 from moe_engine.emulation import RankPool
-from moe_engine.lang import as_pointer, consume_token, ticks
-from moe_engine.slots import SlotLayout, Slots
+from moe_engine.symm.slots import SlotLayout, Slots
 
 ROWS, WORDS, STAGE_ROWS, RANKS = 10, 16, 4, 2
 STAGES = -(-ROWS // STAGE_ROWS)

@@ -8,7 +8,6 @@ from typing import Any
 import torch
 
 from ..checks import check_tensor, packed
-from ..config import GemmConfig
 from ..errors import BackendError, ShapeError
 from .backward import (
     activation_dgrad,
@@ -19,6 +18,7 @@ from .backward import (
     gathered_sum,
     wgrad,
 )
+from .config import GemmConfig
 from .launch import gemm_config, multiply
 from .operands import (
     Epilogue,

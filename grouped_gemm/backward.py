@@ -10,7 +10,6 @@ from triton.tools.ragged_tma import create_ragged_descriptor
 from triton.tools.tensor_descriptor import TensorDescriptor
 
 from ..checks import PAYLOAD_DTYPES, check_flag, check_no_grad, check_runnable, check_tensor
-from ..config import GemmConfig
 from ..errors import ShapeError
 from .backward_kernels import (
     _activation_dgrad_kernel,
@@ -20,6 +19,7 @@ from .backward_kernels import (
     _gathered_sum_kernel,
     _wgrad_kernel,
 )
+from .config import GemmConfig
 from .launch import by_parts, gemm_config, gemm_problem, grid, multiply, ragged
 from .operands import (
     Epilogue,

@@ -4,7 +4,7 @@ kernel with the weights transposed, and of activation and bias."""
 import triton
 import triton.language as tl
 
-from ..lang import device_function, dot, round_to
+from ..device.lang import device_function, dot, round_to
 from .kernels import (
     INV_SQRT_2PI,
     activate,

@@ -8,8 +8,8 @@ where rows are gathered, and stores nothing.
 import triton
 import triton.language as tl
 
-from ..lang import device_function, dot, round_to
-from ..work import wait_for_previous
+from ..device.lang import device_function, dot, round_to
+from ..device.programs import wait_for_previous
 from .schedule_kernels import load_tile, unpack_tile
 
 RAGGED = tl.constexpr(0x40000000)

@@ -11,11 +11,11 @@ from triton.tools.ragged_tma import create_ragged_descriptor
 from triton.tools.tensor_descriptor import TensorDescriptor
 
 from ..checks import PAYLOAD_DTYPES, check_int, check_no_grad, check_tensor, shown
-from ..config import HEIGHTS, GemmConfig, GemmProblem
+from ..device.lang import INTERPRETED
 from ..errors import DtypeError, ShapeError
 from ..hardware import early_launch, launches_overlap
-from ..lang import INTERPRETED
-from ..tune import best_config
+from .choices import best_config
+from .config import HEIGHTS, GemmConfig, GemmProblem
 from .kernels import _grouped_gemm_kernel, _split_sum_kernel
 from .operands import (
     FP8,
@@ -116,7 +116,7 @@ def gemm_problem(
     gathered: bool = False,
     transposed: bool = False,
 ) -> GemmProblem:
-    """What `config.py` chooses for."""
+    """What `grouped_gemm/config.py` chooses for."""
     num_rows = check_int("num_rows", num_rows, 0, MAX_ROWS)
     check_tensor("w", w, ("L", "N", "K"), (*PAYLOAD_DTYPES, FP8))
     parts = num_parts(activation)

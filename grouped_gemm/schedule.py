@@ -8,10 +8,10 @@ import torch
 import triton
 
 from ..checks import check_contiguous, check_int, check_runnable, check_tensor, shown
-from ..config import HEIGHTS
 from ..errors import DtypeError, ShapeError
 from ..hardware import early_launch, launches_overlap
 from ..utils import next_power_of_2
+from .config import HEIGHTS
 from .schedule_kernels import _tile_schedule_kernel
 
 INDEX_DTYPES = (torch.int32, torch.int64)

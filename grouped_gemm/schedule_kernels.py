@@ -4,8 +4,8 @@
 import triton
 import triton.language as tl
 
-from ..lang import device_function
-from ..work import let_next_start, wait_for_previous
+from ..device.lang import device_function
+from ..device.programs import let_next_start, wait_for_previous
 
 
 @triton.jit(do_not_specialize=["num_experts", "max_rows", "max_tiles"])

@@ -6,9 +6,9 @@ import torch
 from triton.runtime.errors import OutOfResources
 
 from ..checks import PAYLOAD_DTYPES, check_at_least, check_dtype
-from ..config import GemmConfig
 from ..errors import BackendError
-from ..tune import tune
+from .choices import tune
+from .config import GemmConfig
 from .launch import gemm_problem, multiply
 from .operands import Epilogue, Rows, Weights, check_rows, check_weights, num_parts
 from .schedule import tile_schedule

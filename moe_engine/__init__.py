@@ -6,7 +6,7 @@ L local experts (E / R), N received rows, S slot.
 """
 
 from .buffer import Buffer
-from .buffer_config import Config, Options
+from .engines.base import Handle
 from .errors import (
     BackendError,
     CallAbandoned,
@@ -21,7 +21,7 @@ from .errors import (
 from .events import EventHandle, EventOverlap
 from .layer import LayerInFlight, MoEFeedForward, moe_ffn, start_moe_ffn
 from .layer_config import LayerConfig
-from .verbs import Handle
+from .options import Config, Options
 
 __version__ = "0.1.0"
 

@@ -1,3 +1,3 @@
-from .cli import app
+from .tools.cli import app
 
 app()

@@ -11,13 +11,12 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from .buffer_config import Options, check_options
 from .checks import check_flag, check_int, check_runnable, check_shrink, shown
 from .errors import BackendError, DtypeError, MoeEngineError, ShapeError
-from .layer_config import LayerConfig
-from .slots import SlotLayout
+from .layer_config import LayerConfig, measured_layers
+from .options import Options, check_options
 from .symm import BACKENDS, default_group, exchange
-from .tune import measured_layers
+from .symm.slots import SlotLayout
 from .utils import LINE_BYTES
 
 MAX_BYTES = 2**48

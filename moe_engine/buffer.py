@@ -8,22 +8,23 @@ from typing import Any, ClassVar
 import torch
 import torch.distributed as dist
 
-from . import buffer_config, checks, service
+from . import checks, service
+from . import options as buffer_options
 from .agreement import Group, agree, wishes
-from .buffer_config import DEFAULT_OPTIONS, Config, Options, Programs
-from .collective import CollectiveEngine
 from .debug_checks import check_handle_values, check_layout_values
+from .engines.base import Engine, Handle, Tokens, verb
+from .engines.collective import CollectiveEngine
+from .engines.low_latency import LowLatency
 from .errors import BackendError, MoeEngineError, ShapeError
 from .events import EventHandle, EventOverlap
 from .handles import check_handle
-from .low_latency import LowLatency
 from .low_latency_verbs import LowLatencyVerbs
+from .options import DEFAULT_OPTIONS, Config, Options, Programs
 from .service import Service, default_device, new_engines
-from .slots import SlotLayout
 from .streams import CallStreams
 from .symm import choose_backend
+from .symm.slots import SlotLayout
 from .utils import round_up
-from .verbs import Engine, Handle, Tokens, verb
 
 
 class Buffer(LowLatencyVerbs, Service):
@@ -105,13 +106,13 @@ class Buffer(LowLatencyVerbs, Service):
         and low-latency memory for `Options.decode_tokens` of them."""
         try:
             sizes = max_tokens, hidden, num_experts, num_topk, dtype, Group.of(group).size
-            num_bytes, ring_bytes, options = buffer_config.sizes_for_tokens(options, *sizes)
+            num_bytes, ring_bytes, options = buffer_options.sizes_for_tokens(options, *sizes)
         except MoeEngineError as problem:  # which all ranks raise, where they meet
             bad: Any = problem
             return cls(group, backend=backend, options=bad)
         return cls(group, num_bytes, ring_bytes, ring_bytes > 0, backend=backend, options=options)
 
-    size_hint = staticmethod(buffer_config.size_hint)
+    size_hint = staticmethod(buffer_options.size_hint)
 
     # --- Verbs -------------------------------------------------------------------------------
 
@@ -189,7 +190,7 @@ class Buffer(LowLatencyVerbs, Service):
         """
         engine = self._ready()
         rows, scales = checks.check_payload(x, device=self._rows_device)
-        buffer_config.check_config(config)
+        buffer_options.check_config(config)
         expert_alignment = checks.check_int("expert_alignment", expert_alignment, 1)
         most = self.group_size * SlotLayout.most_rows
         num_worst_tokens = checks.check_int("num_worst_tokens", num_worst_tokens, 0, most)
@@ -285,7 +286,7 @@ class Buffer(LowLatencyVerbs, Service):
             checks.check_tensor("topk_weights", topk_weights, shape, [torch.float32], x.device)
             checks.check_no_grad(topk_weights=topk_weights)
         biases = checks.check_biases(bias, known.is_token_in_rank.shape[0], x)
-        buffer_config.check_config(config)
+        buffer_options.check_config(config)
         when = _when(previous_event, async_finish, allocate_on_comm_stream)
         with self._streams.call(*when) as call, self._programs.of(config):
             if self.options.debug:
@@ -338,7 +339,7 @@ class Buffer(LowLatencyVerbs, Service):
     @staticmethod
     def set_num_sms(new_num_sms: int) -> None:
         """Programs that communication uses, for all Buffers; even and positive, as in DeepEP."""
-        Buffer.num_sms = buffer_config.check_num_sms(new_num_sms)
+        Buffer.num_sms = buffer_options.check_num_sms(new_num_sms)
 
     @staticmethod
     def get_dispatch_config(num_ranks: int) -> Config:

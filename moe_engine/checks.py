@@ -9,8 +9,8 @@ from typing import Any
 
 import torch
 
+from .device.lang import INTERPRETED
 from .errors import BackendError, CapacityError, DtypeError, ShapeError, TooManyTokens
-from .lang import INTERPRETED
 
 MAX_LOW_LATENCY_TOKENS = 4096
 """Tokens of a rank in a low-latency call: there are flags for so many."""

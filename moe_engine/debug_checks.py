@@ -8,8 +8,8 @@ from typing import NoReturn
 import torch
 
 from .dispatch.low_latency import LowLatencyHandle
+from .engines.base import Handle
 from .errors import RoutingError, ShapeError, bad_ids
-from .verbs import Handle
 
 
 def check_layout_values(

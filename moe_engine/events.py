@@ -9,8 +9,8 @@ from typing import Any
 import torch
 
 from .checks import check_flag
+from .device.lang import INTERPRETED
 from .errors import DtypeError
-from .lang import INTERPRETED
 
 
 class EventHandle:

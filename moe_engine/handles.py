@@ -13,10 +13,10 @@ from .checks import (
     check_max_dispatch_tokens,
     check_tensor,
 )
-from .context import SIGNATURE_WORDS
+from .device.context import SIGNATURE_WORDS
 from .dispatch.low_latency import LowLatencyHandle
+from .engines.base import Handle
 from .errors import DtypeError, ShapeError
-from .verbs import Handle
 
 PARTS = (
     ("handle.rank_prefix_matrix", torch.int32, "R R"),

@@ -10,7 +10,7 @@ from typing import Any
 
 import torch
 
-from .lang import INTERPRETED, TRACING
+from .device.lang import INTERPRETED, TRACING
 
 LINK_GBS = {"NVIDIA H200": 331.0}
 """GB/s at which a GPU writes to others without queueing. Offered more, the link carries less: 298
@@ -30,7 +30,7 @@ def launches_overlap() -> bool:
 
 def early_launch() -> dict[str, Any]:
     """Launch option: begin when all programs of the launch before have called
-    `work.let_next_start`."""
+    `programs.let_next_start`."""
     return {"launch_pdl": True} if launches_overlap() else {}
 
 

@@ -32,7 +32,8 @@ def moe_ffn(
 
     Collective over the Buffer's group; T may differ per rank and be 0. max_tokens, equal on all
     ranks, is the most that any of them brings to this call (None: what the Buffer was made for): up
-    to `Options.decode_tokens` of them take the low-latency way (`low_latency.py`). No backward yet.
+    to `Options.decode_tokens` of them take the low-latency way (`engines/low_latency.py`). No
+    backward yet.
     Layers of two Buffers must not run at once on a GPU: each may hold what the other waits for.
     """
     _check_buffer(buffer)

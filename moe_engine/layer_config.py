@@ -2,10 +2,15 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, fields
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, field, fields, replace
 
 from .checks import check_flag, check_int
-from .context import MAX_STAGES
+from .choice_cache import cache_path, keep_choice, problem_key, read_configs
+from .device.context import MAX_STAGES
+from .utils import next_power_of_2
+
+LAYERS = "layer.json"
 
 MODELS = {  # experts, hidden, expert intermediate, top-k
     "mixtral-8x7b": (8, 4096, 14336, 2),
@@ -104,9 +109,9 @@ class LayerConfig:
     def check(self) -> None:
         """ShapeError for numbers that are not positive or larger than any GPU needs, or more parts
         than there are flags for; DtypeError for what is no number."""
-        for field in fields(self):
-            name, value = f"LayerConfig.{field.name}", getattr(self, field.name)
-            if field.name == "own_apart":
+        for one in fields(self):
+            name, value = f"LayerConfig.{one.name}", getattr(self, one.name)
+            if one.name == "own_apart":
                 check_flag(name, value)
             else:
                 check_int(name, value, 1, MAX_STAGES.value if "stages" in name else MAX_PROGRAMS)
@@ -174,3 +179,42 @@ def explain(problem: LayerProblem) -> str:
         f"-> {chosen}",
     ]
     return "\n".join(lines)
+
+
+# --- Choices that were measured ------------------------------------------------------------------
+
+
+def _layer_key(problem: LayerProblem) -> str:
+    """Equal for layers that share a result: tokens count by powers of two."""
+    return problem_key(asdict(replace(problem, max_tokens=next_power_of_2(problem.max_tokens))))
+
+
+def keep_layer(problem: LayerProblem, config: LayerConfig) -> None:
+    """Let Buffers that are made from now on run such layers so."""
+    keep_choice(cache_path(LAYERS), _layer_key(problem), asdict(config))
+
+
+@dataclass(frozen=True, slots=True)
+class LayerChoices:
+    """How layers run: as the user says, else as was measured, else as is predicted.
+
+    Ranks that differ in their stages would wait for one another in vain, and a file may change
+    between the reads of two ranks. So all ranks of a Buffer take `measured` from rank 0, which
+    reads the file when the Buffer is made: a choice that is kept later is for later Buffers.
+    """
+
+    user: LayerConfig | None = None
+    measured: Mapping[str, LayerConfig] = field(default_factory=dict)
+
+    def of(self, problem: LayerProblem) -> LayerConfig:
+        """The choice for a layer."""
+        return self.user or self.found(problem) or LayerConfig.choose(problem)
+
+    def found(self, problem: LayerProblem) -> LayerConfig | None:
+        """What was measured for a layer, None where nothing was."""
+        return self.measured.get(_layer_key(problem)) if self.measured else None
+
+
+def measured_layers() -> dict[str, LayerConfig]:
+    """The choices of `keep_layer` for this kind of device; those of other versions are left out."""
+    return read_configs(cache_path(LAYERS), LayerConfig)

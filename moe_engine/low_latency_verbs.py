@@ -8,17 +8,18 @@ from typing import TYPE_CHECKING, TypeVar
 
 import torch
 
-from . import buffer_config, checks
-from .buffer_config import Options
+from . import checks
+from . import options as buffer_options
 from .combine.low_latency import Returning
 from .debug_checks import check_low_latency_values
 from .dispatch.low_latency import LowLatencyHandle, Sending
+from .engines.base import verb
+from .engines.low_latency import LowLatency
 from .errors import BackendError, CapacityError, ShapeError
 from .events import EventOverlap
 from .handles import MAX_HIDDEN, check_low_latency_handle
-from .low_latency import LowLatency
+from .options import Options
 from .streams import CallStreams, current_stream, record
-from .verbs import verb
 
 Hook = Callable[[], None]
 T = TypeVar("T")
@@ -66,7 +67,7 @@ class LowLatencyVerbs:
     ) -> int:
         """Bytes that low-latency calls of this size need; see `low_latency_size_hint`."""
         sizes = num_max_dispatch_tokens_per_rank, hidden, num_ranks, num_experts, num_slots
-        return buffer_config.low_latency_size_hint(*sizes)
+        return buffer_options.low_latency_size_hint(*sizes)
 
     @verb
     def low_latency_dispatch(

@@ -15,7 +15,7 @@ from .routing_kernels import (
     place_lanes_kernel,
     send_plan_kernel,
 )
-from .slots import Slots
+from .symm.slots import Slots
 from .utils import next_power_of_2
 
 LAYOUT_LANES = 256

@@ -6,11 +6,11 @@ No atomics decide a place, so the same routing always gives the same plan.
 import triton
 import triton.language as tl
 
-from .context import BAD_IDS, NUM_RANKS, RANK, REPORT_BAD_IDS
-from .lang import as_pointer, device_function, is_broken, put, report_words
-from .slots_kernels import COUNTS_AT, region
-from .tiles import stage_of_row, stage_unit
-from .work import let_next_start, wait_for_previous
+from .device.context import BAD_IDS, NUM_RANKS, RANK, REPORT_BAD_IDS
+from .device.lang import as_pointer, device_function, is_broken, put, report_words
+from .device.programs import let_next_start, wait_for_previous
+from .device.slots import COUNTS_AT, region
+from .device.tiles import stage_of_row, stage_unit
 
 
 @triton.jit(do_not_specialize=["num_tokens"])

@@ -12,8 +12,10 @@ import torch.distributed as dist
 
 from . import checks
 from .agreement import Wishes
-from .buffer_config import Options, Programs
-from .engine import KernelEngine
+from .device.lang import INTERPRETED
+from .engines.base import Engine, verb
+from .engines.kernel import KernelEngine
+from .engines.low_latency import LowLatency
 from .errors import (
     BackendError,
     CapacityError,
@@ -25,15 +27,12 @@ from .errors import (
     VerbsNotThereYet,
 )
 from .events import EventHandle, EventOverlap
-from .lang import INTERPRETED
-from .layer_config import LayerConfig
-from .low_latency import LowLatency
-from .ring import Ring, RingLayout
-from .slots import SlotLayout, Slots, layer_row
+from .layer_config import LayerChoices, LayerConfig
+from .options import Options, Programs
 from .streams import CallStreams
 from .symm import SymmetricTensor, allocate, exchange
-from .tune import LayerChoices
-from .verbs import Engine, verb
+from .symm.ring import Ring, RingLayout
+from .symm.slots import SlotLayout, Slots, layer_row
 
 T = TypeVar("T")
 LEAVE_OUT_OF_STEP = TooManyTokens, OutOfStep

@@ -25,7 +25,7 @@ def routings(*num_ranks: int) -> list[Any]:
 
 def device() -> torch.device:
     """The device of this rank: its GPU, or the CPU under the interpreter."""
-    from moe_engine.lang import INTERPRETED
+    from moe_engine.device.lang import INTERPRETED
 
     if torch.cuda.is_available() and not INTERPRETED:
         return torch.device("cuda", torch.cuda.current_device())

@@ -11,8 +11,7 @@ import torch
 
 import moe_engine as api
 from moe_engine import grouped_gemm as gemm
-from moe_engine import reference, symm
-from moe_engine import reference_low_latency as low_latency_reference
+from moe_engine import low_latency_reference, reference, symm
 
 TOKENS, HIDDEN, EXPERTS, TOPK, COLUMNS = 4, 16, 4, 2, 8
 TIMEOUT_S = 15.0

@@ -7,7 +7,7 @@ from types import MappingProxyType
 import cases
 import torch
 
-from moe_engine import reference_low_latency as reference
+from moe_engine import low_latency_reference as reference
 
 FORMS = {
     "bf16": {"use_fp8": False},

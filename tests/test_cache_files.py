@@ -12,15 +12,16 @@ from typing import Any
 import pytest
 import torch
 
-from moe_engine import LayerConfig, tune
-from moe_engine.config import GemmConfig, GemmProblem, candidates
+from moe_engine import LayerConfig, choice_cache, layer_config
 from moe_engine.errors import BackendError, DtypeError, ShapeError
+from moe_engine.grouped_gemm import choices as gemm_choices
+from moe_engine.grouped_gemm.config import GemmConfig, GemmProblem, candidates
 from moe_engine.layer_config import LayerProblem
 
 GEMM = GemmProblem(torch.bfloat16, 65536, 32, 2048, 768)
 LAYER = LayerProblem(2, 9, 4, 2, 16, 8)
 CHOICES = {"gemm.json": next(candidates(GEMM)), "layer.json": LayerConfig(num_stages=5)}
-KEYS = {"gemm.json": tune._key(GEMM, None), "layer.json": tune._layer_key(LAYER)}
+KEYS = {"gemm.json": gemm_choices._key(GEMM, None), "layer.json": layer_config._layer_key(LAYER)}
 names = pytest.mark.parametrize("name", CHOICES)
 
 
@@ -32,23 +33,23 @@ def folder(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Path:
 
 def found(name: str) -> GemmConfig | LayerConfig | None:
     """What calls take from the file."""
-    tune._read_once.cache_clear()
+    gemm_choices._read_once.cache_clear()
     if name == "gemm.json":
-        return tune.tuned(GEMM)
-    return tune.LayerChoices(measured=tune.measured_layers()).found(LAYER)
+        return gemm_choices.tuned(GEMM)
+    return layer_config.LayerChoices(measured=layer_config.measured_layers()).found(LAYER)
 
 
 def keep(name: str) -> None:
-    tune.keep_choice(tune.cache_path(name), KEYS[name], asdict(CHOICES[name]))
+    choice_cache.keep_choice(choice_cache.cache_path(name), KEYS[name], asdict(CHOICES[name]))
 
 
 def found_with_one_warning(name: str) -> Any:
     """What calls take from a file that another process has not warned of yet."""
     with pytest.warns(UserWarning) as caught:
         first = found(name)
-    assert [str(tune.cache_path(name)) in str(one.message) for one in caught] == [True]
+    assert [str(choice_cache.cache_path(name)) in str(one.message) for one in caught] == [True]
     assert "MOE_ENGINE_CACHE" in str(caught[0].message)
-    assert caught[0].filename.endswith("tune.py")
+    assert caught[0].filename.endswith("choice_cache.py")
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         assert found(name) == first
@@ -66,7 +67,7 @@ def write(path: Path, content: Any) -> None:
     elif content == "loop":
         path.symlink_to(path)
     elif content == "large":
-        path.write_text(json.dumps({"x": "y" * tune.MOST_BYTES}))
+        path.write_text(json.dumps({"x": "y" * choice_cache.MOST_BYTES}))
     else:
         path.write_bytes(content)
 
@@ -99,12 +100,12 @@ def state(path: Path) -> tuple[Any, ...]:
 @pytest.mark.parametrize(("content", "why"), NOT_OURS.values(), ids=NOT_OURS)
 def test_a_file_that_is_not_ours(name: str, content: Any, why: str) -> None:
     """It is left as it is by who would add a choice, too."""
-    path = tune.cache_path(name)
+    path = choice_cache.cache_path(name)
     write(path, content)
     before = state(path)
     with pytest.warns(UserWarning, match=rf"cannot be read \(.*{why}"):
-        tune.read_choices(path)
-    tune._warned.clear()
+        choice_cache.read_choices(path)
+    choice_cache._warned.clear()
     assert found_with_one_warning(name) is None
     with pytest.raises(BackendError, match=r"was measured, but (is not|cannot be) kept.*CACHE"):
         keep(name)
@@ -114,7 +115,7 @@ def test_a_file_that_is_not_ours(name: str, content: Any, why: str) -> None:
 @names
 def test_what_comes_through_a_fifo_does_not_count(name: str) -> None:
     keep(name)
-    path = tune.cache_path(name)
+    path = choice_cache.cache_path(name)
     text = path.read_bytes()
     path.unlink()
     os.mkfifo(path)
@@ -136,7 +137,7 @@ def test_no_file_is_no_news(name: str, monkeypatch: pytest.MonkeyPatch, tmp_path
 def test_a_file_of_others_is_not_replaced(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Also where the folder is writable."""
     keep(name)
-    before = tune.cache_path(name).read_bytes()
+    before = choice_cache.cache_path(name).read_bytes()
     real = os.open
 
     def refuse(path: Any, *args: Any, **more: Any) -> int:
@@ -149,16 +150,16 @@ def test_a_file_of_others_is_not_replaced(name: str, monkeypatch: pytest.MonkeyP
         assert found_with_one_warning(name) is None
         with pytest.raises(BackendError, match=r"cannot be kept: \[Errno 13\].*CACHE"):
             keep(name)
-    assert tune.cache_path(name).read_bytes() == before
+    assert choice_cache.cache_path(name).read_bytes() == before
     assert found(name) == CHOICES[name]
 
 
 @names
 def test_a_shared_file_stays_shared(name: str) -> None:
     keep(name)
-    path = tune.cache_path(name)
+    path = choice_cache.cache_path(name)
     path.chmod(0o664)
-    tune.keep_choice(path, "another", {})
+    choice_cache.keep_choice(path, "another", {})
     assert path.stat().st_mode & 0o777 == 0o664
 
 
@@ -184,11 +185,13 @@ def test_absurd_values(name: str, field: str, value: Any) -> None:
     """A choice for another problem stands."""
     other = asdict(CHOICES[name])
     choices = {KEYS[name]: other | {field: value}, "another": other}
-    stored = {f"{tune.device_name()} {key}": choice for key, choice in choices.items()}
-    tune.cache_path(name).write_text(json.dumps(stored))
+    stored = {f"{choice_cache.device_name()} {key}": choice for key, choice in choices.items()}
+    choice_cache.cache_path(name).write_text(json.dumps(stored))
     assert found_with_one_warning(name) is None
     kind = type(CHOICES[name])
-    assert tune.read_configs(tune.cache_path(name), kind) == {"another": CHOICES[name]}
+    assert choice_cache.read_configs(choice_cache.cache_path(name), kind) == {
+        "another": CHOICES[name]
+    }
     if value != nested(700):
         with pytest.raises((ShapeError, DtypeError), match=field):
             kind(**other | {field: value}).check()
@@ -198,7 +201,7 @@ def test_absurd_values(name: str, field: str, value: Any) -> None:
 @pytest.mark.parametrize("choice", [{}, [], "abc", 4, None, {"check": 1}, {"num_stages": 4}])
 def test_choices_that_are_none(name: str, choice: Any) -> None:
     keep(name)
-    path = tune.cache_path(name)
+    path = choice_cache.cache_path(name)
     path.write_text(json.dumps(dict.fromkeys(json.loads(path.read_text()), choice)))
     assert found_with_one_warning(name) is None
 
@@ -206,14 +209,14 @@ def test_choices_that_are_none(name: str, choice: Any) -> None:
 def test_tiles_that_the_tuner_never_tries() -> None:
     """They may give wrong results, or fit no GPU: other heights than the schedule's, say."""
     (high,) = [c for c in candidates(GEMM) if c.block_m == 128]
-    path = tune.cache_path(tune.GEMMS)
-    tune.keep_choice(path, tune._key(GEMM, 64), asdict(high))
+    path = choice_cache.cache_path(gemm_choices.GEMMS)
+    choice_cache.keep_choice(path, gemm_choices._key(GEMM, 64), asdict(high))
     with pytest.warns(UserWarning, match="never tried"):
-        assert tune.tuned(GEMM, 64) is None
-    tune._read_once.cache_clear()
+        assert gemm_choices.tuned(GEMM, 64) is None
+    gemm_choices._read_once.cache_clear()
     split = GemmConfig(64, 128, 128, 4, 4, num_splits=8)
-    tune.keep_choice(path, tune._key(GEMM, 64), asdict(split))
-    assert tune.tuned(GEMM, 64) == split
+    choice_cache.keep_choice(path, gemm_choices._key(GEMM, 64), asdict(split))
+    assert gemm_choices.tuned(GEMM, 64) == split
 
 
 @pytest.mark.parametrize("field", ["block_m", "block_n", "block_k", "num_warps", "subtiles"])

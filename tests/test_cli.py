@@ -12,8 +12,9 @@ import torch
 from click.testing import Result
 from typer.testing import CliRunner
 
-from moe_engine import BackendError, cli
+from moe_engine import BackendError
 from moe_engine.emulation import RankError, RankPool
+from moe_engine.tools import cli
 
 GEMM = "gemm --rows 10 --experts 4 --columns 16 --depth 16"
 LAYER = "layer --tokens 8 --ranks 2 --experts 4 --topk 2 --hidden 16 --intermediate 16"
@@ -186,7 +187,7 @@ def test_what_is_expected_is_told_in_a_line(
     def fail(*_: object) -> None:
         raise error
 
-    monkeypatch.setattr("moe_engine.timeline.run_job", fail)
+    monkeypatch.setattr("moe_engine.tools.timeline.run_job", fail)
     result = call(TRACE)
     assert (result.exit_code, result.output) == (1, f"{text}\n")
 
@@ -195,7 +196,7 @@ def test_a_mistake_keeps_its_traceback(monkeypatch: pytest.MonkeyPatch) -> None:
     def fail(*_: object) -> None:
         raise RankError({0: KeyError("of ours")})
 
-    monkeypatch.setattr("moe_engine.timeline.run_job", fail)
+    monkeypatch.setattr("moe_engine.tools.timeline.run_job", fail)
     assert isinstance(call(TRACE).exception, RankError)
 
 

@@ -11,7 +11,7 @@ import pytest
 import torch
 from compile_helper import Compiled, compile_kernel
 
-from moe_engine.config import GemmConfig, GemmProblem, candidates
+from moe_engine.device.lang import INTERPRETED
 from moe_engine.grouped_gemm.backward_kernels import (
     _activation_dgrad_kernel,
     _activation_gradient_kernel,
@@ -20,12 +20,12 @@ from moe_engine.grouped_gemm.backward_kernels import (
     _gathered_sum_kernel,
     _wgrad_kernel,
 )
+from moe_engine.grouped_gemm.config import GemmConfig, GemmProblem, candidates
 from moe_engine.grouped_gemm.kernels import (
     _grouped_gemm_kernel,
     _split_sum_kernel,
 )
 from moe_engine.grouped_gemm.schedule_kernels import _tile_schedule_kernel
-from moe_engine.lang import INTERPRETED
 
 pytestmark = pytest.mark.skipif(INTERPRETED, reason="the interpreter compiles nothing")
 

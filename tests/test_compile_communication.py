@@ -12,15 +12,15 @@ import triton
 import triton.language as tl
 from compile_helper import compile_kernel
 
-from moe_engine import routing_kernels, stages_kernels
+from moe_engine import routing_kernels
 from moe_engine.combine import kernels as combine
-from moe_engine.context import PHASE_ROWS
-from moe_engine.dispatch import exchange_kernels, fused_kernels
-from moe_engine.dispatch import kernels as dispatch
+from moe_engine.device.context import PHASE_ROWS
+from moe_engine.device.lang import notify, wait
+from moe_engine.dispatch import exchange_kernels, fused_kernels, stages_kernels
 from moe_engine.dispatch import receive_kernels as receive
+from moe_engine.dispatch import send_kernels as dispatch
 from moe_engine.dispatch.launch import LOCATE_ROWS, METADATA_LANES
-from moe_engine.lang import notify, wait
-from moe_engine.words import COPY_ROWS
+from moe_engine.row_vectors import COPY_ROWS
 
 POINTERS = {
     "context": "*i64",

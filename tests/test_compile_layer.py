@@ -6,16 +6,17 @@ import pytest
 import triton
 from compile_helper import compile_kernel
 
-from moe_engine.combine import layer as combine_host
-from moe_engine.combine import layer_kernels, layer_sum_kernels
-from moe_engine.config import GemmConfig, GemmProblem, candidates
+from moe_engine.combine import fused as combine_host
+from moe_engine.combine import fused_kernels as combine_kernels
+from moe_engine.combine import fused_sum_kernels
+from moe_engine.device.lang import TRACING
 from moe_engine.dispatch import exchange_kernels, fused, fused_kernels
-from moe_engine.experts import beside_sums
+from moe_engine.dispatch.stages_kernels import staged_schedule_kernel
+from moe_engine.engines.fused_layer import beside_sums
+from moe_engine.grouped_gemm.config import GemmConfig, GemmProblem, candidates
 from moe_engine.hardware import leave_room
-from moe_engine.lang import TRACING
 from moe_engine.routing_kernels import place_lanes_kernel
-from moe_engine.stages_kernels import staged_schedule_kernel
-from moe_engine.trace_kernels import ping_kernel
+from moe_engine.tools.trace_kernels import ping_kernel
 from moe_engine.utils import round_up
 
 of_this_triton = pytest.mark.skipif(
@@ -61,7 +62,7 @@ def compile_layer(kernel, constexprs, arch=90, num_warps=4, num_stages=3, more=N
 
 
 def configs(block_m: int, **changes: object) -> list[GemmConfig]:
-    """The tiles of this height for bf16 on sm_90, as `experts.py` launches them."""
+    """The tiles of this height for bf16 on sm_90, as `engines/fused_layer.py` launches them."""
     import torch
 
     problem = GemmProblem(torch.bfloat16, **PROBLEM, **changes)  # type: ignore[arg-type]
@@ -96,7 +97,7 @@ def copy(arch: int = 90):
 
 def returns(arch: int = 90, num_warps: int = combine_host.RETURN_WARPS, **changes: int):
     sizes = {"BLOCK_H": combine_host.RETURN_BYTES // 2}
-    kernel = layer_kernels.return_sums_kernel
+    kernel = combine_kernels.return_sums_kernel
     constexprs = {"STAGES": 8, **sizes} | changes
     registers = combine_host.RETURN_REGISTERS
     return compile_layer(kernel, constexprs, arch, num_warps, more={"maxnreg": registers})
@@ -106,14 +107,14 @@ def sums(arch: int = 90, num_warps: int = combine_host.SUM_WARPS, **changes: int
     sizes = {"STAGES": 8, "BLOCK_H": combine_host.SUM_BYTES // 2}
     more = {} if "RANKS" in changes else {"maxnreg": combine_host.SUM_REGISTERS}
     return compile_layer(
-        layer_sum_kernels.layer_sum_kernel, sizes | changes, arch, num_warps, more=more
+        fused_sum_kernels.layer_sum_kernel, sizes | changes, arch, num_warps, more=more
     )
 
 
 @of_this_triton
 @pytest.mark.parametrize("block_m", [128, 64, 32, 16])
 def test_gemms_do_not_spill(block_m):
-    kernels = fused_kernels.dispatch_gemm_kernel, layer_kernels.staged_gemm_kernel
+    kernels = fused_kernels.dispatch_gemm_kernel, combine_kernels.staged_gemm_kernel
     for kernel, parts in zip(kernels, (2, 1), strict=True):
         for config in configs(block_m, gated=parts == 2):
             built = gemm(kernel, config, parts)
@@ -125,7 +126,7 @@ def test_gemms_do_not_spill(block_m):
 def test_what_runs_beside_a_gemm_finds_room():
     """On an SM: 65,536 registers, 228 KiB of shared memory, 1 KiB of it for each program."""
     up = gemm(fused_kernels.dispatch_gemm_kernel, configs(128, gated=True)[0], 2)
-    down = gemm(layer_kernels.staged_gemm_kernel, beside_sums(configs(128)[0]), 1)
+    down = gemm(combine_kernels.staged_gemm_kernel, beside_sums(configs(128)[0]), 1)
     twice = [(returns(), combine_host.RETURN_WARPS)] * 2
     for multiplies, beside in (up, [(push(), 1), (copy(), 1)]), (down, twice):
         registers = 256 * round_up(multiplies.registers, 8)
@@ -143,7 +144,7 @@ def test_kernels_record_where_they_are_told_to():
     """By one instruction to the compiler, so that GEMMs stay pipelined: products are in flight
     while the next rows are waited for."""
     up = gemm(fused_kernels.dispatch_gemm_kernel, configs(128, gated=True)[0], 2)
-    down = gemm(layer_kernels.staged_gemm_kernel, configs(128)[0], 1)
+    down = gemm(combine_kernels.staged_gemm_kernel, configs(128)[0], 1)
     for built in (up, down, push(), returns(), sums()):
         assert ("%smid" in built.ptx) == TRACING
     for built in (up, down):
@@ -176,7 +177,7 @@ def test_all_compile(arch):
 def test_stages_are_announced_after_their_stores():
     """Before programs are counted their TMA stores are drained and fenced, and all threads meet;
     the count releases."""
-    ptx = gemm(layer_kernels.staged_gemm_kernel, configs(128)[0], 1).ptx
+    ptx = gemm(combine_kernels.staged_gemm_kernel, configs(128)[0], 1).ptx
     last = 0
     for _ in range(ptx.count("cp.async.bulk.wait_group 0; fence.proxy.async; bar.sync 0;")):
         last = ptx.index("cp.async.bulk.wait_group 0; fence.proxy.async; bar.sync 0;", last + 1)

@@ -11,7 +11,7 @@ from compile_helper import Compiled, compile_kernel
 
 from moe_engine.combine.low_latency import REGISTERS
 from moe_engine.combine.low_latency_kernels import low_latency_combine_kernel
-from moe_engine.dispatch.low_latency_kernels import low_latency_dispatch_kernel
+from moe_engine.dispatch.low_latency_send_kernels import low_latency_dispatch_kernel
 
 # What the launchers pass for H 7168, K 8, 256 experts on 4 ranks.
 SHARED = {

@@ -11,10 +11,11 @@ from hypothesis import given
 from hypothesis import strategies as st
 from typer.testing import CliRunner
 
-from moe_engine import tune
-from moe_engine.cli import app
-from moe_engine.config import GemmConfig, GemmProblem, candidates, explain, predict
+from moe_engine import choice_cache
 from moe_engine.errors import BackendError
+from moe_engine.grouped_gemm import choices as gemm_choices
+from moe_engine.grouped_gemm.config import GemmConfig, GemmProblem, candidates, explain, predict
+from moe_engine.tools.cli import app
 
 BF16, FP8, FP32 = torch.bfloat16, torch.float8_e4m3fn, torch.float32
 
@@ -64,16 +65,21 @@ def test_explain_names_the_choice_and_its_limit() -> None:
 def test_what_was_measured_comes_first(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setenv("MOE_ENGINE_CACHE", str(tmp_path))
     problem = GemmProblem(BF16, 65536, 32, 2048, 768)
-    assert tune.tuned(problem) is None
+    assert gemm_choices.tuned(problem) is None
     fast = next(c for c in candidates(problem) if c.block_m == 64)
-    best, us = tune.tune(problem, lambda config: 50.0 if config == fast else 100.0)
+    best, us = gemm_choices.tune(problem, lambda config: 50.0 if config == fast else 100.0)
     assert (best, us) == (fast, 50.0)
     as_many = GemmProblem(BF16, 40000, 32, 2048, 768)
-    assert tune.tuned(problem) == tune.tuned(as_many) == tune.best_config(problem) == fast
-    assert tune.tuned(GemmProblem(BF16, 32768, 32, 2048, 768)) is None
-    assert tune.tuned(problem, 128) is None
+    assert (
+        gemm_choices.tuned(problem)
+        == gemm_choices.tuned(as_many)
+        == gemm_choices.best_config(problem)
+        == fast
+    )
+    assert gemm_choices.tuned(GemmProblem(BF16, 32768, 32, 2048, 768)) is None
+    assert gemm_choices.tuned(problem, 128) is None
     assert [path.name for path in tmp_path.iterdir()] == ["gemm.json"]
-    tune.best_config.cache_clear()
+    gemm_choices.best_config.cache_clear()
 
 
 @pytest.mark.filterwarnings("ignore:.*gemm.json")
@@ -82,18 +88,18 @@ def test_a_bad_file_of_measurements_is_as_none(
 ) -> None:
     monkeypatch.setenv("MOE_ENGINE_CACHE", str(tmp_path))
     problem = GemmProblem(BF16, 65536, 32, 2048, 768)
-    path = tune.cache_path(tune.GEMMS)
+    path = choice_cache.cache_path(gemm_choices.GEMMS)
     for text in ("", "[]"):
         path.write_text(text)
-        tune._read_once.cache_clear()
-        assert tune.tuned(problem) is None
+        gemm_choices._read_once.cache_clear()
+        assert gemm_choices.tuned(problem) is None
     path.unlink()
-    tune.keep_choice(path, tune._key(problem, None), {"of another version": 1})
-    tune._read_once.cache_clear()
-    assert tune.tuned(problem) is None
-    tune._read_once.cache_clear()
+    choice_cache.keep_choice(path, gemm_choices._key(problem, None), {"of another version": 1})
+    gemm_choices._read_once.cache_clear()
+    assert gemm_choices.tuned(problem) is None
+    gemm_choices._read_once.cache_clear()
     with pytest.raises(BackendError, match="refused every tile"):
-        tune.tune(problem, lambda config: float("inf"))
+        gemm_choices.tune(problem, lambda config: float("inf"))
 
 
 def test_command_line() -> None:
@@ -113,4 +119,4 @@ def test_tune_on_one_gpu(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Non
     assert 0 < us < 1e6
     w = torch.empty(8, 1024, 1024, dtype=BF16, device="cuda")
     assert gemm_config(w, 512, "swiglu", gathered=True) == config
-    tune.best_config.cache_clear()
+    gemm_choices.best_config.cache_clear()

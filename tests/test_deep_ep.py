@@ -127,7 +127,7 @@ def test_configs_for_any_number_of_ranks():
 
 
 def test_the_hint_holds_4096_tokens():
-    from moe_engine.slots import RowLayout, SlotLayout, header_bytes
+    from moe_engine.symm.slots import RowLayout, SlotLayout, header_bytes
 
     for num_ranks in (1, 2, 3, 8):
         num_bytes = Config().get_nvl_buffer_size_hint(7168 * 2, num_ranks)

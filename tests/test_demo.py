@@ -7,12 +7,12 @@ import torch
 from rich.console import Console
 from typer.testing import CliRunner
 
-from moe_engine.cli import app
-from moe_engine.demo import Job, Outcome
 from moe_engine.emulation import RankError
 from moe_engine.errors import ShapeError
-from moe_engine.models import Kind
-from moe_engine.report import count_rows, report
+from moe_engine.tools.cli import app
+from moe_engine.tools.demo import Job, Outcome
+from moe_engine.tools.demo_report import count_rows, report
+from moe_engine.tools.models import Kind
 
 pytest.importorskip("transformers")
 pytest.importorskip("matplotlib")
@@ -39,7 +39,7 @@ def test_demo_says_in_one_line_what_a_rank_refused(monkeypatch: pytest.MonkeyPat
     def refuse(*_: object) -> None:
         raise RankError({2: ShapeError("8 experts, which 3 ranks cannot share")})
 
-    monkeypatch.setattr("moe_engine.demo.run_jobs", refuse)
+    monkeypatch.setattr("moe_engine.tools.demo.run_jobs", refuse)
     done = CliRunner().invoke(app, ["demo", "--ranks=3"])
     assert done.exit_code == 1
     assert done.output.endswith("ShapeError: 8 experts, which 3 ranks cannot share\n")

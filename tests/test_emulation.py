@@ -94,7 +94,7 @@ def test_tensors_leave_no_open_files(pair):
 
 
 def get_environment(group):
-    from moe_engine import lang
+    from moe_engine.device import lang
 
     return lang.INTERPRETED, os.environ.get("MOE_TEST"), torch.get_num_threads()
 

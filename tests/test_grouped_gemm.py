@@ -13,10 +13,10 @@ import torch.nn.functional as F
 from hypothesis import given
 from hypothesis import strategies as st
 
+from moe_engine.device.lang import INTERPRETED
 from moe_engine.emulation import RankPool
 from moe_engine.errors import ShapeError
 from moe_engine.grouped_gemm import gathered_gemm, gemm_config, grouped_gemm, tile_schedule
-from moe_engine.lang import INTERPRETED
 
 BF16, FP32, FP8 = torch.bfloat16, torch.float32, torch.float8_e4m3fn
 TOLERANCE = {BF16: 4e-3, FP32: 1e-5, FP8: 4e-3}

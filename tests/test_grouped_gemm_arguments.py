@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 import torch
 
+from moe_engine.device.lang import INTERPRETED
 from moe_engine.emulation import RankPool
 from moe_engine.errors import BackendError, DtypeError, MoeEngineError, ShapeError
 from moe_engine.grouped_gemm import (
@@ -21,7 +22,6 @@ from moe_engine.grouped_gemm import (
     tile_schedule,
     wgrad,
 )
-from moe_engine.lang import INTERPRETED
 
 BF16, FP32, FP8 = torch.bfloat16, torch.float32, torch.float8_e4m3fn
 DEVICE = "cpu" if INTERPRETED else "cuda"

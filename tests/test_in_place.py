@@ -10,8 +10,8 @@ import triton.language as tl
 from test_dispatch_combine import make_buffer, make_inputs, poison
 
 from moe_engine import BackendError, RoutingError, reference
+from moe_engine.device.lang import as_pointer
 from moe_engine.emulation import PerRank
-from moe_engine.lang import as_pointer
 
 
 def rows_at(address, like):

@@ -1,4 +1,4 @@
-"""The device language: every function of moe_engine.lang, on two ranks where it needs a peer."""
+"""The device language: every function of device/lang.py, on two ranks where it needs a peer."""
 
 import time
 
@@ -8,8 +8,9 @@ import torch.distributed as dist
 import triton
 import triton.language as tl
 
-from moe_engine import lang, symm, work
-from moe_engine.context import PHASE_ROWS, Phase, Report, Word
+from moe_engine import symm
+from moe_engine.device import lang, programs
+from moe_engine.device.context import PHASE_ROWS, Phase, Report, Word
 
 NUM_BYTES = 4096
 FLAGS = 3072  # offsets into the block
@@ -265,7 +266,7 @@ def test_the_first_failure_is_the_one_reported(pool):
 def arrive(context, marks, out, NUM_PROGRAMS: tl.constexpr):
     program = tl.program_id(0)
     tl.store(marks + program, program + 1)
-    last = work.is_last_program(context)
+    last = programs.is_last_program(context)
     if last:
         tl.atomic_add(out, 1)
         total = tl.sum(tl.load(marks + tl.arange(0, NUM_PROGRAMS), volatile=True), 0)
@@ -291,7 +292,7 @@ def test_one_program_is_the_last_and_sees_the_others_stores(pool):
 @triton.jit
 def end_call(context, out):
     tl.store(out, lang.current_epoch(context))
-    work.finish_call(context)
+    programs.finish_call(context)
 
 
 def end_calls(group):

@@ -8,9 +8,9 @@ from hypothesis import strategies as st
 from typer.testing import CliRunner
 
 from moe_engine import Buffer, Options
-from moe_engine.cli import app
 from moe_engine.errors import DtypeError, MoeEngineError, ShapeError
 from moe_engine.layer_config import STAGE_US, LayerConfig, LayerProblem, back_us, there_us
+from moe_engine.tools.cli import app
 
 QWEN3 = {"num_experts": 128, "num_topk": 8, "hidden": 2048, "num_columns": 768}
 STAGES = ("num_stages", "num_return_stages")

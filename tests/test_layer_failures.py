@@ -99,7 +99,7 @@ def test_a_lost_rank_is_named(pool, step):
 def call_with_stages(group, stages):
     """What a rank is told that runs a layer in these stages, chosen behind its Buffer's back."""
     from moe_engine import LayerConfig, ShapeError, moe_ffn
-    from moe_engine.tune import LayerChoices
+    from moe_engine.layer_config import LayerChoices
 
     args = first_call(group, 20.0)
     buffer = args[-1]

@@ -10,7 +10,7 @@ import numpy
 import pytest
 import torch
 
-from moe_engine import reference_low_latency as reference
+from moe_engine import low_latency_reference as reference
 
 
 def all_e4m3():

@@ -13,9 +13,9 @@ from test_failures import EXPERTS, _tokens, dispatch
 
 from moe_engine import Buffer, CapacityError, RoutingError, reference
 from moe_engine.emulation import PerRank
-from moe_engine.slots import RowLayout, SlotLayout
+from moe_engine.engines.base import Tokens
+from moe_engine.symm.slots import RowLayout, SlotLayout
 from moe_engine.utils import LINE_BYTES
-from moe_engine.verbs import Tokens
 
 
 def exceed_a_region(group):

@@ -10,8 +10,9 @@ import triton.language as tl
 from test_dispatch_combine import make_buffer, make_inputs
 from test_lang import make_context
 
-from moe_engine import Buffer, CapacityError, lang, reference
-from moe_engine.context import Word
+from moe_engine import Buffer, CapacityError, reference
+from moe_engine.device import lang
+from moe_engine.device.context import Word
 from moe_engine.emulation import PerRank
 
 NUM_EXPERTS = 16
@@ -83,7 +84,7 @@ def lose_rows(group, x, topk_idx, topk_weights):
     """Ids and rows of a dispatch with too little room, and ids of one after a failure, the host
     not having looked between; what is not written stays 777."""
     from moe_engine import dispatch as dispatch_verbs
-    from moe_engine import engine as engines
+    from moe_engine.engines import kernel as engines
 
     x, topk_idx, topk_weights = (t.to(cases.device()) for t in (x, topk_idx, topk_weights))
     buffer = make_buffer(group, x, NUM_EXPERTS, topk_idx.shape[1], len(x))

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from test_dispatch_combine import make_buffer, make_inputs
 
 from moe_engine import reference
-from moe_engine.slots import header_bytes
+from moe_engine.symm.slots import header_bytes
 
 BLOCK_M = 16
 HIDDEN = 40
@@ -24,7 +24,7 @@ UNUSED = 0x7F
 def told_by(slots, writer, num_experts, row, back_stages):
     """What rank `writer` has told this one: (places [N, K] and weights [N, K] of each row, how many
     rows each stage has, and which, [N, stages])."""
-    from moe_engine.context import SIGNATURE_WORDS, Word
+    from moe_engine.device.context import SIGNATURE_WORDS, Word
 
     layout = slots.layout
     slot = (int(slots.context.words[Word.EPOCH]) + 1) % layout.num_slots
@@ -44,9 +44,9 @@ def steps_on_rank(group, num_experts, max_tokens, stages, back_stages, x, topk_i
     """The kernels of a layer in their order, without its GEMMs: all that they have found, told
     and pushed, by name."""
     from moe_engine import dispatch, routing
-    from moe_engine.context import MAX_STAGES, Word
-    from moe_engine.experts import expert_rows_bytes
-    from moe_engine.stages import staged_schedule
+    from moe_engine.device.context import MAX_STAGES, Word
+    from moe_engine.dispatch.stages import staged_schedule
+    from moe_engine.engines.fused_layer import expert_rows_bytes
 
     num_ranks, device = torch.distributed.get_world_size(group), cases.device()
     num_topk, row_bytes = topk_idx.shape[1], x.shape[1] * x.itemsize

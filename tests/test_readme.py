@@ -14,7 +14,7 @@ import torch.distributed as dist
 
 from moe_engine import Buffer
 from moe_engine.emulation import RankPool
-from moe_engine.reference_low_latency import cast_back
+from moe_engine.low_latency_reference import cast_back
 
 README = Path(__file__).parents[1] / "README.md"
 T = 6
@@ -45,7 +45,7 @@ def in_transformers(group: dist.ProcessGroup, folder: str) -> Iterator[Names]:
     from test_transformers import build, difference
     from transformers import AutoModelForCausalLM
 
-    from moe_engine.models import Kind
+    from moe_engine.tools.models import Kind
 
     model = build(Kind.MIXTRAL)
     whole = {name: tensor.clone() for name, tensor in model.state_dict().items()}

@@ -12,9 +12,9 @@ from hypothesis import strategies as st
 def plan_on_rank(group, topk_idx, num_experts, num_ranks):
     """(layout, send plan) through the kernels, as if there were `num_ranks` ranks."""
     from moe_engine import routing
-    from moe_engine.context import Report
-    from moe_engine.slots import SlotLayout, Slots
+    from moe_engine.device.context import Report
     from moe_engine.symm.single import SingleTensor
+    from moe_engine.symm.slots import SlotLayout, Slots
 
     layout = SlotLayout(num_ranks, 1024)
     block = SingleTensor(layout.num_bytes, cases.device())

@@ -9,19 +9,21 @@ from hypothesis import given
 from hypothesis import strategies as st
 from test_lang import make_context
 
-from moe_engine import slots_kernels, symm, work
-from moe_engine.context import Word
+from moe_engine import symm
+from moe_engine.device import programs
+from moe_engine.device import slots as device_slots
+from moe_engine.device.context import Word
 
 
 @triton.jit
 def mark_spans(marks, num_chunks, SPAN: tl.constexpr):
     program = tl.program_id(0)
     num_programs = tl.num_programs(0)
-    for turn in range(0, slots_kernels.num_spans(num_chunks, num_programs, SPAN)):
-        first, end = slots_kernels.span(turn, num_chunks, program, num_programs, SPAN)
+    for turn in range(0, device_slots.num_spans(num_chunks, num_programs, SPAN)):
+        first, end = device_slots.span(turn, num_chunks, program, num_programs, SPAN)
         for chunk in range(first, end):
             tl.atomic_add(marks + program * (num_chunks + 1) + chunk, 1)
-    here = slots_kernels.num_chunks_here(num_chunks, program, num_programs, SPAN)
+    here = device_slots.num_chunks_here(num_chunks, program, num_programs, SPAN)
     tl.store(marks + program * (num_chunks + 1) + num_chunks, here)
 
 
@@ -52,7 +54,7 @@ def test_spans_of_the_example(pool):
 
 @triton.jit
 def store_deal(context, out, first, first_peer, num_peers, LANES: tl.constexpr):
-    peers, rows = slots_kernels.deal(first, first_peer, num_peers, context, LANES)
+    peers, rows = device_slots.deal(first, first_peer, num_peers, context, LANES)
     lanes = tl.arange(0, LANES)
     tl.store(out + lanes, peers)
     tl.store(out + LANES + lanes, rows)
@@ -72,15 +74,17 @@ def test_tiles_hold_rows_for_all_ranks(pool):
 
 @triton.jit
 def take_all(context, takers, count):
-    piece = work.claim(context)
+    piece = programs.claim(context)
     while piece < count:
         tl.atomic_add(takers + piece, 1)
-        piece = work.claim(context)
-    work.end_push(context)
-    if work.is_last_program(context):
-        tl.store(takers + count, work.is_pushing(tl.num_programs(0), context).to(tl.int32))
-        tl.store(takers + count + 1, work.is_pushing(tl.num_programs(0) + 1, context).to(tl.int32))
-        work.finish_call(context)
+        piece = programs.claim(context)
+    programs.end_push(context)
+    if programs.is_last_program(context):
+        tl.store(takers + count, programs.is_pushing(tl.num_programs(0), context).to(tl.int32))
+        tl.store(
+            takers + count + 1, programs.is_pushing(tl.num_programs(0) + 1, context).to(tl.int32)
+        )
+        programs.finish_call(context)
 
 
 def claims(group):

@@ -11,7 +11,8 @@ import triton.language as tl
 from hypothesis import given
 from hypothesis import strategies as st
 
-from moe_engine import reference, stages_kernels
+from moe_engine import reference
+from moe_engine.dispatch import stages_kernels
 
 STAGES = st.integers(1, 16)
 
@@ -21,8 +22,8 @@ def tiles_on_rank(
 ):
     """(tiles, stages in which they arrive, number of own ones, first tile of each stage) by the
     kernel."""
+    from moe_engine.dispatch.stages import staged_schedule
     from moe_engine.routing import Places
-    from moe_engine.stages import staged_schedule
 
     def offsets(counts):
         sums = [0, *itertools.accumulate(counts)]

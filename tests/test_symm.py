@@ -14,7 +14,8 @@ import torch.distributed as dist
 import triton
 import triton.language as tl
 
-from moe_engine import lang, symm
+from moe_engine import symm
+from moe_engine.device import lang
 from moe_engine.emulation import PerRank, RankError, RankPool
 from moe_engine.errors import BackendError, OutOfStep, ShapeError
 from moe_engine.symm import exchange

@@ -11,7 +11,8 @@ import triton.language as tl
 from hypothesis import given
 from hypothesis import strategies as st
 
-from moe_engine import reference, tiles
+from moe_engine import reference
+from moe_engine.device import tiles
 
 
 @triton.jit

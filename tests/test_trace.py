@@ -19,14 +19,15 @@ from test_dispatch_combine import make_inputs
 from test_layer import make_weights
 from typer.testing import CliRunner
 
-from moe_engine import ptx, trace
-from moe_engine.cli import app
-from moe_engine.context import ROLE_SUM, Phase, Role
+from moe_engine.device import ptx
+from moe_engine.device.context import ROLE_SUM, Phase, Role
+from moe_engine.device.lang import begin_span, end_span
 from moe_engine.emulation import PerRank, RankError, RankPool
 from moe_engine.errors import BackendError, CapacityError, PeerTimeout
-from moe_engine.lang import begin_span, end_span
-from moe_engine.slots import SlotLayout, Slots
-from moe_engine.trace import Clock, Recorder, Span, align_clocks, summarize
+from moe_engine.symm.slots import SlotLayout, Slots
+from moe_engine.tools import trace
+from moe_engine.tools.cli import app
+from moe_engine.tools.trace import Clock, Recorder, Span, align_clocks, summarize
 
 RANKS, TOKENS, NUM_LOCAL, TOPK, HIDDEN, COLUMNS = 2, [40, 23], 3, 3, 136, 72
 STAGES, RETURN_STAGES = 3, 2
@@ -351,7 +352,7 @@ def test_errors_of_ranks_are_told_plainly(monkeypatch):
     def fail(*_):
         raise RankError({1: BackendError("no such thing")})
 
-    monkeypatch.setattr("moe_engine.timeline.run_job", fail)
+    monkeypatch.setattr("moe_engine.tools.timeline.run_job", fail)
     result = CliRunner().invoke(app, ["trace"])
     assert result.exit_code == 1
     assert "BackendError: no such thing" in result.output

@@ -13,6 +13,7 @@ pytest.importorskip("transformers")
 
 from transformers import StaticCache
 
+from moe_engine.device.lang import INTERPRETED
 from moe_engine.emulation import RankError, RankPool
 from moe_engine.errors import (
     BackendError,
@@ -27,8 +28,7 @@ from moe_engine.integrations.transformers import (
     replay_routing,
     shard_experts,
 )
-from moe_engine.lang import INTERPRETED
-from moe_engine.models import Kind, build_config, build_model
+from moe_engine.tools.models import Kind, build_config, build_model
 
 BATCHES = ((1, 12), (2, 5), (0, 0), (1, 1))
 """Batch size and length on each rank; the third has nothing to read."""

@@ -15,7 +15,7 @@ from transformers import AutoConfig, AutoModelForCausalLM
 from moe_engine.emulation import RankError, RankPool
 from moe_engine.errors import BackendError, DtypeError, MoeEngineError, ShapeError
 from moe_engine.integrations.transformers import fix_max_tokens, register, shard_experts
-from moe_engine.models import Kind
+from moe_engine.tools.models import Kind
 
 
 def tiny(model_type: str, **changes: Any) -> Any:

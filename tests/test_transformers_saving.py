@@ -25,7 +25,7 @@ from moe_engine.integrations.transformers import (
     shard_experts,
     unshard_experts,
 )
-from moe_engine.models import Kind, build_config, build_model
+from moe_engine.tools.models import Kind, build_config, build_model
 
 
 def read(model: Any, rank: int) -> torch.Tensor:

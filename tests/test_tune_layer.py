@@ -13,13 +13,14 @@ from hypothesis import given
 from hypothesis import strategies as st
 from typer.testing import CliRunner
 
-from moe_engine import Buffer, LayerConfig, Options, tune, tune_layer
-from moe_engine.cli import app
+from moe_engine import Buffer, LayerConfig, Options, choice_cache, layer_config
 from moe_engine.emulation import PerRank
 from moe_engine.errors import BackendError
 from moe_engine.layer_config import LayerProblem
 from moe_engine.symm import environment
-from moe_engine.tune_layer import FIELDS, PASSES, REFUSED, Job, descend, fastest, neighbours
+from moe_engine.tools import tune_layer
+from moe_engine.tools.cli import app
+from moe_engine.tools.tune_layer import FIELDS, PASSES, REFUSED, Job, descend, fastest, neighbours
 
 RANKS, EXPERTS, TOPK, HIDDEN, COLUMNS, TOKENS = 2, 4, 2, 16, 8, 9
 PROBLEM = LayerProblem(RANKS, TOKENS, EXPERTS, TOPK, HIDDEN, COLUMNS)
@@ -33,7 +34,7 @@ def folder(monkeypatch, tmp_path):
 
 
 def found(problem=PROBLEM):
-    return tune.LayerChoices(measured=tune.measured_layers()).found(problem)
+    return layer_config.LayerChoices(measured=layer_config.measured_layers()).found(problem)
 
 
 # --- What is tried -------------------------------------------------------------------------------
@@ -123,23 +124,23 @@ def test_same_bits():
 
 def test_what_is_kept_is_found_for_as_many_tokens(folder):
     assert found() is None
-    tune.keep_layer(PROBLEM, OTHER)
+    layer_config.keep_layer(PROBLEM, OTHER)
     assert found() == found(replace(PROBLEM, max_tokens=16)) == OTHER
     for name in ("max_tokens", "num_ranks", "num_experts", "num_topk", "hidden", "num_columns"):
         assert found(replace(PROBLEM, **{name: 64})) is None
     few = replace(PROBLEM, max_tokens=1)
-    tune.keep_layer(few, LayerConfig())
+    layer_config.keep_layer(few, LayerConfig())
     assert (found(few), found()) == (LayerConfig(), OTHER)
-    tune.keep_layer(PROBLEM, LayerConfig(4))
+    layer_config.keep_layer(PROBLEM, LayerConfig(4))
     assert found() == LayerConfig(4)
     assert [path.name for path in folder.iterdir()] == ["layer.json"]
 
 
 def test_choices_of_other_devices_do_not_count(folder, monkeypatch):
-    tune.keep_layer(PROBLEM, OTHER)
-    monkeypatch.setattr(tune, "device_name", lambda: "another")
+    layer_config.keep_layer(PROBLEM, OTHER)
+    monkeypatch.setattr(choice_cache, "device_name", lambda: "another")
     assert found() is None
-    tune.keep_layer(PROBLEM, LayerConfig())
+    layer_config.keep_layer(PROBLEM, LayerConfig())
     monkeypatch.undo()
     monkeypatch.setenv("MOE_ENGINE_CACHE", str(folder))
     assert found() == OTHER
@@ -159,21 +160,21 @@ BAD = [
 @pytest.mark.filterwarnings("ignore:.*layer.json")
 @pytest.mark.parametrize("choice", BAD)
 def test_choices_of_other_versions_do_not_count(folder, choice):
-    tune.keep_layer(PROBLEM, OTHER)
+    layer_config.keep_layer(PROBLEM, OTHER)
     path = folder / "layer.json"
     (key,) = json.loads(path.read_text())
     path.write_text(json.dumps({key: choice}))
-    assert tune.measured_layers() == {}
+    assert layer_config.measured_layers() == {}
     for text in ("", "[]", '{"'):
         path.write_text(text)
-        assert tune.measured_layers() == {}
+        assert layer_config.measured_layers() == {}
 
 
 def test_a_folder_that_cannot_be_written(monkeypatch, tmp_path):
     (tmp_path / "file").touch()
     monkeypatch.setenv("MOE_ENGINE_CACHE", str(tmp_path / "file"))
     with pytest.raises(BackendError, match="MOE_ENGINE_CACHE"):
-        tune.keep_layer(PROBLEM, OTHER)
+        layer_config.keep_layer(PROBLEM, OTHER)
 
 
 # --- Who takes it --------------------------------------------------------------------------------
@@ -201,7 +202,7 @@ def choices(group, folder, options):
 
 def keep_on_rank(group, folder):
     with environment({"MOE_ENGINE_CACHE": folder}):
-        tune.keep_layer(PROBLEM, OTHER)
+        layer_config.keep_layer(PROBLEM, OTHER)
 
 
 def test_buffers_take_what_rank_0_has_read(pool, tmp_path):

@@ -32,10 +32,10 @@ from torch import Tensor, nn
 from ..buffer import Buffer
 from ..checks import check_at_least
 from ..deadline import timeout_seconds
-from ..device_context import COMPILE_S
 from ..errors import BackendError, CapacityError, OutOfStep, ShapeError
 from ..layer import moe_ffn
 from ..symm import default_group, exchange
+from ..symm.device_context import COMPILE_S
 from .transformers_experts import WEIGHTS, check_experts, experts_layers, shape_of
 
 NAME = "moe_engine"

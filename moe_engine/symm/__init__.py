@@ -19,7 +19,7 @@ from typing import Protocol
 import torch
 import torch.distributed as dist
 
-from .. import lang
+from ..device import lang
 from ..errors import BackendError, ShapeError
 from .meeting import exchange, per_rank
 

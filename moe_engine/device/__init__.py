@@ -1,0 +1,1 @@
+"""All device code that several kernels share, and what it shares with the host."""

@@ -1,0 +1,184 @@
+"""The words that host and kernels share: the device context, the report, and what waits are for."""
+
+from enum import IntEnum
+
+import triton.language as tl
+
+
+class Word(IntEnum):
+    """Index of each int64 word in the device context; set once by the host, except where said."""
+
+    EPOCH = 0  # last finished epoch; advanced by the last program of each call
+    BROKEN = 1  # not 0: this rank's calls have ended, and kernels return at once; bit 0: the host
+    # is told why; TOLD_BIT: set by the host of a rank that abandoned a call
+    FINISHED = 2  # programs of the running kernel that are done; 0 between kernels
+    BAD_IDS = 3  # routing ids outside -1 .. E-1 seen so far; layout and low-latency dispatch add
+    TIMEOUT_NS = 4
+    REPORT = 5  # address of the report in host memory, see `Report`
+    RANK = 6
+    NUM_RANKS = 7
+    NUM_SLOTS = 8
+    REGION_BYTES = 9  # one source's part of one slot
+    DONE = 10  # offsets into the symmetric block, in bytes
+    COUNT_FLAGS = 11
+    CHUNK_FLAGS = 12
+    MAX_CHUNKS = 13
+    SLOTS = 14
+    CLAIMED = 15  # pieces of work of the running call that programs have taken
+    PUSHED = 16  # programs of the running call that have pushed their share
+    PACE = 17  # picoseconds that 1024 bytes to other ranks should take; 0: unpaced
+    METADATA_FLAGS = 18  # as COUNT_FLAGS
+    STAGE_FLAGS = 19  # as COUNT_FLAGS
+    TRACE = 20  # address of this GPU's spans, see `ptx.write_span`; 0: they are not recorded
+    MASKED = 21  # bit r: rank r is left out of low-latency calls
+    STARTED = 22  # programs of the running launch that have read the epoch; see `_begin_send`
+    OWN = 23  # address of this rank's symmetric block
+    BUFFER = 24  # a number that all ranks of a Buffer have, and other Buffers have not
+    PEERS = 26  # R addresses of the ranks' symmetric blocks, as mapped here; 16 bytes hold two
+
+
+class Report(IntEnum):
+    """Index of each int64 word in the report to the host, written once by what fails first."""
+
+    VALID = 0
+    PEER = 1
+    PHASE = 2
+    EPOCH = 3
+    ROWS = 4  # most rows from one rank to another, after Phase.CAPACITY in the exchange
+    THEIRS = 4  # what the peer called with, after Phase.SIGNATURE and FIELDS: up to 16 words
+    OURS = 20  # what this rank called with, likewise
+    BAD_IDS = 36  # routing ids outside -1 .. E-1 seen so far; no failure
+
+
+class Phase(IntEnum):
+    """What a wait was for; SIGNATURE, FIELDS: a peer's call did not match; OVERFLOW: more rows
+    came than the caller has room for; CAPACITY: more rows than a region holds; ABANDONED: a peer
+    broke its call off; HANDLE: the handle is not one of this Buffer."""
+
+    SLOT_FREE = 0
+    COUNTS = 1
+    ROWS = 2
+    RETURNED_ROWS = 3
+    SIGNATURE = 4
+    OVERFLOW = 5
+    CAPACITY = 6
+    METADATA = 7
+    TILES = 8
+    CLOCKS = 9
+    FIELDS = 10
+    ABANDONED = 11
+    HANDLE = 12
+
+
+class Kind(IntEnum):
+    """The first field of a signature: which verb began a call."""
+
+    REFUSED_HANDLE = 0
+    DISPATCH = 1
+    CACHED_DISPATCH = 2
+    COMBINE = 3
+    MOE_FFN = 4
+    LOW_LATENCY_DISPATCH = 5
+    LOW_LATENCY_COMBINE = 6
+    MOE_FFN_DISPATCH = 7  # the two of a layer of few tokens, whose weights travel with the rows
+    MOE_FFN_COMBINE = 8
+
+
+DISPATCH_OF_HANDLE = "call of the handle's dispatch"
+SIGNATURE = (
+    *("verb", "bytes per token", "top-k", "experts", "bytes per item", "scales"),
+    *("stages of dispatch", "stages of combine", "whether memory may grow"),
+    *(DISPATCH_OF_HANDLE, "Buffer"),
+)
+"""What all ranks must begin a call with alike: the fields of a signature, int32 [SIGNATURE_WORDS],
+see `device/signature.py`."""
+
+
+class Role(IntEnum):
+    """What a program of a layer or of a low-latency call does in a span of a trace. A span in a
+    wait has its Phase for a role."""
+
+    EXCHANGE = 16
+    PUSH = 17
+    COPY = 18
+    UP = 19
+    RECORDS = 20
+    DOWN = 21
+    RETURN = 22
+    SUM = 23
+    OPEN = 24  # until a low-latency call's program knows its slot
+    COUNTS = 25
+    SEND = 26
+    PACK = 27
+
+
+TOLD_BIT = 32
+"""Of `Word.BROKEN`, which peers set by storing a byte: so they clear no bit that this rank sets."""
+SIGNATURE_WORDS = tl.constexpr(16)
+MAX_STAGES = tl.constexpr(16)
+"""Parts that a layer's rows are sent in, and returned in."""
+
+# Kernels can read module globals only as constexpr.
+EPOCH = tl.constexpr(int(Word.EPOCH))
+BROKEN = tl.constexpr(int(Word.BROKEN))
+FINISHED = tl.constexpr(int(Word.FINISHED))
+BAD_IDS = tl.constexpr(int(Word.BAD_IDS))
+TIMEOUT_NS = tl.constexpr(int(Word.TIMEOUT_NS))
+REPORT = tl.constexpr(int(Word.REPORT))
+RANK = tl.constexpr(int(Word.RANK))
+NUM_RANKS = tl.constexpr(int(Word.NUM_RANKS))
+NUM_SLOTS = tl.constexpr(int(Word.NUM_SLOTS))
+REGION_BYTES = tl.constexpr(int(Word.REGION_BYTES))
+DONE = tl.constexpr(int(Word.DONE))
+COUNT_FLAGS = tl.constexpr(int(Word.COUNT_FLAGS))
+CHUNK_FLAGS = tl.constexpr(int(Word.CHUNK_FLAGS))
+MAX_CHUNKS = tl.constexpr(int(Word.MAX_CHUNKS))
+SLOTS = tl.constexpr(int(Word.SLOTS))
+CLAIMED = tl.constexpr(int(Word.CLAIMED))
+PUSHED = tl.constexpr(int(Word.PUSHED))
+PACE = tl.constexpr(int(Word.PACE))
+METADATA_FLAGS = tl.constexpr(int(Word.METADATA_FLAGS))
+STAGE_FLAGS = tl.constexpr(int(Word.STAGE_FLAGS))
+TRACE = tl.constexpr(int(Word.TRACE))
+MASKED = tl.constexpr(int(Word.MASKED))
+STARTED = tl.constexpr(int(Word.STARTED))
+OWN = tl.constexpr(int(Word.OWN))
+BUFFER = tl.constexpr(int(Word.BUFFER))
+PEERS = tl.constexpr(int(Word.PEERS))
+PHASE_SLOT_FREE = tl.constexpr(int(Phase.SLOT_FREE))
+PHASE_COUNTS = tl.constexpr(int(Phase.COUNTS))
+PHASE_ROWS = tl.constexpr(int(Phase.ROWS))
+PHASE_RETURNED_ROWS = tl.constexpr(int(Phase.RETURNED_ROWS))
+PHASE_SIGNATURE = tl.constexpr(int(Phase.SIGNATURE))
+PHASE_OVERFLOW = tl.constexpr(int(Phase.OVERFLOW))
+PHASE_CAPACITY = tl.constexpr(int(Phase.CAPACITY))
+REPORT_THEIRS = tl.constexpr(int(Report.THEIRS))
+REPORT_OURS = tl.constexpr(int(Report.OURS))
+REPORT_ROWS = tl.constexpr(int(Report.ROWS))
+REPORT_BAD_IDS = tl.constexpr(int(Report.BAD_IDS))
+PHASE_METADATA = tl.constexpr(int(Phase.METADATA))
+PHASE_TILES = tl.constexpr(int(Phase.TILES))
+PHASE_CLOCKS = tl.constexpr(int(Phase.CLOCKS))
+PHASE_FIELDS = tl.constexpr(int(Phase.FIELDS))
+PHASE_ABANDONED = tl.constexpr(int(Phase.ABANDONED))
+PHASE_HANDLE = tl.constexpr(int(Phase.HANDLE))
+KIND_DISPATCH = tl.constexpr(int(Kind.DISPATCH))
+KIND_CACHED_DISPATCH = tl.constexpr(int(Kind.CACHED_DISPATCH))
+KIND_COMBINE = tl.constexpr(int(Kind.COMBINE))
+KIND_MOE_FFN = tl.constexpr(int(Kind.MOE_FFN))
+KIND_LOW_LATENCY_DISPATCH = tl.constexpr(int(Kind.LOW_LATENCY_DISPATCH))
+KIND_LOW_LATENCY_COMBINE = tl.constexpr(int(Kind.LOW_LATENCY_COMBINE))
+KIND_MOE_FFN_DISPATCH = tl.constexpr(int(Kind.MOE_FFN_DISPATCH))
+KIND_MOE_FFN_COMBINE = tl.constexpr(int(Kind.MOE_FFN_COMBINE))
+ROLE_EXCHANGE = tl.constexpr(int(Role.EXCHANGE))
+ROLE_PUSH = tl.constexpr(int(Role.PUSH))
+ROLE_COPY = tl.constexpr(int(Role.COPY))
+ROLE_UP = tl.constexpr(int(Role.UP))
+ROLE_RECORDS = tl.constexpr(int(Role.RECORDS))
+ROLE_DOWN = tl.constexpr(int(Role.DOWN))
+ROLE_RETURN = tl.constexpr(int(Role.RETURN))
+ROLE_SUM = tl.constexpr(int(Role.SUM))
+ROLE_OPEN = tl.constexpr(int(Role.OPEN))
+ROLE_COUNTS = tl.constexpr(int(Role.COUNTS))
+ROLE_SEND = tl.constexpr(int(Role.SEND))
+ROLE_PACK = tl.constexpr(int(Role.PACK))

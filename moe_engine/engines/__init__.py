@@ -1,0 +1,1 @@
+"""What carries out a Buffer's calls: kernels on symmetric memory, or torch.distributed."""

@@ -1,0 +1,235 @@
+"""The collective engine: the same verbs on torch.distributed all-to-all, any device, any network.
+
+Plain torch on each rank, so it needs neither peer access nor Triton. It synchronises the host with
+the counts in every call.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+
+import torch
+import torch.distributed as dist
+
+from .. import reference
+from ..device.context import SIGNATURE_WORDS
+from ..dispatch import Collected
+from ..errors import CapacityError, RoutingError, ShapeError, bad_ids
+from ..symm.device_context import DeviceContext
+from .base import Handle, Tokens
+
+
+class CollectiveEngine:
+    """Verbs through `all_to_all_single` over `group` (None: one rank)."""
+
+    def __init__(self, group: dist.ProcessGroup | None):
+        self.group = group
+        self.rank = dist.get_rank(group) if group is not None else 0
+        self.num_ranks = dist.get_world_size(group) if group is not None else 1
+        self._num_bad_ids = self._told_bad_ids = 0
+        self._kept: torch.Tensor | None = None
+
+    def _exchange(
+        self, rows: torch.Tensor, send_splits: list[int], recv_splits: list[int]
+    ) -> torch.Tensor:
+        """Rows grouped by destination to rows grouped by source, as bytes of any type."""
+        if self.group is None:
+            return rows
+        row_shape = rows.shape[1:]
+        row_bytes = row_shape.numel() * rows.itemsize
+        # One row first: where a size is 0 or 1, strides may be any, and bytes refuse some.
+        flat = rows.reshape(-1).view(torch.uint8).view(rows.shape[0], row_bytes)
+        out = flat.new_empty(sum(recv_splits), row_bytes)
+        dist.all_to_all_single(out, flat, recv_splits, send_splits, group=self.group)
+        return out.view(-1).view(rows.dtype).view(out.shape[0], *row_shape)
+
+    def layout(
+        self, topk_idx: torch.Tensor, num_experts: int
+    ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        """See `reference.layout`. Ids out of range count as -1 and are told by `check`."""
+        bad = (topk_idx < -1) | (topk_idx >= num_experts)
+        self._num_bad_ids += int(bad.sum())
+        return reference.layout(topk_idx.masked_fill(bad, -1), num_experts, self.num_ranks)
+
+    def _count(self, tokens: Tokens) -> tuple[torch.Tensor, torch.Tensor]:
+        """(rank_prefix_matrix [R, R], recv_expert_counts [R, L]) after refusing other shapes."""
+        num_experts = tokens.num_experts
+        row = tokens.row
+        mine = [row.payload_bytes, row.num_topk, num_experts, tokens.x.itemsize, row.num_scales]
+        signature = tokens.num_tokens_per_rank.new_tensor(mine)
+        # The signature goes first and alone: ranks that differ in it would differ in row lengths.
+        for peer, theirs in enumerate(self._gather(signature).tolist()):
+            if theirs != mine:
+                raise ShapeError(
+                    f"ranks {self.rank} and {peer} called dispatch with different shapes: (bytes "
+                    f"per token, top-k, experts, bytes per item, scales) is {mine} here, {theirs} "
+                    "there. They must agree on all ranks."
+                )
+        gathered = self._gather(
+            torch.cat([tokens.num_tokens_per_expert, tokens.num_tokens_per_rank])
+        )
+        num_local = num_experts // self.num_ranks
+        first = self.rank * num_local
+        prefix = gathered[:, num_experts:].cumsum(0).int()
+        return prefix, gathered[:, first : first + num_local].contiguous()
+
+    def _gather(self, row: torch.Tensor) -> torch.Tensor:
+        if self.group is None:
+            return row[None]
+        out = row.new_empty(self.num_ranks, row.numel())
+        dist.all_gather(list(out.unbind(0)), row, group=self.group)
+        return out
+
+    def _splits(self, prefix: torch.Tensor) -> tuple[list[int], list[int]]:
+        """Rows sent to and received from each rank."""
+        counts = torch.diff(prefix, dim=0, prepend=prefix.new_zeros(1, self.num_ranks)).tolist()
+        return counts[self.rank], [row[self.rank] for row in counts]
+
+    def dispatch(
+        self, tokens: Tokens, num_worst_tokens: int
+    ) -> tuple[Collected, list[int], Handle]:
+        """See `KernelEngine.dispatch`."""
+        num_experts = tokens.num_experts
+        num_local = num_experts // self.num_ranks
+        idx, head = reference.send_plan(tokens.is_token_in_rank, tokens.topk_idx, num_experts)
+        prefix, expert_counts = self._count(tokens)
+        send, recv = self._splits(prefix)
+        sent = [idx[rank, :num].long() for rank, num in enumerate(send)]
+        flat = torch.cat(sent)
+        x = self._exchange(tokens.x[flat], send, recv)
+        src = self._exchange(flat.int(), send, recv)
+        ids = weights = None
+        if tokens.topk_idx is not None and tokens.topk_weights is not None:
+            first = torch.cat(
+                [torch.full_like(part, rank * num_local) for rank, part in enumerate(sent)]
+            )
+            local = tokens.topk_idx[flat] - first[:, None]
+            here = (local >= 0) & (local < num_local)
+            ids = self._exchange(torch.where(here, local, -1), send, recv)
+            weights = torch.where(here, tokens.topk_weights[flat], 0.0)
+            weights = self._exchange(weights, send, recv)
+        scales = None if tokens.scales is None else self._exchange(tokens.scales[flat], send, recv)
+        out = _pad(Collected(x, scales, ids, weights, src), num_worst_tokens)
+        per_expert = [] if num_worst_tokens else expert_counts.sum(0).tolist()
+        signature = prefix.new_zeros(SIGNATURE_WORDS.value)  # group calls are matched by the group
+        handle = Handle(prefix, idx, signature, out.src_idx, tokens.is_token_in_rank, head)
+        return out, per_expert, handle
+
+    def dispatch_in_place(
+        self, tokens: Tokens, num_worst_tokens: int
+    ) -> tuple[Collected, list[int], Handle]:
+        """See `KernelEngine.dispatch_in_place`; the rows are kept here until `release`."""
+        out, per_expert, handle = self.dispatch(tokens, num_worst_tokens)
+        self._kept, row_bytes = out.x, out.x.shape[1] * out.x.itemsize
+        rows = torch.arange(len(out.x), dtype=torch.int64, device=out.x.device)
+        address = rows * row_bytes + out.x.data_ptr()
+        return replace(out, x=address), per_expert, handle
+
+    def release(self) -> None:
+        """Let the rows of `dispatch_in_place` go."""
+        self._kept = None
+
+    def dispatch_cached(
+        self, x: torch.Tensor, scales: torch.Tensor | None, handle: Handle
+    ) -> Collected:
+        """See `KernelEngine.dispatch_cached`."""
+        send, recv = self._splits(handle.rank_prefix_matrix)
+        flat = torch.cat([handle.send_token_idx[rank, :num] for rank, num in enumerate(send)])
+        rows = self._exchange(x[flat.long()], send, recv)
+        if scales is not None:
+            scales = self._exchange(scales[flat.long()], send, recv)
+        src_idx = handle.recv_src_idx
+        received = Collected(rows, scales, None, None, src_idx[: sum(recv)])
+        return _pad(received, src_idx.numel())
+
+    def combine(
+        self,
+        x: torch.Tensor,
+        handle: Handle,
+        topk_weights: torch.Tensor | None,
+        bias: Sequence[torch.Tensor],
+    ) -> tuple[torch.Tensor, torch.Tensor | None]:
+        """See `KernelEngine.combine`."""
+        send, recv = self._splits(handle.rank_prefix_matrix)
+        rows = self._exchange(x[: sum(recv)], recv, send)
+        out = torch.zeros(
+            handle.send_head.shape[0], x.shape[1], dtype=torch.float32, device=x.device
+        )
+        for part in bias:
+            out += part.float()
+        # A returned row stands at the start of its rank's rows plus its row number there.
+        places = [sum(send[:rank]) for rank in range(self.num_ranks)]
+        starts = torch.tensor(places, dtype=torch.int64, device=x.device)
+        order = [head[head >= 0] for head in handle.send_head.unbind(1)]
+        tokens = [(head >= 0).nonzero().flatten() for head in handle.send_head.unbind(1)]
+        at = [starts[head % self.num_ranks] + head // self.num_ranks for head in order]
+        for token, row in zip(tokens, at, strict=True):
+            out[token] += rows[row].float()
+        weights = None
+        if topk_weights is not None:
+            returned = self._exchange(topk_weights[: sum(recv)], recv, send)
+            weights = topk_weights.new_zeros(out.shape[0], topk_weights.shape[1])
+            for token, row in zip(tokens, at, strict=True):
+                weights[token] += returned[row]
+        return out.to(x.dtype), weights
+
+    def moe_ffn(
+        self,
+        x: torch.Tensor,
+        topk_idx: torch.Tensor,
+        topk_weights: torch.Tensor,
+        w_gate_up: torch.Tensor,
+        w_down: torch.Tensor,
+    ) -> torch.Tensor:
+        """See `KernelEngine.moe_ffn`; the experts are `reference.expert_rows`."""
+        layout = self.layout(topk_idx, len(w_gate_up) * self.num_ranks)
+        tokens = Tokens(x, topk_idx, topk_weights, *layout)
+        received, _, handle = self.dispatch(tokens, 0)
+        assert received.topk_idx is not None
+        assert received.topk_weights is not None
+        y = reference.expert_rows(received.x, received.topk_idx, w_gate_up, w_down)
+        out, _ = self.combine(reference.sum_lanes(y, received.topk_weights), handle, None, ())
+        return out
+
+    def contexts(self) -> list[DeviceContext]:
+        """None: what breaks a call off here breaks the group."""
+        return []
+
+    def check(self) -> None:
+        """See `verbs.Engine`."""
+        self._told_bad_ids = self._num_bad_ids
+
+    def check_ids(self, result: object = None) -> None:
+        """See `verbs.Engine`."""
+        num_bad, self._told_bad_ids = self._told_bad_ids, 0
+        self._num_bad_ids -= num_bad
+        if num_bad:
+            raise RoutingError(bad_ids(self.rank, num_bad), result)
+
+    def free(self) -> None:
+        """Nothing to give back."""
+
+
+def _pad(rows: Collected, num_rows: int) -> Collected:
+    """`rows` with room for `num_rows` (0: as they are); ids past the received rows are -1."""
+    extra = num_rows - rows.x.shape[0]
+    if not num_rows or extra == 0:
+        return rows
+    if extra < 0:
+        raise CapacityError(
+            f"num_worst_tokens is {num_rows}, but {rows.x.shape[0]} rows came. Use the number of "
+            "ranks times the largest number of tokens on a rank."
+        )
+
+    def extend(tensor: torch.Tensor | None, value: float) -> torch.Tensor | None:
+        if tensor is None:
+            return None
+        padding = tensor.new_empty((extra, *tensor.shape[1:]))
+        return torch.cat([tensor, padding.fill_(value)])
+
+    x, src_idx = extend(rows.x, 0.0), extend(rows.src_idx, 0)
+    assert x is not None
+    assert src_idx is not None
+    ids, weights = extend(rows.topk_idx, -1), extend(rows.topk_weights, 0.0)
+    return Collected(x, extend(rows.scales, 0), ids, weights, src_idx)

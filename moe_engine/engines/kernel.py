@@ -1,0 +1,338 @@
+"""The kernel engine: the verbs on symmetric memory, each a short sequence of launches.
+
+`collective.py` has the same verbs on torch.distributed; `buffer.py` checks arguments and calls
+either.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+
+import torch
+
+from .. import combine as combine_verbs
+from .. import dispatch as dispatch_verbs
+from .. import routing
+from ..device.context import Word
+from ..device.lang import INTERPRETED
+from ..dispatch import NUM_METADATA_PROGRAMS, Collected, Counts, Outgoing, Partition, row_layout
+from ..errors import CapacityError, TooManyTokens
+from ..grouped_gemm import check_weights
+from ..layer_config import LayerChoices, LayerConfig, LayerProblem
+from ..streams import Beside
+from ..symm.device_context import DeviceContext
+from ..symm.slots import BARE_HEADER, RowLayout, SlotLayout, Slots, header_bytes, layer_row
+from .base import Handle, Tokens
+from .fused_layer import expert_rows_bytes, feed_forward
+
+
+class KernelEngine:
+    """Verbs through the kernels of dispatch/, grouped_gemm/ and combine/.
+
+    `num_comm_sms` programs communicate; `max_tokens` bounds T of `moe_ffn`, whose work space is
+    sized by it (equal on all ranks). `new_slots(layout, refused, epoch)`, collective, makes the
+    memory, or raises on all ranks where one has refused; without max_tokens the engine asks for
+    more of it when a dispatch needs more (`_grow`). `layers` says how layers run, on all ranks
+    alike.
+    """
+
+    def __init__(
+        self,
+        layout: SlotLayout,
+        new_slots: Callable[[SlotLayout, bool, int], Slots],
+        num_comm_sms: Callable[[], int],
+        max_tokens: int | None,
+        layers: LayerChoices,
+    ):
+        self.layers = layers
+        self.slots = new_slots(layout, False, 0)
+        self._beside = Beside(self.slots.context.words.device)
+        self._new_slots, self._max_tokens = new_slots, max_tokens
+        self._was_captured = False
+        self._num_comm_sms = num_comm_sms
+
+    @property
+    def num_comm_sms(self) -> int:
+        return 2 if INTERPRETED else self._num_comm_sms()
+
+    def layout(
+        self, topk_idx: torch.Tensor, num_experts: int
+    ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        """See `routing.layout`."""
+        self._note_capture(topk_idx)
+        return routing.layout(topk_idx, num_experts, self.slots)[:3]
+
+    def _begin(
+        self, tokens: Tokens, header: int, may_grow: bool
+    ) -> tuple[Counts, Outgoing, torch.Tensor]:
+        """Place the rows, exchange counts and send metadata: (counts, what to push, send_head)."""
+        num_experts = tokens.num_experts
+        num_local_experts = num_experts // self.slots.layout.num_ranks
+        max_rows = self.slots.layout.max_rows(self._largest_row(tokens).num_bytes, header)
+        counts = Counts.empty(tokens.num_tokens_per_rank, num_experts)
+        idx, head = routing.send_plan(tokens.is_token_in_rank, tokens.topk_idx, num_experts)
+        outgoing = Outgoing(
+            tokens.x,
+            tokens.scales,
+            tokens.topk_idx,
+            tokens.topk_weights,
+            tokens.num_tokens_per_rank,
+            idx,
+        )
+        dispatch_verbs.exchange(
+            counts,
+            tokens.num_tokens_per_rank,
+            tokens.num_tokens_per_expert,
+            tokens.row,
+            tokens.x.itemsize,
+            max_rows,
+            may_grow,
+            self.slots,
+        )
+        self._beside.mark()
+        dispatch_verbs.send_metadata(
+            outgoing, num_local_experts, header, NUM_METADATA_PROGRAMS, self.slots
+        )
+        return counts, outgoing, head
+
+    def dispatch(
+        self, tokens: Tokens, num_worst_tokens: int
+    ) -> tuple[Collected, list[int], Handle]:
+        """Send the rows and return what came as tensors of the caller's.
+
+        Synchronises the host with the counts, unless `num_worst_tokens` says how many rows to
+        return (rows past the received ones are not written; their topk_idx is -1).
+        """
+        return self._dispatch(tokens, num_worst_tokens, owned=True)
+
+    def dispatch_in_place(
+        self, tokens: Tokens, num_worst_tokens: int
+    ) -> tuple[Collected, list[int], Handle]:
+        """Send the rows and return their addresses, int64 [N], good until `release`: in the slot,
+        or in `tokens.x` for rows that this rank sent to itself."""
+        return self._dispatch(tokens, num_worst_tokens, owned=False)
+
+    def release(self) -> None:
+        """End a `dispatch_in_place`: what was launched before has read the rows."""
+        self._note_capture(self.slots.context.words)
+        dispatch_verbs.release(self.slots)
+        self._check_emulated()
+
+    def _dispatch(
+        self, tokens: Tokens, num_worst_tokens: int, owned: bool
+    ) -> tuple[Collected, list[int], Handle]:
+        """Both forms: rows are copied where they are `owned`, else their addresses returned."""
+        header = header_bytes(tokens.num_experts, self.slots.layout.num_ranks)
+        grows = self._max_tokens is None and not num_worst_tokens
+        largest_row = self._largest_row(tokens)
+        if not grows:
+            self._check_capacity(len(tokens.x), largest_row, header)
+        elif self.slots.layout.max_rows(largest_row.num_bytes, header) < 1:
+            self._grow(1, largest_row, header)
+        partition = Partition.choose(self.num_comm_sms, owned)
+        with self._first_use("dispatch", tokens.x, owned, tokens.num_topk, tokens.num_experts):
+            out = self._new_rows(tokens, num_worst_tokens, owned) if num_worst_tokens else None
+            counts, outgoing, send_head = self._begin(tokens, header, grows)
+            dispatch_verbs.push(outgoing, header, partition, self.slots)
+            if not grows:
+                self._check_emulated()
+            per_expert: list[int] = []
+            if out is None:
+                num_rows, *per_expert = self._beside.read(lambda: self._received(counts))
+                most_rows = self.slots.context.rows_wanted() if grows else 0
+                if most_rows:
+                    self._grow(most_rows, largest_row, header)
+                    return self._dispatch(tokens, num_worst_tokens, owned)
+                self.slots.context.check()
+                out = self._new_rows(tokens, num_rows, owned)
+            prefix = counts.rank_prefix_matrix
+            received = out, tokens.x, tokens.row, prefix, header, self.slots
+            if owned:
+                dispatch_verbs.collect(*received, partition)
+            else:
+                dispatch_verbs.locate(*received)
+            self._check_emulated()
+            handle = Handle(
+                prefix,
+                outgoing.send_token_idx,
+                counts.signature,
+                out.src_idx,
+                tokens.is_token_in_rank,
+                send_head,
+            )
+            return out, per_expert, handle
+
+    def _new_rows(self, tokens: Tokens, num_rows: int, owned: bool) -> Collected:
+        """Room for received rows, or for their addresses where they are not `owned`."""
+        shape = (num_rows, tokens.x.shape[1]) if owned else (num_rows,)
+        rows = tokens.x.new_empty(shape, dtype=tokens.x.dtype if owned else torch.int64)
+        return dispatch_verbs.new_collected(rows, tokens.scales, tokens.num_topk)
+
+    def _received(self, counts: Counts) -> torch.Tensor:
+        """int32 [1 + L]: rows that this rank receives, in all and by local expert."""
+        received = counts.rank_prefix_matrix[-1, self.slots.context.rank]
+        return torch.cat([received[None], counts.recv_expert_counts.sum(0)])
+
+    def _grow(self, num_rows: int, row: RowLayout, header: int) -> None:
+        """Replace the memory by more of it, for `num_rows` rows between two ranks and a quarter
+        beyond. Collective: all ranks have seen the same counts; they meet as when the Buffer was
+        made, under the deadline of the Buffer, and the host waits for the device. Old contents are
+        lost."""
+        old, layout = self.slots, self.slots.layout
+        if num_rows > layout.most_rows:
+            raise CapacityError(
+                f"a rank has {num_rows} rows for another one, more than {layout.most_rows}. Send "
+                "larger batches in parts."
+            )
+        num_rows = min(num_rows + num_rows // 4, layout.most_rows)
+        region_bytes = header + num_rows * row.num_bytes
+        if old.context.words.is_cuda:
+            torch.cuda.synchronize(old.context.words.device)
+        layout = SlotLayout(layout.num_ranks, region_bytes, layout.num_slots)
+        epoch = int(old.context.words[Word.EPOCH])
+        self.slots = self._new_slots(layout, self._was_captured, epoch)
+        self.slots.context.take_bad_ids(old.context)
+        old.free()
+
+    def dispatch_cached(
+        self, x: torch.Tensor, scales: torch.Tensor | None, handle: Handle
+    ) -> Collected:
+        """Send x [T, H] where an earlier dispatch sent its tokens; nothing is counted again."""
+        with self._first_use("cached", x, scales is not None):
+            if self._max_tokens is not None:
+                self._check_capacity(len(x), row_layout(x, scales, None), BARE_HEADER)
+            prefix, rank = handle.rank_prefix_matrix, self.slots.context.rank
+            num_rows = prefix[rank] - prefix[rank - 1] if rank else prefix[0]
+            outgoing = Outgoing(x, scales, None, None, num_rows, handle.send_token_idx)
+            rows = x.new_empty(handle.recv_src_idx.numel(), x.shape[1])
+            out = dispatch_verbs.new_collected(rows, scales)
+            partition = Partition.choose(self.num_comm_sms, owned=True)
+            num_programs = partition.push + partition.early  # the latter begin after the push
+            dispatch_verbs.send_metadata(
+                outgoing, 1, BARE_HEADER, num_programs, self.slots, handle.signature
+            )
+            dispatch_verbs.push(outgoing, BARE_HEADER, partition, self.slots)
+            dispatch_verbs.collect(out, x, outgoing.row, prefix, BARE_HEADER, self.slots, partition)
+            self._check_emulated()
+            return out
+
+    def combine(
+        self,
+        x: torch.Tensor,
+        handle: Handle,
+        topk_weights: torch.Tensor | None,
+        bias: Sequence[torch.Tensor],
+    ) -> tuple[torch.Tensor, torch.Tensor | None]:
+        """Return rows x [N, H] to their sources and sum them there, with the weights' rows."""
+        num_tokens = handle.is_token_in_rank.shape[0]
+        num_topk = 0 if topk_weights is None else topk_weights.shape[1]
+        with self._first_use("combine", x, num_topk, len(bias)):
+            if self._max_tokens is not None:
+                row = RowLayout(x.shape[1] * x.itemsize, num_topk)
+                self._check_capacity(num_tokens, row, BARE_HEADER)
+            out = x.new_empty(num_tokens, x.shape[1])
+            weights = None if topk_weights is None else topk_weights.new_empty(num_tokens, num_topk)
+            sums = combine_verbs.Sums(
+                out, weights, bias, handle.send_head, handle.rank_prefix_matrix, len(x)
+            )
+            combine_verbs.return_rows(
+                x, topk_weights, handle.signature, sums, self.num_comm_sms, self.slots
+            )
+            combine_verbs.final_sum(sums, x, topk_weights, self.slots)
+            self._check_emulated()
+            return out, weights
+
+    def moe_ffn(
+        self,
+        x: torch.Tensor,
+        topk_idx: torch.Tensor,
+        topk_weights: torch.Tensor,
+        w_gate_up: torch.Tensor,
+        w_down: torch.Tensor,
+    ) -> torch.Tensor:
+        """The experts of a layer, see `moe_engine.moe_ffn`; its steps are in `fused_layer.py`.
+
+        No host synchronisation: work space is sized for R * max_tokens * K expert rows.
+        """
+        # Before anything is sent: the other ranks could not know of a refusal afterwards.
+        check_weights(x, w_gate_up, x.shape[1], "swiglu")
+        check_weights(x, w_down, w_down.shape[2], "none")
+        num_ranks, num_experts = self.slots.layout.num_ranks, len(w_gate_up)
+        row = layer_row(x.shape[1] * x.itemsize, topk_idx.shape[1])
+        header = header_bytes(num_experts * num_ranks, num_ranks)
+        max_rows = num_ranks * max(1, self.max_tokens(row, header)) * row.num_topk
+        config = self.layer_config(w_gate_up, row)
+        with self._first_use("moe_ffn", x, row.num_topk, w_gate_up.shape, config):
+            num_bytes = expert_rows_bytes(max_rows, row.payload_bytes)
+            self.slots.reserve_expert_rows(num_bytes, self._was_captured)  # all ranks meet here
+            self._check_capacity(len(x), row, header)
+            out = feed_forward(
+                *(x, topk_idx, topk_weights, w_gate_up, w_down, max_rows, config), self.slots
+            )
+            self._check_emulated()
+            return out
+
+    def layer_config(self, w_gate_up: torch.Tensor, row: RowLayout) -> LayerConfig:
+        """How `moe_ffn` runs with experts w_gate_up [L, 2I, H] and rows like these."""
+        num_local_experts, columns, hidden = w_gate_up.shape
+        num_ranks = self.slots.layout.num_ranks
+        num_experts = num_local_experts * num_ranks
+        max_tokens = self.max_tokens(row, header_bytes(num_experts, num_ranks))
+        sizes = max_tokens, num_experts, row.num_topk, hidden, columns // 2
+        return self.layers.of(LayerProblem(num_ranks, *sizes, w_gate_up.itemsize))
+
+    def max_tokens(self, row: RowLayout, header: int) -> int:
+        """Most tokens a rank may bring: what the Buffer was made for, else what fits a region."""
+        fits = self.slots.layout.max_rows(row.num_bytes, header)
+        return fits if self._max_tokens is None else min(fits, self._max_tokens)
+
+    def _check_capacity(self, num_tokens: int, row: RowLayout, header: int) -> None:
+        limit = self.max_tokens(row, header)
+        if num_tokens > limit:
+            raise TooManyTokens(
+                f"rank {self.slots.context.rank}: {num_tokens} tokens of {row.payload_bytes} bytes "
+                f"and top-{row.num_topk} in one call; this Buffer's memory "
+                f"({self.slots.layout.num_bytes} bytes) takes {limit}. Other ranks may be in the "
+                "call, so make a new Buffer, with Buffer.for_tokens(...) for the largest batch, or "
+                "with the bytes of Buffer.size_hint(...)."
+            )
+
+    def _largest_row(self, tokens: Tokens) -> RowLayout:
+        """The row that a region must hold: the tokens', and in memory that grows also that of bf16
+        rows on their way back."""
+        if self._max_tokens is not None:
+            return tokens.row
+        payload_bytes = max(tokens.row.payload_bytes, 2 * tokens.x.shape[1])
+        return RowLayout(payload_bytes, tokens.num_topk, tokens.row.num_scales)
+
+    def _note_capture(self, tensor: torch.Tensor) -> None:
+        self._was_captured |= tensor.is_cuda and torch.cuda.is_current_stream_capturing()
+
+    @contextmanager
+    def _first_use(self, verb: str, x: torch.Tensor, *sizes: object) -> Iterator[None]:
+        """See `DeviceContext.first_use`."""
+        self._note_capture(x)
+        with self.slots.context.first_use(verb, x.shape[1], x.dtype, *sizes):
+            yield
+
+    def contexts(self) -> list[DeviceContext]:
+        """See `verbs.Engine`."""
+        return [self.slots.context]
+
+    def check(self) -> None:
+        """See `verbs.Engine`."""
+        self.slots.context.check()
+        self.slots.context.note_ids()
+
+    def check_ids(self, result: object = None) -> None:
+        """See `verbs.Engine`."""
+        self.slots.context.check_ids(result)
+
+    def _check_emulated(self) -> None:
+        if INTERPRETED:
+            self.slots.context.check()
+
+    def free(self) -> None:
+        """Give the symmetric memory back."""
+        self.slots.free()

@@ -1,0 +1,232 @@
+"""The low-latency engine: dispatch and combine in one launch each, or two around a hook, and the
+layer at decode sizes that is made of them."""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import torch
+
+from ..combine.low_latency import Returning, low_latency_combine
+from ..device.context import Word
+from ..device.lang import INTERPRETED
+from ..device.ring import COUNT_MASK
+from ..dispatch.low_latency import Packed, Sending, low_latency_dispatch, new_packed
+from ..errors import CapacityError
+from ..grouped_gemm import check_weights, gemm_config, tile_schedule
+from ..grouped_gemm.launch import multiply
+from ..grouped_gemm.operands import Epilogue, Rows, Weights
+from ..options import Options
+from ..symm.device_context import DeviceContext
+from ..symm.ring import MAX_LOCAL_EXPERTS, MAX_ROWS, LowLatencyRow, Ring, message_bytes
+
+Receive = Callable[[], None]
+
+
+@dataclass(slots=True)
+class InFlight:
+    """A call that was sent, and whether its receiving half was launched."""
+
+    received: bool = False
+
+
+class LowLatency:
+    """Low-latency verbs on a ring. With `shrink` a rank that stays silent is masked, and the others
+    go on without it. Arguments have been checked, but for what the memory holds."""
+
+    def __init__(self, ring: Ring, shrink: bool):
+        self.ring, self._shrink = ring, shrink
+        ring.context.shrinks = shrink
+        self._calls: deque[InFlight] = deque(maxlen=ring.layout.num_slots)
+
+    @property
+    def num_ranks(self) -> int:
+        return self.ring.num_ranks
+
+    # --- Verbs -------------------------------------------------------------------------------
+
+    def dispatch(
+        self,
+        rows: Sending,
+        recv_stats: torch.Tensor | None = None,
+        wait_stats: torch.Tensor | None = None,
+        compact: bool = False,
+        hooked: bool = False,
+    ) -> tuple[Packed, Receive | None]:
+        """Send the rows and pack what comes; with `hooked` that when the returned function is
+        called."""
+        self._check_capacity(rows)
+        out = new_packed(rows, self.num_ranks, compact)
+
+        def launch(phases: str) -> None:
+            key = "dispatch", rows.row, rows.row_format, rows.num_experts, compact, phases
+            stats = recv_stats is None, wait_stats is None
+            with self.ring.context.first_use(*key, *stats):
+                args = rows, out, recv_stats, wait_stats, phases, self._shrink
+                low_latency_dispatch(*args, self.ring)
+            self._check_emulated()
+
+        return out, self._run(launch, hooked)
+
+    def combine(
+        self, rows: Returning, wait_stats: torch.Tensor | None = None, hooked: bool = False
+    ) -> Receive | None:
+        """Return the experts' rows and add them up into `rows.out`; with `hooked` the latter when
+        the returned function is called."""
+        self._check_handle(rows)
+
+        def launch(phases: str) -> None:
+            sizes = rows.out.shape[1], rows.out.dtype, rows.topk_idx.shape[1], rows.num_experts
+            kinds = rows.topk_weights is None, wait_stats is None, phases
+            with self.ring.context.first_use("combine", *sizes, *kinds):
+                low_latency_combine(rows, wait_stats, phases, self._shrink, self.ring)
+            self._check_emulated()
+
+        return self._run(launch, hooked)
+
+    def moe_ffn(
+        self,
+        x: torch.Tensor,
+        topk_idx: torch.Tensor,
+        topk_weights: torch.Tensor,
+        w_gate_up: torch.Tensor,
+        w_down: torch.Tensor,
+        max_tokens: int,
+    ) -> torch.Tensor:
+        """The experts of a layer for up to `max_tokens` tokens of each rank: dispatch, two GEMMs
+        bound by the weights' bytes, combine."""
+        # Before anything is sent: the other ranks could not know of a refusal afterwards.
+        check_weights(x, w_gate_up, x.shape[1], "swiglu")
+        check_weights(x, w_down, w_down.shape[2], "none")
+        num_experts = len(w_gate_up) * self.num_ranks
+        row_format = "bf16" if x.dtype == torch.bfloat16 else "fp32"
+        sending = Sending(x, topk_idx, topk_weights, max_tokens, num_experts, row_format)
+        most_rows = self.num_ranks * max_tokens * min(topk_idx.shape[1], len(w_gate_up))
+        # Before the first launch: what is large enough to be refused.
+        out, call = torch.empty_like(x), topk_idx.new_empty(1)
+        act = x.new_empty(most_rows, w_down.shape[2])
+        y = x.new_empty(most_rows, x.shape[1])
+        packed, _ = self.dispatch(sending, compact=True)
+        assert len(packed.x) == most_rows
+        self.ring.context.step = "multiply"
+        # Balanced routing brings as many rows as this rank sends out.
+        up = gemm_config(w_gate_up, max_tokens * topk_idx.shape[1], "swiglu")
+        down = gemm_config(w_down, max_tokens * topk_idx.shape[1], block_m=up.block_m)
+        schedule = tile_schedule(packed.counts, most_rows, up.block_m)
+        swiglu, plain = Epilogue("swiglu"), Epilogue()
+        multiply(Rows(packed.x), Weights(w_gate_up), swiglu, schedule, most_rows, act, up)
+        multiply(Rows(act), Weights(w_down), plain, schedule, most_rows, y, down)
+        returned = packed.returns, packed.call, out, call, num_experts
+        self.combine(Returning(y, topk_idx, None, *returned))
+        return out
+
+    # --- Masked ranks ------------------------------------------------------------------------
+
+    def mask(self, rank: int, masked: bool) -> None:
+        """Leave a rank out of the calls from now on, or no longer."""
+        word = self.ring.context.words[Word.MASKED]
+        word.bitwise_or_(1 << rank) if masked else word.bitwise_and_(~(1 << rank))
+
+    def masked(self) -> torch.Tensor:
+        """int64 [R]: 1 for ranks that are left out."""
+        ranks = torch.arange(self.num_ranks, device=self.ring.context.words.device)
+        return (self.ring.context.words[Word.MASKED] >> ranks) & 1
+
+    # --- Checks ------------------------------------------------------------------------------
+
+    def _run(self, launch: Callable[[str], None], hooked: bool) -> Receive | None:
+        """Launch a call: both halves, or one now and one when the returned function is called."""
+        calls = self._calls
+        if len(calls) == calls.maxlen and not calls[0].received:
+            raise CapacityError(
+                f"{calls.maxlen} low-latency calls began behind one whose hook was not called yet. "
+                "Call the hook before, or make the Buffer with more Options.num_slots."
+            )
+        call = InFlight(not hooked)
+        launch("send" if hooked else "both")
+        calls.append(call)
+        if not hooked:
+            return None
+
+        def receive() -> None:
+            if not call.received:
+                launch("receive")
+                call.received = True
+
+        return receive
+
+    def fits(self, max_tokens: int, num_topk: int, row_bytes: int) -> bool:
+        """Whether calls of this size have room in the ring."""
+        room = self.ring.layout.region_bytes - message_bytes(max_tokens, num_topk)
+        return max_tokens <= MAX_ROWS and max_tokens * row_bytes <= room
+
+    def takes(
+        self,
+        max_tokens: int | None,
+        row_bytes: int,
+        num_topk: int,
+        num_experts: int,
+        options: Options,
+    ) -> bool:
+        """Whether a layer of up to so many tokens per rank is one for `moe_ffn`."""
+        if max_tokens is None or max_tokens > options.decode_tokens or options.layer is not None:
+            return False
+        if num_experts > min(COUNT_MASK.value, self.num_ranks * MAX_LOCAL_EXPERTS):
+            return False
+        return self.fits(max_tokens, num_topk, LowLatencyRow(row_bytes, num_topk).num_bytes)
+
+    def _check_capacity(self, rows: Sending) -> None:
+        num_local, most = rows.num_experts // self.num_ranks, MAX_LOCAL_EXPERTS
+        if num_local > most:
+            raise CapacityError(
+                f"{rows.num_experts} experts on {self.num_ranks} ranks are {num_local} on each; "
+                f"low-latency calls take at most {most}. Use more ranks, or dispatch."
+            )
+        if rows.num_experts > COUNT_MASK.value:
+            raise CapacityError(
+                f"num_experts is {rows.num_experts}; low-latency calls take at most "
+                f"{COUNT_MASK.value}. Use dispatch."
+            )
+        row, num_topk = rows.row, rows.topk_idx.shape[1]
+        back = LowLatencyRow(rows.x.shape[1] * rows.x.itemsize)  # on its way back it is not cast
+        if not self.fits(rows.max_tokens, num_topk, max(row.num_bytes, back.num_bytes)):
+            raise CapacityError(
+                f"low-latency calls of up to {rows.max_tokens} tokens per rank, "
+                f"{row.payload_bytes} bytes and top-{num_topk} of {rows.num_experts} experts do "
+                f"not fit this Buffer's low-latency memory of {self.ring.layout.num_bytes} bytes. "
+                "Make it with the num_rdma_bytes of Buffer.get_low_latency_rdma_size_hint(...)."
+            )
+
+    def _check_handle(self, rows: Returning) -> None:
+        num_ranks, max_tokens = rows.returns.shape[:2]
+        row = LowLatencyRow(rows.out.shape[1] * rows.out.itemsize)
+        fits = self.fits(max_tokens, rows.topk_idx.shape[1], row.num_bytes)
+        if num_ranks != self.num_ranks or not fits:
+            raise CapacityError(
+                f"the handle is of {num_ranks} ranks and {max_tokens} tokens per rank; this Buffer "
+                f"is of {self.num_ranks} and has {self.ring.layout.num_bytes} bytes. Pass what "
+                "low_latency_dispatch of the same Buffer returned."
+            )
+
+    def _check_emulated(self) -> None:
+        if INTERPRETED:
+            self.ring.context.check()
+
+    def contexts(self) -> list[DeviceContext]:
+        """See `verbs.Engine`."""
+        return [self.ring.context]
+
+    def check(self) -> None:
+        """See `verbs.Engine`."""
+        self.ring.context.check()
+        self.ring.context.note_ids()
+
+    def check_ids(self, result: object = None) -> None:
+        """See `verbs.Engine`."""
+        self.ring.context.check_ids(result)
+
+    def free(self) -> None:
+        """Give the memory back."""
+        self.ring.block.free()

@@ -1,0 +1,241 @@
+"""What a Buffer can be told: `Options`, DeepEP's `Config`, and how much memory it needs."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+from numbers import Real
+
+import torch
+
+from .checks import (
+    MAX_EXPERTS,
+    PAYLOAD_DTYPES,
+    check_at_least,
+    check_dtype,
+    check_experts,
+    check_flag,
+    check_int,
+    check_max_dispatch_tokens,
+    shown,
+)
+from .deadline import timeout_seconds
+from .device.ring import MAX_SLOTS
+from .errors import CapacityError, DtypeError, ShapeError
+from .layer_config import LayerConfig
+from .symm.ring import HINT_TOPK as HINT_TOPK_LOW_LATENCY
+from .symm.ring import RingLayout, region_bytes
+from .symm.slots import BLOCK_ROWS, MAX_CHUNKS, SlotLayout, header_bytes, layer_row
+from .utils import round_up
+
+HINT_TOKENS = 4096
+HINT_TOPK = 16
+HINT_EXPERTS = 1024
+"""What `Config.get_nvl_buffer_size_hint` makes room for: tokens per rank, lanes, experts."""
+MAX_SECONDS = 1e9
+"""Longest deadline; kernels count nanoseconds in 64 bits."""
+MAX_NUM_SMS = 4096
+"""More than any GPU has."""
+
+
+@dataclass(frozen=True, slots=True)
+class Options:
+    """Less common choices of a Buffer, equal on all ranks.
+
+    num_slots: calls in flight before a writer waits for its reader (2 or more). max_tokens: most
+    tokens per rank, which sizes the work space of `moe_ffn`. timeout_s: deadline of every wait,
+    None for MOE_ENGINE_TIMEOUT_S (100 s). debug: synchronise before every call and check what its
+    handle and counts hold (`debug_checks.py`), synchronise after it and raise at once; also where
+    MOE_ENGINE_DEBUG=1 is set when the Buffer is made. Such a check ends one rank's call alone.
+    layer: how `moe_ffn` runs, None to choose by shape: what was measured, else what is predicted.
+    decode_tokens: up to so many tokens per rank, `moe_ffn` takes the low-latency way; 0: never.
+    """
+
+    num_slots: int = 2
+    max_tokens: int | None = None
+    timeout_s: float | None = None
+    debug: bool = False
+    layer: LayerConfig | None = None
+    decode_tokens: int = 512
+
+
+DEFAULT_OPTIONS = Options()
+
+
+def check_options(options: Options) -> Options:
+    """ShapeError and DtypeError for values out of range or of another type. Returns the Options as
+    they count: with `debug` where MOE_ENGINE_DEBUG is set, and timeout_s."""
+    if not isinstance(options, Options):
+        raise DtypeError(
+            f"options is a {type(options).__name__}; it must be a moe_engine.Options(...)."
+        )
+    most, seconds, layer = options.max_tokens, options.timeout_s, options.layer
+    check_flag("debug", options.debug)
+    if layer is not None:
+        if not isinstance(layer, LayerConfig):
+            raise DtypeError(
+                f"layer is a {type(layer).__name__}; it must be a LayerConfig or None."
+            )
+        layer.check()
+    if seconds is None:
+        seconds = check_seconds("MOE_ENGINE_TIMEOUT_S", timeout_seconds())
+    return replace(
+        options,
+        num_slots=check_int("num_slots", options.num_slots, 2, MAX_SLOTS.value),
+        max_tokens=None if most is None else check_int("max_tokens", most, 0),
+        timeout_s=check_seconds("timeout_s", seconds),
+        debug=bool(options.debug) or os.environ.get("MOE_ENGINE_DEBUG", "0") not in ("", "0"),
+        decode_tokens=check_int("decode_tokens", options.decode_tokens, 0),
+    )
+
+
+def check_seconds(name: str, seconds: float) -> float:
+    """A deadline: positive, and no longer than a kernel can count."""
+    if not isinstance(seconds, Real) or isinstance(seconds, bool):
+        raise DtypeError(f"{name} is a {type(seconds).__name__}; it must be a number of seconds.")
+    if not 0 < seconds <= MAX_SECONDS:  # not of nan either
+        raise ShapeError(
+            f"{name} is {shown(seconds)}; it must be positive, and at most {MAX_SECONDS:g} "
+            "seconds. None stands for MOE_ENGINE_TIMEOUT_S."
+        )
+    return float(seconds)
+
+
+def check_num_sms(num_sms: int) -> int:
+    """Even and positive, as in DeepEP; ShapeError otherwise. Returns it as an int."""
+    num_sms = check_int("num_sms", num_sms, 1, MAX_NUM_SMS)
+    if num_sms % 2:
+        raise ShapeError(f"num_sms is {num_sms}; it must be positive and even.")
+    return num_sms
+
+
+def size_hint(
+    max_tokens: int,
+    hidden_bytes: int,
+    num_ranks: int,
+    num_experts: int,
+    num_topk: int,
+    num_slots: int = 2,
+) -> int:
+    """Bytes of symmetric memory per rank: num_slots * num_ranks * max_tokens * row bytes, a
+    row being the payload, 8 bytes per top-k lane and 64 for a layer, plus counts and flags. Never
+    exceeded, but by the expert rows of `moe_ffn`: num_ranks * max_tokens * num_topk payloads and 8
+    bytes each.
+    CapacityError beyond 65,536 tokens, for which there are no flags."""
+    max_tokens = check_int("max_tokens", max_tokens, 0)
+    hidden_bytes = check_int("hidden_bytes", hidden_bytes, 1)
+    num_ranks = check_int("num_ranks", num_ranks, 1)
+    num_experts = check_int("num_experts", num_experts, 1, MAX_EXPERTS)
+    num_topk = check_int("num_topk", num_topk, 1)
+    num_slots = check_int("num_slots", num_slots, 2, MAX_SLOTS.value)
+    if max_tokens > BLOCK_ROWS * MAX_CHUNKS:
+        raise CapacityError(
+            f"max_tokens is {max_tokens}; one call takes at most {BLOCK_ROWS * MAX_CHUNKS}. Send "
+            "larger batches in parts."
+        )
+    row = layer_row(hidden_bytes, num_topk)  # larger than a dispatch's
+    region = header_bytes(num_experts, num_ranks) + max(1, max_tokens) * row.num_bytes
+    return SlotLayout(num_ranks, region, num_slots).num_bytes
+
+
+def low_latency_size_hint(
+    num_max_dispatch_tokens_per_rank: int,
+    hidden: int,
+    num_ranks: int,
+    num_experts: int,
+    num_slots: int = 2,
+) -> int:
+    """Bytes of num_rdma_bytes for low-latency calls of up to so many tokens per rank, bf16 rows of
+    `hidden` columns and up to 32 lanes: num_slots * num_ranks * tokens * (2 * hidden + 512), and
+    flags. 16 MB for 128 tokens, hidden 7168, 4 ranks, 256 experts; num_slots is that of Options.
+    """
+    hidden, num_ranks = check_int("hidden", hidden, 1), check_int("num_ranks", num_ranks, 1)
+    num_slots = check_int("num_slots", num_slots, 2, MAX_SLOTS.value)
+    max_tokens = check_max_dispatch_tokens(num_max_dispatch_tokens_per_rank)
+    check_experts(num_experts, num_ranks)
+    region = region_bytes(max_tokens, HINT_TOPK_LOW_LATENCY, 2 * hidden)
+    return RingLayout(num_ranks, region, num_slots).num_bytes
+
+
+def sizes_for_tokens(
+    options: Options,
+    max_tokens: int,
+    hidden: int,
+    num_experts: int,
+    num_topk: int,
+    dtype: torch.dtype,
+    num_ranks: int,
+) -> tuple[int, int, Options]:
+    """(bytes, bytes of low-latency memory, options) of a Buffer for so many tokens: low-latency
+    memory is for layers of up to `options.decode_tokens` of them."""
+    num_slots, decode_tokens = check_options(options).num_slots, options.decode_tokens
+    check_dtype("dtype", dtype, (*PAYLOAD_DTYPES, torch.float8_e4m3fn))
+    row_bytes = check_int("hidden", hidden, 1) * dtype.itemsize
+    num_bytes = size_hint(max_tokens, row_bytes, num_ranks, num_experts, num_topk, num_slots)
+    ring_bytes = 0
+    if decode_tokens:
+        region = region_bytes(min(max(1, max_tokens), decode_tokens), num_topk, row_bytes)
+        ring_bytes = RingLayout(num_ranks, region, num_slots).num_bytes
+    return num_bytes, ring_bytes, replace(options, max_tokens=max_tokens)
+
+
+@dataclass(frozen=True, slots=True)
+class Config:
+    """DeepEP's tuning object: `num_sms` programs communicate in the call that gets it.
+
+    The four chunk sizes are accepted and unused: rows go straight to their place in the peer's
+    memory, so there is no queue to cut into chunks. ShapeError unless num_sms is positive and even.
+    """
+
+    num_sms: int = 20
+    num_max_nvl_chunked_send_tokens: int = 6
+    num_max_nvl_chunked_recv_tokens: int = 256
+    num_max_rdma_chunked_send_tokens: int = 6
+    num_max_rdma_chunked_recv_tokens: int = 256
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "num_sms", check_num_sms(self.num_sms))
+
+    def get_nvl_buffer_size_hint(self, hidden_bytes: int, num_ranks: int) -> int:
+        """Bytes for 4096 tokens per rank of `hidden_bytes` each, up to 16 lanes and 1024 experts.
+
+        By the formula of `Buffer.size_hint`, which takes the real numbers.
+        """
+        num_bytes = size_hint(HINT_TOKENS, hidden_bytes, num_ranks, HINT_EXPERTS, HINT_TOPK)
+        return round_up(num_bytes, 128)
+
+    def get_rdma_buffer_size_hint(self, hidden_bytes: int, num_ranks: int) -> int:
+        """0: there is no network transport that would need memory of its own."""
+        check_at_least(1, hidden_bytes=hidden_bytes, num_ranks=num_ranks)
+        return 0
+
+
+class Programs:
+    """How many programs communicate: `default()`, or what the running call's Config says."""
+
+    def __init__(self, default: Callable[[], int]):
+        self._default = default
+        self._of_call: int | None = None
+
+    def __call__(self) -> int:
+        return self._default() if self._of_call is None else self._of_call
+
+    @contextmanager
+    def of(self, config: Config | None) -> Iterator[None]:
+        """Let `config` (None: the default, as it is now) decide within the block, a call's. Calls
+        of other threads must not run meanwhile."""
+        self._of_call = self._default() if config is None else config.num_sms
+        try:
+            yield
+        finally:
+            self._of_call = None
+
+
+def check_config(config: Config | None) -> None:
+    """DtypeError for anything but a Config or None."""
+    if config is not None and not isinstance(config, Config):
+        raise DtypeError(
+            f"config is a {type(config).__name__}; it must be a moe_engine.Config or None."
+        )

@@ -1,0 +1,370 @@
+"""The device context of a rank: the words that its kernels read, and how it learns of failures.
+
+It stands at the head of the symmetric block, with a notice from each rank after it:
+
+    words, int64: see `context.Word` | notice of rank 0 | notice of rank 1 | ...
+
+A rank whose call breaks off (`DeviceContext.abandon`) writes a notice to every other rank and then
+sets a bit of the word `BROKEN` there, so that kernels that wait for it return at once.
+"""
+
+from __future__ import annotations
+
+import ctypes
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager, suppress
+from typing import TYPE_CHECKING, Protocol
+
+import torch
+
+from ..device.context import (
+    DISPATCH_OF_HANDLE,
+    SIGNATURE,
+    SIGNATURE_WORDS,
+    TOLD_BIT,
+    Kind,
+    Phase,
+    Report,
+    Word,
+)
+from ..device.lang import INTERPRETED
+from ..errors import (
+    BackendError,
+    CallAbandoned,
+    CapacityError,
+    DtypeError,
+    MoeEngineError,
+    OutOfStep,
+    PeerTimeout,
+    RoutingError,
+    ShapeError,
+    TooManyTokens,
+    bad_ids,
+)
+from ..hardware import outside_capture, pace_ps_per_kb
+from ..utils import LINE_BYTES, round_up
+
+if TYPE_CHECKING:
+    from . import SymmetricTensor
+
+COMPILE_S = 300.0
+"""Added to the deadline while kernels may still be compiling on some rank."""
+NOTICE_BYTES = 1024
+"""Of a notice: the error's type, a zero, the text, zeros. Longer texts are cut."""
+TOLD_AS_THEY_ARE = (
+    ShapeError,
+    DtypeError,
+    CapacityError,
+    TooManyTokens,
+    RoutingError,
+    BackendError,
+    OutOfStep,
+)
+"""Errors that the other ranks raise as the same type; others become a CallAbandoned."""
+
+
+class Layout(Protocol):
+    """Where things lie in a block: `SlotLayout`, or `ring.RingLayout` of low-latency calls."""
+
+    @property
+    def num_ranks(self) -> int: ...
+    @property
+    def num_slots(self) -> int: ...
+    @property
+    def region_bytes(self) -> int: ...
+    @property
+    def num_bytes(self) -> int: ...
+    def words(self) -> dict[Word, int]: ...
+
+
+def num_words(num_ranks: int, num_slots: int) -> int:
+    """Words of a context: after the peers stands what low-latency calls keep for each slot, see
+    `device/ring.py`."""
+    return Word.PEERS + num_ranks + 3 * num_slots
+
+
+def notices_offset(num_ranks: int, num_slots: int) -> int:
+    """Where the notices begin in a symmetric block, in bytes."""
+    return round_up(8 * num_words(num_ranks, num_slots), LINE_BYTES)
+
+
+def head_bytes(num_ranks: int, num_slots: int) -> int:
+    """Bytes of the context and the notices at the head of a symmetric block."""
+    return notices_offset(num_ranks, num_slots) + num_ranks * NOTICE_BYTES
+
+
+class DeviceContext:
+    """The context of one rank at the head of `block`, and its report in host memory, which the
+    device can write: so the host learns of a failure without a synchronisation.
+
+    buffer: the number of the Buffer that this belongs to; epoch: the last finished one, which
+    memory that grows takes over. `step` names the launch that a call is at, from the first one that
+    other ranks see to the last, else it is None: a call that breaks off in between has half
+    happened, and its epoch must never be used again. `shrinks`: the others mask a rank that falls
+    silent, and are told nothing. `epoch_is_running`: a call advances the epoch as it begins.
+    """
+
+    def __init__(
+        self,
+        layout: Layout,
+        rank: int,
+        block: SymmetricTensor,
+        timeout_s: float,
+        buffer: int = 0,
+        epoch: int = 0,
+    ):
+        device = block.local.device
+        self.rank, self.layout, self.timeout_s = rank, layout, timeout_s
+        self.step: str | None = None
+        self.shrinks = self.epoch_is_running = False
+        self.spans: torch.Tensor | None = None
+        self._block = block
+        self.ended: MoeEngineError | None = None
+        self.has_told = False
+        self._known_bad_ids = self._seen_bad_ids = 0
+        self._used: set[tuple[object, ...]] = set()
+        pinned, num_ranks = device.type == "cuda", layout.num_ranks
+        self._notice = torch.zeros(
+            NOTICE_BYTES + 8, dtype=torch.uint8, device="cpu", pin_memory=pinned
+        )
+        report = torch.zeros(Report.BAD_IDS + 1, dtype=torch.int64, device="cpu", pin_memory=pinned)
+        self._report_memory = report
+        self.report = (ctypes.c_int64 * len(report)).from_address(report.data_ptr())
+        last_peer, count = Word.PEERS + num_ranks, num_words(num_ranks, layout.num_slots)
+        words = torch.zeros(count, dtype=torch.int64, device="cpu")
+        words[Word.EPOCH] = epoch
+        words[Word.TIMEOUT_NS] = int(timeout_s * 1e9)
+        words[Word.REPORT] = report.data_ptr()
+        words[Word.RANK] = rank
+        words[Word.NUM_RANKS] = num_ranks
+        words[Word.NUM_SLOTS] = layout.num_slots
+        words[Word.REGION_BYTES] = layout.region_bytes
+        for word, value in layout.words().items():
+            words[word] = value
+        words[Word.PACE] = pace_ps_per_kb()
+        words[Word.BUFFER] = buffer
+        words[Word.PEERS : last_peer] = block.peer_addresses.cpu()
+        words[Word.OWN] = words[Word.PEERS + rank]
+        self.words = block.local[: 8 * count].view(torch.int64)
+        self.words.copy_(words)
+
+    @contextmanager
+    def first_use(self, *key: object) -> Iterator[None]:
+        """The first call of a kind waits longer, so that a peer that still compiles is not lost."""
+        if INTERPRETED or key in self._used:
+            yield
+            return
+        self.words[Word.TIMEOUT_NS] = int((self.timeout_s + COMPILE_S) * 1e9)
+        try:
+            yield
+            self._used.add(key)
+        finally:
+            self.words[Word.TIMEOUT_NS] = int(self.timeout_s * 1e9)
+
+    # --- What ended this rank's calls --------------------------------------------------------
+
+    def check(self) -> None:
+        """Raise what ended the calls of this rank, if anything has. Costs no synchronisation.
+
+        PeerTimeout: a wait expired. ShapeError, OutOfStep: a peer made another call. CapacityError:
+        more rows came than num_worst_tokens, or than a region holds. What a peer has told, or this
+        rank has told its peers: see `abandon`.
+        """
+        if self.has_ended:
+            self.ended = self.ended or self._reported()
+            raise self.ended.with_traceback(None)
+
+    @property
+    def has_ended(self) -> bool:
+        """Whether `check` raises."""
+        return self.ended is not None or self.report[Report.VALID] != 0
+
+    @property
+    def was_told(self) -> bool:
+        """Whether another rank ended this rank's calls."""
+        return self.report[Report.VALID] != 0 and self.report[Report.PHASE] == Phase.ABANDONED
+
+    def _reported(self) -> MoeEngineError:
+        """The error of what a kernel has reported."""
+        peer, epoch = self.report[Report.PEER], self.report[Report.EPOCH]
+        phase = Phase(self.report[Report.PHASE])
+        if phase == Phase.ABANDONED:
+            return self._read_notice()
+        if phase in (Phase.SIGNATURE, Phase.FIELDS):
+            return self._mismatch(phase, peer)
+        if phase == Phase.HANDLE:
+            return ShapeError(
+                f"rank {self.rank}: the handle of call {epoch} is not what dispatch of this Buffer "
+                "returned. Pass that, unchanged; make a new Buffer."
+            )
+        if phase == Phase.OVERFLOW:
+            return CapacityError(
+                f"rank {self.rank} received more rows than num_worst_tokens; the rest was not "
+                "written. Use the number of ranks times the largest number of tokens on a "
+                "rank, and make a new Buffer."
+            )
+        if phase == Phase.CAPACITY:
+            return CapacityError(
+                f"rank {self.rank} has more rows for rank {peer} than this Buffer's memory "
+                f"({self.layout.num_bytes} bytes) takes in one call. Make a new Buffer with "
+                "the bytes of Buffer.size_hint(...) for this payload."
+            )
+        slot = epoch % self.layout.num_slots
+        name = phase.name.lower().replace("_", " ")
+        return PeerTimeout(self.rank, peer, name, epoch, slot, self.timeout_s)
+
+    def _mismatch(self, phase: Phase, peer: int) -> MoeEngineError:
+        """The error of two ranks that began calls which do not match."""
+        size = SIGNATURE_WORDS.value
+        ours = self.report[Report.OURS : Report.OURS + size]
+        theirs = self.report[Report.THEIRS : Report.THEIRS + size]
+        named = signature_fields if phase == Phase.SIGNATURE else low_latency_fields
+        mine, others = named(ours), named(theirs)
+        found = {
+            name: (mine[name], other)
+            for name, other in others.items()
+            if name in mine and mine[name] != other
+        }
+        return mismatch(self.rank, peer, found)
+
+    def rows_wanted(self) -> int:
+        """Most rows from one rank to another, if the counts of a dispatch ended it as too many for
+        a region, on all ranks alike; else 0."""
+        ended = self.report[Report.VALID] and self.report[Report.PHASE] == Phase.CAPACITY
+        return self.report[Report.ROWS] if ended else 0
+
+    # --- Telling the other ranks -------------------------------------------------------------
+
+    def notice(self, error: BaseException) -> tuple[str, str]:
+        """(type, text) of what the other ranks are told of an error that broke a call off."""
+        kind, call = type(error).__name__, "a call"
+        with suppress(RuntimeError), outside_capture(self.words.device):
+            epoch = int(self.words[Word.EPOCH].cpu())
+            call = f"call {epoch if self.epoch_is_running else epoch + 1}"
+        step, why = self.step or "argument checks", f"{kind}: {error}".rstrip(": ")
+        if self.report[Report.VALID]:
+            step = Phase(self.report[Report.PHASE]).name.lower().replace("_", " ")
+        return kind, f"rank {self.rank} abandoned {call} in phase '{step}' because of {why}"
+
+    def abandon(
+        self, kind: str, text: str, tell_peers: bool = True, cause: MoeEngineError | None = None
+    ) -> None:
+        """End this rank's calls for good, and with tell_peers those of the other ranks: these raise
+        an error with the text of a `notice` in the call that they are in, or in the next one. This
+        rank goes on to raise `cause`, if there is one.
+
+        A notice is stored on each rank before the bit of its `BROKEN` word; kernels report the bit
+        to their host, which then reads the notice. The copies have a stream of their own, since the
+        current one may hold a kernel that waits; where the device takes none, the other ranks find
+        out by their deadline.
+        """
+        if self.has_told:
+            return
+        self.has_told = True
+        self.ended = self.ended or cause or told_error(kind, text)
+        data = f"{kind}\0{text}".encode()[: NOTICE_BYTES - 1]
+        self._notice.zero_()
+        self._notice[: len(data)] = torch.tensor(list(data), dtype=torch.uint8, device="cpu")
+        self._notice[-1] = 1
+        num_ranks = self.layout.num_ranks
+        at = notices_offset(num_ranks, self.layout.num_slots) + self.rank * NOTICE_BYTES
+        broken = 8 * Word.BROKEN + TOLD_BIT // 8
+        with suppress(RuntimeError), outside_capture(self.words.device) as synchronise:
+            for rank in range(num_ranks) if tell_peers else (self.rank,):
+                block = self._block.peer(rank)
+                block[at : at + NOTICE_BYTES].copy_(self._notice[:NOTICE_BYTES], non_blocking=True)
+                block[broken : broken + 1].copy_(self._notice[-1:], non_blocking=True)
+            synchronise()
+
+    def _read_notice(self) -> MoeEngineError:
+        """What the rank that abandoned a call has told."""
+        layout = self.layout
+        at = notices_offset(layout.num_ranks, layout.num_slots)
+        with suppress(RuntimeError), outside_capture(self.words.device):
+            notices = self._block.local[at : at + layout.num_ranks * NOTICE_BYTES].cpu()
+            for notice in notices.view(-1, NOTICE_BYTES).tolist():
+                kind, _, text = bytes(notice).rstrip(b"\0").decode(errors="replace").partition("\0")
+                if text:
+                    return told_error(kind, text)
+        return CallAbandoned("another rank abandoned a call of this Buffer. Make a new Buffer.")
+
+    # --- Ids out of range --------------------------------------------------------------------
+
+    def note_ids(self) -> None:
+        """Let the next `check_ids` tell of ids that were bad by now."""
+        self._seen_bad_ids = self.report[Report.BAD_IDS]
+
+    def check_ids(self, result: object = None) -> None:
+        """Raise RoutingError, with the `result` of the call that just ended, if ids out of range
+        had been seen by the last `note_ids`; the calls went on without them."""
+        num_bad = self._seen_bad_ids - self._known_bad_ids
+        if num_bad:
+            self._known_bad_ids += num_bad
+            raise RoutingError(bad_ids(self.rank, num_bad), result)
+
+    def take_bad_ids(self, other: DeviceContext) -> None:
+        """Go on with the bad ids that `other` has seen, some of them not told yet."""
+        self._known_bad_ids = other._known_bad_ids
+        self._seen_bad_ids = other._seen_bad_ids
+        self.words[Word.BAD_IDS] = self.report[Report.BAD_IDS] = other.report[Report.BAD_IDS]
+
+
+def signature_fields(words: Sequence[int]) -> dict[str, int]:
+    """The fields of a call's signature by name; see `device/signature.py`."""
+    return dict(zip(SIGNATURE, words, strict=False))
+
+
+def low_latency_fields(words: Sequence[int]) -> dict[str, int]:
+    """The fields of a low-latency call by name, but for its tokens, in which ranks may differ; see
+    `call_fields.call_fields`."""
+    _, most, low, high, num_topk, num_experts, mixed, last, *_ = words
+    verb, item_bytes = mixed >> 4, mixed & 15
+    is_combine = verb in (Kind.LOW_LATENCY_COMBINE, Kind.MOE_FFN_COMBINE)
+    return {
+        "verb": verb,
+        "most tokens": most,
+        "bytes per token": low + (high << 16),
+        "top-k": num_topk,
+        "experts": num_experts,
+        "bytes per item": item_bytes,
+        DISPATCH_OF_HANDLE if is_combine else "words of scales": last,
+    }
+
+
+def told_error(kind: str, text: str) -> MoeEngineError:
+    """The error that a rank raises which was told of one of this type."""
+    text = f"{text} Make a new Buffer." if not text.endswith("new Buffer.") else text
+    for known in TOLD_AS_THEY_ARE:
+        if known.__name__ == kind:
+            return known(text)
+    return CallAbandoned(text)
+
+
+def mismatch(rank: int, peer: int, found: dict[str, tuple[int, int]]) -> MoeEngineError:
+    """The error of ranks whose calls differ in `found`: for each name, the values of both."""
+    same_order = "Every rank makes the same calls on a Buffer in the same order; make a new Buffer."
+    if "verb" in found:
+        ours, theirs = (_verb(value) for value in found["verb"])
+        return OutOfStep(
+            f"ranks {rank} and {peer} are out of step: rank {rank} began {ours}, rank {peer} began "
+            f"{theirs}. {same_order}"
+        )
+    if DISPATCH_OF_HANDLE in found:
+        ours, theirs = (str(value) for value in found[DISPATCH_OF_HANDLE])
+        return OutOfStep(
+            f"ranks {rank} and {peer} are out of step: the handle of rank {rank} is of call "
+            f"{ours}, that of rank {peer} of call {theirs}. {same_order}"
+        )
+    sizes = ", ".join(
+        f"{name} {one} on rank {rank} and {other} on rank {peer}"
+        for name, (one, other) in found.items()
+    )
+    return ShapeError(
+        f"ranks {rank} and {peer} began calls of different shapes: {sizes}. They must agree on all "
+        "ranks; make a new Buffer."
+    )
+
+
+def _verb(kind: int) -> str:
+    known = {int(one) for one in Kind}
+    return Kind(kind).name.lower() if kind in known else f"something unknown ({kind})"

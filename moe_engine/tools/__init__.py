@@ -1,0 +1,1 @@
+"""The command line: demo, explanations, tuners, traces."""

@@ -1,0 +1,343 @@
+"""The command line: `moe-engine`, or `python -m moe_engine`."""
+
+from __future__ import annotations
+
+import os
+from enum import StrEnum
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Annotated, Any
+
+import torch
+import typer
+from rich.console import Console
+from typer.core import TyperGroup
+
+from ..emulation import RankError
+from ..errors import BackendError, MoeEngineError, ShapeError
+from ..layer_config import LayerProblem
+from .models import Kind
+
+EXPECTED = (MoeEngineError, ChildProcessError, TimeoutError, torch.OutOfMemoryError)
+"""What goes wrong without a mistake in this package, on a rank or here."""
+
+
+class Plain(TyperGroup):
+    """Says what is expected to go wrong in a line, and the rest with its traceback."""
+
+    def invoke(self, ctx: Any) -> Any:
+        try:
+            return super().invoke(ctx)
+        except EXPECTED as error:
+            cause = error.errors[error.rank] if isinstance(error, RankError) else error
+            if not isinstance(cause, EXPECTED):
+                raise
+            typer.secho(f"{type(cause).__name__}: {cause}", fg="red", err=True)
+            raise typer.Exit(1) from None
+
+
+app = typer.Typer(cls=Plain, no_args_is_help=True, add_completion=False)
+
+
+@app.callback()
+def main() -> None:
+    """A communication engine for mixture-of-experts layers."""
+
+
+class Backend(StrEnum):
+    """A `backend` of Buffers."""
+
+    AUTO = "auto"
+    TORCH = "torch"
+    EMULATED = "emulated"
+    SINGLE = "single"
+    COLLECTIVE = "collective"
+
+
+# --- What is checked before any work -------------------------------------------------------------
+
+
+def check_file(path: Path, option: str) -> None:
+    """It can be written."""
+    problem = None
+    if path.is_dir():
+        problem = f"{path} is a folder; name a file in it"
+    elif not path.parent.is_dir():
+        problem = f"there is no folder {path.parent}; make it, or name another"
+    elif not os.access(path if path.exists() else path.parent, os.W_OK):
+        problem = f"{path} cannot be written; name another file"
+    if problem:
+        raise typer.BadParameter(problem, param_hint=option)
+
+
+def check_picture(path: Path, option: str = "--picture") -> None:
+    """It can be drawn and written."""
+    if not find_spec("matplotlib"):
+        raise BackendError(f"{option} needs matplotlib: pip install 'moe_engine[bench]'")
+    from matplotlib.backend_bases import FigureCanvasBase
+
+    check_file(path, option)
+    kinds = FigureCanvasBase.get_supported_filetypes()
+    if path.suffix[1:].lower() not in kinds:
+        raise typer.BadParameter(
+            f"{path} does not say its kind; let it end in one of .{', .'.join(sorted(kinds))}",
+            param_hint=option,
+        )
+
+
+def check_cache() -> None:
+    """What is measured can be kept."""
+    from ..choice_cache import cache_path
+
+    folder = cache_path("").absolute()
+    nearest = next(path for path in (folder, *folder.parents) if os.path.exists(path))
+    if not (nearest.is_dir() and os.access(nearest, os.W_OK | os.X_OK)):
+        raise BackendError(
+            f"what is measured is kept in {folder}, and {nearest} is no folder that can be "
+            "written. Set MOE_ENGINE_CACHE to one that can."
+        )
+
+
+def check_device(device: str) -> None:
+    """Ranks can start there."""
+    if device == "cpu" and not find_spec("numpy"):
+        raise BackendError(
+            "on the CPU Triton's interpreter needs numpy: pip install 'moe_engine[emulation]'"
+        )
+
+
+def known_model(model: str | None, ranks: int, num_gpus: int) -> str:
+    """The model, or the default one; it has a shape, and GPUs unless it is tiny."""
+    from .timeline import SHAPES
+
+    on_gpus = num_gpus >= ranks
+    model = model or ("qwen3-30b" if on_gpus else "tiny")
+    if model not in SHAPES:
+        raise typer.BadParameter(f"the model is {model!r}; there are {', '.join(SHAPES)}")
+    if model != "tiny" and not on_gpus:
+        raise typer.BadParameter(
+            f"{model} on {ranks} ranks needs as many GPUs, and there are {num_gpus}; choose "
+            "--ranks, or --model tiny, which the CPU can run"
+        )
+    return model
+
+
+def check_layer(problem: LayerProblem) -> None:
+    """A layer of this shape can run."""
+    experts, ranks = problem.num_experts, problem.num_ranks
+    if experts % ranks:
+        raise typer.BadParameter(f"{experts} experts do not divide among {ranks} ranks")
+    if problem.num_topk > experts:
+        raise typer.BadParameter(f"top-{problem.num_topk} of {experts} experts")
+    check_columns(hidden=problem.hidden, intermediate=problem.num_columns)
+
+
+def check_columns(**columns: int) -> None:
+    """Rows are read 16 bytes at a time, 8 values of bf16."""
+    for name, value in columns.items():
+        if value % 8:
+            raise typer.BadParameter(f"{name} is {value}; it must be a multiple of 8")
+
+
+# --- The commands --------------------------------------------------------------------------------
+
+
+@app.command()
+def demo(
+    model: Annotated[
+        Kind | None,
+        typer.Option(help="One model only.  [default: qwen3-moe, then mixtral]"),
+    ] = None,
+    ranks: Annotated[
+        int | None,
+        typer.Option(
+            min=1, help="Processes.  [default: 4; on 2 or 3 GPUs, as many]", show_default=False
+        ),
+    ] = None,
+    tokens: Annotated[
+        int | None,
+        typer.Option(min=1, help="Bytes each rank reads.  [default: 1024 on GPUs, 64 on the CPU]"),
+    ] = None,
+    backend: Annotated[
+        Backend, typer.Option(help="torch is for GPUs, emulated for the CPU.")
+    ] = Backend.AUTO,
+    picture: Annotated[Path, typer.Option(help="Where to draw the routing.")] = Path("routing.png"),
+) -> None:
+    """Spread the experts of transformers models over ranks, and check them on a real text."""
+    if missing := [name for name in ("transformers", "matplotlib") if not find_spec(name)]:
+        names = " and ".join(missing)
+        raise BackendError(f"the demo needs {names}: pip install 'moe_engine[hf,bench]'")
+    from .demo import Job, run_jobs
+    from .demo_report import draw, report
+
+    check_picture(picture)
+    num_gpus = torch.cuda.device_count()
+    single = backend is Backend.SINGLE
+    ranks = ranks or (1 if single else min(4, num_gpus) if num_gpus > 1 else 4)
+    on_gpus = backend is not Backend.EMULATED and num_gpus > 0
+    if backend is Backend.TORCH and not on_gpus:
+        raise typer.BadParameter(
+            "torch needs a GPU, and there is none; choose auto, which takes the CPU",
+            param_hint="--backend",
+        )
+    if single and ranks > 1:
+        raise typer.BadParameter(f"single serves one rank, not {ranks}", param_hint="--backend")
+    device, length, new = ("cuda", 1024, 16) if on_gpus else ("cpu", 64, 3)
+    check_device(device)
+    console = Console()
+    kinds = [model] if model else [Kind.QWEN3_MOE, Kind.MIXTRAL]
+    timed = num_gpus >= ranks and on_gpus
+    jobs = [Job(kind, device, tokens or length, new, backend.value, timed) for kind in kinds]
+    where = "the CPU, where Triton interprets the kernels" if device == "cpu" else "GPUs"
+    if on_gpus and num_gpus < ranks:
+        where = f"{num_gpus} GPU{'s' * (num_gpus > 1)}, which they share"
+    console.print(f"{ranks} ranks on {where}, read {tokens or length} bytes each.")
+    results = run_jobs(jobs, ranks, console)
+    passed = [report(job, outcomes, console) for job, outcomes in zip(jobs, results, strict=True)]
+    draw(jobs, results, picture)
+    console.print(f"The routing is drawn in {picture.resolve()}")
+    if not all(passed):
+        raise typer.Exit(1)
+
+
+@app.command()
+def gemm(
+    rows: Annotated[int, typer.Option(min=1, help="Rows in all.")],
+    experts: Annotated[int, typer.Option(min=1, help="Experts of one GPU.")],
+    columns: Annotated[int, typer.Option(min=8, help="Columns of the output.")],
+    depth: Annotated[int, typer.Option(min=8, help="Columns of the rows.")],
+    activation: Annotated[str, typer.Option(help="none, silu, gelu, swiglu or geglu.")] = "none",
+    gathered: Annotated[bool, typer.Option(help="Rows by index.")] = False,
+    tune: Annotated[bool, typer.Option(help="Measure, and keep the best for this GPU.")] = False,
+) -> None:
+    """Explain which tiles a grouped GEMM in bf16 takes on an H200; with --tune, measure them on
+    this GPU."""
+    from ..grouped_gemm import tune_gemm
+    from ..grouped_gemm.choices import tuned
+    from ..grouped_gemm.config import GemmProblem, explain
+    from ..grouped_gemm.operands import num_parts
+
+    check_columns(columns=columns, depth=depth)
+    sizes = rows, experts, columns, depth
+    try:
+        gated = num_parts(activation) == 2
+    except ShapeError as error:
+        raise typer.BadParameter(str(error)) from None
+    problem = GemmProblem(torch.bfloat16, *sizes, gated=gated, gathered=gathered)
+    typer.echo(explain(problem))
+    if found := tuned(problem):
+        typer.echo(f"measured before on this GPU, and taken: {found}")
+    if tune:
+        check_cache()
+        config, us = tune_gemm(*sizes, activation=activation, gathered=gathered)
+        typer.echo(f"best of those measured: {config}, {us:.0f} us; kept for this GPU")
+
+
+@app.command()
+def layer(
+    tokens: Annotated[int, typer.Option(min=1, help="Most tokens of a rank.")],
+    ranks: Annotated[int, typer.Option(min=1, help="GPUs.")],
+    experts: Annotated[int, typer.Option(min=1, help="Experts of all ranks.")],
+    topk: Annotated[int, typer.Option(min=1, help="Experts of a token.")],
+    hidden: Annotated[int, typer.Option(min=8, help="H, columns of a token.")],
+    intermediate: Annotated[int, typer.Option(min=8, help="I, columns inside an expert.")],
+) -> None:
+    """Explain how `moe_ffn` runs a layer in bf16 on H200s: stages, programs, predicted times."""
+    from ..choice_cache import device_name
+    from ..layer_config import LayerChoices, explain, measured_layers
+
+    problem = LayerProblem(ranks, tokens, experts, topk, hidden, intermediate)
+    check_layer(problem)
+    typer.echo(explain(problem))
+    if found := LayerChoices(measured=measured_layers()).found(problem):
+        typer.echo(f"measured before on this device ({device_name()}), and taken: {found}")
+
+
+@app.command()
+def tune(
+    model: Annotated[
+        str | None,
+        typer.Option(
+            help="Its shape.  [default: the sizes; without them qwen3-30b on GPUs, tiny on the CPU]"
+        ),
+    ] = None,
+    experts: Annotated[int | None, typer.Option(min=1, help="Experts of all ranks.")] = None,
+    topk: Annotated[int | None, typer.Option(min=1, help="Experts of a token.")] = None,
+    hidden: Annotated[int | None, typer.Option(min=8, help="H, columns of a token.")] = None,
+    intermediate: Annotated[
+        int | None, typer.Option(min=8, help="I, columns inside an expert.")
+    ] = None,
+    tokens: Annotated[
+        int | None, typer.Option(min=1, help="Of each rank.  [default: 4096, or 64 on the CPU]")
+    ] = None,
+    ranks: Annotated[int, typer.Option(min=1, help="GPUs, or processes without them.")] = 4,
+    rounds: Annotated[int, typer.Option(min=1, help="A time is the median of so many.")] = 7,
+) -> None:
+    """Measure how `moe_ffn` runs best in bf16 on these GPUs, and keep it for later Buffers. Without
+    GPUs it only shows how: emulated ranks say nothing about times."""
+    from ..layer_config import keep_layer
+    from .timeline import SHAPES
+    from .tune_layer import Job, fastest, report, run_job
+
+    num_gpus = torch.cuda.device_count()
+    device, length = ("cuda", 4096) if num_gpus >= ranks else ("cpu", 64)
+    sizes = [size for size in (experts, topk, hidden, intermediate) if size]
+    if len(sizes) not in (0, 4) or (sizes and model):
+        raise typer.BadParameter("give a model, or all of experts, topk, hidden and intermediate")
+    if not sizes:
+        num_experts, *widths, num_topk = SHAPES[known_model(model, ranks, num_gpus)]
+        sizes = [num_experts, num_topk, *widths]
+    problem = LayerProblem(ranks, tokens or length, *sizes)
+    check_layer(problem)
+    check_cache()
+    check_device(device)
+    console = Console()
+    with console.status(f"measuring on {ranks} ranks ({device})"):
+        times = run_job(Job(problem, rounds, device))
+    report(times, console)
+    keep_layer(problem, fastest(times))
+    typer.echo(f"kept for this kind of device: {fastest(times)}")
+
+
+@app.command()
+def trace(
+    model: Annotated[
+        str | None,
+        typer.Option(help="Its shape.  [default: qwen3-30b on GPUs, tiny on the CPU]"),
+    ] = None,
+    tokens: Annotated[
+        int | None, typer.Option(min=1, help="Of each rank.  [default: 4096, or 64 on the CPU]")
+    ] = None,
+    ranks: Annotated[int, typer.Option(min=1, help="GPUs, or processes without them.")] = 4,
+    calls: Annotated[int, typer.Option(min=1, help="The last one is traced.")] = 10,
+    path: Annotated[Path, typer.Option(help="The trace, for Perfetto.")] = Path("trace.json"),
+    picture: Annotated[Path | None, typer.Option(help="Where to draw it.")] = None,
+) -> None:
+    """Record what each program of a layer does when, on all ranks."""
+    from .timeline import SHAPES, Job, draw, report, run_job
+    from .trace import save
+
+    check_file(path, "--path")
+    if picture:
+        check_picture(picture)
+    num_gpus = torch.cuda.device_count()
+    model = known_model(model, ranks, num_gpus)
+    num_experts, *widths, num_topk = SHAPES[model]
+    device, length = ("cuda", 4096) if num_gpus >= ranks else ("cpu", 64)
+    check_device(device)
+    job = Job(model, tokens or length, calls, device)
+    check_layer(LayerProblem(ranks, job.tokens, num_experts, num_topk, *widths))
+    console = Console()
+    spans, clocks = run_job(job, ranks)
+    report(spans, clocks, console)
+    save(spans, path)
+    typer.echo(f"{len(spans)} spans are in {path}; https://ui.perfetto.dev shows them.")
+    if picture:
+        draw(spans, f"{model}, {job.tokens} tokens on each of {ranks} ranks ({device})", picture)
+        typer.echo(f"They are drawn in {picture}.")
+
+
+@app.command()
+def deep_ep_path() -> None:
+    """Print the folder that makes `import deep_ep` mean moe_engine, for PYTHONPATH."""
+    typer.echo(Path(__file__).parents[1] / "integrations" / "deep_ep_path")

@@ -1,0 +1,196 @@
+"""`moe-engine tune`: measure how a layer runs best on these GPUs, and keep it."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import asdict, dataclass, replace
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from rich.console import Console
+from rich.table import Table
+
+from ..buffer import Buffer
+from ..device.context import MAX_STAGES
+from ..emulation import RankPool
+from ..engines.kernel import KernelEngine
+from ..layer import moe_ffn
+from ..layer_config import LayerChoices, LayerConfig, LayerProblem
+from ..options import Options
+from .timeline import random_layer
+
+REFUSED = float("inf")
+"""The time of a choice with which the result is another one."""
+STAGES = "num_stages", "num_return_stages"
+PROGRAMS = "num_push_programs", "num_copy_programs", "num_return_programs"
+FIELDS = (*STAGES, "own_apart", *PROGRAMS, "group_m")
+"""In the order in which they are tried."""
+PASSES = 2
+"""How often each field is tried."""
+
+
+@dataclass(frozen=True)
+class Job:
+    """A layer to tune for; the time of a choice is the median of `rounds`."""
+
+    problem: LayerProblem
+    rounds: int
+    device: str
+
+
+# --- What is tried -------------------------------------------------------------------------------
+
+
+def neighbours(config: LayerConfig, name: str) -> Iterator[LayerConfig]:
+    """Choices that differ in one field: half and twice as many, of stages also steps between."""
+    now = getattr(config, name)
+    values = [now // 2, 2 * now]
+    if name == "own_apart":
+        values = [not now]
+    elif name in STAGES:
+        steps = now // 2, 3 * now // 4, 3 * now // 2, 2 * now
+        values = [min(value, MAX_STAGES.value) for value in steps]
+    for value in dict.fromkeys(values):
+        if value != now and (value or name == "own_apart"):
+            yield replace(config, **{name: value})
+
+
+def descend(
+    start: LayerConfig, measure: Callable[[LayerConfig], float]
+) -> dict[LayerConfig, float]:
+    """Times of `start` and of what was tried from there on, one field at a time, each from the best
+    so far. Nothing is measured twice."""
+    times = {start: measure(start)}
+    for _ in range(PASSES):
+        for name in FIELDS:
+            for config in neighbours(fastest(times), name):
+                if config not in times:
+                    times[config] = measure(config)
+    return times
+
+
+def fastest(times: dict[LayerConfig, float]) -> LayerConfig:
+    """The first of those that took the shortest time."""
+    return min(times, key=lambda config: times[config])
+
+
+# --- On the ranks --------------------------------------------------------------------------------
+
+
+def run_job(job: Job) -> dict[LayerConfig, float]:
+    """Microseconds of what was tried, the predicted choice first. RankError if a rank fails."""
+    with RankPool(job.problem.num_ranks, job.device, timeout_s=3600.0) as pool:
+        return pool.run(run_rank, job)[0]
+
+
+def run_rank(group: dist.ProcessGroup, job: Job) -> dict[LayerConfig, float]:
+    """One rank's part of a job; collective over `group`. All ranks see the times of the slowest, so
+    that they try the same."""
+    problem = job.problem
+    inputs = random_layer(problem, group.rank(), job.device)
+    sizes = problem.max_tokens, problem.hidden, problem.num_experts, problem.num_topk
+    buffer = Buffer.for_tokens(group, *sizes, options=Options(timeout_s=20.0, decode_tokens=0))
+    engine = buffer._engine
+    assert isinstance(engine, KernelEngine)
+    first: list[torch.Tensor] = []
+
+    def call() -> torch.Tensor:
+        return moe_ffn(*inputs, buffer)
+
+    def measure(config: LayerConfig) -> float:
+        engine.layers = LayerChoices(config)
+        out = call()
+        first[:] = first or [out]
+        us = time_same(call, same_bits(out, first[0]), group, job)
+        buffer.check()
+        return us
+
+    times = descend(LayerConfig.choose(problem), measure)
+    dist.barrier(group)
+    buffer.destroy()
+    return times
+
+
+def same_bits(a: torch.Tensor, b: torch.Tensor) -> bool:
+    """Whether two results are the same to the bit, NaN and signs of 0 included."""
+    return torch.equal(a.view(torch.uint8), b.view(torch.uint8))
+
+
+def time_same(call: Callable[[], Any], same: bool, group: dist.ProcessGroup, job: Job) -> float:
+    """Microseconds of a call on the slowest rank; REFUSED if the result was another one anywhere,
+    as no choice may change it."""
+    if slowest(float(not same), group):
+        return REFUSED
+    if job.device == "cuda":
+        return time_graph(call, group, 4 if job.problem.max_tokens > 2048 else 10, job.rounds)
+    return time_calls(call, group, job.rounds)
+
+
+def slowest(value: float, group: dist.ProcessGroup) -> float:
+    """The largest value of any rank."""
+    largest = torch.tensor(value, dtype=torch.float64, device="cpu")
+    dist.all_reduce(largest, op=dist.ReduceOp.MAX, group=group)
+    return float(largest)
+
+
+def time_calls(call: Callable[[], Any], group: dist.ProcessGroup, rounds: int) -> float:
+    """Microseconds of one call on the CPU: the median over rounds of the slowest rank."""
+    times = []
+    for _ in range(rounds):
+        dist.barrier(group)
+        begin = time.perf_counter()
+        call()
+        times.append(slowest(1e6 * (time.perf_counter() - begin), group))
+    return sorted(times)[rounds // 2]
+
+
+def time_graph(call: Callable[[], Any], group: dist.ProcessGroup, calls: int, rounds: int) -> float:
+    """Microseconds of one call: the median over rounds of the slowest rank, each round a replay of
+    a CUDA graph of `calls` calls that all ranks begin together."""
+    call()
+    torch.cuda.synchronize()
+    dist.barrier(group)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.stream(torch.cuda.Stream()):  # torch.cuda.graph would empty the memory cache
+        graph.capture_begin()
+        for _ in range(calls):
+            call()
+        graph.capture_end()
+    times = []
+    for _ in range(rounds + 2):
+        torch.cuda.synchronize()
+        dist.barrier(group)
+        start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+        # While the GPUs are busy the hosts get ahead of them; then they wait for one another.
+        torch.cuda._sleep(1_000_000)
+        dist.all_reduce(torch.ones(1, device="cuda"), group=group)
+        start.record()
+        graph.replay()
+        end.record()
+        torch.cuda.synchronize()
+        times.append(slowest(start.elapsed_time(end), group) * 1e3 / calls)
+    return sorted(times[2:])[rounds // 2]
+
+
+# --- What was seen -------------------------------------------------------------------------------
+
+
+def report(times: dict[LayerConfig, float], console: Console) -> None:
+    """Print what was tried, as it differs from the first, the predicted choice."""
+    first, best = next(iter(times)), fastest(times)
+    table = Table("tried", "us", "of the predicted")
+    for config, us in times.items():
+        told = "another result, refused" if us == REFUSED else f"{us:.1f}"
+        share = "" if us == REFUSED else f"{us / times[first]:.3f}"
+        style = "bold" if config == best else None
+        table.add_row(difference(config, first), told, share, style=style)
+    console.print(table)
+
+
+def difference(config: LayerConfig, first: LayerConfig) -> str:
+    """The fields in which a choice differs from the predicted one."""
+    before = asdict(first)
+    changed = [f"{name} {now}" for name, now in asdict(config).items() if now != before[name]]
+    return ", ".join(changed) or "as predicted"
