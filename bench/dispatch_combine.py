@@ -118,22 +118,22 @@ def run_rank(group: dist.ProcessGroup, shapes: list[Shape]) -> None:
 
 @triton.jit(do_not_specialize=["ns_per_block"])
 def plain_push_kernel(
-    source, peers, rank, num_words, ns_per_block, RANKS: tl.constexpr, BLOCK: tl.constexpr
+    source, peers, rank, num_vecs, ns_per_block, RANKS: tl.constexpr, BLOCK: tl.constexpr
 ):
-    """Copy `num_words` int32 words to each other rank, blocks to them in turn; no signals. Programs
-    take turns: one begins a block every `ns_per_block`."""
+    """Copy `num_vecs` int32 vectors to each other rank, blocks to them in turn; no signals.
+    Programs take turns: one begins a block every `ns_per_block`."""
     others: tl.constexpr = RANKS - 1
-    num_blocks = tl.cdiv(num_words, BLOCK) * others
+    num_blocks = tl.cdiv(num_vecs, BLOCK) * others
     begin = ticks()
     for turn in range(tl.program_id(0), num_blocks, tl.num_programs(0)):
         while ticks() - begin < turn * ns_per_block:
             pass
         peer = (rank + 1 + turn % others) % RANKS
-        words = turn // others * BLOCK + tl.arange(0, BLOCK)
-        inside = tl.max_constancy(words < num_words, 4)
+        vecs = turn // others * BLOCK + tl.arange(0, BLOCK)
+        inside = tl.max_constancy(vecs < num_vecs, 4)
         to = tl.load(peers + peer).to(tl.pointer_type(tl.int32))
-        to = tl.multiple_of(to + words, 16)
-        tl.store(to, tl.load(source + words, mask=inside), mask=inside)
+        to = tl.multiple_of(to + vecs, 16)
+        tl.store(to, tl.load(source + vecs, mask=inside), mask=inside)
 
 
 class Bench:
@@ -184,12 +184,12 @@ class Bench:
         engine: Any = self.buffer._engine
         layout, peers = engine.slots.layout, engine.slots.block.peer_addresses
         regions = peers + layout.slots + self.rank * layout.region_bytes
-        num_words = int(self.sent * 1e3 / 4 / (self.num_ranks - 1))
-        source = torch.empty(num_words, dtype=torch.int32, device="cuda").random_()
+        num_vecs = int(self.sent * 1e3 / 4 / (self.num_ranks - 1))
+        source = torch.empty(num_vecs, dtype=torch.int32, device="cuda").random_()
         block = 4096
 
         def push_at(gbs: float) -> Callable[[], None]:
-            args = source, regions, self.rank, num_words, round(4 * block / gbs)
+            args = source, regions, self.rank, num_vecs, round(4 * block / gbs)
             return lambda: plain_push_kernel[(24,)](*args, RANKS=self.num_ranks, BLOCK=block)
 
         return min(time_graph(push_at(gbs), self.group, 10, 7) for gbs in (325, 335, 1e6))

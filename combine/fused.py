@@ -9,15 +9,15 @@ from triton.tools.ragged_tma import create_ragged_descriptor
 from triton.tools.tensor_descriptor import TensorDescriptor
 
 from ..device.lang import INTERPRETED
-from ..dispatch import Lanes, Records
+from ..dispatch import Lanes, ReturnMetadata
 from ..dispatch.stages import StagedSchedule
 from ..grouped_gemm import num_compute_programs, num_sms, ragged
 from ..grouped_gemm.config import GemmConfig
-from ..hardware import early_launch, launches_overlap, leave_room, share_sms
+from ..hardware import has_pdl, leave_room, pdl_options, share_sms
 from ..symm.slots import Slots
 from ..utils import next_power_of_2
 from .fused_kernels import return_sums_kernel, staged_gemm_kernel
-from .fused_sum_kernels import layer_sum_kernel
+from .fused_sum_kernels import fused_sum_kernel
 
 RETURN_BYTES, RETURN_WARPS, RETURN_REGISTERS = 4096, 2, 152
 """Bytes of a row that a program sums at a time, its warps, and the registers of a thread: two of
@@ -28,11 +28,11 @@ SUM_BYTES, SUM_WARPS, SUM_REGISTERS, SUM_PROGRAMS = 4096, 2, 136, 7
 
 @dataclass(frozen=True, slots=True)
 class Returns:
-    """What the way back needs of the way there: the lanes sent, the records of what comes back, the
-    schedule of tiles, and where rows begin in a region."""
+    """What the way back needs of the way there: the lanes sent, the metadata of what comes back,
+    the schedule of tiles, and where rows begin in a region."""
 
     lanes: Lanes
-    records: Records
+    metadata: ReturnMetadata
     schedule: StagedSchedule
     header_bytes: int
 
@@ -51,7 +51,7 @@ def gemm_combine(
 
     A rank sums the rows that it has of a token and writes one to the token's rank, which adds up
     the ranks'. It all runs side by side: small programs sum on the SMs that multiply. Ends a call;
-    the launch before it is `send_records`'.
+    the launch before it is `send_return_metadata`'.
     """
     slots.context.step = "gemm_combine"
     schedule, num_ranks = returns.schedule, slots.layout.num_ranks
@@ -64,13 +64,13 @@ def gemm_combine(
         schedule.num_own,
         schedule.first_tile,
         schedule.computed,
-        slots.context.words,
+        slots.context.fields,
         *w.shape[1:],
         STAGES=schedule.back_stages + 1,
-        OVERLAP=launches_overlap(),
+        PDL=has_pdl(),
         **config.launch_options(),
         **leave_room(),
-        **early_launch(),
+        **pdl_options(),
     )
     share_sms(launched)
     row, hidden = returns.lanes.row, y.shape[1]
@@ -81,14 +81,14 @@ def gemm_combine(
         STAGES=schedule.back_stages,
         RANKS=num_ranks,
         RANKS_PAD=next_power_of_2(num_ranks),
-        OVERLAP=launches_overlap(),
-        **early_launch(),
+        PDL=has_pdl(),
+        **pdl_options(),
     )
     launched = return_sums_kernel[(2 if INTERPRETED else num_return_programs,)](
         y,
         schedule.computed,
         schedule.returned,
-        slots.context.words,
+        slots.context.fields,
         num_programs,
         returns.lanes.num_experts,
         *sizes,
@@ -100,15 +100,15 @@ def gemm_combine(
         **common,
     )
     share_sms(launched)
-    records = returns.records
-    launched = layer_sum_kernel[(2 if INTERPRETED else SUM_PROGRAMS * num_sms(y.device),)](
+    metadata = returns.metadata
+    launched = fused_sum_kernel[(2 if INTERPRETED else SUM_PROGRAMS * num_sms(y.device),)](
         out,
         y,
-        records.send_head,
-        records.to_sum,
+        metadata.send_head,
+        metadata.to_sum,
         schedule.num_to_sum,
         schedule.computed,
-        slots.context.words,
+        slots.context.fields,
         num_programs,
         len(out),
         *sizes,

@@ -19,21 +19,21 @@ from ..device.lang import (
     device_function,
     end_span,
     is_broken,
+    pace,
+    pacing_interval,
     put,
     round_to,
+    stagger,
     symm_at,
-    take_turns,
-    time_to_send,
     wait,
-    wait_turn,
 )
 from ..device.programs import (
     arrive_after_tma,
-    let_next_start,
-    wait_for_previous,
+    pdl_launch_dependents,
+    pdl_wait,
 )
 from ..device.slots import metadata_flag, region, stage_counts_offset
-from ..device.tiles import BACK, deal, notify_stage
+from ..device.tiles import COMBINE, deal, notify_stage
 from ..dispatch.stages_kernels import first_tiles, load_staged_tile, stage_of
 from ..grouped_gemm.kernels import finish_tile, gemm_tile
 from ..grouped_gemm.schedule_kernels import unpack_tile
@@ -63,15 +63,15 @@ def staged_gemm_kernel(
     BLOCK_N: tl.constexpr,
     BLOCK_K: tl.constexpr,
     GROUP_M: tl.constexpr,
-    OVERLAP: tl.constexpr,
+    PDL: tl.constexpr,
 ):
     """out [M, N] = A @ w[expert].T, stage by stage; a program that has passed one says so in
     `computed`, for `return_sums_kernel`, which runs beside it.
 
-    An early launch behind `send_records_kernel`.
+    A PDL launch behind `send_return_metadata_kernel`.
     """
-    let_next_start(OVERLAP)
-    wait_for_previous(OVERLAP)
+    pdl_launch_dependents(PDL)
+    pdl_wait(PDL)
     STAGES_PAD: tl.constexpr = triton.next_power_of_2(STAGES + 1)
     num_n = tl.cdiv(N, BLOCK_N)
     first_m = first_tiles(first_tile, num_n, STAGES, STAGES_PAD)
@@ -127,14 +127,14 @@ def return_sums_kernel(
     RANKS: tl.constexpr,
     RANKS_PAD: tl.constexpr,
     BLOCK_H: tl.constexpr,
-    OVERLAP: tl.constexpr,
+    PDL: tl.constexpr,
 ):
     """Sum the weighted expert rows of each token of other ranks, and return one row to its rank.
 
     Stage by stage, each when all `num_gemm_programs` of the launch before have computed it. Small
-    programs, which find room beside the GEMM's. An early launch behind it.
+    programs, which find room beside the GEMM's. A PDL launch behind it.
     """
-    let_next_start(OVERLAP)
+    pdl_launch_dependents(PDL)
     if is_broken(context) == 0:
         lane = tl.arange(0, 1)
         rank = tl.load(context + RANK).to(tl.int32)
@@ -142,11 +142,11 @@ def return_sums_kernel(
         is_peer = (ranks < RANKS) & (ranks != rank)
         program, num_programs = tl.program_id(0), tl.num_programs(0)
         turn_bytes = min(hidden, BLOCK_H) * y.dtype.element_ty.primitive_bitwidth // 8
-        step = time_to_send(turn_bytes, 1, num_programs, context)
+        step = pacing_interval(turn_bytes, 1, num_programs, context)
         since = begin_span()
-        # The records that say which expert rows are of which token.
-        records = metadata_flag(ranks, context)
-        token = wait(records, is_peer, current_epoch(context), ranks, context, PHASE_METADATA)
+        # The metadata that says which expert rows are of which token.
+        flags = metadata_flag(ranks, context)
+        token = wait(flags, is_peer, current_epoch(context), ranks, context, PHASE_METADATA)
         for stage in range(0, STAGES):
             if token == 1:
                 flags = (computed + stage).to(tl.int64) + lane * 8
@@ -163,7 +163,7 @@ def return_sums_kernel(
                 at = as_pointer(theirs + counts, tl.int32)
                 total = tl.max(tl.load(at, mask=is_peer, other=0), 0) * (RANKS - 1)
                 list_at = header_bytes + list_offset + stage * 4
-                due = take_turns(turn_bytes, program, context)
+                due = stagger(turn_bytes, program, context)
                 # A row takes three reads one behind the other: which it is, its record, the rows
                 # to add up. The first two are made for the next rows meanwhile.
                 # fmt: off
@@ -191,9 +191,9 @@ def return_sums_kernel(
                     to, record, places, weights = to_next, record_next, places_next, weights_next
                     to_next, record_next = to_then, record_then
                 # fmt: on
-                notify_stage(returned + stage, num_programs, BACK, stage, context, RANKS_PAD)
+                notify_stage(returned + stage, num_programs, COMBINE, stage, context, RANKS_PAD)
             since = end_span(ROLE_RETURN, stage, since, context)
-    wait_for_previous(OVERLAP)
+    pdl_wait(PDL)
 
 
 @device_function
@@ -252,7 +252,7 @@ def return_row(
         )
         # fmt: on
         values = round_to(total, y.dtype.element_ty)
-        due = wait_turn(due, step)
+        due = pace(due, step)
         put(item_pointers(to_row, columns), values, in_row & (record != 0))
     return due
 

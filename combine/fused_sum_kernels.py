@@ -14,9 +14,9 @@ from ..device.lang import (
     round_to,
     wait,
 )
-from ..device.programs import claim, end_call, wait_for_previous
+from ..device.programs import claim, end_call, pdl_wait
 from ..device.slots import region
-from ..device.tiles import BACK, wait_stage
+from ..device.tiles import COMBINE, wait_stage
 from .fused_kernels import LANES_AT_ONCE, in_row_mask, item_pointers, load_record, sum_lanes
 
 
@@ -24,7 +24,7 @@ from .fused_kernels import LANES_AT_ONCE, in_row_mask, item_pointers, load_recor
     do_not_specialize=["num_tokens", "num_gemm_programs"],
     do_not_specialize_on_alignment=["num_to_sum", "computed"],
 )
-def layer_sum_kernel(
+def fused_sum_kernel(
     out,  # [T, H], out
     y,  # [M, H] expert rows
     send_head,  # int32 [T, R]: row * R + rank of each returned row, in the order of the sum
@@ -44,25 +44,25 @@ def layer_sum_kernel(
     RANKS: tl.constexpr,
     RANKS_PAD: tl.constexpr,
     BLOCK_H: tl.constexpr,
-    OVERLAP: tl.constexpr,
+    PDL: tl.constexpr,
 ):
     """Add up the sums of all ranks for each token, in `send_head`'s order: those of the others as
     they returned them, this rank's own made here, and rounded as the others' are. fp32, rounded
     once. The last program finishes the call.
 
-    An early launch behind `return_sums_kernel`. When the last of all tiles, those of own rows, have
+    A PDL launch behind `return_sums_kernel`. When the last of all tiles, those of own rows, have
     been computed, stage by stage as other ranks return theirs. Programs that find room later take
     fewer of the tokens.
 
-    `computed` also says that `send_records_kernel` has ended, as the GEMM's programs wait for it
-    before their first tile: so its lists and this rank's own records are there. Rows of a stage of
-    other ranks happen before its flags, see `tiles.notify_stage`.
+    `computed` also says that `send_return_metadata_kernel` has ended, as the GEMM's programs wait
+    for it before their first tile: so its lists and this rank's own return metadata are there. Rows
+    of a stage of other ranks happen before its flags, see `tiles.notify_stage`.
     """
     rank = tl.load(context + RANK).to(tl.int32)
     lane = tl.arange(0, 1)
     own = (computed + STAGES).to(tl.int64) + lane * 8
     token = wait(own, lane == 0, num_gemm_programs, lane + rank, context, PHASE_TILES)
-    token = token * (1 - is_broken(context).to(tl.int32))  # else nobody may have written records
+    token = token * (1 - is_broken(context).to(tl.int32))  # else nobody may have written metadata
     first = consume_token(region(0, context) + header_bytes, token)
     rows = as_pointer(consume_token(y.to(tl.int64), token), y.dtype.element_ty)
     stage = tl.full((), -1, tl.int32)
@@ -76,7 +76,7 @@ def layer_sum_kernel(
             stage += 1
             begin = end
             end += tl.load(num_to_sum + stage).to(tl.int32)
-            token = wait_stage(BACK, stage, context, RANKS_PAD, PHASE_RETURNED_ROWS)
+            token = wait_stage(COMBINE, stage, context, RANKS_PAD, PHASE_RETURNED_ROWS)
             since = end_span(ROLE_SUM, stage, since, context)
         if token == 1:
             at = to_sum + stage.to(tl.int64) * num_tokens + number - begin
@@ -88,7 +88,7 @@ def layer_sum_kernel(
             # fmt: on
         number = next_number
     end_span(ROLE_SUM, STAGES, since, context)
-    wait_for_previous(OVERLAP)
+    pdl_wait(PDL)
     end_call(context)
 
 
@@ -110,7 +110,7 @@ def _sum_token(
     RANKS: tl.constexpr,
     BLOCK_H: tl.constexpr,
 ):
-    """The sum of one token: see `layer_sum_kernel`. first_row: address of the rows in the region of
+    """The sum of one token: see `fused_sum_kernel`. first_row: address of the rows in the region of
     rank 0."""
     region_bytes = tl.load(context + REGION_BYTES)
     first_row = consume_token(first_row, token)

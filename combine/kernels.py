@@ -10,15 +10,15 @@ from ..device.lang import (
     current_epoch,
     device_function,
     is_broken,
+    pacing_interval,
     put,
     put_rows,
     report_abandoned,
     round_to,
     row_mask,
     row_pointers,
+    stagger,
     symm_at,
-    take_turns,
-    time_to_send,
     wait,
 )
 from ..device.programs import claim, claim_next, end_push, finish_call, is_last_program
@@ -100,7 +100,7 @@ def return_rows_kernel(
         num_chunks = tl.cdiv(most_rows, CHUNK_ROWS)
         num_blocks = tl.cdiv(hidden, COLUMNS)
         chunks_here = num_chunks_here(num_chunks, program, num_push_programs, SPAN)
-        due = take_turns(LANES * row_bytes // num_blocks, program, context)
+        due = stagger(LANES * row_bytes // num_blocks, program, context)
         for turn in range(0, num_spans(num_chunks, num_push_programs, SPAN)):
             first_chunk, end_chunk = span(turn, num_chunks, program, num_push_programs, SPAN)
             end = min(end_chunk * CHUNK_ROWS, most_rows)
@@ -111,7 +111,7 @@ def return_rows_kernel(
                 inside = (rows < end) & (rows < count) & (at >= 0) & (at < num_rows)
                 to = symm_at(own + rows.to(tl.int64) * row_bytes, peers, context)
                 num_bytes = tl.sum(inside.to(tl.int32), 0) * row_bytes
-                time = time_to_send(num_bytes, chunks_here, num_chunks, context)
+                time = pacing_interval(num_bytes, chunks_here, num_chunks, context)
                 due = put_rows(
                     as_pointer(to, x.dtype.element_ty),
                     x + at.to(tl.int64) * hidden,

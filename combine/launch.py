@@ -60,7 +60,7 @@ class Sums:
             bias_1=self.bias[1] if len(self.bias) == 2 else None,
             send_head=self.send_head,
             rank_prefix_matrix=self.rank_prefix_matrix,
-            context=slots.context.words,
+            context=slots.context.fields,
             num_tokens=num_tokens,
             num_rows=self.num_rows,
             region_rows=slots.layout.max_rows(row.num_bytes, BARE_HEADER),

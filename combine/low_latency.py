@@ -7,7 +7,7 @@ from dataclasses import dataclass
 import torch
 
 from ..device.lang import INTERPRETED
-from ..hardware import early_launch, launches_overlap
+from ..hardware import has_pdl, pdl_options
 from ..symm.ring import LowLatencyRow, Ring, message_bytes
 from ..utils import next_power_of_2, round_up
 from .low_latency_kernels import low_latency_combine_kernel
@@ -59,7 +59,7 @@ def low_latency_combine(
         rows.out,
         wait_stats,
         rows.call,
-        ring.context.words,
+        ring.context.fields,
         num_return_programs,
         num_tokens,
         max_tokens,
@@ -73,8 +73,8 @@ def low_latency_combine(
         BLOCK=next_power_of_2(hidden),
         PHASES=phases,
         SHRINK=shrink,
-        OVERLAP=launches_overlap(),
+        PDL=has_pdl(),
         num_warps=NUM_WARPS,
-        **(early_launch() or ({} if INTERPRETED else {"maxnreg": REGISTERS})),
+        **(pdl_options() or ({} if INTERPRETED else {"maxnreg": REGISTERS})),
     )
     ring.context.step = None

@@ -24,11 +24,11 @@ from ..device.lang import (
     load_acquire,
     publish,
     put,
-    put_words,
+    put_ll,
     round_to,
     row_mask,
 )
-from ..device.programs import let_next_start
+from ..device.programs import pdl_launch_dependents
 from ..device.ring import (
     COUNT_MASK,
     FIELDS,
@@ -41,10 +41,10 @@ from ..device.ring import (
     open_slot,
     pick,
     pointers_at,
+    publish_acks,
     region_at,
     row_at,
     row_flag,
-    tell_received,
     wait_ranks,
     wait_slot,
     waiting_times,
@@ -78,7 +78,7 @@ def low_latency_combine_kernel(
     BLOCK: tl.constexpr,
     PHASES: tl.constexpr,
     SHRINK: tl.constexpr,
-    OVERLAP: tl.constexpr,
+    PDL: tl.constexpr,
 ):
     """Program 0 tells the ranks what this one has received before, programs 1 .. R send them what
     the call was begun with and their tokens' routing weights, the next `num_return_programs` return
@@ -88,10 +88,10 @@ def low_latency_combine_kernel(
     fp32: a rank's rows of a token times their weights in top-k lane order, rounded once; then the
     ranks' by their right-most lane, rounded once.
     """
-    let_next_start(OVERLAP)
+    pdl_launch_dependents(PDL)
     since = begin_span()
     program = tl.program_id(0)
-    slot = open_slot(call, context, RANKS, PHASES != "receive", OVERLAP)
+    slot = open_slot(call, context, RANKS, PHASES != "receive", PDL)
     since = end_span(ROLE_OPEN, 0, since, context)
     DTYPE: tl.constexpr = x.dtype.element_ty
     KIND: tl.constexpr = KIND_MOE_FFN_COMBINE if topk_weights is None else KIND_LOW_LATENCY_COMBINE
@@ -102,7 +102,7 @@ def low_latency_combine_kernel(
         returning = program - 1 - RANKS
         token = returning - num_return_programs - 1
         if program == 0:
-            tell_received(slot, context, RANKS)
+            publish_acks(slot, context, RANKS)
         elif returning < 0:
             # fmt: off
             _send_call(
@@ -153,7 +153,7 @@ def _send_call(
     may = tl.max(may.to(tl.int32), 0) == 1
     shift, level = pick(slot.shift, peer), flag_level(slot)
     to = as_pointer(count_at(slot, slot.rank, 0) + shift, tl.int64)
-    put_words(to + field, level + fields, (field > 0) & may)
+    put_ll(to + field, level + fields, (field > 0) & may)
     if topk_weights is not None:
         head = as_pointer(region_at(slot, slot.rank) + shift, tl.float32)
         put(head + block, weights, (block < num_lanes) & may)
@@ -216,7 +216,7 @@ def _return_rows(
     tokens_of = tl.load(dispatched + 1 + ranks, mask=ranks < FIXED.RANKS, other=0).to(tl.int32)
     tokens_of = tl.minimum(tokens_of, rows.max_tokens)
     columns = tl.arange(0, FIXED.BLOCK)
-    inside = row_mask(columns, rows.num_words, FIXED.WORD, FIXED.ALIGNED)
+    inside = row_mask(columns, rows.num_vecs, FIXED.WORD, FIXED.ALIGNED)
     lanes = tl.arange(0, FIXED.K_PAD)
     # Packed by expert, or one expert behind the other.
     most: tl.constexpr = (
@@ -274,10 +274,10 @@ def _return_rows(
 @device_function
 def _load_pair(x, places, number, num_lanes, rows, columns, inside, FIXED: tl.constexpr):
     """The rows of lanes `number` and the next, of those of a token; 0 behind the last."""
-    row = x + pick(places, number).to(tl.int64) * rows.num_words
+    row = x + pick(places, number).to(tl.int64) * rows.num_vecs
     at = pointers_at(row, columns, FIXED.ALIGNED)
     first = tl.load(at, mask=inside, other=0.0)
-    next_row = x + pick(places, number + 1).to(tl.int64) * rows.num_words
+    next_row = x + pick(places, number + 1).to(tl.int64) * rows.num_vecs
     at = pointers_at(next_row, columns, FIXED.ALIGNED)
     return first, tl.load(at, mask=inside & (number + 1 < num_lanes), other=0.0)
 
@@ -307,7 +307,7 @@ def _sum_token(
         from_ranks += token.to(tl.int64) * rows.row_bytes
         from_ranks = consume_token(from_ranks, there.to(tl.int32))
         columns = tl.arange(0, FIXED.BLOCK)
-        inside = row_mask(columns, rows.num_words, FIXED.WORD, FIXED.ALIGNED)
+        inside = row_mask(columns, rows.num_vecs, FIXED.WORD, FIXED.ALIGNED)
         total = tl.zeros([FIXED.BLOCK], tl.float32)
         for number in tl.static_range(FIXED.RANKS):
             at = tl.sum(tl.where(order == number, from_ranks, 0), 0)
@@ -315,5 +315,5 @@ def _sum_token(
                 row_at(at, columns, FIXED.WORD, FIXED.ALIGNED), mask=inside & (at != 0), other=0.0
             )
             total += part.to(tl.float32)
-        to = pointers_at(out + token.to(tl.int64) * rows.num_words, columns, FIXED.ALIGNED)
+        to = pointers_at(out + token.to(tl.int64) * rows.num_vecs, columns, FIXED.ALIGNED)
         tl.store(to, round_to(total, FIXED.WORD), mask=inside)

@@ -24,9 +24,9 @@ from ..device.lang import (
     is_broken,
     put,
     report_failure,
-    report_words,
+    report_pointer,
 )
-from ..device.programs import wait_for_previous
+from ..device.programs import pdl_wait
 from ..device.signature import (
     own_call,
     publish_signature,
@@ -59,14 +59,14 @@ def exchange_kernel(
     RANKS_PAD: tl.constexpr,
     EXPERTS_PAD: tl.constexpr,
     ALL_EXPERTS_PAD: tl.constexpr,
-    OVERLAP: tl.constexpr,
+    PDL: tl.constexpr,
 ):
     """Programs 0 .. R-1 write this rank's counts [E + R] to one peer each; program R reads all
     ranks'. A later role, it waits for the flags of all ranks and refuses a signature that is not
     its own. Where any rank has more than `max_rows` rows for another one, or fewer than none, all
     ranks stop here alike.
 
-    An early launch behind the send plan, of which it reads nothing. What follows must not begin
+    A PDL launch behind the send plan, of which it reads nothing. What follows must not begin
     before this ends: it would fill the chip while this waits for peers that have not come yet.
     """
     program = tl.program_id(0)
@@ -81,7 +81,7 @@ def exchange_kernel(
             tl.store(row + ranks, tl.zeros_like(ranks), mask=ranks < num_ranks)
         tl.store(expert_offsets + experts, tl.zeros_like(experts), mask=real)
         tl.store(expert_offsets + 1 + experts, tl.zeros_like(experts), mask=real)
-        wait_for_previous(OVERLAP)
+        pdl_wait(PDL)
     if is_broken(context):
         return
     num_experts = num_local_experts * num_ranks
@@ -120,7 +120,7 @@ def exchange_kernel(
         tl.store(recv_expert_counts + source * num_local_experts + experts, received, mask=real)
         totals += received
     if most_rows > max_rows:
-        tl.store(report_words(context) + REPORT_ROWS, most_rows.to(tl.int64))
+        tl.store(report_pointer(context) + REPORT_ROWS, most_rows.to(tl.int64))
         report_failure(rank, current_epoch(context), context, PHASE_CAPACITY)
     else:
         tl.store(expert_offsets + 1 + experts, tl.cumsum(totals, 0), mask=real)
@@ -130,7 +130,7 @@ def exchange_kernel(
 
 
 @triton.jit(do_not_specialize=["stage_count", "back_stages"])
-def exchange_lanes_kernel(
+def exchange_fused_kernel(
     num_tokens_per_expert,  # int32 [E]
     expert_offsets,  # int32 [L + 1], out: where each expert's rows begin here
     remote_offsets,  # int32 [L + 1], out: the same of the rows that come from other ranks alone
@@ -150,7 +150,7 @@ def exchange_lanes_kernel(
     EXPERTS_PAD: tl.constexpr,
     ALL_EXPERTS_PAD: tl.constexpr,
     STAGES_PAD: tl.constexpr,
-    OVERLAP: tl.constexpr,
+    PDL: tl.constexpr,
 ):
     """Programs 0 .. R-1 write this rank's counts [E] to one peer each. Program R + d, a later role,
     waits for those of all ranks and finds where rows begin on rank d.
@@ -160,7 +160,7 @@ def exchange_lanes_kernel(
     from rank 0: num_remote [1, 4], expert_begin [0, 3, 0, 3], remote_begin [0, 1, 0, 1], and on
     rank 0 expert_offsets [0, 3, 4] and remote_offsets [0, 1, 1].
 
-    An early launch behind the layout; see `exchange_kernel` for what follows.
+    A PDL launch behind the layout; see `exchange_kernel` for what follows.
     """
     program = tl.program_id(0)
     experts = tl.arange(0, EXPERTS_PAD)
@@ -178,7 +178,7 @@ def exchange_lanes_kernel(
         has = (offsets <= num_local_experts) & is_own
         tl.store(expert_offsets + offsets, tl.zeros_like(offsets), mask=has)
         tl.store(remote_offsets + offsets, tl.zeros_like(offsets), mask=has)
-    wait_for_previous(OVERLAP)
+    pdl_wait(PDL)
     if is_broken(context):
         return
     # fmt: off

@@ -12,25 +12,25 @@ from triton.tools.tensor_descriptor import TensorDescriptor
 from ..device.lang import INTERPRETED
 from ..grouped_gemm import num_compute_programs, ragged
 from ..grouped_gemm.config import GemmConfig
-from ..hardware import early_launch, launches_overlap, leave_room, share_sms
+from ..hardware import has_pdl, leave_room, pdl_options, share_sms
 from ..routing import LanePlaces, Layout, Places
-from ..row_vectors import Words
+from ..row_vectors import RowVectors
 from ..symm.slots import RowLayout, Slots, layer_row
 from ..utils import next_power_of_2
-from .exchange_kernels import exchange_lanes_kernel
+from .exchange_kernels import exchange_fused_kernel
 from .fused_kernels import (
     copy_rows_kernel,
     dispatch_gemm_kernel,
-    push_lanes_kernel,
-    send_records_kernel,
+    push_fused_kernel,
+    send_return_metadata_kernel,
 )
 from .stages import StagedSchedule
 
 PUSH_BATCH, COPY_BATCH = 32, 64
 """Rows whose way a program looks up at a time."""
-PUSH_ROWS, PUSH_WORDS = 4, 512
-"""Rows that a program copies at a time, and words of each. Twice as many in flight, or more warps,
-take the links no faster and the GEMM beside them half of its speed (bench/NOTES.md)."""
+PUSH_ROWS, PUSH_VECS = 4, 512
+"""Rows that a program copies at a time, and vectors of each. Twice as many in flight, or more
+warps, take the links no faster and the GEMM beside them half of its speed (bench/NOTES.md)."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -52,10 +52,10 @@ class Lanes:
         return self.layout.num_tokens_per_expert.numel()
 
 
-def exchange_lanes(lanes: Lanes, stages: int, back_stages: int, slots: Slots) -> Places:
+def exchange_fused(lanes: Lanes, stages: int, back_stages: int, slots: Slots) -> Places:
     """Tell every rank this rank's counts and learn theirs. Begins a call; the launch before it is
     the layout's. Other ranks must call with as many stages of both ways."""
-    slots.context.step = "exchange_lanes"
+    slots.context.step = "exchange_fused"
     num_ranks, num_experts = slots.layout.num_ranks, lanes.num_experts
     num_local = num_experts // num_ranks
     new, row = lanes.layout.earlier_counts.new_empty, lanes.row
@@ -67,7 +67,7 @@ def exchange_lanes(lanes: Lanes, stages: int, back_stages: int, slots: Slots) ->
         new(num_experts),
         new((num_ranks, stages), dtype=torch.int64),
     )
-    launched = exchange_lanes_kernel[(2 * num_ranks,)](
+    launched = exchange_fused_kernel[(2 * num_ranks,)](
         lanes.layout.num_tokens_per_expert,
         places.expert_offsets,
         places.remote_offsets,
@@ -75,7 +75,7 @@ def exchange_lanes(lanes: Lanes, stages: int, back_stages: int, slots: Slots) ->
         places.expert_begin,
         places.remote_begin,
         places.num_to_push,
-        slots.context.words,
+        slots.context.fields,
         num_local,
         row.payload_bytes,
         row.num_topk,
@@ -87,14 +87,14 @@ def exchange_lanes(lanes: Lanes, stages: int, back_stages: int, slots: Slots) ->
         EXPERTS_PAD=next_power_of_2(num_local),
         ALL_EXPERTS_PAD=next_power_of_2(num_experts),
         STAGES_PAD=next_power_of_2(stages),
-        OVERLAP=launches_overlap(),
-        **early_launch(),
+        PDL=has_pdl(),
+        **pdl_options(),
     )
     share_sms(launched)
     return places
 
 
-def push_lanes(
+def push_fused(
     x: torch.Tensor,
     to_push: torch.Tensor,
     places: Places,
@@ -103,24 +103,24 @@ def push_lanes(
     slots: Slots,
 ) -> None:
     """Copy rows of x [T, H], one for each token and other rank, to their places among the expert
-    rows of these; to_push: see `routing.place_lanes`. The launch before it is the schedule's."""
-    slots.context.step = "push_lanes"
+    rows of these; to_push: see `routing.place_rows`. The launch before it is the schedule's."""
+    slots.context.step = "push_fused"
     num_ranks = slots.layout.num_ranks
-    words = Words.of(x.shape[1], x.dtype)
-    launched = push_lanes_kernel[(2 if INTERPRETED else num_programs,)](
-        words.view(x),
+    vectors = RowVectors.of(x.shape[1], x.dtype)
+    launched = push_fused_kernel[(2 if INTERPRETED else num_programs,)](
+        vectors.view(x),
         to_push,
         places.num_to_push,
         schedule.pushed,
         slots.expert_rows.peer_addresses,
-        slots.context.words,
+        slots.context.fields,
         len(x),
         schedule.stages,
-        words.num_words,
+        vectors.num_vecs,
         x.shape[1] * x.itemsize,
         RANKS=num_ranks,
         RANKS_PAD=next_power_of_2(num_ranks),
-        **_of_copies(words, PUSH_BATCH),
+        **_of_copies(vectors, PUSH_BATCH),
     )
     share_sms(launched)
 
@@ -136,42 +136,42 @@ def copy_rows(
     slots: Slots,
 ) -> int:
     """Copy x [T, H] to this rank's own experts, and expert rows [M, H] that are pushed to further
-    experts of their tokens; copies int64 [M] and own_order: see `place_lanes_kernel`. Returns the
-    number of programs that do so. The launch before it is that of `push_lanes`."""
+    experts of their tokens; copies int64 [M] and own_order: see `place_rows_kernel`. Returns the
+    number of programs that do so. The launch before it is that of `push_fused`."""
     slots.context.step = "copy_rows"
-    words = Words.of(rows.shape[1], rows.dtype)
+    vectors = RowVectors.of(rows.shape[1], rows.dtype)
     rank = slots.context.rank
     num_programs = 2 if INTERPRETED else num_programs
     launched = copy_rows_kernel[(num_programs,)](
-        words.view(x),
-        words.view(rows),
+        vectors.view(x),
+        vectors.view(rows),
         own_order,
         copies,
         places.expert_offsets[-1:],
         places.num_remote[rank : rank + 1],
         schedule.copied,
-        slots.context.words,
+        slots.context.fields,
         schedule.stages,
         int(schedule.own_apart),
-        words.num_words,
+        vectors.num_vecs,
         rows.shape[1] * rows.itemsize,
         RANKS_PAD=next_power_of_2(slots.layout.num_ranks),
-        **_of_copies(words, COPY_BATCH),
+        **_of_copies(vectors, COPY_BATCH),
     )
     share_sms(launched)
     return num_programs
 
 
-def _of_copies(words: Words, batch: int) -> dict[str, Any]:
-    """Launch options of programs that copy rows of these words, `batch` looked up at a time."""
+def _of_copies(vectors: RowVectors, batch: int) -> dict[str, Any]:
+    """Launch options of programs that copy rows of these vectors, `batch` looked up at a time."""
     return {
         "BATCH": batch,
         "LANES": batch if INTERPRETED else PUSH_ROWS,
-        "ALIGNED": words.aligned,
-        "BLOCK_WORDS": min(next_power_of_2(words.num_words), PUSH_WORDS),
-        "OVERLAP": launches_overlap(),
+        "ALIGNED": vectors.aligned,
+        "BLOCK_VECS": min(next_power_of_2(vectors.num_vecs), PUSH_VECS),
+        "PDL": has_pdl(),
         "num_warps": 1,
-        **early_launch(),
+        **pdl_options(),
     }
 
 
@@ -196,22 +196,22 @@ def dispatch_gemm(
         schedule.tiles,
         schedule.first_tile[-1:],
         schedule.copied,
-        slots.context.words,
+        slots.context.fields,
         num_copy_programs,
         schedule.stages,
         num_columns,
         depth,
         RANKS_PAD=next_power_of_2(slots.layout.num_ranks),
-        OVERLAP=launches_overlap(),
+        PDL=has_pdl(),
         **config.launch_options(),
         **leave_room(),
-        **early_launch(),
+        **pdl_options(),
     )
     share_sms(launched)
 
 
 @dataclass(frozen=True, slots=True)
-class Records:
+class ReturnMetadata:
     """What a rank knows of the sums that come back to it: send_head int32 [T, R], see
     `reference.send_plan`, and to_sum int32 [stages, T]: the tokens of which the last comes in each
     stage, `StagedSchedule.num_to_sum` of them."""
@@ -220,24 +220,24 @@ class Records:
     to_sum: torch.Tensor
 
 
-def send_records(
+def send_return_metadata(
     lanes: Lanes,
     lane_places: LanePlaces,
     places: Places,
     schedule: StagedSchedule,
     header_bytes: int,
     slots: Slots,
-) -> Records:
+) -> ReturnMetadata:
     """Tell each rank which of its expert rows belong to each token. The launch before it is that of
     `dispatch_gemm`."""
-    slots.context.step = "send_records"
+    slots.context.step = "send_return_metadata"
     num_tokens, num_topk = lanes.topk_idx.shape
     num_ranks, row = slots.layout.num_ranks, lanes.row
-    records = Records(
+    metadata = ReturnMetadata(
         lane_places.place.new_empty((num_tokens, num_ranks)),
         lane_places.place.new_empty((schedule.back_stages, num_tokens)),
     )
-    launched = send_records_kernel[(len(lanes.layout.earlier_counts),)](
+    launched = send_return_metadata_kernel[(len(lanes.layout.earlier_counts),)](
         lanes.topk_idx,
         lanes.topk_weights,
         lane_places.place,
@@ -245,10 +245,10 @@ def send_records(
         lanes.layout.earlier_counts,
         places.num_remote,
         schedule.listed,
-        records.to_sum,
+        metadata.to_sum,
         schedule.num_to_sum,
-        records.send_head,
-        slots.context.words,
+        metadata.send_head,
+        slots.context.fields,
         num_tokens,
         lanes.num_experts // num_ranks,
         header_bytes,
@@ -262,9 +262,9 @@ def send_records(
         RANKS_PAD=next_power_of_2(num_ranks),
         BACK_STAGES=schedule.back_stages,
         BLOCK=lanes.layout.block_tokens,
-        OVERLAP=launches_overlap(),
+        PDL=has_pdl(),
         num_warps=4,
-        **early_launch(),
+        **pdl_options(),
     )
     share_sms(launched)
-    return records
+    return metadata

@@ -3,7 +3,7 @@
 import triton
 import triton.language as tl
 
-from ..device.context import RANK, ROLE_COPY, ROLE_PUSH, ROLE_RECORDS, ROLE_UP
+from ..device.context import RANK, ROLE_COPY, ROLE_PUSH, ROLE_RETURN_METADATA, ROLE_UP
 from ..device.lang import (
     as_pointer,
     begin_span,
@@ -13,16 +13,16 @@ from ..device.lang import (
     end_span,
     is_broken,
     notify,
+    pacing_interval,
     put,
+    stagger,
     symm_at,
-    take_turns,
     ticks,
-    time_to_send,
 )
-from ..device.programs import arrive, is_last_program, let_next_start, wait_for_previous
+from ..device.programs import arrive, is_last_program, pdl_launch_dependents, pdl_wait
 from ..device.slots import metadata_flag, region, stage_counts_offset
 from ..device.tiles import (
-    THERE,
+    DISPATCH,
     deadline_from_now,
     deal,
     end_wait_tile,
@@ -43,41 +43,41 @@ from .stages_kernels import return_begin
     do_not_specialize=["stage_count", "num_tokens"],
     do_not_specialize_on_alignment=["pushed"],
 )
-def push_lanes_kernel(
-    x,  # words [T, num_words]
-    to_push,  # int64 [R, S, T], see `place_lanes_kernel`
+def push_fused_kernel(
+    x,  # vectors [T, num_vecs]
+    to_push,  # int64 [R, S, T], see `place_rows_kernel`
     num_to_push,  # int64 [R, S]
     pushed,  # int64 [S]: programs that have pushed their share of each stage
     expert_rows,  # int64 [R]: address of the expert rows on each rank
     context,
     num_tokens,
     stage_count,
-    num_words,
+    num_vecs,
     row_bytes,
     RANKS: tl.constexpr,
     RANKS_PAD: tl.constexpr,
     BATCH: tl.constexpr,
     LANES: tl.constexpr,
     ALIGNED: tl.constexpr,
-    BLOCK_WORDS: tl.constexpr,
-    OVERLAP: tl.constexpr,
+    BLOCK_VECS: tl.constexpr,
+    PDL: tl.constexpr,
 ):
     """Copy this rank's rows, one for each token and other rank, to their places among the expert
     rows of these, stage by stage.
 
     Many programs of a warp: they find room on the SMs beside the GEMM's, and all together keep just
     as many bytes in flight as the links take; more would slow the GEMM down.
-    An early launch behind the places. After an exchange all ranks are in the call, so what their
+    A PDL launch behind the places. After an exchange all ranks are in the call, so what their
     expert rows held in the one before has been read. A stage's flags also publish what
-    `place_lanes_kernel` has told other ranks, as it has ended before.
+    `place_rows_kernel` has told other ranks, as it has ended before.
     """
-    wait_for_previous(OVERLAP)
-    let_next_start(OVERLAP)
+    pdl_wait(PDL)
+    pdl_launch_dependents(PDL)
     if is_broken(context):
         return
     program, num_programs = tl.program_id(0), tl.num_programs(0)
-    step = time_to_send(LANES * BLOCK_WORDS * 4, 1, num_programs, context)
-    due = take_turns(LANES * BLOCK_WORDS * 4, program, context)
+    step = pacing_interval(LANES * BLOCK_VECS * 4, 1, num_programs, context)
+    due = stagger(LANES * BLOCK_VECS * 4, program, context)
     rank = tl.load(context + RANK).to(tl.int32)
     ranks = tl.arange(0, RANKS_PAD)
     since = begin_span()
@@ -105,10 +105,10 @@ def push_lanes_kernel(
                 )
             num_rows = tl.minimum(tl.cdiv(total - first, num_programs), BATCH)
             due = put_tile(
-                to, x + token * num_words, num_rows, num_words, due, step, LANES, ALIGNED,
-                BLOCK_WORDS,
+                to, x + token * num_vecs, num_rows, num_vecs, due, step, LANES, ALIGNED,
+                BLOCK_VECS,
             )
-        notify_stage(pushed + stage, num_programs, THERE, stage, context, RANKS_PAD)
+        notify_stage(pushed + stage, num_programs, DISPATCH, stage, context, RANKS_PAD)
         since = end_span(ROLE_PUSH, stage, since, context)
     # fmt: on
 
@@ -144,24 +144,24 @@ def _look_up(
     do_not_specialize_on_alignment=["num_rows", "num_remote", "copied"],
 )
 def copy_rows_kernel(
-    x,  # words [T, num_words]
-    rows,  # words [M, num_words]: this rank's expert rows
-    own_order,  # int64 [T * K], see `place_lanes_kernel`
-    copies,  # int64 [M], see `place_lanes_kernel`
+    x,  # vectors [T, num_vecs]
+    rows,  # vectors [M, num_vecs]: this rank's expert rows
+    own_order,  # int64 [T * K], see `place_rows_kernel`
+    copies,  # int64 [M], see `place_rows_kernel`
     num_rows,  # int32 [1]
     num_remote,  # int32 [1]: rows from other ranks
     copied,  # int64 [2 * S]: programs that have copied their share of each stage, see below
     context,
     stage_count,
     own_apart,
-    num_words,
+    num_vecs,
     row_bytes,
     RANKS_PAD: tl.constexpr,
     BATCH: tl.constexpr,
     LANES: tl.constexpr,
     ALIGNED: tl.constexpr,
-    BLOCK_WORDS: tl.constexpr,
-    OVERLAP: tl.constexpr,
+    BLOCK_VECS: tl.constexpr,
+    PDL: tl.constexpr,
 ):
     """Copy this rank's own tokens to its expert rows, and each row that others push to the further
     experts of its token here, stage by stage.
@@ -171,9 +171,9 @@ def copy_rows_kernel(
     at them: with own_apart own rows all come first, else each stage of them before the same one of
     others. When all programs have arrived all rows of the stage are there, pushed ones too: what
     their ranks did before they raised the stage's flags happens before a program sees these, and so
-    before it arrives. An early launch behind `push_lanes_kernel`, beside which it runs.
+    before it arrives. A PDL launch behind `push_fused_kernel`, beside which it runs.
     """
-    let_next_start(OVERLAP)
+    pdl_launch_dependents(PDL)
     program, num_programs = tl.program_id(0), tl.num_programs(0)
     token = 1 - is_broken(context).to(tl.int32)
     num_others = tl.load(num_remote)
@@ -187,7 +187,7 @@ def copy_rows_kernel(
         stage = tl.where(own_apart != 0, turn % stage_count, turn // 2)
         is_own = tl.where(own_apart != 0, turn < stage_count, turn % 2 == 0)
         if (is_own == 0) & (token == 1):
-            token = wait_stage(THERE, stage, context, RANKS_PAD)
+            token = wait_stage(DISPATCH, stage, context, RANKS_PAD)
         if token == 1:
             here = tl.where(is_own, num_own, num_others)
             unit = tl.where(is_own, own_unit, unit_others)
@@ -206,13 +206,13 @@ def copy_rows_kernel(
                 source = originals + tl.where(is_copy, entry & 0x7FFFFFFF, 0) * row_bytes
                 put_tile(
                     to, as_pointer(source, rows.dtype.element_ty),
-                    tl.sum(is_copy.to(tl.int32), 0), num_words, ticks(), 0, LANES, ALIGNED,
-                    BLOCK_WORDS,
+                    tl.sum(is_copy.to(tl.int32), 0), num_vecs, ticks(), 0, LANES, ALIGNED,
+                    BLOCK_VECS,
                 )
             arrive(copied + tl.where(is_own, 0, stage_count) + stage)
         since = end_span(ROLE_COPY, stage, since, context)
     # fmt: on
-    wait_for_previous(OVERLAP)
+    pdl_wait(PDL)
 
 
 @triton.jit(
@@ -237,15 +237,15 @@ def dispatch_gemm_kernel(
     BLOCK_N: tl.constexpr,
     BLOCK_K: tl.constexpr,
     GROUP_M: tl.constexpr,
-    OVERLAP: tl.constexpr,
+    PDL: tl.constexpr,
 ):
     """out [M, N] = silu(gate) * up of the expert rows, each tile once its rows are there.
 
-    The grouped GEMM, but for the wait at each tile. An early launch behind `copy_rows_kernel`, of
+    The grouped GEMM, but for the wait at each tile. A PDL launch behind `copy_rows_kernel`, of
     which all programs are running then; of what came before it, it reads only what the push has
     waited for.
     """
-    let_next_start(OVERLAP)
+    pdl_launch_dependents(PDL)
     num_m = tl.load(num_tiles)
     num_n = tl.cdiv(N, BLOCK_N // 2)
     deadline = deadline_from_now(context)
@@ -255,7 +255,7 @@ def dispatch_gemm_kernel(
         word = tl.load(tiles + m)
         expert, row, end = unpack_tile(word)
         n = block * (BLOCK_N // 2)
-        row += wait_tile(copied + (word >> 56), num_copy_programs, deadline, context, OVERLAP)
+        row += wait_tile(copied + (word >> 56), num_copy_programs, deadline, context, PDL)
         # fmt: off
         acc = gemm_tile(
             a, w, row, end, expert, n, 0, K, K, False, False, 2, BLOCK_M, BLOCK_N, BLOCK_K
@@ -266,20 +266,20 @@ def dispatch_gemm_kernel(
         # fmt: on
         since = end_span(ROLE_UP, tile, since, context)
     end_wait_tile(stage_count, deadline, context, RANKS_PAD)
-    wait_for_previous(OVERLAP)
+    pdl_wait(PDL)
 
 
 @triton.jit(
     do_not_specialize=["num_tokens", "num_local_experts"],
     do_not_specialize_on_alignment=["listed", "num_to_sum"],
 )
-def send_records_kernel(
+def send_return_metadata_kernel(
     topk_idx,  # int64 [T, K]
     topk_weights,  # float32 [T, K]
-    lane_place,  # int32 [T, K], see `place_lanes_kernel`
+    lane_place,  # int32 [T, K], see `place_rows_kernel`
     lane_position,  # int32 [T, K]
     earlier_counts,  # int32 [B, E + R], see `routing.Layout`
-    num_remote,  # int32 [R], see `exchange_lanes_kernel`
+    num_remote,  # int32 [R], see `exchange_fused_kernel`
     listed,  # int64 [R, BACK_STAGES]: rows listed so far
     to_sum,  # int32 [BACK_STAGES, T], out: tokens of which the last row comes back in each stage
     num_to_sum,  # int64 [BACK_STAGES], their numbers, 0 before
@@ -298,7 +298,7 @@ def send_records_kernel(
     RANKS_PAD: tl.constexpr,
     BACK_STAGES: tl.constexpr,
     BLOCK: tl.constexpr,
-    OVERLAP: tl.constexpr,
+    PDL: tl.constexpr,
 ):
     """Tell each rank which of its expert rows belong to each token: their places and weights, in
     top-k lane order, then -1. Program b does so for block b of the tokens, as in `layout_kernel`.
@@ -307,14 +307,14 @@ def send_records_kernel(
     row in this rank's region, and the sum returns in the same place of the other's. It goes back in
     the stage of its last expert row; the rows of each stage are listed in any order. `send_head`
     lists a token's rows in the order of the final sum. The last program tells how many rows there
-    are of each stage, and raises `metadata_flags[me]` on every rank. An early launch behind
+    are of each stage, and raises `metadata_flags[me]` on every rank. A PDL launch behind
     `dispatch_gemm_kernel`, beside which it runs.
 
     Example, 2 ranks of 2 experts, topk_idx [[0, 3], [2, 0], [3, 2], [0, 1]] on rank 0, nothing on
     rank 1: expert rows 0 1 2 | 3 and 0 1 | 2 3. Records for rank 0 [0, -1] [1, -1] [2, 3] (tokens
     0, 1, 3), for rank 1 [2, -1] [0, -1] [3, 1] (tokens 0, 1, 2).
     """
-    let_next_start(OVERLAP)
+    pdl_launch_dependents(PDL)
     since = begin_span()
     if is_broken(context) == 0:
         rank = tl.load(context + RANK).to(tl.int32)
@@ -383,5 +383,5 @@ def send_records_kernel(
             flag = metadata_flag(rank, context)
             here = ranks < RANKS
             notify(flag + ranks * 0, ranks, here, current_epoch(context), context)
-    end_span(ROLE_RECORDS, tl.program_id(0), since, context)
-    wait_for_previous(OVERLAP)
+    end_span(ROLE_RETURN_METADATA, tl.program_id(0), since, context)
+    pdl_wait(PDL)

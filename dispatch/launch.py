@@ -9,8 +9,8 @@ import torch
 
 from ..device.context import SIGNATURE_WORDS
 from ..device.lang import INTERPRETED
-from ..hardware import early_launch, launches_overlap
-from ..row_vectors import COPY_ROWS, Words
+from ..hardware import has_pdl, pdl_options
+from ..row_vectors import COPY_ROWS, RowVectors
 from ..symm.slots import RowLayout, Slots
 from ..utils import next_power_of_2
 from .exchange_kernels import exchange_kernel
@@ -44,7 +44,7 @@ class Partition:
             return cls(num_programs, 0)
         if INTERPRETED:
             return cls(max(1, num_programs - 1), 1)
-        early = min(num_programs // 2, max(0, num_programs - 10)) if launches_overlap() else 0
+        early = min(num_programs // 2, max(0, num_programs - 10)) if has_pdl() else 0
         return cls(num_programs - early, early)
 
 
@@ -103,7 +103,7 @@ def exchange(
         counts.recv_expert_counts,
         counts.expert_offsets,
         counts.signature,
-        slots.context.words,
+        slots.context.fields,
         max_rows,
         num_local_experts,
         row.payload_bytes,
@@ -114,8 +114,8 @@ def exchange(
         RANKS_PAD=next_power_of_2(num_ranks),
         EXPERTS_PAD=max(32, next_power_of_2(num_local_experts)),
         ALL_EXPERTS_PAD=next_power_of_2(num_experts),
-        OVERLAP=launches_overlap(),
-        **early_launch(),
+        PDL=has_pdl(),
+        **pdl_options(),
     )
 
 
@@ -170,7 +170,7 @@ def send_metadata(
         rows.num_tokens_per_rank,
         rows.send_token_idx,
         dispatched,
-        slots.context.words,
+        slots.context.fields,
         num_tokens,
         *((0, 0) if scales is None else scales.stride()),
         num_local_experts,
@@ -185,9 +185,9 @@ def send_metadata(
         SCALES_BLOCK=32,
         RANKS_PAD=next_power_of_2(num_ranks),
         LANES=METADATA_LANES,
-        OVERLAP=launches_overlap(),
+        PDL=has_pdl(),
         num_warps=8,
-        **early_launch(),
+        **pdl_options(),
     )
 
 
@@ -195,26 +195,26 @@ def push(rows: Outgoing, header_bytes: int, partition: Partition, slots: Slots) 
     """Write the payload of one row per (token, destination rank) into the destinations' slots. The
     launch before it is the metadata's."""
     slots.context.step = "push"
-    words, row = Words.of(rows.x.shape[1], rows.x.dtype), rows.row
+    vectors, row = RowVectors.of(rows.x.shape[1], rows.x.dtype), rows.row
     push_kernel[(partition.push,)](
-        words.view(rows.x),
+        vectors.view(rows.x),
         rows.num_tokens_per_rank,
         rows.send_token_idx,
-        slots.context.words,
+        slots.context.fields,
         partition.early,
         len(rows.x),
-        words.num_words,
+        vectors.num_vecs,
         header_bytes,
         row.num_bytes,
-        ALIGNED=words.aligned,
+        ALIGNED=vectors.aligned,
         RANKS_PAD=next_power_of_2(slots.layout.num_ranks),
         CHUNK_ROWS=slots.layout.chunk_rows(row.num_bytes),
         SPAN=slots.layout.span(row.num_bytes),
         LANES=COPY_ROWS,
-        BLOCK_WORDS=words.block_words,
-        OVERLAP=launches_overlap(),
+        BLOCK_VECS=vectors.block_vecs,
+        PDL=has_pdl(),
         num_warps=NUM_WARPS,
-        **early_launch(),
+        **pdl_options(),
     )
 
 
@@ -249,7 +249,7 @@ class Collected:
             recv_topk_idx=self.topk_idx,
             recv_topk_weights=self.topk_weights,
             recv_src_idx=self.src_idx,
-            context=slots.context.words,
+            context=slots.context.fields,
             max_rows=self.x.shape[0],
             region_rows=slots.layout.max_rows(row.num_bytes, header_bytes),
             header_bytes=header_bytes,
@@ -293,16 +293,16 @@ def collect(
     """Copy the received rows out of the slot, and this rank's own out of the x [T, H] it sent;
     release the slot. Ends a call; the launch before it is the push."""
     slots.context.step = "collect"
-    words = Words.of(x.shape[1], x.dtype)
+    vectors = RowVectors.of(x.shape[1], x.dtype)
     arguments = out.arguments(rank_prefix_matrix, row, header_bytes, slots) | dict(
-        x=words.view(x),
-        recv_x=words.view(out.x),
-        num_words=words.num_words,
+        x=vectors.view(x),
+        recv_x=vectors.view(out.x),
+        num_vecs=vectors.num_vecs,
         ROWS=COPY_ROWS,
-        ALIGNED=words.aligned,
-        BLOCK_WORDS=words.block_words,
-        OVERLAP=launches_overlap(),
-        **early_launch(),
+        ALIGNED=vectors.aligned,
+        BLOCK_VECS=vectors.block_vecs,
+        PDL=has_pdl(),
+        **pdl_options(),
     )
     if partition.early:
         collect_kernel[(partition.early,)](num_push_programs=partition.push, **arguments)
@@ -333,5 +333,5 @@ def locate(
 def release(slots: Slots) -> None:
     """End a call whose rows were read in place; the slot goes back to its writers."""
     slots.context.step = "release"
-    release_kernel[(1,)](slots.context.words)
+    release_kernel[(1,)](slots.context.fields)
     slots.context.step = None

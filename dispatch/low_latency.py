@@ -8,8 +8,8 @@ from typing import NamedTuple
 import torch
 
 from ..device.lang import INTERPRETED
-from ..hardware import early_launch, launches_overlap
-from ..row_vectors import Words
+from ..hardware import has_pdl, pdl_options
+from ..row_vectors import RowVectors
 from ..symm.ring import LowLatencyRow, Ring, message_bytes
 from ..utils import next_power_of_2
 from .low_latency_send_kernels import low_latency_dispatch_kernel
@@ -60,9 +60,9 @@ class Sending:
         return 0 if not self.is_cast else hidden // (512 if self.row_format == "ue8m0" else 128)
 
     @property
-    def words(self) -> Words:
+    def vectors(self) -> RowVectors:
         dtype = torch.float8_e4m3fn if self.is_cast else self.x.dtype
-        return Words.of(self.x.shape[1], dtype)
+        return RowVectors.of(self.x.shape[1], dtype)
 
     @property
     def row(self) -> LowLatencyRow:
@@ -123,15 +123,15 @@ def low_latency_dispatch(
     ring.context.step = f"low_latency_dispatch, {phases}"
     num_ranks, num_tokens = ring.num_ranks, len(rows.x)
     num_local, num_topk = rows.num_experts // num_ranks, rows.topk_idx.shape[1]
-    words, row = rows.words, rows.row
-    block = next_power_of_2(rows.x.shape[1] if rows.is_cast else words.num_words)
+    vectors, row = rows.vectors, rows.row
+    block = next_power_of_2(rows.x.shape[1] if rows.is_cast else vectors.num_vecs)
     grid = 0 if phases == "receive" else 1 + num_ranks + num_tokens
     grid += 0 if phases == "send" else num_receive_programs(num_tokens)
     low_latency_dispatch_kernel[(grid,)](
-        rows.x if rows.is_cast else words.view(rows.x),
+        rows.x if rows.is_cast else vectors.view(rows.x),
         rows.topk_idx,
         rows.topk_weights,
-        words.view(out.x),
+        vectors.view(out.x),
         out.scales,
         out.counts,
         out.src_info,
@@ -140,10 +140,10 @@ def low_latency_dispatch(
         recv_stats,
         wait_stats,
         out.call,
-        ring.context.words,
+        ring.context.fields,
         num_tokens,
         rows.max_tokens,
-        words.num_words,
+        vectors.num_vecs,
         message_bytes(rows.max_tokens, num_topk),
         row.record,
         row.num_bytes,
@@ -155,8 +155,8 @@ def low_latency_dispatch(
         BLOCK=max(128, block),
         PHASES=phases,
         SHRINK=shrink,
-        OVERLAP=launches_overlap(),
+        PDL=has_pdl(),
         num_warps=NUM_WARPS,
-        **early_launch(),
+        **pdl_options(),
     )
     ring.context.step = None

@@ -24,12 +24,12 @@ from ..device.ring import (
     note_received,
     pick,
     pointers_at,
+    publish_active_ranks,
     region_at,
     row_at,
     row_flag,
-    tell_taken,
+    wait_active_ranks,
     wait_ranks,
-    wait_taken,
     waiting_times,
 )
 
@@ -148,9 +148,9 @@ def _wait_counts(program, slot, context, FIXED: tl.constexpr):
             is_told = (told == 1) & (rank < FIXED.RANKS) & is_alive(before, rank)
             bits = tl.where(is_told, tl.full((), 1, tl.int64) << rank.to(tl.int64), 0)
             taken = tl.sum(bits, 0)
-            tell_taken(slot, taken, context, FIXED.RANKS)
+            publish_active_ranks(slot, taken, context, FIXED.RANKS)
         else:
-            taken = wait_taken(slot, context, FIXED.RANKS, PHASE_COUNTS)
+            taken = wait_active_ranks(slot, context, FIXED.RANKS, PHASE_COUNTS)
         there = real & (is_alive(taken, ranks) == 0)
         values = load_acquire(pointers)
     else:
@@ -209,15 +209,13 @@ def _store_counts(
 def _load_row(address, came, rows, FIXED: tl.constexpr):
     """(payload, scales) of a row that `came`."""
     columns = tl.arange(0, FIXED.BLOCK // 4 if is_cast(FIXED.FORMAT) else FIXED.BLOCK)
-    inside = row_mask(columns, rows.num_words, FIXED.WORD, FIXED.ALIGNED) & came
+    inside = row_mask(columns, rows.num_vecs, FIXED.WORD, FIXED.ALIGNED) & came
     payload = tl.load(row_at(address, columns, FIXED.WORD, FIXED.ALIGNED), mask=inside)
     block = tl.arange(0, FIXED.BLOCK // 128)
     scales = block
     if is_cast(FIXED.FORMAT):
-        scales_at = row_at(
-            address + tl.cdiv(rows.num_words, 4) * 16, block, tl.int32, FIXED.ALIGNED
-        )
-        scales = tl.load(scales_at, mask=(block < num_scales(rows.num_words, FIXED.FORMAT)) & came)
+        scales_at = row_at(address + tl.cdiv(rows.num_vecs, 4) * 16, block, tl.int32, FIXED.ALIGNED)
+        scales = tl.load(scales_at, mask=(block < num_scales(rows.num_vecs, FIXED.FORMAT)) & came)
     return payload, scales
 
 
@@ -226,13 +224,13 @@ def _store_row(loaded, place, expert, recv_x, recv_scales, rows, FIXED: tl.const
     """Store what `_load_row` gave as row `place` of recv_x, one of `expert`'s."""
     payload, scales = loaded
     columns = tl.arange(0, FIXED.BLOCK // 4 if is_cast(FIXED.FORMAT) else FIXED.BLOCK)
-    inside = row_mask(columns, rows.num_words, FIXED.WORD, FIXED.ALIGNED)
-    to = recv_x + place.to(tl.int64) * rows.num_words
+    inside = row_mask(columns, rows.num_vecs, FIXED.WORD, FIXED.ALIGNED)
+    to = recv_x + place.to(tl.int64) * rows.num_vecs
     tl.store(pointers_at(to, columns, FIXED.ALIGNED), payload, mask=inside)
     if is_cast(FIXED.FORMAT):
         expert_rows = rows.max_tokens * FIXED.RANKS
         block = tl.arange(0, FIXED.BLOCK // 128)
-        num_blocks = num_scales(rows.num_words, FIXED.FORMAT)
+        num_blocks = num_scales(rows.num_vecs, FIXED.FORMAT)
         scales_to = expert.to(tl.int64) * expert_rows * (num_blocks - 1) + place
         scales_to = recv_scales + scales_to + block.to(tl.int64) * expert_rows
         tl.store(scales_to, scales, mask=block < num_blocks)

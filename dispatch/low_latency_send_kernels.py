@@ -23,11 +23,11 @@ from ..device.lang import (
     end_span,
     publish,
     put,
-    put_words,
-    report_words,
+    put_ll,
+    report_pointer,
     row_mask,
 )
-from ..device.programs import let_next_start
+from ..device.programs import pdl_launch_dependents
 from ..device.ring import (
     FIELDS,
     Rows,
@@ -37,10 +37,10 @@ from ..device.ring import (
     open_slot,
     pick,
     pointers_at,
+    publish_acks,
     region_at,
     row_at,
     row_flag,
-    tell_received,
     wait_slot,
 )
 from .low_latency_receive_kernels import receive
@@ -54,10 +54,10 @@ TOKENS = tl.constexpr(128)
     do_not_specialize_on_alignment=["recv_stats", "wait_stats"],
 )
 def low_latency_dispatch_kernel(
-    x,  # [T, H]: words [T, num_words], or bf16 to be cast
+    x,  # [T, H]: vectors [T, num_vecs], or bf16 to be cast
     topk_idx,  # int64 [T, K]
     topk_weights,  # float32 [T, K], or None: they do not travel along
-    recv_x,  # words [L, R * M, num_words], or compact [N, num_words], out
+    recv_x,  # vectors [L, R * M, num_vecs], or compact [N, num_vecs], out
     recv_scales,  # int32 [L, S, R * M], out, or None
     recv_count,  # int32 [L], out; compact: int32 [L + 1], where each expert's rows begin
     src_info,  # int32 [L, R * M], out: the token of each row
@@ -69,7 +69,7 @@ def low_latency_dispatch_kernel(
     context,
     num_tokens,
     max_tokens,
-    num_words,
+    num_vecs,
     header_bytes,
     record_at,
     row_bytes,
@@ -81,7 +81,7 @@ def low_latency_dispatch_kernel(
     BLOCK: tl.constexpr,
     PHASES: tl.constexpr,
     SHRINK: tl.constexpr,
-    OVERLAP: tl.constexpr,
+    PDL: tl.constexpr,
 ):
     """Program 0 tells the ranks what this one has received before, programs 1 .. R send them the
     counts of what comes, the next T a token each; the others receive. PHASES "send" or "receive"
@@ -95,17 +95,17 @@ def low_latency_dispatch_kernel(
     in order the place of its row in recv_x [K], its lane [K], its routing weight as bits [K].
 
     FORMAT: "bf16" and "fp32" travel as they are; "fp8", "rounded", "ue8m0": e4m3 with a scale per
-    128 columns, see `_cast_row`. BLOCK holds a row: words of it, or columns to be cast.
+    128 columns, see `_cast_row`. BLOCK holds a row: vectors of it, or columns to be cast.
 
     Example, 2 ranks of 2 experts, rank 0 has tokens with topk_idx [[0, 3], [1, 0], [3, 2], [0, -1]]
     and rank 1 one with [[0, 1]]. Rank 0 gets rows (source, token) of expert 0: (0, 0) (0, 1) (0, 3)
     (1, 0), of expert 1: (0, 1) (1, 0); layout_range counts [[3, 1], [1, 1]], beginning at
     [[0, 3], [0, 1]].
     """
-    let_next_start(OVERLAP)
+    pdl_launch_dependents(PDL)
     since = begin_span()
     program = tl.program_id(0)
-    slot = open_slot(call, context, RANKS, PHASES != "receive", OVERLAP)
+    slot = open_slot(call, context, RANKS, PHASES != "receive", PDL)
     since = end_span(ROLE_OPEN, 0, since, context)
     WORD: tl.constexpr = recv_x.dtype.element_ty
     KIND: tl.constexpr = (
@@ -114,13 +114,13 @@ def low_latency_dispatch_kernel(
     FIXED: tl.constexpr = fixed(
         NUM_TOPK, ALIGNED, RANKS, EXPERTS, BLOCK, SHRINK, FORMAT, WORD, KIND
     )
-    rows = Rows(max_tokens, header_bytes, row_bytes, num_words, record_at)
+    rows = Rows(max_tokens, header_bytes, row_bytes, num_vecs, record_at)
     receiver = program
     if PHASES != "receive":
         receiver = program - 1 - RANKS - num_tokens
         token = program - 1 - RANKS
         if program == 0:
-            tell_received(slot, context, RANKS)
+            publish_acks(slot, context, RANKS)
         elif token < 0:
             _send_counts(program - 1, slot, rows, topk_idx, context, num_tokens, FIXED)
             end_span(ROLE_COUNTS, program - 1, since, context)
@@ -195,13 +195,13 @@ def _send_counts(peer, slot, rows, topk_idx, context, num_tokens, FIXED: tl.cons
     to = as_pointer(count_at(slot, slot.rank, 0) + shift, tl.int64)
     field = tl.arange(0, FIELDS)
     fields = call_fields(field, num_tokens, 0, rows, FIXED)
-    put_words(to + field, level + fields, (field >= 0) & may)
-    put_words(to + FIELDS + experts, level + counts, (experts < FIXED.EXPERTS) & may)
+    put_ll(to + field, level + fields, (field >= 0) & may)
+    put_ll(to + FIELDS + experts, level + counts, (experts < FIXED.EXPERTS) & may)
     total_bad = tl.sum(bad, 0).to(tl.int64)
     if (peer == 0) & (total_bad > 0):
         total_bad += tl.load(context + BAD_IDS)
         tl.store(context + BAD_IDS, total_bad)
-        tl.store(report_words(context) + REPORT_BAD_IDS, total_bad)
+        tl.store(report_pointer(context) + REPORT_BAD_IDS, total_bad)
 
 
 @device_function
@@ -213,7 +213,7 @@ def _send_token(token, slot, rows, x, topk_idx, topk_weights, context, FIXED: tl
     have its expert.
     """
     columns = tl.arange(0, FIXED.BLOCK)
-    num_columns = rows.num_words * 4 if is_cast(FIXED.FORMAT) else rows.num_words
+    num_columns = rows.num_vecs * 4 if is_cast(FIXED.FORMAT) else rows.num_vecs
     inside = row_mask(columns, num_columns, x.dtype.element_ty, FIXED.ALIGNED)
     own_row = x + token.to(tl.int64) * num_columns
     # All that this reads is on its way before it waits.
@@ -241,7 +241,7 @@ def _send_token(token, slot, rows, x, topk_idx, topk_weights, context, FIXED: tl
                 block = tl.arange(0, scales.shape[0])
                 scales_to = to + tl.cdiv(num_columns, 16) * 16
                 scales_to = row_at(scales_to, block, tl.int32, FIXED.ALIGNED)
-                put(scales_to, scales, block < num_scales(rows.num_words, FIXED.FORMAT))
+                put(scales_to, scales, block < num_scales(rows.num_vecs, FIXED.FORMAT))
     places = tl.zeros([TOKENS, FIXED.K_PAD], tl.int32)
     for first in range(0, token, TOKENS):
         tokens = first + tl.arange(0, TOKENS)

@@ -21,16 +21,16 @@ from ..device.programs import (
     end_call,
     finish_call,
     is_last_program,
-    wait_for_previous,
+    pdl_wait,
 )
 from ..device.slots import payload_address, received_rows, region, source_at, wait_rows
 
 
 @triton.jit(do_not_specialize=["max_rows", "region_rows", "num_push_programs"])
 def collect_kernel(
-    x,  # words [T, num_words], what this rank sent
+    x,  # vectors [T, num_vecs], what this rank sent
     rank_prefix_matrix,  # int32 [R, R]
-    recv_x,  # words [N, num_words], out
+    recv_x,  # vectors [N, num_vecs], out
     recv_scales,  # int32 [N, NUM_SCALES], out
     recv_topk_idx,  # int64 [N, NUM_TOPK], out: local ids, -1 where not here
     recv_topk_weights,  # float32 [N, NUM_TOPK], out: 0 where not here
@@ -39,7 +39,7 @@ def collect_kernel(
     num_push_programs,
     max_rows,
     region_rows,
-    num_words,
+    num_vecs,
     header_bytes,
     row_bytes,
     scales_offset,
@@ -53,8 +53,8 @@ def collect_kernel(
     CHUNK_ROWS: tl.constexpr,
     ROWS: tl.constexpr,
     ALIGNED: tl.constexpr,
-    BLOCK_WORDS: tl.constexpr,
-    OVERLAP: tl.constexpr,
+    BLOCK_VECS: tl.constexpr,
+    PDL: tl.constexpr,
 ):
     """Copy the received rows out of the slot, by source rank, then token.
 
@@ -64,7 +64,7 @@ def collect_kernel(
     compiled kernel.
     """
     if num_push_programs == 0:
-        wait_for_previous(OVERLAP)
+        pdl_wait(PDL)
     most_rows = _most_rows(rank_prefix_matrix, context)
     num_blocks = _num_blocks(most_rows, region_rows, context, ROWS)
     block = claim(context)
@@ -76,16 +76,16 @@ def collect_kernel(
         )
         # fmt: on
         tokens = tl.load(as_pointer(address + token_offset, tl.int32), mask=inside, other=0)
-        payload = payload_address(x, source, address, tokens, num_words, context)
+        payload = payload_address(x, source, address, tokens, num_vecs, context)
         put_rows(
-            recv_x + to.to(tl.int64) * num_words,
+            recv_x + to.to(tl.int64) * num_vecs,
             as_pointer(payload, recv_x.dtype.element_ty),
-            num_words,
+            num_vecs,
             inside,
             ticks(),
             0,
             ALIGNED,
-            BLOCK_WORDS,
+            BLOCK_VECS,
         )
         _collect_metadata(
             recv_scales,
@@ -107,7 +107,7 @@ def collect_kernel(
         )
         block = claim_next(num_push_programs, context)
     if num_push_programs > 0:
-        wait_for_previous(OVERLAP)
+        pdl_wait(PDL)
         return
     if NUM_TOPK > 0:
         _clear_rest(rank_prefix_matrix, recv_topk_idx, max_rows, context, NUM_TOPK, TOPK_PAD, ROWS)

@@ -8,13 +8,13 @@ from ..device.lang import (
     as_pointer,
     device_function,
     is_broken,
+    pacing_interval,
     put,
     put_rows,
+    stagger,
     symm_at,
-    take_turns,
-    time_to_send,
 )
-from ..device.programs import end_push, let_next_start, wait_for_previous
+from ..device.programs import end_push, pdl_launch_dependents, pdl_wait
 from ..device.signature import open_call
 from ..device.slots import (
     deal,
@@ -50,17 +50,17 @@ def metadata_kernel(
     SCALES_BLOCK: tl.constexpr,
     RANKS_PAD: tl.constexpr,
     LANES: tl.constexpr,
-    OVERLAP: tl.constexpr,
+    PDL: tl.constexpr,
 ):
     """Write what goes with this rank's rows into its region on every rank: scales, then ids,
     weights and token. `push_kernel` raises the rows' flags after it has seen this kernel's end.
 
-    An early launch behind the exchange, whose end it sees before the push may begin. After an
+    A PDL launch behind the exchange, whose end it sees before the push may begin. After an
     exchange all ranks are in the call, and what slots held has been read. With a handle there is no
     exchange: program 0 begins the call instead, and the others write.
     """
-    wait_for_previous(OVERLAP)
-    let_next_start(OVERLAP)
+    pdl_wait(PDL)
+    pdl_launch_dependents(PDL)
     if is_broken(context):
         return
     num_ranks = tl.load(context + NUM_RANKS).to(tl.int32)
@@ -120,13 +120,13 @@ def metadata_kernel(
 
 @triton.jit(do_not_specialize=["num_tokens", "num_early_programs"])
 def push_kernel(
-    x,  # words [T, num_words]
+    x,  # vectors [T, num_vecs]
     num_tokens_per_rank,  # int32 [R]
     send_token_idx,  # int32 [R, T]
     context,
     num_early_programs,
     num_tokens,
-    num_words,
+    num_vecs,
     header_bytes,
     row_bytes,
     ALIGNED: tl.constexpr,
@@ -134,21 +134,21 @@ def push_kernel(
     CHUNK_ROWS: tl.constexpr,
     SPAN: tl.constexpr,
     LANES: tl.constexpr,
-    BLOCK_WORDS: tl.constexpr,
-    OVERLAP: tl.constexpr,
+    BLOCK_VECS: tl.constexpr,
+    PDL: tl.constexpr,
 ):
     """Write the payload of this rank's rows into its region on the others, all at the same pace.
 
     A chunk's flags are raised after its rows, so that a reader waits for no more than it reads.
-    An early launch behind `metadata_kernel`, whose stores happen before the flags: it is waited
+    A PDL launch behind `metadata_kernel`, whose stores happen before the flags: it is waited
     for before the first is raised. Rows to this rank itself have no payload, see `payload_address`.
     The launch behind may begin meanwhile if it is one of `num_early_programs`, and not of so many
     that they fill the chip.
     """
     if num_early_programs > 0:
-        let_next_start(OVERLAP)
+        pdl_launch_dependents(PDL)
     if is_broken(context):
-        wait_for_previous(OVERLAP)
+        pdl_wait(PDL)
         return
     num_ranks = tl.load(context + NUM_RANKS).to(tl.int32)
     rank = tl.load(context + RANK).to(tl.int32)
@@ -159,9 +159,9 @@ def push_kernel(
     own, most_rows = open_regions(num_rows, header_bytes, row_bytes, context)
     num_peers = num_ranks - 1
     num_chunks = tl.cdiv(most_rows, CHUNK_ROWS)
-    num_blocks = tl.cdiv(num_words, BLOCK_WORDS)
+    num_blocks = tl.cdiv(num_vecs, BLOCK_VECS)
     chunks_here = num_chunks_here(num_chunks, program, num_programs, SPAN)
-    due = take_turns(LANES * row_bytes // num_blocks, program, context)
+    due = stagger(LANES * row_bytes // num_blocks, program, context)
     for turn in range(0, num_spans(num_chunks, num_programs, SPAN)):
         first_chunk, end_chunk = span(turn, num_chunks, program, num_programs, SPAN)
         end = min(end_chunk * CHUNK_ROWS, most_rows)
@@ -174,17 +174,17 @@ def push_kernel(
             num_bytes = tl.sum(inside.to(tl.int32), 0) * row_bytes
             due = put_rows(
                 as_pointer(to, x.dtype.element_ty),
-                x + tokens.to(tl.int64) * num_words,
-                num_words,
+                x + tokens.to(tl.int64) * num_vecs,
+                num_vecs,
                 inside,
                 due,
-                time_to_send(num_bytes, chunks_here, num_chunks, context) // num_blocks,
+                pacing_interval(num_bytes, chunks_here, num_chunks, context) // num_blocks,
                 ALIGNED,
-                BLOCK_WORDS,
+                BLOCK_VECS,
             )
-        wait_for_previous(OVERLAP)
+        pdl_wait(PDL)
         raise_chunks(first_chunk, end_chunk, num_rows, context, CHUNK_ROWS, SPAN)
-    wait_for_previous(OVERLAP)
+    pdl_wait(PDL)
     end_push(context)
 
 

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 import torch
 import triton
 
-from ..hardware import early_launch, launches_overlap, share_sms
+from ..hardware import has_pdl, pdl_options, share_sms
 from ..routing import Places
 from ..utils import next_power_of_2
 from .stages_kernels import staged_schedule_kernel
@@ -87,8 +87,8 @@ def staged_schedule(
         EXPERTS_PAD=next_power_of_2(num_local_experts),
         COUNTERS_PAD=next_power_of_2(len(counters)),
         STEP=128,
-        OVERLAP=launches_overlap(),
-        **early_launch(),
+        PDL=has_pdl(),
+        **pdl_options(),
     )
     share_sms(launched)
     return schedule

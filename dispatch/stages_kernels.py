@@ -4,7 +4,7 @@ import triton
 import triton.language as tl
 
 from ..device.lang import device_function
-from ..device.programs import let_next_start, wait_for_previous
+from ..device.programs import pdl_launch_dependents, pdl_wait
 from ..device.tiles import stage_of_row, stage_unit
 from ..grouped_gemm.schedule_kernels import pack_tile, tile_coordinates
 
@@ -27,7 +27,7 @@ def return_begin(stage, num_rows, BACK_STAGES: tl.constexpr):
 )
 def staged_schedule_kernel(
     expert_offsets,  # int32 [L + 1]
-    remote_offsets,  # int32 [L + 1], see `exchange_lanes_kernel`
+    remote_offsets,  # int32 [L + 1], see `exchange_fused_kernel`
     tiles,  # int64 [max_tiles], out
     num_own,  # int32 [1], out: tiles of this rank's own rows alone
     first_tile,  # int32 [BACK_STAGES + 2], out: tile that begins each stage of the way back
@@ -42,7 +42,7 @@ def staged_schedule_kernel(
     EXPERTS_PAD: tl.constexpr,
     COUNTERS_PAD: tl.constexpr,
     STEP: tl.constexpr,
-    OVERLAP: tl.constexpr,
+    PDL: tl.constexpr,
 ):
     """Cut each expert's rows into tiles of BLOCK_M; program e writes those of expert e. An early
     launch behind the places, and the one behind it may be early too.
@@ -64,8 +64,8 @@ def staged_schedule_kernel(
     (1, 6, 2), num_own [1], first_tile [0, 3, 3, 4]: 4 of 5 rows of others are of the first stage,
     which leaves no tile that begins with one of the second.
     """
-    wait_for_previous(OVERLAP)
-    let_next_start(OVERLAP)
+    pdl_wait(PDL)
+    pdl_launch_dependents(PDL)
     expert = tl.program_id(0)
     experts = tl.arange(0, EXPERTS_PAD)
     real = experts < num_local_experts

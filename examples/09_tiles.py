@@ -26,14 +26,16 @@ def push_kernel(x, blocks, written, context, rank, N, W, STAGE, COUNT, RANKS: tl
             row = (stage * STAGE + rows).to(tl.int64)
             to = tl.where(inside, tl.load(blocks + peers) + (rank * N + row) * W * 4, 0)
             tiles.put_tile(to, x + row * W, 4, W, ticks(), 0, 4, False, 16)
-        tiles.notify_stage(written + stage, tl.num_programs(0), tiles.THERE, stage, context, RANKS)
+        tiles.notify_stage(
+            written + stage, tl.num_programs(0), tiles.DISPATCH, stage, context, RANKS
+        )
 
 
 @triton.jit
 def sum_kernel(block, out, context, N, W: tl.constexpr, STAGE, COUNT, RANKS: tl.constexpr):
     """out [N, W]: the sum of all ranks' rows, each stage as soon as it is there."""
     for stage in range(0, COUNT):
-        token = tiles.wait_stage(tiles.THERE, stage, context, RANKS)
+        token = tiles.wait_stage(tiles.DISPATCH, stage, context, RANKS)
         rows = as_pointer(consume_token(block.to(tl.int64), token), tl.int32)
         for row in range(stage * STAGE, tl.minimum(stage * STAGE + STAGE, N)):
             total = tl.zeros([W], tl.int32)
@@ -49,8 +51,8 @@ def run(group):
     x = torch.arange(ROWS * WORDS, dtype=torch.int32).view(ROWS, WORDS) * (rank + 1)
     out, written = torch.empty_like(x), torch.zeros(STAGES, dtype=torch.int64)
     sizes = ROWS, WORDS, STAGE_ROWS, STAGES, RANKS
-    push_kernel[(3,)](x, rows.peer_addresses, written, slots.context.words, rank, *sizes)
-    sum_kernel[(1,)](rows.local, out, slots.context.words, *sizes)
+    push_kernel[(3,)](x, rows.peer_addresses, written, slots.context.fields, rank, *sizes)
+    sum_kernel[(1,)](rows.local, out, slots.context.fields, *sizes)
     torch.distributed.barrier(group)
     return out
 

@@ -9,7 +9,7 @@ import triton
 import triton.language as tl
 
 from ..device.lang import device_function, dot, round_to
-from ..device.programs import wait_for_previous
+from ..device.programs import pdl_wait
 from .schedule_kernels import load_tile, unpack_tile
 
 RAGGED = tl.constexpr(0x40000000)
@@ -294,18 +294,18 @@ def _grouped_gemm_kernel(
     BLOCK_N: tl.constexpr,
     BLOCK_K: tl.constexpr,
     GROUP_M: tl.constexpr,
-    OVERLAP: tl.constexpr,
+    PDL: tl.constexpr,
 ):
     """out [SPLITS, rows, N] = activation(A @ w[expert].T) for the rows of a tile schedule.
 
     a, w: see `gemm_tile`, and `scaled_gemm_tile` for the scales, None without; row_offset: None, or
     int64 [rows], see `gathered_rows`; the rest: see `finish_tile`. With SPLITS above 1, each
     part of `out` gets the sum over its share of K. Any number of programs stride over the tiles. An
-    early launch: it reads nothing of what the launch before makes until that has ended.
+    PDL launch: it reads nothing of what the launch before makes until that has ended.
     """
     GATHERED: tl.constexpr = row_offset is not None
     PARTS: tl.constexpr = 2 if is_gated(ACTIVATION) else 1
-    wait_for_previous(OVERLAP)
+    pdl_wait(PDL)
     num_m = tl.load(num_tiles)
     num_n = tl.cdiv(N, BLOCK_N // PARTS)
     num_work = num_m * num_n * SPLITS

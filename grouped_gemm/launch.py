@@ -13,7 +13,7 @@ from triton.tools.tensor_descriptor import TensorDescriptor
 from ..checks import PAYLOAD_DTYPES, check_int, check_no_grad, check_tensor, shown
 from ..device.lang import INTERPRETED
 from ..errors import DtypeError, ShapeError
-from ..hardware import early_launch, launches_overlap
+from ..hardware import has_pdl, pdl_options
 from .choices import best_config
 from .config import HEIGHTS, GemmConfig, GemmProblem
 from .kernels import _grouped_gemm_kernel, _split_sum_kernel
@@ -201,9 +201,9 @@ def _launch(
             SPLITS=config.num_splits,
             ACTIVATION=epilogue.activation,
             TRANSPOSED=weights.transposed,
-            OVERLAP=launches_overlap(),
+            PDL=has_pdl(),
             **config.launch_options(),
-            **early_launch(),
+            **pdl_options(),
         )
 
 

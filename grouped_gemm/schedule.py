@@ -9,7 +9,7 @@ import triton
 
 from ..checks import check_contiguous, check_int, check_runnable, check_tensor, shown
 from ..errors import DtypeError, ShapeError
-from ..hardware import early_launch, launches_overlap
+from ..hardware import has_pdl, pdl_options
 from ..utils import next_power_of_2
 from .config import HEIGHTS
 from .schedule_kernels import _tile_schedule_kernel
@@ -76,8 +76,8 @@ def tile_schedule(offsets: torch.Tensor, max_rows: int, block_m: int) -> TileSch
             BLOCK_M=block_m,
             MAX_EXPERTS=next_power_of_2(num_experts),
             STEP=128,
-            OVERLAP=launches_overlap(),
-            **early_launch(),
+            PDL=has_pdl(),
+            **pdl_options(),
         )
     return TileSchedule(tiles, num_tiles, offsets, max_rows, block_m)
 

@@ -5,7 +5,7 @@ import triton
 import triton.language as tl
 
 from ..device.lang import device_function
-from ..device.programs import let_next_start, wait_for_previous
+from ..device.programs import pdl_launch_dependents, pdl_wait
 
 
 @triton.jit(do_not_specialize=["num_experts", "max_rows", "max_tiles"])
@@ -19,15 +19,15 @@ def _tile_schedule_kernel(
     BLOCK_M: tl.constexpr,
     MAX_EXPERTS: tl.constexpr,
     STEP: tl.constexpr,
-    OVERLAP: tl.constexpr,
+    PDL: tl.constexpr,
 ):
     """Cut the rows of each expert into tiles of BLOCK_M; program e writes the tiles of expert e.
 
     offsets [0, 3, 3, 4], BLOCK_M 2: tiles (expert, row, number of rows) (0, 0, 2) (0, 2, 1)
-    (2, 3, 1), num_tiles [3]. An early launch, and the GEMM behind it is one.
+    (2, 3, 1), num_tiles [3]. A PDL launch, and the GEMM behind it is one.
     """
-    wait_for_previous(OVERLAP)
-    let_next_start(OVERLAP)
+    pdl_wait(PDL)
+    pdl_launch_dependents(PDL)
     expert = tl.program_id(0)
     experts = tl.arange(0, MAX_EXPERTS)
     exists = experts < num_experts

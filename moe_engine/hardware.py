@@ -22,16 +22,16 @@ BYTES_IN_FLIGHT = 64 * 1024
 
 
 @functools.cache
-def launches_overlap() -> bool:
+def has_pdl() -> bool:
     """Whether a launch may begin while the one before it runs: CUDA's programmatic dependent
     launch, from Hopper on."""
     return not INTERPRETED and torch.cuda.get_device_capability() >= (9, 0)
 
 
-def early_launch() -> dict[str, Any]:
+def pdl_options() -> dict[str, Any]:
     """Launch option: begin when all programs of the launch before have called
-    `programs.let_next_start`."""
-    return {"launch_pdl": True} if launches_overlap() else {}
+    `programs.pdl_launch_dependents`."""
+    return {"launch_pdl": True} if has_pdl() else {}
 
 
 def leave_room() -> dict[str, Any]:

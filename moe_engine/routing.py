@@ -8,11 +8,11 @@ from typing import NamedTuple
 import torch
 import triton
 
-from .hardware import early_launch, launches_overlap, share_sms
+from .hardware import has_pdl, pdl_options, share_sms
 from .routing_kernels import (
     layout_kernel,
     layout_sum_kernel,
-    place_lanes_kernel,
+    place_rows_kernel,
     send_plan_kernel,
 )
 from .symm.slots import Slots
@@ -54,7 +54,7 @@ def layout(topk_idx: torch.Tensor, num_experts: int, slots: Slots) -> Layout:
         topk_idx,
         block_counts,
         in_rank.view(torch.uint8),
-        slots.context.words,
+        slots.context.fields,
         num_tokens,
         num_experts // num_ranks,
         NUM_TOPK=num_topk,
@@ -67,7 +67,7 @@ def layout(topk_idx: torch.Tensor, num_experts: int, slots: Slots) -> Layout:
         block_counts,
         per_expert,
         per_rank,
-        slots.context.words,
+        slots.context.fields,
         num_blocks,
         num_experts,
         BLOCK=256,
@@ -84,8 +84,8 @@ class Places:
     expert_offsets and remote_offsets int32 [L + 1]: where each expert's rows begin on this rank,
     all of them and those from other ranks; num_remote int32 [R]: rows that each rank gets from
     others; expert_begin and remote_begin int32 [E]: the offsets on all ranks; num_to_push int64
-    [R, S]: rows that this rank pushes to each one in each stage. See `exchange_lanes_kernel`; the
-    last is complete behind `place_lanes`.
+    [R, S]: rows that this rank pushes to each one in each stage. See `exchange_fused_kernel`; the
+    last is complete behind `place_rows`.
     """
 
     expert_offsets: torch.Tensor
@@ -98,7 +98,7 @@ class Places:
 
 class LanePlaces(NamedTuple):
     """Where this rank's lanes go: place and position int32 [T, K], own_order int64 [T * K] and
-    to_push int64 [R, S, T], see `place_lanes_kernel`."""
+    to_push int64 [R, S, T], see `place_rows_kernel`."""
 
     place: torch.Tensor
     position: torch.Tensor
@@ -106,7 +106,7 @@ class LanePlaces(NamedTuple):
     to_push: torch.Tensor
 
 
-def place_lanes(
+def place_rows(
     topk_idx: torch.Tensor, layout: Layout, places: Places, copies_offset: int, slots: Slots
 ) -> LanePlaces:
     """Find where the lanes of this rank go, and tell the others what is to be copied there, in
@@ -121,7 +121,7 @@ def place_lanes(
         new(num_tokens * num_topk),
         new((*places.num_to_push.shape, num_tokens)),
     )
-    launched = place_lanes_kernel[(num_blocks,)](
+    launched = place_rows_kernel[(num_blocks,)](
         topk_idx,
         layout.earlier_counts,
         places.expert_begin,
@@ -130,7 +130,7 @@ def place_lanes(
         *lanes,
         places.num_to_push,
         slots.expert_rows.peer_addresses,
-        slots.context.words,
+        slots.context.fields,
         num_tokens,
         layout.num_tokens_per_expert.numel() // num_ranks,
         places.num_to_push.shape[1],
@@ -140,9 +140,9 @@ def place_lanes(
         RANKS=num_ranks,
         BLOCK=layout.block_tokens,
         STEP=32,
-        OVERLAP=launches_overlap(),
+        PDL=has_pdl(),
         num_warps=8,
-        **early_launch(),
+        **pdl_options(),
     )
     share_sms(launched)
     return lanes
@@ -173,6 +173,6 @@ def send_plan(
         RANKS_PAD=next_power_of_2(num_ranks),
         BLOCK=block,
         SCAN=2048,
-        OVERLAP=launches_overlap(),
+        PDL=has_pdl(),
     )
     return send_token_idx, send_head

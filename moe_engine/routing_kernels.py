@@ -7,8 +7,8 @@ import triton
 import triton.language as tl
 
 from .device.context import BAD_IDS, NUM_RANKS, RANK, REPORT_BAD_IDS
-from .device.lang import as_pointer, device_function, is_broken, put, report_words
-from .device.programs import let_next_start, wait_for_previous
+from .device.lang import as_pointer, device_function, is_broken, put, report_pointer
+from .device.programs import pdl_launch_dependents, pdl_wait
 from .device.slots import COUNTS_AT, region
 from .device.tiles import stage_of_row, stage_unit
 
@@ -80,14 +80,14 @@ def layout_sum_kernel(
     ranks = columns - num_experts
     tl.store(num_tokens_per_rank + ranks, total, mask=(ranks >= 0) & (ranks < num_ranks))
     if tl.program_id(0) == 0:
-        tl.store(report_words(context) + REPORT_BAD_IDS, tl.load(context + BAD_IDS))
+        tl.store(report_pointer(context) + REPORT_BAD_IDS, tl.load(context + BAD_IDS))
 
 
 @triton.jit(do_not_specialize=["num_tokens", "num_local_experts", "stage_count"])
-def place_lanes_kernel(
+def place_rows_kernel(
     topk_idx,  # int64 [T, K]
     earlier_counts,  # int32 [B, E + R], `block_counts` of `layout_sum_kernel`
-    expert_begin,  # int32 [E], see `exchange_lanes_kernel`
+    expert_begin,  # int32 [E], see `exchange_fused_kernel`
     remote_begin,  # int32 [E]
     num_remote,  # int32 [R]
     lane_place,  # int32 [T, K], out: row of each lane among those of its expert's rank, or -1
@@ -106,17 +106,17 @@ def place_lanes_kernel(
     RANKS: tl.constexpr,
     BLOCK: tl.constexpr,
     STEP: tl.constexpr,
-    OVERLAP: tl.constexpr,
+    PDL: tl.constexpr,
 ):
     """Program b places the lanes of block b, token by token, lane by lane; the blocks are those of
-    `layout_kernel`. Lanes of bad ids stand nowhere. An early launch behind the exchange, and the
+    `layout_kernel`. Lanes of bad ids stand nowhere. A PDL launch behind the exchange, and the
     one behind it may be early too.
 
     A token's first row on another rank is pushed, in the stage of its position, see
     `tiles.stage_of_row`. Its other rows there are copies: `copies`, int64 [M] on each rank,
     `copies_offset` bytes behind the beginning of its expert rows, says for each position which row
     is a copy of which one, row << 32 | original, and -1 for those pushed. They are published by the
-    flags of `push_lanes_kernel`, which waits until this has ended. What they held in the call
+    flags of `push_fused_kernel`, which waits until this has ended. What they held in the call
     before has been read: the exchange says that all ranks are in this one.
 
     Example, 2 ranks of 2 experts, topk_idx [[0, 3], [2, 3], [3, 0], [1, 1]] on rank 0 and [[2, 3],
@@ -144,8 +144,8 @@ def place_lanes_kernel(
         theirs = tl.load(from_lane, mask=real, other=-1)
         is_earlier = (theirs[None, :] == wide[:, None]) & (others[None, :] < items[:, None])
         index += tl.sum(is_earlier.to(tl.int32), 1)
-    wait_for_previous(OVERLAP)
-    let_next_start(OVERLAP)
+    pdl_wait(PDL)
+    pdl_launch_dependents(PDL)
     valid = valid & (is_broken(context) == 0)  # else nobody may have written the first places
     owner = tl.where(valid, ids // num_local_experts, -1)
     is_own = owner == tl.load(context + RANK).to(tl.int32)
@@ -220,7 +220,7 @@ def send_plan_kernel(
     RANKS_PAD: tl.constexpr,
     BLOCK: tl.constexpr,
     SCAN: tl.constexpr,
-    OVERLAP: tl.constexpr,
+    PDL: tl.constexpr,
 ):
     """Program (c, d) gives rows to the tokens of block c that go to rank d, in token order.
 
@@ -232,7 +232,7 @@ def send_plan_kernel(
         send_head as (row, rank): token 0 (0, 0) (0, 1);  token 1 (1, 1) (1, 0);
                                   token 2 (2, 1);         token 3 (2, 0)
     """
-    let_next_start(OVERLAP)
+    pdl_launch_dependents(PDL)
     rank = tl.program_id(1)
     num_ranks = tl.num_programs(1)
     first = tl.program_id(0) * BLOCK

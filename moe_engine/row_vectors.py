@@ -1,4 +1,4 @@
-"""Rows as opaque words: how the host shows a payload of any type to the copy kernels."""
+"""Rows as opaque vectors: how the host shows a payload of any type to the copy kernels."""
 
 from __future__ import annotations
 
@@ -15,30 +15,30 @@ COPY_ROWS = 32
 
 
 @dataclass(frozen=True, slots=True)
-class Words:
-    """Type and number of the words of a row, and how many of them a kernel copies at a time."""
+class RowVectors:
+    """Type and number of the vectors of a row, and how many of them a kernel copies at a time."""
 
     dtype: torch.dtype
-    num_words: int
+    num_vecs: int
     aligned: bool
 
     @classmethod
-    def of(cls, hidden: int, dtype: torch.dtype) -> Words:
-        """The widest words, up to 4 bytes, that `hidden` items of `dtype` split into."""
+    def of(cls, hidden: int, dtype: torch.dtype) -> RowVectors:
+        """The widest vectors, up to 4 bytes, that `hidden` items of `dtype` split into."""
         row_bytes = hidden * dtype.itemsize
-        size, word = next(
-            (size, word)
-            for size, word in ((4, torch.int32), (2, torch.int16), (1, torch.int8))
+        size, vector = next(
+            (size, vector)
+            for size, vector in ((4, torch.int32), (2, torch.int16), (1, torch.int8))
             if row_bytes % size == 0
         )
-        return cls(word, row_bytes // size, row_bytes % 16 == 0)
+        return cls(vector, row_bytes // size, row_bytes % 16 == 0)
 
     def view(self, rows: torch.Tensor) -> torch.Tensor:
-        """A contiguous [N, H] tensor as [N, num_words] words of the same memory."""
+        """A contiguous [N, H] tensor as [N, num_vecs] vectors of the same memory."""
         return rows.view(self.dtype)
 
     @property
-    def block_words(self) -> int:
-        """Words of a row that a program copies at a time."""
-        limit = next_power_of_2(self.num_words)
+    def block_vecs(self) -> int:
+        """Vectors of a row that a program copies at a time."""
+        limit = next_power_of_2(self.num_vecs)
         return limit if INTERPRETED else min(limit, BYTES_IN_FLIGHT // 4 // COPY_ROWS)

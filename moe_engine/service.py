@@ -261,7 +261,7 @@ def new_ring(
     """Low-latency memory of `layout` on all ranks, which the streams are told of. Collective."""
     new_block = partial(allocate, group, backend=backend, device=device, timeout_s=timeout_s)
     ring = Ring(new_block, layout, rank, timeout_s)
-    streams.uses("ring", ring.block.local, ring.context.words)
+    streams.uses("ring", ring.block.local, ring.context.fields)
     return ring
 
 
@@ -293,5 +293,5 @@ def new_slots(
         return allocate(group, num_bytes, backend, device, timeout_s)
 
     slots = Slots(new_block, layout, rank, timeout_s, was_captured, buffer, epoch)
-    streams.uses("slots", slots.block.local, slots.context.words)
+    streams.uses("slots", slots.block.local, slots.context.fields)
     return slots

@@ -128,8 +128,8 @@ class CallStreams:
                 stream.wait_stream(last_stream)
 
 
-class Beside:
-    """Reads results on the host while what was launched behind them runs."""
+class ConcurrentReads:
+    """Reads results on the host while what was launched after them runs."""
 
     def __init__(self, device: torch.device):
         self._stream = torch.cuda.Stream(device, priority=-1) if device.type == "cuda" else None

@@ -179,12 +179,12 @@ class Faults:
         """Count within the block."""
         from triton.runtime.jit import KernelInterface
 
-        from moe_engine.streams import Beside
+        from moe_engine.streams import ConcurrentReads
 
         launch, new_empty, empty_like = (
             KernelInterface.__getitem__, torch.Tensor.new_empty, torch.empty_like,
         )  # fmt: skip
-        read = Beside.read
+        read = ConcurrentReads.read
 
         def allocate(function: Callable[..., Any]) -> Callable[..., Any]:
             def call(*args: Any, **kwargs: Any) -> Any:
@@ -198,11 +198,11 @@ class Faults:
         )
         torch.Tensor.new_empty = allocate(new_empty)
         torch.empty_like = allocate(empty_like)
-        Beside.read = self.around("read", read)
+        ConcurrentReads.read = self.around("read", read)
         try:
             yield self
         finally:
             KernelInterface.__getitem__ = launch
             torch.Tensor.new_empty = new_empty
             torch.empty_like = empty_like
-            Beside.read = read
+            ConcurrentReads.read = read

@@ -108,7 +108,7 @@ def compile_gemm(
             "SPLITS": config.num_splits,
             "ACTIVATION": activation,
             "TRANSPOSED": transposed,
-            "OVERLAP": arch >= 90,
+            "PDL": arch >= 90,
             **constants(config),
         },
         config,
@@ -285,7 +285,7 @@ def test_tile_schedule(offsets: str) -> None:
             **SCHEDULE,
             **dict.fromkeys(["num_experts", "max_rows", "max_tiles"], "i32"),
         },
-        {"BLOCK_M": 128, "MAX_EXPERTS": 256, "STEP": 128, "OVERLAP": True},
+        {"BLOCK_M": 128, "MAX_EXPERTS": 256, "STEP": 128, "PDL": True},
     )
     assert built.spill_bytes == 0
 

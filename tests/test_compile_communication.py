@@ -55,8 +55,8 @@ POINTERS = {
 
 # What the launchers pass for H 7168 in bf16, K 8, 256 experts on 4 ranks.
 TOPK = {"NUM_TOPK": 8, "TOPK_PAD": 8}
-COPY = {"CHUNK_ROWS": 8, "BLOCK_WORDS": 512, "ALIGNED": True}
-PUSH = {**COPY, "SPAN": 4, "RANKS_PAD": 4, "LANES": COPY_ROWS, "OVERLAP": True}
+COPY = {"CHUNK_ROWS": 8, "BLOCK_VECS": 512, "ALIGNED": True}
+PUSH = {**COPY, "SPAN": 4, "RANKS_PAD": 4, "LANES": COPY_ROWS, "PDL": True}
 SCALES = {"NUM_SCALES": 56, "SCALES_PAD": 64}
 SUMS = {"ALIGNED": True, "RANKS": 4, "RANKS_PAD": 4, "CHUNK_ROWS": 8, "BLOCK_H": 512}
 FINAL = {**SUMS, **TOPK, "NUM_BIASES": 2, "HAS_WEIGHTS": True, "GROUP": 16}
@@ -66,12 +66,12 @@ VARIANTS = {
     "layout_sum": (routing_kernels.layout_sum_kernel, {"BLOCK": 256, "COLUMNS": 16}, 4),
     "send_plan": (
         routing_kernels.send_plan_kernel,
-        {**TOPK, "HAS_IDS": True, "RANKS_PAD": 4, "BLOCK": 128, "SCAN": 2048, "OVERLAP": True},
+        {**TOPK, "HAS_IDS": True, "RANKS_PAD": 4, "BLOCK": 128, "SCAN": 2048, "PDL": True},
         4,
     ),
     "exchange": (
         exchange_kernels.exchange_kernel,
-        {"RANKS_PAD": 4, "EXPERTS_PAD": 64, "ALL_EXPERTS_PAD": 256, "OVERLAP": True},
+        {"RANKS_PAD": 4, "EXPERTS_PAD": 64, "ALL_EXPERTS_PAD": 256, "PDL": True},
         4,
     ),
     "push": (dispatch.push_kernel, PUSH, 16),
@@ -79,13 +79,13 @@ VARIANTS = {
         dispatch.metadata_kernel,
         {
             **{"NUM_TOPK": 8, "TAIL_PAD": 32, "NUM_SCALES": 56, "SCALES_BLOCK": 32},
-            **{"RANKS_PAD": 4, "LANES": METADATA_LANES, "OVERLAP": True},
+            **{"RANKS_PAD": 4, "LANES": METADATA_LANES, "PDL": True},
         },
         8,
     ),
     "collect": (
         receive.collect_kernel,
-        {**COPY, **TOPK, **SCALES, "ROWS": COPY_ROWS, "OVERLAP": True},
+        {**COPY, **TOPK, **SCALES, "ROWS": COPY_ROWS, "PDL": True},
         16,
     ),
     "locate": (
@@ -102,27 +102,32 @@ OF_A_LAYER = {
     name: partial(layer.compile_layer, kernel, constexprs, num_warps=num_warps)
     for name, kernel, constexprs, num_warps in (
         (
-            "exchange_lanes",
-            exchange_kernels.exchange_lanes_kernel,
+            "exchange_fused",
+            exchange_kernels.exchange_fused_kernel,
             {"EXPERTS_PAD": 64, "ALL_EXPERTS_PAD": 256, "STAGES_PAD": 32},
             4,
         ),
-        ("place_lanes", routing_kernels.place_lanes_kernel, {**PLACE, "STEP": 32}, 8),
+        ("place_rows", routing_kernels.place_rows_kernel, {**PLACE, "STEP": 32}, 8),
         (
             "staged_schedule",
             stages_kernels.staged_schedule_kernel,
             {"BACK_STAGES": 8, "EXPERTS_PAD": 64, "COUNTERS_PAD": 64, "STEP": 128, "BLOCK_M": 128},
             4,
         ),
-        ("send_records", fused_kernels.send_records_kernel, {**PLACE, "BACK_STAGES": 8}, 4),
+        (
+            "send_return_metadata",
+            fused_kernels.send_return_metadata_kernel,
+            {**PLACE, "BACK_STAGES": 8},
+            4,
+        ),
     )
 }
 OF_A_LAYER |= {
-    "push_lanes": layer.push,
+    "push_fused": layer.push,
     "copy_rows": layer.copy,
     "return_sums": layer.returns,
-    "layer_sum": layer.sums,
-    "layer_sum_of_8": partial(layer.sums, RANKS=8, RANKS_PAD=8),
+    "fused_sum": layer.sums,
+    "fused_sum_of_8": partial(layer.sums, RANKS=8, RANKS_PAD=8),
 }
 
 
@@ -154,12 +159,12 @@ def test_no_spills(name):
 @pytest.mark.parametrize("arch", [80, 100])
 @pytest.mark.parametrize("name", ["push", "final_sum"])
 def test_other_architectures(name, arch):
-    before_hopper = {"OVERLAP": False} if name == "push" and arch < 90 else {}
+    before_hopper = {"PDL": False} if name == "push" and arch < 90 else {}
     assert build(name, arch, **before_hopper).spill_bytes == 0
 
 
 def test_rows_are_stored_16_bytes_at_a_time():
-    for name in ("push", "collect", "return_rows", "push_lanes", "copy_rows", "return_sums"):
+    for name in ("push", "collect", "return_rows", "push_fused", "copy_rows", "return_sums"):
         ptx = build(name).ptx
         assert "st.global.v4.b32" in ptx
         assert re.search(r"ld\.global\.v4\.b32|cp\.async\.cg\.shared\.global .*, 0x10", ptx)
@@ -171,7 +176,7 @@ RELEASE = re.compile(r"(@%p\d+ )?atom\.global\.sys\.release\.exch\.b64")
 
 PUBLISHERS = [
     *("exchange", "push", "return_rows", "release"),
-    *("exchange_lanes", "push_lanes", "send_records", "return_sums", "layer_sum"),
+    *("exchange_fused", "push_fused", "send_return_metadata", "return_sums", "fused_sum"),
 ]
 
 
@@ -189,7 +194,7 @@ def test_publish(name):
 
 OBSERVERS = [
     *("exchange", "push", "collect", "final_sum"),
-    *("exchange_lanes", "copy_rows", "return_sums", "layer_sum"),
+    *("exchange_fused", "copy_rows", "return_sums", "fused_sum"),
 ]
 
 

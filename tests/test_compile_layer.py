@@ -12,10 +12,10 @@ from moe_engine.combine import fused_sum_kernels
 from moe_engine.device.lang import TRACING
 from moe_engine.dispatch import exchange_kernels, fused, fused_kernels
 from moe_engine.dispatch.stages_kernels import staged_schedule_kernel
-from moe_engine.engines.fused_layer import beside_sums
+from moe_engine.engines.fused_layer import leave_room_for_sums
 from moe_engine.grouped_gemm.config import GemmConfig, GemmProblem, candidates
 from moe_engine.hardware import leave_room
-from moe_engine.routing_kernels import place_lanes_kernel
+from moe_engine.routing_kernels import place_rows_kernel
 from moe_engine.tools.trace_kernels import ping_kernel
 from moe_engine.utils import round_up
 
@@ -48,13 +48,13 @@ TYPES = {
     ),
     **{"counters": "*i64", "topk_weights": "*fp32", "y": "*bf16", "out": "*bf16"},
 }
-SHAPE = {"NUM_TOPK": 8, "RANKS": 4, "RANKS_PAD": 4, "OVERLAP": True}
+SHAPE = {"NUM_TOPK": 8, "RANKS": 4, "RANKS_PAD": 4, "PDL": True}
 
 
 def compile_layer(kernel, constexprs, arch=90, num_warps=4, num_stages=3, more=None, **types):
     names = kernel.arg_names
     constexprs = {name: value for name, value in (SHAPE | constexprs).items() if name in names}
-    constexprs["OVERLAP"] = arch >= 90
+    constexprs["PDL"] = arch >= 90
     types = TYPES | types
     signature = {name: types.get(name, "i32") for name in names if name not in constexprs}
     options = {"num_warps": num_warps, "num_stages": num_stages, **(more or {})}
@@ -83,13 +83,13 @@ def gemm(kernel, config: GemmConfig, parts: int, arch: int = 90):
 
 
 def push(arch: int = 90):
-    sizes = {"LANES": fused.PUSH_ROWS, "BLOCK_WORDS": fused.PUSH_WORDS, "BATCH": fused.PUSH_BATCH}
-    kernel = fused_kernels.push_lanes_kernel
+    sizes = {"LANES": fused.PUSH_ROWS, "BLOCK_VECS": fused.PUSH_VECS, "BATCH": fused.PUSH_BATCH}
+    kernel = fused_kernels.push_fused_kernel
     return compile_layer(kernel, {**sizes, "ALIGNED": True}, arch, 1)
 
 
 def copy(arch: int = 90):
-    sizes = {"LANES": fused.PUSH_ROWS, "BLOCK_WORDS": fused.PUSH_WORDS}
+    sizes = {"LANES": fused.PUSH_ROWS, "BLOCK_VECS": fused.PUSH_VECS}
     kernel = fused_kernels.copy_rows_kernel
     sizes |= {"ALIGNED": True, "BATCH": fused.COPY_BATCH}
     return compile_layer(kernel, sizes, arch, 1)
@@ -107,7 +107,7 @@ def sums(arch: int = 90, num_warps: int = combine_host.SUM_WARPS, **changes: int
     sizes = {"STAGES": 8, "BLOCK_H": combine_host.SUM_BYTES // 2}
     more = {} if "RANKS" in changes else {"maxnreg": combine_host.SUM_REGISTERS}
     return compile_layer(
-        fused_sum_kernels.layer_sum_kernel, sizes | changes, arch, num_warps, more=more
+        fused_sum_kernels.fused_sum_kernel, sizes | changes, arch, num_warps, more=more
     )
 
 
@@ -126,7 +126,7 @@ def test_gemms_do_not_spill(block_m):
 def test_what_runs_beside_a_gemm_finds_room():
     """On an SM: 65,536 registers, 228 KiB of shared memory, 1 KiB of it for each program."""
     up = gemm(fused_kernels.dispatch_gemm_kernel, configs(128, gated=True)[0], 2)
-    down = gemm(combine_kernels.staged_gemm_kernel, beside_sums(configs(128)[0]), 1)
+    down = gemm(combine_kernels.staged_gemm_kernel, leave_room_for_sums(configs(128)[0]), 1)
     twice = [(returns(), combine_host.RETURN_WARPS)] * 2
     for multiplies, beside in (up, [(push(), 1), (copy(), 1)]), (down, twice):
         registers = 256 * round_up(multiplies.registers, 8)
@@ -154,7 +154,7 @@ def test_kernels_record_where_they_are_told_to():
 @pytest.mark.parametrize("arch", [pytest.param(80, marks=pytest.mark.slow), 90])
 def test_all_compile(arch):
     compile_layer(
-        exchange_kernels.exchange_lanes_kernel,
+        exchange_kernels.exchange_fused_kernel,
         {"EXPERTS_PAD": 64, "ALL_EXPERTS_PAD": 256, "STAGES_PAD": 32},
         arch,
     )
@@ -164,8 +164,8 @@ def test_all_compile(arch):
         arch,
     )
     sizes = {"TOPK_PAD": 8, "BLOCK": 32}
-    compile_layer(place_lanes_kernel, {**sizes, "STEP": 32}, arch, 8)
-    compile_layer(fused_kernels.send_records_kernel, {**sizes, "BACK_STAGES": 8}, arch)
+    compile_layer(place_rows_kernel, {**sizes, "STEP": 32}, arch, 8)
+    compile_layer(fused_kernels.send_return_metadata_kernel, {**sizes, "BACK_STAGES": 8}, arch)
     compile_kernel(ping_kernel, {"times": "*i64", "context": "*i64"}, {"ROUNDS": 200}, arch)
     for kernel in (push, copy, returns, sums):
         kernel(arch)

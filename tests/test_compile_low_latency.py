@@ -15,7 +15,7 @@ from moe_engine.dispatch.low_latency_send_kernels import low_latency_dispatch_ke
 
 # What the launchers pass for H 7168, K 8, 256 experts on 4 ranks.
 SHARED = {
-    "NUM_TOPK": 8, "ALIGNED": True, "RANKS": 4, "EXPERTS": 64, "SHRINK": False, "OVERLAP": True,
+    "NUM_TOPK": 8, "ALIGNED": True, "RANKS": 4, "EXPERTS": 64, "SHRINK": False, "PDL": True,
     "wait_stats": None,
 }  # fmt: skip
 FORMATS = ["bf16", "fp8", "rounded", "ue8m0"]
@@ -43,7 +43,7 @@ def dispatch(
         "PHASES": phases,
         "BLOCK": block,
         "SHRINK": shrink,
-        "OVERLAP": arch >= 90,
+        "PDL": arch >= 90,
     }
     constexprs |= {"topk_weights": None, "recv_stats": None}
     if stats:
@@ -57,7 +57,7 @@ def dispatch(
 
 @cache
 def combine(phases: str, shrink: bool = False, arch: int = 90, stats: bool = False) -> Compiled:
-    constexprs = SHARED | {"PHASES": phases, "BLOCK": 8192, "SHRINK": shrink, "OVERLAP": arch >= 90}
+    constexprs = SHARED | {"PHASES": phases, "BLOCK": 8192, "SHRINK": shrink, "PDL": arch >= 90}
     if stats:
         del constexprs["wait_stats"]
     signature = types(low_latency_combine_kernel, constexprs, x="*bf16", out="*bf16")

@@ -133,7 +133,7 @@ def in_debug_mode(group, by_variable):
     per_rank, _, per_expert, in_rank, _ = buffer.get_dispatch_layout(idx, EXPERTS)
     good = x, None, per_rank, None, in_rank, per_expert, idx, w
     recv_x, *_, handle, _ = buffer.dispatch(*good)
-    words = buffer._engine.slots.context.words.clone()
+    words = buffer._engine.slots.context.fields.clone()
     head = handle._replace(send_head=handle.send_head + 99)
     plan = handle._replace(send_token_idx=handle.send_token_idx - 1)
     for call in (
@@ -144,12 +144,12 @@ def in_debug_mode(group, by_variable):
     ):
         with pytest.raises(MoeEngineError, match="rank 0"):
             call()
-    assert torch.equal(buffer._engine.slots.context.words, words), "a kernel ran"
+    assert torch.equal(buffer._engine.slots.context.fields, words), "a kernel ran"
     assert torch.equal(buffer.dispatch(x, handle)[0], recv_x)
     buffer.destroy()
     if by_variable:
         y, _, known = low_latency.dispatch(ring, x, idx, 8, EXPERTS)
-        words = ring._low_latency.ring.context.words.clone()
+        words = ring._low_latency.ring.context.fields.clone()
         entries, call = known.returns.clone(), known.call.clone()
         for at, value in ((0, TOPK + 1), (0, -1), (1, 8 * EXPERTS), (1 + TOPK, TOPK)):
             entries.copy_(known.returns)[0, 0, at] = value
@@ -160,7 +160,7 @@ def in_debug_mode(group, by_variable):
             low_latency.combine(ring, y, idx, w, known._replace(call=call))
         with pytest.raises(RoutingError, match="expert ids"):
             low_latency.combine(ring, y, idx - 5, w, known)
-        assert torch.equal(ring._low_latency.ring.context.words, words), "a kernel ran"
+        assert torch.equal(ring._low_latency.ring.context.fields, words), "a kernel ran"
         low_latency.combine(ring, y, idx, w, known)
     ring.destroy()
 

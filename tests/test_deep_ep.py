@@ -340,7 +340,7 @@ def refuse(group):
         "num_tokens_per_expert": per_expert,
     }
     *_, handle, _ = buffer.dispatch(x, **layout, topk_idx=idx, topk_weights=w)
-    epoch = int(buffer._engine.slots.context.words[0])
+    epoch = int(buffer._engine.slots.context.fields[0])
     errors = moe_engine.ShapeError, moe_engine.DtypeError, moe_engine.CapacityError
     dispatch, combine, view = buffer.dispatch, buffer.combine, buffer.get_local_buffer_tensor
     layout_of = buffer.get_dispatch_layout
@@ -364,7 +364,7 @@ def refuse(group):
     for kind, text, call, args, more in refused:
         with pytest.raises(errors[kind], match=text):
             call(*args, **more)
-    assert int(buffer._engine.slots.context.words[0]) == epoch
+    assert int(buffer._engine.slots.context.fields[0]) == epoch
     buffer.destroy()
 
 

@@ -326,7 +326,7 @@ def test_a_slot_is_not_overwritten_while_it_is_read(pool, num_slots):
 def warm_up(group):
     buffer = make_buffer(group, torch.empty(0, 16), 4, 2, 8)
     buffer.warmup(16, 4, 2, torch.float32)
-    epochs = int(buffer._engine.slots.context.words[0])
+    epochs = int(buffer._engine.slots.context.fields[0])
     buffer.destroy()
     return epochs
 

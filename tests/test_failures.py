@@ -305,7 +305,7 @@ def refuse(group, name):
     try:
         calls[verb](*args)
     except kind as error:
-        return str(error), int(buffer._engine.slots.context.words[0])
+        return str(error), int(buffer._engine.slots.context.fields[0])
     finally:
         buffer.destroy()
     return None

@@ -104,13 +104,13 @@ def bad_handles(group, backend):
     buffer = Buffer.for_tokens(group, TOKENS, HIDDEN, EXPERTS, TOPK, backend=backend)
     x, idx, w = tokens()
     recv_x, _, _, _, handle, _ = dispatch(buffer, x, idx, w)
-    words = None if backend == "collective" else buffer._engine.slots.context.words
-    before = None if words is None else words.clone()
+    fields = None if backend == "collective" else buffer._engine.slots.context.fields
+    before = None if fields is None else fields.clone()
     wrong = wrong_answers(lambda bad: buffer.combine(recv_x, bad), handle, Handle._fields)
     # How many rows come only the values of a handle say.
     lengths = [("recv_src_idx", kind) for kind in ("empty", "shorter", "longer")]
     wrong += wrong_answers(lambda bad: buffer.dispatch(x, bad), handle, Handle._fields, lengths)
-    assert words is None or torch.equal(words, before), "a kernel ran"
+    assert fields is None or torch.equal(fields, before), "a kernel ran"
     for bad in (3, "handle", recv_x, {}, handle[:5], (*handle, handle[0])):
         with pytest.raises(MoeEngineError, match="handle"):
             buffer.combine(recv_x, bad)
@@ -131,7 +131,7 @@ def bad_low_latency_handles(group):
     buffer = low_latency.make_buffer(group, TOKENS, HIDDEN, EXPERTS)
     x, idx, w = tokens()
     y, _, handle = low_latency.dispatch(buffer, x, idx, TOKENS, EXPERTS)
-    words = buffer._low_latency.ring.context.words.clone()
+    fields = buffer._low_latency.ring.context.fields.clone()
     wrong = wrong_answers(
         lambda bad: buffer.low_latency_combine(y, idx, w, bad), handle, handle._fields
     )
@@ -153,7 +153,7 @@ def bad_low_latency_handles(group):
                 wrong.append((name, bad, "no error"))
             except MoeEngineError:
                 pass
-    assert torch.equal(buffer._low_latency.ring.context.words, words), "a kernel ran"
+    assert torch.equal(buffer._low_latency.ring.context.fields, fields), "a kernel ran"
     want = low_latency.combine(buffer, y, idx, w, handle)
     assert torch.equal(low_latency.combine(buffer, y, idx, w, tuple(handle)), want)
     buffer.destroy()
@@ -190,7 +190,7 @@ def bad_plain_arguments(group):
     x, idx, w = tokens()
     recv_x, _, _, _, handle, _ = dispatch(buffer, x, idx, w)
     up, down = x.new_zeros(EXPERTS, 32, HIDDEN), x.new_zeros(EXPERTS, HIDDEN, 16)
-    words = buffer._engine.slots.context.words.clone()
+    fields = buffer._engine.slots.context.fields.clone()
 
     def with_(name):
         return lambda value: dispatch(buffer, x, idx, w, **{name: value})
@@ -246,7 +246,7 @@ def bad_plain_arguments(group):
             call = partial(moe_ffn, x, buffer=buffer, **(args | {name: change(tensor)}))
             with pytest.raises(MoeEngineError, match=f"{name}|w has strides"):
                 call()
-    assert torch.equal(buffer._engine.slots.context.words, words), "a kernel ran"
+    assert torch.equal(buffer._engine.slots.context.fields, fields), "a kernel ran"
     Buffer.set_num_sms(20)
     buffer.destroy()
     return wrong
@@ -260,7 +260,7 @@ def bad_low_latency_arguments(group):
     buffer = low_latency.make_buffer(group, TOKENS, HIDDEN, EXPERTS, enable_shrink=True)
     x, idx, w = tokens()
     y, _, handle = low_latency.dispatch(buffer, x, idx, TOKENS, EXPERTS)
-    words = buffer._low_latency.ring.context.words.clone()
+    fields = buffer._low_latency.ring.context.fields.clone()
     masks = torch.zeros(group.size(), dtype=torch.int32, device=x.device)
     numbers = (*NO_INTS, 0, -1, 2**40)
 
@@ -298,7 +298,7 @@ def bad_low_latency_arguments(group):
             "hidden": (lambda v: buffer.clean_low_latency_buffer(TOKENS, v, EXPERTS), numbers),
         }
     )
-    assert torch.equal(buffer._low_latency.ring.context.words, words), "a kernel ran"
+    assert torch.equal(buffer._low_latency.ring.context.fields, fields), "a kernel ran"
     low_latency.combine(buffer, y, idx, w, handle)
     buffer.destroy()
     return wrong

@@ -10,7 +10,7 @@ import triton.language as tl
 
 from moe_engine import symm
 from moe_engine.device import lang, programs
-from moe_engine.device.context import PHASE_ROWS, Phase, Report, Word
+from moe_engine.device.context import PHASE_ROWS, ContextField, Phase, Report
 
 NUM_BYTES = 4096
 FLAGS = 3072  # offsets into the block
@@ -33,14 +33,14 @@ def make_context(group, timeout_s=60.0):
     report = torch.zeros(32, dtype=torch.int64)
     if block.local.is_cuda:
         report = report.pin_memory()
-    words = [0] * Word.PEERS + block.peer_addresses.tolist()
-    words[Word.TIMEOUT_NS] = int(timeout_s * 1e9)
-    words[Word.REPORT] = report.data_ptr()
-    words[Word.RANK] = group.rank()
-    words[Word.NUM_RANKS] = group.size()
-    words[Word.DONE] = DONE
+    fields = [0] * ContextField.PEERS + block.peer_addresses.tolist()
+    fields[ContextField.TIMEOUT_NS] = int(timeout_s * 1e9)
+    fields[ContextField.REPORT] = report.data_ptr()
+    fields[ContextField.RANK] = group.rank()
+    fields[ContextField.NUM_RANKS] = group.size()
+    fields[ContextField.DONE] = DONE
     dist.barrier(group)
-    return block, torch.tensor(words, device=block.local.device), report
+    return block, torch.tensor(fields, device=block.local.device), report
 
 
 def meet(group):
@@ -84,7 +84,7 @@ def push_rows(
     places,
     peer,
     num_rows,
-    num_words,
+    num_vecs,
     row_bytes,
     DTYPE: tl.constexpr,
     ALIGNED: tl.constexpr,
@@ -94,9 +94,9 @@ def push_rows(
     mask = rows < num_rows
     place = tl.load(places + rows, mask=mask, other=0)
     to = lang.symm_at(lang.own_block(context) + place * row_bytes, peer, context)
-    from_rows = source + rows * num_words
+    from_rows = source + rows * num_vecs
     now = lang.ticks()
-    lang.put_rows(lang.as_pointer(to, DTYPE), from_rows, num_words, mask, now, 100, ALIGNED, 8)
+    lang.put_rows(lang.as_pointer(to, DTYPE), from_rows, num_vecs, mask, now, 100, ALIGNED, 8)
     if DTYPE == tl.int8:  # one more word by `put`, behind the rows
         end = lang.symm_at(lang.own_block(context) + 2048, peer, context)
         lang.put(lang.as_pointer(end + rows, DTYPE), (rows + 1).to(tl.int8), rows < 2)
@@ -122,7 +122,7 @@ def push_to_next(group, source, row_bytes, aligned):
 
 
 @pytest.mark.parametrize(
-    ("dtype", "num_words", "row_bytes", "aligned"),
+    ("dtype", "num_vecs", "row_bytes", "aligned"),
     [
         (torch.int32, 12, 48, True),
         (torch.int32, 20, 96, True),  # a gap behind each row
@@ -131,9 +131,9 @@ def push_to_next(group, source, row_bytes, aligned):
         (torch.int8, 13, 13, False),
     ],
 )
-def test_put_rows_writes_the_rows_and_nothing_else(pool, dtype, num_words, row_bytes, aligned):
+def test_put_rows_writes_the_rows_and_nothing_else(pool, dtype, num_vecs, row_bytes, aligned):
     generator = torch.Generator().manual_seed(0)
-    source = torch.randint(-100, 100, (3, num_words), generator=generator).to(dtype)
+    source = torch.randint(-100, 100, (3, num_vecs), generator=generator).to(dtype)
     for got in pool.run(push_to_next, source, row_bytes, aligned, num_ranks=2):
         expected = torch.full((FLAGS,), POISON, dtype=torch.uint8)
         for row, place in zip(source, (5, 0, 3), strict=True):
@@ -216,7 +216,7 @@ def wait_with_mask(group, raised, masks, timeout_s):
         wait_for_flags[(1,)](context, out, mask, 5, NUM=8)
         token, broken = out.tolist()
         answers.append((token, broken, report.tolist()[:4], time.monotonic() - start))
-        context[Word.TIMEOUT_NS] = 3600 * 10**9
+        context[ContextField.TIMEOUT_NS] = 3600 * 10**9
     return answers
 
 
@@ -250,7 +250,7 @@ def fail_twice(context):
 def report_two_failures(group):
     _, context, report = make_context(group)
     fail_twice[(1,)](context)
-    return int(context[Word.BROKEN]), report.tolist()[:4]
+    return int(context[ContextField.BROKEN]), report.tolist()[:4]
 
 
 def test_the_first_failure_is_the_one_reported(pool):
@@ -280,7 +280,7 @@ def count_last_programs(group):
         marks = torch.zeros(16, dtype=torch.int32, device=context.device)
         out = torch.zeros(2, dtype=torch.int32, device=context.device)
         arrive[(16,)](context, marks, out, NUM_PROGRAMS=16)
-        answers.append((*out.tolist(), int(context[Word.FINISHED])))
+        answers.append((*out.tolist(), int(context[ContextField.FINISHED])))
     return answers
 
 
@@ -303,7 +303,7 @@ def end_calls(group):
     for _ in range(2):
         end_call[(1,)](context, out)
         meet(group)
-        answers.append((int(out), int(context[Word.EPOCH]), done.tolist()))
+        answers.append((int(out), int(context[ContextField.EPOCH]), done.tolist()))
         meet(group)
     return answers
 

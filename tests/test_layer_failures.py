@@ -9,9 +9,9 @@ import pytest
 import torch
 
 STEPS = {
-    "exchange_lanes": "counts",
-    "push_lanes": "rows",
-    "send_records": "metadata",
+    "exchange_fused": "counts",
+    "push_fused": "rows",
+    "send_return_metadata": "metadata",
     "gemm_combine": "returned rows",
 }
 
@@ -65,20 +65,20 @@ def be_late(group):
 
     args = first_call(group, 4.0)
     buffer = args[-1]
-    real, seen = dispatch.push_lanes, None
+    real, seen = dispatch.push_fused, None
 
     def push_late(*args):
         time.sleep(6.0)
         real(*args)
 
     if group.rank() == 1:
-        dispatch.push_lanes = push_late
+        dispatch.push_fused = push_late
     try:
         moe_ffn(*args)
         buffer.check()
     except PeerTimeout as error:
         seen = error.phase
-    dispatch.push_lanes = real
+    dispatch.push_fused = real
     torch.distributed.barrier(group)
     return seen
 

@@ -96,13 +96,13 @@ def on_device(value):
 def refuse(group, table):
     """Each call of `table` fails as it says, and no kernel has run."""
     buffer = low_latency.make_buffer(group, MAX_TOKENS, HIDDEN, EXPERTS)
-    words = buffer._low_latency.ring.context.words.clone()
+    fields = buffer._low_latency.ring.context.fields.clone()
     for name, (kind, text, args, more) in table.items():
         args, more = map(on_device, args), {key: on_device(value) for key, value in more.items()}
         with pytest.raises(kind, match=text) as caught:
             buffer.low_latency_dispatch(*args, **more)
         assert str(caught.value).endswith((".", ")")), name
-    assert torch.equal(buffer._low_latency.ring.context.words, words)
+    assert torch.equal(buffer._low_latency.ring.context.fields, fields)
     buffer.destroy()
 
 
@@ -114,7 +114,7 @@ def refuse_combine(group):
     buffer = low_latency.make_buffer(group, MAX_TOKENS, HIDDEN, EXPERTS)
     x, idx, weights = to_device(X, IDX, W)
     y, _, handle = dispatch(buffer, x, idx, *SHAPE)
-    words = buffer._low_latency.ring.context.words.clone()
+    fields = buffer._low_latency.ring.context.fields.clone()
     out = torch.empty_like(x)
     costs = torch.zeros(1, dtype=torch.int64, device=x.device)
     good = y, idx, weights, handle
@@ -140,7 +140,7 @@ def refuse_combine(group):
     for kind, text, args, more in refused:
         with pytest.raises(kind, match=text):
             buffer.low_latency_combine(*args, **more)
-    assert torch.equal(buffer._low_latency.ring.context.words, words)
+    assert torch.equal(buffer._low_latency.ring.context.fields, fields)
     buffer.low_latency_combine(*good)
     buffer.destroy()
     for call in (

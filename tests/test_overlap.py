@@ -12,7 +12,7 @@ from test_lang import make_context
 
 from moe_engine import Buffer, CapacityError, reference
 from moe_engine.device import lang
-from moe_engine.device.context import Word
+from moe_engine.device.context import ContextField
 from moe_engine.emulation import PerRank
 
 NUM_EXPERTS = 16
@@ -122,14 +122,14 @@ def test_rows_without_room_leave_no_wild_ids(pool):
 
 @triton.jit
 def store_times(context, out, num_bytes):
-    tl.store(out, lang.time_to_send(num_bytes, 1, 1, context))
-    tl.store(out + 1, lang.time_to_send(num_bytes, 2, 8, context))
-    tl.store(out + 2, lang.time_to_send(num_bytes, 1, tl.program_id(0), context))
+    tl.store(out, lang.pacing_interval(num_bytes, 1, 1, context))
+    tl.store(out + 1, lang.pacing_interval(num_bytes, 2, 8, context))
+    tl.store(out + 2, lang.pacing_interval(num_bytes, 1, tl.program_id(0), context))
 
 
 def times(group, ps_per_kb, num_bytes):
     _block, context, _report = make_context(group)
-    context[Word.PACE] = ps_per_kb
+    context[ContextField.PACE] = ps_per_kb
     out = torch.zeros(3, dtype=torch.int32, device=context.device)
     store_times[(1,)](context, out, num_bytes)
     return out.tolist()

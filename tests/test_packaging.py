@@ -131,11 +131,6 @@ def layer_name(module: str) -> str:
     return f"{module}.moe_engine".split(".")[1]
 
 
-def layer_name(module: str) -> str:
-    """The name in `LAYERS` of a module: `moe_engine.symm.slots` -> `symm`"""
-    return f"{module}.moe_engine".split(".")[1]
-
-
 def imported_modules(module: str, modules: dict[str, Path]) -> set[str]:
     """The modules of this package that a module imports.
 

@@ -24,10 +24,10 @@ UNUSED = 0x7F
 def told_by(slots, writer, num_experts, row, back_stages):
     """What rank `writer` has told this one: (places [N, K] and weights [N, K] of each row, how many
     rows each stage has, and which, [N, stages])."""
-    from moe_engine.device.context import SIGNATURE_WORDS, Word
+    from moe_engine.device.context import SIGNATURE_WORDS, ContextField
 
     layout = slots.layout
-    slot = (int(slots.context.words[Word.EPOCH]) + 1) % layout.num_slots
+    slot = (int(slots.context.fields[ContextField.EPOCH]) + 1) % layout.num_slots
     start = layout.slots + (slot * layout.num_ranks + writer) * layout.region_bytes
     region = slots.block.local[start : start + layout.region_bytes].cpu().view(torch.int32)
     counts = region[SIGNATURE_WORDS.value + num_experts :][:back_stages]
@@ -44,7 +44,7 @@ def steps_on_rank(group, num_experts, max_tokens, stages, back_stages, x, topk_i
     """The kernels of a layer in their order, without its GEMMs: all that they have found, told
     and pushed, by name."""
     from moe_engine import dispatch, routing
-    from moe_engine.device.context import MAX_STAGES, Word
+    from moe_engine.device.context import MAX_STAGES, ContextField
     from moe_engine.dispatch.stages import staged_schedule
     from moe_engine.engines.fused_layer import expert_rows_bytes
 
@@ -64,16 +64,16 @@ def steps_on_rank(group, num_experts, max_tokens, stages, back_stages, x, topk_i
     with cases.filled_memory():
         layout = routing.layout(args[1], num_experts, slots)
         lanes = dispatch.Lanes(*args, layout)
-        places = dispatch.exchange_lanes(lanes, stages, back_stages, slots)
+        places = dispatch.exchange_fused(lanes, stages, back_stages, slots)
         local = slots.expert_rows.local
         rows = local[: max_rows * row_bytes].view(x.dtype).view(max_rows, -1)
         copies = local[rows.nbytes :][: 8 * max_rows].view(torch.int64)
-        found = routing.place_lanes(args[1], layout, places, rows.nbytes, slots)
+        found = routing.place_rows(args[1], layout, places, rows.nbytes, slots)
         schedule = staged_schedule(places, max_rows, BLOCK_M, stages, back_stages, True, num_ranks)
-        dispatch.push_lanes(args[0], found.to_push, places, schedule, 7, slots)
+        dispatch.push_fused(args[0], found.to_push, places, schedule, 7, slots)
         sources = args[0], rows, copies, found.own_order
         num_copying = dispatch.copy_rows(*sources, places, schedule, 5, slots)
-        records = dispatch.send_records(lanes, found, places, schedule, header, slots)
+        metadata = dispatch.send_return_metadata(lanes, found, places, schedule, header, slots)
     if device.type == "cuda":
         torch.cuda.synchronize()
     torch.distributed.barrier(group)
@@ -93,11 +93,11 @@ def steps_on_rank(group, num_experts, max_tokens, stages, back_stages, x, topk_i
         "lane_position": found.position,
         "copies": split(copies),
         "is_copied": schedule.copied == num_copying,
-        "send_head": records.send_head,
-        "to_sum": records.to_sum,
+        "send_head": metadata.send_head,
+        "to_sum": metadata.to_sum,
         "num_to_sum": schedule.num_to_sum,
         "expert_rows": slots.expert_rows.local[: max_rows * row_bytes].view(max_rows, -1),
-        "raised": raised == slots.context.words[Word.EPOCH] + 1,
+        "raised": raised == slots.context.fields[ContextField.EPOCH] + 1,
     }
     found = {name: value.cpu().clone() for name, value in found.items()}
     row = lanes.row
@@ -176,7 +176,7 @@ def check_rows_of_others(rank, results, expected, topk_idx, num_experts, stages)
             assert sorted(map(tuple, pushed.tolist())) == firsts
 
 
-def check_records(results, topk_idx, topk_weights, num_experts, back_stages):
+def check_return_metadata(results, topk_idx, topk_weights, num_experts, back_stages):
     num_ranks = len(topk_idx)
     places = reference.places(topk_idx, num_experts)
     for source, (ids, weights) in enumerate(zip(topk_idx, topk_weights, strict=True)):
@@ -247,9 +247,9 @@ def test_places(routed):
     check_places(results, topk_idx, 24, STAGES[0])
 
 
-def test_records(routed):
+def test_return_metadata(routed):
     (_, topk_idx, topk_weights), results = routed
-    check_records(results, topk_idx, topk_weights, 24, STAGES[1])
+    check_return_metadata(results, topk_idx, topk_weights, 24, STAGES[1])
 
 
 def test_rows(routed):
@@ -277,7 +277,7 @@ def test_any_shape(pool, num_ranks, num_tokens, num_local, num_topk, stages, bac
         ids.random_(-2, num_experts + 2, generator=generator)
     results = run_steps(pool, num_experts, stages, back_stages, x, topk_idx, weights)
     check_places(results, topk_idx, num_experts, stages)
-    check_records(results, topk_idx, weights, num_experts, back_stages)
+    check_return_metadata(results, topk_idx, weights, num_experts, back_stages)
     check_rows(results, x, topk_idx, num_experts, stages)
 
 
@@ -350,9 +350,9 @@ def test_the_example_of_the_places(pool):
     assert other["copies"][:4].tolist() == [[-1, 2**32 - 1]] * 2 + [[4, 1], [-1, 2**32 - 1]]
 
 
-def test_the_example_of_the_records(pool):
+def test_the_example_of_the_return_metadata(pool):
     _, results = run_example(pool, [FOUR_TOKENS, []])
     assert [found["expert_offsets"].tolist() for found, _ in results] == [[0, 3, 4], [0, 2, 4]]
-    records = [told[0][0] for _, told in results]
-    assert records[0][:3].tolist() == [[0, -1], [1, -1], [2, 3]]
-    assert records[1][:3].tolist() == [[2, -1], [0, -1], [3, 1]]
+    metadata = [told[0][0] for _, told in results]
+    assert metadata[0][:3].tolist() == [[0, -1], [1, -1], [2, 3]]
+    assert metadata[1][:3].tolist() == [[2, -1], [0, -1], [3, 1]]

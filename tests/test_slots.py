@@ -12,7 +12,7 @@ from test_lang import make_context
 from moe_engine import symm
 from moe_engine.device import programs
 from moe_engine.device import slots as device_slots
-from moe_engine.device.context import Word
+from moe_engine.device.context import ContextField
 
 
 @triton.jit
@@ -95,7 +95,10 @@ def claims(group):
         take_all[(6,)](context, takers, 100)
         answers.append(takers.tolist())
 
-    return answers, [int(context[word]) for word in (Word.CLAIMED, Word.PUSHED, Word.EPOCH)]
+    return answers, [
+        int(context[word])
+        for word in (ContextField.CLAIMED, ContextField.PUSHED, ContextField.EPOCH)
+    ]
 
 
 def test_each_piece_is_claimed_once_in_every_call(pool):

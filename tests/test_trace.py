@@ -239,8 +239,8 @@ def fill(group):
     recorder = Recorder(slots.context)
     buffer = recorder._buffer.new_full((recorder._buffer.numel() + 4,), -1)
     buffer[0] = ptx.MAX_SPANS.value - 2
-    slots.context.words[trace.Word.TRACE] = buffer.data_ptr()
-    record_items[(1,)](slots.context.words, 7)
+    slots.context.fields[trace.ContextField.TRACE] = buffer.data_ptr()
+    record_items[(1,)](slots.context.fields, 7)
     items = buffer[-12:-4].view(torch.int32)[1::8].tolist()
     return int(buffer[0]), items, buffer[-4:].tolist()
 
@@ -253,12 +253,12 @@ def test_a_full_buffer_takes_no_more(traced_pool):
 
 
 def test_more_spans_than_fit_are_an_error(monkeypatch):
-    context = SimpleNamespace(rank=3, words=torch.zeros(32, dtype=torch.int64))
+    context = SimpleNamespace(rank=3, fields=torch.zeros(32, dtype=torch.int64))
     with pytest.raises(BackendError, match="MOE_ENGINE_TRACE=1"):
         Recorder(context)
     monkeypatch.setattr(trace, "TRACING", True)
     recorder = Recorder(context)
-    assert context.words[trace.Word.TRACE] == recorder._buffer.data_ptr()
+    assert context.fields[trace.ContextField.TRACE] == recorder._buffer.data_ptr()
     words = torch.tensor([Role.UP, 5, 9, 64 * 2 + 8], dtype=torch.int32)
     recorder._buffer[:6] = torch.tensor([1, 0, *words.view(torch.int64).tolist(), 1030, 1050])
     assert recorder.read(Clock(1000, 1)) == [Span(3, 136, 9, Role.UP, 5, 30, 50)]

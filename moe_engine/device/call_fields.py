@@ -8,7 +8,7 @@ import triton
 import triton.language as tl
 
 from .context import PHASE_FIELDS, REPORT_OURS, REPORT_THEIRS
-from .lang import device_function, report_failure, report_words
+from .lang import device_function, report_failure, report_pointer
 from .ring import COUNT_BITS, COUNT_MASK, FIELDS
 
 
@@ -27,13 +27,13 @@ def item_bytes(row_format, word_bytes):
 
 
 @device_function
-def num_scales(num_words, FORMAT: tl.constexpr):
-    """4-byte words of scales of a row of `num_words` words, of 4 columns each if it was cast."""
-    words = num_words * 0
+def num_scales(num_vecs, FORMAT: tl.constexpr):
+    """4-byte words of scales of a row of `num_vecs` vectors, of 4 columns each if it was cast."""
+    words = num_vecs * 0
     if FORMAT == "ue8m0":
-        words = num_words // 128
+        words = num_vecs // 128
     elif is_cast(FORMAT):
-        words = num_words // 32
+        words = num_vecs // 32
     return words
 
 
@@ -43,8 +43,8 @@ def call_fields(field, num_tokens, dispatched, rows, FIXED: tl.constexpr):
     all, see `device_context.low_latency_fields`. The last: words of scales, or in a combine
     `dispatched`, the epoch of the handle's dispatch."""
     WORD_BYTES: tl.constexpr = FIXED.WORD.primitive_bitwidth // 8
-    row_bytes = rows.num_words * WORD_BYTES
-    last = num_scales(rows.num_words, FIXED.FORMAT)
+    row_bytes = rows.num_vecs * WORD_BYTES
+    last = num_scales(rows.num_vecs, FIXED.FORMAT)
     if FIXED.FORMAT is None:
         last = (dispatched & COUNT_MASK).to(tl.int32)
     fields = tl.where(field == 0, num_tokens, tl.where(field == 1, rows.max_tokens, 0))
@@ -60,7 +60,7 @@ def call_fields(field, num_tokens, dispatched, rows, FIXED: tl.constexpr):
 def report_fields(other, theirs, ours, words, slot, context):
     """Tell the host that rank `other` began another call than this one: the fields of both stand
     first among `words` (blocks)."""
-    report = report_words(context)
+    report = report_pointer(context)
     tl.store(report + REPORT_THEIRS + words, theirs.to(tl.int64), mask=words < FIELDS)
     tl.store(report + REPORT_OURS + words, ours.to(tl.int64), mask=words < FIELDS)
     report_failure(other, slot.epoch, context, PHASE_FIELDS)

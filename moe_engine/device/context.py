@@ -1,12 +1,12 @@
-"""The words that host and kernels share: the device context, the report, and what waits are for."""
+"""The fields that host and kernels share: the device context, the report, what waits are for."""
 
 from enum import IntEnum
 
 import triton.language as tl
 
 
-class Word(IntEnum):
-    """Index of each int64 word in the device context; set once by the host, except where said."""
+class ContextField(IntEnum):
+    """Index of each int64 field of the device context; set once by the host, except where said."""
 
     EPOCH = 0  # last finished epoch; advanced by the last program of each call
     BROKEN = 1  # not 0: this rank's calls have ended, and kernels return at once; bit 0: the host
@@ -38,7 +38,7 @@ class Word(IntEnum):
 
 
 class Report(IntEnum):
-    """Index of each int64 word in the report to the host, written once by what fails first."""
+    """Index of each int64 field of the report to the host, written once by what fails first."""
 
     VALID = 0
     PEER = 1
@@ -102,7 +102,7 @@ class Role(IntEnum):
     PUSH = 17
     COPY = 18
     UP = 19
-    RECORDS = 20
+    RETURN_METADATA = 20
     DOWN = 21
     RETURN = 22
     SUM = 23
@@ -113,38 +113,39 @@ class Role(IntEnum):
 
 
 TOLD_BIT = 32
-"""Of `Word.BROKEN`, which peers set by storing a byte: so they clear no bit that this rank sets."""
+"""Of `ContextField.BROKEN`, which peers set by storing a byte: so they clear no bit that this rank
+sets."""
 SIGNATURE_WORDS = tl.constexpr(16)
 MAX_STAGES = tl.constexpr(16)
 """Parts that a layer's rows are sent in, and returned in."""
 
 # Kernels can read module globals only as constexpr.
-EPOCH = tl.constexpr(int(Word.EPOCH))
-BROKEN = tl.constexpr(int(Word.BROKEN))
-FINISHED = tl.constexpr(int(Word.FINISHED))
-BAD_IDS = tl.constexpr(int(Word.BAD_IDS))
-TIMEOUT_NS = tl.constexpr(int(Word.TIMEOUT_NS))
-REPORT = tl.constexpr(int(Word.REPORT))
-RANK = tl.constexpr(int(Word.RANK))
-NUM_RANKS = tl.constexpr(int(Word.NUM_RANKS))
-NUM_SLOTS = tl.constexpr(int(Word.NUM_SLOTS))
-REGION_BYTES = tl.constexpr(int(Word.REGION_BYTES))
-DONE = tl.constexpr(int(Word.DONE))
-COUNT_FLAGS = tl.constexpr(int(Word.COUNT_FLAGS))
-CHUNK_FLAGS = tl.constexpr(int(Word.CHUNK_FLAGS))
-MAX_CHUNKS = tl.constexpr(int(Word.MAX_CHUNKS))
-SLOTS = tl.constexpr(int(Word.SLOTS))
-CLAIMED = tl.constexpr(int(Word.CLAIMED))
-PUSHED = tl.constexpr(int(Word.PUSHED))
-PACE = tl.constexpr(int(Word.PACE))
-METADATA_FLAGS = tl.constexpr(int(Word.METADATA_FLAGS))
-STAGE_FLAGS = tl.constexpr(int(Word.STAGE_FLAGS))
-TRACE = tl.constexpr(int(Word.TRACE))
-MASKED = tl.constexpr(int(Word.MASKED))
-STARTED = tl.constexpr(int(Word.STARTED))
-OWN = tl.constexpr(int(Word.OWN))
-BUFFER = tl.constexpr(int(Word.BUFFER))
-PEERS = tl.constexpr(int(Word.PEERS))
+EPOCH = tl.constexpr(int(ContextField.EPOCH))
+BROKEN = tl.constexpr(int(ContextField.BROKEN))
+FINISHED = tl.constexpr(int(ContextField.FINISHED))
+BAD_IDS = tl.constexpr(int(ContextField.BAD_IDS))
+TIMEOUT_NS = tl.constexpr(int(ContextField.TIMEOUT_NS))
+REPORT = tl.constexpr(int(ContextField.REPORT))
+RANK = tl.constexpr(int(ContextField.RANK))
+NUM_RANKS = tl.constexpr(int(ContextField.NUM_RANKS))
+NUM_SLOTS = tl.constexpr(int(ContextField.NUM_SLOTS))
+REGION_BYTES = tl.constexpr(int(ContextField.REGION_BYTES))
+DONE = tl.constexpr(int(ContextField.DONE))
+COUNT_FLAGS = tl.constexpr(int(ContextField.COUNT_FLAGS))
+CHUNK_FLAGS = tl.constexpr(int(ContextField.CHUNK_FLAGS))
+MAX_CHUNKS = tl.constexpr(int(ContextField.MAX_CHUNKS))
+SLOTS = tl.constexpr(int(ContextField.SLOTS))
+CLAIMED = tl.constexpr(int(ContextField.CLAIMED))
+PUSHED = tl.constexpr(int(ContextField.PUSHED))
+PACE = tl.constexpr(int(ContextField.PACE))
+METADATA_FLAGS = tl.constexpr(int(ContextField.METADATA_FLAGS))
+STAGE_FLAGS = tl.constexpr(int(ContextField.STAGE_FLAGS))
+TRACE = tl.constexpr(int(ContextField.TRACE))
+MASKED = tl.constexpr(int(ContextField.MASKED))
+STARTED = tl.constexpr(int(ContextField.STARTED))
+OWN = tl.constexpr(int(ContextField.OWN))
+BUFFER = tl.constexpr(int(ContextField.BUFFER))
+PEERS = tl.constexpr(int(ContextField.PEERS))
 PHASE_SLOT_FREE = tl.constexpr(int(Phase.SLOT_FREE))
 PHASE_COUNTS = tl.constexpr(int(Phase.COUNTS))
 PHASE_ROWS = tl.constexpr(int(Phase.ROWS))
@@ -174,7 +175,7 @@ ROLE_EXCHANGE = tl.constexpr(int(Role.EXCHANGE))
 ROLE_PUSH = tl.constexpr(int(Role.PUSH))
 ROLE_COPY = tl.constexpr(int(Role.COPY))
 ROLE_UP = tl.constexpr(int(Role.UP))
-ROLE_RECORDS = tl.constexpr(int(Role.RECORDS))
+ROLE_RETURN_METADATA = tl.constexpr(int(Role.RETURN_METADATA))
 ROLE_DOWN = tl.constexpr(int(Role.DOWN))
 ROLE_RETURN = tl.constexpr(int(Role.RETURN))
 ROLE_SUM = tl.constexpr(int(Role.SUM))

@@ -1,9 +1,9 @@
 """The device language: addresses on other ranks, signals, bounded waits, and exact arithmetic.
 
 Names and semantics follow Triton-distributed (`symm_at`, `notify`, `wait`, `consume_token`), in
-stock Triton. A kernel gets one `context` pointer (int64 words, see `context.Word`); from it come
-the rank, the peers' addresses, the epoch and the deadline, so that nothing about a call is frozen
-into a captured graph. Every write to another rank goes through `put`, `put_rows`, `put_words`,
+stock Triton. A kernel gets one `context` pointer (int64 fields, see `ContextField`); from it
+come the rank, the peers' addresses, the epoch and the deadline, so that nothing about a call is
+frozen into a captured graph. Every write to another rank goes through `put`, `put_rows`, `put_ll`,
 `notify` or `publish`.
 
 A flag is an int64 that only grows; it is raised to the epoch of a call (in low-latency calls: to
@@ -34,7 +34,7 @@ from .ptx import (
     load_acquire,
     pause,
     poll_inline,
-    store_words,
+    store_ll,
     write_span,
 )
 from .ptx import as_pointer as as_pointer
@@ -121,10 +121,10 @@ def put(to, values, mask):
 
 
 @device_function
-def put_words(to, values, mask):
+def put_ll(to, values, mask):
     """Store int64 words through pointers to any rank, where they are polled. Each tells itself
     whether it has come: it orders nothing else, and waits for nothing that was stored before."""
-    store_words(to, values, mask)
+    store_ll(to, values, mask)
 
 
 @device_function
@@ -151,7 +151,7 @@ def row_pointers(rows, columns, ALIGNED: tl.constexpr):
 
 
 @device_function
-def time_to_send(num_bytes, num_parts, all_parts, context):
+def pacing_interval(num_bytes, num_parts, all_parts, context):
     """Time in `ticks` that a program should take to send `num_bytes`, if its share of what leaves
     this GPU is num_parts of all_parts. A link that is offered more than it carries loses some of
     it to queueing."""
@@ -160,14 +160,14 @@ def time_to_send(num_bytes, num_parts, all_parts, context):
 
 
 @device_function
-def take_turns(num_bytes, program, context):
+def stagger(num_bytes, program, context):
     """When in `ticks` a program begins, each of them behind the one before by the time that the
     link takes for `num_bytes`."""
-    return ticks() + time_to_send(num_bytes, 1, program, context)
+    return ticks() + pacing_interval(num_bytes, 1, program, context)
 
 
 @device_function
-def wait_turn(due, step):
+def pace(due, step):
     """Wait until the time `due`, in `ticks`. Returns that of the next turn."""
     while ticks() - due < 0:
         pass
@@ -176,22 +176,22 @@ def wait_turn(due, step):
 
 @device_function
 def put_rows(
-    to, source, num_words, mask, due, step, ALIGNED: tl.constexpr, BLOCK_WORDS: tl.constexpr
+    to, source, num_vecs, mask, due, step, ALIGNED: tl.constexpr, BLOCK_VECS: tl.constexpr
 ):
-    """Copy rows of `num_words` words from `source` to `to`, blocks of row pointers of one type.
+    """Copy rows of `num_vecs` vectors from `source` to `to`, blocks of row pointers of one type.
 
-    Rows are opaque words (int32, int16 or int8), so that a new number format needs no new kernel.
+    Rows are opaque vectors (int32, int16 or int8), so that a new number format needs no new kernel.
     `ALIGNED` promises that every row is a multiple of 16 bytes and starts at one, without which
     a word is stored at a time. Plain stores: nothing is published before the next `notify`.
-    The first BLOCK_WORDS of the rows are not stored before the time `due`, in `ticks`, each further
+    The first BLOCK_VECS of the rows are not stored before the time `due`, in `ticks`, each further
     block `step` later. Returns when the next block is due.
     """
-    for start in range(0, num_words, BLOCK_WORDS):
-        words = start + tl.arange(0, BLOCK_WORDS)
-        inside = mask[:, None] & row_mask(words, num_words, to.dtype.element_ty, ALIGNED)[None, :]
-        values = tl.load(row_pointers(source, words, ALIGNED), mask=inside)
-        due = wait_turn(due, step)
-        put(row_pointers(to, words, ALIGNED), values, inside)
+    for start in range(0, num_vecs, BLOCK_VECS):
+        vecs = start + tl.arange(0, BLOCK_VECS)
+        inside = mask[:, None] & row_mask(vecs, num_vecs, to.dtype.element_ty, ALIGNED)[None, :]
+        values = tl.load(row_pointers(source, vecs, ALIGNED), mask=inside)
+        due = pace(due, step)
+        put(row_pointers(to, vecs, ALIGNED), values, inside)
     return due
 
 
@@ -297,7 +297,7 @@ def report_failure(peer, epoch, context, PHASE: tl.constexpr):
     one = tl.full((), 1, tl.int64)
     before = tl.atomic_or(context + BROKEN, one, sem="relaxed", scope="gpu")
     if before & 1 == 0:
-        report = report_words(context)
+        report = report_pointer(context)
         phase = tl.where(before == 0, PHASE, PHASE_ABANDONED)
         tl.store(report + 1, peer)
         tl.store(report + 2, phase.to(tl.int64))
@@ -316,7 +316,7 @@ def report_abandoned(context):
 
 
 @device_function
-def report_words(context):
+def report_pointer(context):
     """Pointer to the report in host memory."""
     return as_pointer(tl.load(context + REPORT), tl.int64)
 

@@ -74,22 +74,22 @@ def arrive_after_tma(counters, mask):
 
 
 @device_function
-def let_next_start(OVERLAP: tl.constexpr):
-    """Let an early launch behind this one begin once all programs of this one have come here.
+def pdl_launch_dependents(PDL: tl.constexpr):
+    """Let a PDL launch behind this one begin once all programs of this one have come here.
 
     They then hold their places on the chip, so that what begins may wait for them. Until its
-    `wait_for_previous` it may read what was complete before this launch, or what all programs of
+    `pdl_wait` it may read what was complete before this launch, or what all programs of
     this one have waited for before they came here; of what this one writes, only what flags guard.
     """
-    if OVERLAP:
+    if PDL:
         gdc_launch_dependents()
 
 
 @device_function
-def wait_for_previous(OVERLAP: tl.constexpr):
-    """In an early launch: wait until the launch before has ended and its stores are visible. Every
+def pdl_wait(PDL: tl.constexpr):
+    """In a PDL launch: wait until the launch before has ended and its stores are visible. Every
     program does so before it ends, so that whatever follows the one follows the other."""
-    if OVERLAP:
+    if PDL:
         gdc_wait()
 
 

@@ -58,7 +58,7 @@ if INTERPRETED:
         return tl.atomic_add(flags, 0, sem="acquire", scope="sys")
 
     @device_function
-    def store_words(pointers, values, mask):
+    def store_ll(pointers, values, mask):
         """Store int64 words that others poll, each in one piece and in no order."""
         tl.store(pointers, values, mask=mask)
 
@@ -145,7 +145,7 @@ else:
         )
 
     @device_function
-    def store_words(pointers, values, mask):
+    def store_ll(pointers, values, mask):
         """Store int64 words that others poll, each in one piece and in no order."""
         tl.inline_asm_elementwise(
             """{

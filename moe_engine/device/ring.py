@@ -37,7 +37,7 @@ from .lang import (
     report_failure,
     wait,
 )
-from .programs import wait_for_previous
+from .programs import pdl_wait
 from .ptx import INTERPRETED, pause
 
 COUNT_BITS = tl.constexpr(16)
@@ -96,18 +96,18 @@ def fixed(NUM_TOPK, ALIGNED, RANKS, EXPERTS, BLOCK, SHRINK, FORMAT, WORD, KIND):
 
 class Rows(NamedTuple):
     """How the rows of a call lie in a region: up to max_tokens, behind header_bytes, row_bytes
-    apart. A row has num_words of `Fixed.WORD` and, record_at bytes from its beginning, a record."""
+    apart. A row has num_vecs of `Fixed.WORD` and, record_at bytes from its beginning, a record."""
 
     max_tokens: tl.tensor
     header_bytes: tl.tensor
     row_bytes: tl.tensor
-    num_words: tl.tensor
+    num_vecs: tl.tensor
     record_at: tl.tensor
 
 
 @device_function
-def open_slot(call, context, RANKS: tl.constexpr, SENDS: tl.constexpr, OVERLAP: tl.constexpr):
-    """The slot of a call, after `programs.wait_for_previous`: of one that this launch SENDS, see
+def open_slot(call, context, RANKS: tl.constexpr, SENDS: tl.constexpr, PDL: tl.constexpr):
+    """The slot of a call, after `programs.pdl_wait`: of one that this launch SENDS, see
     `_begin_send`, or of the one whose epoch `call`, int64 [1], holds."""
     ranks = tl.arange(0, triton.next_power_of_2(RANKS))
     rank = tl.load(context + RANK).to(tl.int32)
@@ -120,7 +120,7 @@ def open_slot(call, context, RANKS: tl.constexpr, SENDS: tl.constexpr, OVERLAP: 
     flags_per_rank = tl.load(context + MAX_CHUNKS)
     regions = own + tl.load(context + SLOTS)
     region_bytes = tl.load(context + REGION_BYTES)
-    wait_for_previous(OVERLAP)
+    pdl_wait(PDL)
     if SENDS:
         epoch = _begin_send(call, context)
     else:
@@ -224,12 +224,12 @@ def pointers_at(row, columns, ALIGNED: tl.constexpr):
 
 @device_function
 def note_received(slot, context):
-    """Say that this launch receives the call; see `tell_received`."""
+    """Say that this launch receives the call; see `publish_acks`."""
     tl.store(context + PEERS + tl.load(context + NUM_RANKS) + slot.number, slot.epoch)
 
 
 @device_function
-def tell_received(slot, context, RANKS: tl.constexpr):
+def publish_acks(slot, context, RANKS: tl.constexpr):
     """Tell all ranks which calls this one has received: `done[slot, me]` there. A role of its own
     in each call's send, before all that wait.
 
@@ -251,10 +251,10 @@ def tell_received(slot, context, RANKS: tl.constexpr):
 
 
 @device_function
-def tell_taken(slot, ranks, context, RANKS: tl.constexpr):
+def publish_active_ranks(slot, ranks, context, RANKS: tl.constexpr):
     """Say which ranks, as bits, take part in the call, to all programs of this launch: what
-    `wait_taken` returns. The bits are stored before the epoch is released; the next call in this
-    slot stores its own in a later launch, so after all reads of these."""
+    `wait_active_ranks` returns. The bits are stored before the epoch is released; the next call in
+    this slot stores its own in a later launch, so after all reads of these."""
     num_slots = tl.load(context + NUM_SLOTS)
     flag = context + PEERS + RANKS + num_slots + slot.number
     tl.store(flag + num_slots, ranks)
@@ -263,9 +263,9 @@ def tell_taken(slot, ranks, context, RANKS: tl.constexpr):
 
 
 @device_function
-def wait_taken(slot, context, RANKS: tl.constexpr, PHASE: tl.constexpr):
-    """The ranks that `tell_taken` named. Waits for up to two deadlines, as the program that tells
-    may wait for one itself."""
+def wait_active_ranks(slot, context, RANKS: tl.constexpr, PHASE: tl.constexpr):
+    """The ranks that `publish_active_ranks` named. Waits for up to two deadlines, as the program
+    that publishes them may wait for one itself."""
     num_slots = tl.load(context + NUM_SLOTS)
     flag = context + PEERS + RANKS + num_slots + slot.number
     one = tl.arange(0, 1)
@@ -287,7 +287,7 @@ def masked_ranks(context):
 @device_function
 def wait_slot(slot, peers, mask, context, RANKS: tl.constexpr, SHRINK: tl.constexpr):
     """Wait until `peers` (block) have received what the slot held before. Returns which of `peers`
-    under `mask` may be written to; see `tell_received`."""
+    under `mask` may be written to; see `publish_acks`."""
     flags = slot.done + (slot.number * RANKS + peers) * 8
     before = slot.epoch - tl.load(context + NUM_SLOTS) << COUNT_BITS
     may, _ = wait_ranks(flags, mask, before, peers, context, PHASE_SLOT_FREE, SHRINK)

@@ -28,7 +28,7 @@ from .lang import (
     notify,
     put,
     report_failure,
-    report_words,
+    report_pointer,
     symm_at,
     wait,
 )
@@ -102,7 +102,7 @@ def wait_signatures(signature, context, RANKS_PAD: tl.constexpr):
     other = tl.max(tl.where(real & (differs == 1) & (token == 1), ranks, -1), 0)
     if other >= 0:
         found = tl.sum(tl.where((ranks == other)[:, None], theirs, 0), 0)
-        report = report_words(context)
+        report = report_pointer(context)
         tl.store(report + REPORT_THEIRS + field, found.to(tl.int64))
         tl.store(report + REPORT_OURS + field, signature.to(tl.int64))
         report_failure(other, current_epoch(context), context, PHASE_SIGNATURE)

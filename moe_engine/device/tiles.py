@@ -28,8 +28,8 @@ from .programs import is_last
 from .ptx import any_thread
 from .slots import stage_flag
 
-THERE = tl.constexpr(0)
-BACK = tl.constexpr(1)
+DISPATCH = tl.constexpr(0)
+COMBINE = tl.constexpr(1)
 """The ways of a row: to its experts, and to its token."""
 
 
@@ -52,16 +52,16 @@ def put_tile(
     to,
     source,
     num_rows,
-    num_words,
+    num_vecs,
     due,
     step,
     LANES: tl.constexpr,
     ALIGNED: tl.constexpr,
-    BLOCK_WORDS: tl.constexpr,
+    BLOCK_VECS: tl.constexpr,
 ):
-    """Copy the first `num_rows` of a batch of rows, LANES at a time, BLOCK_WORDS of each every
-    `step`: addresses `to` [BATCH], 0 for no row, and `source`, pointers to words. Returns when the
-    next rows are due, see `lang.put_rows`."""
+    """Copy the first `num_rows` of a batch of rows, LANES at a time, BLOCK_VECS of each every
+    `step`: addresses `to` [BATCH], 0 for no row, and `source`, pointers to vectors. Returns
+    when the next rows are due, see `lang.put_rows`."""
     for part in range(0, num_rows, LANES):
         lanes = part + tl.arange(0, LANES)
         address = tl.gather(to, lanes, 0)
@@ -69,7 +69,7 @@ def put_tile(
         # fmt: off
         due = put_rows(
             as_pointer(address, source.dtype.element_ty), as_pointer(rows, source.dtype.element_ty),
-            num_words, address != 0, due, step, ALIGNED, BLOCK_WORDS,
+            num_vecs, address != 0, due, step, ALIGNED, BLOCK_VECS,
         )
         # fmt: on
     return due
@@ -153,7 +153,7 @@ def end_wait_tile(stage_count, deadline, context, RANKS_PAD: tl.constexpr):
     have given up once the deadline has passed; if the rows have come since, this rank is named."""
     gave_up = any_thread((now_ns() > deadline).to(tl.int32)) != 0
     if gave_up | (tl.program_id(0) == 0):  # program 0 also for a rank that has no tiles
-        token = wait_stage(THERE, stage_count - 1, context, RANKS_PAD)
+        token = wait_stage(DISPATCH, stage_count - 1, context, RANKS_PAD)
         if gave_up & (token == 1):
             rank = tl.load(context + RANK).to(tl.int32)
             report_failure(rank, current_epoch(context), context, PHASE_ROWS)

@@ -37,12 +37,12 @@ def feed_forward(
     out, act = torch.empty_like(x), x.new_empty(max_expert_rows, w_down.shape[2])
     there = dispatch_experts(lanes, w_gate_up, act, config, slots)
     header = header_bytes(lanes.num_experts, slots.num_ranks)
-    records = dispatch.send_records(
+    metadata = dispatch.send_return_metadata(
         lanes, there.lane_places, there.places, there.schedule, header, slots
     )
-    returns = combine.Returns(lanes, records, there.schedule, header)
+    returns = combine.Returns(lanes, metadata, there.schedule, header)
     tiles = gemm_config(w_down, max_expert_rows // slots.num_ranks, block_m=there.tiles.block_m)
-    tiles = beside_sums(replace(tiles, group_m=config.group_m, num_splits=1))
+    tiles = leave_room_for_sums(replace(tiles, group_m=config.group_m, num_splits=1))
     combine.gemm_combine(
         act, w_down, there.rows, out, returns, config.num_return_programs, tiles, slots
     )
@@ -78,12 +78,12 @@ def dispatch_experts(
     tiles = gemm_config(w_gate_up, max_expert_rows // num_ranks, "swiglu")
     tiles = replace(tiles, group_m=config.group_m, num_splits=1)
 
-    places = dispatch.exchange_lanes(lanes, config.num_stages, config.num_return_stages, slots)
-    lane_places = routing.place_lanes(lanes.topk_idx, lanes.layout, places, num_bytes, slots)
+    places = dispatch.exchange_fused(lanes, config.num_stages, config.num_return_stages, slots)
+    lane_places = routing.place_rows(lanes.topk_idx, lanes.layout, places, num_bytes, slots)
     order = config.num_stages, config.num_return_stages, config.own_apart
     schedule = staged_schedule(places, max_expert_rows, tiles.block_m, *order, num_ranks)
     to_push, own_order = lane_places.to_push, lane_places.own_order
-    dispatch.push_lanes(x, to_push, places, schedule, config.num_push_programs, slots)
+    dispatch.push_fused(x, to_push, places, schedule, config.num_push_programs, slots)
     num_programs = dispatch.copy_rows(
         x, rows, copies, own_order, places, schedule, config.num_copy_programs, slots
     )
@@ -96,7 +96,7 @@ def expert_rows_bytes(max_expert_rows: int, row_bytes: int) -> int:
     return max_expert_rows * (row_bytes + 8)
 
 
-def beside_sums(tiles: GemmConfig) -> GemmConfig:
+def leave_room_for_sums(tiles: GemmConfig) -> GemmConfig:
     """Tiles that leave shared memory to the programs that sum beside them: three steps in flight
     and a store in parts are as fast."""
     if tiles.block_m < 128:

@@ -14,13 +14,13 @@ import torch
 from .. import combine as combine_verbs
 from .. import dispatch as dispatch_verbs
 from .. import routing
-from ..device.context import Word
+from ..device.context import ContextField
 from ..device.lang import INTERPRETED
 from ..dispatch import NUM_METADATA_PROGRAMS, Collected, Counts, Outgoing, Partition, row_layout
 from ..errors import CapacityError, TooManyTokens
 from ..grouped_gemm import check_weights
 from ..layer_config import LayerChoices, LayerConfig, LayerProblem
-from ..streams import Beside
+from ..streams import ConcurrentReads
 from ..symm.device_context import DeviceContext
 from ..symm.slots import BARE_HEADER, RowLayout, SlotLayout, Slots, header_bytes, layer_row
 from .base import Handle, Tokens
@@ -47,7 +47,7 @@ class KernelEngine:
     ):
         self.layers = layers
         self.slots = new_slots(layout, False, 0)
-        self._beside = Beside(self.slots.context.words.device)
+        self._concurrent_reads = ConcurrentReads(self.slots.context.fields.device)
         self._new_slots, self._max_tokens = new_slots, max_tokens
         self._was_captured = False
         self._num_comm_sms = num_comm_sms
@@ -90,7 +90,7 @@ class KernelEngine:
             may_grow,
             self.slots,
         )
-        self._beside.mark()
+        self._concurrent_reads.mark()
         dispatch_verbs.send_metadata(
             outgoing, num_local_experts, header, NUM_METADATA_PROGRAMS, self.slots
         )
@@ -115,7 +115,7 @@ class KernelEngine:
 
     def release(self) -> None:
         """End a `dispatch_in_place`: what was launched before has read the rows."""
-        self._note_capture(self.slots.context.words)
+        self._note_capture(self.slots.context.fields)
         dispatch_verbs.release(self.slots)
         self._check_emulated()
 
@@ -139,7 +139,7 @@ class KernelEngine:
                 self._check_emulated()
             per_expert: list[int] = []
             if out is None:
-                num_rows, *per_expert = self._beside.read(lambda: self._received(counts))
+                num_rows, *per_expert = self._concurrent_reads.read(lambda: self._received(counts))
                 most_rows = self.slots.context.rows_wanted() if grows else 0
                 if most_rows:
                     self._grow(most_rows, largest_row, header)
@@ -187,10 +187,10 @@ class KernelEngine:
             )
         num_rows = min(num_rows + num_rows // 4, layout.most_rows)
         region_bytes = header + num_rows * row.num_bytes
-        if old.context.words.is_cuda:
-            torch.cuda.synchronize(old.context.words.device)
+        if old.context.fields.is_cuda:
+            torch.cuda.synchronize(old.context.fields.device)
         layout = SlotLayout(layout.num_ranks, region_bytes, layout.num_slots)
-        epoch = int(old.context.words[Word.EPOCH])
+        epoch = int(old.context.fields[ContextField.EPOCH])
         self.slots = self._new_slots(layout, self._was_captured, epoch)
         self.slots.context.take_bad_ids(old.context)
         old.free()

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 import torch
 
 from ..combine.low_latency import Returning, low_latency_combine
-from ..device.context import Word
+from ..device.context import ContextField
 from ..device.lang import INTERPRETED
 from ..device.ring import COUNT_MASK
 from ..dispatch.low_latency import Packed, Sending, low_latency_dispatch, new_packed
@@ -126,13 +126,13 @@ class LowLatency:
 
     def mask(self, rank: int, masked: bool) -> None:
         """Leave a rank out of the calls from now on, or no longer."""
-        word = self.ring.context.words[Word.MASKED]
+        word = self.ring.context.fields[ContextField.MASKED]
         word.bitwise_or_(1 << rank) if masked else word.bitwise_and_(~(1 << rank))
 
     def masked(self) -> torch.Tensor:
         """int64 [R]: 1 for ranks that are left out."""
-        ranks = torch.arange(self.num_ranks, device=self.ring.context.words.device)
-        return (self.ring.context.words[Word.MASKED] >> ranks) & 1
+        ranks = torch.arange(self.num_ranks, device=self.ring.context.fields.device)
+        return (self.ring.context.fields[ContextField.MASKED] >> ranks) & 1
 
     # --- Checks ------------------------------------------------------------------------------
 

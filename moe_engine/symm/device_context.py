@@ -1,11 +1,11 @@
-"""The device context of a rank: the words that its kernels read, and how it learns of failures.
+"""The device context of a rank: the fields that its kernels read, and how it learns of failures.
 
 It stands at the head of the symmetric block, with a notice from each rank after it:
 
-    words, int64: see `context.Word` | notice of rank 0 | notice of rank 1 | ...
+    fields, int64: see `context.ContextField` | notice of rank 0 | notice of rank 1 | ...
 
 A rank whose call breaks off (`DeviceContext.abandon`) writes a notice to every other rank and then
-sets a bit of the word `BROKEN` there, so that kernels that wait for it return at once.
+sets a bit of the field `BROKEN` there, so that kernels that wait for it return at once.
 """
 
 from __future__ import annotations
@@ -22,10 +22,10 @@ from ..device.context import (
     SIGNATURE,
     SIGNATURE_WORDS,
     TOLD_BIT,
+    ContextField,
     Kind,
     Phase,
     Report,
-    Word,
 )
 from ..device.lang import INTERPRETED
 from ..errors import (
@@ -74,18 +74,18 @@ class Layout(Protocol):
     def region_bytes(self) -> int: ...
     @property
     def num_bytes(self) -> int: ...
-    def words(self) -> dict[Word, int]: ...
+    def fields(self) -> dict[ContextField, int]: ...
 
 
-def num_words(num_ranks: int, num_slots: int) -> int:
-    """Words of a context: after the peers stands what low-latency calls keep for each slot, see
+def num_fields(num_ranks: int, num_slots: int) -> int:
+    """Fields of a context: after the peers stands what low-latency calls keep for each slot, see
     `device/ring.py`."""
-    return Word.PEERS + num_ranks + 3 * num_slots
+    return ContextField.PEERS + num_ranks + 3 * num_slots
 
 
 def notices_offset(num_ranks: int, num_slots: int) -> int:
     """Where the notices begin in a symmetric block, in bytes."""
-    return round_up(8 * num_words(num_ranks, num_slots), LINE_BYTES)
+    return round_up(8 * num_fields(num_ranks, num_slots), LINE_BYTES)
 
 
 def head_bytes(num_ranks: int, num_slots: int) -> int:
@@ -130,23 +130,23 @@ class DeviceContext:
         report = torch.zeros(Report.BAD_IDS + 1, dtype=torch.int64, device="cpu", pin_memory=pinned)
         self._report_memory = report
         self.report = (ctypes.c_int64 * len(report)).from_address(report.data_ptr())
-        last_peer, count = Word.PEERS + num_ranks, num_words(num_ranks, layout.num_slots)
-        words = torch.zeros(count, dtype=torch.int64, device="cpu")
-        words[Word.EPOCH] = epoch
-        words[Word.TIMEOUT_NS] = int(timeout_s * 1e9)
-        words[Word.REPORT] = report.data_ptr()
-        words[Word.RANK] = rank
-        words[Word.NUM_RANKS] = num_ranks
-        words[Word.NUM_SLOTS] = layout.num_slots
-        words[Word.REGION_BYTES] = layout.region_bytes
-        for word, value in layout.words().items():
-            words[word] = value
-        words[Word.PACE] = pace_ps_per_kb()
-        words[Word.BUFFER] = buffer
-        words[Word.PEERS : last_peer] = block.peer_addresses.cpu()
-        words[Word.OWN] = words[Word.PEERS + rank]
-        self.words = block.local[: 8 * count].view(torch.int64)
-        self.words.copy_(words)
+        last_peer, count = ContextField.PEERS + num_ranks, num_fields(num_ranks, layout.num_slots)
+        fields = torch.zeros(count, dtype=torch.int64, device="cpu")
+        fields[ContextField.EPOCH] = epoch
+        fields[ContextField.TIMEOUT_NS] = int(timeout_s * 1e9)
+        fields[ContextField.REPORT] = report.data_ptr()
+        fields[ContextField.RANK] = rank
+        fields[ContextField.NUM_RANKS] = num_ranks
+        fields[ContextField.NUM_SLOTS] = layout.num_slots
+        fields[ContextField.REGION_BYTES] = layout.region_bytes
+        for field, value in layout.fields().items():
+            fields[field] = value
+        fields[ContextField.PACE] = pace_ps_per_kb()
+        fields[ContextField.BUFFER] = buffer
+        fields[ContextField.PEERS : last_peer] = block.peer_addresses.cpu()
+        fields[ContextField.OWN] = fields[ContextField.PEERS + rank]
+        self.fields = block.local[: 8 * count].view(torch.int64)
+        self.fields.copy_(fields)
 
     @contextmanager
     def first_use(self, *key: object) -> Iterator[None]:
@@ -154,12 +154,12 @@ class DeviceContext:
         if INTERPRETED or key in self._used:
             yield
             return
-        self.words[Word.TIMEOUT_NS] = int((self.timeout_s + COMPILE_S) * 1e9)
+        self.fields[ContextField.TIMEOUT_NS] = int((self.timeout_s + COMPILE_S) * 1e9)
         try:
             yield
             self._used.add(key)
         finally:
-            self.words[Word.TIMEOUT_NS] = int(self.timeout_s * 1e9)
+            self.fields[ContextField.TIMEOUT_NS] = int(self.timeout_s * 1e9)
 
     # --- What ended this rank's calls --------------------------------------------------------
 
@@ -238,8 +238,8 @@ class DeviceContext:
     def notice(self, error: BaseException) -> tuple[str, str]:
         """(type, text) of what the other ranks are told of an error that broke a call off."""
         kind, call = type(error).__name__, "a call"
-        with suppress(RuntimeError), outside_capture(self.words.device):
-            epoch = int(self.words[Word.EPOCH].cpu())
+        with suppress(RuntimeError), outside_capture(self.fields.device):
+            epoch = int(self.fields[ContextField.EPOCH].cpu())
             call = f"call {epoch if self.epoch_is_running else epoch + 1}"
         step, why = self.step or "argument checks", f"{kind}: {error}".rstrip(": ")
         if self.report[Report.VALID]:
@@ -268,8 +268,8 @@ class DeviceContext:
         self._notice[-1] = 1
         num_ranks = self.layout.num_ranks
         at = notices_offset(num_ranks, self.layout.num_slots) + self.rank * NOTICE_BYTES
-        broken = 8 * Word.BROKEN + TOLD_BIT // 8
-        with suppress(RuntimeError), outside_capture(self.words.device) as synchronise:
+        broken = 8 * ContextField.BROKEN + TOLD_BIT // 8
+        with suppress(RuntimeError), outside_capture(self.fields.device) as synchronise:
             for rank in range(num_ranks) if tell_peers else (self.rank,):
                 block = self._block.peer(rank)
                 block[at : at + NOTICE_BYTES].copy_(self._notice[:NOTICE_BYTES], non_blocking=True)
@@ -280,7 +280,7 @@ class DeviceContext:
         """What the rank that abandoned a call has told."""
         layout = self.layout
         at = notices_offset(layout.num_ranks, layout.num_slots)
-        with suppress(RuntimeError), outside_capture(self.words.device):
+        with suppress(RuntimeError), outside_capture(self.fields.device):
             notices = self._block.local[at : at + layout.num_ranks * NOTICE_BYTES].cpu()
             for notice in notices.view(-1, NOTICE_BYTES).tolist():
                 kind, _, text = bytes(notice).rstrip(b"\0").decode(errors="replace").partition("\0")
@@ -306,7 +306,9 @@ class DeviceContext:
         """Go on with the bad ids that `other` has seen, some of them not told yet."""
         self._known_bad_ids = other._known_bad_ids
         self._seen_bad_ids = other._seen_bad_ids
-        self.words[Word.BAD_IDS] = self.report[Report.BAD_IDS] = other.report[Report.BAD_IDS]
+        self.fields[ContextField.BAD_IDS] = self.report[Report.BAD_IDS] = other.report[
+            Report.BAD_IDS
+        ]
 
 
 def signature_fields(words: Sequence[int]) -> dict[str, int]:

@@ -20,7 +20,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from ..checks import MAX_LOW_LATENCY_TOKENS
-from ..device.context import Word
+from ..device.context import ContextField
 from ..device.ring import FIELDS, MAX_COUNTS
 from ..errors import CapacityError
 from ..utils import FLAG_BYTES, LINE_BYTES, round_up
@@ -116,14 +116,14 @@ class RingLayout:
     def num_bytes(self) -> int:
         return self.slots + self.num_slots * self.num_ranks * self.region_bytes
 
-    def words(self) -> dict[Word, int]:
+    def fields(self) -> dict[ContextField, int]:
         """What the device context says of it."""
         return {
-            Word.DONE: self.done,
-            Word.COUNT_FLAGS: self.counts,
-            Word.CHUNK_FLAGS: self.row_flags,
-            Word.MAX_CHUNKS: MAX_ROWS,
-            Word.SLOTS: self.slots,
+            ContextField.DONE: self.done,
+            ContextField.COUNT_FLAGS: self.counts,
+            ContextField.CHUNK_FLAGS: self.row_flags,
+            ContextField.MAX_CHUNKS: MAX_ROWS,
+            ContextField.SLOTS: self.slots,
         }
 
 

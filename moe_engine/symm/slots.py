@@ -26,7 +26,7 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from ..device.context import MAX_STAGES, SIGNATURE_WORDS, Word
+from ..device.context import MAX_STAGES, SIGNATURE_WORDS, ContextField
 from ..errors import BackendError, CapacityError
 from ..utils import FLAG_BYTES, LINE_BYTES, round_up
 from .device_context import DeviceContext, head_bytes
@@ -150,16 +150,16 @@ class SlotLayout:
     def num_bytes(self) -> int:
         return self.slots + self.num_slots * self.num_ranks * self.region_bytes
 
-    def words(self) -> dict[Word, int]:
+    def fields(self) -> dict[ContextField, int]:
         """What the device context says of it."""
         return {
-            Word.DONE: self.done,
-            Word.COUNT_FLAGS: self.count_flags,
-            Word.METADATA_FLAGS: self.metadata_flags,
-            Word.STAGE_FLAGS: self.stage_flags,
-            Word.CHUNK_FLAGS: self.chunk_flags,
-            Word.MAX_CHUNKS: MAX_CHUNKS,
-            Word.SLOTS: self.slots,
+            ContextField.DONE: self.done,
+            ContextField.COUNT_FLAGS: self.count_flags,
+            ContextField.METADATA_FLAGS: self.metadata_flags,
+            ContextField.STAGE_FLAGS: self.stage_flags,
+            ContextField.CHUNK_FLAGS: self.chunk_flags,
+            ContextField.MAX_CHUNKS: MAX_CHUNKS,
+            ContextField.SLOTS: self.slots,
         }
 
     most_rows = BLOCK_ROWS * MAX_CHUNKS
@@ -230,13 +230,13 @@ class Slots:
         rows = self._expert_rows
         if rows is not None and rows.local.numel() >= num_bytes:
             return
-        if self.context.words.is_cuda:
+        if self.context.fields.is_cuda:
             if torch.cuda.is_current_stream_capturing():
                 raise BackendError(
                     f"a layer's first call with {num_bytes} bytes of expert rows allocates them, "
                     "which cannot be captured; call it once before the capture."
                 )
-            torch.cuda.synchronize(self.context.words.device)
+            torch.cuda.synchronize(self.context.fields.device)
         self._expert_rows = self._new_block(num_bytes, was_captured and rows is not None)
         if rows is not None:
             rows.free()

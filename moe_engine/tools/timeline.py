@@ -37,13 +37,13 @@ COLOURS = {
     "exchange": "#aa3377",
     "push": "#ee6677",
     "copy": "#ddaa33",
-    "records": "#888888",
+    "return metadata": "#888888",
     "return": "#228833",
     "sum": "#997700",
 }
 Inputs = tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]
 MULTIPLY = "up", "down", "wait for rows"
-BELOW = "copy", "records", "sum"
+BELOW = "copy", "return metadata", "sum"
 """Drawn in the lower half of an SM's row, as they run beside others that communicate."""
 
 

@@ -24,7 +24,7 @@ import torch
 import torch.distributed as dist
 
 from ..deadline import timeout_seconds
-from ..device.context import Phase, Role, Word
+from ..device.context import ContextField, Phase, Role
 from ..device.lang import INTERPRETED, TRACING
 from ..device.ptx import MAX_SPANS
 from ..errors import BackendError, CapacityError
@@ -41,9 +41,9 @@ WARPS_PER_SM = 64
 class Span(NamedTuple):
     """What a program did from `begin` to `end`, in ns.
 
-    role: a Role, or for a wait its Phase. item: the tile, or the stage, or of records, sum and
-    exchange which part; 0 for most waits. place: SM * 64 + the first of the program's warps there;
-    spans of one place are disjoint, or a wait inside something else.
+    role: a Role, or for a wait its Phase. item: the tile, or the stage, or of return metadata, sum
+    and exchange which part; 0 for most waits. place: SM * 64 + the first of the program's warps
+    there; spans of one place are disjoint, or a wait inside something else.
     """
 
     rank: int
@@ -62,7 +62,7 @@ class Span(NamedTuple):
     def name(self) -> str:
         if self.is_wait:
             return f"wait for {Phase(self.role).name.lower().replace('_', ' ')}"
-        return Role(self.role).name.lower()
+        return Role(self.role).name.lower().replace("_", " ")
 
     @property
     def sm(self) -> int:
@@ -92,9 +92,9 @@ class Recorder:
             )
         self._rank = context.rank
         self._buffer = torch.zeros(
-            2 + 4 * MAX_SPANS.value, dtype=torch.int64, device=context.words.device
+            2 + 4 * MAX_SPANS.value, dtype=torch.int64, device=context.fields.device
         )
-        context.words[Word.TRACE] = self._buffer.data_ptr()
+        context.fields[ContextField.TRACE] = self._buffer.data_ptr()
         context.spans = self._buffer  # kernels write there as long as there is the context
 
     def clear(self) -> None:
@@ -128,10 +128,10 @@ def align_clocks(group: dist.ProcessGroup | None) -> list[Clock]:
     rank, num_ranks = group.rank(), group.size()
     layout = SlotLayout(num_ranks, 128)
     slots = Slots(lambda size, _: allocate(group, size), layout, rank, timeout_seconds())
-    times = slots.context.words.new_zeros(num_ranks, ROUNDS, 3)
+    times = slots.context.fields.new_zeros(num_ranks, ROUNDS, 3)
 
     def compare() -> list[Clock]:
-        ping_kernel[(1,)](times, slots.context.words, ROUNDS=ROUNDS, num_warps=1)
+        ping_kernel[(1,)](times, slots.context.fields, ROUNDS=ROUNDS, num_warps=1)
         rounds = times.tolist()
         slots.context.check()
         return [Clock(0, 0), *map(best_clock, rounds[1:])]
