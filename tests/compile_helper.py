@@ -48,11 +48,13 @@ def compile_kernel(
         for index, (name, kind) in enumerate(types.items())
         if kind.startswith("*") and name not in unaligned
     }
-    built = triton.compile(
-        ASTSource(kernel, types, dict(constexprs), attributes),
-        target=GPUTarget("cuda", arch, 32),
-        options={"num_warps": num_warps, "num_stages": num_stages, **options},
-    )
+    source = ASTSource(kernel, types, dict(constexprs), attributes)
+    return compile_source(source, arch, dict(num_warps=num_warps, num_stages=num_stages, **options))
+
+
+def compile_source(source: ASTSource, arch: int, options: Mapping[str, Any]) -> Compiled:
+    """Compile what Triton has specialised for sm_`arch`."""
+    built = triton.compile(source, target=GPUTarget("cuda", arch, 32), options=dict(options))
     registers, stack, local = _resources(built.asm["cubin"])
     return Compiled(built.asm["ptx"], registers, stack + local, built.metadata.shared)
 
