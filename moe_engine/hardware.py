@@ -1,4 +1,4 @@
-"""What the host knows of its GPU, where that decides how kernels are launched."""
+"""What the host knows of its GPU, and how it launches kernels on it."""
 
 from __future__ import annotations
 
@@ -6,37 +6,99 @@ import ctypes
 import functools
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
 
 from .device.lang import INTERPRETED, TRACING
 
-LINK_GBS = {"NVIDIA H200": 331.0}
-"""GB/s at which a GPU writes to others without queueing. Offered more, the link carries less: 298
-to 316 GB/s unpaced against 322 to 332 (bench/NOTES.md). Other GPUs are not paced."""
-
-
 BYTES_IN_FLIGHT = 64 * 1024
 """What one program holds in registers between load and store: NVLink needs it (measured)."""
+
+Grid = tuple[int, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Gpu:
+    """A kind of GPU, as far as choices depend on it. The figures were measured (bench/NOTES.md).
+
+    link_gbs: GB/s at which it writes to others without queueing; offered more, the link carries
+    less (298 to 316 GB/s unpaced against 322 to 332). None: not measured, so pushes are not paced.
+    shared_link_gbs: GB/s of programs that run concurrently with a GEMM. hbm_gbs: GB/s that it reads
+    and writes, as in a large copy. sm_gbs: GB/s that one SM takes in by itself. gemm_tflops: of the
+    grouped GEMM.
+    """
+
+    name: str
+    num_sms: int
+    link_gbs: float | None
+    shared_link_gbs: float
+    hbm_gbs: float
+    sm_gbs: float
+    gemm_tflops: float
+
+
+H200 = Gpu("NVIDIA H200", 132, 331.0, 300.0, 4300.0, 49.0, 650.0)
+INTERPRETER = replace(H200, name="cpu", num_sms=1, link_gbs=None)
+
+
+@functools.cache
+def gpu(device: torch.device | None = None) -> Gpu:
+    """The kind of a GPU (None: the current one). One that was not measured counts as an H200 with
+    its own number of SMs, and is not paced; the interpreter counts as one SM."""
+    if INTERPRETED or not torch.cuda.is_available():
+        return INTERPRETER
+    name = torch.cuda.get_device_name(device)
+    num_sms = torch.cuda.get_device_properties(device).multi_processor_count
+    return H200 if name == H200.name else replace(H200, name=name, num_sms=num_sms, link_gbs=None)
 
 
 @functools.cache
 def has_pdl() -> bool:
-    """Whether a launch may begin while the one before it runs: CUDA's programmatic dependent
-    launch, from Hopper on."""
+    """Whether the GPU has programmatic dependent launches (PDL), which may begin before the launch
+    before them has ended: from Hopper on."""
     return not INTERPRETED and torch.cuda.get_device_capability() >= (9, 0)
+
+
+def launch(
+    kernel: Any, grid: Grid, *arguments: Any, shares_sms: bool = False, **options: Any
+) -> None:
+    """Launch `kernel`. One with an argument PDL is a programmatic dependent launch where the GPU
+    has these: it begins when all programs of the launch before have called
+    `pdl_launch_dependents`, and sees that launch's stores after its own `pdl_wait`.
+
+    shares_sms: programs of a GEMM that begin later may share SMs with those of this launch. An SM
+    divides its memory between cache and shared memory as the first program on it prefers, and not
+    anew while one runs there. So all launches of a layer prefer shared memory: one that did not
+    would keep the GEMM off its SM for as long as what begins there meanwhile runs.
+    """
+    if "PDL" in kernel.arg_names:
+        options["PDL"] = has_pdl()
+        if has_pdl():
+            options["launch_pdl"] = True
+    compiled = kernel[grid](*arguments, **options)
+    if shares_sms and not INTERPRETED:
+        _prefer_shared_memory(compiled.function)
+
+
+@functools.cache
+def _prefer_shared_memory(function: int) -> None:
+    preferred_carveout, percent = 9, 100  # CU_FUNC_ATTRIBUTE_PREFERRED_SHARED_MEMORY_CARVEOUT
+    driver = ctypes.CDLL("libcuda.so.1")
+    driver.cuFuncSetAttribute(ctypes.c_void_p(function), preferred_carveout, percent)
+
+
+def leave_room() -> dict[str, Any]:
+    """Launch option of a GEMM with which others run concurrently: a traced one would take all
+    registers."""
+    return {"maxnreg": 176} if TRACING and not INTERPRETED else {}
 
 
 def pdl_options() -> dict[str, Any]:
     """Launch option: begin when all programs of the launch before have called
     `programs.pdl_launch_dependents`."""
     return {"launch_pdl": True} if has_pdl() else {}
-
-
-def leave_room() -> dict[str, Any]:
-    """Launch option of a GEMM that others run beside: a traced one would take all registers."""
-    return {"maxnreg": 176} if TRACING and not INTERPRETED else {}
 
 
 def share_sms(compiled: Any) -> None:
@@ -48,13 +110,6 @@ def share_sms(compiled: Any) -> None:
     """
     if not INTERPRETED:
         _prefer_shared_memory(compiled.function)
-
-
-@functools.cache
-def _prefer_shared_memory(function: int) -> None:
-    preferred_carveout, percent = 9, 100  # CU_FUNC_ATTRIBUTE_PREFERRED_SHARED_MEMORY_CARVEOUT
-    driver = ctypes.CDLL("libcuda.so.1")
-    driver.cuFuncSetAttribute(ctypes.c_void_p(function), preferred_carveout, percent)
 
 
 @contextmanager
@@ -77,7 +132,5 @@ def outside_capture(device: torch.device) -> Iterator[Callable[[], None]]:
 
 def pace_ps_per_kb() -> int:
     """Picoseconds that 1024 bytes to other ranks should take; 0 for as fast as it goes."""
-    if INTERPRETED or not torch.cuda.is_available():
-        return 0
-    link_gbs = LINK_GBS.get(torch.cuda.get_device_name())
+    link_gbs = gpu().link_gbs
     return round(1024e3 / link_gbs) if link_gbs else 0

@@ -23,15 +23,15 @@ from triton.compiler import ASTSource
 from triton.runtime.jit import JITFunction, create_function_from_signature
 
 from moe_engine import checks, hardware
-from moe_engine.config import GemmProblem
-from moe_engine.engine import KernelEngine
+from moe_engine.engines.kernel import KernelEngine
+from moe_engine.engines.low_latency import LowLatency
 from moe_engine.grouped_gemm import backward as gemm_backward
 from moe_engine.grouped_gemm import launch as gemm_launch
-from moe_engine.low_latency import LowLatency
-from moe_engine.ring import Ring, RingLayout
-from moe_engine.slots import SlotLayout, Slots
+from moe_engine.grouped_gemm.config import GemmProblem
+from moe_engine.layer_config import LayerChoices
+from moe_engine.symm.ring import Ring, RingLayout
 from moe_engine.symm.single import SingleTensor
-from moe_engine.tune import LayerChoices
+from moe_engine.symm.slots import SlotLayout, Slots
 
 NUM_SMS = 132
 
@@ -75,9 +75,10 @@ def recorded(arch: int = 90) -> Iterator[list[Launch]]:
     stand_ins = {
         "get_device_capability": lambda device=None: divmod(arch, 10),
         "get_device_properties": lambda device=None: properties,
+        "is_available": lambda: True,
         "get_device_name": lambda device=None: "NVIDIA H200",
     }
-    hardware.launches_overlap.cache_clear()
+    forget_gpu()
     gemm_problem = gemm_launch.gemm_problem
 
     def problem_on_gpu(*args: Any, **kwargs: Any) -> GemmProblem:
@@ -93,7 +94,12 @@ def recorded(arch: int = 90) -> Iterator[list[Launch]]:
         mock.patch.object(hardware, "_prefer_shared_memory", lambda function: None),
     ):
         yield launches
-    hardware.launches_overlap.cache_clear()
+    forget_gpu()
+
+
+def forget_gpu() -> None:
+    hardware.has_pdl.cache_clear()
+    hardware.gpu.cache_clear()
 
 
 def normalised(ptx: str, name: str) -> str:

@@ -13,7 +13,7 @@ from __future__ import annotations
 import ctypes
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
-from typing import TYPE_CHECKING, Protocol
+from typing import TYPE_CHECKING, Any, Protocol
 
 import torch
 
@@ -41,7 +41,7 @@ from ..errors import (
     TooManyTokens,
     bad_ids,
 )
-from ..hardware import outside_capture, pace_ps_per_kb
+from ..hardware import Grid, launch, outside_capture, pace_ps_per_kb
 from ..utils import LINE_BYTES, round_up
 
 if TYPE_CHECKING:
@@ -116,6 +116,7 @@ class DeviceContext:
         device = block.local.device
         self.rank, self.layout, self.timeout_s = rank, layout, timeout_s
         self.step: str | None = None
+        self._launched: Any = None
         self.shrinks = self.epoch_is_running = False
         self.spans: torch.Tensor | None = None
         self._block = block
@@ -160,6 +161,34 @@ class DeviceContext:
             self._used.add(key)
         finally:
             self.fields[ContextField.TIMEOUT_NS] = int(self.timeout_s * 1e9)
+
+    # --- Launches ----------------------------------------------------------------------------
+
+    def launch(
+        self,
+        kernel: Any,
+        grid: Grid,
+        *arguments: Any,
+        step: str | None = None,
+        after: Sequence[Any] = (),
+        shares_sms: bool = False,
+        **options: Any,
+    ) -> None:
+        """Launch a kernel of a call, see `hardware.launch`.
+
+        step: what the call has come to, from the first launch that other ranks see on. after: the
+        kernels of which one must be the launch before, as a programmatic dependent launch relies on
+        what has ended by then; any, where there are none.
+        """
+        if after and self._launched not in after:
+            raise AssertionError(f"{_name(kernel)} was launched after {_name(self._launched)}.")
+        self.step = step or self.step
+        launch(kernel, grid, *arguments, shares_sms=shares_sms, **options)
+        self._launched = kernel
+
+    def end_call(self) -> None:
+        """The last launch of a call was made."""
+        self.step = None
 
     # --- What ended this rank's calls --------------------------------------------------------
 
@@ -309,6 +338,10 @@ class DeviceContext:
         self.fields[ContextField.BAD_IDS] = self.report[Report.BAD_IDS] = other.report[
             Report.BAD_IDS
         ]
+
+
+def _name(kernel: Any) -> str:
+    return "nothing" if kernel is None else str(kernel.__name__)
 
 
 def signature_fields(words: Sequence[int]) -> dict[str, int]:
