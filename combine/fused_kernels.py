@@ -145,8 +145,10 @@ def return_sums_kernel(
         step = pacing_interval(turn_bytes, 1, num_programs, context)
         since = begin_span()
         # The metadata that says which expert rows are of which token.
-        arrived = metadata_flag(ranks, context)
-        token = wait(arrived, is_peer, current_epoch(context), ranks, context, PHASE_METADATA)
+        metadata_flags = metadata_flag(ranks, context)
+        token = wait(
+            metadata_flags, is_peer, current_epoch(context), ranks, context, PHASE_METADATA
+        )
         for stage in range(0, STAGES):
             if token == 1:
                 flags = (computed + stage).to(tl.int64) + lane * 8

@@ -197,11 +197,11 @@ class CollectiveEngine:
         return []
 
     def check(self) -> None:
-        """See `verbs.Engine`."""
+        """See `base.Engine`."""
         self._told_bad_ids = self._num_bad_ids
 
     def check_ids(self, result: object = None) -> None:
-        """See `verbs.Engine`."""
+        """See `base.Engine`."""
         num_bad, self._told_bad_ids = self._told_bad_ids, 0
         self._num_bad_ids -= num_bad
         if num_bad:

@@ -317,16 +317,16 @@ class KernelEngine:
             yield
 
     def contexts(self) -> list[DeviceContext]:
-        """See `verbs.Engine`."""
+        """See `base.Engine`."""
         return [self.slots.context]
 
     def check(self) -> None:
-        """See `verbs.Engine`."""
+        """See `base.Engine`."""
         self.slots.context.check()
         self.slots.context.note_ids()
 
     def check_ids(self, result: object = None) -> None:
-        """See `verbs.Engine`."""
+        """See `base.Engine`."""
         self.slots.context.check_ids(result)
 
     def _check_emulated(self) -> None:

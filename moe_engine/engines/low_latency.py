@@ -215,16 +215,16 @@ class LowLatency:
             self.ring.context.check()
 
     def contexts(self) -> list[DeviceContext]:
-        """See `verbs.Engine`."""
+        """See `base.Engine`."""
         return [self.ring.context]
 
     def check(self) -> None:
-        """See `verbs.Engine`."""
+        """See `base.Engine`."""
         self.ring.context.check()
         self.ring.context.note_ids()
 
     def check_ids(self, result: object = None) -> None:
-        """See `verbs.Engine`."""
+        """See `base.Engine`."""
         self.ring.context.check_ids(result)
 
     def free(self) -> None:
