@@ -48,7 +48,7 @@ def hosts():
     return [Host(rank, 3, store) for rank in range(3)]
 
 
-def meet(hosts, make, what="test", timeout_s=LONG_S):
+def meet(hosts, make, what="test", timeout_s=LONG_S, begins=False):
     """What `exchange` returned or raised for each host, in a thread of its own. make: a function of
     the rank, or what each rank brings, exceptions to be raised. what: one name, or one per rank."""
     ended = {}
@@ -65,7 +65,7 @@ def meet(hosts, make, what="test", timeout_s=LONG_S):
 
         label = what if isinstance(what, str) else what[rank]
         try:
-            ended[rank] = exchange(host, bring, label, timeout_s)
+            ended[rank] = exchange(host, bring, label, timeout_s, begins)
         except BaseException as error:
             ended[rank] = error
 
@@ -251,6 +251,36 @@ def test_ctrl_c_ends_a_wait_and_is_told(hosts):
     assert time.monotonic() - start < 10
     for error in meet(hosts[1:], "abc"):
         assert type(error) is BackendError and str(error) == "KeyboardInterrupt (rank 0)"
+    assert works(hosts)
+
+
+REFUSALS = ShapeError("too wide"), OutOfStep("too late")
+
+
+@pytest.mark.parametrize("cause", [KeyboardInterrupt(), *REFUSALS])
+def test_what_begins_does_not_pass_over_a_failure(hosts, cause):
+    """Rank 0 waits in vain, rank 1 fails, and rank 2, which comes last, is told of that."""
+    (first,) = meet(hosts[:1], [0, cause, 2], timeout_s=SOON_S, begins=True)
+    (second,) = meet(hosts[1:2], [0, cause, 2], timeout_s=SOON_S, begins=True)
+    (third,) = meet(hosts[2:], [0, cause, 2], begins=True)
+    assert type(first) is OutOfStep and "waited 0.3 s for ranks 1, 2" in str(first)
+    failure = meeting._Failure.of(cause)
+    assert (type(third).__name__, str(third)) == (failure.kind, f"{failure.text} (rank 1)")
+    if isinstance(cause, KeyboardInterrupt):
+        assert second is cause
+    else:
+        assert "for rank 2" in str(second) and str(second).endswith(f"{cause} (rank 1)")
+    assert works(hosts)
+
+
+@pytest.mark.parametrize("cause", REFUSALS)
+@pytest.mark.parametrize("absent", [False, True])
+def test_what_begins_does_not_pass_over_its_own_refusal(hosts, cause, absent):
+    early = [hosts[0], hosts[2]] if absent else []
+    for error in meet(early, [0, cause, 2], timeout_s=SOON_S, begins=True):
+        assert type(error) is OutOfStep and "waited 0.3 s for rank 1" in str(error)
+    for error in meet(hosts[1:2] if absent else hosts, [0, cause, 2], begins=True):
+        assert (type(error), str(error)) == (type(cause), f"{cause} (rank 1)")
     assert works(hosts)
 
 
