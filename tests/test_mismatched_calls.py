@@ -140,7 +140,10 @@ def test_cached_dispatches_that_differ(pool, other):
 
 @pytest.mark.parametrize(
     "other",
-    ["combine", *(pytest.param(name, marks=pytest.mark.slow) for name in (*NAMES[:4:3], NAMES[13]))],
+    [
+        "combine",
+        *(pytest.param(name, marks=pytest.mark.slow) for name in (*NAMES[:4:3], NAMES[13])),
+    ],
 )
 def test_layers_and_other_calls(pool, other):
     check(pool, [("moe_ffn", other), (other, "moe_ffn")])
