@@ -225,11 +225,17 @@ class RankPool:
 
 
 def _context(device: str) -> Any:
-    """How ranks start in this environment. CPU ranks fork from one process that has imported what
-    they need, which takes 3 s, unless that process was started in another environment."""
+    """How ranks start in this environment. CPU ranks fork from the forkserver of multiprocessing,
+    which has imported what they need; that takes 3 s. They are spawned where that process was
+    started in another environment, and where "forkserver" is the default start method of this
+    process, as in Python 3.14: its own processes would then fork from what was started in the
+    environment of ranks, or the other way round."""
     global _forks_in
+    # Not get_context(), which would fix the default for good.
+    default = multiprocessing.get_start_method(allow_none=True)
+    default = default or multiprocessing.get_all_start_methods()[0]
     read = {name: value for name, value in os.environ.items() if name.startswith(READ_AT_IMPORT)}
-    if device == "cpu" and _forks_in in (None, read):
+    if device == "cpu" and default != "forkserver" and _forks_in in (None, read):
         _forks_in = read
         context = multiprocessing.get_context("forkserver")
         context.set_forkserver_preload(["moe_engine", "numpy"])

@@ -131,6 +131,8 @@ def test_no_file_is_no_news(name: str, monkeypatch: pytest.MonkeyPatch, tmp_path
         for folder in (tmp_path, tmp_path / "none", Path(os.devnull)):
             monkeypatch.setenv("MOE_ENGINE_CACHE", str(folder))
             assert found(name) is None
+    with pytest.raises(BackendError, match="was measured, but cannot be kept"):
+        keep(name)  # in the last of these
 
 
 @names

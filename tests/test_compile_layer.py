@@ -169,7 +169,7 @@ def test_all_compile(arch):
     compile_kernel(ping_kernel, {"times": "*i64", "context": "*i64"}, {"ROUNDS": 200}, arch)
     for kernel in (push, copy, returns, sums):
         kernel(arch)
-    for num_topk in (1, 3, 16):
+    for num_topk in (1, 2, 3, 16):
         for kernel in (returns, sums):
             kernel(arch, NUM_TOPK=num_topk)
 

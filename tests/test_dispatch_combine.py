@@ -196,7 +196,7 @@ def test_twenty_calls_with_a_slow_rank(pool):
     from moe_engine.emulation import PerRank
 
     num_ranks, num_experts, num_calls = 3, 6, 20
-    x, idx, w = make_inputs(num_ranks, [7, 9, 5], 24, num_experts, 2, "holes", "fp32")
+    x, idx, w = make_inputs(num_ranks, [13, 20, 5], 24, num_experts, 2, "holes", "fp32")
     results = pool.run(
         many_calls, num_calls, num_experts, 20, PerRank(x), PerRank(idx), PerRank(w), 1,
         num_ranks=num_ranks,

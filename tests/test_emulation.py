@@ -374,3 +374,27 @@ def test_ranks_end_with_the_process_that_made_them(tmp_path, end):
         time.sleep(0.05)
     assert all(map(is_gone, pids))
     assert not list(tmp_path.glob("moe_engine-*"))
+
+
+START_METHOD = """
+import multiprocessing, os
+from moe_engine.emulation import RankPool
+
+def interpreted(*_):
+    return os.environ.get("TRITON_INTERPRET")
+
+if __name__ == "__main__":
+    multiprocessing.set_start_method("forkserver")
+    with RankPool(1) as pool:
+        assert pool.run(interpreted) == ["1"]
+    with multiprocessing.Pool(1) as own:
+        assert own.apply(interpreted) is None
+"""
+
+
+def test_a_forkserver_of_others_does_not_get_the_environment_of_ranks(tmp_path):
+    script = tmp_path / "script.py"
+    script.write_text(START_METHOD)
+    path = os.pathsep.join(filter(None, sys.path))
+    env = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
+    subprocess.run([sys.executable, script], env=env | {"PYTHONPATH": path}, check=True, timeout=60)

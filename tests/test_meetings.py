@@ -48,7 +48,7 @@ def hosts():
     return [Host(rank, 3, store) for rank in range(3)]
 
 
-def meet(hosts, make, what="test", timeout_s=LONG_S):
+def meet(hosts, make, what="test", timeout_s=LONG_S, begins=False):
     """What `exchange` returned or raised for each host, in a thread of its own. make: a function of
     the rank, or what each rank brings, exceptions to be raised. what: one name, or one per rank."""
     ended = {}
@@ -65,7 +65,7 @@ def meet(hosts, make, what="test", timeout_s=LONG_S):
 
         label = what if isinstance(what, str) else what[rank]
         try:
-            ended[rank] = exchange(host, bring, label, timeout_s)
+            ended[rank] = exchange(host, bring, label, timeout_s, begins)
         except BaseException as error:
             ended[rank] = error
 
@@ -254,6 +254,36 @@ def test_ctrl_c_ends_a_wait_and_is_told(hosts):
     assert works(hosts)
 
 
+REFUSALS = ShapeError("too wide"), OutOfStep("too late")
+
+
+@pytest.mark.parametrize("cause", [KeyboardInterrupt(), *REFUSALS])
+def test_what_begins_does_not_pass_over_a_failure(hosts, cause):
+    """Rank 0 waits in vain, rank 1 fails, and rank 2, which comes last, is told of that."""
+    (first,) = meet(hosts[:1], [0, cause, 2], timeout_s=SOON_S, begins=True)
+    (second,) = meet(hosts[1:2], [0, cause, 2], timeout_s=SOON_S, begins=True)
+    (third,) = meet(hosts[2:], [0, cause, 2], begins=True)
+    assert type(first) is OutOfStep and "waited 0.3 s for ranks 1, 2" in str(first)
+    failure = meeting._Failure.of(cause)
+    assert (type(third).__name__, str(third)) == (failure.kind, f"{failure.text} (rank 1)")
+    if isinstance(cause, KeyboardInterrupt):
+        assert second is cause
+    else:
+        assert "for rank 2" in str(second) and str(second).endswith(f"{cause} (rank 1)")
+    assert works(hosts)
+
+
+@pytest.mark.parametrize("cause", REFUSALS)
+@pytest.mark.parametrize("absent", [False, True])
+def test_what_begins_does_not_pass_over_its_own_refusal(hosts, cause, absent):
+    early = [hosts[0], hosts[2]] if absent else []
+    for error in meet(early, [0, cause, 2], timeout_s=SOON_S, begins=True):
+        assert type(error) is OutOfStep and "waited 0.3 s for rank 1" in str(error)
+    for error in meet(hosts[1:2] if absent else hosts, [0, cause, 2], begins=True):
+        assert (type(error), str(error)) == (type(cause), f"{cause} (rank 1)")
+    assert works(hosts)
+
+
 def test_a_store_that_is_gone():
     server = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
     host = Host(1, 2, dist.TCPStore("127.0.0.1", server.port))
@@ -410,8 +440,9 @@ def test_a_rank_that_fails_while_a_buffer_is_made_is_named_at_once(three, step, 
     ended = three.run(make_buffer, step, end)
     assert [kind for kind, _, _ in ended][: len(kinds)] == kinds
     for kind, text, _ in (ended[0], ended[2]):
-        # Its memory goes with it: a rank that had not mapped that yet fails as well.
         assert kind == kinds[0] and "stop (rank 1)" in text
+        # An interrupted rank takes its memory along: who had not mapped that yet fails as well.
+        assert text.endswith("(rank 1)") or (step, end) == ("map", "interrupted")
     assert three.run(make_buffer, step, None) == [None] * 3
 
 

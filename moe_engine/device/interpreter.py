@@ -1,4 +1,4 @@
-"""Triton's interpreter without the work that it repeats: kernels run in 0.4 of the time.
+"""Triton's interpreter without what it repeats: kernels take a third to a half of the time.
 
 The interpreter (Triton 3.6) replaces all functions of its language at each launch and at each call
 of a function of `triton.language.standard`, builds a table of 18 types for each array that it

@@ -21,14 +21,8 @@ MAX_SPANS = tl.constexpr(1 << 20)
 """Spans of a GPU that a trace has room for."""
 
 
-def device_function(function):  # type: ignore[no-untyped-def]
-    """`triton.jit` for what kernels call. In the interpreter it is rewritten once, as there
-    `triton.jit` would patch Triton's whole language anew at every call: half of the time."""
-    if not INTERPRETED:
-        return triton.jit(function)
-    from triton.runtime.interpreter import InterpretedFunction  # brings numpy
-
-    return InterpretedFunction(function).rewrite()
+device_function = triton.jit
+"""For what kernels call."""
 
 
 @device_function
@@ -50,7 +44,7 @@ if INTERPRETED:
 
     def pause():
         """Leave the processor to the ranks that this one waits for: they share few cores."""
-        time.sleep(0.002)
+        time.sleep(0.0005)
 
     @device_function
     def load_acquire(flags):

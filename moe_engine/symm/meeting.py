@@ -45,14 +45,15 @@ def exchange(
     meetings, or where one does not come within `timeout_s` from when this rank begins to wait
     (None: MOE_ENGINE_TIMEOUT_S, 100 s); if it comes later, it raises OutOfStep too.
 
-    With `begins` it is the first of something new: meetings that others have left in vain, as this
-    rank did not come, are passed over.
+    With `begins` it is the first of something new: this rank passes over meetings that others have
+    left, because they gave up waiting there or because they were at another meeting. It does not
+    pass over one at which `make` raised, or which a rank left for another reason.
 
     Groups that torch.distributed knows no store of meet by its all_gather_object instead, under the
     deadline of the group.
     """
     table = _Table.of(group)
-    seconds, mine = DEFAULT_S, None
+    seconds, mine, absent = DEFAULT_S, None, ""
     try:
         try:
             seconds = timeout_seconds() if timeout_s is None else timeout_s
@@ -60,17 +61,20 @@ def exchange(
         except Exception as error:
             mine, data = error, _Message.of_failed(what, error)
         if table is None:
-            messages, absent = _gather(group, data), ""
+            messages = _gather(group, data)
         else:
             messages, absent = table.meet(what, data, seconds)
         if absent:
             _check(messages, absent, mine)
     except BaseException as error:
         if table is not None:
-            table.leave(_Message.of_failed(what, error if mine is None else mine))
+            in_vain = bool(absent) and mine is None and isinstance(error, OutOfStep)
+            table.leave(_Message.of_failed(what, error if mine is None else mine, in_vain))
         raise
     if begins and any(m.was_left(what) for m in messages.values()):
-        return exchange(group, make, what, timeout_s, begins)
+        messages = {rank: m for rank, m in messages.items() if not m.was_left(what)}
+        if all(m.failure is None for m in messages.values()):
+            return exchange(group, make, what, timeout_s, begins)
     _check(messages, cause=mine)
     return [message.value for message in messages.values()]
 
@@ -129,20 +133,20 @@ class _Failure:
 
 @dataclass(frozen=True, slots=True)
 class _Message:
-    """What a rank brings to the meeting `what`."""
+    """What a rank brings to the meeting `what`. in_vain: it left as other ranks were absent."""
 
     what: str
     value: Any = None
     failure: _Failure | None = None
+    in_vain: bool = False
 
     def was_left(self, what: str) -> bool:
-        """Whether its rank went away from another meeting than `what`, or waited there in vain."""
-        failure = self.failure
-        return failure is not None and (self.what != what or failure.kind == OutOfStep.__name__)
+        """Whether its rank left another meeting than `what`, or waited in vain at this one."""
+        return self.in_vain or (self.failure is not None and self.what != what)
 
     @classmethod
-    def of_failed(cls, what: str, error: BaseException) -> bytes:
-        return pickle.dumps(cls(what, failure=_Failure.of(error)))
+    def of_failed(cls, what: str, error: BaseException, in_vain: bool = False) -> bytes:
+        return pickle.dumps(cls(what, failure=_Failure.of(error), in_vain=in_vain))
 
 
 class _Table:
@@ -216,9 +220,11 @@ def _check(
     whats: dict[str, list[int]] = {}
     for rank, message in messages.items():
         whats.setdefault(message.what, []).append(rank)
-    failures = {rank: m.failure for rank, m in messages.items() if m.failure is not None}
-    if absent:  # others that waited in vain say nothing new
-        failures = {r: f for r, f in failures.items() if f.kind != OutOfStep.__name__}
+    failures = {
+        rank: m.failure
+        for rank, m in messages.items()
+        if m.failure is not None and not (absent and m.in_vain)  # which says nothing new
+    }
     ranks: dict[str, list[int]] = {}
     for rank, failure in failures.items():
         ranks.setdefault(failure.text, []).append(rank)

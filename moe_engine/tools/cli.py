@@ -156,7 +156,7 @@ def demo(
     ] = None,
     tokens: Annotated[
         int | None,
-        typer.Option(min=1, help="Bytes each rank reads.  [default: 1024 on GPUs, 64 on the CPU]"),
+        typer.Option(min=1, help="Bytes each rank reads.  [default: 1024 on GPUs, 16 on the CPU]"),
     ] = None,
     backend: Annotated[
         Backend, typer.Option(help="torch is for GPUs, emulated for the CPU.")
@@ -182,12 +182,11 @@ def demo(
         )
     if single and ranks > 1:
         raise typer.BadParameter(f"single serves one rank, not {ranks}", param_hint="--backend")
-    device, length, new = ("cuda", 1024, 16) if on_gpus else ("cpu", 64, 3)
+    device, length, new = ("cuda", 1024, 16) if on_gpus else ("cpu", 16, 2)
     check_device(device)
     console = Console()
     kinds = [model] if model else [Kind.QWEN3_MOE, Kind.MIXTRAL]
-    timed = num_gpus >= ranks and on_gpus
-    jobs = [Job(kind, device, tokens or length, new, backend.value, timed) for kind in kinds]
+    jobs = [Job(kind, device, tokens or length, new, backend.value) for kind in kinds]
     where = "the CPU, where Triton interprets the kernels" if device == "cpu" else "GPUs"
     if on_gpus and num_gpus < ranks:
         where = f"{num_gpus} GPU{'s' * (num_gpus > 1)}, which they share"

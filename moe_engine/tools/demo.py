@@ -23,10 +23,12 @@ from ..emulation import RankPool, send_message
 from ..integrations.transformers import (
     Routing,
     experts_layers,
+    fix_max_tokens,
     record_routing,
     replay_routing,
     shard_experts,
 )
+from ..options import Options
 from .models import Kind, build_config, build_model
 
 STEPS = (
@@ -47,15 +49,13 @@ Seconds = dict[str, float]
 
 @dataclass(frozen=True)
 class Job:
-    """What each rank does: bytes to read and bytes to generate, with one model. Times mean
-    something (`timed`) where each rank has a GPU of its own."""
+    """What each rank does: bytes to read and bytes to generate, with one model."""
 
     kind: Kind
     device: str
     tokens: int
     new_tokens: int
     backend: str
-    timed: bool = False
 
 
 @dataclass
@@ -104,7 +104,7 @@ def run_rank(group: dist.ProcessGroup, job: Job) -> Outcome:
     expected = _generate(model, ids, job, outcome.unsharded)
     send_message(next(steps))
     buffer = shard_experts(model, group, max_tokens=job.tokens, backend=job.backend)
-    got, _, _ = _read(model, ids)
+    got, _, _ = _read_sharded(model, ids)
     outcome.fp32 = float(_difference(got, want).max())
     send_message(next(steps))
     outcome.same_generated = _generate(model, ids, job, outcome.sharded) == expected
@@ -117,14 +117,14 @@ def run_rank(group: dist.ProcessGroup, job: Job) -> Outcome:
     outcome.unsharded |= seconds
     send_message(next(steps))
     buffer = shard_experts(model, group, max_tokens=job.tokens, backend=job.backend)
-    got, chosen, seconds = _read(model, ids)
+    got, chosen, seconds = _read_sharded(model, ids)
     outcome.sharded |= seconds
     agree = same_experts(routing, chosen)
     outcome.agreeing = int(agree.sum())
     outcome.bf16 = float(_difference(got, want).where(agree, 0).max())
     send_message(next(steps))
     with replay_routing(model, routing):
-        got, _, _ = _read(model, ids)
+        got, _, _ = _read_sharded(model, ids)
     outcome.bf16_replayed = float(_difference(got, want).max())
     buffer.destroy()
     send_message(next(steps))
@@ -163,6 +163,13 @@ def _read(model: Any, ids: Tensor) -> tuple[Tensor, list[Routing], Seconds]:
         logits = model(ids).logits
         seconds[REST] = _now(ids.device) - start - seconds[EXPERTS]
     return logits.float(), routing, seconds
+
+
+def _read_sharded(model: Any, ids: Tensor) -> tuple[Tensor, list[Routing], Seconds]:
+    """`_read` through the layer for many tokens, however few these are; `_generate` goes the
+    low-latency way."""
+    with fix_max_tokens(model, max(ids.numel(), Options().decode_tokens + 1)):
+        return _read(model, ids)
 
 
 @torch.inference_mode()

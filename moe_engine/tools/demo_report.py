@@ -27,7 +27,8 @@ def report(job: Job, outcomes: Sequence[Outcome], console: Console) -> bool:
         f"top {first.routing[0].shape[1]}, {len(first.routing)} layers"
     )
     _print_rows(outcomes, console)
-    if job.timed:
+    # Times mean something where each rank has a GPU of its own.
+    if job.device == "cuda" and torch.cuda.device_count() >= len(outcomes):
         _print_times(outcomes, console)
     return _print_checks(job, outcomes, console)
 
