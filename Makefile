@@ -42,7 +42,7 @@ typed:
 
 # The site of docs/, in build/site. Any warning fails the build.
 docs: $(READY)-docs typed
-	$(PY) -m mkdocs build --quiet --strict
+	NO_MKDOCS_2_WARNING=1 $(PY) -m mkdocs build --quiet --strict
 	@echo "The site is in build/site; open build/site/index.html"
 
 $(READY)-docs: $(READY)

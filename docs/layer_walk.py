@@ -1,7 +1,7 @@
 """Draw four_tokens.svg and layer_stages.svg for architecture.md: python docs/layer_walk.py
 
-The rows of the walk are computed by `moe_engine.reference`; tests/test_docs.py compares the tables of
-the page with them.
+`moe_engine.reference` computes the rows of the walk; tests/test_docs.py compares the tables of the
+page with them.
 """
 
 from __future__ import annotations
@@ -50,7 +50,9 @@ def expert_rows() -> list[Row]:
     """The expert rows of both ranks, in order."""
     rows = []
     for source, found in enumerate(reference.places(topk_idx(), NUM_EXPERTS)):
-        for number, (ids, places) in enumerate(zip(TOPK_IDX[source], found.lane_place, strict=True)):
+        for number, (ids, places) in enumerate(
+            zip(TOPK_IDX[source], found.lane_place, strict=True)
+        ):
             for expert, row in zip(ids, places.tolist(), strict=True):
                 owner = expert // (NUM_EXPERTS // NUM_RANKS)
                 rows.append((owner, row, expert, NAMES[source][number]))
@@ -174,18 +176,23 @@ def draw_stages(plt: Any, path: Path) -> None:
     rows, not times."""
     arrive = [5, 7, 9, 11]  # of 32 rows, see `stage_begin`
     returns = [14, 10, 6, 2]  # see `return_begin`
+    push, copy, gemm = 8.0, 0.0, 0.0  # when each of them ends
     begin: dict[str, list[float]] = {"push_fused": [], "copy_rows": [], "dispatch_gemm": []}
-    end = dict.fromkeys(begin, 8.0)
-    lengths = dict(zip(begin, ([0.8 * n for n in arrive], [0.4 * n for n in arrive], arrive)))
-    for stage in range(4):
-        earlier = 8.0
-        for name in begin:
-            start = max(end[name], earlier if name != "copy_rows" else end["push_fused"])
-            begin[name].append(start)
-            earlier = end[name] = start + lengths[name][stage]
+    lengths: dict[str, list[float]] = {
+        "push_fused": [0.8 * rows for rows in arrive],
+        "copy_rows": [0.4 * rows for rows in arrive],
+        "dispatch_gemm": [1.0 * rows for rows in arrive],
+    }
+    for rows in arrive:
+        begin["push_fused"].append(push)
+        push += 0.8 * rows
+        begin["copy_rows"].append(max(push, copy))
+        copy = max(push, copy) + 0.4 * rows
+        begin["dispatch_gemm"].append(max(copy, gemm))
+        gemm = max(copy, gemm) + rows
     for name, sizes in (("staged_gemm", returns), ("return_sums", [3, 3, 3, 3])):
         lengths[name], begin[name] = list(sizes), []
-        now = end["dispatch_gemm"] + 1
+        now = gemm + 1
         for stage in range(4):
             ready = now
             if name == "return_sums":
@@ -208,7 +215,7 @@ def draw_stages(plt: Any, path: Path) -> None:
                 middle = start + size / 2
                 axes.text(middle, y, str(stage), ha="center", va="center", fontsize=7, color=colour)
         else:
-            start = end["copy_rows"] + 0.3 if name == "return_metadata" else 0.2 + 1.5 * line
+            start = copy + 0.3 if name == "return_metadata" else 0.2 + 1.5 * line
             axes.barh(y, 1.3 if line < 5 else 4, left=start, color="0.65", ec="white", height=0.72)
     axes.set_yticks([-line for line in range(len(KERNELS))], KERNELS, fontsize=9)
     axes.set_xticks([])

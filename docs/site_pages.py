@@ -14,12 +14,13 @@ from mkdocs.structure.files import File, Files
 
 ROOT = Path(__file__).parents[1]
 TEXTS = "CONTRIBUTING.md", "CHANGELOG.md", "bench/NOTES.md"
+FILES = ("bench/results/demo_4xh200.txt",)
 LINK = re.compile(r"\]\((?!https?:|#)([^)]+)\)")
 
 
 def on_files(files: Files, config: Any) -> Files:
-    """Add a page for each of TEXTS and for each example."""
-    for name in TEXTS:
+    """Add a page for each of TEXTS and for each example, and FILES as they are."""
+    for name in TEXTS + FILES:
         files.append(File.generated(config, name, content=(ROOT / name).read_text()))
     for path in sorted((ROOT / "examples").glob("*.py")):
         text = f"# {path.name}\n\n```python\n{path.read_text()}```\n"
