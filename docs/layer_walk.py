@@ -31,7 +31,7 @@ KERNELS = [
     "push_fused",
     "copy_rows",
     "dispatch_gemm",
-    "return_metadata",
+    "send_return_metadata",
     "staged_gemm",
     "return_sums",
     "fused_sum",
@@ -215,7 +215,7 @@ def draw_stages(plt: Any, path: Path) -> None:
                 middle = start + size / 2
                 axes.text(middle, y, str(stage), ha="center", va="center", fontsize=7, color=colour)
         else:
-            start = copy + 0.3 if name == "return_metadata" else 0.2 + 1.5 * line
+            start = copy + 0.3 if name == "send_return_metadata" else 0.2 + 1.5 * line
             axes.barh(y, 1.3 if line < 5 else 4, left=start, color="0.65", ec="white", height=0.72)
     axes.set_yticks([-line for line in range(len(KERNELS))], KERNELS, fontsize=9)
     axes.set_xticks([])
