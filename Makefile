@@ -1,5 +1,5 @@
 # make demo    see it work            make test    lint and the test suite
-#                                     make test-slow    more shapes, and the slow tests
+# make docs    build the site           make test-slow    more shapes, and the slow tests
 # Choose another interpreter with PYTHON=python3.12, and another environment with VENV=.
 PYTHON ?= python3
 VENV ?= .venv
@@ -10,7 +10,7 @@ READY := $(VENV)/.ready-$(notdir $(PYTHON))
 FOLDERS := dispatch combine grouped_gemm
 export PYTHON VENV TORCH
 
-.PHONY: setup demo test test-slow lint typecheck clean
+.PHONY: setup demo docs test test-slow lint typecheck typed clean
 
 setup: $(READY)
 
@@ -32,11 +32,22 @@ lint: setup
 	$(PY) -m ruff format --check .
 	@$(MAKE) --no-print-directory typecheck
 
-# Type checkers do not follow package-dir: check a tree of links with the installed layout.
-typecheck: setup
+typecheck: setup typed
+	$(PY) -m mypy
+
+# Type checkers and mkdocstrings do not follow package-dir: a tree of links with the installed layout.
+typed:
 	@rm -rf build/typed && mkdir -p build/typed/moe_engine
 	@ln -s $(CURDIR)/moe_engine/* $(FOLDERS:%=$(CURDIR)/%) build/typed/moe_engine/
-	$(PY) -m mypy
+
+# The site of docs/, in build/site. Any warning fails the build.
+docs: $(READY)-docs typed
+	NO_MKDOCS_2_WARNING=1 $(PY) -m mkdocs build --quiet --strict
+	@echo "The site is in build/site; open build/site/index.html"
+
+$(READY)-docs: $(READY)
+	$(PY) -m pip install --quiet -e ".[docs]"
+	touch $@
 
 clean:
 	rm -rf .venv build dist *.egg-info .hypothesis .mypy_cache .pytest_cache .ruff_cache

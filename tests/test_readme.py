@@ -1,8 +1,11 @@
-"""Every Python block of the README runs as printed, on two ranks with small inputs."""
+"""The Python blocks of the pages run as printed, each page's on two ranks with small inputs. The
+README's table has lines of these pages."""
 
 from __future__ import annotations
 
 import re
+import subprocess
+import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -16,21 +19,18 @@ from moe_engine import Buffer
 from moe_engine.emulation import RankPool
 from moe_engine.low_latency_reference import cast_back
 
-README = Path(__file__).parents[1] / "README.md"
+ROOT = Path(__file__).parents[1]
 T = 6
 Names = dict[str, Any]
 
 
-def blocks() -> dict[str, str]:
-    """The Python blocks under each heading, one after the other."""
-    found: dict[str, str] = {}
-    for section in re.split(r"^#+ ", README.read_text(), flags=re.MULTILINE):
-        if code := re.findall(r"^```python\n(.*?)^```", section, re.MULTILINE | re.DOTALL):
-            found[section.splitlines()[0]] = "\n".join(code)
-    return found
+def blocks(page: str) -> list[str]:
+    """The Python blocks of a page of docs/."""
+    text = (ROOT / "docs" / page).read_text()
+    return re.findall(r"^```python\n(.*?)^```", text, re.MULTILINE | re.DOTALL)
 
 
-# --- What the blocks take as given, and what must have come of it -------------------------------
+# --- What the blocks of a page take as given, and what must have come of them --------------------
 
 
 def routing(num_experts: int, num_topk: int) -> Names:
@@ -61,13 +61,21 @@ def in_transformers(group: dist.ProcessGroup, folder: str) -> Iterator[Names]:
 
 
 def as_a_layer(group: dist.ProcessGroup, folder: str) -> Iterator[Names]:
-    """Experts whose gate is large, so that SiLU changes nothing: y = 64 * sum of 8 ones."""
+    """Experts whose gate is large, so that SiLU changes nothing: y = 64 * sum of 8 ones. A token
+    has two of its top 8, one on each rank, as interpreted tiles take long."""
     new: Any = {"device": cases.device(), "dtype": torch.bfloat16}
     x = torch.zeros(T, 2048, **new)
     x[:, 0] = 1
     w_gate_up, w_down = torch.zeros(64, 16, 2048, **new), torch.ones(64, 2048, 8, **new)
     w_gate_up[:, :8, 0], w_gate_up[:, 8:, 0] = 64, 1
-    names = {"group": group, "x": x, "w_gate_up": w_gate_up, "w_down": w_down} | routing(128, 8)
+    topk_idx = torch.tensor([[0, 64, -1, -1, -1, -1, -1, -1]], device=x.device).repeat(T, 1)
+    names = {
+        "topk_idx": topk_idx,
+        "topk_weights": torch.full_like(topk_idx, 0.5, dtype=torch.float),
+    }
+    names |= {"group": group, "x": x, "w_gate_up": w_gate_up, "w_down": w_down}
+    names |= {"num_local_experts": 64, "hidden": 2048, "intermediate": 8}
+    names |= {"shared_expert": torch.zeros_like}
     yield names
     assert torch.equal(names["y"], torch.full_like(x, 512))
 
@@ -106,30 +114,63 @@ def low_latency(group: dist.ProcessGroup, folder: str) -> Iterator[Names]:
 
 
 STAND_INS: dict[str, Callable[[dist.ProcessGroup, str], Iterator[Names]]] = {
-    "Use it in transformers": in_transformers,
-    "Use it as a layer": as_a_layer,
-    "Use its grouped GEMM": on_one_gpu,
-    "Use it as DeepEP's Buffer": as_deep_ep,
-    "Low latency": low_latency,
+    "transformers.md": in_transformers,
+    "layer.md": as_a_layer,
+    "grouped_gemm.md": on_one_gpu,
+    "deep_ep.md": as_deep_ep,
+    "low_latency.md": low_latency,
 }
+SCRIPT = "one_gpu.md"
+"""A page whose block is a script of its own."""
 
 
-def run_block(group: dist.ProcessGroup, heading: str, code: str, folder: str) -> None:
-    steps = STAND_INS[heading](group, folder)
+def run_page(group: dist.ProcessGroup, page: str, folder: str) -> None:
+    """The blocks of a page, one after the other; those with graphs on GPUs alone."""
+    steps = STAND_INS[page](group, folder)
     names = next(steps)
-    exec(compile(code, f"README.md, {heading}", "exec"), names)
+    for code in blocks(page):
+        if "torch.cuda." not in code or cases.device().type == "cuda":
+            exec(compile(code, page, "exec"), names)
     assert next(steps, None) is None
     if "buffer" in names:
         dist.barrier(group)
         names["buffer"].destroy()
 
 
-def test_every_block_has_stand_ins() -> None:
-    assert blocks().keys() == STAND_INS.keys()
+def test_every_page_with_blocks_has_stand_ins() -> None:
+    pages = {path.name for path in (ROOT / "docs").glob("*.md") if blocks(path.name)}
+    assert pages == {*STAND_INS, SCRIPT}
 
 
-@pytest.mark.parametrize("heading", STAND_INS)
-def test_a_block_runs_as_printed(pool: RankPool, tmp_path: Path, heading: str) -> None:
-    if heading == "Use it in transformers":
+@pytest.mark.parametrize("page", STAND_INS)
+def test_a_page_runs_as_printed(pool: RankPool, tmp_path: Path, page: str) -> None:
+    if page == "transformers.md":
         pytest.importorskip("transformers")
-    pool.run(run_block, heading, blocks()[heading], str(tmp_path), num_ranks=2)
+    pool.run(run_page, page, str(tmp_path), num_ranks=2)
+
+
+def test_the_script_runs_as_printed(pool: RankPool, tmp_path: Path) -> None:
+    [code] = blocks(SCRIPT)
+    if pool.device == "cpu":
+        code = code.replace('RankPool(8, "cuda")', 'RankPool(2, "cpu")')
+    path = tmp_path / "script.py"
+    path.write_text(code)
+    done = subprocess.run([sys.executable, str(path)], capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+    numbers = [float(number) for number in done.stdout.strip("[]\n").split(",")]
+    assert numbers == pytest.approx([16 * 16 * 16] * len(numbers), rel=1e-3)
+
+
+def rows_of_the_readme() -> list[tuple[list[str], str]]:
+    """(the lines that a row of the README's table says to write, the page of docs/ to read)."""
+    rows = re.findall(
+        r"^\| (.+) \| (.+) \| \[.*?\]\(docs/(\w+\.md)", (ROOT / "README.md").read_text(), re.M
+    )
+    return [(re.findall(r"`([^`]+)`", cell), page) for _, cell, page in rows]
+
+
+@pytest.mark.parametrize(("lines", "page"), rows_of_the_readme())
+def test_the_readme_says_what_its_pages_say(lines: list[str], page: str) -> None:
+    text = (ROOT / "docs" / page).read_text()
+    assert lines
+    assert [line for line in lines if line not in text] == []
