@@ -23,17 +23,22 @@ from triton.compiler import ASTSource
 from triton.runtime.jit import JITFunction, create_function_from_signature
 
 from moe_engine import checks, hardware
+from moe_engine.combine.low_latency import Returning
+from moe_engine.dispatch.low_latency import Sending
+from moe_engine.engines import fused_layer
+from moe_engine.engines.base import Tokens
 from moe_engine.engines.kernel import KernelEngine
 from moe_engine.engines.low_latency import LowLatency
 from moe_engine.grouped_gemm import backward as gemm_backward
 from moe_engine.grouped_gemm import launch as gemm_launch
-from moe_engine.grouped_gemm.config import GemmProblem
+from moe_engine.grouped_gemm.config import GemmConfig, GemmProblem
 from moe_engine.layer_config import LayerChoices
 from moe_engine.symm.ring import Ring, RingLayout
 from moe_engine.symm.single import SingleTensor
 from moe_engine.symm.slots import SlotLayout, Slots
 
 NUM_SMS = 132
+_compiled: dict[Any, Compiled] = {}
 
 
 @dataclass(frozen=True)
@@ -52,8 +57,13 @@ class Launch:
         return self.kernel.fn.__name__.strip("_").removesuffix("_kernel")
 
     def compile(self, arch: int = 90) -> Compiled:
-        source = ASTSource(self.kernel, self.signature, self.constexprs, self.attributes)
-        return compile_source(source, arch, self.options.__dict__)
+        """Compile for sm_`arch`, once for launches of the same kind."""
+        kind = self.signature, self.constexprs, self.attributes, self.options
+        key = self.kernel.fn, arch, str(kind)
+        if key not in _compiled:
+            source = ASTSource(self.kernel, self.signature, self.constexprs, self.attributes)
+            _compiled[key] = compile_source(source, arch, self.options.__dict__)
+        return _compiled[key]
 
 
 @contextmanager
@@ -108,7 +118,12 @@ def normalised(ptx: str, name: str) -> str:
     return re.sub(r"^\s*(//|\.file|\.loc).*$", "", ptx, flags=re.MULTILINE)
 
 
-# --- Engines of one rank of several, whose kernels never run ---------------------------------
+# --- Calls of one rank of several, whose kernels never run ------------------------------------
+#
+# Unless told otherwise with DeepSeek-V3's sizes on 4 ranks.
+
+RANKS, TOKENS, EXPERTS, TOPK, HIDDEN, COLUMNS = 4, 64, 256, 8, 7168, 2048
+BF16, FP8 = torch.bfloat16, torch.float8_e4m3fn
 
 
 class LoneBlock(SingleTensor):
@@ -119,18 +134,86 @@ class LoneBlock(SingleTensor):
         self.peer_addresses = self.peer_addresses.expand(num_ranks)
 
 
-def kernel_engine(num_ranks: int, num_bytes: int = 64 << 20, max_tokens: int = 64) -> KernelEngine:
+def kernel_engine(num_ranks: int = RANKS, max_tokens: int = TOKENS) -> KernelEngine:
     """The engine of rank 1 of `num_ranks`."""
 
     def new_slots(layout: SlotLayout, refused: bool, epoch: int) -> Slots:
         return Slots(lambda size, _: LoneBlock(size, num_ranks), layout, 1, 1.0)
 
-    layout = SlotLayout.fit(num_bytes, num_ranks)
+    layout = SlotLayout.fit(64 << 20, num_ranks)
     return KernelEngine(layout, new_slots, lambda: 20, max_tokens, LayerChoices())
 
 
-def low_latency_engine(num_ranks: int, shrink: bool = False) -> LowLatency:
+def low_latency_engine(num_ranks: int = RANKS, shrink: bool = False) -> LowLatency:
     """The low-latency engine of rank 1 of `num_ranks`."""
     layout = RingLayout.fit(64 << 20, num_ranks)
-    ring = Ring(lambda size: LoneBlock(size, num_ranks), layout, 1, 1.0)
-    return LowLatency(ring, shrink)
+    return LowLatency(Ring(lambda size: LoneBlock(size, num_ranks), layout, 1, 1.0), shrink)
+
+
+def routing(num_topk: int = TOPK) -> tuple[torch.Tensor, torch.Tensor]:
+    """topk_idx [T, K] and topk_weights of tokens; launches do not depend on what they hold."""
+    return torch.zeros(TOKENS, num_topk, dtype=torch.int64), torch.zeros(TOKENS, num_topk)
+
+
+def normal(
+    arch: int = 90, dtype: torch.dtype = BF16, hidden: int = HIDDEN, scales: int = 0
+) -> list[Launch]:
+    """Dispatch, copied and in place, cached dispatch, and combine with weights and two biases."""
+    engine, x = kernel_engine(), torch.empty(TOKENS, hidden, dtype=dtype)
+    topk_idx, topk_weights = routing()
+    with recorded(arch) as launches:
+        per_rank, per_expert, in_rank = engine.layout(topk_idx, EXPERTS)
+        sent = torch.empty(TOKENS, scales) if scales else None
+        tokens = Tokens(x, topk_idx, topk_weights, per_rank, per_expert, in_rank, sent)
+        got, _, handle = engine.dispatch(tokens, RANKS * TOKENS)
+        engine.dispatch_cached(x, sent, handle)
+        y = torch.empty(len(got.x), hidden, dtype=BF16 if dtype == FP8 else dtype)
+        engine.combine(y, handle, got.topk_weights, [y[:TOKENS], y[:TOKENS]])
+        engine.dispatch_in_place(tokens, RANKS * TOKENS)
+        engine.release()
+    return launches
+
+
+def layer(
+    arch: int = 90,
+    num_ranks: int = RANKS,
+    num_topk: int = TOPK,
+    tiles: tuple[GemmConfig, GemmConfig] | None = None,
+) -> dict[str, Launch]:
+    """The launches of a fused layer, by name. tiles: of both GEMMs, in place of the chosen ones."""
+    engine, x = kernel_engine(num_ranks), torch.empty(TOKENS, HIDDEN, dtype=BF16)
+    shape = EXPERTS // num_ranks, 2 * COLUMNS, HIDDEN
+    up, down = torch.empty(shape, dtype=BF16), torch.empty(shape[0], HIDDEN, COLUMNS, dtype=BF16)
+    chosen = {} if tiles is None else {"side_effect": tiles}
+    with recorded(arch) as launches:
+        choose = mock.Mock(wraps=fused_layer.gemm_config, **chosen)
+        with mock.patch.object(fused_layer, "gemm_config", choose):
+            engine.moe_ffn(x, *routing(num_topk), up, down)
+    return {launch.name: launch for launch in launches}
+
+
+def low_latency(
+    arch: int = 90,
+    row_format: str = "bf16",
+    phases: str = "both",
+    shrink: bool = False,
+    stats: bool = False,
+) -> dict[str, Launch]:
+    """Low-latency dispatch and combine by name, of `phases` "both", "send" or "receive"."""
+    engine, x = low_latency_engine(shrink=shrink), torch.empty(TOKENS, HIDDEN, dtype=BF16)
+    topk_idx, topk_weights = routing()
+    num_local, hooked = EXPERTS // RANKS, phases != "both"
+    received = torch.zeros(num_local, dtype=torch.int32) if stats else None
+    waited = torch.zeros(RANKS, dtype=torch.int64) if stats else None
+    with recorded(arch) as launches:
+        sending = Sending(x, topk_idx, None, TOKENS, EXPERTS, row_format)
+        got, receive = engine.dispatch(sending, received, waited, hooked=hooked)
+        y = torch.empty(num_local, RANKS * TOKENS, HIDDEN, dtype=BF16)
+        made = got.returns, got.call, x, got.call.new_empty(1), EXPERTS
+        returning = Returning(y, topk_idx, topk_weights, *made)
+        add_up = engine.combine(returning, waited, hooked)
+        if hooked and phases == "receive":
+            launches.clear()
+            receive()
+            add_up()
+    return {launch.name: launch for launch in launches}
