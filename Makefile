@@ -22,10 +22,10 @@ demo: setup
 	$(PY) -m moe_engine demo
 
 test: lint
-	$(PY) -m pytest
+	$(PY) -m pytest -n auto --dist worksteal
 
 test-slow: setup
-	$(PY) -m pytest -m "(slow or property) and not soak" --hypothesis-profile=long
+	$(PY) -m pytest -n auto --dist worksteal -m "(slow or property) and not soak" --hypothesis-profile=long
 
 lint: setup
 	$(PY) -m ruff check .

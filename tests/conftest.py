@@ -24,6 +24,12 @@ NOT_BY_DEFAULT = {
 }
 
 
+def pytest_xdist_auto_num_workers() -> int:
+    """Processes that run tests, each with a pool of its own: with `-n auto`, one for each core of a
+    small machine. Ranks that wait leave their core to others; those on a GPU share it already."""
+    return 1 if torch.cuda.is_available() else min(4, os.cpu_count() or 1)
+
+
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     for item in items:
         if hasattr(getattr(item, "obj", None), "hypothesis"):
