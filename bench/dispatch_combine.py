@@ -206,18 +206,19 @@ class Bench:
             return engine.layout(self.idx, self.num_experts)
 
         tokens = Tokens(self.x, self.idx, self.weights, *layout(), self.scales)
-        recv, _, handle = engine.dispatch(tokens, 0)
+        sms = Buffer.num_sms
+        recv, _, handle = engine.dispatch(tokens, 0, sms)
         self.check(recv.x)
 
         def in_place() -> None:
-            engine.dispatch_in_place(tokens, len(recv.x))
+            engine.dispatch_in_place(tokens, len(recv.x), sms)
             engine.release()
 
         def owned() -> None:
-            engine.dispatch(tokens, len(recv.x))
+            engine.dispatch(tokens, len(recv.x), sms)
 
         def combine() -> None:
-            engine.combine(recv.x, handle, None, ())
+            engine.combine(recv.x, handle, None, (), sms)
 
         calls: dict[tuple[str, str], Callable[[], Any]] = {
             ("dispatch", "in place"): in_place,
@@ -225,7 +226,7 @@ class Bench:
             ("layout", ""): layout,
         }
         if self.shape.dtype == "bf16":
-            out, _ = engine.combine(recv.x, handle, None, ())
+            out, _ = engine.combine(recv.x, handle, None, (), sms)
             copies = handle.is_token_in_rank.sum(1, keepdim=True)
             torch.testing.assert_close(out, (self.x.float() * copies).bfloat16())
             calls["combine", "sum"] = combine

@@ -18,10 +18,10 @@ from .errors import (
     RoutingError,
     ShapeError,
 )
-from .events import EventHandle, EventOverlap
 from .layer import LayerInFlight, MoEFeedForward, moe_ffn, start_moe_ffn
 from .layer_config import LayerConfig
 from .options import Config, Options
+from .streams import EventHandle, EventOverlap
 
 __version__ = "0.1.0"
 

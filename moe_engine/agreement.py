@@ -1,5 +1,5 @@
-"""What ranks want of a Buffer. Each checks its own wishes inside the meeting at which all learn
-them: all raise what is wrong on any of them, and none waits for one that has left."""
+"""How ranks agree on a new Buffer. Each rank checks its own settings within the meeting at which
+all exchange them: all raise what is wrong on any rank, and none waits for one that has left."""
 
 from __future__ import annotations
 
@@ -25,22 +25,23 @@ MAX_BYTES = 2**48
 
 @dataclass(frozen=True, slots=True)
 class Group:
-    """Who makes a Buffer: `ranks` is where they meet, None for one rank; `problem`: what is wrong
-    with the group that this rank was given, for the meeting."""
+    """The ranks of a Buffer. They meet in `process_group`, None for one rank. `problem` is what is
+    wrong with the group that this rank was given; it is raised at the meeting."""
 
-    ranks: dist.ProcessGroup | None
+    process_group: dist.ProcessGroup | None
     rank: int
     size: int
     problem: MoeEngineError | None = None
 
     @classmethod
     def of(cls, group: Any) -> Group:
-        """From the argument of a Buffer. Who gives what is no group meets the default group: the
-        others, most likely, gave that. BackendError where there is nobody to meet."""
-        ranks, problem = default_group() if group is None else group, None
-        is_there = dist.is_available()
-        if ranks is not None and not (is_there and isinstance(ranks, dist.ProcessGroup)):
-            outside = dist.GroupMember.NON_GROUP_MEMBER if is_there else None
+        """From the argument of a Buffer. A rank that gives something else than a group meets the
+        default group, which the other ranks have most likely given. BackendError where there is no
+        rank to meet."""
+        found, problem = default_group() if group is None else group, None
+        has_groups = dist.is_available()
+        if found is not None and not (has_groups and isinstance(found, dist.ProcessGroup)):
+            outside = dist.GroupMember.NON_GROUP_MEMBER if has_groups else None
             if type(group) is type(outside) and group == outside:
                 raise BackendError(
                     "this rank is not in the group, so it can have no Buffer there; make the "
@@ -50,11 +51,11 @@ class Group:
                 f"group is {shown(group)}; it must be a torch.distributed process group, or None "
                 "for the default one."
             )
-            ranks = default_group()
-        if ranks is None:
+            found = default_group()
+        if found is None:
             return cls(None, 0, 1, problem)
         try:
-            return cls(ranks, dist.get_rank(ranks), dist.get_world_size(ranks), problem)
+            return cls(found, dist.get_rank(found), dist.get_world_size(found), problem)
         except (RuntimeError, ValueError) as error:
             raise BackendError(
                 f"group cannot be used: {error}. It was destroyed, or is of other processes; make "
@@ -63,9 +64,13 @@ class Group:
 
 
 @dataclass(frozen=True, slots=True)
-class Wishes:
-    """What a rank wants. ring_bytes: of low-latency memory, 0 for none; measured: what `moe-engine
-    tune` has kept, and a number for the Buffer, both of rank 0 alone."""
+class Settings:
+    """What a rank asks of a Buffer.
+
+    num_bytes: of the normal calls' memory; ring_bytes: of the low-latency calls', 0 for none;
+    measured: the layers that `moe-engine tune` has measured; number: identifies the Buffer. All
+    ranks take `measured` and `number` of rank 0.
+    """
 
     backend: str
     num_bytes: int
@@ -97,7 +102,7 @@ class Wishes:
         }
 
 
-def wishes(
+def check_settings(
     group: Group,
     device: torch.device,
     comm: Any,
@@ -107,9 +112,9 @@ def wishes(
     low_latency_mode: bool,
     enable_shrink: bool,
     options: Options | MoeEngineError,
-) -> Wishes:
-    """From the arguments of a Buffer, checked as far as one rank can. `options` may be what was
-    wrong with them, which is raised here."""
+) -> Settings:
+    """The settings by the arguments of a Buffer, checked as far as one rank can. `options` may be
+    an error that making them has raised; it is raised here."""
     if group.problem is not None:
         raise group.problem
     if isinstance(options, MoeEngineError):
@@ -135,16 +140,16 @@ def wishes(
         num_bytes, ring_bytes = max(num_bytes, ring_bytes), 0
     measured = {} if group.rank or backend == "collective" else measured_layers()
     number = 0 if group.rank else secrets.randbits(31)
-    return Wishes(backend, num_bytes, ring_bytes, bool(enable_shrink), options, measured, number)
+    return Settings(backend, num_bytes, ring_bytes, bool(enable_shrink), options, measured, number)
 
 
-def agree(group: Group, make: Callable[[], Wishes]) -> Wishes:
-    """This rank's wishes, with what rank 0 has measured and drawn. Collective: all ranks raise what
-    `make()` raised on any, and ShapeError where they want different things."""
-    everyone = exchange(group.ranks, make, "making a Buffer", begins=True)
-    shared = [wishes.shared() for wishes in everyone]
+def agree(group: Group, make: Callable[[], Settings]) -> Settings:
+    """This rank's settings, `make()`, with what rank 0 has measured and drawn. Collective: all
+    ranks raise what `make()` raised on any, and ShapeError where settings differ that must not."""
+    everyone = exchange(group.process_group, make, "making a Buffer", begins=True)
+    shared = [settings.shared() for settings in everyone]
     for name in shared[0]:
-        values = [wishes.get(name) for wishes in shared]
+        values = [settings.get(name) for settings in shared]
         if any(value != values[0] for value in values):
             found = ", ".join(f"{value} on rank {rank}" for rank, value in enumerate(values))
             raise ShapeError(f"{name} differs between ranks: {found}. Give all the same.")

@@ -1,33 +1,36 @@
-"""Buffer: the object users hold. Checks arguments, owns the memory, speaks DeepEP's V1 calls."""
+"""Buffer: the object users hold. It checks the arguments of DeepEP V1's calls and runs them."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any, ClassVar
+from functools import partial
+from typing import Any, ClassVar, NoReturn
 
 import torch
-import torch.distributed as dist
 
-from . import checks, service
-from . import options as buffer_options
-from .agreement import Group, agree, wishes
+from . import checks
 from .debug_checks import check_handle_values, check_layout_values
-from .engines.base import Engine, Handle, Tokens, verb
-from .engines.collective import CollectiveEngine
-from .engines.low_latency import LowLatency
-from .errors import BackendError, MoeEngineError, ShapeError
-from .events import EventHandle, EventOverlap
+from .engines.base import NUM_SMS, Handle, Tokens
+from .engines.kernel import KernelEngine
+from .errors import BackendError, DtypeError, ShapeError
 from .handles import check_handle
+from .layer_config import LayerConfig
+from .lifecycle import verb
 from .low_latency_verbs import LowLatencyVerbs
-from .options import DEFAULT_OPTIONS, Config, Options, Programs
-from .service import Service, default_device, new_engines
-from .streams import CallStreams
-from .symm import choose_backend
-from .symm.slots import SlotLayout
+from .options import Config, check_num_sms
+from .streams import EventHandle, EventOverlap
+from .symm.slots import SlotLayout, layer_row
 from .utils import round_up
 
 
-class Buffer(LowLatencyVerbs, Service):
+def _refuse(name: str, *args: Any, **kwargs: Any) -> NoReturn:
+    """A call of DeepEP's `Buffer` that this one does not have."""
+    raise BackendError(
+        f"Buffer.{name} is not there yet: this version has the intranode and low-latency calls."
+    )
+
+
+class Buffer(LowLatencyVerbs):
     """Expert-parallel dispatch and combine over the ranks of `group`.
 
     The signatures, shapes and receive order are those of DeepEP V1's `Buffer`. Every rank of the
@@ -49,70 +52,7 @@ class Buffer(LowLatencyVerbs, Service):
     Raises CapacityError without room for a single row, BackendError where the backend cannot run.
     """
 
-    num_sms: ClassVar[int] = 20
-
-    def __init__(
-        self,
-        group: dist.ProcessGroup | None = None,
-        num_nvl_bytes: int = 0,
-        num_rdma_bytes: int = 0,
-        low_latency_mode: bool = False,
-        num_qps_per_rank: int = 24,
-        allow_nvlink_for_low_latency_mode: bool = True,
-        allow_mnnvl: bool = False,
-        explicitly_destroy: bool = False,
-        enable_shrink: bool = False,
-        comm: Any = None,
-        backend: str = "auto",
-        options: Options = DEFAULT_OPTIONS,
-        use_fabric: bool = False,
-    ):
-        self._forks = service.forks
-        members = Group.of(group)
-        self.group, self.rank, self.group_size = members.ranks, members.rank, members.size
-        self.device = default_device()
-        given = comm, backend, num_nvl_bytes, num_rdma_bytes, low_latency_mode, enable_shrink
-        mine = agree(members, lambda: wishes(members, self.device, *given, options))
-        self.num_nvl_bytes, self.num_rdma_bytes = num_nvl_bytes, num_rdma_bytes
-        self.low_latency_mode, self.enable_shrink = low_latency_mode, mine.enable_shrink
-        self.explicitly_destroy, self.options = explicitly_destroy, mine.options
-        self._engine: Engine | None = None
-        self._low_latency: LowLatency | None = None
-        self._unreleased: torch.Tensor | None = None  # x of a dispatch whose rows are in place
-        self._programs = Programs(lambda: Buffer.num_sms)
-        self._streams = CallStreams(self.device)
-        self.backend = backend
-        if backend == "collective":
-            self._engine = CollectiveEngine(self.group)
-            return
-        self.backend = choose_backend(self.group, backend, self.device)
-        place = self.group, self.rank, self.backend, self.device
-        where = *place, mine.timeout_s, self._streams
-        self._engine, self._low_latency = new_engines(where, members.size, mine, self._programs)
-
-    @classmethod
-    def for_tokens(
-        cls,
-        group: dist.ProcessGroup | None,
-        max_tokens: int,
-        hidden: int,
-        num_experts: int,
-        num_topk: int,
-        dtype: torch.dtype = torch.bfloat16,
-        backend: str = "auto",
-        options: Options = DEFAULT_OPTIONS,
-    ) -> Buffer:
-        """A Buffer for up to `max_tokens` tokens per rank of this shape, by formula: `size_hint`,
-        and low-latency memory for `Options.decode_tokens` of them."""
-        try:
-            sizes = max_tokens, hidden, num_experts, num_topk, dtype, Group.of(group).size
-            num_bytes, ring_bytes, options = buffer_options.sizes_for_tokens(options, *sizes)
-        except MoeEngineError as problem:  # which all ranks raise, where they meet
-            bad: Any = problem
-            return cls(group, backend=backend, options=bad)
-        return cls(group, num_bytes, ring_bytes, ring_bytes > 0, backend=backend, options=options)
-
-    size_hint = staticmethod(buffer_options.size_hint)
+    num_sms: ClassVar[int] = NUM_SMS
 
     # --- Verbs -------------------------------------------------------------------------------
 
@@ -134,12 +74,11 @@ class Buffer(LowLatencyVerbs, Service):
         engine = self._ready(sends=False)
         num_experts = checks.check_experts(num_experts, self.group_size)
         checks.check_topk(topk_idx, device=self._rows_device)
-        when = _when(previous_event, async_finish, allocate_on_comm_stream)
-        with self._streams.call(*when) as call:
+        with self._streams.call(previous_event, async_finish, allocate_on_comm_stream) as call:
             call.reads(topk_idx)
             per_rank, per_expert, in_rank = engine.layout(topk_idx.contiguous(), num_experts)
             call.returns(per_rank, per_expert, in_rank)
-        return self._finish((per_rank, None, per_expert, in_rank, call.event))
+        return per_rank, None, per_expert, in_rank, call.event
 
     @verb
     def dispatch(
@@ -190,12 +129,12 @@ class Buffer(LowLatencyVerbs, Service):
         """
         engine = self._ready()
         rows, scales = checks.check_payload(x, device=self._rows_device)
-        buffer_options.check_config(config)
+        num_sms = _num_sms(config)
         expert_alignment = checks.check_int("expert_alignment", expert_alignment, 1)
         most = self.group_size * SlotLayout.most_rows
         num_worst_tokens = checks.check_int("num_worst_tokens", num_worst_tokens, 0, most)
         checks.check_flag("in_place", in_place)
-        when = _when(previous_event, async_finish, allocate_on_comm_stream)
+        when = previous_event, async_finish, allocate_on_comm_stream
         if handle is not None:
             cached = check_handle(handle, self.group_size, rows.device)
             if topk_idx is not None or topk_weights is not None or in_place:
@@ -205,13 +144,13 @@ class Buffer(LowLatencyVerbs, Service):
                 )
             if rows.shape[0] != cached.send_head.shape[0]:
                 checks.check_payload(x, cached.send_head.shape[0])
-            with self._streams.call(*when) as call, self._programs.of(config):
+            with self._streams.call(*when) as call:
                 if self.options.debug:
                     check_handle_values(cached, self.rank)
                 call.reads(rows, scales, *cached)
-                received = engine.dispatch_cached(checks.packed(rows), scales, cached)
+                received = engine.dispatch_cached(checks.packed(rows), scales, cached, num_sms)
                 call.returns(received.x, received.scales)
-            return self._finish((received.payload, None, None, None, None, call.event))
+            return received.payload, None, None, None, None, call.event
         if num_tokens_per_rank is None or is_token_in_rank is None or num_tokens_per_expert is None:
             raise ShapeError(
                 "dispatch needs num_tokens_per_rank, is_token_in_rank and num_tokens_per_expert "
@@ -221,7 +160,7 @@ class Buffer(LowLatencyVerbs, Service):
         checks.check_layout(rows, *layout, self.group_size)
         if topk_idx is not None or topk_weights is not None:
             checks.check_routing(rows, topk_idx, topk_weights)
-        with self._streams.call(*when) as call, self._programs.of(config):
+        with self._streams.call(*when) as call:
             if self.options.debug:
                 check_layout_values(*layout, topk_idx, self.rank)
             call.reads(rows, scales, topk_idx, topk_weights, *layout)
@@ -235,19 +174,17 @@ class Buffer(LowLatencyVerbs, Service):
                 scales,
             )
             send = engine.dispatch_in_place if in_place else engine.dispatch
-            got, per_expert, new_handle = send(tokens, num_worst_tokens)
+            got, per_expert, new_handle = send(tokens, num_worst_tokens, num_sms)
             self._unreleased = tokens.x if in_place else None
             call.returns(
                 self._unreleased, got.x, got.scales, got.topk_idx, got.topk_weights, *new_handle
             )
         aligned = [round_up(count, expert_alignment) for count in per_expert]
-        return self._finish(
-            (got.payload, got.topk_idx, got.topk_weights, aligned, new_handle, call.event)
-        )
+        return got.payload, got.topk_idx, got.topk_weights, aligned, new_handle, call.event
 
     @verb
     def release(self) -> None:
-        """Give the rows of `dispatch(in_place=True)` back, behind what the current stream holds."""
+        """Give the rows of `dispatch(in_place=True)` back, after what the current stream holds."""
         engine = self._ready(sends=False)
         if self._unreleased is None:
             raise BackendError(
@@ -256,7 +193,6 @@ class Buffer(LowLatencyVerbs, Service):
         with self._streams.call():
             engine.release()
         self._unreleased = None
-        self._finish(None)
 
     @verb
     def combine(
@@ -286,9 +222,8 @@ class Buffer(LowLatencyVerbs, Service):
             checks.check_tensor("topk_weights", topk_weights, shape, [torch.float32], x.device)
             checks.check_no_grad(topk_weights=topk_weights)
         biases = checks.check_biases(bias, known.is_token_in_rank.shape[0], x)
-        buffer_options.check_config(config)
-        when = _when(previous_event, async_finish, allocate_on_comm_stream)
-        with self._streams.call(*when) as call, self._programs.of(config):
+        num_sms = _num_sms(config)
+        with self._streams.call(previous_event, async_finish, allocate_on_comm_stream) as call:
             if self.options.debug:
                 check_handle_values(known, self.rank)
             call.reads(x, topk_weights, *biases, *known)
@@ -297,9 +232,10 @@ class Buffer(LowLatencyVerbs, Service):
                 known,
                 None if topk_weights is None else checks.packed(topk_weights),
                 [checks.packed(part) for part in biases],
+                num_sms,
             )
             call.returns(out, weights)
-        return self._finish((out, weights, call.event))
+        return out, weights, call.event
 
     @verb
     def moe_ffn(
@@ -319,7 +255,6 @@ class Buffer(LowLatencyVerbs, Service):
         num_experts = w_gate_up.shape[0] * self.group_size
         checks.check_experts(num_experts, self.group_size)
         checks.check_routing(x, topk_idx, topk_weights)
-        checks.check_flag("async_finish", async_finish)
         max_tokens = checks.check_max_tokens(len(x), max_tokens)
         max_tokens = self.options.max_tokens if max_tokens is None else max_tokens
         with self._streams.call(None, async_finish) as call:
@@ -333,13 +268,39 @@ class Buffer(LowLatencyVerbs, Service):
             else:
                 out = engine.moe_ffn(*rows, w_gate_up, w_down)
             call.returns(out)
-        return self._finish((out, call.event))
+        return out, call.event
 
-    # --- Service -----------------------------------------------------------------------------
+    def warmup(
+        self, hidden: int, num_experts: int, num_topk: int, dtype: torch.dtype = torch.bfloat16
+    ) -> None:
+        """Compile on all ranks together what dispatch and combine of this shape need. Collective.
+
+        Without it the first call of a shape does so, under a deadline 5 minutes longer.
+        """
+        checks.check_at_least(1, hidden=hidden, num_topk=num_topk)
+        checks.check_dtype("dtype", dtype, checks.PAYLOAD_DTYPES)
+        x = torch.empty(0, hidden, dtype=dtype, device=self.device)
+        idx = torch.empty(0, num_topk, dtype=torch.int64, device=self.device)
+        per_rank, _, per_expert, in_rank, _ = self.get_dispatch_layout(idx, num_experts)
+        rows, _, weights, _, handle, _ = self.dispatch(
+            x, None, per_rank, None, in_rank, per_expert, idx, idx.float()
+        )
+        assert isinstance(rows, torch.Tensor)
+        assert handle is not None
+        self.dispatch(x, handle)
+        for topk_weights in (None, weights):
+            self.combine(rows, handle, topk_weights)
+        self.check()
+
+    internode_dispatch = staticmethod(partial(_refuse, "internode_dispatch"))
+    internode_combine = staticmethod(partial(_refuse, "internode_combine"))
+
+    # --- Configuration -----------------------------------------------------------------------
+
     @staticmethod
     def set_num_sms(new_num_sms: int) -> None:
         """Programs that communication uses, for all Buffers; even and positive, as in DeepEP."""
-        Buffer.num_sms = buffer_options.check_num_sms(new_num_sms)
+        Buffer.num_sms = check_num_sms(new_num_sms)
 
     @staticmethod
     def get_dispatch_config(num_ranks: int) -> Config:
@@ -349,33 +310,42 @@ class Buffer(LowLatencyVerbs, Service):
 
     get_combine_config = get_dispatch_config
 
-    # --- Checks ------------------------------------------------------------------------------
+    @staticmethod
+    def is_sm90_compiled() -> bool:
+        """Whether kernels are compiled for sm_90 or later here: they are for the current GPU."""
+        return torch.cuda.is_available() and torch.cuda.get_device_capability() >= (9, 0)
 
-    def _ready(self, sends: bool = True) -> Engine:
-        """The engine, if it can go on: with rows in place, only with what sends nothing."""
-        if self._forks != service.forks:
-            self._check_process()
-        if self._engine is None:
-            raise BackendError("this Buffer was destroyed; make a new one.")
-        self._engine.check()
-        if self._low_latency is not None:
-            self._low_latency.check()
-        if sends and self._unreleased is not None:
+    def layer_config(self, w_gate_up: torch.Tensor, num_topk: int) -> LayerConfig:
+        """How `moe_ffn` runs with experts w_gate_up [L, 2I, H]: as `Options.layer` says, else what
+        `moe-engine tune` had measured when this Buffer was made, as rank 0 read it, else what the
+        model of `layer_config.py` predicts to be fastest."""
+        engine = self._ready()
+        if not isinstance(engine, KernelEngine):
             raise BackendError(
-                "the last dispatch left its rows in place; call release() when they are read."
+                "a collective Buffer runs its layers step by step; only Buffers with kernels "
+                "choose. Make it with backend='auto' where GPUs see each other's memory."
             )
-        return self._engine
+        shape = ["L", "2I", "H"]
+        checks.check_tensor("w_gate_up", w_gate_up, shape, checks.PAYLOAD_DTYPES, self.device)
+        num_topk = checks.check_int("num_topk", num_topk, 1)
+        if 0 in w_gate_up.shape:
+            raise ShapeError(f"w_gate_up has shape {list(w_gate_up.shape)}; no size may be 0.")
+        row = layer_row(w_gate_up.shape[2] * w_gate_up.itemsize, num_topk)
+        return engine.layer_config(w_gate_up, row)
 
     @property
     def _rows_device(self) -> torch.device | None:
-        """Where rows must lie; None for anywhere."""
+        """The device on which rows must lie; None for any."""
         return None if self.backend == "collective" else self.device
 
 
-def _when(
-    previous_event: EventOverlap | EventHandle | None, async_finish: bool, allocate_there: bool
-) -> tuple[EventOverlap | EventHandle | None, bool, bool]:
-    """The arguments of `CallStreams.call`."""
-    checks.check_flag("async_finish", async_finish)
-    checks.check_flag("allocate_on_comm_stream", allocate_there)
-    return previous_event, async_finish, allocate_there
+def _num_sms(config: Config | None) -> int:
+    """Programs that communicate in a call with this Config. DtypeError for anything but a Config or
+    None."""
+    if config is None:
+        return Buffer.num_sms
+    if not isinstance(config, Config):
+        raise DtypeError(
+            f"config is a {type(config).__name__}; it must be a moe_engine.Config or None."
+        )
+    return config.num_sms

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from typing import Any, NoReturn
-
 
 class MoeEngineError(Exception):
     """Base of every error this package raises on purpose."""
@@ -64,26 +62,6 @@ class OutOfStep(MoeEngineError, TimeoutError):
 class CallAbandoned(MoeEngineError, RuntimeError):
     """A call broke off on some rank, by an error of the host. The text says on which, where and
     why. The Buffer is unusable from here on, on all ranks."""
-
-
-class NotThereYet:
-    """A name of DeepEP's Buffer that raises BackendError when it is called."""
-
-    def __set_name__(self, owner: type, name: str) -> None:
-        self.name = name
-
-    def __call__(self, *args: Any, **kwargs: Any) -> NoReturn:
-        raise BackendError(
-            f"Buffer.{self.name} is not there yet: this version has the intranode and low-latency "
-            "calls."
-        )
-
-
-class VerbsNotThereYet:
-    """The calls of DeepEP's `Buffer` that this one does not have."""
-
-    internode_dispatch = NotThereYet()
-    internode_combine = NotThereYet()
 
 
 def bad_ids(rank: int, count: int) -> str:

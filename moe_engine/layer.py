@@ -11,7 +11,7 @@ import torch
 from .buffer import Buffer
 from .checks import PAYLOAD_DTYPES, check_at_least, check_dtype, shown
 from .errors import BackendError, DtypeError, RoutingError
-from .events import EventOverlap
+from .streams import EventOverlap
 
 
 def moe_ffn(

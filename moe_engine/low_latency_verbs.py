@@ -1,61 +1,44 @@
-"""DeepEP V1's low-latency calls, as a part of `Buffer`."""
+"""DeepEP V1's low-latency calls."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
 from functools import partial
-from typing import TYPE_CHECKING, TypeVar
 
 import torch
 
 from . import checks
-from . import options as buffer_options
 from .combine.low_latency import Returning
 from .debug_checks import check_low_latency_values
 from .dispatch.low_latency import LowLatencyHandle, Sending
-from .engines.base import verb
 from .engines.low_latency import LowLatency
 from .errors import BackendError, CapacityError, ShapeError
-from .events import EventOverlap
 from .handles import MAX_HIDDEN, check_low_latency_handle
-from .options import Options
-from .streams import CallStreams, current_stream, record
+from .lifecycle import BufferLifecycle, verb
+from .options import low_latency_size_hint
+from .streams import EventOverlap, current_stream, record
 
 Hook = Callable[[], None]
-T = TypeVar("T")
 
 
-class LowLatencyVerbs:
+class LowLatencyVerbs(BufferLifecycle):
     """Dispatch and combine at decode sizes, in tens of microseconds.
 
-    Of a Buffer made with low_latency_mode=True and num_rdma_bytes of
+    They need a Buffer made with low_latency_mode=True and num_rdma_bytes of
     `get_low_latency_rdma_size_hint`. T may differ per rank, up to num_max_dispatch_tokens_per_rank
     (M), which must be equal on all. All shapes are static and nothing waits for the host, so calls
     can be captured in a CUDA graph and replayed with other tokens and routing.
 
     With return_recv_hook only the sending half of a call is launched; the hook launches the rest on
-    the then current stream, and no SM is held in between. Up to `Options.num_slots` calls may be
-    between both. What a call returns may be read once its hook was called. A graph that is captured
-    holds both halves of its calls, and replays count as calls behind those whose hooks are missing.
+    the then current stream, and no SM is held in between. Up to `Options.num_slots` calls may wait
+    for their hooks. What a call returns may be read once its hook was called. A graph that is
+    captured holds both halves of its calls, and a replay counts as calls that were made after those
+    whose hooks are missing.
 
-    A rank that is masked between its counts and its rows has rows that are counted and not written.
-    Calls of two Buffers must not run at once on a GPU: each may hold what the other waits for.
+    If a rank is masked after its counts have arrived and before its rows have, its rows are counted
+    and not written. Calls of two Buffers must not run at once on a GPU: each may hold what the
+    other waits for.
     """
-
-    device: torch.device
-    enable_shrink: bool
-    group_size: int
-    options: Options
-    rank: int
-    _low_latency: LowLatency | None
-    _streams: CallStreams
-
-    if TYPE_CHECKING:
-
-        def _ready(self, sends: bool = True) -> object: ...
-        def _check_process(self) -> None: ...
-        def _finish(self, result: T) -> T: ...
-        def _break_off(self, error: BaseException) -> None: ...
 
     @staticmethod
     def get_low_latency_rdma_size_hint(
@@ -67,7 +50,7 @@ class LowLatencyVerbs:
     ) -> int:
         """Bytes that low-latency calls of this size need; see `low_latency_size_hint`."""
         sizes = num_max_dispatch_tokens_per_rank, hidden, num_ranks, num_experts, num_slots
-        return buffer_options.low_latency_size_hint(*sizes)
+        return low_latency_size_hint(*sizes)
 
     @verb
     def low_latency_dispatch(
@@ -104,8 +87,7 @@ class LowLatencyVerbs:
         dispatch_wait_recv_cost_stats int64 [R] by the nanoseconds waited for each rank's counts.
         """
         engine = self._low_latency_ready()
-        hooked = return_recv_hook
-        _check_hook(async_finish, hooked)
+        _check_hook(async_finish, return_recv_hook)
         checks.check_tensor("x", x, ["T", "H"], [torch.bfloat16], self.device)
         checks.check_no_grad(x=x)
         num_tokens, hidden = x.shape
@@ -126,7 +108,7 @@ class LowLatencyVerbs:
             call.reads(x, topk_idx, recv_stats, wait_stats)
             rows = checks.packed(x), checks.packed(topk_idx), None
             sending = Sending(*rows, max_tokens, num_experts, row_format)
-            got, receive = engine.dispatch(sending, recv_stats, wait_stats, hooked=hooked)
+            got, receive = engine.dispatch(sending, recv_stats, wait_stats, hooked=return_recv_hook)
             assert got.src_info is not None
             assert got.layout_range is not None
             sizes = max_tokens, hidden, num_experts
@@ -139,7 +121,7 @@ class LowLatencyVerbs:
             recv_x = got.x, got.scales.view(dtype).transpose(1, 2)
         stats = recv_stats, wait_stats
         hook = self._hook(receive, *rows, got.x, got.scales, got.counts, *kept, *stats)
-        return self._finish((recv_x, got.counts, handle, call.event, hook))
+        return recv_x, got.counts, handle, call.event, hook
 
     @verb
     def low_latency_combine(
@@ -155,14 +137,16 @@ class LowLatencyVerbs:
         out: torch.Tensor | None = None,
         combine_wait_recv_cost_stats: torch.Tensor | None = None,
     ) -> tuple[torch.Tensor, EventOverlap, Hook | None]:
-        """Return the experts' rows x, bf16 [L, R * M, H] in the places of a dispatch, and add up
-        those of each token times topk_weights float32 [T, K]: (out bf16 [T, H], event, hook).
+        """Return the experts' rows x, bf16 [L, R * M, H], placed as low_latency_dispatch placed its
+        rows, and add up those of each token times topk_weights float32 [T, K]: (out bf16 [T, H],
+        event, hook).
 
-        fp32: each rank adds its rows of a token in top-k lane order and rounds once; the token's
-        rank adds the ranks' by their right-most lane and rounds once. topk_idx is that of the
-        dispatch; a lane that is -1 here counts with weight 0, and one that dispatch did not send is
-        waited for in vain. x is read where it lies, so zero_copy changes nothing. use_logfmt is not
-        offered. A handle may be combined any number of times.
+        Sums are in fp32: each rank adds its rows of a token in order of k and rounds once; the
+        token's rank adds the results in order of each rank's largest k and rounds once. topk_idx is
+        that of the dispatch. A slot of the top-k that is -1 only now counts with weight 0; for one
+        that was -1 only in the dispatch, the call waits until its deadline. x is read where it
+        lies, so zero_copy changes nothing. use_logfmt is not offered. A handle may be combined any
+        number of times.
         combine_wait_recv_cost_stats int64 [R] grows by the ns waited for each rank, all tokens'.
         """
         engine = self._low_latency_ready()
@@ -192,9 +176,8 @@ class LowLatencyVerbs:
                     "must be contiguous and start at a multiple of 16 bytes."
                 )
         with self._streams.call(None, async_finish) as call:
-            if (
-                self.options.debug and not self.enable_shrink
-            ):  # nobody writes what masked ranks send
+            # What a masked rank would have sent is not written, and can hold anything.
+            if self.options.debug and not self.enable_shrink:
                 check_low_latency_values(handle, topk_idx, self.rank)
             call.reads(x, topk_idx, topk_weights, out, combine_wait_recv_cost_stats)
             call.reads(handle.returns, handle.call)
@@ -206,11 +189,11 @@ class LowLatencyVerbs:
             call.returns(result)
         kept = handle.returns, handle.call, combine_wait_recv_cost_stats
         hook = self._hook(receive, returning.x, *tokens, *returns, *kept)
-        return self._finish((result, call.event, hook))
+        return result, call.event, hook
 
     def get_next_low_latency_combine_buffer(self, handle: LowLatencyHandle) -> torch.Tensor:
-        """bf16 [L, R * M, H] for the experts' rows, to be given to `low_latency_combine`: any
-        tensor will do, as x is read where it lies, so this is a new one."""
+        """A new bf16 [L, R * M, H] for the experts' rows, to be given to `low_latency_combine`. Any
+        other tensor serves as well, as x is read where it lies."""
         self._low_latency_ready()
         handle = check_low_latency_handle(handle, self.group_size, self.device)
         shape = *handle.src_info.shape, handle.hidden
@@ -219,7 +202,7 @@ class LowLatencyVerbs:
     def clean_low_latency_buffer(
         self, num_max_dispatch_tokens_per_rank: int, hidden: int, num_experts: int
     ) -> None:
-        """Nothing to clean: low-latency calls have memory of their own, and flags only grow.
+        """Does nothing: low-latency calls have memory of their own, and their flags only grow.
         CapacityError where calls of this size do not fit, as in DeepEP."""
         engine = self._low_latency_ready()
         max_tokens = checks.check_max_dispatch_tokens(num_max_dispatch_tokens_per_rank)
@@ -279,16 +262,13 @@ class LowLatencyVerbs:
         return engine
 
     def _hook(self, receive: Hook | None, *tensors: torch.Tensor | None) -> Hook | None:
-        """`receive` as a call of its own on the stream that is current then, by which what it uses
-        is kept."""
-        if receive is None:
-            return None
-
-        return partial(self._receive, receive, tensors)
+        """A function that runs `receive` on the stream that is current then, and keeps the memory
+        of `tensors`, which it uses, from being reused before it has ended."""
+        return None if receive is None else partial(self._receive, receive, tensors)
 
     @verb
     def _receive(self, receive: Hook, tensors: tuple[torch.Tensor | None, ...]) -> None:
-        """What a hook does."""
+        """The receiving half of a call."""
         self._check_process()
         if self._low_latency is None:
             raise BackendError("this Buffer was destroyed, and its memory with it.")
@@ -296,7 +276,6 @@ class LowLatencyVerbs:
         with self._streams.call():
             record(tensors, current_stream(self.device))
             receive()
-        self._finish(None)
 
     def _check_stats(
         self, name: str, stats: torch.Tensor | None, size: int, dtype: torch.dtype
@@ -317,7 +296,7 @@ def _check_hook(async_finish: bool, return_recv_hook: bool) -> None:
 
 
 def _row_format(hidden: int, use_fp8: bool, round_scale: bool, use_ue8m0: bool) -> str:
-    """How rows travel, see `low_latency_dispatch_kernel`."""
+    """The format in which rows are sent, see `low_latency_dispatch_kernel`."""
     checks.check_flag("use_fp8", use_fp8)
     checks.check_flag("round_scale", round_scale)
     checks.check_flag("use_ue8m0", use_ue8m0)

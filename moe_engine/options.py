@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from numbers import Real
 
@@ -210,32 +208,3 @@ class Config:
         """0: there is no network transport that would need memory of its own."""
         check_at_least(1, hidden_bytes=hidden_bytes, num_ranks=num_ranks)
         return 0
-
-
-class Programs:
-    """How many programs communicate: `default()`, or what the running call's Config says."""
-
-    def __init__(self, default: Callable[[], int]):
-        self._default = default
-        self._of_call: int | None = None
-
-    def __call__(self) -> int:
-        return self._default() if self._of_call is None else self._of_call
-
-    @contextmanager
-    def of(self, config: Config | None) -> Iterator[None]:
-        """Let `config` (None: the default, as it is now) decide within the block, a call's. Calls
-        of other threads must not run meanwhile."""
-        self._of_call = self._default() if config is None else config.num_sms
-        try:
-            yield
-        finally:
-            self._of_call = None
-
-
-def check_config(config: Config | None) -> None:
-    """DtypeError for anything but a Config or None."""
-    if config is not None and not isinstance(config, Config):
-        raise DtypeError(
-            f"config is a {type(config).__name__}; it must be a moe_engine.Config or None."
-        )

@@ -1,4 +1,4 @@
-"""Which CUDA stream a Buffer's calls run on, and what they wait for.
+"""Which CUDA stream a Buffer's calls run on, what they wait for, and events in DeepEP's form.
 
 A call with async_finish runs on the Buffer's own stream, any other on the caller's current one.
 Calls of one Buffer share its memory, so each begins after the one before has ended, on whatever
@@ -8,16 +8,101 @@ stream that was.
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
+from types import TracebackType
+from typing import Any
 
 import torch
 
+from .checks import check_flag
+from .device.lang import INTERPRETED
 from .errors import BackendError, DtypeError, ShapeError
-from .events import EventHandle, EventOverlap
 
 _one_call_at_a_time = threading.RLock()
 """Of all Buffers: autograd calls from a thread of its own."""
+
+# --- Events --------------------------------------------------------------------------------------
+
+
+class EventHandle:
+    """A point on the stream that is current when this is made: the end of all work which that
+    stream holds by then. On a CPU there is nothing to wait for."""
+
+    def __init__(self) -> None:
+        self.event: torch.cuda.Event | None = None
+        if torch.cuda.is_available() and not INTERPRETED:
+            self.event = torch.cuda.Event()
+            self.event.record()
+
+    def current_stream_wait(self) -> None:
+        """Make the current stream wait for this point."""
+        if self.event is not None:
+            torch.cuda.current_stream().wait_event(self.event)
+
+
+class EventOverlap:
+    """An event, or none, and the tensors that must live until it has been waited for.
+
+    `event` may be assigned later; without one, a wait waits for nothing. As a context manager it
+    waits on exit, so that the block overlaps with what the event ends:
+
+        with event: ...                        # then wait
+        with event(release_handle=True): ...   # then wait, and drop the event and the tensors
+    """
+
+    def __init__(
+        self,
+        event: EventHandle | None = None,
+        extra_tensors: Sequence[torch.Tensor] | None = None,
+    ) -> None:
+        self.event = event
+        self.extra_tensors = extra_tensors
+        self._release_on_exit = False
+        self._hooks: list[Callable[[], Any]] = []
+
+    def current_stream_wait(self, release_handle: bool = False) -> None:
+        """Make the current stream wait; then run the hooks. `release_handle` drops the event."""
+        check_flag("release_handle", release_handle)
+        if self.event is not None:
+            if not isinstance(self.event, EventHandle):
+                raise DtypeError(
+                    f"event is a {type(self.event).__name__}; it must be a moe_engine.EventHandle, "
+                    "or None."
+                )
+            self.event.current_stream_wait()
+        if release_handle:
+            self.event = self.extra_tensors = None
+        hooks, self._hooks = self._hooks, []
+        for hook in hooks:
+            hook()
+
+    def register_hook_after_wait(self, hook: Callable[[], Any]) -> None:
+        """Call `hook` once, after the next wait."""
+        if not callable(hook):
+            raise DtypeError(f"hook is a {type(hook).__name__}; it must be a function.")
+        self._hooks.append(hook)
+
+    def __call__(self, release_handle: bool = False) -> EventOverlap:
+        """This event; `release_handle` is for the `with` block that follows."""
+        check_flag("release_handle", release_handle)
+        self._release_on_exit = release_handle
+        return self
+
+    def __enter__(self) -> EventOverlap:
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        release, self._release_on_exit = self._release_on_exit, False
+        self.current_stream_wait(release)
+
+
+# --- Calls ---------------------------------------------------------------------------------------
 
 
 class Call:
@@ -28,11 +113,12 @@ class Call:
         self.event = EventOverlap()
 
     def reads(self, *tensors: torch.Tensor | None) -> None:
-        """Keep these arguments' memory from being reused before the call has ended."""
+        """Keep the memory of these arguments from being reused before the call has ended."""
         record(tensors, self._runs_on)
 
     def returns(self, *tensors: torch.Tensor | None) -> None:
-        """Keep these results' memory from being reused while the caller's stream uses them."""
+        """Keep the memory of these results from being reused while the caller's stream uses
+        them."""
         record(tensors, self._caller)
 
 
@@ -45,10 +131,10 @@ class CallStreams:
         self._comm: torch.cuda.Stream | None = None
         self._last: tuple[torch.cuda.Stream, EventHandle, bool] | None = None
 
-    def uses(self, what: str, *memory: torch.Tensor) -> None:
-        """Say what the kernels use beside their arguments, in place of what was said before of
-        `what`."""
-        self._memory[what] = memory
+    def uses(self, name: str, *memory: torch.Tensor) -> None:
+        """Declare memory that all kernels of the Buffer use, in addition to their arguments. It
+        replaces what was declared under this `name` before."""
+        self._memory[name] = memory
         record(memory, self._comm)
 
     def comm_stream(self) -> torch.cuda.Stream:
@@ -76,10 +162,12 @@ class CallStreams:
         stream holds, and after the Buffer's last call.
 
         With async_finish it runs on `comm_stream()`, and `event` of the yielded Call ends it;
-        without, `event` is empty and the current stream goes on behind it. Results of an
-        asynchronous call always come from the comm stream's memory, whatever
-        allocate_on_comm_stream says; as in DeepEP that needs async_finish and a previous_event.
+        without, it runs on the current stream, and `event` is empty. Results of an asynchronous
+        call always come from the comm stream's memory, whatever allocate_on_comm_stream says; as
+        in DeepEP that flag needs async_finish and a previous_event.
         """
+        check_flag("async_finish", async_finish)
+        check_flag("allocate_on_comm_stream", allocate_on_comm_stream)
         previous = _handle_of(previous_event)
         if allocate_on_comm_stream and (previous is None or not async_finish):
             raise ShapeError(
@@ -129,19 +217,19 @@ class CallStreams:
 
 
 class ConcurrentReads:
-    """Reads results on the host while what was launched after them runs."""
+    """Reads results on the host while the GPU runs what was launched after them."""
 
     def __init__(self, device: torch.device):
         self._stream = torch.cuda.Stream(device, priority=-1) if device.type == "cuda" else None
         self._ready = torch.cuda.Event() if self._stream else None
 
     def mark(self) -> None:
-        """What `read` waits for: the current stream up to here."""
+        """Let the next `read` wait for what the current stream holds by now, and for no more."""
         if self._ready:
             self._ready.record()
 
     def read(self, make: Callable[[], torch.Tensor]) -> list[int]:
-        """The items of the tensor that `make()` computes from what was there at the mark."""
+        """The items of the tensor that `make()` computes from what was written by the mark."""
         if self._stream is None or self._ready is None:
             return make().tolist()
         with torch.cuda.stream(self._stream):

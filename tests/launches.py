@@ -141,7 +141,7 @@ def kernel_engine(num_ranks: int = RANKS, max_tokens: int = TOKENS) -> KernelEng
         return Slots(lambda size, _: LoneBlock(size, num_ranks), layout, 1, 1.0)
 
     layout = SlotLayout.fit(64 << 20, num_ranks)
-    return KernelEngine(layout, new_slots, lambda: 20, max_tokens, LayerChoices())
+    return KernelEngine(layout, new_slots, max_tokens, LayerChoices())
 
 
 def low_latency_engine(num_ranks: int = RANKS, shrink: bool = False) -> LowLatency:

@@ -395,7 +395,7 @@ def three():
 def make_buffer(group, step, end):
     """(error, its text, seconds) of a Buffer that rank 1 does not make beyond a step; end: how it
     comes to its end there, None for not at all."""
-    from moe_engine import Buffer, agreement, buffer
+    from moe_engine import Buffer, agreement, lifecycle
     from moe_engine.symm import emulated
 
     def stop(*_, **__):
@@ -404,7 +404,7 @@ def make_buffer(group, step, end):
         raise {"refused": ShapeError("stop"), "interrupted": KeyboardInterrupt("stop")}[end]
 
     place, name = {
-        "backend": (buffer, "choose_backend"),
+        "backend": (lifecycle, "choose_backend"),
         "options": (agreement, "exchange"),
         "create": (emulated.os, "memfd_create"),
         "map": (emulated, "_map"),

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from moe_engine import BackendError, DtypeError, EventHandle, EventOverlap, ShapeError
-from moe_engine import events as events_module
+from moe_engine import streams as streams_module
 from moe_engine.streams import CallStreams
 
 GPU = torch.device("cuda", 0)
@@ -69,7 +69,7 @@ def caller(monkeypatch):
     }
     for name, fake in fakes.items():
         monkeypatch.setattr(torch.cuda, name, fake)
-    monkeypatch.setattr(events_module, "INTERPRETED", False)
+    monkeypatch.setattr(streams_module, "INTERPRETED", False)
     return Stream.current
 
 

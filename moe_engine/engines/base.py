@@ -1,17 +1,21 @@
-"""What the verbs take and give, and who offers them: the contract of the two engines."""
+"""What engines take and return: the contract of the kernel engine and the collective one."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from abc import ABC, abstractmethod
+from collections.abc import Sequence
 from dataclasses import dataclass
-from functools import wraps
-from typing import Concatenate, NamedTuple, ParamSpec, Protocol, TypeVar
+from typing import NamedTuple, Protocol
 
 import torch
 
+from ..device.lang import INTERPRETED
 from ..dispatch import Collected, row_layout
 from ..symm.device_context import DeviceContext
 from ..symm.slots import RowLayout
+
+NUM_SMS = 20
+"""Programs that communicate in a call that is not told otherwise; DeepEP's number."""
 
 
 class Handle(NamedTuple):
@@ -55,24 +59,29 @@ class Tokens:
 
 
 class Engine(Protocol):
-    """The verbs behind a Buffer. Arguments have been checked."""
+    """The calls of a Buffer, carried out. Arguments have been checked; `num_sms` programs
+    communicate in the call that gets it."""
 
     def layout(
         self, topk_idx: torch.Tensor, num_experts: int
     ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]: ...
 
     def dispatch(
-        self, tokens: Tokens, num_worst_tokens: int
+        self, tokens: Tokens, num_worst_tokens: int, num_sms: int = NUM_SMS
     ) -> tuple[Collected, list[int], Handle]: ...
 
     def dispatch_in_place(
-        self, tokens: Tokens, num_worst_tokens: int
+        self, tokens: Tokens, num_worst_tokens: int, num_sms: int = NUM_SMS
     ) -> tuple[Collected, list[int], Handle]: ...
 
     def release(self) -> None: ...
 
     def dispatch_cached(
-        self, x: torch.Tensor, scales: torch.Tensor | None, handle: Handle
+        self,
+        x: torch.Tensor,
+        scales: torch.Tensor | None,
+        handle: Handle,
+        num_sms: int = NUM_SMS,
     ) -> Collected: ...
 
     def combine(
@@ -81,6 +90,7 @@ class Engine(Protocol):
         handle: Handle,
         topk_weights: torch.Tensor | None,
         bias: Sequence[torch.Tensor],
+        num_sms: int = NUM_SMS,
     ) -> tuple[torch.Tensor, torch.Tensor | None]: ...
 
     def moe_ffn(
@@ -93,40 +103,42 @@ class Engine(Protocol):
     ) -> torch.Tensor: ...
 
     def contexts(self) -> list[DeviceContext]:
-        """What calls of this engine may break, on this rank and on others."""
+        """The device contexts by which a call that breaks off here is told to other ranks."""
 
     def check(self) -> None:
-        """Raise what ended this rank's calls, if anything has; note the bad ids so far."""
+        """Raise what ended this rank's calls, if anything has; note how many bad ids there are."""
 
     def check_ids(self, result: object = None) -> None:
         """Raise RoutingError, with the `result` of a call that just ended, if ids out of range were
         seen before the last `check`."""
 
-    def free(self) -> None: ...
+    def free(self) -> None:
+        """Give the memory back."""
 
 
-class BreaksOff(Protocol):
-    """What has verbs."""
+class ContextEngine(ABC):
+    """What engines with kernels share: their device context tells of failures and of bad ids."""
 
-    def _break_off(self, error: BaseException) -> None: ...
+    @property
+    @abstractmethod
+    def context(self) -> DeviceContext:
+        """The context of this engine's kernels; an engine whose memory grows gets another one."""
 
+    def contexts(self) -> list[DeviceContext]:
+        """See `Engine`."""
+        return [self.context]
 
-P = ParamSpec("P")
-T = TypeVar("T")
-S = TypeVar("S", bound=BreaksOff)
+    def check(self) -> None:
+        """See `Engine`."""
+        context = self.context
+        context.check()
+        context.note_ids()
 
+    def check_ids(self, result: object = None) -> None:
+        """See `Engine`."""
+        self.context.check_ids(result)
 
-def verb(method: Callable[Concatenate[S, P], T]) -> Callable[Concatenate[S, P], T]:
-    """A method that all ranks call: what breaks it off on this rank, the others are told."""
-
-    @wraps(method)
-    def call(self: S, /, *args: P.args, **kwargs: P.kwargs) -> T:
-        try:
-            return method(self, *args, **kwargs)
-        except BaseException as error:
-            trace = error.__traceback__
-            if trace is not None and trace.tb_next is not None:  # else the arguments do not bind
-                self._break_off(error)
-            raise
-
-    return call
+    def _check_emulated(self) -> None:
+        """Raise what ended an interpreted call: it has ended when its launch returns."""
+        if INTERPRETED:
+            self.context.check()

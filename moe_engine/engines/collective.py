@@ -17,7 +17,7 @@ from ..device.context import SIGNATURE_WORDS
 from ..dispatch import Collected
 from ..errors import CapacityError, RoutingError, ShapeError, bad_ids
 from ..symm.device_context import DeviceContext
-from .base import Handle, Tokens
+from .base import NUM_SMS, Handle, Tokens
 
 
 class CollectiveEngine:
@@ -87,7 +87,7 @@ class CollectiveEngine:
         return counts[self.rank], [row[self.rank] for row in counts]
 
     def dispatch(
-        self, tokens: Tokens, num_worst_tokens: int
+        self, tokens: Tokens, num_worst_tokens: int, num_sms: int = NUM_SMS
     ) -> tuple[Collected, list[int], Handle]:
         """See `KernelEngine.dispatch`."""
         num_experts = tokens.num_experts
@@ -117,7 +117,7 @@ class CollectiveEngine:
         return out, per_expert, handle
 
     def dispatch_in_place(
-        self, tokens: Tokens, num_worst_tokens: int
+        self, tokens: Tokens, num_worst_tokens: int, num_sms: int = NUM_SMS
     ) -> tuple[Collected, list[int], Handle]:
         """See `KernelEngine.dispatch_in_place`; the rows are kept here until `release`."""
         out, per_expert, handle = self.dispatch(tokens, num_worst_tokens)
@@ -131,7 +131,11 @@ class CollectiveEngine:
         self._kept = None
 
     def dispatch_cached(
-        self, x: torch.Tensor, scales: torch.Tensor | None, handle: Handle
+        self,
+        x: torch.Tensor,
+        scales: torch.Tensor | None,
+        handle: Handle,
+        num_sms: int = NUM_SMS,
     ) -> Collected:
         """See `KernelEngine.dispatch_cached`."""
         send, recv = self._splits(handle.rank_prefix_matrix)
@@ -149,6 +153,7 @@ class CollectiveEngine:
         handle: Handle,
         topk_weights: torch.Tensor | None,
         bias: Sequence[torch.Tensor],
+        num_sms: int = NUM_SMS,
     ) -> tuple[torch.Tensor, torch.Tensor | None]:
         """See `KernelEngine.combine`."""
         send, recv = self._splits(handle.rank_prefix_matrix)

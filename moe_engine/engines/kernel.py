@@ -1,6 +1,6 @@
-"""The kernel engine: the verbs on symmetric memory, each a short sequence of launches.
+"""The kernel engine: a Buffer's calls on symmetric memory, each a short sequence of launches.
 
-`collective.py` has the same verbs on torch.distributed; `buffer.py` checks arguments and calls
+`collective.py` has the same calls on torch.distributed; `buffer.py` checks arguments and calls
 either.
 """
 
@@ -23,16 +23,16 @@ from ..layer_config import LayerChoices, LayerConfig, LayerProblem
 from ..streams import ConcurrentReads
 from ..symm.device_context import DeviceContext
 from ..symm.slots import BARE_HEADER, RowLayout, SlotLayout, Slots, header_bytes, layer_row
-from .base import Handle, Tokens
+from .base import NUM_SMS, ContextEngine, Handle, Tokens
 from .fused_layer import expert_rows_bytes, feed_forward
 
 
-class KernelEngine:
-    """Verbs through the kernels of dispatch/, grouped_gemm/ and combine/.
+class KernelEngine(ContextEngine):
+    """Calls through the kernels of dispatch/, grouped_gemm/ and combine/.
 
-    `num_comm_sms` programs communicate; `max_tokens` bounds T of `moe_ffn`, whose work space is
-    sized by it (equal on all ranks). `new_slots(layout, refused, epoch)`, collective, makes the
-    memory, or raises on all ranks where one has refused; without max_tokens the engine asks for
+    `max_tokens` bounds T of `moe_ffn`, whose work space is sized by it (equal on all ranks).
+    `new_slots(layout, was_captured, epoch)`, collective, makes the memory, or raises on all ranks
+    where one of them has captured the memory before it; without max_tokens the engine asks for
     more of it when a dispatch needs more (`_grow`). `layers` says how layers run, on all ranks
     alike.
     """
@@ -41,7 +41,6 @@ class KernelEngine:
         self,
         layout: SlotLayout,
         new_slots: Callable[[SlotLayout, bool, int], Slots],
-        num_comm_sms: Callable[[], int],
         max_tokens: int | None,
         layers: LayerChoices,
     ):
@@ -50,11 +49,10 @@ class KernelEngine:
         self._concurrent_reads = ConcurrentReads(self.slots.context.fields.device)
         self._new_slots, self._max_tokens = new_slots, max_tokens
         self._was_captured = False
-        self._num_comm_sms = num_comm_sms
 
     @property
-    def num_comm_sms(self) -> int:
-        return 2 if INTERPRETED else self._num_comm_sms()
+    def context(self) -> DeviceContext:
+        return self.slots.context
 
     def layout(
         self, topk_idx: torch.Tensor, num_experts: int
@@ -97,21 +95,21 @@ class KernelEngine:
         return counts, outgoing, head
 
     def dispatch(
-        self, tokens: Tokens, num_worst_tokens: int
+        self, tokens: Tokens, num_worst_tokens: int, num_sms: int = NUM_SMS
     ) -> tuple[Collected, list[int], Handle]:
         """Send the rows and return what came as tensors of the caller's.
 
         Synchronises the host with the counts, unless `num_worst_tokens` says how many rows to
         return (rows past the received ones are not written; their topk_idx is -1).
         """
-        return self._dispatch(tokens, num_worst_tokens, owned=True)
+        return self._dispatch(tokens, num_worst_tokens, num_sms, owned=True)
 
     def dispatch_in_place(
-        self, tokens: Tokens, num_worst_tokens: int
+        self, tokens: Tokens, num_worst_tokens: int, num_sms: int = NUM_SMS
     ) -> tuple[Collected, list[int], Handle]:
         """Send the rows and return their addresses, int64 [N], good until `release`: in the slot,
         or in `tokens.x` for rows that this rank sent to itself."""
-        return self._dispatch(tokens, num_worst_tokens, owned=False)
+        return self._dispatch(tokens, num_worst_tokens, num_sms, owned=False)
 
     def release(self) -> None:
         """End a `dispatch_in_place`: what was launched before has read the rows."""
@@ -120,7 +118,7 @@ class KernelEngine:
         self._check_emulated()
 
     def _dispatch(
-        self, tokens: Tokens, num_worst_tokens: int, owned: bool
+        self, tokens: Tokens, num_worst_tokens: int, num_sms: int, owned: bool
     ) -> tuple[Collected, list[int], Handle]:
         """Both forms: rows are copied where they are `owned`, else their addresses returned."""
         header = header_bytes(tokens.num_experts, self.slots.layout.num_ranks)
@@ -130,7 +128,7 @@ class KernelEngine:
             self._check_capacity(len(tokens.x), largest_row, header)
         elif self.slots.layout.max_rows(largest_row.num_bytes, header) < 1:
             self._grow(1, largest_row, header)
-        partition = Partition.choose(self.num_comm_sms, owned)
+        partition = Partition.choose(_num_programs(num_sms), owned)
         with self._first_use("dispatch", tokens.x, owned, tokens.num_topk, tokens.num_experts):
             out = self._new_rows(tokens, num_worst_tokens, owned) if num_worst_tokens else None
             counts, outgoing, send_head = self._begin(tokens, header, grows)
@@ -143,7 +141,7 @@ class KernelEngine:
                 most_rows = self.slots.context.rows_wanted() if grows else 0
                 if most_rows:
                     self._grow(most_rows, largest_row, header)
-                    return self._dispatch(tokens, num_worst_tokens, owned)
+                    return self._dispatch(tokens, num_worst_tokens, num_sms, owned)
                 self.slots.context.check()
                 out = self._new_rows(tokens, num_rows, owned)
             prefix = counts.rank_prefix_matrix
@@ -196,7 +194,11 @@ class KernelEngine:
         old.free()
 
     def dispatch_cached(
-        self, x: torch.Tensor, scales: torch.Tensor | None, handle: Handle
+        self,
+        x: torch.Tensor,
+        scales: torch.Tensor | None,
+        handle: Handle,
+        num_sms: int = NUM_SMS,
     ) -> Collected:
         """Send x [T, H] where an earlier dispatch sent its tokens; nothing is counted again."""
         with self._first_use("cached", x, scales is not None):
@@ -207,7 +209,7 @@ class KernelEngine:
             outgoing = Outgoing(x, scales, None, None, num_rows, handle.send_token_idx)
             rows = x.new_empty(handle.recv_src_idx.numel(), x.shape[1])
             out = dispatch_verbs.new_collected(rows, scales)
-            partition = Partition.choose(self.num_comm_sms, owned=True)
+            partition = Partition.choose(_num_programs(num_sms), owned=True)
             num_programs = partition.push + partition.early  # the latter begin after the push
             dispatch_verbs.send_metadata(
                 outgoing, 1, BARE_HEADER, num_programs, self.slots, handle.signature
@@ -223,6 +225,7 @@ class KernelEngine:
         handle: Handle,
         topk_weights: torch.Tensor | None,
         bias: Sequence[torch.Tensor],
+        num_sms: int = NUM_SMS,
     ) -> tuple[torch.Tensor, torch.Tensor | None]:
         """Return rows x [N, H] to their sources and sum them there, with the weights' rows."""
         num_tokens = handle.is_token_in_rank.shape[0]
@@ -237,7 +240,7 @@ class KernelEngine:
                 out, weights, bias, handle.send_head, handle.rank_prefix_matrix, len(x)
             )
             combine_verbs.return_rows(
-                x, topk_weights, handle.signature, sums, self.num_comm_sms, self.slots
+                x, topk_weights, handle.signature, sums, _num_programs(num_sms), self.slots
             )
             combine_verbs.final_sum(sums, x, topk_weights, self.slots)
             self._check_emulated()
@@ -316,23 +319,11 @@ class KernelEngine:
         with self.slots.context.first_use(verb, x.shape[1], x.dtype, *sizes):
             yield
 
-    def contexts(self) -> list[DeviceContext]:
-        """See `base.Engine`."""
-        return [self.slots.context]
-
-    def check(self) -> None:
-        """See `base.Engine`."""
-        self.slots.context.check()
-        self.slots.context.note_ids()
-
-    def check_ids(self, result: object = None) -> None:
-        """See `base.Engine`."""
-        self.slots.context.check_ids(result)
-
-    def _check_emulated(self) -> None:
-        if INTERPRETED:
-            self.slots.context.check()
-
     def free(self) -> None:
         """Give the symmetric memory back."""
         self.slots.free()
+
+
+def _num_programs(num_sms: int) -> int:
+    """Programs that communicate: fewer where they are interpreted, which is slow."""
+    return 2 if INTERPRETED else num_sms

@@ -11,7 +11,6 @@ import torch
 
 from ..combine.low_latency import Returning, low_latency_combine
 from ..device.context import ContextField
-from ..device.lang import INTERPRETED
 from ..device.ring import COUNT_MASK
 from ..dispatch.low_latency import Packed, Sending, low_latency_dispatch, new_packed
 from ..errors import CapacityError
@@ -21,6 +20,7 @@ from ..grouped_gemm.operands import Epilogue, Rows, Weights
 from ..options import Options
 from ..symm.device_context import DeviceContext
 from ..symm.ring import MAX_LOCAL_EXPERTS, MAX_ROWS, LowLatencyRow, Ring, message_bytes
+from .base import ContextEngine
 
 Receive = Callable[[], None]
 
@@ -32,7 +32,7 @@ class InFlight:
     received: bool = False
 
 
-class LowLatency:
+class LowLatency(ContextEngine):
     """Low-latency verbs on a ring. With `shrink` a rank that stays silent is masked, and the others
     go on without it. Arguments have been checked, but for what the memory holds."""
 
@@ -40,6 +40,10 @@ class LowLatency:
         self.ring, self._shrink = ring, shrink
         ring.context.shrinks = shrink
         self._calls: deque[InFlight] = deque(maxlen=ring.layout.num_slots)
+
+    @property
+    def context(self) -> DeviceContext:
+        return self.ring.context
 
     @property
     def num_ranks(self) -> int:
@@ -209,23 +213,6 @@ class LowLatency:
                 f"is of {self.num_ranks} and has {self.ring.layout.num_bytes} bytes. Pass what "
                 "low_latency_dispatch of the same Buffer returned."
             )
-
-    def _check_emulated(self) -> None:
-        if INTERPRETED:
-            self.ring.context.check()
-
-    def contexts(self) -> list[DeviceContext]:
-        """See `base.Engine`."""
-        return [self.ring.context]
-
-    def check(self) -> None:
-        """See `base.Engine`."""
-        self.ring.context.check()
-        self.ring.context.note_ids()
-
-    def check_ids(self, result: object = None) -> None:
-        """See `base.Engine`."""
-        self.ring.context.check_ids(result)
 
     def free(self) -> None:
         """Give the memory back."""

@@ -1,0 +1,77 @@
+"""Making the engines with kernels, on memory that all ranks of a Buffer allocate together."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+
+from ..agreement import Group, Settings
+from ..errors import CapacityError
+from ..layer_config import LayerChoices
+from ..streams import CallStreams
+from ..symm import SymmetricTensor, allocate, exchange
+from ..symm.ring import Ring, RingLayout
+from ..symm.slots import SlotLayout, Slots
+from .kernel import KernelEngine
+from .low_latency import LowLatency
+
+
+@dataclass(frozen=True, slots=True)
+class Allocator:
+    """Allocates the symmetric memory of one Buffer, and declares it to the Buffer's streams.
+
+    Engines keep it, as memory may grow. It does not know the Buffer, which they would keep alive.
+    """
+
+    group: Group
+    settings: Settings
+    backend: str
+    device: torch.device
+    streams: CallStreams
+
+    def new_engines(self) -> tuple[KernelEngine, LowLatency | None]:
+        """The engines with kernels, on memory of all ranks. Collective."""
+        settings, options, low_latency = self.settings, self.settings.options, None
+        num_ranks, num_slots = self.group.size, options.num_slots
+        layout = SlotLayout.fit(settings.num_bytes, num_ranks, num_slots)
+        if settings.ring_bytes:
+            ring = self.new_ring(RingLayout.fit(settings.ring_bytes, num_ranks, num_slots))
+            low_latency = LowLatency(ring, settings.enable_shrink)
+        layers = LayerChoices(options.layer, settings.measured)
+        return KernelEngine(layout, self.new_slots, options.max_tokens, layers), low_latency
+
+    def new_ring(self, layout: RingLayout) -> Ring:
+        """Low-latency memory of `layout` on all ranks. Collective."""
+        ring = Ring(self._new_block, layout, self.group.rank, self.settings.timeout_s)
+        self.streams.uses("ring", ring.block.local, ring.context.fields)
+        return ring
+
+    def new_slots(self, layout: SlotLayout, was_captured: bool, epoch: int) -> Slots:
+        """Memory of `layout` on all ranks, whose calls go on after `epoch`. Collective.
+
+        `was_captured`: this rank has captured the memory that this replaces in a CUDA graph.
+        CapacityError, on all ranks, where any rank has.
+        """
+        settings, rank = self.settings, self.group.rank
+        more = was_captured, settings.number, epoch
+        slots = Slots(self._replace_block, layout, rank, settings.timeout_s, *more)
+        self.streams.uses("slots", slots.block.local, slots.context.fields)
+        return slots
+
+    def _new_block(self, num_bytes: int) -> SymmetricTensor:
+        timeout_s = self.settings.timeout_s
+        return allocate(self.group.process_group, num_bytes, self.backend, self.device, timeout_s)
+
+    def _replace_block(self, num_bytes: int, was_captured: bool) -> SymmetricTensor:
+        """A new block, once all ranks have said that they did not capture the one before."""
+        group, timeout_s = self.group.process_group, self.settings.timeout_s
+        captured = exchange(group, lambda: was_captured, "replacing memory", timeout_s)
+        if any(captured):
+            ranks = ", ".join(str(rank) for rank, one in enumerate(captured) if one)
+            raise CapacityError(
+                f"this call needs {num_bytes} bytes, more than this Buffer has, and it cannot "
+                f"grow: CUDA graphs captured on ranks {ranks} use its memory. Make a new Buffer "
+                "with the bytes of Buffer.size_hint(...), or for as many tokens."
+            )
+        return self._new_block(num_bytes)

@@ -1,0 +1,258 @@
+"""The life of a Buffer: its ranks meet and allocate, make calls in step, and free the memory."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Sequence
+from functools import wraps
+from typing import Any, Concatenate, NoReturn, ParamSpec, Self, TypeVar
+
+import torch
+import torch.distributed as dist
+
+from .agreement import Group, Settings, agree, check_settings
+from .checks import memory_view
+from .engines.allocation import Allocator
+from .engines.base import Engine
+from .engines.collective import CollectiveEngine
+from .engines.kernel import KernelEngine
+from .engines.low_latency import LowLatency
+from .errors import (
+    BackendError,
+    MoeEngineError,
+    OutOfStep,
+    PeerTimeout,
+    TooManyTokens,
+)
+from .options import DEFAULT_OPTIONS, Options, size_hint, sizes_for_tokens
+from .streams import CallStreams, EventHandle, EventOverlap
+from .symm import choose_backend, resolve_device
+
+LEAVE_OUT_OF_STEP = TooManyTokens, OutOfStep
+"""Errors that one rank raises before a call's first launch, and the other ranks do not."""
+
+P = ParamSpec("P")
+T = TypeVar("T")
+B = TypeVar("B", bound="BufferLifecycle")
+
+
+def verb(method: Callable[Concatenate[B, P], T]) -> Callable[Concatenate[B, P], T]:
+    """A method that all ranks call. Its result passes `_finish`; the other ranks are told of an
+    error that breaks it off on this one."""
+
+    @wraps(method)
+    def call(self: B, /, *args: P.args, **kwargs: P.kwargs) -> T:
+        try:
+            return self._finish(method(self, *args, **kwargs))
+        except BaseException as error:
+            trace = error.__traceback__
+            if trace is not None and trace.tb_next is not None:  # else the arguments do not bind
+                self._break_off(error)
+            raise
+
+    return call
+
+
+class BufferLifecycle:
+    """What a Buffer is without its verbs. It makes the engines, which carry the verbs out.
+
+    backend, device, group, group_size, options, rank: as agreed with the other ranks.
+    """
+
+    def __init__(
+        self,
+        group: dist.ProcessGroup | None = None,
+        num_nvl_bytes: int = 0,
+        num_rdma_bytes: int = 0,
+        low_latency_mode: bool = False,
+        num_qps_per_rank: int = 24,
+        allow_nvlink_for_low_latency_mode: bool = True,
+        allow_mnnvl: bool = False,
+        explicitly_destroy: bool = False,
+        enable_shrink: bool = False,
+        comm: Any = None,
+        backend: str = "auto",
+        options: Options = DEFAULT_OPTIONS,
+        use_fabric: bool = False,
+    ):
+        self._forks = forks
+        members, device = Group.of(group), resolve_device(None)
+        given = comm, backend, num_nvl_bytes, num_rdma_bytes, low_latency_mode, enable_shrink
+
+        def make_settings() -> Settings:
+            return check_settings(members, device, *given, options)
+
+        settings = agree(members, make_settings)
+        self.group, self.rank, self.group_size = members.process_group, members.rank, members.size
+        self.device, self.backend = device, backend
+        self.num_nvl_bytes, self.num_rdma_bytes = num_nvl_bytes, num_rdma_bytes
+        self.low_latency_mode, self.enable_shrink = low_latency_mode, settings.enable_shrink
+        self.explicitly_destroy, self.options = explicitly_destroy, settings.options
+        self._engine: Engine | None = None
+        self._low_latency: LowLatency | None = None
+        self._engines: list[Engine | LowLatency] = []
+        self._unreleased: torch.Tensor | None = None  # x of a dispatch in place, until release()
+        self._streams = CallStreams(device)
+        if backend == "collective":
+            self._engine = CollectiveEngine(self.group)
+        else:
+            self.backend = choose_backend(self.group, backend, device)
+            allocator = Allocator(members, settings, self.backend, device, self._streams)
+            self._engine, self._low_latency = allocator.new_engines()
+        self._engines += [one for one in (self._engine, self._low_latency) if one is not None]
+
+    @classmethod
+    def for_tokens(
+        cls,
+        group: dist.ProcessGroup | None,
+        max_tokens: int,
+        hidden: int,
+        num_experts: int,
+        num_topk: int,
+        dtype: torch.dtype = torch.bfloat16,
+        backend: str = "auto",
+        options: Options = DEFAULT_OPTIONS,
+    ) -> Self:
+        """A Buffer for up to `max_tokens` tokens per rank of this shape, by formula: `size_hint`,
+        and low-latency memory for `Options.decode_tokens` of them."""
+        try:
+            sizes = max_tokens, hidden, num_experts, num_topk, dtype, Group.of(group).size
+            num_bytes, ring_bytes, options = sizes_for_tokens(options, *sizes)
+        except MoeEngineError as problem:  # which all ranks raise, where they meet
+            bad: Any = problem
+            return cls(group, backend=backend, options=bad)
+        return cls(group, num_bytes, ring_bytes, ring_bytes > 0, backend=backend, options=options)
+
+    size_hint = staticmethod(size_hint)
+
+    def destroy(self) -> None:
+        """Give the memory back. Collective: no rank may still be in a call. Twice is harmless."""
+        self._check_process()
+        if self._engines and self.device.type == "cuda":
+            torch.cuda.synchronize(self.device)
+        for engine in self._engines:
+            engine.free()
+        self._engine, self._low_latency, self._engines = None, None, []
+        self._streams.uses("slots")
+        self._streams.uses("ring")
+
+    # --- Copies ------------------------------------------------------------------------------
+
+    def __copy__(self) -> Self:
+        """A Buffer is shared by the copies of what holds it: memory of all ranks belongs to it."""
+        return self
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Self:
+        return self
+
+    def __reduce_ex__(self, protocol: object) -> NoReturn:
+        raise BackendError(
+            "a Buffer cannot be pickled or saved: it is memory that ranks share. Save a module's "
+            "state_dict(), and make a Buffer on each rank where it is loaded."
+        )
+
+    # --- Streams and memory ------------------------------------------------------------------
+
+    @staticmethod
+    def capture() -> EventOverlap:
+        """The end of what the current stream holds by now, as an event."""
+        return EventOverlap(EventHandle())
+
+    def get_comm_stream(self) -> torch.cuda.Stream:
+        """The stream of asynchronous calls, of high priority, this Buffer's own. BackendError on a
+        CPU, which has no streams."""
+        return self._streams.comm_stream()
+
+    def get_local_buffer_tensor(
+        self,
+        dtype: torch.dtype,
+        size: Sequence[int] | None = None,
+        offset: int = 0,
+        use_rdma_buffer: bool = False,
+    ) -> torch.Tensor:
+        """This rank's ring of slots from byte `offset` on, as `dtype`: `size`, or all in one row.
+
+        To be read only: peers that are ahead may already have written the next call's rows to it.
+        It is the normal calls' memory, use_rdma_buffer or not. CapacityError for more than that.
+        """
+        engine = self._ready(sends=False)
+        if not isinstance(engine, KernelEngine):
+            raise BackendError(f"a Buffer with backend {self.backend!r} has no memory of its own.")
+        ring = engine.slots.block.local[engine.slots.layout.slots :]
+        return memory_view(ring, dtype, size, offset)
+
+    # --- Checks ------------------------------------------------------------------------------
+
+    @verb
+    def check(self) -> None:
+        """Synchronise and raise what went wrong: PeerTimeout, a call that did not match or was
+        abandoned, RoutingError."""
+        self._check_process()
+        self._synchronise()
+
+    def _ready(self, sends: bool = True) -> Engine:
+        """The engine, if it can go on: with rows in place, only for a call that sends nothing."""
+        self._check_process()
+        if self._engine is None:
+            raise BackendError("this Buffer was destroyed; make a new one.")
+        for engine in self._engines:
+            engine.check()
+        if sends and self._unreleased is not None:
+            raise BackendError(
+                "the last dispatch left its rows in place; call release() when they are read."
+            )
+        return self._engine
+
+    def _finish(self, result: T) -> T:
+        """The `result` of a call; RoutingError with it for ids that were known to be bad before the
+        call began. With Options.debug waits, and raises what went wrong in this call too."""
+        if self.options.debug:
+            self._synchronise()
+        for engine in self._engines:
+            engine.check_ids(result)
+        return result
+
+    def _synchronise(self) -> None:
+        """Wait for the device, and raise what ended a call."""
+        if self.device.type == "cuda":
+            torch.cuda.synchronize(self.device)
+        for engine in self._engines:
+            engine.check()
+
+    def _break_off(self, error: BaseException) -> None:
+        """End the calls of this Buffer on all ranks where an error leaves this one out of step.
+
+        Arguments that are refused before the first launch leave it in step, as all ranks refuse
+        them alike; all else that breaks off a call does not. The others are told, unless they
+        find out by themselves, as of a lost rank, or have told this one.
+        """
+        contexts = [context for engine in self._engines for context in engine.contexts()]
+        broken = next((one for one in contexts if one.step is not None or one.has_ended), None)
+        leaves_others = self.group_size > 1 and isinstance(error, LEAVE_OUT_OF_STEP)
+        is_refusal = isinstance(error, MoeEngineError) and not leaves_others
+        if not contexts or contexts[0].has_told or (broken is None and is_refusal):
+            return
+        kind, text = (broken or contexts[0]).notice(error)
+        knows = isinstance(error, PeerTimeout) or any(one.was_told for one in contexts)
+        for context in contexts:
+            cause = None if broken is None else broken.ended
+            context.abandon(kind, text, not knows and not context.shrinks, cause)
+
+    def _check_process(self) -> None:
+        if self._forks != forks:
+            raise BackendError(
+                "this Buffer was made before this process was forked, and belongs to its parent; "
+                "make a Buffer here, or start ranks by spawn."
+            )
+
+
+forks = 0
+"""How often this process was forked from one that had imported this module."""
+
+
+def _note_fork() -> None:
+    global forks
+    forks += 1
+
+
+os.register_at_fork(after_in_child=_note_fork)
