@@ -1,4 +1,4 @@
-"""Buffer: the object users hold. It checks the arguments of DeepEP V1's calls and runs them."""
+"""Buffer: the object users hold, with DeepEP V1's normal calls and `moe_ffn`."""
 
 from __future__ import annotations
 
@@ -40,8 +40,8 @@ class Buffer(LowLatencyVerbs):
     Verbs take `previous_event` (what to wait for, instead of all that the current stream holds),
     `async_finish` (run on `get_comm_stream()` and return an event that ends the call, for which
     the caller waits before it uses the results), `allocate_on_comm_stream` (accepted with both of
-    these, as in DeepEP; results of asynchronous calls are always allocated there) and `config`
-    (its num_sms programs communicate in this call).
+    these, as in DeepEP; results of asynchronous calls are always allocated on that stream) and
+    `config` (its num_sms programs communicate in this call).
 
     backend: "torch" (GPUs that can map each other's memory), "emulated" (CPU ranks as processes,
     the same kernels through Triton's interpreter), "single" (one rank), "collective" (plain
@@ -65,7 +65,7 @@ class Buffer(LowLatencyVerbs):
         async_finish: bool = False,
         allocate_on_comm_stream: bool = False,
     ) -> tuple[torch.Tensor, None, torch.Tensor, torch.Tensor, EventOverlap]:
-        """Count what goes where. topk_idx int64 [T, K], -1 = not routed.
+        """Count the tokens for each rank and expert. topk_idx int64 [T, K], -1 = not routed.
 
         Returns (num_tokens_per_rank int32 [R], None, num_tokens_per_expert int32 [E],
         is_token_in_rank bool [T, R], event). Ids out of range count as -1 and raise RoutingError
@@ -110,18 +110,20 @@ class Buffer(LowLatencyVerbs):
 
         x: [T, H], or a pair of e4m3 rows [T, H] and scales [T, S] (float32 or packed int32, any
         strides); recv_x is such a pair then. topk_idx int64 [T, K] and topk_weights float32 [T, K]
-        travel along. The counts and is_token_in_rank are those of `get_dispatch_layout`. With a
-        `handle` of an earlier dispatch only x is sent, to the same places.
+        are sent along. The counts and is_token_in_rank are those of `get_dispatch_layout`. With a
+        `handle` of an earlier dispatch only x is sent, to the same rows.
 
-        Returns (recv_x [N, H], recv_topk_idx int64 [N, K] with local ids, -1 where the expert is
-        elsewhere, recv_topk_weights float32 [N, K], 0 there, rows per local expert rounded up to
+        Returns (recv_x [N, H], recv_topk_idx int64 [N, K] with local ids, -1 for experts of other
+        ranks, recv_topk_weights float32 [N, K], 0 for these, rows per local expert rounded up to
         expert_alignment, handle, event); with a handle (recv_x, None, None, None, None, event).
-        Rows stand by source rank, then token. num_worst_tokens > 0 returns that many rows and no
-        list, without synchronising the host; past the received rows only ids are written, as -1.
+        Rows are ordered by source rank, then token. num_worst_tokens > 0 returns that many rows
+        and no list, without synchronising the host; after the received rows only ids are written,
+        as -1.
 
         in_place=True saves the copy: recv_x is int64 [N], the address of each row, for kernels that
-        follow pointers. The rows lie there until `release()`, which must come before the next
-        call that sends; x must stay as it is, as rows that a rank sends to itself are read there.
+        follow pointers. The rows stay at these addresses until `release()`, which must come before
+        the next call that sends. x must not change before, as rows that a rank sends to itself are
+        read in x.
 
         Example, 2 ranks of 2 experts, rank 0 sends 4 tokens with topk_idx [[0], [2], [1], [3]],
         rank 1 none: rank 0 receives tokens 0, 2 with local ids [[0], [1]], rank 1 tokens 1, 3 with
@@ -206,10 +208,11 @@ class Buffer(LowLatencyVerbs):
         async_finish: bool = False,
         allocate_on_comm_stream: bool = False,
     ) -> tuple[torch.Tensor, torch.Tensor | None, EventOverlap]:
-        """Return rows x [N, H] (in receive order) to their tokens and add them up there.
+        """Return rows x [N, H] (in receive order) to their tokens' ranks and add them up.
 
-        Unweighted; fp32 from bias (none, one or two of [T, H]) on, ranks by right-most top-k
-        lane, one rounding. topk_weights float32 [N, K] are summed likewise.
+        The sum has no weights. It begins with bias (none, one or two of [T, H]), adds the ranks'
+        rows in order of each rank's largest k in fp32, and is rounded once. topk_weights float32
+        [N, K] are summed likewise.
         Returns (out [T, H], weights float32 [T, K] or None, event).
         """
         engine = self._ready()

@@ -1,4 +1,5 @@
-"""Argument checks that run before any kernel does."""
+"""Checks of arguments, which run before any kernel does. Each error names the argument, what came
+and what is allowed."""
 
 from __future__ import annotations
 
@@ -13,13 +14,15 @@ from .device.lang import INTERPRETED
 from .errors import BackendError, CapacityError, DtypeError, ShapeError, TooManyTokens
 
 MAX_LOW_LATENCY_TOKENS = 4096
-"""Tokens of a rank in a low-latency call: there are flags for so many."""
+"""Most tokens of a rank in a low-latency call, each of which has a flag."""
 MAX_EXPERTS = 65_536
-"""Experts of all ranks: a program of the layout counts them all."""
+"""Most experts of all ranks: each program of the layout counts them all."""
 MAX_INT = 2**63 - 1
 """The largest number that a kernel takes."""
 PLAIN = (torch.Tensor, torch.nn.Parameter)
 PAYLOAD_DTYPES = (torch.bfloat16, torch.float32)
+
+# --- Tensors -------------------------------------------------------------------------------------
 
 
 def check_tensor(
@@ -29,8 +32,8 @@ def check_tensor(
     dtypes: Sequence[torch.dtype],
     device: torch.device | None = None,
 ) -> None:
-    """`tensor` must be dense, with memory of its own, and have this shape (None for any, a string
-    for any size), dtype and device."""
+    """`tensor` must be dense, have memory of its own, and have this shape (None for any shape; a
+    string in it stands for any size), dtype and device."""
     if type(tensor) not in PLAIN:
         _check_kind(name, tensor)
     try:
@@ -75,8 +78,21 @@ def check_contiguous(name: str, tensor: torch.Tensor) -> None:
         )
 
 
+def check_no_grad(**tensors: torch.Tensor | None) -> None:
+    """Arguments of a call without a backward must not require grad: their gradients would be lost
+    in silence."""
+    if not torch.is_grad_enabled():
+        return
+    for name, tensor in tensors.items():
+        if getattr(tensor, "requires_grad", False):
+            raise BackendError(
+                f"{name} requires grad, and this call has no backward. Wrap it in "
+                "torch.no_grad() or torch.inference_mode(), or detach the input."
+            )
+
+
 def _check_kind(name: str, tensor: Any) -> None:
-    """A tensor of a subclass is one as well, unless it only stands for others, as a DTensor."""
+    """Tensors of a subclass are taken, unless they only stand for others, as a DTensor does."""
     if not isinstance(tensor, torch.Tensor):
         raise DtypeError(f"{name} is a {type(tensor).__name__}; it must be a torch.Tensor.")
     if type(tensor).__torch_dispatch__ is not torch.Tensor.__torch_dispatch__:
@@ -84,6 +100,9 @@ def _check_kind(name: str, tensor: Any) -> None:
             f"{name} is a {type(tensor).__name__}, which has no memory of its own; pass the plain "
             "tensor, for a DTensor its to_local()."
         )
+
+
+# --- Numbers, flags, types -----------------------------------------------------------------------
 
 
 def check_int(name: str, value: int, minimum: int, maximum: int = MAX_INT) -> int:
@@ -101,6 +120,12 @@ def check_int(name: str, value: int, minimum: int, maximum: int = MAX_INT) -> in
     return value
 
 
+def check_at_least(minimum: int, **values: int) -> None:
+    """Each named int must be `minimum` or more."""
+    for name, value in values.items():
+        check_int(name, value, minimum)
+
+
 def check_flag(name: str, value: bool) -> None:
     """`value` must be True or False, or 1 or 0."""
     if value is not True and value is not False:
@@ -116,7 +141,7 @@ def check_dtype(name: str, dtype: torch.dtype, allowed: Sequence[torch.dtype]) -
 
 
 def shown(value: object) -> str:
-    """What came, in a few words, whatever it is."""
+    """A short text for a value of any kind."""
     if isinstance(value, int) and value.bit_length() > 64:  # which str() may refuse
         return f"an int of {value.bit_length()} bits"
     if isinstance(value, int | float | str | torch.dtype) and len(text := repr(value)) <= 80:
@@ -124,10 +149,13 @@ def shown(value: object) -> str:
     return f"a {type(value).__name__}"
 
 
+# --- Tokens and their routing --------------------------------------------------------------------
+
+
 def check_rows(
     name: str, rows: torch.Tensor, num_rows: int | str = "T", device: torch.device | None = None
 ) -> None:
-    """`rows` must be [num_rows, H] in a payload type, H positive, without a gradient to lose."""
+    """`rows` must be [num_rows, H], bf16 or fp32, with H positive, and not require grad."""
     check_tensor(name, rows, [num_rows, "H"], PAYLOAD_DTYPES, device)
     if rows.shape[1] == 0:
         raise ShapeError(f"{name} has shape {list(rows.shape)}; H must be positive.")
@@ -139,7 +167,7 @@ def check_payload(
     num_tokens: int | str = "T",
     device: torch.device | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor | None]:
-    """What dispatch sends: rows as `check_rows` wants them, or a pair of e4m3 rows [T, H] and their
+    """What dispatch sends: rows that pass `check_rows`, or a pair of e4m3 rows [T, H] and their
     scales [T, S] in float32 or packed int32, of any strides. Returns (rows, scales or None)."""
     if isinstance(x, torch.Tensor):
         check_rows("x", x, num_tokens, device)
@@ -158,17 +186,6 @@ def check_payload(
             "must be positive."
         )
     return rows, scales
-
-
-def check_experts(num_experts: int, num_ranks: int) -> int:
-    """Every rank holds equally many experts, and at least one. Returns them as an int."""
-    num_experts = check_int("num_experts", num_experts, 1, MAX_EXPERTS)
-    if num_experts % num_ranks:
-        raise ShapeError(
-            f"num_experts is {num_experts}; it must be a positive multiple of the {num_ranks} "
-            "ranks. Pad with experts that no token is routed to."
-        )
-    return num_experts
 
 
 def check_topk(
@@ -229,6 +246,20 @@ def check_biases(
     return tuple(biases)
 
 
+# --- Experts -------------------------------------------------------------------------------------
+
+
+def check_experts(num_experts: int, num_ranks: int) -> int:
+    """Every rank holds equally many experts, and at least one. Returns num_experts as an int."""
+    num_experts = check_int("num_experts", num_experts, 1, MAX_EXPERTS)
+    if num_experts % num_ranks:
+        raise ShapeError(
+            f"num_experts is {num_experts}; it must be a positive multiple of the {num_ranks} "
+            "ranks. Pad with experts that no token is routed to."
+        )
+    return num_experts
+
+
 def check_expert_weights(x: torch.Tensor, w_gate_up: torch.Tensor, w_down: torch.Tensor) -> None:
     """w_gate_up [L, 2I, H] and w_down [L, H, I] in the type and on the device of x [T, H]."""
     hidden = x.shape[1]
@@ -243,8 +274,11 @@ def check_expert_weights(x: torch.Tensor, w_gate_up: torch.Tensor, w_down: torch
     check_no_grad(w_gate_up=w_gate_up, w_down=w_down)
 
 
+# --- The largest number of tokens ----------------------------------------------------------------
+
+
 def check_max_tokens(num_tokens: int, max_tokens: int | None) -> int | None:
-    """The hint of a layer, if there is one, must not be below the tokens that came. Returns it."""
+    """max_tokens, unless None, must not be below the number of tokens that came. Returns it."""
     if max_tokens is None:
         return None
     max_tokens = check_int("max_tokens", max_tokens, 0)
@@ -258,8 +292,8 @@ def check_max_tokens(num_tokens: int, max_tokens: int | None) -> int | None:
 
 
 def check_max_dispatch_tokens(max_tokens: int, num_tokens: int = 0) -> int:
-    """num_max_dispatch_tokens_per_rank must be 1 to 4096, and hold the tokens that came. Returns it
-    as an int."""
+    """num_max_dispatch_tokens_per_rank must be 1 to 4096, and no less than the tokens that came.
+    Returns it as an int."""
     max_tokens = check_int("num_max_dispatch_tokens_per_rank", max_tokens, -MAX_INT)
     is_possible = 1 <= max_tokens <= MAX_LOW_LATENCY_TOKENS
     if not is_possible or num_tokens > max_tokens:
@@ -273,10 +307,15 @@ def check_max_dispatch_tokens(max_tokens: int, num_tokens: int = 0) -> int:
     return max_tokens
 
 
-def check_at_least(minimum: int, **values: int) -> None:
-    """Each named int must be `minimum` or more."""
-    for name, value in values.items():
-        check_int(name, value, minimum)
+# --- What ranks and devices support --------------------------------------------------------------
+
+
+def check_shrink(enable_shrink: bool, num_ranks: int) -> None:
+    """Masked ranks are the bits of an int64, so enable_shrink takes at most 63 ranks."""
+    if enable_shrink and num_ranks > 63:
+        raise ShapeError(
+            f"enable_shrink is set with {num_ranks} ranks; it serves up to 63. Leave it out."
+        )
 
 
 def check_runnable(device: torch.device) -> None:
@@ -289,14 +328,6 @@ def check_runnable(device: torch.device) -> None:
         )
 
 
-def check_shrink(enable_shrink: bool, num_ranks: int) -> None:
-    """Ranks that may be masked are bits of a word."""
-    if enable_shrink and num_ranks > 63:
-        raise ShapeError(
-            f"enable_shrink is set with {num_ranks} ranks; it serves up to 63. Leave it out."
-        )
-
-
 def check_fp8(device: torch.device) -> None:
     """GPUs cast to e4m3 from compute capability 8.9 on."""
     if device.type == "cuda" and torch.cuda.get_device_capability(device) < (8, 9):
@@ -306,16 +337,7 @@ def check_fp8(device: torch.device) -> None:
         )
 
 
-def check_no_grad(**tensors: torch.Tensor | None) -> None:
-    """Of a call without a backward: losing a gradient in silence would be worse than an error."""
-    if not torch.is_grad_enabled():
-        return
-    for name, tensor in tensors.items():
-        if getattr(tensor, "requires_grad", False):
-            raise BackendError(
-                f"{name} requires grad, and this call has no backward. Wrap it in "
-                "torch.no_grad() or torch.inference_mode(), or detach the input."
-            )
+# --- Packed tensors and views of memory ----------------------------------------------------------
 
 
 def packed(tensor: torch.Tensor) -> torch.Tensor:
@@ -323,7 +345,7 @@ def packed(tensor: torch.Tensor) -> torch.Tensor:
     tensor = tensor.contiguous()
     if tensor.data_ptr() % 16:
         return tensor.clone(memory_format=torch.contiguous_format)
-    if 1 in (shape := tensor.shape) or 0 in shape:  # strides may have been any there
+    if 1 in (shape := tensor.shape) or 0 in shape:  # a dimension of size 1 or 0 may have any stride
         return tensor.view(-1).view(shape)
     return tensor
 

@@ -1,5 +1,8 @@
-"""What counts and handles hold, checked before kernels take it for an index. Waits for the device,
-so only a Buffer in debug mode asks: `Options.debug`, or MOE_ENGINE_DEBUG=1 when it is made."""
+"""Checks of the values of counts and handles, before kernels use them as indices.
+
+They wait for the device, so only a Buffer in debug mode makes them: `Options.debug`, or
+MOE_ENGINE_DEBUG=1 when it is made.
+"""
 
 from __future__ import annotations
 
@@ -50,7 +53,8 @@ def check_ids(topk_idx: torch.Tensor, num_experts: int, rank: int) -> None:
 
 
 def check_handle_values(handle: Handle, rank: int) -> None:
-    """What the kernels of `rank` read of a handle must be indices within the tensors of a call."""
+    """All that the kernels of `rank` read in a handle must be indices within the tensors of the
+    call."""
     prefix, in_rank = handle.rank_prefix_matrix.long(), handle.is_token_in_rank
     num_ranks, num_rows = in_rank.shape[1], handle.recv_src_idx.numel()
     sent = torch.diff(prefix, dim=0, prepend=prefix.new_zeros(1, num_ranks))
@@ -85,7 +89,8 @@ def check_handle_values(handle: Handle, rank: int) -> None:
 
 
 def check_low_latency_values(handle: LowLatencyHandle, topk_idx: torch.Tensor, rank: int) -> None:
-    """Where the rows of a low-latency dispatch are, and whose, must be within its tensors."""
+    """The rows and slots of the top-k that a low-latency handle names must be within the tensors of
+    its call."""
     check_ids(topk_idx, handle.num_experts, rank)
     max_tokens, num_rows = handle.returns.shape[1], handle.src_info.numel()
     num_topk = (handle.returns.shape[2] - 1) // 3
@@ -93,18 +98,14 @@ def check_low_latency_values(handle: LowLatencyHandle, topk_idx: torch.Tensor, r
     if bool(((num_tokens < 0) | (num_tokens > max_tokens)).any()):
         _refuse(f"handle.call has {num_tokens.tolist()} tokens of up to {max_tokens}", rank)
     tokens = torch.arange(max_tokens, device=num_tokens.device)
-    returns = handle.returns[tokens < num_tokens[:, None]]  # what lies behind is not written
-    num_lanes, places, lanes = (
-        returns[:, :1],
-        returns[:, 1 : 1 + num_topk],
-        returns[:, 1 + num_topk :],
-    )
-    if bool(((num_lanes < 0) | (num_lanes > num_topk)).any()):
-        _refuse(f"handle.returns has tokens of less than 0 or more than {num_topk} lanes", rank)
-    used = torch.arange(num_topk, device=returns.device) < num_lanes
+    returns = handle.returns[tokens < num_tokens[:, None]]  # those after them are not written
+    num_copies, rows, slots = returns[:, :1], returns[:, 1:], returns[:, 1 + num_topk :]
+    if bool(((num_copies < 0) | (num_copies > num_topk)).any()):
+        _refuse(f"handle.returns has tokens of less than 0 or more than {num_topk} rows", rank)
+    used = torch.arange(num_topk, device=returns.device) < num_copies
     for name, value, end in (
-        ("places", places, num_rows),
-        ("lanes", lanes[:, :num_topk], num_topk),
+        ("rows", rows[:, :num_topk], num_rows),
+        ("slots of the top-k", slots[:, :num_topk], num_topk),
     ):
         if bool((used & ((value < 0) | (value >= end))).any()):
             _refuse(f"handle.returns has {name} outside 0 .. {end - 1}", rank)

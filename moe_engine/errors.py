@@ -20,8 +20,8 @@ class CapacityError(MoeEngineError, ValueError):
 
 
 class TooManyTokens(CapacityError):
-    """One rank brought more tokens than a call takes. The others, which may be in the call already,
-    are told, and the Buffer is unusable from here on."""
+    """One rank brought more tokens than a call takes. The other ranks, which may be in the call
+    already, are told. The Buffer is unusable from here on."""
 
 
 class BackendError(MoeEngineError, RuntimeError):

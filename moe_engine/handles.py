@@ -1,4 +1,4 @@
-"""What a handle must be, by metadata alone: nothing waits for the device."""
+"""Checks of handles by the metadata of their tensors; they do not wait for the device."""
 
 from __future__ import annotations
 
@@ -26,14 +26,14 @@ PARTS = (
     ("handle.is_token_in_rank", torch.bool, "T R"),
     ("handle.send_head", torch.int32, "T R"),
 )
-"""The tensors of a `Handle` in order: name, dtype and which of the shapes in `check_handle`."""
+"""The tensors of a `Handle` in order: name, dtype and the name of its shape in `check_handle`."""
 MAX_HIDDEN = 2**20
-"""Columns of a row in low-latency calls, each of whose programs holds one."""
+"""Most columns of a row in low-latency calls, whose programs each hold a whole row."""
 
 
 def check_handle(handle: Any, num_ranks: int, device: torch.device) -> Handle:
-    """The tensors that a dispatch of `num_ranks` ranks returned: contiguous, on this device, with
-    sizes that fit one another. A plain tuple of them, or a list, serves as well."""
+    """`handle` must hold the tensors that a dispatch of `num_ranks` ranks returned: contiguous, on
+    this device, with sizes that fit one another. A plain tuple or a list of them serves as well."""
     if not isinstance(handle, tuple | list):
         raise DtypeError(
             f"handle is a {type(handle).__name__}; it must be the tuple of tensors that dispatch "
@@ -59,7 +59,8 @@ def check_handle(handle: Any, num_ranks: int, device: torch.device) -> Handle:
 
 
 def check_low_latency_handle(handle: Any, num_ranks: int, device: torch.device) -> LowLatencyHandle:
-    """What low_latency_dispatch of `num_ranks` ranks returned, with sizes that fit one another."""
+    """`handle` must be what low_latency_dispatch of `num_ranks` ranks returned, with sizes that fit
+    one another."""
     if not isinstance(handle, tuple) or len(handle) != len(LowLatencyHandle._fields):
         raise DtypeError(
             f"handle is a {type(handle).__name__}; it must be what low_latency_dispatch returned."
@@ -83,7 +84,7 @@ def check_low_latency_handle(handle: Any, num_ranks: int, device: torch.device) 
 
 
 def _length(tensor: Any) -> int | str:
-    """The first size of a tensor; of anything else, which is refused later, any size."""
+    """The first size of a tensor, and "any" for anything else, which is refused later."""
     try:
         return tensor.shape[0]
     except (AttributeError, IndexError, RuntimeError):
@@ -97,7 +98,7 @@ def _check_part(
     dtype: torch.dtype,
     device: torch.device,
 ) -> None:
-    """`check_tensor` and `check_contiguous`, in half of their time where all is right."""
+    """`check_tensor` and `check_contiguous`, in half of their time for a tensor that passes."""
     try:
         is_right = (
             type(tensor) is torch.Tensor
@@ -107,7 +108,7 @@ def _check_part(
             and tensor.shape == shape
             and tensor.data_ptr()
         )
-    except RuntimeError:  # of a sparse or nested tensor
+    except RuntimeError:  # a sparse or nested tensor
         is_right = False
     if not is_right:
         check_tensor(name, tensor, shape, [dtype], device)

@@ -23,7 +23,7 @@ def moe_ffn(
     buffer: Buffer,
     max_tokens: int | None = None,
 ) -> torch.Tensor:
-    """Route x [T, H] to its experts on all ranks and sum what they give, weighted: [T, H].
+    """Route x [T, H] to its experts on all ranks and sum their results, weighted: [T, H].
 
     topk_idx int64 [T, K] (-1 = not routed) and topk_weights float32 [T, K] come from the router;
     w_gate_up [L, 2I, H] (gate rows, then up rows) and w_down [L, H, I] are this rank's experts
@@ -31,9 +31,9 @@ def moe_ffn(
     out[t] = sum over k of topk_weights[t, k] * w_down[e] @ (silu(gate_e x) * (up_e x)).
 
     Collective over the Buffer's group; T may differ per rank and be 0. max_tokens, equal on all
-    ranks, is the most that any of them brings to this call (None: what the Buffer was made for): up
-    to `Options.decode_tokens` of them take the low-latency way (`engines/low_latency.py`). No
-    backward yet.
+    ranks, is the most that any of them brings to this call (None: what the Buffer was made for).
+    Up to `Options.decode_tokens`, the layer runs by low-latency calls (`engines/low_latency.py`).
+    There is no backward yet.
     Layers of two Buffers must not run at once on a GPU: each may hold what the other waits for.
     """
     _check_buffer(buffer)
@@ -53,7 +53,7 @@ class LayerInFlight:
     _event: EventOverlap
 
     def finish(self) -> torch.Tensor:
-        """The result [T, H]; the current stream goes on when it is there."""
+        """The result [T, H]; the current stream waits until it is written."""
         self._event.current_stream_wait()
         return self._out
 
@@ -73,7 +73,7 @@ def start_moe_ffn(
         layer = start_moe_ffn(x, topk_idx, topk_weights, w_gate_up, w_down, buffer)
         y = shared_expert(x) + layer.finish()
 
-    Collective, like `moe_ffn`; one layer of a Buffer after the other.
+    Collective, like `moe_ffn`. The layers of a Buffer run one after the other.
     """
     _check_buffer(buffer)
     args = x, topk_idx, topk_weights, w_gate_up, w_down
@@ -92,8 +92,9 @@ def _check_buffer(buffer: object) -> None:
 class MoEFeedForward(torch.nn.Module):
     """This rank's experts of one layer over a shared Buffer: `forward(x, topk_idx, topk_weights)`.
 
-    Parameters: gate_up_proj [L, 2I, H], down_proj [L, H, I]. A copy shares the Buffer. One that was
-    pickled, as by torch.save, comes back without: set `module.buffer = Buffer(...)` on each rank.
+    Parameters: gate_up_proj [L, 2I, H], down_proj [L, H, I]. A copy shares the Buffer. A module
+    that was pickled, as by torch.save, comes back without one: set `module.buffer = Buffer(...)`
+    on each rank.
     """
 
     buffer: Buffer | None

@@ -1,4 +1,4 @@
-"""What a Buffer can be told: `Options`, DeepEP's `Config`, and how much memory it needs."""
+"""`Options` of a Buffer, DeepEP's `Config`, and how much memory a Buffer needs."""
 
 from __future__ import annotations
 
@@ -31,9 +31,9 @@ from .utils import round_up
 HINT_TOKENS = 4096
 HINT_TOPK = 16
 HINT_EXPERTS = 1024
-"""What `Config.get_nvl_buffer_size_hint` makes room for: tokens per rank, lanes, experts."""
+"""`Config.get_nvl_buffer_size_hint` makes room for so many tokens per rank, top-k and experts."""
 MAX_SECONDS = 1e9
-"""Longest deadline; kernels count nanoseconds in 64 bits."""
+"""The longest deadline; kernels count nanoseconds in 64 bits."""
 MAX_NUM_SMS = 4096
 """More than any GPU has."""
 
@@ -42,13 +42,14 @@ MAX_NUM_SMS = 4096
 class Options:
     """Less common choices of a Buffer, equal on all ranks.
 
-    num_slots: calls in flight before a writer waits for its reader (2 or more). max_tokens: most
-    tokens per rank, which sizes the work space of `moe_ffn`. timeout_s: deadline of every wait,
-    None for MOE_ENGINE_TIMEOUT_S (100 s). debug: synchronise before every call and check what its
-    handle and counts hold (`debug_checks.py`), synchronise after it and raise at once; also where
-    MOE_ENGINE_DEBUG=1 is set when the Buffer is made. Such a check ends one rank's call alone.
-    layer: how `moe_ffn` runs, None to choose by shape: what was measured, else what is predicted.
-    decode_tokens: up to so many tokens per rank, `moe_ffn` takes the low-latency way; 0: never.
+    num_slots: calls that may be in flight before a writer waits for its reader, 2 or more.
+    max_tokens: the most tokens per rank; it sizes the work space of `moe_ffn`.
+    timeout_s: the deadline of every wait; None stands for MOE_ENGINE_TIMEOUT_S (100 s).
+    debug: synchronise before every call and check the values of its handle and counts
+    (`debug_checks.py`), synchronise after it and raise at once. Such a check ends the call on one
+    rank alone. MOE_ENGINE_DEBUG=1, when the Buffer is made, sets it too.
+    layer: how `moe_ffn` runs; None chooses by shape what was measured, or else what is predicted.
+    decode_tokens: `moe_ffn` runs by low-latency calls up to so many tokens per rank; 0 for never.
     """
 
     num_slots: int = 2
@@ -63,8 +64,8 @@ DEFAULT_OPTIONS = Options()
 
 
 def check_options(options: Options) -> Options:
-    """ShapeError and DtypeError for values out of range or of another type. Returns the Options as
-    they count: with `debug` where MOE_ENGINE_DEBUG is set, and timeout_s."""
+    """ShapeError and DtypeError for values out of range or of another type. Returns the Options
+    with timeout_s filled in, and with `debug` where MOE_ENGINE_DEBUG is set."""
     if not isinstance(options, Options):
         raise DtypeError(
             f"options is a {type(options).__name__}; it must be a moe_engine.Options(...)."
@@ -90,10 +91,10 @@ def check_options(options: Options) -> Options:
 
 
 def check_seconds(name: str, seconds: float) -> float:
-    """A deadline: positive, and no longer than a kernel can count."""
+    """A deadline must be positive, and no longer than a kernel can count. Returns it."""
     if not isinstance(seconds, Real) or isinstance(seconds, bool):
         raise DtypeError(f"{name} is a {type(seconds).__name__}; it must be a number of seconds.")
-    if not 0 < seconds <= MAX_SECONDS:  # not of nan either
+    if not 0 < seconds <= MAX_SECONDS:  # nan fails this too
         raise ShapeError(
             f"{name} is {shown(seconds)}; it must be positive, and at most {MAX_SECONDS:g} "
             "seconds. None stands for MOE_ENGINE_TIMEOUT_S."
@@ -102,7 +103,7 @@ def check_seconds(name: str, seconds: float) -> float:
 
 
 def check_num_sms(num_sms: int) -> int:
-    """Even and positive, as in DeepEP; ShapeError otherwise. Returns it as an int."""
+    """num_sms must be even and positive, as in DeepEP. Returns it as an int."""
     num_sms = check_int("num_sms", num_sms, 1, MAX_NUM_SMS)
     if num_sms % 2:
         raise ShapeError(f"num_sms is {num_sms}; it must be positive and even.")
@@ -117,11 +118,13 @@ def size_hint(
     num_topk: int,
     num_slots: int = 2,
 ) -> int:
-    """Bytes of symmetric memory per rank: num_slots * num_ranks * max_tokens * row bytes, a
-    row being the payload, 8 bytes per top-k lane and 64 for a layer, plus counts and flags. Never
-    exceeded, but by the expert rows of `moe_ffn`: num_ranks * max_tokens * num_topk payloads and 8
-    bytes each.
-    CapacityError beyond 65,536 tokens, for which there are no flags."""
+    """Bytes of symmetric memory per rank: num_slots * num_ranks * max_tokens rows, counts and
+    flags. A row has the payload, 8 bytes per slot of the top-k, and 64 for a layer.
+
+    No call needs more, but for the expert rows of `moe_ffn`, which are allocated beyond them:
+    num_ranks * max_tokens * num_topk payloads and 8 bytes each. CapacityError beyond 65,536 tokens,
+    as there are flags for no more.
+    """
     max_tokens = check_int("max_tokens", max_tokens, 0)
     hidden_bytes = check_int("hidden_bytes", hidden_bytes, 1)
     num_ranks = check_int("num_ranks", num_ranks, 1)
@@ -145,9 +148,10 @@ def low_latency_size_hint(
     num_experts: int,
     num_slots: int = 2,
 ) -> int:
-    """Bytes of num_rdma_bytes for low-latency calls of up to so many tokens per rank, bf16 rows of
-    `hidden` columns and up to 32 lanes: num_slots * num_ranks * tokens * (2 * hidden + 512), and
-    flags. 16 MB for 128 tokens, hidden 7168, 4 ranks, 256 experts; num_slots is that of Options.
+    """Bytes of num_rdma_bytes for low-latency calls of up to so many tokens per rank, with bf16
+    rows of `hidden` columns and a top-k of up to 32: num_slots * num_ranks * tokens *
+    (2 * hidden + 512) and flags. For 128 tokens, hidden 7168, 4 ranks and 256 experts these are
+    16 MB. num_slots is that of Options.
     """
     hidden, num_ranks = check_int("hidden", hidden, 1), check_int("num_ranks", num_ranks, 1)
     num_slots = check_int("num_slots", num_slots, 2, MAX_SLOTS.value)
@@ -166,8 +170,8 @@ def sizes_for_tokens(
     dtype: torch.dtype,
     num_ranks: int,
 ) -> tuple[int, int, Options]:
-    """(bytes, bytes of low-latency memory, options) of a Buffer for so many tokens: low-latency
-    memory is for layers of up to `options.decode_tokens` of them."""
+    """(bytes, bytes of low-latency memory, options) of a Buffer for so many tokens. Layers of up to
+    `options.decode_tokens` of them use the low-latency memory."""
     num_slots, decode_tokens = check_options(options).num_slots, options.decode_tokens
     check_dtype("dtype", dtype, (*PAYLOAD_DTYPES, torch.float8_e4m3fn))
     row_bytes = check_int("hidden", hidden, 1) * dtype.itemsize
@@ -183,8 +187,9 @@ def sizes_for_tokens(
 class Config:
     """DeepEP's tuning object: `num_sms` programs communicate in the call that gets it.
 
-    The four chunk sizes are accepted and unused: rows go straight to their place in the peer's
-    memory, so there is no queue to cut into chunks. ShapeError unless num_sms is positive and even.
+    The four chunk sizes are accepted and unused: each row is written directly to its row of the
+    peer's memory, so there is no queue to cut into chunks. ShapeError unless num_sms is positive
+    and even.
     """
 
     num_sms: int = 20
@@ -197,14 +202,12 @@ class Config:
         object.__setattr__(self, "num_sms", check_num_sms(self.num_sms))
 
     def get_nvl_buffer_size_hint(self, hidden_bytes: int, num_ranks: int) -> int:
-        """Bytes for 4096 tokens per rank of `hidden_bytes` each, up to 16 lanes and 1024 experts.
-
-        By the formula of `Buffer.size_hint`, which takes the real numbers.
-        """
+        """Bytes for 4096 tokens per rank of `hidden_bytes` each, a top-k of up to 16 and up to 1024
+        experts, by the formula of `Buffer.size_hint`, which takes the real numbers."""
         num_bytes = size_hint(HINT_TOKENS, hidden_bytes, num_ranks, HINT_EXPERTS, HINT_TOPK)
         return round_up(num_bytes, 128)
 
     def get_rdma_buffer_size_hint(self, hidden_bytes: int, num_ranks: int) -> int:
-        """0: there is no network transport that would need memory of its own."""
+        """Returns 0: there is no network transport, which would need memory of its own."""
         check_at_least(1, hidden_bytes=hidden_bytes, num_ranks=num_ranks)
         return 0

@@ -15,7 +15,7 @@ from ..symm.device_context import DeviceContext
 from ..symm.slots import RowLayout
 
 NUM_SMS = 20
-"""Programs that communicate in a call that is not told otherwise; DeepEP's number."""
+"""Programs that communicate in a call unless it says otherwise; DeepEP's number."""
 
 
 class Handle(NamedTuple):
@@ -103,7 +103,7 @@ class Engine(Protocol):
     ) -> torch.Tensor: ...
 
     def contexts(self) -> list[DeviceContext]:
-        """The device contexts by which a call that breaks off here is told to other ranks."""
+        """The device contexts that tell other ranks of a call which breaks off on this one."""
 
     def check(self) -> None:
         """Raise what ended this rank's calls, if anything has; note how many bad ids there are."""

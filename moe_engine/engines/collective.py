@@ -1,7 +1,8 @@
-"""The collective engine: the same verbs on torch.distributed all-to-all, any device, any network.
+"""The collective engine: the same calls by torch.distributed's all-to-all, on any device and
+network.
 
-Plain torch on each rank, so it needs neither peer access nor Triton. It synchronises the host with
-the counts in every call.
+It is plain torch on each rank, so it needs neither peer access nor Triton. Every call synchronises
+the host with the counts.
 """
 
 from __future__ import annotations
@@ -21,7 +22,8 @@ from .base import NUM_SMS, Handle, Tokens
 
 
 class CollectiveEngine:
-    """Verbs through `all_to_all_single` over `group` (None: one rank)."""
+    """Calls through `all_to_all_single` over `group` (None: one rank). The group's backend chooses its
+    SMs, so `num_sms` changes nothing."""
 
     def __init__(self, group: dist.ProcessGroup | None):
         self.group = group
@@ -33,12 +35,12 @@ class CollectiveEngine:
     def _exchange(
         self, rows: torch.Tensor, send_splits: list[int], recv_splits: list[int]
     ) -> torch.Tensor:
-        """Rows grouped by destination to rows grouped by source, as bytes of any type."""
+        """Exchange rows of any dtype, grouped by destination, for rows grouped by source."""
         if self.group is None:
             return rows
         row_shape = rows.shape[1:]
         row_bytes = row_shape.numel() * rows.itemsize
-        # One row first: where a size is 0 or 1, strides may be any, and bytes refuse some.
+        # Flat first: a dimension of size 0 or 1 may have any stride, and a view as bytes may not.
         flat = rows.reshape(-1).view(torch.uint8).view(rows.shape[0], row_bytes)
         out = flat.new_empty(sum(recv_splits), row_bytes)
         dist.all_to_all_single(out, flat, recv_splits, send_splits, group=self.group)
@@ -47,13 +49,14 @@ class CollectiveEngine:
     def layout(
         self, topk_idx: torch.Tensor, num_experts: int
     ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-        """See `reference.layout`. Ids out of range count as -1 and are told by `check`."""
+        """See `reference.layout`. Ids out of range count as -1, and `check` reports them."""
         bad = (topk_idx < -1) | (topk_idx >= num_experts)
         self._num_bad_ids += int(bad.sum())
         return reference.layout(topk_idx.masked_fill(bad, -1), num_experts, self.num_ranks)
 
     def _count(self, tokens: Tokens) -> tuple[torch.Tensor, torch.Tensor]:
-        """(rank_prefix_matrix [R, R], recv_expert_counts [R, L]) after refusing other shapes."""
+        """(rank_prefix_matrix [R, R], recv_expert_counts [R, L]). ShapeError where ranks differ in
+        the shapes of their calls."""
         num_experts = tokens.num_experts
         row = tokens.row
         mine = [row.payload_bytes, row.num_topk, num_experts, tokens.x.itemsize, row.num_scales]
@@ -112,7 +115,7 @@ class CollectiveEngine:
         scales = None if tokens.scales is None else self._exchange(tokens.scales[flat], send, recv)
         out = _pad(Collected(x, scales, ids, weights, src), num_worst_tokens)
         per_expert = [] if num_worst_tokens else expert_counts.sum(0).tolist()
-        signature = prefix.new_zeros(SIGNATURE_WORDS.value)  # group calls are matched by the group
+        signature = prefix.new_zeros(SIGNATURE_WORDS.value)  # the group itself matches its calls
         handle = Handle(prefix, idx, signature, out.src_idx, tokens.is_token_in_rank, head)
         return out, per_expert, handle
 
@@ -163,9 +166,9 @@ class CollectiveEngine:
         )
         for part in bias:
             out += part.float()
-        # A returned row stands at the start of its rank's rows plus its row number there.
-        places = [sum(send[:rank]) for rank in range(self.num_ranks)]
-        starts = torch.tensor(places, dtype=torch.int64, device=x.device)
+        # A returned row is at the start of its rank's rows plus its row number among them.
+        first_rows = [sum(send[:rank]) for rank in range(self.num_ranks)]
+        starts = torch.tensor(first_rows, dtype=torch.int64, device=x.device)
         order = [head[head >= 0] for head in handle.send_head.unbind(1)]
         tokens = [(head >= 0).nonzero().flatten() for head in handle.send_head.unbind(1)]
         at = [starts[head % self.num_ranks] + head // self.num_ranks for head in order]
@@ -198,7 +201,7 @@ class CollectiveEngine:
         return out
 
     def contexts(self) -> list[DeviceContext]:
-        """None: what breaks a call off here breaks the group."""
+        """None: a call that breaks off here breaks the process group."""
         return []
 
     def check(self) -> None:

@@ -227,7 +227,7 @@ class KernelEngine(ContextEngine):
         bias: Sequence[torch.Tensor],
         num_sms: int = NUM_SMS,
     ) -> tuple[torch.Tensor, torch.Tensor | None]:
-        """Return rows x [N, H] to their sources and sum them there, with the weights' rows."""
+        """Return rows x [N, H] to their sources, which sum them, and the weights' rows likewise."""
         num_tokens = handle.is_token_in_rank.shape[0]
         num_topk = 0 if topk_weights is None else topk_weights.shape[1]
         with self._first_use("combine", x, num_topk, len(bias)):
