@@ -146,7 +146,7 @@ def test_what_is_not_there_yet_says_so(name):
 
 
 def look_around(group):
-    """Service calls on one rank, and how many programs a call with a Config uses."""
+    """Calls that send nothing, on one rank, and how many programs a call with a Config uses."""
     buffer = Buffer(group, 1 << 20)
     size = buffer.num_nvl_bytes
     everything = buffer.get_local_buffer_tensor(torch.uint8)
@@ -188,7 +188,7 @@ def look_around(group):
         collective.get_local_buffer_tensor(torch.uint8)
 
 
-def test_service_calls(pool):
+def test_calls_that_send_nothing(pool):
     pool.run(look_around, num_ranks=1)
 
 

@@ -22,8 +22,8 @@ from .base import NUM_SMS, Handle, Tokens
 
 
 class CollectiveEngine:
-    """Calls through `all_to_all_single` over `group` (None: one rank). The group's backend chooses its
-    SMs, so `num_sms` changes nothing."""
+    """Calls through `all_to_all_single` over `group` (None: one rank). `num_sms` changes nothing, as
+    the group's backend chooses its SMs."""
 
     def __init__(self, group: dist.ProcessGroup | None):
         self.group = group
