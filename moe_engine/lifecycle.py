@@ -17,13 +17,7 @@ from .engines.base import Engine
 from .engines.collective import CollectiveEngine
 from .engines.kernel import KernelEngine
 from .engines.low_latency import LowLatency
-from .errors import (
-    BackendError,
-    MoeEngineError,
-    OutOfStep,
-    PeerTimeout,
-    TooManyTokens,
-)
+from .errors import BackendError, MoeEngineError, OutOfStep, PeerTimeout, TooManyTokens
 from .options import DEFAULT_OPTIONS, Options, size_hint, sizes_for_tokens
 from .streams import CallStreams, EventHandle, EventOverlap
 from .symm import choose_backend, resolve_device

@@ -22,7 +22,7 @@ from .base import NUM_SMS, Handle, Tokens
 
 
 class CollectiveEngine:
-    """Calls through `all_to_all_single` over `group` (None: one rank). `num_sms` changes nothing, as
+    """Calls through `all_to_all_single` over `group` (None: one rank). `num_sms` changes nothing:
     the group's backend chooses its SMs."""
 
     def __init__(self, group: dist.ProcessGroup | None):
