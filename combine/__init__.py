@@ -1,9 +1,10 @@
 """Combine: return the experts' rows to the tokens' ranks and add them up there."""
 
 from .fused import Returns, gemm_combine
-from .launch import Sums, final_sum, return_rows
+from .launch import ReturnedRows, Sums, final_sum, return_rows
 
 __all__ = [
+    "ReturnedRows",
     "Returns",
     "Sums",
     "final_sum",

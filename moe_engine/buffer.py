@@ -12,7 +12,8 @@ from . import checks, service
 from . import options as buffer_options
 from .agreement import Group, agree, wishes
 from .debug_checks import check_handle_values, check_layout_values
-from .engines.base import Engine, Handle, Tokens, verb
+from .dispatch import DispatchLayout, Tokens
+from .engines.base import Engine, Handle, verb
 from .engines.collective import CollectiveEngine
 from .engines.low_latency import LowLatency
 from .errors import BackendError, MoeEngineError, ShapeError
@@ -229,13 +230,11 @@ class Buffer(LowLatencyVerbs, Service):
                 checks.packed(rows),
                 None if topk_idx is None else checks.packed(topk_idx),
                 None if topk_weights is None else checks.packed(topk_weights),
-                num_tokens_per_rank.contiguous(),
-                num_tokens_per_expert.contiguous(),
-                is_token_in_rank.contiguous(),
                 scales,
             )
+            where = DispatchLayout(*(counts.contiguous() for counts in layout))
             send = engine.dispatch_in_place if in_place else engine.dispatch
-            got, per_expert, new_handle = send(tokens, num_worst_tokens)
+            got, per_expert, new_handle = send(tokens, where, num_worst_tokens)
             self._unreleased = tokens.x if in_place else None
             call.returns(
                 self._unreleased, got.x, got.scales, got.topk_idx, got.topk_weights, *new_handle

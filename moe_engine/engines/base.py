@@ -3,15 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 from functools import wraps
 from typing import Concatenate, NamedTuple, ParamSpec, Protocol, TypeVar
 
 import torch
 
-from ..dispatch import Collected, row_layout
+from ..dispatch import DispatchLayout, Received, Tokens
 from ..symm.device_context import DeviceContext
-from ..symm.slots import RowLayout
 
 
 class Handle(NamedTuple):
@@ -28,52 +26,24 @@ class Handle(NamedTuple):
     send_head: torch.Tensor  # int32 [T, R]: row * R + rank in the order of the final sum, or -1
 
 
-@dataclass(frozen=True, slots=True)
-class Tokens:
-    """What a rank dispatches: x [T, H] contiguous; topk_idx int64 [T, K] and topk_weights float32
-    [T, K], or None; its layout (see `reference.layout`); scales [T, S] of 4 bytes each, or None."""
-
-    x: torch.Tensor
-    topk_idx: torch.Tensor | None
-    topk_weights: torch.Tensor | None
-    num_tokens_per_rank: torch.Tensor
-    num_tokens_per_expert: torch.Tensor
-    is_token_in_rank: torch.Tensor
-    scales: torch.Tensor | None = None
-
-    @property
-    def row(self) -> RowLayout:
-        return row_layout(self.x, self.scales, self.topk_idx)
-
-    @property
-    def num_experts(self) -> int:
-        return self.num_tokens_per_expert.numel()
-
-    @property
-    def num_topk(self) -> int:
-        return 0 if self.topk_idx is None else self.topk_idx.shape[1]
-
-
 class Engine(Protocol):
     """The verbs behind a Buffer. Arguments have been checked."""
 
-    def layout(
-        self, topk_idx: torch.Tensor, num_experts: int
-    ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]: ...
+    def layout(self, topk_idx: torch.Tensor, num_experts: int) -> DispatchLayout: ...
 
     def dispatch(
-        self, tokens: Tokens, num_worst_tokens: int
-    ) -> tuple[Collected, list[int], Handle]: ...
+        self, tokens: Tokens, layout: DispatchLayout, num_worst_tokens: int
+    ) -> tuple[Received, list[int], Handle]: ...
 
     def dispatch_in_place(
-        self, tokens: Tokens, num_worst_tokens: int
-    ) -> tuple[Collected, list[int], Handle]: ...
+        self, tokens: Tokens, layout: DispatchLayout, num_worst_tokens: int
+    ) -> tuple[Received, list[int], Handle]: ...
 
     def release(self) -> None: ...
 
     def dispatch_cached(
         self, x: torch.Tensor, scales: torch.Tensor | None, handle: Handle
-    ) -> Collected: ...
+    ) -> Received: ...
 
     def combine(
         self,

@@ -1,8 +1,7 @@
 """Where things lie in a Buffer's symmetric block.
 
 The block holds the device context, flags and a ring of D slots. A call with epoch e uses slot e mod
-D. A slot has one region per writing rank, so that a row's place is known to its sender without
-asking:
+D. A slot has one region per writing rank, so that a sender knows where its rows go without asking:
 
     device context | notices
     done[R] | count_flags[R] | metadata_flags[R] | stage_flags[2, MAX_STAGES, R]
@@ -27,6 +26,7 @@ from typing import TYPE_CHECKING
 import torch
 
 from ..device.context import MAX_STAGES, SIGNATURE_WORDS, ContextField
+from ..device.slots import Row
 from ..errors import BackendError, CapacityError
 from ..utils import FLAG_BYTES, LINE_BYTES, round_up
 from .device_context import DeviceContext, head_bytes
@@ -78,6 +78,11 @@ class RowLayout:
     @property
     def num_bytes(self) -> int:
         return round_up(self.token + 16, LINE_BYTES)
+
+
+def row_in_region(row: RowLayout, header_bytes: int) -> Row:
+    """What kernels are told of rows that follow `header_bytes` of a region."""
+    return Row(header_bytes, row.num_bytes, row.scales, row.ids, row.weights, row.token)
 
 
 def layer_row(payload_bytes: int, num_topk: int) -> RowLayout:
