@@ -196,25 +196,25 @@ class Bench:
 
     def time_ours(self) -> dict[tuple[str, str], float]:
         """Microseconds by verb and form."""
-        from moe_engine.engines.base import Tokens
+        from moe_engine.dispatch import DispatchLayout, Tokens
         from moe_engine.engines.kernel import KernelEngine
 
         engine = self.buffer._engine
         assert isinstance(engine, KernelEngine)
 
-        def layout() -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        def layout() -> DispatchLayout:
             return engine.layout(self.idx, self.num_experts)
 
-        tokens = Tokens(self.x, self.idx, self.weights, *layout(), self.scales)
-        recv, _, handle = engine.dispatch(tokens, 0)
+        tokens = Tokens(self.x, self.idx, self.weights, self.scales), layout()
+        recv, _, handle = engine.dispatch(*tokens, 0)
         self.check(recv.x)
 
         def in_place() -> None:
-            engine.dispatch_in_place(tokens, len(recv.x))
+            engine.dispatch_in_place(*tokens, len(recv.x))
             engine.release()
 
         def owned() -> None:
-            engine.dispatch(tokens, len(recv.x))
+            engine.dispatch(*tokens, len(recv.x))
 
         def combine() -> None:
             engine.combine(recv.x, handle, None, ())
