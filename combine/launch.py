@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from typing import Any, NamedTuple
+import functools
+from typing import NamedTuple
 
 import torch
 
@@ -11,7 +12,7 @@ from ..device.lang import INTERPRETED
 from ..device.push import PushSizes
 from ..hardware import BYTES_IN_FLIGHT, gpu
 from ..row_vectors import COPY_ROWS
-from ..symm.slots import BARE_HEADER, RowLayout, Slots, row_in_region
+from ..symm.slots import BARE_HEADER, RowLayout, SlotLayout, Slots, row_in_region
 from ..utils import next_power_of_2
 from .kernels import SumSizes, final_sum_kernel, return_rows_kernel
 
@@ -55,71 +56,70 @@ class Sums(NamedTuple):
     send_head: torch.Tensor
     rank_prefix_matrix: torch.Tensor
 
-    def arguments(self, returned: ReturnedRows, slots: Slots) -> dict[str, Any]:
-        """What both kernels that sum are launched with."""
-        num_tokens, hidden = self.out.shape
-        row, layout = returned.row, slots.layout
-        sizes = SumSizes(
-            NUM_TOPK=row.num_topk,
-            TOPK_PAD=next_power_of_2(max(1, row.num_topk)),
-            ALIGNED=row.payload_bytes % 16 == 0,
-            RANKS=layout.num_ranks,
-            RANKS_PAD=next_power_of_2(layout.num_ranks),
-            CHUNK_ROWS=layout.chunk_rows(row.num_bytes),
-            BLOCK_TOKENS=BLOCK_TOKENS,
-            BLOCK_H=min(next_power_of_2(hidden), BLOCK_SUMS // BLOCK_TOKENS),
-        )
-        return dict(
-            own=returned,
-            sums=self,
-            context=slots.context.fields,
-            num_tokens=num_tokens,
-            num_rows=len(returned.x),
-            region_rows=layout.max_rows(row.num_bytes, BARE_HEADER),
-            hidden=hidden,
-            row=row_in_region(row, BARE_HEADER),
-            SUM=constants(sizes),
-            num_warps=NUM_WARPS,
-        )
+
+@functools.cache
+def _push_sizes(layout: SlotLayout, row: RowLayout, item_bytes: int) -> PushSizes:
+    columns = BYTES_IN_FLIGHT // item_bytes // COPY_ROWS
+    sizes = PushSizes(
+        ALIGNED=row.payload_bytes % 16 == 0,
+        RANKS_PAD=next_power_of_2(layout.num_ranks),
+        CHUNK_ROWS=layout.chunk_rows(row.num_bytes),
+        SPAN=layout.span(row.num_bytes),
+        BLOCK_ROWS=COPY_ROWS,
+        BLOCK_COLUMNS=min(next_power_of_2(row.payload_bytes // item_bytes), columns),
+        NUM_TOPK=row.num_topk,
+        SLACK=SLACK,
+    )
+    return constants(sizes)
 
 
-def return_rows(
+@functools.cache
+def _sum_sizes(layout: SlotLayout, row: RowLayout, item_bytes: int) -> SumSizes:
+    hidden = row.payload_bytes // item_bytes
+    sizes = SumSizes(
+        NUM_TOPK=row.num_topk,
+        TOPK_PAD=next_power_of_2(max(1, row.num_topk)),
+        ALIGNED=row.payload_bytes % 16 == 0,
+        RANKS=layout.num_ranks,
+        RANKS_PAD=next_power_of_2(layout.num_ranks),
+        CHUNK_ROWS=layout.chunk_rows(row.num_bytes),
+        BLOCK_TOKENS=BLOCK_TOKENS,
+        BLOCK_H=min(next_power_of_2(hidden), BLOCK_SUMS // BLOCK_TOKENS),
+    )
+    return constants(sizes)
+
+
+def return_and_sum(
     returned: ReturnedRows,
     dispatched: torch.Tensor,
     sums: Sums,
     num_comm_sms: int,
     slots: Slots,
 ) -> None:
-    """Write rows back to their sources, and make some of the sums meanwhile. Begins a call, with
-    the signature in the handle of the dispatch."""
-    x, row = returned.x, returned.row
-    sizes = PushSizes(
-        ALIGNED=row.payload_bytes % 16 == 0,
-        RANKS_PAD=next_power_of_2(slots.layout.num_ranks),
-        CHUNK_ROWS=slots.layout.chunk_rows(row.num_bytes),
-        SPAN=slots.layout.span(row.num_bytes),
-        BLOCK_ROWS=COPY_ROWS,
-        BLOCK_COLUMNS=min(next_power_of_2(x.shape[1]), BYTES_IN_FLIGHT // x.itemsize // COPY_ROWS),
-        NUM_TOPK=row.num_topk,
-        SLACK=SLACK,
+    """Write rows back to their sources while some of the sums are made, then make the others. A
+    whole call, which begins with `dispatched`, the signature in the handle of the dispatch."""
+    num_tokens, hidden = sums.out.shape
+    row, item_bytes = returned.row, returned.x.itemsize
+    arguments = dict(
+        own=returned,
+        sums=sums,
+        context=slots.context.fields,
+        num_tokens=num_tokens,
+        num_rows=len(returned.x),
+        region_rows=slots.layout.max_rows(row.num_bytes, BARE_HEADER),
+        hidden=hidden,
+        row=row_in_region(row, BARE_HEADER),
+        SUM=_sum_sizes(slots.layout, row, item_bytes),
+        num_warps=NUM_WARPS,
     )
     slots.context.launch(
         return_rows_kernel,
         (1 + num_comm_sms,),
         dispatched=dispatched,
         num_push_programs=num_push_programs(num_comm_sms),
-        PUSH=constants(sizes),
+        PUSH=_push_sizes(slots.layout, row, item_bytes),
         step="return_rows",
-        **sums.arguments(returned, slots),
+        **arguments,
     )
-
-
-def final_sum(returned: ReturnedRows, sums: Sums, slots: Slots) -> None:
-    """Make the sums that are left. Ends a call; returned: what `return_rows` was given."""
-    slots.context.launch(
-        final_sum_kernel,
-        (2 * gpu().num_sms,),
-        step="final_sum",
-        **sums.arguments(returned, slots),
-    )
+    slots.context.launch(final_sum_kernel, (2 * gpu().num_sms,), step="final_sum", **arguments)
     slots.context.end_call()

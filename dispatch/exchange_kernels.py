@@ -80,7 +80,7 @@ def exchange_kernel(
     experts = tl.arange(0, SIZES.EXPERTS_PAD)
     real = experts < num_local_experts
     if program == num_ranks:
-        # No rows, should this give up on a lost peer: what follows may not know of it.
+        # If this gives up on a lost peer, later launches, which may not know of it, see no rows.
         for source in range(0, num_ranks):
             to = counts.rank_prefix_matrix + source * num_ranks + ranks
             tl.store(to, tl.zeros_like(ranks), mask=ranks < num_ranks)
@@ -161,7 +161,7 @@ def exchange_fused_kernel(
         stages = tl.arange(0, SIZES.STAGES_PAD)
         to = places.num_to_push + dest * dispatch_stages + stages
         tl.store(to, stages.to(tl.int64) * 0, mask=stages < dispatch_stages)
-        # No rows, should this give up on a lost peer: what follows may not know of it.
+        # If this gives up on a lost peer, later launches, which may not know of it, see no rows.
         tl.store(places.num_remote + dest, 0)
         offsets = tl.arange(0, 2 * SIZES.EXPERTS_PAD)
         has = (offsets <= num_local_experts) & is_own

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -15,7 +16,7 @@ from ..device.signature import RowShape
 from ..hardware import gpu, has_pdl
 from ..routing_kernels import send_plan_kernel
 from ..row_vectors import COPY_ROWS, RowVectors
-from ..symm.slots import RowLayout, Slots, row_in_region
+from ..symm.slots import RowLayout, SlotLayout, Slots, row_in_region
 from ..utils import next_power_of_2
 from .exchange_kernels import ExchangeSizes, exchange_kernel
 from .receive_kernels import ReceiveSizes, collect_kernel, locate_kernel, release_kernel
@@ -118,6 +119,16 @@ class Counts(NamedTuple):
         )
 
 
+@functools.cache
+def _exchange_sizes(num_ranks: int, num_experts: int) -> ExchangeSizes:
+    sizes = ExchangeSizes(
+        RANKS_PAD=next_power_of_2(num_ranks),
+        EXPERTS_PAD=max(32, next_power_of_2(num_experts // num_ranks)),
+        ALL_EXPERTS_PAD=next_power_of_2(num_experts),
+    )
+    return constants(sizes)
+
+
 def exchange(
     counts: Counts,
     layout: DispatchLayout,
@@ -132,12 +143,6 @@ def exchange(
     all ranks do where one of them has more than `max_rows` rows for another.
     """
     num_ranks = slots.layout.num_ranks
-    num_local_experts = layout.num_experts // num_ranks
-    sizes = ExchangeSizes(
-        RANKS_PAD=next_power_of_2(num_ranks),
-        EXPERTS_PAD=max(32, next_power_of_2(num_local_experts)),
-        ALL_EXPERTS_PAD=next_power_of_2(layout.num_experts),
-    )
     slots.context.launch(
         exchange_kernel,
         (num_ranks + 1,),
@@ -146,13 +151,26 @@ def exchange(
         counts,
         slots.context.fields,
         max_rows,
-        num_local_experts,
+        layout.num_experts // num_ranks,
         tokens.shape,
         int(may_grow),
-        SIZES=constants(sizes),
+        SIZES=_exchange_sizes(num_ranks, layout.num_experts),
         step="exchange",
         after=(send_plan_kernel,),
     )
+
+
+@functools.cache
+def _metadata_sizes(num_ranks: int, row: RowLayout) -> MetadataSizes:
+    sizes = MetadataSizes(
+        NUM_TOPK=row.num_topk,
+        NUM_SCALES=row.num_scales,
+        TRAILER_PAD=next_power_of_2((row.num_bytes - row.ids) // 4),
+        BLOCK_SCALES=32,
+        BLOCK_ROWS=METADATA_ROWS,
+        RANKS_PAD=next_power_of_2(num_ranks),
+    )
+    return constants(sizes)
 
 
 def send_metadata(
@@ -168,14 +186,6 @@ def send_metadata(
     this, and with `dispatched`, the signature in its handle."""
     row = tokens.row
     scales = None if tokens.scales is None else tokens.scales.view(torch.int32)
-    sizes = MetadataSizes(
-        NUM_TOPK=row.num_topk,
-        NUM_SCALES=row.num_scales,
-        TRAILER_PAD=next_power_of_2((row.num_bytes - row.ids) // 4),
-        BLOCK_SCALES=32,
-        BLOCK_ROWS=METADATA_ROWS,
-        RANKS_PAD=next_power_of_2(slots.layout.num_ranks),
-    )
     slots.context.launch(
         metadata_kernel,
         (num_programs if dispatched is None else 1 + num_programs,),
@@ -188,11 +198,26 @@ def send_metadata(
         num_local_experts,
         row_in_region(row, header_bytes),
         tokens.shape,
-        SIZES=constants(sizes),
+        SIZES=_metadata_sizes(slots.layout.num_ranks, row),
         step="send_metadata",
         after=() if dispatched is not None else (exchange_kernel,),
         num_warps=8,
     )
+
+
+@functools.cache
+def _push_sizes(layout: SlotLayout, row: RowLayout, vectors: RowVectors) -> PushSizes:
+    sizes = PushSizes(
+        ALIGNED=vectors.aligned,
+        RANKS_PAD=next_power_of_2(layout.num_ranks),
+        CHUNK_ROWS=layout.chunk_rows(row.num_bytes),
+        SPAN=layout.span(row.num_bytes),
+        BLOCK_ROWS=COPY_ROWS,
+        BLOCK_COLUMNS=vectors.block_vecs,
+        NUM_TOPK=0,
+        SLACK=0,
+    )
+    return constants(sizes)
 
 
 def push(
@@ -200,16 +225,6 @@ def push(
 ) -> None:
     """Write the payload of one row per (token, destination rank) into the destinations' slots."""
     vectors, row = RowVectors.of(tokens.x.shape[1], tokens.x.dtype), tokens.row
-    sizes = PushSizes(
-        ALIGNED=vectors.aligned,
-        RANKS_PAD=next_power_of_2(slots.layout.num_ranks),
-        CHUNK_ROWS=slots.layout.chunk_rows(row.num_bytes),
-        SPAN=slots.layout.span(row.num_bytes),
-        BLOCK_ROWS=COPY_ROWS,
-        BLOCK_COLUMNS=vectors.block_vecs,
-        NUM_TOPK=0,
-        SLACK=0,
-    )
     slots.context.launch(
         push_kernel,
         (partition.push,),
@@ -220,7 +235,7 @@ def push(
         len(tokens.x),
         vectors.num_vecs,
         row_in_region(row, header_bytes),
-        SIZES=constants(sizes),
+        SIZES=_push_sizes(slots.layout, row, vectors),
         step="push",
         after=(metadata_kernel,),
         num_warps=NUM_WARPS,
@@ -260,6 +275,23 @@ class Received(NamedTuple):
         return self.x if self.scales is None else (self.x, self.scales)
 
 
+@functools.cache
+def _receive_sizes(
+    layout: SlotLayout, row: RowLayout, vectors: RowVectors, block_rows: int
+) -> ReceiveSizes:
+    sizes = ReceiveSizes(
+        NUM_TOPK=row.num_topk,
+        TOPK_PAD=next_power_of_2(max(1, row.num_topk)),
+        NUM_SCALES=row.num_scales,
+        SCALES_PAD=next_power_of_2(max(1, row.num_scales)),
+        CHUNK_ROWS=layout.chunk_rows(row.num_bytes),
+        BLOCK_ROWS=block_rows,
+        BLOCK_VECS=vectors.block_vecs,
+        ALIGNED=vectors.aligned,
+    )
+    return constants(sizes)
+
+
 def _receive_arguments(
     out: Received,
     tokens: Tokens,
@@ -270,16 +302,6 @@ def _receive_arguments(
 ) -> dict[str, Any]:
     """What both kernels that receive are launched with."""
     vectors, row = RowVectors.of(tokens.x.shape[1], tokens.x.dtype), tokens.row
-    sizes = ReceiveSizes(
-        NUM_TOPK=row.num_topk,
-        TOPK_PAD=next_power_of_2(max(1, row.num_topk)),
-        NUM_SCALES=row.num_scales,
-        SCALES_PAD=next_power_of_2(max(1, row.num_scales)),
-        CHUNK_ROWS=slots.layout.chunk_rows(row.num_bytes),
-        BLOCK_ROWS=block_rows,
-        BLOCK_VECS=vectors.block_vecs,
-        ALIGNED=vectors.aligned,
-    )
     return dict(
         x=vectors.view(tokens.x),
         rank_prefix_matrix=rank_prefix_matrix,
@@ -292,7 +314,7 @@ def _receive_arguments(
         region_rows=slots.layout.max_rows(row.num_bytes, header_bytes),
         num_vecs=vectors.num_vecs,
         row=row_in_region(row, header_bytes),
-        SIZES=constants(sizes),
+        SIZES=_receive_sizes(slots.layout, row, vectors, block_rows),
         num_warps=NUM_WARPS,
     )
 

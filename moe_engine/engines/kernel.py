@@ -224,10 +224,9 @@ class KernelEngine:
             sums = combine_verbs.Sums(
                 out, weights, bias_0, bias_1, handle.send_head, handle.rank_prefix_matrix
             )
-            combine_verbs.return_rows(
+            combine_verbs.return_and_sum(
                 returned, handle.signature, sums, self.num_comm_sms, self.slots
             )
-            combine_verbs.final_sum(returned, sums, self.slots)
             self._check_emulated()
             return out, weights
 
