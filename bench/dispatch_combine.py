@@ -196,26 +196,26 @@ class Bench:
 
     def time_ours(self) -> dict[tuple[str, str], float]:
         """Microseconds by verb and form."""
-        from moe_engine.engines.base import Tokens
+        from moe_engine.dispatch import DispatchLayout, Tokens
         from moe_engine.engines.kernel import KernelEngine
 
         engine = self.buffer._engine
         assert isinstance(engine, KernelEngine)
 
-        def layout() -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        def layout() -> DispatchLayout:
             return engine.layout(self.idx, self.num_experts)
 
-        tokens = Tokens(self.x, self.idx, self.weights, *layout(), self.scales)
         sms = Buffer.num_sms
-        recv, _, handle = engine.dispatch(tokens, 0, sms)
+        tokens = Tokens(self.x, self.idx, self.weights, self.scales), layout()
+        recv, _, handle = engine.dispatch(*tokens, 0, sms)
         self.check(recv.x)
 
         def in_place() -> None:
-            engine.dispatch_in_place(tokens, len(recv.x), sms)
+            engine.dispatch_in_place(*tokens, len(recv.x), sms)
             engine.release()
 
         def owned() -> None:
-            engine.dispatch(tokens, len(recv.x), sms)
+            engine.dispatch(*tokens, len(recv.x), sms)
 
         def combine() -> None:
             engine.combine(recv.x, handle, None, (), sms)

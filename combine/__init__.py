@@ -1,12 +1,12 @@
 """Combine: return the experts' rows to the tokens' ranks and add them up there."""
 
 from .fused import Returns, gemm_combine
-from .launch import Sums, final_sum, return_rows
+from .launch import ReturnedRows, Sums, return_and_sum
 
 __all__ = [
+    "ReturnedRows",
     "Returns",
     "Sums",
-    "final_sum",
     "gemm_combine",
-    "return_rows",
+    "return_and_sum",
 ]

@@ -23,6 +23,8 @@ from ..device.lang import (
     pacing_interval,
     put,
     round_to,
+    row_mask,
+    row_pointers,
     stagger,
     symm_at,
     wait,
@@ -247,7 +249,7 @@ def return_row(
     to_row = as_pointer(to, y.dtype.element_ty)
     for column in range(0, hidden, BLOCK_H):
         columns = column + tl.arange(0, BLOCK_H)
-        in_row = in_row_mask(columns, hidden, y)
+        in_row = row_mask(columns, hidden, y.dtype.element_ty, True)
         # fmt: off
         total = sum_lanes(
             y, record, places, weights, weights_offset, columns, in_row, hidden, NUM_TOPK
@@ -255,21 +257,8 @@ def return_row(
         # fmt: on
         values = round_to(total, y.dtype.element_ty)
         due = pace(due, step)
-        put(item_pointers(to_row, columns), values, in_row & (record != 0))
+        put(row_pointers(to_row, columns, True), values, in_row & (record != 0))
     return due
-
-
-@device_function
-def in_row_mask(columns, hidden, y):
-    """`columns < hidden`, which is a multiple of 16 bytes; see `lang.row_mask`."""
-    return tl.max_constancy(columns < hidden, 128 // y.dtype.element_ty.primitive_bitwidth)
-
-
-@device_function
-def item_pointers(row, columns):
-    """Pointers to columns of a row, which begins at a multiple of 16 bytes; see
-    `lang.row_pointers`."""
-    return tl.multiple_of(row + columns, 16)
 
 
 @device_function
@@ -316,7 +305,7 @@ def _add_rows(total, y, places, weights, columns, in_row, hidden):
     for lane in tl.static_range(LANES_AT_ONCE):
         row = y + places[lane].to(tl.int64) * hidden
         has = in_row & (places[lane] >= 0)
-        rows = rows + (tl.load(item_pointers(row, columns), mask=has, other=0.0),)
+        rows = rows + (tl.load(row_pointers(row, columns, True), mask=has, other=0.0),)
     for lane in tl.static_range(LANES_AT_ONCE):
         total += tl.where(places[lane] >= 0, weights[lane], 0.0) * rows[lane].to(tl.float32)
     return total

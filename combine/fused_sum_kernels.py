@@ -12,12 +12,14 @@ from ..device.lang import (
     end_span,
     is_broken,
     round_to,
+    row_mask,
+    row_pointers,
     wait,
 )
 from ..device.programs import claim, end_call, pdl_wait
 from ..device.slots import region
 from ..device.tiles import COMBINE, wait_stage
-from .fused_kernels import LANES_AT_ONCE, in_row_mask, item_pointers, load_record, sum_lanes
+from .fused_kernels import LANES_AT_ONCE, load_record, sum_lanes
 
 
 @triton.jit(
@@ -123,7 +125,7 @@ def _sum_token(
         record = tl.where((at != 0) & (writer == rank), at + places_offset, record)
     for column in range(0, hidden, BLOCK_H):
         columns = column + tl.arange(0, BLOCK_H)
-        in_row = in_row_mask(columns, hidden, out)
+        in_row = row_mask(columns, hidden, out.dtype.element_ty, True)
         places, weights = load_record(record, weights_offset, 0, NUM_TOPK)
         # fmt: off
         own = sum_lanes(
@@ -136,14 +138,14 @@ def _sum_token(
             parts = ()
             for place in tl.static_range(begin, min(begin + LANES_AT_ONCE, RANKS)):
                 at, writer = _place_of_head(heads[place], first_row, region_bytes, row_bytes, RANKS)
-                theirs = item_pointers(as_pointer(at, out.dtype.element_ty), columns)
+                theirs = row_pointers(as_pointer(at, out.dtype.element_ty), columns, True)
                 is_theirs = (at != 0) & (writer != rank)
                 part = tl.load(theirs, mask=in_row & is_theirs, other=0.0)
                 parts = parts + (part,)
             for place in tl.static_range(begin, min(begin + LANES_AT_ONCE, RANKS)):
                 is_own = (heads[place] >= 0) & (heads[place] % RANKS == rank)
                 total += tl.where(is_own, own, parts[place - begin]).to(tl.float32)
-        to = item_pointers(out + number.to(tl.int64) * hidden, columns)
+        to = row_pointers(out + number.to(tl.int64) * hidden, columns, True)
         tl.store(to, round_to(total, out.dtype.element_ty), mask=in_row)
 
 

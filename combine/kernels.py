@@ -1,4 +1,6 @@
-"""Combine: return rows, or sums of expert rows, to the tokens' ranks and add them up there."""
+"""Combine: return rows to the tokens' ranks and add them up on these."""
+
+from typing import NamedTuple
 
 import triton
 import triton.language as tl
@@ -10,340 +12,209 @@ from ..device.lang import (
     current_epoch,
     device_function,
     is_broken,
-    pacing_interval,
-    put,
-    put_rows,
     report_abandoned,
     round_to,
     row_mask,
     row_pointers,
-    stagger,
-    symm_at,
     wait,
 )
-from ..device.programs import claim, claim_next, end_push, finish_call, is_last_program
-from ..device.signature import open_call
-from ..device.slots import (
-    chunk_flag,
-    deal,
-    num_chunks_here,
-    num_spans,
-    open_regions,
-    raise_chunks,
-    received_rows,
-    region,
-    span,
-)
+from ..device.programs import claim, claim_next, finish_call, is_last_program
+from ..device.push import Source, push_rows
+from ..device.signature import RowShape, open_call
+from ..device.slots import chunk_flag, received_rows, region
+
+
+class SumSizes(NamedTuple):
+    """What a sum is compiled for."""
+
+    NUM_TOPK: int  # weights of a row, 0 for none
+    TOPK_PAD: int
+    ALIGNED: bool  # whether rows are a multiple of 16 bytes
+    RANKS: int
+    RANKS_PAD: int
+    CHUNK_ROWS: int  # rows that share a flag
+    BLOCK_TOKENS: int  # tokens that a program sums at a time
+    BLOCK_H: int  # columns of each
 
 
 @triton.jit(do_not_specialize=["num_tokens", "num_push_programs", "num_rows", "region_rows"])
 def return_rows_kernel(
-    x,  # [N, H], rows in receive order
-    topk_weights,  # float32 [N, K] with HAS_WEIGHTS
+    own,  # launch.ReturnedRows, in receive order
     dispatched,  # int32 [SIGNATURE_WORDS] of the handle
-    out,  # this and what follows: see `final_sum_kernel`
-    out_weights,
-    bias_0,
-    bias_1,
-    send_head,
-    rank_prefix_matrix,
+    sums,  # launch.Sums, see `final_sum_kernel`
     context,
     num_tokens,
     num_push_programs,
     num_rows,
     region_rows,
     hidden,
-    header_bytes,
-    row_bytes,
-    weights_offset,
-    NUM_BIASES: tl.constexpr,
-    HAS_WEIGHTS: tl.constexpr,
-    NUM_TOPK: tl.constexpr,
-    TOPK_PAD: tl.constexpr,
-    ALIGNED: tl.constexpr,
-    RANKS: tl.constexpr,
-    RANKS_PAD: tl.constexpr,
-    CHUNK_ROWS: tl.constexpr,
-    SPAN: tl.constexpr,
-    LANES: tl.constexpr,
-    COLUMNS: tl.constexpr,
-    GROUP: tl.constexpr,
-    BLOCK_H: tl.constexpr,
+    row,  # slots.Row
+    SUM: tl.constexpr,  # SumSizes
+    PUSH: tl.constexpr,  # push.PushSizes
 ):
     """Write each received row back to its source, into this rank's region, in the same order.
 
-    Program 0 begins the call. The next num_push_programs push; the others meanwhile sum the tokens
-    whose rows have come back, from the first one on, and leave what the push leaves them no time
-    for to `final_sum_kernel`. What came from this rank itself stays where the sum reads it.
+    Program 0 begins the call. The next num_push_programs push. The others concurrently sum the
+    tokens whose rows have come back, from the first one on, and leave the rest to
+    `final_sum_kernel` when the push ends. Rows of this rank's own tokens are not written: the sum
+    reads them where they are.
     """
     # These reads are on their way while the next line waits for its answer.
-    counts = received_rows(rank_prefix_matrix, tl.arange(0, RANKS_PAD), context)
-    rank = tl.load(context + RANK).to(tl.int32)
-    num_ranks = tl.load(context + NUM_RANKS).to(tl.int32)
+    counts = received_rows(sums.rank_prefix_matrix, tl.arange(0, SUM.RANKS_PAD), context)
     if is_broken(context):
         report_abandoned(context)
         return
     program = tl.program_id(0) - 1
     if program < 0:
         is_sound = (tl.min(counts, 0) >= 0) & (tl.sum(counts, 0) <= num_rows)
-        item_bytes: tl.constexpr = x.dtype.element_ty.primitive_bitwidth // 8
+        item_bytes: tl.constexpr = own.x.dtype.element_ty.primitive_bitwidth // 8
+        shape = RowShape(hidden * item_bytes, SUM.NUM_TOPK, item_bytes, 0)
+        open_call(KIND_COMBINE, shape, dispatched, is_sound, context, SUM.RANKS_PAD)
+    elif program < num_push_programs:
+        source = Source(own.x, own.weights, num_rows, hidden)
         # fmt: off
-        open_call(
-            KIND_COMBINE, hidden * item_bytes, NUM_TOPK, item_bytes, 0, dispatched, is_sound,
-            context, RANKS_PAD,
+        push_rows(
+            source, sums.rank_prefix_matrix, counts, program, num_push_programs, row, context,
+            _received_row, PUSH, False,
         )
         # fmt: on
-    elif program < num_push_programs:
-        num_peers = num_ranks - 1
-        topk = tl.arange(0, TOPK_PAD)
-        own, most_rows = open_regions(counts, header_bytes, row_bytes, context)
-        num_chunks = tl.cdiv(most_rows, CHUNK_ROWS)
-        num_blocks = tl.cdiv(hidden, COLUMNS)
-        chunks_here = num_chunks_here(num_chunks, program, num_push_programs, SPAN)
-        due = stagger(LANES * row_bytes // num_blocks, program, context)
-        for turn in range(0, num_spans(num_chunks, num_push_programs, SPAN)):
-            first_chunk, end_chunk = span(turn, num_chunks, program, num_push_programs, SPAN)
-            end = min(end_chunk * CHUNK_ROWS, most_rows)
-            for first in range(first_chunk * CHUNK_ROWS * num_peers, end * num_peers, LANES):
-                peers, rows = deal(first, rank + 1, num_peers, context, LANES)
-                count = received_rows(rank_prefix_matrix, peers, context)
-                at = tl.load(rank_prefix_matrix + peers * num_ranks + rank) - count + rows
-                inside = (rows < end) & (rows < count) & (at >= 0) & (at < num_rows)
-                to = symm_at(own + rows.to(tl.int64) * row_bytes, peers, context)
-                num_bytes = tl.sum(inside.to(tl.int32), 0) * row_bytes
-                time = pacing_interval(num_bytes, chunks_here, num_chunks, context)
-                due = put_rows(
-                    as_pointer(to, x.dtype.element_ty),
-                    x + at.to(tl.int64) * hidden,
-                    hidden,
-                    inside,
-                    due,
-                    time * 50 // 49 // num_blocks,  # 2% slower: meanwhile the sums read memory
-                    ALIGNED,
-                    COLUMNS,
-                )
-                if HAS_WEIGHTS:
-                    has = inside[:, None] & (topk < NUM_TOPK)[None, :]
-                    to_weights = as_pointer(to + weights_offset, tl.float32)[:, None]
-                    from_weights = topk_weights + at[:, None] * NUM_TOPK
-                    weights = tl.load(from_weights + topk[None, :], mask=has, other=0.0)
-                    put(to_weights + topk[None, :], weights, has)
-            raise_chunks(first_chunk, end_chunk, counts, context, CHUNK_ROWS, SPAN)
-        end_push(context)
     else:
-        group = claim(context)
-        while group < tl.cdiv(num_tokens, GROUP):
-            _sum_group(
-                out,
-                out_weights,
-                x,
-                topk_weights,
-                bias_0,
-                bias_1,
-                send_head,
-                rank_prefix_matrix,
-                context,
-                group,
-                num_tokens,
-                num_rows,
-                region_rows,
-                hidden,
-                header_bytes,
-                row_bytes,
-                weights_offset,
-                NUM_BIASES,
-                HAS_WEIGHTS,
-                NUM_TOPK,
-                TOPK_PAD,
-                ALIGNED,
-                RANKS,
-                RANKS_PAD,
-                CHUNK_ROWS,
-                GROUP,
-                BLOCK_H,
+        block = claim(context)
+        while block < tl.cdiv(num_tokens, SUM.BLOCK_TOKENS):
+            # fmt: off
+            _sum_block(
+                block, own, sums, context, num_tokens, num_rows, region_rows, hidden, row, SUM
             )
-            group = claim_next(num_push_programs, context)
+            # fmt: on
+            block = claim_next(num_push_programs, context)
+
+
+@device_function
+def _received_row(rank_prefix_matrix, num_rows, peers, rows, end, context):
+    """(received row that is row `rows` (block) of those from `peers`, whether there is one); see
+    `push_rows`. A handle that a caller made up leads to no other memory."""
+    num_ranks = tl.load(context + NUM_RANKS).to(tl.int32)
+    count = received_rows(rank_prefix_matrix, peers, context)
+    rank = tl.load(context + RANK).to(tl.int32)
+    index = tl.load(rank_prefix_matrix + peers * num_ranks + rank) - count + rows
+    return index, (rows < end) & (rows < count) & (index >= 0) & (index < num_rows)
 
 
 @triton.jit(do_not_specialize=["num_tokens", "num_rows", "region_rows"])
 def final_sum_kernel(
-    out,  # [T, H], out
-    out_weights,  # float32 [T, K], out with HAS_WEIGHTS
-    own_rows,  # [N, H], what this rank returned; see `return_rows_kernel`
-    own_weights,  # float32 [N, K], likewise, with HAS_WEIGHTS
-    bias_0,  # [T, H] with NUM_BIASES >= 1
-    bias_1,  # [T, H] with NUM_BIASES == 2
-    send_head,  # int32 [T, R]: row * R + rank of each returned row, in the order of the sum
-    rank_prefix_matrix,  # int32 [R, R]
+    own,  # launch.ReturnedRows: what this rank returned
+    sums,  # launch.Sums
     context,
     num_tokens,
     num_rows,  # N
     region_rows,  # rows that a region holds: no entry of send_head leads beyond them
     hidden,
-    header_bytes,
-    row_bytes,
-    weights_offset,
-    NUM_BIASES: tl.constexpr,
-    HAS_WEIGHTS: tl.constexpr,
-    NUM_TOPK: tl.constexpr,
-    TOPK_PAD: tl.constexpr,
-    ALIGNED: tl.constexpr,
-    RANKS: tl.constexpr,
-    RANKS_PAD: tl.constexpr,
-    CHUNK_ROWS: tl.constexpr,
-    GROUP: tl.constexpr,
-    BLOCK_H: tl.constexpr,
+    row,  # slots.Row
+    SUM: tl.constexpr,  # SumSizes
 ):
     """Sum the tokens that `return_rows_kernel` has not; the last program finishes the call.
 
-    Whether calls have ended is not asked here, where it would cost the time of an atomic: what
-    waits then ends at once, and `return_rows_kernel` has told the host.
+    Whether calls have ended is not asked here, where it would cost the time of an atomic: a wait
+    then ends at once, and `return_rows_kernel` has told the host.
     """
-    group = claim(context)
-    while group < tl.cdiv(num_tokens, GROUP):
-        _sum_group(
-            out,
-            out_weights,
-            own_rows,
-            own_weights,
-            bias_0,
-            bias_1,
-            send_head,
-            rank_prefix_matrix,
-            context,
-            group,
-            num_tokens,
-            num_rows,
-            region_rows,
-            hidden,
-            header_bytes,
-            row_bytes,
-            weights_offset,
-            NUM_BIASES,
-            HAS_WEIGHTS,
-            NUM_TOPK,
-            TOPK_PAD,
-            ALIGNED,
-            RANKS,
-            RANKS_PAD,
-            CHUNK_ROWS,
-            GROUP,
-            BLOCK_H,
-        )
-        group = claim(context)
+    block = claim(context)
+    while block < tl.cdiv(num_tokens, SUM.BLOCK_TOKENS):
+        # fmt: off
+        _sum_block(block, own, sums, context, num_tokens, num_rows, region_rows, hidden, row, SUM)
+        # fmt: on
+        block = claim(context)
     if is_last_program(context):
         finish_call(context)
 
 
 @device_function
-def _sum_group(
-    out,
-    out_weights,
-    own_rows,
-    own_weights,
-    bias_0,
-    bias_1,
-    send_head,
-    rank_prefix_matrix,
+def _sum_block(
+    block,
+    own,
+    sums,
     context,
-    group,
     num_tokens,
     num_rows,
     region_rows,
     hidden,
-    header_bytes,
-    row_bytes,
-    weights_offset,
-    NUM_BIASES: tl.constexpr,
-    HAS_WEIGHTS: tl.constexpr,
-    NUM_TOPK: tl.constexpr,
-    TOPK_PAD: tl.constexpr,
-    ALIGNED: tl.constexpr,
-    RANKS: tl.constexpr,
-    RANKS_PAD: tl.constexpr,
-    CHUNK_ROWS: tl.constexpr,
-    GROUP: tl.constexpr,
-    BLOCK_H: tl.constexpr,
+    row,
+    SUM: tl.constexpr,
 ):
-    """Add the returned rows of GROUP tokens: bias_0 + bias_1 first, then `send_head`'s order.
+    """Add the returned rows of BLOCK_TOKENS tokens: bias_0 + bias_1 first, then `send_head`'s
+    order.
 
     fp32, rounded once. Waits for just the chunks that hold these rows.
     """
     rank = tl.load(context + RANK).to(tl.int32)
-    lanes = tl.arange(0, TOPK_PAD)
-    tokens = group * GROUP + tl.arange(0, GROUP)
-    token = wait_returned(send_head, tokens, num_tokens, context, CHUNK_ROWS, RANKS, RANKS_PAD)
-    inside = (tokens < num_tokens) & (token == 1)
-    own_start = tl.load(rank_prefix_matrix + rank * RANKS + rank)
-    own_start -= received_rows(rank_prefix_matrix, rank, context)
+    k = tl.arange(0, SUM.TOPK_PAD)
+    token_idx = block * SUM.BLOCK_TOKENS + tl.arange(0, SUM.BLOCK_TOKENS)
+    ready = wait_returned(sums.send_head, token_idx, num_tokens, context, SUM)
+    inside = (token_idx < num_tokens) & (ready == 1)
+    own_start = tl.load(sums.rank_prefix_matrix + rank * SUM.RANKS + rank)
+    own_start -= received_rows(sums.rank_prefix_matrix, rank, context)
     # Every address before any row is read: each would otherwise wait for a read of its own.
     addresses = ()
     weight_addresses = ()
-    for place in tl.static_range(RANKS):
-        head = tl.load(send_head + tokens * RANKS + place, mask=inside, other=-1)
-        row = head // RANKS
-        at = consume_token(region(head % RANKS, context) + header_bytes, token)
-        at += row.to(tl.int64) * row_bytes
-        weights_at = at + weights_offset
-        is_own = head % RANKS == rank
-        has = (head >= 0) & (row < tl.where(is_own, num_rows - own_start, region_rows))
-        own = (own_rows + (own_start + row).to(tl.int64) * hidden).to(tl.int64)
-        at = tl.where(is_own, own, at)
-        if HAS_WEIGHTS:
-            own = (own_weights + (own_start + row) * NUM_TOPK).to(tl.int64)
-            weights_at = tl.where(is_own, own, weights_at)
+    for number in tl.static_range(SUM.RANKS):
+        head = tl.load(sums.send_head + token_idx * SUM.RANKS + number, mask=inside, other=-1)
+        rows = head // SUM.RANKS
+        at = consume_token(region(head % SUM.RANKS, context) + row.header_bytes, ready)
+        at += rows.to(tl.int64) * row.num_bytes
+        weights_at = at + row.weights
+        is_own = head % SUM.RANKS == rank
+        has = (head >= 0) & (rows < tl.where(is_own, num_rows - own_start, region_rows))
+        own_row = (own.x + (own_start + rows).to(tl.int64) * hidden).to(tl.int64)
+        at = tl.where(is_own, own_row, at)
+        if own.weights is not None:
+            own_row = (own.weights + (own_start + rows) * SUM.NUM_TOPK).to(tl.int64)
+            weights_at = tl.where(is_own, own_row, weights_at)
         addresses = addresses + (tl.where(has, at, 0),)
         weight_addresses = weight_addresses + (tl.where(has, weights_at, 0),)
-    for column in range(0, hidden, BLOCK_H):
-        columns = column + tl.arange(0, BLOCK_H)
-        in_row = row_mask(columns, hidden, out.dtype.element_ty, ALIGNED)
+    for column in range(0, hidden, SUM.BLOCK_H):
+        columns = column + tl.arange(0, SUM.BLOCK_H)
+        in_row = row_mask(columns, hidden, sums.out.dtype.element_ty, SUM.ALIGNED)
         real = inside[:, None] & in_row[None, :]
-        at = tokens.to(tl.int64) * hidden
-        total = tl.zeros([GROUP, BLOCK_H], tl.float32)
-        if NUM_BIASES >= 1:
-            bias = tl.load(row_pointers(bias_0 + at, columns, ALIGNED), mask=real, other=0.0)
-            total += bias.to(tl.float32)
-        if NUM_BIASES == 2:
-            bias = tl.load(row_pointers(bias_1 + at, columns, ALIGNED), mask=real, other=0.0)
-            total += bias.to(tl.float32)
-        for place in tl.static_range(RANKS):
+        at = token_idx.to(tl.int64) * hidden
+        total = tl.zeros([SUM.BLOCK_TOKENS, SUM.BLOCK_H], tl.float32)
+        if sums.bias_0 is not None:
+            bias = row_pointers(sums.bias_0 + at, columns, SUM.ALIGNED)
+            total += tl.load(bias, mask=real, other=0.0).to(tl.float32)
+        if sums.bias_1 is not None:
+            bias = row_pointers(sums.bias_1 + at, columns, SUM.ALIGNED)
+            total += tl.load(bias, mask=real, other=0.0).to(tl.float32)
+        for number in tl.static_range(SUM.RANKS):
+            returned = as_pointer(addresses[number], sums.out.dtype.element_ty)
             part = tl.load(
-                row_pointers(as_pointer(addresses[place], out.dtype.element_ty), columns, ALIGNED),
-                mask=(addresses[place] != 0)[:, None] & in_row[None, :],
+                row_pointers(returned, columns, SUM.ALIGNED),
+                mask=(addresses[number] != 0)[:, None] & in_row[None, :],
                 other=0.0,
             )
             total += part.to(tl.float32)
-        values = round_to(total, out.dtype.element_ty)
-        tl.store(row_pointers(out + at, columns, ALIGNED), values, mask=real)
-    if HAS_WEIGHTS:
-        weights = tl.zeros([GROUP, TOPK_PAD], tl.float32)
-        for place in tl.static_range(RANKS):
-            source = as_pointer(weight_addresses[place], tl.float32)[:, None]
-            has = (weight_addresses[place] != 0)[:, None] & (lanes < NUM_TOPK)[None, :]
-            weights += tl.load(source + lanes[None, :], mask=has, other=0.0)
-        to = out_weights + tokens[:, None] * NUM_TOPK + lanes[None, :]
-        tl.store(to, weights, mask=inside[:, None] & (lanes < NUM_TOPK)[None, :])
+        values = round_to(total, sums.out.dtype.element_ty)
+        tl.store(row_pointers(sums.out + at, columns, SUM.ALIGNED), values, mask=real)
+    if own.weights is not None:
+        weights = tl.zeros([SUM.BLOCK_TOKENS, SUM.TOPK_PAD], tl.float32)
+        for number in tl.static_range(SUM.RANKS):
+            returned = as_pointer(weight_addresses[number], tl.float32)[:, None]
+            has = (weight_addresses[number] != 0)[:, None] & (k < SUM.NUM_TOPK)[None, :]
+            weights += tl.load(returned + k[None, :], mask=has, other=0.0)
+        to = sums.weights + token_idx[:, None] * SUM.NUM_TOPK + k[None, :]
+        tl.store(to, weights, mask=inside[:, None] & (k < SUM.NUM_TOPK)[None, :])
 
 
 @device_function
-def wait_returned(
-    send_head,
-    tokens,
-    num_tokens,
-    context,
-    CHUNK_ROWS: tl.constexpr,
-    RANKS: tl.constexpr,
-    RANKS_PAD: tl.constexpr,
-):
-    """Wait until the other ranks have returned all rows of `tokens` [B]. Returns a token."""
+def wait_returned(send_head, token_idx, num_tokens, context, SUM: tl.constexpr):
+    """Wait until the other ranks have returned all rows of `token_idx` [B]. Returns 1, or 0 where
+    the wait expired."""
     rank = tl.load(context + RANK).to(tl.int32)
-    places = tl.arange(0, RANKS_PAD)
-    inside = (tokens < num_tokens)[:, None] & (places < RANKS)[None, :]
-    heads = tl.load(send_head + tokens[:, None] * RANKS + places[None, :], mask=inside, other=-1)
-    head = tl.reshape(heads, [tokens.shape[0] * RANKS_PAD])
-    sent = (head >= 0) & (head % RANKS != rank)
-    writer = tl.where(sent, head % RANKS, 0)
+    numbers = tl.arange(0, SUM.RANKS_PAD)
+    inside = (token_idx < num_tokens)[:, None] & (numbers < SUM.RANKS)[None, :]
+    at = send_head + token_idx[:, None] * SUM.RANKS + numbers[None, :]
+    heads = tl.load(at, mask=inside, other=-1)
+    head = tl.reshape(heads, [SUM.BLOCK_TOKENS * SUM.RANKS_PAD])
+    sent = (head >= 0) & (head % SUM.RANKS != rank)
+    writer = tl.where(sent, head % SUM.RANKS, 0)
     last_chunk = tl.load(context + MAX_CHUNKS).to(tl.int32) - 1
-    chunk = tl.minimum(head // RANKS // CHUNK_ROWS, last_chunk)
+    chunk = tl.minimum(head // SUM.RANKS // SUM.CHUNK_ROWS, last_chunk)
     flags = chunk_flag(writer, tl.where(sent, chunk, 0), context)
     return wait(flags, sent, current_epoch(context), writer, context, PHASE_RETURNED_ROWS)

@@ -1,24 +1,28 @@
-"""Host side of combine: return rows or sums of rows, then add them up at the source."""
+"""Host side of combine: return rows to the tokens' ranks, then add them up."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass
-from typing import Any
+import functools
+from typing import NamedTuple
 
 import torch
 
+from ..device.constants import constants
 from ..device.lang import INTERPRETED
-from ..hardware import BYTES_IN_FLIGHT
+from ..device.push import PushSizes
+from ..hardware import BYTES_IN_FLIGHT, gpu
 from ..row_vectors import COPY_ROWS
-from ..symm.slots import BARE_HEADER, RowLayout, Slots
+from ..symm.slots import BARE_HEADER, RowLayout, SlotLayout, Slots, row_in_region
 from ..utils import next_power_of_2
-from .kernels import final_sum_kernel, return_rows_kernel
+from .kernels import SumSizes, final_sum_kernel, return_rows_kernel
 
-NUM_SUM_PROGRAMS = 2 if INTERPRETED else 264
 NUM_WARPS = 16
-WAIT_TOKENS = 16
+BLOCK_TOKENS = 16
 """Tokens whose returned rows are waited for together."""
+BLOCK_SUMS = 8192
+"""fp32 sums that a program holds at a time."""
+SLACK = 49
+"""A push is 2% slower than the link: the sums read memory concurrently."""
 
 
 def num_push_programs(num_programs: int) -> int:
@@ -26,96 +30,96 @@ def num_push_programs(num_programs: int) -> int:
     return 1 if INTERPRETED else min(num_programs, max(8, 9 * num_programs // 16))
 
 
-def _sum_columns(hidden: int, items: int, rows: int) -> int:
-    """Columns of the `items` fp32 sums that a program holds at a time, for so many rows."""
-    return min(next_power_of_2(hidden), items // rows)
+class ReturnedRows(NamedTuple):
+    """The rows that a rank returns: x [N, H], in receive order, and weights float32 [N, K], which
+    travel along, or None."""
 
-
-@dataclass(frozen=True, slots=True)
-class Sums:
-    """The sums that a combine makes: out [T, H] = biases + returned rows of each token, weights
-    float32 [T, K] = the returned weights, or None; up to two biases [T, H]; send_head and
-    rank_prefix_matrix of the dispatch; the number of rows that this rank returns."""
-
-    out: torch.Tensor
+    x: torch.Tensor
     weights: torch.Tensor | None
-    bias: Sequence[torch.Tensor]
-    send_head: torch.Tensor
-    rank_prefix_matrix: torch.Tensor
-    num_rows: int
 
     @property
     def row(self) -> RowLayout:
         num_topk = 0 if self.weights is None else self.weights.shape[1]
-        return RowLayout(self.out.shape[1] * self.out.itemsize, num_topk)
-
-    def arguments(self, slots: Slots) -> dict[str, Any]:
-        """What both kernels that sum are launched with."""
-        num_tokens, hidden = self.out.shape
-        row = self.row
-        return dict(
-            out=self.out,
-            out_weights=self.weights,
-            bias_0=self.bias[0] if self.bias else None,
-            bias_1=self.bias[1] if len(self.bias) == 2 else None,
-            send_head=self.send_head,
-            rank_prefix_matrix=self.rank_prefix_matrix,
-            context=slots.context.fields,
-            num_tokens=num_tokens,
-            num_rows=self.num_rows,
-            region_rows=slots.layout.max_rows(row.num_bytes, BARE_HEADER),
-            hidden=hidden,
-            header_bytes=BARE_HEADER,
-            row_bytes=row.num_bytes,
-            weights_offset=row.weights,
-            NUM_BIASES=len(self.bias),
-            HAS_WEIGHTS=self.weights is not None,
-            NUM_TOPK=row.num_topk,
-            TOPK_PAD=next_power_of_2(max(1, row.num_topk)),
-            ALIGNED=row.payload_bytes % 16 == 0,
-            RANKS=slots.layout.num_ranks,
-            RANKS_PAD=next_power_of_2(slots.layout.num_ranks),
-            CHUNK_ROWS=slots.layout.chunk_rows(row.num_bytes),
-            GROUP=WAIT_TOKENS,
-            BLOCK_H=_sum_columns(hidden, 8192, WAIT_TOKENS),
-            num_warps=NUM_WARPS,
-        )
+        return RowLayout(self.x.shape[1] * self.x.itemsize, num_topk)
 
 
-def return_rows(
-    x: torch.Tensor,
-    topk_weights: torch.Tensor | None,
+class Sums(NamedTuple):
+    """The sums that a combine makes: out [T, H] = biases + returned rows of each token, weights
+    float32 [T, K] = the returned weights, or None; up to two biases [T, H], or None. From the
+    dispatch: send_head int32 [T, R], row * R + rank of each returned row in the order of the sum;
+    rank_prefix_matrix int32 [R, R]."""
+
+    out: torch.Tensor
+    weights: torch.Tensor | None
+    bias_0: torch.Tensor | None
+    bias_1: torch.Tensor | None
+    send_head: torch.Tensor
+    rank_prefix_matrix: torch.Tensor
+
+
+@functools.cache
+def _push_sizes(layout: SlotLayout, row: RowLayout, item_bytes: int) -> PushSizes:
+    columns = BYTES_IN_FLIGHT // item_bytes // COPY_ROWS
+    sizes = PushSizes(
+        ALIGNED=row.payload_bytes % 16 == 0,
+        RANKS_PAD=next_power_of_2(layout.num_ranks),
+        CHUNK_ROWS=layout.chunk_rows(row.num_bytes),
+        SPAN=layout.span(row.num_bytes),
+        BLOCK_ROWS=COPY_ROWS,
+        BLOCK_COLUMNS=min(next_power_of_2(row.payload_bytes // item_bytes), columns),
+        NUM_TOPK=row.num_topk,
+        SLACK=SLACK,
+    )
+    return constants(sizes)
+
+
+@functools.cache
+def _sum_sizes(layout: SlotLayout, row: RowLayout, item_bytes: int) -> SumSizes:
+    hidden = row.payload_bytes // item_bytes
+    sizes = SumSizes(
+        NUM_TOPK=row.num_topk,
+        TOPK_PAD=next_power_of_2(max(1, row.num_topk)),
+        ALIGNED=row.payload_bytes % 16 == 0,
+        RANKS=layout.num_ranks,
+        RANKS_PAD=next_power_of_2(layout.num_ranks),
+        CHUNK_ROWS=layout.chunk_rows(row.num_bytes),
+        BLOCK_TOKENS=BLOCK_TOKENS,
+        BLOCK_H=min(next_power_of_2(hidden), BLOCK_SUMS // BLOCK_TOKENS),
+    )
+    return constants(sizes)
+
+
+def return_and_sum(
+    returned: ReturnedRows,
     dispatched: torch.Tensor,
     sums: Sums,
     num_comm_sms: int,
     slots: Slots,
 ) -> None:
-    """Write rows x [N, H], in receive order, back to their sources; topk_weights float32 [N, K]
-    travel along. Some sums are made meanwhile. Begins a call, with the signature in the handle of
-    the dispatch."""
-    slots.context.step = "return_rows"
-    columns = BYTES_IN_FLIGHT // x.itemsize // COPY_ROWS
-    return_rows_kernel[(1 + num_comm_sms,)](
-        x,
-        topk_weights,
-        dispatched,
+    """Write rows back to their sources while some of the sums are made, then make the others. A
+    whole call, which begins with `dispatched`, the signature in the handle of the dispatch."""
+    num_tokens, hidden = sums.out.shape
+    row, item_bytes = returned.row, returned.x.itemsize
+    arguments = dict(
+        own=returned,
+        sums=sums,
+        context=slots.context.fields,
+        num_tokens=num_tokens,
+        num_rows=len(returned.x),
+        region_rows=slots.layout.max_rows(row.num_bytes, BARE_HEADER),
+        hidden=hidden,
+        row=row_in_region(row, BARE_HEADER),
+        SUM=_sum_sizes(slots.layout, row, item_bytes),
+        num_warps=NUM_WARPS,
+    )
+    slots.context.launch(
+        return_rows_kernel,
+        (1 + num_comm_sms,),
+        dispatched=dispatched,
         num_push_programs=num_push_programs(num_comm_sms),
-        SPAN=slots.layout.span(sums.row.num_bytes),
-        LANES=COPY_ROWS,
-        COLUMNS=min(next_power_of_2(x.shape[1]), columns),
-        **sums.arguments(slots),
+        PUSH=_push_sizes(slots.layout, row, item_bytes),
+        step="return_rows",
+        **arguments,
     )
-
-
-def final_sum(
-    sums: Sums, own_rows: torch.Tensor, own_weights: torch.Tensor | None, slots: Slots
-) -> None:
-    """Make the sums that are left. Ends a call. own_rows, own_weights: what `return_rows` was
-    given."""
-    slots.context.step = "final_sum"
-    final_sum_kernel[(NUM_SUM_PROGRAMS,)](
-        own_rows=own_rows,
-        own_weights=own_weights,
-        **sums.arguments(slots),
-    )
-    slots.context.step = None
+    slots.context.launch(final_sum_kernel, (2 * gpu().num_sms,), step="final_sum", **arguments)
+    slots.context.end_call()

@@ -27,6 +27,7 @@ from ..device.lang import (
     put_ll,
     round_to,
     row_mask,
+    row_pointers,
 )
 from ..device.programs import pdl_launch_dependents
 from ..device.ring import (
@@ -40,7 +41,6 @@ from ..device.ring import (
     note_received,
     open_slot,
     pick,
-    pointers_at,
     publish_acks,
     region_at,
     row_at,
@@ -275,10 +275,10 @@ def _return_rows(
 def _load_pair(x, places, number, num_lanes, rows, columns, inside, FIXED: tl.constexpr):
     """The rows of lanes `number` and the next, of those of a token; 0 behind the last."""
     row = x + pick(places, number).to(tl.int64) * rows.num_vecs
-    at = pointers_at(row, columns, FIXED.ALIGNED)
+    at = row_pointers(row, columns, FIXED.ALIGNED)
     first = tl.load(at, mask=inside, other=0.0)
     next_row = x + pick(places, number + 1).to(tl.int64) * rows.num_vecs
-    at = pointers_at(next_row, columns, FIXED.ALIGNED)
+    at = row_pointers(next_row, columns, FIXED.ALIGNED)
     return first, tl.load(at, mask=inside & (number + 1 < num_lanes), other=0.0)
 
 
@@ -315,5 +315,5 @@ def _sum_token(
                 row_at(at, columns, FIXED.WORD, FIXED.ALIGNED), mask=inside & (at != 0), other=0.0
             )
             total += part.to(tl.float32)
-        to = pointers_at(out + token.to(tl.int64) * rows.num_vecs, columns, FIXED.ALIGNED)
+        to = row_pointers(out + token.to(tl.int64) * rows.num_vecs, columns, FIXED.ALIGNED)
         tl.store(to, round_to(total, FIXED.WORD), mask=inside)

@@ -1,6 +1,8 @@
 """Every rank tells the others its counts: for a dispatch by rank and expert, for a layer by
 expert."""
 
+from typing import NamedTuple
+
 import triton
 import triton.language as tl
 
@@ -40,25 +42,27 @@ MANY_ROWS = tl.constexpr(0x7FFFFFFF)
 """What a negative number of rows counts as: no memory holds so many."""
 
 
+class ExchangeSizes(NamedTuple):
+    """What the exchange kernels are compiled for."""
+
+    RANKS_PAD: int
+    EXPERTS_PAD: int  # of a rank
+    ALL_EXPERTS_PAD: int
+    RANKS: int = 0  # of a layer alone, like what follows
+    STAGES_PAD: int = 0
+
+
 @triton.jit(do_not_specialize=["may_grow"])
 def exchange_kernel(
     num_tokens_per_rank,  # int32 [R]
     num_tokens_per_expert,  # int32 [E]
-    rank_prefix_matrix,  # int32 [R, R], out: rows of ranks 0..i to rank j
-    recv_expert_counts,  # int32 [R, L], out: rows of each source for each local expert
-    expert_offsets,  # int32 [L + 1], out
-    call_signature,  # int32 [SIGNATURE_WORDS], out
+    counts,  # launch.Counts, out
     context,
     max_rows,
     num_local_experts,
-    payload_bytes,
-    num_topk,
-    item_bytes,
-    num_scales,
+    shape,  # signature.RowShape
     may_grow,
-    RANKS_PAD: tl.constexpr,
-    EXPERTS_PAD: tl.constexpr,
-    ALL_EXPERTS_PAD: tl.constexpr,
+    SIZES: tl.constexpr,  # ExchangeSizes
     PDL: tl.constexpr,
 ):
     """Programs 0 .. R-1 write this rank's counts [E + R] to one peer each; program R reads all
@@ -66,152 +70,134 @@ def exchange_kernel(
     its own. Where any rank has more than `max_rows` rows for another one, or fewer than none, all
     ranks stop here alike.
 
-    A PDL launch behind the send plan, of which it reads nothing. What follows must not begin
-    before this ends: it would fill the chip while this waits for peers that have not come yet.
+    A PDL launch after the send plan, of which it reads nothing; the send plan has waited for the
+    counts before it lets this begin. The next launch must not begin before this ends: it would fill
+    the chip while this waits for peers that have not come yet.
     """
     program = tl.program_id(0)
     num_ranks = tl.load(context + NUM_RANKS).to(tl.int32)
-    ranks = tl.arange(0, RANKS_PAD)
-    experts = tl.arange(0, EXPERTS_PAD)
+    ranks = tl.arange(0, SIZES.RANKS_PAD)
+    experts = tl.arange(0, SIZES.EXPERTS_PAD)
     real = experts < num_local_experts
     if program == num_ranks:
-        # No rows, should this give up on a lost peer: what follows may not know of it.
+        # If this gives up on a lost peer, later launches, which may not know of it, see no rows.
         for source in range(0, num_ranks):
-            row = rank_prefix_matrix + source * num_ranks
-            tl.store(row + ranks, tl.zeros_like(ranks), mask=ranks < num_ranks)
-        tl.store(expert_offsets + experts, tl.zeros_like(experts), mask=real)
-        tl.store(expert_offsets + 1 + experts, tl.zeros_like(experts), mask=real)
+            to = counts.rank_prefix_matrix + source * num_ranks + ranks
+            tl.store(to, tl.zeros_like(ranks), mask=ranks < num_ranks)
+        tl.store(counts.expert_offsets + experts, tl.zeros_like(experts), mask=real)
+        tl.store(counts.expert_offsets + 1 + experts, tl.zeros_like(experts), mask=real)
         pdl_wait(PDL)
     if is_broken(context):
         return
     num_experts = num_local_experts * num_ranks
-    # fmt: off
-    signature = signature_of(
-        KIND_DISPATCH, payload_bytes, num_topk, num_experts, item_bytes, num_scales, 0, 0, may_grow,
-        own_call(context), context,
-    )
-    # fmt: on
+    call = own_call(context)
+    signature = signature_of(KIND_DISPATCH, shape, num_experts, 0, 0, may_grow, call, context)
     if program < num_ranks:
-        counts, token = _open_counts(program, signature, context)
-        if token == 1:
-            all_experts = tl.arange(0, ALL_EXPERTS_PAD)
-            has = all_experts < num_experts
-            put(counts + all_experts, tl.load(num_tokens_per_expert + all_experts, has, 0), has)
-            is_rank = ranks < num_ranks
-            rows = tl.load(num_tokens_per_rank + ranks, is_rank, 0)
-            put(counts + num_experts + ranks, rows, is_rank)
-            _send_counts(program, context)
+        # fmt: off
+        _send_counts(
+            program, signature, num_tokens_per_expert, num_tokens_per_rank, num_experts, context,
+            SIZES,
+        )
+        # fmt: on
         return
-    tl.store(call_signature + tl.arange(0, SIGNATURE_WORDS), signature)
-    token = wait_signatures(signature, context, RANKS_PAD)
-    if token == 0:  # the counts of another shape mean nothing: numbers of rows stay 0
+    tl.store(counts.signature + tl.arange(0, SIGNATURE_WORDS), signature)
+    ready = wait_signatures(signature, context, SIZES.RANKS_PAD)
+    if ready == 0:  # the counts of another shape mean nothing: numbers of rows stay 0
         return
     rank = tl.load(context + RANK).to(tl.int32)
-    rows = tl.zeros([RANKS_PAD], tl.int32)
-    totals = tl.zeros([EXPERTS_PAD], tl.int32)
+    rows = tl.zeros([SIZES.RANKS_PAD], tl.int32)
+    totals = tl.zeros([SIZES.EXPERTS_PAD], tl.int32)
     most_rows = tl.full((), 0, tl.int32)
     for source in range(0, num_ranks):
-        counts = _counts_of(source, token, context)
-        sent = tl.load(counts + num_experts + ranks, mask=ranks < num_ranks, other=0)
+        theirs = _counts_of(source, ready, context)
+        sent = tl.load(theirs + num_experts + ranks, mask=ranks < num_ranks, other=0)
         most_rows = tl.maximum(most_rows, tl.max(tl.where(sent < 0, MANY_ROWS, sent), 0))
         rows += sent
-        tl.store(rank_prefix_matrix + source * num_ranks + ranks, rows, mask=ranks < num_ranks)
-        received = tl.load(counts + rank * num_local_experts + experts, mask=real, other=0)
-        tl.store(recv_expert_counts + source * num_local_experts + experts, received, mask=real)
+        to = counts.rank_prefix_matrix + source * num_ranks + ranks
+        tl.store(to, rows, mask=ranks < num_ranks)
+        received = tl.load(theirs + rank * num_local_experts + experts, mask=real, other=0)
+        to = counts.recv_expert_counts + source * num_local_experts + experts
+        tl.store(to, received, mask=real)
         totals += received
     if most_rows > max_rows:
         tl.store(report_pointer(context) + REPORT_ROWS, most_rows.to(tl.int64))
         report_failure(rank, current_epoch(context), context, PHASE_CAPACITY)
     else:
-        tl.store(expert_offsets + 1 + experts, tl.cumsum(totals, 0), mask=real)
+        tl.store(counts.expert_offsets + 1 + experts, tl.cumsum(totals, 0), mask=real)
 
 
 # --- A layer -----------------------------------------------------------------------------------
 
 
-@triton.jit(do_not_specialize=["stage_count", "back_stages"])
+@triton.jit(do_not_specialize=["dispatch_stages", "combine_stages"])
 def exchange_fused_kernel(
     num_tokens_per_expert,  # int32 [E]
-    expert_offsets,  # int32 [L + 1], out: where each expert's rows begin here
-    remote_offsets,  # int32 [L + 1], out: the same of the rows that come from other ranks alone
-    num_remote,  # int32 [R], out: rows that each rank receives from others
-    expert_begin,  # int32 [E], out: where each expert's rows begin on its rank
-    remote_begin,  # int32 [E], out: the same of the rows from other ranks alone
-    num_to_push,  # int64 [R, S], out: 0
+    places,  # routing.Places, out
     context,
     num_local_experts,
-    payload_bytes,
-    num_topk,
-    item_bytes,
-    stage_count,
-    back_stages,
-    RANKS: tl.constexpr,
-    RANKS_PAD: tl.constexpr,
-    EXPERTS_PAD: tl.constexpr,
-    ALL_EXPERTS_PAD: tl.constexpr,
-    STAGES_PAD: tl.constexpr,
+    shape,  # signature.RowShape
+    dispatch_stages,
+    combine_stages,
+    SIZES: tl.constexpr,  # ExchangeSizes
     PDL: tl.constexpr,
 ):
     """Programs 0 .. R-1 write this rank's counts [E] to one peer each. Program R + d, a later role,
     waits for those of all ranks and finds where rows begin on rank d.
 
-    Example, 2 ranks of 2 experts: rank 0 has [2, 1, 1, 3] lanes for experts 0 to 3 and rank 1 has
+    Example, 2 ranks of 2 experts: rank 0 has [2, 1, 1, 3] rows for experts 0 to 3 and rank 1 has
     [1, 0, 2, 2]. Rank 0 receives [3, 1] rows, [1, 0] of them from rank 1, and rank 1 [3, 5], [1, 3]
     from rank 0: num_remote [1, 4], expert_begin [0, 3, 0, 3], remote_begin [0, 1, 0, 1], and on
     rank 0 expert_offsets [0, 3, 4] and remote_offsets [0, 1, 1].
 
-    A PDL launch behind the layout; see `exchange_kernel` for what follows.
+    A PDL launch after the layout; see `exchange_kernel` for the next launch.
     """
     program = tl.program_id(0)
-    experts = tl.arange(0, EXPERTS_PAD)
+    experts = tl.arange(0, SIZES.EXPERTS_PAD)
     real = experts < num_local_experts
-    num_experts = num_local_experts * RANKS
-    dest = program - RANKS
+    num_experts = num_local_experts * SIZES.RANKS
+    dest = program - SIZES.RANKS
     is_own = dest == tl.load(context + RANK)
-    if program >= RANKS:
-        stages = tl.arange(0, STAGES_PAD)
-        to = num_to_push + dest * stage_count + stages
-        tl.store(to, stages.to(tl.int64) * 0, mask=stages < stage_count)
-        # No rows, should this give up on a lost peer: what follows may not know of it.
-        tl.store(num_remote + dest, 0)
-        offsets = tl.arange(0, 2 * EXPERTS_PAD)
+    if program >= SIZES.RANKS:
+        stages = tl.arange(0, SIZES.STAGES_PAD)
+        to = places.num_to_push + dest * dispatch_stages + stages
+        tl.store(to, stages.to(tl.int64) * 0, mask=stages < dispatch_stages)
+        # If this gives up on a lost peer, later launches, which may not know of it, see no rows.
+        tl.store(places.num_remote + dest, 0)
+        offsets = tl.arange(0, 2 * SIZES.EXPERTS_PAD)
         has = (offsets <= num_local_experts) & is_own
-        tl.store(expert_offsets + offsets, tl.zeros_like(offsets), mask=has)
-        tl.store(remote_offsets + offsets, tl.zeros_like(offsets), mask=has)
+        tl.store(places.expert_offsets + offsets, tl.zeros_like(offsets), mask=has)
+        tl.store(places.remote_offsets + offsets, tl.zeros_like(offsets), mask=has)
     pdl_wait(PDL)
     if is_broken(context):
         return
     # fmt: off
     signature = signature_of(
-        KIND_MOE_FFN, payload_bytes, num_topk, num_experts, item_bytes, 0, stage_count, back_stages,
-        0, own_call(context), context,
+        KIND_MOE_FFN, shape, num_experts, dispatch_stages, combine_stages, 0, own_call(context),
+        context,
     )
     # fmt: on
-    if program < RANKS:
-        counts, token = _open_counts(program, signature, context)
-        if token == 1:
-            all_experts = tl.arange(0, ALL_EXPERTS_PAD)
-            has = all_experts < num_experts
-            put(counts + all_experts, tl.load(num_tokens_per_expert + all_experts, has, 0), has)
-            _send_counts(program, context)
+    if program < SIZES.RANKS:
+        # fmt: off
+        _send_counts(program, signature, num_tokens_per_expert, None, num_experts, context, SIZES)
+        # fmt: on
         return
     since = begin_span()
-    token = wait_signatures(signature, context, RANKS_PAD)
-    if token == 1:  # else numbers of rows stay 0: the counts of another shape mean nothing
-        totals = tl.zeros([EXPERTS_PAD], tl.int32)
-        remote = tl.zeros([EXPERTS_PAD], tl.int32)
-        for source in tl.static_range(RANKS):
-            counts = _counts_of(source, token, context)
-            sent = tl.load(counts + dest * num_local_experts + experts, mask=real, other=0)
+    ready = wait_signatures(signature, context, SIZES.RANKS_PAD)
+    if ready == 1:  # else numbers of rows stay 0: the counts of another shape mean nothing
+        totals = tl.zeros([SIZES.EXPERTS_PAD], tl.int32)
+        remote = tl.zeros([SIZES.EXPERTS_PAD], tl.int32)
+        for source in tl.static_range(SIZES.RANKS):
+            theirs = _counts_of(source, ready, context)
+            sent = tl.load(theirs + dest * num_local_experts + experts, mask=real, other=0)
             totals += sent
             remote += tl.where(source == dest, 0, sent)
         ends, remote_ends = tl.cumsum(totals, 0), tl.cumsum(remote, 0)
         to = dest * num_local_experts + experts
-        tl.store(expert_begin + to, ends - totals, mask=real)
-        tl.store(remote_begin + to, remote_ends - remote, mask=real)
-        tl.store(num_remote + dest, tl.sum(remote, 0))
-        tl.store(expert_offsets + 1 + experts, ends, mask=real & is_own)
-        tl.store(remote_offsets + 1 + experts, remote_ends, mask=real & is_own)
+        tl.store(places.expert_begin + to, ends - totals, mask=real)
+        tl.store(places.remote_begin + to, remote_ends - remote, mask=real)
+        tl.store(places.num_remote + dest, tl.sum(remote, 0))
+        tl.store(places.expert_offsets + 1 + experts, ends, mask=real & is_own)
+        tl.store(places.remote_offsets + 1 + experts, remote_ends, mask=real & is_own)
     end_span(ROLE_EXCHANGE, dest, since, context)
 
 
@@ -219,21 +205,32 @@ def exchange_fused_kernel(
 
 
 @device_function
-def _open_counts(peer, signature, context):
-    """Store the signature on `peer`: (where the counts go there, a token)."""
-    lane = tl.arange(0, 1)
-    there, token = put_signature(peer + lane, lane == 0, signature, context)
-    return as_pointer(tl.max(there, 0), tl.int32) + COUNTS_AT, token
+def _send_counts(
+    peer,
+    signature,
+    num_tokens_per_expert,
+    num_tokens_per_rank,
+    num_experts,
+    context,
+    SIZES: tl.constexpr,
+):
+    """Write the signature, then the counts, by expert and (unless None) by rank, to `peer`."""
+    one = tl.arange(0, 1)
+    to, ready = put_signature(peer + one, one == 0, signature, context)
+    counts = as_pointer(tl.max(to, 0), tl.int32) + COUNTS_AT
+    if ready == 1:
+        experts = tl.arange(0, SIZES.ALL_EXPERTS_PAD)
+        real = experts < num_experts
+        put(counts + experts, tl.load(num_tokens_per_expert + experts, real, 0), real)
+        if num_tokens_per_rank is not None:
+            ranks = tl.arange(0, SIZES.RANKS_PAD)
+            real = ranks < tl.load(context + NUM_RANKS).to(tl.int32)
+            rows = tl.load(num_tokens_per_rank + ranks, real, 0)
+            put(counts + num_experts + ranks, rows, real)
+        publish_signature(peer + one, one == 0, context)
 
 
 @device_function
-def _send_counts(peer, context):
-    """Publish the signature and the counts that were stored after it."""
-    lane = tl.arange(0, 1)
-    publish_signature(peer + lane, lane == 0, context)
-
-
-@device_function
-def _counts_of(source, token, context):
+def _counts_of(source, ready, context):
     """Pointer to the counts of `source`."""
-    return as_pointer(consume_token(region(source, context), token), tl.int32) + COUNTS_AT
+    return as_pointer(consume_token(region(source, context), ready), tl.int32) + COUNTS_AT

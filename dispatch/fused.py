@@ -9,7 +9,9 @@ import torch
 from triton.tools.ragged_tma import create_ragged_descriptor
 from triton.tools.tensor_descriptor import TensorDescriptor
 
+from ..device.constants import constants
 from ..device.lang import INTERPRETED
+from ..device.signature import RowShape
 from ..grouped_gemm import num_compute_programs, ragged
 from ..grouped_gemm.config import GemmConfig
 from ..hardware import has_pdl, leave_room, pdl_options, share_sms
@@ -17,7 +19,7 @@ from ..routing import LanePlaces, Layout, Places
 from ..row_vectors import RowVectors
 from ..symm.slots import RowLayout, Slots, layer_row
 from ..utils import next_power_of_2
-from .exchange_kernels import exchange_fused_kernel
+from .exchange_kernels import ExchangeSizes, exchange_fused_kernel
 from .fused_kernels import (
     copy_rows_kernel,
     dispatch_gemm_kernel,
@@ -67,26 +69,22 @@ def exchange_fused(lanes: Lanes, stages: int, back_stages: int, slots: Slots) ->
         new(num_experts),
         new((num_ranks, stages), dtype=torch.int64),
     )
-    launched = exchange_fused_kernel[(2 * num_ranks,)](
-        lanes.layout.num_tokens_per_expert,
-        places.expert_offsets,
-        places.remote_offsets,
-        places.num_remote,
-        places.expert_begin,
-        places.remote_begin,
-        places.num_to_push,
-        slots.context.fields,
-        num_local,
-        row.payload_bytes,
-        row.num_topk,
-        lanes.x.itemsize,
-        stages,
-        back_stages,
-        RANKS=num_ranks,
+    sizes = ExchangeSizes(
         RANKS_PAD=next_power_of_2(num_ranks),
         EXPERTS_PAD=next_power_of_2(num_local),
         ALL_EXPERTS_PAD=next_power_of_2(num_experts),
+        RANKS=num_ranks,
         STAGES_PAD=next_power_of_2(stages),
+    )
+    launched = exchange_fused_kernel[(2 * num_ranks,)](
+        lanes.layout.num_tokens_per_expert,
+        places,
+        slots.context.fields,
+        num_local,
+        RowShape(row.payload_bytes, row.num_topk, lanes.x.itemsize, 0),
+        stages,
+        back_stages,
+        SIZES=constants(sizes),
         PDL=has_pdl(),
         **pdl_options(),
     )

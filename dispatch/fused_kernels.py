@@ -35,7 +35,7 @@ from ..device.tiles import (
 )
 from ..grouped_gemm.kernels import finish_tile, gemm_tile
 from ..grouped_gemm.schedule_kernels import tile_coordinates, unpack_tile
-from ..routing_kernels import place_in_sum
+from ..routing_kernels import sum_order
 from .stages_kernels import return_begin
 
 
@@ -349,7 +349,7 @@ def send_return_metadata_kernel(
             returns = (goes > 0) & (peer != rank)
             last = tl.maximum(last, tl.where(returns, stage, 0))
             row = tl.load(earlier + peer) + tl.cumsum(goes, 0) - goes
-            head = send_head + tokens * RANKS + place_in_sum(peer, owner, is_sent, RANKS)
+            head = send_head + tokens * RANKS + sum_order(peer, owner, is_sent, RANKS)
             tl.store(head, tl.where(goes > 0, row * RANKS + peer, -1), mask=inside)
             record = symm_at(own + row.to(tl.int64) * row_bytes, peer, context)[:, None]
             places = as_pointer(record + places_offset, tl.int32)

@@ -2,35 +2,41 @@
 
 from __future__ import annotations
 
+import functools
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
+from ..device.constants import constants
 from ..device.context import SIGNATURE_WORDS
 from ..device.lang import INTERPRETED
-from ..hardware import has_pdl, pdl_options
+from ..device.push import PushSizes
+from ..device.signature import RowShape
+from ..hardware import gpu, has_pdl
+from ..routing_kernels import send_plan_kernel
 from ..row_vectors import COPY_ROWS, RowVectors
-from ..symm.slots import RowLayout, Slots
+from ..symm.slots import RowLayout, SlotLayout, Slots, row_in_region
 from ..utils import next_power_of_2
-from .exchange_kernels import exchange_kernel
-from .receive_kernels import collect_kernel, locate_kernel, release_kernel
-from .send_kernels import metadata_kernel, push_kernel
+from .exchange_kernels import ExchangeSizes, exchange_kernel
+from .receive_kernels import ReceiveSizes, collect_kernel, locate_kernel, release_kernel
+from .send_kernels import Metadata, MetadataSizes, SendPlan, metadata_kernel, push_kernel
 
 NUM_WARPS = 16
 LOCATE_ROWS = 128
 """Rows whose addresses a program writes at a time."""
-METADATA_LANES = 64
+METADATA_ROWS = 64
 """Rows whose metadata a program writes at a time."""
-NUM_METADATA_PROGRAMS = 2 if INTERPRETED else 256
-"""Few enough to run all at once: the push begins when they have begun. Only behind an exchange,
-since they wait for peers otherwise, and would hold all of the chip."""
-NUM_COLLECT_PROGRAMS = 2 if INTERPRETED else 264
+
+
+def programs_on_all_sms() -> int:
+    """Two on each SM: so many programs of the kernels here run at once."""
+    return 2 * gpu().num_sms
 
 
 @dataclass(frozen=True, slots=True)
 class Partition:
-    """How a dispatch's programs are shared: `push` of them push, `early` ones meanwhile receive
+    """How a dispatch's programs are shared: `push` of them push, `early` ones concurrently receive
     what has arrived."""
 
     push: int
@@ -38,8 +44,8 @@ class Partition:
 
     @classmethod
     def choose(cls, num_programs: int, owned: bool) -> Partition:
-        """Ten programs fill the link. Copies (`owned`) take up to half; addresses are found at the
-        end, in no time."""
+        """Ten programs fill the link. Copies (`owned`) take up to half, where they can begin while
+        the push runs; addresses are found at the end, in no time."""
         if not owned:
             return cls(num_programs, 0)
         if INTERPRETED:
@@ -48,8 +54,45 @@ class Partition:
         return cls(num_programs - early, early)
 
 
+class DispatchLayout(NamedTuple):
+    """Where the tokens of a rank go: num_tokens_per_rank int32 [R], num_tokens_per_expert int32
+    [E], is_token_in_rank bool [T, R]; see `reference.layout`."""
+
+    num_tokens_per_rank: torch.Tensor
+    num_tokens_per_expert: torch.Tensor
+    is_token_in_rank: torch.Tensor
+
+    @property
+    def num_experts(self) -> int:
+        return self.num_tokens_per_expert.numel()
+
+
 @dataclass(frozen=True, slots=True)
-class Counts:
+class Tokens:
+    """What a rank sends: x [T, H] contiguous; topk_idx int64 [T, K] and topk_weights float32
+    [T, K], or None; scales [T, S] of 4 bytes each and any strides, or None."""
+
+    x: torch.Tensor
+    topk_idx: torch.Tensor | None = None
+    topk_weights: torch.Tensor | None = None
+    scales: torch.Tensor | None = None
+
+    @property
+    def num_topk(self) -> int:
+        return 0 if self.topk_idx is None else self.topk_idx.shape[1]
+
+    @property
+    def row(self) -> RowLayout:
+        num_scales = 0 if self.scales is None else self.scales.shape[1]
+        return RowLayout(self.x.shape[1] * self.x.itemsize, self.num_topk, num_scales)
+
+    @property
+    def shape(self) -> RowShape:
+        row = self.row
+        return RowShape(row.payload_bytes, row.num_topk, self.x.itemsize, row.num_scales)
+
+
+class Counts(NamedTuple):
     """The exchanged counts, on the device.
 
     rank_prefix_matrix int32 [R, R]: rows that ranks 0..i send to rank j. recv_expert_counts int32
@@ -63,11 +106,11 @@ class Counts:
     signature: torch.Tensor
 
     @classmethod
-    def empty(cls, num_tokens_per_rank: torch.Tensor, num_experts: int) -> Counts:
+    def empty(cls, layout: DispatchLayout) -> Counts:
         """Room for the counts of all ranks."""
-        num_ranks = num_tokens_per_rank.numel()
-        num_local_experts = num_experts // num_ranks
-        new = num_tokens_per_rank.new_empty
+        num_ranks = layout.num_tokens_per_rank.numel()
+        num_local_experts = layout.num_experts // num_ranks
+        new = layout.num_tokens_per_rank.new_empty
         return cls(
             new((num_ranks, num_ranks)),
             new((num_ranks, num_local_experts)),
@@ -76,156 +119,136 @@ class Counts:
         )
 
 
+@functools.cache
+def _exchange_sizes(num_ranks: int, num_experts: int) -> ExchangeSizes:
+    sizes = ExchangeSizes(
+        RANKS_PAD=next_power_of_2(num_ranks),
+        EXPERTS_PAD=max(32, next_power_of_2(num_experts // num_ranks)),
+        ALL_EXPERTS_PAD=next_power_of_2(num_experts),
+    )
+    return constants(sizes)
+
+
 def exchange(
     counts: Counts,
-    num_tokens_per_rank: torch.Tensor,
-    num_tokens_per_expert: torch.Tensor,
-    row: RowLayout,
-    item_bytes: int,
+    layout: DispatchLayout,
+    tokens: Tokens,
     max_rows: int,
     may_grow: bool,
     slots: Slots,
 ) -> None:
-    """Tell every rank this rank's counts (int32 [R] and [E]) and learn theirs. Begins a call; the
-    launch before it is the send plan's.
+    """Tell every rank this rank's counts and learn theirs. Begins a call.
 
-    The rows' layout and whether memory may grow go along: ranks that disagree on it stop here, and
+    The rows' shape and whether memory may grow go along: ranks that disagree on it stop here, and
     all ranks do where one of them has more than `max_rows` rows for another.
     """
-    slots.context.step = "exchange"
     num_ranks = slots.layout.num_ranks
-    num_experts = num_tokens_per_expert.numel()
-    num_local_experts = num_experts // num_ranks
-    exchange_kernel[(num_ranks + 1,)](
-        num_tokens_per_rank,
-        num_tokens_per_expert,
-        counts.rank_prefix_matrix,
-        counts.recv_expert_counts,
-        counts.expert_offsets,
-        counts.signature,
+    slots.context.launch(
+        exchange_kernel,
+        (num_ranks + 1,),
+        layout.num_tokens_per_rank,
+        layout.num_tokens_per_expert,
+        counts,
         slots.context.fields,
         max_rows,
-        num_local_experts,
-        row.payload_bytes,
-        row.num_topk,
-        item_bytes,
-        row.num_scales,
+        layout.num_experts // num_ranks,
+        tokens.shape,
         int(may_grow),
+        SIZES=_exchange_sizes(num_ranks, layout.num_experts),
+        step="exchange",
+        after=(send_plan_kernel,),
+    )
+
+
+@functools.cache
+def _metadata_sizes(num_ranks: int, row: RowLayout) -> MetadataSizes:
+    sizes = MetadataSizes(
+        NUM_TOPK=row.num_topk,
+        NUM_SCALES=row.num_scales,
+        TRAILER_PAD=next_power_of_2((row.num_bytes - row.ids) // 4),
+        BLOCK_SCALES=32,
+        BLOCK_ROWS=METADATA_ROWS,
         RANKS_PAD=next_power_of_2(num_ranks),
-        EXPERTS_PAD=max(32, next_power_of_2(num_local_experts)),
-        ALL_EXPERTS_PAD=next_power_of_2(num_experts),
-        PDL=has_pdl(),
-        **pdl_options(),
     )
-
-
-@dataclass(frozen=True, slots=True)
-class Outgoing:
-    """The rows a rank sends: x [T, H] contiguous; scales [T, S] of 4 bytes each and any strides, or
-    None; topk_idx int64 [T, K] and topk_weights float32 [T, K], or None; num_tokens_per_rank int32
-    [R]; send_token_idx int32 [R, T]."""
-
-    x: torch.Tensor
-    scales: torch.Tensor | None
-    topk_idx: torch.Tensor | None
-    topk_weights: torch.Tensor | None
-    num_tokens_per_rank: torch.Tensor
-    send_token_idx: torch.Tensor
-
-    @property
-    def row(self) -> RowLayout:
-        return row_layout(self.x, self.scales, self.topk_idx)
-
-
-def row_layout(
-    x: torch.Tensor, scales: torch.Tensor | None, topk_idx: torch.Tensor | None
-) -> RowLayout:
-    """The row of x [T, H] with its scales [T, S] and routing [T, K], where it has them."""
-    return RowLayout(
-        x.shape[1] * x.itemsize,
-        0 if topk_idx is None else topk_idx.shape[1],
-        0 if scales is None else scales.shape[1],
-    )
+    return constants(sizes)
 
 
 def send_metadata(
-    rows: Outgoing,
+    tokens: Tokens,
+    plan: SendPlan,
     num_local_experts: int,
     header_bytes: int,
     num_programs: int,
     slots: Slots,
     dispatched: torch.Tensor | None = None,
 ) -> None:
-    """Write what goes with the rows into the destinations' slots. The launch before it is the
-    exchange, or any in a cached dispatch, which this begins with `dispatched`, the signature in its
-    handle."""
-    slots.context.step = "send_metadata"
-    num_tokens, num_ranks = len(rows.x), slots.layout.num_ranks
-    row = rows.row
-    scales = None if rows.scales is None else rows.scales.view(torch.int32)
-    metadata_kernel[(num_programs if dispatched is None else 1 + num_programs,)](
-        scales,
-        rows.topk_idx,
-        rows.topk_weights,
-        rows.num_tokens_per_rank,
-        rows.send_token_idx,
+    """Write what goes with the rows into the destinations' slots. A cached dispatch begins with
+    this, and with `dispatched`, the signature in its handle."""
+    row = tokens.row
+    scales = None if tokens.scales is None else tokens.scales.view(torch.int32)
+    slots.context.launch(
+        metadata_kernel,
+        (num_programs if dispatched is None else 1 + num_programs,),
+        Metadata(scales, tokens.topk_idx, tokens.topk_weights),
+        plan,
         dispatched,
         slots.context.fields,
-        num_tokens,
+        len(tokens.x),
         *((0, 0) if scales is None else scales.stride()),
         num_local_experts,
-        header_bytes,
-        row.num_bytes,
-        row.payload_bytes,
-        rows.x.itemsize,
-        row.ids,
-        NUM_TOPK=row.num_topk,
-        TAIL_PAD=next_power_of_2((row.num_bytes - row.ids) // 4),
-        NUM_SCALES=row.num_scales,
-        SCALES_BLOCK=32,
-        RANKS_PAD=next_power_of_2(num_ranks),
-        LANES=METADATA_LANES,
-        PDL=has_pdl(),
+        row_in_region(row, header_bytes),
+        tokens.shape,
+        SIZES=_metadata_sizes(slots.layout.num_ranks, row),
+        step="send_metadata",
+        after=() if dispatched is not None else (exchange_kernel,),
         num_warps=8,
-        **pdl_options(),
     )
 
 
-def push(rows: Outgoing, header_bytes: int, partition: Partition, slots: Slots) -> None:
-    """Write the payload of one row per (token, destination rank) into the destinations' slots. The
-    launch before it is the metadata's."""
-    slots.context.step = "push"
-    vectors, row = RowVectors.of(rows.x.shape[1], rows.x.dtype), rows.row
-    push_kernel[(partition.push,)](
-        vectors.view(rows.x),
-        rows.num_tokens_per_rank,
-        rows.send_token_idx,
+@functools.cache
+def _push_sizes(layout: SlotLayout, row: RowLayout, vectors: RowVectors) -> PushSizes:
+    sizes = PushSizes(
+        ALIGNED=vectors.aligned,
+        RANKS_PAD=next_power_of_2(layout.num_ranks),
+        CHUNK_ROWS=layout.chunk_rows(row.num_bytes),
+        SPAN=layout.span(row.num_bytes),
+        BLOCK_ROWS=COPY_ROWS,
+        BLOCK_COLUMNS=vectors.block_vecs,
+        NUM_TOPK=0,
+        SLACK=0,
+    )
+    return constants(sizes)
+
+
+def push(
+    tokens: Tokens, plan: SendPlan, header_bytes: int, partition: Partition, slots: Slots
+) -> None:
+    """Write the payload of one row per (token, destination rank) into the destinations' slots."""
+    vectors, row = RowVectors.of(tokens.x.shape[1], tokens.x.dtype), tokens.row
+    slots.context.launch(
+        push_kernel,
+        (partition.push,),
+        vectors.view(tokens.x),
+        plan,
         slots.context.fields,
         partition.early,
-        len(rows.x),
+        len(tokens.x),
         vectors.num_vecs,
-        header_bytes,
-        row.num_bytes,
-        ALIGNED=vectors.aligned,
-        RANKS_PAD=next_power_of_2(slots.layout.num_ranks),
-        CHUNK_ROWS=slots.layout.chunk_rows(row.num_bytes),
-        SPAN=slots.layout.span(row.num_bytes),
-        LANES=COPY_ROWS,
-        BLOCK_VECS=vectors.block_vecs,
-        PDL=has_pdl(),
+        row_in_region(row, header_bytes),
+        SIZES=_push_sizes(slots.layout, row, vectors),
+        step="push",
+        after=(metadata_kernel,),
         num_warps=NUM_WARPS,
-        **pdl_options(),
     )
 
 
-@dataclass(frozen=True, slots=True)
-class Collected:
-    """Received rows, by source rank, then token.
+class Received(NamedTuple):
+    """What a rank has received, by source rank, then token.
 
     x [N, H], or int64 [N] with the address of each row; scales [N, S]; topk_idx int64 [N, K] with
-    local ids, -1 where the expert is elsewhere; topk_weights float32 [N, K], 0 there; src_idx int32
-    [N], the token's number on its source rank. Scales and both top-k tensors are None where
-    dispatch had none.
+    local ids, -1 where the expert is on another rank; topk_weights float32 [N, K], 0 for these;
+    src_idx int32 [N], the token's number on its source rank. Scales and both top-k tensors are None
+    where dispatch had none.
     """
 
     x: torch.Tensor
@@ -234,104 +257,116 @@ class Collected:
     topk_weights: torch.Tensor | None
     src_idx: torch.Tensor
 
+    @classmethod
+    def empty(cls, rows: torch.Tensor, tokens: Tokens) -> Received:
+        """`rows` [N, ...], and room for what goes with them where tokens are like these."""
+        num_rows, num_topk, scales = len(rows), tokens.num_topk, tokens.scales
+        return cls(
+            rows,
+            None if scales is None else scales.new_empty(num_rows, scales.shape[1]),
+            rows.new_empty((num_rows, num_topk), dtype=torch.int64) if num_topk else None,
+            rows.new_empty((num_rows, num_topk), dtype=torch.float32) if num_topk else None,
+            rows.new_empty(num_rows, dtype=torch.int32),
+        )
+
     @property
     def payload(self) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]:
         """The rows, with their scales where they have some."""
         return self.x if self.scales is None else (self.x, self.scales)
 
-    def arguments(
-        self, rank_prefix_matrix: torch.Tensor, row: RowLayout, header_bytes: int, slots: Slots
-    ) -> dict[str, Any]:
-        """What both kernels that receive are launched with."""
-        return dict(
-            rank_prefix_matrix=rank_prefix_matrix,
-            recv_scales=None if self.scales is None else self.scales.view(torch.int32),
-            recv_topk_idx=self.topk_idx,
-            recv_topk_weights=self.topk_weights,
-            recv_src_idx=self.src_idx,
-            context=slots.context.fields,
-            max_rows=self.x.shape[0],
-            region_rows=slots.layout.max_rows(row.num_bytes, header_bytes),
-            header_bytes=header_bytes,
-            row_bytes=row.num_bytes,
-            scales_offset=row.scales,
-            ids_offset=row.ids,
-            weights_offset=row.weights,
-            token_offset=row.token,
-            NUM_TOPK=row.num_topk,
-            TOPK_PAD=next_power_of_2(max(1, row.num_topk)),
-            NUM_SCALES=row.num_scales,
-            SCALES_PAD=next_power_of_2(max(1, row.num_scales)),
-            CHUNK_ROWS=slots.layout.chunk_rows(row.num_bytes),
-            num_warps=NUM_WARPS,
-        )
+
+@functools.cache
+def _receive_sizes(
+    layout: SlotLayout, row: RowLayout, vectors: RowVectors, block_rows: int
+) -> ReceiveSizes:
+    sizes = ReceiveSizes(
+        NUM_TOPK=row.num_topk,
+        TOPK_PAD=next_power_of_2(max(1, row.num_topk)),
+        NUM_SCALES=row.num_scales,
+        SCALES_PAD=next_power_of_2(max(1, row.num_scales)),
+        CHUNK_ROWS=layout.chunk_rows(row.num_bytes),
+        BLOCK_ROWS=block_rows,
+        BLOCK_VECS=vectors.block_vecs,
+        ALIGNED=vectors.aligned,
+    )
+    return constants(sizes)
 
 
-def new_collected(
-    rows: torch.Tensor, scales: torch.Tensor | None = None, num_topk: int = 0
-) -> Collected:
-    """Room for what comes with received `rows` [N, ...]: scales like [T, S], and top-k lanes."""
-    num_rows = rows.shape[0]
-    return Collected(
-        rows,
-        None if scales is None else scales.new_empty(num_rows, scales.shape[1]),
-        rows.new_empty((num_rows, num_topk), dtype=torch.int64) if num_topk else None,
-        rows.new_empty((num_rows, num_topk), dtype=torch.float32) if num_topk else None,
-        rows.new_empty(num_rows, dtype=torch.int32),
+def _receive_arguments(
+    out: Received,
+    tokens: Tokens,
+    rank_prefix_matrix: torch.Tensor,
+    header_bytes: int,
+    block_rows: int,
+    slots: Slots,
+) -> dict[str, Any]:
+    """What both kernels that receive are launched with."""
+    vectors, row = RowVectors.of(tokens.x.shape[1], tokens.x.dtype), tokens.row
+    return dict(
+        x=vectors.view(tokens.x),
+        rank_prefix_matrix=rank_prefix_matrix,
+        received=out._replace(
+            x=out.x if out.x.dim() == 1 else vectors.view(out.x),
+            scales=None if out.scales is None else out.scales.view(torch.int32),
+        ),
+        context=slots.context.fields,
+        max_rows=len(out.x),
+        region_rows=slots.layout.max_rows(row.num_bytes, header_bytes),
+        num_vecs=vectors.num_vecs,
+        row=row_in_region(row, header_bytes),
+        SIZES=_receive_sizes(slots.layout, row, vectors, block_rows),
+        num_warps=NUM_WARPS,
     )
 
 
 def collect(
-    out: Collected,
-    x: torch.Tensor,
-    row: RowLayout,
+    out: Received,
+    tokens: Tokens,
     rank_prefix_matrix: torch.Tensor,
     header_bytes: int,
-    slots: Slots,
     partition: Partition,
+    slots: Slots,
 ) -> None:
-    """Copy the received rows out of the slot, and this rank's own out of the x [T, H] it sent;
-    release the slot. Ends a call; the launch before it is the push."""
-    slots.context.step = "collect"
-    vectors = RowVectors.of(x.shape[1], x.dtype)
-    arguments = out.arguments(rank_prefix_matrix, row, header_bytes, slots) | dict(
-        x=vectors.view(x),
-        recv_x=vectors.view(out.x),
-        num_vecs=vectors.num_vecs,
-        ROWS=COPY_ROWS,
-        ALIGNED=vectors.aligned,
-        BLOCK_VECS=vectors.block_vecs,
-        PDL=has_pdl(),
-        **pdl_options(),
+    """Copy the received rows out of the slot, and this rank's own out of the tokens it sent;
+    release the slot. Ends a call."""
+    # fmt: off
+    arguments = _receive_arguments(
+        out, tokens, rank_prefix_matrix, header_bytes, COPY_ROWS, slots
     )
+    # fmt: on
+    launches = [(programs_on_all_sms(), 0)]
     if partition.early:
-        collect_kernel[(partition.early,)](num_push_programs=partition.push, **arguments)
-    collect_kernel[(NUM_COLLECT_PROGRAMS,)](num_push_programs=0, **arguments)
-    slots.context.step = None
+        launches.insert(0, (partition.early, partition.push))
+    for num_programs, num_push_programs in launches:
+        slots.context.launch(
+            collect_kernel,
+            (num_programs,),
+            num_push_programs=num_push_programs,
+            step="collect",
+            after=(push_kernel, collect_kernel) if num_push_programs == 0 else (push_kernel,),
+            **arguments,
+        )
+    slots.context.end_call()
 
 
 def locate(
-    out: Collected,
-    x: torch.Tensor,
-    row: RowLayout,
+    out: Received,
+    tokens: Tokens,
     rank_prefix_matrix: torch.Tensor,
     header_bytes: int,
     slots: Slots,
 ) -> None:
     """Write the addresses of the received rows to out.x int64 [N]; `release` ends the call."""
-    slots.context.step = "locate"
-    locate_kernel[(NUM_COLLECT_PROGRAMS,)](
-        x.view(torch.uint8),
-        recv_address=out.x,
-        hidden=x.shape[1] * x.itemsize,
-        ROWS=LOCATE_ROWS,
-        **out.arguments(rank_prefix_matrix, row, header_bytes, slots),
+    # fmt: off
+    arguments = _receive_arguments(
+        out, tokens, rank_prefix_matrix, header_bytes, LOCATE_ROWS, slots
     )
-    slots.context.step = None
+    # fmt: on
+    slots.context.launch(locate_kernel, (programs_on_all_sms(),), step="locate", **arguments)
+    slots.context.end_call()
 
 
 def release(slots: Slots) -> None:
     """End a call whose rows were read in place; the slot goes back to its writers."""
-    slots.context.step = "release"
-    release_kernel[(1,)](slots.context.fields)
-    slots.context.step = None
+    slots.context.launch(release_kernel, (1,), slots.context.fields, step="release")
+    slots.context.end_call()

@@ -12,6 +12,7 @@ from ..device.lang import (
     is_alive,
     load_acquire,
     row_mask,
+    row_pointers,
 )
 from ..device.ptx import any_thread
 from ..device.ring import (
@@ -23,7 +24,6 @@ from ..device.ring import (
     masked_ranks,
     note_received,
     pick,
-    pointers_at,
     publish_active_ranks,
     region_at,
     row_at,
@@ -226,7 +226,7 @@ def _store_row(loaded, place, expert, recv_x, recv_scales, rows, FIXED: tl.const
     columns = tl.arange(0, FIXED.BLOCK // 4 if is_cast(FIXED.FORMAT) else FIXED.BLOCK)
     inside = row_mask(columns, rows.num_vecs, FIXED.WORD, FIXED.ALIGNED)
     to = recv_x + place.to(tl.int64) * rows.num_vecs
-    tl.store(pointers_at(to, columns, FIXED.ALIGNED), payload, mask=inside)
+    tl.store(row_pointers(to, columns, FIXED.ALIGNED), payload, mask=inside)
     if is_cast(FIXED.FORMAT):
         expert_rows = rows.max_tokens * FIXED.RANKS
         block = tl.arange(0, FIXED.BLOCK // 128)

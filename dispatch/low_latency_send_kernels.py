@@ -26,6 +26,7 @@ from ..device.lang import (
     put_ll,
     report_pointer,
     row_mask,
+    row_pointers,
 )
 from ..device.programs import pdl_launch_dependents
 from ..device.ring import (
@@ -36,7 +37,6 @@ from ..device.ring import (
     flag_level,
     open_slot,
     pick,
-    pointers_at,
     publish_acks,
     region_at,
     row_at,
@@ -217,7 +217,7 @@ def _send_token(token, slot, rows, x, topk_idx, topk_weights, context, FIXED: tl
     inside = row_mask(columns, num_columns, x.dtype.element_ty, FIXED.ALIGNED)
     own_row = x + token.to(tl.int64) * num_columns
     # All that this reads is on its way before it waits.
-    payload = tl.load(pointers_at(own_row, columns, FIXED.ALIGNED), mask=inside, other=0)
+    payload = tl.load(row_pointers(own_row, columns, FIXED.ALIGNED), mask=inside, other=0)
     lanes, ranks = tl.arange(0, FIXED.K_PAD), tl.arange(0, slot.shift.shape[0])
     real = lanes < FIXED.NUM_TOPK
     ids = tl.load(topk_idx + token * FIXED.NUM_TOPK + lanes, mask=real, other=-1)

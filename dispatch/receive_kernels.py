@@ -1,4 +1,6 @@
-"""Dispatch, the receiving half: copy rows out of the slot, or say where they lie."""
+"""Dispatch, the receiving half: copy rows out of the slot, or say where they are."""
+
+from typing import NamedTuple
 
 import triton
 import triton.language as tl
@@ -26,91 +28,85 @@ from ..device.programs import (
 from ..device.slots import payload_address, received_rows, region, source_at, wait_rows
 
 
+class ReceiveSizes(NamedTuple):
+    """What the kernels here are compiled for."""
+
+    NUM_TOPK: int
+    TOPK_PAD: int
+    NUM_SCALES: int
+    SCALES_PAD: int
+    CHUNK_ROWS: int  # rows that share a flag
+    BLOCK_ROWS: int  # rows that a program receives at a time
+    BLOCK_VECS: int  # vectors of each
+    ALIGNED: bool  # whether rows are a multiple of 16 bytes
+
+
+class Block(NamedTuple):
+    """Rows of one source that a program has waited for; blocks [BLOCK_ROWS]."""
+
+    source: tl.tensor  # rank, a scalar
+    dst_row: tl.tensor  # number of each among all received rows
+    has_room: tl.tensor  # whether there is a row, and room for it
+    arrived: tl.tensor  # whether it also came: rows do not come where a wait expires
+    address: tl.tensor  # of each in the slot
+    token_idx: tl.tensor  # its token on the source
+
+
 @triton.jit(do_not_specialize=["max_rows", "region_rows", "num_push_programs"])
 def collect_kernel(
     x,  # vectors [T, num_vecs], what this rank sent
     rank_prefix_matrix,  # int32 [R, R]
-    recv_x,  # vectors [N, num_vecs], out
-    recv_scales,  # int32 [N, NUM_SCALES], out
-    recv_topk_idx,  # int64 [N, NUM_TOPK], out: local ids, -1 where not here
-    recv_topk_weights,  # float32 [N, NUM_TOPK], out: 0 where not here
-    recv_src_idx,  # int32 [N], out
+    received,  # launch.Received, x as vectors [N, num_vecs], out
     context,
     num_push_programs,
     max_rows,
     region_rows,
     num_vecs,
-    header_bytes,
-    row_bytes,
-    scales_offset,
-    ids_offset,
-    weights_offset,
-    token_offset,
-    NUM_TOPK: tl.constexpr,
-    TOPK_PAD: tl.constexpr,
-    NUM_SCALES: tl.constexpr,
-    SCALES_PAD: tl.constexpr,
-    CHUNK_ROWS: tl.constexpr,
-    ROWS: tl.constexpr,
-    ALIGNED: tl.constexpr,
-    BLOCK_VECS: tl.constexpr,
+    row,  # slots.Row
+    SIZES: tl.constexpr,  # ReceiveSizes
     PDL: tl.constexpr,
 ):
     """Copy the received rows out of the slot, by source rank, then token.
 
-    Never writes beyond `max_rows`, nor reads beyond `region_rows` of a region. A launch behind a
-    push of `num_push_programs` copies what arrives while they push; one with num_push_programs 0
-    copies the rest, and its last program finishes the call. Both are launched alike, as one
-    compiled kernel.
+    Never writes beyond `max_rows`, nor reads beyond `region_rows` of a region. Both launches of a
+    call are of one compiled kernel. The first, after a push of `num_push_programs`, copies what
+    arrives while they push. The last, with num_push_programs 0, copies the rest, and its last
+    program finishes the call.
+
+    A PDL launch. The first one begins while the push runs, and reads rank_prefix_matrix and x,
+    which were complete before the push was launched, and rows that flags guard. The last one waits
+    for the launch before it first.
     """
     if num_push_programs == 0:
         pdl_wait(PDL)
     most_rows = _most_rows(rank_prefix_matrix, context)
-    num_blocks = _num_blocks(most_rows, region_rows, context, ROWS)
-    block = claim(context)
-    while block < num_blocks:
+    num_blocks = _num_blocks(most_rows, region_rows, context, SIZES.BLOCK_ROWS)
+    work_idx = claim(context)
+    while work_idx < num_blocks:
         # fmt: off
-        source, to, fits, inside, address = _received_block(
-            block, rank_prefix_matrix, max_rows, region_rows, header_bytes, row_bytes, context,
-            CHUNK_ROWS, ROWS,
+        block = _receive_block(
+            work_idx, rank_prefix_matrix, max_rows, region_rows, row, context, SIZES
         )
         # fmt: on
-        tokens = tl.load(as_pointer(address + token_offset, tl.int32), mask=inside, other=0)
-        payload = payload_address(x, source, address, tokens, num_vecs, context)
+        payload = payload_address(
+            x, block.source, block.address, block.token_idx, num_vecs, context
+        )
         put_rows(
-            recv_x + to.to(tl.int64) * num_vecs,
-            as_pointer(payload, recv_x.dtype.element_ty),
+            received.x + block.dst_row.to(tl.int64) * num_vecs,
+            as_pointer(payload, received.x.dtype.element_ty),
             num_vecs,
-            inside,
+            block.arrived,
             ticks(),
             0,
-            ALIGNED,
-            BLOCK_VECS,
+            SIZES.ALIGNED,
+            SIZES.BLOCK_VECS,
         )
-        _collect_metadata(
-            recv_scales,
-            recv_topk_idx,
-            recv_topk_weights,
-            recv_src_idx,
-            tokens,
-            to,
-            fits,
-            inside,
-            address,
-            scales_offset,
-            ids_offset,
-            weights_offset,
-            NUM_TOPK,
-            TOPK_PAD,
-            NUM_SCALES,
-            SCALES_PAD,
-        )
-        block = claim_next(num_push_programs, context)
+        _copy_metadata(received, block, row, SIZES)
+        work_idx = claim_next(num_push_programs, context)
     if num_push_programs > 0:
         pdl_wait(PDL)
         return
-    if NUM_TOPK > 0:
-        _clear_rest(rank_prefix_matrix, recv_topk_idx, max_rows, context, NUM_TOPK, TOPK_PAD, ROWS)
+    _clear_rest(rank_prefix_matrix, received, max_rows, context, SIZES)
     if is_broken(context):
         report_abandoned(context)
     elif is_last_program(context):
@@ -120,64 +116,33 @@ def collect_kernel(
 
 @triton.jit(do_not_specialize=["max_rows", "region_rows"])
 def locate_kernel(
-    x,  # [T, H], what this rank sent
+    x,  # vectors [T, num_vecs], what this rank sent
     rank_prefix_matrix,  # int32 [R, R]
-    recv_address,  # int64 [N], out
-    recv_scales,  # this and what follows: see `collect_kernel`
-    recv_topk_idx,
-    recv_topk_weights,
-    recv_src_idx,
+    received,  # launch.Received, x as addresses int64 [N], out
     context,
     max_rows,
     region_rows,
-    hidden,
-    header_bytes,
-    row_bytes,
-    scales_offset,
-    ids_offset,
-    weights_offset,
-    token_offset,
-    NUM_TOPK: tl.constexpr,
-    TOPK_PAD: tl.constexpr,
-    NUM_SCALES: tl.constexpr,
-    SCALES_PAD: tl.constexpr,
-    CHUNK_ROWS: tl.constexpr,
-    ROWS: tl.constexpr,
+    num_vecs,
+    row,  # slots.Row
+    SIZES: tl.constexpr,  # ReceiveSizes
 ):
-    """Wait for all rows and say where each lies, by source rank, then token: in the slot, or in `x`
+    """Wait for all rows and say where each is, by source rank, then token: in the slot, or in `x`
     where this rank sent it to itself. The slot stays as it is until `release_kernel`."""
     most_rows = _most_rows(rank_prefix_matrix, context)
-    num_blocks = _num_blocks(most_rows, region_rows, context, ROWS)
-    for block in range(tl.program_id(0), num_blocks, tl.num_programs(0)):
+    num_blocks = _num_blocks(most_rows, region_rows, context, SIZES.BLOCK_ROWS)
+    for work_idx in range(tl.program_id(0), num_blocks, tl.num_programs(0)):
         # fmt: off
-        source, to, fits, inside, address = _received_block(
-            block, rank_prefix_matrix, max_rows, region_rows, header_bytes, row_bytes, context,
-            CHUNK_ROWS, ROWS,
+        block = _receive_block(
+            work_idx, rank_prefix_matrix, max_rows, region_rows, row, context, SIZES
         )
         # fmt: on
-        tokens = tl.load(as_pointer(address + token_offset, tl.int32), mask=inside, other=0)
-        payload = payload_address(x, source, address, tokens, hidden, context)
-        tl.store(recv_address + to, tl.where(inside, payload, 0), mask=fits)
-        _collect_metadata(
-            recv_scales,
-            recv_topk_idx,
-            recv_topk_weights,
-            recv_src_idx,
-            tokens,
-            to,
-            fits,
-            inside,
-            address,
-            scales_offset,
-            ids_offset,
-            weights_offset,
-            NUM_TOPK,
-            TOPK_PAD,
-            NUM_SCALES,
-            SCALES_PAD,
+        payload = payload_address(
+            x, block.source, block.address, block.token_idx, num_vecs, context
         )
-    if NUM_TOPK > 0:
-        _clear_rest(rank_prefix_matrix, recv_topk_idx, max_rows, context, NUM_TOPK, TOPK_PAD, ROWS)
+        to = received.x + block.dst_row
+        tl.store(to, tl.where(block.arrived, payload, 0), mask=block.has_room)
+        _copy_metadata(received, block, row, SIZES)
+    _clear_rest(rank_prefix_matrix, received, max_rows, context, SIZES)
     if is_broken(context):
         report_abandoned(context)
     elif is_last_program(context):
@@ -191,24 +156,62 @@ def release_kernel(context):
 
 
 @device_function
-def _clear_rest(
-    rank_prefix_matrix,
-    recv_topk_idx,
-    max_rows,
-    context,
-    NUM_TOPK: tl.constexpr,
-    TOPK_PAD: tl.constexpr,
-    ROWS: tl.constexpr,
+def _receive_block(
+    work_idx, rank_prefix_matrix, max_rows, region_rows, row, context, SIZES: tl.constexpr
 ):
-    """Set the ids of rows past the received ones to -1."""
+    """Wait for the `Block` number `work_idx`; the sources take turns."""
     num_ranks = tl.load(context + NUM_RANKS).to(tl.int32)
-    column = rank_prefix_matrix + tl.load(context + RANK)
-    lanes = tl.arange(0, TOPK_PAD)
-    first_row = tl.load(column + (num_ranks - 1) * num_ranks) + tl.program_id(0) * ROWS
-    for first in range(first_row, max_rows, tl.num_programs(0) * ROWS):
-        rows = first + tl.arange(0, ROWS)
-        inside = (rows < max_rows)[:, None] & (lanes < NUM_TOPK)[None, :]
-        tl.store(recv_topk_idx + rows[:, None] * NUM_TOPK + lanes[None, :], -1, mask=inside)
+    rank = tl.load(context + RANK).to(tl.int32)
+    source = source_at(work_idx, context)
+    rows = work_idx // num_ranks * SIZES.BLOCK_ROWS + tl.arange(0, SIZES.BLOCK_ROWS)
+    num_rows = received_rows(rank_prefix_matrix, source, context)
+    dst_row = tl.load(rank_prefix_matrix + source * num_ranks + rank) - num_rows + rows
+    real = rows < tl.minimum(num_rows, region_rows)
+    ready = wait_rows(source, rows, real, context, SIZES.CHUNK_ROWS)
+    has_room = real & (dst_row >= 0) & (dst_row < max_rows)
+    arrived = has_room & (ready == 1)
+    base = consume_token(region(source, context) + row.header_bytes, ready)
+    address = base + rows.to(tl.int64) * row.num_bytes
+    token_idx = tl.load(as_pointer(address + row.token, tl.int32), mask=arrived, other=0)
+    return Block(source, dst_row, has_room, arrived, address, token_idx)
+
+
+@device_function
+def _copy_metadata(received, block, row, SIZES: tl.constexpr):
+    """Copy what came with a block of rows; ids of rows that did not come are -1."""
+    k = tl.arange(0, SIZES.TOPK_PAD)
+    columns = tl.arange(0, SIZES.SCALES_PAD)
+    tl.store(received.src_idx + block.dst_row, block.token_idx, mask=block.arrived)
+    if SIZES.NUM_SCALES > 0:
+        has = block.arrived[:, None] & (columns < SIZES.NUM_SCALES)[None, :]
+        scales = as_pointer(block.address + row.scales, tl.int32)[:, None] + columns[None, :]
+        at = block.dst_row.to(tl.int64)[:, None] * SIZES.NUM_SCALES + columns[None, :]
+        tl.store(received.scales + at, tl.load(scales, mask=has), mask=has)
+    if SIZES.NUM_TOPK > 0:
+        has = block.arrived[:, None] & (k < SIZES.NUM_TOPK)[None, :]
+        has_room = block.has_room[:, None] & (k < SIZES.NUM_TOPK)[None, :]
+        at = block.dst_row[:, None] * SIZES.NUM_TOPK + k[None, :]
+        ids = as_pointer(block.address + row.ids, tl.int32)[:, None] + k[None, :]
+        weights = as_pointer(block.address + row.weights, tl.float32)[:, None] + k[None, :]
+        ids = tl.load(ids, mask=has, other=-1).to(tl.int64)
+        tl.store(received.topk_idx + at, ids, mask=has_room)
+        tl.store(received.topk_weights + at, tl.load(weights, mask=has, other=0.0), mask=has)
+
+
+@device_function
+def _clear_rest(rank_prefix_matrix, received, max_rows, context, SIZES: tl.constexpr):
+    """Set the ids of rows past the received ones to -1."""
+    if SIZES.NUM_TOPK > 0:
+        num_ranks = tl.load(context + NUM_RANKS).to(tl.int32)
+        column = rank_prefix_matrix + tl.load(context + RANK)
+        k = tl.arange(0, SIZES.TOPK_PAD)
+        first_row = tl.load(column + (num_ranks - 1) * num_ranks)
+        first_row += tl.program_id(0) * SIZES.BLOCK_ROWS
+        for first in range(first_row, max_rows, tl.num_programs(0) * SIZES.BLOCK_ROWS):
+            rows = first + tl.arange(0, SIZES.BLOCK_ROWS)
+            inside = (rows < max_rows)[:, None] & (k < SIZES.NUM_TOPK)[None, :]
+            at = received.topk_idx + rows[:, None] * SIZES.NUM_TOPK + k[None, :]
+            tl.store(at, -1, mask=inside)
 
 
 @device_function
@@ -222,85 +225,19 @@ def _most_rows(rank_prefix_matrix, context):
 
 
 @device_function
-def _num_blocks(most_rows, region_rows, context, ROWS: tl.constexpr):
-    """Blocks of ROWS rows to take from all sources."""
+def _num_blocks(most_rows, region_rows, context, BLOCK_ROWS: tl.constexpr):
+    """Blocks of BLOCK_ROWS rows to take from all sources."""
     num_ranks = tl.load(context + NUM_RANKS).to(tl.int32)
-    return tl.cdiv(tl.minimum(most_rows, region_rows), ROWS) * num_ranks
+    return tl.cdiv(tl.minimum(most_rows, region_rows), BLOCK_ROWS) * num_ranks
 
 
 @device_function
 def _report_overflow(rank_prefix_matrix, most_rows, max_rows, region_rows, context):
-    """Report more received rows than `max_rows` or than a region holds, those there was room for
-    being written."""
+    """Report more received rows than `max_rows` or than a region holds; the rows that there was
+    room for were written."""
     num_ranks = tl.load(context + NUM_RANKS).to(tl.int32)
     rank = tl.load(context + RANK).to(tl.int32)
     if tl.load(rank_prefix_matrix + (num_ranks - 1) * num_ranks + rank) > max_rows:
         report_failure(rank, current_epoch(context), context, PHASE_OVERFLOW)
     if most_rows > region_rows:
         report_failure(rank, current_epoch(context), context, PHASE_CAPACITY)
-
-
-@device_function
-def _received_block(
-    block,
-    rank_prefix_matrix,
-    max_rows,
-    region_rows,
-    header_bytes,
-    row_bytes,
-    context,
-    CHUNK_ROWS: tl.constexpr,
-    ROWS: tl.constexpr,
-):
-    """Wait for a block of ROWS rows, the sources taking turns: (source, their places among all
-    received rows, whether there is room for each, whether it came, their addresses in the slot).
-    Rows do not come where a wait expires."""
-    num_ranks = tl.load(context + NUM_RANKS).to(tl.int32)
-    rank = tl.load(context + RANK).to(tl.int32)
-    source = source_at(block, context)
-    rows = block // num_ranks * ROWS + tl.arange(0, ROWS)
-    num_rows = received_rows(rank_prefix_matrix, source, context)
-    to = tl.load(rank_prefix_matrix + source * num_ranks + rank) - num_rows + rows
-    real = rows < tl.minimum(num_rows, region_rows)
-    token = wait_rows(source, rows, real, context, CHUNK_ROWS)
-    fits = real & (to >= 0) & (to < max_rows)
-    base = consume_token(region(source, context) + header_bytes, token)
-    return source, to, fits, fits & (token == 1), base + rows.to(tl.int64) * row_bytes
-
-
-@device_function
-def _collect_metadata(
-    recv_scales,
-    recv_topk_idx,
-    recv_topk_weights,
-    recv_src_idx,
-    tokens,
-    to,
-    fits,
-    inside,
-    address,
-    scales_offset,
-    ids_offset,
-    weights_offset,
-    NUM_TOPK: tl.constexpr,
-    TOPK_PAD: tl.constexpr,
-    NUM_SCALES: tl.constexpr,
-    SCALES_PAD: tl.constexpr,
-):
-    """Copy what came with a block of rows; ids of rows that did not come are -1."""
-    lanes = tl.arange(0, TOPK_PAD)
-    columns = tl.arange(0, SCALES_PAD)
-    tl.store(recv_src_idx + to, tokens, mask=inside)
-    if NUM_SCALES > 0:
-        has = inside[:, None] & (columns < NUM_SCALES)[None, :]
-        scales = as_pointer(address + scales_offset, tl.int32)[:, None] + columns[None, :]
-        at = to.to(tl.int64)[:, None] * NUM_SCALES + columns[None, :]
-        tl.store(recv_scales + at, tl.load(scales, mask=has), mask=has)
-    if NUM_TOPK > 0:
-        has = inside[:, None] & (lanes < NUM_TOPK)[None, :]
-        at = to[:, None] * NUM_TOPK + lanes[None, :]
-        ids = as_pointer(address + ids_offset, tl.int32)[:, None] + lanes[None, :]
-        weights = as_pointer(address + weights_offset, tl.float32)[:, None] + lanes[None, :]
-        has_room = fits[:, None] & (lanes < NUM_TOPK)[None, :]
-        tl.store(recv_topk_idx + at, tl.load(ids, mask=has, other=-1).to(tl.int64), mask=has_room)
-        tl.store(recv_topk_weights + at, tl.load(weights, mask=has, other=0.0), mask=has)

@@ -10,7 +10,8 @@ import torch
 
 from . import checks
 from .debug_checks import check_handle_values, check_layout_values
-from .engines.base import NUM_SMS, Handle, Tokens
+from .dispatch import DispatchLayout, Tokens
+from .engines.base import NUM_SMS, Handle
 from .engines.kernel import KernelEngine
 from .errors import BackendError, DtypeError, ShapeError
 from .handles import check_handle
@@ -170,13 +171,11 @@ class Buffer(LowLatencyVerbs):
                 checks.packed(rows),
                 None if topk_idx is None else checks.packed(topk_idx),
                 None if topk_weights is None else checks.packed(topk_weights),
-                num_tokens_per_rank.contiguous(),
-                num_tokens_per_expert.contiguous(),
-                is_token_in_rank.contiguous(),
                 scales,
             )
+            where = DispatchLayout(*(counts.contiguous() for counts in layout))
             send = engine.dispatch_in_place if in_place else engine.dispatch
-            got, per_expert, new_handle = send(tokens, num_worst_tokens, num_sms)
+            got, per_expert, new_handle = send(tokens, where, num_worst_tokens, num_sms)
             self._unreleased = tokens.x if in_place else None
             call.returns(
                 self._unreleased, got.x, got.scales, got.topk_idx, got.topk_weights, *new_handle

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from typing import NamedTuple
 
 import torch
@@ -77,8 +76,7 @@ def layout(topk_idx: torch.Tensor, num_experts: int, slots: Slots) -> Layout:
     return Layout(per_rank, per_expert, in_rank, block_counts, block)
 
 
-@dataclass(frozen=True, slots=True)
-class Places:
+class Places(NamedTuple):
     """Where lanes go, on the device.
 
     expert_offsets and remote_offsets int32 [L + 1]: where each expert's rows begin on this rank,
@@ -149,7 +147,7 @@ def place_rows(
 
 
 def send_plan(
-    is_token_in_rank: torch.Tensor, topk_idx: torch.Tensor | None, num_experts: int
+    is_token_in_rank: torch.Tensor, topk_idx: torch.Tensor | None, num_experts: int, slots: Slots
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """(send_token_idx int32 [R, T], send_head int32 [T, R]): see `reference.send_plan`. Entries
     of send_token_idx past a rank's count are not written."""
@@ -160,7 +158,9 @@ def send_plan(
     num_topk = topk_idx.shape[1] if topk_idx is not None else 1
     topk_pad = next_power_of_2(num_topk)
     block = max(16, 1024 // topk_pad)
-    send_plan_kernel[(max(1, triton.cdiv(num_tokens, block)), num_ranks)](
+    slots.context.launch(
+        send_plan_kernel,
+        (max(1, triton.cdiv(num_tokens, block)), num_ranks),
         is_token_in_rank.view(torch.uint8),
         topk_idx,
         send_token_idx,
@@ -173,6 +173,5 @@ def send_plan(
         RANKS_PAD=next_power_of_2(num_ranks),
         BLOCK=block,
         SCAN=2048,
-        PDL=has_pdl(),
     )
     return send_token_idx, send_head

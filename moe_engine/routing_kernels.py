@@ -209,7 +209,7 @@ def dealt_place(index, expert, owner, mask, context, RANKS: tl.constexpr):
 @triton.jit(do_not_specialize=["num_tokens"])
 def send_plan_kernel(
     is_token_in_rank,  # uint8 [T, R]
-    topk_idx,  # int64 [T, K], or anything without HAS_IDS
+    topk_idx,  # int64 [T, K], or None: not HAS_IDS
     send_token_idx,  # int32 [R, T], out: token of each row sent to each rank
     send_head,  # int32 [T, R], out: row * R + rank in the order of the final sum, then -1
     num_tokens,
@@ -225,13 +225,17 @@ def send_plan_kernel(
     """Program (c, d) gives rows to the tokens of block c that go to rank d, in token order.
 
     `send_head` lists a token's rows in the order in which the source will sum them: ranks by
-    their right-most top-k lane, or by number where there are no ids. Example, 2 ranks of 2
+    their right-most top-k slot, or by number where there are no ids. Example, 2 ranks of 2
     experts, topk_idx [[0, 3], [2, 1], [3, 2], [0, 1]]:
 
         rows to rank 0: tokens 0, 1, 3;  to rank 1: tokens 0, 1, 2
         send_head as (row, rank): token 0 (0, 0) (0, 1);  token 1 (1, 1) (1, 0);
                                   token 2 (2, 1);         token 3 (2, 0)
+
+    A PDL launch, which waits for the launch before it first: what that wrote, such as the counts of
+    the layout, is complete when the next launch may begin.
     """
+    pdl_wait(PDL)
     pdl_launch_dependents(PDL)
     rank = tl.program_id(1)
     num_ranks = tl.num_programs(1)
@@ -246,13 +250,11 @@ def send_plan_kernel(
     inside = tokens < num_tokens
     sent = tl.load(is_token_in_rank + tokens * num_ranks + rank, mask=inside, other=0).to(tl.int32)
     row = base + tl.cumsum(sent, 0) - sent
-    lanes = tl.arange(0, TOPK_PAD)
+    k = tl.arange(0, TOPK_PAD)
     owner = tl.full([BLOCK, TOPK_PAD], -1, tl.int32)
     if HAS_IDS:
-        id_inside = inside[:, None] & (lanes < NUM_TOPK)[None, :]
-        ids = tl.load(
-            topk_idx + tokens[:, None] * NUM_TOPK + lanes[None, :], mask=id_inside, other=-1
-        )
+        id_inside = inside[:, None] & (k < NUM_TOPK)[None, :]
+        ids = tl.load(topk_idx + tokens[:, None] * NUM_TOPK + k[None, :], mask=id_inside, other=-1)
         valid = (ids >= 0) & (ids < num_local_experts * num_ranks)
         owner = tl.where(valid, ids // num_local_experts, -1).to(tl.int32)
     ranks = tl.arange(0, RANKS_PAD)
@@ -261,30 +263,30 @@ def send_plan_kernel(
         mask=inside[:, None] & (ranks < num_ranks)[None, :],
         other=0,
     ).to(tl.int32)
-    place = place_in_sum(rank, owner, is_sent, num_ranks)
+    order = sum_order(rank, owner, is_sent, num_ranks)
     tl.store(send_token_idx + rank * num_tokens + row, tokens, mask=inside & (sent > 0))
-    to = send_head + tokens * num_ranks + place
+    to = send_head + tokens * num_ranks + order
     tl.store(to, tl.where(sent > 0, row * num_ranks + rank, -1), mask=inside)
 
 
 @device_function
-def place_in_sum(rank, owner, is_sent, num_ranks):
-    """[B]: where the row that a token sends to `rank` stands in the order of the final sum: ranks
-    by their right-most lane, or by number where no lane is owned. Where the token sends none there,
-    an empty place behind all its rows.
+def sum_order(rank, owner, is_sent, num_ranks):
+    """[B]: the position, in the order of the final sum, of the row that a token sends to `rank`:
+    ranks come by their right-most top-k slot, or by number where no slot has an owner. Where the
+    token sends none to `rank`, an empty position after all its rows.
 
-    owner [B, TOPK_PAD]: rank of each lane, -1 for none; is_sent int32 [B, RANKS_PAD].
+    owner [B, TOPK_PAD]: rank of each top-k slot, -1 for none; is_sent int32 [B, RANKS_PAD].
     """
-    lanes = tl.arange(0, owner.shape[1])
+    k = tl.arange(0, owner.shape[1])
     ranks = tl.arange(0, is_sent.shape[1])
-    last_lane = tl.max(tl.where(owner == rank, lanes[None, :], -1), 1)
-    place = tl.zeros_like(last_lane)
+    last_k = tl.max(tl.where(owner == rank, k[None, :], -1), 1)
+    order = tl.zeros_like(last_k)
     for other in range(0, num_ranks):
-        other_last = tl.max(tl.where(owner == other, lanes[None, :], -1), 1)
+        other_last = tl.max(tl.where(owner == other, k[None, :], -1), 1)
         other_sent = tl.sum(tl.where((ranks == other)[None, :], is_sent, 0), 1)
-        is_earlier = (other_last < last_lane) | ((other_last == last_lane) & (other < rank))
-        place += tl.where(is_earlier, other_sent, 0)
+        is_earlier = (other_last < last_k) | ((other_last == last_k) & (other < rank))
+        order += tl.where(is_earlier, other_sent, 0)
     is_empty_before = (ranks < rank)[None, :] & (is_sent == 0)
     empty = tl.sum(is_sent, 1) + tl.sum(is_empty_before.to(tl.int32), 1)
     sent_here = tl.sum(tl.where((ranks == rank)[None, :], is_sent, 0), 1)
-    return tl.where(sent_here > 0, place, empty)
+    return tl.where(sent_here > 0, order, empty)

@@ -12,8 +12,8 @@ from test_dispatch_combine import make_inputs
 from test_failures import EXPERTS, _tokens, dispatch
 
 from moe_engine import Buffer, CapacityError, RoutingError, reference
+from moe_engine.dispatch import Tokens
 from moe_engine.emulation import PerRank
-from moe_engine.engines.base import Tokens
 from moe_engine.symm.slots import RowLayout, SlotLayout
 from moe_engine.utils import LINE_BYTES
 
@@ -85,7 +85,7 @@ def grow_with_bad_ids(group):
     idx[3, 0] = EXPERTS
     buffer = Buffer(group, Buffer.size_hint(1, 64, group.size(), EXPERTS, 2))
     engine = buffer._engine
-    engine.dispatch(Tokens(x, idx, w, *engine.layout(idx, EXPERTS)), 0)
+    engine.dispatch(Tokens(x, idx, w), engine.layout(idx, EXPERTS), 0)
     with pytest.raises(RoutingError, match="1 expert ids"):
         buffer.check()
     with pytest.raises(CapacityError, match="in parts"):

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from unittest import mock
+
 import cases
 import pytest
 import torch
@@ -83,30 +85,26 @@ def test_rows_are_copied_while_others_are_pushed(pool):
 def lose_rows(group, x, topk_idx, topk_weights):
     """Ids and rows of a dispatch with too little room, and ids of one after a failure, the host
     not having looked between; what is not written stays 777."""
-    from moe_engine import dispatch as dispatch_verbs
-    from moe_engine.engines import kernel as engines
+    from moe_engine.dispatch import Received, Tokens
 
     x, topk_idx, topk_weights = (t.to(cases.device()) for t in (x, topk_idx, topk_weights))
     buffer = make_buffer(group, x, NUM_EXPERTS, topk_idx.shape[1], len(x))
     engine = buffer._engine
     engine._check_emulated = lambda: None
-    new_collected = dispatch_verbs.new_collected
+    empty = Received.empty
 
     def poisoned(*args):
-        out = new_collected(*args)
+        out = empty(*args)
         for part in (out.x, out.topk_idx):
             part.fill_(777)
         return out
 
-    engines.dispatch_verbs.new_collected = poisoned
-    try:
-        tokens = engines.Tokens(x, topk_idx, topk_weights, *engine.layout(topk_idx, NUM_EXPERTS))
-        few, _, _ = engine.dispatch(tokens, len(x) - 1)
+    with mock.patch.object(Received, "empty", poisoned):
+        inputs = Tokens(x, topk_idx, topk_weights), engine.layout(topk_idx, NUM_EXPERTS)
+        few, _, _ = engine.dispatch(*inputs, len(x) - 1)
         with pytest.raises(CapacityError, match="num_worst_tokens"):
             buffer.check()
-        none, _, _ = engine.dispatch(tokens, len(x))
-    finally:
-        engines.dispatch_verbs.new_collected = new_collected
+        none, _, _ = engine.dispatch(*inputs, len(x))
     buffer.destroy()
     return few.x.cpu(), few.topk_idx.cpu(), none.topk_idx.cpu()
 

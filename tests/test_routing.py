@@ -23,7 +23,7 @@ def plan_on_rank(group, topk_idx, num_experts, num_ranks):
     topk_idx = topk_idx.to(cases.device())
     layout = routing.layout(topk_idx, num_experts, slots)
     in_rank = layout.is_token_in_rank
-    plans = [routing.send_plan(in_rank, ids, num_experts) for ids in (topk_idx, None)]
+    plans = [routing.send_plan(in_rank, ids, num_experts, slots) for ids in (topk_idx, None)]
     if cases.device().type == "cuda":
         torch.cuda.synchronize()
     num_bad = int(slots.context.report[Report.BAD_IDS])

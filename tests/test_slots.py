@@ -10,8 +10,7 @@ from hypothesis import strategies as st
 from test_lang import make_context
 
 from moe_engine import symm
-from moe_engine.device import programs
-from moe_engine.device import slots as device_slots
+from moe_engine.device import programs, push
 from moe_engine.device.context import ContextField
 
 
@@ -19,11 +18,11 @@ from moe_engine.device.context import ContextField
 def mark_spans(marks, num_chunks, SPAN: tl.constexpr):
     program = tl.program_id(0)
     num_programs = tl.num_programs(0)
-    for turn in range(0, device_slots.num_spans(num_chunks, num_programs, SPAN)):
-        first, end = device_slots.span(turn, num_chunks, program, num_programs, SPAN)
+    for turn in range(0, push.num_spans(num_chunks, num_programs, SPAN)):
+        first, end = push.span(turn, num_chunks, program, num_programs, SPAN)
         for chunk in range(first, end):
             tl.atomic_add(marks + program * (num_chunks + 1) + chunk, 1)
-    here = device_slots.num_chunks_here(num_chunks, program, num_programs, SPAN)
+    here = push.num_chunks_here(num_chunks, program, num_programs, SPAN)
     tl.store(marks + program * (num_chunks + 1) + num_chunks, here)
 
 
@@ -50,26 +49,6 @@ def test_every_chunk_is_pushed_once_and_programs_end_together(pool, num_programs
 def test_spans_of_the_example(pool):
     [(marks, _)] = pool.run(spans, 2, 7, 2, num_ranks=1)
     assert [row.nonzero().flatten().tolist() for row in marks] == [[0, 1, 4, 6], [2, 3, 5]]
-
-
-@triton.jit
-def store_deal(context, out, first, first_peer, num_peers, LANES: tl.constexpr):
-    peers, rows = device_slots.deal(first, first_peer, num_peers, context, LANES)
-    lanes = tl.arange(0, LANES)
-    tl.store(out + lanes, peers)
-    tl.store(out + LANES + lanes, rows)
-
-
-def deal(group, first, first_peer, num_peers):
-    _block, context, _report = make_context(group)
-    out = torch.zeros(2, 4, dtype=torch.int32, device=context.device)
-    store_deal[(1,)](context, out, first, first_peer, num_peers, LANES=4)
-    return out.tolist()
-
-
-def test_tiles_hold_rows_for_all_ranks(pool):
-    assert pool.run(deal, 3, 2, 2, num_ranks=3)[1] == [[0, 2, 0, 2], [1, 2, 2, 3]]
-    assert pool.run(deal, 2, 2, 3, num_ranks=3)[1] == [[1, 2, 0, 1], [0, 1, 1, 1]]
 
 
 @triton.jit

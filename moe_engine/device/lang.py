@@ -139,14 +139,19 @@ def row_mask(columns, num_columns, dtype: tl.constexpr, ALIGNED: tl.constexpr):
 
 @device_function
 def row_pointers(rows, columns, ALIGNED: tl.constexpr):
-    """Pointers [B, C] to `columns` [C] of `rows`, a block [B] of pointers.
+    """Pointers to `columns` [C] of `rows`: [B, C] for a block [B] of pointers, [C] for one pointer.
 
     ALIGNED promises that rows start at multiples of 16 bytes. The hint must stand on this sum: on
     an argument of a function it would be lost.
     """
-    pointers = rows[:, None] + columns[None, :]
-    if ALIGNED:
-        pointers = tl.multiple_of(pointers, [16, 16])
+    if len(rows.shape) == 0:
+        pointers = rows + columns
+        if ALIGNED:
+            pointers = tl.multiple_of(pointers, 16)
+    else:
+        pointers = rows[:, None] + columns[None, :]
+        if ALIGNED:
+            pointers = tl.multiple_of(pointers, [16, 16])
     return pointers
 
 

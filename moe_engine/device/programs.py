@@ -19,7 +19,7 @@ from .lang import (
 
 @device_function
 def claim(context):
-    """The number of the next piece of work of this call: 0, 1, ..., each given out once."""
+    """The index of the next piece of work of this call: 0, 1, ..., each given out once."""
     one = tl.full((), 1, tl.int64)
     return tl.atomic_add(context + CLAIMED, one, sem="relaxed", scope="gpu").to(tl.int32)
 
@@ -28,12 +28,12 @@ def claim(context):
 def claim_next(num_push_programs, context):
     """`claim` for a program that works while `num_push_programs` others push: MAX_INT once all of
     them have ended. With num_push_programs 0 it is `claim`."""
-    number = tl.full((), 0x7FFFFFFF, tl.int32)
+    work_idx = tl.full((), 0x7FFFFFFF, tl.int32)
     if num_push_programs == 0:
-        number = claim(context)
+        work_idx = claim(context)
     elif is_pushing(num_push_programs, context):
-        number = claim(context)
-    return number
+        work_idx = claim(context)
+    return work_idx
 
 
 @device_function
@@ -75,11 +75,12 @@ def arrive_after_tma(counters, mask):
 
 @device_function
 def pdl_launch_dependents(PDL: tl.constexpr):
-    """Let a PDL launch behind this one begin once all programs of this one have come here.
+    """Let a PDL launch after this one begin once all programs of this one have called this.
 
-    They then hold their places on the chip, so that what begins may wait for them. Until its
-    `pdl_wait` it may read what was complete before this launch, or what all programs of
-    this one have waited for before they came here; of what this one writes, only what flags guard.
+    All of them are then resident on the chip, so the next launch may wait for them. Until its
+    `pdl_wait` the next launch may read what was complete before this launch, or what all programs
+    of this one have waited for before they called this; of what this one writes, only what flags
+    guard.
     """
     if PDL:
         gdc_launch_dependents()
@@ -87,8 +88,8 @@ def pdl_launch_dependents(PDL: tl.constexpr):
 
 @device_function
 def pdl_wait(PDL: tl.constexpr):
-    """In a PDL launch: wait until the launch before has ended and its stores are visible. Every
-    program does so before it ends, so that whatever follows the one follows the other."""
+    """In a PDL launch: wait until the launch before it has ended and its stores are visible. Every
+    program does so before it ends, so that what runs after this launch runs after that one too."""
     if PDL:
         gdc_wait()
 
@@ -120,8 +121,8 @@ def is_last_program(context):
 
 @device_function
 def end_call(context):
-    """The end of each program of a call's last launch: the last one of all finishes the call. Where
-    calls have ended, the host is told, if nothing has told it."""
+    """The end of each program of a call's last launch: the last one to arrive finishes the call.
+    Where this rank's calls have ended, the host is told, if nothing has told it."""
     if is_broken(context):
         report_abandoned(context)
     elif is_last_program(context):
@@ -136,7 +137,7 @@ def finish_call(context):
     from its destination (`device.slots.wait_slot_free`), and flags only grow: so the loads of
     epoch e - D, which come before this call's `is_last_program`, happen before the stores of
     epoch e. That is the whole proof that a slot is never overwritten while it is read.
-    Called by one program, after `is_last_program` or alone in its launch.
+    One program calls this, after `is_last_program` or alone in its launch.
     """
     epoch = current_epoch(context)
     done = own_block(context) + tl.load(context + DONE) + tl.load(context + RANK) * 8

@@ -35,6 +35,7 @@ from .lang import (
     poll,
     publish,
     report_failure,
+    row_pointers,
     wait,
 )
 from .programs import pdl_wait
@@ -207,16 +208,7 @@ def pick(values, index):
 @device_function
 def row_at(address, columns, dtype: tl.constexpr, ALIGNED: tl.constexpr):
     """Pointers to `columns` of a row at an address; ALIGNED: to a multiple of 16 bytes."""
-    return pointers_at(as_pointer(address, dtype), columns, ALIGNED)
-
-
-@device_function
-def pointers_at(row, columns, ALIGNED: tl.constexpr):
-    """Pointers to `columns` of a row; ALIGNED: it lies at a multiple of 16 bytes."""
-    pointers = row + columns
-    if ALIGNED:
-        pointers = tl.multiple_of(pointers, 16)
-    return pointers
+    return row_pointers(as_pointer(address, dtype), columns, ALIGNED)
 
 
 # --- Waits ---------------------------------------------------------------------------------------

@@ -7,6 +7,8 @@ and is published by `count_flags[writer]`, with counts after it where the verb h
 nothing.
 """
 
+from typing import NamedTuple
+
 import triton.language as tl
 
 from .context import (
@@ -35,29 +37,33 @@ from .lang import (
 from .slots import count_flag, region, wait_slot_free
 
 
+class RowShape(NamedTuple):
+    """What ranks compare of the rows of a call."""
+
+    payload_bytes: tl.tensor
+    num_topk: tl.tensor
+    item_bytes: tl.tensor
+    num_scales: tl.tensor
+
+
 @device_function
 def signature_of(
-    kind,
-    payload_bytes,
-    num_topk,
-    num_experts,
-    item_bytes,
-    num_scales,
-    stage_count,
-    back_stages,
-    may_grow,
-    dispatched,
-    context,
+    kind, shape, num_experts, dispatch_stages, combine_stages, may_grow, dispatched, context
 ):
-    """The signature of a call. dispatched: the low half of the epoch of the dispatch whose handle
-    the call has, or of the call itself."""
+    """The signature of a call with rows of a `RowShape`. dispatched: the low half of the epoch of
+    the dispatch whose handle the call has, or of the call itself."""
+    buffer = tl.load(context + BUFFER).to(tl.int32)
+    # fmt: off
+    values = (
+        kind, shape.payload_bytes, shape.num_topk, num_experts, shape.item_bytes, shape.num_scales,
+        dispatch_stages, combine_stages, may_grow, dispatched, buffer,
+    )
+    # fmt: on
     field = tl.arange(0, SIGNATURE_WORDS)
-    low = tl.where(field == 0, kind, tl.where(field == 1, payload_bytes, 0))
-    low = tl.where(field == 2, num_topk, tl.where(field == 3, num_experts, low))
-    low = tl.where(field == 4, item_bytes, tl.where(field == 5, num_scales, low))
-    high = tl.where(field == 6, stage_count, tl.where(field == 7, back_stages, low))
-    high = tl.where(field == 8, may_grow, tl.where(field == 9, dispatched, high))
-    return tl.where(field == 10, tl.load(context + BUFFER).to(tl.int32), high)
+    signature = tl.zeros_like(field)
+    for number in tl.static_range(len(values)):
+        signature = tl.where(field == number, values[number], signature)
+    return signature
 
 
 @device_function
@@ -68,16 +74,16 @@ def own_call(context):
 
 @device_function
 def put_signature(peers, mask, signature, context):
-    """Store the signature on `peers` (block), once the slot is free there: (what to add to the
-    address of something in this rank's region of the slot here to reach it there [B], a token).
-    `publish_signature` comes after."""
-    token = wait_slot_free(peers, mask, context)
-    own = consume_token(region(tl.load(context + RANK), context), token)
-    there = symm_at(own, tl.where(mask, peers, 0), context)
+    """Store the signature on `peers` (block), once the slot is free on them: (the address of this
+    rank's region of the slot on each [B]; 1, or 0 where the wait expired). `publish_signature`
+    comes after."""
+    ready = wait_slot_free(peers, mask, context)
+    own = consume_token(region(tl.load(context + RANK), context), ready)
+    regions = symm_at(own, tl.where(mask, peers, 0), context)
     field = tl.arange(0, SIGNATURE_WORDS)
-    to = as_pointer(there, tl.int32)[:, None] + field[None, :]
-    put(to, signature[None, :], mask[:, None] & (token == 1))
-    return there, token
+    to = as_pointer(regions, tl.int32)[:, None] + field[None, :]
+    put(to, signature[None, :], mask[:, None] & (ready == 1))
+    return regions, ready
 
 
 @device_function
@@ -89,43 +95,33 @@ def publish_signature(peers, mask, context):
 
 @device_function
 def wait_signatures(signature, context, RANKS_PAD: tl.constexpr):
-    """Wait for the signatures of all ranks and compare them. Returns a token, 0 also where one
-    differs, which is reported with both."""
+    """Wait for the signatures of all ranks and compare them. Returns 1, or 0 where the wait expired
+    or one differs, which is reported with both."""
     ranks = tl.arange(0, RANKS_PAD)
     real = ranks < tl.load(context + NUM_RANKS)
     flags = count_flag(ranks, context)
-    token = wait(flags, real, current_epoch(context), ranks, context, PHASE_COUNTS)
-    heads = as_pointer(consume_token(region(ranks, context), token), tl.int32)
+    ready = wait(flags, real, current_epoch(context), ranks, context, PHASE_COUNTS)
+    heads = as_pointer(consume_token(region(ranks, context), ready), tl.int32)
     field = tl.arange(0, SIGNATURE_WORDS)
-    theirs = tl.load(heads[:, None] + field[None, :], mask=real[:, None] & (token == 1), other=0)
+    theirs = tl.load(heads[:, None] + field[None, :], mask=real[:, None] & (ready == 1), other=0)
     differs = tl.max((theirs != signature[None, :]).to(tl.int32), 1)
-    other = tl.max(tl.where(real & (differs == 1) & (token == 1), ranks, -1), 0)
+    other = tl.max(tl.where(real & (differs == 1) & (ready == 1), ranks, -1), 0)
     if other >= 0:
         found = tl.sum(tl.where((ranks == other)[:, None], theirs, 0), 0)
         report = report_pointer(context)
         tl.store(report + REPORT_THEIRS + field, found.to(tl.int64))
         tl.store(report + REPORT_OURS + field, signature.to(tl.int64))
         report_failure(other, current_epoch(context), context, PHASE_SIGNATURE)
-    return tl.where(other >= 0, 0, token)
+    return tl.where(other >= 0, 0, ready)
 
 
 @device_function
-def open_call(
-    kind,
-    payload_bytes,
-    num_topk,
-    item_bytes,
-    num_scales,
-    dispatched,
-    is_sound,
-    context,
-    RANKS_PAD: tl.constexpr,
-):
-    """Begin a call that has a handle: exchange signatures with all ranks. Of one program.
+def open_call(kind, shape, dispatched, is_sound, context, RANKS_PAD: tl.constexpr):
+    """Begin a call that has a handle: exchange signatures with all ranks. One program calls this.
 
-    dispatched: the signature in the handle, which must be of this Buffer; is_sound: whether its
-    counts can be true. A handle that is refused is reported after the others were told of a call
-    that none of them makes, so that they do not wait for its rows.
+    shape: the `RowShape`; dispatched: the signature in the handle, which must be of this Buffer;
+    is_sound: whether the handle's counts can be true. A handle that is refused is reported after
+    the others were told of a call that none of them makes, so that they do not wait for its rows.
     """
     ranks = tl.arange(0, RANKS_PAD)
     real = ranks < tl.load(context + NUM_RANKS)
@@ -133,12 +129,12 @@ def open_call(
     is_ours = is_sound & (tl.load(dispatched + 10) == buffer)
     # fmt: off
     signature = signature_of(
-        tl.where(is_ours, kind, 0), payload_bytes, num_topk, tl.load(dispatched + 3), item_bytes,
-        num_scales, 0, 0, 0, tl.load(dispatched + 9), context,
+        tl.where(is_ours, kind, 0), shape, tl.load(dispatched + 3), 0, 0, 0,
+        tl.load(dispatched + 9), context,
     )
     # fmt: on
-    _, token = put_signature(ranks, real, signature, context)
-    publish_signature(ranks, real & (token == 1), context)
+    _, ready = put_signature(ranks, real, signature, context)
+    publish_signature(ranks, real & (ready == 1), context)
     if is_ours:
         wait_signatures(signature, context, RANKS_PAD)
     else:

@@ -4,15 +4,13 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
-from dataclasses import dataclass
 from typing import NamedTuple, Protocol
 
 import torch
 
 from ..device.lang import INTERPRETED
-from ..dispatch import Collected, row_layout
+from ..dispatch import DispatchLayout, Received, Tokens
 from ..symm.device_context import DeviceContext
-from ..symm.slots import RowLayout
 
 NUM_SMS = 20
 """Programs that communicate in a call unless it says otherwise; DeepEP's number."""
@@ -32,57 +30,25 @@ class Handle(NamedTuple):
     send_head: torch.Tensor  # int32 [T, R]: row * R + rank in the order of the final sum, or -1
 
 
-@dataclass(frozen=True, slots=True)
-class Tokens:
-    """What a rank dispatches: x [T, H] contiguous; topk_idx int64 [T, K] and topk_weights float32
-    [T, K], or None; its layout (see `reference.layout`); scales [T, S] of 4 bytes each, or None."""
-
-    x: torch.Tensor
-    topk_idx: torch.Tensor | None
-    topk_weights: torch.Tensor | None
-    num_tokens_per_rank: torch.Tensor
-    num_tokens_per_expert: torch.Tensor
-    is_token_in_rank: torch.Tensor
-    scales: torch.Tensor | None = None
-
-    @property
-    def row(self) -> RowLayout:
-        return row_layout(self.x, self.scales, self.topk_idx)
-
-    @property
-    def num_experts(self) -> int:
-        return self.num_tokens_per_expert.numel()
-
-    @property
-    def num_topk(self) -> int:
-        return 0 if self.topk_idx is None else self.topk_idx.shape[1]
-
-
 class Engine(Protocol):
     """The calls of a Buffer, carried out. Arguments have been checked; `num_sms` programs
     communicate in the call that gets it."""
 
-    def layout(
-        self, topk_idx: torch.Tensor, num_experts: int
-    ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]: ...
+    def layout(self, topk_idx: torch.Tensor, num_experts: int) -> DispatchLayout: ...
 
     def dispatch(
-        self, tokens: Tokens, num_worst_tokens: int, num_sms: int = NUM_SMS
-    ) -> tuple[Collected, list[int], Handle]: ...
+        self, tokens: Tokens, layout: DispatchLayout, num_worst_tokens: int, num_sms: int = NUM_SMS
+    ) -> tuple[Received, list[int], Handle]: ...
 
     def dispatch_in_place(
-        self, tokens: Tokens, num_worst_tokens: int, num_sms: int = NUM_SMS
-    ) -> tuple[Collected, list[int], Handle]: ...
+        self, tokens: Tokens, layout: DispatchLayout, num_worst_tokens: int, num_sms: int = NUM_SMS
+    ) -> tuple[Received, list[int], Handle]: ...
 
     def release(self) -> None: ...
 
     def dispatch_cached(
-        self,
-        x: torch.Tensor,
-        scales: torch.Tensor | None,
-        handle: Handle,
-        num_sms: int = NUM_SMS,
-    ) -> Collected: ...
+        self, x: torch.Tensor, scales: torch.Tensor | None, handle: Handle, num_sms: int = NUM_SMS
+    ) -> Received: ...
 
     def combine(
         self,

@@ -8,17 +8,16 @@ the host with the counts.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import replace
 
 import torch
 import torch.distributed as dist
 
 from .. import reference
 from ..device.context import SIGNATURE_WORDS
-from ..dispatch import Collected
+from ..dispatch import DispatchLayout, Received, Tokens
 from ..errors import CapacityError, RoutingError, ShapeError, bad_ids
 from ..symm.device_context import DeviceContext
-from .base import NUM_SMS, Handle, Tokens
+from .base import NUM_SMS, Handle
 
 
 class CollectiveEngine:
@@ -46,21 +45,20 @@ class CollectiveEngine:
         dist.all_to_all_single(out, flat, recv_splits, send_splits, group=self.group)
         return out.view(-1).view(rows.dtype).view(out.shape[0], *row_shape)
 
-    def layout(
-        self, topk_idx: torch.Tensor, num_experts: int
-    ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    def layout(self, topk_idx: torch.Tensor, num_experts: int) -> DispatchLayout:
         """See `reference.layout`. Ids out of range count as -1, and `check` reports them."""
         bad = (topk_idx < -1) | (topk_idx >= num_experts)
         self._num_bad_ids += int(bad.sum())
-        return reference.layout(topk_idx.masked_fill(bad, -1), num_experts, self.num_ranks)
+        layout = reference.layout(topk_idx.masked_fill(bad, -1), num_experts, self.num_ranks)
+        return DispatchLayout(*layout)
 
-    def _count(self, tokens: Tokens) -> tuple[torch.Tensor, torch.Tensor]:
+    def _count(self, tokens: Tokens, layout: DispatchLayout) -> tuple[torch.Tensor, torch.Tensor]:
         """(rank_prefix_matrix [R, R], recv_expert_counts [R, L]). ShapeError where ranks differ in
         the shapes of their calls."""
-        num_experts = tokens.num_experts
+        num_experts = layout.num_experts
         row = tokens.row
         mine = [row.payload_bytes, row.num_topk, num_experts, tokens.x.itemsize, row.num_scales]
-        signature = tokens.num_tokens_per_rank.new_tensor(mine)
+        signature = layout.num_tokens_per_rank.new_tensor(mine)
         # The signature goes first and alone: ranks that differ in it would differ in row lengths.
         for peer, theirs in enumerate(self._gather(signature).tolist()):
             if theirs != mine:
@@ -70,7 +68,7 @@ class CollectiveEngine:
                     "there. They must agree on all ranks."
                 )
         gathered = self._gather(
-            torch.cat([tokens.num_tokens_per_expert, tokens.num_tokens_per_rank])
+            torch.cat([layout.num_tokens_per_expert, layout.num_tokens_per_rank])
         )
         num_local = num_experts // self.num_ranks
         first = self.rank * num_local
@@ -90,13 +88,13 @@ class CollectiveEngine:
         return counts[self.rank], [row[self.rank] for row in counts]
 
     def dispatch(
-        self, tokens: Tokens, num_worst_tokens: int, num_sms: int = NUM_SMS
-    ) -> tuple[Collected, list[int], Handle]:
+        self, tokens: Tokens, layout: DispatchLayout, num_worst_tokens: int, num_sms: int = NUM_SMS
+    ) -> tuple[Received, list[int], Handle]:
         """See `KernelEngine.dispatch`."""
-        num_experts = tokens.num_experts
+        num_experts = layout.num_experts
         num_local = num_experts // self.num_ranks
-        idx, head = reference.send_plan(tokens.is_token_in_rank, tokens.topk_idx, num_experts)
-        prefix, expert_counts = self._count(tokens)
+        idx, head = reference.send_plan(layout.is_token_in_rank, tokens.topk_idx, num_experts)
+        prefix, expert_counts = self._count(tokens, layout)
         send, recv = self._splits(prefix)
         sent = [idx[rank, :num].long() for rank, num in enumerate(send)]
         flat = torch.cat(sent)
@@ -113,33 +111,29 @@ class CollectiveEngine:
             weights = torch.where(here, tokens.topk_weights[flat], 0.0)
             weights = self._exchange(weights, send, recv)
         scales = None if tokens.scales is None else self._exchange(tokens.scales[flat], send, recv)
-        out = _pad(Collected(x, scales, ids, weights, src), num_worst_tokens)
+        out = _pad(Received(x, scales, ids, weights, src), num_worst_tokens)
         per_expert = [] if num_worst_tokens else expert_counts.sum(0).tolist()
         signature = prefix.new_zeros(SIGNATURE_WORDS.value)  # the group itself matches its calls
-        handle = Handle(prefix, idx, signature, out.src_idx, tokens.is_token_in_rank, head)
+        handle = Handle(prefix, idx, signature, out.src_idx, layout.is_token_in_rank, head)
         return out, per_expert, handle
 
     def dispatch_in_place(
-        self, tokens: Tokens, num_worst_tokens: int, num_sms: int = NUM_SMS
-    ) -> tuple[Collected, list[int], Handle]:
+        self, tokens: Tokens, layout: DispatchLayout, num_worst_tokens: int, num_sms: int = NUM_SMS
+    ) -> tuple[Received, list[int], Handle]:
         """See `KernelEngine.dispatch_in_place`; the rows are kept here until `release`."""
-        out, per_expert, handle = self.dispatch(tokens, num_worst_tokens)
+        out, per_expert, handle = self.dispatch(tokens, layout, num_worst_tokens)
         self._kept, row_bytes = out.x, out.x.shape[1] * out.x.itemsize
         rows = torch.arange(len(out.x), dtype=torch.int64, device=out.x.device)
         address = rows * row_bytes + out.x.data_ptr()
-        return replace(out, x=address), per_expert, handle
+        return out._replace(x=address), per_expert, handle
 
     def release(self) -> None:
         """Let the rows of `dispatch_in_place` go."""
         self._kept = None
 
     def dispatch_cached(
-        self,
-        x: torch.Tensor,
-        scales: torch.Tensor | None,
-        handle: Handle,
-        num_sms: int = NUM_SMS,
-    ) -> Collected:
+        self, x: torch.Tensor, scales: torch.Tensor | None, handle: Handle, num_sms: int = NUM_SMS
+    ) -> Received:
         """See `KernelEngine.dispatch_cached`."""
         send, recv = self._splits(handle.rank_prefix_matrix)
         flat = torch.cat([handle.send_token_idx[rank, :num] for rank, num in enumerate(send)])
@@ -147,7 +141,7 @@ class CollectiveEngine:
         if scales is not None:
             scales = self._exchange(scales[flat.long()], send, recv)
         src_idx = handle.recv_src_idx
-        received = Collected(rows, scales, None, None, src_idx[: sum(recv)])
+        received = Received(rows, scales, None, None, src_idx[: sum(recv)])
         return _pad(received, src_idx.numel())
 
     def combine(
@@ -192,8 +186,8 @@ class CollectiveEngine:
     ) -> torch.Tensor:
         """See `KernelEngine.moe_ffn`; the experts are `reference.expert_rows`."""
         layout = self.layout(topk_idx, len(w_gate_up) * self.num_ranks)
-        tokens = Tokens(x, topk_idx, topk_weights, *layout)
-        received, _, handle = self.dispatch(tokens, 0)
+        tokens = Tokens(x, topk_idx, topk_weights)
+        received, _, handle = self.dispatch(tokens, layout, 0)
         assert received.topk_idx is not None
         assert received.topk_weights is not None
         y = reference.expert_rows(received.x, received.topk_idx, w_gate_up, w_down)
@@ -219,7 +213,7 @@ class CollectiveEngine:
         """Nothing to give back."""
 
 
-def _pad(rows: Collected, num_rows: int) -> Collected:
+def _pad(rows: Received, num_rows: int) -> Received:
     """`rows` with room for `num_rows` (0: as they are); ids past the received rows are -1."""
     extra = num_rows - rows.x.shape[0]
     if not num_rows or extra == 0:
@@ -240,4 +234,4 @@ def _pad(rows: Collected, num_rows: int) -> Collected:
     assert x is not None
     assert src_idx is not None
     ids, weights = extend(rows.topk_idx, -1), extend(rows.topk_weights, 0.0)
-    return Collected(x, extend(rows.scales, 0), ids, weights, src_idx)
+    return Received(x, extend(rows.scales, 0), ids, weights, src_idx)

@@ -16,14 +16,14 @@ from .. import dispatch as dispatch_verbs
 from .. import routing
 from ..device.context import ContextField
 from ..device.lang import INTERPRETED
-from ..dispatch import NUM_METADATA_PROGRAMS, Collected, Counts, Outgoing, Partition, row_layout
+from ..dispatch import Counts, DispatchLayout, Partition, Received, SendPlan, Tokens
 from ..errors import CapacityError, TooManyTokens
 from ..grouped_gemm import check_weights
 from ..layer_config import LayerChoices, LayerConfig, LayerProblem
 from ..streams import ConcurrentReads
 from ..symm.device_context import DeviceContext
 from ..symm.slots import BARE_HEADER, RowLayout, SlotLayout, Slots, header_bytes, layer_row
-from .base import NUM_SMS, ContextEngine, Handle, Tokens
+from .base import NUM_SMS, ContextEngine, Handle
 from .fused_layer import expert_rows_bytes, feed_forward
 
 
@@ -54,62 +54,49 @@ class KernelEngine(ContextEngine):
     def context(self) -> DeviceContext:
         return self.slots.context
 
-    def layout(
-        self, topk_idx: torch.Tensor, num_experts: int
-    ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    def layout(self, topk_idx: torch.Tensor, num_experts: int) -> DispatchLayout:
         """See `routing.layout`."""
         self._note_capture(topk_idx)
-        return routing.layout(topk_idx, num_experts, self.slots)[:3]
+        return DispatchLayout(*routing.layout(topk_idx, num_experts, self.slots)[:3])
 
     def _begin(
-        self, tokens: Tokens, header: int, may_grow: bool
-    ) -> tuple[Counts, Outgoing, torch.Tensor]:
-        """Place the rows, exchange counts and send metadata: (counts, what to push, send_head)."""
-        num_experts = tokens.num_experts
+        self, tokens: Tokens, layout: DispatchLayout, header: int, may_grow: bool
+    ) -> tuple[Counts, SendPlan, torch.Tensor]:
+        """Plan the rows, exchange counts and send metadata: (counts, the plan, send_head)."""
+        num_experts = layout.num_experts
         num_local_experts = num_experts // self.slots.layout.num_ranks
         max_rows = self.slots.layout.max_rows(self._largest_row(tokens).num_bytes, header)
-        counts = Counts.empty(tokens.num_tokens_per_rank, num_experts)
-        idx, head = routing.send_plan(tokens.is_token_in_rank, tokens.topk_idx, num_experts)
-        outgoing = Outgoing(
-            tokens.x,
-            tokens.scales,
-            tokens.topk_idx,
-            tokens.topk_weights,
-            tokens.num_tokens_per_rank,
-            idx,
+        counts = Counts.empty(layout)
+        # fmt: off
+        send_token_idx, send_head = routing.send_plan(
+            layout.is_token_in_rank, tokens.topk_idx, num_experts, self.slots
         )
-        dispatch_verbs.exchange(
-            counts,
-            tokens.num_tokens_per_rank,
-            tokens.num_tokens_per_expert,
-            tokens.row,
-            tokens.x.itemsize,
-            max_rows,
-            may_grow,
-            self.slots,
-        )
+        # fmt: on
+        plan = SendPlan(layout.num_tokens_per_rank, send_token_idx)
+        dispatch_verbs.exchange(counts, layout, tokens, max_rows, may_grow, self.slots)
         self._concurrent_reads.mark()
+        num_programs = dispatch_verbs.programs_on_all_sms()
         dispatch_verbs.send_metadata(
-            outgoing, num_local_experts, header, NUM_METADATA_PROGRAMS, self.slots
+            tokens, plan, num_local_experts, header, num_programs, self.slots
         )
-        return counts, outgoing, head
+        return counts, plan, send_head
 
     def dispatch(
-        self, tokens: Tokens, num_worst_tokens: int, num_sms: int = NUM_SMS
-    ) -> tuple[Collected, list[int], Handle]:
+        self, tokens: Tokens, layout: DispatchLayout, num_worst_tokens: int, num_sms: int = NUM_SMS
+    ) -> tuple[Received, list[int], Handle]:
         """Send the rows and return what came as tensors of the caller's.
 
         Synchronises the host with the counts, unless `num_worst_tokens` says how many rows to
         return (rows past the received ones are not written; their topk_idx is -1).
         """
-        return self._dispatch(tokens, num_worst_tokens, num_sms, owned=True)
+        return self._dispatch(tokens, layout, num_worst_tokens, num_sms, owned=True)
 
     def dispatch_in_place(
-        self, tokens: Tokens, num_worst_tokens: int, num_sms: int = NUM_SMS
-    ) -> tuple[Collected, list[int], Handle]:
+        self, tokens: Tokens, layout: DispatchLayout, num_worst_tokens: int, num_sms: int = NUM_SMS
+    ) -> tuple[Received, list[int], Handle]:
         """Send the rows and return their addresses, int64 [N], good until `release`: in the slot,
         or in `tokens.x` for rows that this rank sent to itself."""
-        return self._dispatch(tokens, num_worst_tokens, num_sms, owned=False)
+        return self._dispatch(tokens, layout, num_worst_tokens, num_sms, owned=False)
 
     def release(self) -> None:
         """End a `dispatch_in_place`: what was launched before has read the rows."""
@@ -118,10 +105,15 @@ class KernelEngine(ContextEngine):
         self._check_emulated()
 
     def _dispatch(
-        self, tokens: Tokens, num_worst_tokens: int, num_sms: int, owned: bool
-    ) -> tuple[Collected, list[int], Handle]:
+        self,
+        tokens: Tokens,
+        layout: DispatchLayout,
+        num_worst_tokens: int,
+        num_sms: int,
+        owned: bool,
+    ) -> tuple[Received, list[int], Handle]:
         """Both forms: rows are copied where they are `owned`, else their addresses returned."""
-        header = header_bytes(tokens.num_experts, self.slots.layout.num_ranks)
+        header = header_bytes(layout.num_experts, self.slots.layout.num_ranks)
         grows = self._max_tokens is None and not num_worst_tokens
         largest_row = self._largest_row(tokens)
         if not grows:
@@ -129,10 +121,10 @@ class KernelEngine(ContextEngine):
         elif self.slots.layout.max_rows(largest_row.num_bytes, header) < 1:
             self._grow(1, largest_row, header)
         partition = Partition.choose(_num_programs(num_sms), owned)
-        with self._first_use("dispatch", tokens.x, owned, tokens.num_topk, tokens.num_experts):
+        with self._first_use("dispatch", tokens.x, owned, tokens.num_topk, layout.num_experts):
             out = self._new_rows(tokens, num_worst_tokens, owned) if num_worst_tokens else None
-            counts, outgoing, send_head = self._begin(tokens, header, grows)
-            dispatch_verbs.push(outgoing, header, partition, self.slots)
+            counts, plan, send_head = self._begin(tokens, layout, header, grows)
+            dispatch_verbs.push(tokens, plan, header, partition, self.slots)
             if not grows:
                 self._check_emulated()
             per_expert: list[int] = []
@@ -141,31 +133,30 @@ class KernelEngine(ContextEngine):
                 most_rows = self.slots.context.rows_wanted() if grows else 0
                 if most_rows:
                     self._grow(most_rows, largest_row, header)
-                    return self._dispatch(tokens, num_worst_tokens, num_sms, owned)
+                    return self._dispatch(tokens, layout, num_worst_tokens, num_sms, owned)
                 self.slots.context.check()
                 out = self._new_rows(tokens, num_rows, owned)
             prefix = counts.rank_prefix_matrix
-            received = out, tokens.x, tokens.row, prefix, header, self.slots
             if owned:
-                dispatch_verbs.collect(*received, partition)
+                dispatch_verbs.collect(out, tokens, prefix, header, partition, self.slots)
             else:
-                dispatch_verbs.locate(*received)
+                dispatch_verbs.locate(out, tokens, prefix, header, self.slots)
             self._check_emulated()
             handle = Handle(
                 prefix,
-                outgoing.send_token_idx,
+                plan.send_token_idx,
                 counts.signature,
                 out.src_idx,
-                tokens.is_token_in_rank,
+                layout.is_token_in_rank,
                 send_head,
             )
             return out, per_expert, handle
 
-    def _new_rows(self, tokens: Tokens, num_rows: int, owned: bool) -> Collected:
+    def _new_rows(self, tokens: Tokens, num_rows: int, owned: bool) -> Received:
         """Room for received rows, or for their addresses where they are not `owned`."""
         shape = (num_rows, tokens.x.shape[1]) if owned else (num_rows,)
         rows = tokens.x.new_empty(shape, dtype=tokens.x.dtype if owned else torch.int64)
-        return dispatch_verbs.new_collected(rows, tokens.scales, tokens.num_topk)
+        return Received.empty(rows, tokens)
 
     def _received(self, counts: Counts) -> torch.Tensor:
         """int32 [1 + L]: rows that this rank receives, in all and by local expert."""
@@ -194,28 +185,25 @@ class KernelEngine(ContextEngine):
         old.free()
 
     def dispatch_cached(
-        self,
-        x: torch.Tensor,
-        scales: torch.Tensor | None,
-        handle: Handle,
-        num_sms: int = NUM_SMS,
-    ) -> Collected:
+        self, x: torch.Tensor, scales: torch.Tensor | None, handle: Handle, num_sms: int = NUM_SMS
+    ) -> Received:
         """Send x [T, H] where an earlier dispatch sent its tokens; nothing is counted again."""
+        tokens = Tokens(x, scales=scales)
         with self._first_use("cached", x, scales is not None):
             if self._max_tokens is not None:
-                self._check_capacity(len(x), row_layout(x, scales, None), BARE_HEADER)
+                self._check_capacity(len(x), tokens.row, BARE_HEADER)
             prefix, rank = handle.rank_prefix_matrix, self.slots.context.rank
             num_rows = prefix[rank] - prefix[rank - 1] if rank else prefix[0]
-            outgoing = Outgoing(x, scales, None, None, num_rows, handle.send_token_idx)
+            plan = SendPlan(num_rows, handle.send_token_idx)
             rows = x.new_empty(handle.recv_src_idx.numel(), x.shape[1])
-            out = dispatch_verbs.new_collected(rows, scales)
+            out = Received.empty(rows, tokens)
             partition = Partition.choose(_num_programs(num_sms), owned=True)
             num_programs = partition.push + partition.early  # the latter begin after the push
             dispatch_verbs.send_metadata(
-                outgoing, 1, BARE_HEADER, num_programs, self.slots, handle.signature
+                tokens, plan, 1, BARE_HEADER, num_programs, self.slots, handle.signature
             )
-            dispatch_verbs.push(outgoing, BARE_HEADER, partition, self.slots)
-            dispatch_verbs.collect(out, x, outgoing.row, prefix, BARE_HEADER, self.slots, partition)
+            dispatch_verbs.push(tokens, plan, BARE_HEADER, partition, self.slots)
+            dispatch_verbs.collect(out, tokens, prefix, BARE_HEADER, partition, self.slots)
             self._check_emulated()
             return out
 
@@ -229,20 +217,20 @@ class KernelEngine(ContextEngine):
     ) -> tuple[torch.Tensor, torch.Tensor | None]:
         """Return rows x [N, H] to their sources, which sum them, and the weights' rows likewise."""
         num_tokens = handle.is_token_in_rank.shape[0]
-        num_topk = 0 if topk_weights is None else topk_weights.shape[1]
+        returned = combine_verbs.ReturnedRows(x, topk_weights)
+        num_topk = returned.row.num_topk
         with self._first_use("combine", x, num_topk, len(bias)):
             if self._max_tokens is not None:
-                row = RowLayout(x.shape[1] * x.itemsize, num_topk)
-                self._check_capacity(num_tokens, row, BARE_HEADER)
+                self._check_capacity(num_tokens, returned.row, BARE_HEADER)
             out = x.new_empty(num_tokens, x.shape[1])
             weights = None if topk_weights is None else topk_weights.new_empty(num_tokens, num_topk)
+            bias_0, bias_1 = [*bias, None, None][:2]
             sums = combine_verbs.Sums(
-                out, weights, bias, handle.send_head, handle.rank_prefix_matrix, len(x)
+                out, weights, bias_0, bias_1, handle.send_head, handle.rank_prefix_matrix
             )
-            combine_verbs.return_rows(
-                x, topk_weights, handle.signature, sums, _num_programs(num_sms), self.slots
+            combine_verbs.return_and_sum(
+                returned, handle.signature, sums, _num_programs(num_sms), self.slots
             )
-            combine_verbs.final_sum(sums, x, topk_weights, self.slots)
             self._check_emulated()
             return out, weights
 

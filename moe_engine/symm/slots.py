@@ -1,8 +1,7 @@
 """Where things lie in a Buffer's symmetric block.
 
 The block holds the device context, flags and a ring of D slots. A call with epoch e uses slot e mod
-D. A slot has one region per writing rank, so that a row's place is known to its sender without
-asking:
+D. A slot has one region per writing rank, so that a sender knows where its rows go without asking:
 
     device context | notices
     done[R] | count_flags[R] | metadata_flags[R] | stage_flags[2, MAX_STAGES, R]
@@ -20,6 +19,7 @@ its own. The rows to itself are metadata alone: their payload stays where it is,
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
@@ -27,6 +27,7 @@ from typing import TYPE_CHECKING
 import torch
 
 from ..device.context import MAX_STAGES, SIGNATURE_WORDS, ContextField
+from ..device.slots import Row
 from ..errors import BackendError, CapacityError
 from ..utils import FLAG_BYTES, LINE_BYTES, round_up
 from .device_context import DeviceContext, head_bytes
@@ -35,11 +36,11 @@ if TYPE_CHECKING:
     from . import SymmetricTensor
 
 BLOCK_ROWS = 32
-"""Rows that a program places at a time."""
+"""Rows that a program writes at a time."""
 MAX_CHUNKS = 2048
 """Flags per writing rank: at most BLOCK_ROWS * MAX_CHUNKS rows between two ranks in one call."""
 CHUNK_BYTES = 128 * 1024
-"""Bytes to each rank behind one flag."""
+"""Bytes to each rank that share one flag."""
 SPAN_BYTES = 768 * 1024
 """Bytes that a program writes to each rank before it raises their flags, which waits until they
 have arrived: some microseconds."""
@@ -80,10 +81,16 @@ class RowLayout:
         return round_up(self.token + 16, LINE_BYTES)
 
 
+@functools.cache
+def row_in_region(row: RowLayout, header_bytes: int) -> Row:
+    """What kernels are told of rows that follow `header_bytes` of a region."""
+    return Row(header_bytes, row.num_bytes, row.scales, row.ids, row.weights, row.token)
+
+
 def layer_row(payload_bytes: int, num_topk: int) -> RowLayout:
-    """A row of a layer on its way back. Behind it, written by the token's rank beforehand, is the
-    record of row i: in place of scales, the i-th row of each stage of the way back; in place of
-    ids, the places of its expert rows; their weights."""
+    """A row of a layer in its combine. Return metadata follows the payload of row i, written by the
+    token's rank beforehand: where scales would be, the i-th row of each stage of the combine; where
+    ids would be, the expert rows of the token; then their weights."""
     return RowLayout(payload_bytes, num_topk, MAX_STAGES.value)
 
 
