@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import functools
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 
@@ -100,7 +100,7 @@ def return_and_sum(
     whole call, which begins with `dispatched`, the signature in the handle of the dispatch."""
     num_tokens, hidden = sums.out.shape
     row, item_bytes = returned.row, returned.x.itemsize
-    arguments = dict(
+    arguments: dict[str, Any] = dict(
         own=returned,
         sums=sums,
         context=slots.context.fields,
