@@ -6,8 +6,9 @@ from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field, fields, replace
 
 from .checks import check_flag, check_int
-from .choice_cache import cache_path, keep_choice, problem_key, read_configs
+from .choice_cache import cache_path, keep_choice, problem_key, read_choices
 from .device.context import MAX_STAGES
+from .hardware import H200
 from .utils import next_power_of_2
 
 LAYERS = "layer.json"
@@ -20,9 +21,6 @@ MODELS = {  # experts, hidden, expert intermediate, top-k
     "qwen2-moe": (64, 2048, 1408, 4),  # this and the next as in the paper of COMET
     "phi-3.5-moe": (16, 4096, 6400, 2),
 }
-LINK_GBS = 300.0
-"""What programs beside a GEMM move to other GPUs."""
-GEMM_TFLOPS = 650.0
 STAGE_US = 4.0
 """What the end of a stage costs: programs wait until their rows have arrived."""
 STAGE_ROWS = 2048
@@ -37,11 +35,6 @@ reading the weights again costs little then."""
 START_US = 30.0
 """From the layer's first launch to the first rows that are pushed."""
 MAX_PROGRAMS = 65_536
-PUSH_PROGRAMS = 132
-COPY_PROGRAMS = 132
-RETURN_PROGRAMS = 264
-MOST = 1 << 14
-"""Of any of these numbers; far more than a GPU runs at once."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -74,19 +67,18 @@ class LayerProblem:
         """Time of this rank's rows to the others, and of the sums back, one for each token and
         rank."""
         rows = self.max_tokens * self.share * (self.num_ranks - 1)
-        return rows * self.hidden * self.itemsize / LINK_GBS / 1e3
+        return rows * self.hidden * self.itemsize / H200.shared_link_gbs / 1e3
 
     def gemm_us(self, columns: int) -> float:
         """Time of a GEMM of `hidden` by `columns` for each expert row."""
         rows = self.max_tokens * self.num_topk
-        return 2e-6 * rows * self.hidden * columns / GEMM_TFLOPS
+        return 2e-6 * rows * self.hidden * columns / H200.gemm_tflops
 
 
 @dataclass(frozen=True, slots=True)
 class LayerConfig:
-    """Choices of a layer, of which the stages must be equal on all ranks.
-
-    The constants above are those of an H200 (bench/NOTES.md).
+    """Choices of a layer, of which the stages must be equal on all ranks. The defaults, and the
+    constants above, are those of an H200 (bench/NOTES.md).
 
     num_stages: in how many parts a rank's expert rows arrive, in their order; a tile waits for the
     part of its last row, 1 for all of them. num_return_stages: in how many parts sums go back, each
@@ -100,9 +92,9 @@ class LayerConfig:
 
     num_stages: int = 16
     num_return_stages: int = 8
-    num_push_programs: int = PUSH_PROGRAMS
-    num_copy_programs: int = COPY_PROGRAMS
-    num_return_programs: int = RETURN_PROGRAMS
+    num_push_programs: int = H200.num_sms
+    num_copy_programs: int = H200.num_sms
+    num_return_programs: int = 2 * H200.num_sms
     own_apart: bool = False
     group_m: int = 8
 
@@ -121,8 +113,8 @@ class LayerConfig:
         return LayerConfig(self.num_stages, self.num_return_stages)
 
     @classmethod
-    def choose(cls, problem: LayerProblem) -> LayerConfig:
-        """The predicted best."""
+    def predicted(cls, problem: LayerProblem) -> LayerConfig:
+        """The choices that are predicted to be the fastest."""
         if problem.num_ranks == 1:
             return cls(num_stages=1, num_return_stages=1)
         rows = problem.max_tokens * problem.num_topk
@@ -165,18 +157,18 @@ def back_us(problem: LayerProblem, num_stages: int) -> float:
 
 
 def explain(problem: LayerProblem) -> str:
-    """The predicted times of a layer for evenly routed tokens, and what is chosen."""
-    chosen = LayerConfig.choose(problem)
+    """The predicted times of a layer for evenly routed tokens, and the predicted choices."""
+    best = LayerConfig.predicted(problem)
     gemm_us = problem.gemm_us(3 * problem.num_columns)
-    there = there_us(problem, chosen.num_stages)
-    back = back_us(problem, chosen.num_return_stages)
+    there = there_us(problem, best.num_stages)
+    back = back_us(problem, best.num_return_stages)
     lines = [
         f"{problem.max_tokens} tokens on each of {problem.num_ranks} ranks, {problem.num_experts} "
         f"experts, top-{problem.num_topk}, hidden {problem.hidden}, {problem.num_columns} columns",
         f"GEMMs {gemm_us:.0f} us, rows there {problem.link_us:.0f}, back as many",
-        f"start {START_US:.0f} us, there {there:.0f} in {chosen.num_stages} stages, back "
-        f"{back:.0f} in {chosen.num_return_stages}",
-        f"-> {chosen}",
+        f"start {START_US:.0f} us, there {there:.0f} in {best.num_stages} stages, back "
+        f"{back:.0f} in {best.num_return_stages}",
+        f"-> {best}",
     ]
     return "\n".join(lines)
 
@@ -184,37 +176,38 @@ def explain(problem: LayerProblem) -> str:
 # --- Choices that were measured ------------------------------------------------------------------
 
 
-def _layer_key(problem: LayerProblem) -> str:
-    """Equal for layers that share a result: tokens count by powers of two."""
-    return problem_key(asdict(replace(problem, max_tokens=next_power_of_2(problem.max_tokens))))
-
-
-def keep_layer(problem: LayerProblem, config: LayerConfig) -> None:
-    """Let Buffers that are made from now on run such layers so."""
-    keep_choice(cache_path(LAYERS), _layer_key(problem), asdict(config))
-
-
 @dataclass(frozen=True, slots=True)
 class LayerChoices:
-    """How layers run: as the user says, else as was measured, else as is predicted.
+    """How layers run: `choose` takes the user's config, else the measured one, else the predicted
+    one.
 
     Ranks that differ in their stages would wait for one another in vain, and a file may change
-    between the reads of two ranks. So all ranks of a Buffer take `measured` from rank 0, which
-    reads the file when the Buffer is made: a choice that is kept later is for later Buffers.
+    between the reads of two ranks. So all ranks of a Buffer take `kept` from rank 0, which reads
+    the file when the Buffer is made: a choice that is kept later is for later Buffers.
     """
 
     user: LayerConfig | None = None
-    measured: Mapping[str, LayerConfig] = field(default_factory=dict)
+    kept: Mapping[str, LayerConfig] = field(default_factory=dict)
 
-    def of(self, problem: LayerProblem) -> LayerConfig:
-        """The choice for a layer."""
-        return self.user or self.found(problem) or LayerConfig.choose(problem)
+    def choose(self, problem: LayerProblem) -> LayerConfig:
+        """The config for a layer."""
+        return self.user or self.measured(problem) or LayerConfig.predicted(problem)
 
-    def found(self, problem: LayerProblem) -> LayerConfig | None:
-        """What was measured for a layer, None where nothing was."""
-        return self.measured.get(_layer_key(problem)) if self.measured else None
+    def measured(self, problem: LayerProblem) -> LayerConfig | None:
+        """The kept choice for a layer, None without one."""
+        return self.kept.get(_key(problem)) if self.kept else None
 
 
-def measured_layers() -> dict[str, LayerConfig]:
-    """The choices of `keep_layer` for this kind of device; those of other versions are left out."""
-    return read_configs(cache_path(LAYERS), LayerConfig)
+def kept_layers() -> dict[str, LayerConfig]:
+    """The choices of `keep_layer` for this kind of device, without those of other versions."""
+    return read_choices(cache_path(LAYERS), LayerConfig)
+
+
+def keep_layer(problem: LayerProblem, config: LayerConfig) -> None:
+    """Let Buffers that are made from now on take a measured config for such layers."""
+    keep_choice(cache_path(LAYERS), _key(problem), asdict(config))
+
+
+def _key(problem: LayerProblem) -> str:
+    """The key of a layer; layers whose tokens round up to the same power of two share it."""
+    return problem_key(asdict(replace(problem, max_tokens=next_power_of_2(problem.max_tokens))))
