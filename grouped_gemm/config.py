@@ -120,9 +120,11 @@ class GemmConfig:
 
     def launch_options(self) -> dict[str, Any]:
         """The options with which every kernel of such tiles is launched; SHAPE is a `TileShape`."""
-        blocks = self.block_m, self.block_n, self.block_k
-        shape = constants(TileShape(*blocks, self.subtiles, self.group_m, self.num_splits))
-        return {"SHAPE": shape, "num_warps": self.num_warps, "num_stages": self.num_stages}
+        return {
+            "SHAPE": _tile_shape(self),
+            "num_warps": self.num_warps,
+            "num_stages": self.num_stages,
+        }
 
     @classmethod
     def predicted(cls, problem: GemmProblem, block_m: int | None = None) -> GemmConfig:
@@ -155,6 +157,12 @@ class GemmConfig:
         if problem.capability[0] not in (9, 10):
             return cls(128, 128, 32, num_warps=8, num_stages=3, subtiles=2)
         return cls(128, 256, 64, num_warps=8, num_stages=3, subtiles=itemsize)
+
+
+@functools.cache
+def _tile_shape(config: GemmConfig) -> TileShape:
+    blocks = config.block_m, config.block_n, config.block_k
+    return constants(TileShape(*blocks, config.subtiles, config.group_m, config.num_splits))
 
 
 def check_numbers(kind: str, numbers: Mapping[str, object], maxima: Mapping[str, int]) -> None:

@@ -1,4 +1,6 @@
-"""How a layer runs: in how many parts rows come and go, with how many programs that communicate."""
+"""How a layer runs: in how many stages rows arrive and sums return, and how many programs
+communicate. `LayerChoices.choose` takes what the user says, else what was measured on this kind of
+GPU, else what is predicted."""
 
 from __future__ import annotations
 
@@ -22,26 +24,26 @@ MODELS = {  # experts, hidden, expert intermediate, top-k
     "phi-3.5-moe": (16, 4096, 6400, 2),
 }
 STAGE_US = 4.0
-"""What the end of a stage costs: programs wait until their rows have arrived."""
+"""The cost of the end of a stage: programs wait until their rows have arrived."""
 STAGE_ROWS = 2048
-"""Rows that a stage has at least, about a tile for each SM."""
+"""The fewest rows of a stage, about a tile for each SM."""
 BUSY_LINKS = 0.6
-"""Share of the GEMMs' time from which on links are busy: there is much to hide."""
+"""Links are busy if they are used for more than this share of the GEMMs' time: much is to hide."""
 CALM_STAGES = 8
-"""Most stages where they are not: each one costs more than it hides."""
+"""The most stages on links that are not busy: another one would cost more than it hides."""
 OWN_ROWS, BUSY_OWN_ROWS = 1024, 256
-"""Own tiles go apart where experts have so many rows of their own rank, on calm and on busy links:
-reading the weights again costs little then."""
+"""Own tiles go apart where experts have so many rows from their own rank, on calm and on busy
+links: then it costs little that the weights are read again."""
 START_US = 30.0
-"""From the layer's first launch to the first rows that are pushed."""
+"""The time from the layer's first launch to the first rows that are pushed."""
 MAX_PROGRAMS = 65_536
 
 
 @dataclass(frozen=True, slots=True)
 class LayerProblem:
-    """The shape of a layer, as far as all ranks know it alike.
+    """The shape of a layer, as far as it is the same on all ranks.
 
-    max_tokens: most tokens of a rank; num_columns: columns of the down-projection's input (I).
+    max_tokens: the most tokens of a rank; num_columns: columns of the down-projection's input (I).
     """
 
     num_ranks: int
@@ -54,23 +56,23 @@ class LayerProblem:
 
     @property
     def share(self) -> float:
-        """Share of the tokens that a rank has an expert of, evenly routed."""
+        """The share of the tokens that are routed to a rank, if they are evenly routed."""
         return 1 - (1 - 1 / self.num_ranks) ** self.num_topk
 
     @property
     def rows_per_token(self) -> float:
-        """Expert rows that a token has on a rank where it has any."""
+        """The number of expert rows that a token has on a rank to which it is routed."""
         return self.num_topk / self.num_ranks / self.share
 
     @property
     def link_us(self) -> float:
-        """Time of this rank's rows to the others, and of the sums back, one for each token and
-        rank."""
+        """The time of this rank's rows to the other ranks, one for each token and rank; the sums
+        that return take as long."""
         rows = self.max_tokens * self.share * (self.num_ranks - 1)
         return rows * self.hidden * self.itemsize / H200.shared_link_gbs / 1e3
 
     def gemm_us(self, columns: int) -> float:
-        """Time of a GEMM of `hidden` by `columns` for each expert row."""
+        """The time of a GEMM of `hidden` by `columns` for each expert row."""
         rows = self.max_tokens * self.num_topk
         return 2e-6 * rows * self.hidden * columns / H200.gemm_tflops
 
@@ -81,13 +83,14 @@ class LayerConfig:
     constants above, are those of an H200 (bench/NOTES.md).
 
     num_stages: in how many parts a rank's expert rows arrive, in their order; a tile waits for the
-    part of its last row, 1 for all of them. num_return_stages: in how many parts sums go back, each
-    when the last expert row of its tokens is computed. own_apart: tiles of this rank's own rows
-    come before all others, and go back behind them; this reads weights once more.
-    num_push_programs, num_copy_programs, num_return_programs: how many push rows, copy own rows and
-    others to further experts of their tokens, and send sums back, of one, one and two warps, beside
-    those that multiply. group_m: tiles of rows that are walked together before the next columns, so
-    that they share weights in L2; 1 walks them one by one.
+    part of its last row; with 1 it waits for all rows. num_return_stages: in how many parts sums
+    return, each when the last expert row of its tokens is computed. own_apart: tiles of this rank's
+    own rows are computed first in dispatch and last in combine; this reads weights once more.
+    num_push_programs, num_copy_programs, num_return_programs: how many programs push rows, copy own
+    rows and others to further experts of their tokens, and return sums; they have one, one and two
+    warps, and run concurrently with those that multiply. group_m: how many tiles of rows programs
+    walk together before the next columns, so that they share weights in L2; 1 walks them one by
+    one.
     """
 
     num_stages: int = 16
@@ -99,8 +102,8 @@ class LayerConfig:
     group_m: int = 8
 
     def check(self) -> None:
-        """ShapeError for numbers that are not positive or larger than any GPU needs, or more parts
-        than there are flags for; DtypeError for what is no number."""
+        """Raise ShapeError for numbers that are not positive or larger than any GPU needs, and for
+        more stages than there are flags; DtypeError for what is no number."""
         for one in fields(self):
             name, value = f"LayerConfig.{one.name}", getattr(self, one.name)
             if one.name == "own_apart":
@@ -109,7 +112,7 @@ class LayerConfig:
                 check_int(name, value, 1, MAX_STAGES.value if "stages" in name else MAX_PROGRAMS)
 
     def shared(self) -> LayerConfig:
-        """What must be equal on all ranks: the stages. All else is each rank's own affair."""
+        """The stages alone, which must be equal on all ranks; other fields have their defaults."""
         return LayerConfig(self.num_stages, self.num_return_stages)
 
     @classmethod
@@ -124,15 +127,16 @@ class LayerConfig:
         counts = range(1, 1 + max(2, min(most, rows // STAGE_ROWS)))
         own_rows = rows / problem.num_experts  # of an expert, from its own rank
         return cls(
-            num_stages=min(counts, key=lambda n: there_us(problem, n)),
-            num_return_stages=min(counts, key=lambda n: back_us(problem, n)),
+            num_stages=min(counts, key=lambda n: dispatch_us(problem, n)),
+            num_return_stages=min(counts, key=lambda n: combine_us(problem, n)),
             own_apart=own_rows >= (BUSY_OWN_ROWS if are_busy else OWN_ROWS),
         )
 
 
-def there_us(problem: LayerProblem, num_stages: int) -> float:
-    """Time of the way there: rows that arrive stage by stage, each multiplied when it is there.
-    Most rows of early stages cross the links, those of later ones are copies."""
+def dispatch_us(problem: LayerProblem, num_stages: int) -> float:
+    """The time of dispatch and up-projection: rows arrive stage by stage, and each stage is
+    multiplied when it has arrived. Most rows of early stages cross the links, those of later ones
+    are copies."""
     gemm = problem.gemm_us(2 * problem.num_columns)
     now = begin = 0.0
     for stage in range(1, num_stages + 1):
@@ -143,9 +147,9 @@ def there_us(problem: LayerProblem, num_stages: int) -> float:
     return now
 
 
-def back_us(problem: LayerProblem, num_stages: int) -> float:
-    """Time of the way back: the rows of each stage are multiplied, then its sums returned beside
-    the next ones."""
+def combine_us(problem: LayerProblem, num_stages: int) -> float:
+    """The time of down-projection and combine: the rows of each stage are multiplied, then its sums
+    return while the next stage is multiplied."""
     gemm = problem.gemm_us(problem.num_columns)
     now, sent = 0.0, 0.0
     for stage in range(1, num_stages + 1):
@@ -160,14 +164,14 @@ def explain(problem: LayerProblem) -> str:
     """The predicted times of a layer for evenly routed tokens, and the predicted choices."""
     best = LayerConfig.predicted(problem)
     gemm_us = problem.gemm_us(3 * problem.num_columns)
-    there = there_us(problem, best.num_stages)
-    back = back_us(problem, best.num_return_stages)
+    dispatch = dispatch_us(problem, best.num_stages)
+    combine = combine_us(problem, best.num_return_stages)
     lines = [
         f"{problem.max_tokens} tokens on each of {problem.num_ranks} ranks, {problem.num_experts} "
         f"experts, top-{problem.num_topk}, hidden {problem.hidden}, {problem.num_columns} columns",
-        f"GEMMs {gemm_us:.0f} us, rows there {problem.link_us:.0f}, back as many",
-        f"start {START_US:.0f} us, there {there:.0f} in {best.num_stages} stages, back "
-        f"{back:.0f} in {best.num_return_stages}",
+        f"GEMMs {gemm_us:.0f} us, rows to other ranks {problem.link_us:.0f} us, sums as long",
+        f"start {START_US:.0f} us, dispatch {dispatch:.0f} us in {best.num_stages} stages, combine "
+        f"{combine:.0f} us in {best.num_return_stages}",
         f"-> {best}",
     ]
     return "\n".join(lines)

@@ -57,7 +57,7 @@ def found_with_one_warning(name: str) -> Any:
 
 
 def write(path: Path, content: Any) -> None:
-    """Make what a test is about at the place of a file."""
+    """Make what a test is about at the path of a file."""
     if content == "fifo":
         os.mkfifo(path)
     elif content == "folder":
@@ -91,7 +91,7 @@ NOT_OURS = {
 
 
 def state(path: Path) -> tuple[Any, ...]:
-    """What changes where a file is replaced, or another left beside it."""
+    """What changes if a file is replaced, or another one left in its folder."""
     status = path.lstat()
     return status.st_ino, status.st_mtime_ns, status.st_mode, os.listdir(path.parent)
 
@@ -207,7 +207,7 @@ def test_choices_that_are_none(name: str, choice: Any) -> None:
 
 
 def test_tiles_that_the_tuner_never_tries() -> None:
-    """They may give wrong results, or fit no GPU: other heights than the schedule's, say."""
+    """They may give wrong results, or fit no GPU, such as with another block_m than the schedule's."""
     (high,) = [c for c in candidates(GEMM) if c.block_m == 128]
     path = choice_cache.cache_path(tiles.GEMMS)
     choice_cache.keep_choice(path, tiles._key(GEMM, 64), asdict(high))

@@ -21,13 +21,13 @@ from moe_engine.tools.cli import app
 BF16, FP8, FP32 = torch.bfloat16, torch.float8_e4m3fn, torch.float32
 
 
-def height(num_rows: int, **changes: int) -> int:
+def block_m_of(num_rows: int, **changes: int) -> int:
     sizes = dict(num_experts=64, num_columns=4096, depth=7168) | changes
     return GemmConfig.predicted(GemmProblem(BF16, num_rows, **sizes)).block_m
 
 
 def test_tiles_are_as_high_as_experts_have_rows() -> None:
-    assert [height(64 * rows) for rows in (1, 8, 16, 30, 1024)] == [32, 32, 32, 64, 128]
+    assert [block_m_of(64 * rows) for rows in (1, 8, 16, 30, 1024)] == [32, 32, 32, 64, 128]
 
 
 def test_few_tiles_share_the_depth() -> None:

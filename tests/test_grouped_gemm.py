@@ -313,7 +313,7 @@ def rows_past_the_output(group: Any) -> bool:
     with pytest.raises(ShapeError, match="schedule was made for 12 rows, and there are 8"):
         grouped_gemm(x, w, offsets, out=memory[:8], schedule=tile_schedule(offsets, 12, 64))
     falling = torch.tensor([0, 100, 0, 100, 0, 100], device=DEVICE)
-    tile_schedule(falling, 100, 1)  # would make 300 tiles, for 105 places
+    tile_schedule(falling, 100, 1)  # would make 300 tiles, with room for 105
     return bool((memory[:8] == 16).all()) and bool(memory[8:].isnan().all())
 
 

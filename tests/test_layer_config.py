@@ -9,7 +9,7 @@ from typer.testing import CliRunner
 
 from moe_engine import Buffer, Options
 from moe_engine.errors import DtypeError, MoeEngineError, ShapeError
-from moe_engine.layer_config import STAGE_US, LayerConfig, LayerProblem, back_us, there_us
+from moe_engine.layer_config import STAGE_US, LayerConfig, LayerProblem, combine_us, dispatch_us
 from moe_engine.tools.cli import app
 
 QWEN3 = {"num_experts": 128, "num_topk": 8, "hidden": 2048, "num_columns": 768}
@@ -51,8 +51,8 @@ def test_any_problem_has_a_choice(num_ranks, max_tokens, num_local, num_topk, hi
     config.check()
     rows_us = problem.link_us
     for gemm_us, us in (
-        (problem.gemm_us(2 * num_columns), there_us(problem, config.num_stages)),
-        (problem.gemm_us(num_columns), back_us(problem, config.num_return_stages)),
+        (problem.gemm_us(2 * num_columns), dispatch_us(problem, config.num_stages)),
+        (problem.gemm_us(num_columns), combine_us(problem, config.num_return_stages)),
     ):
         rounding = 1e-9 * us
         assert max(rows_us, gemm_us) - rounding <= us <= rows_us + gemm_us + STAGE_US + rounding
