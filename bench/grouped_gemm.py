@@ -2,10 +2,10 @@
 
 Every figure is the time of a whole call, with its tile schedule, in CUDA graphs and under sustained
 load, see `time_sustained`. Results are checked first: forward against fp32 products of the first
-and the last expert's rows, the others against torch. Tuned tiles are not used. `cublas` is a dense
-product of as many FLOPs; `floor` the bytes of the weights at 4.3 TB/s. gather_swiglu stands beside
-index_select, torch._grouped_mm and a kernel of its own for silu(gate) * up, or torch's two. `ratio`
-is the time of `impl` over that of `ratio_to`.
+and the last expert's rows, the others against torch. Measured tile shapes are not used. `cublas` is
+a dense product of as many FLOPs; `floor` is the bytes of the weights at 4.3 TB/s. gather_swiglu is
+compared with index_select, torch._grouped_mm and a kernel of its own for silu(gate) * up, or
+torch's two. `ratio` is the time of `impl` over that of `ratio_to`.
 """
 
 from __future__ import annotations
@@ -27,14 +27,14 @@ from rich.console import Console
 from rich.table import Table
 
 from moe_engine.grouped_gemm import dgrad, grouped_gemm, wgrad
-from moe_engine.grouped_gemm.config import HBM_GBS
+from moe_engine.hardware import H200
 from moe_engine.layer_config import MODELS
+from moe_engine.timing import Call, capture, replay_us
 
 os.environ["MOE_ENGINE_CACHE"] = tempfile.mkdtemp()
 EXPERTS = {"mixtral-8x7b": 2, "qwen2-57b": 16, "qwen3-30b": 32, "deepseek-v3": 64}
 ROWS = {"mixtral-8x7b": 16384}
 GRAPH_US = 5000.0
-Call = Callable[[], Any]
 
 
 @dataclass(frozen=True)
@@ -203,40 +203,23 @@ def relative_error(got: torch.Tensor, expected: torch.Tensor) -> float:
 
 
 def time_sustained(calls: dict[str, Call], settle_s: float, rounds: int) -> dict[str, float]:
-    """Microseconds of each call, alone on the GPU for `settle_s` seconds before and a third of that
-    while it is timed; the median over rounds, every other one in reverse order.
+    """Microseconds of each call: the median over rounds, of which every other one takes the calls
+    in reverse order. A call runs alone for `settle_s` seconds, and is then timed for a third of it.
 
-    At full load the GPU is held at its 700 W by its clock, 1.3 to 1.5 GHz, and takes half a second
-    to find it: in shorter turns a call runs at the clock that the others have left.
+    At full load the GPU keeps to its 700 W by its clock, 1.3 to 1.5 GHz, and takes half a second to
+    find it: in shorter turns a call runs at the clock that the others have left.
     """
     graphs, us = {}, {}
-    start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
 
     def run(name: str, seconds: float) -> float:
         graph, repeats = graphs[name]
         replays = max(1, round(seconds * 1e6 / us[name] / repeats))
-        start.record()
-        for _ in range(replays):
-            graph.replay()
-        end.record()
-        torch.cuda.synchronize()
-        return start.elapsed_time(end) * 1e3 / replays / repeats
+        return replay_us(graph, replays) / replays / repeats
 
     for name, call in calls.items():
-        call()
-        torch.cuda.synchronize()
-        start.record()
-        call()
-        end.record()
-        torch.cuda.synchronize()
-        repeats = max(1, int(GRAPH_US / (start.elapsed_time(end) * 1e3)))
-        graph = torch.cuda.CUDAGraph()
-        with torch.cuda.stream(torch.cuda.Stream()):
-            graph.capture_begin()
-            for _ in range(repeats):
-                call()
-            graph.capture_end()
-        graphs[name], us[name] = (graph, repeats), start.elapsed_time(end) * 1e3
+        us[name] = replay_us(capture(call, 1))
+        repeats = max(1, int(GRAPH_US / us[name]))
+        graphs[name] = capture(call, repeats), repeats
         us[name] = run(name, 0.0)
     times: dict[str, list[float]] = defaultdict(list)
     for turn in range(rounds):
@@ -272,7 +255,8 @@ def main(
             ours = times["moe_engine"]
             others = {name: us for name, us in times.items() if name != "moe_engine"}
             if verb == "decode":
-                others["floor"] = shape.num_experts * shape.columns * shape.depth * 2e-3 / HBM_GBS
+                num_bytes = 2 * shape.num_experts * shape.columns * shape.depth
+                others["floor"] = num_bytes / H200.hbm_gbs / 1e3
             fields = dict(
                 verb="forward" if verb in ("fp8", "zipf", "decode") else verb,
                 model=f"{shape.model} {shape.projection}",

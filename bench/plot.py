@@ -10,7 +10,7 @@ from typing import Any
 import matplotlib.pyplot as plt
 from _common import RESULTS
 
-from moe_engine.grouped_gemm.config import HBM_GBS
+from moe_engine.hardware import H200
 
 DOCS = RESULTS.parent.parent / "docs"
 SHAPE = {"model": "deepseek-v3", "tokens": 8192, "routing": "uniform", "dtype": "bf16"}
@@ -66,7 +66,7 @@ def draw_grouped_gemm() -> None:
         if (line["verb"], line["routing"], line["dtype"]) != ("forward", "uniform", "bf16"):
             continue
         if line["ratio_to"] == "floor":
-            curves[line["model"]].append((line["tokens"] / 64, HBM_GBS / line["ratio"]))
+            curves[line["model"]].append((line["tokens"] / 64, H200.hbm_gbs / line["ratio"]))
         elif line["tokens"] >= 16384:
             bars[line["impl"]][line["model"]] = line["tflops"]
     for place, (name, values) in enumerate(bars.items()):
@@ -78,7 +78,7 @@ def draw_grouped_gemm() -> None:
     prefill.legend(loc="lower right")
     for name, points in curves.items():
         decode.plot(*zip(*sorted(points), strict=True), marker="o", label=name)
-    decode.axhline(HBM_GBS, linestyle="--", color="gray", label="a large copy")
+    decode.axhline(H200.hbm_gbs, linestyle="--", color="gray", label="a large copy")
     decode.set(
         xlabel="rows per expert, 64 experts",
         ylabel="GB/s of weights",

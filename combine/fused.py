@@ -11,9 +11,9 @@ from triton.tools.tensor_descriptor import TensorDescriptor
 from ..device.lang import INTERPRETED
 from ..dispatch import Lanes, ReturnMetadata
 from ..dispatch.stages import StagedSchedule
-from ..grouped_gemm import num_compute_programs, num_sms, ragged
+from ..grouped_gemm import num_compute_programs, ragged
 from ..grouped_gemm.config import GemmConfig
-from ..hardware import has_pdl, leave_room, pdl_options, share_sms
+from ..hardware import gpu, has_pdl, leave_room, pdl_options, share_sms
 from ..symm.slots import Slots
 from ..utils import next_power_of_2
 from .fused_kernels import return_sums_kernel, staged_gemm_kernel
@@ -101,7 +101,7 @@ def gemm_combine(
     )
     share_sms(launched)
     metadata = returns.metadata
-    launched = fused_sum_kernel[(2 if INTERPRETED else SUM_PROGRAMS * num_sms(y.device),)](
+    launched = fused_sum_kernel[(2 if INTERPRETED else SUM_PROGRAMS * gpu(y.device).num_sms,)](
         out,
         y,
         metadata.send_head,

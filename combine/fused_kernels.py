@@ -38,7 +38,7 @@ from ..device.slots import metadata_flag, region, stage_counts_offset
 from ..device.tiles import COMBINE, deal, notify_stage
 from ..dispatch.stages_kernels import first_tiles, load_staged_tile, stage_of
 from ..grouped_gemm.kernels import finish_tile, gemm_tile
-from ..grouped_gemm.schedule_kernels import unpack_tile
+from ..grouped_gemm.schedule_kernels import Tile, unpack_tile
 
 LANES_AT_ONCE = tl.constexpr(3)
 """Expert rows of a token that a sum reads before it adds the first."""
@@ -60,11 +60,7 @@ def staged_gemm_kernel(
     N,
     K,
     STAGES: tl.constexpr,
-    SUBTILES: tl.constexpr,
-    BLOCK_M: tl.constexpr,
-    BLOCK_N: tl.constexpr,
-    BLOCK_K: tl.constexpr,
-    GROUP_M: tl.constexpr,
+    SHAPE: tl.constexpr,
     PDL: tl.constexpr,
 ):
     """out [M, N] = A @ w[expert].T, stage by stage; a program that has passed one says so in
@@ -75,7 +71,7 @@ def staged_gemm_kernel(
     pdl_launch_dependents(PDL)
     pdl_wait(PDL)
     STAGES_PAD: tl.constexpr = triton.next_power_of_2(STAGES + 1)
-    num_n = tl.cdiv(N, BLOCK_N)
+    num_n = tl.cdiv(N, SHAPE.BLOCK_N)
     first_m = first_tiles(first_tile, num_n, STAGES, STAGES_PAD)
     program = tl.program_id(0)
     num_programs = tl.num_programs(0)
@@ -84,24 +80,17 @@ def staged_gemm_kernel(
     num_tiles = num_m * num_n
     stages = tl.arange(0, STAGES_PAD)
     since = begin_span()
-    for tile in tl.range(program, num_tiles, num_programs, flatten=True):
-        word, block = load_staged_tile(tiles, tile, own, num_m, first_m, num_n, GROUP_M)
-        expert, row, end_row = unpack_tile(word)
-        n = block * BLOCK_N
-        # fmt: off
-        acc = gemm_tile(
-            a, w, row, end_row, expert, n, 0, K, K,
-            False, False, 1, BLOCK_M, BLOCK_N, BLOCK_K,
-        )
-        # fmt: on
+    for index in tl.range(program, num_tiles, num_programs, flatten=True):
+        word, block = load_staged_tile(tiles, index, own, num_m, first_m, num_n, SHAPE.GROUP_M)
+        expert, row, end = unpack_tile(word)
+        tile = Tile(expert, row, end, block * SHAPE.BLOCK_N)
+        acc = gemm_tile(a, w, tile, K, SHAPE)
         # Before this tile is stored, when the last one's store has long ended.
-        before = stage_of(tile - num_programs, first_m, num_n)
-        stage = stage_of(tile, first_m, num_n)
+        before = stage_of(index - num_programs, first_m, num_n)
+        stage = stage_of(index, first_m, num_n)
         arrive_after_tma(computed + stages, (stages >= before) & (stages < stage))
-        # fmt: off
-        finish_tile(acc, out, None, None, None, 0, row, end_row, expert, n, N, "none", SUBTILES)
-        # fmt: on
-        since = end_span(ROLE_DOWN, tile, since, context)
+        finish_tile(acc, out, tile, N, "none", SHAPE.SUBTILES)
+        since = end_span(ROLE_DOWN, index, since, context)
     last = program + (num_tiles - 1 - program + num_programs) // num_programs * num_programs
     before = stage_of(last - num_programs, first_m, num_n)
     arrive_after_tma(computed + stages, (stages >= before) & (stages < STAGES))

@@ -34,7 +34,7 @@ from ..device.tiles import (
     wait_tile,
 )
 from ..grouped_gemm.kernels import finish_tile, gemm_tile
-from ..grouped_gemm.schedule_kernels import tile_coordinates, unpack_tile
+from ..grouped_gemm.schedule_kernels import Tile, tile_coordinates, unpack_tile
 from ..routing_kernels import sum_order
 from .stages_kernels import return_begin
 
@@ -232,11 +232,7 @@ def dispatch_gemm_kernel(
     N,
     K,
     RANKS_PAD: tl.constexpr,
-    SUBTILES: tl.constexpr,
-    BLOCK_M: tl.constexpr,
-    BLOCK_N: tl.constexpr,
-    BLOCK_K: tl.constexpr,
-    GROUP_M: tl.constexpr,
+    SHAPE: tl.constexpr,
     PDL: tl.constexpr,
 ):
     """out [M, N] = silu(gate) * up of the expert rows, each tile once its rows are there.
@@ -247,24 +243,20 @@ def dispatch_gemm_kernel(
     """
     pdl_launch_dependents(PDL)
     num_m = tl.load(num_tiles)
-    num_n = tl.cdiv(N, BLOCK_N // 2)
+    WIDTH: tl.constexpr = SHAPE.BLOCK_N // 2
+    num_n = tl.cdiv(N, WIDTH)
     deadline = deadline_from_now(context)
     since = begin_span()
-    for tile in tl.range(tl.program_id(0), num_m * num_n, tl.num_programs(0), flatten=True):
-        m, block = tile_coordinates(tile, num_m, num_n, GROUP_M)
+    for index in tl.range(tl.program_id(0), num_m * num_n, tl.num_programs(0), flatten=True):
+        m, block = tile_coordinates(index, num_m, num_n, SHAPE.GROUP_M)
         word = tl.load(tiles + m)
         expert, row, end = unpack_tile(word)
-        n = block * (BLOCK_N // 2)
+        n = block * WIDTH
         row += wait_tile(copied + (word >> 56), num_copy_programs, deadline, context, PDL)
-        # fmt: off
-        acc = gemm_tile(
-            a, w, row, end, expert, n, 0, K, K, False, False, 2, BLOCK_M, BLOCK_N, BLOCK_K
-        )
-        finish_tile(
-            acc, out, None, None, None, 0, row, end, expert, n, N, "swiglu", SUBTILES
-        )
-        # fmt: on
-        since = end_span(ROLE_UP, tile, since, context)
+        tile = Tile(expert, row, end, n)
+        acc = gemm_tile(a, w, tile, K, SHAPE)
+        finish_tile(acc, out, tile, N, "swiglu", SHAPE.SUBTILES)
+        since = end_span(ROLE_UP, index, since, context)
     end_wait_tile(stage_count, deadline, context, RANKS_PAD)
     pdl_wait(PDL)
 

@@ -2,7 +2,7 @@
 
 from .autograd import grouped_gemm, grouped_mlp
 from .backward import dgrad, wgrad
-from .launch import gathered_gemm, gemm_config, gemm_problem, num_compute_programs, num_sms, ragged
+from .launch import gemm_config, num_compute_programs, ragged
 from .operands import check_weights
 from .schedule import TileSchedule, tile_schedule
 from .tuning import tune_gemm
@@ -11,13 +11,10 @@ __all__ = [
     "TileSchedule",
     "check_weights",
     "dgrad",
-    "gathered_gemm",
     "gemm_config",
-    "gemm_problem",
     "grouped_gemm",
     "grouped_mlp",
     "num_compute_programs",
-    "num_sms",
     "ragged",
     "tile_schedule",
     "tune_gemm",

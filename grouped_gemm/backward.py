@@ -11,6 +11,7 @@ from triton.tools.tensor_descriptor import TensorDescriptor
 
 from ..checks import PAYLOAD_DTYPES, check_flag, check_no_grad, check_runnable, check_tensor
 from ..errors import ShapeError
+from ..hardware import gpu, launch
 from .backward_kernels import (
     _activation_dgrad_kernel,
     _activation_gradient_kernel,
@@ -20,7 +21,7 @@ from .backward_kernels import (
     _wgrad_kernel,
 )
 from .config import GemmConfig
-from .launch import by_parts, gemm_config, gemm_problem, grid, multiply, ragged
+from .launch import by_parts, gemm_config, gemm_problem, grid, multiply, ragged, rows_of
 from .operands import (
     Epilogue,
     Rows,
@@ -34,10 +35,9 @@ from .operands import (
     check_weights,
     num_parts,
 )
-from .schedule import INDEX_DTYPES, TileSchedule, height_of, tile_schedule
+from .schedule import INDEX_DTYPES, TileSchedule, checked_block_m, tile_schedule
 
 BLOCK_ROWS, BLOCK_COLUMNS = 16, 64
-NUM_CLEAR_PROGRAMS = 132
 
 
 def dgrad(
@@ -50,8 +50,8 @@ def dgrad(
 ) -> torch.Tensor:
     """Gradient of the rows of a grouped GEMM: out[r] = grad[r] @ w[e], [rows, K].
 
-    grad [rows, N] is that of its output, before any activation; the rest as in `grouped_gemm`.
-    With a schedule, its offsets count.
+    grad [rows, N] is the gradient of its output, before any activation; the other arguments are
+    those of `grouped_gemm`. With a schedule, the offsets of that are used.
     """
     check_rows(grad, None)
     check_weights(grad, w, "K", "none")
@@ -64,7 +64,7 @@ def dgrad(
     check_tensor("offsets", offsets, (w.shape[0] + 1,), INDEX_DTYPES)
     check_devices(grad, offsets=offsets)
     num_rows = grad.shape[0]
-    config = gemm_config(w, num_rows, transposed=True, block_m=height_of(schedule))
+    config = gemm_config(w, num_rows, transposed=True, block_m=checked_block_m(schedule))
     if schedule is None:
         schedule = tile_schedule(offsets, num_rows, config.block_m)
     weights = Weights(w, transposed=True)
@@ -82,10 +82,11 @@ def wgrad(
 ) -> torch.Tensor:
     """Gradient of the weights of a grouped GEMM: out[e] = grad[rows of e].T @ x[rows of e].
 
-    grad [rows, N] is that of its output, before any activation; x [rows, K], of the same dtype.
-    With row_offset int64 [rows], row r of x starts row_offset[r] elements after x. out [L, N, K]
-    may be float32 beside bf16 operands; with `accumulate` the gradient is added to what it holds.
-    An expert without rows gets zeros. Sums are float32, in order: the same bits for the same input.
+    grad [rows, N] is the gradient of its output, before any activation; x [rows, K] has the same
+    dtype. With row_offset int64 [rows], row r of x begins row_offset[r] elements after x. out
+    [L, N, K] may be float32 for bf16 operands; with `accumulate` the gradient is added to what it
+    holds. An expert without rows gets zeros. Sums are float32, in order: the same input gives the
+    same bits.
 
     Rows g, h, i of grad, a, b, c of x, offsets [0, 2, 3]: out = [g ⊗ a + h ⊗ b, i ⊗ c].
     """
@@ -126,19 +127,16 @@ def wgrad(
     block_m, block_n, block_k = config.block_m, config.block_n, config.block_k
     blocks = [1, block_m, block_n // config.subtiles]
     num_tiles = num_experts * triton.cdiv(num_columns, block_m) * triton.cdiv(depth, block_n)
-    grad, x, out_in = canonical(grad), canonical(x), canonical(out)
-    x_in = x if row_offset is not None else create_ragged_descriptor(x, [block_k, block_n])
+    row_offset = None if row_offset is None else row_offset.contiguous()
     with torch.cuda.device_of(grad):
-        _wgrad_kernel[grid(num_tiles, grad.device, config)](
-            create_ragged_descriptor(grad, [block_k, block_m]),
-            x_in,
-            None if row_offset is None else row_offset.contiguous(),
-            TensorDescriptor.from_tensor(out_in, blocks),
+        launch(
+            _wgrad_kernel,
+            grid(num_tiles, grad.device, config),
+            create_ragged_descriptor(canonical(grad), [block_k, block_m]),
+            rows_of(x, row_offset, [block_k, block_n]),
+            TensorDescriptor.from_tensor(canonical(out), blocks),
             offsets.contiguous(),
-            num_experts,
             num_rows,
-            num_columns,
-            depth,
             ACCUMULATE=bool(accumulate),
             **config.launch_options(),
         )
@@ -153,15 +151,14 @@ def activation_dgrad(
     activation: str,
     row_weight: torch.Tensor | None,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor | None]:
-    """Back through a second GEMM and the activation before it, in one pass.
+    """The gradients of a second GEMM and of the activation before it, in one pass.
 
-    grad [rows, H] is that of (activation(pre) @ w[e].T) * row_weight, w [L, H, I], pre [rows,
-    parts * I]. Returns the gradients of pre, activation(pre) * row_weight [rows, I] for that of w,
-    and the gradient of row_weight float32 [rows], None without one. (As SonicMoE does, which keeps
-    neither the activations nor the second GEMM's output.)
+    grad [rows, H] is the gradient of (activation(pre) @ w[e].T) * row_weight, w [L, H, I], pre
+    [rows, parts * I]. Returns the gradient of pre; activation(pre) * row_weight [rows, I], which
+    the gradient of w needs; and the gradient of row_weight float32 [rows], None without one. (As in
+    SonicMoE, neither the activations nor the second GEMM's output are kept.)
     """
-    num_rows, depth = grad.shape
-    num_columns = w.shape[2]
+    num_rows, num_columns = len(grad), w.shape[2]
     problem = gemm_problem(w, num_rows, transposed=True)
     weighted = row_weight is not None
     config = GemmConfig.for_gradient(problem, weighted, schedule.block_m)
@@ -176,7 +173,9 @@ def activation_dgrad(
     if num_rows:
         num_tiles = schedule.tiles.numel() * triton.cdiv(num_columns, block_n)
         with torch.cuda.device_of(grad):
-            _activation_dgrad_kernel[grid(num_tiles, grad.device, config)](
+            launch(
+                _activation_dgrad_kernel,
+                grid(num_tiles, grad.device, config),
                 create_ragged_descriptor(canonical(grad), [block_m, block_k]),
                 TensorDescriptor.from_tensor(canonical(w), [1, block_k, block_n]),
                 pre,
@@ -184,11 +183,8 @@ def activation_dgrad(
                 ragged(by_parts(pre_grad, num_parts(activation)), block_m, width),
                 ragged(act[None], block_m, width),
                 weight_grad,
-                schedule.tiles,
-                schedule.num_tiles,
+                schedule.for_kernels,
                 num_rows,
-                num_columns,
-                depth,
                 ACTIVATION=activation,
                 **config.launch_options(),
             )
@@ -204,14 +200,10 @@ def activation_gradient(
     blocks = triton.cdiv(num_rows, BLOCK_ROWS), triton.cdiv(num_columns, BLOCK_COLUMNS)
     if num_rows:
         with torch.cuda.device_of(grad):
-            _activation_gradient_kernel[blocks](
-                grad,
-                pre,
-                pre_grad,
-                offsets,
-                num_rows,
-                offsets.numel() - 1,
-                num_columns,
+            launch(
+                _activation_gradient_kernel,
+                blocks,
+                *(grad, pre, pre_grad, offsets, num_rows, offsets.numel() - 1, num_columns),
                 ACTIVATION=activation,
                 BLOCK_M=BLOCK_ROWS,
                 BLOCK_N=BLOCK_COLUMNS,
@@ -227,13 +219,10 @@ def bias_gradient(
     num_experts = offsets.numel() - 1
     out = grad.new_empty((num_experts, num_columns), dtype=torch.float32)
     with torch.cuda.device_of(grad):
-        _bias_gradient_kernel[(num_experts, triton.cdiv(num_columns, BLOCK_COLUMNS))](
-            grad,
-            row_weight,
-            out,
-            offsets,
-            num_rows,
-            num_columns,
+        launch(
+            _bias_gradient_kernel,
+            (num_experts, triton.cdiv(num_columns, BLOCK_COLUMNS)),
+            *(grad, row_weight, out, offsets, num_rows, num_columns),
             BLOCK_M=BLOCK_ROWS,
             BLOCK_N=BLOCK_COLUMNS,
         )
@@ -241,14 +230,14 @@ def bias_gradient(
 
 
 def clear_rest(x: torch.Tensor, offsets: torch.Tensor) -> torch.Tensor:
-    """x [rows, N] itself, contiguous, with 0 in the rows from offsets[L] on."""
+    """Set the rows of x [rows, N], contiguous, from offsets[L] on to 0, and return x."""
     if x.numel():
+        num_programs = min(triton.cdiv(len(x), BLOCK_ROWS), gpu(x.device).num_sms)
         with torch.cuda.device_of(x):
-            _clear_rest_kernel[(min(triton.cdiv(x.shape[0], BLOCK_ROWS), NUM_CLEAR_PROGRAMS),)](
-                x,
-                offsets,
-                offsets.numel() - 1,
-                *x.shape,
+            launch(
+                _clear_rest_kernel,
+                (num_programs,),
+                *(x, offsets, offsets.numel() - 1, *x.shape),
                 BLOCK_M=BLOCK_ROWS,
                 BLOCK_N=BLOCK_COLUMNS,
             )
@@ -258,8 +247,8 @@ def clear_rest(x: torch.Tensor, offsets: torch.Tensor) -> torch.Tensor:
 def gathered_sum(
     grad: torch.Tensor, row_index: torch.Tensor, offsets: torch.Tensor, num_rows: int
 ) -> torch.Tensor:
-    """[num_rows, K]: for each row of x, the sum of the rows of grad [rows, K] that row_index made
-    of it, in order; rows from offsets[L] on count for none."""
+    """[num_rows, K]: for each row of x, the sum of the rows of grad [rows, K] that row_index took
+    from it, in order, without those from offsets[L] on."""
     rows = torch.arange(len(grad), dtype=torch.int64, device=grad.device)
     row_of_x = torch.where(rows < offsets[-1], row_index.long(), num_rows)
     by_row, order = row_of_x.sort(stable=True)
@@ -269,7 +258,10 @@ def gathered_sum(
     block = 32 if grad.device.type == "cpu" else 1024
     if num_rows:
         with torch.cuda.device_of(grad):
-            _gathered_sum_kernel[(num_rows, triton.cdiv(grad.shape[1], block))](
-                grad, order, first, out, grad.shape[1], BLOCK_K=block
+            launch(
+                _gathered_sum_kernel,
+                (num_rows, triton.cdiv(grad.shape[1], block)),
+                *(grad, order, first, out, grad.shape[1]),
+                BLOCK_K=block,
             )
     return out

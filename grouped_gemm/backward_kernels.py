@@ -1,5 +1,5 @@
-"""Kernels of the gradients: of the weights, of the rows where that takes more than the forward
-kernel with the weights transposed, and of activation and bias."""
+"""Kernels of the gradients: of the weights, of activation and bias, and of the rows where that
+takes more than the forward kernel with the weights transposed."""
 
 import triton
 import triton.language as tl
@@ -15,12 +15,12 @@ from .kernels import (
     load_rows,
     store_rows,
 )
-from .schedule_kernels import load_tile, tile_coordinates
+from .schedule_kernels import Tile, load_tile, tile_coordinates
 
 
 @device_function
 def activation_gradient(grad, gate, up, ACTIVATION: tl.constexpr):
-    """(gradient of gate, of up) for the gradient of the activation; up counts where it is gated."""
+    """(gradient of gate, of up) from that of the activation; `up` is used by gated ones alone."""
     if ACTIVATION == "swiglu" or ACTIVATION == "silu":
         sigmoid = tl.sigmoid(gate)
         value = gate * sigmoid
@@ -37,7 +37,7 @@ def activation_gradient(grad, gate, up, ACTIVATION: tl.constexpr):
 
 @device_function
 def expert_rows(expert, offsets, max_rows):
-    """(first row of an expert, end of its rows), no row from `max_rows` on."""
+    """(first row of an expert, end of its rows), without rows from `max_rows` on."""
     begin = tl.load(offsets + expert).to(tl.int32)
     return begin, tl.minimum(tl.load(offsets + expert + 1), max_rows).to(tl.int32)
 
@@ -54,33 +54,32 @@ def load_pre(pre, part, rows, end, columns, N, PARTS: tl.constexpr):
 @device_function
 def finish_gradient(
     acc,
+    tile,
     pre,
     row_weight,
     pre_grad,
     act,
     weight_grad,
     max_rows,
-    row,
-    end,
-    n,
     N,
     ACTIVATION: tl.constexpr,
     SUBTILES: tl.constexpr,
 ):
-    """Turn the gradient of activations, columns n .. of N, into that of what they were made of.
-
-    act is what the second GEMM multiplied, times the row's weight, for the gradient of its weights;
-    weight_grad [columns / width, max_rows] the parts of the gradient of row_weight.
-    """
+    """Turn the gradient of activations, columns tile.n .. of N, into that of what they were
+    computed from; the arguments are those of `_activation_dgrad_kernel`."""
+    row, end, n = tile.row, tile.end, tile.n
     if SUBTILES > 1:
         left, right = halves(acc)
-        half: tl.constexpr = acc.shape[1] // 2
-        rest: tl.constexpr = SUBTILES // 2
+        REST: tl.constexpr = SUBTILES // 2
         # fmt: off
-        finish_gradient(left, pre, row_weight, pre_grad, act, weight_grad, max_rows, row, end,
-                        n, N, ACTIVATION, rest)
-        finish_gradient(right, pre, row_weight, pre_grad, act, weight_grad, max_rows, row, end,
-                        n + half, N, ACTIVATION, rest)
+        finish_gradient(
+            left, tile, pre, row_weight, pre_grad, act, weight_grad, max_rows, N, ACTIVATION, REST
+        )
+        right_tile = Tile(tile.expert, row, end, n + acc.shape[1] // 2)
+        finish_gradient(
+            right, right_tile, pre, row_weight, pre_grad, act, weight_grad, max_rows, N,
+            ACTIVATION, REST,
+        )
         # fmt: on
     else:
         GATED: tl.constexpr = is_gated(ACTIVATION)
@@ -107,49 +106,35 @@ def finish_gradient(
 
 
 @triton.jit(
-    do_not_specialize=["max_rows", "N", "K"],
-    do_not_specialize_on_alignment=[
-        "row_weight",
-        "weight_grad",
-        "tiles",
-        "num_tiles",
-    ],
+    do_not_specialize=["max_rows"],
+    do_not_specialize_on_alignment=["row_weight", "weight_grad"],
 )
 def _activation_dgrad_kernel(
-    grad,
-    w,
-    pre,
-    row_weight,
-    pre_grad,
-    act,
-    weight_grad,
-    tiles,
-    num_tiles,
+    grad,  # a ragged descriptor of [rows, K]: the gradient of the second GEMM's output
+    w,  # a descriptor of the second GEMM's weights [L, K, N]
+    pre,  # [rows, PARTS * N]
+    row_weight,  # float32 [rows], or None
+    pre_grad,  # out: a ragged descriptor of [PARTS, rows, N]
+    act,  # out: a ragged descriptor of [1, rows, N], the activations times row_weight
+    weight_grad,  # float32 [columns / width, max_rows], out: parts of the gradient of row_weight
+    tiles,  # `Tiles`
     max_rows,
-    N,
-    K,
     ACTIVATION: tl.constexpr,
-    SUBTILES: tl.constexpr,
-    BLOCK_M: tl.constexpr,
-    BLOCK_N: tl.constexpr,
-    BLOCK_K: tl.constexpr,
-    GROUP_M: tl.constexpr,
+    SHAPE: tl.constexpr,
 ):
-    """From the gradient of the second GEMM's output [rows, K] to that of the first one's, before
-    the activation, [rows, PARTS, N]; w [L, K, N] are the second one's weights. The pass over the
-    activations that this saves is that of a kernel between the two."""
-    num_m = tl.load(num_tiles)
-    num_n = tl.cdiv(N, BLOCK_N)
-    for tile in tl.range(tl.program_id(0), num_m * num_n, tl.num_programs(0), flatten=True):
-        expert, row, end, block = load_tile(tiles, tile, num_m, num_n, GROUP_M)
-        n = block * BLOCK_N
+    """From the gradient of the second GEMM's output to that of the first one's, before the
+    activation, without a kernel between the two, which would read and write the activations once
+    more. `act` is what the second GEMM multiplied: the gradient of its weights needs it."""
+    K, N = w.shape[1], w.shape[2]
+    num_m = tl.load(tiles.count)
+    num_n = tl.cdiv(N, SHAPE.BLOCK_N)
+    for index in tl.range(tl.program_id(0), num_m * num_n, tl.num_programs(0), flatten=True):
+        tile = load_tile(tiles, index, num_m, num_n, SHAPE.BLOCK_N, SHAPE.GROUP_M)
+        acc = gemm_tile(grad, w, tile, K, SHAPE, TRANSPOSED=True)
         # fmt: off
-        acc = gemm_tile(
-            grad, w, row, end, expert, n, 0, K, K, False, True, 1, BLOCK_M, BLOCK_N, BLOCK_K
-        )
         finish_gradient(
-            acc, pre, row_weight, pre_grad, act, weight_grad, max_rows, row, end, n, N,
-            ACTIVATION, SUBTILES,
+            acc, tile, pre, row_weight, pre_grad, act, weight_grad, max_rows, N, ACTIVATION,
+            SHAPE.SUBTILES,
         )
         # fmt: on
 
@@ -167,7 +152,7 @@ def _activation_gradient_kernel(
     BLOCK_M: tl.constexpr,
     BLOCK_N: tl.constexpr,
 ):
-    """pre_grad [rows, PARTS, N] from grad [rows, N], where the activation stood alone."""
+    """pre_grad [rows, PARTS, N] from grad [rows, N], the gradient of the activation."""
     GATED: tl.constexpr = is_gated(ACTIVATION)
     PARTS: tl.constexpr = 2 if GATED else 1
     end = tl.minimum(tl.load(offsets + num_experts), max_rows).to(tl.int32)
@@ -189,7 +174,7 @@ def _activation_gradient_kernel(
 
 @device_function
 def store_weight_gradient(acc, out, expert, m, n, ACCUMULATE: tl.constexpr, SUBTILES: tl.constexpr):
-    """Round and store a tile of an expert's gradient; ACCUMULATE: added to what is there."""
+    """Round and store a tile of an expert's gradient; with ACCUMULATE, add it to what `out` has."""
     if SUBTILES > 1:
         left, right = halves(acc)
         half: tl.constexpr = acc.shape[1] // 2
@@ -203,58 +188,54 @@ def store_weight_gradient(acc, out, expert, m, n, ACCUMULATE: tl.constexpr, SUBT
         out.store([expert, m, n], tile)
 
 
-@triton.jit(
-    do_not_specialize=["num_experts", "max_rows", "N", "K"],
-    do_not_specialize_on_alignment=["row_offset", "offsets"],
-)
-def _wgrad_kernel(
-    grad,
-    x,
-    row_offset,
-    out,
-    offsets,
-    num_experts,
-    max_rows,
-    N,
-    K,
-    ACCUMULATE: tl.constexpr,
-    SUBTILES: tl.constexpr,
-    BLOCK_M: tl.constexpr,
-    BLOCK_N: tl.constexpr,
-    BLOCK_K: tl.constexpr,
-    GROUP_M: tl.constexpr,
-):
-    """out [L, N, K] = grad.T @ x over the rows of each expert, BLOCK_K of them at a time.
+@device_function
+def load_wgrad_rows(x, begin, row, end, n, K, SHAPE: tl.constexpr):
+    """[BLOCK_K, BLOCK_N]: columns n .. of K of an expert's rows begin + row .. of x, see
+    `_wgrad_kernel`; zeros from row `end` on."""
+    if isinstance(x, tl.tensor_descriptor):
+        tile = load_rows(x, begin + row, end, n)
+    else:
+        rows = row + tl.arange(0, SHAPE.BLOCK_K)
+        has = rows < end - begin
+        at = x.base + tl.load(x.row_offset + begin + rows, mask=has, other=0)
+        columns = n + tl.arange(0, SHAPE.BLOCK_N)
+        inside = tl.max_constancy(columns < K, 128 // x.base.dtype.element_ty.primitive_bitwidth)
+        at = tl.multiple_of(at, 16)[:, None] + columns[None, :]
+        tile = tl.load(at, mask=has[:, None] & inside[None, :], other=0.0)
+    return tile
 
-    grad: ragged descriptor of [rows, N]. x: one of [rows, K]; with row_offset, a pointer from which
-    row r starts row_offset[r] elements on. out: descriptor. An expert without rows gets zeros.
-    """
-    GATHERED: tl.constexpr = row_offset is not None
+
+@triton.jit(do_not_specialize=["max_rows"], do_not_specialize_on_alignment=["offsets"])
+def _wgrad_kernel(
+    grad,  # a ragged descriptor of [rows, N]
+    x,  # a ragged descriptor of [rows, K], or `Gathered`
+    out,  # a descriptor of [L, N, K]
+    offsets,
+    max_rows,
+    ACCUMULATE: tl.constexpr,
+    SHAPE: tl.constexpr,
+):
+    """out = grad.T @ x over the rows of each expert, BLOCK_K of them at a time. An expert without
+    rows gets zeros."""
+    BLOCK_M: tl.constexpr = SHAPE.BLOCK_M
+    BLOCK_N: tl.constexpr = SHAPE.BLOCK_N
+    num_experts, N, K = out.shape[0], out.shape[1], out.shape[2]
+    GATHERED: tl.constexpr = not isinstance(x, tl.tensor_descriptor)
     num_m, num_n = tl.cdiv(N, BLOCK_M), tl.cdiv(K, BLOCK_N)
     num_tiles = num_m * num_n
-    for tile in tl.range(
+    for index in tl.range(
         tl.program_id(0), num_tiles * num_experts, tl.num_programs(0), flatten=not GATHERED
     ):
-        expert = tile // num_tiles
-        m, n = tile_coordinates(tile % num_tiles, num_m, num_n, GROUP_M)
+        expert = index // num_tiles
+        m, n = tile_coordinates(index % num_tiles, num_m, num_n, SHAPE.GROUP_M)
         m, n = m * BLOCK_M, n * BLOCK_N
         begin, end = expert_rows(expert, offsets, max_rows)
-        size = end - begin
         acc = tl.zeros((BLOCK_M, BLOCK_N), tl.float32)
-        for row in range(0, size, BLOCK_K):
+        for row in range(0, end - begin, SHAPE.BLOCK_K):
             grad_tile = load_rows(grad, begin + row, end, m)
-            if GATHERED:
-                rows = row + tl.arange(0, BLOCK_K)
-                there = rows < size
-                at = x + tl.load(row_offset + begin + rows, mask=there, other=0)
-                columns = n + tl.arange(0, BLOCK_N)
-                inside = tl.max_constancy(columns < K, 128 // x.dtype.element_ty.primitive_bitwidth)
-                at = tl.multiple_of(at, 16)[:, None] + columns[None, :]
-                x_tile = tl.load(at, mask=there[:, None] & inside[None, :], other=0.0)
-            else:
-                x_tile = load_rows(x, begin + row, end, n)
+            x_tile = load_wgrad_rows(x, begin, row, end, n, K, SHAPE)
             acc = dot(grad_tile.T, x_tile, acc)
-        store_weight_gradient(acc, out, expert, m, n, ACCUMULATE, SUBTILES)
+        store_weight_gradient(acc, out, expert, m, n, ACCUMULATE, SHAPE.SUBTILES)
 
 
 @triton.jit(do_not_specialize=["max_rows", "N"])
@@ -279,7 +260,7 @@ def _bias_gradient_kernel(
 def _clear_rest_kernel(
     x, offsets, num_experts, max_rows, N, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr
 ):
-    """Set the rows of x [max_rows, N] that no expert owns to 0; there are often none."""
+    """Set the rows of x [max_rows, N] that no expert owns to 0. Often every row has an expert."""
     first = tl.load(offsets + num_experts).to(tl.int32) + tl.program_id(0) * BLOCK_M
     for row in range(first, max_rows, tl.num_programs(0) * BLOCK_M):
         rows = row + tl.arange(0, BLOCK_M)
@@ -305,7 +286,7 @@ def _gathered_sum_kernel(
     m = tl.program_id(0).to(tl.int64)
     columns = tl.program_id(1) * BLOCK_K + tl.arange(0, BLOCK_K)
     acc = tl.zeros((BLOCK_K,), tl.float32)
-    for place in range(tl.load(first + m).to(tl.int32), tl.load(first + m + 1).to(tl.int32)):
-        row = tl.load(order + place)
+    for index in range(tl.load(first + m).to(tl.int32), tl.load(first + m + 1).to(tl.int32)):
+        row = tl.load(order + index)
         acc += tl.load(grad + row * K + columns, mask=columns < K, other=0.0).to(tl.float32)
     tl.store(out + m * K + columns, round_to(acc, out.dtype.element_ty), mask=columns < K)

@@ -1,38 +1,43 @@
-"""The choice of a grouped GEMM's tiles, from dimensions and measured constants. Ranks may choose
-differently: no protocol depends on it."""
+"""The tile shape of a grouped GEMM: `choose` takes what was measured on this kind of GPU, else what
+is predicted from dimensions and measured constants. Ranks may choose differently: no protocol
+depends on it."""
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Iterator, Mapping
 from dataclasses import asdict, dataclass, replace
+from pathlib import Path
+from typing import Any, NamedTuple
 
 import torch
 
+from ..choice_cache import cache_path, keep_choice, problem_key, read_choices, warn
+from ..device.constants import constants
 from ..errors import ShapeError
+from ..hardware import H200
+from ..utils import next_power_of_2
 
-HBM_GBS = 4300.0
-"""GB/s that an H200 reads and writes, as in a large copy."""
-SM_GBS = 49.0
-"""GB/s that one SM takes in by itself; 88 fill the memory's bandwidth."""
+GEMMS = "gemm.json"
 LAUNCH_US = 3.0
 REREAD = 0.1
 """What a second tile of an expert adds to the time that its weights take from memory."""
-HEIGHTS = (128, 64, 32, 16)
-"""Rows of a tile."""
-LARGEST = {
+BLOCK_MS = (128, 64, 32, 16)
+"""Rows that a tile can have."""
+MAXIMA = {
     **{"block_m": 256, "block_n": 512, "block_k": 512, "num_warps": 32, "num_stages": 16},
     **{"subtiles": 64, "programs_per_sm": 32, "group_m": 1 << 14, "num_splits": 64},
 }
-"""Of the numbers of a GemmConfig, beyond what any GPU can run."""
-POWERS = "block_m", "block_n", "block_k", "num_warps", "subtiles"
-"""Those that are powers of 2."""
+"""The largest numbers that a GemmConfig may have; no GPU can run more."""
+POWERS_OF_2 = "block_m", "block_n", "block_k", "num_warps", "subtiles"
+"""The fields of a GemmConfig that must be powers of 2."""
 
 
 @dataclass(frozen=True, slots=True)
 class GemmProblem:
-    """What a grouped GEMM multiplies: about num_rows rows in all, num_experts weights, each
-    num_columns (of the output) by depth; gated weights have twice as many. capability and num_sms
-    are the GPU's, capability None in the interpreter."""
+    """What a grouped GEMM multiplies: about num_rows rows in all times num_experts weights, each
+    num_columns (of the output) by depth; gated weights have twice as many rows. capability and
+    num_sms are those of the GPU; capability is None in the interpreter."""
 
     dtype: torch.dtype
     num_rows: int
@@ -42,7 +47,7 @@ class GemmProblem:
     gated: bool = False
     gathered: bool = False
     capability: tuple[int, int] | None = (9, 0)
-    num_sms: int = 132
+    num_sms: int = H200.num_sms
 
     @property
     def parts(self) -> int:
@@ -51,13 +56,13 @@ class GemmProblem:
 
     @property
     def busy_experts(self) -> int:
-        """Experts that have rows, where rows are spread evenly."""
+        """The number of experts that have rows, where rows are spread evenly."""
         return max(1, min(self.num_experts, self.num_rows))
 
 
 @dataclass(frozen=True, slots=True)
 class Prediction:
-    """Microseconds that a tile shape takes for a problem, by what limits it."""
+    """The microseconds that a tile shape takes for a problem, by what limits it."""
 
     products_us: float
     memory_us: float
@@ -73,15 +78,26 @@ class Prediction:
         return "products" if self.products_us > self.memory_us else "memory"
 
 
+class TileShape(NamedTuple):
+    """The fields of a `GemmConfig` that kernels are compiled for."""
+
+    BLOCK_M: int
+    BLOCK_N: int
+    BLOCK_K: int
+    SUBTILES: int
+    GROUP_M: int
+    SPLITS: int
+
+
 @dataclass(frozen=True, slots=True)
 class GemmConfig:
     """Tile shape of a grouped GEMM.
 
     A program computes block_m rows times block_n rows of the weights (with a gated activation:
     block_n / 2 of gate and as many of up) in steps of block_k, `num_stages` of which are in flight,
-    and stores a tile in `subtiles` parts. `programs_per_sm` run side by side. `group_m` tiles of
-    rows are walked together before the next columns. `num_splits` tiles share the depth of one, and
-    their sums are added up in order.
+    and stores a tile in `subtiles` parts. `programs_per_sm` run concurrently. The programs walk
+    `group_m` tiles of rows together before the next columns. `num_splits` tiles share the depth of
+    one, and their sums are added up in order.
     """
 
     block_m: int
@@ -95,35 +111,31 @@ class GemmConfig:
     num_splits: int = 1
 
     def check(self) -> None:
-        """ShapeError for numbers that no tile has: no ints, not positive, or too large."""
+        """Raise ShapeError for numbers that no tile can have: not ints, not positive, too large."""
         numbers = asdict(self)
-        check_numbers("GemmConfig", numbers, LARGEST)
-        uneven = {name: numbers[name] for name in POWERS if numbers[name].bit_count() != 1}
+        check_numbers("GemmConfig", numbers, MAXIMA)
+        uneven = {name: numbers[name] for name in POWERS_OF_2 if numbers[name].bit_count() != 1}
         if uneven:
             raise ShapeError(f"a GemmConfig has {uneven}; these must be powers of 2.")
 
-    def launch_options(self) -> dict[str, int]:
-        """What every kernel of such tiles is launched with."""
+    def launch_options(self) -> dict[str, Any]:
+        """The options with which every kernel of such tiles is launched; SHAPE is a `TileShape`."""
         return {
-            "SUBTILES": self.subtiles,
-            "BLOCK_M": self.block_m,
-            "BLOCK_N": self.block_n,
-            "BLOCK_K": self.block_k,
-            "GROUP_M": self.group_m,
+            "SHAPE": _tile_shape(self),
             "num_warps": self.num_warps,
             "num_stages": self.num_stages,
         }
 
     @classmethod
-    def choose(cls, problem: GemmProblem, block_m: int | None = None) -> GemmConfig:
-        """The tiles of `candidates` with the shortest predicted time; of height block_m, where a
-        schedule of tiles fixes that."""
+    def predicted(cls, problem: GemmProblem, block_m: int | None = None) -> GemmConfig:
+        """The tile shape of `candidates` with the shortest predicted time; with this block_m, where
+        a schedule of tiles fixes it."""
         return min(candidates(problem, block_m), key=lambda config: predict(config, problem).us)
 
     @classmethod
     def for_gradient(cls, problem: GemmProblem, weighted: bool, block_m: int) -> GemmConfig:
-        """Tiles of the second GEMM's gradient with that of the activation in its epilogue, which
-        takes registers: `weighted` rows take more."""
+        """The tile shape of the second GEMM's gradient with that of the activation in its epilogue,
+        which takes registers: `weighted` rows take more."""
         if problem.capability is None or problem.dtype == torch.float32:
             return next(candidates(problem, block_m))
         if block_m < 128:
@@ -136,8 +148,8 @@ class GemmConfig:
 
     @classmethod
     def for_weights(cls, problem: GemmProblem, itemsize: int) -> GemmConfig:
-        """Tiles of the gradient of the weights [L, num_columns, depth], of `itemsize` bytes each:
-        blocks [block_m, block_n] of it, block_k rows at a time."""
+        """The tile shape of the gradient of the weights [L, num_columns, depth], whose items have
+        `itemsize` bytes: blocks [block_m, block_n] of it, from block_k rows at a time."""
         if problem.capability is None:
             return cls(64, 64, 64, num_warps=4, num_stages=1, subtiles=2)
         if problem.dtype == torch.float32:
@@ -147,21 +159,27 @@ class GemmConfig:
         return cls(128, 256, 64, num_warps=8, num_stages=3, subtiles=itemsize)
 
 
-def check_numbers(kind: str, numbers: Mapping[str, object], most: Mapping[str, int]) -> None:
-    """ShapeError unless each number is an int of 1 to its most."""
+@functools.cache
+def _tile_shape(config: GemmConfig) -> TileShape:
+    blocks = config.block_m, config.block_n, config.block_k
+    return constants(TileShape(*blocks, config.subtiles, config.group_m, config.num_splits))
+
+
+def check_numbers(kind: str, numbers: Mapping[str, object], maxima: Mapping[str, int]) -> None:
+    """Raise ShapeError unless each number is an int from 1 to its maximum."""
     wrong = {
         name: value
         for name, value in numbers.items()
-        if not (type(value) is int and 1 <= value <= most[name])
+        if not (type(value) is int and 1 <= value <= maxima[name])
     }
     if wrong:
-        limits = ", ".join(f"{name} up to {most[name]}" for name in wrong)
+        limits = ", ".join(f"{name} up to {maxima[name]}" for name in wrong)
         raise ShapeError(f"a {kind} has {wrong}; these must be ints of 1 or more, {limits}.")
 
 
 def candidates(problem: GemmProblem, block_m: int | None = None) -> Iterator[GemmConfig]:
-    """Tile shapes that do not spill registers, best first; `tests/test_compile.py` holds them to
-    it. All of height block_m, where that is given."""
+    """The tile shapes that are tried, best first; with this block_m, where it is given. None of
+    them spills registers, which `tests/test_compile.py` checks."""
     capability = problem.capability
     if capability is None:
         depth = 128 if _is_fp8(problem) else 64
@@ -170,24 +188,24 @@ def candidates(problem: GemmProblem, block_m: int | None = None) -> Iterator[Gem
     if problem.dtype == torch.float32:  # no tensor cores: IEEE products
         yield GemmConfig(block_m or 64, 64, 16, 4, 2, programs_per_sm=2)
         return
-    if _is_fp8(problem):  # scaled sums beside the product take the registers of half a tile
-        for height in (64, 32, 16) if block_m is None else (block_m,):
-            if height == 128 and problem.gated:
+    if _is_fp8(problem):  # the scaled sums take the registers of half a tile more
+        for rows in (64, 32, 16) if block_m is None else (block_m,):
+            if rows == 128 and problem.gated:
                 yield GemmConfig(128, 64, 128, 8, 4)
-            elif height == 128:
+            elif rows == 128:
                 yield GemmConfig(128, 128, 128, 8, 4)
             else:
-                yield GemmConfig(height, 128, 128, 4, 3, programs_per_sm=2, group_m=16)
+                yield GemmConfig(rows, 128, 128, 4, 3, programs_per_sm=2, group_m=16)
         return
-    for height in HEIGHTS if block_m is None else (block_m,):
+    for rows in BLOCK_MS if block_m is None else (block_m,):
         if capability[0] not in (9, 10):
-            yield GemmConfig(height, 128, 32, 8 if height == 128 else 4, 3)
-        elif height == 128:
+            yield GemmConfig(rows, 128, 32, 8 if rows == 128 else 4, 3)
+        elif rows == 128:
             stages = 3 if problem.gathered else 4
             yield GemmConfig(128, 256, 64, 8, stages, subtiles=2)
         else:
-            narrow = GemmConfig(height, 64, 128 if height == 64 else 256, 4, 3, programs_per_sm=2)
-            for config in (GemmConfig(height, 128, 128, 4, 4), narrow):
+            narrow = GemmConfig(rows, 64, 128 if rows == 64 else 256, 4, 3, programs_per_sm=2)
+            for config in (GemmConfig(rows, 128, 128, 4, 4), narrow):
                 yield config
                 for num_splits in (2, 4, 8):
                     if _num_tiles(config, problem) * num_splits < 2 * problem.num_sms:
@@ -195,12 +213,13 @@ def candidates(problem: GemmProblem, block_m: int | None = None) -> Iterator[Gem
 
 
 def _tiles_per_expert(config: GemmConfig, problem: GemmProblem) -> float:
-    """Half of an expert's last tile is empty, unless one takes all its rows."""
+    """The expected tiles of rows of an expert: half of its last one is empty, unless one takes all
+    its rows."""
     return max(1.0, problem.num_rows / problem.busy_experts / config.block_m + 0.5)
 
 
 def _num_tiles(config: GemmConfig, problem: GemmProblem) -> int:
-    """Expected tiles, shares of the depth counted."""
+    """The expected number of tiles; each share of the depth counts as one."""
     tiles_m = problem.busy_experts * _tiles_per_expert(config, problem)
     columns = problem.num_columns * problem.parts
     return int(tiles_m) * -(-columns // config.block_n) * config.num_splits
@@ -208,37 +227,38 @@ def _num_tiles(config: GemmConfig, problem: GemmProblem) -> int:
 
 def predict(config: GemmConfig, problem: GemmProblem) -> Prediction:
     """The time of a problem with this tile shape, from bytes, products and constants measured on an
-    H200 (bench/NOTES.md). Good to 10% there for large problems; the choice needs ratios only."""
+    H200 (bench/NOTES.md). For large problems it is right to 10% there; the choice needs ratios
+    only."""
     columns = problem.num_columns * problem.parts
     num_tiles = _num_tiles(config, problem)
     num_waves = -(-num_tiles // (problem.num_sms * config.programs_per_sm))
     neighbours = min(config.programs_per_sm, -(-num_tiles // problem.num_sms))
     # FLOP per us of one SM: tiles of fewer rows or columns feed the tensor cores less well.
     rate = 5.41e6 if config.block_m * config.block_n >= 128 * 128 else 3.5e6
-    height = max(config.block_m, 64)
-    flops = 2.0 * height * config.block_n * problem.depth / config.num_splits
-    store_us = 1.4 * height * config.block_n / (128 * 256)
+    rows = max(config.block_m, 64)
+    flops = 2.0 * rows * config.block_n * problem.depth / config.num_splits
+    store_us = 1.4 * rows * config.block_n / (128 * 256)
     if neighbours == 2:
         store_us *= 0.65
     tile_us = flops / (rate / neighbours) + store_us * neighbours
     # Other tiles of an expert read its weights again, mostly from L2.
     rereads = REREAD * min(1.0, _tiles_per_expert(config, problem) - 1.0)
     weights = problem.busy_experts * columns * problem.depth * (1.0 + rereads)
-    rows = problem.num_rows * (problem.depth + problem.num_columns)
-    kilobytes = (weights + rows) * problem.dtype.itemsize / 1e3
+    activations = problem.num_rows * (problem.depth + problem.num_columns)
+    kilobytes = (weights + activations) * problem.dtype.itemsize / 1e3
     # Small tiles keep more reads of the weights in flight; those of 16 rows were at times slower.
-    hbm_gbs = HBM_GBS * (0.97 if config.block_m == 16 else 1.03 - config.block_m / 1000)
+    hbm_gbs = H200.hbm_gbs * (0.97 if config.block_m == 16 else 1.03 - config.block_m / 1000)
     busy_sms = min(problem.num_sms, num_tiles / num_waves)
-    memory_us = kilobytes / min(hbm_gbs, SM_GBS * busy_sms)
+    memory_us = kilobytes / min(hbm_gbs, H200.sm_gbs * busy_sms)
     if config.num_splits > 1:
         partial = problem.num_rows * columns * 4.0 * config.num_splits
-        memory_us += 2 * partial / 1e3 / HBM_GBS + LAUNCH_US
+        memory_us += 2 * partial / 1e3 / H200.hbm_gbs + LAUNCH_US
     return Prediction(num_waves * tile_us, memory_us, num_tiles, num_waves)
 
 
 def explain(problem: GemmProblem) -> str:
-    """The predicted time of each tile shape for a problem, what limits it, and which is chosen."""
-    chosen = GemmConfig.choose(problem)
+    """The predicted time of each tile shape for a problem, what limits it, and the fastest."""
+    best = GemmConfig.predicted(problem)
     columns = problem.num_columns * problem.parts
     lines = [
         f"{problem.num_rows} rows, {problem.num_experts} experts, {columns} columns, depth "
@@ -248,12 +268,48 @@ def explain(problem: GemmProblem) -> str:
         prediction = predict(config, problem)
         shape = f"{config.block_m} x {config.block_n} x {config.block_k}"
         lines.append(
-            f"{'->' if config == chosen else '  '} {shape:>15}, {config.programs_per_sm} per SM, "
+            f"{'->' if config == best else '  '} {shape:>15}, {config.programs_per_sm} per SM, "
             f"{config.num_splits} splits: {prediction.us:8.0f} us, {prediction.limiter} "
             f"(products {prediction.products_us:.0f}, memory {prediction.memory_us:.0f}; "
             f"{prediction.num_tiles} tiles in {prediction.num_waves} waves)"
         )
     return "\n".join(lines)
+
+
+@functools.lru_cache(4096)
+def choose(problem: GemmProblem, block_m: int | None = None) -> GemmConfig:
+    """The tile shape for a problem: the measured one, else the predicted one."""
+    return measured(problem, block_m) or GemmConfig.predicted(problem, block_m)
+
+
+def measured(problem: GemmProblem, block_m: int | None = None) -> GemmConfig | None:
+    """The kept choice for a problem; None without one, or for one that is no candidate."""
+    kept = _read_once(cache_path(GEMMS))
+    if not kept or problem.capability is None:
+        return None
+    config = kept.get(_key(problem, block_m))
+    if config is None or replace(config, num_splits=1) in candidates(problem, block_m):
+        return config
+    warn(cache_path(GEMMS), f"has {config} for {problem}, which is never tried")
+    return None
+
+
+def keep(problem: GemmProblem, block_m: int | None, config: GemmConfig) -> None:
+    """Let `choose` take a measured tile shape, in this process and in later ones."""
+    keep_choice(cache_path(GEMMS), _key(problem, block_m), asdict(config))
+    _read_once.cache_clear()
+    choose.cache_clear()
+
+
+@functools.cache
+def _read_once(path: Path) -> dict[str, GemmConfig]:
+    return read_choices(path, GemmConfig)
+
+
+def _key(problem: GemmProblem, block_m: int | None) -> str:
+    """The key of a problem; problems whose rows round up to the same power of two share it."""
+    rounded = replace(problem, num_rows=next_power_of_2(problem.num_rows))
+    return problem_key(asdict(rounded) | {"block_m": block_m})
 
 
 def _is_fp8(problem: GemmProblem) -> bool:

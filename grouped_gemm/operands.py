@@ -1,4 +1,4 @@
-"""What a grouped GEMM multiplies, checked before any kernel runs."""
+"""The operands of a grouped GEMM, which are checked before any kernel runs."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ Operand = torch.Tensor | tuple[torch.Tensor, torch.Tensor]
 
 @dataclass(frozen=True, slots=True)
 class Rows:
-    """A: x [M, K], row for row; or with `offset` int64 [rows], row r starts offset[r] elements
+    """A: row r is row r of x [M, K]; or, with `offset` int64 [rows], it begins offset[r] elements
     after x. scale: float32 [rows, K / 128 rounded up] of e4m3 rows, in the order of the output."""
 
     x: torch.Tensor
@@ -31,8 +31,8 @@ class Rows:
 
 @dataclass(frozen=True, slots=True)
 class Weights:
-    """B: w [L, N, K], of which output = A @ w[e].T; transposed, output = A @ w[e]. scale: float32
-    [L, N / 128, K / 128], rounded up, of e4m3 weights. bias [L, N]."""
+    """B: w [L, N, K], output = A @ w[e].T + bias[e]; transposed, w [L, K, N], output = A @ w[e].
+    scale: float32 [L, N / 128, K / 128], rounded up, of e4m3 weights. bias [L, N]."""
 
     w: torch.Tensor
     scale: torch.Tensor | None = None
@@ -41,18 +41,14 @@ class Weights:
 
     @property
     def num_columns(self) -> int:
-        """Of the product, before an activation halves them."""
+        """The columns of the product, before an activation halves them."""
         return self.w.shape[2] if self.transposed else self.w.shape[1]
-
-    @property
-    def depth(self) -> int:
-        return self.w.shape[1] if self.transposed else self.w.shape[2]
 
 
 @dataclass(frozen=True, slots=True)
 class Epilogue:
-    """What becomes of a product: its activation, times row_weight float32 [rows]; `pre` [rows, N]
-    gets what the activation is of."""
+    """What a GEMM does with its product: it applies the activation and multiplies by row_weight
+    float32 [rows]. `pre` [rows, N] gets the pre-activations."""
 
     activation: str = "none"
     row_weight: torch.Tensor | None = None
@@ -60,12 +56,13 @@ class Epilogue:
 
     @property
     def parts(self) -> int:
-        """Columns of the product that make one of the output."""
+        """The number of columns of the product that make one of the output."""
         return num_parts(self.activation)
 
 
 def num_parts(activation: str) -> int:
-    """How many rows of the weights make one column of the output."""
+    """The number of rows of the weights that make one column of the output. Raises ShapeError for
+    what is no activation."""
     if not isinstance(activation, str) or activation not in ACTIVATIONS:
         raise ShapeError(f"activation is {shown(activation)}; it must be one of {ACTIVATIONS}.")
     return 2 if activation in GATED else 1
@@ -151,7 +148,7 @@ def check_weights(
 
 
 def check_taken(name: str, x: torch.Tensor, num_rows: int) -> None:
-    """Raise where an index takes rows, so many, of what has none."""
+    """Raise where an index takes rows from a tensor that has none."""
     if num_rows and x.numel() == 0:
         raise ShapeError(
             f"{name} takes {num_rows} rows of a tensor of shape {list(x.shape)}, which has none."
@@ -159,7 +156,7 @@ def check_taken(name: str, x: torch.Tensor, num_rows: int) -> None:
 
 
 def check_row_weight(a: torch.Tensor, row_weight: torch.Tensor | None, num_rows: int) -> None:
-    """Raise unless row_weight is None or float32 [num_rows], contiguous, where `a` is."""
+    """Raise unless row_weight is None, or float32 [num_rows], contiguous, on the device of `a`."""
     if row_weight is not None:
         check_tensor("row_weight", row_weight, (num_rows,), (torch.float32,))
         check_devices(a, row_weight=row_weight)
@@ -173,7 +170,7 @@ def check_out(
     dtypes: tuple[torch.dtype, ...] | None = None,
     name: str = "out",
 ) -> None:
-    """Raise unless `out` may take the result of rows like `a`; of their own dtype by default."""
+    """Raise unless `out` may take the result of rows like `a`; by default it has their dtype."""
     check_tensor(name, out, shape, dtypes or (output_dtype(a),))
     check_devices(a, **{name: out})
     if not out.is_contiguous() or out.data_ptr() % 16:
@@ -184,12 +181,12 @@ def check_out(
 
 
 def output_dtype(a: torch.Tensor) -> torch.dtype:
-    """e4m3 rows give bf16."""
+    """The dtype of the output for rows like `a`: bf16 for e4m3 rows, else their own."""
     return torch.bfloat16 if a.dtype == FP8 else a.dtype
 
 
 def check_apart(out: torch.Tensor, **operands: torch.Tensor) -> None:
-    """Raise where `out` has memory in common with an operand, which is read while it is written."""
+    """Raise where `out` shares memory with an operand, which is read while `out` is written."""
     begin, end = _memory(out)
     for name, operand in operands.items():
         other_begin, other_end = _memory(operand)
@@ -210,7 +207,7 @@ def _memory(tensor: torch.Tensor) -> tuple[int, int]:
 
 
 def canonical(tensor: torch.Tensor) -> torch.Tensor:
-    """The same memory with the usual strides, also where a size of 1 lets them be anything."""
+    """The same memory with the usual strides. Where a size is 1, its stride can be anything."""
     return tensor.view(-1).view(tensor.shape) if tensor.is_contiguous() else tensor
 
 
@@ -225,7 +222,7 @@ def check_row_bytes(name: str, tensor: torch.Tensor) -> None:
 
 
 def check_devices(a: torch.Tensor, **others: torch.Tensor | None) -> None:
-    """Raise unless all are where the rows are."""
+    """Raise unless all tensors are on the device of the rows."""
     for name, tensor in others.items():
         if tensor is not None and tensor.device != a.device:
             raise ShapeError(

@@ -9,26 +9,26 @@ import triton
 
 from ..checks import check_contiguous, check_int, check_runnable, check_tensor, shown
 from ..errors import DtypeError, ShapeError
-from ..hardware import has_pdl, pdl_options
+from ..hardware import launch
 from ..utils import next_power_of_2
-from .config import HEIGHTS
-from .schedule_kernels import _tile_schedule_kernel
+from .config import BLOCK_MS
+from .schedule_kernels import Tiles, _tile_schedule_kernel
 
 INDEX_DTYPES = (torch.int32, torch.int64)
 MAX_BLOCK_M = 255
-"""As large as the bits of a tile hold."""
+"""Most rows that the bits of a tile can hold."""
 MAX_EXPERTS = 2**16
-"""The same for experts."""
+"""Most experts that they can hold."""
 MAX_ROWS = 2**30
-"""Rows of a ragged descriptor."""
+"""Most rows of a ragged descriptor."""
 
 
 @dataclass(frozen=True, slots=True)
 class TileSchedule:
-    """Which rows each tile of rows computes, on the device; made by `tile_schedule`.
+    """Which rows each tile computes; `tile_schedule` makes it, on the device.
 
-    tiles: int64 [max_tiles], of which the first num_tiles (int32 [1]) count: a tile's first row,
-    its number of rows, up to block_m, from bit 32 on, and its expert from bit 40 to 55.
+    tiles: int64 [max_tiles], of which the first num_tiles (int32 [1]) are in use: a tile's first
+    row, its number of rows, up to block_m, from bit 32 on, and its expert from bit 40 to 55.
     """
 
     tiles: torch.Tensor
@@ -37,8 +37,13 @@ class TileSchedule:
     max_rows: int
     block_m: int
 
+    @property
+    def for_kernels(self) -> Tiles:
+        """What a GEMM's kernel reads of it."""
+        return Tiles(self.tiles, self.num_tiles)
+
     def tolist(self) -> list[tuple[int, int, int]]:
-        """(expert, first row, number of rows) of each tile, for a look at it; waits for the
+        """(expert, first row, number of rows) of each tile, for debugging; this waits for the
         device."""
         tiles = self.tiles[: int(self.num_tiles)].tolist()
         return [(tile >> 40, tile & 0x7FFFFFFF, tile >> 32 & 0xFF) for tile in tiles]
@@ -66,24 +71,20 @@ def tile_schedule(offsets: torch.Tensor, max_rows: int, block_m: int) -> TileSch
     tiles = torch.empty(max_tiles, dtype=torch.int64, device=offsets.device)
     num_tiles = torch.empty(1, dtype=torch.int32, device=offsets.device)
     with torch.cuda.device_of(offsets):
-        _tile_schedule_kernel[(num_experts,)](
-            offsets,
-            tiles,
-            num_tiles,
-            num_experts,
-            max_rows,
-            max_tiles,
+        launch(
+            _tile_schedule_kernel,
+            (num_experts,),
+            *(offsets, tiles, num_tiles, num_experts, max_rows, max_tiles),
             BLOCK_M=block_m,
             MAX_EXPERTS=next_power_of_2(num_experts),
             STEP=128,
-            PDL=has_pdl(),
-            **pdl_options(),
         )
     return TileSchedule(tiles, num_tiles, offsets, max_rows, block_m)
 
 
-def height_of(schedule: TileSchedule | None) -> int | None:
-    """Rows of its tiles, None without one. Raises where it is not what `tile_schedule` made."""
+def checked_block_m(schedule: TileSchedule | None) -> int | None:
+    """block_m of a user's schedule, None without one. Raises ShapeError or DtypeError for what
+    `tile_schedule` did not make."""
     if schedule is None:
         return None
     if not isinstance(schedule, TileSchedule):
@@ -91,9 +92,9 @@ def height_of(schedule: TileSchedule | None) -> int | None:
             f"schedule is a {type(schedule).__name__}; it must be what tile_schedule(...) returned."
         )
     check_int("schedule.max_rows", schedule.max_rows, 0, MAX_ROWS)
-    if type(schedule.block_m) is not int or schedule.block_m not in HEIGHTS:
+    if type(schedule.block_m) is not int or schedule.block_m not in BLOCK_MS:
         raise ShapeError(
-            f"schedule has tiles of {shown(schedule.block_m)} rows; a GEMM takes one of {HEIGHTS}."
+            f"schedule has tiles of {shown(schedule.block_m)} rows; a GEMM takes one of {BLOCK_MS}."
         )
     check_tensor("schedule.offsets", schedule.offsets, ("L+1",), INDEX_DTYPES)
     device, num_experts = schedule.offsets.device, schedule.offsets.shape[0] - 1

@@ -1,11 +1,30 @@
 """The kernel that cuts rows into tiles, and how GEMMs go through them. A tile is packed into one
 64-bit word, as a GEMM waits for it at each tile and so makes one load."""
 
+from typing import NamedTuple
+
 import triton
 import triton.language as tl
 
 from ..device.lang import device_function
 from ..device.programs import pdl_launch_dependents, pdl_wait
+
+
+class Tiles(NamedTuple):
+    """The tiles of a `schedule.TileSchedule`, as kernels take them."""
+
+    packed: tl.tensor  # int64 [max_tiles], see `pack_tile`
+    count: tl.tensor  # int32 [1]
+
+
+class Tile(NamedTuple):
+    """The part of the output that a program computes: rows `row` to `end` of an expert, from column
+    `n` on."""
+
+    expert: tl.tensor
+    row: tl.tensor
+    end: tl.tensor
+    n: tl.tensor
 
 
 @triton.jit(do_not_specialize=["num_experts", "max_rows", "max_tiles"])
@@ -24,7 +43,7 @@ def _tile_schedule_kernel(
     """Cut the rows of each expert into tiles of BLOCK_M; program e writes the tiles of expert e.
 
     offsets [0, 3, 3, 4], BLOCK_M 2: tiles (expert, row, number of rows) (0, 0, 2) (0, 2, 1)
-    (2, 3, 1), num_tiles [3]. A PDL launch, and the GEMM behind it is one.
+    (2, 3, 1), num_tiles [3]. A PDL launch, and the GEMM after it is one, too.
     """
     pdl_wait(PDL)
     pdl_launch_dependents(PDL)
@@ -50,8 +69,8 @@ def _tile_schedule_kernel(
 
 @device_function
 def pack_tile(expert, row, num_rows):
-    """A tile as one word: its first row, from bit 32 on how many it has, from bit 40 to 55 its
-    expert. What else is known of it may stand behind."""
+    """A tile as one word: its first row, from bit 32 on its number of rows, from bit 40 to 55 its
+    expert. Bits 56 to 63 are free."""
     return row.to(tl.int64) | num_rows.to(tl.int64) << 32 | expert.to(tl.int64) << 40
 
 
@@ -76,12 +95,13 @@ def tile_coordinates(tile, num_m, num_n, GROUP_M: tl.constexpr):
 
 
 @device_function
-def load_tile(tiles, tile, num_m, num_n, GROUP_M: tl.constexpr):
-    """(expert, first row, end of the rows, block of columns) of a tile of the output.
+def load_tile(tiles, index, num_m, num_n, WIDTH: tl.constexpr, GROUP_M: tl.constexpr):
+    """Tile `index` of an output of num_m tiles of rows and num_n of WIDTH columns.
 
-    One load, as the program waits for it. Read ahead and handed on from tile to tile, it would come
-    out wrong: flattened loops replace what is handed on too early (Triton 3.6).
+    It is one load, as the program waits for it. A tile that is read ahead and handed on from one
+    iteration to the next comes out wrong: a flattened loop replaces what is handed on too early
+    (Triton 3.6).
     """
-    m, block = tile_coordinates(tile, num_m, num_n, GROUP_M)
-    expert, row, end = unpack_tile(tl.load(tiles + m))
-    return expert, row, end, block
+    m, block = tile_coordinates(index, num_m, num_n, GROUP_M)
+    expert, row, end = unpack_tile(tl.load(tiles.packed + m))
+    return Tile(expert, row, end, block * WIDTH)

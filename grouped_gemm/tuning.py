@@ -2,18 +2,22 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import torch
 from triton.runtime.errors import OutOfResources
 
 from ..checks import PAYLOAD_DTYPES, check_at_least, check_dtype
 from ..errors import BackendError
-from .choices import tune
-from .config import GemmConfig
+from ..timing import time_graph
+from .config import GemmConfig, GemmProblem, candidates, keep, predict
 from .launch import gemm_problem, multiply
 from .operands import Epilogue, Rows, Weights, check_rows, check_weights, num_parts
 from .schedule import tile_schedule
 
 CALLS, ROUNDS = 5, 7
+MAX_SLOWER = 1.5
+"""Candidates predicted to take more than this many times the shortest time are not tried."""
 
 
 def tune_gemm(
@@ -26,10 +30,13 @@ def tune_gemm(
     gathered: bool = False,
     dtype: torch.dtype = torch.bfloat16,
 ) -> tuple[GemmConfig, float]:
-    """Time the promising tiles of a grouped GEMM on random rows, spread evenly, and keep the best:
-    later calls on this kind of GPU that bring no schedule, with as many rows up to a power of two,
-    take it. Returns it with its microseconds. num_columns is that of the output. dtype: bf16 or
-    fp32. Raises BackendError without a GPU, ShapeError and DtypeError as `grouped_gemm` does."""
+    """Time the promising tile shapes of a grouped GEMM on random rows, spread evenly, and keep the
+    fastest. Later calls on this kind of GPU that bring no schedule, with as many rows up to a power
+    of two, take it. Returns it with its microseconds.
+
+    num_columns is that of the output; dtype is bf16 or fp32. Raises BackendError without a GPU,
+    ShapeError and DtypeError as `grouped_gemm` does.
+    """
     if not torch.cuda.is_available():
         raise BackendError("tiles are measured on a GPU, and there is none.")
     check_at_least(1, num_rows=num_rows, num_experts=num_experts)
@@ -46,26 +53,28 @@ def tune_gemm(
     )
     rows, weights, epilogue = Rows(x, offset), Weights(w), Epilogue(activation)
     problem = gemm_problem(w, num_rows, activation=activation, gathered=gathered)
-    start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
 
-    def run(config: GemmConfig) -> float:
+    def time_us(config: GemmConfig) -> float:
         schedule = tile_schedule(ends, num_rows, config.block_m)
-        out = x.new_empty(num_rows, num_columns)
+        operands = rows, weights, epilogue, schedule, num_rows, x.new_empty(num_rows, num_columns)
         try:
-            multiply(rows, weights, epilogue, schedule, num_rows, out, config)
+            return time_graph(lambda: multiply(*operands, config), CALLS, ROUNDS)
         except OutOfResources:
             return float("inf")
-        graph = torch.cuda.CUDAGraph()  # so that the GPU is timed, not Python
-        with torch.cuda.graph(graph):
-            for _ in range(CALLS):
-                multiply(rows, weights, epilogue, schedule, num_rows, out, config)
-        times = []
-        for _ in range(ROUNDS + 2):
-            start.record()
-            graph.replay()
-            end.record()
-            torch.cuda.synchronize()
-            times.append(start.elapsed_time(end) * 1e3 / CALLS)
-        return sorted(times[2:])[ROUNDS // 2]
 
-    return tune(problem, run)
+    return tune(problem, time_us)
+
+
+def tune(
+    problem: GemmProblem, time_us: Callable[[GemmConfig], float], block_m: int | None = None
+) -> tuple[GemmConfig, float]:
+    """Time the promising candidates with `time_us`, inf for one that the GPU refuses, and keep the
+    fastest. Returns it with its microseconds."""
+    predicted = {config: predict(config, problem).us for config in candidates(problem, block_m)}
+    limit = MAX_SLOWER * min(predicted.values())
+    times = {config: time_us(config) for config, us in predicted.items() if us <= limit}
+    best = min(times, key=lambda config: times[config])
+    if times[best] == float("inf"):
+        raise BackendError("the GPU refused every tile shape; there is nothing to keep.")
+    keep(problem, block_m, best)
+    return best, times[best]

@@ -13,7 +13,7 @@ import torch.distributed as dist
 
 from .checks import check_flag, check_int, check_runnable, check_shrink, shown
 from .errors import BackendError, DtypeError, MoeEngineError, ShapeError
-from .layer_config import LayerConfig, measured_layers
+from .layer_config import LayerConfig, kept_layers
 from .options import Options, check_options
 from .symm import BACKENDS, default_group, exchange
 from .symm.slots import SlotLayout
@@ -138,7 +138,7 @@ def check_settings(
         num_bytes = max(num_bytes, smallest)
     else:
         num_bytes, ring_bytes = max(num_bytes, ring_bytes), 0
-    measured = {} if group.rank or backend == "collective" else measured_layers()
+    measured = {} if group.rank or backend == "collective" else kept_layers()
     number = 0 if group.rank else secrets.randbits(31)
     return Settings(backend, num_bytes, ring_bytes, bool(enable_shrink), options, measured, number)
 

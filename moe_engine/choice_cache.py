@@ -1,5 +1,5 @@
-"""Choices that were measured on this kind of GPU, kept in JSON files: the tiles of a grouped GEMM
-(`grouped_gemm/choices.py`), and how a layer runs (`layer_config.py`)."""
+"""JSON files of choices that were measured on this kind of GPU: for each problem, named by a key,
+the config that was the fastest."""
 
 from __future__ import annotations
 
@@ -19,8 +19,9 @@ import torch
 from .device.lang import INTERPRETED
 from .errors import BackendError, ShapeError
 
-MOST_BYTES = 4 << 20
-"""Of a file that is read: thousands of choices, and rank 0 can still send them to the others."""
+MAX_BYTES = 4 << 20
+"""A larger file is not read: this much holds thousands of choices, and rank 0 can still send them
+to the other ranks."""
 
 
 class Config(Protocol):
@@ -35,34 +36,29 @@ C = TypeVar("C", bound=Config)
 
 
 def cache_path(name: str) -> Path:
-    """Where choices are kept: a file in $MOE_ENGINE_CACHE, else in ~/.cache/moe_engine."""
+    """The path of a file of choices, in $MOE_ENGINE_CACHE, else in ~/.cache/moe_engine."""
     folder = os.environ.get("MOE_ENGINE_CACHE") or os.path.expanduser("~/.cache/moe_engine")
     return Path(folder) / name
 
 
 def device_name() -> str:
-    """What choices are measured for: a kind of GPU, or "cpu" where kernels are interpreted."""
+    """The kind of GPU that choices are measured for, "cpu" where kernels are interpreted."""
     on_gpu = torch.cuda.is_available() and not INTERPRETED
     return torch.cuda.get_device_name() if on_gpu else "cpu"
 
 
-def read_choices(path: Path) -> dict[str, Any]:
-    """The choices for this kind of device, by problem; none without a file. Warns of a file that is
-    not ours."""
+def read_choices(path: Path, kind: Callable[..., C]) -> dict[str, C]:
+    """The configs for this kind of device by key; none without a file. It warns of a file that
+    `keep_choice` did not write, and of choices that this version cannot take, and leaves them out.
+    """
     begin = f"{device_name()} "
     try:
-        choices = _read(path).items()
+        stored = _read(path)
     except (OSError, ValueError) as error:
         warn(path, f"cannot be read ({error})")
         return {}
-    return {key.removeprefix(begin): choice for key, choice in choices if key.startswith(begin)}
-
-
-def read_configs(path: Path, kind: Callable[..., C]) -> dict[str, C]:
-    """`read_choices` as configs. Warns of those that this version cannot take, and leaves them
-    out."""
-    found = {}
-    choices = read_choices(path)
+    choices = {key.removeprefix(begin): stored[key] for key in stored if key.startswith(begin)}
+    configs = {}
     for key, choice in choices.items():
         try:
             config = kind(**choice)
@@ -70,18 +66,19 @@ def read_configs(path: Path, kind: Callable[..., C]) -> dict[str, C]:
         except (TypeError, ShapeError, RecursionError):
             continue
         if asdict(config) == choice:
-            found[key] = config
-    if len(found) < len(choices):
-        warn(path, f"has {len(choices) - len(found)} choices that this version cannot take")
-    return found
+            configs[key] = config
+    if len(configs) < len(choices):
+        warn(path, f"has {len(choices) - len(configs)} choices that this version cannot take")
+    return configs
 
 
-def keep_choice(path: Path, problem: str, choice: dict[str, Any]) -> None:
-    """Add a choice to a file. Who reads it meanwhile sees the old one or the new; of two who add at
-    once one may be lost. BackendError where it cannot be written, or holds what is not ours."""
+def keep_choice(path: Path, key: str, choice: dict[str, Any]) -> None:
+    """Add a choice to a file. A process that reads it meanwhile sees the old file or the new one;
+    of two choices that processes add at once, one may be lost. Raises BackendError where the file
+    cannot be written, or holds what `keep_choice` never writes."""
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
-        choices = _read(path) | {f"{device_name()} {problem}": choice}
+        choices = _read(path) | {f"{device_name()} {key}": choice}
         text = json.dumps(choices, indent=1)
         with NamedTemporaryFile("w", dir=path.parent, suffix=path.suffix, delete=False) as partial:
             partial.write(text)
@@ -101,17 +98,17 @@ def keep_choice(path: Path, problem: str, choice: dict[str, Any]) -> None:
 
 
 def _read(path: Path) -> dict[str, Any]:
-    """What a file holds, nothing without one. OSError where it cannot be read, ValueError for what
-    `keep_choice` never writes."""
+    """What a file holds; an empty dict without one. Raises OSError where it cannot be read,
+    ValueError for what `keep_choice` never writes."""
     try:
         with open(path, "rb", opener=_open_at_once) as file:
             if not stat.S_ISREG(os.fstat(file.fileno()).st_mode):
                 raise ValueError("it is no regular file")
-            text = file.read(MOST_BYTES + 1)
+            text = file.read(MAX_BYTES + 1)
     except (FileNotFoundError, NotADirectoryError):
         return {}
-    if len(text) > MOST_BYTES:
-        raise ValueError(f"it has more than {MOST_BYTES} bytes")
+    if len(text) > MAX_BYTES:
+        raise ValueError(f"it has more than {MAX_BYTES} bytes")
     try:
         stored = json.loads(text)
     except RecursionError:
@@ -122,7 +119,7 @@ def _read(path: Path) -> dict[str, Any]:
 
 
 def _open_at_once(path: str, flags: int) -> int:
-    """Does not wait for the writer of a FIFO."""
+    """`os.open` that does not wait for the writer of a FIFO."""
     return os.open(path, flags | os.O_NONBLOCK)
 
 
@@ -130,7 +127,7 @@ _warned: set[Path] = set()
 
 
 def warn(path: Path, why: str) -> None:
-    """Say once why a file, or a part of it, is not used."""
+    """Warn once for each file that it, or a part of it, is not used."""
     if path not in _warned:
         _warned.add(path)
         warnings.warn(
@@ -141,5 +138,5 @@ def warn(path: Path, why: str) -> None:
 
 
 def problem_key(fields: dict[str, Any]) -> str:
-    """How a file names a problem: "max_tokens=8 hidden=16" for these two fields."""
+    """The key of a problem with these fields, such as "max_tokens=8 hidden=16"."""
     return " ".join(f"{name}={value}" for name, value in fields.items())

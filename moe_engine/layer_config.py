@@ -1,4 +1,6 @@
-"""How a layer runs: in how many parts rows come and go, with how many programs that communicate."""
+"""How a layer runs: in how many stages rows arrive and sums return, and how many programs
+communicate. `LayerChoices.choose` takes what the user says, else what was measured on this kind of
+GPU, else what is predicted."""
 
 from __future__ import annotations
 
@@ -6,8 +8,9 @@ from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field, fields, replace
 
 from .checks import check_flag, check_int
-from .choice_cache import cache_path, keep_choice, problem_key, read_configs
+from .choice_cache import cache_path, keep_choice, problem_key, read_choices
 from .device.context import MAX_STAGES
+from .hardware import H200
 from .utils import next_power_of_2
 
 LAYERS = "layer.json"
@@ -20,35 +23,27 @@ MODELS = {  # experts, hidden, expert intermediate, top-k
     "qwen2-moe": (64, 2048, 1408, 4),  # this and the next as in the paper of COMET
     "phi-3.5-moe": (16, 4096, 6400, 2),
 }
-LINK_GBS = 300.0
-"""What programs beside a GEMM move to other GPUs."""
-GEMM_TFLOPS = 650.0
 STAGE_US = 4.0
-"""What the end of a stage costs: programs wait until their rows have arrived."""
+"""The cost of the end of a stage: programs wait until their rows have arrived."""
 STAGE_ROWS = 2048
-"""Rows that a stage has at least, about a tile for each SM."""
+"""The fewest rows of a stage, about a tile for each SM."""
 BUSY_LINKS = 0.6
-"""Share of the GEMMs' time from which on links are busy: there is much to hide."""
+"""Links are busy if they are used for more than this share of the GEMMs' time: much is to hide."""
 CALM_STAGES = 8
-"""Most stages where they are not: each one costs more than it hides."""
+"""The most stages on links that are not busy: another one would cost more than it hides."""
 OWN_ROWS, BUSY_OWN_ROWS = 1024, 256
-"""Own tiles go apart where experts have so many rows of their own rank, on calm and on busy links:
-reading the weights again costs little then."""
+"""Own tiles go apart where experts have so many rows from their own rank, on calm and on busy
+links: then it costs little that the weights are read again."""
 START_US = 30.0
-"""From the layer's first launch to the first rows that are pushed."""
+"""The time from the layer's first launch to the first rows that are pushed."""
 MAX_PROGRAMS = 65_536
-PUSH_PROGRAMS = 132
-COPY_PROGRAMS = 132
-RETURN_PROGRAMS = 264
-MOST = 1 << 14
-"""Of any of these numbers; far more than a GPU runs at once."""
 
 
 @dataclass(frozen=True, slots=True)
 class LayerProblem:
-    """The shape of a layer, as far as all ranks know it alike.
+    """The shape of a layer, as far as it is the same on all ranks.
 
-    max_tokens: most tokens of a rank; num_columns: columns of the down-projection's input (I).
+    max_tokens: the most tokens of a rank; num_columns: columns of the down-projection's input (I).
     """
 
     num_ranks: int
@@ -61,54 +56,54 @@ class LayerProblem:
 
     @property
     def share(self) -> float:
-        """Share of the tokens that a rank has an expert of, evenly routed."""
+        """The share of the tokens that are routed to a rank, if they are evenly routed."""
         return 1 - (1 - 1 / self.num_ranks) ** self.num_topk
 
     @property
     def rows_per_token(self) -> float:
-        """Expert rows that a token has on a rank where it has any."""
+        """The number of expert rows that a token has on a rank to which it is routed."""
         return self.num_topk / self.num_ranks / self.share
 
     @property
     def link_us(self) -> float:
-        """Time of this rank's rows to the others, and of the sums back, one for each token and
-        rank."""
+        """The time of this rank's rows to the other ranks, one for each token and rank; the sums
+        that return take as long."""
         rows = self.max_tokens * self.share * (self.num_ranks - 1)
-        return rows * self.hidden * self.itemsize / LINK_GBS / 1e3
+        return rows * self.hidden * self.itemsize / H200.shared_link_gbs / 1e3
 
     def gemm_us(self, columns: int) -> float:
-        """Time of a GEMM of `hidden` by `columns` for each expert row."""
+        """The time of a GEMM of `hidden` by `columns` for each expert row."""
         rows = self.max_tokens * self.num_topk
-        return 2e-6 * rows * self.hidden * columns / GEMM_TFLOPS
+        return 2e-6 * rows * self.hidden * columns / H200.gemm_tflops
 
 
 @dataclass(frozen=True, slots=True)
 class LayerConfig:
-    """Choices of a layer, of which the stages must be equal on all ranks.
-
-    The constants above are those of an H200 (bench/NOTES.md).
+    """Choices of a layer, of which the stages must be equal on all ranks. The defaults, and the
+    constants above, are those of an H200 (bench/NOTES.md).
 
     num_stages: in how many parts a rank's expert rows arrive, in their order; a tile waits for the
-    part of its last row, 1 for all of them. num_return_stages: in how many parts sums go back, each
-    when the last expert row of its tokens is computed. own_apart: tiles of this rank's own rows
-    come before all others, and go back behind them; this reads weights once more.
-    num_push_programs, num_copy_programs, num_return_programs: how many push rows, copy own rows and
-    others to further experts of their tokens, and send sums back, of one, one and two warps, beside
-    those that multiply. group_m: tiles of rows that are walked together before the next columns, so
-    that they share weights in L2; 1 walks them one by one.
+    part of its last row; with 1 it waits for all rows. num_return_stages: in how many parts sums
+    return, each when the last expert row of its tokens is computed. own_apart: tiles of this rank's
+    own rows are computed first in dispatch and last in combine; this reads weights once more.
+    num_push_programs, num_copy_programs, num_return_programs: how many programs push rows, copy own
+    rows and others to further experts of their tokens, and return sums; they have one, one and two
+    warps, and run concurrently with those that multiply. group_m: how many tiles of rows programs
+    walk together before the next columns, so that they share weights in L2; 1 walks them one by
+    one.
     """
 
     num_stages: int = 16
     num_return_stages: int = 8
-    num_push_programs: int = PUSH_PROGRAMS
-    num_copy_programs: int = COPY_PROGRAMS
-    num_return_programs: int = RETURN_PROGRAMS
+    num_push_programs: int = H200.num_sms
+    num_copy_programs: int = H200.num_sms
+    num_return_programs: int = 2 * H200.num_sms
     own_apart: bool = False
     group_m: int = 8
 
     def check(self) -> None:
-        """ShapeError for numbers that are not positive or larger than any GPU needs, or more parts
-        than there are flags for; DtypeError for what is no number."""
+        """Raise ShapeError for numbers that are not positive or larger than any GPU needs, and for
+        more stages than there are flags; DtypeError for what is no number."""
         for one in fields(self):
             name, value = f"LayerConfig.{one.name}", getattr(self, one.name)
             if one.name == "own_apart":
@@ -117,12 +112,12 @@ class LayerConfig:
                 check_int(name, value, 1, MAX_STAGES.value if "stages" in name else MAX_PROGRAMS)
 
     def shared(self) -> LayerConfig:
-        """What must be equal on all ranks: the stages. All else is each rank's own affair."""
+        """The stages alone, which must be equal on all ranks; other fields have their defaults."""
         return LayerConfig(self.num_stages, self.num_return_stages)
 
     @classmethod
-    def choose(cls, problem: LayerProblem) -> LayerConfig:
-        """The predicted best."""
+    def predicted(cls, problem: LayerProblem) -> LayerConfig:
+        """The choices that are predicted to be the fastest."""
         if problem.num_ranks == 1:
             return cls(num_stages=1, num_return_stages=1)
         rows = problem.max_tokens * problem.num_topk
@@ -132,15 +127,16 @@ class LayerConfig:
         counts = range(1, 1 + max(2, min(most, rows // STAGE_ROWS)))
         own_rows = rows / problem.num_experts  # of an expert, from its own rank
         return cls(
-            num_stages=min(counts, key=lambda n: there_us(problem, n)),
-            num_return_stages=min(counts, key=lambda n: back_us(problem, n)),
+            num_stages=min(counts, key=lambda n: dispatch_us(problem, n)),
+            num_return_stages=min(counts, key=lambda n: combine_us(problem, n)),
             own_apart=own_rows >= (BUSY_OWN_ROWS if are_busy else OWN_ROWS),
         )
 
 
-def there_us(problem: LayerProblem, num_stages: int) -> float:
-    """Time of the way there: rows that arrive stage by stage, each multiplied when it is there.
-    Most rows of early stages cross the links, those of later ones are copies."""
+def dispatch_us(problem: LayerProblem, num_stages: int) -> float:
+    """The time of dispatch and up-projection: rows arrive stage by stage, and each stage is
+    multiplied when it has arrived. Most rows of early stages cross the links, those of later ones
+    are copies."""
     gemm = problem.gemm_us(2 * problem.num_columns)
     now = begin = 0.0
     for stage in range(1, num_stages + 1):
@@ -151,9 +147,9 @@ def there_us(problem: LayerProblem, num_stages: int) -> float:
     return now
 
 
-def back_us(problem: LayerProblem, num_stages: int) -> float:
-    """Time of the way back: the rows of each stage are multiplied, then its sums returned beside
-    the next ones."""
+def combine_us(problem: LayerProblem, num_stages: int) -> float:
+    """The time of down-projection and combine: the rows of each stage are multiplied, then its sums
+    return while the next stage is multiplied."""
     gemm = problem.gemm_us(problem.num_columns)
     now, sent = 0.0, 0.0
     for stage in range(1, num_stages + 1):
@@ -165,18 +161,18 @@ def back_us(problem: LayerProblem, num_stages: int) -> float:
 
 
 def explain(problem: LayerProblem) -> str:
-    """The predicted times of a layer for evenly routed tokens, and what is chosen."""
-    chosen = LayerConfig.choose(problem)
+    """The predicted times of a layer for evenly routed tokens, and the predicted choices."""
+    best = LayerConfig.predicted(problem)
     gemm_us = problem.gemm_us(3 * problem.num_columns)
-    there = there_us(problem, chosen.num_stages)
-    back = back_us(problem, chosen.num_return_stages)
+    dispatch = dispatch_us(problem, best.num_stages)
+    combine = combine_us(problem, best.num_return_stages)
     lines = [
         f"{problem.max_tokens} tokens on each of {problem.num_ranks} ranks, {problem.num_experts} "
         f"experts, top-{problem.num_topk}, hidden {problem.hidden}, {problem.num_columns} columns",
-        f"GEMMs {gemm_us:.0f} us, rows there {problem.link_us:.0f}, back as many",
-        f"start {START_US:.0f} us, there {there:.0f} in {chosen.num_stages} stages, back "
-        f"{back:.0f} in {chosen.num_return_stages}",
-        f"-> {chosen}",
+        f"GEMMs {gemm_us:.0f} us, rows to other ranks {problem.link_us:.0f} us, sums as long",
+        f"start {START_US:.0f} us, dispatch {dispatch:.0f} us in {best.num_stages} stages, combine "
+        f"{combine:.0f} us in {best.num_return_stages}",
+        f"-> {best}",
     ]
     return "\n".join(lines)
 
@@ -184,37 +180,38 @@ def explain(problem: LayerProblem) -> str:
 # --- Choices that were measured ------------------------------------------------------------------
 
 
-def _layer_key(problem: LayerProblem) -> str:
-    """Equal for layers that share a result: tokens count by powers of two."""
-    return problem_key(asdict(replace(problem, max_tokens=next_power_of_2(problem.max_tokens))))
-
-
-def keep_layer(problem: LayerProblem, config: LayerConfig) -> None:
-    """Let Buffers that are made from now on run such layers so."""
-    keep_choice(cache_path(LAYERS), _layer_key(problem), asdict(config))
-
-
 @dataclass(frozen=True, slots=True)
 class LayerChoices:
-    """How layers run: as the user says, else as was measured, else as is predicted.
+    """How layers run: `choose` takes the user's config, else the measured one, else the predicted
+    one.
 
     Ranks that differ in their stages would wait for one another in vain, and a file may change
-    between the reads of two ranks. So all ranks of a Buffer take `measured` from rank 0, which
-    reads the file when the Buffer is made: a choice that is kept later is for later Buffers.
+    between the reads of two ranks. So all ranks of a Buffer take `kept` from rank 0, which reads
+    the file when the Buffer is made: a choice that is kept later is for later Buffers.
     """
 
     user: LayerConfig | None = None
-    measured: Mapping[str, LayerConfig] = field(default_factory=dict)
+    kept: Mapping[str, LayerConfig] = field(default_factory=dict)
 
-    def of(self, problem: LayerProblem) -> LayerConfig:
-        """The choice for a layer."""
-        return self.user or self.found(problem) or LayerConfig.choose(problem)
+    def choose(self, problem: LayerProblem) -> LayerConfig:
+        """The config for a layer."""
+        return self.user or self.measured(problem) or LayerConfig.predicted(problem)
 
-    def found(self, problem: LayerProblem) -> LayerConfig | None:
-        """What was measured for a layer, None where nothing was."""
-        return self.measured.get(_layer_key(problem)) if self.measured else None
+    def measured(self, problem: LayerProblem) -> LayerConfig | None:
+        """The kept choice for a layer, None without one."""
+        return self.kept.get(_key(problem)) if self.kept else None
 
 
-def measured_layers() -> dict[str, LayerConfig]:
-    """The choices of `keep_layer` for this kind of device; those of other versions are left out."""
-    return read_configs(cache_path(LAYERS), LayerConfig)
+def kept_layers() -> dict[str, LayerConfig]:
+    """The choices of `keep_layer` for this kind of device, without those of other versions."""
+    return read_choices(cache_path(LAYERS), LayerConfig)
+
+
+def keep_layer(problem: LayerProblem, config: LayerConfig) -> None:
+    """Let Buffers that are made from now on take a measured config for such layers."""
+    keep_choice(cache_path(LAYERS), _key(problem), asdict(config))
+
+
+def _key(problem: LayerProblem) -> str:
+    """The key of a layer; layers whose tokens round up to the same power of two share it."""
+    return problem_key(asdict(replace(problem, max_tokens=next_power_of_2(problem.max_tokens))))

@@ -467,7 +467,6 @@ def products() -> dict[str, Target]:
     grad, offsets = randn(6, 16), torch.tensor([0, 2, 6])
     index, weight = torch.tensor([5, 4, 3, 2, 1, 0]), torch.rand(6, generator=generator)
     schedule = gemm.tile_schedule(offsets, 6, 64)
-    config = gemm.gemm_config(w, 6, gathered=True, block_m=64)
     tensor, maybe = "tensor", "optional tensor"
     return {
         "grouped_gemm": Target(
@@ -507,14 +506,10 @@ def products() -> dict[str, Target]:
             {"grad": tensor, "x": tensor, "offsets": tensor, "row_offset": maybe, "out": maybe,
              "accumulate": "flag"},
         ),
-        "gathered_gemm": Target(
-            gemm.gathered_gemm,
-            {"base": x, "row_offset": index * 16, "w": w, "schedule": schedule,
-             "activation": "none", "row_weight": weight, "bias": randn(2, 16),
-             "pre": randn(6, 16), "out": randn(6, 16), "config": config},
-            {"base": tensor, "row_offset": tensor, "w": tensor, "schedule": "object",
-             "activation": "word", "row_weight": maybe, "bias": maybe, "pre": maybe,
-             "out": maybe, "config": "optional object"},
+        "grouped_gemm by row_offset": Target(
+            gemm.grouped_gemm,
+            {"x": x, "w": w, "offsets": offsets, "row_offset": index * 16, "out": randn(6, 16)},
+            {"x": tensor, "w": tensor, "offsets": tensor, "row_offset": maybe, "out": maybe},
         ),
         "tile_schedule": Target(
             gemm.tile_schedule,

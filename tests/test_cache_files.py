@@ -14,14 +14,14 @@ import torch
 
 from moe_engine import LayerConfig, choice_cache, layer_config
 from moe_engine.errors import BackendError, DtypeError, ShapeError
-from moe_engine.grouped_gemm import choices as gemm_choices
+from moe_engine.grouped_gemm import config as tiles
 from moe_engine.grouped_gemm.config import GemmConfig, GemmProblem, candidates
 from moe_engine.layer_config import LayerProblem
 
 GEMM = GemmProblem(torch.bfloat16, 65536, 32, 2048, 768)
 LAYER = LayerProblem(2, 9, 4, 2, 16, 8)
 CHOICES = {"gemm.json": next(candidates(GEMM)), "layer.json": LayerConfig(num_stages=5)}
-KEYS = {"gemm.json": gemm_choices._key(GEMM, None), "layer.json": layer_config._layer_key(LAYER)}
+KEYS = {"gemm.json": tiles._key(GEMM, None), "layer.json": layer_config._key(LAYER)}
 names = pytest.mark.parametrize("name", CHOICES)
 
 
@@ -33,10 +33,10 @@ def folder(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Path:
 
 def found(name: str) -> GemmConfig | LayerConfig | None:
     """What calls take from the file."""
-    gemm_choices._read_once.cache_clear()
+    tiles._read_once.cache_clear()
     if name == "gemm.json":
-        return gemm_choices.tuned(GEMM)
-    return layer_config.LayerChoices(measured=layer_config.measured_layers()).found(LAYER)
+        return tiles.measured(GEMM)
+    return layer_config.LayerChoices(kept=layer_config.kept_layers()).measured(LAYER)
 
 
 def keep(name: str) -> None:
@@ -57,7 +57,7 @@ def found_with_one_warning(name: str) -> Any:
 
 
 def write(path: Path, content: Any) -> None:
-    """Make what a test is about at the place of a file."""
+    """Make what a test is about at the path of a file."""
     if content == "fifo":
         os.mkfifo(path)
     elif content == "folder":
@@ -67,7 +67,7 @@ def write(path: Path, content: Any) -> None:
     elif content == "loop":
         path.symlink_to(path)
     elif content == "large":
-        path.write_text(json.dumps({"x": "y" * choice_cache.MOST_BYTES}))
+        path.write_text(json.dumps({"x": "y" * choice_cache.MAX_BYTES}))
     else:
         path.write_bytes(content)
 
@@ -91,7 +91,7 @@ NOT_OURS = {
 
 
 def state(path: Path) -> tuple[Any, ...]:
-    """What changes where a file is replaced, or another left beside it."""
+    """What changes if a file is replaced, or another one left in its folder."""
     status = path.lstat()
     return status.st_ino, status.st_mtime_ns, status.st_mode, os.listdir(path.parent)
 
@@ -104,7 +104,7 @@ def test_a_file_that_is_not_ours(name: str, content: Any, why: str) -> None:
     write(path, content)
     before = state(path)
     with pytest.warns(UserWarning, match=rf"cannot be read \(.*{why}"):
-        choice_cache.read_choices(path)
+        choice_cache.read_choices(path, dict)
     choice_cache._warned.clear()
     assert found_with_one_warning(name) is None
     with pytest.raises(BackendError, match=r"was measured, but (is not|cannot be) kept.*CACHE"):
@@ -191,7 +191,7 @@ def test_absurd_values(name: str, field: str, value: Any) -> None:
     choice_cache.cache_path(name).write_text(json.dumps(stored))
     assert found_with_one_warning(name) is None
     kind = type(CHOICES[name])
-    assert choice_cache.read_configs(choice_cache.cache_path(name), kind) == {
+    assert choice_cache.read_choices(choice_cache.cache_path(name), kind) == {
         "another": CHOICES[name]
     }
     if value != nested(700):
@@ -209,16 +209,16 @@ def test_choices_that_are_none(name: str, choice: Any) -> None:
 
 
 def test_tiles_that_the_tuner_never_tries() -> None:
-    """They may give wrong results, or fit no GPU: other heights than the schedule's, say."""
+    """They may give wrong results, or fit no GPU, such as with another block_m than the schedule's."""
     (high,) = [c for c in candidates(GEMM) if c.block_m == 128]
-    path = choice_cache.cache_path(gemm_choices.GEMMS)
-    choice_cache.keep_choice(path, gemm_choices._key(GEMM, 64), asdict(high))
+    path = choice_cache.cache_path(tiles.GEMMS)
+    choice_cache.keep_choice(path, tiles._key(GEMM, 64), asdict(high))
     with pytest.warns(UserWarning, match="never tried"):
-        assert gemm_choices.tuned(GEMM, 64) is None
-    gemm_choices._read_once.cache_clear()
+        assert tiles.measured(GEMM, 64) is None
+    tiles._read_once.cache_clear()
     split = GemmConfig(64, 128, 128, 4, 4, num_splits=8)
-    choice_cache.keep_choice(path, gemm_choices._key(GEMM, 64), asdict(split))
-    assert gemm_choices.tuned(GEMM, 64) == split
+    choice_cache.keep_choice(path, tiles._key(GEMM, 64), asdict(split))
+    assert tiles.measured(GEMM, 64) == split
 
 
 @pytest.mark.parametrize("field", ["block_m", "block_n", "block_k", "num_warps", "subtiles"])

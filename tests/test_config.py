@@ -13,25 +13,26 @@ from typer.testing import CliRunner
 
 from moe_engine import choice_cache
 from moe_engine.errors import BackendError
-from moe_engine.grouped_gemm import choices as gemm_choices
+from moe_engine.grouped_gemm import config as tiles
 from moe_engine.grouped_gemm.config import GemmConfig, GemmProblem, candidates, explain, predict
+from moe_engine.grouped_gemm.tuning import tune
 from moe_engine.tools.cli import app
 
 BF16, FP8, FP32 = torch.bfloat16, torch.float8_e4m3fn, torch.float32
 
 
-def height(num_rows: int, **changes: int) -> int:
+def block_m_of(num_rows: int, **changes: int) -> int:
     sizes = dict(num_experts=64, num_columns=4096, depth=7168) | changes
-    return GemmConfig.choose(GemmProblem(BF16, num_rows, **sizes)).block_m
+    return GemmConfig.predicted(GemmProblem(BF16, num_rows, **sizes)).block_m
 
 
 def test_tiles_are_as_high_as_experts_have_rows() -> None:
-    assert [height(64 * rows) for rows in (1, 8, 16, 30, 1024)] == [32, 32, 32, 64, 128]
+    assert [block_m_of(64 * rows) for rows in (1, 8, 16, 30, 1024)] == [32, 32, 32, 64, 128]
 
 
 def test_few_tiles_share_the_depth() -> None:
     """2 experts of 16 columns make 2 tiles, for 132 SMs."""
-    config = GemmConfig.choose(GemmProblem(BF16, 8, 2, 16, 14336))
+    config = GemmConfig.predicted(GemmProblem(BF16, 8, 2, 16, 14336))
     assert config.num_splits > 1
 
 
@@ -48,7 +49,7 @@ def test_few_tiles_share_the_depth() -> None:
 )
 def test_no_shape_is_refused(block_m: int | None, **sizes) -> None:  # type: ignore[no-untyped-def]
     problem = GemmProblem(**sizes)
-    config = GemmConfig.choose(problem, block_m)
+    config = GemmConfig.predicted(problem, block_m)
     assert predict(config, problem).us > 0
     assert block_m is None or config.block_m == block_m
     assert GemmConfig.for_weights(problem, 2).block_m and explain(problem)
@@ -65,21 +66,16 @@ def test_explain_names_the_choice_and_its_limit() -> None:
 def test_what_was_measured_comes_first(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setenv("MOE_ENGINE_CACHE", str(tmp_path))
     problem = GemmProblem(BF16, 65536, 32, 2048, 768)
-    assert gemm_choices.tuned(problem) is None
+    assert tiles.measured(problem) is None
     fast = next(c for c in candidates(problem) if c.block_m == 64)
-    best, us = gemm_choices.tune(problem, lambda config: 50.0 if config == fast else 100.0)
+    best, us = tune(problem, lambda config: 50.0 if config == fast else 100.0)
     assert (best, us) == (fast, 50.0)
     as_many = GemmProblem(BF16, 40000, 32, 2048, 768)
-    assert (
-        gemm_choices.tuned(problem)
-        == gemm_choices.tuned(as_many)
-        == gemm_choices.best_config(problem)
-        == fast
-    )
-    assert gemm_choices.tuned(GemmProblem(BF16, 32768, 32, 2048, 768)) is None
-    assert gemm_choices.tuned(problem, 128) is None
+    assert tiles.measured(problem) == tiles.measured(as_many) == tiles.choose(problem) == fast
+    assert tiles.measured(GemmProblem(BF16, 32768, 32, 2048, 768)) is None
+    assert tiles.measured(problem, 128) is None
     assert [path.name for path in tmp_path.iterdir()] == ["gemm.json"]
-    gemm_choices.best_config.cache_clear()
+    tiles.choose.cache_clear()
 
 
 @pytest.mark.filterwarnings("ignore:.*gemm.json")
@@ -88,18 +84,18 @@ def test_a_bad_file_of_measurements_is_as_none(
 ) -> None:
     monkeypatch.setenv("MOE_ENGINE_CACHE", str(tmp_path))
     problem = GemmProblem(BF16, 65536, 32, 2048, 768)
-    path = choice_cache.cache_path(gemm_choices.GEMMS)
+    path = choice_cache.cache_path(tiles.GEMMS)
     for text in ("", "[]"):
         path.write_text(text)
-        gemm_choices._read_once.cache_clear()
-        assert gemm_choices.tuned(problem) is None
+        tiles._read_once.cache_clear()
+        assert tiles.measured(problem) is None
     path.unlink()
-    choice_cache.keep_choice(path, gemm_choices._key(problem, None), {"of another version": 1})
-    gemm_choices._read_once.cache_clear()
-    assert gemm_choices.tuned(problem) is None
-    gemm_choices._read_once.cache_clear()
+    choice_cache.keep_choice(path, tiles._key(problem, None), {"of another version": 1})
+    tiles._read_once.cache_clear()
+    assert tiles.measured(problem) is None
+    tiles._read_once.cache_clear()
     with pytest.raises(BackendError, match="refused every tile"):
-        gemm_choices.tune(problem, lambda config: float("inf"))
+        tune(problem, lambda config: float("inf"))
 
 
 def test_command_line() -> None:
@@ -119,4 +115,4 @@ def test_tune_on_one_gpu(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Non
     assert 0 < us < 1e6
     w = torch.empty(8, 1024, 1024, dtype=BF16, device="cuda")
     assert gemm_config(w, 512, "swiglu", gathered=True) == config
-    gemm_choices.best_config.cache_clear()
+    tiles.choose.cache_clear()

@@ -16,7 +16,9 @@ from hypothesis import strategies as st
 from moe_engine.device.lang import INTERPRETED
 from moe_engine.emulation import RankPool
 from moe_engine.errors import ShapeError
-from moe_engine.grouped_gemm import gathered_gemm, gemm_config, grouped_gemm, tile_schedule
+from moe_engine.grouped_gemm import gemm_config, grouped_gemm, tile_schedule
+from moe_engine.grouped_gemm.launch import multiply
+from moe_engine.grouped_gemm.operands import Epilogue, Rows, Weights
 
 BF16, FP32, FP8 = torch.bfloat16, torch.float32, torch.float8_e4m3fn
 TOLERANCE = {BF16: 4e-3, FP32: 1e-5, FP8: 4e-3}
@@ -98,16 +100,26 @@ def run_case(group: Any, case: Case) -> tuple[float, bool]:
         x = memory[:, : case.K]
         got = grouped_gemm(x, w, offsets, row_index=order, schedule=schedule, **options)
     else:  # "offset": rows anywhere in memory, with gaps between them
-        places = torch.randperm(2 * max_rows, device=DEVICE)[:max_rows]
+        index = torch.randperm(2 * max_rows, device=DEVICE)[:max_rows]
         memory = torch.full((2 * max_rows + 1, case.K + 8), NAN, dtype=case.dtype, device=DEVICE)
-        memory[places[:num_rows], : case.K] = rows
-        row_offset = places * (case.K + 8)
+        memory[index[:num_rows], : case.K] = rows
+        row_offset = index * (case.K + 8)
         row_offset[num_rows:] = 2**40  # never read
+        x = memory[-1:, : case.K]  # rows lie before it, and after it where it is the first one
+        row_offset[:num_rows] -= x.storage_offset()
+        got = grouped_gemm(x, w, offsets, row_offset=row_offset, schedule=schedule, **options)
+
+    if case.num_splits > 1:
+        assert case.rows == "offset"
         config = gemm_config(w, max_rows, case.activation, gathered=True, block_m=case.block_m)
         config = replace(config, num_splits=case.num_splits)
         schedule = schedule or tile_schedule(offsets, max_rows, config.block_m)
         pre = torch.full((max_rows, columns), INF, dtype=case.dtype, device=DEVICE)
-        got = gathered_gemm(memory, row_offset, w, schedule, config=config, pre=pre, **options)
+        epilogue = Epilogue(case.activation, row_weight, pre)
+        out.fill_(INF)
+        multiply(
+            Rows(x, row_offset), Weights(w, bias=bias), epilogue, schedule, max_rows, out, config
+        )
         expected = reference_grouped_gemm(rows, w, case.counts, bias=bias)
         assert relative_error(pre[:num_rows], expected) < TOLERANCE[case.dtype]
         assert pre[num_rows:].isinf().all()
@@ -301,7 +313,7 @@ def rows_past_the_output(group: Any) -> bool:
     with pytest.raises(ShapeError, match="schedule was made for 12 rows, and there are 8"):
         grouped_gemm(x, w, offsets, out=memory[:8], schedule=tile_schedule(offsets, 12, 64))
     falling = torch.tensor([0, 100, 0, 100, 0, 100], device=DEVICE)
-    tile_schedule(falling, 100, 1)  # would make 300 tiles, for 105 places
+    tile_schedule(falling, 100, 1)  # would make 300 tiles, with room for 105
     return bool((memory[:8] == 16).all()) and bool(memory[8:].isnan().all())
 
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable
-from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -15,8 +14,6 @@ from moe_engine.emulation import RankPool
 from moe_engine.errors import BackendError, DtypeError, MoeEngineError, ShapeError
 from moe_engine.grouped_gemm import (
     dgrad,
-    gathered_gemm,
-    gemm_config,
     grouped_gemm,
     grouped_mlp,
     tile_schedule,
@@ -43,12 +40,6 @@ def gemm(**changes: Any) -> None:
     grouped_gemm(**good_arguments() | changes)
 
 
-def gathered(**changes: Any) -> None:
-    arguments = good_arguments() | {"row_offset": torch.arange(6, device=DEVICE) * 16}
-    arguments["schedule"] = tile_schedule(changes.pop("offsets", arguments.pop("offsets")), 6, 64)
-    gathered_gemm(**{"base": arguments.pop("x")} | arguments | changes)
-
-
 def mlp(**changes: Any) -> None:
     weights = {"w_up": zeros(2, 16, 16), "w_down": zeros(2, 16, 8)}
     arguments = good_arguments() | weights
@@ -71,7 +62,8 @@ def of_weights(**changes: Any) -> None:
 def wrong_answers_to_bad_arguments(group: Any) -> list[str]:
     """One line for each bad call that raises nothing, or something else."""
     small, odd = (tile_schedule(torch.tensor([0, 2, 6], device=DEVICE), 6, n) for n in (16, 2))
-    other = replace(gemm_config(zeros(2, 8, 16), 6), block_m=32)
+    row_offset = torch.arange(6, device=DEVICE) * 16
+    sizes = {"max_rows": 6, "block_m": 64}
     grad = {"requires_grad": True, "dtype": BF16, "device": DEVICE}
     fp8 = zeros(6, 16, dtype=FP8), zeros(6, 1, dtype=FP32)
     calls: list[tuple[Callable, dict[str, Any], type, str]] = [
@@ -125,11 +117,22 @@ def wrong_answers_to_bad_arguments(group: Any) -> list[str]:
         (gemm, {"x": zeros(29, 16), "schedule": small}, ShapeError, "for 6 rows, and there are 29"),
         (gemm, {"schedule": odd}, ShapeError, r"tiles of 2 rows; a GEMM takes one of \(128, 64"),
         (of_rows, {"w": torch.zeros(2, 8, 16, **grad)}, BackendError, "w requires.*no_grad"),
-        (gathered, {"w": torch.zeros(2, 8, 16, **grad)}, BackendError, "w requires.*no_grad"),
-        (gathered, {"row_offset": zeros(6).int()}, DtypeError, "row_offset is int32.*int64"),
-        (gathered, {"base": zeros(97)[1:]}, ShapeError, "base starts at address"),
-        (gathered, {"config": other}, ShapeError, "config has block_m 32 and schedule has 64"),
-        (gathered, {"offsets": zeros(1).int()}, ShapeError, "offsets has 1 elements"),
+        (gemm, {"row_offset": row_offset.int()}, DtypeError, "row_offset is int32.*int64"),
+        (gemm, {"row_offset": row_offset, "row_index": row_offset}, ShapeError, "and row_index"),
+        (
+            gemm,
+            {"x": fp8, "w": (zeros(2, 8, 16, dtype=FP8), zeros(2, 1, 1, dtype=FP32))}
+            | {"row_offset": row_offset},
+            ShapeError,
+            "row_offset and fp8 rows",
+        ),
+        (
+            gemm,
+            {"w": torch.zeros(2, 8, 16, **grad), "row_offset": row_offset},
+            BackendError,
+            "no gradient with row_offset",
+        ),
+        (tile_schedule, {"offsets": zeros(1).int(), **sizes}, ShapeError, "offsets has 1 elements"),
     ]
     wrong = []
     for function, changes, kind, text in calls:

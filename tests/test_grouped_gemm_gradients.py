@@ -29,7 +29,7 @@ from moe_engine.grouped_gemm import dgrad, grouped_gemm, grouped_mlp, wgrad
 
 @dataclass(frozen=True)
 class Case:
-    """What has a gradient: x, w and those of bias and weighted that are there."""
+    """Tensors with gradients: x, w and, where the case has them, biases and row weights."""
 
     counts: tuple[int, ...]
     K: int = 72
@@ -95,11 +95,11 @@ class Inputs:
             if twin.grad is None:
                 continue
             assert got is not None and got.dtype == self.leaves[name].dtype
-            there = slice(None)
+            rows = slice(None)
             if name == "row_weight" or (name == "x" and not self.case.indexed):
-                there = slice(self.num_rows)
-            errors[name] = relative_error(got[there].cpu(), twin.grad[there])
-            if there != slice(None) and name == "x":
+                rows = slice(self.num_rows)
+            errors[name] = relative_error(got[rows].cpu(), twin.grad[rows])
+            if rows != slice(None) and name == "x":
                 assert (got[self.num_rows :] == 0).all(), "rows that are none have a gradient"
         return errors
 
@@ -201,7 +201,7 @@ def test_on_one_gpu(case: Case) -> None:
 
 
 def run_gradients(group: Any, out_dtype: torch.dtype, gathered: bool) -> dict[str, Any]:
-    """Errors of wgrad added to what is there, of dgrad, and whether a second run gives the bits."""
+    """Errors of wgrad with accumulate, of dgrad, and whether a second run gives the same bits."""
     torch.manual_seed(0)
     counts = (5, 0, 70, 1)
     num_rows, offsets = sum(counts), torch.tensor([0, *counts]).cumsum(0)
@@ -246,7 +246,7 @@ def assert_gradients(result: dict[str, Any], out_dtype: torch.dtype) -> None:
 
 
 def no_rows(group: Any) -> bool:
-    """No rows at all: gradients of zeros, and what is there stays."""
+    """Without rows gradients are zeros, and accumulate leaves `out` as it is."""
     x, grad = (torch.zeros(0, 16, dtype=BF16, device=DEVICE) for _ in range(2))
     offsets = torch.zeros(3, dtype=torch.int32, device=DEVICE)
     kept = wgrad(grad, x, offsets, out=torch.ones(2, 16, 16, device=DEVICE), accumulate=True)

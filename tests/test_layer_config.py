@@ -9,7 +9,7 @@ from typer.testing import CliRunner
 
 from moe_engine import Buffer, Options
 from moe_engine.errors import DtypeError, MoeEngineError, ShapeError
-from moe_engine.layer_config import STAGE_US, LayerConfig, LayerProblem, back_us, there_us
+from moe_engine.layer_config import STAGE_US, LayerConfig, LayerProblem, combine_us, dispatch_us
 from moe_engine.tools.cli import app
 
 QWEN3 = {"num_experts": 128, "num_topk": 8, "hidden": 2048, "num_columns": 768}
@@ -17,7 +17,7 @@ STAGES = ("num_stages", "num_return_stages")
 
 
 def stages_of(problem):
-    config = LayerConfig.choose(problem)
+    config = LayerConfig.predicted(problem)
     return [getattr(config, name) for name in STAGES]
 
 
@@ -47,12 +47,12 @@ def test_any_problem_has_a_choice(num_ranks, max_tokens, num_local, num_topk, hi
     """It is valid, and hides something, but no more than the shorter of GEMM and rows."""
     sizes = num_local * num_ranks, num_topk, hidden, num_columns
     problem = LayerProblem(num_ranks, max_tokens, *sizes)
-    config = LayerConfig.choose(problem)
+    config = LayerConfig.predicted(problem)
     config.check()
     rows_us = problem.link_us
     for gemm_us, us in (
-        (problem.gemm_us(2 * num_columns), there_us(problem, config.num_stages)),
-        (problem.gemm_us(num_columns), back_us(problem, config.num_return_stages)),
+        (problem.gemm_us(2 * num_columns), dispatch_us(problem, config.num_stages)),
+        (problem.gemm_us(num_columns), combine_us(problem, config.num_return_stages)),
     ):
         rounding = 1e-9 * us
         assert max(rows_us, gemm_us) - rounding <= us <= rows_us + gemm_us + STAGE_US + rounding
@@ -111,7 +111,7 @@ def test_command_line(ranks):
     sizes = "--tokens 8192 --experts 128 --topk 8 --hidden 2048 --intermediate 768".split()
     result = CliRunner().invoke(app, ["layer", *sizes, "--ranks", str(ranks)])
     assert result.exit_code == 0
-    config = LayerConfig.choose(LayerProblem(ranks, 8192, **QWEN3))
+    config = LayerConfig.predicted(LayerProblem(ranks, 8192, **QWEN3))
     assert str(config) in result.output
     assert f"in {config.num_stages} stages" in result.output
     assert f"in {config.num_return_stages}\n" in result.output

@@ -18,7 +18,7 @@ FOLDERS = ("dispatch", "combine", "grouped_gemm")
 # "moe_engine" is the package root: the public names, gathered from the layers before it.
 LAYERS = (
     ("device",),
-    ("errors", "utils", "deadline", "checks", "hardware", "choice_cache"),
+    ("errors", "utils", "deadline", "checks", "hardware", "choice_cache", "timing"),
     ("grouped_gemm", "row_vectors", "layer_config", "reference", "low_latency_reference"),
     ("symm", "streams", "emulation"),
     ("options", "agreement", "routing", "routing_kernels"),

@@ -34,7 +34,7 @@ def folder(monkeypatch, tmp_path):
 
 
 def found(problem=PROBLEM):
-    return layer_config.LayerChoices(measured=layer_config.measured_layers()).found(problem)
+    return layer_config.LayerChoices(kept=layer_config.kept_layers()).measured(problem)
 
 
 # --- What is tried -------------------------------------------------------------------------------
@@ -164,10 +164,10 @@ def test_choices_of_other_versions_do_not_count(folder, choice):
     path = folder / "layer.json"
     (key,) = json.loads(path.read_text())
     path.write_text(json.dumps({key: choice}))
-    assert layer_config.measured_layers() == {}
+    assert layer_config.kept_layers() == {}
     for text in ("", "[]", '{"'):
         path.write_text(text)
-        assert layer_config.measured_layers() == {}
+        assert layer_config.kept_layers() == {}
 
 
 def test_a_folder_that_cannot_be_written(monkeypatch, tmp_path):
@@ -208,11 +208,11 @@ def keep_on_rank(group, folder):
 def test_buffers_take_what_rank_0_has_read(pool, tmp_path):
     """Also a rank that has read something else, or nothing."""
     pool.run(keep_on_rank, str(tmp_path), num_ranks=1)
-    predicted = LayerConfig.choose(replace(PROBLEM, max_tokens=32))
+    predicted = LayerConfig.predicted(replace(PROBLEM, max_tokens=32))
     kept, empty = str(tmp_path), str(tmp_path / "empty")
     for seen in pool.run(choices, PerRank([kept, empty]), Options(), num_ranks=RANKS):
         assert seen == [OTHER, predicted]
-    predicted = [LayerConfig.choose(PROBLEM), predicted]
+    predicted = [LayerConfig.predicted(PROBLEM), predicted]
     assert OTHER not in predicted
     for seen in pool.run(choices, PerRank([empty, kept]), Options(), num_ranks=RANKS):
         assert seen == predicted

@@ -271,7 +271,7 @@ class KernelEngine(ContextEngine):
         num_experts = num_local_experts * num_ranks
         max_tokens = self.max_tokens(row, header_bytes(num_experts, num_ranks))
         sizes = max_tokens, num_experts, row.num_topk, hidden, columns // 2
-        return self.layers.of(LayerProblem(num_ranks, *sizes, w_gate_up.itemsize))
+        return self.layers.choose(LayerProblem(num_ranks, *sizes, w_gate_up.itemsize))
 
     def max_tokens(self, row: RowLayout, header: int) -> int:
         """Most tokens a rank may bring: what the Buffer was made for, else what fits a region."""

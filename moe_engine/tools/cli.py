@@ -212,8 +212,7 @@ def gemm(
     """Explain which tiles a grouped GEMM in bf16 takes on an H200; with --tune, measure them on
     this GPU."""
     from ..grouped_gemm import tune_gemm
-    from ..grouped_gemm.choices import tuned
-    from ..grouped_gemm.config import GemmProblem, explain
+    from ..grouped_gemm.config import GemmProblem, explain, measured
     from ..grouped_gemm.operands import num_parts
 
     check_columns(columns=columns, depth=depth)
@@ -224,8 +223,8 @@ def gemm(
         raise typer.BadParameter(str(error)) from None
     problem = GemmProblem(torch.bfloat16, *sizes, gated=gated, gathered=gathered)
     typer.echo(explain(problem))
-    if found := tuned(problem):
-        typer.echo(f"measured before on this GPU, and taken: {found}")
+    if config := measured(problem):
+        typer.echo(f"measured before on this GPU, and taken: {config}")
     if tune:
         check_cache()
         config, us = tune_gemm(*sizes, activation=activation, gathered=gathered)
@@ -243,13 +242,13 @@ def layer(
 ) -> None:
     """Explain how `moe_ffn` runs a layer in bf16 on H200s: stages, programs, predicted times."""
     from ..choice_cache import device_name
-    from ..layer_config import LayerChoices, explain, measured_layers
+    from ..layer_config import LayerChoices, explain, kept_layers
 
     problem = LayerProblem(ranks, tokens, experts, topk, hidden, intermediate)
     check_layer(problem)
     typer.echo(explain(problem))
-    if found := LayerChoices(measured=measured_layers()).found(problem):
-        typer.echo(f"measured before on this device ({device_name()}), and taken: {found}")
+    if config := LayerChoices(kept=kept_layers()).measured(problem):
+        typer.echo(f"measured before on this device ({device_name()}), and taken: {config}")
 
 
 @app.command()

@@ -107,7 +107,7 @@ def run_rank(group: dist.ProcessGroup, job: Job) -> dict[LayerConfig, float]:
         buffer.check()
         return us
 
-    times = descend(LayerConfig.choose(problem), measure)
+    times = descend(LayerConfig.predicted(problem), measure)
     dist.barrier(group)
     buffer.destroy()
     return times
