@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from typing import Any, NamedTuple, TypeVar
 
 import triton.language as tl
@@ -13,6 +14,16 @@ T = TypeVar("T", bound=NamedTuple)
 
 def constants(values: T) -> T:
     """A NamedTuple of numbers, strings and types as one `tl.constexpr` argument of a kernel, whose
-    fields are constants there: `kernel[grid](x, SIZES=constants(Sizes(RANKS=4, BLOCK=32)))`."""
-    wrapped: Any = values if INTERPRETED else map(tl.constexpr, values)
-    return type(values)(*wrapped)
+    fields are constants there: `kernel[grid](x, SIZES=constants(Sizes(RANKS=4, BLOCK=32)))`.
+
+    Equal values give the same object, which is equal to itself alone: Triton looks it up at each
+    launch, and would hash and compare field by field in Python.
+    """
+    wrapped: Any = values if INTERPRETED else _wrapped(type(values), values)
+    return wrapped
+
+
+@functools.cache
+def _wrapped(kind: Any, values: Any) -> Any:
+    identity = {"__hash__": object.__hash__, "__eq__": object.__eq__, "__slots__": ()}
+    return type(kind.__name__, (kind,), identity)(*map(tl.constexpr, values))

@@ -230,10 +230,10 @@ def wait(flags, mask, epoch, peers, context, PHASE: tl.constexpr, BEFORE_TMA: tl
 
     Observe: all threads poll with acquire loads at system scope, then meet at a CTA barrier, so
     what each flag's writer did before its `notify` happens before every later load of the program
-    (with BEFORE_TMA, before its TMA loads too). The compiler keeps loads behind the wait when
+    (with BEFORE_TMA, before its TMA loads too). The compiler keeps loads after the wait when
     their address went through `consume_token`. `>=`, not `==`: a fast peer may be a call ahead.
     """
-    values, token = poll(flags, mask, epoch, peers, context, PHASE, False)
+    values, token, _ = poll(flags, mask, epoch, peers, context, PHASE, False)
     if token == 0:
         late = mask & (values < epoch)
         report_failure(tl.max(tl.where(late, peers, 0), 0), epoch, context, PHASE)
@@ -243,19 +243,36 @@ def wait(flags, mask, epoch, peers, context, PHASE: tl.constexpr, BEFORE_TMA: tl
 
 
 @device_function
-def poll(flags, mask, epoch, peers, context, PHASE: tl.constexpr, SHRINK: tl.constexpr):
-    """The loop of `wait`, which reports nothing: (the flags as this thread saw them last, token).
-    With SHRINK nothing is expected of `peers` that are masked meanwhile.
+def poll(
+    flags,
+    mask,
+    epoch,
+    peers,
+    context,
+    PHASE: tl.constexpr,
+    SHRINK: tl.constexpr,
+    TIMED: tl.constexpr = False,
+):
+    """The loop of `wait`, which reports nothing: (the flags as this thread saw them last, token,
+    with TIMED how many ns each flag was late, else zeros). With SHRINK nothing is expected of
+    `peers` that are masked meanwhile.
 
-    Where several warps hold a flag, one of them decides: others may have seen it late."""
+    Where several warps hold a flag, one of them decides: others may have seen it late.
+
+    All waits with a deadline share this loop but `wait_inline`, which must not branch.
+    """
     since = begin_span()
     pointers = as_pointer(tl.where(mask, flags, own_block(context)), tl.int64)
+    times = tl.zeros_like(flags)
     values = load_acquire(pointers)
     late = mask & (values < epoch)
-    state = tl.max(late.to(tl.int32), 0)  # 0: all are there; 1: some are late; 2: and past waiting
-    deadline = now_ns() + tl.load(context + TIMEOUT_NS)
+    state = tl.max(late.to(tl.int32), 0)  # 0: none is late; 1: some are; 2: some are past waiting
+    begin = now_ns()
+    deadline = begin + tl.load(context + TIMEOUT_NS)
     while state == 1:
         pause()
+        if TIMED:
+            times = tl.where(late, tl.cast(now_ns(), tl.int64) - begin, times)
         values = load_acquire(pointers)
         late = mask & (values < epoch)
         if SHRINK:
@@ -266,7 +283,7 @@ def poll(flags, mask, epoch, peers, context, PHASE: tl.constexpr, SHRINK: tl.con
     token = 1 - any_thread(state)
     tl.debug_barrier()  # again, as the compiler does not see that one
     end_span(PHASE, 0, since, context)
-    return values, token
+    return values, token, times
 
 
 @device_function
