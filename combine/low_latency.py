@@ -13,7 +13,8 @@ from .low_latency_kernels import ExpertRows, low_latency_combine_kernel
 
 NUM_WARPS = 8
 REGISTERS = 168
-"""Before Hopper: left to itself, the compiler spills there for a second program on an SM."""
+"""The limit before Hopper, where the compiler, left to itself, spills so that a second program fits
+on an SM."""
 
 
 def low_latency_combine(

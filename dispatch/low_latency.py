@@ -19,13 +19,13 @@ from .low_latency_send_kernels import SentTokens
 
 NUM_WARPS = 8
 SENT_AT_ONCE = 128
-"""Up to so many tokens, sending programs and one receiving program for each SM fit on the GPU
-together, at two programs on an SM."""
+"""The most tokens whose sending programs leave room for receiving programs to run concurrently:
+two programs fit on an SM."""
 
 
 def num_receive_programs(num_tokens: int) -> int:
-    """One for each SM but the first, which has the counts, if the sending programs leave so much
-    room; else two, which begin as the sending programs end."""
+    """Programs that receive: one for nearly each SM if they run concurrently with the sending
+    programs, else two, which begin as the sending programs end."""
     per_sm = 1 if num_tokens <= SENT_AT_ONCE else 2
     return max(3, per_sm * (gpu().num_sms - 1))
 

@@ -36,7 +36,7 @@ BATCH = tl.constexpr(2)
 class Received(NamedTuple):
     """What a rank receives, packed by expert, or compactly, one expert after the other.
 
-    returns tells, for each token of each rank, what combine returns: how many of its experts are on
+    returns says, for each token of each rank, what combine returns: how many of its experts are on
     this rank, then for each of these in top-k order the row of x [K], which slot k of the top-k it
     is [K], and the routing weight as bits [K].
     """
@@ -137,10 +137,10 @@ def _wait_counts(program, slot, CONFIG: tl.constexpr):
         if program == 0:
             before = masked_ranks(slot.context)
             wait_ranks(flags, real, level, ranks, slot, PHASE_COUNTS, CONFIG)
-            told = (load_flags(flags, real, slot) >= level) | ~real
-            told = tl.min(tl.reshape(told.to(tl.int32), [RANKS_PAD, COUNTS_PAD]), 1)
+            arrived = (load_flags(flags, real, slot) >= level) | ~real
+            arrived = tl.min(tl.reshape(arrived.to(tl.int32), [RANKS_PAD, COUNTS_PAD]), 1)
             rank = tl.arange(0, RANKS_PAD)
-            is_active = (told == 1) & (rank < CONFIG.RANKS) & is_alive(before, rank)
+            is_active = (arrived == 1) & (rank < CONFIG.RANKS) & is_alive(before, rank)
             bits = tl.where(is_active, tl.full((), 1, tl.int64) << rank.to(tl.int64), 0)
             active = tl.sum(bits, 0)
             publish_active_ranks(slot, active, CONFIG)

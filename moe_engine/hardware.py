@@ -96,8 +96,8 @@ def leave_room() -> dict[str, Any]:
 
 
 def limit_registers(count: int) -> dict[str, Any]:
-    """Launch option of a kernel which the compiler, left to itself, gives too many registers before
-    Hopper."""
+    """Launch option of a kernel: at most `count` registers before Hopper; from there on the
+    compiler chooses well by itself."""
     return {} if INTERPRETED or has_pdl() else {"maxnreg": count}
 
 

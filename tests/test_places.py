@@ -12,7 +12,6 @@ from hypothesis import strategies as st
 from test_dispatch_combine import make_buffer, make_inputs
 
 from moe_engine import reference
-from moe_engine.device.context import ContextField
 from moe_engine.symm.slots import header_bytes
 
 BLOCK_M = 16

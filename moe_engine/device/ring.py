@@ -41,7 +41,7 @@ COUNT_BITS = tl.constexpr(16)
 COUNT_MASK = tl.constexpr(0xFFFF)
 MAX_COUNTS = tl.constexpr(1024)
 """Values with flags (as NCCL's LL: 8 bytes hold both) that a rank sends another one in a call:
-FIELDS of the call, then a count for each expert there."""
+FIELDS of the call, then a count for each expert of the other rank."""
 FIELDS = tl.constexpr(8)
 """Values that say what a call was begun with; see `call_fields`."""
 MAX_SLOTS = tl.constexpr(16)

@@ -134,8 +134,8 @@ class LowLatency:
 
     def mask(self, rank: int, masked: bool) -> None:
         """Leave a rank out of the calls from now on, or no longer."""
-        word = self.ring.context.fields[ContextField.MASKED]
-        word.bitwise_or_(1 << rank) if masked else word.bitwise_and_(~(1 << rank))
+        bits = self.ring.context.fields[ContextField.MASKED]
+        bits.bitwise_or_(1 << rank) if masked else bits.bitwise_and_(~(1 << rank))
 
     def masked(self) -> torch.Tensor:
         """int64 [R]: 1 for ranks that are left out."""

@@ -37,7 +37,7 @@ MAX_ROWS = MAX_LOW_LATENCY_TOKENS
 MAX_LOCAL_EXPERTS = MAX_COUNTS.value - FIELDS.value
 """Experts of a rank."""
 HINT_TOPK = 32
-"""The top-k that a size hint makes room for, as it is not told which."""
+"""The top-k that a size hint makes room for, as it does not know the caller's."""
 
 
 @dataclass(frozen=True, slots=True)

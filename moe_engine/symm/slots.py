@@ -1,8 +1,8 @@
 """Where things lie in a Buffer's symmetric block.
 
 The block holds the device context, flags and a ring of D slots. A call with epoch e uses slot e mod
-D. A slot has one region per writing rank, so that a row's place is known to its sender without
-asking:
+D. A slot has one region per writing rank, so that a sender knows without asking where its rows
+go:
 
     device context | notices
     done[R] | count_flags[R] | metadata_flags[R] | stage_flags[2, MAX_STAGES, R]
@@ -35,11 +35,11 @@ if TYPE_CHECKING:
     from . import SymmetricTensor
 
 BLOCK_ROWS = 32
-"""Rows that a program places at a time."""
+"""Rows whose destinations a program computes at a time."""
 MAX_CHUNKS = 2048
 """Flags per writing rank: at most BLOCK_ROWS * MAX_CHUNKS rows between two ranks in one call."""
 CHUNK_BYTES = 128 * 1024
-"""Bytes to each rank behind one flag."""
+"""Bytes to each rank that one flag announces."""
 SPAN_BYTES = 768 * 1024
 """Bytes that a program writes to each rank before it raises their flags, which waits until they
 have arrived: some microseconds."""
@@ -107,8 +107,8 @@ class SlotLayout(BlockLayout):
         }
 
     most_rows = BLOCK_ROWS * MAX_CHUNKS
-    """Rows one rank can send to another in one call, whatever the memory: there are flags for so
-    many."""
+    """Rows one rank can send to another in one call, however large the memory: there are flags for
+    so many."""
 
     def max_rows(self, row_bytes: int, header_bytes: int = 0) -> int:
         """Rows one rank can send to another in one call."""
@@ -151,7 +151,7 @@ class Slots(RankMemory[SlotLayout]):
         epoch: int = 0,
     ) -> None:
         block = new_block(layout.num_bytes, was_captured)
-        # Memory that takes the place of another goes on where that was: all calls so far are done.
+        # Memory that replaces other memory begins after its last epoch: all calls so far are done.
         done = layout.offsets()[ContextField.DONE]
         flags = block.local[done : done + FLAG_BYTES * layout.num_ranks]
         flags.view(torch.int64).fill_(epoch)
