@@ -25,5 +25,5 @@ def constants(values: T) -> T:
 
 @functools.cache
 def _wrapped(kind: Any, values: Any) -> Any:
-    identity = {"__hash__": object.__hash__, "__eq__": object.__eq__, "__slots__": ()}
-    return type(kind.__name__, (kind,), identity)(*map(tl.constexpr, values))
+    identity = {name: getattr(object, name) for name in ("__hash__", "__eq__", "__ne__")}
+    return type(kind.__name__, (kind,), identity | {"__slots__": ()})(*map(tl.constexpr, values))

@@ -37,7 +37,7 @@ from .programs import pdl_wait
 from .ptx import pause
 
 COUNT_BITS = tl.constexpr(16)
-"""Bits of a flag below the epoch: data that arrives with the flag, such as a count."""
+"""A flag has so many bits below the epoch, for data that arrives with it, such as a count."""
 COUNT_MASK = tl.constexpr(0xFFFF)
 MAX_COUNTS = tl.constexpr(1024)
 """Values with flags (as NCCL's LL: 8 bytes hold both) that a rank sends another one in a call:
