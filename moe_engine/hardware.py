@@ -95,6 +95,12 @@ def leave_room() -> dict[str, Any]:
     return {"maxnreg": 176} if TRACING and not INTERPRETED else {}
 
 
+def limit_registers(count: int) -> dict[str, Any]:
+    """Launch option of a kernel: at most `count` registers before Hopper; from there on the
+    compiler chooses well by itself."""
+    return {} if INTERPRETED or has_pdl() else {"maxnreg": count}
+
+
 def pdl_options() -> dict[str, Any]:
     """Launch option: begin when all programs of the launch before have called
     `programs.pdl_launch_dependents`."""

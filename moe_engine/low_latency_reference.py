@@ -144,8 +144,9 @@ def low_latency_combine(
 ) -> list[torch.Tensor]:
     """The weighted sums [T, H] (bf16) of the expert rows y[r] [L, R * M, H] of each token.
 
-    Each expert rank adds up its lanes of a token in lane order and rounds to bf16; the source adds
-    the ranks' sums in the order of each rank's right-most lane and rounds once more; all in fp32.
+    Each expert rank adds up its rows of a token in top-k order and rounds to bf16; the source adds
+    the ranks' sums in the order of each rank's right-most slot of the top-k and rounds once more;
+    all in fp32.
 
     Example, the ranks of `low_latency_dispatch`: token 1 of rank 1, ids [0, 1], comes out as
     bf16(w0 * y[0][0, 2] + w1 * y[0][1, 0]); token 0 of rank 0, ids [0, 3], as
@@ -155,21 +156,21 @@ def low_latency_combine(
     outputs = []
     for source, (ids, weights) in enumerate(zip(topk_idx, topk_weights, strict=True)):
         sums = weights.new_zeros(num_ranks, len(ids), hidden)
-        last_lane = ids.new_full((num_ranks, len(ids)), -1)
-        for lane in range(ids.shape[1]):
+        last_k = ids.new_full((num_ranks, len(ids)), -1)
+        for k in range(ids.shape[1]):
             for rank in range(num_ranks):
                 for expert in range(num_local):
-                    tokens = (ids[:, lane] == rank * num_local + expert).nonzero().flatten()
+                    tokens = (ids[:, k] == rank * num_local + expert).nonzero().flatten()
                     rows = received[rank].rows_of(expert, source)
                     at = torch.searchsorted(received[rank].src_info[expert, rows], tokens.int())
                     found = y[rank][expert, rows][at].float()
-                    sums[rank, tokens] += weights[tokens, lane, None] * found
-                    last_lane[rank, tokens] = lane
+                    sums[rank, tokens] += weights[tokens, k, None] * found
+                    last_k[rank, tokens] = k
         sums = sums.bfloat16().float()
         out = weights.new_zeros(len(ids), hidden)
-        for lane in range(ids.shape[1]):
+        for k in range(ids.shape[1]):
             for rank in range(num_ranks):
-                tokens = (last_lane[rank] == lane).nonzero().flatten()
+                tokens = (last_k[rank] == k).nonzero().flatten()
                 out[tokens] += sums[rank, tokens]
         outputs.append(out.bfloat16())
     return outputs

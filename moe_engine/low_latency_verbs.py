@@ -8,9 +8,9 @@ from functools import partial
 import torch
 
 from . import checks
-from .combine.low_latency import Returning
+from .combine.low_latency_kernels import ExpertRows
 from .debug_checks import check_low_latency_values
-from .dispatch.low_latency import LowLatencyHandle, Sending
+from .dispatch.low_latency import LowLatencyHandle, LowLatencyTokens
 from .engines.low_latency import LowLatency
 from .errors import BackendError, CapacityError, ShapeError
 from .handles import MAX_HIDDEN, check_low_latency_handle
@@ -107,8 +107,8 @@ class LowLatencyVerbs(BufferLifecycle):
         with self._streams.call(None, async_finish) as call:
             call.reads(x, topk_idx, recv_stats, wait_stats)
             rows = checks.packed(x), checks.packed(topk_idx), None
-            sending = Sending(*rows, max_tokens, num_experts, row_format)
-            got, receive = engine.dispatch(sending, recv_stats, wait_stats, hooked=return_recv_hook)
+            tokens = LowLatencyTokens(*rows, max_tokens, num_experts, row_format)
+            got, receive = engine.dispatch(tokens, recv_stats, wait_stats, hooked=return_recv_hook)
             assert got.src_info is not None
             assert got.layout_range is not None
             sizes = max_tokens, hidden, num_experts
@@ -183,12 +183,12 @@ class LowLatencyVerbs(BufferLifecycle):
             call.reads(handle.returns, handle.call)
             result = x.new_empty(num_tokens, hidden) if out is None else out
             tokens = checks.packed(topk_idx), checks.packed(topk_weights)
-            returns = handle.returns, handle.call, result, handle.call.new_empty(1)
-            returning = Returning(checks.packed(x), *tokens, *returns, handle.num_experts)
-            receive = engine.combine(returning, combine_wait_recv_cost_stats, return_recv_hook)
+            rows = ExpertRows(checks.packed(x), *tokens, handle.returns, handle.call, result)
+            epoch = handle.call.new_empty(1)
+            stats = combine_wait_recv_cost_stats
+            receive = engine.combine(rows, epoch, handle.num_experts, stats, return_recv_hook)
             call.returns(result)
-        kept = handle.returns, handle.call, combine_wait_recv_cost_stats
-        hook = self._hook(receive, returning.x, *tokens, *returns, *kept)
+        hook = self._hook(receive, *rows, epoch, stats)
         return result, call.event, hook
 
     def get_next_low_latency_combine_buffer(self, handle: LowLatencyHandle) -> torch.Tensor:

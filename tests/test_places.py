@@ -78,7 +78,9 @@ def steps_on_rank(group, num_experts, max_tokens, stages, back_stages, x, topk_i
         torch.cuda.synchronize()
     torch.distributed.barrier(group)
     slots.context.check()
-    flags = slots.block.local[slots.layout.stage_flags : slots.layout.chunk_flags]
+    offsets = slots.layout.offsets()
+    begin, end = offsets[ContextField.STAGE_FLAGS], offsets[ContextField.CHUNK_FLAGS]
+    flags = slots.block.local[begin:end]
     raised = flags.view(torch.int64).view(2, MAX_STAGES.value, num_ranks)
     found = {
         "expert_offsets": places.expert_offsets,

@@ -17,6 +17,14 @@ def constants(values: T) -> T:
     """A NamedTuple of numbers, strings and types as one `tl.constexpr` argument of a kernel, whose
     fields are constants there: `kernel[grid](x, SIZES=constants(Sizes(RANKS=4, BLOCK=32)))`.
 
-    Equal values give one object, which a launch finds faster among the compiled kernels."""
-    wrapped: Any = values if INTERPRETED else map(tl.constexpr, values)
-    return type(values)(*wrapped)
+    Equal values give the same object, which is equal to itself alone: Triton looks it up at each
+    launch, and would hash and compare field by field in Python.
+    """
+    wrapped: Any = values if INTERPRETED else _wrapped(type(values), values)
+    return wrapped
+
+
+@functools.cache
+def _wrapped(kind: Any, values: Any) -> Any:
+    identity = {name: getattr(object, name) for name in ("__hash__", "__eq__", "__ne__")}
+    return type(kind.__name__, (kind,), identity | {"__slots__": ()})(*map(tl.constexpr, values))

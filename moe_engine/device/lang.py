@@ -50,7 +50,7 @@ from .ptx import ticks as ticks
 @device_function
 def current_epoch(context):
     """Epoch of the running call. Every kernel of a call reads the same value, as only the last
-    program of its last kernel advances the word (`finish_call`)."""
+    program of its last kernel advances the field (`finish_call`)."""
     return tl.load(context + EPOCH) + 1
 
 
@@ -58,7 +58,8 @@ def current_epoch(context):
 def is_broken(context):
     """Whether a wait of this rank has expired; a kernel that sees it returns at once.
 
-    An atomic, as all threads get its answer from one: loads could tell warps different things.
+    An atomic, as one thread makes it and all threads get its answer: loads could give warps
+    different values.
     """
     zero = tl.full((), 0, tl.int64)
     return tl.atomic_add(context + BROKEN, zero, sem="relaxed", scope="gpu") != 0
@@ -122,15 +123,15 @@ def put(to, values, mask):
 
 @device_function
 def put_ll(to, values, mask):
-    """Store int64 words through pointers to any rank, where they are polled. Each tells itself
-    whether it has come: it orders nothing else, and waits for nothing that was stored before."""
+    """Store int64 values through pointers to any rank, where they are polled. Each holds data with
+    its flag (as NCCL's LL): it orders nothing else, and waits for nothing stored before."""
     store_ll(to, values, mask)
 
 
 @device_function
 def row_mask(columns, num_columns, dtype: tl.constexpr, ALIGNED: tl.constexpr):
     """`columns < num_columns`. ALIGNED promises rows of a multiple of 16 bytes: the mask then
-    changes only there, without which accesses would be as narrow as one item."""
+    changes only at such multiples; without that, accesses would be as narrow as one item."""
     inside = columns < num_columns
     if ALIGNED:
         inside = tl.max_constancy(inside, 128 // dtype.primitive_bitwidth)
@@ -166,7 +167,7 @@ def pacing_interval(num_bytes, num_parts, all_parts, context):
 
 @device_function
 def stagger(num_bytes, program, context):
-    """When in `ticks` a program begins, each of them behind the one before by the time that the
+    """When in `ticks` a program begins, each of them after the one before by the time that the
     link takes for `num_bytes`."""
     return ticks() + pacing_interval(num_bytes, 1, program, context)
 
@@ -187,7 +188,7 @@ def put_rows(
 
     Rows are opaque vectors (int32, int16 or int8), so that a new number format needs no new kernel.
     `ALIGNED` promises that every row is a multiple of 16 bytes and starts at one, without which
-    a word is stored at a time. Plain stores: nothing is published before the next `notify`.
+    one vector is stored at a time. Plain stores: nothing is published before the next `notify`.
     The first BLOCK_VECS of the rows are not stored before the time `due`, in `ticks`, each further
     block `step` later. Returns when the next block is due.
     """
@@ -208,7 +209,7 @@ def notify(flags, ranks, mask, epoch, context, AFTER_TMA: tl.constexpr = False):
     """Raise `flags` (addresses in this rank's block) to `epoch` on `ranks`, where `mask` is set.
 
     `ranks` and `mask` are blocks; a thread raises one flag. Publish: every store of this program,
-    to any rank, happens before a flag is seen raised by a `wait` there: the threads' stores (and,
+    to any rank, happens before a `wait` on that rank sees a flag raised: the threads' stores (and,
     with AFTER_TMA, their TMA stores, drained and fenced first) come before the CTA barrier, and
     each raising thread then releases at system scope.
     """
@@ -235,10 +236,10 @@ def wait(flags, mask, epoch, peers, context, PHASE: tl.constexpr, BEFORE_TMA: tl
 
     Observe: all threads poll with acquire loads at system scope, then meet at a CTA barrier, so
     what each flag's writer did before its `notify` happens before every later load of the program
-    (with BEFORE_TMA, before its TMA loads too). The compiler keeps loads behind the wait when
+    (with BEFORE_TMA, before its TMA loads too). The compiler keeps loads after the wait when
     their address went through `consume_token`. `>=`, not `==`: a fast peer may be a call ahead.
     """
-    values, token = poll(flags, mask, epoch, peers, context, PHASE, False)
+    values, token, _ = poll(flags, mask, epoch, peers, context, PHASE, False)
     if token == 0:
         late = mask & (values < epoch)
         report_failure(tl.max(tl.where(late, peers, 0), 0), epoch, context, PHASE)
@@ -248,19 +249,36 @@ def wait(flags, mask, epoch, peers, context, PHASE: tl.constexpr, BEFORE_TMA: tl
 
 
 @device_function
-def poll(flags, mask, epoch, peers, context, PHASE: tl.constexpr, SHRINK: tl.constexpr):
-    """The loop of `wait`, which reports nothing: (the flags as this thread saw them last, token).
-    With SHRINK nothing is expected of `peers` that are masked meanwhile.
+def poll(
+    flags,
+    mask,
+    epoch,
+    peers,
+    context,
+    PHASE: tl.constexpr,
+    SHRINK: tl.constexpr,
+    TIMED: tl.constexpr = False,
+):
+    """The loop of `wait`, which reports nothing: (the flags as this thread saw them last, token,
+    with TIMED how many ns each flag was late, else zeros). With SHRINK nothing is expected of
+    `peers` that are masked meanwhile.
 
-    Where several warps hold a flag, one of them decides: others may have seen it late."""
+    Where several warps hold a flag, one of them decides: others may have seen it late.
+
+    All waits with a deadline share this loop but `wait_inline`, which must not branch.
+    """
     since = begin_span()
     pointers = as_pointer(tl.where(mask, flags, own_block(context)), tl.int64)
+    times = tl.zeros_like(flags)
     values = load_acquire(pointers)
     late = mask & (values < epoch)
-    state = tl.max(late.to(tl.int32), 0)  # 0: all are there; 1: some are late; 2: and past waiting
-    deadline = now_ns() + tl.load(context + TIMEOUT_NS)
+    state = tl.max(late.to(tl.int32), 0)  # 0: none is late; 1: some are; 2: some are past waiting
+    begin = now_ns()
+    deadline = begin + tl.load(context + TIMEOUT_NS)
     while state == 1:
         pause()
+        if TIMED:
+            times = tl.where(late, tl.cast(now_ns(), tl.int64) - begin, times)
         values = load_acquire(pointers)
         late = mask & (values < epoch)
         if SHRINK:
@@ -271,7 +289,7 @@ def poll(flags, mask, epoch, peers, context, PHASE: tl.constexpr, SHRINK: tl.con
     token = 1 - any_thread(state)
     tl.debug_barrier()  # again, as the compiler does not see that one
     end_span(PHASE, 0, since, context)
-    return values, token
+    return values, token, times
 
 
 @device_function
@@ -283,12 +301,13 @@ def is_alive(masked, ranks):
 @device_function
 def wait_inline(counter, value, deadline, context, BEFORE_TMA: tl.constexpr):
     """Wait until an int64 counter, a pointer, is at least `value`. Returns 0, which the compiler
-    does not know: added to an address it keeps loads behind the wait.
+    does not know: added to an address it keeps loads after the wait.
 
-    For loops that are pipelined, which a branch would prevent; so it tells of no failure: when
-    `deadline` (ns) has passed or this rank is broken it ends as well, and rows that are not there
-    are read as they are. The caller asks behind the loop (`tiles.end_wait_tile`), and until then
-    writes nothing that another rank reads. Orders memory as `wait` does, in each warp for itself.
+    It is for loops that are pipelined, which a branch would prevent; so it cannot share the loop of
+    `poll`, and reports no failure: when `deadline` (ns) has passed or this rank is broken it ends
+    as well, and rows that have not arrived are read as they are. The caller asks after the loop
+    (`tiles.end_wait_tile`), and until then writes nothing that another rank reads. It orders memory
+    as `wait` does, in each warp for itself.
     """
     broken = (context + BROKEN).to(tl.int64)
     value = tl.cast(value, tl.int64)
@@ -307,7 +326,7 @@ def report_failure(peer, epoch, context, PHASE: tl.constexpr):
         tl.store(report + 1, peer)
         tl.store(report + 2, phase.to(tl.int64))
         tl.store(report + 3, epoch)
-        # A fence for the host's eyes, on a word of ours: atomics on host memory may not exist.
+        # A fence for the host, on memory of this GPU: atomics on host memory may not exist.
         zero = tl.full((), 0, tl.int64)
         tl.debug_barrier()
         tl.atomic_add(context + BROKEN, zero, sem="acq_rel", scope="sys")

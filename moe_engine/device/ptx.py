@@ -16,7 +16,7 @@ if INTERPRETED:
     speed_up()
 
 TRACING: bool = os.environ.get("MOE_ENGINE_TRACE") == "1"
-"""True when kernels of this process record what they do when, see `tools/trace.py`."""
+"""True when kernels of this process record the spans of their work, see `tools/trace.py`."""
 MAX_SPANS = tl.constexpr(1 << 20)
 """Spans of a GPU that a trace has room for."""
 
@@ -53,7 +53,7 @@ if INTERPRETED:
 
     @device_function
     def store_ll(pointers, values, mask):
-        """Store int64 words that others poll, each in one piece and in no order."""
+        """Store int64 values that others poll, each in one piece and in no order."""
         tl.store(pointers, values, mask=mask)
 
     @device_function
@@ -121,7 +121,7 @@ else:
 
     @device_function
     def pause():
-        """Leave the SM's issue slots to others for a moment: those that multiply beside this."""
+        """Leave the SM's issue slots for a moment to programs that multiply concurrently."""
         tl.inline_asm_elementwise(
             "nanosleep.u32 64; mov.u32 $0, 0;", "=r", [], dtype=tl.int32, is_pure=False, pack=1
         )
@@ -140,7 +140,7 @@ else:
 
     @device_function
     def store_ll(pointers, values, mask):
-        """Store int64 words that others poll, each in one piece and in no order."""
+        """Store int64 values that others poll, each in one piece and in no order."""
         tl.inline_asm_elementwise(
             """{
             .reg .pred here;

@@ -9,17 +9,19 @@ from dataclasses import dataclass
 
 import torch
 
-from ..combine.low_latency import Returning, low_latency_combine
+from ..combine.low_latency import low_latency_combine
+from ..combine.low_latency_kernels import ExpertRows
 from ..device.context import ContextField
 from ..device.ring import COUNT_MASK
-from ..dispatch.low_latency import Packed, Sending, low_latency_dispatch, new_packed
+from ..dispatch.low_latency import LowLatencyTokens, low_latency_dispatch, new_received
+from ..dispatch.low_latency_receive_kernels import Received
 from ..errors import CapacityError
 from ..grouped_gemm import check_weights, gemm_config, tile_schedule
 from ..grouped_gemm.launch import multiply
 from ..grouped_gemm.operands import Epilogue, Rows, Weights
 from ..options import Options
 from ..symm.device_context import DeviceContext
-from ..symm.ring import MAX_LOCAL_EXPERTS, MAX_ROWS, LowLatencyRow, Ring, message_bytes
+from ..symm.ring import MAX_LOCAL_EXPERTS, MAX_ROWS, LowLatencyRow, Ring, header_bytes
 from .base import ContextEngine
 
 Receive = Callable[[], None]
@@ -27,17 +29,17 @@ Receive = Callable[[], None]
 
 @dataclass(slots=True)
 class InFlight:
-    """A call that was sent, and whether its receiving half was launched."""
+    """A call that this rank sent, and whether its receiving half was launched."""
 
     received: bool = False
 
 
 class LowLatency(ContextEngine):
     """Low-latency verbs on a ring. With `shrink` a rank that stays silent is masked, and the others
-    go on without it. Arguments have been checked, but for what the memory holds."""
+    go on without it. The caller has checked all arguments, except whether they fit the memory."""
 
     def __init__(self, ring: Ring, shrink: bool):
-        self.ring, self._shrink = ring, shrink
+        self.ring = ring
         ring.context.shrinks = shrink
         self._calls: deque[InFlight] = deque(maxlen=ring.layout.num_slots)
 
@@ -53,39 +55,44 @@ class LowLatency(ContextEngine):
 
     def dispatch(
         self,
-        rows: Sending,
+        tokens: LowLatencyTokens,
         recv_stats: torch.Tensor | None = None,
         wait_stats: torch.Tensor | None = None,
         compact: bool = False,
         hooked: bool = False,
-    ) -> tuple[Packed, Receive | None]:
-        """Send the rows and pack what comes; with `hooked` that when the returned function is
-        called."""
-        self._check_capacity(rows)
-        out = new_packed(rows, self.num_ranks, compact)
+    ) -> tuple[Received, Receive | None]:
+        """Send the tokens and pack what arrives; with `hooked` the latter when the returned
+        function is called."""
+        self._check_capacity(tokens)
+        out = new_received(tokens, self.num_ranks, compact)
 
         def launch(phases: str) -> None:
-            key = "dispatch", rows.row, rows.row_format, rows.num_experts, compact, phases
+            key = "dispatch", tokens.row, tokens.row_format, tokens.num_experts, compact, phases
             stats = recv_stats is None, wait_stats is None
             with self.ring.context.first_use(*key, *stats):
-                args = rows, out, recv_stats, wait_stats, phases, self._shrink
-                low_latency_dispatch(*args, self.ring)
+                low_latency_dispatch(tokens, out, recv_stats, wait_stats, phases, self.ring)
             self._check_emulated()
 
         return out, self._run(launch, hooked)
 
     def combine(
-        self, rows: Returning, wait_stats: torch.Tensor | None = None, hooked: bool = False
+        self,
+        rows: ExpertRows,
+        call: torch.Tensor,
+        num_experts: int,
+        wait_stats: torch.Tensor | None = None,
+        hooked: bool = False,
     ) -> Receive | None:
         """Return the experts' rows and add them up into `rows.out`; with `hooked` the latter when
-        the returned function is called."""
+        the returned function is called. The launch that sends writes its epoch to `call`, int64
+        [1]."""
         self._check_handle(rows)
 
         def launch(phases: str) -> None:
-            sizes = rows.out.shape[1], rows.out.dtype, rows.topk_idx.shape[1], rows.num_experts
+            sizes = rows.out.shape[1], rows.out.dtype, rows.topk_idx.shape[1], num_experts
             kinds = rows.topk_weights is None, wait_stats is None, phases
             with self.ring.context.first_use("combine", *sizes, *kinds):
-                low_latency_combine(rows, wait_stats, phases, self._shrink, self.ring)
+                low_latency_combine(rows, call, num_experts, wait_stats, phases, self.ring)
             self._check_emulated()
 
         return self._run(launch, hooked)
@@ -106,32 +113,33 @@ class LowLatency(ContextEngine):
         check_weights(x, w_down, w_down.shape[2], "none")
         num_experts = len(w_gate_up) * self.num_ranks
         row_format = "bf16" if x.dtype == torch.bfloat16 else "fp32"
-        sending = Sending(x, topk_idx, topk_weights, max_tokens, num_experts, row_format)
+        tokens = x, topk_idx, topk_weights
+        sent = LowLatencyTokens(*tokens, max_tokens, num_experts, row_format)
         most_rows = self.num_ranks * max_tokens * min(topk_idx.shape[1], len(w_gate_up))
         # Before the first launch: what is large enough to be refused.
         out, call = torch.empty_like(x), topk_idx.new_empty(1)
         act = x.new_empty(most_rows, w_down.shape[2])
         y = x.new_empty(most_rows, x.shape[1])
-        packed, _ = self.dispatch(sending, compact=True)
-        assert len(packed.x) == most_rows
+        received, _ = self.dispatch(sent, compact=True)
+        assert len(received.x) == most_rows
         self.ring.context.step = "multiply"
         # Balanced routing brings as many rows as this rank sends out.
         up = gemm_config(w_gate_up, max_tokens * topk_idx.shape[1], "swiglu")
         down = gemm_config(w_down, max_tokens * topk_idx.shape[1], block_m=up.block_m)
-        schedule = tile_schedule(packed.counts, most_rows, up.block_m)
+        schedule = tile_schedule(received.counts, most_rows, up.block_m)
         swiglu, plain = Epilogue("swiglu"), Epilogue()
-        multiply(Rows(packed.x), Weights(w_gate_up), swiglu, schedule, most_rows, act, up)
+        multiply(Rows(received.x), Weights(w_gate_up), swiglu, schedule, most_rows, act, up)
         multiply(Rows(act), Weights(w_down), plain, schedule, most_rows, y, down)
-        returned = packed.returns, packed.call, out, call, num_experts
-        self.combine(Returning(y, topk_idx, None, *returned))
+        rows = ExpertRows(y, topk_idx, None, received.returns, received.call, out)
+        self.combine(rows, call, num_experts)
         return out
 
     # --- Masked ranks ------------------------------------------------------------------------
 
     def mask(self, rank: int, masked: bool) -> None:
         """Leave a rank out of the calls from now on, or no longer."""
-        word = self.ring.context.fields[ContextField.MASKED]
-        word.bitwise_or_(1 << rank) if masked else word.bitwise_and_(~(1 << rank))
+        bits = self.ring.context.fields[ContextField.MASKED]
+        bits.bitwise_or_(1 << rank) if masked else bits.bitwise_and_(~(1 << rank))
 
     def masked(self) -> torch.Tensor:
         """int64 [R]: 1 for ranks that are left out."""
@@ -145,7 +153,7 @@ class LowLatency(ContextEngine):
         calls = self._calls
         if len(calls) == calls.maxlen and not calls[0].received:
             raise CapacityError(
-                f"{calls.maxlen} low-latency calls began behind one whose hook was not called yet. "
+                f"{calls.maxlen} low-latency calls began after one whose hook was not called yet. "
                 "Call the hook before, or make the Buffer with more Options.num_slots."
             )
         call = InFlight(not hooked)
@@ -163,7 +171,7 @@ class LowLatency(ContextEngine):
 
     def fits(self, max_tokens: int, num_topk: int, row_bytes: int) -> bool:
         """Whether calls of this size have room in the ring."""
-        room = self.ring.layout.region_bytes - message_bytes(max_tokens, num_topk)
+        room = self.ring.layout.region_bytes - header_bytes(max_tokens, num_topk)
         return max_tokens <= MAX_ROWS and max_tokens * row_bytes <= room
 
     def takes(
@@ -181,29 +189,29 @@ class LowLatency(ContextEngine):
             return False
         return self.fits(max_tokens, num_topk, LowLatencyRow(row_bytes, num_topk).num_bytes)
 
-    def _check_capacity(self, rows: Sending) -> None:
-        num_local, most = rows.num_experts // self.num_ranks, MAX_LOCAL_EXPERTS
+    def _check_capacity(self, tokens: LowLatencyTokens) -> None:
+        num_local, most = tokens.num_experts // self.num_ranks, MAX_LOCAL_EXPERTS
         if num_local > most:
             raise CapacityError(
-                f"{rows.num_experts} experts on {self.num_ranks} ranks are {num_local} on each; "
+                f"{tokens.num_experts} experts on {self.num_ranks} ranks are {num_local} on each; "
                 f"low-latency calls take at most {most}. Use more ranks, or dispatch."
             )
-        if rows.num_experts > COUNT_MASK.value:
+        if tokens.num_experts > COUNT_MASK.value:
             raise CapacityError(
-                f"num_experts is {rows.num_experts}; low-latency calls take at most "
+                f"num_experts is {tokens.num_experts}; low-latency calls take at most "
                 f"{COUNT_MASK.value}. Use dispatch."
             )
-        row, num_topk = rows.row, rows.topk_idx.shape[1]
-        back = LowLatencyRow(rows.x.shape[1] * rows.x.itemsize)  # on its way back it is not cast
-        if not self.fits(rows.max_tokens, num_topk, max(row.num_bytes, back.num_bytes)):
+        row, num_topk = tokens.row, tokens.num_topk
+        back = LowLatencyRow(tokens.x.shape[1] * tokens.x.itemsize)  # a combine does not cast
+        if not self.fits(tokens.max_tokens, num_topk, max(row.num_bytes, back.num_bytes)):
             raise CapacityError(
-                f"low-latency calls of up to {rows.max_tokens} tokens per rank, "
-                f"{row.payload_bytes} bytes and top-{num_topk} of {rows.num_experts} experts do "
+                f"low-latency calls of up to {tokens.max_tokens} tokens per rank, "
+                f"{row.payload_bytes} bytes and top-{num_topk} of {tokens.num_experts} experts do "
                 f"not fit this Buffer's low-latency memory of {self.ring.layout.num_bytes} bytes. "
                 "Make it with the num_rdma_bytes of Buffer.get_low_latency_rdma_size_hint(...)."
             )
 
-    def _check_handle(self, rows: Returning) -> None:
+    def _check_handle(self, rows: ExpertRows) -> None:
         num_ranks, max_tokens = rows.returns.shape[:2]
         row = LowLatencyRow(rows.out.shape[1] * rows.out.itemsize)
         fits = self.fits(max_tokens, rows.topk_idx.shape[1], row.num_bytes)
@@ -216,4 +224,4 @@ class LowLatency(ContextEngine):
 
     def free(self) -> None:
         """Give the memory back."""
-        self.ring.block.free()
+        self.ring.free()

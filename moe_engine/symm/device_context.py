@@ -13,7 +13,7 @@ from __future__ import annotations
 import ctypes
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any
 
 import torch
 
@@ -46,6 +46,7 @@ from ..utils import LINE_BYTES, round_up
 
 if TYPE_CHECKING:
     from . import SymmetricTensor
+    from .layout import BlockLayout
 
 COMPILE_S = 300.0
 """Added to the deadline while kernels may still be compiling on some rank."""
@@ -61,20 +62,6 @@ TOLD_AS_THEY_ARE = (
     OutOfStep,
 )
 """Errors that the other ranks raise as the same type; others become a CallAbandoned."""
-
-
-class Layout(Protocol):
-    """Where things lie in a block: `SlotLayout`, or `ring.RingLayout` of low-latency calls."""
-
-    @property
-    def num_ranks(self) -> int: ...
-    @property
-    def num_slots(self) -> int: ...
-    @property
-    def region_bytes(self) -> int: ...
-    @property
-    def num_bytes(self) -> int: ...
-    def fields(self) -> dict[ContextField, int]: ...
 
 
 def num_fields(num_ranks: int, num_slots: int) -> int:
@@ -106,7 +93,7 @@ class DeviceContext:
 
     def __init__(
         self,
-        layout: Layout,
+        layout: BlockLayout,
         rank: int,
         block: SymmetricTensor,
         timeout_s: float,

@@ -4,13 +4,13 @@
     done[D, R] | counts[D, R, MAX_COUNTS] | row_flags[D, R, MAX_ROWS]
     slot 0 | slot 1 | ...
     slot   = region of rank 0 | region of rank 1 | ...       (written by that rank)
-    region = message | row 0 | row 1 | ...
+    region = header | row 0 | row 1 | ...
 
-Row t is that of token t, see `LowLatencyRow`. The message is a combine's: routing weights, float32
-[T, K]. What a dispatch tells beside its rows are words of `counts`, each with its epoch.
+Row t is that of token t, see `LowLatencyRow`. Only a combine has something in the header: routing
+weights, float32 [T, K]. A dispatch sends its counts in `counts`, each together with the epoch.
 
-Unlike `slots.py`, flags belong to a slot, not to the Buffer: calls may be received in any order, as
-hooks are called. A flag is raised to the epoch of the call that uses the slot.
+Unlike those of `slots.py`, the flags belong to a slot, not to the Buffer: calls may be received in
+any order, as hooks are called. A flag is raised to the epoch of the call that uses the slot.
 """
 
 from __future__ import annotations
@@ -19,13 +19,15 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
+import torch
+import triton.language as tl
+
 from ..checks import MAX_LOW_LATENCY_TOKENS
-from ..device.context import ContextField
-from ..device.ring import FIELDS, MAX_COUNTS
-from ..errors import CapacityError
-from ..utils import FLAG_BYTES, LINE_BYTES, round_up
-from .device_context import DeviceContext, head_bytes
-from .slots import largest_region
+from ..device.constants import constants
+from ..device.context import ContextField, Kind
+from ..device.ring import FIELDS, MAX_COUNTS, CallConfig
+from ..utils import LINE_BYTES, next_power_of_2, round_up
+from .layout import BlockLayout, RankMemory, WireRow
 
 if TYPE_CHECKING:
     from . import SymmetricTensor
@@ -35,99 +37,51 @@ MAX_ROWS = MAX_LOW_LATENCY_TOKENS
 MAX_LOCAL_EXPERTS = MAX_COUNTS.value - FIELDS.value
 """Experts of a rank."""
 HINT_TOPK = 32
-"""Lanes that a size hint makes room for, which is not told how many there are."""
+"""The top-k that a size hint makes room for, as it does not know the caller's."""
 
 
 @dataclass(frozen=True, slots=True)
-class LowLatencyRow:
-    """One row on its way: payload | scales, 4 bytes each | record, each at a multiple of 16 bytes.
-
-    The record, int32: for each lane its expert at the receiver, -1 elsewhere [K] | how many tokens
-    of its rank before this one have that expert [K] | routing weights, float32 [K].
-    """
-
-    payload_bytes: int
-    num_topk: int = 0
-    num_scales: int = 0
-
-    @property
-    def scales(self) -> int:
-        return round_up(self.payload_bytes, 16)
-
-    @property
-    def record(self) -> int:
-        return self.scales + round_up(4 * self.num_scales, 16)
+class LowLatencyRow(WireRow):
+    """One row on the wire. A dispatch's has a trailer, int32: for each slot k of the top-k its
+    expert's index on the receiver, -1 where another rank has the expert [K] | how many tokens
+    before this one its rank sends to that expert [K] | routing weights, float32 [K]."""
 
     @property
     def num_bytes(self) -> int:
-        return round_up(self.record + 12 * self.num_topk, LINE_BYTES)
+        return round_up(self.trailer + 12 * self.num_topk, LINE_BYTES)
 
 
-def message_bytes(max_tokens: int, num_topk: int) -> int:
-    """Bytes of the message of a combine."""
+def header_bytes(max_tokens: int, num_topk: int) -> int:
+    """Bytes that precede the rows of a region: room for routing weights."""
     return round_up(4 * max_tokens * num_topk, LINE_BYTES)
 
 
 def region_bytes(max_tokens: int, num_topk: int, hidden_bytes: int) -> int:
     """Bytes of a region for calls of up to `max_tokens` rows of `hidden_bytes` payload."""
     row = LowLatencyRow(hidden_bytes, num_topk)
-    return message_bytes(max_tokens, num_topk) + max_tokens * row.num_bytes
+    return header_bytes(max_tokens, num_topk) + max_tokens * row.num_bytes
 
 
 @dataclass(frozen=True, slots=True)
-class RingLayout:
-    """Offsets and sizes of the low-latency memory: num_slots * num_ranks * region_bytes, and
-    flags."""
+class RingLayout(BlockLayout):
+    """Offsets and sizes of the block of low-latency calls."""
 
-    num_ranks: int
-    region_bytes: int
-    num_slots: int = 2
+    flags_per_rank = MAX_ROWS
+    too_small = (
+        "low-latency calls of {num_ranks} ranks got num_rdma_bytes = {num_bytes}; their flags "
+        "alone take {flags}. Ask Buffer.get_low_latency_rdma_size_hint(...)."
+    )
 
-    @classmethod
-    def fit(cls, num_bytes: int, num_ranks: int, num_slots: int = 2) -> RingLayout:
-        """The largest regions that `num_bytes` hold."""
-        flags = cls(num_ranks, 0, num_slots).slots
-        region_bytes = largest_region(num_bytes - flags, num_slots * num_ranks)
-        if region_bytes <= 0:
-            raise CapacityError(
-                f"low-latency calls of {num_ranks} ranks got num_rdma_bytes = {num_bytes}; their "
-                f"flags alone take {flags}. Ask Buffer.get_low_latency_rdma_size_hint(...)."
-            )
-        return cls(num_ranks, region_bytes, num_slots)
-
-    @property
-    def done(self) -> int:
-        return head_bytes(self.num_ranks, self.num_slots)
-
-    @property
-    def counts(self) -> int:
-        return self.done + self.num_slots * self.num_ranks * FLAG_BYTES
-
-    @property
-    def row_flags(self) -> int:
-        return self.counts + self.num_slots * self.num_ranks * MAX_COUNTS.value * FLAG_BYTES
-
-    @property
-    def slots(self) -> int:
-        flags = self.num_slots * self.num_ranks * MAX_ROWS * FLAG_BYTES
-        return round_up(self.row_flags + flags, LINE_BYTES)
-
-    @property
-    def num_bytes(self) -> int:
-        return self.slots + self.num_slots * self.num_ranks * self.region_bytes
-
-    def fields(self) -> dict[ContextField, int]:
-        """What the device context says of it."""
+    def num_flags(self) -> dict[ContextField, int]:
+        num_regions = self.num_slots * self.num_ranks
         return {
-            ContextField.DONE: self.done,
-            ContextField.COUNT_FLAGS: self.counts,
-            ContextField.CHUNK_FLAGS: self.row_flags,
-            ContextField.MAX_CHUNKS: MAX_ROWS,
-            ContextField.SLOTS: self.slots,
+            ContextField.DONE: num_regions,
+            ContextField.COUNT_FLAGS: num_regions * MAX_COUNTS.value,
+            ContextField.CHUNK_FLAGS: num_regions * MAX_ROWS,
         }
 
 
-class Ring:
+class Ring(RankMemory[RingLayout]):
     """The memory of low-latency calls with its layout and device context. `new_block(num_bytes)`
     makes it, collectively."""
 
@@ -138,11 +92,34 @@ class Ring:
         rank: int,
         timeout_s: float,
     ) -> None:
-        self.layout = layout
-        self.block = new_block(layout.num_bytes)
-        self.context = DeviceContext(layout, rank, self.block, timeout_s)
+        super().__init__(layout, rank, new_block(layout.num_bytes), timeout_s)
         self.context.epoch_is_running = True
 
-    @property
-    def num_ranks(self) -> int:
-        return self.layout.num_ranks
+    def config(
+        self,
+        kind: Kind,
+        row: LowLatencyRow,
+        num_topk: int,
+        num_experts: int,
+        dtype: torch.dtype,
+        block: int,
+        row_format: str | None = None,
+    ) -> CallConfig:
+        """What a kernel of a call is compiled for. dtype: in which type it moves rows; block, a
+        power of two: the columns that hold a row; row_format: that of a dispatch."""
+        return constants(
+            CallConfig(
+                NUM_TOPK=num_topk,
+                ALIGNED=row.payload_bytes % 16 == 0,
+                RANKS=self.num_ranks,
+                EXPERTS=num_experts // self.num_ranks,
+                BLOCK=block,
+                SHRINK=self.context.shrinks,
+                FORMAT=row_format,
+                VEC=getattr(tl, str(dtype).removeprefix("torch.")),
+                KIND=int(kind),
+                NUM_EXPERTS=num_experts,
+                K_PAD=next_power_of_2(num_topk),
+                ENTRY=1 + 3 * num_topk,
+            )
+        )

@@ -28,45 +28,35 @@ import torch
 
 from ..device.context import MAX_STAGES, SIGNATURE_WORDS, ContextField
 from ..device.slots import Row
-from ..errors import BackendError, CapacityError
+from ..errors import BackendError
 from ..utils import FLAG_BYTES, LINE_BYTES, round_up
-from .device_context import DeviceContext, head_bytes
+from .layout import BlockLayout, RankMemory, WireRow
 
 if TYPE_CHECKING:
     from . import SymmetricTensor
 
 BLOCK_ROWS = 32
-"""Rows that a program writes at a time."""
+"""Rows whose destinations a program computes at a time."""
 MAX_CHUNKS = 2048
 """Flags per writing rank: at most BLOCK_ROWS * MAX_CHUNKS rows between two ranks in one call."""
 CHUNK_BYTES = 128 * 1024
-"""Bytes to each rank that share one flag."""
+"""Bytes to each rank that one flag announces."""
 SPAN_BYTES = 768 * 1024
 """Bytes that a program writes to each rank before it raises their flags, which waits until they
 have arrived: some microseconds."""
 
 
 @dataclass(frozen=True, slots=True)
-class RowLayout:
-    """One row on the wire: payload, then metadata, opaque to the kernels that move it.
-
-    payload | scales, 4 bytes each | expert ids int32 [K] | weights float32 [K] | source token
-    int32, each part starting at a multiple of 16 bytes, the next row at one of LINE_BYTES;
-    `num_topk` is 0 where rows carry no routing, `num_scales` where the payload has none. Ids,
-    weights and token are written as one run.
+class RowLayout(WireRow):
+    """One row on the wire, whose trailer is its metadata, opaque to the kernels that move it:
+    expert ids int32 [K] | weights float32 [K] | source token int32, each part starting at a
+    multiple of 16 bytes, the next row at one of LINE_BYTES. Ids, weights and token are written as
+    one run.
     """
-
-    payload_bytes: int
-    num_topk: int = 0
-    num_scales: int = 0
-
-    @property
-    def scales(self) -> int:
-        return round_up(self.payload_bytes, 16)
 
     @property
     def ids(self) -> int:
-        return self.scales + round_up(4 * self.num_scales, 16)
+        return self.trailer
 
     @property
     def weights(self) -> int:
@@ -94,11 +84,6 @@ def layer_row(payload_bytes: int, num_topk: int) -> RowLayout:
     return RowLayout(payload_bytes, num_topk, MAX_STAGES.value)
 
 
-def largest_region(num_bytes: int, num_regions: int) -> int:
-    """Bytes of each of so many regions that `num_bytes` hold; not positive where none fit."""
-    return num_bytes // num_regions // LINE_BYTES * LINE_BYTES
-
-
 SIGNATURE_BYTES = 4 * SIGNATURE_WORDS.value
 BARE_HEADER = round_up(SIGNATURE_BYTES, LINE_BYTES)
 """Bytes that precede the rows of a region where the call has a signature alone."""
@@ -110,68 +95,27 @@ def header_bytes(num_experts: int, num_ranks: int) -> int:
 
 
 @dataclass(frozen=True, slots=True)
-class SlotLayout:
-    """Offsets and sizes of the symmetric block: D * R * region_bytes and the flags."""
+class SlotLayout(BlockLayout):
+    """Offsets and sizes of the block of normal calls."""
 
-    num_ranks: int
-    region_bytes: int
-    num_slots: int = 2
+    flags_per_rank = MAX_CHUNKS
+    too_small = (
+        "a Buffer for {num_ranks} ranks got {num_bytes} bytes; its flags alone take {flags}. Ask "
+        "Buffer.size_hint(...) for the bytes a shape needs."
+    )
 
-    @classmethod
-    def fit(cls, num_bytes: int, num_ranks: int, num_slots: int = 2) -> SlotLayout:
-        """The largest regions that `num_bytes` hold."""
-        flags = cls(num_ranks, 0, num_slots).slots
-        region_bytes = largest_region(num_bytes - flags, num_slots * num_ranks)
-        if region_bytes <= 0:
-            raise CapacityError(
-                f"a Buffer for {num_ranks} ranks got {num_bytes} bytes; its flags alone take "
-                f"{flags}. Ask Buffer.size_hint(...) for the bytes a shape needs."
-            )
-        return cls(num_ranks, region_bytes, num_slots)
-
-    @property
-    def done(self) -> int:
-        return head_bytes(self.num_ranks, self.num_slots)
-
-    @property
-    def count_flags(self) -> int:
-        return self.done + self.num_ranks * FLAG_BYTES
-
-    @property
-    def metadata_flags(self) -> int:
-        return self.count_flags + self.num_ranks * FLAG_BYTES
-
-    @property
-    def stage_flags(self) -> int:
-        return self.metadata_flags + self.num_ranks * FLAG_BYTES
-
-    @property
-    def chunk_flags(self) -> int:
-        return self.stage_flags + 2 * MAX_STAGES.value * self.num_ranks * FLAG_BYTES
-
-    @property
-    def slots(self) -> int:
-        return round_up(self.chunk_flags + self.num_ranks * MAX_CHUNKS * FLAG_BYTES, 128)
-
-    @property
-    def num_bytes(self) -> int:
-        return self.slots + self.num_slots * self.num_ranks * self.region_bytes
-
-    def fields(self) -> dict[ContextField, int]:
-        """What the device context says of it."""
+    def num_flags(self) -> dict[ContextField, int]:
         return {
-            ContextField.DONE: self.done,
-            ContextField.COUNT_FLAGS: self.count_flags,
-            ContextField.METADATA_FLAGS: self.metadata_flags,
-            ContextField.STAGE_FLAGS: self.stage_flags,
-            ContextField.CHUNK_FLAGS: self.chunk_flags,
-            ContextField.MAX_CHUNKS: MAX_CHUNKS,
-            ContextField.SLOTS: self.slots,
+            ContextField.DONE: self.num_ranks,
+            ContextField.COUNT_FLAGS: self.num_ranks,
+            ContextField.METADATA_FLAGS: self.num_ranks,
+            ContextField.STAGE_FLAGS: 2 * MAX_STAGES.value * self.num_ranks,
+            ContextField.CHUNK_FLAGS: self.num_ranks * MAX_CHUNKS,
         }
 
     most_rows = BLOCK_ROWS * MAX_CHUNKS
-    """Rows one rank can send to another in one call, whatever the memory: there are flags for so
-    many."""
+    """Rows one rank can send to another in one call, however large the memory: there are flags for
+    so many."""
 
     def max_rows(self, row_bytes: int, header_bytes: int = 0) -> int:
         """Rows one rank can send to another in one call."""
@@ -193,7 +137,7 @@ class SlotLayout:
         return span
 
 
-class Slots:
+class Slots(RankMemory[SlotLayout]):
     """A Buffer's symmetric block with its layout and device context. Making one is collective:
     `new_block(num_bytes, was_captured)` allocates, or raises on all ranks where one of them has
     captured the memory that this replaces. buffer, epoch: see `DeviceContext`.
@@ -213,17 +157,14 @@ class Slots:
         buffer: int = 0,
         epoch: int = 0,
     ) -> None:
-        self.layout, self._new_block = layout, new_block
-        self.block = new_block(layout.num_bytes, was_captured)
-        # Memory that takes the place of another goes on where that was: all calls so far are done.
-        done = self.block.local[layout.done : layout.done + FLAG_BYTES * layout.num_ranks]
-        done.view(torch.int64).fill_(epoch)
+        block = new_block(layout.num_bytes, was_captured)
+        # Memory that replaces other memory begins after its last epoch: all calls so far are done.
+        done = layout.offsets()[ContextField.DONE]
+        flags = block.local[done : done + FLAG_BYTES * layout.num_ranks]
+        flags.view(torch.int64).fill_(epoch)
+        super().__init__(layout, rank, block, timeout_s, buffer, epoch)
+        self._new_block = new_block
         self._expert_rows: SymmetricTensor | None = None
-        self.context = DeviceContext(layout, rank, self.block, timeout_s, buffer, epoch)
-
-    @property
-    def num_ranks(self) -> int:
-        return self.layout.num_ranks
 
     @property
     def expert_rows(self) -> SymmetricTensor:
@@ -249,7 +190,6 @@ class Slots:
             rows.free()
 
     def free(self) -> None:
-        """Give the memory back. The caller has made sure that no kernel uses it any more."""
-        self.block.free()
+        super().free()
         if self._expert_rows is not None:
             self._expert_rows.free()
