@@ -23,10 +23,10 @@ from triton.compiler import ASTSource
 from triton.runtime.jit import JITFunction, create_function_from_signature
 
 from moe_engine import checks, hardware
-from moe_engine.combine.low_latency import Returning
-from moe_engine.dispatch.low_latency import Sending
+from moe_engine.combine.low_latency_kernels import ExpertRows
+from moe_engine.dispatch import Tokens
+from moe_engine.dispatch.low_latency import LowLatencyTokens
 from moe_engine.engines import fused_layer
-from moe_engine.engines.base import Tokens
 from moe_engine.engines.kernel import KernelEngine
 from moe_engine.engines.low_latency import LowLatency
 from moe_engine.grouped_gemm import backward as gemm_backward
@@ -162,14 +162,13 @@ def normal(
     engine, x = kernel_engine(), torch.empty(TOKENS, hidden, dtype=dtype)
     topk_idx, topk_weights = routing()
     with recorded(arch) as launches:
-        per_rank, per_expert, in_rank = engine.layout(topk_idx, EXPERTS)
         sent = torch.empty(TOKENS, scales) if scales else None
-        tokens = Tokens(x, topk_idx, topk_weights, per_rank, per_expert, in_rank, sent)
-        got, _, handle = engine.dispatch(tokens, RANKS * TOKENS)
+        tokens = Tokens(x, topk_idx, topk_weights, sent), engine.layout(topk_idx, EXPERTS)
+        got, _, handle = engine.dispatch(*tokens, RANKS * TOKENS)
         engine.dispatch_cached(x, sent, handle)
         y = torch.empty(len(got.x), hidden, dtype=BF16 if dtype == FP8 else dtype)
         engine.combine(y, handle, got.topk_weights, [y[:TOKENS], y[:TOKENS]])
-        engine.dispatch_in_place(tokens, RANKS * TOKENS)
+        engine.dispatch_in_place(*tokens, RANKS * TOKENS)
         engine.release()
     return launches
 
@@ -206,12 +205,11 @@ def low_latency(
     received = torch.zeros(num_local, dtype=torch.int32) if stats else None
     waited = torch.zeros(RANKS, dtype=torch.int64) if stats else None
     with recorded(arch) as launches:
-        sending = Sending(x, topk_idx, None, TOKENS, EXPERTS, row_format)
-        got, receive = engine.dispatch(sending, received, waited, hooked=hooked)
+        tokens = LowLatencyTokens(x, topk_idx, None, TOKENS, EXPERTS, row_format)
+        got, receive = engine.dispatch(tokens, received, waited, hooked=hooked)
         y = torch.empty(num_local, RANKS * TOKENS, HIDDEN, dtype=BF16)
-        made = got.returns, got.call, x, got.call.new_empty(1), EXPERTS
-        returning = Returning(y, topk_idx, topk_weights, *made)
-        add_up = engine.combine(returning, waited, hooked)
+        rows = ExpertRows(y, topk_idx, topk_weights, got.returns, got.call, x)
+        add_up = engine.combine(rows, got.call.new_empty(1), EXPERTS, waited, hooked)
         if hooked and phases == "receive":
             launches.clear()
             receive()
