@@ -167,7 +167,6 @@ def send_plan(
         send_head,
         num_tokens,
         num_experts // num_ranks,
-        HAS_IDS=topk_idx is not None,
         NUM_TOPK=num_topk,
         TOPK_PAD=topk_pad,
         RANKS_PAD=next_power_of_2(num_ranks),

@@ -209,12 +209,11 @@ def dealt_place(index, expert, owner, mask, context, RANKS: tl.constexpr):
 @triton.jit(do_not_specialize=["num_tokens"])
 def send_plan_kernel(
     is_token_in_rank,  # uint8 [T, R]
-    topk_idx,  # int64 [T, K], or None: not HAS_IDS
+    topk_idx,  # int64 [T, K], or None
     send_token_idx,  # int32 [R, T], out: token of each row sent to each rank
     send_head,  # int32 [T, R], out: row * R + rank in the order of the final sum, then -1
     num_tokens,
     num_local_experts,
-    HAS_IDS: tl.constexpr,
     NUM_TOPK: tl.constexpr,
     TOPK_PAD: tl.constexpr,
     RANKS_PAD: tl.constexpr,
@@ -252,7 +251,7 @@ def send_plan_kernel(
     row = base + tl.cumsum(sent, 0) - sent
     k = tl.arange(0, TOPK_PAD)
     owner = tl.full([BLOCK, TOPK_PAD], -1, tl.int32)
-    if HAS_IDS:
+    if topk_idx is not None:
         id_inside = inside[:, None] & (k < NUM_TOPK)[None, :]
         ids = tl.load(topk_idx + tokens[:, None] * NUM_TOPK + k[None, :], mask=id_inside, other=-1)
         valid = (ids >= 0) & (ids < num_local_experts * num_ranks)
