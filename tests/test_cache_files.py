@@ -207,7 +207,7 @@ def test_choices_that_are_none(name: str, choice: Any) -> None:
 
 
 def test_tiles_that_the_tuner_never_tries() -> None:
-    """They may give wrong results, or fit no GPU, such as with another block_m than the schedule's."""
+    """They may give wrong results, or fit no GPU: another block_m than the schedule's, say."""
     (high,) = [c for c in candidates(GEMM) if c.block_m == 128]
     path = choice_cache.cache_path(tiles.GEMMS)
     choice_cache.keep_choice(path, tiles._key(GEMM, 64), asdict(high))
