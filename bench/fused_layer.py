@@ -166,7 +166,7 @@ class Bench:
         self.layer()()  # reserves what follows needs
         slots = self.buffers[0]._engine.slots
         max_rows = self.num_ranks * self.shape.tokens * experts.num_topk
-        config = LayerConfig.choose(self.problem())
+        config = LayerConfig.predicted(self.problem())
         act = tokens.x.new_empty(max_rows, experts.up.shape[1] // 2)
 
         def call() -> None:
@@ -198,7 +198,7 @@ class Bench:
 
     def sweep(self) -> None:
         """Times by how many programs communicate: push, copy, return."""
-        choice = LayerConfig.choose(self.problem())
+        choice = LayerConfig.predicted(self.problem())
         best = choice.num_push_programs, choice.num_copy_programs, choice.num_return_programs
         others = (66, *best[1:]), (264, *best[1:]), (best[0], 66, best[2]), (best[0], 264, best[2])
         for push, copy, back in (best, *others, (*best[:2], 132), best):
@@ -211,7 +211,7 @@ class Bench:
 
     def ablate(self) -> None:
         """Times without one part at a time."""
-        choice = LayerConfig.choose(self.problem())
+        choice = LayerConfig.predicted(self.problem())
         variants = {
             "as chosen": choice,
             "in turn": UNFUSED,
