@@ -1,13 +1,13 @@
 """Dispatch: send each token once to every rank that holds one of its experts."""
 
 from .fused import (
-    Lanes,
-    ReturnMetadata,
+    Dispatched,
+    LayerTokens,
     copy_rows,
     dispatch_gemm,
     exchange_fused,
+    place_rows,
     push_fused,
-    send_return_metadata,
 )
 from .launch import (
     NUM_METADATA_PROGRAMS,
@@ -24,15 +24,16 @@ from .launch import (
     row_layout,
     send_metadata,
 )
+from .stages import staged_schedule
 
 __all__ = [
     "NUM_METADATA_PROGRAMS",
     "Collected",
     "Counts",
-    "Lanes",
+    "Dispatched",
+    "LayerTokens",
     "Outgoing",
     "Partition",
-    "ReturnMetadata",
     "collect",
     "copy_rows",
     "dispatch_gemm",
@@ -40,10 +41,11 @@ __all__ = [
     "exchange_fused",
     "locate",
     "new_collected",
+    "place_rows",
     "push",
     "push_fused",
     "release",
     "row_layout",
     "send_metadata",
-    "send_return_metadata",
+    "staged_schedule",
 ]

@@ -32,7 +32,7 @@ from .options import Options, Programs
 from .streams import CallStreams
 from .symm import SymmetricTensor, allocate, exchange
 from .symm.ring import Ring, RingLayout
-from .symm.slots import SlotLayout, Slots, layer_row
+from .symm.slots import ReturnRowLayout, SlotLayout, Slots
 
 T = TypeVar("T")
 LEAVE_OUT_OF_STEP = TooManyTokens, OutOfStep
@@ -151,7 +151,7 @@ class Service(VerbsNotThereYet):
         num_topk = checks.check_int("num_topk", num_topk, 1)
         if 0 in w_gate_up.shape:
             raise ShapeError(f"w_gate_up has shape {list(w_gate_up.shape)}; no size may be 0.")
-        row = layer_row(w_gate_up.shape[2] * w_gate_up.itemsize, num_topk)
+        row = ReturnRowLayout(w_gate_up.shape[2] * w_gate_up.itemsize, num_topk)
         return engine.layer_config(w_gate_up, row)
 
     @verb
