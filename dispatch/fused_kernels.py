@@ -257,8 +257,8 @@ def dispatch_gemm_kernel(
     since = begin_span()
     for tile in tl.range(tl.program_id(0), num_m * num_n, tl.num_programs(0), flatten=True):
         m, block = tile_coordinates(tile, num_m, num_n, SHAPE.GROUP_M)
-        expert, row, end, counter = unpack_staged_tile(tl.load(tiles + m))
         n = block * (SHAPE.BLOCK_N // 2)
+        expert, row, end, counter = unpack_staged_tile(tl.load(tiles + m))
         row += wait_tile(copied + counter, num_copy_programs, deadline, context, PDL)
         # fmt: off
         acc = gemm_tile(
