@@ -34,7 +34,7 @@ class PlacedTopk(NamedTuple):
 class SentCounts(NamedTuple):
     """How many rows there are."""
 
-    earlier: tl.tensor  # int32 [B, E + R], `DispatchLayout.earlier_counts`
+    earlier: tl.tensor  # int32 [B, E + R], `RoutingLayout.earlier_counts`
     num_remote: tl.tensor  # int32 [R], see `exchange_fused_kernel`
 
 

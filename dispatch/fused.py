@@ -15,7 +15,7 @@ from ..grouped_gemm import num_compute_programs, ragged
 from ..grouped_gemm.config import GemmConfig
 from ..hardware import leave_room
 from ..layer_config import LayerConfig
-from ..routing import DispatchLayout
+from ..routing import RoutingLayout
 from ..routing_kernels import layout_sum_kernel
 from ..row_vectors import RowVectors
 from ..symm.slots import ReturnRowLayout, Slots
@@ -48,7 +48,7 @@ class LayerTokens:
     x: torch.Tensor
     topk_idx: torch.Tensor
     topk_weights: torch.Tensor
-    layout: DispatchLayout
+    layout: RoutingLayout
 
     @property
     def row(self) -> ReturnRowLayout:

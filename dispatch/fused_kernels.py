@@ -1,5 +1,5 @@
-"""A layer's dispatch, which runs concurrently with the up-projection: rows go straight to their
-places in the experts' order."""
+"""A layer's dispatch, which runs concurrently with the up-projection: rows go straight to where
+the experts' GEMM reads them."""
 
 from typing import Any, NamedTuple
 

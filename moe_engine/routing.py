@@ -21,7 +21,7 @@ def _block_tokens(num_topk: int) -> int:
     return max(16, LAYOUT_IDS // next_power_of_2(num_topk))
 
 
-class DispatchLayout(NamedTuple):
+class RoutingLayout(NamedTuple):
     """What goes where: num_tokens_per_rank int32 [R], num_tokens_per_expert int32 [E],
     is_token_in_rank bool [T, R]; earlier_counts int32 [B, E + R]: what the blocks of tokens before
     each of B blocks, of block_tokens each, send to each expert and rank."""
@@ -33,7 +33,7 @@ class DispatchLayout(NamedTuple):
     block_tokens: int
 
 
-def layout(topk_idx: torch.Tensor, num_experts: int, slots: Slots) -> DispatchLayout:
+def layout(topk_idx: torch.Tensor, num_experts: int, slots: Slots) -> RoutingLayout:
     """The layout of topk_idx int64 [T, K]. Bad ids count as -1; see `Buffer.check`."""
     num_tokens, num_topk = topk_idx.shape
     num_ranks = slots.layout.num_ranks
@@ -71,7 +71,7 @@ def layout(topk_idx: torch.Tensor, num_experts: int, slots: Slots) -> DispatchLa
         COLUMNS=16,
         shares_sms=True,
     )
-    return DispatchLayout(per_rank, per_expert, in_rank, block_counts, block_tokens)
+    return RoutingLayout(per_rank, per_expert, in_rank, block_counts, block_tokens)
 
 
 def send_plan(

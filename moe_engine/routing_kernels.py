@@ -100,7 +100,7 @@ def send_plan_kernel(
     """Program (c, d) gives rows to the tokens of block c that go to rank d, in token order.
 
     `send_head` lists a token's rows in the order in which the source will sum them: ranks by
-    their right-most top-k lane, or by number where there are no ids. Example, 2 ranks of 2
+    their right-most top-k slot, or by number where there are no ids. Example, 2 ranks of 2
     experts, topk_idx [[0, 3], [2, 1], [3, 2], [0, 1]]:
 
         rows to rank 0: tokens 0, 1, 3;  to rank 1: tokens 0, 1, 2
@@ -121,13 +121,11 @@ def send_plan_kernel(
     inside = tokens < num_tokens
     sent = tl.load(is_token_in_rank + tokens * num_ranks + rank, mask=inside, other=0).to(tl.int32)
     row = base + tl.cumsum(sent, 0) - sent
-    lanes = tl.arange(0, TOPK_PAD)
+    k = tl.arange(0, TOPK_PAD)
     owner = tl.full([BLOCK, TOPK_PAD], -1, tl.int32)
     if HAS_IDS:
-        id_inside = inside[:, None] & (lanes < NUM_TOPK)[None, :]
-        ids = tl.load(
-            topk_idx + tokens[:, None] * NUM_TOPK + lanes[None, :], mask=id_inside, other=-1
-        )
+        id_inside = inside[:, None] & (k < NUM_TOPK)[None, :]
+        ids = tl.load(topk_idx + tokens[:, None] * NUM_TOPK + k[None, :], mask=id_inside, other=-1)
         valid = (ids >= 0) & (ids < num_local_experts * num_ranks)
         owner = tl.where(valid, ids // num_local_experts, -1).to(tl.int32)
     ranks = tl.arange(0, RANKS_PAD)
