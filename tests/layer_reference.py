@@ -1,67 +1,8 @@
-"""The plain-torch oracle of what the kernels of a layer find on their way: rows, stages, tiles."""
+"""The plain-Python oracle of a layer's stages and tiles."""
 
 from __future__ import annotations
 
-import itertools
 from bisect import bisect_left, bisect_right
-from dataclasses import dataclass
-
-import torch
-
-
-@dataclass(frozen=True, slots=True)
-class PlacedRows:
-    """Where one rank's tokens become expert rows, and where its own experts' rows begin."""
-
-    expert_offsets: torch.Tensor  # int32 [L + 1]
-    remote_offsets: torch.Tensor  # int32 [L + 1], the same for rows from other ranks alone
-    dst_row: torch.Tensor  # int32 [T, K], row on the rank of the k's expert, -1 for bad ids
-    first_row: torch.Tensor  # int32 [T, K], the token's first row on that rank
-
-
-def placed_rows(topk_idx: list[torch.Tensor], num_experts: int) -> list[PlacedRows]:
-    """Give each k of each token a row among those of its expert: first those of the expert's own
-    rank, then those dealt from the others as long as these have any: the first row of the rank
-    before it, of the one before that, ...; then the second of each, ... The rows of a source are in
-    the order of its tokens, then of k.
-
-    Example, 2 ranks of 2 experts, topk_idx [[0, 3], [2, 0]] and [[3, 2], [0, 1]], rows as
-    (source, token): rank 0 has (0, 0) (0, 1) (1, 1) | (1, 1), rank 1 has (1, 0) (0, 1) | (1, 0)
-    (0, 0). remote_offsets are [0, 1, 2] and [0, 1, 2], dst_row [[0, 3], [1, 1]] and
-    [[2, 0], [2, 3]], first_row [[0, 3], [1, 1]] and [[0, 0], [2, 2]].
-    """
-    num_ranks = len(topk_idx)
-    num_local = num_experts // num_ranks
-    dst_row = [torch.full_like(ids, -1, dtype=torch.int32) for ids in topk_idx]
-    expert_offsets, remote_offsets = [], []
-    for rank in range(num_ranks):
-        sources = [(rank - distance) % num_ranks for distance in range(1, num_ranks)]
-        row, offsets, num_own = 0, [0], [0]
-        for expert in range(rank * num_local, (rank + 1) * num_local):
-            own = (topk_idx[rank] == expert).nonzero().tolist()
-            theirs = [(topk_idx[source] == expert).nonzero().tolist() for source in sources]
-            turns = itertools.zip_longest(*theirs)
-            remote = [pair for turn in turns for pair in zip(sources, turn, strict=True) if pair[1]]
-            for source, at in [*((rank, at) for at in own), *remote]:
-                dst_row[source][*at] = row
-                row += 1
-            offsets.append(row)
-            num_own.append(num_own[-1] + len(own))
-        device = topk_idx[rank].device
-        expert_offsets.append(torch.tensor(offsets, dtype=torch.int32, device=device))
-        own_offsets = torch.tensor(num_own, dtype=torch.int32, device=device)
-        remote_offsets.append(expert_offsets[-1] - own_offsets)
-    first_row = []
-    for ids, rows in zip(topk_idx, dst_row, strict=True):
-        owner = torch.where(rows >= 0, ids // num_local, -1)
-        same = (owner[:, :, None] == owner[:, None, :]) & (rows >= 0)[:, None, :]
-        of_token = torch.where(same, rows[:, None, :], torch.iinfo(torch.int32).max)
-        first_row.append(torch.where(rows >= 0, of_token.amin(2), -1))
-    of_ranks = zip(expert_offsets, remote_offsets, dst_row, first_row, strict=True)
-    return [PlacedRows(*of_rank) for of_rank in of_ranks]
-
-
-# --- Stages and tiles -----------------------------------------------------------------------------
 
 Tile = tuple[int, int, int]
 """Expert, first row, number of rows."""

@@ -9,7 +9,7 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
-from layer_reference import placed_rows, return_begins, stage_begins
+from layer_reference import return_begins, stage_begins
 from test_dispatch_combine import make_buffer, make_inputs
 
 from moe_engine import reference
@@ -126,7 +126,7 @@ def owner_of(ids, num_experts, num_ranks):
 
 def check_places(results, topk_idx, num_experts, stages):
     num_ranks = len(topk_idx)
-    expected = placed_rows(topk_idx, num_experts)
+    expected = reference.placed_rows(topk_idx, num_experts)
     of_others = {
         "num_remote": torch.stack([want.remote_offsets[-1] for want in expected]),
         "expert_begin": torch.cat([want.expert_offsets[:-1] for want in expected]),
@@ -176,7 +176,7 @@ def check_rows_of_others(rank, results, expected, topk_idx, num_experts, stages)
 
 def check_return_metadata(results, topk_idx, topk_weights, num_experts, return_stages):
     num_ranks = len(topk_idx)
-    placed = placed_rows(topk_idx, num_experts)
+    placed = reference.placed_rows(topk_idx, num_experts)
     for source, (ids, weights) in enumerate(zip(topk_idx, topk_weights, strict=True)):
         found, dst_row = results[source][0], placed[source].dst_row
         _, _, in_rank = reference.layout(ids, num_experts, num_ranks)
@@ -213,7 +213,7 @@ def check_rows(results, x, topk_idx, num_experts, stages):
     """Each rank's expert rows, bit for bit, the unused ones as they were; all of the stages told,
     and no other."""
     num_ranks = len(x)
-    placed = placed_rows(topk_idx, num_experts)
+    placed = reference.placed_rows(topk_idx, num_experts)
     for rank, (found, _) in enumerate(results):
         expected = torch.full_like(found["expert_rows"], UNUSED)
         for source, ids in enumerate(topk_idx):
@@ -300,7 +300,7 @@ def test_a_batch_of_one_row(pool):
 
 def test_the_example_of_the_oracle():
     topk_idx = torch.tensor([[0, 3], [2, 0]]), torch.tensor([[3, 2], [0, 1]])
-    first, second = placed_rows(list(topk_idx), 4)
+    first, second = reference.placed_rows(list(topk_idx), 4)
     assert first.expert_offsets.tolist() == [0, 3, 4]
     assert second.expert_offsets.tolist() == [0, 2, 4]
     assert first.remote_offsets.tolist() == second.remote_offsets.tolist() == [0, 1, 2]
