@@ -23,7 +23,7 @@ from _common import save, time_calls, timed_pool
 from _layer import ERROR, Experts, Tokens, relative_error
 
 from moe_engine import Buffer, LayerConfig, Options, moe_ffn, routing
-from moe_engine.dispatch import Lanes, release
+from moe_engine.dispatch import LayerTokens, release
 from moe_engine.emulation import send_message
 from moe_engine.engines.fused_layer import dispatch_experts
 from moe_engine.grouped_gemm import grouped_gemm
@@ -170,11 +170,9 @@ class Bench:
         act = tokens.x.new_empty(max_rows, experts.up.shape[1] // 2)
 
         def call() -> None:
-            lanes = Lanes(
-                *(tokens.x, tokens.idx, tokens.weights),
-                routing.layout(tokens.idx, experts.num_experts, slots),
-            )
-            dispatch_experts(lanes, experts.up, act, config, slots)
+            layout = routing.layout(tokens.idx, experts.num_experts, slots)
+            sent = LayerTokens(tokens.x, tokens.idx, tokens.weights, layout)
+            dispatch_experts(sent, experts.up, act, config, slots)
             release(slots)
 
         rows, ends = tokens.received()

@@ -1,4 +1,6 @@
-"""The way back of a layer: down-projection, and sums of the expert rows of each token."""
+"""A layer's combine: the down-projection, and sums of the expert rows of each token."""
+
+from typing import Any, NamedTuple
 
 import triton
 import triton.language as tl
@@ -40,49 +42,48 @@ from ..dispatch.stages_kernels import first_tiles, load_staged_tile, stage_of
 from ..grouped_gemm.kernels import finish_tile, gemm_tile
 from ..grouped_gemm.schedule_kernels import Tile, unpack_tile
 
-LANES_AT_ONCE = tl.constexpr(3)
+ROWS_AT_ONCE = tl.constexpr(3)
 """Expert rows of a token that a sum reads before it adds the first."""
 
 
-@triton.jit(
-    do_not_specialize=["N", "K"],
-    do_not_specialize_on_alignment=["tiles", "num_own", "first_tile", "computed"],
-)
+@triton.jit(do_not_specialize_on_alignment=["computed"])
 def staged_gemm_kernel(
     a,  # ragged descriptor of [M, K]
-    w,  # descriptor of the weights, see `gemm_tile`
+    w,  # descriptor of the weights [L, N, K], see `gemm_tile`
     out,  # ragged descriptor of [1, M, N]
-    tiles,  # int64 [max_tiles]
-    num_own,  # int32 [1], see `staged_schedule_kernel`
-    first_tile,  # int32 [STAGES + 1]: tile that begins each stage
-    computed,  # int64 [STAGES]: programs that have computed their tiles of each stage
+    schedule,  # StagedTiles
+    computed,  # int64 [STAGES], see `StageCounters`
     context,
-    N,
-    K,
     STAGES: tl.constexpr,
-    SHAPE: tl.constexpr,
+    SHAPE: tl.constexpr,  # TileShape
     PDL: tl.constexpr,
 ):
     """out [M, N] = A @ w[expert].T, stage by stage; a program that has passed one says so in
-    `computed`, for `return_sums_kernel`, which runs beside it.
+    `computed`, for `return_sums_kernel`, which runs concurrently.
 
-    A PDL launch behind `send_return_metadata_kernel`.
+    A PDL launch after `send_return_metadata_kernel`, for which it waits, and so for all launches
+    before that one: what they have stored, later kernels may read once `computed` is raised.
     """
     pdl_launch_dependents(PDL)
     pdl_wait(PDL)
     STAGES_PAD: tl.constexpr = triton.next_power_of_2(STAGES + 1)
+    N, K = w.shape[1], w.shape[2]
     num_n = tl.cdiv(N, SHAPE.BLOCK_N)
-    first_m = first_tiles(first_tile, num_n, STAGES, STAGES_PAD)
+    first_m = first_tiles(schedule.first_tile, num_n, STAGES, STAGES_PAD)
     program = tl.program_id(0)
     num_programs = tl.num_programs(0)
-    own = tl.load(num_own)
-    num_m = tl.load(first_tile + STAGES)
+    own = tl.load(schedule.num_own)
+    num_m = tl.load(schedule.first_tile + STAGES)
     num_tiles = num_m * num_n
     stages = tl.arange(0, STAGES_PAD)
     since = begin_span()
     for index in tl.range(program, num_tiles, num_programs, flatten=True):
-        word, block = load_staged_tile(tiles, index, own, num_m, first_m, num_n, SHAPE.GROUP_M)
-        expert, row, end = unpack_tile(word)
+        # fmt: off
+        packed, block = load_staged_tile(
+            schedule.tiles, index, own, num_m, first_m, num_n, SHAPE.GROUP_M
+        )
+        # fmt: on
+        expert, row, end = unpack_tile(packed)
         tile = Tile(expert, row, end, block * SHAPE.BLOCK_N)
         acc = gemm_tile(a, w, tile, K, SHAPE)
         # Before this tile is stored, when the last one's store has long ended.
@@ -96,205 +97,187 @@ def staged_gemm_kernel(
     arrive_after_tma(computed + stages, (stages >= before) & (stages < STAGES))
 
 
+class SumSizes(NamedTuple):
+    """Compile-time constants of the kernels that sum."""
+
+    NUM_TOPK: Any
+    STAGES: Any  # return stages
+    RANKS: Any
+    RANKS_PAD: Any
+    BLOCK_H: Any  # columns at a time
+
+
+class StageRows(NamedTuple):
+    """The rows that return in a stage."""
+
+    first_region: tl.tensor  # address of the region of rank 0
+    counts_offset: tl.tensor  # of a region: how many rows there are for its rank
+    list_offset: tl.tensor  # of a region: which is the first, the next in the next row
+    total: tl.tensor  # most for any rank, times the other ranks
+
+
 @triton.jit(
     do_not_specialize=["num_gemm_programs", "num_experts"],
     do_not_specialize_on_alignment=["computed", "returned"],
 )
 def return_sums_kernel(
     y,  # [M, H] expert rows
-    computed,  # int64 [STAGES + 1], see `staged_gemm_kernel`
-    returned,  # int64 [STAGES]: programs that have returned their part of each stage
+    computed,  # int64 [STAGES + 1], see `StageCounters`
+    returned,  # int64 [STAGES], see `StageCounters`
     context,
     num_gemm_programs,
     num_experts,
     hidden,
-    header_bytes,
-    row_bytes,
-    list_offset,
-    places_offset,
-    weights_offset,
-    NUM_TOPK: tl.constexpr,
-    STAGES: tl.constexpr,
-    RANKS: tl.constexpr,
-    RANKS_PAD: tl.constexpr,
-    BLOCK_H: tl.constexpr,
+    rows,  # ReturnRows
+    SIZES: tl.constexpr,  # SumSizes
     PDL: tl.constexpr,
 ):
     """Sum the weighted expert rows of each token of other ranks, and return one row to its rank.
 
     Stage by stage, each when all `num_gemm_programs` of the launch before have computed it. Small
-    programs, which find room beside the GEMM's. A PDL launch behind it.
+    programs, which find room on the SMs of the GEMM's programs.
+
+    A PDL launch after `staged_gemm_kernel`, with which it runs concurrently: it reads what that
+    kernel counts in `computed`, and what peers have published with the metadata's flags.
     """
     pdl_launch_dependents(PDL)
     if is_broken(context) == 0:
-        lane = tl.arange(0, 1)
+        one = tl.arange(0, 1)
         rank = tl.load(context + RANK).to(tl.int32)
-        ranks = tl.arange(0, RANKS_PAD)
-        is_peer = (ranks < RANKS) & (ranks != rank)
+        ranks = tl.arange(0, SIZES.RANKS_PAD)
+        is_peer = (ranks < SIZES.RANKS) & (ranks != rank)
         program, num_programs = tl.program_id(0), tl.num_programs(0)
-        turn_bytes = min(hidden, BLOCK_H) * y.dtype.element_ty.primitive_bitwidth // 8
+        turn_bytes = min(hidden, SIZES.BLOCK_H) * y.dtype.element_ty.primitive_bitwidth // 8
         step = pacing_interval(turn_bytes, 1, num_programs, context)
         since = begin_span()
         # The metadata that says which expert rows are of which token.
-        metadata_flags = metadata_flag(ranks, context)
-        token = wait(
-            metadata_flags, is_peer, current_epoch(context), ranks, context, PHASE_METADATA
-        )
-        for stage in range(0, STAGES):
-            if token == 1:
-                flags = (computed + stage).to(tl.int64) + lane * 8
-                # fmt: off
-                token = wait(
-                    flags, lane == 0, num_gemm_programs, lane + rank, context, PHASE_TILES
-                )
-                # fmt: on
-            if token == 1:
-                rows = as_pointer(consume_token(y.to(tl.int64), token), y.dtype.element_ty)
-                first = consume_token(region(0, context), token)
+        flags = metadata_flag(ranks, context)
+        ready = wait(flags, is_peer, current_epoch(context), ranks, context, PHASE_METADATA)
+        for stage in range(0, SIZES.STAGES):
+            if ready == 1:
+                flag = (computed + stage).to(tl.int64) + one * 8
+                ready = wait(flag, one == 0, num_gemm_programs, one + rank, context, PHASE_TILES)
+            if ready == 1:
+                expert_rows = as_pointer(consume_token(y.to(tl.int64), ready), y.dtype.element_ty)
+                first = consume_token(region(0, context), ready)
                 counts = stage_counts_offset(num_experts) + stage * 4
                 theirs = first + ranks * tl.load(context + REGION_BYTES)
                 at = as_pointer(theirs + counts, tl.int32)
-                total = tl.max(tl.load(at, mask=is_peer, other=0), 0) * (RANKS - 1)
-                list_at = header_bytes + list_offset + stage * 4
+                most = tl.max(tl.load(at, mask=is_peer, other=0), 0)
+                total = most * (SIZES.RANKS - 1)
+                of_stage = StageRows(
+                    first, counts, rows.first + rows.list_offset + stage * 4, total
+                )
                 due = stagger(turn_bytes, program, context)
-                # A row takes three reads one behind the other: which it is, its record, the rows
-                # to add up. The first two are made for the next rows meanwhile.
+                # A row takes three reads, each of which needs the one before: which row it is, its
+                # metadata, the rows to add up. The first two are made for the next rows meanwhile.
+                to, told = _find_row(program, of_stage, rows, rank, context, SIZES.RANKS)
                 # fmt: off
-                to, record = _find_row(
-                    program, total, first, counts, list_at, header_bytes, row_bytes, places_offset,
-                    rank, context, RANKS,
+                dst_rows, weights = load_metadata(told, rows, 0, SIZES.NUM_TOPK)
+                to_next, told_next = _find_row(
+                    program + num_programs, of_stage, rows, rank, context, SIZES.RANKS
                 )
-                places, weights = load_record(record, weights_offset, 0, NUM_TOPK)
-                to_next, record_next = _find_row(
-                    program + num_programs, total, first, counts, list_at, header_bytes, row_bytes,
-                    places_offset, rank, context, RANKS,
-                )
-                for place in range(program, total, num_programs):
-                    to_then, record_then = _find_row(
-                        place + 2 * num_programs, total, first, counts, list_at, header_bytes,
-                        row_bytes, places_offset, rank, context, RANKS,
+                for work_idx in range(program, total, num_programs):
+                    to_then, told_then = _find_row(
+                        work_idx + 2 * num_programs, of_stage, rows, rank, context, SIZES.RANKS
                     )
-                    places_next, weights_next = load_record(
-                        record_next, weights_offset, 0, NUM_TOPK
+                    rows_next, weights_next = load_metadata(
+                        told_next, rows, 0, SIZES.NUM_TOPK
                     )
                     due = return_row(
-                        to, rows, record, places, weights, weights_offset, hidden, due, step,
-                        NUM_TOPK, BLOCK_H,
+                        to, expert_rows, told, dst_rows, weights, rows, hidden, due, step, SIZES
                     )
-                    to, record, places, weights = to_next, record_next, places_next, weights_next
-                    to_next, record_next = to_then, record_then
+                    to, told, dst_rows, weights = to_next, told_next, rows_next, weights_next
+                    to_next, told_next = to_then, told_then
                 # fmt: on
-                notify_stage(returned + stage, num_programs, COMBINE, stage, context, RANKS_PAD)
+                notify_stage(
+                    returned + stage, num_programs, COMBINE, stage, context, SIZES.RANKS_PAD
+                )
             since = end_span(ROLE_RETURN, stage, since, context)
     pdl_wait(PDL)
 
 
 @device_function
-def _find_row(
-    place,
-    total,
-    first_region,
-    counts,
-    list_at,
-    header_bytes,
-    row_bytes,
-    places_offset,
-    rank,
-    context,
-    RANKS: tl.constexpr,
-):
-    """(address that the row at a place of a stage returns to, that of its record, 0 for none): see
-    `tiles.deal`, of the `total` places for all peers."""
-    peer, index = deal(place, max(RANKS - 1, 1))
+def _find_row(work_idx, of_stage, rows, rank, context, RANKS: tl.constexpr):
+    """(address that a row of a stage returns to, that of its return metadata, 0 for none): see
+    `tiles.deal`, of the `total` for all peers."""
+    peer, index = deal(work_idx, max(RANKS - 1, 1))
     peer = (rank + 1 + peer) % RANKS
     region_bytes = tl.load(context + REGION_BYTES)
-    theirs = first_region + peer * region_bytes
-    has = place < total
-    has = has & (index < tl.load(as_pointer(theirs + counts, tl.int32)))
-    entry = theirs + list_at + index.to(tl.int64) * row_bytes
+    theirs = of_stage.first_region + peer * region_bytes
+    has = work_idx < of_stage.total
+    has = has & (index < tl.load(as_pointer(theirs + of_stage.counts_offset, tl.int32)))
+    entry = theirs + of_stage.list_offset + index.to(tl.int64) * rows.num_bytes
     row = tl.load(as_pointer(entry, tl.int32), mask=has, other=0)
-    offset = header_bytes + row.to(tl.int64) * row_bytes
-    to = symm_at(first_region + rank * region_bytes + offset, peer, context)
-    return to, tl.where(has, theirs + offset + places_offset, 0)
+    offset = rows.first + row.to(tl.int64) * rows.num_bytes
+    to = symm_at(of_stage.first_region + rank * region_bytes + offset, peer, context)
+    return to, tl.where(has, theirs + offset, 0)
 
 
 @device_function
-def return_row(
-    to,
-    y,
-    record,
-    places,
-    weights,
-    weights_offset,
-    hidden,
-    due,
-    step,
-    NUM_TOPK: tl.constexpr,
-    BLOCK_H: tl.constexpr,
-):
+def return_row(to, y, told, dst_rows, weights, rows, hidden, due, step, SIZES: tl.constexpr):
     """Sum the expert rows of a token and write them to the address `to`, BLOCK_H columns every
-    `step`; no row for record 0. Returns when the next columns are due. See `sum_lanes`, `put_rows`.
-    """
+    `step`; no row where `told` is 0. Returns when the next columns are due. See `sum_expert_rows`,
+    `put_rows`."""
     to_row = as_pointer(to, y.dtype.element_ty)
-    for column in range(0, hidden, BLOCK_H):
-        columns = column + tl.arange(0, BLOCK_H)
+    for column in range(0, hidden, SIZES.BLOCK_H):
+        columns = column + tl.arange(0, SIZES.BLOCK_H)
         in_row = row_mask(columns, hidden, y.dtype.element_ty, True)
         # fmt: off
-        total = sum_lanes(
-            y, record, places, weights, weights_offset, columns, in_row, hidden, NUM_TOPK
+        total = sum_expert_rows(
+            y, told, dst_rows, weights, rows, columns, in_row, hidden, SIZES.NUM_TOPK
         )
         # fmt: on
         values = round_to(total, y.dtype.element_ty)
         due = pace(due, step)
-        put(row_pointers(to_row, columns, True), values, in_row & (record != 0))
+        put(row_pointers(to_row, columns, True), values, in_row & (told != 0))
     return due
 
 
 @device_function
-def load_record(record, weights_offset, first, NUM_TOPK: tl.constexpr):
-    """(places, weights) of LANES_AT_ONCE of a token's expert rows here, from number `first` on.
-
-    The record has the places, in top-k lane order, then -1, and `weights_offset` bytes behind them
-    the weights. No places for record 0.
-    """
-    places_at = as_pointer(record, tl.int32) + first
-    weights_at = as_pointer(record + weights_offset, tl.float32) + first
-    places = ()
+def load_metadata(told, rows, first, NUM_TOPK: tl.constexpr):
+    """(dst_rows, weights) of ROWS_AT_ONCE of a token's expert rows here, from number `first` on;
+    told: the address of the row with its return metadata, 0 for none, which has no dst_rows. They
+    are in the order of k, then -1; see `ReturnRowLayout`."""
+    dst_rows_at = as_pointer(told + rows.dst_rows_offset, tl.int32) + first
+    weights_at = as_pointer(told + rows.weights_offset, tl.float32) + first
+    dst_rows = ()
     weights = ()
-    for lane in tl.static_range(LANES_AT_ONCE):
-        has = (record != 0) & (first + lane < NUM_TOPK)
-        places = places + (tl.load(places_at + lane, mask=has, other=-1),)
-        weights = weights + (tl.load(weights_at + lane, mask=has, other=0.0),)
-    return places, weights
+    for index in tl.static_range(ROWS_AT_ONCE):
+        has = (told != 0) & (first + index < NUM_TOPK)
+        dst_rows = dst_rows + (tl.load(dst_rows_at + index, mask=has, other=-1),)
+        weights = weights + (tl.load(weights_at + index, mask=has, other=0.0),)
+    return dst_rows, weights
 
 
 @device_function
-def sum_lanes(
-    y, record, places, weights, weights_offset, columns, in_row, hidden, NUM_TOPK: tl.constexpr
+def sum_expert_rows(
+    y, told, dst_rows, weights, rows, columns, in_row, hidden, NUM_TOPK: tl.constexpr
 ):
     """fp32 [C]: `columns` of a token's expert rows here times their weights, added up in the order
-    of its record, of which the first have been loaded. LANES_AT_ONCE are read at once."""
+    of its return metadata, of which the first have been loaded. ROWS_AT_ONCE are read at once."""
     total = tl.zeros([columns.shape[0]], tl.float32)
-    total = _add_rows(total, y, places, weights, columns, in_row, hidden)
-    if LANES_AT_ONCE < NUM_TOPK:  # Triton 3.6 does not compile a loop that never runs
-        first = tl.full((), LANES_AT_ONCE, tl.int32)
-        more = places[LANES_AT_ONCE - 1] >= 0
+    total = _add_rows(total, y, dst_rows, weights, columns, in_row, hidden)
+    if ROWS_AT_ONCE < NUM_TOPK:  # Triton 3.6 does not compile a loop that never runs
+        first = tl.full((), ROWS_AT_ONCE, tl.int32)
+        more = dst_rows[ROWS_AT_ONCE - 1] >= 0
         while more:
-            others, their_weights = load_record(record, weights_offset, first, NUM_TOPK)
+            others, their_weights = load_metadata(told, rows, first, NUM_TOPK)
             total = _add_rows(total, y, others, their_weights, columns, in_row, hidden)
-            first += LANES_AT_ONCE
-            more = (first < NUM_TOPK) & (others[LANES_AT_ONCE - 1] >= 0)
+            first += ROWS_AT_ONCE
+            more = (first < NUM_TOPK) & (others[ROWS_AT_ONCE - 1] >= 0)
     return total
 
 
 @device_function
-def _add_rows(total, y, places, weights, columns, in_row, hidden):
-    """`total` and the rows at `places` times their weights, one after the other."""
-    rows = ()
-    for lane in tl.static_range(LANES_AT_ONCE):
-        row = y + places[lane].to(tl.int64) * hidden
-        has = in_row & (places[lane] >= 0)
-        rows = rows + (tl.load(row_pointers(row, columns, True), mask=has, other=0.0),)
-    for lane in tl.static_range(LANES_AT_ONCE):
-        total += tl.where(places[lane] >= 0, weights[lane], 0.0) * rows[lane].to(tl.float32)
+def _add_rows(total, y, dst_rows, weights, columns, in_row, hidden):
+    """`total` and rows of y times their weights, one after the other."""
+    values = ()
+    for index in tl.static_range(ROWS_AT_ONCE):
+        row = y + dst_rows[index].to(tl.int64) * hidden
+        has = in_row & (dst_rows[index] >= 0)
+        values = values + (tl.load(row_pointers(row, columns, True), mask=has, other=0.0),)
+    for index in tl.static_range(ROWS_AT_ONCE):
+        weight = tl.where(dst_rows[index] >= 0, weights[index], 0.0)
+        total += weight * values[index].to(tl.float32)
     return total

@@ -1,13 +1,13 @@
 """Dispatch: send each token once to every rank that holds one of its experts."""
 
 from .fused import (
-    Lanes,
-    ReturnMetadata,
+    Dispatched,
+    LayerTokens,
     copy_rows,
     dispatch_gemm,
     exchange_fused,
+    place_rows,
     push_fused,
-    send_return_metadata,
 )
 from .launch import (
     Counts,
@@ -24,14 +24,15 @@ from .launch import (
     send_metadata,
 )
 from .send_kernels import SendPlan
+from .stages import staged_schedule
 
 __all__ = [
     "Counts",
     "DispatchLayout",
-    "Lanes",
+    "Dispatched",
+    "LayerTokens",
     "Partition",
     "Received",
-    "ReturnMetadata",
     "SendPlan",
     "Tokens",
     "collect",
@@ -40,10 +41,11 @@ __all__ = [
     "exchange",
     "exchange_fused",
     "locate",
+    "place_rows",
     "programs_on_all_sms",
     "push",
     "push_fused",
     "release",
     "send_metadata",
-    "send_return_metadata",
+    "staged_schedule",
 ]

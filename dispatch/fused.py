@@ -1,9 +1,9 @@
-"""Host side of a layer's way there: one function per launch, in the order of a call."""
+"""Host side of a layer's dispatch: one function per launch, in the order of a call."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from triton.tools.ragged_tma import create_ragged_descriptor
@@ -14,163 +14,223 @@ from ..device.lang import INTERPRETED
 from ..device.signature import RowShape
 from ..grouped_gemm import num_compute_programs, ragged
 from ..grouped_gemm.config import GemmConfig
-from ..hardware import has_pdl, leave_room, pdl_options, share_sms
-from ..routing import LanePlaces, Layout, Places
+from ..hardware import leave_room
+from ..layer_config import LayerConfig
+from ..routing import RoutingLayout
+from ..routing_kernels import layout_sum_kernel
 from ..row_vectors import RowVectors
-from ..symm.slots import RowLayout, Slots, layer_row
+from ..symm.slots import ReturnRowLayout, Slots
 from ..utils import next_power_of_2
 from .exchange_kernels import ExchangeSizes, exchange_fused_kernel
 from .fused_kernels import (
+    CopyLists,
+    CopySizes,
+    RowSize,
     copy_rows_kernel,
     dispatch_gemm_kernel,
     push_fused_kernel,
-    send_return_metadata_kernel,
 )
-from .stages import StagedSchedule
+from .place_rows_kernels import PlaceSizes, RowBegins, RowPlan, place_rows_kernel
+from .stages import StageCounters, StagedSchedule
+from .stages_kernels import staged_schedule_kernel
 
 PUSH_BATCH, COPY_BATCH = 32, 64
-"""Rows whose way a program looks up at a time."""
+"""Rows that a program looks up at a time."""
 PUSH_ROWS, PUSH_VECS = 4, 512
 """Rows that a program copies at a time, and vectors of each. Twice as many in flight, or more
-warps, take the links no faster and the GEMM beside them half of its speed (bench/NOTES.md)."""
+warps, take the links no faster, and a concurrent GEMM half of its speed (bench/NOTES.md)."""
 
 
 @dataclass(frozen=True, slots=True)
-class Lanes:
-    """What a rank sends to the experts: x [T, H] contiguous, topk_idx int64 [T, K] and topk_weights
-    float32 [T, K], and their layout."""
+class LayerTokens:
+    """What a rank sends to the experts of a layer: x [T, H] contiguous, topk_idx int64 [T, K] and
+    topk_weights float32 [T, K], and their layout."""
 
     x: torch.Tensor
     topk_idx: torch.Tensor
     topk_weights: torch.Tensor
-    layout: Layout
+    layout: RoutingLayout
 
     @property
-    def row(self) -> RowLayout:
-        return layer_row(self.x.shape[1] * self.x.itemsize, self.topk_idx.shape[1])
+    def row(self) -> ReturnRowLayout:
+        """How their sums return."""
+        return ReturnRowLayout(self.x.shape[1] * self.x.itemsize, self.topk_idx.shape[1])
 
     @property
     def num_experts(self) -> int:
         return self.layout.num_tokens_per_expert.numel()
 
 
-def exchange_fused(lanes: Lanes, stages: int, back_stages: int, slots: Slots) -> Places:
-    """Tell every rank this rank's counts and learn theirs. Begins a call; the launch before it is
-    the layout's. Other ranks must call with as many stages of both ways."""
-    slots.context.step = "exchange_fused"
-    num_ranks, num_experts = slots.layout.num_ranks, lanes.num_experts
+class ExpertOffsets(NamedTuple):
+    """Where the rows of experts begin, on the device; see `exchange_fused_kernel`.
+
+    expert_offsets and remote_offsets int32 [L + 1]: of each expert of this rank, among all its rows
+    and among those from other ranks; num_remote int32 [R]: rows that each rank gets from others;
+    expert_begin and remote_begin int32 [E]: the offsets on all ranks; num_to_push int64 [R, S]:
+    0, for `place_rows` to count in.
+    """
+
+    expert_offsets: torch.Tensor
+    remote_offsets: torch.Tensor
+    num_remote: torch.Tensor
+    expert_begin: torch.Tensor
+    remote_begin: torch.Tensor
+    num_to_push: torch.Tensor
+
+
+def exchange_fused(tokens: LayerTokens, config: LayerConfig, slots: Slots) -> ExpertOffsets:
+    """Tell every rank this rank's counts and learn theirs. Begins a call; other ranks must call
+    with as many stages of dispatch and combine."""
+    num_ranks, num_experts = slots.num_ranks, tokens.num_experts
     num_local = num_experts // num_ranks
-    new, row = lanes.layout.earlier_counts.new_empty, lanes.row
-    places = Places(
+    new, row = tokens.layout.earlier_counts.new_empty, tokens.row
+    offsets = ExpertOffsets(
         new(num_local + 1),
         new(num_local + 1),
         new(num_ranks),
         new(num_experts),
         new(num_experts),
-        new((num_ranks, stages), dtype=torch.int64),
+        new((num_ranks, config.num_stages), dtype=torch.int64),
     )
     sizes = ExchangeSizes(
         RANKS_PAD=next_power_of_2(num_ranks),
         EXPERTS_PAD=next_power_of_2(num_local),
         ALL_EXPERTS_PAD=next_power_of_2(num_experts),
         RANKS=num_ranks,
-        STAGES_PAD=next_power_of_2(stages),
+        STAGES_PAD=next_power_of_2(config.num_stages),
     )
-    launched = exchange_fused_kernel[(2 * num_ranks,)](
-        lanes.layout.num_tokens_per_expert,
-        places,
+    slots.context.launch(
+        exchange_fused_kernel,
+        (2 * num_ranks,),
+        tokens.layout.num_tokens_per_expert,
+        offsets,
         slots.context.fields,
         num_local,
-        RowShape(row.payload_bytes, row.num_topk, lanes.x.itemsize, 0),
-        stages,
-        back_stages,
+        RowShape(row.payload_bytes, row.num_topk, tokens.x.itemsize, 0),
+        config.num_stages,
+        config.num_return_stages,
         SIZES=constants(sizes),
-        PDL=has_pdl(),
-        **pdl_options(),
+        step="exchange_fused",
+        after=(layout_sum_kernel,),
+        shares_sms=True,
     )
-    share_sms(launched)
-    return places
+    return offsets
+
+
+def place_rows(
+    tokens: LayerTokens, offsets: ExpertOffsets, copies_offset: int, slots: Slots
+) -> RowPlan:
+    """Find the expert rows of this rank's tokens, and tell the other ranks which of their rows are
+    copies: in `slots.expert_rows` from copies_offset on, in bytes. See `place_rows_kernel`."""
+    layout, (num_tokens, num_topk) = tokens.layout, tokens.topk_idx.shape
+    num_ranks, num_stages = offsets.num_to_push.shape
+    new = tokens.topk_idx.new_empty
+    plan = RowPlan(
+        dst_row=new((num_tokens, num_topk), dtype=torch.int32),
+        remote_idx=new((num_tokens, num_topk), dtype=torch.int32),
+        own_order=new(num_tokens * num_topk),
+        to_push=new((num_ranks, num_stages, num_tokens)),
+        num_to_push=offsets.num_to_push,
+    )
+    sizes = PlaceSizes(
+        NUM_TOPK=num_topk,
+        TOPK_PAD=next_power_of_2(num_topk),
+        RANKS=num_ranks,
+        BLOCK_TOKENS=layout.block_tokens,
+        STEP=32,
+    )
+    slots.context.launch(
+        place_rows_kernel,
+        (len(layout.earlier_counts),),
+        tokens.topk_idx,
+        layout.earlier_counts,
+        RowBegins(offsets.expert_begin, offsets.remote_begin, offsets.num_remote),
+        plan,
+        slots.expert_rows.peer_addresses,
+        slots.context.fields,
+        num_tokens,
+        tokens.num_experts // num_ranks,
+        num_stages,
+        copies_offset,
+        SIZES=constants(sizes),
+        after=(exchange_fused_kernel,),
+        shares_sms=True,
+        num_warps=8,
+    )
+    return plan
 
 
 def push_fused(
-    x: torch.Tensor,
-    to_push: torch.Tensor,
-    places: Places,
-    schedule: StagedSchedule,
-    num_programs: int,
-    slots: Slots,
+    x: torch.Tensor, plan: RowPlan, counters: StageCounters, config: LayerConfig, slots: Slots
 ) -> None:
-    """Copy rows of x [T, H], one for each token and other rank, to their places among the expert
-    rows of these; to_push: see `routing.place_rows`. The launch before it is the schedule's."""
-    slots.context.step = "push_fused"
-    num_ranks = slots.layout.num_ranks
+    """Copy rows of x [T, H], one for each token and other rank, into the expert rows of these."""
     vectors = RowVectors.of(x.shape[1], x.dtype)
-    launched = push_fused_kernel[(2 if INTERPRETED else num_programs,)](
+    slots.context.launch(
+        push_fused_kernel,
+        (2 if INTERPRETED else config.num_push_programs,),
         vectors.view(x),
-        to_push,
-        places.num_to_push,
-        schedule.pushed,
+        plan.to_push,
+        plan.num_to_push,
+        counters.pushed,
         slots.expert_rows.peer_addresses,
         slots.context.fields,
         len(x),
-        schedule.stages,
-        vectors.num_vecs,
-        x.shape[1] * x.itemsize,
-        RANKS=num_ranks,
-        RANKS_PAD=next_power_of_2(num_ranks),
-        **_of_copies(vectors, PUSH_BATCH),
+        config.num_stages,
+        RowSize(vectors.num_vecs, x.shape[1] * x.itemsize),
+        **_copy_options(vectors, PUSH_BATCH, slots),
+        step="push_fused",
+        after=(staged_schedule_kernel,),
     )
-    share_sms(launched)
 
 
 def copy_rows(
     x: torch.Tensor,
     rows: torch.Tensor,
-    copies: torch.Tensor,
-    own_order: torch.Tensor,
-    places: Places,
-    schedule: StagedSchedule,
-    num_programs: int,
+    lists: CopyLists,
+    offsets: ExpertOffsets,
+    counters: StageCounters,
+    config: LayerConfig,
     slots: Slots,
-) -> int:
-    """Copy x [T, H] to this rank's own experts, and expert rows [M, H] that are pushed to further
-    experts of their tokens; copies int64 [M] and own_order: see `place_rows_kernel`. Returns the
-    number of programs that do so. The launch before it is that of `push_fused`."""
-    slots.context.step = "copy_rows"
+) -> None:
+    """Copy x [T, H] to this rank's own experts, and expert rows [M, H] that other ranks push to
+    further experts of their tokens."""
     vectors = RowVectors.of(rows.shape[1], rows.dtype)
     rank = slots.context.rank
-    num_programs = 2 if INTERPRETED else num_programs
-    launched = copy_rows_kernel[(num_programs,)](
+    slots.context.launch(
+        copy_rows_kernel,
+        (num_copy_programs(config),),
         vectors.view(x),
         vectors.view(rows),
-        own_order,
-        copies,
-        places.expert_offsets[-1:],
-        places.num_remote[rank : rank + 1],
-        schedule.copied,
+        lists,
+        offsets.expert_offsets[-1:],
+        offsets.num_remote[rank : rank + 1],
+        counters.copied,
         slots.context.fields,
-        schedule.stages,
-        int(schedule.own_apart),
-        vectors.num_vecs,
-        rows.shape[1] * rows.itemsize,
-        RANKS_PAD=next_power_of_2(slots.layout.num_ranks),
-        **_of_copies(vectors, COPY_BATCH),
+        config.num_stages,
+        int(config.own_apart),
+        RowSize(vectors.num_vecs, rows.shape[1] * rows.itemsize),
+        **_copy_options(vectors, COPY_BATCH, slots),
+        step="copy_rows",
+        after=(push_fused_kernel,),
     )
-    share_sms(launched)
-    return num_programs
 
 
-def _of_copies(vectors: RowVectors, batch: int) -> dict[str, Any]:
+def num_copy_programs(config: LayerConfig) -> int:
+    """Programs of `copy_rows`, for which `dispatch_gemm` waits at each tile."""
+    return 2 if INTERPRETED else config.num_copy_programs
+
+
+def _copy_options(vectors: RowVectors, batch: int, slots: Slots) -> dict[str, Any]:
     """Launch options of programs that copy rows of these vectors, `batch` looked up at a time."""
-    return {
-        "BATCH": batch,
-        "LANES": batch if INTERPRETED else PUSH_ROWS,
-        "ALIGNED": vectors.aligned,
-        "BLOCK_VECS": min(next_power_of_2(vectors.num_vecs), PUSH_VECS),
-        "PDL": has_pdl(),
-        "num_warps": 1,
-        **pdl_options(),
-    }
+    sizes = CopySizes(
+        BATCH=batch,
+        BLOCK_ROWS=batch if INTERPRETED else PUSH_ROWS,
+        BLOCK_VECS=min(next_power_of_2(vectors.num_vecs), PUSH_VECS),
+        ALIGNED=vectors.aligned,
+        RANKS=slots.num_ranks,
+        RANKS_PAD=next_power_of_2(slots.num_ranks),
+    )
+    return {"SIZES": constants(sizes), "num_warps": 1, "shares_sms": True}
 
 
 def dispatch_gemm(
@@ -178,91 +238,45 @@ def dispatch_gemm(
     w: torch.Tensor,
     out: torch.Tensor,
     schedule: StagedSchedule,
-    num_copy_programs: int,
-    config: GemmConfig,
+    counters: StageCounters,
+    tiles: GemmConfig,
+    config: LayerConfig,
     slots: Slots,
 ) -> None:
     """out [M, I] = silu(gate) * up of the expert rows a [M, H] times w [L, 2I, H], while they
-    arrive. The launch before it is that of `copy_rows`."""
-    slots.context.step = "dispatch_gemm"
+    arrive."""
     num_columns, depth = w.shape[1] // 2, w.shape[2]
-    block_n, by_part = config.block_n // 2, w.view(-1, num_columns, depth)
-    launched = dispatch_gemm_kernel[(num_compute_programs(a.device, config),)](
-        create_ragged_descriptor(a, [config.block_m, config.block_k]),
-        TensorDescriptor.from_tensor(by_part, [2, block_n, config.block_k]),
-        ragged(out[None], config.block_m, block_n // config.subtiles),
+    block_n, by_part = tiles.block_n // 2, w.view(-1, num_columns, depth)
+    slots.context.launch(
+        dispatch_gemm_kernel,
+        (num_compute_programs(a.device, tiles),),
+        create_ragged_descriptor(a, [tiles.block_m, tiles.block_k]),
+        TensorDescriptor.from_tensor(by_part, [2, block_n, tiles.block_k]),
+        ragged(out[None], tiles.block_m, block_n // tiles.subtiles),
         schedule.tiles,
-        schedule.first_tile[-1:],
-        schedule.copied,
+        schedule.num_tiles,
+        counters.copied,
         slots.context.fields,
-        num_copy_programs,
-        schedule.stages,
-        num_columns,
-        depth,
-        RANKS_PAD=next_power_of_2(slots.layout.num_ranks),
-        PDL=has_pdl(),
-        **config.launch_options(),
+        num_copy_programs(config),
+        config.num_stages,
+        RANKS_PAD=next_power_of_2(slots.num_ranks),
+        **tiles.launch_options(),
         **leave_room(),
-        **pdl_options(),
+        step="dispatch_gemm",
+        after=(copy_rows_kernel,),
+        shares_sms=True,
     )
-    share_sms(launched)
 
 
 @dataclass(frozen=True, slots=True)
-class ReturnMetadata:
-    """What a rank knows of the sums that come back to it: send_head int32 [T, R], see
-    `reference.send_plan`, and to_sum int32 [stages, T]: the tokens of which the last comes in each
-    stage, `StagedSchedule.num_to_sum` of them."""
+class Dispatched:
+    """A layer's dispatch, launched: the tokens sent, rows [M, H] of this rank's experts, and what
+    combine needs to know of them."""
 
-    send_head: torch.Tensor
-    to_sum: torch.Tensor
-
-
-def send_return_metadata(
-    lanes: Lanes,
-    lane_places: LanePlaces,
-    places: Places,
-    schedule: StagedSchedule,
-    header_bytes: int,
-    slots: Slots,
-) -> ReturnMetadata:
-    """Tell each rank which of its expert rows belong to each token. The launch before it is that of
-    `dispatch_gemm`."""
-    slots.context.step = "send_return_metadata"
-    num_tokens, num_topk = lanes.topk_idx.shape
-    num_ranks, row = slots.layout.num_ranks, lanes.row
-    metadata = ReturnMetadata(
-        lane_places.place.new_empty((num_tokens, num_ranks)),
-        lane_places.place.new_empty((schedule.back_stages, num_tokens)),
-    )
-    launched = send_return_metadata_kernel[(len(lanes.layout.earlier_counts),)](
-        lanes.topk_idx,
-        lanes.topk_weights,
-        lane_places.place,
-        lane_places.position,
-        lanes.layout.earlier_counts,
-        places.num_remote,
-        schedule.listed,
-        metadata.to_sum,
-        schedule.num_to_sum,
-        metadata.send_head,
-        slots.context.fields,
-        num_tokens,
-        lanes.num_experts // num_ranks,
-        header_bytes,
-        row.num_bytes,
-        row.scales,
-        row.ids,
-        row.weights,
-        NUM_TOPK=num_topk,
-        TOPK_PAD=next_power_of_2(num_topk),
-        RANKS=num_ranks,
-        RANKS_PAD=next_power_of_2(num_ranks),
-        BACK_STAGES=schedule.back_stages,
-        BLOCK=lanes.layout.block_tokens,
-        PDL=has_pdl(),
-        num_warps=4,
-        **pdl_options(),
-    )
-    share_sms(launched)
-    return metadata
+    tokens: LayerTokens
+    rows: torch.Tensor
+    offsets: ExpertOffsets
+    plan: RowPlan
+    schedule: StagedSchedule
+    counters: StageCounters
+    config: LayerConfig

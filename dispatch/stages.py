@@ -7,88 +7,98 @@ from dataclasses import dataclass
 import torch
 import triton
 
-from ..hardware import has_pdl, pdl_options, share_sms
-from ..routing import Places
+from ..device.constants import constants
+from ..layer_config import LayerConfig
+from ..symm.slots import Slots
 from ..utils import next_power_of_2
-from .stages_kernels import staged_schedule_kernel
+from .place_rows_kernels import place_rows_kernel
+from .stages_kernels import ScheduleSizes, StagedTiles, staged_schedule_kernel
 
 
 @dataclass(frozen=True, slots=True)
 class StagedSchedule:
-    """Tiles of expert rows, on the device.
+    """Tiles of expert rows, up to block_m each, on the device.
 
     tiles int64 [max_tiles] in the order in which rows arrive, num_own int32 [1] and first_tile
-    int32 [back_stages + 2]: see `staged_schedule_kernel`. Counters int64, from 0 on: pushed
-    [stages], programs that have pushed their share of a stage; copied [2 * stages], those that have
-    copied theirs, of own rows, then of others'; computed [back_stages + 1], those that have
-    computed their tiles of a stage; returned [back_stages], those that have returned its sums;
-    num_to_sum [back_stages]: tokens whose last row comes back in each stage; listed [R,
-    back_stages]: rows that each rank gets back in each stage.
+    int32 [return stages + 2]: see `staged_schedule_kernel`.
     """
 
     tiles: torch.Tensor
     num_own: torch.Tensor
     first_tile: torch.Tensor
+    block_m: int
+
+    @property
+    def num_tiles(self) -> torch.Tensor:
+        """int32 [1]: of all stages."""
+        return self.first_tile[-1:]
+
+
+@dataclass(frozen=True, slots=True)
+class StageCounters:
+    """Counters of a call by which its kernels tell each other how far they are, int64 on the
+    device. `staged_schedule_kernel` zeroes them; each is raised by one kernel:
+
+    pushed [stages]: programs that have pushed their share of a stage, by `push_fused_kernel`;
+    copied [2 * stages]: programs that have copied their share, of own rows, then of others', by
+    `copy_rows_kernel`; listed [R, return stages]: rows that each rank gets back in each stage, and
+    num_to_sum [return stages]: tokens whose last row comes back in each stage, by
+    `send_return_metadata_kernel`; computed [return stages + 1]: programs that have computed their
+    tiles of a stage, by `staged_gemm_kernel`; returned [return stages]: programs that have returned
+    their share of its sums, by `return_sums_kernel`.
+    """
+
     pushed: torch.Tensor
     copied: torch.Tensor
     computed: torch.Tensor
     returned: torch.Tensor
     num_to_sum: torch.Tensor
     listed: torch.Tensor
-    stages: int
-    back_stages: int
-    own_apart: bool
 
 
 def staged_schedule(
-    places: Places,
+    offsets: torch.Tensor,
+    remote_offsets: torch.Tensor,
     max_expert_rows: int,
     block_m: int,
-    stages: int,
-    back_stages: int,
-    own_apart: bool,
-    num_ranks: int,
-) -> StagedSchedule:
-    """Cut expert rows into tiles; see `staged_schedule_kernel`."""
-    num_local_experts = places.expert_offsets.numel() - 1
-    new = places.expert_offsets.new_empty
+    config: LayerConfig,
+    slots: Slots,
+) -> tuple[StagedSchedule, StageCounters]:
+    """Cut expert rows into tiles of up to block_m, given where each expert's rows begin and those
+    from other ranks, int32 [L + 1]; see `staged_schedule_kernel`."""
+    num_local_experts = offsets.numel() - 1
+    stages, returns = config.num_stages, config.num_return_stages
+    new = offsets.new_empty
     max_tiles = triton.cdiv(max_expert_rows, block_m) + num_local_experts
-    parts = stages, 2 * stages, back_stages + 1, back_stages, back_stages, num_ranks * back_stages
+    parts = stages, 2 * stages, returns + 1, returns, returns, slots.num_ranks * returns
     counters = new(sum(parts), dtype=torch.int64)
-    pushed, copied, computed, returned, num_to_sum, listed = counters.split(parts)
     schedule = StagedSchedule(
         tiles=new(max_tiles, dtype=torch.int64),
         num_own=new(1),
-        first_tile=new(back_stages + 2),
-        pushed=pushed,
-        copied=copied,
-        computed=computed,
-        returned=returned,
-        num_to_sum=num_to_sum,
-        listed=listed,
-        stages=stages,
-        back_stages=back_stages,
-        own_apart=own_apart,
+        first_tile=new(returns + 2),
+        block_m=block_m,
     )
-    launched = staged_schedule_kernel[(num_local_experts,)](
-        places.expert_offsets,
-        places.remote_offsets,
-        schedule.tiles,
-        schedule.num_own,
-        schedule.first_tile,
+    sizes = ScheduleSizes(
+        BLOCK_M=block_m,
+        RETURN_STAGES=returns,
+        EXPERTS_PAD=next_power_of_2(num_local_experts),
+        COUNTERS_PAD=next_power_of_2(len(counters)),
+        STEP=128,
+    )
+    slots.context.launch(
+        staged_schedule_kernel,
+        (num_local_experts,),
+        offsets,
+        remote_offsets,
+        StagedTiles(schedule.tiles, schedule.num_own, schedule.first_tile),
         counters,
         len(counters),
         num_local_experts,
         stages,
-        int(own_apart),
+        int(config.own_apart),
         max_tiles,
-        BLOCK_M=block_m,
-        BACK_STAGES=back_stages,
-        EXPERTS_PAD=next_power_of_2(num_local_experts),
-        COUNTERS_PAD=next_power_of_2(len(counters)),
-        STEP=128,
-        PDL=has_pdl(),
-        **pdl_options(),
+        SIZES=constants(sizes),
+        after=(place_rows_kernel,),
+        shares_sms=True,
     )
-    share_sms(launched)
-    return schedule
+    return schedule, StageCounters(*counters.split(parts))

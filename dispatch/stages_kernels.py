@@ -1,4 +1,6 @@
-"""The kernel that cuts expert rows into tiles, and the stages in which these go back."""
+"""The kernel that cuts expert rows into tiles, and the stages in which their sums return."""
+
+from typing import Any, NamedTuple
 
 import triton
 import triton.language as tl
@@ -6,18 +8,55 @@ import triton.language as tl
 from ..device.lang import device_function
 from ..device.programs import pdl_launch_dependents, pdl_wait
 from ..device.tiles import stage_of_row, stage_unit
-from ..grouped_gemm.schedule_kernels import pack_tile, tile_coordinates
+from ..grouped_gemm.schedule_kernels import pack_tile, tile_coordinates, unpack_tile
+
+# --- A tile as one word --------------------------------------------------------------------------
 
 
 @device_function
-def return_begin(stage, num_rows, BACK_STAGES: tl.constexpr):
-    """The expert row that begins a stage of the way back. Stages become shorter, as a token goes
-    back when the last of its few rows has been computed, and so most do late.
+def pack_staged_tile(expert, row, num_rows, counter):
+    """`pack_tile` with, from bit 56 on, the number of the counter in `StageCounters.copied` that
+    says that all rows of the tile have arrived."""
+    return pack_tile(expert, row, num_rows) | counter.to(tl.int64) << 56
+
+
+@device_function
+def unpack_staged_tile(packed):
+    """(expert, first row, end of the rows, counter) of a tile; see `pack_staged_tile`."""
+    expert, row, end = unpack_tile(packed)
+    return expert, row, end, packed >> 56
+
+
+# --- The schedule --------------------------------------------------------------------------------
+
+
+class StagedTiles(NamedTuple):
+    """What `staged_schedule_kernel` makes."""
+
+    tiles: tl.tensor  # int64 [max_tiles]
+    num_own: tl.tensor  # int32 [1]: tiles of this rank's own rows alone
+    first_tile: tl.tensor  # int32 [RETURN_STAGES + 2]: tile that begins each return stage
+
+
+class ScheduleSizes(NamedTuple):
+    """Compile-time constants of `staged_schedule_kernel`."""
+
+    BLOCK_M: Any
+    RETURN_STAGES: Any
+    EXPERTS_PAD: Any
+    COUNTERS_PAD: Any
+    STEP: Any
+
+
+@device_function
+def return_begin(stage, num_rows, RETURN_STAGES: tl.constexpr):
+    """The expert row that begins a return stage. Stages become shorter, as a token's sum returns
+    when the last of its few rows has been computed, and so most return late.
 
     16 rows, 4 stages: 0, 7, 12, 15, and 16 for stage 4.
     """
-    rest = (BACK_STAGES - stage).to(tl.int64)
-    return num_rows - (num_rows * rest * rest // (BACK_STAGES * BACK_STAGES)).to(tl.int32)
+    rest = (RETURN_STAGES - stage).to(tl.int64)
+    return num_rows - (num_rows * rest * rest // (RETURN_STAGES * RETURN_STAGES)).to(tl.int32)
 
 
 @triton.jit(
@@ -28,54 +67,51 @@ def return_begin(stage, num_rows, BACK_STAGES: tl.constexpr):
 def staged_schedule_kernel(
     expert_offsets,  # int32 [L + 1]
     remote_offsets,  # int32 [L + 1], see `exchange_fused_kernel`
-    tiles,  # int64 [max_tiles], out
-    num_own,  # int32 [1], out: tiles of this rank's own rows alone
-    first_tile,  # int32 [BACK_STAGES + 2], out: tile that begins each stage of the way back
+    schedule,  # StagedTiles, out
     counters,  # int64 [num_counters], out: 0
     num_counters,
     num_local_experts,
     stage_count,
     own_apart,
     max_tiles,
-    BLOCK_M: tl.constexpr,
-    BACK_STAGES: tl.constexpr,
-    EXPERTS_PAD: tl.constexpr,
-    COUNTERS_PAD: tl.constexpr,
-    STEP: tl.constexpr,
+    SIZES: tl.constexpr,
     PDL: tl.constexpr,
 ):
-    """Cut each expert's rows into tiles of BLOCK_M; program e writes those of expert e. An early
-    launch behind the places, and the one behind it may be early too.
+    """Cut each expert's rows into tiles of BLOCK_M; program e writes those of expert e.
 
     An expert's rows are first this rank's own, then those of others. With own_apart 1, tiles that
     hold own rows alone come first, by expert, then the others, by expert. So there is work before
-    rows arrive; and on the way back, which begins with the tiles of other ranks' rows, and ends
-    with the own ones, while sums are on their way. With own_apart 0 all stand by expert.
+    rows arrive; and combine, which begins with the tiles of other ranks' rows, ends with the own
+    ones, while sums are on their way. With own_apart 0 all are in the order of their experts.
 
-    Behind its expert, from bit 56 on, a tile has the number of the counter that says that all its
-    rows are there: own rows come in `stage_count` stages, by `tiles.stage_of_row`, and those of
-    others in as many, see `copy_rows_kernel`.
+    Each tile has the number of the counter that says that all its rows have arrived: own rows come
+    in `stage_count` stages, by `tiles.stage_of_row`, and those of others in as many, see
+    `copy_rows_kernel`.
 
-    first_tile counts from the first tile that is not apart. One that holds rows of several stages
-    belongs to the first of them, whose rows wait for it; the last stage is the tiles apart.
+    first_tile counts from the first tile that is not apart. A tile that holds rows of several
+    return stages belongs to the first of them, whose rows wait for it; the last stage is the tiles
+    apart.
 
-    Two stages each way, BLOCK_M 2, own_apart 1, expert_offsets [0, 4, 8], remote_offsets [0, 2, 5]:
-    rows 0, 1 and 4 are own, so tiles (expert, row, number of rows) (0, 0, 2) | (0, 2, 2) (1, 4, 2)
-    (1, 6, 2), num_own [1], first_tile [0, 3, 3, 4]: 4 of 5 rows of others are of the first stage,
-    which leaves no tile that begins with one of the second.
+    A PDL launch after `place_rows_kernel`: it waits for that kernel, which has waited for the
+    exchange, before it reads the offsets, and before later launches may begin.
+
+    Two stages of dispatch and two of combine, BLOCK_M 2, own_apart 1, expert_offsets [0, 4, 8],
+    remote_offsets [0, 2, 5]: rows 0, 1 and 4 are own, so tiles (expert, row, number of rows)
+    (0, 0, 2) | (0, 2, 2) (1, 4, 2) (1, 6, 2), num_own [1], first_tile [0, 3, 3, 4]: 4 of 5 rows of
+    others are of the first return stage, which leaves no tile that begins with one of the second.
     """
     pdl_wait(PDL)
     pdl_launch_dependents(PDL)
     expert = tl.program_id(0)
-    experts = tl.arange(0, EXPERTS_PAD)
+    experts = tl.arange(0, SIZES.EXPERTS_PAD)
     real = experts < num_local_experts
     begins = tl.load(expert_offsets + experts, mask=real, other=0)
     rows = tl.load(expert_offsets + 1 + experts, mask=real, other=0) - begins
     remote_begins = tl.load(remote_offsets + experts, mask=real, other=0)
     remote_rows = tl.load(remote_offsets + 1 + experts, mask=real, other=0) - remote_begins
     own_rows = rows - remote_rows
-    own_tiles = own_rows // BLOCK_M * own_apart
-    other_tiles = tl.cdiv(rows, BLOCK_M) - own_tiles
+    own_tiles = own_rows // SIZES.BLOCK_M * own_apart
+    other_tiles = tl.cdiv(rows, SIZES.BLOCK_M) - own_tiles
     num_own_tiles = tl.sum(own_tiles, 0)
     first_own = tl.sum(tl.where(experts < expert, own_tiles, 0), 0)
     first_other = num_own_tiles + tl.sum(tl.where(experts < expert, other_tiles, 0), 0)
@@ -88,36 +124,40 @@ def staged_schedule_kernel(
     num_remote = tl.load(remote_offsets + num_local_experts)
     own_unit = stage_unit(tl.load(expert_offsets + num_local_experts) - num_remote, stage_count)
     remote_unit = stage_unit(num_remote, stage_count)
-    for start in range(0, count, STEP):
-        tile = start + tl.arange(0, STEP)
-        row = begin + tile * BLOCK_M
-        number = tl.minimum(end - row, BLOCK_M)
-        last = tile * BLOCK_M + number - 1  # among the expert's rows
+    for start in range(0, count, SIZES.STEP):
+        tile = start + tl.arange(0, SIZES.STEP)
+        row = begin + tile * SIZES.BLOCK_M
+        number = tl.minimum(end - row, SIZES.BLOCK_M)
+        last = tile * SIZES.BLOCK_M + number - 1  # among the expert's rows
         last_own = tl.minimum(last, num_here - 1)
         own_stage = stage_of_row(begin - remote_begin + last_own, own_unit, stage_count)
         remote_stage = stage_of_row(remote_begin + last - num_here, remote_unit, stage_count)
         apart = tl.where(last < num_here, own_stage, stage_count + remote_stage)
         in_turns = tl.where(last < num_here, own_stage, remote_stage)
         in_turns = tl.where(num_here > 0, tl.maximum(in_turns, own_stage), in_turns)
-        stage = tl.where(own_apart != 0, apart, stage_count + in_turns)
-        packed = pack_tile(expert, row, number) | stage.to(tl.int64) << 56
+        counter = tl.where(own_apart != 0, apart, stage_count + in_turns)
+        packed = pack_staged_tile(expert, row, number, counter)
         is_own = tile < own_count
         to = tl.where(is_own, first_own + tile, first_other + tile - own_count)
-        tl.store(tiles + to, packed, mask=(tile < count) & (to < max_tiles))
+        tl.store(schedule.tiles + to, packed, mask=(tile < count) & (to < max_tiles))
     if expert == 0:
         num_others = tl.sum(other_tiles, 0)
-        stages = tl.arange(0, triton.next_power_of_2(BACK_STAGES))
-        ends = return_begin(stages + 1, num_remote, BACK_STAGES)
+        RETURN_STAGES: tl.constexpr = SIZES.RETURN_STAGES
+        stages = tl.arange(0, triton.next_power_of_2(RETURN_STAGES))
+        ends = return_begin(stages + 1, num_remote, RETURN_STAGES)
         before = tl.minimum(ends[:, None] - remote_begins[None, :], remote_rows[None, :])
-        num = tl.cdiv(own_rows[None, :] + before, BLOCK_M) - own_tiles[None, :]
+        num = tl.cdiv(own_rows[None, :] + before, SIZES.BLOCK_M) - own_tiles[None, :]
         up_to = tl.sum(tl.where(ends[:, None] > remote_begins[None, :], num, 0), 1)
-        up_to = tl.where(stages == BACK_STAGES - 1, num_others, up_to)
-        tl.store(num_own, num_own_tiles)
-        tl.store(first_tile, 0)
-        tl.store(first_tile + 1 + stages, up_to, mask=stages < BACK_STAGES)
-        tl.store(first_tile + 1 + BACK_STAGES, num_others + num_own_tiles)
-        zeros = tl.arange(0, COUNTERS_PAD)
+        up_to = tl.where(stages == RETURN_STAGES - 1, num_others, up_to)
+        tl.store(schedule.num_own, num_own_tiles)
+        tl.store(schedule.first_tile, 0)
+        tl.store(schedule.first_tile + 1 + stages, up_to, mask=stages < RETURN_STAGES)
+        tl.store(schedule.first_tile + 1 + RETURN_STAGES, num_others + num_own_tiles)
+        zeros = tl.arange(0, SIZES.COUNTERS_PAD)
         tl.store(counters + zeros, zeros.to(tl.int64) * 0, mask=zeros < num_counters)
+
+
+# --- How a GEMM goes through it ------------------------------------------------------------------
 
 
 @device_function
@@ -136,7 +176,8 @@ def stage_of(tile, first_m, num_n):
 @device_function
 def load_staged_tile(tiles, tile, num_own, num_m, first_m, num_n, GROUP_M: tl.constexpr):
     """(packed tile of rows, block of columns) of a tile of the output, in its stage's order; see
-    `tile_coordinates`. The first stage begins behind the `num_own` tiles, and the last has them."""
+    `tile_coordinates`. The first stage begins after the `num_own` tiles, which are the last
+    stage."""
     stage = stage_of(tile, first_m, num_n)
     stages = tl.arange(0, first_m.shape[0])
     begin = tl.sum(tl.where(stages == stage, first_m, 0), 0)

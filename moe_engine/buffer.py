@@ -20,7 +20,7 @@ from .lifecycle import verb
 from .low_latency_verbs import LowLatencyVerbs
 from .options import Config, check_num_sms
 from .streams import EventHandle, EventOverlap
-from .symm.slots import SlotLayout, layer_row
+from .symm.slots import ReturnRowLayout, SlotLayout
 from .utils import round_up
 
 
@@ -332,7 +332,7 @@ class Buffer(LowLatencyVerbs):
         num_topk = checks.check_int("num_topk", num_topk, 1)
         if 0 in w_gate_up.shape:
             raise ShapeError(f"w_gate_up has shape {list(w_gate_up.shape)}; no size may be 0.")
-        row = layer_row(w_gate_up.shape[2] * w_gate_up.itemsize, num_topk)
+        row = ReturnRowLayout(w_gate_up.shape[2] * w_gate_up.itemsize, num_topk)
         return engine.layer_config(w_gate_up, row)
 
     @property

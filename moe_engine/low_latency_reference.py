@@ -46,18 +46,6 @@ def cast(
     return rows, packed.view(torch.int32)
 
 
-def cast_back(rows: torch.Tensor, scales: torch.Tensor) -> torch.Tensor:
-    """bf16 [..., H] of e4m3 rows and their scales, float32 or packed."""
-    if scales.dtype == torch.int32:
-        bytes_ = (
-            scales[..., None] >> torch.arange(0, 32, 8, dtype=torch.int32, device=scales.device)
-            & 255
-        )
-        scales = torch.exp2(rearrange(bytes_, "... i b -> ... (i b)").float() - EXPONENT_BIAS)
-    blocks = rearrange(rows.float(), "... (b c) -> ... b c", c=BLOCK) * scales[..., None]
-    return rearrange(blocks, "... b c -> ... (b c)").bfloat16()
-
-
 @dataclass(frozen=True, slots=True)
 class LowLatencyReceived:
     """What one rank has after a low-latency dispatch; beyond `counts` rows are 0, src_info -1."""

@@ -25,7 +25,7 @@ from .errors import CapacityError, DtypeError, ShapeError
 from .layer_config import LayerConfig
 from .symm.ring import HINT_TOPK as HINT_TOPK_LOW_LATENCY
 from .symm.ring import RingLayout, region_bytes
-from .symm.slots import BLOCK_ROWS, MAX_CHUNKS, SlotLayout, header_bytes, layer_row
+from .symm.slots import BLOCK_ROWS, MAX_CHUNKS, ReturnRowLayout, SlotLayout, header_bytes
 from .utils import round_up
 
 HINT_TOKENS = 4096
@@ -136,7 +136,7 @@ def size_hint(
             f"max_tokens is {max_tokens}; one call takes at most {BLOCK_ROWS * MAX_CHUNKS}. Send "
             "larger batches in parts."
         )
-    row = layer_row(hidden_bytes, num_topk)  # larger than a dispatch's
+    row = ReturnRowLayout(hidden_bytes, num_topk)  # larger than a dispatch's
     region = header_bytes(num_experts, num_ranks) + max(1, max_tokens) * row.num_bytes
     return SlotLayout(num_ranks, region, num_slots).num_bytes
 

@@ -1,16 +1,14 @@
-"""Routing on the device: top-k ids to counts, send slots and expert lists, by prefix sums.
+"""Routing on the device: top-k ids to counts and rows, by prefix sums.
 
-No atomics decide a place, so the same routing always gives the same plan.
+No atomics decide on a row, so the same routing always gives the same plan.
 """
 
 import triton
 import triton.language as tl
 
-from .device.context import BAD_IDS, NUM_RANKS, RANK, REPORT_BAD_IDS
-from .device.lang import as_pointer, device_function, is_broken, put, report_pointer
+from .device.context import BAD_IDS, NUM_RANKS, REPORT_BAD_IDS
+from .device.lang import device_function, report_pointer
 from .device.programs import pdl_launch_dependents, pdl_wait
-from .device.slots import COUNTS_AT, region
-from .device.tiles import stage_of_row, stage_unit
 
 
 @triton.jit(do_not_specialize=["num_tokens"])
@@ -31,9 +29,9 @@ def layout_kernel(
     num_experts = num_local_experts * num_ranks
     counts = block_counts + tl.program_id(0) * (num_experts + num_ranks)
     tokens = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
-    lanes = tl.arange(0, TOPK_PAD)
-    inside = (tokens < num_tokens)[:, None] & (lanes < NUM_TOPK)[None, :]
-    ids = tl.load(topk_idx + tokens[:, None] * NUM_TOPK + lanes[None, :], mask=inside, other=-1)
+    k = tl.arange(0, TOPK_PAD)
+    inside = (tokens < num_tokens)[:, None] & (k < NUM_TOPK)[None, :]
+    ids = tl.load(topk_idx + tokens[:, None] * NUM_TOPK + k[None, :], mask=inside, other=-1)
     valid = (ids >= 0) & (ids < num_experts)
     num_bad = tl.sum(tl.sum(((ids != -1) & ~valid).to(tl.int64), 1), 0)
     if num_bad > 0:
@@ -81,129 +79,6 @@ def layout_sum_kernel(
     tl.store(num_tokens_per_rank + ranks, total, mask=(ranks >= 0) & (ranks < num_ranks))
     if tl.program_id(0) == 0:
         tl.store(report_pointer(context) + REPORT_BAD_IDS, tl.load(context + BAD_IDS))
-
-
-@triton.jit(do_not_specialize=["num_tokens", "num_local_experts", "stage_count"])
-def place_rows_kernel(
-    topk_idx,  # int64 [T, K]
-    earlier_counts,  # int32 [B, E + R], `block_counts` of `layout_sum_kernel`
-    expert_begin,  # int32 [E], see `exchange_fused_kernel`
-    remote_begin,  # int32 [E]
-    num_remote,  # int32 [R]
-    lane_place,  # int32 [T, K], out: row of each lane among those of its expert's rank, or -1
-    lane_position,  # int32 [T, K], out: its number among those of that rank that come from others
-    own_order,  # int64 [T * K], out: lanes of this rank's experts, by expert, place << 32 | token
-    to_push,  # int64 [R, S, T], out: lanes pushed to each rank in each stage, place << 32 | token
-    num_to_push,  # int64 [R, S], their numbers, 0 before
-    expert_rows,  # int64 [R]: address of the expert rows on each rank
-    context,
-    num_tokens,
-    num_local_experts,
-    stage_count,
-    copies_offset,
-    NUM_TOPK: tl.constexpr,
-    TOPK_PAD: tl.constexpr,
-    RANKS: tl.constexpr,
-    BLOCK: tl.constexpr,
-    STEP: tl.constexpr,
-    PDL: tl.constexpr,
-):
-    """Program b places the lanes of block b, token by token, lane by lane; the blocks are those of
-    `layout_kernel`. Lanes of bad ids stand nowhere. A PDL launch behind the exchange, and the
-    one behind it may be early too.
-
-    A token's first row on another rank is pushed, in the stage of its position, see
-    `tiles.stage_of_row`. Its other rows there are copies: `copies`, int64 [M] on each rank,
-    `copies_offset` bytes behind the beginning of its expert rows, says for each position which row
-    is a copy of which one, row << 32 | original, and -1 for those pushed. They are published by the
-    flags of `push_fused_kernel`, which waits until this has ended. What they held in the call
-    before has been read: the exchange says that all ranks are in this one.
-
-    Example, 2 ranks of 2 experts, topk_idx [[0, 3], [2, 3], [3, 0], [1, 1]] on rank 0 and [[2, 3],
-    [0, 1]] on rank 1. Rank 0 has rows, as (source, token), (0, 0) (0, 2) (1, 1) | (0, 3) (0, 3)
-    (1, 1), and rank 1 (1, 0) (0, 1) | (1, 0) (0, 0) (0, 1) (0, 2). On rank 0 lane_place is [[0, 3],
-    [1, 4], [5, 1], [3, 4]], own_order has tokens 0 2 3 3, and token 1 is pushed to rank 1 first,
-    where its second row, at position 2, is a copy: copies of rank 1 are -1 -1 (4 of 1) -1.
-    """
-    first = tl.program_id(0) * BLOCK
-    items = tl.arange(0, BLOCK * TOPK_PAD)
-    tokens = first + items // TOPK_PAD
-    lanes = items % TOPK_PAD
-    inside = (tokens < num_tokens) & (lanes < NUM_TOPK)
-    num_experts = num_local_experts * RANKS
-    wide = tl.load(topk_idx + tokens * NUM_TOPK + lanes, mask=inside, other=-1)
-    valid = (wide >= 0) & (wide < num_experts)
-    ids = tl.where(valid, wide, -1).to(tl.int32)
-    at = earlier_counts + tl.program_id(0) * (num_experts + RANKS) + ids
-    index = tl.load(at, mask=valid, other=0)
-    for start in tl.static_range(0, BLOCK * TOPK_PAD, STEP):  # unrolled: all reads at once
-        others = start + tl.arange(0, STEP)
-        other_tokens = first + others // TOPK_PAD
-        real = (other_tokens < num_tokens) & (others % TOPK_PAD < NUM_TOPK)
-        from_lane = topk_idx + other_tokens * NUM_TOPK + others % TOPK_PAD
-        theirs = tl.load(from_lane, mask=real, other=-1)
-        is_earlier = (theirs[None, :] == wide[:, None]) & (others[None, :] < items[:, None])
-        index += tl.sum(is_earlier.to(tl.int32), 1)
-    pdl_wait(PDL)
-    pdl_launch_dependents(PDL)
-    valid = valid & (is_broken(context) == 0)  # else nobody may have written the first places
-    owner = tl.where(valid, ids // num_local_experts, -1)
-    is_own = owner == tl.load(context + RANK).to(tl.int32)
-    begin = tl.load(expert_begin + ids, mask=valid, other=0)
-    remote = tl.load(remote_begin + ids, mask=valid, other=0)
-    dealt, num_own = dealt_place(index, ids, owner, valid, context, RANKS)
-    place = tl.where(valid, begin + tl.where(is_own, index, num_own + dealt), -1)
-    position = remote + dealt
-    tl.store(lane_place + tokens * NUM_TOPK + lanes, place, mask=inside)
-    tl.store(lane_position + tokens * NUM_TOPK + lanes, position, mask=inside)
-    packed = place.to(tl.int64) << 32 | tokens.to(tl.int64)
-    tl.store(own_order + (begin - remote + index), packed, mask=is_own)
-    # What goes to other ranks.
-    is_sent = valid & ~is_own
-    original = first_of_token(place, owner, BLOCK, TOPK_PAD, RANKS)
-    is_first = is_sent & (place == original)
-    unit = stage_unit(tl.load(num_remote + owner, mask=valid, other=1), stage_count)
-    part = owner * stage_count + stage_of_row(position, unit, stage_count)
-    one = tl.full([BLOCK * TOPK_PAD], 1, tl.int64)
-    number = tl.atomic_add(num_to_push + part, one, mask=is_first, sem="relaxed", scope="gpu")
-    tl.store(to_push + part * num_tokens.to(tl.int64) + number, packed, mask=is_first)
-    copies = tl.load(expert_rows + owner, mask=valid, other=0) + copies_offset
-    copy = tl.where(is_first, -1, place.to(tl.int64) << 32 | original.to(tl.int64))
-    put(as_pointer(copies, tl.int64) + position, copy, is_sent)
-
-
-@device_function
-def first_of_token(place, owner, BLOCK: tl.constexpr, TOPK_PAD: tl.constexpr, RANKS: tl.constexpr):
-    """For each lane, blocks [BLOCK * TOPK_PAD]: the first of its token's places on its owner."""
-    place = tl.reshape(place, [BLOCK, TOPK_PAD])
-    owner = tl.reshape(owner, [BLOCK, TOPK_PAD])
-    original = tl.zeros_like(place)
-    for rank in tl.static_range(RANKS):
-        here = owner == rank
-        least = tl.min(tl.where(here, place, 0x7FFFFFFF), 1)
-        original = tl.where(here, least[:, None], original)
-    return tl.reshape(original, [BLOCK * TOPK_PAD])
-
-
-@device_function
-def dealt_place(index, expert, owner, mask, context, RANKS: tl.constexpr):
-    """(number of a lane among the rows that its expert gets from ranks other than the owner, rows
-    from the owner itself); the lane is number `index` of this rank's.
-
-    An expert's rows are those of its own rank, then those dealt from the others, as long as these
-    have any: the first of the rank before it, of the one before that, ...; then the second of each.
-    Sources with 3, 1, 2 rows in this order: rows 0 1 2 | 3 | 4 5; with 2, 3, 2: 0 1 | 2 4 6 | 3 5.
-    """
-    rank = tl.load(context + RANK).to(tl.int32)
-    dealt = tl.zeros_like(index)
-    num_own = tl.zeros_like(index)
-    for source in tl.static_range(RANKS):
-        counts = as_pointer(region(source, context), tl.int32) + COUNTS_AT
-        count = tl.load(counts + expert, mask=mask, other=0)
-        is_nearer = (owner - source + RANKS) % RANKS < (owner - rank + RANKS) % RANKS
-        num_own = tl.where(owner == source, count, num_own)
-        dealt += tl.where(owner == source, 0, tl.minimum(index + is_nearer.to(tl.int32), count))
-    return dealt, num_own
 
 
 @triton.jit(do_not_specialize=["num_tokens"])

@@ -6,6 +6,7 @@ from types import MappingProxyType
 
 import cases
 import torch
+from einops import rearrange
 
 from moe_engine import low_latency_reference as reference
 
@@ -67,9 +68,19 @@ def to_device(*tensors):
     return [tensor.to(cases.device()) for tensor in tensors]
 
 
+def cast_back(rows, scales):
+    """bf16 [..., H] of e4m3 rows and their scales, float32 or packed."""
+    if scales.dtype == torch.int32:
+        shifts = torch.arange(0, 32, 8, dtype=torch.int32, device=scales.device)
+        exponents = rearrange(scales[..., None] >> shifts & 255, "... i b -> ... (i b)")
+        scales = torch.exp2(exponents.float() - reference.EXPONENT_BIAS)
+    blocks = rearrange(rows.float(), "... (b c) -> ... b c", c=reference.BLOCK)
+    return rearrange(blocks * scales[..., None], "... b c -> ... (b c)").bfloat16()
+
+
 def run_experts(recv_x, rank):
     """Expert e's rows times its number, in bf16; numbers of other magnitudes on other ranks."""
-    rows = reference.cast_back(*recv_x) if isinstance(recv_x, tuple) else recv_x
+    rows = cast_back(*recv_x) if isinstance(recv_x, tuple) else recv_x
     num_local = rows.shape[0]
     numbers = (1.5 + torch.arange(num_local, device=rows.device)) * (-3.0) ** rank
     return (rows.float() * numbers[:, None, None]).bfloat16()

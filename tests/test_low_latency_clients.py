@@ -284,7 +284,7 @@ def own_test(group, all_idx, w):
                 **({"use_fp8": True} | low_latency.FORMS[form]),
             )
             hook() if use_hook else event.current_stream_wait()
-        back = low_latency.reference.cast_back(*recv_x) if use_fp8 else recv_x.clone()
+        back = low_latency.cast_back(*recv_x) if use_fp8 else recv_x.clone()
         for local in range(num_local):
             expert, count = rank * num_local + local, int(counts[local])
             src_info, layout_range = handle[0][local, :count], handle[1][local]

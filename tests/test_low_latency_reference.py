@@ -9,6 +9,7 @@ import cases
 import numpy
 import pytest
 import torch
+from low_latency_cases import cast_back
 
 from moe_engine import low_latency_reference as reference
 
@@ -75,8 +76,8 @@ def test_packed_scales_are_the_exponents_of_rounded_ones():
         for block in range(8):
             byte = int(packed[row, block // 4]) >> 8 * (block % 4) & 255
             assert 2.0 ** (byte - 127) == float(scales[row, block])
-    back = reference.cast_back(rows, scales)
-    assert torch.equal(reference.cast_back(packed_rows, packed), back)
+    back = cast_back(rows, scales)
+    assert torch.equal(cast_back(packed_rows, packed), back)
     assert cases.relative_error(back, x) < 2**-5
 
 
@@ -152,7 +153,7 @@ def test_the_sums_are_those_of_dense_experts(kind):
     received = reference.low_latency_dispatch(x, idx, max_tokens, num_experts)
     numbers = torch.arange(1.0, num_experts + 1)
     y = [
-        reference.cast_back(part.x, part.scales) * own[:, None, None].bfloat16()
+        cast_back(part.x, part.scales) * own[:, None, None].bfloat16()
         for part, own in zip(received, numbers.chunk(num_ranks), strict=True)
     ]
     out = reference.low_latency_combine(y, received, idx, weights)

@@ -14,10 +14,10 @@ import cases
 import pytest
 import torch
 import torch.distributed as dist
+from low_latency_cases import cast_back
 
 from moe_engine import Buffer
 from moe_engine.emulation import RankPool
-from moe_engine.low_latency_reference import cast_back
 
 ROOT = Path(__file__).parents[1]
 T = 6

@@ -1,10 +1,11 @@
-"""A tile of rows as the unit of communication: who it goes to, where, and when it is there.
+"""A tile of rows as the unit of communication: which rank and row it goes to, and when it has
+arrived.
 
 The second layer of primitives, on `lang` (addresses, flags, waits): kernels name a tile or a stage,
 and these derive ranks, offsets and flags, as do the tile primitives of Triton-distributed
-(`dl.wait`, `dl.notify`, with a tile's id). Rows of a layer travel in stages. On the way there a
-stage is a range of the rows that a receiver gets from others, in their order; on the way back, the
-tokens whose last row lies in such a range. `examples/09_tiles.py` is a kernel made of these.
+(`dl.wait`, `dl.notify`, with a tile's id). Rows of a layer travel in stages. In dispatch a stage is
+a range of the rows that a receiver gets from others, in their order; in combine it is the tokens
+whose last row lies in such a range. `examples/09_tiles.py` is a kernel made of these.
 """
 
 import triton.language as tl
@@ -30,21 +31,20 @@ from .slots import stage_flag
 
 DISPATCH = tl.constexpr(0)
 COMBINE = tl.constexpr(1)
-"""The ways of a row: to its experts, and to its token."""
+"""The directions of a row: to its experts, and to its token."""
 
 
 @device_function
-def deal(place, num_peers):
-    """(peer, row) of a place, or a block of them, in the sequence row 0 to each of `num_peers`,
+def deal(work_idx, num_peers):
+    """(peer, row) of a work_idx, or a block of them, in the sequence row 0 to each of `num_peers`,
     row 1 to each of them, ...
 
-    Programs that each take every n-th place, n of them, take all rows, and traffic to all peers
-    stays even. Three peers: places 0 1 2 3 4 5 6 are (peer, row) (0, 0) (1, 0) (2, 0) (1, 1) (2, 1)
-    (0, 1) (2, 2): each round begins one further, so that with most steps a program comes to all
-    peers.
+    n programs that each take every n-th work_idx take all rows, and traffic to all peers stays
+    even. Three peers: 0 1 2 3 4 5 6 are (peer, row) (0, 0) (1, 0) (2, 0) (1, 1) (2, 1) (0, 1)
+    (2, 2): each round begins one further, so that with most steps a program comes to all peers.
     """
-    row = place // num_peers
-    return (place + row) % num_peers, row
+    row = work_idx // num_peers
+    return (work_idx + row) % num_peers, row
 
 
 @device_function
@@ -55,17 +55,17 @@ def put_tile(
     num_vecs,
     due,
     step,
-    LANES: tl.constexpr,
+    BLOCK_ROWS: tl.constexpr,
     ALIGNED: tl.constexpr,
     BLOCK_VECS: tl.constexpr,
 ):
-    """Copy the first `num_rows` of a batch of rows, LANES at a time, BLOCK_VECS of each every
+    """Copy the first `num_rows` of a batch of rows, BLOCK_ROWS at a time, BLOCK_VECS of each every
     `step`: addresses `to` [BATCH], 0 for no row, and `source`, pointers to vectors. Returns
     when the next rows are due, see `lang.put_rows`."""
-    for part in range(0, num_rows, LANES):
-        lanes = part + tl.arange(0, LANES)
-        address = tl.gather(to, lanes, 0)
-        rows = tl.gather(source.to(tl.int64), lanes, 0)
+    for part in range(0, num_rows, BLOCK_ROWS):
+        index = part + tl.arange(0, BLOCK_ROWS)
+        address = tl.gather(to, index, 0)
+        rows = tl.gather(source.to(tl.int64), index, 0)
         # fmt: off
         due = put_rows(
             as_pointer(address, source.dtype.element_ty), as_pointer(rows, source.dtype.element_ty),
@@ -76,7 +76,7 @@ def put_tile(
 
 
 @device_function
-def notify_stage(written, num_programs, way, stage, context, RANKS_PAD: tl.constexpr):
+def notify_stage(written, num_programs, direction, stage, context, RANKS_PAD: tl.constexpr):
     """Say that this program, one of `num_programs`, has written its share of a stage; the last one
     tells all ranks.
 
@@ -87,40 +87,42 @@ def notify_stage(written, num_programs, way, stage, context, RANKS_PAD: tl.const
     if is_last(written, num_programs):
         if is_broken(context) == 0:  # else some program may have written nothing
             ranks = tl.arange(0, RANKS_PAD)
-            flags = stage_flag(way, stage, tl.load(context + RANK) + ranks * 0, context)
+            flags = stage_flag(direction, stage, tl.load(context + RANK) + ranks * 0, context)
             here = ranks < tl.load(context + NUM_RANKS)
             notify(flags, ranks, here, current_epoch(context), context)
 
 
 @device_function
-def wait_stage(way, stage, context, RANKS_PAD: tl.constexpr, PHASE: tl.constexpr = PHASE_ROWS):
-    """Wait until all ranks have written their rows up to this stage. Returns a token, see
-    `lang.wait`."""
+def wait_stage(
+    direction, stage, context, RANKS_PAD: tl.constexpr, PHASE: tl.constexpr = PHASE_ROWS
+):
+    """Wait until all ranks have written their rows up to this stage. Returns whether they
+    have, see `lang.wait`."""
     ranks = tl.arange(0, RANKS_PAD)
     real = ranks < tl.load(context + NUM_RANKS)
-    flags = stage_flag(way, stage, ranks, context)
+    flags = stage_flag(direction, stage, ranks, context)
     return wait(flags, real, current_epoch(context), ranks, context, PHASE)
 
 
 @device_function
 def stage_unit(num_rows, stage_count):
-    """Of what the stages of the way there are multiples, so that they hold all rows of a receiver;
-    see `stage_begin`."""
+    """The number of rows of which the stages of dispatch are multiples, so that they hold all rows
+    of a receiver; see `stage_begin`."""
     return tl.maximum(tl.cdiv(num_rows, 2 * stage_count * stage_count), 1)
 
 
 @device_function
 def stage_begin(stage, unit, stage_count):
-    """The row that begins a stage of the way there; unit: see `stage_unit`. Stages become longer:
-    the first tiles begin soon, and later stages have fewer rows to push, as more of theirs are
-    copies. 32 rows in 4 stages, unit 1: 0, 5, 12, 21, and 32 for stage 4."""
+    """The row that begins a stage of dispatch; unit: see `stage_unit`. Stages become longer: the
+    first tiles begin soon, and later stages have fewer rows to push, as more of theirs are copies.
+    32 rows in 4 stages, unit 1: 0, 5, 12, 21, and 32 for stage 4."""
     return unit * stage * (stage + stage_count)
 
 
 @device_function
 def stage_of_row(row, unit, stage_count):
-    """The stage of the way there that fills a row: the last whose begin is not behind it, the root
-    of a square, which 0.01 keeps from being rounded down."""
+    """The stage of dispatch that fills a row: the last one that does not begin after it. It is the
+    root of a square, which 0.01 keeps from being rounded down."""
     half = stage_count * 0.5
     units = (row // unit).to(tl.float32)
     return (tl.sqrt(units + half * half) - half + 0.01).to(tl.int32)
@@ -149,11 +151,11 @@ def deadline_from_now(context):
 
 @device_function
 def end_wait_tile(stage_count, deadline, context, RANKS_PAD: tl.constexpr):
-    """Behind the loop of a program that called `wait_tile`: report what was late. A wait there may
+    """Report what was late, after the loop of a program that called `wait_tile`. Such a wait may
     have given up once the deadline has passed; if the rows have come since, this rank is named."""
     gave_up = any_thread((now_ns() > deadline).to(tl.int32)) != 0
     if gave_up | (tl.program_id(0) == 0):  # program 0 also for a rank that has no tiles
-        token = wait_stage(DISPATCH, stage_count - 1, context, RANKS_PAD)
-        if gave_up & (token == 1):
+        ready = wait_stage(DISPATCH, stage_count - 1, context, RANKS_PAD)
+        if gave_up & (ready == 1):
             rank = tl.load(context + RANK).to(tl.int32)
             report_failure(rank, current_epoch(context), context, PHASE_ROWS)

@@ -22,7 +22,14 @@ from ..grouped_gemm import check_weights
 from ..layer_config import LayerChoices, LayerConfig, LayerProblem
 from ..streams import ConcurrentReads
 from ..symm.device_context import DeviceContext
-from ..symm.slots import BARE_HEADER, RowLayout, SlotLayout, Slots, header_bytes, layer_row
+from ..symm.slots import (
+    BARE_HEADER,
+    ReturnRowLayout,
+    RowLayout,
+    SlotLayout,
+    Slots,
+    header_bytes,
+)
 from .base import NUM_SMS, ContextEngine, Handle
 from .fused_layer import expert_rows_bytes, feed_forward
 
@@ -250,7 +257,7 @@ class KernelEngine(ContextEngine):
         check_weights(x, w_gate_up, x.shape[1], "swiglu")
         check_weights(x, w_down, w_down.shape[2], "none")
         num_ranks, num_experts = self.slots.layout.num_ranks, len(w_gate_up)
-        row = layer_row(x.shape[1] * x.itemsize, topk_idx.shape[1])
+        row = ReturnRowLayout(x.shape[1] * x.itemsize, topk_idx.shape[1])
         header = header_bytes(num_experts * num_ranks, num_ranks)
         max_rows = num_ranks * max(1, self.max_tokens(row, header)) * row.num_topk
         config = self.layer_config(w_gate_up, row)
@@ -264,7 +271,7 @@ class KernelEngine(ContextEngine):
             self._check_emulated()
             return out
 
-    def layer_config(self, w_gate_up: torch.Tensor, row: RowLayout) -> LayerConfig:
+    def layer_config(self, w_gate_up: torch.Tensor, row: ReturnRowLayout) -> LayerConfig:
         """How `moe_ffn` runs with experts w_gate_up [L, 2I, H] and rows like these."""
         num_local_experts, columns, hidden = w_gate_up.shape
         num_ranks = self.slots.layout.num_ranks
@@ -273,12 +280,14 @@ class KernelEngine(ContextEngine):
         sizes = max_tokens, num_experts, row.num_topk, hidden, columns // 2
         return self.layers.choose(LayerProblem(num_ranks, *sizes, w_gate_up.itemsize))
 
-    def max_tokens(self, row: RowLayout, header: int) -> int:
+    def max_tokens(self, row: RowLayout | ReturnRowLayout, header: int) -> int:
         """Most tokens a rank may bring: what the Buffer was made for, else what fits a region."""
         fits = self.slots.layout.max_rows(row.num_bytes, header)
         return fits if self._max_tokens is None else min(fits, self._max_tokens)
 
-    def _check_capacity(self, num_tokens: int, row: RowLayout, header: int) -> None:
+    def _check_capacity(
+        self, num_tokens: int, row: RowLayout | ReturnRowLayout, header: int
+    ) -> None:
         limit = self.max_tokens(row, header)
         if num_tokens > limit:
             raise TooManyTokens(

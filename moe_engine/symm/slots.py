@@ -77,11 +77,38 @@ def row_in_region(row: RowLayout, header_bytes: int) -> Row:
     return Row(header_bytes, row.num_bytes, row.scales, row.ids, row.weights, row.token)
 
 
-def layer_row(payload_bytes: int, num_topk: int) -> RowLayout:
-    """A row of a layer in its combine. Return metadata follows the payload of row i, written by the
-    token's rank beforehand: where scales would be, the i-th row of each stage of the combine; where
-    ids would be, the expert rows of the token; then their weights."""
-    return RowLayout(payload_bytes, num_topk, MAX_STAGES.value)
+@dataclass(frozen=True, slots=True)
+class ReturnRowLayout:
+    """One row of a layer's combine: payload, then its return metadata.
+
+    payload | list int32 [MAX_STAGES] | dst_rows int32 [K] | weights float32 [K], each part starting
+    at a multiple of 16 bytes, the next row at one of LINE_BYTES. The rank that returns row i writes
+    its payload into the region of the token's rank; before that, the token's rank has written the
+    metadata of row i into the same row of its own region of the returning rank: the rows and the
+    weights of the experts' rows that row i sums. The list of row i holds the i-th row that returns
+    in each stage.
+    """
+
+    payload_bytes: int
+    num_topk: int
+
+    @property
+    def list_offset(self) -> int:
+        return round_up(self.payload_bytes, 16)
+
+    @property
+    def dst_rows_offset(self) -> int:
+        return self.list_offset + round_up(4 * MAX_STAGES.value, 16)
+
+    @property
+    def weights_offset(self) -> int:
+        return self.dst_rows_offset + round_up(4 * self.num_topk, 16)
+
+    @property
+    def num_bytes(self) -> int:
+        """No less than a `RowLayout` of this payload takes, with up to MAX_STAGES scales."""
+        end = self.weights_offset + round_up(4 * self.num_topk, 16)
+        return round_up(end + 16, LINE_BYTES)
 
 
 SIGNATURE_BYTES = 4 * SIGNATURE_WORDS.value
