@@ -9,11 +9,11 @@ from datetime import timedelta
 import pytest
 import torch.distributed as dist
 
-from moe_engine import errors
+from moe_engine import Buffer, agreement, buffer, errors
 from moe_engine.deadline import timeout_seconds
 from moe_engine.emulation import RankPool
 from moe_engine.errors import BackendError, OutOfStep, PeerTimeout, ShapeError
-from moe_engine.symm import exchange, meeting
+from moe_engine.symm import emulated, exchange, meeting
 from moe_engine.symm.torch_symm import _MeetingStore
 
 SOON_S, LONG_S = 0.3, 30.0
@@ -395,8 +395,6 @@ def three():
 def make_buffer(group, step, end):
     """(error, its text, seconds) of a Buffer that rank 1 does not make beyond a step; end: how it
     comes to its end there, None for not at all."""
-    from moe_engine import Buffer, agreement, buffer
-    from moe_engine.symm import emulated
 
     def stop(*_, **__):
         if end == "killed":

@@ -7,9 +7,9 @@ import itertools
 import cases
 import pytest
 import torch
+from dispatch_cases import make_buffer, make_inputs
 from hypothesis import given
 from hypothesis import strategies as st
-from test_dispatch_combine import make_buffer, make_inputs
 
 from moe_engine import reference
 from moe_engine.symm.slots import header_bytes

@@ -17,7 +17,7 @@ from moe_engine import symm
 from moe_engine.device import lang
 from moe_engine.emulation import PerRank, RankError, RankPool
 from moe_engine.errors import BackendError, OutOfStep, ShapeError
-from moe_engine.symm import exchange
+from moe_engine.symm import emulated, exchange
 from moe_engine.symm.emulated import EmulatedTensor, Place, _map
 
 NUM_BYTES = 10_000  # not a multiple of a page
@@ -121,8 +121,6 @@ def test_gpus_meet_over_a_cpu_only_group(pool):
 
 def time_mapping(group):
     """When this rank had mapped its peers, and when allocate returned."""
-    from moe_engine.symm import emulated
-
     mapped = []
     map_one = emulated._map
 
@@ -187,8 +185,6 @@ def get_pid(group):
 
 
 def kill_rank_1(group, when):
-    from moe_engine.symm import emulated
-
     if group.rank() == 1 and when == "before peers are mapped":
         emulated._map = lambda *args: os.kill(os.getpid(), signal.SIGKILL)
     try:
@@ -308,8 +304,6 @@ def test_a_failure_of_one_rank_is_raised_on_all(pool):
 
 def allocate_under_another_pid(group):
     """As in another PID namespace: rank 1's number of itself is another process's here."""
-    from moe_engine.symm import emulated
-
     getpid = os.getpid
     if group.rank() == 1:
         emulated.os.getpid = os.getppid
