@@ -58,7 +58,7 @@ def make_buffer(group, max_tokens, hidden, num_experts, num_slots=2, timeout_s=N
 
 def poison(buffer):
     """NaN everywhere a row can lie; rows must be written before they are read."""
-    ring = buffer._ring
+    ring = buffer._low_latency.ring
     ring.block.local[ring.layout.slots :].fill_(0xFF)
     if ring.block.local.is_cuda:
         torch.cuda.synchronize()  # the barrier that follows is one of the hosts alone

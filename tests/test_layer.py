@@ -84,7 +84,7 @@ def in_turn(group, x, topk_idx, topk_weights, up, down):
     act = grouped_gemm(rows[row], up, offsets, activation="swiglu")
     y = x.new_zeros(*ids.shape, x.shape[1])
     y[row, lane] = grouped_gemm(act, down, offsets)
-    out, _, _ = buffer.combine(reference.sum_lanes(y, weights), handle)
+    out, _, _ = buffer.combine(reference.sum_topk(y, weights), handle)
     torch.distributed.barrier(group)
     buffer.destroy()
     return out

@@ -303,9 +303,9 @@ def test_a_rendezvous_of_torch_has_the_deadline(monkeypatch):
     one.set("symm/5/0", b"here")
     assert one.get("symm/5/0") == store.get("symm/0/0") == b"here"
     start = time.monotonic()
-    with pytest.raises(OutOfStep, match=r"rank 1 did not come within 0\.3 s"):
+    with pytest.raises(OutOfStep, match=r"rank 1 did not arrive within 0\.3 s"):
         one.get("symm/5/1")
-    with pytest.raises(OutOfStep, match=r"ranks 1, 2 did not come"):
+    with pytest.raises(OutOfStep, match=r"ranks 1, 2 did not arrive"):
         one.wait(["symm/5/0", "symm/5/1", "symm/5/2"], timedelta(seconds=LONG_S))
     assert time.monotonic() - start < 10
 

@@ -339,7 +339,7 @@ def test_only_the_file_that_was_meant_is_mapped(monkeypatch):
         with pytest.raises(BackendError, match=r"memory of rank 0, process \d+, cannot be mapped"):
             _map(place._replace(**other), NUM_BYTES)
     monkeypatch.setattr(os, "geteuid", lambda: status.st_uid + 1)
-    with pytest.raises(BackendError, match="another file is there, or one of another user"):
+    with pytest.raises(BackendError, match="it is another file, or one of another user"):
         _map(place, NUM_BYTES)
     for number in (file, read_end, write_end):
         os.close(number)
