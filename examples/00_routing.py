@@ -1,4 +1,4 @@
-"""Four tokens on each of two ranks: which rank and which expert gets how many of them.
+"""The layout of a dispatch: how many of a rank's four tokens go to each rank and each expert.
 
 python examples/00_routing.py
 """
@@ -25,7 +25,7 @@ if __name__ == "__main__":
     with RankPool(2, "cuda" if torch.cuda.is_available() else "cpu") as pool:
         (per_rank, per_expert, in_rank), _ = pool.run(run)
     print(f"tokens for each rank: {per_rank}, for each expert: {per_expert}")
-    # Token 1 has two experts on rank 1, and is sent there once.
+    # Token 1 has two experts on rank 1, and is sent to it once.
     assert (per_rank, per_expert) == ([3, 3], [2, 1, 1, 3])
     assert in_rank == [[True, True], [False, True], [True, True], [True, False]]
     print("The counts are right.")

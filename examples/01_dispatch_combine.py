@@ -1,4 +1,4 @@
-"""Tokens go to the ranks of their experts, and what the experts answer comes back summed.
+"""Dispatch sends tokens to the ranks of their experts; combine returns the sums of the results.
 
 python examples/01_dispatch_combine.py
 """
@@ -12,7 +12,7 @@ TOKENS, HIDDEN, NUM_EXPERTS, TOPK = 5, 16, 8, 2
 
 
 def run_experts(x, topk_idx, topk_weights, first_expert):
-    """Expert e multiplies by e + 1. topk_idx has local ids, -1 where an expert is elsewhere."""
+    """Expert e multiplies by e + 1. topk_idx has local ids, and -1 for experts of other ranks."""
     factors = torch.where(topk_idx >= 0, topk_idx + first_expert + 1, 0)
     return x * (factors * topk_weights).sum(1, keepdim=True)
 
@@ -40,4 +40,4 @@ def run(group):
 if __name__ == "__main__":
     with RankPool(2, "cuda" if torch.cuda.is_available() else "cpu") as pool:
         received = pool.run(run)
-    print(f"The ranks received {received} rows, and the sums that came back are right.")
+    print(f"The ranks received {received} rows of {2 * TOKENS} tokens; the sums are right.")

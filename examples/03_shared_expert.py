@@ -1,4 +1,4 @@
-"""A shared expert runs while the routed ones communicate.
+"""A shared expert runs while the tokens of the routed experts travel.
 
 python examples/03_shared_expert.py
 """
@@ -24,7 +24,7 @@ def run(group):
 
     with torch.no_grad():
         layer = start_moe_ffn(x, topk_idx, topk_weights, *weights, buffer)
-        y = shared(x)  # on the current stream, while the layer runs on the Buffer's own
+        y = shared(x)  # on the current stream; the layer runs on the Buffer's stream
         y += layer.finish()
         want = shared(x) + routed(x, topk_idx, topk_weights)
     buffer.check()
@@ -35,4 +35,4 @@ def run(group):
 if __name__ == "__main__":
     with RankPool(2, "cuda" if torch.cuda.is_available() else "cpu") as pool:
         assert all(pool.run(run))
-    print("Both ways are right: the same bits.")
+    print("The overlapped layer is right: it gives the same bits as one after the other.")

@@ -1,4 +1,4 @@
-"""Few tokens, as in decode: fixed shapes, one launch each way, rows in flight until the hook.
+"""Few tokens, as in decode: low-latency calls with fixed shapes, and a hook that receives.
 
 python examples/04_low_latency.py
 """
@@ -23,9 +23,10 @@ def run(group):
     rows, counts, handle, _, hook = buffer.low_latency_dispatch(
         x, topk_idx, MAX_TOKENS, NUM_EXPERTS, use_fp8=False, return_recv_hook=True
     )
-    # What is launched here runs while rows are on their way.
+    # Kernels that are launched here run while the rows travel.
     hook()
-    y = rows * 2  # the experts: [E / R, R * MAX_TOKENS, H], counts [E / R] of the rows are filled
+    # rows [E / R, R * MAX_TOKENS, H]: of expert e, the first counts[e] are tokens.
+    y = rows * 2  # what the experts compute
     out, _, _ = buffer.low_latency_combine(y, topk_idx, topk_weights, handle)
     buffer.check()
     buffer.destroy()
@@ -37,4 +38,4 @@ def run(group):
 if __name__ == "__main__":
     with RankPool(2, "cuda" if torch.cuda.is_available() else "cpu") as pool:
         counts = pool.run(run)
-    print(f"Rows of each expert, by rank: {counts}; what came back is right.")
+    print(f"Rows of each expert, by rank: {counts}; the combined sums are right.")

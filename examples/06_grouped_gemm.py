@@ -1,4 +1,4 @@
-"""Rows of several experts times the weights of each, with gradients; no Buffer, one rank.
+"""A grouped GEMM multiplies the rows of each expert by its weights, with gradients, on one rank.
 
 python examples/06_grouped_gemm.py
 """
@@ -8,7 +8,7 @@ import torch
 from moe_engine.emulation import RankPool
 from moe_engine.grouped_gemm import grouped_gemm
 
-COUNTS = 5, 0, 3  # rows of each expert: any number, 0 too
+COUNTS = 5, 0, 3  # rows of each expert
 
 
 def run(_):
@@ -29,7 +29,7 @@ def run(_):
 
 
 if __name__ == "__main__":
-    # On a GPU call it in this process; without one the pool's rank interprets the kernels.
+    # With a GPU no pool is needed. Without one, the rank of the pool interprets the kernels.
     with RankPool(1, "cuda" if torch.cuda.is_available() else "cpu") as pool:
         pool.run(run)
     print("The product and both gradients are right.")

@@ -1,4 +1,4 @@
-"""A Mixtral of transformers, its experts spread over two ranks.
+"""A Mixtral of transformers with its experts spread over two ranks gives the same logits.
 
 python examples/07_transformers.py
 """
@@ -17,7 +17,9 @@ def run(group):
     device = "cuda" if torch.cuda.is_available() else "cpu"
     torch.manual_seed(0)  # all ranks make the same model
     model = MixtralForCausalLM(MixtralConfig(**SIZES, **HEADS)).to(device)
-    input_ids = torch.randint(0, 64, (1, 6 + group.rank()), device=device)  # each its own batch
+    input_ids = torch.randint(
+        0, 64, (1, 6 + group.rank()), device=device
+    )  # each rank its own batch
     with torch.no_grad():
         want = model(input_ids).logits
         buffer = shard_experts(model, group)

@@ -1,4 +1,4 @@
-"""Code written for DeepEP imports this engine under DeepEP's name.
+"""Code that was written for DeepEP runs on this engine, imported under DeepEP's name.
 
 python examples/08_deep_ep.py
 """
@@ -12,7 +12,7 @@ from moe_engine.emulation import RankPool
 
 
 def run(group):
-    import deep_ep  # moe_engine's, from the folder that is on the path below
+    import deep_ep  # moe_engine's, from the folder that is put on the path below
 
     device = "cuda" if torch.cuda.is_available() else "cpu"
     x = torch.ones(4, 16, device=device)
@@ -40,4 +40,4 @@ if __name__ == "__main__":
     found = subprocess.run(command, capture_output=True, text=True, check=True)
     sys.path.insert(0, found.stdout.strip())  # in a shell: export PYTHONPATH=$(...):$PYTHONPATH
     with RankPool(2, "cuda" if torch.cuda.is_available() else "cpu") as pool:
-        print(f"The ranks received {pool.run(run)} rows, and all is right.")
+        print(f"The ranks received {pool.run(run)} rows, and the combined sums are right.")

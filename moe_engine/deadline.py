@@ -8,11 +8,11 @@ from .errors import BackendError
 
 DEFAULT_S = 100.0
 MOST_S = 1e9
-"""About 30 years: in nanoseconds it fits a word of the device."""
+"""About 30 years: in nanoseconds it fits an int64 of the device."""
 
 
 def timeout_seconds() -> float:
-    """Deadline of a wait: MOE_ENGINE_TIMEOUT_S, 100 s by default. BackendError for what is no
+    """The deadline of a wait: MOE_ENGINE_TIMEOUT_S, 100 s by default. BackendError where that is no
     number, not positive or beyond MOST_S."""
     text = os.environ.get("MOE_ENGINE_TIMEOUT_S", str(DEFAULT_S))
     try:

@@ -36,13 +36,13 @@ from .symm import environment
 START_TIMEOUT_S = 120.0
 """How long the processes may take to import torch and find each other."""
 GRACE_S = 10.0
-"""How long the other ranks may still take once one has raised: they often wait for it in vain."""
+"""How long the other ranks may still take after one has raised: they often wait for it in vain."""
 
 READ_AT_IMPORT = "MOE_ENGINE_TRACE", "TRITON_", "TORCH_", "OMP_", "CUDA_", "PYTHON"
-"""What the names of variables begin with that imports read."""
+"""The beginnings of the names of variables that imports read."""
 
-_forks_in: dict[str, str] | None = None  # what the process that CPU ranks fork from has of these
-_parent: Connection | None = None  # in a rank: the way to the pool
+_forks_in: dict[str, str] | None = None  # those of the process from which CPU ranks fork
+_parent: Connection | None = None  # in a rank: the connection to the pool
 
 
 class PerRank(list):
@@ -76,7 +76,7 @@ class RankPool:
     with NCCL and gloo, or with gloo alone where ranks share a GPU (`shares_gpus`). The driver then
     gives each process the GPU for a while, so kernels that wait for peers do end; what they
     compute is right, and their times mean nothing. `env` is added to the environment of the ranks.
-    The processes start at the first run, and anew at the run after one was lost; they end with the
+    The processes start at the first run, and again at the run after one was lost; they end with the
     pool or with this process.
     """
 
@@ -126,8 +126,8 @@ class RankPool:
         `function` must be importable by its name. Arguments and results travel by pickle, tensors
         as copies; `PerRank` arguments are split. A rank in `expect_death` may die: its result is
         None. None stands for all ranks and for the pool's own timeout. `on_message(rank, obj)` is
-        called for each `send_message(obj)`. RankError when a rank raises, dies or stays silent;
-        the processes live on where all answered.
+        called for each `send_message(obj)`. RankError is raised when a rank raises, dies or stays
+        silent; the processes live on if all answered.
         """
         num_ranks = self.num_ranks if num_ranks is None else num_ranks
         if not 1 <= num_ranks <= self.num_ranks:
@@ -151,17 +151,17 @@ class RankPool:
         with environment(self._env):
             variables, context = dict(os.environ), _context(self.device)
         for rank in range(self.num_ranks):
-            here, there = context.Pipe()
+            own_end, rank_end = context.Pipe()
             process = context.Process(
                 target=_serve,
-                args=(there, rank, self.num_ranks, self.device, folder, variables),
+                args=(rank_end, rank, self.num_ranks, self.device, folder, variables),
                 name=f"moe_engine rank {rank}",
                 daemon=True,
             )
             with environment(self._env):
                 process.start()
-            there.close()
-            self._ranks.append((process, here))
+            rank_end.close()
+            self._ranks.append((process, own_end))
         try:
             self._collect(self.num_ranks, START_TIMEOUT_S)
         except RankError:
@@ -185,7 +185,7 @@ class RankPool:
         deadline = start + timeout_s
         try:
             for connection, job in zip(waiting, jobs, strict=False):
-                with suppress(OSError):  # it died just now, which the loop below finds
+                with suppress(OSError):  # it died just now; the loop below finds that
                     connection.send_bytes(job)
             while waiting and (left := deadline - time.monotonic()) > 0:
                 for connection in cast(list[Connection], wait(list(waiting), left)):
@@ -225,11 +225,11 @@ class RankPool:
 
 
 def _context(device: str) -> Any:
-    """How ranks start in this environment. CPU ranks fork from the forkserver of multiprocessing,
-    which has imported what they need; that takes 3 s. They are spawned where that process was
-    started in another environment, and where "forkserver" is the default start method of this
-    process, as in Python 3.14: its own processes would then fork from what was started in the
-    environment of ranks, or the other way round."""
+    """The multiprocessing context that starts ranks in this environment. CPU ranks fork from the
+    forkserver, which has imported what they need; without it that takes 3 s for each. They are
+    spawned if the forkserver was started in another environment, or if "forkserver" is the default
+    start method of this process, as in Python 3.14: its own processes would then fork from a server
+    that was started in the environment of ranks, or ranks from one that was not."""
     global _forks_in
     # Not get_context(), which would fix the default for good.
     default = multiprocessing.get_start_method(allow_none=True)
@@ -268,7 +268,7 @@ def _serve(
 ) -> NoReturn:
     """Answer the pool's jobs until it goes away."""
     global _parent
-    os.environ.clear()  # it may be that of the process from which this one was forked
+    os.environ.clear()  # it may be that of the forkserver
     os.environ.update(variables)
     threading.Thread(target=_exit_with_pool, args=(folder,), daemon=True).start()
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is the pool's to handle
@@ -323,7 +323,7 @@ def _answer(call: Callable[[], Any]) -> bytes:
 
 
 def _rebuild(kind: type[BaseException], args: tuple, attributes: dict) -> BaseException:
-    """A rank's exception, without pickle's call of `__init__(*args)`, which not all can take."""
+    """Rebuild a rank's exception without pickle's `__init__(*args)`, which some cannot take."""
     error = kind.__new__(kind, *args)
     error.args = args
     error.__dict__.update(attributes)

@@ -1,6 +1,7 @@
 """The plain-torch oracle of every verb: what the kernels must give, written to be read.
 
-Functions that take lists see all ranks at once, index = rank. The others are one rank's part.
+Functions that take lists see all ranks at once: item r belongs to rank r. The others are one
+rank's part.
 """
 
 from __future__ import annotations
@@ -13,14 +14,15 @@ from einops import einsum, rearrange, reduce, repeat
 
 
 def _wide(tensor: torch.Tensor) -> torch.Tensor:
-    """The tensor in the type sums are made in: fp32, or fp64 where it is fp64 already."""
+    """The tensor in the dtype of sums: fp32, or fp64 where it is fp64 already."""
     return tensor.to(torch.promote_types(tensor.dtype, torch.float32))
 
 
 def layout(
     topk_idx_TK: torch.Tensor, num_experts: int, num_ranks: int
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """What goes where: tokens per rank int32 [R] and per expert int32 [E], in rank bool [T, R].
+    """How many tokens go to each rank, int32 [R], and to each expert, int32 [E], and which token
+    goes to which rank, bool [T, R].
 
     Example, 2 ranks of 2 experts, topk_idx [[0, 3], [2, -1], [1, 0], [-1, -1]]:
     per rank [2, 2], per expert [2, 1, 1, 1], in rank [[1, 1], [0, 1], [1, 0], [0, 0]].
@@ -91,8 +93,8 @@ def send_plan(
     """(send_token_idx int32 [R, T], send_head int32 [T, R]) of one rank; unused entries are -1.
 
     `send_token_idx[d]` lists the tokens sent to rank d, in token order. `send_head[t]` lists
-    row * R + rank for the rows of token t in the order of the final sum: ranks by their
-    right-most top-k lane, or by number without ids.
+    row * R + rank for the rows of token t in the order of the final sum: ranks by their last k of
+    the top-k, or by number without ids.
     """
     num_tokens, num_ranks = is_token_in_rank_TR.shape
     in_rank = is_token_in_rank_TR.cpu()
@@ -107,9 +109,9 @@ def send_plan(
     if topk_idx_TK is not None:
         ids = topk_idx_TK.cpu()
         owner = torch.where((ids >= 0) & (ids < num_experts), ids // (num_experts // num_ranks), -1)
-        for lane in range(ids.shape[1]):
-            here = owner[:, lane] >= 0
-            key_TR[here, owner[here, lane]] = lane
+        for k in range(ids.shape[1]):
+            valid = owner[:, k] >= 0
+            key_TR[valid, owner[valid, k]] = k
     key_TR = torch.where(in_rank, key_TR, torch.iinfo(torch.int64).max)
     order_TR = key_TR.argsort(dim=1, stable=True)
     code_TR = row_TR * num_ranks + ranks
@@ -120,7 +122,7 @@ def send_plan(
 
 @dataclass(frozen=True, slots=True)
 class Received:
-    """What one rank has after dispatch, rows by source rank, then token."""
+    """What one rank has after a dispatch. Rows are in the order of source ranks, then tokens."""
 
     x: torch.Tensor  # [N, H]
     topk_idx: torch.Tensor  # int64 [N, K], local ids, -1 where the expert is elsewhere
@@ -171,10 +173,10 @@ def combine(
     num_experts: int,
     bias: list[list[torch.Tensor]] | None = None,
 ) -> list[torch.Tensor]:
-    """Add up the rows [N, H] that stand for each token on the ranks it was sent to.
+    """Add up the rows [N, H] of each token on the ranks that it was sent to.
 
-    fp32 from the biases on, ranks by right-most top-k lane (by number if `topk_idx` is None), one
-    rounding.
+    A sum is made in fp32 and rounded once. It begins with the biases; ranks follow in the order of
+    their last k of the top-k (of their numbers if `topk_idx` is None).
     """
     num_ranks = len(y)
     outputs = []
@@ -213,22 +215,22 @@ def expert_rows(
     num_rows, num_topk = topk_idx_NK.shape
     out = x_NH.new_zeros(num_rows, num_topk, x_NH.shape[1])
     for expert in range(w_gate_up.shape[0]):
-        rows, lanes = (topk_idx_NK == expert).nonzero(as_tuple=True)
+        rows, ks = (topk_idx_NK == expert).nonzero(as_tuple=True)
         if len(rows) == 0:
             continue
         gate_up = einsum(_wide(x_NH[rows]), _wide(w_gate_up[expert]), "n h, i h -> n i")
         gate, up = rearrange(gate_up, "n (two i) -> two n i", two=2)
         act = (torch.nn.functional.silu(gate) * up).to(x_NH.dtype)
         y = einsum(_wide(act), _wide(w_down[expert]), "n i, h i -> n h")
-        out[rows, lanes] = y.to(x_NH.dtype)
+        out[rows, ks] = y.to(x_NH.dtype)
     return out
 
 
-def sum_lanes(y_NKH: torch.Tensor, weights_NK: torch.Tensor) -> torch.Tensor:
-    """[N, H] in y's dtype: the weighted sum of each row's lanes, in lane order, in fp32."""
+def sum_topk(y_NKH: torch.Tensor, weights_NK: torch.Tensor) -> torch.Tensor:
+    """[N, H] in y's dtype: the weighted sum of each row's K results, in their order, in fp32."""
     total = _wide(torch.zeros_like(y_NKH[:, 0]))
-    for lane in range(y_NKH.shape[1]):
-        total += _wide(weights_NK[:, lane, None]) * _wide(y_NKH[:, lane])
+    for k in range(y_NKH.shape[1]):
+        total += _wide(weights_NK[:, k, None]) * _wide(y_NKH[:, k])
     return total.to(y_NKH.dtype)
 
 
@@ -243,7 +245,7 @@ def moe_ffn(
     num_experts = sum(len(w) for w in w_gate_up)
     received = dispatch(x, topk_idx, topk_weights, num_experts)
     y = [
-        sum_lanes(expert_rows(r.x, r.topk_idx, up, down), r.topk_weights)
+        sum_topk(expert_rows(r.x, r.topk_idx, up, down), r.topk_weights)
         for r, up, down in zip(received, w_gate_up, w_down, strict=True)
     ]
     return combine(y, received, topk_idx, [len(part) for part in x], num_experts)

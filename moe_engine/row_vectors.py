@@ -16,7 +16,7 @@ COPY_ROWS = 32
 
 @dataclass(frozen=True, slots=True)
 class RowVectors:
-    """Type and number of the vectors of a row, and how many of them a kernel copies at a time."""
+    """The type and the number of the vectors of a row, and whether rows begin at 16 bytes."""
 
     dtype: torch.dtype
     num_vecs: int

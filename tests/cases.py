@@ -9,6 +9,8 @@ from typing import Any
 import pytest
 import torch
 
+from moe_engine.device.lang import INTERPRETED
+
 ROUTINGS = ["uniform", "skewed", "one_hot", "empty_rank", "holes", "duplicates", "nothing"]
 
 
@@ -25,8 +27,6 @@ def routings(*num_ranks: int) -> list[Any]:
 
 def device() -> torch.device:
     """The device of this rank: its GPU, or the CPU under the interpreter."""
-    from moe_engine.device.lang import INTERPRETED
-
     if torch.cuda.is_available() and not INTERPRETED:
         return torch.device("cuda", torch.cuda.current_device())
     return torch.device("cpu")

@@ -8,7 +8,9 @@ import cases
 import torch
 from einops import rearrange
 
+from moe_engine import Buffer, Options
 from moe_engine import low_latency_reference as reference
+from moe_engine.emulation import PerRank
 
 FORMS = {
     "bf16": {"use_fp8": False},
@@ -19,8 +21,9 @@ FORMS = {
 """The formats of rows: keywords of a dispatch."""
 NO_FLAGS = MappingProxyType({})
 ON_GPU_CALLS = 20
-EXPERTS, TOPK, HIDDEN = 12, 3, 512
+EXPERTS, TOPK, HIDDEN, MAX_TOKENS = 12, 3, 512, 4
 """Of most tests: on a GPU each other shape compiles."""
+SHAPE = MAX_TOKENS, EXPERTS
 
 
 def make_inputs(num_ranks, num_tokens, hidden, num_experts, num_topk, kind, seed=0):
@@ -47,8 +50,6 @@ def make_inputs(num_ranks, num_tokens, hidden, num_experts, num_topk, kind, seed
 
 def make_buffer(group, max_tokens, hidden, num_experts, num_slots=2, timeout_s=None, **more):
     """A Buffer of the hinted size for `num_slots` calls in flight."""
-    from moe_engine import Buffer, Options
-
     num_bytes = Buffer.get_low_latency_rdma_size_hint(
         max_tokens, hidden, group.size(), num_experts, num_slots
     )
@@ -180,3 +181,55 @@ def check_received(results, received, gone=()):
         if want.scales is not None:
             assert have["scales"].dtype == want.scales.dtype
             assert torch.equal(have["scales"], want.scales), f"scales of rank {rank}"
+
+
+def batches(num_ranks, count, num_tokens=(MAX_TOKENS, 3, 0)):
+    """`count` inputs, each with lists of all ranks, and PerRank lists of each rank's batches."""
+    kinds = ["holes", "uniform", "duplicates"]
+    inputs = [
+        make_inputs(num_ranks, num_tokens, HIDDEN, EXPERTS, TOPK, kinds[seed % 3], 10 * seed)
+        for seed in range(count)
+    ]
+    return inputs, PerRank(
+        [tuple(part[rank] for part in batch) for batch in inputs] for rank in range(num_ranks)
+    )
+
+
+def check_batches(results, inputs, forms):
+    """All ranks' results of each batch, in its form, to the bit."""
+    for number, (batch, form) in enumerate(zip(inputs, forms, strict=True)):
+        check([found[number] for found in results], *batch, *SHAPE, form)
+
+
+def run_round_trips(group, forms, max_tokens, num_experts, x, topk_idx, topk_weights):
+    """Round trips on fresh memory in each form; on GPUs 20 of each, with another rank late, all the
+    same bits."""
+    args = to_device(x, topk_idx, topk_weights)
+    buffer = make_buffer(group, max_tokens, x.shape[1], num_experts)
+    results = {}
+    for form in forms:
+        for call in range(ON_GPU_CALLS if args[0].is_cuda else 1):
+            poison(buffer)
+            torch.distributed.barrier(group)
+            if args[0].is_cuda and group.rank() == call % group.size():
+                torch.cuda._sleep(1_000_000)
+            found = round_trip(buffer, *args, max_tokens, num_experts, form)
+            found = to_cpu(found)
+            different = differences(found, results.setdefault(form, found))
+            assert not different, f"call {call} differs from call 0 in {different}"
+            torch.distributed.barrier(group)
+    buffer.check()
+    buffer.destroy()
+    return results
+
+
+def check_case(pool, num_ranks, num_tokens, max_tokens, hidden, num_experts, num_topk, kind, forms,
+               seed=0):  # fmt: skip
+    """Round trips of all ranks in each form, to the bit."""
+    inputs = make_inputs(num_ranks, num_tokens, hidden, num_experts, num_topk, kind, seed)
+    results = pool.run(
+        run_round_trips, forms, max_tokens, num_experts, *map(PerRank, inputs), num_ranks=num_ranks
+    )
+    for form in forms:
+        of_form = [result[form] for result in results]
+        check(of_form, *inputs, max_tokens, num_experts, form)

@@ -13,6 +13,10 @@ from typing import Any
 
 import cases
 import torch
+from triton.runtime.jit import KernelInterface
+
+from moe_engine import Buffer, MoeEngineError, Options, moe_ffn, reference
+from moe_engine.streams import ConcurrentReads
 
 MOST, FEW = 24, 8
 """Tokens that a rank may bring to a round, and to one that goes the low-latency way."""
@@ -38,8 +42,6 @@ class Round:
 
 def new_buffer(group, hidden=16, num_local=4, num_topk=3, **options):
     """A Buffer on which every round runs; `options` as in `Options`."""
-    from moe_engine import Buffer, Options
-
     sizes = MOST, hidden, num_local * group.size(), num_topk
     options = Options(**{"decode_tokens": FEW, "timeout_s": 20.0, **options})
     return Buffer.for_tokens(group, *sizes, torch.float32, options=options)
@@ -70,8 +72,6 @@ def expert_weights(one: Round, num_ranks: int, num_local: int):
 
 def run(one: Round, buffer, num_local: int = 4) -> bool:
     """Make the calls of a round on this rank; whether all results are right. Raises as they do."""
-    from moe_engine import moe_ffn, reference
-
     num_ranks, rank = buffer.group_size, buffer.rank
     inputs = draw(one, num_ranks, num_local)
     device, num_experts = cases.device(), num_ranks * num_local
@@ -125,8 +125,6 @@ def _written(recv_x: torch.Tensor, counts: torch.Tensor) -> torch.Tensor:
 
 def outcome(one: Round, buffer, num_local: int = 4) -> str:
     """ "right", "wrong", or the name of the error, with its text where it is no typed one."""
-    from moe_engine import MoeEngineError
-
     try:
         is_right = run(one, buffer, num_local)
         buffer.check()
@@ -177,10 +175,6 @@ class Faults:
     @contextmanager
     def installed(self) -> Iterator[Faults]:
         """Count within the block."""
-        from triton.runtime.jit import KernelInterface
-
-        from moe_engine.streams import ConcurrentReads
-
         launch, new_empty, empty_like = (
             KernelInterface.__getitem__, torch.Tensor.new_empty, torch.empty_like,
         )  # fmt: skip

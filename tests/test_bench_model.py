@@ -12,13 +12,13 @@ import pytest
 
 pytest.importorskip("transformers")
 
+from transformers.distributed import utils
+
 BENCH = Path(__file__).parents[1] / "bench"
 
 
 def implementations() -> set[str]:
     """Those that the bench has with this version of transformers."""
-    from transformers.distributed import utils
-
     ours = {"transformers_dp", "moe_engine"}
     sharded = {"transformers_ep", "transformers_tp"}
     return ours if hasattr(utils, "TransformersDeviceMesh") else ours | sharded

@@ -8,7 +8,9 @@ import time
 
 import pytest
 import torch
-from rounds import BOTH_WAYS, Faults, Injected, Round, again, new_buffer, outcome
+from rounds import BOTH_WAYS, Faults, Injected, Round, again, new_buffer, outcome, run
+
+from moe_engine import CallAbandoned
 
 SOAK = pytest.mark.soak
 MINUTES = pytest.mark.timeout(900)
@@ -82,8 +84,6 @@ def test_wherever_it_breaks_off(pool, verb, num_ranks):
 
 def texts(group, verb):
     """What each rank is told when rank 1 breaks off at its last launch; what a new Buffer does."""
-    from moe_engine import CallAbandoned
-
     one = Round(verb)
     buffer = new_buffer(group)
     with Faults(None, raise_it).installed() as counted:
@@ -103,8 +103,6 @@ def texts(group, verb):
 
 
 def run_it(one, buffer):
-    from rounds import run
-
     assert run(one, buffer)
 
 

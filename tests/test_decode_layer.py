@@ -1,81 +1,27 @@
-"""moe_ffn at decode sizes, which takes the low-latency way, against the oracle."""
+"""moe_ffn at decode sizes, which makes low-latency calls, against the oracle."""
 
 from __future__ import annotations
 
 import cases
 import pytest
 import torch
+from dispatch_cases import DTYPES, make_inputs
 from hypothesis import given
 from hypothesis import strategies as st
-from test_dispatch_combine import DTYPES, make_inputs
-from test_layer import TOLERANCE, make_weights
+from layer_cases import TOLERANCE, check_layer, decode_buffer, make_weights
 
-from moe_engine import reference
-
-
-def decode_buffer(group, x, num_experts, num_topk, max_tokens, **options):
-    from moe_engine import Buffer, Options
-
-    sizes = max_tokens, x.shape[1], num_experts, num_topk
-    return Buffer.for_tokens(group, *sizes, x.dtype, options=Options(**options))
-
-
-def poison_ring(buffer):
-    """NaN where rows and messages lie."""
-    ring = buffer._low_latency.ring
-    ring.block.local[ring.layout.slots :].fill_(0xFF)
-    if ring.block.local.is_cuda:
-        torch.cuda.synchronize()
-
-
-def run_layer(group, max_tokens, num_calls, x, topk_idx, topk_weights, up, down):
-    """The layer a number of times on one Buffer, all the same bits; the engine it went through."""
-    from moe_engine import moe_ffn
-
-    num_ranks = torch.distributed.get_world_size(group)
-    args = [t.to(cases.device()) for t in (x, topk_idx, topk_weights, up, down)]
-    buffer = decode_buffer(group, x, num_ranks * len(up), topk_idx.shape[1], max_tokens)
-    poison_ring(buffer)
-    torch.distributed.barrier(group)
-    outs = []
-    for call in range(20 if args[0].is_cuda else num_calls):
-        if args[0].is_cuda and call % num_ranks == buffer.rank:
-            torch.cuda._sleep(1_000_000)
-        outs.append(moe_ffn(*args, buffer))
-    buffer.check()
-    used = len(buffer._low_latency._calls)
-    torch.distributed.barrier(group)
-    buffer.destroy()
-    assert all(torch.equal(out, outs[0]) for out in outs)
-    assert used > 0, "the layer did not take the low-latency way"
-    return outs[0].cpu()
-
-
-def check_layer(
-    pool, num_ranks, num_tokens, hidden, intermediate, num_local, num_topk, kind, dtype,
-    num_calls=1, seed=0,
-):  # fmt: skip
-    from moe_engine.emulation import PerRank
-
-    num_experts = num_ranks * num_local
-    inputs = make_inputs(num_ranks, num_tokens, hidden, num_experts, num_topk, kind, dtype, seed)
-    weights = make_weights(num_ranks, num_local, hidden, intermediate, dtype, seed)
-    parts = [PerRank(part) for part in (*inputs, *weights)]
-    results = pool.run(run_layer, max(num_tokens), num_calls, *parts, num_ranks=num_ranks)
-    wide = [[t.double() if t.is_floating_point() else t for t in p] for p in (*inputs, *weights)]
-    for have, want in zip(results, reference.moe_ffn(*wide), strict=True):
-        assert have.shape == want.shape
-        assert cases.relative_error(have, want) < TOLERANCE[dtype]
+from moe_engine import CapacityError, moe_ffn, reference, start_moe_ffn
+from moe_engine.emulation import PerRank
 
 
 @pytest.mark.parametrize(("kind", "num_ranks"), cases.routings(1, 3, 4))
 def test_every_routing(pool, num_ranks, kind):
-    check_layer(pool, num_ranks, [5, 0, 8], 32, 24, 12 // num_ranks, 3, kind, "bf16")
+    check_layer(pool, num_ranks, [5, 0, 8], 32, 24, 12 // num_ranks, 3, kind, "bf16", "decode")
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_many_calls(pool, dtype):
-    check_layer(pool, 4, [3, 5], 48, 32, 3, 4, "skewed", dtype, num_calls=4)
+    check_layer(pool, 4, [3, 5], 48, 32, 3, 4, "skewed", dtype, "decode", num_calls=4)
 
 
 @given(
@@ -92,16 +38,14 @@ def test_any_shape(pool, num_ranks, num_tokens, hidden, num_local, num_topk, kin
     cases.skip_where_shapes_compile(pool)
     num_topk = min(num_topk, num_ranks * num_local)
     sizes = num_tokens, 8 * hidden, 16, num_local, num_topk
-    check_layer(pool, num_ranks, *sizes, kind, dtype, seed=seed)
+    check_layer(pool, num_ranks, *sizes, kind, dtype, "decode", seed=seed)
 
 
-# --- Which way a layer takes ---------------------------------------------------------------------
+# --- Which engine a layer takes ------------------------------------------------------------------
 
 
 def choose(group, options, hints, x, topk_idx, topk_weights, up, down):
     """Of calls with each hint: how many low-latency calls they made, and the results."""
-    from moe_engine import moe_ffn, start_moe_ffn
-
     num_ranks = torch.distributed.get_world_size(group)
     args = [t.to(cases.device()) for t in (x, topk_idx, topk_weights, up, down)]
     buffer = decode_buffer(group, x, num_ranks * len(up), topk_idx.shape[1], 40, **options)
@@ -127,8 +71,6 @@ def choose(group, options, hints, x, topk_idx, topk_weights, up, down):
     ],
 )
 def test_the_hint_and_the_capacity_choose(pool, options, hints, made):
-    from moe_engine.emulation import PerRank
-
     inputs = make_inputs(2, [9, 4], 32, 8, 2, "uniform", "fp32")
     weights = make_weights(2, 4, 32, 24, "fp32")
     parts = [PerRank(part) for part in (*inputs, *weights)]
@@ -141,8 +83,6 @@ def test_the_hint_and_the_capacity_choose(pool, options, hints, made):
 
 
 def too_small_a_hint(group):
-    from moe_engine import CapacityError, moe_ffn
-
     x = torch.zeros(3, 16, device=cases.device())
     buffer = decode_buffer(group, x, 4, 1, 8)
     idx = torch.zeros(3, 1, dtype=torch.int64, device=x.device)
@@ -165,8 +105,6 @@ def test_a_hint_holds_the_tokens_and_may_be_0(pool):
 
 def replay(group, rounds, up, down):
     """The layer of every round from one captured graph, each rank late in turn."""
-    from moe_engine import moe_ffn
-
     num_ranks = torch.distributed.get_world_size(group)
     up, down = up.cuda(), down.cuda()
     x, topk_idx, topk_weights = (part.cuda() for part in rounds[0])
@@ -192,8 +130,6 @@ def replay(group, rounds, up, down):
 
 @pytest.mark.multi_gpu
 def test_replays_follow_the_routing(pool):
-    from moe_engine.emulation import PerRank
-
     num_ranks = pool.num_ranks
     kinds = ["uniform", "holes", "one_hot", "nothing", "skewed", "empty_rank"]
     rounds = [

@@ -8,7 +8,7 @@ import sys
 
 import pytest
 import torch
-from test_deep_ep import (
+from deep_ep_cases import (
     EXPERTS,
     FOLDER,
     check_combined,

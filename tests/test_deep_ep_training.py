@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
-from test_deep_ep import (
+from deep_ep_cases import (
     EXPERTS,
     check_combined,
     check_received,

@@ -6,15 +6,12 @@ from __future__ import annotations
 import os
 from collections.abc import Iterator
 
-import cases
 import pytest
 import torch
+from dispatch_cases import check_case as check_dispatch_combine
+from layer_cases import check_layer
 from low_latency_cases import FORMS, HIDDEN
-from test_decode_layer import check_layer as check_decode_layer
-from test_dispatch_combine import check_case as check_dispatch_combine
-from test_layer import check_layer
-from test_low_latency import check_case as check_low_latency
-from test_routing import check_plan
+from low_latency_cases import check_case as check_low_latency
 
 from moe_engine.emulation import RankPool
 
@@ -36,11 +33,6 @@ def ranks(pool) -> Iterator[RankPool]:
         yield eight
 
 
-@pytest.mark.parametrize("num_experts", [8, 64])
-def test_routing(pool, num_experts):
-    check_plan(pool, cases.route("holes", 300, num_experts, 4, 0), num_experts, 8)
-
-
 @OF_KINDS
 def test_dispatch_and_combine(ranks, kind):
     sizes = 40, 3 * ranks.num_ranks, 4
@@ -48,7 +40,8 @@ def test_dispatch_and_combine(ranks, kind):
 
 
 def test_ranks_are_summed_in_order(ranks):
-    """fp32 from all ranks in random lane order: from three ranks on, another gives other bits."""
+    """Each token names its experts in a random order; from three ranks on, another order of the
+    fp32 sum gives other bits."""
     sizes = 16, ranks.num_ranks, ranks.num_ranks
     check_dispatch_combine(ranks, ranks.num_ranks, TOKENS, *sizes, "uniform", "fp32")
 
@@ -65,4 +58,4 @@ def test_low_latency(ranks, kind):
 
 
 def test_decode_layer(ranks):
-    check_decode_layer(ranks, ranks.num_ranks, [5, 0, 8], 32, 24, 2, 4, "holes", "bf16")
+    check_layer(ranks, ranks.num_ranks, [5, 0, 8], 32, 24, 2, 4, "holes", "bf16", "decode")

@@ -15,6 +15,7 @@ import torch
 import torch.distributed as dist
 
 from moe_engine import emulation
+from moe_engine.device import lang
 from moe_engine.emulation import PerRank, RankError, RankPool, send_message
 from moe_engine.errors import BackendError, PeerTimeout, ShapeError
 
@@ -94,8 +95,6 @@ def test_tensors_leave_no_open_files(pair):
 
 
 def get_environment(group):
-    from moe_engine.device import lang
-
     return lang.INTERPRETED, os.environ.get("MOE_TEST"), torch.get_num_threads()
 
 
@@ -340,15 +339,20 @@ def test_close_ends_all_and_may_be_repeated():
 
 
 SCRIPT = """
-import sys
+import os, sys, time
 from moe_engine.emulation import RankPool
-from test_emulation import get_pid, sleep_on_rank_0
+
+def get_pid(group):
+    return os.getpid()
+
+def sleep(group):
+    time.sleep(300)
 
 if __name__ == "__main__":
     pool = RankPool(2)
     print(*pool.run(get_pid), flush=True)
     if sys.argv[1] == "wait":
-        pool.run(sleep_on_rank_0, 300)
+        pool.run(sleep)
 """
 
 
@@ -356,7 +360,7 @@ if __name__ == "__main__":
 def test_ranks_end_with_the_process_that_made_them(tmp_path, end):
     script = tmp_path / "script.py"
     script.write_text(SCRIPT)
-    path = os.pathsep.join([str(Path(__file__).parent), *filter(None, sys.path)])
+    path = os.pathsep.join(filter(None, sys.path))
     with subprocess.Popen(
         [sys.executable, script, end],
         env=os.environ | {"PYTHONPATH": path, "TMPDIR": str(tmp_path)},

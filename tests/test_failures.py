@@ -9,7 +9,8 @@ import time
 import cases
 import pytest
 import torch
-from test_dispatch_combine import make_inputs
+from dispatch_cases import make_inputs
+from failure_cases import EXPERTS, dispatch, first_use, new_buffer, tokens
 
 from moe_engine import (
     BackendError,
@@ -21,33 +22,14 @@ from moe_engine import (
     PeerTimeout,
     RoutingError,
     ShapeError,
+    combine,
     moe_ffn,
 )
+from moe_engine import dispatch as dispatch_verbs
+from moe_engine.deadline import timeout_seconds
 from moe_engine.emulation import PerRank, RankError
 
 TIMEOUT_S = 4.0
-EXPERTS = 12
-
-
-def new_buffer(group, hidden=16, max_tokens=20, **options):
-    return Buffer.for_tokens(
-        group, max_tokens, hidden, EXPERTS, 2, torch.float32, options=Options(**options)
-    )
-
-
-def dispatch(buffer, x, topk_idx, topk_weights, **more):
-    args = [t.to(cases.device()) for t in (x, topk_idx, topk_weights)]
-    per_rank, _, per_expert, in_rank, _ = buffer.get_dispatch_layout(args[1], EXPERTS)
-    return buffer.dispatch(
-        args[0], None, per_rank, None, in_rank, per_expert, args[1], args[2], **more
-    )
-
-
-def first_use(buffer, *tokens):
-    """Compile; until then the deadline is longer."""
-    recv_x, _, _, _, handle, _ = dispatch(buffer, *tokens)
-    buffer.combine(recv_x, handle)
-    buffer.check()
 
 
 # --- Lost peers ------------------------------------------------------------------------------
@@ -55,9 +37,6 @@ def first_use(buffer, *tokens):
 
 def lose_a_rank(group, lost, before, x, topk_idx, topk_weights):
     """Rank `lost` is killed before the launch named `before`; what the others then see."""
-    from moe_engine import combine
-    from moe_engine import dispatch as dispatch_verbs
-
     buffer = new_buffer(group, timeout_s=TIMEOUT_S)
     first_use(buffer, x, topk_idx, topk_weights)
     torch.distributed.barrier(group)
@@ -130,18 +109,13 @@ def call_with(group, hidden, num_topk):
     buffer = new_buffer(group, hidden=64, timeout_s=20.0)
     idx = cases.route("uniform", 8, EXPERTS, num_topk, 0)
     try:
-        dispatch(buffer, *_tokens(8, hidden, num_topk, idx))
+        dispatch(buffer, *tokens(8, hidden, num_topk, idx))
         buffer.check()
     except ShapeError as error:
         return str(error)
     finally:
         torch.distributed.barrier(group)
     return None
-
-
-def _tokens(num_tokens, hidden, num_topk, idx):
-    x, w = cases.tokens(num_tokens, hidden, num_topk, torch.float32, 0)
-    return x, idx, w
 
 
 @pytest.mark.parametrize(
@@ -209,7 +183,7 @@ def test_bad_ids_are_reported_and_skipped(pool, debug):
 
 def worst_tokens(group, num_worst_tokens):
     buffer = new_buffer(group)
-    x, idx, w = _tokens(6, 16, 2, cases.route("uniform", 6, EXPERTS, 2, 0))
+    x, idx, w = tokens(6, 16, 2, cases.route("uniform", 6, EXPERTS, 2, 0))
     recv, ids, _, counts, _, _ = dispatch(buffer, x, idx, w, num_worst_tokens=num_worst_tokens)
     buffer.check()
     buffer.destroy()
@@ -320,7 +294,7 @@ def test_refused(pool, name):
 
 def three_biases(group):
     buffer = new_buffer(group)
-    x, idx, w = _tokens(6, 16, 2, cases.route("uniform", 6, EXPERTS, 2, 0))
+    x, idx, w = tokens(6, 16, 2, cases.route("uniform", 6, EXPERTS, 2, 0))
     recv, _, _, _, handle, _ = dispatch(buffer, x, idx, w)
     with pytest.raises(ShapeError, match="at most 2"):
         buffer.combine(recv, handle, bias=[recv] * 3)
@@ -382,8 +356,6 @@ def test_cpu_tensors_need_the_interpreter():
 
 
 def test_timeout_variable(monkeypatch):
-    from moe_engine.deadline import timeout_seconds
-
     monkeypatch.setenv("MOE_ENGINE_TIMEOUT_S", "2.5")
     assert timeout_seconds() == 2.5
     monkeypatch.setenv("MOE_ENGINE_TIMEOUT_S", "soon")

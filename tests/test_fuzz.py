@@ -14,6 +14,7 @@ import cases
 import fuzz_calls
 import fuzz_values
 import pytest
+import torch
 from fuzz_calls import World, flat, same
 from fuzz_values import ANY, EQUAL, REFUSED
 
@@ -220,8 +221,6 @@ def run_cases(
 
 def _go_on(group: Any, end: float) -> bool:
     """Whether there is time left, as rank 0 sees it."""
-    import torch
-
     left = torch.tensor(end - time.monotonic(), dtype=torch.float64)
     torch.distributed.broadcast(left, 0, group=group)
     return bool(left > 0)

@@ -6,10 +6,11 @@ import cases
 import low_latency_cases as low_latency
 import pytest
 import torch
-from test_dispatch_combine import make_buffer, make_inputs
-from test_layer import TOLERANCE, make_weights
+from dispatch_cases import make_buffer, make_inputs
+from layer_cases import TOLERANCE, make_weights
+from rounds import Faults, Round, draw, expert_weights, new_buffer
 
-from moe_engine import reference
+from moe_engine import MoeEngineError, moe_ffn, reference
 from moe_engine.emulation import PerRank
 
 NUM_EXPERTS, MAX_TOKENS = 16, 48
@@ -18,8 +19,6 @@ KINDS = ["uniform", "holes", "one_hot", "nothing", "skewed", "empty_rank"]
 
 def replay(group, rounds, up, down):
     """The layer, and a dispatch with its combine, of every round, from two captured graphs."""
-    from moe_engine import moe_ffn
-
     num_ranks = torch.distributed.get_world_size(group)
     up, down = up.cuda(), down.cuda()
     x, topk_idx, topk_weights = (part.cuda() for part in rounds[0])
@@ -94,10 +93,6 @@ def test_replays_follow_the_routing(pool):
 def replay_once_broken(group, while_capturing):
     """(a replay was right, what a replay raises) where rank 0 breaks a call off in between: an
     eager one, or one that it captures."""
-    from rounds import Faults, Round, draw, expert_weights, new_buffer
-
-    from moe_engine import MoeEngineError, moe_ffn
-
     one, num_ranks = Round("layer"), group.size()
     buffer = new_buffer(group)
     inputs = [part[group.rank()].cuda() for part in draw(one, num_ranks, 4)]

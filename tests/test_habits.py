@@ -13,6 +13,7 @@ import pytest
 import torch
 
 from moe_engine import BackendError, Buffer, Config, Options, moe_ffn
+from moe_engine.grouped_gemm import grouped_gemm, grouped_mlp, tile_schedule, wgrad
 
 EXPERTS, TOPK, HIDDEN, TOKENS = 4, 2, 128, 6
 
@@ -92,8 +93,6 @@ def verbs(group, backend, x, idx, w, up, down):
 
 def products(x, w, up, down, offsets, index):
     """A grouped MLP with its gradients, and other products."""
-    from moe_engine.grouped_gemm import grouped_gemm, grouped_mlp, tile_schedule, wgrad
-
     parts = [part.clone().requires_grad_() for part in (x, up, down, w[:, 0].contiguous())]
     x, up, down, weight = parts
     b_down = down.new_ones(len(down), HIDDEN).requires_grad_()

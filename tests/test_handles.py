@@ -9,7 +9,16 @@ import low_latency_cases as low_latency
 import pytest
 import torch
 
-from moe_engine import Buffer, Config, Handle, MoeEngineError, Options, moe_ffn
+from moe_engine import (
+    Buffer,
+    Config,
+    EventHandle,
+    EventOverlap,
+    Handle,
+    MoeEngineError,
+    Options,
+    moe_ffn,
+)
 from moe_engine.errors import DtypeError
 
 EXPERTS, TOPK, HIDDEN, TOKENS = 4, 2, 128, 6
@@ -309,8 +318,6 @@ def test_low_latency_arguments(pool):
 
 
 def test_events():
-    from moe_engine import EventHandle, EventOverlap
-
     for bad in (3, "event", torch.zeros(1)):
         with pytest.raises(DtypeError, match="event is a"):
             EventOverlap(bad).current_stream_wait()

@@ -7,7 +7,7 @@ import pytest
 import torch
 import triton
 import triton.language as tl
-from test_dispatch_combine import make_buffer, make_inputs, poison
+from dispatch_cases import make_buffer, make_inputs, poison
 
 from moe_engine import BackendError, RoutingError, reference
 from moe_engine.device.lang import as_pointer

@@ -7,15 +7,12 @@ import torch
 import torch.distributed as dist
 import triton
 import triton.language as tl
+from device_cases import DONE, FLAGS, POISON, make_context
 
 from moe_engine import symm
 from moe_engine.device import lang, programs
 from moe_engine.device.context import PHASE_ROWS, ContextField, Phase, Report
 
-NUM_BYTES = 4096
-FLAGS = 3072  # offsets into the block
-DONE = 3584
-POISON = 0xAB
 TRITON_TYPES = {
     torch.int8: tl.int8,
     torch.int16: tl.int16,
@@ -24,23 +21,6 @@ TRITON_TYPES = {
     torch.bfloat16: tl.bfloat16,
     torch.float32: tl.float32,
 }
-
-
-def make_context(group, timeout_s=60.0):
-    """A block filled with POISON up to its flags, its device context, and the report."""
-    block = symm.allocate(group, NUM_BYTES)
-    block.local[:FLAGS] = POISON
-    report = torch.zeros(32, dtype=torch.int64)
-    if block.local.is_cuda:
-        report = report.pin_memory()
-    fields = [0] * ContextField.PEERS + block.peer_addresses.tolist()
-    fields[ContextField.TIMEOUT_NS] = int(timeout_s * 1e9)
-    fields[ContextField.REPORT] = report.data_ptr()
-    fields[ContextField.RANK] = group.rank()
-    fields[ContextField.NUM_RANKS] = group.size()
-    fields[ContextField.DONE] = DONE
-    dist.barrier(group)
-    return block, torch.tensor(fields, device=block.local.device), report
 
 
 def meet(group):

@@ -7,71 +7,23 @@ import time
 import cases
 import pytest
 import torch
+from dispatch_cases import DTYPES, make_buffer, make_inputs, poison
 from hypothesis import given
 from hypothesis import strategies as st
-from test_dispatch_combine import DTYPES, make_buffer, make_inputs, poison
+from layer_cases import TOLERANCE, check_layer, make_weights
 
-from moe_engine import reference
-
-# bf16 rounds four times on the way, each by up to 2^-9; few values may all be rounded alike.
-TOLERANCE = {"bf16": 4 * 2**-9, "fp32": 1e-5}
-
-
-def make_weights(num_ranks, num_local, hidden, intermediate, dtype, seed=0):
-    """Per-rank lists (w_gate_up [L, 2I, H], w_down [L, H, I])."""
-    generator = torch.Generator().manual_seed(seed)
-
-    def draw(*shape):
-        return (torch.randn(*shape, generator=generator) * shape[-1] ** -0.5).to(DTYPES[dtype])
-
-    up = [draw(num_local, 2 * intermediate, hidden) for _ in range(num_ranks)]
-    return up, [draw(num_local, hidden, intermediate) for _ in range(num_ranks)]
-
-
-def run_layer(group, backend, max_tokens, num_calls, x, topk_idx, topk_weights, up, down):
-    """moe_ffn a number of times on one Buffer; the last result, after all were the same bits."""
-    from moe_engine import moe_ffn
-
-    num_experts = up.shape[0] * torch.distributed.get_world_size(group)
-    device = cases.device()
-    args = [t.to(device) for t in (x, topk_idx, topk_weights, up, down)]
-    buffer = make_buffer(group, x, num_experts, topk_idx.shape[1], max_tokens, backend)
-    poison(buffer)
-    torch.distributed.barrier(group)
-    if device.type == "cuda":
-        num_calls = 20
-    outs = [moe_ffn(*args, buffer) for _ in range(num_calls)]
-    buffer.check()
-    torch.distributed.barrier(group)
-    buffer.destroy()
-    assert all(torch.equal(out, outs[0]) for out in outs)
-    return outs[0].cpu()
-
-
-def check_layer(
-    pool, num_ranks, num_tokens, hidden, intermediate, num_local, num_topk, kind, dtype,
-    backend="auto", num_calls=1, seed=0,
-):  # fmt: skip
-    from moe_engine.emulation import PerRank
-
-    num_experts = num_ranks * num_local
-    inputs = make_inputs(num_ranks, num_tokens, hidden, num_experts, num_topk, kind, dtype, seed)
-    weights = make_weights(num_ranks, num_local, hidden, intermediate, dtype, seed)
-    results = pool.run(
-        run_layer,
-        backend,
-        max(num_tokens),
-        num_calls,
-        *(PerRank(part) for part in (*inputs, *weights)),
-        num_ranks=num_ranks,
-    )
-    doubled = [
-        [t.double() if t.is_floating_point() else t for t in part] for part in (*inputs, *weights)
-    ]
-    expected = reference.moe_ffn(*doubled)
-    for have, want in zip(results, expected, strict=True):
-        assert have.shape == want.shape
-        assert cases.relative_error(have, want) < TOLERANCE[dtype]
+from moe_engine import (
+    Buffer,
+    LayerConfig,
+    MoEFeedForward,
+    Options,
+    RoutingError,
+    moe_ffn,
+    reference,
+    start_moe_ffn,
+)
+from moe_engine.emulation import PerRank
+from moe_engine.grouped_gemm import grouped_gemm
 
 
 @pytest.mark.parametrize(("kind", "num_ranks"), cases.routings(1, 2, 3, 4))
@@ -83,15 +35,15 @@ def test_every_routing(pool, num_ranks, kind):
     )
 
 
-def test_many_tokens_and_lanes(pool):
+def test_many_tokens_and_experts_of_a_token(pool):
     num_tokens = [16384, 5] if pool.device == "cuda" else [50, 5]
     check_layer(pool, pool.num_ranks, num_tokens, 64, 32, 8, 16, "uniform", "bf16")
 
 
-@pytest.mark.parametrize("backend", ["auto", "collective"])
+@pytest.mark.parametrize("engine", ["fused", "collective"])
 @pytest.mark.parametrize("dtype", DTYPES)
-def test_engines_agree(pool, backend, dtype):
-    check_layer(pool, 2, [70, 9], 72, 40, 3, 4, "duplicates", dtype, backend)
+def test_engines_agree(pool, engine, dtype):
+    check_layer(pool, 2, [70, 9], 72, 40, 3, 4, "duplicates", dtype, engine)
 
 
 @given(
@@ -118,8 +70,6 @@ def test_any_shape(
 
 def in_turn(group, x, topk_idx, topk_weights, up, down):
     """The layer from verbs that each end before the next begins; sums of lanes in torch."""
-    from moe_engine.grouped_gemm import grouped_gemm
-
     num_ranks = torch.distributed.get_world_size(group)
     buffer = make_buffer(group, x, num_ranks * len(up), topk_idx.shape[1], 100)
     per_rank, _, per_expert, in_rank, _ = buffer.get_dispatch_layout(topk_idx, num_ranks * len(up))
@@ -134,7 +84,7 @@ def in_turn(group, x, topk_idx, topk_weights, up, down):
     act = grouped_gemm(rows[row], up, offsets, activation="swiglu")
     y = x.new_zeros(*ids.shape, x.shape[1])
     y[row, lane] = grouped_gemm(act, down, offsets)
-    out, _, _ = buffer.combine(reference.sum_lanes(y, weights), handle)
+    out, _, _ = buffer.combine(reference.sum_topk(y, weights), handle)
     torch.distributed.barrier(group)
     buffer.destroy()
     return out
@@ -142,8 +92,6 @@ def in_turn(group, x, topk_idx, topk_weights, up, down):
 
 def run_all(group, max_tokens, configs, x, topk_idx, topk_weights, up, down):
     """The layer in turn, then by moe_ffn in each of several ways."""
-    from moe_engine import Buffer, Options, moe_ffn
-
     num_experts = up.shape[0] * torch.distributed.get_world_size(group)
     args = [t.to(cases.device()) for t in (x, topk_idx, topk_weights, up, down)]
     outs = [in_turn(group, *args).cpu()]
@@ -174,9 +122,6 @@ FEW_STAGED = ("uniform", 2), ("one_hot", 2), ("holes", 3), ("one_hot", 1)
     ],
 )
 def test_stages_do_not_change_a_bit(pool, num_ranks, kind):
-    from moe_engine import LayerConfig
-    from moe_engine.emulation import PerRank
-
     configs = [
         LayerConfig(num_stages=1, num_return_stages=1),  # all rows, then all tiles, then all sums
         LayerConfig(num_stages=3, num_return_stages=2, num_push_programs=7, num_return_programs=9),
@@ -201,8 +146,6 @@ def test_stages_do_not_change_a_bit(pool, num_ranks, kind):
 
 def run_delayed(group, num_calls, x, topk_idx, topk_weights, up, down):
     """Whether all of many calls give the same, ranks being late at random."""
-    from moe_engine import moe_ffn
-
     num_ranks, rank = torch.distributed.get_world_size(group), torch.distributed.get_rank(group)
     args = [t.to(cases.device()) for t in (x, topk_idx, topk_weights, up, down)]
     buffer = make_buffer(group, x, num_ranks * len(up), topk_idx.shape[1], 48)
@@ -222,8 +165,6 @@ def run_delayed(group, num_calls, x, topk_idx, topk_weights, up, down):
 
 
 def test_ranks_that_are_late_change_nothing(pool):
-    from moe_engine.emulation import PerRank
-
     num_ranks, num_calls = pool.num_ranks, 500 if pool.device == "cuda" else 4
     inputs = make_inputs(num_ranks, [20, 7], 64, 4 * num_ranks, 3, "skewed", "bf16", 1)
     weights = make_weights(num_ranks, 4, 64, 48, "bf16")
@@ -233,8 +174,6 @@ def test_ranks_that_are_late_change_nothing(pool):
 
 def run_shared(group, x, topk_idx, topk_weights, up, down):
     """The layer by itself, and with something else between start and finish."""
-    from moe_engine import moe_ffn, start_moe_ffn
-
     num_ranks = torch.distributed.get_world_size(group)
     args = [t.to(cases.device()) for t in (x, topk_idx, topk_weights, up, down)]
     buffer = make_buffer(group, x, num_ranks * len(up), topk_idx.shape[1], 48)
@@ -248,8 +187,6 @@ def run_shared(group, x, topk_idx, topk_weights, up, down):
 
 
 def test_a_shared_expert_runs_between_start_and_finish(pool):
-    from moe_engine.emulation import PerRank
-
     inputs = make_inputs(2, [48, 7], 64, 8, 3, "uniform", "fp32", 1)
     weights = make_weights(2, 4, 64, 48, "fp32")
     parts = (PerRank(part) for part in (*inputs, *weights))
@@ -259,8 +196,6 @@ def test_a_shared_expert_runs_between_start_and_finish(pool):
 
 def run_wide_ids(group, x, topk_idx, topk_weights, up, down):
     """The layer with -1, and with ids whose lower half is an expert's, which must not count."""
-    from moe_engine import RoutingError, moe_ffn
-
     device = cases.device()
     x, topk_idx, topk_weights, up, down = (
         t.to(device) for t in (x, topk_idx, topk_weights, up, down)
@@ -278,16 +213,12 @@ def run_wide_ids(group, x, topk_idx, topk_weights, up, down):
 
 
 def test_ids_beyond_32_bits_are_no_experts(pool):
-    from moe_engine.emulation import PerRank
-
     inputs = make_inputs(2, [48, 40], 32, 6, 3, "holes", "bf16", 1)
     weights = make_weights(2, 3, 32, 24, "bf16")
     assert all(pool.run(run_wide_ids, *(PerRank(p) for p in (*inputs, *weights)), num_ranks=2))
 
 
 def run_module(group, x, topk_idx, topk_weights):
-    from moe_engine import MoEFeedForward
-
     device = cases.device()
     buffer = make_buffer(group, x, 8, topk_idx.shape[1], len(x))
     torch.manual_seed(0)

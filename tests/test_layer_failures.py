@@ -8,6 +8,18 @@ import cases
 import pytest
 import torch
 
+from moe_engine import (
+    Buffer,
+    LayerConfig,
+    Options,
+    PeerTimeout,
+    ShapeError,
+    combine,
+    dispatch,
+    moe_ffn,
+)
+from moe_engine.layer_config import LayerChoices
+
 STEPS = {
     "exchange_fused": "counts",
     "push_fused": "rows",
@@ -18,8 +30,6 @@ STEPS = {
 
 def first_call(group, timeout_s):
     """Arguments of a small layer, which all ranks have called once."""
-    from moe_engine import Buffer, Options, moe_ffn
-
     num_experts, options = 2 * group.size(), Options(timeout_s=timeout_s, decode_tokens=0)
     buffer = Buffer.for_tokens(group, 20, 16, num_experts, 2, torch.float32, options=options)
     x, weights = cases.tokens(20, 16, 2, torch.float32, 0)
@@ -33,8 +43,6 @@ def first_call(group, timeout_s):
 def lose_rank_1(group, step):
     """(peer, phase) that ends a layer in which rank 1 stops before `step` and tells nobody; None on
     rank 1."""
-    from moe_engine import PeerTimeout, combine, dispatch, moe_ffn
-
     args = first_call(group, 4.0)
     buffer = args[-1]
     if group.rank() == 1:
@@ -61,8 +69,6 @@ def lose_rank_1(group, step):
 
 def be_late(group):
     """What ends a layer in which rank 1 pushes after 1.5 times the time limit."""
-    from moe_engine import PeerTimeout, dispatch, moe_ffn
-
     args = first_call(group, 4.0)
     buffer = args[-1]
     real, seen = dispatch.push_fused, None
@@ -98,9 +104,6 @@ def test_a_lost_rank_is_named(pool, step):
 
 def call_with_stages(group, stages):
     """What a rank is told that runs a layer in these stages, chosen behind its Buffer's back."""
-    from moe_engine import LayerConfig, ShapeError, moe_ffn
-    from moe_engine.layer_config import LayerChoices
-
     args = first_call(group, 20.0)
     buffer = args[-1]
     config = LayerConfig(*stages[torch.distributed.get_rank(group)])

@@ -16,6 +16,7 @@ from low_latency_cases import (
     FORMS,
     HIDDEN,
     TOPK,
+    check_case,
     combine,
     dispatch,
     make_inputs,
@@ -26,39 +27,6 @@ from low_latency_cases import (
 from moe_engine.emulation import PerRank
 
 MAX_TOKENS = 4
-
-
-def run_rank(group, forms, max_tokens, num_experts, x, topk_idx, topk_weights):
-    """Round trips on fresh memory in each form; on GPUs 20 of each, with another rank late, all the
-    same bits."""
-    args = to_device(x, topk_idx, topk_weights)
-    buffer = low_latency.make_buffer(group, max_tokens, x.shape[1], num_experts)
-    results = {}
-    for form in forms:
-        for call in range(low_latency.ON_GPU_CALLS if args[0].is_cuda else 1):
-            low_latency.poison(buffer)
-            torch.distributed.barrier(group)
-            if args[0].is_cuda and group.rank() == call % group.size():
-                torch.cuda._sleep(1_000_000)
-            found = low_latency.round_trip(buffer, *args, max_tokens, num_experts, form)
-            found = to_cpu(found)
-            different = low_latency.differences(found, results.setdefault(form, found))
-            assert not different, f"call {call} differs from call 0 in {different}"
-            torch.distributed.barrier(group)
-    buffer.check()
-    buffer.destroy()
-    return results
-
-
-def check_case(pool, num_ranks, num_tokens, max_tokens, hidden, num_experts, num_topk, kind, forms,
-               seed=0):  # fmt: skip
-    inputs = make_inputs(num_ranks, num_tokens, hidden, num_experts, num_topk, kind, seed)
-    results = pool.run(
-        run_rank, forms, max_tokens, num_experts, *map(PerRank, inputs), num_ranks=num_ranks
-    )
-    for form in forms:
-        of_form = [result[form] for result in results]
-        low_latency.check(of_form, *inputs, max_tokens, num_experts, form)
 
 
 @pytest.mark.parametrize(("kind", "num_ranks"), cases.routings(1, 2, 3, 4))

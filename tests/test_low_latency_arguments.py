@@ -8,6 +8,7 @@ import torch
 from low_latency_cases import dispatch, to_device
 
 from moe_engine import BackendError, Buffer, CapacityError, DtypeError, Options, ShapeError
+from moe_engine.checks import check_shrink
 
 EXPERTS, TOPK, HIDDEN, MAX_TOKENS = 4, 2, 128, 8
 SHAPE = MAX_TOKENS, EXPERTS
@@ -203,8 +204,6 @@ def test_the_hint_grows_with_every_argument():
 
 
 def test_ranks_that_a_word_can_mask():
-    from moe_engine.checks import check_shrink
-
     check_shrink(True, 63)
     check_shrink(False, 64)
     with pytest.raises(ShapeError, match="63"):
@@ -213,8 +212,6 @@ def test_ranks_that_a_word_can_mask():
 
 def rows_that_return_wider(group):
     """Memory for 64 tokens holds more rows in e4m3, but these return in bf16."""
-    from moe_engine import Buffer
-
     num_bytes = Buffer.get_low_latency_rdma_size_hint(64, 512, 1, EXPERTS)
     buffer = Buffer(group, 0, num_bytes, low_latency_mode=True)
     x, idx = to_device(torch.ones(2, 512, dtype=torch.bfloat16), torch.zeros(2, 1).long())
@@ -235,8 +232,6 @@ def test_the_way_back_is_wider_than_that_there(pool):
 
 
 def one_row_of_wider_ones(group):
-    from moe_engine import Buffer
-
     num_bytes = Buffer.get_low_latency_rdma_size_hint(4, 128, 1, EXPERTS)
     buffer = Buffer(group, 0, num_bytes, low_latency_mode=True)
     x, idx = to_device(torch.ones(5, 129, dtype=torch.bfloat16), torch.zeros(1, 1).long())

@@ -10,7 +10,10 @@ import torch
 from low_latency_cases import (
     EXPERTS,
     HIDDEN,
-    TOPK,
+    MAX_TOKENS,
+    SHAPE,
+    batches,
+    check_batches,
     combine,
     dispatch,
     make_inputs,
@@ -21,28 +24,6 @@ from low_latency_cases import (
 
 from moe_engine import Buffer
 from moe_engine.combine import low_latency_kernels
-from moe_engine.emulation import PerRank
-
-MAX_TOKENS = 4
-SHAPE = MAX_TOKENS, EXPERTS
-
-
-def batches(num_ranks, count, num_tokens=(MAX_TOKENS, 3, 0)):
-    """`count` inputs, each with lists of all ranks, and PerRank lists of each rank's batches."""
-    kinds = ["holes", "uniform", "duplicates"]
-    inputs = [
-        make_inputs(num_ranks, num_tokens, HIDDEN, EXPERTS, TOPK, kinds[seed % 3], 10 * seed)
-        for seed in range(count)
-    ]
-    return inputs, PerRank(
-        [tuple(part[rank] for part in batch) for batch in inputs] for rank in range(num_ranks)
-    )
-
-
-def check_batches(results, inputs, forms):
-    for number, (batch, form) in enumerate(zip(inputs, forms, strict=True)):
-        low_latency.check([found[number] for found in results], *batch, *SHAPE, form)
-
 
 # --- Several at once -------------------------------------------------------------------------
 

@@ -5,8 +5,8 @@ from __future__ import annotations
 import low_latency_cases as low_latency
 import pytest
 import torch
+from deep_ep_cases import deep_ep
 from low_latency_cases import EXPERTS, HIDDEN, TOPK, make_inputs, run_experts, to_cpu, to_device
-from test_deep_ep import deep_ep
 
 from moe_engine.emulation import PerRank
 

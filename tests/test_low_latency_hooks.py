@@ -9,8 +9,18 @@ import cases
 import low_latency_cases as low_latency
 import pytest
 import torch
-from low_latency_cases import EXPERTS, HIDDEN, combine, run_experts, to_cpu, to_device
-from test_low_latency_calls import MAX_TOKENS, SHAPE, batches, check_batches
+from low_latency_cases import (
+    EXPERTS,
+    HIDDEN,
+    MAX_TOKENS,
+    SHAPE,
+    batches,
+    check_batches,
+    combine,
+    run_experts,
+    to_cpu,
+    to_device,
+)
 
 from moe_engine import BackendError, CapacityError
 

@@ -9,11 +9,11 @@ from datetime import timedelta
 import pytest
 import torch.distributed as dist
 
-from moe_engine import errors
+from moe_engine import Buffer, agreement, errors, lifecycle
 from moe_engine.deadline import timeout_seconds
 from moe_engine.emulation import RankPool
 from moe_engine.errors import BackendError, OutOfStep, PeerTimeout, ShapeError
-from moe_engine.symm import exchange, meeting
+from moe_engine.symm import emulated, exchange, meeting
 from moe_engine.symm.torch_symm import _MeetingStore
 
 SOON_S, LONG_S = 0.3, 30.0
@@ -303,9 +303,9 @@ def test_a_rendezvous_of_torch_has_the_deadline(monkeypatch):
     one.set("symm/5/0", b"here")
     assert one.get("symm/5/0") == store.get("symm/0/0") == b"here"
     start = time.monotonic()
-    with pytest.raises(OutOfStep, match=r"rank 1 did not come within 0\.3 s"):
+    with pytest.raises(OutOfStep, match=r"rank 1 did not arrive within 0\.3 s"):
         one.get("symm/5/1")
-    with pytest.raises(OutOfStep, match=r"ranks 1, 2 did not come"):
+    with pytest.raises(OutOfStep, match=r"ranks 1, 2 did not arrive"):
         one.wait(["symm/5/0", "symm/5/1", "symm/5/2"], timedelta(seconds=LONG_S))
     assert time.monotonic() - start < 10
 
@@ -395,8 +395,6 @@ def three():
 def make_buffer(group, step, end):
     """(error, its text, seconds) of a Buffer that rank 1 does not make beyond a step; end: how it
     comes to its end there, None for not at all."""
-    from moe_engine import Buffer, agreement, lifecycle
-    from moe_engine.symm import emulated
 
     def stop(*_, **__):
         if end == "killed":

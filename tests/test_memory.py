@@ -8,8 +8,8 @@ import weakref
 import cases
 import pytest
 import torch
-from test_dispatch_combine import make_inputs
-from test_failures import EXPERTS, _tokens, dispatch
+from dispatch_cases import make_inputs
+from failure_cases import EXPERTS, dispatch, tokens
 
 from moe_engine import Buffer, CapacityError, RoutingError, reference
 from moe_engine.dispatch import Tokens
@@ -22,7 +22,7 @@ def exceed_a_region(group):
     """Rows wider than those the Buffer was made for, and more of them than fit: nobody writes."""
     rank = torch.distributed.get_rank(group)
     buffer = Buffer.for_tokens(group, 8, 16, EXPERTS, 2, torch.bfloat16)
-    x, idx, w = _tokens(0 if rank else 8, 16, 2, cases.route("uniform", 8, EXPERTS, 2, 0))
+    x, idx, w = tokens(0 if rank else 8, 16, 2, cases.route("uniform", 8, EXPERTS, 2, 0))
     recv, _, _, _, handle, _ = dispatch(buffer, x.bfloat16(), idx[: len(x)], w)
     wide = torch.zeros(len(recv), 16, device=recv.device)
     torch.distributed.barrier(group)  # else a rank may be told while it still dispatches
@@ -80,7 +80,7 @@ def test_memory_grows_on_all_ranks_alike(pool):
 
 def grow_with_bad_ids(group):
     """What a dispatch raises that follows one with bad ids in a Buffer that had to grow."""
-    x, idx, w = _tokens(30, 16, 2, cases.route("uniform", 30, EXPERTS, 2, 0))
+    x, idx, w = tokens(30, 16, 2, cases.route("uniform", 30, EXPERTS, 2, 0))
     x, idx, w = (part.to(cases.device()) for part in (x, idx, w))
     idx[3, 0] = EXPERTS
     buffer = Buffer(group, Buffer.size_hint(1, 64, group.size(), EXPERTS, 2))
@@ -101,7 +101,7 @@ def start_without_room(group):
     """The first dispatch of a Buffer whose regions do not even hold the counts."""
     num_bytes = SlotLayout(group.size(), LINE_BYTES).num_bytes
     buffer = Buffer(group, num_bytes)
-    x, idx, w = _tokens(12, 16, 2, cases.route("uniform", 12, EXPERTS, 2, group.rank()))
+    x, idx, w = tokens(12, 16, 2, cases.route("uniform", 12, EXPERTS, 2, group.rank()))
     recv, _, _, _, handle, _ = dispatch(buffer, x, idx, w)
     out, *_ = buffer.combine(recv, handle)
     buffer.check()
@@ -118,7 +118,7 @@ def grow_after_capture(group):
     """What a rank raises when memory must grow that a graph of rank 1 uses."""
     buffer = Buffer(group, Buffer.size_hint(1, 64, group.size(), EXPERTS, 2))
     buffer._engine._was_captured = group.rank() == 1
-    x, idx, w = _tokens(30, 16, 2, cases.route("uniform", 30, EXPERTS, 2, 0))
+    x, idx, w = tokens(30, 16, 2, cases.route("uniform", 30, EXPERTS, 2, 0))
     with pytest.raises(CapacityError) as raised:
         dispatch(buffer, x, idx, w)
     buffer.destroy()

@@ -9,7 +9,7 @@ from hypothesis import Phase, given, settings
 from hypothesis import strategies as st
 from rounds import FEW, MOST, Round, draw, expert_weights, new_buffer
 
-from moe_engine import MoeEngineError, moe_ffn
+from moe_engine import Buffer, MoeEngineError, RoutingError, moe_ffn
 
 NUM_LOCAL = 4
 TIMEOUT_S = 3.0
@@ -233,8 +233,6 @@ def test_too_many_tokens_of_one_rank_are_told_to_all(pool, verb):
 
 def grow_alone(group):
     """What ranks are told when one of them does not let its memory grow."""
-    from moe_engine import Buffer
-
     num_experts = NUM_LOCAL * group.size()
     buffer = Buffer(group, Buffer.size_hint(MOST, 64, group.size(), num_experts, 3))
     one = Round("normal")
@@ -259,8 +257,6 @@ def test_memory_grows_on_all_ranks_or_on_none(pool):
 
 def bad_ids_of_one_rank(group, verb):
     """Three rounds, the second after ids of rank 1 were bad: the errors, and what they hold."""
-    from moe_engine import RoutingError
-
     buffer = new_buffer(group)
     one = Round(verb)
     x, idx, weights = (t[group.rank()].to(cases.device()) for t in draw(one, 2, NUM_LOCAL))

@@ -9,12 +9,13 @@ import pytest
 import torch
 import triton
 import triton.language as tl
-from test_dispatch_combine import make_buffer, make_inputs
-from test_lang import make_context
+from device_cases import make_context
+from dispatch_cases import make_buffer, make_inputs
 
 from moe_engine import Buffer, CapacityError, reference
 from moe_engine.device import lang
 from moe_engine.device.context import ContextField
+from moe_engine.dispatch import Received, Tokens
 from moe_engine.emulation import PerRank
 
 NUM_EXPERTS = 16
@@ -85,8 +86,6 @@ def test_rows_are_copied_while_others_are_pushed(pool):
 def lose_rows(group, x, topk_idx, topk_weights):
     """Ids and rows of a dispatch with too little room, and ids of one after a failure, the host
     not having looked between; what is not written stays 777."""
-    from moe_engine.dispatch import Received, Tokens
-
     x, topk_idx, topk_weights = (t.to(cases.device()) for t in (x, topk_idx, topk_weights))
     buffer = make_buffer(group, x, NUM_EXPERTS, topk_idx.shape[1], len(x))
     engine = buffer._engine

@@ -7,10 +7,10 @@ import itertools
 import cases
 import pytest
 import torch
+from dispatch_cases import make_buffer, make_inputs
 from hypothesis import given
 from hypothesis import strategies as st
 from layer_reference import return_begins, stage_begins
-from test_dispatch_combine import make_buffer, make_inputs
 
 from moe_engine import reference
 from moe_engine.symm.slots import header_bytes

@@ -15,9 +15,11 @@ import pytest
 import torch
 import torch.distributed as dist
 from low_latency_cases import cast_back
+from transformers_cases import build, difference
 
 from moe_engine import Buffer
 from moe_engine.emulation import RankPool
+from moe_engine.tools.models import Kind
 
 ROOT = Path(__file__).parents[1]
 T = 6
@@ -42,10 +44,7 @@ def routing(num_experts: int, num_topk: int) -> Names:
 
 
 def in_transformers(group: dist.ProcessGroup, folder: str) -> Iterator[Names]:
-    from test_transformers import build, difference
     from transformers import AutoModelForCausalLM
-
-    from moe_engine.tools.models import Kind
 
     model = build(Kind.MIXTRAL)
     whole = {name: tensor.clone() for name, tensor in model.state_dict().items()}

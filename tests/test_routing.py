@@ -8,14 +8,14 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
+from moe_engine import reference, routing
+from moe_engine.device.context import Report
+from moe_engine.symm.single import SingleTensor
+from moe_engine.symm.slots import SlotLayout, Slots
+
 
 def plan_on_rank(group, topk_idx, num_experts, num_ranks):
     """(layout, send plan) through the kernels, as if there were `num_ranks` ranks."""
-    from moe_engine import routing
-    from moe_engine.device.context import Report
-    from moe_engine.symm.single import SingleTensor
-    from moe_engine.symm.slots import SlotLayout, Slots
-
     layout = SlotLayout(num_ranks, 1024)
     block = SingleTensor(layout.num_bytes, cases.device())
     block.peer_addresses = block.peer_addresses.expand(num_ranks).clone()
@@ -36,8 +36,6 @@ def plans_to_cpu(plans):
 
 
 def check_plan(pool, topk_idx, num_experts, num_ranks):
-    from moe_engine import reference
-
     [(layout, plans, num_bad)] = pool.run(
         plan_on_rank, topk_idx, num_experts, num_ranks, num_ranks=1
     )
@@ -62,6 +60,11 @@ def check_plan(pool, topk_idx, num_experts, num_ranks):
 @pytest.mark.parametrize("num_ranks", [1, 2, 3, 4, 8])
 def test_every_routing(pool, kind, num_ranks):
     check_plan(pool, cases.route(kind, 77, 24, 4, seed=1), 24, num_ranks)
+
+
+@pytest.mark.parametrize("num_experts", [8, 64])
+def test_eight_ranks(pool, num_experts):
+    check_plan(pool, cases.route("holes", 300, num_experts, 4, 0), num_experts, 8)
 
 
 def test_many_blocks(pool):

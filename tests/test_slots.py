@@ -5,9 +5,9 @@ from __future__ import annotations
 import torch
 import triton
 import triton.language as tl
+from device_cases import make_context
 from hypothesis import given
 from hypothesis import strategies as st
-from test_lang import make_context
 
 from moe_engine import symm
 from moe_engine.device import programs, push

@@ -17,8 +17,8 @@ from moe_engine import symm
 from moe_engine.device import lang
 from moe_engine.emulation import PerRank, RankError, RankPool
 from moe_engine.errors import BackendError, OutOfStep, ShapeError
-from moe_engine.symm import exchange
-from moe_engine.symm.emulated import EmulatedTensor, Place, _map
+from moe_engine.symm import emulated, exchange
+from moe_engine.symm.emulated import EmulatedTensor, File, _map
 
 NUM_BYTES = 10_000  # not a multiple of a page
 ROW = 64
@@ -121,8 +121,6 @@ def test_gpus_meet_over_a_cpu_only_group(pool):
 
 def time_mapping(group):
     """When this rank had mapped its peers, and when allocate returned."""
-    from moe_engine.symm import emulated
-
     mapped = []
     map_one = emulated._map
 
@@ -187,8 +185,6 @@ def get_pid(group):
 
 
 def kill_rank_1(group, when):
-    from moe_engine.symm import emulated
-
     if group.rank() == 1 and when == "before peers are mapped":
         emulated._map = lambda *args: os.kill(os.getpid(), signal.SIGKILL)
     try:
@@ -308,8 +304,6 @@ def test_a_failure_of_one_rank_is_raised_on_all(pool):
 
 def allocate_under_another_pid(group):
     """As in another PID namespace: rank 1's number of itself is another process's here."""
-    from moe_engine.symm import emulated
-
     getpid = os.getpid
     if group.rank() == 1:
         emulated.os.getpid = os.getppid
@@ -337,7 +331,7 @@ def test_only_the_file_that_was_meant_is_mapped(monkeypatch):
     file = os.memfd_create("test")
     os.ftruncate(file, NUM_BYTES)
     status = os.fstat(file)
-    place = Place(os.getpid(), file, status.st_dev, status.st_ino, 0)
+    file_of_rank = File(os.getpid(), file, status.st_dev, status.st_ino, 0)
     assert _map(place, NUM_BYTES).numel() == NUM_BYTES
     read_end, write_end = os.pipe()
     others = [{"inode": place.inode + 1}, {"device": place.device + 1}, {"file": read_end}]
@@ -345,7 +339,7 @@ def test_only_the_file_that_was_meant_is_mapped(monkeypatch):
         with pytest.raises(BackendError, match=r"memory of rank 0, process \d+, cannot be mapped"):
             _map(place._replace(**other), NUM_BYTES)
     monkeypatch.setattr(os, "geteuid", lambda: status.st_uid + 1)
-    with pytest.raises(BackendError, match="another file is there, or one of another user"):
+    with pytest.raises(BackendError, match="it is another file, or one of another user"):
         _map(place, NUM_BYTES)
     for number in (file, read_end, write_end):
         os.close(number)

@@ -15,15 +15,17 @@ import cases
 import pytest
 import torch
 import triton
-from test_dispatch_combine import make_inputs
-from test_layer import make_weights
+from dispatch_cases import make_inputs
+from layer_cases import make_weights
 from typer.testing import CliRunner
 
+from moe_engine import Buffer, LayerConfig, Options, moe_ffn, symm
 from moe_engine.device import ptx
 from moe_engine.device.context import ROLE_SUM, Phase, Role
 from moe_engine.device.lang import begin_span, end_span
 from moe_engine.emulation import PerRank, RankError, RankPool
 from moe_engine.errors import BackendError, CapacityError, PeerTimeout
+from moe_engine.grouped_gemm import gemm_config, num_compute_programs
 from moe_engine.symm.slots import SlotLayout, Slots
 from moe_engine.tools import trace
 from moe_engine.tools.cli import app
@@ -49,9 +51,6 @@ def inputs():
 def run_layer(group, x, topk_idx, topk_weights, up, down):
     """(result, spans, clocks, programs of a GEMM, block_m, block_n of both GEMMs), without spans
     and clocks where kernels do not record."""
-    from moe_engine import Buffer, LayerConfig, Options, moe_ffn
-    from moe_engine.grouped_gemm import gemm_config, num_compute_programs
-
     device = cases.device()
     args = [part.to(device) for part in (x, topk_idx, topk_weights, up, down)]
     options = Options(layer=LayerConfig(STAGES, RETURN_STAGES))
@@ -233,8 +232,6 @@ def record_items(context, first):
 def fill(group):
     """(spans so far, items that were recorded, what stands behind the buffer) where there was room
     for two of three spans."""
-    from moe_engine import symm
-
     slots = Slots(lambda size, _: symm.allocate(group, size), SlotLayout(RANKS, 128), 0, 10.0)
     recorder = Recorder(slots.context)
     buffer = recorder._buffer.new_full((recorder._buffer.numel() + 4,), -1)

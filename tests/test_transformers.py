@@ -12,8 +12,8 @@ from torch import Tensor
 pytest.importorskip("transformers")
 
 from transformers import StaticCache
+from transformers_cases import build, difference
 
-from moe_engine.device.lang import INTERPRETED
 from moe_engine.emulation import RankError, RankPool
 from moe_engine.errors import (
     BackendError,
@@ -28,21 +28,10 @@ from moe_engine.integrations.transformers import (
     replay_routing,
     shard_experts,
 )
-from moe_engine.tools.models import Kind, build_config, build_model
+from moe_engine.tools.models import Kind
 
 BATCHES = ((1, 12), (2, 5), (0, 0), (1, 1))
 """Batch size and length on each rank; the third has nothing to read."""
-NUM_EXPERTS = {  # 12 experts go evenly to 1, 2, 3 and 4 ranks
-    Kind.MIXTRAL: {"num_local_experts": 12},
-    Kind.QWEN2_MOE: {"num_experts": 12},
-    Kind.QWEN3_MOE: {"num_experts": 12},
-    Kind.DEEPSEEK_V3: {"n_routed_experts": 12},
-}
-
-
-def build(kind: Kind, dtype: torch.dtype = torch.float32, **changes: Any) -> Any:
-    config = build_config(kind, **NUM_EXPERTS[kind] | changes)
-    return build_model(config, "cpu" if INTERPRETED else "cuda", dtype)
 
 
 def read(model: Any, rank: int) -> Tensor | None:
@@ -53,13 +42,6 @@ def read(model: Any, rank: int) -> Tensor | None:
         return None
     ids = torch.randint(256, (batch, length), generator=torch.Generator().manual_seed(rank))
     return model(ids.to(model.device)).logits.float()
-
-
-def difference(got: Tensor | None, want: Tensor | None) -> float:
-    """The largest, relative to the largest logit."""
-    if got is None or want is None:
-        return 0.0
-    return float((got - want).abs().max() / want.abs().max())
 
 
 @torch.inference_mode()

@@ -9,8 +9,8 @@ import torch.distributed as dist
 
 pytest.importorskip("transformers")
 
-from test_transformers import build
 from transformers import AutoConfig, AutoModelForCausalLM
+from transformers_cases import build
 
 from moe_engine.emulation import RankError, RankPool
 from moe_engine.errors import BackendError, DtypeError, MoeEngineError, ShapeError

@@ -14,8 +14,8 @@ import torch.distributed as dist
 
 pytest.importorskip("transformers")
 
-from test_transformers import build, difference
 from transformers import AutoModelForCausalLM
+from transformers_cases import build, difference
 
 from moe_engine.emulation import RankPool
 from moe_engine.errors import BackendError, ShapeError

@@ -191,7 +191,7 @@ class CollectiveEngine:
         assert received.topk_idx is not None
         assert received.topk_weights is not None
         y = reference.expert_rows(received.x, received.topk_idx, w_gate_up, w_down)
-        out, _ = self.combine(reference.sum_lanes(y, received.topk_weights), handle, None, ())
+        out, _ = self.combine(reference.sum_topk(y, received.topk_weights), handle, None, ())
         return out
 
     def contexts(self) -> list[DeviceContext]:

@@ -7,9 +7,9 @@
 Each rank keeps E / R experts of every layer and calls the model with a batch of its own. Every
 rank must call it equally often: one without tokens calls `join_empty(model)` instead, and ranks
 that `generate` do so for the same number of steps (`min_new_tokens` equal to `max_new_tokens`).
-Once per pass the hosts agree on the most tokens that any rank has, so that decode takes the
-low-latency way; where they cannot, in a CUDA graph, `fix_max_tokens` says it. There is no backward
-yet: call the model in `torch.no_grad()`. `unshard_experts(model)` undoes it all, for saving.
+Once per pass the hosts agree on the most tokens that any rank has, so that decode makes low-latency
+calls; in a CUDA graph they cannot, and `fix_max_tokens` gives the number. There is no backward yet:
+call the model in `torch.no_grad()`. `unshard_experts(model)` undoes it all, for saving.
 """
 
 from __future__ import annotations
@@ -67,7 +67,7 @@ def _refuse_distributed(*_: Any) -> NoReturn:
     )
 
 
-@torch.compiler.disable  # a graph break: what is compiled goes on behind it
+@torch.compiler.disable  # a graph break: what is compiled goes on after it
 def experts_forward(
     self: Any, hidden_states: Tensor, top_k_index: Tensor, top_k_weights: Tensor
 ) -> Tensor:
@@ -91,7 +91,7 @@ def experts_forward(
 
 @dataclass(frozen=True)
 class Share:
-    """How the experts of layer number `layer`, of which a rank holds its share, are run."""
+    """How a rank runs its share of the experts of layer number `layer`."""
 
     buffer: Buffer
     passes: Passes
@@ -184,7 +184,7 @@ def unshard_experts(model: Any) -> None:
 
 
 def _share(experts: Any) -> Share:
-    """What `shard_experts` left on a layer; BackendError if it was not called."""
+    """The `Share` that `shard_experts` left on a layer; BackendError if it was not called."""
     if not hasattr(experts, "moe_share"):
         raise BackendError("the model has no Buffer: call shard_experts(model, group) first.")
     return experts.moe_share
@@ -240,7 +240,7 @@ def _run_by_others(layers: list[Any]) -> str | None:
 
 @torch.no_grad()
 def join_empty(model: Any, calls: int = 1) -> None:
-    """Take part, without tokens, in `calls` forward passes that the other ranks make.
+    """Take part without tokens in `calls` forward passes that the other ranks make.
 
     transformers itself cannot run an empty batch. A `generate` of n tokens is n passes.
     """
@@ -257,7 +257,7 @@ def join_empty(model: Any, calls: int = 1) -> None:
 
 @contextmanager
 def fix_max_tokens(model: Any, max_tokens: int) -> Iterator[None]:
-    """No rank brings more than `max_tokens` to any pass within the block, so none asks the others.
+    """Within the block no rank brings more than `max_tokens` to any pass, so none asks the others.
 
     All ranks must do so alike. A CUDA graph is captured within it, replayed anywhere:
 
@@ -276,8 +276,8 @@ def fix_max_tokens(model: Any, max_tokens: int) -> Iterator[None]:
 class Passes:
     """What the ranks agree on for each pass of a model: the most tokens that any of them brings.
 
-    A layer that does not come behind the one called last begins a pass. `fixed` takes the place of
-    an agreement; `limit` is what the Buffer was made for. A copy asks the same hosts.
+    A pass begins with a layer that does not follow the one called last. `fixed` replaces the
+    agreement; `limit` is what the Buffer was made for. A copy asks the same hosts.
     """
 
     def __init__(self, group: dist.ProcessGroup | None, limit: int):
@@ -340,7 +340,7 @@ def _connect_hosts(group: dist.ProcessGroup, timeout_s: float) -> Any:
 
 @contextmanager
 def record_routing(model: Any) -> Iterator[list[Routing]]:
-    """Collect what the routers choose, layer by layer in the order of their calls."""
+    """Collect what the routers choose, in the order in which layers are called."""
     calls: list[Routing] = []
 
     def note(_: nn.Module, args: tuple[Tensor, ...]) -> None:
@@ -352,7 +352,7 @@ def record_routing(model: Any) -> Iterator[list[Routing]]:
 
 @contextmanager
 def replay_routing(model: Any, routing: list[Routing]) -> Iterator[None]:
-    """Let the recorded choices of one pass take the place of the routers' own, pass after pass."""
+    """Replace the choices of the routers by the recorded ones of one pass, pass after pass."""
     calls = itertools.cycle(routing)
 
     def replace(_: nn.Module, args: tuple[Tensor, ...]) -> tuple[Tensor, ...]:

@@ -1,7 +1,7 @@
 """Which experts modules of transformers the engine can run: those that compute what it computes.
 
-transformers hands an implementation the module itself, and whatever the module has beyond weights
-and activation is for the implementation to apply. So all that a module has must be known here.
+transformers hands the module itself to an implementation, which must apply whatever the module has
+beyond weights and activation. So all that a module has must be known here.
 """
 
 from __future__ import annotations
@@ -72,7 +72,7 @@ def check_experts(experts: Any, num_ranks: int) -> None:
 
 
 def _unfit(experts: Any) -> list[str]:
-    """What of a module the engine does not know how to apply."""
+    """The parts of a module that the engine cannot apply."""
     from transformers.integrations import moe
 
     activation = getattr(experts, "act_fn", None)
@@ -103,7 +103,7 @@ def _unfit(experts: Any) -> list[str]:
 
 
 def _set_attributes(experts: Any) -> set[str]:
-    """What was set on a module beyond what each has; what is off says that the module lacks it."""
+    """What was set on a module beyond what each module has, except what is off: False or None."""
     new = vars(experts).keys() - vars(nn.Module()).keys()
     return {name for name in new if not any(vars(experts)[name] is off for off in (False, None))}
 

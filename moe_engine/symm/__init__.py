@@ -1,4 +1,4 @@
-"""Symmetric memory: one block of the same size on every rank, written directly by the others.
+"""Symmetric memory: one block of the same size on every rank, which the others write directly.
 
 | backend    | where                        | how                                             |
 |------------|------------------------------|-------------------------------------------------|
@@ -57,7 +57,7 @@ def allocate(
     initialised; `device=None` is the current CUDA device, or the CPU where there is none or where
     kernels are interpreted. Raises, on every rank, ShapeError when `num_bytes` differs or is not
     positive, BackendError as `choose_backend` does or when memory cannot be mapped, and OutOfStep
-    where a rank does not come within timeout_s (`exchange`).
+    when a rank does not arrive within timeout_s (`exchange`).
     """
     group = group or default_group()
     device = resolve_device(device)
@@ -83,9 +83,9 @@ def choose_backend(
     device: torch.device | str | None = None,
     timeout_s: float | None = None,
 ) -> str:
-    """Name of the backend for these ranks: `backend` itself, or with "auto" the one that fits.
+    """The name of the backend for these ranks: `backend` itself, or with "auto" the one that fits.
 
-    Collective. BackendError, on every rank, says what is missing and what to do.
+    Collective. A BackendError, on every rank, says what is missing and what to do.
     """
     group = group or default_group()
     device = resolve_device(device)
@@ -134,7 +134,7 @@ def environment(changes: Mapping[str, str]) -> Iterator[None]:
 
 
 def _choose_here(group: dist.ProcessGroup | None, backend: str, device: torch.device) -> str:
-    """The choice as far as one rank can see."""
+    """The choice, as far as this rank can see."""
     num_ranks = 1 if group is None else group.size()
     if backend == "nvshmem":
         raise BackendError(f"backend 'nvshmem' does not exist yet; there are {BACKENDS}")
@@ -161,7 +161,7 @@ def _check_emulation() -> None:
             "kernels run on the CPU only through Triton's interpreter: set TRITON_INTERPRET=1 "
             "before triton is imported, or start ranks with moe_engine.emulation.RankPool"
         )
-    import numpy  # Triton's interpreter brings it; a GPU does without
+    import numpy  # imported here: the interpreter needs it, and a GPU does not
 
     if numpy.lib.NumpyVersion(numpy.__version__) >= "2.4.0":
         raise BackendError(

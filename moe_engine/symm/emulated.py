@@ -18,11 +18,11 @@ from ..errors import BackendError
 from .meeting import exchange
 
 
-class Place(NamedTuple):
-    """A file that a process has open, and which file that is."""
+class File(NamedTuple):
+    """An open file of a process: its descriptor, and what identifies the file."""
 
     pid: int
-    file: int
+    descriptor: int
     device: int
     inode: int
     rank: int
@@ -38,18 +38,18 @@ class EmulatedTensor:
         self._blocks: list[torch.Tensor] = []
         with ExitStack() as until_mapped:
 
-            def create() -> Place:
-                file = os.memfd_create("moe_engine")
-                until_mapped.callback(os.close, file)
-                os.fchmod(file, 0o600)
-                os.ftruncate(file, num_bytes)
-                status = os.fstat(file)
-                return Place(os.getpid(), file, status.st_dev, status.st_ino, rank)
+            def create() -> File:
+                descriptor = os.memfd_create("moe_engine")
+                until_mapped.callback(os.close, descriptor)
+                os.fchmod(descriptor, 0o600)
+                os.ftruncate(descriptor, num_bytes)
+                status = os.fstat(descriptor)
+                return File(os.getpid(), descriptor, status.st_dev, status.st_ino, rank)
 
             def map_all() -> None:
-                self._blocks.extend(_map(place, num_bytes) for place in places)
+                self._blocks.extend(_map(file, num_bytes) for file in files)
 
-            places = exchange(group, create, "allocating memory", timeout_s)
+            files = exchange(group, create, "allocating memory", timeout_s)
             exchange(group, map_all, "mapping memory", timeout_s)
         self.local = self._blocks[rank]
         self.peer_addresses = torch.tensor([block.data_ptr() for block in self._blocks])
@@ -64,21 +64,21 @@ class EmulatedTensor:
         self.peer_addresses = torch.zeros_like(self.peer_addresses)
 
 
-def _map(place: Place, num_bytes: int) -> torch.Tensor:
-    """The file at a place, as a uint8 tensor. BackendError where another one is there, or none."""
+def _map(file: File, num_bytes: int) -> torch.Tensor:
+    """The file of a rank as a uint8 tensor. BackendError if it is gone or another one."""
     try:
-        opened = os.open(f"/proc/{place.pid}/fd/{place.file}", os.O_RDWR | os.O_NONBLOCK)
+        opened = os.open(f"/proc/{file.pid}/fd/{file.descriptor}", os.O_RDWR | os.O_NONBLOCK)
         try:
             status = os.fstat(opened)
             found = status.st_dev, status.st_ino, status.st_uid
-            if found != (place.device, place.inode, os.geteuid()):
-                raise OSError("another file is there, or one of another user")
+            if found != (file.device, file.inode, os.geteuid()):
+                raise OSError("it is another file, or one of another user")
             return torch.frombuffer(mmap.mmap(opened, num_bytes), dtype=torch.uint8)
         finally:
             os.close(opened)
     except OSError as error:
         raise BackendError(
-            f"the memory of rank {place.rank}, process {place.pid}, cannot be mapped: {error}. "
+            f"the memory of rank {file.rank}, process {file.pid}, cannot be mapped: {error}. "
             "Emulated ranks must be processes of one user that see each other in /proc: run them "
             "in one container, or in containers that share a PID namespace (docker run --pid=...)."
         ) from error

@@ -1,8 +1,8 @@
-"""Meetings of the hosts of a group: what one rank brings, all learn.
+"""Meetings of the hosts of a group: each rank brings a value, and all ranks get all values.
 
-Ranks meet at the store of their group. So a meeting has the engine's deadline, takes no
-communicator, and leaves the group usable when it fails. Each rank numbers the meetings of a group
-by itself, and leaves its message of meeting n under the key n/rank. Messages travel by pickle: who
+Ranks meet at the store of their group. So a meeting has the engine's deadline, uses no
+communicator, and leaves the group usable when it fails. Each rank counts the meetings of a group
+for itself, and writes its message of meeting n under the key n/rank. Messages are pickled: whoever
 can write to that store can run code on the ranks, as with torch.distributed's own collectives of
 objects.
 """
@@ -24,7 +24,7 @@ from ..deadline import DEFAULT_S, timeout_seconds
 from ..errors import BackendError, MoeEngineError, OutOfStep
 
 FIRST_PAUSE_S, LAST_PAUSE_S = 1e-4, 0.02
-"""Between two looks at the store; each pause is twice as long as the one before."""
+"""The pauses between two looks at the store; each is twice as long as the one before."""
 T = TypeVar("T")
 
 _numbers: WeakKeyDictionary[dist.ProcessGroup, int] = WeakKeyDictionary()
@@ -37,20 +37,21 @@ def exchange(
     timeout_s: float | None = None,
     begins: bool = False,
 ) -> list[T]:
-    """What `make()` returned on each rank, as copies; also a barrier. `what` names the meeting.
+    """Return what `make()` returned on each rank, as copies. It is also a barrier. `what` names the
+    meeting.
 
-    If it raised anywhere, every rank raises, so that none is left waiting: the error of the first
-    such rank where it is one of this package, else BackendError. What ends a process, like
-    KeyboardInterrupt, remains what it is on its own rank. OutOfStep where ranks are at different
-    meetings, or where one does not come within `timeout_s` from when this rank begins to wait
-    (None: MOE_ENGINE_TIMEOUT_S, 100 s); if it comes later, it raises OutOfStep too.
+    If `make` raised on any rank, every rank raises, so that none is left waiting: the error of the
+    first such rank if it is one of this package, else BackendError. What ends a process, like
+    KeyboardInterrupt, remains what it is on its own rank. OutOfStep is raised where ranks are at
+    different meetings, or where one does not arrive within `timeout_s` of when this rank begins to
+    wait (None: MOE_ENGINE_TIMEOUT_S, 100 s); a rank that arrives later raises OutOfStep too.
 
-    With `begins` it is the first of something new: this rank passes over meetings that others have
-    left, because they gave up waiting there or because they were at another meeting. It does not
-    pass over one at which `make` raised, or which a rank left for another reason.
+    With `begins` the meeting is the first of something new: this rank skips meetings that others
+    have left, because they gave up waiting or because they were at another meeting. It does not
+    skip one at which `make` raised, or which a rank left for another reason.
 
-    Groups that torch.distributed knows no store of meet by its all_gather_object instead, under the
-    deadline of the group.
+    Where torch.distributed knows no store of the group, its all_gather_object is used instead, with
+    the deadline of the group.
     """
     table = _Table.of(group)
     seconds, mine, absent = DEFAULT_S, None, ""
@@ -80,9 +81,9 @@ def exchange(
 
 
 def absent_keys(store: dist.Store, keys: Sequence[str], seconds: float) -> list[str]:
-    """Wait for keys in a store, at most so long: those that are not there then.
+    """Wait at most `seconds` for keys in a store; return those that are missing after it.
 
-    A wait of the store itself would keep its other users waiting, and Ctrl-C.
+    A wait of the store itself would block its other users, and Ctrl-C.
     """
     end, pause = time.monotonic() + seconds, FIRST_PAUSE_S
     while not store.check(list(keys)):
@@ -107,7 +108,7 @@ def ranks_text(ranks: Iterable[int]) -> str:
 
 @dataclass(frozen=True, slots=True)
 class _Failure:
-    """An exception on its way to other ranks: its class in errors.py, text and plain attributes."""
+    """An exception that other ranks get: its class in errors.py, text and plain attributes."""
 
     kind: str
     text: str
@@ -123,7 +124,7 @@ class _Failure:
         return cls(BackendError.__name__, text)
 
     def as_error(self, text: str) -> MoeEngineError:
-        """The exception anew, without its `__init__`, which may take something else than a text."""
+        """Rebuild the exception without its `__init__`, which may not take a text."""
         kind = getattr(errors, self.kind)
         error: MoeEngineError = kind.__new__(kind)
         error.args = (text,)
@@ -133,7 +134,7 @@ class _Failure:
 
 @dataclass(frozen=True, slots=True)
 class _Message:
-    """What a rank brings to the meeting `what`. in_vain: it left as other ranks were absent."""
+    """What a rank brings to the meeting `what`. in_vain: it left as other ranks did not arrive."""
 
     what: str
     value: Any = None
@@ -150,7 +151,7 @@ class _Message:
 
 
 class _Table:
-    """Where the messages of one meeting lie."""
+    """The messages of one meeting, in the store."""
 
     def __init__(self, group: dist.ProcessGroup, store: dist.Store):
         self._rank, self._num_ranks = group.rank(), group.size()
@@ -160,7 +161,7 @@ class _Table:
 
     @classmethod
     def of(cls, group: dist.ProcessGroup | None) -> _Table | None:
-        """The next one of a group, None for one rank or without a store."""
+        """The table of the next meeting of a group; None for one rank or without a store."""
         if group is None or group.size() == 1:
             return None
         try:
@@ -170,13 +171,13 @@ class _Table:
         return None if store is None else cls(group, store)
 
     def leave(self, data: bytes) -> None:
-        """Put this rank's message in place of the one before, for who has not read that yet."""
+        """Replace this rank's message, for ranks that have not read it yet."""
         with suppress(RuntimeError):  # the store is gone
             self._store.set(f"{self._number}/{self._rank}", data)
 
     def meet(self, what: str, data: bytes, seconds: float) -> tuple[dict[int, _Message], str]:
-        """The messages of the ranks that come in time, and a text that names the others, empty
-        where there are none."""
+        """The messages of the ranks that arrive in time, and a text that names the others, empty if
+        there are none."""
         keys = [f"{self._number}/{rank}" for rank in range(self._num_ranks)]
         try:
             self._store.set(keys[self._rank], data)
@@ -192,13 +193,13 @@ class _Table:
         if absent:
             late = ranks_text(rank for rank, key in enumerate(keys) if key in absent)
             return messages, (
-                f"rank {self._rank} waited {seconds:g} s for {late} at the meeting '{what}'. Who "
-                "does not come is gone, stuck, or made other calls: see what was done there last, "
-                "and make new Buffers when all ranks are back. MOE_ENGINE_TIMEOUT_S sets the "
+                f"rank {self._rank} waited {seconds:g} s for {late} at the meeting '{what}'. A "
+                "rank that does not arrive is gone, stuck, or made other calls: see what it did "
+                "last, and make new Buffers when all ranks are back. MOE_ENGINE_TIMEOUT_S sets the "
                 "deadline."
             )
         # All ranks are here, so all have read the messages of the meeting before.
-        with suppress(RuntimeError):  # some stores cannot
+        with suppress(RuntimeError):  # some stores cannot delete
             self._store.delete_key(f"{self._number - 1}/{self._rank}")
         return messages, ""
 
@@ -215,8 +216,8 @@ def _gather(group: dist.ProcessGroup | None, data: bytes) -> dict[int, _Message]
 def _check(
     messages: Mapping[int, _Message], absent: str = "", cause: Exception | None = None
 ) -> None:
-    """Raise what a meeting with these messages ends with, if it is not well. absent: the text that
-    names ranks that did not come; cause: what this rank's `make` raised."""
+    """Raise the error of a meeting with these messages, if there is one. absent: the text that
+    names ranks that did not arrive; cause: what this rank's `make` raised."""
     whats: dict[str, list[int]] = {}
     for rank, message in messages.items():
         whats.setdefault(message.what, []).append(rank)
@@ -230,10 +231,10 @@ def _check(
         ranks.setdefault(failure.text, []).append(rank)
     texts = "; ".join(f"{text} ({ranks_text(ranks[text])})" for text in ranks)
     if len(whats) > 1:
-        places = ", ".join(f"'{what}' on {ranks_text(whats[what])}" for what in whats)
+        meetings = ", ".join(f"'{what}' on {ranks_text(whats[what])}" for what in whats)
         different = (
-            f"ranks are at different meetings: {places}. All must make the same Buffers and calls "
-            "in the same order: find the rank that did not, and make new Buffers."
+            f"ranks are at different meetings: {meetings}. All must make the same Buffers and "
+            "calls in the same order: find the rank that did not, and make new Buffers."
         )
         raise OutOfStep(" ".join(filter(None, (absent, different, texts)))) from cause
     if absent:

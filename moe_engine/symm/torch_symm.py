@@ -23,7 +23,7 @@ class _MeetingStore(dist.Store):
 
     torch numbers the exchanges of all its rendezvous in one count per process, and ranks that took
     part in different numbers of them would wait for each other's keys in vain. Here the numbers
-    start anew each time. It waits no longer than the engine does.
+    start from 0 each time. A wait ends with the engine's deadline.
     """
 
     def __init__(self, store: dist.Store, timeout_s: float | None = None):
@@ -50,8 +50,8 @@ class _MeetingStore(dist.Store):
         if absent:
             late = ranks_text(int(key.rpartition("/")[2]) for key in absent)
             raise OutOfStep(
-                f"{late} did not come within {self._seconds:g} s to map memory: see what {late} "
-                "did last, and make new Buffers once all ranks are there."
+                f"{late} did not arrive within {self._seconds:g} s to map memory: see what {late} "
+                "did last, and make new Buffers once all ranks are back."
             )
 
 
@@ -84,12 +84,12 @@ class TorchTensor:
             torch.cuda.synchronize(device)
 
         def meet(name: Any) -> None:
-            # torch looks up a group by its name: this one lives for the meeting alone.
+            # torch looks up a group by its name. This group exists for the meeting only.
             store = dist.distributed_c10d._get_process_group_store(group)
             store = _MeetingStore(dist.PrefixStore(name, store), timeout_s)
             meeting = dist.ProcessGroup(store, dist.get_rank(group), dist.get_world_size(group))
             _register_process_group(name, meeting)
-            # torch makes a multicast object unless told not to: of no use here, and fragile.
+            # torch would make a multicast object, which is of no use here, and fragile.
             no_multicast = {"TORCH_SYMM_MEM_DISABLE_MULTICAST": "1"}
             try:
                 with environment(no_multicast), torch.cuda.device(device):
@@ -99,7 +99,7 @@ class TorchTensor:
                 _unregister_process_group(name)
 
         exchange(group, create, "allocating memory", timeout_s)
-        # All ranks take the name that the first proposes: new to each of them.
+        # All ranks take the name that the first one proposes, which is new to each of them.
         names = exchange(
             group,
             lambda: f"moe_engine/{os.getpid()}/{next(_names)}",

@@ -19,11 +19,11 @@ from ..layer_config import LayerProblem
 from .models import Kind
 
 EXPECTED = (MoeEngineError, ChildProcessError, TimeoutError, torch.OutOfMemoryError)
-"""What goes wrong without a mistake in this package, on a rank or here."""
+"""Errors that need no mistake in this package, on a rank or in this process."""
 
 
 class Plain(TyperGroup):
-    """Says what is expected to go wrong in a line, and the rest with its traceback."""
+    """Prints EXPECTED errors as one line, and others with their traceback."""
 
     def invoke(self, ctx: Any) -> Any:
         try:
@@ -58,7 +58,7 @@ class Backend(StrEnum):
 
 
 def check_file(path: Path, option: str) -> None:
-    """It can be written."""
+    """Refuse a file that cannot be written."""
     problem = None
     if path.is_dir():
         problem = f"{path} is a folder; name a file in it"
@@ -71,7 +71,7 @@ def check_file(path: Path, option: str) -> None:
 
 
 def check_picture(path: Path, option: str = "--picture") -> None:
-    """It can be drawn and written."""
+    """Refuse a picture that cannot be drawn or written."""
     if not find_spec("matplotlib"):
         raise BackendError(f"{option} needs matplotlib: pip install 'moe_engine[bench]'")
     from matplotlib.backend_bases import FigureCanvasBase
@@ -86,7 +86,7 @@ def check_picture(path: Path, option: str = "--picture") -> None:
 
 
 def check_cache() -> None:
-    """What is measured can be kept."""
+    """Refuse to measure what cannot be kept."""
     from ..choice_cache import cache_path
 
     folder = cache_path("").absolute()
@@ -94,12 +94,12 @@ def check_cache() -> None:
     if not (nearest.is_dir() and os.access(nearest, os.W_OK | os.X_OK)):
         raise BackendError(
             f"what is measured is kept in {folder}, and {nearest} is no folder that can be "
-            "written. Set MOE_ENGINE_CACHE to one that can."
+            "written. Set MOE_ENGINE_CACHE to a folder that can be written."
         )
 
 
 def check_device(device: str) -> None:
-    """Ranks can start there."""
+    """Refuse a device on which ranks cannot start."""
     if device == "cpu" and not find_spec("numpy"):
         raise BackendError(
             "on the CPU Triton's interpreter needs numpy: pip install 'moe_engine[emulation]'"
@@ -107,7 +107,7 @@ def check_device(device: str) -> None:
 
 
 def known_model(model: str | None, ranks: int, num_gpus: int) -> str:
-    """The model, or the default one; it has a shape, and GPUs unless it is tiny."""
+    """The model, or the default one. It must have a shape, and GPUs unless it is tiny."""
     from .timeline import SHAPES
 
     on_gpus = num_gpus >= ranks
@@ -123,7 +123,7 @@ def known_model(model: str | None, ranks: int, num_gpus: int) -> str:
 
 
 def check_layer(problem: LayerProblem) -> None:
-    """A layer of this shape can run."""
+    """Refuse a layer whose shape cannot run."""
     experts, ranks = problem.num_experts, problem.num_ranks
     if experts % ranks:
         raise typer.BadParameter(f"{experts} experts do not divide among {ranks} ranks")
@@ -133,7 +133,7 @@ def check_layer(problem: LayerProblem) -> None:
 
 
 def check_columns(**columns: int) -> None:
-    """Rows are read 16 bytes at a time, 8 values of bf16."""
+    """Refuse widths that are no multiple of 16 bytes, 8 values of bf16."""
     for name, value in columns.items():
         if value % 8:
             raise typer.BadParameter(f"{name} is {value}; it must be a multiple of 8")
@@ -207,7 +207,7 @@ def gemm(
     depth: Annotated[int, typer.Option(min=8, help="Columns of the rows.")],
     activation: Annotated[str, typer.Option(help="none, silu, gelu, swiglu or geglu.")] = "none",
     gathered: Annotated[bool, typer.Option(help="Rows by index.")] = False,
-    tune: Annotated[bool, typer.Option(help="Measure, and keep the best for this GPU.")] = False,
+    tune: Annotated[bool, typer.Option(help="Measure, and keep the fastest for this GPU.")] = False,
 ) -> None:
     """Explain which tiles a grouped GEMM in bf16 takes on an H200; with --tune, measure them on
     this GPU."""
@@ -271,8 +271,9 @@ def tune(
     ranks: Annotated[int, typer.Option(min=1, help="GPUs, or processes without them.")] = 4,
     rounds: Annotated[int, typer.Option(min=1, help="A time is the median of so many.")] = 7,
 ) -> None:
-    """Measure how `moe_ffn` runs best in bf16 on these GPUs, and keep it for later Buffers. Without
-    GPUs it only shows how: emulated ranks say nothing about times."""
+    """Measure which configuration of `moe_ffn` is fastest in bf16 on these GPUs, and keep it for
+    later Buffers. Without GPUs the command only shows how it works: times of emulated ranks mean
+    nothing."""
     from ..layer_config import keep_layer
     from .timeline import SHAPES
     from .tune_layer import Job, fastest, report, run_job
@@ -311,7 +312,7 @@ def trace(
     path: Annotated[Path, typer.Option(help="The trace, for Perfetto.")] = Path("trace.json"),
     picture: Annotated[Path | None, typer.Option(help="Where to draw it.")] = None,
 ) -> None:
-    """Record what each program of a layer does when, on all ranks."""
+    """Record what the programs of a layer do and when, on all ranks."""
     from .timeline import SHAPES, Job, draw, report, run_job
     from .trace import save
 
@@ -337,5 +338,5 @@ def trace(
 
 @app.command()
 def deep_ep_path() -> None:
-    """Print the folder that makes `import deep_ep` mean moe_engine, for PYTHONPATH."""
+    """Print the folder for PYTHONPATH with which `import deep_ep` imports moe_engine."""
     typer.echo(Path(__file__).parents[1] / "integrations" / "deep_ep_path")

@@ -1,6 +1,7 @@
 """The demo: models read a text with their experts spread over ranks.
 
-Each rank reads a part of its own, first with the whole model, then with its share of the experts.
+Each rank reads its own part of the text, first with the whole model, then with its share of the
+experts.
 """
 
 from __future__ import annotations
@@ -75,7 +76,7 @@ class Outcome:
 
 
 def run_jobs(jobs: Sequence[Job], num_ranks: int, console: Console) -> list[list[Outcome]]:
-    """Run all jobs on a pool of ranks behind a progress bar: the outcomes by job and rank."""
+    """Run all jobs on a pool of ranks, with a progress bar: the outcomes by job and rank."""
     columns = TextColumn("{task.description}"), BarColumn(), TimeElapsedColumn()
     with (
         RankPool(num_ranks, jobs[0].device, timeout_s=3600.0) as pool,
@@ -166,8 +167,8 @@ def _read(model: Any, ids: Tensor) -> tuple[Tensor, list[Routing], Seconds]:
 
 
 def _read_sharded(model: Any, ids: Tensor) -> tuple[Tensor, list[Routing], Seconds]:
-    """`_read` through the layer for many tokens, however few these are; `_generate` goes the
-    low-latency way."""
+    """`_read` through the fused layer, however few the tokens are; `_generate` makes low-latency
+    calls."""
     with fix_max_tokens(model, max(ids.numel(), Options().decode_tokens + 1)):
         return _read(model, ids)
 

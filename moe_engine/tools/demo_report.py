@@ -36,7 +36,7 @@ def report(job: Job, outcomes: Sequence[Outcome], console: Console) -> bool:
 def count_rows(topk_idx: Tensor, num_experts: int, num_ranks: int) -> tuple[Tensor, Tensor]:
     """Rows [R] that tokens with topk_idx [T, K] send to each rank, and copies [R], one per expert.
 
-    A token sends one row to a rank, however many of its experts are there.
+    A token sends one row to a rank, however many of its experts that rank has.
     """
     to_rank = F.one_hot(topk_idx // (num_experts // num_ranks), num_ranks)  # [T, K, R]
     return to_rank.amax(1).sum(0), to_rank.sum((0, 1))

@@ -1,4 +1,4 @@
-"""`moe-engine trace`: run a layer whose kernels record, tell what they did, and draw it."""
+"""`moe-engine trace`: run a layer whose kernels record, report what they did, and draw it."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ COLOURS = {
 Inputs = tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]
 MULTIPLY = "up", "down", "wait for rows"
 BELOW = "copy", "return metadata", "sum"
-"""Drawn in the lower half of an SM's row, as they run beside others that communicate."""
+"""Drawn in the lower half of an SM's row, as they run concurrently with others that communicate."""
 
 
 @dataclass(frozen=True)
@@ -149,8 +149,8 @@ def report(spans: Sequence[Span], clocks: Sequence[Clock], console: Console) -> 
 
 
 def draw(spans: Sequence[Span], title: str, path: Path) -> None:
-    """Save a picture: for each rank what the programs of each SM did, above those that multiply,
-    below those that communicate."""
+    """Save a picture of what the programs of each SM did: for each rank a panel of those that
+    multiply, above one of those that communicate."""
     import matplotlib
 
     matplotlib.use("Agg")

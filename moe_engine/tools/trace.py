@@ -1,12 +1,12 @@
-"""What programs did when: spans that kernels record, on the clock of rank 0, as a Chrome trace and
-in sums.
+"""What programs did and when: spans that kernels record, on the clock of rank 0, as a Chrome trace
+and as sums.
 
-A process that imports the package with MOE_ENGINE_TRACE=1 gets kernels that record; in others
-nothing of it is compiled. `moe-engine trace` does all that follows.
+A process that imports the package with MOE_ENGINE_TRACE=1 gets kernels that record; in other
+processes nothing of it is compiled. `moe-engine trace` does all of this:
 
     recorder = Recorder(context)
     clocks = align_clocks(group)
-    ...                                          # a layer; all that the context's kernels record
+    ...                                          # a layer, whose kernels record
     spans = recorder.read(clocks[rank])          # to be gathered from all ranks
 """
 
@@ -34,20 +34,21 @@ from ..symm.slots import SlotLayout, Slots
 from .trace_kernels import ping_kernel
 
 ROUNDS = 16 if INTERPRETED else 200
-"""How often a clock is compared; the quickest answer counts."""
+"""How often clocks are compared; the quickest answer counts."""
 WARPS_PER_SM = 64
 
 
 class Span(NamedTuple):
     """What a program did from `begin` to `end`, in ns.
 
-    role: a Role, or for a wait its Phase. item: the tile, or the stage, or of return metadata, sum
-    and exchange which part; 0 for most waits. place: SM * 64 + the first of the program's warps
-    there; spans of one place are disjoint, or a wait inside something else.
+    role: a Role, or the Phase of a wait. item: the number of the tile, of the stage, or of the part
+    in return metadata, sum and exchange; 0 for most waits. track: SM * 64 + the first of the
+    program's warps on that SM; two spans of a track are disjoint, or one is a wait inside the
+    other.
     """
 
     rank: int
-    place: int
+    track: int
     program: int
     role: int
     item: int
@@ -66,7 +67,7 @@ class Span(NamedTuple):
 
     @property
     def sm(self) -> int:
-        return self.place // WARPS_PER_SM
+        return self.track // WARPS_PER_SM
 
 
 # --- From the GPU ------------------------------------------------------------------------------
@@ -95,33 +96,34 @@ class Recorder:
             2 + 4 * MAX_SPANS.value, dtype=torch.int64, device=context.fields.device
         )
         context.fields[ContextField.TRACE] = self._buffer.data_ptr()
-        context.spans = self._buffer  # kernels write there as long as there is the context
+        context.spans = self._buffer  # kernels write to it as long as the context exists
 
     def clear(self) -> None:
-        """Forget what is recorded, in the order of the current stream."""
+        """Forget what was recorded, in the order of the current stream."""
         self._buffer[0].zero_()
 
     def read(self, clock: Clock) -> list[Span]:
-        """All spans since the last `clear`, on rank 0's clock. CapacityError for more than there is
-        room for. Synchronises the current stream."""
+        """All spans since the last `clear`, on rank 0's clock. CapacityError if they were more than
+        fit. Synchronises the current stream."""
         count, room = int(self._buffer[0]), MAX_SPANS.value
         if count > room:
             raise CapacityError(f"{count} spans were recorded; a trace has room for {room}.")
         records = self._buffer[2:].view(-1, 4)[:count].cpu()
-        words = records.view(torch.int32).view(-1, 8)[:, :4].tolist()
+        fields = records.view(torch.int32).view(-1, 8)[:, :4].tolist()
         times = (records[:, 2:] - clock.ahead_ns).tolist()
         return [
-            Span(self._rank, place, program, role, item, begin, end)
-            for (role, item, program, place), (begin, end) in zip(words, times, strict=True)
+            Span(self._rank, track, program, role, item, begin, end)
+            for (role, item, program, track), (begin, end) in zip(fields, times, strict=True)
         ]
 
 
 def align_clocks(group: dist.ProcessGroup | None) -> list[Clock]:
     """The clock of each rank against that of rank 0, the same list on all ranks.
 
-    As NTP does: rank 0 asks at a, a rank answers with its time t, rank 0 knows it at b. The rank is
-    t - (a + b) / 2 ahead, and this is wrong by at most (b - a) / 2; the round with the smallest
-    b - a counts. Collective. PeerTimeout, on all ranks, if a rank does not answer in time.
+    As in NTP, rank 0 asks at time a, the rank answers with its time t, and rank 0 knows it at time
+    b. The rank is t - (a + b) / 2 ahead, and this is wrong by at most (b - a) / 2; the round with
+    the smallest b - a counts. Collective. PeerTimeout, on all ranks, if a rank does not answer in
+    time.
     """
     if group is None or group.size() == 1:
         return [Clock(0, 0)]
@@ -144,7 +146,7 @@ def align_clocks(group: dist.ProcessGroup | None) -> list[Clock]:
 def best_clock(rounds: Sequence[Sequence[int]]) -> Clock:
     """The clock by the quickest of rounds (asked, answered, known), see `align_clocks`.
 
-    (100, 5060, 120) and (200, 5170, 300): by the first, 4950 ahead, give or take 10.
+    Of (100, 5060, 120) and (200, 5170, 300) the first counts: 4950 ahead, with an error of 10.
     """
     asked, answered, known = min(rounds, key=lambda times: times[2] - times[0])
     return Clock(answered - (asked + known) // 2, (known - asked + 1) // 2)
@@ -154,24 +156,24 @@ def best_clock(rounds: Sequence[Sequence[int]]) -> Clock:
 
 
 def chrome_trace(spans: Sequence[Span]) -> dict[str, Any]:
-    """Spans in Chrome's trace format, which Perfetto reads: a process per rank, a thread per SM and
-    first warp, times in us from the first begin on."""
+    """Spans in Chrome's trace format, which Perfetto reads: a process for each rank, a thread for
+    each track, times in us since the first begin."""
     zero = min((span.begin for span in spans), default=0)
     events: list[dict[str, Any]] = [
         {"ph": "M", "name": "process_name", "pid": rank, "args": {"name": f"rank {rank}"}}
         for rank in sorted({span.rank for span in spans})
     ]
-    for rank, place in sorted({(span.rank, span.place) for span in spans}):
-        of_thread = {"ph": "M", "pid": rank, "tid": place}
-        name = f"SM {place // WARPS_PER_SM}, warp {place % WARPS_PER_SM}"
+    for rank, track in sorted({(span.rank, span.track) for span in spans}):
+        of_thread = {"ph": "M", "pid": rank, "tid": track}
+        name = f"SM {track // WARPS_PER_SM}, warp {track % WARPS_PER_SM}"
         events.append({**of_thread, "name": "thread_name", "args": {"name": name}})
-        events.append({**of_thread, "name": "thread_sort_index", "args": {"sort_index": place}})
+        events.append({**of_thread, "name": "thread_sort_index", "args": {"sort_index": track}})
     events += [
         {
             "ph": "X",
             "name": span.name,
             "pid": span.rank,
-            "tid": span.place,
+            "tid": span.track,
             "ts": (span.begin - zero) / 1e3,
             "dur": (span.end - span.begin) / 1e3,
             "args": {"program": span.program, "item": span.item},
@@ -186,13 +188,13 @@ def save(spans: Sequence[Span], path: Path) -> None:
     path.write_text(json.dumps(chrome_trace(spans)))
 
 
-# --- In sums -----------------------------------------------------------------------------------
+# --- As sums -----------------------------------------------------------------------------------
 
 
 @dataclass(slots=True)
 class RoleTime:
-    """Spans of a role on a rank and their time, summed over programs, without and in their
-    waits."""
+    """The spans of a role on a rank, and their time summed over programs: outside of waits, and
+    in waits."""
 
     num_spans: int = 0
     busy_ns: int = 0
@@ -204,10 +206,10 @@ class Summary:
     """What a rank did in a layer.
 
     layer_ns: from the first begin to the last end of its spans. computing_ns: the time that an SM
-    spends in tiles of the two GEMMs, waits for rows taken off, and once where two of its programs
-    do; the mean of all SMs that have any span. exposed_ns: the rest of the layer, in which
-    communication, or the start of the GEMMs, is not hidden behind them. roles: by `Span.name`; a
-    wait that is in no other span stands for itself.
+    spends in tiles of the two GEMMs, without waits for rows, and counted once where two of its
+    programs do so concurrently; the mean of all SMs that have any span. exposed_ns: the rest of the
+    layer, in which no GEMM hides the communication, or the GEMMs start. roles: by `Span.name`; a
+    wait that is in no other span has a role of its own.
     """
 
     rank: int
@@ -246,14 +248,14 @@ def _summary(rank: int, spans: Sequence[Span]) -> Summary:
 
 def with_waits(spans: Iterable[Span]) -> Iterator[tuple[Span, list[Span]]]:
     """Each span that is in no other, with the waits inside it, in order."""
-    by_place: dict[tuple[int, int], list[Span]] = defaultdict(list)
+    by_track: dict[tuple[int, int], list[Span]] = defaultdict(list)
     for span in sorted(spans, key=lambda span: (span.begin, span.end)):
-        by_place[span.rank, span.place].append(span)
-    for here in by_place.values():
-        outer = [span for span in here if not span.is_wait]
+        by_track[span.rank, span.track].append(span)
+    for on_track in by_track.values():
+        outer = [span for span in on_track if not span.is_wait]
         begins = [span.begin for span in outer]
         inside: list[list[Span]] = [[] for _ in outer]
-        for wait in (span for span in here if span.is_wait):
+        for wait in (span for span in on_track if span.is_wait):
             index = bisect_right(begins, wait.begin) - 1
             if index >= 0 and wait.end <= outer[index].end:
                 inside[index].append(wait)
@@ -272,7 +274,7 @@ def between(span: Span, waits: Iterable[Span]) -> Iterator[tuple[int, int]]:
 
 
 def covered(parts: Iterable[tuple[int, int]]) -> int:
-    """How much time parts (begin, end) cover. (0, 4) (2, 5) (7, 8): 6."""
+    """How much time parts (begin, end) cover: 6 for (0, 4) (2, 5) (7, 8)."""
     total, until = 0, 0
     for begin, end in sorted(parts):
         total += max(0, end - max(begin, until))

@@ -10,7 +10,7 @@ from ..device.slots import chunk_flag
 
 @triton.jit
 def ping_kernel(
-    times,  # int64 [R, ROUNDS, 3], out on rank 0: when it asked, the rank answered, it knew
+    times,  # int64 [R, ROUNDS, 3], out on rank 0: when it asked, the rank answered, it knew it
     context,
     ROUNDS: tl.constexpr,
 ):
@@ -19,21 +19,21 @@ def ping_kernel(
 
     Each round has flags of its own: rank 0 raises one to 1, and the other rank one to its time.
     """
-    lane = tl.arange(0, 1)
-    one = lane == 0
+    zero = tl.arange(0, 1)
+    one = zero == 0
     rank = tl.load(context + RANK).to(tl.int32)
     if rank > 0:
         for number in range(0, ROUNDS):
-            asked = chunk_flag(0, number, context) + lane
-            wait(asked, one, 1, lane, context, PHASE_CLOCKS)
-            notify(chunk_flag(rank, number, context) + lane, lane, one, now_ns(), context)
+            asked = chunk_flag(0, number, context) + zero
+            wait(asked, one, 1, zero, context, PHASE_CLOCKS)
+            notify(chunk_flag(rank, number, context) + zero, zero, one, now_ns(), context)
     else:
         for peer in range(1, tl.load(context + NUM_RANKS).to(tl.int32)):
             for number in range(0, ROUNDS):
-                answer = chunk_flag(peer, number, context) + lane
-                to = times + (peer * ROUNDS + number) * 3 + lane
+                answer = chunk_flag(peer, number, context) + zero
+                to = times + (peer * ROUNDS + number) * 3 + zero
                 tl.store(to, now_ns())
-                notify(chunk_flag(0, number, context) + lane, peer + lane, one, 1, context)
-                token = wait(answer, one, 1, peer + lane, context, PHASE_CLOCKS)
+                notify(chunk_flag(0, number, context) + zero, peer + zero, one, 1, context)
+                token = wait(answer, one, 1, peer + zero, context, PHASE_CLOCKS)
                 tl.store(to + 2, now_ns())
                 tl.store(to + 1, tl.load(as_pointer(consume_token(answer, token), tl.int64)))

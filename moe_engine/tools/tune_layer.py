@@ -1,4 +1,4 @@
-"""`moe-engine tune`: measure how a layer runs best on these GPUs, and keep it."""
+"""`moe-engine tune`: find by measuring how a layer is fastest on these GPUs, and keep that."""
 
 from __future__ import annotations
 
@@ -22,18 +22,18 @@ from ..options import Options
 from .timeline import random_layer
 
 REFUSED = float("inf")
-"""The time of a choice with which the result is another one."""
+"""The time of a configuration that changes the result."""
 STAGES = "num_stages", "num_return_stages"
 PROGRAMS = "num_push_programs", "num_copy_programs", "num_return_programs"
 FIELDS = (*STAGES, "own_apart", *PROGRAMS, "group_m")
-"""In the order in which they are tried."""
+"""The fields that are tried, in this order."""
 PASSES = 2
 """How often each field is tried."""
 
 
 @dataclass(frozen=True)
 class Job:
-    """A layer to tune for; the time of a choice is the median of `rounds`."""
+    """A layer to tune for; the time of a configuration is the median of `rounds`."""
 
     problem: LayerProblem
     rounds: int
@@ -44,7 +44,7 @@ class Job:
 
 
 def neighbours(config: LayerConfig, name: str) -> Iterator[LayerConfig]:
-    """Choices that differ in one field: half and twice as many, of stages also steps between."""
+    """Configurations with one field changed: half and twice as many; for stages also 3/4, 3/2."""
     now = getattr(config, name)
     values = [now // 2, 2 * now]
     if name == "own_apart":
@@ -60,8 +60,8 @@ def neighbours(config: LayerConfig, name: str) -> Iterator[LayerConfig]:
 def descend(
     start: LayerConfig, measure: Callable[[LayerConfig], float]
 ) -> dict[LayerConfig, float]:
-    """Times of `start` and of what was tried from there on, one field at a time, each from the best
-    so far. Nothing is measured twice."""
+    """The times of `start` and of what was tried after it: one field at a time is changed in the
+    fastest configuration so far. Nothing is measured twice."""
     times = {start: measure(start)}
     for _ in range(PASSES):
         for name in FIELDS:
@@ -80,7 +80,7 @@ def fastest(times: dict[LayerConfig, float]) -> LayerConfig:
 
 
 def run_job(job: Job) -> dict[LayerConfig, float]:
-    """Microseconds of what was tried, the predicted choice first. RankError if a rank fails."""
+    """Microseconds of what was tried, the predicted one first. RankError if a rank fails."""
     with RankPool(job.problem.num_ranks, job.device, timeout_s=3600.0) as pool:
         return pool.run(run_rank, job)[0]
 
@@ -119,8 +119,8 @@ def same_bits(a: torch.Tensor, b: torch.Tensor) -> bool:
 
 
 def time_same(call: Callable[[], Any], same: bool, group: dist.ProcessGroup, job: Job) -> float:
-    """Microseconds of a call on the slowest rank; REFUSED if the result was another one anywhere,
-    as no choice may change it."""
+    """Microseconds of a call on the slowest rank; REFUSED if the result differed on any rank, as
+    no configuration may change it."""
     if slowest(float(not same), group):
         return REFUSED
     if job.device == "cuda":
@@ -178,19 +178,19 @@ def time_graph(call: Callable[[], Any], group: dist.ProcessGroup, calls: int, ro
 
 
 def report(times: dict[LayerConfig, float], console: Console) -> None:
-    """Print what was tried, as it differs from the first, the predicted choice."""
+    """Print what was tried: how it differs from the first, predicted one, and its time."""
     first, best = next(iter(times)), fastest(times)
     table = Table("tried", "us", "of the predicted")
     for config, us in times.items():
-        told = "another result, refused" if us == REFUSED else f"{us:.1f}"
+        cell = "another result, refused" if us == REFUSED else f"{us:.1f}"
         share = "" if us == REFUSED else f"{us / times[first]:.3f}"
         style = "bold" if config == best else None
-        table.add_row(difference(config, first), told, share, style=style)
+        table.add_row(difference(config, first), cell, share, style=style)
     console.print(table)
 
 
 def difference(config: LayerConfig, first: LayerConfig) -> str:
-    """The fields in which a choice differs from the predicted one."""
+    """The fields in which a configuration differs from the predicted one."""
     before = asdict(first)
     changed = [f"{name} {now}" for name, now in asdict(config).items() if now != before[name]]
     return ", ".join(changed) or "as predicted"

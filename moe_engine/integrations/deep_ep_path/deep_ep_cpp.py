@@ -1,4 +1,4 @@
-"""What DeepEP's callers take from its compiled module. There is nothing compiled here."""
+"""What DeepEP's callers import from its compiled module. Nothing is compiled here."""
 
 import torch
 

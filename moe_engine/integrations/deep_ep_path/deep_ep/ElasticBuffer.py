@@ -1,4 +1,4 @@
-"""Where `from deep_ep import ElasticBuffer` ends: Python looks for a module of this name, too."""
+"""`from deep_ep import ElasticBuffer` imports this module, as the package has no such name."""
 
 from . import absent
 

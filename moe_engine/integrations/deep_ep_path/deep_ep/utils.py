@@ -1,4 +1,4 @@
-"""Where DeepEP's callers look for its events."""
+"""DeepEP's callers import its events from here."""
 
 from moe_engine import EventHandle, EventOverlap
 
