@@ -331,16 +331,20 @@ def test_only_the_file_that_was_meant_is_mapped(monkeypatch):
     file = os.memfd_create("test")
     os.ftruncate(file, NUM_BYTES)
     status = os.fstat(file)
-    file_of_rank = File(os.getpid(), file, status.st_dev, status.st_ino, 0)
-    assert _map(place, NUM_BYTES).numel() == NUM_BYTES
+    mine = File(os.getpid(), file, status.st_dev, status.st_ino, 0)
+    assert _map(mine, NUM_BYTES).numel() == NUM_BYTES
     read_end, write_end = os.pipe()
-    others = [{"inode": place.inode + 1}, {"device": place.device + 1}, {"file": read_end}]
+    others = [
+        {"inode": mine.inode + 1},
+        {"device": mine.device + 1},
+        {"file": read_end},
+    ]
     for other in (*others, {"file": 10**6}, {"pid": 2**22 + 1}):
         with pytest.raises(BackendError, match=r"memory of rank 0, process \d+, cannot be mapped"):
-            _map(place._replace(**other), NUM_BYTES)
+            _map(mine._replace(**other), NUM_BYTES)
     monkeypatch.setattr(os, "geteuid", lambda: status.st_uid + 1)
     with pytest.raises(BackendError, match="it is another file, or one of another user"):
-        _map(place, NUM_BYTES)
+        _map(mine, NUM_BYTES)
     for number in (file, read_end, write_end):
         os.close(number)
 
