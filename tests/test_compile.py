@@ -107,7 +107,7 @@ def test_bf16_gemm_on_hopper(
 @pytest.mark.parametrize("gathered", [False, True])
 @pytest.mark.parametrize("activation", ["none", "swiglu"])
 def test_fp8_gemm_on_hopper(activation: str, gathered: bool) -> None:
-    high = GemmConfig.choose(problem(FP8, 90, gated=activation == "swiglu"), block_m=128)
+    high = GemmConfig.predicted(problem(FP8, 90, gated=activation == "swiglu"), block_m=128)
     for config in (*shapes(FP8), high):
         ptx = compile_gemm(config, FP8, activation, gathered).ptx
         assert "e4m3" in ptx if config.block_m >= 64 else "mma.sync" in ptx
