@@ -49,11 +49,9 @@ def topk_idx() -> list[torch.Tensor]:
 def expert_rows() -> list[Row]:
     """The expert rows of both ranks, in order."""
     rows = []
-    for source, found in enumerate(reference.places(topk_idx(), NUM_EXPERTS)):
-        for number, (ids, places) in enumerate(
-            zip(TOPK_IDX[source], found.lane_place, strict=True)
-        ):
-            for expert, row in zip(ids, places.tolist(), strict=True):
+    for source, found in enumerate(reference.placed_rows(topk_idx(), NUM_EXPERTS)):
+        for number, (ids, dst_rows) in enumerate(zip(TOPK_IDX[source], found.dst_row, strict=True)):
+            for expert, row in zip(ids, dst_rows.tolist(), strict=True):
                 owner = expert // (NUM_EXPERTS // NUM_RANKS)
                 rows.append((owner, row, expert, NAMES[source][number]))
     return sorted(rows)

@@ -59,7 +59,7 @@ def lose_a_rank(group, lost, before, x, topk_idx, topk_weights):
 @pytest.mark.timeout(240)
 @pytest.mark.parametrize(
     ("before", "phase"),
-    [("exchange", "counts"), ("push", "rows"), ("return_rows", "counts")],
+    [("exchange", "counts"), ("push", "rows"), ("return_and_sum", "counts")],
 )
 def test_a_killed_rank_is_named(pool, before, phase):
     if pool.device == "cuda":

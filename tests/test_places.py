@@ -80,8 +80,8 @@ def steps_on_rank(group, num_experts, max_tokens, stages, x, topk_idx, topk_weig
         torch.cuda.synchronize()
     torch.distributed.barrier(group)
     slots.context.check()
-    offsets = slots.layout.offsets()
-    begin, end = offsets[ContextField.STAGE_FLAGS], offsets[ContextField.CHUNK_FLAGS]
+    of_block = slots.layout.offsets()
+    begin, end = of_block[ContextField.STAGE_FLAGS], of_block[ContextField.CHUNK_FLAGS]
     flags = slots.block.local[begin:end]
     raised = flags.view(torch.int64).view(2, MAX_STAGES.value, num_ranks)
     found = offsets._asdict() | {

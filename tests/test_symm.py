@@ -337,9 +337,9 @@ def test_only_the_file_that_was_meant_is_mapped(monkeypatch):
     others = [
         {"inode": mine.inode + 1},
         {"device": mine.device + 1},
-        {"file": read_end},
+        {"descriptor": read_end},
     ]
-    for other in (*others, {"file": 10**6}, {"pid": 2**22 + 1}):
+    for other in (*others, {"descriptor": 10**6}, {"pid": 2**22 + 1}):
         with pytest.raises(BackendError, match=r"memory of rank 0, process \d+, cannot be mapped"):
             _map(mine._replace(**other), NUM_BYTES)
     monkeypatch.setattr(os, "geteuid", lambda: status.st_uid + 1)
@@ -354,7 +354,7 @@ def test_the_memory_is_for_its_user_alone(monkeypatch):
 
     def note(group, make, what, timeout_s):
         made = exchange(group, make, what, timeout_s)
-        modes.extend(os.fstat(place.file).st_mode & 0o777 for place in made if place)
+        modes.extend(os.fstat(one.descriptor).st_mode & 0o777 for one in made if one)
         return made
 
     monkeypatch.setattr("moe_engine.symm.emulated.exchange", note)

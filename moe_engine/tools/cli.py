@@ -194,7 +194,7 @@ def demo(
     results = run_jobs(jobs, ranks, console)
     passed = [report(job, outcomes, console) for job, outcomes in zip(jobs, results, strict=True)]
     draw(jobs, results, picture)
-    console.print(f"The routing is drawn in {picture.resolve()}")
+    console.print(f"The routing is drawn in {picture.resolve()}", soft_wrap=True)
     if not all(passed):
         raise typer.Exit(1)
 
