@@ -46,8 +46,8 @@ MIN_CAPACITY = 128
 PREFILL_TOKENS = 4096
 """Capacity of the Buffer of layers."""
 FLOOR_LINK_GBS, SIGNAL_US, LAUNCH_US = 350.0, 1.33, 2.0
-"""The link is faster here than `hardware.H200.link_gbs`, at which pushes are paced: nothing is to be
-faster than its floor."""
+"""Of the floors. The link counts as faster than `hardware.H200.link_gbs`, the pace of pushes, so
+that no time is below its floor."""
 ERROR, FP8_ERROR = 8e-3, 4e-2
 """Largest relative errors; what a single token rounds to is off by more than many on average."""
 NCCL_ROUNDS = 51
