@@ -212,7 +212,7 @@ PER_EXPERT = torch.zeros(EXPERTS, dtype=torch.int32)
 REFUSED = {
     "ids of another type": (DtypeError, "layout", (IDX.int(), EXPERTS)),
     "ids of one dimension": (ShapeError, "layout", (IDX[0], EXPERTS)),
-    "no lanes": (ShapeError, "layout", (IDX[:, :0], EXPERTS)),
+    "no top-k": (ShapeError, "layout", (IDX[:, :0], EXPERTS)),
     "no experts": (ShapeError, "layout", (IDX, 0)),
     "not a tensor": (DtypeError, "ffn", ([1.0], IDX, W, UP, DOWN)),
     "x of fp16": (DtypeError, "ffn", (X.half(), IDX, W, UP, DOWN)),

@@ -98,12 +98,12 @@ def test_rows_that_come_after_a_program_gave_up_are_no_result(pool):
 @pytest.mark.parametrize("step", STEPS)
 def test_a_lost_rank_is_named(pool, step):
     if pool.device == "cuda":
-        pytest.skip("a GPU's memory cannot be filled behind the allocator")
+        pytest.skip("a GPU's memory cannot be filled past the allocator")
     assert pool.run(lose_rank_1, step, num_ranks=3) == [(1, STEPS[step]), None, (1, STEPS[step])]
 
 
 def call_with_stages(group, stages):
-    """What a rank is told that runs a layer in these stages, chosen behind its Buffer's back."""
+    """The error of a rank that runs a layer in these stages, which its Buffer did not choose."""
     args = first_call(group, 20.0)
     buffer = args[-1]
     config = LayerConfig(*stages[torch.distributed.get_rank(group)])

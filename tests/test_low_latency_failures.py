@@ -39,11 +39,11 @@ def inputs_of(num_ranks):
     """Every token goes to every rank, so that all need the same and wait equally long for it."""
     x, _, weights = make_inputs(num_ranks, [MAX_TOKENS, 1, 2], HIDDEN, EXPERTS, TOPK, "uniform")
     num_local = EXPERTS // num_ranks
-    lanes = torch.arange(TOPK) % num_ranks * num_local
+    first_ids = torch.arange(TOPK) % num_ranks * num_local
     return (
         x,
         [
-            (torch.arange(len(part))[:, None] + rank) % num_local + lanes
+            (torch.arange(len(part))[:, None] + rank) % num_local + first_ids
             for rank, part in enumerate(x)
         ],
         weights,
@@ -92,9 +92,9 @@ def check_the_others(results, inputs, step):
             assert mask == [0, 1, 0]
             assert call > 0 or seconds >= TIMEOUT_S
         sent_rows = call == 0 and step != "dispatch"
-        gone_there = [] if sent_rows else [1]
+        masked = [] if sent_rows else [1]
         outputs = [have and have[0] for have in found]
-        low_latency.check(outputs, *inputs, *REST, gone=[1], gone_there=gone_there)
+        low_latency.check(outputs, *inputs, *REST, gone=[1], gone_at_dispatch=masked)
     for rank in (0, 2):  # the quicker one, as this machine may be busy
         assert min(seconds for _, _, seconds in results[rank][1:]) < TIMEOUT_S
 

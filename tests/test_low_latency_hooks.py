@@ -28,7 +28,7 @@ FORMS_IN_TURN = ["fp8", "bf16", "rounded", "fp8"]
 
 
 def in_halves(group, order, num_slots, own):
-    """Sends of all batches, then all receives in `order`, once there and once back."""
+    """All sends, then all receives in `order`: of the dispatches, then of the combines."""
     own = [to_device(*batch) for batch in own]
     buffer = low_latency.make_buffer(group, MAX_TOKENS, HIDDEN, EXPERTS, num_slots)
     low_latency.poison(buffer)

@@ -394,22 +394,22 @@ def three():
 
 def make_buffer(group, step, end):
     """(error, its text, seconds) of a Buffer that rank 1 does not make beyond a step; end: how it
-    comes to its end there, None for not at all."""
+    ends at it, None for not at all."""
 
     def stop(*_, **__):
         if end == "killed":
             os.kill(os.getpid(), signal.SIGKILL)
         raise {"refused": ShapeError("stop"), "interrupted": KeyboardInterrupt("stop")}[end]
 
-    place, name = {
+    module, name = {
         "backend": (lifecycle, "choose_backend"),
         "options": (agreement, "exchange"),
         "create": (emulated.os, "memfd_create"),
         "map": (emulated, "_map"),
     }[step]
-    real = getattr(place, name)
+    real = getattr(module, name)
     if group.rank() == 1 and end is not None:
-        setattr(place, name, stop)
+        setattr(module, name, stop)
     dist.barrier(group)
     start = time.monotonic()
     try:
@@ -417,7 +417,7 @@ def make_buffer(group, step, end):
     except BaseException as error:
         return type(error).__name__, str(error), time.monotonic() - start
     finally:
-        setattr(place, name, real)
+        setattr(module, name, real)
     return None
 
 

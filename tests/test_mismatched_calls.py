@@ -59,7 +59,7 @@ def prepare(buffer):
         "combine in bf16": lambda: combine(first[4], dtype=torch.bfloat16),
         "combine with weights": lambda: combine(first[4], weights=first[2]),
         "moe_ffn": lambda: moe_ffn(x, idx, weights, up, down, buffer),
-        "moe_ffn with one lane less": lambda: moe_ffn(
+        "moe_ffn with one expert fewer": lambda: moe_ffn(
             x, idx[:, 1:].contiguous(), weights[:, 1:].contiguous(), up, down, buffer
         ),
         "moe_ffn of few": lambda: moe_ffn(x, idx, weights, up, down, buffer, FEW),
@@ -73,7 +73,7 @@ NAMES = (
     *("dispatch", "dispatch of 12 columns", "dispatch in bf16", "cached dispatch"),
     *("cached dispatch of the second", "cached dispatch of 24 columns", "combine"),
     *("combine of the second", "combine of 8 columns", "combine of 40 columns", "combine in bf16"),
-    *("combine with weights", "moe_ffn", "moe_ffn with one lane less", "moe_ffn of few"),
+    *("combine with weights", "moe_ffn", "moe_ffn with one expert fewer", "moe_ffn of few"),
     *("low-latency dispatch", "low-latency combine", "low-latency combine of the second"),
 )
 LOW_LATENCY = {name for name in NAMES if name.startswith("low-latency")} | {"moe_ffn of few"}
