@@ -43,7 +43,7 @@ class Round:
 def new_buffer(group, hidden=16, num_local=4, num_topk=3, **options):
     """A Buffer on which every round runs; `options` as in `Options`."""
     sizes = MOST, hidden, num_local * group.size(), num_topk
-    options = Options(**{"decode_tokens": FEW, "timeout_s": 20.0, **options})
+    options = Options(**{"decode_tokens": FEW, "timeout_s": 60.0, **options})
     return Buffer.for_tokens(group, *sizes, torch.float32, options=options)
 
 

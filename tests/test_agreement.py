@@ -21,7 +21,7 @@ from moe_engine import (
 )
 from moe_engine.emulation import RankPool
 
-LONGEST_S = 20.0
+LONGEST_S = 60.0
 """Far below the deadline of a wait, and above what a machine under load takes."""
 NAN, INF = float("nan"), float("inf")
 BYTES = 1 << 20

@@ -5,7 +5,9 @@ from __future__ import annotations
 import os
 import signal
 import time
+from functools import partial
 
+import cases
 import pytest
 import torch
 from rounds import VERBS, Faults, Injected, Round, again, new_buffer, outcome, run
@@ -133,10 +135,9 @@ def kill(name):
 
 def be_killed(group, verb, at):
     """What rounds are on a rank that lives, when rank 1 is killed at an event of the second."""
-    buffer = new_buffer(group, timeout_s=3.0)
-    one = Round(verb)
-    results = [outcome(one, buffer)]
-    torch.distributed.barrier(group)
+    one, make = Round(verb), partial(new_buffer, group)
+    buffer, _, first = cases.used_buffer(group, make, lambda buffer: outcome(one, buffer), 3.0)
+    results = [first]
     for number, each in enumerate(again(one, 3)):
         strikes = number == 0 and group.rank() == 1
         with Faults(at if strikes else None, kill).installed():
