@@ -115,9 +115,9 @@ def with_defaults(group, device, dtype, backend):
         with defaults(device or cases.device(), dtype):
             found = call()
         assert len(want) == len(found)
-        for index, (one, other) in enumerate(zip(want, found, strict=True)):
+        for number, (one, other) in enumerate(zip(want, found, strict=True)):
             same = torch.equal(one, other) if isinstance(one, torch.Tensor) else one == other
-            assert same, f"item {index} of {call} differs"
+            assert same, f"item {number} of {call} differs"
             assert isinstance(one, list) or one.dtype == other.dtype
 
 
