@@ -6,8 +6,8 @@ import json
 import os
 import subprocess
 import time
-from collections.abc import Callable, Sequence
-from itertools import cycle, islice, pairwise
+from collections.abc import Sequence
+from itertools import chain, cycle, pairwise
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +18,7 @@ import triton.language as tl
 import typer
 
 from moe_engine.emulation import RankPool
+from moe_engine.timing import WARMUP_ROUNDS, Call, capture, slowest, start_together
 
 RESULTS = Path(__file__).parent / "results"
 FIELDS = (
@@ -27,7 +28,7 @@ FIELDS = (
 ).split()
 GRAPH_CALLS = 10
 MIN_REPLAYS, MAX_SECONDS = 100, 1.0
-"""How few replays are enough where more would take too long."""
+"""How few replays are enough if more would take longer than this."""
 
 
 @triton.jit
@@ -42,7 +43,7 @@ def silu_mul_kernel(h, out, N, BLOCK: tl.constexpr):
 
 
 def timed_pool(num_ranks: int, device: str = "cuda", **options: Any) -> RankPool:
-    """A pool whose ranks have a GPU each: those that share one take turns, and their times mean
+    """A pool whose ranks have a GPU each. Ranks that share one take turns, and their times mean
     nothing."""
     num_gpus = torch.cuda.device_count()
     if device == "cuda" and num_gpus < num_ranks:
@@ -77,10 +78,10 @@ def draw_topk(
     return idx.contiguous()
 
 
-def time_calls(call: Callable[[], Any], group: dist.ProcessGroup, rounds: int) -> float:
+def time_calls(call: Call, group: dist.ProcessGroup, rounds: int) -> float:
     """Microseconds of one call that cannot be captured: the median of the slowest rank."""
     times = []
-    for _ in range(rounds + 2):
+    for _ in range(WARMUP_ROUNDS + rounds):
         torch.cuda.synchronize()
         dist.barrier(group)
         start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
@@ -88,14 +89,12 @@ def time_calls(call: Callable[[], Any], group: dist.ProcessGroup, rounds: int) -
         call()
         end.record()
         torch.cuda.synchronize()
-        slowest = torch.tensor(start.elapsed_time(end), device="cuda")
-        dist.all_reduce(slowest, op=dist.ReduceOp.MAX, group=group)
-        times.append(float(slowest) * 1e3)
-    return sorted(times[2:])[rounds // 2]
+        times.append(slowest(start.elapsed_time(end) * 1e3, group))
+    return sorted(times[WARMUP_ROUNDS:])[rounds // 2]
 
 
 def time_replays(
-    calls: Sequence[Callable[[], Any]], group: dist.ProcessGroup, replays: int
+    calls: Sequence[Call], group: dist.ProcessGroup, replays: int
 ) -> tuple[float, float]:
     """Microseconds of one call, the median and the 99th percentile over the replays of a CUDA graph
     of GRAPH_CALLS calls, which takes `calls` in turns.
@@ -103,24 +102,21 @@ def time_replays(
     A replay takes as long as on the slowest rank, from the end of the one before it. The hosts are
     ahead of the GPUs all the time. No more replays than fit into MAX_SECONDS, but MIN_REPLAYS.
     """
-    for call in calls:
-        call()
-    torch.cuda.synchronize()
-    dist.barrier(group)
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.stream(torch.cuda.Stream()):  # torch.cuda.graph would empty the memory cache
-        graph.capture_begin()
-        for call in islice(cycle(calls), GRAPH_CALLS):
+
+    def compile_all() -> None:
+        for call in calls:
             call()
-        graph.capture_end()
+
+    turns = chain([compile_all], cycle(calls))  # `capture` makes one call before
+
+    def take_turn() -> None:
+        next(turns)()
+
+    graph = capture(take_turn, GRAPH_CALLS, group)
 
     def run(count: int) -> torch.Tensor:
         ends = [torch.cuda.Event(enable_timing=True) for _ in range(count + 1)]
-        torch.cuda.synchronize()
-        dist.barrier(group)
-        # While the GPUs are busy the hosts get ahead of them; then they wait for one another.
-        torch.cuda._sleep(1_000_000)
-        dist.all_reduce(torch.ones(1, device="cuda"), group=group)
+        start_together(group)
         ends[0].record()
         for end in ends[1:]:
             graph.replay()

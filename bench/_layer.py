@@ -1,4 +1,4 @@
-"""What benches of a layer share: experts, tokens, and their way over NCCL's all-to-all."""
+"""What benches of a layer share: experts, tokens, and a layer by NCCL's all-to-all."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from moe_engine.grouped_gemm import gemm_config, grouped_gemm, tile_schedule
 from moe_engine.layer_config import MODELS
 
 ERROR = 6e-3
-"""Largest relative difference of two ways in bf16; both round on the way."""
+"""The largest relative difference of two layers in bf16, which round differently."""
 
 
 def relative_error(out: torch.Tensor, want: torch.Tensor) -> float:
@@ -63,20 +63,22 @@ class Experts:
 @dataclass(frozen=True)
 class Copies:
     """Rows [N, H] that came over NCCL, one per (token, expert), in expert order; ends int32 [L].
-    The rest leads them back: lanes in the order in which they were sent, the place of each row
-    where they arrived, and rows to and from each rank."""
+
+    The rest is for their return: send_order [T * K] and recv_order [N], the (token, k) and the
+    arrived rows in the order of their experts; how many rows went to and came from each rank.
+    """
 
     rows: torch.Tensor
     ends: torch.Tensor
-    lanes: torch.Tensor
-    places: torch.Tensor
+    send_order: torch.Tensor
+    recv_order: torch.Tensor
     sent: list[int]
     received: list[int]
 
 
 class Tokens:
     """One rank's tokens of a model, and where they go: x bf16 [T, H], idx int64 and weights
-    float32 [T, K], which bf16 can hold, as the sum behind the all-to-all takes them so."""
+    float32 [T, K]. bf16 can hold the weights, as the sum after the all-to-all multiplies in it."""
 
     def __init__(
         self, group: dist.ProcessGroup, model: str, num_tokens: int, routing: str, seed: int
@@ -101,31 +103,31 @@ class Tokens:
         return rows, counts.cumsum(0).int()
 
     def send_copies(self) -> Copies:
-        """One copy per (token, expert): sort, all-to-all, sort; waits for the counts."""
+        """One copy per (token, expert): sort, all-to-all, sort. The host waits for the counts."""
         flat = self.idx.flatten()
-        lanes = flat.argsort()
+        send_order = flat.argsort()
         sent = torch.bincount(flat, minlength=self.num_experts)
         received = torch.empty_like(sent)
         dist.all_to_all_single(received, sent, group=self.group)
         out = sent.view(self.num_ranks, -1).sum(1).tolist()
         into = received.view(self.num_ranks, -1).sum(1).tolist()
         rows = self.x.new_empty(sum(into), self.x.shape[1])
-        copies = self.x[lanes // self.idx.shape[1]]
+        copies = self.x[send_order // self.idx.shape[1]]
         dist.all_to_all_single(rows, copies, into, out, group=self.group)
         num_local = self.num_experts // self.num_ranks
         local = torch.arange(num_local, device=flat.device).repeat(self.num_ranks)
         experts = local.repeat_interleave(received, output_size=sum(into))
-        places = experts.argsort(stable=True)
+        recv_order = experts.argsort(stable=True)
         ends = received.view(self.num_ranks, -1).sum(0).cumsum(0).int()
-        return Copies(rows[places], ends, lanes, places, out, into)
+        return Copies(rows[recv_order], ends, send_order, recv_order, out, into)
 
     def return_copies(self, y: torch.Tensor, copies: Copies) -> torch.Tensor:
-        """Rows y [N, H] of the experts back to their tokens, and the weighted sum [T, H]."""
+        """Return rows y [N, H] of the experts to their tokens; the weighted sums [T, H]."""
         rows = torch.empty_like(y)
-        rows[copies.places] = y
-        sorted_lanes = y.new_empty(len(copies.lanes), y.shape[1])
-        dist.all_to_all_single(sorted_lanes, rows, copies.sent, copies.received, group=self.group)
-        back = torch.empty_like(copies.lanes)
-        back[copies.lanes] = torch.arange(len(back), device=back.device)
-        lanes = sorted_lanes[back].view(*self.idx.shape, -1)
-        return torch.einsum("tkh,tk->th", lanes, self.weights.to(lanes.dtype))
+        rows[copies.recv_order] = y
+        by_expert = y.new_empty(len(copies.send_order), y.shape[1])
+        dist.all_to_all_single(by_expert, rows, copies.sent, copies.received, group=self.group)
+        inverse = torch.empty_like(copies.send_order)
+        inverse[copies.send_order] = torch.arange(len(inverse), device=inverse.device)
+        y_TKH = by_expert[inverse].view(*self.idx.shape, -1)
+        return torch.einsum("tkh,tk->th", y_TKH, self.weights.to(y_TKH.dtype))

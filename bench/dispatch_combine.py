@@ -26,7 +26,7 @@ from moe_engine import Buffer, Options
 from moe_engine.device.lang import ticks
 from moe_engine.emulation import send_message
 from moe_engine.layer_config import MODELS
-from moe_engine.tools.tune_layer import time_graph
+from moe_engine.timing import time_graph
 
 
 @dataclass(frozen=True)
@@ -192,7 +192,7 @@ class Bench:
             args = source, regions, self.rank, num_vecs, round(4 * block / gbs)
             return lambda: plain_push_kernel[(24,)](*args, RANKS=self.num_ranks, BLOCK=block)
 
-        return min(time_graph(push_at(gbs), self.group, 10, 7) for gbs in (325, 335, 1e6))
+        return min(time_graph(push_at(gbs), 10, 7, self.group) for gbs in (325, 335, 1e6))
 
     def time_ours(self) -> dict[tuple[str, str], float]:
         """Microseconds by verb and form."""
@@ -230,7 +230,7 @@ class Bench:
             copies = handle.is_token_in_rank.sum(1, keepdim=True)
             torch.testing.assert_close(out, (self.x.float() * copies).bfloat16())
             calls["combine", "sum"] = combine
-        times = {name: time_graph(call, self.group, 10, 7) for name, call in calls.items()}
+        times = {name: time_graph(call, 10, 7, self.group) for name, call in calls.items()}
         self.buffer.check()
         return times
 

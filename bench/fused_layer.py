@@ -5,8 +5,8 @@ Checks each shape against the all-to-all path before timing it. impl `torch` is 
 communication: two torch._grouped_mm and one kernel for silu(gate) * up, on as many rows as this
 rank's experts receive; `nccl` is sort, all-to-all of one copy per (token, expert), the same GEMMs,
 and a weighted sum. `ratio` of impl moe_engine is its time over torch's, slowest ranks both; of
-other impls their time over that of moe_engine. Verb `dispatch_gemm` is the way there up to the end
-of the up-projection, and its ratio that over the up-projection alone, of rows already there.
+other impls their time over that of moe_engine. Verb `dispatch_gemm` is a layer up to the end of the
+up-projection; its ratio is that time over the up-projection alone, of rows that have arrived.
 """
 
 from __future__ import annotations
@@ -27,8 +27,9 @@ from moe_engine.dispatch import LayerTokens, release
 from moe_engine.emulation import send_message
 from moe_engine.engines.fused_layer import dispatch_experts
 from moe_engine.grouped_gemm import grouped_gemm
+from moe_engine.hardware import gpu
 from moe_engine.layer_config import LayerProblem
-from moe_engine.tools.tune_layer import time_graph
+from moe_engine.timing import time_graph
 
 UNFUSED = LayerConfig(num_stages=1, num_return_stages=1)
 
@@ -47,7 +48,13 @@ CORE = [Shape(model, tokens) for model in PREFILLED for tokens in (1024, 4096, 8
 SKEWED = [Shape(model, 4096, "zipf") for model in PREFILLED]
 ABLATED = [Shape("qwen3-30b", 1024), Shape("qwen3-30b", 8192), Shape("deepseek-v3", 4096)]
 LARGE = [shape for shape in CORE if shape.tokens >= 4096]
-PARTS = {"core": CORE, "skewed": SKEWED, "there": LARGE, "ablate": ABLATED, "sweep": ABLATED}
+PARTS = {
+    "core": CORE,
+    "skewed": SKEWED,
+    "dispatch_gemm": LARGE,
+    "ablate": ABLATED,
+    "sweep": ABLATED,
+}
 COMET_MODELS = "mixtral-8x7b", "qwen2-moe", "phi-3.5-moe"
 COMET_TOKENS = 4096, 8192
 """Of all ranks together; the models and tokens of COMET's own measurements."""
@@ -57,7 +64,7 @@ def main(
     ranks: Annotated[int, typer.Option(help="GPUs to use.")] = 4,
     core: Annotated[bool, typer.Option(help="The points of the summary.")] = False,
     skewed: Annotated[bool, typer.Option(help="Zipf-skewed routing.")] = False,
-    there: Annotated[bool, typer.Option(help="Up to the up-projection's end.")] = False,
+    dispatch_gemm: Annotated[bool, typer.Option(help="Up to the up-projection's end.")] = False,
     ablate: Annotated[bool, typer.Option(help="Without one part of the engine at a time.")] = False,
     sweep: Annotated[bool, typer.Option(help="Times by the number of programs.")] = False,
     comet: Annotated[bool, typer.Option(help="COMET's own models and tokens.")] = False,
@@ -65,8 +72,8 @@ def main(
     path: Annotated[Path | None, typer.Option(help="Result file.")] = None,
 ) -> None:
     """Run the bench on `ranks` GPUs."""
-    asked = {"core": core, "skewed": skewed, "there": there, "ablate": ablate, "sweep": sweep}
-    asked["comet"] = comet
+    asked = {"core": core, "skewed": skewed, "dispatch_gemm": dispatch_gemm}
+    asked |= {"ablate": ablate, "sweep": sweep, "comet": comet}
     of_comet = [Shape(model, total // ranks) for model in COMET_MODELS for total in COMET_TOKENS]
     of_comet = [shape for shape in of_comet if not (core and shape in CORE)]
     with timed_pool(ranks, timeout_s=540) as pool:
@@ -120,7 +127,7 @@ class Bench:
 
     def time(self, call: Callable[[], Any]) -> float:
         """Microseconds in a CUDA graph; more calls where they are short."""
-        return time_graph(call, self.group, 4 if self.shape.tokens > 2048 else 10, 7)
+        return time_graph(call, 4 if self.shape.tokens > 2048 else 10, 7, self.group)
 
     def send(self, **line: Any) -> None:
         """One result line from rank 0, rounded."""
@@ -160,10 +167,10 @@ class Bench:
         for impl, us in others.items():
             self.send(impl=impl, us=us, ratio_to="moe_engine", ratio=us / ours_us)
 
-    def there(self) -> None:
-        """The way there, a call that ends with the up-projection, and that alone."""
+    def dispatch_gemm(self) -> None:
+        """A layer up to the end of its up-projection, and the up-projection alone."""
         experts, tokens = self.experts, self.tokens
-        self.layer()()  # reserves what follows needs
+        self.layer()()  # reserves the memory of expert rows
         slots = self.buffers[0]._engine.slots
         max_rows = self.num_ranks * self.shape.tokens * experts.num_topk
         config = LayerConfig.predicted(self.problem())
@@ -198,8 +205,11 @@ class Bench:
         """Times by how many programs communicate: push, copy, return."""
         choice = LayerConfig.predicted(self.problem())
         best = choice.num_push_programs, choice.num_copy_programs, choice.num_return_programs
-        others = (66, *best[1:]), (264, *best[1:]), (best[0], 66, best[2]), (best[0], 264, best[2])
-        for push, copy, back in (best, *others, (*best[:2], 132), best):
+        num_sms = gpu().num_sms
+        half, twice = num_sms // 2, 2 * num_sms
+        tried = [best, (half, *best[1:]), (twice, *best[1:])]
+        tried += [(best[0], n, best[2]) for n in (half, twice)]
+        for push, copy, back in (*tried, (*best[:2], num_sms), best):
             programs = dict(num_push_programs=push, num_copy_programs=copy)
             config = replace(choice, **programs, num_return_programs=back)
             us = self.time(self.layer(config))

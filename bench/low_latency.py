@@ -2,8 +2,8 @@
 
 Everything is checked before it is timed. `us` and `p99` are those of `time_replays`: one call in a
 chain of calls that follow each other on all ranks, so that each also waits for the ranks that are
-late. Verb `round_trip` is a dispatch in bf16 and the combine of its rows. `layer` is moe_ffn, told
-how many tokens it gets at most.
+late. Verb `round_trip` is a dispatch in bf16 and the combine of its rows. `layer` is moe_ffn with
+the most tokens of any rank as its hint.
 
 floor_us, means over ranks: what crosses to other ranks, one row per (token, rank), at 350 GB/s, a
 launch, and a signal (combine: two); for a layer that of both in bf16, and the weights of the
@@ -45,7 +45,9 @@ MIN_CAPACITY = 128
 """num_max_dispatch_tokens_per_rank, where no more tokens come."""
 PREFILL_TOKENS = 4096
 """Capacity of the Buffer of layers."""
-LINK_GBS, SIGNAL_US, LAUNCH_US = 350.0, 1.33, 2.0
+FLOOR_LINK_GBS, SIGNAL_US, LAUNCH_US = 350.0, 1.33, 2.0
+"""Of the floors. The link counts as faster than `hardware.H200.link_gbs`, the pace of pushes, so
+that no time is below its floor."""
 ERROR, FP8_ERROR = 8e-3, 4e-2
 """Largest relative errors; what a single token rounds to is off by more than many on average."""
 NCCL_ROUNDS = 51
@@ -152,17 +154,17 @@ class Point:
         num_rows, num_busy = (totals / (NUM_INPUTS * self.num_ranks)).tolist()
 
         def exchange_us(row_bytes: float, num_signals: int) -> float:
-            wire_us = num_rows * row_bytes / LINK_GBS / 1e3
+            wire_us = num_rows * row_bytes / FLOOR_LINK_GBS / 1e3
             return wire_us + num_signals * SIGNAL_US + LAUNCH_US
 
-        there, back = exchange_us(2 * self.hidden, 1), exchange_us(2 * self.hidden, 2)
+        dispatch, combine = exchange_us(2 * self.hidden, 1), exchange_us(2 * self.hidden, 2)
         weights_us = num_busy * 6 * self.hidden * self.columns / H200.hbm_gbs / 1e3
         return {
             ("dispatch", "fp8"): exchange_us(self.hidden + self.hidden / 128 * 4, 1),
-            ("dispatch", "bf16"): there,
-            ("combine", "bf16"): back,
-            ("round_trip", "bf16"): there + back,
-            ("layer", "bf16"): there + back + weights_us,
+            ("dispatch", "bf16"): dispatch,
+            ("combine", "bf16"): combine,
+            ("round_trip", "bf16"): dispatch + combine,
+            ("layer", "bf16"): dispatch + combine + weights_us,
         }
 
 
@@ -256,8 +258,8 @@ class Verbs:
         ]
 
     def check(self, fp8: bool) -> float:
-        """The largest relative error of a way there and back on which expert e multiplies by
-        1 + e / E. Asserts that it is small, and that experts get as many rows as they should."""
+        """The largest relative error of a dispatch and its combine, between which expert e
+        multiplies by 1 + e / E. Asserts that it is small, and that the counts of rows are right."""
         point = self.point
         factor = 1 + torch.arange(point.num_experts, device="cuda") / point.num_experts
         mine = factor.view(point.num_ranks, -1)[point.rank, :, None, None]

@@ -51,6 +51,7 @@ from moe_engine.integrations.transformers import (
     replay_routing,
     shard_experts,
 )
+from moe_engine.timing import slowest
 from moe_engine.tools import tune_layer
 from moe_engine.tools.models import Kind, build_config
 
@@ -230,7 +231,7 @@ class Bench:
         with replay_routing(self.model, [self.seen(*chosen) for chosen in self.routing]):
             got = self.read(self.mine(ids))
         want = self.mine(self.logits[:, None])
-        error = tune_layer.slowest(float((got - want).norm() / want.norm()), self.group)
+        error = slowest(float((got - want).norm() / want.norm()), self.group)
         assert error < ERROR[self.job.dtype], (self.impl, error)
         return error
 
@@ -300,11 +301,12 @@ class Bench:
             self.model.set_experts_implementation("grouped_mm")
 
     def capture(self, step: Callable[[], None], batch: int) -> torch.cuda.CUDAGraph | None:
-        """A CUDA graph of one step, which ran before; None where transformers makes none."""
+        """A CUDA graph of one step, which ran before; None where transformers makes none. Not that
+        of `timing.capture`, in which a step of other impls would fail: NCCL watches its collectives
+        in a thread of its own."""
         graph = torch.cuda.CUDAGraph()
         hint = fix_max_tokens(self.model, batch) if self.impl == OURS else nullcontext()
         try:
-            # thread_local: NCCL watches its collectives in a thread of its own.
             with hint, torch.cuda.graph(graph, capture_error_mode="thread_local"):
                 step()
         except RuntimeError as error:

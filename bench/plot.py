@@ -69,8 +69,8 @@ def draw_grouped_gemm() -> None:
             curves[line["model"]].append((line["tokens"] / 64, H200.hbm_gbs / line["ratio"]))
         elif line["tokens"] >= 16384:
             bars[line["impl"]][line["model"]] = line["tflops"]
-    for place, (name, values) in enumerate(bars.items()):
-        positions = [index + (place - 1) * 0.27 for index in range(len(values))]
+    for number, (name, values) in enumerate(bars.items()):
+        positions = [index + (number - 1) * 0.27 for index in range(len(values))]
         prefill.bar(positions, list(values.values()), width=0.27, label=name)
     labels = [re.sub("[ -]", "\n", name) for name in bars["moe_engine"]]
     prefill.set_xticks(range(len(labels)), labels, fontsize=6)

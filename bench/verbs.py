@@ -25,7 +25,7 @@ from _common import draw_topk, save, timed_pool
 from moe_engine import Buffer, Options, moe_ffn
 from moe_engine.emulation import send_message
 from moe_engine.layer_config import MODELS
-from moe_engine.tools.tune_layer import time_graph
+from moe_engine.timing import time_graph
 
 CAPACITY, FEW = 8192, 128
 TOKENS = 128, 1024, 4096, 8192
@@ -79,7 +79,7 @@ def measure(
     host: bool,
 ) -> None:
     """Time a call and send the line."""
-    us = time_graph(call, group, GRAPH_CALLS, ROUNDS)
+    us = time_graph(call, GRAPH_CALLS, ROUNDS, group)
     on_host = host_us(call) if host else None
     dist.barrier(group)
     if group.rank() == 0:

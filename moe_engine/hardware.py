@@ -101,23 +101,6 @@ def limit_registers(count: int) -> dict[str, Any]:
     return {} if INTERPRETED or has_pdl() else {"maxnreg": count}
 
 
-def pdl_options() -> dict[str, Any]:
-    """Launch option: begin when all programs of the launch before have called
-    `programs.pdl_launch_dependents`."""
-    return {"launch_pdl": True} if has_pdl() else {}
-
-
-def share_sms(compiled: Any) -> None:
-    """Let the programs of a launch, which it returned, share SMs with a GEMM's that begin later.
-
-    An SM divides its memory between cache and shared memory as the first program on it prefers, and
-    not anew while one runs there. So all launches of a layer prefer shared memory: one that did not
-    would keep the GEMM off its SM for as long as what begins there meanwhile runs.
-    """
-    if not INTERPRETED:
-        _prefer_shared_memory(compiled.function)
-
-
 @contextmanager
 def outside_capture(device: torch.device) -> Iterator[Callable[[], None]]:
     """A stream of its own, for copies that neither wait for the current stream nor become a part of

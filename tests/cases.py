@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 
 from moe_engine.device.lang import INTERPRETED
 
@@ -81,6 +83,29 @@ def tokens(
     generator = torch.Generator().manual_seed(seed)
     x = torch.randn(num_tokens, hidden, generator=generator).to(dtype)
     return x, torch.rand(num_tokens, num_topk, generator=generator)
+
+
+def used_buffer(
+    group: Any, make: Any, use: Any, least_s: float = 4.0, times: float = 4.0
+) -> tuple[Any, float, Any]:
+    """(Buffer, its deadline in seconds, what `use` returned), for tests of waits in vain.
+
+    The Buffer is `make(timeout_s=...)`, after a first `use(buffer)`. The deadline is the same on
+    all ranks and scales with the machine: `times` the time that another such Buffer and its use
+    take now, at least `least_s`. So no rank misses it that is only slow.
+    """
+    dist.barrier(group)
+    start = time.monotonic()
+    buffer = make(timeout_s=None)
+    use(buffer)
+    taken_s = torch.tensor(time.monotonic() - start, dtype=torch.float64)
+    dist.all_reduce(taken_s, dist.ReduceOp.MAX, group)
+    buffer.destroy()
+    timeout_s = max(least_s, times * float(taken_s))
+    buffer = make(timeout_s=timeout_s)
+    result = use(buffer)
+    dist.barrier(group)
+    return buffer, timeout_s, result
 
 
 @contextmanager

@@ -61,5 +61,5 @@ def pool() -> Iterator[RankPool]:
     if not num_gpus:
         cases.skip_without_interpreter()
     num_ranks, device = min(num_gpus, 4) if num_gpus > 1 else 4, "cuda" if num_gpus else "cpu"
-    with GpuPool(num_ranks, device, timeout_s=100) as ranks:  # less than a test's time limit
+    with GpuPool(num_ranks, device, timeout_s=240) as ranks:  # less than a test's time limit
         yield ranks

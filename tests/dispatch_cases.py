@@ -25,7 +25,7 @@ def make_inputs(num_ranks, num_tokens, hidden, num_experts, num_topk, kind, dtyp
 
 
 def make_buffer(group, x, num_experts, num_topk, max_tokens, backend="auto"):
-    """A Buffer whose layers go in stages, not the low-latency way."""
+    """A Buffer whose layers are fused ones, and never low-latency calls."""
     sizes = max_tokens, x.shape[1], num_experts, num_topk
     options = Options(decode_tokens=0)
     return Buffer.for_tokens(group, *sizes, x.dtype, backend, options)

@@ -25,7 +25,7 @@ def dispatch(buffer, x, topk_idx, topk_weights, **more):
 
 
 def first_use(buffer, *tokens):
-    """Compile; until then the deadline is longer."""
+    """A dispatch and its combine, which compile; until then the deadline is longer."""
     recv_x, _, _, _, handle, _ = dispatch(buffer, *tokens)
     buffer.combine(recv_x, handle)
     buffer.check()

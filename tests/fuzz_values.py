@@ -248,21 +248,21 @@ TUPLES = [
 
 
 def odds_of(kind, good):
-    """The odd values in the place of a good one. Of a tuple of tensors and ints, as handles are:
+    """The odd values for a good one. Of a tuple of tensors and ints, as handles are:
     wrong as a whole, or in one item."""
     if kind not in ("tuple", "optional tuple"):
         return KINDS[kind]
     odds = [*TUPLES, constant(None, REFUSED if kind == "tuple" else ANY)]
-    for place, item in enumerate(good):
+    for index, item in enumerate(good):
         of_item = KINDS["tensor" if isinstance(item, torch.Tensor) else "any int"]
         odds += [
-            Odd(f"item {place}: {odd.name}", partial(_with_item, place, odd), ANY)
+            Odd(f"item {index}: {odd.name}", partial(_with_item, index, odd), ANY)
             for odd in of_item
         ]
     return odds
 
 
-def _with_item(place, odd, items):
+def _with_item(index, odd, items):
     items = list(items)
-    items[place] = odd.make(items[place])
+    items[index] = odd.make(items[index])
     return tuple(items)

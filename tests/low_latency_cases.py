@@ -123,7 +123,7 @@ def round_trip(buffer, x, topk_idx, topk_weights, max_tokens, num_experts, form,
 
 
 def result(recv_x, counts, handle, y, out):
-    """Tensors of one rank by name, what lies behind the counts set as the oracle has it."""
+    """Tensors of one rank by name, what lies after the counts set as the oracle has it."""
     rows, scales = recv_x if isinstance(recv_x, tuple) else (recv_x, None)
     valid = torch.arange(rows.shape[1], device=rows.device) < counts[:, None]
     found = {
@@ -150,18 +150,28 @@ def differences(one, other):
 
 
 def check(
-    results, x, topk_idx, topk_weights, max_tokens, num_experts, form, gone=(), gone_there=None
+    results,
+    x,
+    topk_idx,
+    topk_weights,
+    max_tokens,
+    num_experts,
+    form,
+    gone=(),
+    gone_at_dispatch=None,
 ):
-    """All ranks' results to the bit. Ranks in `gone` are masked, on the way there those in
-    `gone_there` if given, and have no result."""
-    there = reference.without(topk_idx, gone if gone_there is None else gone_there, num_experts)
-    back = reference.without(topk_idx, gone, num_experts)
-    received = reference.low_latency_dispatch(x, there, max_tokens, num_experts, **FORMS[form])
+    """All ranks' results to the bit. Ranks in `gone` are masked and have no result; in the dispatch
+    those in `gone_at_dispatch` are masked, if given."""
+    if gone_at_dispatch is None:
+        gone_at_dispatch = gone
+    sent = reference.without(topk_idx, gone_at_dispatch, num_experts)
+    returned = reference.without(topk_idx, gone, num_experts)
+    received = reference.low_latency_dispatch(x, sent, max_tokens, num_experts, **FORMS[form])
     check_received(results, received, gone)
     y = [
         part.x if have is None else have["y"] for have, part in zip(results, received, strict=True)
     ]
-    sums = reference.low_latency_combine(y, received, back, topk_weights)
+    sums = reference.low_latency_combine(y, received, returned, topk_weights)
     for rank, have in enumerate(results):
         if rank not in gone:
             assert torch.equal(have["out"], sums[rank]), f"sums of rank {rank}"

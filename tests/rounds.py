@@ -19,13 +19,13 @@ from moe_engine import Buffer, MoeEngineError, Options, moe_ffn, reference
 from moe_engine.streams import ConcurrentReads
 
 MOST, FEW = 24, 8
-"""Tokens that a rank may bring to a round, and to one that goes the low-latency way."""
-BOTH_WAYS = ("normal", "cached", "layer", "low_latency", "decode")
+"""Tokens that a rank may bring to a round, and to one of low-latency calls."""
+VERBS = ("normal", "cached", "layer", "low_latency", "decode")
 
 
 @dataclass(frozen=True)
 class Round:
-    """One use: a verb of BOTH_WAYS; the seed of its values; what may differ from call to call."""
+    """One use: one of VERBS; the seed of its values; what may differ from call to call."""
 
     verb: str
     seed: int = 0
@@ -43,7 +43,7 @@ class Round:
 def new_buffer(group, hidden=16, num_local=4, num_topk=3, **options):
     """A Buffer on which every round runs; `options` as in `Options`."""
     sizes = MOST, hidden, num_local * group.size(), num_topk
-    options = Options(**{"decode_tokens": FEW, "timeout_s": 20.0, **options})
+    options = Options(**{"decode_tokens": FEW, "timeout_s": 60.0, **options})
     return Buffer.for_tokens(group, *sizes, torch.float32, options=options)
 
 
@@ -104,7 +104,7 @@ def run(one: Round, buffer, num_local: int = 4) -> bool:
         y = torch.where(_written(recv_x, counts), recv_x, 0) * (rank + 2)
         out, _, hook = buffer.low_latency_combine(y, idx, weights, handle, return_recv_hook=True)
         hook()
-        # A token that names an expert twice has one row, which has the weight of both lanes.
+        # A token that names an expert twice has one row, which has the weight of both k.
         factors = torch.where(owners >= 0, inputs[2][rank] * (owners + 2), 0.0).sum(1)
         found.append((out.float(), inputs[0][rank].float() * factors[:, None]))
     else:

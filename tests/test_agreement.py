@@ -21,12 +21,12 @@ from moe_engine import (
 )
 from moe_engine.emulation import RankPool
 
-LONGEST_S = 20.0
+LONGEST_S = 60.0
 """Far below the deadline of a wait, and above what a machine under load takes."""
 NAN, INF = float("nan"), float("inf")
 BYTES = 1 << 20
 
-ARGUMENTS = {  # keywords of a Buffer, and words of the error
+ARGUMENTS = {  # keywords of a Buffer, and a pattern of the error
     "bytes as a string": ({"num_nvl_bytes": "1MB"}, "num_nvl_bytes is '1MB'; it must be an int"),
     "bytes as a float": ({"num_nvl_bytes": 1e6}, r"num_nvl_bytes is 1000000\.0"),
     "bytes as a bool": ({"num_rdma_bytes": True}, "num_rdma_bytes is True"),
@@ -75,7 +75,7 @@ TOKENS = {  # keywords of for_tokens
     "no columns": ({"hidden": 0}, "hidden is 0"),
     "no experts": ({"num_experts": 0}, "num_experts is 0"),
     "experts as a string": ({"num_experts": "8"}, "num_experts is '8'"),
-    "no lanes": ({"num_topk": 0}, "num_topk is 0"),
+    "no top-k": ({"num_topk": 0}, "num_topk is 0"),
     "a dtype as a string": ({"dtype": "bfloat16"}, "dtype is 'bfloat16'"),
     "one slot": ({"options": Options(num_slots=1)}, "num_slots is 1"),
     "no options": ({"options": 3}, "options is a int"),
@@ -118,9 +118,9 @@ def options_of(group, **changes):
 
 def check_told(seen, table):
     for told in seen:
-        for name, (_, words) in table.items():
+        for name, (_, pattern) in table.items():
             text, seconds = told[name]
-            assert re.search(words, text), f"{name}: {text}"
+            assert re.search(pattern, text), f"{name}: {text}"
             assert seconds < LONGEST_S, name
 
 
@@ -219,9 +219,9 @@ HINTS = {
 def test_sizes_of_a_hint(name):
     hint, good, first_positive = HINTS[name]
     assert hint(*good) > 0
-    for place in range(len(good)):
+    for index in range(len(good)):
         for bad in (0, -1, 2.5, "2", True, None, torch.tensor(8), [8], 10**5000):
-            if bad == 0 and place < first_positive:
+            if bad == 0 and index < first_positive:
                 continue
             with pytest.raises(MoeEngineError, match=r"must be|it must"):
-                hint(*good[:place], bad, *good[place + 1 :])
+                hint(*good[:index], bad, *good[index + 1 :])

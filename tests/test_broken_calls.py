@@ -5,10 +5,12 @@ from __future__ import annotations
 import os
 import signal
 import time
+from functools import partial
 
+import cases
 import pytest
 import torch
-from rounds import BOTH_WAYS, Faults, Injected, Round, again, new_buffer, outcome, run
+from rounds import VERBS, Faults, Injected, Round, again, new_buffer, outcome, run
 
 from moe_engine import CallAbandoned
 
@@ -66,16 +68,16 @@ def check_outcomes(by_rank, broken_rank):
 
 
 @MINUTES
-@pytest.mark.parametrize("verb", BOTH_WAYS)
+@pytest.mark.parametrize("verb", VERBS)
 def test_a_call_that_breaks_off_ends_the_buffer_on_all_ranks(pool, verb):
-    first = BOTH_WAYS.index(verb) % STRIDE
+    first = VERBS.index(verb) % STRIDE
     check_outcomes(pool.run(break_off, verb, 0, first, STRIDE, num_ranks=2, timeout_s=800), 0)
 
 
 @SOAK
 @pytest.mark.timeout(3600)
 @pytest.mark.parametrize("num_ranks", [2, 3])
-@pytest.mark.parametrize("verb", BOTH_WAYS)
+@pytest.mark.parametrize("verb", VERBS)
 def test_wherever_it_breaks_off(pool, verb, num_ranks):
     for rank in range(num_ranks):
         results = pool.run(break_off, verb, rank, 0, 1, num_ranks=num_ranks, timeout_s=3600)
@@ -115,7 +117,7 @@ PHASES = {
 }
 
 
-@pytest.mark.parametrize("verb", BOTH_WAYS)
+@pytest.mark.parametrize("verb", VERBS)
 def test_the_others_learn_who_where_and_why(pool, verb):
     for _, text, second in pool.run(texts, verb, num_ranks=min(3, pool.num_ranks)):
         assert "rank 1 abandoned call" in text
@@ -133,10 +135,9 @@ def kill(name):
 
 def be_killed(group, verb, at):
     """What rounds are on a rank that lives, when rank 1 is killed at an event of the second."""
-    buffer = new_buffer(group, timeout_s=3.0)
-    one = Round(verb)
-    results = [outcome(one, buffer)]
-    torch.distributed.barrier(group)
+    one, make = Round(verb), partial(new_buffer, group)
+    buffer, _, first = cases.used_buffer(group, make, lambda buffer: outcome(one, buffer), 3.0)
+    results = [first]
     for number, each in enumerate(again(one, 3)):
         strikes = number == 0 and group.rank() == 1
         with Faults(at if strikes else None, kill).installed():
@@ -150,7 +151,7 @@ def be_killed(group, verb, at):
     [
         ("normal", 9),
         ("layer", 20),
-        *(pytest.param(v, at, marks=SOAK) for v in BOTH_WAYS for at in range(2, 40, 6)),
+        *(pytest.param(v, at, marks=SOAK) for v in VERBS for at in range(2, 40, 6)),
     ],
 )
 def test_a_rank_killed_anywhere_leaves_typed_errors(pool, verb, at):
@@ -172,7 +173,7 @@ def interleave(group, seed, at):
         strikes = number == 3 and group.rank() == 0
         which = 0 if number == 3 else which % 2
         with Faults(at if strikes else None, raise_it).installed():
-            one = Round(BOTH_WAYS[verb % 5], seed=number)
+            one = Round(VERBS[verb % 5], seed=number)
             found[which].append((number, outcome(one, buffers[which])))
     torch.distributed.barrier(group)
     for buffer in buffers:

@@ -100,7 +100,7 @@ def test_files_that_cannot_be_written(
         return result.exit_code == 2
 
     assert refused()
-    path.touch()  # what is there can be written in a folder that cannot
+    path.touch()  # an existing file can be written in a folder that cannot
     assert not refused()
     read_only.add(path)
     assert refused()
@@ -112,7 +112,7 @@ def test_files_that_cannot_be_written(
 
 
 def without(monkeypatch: pytest.MonkeyPatch, *packages: str) -> None:
-    monkeypatch.setattr(cli, "find_spec", lambda name: None if name in packages else "there")
+    monkeypatch.setattr(cli, "find_spec", lambda name: None if name in packages else "found")
 
 
 @pytest.mark.parametrize(

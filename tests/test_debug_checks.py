@@ -69,16 +69,16 @@ WRONG_LAYOUTS = {
 
 @pytest.mark.parametrize("name", WRONG_LAYOUTS)
 def test_wrong_layouts(name):
-    place, change, words = WRONG_LAYOUTS[name]
+    index, change, text = WRONG_LAYOUTS[name]
     args = [*LAYOUT[1], IDX[1]]
-    args[place] = change(args[place])
-    if place == 2:  # counts follow
+    args[index] = change(args[index])
+    if index == 2:  # counts follow
         args[0] = args[2].sum(0).int()
-    kind = RoutingError if place == 3 else ShapeError
-    with pytest.raises(kind, match=words):
+    kind = RoutingError if index == 3 else ShapeError
+    with pytest.raises(kind, match=text):
         check_layout_values(*args, 1)
-    if place < 2 and name != "experts of other tokens":
-        with pytest.raises(ShapeError, match=words):
+    if index < 2 and name != "experts of other tokens":
+        with pytest.raises(ShapeError, match=text):
             check_layout_values(*args[:3], None, 1)
 
 
@@ -106,10 +106,10 @@ WRONG_HANDLES = {
 
 @pytest.mark.parametrize("name", WRONG_HANDLES)
 def test_wrong_handles(name):
-    field, change, words = WRONG_HANDLES[name]
+    field, change, text = WRONG_HANDLES[name]
     handle = handle_of(1, IDX, LAYOUT)
     check_handle_values(handle, 1)
-    with pytest.raises(ShapeError, match=words):
+    with pytest.raises(ShapeError, match=text):
         check_handle_values(handle._replace(**{field: change(getattr(handle, field))}), 1)
 
 
@@ -133,7 +133,7 @@ def in_debug_mode(group, by_variable):
     per_rank, _, per_expert, in_rank, _ = buffer.get_dispatch_layout(idx, EXPERTS)
     good = x, None, per_rank, None, in_rank, per_expert, idx, w
     recv_x, *_, handle, _ = buffer.dispatch(*good)
-    words = buffer._engine.slots.context.fields.clone()
+    fields = buffer._engine.slots.context.fields.clone()
     head = handle._replace(send_head=handle.send_head + 99)
     plan = handle._replace(send_token_idx=handle.send_token_idx - 1)
     for call in (
@@ -144,12 +144,12 @@ def in_debug_mode(group, by_variable):
     ):
         with pytest.raises(MoeEngineError, match="rank 0"):
             call()
-    assert torch.equal(buffer._engine.slots.context.fields, words), "a kernel ran"
+    assert torch.equal(buffer._engine.slots.context.fields, fields), "a kernel ran"
     assert torch.equal(buffer.dispatch(x, handle)[0], recv_x)
     buffer.destroy()
     if by_variable:
         y, _, known = low_latency.dispatch(ring, x, idx, 8, EXPERTS)
-        words = ring._low_latency.ring.context.fields.clone()
+        fields = ring._low_latency.ring.context.fields.clone()
         entries, call = known.returns.clone(), known.call.clone()
         for at, value in ((0, TOPK + 1), (0, -1), (1, 8 * EXPERTS), (1 + TOPK, TOPK)):
             entries.copy_(known.returns)[0, 0, at] = value
@@ -160,7 +160,7 @@ def in_debug_mode(group, by_variable):
             low_latency.combine(ring, y, idx, w, known._replace(call=call))
         with pytest.raises(RoutingError, match="expert ids"):
             low_latency.combine(ring, y, idx - 5, w, known)
-        assert torch.equal(ring._low_latency.ring.context.fields, words), "a kernel ran"
+        assert torch.equal(ring._low_latency.ring.context.fields, fields), "a kernel ran"
         low_latency.combine(ring, y, idx, w, known)
     ring.destroy()
 

@@ -140,7 +140,7 @@ def test_calls_that_send_nothing(pool):
 
 
 def asynchronous(group, x, idx, w):
-    """An asynchronous dispatch and combine behind busy inputs; results are those of plain calls."""
+    """An asynchronous dispatch and combine after busy inputs give what plain calls give."""
     x, idx, w = to_device(x, idx, w)
     buffer = Buffer(group, Config().get_nvl_buffer_size_hint(HIDDEN * 4, group.size()))
     plain = exchange_rows(buffer, x, idx, w)

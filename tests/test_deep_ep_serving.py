@@ -159,7 +159,7 @@ def test_buffers_that_are_absent_say_what_there_is(name):
     assert not hasattr(module, name)
     with pytest.raises(AttributeError, match=f"{name} is absent.*which has Buffer.*deep-ep-path"):
         getattr(module, name)
-    for _ in range(2):  # the first leaves nothing behind
+    for _ in range(2):  # the first leaves nothing
         with pytest.raises(ImportError, match=f"{name} is absent.*Use deep_ep.Buffer"):
             exec(f"from deep_ep import Buffer, {name}")
     with pytest.raises(AttributeError, match="module 'deep_ep' has no attribute 'Bufer'"):

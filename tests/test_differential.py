@@ -7,7 +7,7 @@ import random
 import cases
 import pytest
 import torch
-from rounds import BOTH_WAYS, FEW, MOST, Round, new_buffer, outcome
+from rounds import FEW, MOST, VERBS, Round, new_buffer, outcome
 
 SOME, MANY = 4, 25
 """Cases of each number of ranks."""
@@ -20,7 +20,7 @@ def draw_case(generator: random.Random) -> tuple[list[Round], int]:
     num_topk = min(num_topk, num_local)  # distinct experts exist on any number of ranks
     rounds = []
     for _ in range(generator.randint(1, 4)):
-        verb = generator.choice(BOTH_WAYS)
+        verb = generator.choice(VERBS)
         most = FEW if verb in ("low_latency", "decode") else MOST
         num_tokens = tuple(generator.randint(0, most) for _ in range(4))
         kind = generator.choice(cases.ROUTINGS)

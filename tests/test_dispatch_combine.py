@@ -181,7 +181,7 @@ def one_way(group, num_slots, num_calls):
     """What rank 1, always late, gets from rank 0, which never waits for an answer."""
     rank, device = torch.distributed.get_rank(group), cases.device()
     num_tokens = 0 if rank else 6
-    options = Options(num_slots=num_slots, timeout_s=20.0)
+    options = Options(num_slots=num_slots)
     buffer = Buffer.for_tokens(group, 6, 16, 4, 1, torch.float32, options=options)
     x = torch.arange(num_tokens * 16.0, device=device).view(num_tokens, 16)
     idx = torch.full((num_tokens, 1), 3, device=device)

@@ -29,7 +29,7 @@ def ranks(pool) -> Iterator[RankPool]:
         device, num_ranks = "cuda", int(os.environ["MOE_ENGINE_TEST_RANKS"])
     elif device == "cuda":
         num_ranks = 8 if torch.cuda.device_count() == 1 else min(8, torch.cuda.device_count())
-    with RankPool(num_ranks, device, timeout_s=100) as eight:
+    with RankPool(num_ranks, device, timeout_s=240) as eight:
         yield eight
 
 

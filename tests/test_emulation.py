@@ -19,11 +19,14 @@ from moe_engine.device import lang
 from moe_engine.emulation import PerRank, RankError, RankPool, send_message
 from moe_engine.errors import BackendError, PeerTimeout, ShapeError
 
+LONG_S = 90.0
+"""More than what is to happen at once takes on a busy machine."""
+
 
 @pytest.fixture(scope="module")
 def pair() -> Iterator[RankPool]:
     """Two ranks of this module's own, as some tests kill them."""
-    with RankPool(2, timeout_s=60) as ranks:
+    with RankPool(2, timeout_s=LONG_S) as ranks:
         yield ranks
 
 
@@ -283,7 +286,7 @@ def test_an_unexpected_death_ends_all_at_once(pair, others):
         RankError, match=r"^rank 1: ChildProcessError: died, exit code -9"
     ) as caught:
         pair.run(die_on_rank_1, others)
-    assert time.monotonic() - start < 20
+    assert time.monotonic() - start < LONG_S
     assert (caught.value.rank, caught.value.cause_type) == (1, ChildProcessError)
     assert isinstance(caught.value.errors.get(0), ValueError) == (others == "raise")
     assert all(map(is_gone, pids))
@@ -321,7 +324,7 @@ def test_silence_ends_in_an_error(pair):
     start = time.monotonic()
     with pytest.raises(RankError, match="rank 0: TimeoutError: no answer within 1") as caught:
         pair.run(sleep_on_rank_0, 300, timeout_s=1)
-    assert time.monotonic() - start < 20
+    assert time.monotonic() - start < LONG_S
     assert caught.value.cause_type is TimeoutError
     assert all(map(is_gone, pids))
     pair.run(sleep_on_rank_0, 0)
@@ -372,8 +375,8 @@ def test_ranks_end_with_the_process_that_made_them(tmp_path, end):
         assert end == "exit" or list(tmp_path.glob("moe_engine-*"))
         if end == "wait":
             parent.kill()
-        parent.wait(20)
-    deadline = time.monotonic() + 20
+        parent.wait(LONG_S)
+    deadline = time.monotonic() + LONG_S
     while not all(map(is_gone, pids)) and time.monotonic() < deadline:
         time.sleep(0.05)
     assert all(map(is_gone, pids))
@@ -401,4 +404,4 @@ def test_a_forkserver_of_others_does_not_get_the_environment_of_ranks(tmp_path):
     script.write_text(START_METHOD)
     path = os.pathsep.join(filter(None, sys.path))
     env = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
-    subprocess.run([sys.executable, script], env=env | {"PYTHONPATH": path}, check=True, timeout=60)
+    subprocess.run([sys.executable, script], env=env | {"PYTHONPATH": path}, check=True)

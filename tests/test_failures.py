@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import signal
 import time
+from functools import partial
 
 import cases
 import pytest
@@ -29,17 +30,16 @@ from moe_engine import dispatch as dispatch_verbs
 from moe_engine.deadline import timeout_seconds
 from moe_engine.emulation import PerRank, RankError
 
-TIMEOUT_S = 4.0
-
-
 # --- Lost peers ------------------------------------------------------------------------------
+
+
+def used_buffer(group, *tokens):
+    return cases.used_buffer(group, partial(new_buffer, group), lambda b: first_use(b, *tokens))
 
 
 def lose_a_rank(group, lost, before, x, topk_idx, topk_weights):
     """Rank `lost` is killed before the launch named `before`; what the others then see."""
-    buffer = new_buffer(group, timeout_s=TIMEOUT_S)
-    first_use(buffer, x, topk_idx, topk_weights)
-    torch.distributed.barrier(group)
+    buffer, timeout_s, _ = used_buffer(group, x, topk_idx, topk_weights)
     if torch.distributed.get_rank(group) == lost:
         module = combine if hasattr(combine, before) else dispatch_verbs
         setattr(module, before, lambda *_: os.kill(os.getpid(), signal.SIGKILL))
@@ -52,7 +52,7 @@ def lose_a_rank(group, lost, before, x, topk_idx, topk_weights):
         seconds = time.monotonic() - start
         with pytest.raises(PeerTimeout):  # and again at every later call
             buffer.get_dispatch_layout(topk_idx.to(cases.device()), EXPERTS)
-        return error.peer, error.phase, seconds, str(error)
+        return error.peer, error.phase, seconds / timeout_s, str(error)
     return None
 
 
@@ -72,18 +72,16 @@ def test_a_killed_rank_is_named(pool, before, phase):
     )  # fmt: skip
     assert results[1] is None
     for rank in (0, 2):
-        peer, seen_phase, seconds, text = results[rank]
+        peer, seen_phase, deadlines, text = results[rank]
         assert (peer, seen_phase) == (1, phase)
-        assert seconds < TIMEOUT_S + 10
+        assert 1 <= deadlines < 5
         assert f"rank {rank} waited" in text
         assert "MOE_ENGINE_TIMEOUT_S" in text
     assert set(os.listdir("/dev/shm")) <= before_the_run
 
 
 def stay_away(group, x, topk_idx, topk_weights):
-    buffer = new_buffer(group, timeout_s=TIMEOUT_S)
-    first_use(buffer, x, topk_idx, topk_weights)
-    torch.distributed.barrier(group)
+    buffer, _, _ = used_buffer(group, x, topk_idx, topk_weights)
     seen = None
     if torch.distributed.get_rank(group) != 0:
         try:
@@ -106,7 +104,7 @@ def test_a_rank_that_never_calls_is_named(pool):
 
 
 def call_with(group, hidden, num_topk):
-    buffer = new_buffer(group, hidden=64, timeout_s=20.0)
+    buffer = new_buffer(group, hidden=64)
     idx = cases.route("uniform", 8, EXPERTS, num_topk, 0)
     try:
         dispatch(buffer, *tokens(8, hidden, num_topk, idx))
@@ -149,7 +147,7 @@ def bad_ids(group, debug):
 def bad_ids_in_a_layer(group):
     """One rank's bad ids do not stop the call: both ranks finish it, one is told afterwards."""
     rank = torch.distributed.get_rank(group)
-    buffer = new_buffer(group, timeout_s=TIMEOUT_S)
+    buffer = new_buffer(group)
     x, w = cases.tokens(4, 16, 2, torch.float32, 0)
     idx = torch.tensor([[0, 11], [EXPERTS if rank else 3, -1], [2, 7], [3, 4]])
     args = [t.to(cases.device()) for t in (x, idx, w, UP[: EXPERTS // 2], DOWN[: EXPERTS // 2])]
@@ -212,7 +210,7 @@ PER_EXPERT = torch.zeros(EXPERTS, dtype=torch.int32)
 REFUSED = {
     "ids of another type": (DtypeError, "layout", (IDX.int(), EXPERTS)),
     "ids of one dimension": (ShapeError, "layout", (IDX[0], EXPERTS)),
-    "no lanes": (ShapeError, "layout", (IDX[:, :0], EXPERTS)),
+    "no top-k": (ShapeError, "layout", (IDX[:, :0], EXPERTS)),
     "no experts": (ShapeError, "layout", (IDX, 0)),
     "not a tensor": (DtypeError, "ffn", ([1.0], IDX, W, UP, DOWN)),
     "x of fp16": (DtypeError, "ffn", (X.half(), IDX, W, UP, DOWN)),

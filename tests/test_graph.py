@@ -152,9 +152,9 @@ def hash_of(found):
     """int64, on the device: that of all received rows, what says where they are, and the sums."""
     total = torch.zeros((), dtype=torch.int64, device=found["out"].device)
     for name in ("x", "scales", "counts", "src_info", "layout_range", "out"):
-        words = found[name].flatten().view(torch.uint8).long()
-        odd = 2 * torch.arange(words.numel(), device=words.device) + 1
-        total = total * 1_000_003 + (words * odd).sum()
+        data = found[name].flatten().view(torch.uint8).long()
+        odd = 2 * torch.arange(data.numel(), device=data.device) + 1
+        total = total * 1_000_003 + (data * odd).sum()
     return total
 
 

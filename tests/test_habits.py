@@ -115,9 +115,9 @@ def with_defaults(group, device, dtype, backend):
         with defaults(device or cases.device(), dtype):
             found = call()
         assert len(want) == len(found)
-        for place, (one, other) in enumerate(zip(want, found, strict=True)):
+        for number, (one, other) in enumerate(zip(want, found, strict=True)):
             same = torch.equal(one, other) if isinstance(one, torch.Tensor) else one == other
-            assert same, f"item {place} of {call} differs"
+            assert same, f"item {number} of {call} differs"
             assert isinstance(one, list) or one.dtype == other.dtype
 
 
@@ -153,7 +153,7 @@ def in_a_fork(group):
         "check": buffer.check,
         "destroy": buffer.destroy,
     }
-    here, there = os.pipe()
+    read_end, write_end = os.pipe()
     child = os.fork()
     if child == 0:
         told = []
@@ -164,12 +164,12 @@ def in_a_fork(group):
                 told += [name] * ("forked" in str(error))
             except BaseException:
                 pass
-        os.write(there, ",".join(told).encode())
+        os.write(write_end, ",".join(told).encode())
         os._exit(0)
-    os.close(there)
+    os.close(write_end)
     os.waitpid(child, 0)
-    told = os.read(here, 1000).decode().split(",")
-    os.close(here)
+    told = os.read(read_end, 1000).decode().split(",")
+    os.close(read_end)
     hook()  # the parent goes on
     buffer.check()
     buffer.destroy()
@@ -183,7 +183,7 @@ def test_a_fork_is_told(pool):
 
 
 class Watched:
-    """An engine in place of another; its calls give other threads time to run."""
+    """An engine that replaces another; its calls give other threads time to run."""
 
     def __init__(self, real):
         self._real, self.seen = real, []

@@ -79,19 +79,19 @@ def wrong_answers(call, parts, names, besides=()):
     """What a call gives for each part of a handle in each bad form, where that is no typed error
     that names it; (part, form) in `besides` may be anything."""
     wrong = []
-    for place, name in enumerate(names):
-        if not isinstance(parts[place], torch.Tensor):
+    for index, name in enumerate(names):
+        if not isinstance(parts[index], torch.Tensor):
             continue
         for kind, change in BAD.items():
             if (name, kind) in FIT_ANY or (name, kind) in besides:
                 continue
             bad = list(parts)
-            bad[place] = change(parts[place])
+            bad[index] = change(parts[index])
             try:
                 call(tuple(bad))
                 wrong.append((name, kind, "no error"))
             except MoeEngineError as error:
-                # A length that x is compared with is missed there.
+                # A length that x is compared with is not noticed.
                 if "handle." not in str(error) and "x has shape" not in str(error):
                     wrong.append((name, kind, str(error)))
             except Exception as error:

@@ -31,7 +31,7 @@ def read_rows(address, out, hidden, BLOCK: tl.constexpr):
 
 
 def read_in_place(group, backend, num_worst_tokens, num_experts, x, topk_idx, topk_weights):
-    """Rows received in place and as copies, with what came along, twice on one Buffer."""
+    """Rows received in place and as copies, with their metadata, twice on one Buffer."""
     x, topk_idx, topk_weights = (t.to(cases.device()) for t in (x, topk_idx, topk_weights))
     buffer = make_buffer(group, x, num_experts, topk_idx.shape[1], 64, backend)
     poison(buffer)
@@ -78,7 +78,7 @@ def test_rows_in_place(pool, backend, num_worst_tokens):
 
 
 def call_between(group, backend, x, topk_idx, topk_weights):
-    """What may be called while rows are in place, and when bad ids are told."""
+    """What may be called while rows are in place, and when bad ids are reported."""
     x, topk_idx, topk_weights = (t.to(cases.device()) for t in (x, topk_idx, topk_weights))
     buffer = make_buffer(group, x, 12, topk_idx.shape[1], 64, backend)
     per_rank, _, per_expert, in_rank, _ = buffer.get_dispatch_layout(topk_idx, 12)

@@ -37,8 +37,8 @@ def store_addresses(context, out, offset, NUM_RANKS: tl.constexpr):
     own = lang.own_block(context) + offset
     for rank in range(0, NUM_RANKS):
         tl.store(out + rank, lang.symm_at(own, rank, context))
-    words = own + tl.arange(0, 4) * 8
-    tl.store(out + NUM_RANKS + tl.arange(0, 4), lang.symm_at(words, NUM_RANKS - 1, context))
+    addresses = own + tl.arange(0, 4) * 8
+    tl.store(out + NUM_RANKS + tl.arange(0, 4), lang.symm_at(addresses, NUM_RANKS - 1, context))
 
 
 def find_addresses(group):
@@ -48,7 +48,7 @@ def find_addresses(group):
     return block.peer_addresses.tolist(), out.tolist()
 
 
-def test_symm_at_finds_the_same_place_on_every_rank(pool):
+def test_symm_at_finds_the_same_offset_on_every_rank(pool):
     for peers, out in pool.run(find_addresses, num_ranks=2):
         assert out[:2] == [address + 24 for address in peers]
         assert out[2:] == [peers[1] + 24 + 8 * i for i in range(4)]
@@ -61,7 +61,7 @@ def test_symm_at_finds_the_same_place_on_every_rank(pool):
 def push_rows(
     context,
     source,
-    places,
+    dst_rows,
     peer,
     num_rows,
     num_vecs,
@@ -72,23 +72,23 @@ def push_rows(
 ):
     rows = tl.arange(0, BLOCK_ROWS)
     mask = rows < num_rows
-    place = tl.load(places + rows, mask=mask, other=0)
-    to = lang.symm_at(lang.own_block(context) + place * row_bytes, peer, context)
+    dst_row = tl.load(dst_rows + rows, mask=mask, other=0)
+    to = lang.symm_at(lang.own_block(context) + dst_row * row_bytes, peer, context)
     from_rows = source + rows * num_vecs
     now = lang.ticks()
     lang.put_rows(lang.as_pointer(to, DTYPE), from_rows, num_vecs, mask, now, 100, ALIGNED, 8)
-    if DTYPE == tl.int8:  # one more word by `put`, behind the rows
+    if DTYPE == tl.int8:  # two more values by `put`, after the rows
         end = lang.symm_at(lang.own_block(context) + 2048, peer, context)
         lang.put(lang.as_pointer(end + rows, DTYPE), (rows + 1).to(tl.int8), rows < 2)
 
 
 def push_to_next(group, source, row_bytes, aligned):
     block, context, _ = make_context(group)
-    places = torch.tensor([5, 0, 3], device=context.device)
+    dst_rows = torch.tensor([5, 0, 3], device=context.device)
     push_rows[(1,)](
         context,
         source.to(context.device),
-        places,
+        dst_rows,
         1 - group.rank(),
         len(source),
         source.shape[1],
@@ -105,7 +105,7 @@ def push_to_next(group, source, row_bytes, aligned):
     ("dtype", "num_vecs", "row_bytes", "aligned"),
     [
         (torch.int32, 12, 48, True),
-        (torch.int32, 20, 96, True),  # a gap behind each row
+        (torch.int32, 20, 96, True),  # a gap after each row
         (torch.int32, 9, 36, False),
         (torch.int16, 7, 14, False),
         (torch.int8, 13, 13, False),
@@ -116,9 +116,9 @@ def test_put_rows_writes_the_rows_and_nothing_else(pool, dtype, num_vecs, row_by
     source = torch.randint(-100, 100, (3, num_vecs), generator=generator).to(dtype)
     for got in pool.run(push_to_next, source, row_bytes, aligned, num_ranks=2):
         expected = torch.full((FLAGS,), POISON, dtype=torch.uint8)
-        for row, place in zip(source, (5, 0, 3), strict=True):
+        for row, dst_row in zip(source, (5, 0, 3), strict=True):
             data = row.view(torch.uint8)
-            expected[place * row_bytes : place * row_bytes + len(data)] = data
+            expected[dst_row * row_bytes : dst_row * row_bytes + len(data)] = data
         if dtype == torch.int8:
             expected[2048:2050] = torch.tensor([1, 2])
         assert got[:FLAGS].equal(expected)
@@ -133,8 +133,8 @@ def push_and_notify(context, values, epoch, flag_offset, peer, AFTER_TMA: tl.con
     own = lang.own_block(context)
     to = lang.as_pointer(lang.symm_at(own, peer, context), tl.int32)
     lang.put(to + i, tl.load(values + i), i < 64)
-    lane = tl.arange(0, 1)
-    lang.notify(own + flag_offset, peer + lane, lane == 0, epoch, context, AFTER_TMA=AFTER_TMA)
+    zero = tl.arange(0, 1)
+    lang.notify(own + flag_offset, peer + zero, zero == 0, epoch, context, AFTER_TMA=AFTER_TMA)
 
 
 @triton.jit
@@ -150,7 +150,7 @@ def wait_and_copy(context, out, epoch, flag_offset, peer, BEFORE_TMA: tl.constex
 
 
 def exchange_with_a_slow_rank(group, tma):
-    """Rank 1 is late by half a second; each rank sends 64 words and waits for the peer's."""
+    """Rank 1 is late by half a second; each rank sends 64 values and waits for its peer's."""
     _, context, report = make_context(group)
     peer = 1 - group.rank()
     values = torch.arange(64, dtype=torch.int32, device=context.device) + 100 * group.rank()
@@ -213,7 +213,7 @@ def test_wait_ends_at_its_deadline_and_later_ones_at_once(pool):
     masks = [[1, 1, 1, 0, 1, 1, 1, 0], [0, 0, 0, 1, 0, 0, 0, 1]]
     [(first, second)] = pool.run(wait_with_mask, raised, masks, 0.3, num_ranks=1)
     expected = [0, 0, 0, 0]
-    expected[Report.VALID], expected[Report.PEER] = 1, 14  # the flag that is one epoch behind
+    expected[Report.VALID], expected[Report.PEER] = 1, 14  # the flag that is one epoch late
     expected[Report.PHASE], expected[Report.EPOCH] = Phase.ROWS, 5
     assert first[:3] == (0, 1, expected)
     assert 0.3 <= first[3] < 30
@@ -353,6 +353,6 @@ def test_round_to_is_nearest_even(pool, dtype):
     x = bits.view(torch.float32)
     [out] = pool.run(run_round_to, x, dtype, num_ranks=1)
     expected = x.to(dtype)
-    words = torch.int32 if dtype == torch.float32 else torch.int16
-    same = out.view(words) == expected.view(words)
+    bits = torch.int32 if dtype == torch.float32 else torch.int16
+    same = out.view(bits) == expected.view(bits)
     assert (same | (out.isnan() & expected.isnan())).all()

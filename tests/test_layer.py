@@ -69,21 +69,21 @@ def test_any_shape(
 
 
 def in_turn(group, x, topk_idx, topk_weights, up, down):
-    """The layer from verbs that each end before the next begins; sums of lanes in torch."""
+    """The layer from verbs that each end before the next begins; torch sums over k."""
     num_ranks = torch.distributed.get_world_size(group)
     buffer = make_buffer(group, x, num_ranks * len(up), topk_idx.shape[1], 100)
     per_rank, _, per_expert, in_rank, _ = buffer.get_dispatch_layout(topk_idx, num_ranks * len(up))
     rows, ids, weights, _, handle, _ = buffer.dispatch(
         x, None, per_rank, None, in_rank, per_expert, topk_idx, topk_weights
     )
-    row, lane = (ids >= 0).nonzero(as_tuple=True)
-    order = ids[row, lane].argsort(stable=True)
-    row, lane = row[order], lane[order]
-    ends = torch.bincount(ids[row, lane], minlength=len(up)).cumsum(0)
+    row, k = (ids >= 0).nonzero(as_tuple=True)
+    order = ids[row, k].argsort(stable=True)
+    row, k = row[order], k[order]
+    ends = torch.bincount(ids[row, k], minlength=len(up)).cumsum(0)
     offsets = torch.nn.functional.pad(ends, (1, 0)).int()
     act = grouped_gemm(rows[row], up, offsets, activation="swiglu")
     y = x.new_zeros(*ids.shape, x.shape[1])
-    y[row, lane] = grouped_gemm(act, down, offsets)
+    y[row, k] = grouped_gemm(act, down, offsets)
     out, _, _ = buffer.combine(reference.sum_topk(y, weights), handle)
     torch.distributed.barrier(group)
     buffer.destroy()
@@ -140,7 +140,7 @@ def test_stages_do_not_change_a_bit(pool, num_ranks, kind):
     for in_turn_out, *outs in results:
         assert all(torch.equal(out, outs[0]) for out in outs[1:])
         # Not to the bit: on a CPU products depend on where a row stands in its tile, and a GPU adds
-        # them to the sum of lanes before it rounds.
+        # them to the sum over k before it rounds.
         assert cases.relative_error(outs[0], in_turn_out) < TOLERANCE["bf16"]
 
 

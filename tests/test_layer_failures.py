@@ -1,4 +1,4 @@
-"""A rank that is lost in the middle of a layer: the others learn of it, by its name."""
+"""A rank that is lost in the middle of a layer: the others raise an error that names it."""
 
 from __future__ import annotations
 
@@ -28,22 +28,25 @@ STEPS = {
 }
 
 
-def first_call(group, timeout_s):
-    """Arguments of a small layer, which all ranks have called once."""
-    num_experts, options = 2 * group.size(), Options(timeout_s=timeout_s, decode_tokens=0)
-    buffer = Buffer.for_tokens(group, 20, 16, num_experts, 2, torch.float32, options=options)
+def first_call(group):
+    """(arguments of a small layer, which all ranks have called, the deadline in seconds)"""
+    num_experts = 2 * group.size()
     x, weights = cases.tokens(20, 16, 2, torch.float32, 0)
     idx = cases.route("uniform", 20, num_experts, 2, 0)
-    args = x, idx, weights, torch.zeros(2, 16, 16), torch.zeros(2, 16, 8), buffer
-    moe_ffn(*args)
-    torch.distributed.barrier(group)
-    return args
+    args = x, idx, weights, torch.zeros(2, 16, 16), torch.zeros(2, 16, 8)
+
+    def make(timeout_s):
+        options = Options(timeout_s=timeout_s, decode_tokens=0)
+        return Buffer.for_tokens(group, 20, 16, num_experts, 2, torch.float32, options=options)
+
+    buffer, timeout_s, _ = cases.used_buffer(group, make, lambda buffer: moe_ffn(*args, buffer))
+    return (*args, buffer), timeout_s
 
 
 def lose_rank_1(group, step):
-    """(peer, phase) that ends a layer in which rank 1 stops before `step` and tells nobody; None on
-    rank 1."""
-    args = first_call(group, 4.0)
+    """(peer, phase) of the PeerTimeout of a layer in which rank 1 stops before `step` and tells
+    nobody; None on rank 1."""
+    args, _ = first_call(group)
     buffer = args[-1]
     if group.rank() == 1:
         buffer._break_off = lambda error: None
@@ -68,13 +71,13 @@ def lose_rank_1(group, step):
 
 
 def be_late(group):
-    """What ends a layer in which rank 1 pushes after 1.5 times the time limit."""
-    args = first_call(group, 4.0)
+    """The phase of the PeerTimeout of a layer in which rank 1 pushes after 1.5 deadlines."""
+    args, timeout_s = first_call(group)
     buffer = args[-1]
     real, seen = dispatch.push_fused, None
 
     def push_late(*args):
-        time.sleep(6.0)
+        time.sleep(1.5 * timeout_s)
         real(*args)
 
     if group.rank() == 1:
@@ -98,13 +101,13 @@ def test_rows_that_come_after_a_program_gave_up_are_no_result(pool):
 @pytest.mark.parametrize("step", STEPS)
 def test_a_lost_rank_is_named(pool, step):
     if pool.device == "cuda":
-        pytest.skip("a GPU's memory cannot be filled behind the allocator")
+        pytest.skip("a GPU's memory cannot be filled past the allocator")
     assert pool.run(lose_rank_1, step, num_ranks=3) == [(1, STEPS[step]), None, (1, STEPS[step])]
 
 
 def call_with_stages(group, stages):
-    """What a rank is told that runs a layer in these stages, chosen behind its Buffer's back."""
-    args = first_call(group, 20.0)
+    """The error of a rank that runs a layer in these stages, which its Buffer did not choose."""
+    args, _ = first_call(group)
     buffer = args[-1]
     config = LayerConfig(*stages[torch.distributed.get_rank(group)])
     buffer._engine.layers = LayerChoices(config)

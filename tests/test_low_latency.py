@@ -38,7 +38,7 @@ def test_every_routing_in_every_form(pool, num_ranks, kind):
 
 
 def test_more_tokens_than_are_counted_at_once(pool):
-    """The places of a token's rows are counted over blocks of the tokens before it."""
+    """The rows of a token are counted over blocks of the tokens before it."""
     check_case(pool, 2, [150, 3], 160, 128, 4, 2, "skewed", ["bf16"])
 
 
@@ -118,8 +118,8 @@ def test_any_weights(pool):
 # --- Rows that nobody sent -------------------------------------------------------------------
 
 
-def look_behind(group, form, x, topk_idx, topk_weights):
-    """Whether all rows behind the counts are as they were allocated: NaN."""
+def look_after_the_counts(group, form, x, topk_idx, topk_weights):
+    """Whether all rows after the counts are as they were allocated: NaN."""
     x, topk_idx, topk_weights = to_device(x, topk_idx, topk_weights)
     buffer = low_latency.make_buffer(group, MAX_TOKENS, HIDDEN, EXPERTS)
     torch.distributed.barrier(group)
@@ -127,16 +127,16 @@ def look_behind(group, form, x, topk_idx, topk_weights):
         recv_x, counts, handle = dispatch(buffer, x, topk_idx, MAX_TOKENS, EXPERTS, form)
         rows = recv_x if form == "bf16" else recv_x[0]
         out = combine(buffer, low_latency.run_experts(recv_x, 0), topk_idx, topk_weights, handle)
-    behind = torch.arange(rows.shape[1], device=rows.device) >= counts[:, None]
+    unused = torch.arange(rows.shape[1], device=rows.device) >= counts[:, None]
     torch.distributed.barrier(group)
     buffer.destroy()
-    return rows.float()[behind].isnan().all().item(), out.isnan().any().item()
+    return rows.float()[unused].isnan().all().item(), out.isnan().any().item()
 
 
 @pytest.mark.parametrize("form", ["bf16", "fp8"])
-def test_rows_behind_the_counts_are_neither_written_nor_read(pool, form):
+def test_rows_after_the_counts_are_neither_written_nor_read(pool, form):
     inputs = make_inputs(2, [3, 0], HIDDEN, EXPERTS, TOPK, "holes")
-    results = pool.run(look_behind, form, *map(PerRank, inputs), num_ranks=2)
+    results = pool.run(look_after_the_counts, form, *map(PerRank, inputs), num_ranks=2)
     assert results == [(True, False)] * 2
 
 

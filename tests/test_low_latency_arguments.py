@@ -1,4 +1,4 @@
-"""Low-latency calls that are refused before a kernel runs: each error and its key words."""
+"""Low-latency calls that are refused before a kernel runs: each error and a part of its text."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ DISPATCH = {
     "ids of int32": (DtypeError, "topk_idx", (X, IDX.int(), *SHAPE), {}),
     "ids of one dimension": (ShapeError, "topk_idx", (X, IDX[:, 0], *SHAPE), {}),
     "ids of other tokens": (ShapeError, "topk_idx", (X, IDX[:3], *SHAPE), {}),
-    "no lanes": (ShapeError, "topk_idx", (X, IDX[:, :0], *SHAPE), {}),
+    "no top-k": (ShapeError, "topk_idx", (X, IDX[:, :0], *SHAPE), {}),
     "ids on another device": (ShapeError, "topk_idx", (X, IDX.to("meta"), *SHAPE), {}),
     "more experts than are counted": (CapacityError, "1016", (X, IDX, MAX_TOKENS, 1017), {}),
     "no experts": (ShapeError, "num_experts", (X, IDX, MAX_TOKENS, 0), {}),

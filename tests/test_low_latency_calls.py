@@ -94,11 +94,11 @@ def strided(group, own):
     [(x, idx, weights)] = (to_device(*batch) for batch in own)
     buffer = low_latency.make_buffer(group, MAX_TOKENS, HIDDEN, EXPERTS)
     wide = torch.cat([x, x * 0 + 5], 1)[:, :HIDDEN]
-    lanes = torch.stack([idx, idx * 0], 2)[:, :, 0]
-    recv_x, counts, handle = dispatch(buffer, wide, lanes, *SHAPE)
+    ids = torch.stack([idx, idx * 0], 2)[:, :, 0]
+    recv_x, counts, handle = dispatch(buffer, wide, ids, *SHAPE)
     y = run_experts(recv_x, group.rank())
     apart = torch.cat([y, y * 0], 2)[:, :, :HIDDEN]
-    out = combine(buffer, apart, lanes, weights.T.contiguous().T, handle)
+    out = combine(buffer, apart, ids, weights.T.contiguous().T, handle)
     torch.distributed.barrier(group)
     buffer.destroy()
     return [to_cpu(low_latency.result(recv_x, counts, handle, y, out))]
@@ -141,7 +141,7 @@ def count_and_wait(group, flags):
     buffer = low_latency.make_buffer(group, MAX_TOKENS, HIDDEN, EXPERTS)
     num_local, device = EXPERTS // group.size(), x.device
     seen = torch.full((num_local,), 100, dtype=torch.int32, device=device)
-    there, back = torch.full((2, group.size()), 5, dtype=torch.int64, device=device)
+    for_dispatch, for_combine = torch.full((2, group.size()), 5, dtype=torch.int64, device=device)
 
     pause = torch.zeros(1, dtype=torch.float64)
 
@@ -162,15 +162,17 @@ def count_and_wait(group, flags):
         start = time.monotonic()
         recv_x, counts, handle = dispatch(
             buffer, x, idx, *SHAPE, "bf16", flags,
-            cumulative_local_expert_recv_stats=seen, dispatch_wait_recv_cost_stats=there,
+            cumulative_local_expert_recv_stats=seen, dispatch_wait_recv_cost_stats=for_dispatch,
         )  # fmt: skip
         if x.is_cuda:
             torch.cuda.synchronize()
         late_rows(call)
-        combine(buffer, recv_x, idx, weights, handle, flags, combine_wait_recv_cost_stats=back)
+        combine(
+            buffer, recv_x, idx, weights, handle, flags, combine_wait_recv_cost_stats=for_combine
+        )
         if x.is_cuda:
             torch.cuda.synchronize()
-        waited.append(torch.stack([there, back]).cpu())
+        waited.append(torch.stack([for_dispatch, for_combine]).cpu())
         if call == 0:
             pause += max(SLEEP_S, 3 * (time.monotonic() - start))
             torch.distributed.all_reduce(pause, torch.distributed.ReduceOp.MAX, group)
@@ -193,7 +195,7 @@ def test_statistics(pool, flags):
         assert (grown[:, rank] < pause / 2).all()
 
 
-# --- Beside the other calls ------------------------------------------------------------------
+# --- Among other calls -----------------------------------------------------------------------
 
 
 def both_kinds(group, own):
@@ -224,7 +226,7 @@ def test_normal_calls_in_between(pool):
 
 
 def shapes_in_turn(group, shapes):
-    """Calls of several shapes and numbers of lanes on one Buffer, for the largest."""
+    """Calls of several shapes and top-k on one Buffer, for the largest."""
     buffer = low_latency.make_buffer(group, 12, 512, 16)
     results = []
     for max_tokens, num_experts, inputs in shapes:

@@ -1,10 +1,11 @@
-"""Ranks that fall silent in low-latency calls, with and without a mask, and bad ids."""
+"""Ranks that stop calling in low-latency calls, with and without a mask, and bad ids."""
 
 from __future__ import annotations
 
 import os
 import signal
 import time
+from functools import partial
 
 import cases
 import low_latency_cases as low_latency
@@ -25,7 +26,6 @@ from low_latency_cases import (
 from moe_engine import BackendError, DtypeError, PeerTimeout, RoutingError, ShapeError
 from moe_engine.emulation import PerRank
 
-TIMEOUT_S = 4.0
 MAX_TOKENS = 3
 SHAPE = MAX_TOKENS, EXPERTS
 REST = (*SHAPE, "bf16")
@@ -35,15 +35,25 @@ def new_buffer(group, **more):
     return low_latency.make_buffer(group, MAX_TOKENS, HIDDEN, EXPERTS, **more)
 
 
+def used_buffer(group, args, **more):
+    """(Buffer, deadline in seconds) after a round trip."""
+
+    def use(buffer):
+        round_trip(buffer, *args, *REST)
+        buffer.check()
+
+    return cases.used_buffer(group, partial(new_buffer, group, **more), use)[:2]
+
+
 def inputs_of(num_ranks):
     """Every token goes to every rank, so that all need the same and wait equally long for it."""
     x, _, weights = make_inputs(num_ranks, [MAX_TOKENS, 1, 2], HIDDEN, EXPERTS, TOPK, "uniform")
     num_local = EXPERTS // num_ranks
-    lanes = torch.arange(TOPK) % num_ranks * num_local
+    first_ids = torch.arange(TOPK) % num_ranks * num_local
     return (
         x,
         [
-            (torch.arange(len(part))[:, None] + rank) % num_local + lanes
+            (torch.arange(len(part))[:, None] + rank) % num_local + first_ids
             for rank, part in enumerate(x)
         ],
         weights,
@@ -60,13 +70,10 @@ def masked_ranks(buffer):
 
 
 def lose_rank_1(group, step, killed, x, topk_idx, topk_weights):
-    """Rank 1 stops before `step` and calls no more: (result, mask, seconds) of three round trips of
-    each other rank."""
+    """Rank 1 stops before `step` and calls no more: (result, mask, time in deadlines) of three
+    round trips of each other rank."""
     args = to_device(x, topk_idx, topk_weights)
-    buffer = new_buffer(group, timeout_s=TIMEOUT_S, enable_shrink=True)
-    round_trip(buffer, *args, *REST)  # compiles
-    buffer.check()
-    torch.distributed.barrier(group)
+    buffer, timeout_s = used_buffer(group, args, enable_shrink=True)
     found = []
     if group.rank() == 1:
         if step == "combine":
@@ -78,7 +85,8 @@ def lose_rank_1(group, step, killed, x, topk_idx, topk_weights):
             start = time.monotonic()
             result = to_cpu(round_trip(buffer, *args, *REST))
             buffer.check()
-            found.append((result, masked_ranks(buffer), time.monotonic() - start))
+            deadlines = (time.monotonic() - start) / timeout_s
+            found.append((result, masked_ranks(buffer), deadlines))
     if not killed:
         torch.distributed.barrier(group)
         buffer.destroy()
@@ -88,15 +96,15 @@ def lose_rank_1(group, step, killed, x, topk_idx, topk_weights):
 def check_the_others(results, inputs, step):
     for call in range(3):
         found = [None if rank == 1 else have[call] for rank, have in enumerate(results)]
-        for _, mask, seconds in filter(None, found):
+        for _, mask, deadlines in filter(None, found):
             assert mask == [0, 1, 0]
-            assert call > 0 or seconds >= TIMEOUT_S
+            assert call > 0 or deadlines >= 1
         sent_rows = call == 0 and step != "dispatch"
-        gone_there = [] if sent_rows else [1]
+        masked = [] if sent_rows else [1]
         outputs = [have and have[0] for have in found]
-        low_latency.check(outputs, *inputs, *REST, gone=[1], gone_there=gone_there)
+        low_latency.check(outputs, *inputs, *REST, gone=[1], gone_at_dispatch=masked)
     for rank in (0, 2):  # the quicker one, as this machine may be busy
-        assert min(seconds for _, _, seconds in results[rank][1:]) < TIMEOUT_S
+        assert min(deadlines for _, _, deadlines in results[rank][1:]) < 1
 
 
 @pytest.mark.parametrize("step", ["dispatch", "combine"])
@@ -120,10 +128,7 @@ def test_the_others_go_on_without_a_killed_rank(pool):
 def stay_away(group, step, x, topk_idx, topk_weights):
     """(peer, phase) of the PeerTimeout where rank 0 stops before `step`, and that it is lasting."""
     args = to_device(x, topk_idx, topk_weights)
-    buffer = new_buffer(group, timeout_s=TIMEOUT_S)
-    round_trip(buffer, *args, *REST)
-    buffer.check()
-    torch.distributed.barrier(group)
+    buffer, _ = used_buffer(group, args)
     seen = None
     try:
         if group.rank():
@@ -156,7 +161,7 @@ def test_without_a_mask_a_silent_rank_is_named(pool, step):
 def mask_by_hand(group, x, topk_idx, topk_weights):
     """Results while ranks 0 and 1, then rank 2, leave each other out, and of all ranks again."""
     args = to_device(x, topk_idx, topk_weights)
-    buffer = new_buffer(group, timeout_s=20.0, enable_shrink=True)
+    buffer = new_buffer(group, enable_shrink=True)
     results = [round_trip(buffer, *args, *REST)]
     assert masked_ranks(buffer) == [0, 0, 0]
     for others in ([0, 1], [2]):
@@ -229,7 +234,7 @@ def call_with(group, sizes):
     x, _ = cases.tokens(2, sizes["hidden"], sizes["num_topk"], torch.bfloat16, 0)
     idx = cases.route("uniform", 2, sizes["num_experts"], sizes["num_topk"], 0)
     x, idx = to_device(x, idx)
-    buffer = low_latency.make_buffer(group, 16, HIDDEN, EXPERTS, timeout_s=TIMEOUT_S)
+    buffer = low_latency.make_buffer(group, 16, HIDDEN, EXPERTS)
     told = None
     try:
         dispatch(buffer, x, idx, sizes["max_tokens"], sizes["num_experts"], sizes["form"])
@@ -268,7 +273,7 @@ def bad_ids(group, topk_idx):
     """Rank 0's bad ids: both ranks finish the call, rank 0 is told at the next or at check()."""
     x, weights = cases.tokens(3, HIDDEN, 2, torch.bfloat16, 0)
     x, topk_idx, weights = to_device(x, topk_idx, weights)
-    buffer = new_buffer(group, timeout_s=20.0)
+    buffer = new_buffer(group)
     found, texts = [], []
     for when in ("check", "next call"):
         recv_x, counts, handle = dispatch(buffer, x, topk_idx, *REST)

@@ -120,7 +120,7 @@ LARGE = 2.0**24  # LARGE + 1 is LARGE in fp32, and 256 + 1 is 256 in bf16
 
 
 @pytest.mark.parametrize(
-    ("num_ranks", "lanes", "want"),
+    ("num_ranks", "rows", "want"),
     [
         (4, {0: LARGE, 1: -LARGE, 2: 1.0}, 1.0),
         (4, {0: LARGE, 2: 1.0, 1: -LARGE}, 0.0),
@@ -130,14 +130,14 @@ LARGE = 2.0**24  # LARGE + 1 is LARGE in fp32, and 256 + 1 is 256 in bf16
         (4, {0: 256.0, 1: 1.0, 2: 1.0}, 258.0),
     ],
 )
-def test_sums_are_in_order_and_rounded_twice(num_ranks, lanes, want):
-    """One token, its lanes as {expert: that expert's row}."""
-    no_ids = torch.empty(0, len(lanes), dtype=torch.int64)
-    idx = [torch.tensor([list(lanes)])] + [no_ids] * (num_ranks - 1)
+def test_sums_are_in_order_and_rounded_twice(num_ranks, rows, want):
+    """One token, whose experts return `rows`: {expert: row}."""
+    no_ids = torch.empty(0, len(rows), dtype=torch.int64)
+    idx = [torch.tensor([list(rows)])] + [no_ids] * (num_ranks - 1)
     weights = [torch.ones_like(ids, dtype=torch.float32) for ids in idx]
     x = [torch.ones(len(ids), 1).bfloat16() for ids in idx]
     received = reference.low_latency_dispatch(x, idx, 1, 4, use_fp8=False)
-    values = torch.tensor([lanes.get(expert, math.nan) for expert in range(4)])
+    values = torch.tensor([rows.get(expert, math.nan) for expert in range(4)])
     y = values.view(4, 1, 1).expand(4, num_ranks, 1).bfloat16().chunk(num_ranks)
     out = reference.low_latency_combine(list(y), received, idx, weights)
     assert out[0].item() == want

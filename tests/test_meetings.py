@@ -16,7 +16,7 @@ from moe_engine.errors import BackendError, OutOfStep, PeerTimeout, ShapeError
 from moe_engine.symm import emulated, exchange, meeting
 from moe_engine.symm.torch_symm import _MeetingStore
 
-SOON_S, LONG_S = 0.3, 30.0
+SOON_S, LONG_S = 0.3, 60.0
 
 
 class Host:
@@ -118,10 +118,10 @@ def test_a_rank_that_does_not_come_is_named_and_told(hosts):
     for error in meet([hosts[0], hosts[2]], "abc", "allocating memory", SOON_S):
         assert type(error) is OutOfStep
         assert "waited 0.3 s for rank 1 at the meeting 'allocating memory'" in str(error)
-    assert SOON_S <= time.monotonic() - start < 10
+    assert SOON_S <= time.monotonic() - start < LONG_S
     start = time.monotonic()
     (late,) = meet([hosts[1]], "abc", "allocating memory")
-    assert type(late) is OutOfStep and time.monotonic() - start < 10
+    assert type(late) is OutOfStep and time.monotonic() - start < LONG_S
     assert "rank 0 waited 0.3 s for rank 1" in str(late) and str(late).endswith("(rank 2)")
     assert works(hosts)
 
@@ -248,7 +248,7 @@ def test_ctrl_c_ends_a_wait_and_is_told(hosts):
             exchange(hosts[0], lambda: 0, "test", LONG_S)
     finally:
         signal.signal(signal.SIGALRM, before)
-    assert time.monotonic() - start < 10
+    assert time.monotonic() - start < LONG_S
     for error in meet(hosts[1:], "abc"):
         assert type(error) is BackendError and str(error) == "KeyboardInterrupt (rank 0)"
     assert works(hosts)
@@ -307,7 +307,7 @@ def test_a_rendezvous_of_torch_has_the_deadline(monkeypatch):
         one.get("symm/5/1")
     with pytest.raises(OutOfStep, match=r"ranks 1, 2 did not arrive"):
         one.wait(["symm/5/0", "symm/5/1", "symm/5/2"], timedelta(seconds=LONG_S))
-    assert time.monotonic() - start < 10
+    assert time.monotonic() - start < LONG_S
 
 
 # --- Real groups ---------------------------------------------------------------------------------
@@ -378,38 +378,38 @@ def test_a_bad_deadline_of_one_rank_is_told_to_all(pool):
     start = time.monotonic()
     for text in pool.run(meet_with_a_bad_deadline, num_ranks=2):
         assert text.startswith("MOE_ENGINE_TIMEOUT_S is 'nan'") and text.endswith("(rank 1)")
-    assert time.monotonic() - start < 30
+    assert time.monotonic() - start < LONG_S
 
 
 # --- Buffers -------------------------------------------------------------------------------------
 
-DEADLINE_S = 5.0
+DEADLINE_S = 12.0
 
 
 @pytest.fixture(scope="module")
 def three():
-    with RankPool(3, timeout_s=60, env={"MOE_ENGINE_TIMEOUT_S": str(DEADLINE_S)}) as ranks:
+    with RankPool(3, timeout_s=100, env={"MOE_ENGINE_TIMEOUT_S": str(DEADLINE_S)}) as ranks:
         yield ranks
 
 
 def make_buffer(group, step, end):
     """(error, its text, seconds) of a Buffer that rank 1 does not make beyond a step; end: how it
-    comes to its end there, None for not at all."""
+    ends at it, None for not at all."""
 
     def stop(*_, **__):
         if end == "killed":
             os.kill(os.getpid(), signal.SIGKILL)
         raise {"refused": ShapeError("stop"), "interrupted": KeyboardInterrupt("stop")}[end]
 
-    place, name = {
+    module, name = {
         "backend": (lifecycle, "choose_backend"),
         "options": (agreement, "exchange"),
         "create": (emulated.os, "memfd_create"),
         "map": (emulated, "_map"),
     }[step]
-    real = getattr(place, name)
+    real = getattr(module, name)
     if group.rank() == 1 and end is not None:
-        setattr(place, name, stop)
+        setattr(module, name, stop)
     dist.barrier(group)
     start = time.monotonic()
     try:
@@ -417,7 +417,7 @@ def make_buffer(group, step, end):
     except BaseException as error:
         return type(error).__name__, str(error), time.monotonic() - start
     finally:
-        setattr(place, name, real)
+        setattr(module, name, real)
     return None
 
 
@@ -425,8 +425,8 @@ def make_buffer(group, step, end):
 def test_a_rank_killed_while_a_buffer_is_made_is_named(three, step):
     ended = three.run(make_buffer, step, "killed", expect_death={1})
     for kind, text, seconds in (ended[0], ended[2]):
-        assert kind == "OutOfStep" and "waited 5 s for rank 1 at the meeting" in text
-        assert DEADLINE_S <= seconds < DEADLINE_S + 10
+        assert kind == "OutOfStep" and f"waited {DEADLINE_S:g} s for rank 1 at the meeting" in text
+        assert DEADLINE_S <= seconds < 4 * DEADLINE_S
 
 
 @pytest.mark.parametrize(

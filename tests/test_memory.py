@@ -131,7 +131,7 @@ def test_captured_memory_does_not_grow(pool):
 
 
 def let_go(group):
-    """Whether the symmetric block outlives destroy() of a Buffer that is still there."""
+    """Whether the symmetric block outlives destroy(), while the Buffer itself is alive."""
     buffer = Buffer(group, Buffer.size_hint(1, 64, group.size(), EXPERTS, 2))
     block = weakref.ref(buffer._engine.slots.block.local)
     buffer.destroy()

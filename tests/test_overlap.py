@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from unittest import mock
-
 import cases
 import pytest
 import torch
@@ -15,7 +13,7 @@ from dispatch_cases import make_buffer, make_inputs
 from moe_engine import Buffer, CapacityError, reference
 from moe_engine.device import lang
 from moe_engine.device.context import ContextField
-from moe_engine.dispatch import Received, Tokens
+from moe_engine.dispatch import Tokens
 from moe_engine.emulation import PerRank
 
 NUM_EXPERTS = 16
@@ -84,21 +82,13 @@ def test_rows_are_copied_while_others_are_pushed(pool):
 
 
 def lose_rows(group, x, topk_idx, topk_weights):
-    """Ids and rows of a dispatch with too little room, and ids of one after a failure, the host
-    not having looked between; what is not written stays 777."""
+    """Ids and rows of a dispatch with too little room, and ids of one after a failure that the host
+    has not seen yet. What is not written stays as `filled_memory` made it."""
     x, topk_idx, topk_weights = (t.to(cases.device()) for t in (x, topk_idx, topk_weights))
     buffer = make_buffer(group, x, NUM_EXPERTS, topk_idx.shape[1], len(x))
     engine = buffer._engine
     engine._check_emulated = lambda: None
-    empty = Received.empty
-
-    def poisoned(*args):
-        out = empty(*args)
-        for part in (out.x, out.topk_idx):
-            part.fill_(777)
-        return out
-
-    with mock.patch.object(Received, "empty", poisoned):
+    with cases.filled_memory():
         inputs = Tokens(x, topk_idx, topk_weights), engine.layout(topk_idx, NUM_EXPERTS)
         few, _, _ = engine.dispatch(*inputs, len(x) - 1)
         with pytest.raises(CapacityError, match="num_worst_tokens"):

@@ -126,7 +126,7 @@ def test_calls_of_a_buffer_follow_each_other_on_any_streams(caller):
     before, _ = call(streams, "second")
     assert "first" in before
     caller.work("compute")
-    # Behind the second call, but not behind what the caller did after it.
+    # After the second call, but not after what the caller did since.
     before, _ = call(streams, "third", event_of_nothing(), True)
     assert {"first", "second"} <= before
     assert "compute" not in before
@@ -178,18 +178,18 @@ def test_memory_is_kept_for_the_streams_that_use_it(caller):
         def record_stream(self, stream):
             self.streams.append(stream)
 
-    words, given, result = Tensor(), Tensor(), Tensor()
+    slots, given, result = Tensor(), Tensor(), Tensor()
     streams = CallStreams(GPU)
-    streams.uses("slots", words)
+    streams.uses("slots", slots)
     with streams.call() as running:
         running.reads(given, None)
         running.returns(result)
-    assert not words.streams + given.streams + result.streams
+    assert not slots.streams + given.streams + result.streams
     with streams.call(None, True) as running:
         running.reads(given, None)
         running.returns(result)
     comm = streams.comm_stream()
-    assert (words.streams, given.streams, result.streams) == ([comm], [comm], [caller])
+    assert (slots.streams, given.streams, result.streams) == ([comm], [comm], [caller])
 
 
 def test_a_failed_call_gives_the_stream_back(caller):

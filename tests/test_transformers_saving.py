@@ -90,7 +90,7 @@ def test_a_sharded_model_is_saved_whole(
 
 @torch.inference_mode()
 def copy_sharded(group: dist.ProcessGroup) -> None:
-    """A copy reads beside the original, has a hint and weights of its own, and outlives it."""
+    """A copy reads while the original lives, has its own hint and weights, and outlives it."""
     rank = dist.get_rank(group)
     model = build(Kind.MIXTRAL)
     want = read(model, rank)

@@ -18,6 +18,7 @@ from ..engines.kernel import KernelEngine
 from ..layer import moe_ffn
 from ..layer_config import MODELS, LayerProblem
 from ..options import Options
+from ..timing import Call, capture, start_together
 from .trace import (
     Clock,
     Recorder,
@@ -99,30 +100,16 @@ def random_layer(problem: LayerProblem, rank: int, device: str) -> Inputs:
     return x, topk_idx, topk_weights, up, down
 
 
-def trace_last(
-    job: Job, call: Callable[[], Any], recorder: Recorder, group: dist.ProcessGroup
-) -> None:
-    """Make a call `job.calls` times, all ranks at once, and record the last; on GPUs from a CUDA
+def trace_last(job: Job, call: Call, recorder: Recorder, group: dist.ProcessGroup) -> None:
+    """Make a call `job.calls` times, all ranks together, and record the last; on GPUs from a CUDA
     graph, as hosts may be slower than a layer."""
+    begin: Callable[[dist.ProcessGroup], Any] = dist.barrier
     if job.device == "cuda":
-        call()
-        torch.cuda.synchronize()
-        dist.barrier(group)
-        graph = torch.cuda.CUDAGraph()
-        with torch.cuda.stream(torch.cuda.Stream()):
-            graph.capture_begin()
-            call()
-            graph.capture_end()
-        call = graph.replay
+        call, begin = capture(call, 1, group).replay, start_together
     for number in range(job.calls):
         if number == job.calls - 1:
             recorder.clear()
-        if job.device == "cuda":
-            torch.cuda.synchronize()
-        dist.barrier(group)
-        if job.device == "cuda":  # while the GPUs are busy the hosts get ahead of them
-            torch.cuda._sleep(1_000_000)
-            dist.all_reduce(torch.ones(1, device="cuda"), group=group)
+        begin(group)
         call()
 
 

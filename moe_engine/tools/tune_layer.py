@@ -5,7 +5,6 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import asdict, dataclass, replace
-from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -19,6 +18,7 @@ from ..engines.kernel import KernelEngine
 from ..layer import moe_ffn
 from ..layer_config import LayerChoices, LayerConfig, LayerProblem
 from ..options import Options
+from ..timing import Call, slowest, time_graph
 from .timeline import random_layer
 
 REFUSED = float("inf")
@@ -118,24 +118,18 @@ def same_bits(a: torch.Tensor, b: torch.Tensor) -> bool:
     return torch.equal(a.view(torch.uint8), b.view(torch.uint8))
 
 
-def time_same(call: Callable[[], Any], same: bool, group: dist.ProcessGroup, job: Job) -> float:
+def time_same(call: Call, same: bool, group: dist.ProcessGroup, job: Job) -> float:
     """Microseconds of a call on the slowest rank; REFUSED if the result differed on any rank, as
     no configuration may change it."""
     if slowest(float(not same), group):
         return REFUSED
     if job.device == "cuda":
-        return time_graph(call, group, 4 if job.problem.max_tokens > 2048 else 10, job.rounds)
+        repeats = 4 if job.problem.max_tokens > 2048 else 10
+        return time_graph(call, repeats, job.rounds, group)
     return time_calls(call, group, job.rounds)
 
 
-def slowest(value: float, group: dist.ProcessGroup) -> float:
-    """The largest value of any rank."""
-    largest = torch.tensor(value, dtype=torch.float64, device="cpu")
-    dist.all_reduce(largest, op=dist.ReduceOp.MAX, group=group)
-    return float(largest)
-
-
-def time_calls(call: Callable[[], Any], group: dist.ProcessGroup, rounds: int) -> float:
+def time_calls(call: Call, group: dist.ProcessGroup, rounds: int) -> float:
     """Microseconds of one call on the CPU: the median over rounds of the slowest rank."""
     times = []
     for _ in range(rounds):
@@ -144,34 +138,6 @@ def time_calls(call: Callable[[], Any], group: dist.ProcessGroup, rounds: int) -
         call()
         times.append(slowest(1e6 * (time.perf_counter() - begin), group))
     return sorted(times)[rounds // 2]
-
-
-def time_graph(call: Callable[[], Any], group: dist.ProcessGroup, calls: int, rounds: int) -> float:
-    """Microseconds of one call: the median over rounds of the slowest rank, each round a replay of
-    a CUDA graph of `calls` calls that all ranks begin together."""
-    call()
-    torch.cuda.synchronize()
-    dist.barrier(group)
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.stream(torch.cuda.Stream()):  # torch.cuda.graph would empty the memory cache
-        graph.capture_begin()
-        for _ in range(calls):
-            call()
-        graph.capture_end()
-    times = []
-    for _ in range(rounds + 2):
-        torch.cuda.synchronize()
-        dist.barrier(group)
-        start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-        # While the GPUs are busy the hosts get ahead of them; then they wait for one another.
-        torch.cuda._sleep(1_000_000)
-        dist.all_reduce(torch.ones(1, device="cuda"), group=group)
-        start.record()
-        graph.replay()
-        end.record()
-        torch.cuda.synchronize()
-        times.append(slowest(start.elapsed_time(end), group) * 1e3 / calls)
-    return sorted(times[2:])[rounds // 2]
 
 
 # --- What was seen -------------------------------------------------------------------------------
