@@ -171,24 +171,26 @@ def return_sums_kernel(
                 due = stagger(turn_bytes, program, context)
                 # A row takes three reads, each of which needs the one before: which row it is, its
                 # metadata, the rows to add up. The first two are made for the next rows meanwhile.
-                to, told = _find_row(program, of_stage, rows, rank, context, SIZES.RANKS)
+                to, metadata = _find_row(program, of_stage, rows, rank, context, SIZES.RANKS)
                 # fmt: off
-                dst_rows, weights = load_metadata(told, rows, 0, SIZES.NUM_TOPK)
-                to_next, told_next = _find_row(
+                dst_rows, weights = load_metadata(metadata, rows, 0, SIZES.NUM_TOPK)
+                to_next, metadata_next = _find_row(
                     program + num_programs, of_stage, rows, rank, context, SIZES.RANKS
                 )
                 for work_idx in range(program, total, num_programs):
-                    to_then, told_then = _find_row(
+                    to_then, metadata_then = _find_row(
                         work_idx + 2 * num_programs, of_stage, rows, rank, context, SIZES.RANKS
                     )
                     rows_next, weights_next = load_metadata(
-                        told_next, rows, 0, SIZES.NUM_TOPK
+                        metadata_next, rows, 0, SIZES.NUM_TOPK
                     )
                     due = return_row(
-                        to, expert_rows, told, dst_rows, weights, rows, hidden, due, step, SIZES
+                        to, expert_rows, metadata, dst_rows, weights, rows, hidden, due, step,
+                        SIZES,
                     )
-                    to, told, dst_rows, weights = to_next, told_next, rows_next, weights_next
-                    to_next, told_next = to_then, told_then
+                    to, metadata = to_next, metadata_next
+                    dst_rows, weights = rows_next, weights_next
+                    to_next, metadata_next = to_then, metadata_then
                 # fmt: on
                 notify_stage(
                     returned + stage, num_programs, COMBINE, stage, context, SIZES.RANKS_PAD
@@ -215,36 +217,38 @@ def _find_row(work_idx, of_stage, rows, rank, context, RANKS: tl.constexpr):
 
 
 @device_function
-def return_row(to, y, told, dst_rows, weights, rows, hidden, due, step, SIZES: tl.constexpr):
+def return_row(to, y, metadata, dst_rows, weights, rows, hidden, due, step, SIZES: tl.constexpr):
     """Sum the expert rows of a token and write them to the address `to`, BLOCK_H columns every
-    `step`; no row where `told` is 0. Returns when the next columns are due. See `sum_expert_rows`,
-    `put_rows`."""
+    `step`; no row where `metadata` is 0. Returns when the next columns are due. See
+    `sum_expert_rows`, `put_rows`."""
     to_row = as_pointer(to, y.dtype.element_ty)
     for column in range(0, hidden, SIZES.BLOCK_H):
         columns = column + tl.arange(0, SIZES.BLOCK_H)
         in_row = row_mask(columns, hidden, y.dtype.element_ty, True)
         # fmt: off
         total = sum_expert_rows(
-            y, told, dst_rows, weights, rows, columns, in_row, hidden, SIZES.NUM_TOPK
+            y, metadata, dst_rows, weights, rows, columns, in_row, hidden, SIZES.NUM_TOPK
         )
         # fmt: on
         values = round_to(total, y.dtype.element_ty)
         due = pace(due, step)
-        put(row_pointers(to_row, columns, True), values, in_row & (told != 0))
+        put(row_pointers(to_row, columns, True), values, in_row & (metadata != 0))
     return due
 
 
 @device_function
-def load_metadata(told, rows, first, NUM_TOPK: tl.constexpr):
-    """(dst_rows, weights) of ROWS_AT_ONCE of a token's expert rows here, from number `first` on;
-    told: the address of the row with its return metadata, 0 for none, which has no dst_rows. They
-    are in the order of k, then -1; see `ReturnRowLayout`."""
-    dst_rows_at = as_pointer(told + rows.dst_rows_offset, tl.int32) + first
-    weights_at = as_pointer(told + rows.weights_offset, tl.float32) + first
+def load_metadata(metadata, rows, first, NUM_TOPK: tl.constexpr):
+    """(dst_rows, weights) of ROWS_AT_ONCE of a token's expert rows here, from number `first` on.
+
+    metadata: the address of the row that holds them, 0 for none, which gives no dst_rows. They are
+    in the order of k, then -1; see `ReturnRowLayout`.
+    """
+    dst_rows_at = as_pointer(metadata + rows.dst_rows_offset, tl.int32) + first
+    weights_at = as_pointer(metadata + rows.weights_offset, tl.float32) + first
     dst_rows = ()
     weights = ()
     for index in tl.static_range(ROWS_AT_ONCE):
-        has = (told != 0) & (first + index < NUM_TOPK)
+        has = (metadata != 0) & (first + index < NUM_TOPK)
         dst_rows = dst_rows + (tl.load(dst_rows_at + index, mask=has, other=-1),)
         weights = weights + (tl.load(weights_at + index, mask=has, other=0.0),)
     return dst_rows, weights
@@ -252,7 +256,7 @@ def load_metadata(told, rows, first, NUM_TOPK: tl.constexpr):
 
 @device_function
 def sum_expert_rows(
-    y, told, dst_rows, weights, rows, columns, in_row, hidden, NUM_TOPK: tl.constexpr
+    y, metadata, dst_rows, weights, rows, columns, in_row, hidden, NUM_TOPK: tl.constexpr
 ):
     """fp32 [C]: `columns` of a token's expert rows here times their weights, added up in the order
     of its return metadata, of which the first have been loaded. ROWS_AT_ONCE are read at once."""
@@ -262,7 +266,7 @@ def sum_expert_rows(
         first = tl.full((), ROWS_AT_ONCE, tl.int32)
         more = dst_rows[ROWS_AT_ONCE - 1] >= 0
         while more:
-            others, their_weights = load_metadata(told, rows, first, NUM_TOPK)
+            others, their_weights = load_metadata(metadata, rows, first, NUM_TOPK)
             total = _add_rows(total, y, others, their_weights, columns, in_row, hidden)
             first += ROWS_AT_ONCE
             more = (first < NUM_TOPK) & (others[ROWS_AT_ONCE - 1] >= 0)

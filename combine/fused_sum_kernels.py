@@ -107,17 +107,17 @@ def _sum_token(
     heads = ()
     for order in tl.static_range(RANKS):
         heads = heads + (tl.load(send_head + token_idx * RANKS + order),)
-    told = tl.full((), 0, tl.int64)
+    metadata = tl.full((), 0, tl.int64)
     for order in tl.static_range(RANKS):
         at, writer = _row_of_head(heads[order], first_row, region_bytes, rows.num_bytes, RANKS)
-        told = tl.where((at != 0) & (writer == rank), at, told)
+        metadata = tl.where((at != 0) & (writer == rank), at, metadata)
     for column in range(0, hidden, SIZES.BLOCK_H):
         columns = column + tl.arange(0, SIZES.BLOCK_H)
         in_row = row_mask(columns, hidden, out.dtype.element_ty, True)
-        dst_rows, weights = load_metadata(told, rows, 0, SIZES.NUM_TOPK)
+        dst_rows, weights = load_metadata(metadata, rows, 0, SIZES.NUM_TOPK)
         # fmt: off
         own = sum_expert_rows(
-            y, told, dst_rows, weights, rows, columns, in_row, hidden, SIZES.NUM_TOPK
+            y, metadata, dst_rows, weights, rows, columns, in_row, hidden, SIZES.NUM_TOPK
         )
         # fmt: on
         own = round_to(own, out.dtype.element_ty)

@@ -132,7 +132,7 @@ def exchange_kernel(
 @triton.jit(do_not_specialize=["dispatch_stages", "combine_stages"])
 def exchange_fused_kernel(
     num_tokens_per_expert,  # int32 [E]
-    places,  # routing.Places, out
+    found,  # fused.ExpertOffsets, out
     context,
     num_local_experts,
     shape,  # signature.RowShape
@@ -159,14 +159,14 @@ def exchange_fused_kernel(
     is_own = dest == tl.load(context + RANK)
     if program >= SIZES.RANKS:
         stages = tl.arange(0, SIZES.STAGES_PAD)
-        to = places.num_to_push + dest * dispatch_stages + stages
+        to = found.num_to_push + dest * dispatch_stages + stages
         tl.store(to, stages.to(tl.int64) * 0, mask=stages < dispatch_stages)
         # If this gives up on a lost peer, later launches, which may not know of it, see no rows.
-        tl.store(places.num_remote + dest, 0)
+        tl.store(found.num_remote + dest, 0)
         offsets = tl.arange(0, 2 * SIZES.EXPERTS_PAD)
         has = (offsets <= num_local_experts) & is_own
-        tl.store(places.expert_offsets + offsets, tl.zeros_like(offsets), mask=has)
-        tl.store(places.remote_offsets + offsets, tl.zeros_like(offsets), mask=has)
+        tl.store(found.expert_offsets + offsets, tl.zeros_like(offsets), mask=has)
+        tl.store(found.remote_offsets + offsets, tl.zeros_like(offsets), mask=has)
     pdl_wait(PDL)
     if is_broken(context):
         return
@@ -193,11 +193,11 @@ def exchange_fused_kernel(
             remote += tl.where(source == dest, 0, sent)
         ends, remote_ends = tl.cumsum(totals, 0), tl.cumsum(remote, 0)
         to = dest * num_local_experts + experts
-        tl.store(places.expert_begin + to, ends - totals, mask=real)
-        tl.store(places.remote_begin + to, remote_ends - remote, mask=real)
-        tl.store(places.num_remote + dest, tl.sum(remote, 0))
-        tl.store(places.expert_offsets + 1 + experts, ends, mask=real & is_own)
-        tl.store(places.remote_offsets + 1 + experts, remote_ends, mask=real & is_own)
+        tl.store(found.expert_begin + to, ends - totals, mask=real)
+        tl.store(found.remote_begin + to, remote_ends - remote, mask=real)
+        tl.store(found.num_remote + dest, tl.sum(remote, 0))
+        tl.store(found.expert_offsets + 1 + experts, ends, mask=real & is_own)
+        tl.store(found.remote_offsets + 1 + experts, remote_ends, mask=real & is_own)
     end_span(ROLE_EXCHANGE, dest, since, context)
 
 

@@ -34,6 +34,7 @@ def first_call(group):
     x, weights = cases.tokens(20, 16, 2, torch.float32, 0)
     idx = cases.route("uniform", 20, num_experts, 2, 0)
     args = x, idx, weights, torch.zeros(2, 16, 16), torch.zeros(2, 16, 8)
+    args = [part.to(cases.device()) for part in args]
 
     def make(timeout_s):
         options = Options(timeout_s=timeout_s, decode_tokens=0)
