@@ -59,8 +59,8 @@ def draw_topk(
     routing: str, num_tokens: int, num_experts: int, num_topk: int, seed: int
 ) -> torch.Tensor:
     """topk_idx int64 [T, K] on the GPU. uniform; zipf: expert e with weight 1 / (e' + 1), experts
-    shuffled alike on all ranks; one_hot: half of the tokens have expert 0; empty_rank: the last
-    quarter of the experts gets nothing."""
+    shuffled in the same way on all ranks; one_hot: half of the tokens have expert 0; empty_rank:
+    the last quarter of the experts gets nothing."""
     generator = torch.Generator("cuda").manual_seed(seed)
     weights = torch.ones(num_experts, device="cuda")
     if routing == "zipf":

@@ -78,7 +78,7 @@ class World:
         self.up, self.down = self.all_up[self.rank].clone(), self.all_down[self.rank].clone()
 
     def make(self) -> None:
-        """Make the Buffers, or those that were lost anew, and what handles need."""
+        """Make the Buffers, or replace those that were lost, and what handles need."""
         for name in ("normal", "collective", "decode", "low latency"):
             if name not in self.buffers:
                 self.buffers[name] = self._new(name)
@@ -111,7 +111,7 @@ class World:
         return api.Buffer.for_tokens(self.group, *sizes, backend=backend, options=options)
 
     def lose(self, name: str) -> None:
-        """Make a Buffer anew."""
+        """Replace a Buffer."""
         self.buffers.pop(name).destroy()
         self.make()
 

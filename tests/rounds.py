@@ -48,7 +48,7 @@ def new_buffer(group, hidden=16, num_local=4, num_topk=3, **options):
 
 
 def draw(one: Round, num_ranks: int, num_local: int):
-    """Per-rank lists (x, topk_idx, topk_weights) of a round; all ranks draw them alike."""
+    """Per-rank lists (x, topk_idx, topk_weights) of a round; all ranks draw the same."""
     x, idx, weights = [], [], []
     for rank in range(num_ranks):
         count = one.num_tokens[rank % len(one.num_tokens)]

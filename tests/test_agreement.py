@@ -1,4 +1,4 @@
-"""A Buffer that one rank asks for with bad values: all ranks are told at once, and go on."""
+"""A Buffer that one rank asks for with bad values: all ranks raise at once, and go on."""
 
 from __future__ import annotations
 
@@ -155,8 +155,8 @@ def test_a_bad_variable_is_told_to_all(pool):
 
 
 def buffers_of_a_part(group):
-    """What ranks 1 and 2 are told of a Buffer on the group of ranks 0 and 1, and of a group that is
-    gone."""
+    """The errors of ranks 1 and 2 for a Buffer on the group of ranks 0 and 1, and for one on
+    a group that is gone."""
     part = dist.new_group([0, 1])
     try:
         new_buffer(part).destroy()

@@ -1,4 +1,4 @@
-"""bench/sweep.sh runs its parts with options that they have, whatever becomes of the others."""
+"""bench/sweep.sh runs its parts with options that they have, also after one of them has failed."""
 
 import os
 import subprocess

@@ -17,7 +17,7 @@ from moe_engine import CallAbandoned
 SOAK = pytest.mark.soak
 MINUTES = pytest.mark.timeout(900)
 STRIDE = 8
-"""Of the events of a round, every so many are tried, and all of them in a soak."""
+"""One of so many events of a round is tried, and in a soak each of them."""
 
 
 def raise_it(name):
@@ -85,7 +85,7 @@ def test_wherever_it_breaks_off(pool, verb, num_ranks):
 
 
 def texts(group, verb):
-    """What each rank is told when rank 1 breaks off at its last launch; what a new Buffer does."""
+    """The errors of a rank when rank 1 breaks off at its last launch; what a new Buffer does."""
     one = Round(verb)
     buffer = new_buffer(group)
     with Faults(None, raise_it).installed() as counted:

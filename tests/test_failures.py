@@ -1,4 +1,4 @@
-"""What goes wrong is refused before a kernel runs, or ends within the deadline and says who."""
+"""Wrong calls are refused before a kernel runs; a lost rank is named after the deadline."""
 
 from __future__ import annotations
 
@@ -145,7 +145,7 @@ def bad_ids(group, debug):
 
 
 def bad_ids_in_a_layer(group):
-    """One rank's bad ids do not stop the call: both ranks finish it, one is told afterwards."""
+    """One rank's bad ids do not stop the call: both ranks finish it, and one raises afterwards."""
     rank = torch.distributed.get_rank(group)
     buffer = new_buffer(group)
     x, w = cases.tokens(4, 16, 2, torch.float32, 0)

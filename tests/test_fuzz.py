@@ -184,7 +184,7 @@ class Fuzz:
         return None
 
     def good_call(self, kind: str, uses: str) -> list[Any]:
-        """The result; bad ids of the call before are told once."""
+        """The result; bad ids of the call before are reported once."""
         try:
             return getattr(self.world, kind)(uses)
         except RoutingError:

@@ -139,7 +139,7 @@ def test_keywords_of_deep_ep_are_taken():
 
 
 def in_a_fork(group):
-    """What a child of this process is told by each call on its parent's Buffer."""
+    """The calls on a Buffer that raise in a child of the process that made it."""
     buffer = low_latency.make_buffer(group, TOKENS, HIDDEN, EXPERTS)
     x, idx, w, up, down, _, _ = inputs(0, 1)
     _, _, handle, _, hook = buffer.low_latency_dispatch(

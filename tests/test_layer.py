@@ -173,7 +173,7 @@ def test_ranks_that_are_late_change_nothing(pool):
 
 
 def run_shared(group, x, topk_idx, topk_weights, up, down):
-    """The layer by itself, and with something else between start and finish."""
+    """The layer alone, and with other work between start and finish."""
     num_ranks = torch.distributed.get_world_size(group)
     args = [t.to(cases.device()) for t in (x, topk_idx, topk_weights, up, down)]
     buffer = make_buffer(group, x, num_ranks * len(up), topk_idx.shape[1], 48)

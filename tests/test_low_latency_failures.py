@@ -230,7 +230,7 @@ SIZES = {"hidden": HIDDEN, "max_tokens": MAX_TOKENS, "num_experts": EXPERTS, "nu
 
 
 def call_with(group, sizes):
-    """What a rank is told whose call has other sizes than the other's."""
+    """The error of a rank whose call has other sizes than that of the other rank."""
     x, _ = cases.tokens(2, sizes["hidden"], sizes["num_topk"], torch.bfloat16, 0)
     idx = cases.route("uniform", 2, sizes["num_experts"], sizes["num_topk"], 0)
     x, idx = to_device(x, idx)
@@ -270,7 +270,7 @@ def test_a_rank_with_more_experts_is_told_by_the_other(pool):
 
 
 def bad_ids(group, topk_idx):
-    """Rank 0's bad ids: both ranks finish the call, rank 0 is told at the next or at check()."""
+    """Rank 0's bad ids: both ranks finish the call, and rank 0 raises at the next or at check()."""
     x, weights = cases.tokens(3, HIDDEN, 2, torch.bfloat16, 0)
     x, topk_idx, weights = to_device(x, topk_idx, weights)
     buffer = new_buffer(group)

@@ -113,7 +113,7 @@ def test_one_rank_meets_itself(hosts):
             exchange(group, lambda: {}[1], "test")
 
 
-def test_a_rank_that_does_not_come_is_named_and_told(hosts):
+def test_a_rank_that_does_not_arrive_is_named_and_told(hosts):
     start = time.monotonic()
     for error in meet([hosts[0], hosts[2]], "abc", "allocating memory", SOON_S):
         assert type(error) is OutOfStep
@@ -126,7 +126,7 @@ def test_a_rank_that_does_not_come_is_named_and_told(hosts):
     assert works(hosts)
 
 
-def test_all_that_do_not_come_are_named(hosts):
+def test_all_that_do_not_arrive_are_named(hosts):
     (error,) = meet(hosts[:1], "abc", timeout_s=SOON_S)
     assert "rank 0 waited 0.3 s for ranks 1, 2 at" in str(error)
 
@@ -259,7 +259,7 @@ REFUSALS = ShapeError("too wide"), OutOfStep("too late")
 
 @pytest.mark.parametrize("cause", [KeyboardInterrupt(), *REFUSALS])
 def test_what_begins_does_not_pass_over_a_failure(hosts, cause):
-    """Rank 0 waits in vain, rank 1 fails, and rank 2, which comes last, is told of that."""
+    """Rank 0 waits in vain, rank 1 fails, and rank 2, which arrives last, raises that."""
     (first,) = meet(hosts[:1], [0, cause, 2], timeout_s=SOON_S, begins=True)
     (second,) = meet(hosts[1:2], [0, cause, 2], timeout_s=SOON_S, begins=True)
     (third,) = meet(hosts[2:], [0, cause, 2], begins=True)
@@ -445,7 +445,7 @@ def test_a_rank_that_fails_while_a_buffer_is_made_is_named_at_once(three, step, 
 
 
 def come_late(group):
-    """Rank 1 comes to none of two meetings that begin the same thing, then all come."""
+    """Rank 1 misses two meetings that begin the same thing; then all ranks meet."""
     if group.rank() != 1:
         for _ in range(2):
             with pytest.raises(OutOfStep):
@@ -454,7 +454,7 @@ def come_late(group):
     return exchange(group, group.rank, "the same", 20.0, begins=True)
 
 
-def test_a_rank_that_did_not_come_may_come_next_time(pool):
+def test_a_rank_that_did_not_arrive_may_arrive_next_time(pool):
     assert pool.run(come_late, num_ranks=3) == [[0, 1, 2]] * 3
 
 

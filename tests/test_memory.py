@@ -1,4 +1,4 @@
-"""How much a Buffer takes: what does not fit is refused, or the memory grows on all ranks."""
+"""The capacity of a Buffer: what does not fit is refused, or the memory grows on all ranks."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ def test_rows_beyond_a_region_are_not_written(pool):
 
 
 def outgrow(group, x, topk_idx, topk_weights):
-    """A Buffer of the smallest size that holds a row takes whatever comes, and so does combine."""
+    """A Buffer of the smallest size that holds a row grows for any dispatch and combine."""
     x, topk_idx, topk_weights = (t.to(cases.device()) for t in (x, topk_idx, topk_weights))
     num_bytes = Buffer.size_hint(1, 2 * x.shape[1], group.size(), EXPERTS, 2)
     buffer = Buffer(group, num_bytes)

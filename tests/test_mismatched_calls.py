@@ -1,4 +1,4 @@
-"""Ranks that make different calls: each is told of both sides, and none takes other rows."""
+"""Ranks that make different calls: each error names both ranks, and no rank takes wrong rows."""
 
 from __future__ import annotations
 
@@ -203,7 +203,7 @@ def test_any_two_calls_at_length(pool, pairs):
 
 
 def too_many_tokens(group, verb):
-    """What ranks are told when rank 0 brings more tokens than fit, in one of the verbs."""
+    """The errors of ranks when rank 0 brings more tokens than fit, in one of the verbs."""
     buffer = new_buffer(group, timeout_s=None)
     rank, num_experts = group.rank(), NUM_LOCAL * group.size()
     count = (FEW + 1 if verb == "low_latency" else MOST + 1) if rank == 0 else 2
@@ -237,7 +237,7 @@ def test_too_many_tokens_of_one_rank_are_told_to_all(pool, verb):
 
 
 def grow_alone(group):
-    """What ranks are told when one of them does not let its memory grow."""
+    """The errors of ranks when one of them does not let its memory grow."""
     num_experts = NUM_LOCAL * group.size()
     buffer = Buffer(group, Buffer.size_hint(MOST, 64, group.size(), num_experts, 3))
     one = Round("normal")

@@ -1,4 +1,4 @@
-"""Traces of layers: complete, well nested, on one clock, and without effect on the result."""
+"""Traces of layers are complete, well nested, on one clock, and do not change the result."""
 
 from __future__ import annotations
 

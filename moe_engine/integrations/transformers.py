@@ -167,7 +167,7 @@ def shard_experts(
 
 @torch.no_grad()
 def unshard_experts(model: Any) -> None:
-    """Give every rank all experts again, so that the model can be saved, or sharded anew.
+    """Give every rank all experts again, so that the model can be saved, or sharded again.
 
     Collective over the group of `shard_experts`, whose Buffer stays the caller's to destroy.
     """
@@ -259,7 +259,8 @@ def join_empty(model: Any, calls: int = 1) -> None:
 def fix_max_tokens(model: Any, max_tokens: int) -> Iterator[None]:
     """Within the block no rank brings more than `max_tokens` to any pass, so none asks the others.
 
-    All ranks must do so alike. A CUDA graph is captured within it, replayed anywhere:
+    All ranks must do this with the same number. Capture a CUDA graph in such a block; it can be
+    replayed outside:
 
         with fix_max_tokens(model, 64), torch.cuda.graph(graph):
             logits = model(ids, past_key_values=cache).logits

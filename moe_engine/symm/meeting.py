@@ -187,7 +187,7 @@ class _Table:
             raise OutOfStep(
                 f"rank {self._rank} lost the store of its group at the meeting '{what}': "
                 f"{str(error).partition(chr(10))[0]} The process that holds the store, often rank "
-                "0, is gone: see how it ended, and start all ranks anew."
+                "0, is gone: see how it ended, and start all ranks again."
             ) from error
         messages = {rank: pickle.loads(message) for rank, message in came.items()}
         if absent:
