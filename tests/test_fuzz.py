@@ -244,7 +244,7 @@ def fuzz(
 
     end, skip, total = time.monotonic() + budget_s, 0, 0
     cases.skip_without_interpreter()
-    with RankPool(num_ranks, timeout_s=budget_s + 150) as pool:
+    with RankPool(num_ranks, timeout_s=budget_s + 300) as pool:
         while (left := end - time.monotonic()) > 0 and len(failures) < MOST_FAILURES:
             try:
                 args = left, least, skip, only, seed
@@ -266,14 +266,14 @@ def describe(rank: int, number: int, name: str, change: Change, problem: str) ->
     )
 
 
-@pytest.mark.timeout(240)
+@pytest.mark.timeout(400)
 @pytest.mark.parametrize("budget_s", BUDGETS_S)
 def test_one_rank(budget_s: float) -> None:
     _, _, failures = fuzz(1, budget_s, least=50 if budget_s > 16 else 20)
     assert not failures, "\n".join(failures)
 
 
-@pytest.mark.timeout(240)
+@pytest.mark.timeout(400)
 @pytest.mark.parametrize("budget_s", BUDGETS_S)
 def test_two_ranks_make_the_same_calls(budget_s: float) -> None:
     _, _, failures = fuzz(2, budget_s / 2, least=10 if budget_s > 16 else 4)
