@@ -72,7 +72,7 @@ def receive(program, num_programs, slot, received, recv_stats, wait_stats, CONFI
     tokens_of = _check_fields(counts, slot, CONFIG)
     index = tl.arange(0, counts.shape[1])
     is_count = (index >= FIELDS) & (index < FIELDS + CONFIG.EXPERTS)
-    counts = tl.where(is_count[None, :], counts, 0)
+    counts = tl.where(is_count[None, :], tl.maximum(counts, 0), 0)
     begins = tl.cumsum(counts, 0) - counts  # after the rows of the same expert from ranks before
     totals = tl.sum(counts, 0)
     if program == 0:
@@ -130,9 +130,10 @@ def receive(program, num_programs, slot, received, recv_stats, wait_stats, CONFI
 
 @device_function
 def _wait_counts(program, slot, CONFIG: tl.constexpr):
-    """int32 [R_PAD, FIELDS + L, padded]: fields and counts that each rank sent. With SHRINK 0 of
-    the ranks that program 0 found masked, or late past the deadline: it decides for all, as others
-    may look at another moment."""
+    """int32 [R_PAD, FIELDS + L, padded]: fields and counts that each rank sent, -1 where none
+    arrived: of all ranks, if the wait has ended in vain. With SHRINK of the ranks that program 0
+    found masked, or late past the deadline: it decides for all, as others may look at another
+    moment."""
     RANKS_PAD: tl.constexpr = triton.next_power_of_2(CONFIG.RANKS)
     COUNTS_PAD: tl.constexpr = triton.next_power_of_2(FIELDS + CONFIG.EXPERTS)
     flat = tl.arange(0, RANKS_PAD * COUNTS_PAD)
@@ -160,22 +161,21 @@ def _wait_counts(program, slot, CONFIG: tl.constexpr):
         # decided to go on.
         if tl.max(any_thread((raised & (values < level)).to(tl.int32)), 0) == 1:
             values = load_flags(flags, real, slot)
-    values = tl.where(raised, values & COUNT_MASK, 0).to(tl.int32)
+    values = tl.where(raised, values & COUNT_MASK, -1).to(tl.int32)
     return tl.reshape(values, [RANKS_PAD, COUNTS_PAD])
 
 
 @device_function
 def _check_fields(counts, slot, CONFIG: tl.constexpr):
     """int32 [R_PAD]: tokens of each rank; 0 of all ranks if one of them was called with other
-    sizes, which is reported."""
+    sizes, which is reported. A rank whose fields have not arrived was called with nothing: another
+    program has told the host why, and its report stays as it is."""
     ranks, index = tl.arange(0, counts.shape[0]), tl.arange(0, counts.shape[1])
     expected = call_fields(index, 0, 0, slot, CONFIG)
     differs = (counts != expected[None, :]) & ((index >= 1) & (index < FIELDS))[None, :]
-    differs = differs & (ranks < CONFIG.RANKS)[:, None]
-    if CONFIG.SHRINK:  # a masked rank has called with nothing
-        called = tl.max(tl.where((index == 1)[None, :], counts, 0), 1) > 0
-        differs = differs & called[:, None]
-    found = tl.where((index == 0)[None, :], counts, 0) + (differs.to(tl.int32) << COUNT_BITS)
+    differs = differs & (counts >= 0)
+    tokens = tl.where((index == 0)[None, :], tl.maximum(counts, 0), 0)
+    found = tokens + (differs.to(tl.int32) << COUNT_BITS)
     found = tl.sum(found, 1)  # one sum for both, as each costs a meeting of all warps
     tokens_of = tl.minimum(found & COUNT_MASK, slot.max_tokens)
     if tl.max(found, 0) > COUNT_MASK:

@@ -334,6 +334,8 @@ def test_sums_of_a_layer(results):
 
 
 def test_command_line(tmp_path):
+    if torch.cuda.device_count() < RANKS:
+        cases.skip_without_interpreter()
     pytest.importorskip("matplotlib")
     path, picture = tmp_path / "trace.json", tmp_path / "timeline.png"
     options = "trace --model tiny --ranks 2 --tokens 9 --calls 2 --path".split()

@@ -233,6 +233,8 @@ SIZES = "--experts 2 --topk 1 --hidden 8 --intermediate 8 --ranks 2 --tokens 2".
 
 def test_command_line(folder):
     """One that tunes, and one that tells of it."""
+    if torch.cuda.device_count() < 2:
+        cases.skip_without_interpreter()
     layer = ["layer", *SIZES]
     assert "measured before" not in CliRunner().invoke(app, layer).output
     result = CliRunner().invoke(app, ["tune", *SIZES, "--rounds", "1"])
