@@ -15,6 +15,7 @@ any order, as hooks are called. A flag is raised to the epoch of the call that u
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
@@ -107,19 +108,34 @@ class Ring(RankMemory[RingLayout]):
     ) -> CallConfig:
         """What a kernel of a call is compiled for. dtype: in which type it moves rows; block, a
         power of two: the columns that hold a row; row_format: that of a dispatch."""
-        return constants(
-            CallConfig(
-                NUM_TOPK=num_topk,
-                ALIGNED=row.payload_bytes % 16 == 0,
-                RANKS=self.num_ranks,
-                EXPERTS=num_experts // self.num_ranks,
-                BLOCK=block,
-                SHRINK=self.context.shrinks,
-                FORMAT=row_format,
-                VEC=getattr(tl, str(dtype).removeprefix("torch.")),
-                KIND=int(kind),
-                NUM_EXPERTS=num_experts,
-                K_PAD=next_power_of_2(num_topk),
-                ENTRY=1 + 3 * num_topk,
-            )
-        )
+        of_ring = self.num_ranks, self.context.shrinks
+        return _config(kind, row, num_topk, num_experts, dtype, block, row_format, *of_ring)
+
+
+@functools.cache
+def _config(
+    kind: Kind,
+    row: LowLatencyRow,
+    num_topk: int,
+    num_experts: int,
+    dtype: torch.dtype,
+    block: int,
+    row_format: str | None,
+    num_ranks: int,
+    shrinks: bool,
+) -> CallConfig:
+    config = CallConfig(
+        NUM_TOPK=num_topk,
+        ALIGNED=row.payload_bytes % 16 == 0,
+        RANKS=num_ranks,
+        EXPERTS=num_experts // num_ranks,
+        BLOCK=block,
+        SHRINK=shrinks,
+        FORMAT=row_format,
+        VEC=getattr(tl, str(dtype).removeprefix("torch.")),
+        KIND=int(kind),
+        NUM_EXPERTS=num_experts,
+        K_PAD=next_power_of_2(num_topk),
+        ENTRY=1 + 3 * num_topk,
+    )
+    return constants(config)
