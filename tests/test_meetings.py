@@ -6,6 +6,7 @@ import threading
 import time
 from datetime import timedelta
 
+import cases
 import pytest
 import torch.distributed as dist
 
@@ -388,6 +389,7 @@ DEADLINE_S = 12.0
 
 @pytest.fixture(scope="module")
 def three():
+    cases.skip_without_interpreter()
     with RankPool(3, timeout_s=100, env={"MOE_ENGINE_TIMEOUT_S": str(DEADLINE_S)}) as ranks:
         yield ranks
 
