@@ -67,8 +67,7 @@ class DispatchLayout(NamedTuple):
         return self.num_tokens_per_expert.numel()
 
 
-@dataclass(frozen=True, slots=True)
-class Tokens:
+class Tokens(NamedTuple):
     """What a rank sends: x [T, H] contiguous; topk_idx int64 [T, K] and topk_weights float32
     [T, K], or None; scales [T, S] of 4 bytes each and any strides, or None."""
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from typing import NamedTuple
 
 import torch
@@ -42,8 +41,7 @@ class LowLatencyHandle(NamedTuple):
     call: torch.Tensor  # int64 [1 + R]: epoch of the dispatch, tokens of each rank
 
 
-@dataclass(frozen=True, slots=True)
-class LowLatencyTokens:
+class LowLatencyTokens(NamedTuple):
     """What a low-latency dispatch sends: x [T, H] contiguous, bf16 or fp32; topk_idx int64 [T, K];
     topk_weights float32 [T, K], or None where combine brings them; the most tokens of a rank; the
     format of rows on the wire, see `low_latency_dispatch_kernel`."""

@@ -14,9 +14,10 @@ from ..device.tiles import deal
 
 
 class SendPlan(NamedTuple):
-    """Which tokens a rank sends to which rank."""
+    """Which tokens a rank sends to which rank: to rank r ends[r] - begins[r] of them."""
 
-    num_tokens_per_rank: tl.tensor  # int32 [R]
+    ends: tl.tensor  # int32 [R]
+    begins: tl.tensor  # int32 [R], or None for zeros
     send_token_idx: tl.tensor  # int32 [R, T]: token of each row for each rank
 
 
@@ -68,7 +69,7 @@ def metadata_kernel(
     num_ranks = tl.load(context + NUM_RANKS).to(tl.int32)
     rank = tl.load(context + RANK).to(tl.int32)
     ranks = tl.arange(0, SIZES.RANKS_PAD)
-    counts = tl.load(plan.num_tokens_per_rank + ranks, mask=ranks < num_ranks, other=0)
+    counts = _num_tokens(plan, ranks, ranks < num_ranks, 0)
     program, num_programs = tl.program_id(0), tl.num_programs(0)
     if dispatched is not None:
         if program == 0:
@@ -142,7 +143,7 @@ def push_kernel(
         return
     num_ranks = tl.load(context + NUM_RANKS)
     ranks = tl.arange(0, SIZES.RANKS_PAD)
-    counts = tl.load(plan.num_tokens_per_rank + ranks, mask=ranks < num_ranks, other=0)
+    counts = _num_tokens(plan, ranks, ranks < num_ranks, 0)
     counts = tl.minimum(counts, num_tokens)
     source = Source(x, None, num_tokens, num_vecs)
     # fmt: off
@@ -154,10 +155,19 @@ def push_kernel(
 
 
 @device_function
+def _num_tokens(plan, ranks, mask=None, other: tl.constexpr = None):
+    """How many tokens go to `ranks` (block), or `other` outside of the mask."""
+    counts = tl.load(plan.ends + ranks, mask=mask, other=other)
+    if plan.begins is not None:
+        counts -= tl.load(plan.begins + ranks, mask=mask, other=other)
+    return counts
+
+
+@device_function
 def _sent_token(plan, num_tokens, peers, rows, end, context):
     """(token of `rows` (block) for `peers`, whether there is one); see `push_rows`. Counts that a
     caller made up lead to no other memory."""
-    has = (rows < end) & (rows < tl.load(plan.num_tokens_per_rank + peers))
+    has = (rows < end) & (rows < _num_tokens(plan, peers))
     at = plan.send_token_idx + peers * num_tokens + rows
     token_idx = tl.load(at, mask=rows < end, other=0)
     return tl.maximum(tl.minimum(token_idx, num_tokens - 1), 0), has

@@ -11,7 +11,8 @@ from triton.tools.tensor_descriptor import TensorDescriptor
 
 from ..checks import PAYLOAD_DTYPES, check_flag, check_no_grad, check_runnable, check_tensor
 from ..errors import ShapeError
-from ..hardware import gpu, launch
+from ..hardware import gpu
+from ..launch import launch
 from .backward_kernels import (
     _activation_dgrad_kernel,
     _activation_gradient_kernel,

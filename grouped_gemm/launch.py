@@ -12,7 +12,8 @@ from triton.tools.tensor_descriptor import TensorDescriptor
 from ..checks import PAYLOAD_DTYPES, check_int, check_tensor, shown
 from ..device.lang import INTERPRETED
 from ..errors import ShapeError
-from ..hardware import gpu, launch
+from ..hardware import gpu
+from ..launch import launch
 from .config import BLOCK_MS, GemmConfig, GemmProblem, choose
 from .kernels import Gathered, Scales, _grouped_gemm_kernel, _split_sum_kernel
 from .operands import (

@@ -9,7 +9,7 @@ import triton
 
 from ..checks import check_contiguous, check_int, check_runnable, check_tensor, shown
 from ..errors import DtypeError, ShapeError
-from ..hardware import launch
+from ..launch import launch
 from ..utils import next_power_of_2
 from .config import BLOCK_MS
 from .schedule_kernels import Tiles, _tile_schedule_kernel

@@ -72,10 +72,16 @@ def read_choices(path: Path, kind: Callable[..., C]) -> dict[str, C]:
     return configs
 
 
+num_kept = 0
+"""How many choices this process has kept."""
+
+
 def keep_choice(path: Path, key: str, choice: dict[str, Any]) -> None:
-    """Add a choice to a file. A process that reads it meanwhile sees the old file or the new one;
-    of two choices that processes add at once, one may be lost. Raises BackendError where the file
-    cannot be written, or holds what `keep_choice` never writes."""
+    """Add a choice to a file; calls that were prepared are prepared anew. A process that reads the
+    file meanwhile sees the old one or the new one; of two choices that processes add at once, one
+    may be lost. Raises BackendError where the file cannot be written, or holds what `keep_choice`
+    never writes."""
+    global num_kept
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
         choices = _read(path) | {f"{device_name()} {key}": choice}
@@ -85,6 +91,7 @@ def keep_choice(path: Path, key: str, choice: dict[str, Any]) -> None:
         if path.exists():
             shutil.copymode(path, partial.name)  # others may share it
         Path(partial.name).replace(path)
+        num_kept += 1
     except OSError as error:
         raise BackendError(
             f"{choice} was measured, but cannot be kept: {error}. Set MOE_ENGINE_CACHE to a folder "

@@ -1,4 +1,4 @@
-"""What the host knows of its GPU, and how it launches kernels on it."""
+"""What the host knows of its GPU."""
 
 from __future__ import annotations
 
@@ -15,8 +15,6 @@ from .device.lang import INTERPRETED, TRACING
 
 BYTES_IN_FLIGHT = 64 * 1024
 """What one program holds in registers between load and store: NVLink needs it (measured)."""
-
-Grid = tuple[int, ...]
 
 
 @dataclass(frozen=True, slots=True)
@@ -59,34 +57,6 @@ def has_pdl() -> bool:
     """Whether the GPU has programmatic dependent launches (PDL), which may begin before the launch
     before them has ended: from Hopper on."""
     return not INTERPRETED and torch.cuda.get_device_capability() >= (9, 0)
-
-
-def launch(
-    kernel: Any, grid: Grid, *arguments: Any, shares_sms: bool = False, **options: Any
-) -> None:
-    """Launch `kernel`. One with an argument PDL is a programmatic dependent launch where the GPU
-    has these: it begins when all programs of the launch before have called
-    `pdl_launch_dependents`, and sees that launch's stores after its own `pdl_wait`.
-
-    shares_sms: programs of a GEMM that begin later may share SMs with those of this launch. An SM
-    divides its memory between cache and shared memory as the first program on it prefers, and not
-    anew while one runs there. So all launches of a layer prefer shared memory: one that did not
-    would keep the GEMM off its SM for as long as what begins there meanwhile runs.
-    """
-    if "PDL" in kernel.arg_names:
-        options["PDL"] = has_pdl()
-        if has_pdl():
-            options["launch_pdl"] = True
-    compiled = kernel[grid](*arguments, **options)
-    if shares_sms and not INTERPRETED:
-        _prefer_shared_memory(compiled.function)
-
-
-@functools.cache
-def _prefer_shared_memory(function: int) -> None:
-    preferred_carveout, percent = 9, 100  # CU_FUNC_ATTRIBUTE_PREFERRED_SHARED_MEMORY_CARVEOUT
-    driver = ctypes.CDLL("libcuda.so.1")
-    driver.cuFuncSetAttribute(ctypes.c_void_p(function), preferred_carveout, percent)
 
 
 def leave_room() -> dict[str, Any]:

@@ -22,8 +22,9 @@ from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 from triton.runtime.jit import JITFunction, create_function_from_signature
 
-from moe_engine import checks, hardware
+from moe_engine import checks, cuda_driver, hardware, launch, prepared
 from moe_engine.combine.low_latency_kernels import ExpertRows
+from moe_engine.cuda_driver import PackedLaunch
 from moe_engine.dispatch import Tokens
 from moe_engine.dispatch.low_latency import LowLatencyTokens
 from moe_engine.engines import fused_layer
@@ -38,6 +39,16 @@ from moe_engine.symm.single import SingleTensor
 from moe_engine.symm.slots import SlotLayout, Slots
 
 NUM_SMS = 132
+TENSOR_MAP = dict(swizzle=0, elem_size=2, elem_type=0, block_size=[1], fp4_padded=False)
+FUNCTION = dict(
+    name="kernel",
+    handle=0,
+    num_threads=128,
+    shared_bytes=0,
+    pdl=False,
+    prefers_shared_memory=True,
+    parameter_sizes=mock.ANY,
+)
 _compiled: dict[Any, Compiled] = {}
 
 
@@ -51,6 +62,7 @@ class Launch:
     constexprs: dict[tuple[int, ...], Any]
     attributes: dict[tuple[int, ...], Any]
     options: Any
+    packed: PackedLaunch
 
     @property
     def name(self) -> str:
@@ -63,6 +75,8 @@ class Launch:
         if key not in _compiled:
             source = ASTSource(self.kernel, self.signature, self.constexprs, self.attributes)
             _compiled[key] = compile_source(source, arch, self.options.__dict__)
+            sizes = parameter_sizes(_compiled[key].ptx)
+            assert self.packed.sizes == sizes, f"{self.name} takes {sizes}"
         return _compiled[key]
 
 
@@ -78,8 +92,17 @@ def recorded(arch: int = 90) -> Iterator[list[Launch]]:
         binder = create_function_from_signature(kernel.signature, kernel.params, backend)
         bound, specialization, _ = binder(*args, **kwargs)
         options, *kinds = kernel._pack_args(backend, kwargs, bound, specialization, None)
-        launches.append(Launch(kernel, tuple(grid), *kinds, options))
-        return SimpleNamespace(function=0)
+        return SimpleNamespace(launched=(kernel, tuple(grid), *kinds, options))
+
+    def load(compiled: Any) -> Any:
+        signature = tuple(compiled.launched[2].values())
+        maps = [TENSOR_MAP] * str(signature).count("tensordesc") if arch >= 90 else []
+        return SimpleNamespace(compiled=compiled, signature=signature, tensor_maps=maps, **FUNCTION)
+
+    def pack(function: Any, *args: Any) -> PackedLaunch:
+        packed = PackedLaunch(function, *args)
+        launches.append(Launch(*function.compiled.launched, packed))
+        return packed
 
     properties = SimpleNamespace(multi_processor_count=NUM_SMS)
     stand_ins = {
@@ -88,6 +111,7 @@ def recorded(arch: int = 90) -> Iterator[list[Launch]]:
         "is_available": lambda: True,
         "get_device_name": lambda device=None: "NVIDIA H200",
     }
+    driver = mock.Mock(cuLaunchKernelEx=lambda *args: 0, cuTensorMapEncodeTiled=lambda *args: 0)
     forget_gpu()
     gemm_problem = gemm_launch.gemm_problem
 
@@ -101,7 +125,11 @@ def recorded(arch: int = 90) -> Iterator[list[Launch]]:
         mock.patch.object(gemm_backward, "gemm_problem", problem_on_gpu),
         mock.patch.multiple(torch.cuda, **stand_ins),
         mock.patch.object(JITFunction, "run", run),
-        mock.patch.object(hardware, "_prefer_shared_memory", lambda function: None),
+        mock.patch.object(cuda_driver, "libcuda", mock.Mock(return_value=driver)),
+        mock.patch.object(cuda_driver, "load", load),
+        mock.patch.object(cuda_driver, "PackedLaunch", pack),
+        mock.patch.object(launch, "current_stream", lambda: 0),
+        mock.patch.object(prepared, "current_stream", lambda: 0),
     ):
         yield launches
     forget_gpu()
@@ -110,6 +138,14 @@ def recorded(arch: int = 90) -> Iterator[list[Launch]]:
 def forget_gpu() -> None:
     hardware.has_pdl.cache_clear()
     hardware.gpu.cache_clear()
+
+
+def parameter_sizes(ptx: str) -> list[int]:
+    """The bytes of each parameter of the kernel in PTX."""
+    head = ptx.partition(".visible .entry")[2].partition("{")[0]
+    sizes = {"b8": 1, "u8": 1, "u16": 2, "u32": 4, "u64": 8, "f32": 4}
+    found = re.findall(r"\.param (?:\.align \d+ )?\.(\w+)[^,\[)]*(?:\[(\d+)\])?", head)
+    return [sizes[kind] * int(count or 1) for kind, count in found]
 
 
 def normalised(ptx: str, name: str) -> str:

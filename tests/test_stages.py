@@ -30,7 +30,7 @@ def tiles_on_rank(group, num_own, num_remote, spare_rows, block_m, config, num_r
         return torch.tensor(sums, dtype=torch.int32, device=cases.device())
 
     def launch(*args, after, **options):
-        hardware.launch(*args, **options)
+        launch.launch(*args, **options)
 
     rows = offsets([own + remote for own, remote in zip(num_own, num_remote, strict=True)])
     slots = SimpleNamespace(num_ranks=num_ranks, context=SimpleNamespace(launch=launch))

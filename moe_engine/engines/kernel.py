@@ -6,8 +6,8 @@ either.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Sequence
+from typing import Any
 
 import torch
 
@@ -16,7 +16,15 @@ from .. import dispatch as dispatch_verbs
 from .. import routing
 from ..device.context import ContextField
 from ..device.lang import INTERPRETED
-from ..dispatch import Counts, DispatchLayout, Partition, Received, SendPlan, Tokens
+from ..dispatch import (
+    Counts,
+    DispatchLayout,
+    Partition,
+    Received,
+    SendPlan,
+    Tokens,
+    programs_on_all_sms,
+)
 from ..errors import CapacityError, TooManyTokens
 from ..grouped_gemm import check_weights
 from ..layer_config import LayerChoices, LayerConfig, LayerProblem
@@ -63,30 +71,13 @@ class KernelEngine(ContextEngine):
 
     def layout(self, topk_idx: torch.Tensor, num_experts: int) -> DispatchLayout:
         """See `routing.layout`."""
-        self._note_capture(topk_idx)
+        layout: DispatchLayout = self._call(KernelEngine._layout, topk_idx, num_experts)
+        return layout
+
+    def _layout(self, topk_idx: torch.Tensor, num_experts: int) -> DispatchLayout:
         return DispatchLayout(*routing.layout(topk_idx, num_experts, self.slots)[:3])
 
-    def _begin(
-        self, tokens: Tokens, layout: DispatchLayout, header: int, may_grow: bool
-    ) -> tuple[Counts, SendPlan, torch.Tensor]:
-        """Plan the rows, exchange counts and send metadata: (counts, the plan, send_head)."""
-        num_experts = layout.num_experts
-        num_local_experts = num_experts // self.slots.layout.num_ranks
-        max_rows = self.slots.layout.max_rows(self._largest_row(tokens).num_bytes, header)
-        counts = Counts.empty(layout)
-        # fmt: off
-        send_token_idx, send_head = routing.send_plan(
-            layout.is_token_in_rank, tokens.topk_idx, num_experts, self.slots
-        )
-        # fmt: on
-        plan = SendPlan(layout.num_tokens_per_rank, send_token_idx)
-        dispatch_verbs.exchange(counts, layout, tokens, max_rows, may_grow, self.slots)
-        self._concurrent_reads.mark()
-        num_programs = dispatch_verbs.programs_on_all_sms()
-        dispatch_verbs.send_metadata(
-            tokens, plan, num_local_experts, header, num_programs, self.slots
-        )
-        return counts, plan, send_head
+    # --- Dispatch ----------------------------------------------------------------------------
 
     def dispatch(
         self, tokens: Tokens, layout: DispatchLayout, num_worst_tokens: int, num_sms: int = NUM_SMS
@@ -107,9 +98,10 @@ class KernelEngine(ContextEngine):
 
     def release(self) -> None:
         """End a `dispatch_in_place`: what was launched before has read the rows."""
-        self._note_capture(self.slots.context.fields)
+        self._call(KernelEngine._release)
+
+    def _release(self) -> None:
         dispatch_verbs.release(self.slots)
-        self._check_emulated()
 
     def _dispatch(
         self,
@@ -120,44 +112,96 @@ class KernelEngine(ContextEngine):
         owned: bool,
     ) -> tuple[Received, list[int], Handle]:
         """Both forms: rows are copied where they are `owned`, else their addresses returned."""
+        sent, how = (tokens, layout), (_num_programs(num_sms), owned)
+        if num_worst_tokens:
+            whole = self._call(KernelEngine._dispatch_whole, *sent, num_worst_tokens, *how)
+            return whole[0], [], whole[1]
+        grows, largest_row = self._max_tokens is None, self._largest_row(tokens)
         header = header_bytes(layout.num_experts, self.slots.layout.num_ranks)
-        grows = self._max_tokens is None and not num_worst_tokens
-        largest_row = self._largest_row(tokens)
-        if not grows:
-            self._check_capacity(len(tokens.x), largest_row, header)
-        elif self.slots.layout.max_rows(largest_row.num_bytes, header) < 1:
+        if grows and self.slots.layout.max_rows(largest_row.num_bytes, header) < 1:
             self._grow(1, largest_row, header)
-        partition = Partition.choose(_num_programs(num_sms), owned)
-        with self._first_use("dispatch", tokens.x, owned, tokens.num_topk, layout.num_experts):
-            out = self._new_rows(tokens, num_worst_tokens, owned) if num_worst_tokens else None
-            counts, plan, send_head = self._begin(tokens, layout, header, grows)
-            dispatch_verbs.push(tokens, plan, header, partition, self.slots)
-            if not grows:
-                self._check_emulated()
-            per_expert: list[int] = []
-            if out is None:
-                num_rows, *per_expert = self._concurrent_reads.read(lambda: self._received(counts))
-                most_rows = self.slots.context.rows_wanted() if grows else 0
-                if most_rows:
-                    self._grow(most_rows, largest_row, header)
-                    return self._dispatch(tokens, layout, num_worst_tokens, num_sms, owned)
-                self.slots.context.check()
-                out = self._new_rows(tokens, num_rows, owned)
-            prefix = counts.rank_prefix_matrix
-            if owned:
-                dispatch_verbs.collect(out, tokens, prefix, header, partition, self.slots)
-            else:
-                dispatch_verbs.locate(out, tokens, prefix, header, self.slots)
-            self._check_emulated()
-            handle = Handle(
-                prefix,
-                plan.send_token_idx,
-                counts.signature,
-                out.src_idx,
-                layout.is_token_in_rank,
-                send_head,
-            )
-            return out, per_expert, handle
+        counts, plan, send_head = self._call(KernelEngine._exchange, *sent, grows, check=False)
+        self._concurrent_reads.mark()
+        self._call(KernelEngine._send, *sent, plan, *how, check=not grows)
+        num_rows, *per_expert = self._concurrent_reads.read(lambda: self._received(counts))
+        most_rows = self.slots.context.rows_wanted() if grows else 0
+        if most_rows:
+            self._grow(most_rows, largest_row, header)
+            return self._dispatch(tokens, layout, num_worst_tokens, num_sms, owned)
+        self.slots.context.check()
+        out, prefix = self._new_rows(tokens, num_rows, owned), counts.rank_prefix_matrix
+        received = tokens, prefix, layout.num_experts, *how
+        self._call(KernelEngine._receive, *received, sized=out, max_rows=num_rows)
+        return out, per_expert, _handle(counts, plan, out, layout, send_head)
+
+    def _dispatch_whole(
+        self,
+        tokens: Tokens,
+        layout: DispatchLayout,
+        num_worst_tokens: int,
+        num_programs: int,
+        owned: bool,
+    ) -> tuple[Received, Handle]:
+        """All steps of a dispatch that returns `num_worst_tokens` rows."""
+        header = header_bytes(layout.num_experts, self.slots.layout.num_ranks)
+        self._check_capacity(len(tokens.x), self._largest_row(tokens), header)
+        out = self._new_rows(tokens, num_worst_tokens, owned)
+        counts, plan, send_head = self._exchange(tokens, layout, may_grow=False)
+        self._send(tokens, layout, plan, num_programs, owned)
+        received = tokens, counts.rank_prefix_matrix, layout.num_experts, num_programs, owned
+        self._receive(*received, sized=out, max_rows=num_worst_tokens)
+        return out, _handle(counts, plan, out, layout, send_head)
+
+    def _exchange(
+        self, tokens: Tokens, layout: DispatchLayout, may_grow: bool
+    ) -> tuple[Counts, SendPlan, torch.Tensor]:
+        """Plan the rows and exchange counts: (counts, the plan, send_head)."""
+        header, row = header_bytes(layout.num_experts, self.slots.num_ranks), tokens.row
+        if not may_grow:
+            self._check_capacity(len(tokens.x), row, header)
+        max_rows = self.slots.layout.max_rows(self._largest_row(tokens).num_bytes, header)
+        counts = Counts.empty(layout)
+        # fmt: off
+        send_token_idx, send_head = routing.send_plan(
+            layout.is_token_in_rank, tokens.topk_idx, layout.num_experts, self.slots
+        )
+        # fmt: on
+        dispatch_verbs.exchange(counts, layout, tokens, max_rows, may_grow, self.slots)
+        return counts, SendPlan(layout.num_tokens_per_rank, None, send_token_idx), send_head
+
+    def _send(
+        self,
+        tokens: Tokens,
+        layout: DispatchLayout,
+        plan: SendPlan,
+        num_programs: int,
+        owned: bool,
+    ) -> None:
+        """Send metadata and rows."""
+        num_experts, num_ranks = layout.num_experts, self.slots.num_ranks
+        header, on_all_sms = header_bytes(num_experts, num_ranks), programs_on_all_sms()
+        more = num_experts // num_ranks, header, on_all_sms
+        dispatch_verbs.send_metadata(tokens, plan, *more, self.slots)
+        partition = Partition.choose(num_programs, owned)
+        dispatch_verbs.push(tokens, plan, header, partition, self.slots)
+
+    def _receive(
+        self,
+        tokens: Tokens,
+        prefix: torch.Tensor,
+        num_experts: int,
+        num_programs: int,
+        owned: bool,
+        sized: Received,
+        max_rows: int,
+    ) -> None:
+        """Copy what arrives to `sized`, of max_rows rows, or write its addresses there."""
+        header = header_bytes(num_experts, self.slots.num_ranks)
+        if owned:
+            partition = Partition.choose(num_programs, owned)
+            dispatch_verbs.collect(sized, tokens, prefix, header, partition, self.slots)
+        else:
+            dispatch_verbs.locate(sized, tokens, prefix, header, self.slots)
 
     def _new_rows(self, tokens: Tokens, num_rows: int, owned: bool) -> Received:
         """Room for received rows, or for their addresses where they are not `owned`."""
@@ -195,24 +239,35 @@ class KernelEngine(ContextEngine):
         self, x: torch.Tensor, scales: torch.Tensor | None, handle: Handle, num_sms: int = NUM_SMS
     ) -> Received:
         """Send x [T, H] where an earlier dispatch sent its tokens; nothing is counted again."""
-        tokens = Tokens(x, scales=scales)
-        with self._first_use("cached", x, scales is not None):
-            if self._max_tokens is not None:
-                self._check_capacity(len(x), tokens.row, BARE_HEADER)
-            prefix, rank = handle.rank_prefix_matrix, self.slots.context.rank
-            num_rows = prefix[rank] - prefix[rank - 1] if rank else prefix[0]
-            plan = SendPlan(num_rows, handle.send_token_idx)
-            rows = x.new_empty(handle.recv_src_idx.numel(), x.shape[1])
-            out = Received.empty(rows, tokens)
-            partition = Partition.choose(_num_programs(num_sms), owned=True)
-            num_programs = partition.push + partition.early  # the latter begin after the push
-            dispatch_verbs.send_metadata(
-                tokens, plan, 1, BARE_HEADER, num_programs, self.slots, handle.signature
-            )
-            dispatch_verbs.push(tokens, plan, BARE_HEADER, partition, self.slots)
-            dispatch_verbs.collect(out, tokens, prefix, BARE_HEADER, partition, self.slots)
-            self._check_emulated()
-            return out
+        tokens, num_rows = Tokens(x, scales=scales), handle.recv_src_idx.numel()
+        out = Received.empty(x.new_empty(num_rows, x.shape[1]), tokens)
+        parts = handle.rank_prefix_matrix, handle.send_token_idx, handle.signature
+        sent = tokens, *parts, _num_programs(num_sms)
+        self._call(KernelEngine._dispatch_cached, *sent, sized=out, max_rows=num_rows)
+        return out
+
+    def _dispatch_cached(
+        self,
+        tokens: Tokens,
+        prefix: torch.Tensor,
+        send_token_idx: torch.Tensor,
+        signature: torch.Tensor,
+        num_programs: int,
+        sized: Received,
+        max_rows: int,
+    ) -> None:
+        if self._max_tokens is not None:
+            self._check_capacity(len(tokens.x), tokens.row, BARE_HEADER)
+        rank = self.slots.context.rank
+        plan = SendPlan(prefix[rank], prefix[rank - 1] if rank else None, send_token_idx)
+        partition = Partition.choose(num_programs, owned=True)
+        early = partition.push + partition.early  # the latter begin after the push
+        more = 1, BARE_HEADER, early, self.slots, signature
+        dispatch_verbs.send_metadata(tokens, plan, *more)
+        dispatch_verbs.push(tokens, plan, BARE_HEADER, partition, self.slots)
+        dispatch_verbs.collect(sized, tokens, prefix, BARE_HEADER, partition, self.slots)
+
+    # --- Combine -----------------------------------------------------------------------------
 
     def combine(
         self,
@@ -223,23 +278,37 @@ class KernelEngine(ContextEngine):
         num_sms: int = NUM_SMS,
     ) -> tuple[torch.Tensor, torch.Tensor | None]:
         """Return rows x [N, H] to their sources, which sum them, and the weights' rows likewise."""
-        num_tokens = handle.is_token_in_rank.shape[0]
-        returned = combine_verbs.ReturnedRows(x, topk_weights)
-        num_topk = returned.row.num_topk
-        with self._first_use("combine", x, num_topk, len(bias)):
-            if self._max_tokens is not None:
-                self._check_capacity(num_tokens, returned.row, BARE_HEADER)
-            out = x.new_empty(num_tokens, x.shape[1])
-            weights = None if topk_weights is None else topk_weights.new_empty(num_tokens, num_topk)
-            bias_0, bias_1 = [*bias, None, None][:2]
-            sums = combine_verbs.Sums(
-                out, weights, bias_0, bias_1, handle.send_head, handle.rank_prefix_matrix
-            )
-            combine_verbs.return_and_sum(
-                returned, handle.signature, sums, _num_programs(num_sms), self.slots
-            )
-            self._check_emulated()
-            return out, weights
+        parts = handle.rank_prefix_matrix, handle.signature, handle.send_head
+        rows = combine_verbs.ReturnedRows(x, topk_weights)
+        args = *parts, tuple(bias), _num_programs(num_sms)
+        sums: tuple[torch.Tensor, torch.Tensor | None] = self._call(
+            KernelEngine._combine, *args, sized=rows, num_rows=len(x)
+        )
+        return sums
+
+    def _combine(
+        self,
+        prefix: torch.Tensor,
+        signature: torch.Tensor,
+        send_head: torch.Tensor,
+        bias: tuple[torch.Tensor, ...],
+        num_programs: int,
+        sized: combine_verbs.ReturnedRows,
+        num_rows: int,
+    ) -> tuple[torch.Tensor, torch.Tensor | None]:
+        x, weights = sized
+        num_tokens, row = len(send_head), sized.row
+        if self._max_tokens is not None:
+            self._check_capacity(num_tokens, row, BARE_HEADER)
+        out = x.new_empty(num_tokens, x.shape[1])
+        if weights is not None:
+            weights = weights.new_empty(num_tokens, row.num_topk)
+        bias_0, bias_1 = [*bias, None, None][:2]
+        sums = combine_verbs.Sums(out, weights, bias_0, bias_1, send_head, prefix)
+        combine_verbs.return_and_sum(sized, signature, sums, num_programs, self.slots)
+        return out, weights
+
+    # --- Layers ------------------------------------------------------------------------------
 
     def moe_ffn(
         self,
@@ -253,23 +322,50 @@ class KernelEngine(ContextEngine):
 
         No host synchronisation: work space is sized for R * max_tokens * K expert rows.
         """
+        tensors = x, topk_idx, topk_weights, w_gate_up, w_down
+        out: torch.Tensor = self._call(
+            KernelEngine._moe_ffn, *tensors, before=self._reserve_expert_rows
+        )
+        return out
+
+    def _moe_ffn(
+        self,
+        x: torch.Tensor,
+        topk_idx: torch.Tensor,
+        topk_weights: torch.Tensor,
+        w_gate_up: torch.Tensor,
+        w_down: torch.Tensor,
+    ) -> torch.Tensor:
+        row, header, max_rows = self._expert_rows(x, topk_idx, w_gate_up)
+        self._check_capacity(len(x), row, header)
+        config, tensors = self.layer_config(w_gate_up, row), (x, topk_idx, topk_weights)
+        return feed_forward(*tensors, w_gate_up, w_down, max_rows, config, self.slots)
+
+    def _reserve_expert_rows(
+        self,
+        x: torch.Tensor,
+        topk_idx: torch.Tensor,
+        topk_weights: torch.Tensor,
+        w_gate_up: torch.Tensor,
+        w_down: torch.Tensor,
+    ) -> None:
+        """Before the first layer of a kind: memory for its expert rows. All ranks meet here."""
         # Before anything is sent: the other ranks could not know of a refusal afterwards.
         check_weights(x, w_gate_up, x.shape[1], "swiglu")
         check_weights(x, w_down, w_down.shape[2], "none")
-        num_ranks, num_experts = self.slots.layout.num_ranks, len(w_gate_up)
+        row, _, max_rows = self._expert_rows(x, topk_idx, w_gate_up)
+        num_bytes = expert_rows_bytes(max_rows, row.payload_bytes)
+        self.slots.reserve_expert_rows(num_bytes, self._was_captured)
+
+    def _expert_rows(
+        self, x: torch.Tensor, topk_idx: torch.Tensor, w_gate_up: torch.Tensor
+    ) -> tuple[ReturnRowLayout, int, int]:
+        """(how sums return, the bytes before them in a region, the most rows of a rank's
+        experts)."""
+        num_ranks = self.slots.num_ranks
         row = ReturnRowLayout(x.shape[1] * x.itemsize, topk_idx.shape[1])
-        header = header_bytes(num_experts * num_ranks, num_ranks)
-        max_rows = num_ranks * max(1, self.max_tokens(row, header)) * row.num_topk
-        config = self.layer_config(w_gate_up, row)
-        with self._first_use("moe_ffn", x, row.num_topk, w_gate_up.shape, config):
-            num_bytes = expert_rows_bytes(max_rows, row.payload_bytes)
-            self.slots.reserve_expert_rows(num_bytes, self._was_captured)  # all ranks meet here
-            self._check_capacity(len(x), row, header)
-            out = feed_forward(
-                *(x, topk_idx, topk_weights, w_gate_up, w_down, max_rows, config), self.slots
-            )
-            self._check_emulated()
-            return out
+        header = header_bytes(len(w_gate_up) * num_ranks, num_ranks)
+        return row, header, num_ranks * max(1, self.max_tokens(row, header)) * row.num_topk
 
     def layer_config(self, w_gate_up: torch.Tensor, row: ReturnRowLayout) -> LayerConfig:
         """How `moe_ffn` runs with experts w_gate_up [L, 2I, H] and rows like these."""
@@ -306,19 +402,47 @@ class KernelEngine(ContextEngine):
         payload_bytes = max(tokens.row.payload_bytes, 2 * tokens.x.shape[1])
         return RowLayout(payload_bytes, tokens.num_topk, tokens.row.num_scales)
 
-    def _note_capture(self, tensor: torch.Tensor) -> None:
-        self._was_captured |= tensor.is_cuda and torch.cuda.is_current_stream_capturing()
+    def _note_capture(self) -> None:
+        if not self._was_captured and self.context.fields.is_cuda:
+            self._was_captured = torch.cuda.is_current_stream_capturing()
 
-    @contextmanager
-    def _first_use(self, verb: str, x: torch.Tensor, *sizes: object) -> Iterator[None]:
-        """See `DeviceContext.first_use`."""
-        self._note_capture(x)
-        with self.slots.context.first_use(verb, x.shape[1], x.dtype, *sizes):
-            yield
+    def _call(
+        self,
+        body: Callable[..., Any],
+        *args: Any,
+        check: bool = True,
+        before: Callable[..., None] | None = None,
+        **more: Any,
+    ) -> Any:
+        """Make a call, or a part of one, see `PreparedCalls`; then, where kernels are interpreted,
+        raise what ended it."""
+        self._note_capture()
+        result = self.slots.calls(body, self, *args, before=before, **more)
+        if check:
+            self._check_emulated()
+        return result
 
     def free(self) -> None:
         """Give the symmetric memory back."""
         self.slots.free()
+
+
+def _handle(
+    counts: Counts,
+    plan: SendPlan,
+    out: Received,
+    layout: DispatchLayout,
+    send_head: torch.Tensor,
+) -> Handle:
+    """The handle of a dispatch."""
+    return Handle(
+        counts.rank_prefix_matrix,
+        plan.send_token_idx,
+        counts.signature,
+        out.src_idx,
+        layout.is_token_in_rank,
+        send_head,
+    )
 
 
 def _num_programs(num_sms: int) -> int:

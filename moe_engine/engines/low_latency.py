@@ -6,6 +6,8 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass
+from itertools import islice
+from typing import Any
 
 import torch
 
@@ -25,6 +27,7 @@ from ..symm.ring import MAX_LOCAL_EXPERTS, MAX_ROWS, LowLatencyRow, Ring, header
 from .base import ContextEngine
 
 Receive = Callable[[], None]
+Stats = tuple[torch.Tensor | None, torch.Tensor | None]
 
 
 @dataclass(slots=True)
@@ -58,22 +61,24 @@ class LowLatency(ContextEngine):
         tokens: LowLatencyTokens,
         recv_stats: torch.Tensor | None = None,
         wait_stats: torch.Tensor | None = None,
-        compact: bool = False,
         hooked: bool = False,
     ) -> tuple[Received, Receive | None]:
         """Send the tokens and pack what arrives; with `hooked` the latter when the returned
         function is called."""
+        args = tokens, (recv_stats, wait_stats)
+        out: Received = self._call(LowLatency._dispatch, *args, hooked=hooked)
+        if not hooked:
+            return out, None
+        return out, self._hook(LowLatency._receive_dispatched, *args, out)
+
+    def _dispatch(self, tokens: LowLatencyTokens, stats: Stats, phases: str) -> Received:
         self._check_capacity(tokens)
-        out = new_received(tokens, self.num_ranks, compact)
+        out = new_received(tokens, self.num_ranks, compact=False)
+        low_latency_dispatch(tokens, out, *stats, phases, self.ring)
+        return out
 
-        def launch(phases: str) -> None:
-            key = "dispatch", tokens.row, tokens.row_format, tokens.num_experts, compact, phases
-            stats = recv_stats is None, wait_stats is None
-            with self.ring.context.first_use(*key, *stats):
-                low_latency_dispatch(tokens, out, recv_stats, wait_stats, phases, self.ring)
-            self._check_emulated()
-
-        return out, self._run(launch, hooked)
+    def _receive_dispatched(self, tokens: LowLatencyTokens, stats: Stats, out: Received) -> None:
+        low_latency_dispatch(tokens, out, *stats, "receive", self.ring)
 
     def combine(
         self,
@@ -86,16 +91,29 @@ class LowLatency(ContextEngine):
         """Return the experts' rows and add them up into `rows.out`; with `hooked` the latter when
         the returned function is called. The launch that sends writes its epoch to `call`, int64
         [1]."""
+        args = rows, call, num_experts, wait_stats
+        self._call(LowLatency._combine, *args, hooked=hooked)
+        return self._hook(LowLatency._add_up, *args) if hooked else None
+
+    def _combine(
+        self,
+        rows: ExpertRows,
+        call: torch.Tensor,
+        num_experts: int,
+        wait_stats: torch.Tensor | None,
+        phases: str,
+    ) -> None:
         self._check_handle(rows)
+        low_latency_combine(rows, call, num_experts, wait_stats, phases, self.ring)
 
-        def launch(phases: str) -> None:
-            sizes = rows.out.shape[1], rows.out.dtype, rows.topk_idx.shape[1], num_experts
-            kinds = rows.topk_weights is None, wait_stats is None, phases
-            with self.ring.context.first_use("combine", *sizes, *kinds):
-                low_latency_combine(rows, call, num_experts, wait_stats, phases, self.ring)
-            self._check_emulated()
-
-        return self._run(launch, hooked)
+    def _add_up(
+        self,
+        rows: ExpertRows,
+        call: torch.Tensor,
+        num_experts: int,
+        wait_stats: torch.Tensor | None,
+    ) -> None:
+        low_latency_combine(rows, call, num_experts, wait_stats, "receive", self.ring)
 
     def moe_ffn(
         self,
@@ -108,6 +126,20 @@ class LowLatency(ContextEngine):
     ) -> torch.Tensor:
         """The experts of a layer for up to `max_tokens` tokens of each rank: dispatch, two GEMMs
         bound by the weights' bytes, combine."""
+        tensors = x, topk_idx, topk_weights, w_gate_up, w_down
+        out: torch.Tensor = self._call(LowLatency._moe_ffn, *tensors, max_tokens, num_calls=2)
+        return out
+
+    def _moe_ffn(
+        self,
+        x: torch.Tensor,
+        topk_idx: torch.Tensor,
+        topk_weights: torch.Tensor,
+        w_gate_up: torch.Tensor,
+        w_down: torch.Tensor,
+        max_tokens: int,
+        phases: str,
+    ) -> torch.Tensor:
         # Before anything is sent: the other ranks could not know of a refusal afterwards.
         check_weights(x, w_gate_up, x.shape[1], "swiglu")
         check_weights(x, w_down, w_down.shape[2], "none")
@@ -115,23 +147,25 @@ class LowLatency(ContextEngine):
         row_format = "bf16" if x.dtype == torch.bfloat16 else "fp32"
         tokens = x, topk_idx, topk_weights
         sent = LowLatencyTokens(*tokens, max_tokens, num_experts, row_format)
+        self._check_capacity(sent)
         most_rows = self.num_ranks * max_tokens * min(topk_idx.shape[1], len(w_gate_up))
         # Before the first launch: what is large enough to be refused.
         out, call = torch.empty_like(x), topk_idx.new_empty(1)
         act = x.new_empty(most_rows, w_down.shape[2])
         y = x.new_empty(most_rows, x.shape[1])
-        received, _ = self.dispatch(sent, compact=True)
+        received = new_received(sent, self.num_ranks, compact=True)
         assert len(received.x) == most_rows
-        self.ring.context.step = "multiply"
+        low_latency_dispatch(sent, received, None, None, phases, self.ring)
         # Balanced routing brings as many rows as this rank sends out.
         up = gemm_config(w_gate_up, max_tokens * topk_idx.shape[1], "swiglu")
         down = gemm_config(w_down, max_tokens * topk_idx.shape[1], block_m=up.block_m)
+        self.ring.context.step = "multiply"
         schedule = tile_schedule(received.counts, most_rows, up.block_m)
         swiglu, plain = Epilogue("swiglu"), Epilogue()
         multiply(Rows(received.x), Weights(w_gate_up), swiglu, schedule, most_rows, act, up)
         multiply(Rows(act), Weights(w_down), plain, schedule, most_rows, y, down)
         rows = ExpertRows(y, topk_idx, None, received.returns, received.call, out)
-        self.combine(rows, call, num_experts)
+        low_latency_combine(rows, call, num_experts, None, phases, self.ring)
         return out
 
     # --- Masked ranks ------------------------------------------------------------------------
@@ -148,23 +182,30 @@ class LowLatency(ContextEngine):
 
     # --- Checks ------------------------------------------------------------------------------
 
-    def _run(self, launch: Callable[[str], None], hooked: bool) -> Receive | None:
-        """Launch a call: both halves, or one now and one when the returned function is called."""
+    def _call(
+        self, body: Callable[..., Any], *args: Any, hooked: bool = False, num_calls: int = 1
+    ) -> Any:
+        """Launch a call, see `PreparedCalls`: both halves, or with `hooked` the first one."""
         calls = self._calls
-        if len(calls) == calls.maxlen and not calls[0].received:
+        num_leaving = max(0, len(calls) + num_calls - self.ring.layout.num_slots)
+        if any(not one.received for one in islice(calls, num_leaving)):
             raise CapacityError(
                 f"{calls.maxlen} low-latency calls began after one whose hook was not called yet. "
                 "Call the hook before, or make the Buffer with more Options.num_slots."
             )
-        call = InFlight(not hooked)
-        launch("send" if hooked else "both")
-        calls.append(call)
-        if not hooked:
-            return None
+        result = self.ring.calls(body, self, *args, "send" if hooked else "both")
+        calls.extend(InFlight(not hooked) for _ in range(num_calls))
+        self._check_emulated()
+        return result
+
+    def _hook(self, body: Callable[..., None], *args: Any) -> Receive:
+        """A function that launches the second half of the last call, once."""
+        call = self._calls[-1]
 
         def receive() -> None:
             if not call.received:
-                launch("receive")
+                self.ring.calls(body, self, *args)
+                self._check_emulated()
                 call.received = True
 
         return receive

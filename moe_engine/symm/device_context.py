@@ -41,7 +41,8 @@ from ..errors import (
     TooManyTokens,
     bad_ids,
 )
-from ..hardware import Grid, launch, outside_capture, pace_ps_per_kb
+from ..hardware import outside_capture, pace_ps_per_kb
+from ..launch import Grid, launch
 from ..utils import LINE_BYTES, round_up
 
 if TYPE_CHECKING:
@@ -87,8 +88,9 @@ class DeviceContext:
     buffer: the number of the Buffer that this belongs to; epoch: the last finished one, which
     memory that grows takes over. `step` names the launch that a call is at, from the first one that
     other ranks see to the last, else it is None: a call that breaks off in between has half
-    happened, and its epoch must never be used again. `shrinks`: the others mask a rank that falls
-    silent, and are told nothing. `epoch_is_running`: a call advances the epoch as it begins.
+    happened, and its epoch must never be used again. `launched`: the last kernel. `shrinks`: the
+    others mask a rank that falls silent, and are told nothing. `epoch_is_running`: a call advances
+    the epoch as it begins.
     """
 
     def __init__(
@@ -103,7 +105,7 @@ class DeviceContext:
         device = block.local.device
         self.rank, self.layout, self.timeout_s = rank, layout, timeout_s
         self.step: str | None = None
-        self._launched: Any = None
+        self.launched: Any = None
         self.shrinks = self.epoch_is_running = False
         self.spans: torch.Tensor | None = None
         self._block = block
@@ -161,17 +163,17 @@ class DeviceContext:
         shares_sms: bool = False,
         **options: Any,
     ) -> None:
-        """Launch a kernel of a call, see `hardware.launch`.
+        """Launch a kernel of a call, see `launch.launch`.
 
         step: what the call has come to, from the first launch that other ranks see on. after: the
         kernels of which one must be the launch before, as a programmatic dependent launch relies on
         what has ended by then; any, where there are none.
         """
-        if after and self._launched not in after:
-            raise AssertionError(f"{_name(kernel)} was launched after {_name(self._launched)}.")
+        if after and self.launched not in after:
+            raise AssertionError(f"{_name(kernel)} was launched after {_name(self.launched)}.")
         self.step = step or self.step
         launch(kernel, grid, *arguments, shares_sms=shares_sms, **options)
-        self._launched = kernel
+        self.launched = kernel
 
     def end_call(self) -> None:
         """The last launch of a call was made."""

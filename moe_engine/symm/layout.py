@@ -18,6 +18,7 @@ from typing import TYPE_CHECKING, ClassVar, Generic, Self, TypeVar
 
 from ..device.context import ContextField
 from ..errors import CapacityError
+from ..prepared import PreparedCalls
 from ..utils import FLAG_BYTES, LINE_BYTES, round_up
 from .device_context import DeviceContext, head_bytes
 
@@ -97,8 +98,9 @@ L = TypeVar("L", bound=BlockLayout)
 
 
 class RankMemory(Generic[L]):
-    """This rank's symmetric block, its layout and the device context at its head. buffer, epoch:
-    see `DeviceContext`."""
+    """This rank's symmetric block, its layout, the device context at its head, and the calls that
+    were prepared for it. `held`: tensors on this memory, which prepared calls use besides their
+    arguments. buffer, epoch: see `DeviceContext`."""
 
     def __init__(
         self,
@@ -110,7 +112,9 @@ class RankMemory(Generic[L]):
         epoch: int = 0,
     ) -> None:
         self.layout, self.block = layout, block
-        self.context = DeviceContext(layout, rank, block, timeout_s, buffer, epoch)
+        self.context = context = DeviceContext(layout, rank, block, timeout_s, buffer, epoch)
+        self.held = [block.local, block.peer_addresses]
+        self.calls = PreparedCalls(self.held, context.first_use, context)
 
     @property
     def num_ranks(self) -> int:
@@ -118,4 +122,5 @@ class RankMemory(Generic[L]):
 
     def free(self) -> None:
         """Give the memory back. The caller has made sure that no kernel uses it any more."""
+        self.calls.clear()
         self.block.free()

@@ -212,7 +212,9 @@ class Slots(RankMemory[SlotLayout]):
                     "which cannot be captured; call it once before the capture."
                 )
             torch.cuda.synchronize(self.context.fields.device)
-        self._expert_rows = self._new_block(num_bytes, was_captured and rows is not None)
+        self._expert_rows = new = self._new_block(num_bytes, was_captured and rows is not None)
+        self.held[2:] = [new.local, new.peer_addresses]
+        self.calls.clear()
         if rows is not None:
             rows.free()
 

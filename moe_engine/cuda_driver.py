@@ -1,0 +1,257 @@
+"""The CUDA driver, as far as launches need it: kernels that Triton has compiled are loaded, their
+arguments are packed, and they are launched, without Triton's launcher.
+
+That launcher is C code which Triton generates for each kernel and compiles at its first launch, and
+it reads all arguments anew at each launch (11 to 20 us). Here the arguments of a launch stay
+packed, so that another launch changes those that differ and costs what the driver takes (3 to 4
+us; bench/NOTES.md).
+"""
+
+from __future__ import annotations
+
+import ctypes
+import functools
+import struct
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+import torch
+from triton.runtime import driver as triton_driver
+from triton.runtime.errors import OutOfResources
+
+WARP = 32
+INTEGERS = {f"{sign}{bits}": max(1, bits // 8) for sign in "iu" for bits in (1, 8, 16, 32, 64)}
+SIZES = {**INTEGERS, "fp32": 4, "map": 128}
+"""Bytes of parameters by their kind; others are addresses."""
+TENSOR_MAP_BYTES, TENSOR_MAP_ALIGNMENT = 128, 64
+PROGRAMMATIC_STREAM_SERIALIZATION = 6  # of CUlaunchAttributeID
+PREFERRED_SHARED_MEMORY_CARVEOUT = 9  # of CUfunction_attribute
+L2_PROMOTION_128B = 2  # of CUtensorMapL2promotion
+TENSOR_MAP_TYPES = {8: 10, 9: 8, 10: 9}
+"""CUtensorMapDataType of the numbers in Triton's metadata that differ from it."""
+
+
+@functools.cache
+def libcuda() -> ctypes.CDLL:
+    """The driver's library."""
+    return ctypes.CDLL("libcuda.so.1")
+
+
+def check(code: int, what: str) -> None:
+    """Raise RuntimeError for an error that the driver returned."""
+    if code:
+        text = ctypes.c_char_p()
+        libcuda().cuGetErrorString(code, ctypes.byref(text))
+        reason = text.value.decode() if text.value else f"error {code}"
+        raise RuntimeError(f"CUDA could not {what}: {reason}.")
+
+
+class _Attribute(ctypes.Structure):
+    _fields_ = (("id", ctypes.c_int), ("pad", ctypes.c_int), ("value", ctypes.c_uint * 16))
+
+
+class _Config(ctypes.Structure):
+    _fields_ = (
+        ("grid", ctypes.c_uint * 3),
+        ("block", ctypes.c_uint * 3),
+        ("shared_bytes", ctypes.c_uint),
+        ("stream", ctypes.c_void_p),
+        ("attributes", ctypes.c_void_p),
+        ("num_attributes", ctypes.c_uint),
+    )
+
+
+PDL_ATTRIBUTE = _Attribute(PROGRAMMATIC_STREAM_SERIALIZATION, 0, (ctypes.c_uint * 16)(1))
+
+
+class Function:
+    """A kernel that Triton has compiled, loaded on the current device."""
+
+    def __init__(self, compiled: Any):
+        metadata = compiled.metadata
+        scratch = metadata.global_scratch_size, metadata.profile_scratch_size
+        if any(scratch) or metadata.launch_cooperative_grid or metadata.num_ctas != 1:
+            raise RuntimeError(
+                f"{compiled.name} needs scratch memory or clusters, which is not offered."
+            )
+        device, utils = torch.cuda.current_device(), triton_driver.active.utils
+        most = utils.get_device_properties(device)["max_shared_mem"]
+        if metadata.shared > most:
+            raise OutOfResources(metadata.shared, most, "shared memory")
+        loaded = utils.load_binary(compiled.name, compiled.kernel, metadata.shared, device)
+        self.module, self.handle, self.num_registers, self.num_spills, most_threads = loaded
+        self.num_threads = WARP * metadata.num_warps
+        if self.num_threads > most_threads:
+            raise OutOfResources(self.num_threads, most_threads, "threads")
+        self.name, self.shared_bytes, self.pdl = compiled.name, metadata.shared, metadata.launch_pdl
+        self.signature = tuple(compiled.src.signature.values())
+        self.tensor_maps = getattr(metadata, "tensordesc_meta", None) or ()
+        self.parameter_sizes = _parameter_sizes(self.handle)
+
+    @functools.cached_property
+    def prefers_shared_memory(self) -> bool:
+        """True, after the driver was told to divide an SM's memory so."""
+        percent = 100
+        code = libcuda().cuFuncSetAttribute(
+            ctypes.c_void_p(self.handle), PREFERRED_SHARED_MEMORY_CARVEOUT, percent
+        )
+        check(code, f"divide the memory of an SM for {self.name}")
+        return True
+
+
+def _parameter_sizes(function: int) -> list[int]:
+    """The bytes of each parameter of a loaded kernel."""
+    offset, size, sizes = ctypes.c_size_t(), ctypes.c_size_t(), list[int]()
+    info, place = libcuda().cuFuncGetParamInfo, (ctypes.byref(offset), ctypes.byref(size))
+    while info(ctypes.c_void_p(function), ctypes.c_size_t(len(sizes)), *place) == 0:
+        sizes.append(size.value)
+    return sizes
+
+
+@functools.cache
+def load(compiled: Any) -> Function:
+    """The function of a kernel that Triton has compiled; loaded once."""
+    return Function(compiled)
+
+
+class TensorMap:
+    """A descriptor of a tensor in memory, for loads and stores of whole tiles, at `address`.
+
+    Assigning to its only item moves it to another tensor of the same shape and strides.
+    """
+
+    def __init__(self, descriptor: Any, metadata: dict[str, Any]):
+        self._memory = ctypes.create_string_buffer(TENSOR_MAP_BYTES + TENSOR_MAP_ALIGNMENT)
+        begin = ctypes.addressof(self._memory)
+        self.address = begin + -begin % TENSOR_MAP_ALIGNMENT
+        self._replace = libcuda().cuTensorMapReplaceAddress
+        shape, strides = list(descriptor.shape), list(descriptor.strides)
+        item, rank = metadata["elem_size"], len(shape)
+        if metadata["fp4_padded"]:
+            shape[-1] *= 2
+        kind = TENSOR_MAP_TYPES.get(metadata["elem_type"], metadata["elem_type"])
+        code = libcuda().cuTensorMapEncodeTiled(
+            ctypes.c_void_p(self.address),
+            kind,
+            rank,
+            ctypes.c_void_p(descriptor.base.data_ptr()),
+            (ctypes.c_uint64 * rank)(*reversed(shape)),
+            (ctypes.c_uint64 * rank)(*(item * one for one in reversed(strides[:-1]))),
+            (ctypes.c_uint32 * rank)(*reversed(metadata["block_size"])),
+            (ctypes.c_uint32 * rank)(*[1] * rank),
+            0,
+            metadata["swizzle"],
+            L2_PROMOTION_128B,
+            int(descriptor.padding == "nan"),
+        )
+        check(code, f"describe a tensor of shape {shape} and strides {strides}")
+
+    def __setitem__(self, index: int, address: int) -> None:
+        code = self._replace(ctypes.c_void_p(self.address), ctypes.c_void_p(address))
+        check(code, "move the descriptor of a tensor")
+
+
+class PackedLaunch:
+    """A `launch.Launch` of a loaded kernel. arguments: in the order of the kernel's, by `names`."""
+
+    def __init__(
+        self,
+        function: Function,
+        names: Sequence[str],
+        grid: Sequence[int],
+        arguments: Sequence[Any],
+    ):
+        self._name, maps = function.name, iter(function.tensor_maps)
+        self.pointers: list[tuple[Any, int, torch.Tensor]] = []
+        self.numbers: dict[str, tuple[Any, int]] = {}
+        leaves: list[tuple[str, Any]] = []
+        of_number = dict[int, str]()
+        for name, kind, argument in zip(names, function.signature, arguments, strict=True):
+            if kind in INTEGERS:
+                of_number[len(leaves)] = name
+            leaves += _leaves(kind, argument, maps)
+        leaves += [("*", None)] * 2  # scratch memory, of which it has none
+        self.sizes = [_size(kind) for kind, _ in leaves]
+        if self.sizes != function.parameter_sizes:
+            raise RuntimeError(
+                f"{function.name} takes parameters of {function.parameter_sizes} bytes, and "
+                f"{self.sizes} were packed: this Triton passes arguments in another way."
+            )
+        cells = (ctypes.c_uint64 * len(leaves))()
+        self._places = (ctypes.c_void_p * len(leaves))()
+        self._maps: list[TensorMap] = []
+        for index, (kind, value) in enumerate(leaves):
+            self._places[index] = ctypes.addressof(cells) + 8 * index
+            if kind == "map":
+                self._maps.append(one := TensorMap(*value))
+                self._places[index] = one.address
+                self.pointers.append((one, 0, value[0].base))
+            else:
+                cells[index] = _bits(kind, value)
+            if kind[0] == "*" and value is not None:
+                self.pointers.append((cells, index, value))
+            if index in of_number:
+                self.numbers[of_number[index]] = cells, index
+        self._cells = cells
+        self._config = _Config(
+            (ctypes.c_uint * 3)(*grid, *[1] * (3 - len(grid))),
+            (ctypes.c_uint * 3)(function.num_threads, 1, 1),
+            function.shared_bytes,
+            None,
+            ctypes.addressof(PDL_ATTRIBUTE),
+            int(function.pdl),
+        )
+        self._launch = libcuda().cuLaunchKernelEx
+        self._arguments = (
+            ctypes.byref(self._config),
+            ctypes.c_void_p(function.handle),
+            self._places,
+            None,
+        )
+
+    def forget_tensors(self) -> None:
+        """See `launch.Launch`."""
+        self.pointers = []
+
+    def __call__(self, stream: int) -> None:
+        """Launch it on a stream, given by its handle."""
+        self._config.stream = stream
+        code = self._launch(*self._arguments)
+        if code:
+            check(code, f"launch {self._name}")
+
+
+def _leaves(kind: Any, value: Any, maps: Iterator[dict[str, Any]]) -> Iterator[tuple[str, Any]]:
+    """(kind, value) of what the compiled kernel takes for an argument of this kind, in its order. A
+    descriptor goes as a tensor map where the kernel has some, else as an address and its sizes."""
+    if isinstance(kind, tuple):
+        for one, item in zip(kind, value, strict=True):
+            yield from _leaves(one, item, maps)
+    elif kind.startswith("tensordesc"):
+        metadata = next(maps, None)
+        if metadata is None:
+            yield "*", value.base
+            yield from (("i64", size) for size in (*value.shape, *value.strides))
+            yield "i1", value.padding == "nan"
+        else:
+            yield "map", (value, metadata)
+        yield from (("i32", size) for size in value.shape)
+        yield from (("i64", stride) for stride in value.strides)
+    elif kind != "constexpr":
+        yield kind, value
+
+
+def _bits(kind: str, value: Any) -> int:
+    """The argument in 8 bytes, of which a kernel reads as many as it takes."""
+    if kind[0] == "*":
+        return 0 if value is None else int(value.data_ptr())
+    if kind == "fp32":
+        return int.from_bytes(struct.pack("<f", value), "little")
+    return int(value) & (1 << 64) - 1
+
+
+def _size(kind: str) -> int:
+    """The bytes of a parameter of this kind."""
+    if kind not in SIZES and kind[0] != "*":
+        raise RuntimeError(f"an argument of the kind {kind} cannot be packed.")
+    return SIZES.get(kind, 8)

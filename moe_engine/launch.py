@@ -1,0 +1,204 @@
+"""Launches: Triton compiles a kernel, and the driver launches it; or the interpreter runs it."""
+
+from __future__ import annotations
+
+import ctypes
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager, nullcontext
+from contextvars import ContextVar
+from dataclasses import replace
+from typing import Any, Protocol, Self
+
+import torch
+from torch.utils._python_dispatch import TorchDispatchMode
+from triton.tools.tensor_descriptor import TensorDescriptor
+
+from . import cuda_driver
+from .device.lang import INTERPRETED
+from .hardware import has_pdl
+
+Grid = tuple[int, ...]
+ALLOCATIONS = {
+    torch.ops.aten.empty.memory_format,
+    torch.ops.aten.empty_like.default,
+    torch.ops.aten.empty_strided.default,
+    torch.ops.aten.new_empty.default,
+}
+
+_recordings: ContextVar[Recording | None] = ContextVar("recordings", default=None)
+
+
+class Launch(Protocol):
+    """A launch that was made, and can be made again on any stream.
+
+    pointers: its arguments that are addresses, as (cells, index, tensor): `cells[index] = address`
+    puts other memory in the place of a tensor. numbers: (cells, index) of ints, by the names of the
+    arguments.
+    """
+
+    pointers: list[tuple[Any, int, torch.Tensor]]
+    numbers: dict[str, tuple[Any, Any]]
+
+    def __call__(self, stream: int) -> None: ...
+
+    def forget_tensors(self) -> None:
+        """Keep no memory from being reused."""
+
+
+class Recording(TorchDispatchMode):
+    """The launches of a block, each with the `step` of a state that it was made at, and the tensors
+    that the block allocates, in their order. The block makes views besides, and computes nothing
+    else."""
+
+    def __init__(self, state: Any) -> None:
+        super().__init__()
+        self.launches: list[tuple[Launch, str | None]] = []
+        self.allocated: list[torch.Tensor] = []
+        self._state = state
+        self._is_launching = False
+
+    @staticmethod
+    def current() -> Recording | None:
+        """The one that records."""
+        return _recordings.get()
+
+    def __enter__(self) -> Self:
+        self._token = _recordings.set(self)
+        super().__enter__()
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        super().__exit__(*error)
+        _recordings.reset(self._token)
+
+    def append(self, launch: Launch) -> None:
+        """A launch was made."""
+        self.launches.append((launch, self._state.step))
+
+    def __torch_dispatch__(
+        self, function: Any, types: Any, args: Any = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        result = function(*args, **(kwargs or {}))
+        if function in ALLOCATIONS:
+            self.allocated.append(result)
+        elif not self._is_launching and not _is_view(function):
+            raise AssertionError(f"{function} in the body of a call, which launches and allocates.")
+        return result
+
+    @contextmanager
+    def launching(self) -> Iterator[None]:
+        """What the interpreter computes is no part of the block."""
+        count, self._is_launching = len(self.allocated), True
+        try:
+            yield
+        finally:
+            del self.allocated[count:]
+            self._is_launching = False
+
+
+def _is_view(function: Any) -> bool:
+    """Whether an operator of torch returns what it was given, seen in another way."""
+    returns = function._schema.returns
+    return all(one.alias_info is not None and not one.alias_info.is_write for one in returns)
+
+
+def launch(
+    kernel: Any, grid: Grid, *arguments: Any, shares_sms: bool = False, **options: Any
+) -> None:
+    """Launch `kernel` on the current stream. One with an argument PDL is a programmatic dependent
+    launch where the GPU has these: it begins when all programs of the launch before have called
+    `pdl_launch_dependents`, and sees that launch's stores after its own `pdl_wait`.
+
+    shares_sms: programs of a GEMM that begin later may share SMs with those of this launch. An SM
+    divides its memory between cache and shared memory as the first program on it prefers, and not
+    anew while one runs there. So all launches of a layer prefer shared memory: one that did not
+    would keep the GEMM off its SM for as long as what begins there meanwhile runs.
+    """
+    if "PDL" in kernel.arg_names:
+        options["PDL"] = has_pdl()
+        if has_pdl():
+            options["launch_pdl"] = True
+    one: Launch
+    recording = Recording.current()
+    if INTERPRETED:
+        one = InterpretedLaunch(kernel, grid, arguments, options)
+        with nullcontext() if recording is None else recording.launching():
+            one(0)
+    else:
+        compiled = kernel.warmup(*arguments, grid=grid, **options)
+        function = cuda_driver.load(compiled)
+        assert not shares_sms or function.prefers_shared_memory
+        named = dict(zip(kernel.arg_names, arguments, strict=False)) | options
+        values = [named[name] for name in kernel.arg_names]
+        one = cuda_driver.PackedLaunch(function, kernel.arg_names, grid, values)
+        one(current_stream())
+    if recording is not None:
+        recording.append(one)
+
+
+def current_stream() -> int:
+    """The handle of the current stream; 0 where kernels are interpreted."""
+    if INTERPRETED:
+        return 0
+    return int(torch._C._cuda_getCurrentRawStream(torch.cuda.current_device()))
+
+
+class InterpretedLaunch:
+    """A `Launch` through Triton's interpreter, whose cells are this object itself."""
+
+    def __init__(self, kernel: Any, grid: Grid, arguments: Sequence[Any], options: dict[str, Any]):
+        self._kernel, self._grid = kernel, grid
+        self._arguments = dict(zip(kernel.arg_names, arguments, strict=False)) | options
+        self._tensors = list(_tensors(tuple(self._arguments.values())))
+        self.pointers = [(self, index, tensor) for index, tensor in enumerate(self._tensors)]
+        self.numbers = {
+            name: (self, name) for name, value in self._arguments.items() if type(value) is int
+        }
+
+    def __setitem__(self, place: int | str, value: int) -> None:
+        if isinstance(place, str):
+            self._arguments[place] = value
+        else:
+            self._tensors[place] = tensor_at(value, self._tensors[place])
+
+    def forget_tensors(self) -> None:
+        """Keep no list of them. What is replaced at the next launch is kept until then."""
+        self.pointers = []
+
+    def __call__(self, stream: int) -> None:
+        """Run it."""
+        tensors = iter(self._tensors)
+        self._kernel[self._grid](
+            **{name: _replaced(value, tensors) for name, value in self._arguments.items()}
+        )
+
+
+def tensor_at(address: int, like: torch.Tensor) -> torch.Tensor:
+    """CPU memory as a tensor of these sizes, strides and dtype."""
+    size = 1 + sum((n - 1) * step for n, step in zip(like.shape, like.stride(), strict=True))
+    memory = (ctypes.c_uint8 * (size * like.itemsize)).from_address(address)
+    return torch.frombuffer(memory, dtype=like.dtype).as_strided(like.shape, like.stride())
+
+
+def _tensors(value: Any) -> Iterator[torch.Tensor]:
+    """The tensors in an argument, in its order."""
+    if isinstance(value, torch.Tensor):
+        yield value
+    elif isinstance(value, TensorDescriptor):
+        yield value.base
+    elif isinstance(value, tuple):
+        for one in value:
+            yield from _tensors(one)
+
+
+def _replaced(value: Any, tensors: Iterator[torch.Tensor]) -> Any:
+    """The argument with other tensors in their places."""
+    if isinstance(value, torch.Tensor):
+        return next(tensors)
+    if isinstance(value, TensorDescriptor):
+        return replace(value, base=next(tensors))
+    if isinstance(value, tuple):
+        items = [_replaced(one, tensors) for one in value]
+        if any(new is not old for new, old in zip(items, value, strict=True)):
+            return type(value)(*items) if hasattr(value, "_fields") else tuple(items)
+    return value

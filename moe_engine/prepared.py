@@ -1,0 +1,248 @@
+"""Prepared calls: what follows from the shapes of a call's arguments is decided at the first call.
+
+The first call of a kind runs an ordinary function, its *body*, and notes which kernels it launches
+and where their arguments lie: in the call's tensors, in its results, or in memory that it needs for
+a time. A call of the same kind then allocates its results and that memory, changes the addresses
+that differ from the call before, and launches the same kernels. So it costs what its launches cost,
+and the code that decides stays an ordinary function.
+"""
+
+from __future__ import annotations
+
+import itertools
+import operator
+import threading
+from collections import OrderedDict
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, nullcontext
+from types import SimpleNamespace
+from typing import Any
+
+import torch
+
+from . import choice_cache
+from .launch import Recording, current_stream
+
+ALIGNMENT = 256
+"""Of the parts of the memory that a call needs for a time."""
+MOST_KINDS = 256
+"""Kinds of calls that are kept for one memory; the least recently used go."""
+
+
+class PreparedCalls:
+    """The kinds of calls that were made with one memory. Calling it makes a call.
+
+    held: the tensors that kernels use besides those of a call; they stay where they are. begin:
+    makes the context in which the first call of a kind runs. state: its `step` is the launch that
+    a call has come to, `launched` the last kernel.
+    """
+
+    def __init__(
+        self,
+        held: Sequence[torch.Tensor] = (),
+        begin: Callable[..., AbstractContextManager[Any]] = lambda *key: nullcontext(),
+        state: Any = None,
+    ):
+        self._held, self._begin, self._lock = held, begin, threading.Lock()
+        self._state = SimpleNamespace(step=None, launched=None) if state is None else state
+        self._kinds: OrderedDict[tuple[Any, ...], PreparedCall] = OrderedDict()
+
+    def __call__(
+        self,
+        body: Callable[..., Any],
+        owner: Any,
+        *args: Any,
+        before: Callable[..., None] | None = None,
+        sized: Any = None,
+        **numbers: int,
+    ) -> Any:
+        """`body(owner, *args, **numbers)`, or what it did at the first call of this kind.
+
+        args: tensors, in tuples or not, and options, which can be hashed. A kind is the body, the
+        options, and of each tensor the shape, strides, dtype and where in 16 bytes it begins. Of
+        the contiguous tensors in `sized`, a further argument of the body, the first size may change
+        from call to call, and so may `numbers`, which kernels take by the same names. The owner is
+        the same for all calls. A body launches kernels, allocates and makes views; it computes
+        nothing else, and returns tensors in tuples. `before(*args)` runs before the first call of a
+        kind, and may do anything.
+        """
+        more = {} if sized is None else {"sized": sized}
+        if Recording.current() is not None:  # a part of a larger body
+            return body(owner, *args, **more, **numbers)
+        given, kind = list[torch.Tensor](), [body, choice_cache.num_kept]
+        for one in args:
+            _describe(one, given, kind)
+        if sized is not None:
+            for one in sized:
+                if one is not None:
+                    given.append(one)
+                kind.append(one is not None and (one.shape[1:], one.dtype, one.data_ptr() & 15))
+        key = tuple(kind)
+        with self._lock:
+            prepared = self._kinds.get(key)
+            if prepared is not None:
+                self._kinds.move_to_end(key)
+                return prepared(given, numbers, self._state)
+        first = body, *((one.shape[1:], one.dtype) for one in given)
+        if before is not None:
+            before(*args)
+        with self._begin(*first), Recording(self._state) as recording:
+            result = body(owner, *args, **more, **numbers)
+        has_all = all(one is None or one.numel() for one in sized or ())
+        if has_all and not _overlap(given, self._held):
+            prepared = PreparedCall(given, [*numbers], self._held, recording, result, self._state)
+            with self._lock:
+                self._kinds[key] = prepared
+                if len(self._kinds) > MOST_KINDS:
+                    self._kinds.popitem(last=False)
+        return result
+
+    def __len__(self) -> int:
+        return len(self._kinds)
+
+    def clear(self) -> None:
+        """Forget all kinds, as when the memory has moved."""
+        with self._lock:
+            self._kinds.clear()
+
+
+class PreparedCall:
+    """The launches of one kind of call, and where their arguments lie: in one of the call's
+    tensors, in one of its results, or in its temporary memory, which is one allocation. These are
+    numbered in this order."""
+
+    def __init__(
+        self,
+        given: Sequence[torch.Tensor],
+        numbers: Sequence[str],
+        held: Sequence[torch.Tensor],
+        recording: Recording,
+        result: Any,
+        state: Any,
+    ):
+        self._launches, self._end = recording.launches, (state.step, state.launched)
+        returned = {_identity(one) for one in _leaves(result)}
+        made = [one for one in recording.allocated if _identity(one) in returned]
+        self._results = [(one.shape, one.stride(), one.dtype, one.device) for one in made]
+        temporary, self._num_bytes = len(given) + len(made), 0
+        ranges = [_memory(one) for one in (*given, *made)]
+        begins = dict[int, int]()  # of storage, in the temporary memory
+        for one in recording.allocated:
+            storage = one.untyped_storage()
+            self._device = one.device
+            if _identity(one) not in returned and storage.nbytes():
+                begins[storage.data_ptr()] = self._num_bytes
+                self._num_bytes += -(-storage.nbytes() // ALIGNMENT) * ALIGNMENT
+        storages = {one.untyped_storage().data_ptr() for one in held}
+        self._places: list[list[tuple[Any, int, int]]] = [[] for _ in range(temporary + 1)]
+
+        def find(tensor: torch.Tensor) -> tuple[int, int] | None:
+            """(number of its memory, begin there in bytes); None for what stays where it is."""
+            address, storage = tensor.data_ptr(), tensor.untyped_storage().data_ptr()
+            if storage in begins:
+                return temporary, begins[storage] + address - storage
+            for number, (begin, end) in enumerate(ranges):
+                if begin <= address < end:
+                    return number, address - begin
+            if storage not in storages:
+                raise AssertionError("the body of a call uses a tensor that it was not given.")
+            return None
+
+        for launch, _ in self._launches:
+            for cells, index, tensor in launch.pointers:
+                found = find(tensor) if tensor.numel() else None
+                if found is not None:
+                    self._places[found[0]].append((cells, index, found[1]))
+            launch.forget_tensors()
+        self._numbers = [
+            (name, *launch.numbers[name])
+            for name in numbers
+            for launch, _ in self._launches
+            if name in launch.numbers
+        ]
+        self._addresses = [-1] * (temporary + 1)
+        numbered = {_identity(one): number for number, one in enumerate((*given, *made))}
+        self._build = _builder(result, numbered)
+
+    def __call__(self, given: Sequence[torch.Tensor], numbers: dict[str, int], state: Any) -> Any:
+        """Make the call with other tensors and numbers."""
+        memory = [*given]
+        for shape, stride, dtype, device in self._results:
+            memory.append(torch.empty_strided(shape, stride, dtype=dtype, device=device))
+        addresses = [one.data_ptr() for one in memory]
+        if self._num_bytes:
+            temporary = torch.empty(self._num_bytes, dtype=torch.uint8, device=self._device)
+            addresses.append(temporary.data_ptr())
+        for number, address in enumerate(addresses):
+            if address != self._addresses[number]:
+                self._addresses[number] = address
+                for cells, index, offset in self._places[number]:
+                    cells[index] = address + offset
+        for name, cells, index in self._numbers:
+            cells[index] = numbers[name]
+        stream = current_stream()
+        for launch, step in self._launches:
+            state.step = step
+            launch(stream)
+        state.step, state.launched = self._end
+        return self._build(memory)
+
+
+def _builder(result: Any, numbered: dict[Any, int]) -> Callable[[list[Any]], Any]:
+    """A function that makes such a result from the memory of a call."""
+    if isinstance(result, torch.Tensor):
+        if _identity(result) not in numbered:
+            raise AssertionError("the body of a call returns neither what it was given nor made.")
+        return operator.itemgetter(numbered[_identity(result)])
+    if not isinstance(result, tuple):
+        return lambda memory: result
+    parts = [_builder(one, numbered) for one in result]
+    if hasattr(result, "_make"):
+        make = result._make
+        return lambda memory: make([part(memory) for part in parts])
+    return lambda memory: tuple([part(memory) for part in parts])
+
+
+def _describe(value: Any, given: list[torch.Tensor], kind: list[Any]) -> None:
+    """Append the tensors of an argument, and what decides its kind of call."""
+    if isinstance(value, torch.Tensor):
+        given.append(value)
+        kind += value.shape, value.stride(), value.dtype, value.data_ptr() & 15
+    elif isinstance(value, tuple):
+        for one in value:
+            _describe(one, given, kind)
+    else:
+        kind.append(value)
+
+
+def _leaves(result: Any) -> Iterator[torch.Tensor]:
+    """The tensors of a result."""
+    if isinstance(result, torch.Tensor):
+        yield result
+    elif isinstance(result, tuple):
+        for one in result:
+            yield from _leaves(one)
+
+
+def _identity(tensor: torch.Tensor) -> tuple[Any, ...]:
+    """Equal for tensors that are the same part of the same memory, in the same way."""
+    sizes = tensor.shape, tensor.stride(), tensor.storage_offset(), tensor.dtype
+    return tensor.untyped_storage()._cdata, *sizes
+
+
+def _memory(tensor: torch.Tensor) -> tuple[int, int]:
+    """The addresses between which its elements lie."""
+    begin = tensor.data_ptr()
+    if not tensor.numel():
+        return begin, begin
+    last = sum((size - 1) * step for size, step in zip(tensor.shape, tensor.stride(), strict=True))
+    return begin, begin + (last + 1) * tensor.itemsize
+
+
+def _overlap(given: Sequence[torch.Tensor], held: Sequence[torch.Tensor]) -> bool:
+    """Whether tensors share memory, so that an address would not tell which of them is meant."""
+    ranges = [_memory(one) for one in given if one.numel()]
+    storages = {one.untyped_storage().data_ptr(): one.untyped_storage() for one in held}
+    ranges += [(begin, begin + one.nbytes()) for begin, one in storages.items()]
+    ranges.sort()
+    return any(begin < end for (_, end), (begin, _) in itertools.pairwise(ranges))
