@@ -9,6 +9,7 @@ import torch
 
 from ..checks import check_tensor, packed
 from ..errors import BackendError, ShapeError
+from ..prepared import prepared
 from .backward import (
     activation_dgrad,
     activation_gradient,
@@ -115,21 +116,18 @@ def grouped_gemm(
     Raises ShapeError and DtypeError for arguments of the wrong kind, BackendError for CPU tensors
     without the interpreter, and for `out`, row_offset or fp8 where a gradient is wanted.
     """
+    if not _wants_gradients(x, w, bias, row_weight):
+        forward = _forward if row_index is None else _forward.__wrapped__  # which computes offsets
+        args = x, w, offsets, row_index, row_offset, activation, bias, row_weight, out, schedule
+        product: torch.Tensor = forward(*args)
+        return product
     x, x_scale = split_scales("x", x)
     w, w_scale = split_scales("w", w)
     check_rows(x, x_scale)
     check_weights(x, w, x.shape[1], activation, w_scale, bias)
-    if row_offset is not None and (row_index is not None or x_scale is not None):
-        other = "row_index" if row_index is not None else "fp8 rows"
-        raise ShapeError(f"row_offset and {other} are given together; pass one of them.")
     grouping, config = _group(
         x, w, offsets, row_index, row_offset, row_weight, activation, schedule
     )
-    if not _wants_gradients(x, w, bias, row_weight):
-        weights = Weights(w, w_scale, bias)
-        epilogue = Epilogue(activation, row_weight)
-        rows, schedule = grouping.rows(x, x_scale), grouping.schedule
-        return multiply(rows, weights, epilogue, schedule, grouping.num_rows, out, config)
     forward_only = {"out": out, "row_offset": row_offset, "fp8": x_scale}
     for name, value in forward_only.items():
         if value is not None:
@@ -144,6 +142,35 @@ def grouped_gemm(
         return (y * row_weight[:, None]).to(y.dtype)
     result: torch.Tensor = _GroupedGemm.apply(x, w, bias, row_weight, grouping, activation, config)
     return result
+
+
+@prepared
+def _forward(
+    x: Operand,
+    w: Operand,
+    offsets: torch.Tensor,
+    row_index: torch.Tensor | None,
+    row_offset: torch.Tensor | None,
+    activation: str,
+    bias: torch.Tensor | None,
+    row_weight: torch.Tensor | None,
+    out: torch.Tensor | None,
+    schedule: TileSchedule | None,
+) -> torch.Tensor:
+    """`grouped_gemm` without gradients."""
+    x, x_scale = split_scales("x", x)
+    w, w_scale = split_scales("w", w)
+    check_rows(x, x_scale)
+    check_weights(x, w, x.shape[1], activation, w_scale, bias)
+    if row_offset is not None and (row_index is not None or x_scale is not None):
+        other = "row_index" if row_index is not None else "fp8 rows"
+        raise ShapeError(f"row_offset and {other} are given together; pass one of them.")
+    grouping, config = _group(
+        x, w, offsets, row_index, row_offset, row_weight, activation, schedule
+    )
+    weights, epilogue = Weights(w, w_scale, bias), Epilogue(activation, row_weight)
+    rows, schedule = grouping.rows(x, x_scale), grouping.schedule
+    return multiply(rows, weights, epilogue, schedule, grouping.num_rows, out, config)
 
 
 def grouped_mlp(
@@ -165,6 +192,26 @@ def grouped_mlp(
     are those of `grouped_gemm`. x and the pre-activations [rows, 2I] are saved for the gradients;
     the epilogue of a GEMM computes the activation again, with its gradient.
     """
+    tensors = x, w_up, w_down, b_up, b_down, row_weight
+    if not _wants_gradients(*tensors):
+        forward = _mlp if row_index is None else _mlp.__wrapped__  # which computes offsets
+        y: torch.Tensor = forward(*tensors, offsets, row_index, activation)
+        return y
+    _check_mlp(*tensors[:-1], activation)
+    grouping, config = _group(x, w_up, offsets, row_index, None, row_weight, activation, None)
+    result: torch.Tensor = _GroupedMlp.apply(*tensors, grouping, activation, config)
+    return result
+
+
+def _check_mlp(
+    x: torch.Tensor,
+    w_up: torch.Tensor,
+    w_down: torch.Tensor,
+    b_up: torch.Tensor | None,
+    b_down: torch.Tensor | None,
+    activation: str,
+) -> None:
+    """Raise unless the weights of a feed-forward fit x and each other."""
     parts = num_parts(activation)
     if activation == "none":
         raise ShapeError("activation is 'none'; one must stand between the two GEMMs.")
@@ -176,16 +223,46 @@ def grouped_mlp(
         raise ShapeError(
             f"w_up has {w_up.shape[0]} experts, w_down {w_down.shape[0]}; both must have as many."
         )
+
+
+@prepared
+def _mlp(
+    x: torch.Tensor,
+    w_up: torch.Tensor,
+    w_down: torch.Tensor,
+    b_up: torch.Tensor | None,
+    b_down: torch.Tensor | None,
+    row_weight: torch.Tensor | None,
+    offsets: torch.Tensor,
+    row_index: torch.Tensor | None,
+    activation: str,
+) -> torch.Tensor:
+    """`grouped_mlp` without gradients."""
+    _check_mlp(x, w_up, w_down, b_up, b_down, activation)
     grouping, config = _group(x, w_up, offsets, row_index, None, row_weight, activation, None)
-    tensors = x, w_up, w_down, b_up, b_down, row_weight
-    y: torch.Tensor = _GroupedMlp.apply(
-        *tensors, grouping, activation, config, _wants_gradients(*tensors)
-    )
-    return y
+    up, down = Weights(w_up, bias=b_up), Weights(w_down, bias=b_down)
+    return _two_gemms(grouping, x, up, down, Epilogue(activation), row_weight, config)
 
 
-def _wants_gradients(*tensors: torch.Tensor | None) -> bool:
-    return torch.is_grad_enabled() and any(t is not None and t.requires_grad for t in tensors)
+def _two_gemms(
+    grouping: Grouping,
+    x: torch.Tensor,
+    up: Weights,
+    down: Weights,
+    first: Epilogue,
+    row_weight: torch.Tensor | None,
+    config: GemmConfig,
+) -> torch.Tensor:
+    """The products of a feed-forward; config: of the first."""
+    schedule, num_rows = grouping.schedule, grouping.num_rows
+    act = multiply(grouping.rows(x), up, first, schedule, num_rows, None, config)
+    config = gemm_config(down.w, num_rows, block_m=schedule.block_m)
+    second = Epilogue(row_weight=row_weight)
+    return multiply(Rows(act), down, second, schedule, num_rows, None, config)
+
+
+def _wants_gradients(*operands: Operand | None) -> bool:
+    return torch.is_grad_enabled() and any(getattr(t, "requires_grad", False) for t in operands)
 
 
 def _group(
@@ -273,17 +350,13 @@ class _GroupedMlp(torch.autograd.Function):
         grouping: Grouping,
         activation: str,
         config: GemmConfig,
-        needs_pre: bool,
     ) -> torch.Tensor:
-        pre = x.new_empty(grouping.num_rows, w_up.shape[1]) if needs_pre else None
+        pre = x.new_empty(grouping.num_rows, w_up.shape[1])
         ctx.save_for_backward(x, w_up, w_down, b_down, row_weight, pre)
         ctx.grouping, ctx.activation = grouping, activation
-        schedule, num_rows = grouping.schedule, grouping.num_rows
         up, down = Weights(w_up, bias=b_up), Weights(w_down, bias=b_down)
-        first, second = Epilogue(activation, pre=pre), Epilogue(row_weight=row_weight)
-        act = multiply(grouping.rows(x), up, first, schedule, num_rows, None, config)
-        config = gemm_config(w_down, num_rows, block_m=schedule.block_m)
-        return multiply(Rows(act), down, second, schedule, num_rows, None, config)
+        first = Epilogue(activation, pre=pre)
+        return _two_gemms(grouping, x, up, down, first, row_weight, config)
 
     @staticmethod
     def backward(ctx: Any, grad: torch.Tensor) -> tuple[Any, ...]:
@@ -308,7 +381,7 @@ class _GroupedMlp(torch.autograd.Function):
             bias_gradient(pre_grad, offsets).to(x.dtype) if needs[3] else None,
             bias_gradient(grad, offsets, row_weight).to(x.dtype) if needs[4] else None,
             of_weight if needs[5] else None,
-            *(None,) * 4,
+            *(None,) * 3,
         )
 
 

@@ -13,6 +13,7 @@ from ..checks import PAYLOAD_DTYPES, check_flag, check_no_grad, check_runnable, 
 from ..errors import ShapeError
 from ..hardware import gpu
 from ..launch import launch
+from ..prepared import prepared
 from .backward_kernels import (
     _activation_dgrad_kernel,
     _activation_gradient_kernel,
@@ -54,6 +55,18 @@ def dgrad(
     grad [rows, N] is the gradient of its output, before any activation; the other arguments are
     those of `grouped_gemm`. With a schedule, the offsets of that are used.
     """
+    check_no_grad(grad=grad, w=w)
+    return _dgrad(grad, w, offsets, schedule, out)
+
+
+@prepared
+def _dgrad(
+    grad: torch.Tensor,
+    w: torch.Tensor,
+    offsets: torch.Tensor,
+    schedule: TileSchedule | None,
+    out: torch.Tensor | None,
+) -> torch.Tensor:
     check_rows(grad, None)
     check_weights(grad, w, "K", "none")
     if grad.shape[1] != w.shape[1]:
@@ -61,7 +74,6 @@ def dgrad(
             f"grad has shape {list(grad.shape)} and w {list(w.shape)}; grad must be [rows, N], "
             f"N = {w.shape[1]}."
         )
-    check_no_grad(grad=grad, w=w)
     check_tensor("offsets", offsets, (w.shape[0] + 1,), INDEX_DTYPES)
     check_devices(grad, offsets=offsets)
     num_rows = grad.shape[0]
@@ -91,12 +103,24 @@ def wgrad(
 
     Rows g, h, i of grad, a, b, c of x, offsets [0, 2, 3]: out = [g ⊗ a + h ⊗ b, i ⊗ c].
     """
+    check_no_grad(grad=grad, x=x)
+    check_flag("accumulate", accumulate)
+    return _wgrad(grad, x, offsets, row_offset, out, bool(accumulate))
+
+
+@prepared
+def _wgrad(
+    grad: torch.Tensor,
+    x: torch.Tensor,
+    offsets: torch.Tensor,
+    row_offset: torch.Tensor | None,
+    out: torch.Tensor | None,
+    accumulate: bool,
+) -> torch.Tensor:
     check_rows(grad, None)
     check_tensor("x", x, ("M", "K"), (grad.dtype,))
     check_rows(x, None)
     check_tensor("offsets", offsets, ("L+1",), INDEX_DTYPES)
-    check_no_grad(grad=grad, x=x)
-    check_flag("accumulate", accumulate)
     if row_offset is not None:
         check_tensor("row_offset", row_offset, (grad.shape[0],), (torch.int64,))
         check_taken("row_offset", x, grad.shape[0])
@@ -129,18 +153,17 @@ def wgrad(
     blocks = [1, block_m, block_n // config.subtiles]
     num_tiles = num_experts * triton.cdiv(num_columns, block_m) * triton.cdiv(depth, block_n)
     row_offset = None if row_offset is None else row_offset.contiguous()
-    with torch.cuda.device_of(grad):
-        launch(
-            _wgrad_kernel,
-            grid(num_tiles, grad.device, config),
-            create_ragged_descriptor(canonical(grad), [block_k, block_m]),
-            rows_of(x, row_offset, [block_k, block_n]),
-            TensorDescriptor.from_tensor(canonical(out), blocks),
-            offsets.contiguous(),
-            num_rows,
-            ACCUMULATE=bool(accumulate),
-            **config.launch_options(),
-        )
+    launch(
+        _wgrad_kernel,
+        grid(num_tiles, grad.device, config),
+        create_ragged_descriptor(canonical(grad), [block_k, block_m]),
+        rows_of(x, row_offset, [block_k, block_n]),
+        TensorDescriptor.from_tensor(canonical(out), blocks),
+        offsets.contiguous(),
+        num_rows,
+        ACCUMULATE=accumulate,
+        **config.launch_options(),
+    )
     return out
 
 
@@ -161,37 +184,52 @@ def activation_dgrad(
     """
     num_rows, num_columns = len(grad), w.shape[2]
     problem = gemm_problem(w, num_rows, transposed=True)
-    weighted = row_weight is not None
-    config = GemmConfig.for_gradient(problem, weighted, schedule.block_m)
-    block_m, block_n, block_k = config.block_m, config.block_n, config.block_k
-    width = block_n // config.subtiles
-    pre_grad, act = torch.empty_like(pre), pre.new_empty(num_rows, num_columns)
+    config = GemmConfig.for_gradient(problem, row_weight is not None, schedule.block_m)
     weight_grad = None
-    if weighted:
-        weight_grad = pre.new_zeros(
-            triton.cdiv(num_columns, block_n) * config.subtiles, num_rows, dtype=torch.float32
-        )
-    if num_rows:
-        num_tiles = schedule.tiles.numel() * triton.cdiv(num_columns, block_n)
-        with torch.cuda.device_of(grad):
-            launch(
-                _activation_dgrad_kernel,
-                grid(num_tiles, grad.device, config),
-                create_ragged_descriptor(canonical(grad), [block_m, block_k]),
-                TensorDescriptor.from_tensor(canonical(w), [1, block_k, block_n]),
-                pre,
-                row_weight,
-                ragged(by_parts(pre_grad, num_parts(activation)), block_m, width),
-                ragged(act[None], block_m, width),
-                weight_grad,
-                schedule.for_kernels,
-                num_rows,
-                ACTIVATION=activation,
-                **config.launch_options(),
-            )
+    if row_weight is not None:
+        num_sums = triton.cdiv(num_columns, config.block_n) * config.subtiles
+        weight_grad = pre.new_zeros(num_sums, num_rows, dtype=torch.float32)
+    operands = grad, w, pre, schedule, activation, row_weight
+    pre_grad, act = _activation_dgrad(*operands, weight_grad, config)
     return pre_grad, act, None if weight_grad is None else weight_grad.sum(0)
 
 
+@prepared
+def _activation_dgrad(
+    grad: torch.Tensor,
+    w: torch.Tensor,
+    pre: torch.Tensor,
+    schedule: TileSchedule,
+    activation: str,
+    row_weight: torch.Tensor | None,
+    weight_grad: torch.Tensor | None,
+    config: GemmConfig,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    num_rows, num_columns = len(grad), w.shape[2]
+    block_m, block_n, block_k = config.block_m, config.block_n, config.block_k
+    width = block_n // config.subtiles
+    pre_grad, act = torch.empty_like(pre), pre.new_empty(num_rows, num_columns)
+    if num_rows:
+        num_tiles = schedule.tiles.numel() * triton.cdiv(num_columns, block_n)
+        launch(
+            _activation_dgrad_kernel,
+            grid(num_tiles, grad.device, config),
+            create_ragged_descriptor(canonical(grad), [block_m, block_k]),
+            TensorDescriptor.from_tensor(canonical(w), [1, block_k, block_n]),
+            pre,
+            row_weight,
+            ragged(by_parts(pre_grad, num_parts(activation)), block_m, width),
+            ragged(act[None], block_m, width),
+            weight_grad,
+            schedule.for_kernels,
+            num_rows,
+            ACTIVATION=activation,
+            **config.launch_options(),
+        )
+    return pre_grad, act
+
+
+@prepared
 def activation_gradient(
     grad: torch.Tensor, pre: torch.Tensor, offsets: torch.Tensor, activation: str
 ) -> torch.Tensor:
@@ -200,18 +238,18 @@ def activation_gradient(
     num_rows, num_columns = grad.shape
     blocks = triton.cdiv(num_rows, BLOCK_ROWS), triton.cdiv(num_columns, BLOCK_COLUMNS)
     if num_rows:
-        with torch.cuda.device_of(grad):
-            launch(
-                _activation_gradient_kernel,
-                blocks,
-                *(grad, pre, pre_grad, offsets, num_rows, offsets.numel() - 1, num_columns),
-                ACTIVATION=activation,
-                BLOCK_M=BLOCK_ROWS,
-                BLOCK_N=BLOCK_COLUMNS,
-            )
+        launch(
+            _activation_gradient_kernel,
+            blocks,
+            *(grad, pre, pre_grad, offsets, num_rows, offsets.numel() - 1, num_columns),
+            ACTIVATION=activation,
+            BLOCK_M=BLOCK_ROWS,
+            BLOCK_N=BLOCK_COLUMNS,
+        )
     return pre_grad
 
 
+@prepared
 def bias_gradient(
     grad: torch.Tensor, offsets: torch.Tensor, row_weight: torch.Tensor | None = None
 ) -> torch.Tensor:
@@ -219,29 +257,28 @@ def bias_gradient(
     num_rows, num_columns = grad.shape
     num_experts = offsets.numel() - 1
     out = grad.new_empty((num_experts, num_columns), dtype=torch.float32)
-    with torch.cuda.device_of(grad):
-        launch(
-            _bias_gradient_kernel,
-            (num_experts, triton.cdiv(num_columns, BLOCK_COLUMNS)),
-            *(grad, row_weight, out, offsets, num_rows, num_columns),
-            BLOCK_M=BLOCK_ROWS,
-            BLOCK_N=BLOCK_COLUMNS,
-        )
+    launch(
+        _bias_gradient_kernel,
+        (num_experts, triton.cdiv(num_columns, BLOCK_COLUMNS)),
+        *(grad, row_weight, out, offsets, num_rows, num_columns),
+        BLOCK_M=BLOCK_ROWS,
+        BLOCK_N=BLOCK_COLUMNS,
+    )
     return out
 
 
+@prepared
 def clear_rest(x: torch.Tensor, offsets: torch.Tensor) -> torch.Tensor:
     """Set the rows of x [rows, N], contiguous, from offsets[L] on to 0, and return x."""
     if x.numel():
         num_programs = min(triton.cdiv(len(x), BLOCK_ROWS), gpu(x.device).num_sms)
-        with torch.cuda.device_of(x):
-            launch(
-                _clear_rest_kernel,
-                (num_programs,),
-                *(x, offsets, offsets.numel() - 1, *x.shape),
-                BLOCK_M=BLOCK_ROWS,
-                BLOCK_N=BLOCK_COLUMNS,
-            )
+        launch(
+            _clear_rest_kernel,
+            (num_programs,),
+            *(x, offsets, offsets.numel() - 1, *x.shape),
+            BLOCK_M=BLOCK_ROWS,
+            BLOCK_N=BLOCK_COLUMNS,
+        )
     return x
 
 
@@ -258,11 +295,10 @@ def gathered_sum(
     out = grad.new_empty(num_rows, grad.shape[1])
     block = 32 if grad.device.type == "cpu" else 1024
     if num_rows:
-        with torch.cuda.device_of(grad):
-            launch(
-                _gathered_sum_kernel,
-                (num_rows, triton.cdiv(grad.shape[1], block)),
-                *(grad, order, first, out, grad.shape[1]),
-                BLOCK_K=block,
-            )
+        launch(
+            _gathered_sum_kernel,
+            (num_rows, triton.cdiv(grad.shape[1], block)),
+            *(grad, order, first, out, grad.shape[1]),
+            BLOCK_K=block,
+        )
     return out

@@ -14,6 +14,7 @@ from ..device.lang import INTERPRETED
 from ..errors import ShapeError
 from ..hardware import gpu
 from ..launch import launch
+from ..prepared import prepared
 from .config import BLOCK_MS, GemmConfig, GemmProblem, choose
 from .kernels import Gathered, Scales, _grouped_gemm_kernel, _split_sum_kernel
 from .operands import (
@@ -80,6 +81,7 @@ def gemm_problem(
     )
 
 
+@prepared
 def multiply(
     rows: Rows,
     weights: Weights,
@@ -128,21 +130,20 @@ def _multiply(
     if rows.scale is not None and weights.scale is not None:
         scales = Scales(rows.scale, weights.scale)
     num_tiles = schedule.tiles.numel() * triton.cdiv(num_columns, block_n // parts)
-    with torch.cuda.device_of(rows.x):
-        launch(
-            _grouped_gemm_kernel,
-            grid(num_tiles * config.num_splits, out.device, config),
-            rows_of(rows.x, rows.offset, [config.block_m, block_k]),
-            w_in,
-            scales,
-            *_outputs(epilogue, out, config.block_m, block_n // parts // config.subtiles),
-            weights.bias,
-            epilogue.row_weight,
-            schedule.for_kernels,
-            ACTIVATION=epilogue.activation,
-            TRANSPOSED=weights.transposed,
-            **config.launch_options(),
-        )
+    launch(
+        _grouped_gemm_kernel,
+        grid(num_tiles * config.num_splits, out.device, config),
+        rows_of(rows.x, rows.offset, [config.block_m, block_k]),
+        w_in,
+        scales,
+        *_outputs(epilogue, out, config.block_m, block_n // parts // config.subtiles),
+        weights.bias,
+        epilogue.row_weight,
+        schedule.for_kernels,
+        ACTIVATION=epilogue.activation,
+        TRANSPOSED=weights.transposed,
+        **config.launch_options(),
+    )
 
 
 def _multiply_split(
@@ -158,24 +159,23 @@ def _multiply_split(
     block_m, block_n = config.block_m, min(config.block_n, 128)
     shape = (config.num_splits, num_rows, weights.num_columns)
     partial = out.new_empty(shape, dtype=torch.float32)
-    plain = replace(weights, bias=None)
+    plain = weights._replace(bias=None)
     _multiply(rows, plain, Epilogue(), schedule, partial, replace(config, subtiles=1))
     num_tiles = schedule.tiles.numel() * triton.cdiv(num_columns, block_n // epilogue.parts)
-    with torch.cuda.device_of(rows.x):
-        launch(
-            _split_sum_kernel,
-            grid(num_tiles, out.device, config),
-            partial,
-            *_outputs(epilogue, out[None], block_m, block_n // epilogue.parts),
-            weights.bias,
-            epilogue.row_weight,
-            schedule.for_kernels,
-            *(num_rows, num_columns, config.num_splits),
-            ACTIVATION=epilogue.activation,
-            BLOCK_M=block_m,
-            BLOCK_N=block_n,
-            num_warps=8,
-        )
+    launch(
+        _split_sum_kernel,
+        grid(num_tiles, out.device, config),
+        partial,
+        *_outputs(epilogue, out[None], block_m, block_n // epilogue.parts),
+        weights.bias,
+        epilogue.row_weight,
+        schedule.for_kernels,
+        *(num_rows, num_columns, config.num_splits),
+        ACTIVATION=epilogue.activation,
+        BLOCK_M=block_m,
+        BLOCK_N=block_n,
+        num_warps=8,
+    )
 
 
 def rows_of(

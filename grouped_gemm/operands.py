@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from typing import NamedTuple
 
 import torch
 import triton
@@ -19,8 +19,7 @@ Operand = torch.Tensor | tuple[torch.Tensor, torch.Tensor]
 """A tensor, or e4m3 values and their float32 scales."""
 
 
-@dataclass(frozen=True, slots=True)
-class Rows:
+class Rows(NamedTuple):
     """A: row r is row r of x [M, K]; or, with `offset` int64 [rows], it begins offset[r] elements
     after x. scale: float32 [rows, K / 128 rounded up] of e4m3 rows, in the order of the output."""
 
@@ -29,8 +28,7 @@ class Rows:
     scale: torch.Tensor | None = None
 
 
-@dataclass(frozen=True, slots=True)
-class Weights:
+class Weights(NamedTuple):
     """B: w [L, N, K], output = A @ w[e].T + bias[e]; transposed, w [L, K, N], output = A @ w[e].
     scale: float32 [L, N / 128, K / 128], rounded up, of e4m3 weights. bias [L, N]."""
 
@@ -45,8 +43,7 @@ class Weights:
         return self.w.shape[2] if self.transposed else self.w.shape[1]
 
 
-@dataclass(frozen=True, slots=True)
-class Epilogue:
+class Epilogue(NamedTuple):
     """What a GEMM does with its product: it applies the activation and multiplies by row_weight
     float32 [rows]. `pre` [rows, N] gets the pre-activations."""
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from typing import NamedTuple
 
 import torch
 import triton
@@ -10,6 +10,7 @@ import triton
 from ..checks import check_contiguous, check_int, check_runnable, check_tensor, shown
 from ..errors import DtypeError, ShapeError
 from ..launch import launch
+from ..prepared import prepared
 from ..utils import next_power_of_2
 from .config import BLOCK_MS
 from .schedule_kernels import Tiles, _tile_schedule_kernel
@@ -23,8 +24,7 @@ MAX_ROWS = 2**30
 """Most rows of a ragged descriptor."""
 
 
-@dataclass(frozen=True, slots=True)
-class TileSchedule:
+class TileSchedule(NamedTuple):
     """Which rows each tile computes; `tile_schedule` makes it, on the device.
 
     tiles: int64 [max_tiles], of which the first num_tiles (int32 [1]) are in use: a tile's first
@@ -56,6 +56,11 @@ def tile_schedule(offsets: torch.Tensor, max_rows: int, block_m: int) -> TileSch
     Rows from `max_rows` on get no tile. With offsets [0, 3, 3, 4] and block_m 2, the tiles are
     rows 0-1 and 2 of expert 0, and row 3 of expert 2.
     """
+    return _tile_schedule(offsets, max_rows, block_m)
+
+
+@prepared
+def _tile_schedule(offsets: torch.Tensor, max_rows: int, block_m: int) -> TileSchedule:
     check_tensor("offsets", offsets, ("L+1",), INDEX_DTYPES)
     check_runnable(offsets.device)
     max_rows = check_int("max_rows", max_rows, 0, MAX_ROWS)
@@ -70,15 +75,14 @@ def tile_schedule(offsets: torch.Tensor, max_rows: int, block_m: int) -> TileSch
     max_tiles = triton.cdiv(max_rows, block_m) + num_experts
     tiles = torch.empty(max_tiles, dtype=torch.int64, device=offsets.device)
     num_tiles = torch.empty(1, dtype=torch.int32, device=offsets.device)
-    with torch.cuda.device_of(offsets):
-        launch(
-            _tile_schedule_kernel,
-            (num_experts,),
-            *(offsets, tiles, num_tiles, num_experts, max_rows, max_tiles),
-            BLOCK_M=block_m,
-            MAX_EXPERTS=next_power_of_2(num_experts),
-            STEP=128,
-        )
+    launch(
+        _tile_schedule_kernel,
+        (num_experts,),
+        *(offsets, tiles, num_tiles, num_experts, max_rows, max_tiles),
+        BLOCK_M=block_m,
+        MAX_EXPERTS=next_power_of_2(num_experts),
+        STEP=128,
+    )
     return TileSchedule(tiles, num_tiles, offsets, max_rows, block_m)
 
 

@@ -47,15 +47,15 @@ class Launch(Protocol):
 
 class Recording(TorchDispatchMode):
     """The launches of a block, each with the `step` of a state that it was made at, and the tensors
-    that the block allocates, in their order. The block makes views besides, and computes nothing
-    else."""
+    that the block allocates, in their order. `computes`: whether torch did anything else in it
+    than views, so that the launches are not all."""
 
     def __init__(self, state: Any) -> None:
         super().__init__()
         self.launches: list[tuple[Launch, str | None]] = []
         self.allocated: list[torch.Tensor] = []
         self._state = state
-        self._is_launching = False
+        self.computes = self._is_launching = False
 
     @staticmethod
     def current() -> Recording | None:
@@ -82,7 +82,7 @@ class Recording(TorchDispatchMode):
         if function in ALLOCATIONS:
             self.allocated.append(result)
         elif not self._is_launching and not _is_view(function):
-            raise AssertionError(f"{function} in the body of a call, which launches and allocates.")
+            self.computes = True
         return result
 
     @contextmanager
@@ -138,9 +138,12 @@ def launch(
 
 def current_stream() -> int:
     """The handle of the current stream; 0 where kernels are interpreted."""
-    if INTERPRETED:
-        return 0
-    return int(torch._C._cuda_getCurrentRawStream(torch.cuda.current_device()))
+    return 0 if INTERPRETED else stream_handle(torch.cuda.current_device())
+
+
+def stream_handle(device: int) -> int:
+    """The handle of the stream that is current on a GPU."""
+    return int(torch._C._cuda_getCurrentRawStream(device))
 
 
 class InterpretedLaunch:

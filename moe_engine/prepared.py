@@ -9,14 +9,14 @@ and the code that decides stays an ordinary function.
 
 from __future__ import annotations
 
+import functools
 import itertools
 import operator
 import threading
-from collections import OrderedDict
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, ParamSpec, Protocol, TypeVar, cast
 
 import torch
 
@@ -27,6 +27,8 @@ ALIGNMENT = 256
 """Of the parts of the memory that a call needs for a time."""
 MOST_KINDS = 256
 """Kinds of calls that are kept for one memory; the least recently used go."""
+
+_count = itertools.count()
 
 
 class PreparedCalls:
@@ -45,7 +47,7 @@ class PreparedCalls:
     ):
         self._held, self._begin, self._lock = held, begin, threading.Lock()
         self._state = SimpleNamespace(step=None, launched=None) if state is None else state
-        self._kinds: OrderedDict[tuple[Any, ...], PreparedCall] = OrderedDict()
+        self._kinds: dict[tuple[Any, ...], PreparedCall] = {}
 
     def __call__(
         self,
@@ -59,42 +61,42 @@ class PreparedCalls:
         """`body(owner, *args, **numbers)`, or what it did at the first call of this kind.
 
         args: tensors, in tuples or not, and options, which can be hashed. A kind is the body, the
-        options, and of each tensor the shape, strides, dtype and where in 16 bytes it begins. Of
-        the contiguous tensors in `sized`, a further argument of the body, the first size may change
-        from call to call, and so may `numbers`, which kernels take by the same names. The owner is
-        the same for all calls. A body launches kernels, allocates and makes views; it computes
-        nothing else, and returns tensors in tuples. `before(*args)` runs before the first call of a
-        kind, and may do anything.
+        options, and of each tensor the type, shape, strides, dtype, device and where in 16 bytes it
+        begins. Of the contiguous tensors in `sized`, a further argument of the body, the first size
+        may change from call to call, and so may `numbers`, which kernels take by the same names.
+        The owner is the same for all calls. A body launches kernels, allocates and makes views, and
+        returns tensors in tuples; one that computes anything else by torch runs at each call.
+        `before(*args)` runs before the first call of a kind, and may do anything.
         """
         more = {} if sized is None else {"sized": sized}
         if Recording.current() is not None:  # a part of a larger body
             return body(owner, *args, **more, **numbers)
         given, kind = list[torch.Tensor](), [body, choice_cache.num_kept]
-        for one in args:
-            _describe(one, given, kind)
-        if sized is not None:
-            for one in sized:
+        try:
+            for one in args:
+                _describe(one, given, kind)
+            for one in sized or ():
                 if one is not None:
                     given.append(one)
-                kind.append(one is not None and (one.shape[1:], one.dtype, one.data_ptr() & 15))
-        key = tuple(kind)
-        with self._lock:
-            prepared = self._kinds.get(key)
-            if prepared is not None:
-                self._kinds.move_to_end(key)
+                kind.append(one is not None and (one.shape[1:], one.dtype, _alignment(one)))
+            prepared = self._kinds.get(key := tuple(kind))
+        except (TypeError, RuntimeError):  # of arguments that the body refuses
+            return body(owner, *args, **more, **numbers)
+        if prepared is not None:
+            with self._lock:
                 return prepared(given, numbers, self._state)
         first = body, *((one.shape[1:], one.dtype) for one in given)
         if before is not None:
             before(*args)
         with self._begin(*first), Recording(self._state) as recording:
             result = body(owner, *args, **more, **numbers)
-        has_all = all(one is None or one.numel() for one in sized or ())
-        if has_all and not _overlap(given, self._held):
+        can_be_repeated = not recording.computes and not _overlap(given, self._held)
+        if can_be_repeated and all(one is None or one.numel() for one in sized or ()):
             prepared = PreparedCall(given, [*numbers], self._held, recording, result, self._state)
             with self._lock:
                 self._kinds[key] = prepared
                 if len(self._kinds) > MOST_KINDS:
-                    self._kinds.popitem(last=False)
+                    del self._kinds[min(self._kinds, key=lambda one: self._kinds[one].used)]
         return result
 
     def __len__(self) -> int:
@@ -104,6 +106,41 @@ class PreparedCalls:
         """Forget all kinds, as when the memory has moved."""
         with self._lock:
             self._kinds.clear()
+
+
+_without_memory = PreparedCalls()
+
+P = ParamSpec("P")
+T = TypeVar("T")
+
+
+class Prepared(Protocol[P, T]):
+    """What `prepared` makes; `__wrapped__` is the body."""
+
+    __wrapped__: Callable[P, T]
+
+    def __call__(self, *args: P.args, **kwargs: P.kwargs) -> T: ...
+
+
+def prepared(body: Callable[P, T]) -> Prepared[P, T]:
+    """A function of tensors and options, all by position, as the body of prepared calls; see
+    `PreparedCalls`. It runs on the device of its first argument."""
+
+    def run(owner: None, *args: Any) -> Any:
+        return body(*args)  # type: ignore[call-arg]
+
+    @functools.wraps(body)
+    def call(*args: Any) -> Any:
+        first = args[0]
+        while isinstance(first, tuple) and first:
+            first = first[0]
+        on_gpu = isinstance(first, torch.Tensor) and first.is_cuda
+        if on_gpu and first.get_device() != torch.cuda.current_device():
+            with torch.cuda.device_of(first):
+                return _without_memory(run, None, *args)
+        return _without_memory(run, None, *args)
+
+    return cast(Prepared[P, T], call)
 
 
 class PreparedCall:
@@ -120,6 +157,7 @@ class PreparedCall:
         result: Any,
         state: Any,
     ):
+        self.used = next(_count)
         self._launches, self._end = recording.launches, (state.step, state.launched)
         returned = {_identity(one) for one in _leaves(result)}
         made = [one for one in recording.allocated if _identity(one) in returned]
@@ -166,6 +204,7 @@ class PreparedCall:
 
     def __call__(self, given: Sequence[torch.Tensor], numbers: dict[str, int], state: Any) -> Any:
         """Make the call with other tensors and numbers."""
+        self.used = next(_count)
         memory = [*given]
         for shape, stride, dtype, device in self._results:
             memory.append(torch.empty_strided(shape, stride, dtype=dtype, device=device))
@@ -207,12 +246,19 @@ def _describe(value: Any, given: list[torch.Tensor], kind: list[Any]) -> None:
     """Append the tensors of an argument, and what decides its kind of call."""
     if isinstance(value, torch.Tensor):
         given.append(value)
-        kind += value.shape, value.stride(), value.dtype, value.data_ptr() & 15
+        kind += type(value), value.shape, value.stride(), value.dtype, value.get_device()
+        kind.append(_alignment(value))
     elif isinstance(value, tuple):
         for one in value:
             _describe(one, given, kind)
     else:
         kind.append(value)
+
+
+def _alignment(tensor: torch.Tensor) -> int:
+    """Where in 16 bytes a tensor begins; -1 for one without memory."""
+    address = tensor.data_ptr()
+    return address & 15 if address else -1
 
 
 def _leaves(result: Any) -> Iterator[torch.Tensor]:

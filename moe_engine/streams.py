@@ -8,16 +8,17 @@ stream that was.
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Iterable, Sequence
+from contextlib import AbstractContextManager
 from types import TracebackType
-from typing import Any
+from typing import Any, Self
 
 import torch
 
 from .checks import check_flag
 from .device.lang import INTERPRETED
 from .errors import BackendError, DtypeError, ShapeError
+from .launch import stream_handle
 
 _one_call_at_a_time = threading.RLock()
 """Of all Buffers: autograd calls from a thread of its own."""
@@ -106,10 +107,14 @@ class EventOverlap:
 
 
 class Call:
-    """One running call: its event, and the streams its tensors are used on."""
+    """One call of a Buffer, which runs while this context is open. See `CallStreams.call`."""
 
-    def __init__(self, runs_on: torch.cuda.Stream | None, caller: torch.cuda.Stream | None):
-        self._runs_on, self._caller = runs_on, caller
+    def __init__(self, streams: CallStreams, previous: EventHandle | None, is_async: bool):
+        self._streams, self._previous, self._is_async = streams, previous, is_async
+        self._runs_on: torch.cuda.Stream | None = None
+        self._caller: torch.cuda.Stream | None = None
+        self._stream: torch.cuda.Stream | None = None
+        self._switch: AbstractContextManager[Any] | None = None
         self.event = EventOverlap()
 
     def reads(self, *tensors: torch.Tensor | None) -> None:
@@ -121,15 +126,60 @@ class Call:
         them."""
         record(tensors, self._caller)
 
+    def __enter__(self) -> Self:
+        _one_call_at_a_time.acquire()
+        try:
+            if self._streams.device.type == "cuda":
+                self._begin()
+        except BaseException:
+            self._leave()
+            raise
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, *error: object) -> None:
+        try:
+            if kind is None and self._stream is not None:
+                self._streams.note_end(self._stream)
+            if kind is None and self._is_async:
+                self.event.event = EventHandle()
+        finally:
+            self._leave()
+
+    def _begin(self) -> None:
+        streams = self._streams
+        caller = stream = streams.current_stream()
+        if self._is_async:
+            stream = streams.comm_stream()
+            self._runs_on, self._caller = stream, caller
+        if self._is_async or torch.cuda.current_device() != streams.device.index:
+            self._switch = torch.cuda.stream(stream)
+            self._switch.__enter__()
+        if self._previous is not None:
+            self._previous.current_stream_wait()
+        elif self._is_async:
+            stream.wait_stream(caller)
+        streams.follow_last_call(stream)
+        self._stream = stream
+
+    def _leave(self) -> None:
+        try:
+            if self._switch is not None:
+                self._switch.__exit__(None, None, None)
+        finally:
+            _one_call_at_a_time.release()
+
 
 class CallStreams:
     """The streams of one Buffer's calls."""
 
     def __init__(self, device: torch.device):
-        self._device = device
+        self.device = device
         self._memory: dict[str, tuple[torch.Tensor, ...]] = {}
         self._comm: torch.cuda.Stream | None = None
-        self._last: tuple[torch.cuda.Stream, EventHandle, bool] | None = None
+        self._current: torch.cuda.Stream | None = None
+        self._handle = -1  # of _current
+        self._end: torch.cuda.Event | None = None
+        self._last: tuple[torch.cuda.Stream, bool] | None = None  # and whether it was captured
 
     def uses(self, name: str, *memory: torch.Tensor) -> None:
         """Declare memory that all kernels of the Buffer use, in addition to their arguments. It
@@ -140,63 +190,50 @@ class CallStreams:
     def comm_stream(self) -> torch.cuda.Stream:
         """The Buffer's own stream, of high priority, made when first asked for. BackendError on a
         CPU, which has none."""
-        if self._device.type != "cuda":
+        if self.device.type != "cuda":
             raise BackendError(
                 "this Buffer lives on the CPU, where there are no streams; every call has ended "
                 "when it returns."
             )
         if self._comm is None:
-            self._comm = torch.cuda.Stream(self._device, priority=-1)
+            self._comm = torch.cuda.Stream(self.device, priority=-1)
             for memory in self._memory.values():
                 record(memory, self._comm)
         return self._comm
 
-    @contextmanager
+    def current_stream(self) -> torch.cuda.Stream:
+        """The caller's stream on the Buffer's device. torch takes 3 us to make an object of it, so
+        the last one is kept."""
+        handle = stream_handle(self.device.index)
+        if self._current is None or handle != self._handle:
+            self._handle, self._current = handle, torch.cuda.current_stream(self.device)
+        return self._current
+
     def call(
         self,
         previous_event: EventOverlap | EventHandle | None = None,
         async_finish: bool = False,
         allocate_on_comm_stream: bool = False,
-    ) -> Iterator[Call]:
-        """Run the block as one call: after `previous_event`, or else after all that the current
-        stream holds, and after the Buffer's last call.
+    ) -> Call:
+        """A context in which one call runs: after `previous_event`, or else after all that the
+        current stream holds, and after the Buffer's last call.
 
-        With async_finish it runs on `comm_stream()`, and `event` of the yielded Call ends it;
-        without, it runs on the current stream, and `event` is empty. Results of an asynchronous
-        call always come from the comm stream's memory, whatever allocate_on_comm_stream says; as
-        in DeepEP that flag needs async_finish and a previous_event.
+        With async_finish it runs on `comm_stream()`, and `event` of the Call ends it; without, it
+        runs on the current stream, and `event` is empty. Results of an asynchronous call always
+        come from the comm stream's memory, whatever allocate_on_comm_stream says; as in DeepEP that
+        flag needs async_finish and a previous_event.
         """
         check_flag("async_finish", async_finish)
         check_flag("allocate_on_comm_stream", allocate_on_comm_stream)
-        previous = _handle_of(previous_event)
+        previous = None if previous_event is None else _handle_of(previous_event)
         if allocate_on_comm_stream and (previous is None or not async_finish):
             raise ShapeError(
                 "allocate_on_comm_stream needs async_finish=True and a previous_event that holds "
                 "an event; results would be written before the current stream has let go of them."
             )
-        if self._device.type != "cuda":
-            call = Call(None, None)
-            with _one_call_at_a_time:
-                yield call
-            if async_finish:
-                call.event.event = EventHandle()
-            return
-        caller = torch.cuda.current_stream(self._device)
-        stream = self.comm_stream() if async_finish else caller
-        call = Call(stream, caller) if async_finish else Call(None, None)
-        with _one_call_at_a_time, torch.cuda.stream(stream):
-            if previous is not None:
-                previous.current_stream_wait()
-            elif async_finish:
-                stream.wait_stream(caller)
-            self._follow_last_call(stream)
-            yield call
-            end = EventHandle()
-            self._last = stream, end, torch.cuda.is_current_stream_capturing()
-        if async_finish:
-            call.event.event = end
+        return Call(self, previous, bool(async_finish))
 
-    def _follow_last_call(self, stream: torch.cuda.Stream) -> None:
+    def follow_last_call(self, stream: torch.cuda.Stream) -> None:
         """Make `stream` wait for the Buffer's last call, if that ran on another one.
 
         A captured call and an eager one cannot wait for each other's events: the order of a graph's
@@ -205,15 +242,24 @@ class CallStreams:
         """
         if self._last is None or self._last[0] == stream:
             return
-        last_stream, end, was_captured = self._last
+        last_stream, was_captured = self._last
         capturing = torch.cuda.is_current_stream_capturing()
         if not capturing and not was_captured:
-            end.current_stream_wait()
+            assert self._end is not None
+            stream.wait_event(self._end)
         elif capturing and was_captured:
             with torch.cuda.stream(last_stream):
                 in_this_capture = torch.cuda.is_current_stream_capturing()
             if in_this_capture:
                 stream.wait_stream(last_stream)
+
+    def note_end(self, stream: torch.cuda.Stream) -> None:
+        """A call has ended on a stream, which is current."""
+        is_captured = torch.cuda.is_current_stream_capturing()
+        if not is_captured:
+            self._end = self._end or torch.cuda.Event()
+            self._end.record(stream)
+        self._last = stream, is_captured
 
 
 class ConcurrentReads:

@@ -19,6 +19,7 @@ FOLDERS = ("dispatch", "combine", "grouped_gemm")
 LAYERS = (
     ("device",),
     ("errors", "utils", "deadline", "checks", "hardware", "choice_cache", "timing"),
+    ("cuda_driver", "launch", "prepared"),
     ("grouped_gemm", "row_vectors", "layer_config", "reference", "low_latency_reference"),
     ("symm", "streams", "emulation"),
     ("options", "agreement", "routing", "routing_kernels"),

@@ -22,18 +22,18 @@ STAGES = st.integers(1, 16)
 def tiles_on_rank(group, num_own, num_remote, spare_rows, block_m, config, num_ranks):
     """(tiles, counters that say that they have arrived, number of own ones, first tile of each
     stage) by the kernel."""
-    from moe_engine import hardware
     from moe_engine.dispatch import staged_schedule
+    from moe_engine.launch import launch
 
     def offsets(counts):
         sums = [0, *itertools.accumulate(counts)]
         return torch.tensor(sums, dtype=torch.int32, device=cases.device())
 
-    def launch(*args, after, **options):
-        launch.launch(*args, **options)
+    def launch_any(*args, after, **options):
+        launch(*args, **options)
 
     rows = offsets([own + remote for own, remote in zip(num_own, num_remote, strict=True)])
-    slots = SimpleNamespace(num_ranks=num_ranks, context=SimpleNamespace(launch=launch))
+    slots = SimpleNamespace(num_ranks=num_ranks, context=SimpleNamespace(launch=launch_any))
     max_rows = int(rows[-1]) + spare_rows
     with cases.filled_memory():
         schedule, counters = staged_schedule(
