@@ -71,17 +71,18 @@ class PreparedCalls:
         more = {} if sized is None else {"sized": sized}
         if Recording.current() is not None:  # a part of a larger body
             return body(owner, *args, **more, **numbers)
-        given, kind = list[torch.Tensor](), [body, choice_cache.num_kept]
+        described, kind = dict[int, torch.Tensor](), [body, choice_cache.num_kept]
         try:
             for one in args:
-                _describe(one, given, kind)
+                _describe(one, described, kind)
             for one in sized or ():
                 if one is not None:
-                    given.append(one)
+                    described[id(one)] = one
                 kind.append(one is not None and (one.shape[1:], one.dtype, _alignment(one)))
             prepared = self._kinds.get(key := tuple(kind))
         except (TypeError, RuntimeError):  # of arguments that the body refuses
             return body(owner, *args, **more, **numbers)
+        given = list(described.values())
         if prepared is not None:
             with self._lock:
                 return prepared(given, numbers, self._state)
@@ -242,10 +243,14 @@ def _builder(result: Any, numbered: dict[Any, int]) -> Callable[[list[Any]], Any
     return lambda memory: tuple([part(memory) for part in parts])
 
 
-def _describe(value: Any, given: list[torch.Tensor], kind: list[Any]) -> None:
-    """Append the tensors of an argument, and what decides its kind of call."""
+def _describe(value: Any, given: dict[int, torch.Tensor], kind: list[Any]) -> None:
+    """Add the tensors of an argument to those given so far, each once, and what decides its kind of
+    call."""
     if isinstance(value, torch.Tensor):
-        given.append(value)
+        if id(value) in given:
+            kind.append(list(given).index(id(value)))
+            return
+        given[id(value)] = value
         kind += type(value), value.shape, value.stride(), value.dtype, value.get_device()
         kind.append(_alignment(value))
     elif isinstance(value, tuple):

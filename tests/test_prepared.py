@@ -1,0 +1,276 @@
+"""Prepared calls: they do, bit for bit, what the first call of their kind did."""
+
+from __future__ import annotations
+
+import threading
+from unittest import mock
+
+import cases
+import pytest
+import torch
+from dispatch_cases import make_inputs, poison
+from layer_cases import make_weights
+
+from moe_engine import Buffer, Options, moe_ffn, prepared
+from moe_engine.emulation import PerRank
+from moe_engine.grouped_gemm import grouped_gemm, grouped_mlp, tile_schedule
+
+EXPERTS, TOPK, HIDDEN, COLUMNS, MAX_TOKENS = 8, 3, 128, 64, 9
+COSTS = {  # launches, allocations: of the parts of each call
+    "layout": [(2, 4)],
+    "dispatch": [(2, 6), (2, 0), (2, 0)],
+    "dispatch_worst": [(6, 9)],
+    "dispatch_cached": [(4, 0)],
+    "dispatch_in_place": [(2, 6), (2, 0), (1, 0)],
+    "release": [(1, 0)],
+    "combine": [(2, 2)],
+    "combine_biased": [(2, 1)],
+    "low_latency_dispatch": [(1, 6)],
+    "low_latency_fp8": [(1, 7)],
+    "low_latency_combine": [(1, 0)],
+    "hooked_dispatch": [(1, 6), (1, 0)],
+    "hooked_combine": [(1, 0), (1, 0)],
+    "moe_ffn": [(12, 2)],
+    "moe_ffn_decode": [(5, 2)],
+}
+"""A launch or an allocation more is host time of every call: raise a number only on purpose."""
+
+
+def bits(values):
+    """The bytes of tensors, which may hold NaN."""
+    return [one.contiguous().view(torch.uint8).cpu() for one in values if one is not None]
+
+
+def every_call(buffer, fused, x, idx, weights, up, down):
+    """(name, results) of each call of a Buffer; `fused` is one without low-latency calls."""
+    per_rank, _, per_expert, in_rank, _ = buffer.get_dispatch_layout(idx, EXPERTS)
+    yield "layout", (per_rank, per_expert, in_rank)
+    layout = None, per_rank, None, in_rank, per_expert
+    rows, rows_idx, rows_weights, _, handle, _ = buffer.dispatch(x, *layout, idx, weights)
+    yield "dispatch", (rows, rows_idx, rows_weights, *handle[:2], *handle[3:])  # no epoch
+    num_rows = buffer.group_size * MAX_TOKENS
+    more, _, _, _, worst, _ = buffer.dispatch(x, *layout, idx, weights, num_worst_tokens=num_rows)
+    yield "dispatch_worst", (more[: len(rows)], *worst[:2], *worst[4:])
+    yield "dispatch_cached", (buffer.dispatch(x, handle)[0],)
+    _, rows_idx, *_ = buffer.dispatch(x, *layout, idx, weights, in_place=True)
+    yield "dispatch_in_place", (rows_idx,)
+    buffer.release()
+    yield "release", ()
+    yield "combine", buffer.combine(rows, handle, rows_weights)[:2]
+    yield "combine_biased", buffer.combine(rows, handle, bias=x)[:1]
+    sizes, results = (MAX_TOKENS, EXPERTS), {}
+    for name, fp8 in (("low_latency_dispatch", False), ("low_latency_fp8", True)):
+        got, count, ll_handle, _, _ = buffer.low_latency_dispatch(x, idx, *sizes, use_fp8=fp8)
+        results[name] = got
+        yield name, (count, ll_handle.layout_range)
+    got = results["low_latency_dispatch"]
+    y = torch.zeros_like(got)
+    for expert, num in enumerate(count.tolist()):
+        y[expert, :num] = got[expert, :num] * (expert + 1)
+    yield "low_latency_combine", buffer.low_latency_combine(y, idx, weights, ll_handle)[:1]
+    _, count, ll_handle, _, hook = buffer.low_latency_dispatch(
+        x, idx, *sizes, use_fp8=False, return_recv_hook=True
+    )
+    hook()
+    yield "hooked_dispatch", (count,)
+    out, _, hook = buffer.low_latency_combine(y, idx, weights, ll_handle, return_recv_hook=True)
+    hook()
+    yield "hooked_combine", (out,)
+    yield "moe_ffn", (moe_ffn(x, idx, weights, up, down, fused),)
+    yield "moe_ffn_decode", (moe_ffn(x, idx, weights, up, down, buffer, MAX_TOKENS),)
+
+
+def run_rounds(group, rounds, up, down):
+    """Each round by prepared calls and by ones that are never kept: what a round of the same shapes
+    as an earlier one costs, by call."""
+    device = cases.device()
+    up, down = up.to(device), down.to(device)
+    sizes = MAX_TOKENS, HIDDEN, EXPERTS, TOPK
+    fused_only = Options(decode_tokens=0)
+    buffers, plain = (
+        (Buffer.for_tokens(group, *sizes), Buffer.for_tokens(group, *sizes, options=fused_only))
+        for _ in range(2)
+    )
+    seen, costs, real = [], {}, prepared.PreparedCall.__call__
+
+    def count(self, *args):
+        allocated = len(self._results) + bool(self._num_bytes)
+        seen.append((len(self._launches), allocated))
+        return real(self, *args)
+
+    with mock.patch.object(prepared.PreparedCall, "__call__", count), cases.filled_memory():
+        for inputs in rounds:
+            x, idx, weights = (one.to(device) for one in inputs)
+            for one in (*buffers, *plain):
+                poison(one)
+            torch.distributed.barrier(group)
+            with mock.patch.object(prepared, "MOST_KINDS", 0):
+                wanted = [
+                    (name, bits(got)) for name, got in every_call(*plain, x, idx, weights, up, down)
+                ]
+            seen.clear()
+            calls = every_call(*buffers, x, idx, weights, up, down)
+            for (name, want), (other, got) in zip(wanted, calls, strict=True):
+                assert name == other
+                for number, (one, two) in enumerate(zip(want, bits(got), strict=True)):
+                    assert torch.equal(one, two), f"{name}, result {number}"
+                costs[name] = list(seen)
+                seen.clear()
+    for one in (*buffers, *plain):
+        one.check()
+        one.destroy()
+    return costs
+
+
+def rounds_of(num_ranks):
+    """Inputs of each rank: some, others of the same shapes, fewer tokens, rows that do not lie
+    together."""
+    sizes = HIDDEN, EXPERTS, TOPK
+    kinds = ("uniform", [5, 9]), ("skewed", [5, 9]), ("holes", [1, 3])
+    rounds = [
+        make_inputs(num_ranks, tokens, *sizes, kind, "bf16", seed)
+        for seed, (kind, tokens) in enumerate(kinds)
+    ]
+    by_rank = [[tuple(part[r] for part in one) for one in rounds] for r in range(num_ranks)]
+    for inputs in by_rank:
+        x, idx, weights = inputs[0]
+        inputs.append((x.repeat(1, 2)[:, ::2], idx, weights))
+    return by_rank
+
+
+def test_prepared_calls_are_plain_calls(pool):
+    num_ranks = 2
+    weights = make_weights(num_ranks, EXPERTS // num_ranks, HIDDEN, COLUMNS, "bf16")
+    parts = PerRank(rounds_of(num_ranks)), *(PerRank(part) for part in weights)
+    for costs in pool.run(run_rounds, *parts, num_ranks=num_ranks):
+        assert costs == COSTS
+
+
+# --- Grouped GEMMs -------------------------------------------------------------------------------
+
+
+def products(x, up, down, offsets, out):
+    """What grouped GEMMs give, their gradients too."""
+    schedule = tile_schedule(offsets, len(x), 16)
+    offset = torch.arange(len(x), device=x.device).flip(0) * x.stride(0)
+    yield from (
+        grouped_gemm(x, up, offsets),
+        grouped_gemm(x, up, offsets, activation="swiglu", schedule=schedule),
+        grouped_gemm(x, up, offsets, row_offset=offset),
+        grouped_gemm(x, up, offsets, row_index=offset // x.stride(0)),
+        grouped_gemm(x, up, offsets, out=out),
+        grouped_mlp(x, up, down, offsets, row_weight=x[:, 0].float().contiguous()),
+    )
+    with torch.enable_grad():
+        leaves = [one.detach().clone().requires_grad_() for one in (x, up, down)]
+        y = grouped_mlp(*leaves, offsets)
+        y.backward(torch.ones_like(y))
+    yield y.detach()
+    yield from (leaf.grad for leaf in leaves)
+
+
+def run_products(group):
+    device, generator = cases.device(), torch.Generator().manual_seed(0)
+
+    def draw(*shape):
+        return torch.randn(*shape, generator=generator).bfloat16().to(device)
+
+    hits, real = [], prepared.PreparedCall.__call__
+
+    def count(self, *args):
+        hits.append(self)
+        return real(self, *args)
+
+    for num_rows, num_calls in ((11, 3), (16, 2)):
+        for call in range(num_calls):
+            x, up, down = draw(num_rows, 32), draw(2, 64, 32), draw(2, 32, 32)
+            offsets = torch.tensor([0, 2 + call, num_rows], dtype=torch.int32, device=device)
+            args = x, up, down, offsets, draw(num_rows, 64)
+            empty = prepared.PreparedCalls()
+            with mock.patch.object(prepared, "_without_memory", empty), torch.no_grad():
+                want = [bits([one]) for one in products(*args)]
+            with mock.patch.object(prepared.PreparedCall, "__call__", count), torch.no_grad():
+                got = [bits([one]) for one in products(*args)]
+            assert all(torch.equal(a[0], b[0]) for a, b in zip(want, got, strict=True))
+    return len(hits)
+
+
+def test_grouped_gemms(pool):
+    assert pool.run(run_products, num_ranks=1)[0] > 20
+
+
+def share(group):
+    """Products in two threads at once, whose addresses differ in each call."""
+    device = cases.device()
+    wrong = []
+
+    def work(value):
+        for call in range(6):
+            x = torch.full((4, 32), float(value + call), device=device)
+            w = torch.full((1, 16, 32), 1.0, device=device)
+            y = grouped_gemm(x, w, torch.tensor([0, 4], dtype=torch.int32, device=device))
+            wrong.append(not bool((y == 32.0 * (value + call)).all()))
+
+    threads = [threading.Thread(target=work, args=(value,)) for value in (1, 100)]
+    for one in threads:
+        one.start()
+    for one in threads:
+        one.join()
+    return wrong
+
+
+@pytest.mark.gpu  # the interpreter runs in one thread
+def test_two_threads(pool):
+    assert pool.run(share, num_ranks=1)[0] == [False] * 12
+
+
+# --- What is kept --------------------------------------------------------------------------------
+
+
+def keep_few(group):
+    """How many kinds are kept of more, and that memory does not grow with Buffers."""
+    device = cases.device()
+    calls = prepared.PreparedCalls()
+
+    def body(owner, x, option):
+        return x.new_empty(3)
+
+    with mock.patch.object(prepared, "MOST_KINDS", 3):
+        for option in (0, 1, 2, 0, 3, 4):
+            calls(body, None, torch.zeros(2, device=device), option)
+    kept = {key[-1] for key in calls._kinds}
+    calls.clear()
+    return kept, len(calls)
+
+
+def test_the_least_recently_used_go(pool):
+    assert pool.run(keep_few, num_ranks=1) == [({0, 3, 4}, 0)]
+
+
+def misuse(group):
+    """What a body must not do, and what is run each time instead of being prepared."""
+    calls, x, kinds = prepared.PreparedCalls(), torch.zeros(4, device=cases.device()), []
+
+    def computes(owner, x):
+        return x + 1
+
+    def returns_a_part(owner, x):
+        return x.new_empty(4)[1:]
+
+    assert torch.equal(calls(computes, None, x), x + 1)
+    kinds.append(len(calls))
+    with pytest.raises(AssertionError, match="returns neither"):
+        calls(returns_a_part, None, x)
+    calls(lambda owner, x, y: x, None, x, x[2:])  # they share memory
+    kinds.append(len(calls))
+    with pytest.raises(TypeError, match="refused"):
+        calls(refuses, None, x, [])
+    return kinds
+
+
+def refuses(owner, x, option):
+    raise TypeError("refused")
+
+
+def test_what_is_not_prepared(pool):
+    assert pool.run(misuse, num_ranks=1) == [[0, 0]]
