@@ -211,7 +211,7 @@ class Bench:
         self.check(recv.x)
 
         def in_place() -> None:
-            engine.dispatch_in_place(*tokens, len(recv.x), sms)
+            engine.dispatch(*tokens, len(recv.x), sms, owned=False)
             engine.release()
 
         def owned() -> None:

@@ -65,7 +65,6 @@ def host_us(call: Call) -> float:
 
 def run_rank(group: dist.ProcessGroup) -> None:
     """All entry points on one rank; rank 0 reports."""
-    num_experts, hidden, columns, num_topk = MODELS[HOST_MODEL]
     for verb, impl, tokens, call in entry_points(group):
         for _ in range(3):
             call()

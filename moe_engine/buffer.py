@@ -10,8 +10,8 @@ import torch
 
 from . import checks
 from .debug_checks import check_handle_values, check_layout_values
-from .dispatch import DispatchLayout, Tokens
-from .engines.base import NUM_SMS, Handle
+from .dispatch import DispatchLayout, Received, Tokens
+from .engines.base import NUM_SMS, Engine, Handle
 from .engines.kernel import KernelEngine
 from .errors import BackendError, DtypeError, ShapeError
 from .handles import check_handle
@@ -73,12 +73,17 @@ class Buffer(LowLatencyVerbs):
         at the next call or `check()`.
         """
         engine = self._ready(sends=False)
-        num_experts = checks.check_experts(num_experts, self.group_size)
-        checks.check_topk(topk_idx, device=self._rows_device)
+        described = engine.describe(topk_idx, num_experts)
+        if not described.kind.is_checked:
+            num_experts = checks.check_experts(num_experts, self.group_size)
+            checks.check_topk(topk_idx, device=self._rows_device)
         with self._streams.call(previous_event, async_finish, allocate_on_comm_stream) as call:
             call.reads(topk_idx)
-            per_rank, per_expert, in_rank = engine.layout(topk_idx.contiguous(), num_experts)
+            idx = checks.packed(topk_idx)
+            known = described if idx is topk_idx else None
+            per_rank, per_expert, in_rank = engine.layout(idx, num_experts, known)
             call.returns(per_rank, per_expert, in_rank)
+        described.kind.is_checked = True
         return per_rank, None, per_expert, in_rank, call.event
 
     @verb
@@ -131,57 +136,94 @@ class Buffer(LowLatencyVerbs):
         [[0], [1]].
         """
         engine = self._ready()
-        rows, scales = checks.check_payload(x, device=self._rows_device)
-        num_sms = _num_sms(config)
-        expert_alignment = checks.check_int("expert_alignment", expert_alignment, 1)
-        most = self.group_size * SlotLayout.most_rows
-        num_worst_tokens = checks.check_int("num_worst_tokens", num_worst_tokens, 0, most)
-        checks.check_flag("in_place", in_place)
         when = previous_event, async_finish, allocate_on_comm_stream
         if handle is not None:
-            cached = check_handle(handle, self.group_size, rows.device)
             if topk_idx is not None or topk_weights is not None or in_place:
                 raise ShapeError(
                     "with a handle only x is sent, to rows of the caller's; leave out topk_idx, "
                     "topk_weights and in_place."
                 )
-            if rows.shape[0] != cached.send_head.shape[0]:
-                checks.check_payload(x, cached.send_head.shape[0])
-            with self._streams.call(*when) as call:
-                if self.options.debug:
-                    check_handle_values(cached, self.rank)
-                call.reads(rows, scales, *cached)
-                received = engine.dispatch_cached(checks.packed(rows), scales, cached, num_sms)
-                call.returns(received.x, received.scales)
-            return received.payload, None, None, None, None, call.event
-        if num_tokens_per_rank is None or is_token_in_rank is None or num_tokens_per_expert is None:
-            raise ShapeError(
-                "dispatch needs num_tokens_per_rank, is_token_in_rank and num_tokens_per_expert "
-                "(all three from get_dispatch_layout), or a handle."
-            )
+            received = self._dispatch_cached(engine, x, handle, config, *when)
+            return received[0].payload, None, None, None, None, received[1]
         layout = num_tokens_per_rank, num_tokens_per_expert, is_token_in_rank
-        checks.check_layout(rows, *layout, self.group_size)
-        if topk_idx is not None or topk_weights is not None:
-            checks.check_routing(rows, topk_idx, topk_weights)
+        routing, rows_per = (topk_idx, topk_weights), (expert_alignment, num_worst_tokens)
+        described = engine.describe(x, layout, routing, rows_per, in_place, config, Buffer.num_sms)
+        if not described.kind.is_checked:
+            self._check_dispatch(x, layout, routing, *rows_per)
+            checks.check_flag("in_place", in_place)
+        rows, scales = x if isinstance(x, tuple) else (x, None)
+        num_sms = _num_sms(config)
         with self._streams.call(*when) as call:
-            if self.options.debug:
-                check_layout_values(*layout, topk_idx, self.rank)
-            call.reads(rows, scales, topk_idx, topk_weights, *layout)
-            tokens = Tokens(
-                checks.packed(rows),
-                None if topk_idx is None else checks.packed(topk_idx),
-                None if topk_weights is None else checks.packed(topk_weights),
-                scales,
+            where = DispatchLayout(
+                *(counts.contiguous() for counts in layout if counts is not None)
             )
-            where = DispatchLayout(*(counts.contiguous() for counts in layout))
-            send = engine.dispatch_in_place if in_place else engine.dispatch
-            got, per_expert, new_handle = send(tokens, where, num_worst_tokens, num_sms)
+            if self.options.debug:
+                check_layout_values(*where, topk_idx, self.rank)
+            call.reads(rows, scales, *routing, *layout)
+            ids, weights = (None if one is None else checks.packed(one) for one in routing)
+            tokens = Tokens(checks.packed(rows), ids, weights, scales)
+            pairs = zip((*tokens, *where), (rows, *routing, scales, *layout), strict=True)
+            known = described if all(one is other for one, other in pairs) else None
+            how = int(num_worst_tokens), num_sms, not in_place, known
+            got, per_expert, new_handle = engine.dispatch(tokens, where, *how)
             self._unreleased = tokens.x if in_place else None
             call.returns(
                 self._unreleased, got.x, got.scales, got.topk_idx, got.topk_weights, *new_handle
             )
-        aligned = [round_up(count, expert_alignment) for count in per_expert]
+        described.kind.is_checked = True
+        aligned = [round_up(count, int(expert_alignment)) for count in per_expert]
         return got.payload, got.topk_idx, got.topk_weights, aligned, new_handle, call.event
+
+    def _check_dispatch(
+        self,
+        x: torch.Tensor | tuple[torch.Tensor, torch.Tensor],
+        layout: tuple[torch.Tensor | None, torch.Tensor | None, torch.Tensor | None],
+        routing: tuple[torch.Tensor | None, torch.Tensor | None],
+        expert_alignment: int,
+        num_worst_tokens: int,
+    ) -> None:
+        """Refuse arguments of a dispatch without a handle that do not fit one another."""
+        rows, _ = checks.check_payload(x, device=self._rows_device)
+        checks.check_int("expert_alignment", expert_alignment, 1)
+        most = self.group_size * SlotLayout.most_rows
+        checks.check_int("num_worst_tokens", num_worst_tokens, 0, most)
+        per_rank, per_expert, in_rank = layout
+        if per_rank is None or per_expert is None or in_rank is None:
+            raise ShapeError(
+                "dispatch needs num_tokens_per_rank, is_token_in_rank and num_tokens_per_expert "
+                "(all three from get_dispatch_layout), or a handle."
+            )
+        checks.check_layout(rows, per_rank, per_expert, in_rank, self.group_size)
+        if any(one is not None for one in routing):
+            checks.check_routing(rows, *routing)
+
+    def _dispatch_cached(
+        self,
+        engine: Engine,
+        x: torch.Tensor | tuple[torch.Tensor, torch.Tensor],
+        handle: tuple[torch.Tensor, ...],
+        config: Config | None,
+        *when: Any,
+    ) -> tuple[Received, EventOverlap]:
+        """A dispatch with a handle: (what came, event)."""
+        described = engine.describe(x, *_parts(handle), config, Buffer.num_sms)
+        if not described.kind.is_checked:
+            rows, _ = checks.check_payload(x, device=self._rows_device)
+            cached = check_handle(handle, self.group_size, rows.device)
+            if rows.shape[0] != cached.send_head.shape[0]:
+                checks.check_payload(x, cached.send_head.shape[0])
+        rows, scales = x if isinstance(x, tuple) else (x, None)
+        cached, num_sms = Handle(*handle), _num_sms(config)
+        with self._streams.call(*when) as call:
+            if self.options.debug:
+                check_handle_values(cached, self.rank)
+            call.reads(rows, scales, *cached)
+            sent = checks.packed(rows)
+            known = described if sent is rows else None
+            received = engine.dispatch_cached(sent, scales, cached, num_sms, known)
+            call.returns(received.x, received.scales)
+        described.kind.is_checked = True
+        return received, call.event
 
     @verb
     def release(self) -> None:
@@ -215,28 +257,34 @@ class Buffer(LowLatencyVerbs):
         Returns (out [T, H], weights float32 [T, K] or None, event).
         """
         engine = self._ready()
-        checks.check_rows("x", x, "N", self._rows_device)
-        known = check_handle(handle, self.group_size, x.device)
-        if x.shape[0] != known.recv_src_idx.shape[0]:
-            checks.check_rows("x", x, known.recv_src_idx.shape[0])
-        if topk_weights is not None:
-            shape = (x.shape[0], "K")
-            checks.check_tensor("topk_weights", topk_weights, shape, [torch.float32], x.device)
-            checks.check_no_grad(topk_weights=topk_weights)
-        biases = checks.check_biases(bias, known.is_token_in_rank.shape[0], x)
-        num_sms = _num_sms(config)
+        biases = tuple(bias) if isinstance(bias, list) else bias
+        fixed, of_rows = _parts(handle)
+        rows = x, topk_weights, of_rows  # as many of each
+        described = engine.describe(fixed, biases, config, Buffer.num_sms, sized=rows)
+        is_checked = described.kind.is_checked
+        if not is_checked or any(one is not None and len(one) != len(x) for one in rows):
+            checks.check_rows("x", x, "N", self._rows_device)
+            known = check_handle(handle, self.group_size, x.device)
+            if x.shape[0] != known.recv_src_idx.shape[0]:
+                checks.check_rows("x", x, known.recv_src_idx.shape[0])
+            if topk_weights is not None:
+                shape = (x.shape[0], "K")
+                checks.check_tensor("topk_weights", topk_weights, shape, [torch.float32], x.device)
+                checks.check_no_grad(topk_weights=topk_weights)
+            checks.check_biases(bias, known.is_token_in_rank.shape[0], x)
+        biases = (biases,) if isinstance(biases, torch.Tensor) else biases or ()
+        known, num_sms = Handle(*handle), _num_sms(config)
         with self._streams.call(previous_event, async_finish, allocate_on_comm_stream) as call:
             if self.options.debug:
                 check_handle_values(known, self.rank)
             call.reads(x, topk_weights, *biases, *known)
-            out, weights = engine.combine(
-                checks.packed(x),
-                known,
-                None if topk_weights is None else checks.packed(topk_weights),
-                [checks.packed(part) for part in biases],
-                num_sms,
-            )
+            y, added = checks.packed(x), [checks.packed(one) for one in biases]
+            of_y = None if topk_weights is None else checks.packed(topk_weights)
+            pairs = zip((y, of_y, *added), (x, topk_weights, *biases), strict=True)
+            decided = described if all(one is other for one, other in pairs) else None
+            out, weights = engine.combine(y, known, of_y, added, num_sms, decided)
             call.returns(out, weights)
+        described.kind.is_checked = True
         return out, weights, call.event
 
     @verb
@@ -252,25 +300,46 @@ class Buffer(LowLatencyVerbs):
     ) -> tuple[torch.Tensor, EventOverlap]:
         """(result [T, H], event) of a layer's routed experts; see `moe_engine.moe_ffn`."""
         engine = self._ready()
-        checks.check_rows("x", x, device=self._rows_device)
-        checks.check_expert_weights(x, w_gate_up, w_down)
-        num_experts = w_gate_up.shape[0] * self.group_size
-        checks.check_experts(num_experts, self.group_size)
-        checks.check_routing(x, topk_idx, topk_weights)
+        tensors = x, topk_idx, topk_weights, w_gate_up, w_down
+        described = engine.describe(*tensors, max_tokens)
+        kind = described.kind
+        if not kind.is_checked:
+            checks.check_rows("x", x, device=self._rows_device)
+            checks.check_expert_weights(x, w_gate_up, w_down)
+            checks.check_experts(w_gate_up.shape[0] * self.group_size, self.group_size)
+            checks.check_routing(x, topk_idx, topk_weights)
+            kind.choice = self._most_tokens(x, topk_idx, w_gate_up, max_tokens)
+        with self._streams.call(None, async_finish) as call:
+            call.reads(*tensors)
+            rows = checks.packed(x), checks.packed(topk_idx), checks.packed(topk_weights)
+            same = rows[0] is x and rows[1] is topk_idx and rows[2] is topk_weights
+            args, most_tokens = (*rows, w_gate_up, w_down), kind.choice
+            if most_tokens:
+                assert self._low_latency is not None
+                out = self._low_latency.moe_ffn(*args, most_tokens)
+            else:
+                out = engine.moe_ffn(*args, described if same else None)
+            call.returns(out)
+        kind.is_checked = True
+        return out, call.event
+
+    def _most_tokens(
+        self,
+        x: torch.Tensor,
+        topk_idx: torch.Tensor,
+        w_gate_up: torch.Tensor,
+        max_tokens: int | None,
+    ) -> int:
+        """The most tokens of a rank in a layer that runs by low-latency calls; 0: it does not."""
         max_tokens = checks.check_max_tokens(len(x), max_tokens)
         max_tokens = self.options.max_tokens if max_tokens is None else max_tokens
-        with self._streams.call(None, async_finish) as call:
-            call.reads(x, topk_idx, topk_weights, w_gate_up, w_down)
-            rows = checks.packed(x), topk_idx.contiguous(), topk_weights.contiguous()
-            low_latency = self._low_latency
-            sizes = x.shape[1] * x.itemsize, topk_idx.shape[1], num_experts  # equal on all ranks
-            if low_latency is not None and low_latency.takes(max_tokens, *sizes, self.options):
-                checks.check_max_tokens(len(x), max_tokens)
-                out = low_latency.moe_ffn(*rows, w_gate_up, w_down, max(1, max_tokens or 0))
-            else:
-                out = engine.moe_ffn(*rows, w_gate_up, w_down)
-            call.returns(out)
-        return out, call.event
+        num_experts = w_gate_up.shape[0] * self.group_size
+        sizes = x.shape[1] * x.itemsize, topk_idx.shape[1], num_experts  # equal on all ranks
+        low_latency = self._low_latency
+        if low_latency is None or not low_latency.takes(max_tokens, *sizes, self.options):
+            return 0
+        checks.check_max_tokens(len(x), max_tokens)
+        return max(1, max_tokens or 0)
 
     def warmup(
         self, hidden: int, num_experts: int, num_topk: int, dtype: torch.dtype = torch.bfloat16
@@ -339,6 +408,14 @@ class Buffer(LowLatencyVerbs):
     def _rows_device(self) -> torch.device | None:
         """The device on which rows must lie; None for any."""
         return None if self.backend == "collective" else self.device
+
+
+def _parts(handle: Any) -> tuple[Any, Any]:
+    """(the tensors of a handle whose sizes follow from the tokens that were sent, recv_src_idx,
+    which has an entry for each row that came), as far as it is one."""
+    if not isinstance(handle, tuple) or len(handle) != len(Handle._fields):
+        return handle, None
+    return handle[:3] + handle[4:], handle[3]
 
 
 def _num_sms(config: Config | None) -> int:

@@ -87,41 +87,55 @@ class LowLatencyVerbs(BufferLifecycle):
         dispatch_wait_recv_cost_stats int64 [R] by the nanoseconds waited for each rank's counts.
         """
         engine = self._low_latency_ready()
-        _check_hook(async_finish, return_recv_hook)
+        stats = cumulative_local_expert_recv_stats, dispatch_wait_recv_cost_stats
+        max_tokens, form = num_max_dispatch_tokens_per_rank, (use_fp8, round_scale, use_ue8m0)
+        how = async_finish, return_recv_hook
+        described = engine.ring.calls.describe(
+            x, topk_idx, max_tokens, num_experts, *stats, *form, *how
+        )
+        kind = described.kind
+        if not kind.is_checked:
+            _check_hook(*how)
+            kind.choice = self._check_dispatch_tokens(x, topk_idx, max_tokens, num_experts, form)
+            self._check_stats(num_experts // self.group_size, *stats)
+        max_tokens, num_experts, row_format = kind.choice
+        with self._streams.call(None, async_finish) as call:
+            call.reads(x, topk_idx, *stats)
+            rows = checks.packed(x), checks.packed(topk_idx), None
+            tokens = LowLatencyTokens(*rows, max_tokens, num_experts, row_format)
+            decided = described if rows[0] is x and rows[1] is topk_idx else None
+            got, receive = engine.dispatch(tokens, *stats, return_recv_hook, decided)
+            sizes = max_tokens, x.shape[1], num_experts
+            handle = LowLatencyHandle(got.src_info, got.layout_range, *sizes, got.returns, got.call)
+            call.returns(*got)
+        kind.is_checked = True
+        recv_x: torch.Tensor | tuple[torch.Tensor, torch.Tensor] = got.x
+        if got.scales is not None:
+            scales = got.scales if use_ue8m0 else got.scales.view(torch.float32)
+            recv_x = got.x, scales.transpose(1, 2)
+        hook = self._hook(receive, *rows, *got, *stats)
+        return recv_x, got.counts, handle, call.event, hook
+
+    def _check_dispatch_tokens(
+        self,
+        x: torch.Tensor,
+        topk_idx: torch.Tensor,
+        max_tokens: int,
+        num_experts: int,
+        form: tuple[bool, bool, bool],
+    ) -> tuple[int, int, str]:
+        """(max_tokens, num_experts, format of rows) of a low-latency dispatch, or refuse them."""
         checks.check_tensor("x", x, ["T", "H"], [torch.bfloat16], self.device)
         checks.check_no_grad(x=x)
         num_tokens, hidden = x.shape
         checks.check_int("hidden", hidden, 1, MAX_HIDDEN)
         checks.check_topk(topk_idx, num_tokens, self.device)
         num_experts = checks.check_experts(num_experts, self.group_size)
-        max_tokens = num_max_dispatch_tokens_per_rank
         max_tokens = checks.check_max_dispatch_tokens(max_tokens, num_tokens)
-        row_format = _row_format(hidden, use_fp8, round_scale, use_ue8m0)
-        if use_fp8:
+        row_format = _row_format(hidden, *form)
+        if row_format != "bf16":
             checks.check_fp8(self.device)
-        recv_stats, wait_stats = cumulative_local_expert_recv_stats, dispatch_wait_recv_cost_stats
-        num_local = num_experts // self.group_size
-        self._check_stats("cumulative_local_expert_recv_stats", recv_stats, num_local, torch.int32)
-        name = "dispatch_wait_recv_cost_stats"
-        self._check_stats(name, wait_stats, self.group_size, torch.int64)
-        with self._streams.call(None, async_finish) as call:
-            call.reads(x, topk_idx, recv_stats, wait_stats)
-            rows = checks.packed(x), checks.packed(topk_idx), None
-            tokens = LowLatencyTokens(*rows, max_tokens, num_experts, row_format)
-            got, receive = engine.dispatch(tokens, recv_stats, wait_stats, hooked=return_recv_hook)
-            assert got.src_info is not None
-            assert got.layout_range is not None
-            sizes = max_tokens, hidden, num_experts
-            handle = LowLatencyHandle(got.src_info, got.layout_range, *sizes, got.returns, got.call)
-            kept = got.src_info, got.layout_range, got.returns, got.call
-            call.returns(got.x, got.scales, got.counts, *kept)
-        recv_x: torch.Tensor | tuple[torch.Tensor, torch.Tensor] = got.x
-        if got.scales is not None:
-            dtype = torch.int32 if use_ue8m0 else torch.float32
-            recv_x = got.x, got.scales.view(dtype).transpose(1, 2)
-        stats = recv_stats, wait_stats
-        hook = self._hook(receive, *rows, got.x, got.scales, got.counts, *kept, *stats)
-        return recv_x, got.counts, handle, call.event, hook
+        return max_tokens, num_experts, row_format
 
     @verb
     def low_latency_combine(
@@ -150,11 +164,42 @@ class LowLatencyVerbs(BufferLifecycle):
         combine_wait_recv_cost_stats int64 [R] grows by the ns waited for each rank, all tokens'.
         """
         engine = self._low_latency_ready()
-        _check_hook(async_finish, return_recv_hook)
-        checks.check_flag("use_logfmt", use_logfmt)
-        if use_logfmt:
-            raise BackendError("use_logfmt is not offered: rows return as bf16. Leave it out.")
-        handle = check_low_latency_handle(handle, self.group_size, self.device)
+        stats, how = combine_wait_recv_cost_stats, (use_logfmt, async_finish, return_recv_hook)
+        described = engine.ring.calls.describe(x, topk_idx, topk_weights, handle, out, stats, *how)
+        kind = described.kind
+        if not kind.is_checked:
+            _check_hook(async_finish, return_recv_hook)
+            checks.check_flag("use_logfmt", use_logfmt)
+            if use_logfmt:
+                raise BackendError("use_logfmt is not offered: rows return as bf16. Leave it out.")
+            handle = check_low_latency_handle(handle, self.group_size, self.device)
+            self._check_combine(x, topk_idx, topk_weights, handle, out)
+            self._check_stats(0, None, stats, "combine_wait_recv_cost_stats")
+        handle = LowLatencyHandle(*handle)
+        with self._streams.call(None, async_finish) as call:
+            # What a masked rank would have sent is not written, and can hold anything.
+            if self.options.debug and not self.enable_shrink:
+                check_low_latency_values(handle, topk_idx, self.rank)
+            call.reads(x, topk_idx, topk_weights, out, stats, handle.returns, handle.call)
+            y, ids, weights = (checks.packed(one) for one in (x, topk_idx, topk_weights))
+            rows = ExpertRows(y, ids, weights, handle.returns, handle.call, out)
+            decided = described if y is x and ids is topk_idx and weights is topk_weights else None
+            more = int(handle.num_experts), stats, return_recv_hook, decided
+            result, epoch, receive = engine.combine(rows, *more)
+            call.returns(result)
+        kind.is_checked = True
+        hook = self._hook(receive, *rows, result, epoch, stats)
+        return result, call.event, hook
+
+    def _check_combine(
+        self,
+        x: torch.Tensor,
+        topk_idx: torch.Tensor,
+        topk_weights: torch.Tensor,
+        handle: LowLatencyHandle,
+        out: torch.Tensor | None,
+    ) -> None:
+        """Refuse tensors of a low-latency combine that do not fit its handle."""
         hidden, shape = handle.hidden, (*handle.src_info.shape, handle.hidden)
         checks.check_tensor("x", x, shape, [torch.bfloat16], self.device)
         num_topk = (handle.returns.shape[2] - 1) // 3
@@ -166,8 +211,6 @@ class LowLatencyVerbs(BufferLifecycle):
         )
         checks.check_no_grad(x=x, topk_weights=topk_weights)
         checks.check_max_dispatch_tokens(handle.num_max_dispatch_tokens_per_rank, num_tokens)
-        name = "combine_wait_recv_cost_stats"
-        self._check_stats(name, combine_wait_recv_cost_stats, self.group_size, torch.int64)
         if out is not None:
             checks.check_tensor("out", out, (num_tokens, hidden), [torch.bfloat16], self.device)
             if not out.is_contiguous() or out.data_ptr() % 16:
@@ -175,21 +218,6 @@ class LowLatencyVerbs(BufferLifecycle):
                     f"out has strides {tuple(out.stride())} and starts at {out.data_ptr():#x}; it "
                     "must be contiguous and start at a multiple of 16 bytes."
                 )
-        with self._streams.call(None, async_finish) as call:
-            # What a masked rank would have sent is not written, and can hold anything.
-            if self.options.debug and not self.enable_shrink:
-                check_low_latency_values(handle, topk_idx, self.rank)
-            call.reads(x, topk_idx, topk_weights, out, combine_wait_recv_cost_stats)
-            call.reads(handle.returns, handle.call)
-            result = x.new_empty(num_tokens, hidden) if out is None else out
-            tokens = checks.packed(topk_idx), checks.packed(topk_weights)
-            rows = ExpertRows(checks.packed(x), *tokens, handle.returns, handle.call, result)
-            epoch = handle.call.new_empty(1)
-            stats = combine_wait_recv_cost_stats
-            receive = engine.combine(rows, epoch, handle.num_experts, stats, return_recv_hook)
-            call.returns(result)
-        hook = self._hook(receive, *rows, epoch, stats)
-        return result, call.event, hook
 
     def get_next_low_latency_combine_buffer(self, handle: LowLatencyHandle) -> torch.Tensor:
         """A new bf16 [L, R * M, H] for the experts' rows, to be given to `low_latency_combine`. Any
@@ -278,11 +306,20 @@ class LowLatencyVerbs(BufferLifecycle):
             receive()
 
     def _check_stats(
-        self, name: str, stats: torch.Tensor | None, size: int, dtype: torch.dtype
+        self,
+        num_local: int,
+        recv_stats: torch.Tensor | None,
+        wait_stats: torch.Tensor | None,
+        wait_name: str = "dispatch_wait_recv_cost_stats",
     ) -> None:
-        if stats is not None:
-            checks.check_tensor(name, stats, [size], [dtype], self.device)
-            checks.check_contiguous(name, stats)
+        """Refuse what cannot be added to: int32 [L] and int64 [R]."""
+        for name, stats, size, dtype in (
+            ("cumulative_local_expert_recv_stats", recv_stats, num_local, torch.int32),
+            (wait_name, wait_stats, self.group_size, torch.int64),
+        ):
+            if stats is not None:
+                checks.check_tensor(name, stats, [size], [dtype], self.device)
+                checks.check_contiguous(name, stats)
 
 
 def _check_hook(async_finish: bool, return_recv_hook: bool) -> None:

@@ -16,7 +16,7 @@ import threading
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from types import SimpleNamespace
-from typing import Any, ParamSpec, Protocol, TypeVar, cast
+from typing import Any, NamedTuple, ParamSpec, Protocol, TypeVar, cast
 
 import torch
 
@@ -29,6 +29,28 @@ MOST_KINDS = 256
 """Kinds of calls that are kept for one memory; the least recently used go."""
 
 _count = itertools.count()
+_new_on_gpu = getattr(torch._C._dynamo.guards, "_empty_strided_cuda", None)
+
+Tensors = Sequence[torch.Tensor | None]
+
+
+class Kind:
+    """What decides how a call is made. `is_checked`: whether a call of this kind has passed all
+    checks that need no more than that; `choice`: what was chosen for it."""
+
+    __slots__ = ("choice", "is_checked", "prepared", "used")
+
+    def __init__(self) -> None:
+        self.prepared: dict[Callable[..., Any], PreparedCall] = {}
+        self.is_checked, self.used = False, 0
+        self.choice: Any = None
+
+
+class Described(NamedTuple):
+    """The arguments of a call: its kind, and its tensors, each once."""
+
+    kind: Kind
+    tensors: list[torch.Tensor]
 
 
 class PreparedCalls:
@@ -47,42 +69,61 @@ class PreparedCalls:
     ):
         self._held, self._begin, self._lock = held, begin, threading.Lock()
         self._state = SimpleNamespace(step=None, launched=None) if state is None else state
-        self._kinds: dict[tuple[Any, ...], PreparedCall] = {}
+        self._kinds: dict[tuple[Any, ...], Kind] = {}
+
+    def describe(self, *args: Any, sized: Tensors = ()) -> Described:
+        """The kind of a call with these arguments: options, which can be hashed, and of each
+        tensor, in tuples or not, the type, shape, strides, dtype, device, where in 16 bytes it
+        begins, and whether it wants a gradient. Of the tensors in `sized` the first size is no part
+        of it. Arguments that cannot be described have a kind of their own at each call."""
+        tensors: dict[int, torch.Tensor] = {}
+        parts: list[Any] = [choice_cache.num_kept, torch.is_grad_enabled()]
+        try:
+            for one in args:
+                _describe(one, tensors, parts, 0)
+            for one in sized:
+                _describe(one, tensors, parts, 1)
+            kind = self._kinds.get(key := tuple(parts))
+            if kind is None:
+                with self._lock:
+                    kind = self._kinds[key] = Kind()
+                    if len(self._kinds) > MOST_KINDS:
+                        del self._kinds[min(self._kinds, key=lambda one: self._kinds[one].used)]
+        except (AttributeError, RuntimeError, TypeError):
+            kind = Kind()
+        kind.used = next(_count)
+        return Described(kind, list(tensors.values()))
 
     def __call__(
         self,
         body: Callable[..., Any],
         owner: Any,
         *args: Any,
+        described: Described | None = None,
         before: Callable[..., None] | None = None,
-        sized: Any = None,
+        sized: Tensors | None = None,
         **numbers: int,
     ) -> Any:
         """`body(owner, *args, **numbers)`, or what it did at the first call of this kind.
 
-        args: tensors, in tuples or not, and options, which can be hashed. A kind is the body, the
-        options, and of each tensor the type, shape, strides, dtype, device and where in 16 bytes it
-        begins. Of the contiguous tensors in `sized`, a further argument of the body, the first size
-        may change from call to call, and so may `numbers`, which kernels take by the same names.
-        The owner is the same for all calls. A body launches kernels, allocates and makes views, and
-        returns tensors in tuples; one that computes anything else by torch runs at each call.
-        `before(*args)` runs before the first call of a kind, and may do anything.
+        described: the arguments, or others that decide all of them; see `describe`. `sized` is a
+        further argument of the body: contiguous tensors, whose first sizes may change from call to
+        call, and so may `numbers`, which kernels take by the same names. The owner is the same for
+        all calls. A body launches kernels, allocates and makes views, and returns tensors in
+        tuples; one that computes anything else by torch runs at each call. `before(*args)` runs
+        before the first call of a kind, and may do anything.
         """
         more = {} if sized is None else {"sized": sized}
         if Recording.current() is not None:  # a part of a larger body
             return body(owner, *args, **more, **numbers)
-        described, kind = dict[int, torch.Tensor](), [body, choice_cache.num_kept]
-        try:
-            for one in args:
-                _describe(one, described, kind)
+        if described is None:
+            kind, given = self.describe(*args, sized=sized or ())
+        else:
+            kind, given = described.kind, [*described.tensors]
             for one in sized or ():
-                if one is not None:
-                    described[id(one)] = one
-                kind.append(one is not None and (one.shape[1:], one.dtype, _alignment(one)))
-            prepared = self._kinds.get(key := tuple(kind))
-        except (TypeError, RuntimeError):  # of arguments that the body refuses
-            return body(owner, *args, **more, **numbers)
-        given = list(described.values())
+                if one is not None and all(one is not other for other in given):
+                    given.append(one)
+        prepared = kind.prepared.get(body)
         if prepared is not None:
             with self._lock:
                 return prepared(given, numbers, self._state)
@@ -93,11 +134,8 @@ class PreparedCalls:
             result = body(owner, *args, **more, **numbers)
         can_be_repeated = not recording.computes and not _overlap(given, self._held)
         if can_be_repeated and all(one is None or one.numel() for one in sized or ()):
-            prepared = PreparedCall(given, [*numbers], self._held, recording, result, self._state)
-            with self._lock:
-                self._kinds[key] = prepared
-                if len(self._kinds) > MOST_KINDS:
-                    del self._kinds[min(self._kinds, key=lambda one: self._kinds[one].used)]
+            parts = self._held, recording, result, self._state
+            kind.prepared[body] = PreparedCall(given, [*numbers], *parts)
         return result
 
     def __len__(self) -> int:
@@ -106,6 +144,8 @@ class PreparedCalls:
     def clear(self) -> None:
         """Forget all kinds, as when the memory has moved."""
         with self._lock:
+            for kind in self._kinds.values():
+                kind.prepared.clear()
             self._kinds.clear()
 
 
@@ -158,7 +198,6 @@ class PreparedCall:
         result: Any,
         state: Any,
     ):
-        self.used = next(_count)
         self._launches, self._end = recording.launches, (state.step, state.launched)
         returned = {_identity(one) for one in _leaves(result)}
         made = [one for one in recording.allocated if _identity(one) in returned]
@@ -205,13 +244,13 @@ class PreparedCall:
 
     def __call__(self, given: Sequence[torch.Tensor], numbers: dict[str, int], state: Any) -> Any:
         """Make the call with other tensors and numbers."""
-        self.used = next(_count)
         memory = [*given]
         for shape, stride, dtype, device in self._results:
-            memory.append(torch.empty_strided(shape, stride, dtype=dtype, device=device))
+            memory.append(new_tensor(shape, stride, dtype, device))
         addresses = [one.data_ptr() for one in memory]
         if self._num_bytes:
-            temporary = torch.empty(self._num_bytes, dtype=torch.uint8, device=self._device)
+            size = (self._num_bytes,)
+            temporary = new_tensor(size, (1,), torch.uint8, self._device)
             addresses.append(temporary.data_ptr())
         for number, address in enumerate(addresses):
             if address != self._addresses[number]:
@@ -226,6 +265,17 @@ class PreparedCall:
             launch(stream)
         state.step, state.launched = self._end
         return self._build(memory)
+
+
+def new_tensor(
+    shape: tuple[int, ...], stride: tuple[int, ...], dtype: torch.dtype, device: torch.device
+) -> torch.Tensor:
+    """`torch.empty_strided`; on GPUs by what torch's own compiler calls, in half of the time. That
+    fills no memory, as torch.use_deterministic_algorithms(True) asks for."""
+    if _new_on_gpu is None or device.type != "cuda" or torch.are_deterministic_algorithms_enabled():
+        return torch.empty_strided(shape, stride, dtype=dtype, device=device)
+    made: torch.Tensor = _new_on_gpu(shape, stride, dtype)
+    return made
 
 
 def _builder(result: Any, numbered: dict[Any, int]) -> Callable[[list[Any]], Any]:
@@ -243,27 +293,29 @@ def _builder(result: Any, numbered: dict[Any, int]) -> Callable[[list[Any]], Any
     return lambda memory: tuple([part(memory) for part in parts])
 
 
-def _describe(value: Any, given: dict[int, torch.Tensor], kind: list[Any]) -> None:
-    """Add the tensors of an argument to those given so far, each once, and what decides its kind of
-    call."""
+def _describe(value: Any, tensors: dict[int, torch.Tensor], parts: list[Any], begin: int) -> None:
+    """Add the tensors of an argument to those so far, each once, and what decides its kind; of
+    shapes the sizes from `begin` on."""
     if isinstance(value, torch.Tensor):
-        if id(value) in given:
-            kind.append(list(given).index(id(value)))
+        if id(value) in tensors:
+            parts.append(list(tensors).index(id(value)))
             return
-        given[id(value)] = value
-        kind += type(value), value.shape, value.stride(), value.dtype, value.get_device()
-        kind.append(_alignment(value))
+        tensors[id(value)] = value
+        address, shape = value.data_ptr(), value.shape
+        parts += (
+            type(value),
+            shape[begin:] if begin else shape,
+            value.stride(),
+            value.dtype,
+            value.get_device(),
+            address & 15 if address else -2 if value.numel() else -1,
+            value.requires_grad,
+        )
     elif isinstance(value, tuple):
         for one in value:
-            _describe(one, given, kind)
+            _describe(one, tensors, parts, begin)
     else:
-        kind.append(value)
-
-
-def _alignment(tensor: torch.Tensor) -> int:
-    """Where in 16 bytes a tensor begins; -1 for one without memory."""
-    address = tensor.data_ptr()
-    return address & 15 if address else -1
+        parts += type(value), value
 
 
 def _leaves(result: Any) -> Iterator[torch.Tensor]:

@@ -204,7 +204,7 @@ def normal(
         engine.dispatch_cached(x, sent, handle)
         y = torch.empty(len(got.x), hidden, dtype=BF16 if dtype == FP8 else dtype)
         engine.combine(y, handle, got.topk_weights, [y[:TOKENS], y[:TOKENS]])
-        engine.dispatch_in_place(*tokens, RANKS * TOKENS)
+        engine.dispatch(*tokens, RANKS * TOKENS, owned=False)
         engine.release()
     return launches
 
@@ -245,7 +245,7 @@ def low_latency(
         got, receive = engine.dispatch(tokens, received, waited, hooked=hooked)
         y = torch.empty(num_local, RANKS * TOKENS, HIDDEN, dtype=BF16)
         rows = ExpertRows(y, topk_idx, topk_weights, got.returns, got.call, x)
-        add_up = engine.combine(rows, got.call.new_empty(1), EXPERTS, waited, hooked)
+        *_, add_up = engine.combine(rows, EXPERTS, waited, hooked)
         if hooked and phases == "receive":
             launches.clear()
             receive()

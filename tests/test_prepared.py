@@ -123,10 +123,10 @@ def run_rounds(group, rounds, up, down):
 
 
 def rounds_of(num_ranks):
-    """Inputs of each rank: some, others of the same shapes, fewer tokens, rows that do not lie
-    together."""
+    """Inputs of each rank: some, rows that do not lie together, fewer tokens, and last others of
+    the same shapes as the first."""
     sizes = HIDDEN, EXPERTS, TOPK
-    kinds = ("uniform", [5, 9]), ("skewed", [5, 9]), ("holes", [1, 3])
+    kinds = ("uniform", [5, 9]), ("holes", [1, 3]), ("skewed", [5, 9])
     rounds = [
         make_inputs(num_ranks, tokens, *sizes, kind, "bf16", seed)
         for seed, (kind, tokens) in enumerate(kinds)
@@ -134,7 +134,7 @@ def rounds_of(num_ranks):
     by_rank = [[tuple(part[r] for part in one) for one in rounds] for r in range(num_ranks)]
     for inputs in by_rank:
         x, idx, weights = inputs[0]
-        inputs.append((x.repeat(1, 2)[:, ::2], idx, weights))
+        inputs.insert(1, (x.repeat(1, 2)[:, ::2], idx, weights))
     return by_rank
 
 

@@ -4,12 +4,13 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
-from typing import NamedTuple, Protocol
+from typing import Any, NamedTuple, Protocol
 
 import torch
 
 from ..device.lang import INTERPRETED
 from ..dispatch import DispatchLayout, Received, Tokens
+from ..prepared import Described
 from ..symm.device_context import DeviceContext
 
 NUM_SMS = 20
@@ -32,22 +33,35 @@ class Handle(NamedTuple):
 
 class Engine(Protocol):
     """The calls of a Buffer, carried out. Arguments have been checked; `num_sms` programs
-    communicate in the call that gets it."""
+    communicate in the call that gets it. `described`: by what `describe` returned for arguments
+    that decide those of the call, or None."""
 
-    def layout(self, topk_idx: torch.Tensor, num_experts: int) -> DispatchLayout: ...
+    def describe(self, *args: Any, sized: Sequence[Any] = ()) -> Described:
+        """The kind of a call; see `PreparedCalls.describe`."""
+
+    def layout(
+        self, topk_idx: torch.Tensor, num_experts: int, described: Described | None = None
+    ) -> DispatchLayout: ...
 
     def dispatch(
-        self, tokens: Tokens, layout: DispatchLayout, num_worst_tokens: int, num_sms: int = NUM_SMS
-    ) -> tuple[Received, list[int], Handle]: ...
-
-    def dispatch_in_place(
-        self, tokens: Tokens, layout: DispatchLayout, num_worst_tokens: int, num_sms: int = NUM_SMS
+        self,
+        tokens: Tokens,
+        layout: DispatchLayout,
+        num_worst_tokens: int,
+        num_sms: int = NUM_SMS,
+        owned: bool = True,
+        described: Described | None = None,
     ) -> tuple[Received, list[int], Handle]: ...
 
     def release(self) -> None: ...
 
     def dispatch_cached(
-        self, x: torch.Tensor, scales: torch.Tensor | None, handle: Handle, num_sms: int = NUM_SMS
+        self,
+        x: torch.Tensor,
+        scales: torch.Tensor | None,
+        handle: Handle,
+        num_sms: int = NUM_SMS,
+        described: Described | None = None,
     ) -> Received: ...
 
     def combine(
@@ -57,6 +71,7 @@ class Engine(Protocol):
         topk_weights: torch.Tensor | None,
         bias: Sequence[torch.Tensor],
         num_sms: int = NUM_SMS,
+        described: Described | None = None,
     ) -> tuple[torch.Tensor, torch.Tensor | None]: ...
 
     def moe_ffn(
@@ -66,6 +81,7 @@ class Engine(Protocol):
         topk_weights: torch.Tensor,
         w_gate_up: torch.Tensor,
         w_down: torch.Tensor,
+        described: Described | None = None,
     ) -> torch.Tensor: ...
 
     def contexts(self) -> list[DeviceContext]:

@@ -8,6 +8,7 @@ the host with the counts.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -16,6 +17,7 @@ from .. import reference
 from ..device.context import SIGNATURE_WORDS
 from ..dispatch import DispatchLayout, Received, Tokens
 from ..errors import CapacityError, RoutingError, ShapeError, bad_ids
+from ..prepared import Described, Kind
 from ..symm.device_context import DeviceContext
 from .base import NUM_SMS, Handle
 
@@ -45,7 +47,13 @@ class CollectiveEngine:
         dist.all_to_all_single(out, flat, recv_splits, send_splits, group=self.group)
         return out.view(-1).view(rows.dtype).view(out.shape[0], *row_shape)
 
-    def layout(self, topk_idx: torch.Tensor, num_experts: int) -> DispatchLayout:
+    def describe(self, *args: Any, sized: Sequence[Any] = ()) -> Described:
+        """See `base.Engine`; nothing is prepared here."""
+        return Described(Kind(), [])
+
+    def layout(
+        self, topk_idx: torch.Tensor, num_experts: int, described: Described | None = None
+    ) -> DispatchLayout:
         """See `reference.layout`. Ids out of range count as -1, and `check` reports them."""
         bad = (topk_idx < -1) | (topk_idx >= num_experts)
         self._num_bad_ids += int(bad.sum())
@@ -88,9 +96,15 @@ class CollectiveEngine:
         return counts[self.rank], [row[self.rank] for row in counts]
 
     def dispatch(
-        self, tokens: Tokens, layout: DispatchLayout, num_worst_tokens: int, num_sms: int = NUM_SMS
+        self,
+        tokens: Tokens,
+        layout: DispatchLayout,
+        num_worst_tokens: int,
+        num_sms: int = NUM_SMS,
+        owned: bool = True,
+        described: Described | None = None,
     ) -> tuple[Received, list[int], Handle]:
-        """See `KernelEngine.dispatch`."""
+        """See `KernelEngine.dispatch`; rows in place are kept here until `release`."""
         num_experts = layout.num_experts
         num_local = num_experts // self.num_ranks
         idx, head = reference.send_plan(layout.is_token_in_rank, tokens.topk_idx, num_experts)
@@ -115,24 +129,24 @@ class CollectiveEngine:
         per_expert = [] if num_worst_tokens else expert_counts.sum(0).tolist()
         signature = prefix.new_zeros(SIGNATURE_WORDS.value)  # the group itself matches its calls
         handle = Handle(prefix, idx, signature, out.src_idx, layout.is_token_in_rank, head)
-        return out, per_expert, handle
-
-    def dispatch_in_place(
-        self, tokens: Tokens, layout: DispatchLayout, num_worst_tokens: int, num_sms: int = NUM_SMS
-    ) -> tuple[Received, list[int], Handle]:
-        """See `KernelEngine.dispatch_in_place`; the rows are kept here until `release`."""
-        out, per_expert, handle = self.dispatch(tokens, layout, num_worst_tokens)
+        if owned:
+            return out, per_expert, handle
         self._kept, row_bytes = out.x, out.x.shape[1] * out.x.itemsize
         rows = torch.arange(len(out.x), dtype=torch.int64, device=out.x.device)
         address = rows * row_bytes + out.x.data_ptr()
         return out._replace(x=address), per_expert, handle
 
     def release(self) -> None:
-        """Let the rows of `dispatch_in_place` go."""
+        """Let the rows in place go."""
         self._kept = None
 
     def dispatch_cached(
-        self, x: torch.Tensor, scales: torch.Tensor | None, handle: Handle, num_sms: int = NUM_SMS
+        self,
+        x: torch.Tensor,
+        scales: torch.Tensor | None,
+        handle: Handle,
+        num_sms: int = NUM_SMS,
+        described: Described | None = None,
     ) -> Received:
         """See `KernelEngine.dispatch_cached`."""
         send, recv = self._splits(handle.rank_prefix_matrix)
@@ -151,6 +165,7 @@ class CollectiveEngine:
         topk_weights: torch.Tensor | None,
         bias: Sequence[torch.Tensor],
         num_sms: int = NUM_SMS,
+        described: Described | None = None,
     ) -> tuple[torch.Tensor, torch.Tensor | None]:
         """See `KernelEngine.combine`."""
         send, recv = self._splits(handle.rank_prefix_matrix)
@@ -183,6 +198,7 @@ class CollectiveEngine:
         topk_weights: torch.Tensor,
         w_gate_up: torch.Tensor,
         w_down: torch.Tensor,
+        described: Described | None = None,
     ) -> torch.Tensor:
         """See `KernelEngine.moe_ffn`; the experts are `reference.expert_rows`."""
         layout = self.layout(topk_idx, len(w_gate_up) * self.num_ranks)

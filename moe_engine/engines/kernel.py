@@ -28,6 +28,7 @@ from ..dispatch import (
 from ..errors import CapacityError, TooManyTokens
 from ..grouped_gemm import check_weights
 from ..layer_config import LayerChoices, LayerConfig, LayerProblem
+from ..prepared import Described
 from ..streams import ConcurrentReads
 from ..symm.device_context import DeviceContext
 from ..symm.slots import (
@@ -69,9 +70,17 @@ class KernelEngine(ContextEngine):
     def context(self) -> DeviceContext:
         return self.slots.context
 
-    def layout(self, topk_idx: torch.Tensor, num_experts: int) -> DispatchLayout:
+    def describe(self, *args: Any, sized: Sequence[Any] = ()) -> Described:
+        """See `base.Engine`."""
+        return self.slots.calls.describe(*args, sized=sized)
+
+    def layout(
+        self, topk_idx: torch.Tensor, num_experts: int, described: Described | None = None
+    ) -> DispatchLayout:
         """See `routing.layout`."""
-        layout: DispatchLayout = self._call(KernelEngine._layout, topk_idx, num_experts)
+        layout: DispatchLayout = self._call(
+            KernelEngine._layout, topk_idx, num_experts, described=described
+        )
         return layout
 
     def _layout(self, topk_idx: torch.Tensor, num_experts: int) -> DispatchLayout:
@@ -80,41 +89,25 @@ class KernelEngine(ContextEngine):
     # --- Dispatch ----------------------------------------------------------------------------
 
     def dispatch(
-        self, tokens: Tokens, layout: DispatchLayout, num_worst_tokens: int, num_sms: int = NUM_SMS
-    ) -> tuple[Received, list[int], Handle]:
-        """Send the rows and return what came as tensors of the caller's.
-
-        Synchronises the host with the counts, unless `num_worst_tokens` says how many rows to
-        return (rows past the received ones are not written; their topk_idx is -1).
-        """
-        return self._dispatch(tokens, layout, num_worst_tokens, num_sms, owned=True)
-
-    def dispatch_in_place(
-        self, tokens: Tokens, layout: DispatchLayout, num_worst_tokens: int, num_sms: int = NUM_SMS
-    ) -> tuple[Received, list[int], Handle]:
-        """Send the rows and return their addresses, int64 [N], good until `release`: in the slot,
-        or in `tokens.x` for rows that this rank sent to itself."""
-        return self._dispatch(tokens, layout, num_worst_tokens, num_sms, owned=False)
-
-    def release(self) -> None:
-        """End a `dispatch_in_place`: what was launched before has read the rows."""
-        self._call(KernelEngine._release)
-
-    def _release(self) -> None:
-        dispatch_verbs.release(self.slots)
-
-    def _dispatch(
         self,
         tokens: Tokens,
         layout: DispatchLayout,
         num_worst_tokens: int,
-        num_sms: int,
-        owned: bool,
+        num_sms: int = NUM_SMS,
+        owned: bool = True,
+        described: Described | None = None,
     ) -> tuple[Received, list[int], Handle]:
-        """Both forms: rows are copied where they are `owned`, else their addresses returned."""
+        """Send the rows and return what came as tensors of the caller's; or with owned=False their
+        addresses, int64 [N], good until `release`: in the slot, or in `tokens.x` for rows that this
+        rank sent to itself.
+
+        Synchronises the host with the counts, unless `num_worst_tokens` says how many rows to
+        return (rows past the received ones are not written; their topk_idx is -1).
+        """
         sent, how = (tokens, layout), (_num_programs(num_sms), owned)
         if num_worst_tokens:
-            whole = self._call(KernelEngine._dispatch_whole, *sent, num_worst_tokens, *how)
+            args = *sent, num_worst_tokens, *how
+            whole = self._call(KernelEngine._dispatch_whole, *args, described=described)
             return whole[0], [], whole[1]
         grows, largest_row = self._max_tokens is None, self._largest_row(tokens)
         header = header_bytes(layout.num_experts, self.slots.layout.num_ranks)
@@ -127,12 +120,19 @@ class KernelEngine(ContextEngine):
         most_rows = self.slots.context.rows_wanted() if grows else 0
         if most_rows:
             self._grow(most_rows, largest_row, header)
-            return self._dispatch(tokens, layout, num_worst_tokens, num_sms, owned)
+            return self.dispatch(tokens, layout, num_worst_tokens, num_sms, owned)
         self.slots.context.check()
         out, prefix = self._new_rows(tokens, num_rows, owned), counts.rank_prefix_matrix
         received = tokens, prefix, layout.num_experts, *how
         self._call(KernelEngine._receive, *received, sized=out, max_rows=num_rows)
         return out, per_expert, _handle(counts, plan, out, layout, send_head)
+
+    def release(self) -> None:
+        """End a dispatch of rows in place: what was launched before has read the rows."""
+        self._call(KernelEngine._release)
+
+    def _release(self) -> None:
+        dispatch_verbs.release(self.slots)
 
     def _dispatch_whole(
         self,
@@ -236,14 +236,20 @@ class KernelEngine(ContextEngine):
         old.free()
 
     def dispatch_cached(
-        self, x: torch.Tensor, scales: torch.Tensor | None, handle: Handle, num_sms: int = NUM_SMS
+        self,
+        x: torch.Tensor,
+        scales: torch.Tensor | None,
+        handle: Handle,
+        num_sms: int = NUM_SMS,
+        described: Described | None = None,
     ) -> Received:
         """Send x [T, H] where an earlier dispatch sent its tokens; nothing is counted again."""
         tokens, num_rows = Tokens(x, scales=scales), handle.recv_src_idx.numel()
         out = Received.empty(x.new_empty(num_rows, x.shape[1]), tokens)
         parts = handle.rank_prefix_matrix, handle.send_token_idx, handle.signature
         sent = tokens, *parts, _num_programs(num_sms)
-        self._call(KernelEngine._dispatch_cached, *sent, sized=out, max_rows=num_rows)
+        more: dict[str, Any] = dict(sized=out, max_rows=num_rows, described=described)
+        self._call(KernelEngine._dispatch_cached, *sent, **more)
         return out
 
     def _dispatch_cached(
@@ -276,13 +282,14 @@ class KernelEngine(ContextEngine):
         topk_weights: torch.Tensor | None,
         bias: Sequence[torch.Tensor],
         num_sms: int = NUM_SMS,
+        described: Described | None = None,
     ) -> tuple[torch.Tensor, torch.Tensor | None]:
         """Return rows x [N, H] to their sources, which sum them, and the weights' rows likewise."""
         parts = handle.rank_prefix_matrix, handle.signature, handle.send_head
         rows = combine_verbs.ReturnedRows(x, topk_weights)
         args = *parts, tuple(bias), _num_programs(num_sms)
         sums: tuple[torch.Tensor, torch.Tensor | None] = self._call(
-            KernelEngine._combine, *args, sized=rows, num_rows=len(x)
+            KernelEngine._combine, *args, sized=rows, num_rows=len(x), described=described
         )
         return sums
 
@@ -317,6 +324,7 @@ class KernelEngine(ContextEngine):
         topk_weights: torch.Tensor,
         w_gate_up: torch.Tensor,
         w_down: torch.Tensor,
+        described: Described | None = None,
     ) -> torch.Tensor:
         """The experts of a layer, see `moe_engine.moe_ffn`; its steps are in `fused_layer.py`.
 
@@ -324,7 +332,7 @@ class KernelEngine(ContextEngine):
         """
         tensors = x, topk_idx, topk_weights, w_gate_up, w_down
         out: torch.Tensor = self._call(
-            KernelEngine._moe_ffn, *tensors, before=self._reserve_expert_rows
+            KernelEngine._moe_ffn, *tensors, before=self._reserve_expert_rows, described=described
         )
         return out
 
@@ -411,13 +419,12 @@ class KernelEngine(ContextEngine):
         body: Callable[..., Any],
         *args: Any,
         check: bool = True,
-        before: Callable[..., None] | None = None,
         **more: Any,
     ) -> Any:
         """Make a call, or a part of one, see `PreparedCalls`; then, where kernels are interpreted,
         raise what ended it."""
         self._note_capture()
-        result = self.slots.calls(body, self, *args, before=before, **more)
+        result = self.slots.calls(body, self, *args, **more)
         if check:
             self._check_emulated()
         return result

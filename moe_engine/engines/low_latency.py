@@ -22,6 +22,7 @@ from ..grouped_gemm import check_weights, gemm_config, tile_schedule
 from ..grouped_gemm.launch import multiply
 from ..grouped_gemm.operands import Epilogue, Rows, Weights
 from ..options import Options
+from ..prepared import Described
 from ..symm.device_context import DeviceContext
 from ..symm.ring import MAX_LOCAL_EXPERTS, MAX_ROWS, LowLatencyRow, Ring, header_bytes
 from .base import ContextEngine
@@ -62,14 +63,16 @@ class LowLatency(ContextEngine):
         recv_stats: torch.Tensor | None = None,
         wait_stats: torch.Tensor | None = None,
         hooked: bool = False,
+        described: Described | None = None,
     ) -> tuple[Received, Receive | None]:
         """Send the tokens and pack what arrives; with `hooked` the latter when the returned
         function is called."""
         args = tokens, (recv_stats, wait_stats)
-        out: Received = self._call(LowLatency._dispatch, *args, hooked=hooked)
+        out: Received = self._call(LowLatency._dispatch, *args, hooked=hooked, described=described)
         if not hooked:
             return out, None
-        return out, self._hook(LowLatency._receive_dispatched, *args, out)
+        decided = _more(described, out)
+        return out, self._hook(LowLatency._receive_dispatched, *args, out, described=decided)
 
     def _dispatch(self, tokens: LowLatencyTokens, stats: Stats, phases: str) -> Received:
         self._check_capacity(tokens)
@@ -83,37 +86,46 @@ class LowLatency(ContextEngine):
     def combine(
         self,
         rows: ExpertRows,
-        call: torch.Tensor,
         num_experts: int,
         wait_stats: torch.Tensor | None = None,
         hooked: bool = False,
-    ) -> Receive | None:
-        """Return the experts' rows and add them up into `rows.out`; with `hooked` the latter when
-        the returned function is called. The launch that sends writes its epoch to `call`, int64
-        [1]."""
-        args = rows, call, num_experts, wait_stats
-        self._call(LowLatency._combine, *args, hooked=hooked)
-        return self._hook(LowLatency._add_up, *args) if hooked else None
+        described: Described | None = None,
+    ) -> tuple[torch.Tensor, torch.Tensor, Receive | None]:
+        """Return the experts' rows and add them up into `rows.out`, None for a new tensor; with
+        `hooked` the latter when the returned function is called: (out, the epoch of the call int64
+        [1], the function)."""
+        args = num_experts, wait_stats
+        out, epoch = self._call(
+            LowLatency._combine, rows, *args, hooked=hooked, described=described
+        )
+        if not hooked:
+            return out, epoch, None
+        rows = rows._replace(out=out)
+        decided = _more(described, (out, epoch))
+        return out, epoch, self._hook(LowLatency._add_up, rows, *args, epoch, described=decided)
 
     def _combine(
         self,
         rows: ExpertRows,
-        call: torch.Tensor,
         num_experts: int,
         wait_stats: torch.Tensor | None,
         phases: str,
-    ) -> None:
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        if rows.out is None:
+            rows = rows._replace(out=rows.x.new_empty(len(rows.topk_idx), rows.x.shape[2]))
         self._check_handle(rows)
-        low_latency_combine(rows, call, num_experts, wait_stats, phases, self.ring)
+        epoch = rows.dispatched.new_empty(1)
+        low_latency_combine(rows, epoch, num_experts, wait_stats, phases, self.ring)
+        return rows.out, epoch
 
     def _add_up(
         self,
         rows: ExpertRows,
-        call: torch.Tensor,
         num_experts: int,
         wait_stats: torch.Tensor | None,
+        epoch: torch.Tensor,
     ) -> None:
-        low_latency_combine(rows, call, num_experts, wait_stats, "receive", self.ring)
+        low_latency_combine(rows, epoch, num_experts, wait_stats, "receive", self.ring)
 
     def moe_ffn(
         self,
@@ -183,7 +195,12 @@ class LowLatency(ContextEngine):
     # --- Checks ------------------------------------------------------------------------------
 
     def _call(
-        self, body: Callable[..., Any], *args: Any, hooked: bool = False, num_calls: int = 1
+        self,
+        body: Callable[..., Any],
+        *args: Any,
+        hooked: bool = False,
+        num_calls: int = 1,
+        described: Described | None = None,
     ) -> Any:
         """Launch a call, see `PreparedCalls`: both halves, or with `hooked` the first one."""
         calls = self._calls
@@ -193,18 +210,20 @@ class LowLatency(ContextEngine):
                 f"{calls.maxlen} low-latency calls began after one whose hook was not called yet. "
                 "Call the hook before, or make the Buffer with more Options.num_slots."
             )
-        result = self.ring.calls(body, self, *args, "send" if hooked else "both")
+        result = self.ring.calls(
+            body, self, *args, "send" if hooked else "both", described=described
+        )
         calls.extend(InFlight(not hooked) for _ in range(num_calls))
         self._check_emulated()
         return result
 
-    def _hook(self, body: Callable[..., None], *args: Any) -> Receive:
+    def _hook(self, body: Callable[..., None], *args: Any, described: Described | None) -> Receive:
         """A function that launches the second half of the last call, once."""
         call = self._calls[-1]
 
         def receive() -> None:
             if not call.received:
-                self.ring.calls(body, self, *args)
+                self.ring.calls(body, self, *args, described=described)
                 self._check_emulated()
                 call.received = True
 
@@ -266,3 +285,14 @@ class LowLatency(ContextEngine):
     def free(self) -> None:
         """Give the memory back."""
         self.ring.free()
+
+
+def _more(described: Described | None, made: tuple[torch.Tensor | None, ...]) -> Described | None:
+    """The arguments of the second half of a call, which gets what the first half has made."""
+    if described is None:
+        return None
+    tensors = [*described.tensors]
+    for one in made:
+        if one is not None and all(one is not other for other in tensors):
+            tensors.append(one)
+    return Described(described.kind, tensors)
