@@ -206,7 +206,8 @@ class Buffer(LowLatencyVerbs):
         *when: Any,
     ) -> tuple[Received, EventOverlap]:
         """A dispatch with a handle: (what came, event)."""
-        described = engine.describe(x, *_parts(handle), config, Buffer.num_sms)
+        fixed, of_rows = _parts(handle)
+        described = engine.describe(x, fixed, config, Buffer.num_sms, sized=(of_rows,))
         if not described.kind.is_checked:
             rows, _ = checks.check_payload(x, device=self._rows_device)
             cached = check_handle(handle, self.group_size, rows.device)

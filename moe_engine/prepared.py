@@ -47,10 +47,10 @@ class Kind:
 
 
 class Described(NamedTuple):
-    """The arguments of a call: its kind, and its tensors, each once."""
+    """The arguments of a call: its kind, and its tensors, each once; None: they have no kind."""
 
     kind: Kind
-    tensors: list[torch.Tensor]
+    tensors: list[torch.Tensor] | None
 
 
 class PreparedCalls:
@@ -75,7 +75,7 @@ class PreparedCalls:
         """The kind of a call with these arguments: options, which can be hashed, and of each
         tensor, in tuples or not, the type, shape, strides, dtype, device, where in 16 bytes it
         begins, and whether it wants a gradient. Of the tensors in `sized` the first size is no part
-        of it. Arguments that cannot be described have a kind of their own at each call."""
+        of it. Arguments of other types have no kind."""
         tensors: dict[int, torch.Tensor] = {}
         parts: list[Any] = [choice_cache.num_kept, torch.is_grad_enabled()]
         try:
@@ -87,10 +87,11 @@ class PreparedCalls:
             if kind is None:
                 with self._lock:
                     kind = self._kinds[key] = Kind()
+                    kind.used = next(_count)
                     if len(self._kinds) > MOST_KINDS:
                         del self._kinds[min(self._kinds, key=lambda one: self._kinds[one].used)]
         except (AttributeError, RuntimeError, TypeError):
-            kind = Kind()
+            return Described(Kind(), None)
         kind.used = next(_count)
         return Described(kind, list(tensors.values()))
 
@@ -116,13 +117,14 @@ class PreparedCalls:
         more = {} if sized is None else {"sized": sized}
         if Recording.current() is not None:  # a part of a larger body
             return body(owner, *args, **more, **numbers)
-        if described is None:
-            kind, given = self.describe(*args, sized=sized or ())
-        else:
-            kind, given = described.kind, [*described.tensors]
-            for one in sized or ():
-                if one is not None and all(one is not other for other in given):
-                    given.append(one)
+        if described is None or described.tensors is None:
+            described = self.describe(*args, sized=sized or ())
+            if described.tensors is None:
+                return body(owner, *args, **more, **numbers)
+        kind, given = described.kind, [*described.tensors]
+        for one in sized or ():
+            if one is not None and all(one is not other for other in given):
+                given.append(one)
         prepared = kind.prepared.get(body)
         if prepared is not None:
             with self._lock:
@@ -139,14 +141,13 @@ class PreparedCalls:
         return result
 
     def __len__(self) -> int:
-        return len(self._kinds)
+        return sum(len(kind.prepared) for kind in self._kinds.values())
 
     def clear(self) -> None:
-        """Forget all kinds, as when the memory has moved."""
+        """Prepare all calls anew, as the memory has moved."""
         with self._lock:
             for kind in self._kinds.values():
                 kind.prepared.clear()
-            self._kinds.clear()
 
 
 _without_memory = PreparedCalls()
@@ -311,7 +312,8 @@ def _describe(value: Any, tensors: dict[int, torch.Tensor], parts: list[Any], be
             address & 15 if address else -2 if value.numel() else -1,
             value.requires_grad,
         )
-    elif isinstance(value, tuple):
+    elif isinstance(value, tuple | list):
+        parts.append(type(value))
         for one in value:
             _describe(one, tensors, parts, begin)
     else:

@@ -27,9 +27,9 @@ COSTS = {  # launches, allocations: of the parts of each call
     "combine_biased": [(2, 1)],
     "low_latency_dispatch": [(1, 6)],
     "low_latency_fp8": [(1, 7)],
-    "low_latency_combine": [(1, 0)],
+    "low_latency_combine": [(1, 2)],
     "hooked_dispatch": [(1, 6), (1, 0)],
-    "hooked_combine": [(1, 0), (1, 0)],
+    "hooked_combine": [(1, 2), (1, 0)],
     "moe_ffn": [(12, 2)],
     "moe_ffn_decode": [(5, 2)],
 }

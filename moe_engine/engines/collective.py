@@ -49,7 +49,7 @@ class CollectiveEngine:
 
     def describe(self, *args: Any, sized: Sequence[Any] = ()) -> Described:
         """See `base.Engine`; nothing is prepared here."""
-        return Described(Kind(), [])
+        return Described(Kind(), None)
 
     def layout(
         self, topk_idx: torch.Tensor, num_experts: int, described: Described | None = None

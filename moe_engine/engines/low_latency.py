@@ -289,7 +289,7 @@ class LowLatency(ContextEngine):
 
 def _more(described: Described | None, made: tuple[torch.Tensor | None, ...]) -> Described | None:
     """The arguments of the second half of a call, which gets what the first half has made."""
-    if described is None:
+    if described is None or described.tensors is None:
         return None
     tensors = [*described.tensors]
     for one in made:
