@@ -263,7 +263,7 @@ class Buffer(LowLatencyVerbs):
         rows = x, topk_weights, of_rows  # as many of each
         described = engine.describe(fixed, biases, config, Buffer.num_sms, sized=rows)
         is_checked = described.kind.is_checked
-        if not is_checked or any(one is not None and len(one) != len(x) for one in rows):
+        if not is_checked or not _are_as_many(rows):
             checks.check_rows("x", x, "N", self._rows_device)
             known = check_handle(handle, self.group_size, x.device)
             if x.shape[0] != known.recv_src_idx.shape[0]:
@@ -409,6 +409,11 @@ class Buffer(LowLatencyVerbs):
     def _rows_device(self) -> torch.device | None:
         """The device on which rows must lie; None for any."""
         return None if self.backend == "collective" else self.device
+
+
+def _are_as_many(rows: Sequence[torch.Tensor | None]) -> bool:
+    """Whether tensors have as many rows."""
+    return len({one.shape[0] for one in rows if one is not None}) == 1
 
 
 def _parts(handle: Any) -> tuple[Any, Any]:

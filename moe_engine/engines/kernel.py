@@ -289,7 +289,7 @@ class KernelEngine(ContextEngine):
         rows = combine_verbs.ReturnedRows(x, topk_weights)
         args = *parts, tuple(bias), _num_programs(num_sms)
         sums: tuple[torch.Tensor, torch.Tensor | None] = self._call(
-            KernelEngine._combine, *args, sized=rows, num_rows=len(x), described=described
+            KernelEngine._combine, *args, sized=rows, num_rows=x.shape[0], described=described
         )
         return sums
 
