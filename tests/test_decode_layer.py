@@ -6,7 +6,7 @@ import cases
 import pytest
 import torch
 from dispatch_cases import DTYPES, make_inputs
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 from layer_cases import TOLERANCE, check_layer, decode_buffer, make_weights
 
@@ -24,6 +24,7 @@ def test_many_calls(pool, dtype):
     check_layer(pool, 4, [3, 5], 48, 32, 3, 4, "skewed", dtype, "decode", num_calls=4)
 
 
+@settings(max_examples=cases.few_examples())
 @given(
     num_ranks=st.integers(1, 4),
     num_tokens=st.lists(st.integers(0, 10), min_size=1, max_size=4),

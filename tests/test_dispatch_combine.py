@@ -16,7 +16,7 @@ from dispatch_cases import (
     poison,
     round_trip,
 )
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from moe_engine import Buffer, Options, reference
@@ -46,6 +46,7 @@ def test_collective_engine(pool, num_ranks, kind):
     check_case(pool, num_ranks, [21, 0, 9], 16, 24, 3, kind, "bf16", backend="collective")
 
 
+@settings(max_examples=cases.few_examples())
 @given(
     num_ranks=st.integers(1, 4),
     num_tokens=st.lists(st.integers(0, 70), min_size=1, max_size=4),

@@ -31,14 +31,14 @@ STEPS = {
 def first_call(group):
     """(arguments of a small layer, which all ranks have called, the deadline in seconds)"""
     num_experts = 2 * group.size()
-    x, weights = cases.tokens(20, 16, 2, torch.float32, 0)
-    idx = cases.route("uniform", 20, num_experts, 2, 0)
+    x, weights = cases.tokens(5, 16, 2, torch.float32, 0)
+    idx = cases.route("uniform", 5, num_experts, 2, 0)
     args = x, idx, weights, torch.zeros(2, 16, 16), torch.zeros(2, 16, 8)
     args = [part.to(cases.device()) for part in args]
 
     def make(timeout_s):
         options = Options(timeout_s=timeout_s, decode_tokens=0)
-        return Buffer.for_tokens(group, 20, 16, num_experts, 2, torch.float32, options=options)
+        return Buffer.for_tokens(group, 5, 16, num_experts, 2, torch.float32, options=options)
 
     buffer, timeout_s, _ = cases.used_buffer(group, make, lambda buffer: moe_ffn(*args, buffer))
     return (*args, buffer), timeout_s

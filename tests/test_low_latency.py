@@ -9,7 +9,7 @@ import cases
 import low_latency_cases as low_latency
 import pytest
 import torch
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 from low_latency_cases import (
     EXPERTS,
@@ -42,6 +42,7 @@ def test_more_tokens_than_are_counted_at_once(pool):
     check_case(pool, 2, [150, 3], 160, 128, 4, 2, "skewed", ["bf16"])
 
 
+@settings(max_examples=cases.few_examples())
 @given(
     num_ranks=st.integers(1, 4),
     num_tokens=st.lists(st.integers(0, 8), min_size=1, max_size=4),

@@ -8,7 +8,7 @@ import cases
 import pytest
 import torch
 from dispatch_cases import make_buffer, make_inputs
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 from layer_reference import return_begins, stage_begins
 
@@ -257,6 +257,7 @@ def test_rows(routed):
     check_rows(results, x, topk_idx, 24, STAGES[0])
 
 
+@settings(max_examples=cases.few_examples())
 @given(
     num_ranks=st.integers(1, 4),
     num_tokens=st.lists(st.integers(0, 90), min_size=4, max_size=4),
