@@ -107,7 +107,7 @@ def tokens(
 
 
 def used_buffer(
-    group: Any, make: Any, use: Any, least_s: float = 3.0, times: float = 4.0
+    group: Any, make: Any, use: Any, least_s: float = 3.0, times: float = 3.0
 ) -> tuple[Any, float, Any]:
     """(Buffer, its deadline in seconds, what `use` returned), for tests of waits in vain.
 

@@ -16,7 +16,7 @@ from moe_engine import CallAbandoned
 
 SOAK = pytest.mark.soak
 MINUTES = pytest.mark.timeout(900)
-STRIDE = 8
+STRIDE = 12
 """One of so many events of a round is tried, and in a soak each of them."""
 
 

@@ -25,13 +25,13 @@ from moe_engine.emulation import PerRank
 
 @pytest.mark.parametrize(("kind", "num_ranks"), cases.routings(1, 2, 3, 4))
 def test_every_routing(pool, num_ranks, kind):
-    check_case(pool, num_ranks, [50, 0, 33], 48, 24, 4, kind, "bf16")
+    check_case(pool, num_ranks, [36, 0, 13], 48, 24, 4, kind, "bf16")
 
 
 @pytest.mark.parametrize("backend", ["auto", "collective"])
 def test_ranks_are_summed_in_order(pool, backend):
     """fp32 from four ranks, where another order gives other bits."""
-    check_case(pool, 4, [30, 41], 16, 24, 5, "uniform", "fp32", backend=backend)
+    check_case(pool, 4, [12, 17], 16, 24, 5, "uniform", "fp32", backend=backend)
 
 
 @pytest.mark.parametrize("backend", ["auto", "collective"])
@@ -81,8 +81,9 @@ def many_calls(group, num_calls, num_experts, max_tokens, x, topk_idx, topk_weig
     return results
 
 
-def test_twenty_calls_with_a_slow_rank(pool):
-    num_ranks, num_experts, num_calls = 3, 6, 20
+@pytest.mark.parametrize("num_calls", cases.slow_unless([(5,)], [5, 20]))
+def test_calls_with_a_slow_rank(pool, num_calls):
+    num_ranks, num_experts = 3, 6
     x, idx, w = make_inputs(num_ranks, [13, 20, 5], 24, num_experts, 2, "holes", "fp32")
     results = pool.run(
         many_calls, num_calls, num_experts, 20, PerRank(x), PerRank(idx), PerRank(w), 1,
@@ -134,7 +135,7 @@ def delayed_calls(group, num_calls, num_experts, x, topk_idx, topk_weights):
 
 
 def test_many_calls_with_random_pauses(pool):
-    num_calls = 1000 if pool.device == "cuda" else 12
+    num_calls = 1000 if pool.device == "cuda" else 5
     inputs = make_inputs(4, [13, 20, 5, 0], 24, 8, 2, "holes", "fp32")
     assert pool.run(delayed_calls, num_calls, 8, *inputs, num_ranks=4) == [0] * 4
 

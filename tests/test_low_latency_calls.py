@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 
+import cases
 import low_latency_cases as low_latency
 import pytest
 import torch
@@ -82,7 +83,7 @@ def given_memory(group, own):
     return [to_cpu(low_latency.result(recv_x, counts, handle, y, plain))]
 
 
-@pytest.mark.parametrize("num_ranks", [1, 3])
+@pytest.mark.parametrize("num_ranks", cases.slow_unless([(2,)], [1, 2, 3]))
 def test_out_and_zero_copy(pool, num_ranks):
     inputs, own = batches(num_ranks, 1)
     results = pool.run(given_memory, own, num_ranks=num_ranks)

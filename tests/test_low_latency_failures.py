@@ -47,7 +47,7 @@ def used_buffer(group, args, **more):
 
 def inputs_of(num_ranks):
     """Every token goes to every rank, so that all need the same and wait equally long for it."""
-    x, _, weights = make_inputs(num_ranks, [MAX_TOKENS, 1, 2], HIDDEN, EXPERTS, TOPK, "uniform")
+    x, _, weights = make_inputs(num_ranks, [2, 1, 1], HIDDEN, EXPERTS, TOPK, "uniform")
     num_local = EXPERTS // num_ranks
     first_ids = torch.arange(TOPK) % num_ranks * num_local
     return (

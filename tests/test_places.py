@@ -238,7 +238,7 @@ def check_rows(results, x, topk_idx, num_experts, stages):
 def routed(pool, request):
     """(inputs, what the ranks found) of 24 experts, with several blocks of tokens on rank 0."""
     kind, num_ranks = request.param
-    inputs = make_inputs(num_ranks, [70, 0, 33, 20], HIDDEN, 24, 3, kind, "bf16")
+    inputs = make_inputs(num_ranks, [66, 0, 9, 5], HIDDEN, 24, 3, kind, "bf16")
     return inputs, run_steps(pool, 24, STAGES, *inputs)
 
 

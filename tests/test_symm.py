@@ -213,7 +213,7 @@ def kill_rank_1(group, when):
 )
 def test_a_killed_rank_leaves_nothing(when, outcome):
     before = set(os.listdir("/dev/shm"))
-    with RankPool(3, env={"MOE_ENGINE_TIMEOUT_S": "15"}) as ranks:
+    with RankPool(3, env={"MOE_ENGINE_TIMEOUT_S": "5"}) as ranks:
         pids = ranks.run(get_pid)
         assert ranks.run(kill_rank_1, when, expect_death={1}, timeout_s=90) == [
             outcome,
