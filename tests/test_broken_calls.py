@@ -119,7 +119,9 @@ PHASES = {
 }
 
 
-@pytest.mark.parametrize("verb", VERBS)
+@pytest.mark.parametrize(
+    "verb", cases.slow_unless([(verb,) for verb in VERBS if verb != "cached"], VERBS)
+)
 def test_the_others_learn_who_where_and_why(pool, verb):
     for _, text, second in pool.run(texts, verb, num_ranks=min(3, pool.num_ranks)):
         assert "rank 1 abandoned call" in text

@@ -33,7 +33,8 @@ def ranks(pool) -> Iterator[RankPool]:
         yield eight
 
 
-@OF_KINDS
+@pytest.mark.slow
+@pytest.mark.parametrize("kind", ["holes", "empty_rank"])
 def test_dispatch_and_combine(ranks, kind):
     sizes = 40, 3 * ranks.num_ranks, 4
     check_dispatch_combine(ranks, ranks.num_ranks, TOKENS, *sizes, kind, "bf16")

@@ -28,11 +28,7 @@ from moe_engine.grouped_gemm import grouped_gemm
 
 @pytest.mark.parametrize(("kind", "num_ranks"), cases.routings(1, 2, 3, 4))
 def test_every_routing(pool, num_ranks, kind):
-    num_calls = 2 if kind == "uniform" else 1
-    num_local = 24 // num_ranks
-    check_layer(
-        pool, num_ranks, [20, 0, 11], 32, 24, num_local, 3, kind, "bf16", num_calls=num_calls
-    )
+    check_layer(pool, num_ranks, [20, 0, 11], 32, 24, 24 // num_ranks, 3, kind, "bf16")
 
 
 def test_many_tokens_and_experts_of_a_token(pool):

@@ -31,7 +31,7 @@ from moe_engine.tools import trace
 from moe_engine.tools.cli import app
 from moe_engine.tools.trace import Clock, Recorder, Span, align_clocks, summarize
 
-RANKS, TOKENS, NUM_LOCAL, TOPK, HIDDEN, COLUMNS = 2, [20, 9], 3, 3, 136, 72
+RANKS, TOKENS, NUM_LOCAL, TOPK, HIDDEN, COLUMNS = 2, [12, 5], 3, 3, 136, 72
 STAGES, RETURN_STAGES = 3, 2
 
 
