@@ -24,7 +24,7 @@ def routings(*num_ranks: int) -> list[Any]:
 
 
 def one_of_each(kinds: Iterable[Any], *num_ranks: int) -> list[Any]:
-    """(kind, number of ranks) of each kind on each number; all but one of a kind are slow."""
+    """(kind, number of ranks) of every kind on every number; all but one of a kind are slow."""
     return [
         pytest.param(
             kind, num, marks=() if at == (index - 1) % len(num_ranks) else pytest.mark.slow
@@ -35,7 +35,7 @@ def one_of_each(kinds: Iterable[Any], *num_ranks: int) -> list[Any]:
 
 
 def slow_unless(few: Collection[Any], *all_values: Iterable[Any]) -> list[Any]:
-    """Parameters for every combination of values, of which those not among `few` are slow."""
+    """Parameters for every combination of the values; those that are not among `few` are slow."""
     return [
         pytest.param(*each, marks=() if each in few else pytest.mark.slow)
         for each in product(*all_values)
@@ -43,7 +43,7 @@ def slow_unless(few: Collection[Any], *all_values: Iterable[Any]) -> list[Any]:
 
 
 def few_examples() -> int:
-    """The examples of a property that runs each on several ranks: half of those of a quick run."""
+    """How many examples of a property run where each takes ranks: half as many in a quick run."""
     num_examples = settings.default.max_examples
     return num_examples if num_examples >= 30 else num_examples // 2
 

@@ -134,8 +134,9 @@ def delayed_calls(group, num_calls, num_experts, x, topk_idx, topk_weights):
     return int(wrong)
 
 
-def test_many_calls_with_random_pauses(pool):
-    num_calls = 1000 if pool.device == "cuda" else 5
+@pytest.mark.parametrize("num_calls", cases.slow_unless([(5,)], [5, 12]))
+def test_many_calls_with_random_pauses(pool, num_calls):
+    num_calls = 1000 if pool.device == "cuda" else num_calls
     inputs = make_inputs(4, [13, 20, 5, 0], 24, 8, 2, "holes", "fp32")
     assert pool.run(delayed_calls, num_calls, 8, *inputs, num_ranks=4) == [0] * 4
 

@@ -181,7 +181,7 @@ def form_and_flags(call):
 
 @pytest.mark.parametrize("num_calls", cases.slow_unless([(6,)], [6, 24]))
 def test_many_calls_with_random_pauses(pool, num_calls):
-    """Of 6 calls each form and each flag is in one at least, of 12 each pair of both."""
+    """6 calls have each form and each flag, 12 calls have each pair of these."""
     num_ranks = 3
     if pool.device == "cuda":
         num_calls, num_ranks = 200, pool.num_ranks
