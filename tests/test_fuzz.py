@@ -21,7 +21,7 @@ from fuzz_values import ANY, EQUAL, REFUSED
 from moe_engine import MoeEngineError, RoutingError
 from moe_engine.emulation import RankError, RankPool, send_message
 
-BUDGETS_S = 8.0, pytest.param(80.0, marks=pytest.mark.slow)
+BUDGETS_S = 6.0, pytest.param(80.0, marks=pytest.mark.slow)
 HANG_S = 20.0
 SEED = 18
 WHOLE = 12
