@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import time
 from collections.abc import Collection, Iterable, Iterator
 from contextlib import contextmanager
@@ -127,6 +128,12 @@ def used_buffer(
     result = use(buffer)
     dist.barrier(group)
     return buffer, timeout_s, result
+
+
+def shared_files() -> set[str]:
+    """What lies in /dev/shm, but for semaphores of multiprocessing: other tests make these at the
+    same time, and the package makes none."""
+    return {name for name in os.listdir("/dev/shm") if not name.startswith("sem.mp-")}
 
 
 @contextmanager

@@ -64,7 +64,7 @@ def lose_a_rank(group, lost, before, x, topk_idx, topk_weights):
 def test_a_killed_rank_is_named(pool, before, phase):
     if pool.device == "cuda":
         pytest.skip("a killed process takes its part of the NCCL group along")
-    before_the_run = set(os.listdir("/dev/shm"))
+    before_the_run = cases.shared_files()
     x, idx, w = make_inputs(3, [5], 16, EXPERTS, 2, "uniform", "fp32")
     results = pool.run(
         lose_a_rank, 1, before, PerRank(x), PerRank(idx), PerRank(w), num_ranks=3,
@@ -77,7 +77,7 @@ def test_a_killed_rank_is_named(pool, before, phase):
         assert 1 <= deadlines < 5
         assert f"rank {rank} waited" in text
         assert "MOE_ENGINE_TIMEOUT_S" in text
-    assert set(os.listdir("/dev/shm")) <= before_the_run
+    assert cases.shared_files() <= before_the_run
 
 
 def stay_away(group, x, topk_idx, topk_weights):

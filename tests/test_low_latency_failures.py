@@ -117,12 +117,12 @@ def test_the_others_go_on_without_a_silent_rank(pool, step):
 def test_the_others_go_on_without_a_killed_rank(pool):
     if pool.device == "cuda":
         pytest.skip("a killed process takes its part of the NCCL group along")
-    inputs, before = inputs_of(3), set(os.listdir("/dev/shm"))
+    inputs, before = inputs_of(3), cases.shared_files()
     results = pool.run(
         lose_rank_1, "dispatch", True, *map(PerRank, inputs), num_ranks=3, expect_death={1}
     )
     check_the_others(results, inputs, "dispatch")
-    assert set(os.listdir("/dev/shm")) <= before
+    assert cases.shared_files() <= before
 
 
 def stay_away(group, step, x, topk_idx, topk_weights):
