@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+import os
 import time
-from collections.abc import Iterator
+from collections.abc import Collection, Iterable, Iterator
 from contextlib import contextmanager
+from itertools import product
 from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
+from hypothesis import settings
 
 from moe_engine.device.lang import INTERPRETED
 
@@ -18,13 +21,32 @@ ROUTINGS = ["uniform", "skewed", "one_hot", "empty_rank", "holes", "duplicates",
 
 def routings(*num_ranks: int) -> list[Any]:
     """(kind, number of ranks) of each routing on each number; all but one of a kind are slow."""
+    return one_of_each(ROUTINGS, *num_ranks)
+
+
+def one_of_each(kinds: Iterable[Any], *num_ranks: int) -> list[Any]:
+    """(kind, number of ranks) of every kind on every number; all but one of a kind are slow."""
     return [
         pytest.param(
             kind, num, marks=() if at == (index - 1) % len(num_ranks) else pytest.mark.slow
         )
-        for index, kind in enumerate(ROUTINGS)
+        for index, kind in enumerate(kinds)
         for at, num in enumerate(num_ranks)
     ]
+
+
+def slow_unless(few: Collection[Any], *all_values: Iterable[Any]) -> list[Any]:
+    """Parameters for every combination of the values; those that are not among `few` are slow."""
+    return [
+        pytest.param(*each, marks=() if each in few else pytest.mark.slow)
+        for each in product(*all_values)
+    ]
+
+
+def few_examples() -> int:
+    """How many examples of a property run where each takes ranks: half as many in a quick run."""
+    num_examples = settings.default.max_examples
+    return num_examples if num_examples >= 30 else num_examples // 2
 
 
 def device() -> torch.device:
@@ -86,7 +108,7 @@ def tokens(
 
 
 def used_buffer(
-    group: Any, make: Any, use: Any, least_s: float = 4.0, times: float = 4.0
+    group: Any, make: Any, use: Any, least_s: float = 3.0, times: float = 3.0
 ) -> tuple[Any, float, Any]:
     """(Buffer, its deadline in seconds, what `use` returned), for tests of waits in vain.
 
@@ -106,6 +128,12 @@ def used_buffer(
     result = use(buffer)
     dist.barrier(group)
     return buffer, timeout_s, result
+
+
+def shared_files() -> set[str]:
+    """What lies in /dev/shm, but for semaphores of multiprocessing: other tests make these at the
+    same time, and the package makes none."""
+    return {name for name in os.listdir("/dev/shm") if not name.startswith("sem.mp-")}
 
 
 @contextmanager

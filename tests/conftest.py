@@ -26,8 +26,9 @@ NOT_BY_DEFAULT = {
 
 def pytest_xdist_auto_num_workers() -> int:
     """Processes that run tests with `-n auto`, each with a pool of up to 4 ranks: one for two
-    cores, as ranks that wait take a part of a core; those on a GPU share it already."""
-    return 1 if torch.cuda.is_available() else max(1, min(8, (os.cpu_count() or 1) // 2))
+    cores, as ranks that wait take a part of a core, and another for what uses only one; those on a
+    GPU share it already."""
+    return 1 if torch.cuda.is_available() else min(8, 1 + (os.cpu_count() or 1) // 2)
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:

@@ -237,6 +237,12 @@ def check_case(pool, num_ranks, num_tokens, max_tokens, hidden, num_experts, num
                seed=0):  # fmt: skip
     """Round trips of all ranks in each form, to the bit."""
     inputs = make_inputs(num_ranks, num_tokens, hidden, num_experts, num_topk, kind, seed)
+    check_inputs(pool, inputs, max_tokens, num_experts, forms)
+
+
+def check_inputs(pool, inputs, max_tokens, num_experts, forms):
+    """Round trips of all ranks with these inputs in each form, to the bit."""
+    num_ranks = len(inputs[0])
     results = pool.run(
         run_round_trips, forms, max_tokens, num_experts, *map(PerRank, inputs), num_ranks=num_ranks
     )

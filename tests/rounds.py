@@ -32,7 +32,7 @@ class Round:
     hidden: int = 16
     num_topk: int = 3
     with_weights: bool = False
-    num_tokens: tuple[int, ...] = (6, 3, 7)
+    num_tokens: tuple[int, ...] = (3, 2, 4)
     kind: str = "uniform"
 
     @property

@@ -8,6 +8,7 @@ from dataclasses import replace
 from itertools import product
 from typing import Any
 
+import cases
 import pytest
 import torch
 from compile_helper import Compiled
@@ -81,15 +82,24 @@ def shapes(dtype: torch.dtype = BF16, arch: int = 90, **changes: Any) -> list[Ge
     return [c for c in candidates(problem(dtype, arch, **changes)) if c.num_splits == 1]
 
 
+def largest_and_smallest(configs: list[GemmConfig]) -> list[Any]:
+    """As parameters; the others are slow."""
+    return cases.slow_unless([(configs[0],), (configs[-1],)], configs)
+
+
+FEW_GEMMS = ("none", False), ("swiglu", True)
+"""(activation, gathered): by default each of both once."""
+FEW_FULL_GEMMS = ("swiglu", False), ("geglu", True)
+GEMMS = cases.slow_unless(FEW_GEMMS, ("none", "swiglu"), (False, True))
 CASES = [
-    (config, activation, gathered, False)
-    for activation, gathered in product(("none", "swiglu"), (False, True))
-    for config in shapes(gathered=gathered)
+    pytest.param(config, *gemm.values, False, marks=gemm.marks)
+    for gemm in GEMMS
+    for config in shapes(gathered=gemm.values[1])
 ]
 CASES += [  # by default only the largest tiles, which have the fewest registers to spare
     pytest.param(
         *(config, activation, gathered, True),
-        marks=() if number == 0 and activation != "gelu" else pytest.mark.slow,
+        marks=() if number == 0 and (activation, gathered) in FEW_FULL_GEMMS else pytest.mark.slow,
     )
     for activation, gathered in product(("swiglu", "geglu", "gelu"), (False, True))
     for number, config in enumerate(shapes(gathered=gathered))
@@ -107,8 +117,7 @@ def test_bf16_gemm_on_hopper(
     assert_wide_loads(ptx, gathered)
 
 
-@pytest.mark.parametrize("gathered", [False, True])
-@pytest.mark.parametrize("activation", ["none", "swiglu"])
+@pytest.mark.parametrize(("activation", "gathered"), GEMMS)
 def test_fp8_gemm_on_hopper(activation: str, gathered: bool) -> None:
     high = GemmConfig.predicted(problem(FP8, 90, gated=activation == "swiglu"), block_m=128)
     for config in (*shapes(FP8), high):
@@ -116,8 +125,7 @@ def test_fp8_gemm_on_hopper(activation: str, gathered: bool) -> None:
         assert "e4m3" in ptx if config.block_m >= 64 else "mma.sync" in ptx
 
 
-@pytest.mark.parametrize("gathered", [False, True])
-@pytest.mark.parametrize("activation", ["none", "swiglu"])
+@pytest.mark.parametrize(("activation", "gathered"), GEMMS)
 def test_fp32_gemm_on_hopper(activation: str, gathered: bool) -> None:
     """IEEE products: no tensor cores."""
     for config in shapes(FP32):
@@ -132,14 +140,18 @@ def test_splits_of_the_depth_on_hopper() -> None:
             compile_gemm(replace(config, num_splits=2))
 
 
-@pytest.mark.parametrize("config", shapes(), ids=str)
+@pytest.mark.parametrize("config", largest_and_smallest(shapes()), ids=str)
 def test_dgrad_on_hopper(config: GemmConfig) -> None:
     compile_gemm(config, transposed=True)
 
 
-@pytest.mark.parametrize("activation", ["swiglu", "geglu", "gelu"])
-@pytest.mark.parametrize("weighted", [False, True])
-@pytest.mark.parametrize("block_m", [128, 64, 16])
+FEW_DGRADS = (128, True, "swiglu"), (64, False, "geglu"), (16, True, "gelu")
+
+
+@pytest.mark.parametrize(
+    ("block_m", "weighted", "activation"),
+    cases.slow_unless(FEW_DGRADS, (128, 64, 16), (False, True), ("swiglu", "geglu", "gelu")),
+)
 def test_activation_dgrad_on_hopper(block_m: int, weighted: bool, activation: str) -> None:
     grad, w = torch.empty(ROWS, DEPTH, dtype=BF16), torch.empty(EXPERTS, DEPTH, COLUMNS, dtype=BF16)
     pre = torch.empty(ROWS, num_parts(activation) * COLUMNS, dtype=BF16)
@@ -150,9 +162,15 @@ def test_activation_dgrad_on_hopper(block_m: int, weighted: bool, activation: st
     build(made, "activation_dgrad")
 
 
-@pytest.mark.parametrize("dtype, out", [(BF16, BF16), (BF16, FP32), (FP32, FP32)], ids=str)
-@pytest.mark.parametrize("gathered", [False, True])
-def test_wgrad_on_hopper(gathered: bool, dtype: torch.dtype, out: torch.dtype) -> None:
+DTYPES_OF_WGRAD = (BF16, BF16), (BF16, FP32), (FP32, FP32)
+FEW_WGRADS = tuple(zip(DTYPES_OF_WGRAD, (False, True, False), strict=True))
+
+
+@pytest.mark.parametrize(
+    ("dtypes", "gathered"), cases.slow_unless(FEW_WGRADS, DTYPES_OF_WGRAD, (False, True)), ids=str
+)
+def test_wgrad_on_hopper(dtypes: tuple[torch.dtype, torch.dtype], gathered: bool) -> None:
+    dtype, out = dtypes
     grad = torch.empty(ROWS, COLUMNS, dtype=dtype)
     x, made_w = torch.empty(ROWS, DEPTH, dtype=dtype), torch.empty(EXPERTS, COLUMNS, DEPTH)
     offset = torch.zeros(ROWS, dtype=torch.int64) if gathered else None
@@ -184,14 +202,17 @@ def test_small_kernels() -> None:
     build(made, "split_sum")
 
 
-@pytest.mark.parametrize("config", shapes(arch=80), ids=str)
+@pytest.mark.parametrize("config", largest_and_smallest(shapes(arch=80)), ids=str)
 def test_bf16_gemm_on_ampere(config: GemmConfig) -> None:
     assert "mma.sync" in compile_gemm(config, BF16, "swiglu", True, arch=80).ptx
 
 
-def test_bf16_gemm_on_blackwell() -> None:
-    for config in shapes(arch=100)[:2]:
-        assert "tcgen05.mma" in compile_gemm(config, BF16, "swiglu", arch=100).ptx
+BLACKWELL = shapes(arch=100)[:2]
+
+
+@pytest.mark.parametrize("config", cases.slow_unless([(BLACKWELL[0],)], BLACKWELL), ids=str)
+def test_bf16_gemm_on_blackwell(config: GemmConfig) -> None:
+    assert "tcgen05.mma" in compile_gemm(config, BF16, "swiglu", arch=100).ptx
 
 
 @pytest.mark.parametrize("dtype", [torch.int32, torch.int64])

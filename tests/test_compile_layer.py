@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from functools import cache
 
+import cases
 import launches
 import pytest
 import torch
@@ -41,7 +42,7 @@ def gemms(up: GemmConfig, down: GemmConfig):
 
 
 @of_this_triton
-@pytest.mark.parametrize("block_m", [128, 64, 32, 16])
+@pytest.mark.parametrize("block_m", cases.slow_unless([(128,), (16,)], [128, 64, 32, 16]))
 def test_gemms_do_not_spill(block_m):
     ups, downs = configs(block_m, gated=True), configs(block_m)
     for index in range(max(len(ups), len(downs))):
@@ -88,7 +89,7 @@ def test_all_compile(arch):
     compile_kernel(ping_kernel, {"times": "*i64", "context": "*i64"}, {"ROUNDS": 200}, arch)
 
 
-@pytest.mark.parametrize("num_topk", [1, 2, 3, 16])
+@pytest.mark.parametrize("num_topk", cases.slow_unless([(3,), (16,)], [1, 2, 3, 16]))
 def test_sums_compile_for_any_topk(num_topk):
     made = recorded(num_topk=num_topk)
     for name in ("return_sums", "fused_sum"):

@@ -6,13 +6,14 @@ from __future__ import annotations
 import re
 from functools import cache
 
+import cases
 import launches
 import pytest
 from compile_helper import Compiled
 
 FORMATS = ["bf16", "fp8", "rounded", "ue8m0"]
 PHASES = ["both", "send", "receive"]
-FEW = ("fp8", "both"), ("bf16", "both"), ("ue8m0", "send"), ("rounded", "receive")
+FEW = ("fp8", "both"), ("bf16", "send"), ("ue8m0", "receive")
 
 
 @cache
@@ -36,14 +37,7 @@ def stores(ptx: str) -> list[str]:
     return re.findall(r"st\.global\.(?:L1::\w+\.)?(v\d\.b\d+|b\d+)", ptx)
 
 
-@pytest.mark.parametrize(
-    ("row_format", "phases"),
-    [
-        pytest.param(one, phases, marks=() if (one, phases) in FEW else pytest.mark.slow)
-        for one in FORMATS
-        for phases in PHASES
-    ],
-)
+@pytest.mark.parametrize(("row_format", "phases"), cases.slow_unless(FEW, FORMATS, PHASES))
 def test_dispatch(row_format, phases):
     built = dispatch(row_format, phases)
     assert built.spill_bytes == 0
@@ -60,14 +54,14 @@ def test_combine(phases):
     assert stores(built.ptx).count("v4.b32") >= 4
 
 
-def test_statistics_cost_no_spills():
-    assert dispatch("fp8", "both", stats=True).spill_bytes == 0
-    assert combine("both", stats=True).spill_bytes == 0
-
-
-def test_masking_ranks_costs_no_spills():
-    assert dispatch("fp8", "both", shrink=True).spill_bytes == 0
-    assert combine("both", shrink=True).spill_bytes == 0
+@pytest.mark.parametrize(
+    ("shrink", "stats"),
+    cases.slow_unless([(True, True)], (False, True), (False, True)),
+)
+def test_masks_and_statistics_cost_no_spills(shrink, stats):
+    more = {"shrink": shrink, "stats": stats}
+    assert dispatch("fp8", "both", **more).spill_bytes == 0
+    assert combine("both", **more).spill_bytes == 0
 
 
 @pytest.mark.slow

@@ -6,7 +6,7 @@ import cases
 import pytest
 import torch
 from dispatch_cases import DTYPES, make_inputs
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 from layer_cases import TOLERANCE, check_layer, decode_buffer, make_weights
 
@@ -19,11 +19,12 @@ def test_every_routing(pool, num_ranks, kind):
     check_layer(pool, num_ranks, [5, 0, 8], 32, 24, 12 // num_ranks, 3, kind, "bf16", "decode")
 
 
-@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("dtype", cases.slow_unless([("bf16",)], DTYPES))
 def test_many_calls(pool, dtype):
-    check_layer(pool, 4, [3, 5], 48, 32, 3, 4, "skewed", dtype, "decode", num_calls=4)
+    check_layer(pool, 3, [2, 4], 48, 32, 3, 4, "skewed", dtype, "decode", num_calls=3)
 
 
+@settings(max_examples=cases.few_examples())
 @given(
     num_ranks=st.integers(1, 4),
     num_tokens=st.lists(st.integers(0, 10), min_size=1, max_size=4),
@@ -71,7 +72,7 @@ def choose(group, options, hints, x, topk_idx, topk_weights, up, down):
     ],
 )
 def test_the_hint_and_the_capacity_choose(pool, options, hints, made):
-    inputs = make_inputs(2, [9, 4], 32, 8, 2, "uniform", "fp32")
+    inputs = make_inputs(2, [5, 2], 32, 8, 2, "uniform", "fp32")
     weights = make_weights(2, 4, 32, 24, "fp32")
     parts = [PerRank(part) for part in (*inputs, *weights)]
     results = pool.run(choose, options, hints, *parts, num_ranks=2)

@@ -172,7 +172,7 @@ def exchange_rows(buffer, x, idx, w, previous_event=False, **flags):
     return {"x": recv_x, "idx": recv_idx, "w": recv_w, "counts": counts, "out": out}
 
 
-@pytest.mark.parametrize("num_ranks", [1, 2, 3, 4])
+@pytest.mark.parametrize("num_ranks", cases.slow_unless([(2,), (3,)], [1, 2, 3, 4]))
 def test_asynchronous_calls_give_the_same(pool, num_ranks):
     results, inputs = run_client(pool, asynchronous, num_ranks=num_ranks)
     for turn in range(3):

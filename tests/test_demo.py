@@ -20,7 +20,7 @@ pytest.importorskip("matplotlib")
 
 @pytest.mark.parametrize(
     ("model", "backend", "ranks", "tokens"),
-    [("qwen2-moe", "collective", 2, 128), ("mixtral", "auto", 2, 8)],
+    [("qwen2-moe", "collective", 2, 128), ("mixtral", "auto", 2, 4)],
 )
 def test_demo(tmp_path: Path, model: str, backend: str, ranks: int, tokens: int) -> None:
     picture = tmp_path / "routing.png"

@@ -9,7 +9,7 @@ import pytest
 import torch
 from rounds import FEW, MOST, VERBS, Round, new_buffer, outcome
 
-SOME, MANY = 4, 25
+SOME, MANY = 2, 25
 """Cases of each number of ranks."""
 
 

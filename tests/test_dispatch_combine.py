@@ -16,7 +16,7 @@ from dispatch_cases import (
     poison,
     round_trip,
 )
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from moe_engine import Buffer, Options, reference
@@ -25,13 +25,13 @@ from moe_engine.emulation import PerRank
 
 @pytest.mark.parametrize(("kind", "num_ranks"), cases.routings(1, 2, 3, 4))
 def test_every_routing(pool, num_ranks, kind):
-    check_case(pool, num_ranks, [50, 0, 33], 48, 24, 4, kind, "bf16")
+    check_case(pool, num_ranks, [36, 0, 13], 48, 24, 4, kind, "bf16")
 
 
 @pytest.mark.parametrize("backend", ["auto", "collective"])
 def test_ranks_are_summed_in_order(pool, backend):
     """fp32 from four ranks, where another order gives other bits."""
-    check_case(pool, 4, [30, 41], 16, 24, 5, "uniform", "fp32", backend=backend)
+    check_case(pool, 4, [12, 17], 16, 24, 5, "uniform", "fp32", backend=backend)
 
 
 @pytest.mark.parametrize("backend", ["auto", "collective"])
@@ -46,6 +46,7 @@ def test_collective_engine(pool, num_ranks, kind):
     check_case(pool, num_ranks, [21, 0, 9], 16, 24, 3, kind, "bf16", backend="collective")
 
 
+@settings(max_examples=cases.few_examples())
 @given(
     num_ranks=st.integers(1, 4),
     num_tokens=st.lists(st.integers(0, 70), min_size=1, max_size=4),
@@ -80,8 +81,9 @@ def many_calls(group, num_calls, num_experts, max_tokens, x, topk_idx, topk_weig
     return results
 
 
-def test_twenty_calls_with_a_slow_rank(pool):
-    num_ranks, num_experts, num_calls = 3, 6, 20
+@pytest.mark.parametrize("num_calls", cases.slow_unless([(5,)], [5, 20]))
+def test_calls_with_a_slow_rank(pool, num_calls):
+    num_ranks, num_experts = 3, 6
     x, idx, w = make_inputs(num_ranks, [13, 20, 5], 24, num_experts, 2, "holes", "fp32")
     results = pool.run(
         many_calls, num_calls, num_experts, 20, PerRank(x), PerRank(idx), PerRank(w), 1,
@@ -132,8 +134,9 @@ def delayed_calls(group, num_calls, num_experts, x, topk_idx, topk_weights):
     return int(wrong)
 
 
-def test_many_calls_with_random_pauses(pool):
-    num_calls = 1000 if pool.device == "cuda" else 12
+@pytest.mark.parametrize("num_calls", cases.slow_unless([(5,)], [5, 12]))
+def test_many_calls_with_random_pauses(pool, num_calls):
+    num_calls = 1000 if pool.device == "cuda" else num_calls
     inputs = make_inputs(4, [13, 20, 5, 0], 24, 8, 2, "holes", "fp32")
     assert pool.run(delayed_calls, num_calls, 8, *inputs, num_ranks=4) == [0] * 4
 

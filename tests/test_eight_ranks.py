@@ -18,7 +18,7 @@ from moe_engine.emulation import RankPool
 OF_KINDS = pytest.mark.parametrize(
     "kind", ["holes", pytest.param("empty_rank", marks=pytest.mark.slow)]
 )
-TOKENS = [21, 0, 9]
+TOKENS = [6, 0, 3]
 
 
 @pytest.fixture(scope="module")
@@ -33,7 +33,8 @@ def ranks(pool) -> Iterator[RankPool]:
         yield eight
 
 
-@OF_KINDS
+@pytest.mark.slow
+@pytest.mark.parametrize("kind", ["holes", "empty_rank"])
 def test_dispatch_and_combine(ranks, kind):
     sizes = 40, 3 * ranks.num_ranks, 4
     check_dispatch_combine(ranks, ranks.num_ranks, TOKENS, *sizes, kind, "bf16")
@@ -52,10 +53,10 @@ def test_fused_layer(ranks):
 
 @OF_KINDS
 def test_low_latency(ranks, kind):
-    forms = list(FORMS) if ranks.device == "cuda" else ["bf16", "ue8m0"]
+    forms = list(FORMS) if ranks.device == "cuda" else ["ue8m0"]
     sizes = HIDDEN, 2 * ranks.num_ranks, 4
-    check_low_latency(ranks, ranks.num_ranks, [4, 0, 2], 4, *sizes, kind, forms)
+    check_low_latency(ranks, ranks.num_ranks, [3, 0, 2], 4, *sizes, kind, forms)
 
 
 def test_decode_layer(ranks):
-    check_layer(ranks, ranks.num_ranks, [5, 0, 8], 32, 24, 2, 4, "holes", "bf16", "decode")
+    check_layer(ranks, ranks.num_ranks, [3, 0, 5], 32, 24, 2, 4, "holes", "bf16", "decode")

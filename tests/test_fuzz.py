@@ -21,7 +21,7 @@ from fuzz_values import ANY, EQUAL, REFUSED
 from moe_engine import MoeEngineError, RoutingError
 from moe_engine.emulation import RankError, RankPool, send_message
 
-BUDGETS_S = 16.0, pytest.param(80.0, marks=pytest.mark.slow)
+BUDGETS_S = 6.0, pytest.param(80.0, marks=pytest.mark.slow)
 HANG_S = 20.0
 SEED = 18
 WHOLE = 12
@@ -269,14 +269,14 @@ def describe(rank: int, number: int, name: str, change: Change, problem: str) ->
 @pytest.mark.timeout(400)
 @pytest.mark.parametrize("budget_s", BUDGETS_S)
 def test_one_rank(budget_s: float) -> None:
-    _, _, failures = fuzz(1, budget_s, least=50 if budget_s > 16 else 20)
+    _, _, failures = fuzz(1, budget_s, least=50 if budget_s > 8 else 20)
     assert not failures, "\n".join(failures)
 
 
 @pytest.mark.timeout(400)
 @pytest.mark.parametrize("budget_s", BUDGETS_S)
 def test_two_ranks_make_the_same_calls(budget_s: float) -> None:
-    _, _, failures = fuzz(2, budget_s / 2, least=10 if budget_s > 16 else 4)
+    _, _, failures = fuzz(2, budget_s / 2, least=10 if budget_s > 8 else 4)
     assert not failures, "\n".join(failures)
 
 

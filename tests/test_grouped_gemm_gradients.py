@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from itertools import product
 from typing import Any
 
+import cases
 import pytest
 import torch
 from hypothesis import given
@@ -147,22 +148,29 @@ def assert_small(case: Case, errors: dict[str, float]) -> None:
     assert not wrong, wrong
 
 
-CASES = [
+GRID = [
     Case((5, 0, 70, 1), activation=activation, dtype=dtype, indexed=indexed, bias=full)
     for activation, dtype, (indexed, full) in product(
         ACTIVATIONS, (BF16, FP32), ((False, False), (True, True))
     )
 ]
-CASES += [Case((5, 0, 70, 1), dtype=dtype, weighted=True, bias=True) for dtype in (BF16, FP32)]
-CASES += [Case((64, 63, 65)), Case((0, 30), K=8, intermediate=8, dtype=FP32, indexed=True)]
+MORE = [Case((5, 0, 70, 1), dtype=dtype, weighted=True, bias=True) for dtype in (BF16, FP32)]
+MORE += [Case((64, 63, 65)), Case((0, 30), K=8, intermediate=8, dtype=FP32, indexed=True)]
+CASES = GRID + MORE
+FEW = [(case,) for case in CASES if case in MORE or case.indexed == (case.dtype == BF16)]
+"""By default each activation in both types, in one of which rows are indexed."""
 
 
-@pytest.mark.parametrize("case", CASES, ids=str)
+@pytest.mark.parametrize("case", cases.slow_unless(FEW, CASES), ids=str)
 def test_grouped_gemm(pool: RankPool, case: Case) -> None:
     assert_small(case, pool.run(run_gemm, case, num_ranks=1)[0])
 
 
-@pytest.mark.parametrize("case", [case for case in CASES if case.activation != "none"], ids=str)
+@pytest.mark.parametrize(
+    "case",
+    cases.slow_unless(FEW, [case for case in CASES if case.activation != "none"]),
+    ids=str,
+)
 def test_grouped_mlp(pool: RankPool, case: Case) -> None:
     assert_small(case, pool.run(run_mlp, case, num_ranks=1)[0])
 

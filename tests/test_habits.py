@@ -121,7 +121,13 @@ def with_defaults(group, device, dtype, backend):
             assert isinstance(one, list) or one.dtype == other.dtype
 
 
-@pytest.mark.parametrize(("device", "dtype"), [(None, torch.float64), ("meta", torch.bfloat16)])
+@pytest.mark.parametrize(
+    ("device", "dtype"),
+    [
+        pytest.param(None, torch.float64, marks=pytest.mark.slow),
+        ("meta", torch.bfloat16),
+    ],
+)
 def test_other_defaults_change_nothing(pool, device, dtype):
     pool.run(with_defaults, device, dtype, "auto", num_ranks=1)
     pool.run(with_defaults, device, dtype, "collective", num_ranks=2)

@@ -68,7 +68,7 @@ def read_in_place(group, backend, num_worst_tokens, num_experts, x, topk_idx, to
 @pytest.mark.parametrize("num_worst_tokens", [0, 192])
 @pytest.mark.parametrize("backend", ["auto", "collective"])
 def test_rows_in_place(pool, backend, num_worst_tokens):
-    inputs = make_inputs(3, [40, 0, 64], 48, 12, 3, "holes", "bf16")
+    inputs = make_inputs(3, [36, 0, 20], 48, 12, 3, "holes", "bf16")
     results = pool.run(
         read_in_place, backend, num_worst_tokens, 12, *(PerRank(part) for part in inputs),
         num_ranks=3,

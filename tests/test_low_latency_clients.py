@@ -102,8 +102,9 @@ def vllm(group, use_fp8, use_ue8m0, graph, x, idx, w):
 )
 def test_vllm(pool, use_fp8, use_ue8m0, form):
     for graph in (False, True) if pool.device == "cuda" else (False,):
+        num_ranks = pool.num_ranks if pool.device == "cuda" else 2
         results, inputs = run_client(
-            pool, vllm, use_fp8, use_ue8m0, graph, kind="duplicates", num_ranks=pool.num_ranks
+            pool, vllm, use_fp8, use_ue8m0, graph, kind="duplicates", num_ranks=num_ranks
         )
         for number in range(2):
             at_batch = [found[number] for found in results]
@@ -237,9 +238,9 @@ def test_lmdeploy(pool):
 
 # --- DeepEP's own test -------------------------------------------------------------------------
 
-ALL_FLAGS = [
-    (use_hook, form) for use_hook in (False, True) for form in ("bf16", "fp8", "rounded", "ue8m0")
-]
+FORMS = "bf16", "fp8", "rounded", "ue8m0"
+ALL_FLAGS = [(use_hook, form) for use_hook in (False, True) for form in FORMS]
+FEW_FLAGS = list(zip((False, True, True, False), FORMS, strict=True))
 
 
 def calc_difference(out, expected):
@@ -248,7 +249,7 @@ def calc_difference(out, expected):
     return float(1 - 2 * (a * b).sum() / (a * a + b * b).sum())
 
 
-def own_test(group, all_idx, w):
+def own_test(group, flags, all_idx, w):
     """Constant rows that name their rank and token, the statistics, each handle combined twice, by
     copy and from the memory that it leaves from; its checks, in this order."""
     rank, num_ranks, num_local = group.rank(), group.size(), EXPERTS // group.size()
@@ -269,7 +270,7 @@ def own_test(group, all_idx, w):
         explicitly_destroy=True,
         allow_mnnvl=False,
     )
-    for number, (use_hook, form) in enumerate(ALL_FLAGS):
+    for number, (use_hook, form) in enumerate(flags):
         use_fp8 = form != "bf16"
         for _ in range(number % 2 + 1):
             seen = torch.zeros(num_local, dtype=torch.int, device=idx.device)
@@ -328,9 +329,12 @@ def own_test(group, all_idx, w):
     buffer.destroy()
 
 
-def test_deep_eps_own_checks(pool):
+@pytest.mark.parametrize(
+    "flags", [FEW_FLAGS, pytest.param(ALL_FLAGS, marks=pytest.mark.slow)], ids=len
+)
+def test_deep_eps_own_checks(pool, flags):
     num_ranks = min(pool.num_ranks, 4 if pool.device == "cuda" else 2)
     generator = torch.Generator().manual_seed(0)
     _, idx, _ = make_inputs(num_ranks, [MAX_TOKENS], HIDDEN, EXPERTS, TOPK, "holes")
     w = PerRank(torch.randn(ids.shape, generator=generator).abs() for ids in idx)
-    pool.run(own_test, idx, w, num_ranks=num_ranks)
+    pool.run(own_test, flags, idx, w, num_ranks=num_ranks)

@@ -8,7 +8,7 @@ import cases
 import pytest
 import torch
 from dispatch_cases import make_buffer, make_inputs
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 from layer_reference import return_begins, stage_begins
 
@@ -238,7 +238,7 @@ def check_rows(results, x, topk_idx, num_experts, stages):
 def routed(pool, request):
     """(inputs, what the ranks found) of 24 experts, with several blocks of tokens on rank 0."""
     kind, num_ranks = request.param
-    inputs = make_inputs(num_ranks, [70, 0, 33, 20], HIDDEN, 24, 3, kind, "bf16")
+    inputs = make_inputs(num_ranks, [66, 0, 9, 5], HIDDEN, 24, 3, kind, "bf16")
     return inputs, run_steps(pool, 24, STAGES, *inputs)
 
 
@@ -257,6 +257,7 @@ def test_rows(routed):
     check_rows(results, x, topk_idx, 24, STAGES[0])
 
 
+@settings(max_examples=cases.few_examples())
 @given(
     num_ranks=st.integers(1, 4),
     num_tokens=st.lists(st.integers(0, 90), min_size=4, max_size=4),

@@ -56,8 +56,7 @@ def check_plan(pool, topk_idx, num_experts, num_ranks):
             assert torch.equal(plan[0][rank, :count], sent[rank, :count])
 
 
-@pytest.mark.parametrize("kind", cases.ROUTINGS)
-@pytest.mark.parametrize("num_ranks", [1, 2, 3, 4, 8])
+@pytest.mark.parametrize(("kind", "num_ranks"), cases.routings(1, 2, 3, 4, 8))
 def test_every_routing(pool, kind, num_ranks):
     check_plan(pool, cases.route(kind, 77, 24, 4, seed=1), 24, num_ranks)
 

@@ -6,6 +6,7 @@ import signal
 import time
 from pathlib import Path
 
+import cases
 import numpy
 import pytest
 import torch
@@ -212,8 +213,8 @@ def kill_rank_1(group, when):
     [("before peers are mapped", "refused"), ("in use", "survived")],
 )
 def test_a_killed_rank_leaves_nothing(when, outcome):
-    before = set(os.listdir("/dev/shm"))
-    with RankPool(3, env={"MOE_ENGINE_TIMEOUT_S": "15"}) as ranks:
+    before = cases.shared_files()
+    with RankPool(3, env={"MOE_ENGINE_TIMEOUT_S": "5"}) as ranks:
         pids = ranks.run(get_pid)
         assert ranks.run(kill_rank_1, when, expect_death={1}, timeout_s=90) == [
             outcome,
@@ -221,7 +222,7 @@ def test_a_killed_rank_leaves_nothing(when, outcome):
             outcome,
         ]
     assert not any(Path(f"/proc/{pid}").exists() for pid in pids)
-    assert not set(os.listdir("/dev/shm")) - before
+    assert not cases.shared_files() - before
 
 
 # --- Refusals --------------------------------------------------------------------------------

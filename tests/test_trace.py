@@ -31,7 +31,7 @@ from moe_engine.tools import trace
 from moe_engine.tools.cli import app
 from moe_engine.tools.trace import Clock, Recorder, Span, align_clocks, summarize
 
-RANKS, TOKENS, NUM_LOCAL, TOPK, HIDDEN, COLUMNS = 2, [40, 23], 3, 3, 136, 72
+RANKS, TOKENS, NUM_LOCAL, TOPK, HIDDEN, COLUMNS = 2, [12, 5], 3, 3, 136, 72
 STAGES, RETURN_STAGES = 3, 2
 
 
@@ -215,7 +215,7 @@ def lose_rank_1(group):
     real, begin = trace.ping_kernel, time.monotonic()
     if group.rank() == 1:
         trace.ping_kernel = None
-    os.environ["MOE_ENGINE_TIMEOUT_S"] = "5"
+    os.environ["MOE_ENGINE_TIMEOUT_S"] = "3"
     try:
         align_clocks(group)
     except PeerTimeout as error:
