@@ -161,7 +161,7 @@ class PackedLaunch:
         grid: Sequence[int],
         arguments: Sequence[Any],
     ):
-        self._name, maps = function.name, iter(function.tensor_maps)
+        self.name, maps = function.name, iter(function.tensor_maps)
         self.pointers: list[tuple[Any, int, torch.Tensor]] = []
         self.numbers: dict[str, tuple[Any, int]] = {}
         leaves: list[tuple[str, Any]] = []
@@ -218,7 +218,7 @@ class PackedLaunch:
         self._config.stream = stream
         code = self._launch(*self._arguments)
         if code:
-            check(code, f"launch {self._name}")
+            check(code, f"launch {self.name}")
 
 
 def _leaves(kind: Any, value: Any, maps: Iterator[dict[str, Any]]) -> Iterator[tuple[str, Any]]:

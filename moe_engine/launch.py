@@ -38,6 +38,7 @@ class Launch(Protocol):
 
     pointers: list[tuple[Any, int, torch.Tensor]]
     numbers: dict[str, tuple[Any, Any]]
+    name: str
 
     def __call__(self, stream: int) -> None: ...
 
@@ -150,7 +151,7 @@ class InterpretedLaunch:
     """A `Launch` through Triton's interpreter, whose cells are this object itself."""
 
     def __init__(self, kernel: Any, grid: Grid, arguments: Sequence[Any], options: dict[str, Any]):
-        self._kernel, self._grid = kernel, grid
+        self.name, self._kernel, self._grid = kernel.__name__, kernel, grid
         self._arguments = dict(zip(kernel.arg_names, arguments, strict=False)) | options
         self._tensors = list(_tensors(tuple(self._arguments.values())))
         self.pointers = [(self, index, tensor) for index, tensor in enumerate(self._tensors)]

@@ -13,9 +13,10 @@ from typing import Any
 
 import cases
 import torch
-from triton.runtime.jit import KernelInterface
 
-from moe_engine import Buffer, MoeEngineError, Options, moe_ffn, reference
+from moe_engine import Buffer, MoeEngineError, Options, moe_ffn, prepared, reference
+from moe_engine.cuda_driver import PackedLaunch
+from moe_engine.launch import InterpretedLaunch
 from moe_engine.streams import ConcurrentReads
 
 MOST, FEW = 24, 8
@@ -150,8 +151,8 @@ class Injected(MemoryError):
 class Faults:
     """Counts what a rank's host does in its calls, and does `strike` at event number `at`.
 
-    Events: before and after each launch of a kernel, each allocation, and each time that the host
-    waits for the device.
+    Events: before and after each launch of a kernel, by a prepared call or not, each allocation,
+    and each time that the host waits for the device.
     """
 
     def __init__(self, at: int | None, strike: Callable[[str], None]):
@@ -175,10 +176,12 @@ class Faults:
     @contextmanager
     def installed(self) -> Iterator[Faults]:
         """Count within the block."""
-        launch, new_empty, empty_like = (
-            KernelInterface.__getitem__, torch.Tensor.new_empty, torch.empty_like,
-        )  # fmt: skip
-        read = ConcurrentReads.read
+        new_empty, empty_like, read = torch.Tensor.new_empty, torch.empty_like, ConcurrentReads.read
+        launches = {kind: kind.__call__ for kind in (InterpretedLaunch, PackedLaunch)}
+        allocator = prepared._allocator
+
+        def launch(kind: Any) -> Callable[..., Any]:
+            return lambda one, stream: self.around(one.name, launches[kind])(one, stream)
 
         def allocate(function: Callable[..., Any]) -> Callable[..., Any]:
             def call(*args: Any, **kwargs: Any) -> Any:
@@ -187,16 +190,18 @@ class Faults:
 
             return call
 
-        KernelInterface.__getitem__ = lambda kernel, grid: self.around(
-            kernel.fn.__name__, launch(kernel, grid)
-        )
+        for kind in launches:
+            kind.__call__ = launch(kind)
+        prepared._allocator = lambda device: allocate(allocator(device))
         torch.Tensor.new_empty = allocate(new_empty)
         torch.empty_like = allocate(empty_like)
         ConcurrentReads.read = self.around("read", read)
         try:
             yield self
         finally:
-            KernelInterface.__getitem__ = launch
+            for kind, real in launches.items():
+                kind.__call__ = real
+            prepared._allocator = allocator
             torch.Tensor.new_empty = new_empty
             torch.empty_like = empty_like
             ConcurrentReads.read = read

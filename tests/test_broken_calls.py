@@ -26,26 +26,27 @@ def raise_it(name):
 
 
 def break_off(group, verb, broken_rank, first, stride):
-    """For every event of a round that rank `broken_rank` breaks off, what each of four rounds was
-    on this rank. The events are counted first."""
+    """For every event of two rounds, of which the second is prepared, that rank `broken_rank`
+    breaks off: what each of four rounds was on this rank. The events are counted first."""
     one = Round(verb)
-    buffer = new_buffer(group)
-    with Faults(None, raise_it).installed() as counted:
-        results = [outcome(one, buffer)]
+    buffer, events = new_buffer(group), []
+    for number, each in enumerate([one, *again(one, 1)]):
+        with Faults(None, raise_it).installed() as counted:
+            assert outcome(each, buffer) == "right"
+        events += [(number, at, name) for at, name in enumerate(counted.names)]
     buffer.destroy()
-    assert results == ["right"]
     found = []
     # All ranks have equally many events here, as all bring tokens.
-    for at in range(first, len(counted.names), stride):
+    for broken_round, at, name in events[first::stride]:
         buffer = new_buffer(group)
         torch.distributed.barrier(group)
         since = time.monotonic()
         results = []
         for number, each in enumerate([one, *again(one, 3)]):
-            is_first = number == 0 and group.rank() == broken_rank
-            with Faults(at if is_first else None, raise_it).installed():
+            is_broken = number == broken_round and group.rank() == broken_rank
+            with Faults(at if is_broken else None, raise_it).installed():
                 results.append(outcome(each, buffer))
-        found.append((counted.names[at], results, time.monotonic() - since))
+        found.append((name, broken_round, results, time.monotonic() - since))
         torch.distributed.barrier(group)
         buffer.destroy()
     return found
@@ -54,14 +55,14 @@ def break_off(group, verb, broken_rank, first, stride):
 def check_outcomes(by_rank, broken_rank):
     """Right, then typed errors for good; on the rank itself nothing but errors."""
     for rank, found in enumerate(by_rank):
-        for name, results, _ in found:
+        for name, broken_round, results, _ in found:
             what = f"rank {rank} of a call broken off at '{name}' on {broken_rank}: {results}"
             errors = [result for result in results if result != "right"]
             assert results == ["right"] * (4 - len(errors)) + errors, what
             assert errors, what
             first, *later = errors
             if rank == broken_rank:
-                assert len(errors) == 4, what
+                assert len(errors) == 4 - broken_round, what
                 assert first.startswith(("untyped Injected", "untyped KeyboardInterrupt")), what
             for error in later if rank == broken_rank else errors:
                 assert error == "CallAbandoned", what
@@ -88,8 +89,9 @@ def texts(group, verb):
     """The errors of a rank when rank 1 breaks off at its last launch; what a new Buffer does."""
     one = Round(verb)
     buffer = new_buffer(group)
+    outcome(one, buffer)
     with Faults(None, raise_it).installed() as counted:
-        outcome(one, buffer)
+        outcome(again(one, 1)[0], buffer)
     last = max(at for at, name in enumerate(counted.names) if name.startswith("before"))
     with Faults(last if group.rank() == 1 else None, raise_it).installed():
         first = outcome(again(one, 1)[0], buffer)

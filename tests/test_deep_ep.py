@@ -116,7 +116,7 @@ def look_around(group):
         run = getattr(buffer._engine, verb)
 
         def watched(*args, run=run):
-            used.append(args[-1])
+            used.append(next(arg for arg in args[2:] if type(arg) is int and arg))
             return run(*args)
 
         setattr(buffer._engine, verb, watched)
