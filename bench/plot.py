@@ -124,7 +124,39 @@ def draw_low_latency() -> None:
     figure.savefig(DOCS / "low_latency.svg", metadata={"Date": None})
 
 
+def draw_host() -> None:
+    """us of the host for each entry point, one rank: of the first and the last commit measured."""
+    text = (RESULTS / "host.jsonl").read_text()
+    lines = [line for line in map(json.loads, text.splitlines()) if line["ranks"] == 1]
+    measured: dict[tuple[str, str], dict[str, float]] = defaultdict(dict)
+    for line in lines:  # of two runs of one commit, the faster one
+        times = measured[line["impl"], line["commit"]]
+        us, verb = line["host_us"], line["verb"]
+        times[verb] = min(us, times.get(verb, us))
+    ours = [commit for impl, commit in measured if impl == "moe_engine"]
+    newest, before = lines[-1]["commit"], next(one for one in ours if one != lines[-1]["commit"])
+    bars = {
+        "Triton's launches": measured["moe_engine", before],
+        "prepared calls": measured["moe_engine", newest],
+        "torch": measured["torch", newest],
+    }
+    verbs = list(bars["prepared calls"])
+    figure, axes = plt.subplots(figsize=(7, 4.2), layout="constrained")
+    for number, (name, times) in enumerate(bars.items()):
+        places = [at + 0.28 * (number - 1) for at, verb in enumerate(verbs) if verb in times]
+        drawn = axes.barh(
+            places, [times[verb] for verb in verbs if verb in times], 0.28, label=name
+        )
+        axes.bar_label(drawn, fmt="%.0f", fontsize=7, padding=2)
+    axes.set(xscale="log", xlim=(10, 2500), xlabel="us of the host for a call, one H200")
+    axes.set_yticks(range(len(verbs)), [verb.replace("_", " ") for verb in verbs])
+    axes.invert_yaxis()
+    axes.legend(loc="upper right")
+    figure.savefig(DOCS / "host.svg", metadata={"Date": None})
+
+
 if __name__ == "__main__":
     draw_dispatch_combine()
     draw_grouped_gemm()
     draw_low_latency()
+    draw_host()
