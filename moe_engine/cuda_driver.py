@@ -88,15 +88,13 @@ class Function:
         self.tensor_maps = getattr(metadata, "tensordesc_meta", None) or ()
         self.parameter_sizes = _parameter_sizes(self.handle)
 
-    @functools.cached_property
-    def prefers_shared_memory(self) -> bool:
-        """True, after the driver was told to divide an SM's memory so."""
+    def prefer_shared_memory(self) -> None:
+        """Let the driver divide an SM's memory so."""
         percent = 100
         code = libcuda().cuFuncSetAttribute(
             ctypes.c_void_p(self.handle), PREFERRED_SHARED_MEMORY_CARVEOUT, percent
         )
         check(code, f"divide the memory of an SM for {self.name}")
-        return True
 
 
 def _parameter_sizes(function: int) -> list[int]:

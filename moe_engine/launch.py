@@ -106,15 +106,18 @@ def _is_view(function: Any) -> bool:
 def launch(
     kernel: Any, grid: Grid, *arguments: Any, shares_sms: bool = False, **options: Any
 ) -> None:
-    """Launch `kernel` on the current stream. One with an argument PDL is a programmatic dependent
-    launch where the GPU has these: it begins when all programs of the launch before have called
-    `pdl_launch_dependents`, and sees that launch's stores after its own `pdl_wait`.
+    """Launch `kernel` on the current stream, unless the grid is empty. One with an argument PDL is
+    a programmatic dependent launch where the GPU has these: it begins when all programs of the
+    launch before have called `pdl_launch_dependents`, and sees that launch's stores after its own
+    `pdl_wait`.
 
     shares_sms: programs of a GEMM that begin later may share SMs with those of this launch. An SM
     divides its memory between cache and shared memory as the first program on it prefers, and not
     anew while one runs there. So all launches of a layer prefer shared memory: one that did not
     would keep the GEMM off its SM for as long as what begins there meanwhile runs.
     """
+    if 0 in grid:
+        return
     if "PDL" in kernel.arg_names:
         options["PDL"] = has_pdl()
         if has_pdl():
@@ -128,7 +131,8 @@ def launch(
     else:
         compiled = kernel.warmup(*arguments, grid=grid, **options)
         function = cuda_driver.load(compiled)
-        assert not shares_sms or function.prefers_shared_memory
+        if shares_sms:
+            function.prefer_shared_memory()
         named = dict(zip(kernel.arg_names, arguments, strict=False)) | options
         values = [named[name] for name in kernel.arg_names]
         one = cuda_driver.PackedLaunch(function, kernel.arg_names, grid, values)

@@ -132,7 +132,9 @@ class PreparedCalls:
         if prepared is not None:
             with self._lock:
                 return prepared(given, numbers, self._state)
-        first = body, *((one.shape[1:], one.dtype) for one in given)
+        # What kernels are compiled for: not the tokens, which the sizes of int32 tensors count.
+        payload = (one for one in given if one.dtype != torch.int32)
+        first = body, *((one.shape[1:], one.dtype) for one in payload)
         if before is not None:
             before(*args)
         with self._begin(*first), Recording(self._state) as recording:

@@ -46,7 +46,7 @@ FUNCTION = dict(
     num_threads=128,
     shared_bytes=0,
     pdl=False,
-    prefers_shared_memory=True,
+    prefer_shared_memory=lambda: None,
     parameter_sizes=mock.ANY,
 )
 _compiled: dict[Any, Compiled] = {}
