@@ -126,6 +126,8 @@ def used_buffer(
     timeout_s = max(least_s, times * float(taken_s))
     buffer = make(timeout_s=timeout_s)
     result = use(buffer)
+    if buffer.backend != "collective":  # the next calls run functions that a test may replace
+        buffer._engine.slots.calls.clear()
     dist.barrier(group)
     return buffer, timeout_s, result
 

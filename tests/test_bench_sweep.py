@@ -11,7 +11,8 @@ ROOT = Path(__file__).parent.parent
 PARTS = ["check", "dispatch_combine", "fused_layer", "low_latency"]
 
 
-@pytest.mark.parametrize("failing", [pytest.param("", marks=pytest.mark.slow), "fused_layer"])
+@pytest.mark.slow
+@pytest.mark.parametrize("failing", ["", "fused_layer"])
 def test_sweep(tmp_path, failing):
     """With a Python that does nothing but read the options of each part."""
     python = tmp_path / "python"

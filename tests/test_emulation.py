@@ -10,6 +10,7 @@ import time
 from collections.abc import Iterator
 from pathlib import Path
 
+import cases
 import pytest
 import torch
 import torch.distributed as dist
@@ -359,7 +360,7 @@ if __name__ == "__main__":
 """
 
 
-@pytest.mark.parametrize("end", ["exit", "wait"])
+@pytest.mark.parametrize("end", cases.slow_unless([("wait",)], ["exit", "wait"]))
 def test_ranks_end_with_the_process_that_made_them(tmp_path, end):
     script = tmp_path / "script.py"
     script.write_text(SCRIPT)

@@ -9,6 +9,7 @@ import zipfile
 from graphlib import TopologicalSorter
 from pathlib import Path
 
+import cases
 import pytest
 
 ROOT = Path(__file__).parents[1]
@@ -120,7 +121,7 @@ def test_deep_ep_is_in_the_wheel_and_hidden(wheel: Path, tmp_path: Path) -> None
     assert done.stdout.split() == [f"{folder}/deep_ep/__init__.py", f"{folder}/deep_ep_cpp.py"]
 
 
-@pytest.mark.parametrize("folder", FOLDERS)
+@pytest.mark.parametrize("folder", cases.slow_unless([("dispatch",)], FOLDERS))
 def test_bare_import_from_the_root_fails(folder: str) -> None:
     """So that `try: import grouped_gemm` in other projects still falls through."""
     done = run(f"import {folder}", ROOT)

@@ -44,7 +44,7 @@ if INTERPRETED:
 
     def pause():
         """Leave the processor to the ranks that this one waits for: they share few cores."""
-        time.sleep(0.0005)
+        time.sleep(0.002)
 
     @device_function
     def load_acquire(flags):
