@@ -27,6 +27,7 @@ from .operands import (
     Rows,
     Weights,
     check_devices,
+    check_out_apart,
     check_row_weight,
     check_rows,
     check_taken,
@@ -116,6 +117,10 @@ def grouped_gemm(
     Raises ShapeError and DtypeError for arguments of the wrong kind, BackendError for CPU tensors
     without the interpreter, and for `out`, row_offset or fp8 where a gradient is wanted.
     """
+    if out is not None:
+        read_in_place = row_index is None and row_offset is None
+        rows, values = (one[0] if isinstance(one, tuple) and one else one for one in (x, w))
+        check_out_apart(out, w=values, x=rows if read_in_place else None)
     if not _wants_gradients(x, w, bias, row_weight):
         forward = _forward if row_index is None else _forward.__wrapped__  # which computes offsets
         args = x, w, offsets, row_index, row_offset, activation, bias, row_weight, out, schedule
@@ -262,7 +267,10 @@ def _two_gemms(
 
 
 def _wants_gradients(*operands: Operand | None) -> bool:
-    return torch.is_grad_enabled() and any(getattr(t, "requires_grad", False) for t in operands)
+    if not torch.is_grad_enabled():
+        return False
+    values = (one[0] if isinstance(one, tuple) and one else one for one in operands)
+    return any(getattr(one, "requires_grad", False) for one in values)
 
 
 def _group(

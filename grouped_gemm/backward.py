@@ -32,6 +32,7 @@ from .operands import (
     check_apart,
     check_devices,
     check_out,
+    check_out_apart,
     check_rows,
     check_taken,
     check_weights,
@@ -56,6 +57,7 @@ def dgrad(
     those of `grouped_gemm`. With a schedule, the offsets of that are used.
     """
     check_no_grad(grad=grad, w=w)
+    check_out_apart(out, w=w, x=grad)
     return _dgrad(grad, w, offsets, schedule, out)
 
 
@@ -105,6 +107,7 @@ def wgrad(
     """
     check_no_grad(grad=grad, x=x)
     check_flag("accumulate", accumulate)
+    check_out_apart(out, grad=grad, x=x)
     return _wgrad(grad, x, offsets, row_offset, out, bool(accumulate))
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from contextlib import suppress
 from typing import NamedTuple
 
 import torch
@@ -192,6 +193,19 @@ def check_apart(out: torch.Tensor, **operands: torch.Tensor) -> None:
                 f"out overlaps {name} in memory; it must not, as {name} is read while out is "
                 "written. Pass another tensor."
             )
+
+
+def check_out_apart(out: object, **operands: object) -> None:
+    """`check_apart` at each call, as where tensors lie is no part of a prepared call's kind. What
+    is no tensor with memory is refused later."""
+    strided = {
+        name: one
+        for name, one in (("out", out), *operands.items())
+        if isinstance(one, torch.Tensor) and one.layout == torch.strided
+    }
+    if "out" in strided:
+        with suppress(RuntimeError):
+            check_apart(strided.pop("out"), **strided)
 
 
 def _memory(tensor: torch.Tensor) -> tuple[int, int]:

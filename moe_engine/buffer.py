@@ -75,8 +75,9 @@ class Buffer(LowLatencyVerbs):
         engine = self._ready(sends=False)
         described = engine.describe(topk_idx, num_experts)
         if not described.kind.is_checked:
-            num_experts = checks.check_experts(num_experts, self.group_size)
+            checks.check_experts(num_experts, self.group_size)
             checks.check_topk(topk_idx, device=self._rows_device)
+        num_experts = int(num_experts)
         with self._streams.call(previous_event, async_finish, allocate_on_comm_stream) as call:
             call.reads(topk_idx)
             idx = checks.packed(topk_idx)
@@ -143,6 +144,8 @@ class Buffer(LowLatencyVerbs):
                     "with a handle only x is sent, to rows of the caller's; leave out topk_idx, "
                     "topk_weights and in_place."
                 )
+            checks.check_int("expert_alignment", expert_alignment, 1)
+            checks.check_int("num_worst_tokens", num_worst_tokens, 0)
             received = self._dispatch_cached(engine, x, handle, config, *when)
             return received[0].payload, None, None, None, None, received[1]
         layout = num_tokens_per_rank, num_tokens_per_expert, is_token_in_rank
@@ -419,9 +422,9 @@ def _are_as_many(rows: Sequence[torch.Tensor | None]) -> bool:
 def _parts(handle: Any) -> tuple[Any, Any]:
     """(the tensors of a handle whose sizes follow from the tokens that were sent, recv_src_idx,
     which has an entry for each row that came), as far as it is one."""
-    if not isinstance(handle, tuple) or len(handle) != len(Handle._fields):
+    if not isinstance(handle, tuple | list) or len(handle) != len(Handle._fields):
         return handle, None
-    return handle[:3] + handle[4:], handle[3]
+    return (*handle[:3], *handle[4:]), handle[3]
 
 
 def _num_sms(config: Config | None) -> int:

@@ -25,6 +25,7 @@ SIZES = {**INTEGERS, "fp32": 4, "map": 128}
 """Bytes of parameters by their kind; others are addresses."""
 TENSOR_MAP_BYTES, TENSOR_MAP_ALIGNMENT = 128, 64
 PROGRAMMATIC_STREAM_SERIALIZATION = 6  # of CUlaunchAttributeID
+INVALID_CONTEXT = 201  # of CUresult
 PREFERRED_SHARED_MEMORY_CARVEOUT = 9  # of CUfunction_attribute
 L2_PROMOTION_128B = 2  # of CUtensorMapL2promotion
 TENSOR_MAP_TYPES = {8: 10, 9: 8, 10: 9}
@@ -44,6 +45,13 @@ def check(code: int, what: str) -> None:
         libcuda().cuGetErrorString(code, ctypes.byref(text))
         reason = text.value.decode() if text.value else f"error {code}"
         raise RuntimeError(f"CUDA could not {what}: {reason}.")
+
+
+def enter_context() -> None:
+    """Let this thread use the primary context of its current device, as torch does."""
+    context = ctypes.c_void_p()
+    code = libcuda().cuDevicePrimaryCtxRetain(ctypes.byref(context), torch.cuda.current_device())
+    check(code or libcuda().cuCtxSetCurrent(context), "enter the context of the device")
 
 
 class _Attribute(ctypes.Structure):
@@ -97,10 +105,13 @@ class Function:
         check(code, f"divide the memory of an SM for {self.name}")
 
 
-def _parameter_sizes(function: int) -> list[int]:
-    """The bytes of each parameter of a loaded kernel."""
+def _parameter_sizes(function: int) -> list[int] | None:
+    """The bytes of each parameter of a loaded kernel; None from drivers before CUDA 12.4."""
     offset, size, sizes = ctypes.c_size_t(), ctypes.c_size_t(), list[int]()
-    info, place = libcuda().cuFuncGetParamInfo, (ctypes.byref(offset), ctypes.byref(size))
+    info = getattr(libcuda(), "cuFuncGetParamInfo", None)
+    if info is None:
+        return None
+    place = ctypes.byref(offset), ctypes.byref(size)
     while info(ctypes.c_void_p(function), ctypes.c_size_t(len(sizes)), *place) == 0:
         sizes.append(size.value)
     return sizes
@@ -170,7 +181,7 @@ class PackedLaunch:
             leaves += _leaves(kind, argument, maps)
         leaves += [("*", None)] * 2  # scratch memory, of which it has none
         self.sizes = [_size(kind) for kind, _ in leaves]
-        if self.sizes != function.parameter_sizes:
+        if function.parameter_sizes not in (None, self.sizes):
             raise RuntimeError(
                 f"{function.name} takes parameters of {function.parameter_sizes} bytes, and "
                 f"{self.sizes} were packed: this Triton passes arguments in another way."
@@ -215,6 +226,9 @@ class PackedLaunch:
         """Launch it on a stream, given by its handle."""
         self._config.stream = stream
         code = self._launch(*self._arguments)
+        if code == INVALID_CONTEXT:  # the first thing that this thread does with CUDA
+            enter_context()
+            code = self._launch(*self._arguments)
         if code:
             check(code, f"launch {self.name}")
 

@@ -64,13 +64,13 @@ class Recording(TorchDispatchMode):
         return _recordings.get()
 
     def __enter__(self) -> Self:
-        self._token = _recordings.set(self)
         super().__enter__()
+        self._token = _recordings.set(self)
         return self
 
     def __exit__(self, *error: object) -> None:
-        super().__exit__(*error)
         _recordings.reset(self._token)
+        super().__exit__(*error)
 
     def append(self, launch: Launch) -> None:
         """A launch was made."""
@@ -100,7 +100,9 @@ class Recording(TorchDispatchMode):
 def _is_view(function: Any) -> bool:
     """Whether an operator of torch returns what it was given, seen in another way."""
     returns = function._schema.returns
-    return all(one.alias_info is not None and not one.alias_info.is_write for one in returns)
+    return bool(returns) and all(
+        one.alias_info is not None and not one.alias_info.is_write for one in returns
+    )
 
 
 def launch(

@@ -132,9 +132,7 @@ class PreparedCalls:
         if prepared is not None:
             with self._lock:
                 return prepared(given, numbers, self._state)
-        # What kernels are compiled for: not the tokens, which the sizes of int32 tensors count.
-        payload = (one for one in given if one.dtype != torch.int32)
-        first = body, *((one.shape[1:], one.dtype) for one in payload)
+        first = body, *_compiled_for((args, sized))
         if before is not None:
             before(*args)
         with self._begin(*first), Recording(self._state) as recording:
@@ -258,9 +256,10 @@ class PreparedCall:
             addresses.append(temporary.data_ptr())
         for number, address in enumerate(addresses):
             if address != self._addresses[number]:
-                self._addresses[number] = address
+                self._addresses[number] = -1  # until all places are changed: it may be interrupted
                 for cells, index, offset in self._places[number]:
                     cells[index] = address + offset
+                self._addresses[number] = address
         for name, cells, index in self._numbers:
             cells[index] = numbers[name]
         stream = current_stream()
@@ -323,6 +322,19 @@ def _describe(value: Any, tensors: dict[int, torch.Tensor], parts: list[Any], be
             _describe(one, tensors, parts, begin)
     else:
         parts += type(value), value
+
+
+def _compiled_for(value: Any) -> Iterator[Any]:
+    """What kernels are compiled for, as far as arguments show it: not the number of tokens, which
+    is the first size of matrices, and the second one of a plan's."""
+    if isinstance(value, torch.Tensor):
+        is_plan = value.dim() == 2 and value.dtype == torch.int32
+        yield value.dtype, () if is_plan else value.shape[int(value.dim() == 2) :]
+    elif isinstance(value, tuple | list):
+        for one in value:
+            yield from _compiled_for(one)
+    else:
+        yield value
 
 
 def _leaves(result: Any) -> Iterator[torch.Tensor]:

@@ -3,17 +3,19 @@
 from __future__ import annotations
 
 import threading
+from contextlib import nullcontext
 from unittest import mock
 
 import cases
+import numpy as np
 import pytest
 import torch
 from dispatch_cases import make_inputs, poison
 from layer_cases import make_weights
 
-from moe_engine import Buffer, Options, moe_ffn, prepared
+from moe_engine import BackendError, Buffer, Options, ShapeError, moe_ffn, prepared
 from moe_engine.emulation import PerRank
-from moe_engine.grouped_gemm import grouped_gemm, grouped_mlp, tile_schedule
+from moe_engine.grouped_gemm import dgrad, grouped_gemm, grouped_mlp, tile_schedule, wgrad
 
 EXPERTS, TOPK, HIDDEN, COLUMNS, MAX_TOKENS = 8, 3, 128, 64, 9
 COSTS = {  # launches, allocations: of the parts of each call
@@ -197,6 +199,46 @@ def run_products(group):
 
 def test_grouped_gemms(pool):
     assert pool.run(run_products, num_ranks=1)[0] > 20
+
+
+def refuse_later(group):
+    """What is refused though a call of its kind has passed."""
+    device = cases.device()
+    x, w = torch.ones(4, 32, device=device), torch.ones(1, 32, 32, device=device)
+    offsets = torch.tensor([0, 4], dtype=torch.int32, device=device)
+    for overlapping in (False, True):
+        out = x.view(4, 32) if overlapping else torch.empty_like(x)
+        grads = w.view(1, 32, 32) if overlapping else torch.empty_like(w)
+        calls = (
+            lambda out=out: grouped_gemm(x, w, offsets, out=out),
+            lambda out=out: dgrad(x, w, offsets, out=out),
+            lambda out=grads: wgrad(x, x, offsets, out=out),
+        )
+        for call, refused in zip(calls, (overlapping, overlapping, False), strict=True):
+            with pytest.raises(ShapeError, match="overlaps") if refused else nullcontext():
+                call()
+    buffer = Buffer(group, 1 << 20)
+    idx = torch.zeros(4, 1, dtype=torch.int64, device=device)
+    per_rank, _, per_expert, in_rank, _ = buffer.get_dispatch_layout(idx, 1)
+    for _ in range(2):
+        buffer.get_dispatch_layout(idx[:1], np.int64(1))
+    args = None, per_rank, None, in_rank, per_expert
+    handle = list(buffer.dispatch(x, *args)[4])
+    buffer.combine(x, handle)
+    with pytest.raises(ShapeError, match="x has shape"):
+        buffer.combine(x[:2], handle)
+    with pytest.raises(ShapeError, match="num_worst_tokens"):
+        buffer.dispatch(x, handle, num_worst_tokens=-1)
+    buffer.destroy()
+    values = torch.ones(4, 128, device=device).to(torch.float8_e4m3fn).requires_grad_()
+    scales = torch.ones(4, 1, device=device)
+    weights = torch.ones(1, 128, 128, device=device).to(torch.float8_e4m3fn), torch.ones(1, 1, 1)
+    with pytest.raises(BackendError, match="no gradient with fp8"):
+        grouped_gemm((values, scales), (weights[0], weights[1].to(device)), offsets)
+
+
+def test_what_a_kind_does_not_tell_is_checked_at_each_call(pool):
+    pool.run(refuse_later, num_ranks=1)
 
 
 def share(group):
