@@ -4,6 +4,8 @@
 PYTHON ?= python3
 VENV ?= .venv
 TORCH ?= torch==2.13.0
+SLOW ?= (slow or property) and not soak
+PROFILE ?= long
 
 PY := $(VENV)/bin/python
 READY := $(VENV)/.ready-$(notdir $(PYTHON))
@@ -25,7 +27,7 @@ test: lint
 	$(PY) -m pytest -n auto --dist worksteal
 
 test-slow: setup
-	$(PY) -m pytest -n auto --dist worksteal -m "(slow or property) and not soak" --hypothesis-profile=long
+	$(PY) -m pytest -n auto --dist worksteal -m "$(SLOW)" --hypothesis-profile=$(PROFILE)
 
 lint: setup
 	$(PY) -m ruff check .

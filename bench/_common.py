@@ -23,10 +23,11 @@ from moe_engine.timing import WARMUP_ROUNDS, Call, capture, slowest, start_toget
 RESULTS = Path(__file__).parent / "results"
 FIELDS = (
     "bench verb model tokens ranks routing impl dtype us p99 floor_us ratio_to ratio tflops "
-    "host_us remote_gbs num_comm_sms error layers prompt tokens_per_s commit device torch triton "
-    "time"
+    "eager_us eager_ratio forward_us saved_bytes peak_bytes host_us remote_gbs num_comm_sms error "
+    "layers prompt tokens_per_s commit device torch triton time"
 ).split()
 GRAPH_CALLS = 10
+EAGER_CALLS, EAGER_ROUNDS = 20, 7
 MIN_REPLAYS, MAX_SECONDS = 100, 1.0
 """How few replays are enough if more would take longer than this."""
 
@@ -78,19 +79,40 @@ def draw_topk(
     return idx.contiguous()
 
 
-def time_calls(call: Call, group: dist.ProcessGroup, rounds: int) -> float:
-    """Microseconds of one call that cannot be captured: the median of the slowest rank."""
+def time_calls(call: Call, group: dist.ProcessGroup, rounds: int, repeats: int = 1) -> float:
+    """Microseconds of one call from Python: the median over rounds of `repeats` calls, on the
+    slowest rank."""
     times = []
     for _ in range(WARMUP_ROUNDS + rounds):
         torch.cuda.synchronize()
         dist.barrier(group)
         start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
         start.record()
-        call()
+        for _ in range(repeats):
+            call()
         end.record()
         torch.cuda.synchronize()
-        times.append(slowest(start.elapsed_time(end) * 1e3, group))
+        times.append(slowest(start.elapsed_time(end) * 1e3, group) / repeats)
     return sorted(times[WARMUP_ROUNDS:])[rounds // 2]
+
+
+def time_eager(
+    calls: Sequence[Call], group: dist.ProcessGroup, graph_us: float | None = None
+) -> dict[str, float | None]:
+    """The fields eager_us and eager_ratio of a result line.
+
+    eager_us: microseconds of one call from Python, by CUDA events around a loop of calls, which
+    takes `calls` in turns, as DeepEP's own benchmark does. The longer one of host and GPU decides.
+    eager_ratio: eager_us over that of a call in a CUDA graph, where there is one.
+    """
+    turns = cycle(calls)
+
+    def take_turn() -> None:
+        next(turns)()
+
+    us = time_calls(take_turn, group, EAGER_ROUNDS, EAGER_CALLS)
+    ratio = None if graph_us is None else round(us / graph_us, 3)
+    return {"eager_us": round(us, 2), "eager_ratio": ratio}
 
 
 def time_replays(

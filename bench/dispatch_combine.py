@@ -6,12 +6,17 @@ the rank with the most of them, whichever form a verb takes. `ratio` of impl moe
 over the floor: the busiest direction of any rank at the speed of `plain push`, a kernel that only
 copies as many bytes to all ranks, on 24 SMs in the same run, at the best pace of three. `ratio` of
 other impls is their time over that of moe_engine.
+
+us of moe_engine is that of a call in a CUDA graph; that of nccl, deep_ep and "moe_engine, counts on
+the host", a dispatch that returns them, is that of a single call from Python. eager_us is that of a
+loop of calls from Python.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -20,13 +25,17 @@ import torch.distributed as dist
 import triton
 import triton.language as tl
 import typer
-from _common import draw_topk, save, time_calls, timed_pool
+from _common import draw_topk, save, time_calls, time_eager, timed_pool
+from _deep_ep import NormalMode, deep_ep
 
 from moe_engine import Buffer, Options
 from moe_engine.device.lang import ticks
 from moe_engine.emulation import send_message
 from moe_engine.layer_config import MODELS
 from moe_engine.timing import time_graph
+
+Times = tuple[float, dict[str, float | None]]
+"""Microseconds, and the fields of `time_eager`."""
 
 
 @dataclass(frozen=True)
@@ -87,8 +96,11 @@ def run_rank(group: dist.ProcessGroup, shapes: list[Shape]) -> None:
         for num_sms in shape.sms:
             Buffer.set_num_sms(num_sms)
             times = bench.time_ours()
-            for (verb, form), us in times.items():
-                sent = {"layout": None, "dispatch": bench.sent, "combine": bench.returned}[verb]
+            for (verb, form), (us, eager) in times.items():
+                if form == "counts":
+                    bench.send(verb=verb, impl="moe_engine, counts on the host", us=us, **eager)
+                    continue
+                sent = {"dispatch": bench.sent, "combine": bench.returned}.get(verb)
                 floor = push_us * bench.busiest / bench.sent
                 bench.send(
                     verb=verb,
@@ -98,13 +110,14 @@ def run_rank(group: dist.ProcessGroup, shapes: list[Shape]) -> None:
                     remote_gbs=sent and sent / us,
                     ratio_to=f"floor, {form}" if sent else None,
                     ratio=sent and us / floor,
+                    **eager,
                 )
             others = {"deep_ep": bench.time_deep_ep(num_sms)}
             if num_sms == 16:
                 others["nccl"] = nccl
             for impl, theirs in others.items():
-                for verb, us in theirs.items():
-                    ours = next(time for (v, _), time in times.items() if v == verb)
+                for verb, (us, eager) in theirs.items():
+                    ours = next(time for (v, _), (time, _) in times.items() if v == verb)
                     bench.send(
                         verb=verb,
                         impl=impl,
@@ -112,6 +125,7 @@ def run_rank(group: dist.ProcessGroup, shapes: list[Shape]) -> None:
                         num_comm_sms=num_sms if impl == "deep_ep" else None,
                         ratio_to="moe_engine",
                         ratio=us / ours,
+                        **eager,
                     )
         bench.buffer.destroy()
 
@@ -194,45 +208,44 @@ class Bench:
 
         return min(time_graph(push_at(gbs), 10, 7, self.group) for gbs in (325, 335, 1e6))
 
-    def time_ours(self) -> dict[tuple[str, str], float]:
-        """Microseconds by verb and form."""
-        from moe_engine.dispatch import DispatchLayout, Tokens
-        from moe_engine.engines.kernel import KernelEngine
-
-        engine = self.buffer._engine
-        assert isinstance(engine, KernelEngine)
-
-        def layout() -> DispatchLayout:
-            return engine.layout(self.idx, self.num_experts)
-
-        sms = Buffer.num_sms
-        tokens = Tokens(self.x, self.idx, self.weights, self.scales), layout()
-        recv, _, handle = engine.dispatch(*tokens, 0, sms)
-        self.check(recv.x)
+    def time_ours(self) -> dict[tuple[str, str], Times]:
+        """Times by verb and form."""
+        buffer, x = self.buffer, self.x if self.scales is None else (self.x, self.scales)
+        layout = partial(buffer.get_dispatch_layout, self.idx, self.num_experts)
+        per_rank, _, per_expert, in_rank, _ = layout()
+        args = None, per_rank, None, in_rank, per_expert, self.idx, self.weights
+        counted = partial(buffer.dispatch, x, *args)
+        recv_x, *_, handle, _ = counted()
+        rows = recv_x[0] if isinstance(recv_x, tuple) else recv_x
+        self.check(rows)
+        owned = partial(counted, num_worst_tokens=len(rows))
 
         def in_place() -> None:
-            engine.dispatch(*tokens, len(recv.x), sms, owned=False)
-            engine.release()
-
-        def owned() -> None:
-            engine.dispatch(*tokens, len(recv.x), sms)
-
-        def combine() -> None:
-            engine.combine(recv.x, handle, None, (), sms)
+            owned(in_place=True)
+            buffer.release()
 
         calls: dict[tuple[str, str], Callable[[], Any]] = {
             ("dispatch", "in place"): in_place,
             ("dispatch", "owned"): owned,
+            ("dispatch_cached", ""): partial(buffer.dispatch, x, handle),
             ("layout", ""): layout,
         }
         if self.shape.dtype == "bf16":
-            out, _ = engine.combine(recv.x, handle, None, (), sms)
-            copies = handle.is_token_in_rank.sum(1, keepdim=True)
+            out, *_ = buffer.combine(rows, handle)
+            copies = in_rank.sum(1, keepdim=True)
             torch.testing.assert_close(out, (self.x.float() * copies).bfloat16())
-            calls["combine", "sum"] = combine
-        times = {name: time_graph(call, 10, 7, self.group) for name, call in calls.items()}
-        self.buffer.check()
+            calls["combine", "sum"] = partial(buffer.combine, rows, handle)
+        times = {}
+        for name, call in calls.items():
+            us = time_graph(call, 10, 7, self.group)
+            times[name] = us, time_eager([call], self.group, us)
+        times["dispatch", "counts"] = self.time_from_python(counted)
+        buffer.check()
         return times
+
+    def time_from_python(self, call: Callable[[], Any]) -> Times:
+        """Times of a call that no graph can hold."""
+        return time_calls(call, self.group, 7), time_eager([call], self.group)
 
     def check(self, recv_x: torch.Tensor) -> None:
         """The rows of dispatch are those of an all-to-all of the same tokens."""
@@ -250,8 +263,8 @@ class Bench:
         )
         assert torch.equal(rows, recv_x)
 
-    def time_nccl(self) -> dict[str, float]:
-        """Microseconds of both as one copy per (token, expert): sort, all-to-all, weighted sum."""
+    def time_nccl(self) -> dict[str, Times]:
+        """Times of both as one copy per (token, expert): sort, all-to-all, weighted sum."""
         num_local = self.num_experts // self.num_ranks
         flat = self.idx.flatten()
         num_topk = self.idx.shape[1]
@@ -274,37 +287,27 @@ class Bench:
             total = torch.zeros(self.x.shape, device="cuda")
             return total.index_add_(0, order // num_topk, mine.float()).bfloat16()
 
-        return {
-            "dispatch": time_calls(send, self.group, 7),
-            "combine": time_calls(back, self.group, 7),
-        }
+        return {"dispatch": self.time_from_python(send), "combine": self.time_from_python(back)}
 
-    def time_deep_ep(self, num_sms: int) -> dict[str, float]:
-        """Microseconds of DeepEP's normal mode, counts and host synchronisation included; empty
-        where it is not installed, or is moe_engine under its name."""
-        try:
-            import deep_ep
-        except ImportError:
+    def time_deep_ep(self, num_sms: int) -> dict[str, Times]:
+        """Times of DeepEP's normal calls; empty where it is not installed. Its dispatch brings the
+        counts to the host."""
+        package = deep_ep(self.num_ranks)
+        if package is None or self.shape.dtype != "bf16":
             return {}
-        if deep_ep.Buffer is Buffer or self.shape.dtype != "bf16":
-            return {}
-        deep_ep.Buffer.set_num_sms(num_sms)
-        config = deep_ep.Buffer.get_dispatch_config(self.num_ranks)
-        num_bytes = config.get_nvl_buffer_size_hint(self.x[0].nbytes, self.num_ranks)
-        buffer = deep_ep.Buffer(self.group, num_bytes)
-        layout = buffer.get_dispatch_layout(self.idx, self.num_experts)
-        per_rank, _, per_expert, in_rank, _ = layout
-
-        def dispatch() -> Any:
-            return buffer.dispatch(
-                self.x, None, per_rank, None, in_rank, per_expert, self.idx, self.weights
-            )
-
-        recv, *_, handle, _ = dispatch()
-        return {
-            "dispatch": time_calls(dispatch, self.group, 7),
-            "combine": time_calls(lambda: buffer.combine(recv, handle), self.group, 7),
+        package.Buffer.set_num_sms(num_sms)
+        args = self.x, self.idx, self.weights, self.num_experts
+        theirs = NormalMode(package, self.group, *args)
+        rows = theirs.dispatch_cached()
+        calls: dict[str, Callable[[], Any]] = {
+            "layout": theirs.layout,
+            "dispatch": theirs.dispatch,
+            "dispatch_cached": theirs.dispatch_cached,
+            "combine": partial(theirs.combine, rows),
         }
+        times = {verb: self.time_from_python(call) for verb, call in calls.items()}
+        theirs.close()
+        return times
 
 
 if __name__ == "__main__":

@@ -4,22 +4,31 @@ python bench/fused_layer.py --core
 Checks each shape against the all-to-all path before timing it. impl `torch` is the layer without
 communication: two torch._grouped_mm and one kernel for silu(gate) * up, on as many rows as this
 rank's experts receive; `nccl` is sort, all-to-all of one copy per (token, expert), the same GEMMs,
-and a weighted sum. `ratio` of impl moe_engine is its time over torch's, slowest ranks both; of
-other impls their time over that of moe_engine. Verb `dispatch_gemm` is a layer up to the end of the
-up-projection; its ratio is that time over the up-projection alone, of rows that have arrived.
+and a weighted sum; `deep_ep` is DeepEP's dispatch and combine around these GEMMs, where it is
+installed. `ratio` of impl moe_engine is its time over torch's, slowest ranks both; of other impls
+their time over that of moe_engine.
+
+us is that of a call in a CUDA graph, but of nccl and deep_ep that of a single call from Python, as
+their hosts wait for counts. eager_us is that of a loop of calls from Python. With one rank a layer
+sends nothing, and eager_ratio shows what the host costs.
+
+Verb `dispatch_gemm` is a layer up to the end of the up-projection; its ratio is that time over the
+up-projection alone, of rows that have arrived.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import Annotated, Any
 
 import torch
 import torch.distributed as dist
 import typer
-from _common import save, time_calls, timed_pool
+from _common import save, time_calls, time_eager, timed_pool
+from _deep_ep import NormalMode, deep_ep
 from _layer import ERROR, Experts, Tokens, relative_error
 
 from moe_engine import Buffer, LayerConfig, Options, moe_ffn, routing
@@ -153,7 +162,9 @@ class Bench:
         gemm_us = self.time(self.gemms())
         ours_us = self.time(ours)
         self.buffers[0].check()
-        self.send(impl="torch", us=gemm_us, ratio_to="moe_engine", ratio=gemm_us / ours_us)
+        fields = dict(ratio_to="moe_engine", ratio=gemm_us / ours_us)
+        eager = time_eager([self.gemms()], self.group, gemm_us)
+        self.send(impl="torch", us=gemm_us, **fields, **eager)
         self.send(
             impl="moe_engine",
             us=ours_us,
@@ -161,11 +172,26 @@ class Bench:
             ratio=ours_us / gemm_us,
             error=error,
             num_comm_sms=choice.num_push_programs,
+            **time_eager([ours], self.group, ours_us),
         )
-        others = {"moe_engine_unfused": self.time(self.layer(UNFUSED))}
-        others["nccl"] = time_calls(self.nccl, self.group, 7)
-        for impl, us in others.items():
-            self.send(impl=impl, us=us, ratio_to="moe_engine", ratio=us / ours_us)
+        us = self.time(self.layer(UNFUSED))
+        self.send(impl="moe_engine_unfused", us=us, ratio_to="moe_engine", ratio=us / ours_us)
+        self.compare_eager("nccl", self.nccl, ours_us)
+        if package := deep_ep(self.num_ranks):
+            tokens = self.tokens
+            sent = tokens.x, tokens.idx, tokens.weights, self.experts.num_experts
+            theirs = NormalMode(package, self.group, *sent)
+            layer = partial(theirs.layer, self.experts)
+            error = relative_error(layer(), self.nccl())
+            assert error < ERROR, error
+            self.compare_eager("deep_ep", layer, ours_us)
+            theirs.close()
+
+    def compare_eager(self, impl: str, call: Callable[[], torch.Tensor], ours_us: float) -> None:
+        """A layer that no graph can hold, against ours in a graph."""
+        us = time_calls(call, self.group, 7)
+        fields = dict(ratio_to="moe_engine", ratio=us / ours_us)
+        self.send(impl=impl, us=us, **fields, **time_eager([call], self.group))
 
     def dispatch_gemm(self) -> None:
         """A layer up to the end of its up-projection, and the up-projection alone."""

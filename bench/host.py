@@ -2,14 +2,21 @@
 
 Microseconds that a call keeps Python and the driver busy, while the GPU is busy with earlier work:
 the median of 100 calls on rank 0. Ranks may share a GPU here, as its time does not count. The torch
-lines are what a layer's experts cost by `torch._grouped_mm`.
+lines are what a layer's experts cost by `torch._grouped_mm`; those of deep_ep are DeepEP's, where
+it is installed and each of 2, 4 or 8 ranks has a GPU.
+
+Verb transformers_decode is a step of decode of a whole model, divided by its layers, and
+transformers_experts a call of one module of experts. impl moe_engine runs the experts on all ranks;
+"transformers, grouped_mm" and "transformers, batched_mm" hold all of them on each rank.
 """
 
 from __future__ import annotations
 
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
 from functools import partial
+from importlib.util import find_spec
 from pathlib import Path
 from statistics import median
 from typing import Annotated, Any
@@ -18,11 +25,13 @@ import torch
 import torch.distributed as dist
 import typer
 from _common import draw_topk, save
+from _deep_ep import deep_ep, low_latency_buffer, normal_buffer
 
 from moe_engine import Buffer, Options, moe_ffn
 from moe_engine.emulation import RankPool, send_message
 from moe_engine.grouped_gemm import grouped_gemm, grouped_mlp
 from moe_engine.layer_config import MODELS
+from moe_engine.tools.models import Kind, build_config, build_model
 
 BATCHES, CALLS = 12, 10
 """The first two batches are not counted."""
@@ -30,7 +39,22 @@ SLEEP_CYCLES = 4_000_000
 """About 2 ms, longer than a batch takes on the host."""
 TOKENS, FEW = 1024, 128
 HOST_MODEL = "qwen3-30b"
+DECODED, CACHE_LENGTH, LAYERS = 8, 512, 4
+"""Of models: tokens of a step, most steps, layers."""
 Call = Callable[[], Any]
+Routed = tuple[torch.Tensor, torch.Tensor, torch.Tensor]
+"""x bf16 [T, H], topk_idx int64 and topk_weights float32 [T, K]."""
+
+
+@dataclass(frozen=True)
+class Point:
+    """A call to be timed; `layers`: of how many its time is the sum."""
+
+    verb: str
+    impl: str
+    tokens: int
+    call: Call
+    layers: int | None = None
 
 
 def main(
@@ -40,9 +64,8 @@ def main(
     """Run the bench on `ranks` ranks."""
 
     def show(rank: int, line: dict[str, Any]) -> None:
-        text = save("host", path, **line)
+        save("host", path, **line)
         print(f"{line['ranks']} ranks  {line['impl']:10}  {line['verb']:22} {line['host_us']:7.1f}")
-        assert text
 
     with RankPool(ranks, "cuda", timeout_s=400, env={"MOE_ENGINE_TIMEOUT_S": "20"}) as pool:
         pool.run(run_rank, on_message=show)
@@ -65,42 +88,92 @@ def host_us(call: Call) -> float:
 
 def run_rank(group: dist.ProcessGroup) -> None:
     """All entry points on one rank; rank 0 reports."""
-    for verb, impl, tokens, call in entry_points(group):
-        for _ in range(3):
-            call()
-        torch.cuda.synchronize()
-        dist.barrier(group)
-        us = host_us(call)
-        dist.barrier(group)
-        if group.rank() == 0:
-            line = dict(verb=verb, model=HOST_MODEL, tokens=tokens, ranks=group.size())
-            send_message(line | dict(impl=impl, dtype="bf16", routing="uniform", host_us=us))
+    for points in (verb_points, expert_points, transformers_points):
+        for point in points(group):
+            for _ in range(3):
+                point.call()
+            torch.cuda.synchronize()
+            dist.barrier(group)
+            us = host_us(point.call) / (point.layers or 1)
+            dist.barrier(group)
+            if group.rank() == 0:
+                line = dict(verb=point.verb, impl=point.impl, tokens=point.tokens, host_us=us)
+                line |= dict(model=HOST_MODEL, ranks=group.size(), layers=point.layers)
+                send_message(line | dict(dtype="bf16", routing="uniform"))
 
 
-def entry_points(group: dist.ProcessGroup) -> list[tuple[str, str, int, Call]]:
-    """(verb, impl, tokens, a call of it) of every entry point."""
-    num_experts, hidden, columns, num_topk = MODELS[HOST_MODEL]
-    num_ranks = group.size()
-    num_local = num_experts // num_ranks
-    sizes = TOKENS, hidden, num_experts, num_topk
-    buffer = Buffer.for_tokens(group, *sizes, options=Options(decode_tokens=FEW))
+def draw(*shape: int) -> torch.Tensor:
+    """Random rows, or weights that keep their scale."""
+    return (torch.randn(*shape, device="cuda") * shape[-1] ** -0.5).bfloat16()
 
-    def draw(*shape: int) -> torch.Tensor:
-        return (torch.randn(*shape, device="cuda") * shape[-1] ** -0.5).bfloat16()
 
-    def route(tokens: int) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-        idx = draw_topk("uniform", tokens, num_experts, num_topk, group.rank())
-        return draw(tokens, hidden), idx, torch.rand(tokens, num_topk, device="cuda")
+def route(group: dist.ProcessGroup, tokens: int) -> Routed:
+    """Tokens of one rank, and where they go."""
+    num_experts, hidden, _, num_topk = MODELS[HOST_MODEL]
+    idx = draw_topk("uniform", tokens, num_experts, num_topk, group.rank())
+    return draw(tokens, hidden), idx, torch.rand(tokens, num_topk, device="cuda")
 
-    x, idx, weights = many = route(TOKENS)
-    few = route(FEW)
-    up, down = draw(num_local, 2 * columns, hidden), draw(num_local, hidden, columns)
-    per_rank, _, per_expert, in_rank, _ = buffer.get_dispatch_layout(idx, num_experts)
-    more = None, per_rank, None, in_rank, per_expert, idx, weights, 1, TOKENS * num_ranks
-    recv_x, _, recv_weights, _, handle, _ = buffer.dispatch(x, *more)
-    low = partial(buffer.low_latency_dispatch, *few[:2], FEW, num_experts)
+
+def verb_points(group: dist.ProcessGroup) -> Iterator[Point]:
+    """The verbs of a Buffer, ours and DeepEP's."""
+    num_experts, hidden, _, num_topk = MODELS[HOST_MODEL]
+    many, few = route(group, TOKENS), route(group, FEW)
+    options = Options(decode_tokens=FEW)
+    buffers = Buffer.for_tokens(group, TOKENS, hidden, num_experts, num_topk, options=options)
+    for verb, (tokens, call) in calls_of(buffers, buffers, many, few).items():
+        yield Point(verb, "moe_engine", tokens, call)
+    buffers.destroy()
+    package = deep_ep(group.size())
+    if package is None or torch.cuda.device_count() < group.size():
+        return
+    normal = normal_buffer(package, group, many[0][0].nbytes)
+    low_latency = low_latency_buffer(package.Buffer, group, FEW, hidden, num_experts)
+    for verb, (tokens, call) in calls_of(normal, low_latency, many, few).items():
+        yield Point(verb, "deep_ep", tokens, call)
+    normal.destroy()
+    low_latency.destroy()
+
+
+def calls_of(
+    normal: Any, low_latency: Any, many: Routed, few: Routed
+) -> dict[str, tuple[int, Call]]:
+    """(tokens, a call) of each verb of Buffers of either kind."""
+    num_experts = MODELS[HOST_MODEL][0]
+    x, idx, weights = many
+    per_rank, _, per_expert, in_rank, _ = normal.get_dispatch_layout(idx, num_experts)
+    layout = None, per_rank, None, in_rank, per_expert
+    most = 1, TOKENS * normal.group_size  # expert_alignment, num_worst_tokens
+    dispatch = partial(normal.dispatch, x, *layout, idx, weights, *most)
+    recv_x, _, recv_weights, _, handle, _ = dispatch()
+    low = partial(low_latency.low_latency_dispatch, *few[:2], FEW, num_experts)
     rows, _, low_handle, _, _ = low(use_fp8=False)
     y = torch.zeros_like(rows)
+
+    def send_with_hook() -> None:
+        low(return_recv_hook=True)[-1]()
+
+    return {
+        "layout": (TOKENS, partial(normal.get_dispatch_layout, idx, num_experts)),
+        "dispatch": (TOKENS, dispatch),
+        "dispatch_cached": (TOKENS, partial(normal.dispatch, x, handle)),
+        "combine": (TOKENS, partial(normal.combine, recv_x, handle, recv_weights)),
+        "low_latency_dispatch": (FEW, low),
+        "low_latency_combine": (
+            FEW,
+            partial(low_latency.low_latency_combine, y, *few[1:], low_handle),
+        ),
+        "dispatch_and_hook": (FEW, send_with_hook),
+    }
+
+
+def expert_points(group: dist.ProcessGroup) -> Iterator[Point]:
+    """Layers, and what the experts of a layer cost alone."""
+    num_experts, hidden, columns, num_topk = MODELS[HOST_MODEL]
+    num_local = num_experts // group.size()
+    many, few = route(group, TOKENS), route(group, FEW)
+    options = Options(decode_tokens=FEW)
+    buffer = Buffer.for_tokens(group, TOKENS, hidden, num_experts, num_topk, options=options)
+    x, up, down = many[0], draw(num_local, 2 * columns, hidden), draw(num_local, hidden, columns)
     ends = torch.linspace(0, TOKENS, num_local + 1, device="cuda").int()
 
     def experts_by_torch() -> torch.Tensor:
@@ -109,27 +182,48 @@ def entry_points(group: dist.ProcessGroup) -> list[tuple[str, str, int, Call]]:
         act = torch.nn.functional.silu(gate) * value
         return torch._grouped_mm(act, down.transpose(1, 2), ends[1:])
 
-    hooks: list[Call] = []
+    yield Point("moe_ffn", "moe_engine", TOKENS, partial(moe_ffn, *many, up, down, buffer))
+    decode = partial(moe_ffn, *few, up, down, buffer, FEW)
+    yield Point("moe_ffn_decode", "moe_engine", FEW, decode)
+    yield Point("grouped_gemm", "moe_engine", TOKENS, partial(grouped_gemm, x, up, ends))
+    yield Point("grouped_mlp", "moe_engine", TOKENS, partial(grouped_mlp, x, up, down, ends))
+    yield Point("grouped_mlp", "torch", TOKENS, experts_by_torch)
+    buffer.destroy()
 
-    def send_with_hook() -> None:
-        hooks.append(low(return_recv_hook=True)[-1])
-        hooks.pop()()
 
-    calls: dict[str, tuple[int, Call]] = {
-        "layout": (TOKENS, partial(buffer.get_dispatch_layout, idx, num_experts)),
-        "dispatch": (TOKENS, partial(buffer.dispatch, x, *more)),
-        "dispatch_cached": (TOKENS, partial(buffer.dispatch, x, handle)),
-        "combine": (TOKENS, partial(buffer.combine, recv_x, handle, recv_weights)),
-        "low_latency_dispatch": (FEW, low),
-        "low_latency_combine": (FEW, partial(buffer.low_latency_combine, y, *few[1:], low_handle)),
-        "dispatch_and_hook": (FEW, send_with_hook),
-        "moe_ffn": (TOKENS, partial(moe_ffn, *many, up, down, buffer)),
-        "moe_ffn_decode": (FEW, partial(moe_ffn, *few, up, down, buffer, FEW)),
-        "grouped_gemm": (TOKENS, partial(grouped_gemm, x, up, ends)),
-        "grouped_mlp": (TOKENS, partial(grouped_mlp, x, up, down, ends)),
-    }
-    points = [(verb, "moe_engine", tokens, call) for verb, (tokens, call) in calls.items()]
-    return [*points, ("grouped_mlp", "torch", TOKENS, experts_by_torch)]
+def transformers_points(group: dist.ProcessGroup) -> Iterator[Point]:
+    """Decode of a model of transformers, whose experts it runs itself, then ours; nothing where it
+    is not installed."""
+    if find_spec("transformers") is None:
+        return
+    from moe_engine.integrations.transformers import fix_max_tokens, shard_experts
+
+    num_experts, _, _, num_topk = MODELS[HOST_MODEL]
+    sizes = dict(num_hidden_layers=LAYERS, num_experts=num_experts, num_experts_per_tok=num_topk)
+    model = build_model(build_config(Kind.QWEN3_MOE, large=True, **sizes), "cuda", torch.bfloat16)
+    model.requires_grad_(False)
+    for name in "grouped_mm", "batched_mm":
+        model.set_experts_implementation(name)
+        yield from model_points(group, model, f"transformers, {name}")
+    buffer = shard_experts(model, group, max_tokens=DECODED)
+    decode, experts = model_points(group, model, "moe_engine")
+    yield decode
+    with fix_max_tokens(model, DECODED):
+        yield experts
+    buffer.destroy()
+
+
+def model_points(group: dist.ProcessGroup, model: Any, impl: str) -> Iterator[Point]:
+    """A step of decode with the next place in a cache, and the experts of its first layer."""
+    from transformers import StaticCache
+
+    ids = torch.zeros(DECODED, 1, dtype=torch.int64, device="cuda")
+    cache = StaticCache(config=model.config, max_cache_len=CACHE_LENGTH)
+    step = partial(model, ids, past_key_values=cache)
+    yield Point("transformers_decode", impl, DECODED, step, LAYERS)
+    x, idx, weights = route(group, DECODED)
+    experts = partial(model.model.layers[0].mlp.experts, x, idx, weights.bfloat16())
+    yield Point("transformers_experts", impl, DECODED, experts)
 
 
 if __name__ == "__main__":

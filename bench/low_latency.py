@@ -2,8 +2,8 @@
 
 Everything is checked before it is timed. `us` and `p99` are those of `time_replays`: one call in a
 chain of calls that follow each other on all ranks, so that each also waits for the ranks that are
-late. Verb `round_trip` is a dispatch in bf16 and the combine of its rows. `layer` is moe_ffn with
-the most tokens of any rank as its hint.
+late. eager_us is that of a loop of calls from Python. Verb `round_trip` is a dispatch in bf16 and
+the combine of its rows. `layer` is moe_ffn with the most tokens of any rank as its hint.
 
 floor_us, means over ranks: what crosses to other ranks, one row per (token, rank), at 350 GB/s, a
 launch, and a signal (combine: two); for a layer that of both in bf16, and the weights of the
@@ -20,7 +20,6 @@ moe_engine.
 from __future__ import annotations
 
 from collections.abc import Callable
-from contextlib import suppress
 from dataclasses import dataclass
 from functools import partial
 from itertools import groupby
@@ -30,7 +29,8 @@ from typing import Annotated, Any
 import torch
 import torch.distributed as dist
 import typer
-from _common import save, time_calls, time_replays, timed_pool
+from _common import save, time_calls, time_eager, time_replays, timed_pool
+from _deep_ep import deep_ep, low_latency_buffer
 from _layer import Experts, Tokens, relative_error
 
 from moe_engine import Buffer, moe_ffn
@@ -176,24 +176,13 @@ class Exchange:
     ):
         self.verbs, self.replays = verbs, replays
         num_experts, hidden, *_ = MODELS[shapes[0].model]
-        num_ranks, capacity = dist.get_world_size(group), max(shape.capacity for shape in shapes)
+        capacity = max(shape.capacity for shape in shapes)
         kinds: dict[str, Any] = {"moe_engine": Buffer}
-        with suppress(ImportError):
-            import deep_ep
-
-            if deep_ep.Buffer is not Buffer:  # moe_engine under its name
-                kinds["deep_ep"] = deep_ep.Buffer
+        if package := deep_ep(group.size()):
+            kinds["deep_ep"] = package.Buffer
+        sizes = capacity, hidden, num_experts
         self.buffers = {
-            impl: kind(
-                group,
-                num_rdma_bytes=kind.get_low_latency_rdma_size_hint(
-                    capacity, hidden, num_ranks, num_experts
-                ),
-                low_latency_mode=True,
-                num_qps_per_rank=num_experts // num_ranks,
-                explicitly_destroy=True,
-            )
-            for impl, kind in kinds.items()
+            impl: low_latency_buffer(kind, group, *sizes) for impl, kind in kinds.items()
         }
 
     def close(self) -> None:
@@ -218,12 +207,12 @@ class Exchange:
                     line |= dict(floor_us=point.floors[verb, dtype])
                 else:
                     line |= dict(ratio_to="moe_engine", ratio=us / ours[verb, dtype])
-                point.send(**line)
+                point.send(**line, **time_eager(calls, point.group, us))
         for verb, call in nccl_calls(point).items():
             if verb in self.verbs:
                 us = time_calls(call, point.group, NCCL_ROUNDS)
-                ratio = us / ours[verb, "bf16"]
-                point.send(verb=verb, impl="nccl", us=us, ratio_to="moe_engine", ratio=ratio)
+                line = dict(ratio_to="moe_engine", ratio=us / ours[verb, "bf16"])
+                point.send(verb=verb, impl="nccl", us=us, **line, **time_eager([call], point.group))
 
 
 class Verbs:
@@ -309,6 +298,10 @@ class Layer:
         args = tokens.x, tokens.idx, tokens.weights, experts.up, experts.down, self.buffer
         return moe_ffn(*args, max_tokens=max_tokens)
 
+    def layers(self, point: Point, max_tokens: int | None) -> list[Callable[[], Any]]:
+        """Ours for each input."""
+        return [partial(self.ours, tokens, max_tokens) for tokens in point.inputs]
+
     def nccl(self, tokens: Tokens) -> torch.Tensor:
         copies = tokens.send_copies()
         return tokens.return_copies(self.experts(copies.rows, copies.ends), copies)
@@ -322,7 +315,7 @@ class Layer:
         error, _ = (self.check(point, most) for most in (point.shape.tokens, None))
         alone = {impl: time(calls) for impl, calls in self.gemms(point).items()}
         ways = {
-            impl: time([partial(self.ours, tokens, most) for tokens in point.inputs])
+            impl: time(self.layers(point, most))
             for impl, most in (("moe_engine", point.shape.tokens), ("moe_engine_staged", None))
         }
         self.buffer.check()
@@ -330,6 +323,7 @@ class Layer:
         base = min(alone, key=lambda impl: alone[impl])
         line = dict(floor_us=point.floors["layer", "bf16"], error=error)
         line |= dict(ratio_to=base, ratio=us / alone[base][0])
+        line |= time_eager(self.layers(point, point.shape.tokens), point.group, us)
         point.send(verb="layer", impl="moe_engine", us=us, p99=p99, **line)
         nccl_us = time_calls(partial(self.nccl, point.inputs[0]), point.group, NCCL_ROUNDS)
         for impl, (other_us, other_p99) in (alone | ways | {"nccl": (nccl_us, None)}).items():

@@ -14,6 +14,8 @@ from moe_engine.hardware import H200
 
 DOCS = RESULTS.parent.parent / "docs"
 SHAPE = {"model": "deepseek-v3", "tokens": 8192, "routing": "uniform", "dtype": "bf16"}
+UNPREPARED = "b0bdac7"
+"""The commit before calls were prepared."""
 Line = dict[str, Any]
 plt.rcParams["svg.hashsalt"] = "moe_engine"  # the same lines give the same file
 
@@ -125,7 +127,8 @@ def draw_low_latency() -> None:
 
 
 def draw_host() -> None:
-    """us of the host for each entry point, one rank: of the first and the last commit measured."""
+    """us of the host for each entry point, one rank: before calls were prepared, and of the newest
+    commit."""
     text = (RESULTS / "host.jsonl").read_text()
     lines = [line for line in map(json.loads, text.splitlines()) if line["ranks"] == 1]
     measured: dict[tuple[str, str], dict[str, float]] = defaultdict(dict)
@@ -133,19 +136,22 @@ def draw_host() -> None:
         times = measured[line["impl"], line["commit"]]
         us, verb = line["host_us"], line["verb"]
         times[verb] = min(us, times.get(verb, us))
-    ours = [commit for impl, commit in measured if impl == "moe_engine"]
-    newest, before = lines[-1]["commit"], next(one for one in ours if one != lines[-1]["commit"])
+    newest = lines[-1]["commit"]
     bars = {
-        "Triton's launches": measured["moe_engine", before],
+        "Triton's launches": measured["moe_engine", UNPREPARED],
         "prepared calls": measured["moe_engine", newest],
         "torch": measured["torch", newest],
+        "transformers": measured["transformers, grouped_mm", newest],
+        "DeepEP": measured["deep_ep", newest],
     }
-    verbs = list(bars["prepared calls"])
+    bars = {name: times for name, times in bars.items() if times}
+    verbs, height = list(bars["prepared calls"]), 0.84 / len(bars)
     figure, axes = plt.subplots(figsize=(7, 4.2), layout="constrained")
     for number, (name, times) in enumerate(bars.items()):
-        places = [at + 0.28 * (number - 1) for at, verb in enumerate(verbs) if verb in times]
+        shift = height * (number - (len(bars) - 1) / 2)
+        places = [at + shift for at, verb in enumerate(verbs) if verb in times]
         drawn = axes.barh(
-            places, [times[verb] for verb in verbs if verb in times], 0.28, label=name
+            places, [times[verb] for verb in verbs if verb in times], height, label=name
         )
         axes.bar_label(drawn, fmt="%.0f", fontsize=7, padding=2)
     axes.set(xscale="log", xlim=(10, 2500), xlabel="us of the host for a call, one H200")

@@ -2,76 +2,99 @@
 
 from __future__ import annotations
 
-from typing import Any
+from collections.abc import Sequence
+from typing import Any, NamedTuple
 
 import torch
 from triton.tools.ragged_tma import create_ragged_descriptor
-from triton.tools.tensor_descriptor import TensorDescriptor
 
 from ..device.constants import constants
-from ..device.lang import INTERPRETED
+from ..device.context import Role
+from ..device.lang import INTERPRETED, TRACING
 from ..dispatch import Dispatched
-from ..dispatch.stages_kernels import StagedTiles
+from ..dispatch.fused_kernels import keep_rows_kernel
 from ..grouped_gemm import num_compute_programs, ragged
+from ..grouped_gemm.backward import wgrad_launch
+from ..grouped_gemm.backward_kernels import _wgrad_kernel
 from ..grouped_gemm.config import GemmConfig
+from ..grouped_gemm.launch import describe_weights
+from ..grouped_gemm.operands import Weights
 from ..hardware import gpu, leave_room
 from ..symm.slots import Slots
 from ..utils import next_power_of_2
 from .fused_kernels import SumSizes, return_sums_kernel, staged_gemm_kernel
-from .fused_sum_kernels import SumPlan, fused_sum_kernel
+from .fused_sum_kernels import LayerSums, SumPlan, fused_sum_kernel
 from .return_metadata import ReturnMetadata
 from .return_metadata_kernels import send_return_metadata_kernel
 
-RETURN_BYTES, RETURN_WARPS, RETURN_REGISTERS = 4096, 2, 152
-"""Bytes of a row that a program sums at a time, its warps, and the registers of a thread: two of
-these programs find room on an SM with one of the GEMM."""
+RETURN_BYTES, RETURN_WARPS, RETURN_REGISTERS = 4096, 2, 160 if TRACING else 152
+"""Bytes of a row that a program sums at a time, its warps, and the registers of a thread, of which
+recording takes some: two of these programs find room on an SM with one of the GEMM."""
 SUM_BYTES, SUM_WARPS, SUM_REGISTERS, SUM_PROGRAMS = 4096, 2, 136, 7
 """The same for the sums of up to 4 ranks, and programs per SM, which fill it."""
 
 
+class WeightGradient(NamedTuple):
+    """The gradient of weights, out [L, N, K], from rows grad [M, N] and x [M, K], added to it or
+    written, see `grouped_gemm.wgrad`; its name in a trace."""
+
+    grad: torch.Tensor
+    x: torch.Tensor
+    out: torch.Tensor
+    accumulate: bool
+    role: Role
+
+
 def gemm_combine(
     a: torch.Tensor,
-    w: torch.Tensor,
-    out: torch.Tensor,
+    weights: Weights,
+    sums: LayerSums,
     dispatched: Dispatched,
     metadata: ReturnMetadata,
     tiles: GemmConfig,
     slots: Slots,
+    gradients: Sequence[WeightGradient] = (),
 ) -> None:
-    """out [T, H]: rows a [M, I] times w [L, H, I], into the expert rows y [M, H] of `dispatched`,
-    weighted and summed by token.
+    """sums.out [T, H]: rows a [M, I] times weights [L, H, I] (or transposed [L, I, H]), into
+    sums.y [M, H], weighted and summed by token. In a backward, with gradients of the weights of
+    rows, sums are not weighted, and these gradients return to their tokens.
 
     A rank sums the rows that it has of a token and writes one to the token's rank, which adds up
-    the ranks'. It all runs concurrently: small programs sum on the SMs that multiply. Ends a call.
+    the ranks'. It all runs concurrently: small programs sum on the SMs that multiply. The last sums
+    return while `gradients` are computed, and are added up meanwhile. Ends a call.
     """
-    y, schedule, counters = dispatched.rows, dispatched.schedule, dispatched.counters
-    stages, hidden = dispatched.config.num_return_stages, dispatched.rows.shape[1]
+    y, schedule, counters = sums.y, dispatched.schedule, dispatched.counters
+    stages, hidden = dispatched.config.num_return_stages, y.shape[1]
+    tokens = dispatched.tokens
     num_programs, launch = num_compute_programs(y.device, tiles), slots.context.launch
     launch(
         staged_gemm_kernel,
         (num_programs,),
         create_ragged_descriptor(a, [tiles.block_m, tiles.block_k]),
-        TensorDescriptor.from_tensor(w, [1, tiles.block_n, tiles.block_k]),
+        describe_weights(weights, tiles),
         ragged(y[None], tiles.block_m, tiles.block_n // tiles.subtiles),
-        StagedTiles(schedule.tiles, schedule.num_own, schedule.first_tile),
+        schedule.staged,
         counters.computed,
         slots.context.fields,
         STAGES=stages + 1,
+        TRANSPOSED=weights.transposed,
         **tiles.launch_options(),
         **leave_room(),
         step="gemm_combine",
-        after=(send_return_metadata_kernel,),
+        after=(send_return_metadata_kernel, keep_rows_kernel),
         shares_sms=True,
     )
 
     def sizes(num_bytes: int) -> Any:
         return constants(
             SumSizes(
-                NUM_TOPK=dispatched.tokens.topk_idx.shape[1],
+                NUM_TOPK=tokens.topk_idx.shape[1],
                 STAGES=stages,
                 RANKS=slots.num_ranks,
                 RANKS_PAD=next_power_of_2(slots.num_ranks),
                 BLOCK_H=min(next_power_of_2(hidden), num_bytes // y.itemsize),
+                WEIGHTED=sums.weight_grads is None,
+                LOCAL_EXPERTS=tokens.num_experts // slots.num_ranks,
             )
         )
 
@@ -79,11 +102,12 @@ def gemm_combine(
         return_sums_kernel,
         (2 if INTERPRETED else dispatched.config.num_return_programs,),
         y,
+        sums.weight_grads,
         counters.computed,
         counters.returned,
         slots.context.fields,
         num_programs,
-        dispatched.tokens.num_experts,
+        tokens.num_experts,
         hidden,
         metadata.rows,
         SIZES=sizes(RETURN_BYTES),
@@ -92,21 +116,35 @@ def gemm_combine(
         num_warps=RETURN_WARPS,
         maxnreg=RETURN_REGISTERS,
     )
+    for one in gradients:
+        programs, operands, options = wgrad_launch(one.grad, one.x, one.out)
+        launch(
+            _wgrad_kernel,
+            programs,
+            *operands,
+            dispatched.offsets.expert_offsets,
+            len(one.x),
+            slots.context.traced(one.role),
+            ACCUMULATE=one.accumulate,
+            EARLY=True,
+            **options,
+            after=(return_sums_kernel, _wgrad_kernel),
+            shares_sms=True,
+        )
     launch(
         fused_sum_kernel,
         (2 if INTERPRETED else SUM_PROGRAMS * gpu(y.device).num_sms,),
-        out,
-        y,
-        SumPlan(metadata.send_head, metadata.to_sum),
+        sums,
+        SumPlan(metadata.send_head, metadata.to_sum, tokens.topk_idx, dispatched.plan.dst_row),
         counters.num_to_sum,
         counters.computed,
         slots.context.fields,
         num_programs,
-        len(out),
+        len(sums.out),
         hidden,
         metadata.rows,
         SIZES=sizes(SUM_BYTES),
-        after=(return_sums_kernel,),
+        after=(return_sums_kernel, _wgrad_kernel),
         shares_sms=True,
         num_warps=SUM_WARPS,
         maxnreg=SUM_REGISTERS if slots.num_ranks <= 4 else None,

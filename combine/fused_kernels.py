@@ -10,6 +10,7 @@ from ..device.context import (
     PHASE_TILES,
     RANK,
     REGION_BYTES,
+    ROLE_DGRAD_UP,
     ROLE_DOWN,
     ROLE_RETURN,
 )
@@ -39,7 +40,7 @@ from ..device.programs import (
 from ..device.slots import metadata_flag, region, stage_counts_offset
 from ..device.tiles import COMBINE, deal, notify_stage
 from ..dispatch.stages_kernels import first_tiles, load_staged_tile, stage_of
-from ..grouped_gemm.kernels import finish_tile, gemm_tile
+from ..grouped_gemm.kernels import finish_tile, gemm_tile, product_size
 from ..grouped_gemm.schedule_kernels import Tile, unpack_tile
 
 ROWS_AT_ONCE = tl.constexpr(3)
@@ -49,25 +50,28 @@ ROWS_AT_ONCE = tl.constexpr(3)
 @triton.jit(do_not_specialize_on_alignment=["computed"])
 def staged_gemm_kernel(
     a,  # ragged descriptor of [M, K]
-    w,  # descriptor of the weights [L, N, K], see `gemm_tile`
+    w,  # descriptor of the weights, see `gemm_tile`
     out,  # ragged descriptor of [1, M, N]
     schedule,  # StagedTiles
     computed,  # int64 [STAGES], see `StageCounters`
     context,
     STAGES: tl.constexpr,
+    TRANSPOSED: tl.constexpr,
     SHAPE: tl.constexpr,  # TileShape
     PDL: tl.constexpr,
 ):
     """out [M, N] = A @ w[expert].T, stage by stage; a program that has passed one says so in
     `computed`, for `return_sums_kernel`, which runs concurrently.
 
-    A PDL launch after `send_return_metadata_kernel`, for which it waits, and so for all launches
-    before that one: what they have stored, later kernels may read once `computed` is raised.
+    A PDL launch after `send_return_metadata_kernel`, or one that has waited for it: it waits, and
+    so for all launches before. What they have stored, later kernels may read once `computed` is
+    raised.
     """
     pdl_launch_dependents(PDL)
     pdl_wait(PDL)
     STAGES_PAD: tl.constexpr = triton.next_power_of_2(STAGES + 1)
-    N, K = w.shape[1], w.shape[2]
+    ROLE: tl.constexpr = ROLE_DGRAD_UP if TRANSPOSED else ROLE_DOWN
+    N, K = product_size(w, SHAPE, TRANSPOSED)
     num_n = tl.cdiv(N, SHAPE.BLOCK_N)
     first_m = first_tiles(schedule.first_tile, num_n, STAGES, STAGES_PAD)
     program = tl.program_id(0)
@@ -85,16 +89,16 @@ def staged_gemm_kernel(
         # fmt: on
         expert, row, end = unpack_tile(packed)
         tile = Tile(expert, row, end, block * SHAPE.BLOCK_N)
-        acc = gemm_tile(a, w, tile, K, SHAPE)
+        acc = gemm_tile(a, w, tile, K, SHAPE, TRANSPOSED)
         # Before this tile is stored, when the last one's store has long ended.
         before = stage_of(index - num_programs, first_m, num_n)
         stage = stage_of(index, first_m, num_n)
-        arrive_after_tma(computed + stages, (stages >= before) & (stages < stage))
+        arrive_after_tma(computed + stages, (stages >= before) & (stages < stage), PDL)
         finish_tile(acc, out, tile, N, "none", SHAPE.SUBTILES)
-        since = end_span(ROLE_DOWN, index, since, context)
+        since = end_span(ROLE, index, since, context)
     last = program + (num_tiles - 1 - program + num_programs) // num_programs * num_programs
     before = stage_of(last - num_programs, first_m, num_n)
-    arrive_after_tma(computed + stages, (stages >= before) & (stages < STAGES))
+    arrive_after_tma(computed + stages, (stages >= before) & (stages < STAGES), PDL)
 
 
 class SumSizes(NamedTuple):
@@ -105,6 +109,8 @@ class SumSizes(NamedTuple):
     RANKS: Any
     RANKS_PAD: Any
     BLOCK_H: Any  # columns at a time
+    WEIGHTED: Any  # a sum's rows are weighted; else the gradients of their weights return with it
+    LOCAL_EXPERTS: Any
 
 
 class StageRows(NamedTuple):
@@ -122,6 +128,7 @@ class StageRows(NamedTuple):
 )
 def return_sums_kernel(
     y,  # [M, H] expert rows
+    weight_grads,  # float32 [M]: the gradients of their weights, or None where rows are weighted
     computed,  # int64 [STAGES + 1], see `StageCounters`
     returned,  # int64 [STAGES], see `StageCounters`
     context,
@@ -133,14 +140,20 @@ def return_sums_kernel(
     PDL: tl.constexpr,
 ):
     """Sum the weighted expert rows of each token of other ranks, and return one row to its rank.
+    In a backward the rows have no weights; the gradients of theirs in the forward return instead,
+    in the part of the row that brought the weights.
 
     Stage by stage, each when all `num_gemm_programs` of the launch before have computed it. Small
     programs, which find room on the SMs of the GEMM's programs.
 
     A PDL launch after `staged_gemm_kernel`, with which it runs concurrently: it reads what that
     kernel counts in `computed`, and what peers have published with the metadata's flags.
+
+    The next launch may begin once the first stage is computed. Each program of the GEMM has waited,
+    before it counted itself there, for all launches before the GEMM, and a program here sees the
+    count of all of them: so the next launch may read what those launches have stored. In a
+    backward it is a gradient of weights.
     """
-    pdl_launch_dependents(PDL)
     if is_broken(context) == 0:
         one = tl.arange(0, 1)
         rank = tl.load(context + RANK).to(tl.int32)
@@ -157,9 +170,15 @@ def return_sums_kernel(
             if ready == 1:
                 flag = (computed + stage).to(tl.int64) + one * 8
                 ready = wait(flag, one == 0, num_gemm_programs, one + rank, context, PHASE_TILES)
+                pdl_launch_dependents(PDL)  # the first time is what counts
             if ready == 1:
                 expert_rows = as_pointer(consume_token(y.to(tl.int64), ready), y.dtype.element_ty)
                 first = consume_token(region(0, context), ready)
+                row_grads = weight_grads
+                if not SIZES.WEIGHTED:
+                    row_grads = as_pointer(
+                        consume_token(weight_grads.to(tl.int64), ready), tl.float32
+                    )
                 counts = stage_counts_offset(num_experts) + stage * 4
                 theirs = first + ranks * tl.load(context + REGION_BYTES)
                 at = as_pointer(theirs + counts, tl.int32)
@@ -173,7 +192,7 @@ def return_sums_kernel(
                 # metadata, the rows to add up. The first two are made for the next rows meanwhile.
                 to, metadata = _find_row(program, of_stage, rows, rank, context, SIZES.RANKS)
                 # fmt: off
-                dst_rows, weights = load_metadata(metadata, rows, 0, SIZES.NUM_TOPK)
+                dst_rows, weights = load_metadata(metadata, rows, 0, SIZES)
                 to_next, metadata_next = _find_row(
                     program + num_programs, of_stage, rows, rank, context, SIZES.RANKS
                 )
@@ -181,13 +200,13 @@ def return_sums_kernel(
                     to_then, metadata_then = _find_row(
                         work_idx + 2 * num_programs, of_stage, rows, rank, context, SIZES.RANKS
                     )
-                    rows_next, weights_next = load_metadata(
-                        metadata_next, rows, 0, SIZES.NUM_TOPK
-                    )
+                    rows_next, weights_next = load_metadata(metadata_next, rows, 0, SIZES)
                     due = return_row(
                         to, expert_rows, metadata, dst_rows, weights, rows, hidden, due, step,
                         SIZES,
                     )
+                    if not SIZES.WEIGHTED:
+                        return_weight_gradients(to, metadata, row_grads, rows, SIZES)
                     to, metadata = to_next, metadata_next
                     dst_rows, weights = rows_next, weights_next
                     to_next, metadata_next = to_then, metadata_then
@@ -227,7 +246,7 @@ def return_row(to, y, metadata, dst_rows, weights, rows, hidden, due, step, SIZE
         in_row = row_mask(columns, hidden, y.dtype.element_ty, True)
         # fmt: off
         total = sum_expert_rows(
-            y, metadata, dst_rows, weights, rows, columns, in_row, hidden, SIZES.NUM_TOPK
+            y, metadata, dst_rows, weights, rows, columns, in_row, hidden, SIZES
         )
         # fmt: on
         values = round_to(total, y.dtype.element_ty)
@@ -237,39 +256,55 @@ def return_row(to, y, metadata, dst_rows, weights, rows, hidden, due, step, SIZE
 
 
 @device_function
-def load_metadata(metadata, rows, first, NUM_TOPK: tl.constexpr):
+def return_weight_gradients(to, metadata, weight_grads, rows, SIZES: tl.constexpr):
+    """Write the gradients of the weights of a token's expert rows, in the order of their metadata,
+    into the row at the address `to`, where its own rank wrote the weights in the forward."""
+    k = tl.arange(0, triton.next_power_of_2(SIZES.NUM_TOPK))
+    has = (metadata != 0) & (k < SIZES.NUM_TOPK)
+    dst_rows = as_pointer(metadata + rows.dst_rows_offset, tl.int32)
+    dst_row = tl.load(dst_rows + k, mask=has, other=-1)
+    has = has & (dst_row >= 0)
+    grad = tl.load(weight_grads + dst_row, mask=has, other=0.0)
+    put(as_pointer(to + rows.weights_offset, tl.float32) + k, grad, has)
+
+
+@device_function
+def load_metadata(metadata, rows, first, SIZES: tl.constexpr):
     """(dst_rows, weights) of ROWS_AT_ONCE of a token's expert rows here, from number `first` on.
 
     metadata: the address of the row that holds them, 0 for none, which gives no dst_rows. They are
-    in the order of k, then -1; see `ReturnRowLayout`.
+    in the order of k, then -1; see `ReturnRowLayout`. Without WEIGHTED the weights are 1.
     """
     dst_rows_at = as_pointer(metadata + rows.dst_rows_offset, tl.int32) + first
     weights_at = as_pointer(metadata + rows.weights_offset, tl.float32) + first
     dst_rows = ()
     weights = ()
     for index in tl.static_range(ROWS_AT_ONCE):
-        has = (metadata != 0) & (first + index < NUM_TOPK)
+        has = (metadata != 0) & (first + index < SIZES.NUM_TOPK)
         dst_rows = dst_rows + (tl.load(dst_rows_at + index, mask=has, other=-1),)
-        weights = weights + (tl.load(weights_at + index, mask=has, other=0.0),)
+        weight = tl.full((), 1.0, tl.float32)
+        if SIZES.WEIGHTED:
+            weight = tl.load(weights_at + index, mask=has, other=0.0)
+        weights = weights + (weight,)
     return dst_rows, weights
 
 
 @device_function
 def sum_expert_rows(
-    y, metadata, dst_rows, weights, rows, columns, in_row, hidden, NUM_TOPK: tl.constexpr
+    y, metadata, dst_rows, weights, rows, columns, in_row, hidden, SIZES: tl.constexpr
 ):
     """fp32 [C]: `columns` of a token's expert rows here times their weights, added up in the order
     of its return metadata, of which the first have been loaded. ROWS_AT_ONCE are read at once."""
     total = tl.zeros([columns.shape[0]], tl.float32)
     total = _add_rows(total, y, dst_rows, weights, columns, in_row, hidden)
-    if ROWS_AT_ONCE < NUM_TOPK:  # Triton 3.6 does not compile a loop that never runs
+    if ROWS_AT_ONCE < SIZES.NUM_TOPK:  # Triton 3.6 does not compile a loop that never runs
         first = tl.full((), ROWS_AT_ONCE, tl.int32)
         more = dst_rows[ROWS_AT_ONCE - 1] >= 0
         while more:
-            others, their_weights = load_metadata(metadata, rows, first, NUM_TOPK)
+            others, their_weights = load_metadata(metadata, rows, first, SIZES)
             total = _add_rows(total, y, others, their_weights, columns, in_row, hidden)
             first += ROWS_AT_ONCE
-            more = (first < NUM_TOPK) & (others[ROWS_AT_ONCE - 1] >= 0)
+            more = (first < SIZES.NUM_TOPK) & (others[ROWS_AT_ONCE - 1] >= 0)
     return total
 
 

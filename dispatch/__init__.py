@@ -1,11 +1,15 @@
 """Dispatch: send each token once to every rank that holds one of its experts."""
 
+from .backward import dispatch_dgrad, dispatch_wgrad
 from .fused import (
     Dispatched,
+    ExpertOffsets,
+    LayerCall,
     LayerTokens,
     copy_rows,
     dispatch_gemm,
     exchange_fused,
+    keep_rows,
     place_rows,
     push_fused,
 )
@@ -23,6 +27,7 @@ from .launch import (
     release,
     send_metadata,
 )
+from .place_rows_kernels import RowPlan
 from .send_kernels import SendPlan
 from .stages import staged_schedule
 
@@ -30,16 +35,22 @@ __all__ = [
     "Counts",
     "DispatchLayout",
     "Dispatched",
+    "ExpertOffsets",
+    "LayerCall",
     "LayerTokens",
     "Partition",
     "Received",
+    "RowPlan",
     "SendPlan",
     "Tokens",
     "collect",
     "copy_rows",
+    "dispatch_dgrad",
     "dispatch_gemm",
+    "dispatch_wgrad",
     "exchange",
     "exchange_fused",
+    "keep_rows",
     "locate",
     "place_rows",
     "programs_on_all_sms",

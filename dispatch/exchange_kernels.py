@@ -8,9 +8,9 @@ import triton.language as tl
 
 from ..device.context import (
     KIND_DISPATCH,
-    KIND_MOE_FFN,
     NUM_RANKS,
     PHASE_CAPACITY,
+    PHASE_ROUTING,
     RANK,
     REPORT_ROWS,
     ROLE_EXCHANGE,
@@ -52,7 +52,7 @@ class ExchangeSizes(NamedTuple):
     STAGES_PAD: int = 0
 
 
-@triton.jit(do_not_specialize=["may_grow"])
+@triton.jit(do_not_specialize=["max_rows", "may_grow"])
 def exchange_kernel(
     num_tokens_per_rank,  # int32 [R]
     num_tokens_per_expert,  # int32 [E]
@@ -86,12 +86,15 @@ def exchange_kernel(
             tl.store(to, tl.zeros_like(ranks), mask=ranks < num_ranks)
         tl.store(counts.expert_offsets + experts, tl.zeros_like(experts), mask=real)
         tl.store(counts.expert_offsets + 1 + experts, tl.zeros_like(experts), mask=real)
+        everywhere = tl.arange(0, SIZES.ALL_EXPERTS_PAD)
+        is_expert = everywhere < num_local_experts * num_ranks
+        tl.store(counts.group_counts + everywhere, tl.zeros_like(everywhere), mask=is_expert)
         pdl_wait(PDL)
     if is_broken(context):
         return
     num_experts = num_local_experts * num_ranks
     call = own_call(context)
-    signature = signature_of(KIND_DISPATCH, shape, num_experts, 0, 0, may_grow, call, context)
+    signature = signature_of(KIND_DISPATCH, shape, num_experts, 0, 0, may_grow, call, 0, context)
     if program < num_ranks:
         # fmt: off
         _send_counts(
@@ -107,6 +110,8 @@ def exchange_kernel(
     rank = tl.load(context + RANK).to(tl.int32)
     rows = tl.zeros([SIZES.RANKS_PAD], tl.int32)
     totals = tl.zeros([SIZES.EXPERTS_PAD], tl.int32)
+    everywhere = tl.arange(0, SIZES.ALL_EXPERTS_PAD)
+    of_group = tl.zeros([SIZES.ALL_EXPERTS_PAD], tl.int32)
     most_rows = tl.full((), 0, tl.int32)
     for source in range(0, num_ranks):
         theirs = _counts_of(source, ready, context)
@@ -119,6 +124,8 @@ def exchange_kernel(
         to = counts.recv_expert_counts + source * num_local_experts + experts
         tl.store(to, received, mask=real)
         totals += received
+        of_group += tl.load(theirs + everywhere, mask=everywhere < num_experts, other=0)
+    tl.store(counts.group_counts + everywhere, of_group, mask=everywhere < num_experts)
     if most_rows > max_rows:
         tl.store(report_pointer(context) + REPORT_ROWS, most_rows.to(tl.int64))
         report_failure(rank, current_epoch(context), context, PHASE_CAPACITY)
@@ -129,13 +136,18 @@ def exchange_kernel(
 # --- A layer -----------------------------------------------------------------------------------
 
 
-@triton.jit(do_not_specialize=["dispatch_stages", "combine_stages"])
+@triton.jit(
+    do_not_specialize=["kind", "saved", "expected_rows", "dispatch_stages", "combine_stages"]
+)
 def exchange_fused_kernel(
     num_tokens_per_expert,  # int32 [E]
     found,  # fused.ExpertOffsets, out
     context,
     num_local_experts,
     shape,  # signature.RowShape
+    kind,
+    saved,  # number of one of SAVE_POLICIES
+    expected_rows,
     dispatch_stages,
     combine_stages,
     SIZES: tl.constexpr,  # ExchangeSizes
@@ -146,10 +158,15 @@ def exchange_fused_kernel(
 
     Example, 2 ranks of 2 experts: rank 0 has [2, 1, 1, 3] rows for experts 0 to 3 and rank 1 has
     [1, 0, 2, 2]. Rank 0 receives [3, 1] rows, [1, 0] of them from rank 1, and rank 1 [3, 5], [1, 3]
-    from rank 0: num_remote [1, 4], expert_begin [0, 3, 0, 3], remote_begin [0, 1, 0, 1], and on
-    rank 0 expert_offsets [0, 3, 4] and remote_offsets [0, 1, 1].
+    from rank 0: counts [3, 1, 3, 5], num_remote [1, 4], expert_begin [0, 3, 0, 3], remote_begin
+    [0, 1, 0, 1], and on rank 0 expert_offsets [0, 3, 4] and remote_offsets [0, 1, 1].
 
-    A PDL launch after the layout; see `exchange_kernel` for the next launch.
+    With expected_rows, the number of rows that this rank got in the forward, a backward that would
+    bring another number ends this rank's calls: tensors of that size could not hold them.
+
+    A PDL launch, which waits before it reads anything or tells another rank anything: so in a
+    second call of the same tokens it says that this rank has read what came in the first. See
+    `exchange_kernel` for the next launch.
     """
     program = tl.program_id(0)
     experts = tl.arange(0, SIZES.EXPERTS_PAD)
@@ -172,7 +189,7 @@ def exchange_fused_kernel(
         return
     # fmt: off
     signature = signature_of(
-        KIND_MOE_FFN, shape, num_experts, dispatch_stages, combine_stages, 0, own_call(context),
+        kind, shape, num_experts, dispatch_stages, combine_stages, 0, own_call(context), saved,
         context,
     )
     # fmt: on
@@ -192,12 +209,16 @@ def exchange_fused_kernel(
             totals += sent
             remote += tl.where(source == dest, 0, sent)
         ends, remote_ends = tl.cumsum(totals, 0), tl.cumsum(remote, 0)
-        to = dest * num_local_experts + experts
-        tl.store(found.expert_begin + to, ends - totals, mask=real)
-        tl.store(found.remote_begin + to, remote_ends - remote, mask=real)
-        tl.store(found.num_remote + dest, tl.sum(remote, 0))
-        tl.store(found.expert_offsets + 1 + experts, ends, mask=real & is_own)
-        tl.store(found.remote_offsets + 1 + experts, remote_ends, mask=real & is_own)
+        if is_own & (expected_rows >= 0) & (tl.sum(totals, 0) != expected_rows):
+            report_failure(dest, current_epoch(context), context, PHASE_ROUTING)
+        else:
+            to = dest * num_local_experts + experts
+            tl.store(found.counts + to, totals, mask=real)
+            tl.store(found.expert_begin + to, ends - totals, mask=real)
+            tl.store(found.remote_begin + to, remote_ends - remote, mask=real)
+            tl.store(found.num_remote + dest, tl.sum(remote, 0))
+            tl.store(found.expert_offsets + 1 + experts, ends, mask=real & is_own)
+            tl.store(found.remote_offsets + 1 + experts, remote_ends, mask=real & is_own)
     end_span(ROLE_EXCHANGE, dest, since, context)
 
 

@@ -7,17 +7,19 @@ from typing import Any, NamedTuple
 
 import torch
 from triton.tools.ragged_tma import create_ragged_descriptor
-from triton.tools.tensor_descriptor import TensorDescriptor
 
 from ..device.constants import constants
+from ..device.context import Kind
 from ..device.lang import INTERPRETED
 from ..device.signature import RowShape
 from ..grouped_gemm import num_compute_programs, ragged
 from ..grouped_gemm.config import GemmConfig
-from ..hardware import leave_room
+from ..grouped_gemm.launch import by_parts, describe_weights
+from ..grouped_gemm.operands import Weights
+from ..grouped_gemm.schedule_kernels import Tiles
+from ..hardware import gpu, leave_room
 from ..layer_config import LayerConfig
 from ..routing import RoutingLayout
-from ..routing_kernels import layout_sum_kernel
 from ..row_vectors import RowVectors
 from ..symm.slots import ReturnRowLayout, Slots
 from ..utils import next_power_of_2
@@ -28,9 +30,17 @@ from .fused_kernels import (
     RowSize,
     copy_rows_kernel,
     dispatch_gemm_kernel,
+    keep_rows_kernel,
     push_fused_kernel,
 )
-from .place_rows_kernels import PlaceSizes, RowBegins, RowPlan, place_rows_kernel
+from .place_rows_kernels import (
+    ExpertRowParts,
+    PlaceSizes,
+    RoutedTopk,
+    RowBegins,
+    RowPlan,
+    place_rows_kernel,
+)
 from .stages import StageCounters, StagedSchedule
 from .stages_kernels import staged_schedule_kernel
 
@@ -61,13 +71,25 @@ class LayerTokens:
         return self.layout.num_tokens_per_expert.numel()
 
 
+class LayerCall(NamedTuple):
+    """What a call of a layer says of itself: its kind, the number of what is saved for the backward
+    (`SAVE_POLICIES`), and how many rows must come to this rank; -1: any number."""
+
+    kind: int = int(Kind.MOE_FFN)
+    saved: int = 0
+    expected_rows: int = -1
+
+
+FORWARD = LayerCall()
+
+
 class ExpertOffsets(NamedTuple):
     """Where the rows of experts begin, on the device; see `exchange_fused_kernel`.
 
     expert_offsets and remote_offsets int32 [L + 1]: of each expert of this rank, among all its rows
     and among those from other ranks; num_remote int32 [R]: rows that each rank gets from others;
-    expert_begin and remote_begin int32 [E]: the offsets on all ranks; num_to_push int64 [R, S]:
-    0, for `place_rows` to count in.
+    expert_begin and remote_begin int32 [E]: the offsets on all ranks; counts int32 [E]: how many
+    rows each expert gets from all ranks; num_to_push int64 [R, S]: 0, for `place_rows` to count in.
     """
 
     expert_offsets: torch.Tensor
@@ -75,12 +97,17 @@ class ExpertOffsets(NamedTuple):
     num_remote: torch.Tensor
     expert_begin: torch.Tensor
     remote_begin: torch.Tensor
+    counts: torch.Tensor
     num_to_push: torch.Tensor
 
 
-def exchange_fused(tokens: LayerTokens, config: LayerConfig, slots: Slots) -> ExpertOffsets:
+def exchange_fused(
+    tokens: LayerTokens, config: LayerConfig, slots: Slots, call: LayerCall = FORWARD
+) -> ExpertOffsets:
     """Tell every rank this rank's counts and learn theirs. Begins a call; other ranks must call
-    with as many stages of dispatch and combine."""
+    with as many stages of dispatch and combine, and begin the same kind of call. Where it follows a
+    call of the same tokens, with their layout, it says that this rank has read what came in that
+    one."""
     num_ranks, num_experts = slots.num_ranks, tokens.num_experts
     num_local = num_experts // num_ranks
     new, row = tokens.layout.earlier_counts.new_empty, tokens.row
@@ -88,6 +115,7 @@ def exchange_fused(tokens: LayerTokens, config: LayerConfig, slots: Slots) -> Ex
         new(num_local + 1),
         new(num_local + 1),
         new(num_ranks),
+        new(num_experts),
         new(num_experts),
         new(num_experts),
         new((num_ranks, config.num_stages), dtype=torch.int64),
@@ -107,21 +135,26 @@ def exchange_fused(tokens: LayerTokens, config: LayerConfig, slots: Slots) -> Ex
         slots.context.fields,
         num_local,
         RowShape(row.payload_bytes, row.num_topk, tokens.x.itemsize, 0),
+        *call,
         config.num_stages,
         config.num_return_stages,
         SIZES=constants(sizes),
         step="exchange_fused",
-        after=(layout_sum_kernel,),
         shares_sms=True,
     )
     return offsets
 
 
 def place_rows(
-    tokens: LayerTokens, offsets: ExpertOffsets, copies_offset: int, slots: Slots
+    tokens: LayerTokens,
+    offsets: ExpertOffsets,
+    parts: ExpertRowParts,
+    slots: Slots,
+    with_weights: bool = False,
 ) -> RowPlan:
     """Find the expert rows of this rank's tokens, and tell the other ranks which of their rows are
-    copies: in `slots.expert_rows` from copies_offset on, in bytes. See `place_rows_kernel`."""
+    copies and, with_weights, the weight of each row, in these parts of `slots.expert_rows`. See
+    `place_rows_kernel`."""
     layout, (num_tokens, num_topk) = tokens.layout, tokens.topk_idx.shape
     num_ranks, num_stages = offsets.num_to_push.shape
     new = tokens.topk_idx.new_empty
@@ -142,7 +175,7 @@ def place_rows(
     slots.context.launch(
         place_rows_kernel,
         (len(layout.earlier_counts),),
-        tokens.topk_idx,
+        RoutedTopk(tokens.topk_idx, tokens.topk_weights if with_weights else None),
         layout.earlier_counts,
         RowBegins(offsets.expert_begin, offsets.remote_begin, offsets.num_remote),
         plan,
@@ -151,7 +184,7 @@ def place_rows(
         num_tokens,
         tokens.num_experts // num_ranks,
         num_stages,
-        copies_offset,
+        parts,
         SIZES=constants(sizes),
         after=(exchange_fused_kernel,),
         shares_sms=True,
@@ -233,31 +266,53 @@ def _copy_options(vectors: RowVectors, batch: int, slots: Slots) -> dict[str, An
     return {"SIZES": constants(sizes), "num_warps": 1, "shares_sms": True}
 
 
+def keep_rows(
+    rows: torch.Tensor, kept: torch.Tensor, num_rows: torch.Tensor, after: Any, slots: Slots
+) -> None:
+    """Copy expert rows [M, H], num_rows int32 [1] of them, to `kept`, after the launch of a kernel
+    that ends when all have arrived; see `keep_rows_kernel`."""
+    vectors = RowVectors.of(rows.shape[1], rows.dtype)
+    slots.context.launch(
+        keep_rows_kernel,
+        (2 if INTERPRETED else 8 * gpu(rows.device).num_sms,),
+        vectors.view(rows),
+        vectors.view(kept),
+        num_rows,
+        slots.context.fields,
+        RowSize(vectors.num_vecs, rows.shape[1] * rows.itemsize),
+        **_copy_options(vectors, COPY_BATCH, slots),
+        step="keep_rows",
+        after=(after,),
+    )
+
+
 def dispatch_gemm(
     a: torch.Tensor,
     w: torch.Tensor,
-    out: torch.Tensor,
+    outputs: tuple[torch.Tensor, torch.Tensor | None],
     schedule: StagedSchedule,
     counters: StageCounters,
     tiles: GemmConfig,
     config: LayerConfig,
     slots: Slots,
+    has_arrived: bool = False,
 ) -> None:
-    """out [M, I] = silu(gate) * up of the expert rows a [M, H] times w [L, 2I, H], while they
-    arrive."""
-    num_columns, depth = w.shape[1] // 2, w.shape[2]
-    block_n, by_part = tiles.block_n // 2, w.view(-1, num_columns, depth)
+    """outputs: [M, I] = silu(gate) * up of the expert rows a [M, H] times w [L, 2I, H] or [L, 2, I,
+    H], while they arrive, and unless None gate and up [M, 2I]. has_arrived: a is complete, whatever
+    arrives meanwhile, so no tile waits."""
+    out, pre = outputs
+    block = tiles.block_m, tiles.block_n // 2 // tiles.subtiles
     slots.context.launch(
         dispatch_gemm_kernel,
         (num_compute_programs(a.device, tiles),),
         create_ragged_descriptor(a, [tiles.block_m, tiles.block_k]),
-        TensorDescriptor.from_tensor(by_part, [2, block_n, tiles.block_k]),
-        ragged(out[None], tiles.block_m, block_n // tiles.subtiles),
-        schedule.tiles,
-        schedule.num_tiles,
+        describe_weights(Weights(w), tiles, parts=2),
+        ragged(out[None], *block),
+        None if pre is None else ragged(by_parts(pre, 2), *block),
+        Tiles(schedule.tiles, schedule.num_tiles),
         counters.copied,
         slots.context.fields,
-        num_copy_programs(config),
+        0 if has_arrived else num_copy_programs(config),
         config.num_stages,
         RANKS_PAD=next_power_of_2(slots.num_ranks),
         **tiles.launch_options(),

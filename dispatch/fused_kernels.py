@@ -15,6 +15,7 @@ from ..device.lang import (
     end_span,
     is_broken,
     pacing_interval,
+    put_rows,
     stagger,
     ticks,
 )
@@ -31,7 +32,7 @@ from ..device.tiles import (
     wait_stage,
     wait_tile,
 )
-from ..grouped_gemm.kernels import finish_tile, gemm_tile
+from ..grouped_gemm.kernels import finish_tile, gemm_tile, product_size
 from ..grouped_gemm.schedule_kernels import Tile, tile_coordinates
 from .stages_kernels import unpack_staged_tile
 
@@ -224,16 +225,66 @@ def copy_rows_kernel(
     pdl_wait(PDL)
 
 
+@triton.jit(do_not_specialize_on_alignment=["num_rows"])
+def keep_rows_kernel(
+    rows,  # vectors [M, num_vecs]: this rank's expert rows
+    kept,  # the same, out
+    num_rows,  # int32 [1]
+    context,
+    row,  # RowSize
+    SIZES: tl.constexpr,  # CopySizes
+    PDL: tl.constexpr,
+):
+    """Copy the expert rows to memory of this rank alone, where they stay for the backward.
+
+    A PDL launch after one that ends when all rows have arrived, for which it waits.
+    """
+    pdl_wait(PDL)
+    pdl_launch_dependents(PDL)
+    end = tl.where(is_broken(context), 0, tl.load(num_rows))
+    program, num_programs = tl.program_id(0), tl.num_programs(0)
+    for first in range(program * SIZES.BLOCK_ROWS, end, num_programs * SIZES.BLOCK_ROWS):
+        index = (first + tl.arange(0, SIZES.BLOCK_ROWS)).to(tl.int64)
+        # fmt: off
+        put_rows(
+            kept + index * row.num_vecs, rows + index * row.num_vecs, row.num_vecs, index < end,
+            ticks(), 0, SIZES.ALIGNED, SIZES.BLOCK_VECS,
+        )
+        # fmt: on
+
+
+@device_function
+def load_arriving_tile(
+    tiles,
+    index,
+    num_m,
+    num_n,
+    WIDTH: tl.constexpr,
+    GROUP_M: tl.constexpr,
+    copied,
+    num_copy_programs,
+    deadline,
+    context,
+    PDL: tl.constexpr,
+):
+    """`schedule_kernels.load_tile` of a staged schedule, once the rows of the tile have arrived;
+    see `wait_tile`."""
+    m, block = tile_coordinates(index, num_m, num_n, GROUP_M)
+    expert, row, end, counter = unpack_staged_tile(tl.load(tiles.packed + m))
+    row += wait_tile(copied + counter, num_copy_programs, deadline, context, PDL)
+    return Tile(expert, row, end, block * WIDTH)
+
+
 @triton.jit(
     do_not_specialize=["num_copy_programs", "stage_count"],
-    do_not_specialize_on_alignment=["tiles", "num_tiles", "copied"],
+    do_not_specialize_on_alignment=["copied"],
 )
 def dispatch_gemm_kernel(
     a,  # ragged descriptor of the expert rows [M, K]
-    w,  # descriptor of the weights [2L, N, K], see `gemm_tile`
+    w,  # descriptor of the weights [L, 2, N, K], see `gemm_tile`
     out,  # ragged descriptor of [1, M, N]
-    tiles,  # int64 [max_tiles], in the order of `staged_schedule_kernel`
-    num_tiles,  # int32 [1]
+    pre,  # ragged descriptor of [2, M, N], or None
+    tiles,  # `Tiles`, in the order of `staged_schedule_kernel`
     copied,  # int64 [2 * S], see `StageCounters`
     context,
     num_copy_programs,
@@ -242,7 +293,8 @@ def dispatch_gemm_kernel(
     SHAPE: tl.constexpr,  # TileShape
     PDL: tl.constexpr,
 ):
-    """out [M, N] = silu(gate) * up of the expert rows, each tile once its rows have arrived.
+    """out [M, N] = silu(gate) * up of the expert rows, each tile once its rows have arrived; `pre`
+    gets gate and up.
 
     The grouped GEMM, but for the wait at each tile.
 
@@ -250,19 +302,20 @@ def dispatch_gemm_kernel(
     before it, it reads only what `push_fused_kernel` has waited for.
     """
     pdl_launch_dependents(PDL)
-    N, K = w.shape[1], w.shape[2]
-    num_m = tl.load(num_tiles)
+    N, K = product_size(w, SHAPE)
+    num_m = tl.load(tiles.count)
     num_n = tl.cdiv(N, SHAPE.BLOCK_N // 2)
     deadline = deadline_from_now(context)
     since = begin_span()
     for index in tl.range(tl.program_id(0), num_m * num_n, tl.num_programs(0), flatten=True):
-        m, block = tile_coordinates(index, num_m, num_n, SHAPE.GROUP_M)
-        n = block * (SHAPE.BLOCK_N // 2)
-        expert, row, end, counter = unpack_staged_tile(tl.load(tiles + m))
-        row += wait_tile(copied + counter, num_copy_programs, deadline, context, PDL)
-        tile = Tile(expert, row, end, n)
+        # fmt: off
+        tile = load_arriving_tile(
+            tiles, index, num_m, num_n, SHAPE.BLOCK_N // 2, SHAPE.GROUP_M, copied,
+            num_copy_programs, deadline, context, PDL,
+        )
+        # fmt: on
         acc = gemm_tile(a, w, tile, K, SHAPE)
-        finish_tile(acc, out, tile, N, "swiglu", SHAPE.SUBTILES)
+        finish_tile(acc, out, tile, N, "swiglu", SHAPE.SUBTILES, pre)
         since = end_span(ROLE_UP, index, since, context)
     end_wait_tile(stage_count, deadline, context, RANKS_PAD)
     pdl_wait(PDL)

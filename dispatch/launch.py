@@ -96,13 +96,15 @@ class Counts(NamedTuple):
 
     rank_prefix_matrix int32 [R, R]: rows that ranks 0..i send to rank j. recv_expert_counts int32
     [R, L]: rows of each source for each local expert. expert_offsets int32 [L + 1]: their running
-    total by expert. signature int32 [16]: of the dispatch, see `device/signature.py`.
+    total by expert. signature int32 [16]: of the dispatch, see `device/signature.py`. group_counts
+    int32 [E]: rows of all ranks for each expert of all ranks.
     """
 
     rank_prefix_matrix: torch.Tensor
     recv_expert_counts: torch.Tensor
     expert_offsets: torch.Tensor
     signature: torch.Tensor
+    group_counts: torch.Tensor
 
     @classmethod
     def empty(cls, layout: DispatchLayout) -> Counts:
@@ -115,6 +117,7 @@ class Counts(NamedTuple):
             new((num_ranks, num_local_experts)),
             new(num_local_experts + 1),
             new(SIGNATURE_WORDS.value),
+            new(layout.num_experts),
         )
 
 

@@ -15,6 +15,20 @@ from ..device.slots import COUNTS_AT, region
 from ..device.tiles import stage_of_row, stage_unit
 
 
+class RoutedTopk(NamedTuple):
+    """The top-k of this rank's tokens, both [T, K]."""
+
+    ids: tl.tensor  # int64
+    weights: tl.tensor  # float32, or None: rows come without their weights
+
+
+class ExpertRowParts(NamedTuple):
+    """Where parts of the memory of expert rows begin, in bytes."""
+
+    copies: tl.tensor  # int64 [M]
+    weights: tl.tensor  # float32 [M]
+
+
 class RowBegins(NamedTuple):
     """Where rows begin on all ranks; see `exchange_fused_kernel`."""
 
@@ -47,7 +61,7 @@ class PlaceSizes(NamedTuple):
 
 @triton.jit(do_not_specialize=["num_tokens", "num_local_experts", "stage_count"])
 def place_rows_kernel(
-    topk_idx,  # int64 [T, K]
+    topk,  # RoutedTopk
     earlier_counts,  # int32 [B, E + R], `block_counts` of `layout_sum_kernel`
     begins,  # RowBegins
     plan,  # RowPlan, out; num_to_push is 0 before
@@ -56,7 +70,7 @@ def place_rows_kernel(
     num_tokens,
     num_local_experts,
     stage_count,
-    copies_offset,
+    parts,  # ExpertRowParts
     SIZES: tl.constexpr,
     PDL: tl.constexpr,
 ):
@@ -65,9 +79,10 @@ def place_rows_kernel(
 
     A token's first row on another rank is pushed, in the stage of its remote_idx, see
     `tiles.stage_of_row`. Its other rows there are copies: `copies`, int64 [M] on each rank,
-    `copies_offset` bytes after the beginning of its expert rows, says for each remote_idx which row
-    is a copy of which one, row << 32 | original, and -1 for those pushed. The flags of
-    `push_fused_kernel`, which waits until this kernel has ended, publish them. What they held in
+    `parts.copies` bytes after the beginning of its expert rows, says for each remote_idx which row
+    is a copy of which one, row << 32 | original, and -1 for those pushed. `weights`, a part of the
+    same memory, gets the weight of each row, where the call has weights. The flags of
+    `push_fused_kernel`, which waits until this kernel has ended, publish both. What they held in
     the call before has been read: the exchange says that all ranks are in this one.
 
     A PDL launch after `exchange_fused_kernel`, which begins no dependents and has waited for the
@@ -86,19 +101,16 @@ def place_rows_kernel(
     k = items % SIZES.TOPK_PAD
     inside = (tokens < num_tokens) & (k < SIZES.NUM_TOPK)
     num_experts = num_local_experts * SIZES.RANKS
-    wide = tl.load(topk_idx + tokens * SIZES.NUM_TOPK + k, mask=inside, other=-1)
+    wide = tl.load(topk.ids + tokens * SIZES.NUM_TOPK + k, mask=inside, other=-1)
     valid = (wide >= 0) & (wide < num_experts)
     ids = tl.where(valid, wide, -1).to(tl.int32)
     at = earlier_counts + tl.program_id(0) * (num_experts + SIZES.RANKS) + ids
     index = tl.load(at, mask=valid, other=0)
-    for start in tl.static_range(0, BLOCK, SIZES.STEP):  # unrolled: all reads at once
-        others = start + tl.arange(0, SIZES.STEP)
-        other_tokens = first + others // SIZES.TOPK_PAD
-        real = (other_tokens < num_tokens) & (others % SIZES.TOPK_PAD < SIZES.NUM_TOPK)
-        other_ids = topk_idx + other_tokens * SIZES.NUM_TOPK + others % SIZES.TOPK_PAD
-        theirs = tl.load(other_ids, mask=real, other=-1)
-        is_earlier = (theirs[None, :] == wide[:, None]) & (others[None, :] < items[:, None])
-        index += tl.sum(is_earlier.to(tl.int32), 1)
+    # fmt: off
+    index = add_number_in_block(
+        index, topk.ids, wide, first, num_tokens, SIZES.NUM_TOPK, SIZES.TOPK_PAD, BLOCK, SIZES.STEP
+    )
+    # fmt: on
     pdl_wait(PDL)
     pdl_launch_dependents(PDL)
     valid = valid & (is_broken(context) == 0)  # else nobody may have written where rows begin
@@ -123,9 +135,38 @@ def place_rows_kernel(
     counts = plan.num_to_push + part
     number = tl.atomic_add(counts, one, mask=is_first, sem="relaxed", scope="gpu")
     tl.store(plan.to_push + part * num_tokens.to(tl.int64) + number, packed, mask=is_first)
-    copies = tl.load(expert_rows + owner, mask=valid, other=0) + copies_offset
+    memory = tl.load(expert_rows + owner, mask=valid, other=0)
     copy = tl.where(is_first, -1, dst_row.to(tl.int64) << 32 | original.to(tl.int64))
-    put(as_pointer(copies, tl.int64) + remote_idx, copy, is_sent)
+    put(as_pointer(memory + parts.copies, tl.int64) + remote_idx, copy, is_sent)
+    if topk.weights is not None:
+        weight = tl.load(topk.weights + tokens * SIZES.NUM_TOPK + k, mask=valid, other=0.0)
+        put(as_pointer(memory + parts.weights, tl.float32) + dst_row, weight, valid)
+
+
+@device_function
+def add_number_in_block(
+    index,
+    topk_idx,
+    ids,
+    first,
+    num_tokens,
+    NUM_TOPK: tl.constexpr,
+    TOPK_PAD: tl.constexpr,
+    BLOCK: tl.constexpr,
+    STEP: tl.constexpr,
+):
+    """`index` [BLOCK] plus, for each of the top-k slots `ids` [BLOCK] of the tokens from `first`
+    on, TOPK_PAD slots for each token: how many slots before it in the block have the same id."""
+    items = tl.arange(0, BLOCK)
+    for start in tl.static_range(0, BLOCK, STEP):  # unrolled: all reads at once
+        others = start + tl.arange(0, STEP)
+        other_tokens = first + others // TOPK_PAD
+        real = (other_tokens < num_tokens) & (others % TOPK_PAD < NUM_TOPK)
+        other_ids = topk_idx + other_tokens * NUM_TOPK + others % TOPK_PAD
+        theirs = tl.load(other_ids, mask=real, other=-1)
+        is_earlier = (theirs[None, :] == ids[:, None]) & (others[None, :] < items[:, None])
+        index += tl.sum(is_earlier.to(tl.int32), 1)
+    return index
 
 
 @device_function

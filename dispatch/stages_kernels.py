@@ -36,6 +36,7 @@ class StagedTiles(NamedTuple):
     tiles: tl.tensor  # int64 [max_tiles]
     num_own: tl.tensor  # int32 [1]: tiles of this rank's own rows alone
     first_tile: tl.tensor  # int32 [RETURN_STAGES + 2]: tile that begins each return stage
+    last_counter: tl.tensor  # int32 [L]: that of each expert's last tile, see `arrival_counter`
 
 
 class ScheduleSizes(NamedTuple):
@@ -57,6 +58,31 @@ def return_begin(stage, num_rows, RETURN_STAGES: tl.constexpr):
     """
     rest = (RETURN_STAGES - stage).to(tl.int64)
     return num_rows - (num_rows * rest * rest // (RETURN_STAGES * RETURN_STAGES)).to(tl.int32)
+
+
+class RowsOfExpert(NamedTuple):
+    """The rows of an expert: first `num_own` of this rank, then those of others."""
+
+    num_own: tl.tensor
+    own_begin: tl.tensor  # among all own rows
+    remote_begin: tl.tensor  # among all rows of others
+    own_unit: tl.tensor  # of own rows, see `tiles.stage_unit`
+    remote_unit: tl.tensor  # of rows of others
+
+
+@device_function
+def arrival_counter(last, rows, stage_count, own_apart):
+    """The number of the counter in `StageCounters.copied` which says that rows up to number `last`
+    of an expert have arrived: own rows come in `stage_count` stages, by `tiles.stage_of_row`, and
+    those of others in as many, see `copy_rows_kernel`. rows: RowsOfExpert."""
+    last_own = tl.minimum(last, rows.num_own - 1)
+    own_stage = stage_of_row(rows.own_begin + last_own, rows.own_unit, stage_count)
+    last_remote = rows.remote_begin + last - rows.num_own
+    remote_stage = stage_of_row(last_remote, rows.remote_unit, stage_count)
+    apart = tl.where(last < rows.num_own, own_stage, stage_count + remote_stage)
+    in_turns = tl.where(last < rows.num_own, own_stage, remote_stage)
+    in_turns = tl.where(rows.num_own > 0, tl.maximum(in_turns, own_stage), in_turns)
+    return tl.where(own_apart != 0, apart, stage_count + in_turns)
 
 
 @triton.jit(
@@ -84,16 +110,16 @@ def staged_schedule_kernel(
     rows arrive; and combine, which begins with the tiles of other ranks' rows, ends with the own
     ones, while sums are on their way. With own_apart 0 all are in the order of their experts.
 
-    Each tile has the number of the counter that says that all its rows have arrived: own rows come
-    in `stage_count` stages, by `tiles.stage_of_row`, and those of others in as many, see
-    `copy_rows_kernel`.
+    Each tile has the number of the counter that says that all its rows have arrived, see
+    `arrival_counter`. An expert without rows has counter 0.
 
     first_tile counts from the first tile that is not apart. A tile that holds rows of several
     return stages belongs to the first of them, whose rows wait for it; the last stage is the tiles
     apart.
 
     A PDL launch after `place_rows_kernel`: it waits for that kernel, which has waited for the
-    exchange, before it reads the offsets, and before later launches may begin.
+    exchange, before it reads the offsets, and before later launches may begin. (Or after the
+    exchange, where rows go where those of an earlier call have gone.)
 
     Two stages of dispatch and two of combine, BLOCK_M 2, own_apart 1, expert_offsets [0, 4, 8],
     remote_offsets [0, 2, 5]: rows 0, 1 and 4 are own, so tiles (expert, row, number of rows)
@@ -124,18 +150,15 @@ def staged_schedule_kernel(
     num_remote = tl.load(remote_offsets + num_local_experts)
     own_unit = stage_unit(tl.load(expert_offsets + num_local_experts) - num_remote, stage_count)
     remote_unit = stage_unit(num_remote, stage_count)
+    rows_here = RowsOfExpert(num_here, begin - remote_begin, remote_begin, own_unit, remote_unit)
+    last_counter = arrival_counter(end - begin - 1, rows_here, stage_count, own_apart)
+    tl.store(schedule.last_counter + expert, tl.where(begin < end, last_counter, 0))
     for start in range(0, count, SIZES.STEP):
         tile = start + tl.arange(0, SIZES.STEP)
         row = begin + tile * SIZES.BLOCK_M
         number = tl.minimum(end - row, SIZES.BLOCK_M)
         last = tile * SIZES.BLOCK_M + number - 1  # among the expert's rows
-        last_own = tl.minimum(last, num_here - 1)
-        own_stage = stage_of_row(begin - remote_begin + last_own, own_unit, stage_count)
-        remote_stage = stage_of_row(remote_begin + last - num_here, remote_unit, stage_count)
-        apart = tl.where(last < num_here, own_stage, stage_count + remote_stage)
-        in_turns = tl.where(last < num_here, own_stage, remote_stage)
-        in_turns = tl.where(num_here > 0, tl.maximum(in_turns, own_stage), in_turns)
-        counter = tl.where(own_apart != 0, apart, stage_count + in_turns)
+        counter = arrival_counter(last, rows_here, stage_count, own_apart)
         packed = pack_staged_tile(expert, row, number, counter)
         is_own = tile < own_count
         to = tl.where(is_own, first_own + tile, first_other + tile - own_count)

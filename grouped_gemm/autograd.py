@@ -126,10 +126,7 @@ def grouped_gemm(
         args = x, w, offsets, row_index, row_offset, activation, bias, row_weight, out, schedule
         product: torch.Tensor = forward(*args)
         return product
-    x, x_scale = split_scales("x", x)
-    w, w_scale = split_scales("w", w)
-    check_rows(x, x_scale)
-    check_weights(x, w, x.shape[1], activation, w_scale, bias)
+    (x, x_scale), (w, _) = _operands(x, w, row_index, row_offset, activation, bias)
     grouping, config = _group(
         x, w, offsets, row_index, row_offset, row_weight, activation, schedule
     )
@@ -163,19 +160,32 @@ def _forward(
     schedule: TileSchedule | None,
 ) -> torch.Tensor:
     """`grouped_gemm` without gradients."""
-    x, x_scale = split_scales("x", x)
-    w, w_scale = split_scales("w", w)
-    check_rows(x, x_scale)
-    check_weights(x, w, x.shape[1], activation, w_scale, bias)
-    if row_offset is not None and (row_index is not None or x_scale is not None):
-        other = "row_index" if row_index is not None else "fp8 rows"
-        raise ShapeError(f"row_offset and {other} are given together; pass one of them.")
+    (x, x_scale), (w, w_scale) = _operands(x, w, row_index, row_offset, activation, bias)
     grouping, config = _group(
         x, w, offsets, row_index, row_offset, row_weight, activation, schedule
     )
     weights, epilogue = Weights(w, w_scale, bias), Epilogue(activation, row_weight)
     rows, schedule = grouping.rows(x, x_scale), grouping.schedule
     return multiply(rows, weights, epilogue, schedule, grouping.num_rows, out, config)
+
+
+def _operands(
+    x: Operand,
+    w: Operand,
+    row_index: torch.Tensor | None,
+    row_offset: torch.Tensor | None,
+    activation: str,
+    bias: torch.Tensor | None,
+) -> tuple[tuple[torch.Tensor, torch.Tensor | None], tuple[torch.Tensor, torch.Tensor | None]]:
+    """((x, its scales or None), (w, its scales or None)), checked."""
+    rows, x_scale = split_scales("x", x)
+    weights, w_scale = split_scales("w", w)
+    check_rows(rows, x_scale)
+    check_weights(rows, weights, rows.shape[1], activation, w_scale, bias)
+    if row_offset is not None and (row_index is not None or x_scale is not None):
+        other = "row_index" if row_index is not None else "fp8 rows"
+        raise ShapeError(f"row_offset and {other} are given together; pass one of them.")
+    return (rows, x_scale), (weights, w_scale)
 
 
 def grouped_mlp(

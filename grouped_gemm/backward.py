@@ -3,27 +3,47 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from typing import Any, NamedTuple
 
 import torch
 import triton
 from triton.tools.ragged_tma import create_ragged_descriptor
 from triton.tools.tensor_descriptor import TensorDescriptor
 
-from ..checks import PAYLOAD_DTYPES, check_flag, check_no_grad, check_runnable, check_tensor
+from ..checks import (
+    PAYLOAD_DTYPES,
+    check_flag,
+    check_no_grad,
+    check_runnable,
+    check_tensor,
+    has_parts,
+)
+from ..device.context import TracedRole
 from ..errors import ShapeError
 from ..hardware import gpu
 from ..launch import launch
 from ..prepared import prepared
 from .backward_kernels import (
+    GradientRows,
     _activation_dgrad_kernel,
     _activation_gradient_kernel,
     _bias_gradient_kernel,
     _clear_rest_kernel,
     _gathered_sum_kernel,
+    _row_weight_gradient_kernel,
     _wgrad_kernel,
 )
 from .config import GemmConfig
-from .launch import by_parts, gemm_config, gemm_problem, grid, multiply, ragged, rows_of
+from .launch import (
+    by_parts,
+    describe_weights,
+    gemm_config,
+    gemm_problem,
+    grid,
+    multiply,
+    ragged,
+    rows_of,
+)
 from .operands import (
     Epilogue,
     Rows,
@@ -41,6 +61,7 @@ from .operands import (
 from .schedule import INDEX_DTYPES, TileSchedule, checked_block_m, tile_schedule
 
 BLOCK_ROWS, BLOCK_COLUMNS = 16, 64
+SUM_ROWS = 256
 
 
 def dgrad(
@@ -99,9 +120,10 @@ def wgrad(
 
     grad [rows, N] is the gradient of its output, before any activation; x [rows, K] has the same
     dtype. With row_offset int64 [rows], row r of x begins row_offset[r] elements after x. out
-    [L, N, K] may be float32 for bf16 operands; with `accumulate` the gradient is added to what it
-    holds. An expert without rows gets zeros. Sums are float32, in order: the same input gives the
-    same bits.
+    [L, N, K] may be float32 for bf16 operands, and of P parts that lie apart, [L, P, N / P, K] of
+    any strides in multiples of 16 bytes; with `accumulate` the gradient is added to what it holds.
+    An expert without rows gets zeros. Sums are float32, in order: the same input gives the same
+    bits.
 
     Rows g, h, i of grad, a, b, c of x, offsets [0, 2, 3]: out = [g ⊗ a + h ⊗ b, i ⊗ c].
     """
@@ -141,33 +163,57 @@ def _wgrad(
             f"x has {x.shape[0]} rows and grad has {num_rows}; they must be as many, or "
             "row_offset must say where the rows of x are."
         )
-    shape = (num_experts, num_columns, depth)
+    shape: tuple[int, ...] = (num_experts, num_columns, depth)
     if out is None:
         if accumulate:
             raise ShapeError("accumulate is True and out is None; pass the gradient to add to.")
         out = grad.new_empty(shape)
-    check_out(grad, out, shape, PAYLOAD_DTYPES)
+    if has_parts(out):
+        check_parts(out, shape)
+    else:
+        check_out(grad, out, shape, PAYLOAD_DTYPES)
     check_apart(out, grad=grad, x=x)
     if num_rows == 0:
         return out if accumulate else out.zero_()
-    problem = gemm_problem(out, num_rows, gathered=row_offset is not None)
+    row_offset = None if row_offset is None else row_offset.contiguous()
+    programs, operands, options = wgrad_launch(grad, x, out, row_offset)
+    rows = offsets.contiguous(), num_rows, None
+    launch(_wgrad_kernel, programs, *operands, *rows, ACCUMULATE=accumulate, EARLY=False, **options)
+    return out
+
+
+def wgrad_launch(
+    grad: torch.Tensor, x: torch.Tensor, out: torch.Tensor, row_offset: torch.Tensor | None = None
+) -> tuple[tuple[int, ...], tuple[Any, Any, Any], dict[str, Any]]:
+    """What every kernel that computes `wgrad` is launched with: (grid, the descriptors of grad, x
+    and out, options)."""
+    problem = gemm_problem(out, len(grad), gathered=row_offset is not None)
     config = GemmConfig.for_weights(replace(problem, dtype=grad.dtype), out.itemsize)
     block_m, block_n, block_k = config.block_m, config.block_n, config.block_k
-    blocks = [1, block_m, block_n // config.subtiles]
-    num_tiles = num_experts * triton.cdiv(num_columns, block_m) * triton.cdiv(depth, block_n)
-    row_offset = None if row_offset is None else row_offset.contiguous()
-    launch(
-        _wgrad_kernel,
-        grid(num_tiles, grad.device, config),
+    by_part = out if has_parts(out) else canonical(out)[:, None]
+    num_experts, num_parts, num_columns, depth = by_part.shape
+    num_tiles = num_experts * num_parts * triton.cdiv(num_columns, block_m)
+    num_tiles *= triton.cdiv(depth, block_n)
+    operands = (
         create_ragged_descriptor(canonical(grad), [block_k, block_m]),
         rows_of(x, row_offset, [block_k, block_n]),
-        TensorDescriptor.from_tensor(canonical(out), blocks),
-        offsets.contiguous(),
-        num_rows,
-        ACCUMULATE=accumulate,
-        **config.launch_options(),
+        TensorDescriptor.from_tensor(by_part, [1, 1, block_m, block_n // config.subtiles]),
     )
-    return out
+    return grid(num_tiles, grad.device, config), operands, config.launch_options()
+
+
+def check_parts(out: torch.Tensor, shape: tuple[int, ...]) -> None:
+    """Raise unless out [L, P, N / P, K] can take the gradient [L, N, K] of this shape."""
+    num_experts, num_columns, depth = shape
+    check_tensor("out", out, (num_experts, "P", "N / P", depth), PAYLOAD_DTYPES)
+    steps = [step * out.itemsize % 16 for step in out.stride()[:-1]]
+    is_packed = out.stride(3) == 1 and not any(steps) and out.data_ptr() % 16 == 0
+    if out.shape[1] * out.shape[2] != num_columns or not is_packed:
+        raise ShapeError(
+            f"out has shape {list(out.shape)}, strides {tuple(out.stride())} and starts at address "
+            f"{out.data_ptr():#x}; its parts must have {num_columns} rows together, which are "
+            "contiguous and start at multiples of 16 bytes."
+        )
 
 
 def activation_dgrad(
@@ -185,16 +231,7 @@ def activation_dgrad(
     the gradient of w needs; and the gradient of row_weight float32 [rows], None without one. (As in
     SonicMoE, neither the activations nor the second GEMM's output are kept.)
     """
-    num_rows, num_columns = len(grad), w.shape[2]
-    problem = gemm_problem(w, num_rows, transposed=True)
-    config = GemmConfig.for_gradient(problem, row_weight is not None, schedule.block_m)
-    weight_grad = None
-    if row_weight is not None:
-        num_sums = triton.cdiv(num_columns, config.block_n) * config.subtiles
-        weight_grad = pre.new_zeros(num_sums, num_rows, dtype=torch.float32)
-    operands = grad, w, pre, schedule, activation, row_weight
-    pre_grad, act = _activation_dgrad(*operands, weight_grad, config)
-    return pre_grad, act, None if weight_grad is None else weight_grad.sum(0)
+    return _activation_dgrad(grad, w, pre, schedule, activation, row_weight)
 
 
 @prepared
@@ -205,31 +242,114 @@ def _activation_dgrad(
     schedule: TileSchedule,
     activation: str,
     row_weight: torch.Tensor | None,
-    weight_grad: torch.Tensor | None,
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor | None]:
+    problem = gemm_problem(w, len(grad), transposed=True)
+    config = GemmConfig.for_gradient(problem, row_weight is not None, schedule.block_m)
+    out = ActivationGradients.empty(pre, w, config, row_weight is not None)
+    launch_activation_dgrad(grad, w, pre, schedule, activation, row_weight, out, config)
+    launch_row_weight_gradient(out, schedule.offsets, schedule.max_rows)
+    return out.pre, out.act, out.row_weight
+
+
+class ActivationGradients(NamedTuple):
+    """What `activation_dgrad` gives: the gradient of the pre-activations; the activations; and with
+    weighted rows the gradients of their weights, float32 [rows], with the sums that they are added
+    up from, float32 [rows, n]."""
+
+    pre: torch.Tensor
+    act: torch.Tensor
+    row_weight: torch.Tensor | None = None
+    sums: torch.Tensor | None = None
+
+    @classmethod
+    def empty(
+        cls,
+        pre: torch.Tensor,
+        w: torch.Tensor,
+        config: GemmConfig,
+        weighted: bool,
+        overwrites: bool = False,
+    ) -> ActivationGradients:
+        """Room for them, of the second GEMM's weights w [L, H, I]; if it `overwrites`, the gradient
+        of pre takes the place of pre."""
+        num_rows, num_columns = len(pre), w.shape[2]
+        pre_grad = pre if overwrites else torch.empty_like(pre)
+        out = cls(pre_grad, pre.new_empty(num_rows, num_columns))
+        if not weighted:
+            return out
+        num_sums = row_weight_parts(num_columns, config)
+        return out._replace(
+            row_weight=pre.new_empty(num_rows, dtype=torch.float32),
+            sums=pre.new_empty((num_rows, num_sums), dtype=torch.float32),
+        )
+
+
+def row_weight_parts(num_columns: int, config: GemmConfig) -> int:
+    """The sums that the gradient of a row's weight is added up from, one for each block of columns
+    that a tile is finished in."""
+    return triton.cdiv(num_columns, config.block_n) * config.subtiles
+
+
+def gradient_rows(
+    pre: torch.Tensor,
+    row_weight: torch.Tensor | None,
+    out: ActivationGradients,
     config: GemmConfig,
-) -> tuple[torch.Tensor, torch.Tensor]:
-    num_rows, num_columns = len(grad), w.shape[2]
+    activation: str,
+) -> GradientRows:
+    """What kernels of the gradient of an activation read and write, by tiles of this shape."""
+    block = config.block_m, config.block_n // config.subtiles
+    pre_grad = ragged(by_parts(out.pre, num_parts(activation)), *block)
+    return GradientRows(pre, row_weight, pre_grad, ragged(out.act[None], *block), out.sums)
+
+
+def launch_activation_dgrad(
+    grad: torch.Tensor,
+    w: torch.Tensor,
+    pre: torch.Tensor,
+    schedule: TileSchedule,
+    activation: str,
+    row_weight: torch.Tensor | None,
+    out: ActivationGradients,
+    config: GemmConfig,
+    trace: TracedRole | None = None,
+) -> None:
+    """`activation_dgrad` of as many rows as `pre` and `out` have, by tiles of this shape. out.pre
+    may be `pre`."""
+    num_rows, num_columns = len(pre), w.shape[2]
     block_m, block_n, block_k = config.block_m, config.block_n, config.block_k
-    width = block_n // config.subtiles
-    pre_grad, act = torch.empty_like(pre), pre.new_empty(num_rows, num_columns)
     if num_rows:
         num_tiles = schedule.tiles.numel() * triton.cdiv(num_columns, block_n)
         launch(
             _activation_dgrad_kernel,
             grid(num_tiles, grad.device, config),
             create_ragged_descriptor(canonical(grad), [block_m, block_k]),
-            TensorDescriptor.from_tensor(canonical(w), [1, block_k, block_n]),
-            pre,
-            row_weight,
-            ragged(by_parts(pre_grad, num_parts(activation)), block_m, width),
-            ragged(act[None], block_m, width),
-            weight_grad,
+            describe_weights(Weights(w, transposed=True), config),
+            gradient_rows(pre, row_weight, out, config, activation),
             schedule.for_kernels,
             num_rows,
+            trace,
             ACTIVATION=activation,
             **config.launch_options(),
+            shares_sms=True,
         )
-    return pre_grad, act
+
+
+def launch_row_weight_gradient(
+    out: ActivationGradients, offsets: torch.Tensor, max_rows: int
+) -> None:
+    """Add up out.sums, if there are any, into out.row_weight, where experts have up to max_rows
+    rows in all."""
+    if out.sums is None or not len(out.sums):
+        return
+    num_rows, num_sums = out.sums.shape
+    launch(
+        _row_weight_gradient_kernel,
+        (min(triton.cdiv(max_rows, SUM_ROWS), gpu(offsets.device).num_sms),),
+        *(out.sums, out.row_weight, offsets, offsets.numel() - 1, num_rows, num_sums),
+        BLOCK=SUM_ROWS,
+        shares_sms=True,
+    )
 
 
 @prepared

@@ -1,10 +1,13 @@
 """Kernels of the gradients: of the weights, of activation and bias, and of the rows where that
 takes more than the forward kernel with the weights transposed."""
 
+from typing import NamedTuple
+
 import triton
 import triton.language as tl
 
-from ..device.lang import device_function, dot, round_to
+from ..device.lang import begin_span, device_function, dot, end_span, round_to
+from ..device.programs import pdl_launch_dependents, pdl_wait
 from .kernels import (
     INV_SQRT_2PI,
     activate,
@@ -13,6 +16,7 @@ from .kernels import (
     halves,
     is_gated,
     load_rows,
+    product_size,
     store_rows,
 )
 from .schedule_kernels import Tile, load_tile, tile_coordinates
@@ -51,92 +55,110 @@ def load_pre(pre, part, rows, end, columns, N, PARTS: tl.constexpr):
     return tl.load(tl.multiple_of(at, (1, 16)), mask=mask, other=0.0).to(tl.float32)
 
 
+class GradientRows(NamedTuple):
+    """What the gradient of an activation is made of, and into: see `finish_gradient`."""
+
+    pre: tl.tensor  # [rows, PARTS * N], the pre-activations
+    row_weight: tl.tensor  # float32 [rows], or None
+    pre_grad: tl.tensor  # out: a ragged descriptor of [PARTS, rows, N]
+    act: tl.tensor  # out: a ragged descriptor of [1, rows, N], the activations times row_weight
+    weight_grad: tl.tensor  # float32 [columns / width, max_rows], out: parts of its gradient
+
+
 @device_function
-def finish_gradient(
-    acc,
-    tile,
-    pre,
-    row_weight,
-    pre_grad,
-    act,
-    weight_grad,
-    max_rows,
-    N,
-    ACTIVATION: tl.constexpr,
-    SUBTILES: tl.constexpr,
-):
+def finish_gradient(acc, tile, rows, max_rows, N, ACTIVATION: tl.constexpr, SUBTILES: tl.constexpr):
     """Turn the gradient of activations, columns tile.n .. of N, into that of what they were
-    computed from; the arguments are those of `_activation_dgrad_kernel`."""
+    computed from; rows: GradientRows.
+
+    pre_grad may be the memory of pre: a program reads the elements of pre that it overwrites, and
+    no others, before it has anything to store there.
+    """
     row, end, n = tile.row, tile.end, tile.n
     if SUBTILES > 1:
         left, right = halves(acc)
         REST: tl.constexpr = SUBTILES // 2
-        # fmt: off
-        finish_gradient(
-            left, tile, pre, row_weight, pre_grad, act, weight_grad, max_rows, N, ACTIVATION, REST
-        )
         right_tile = Tile(tile.expert, row, end, n + acc.shape[1] // 2)
-        finish_gradient(
-            right, right_tile, pre, row_weight, pre_grad, act, weight_grad, max_rows, N,
-            ACTIVATION, REST,
-        )
-        # fmt: on
+        finish_gradient(left, tile, rows, max_rows, N, ACTIVATION, REST)
+        finish_gradient(right, right_tile, rows, max_rows, N, ACTIVATION, REST)
     else:
         GATED: tl.constexpr = is_gated(ACTIVATION)
         PARTS: tl.constexpr = 2 if GATED else 1
-        rows = row + tl.arange(0, acc.shape[0])
+        index = row + tl.arange(0, acc.shape[0])
         columns = n + tl.arange(0, acc.shape[1])
-        gate = load_pre(pre, 0, rows, end, columns, N, PARTS)
+        gate = load_pre(rows.pre, 0, index, end, columns, N, PARTS)
         up = gate
         if GATED:
-            up = load_pre(pre, 1, rows, end, columns, N, PARTS)
+            up = load_pre(rows.pre, 1, index, end, columns, N, PARTS)
         value = activate(gate, up, ACTIVATION)
-        if row_weight is not None:
-            weight = tl.load(row_weight + rows, mask=rows < end, other=0.0)
+        if rows.row_weight is not None:
+            weight = tl.load(rows.row_weight + index, mask=index < end, other=0.0)
             block = n // acc.shape[1]
-            at = weight_grad + block.to(tl.int64) * max_rows + rows
-            tl.store(at, tl.sum(acc * value, 1), mask=rows < end)
+            at = rows.weight_grad + block.to(tl.int64) * max_rows + index
+            tl.store(at, tl.sum(acc * value, 1), mask=index < end)
             value *= weight[:, None]
             acc *= weight[:, None]
-        store_rows(act, value, 0, row, end, n)
+        store_rows(rows.act, value, 0, row, end, n)
         of_gate, of_up = activation_gradient(acc, gate, up, ACTIVATION)
-        store_rows(pre_grad, of_gate, 0, row, end, n)
+        store_rows(rows.pre_grad, of_gate, 0, row, end, n)
         if GATED:
-            store_rows(pre_grad, of_up, 1, row, end, n)
+            store_rows(rows.pre_grad, of_up, 1, row, end, n)
 
 
-@triton.jit(
-    do_not_specialize=["max_rows"],
-    do_not_specialize_on_alignment=["row_weight", "weight_grad"],
-)
+@triton.jit(do_not_specialize=["max_rows"])
 def _activation_dgrad_kernel(
     grad,  # a ragged descriptor of [rows, K]: the gradient of the second GEMM's output
-    w,  # a descriptor of the second GEMM's weights [L, K, N]
-    pre,  # [rows, PARTS * N]
-    row_weight,  # float32 [rows], or None
-    pre_grad,  # out: a ragged descriptor of [PARTS, rows, N]
-    act,  # out: a ragged descriptor of [1, rows, N], the activations times row_weight
-    weight_grad,  # float32 [columns / width, max_rows], out: parts of the gradient of row_weight
+    w,  # a descriptor of the second GEMM's weights [L, 1, K, N]
+    rows,  # GradientRows
     tiles,  # `Tiles`
     max_rows,
+    trace,  # TracedRole, or None
     ACTIVATION: tl.constexpr,
     SHAPE: tl.constexpr,
+    PDL: tl.constexpr,
 ):
     """From the gradient of the second GEMM's output to that of the first one's, before the
     activation, without a kernel between the two, which would read and write the activations once
-    more. `act` is what the second GEMM multiplied: the gradient of its weights needs it."""
-    K, N = w.shape[1], w.shape[2]
+    more. `act` is what the second GEMM multiplied: the gradient of its weights needs it. A PDL
+    launch, which waits before it reads anything."""
+    pdl_wait(PDL)
+    N, K = product_size(w, SHAPE, TRANSPOSED=True)
     num_m = tl.load(tiles.count)
     num_n = tl.cdiv(N, SHAPE.BLOCK_N)
+    since = begin_span()
     for index in tl.range(tl.program_id(0), num_m * num_n, tl.num_programs(0), flatten=True):
         tile = load_tile(tiles, index, num_m, num_n, SHAPE.BLOCK_N, SHAPE.GROUP_M)
         acc = gemm_tile(grad, w, tile, K, SHAPE, TRANSPOSED=True)
-        # fmt: off
-        finish_gradient(
-            acc, tile, pre, row_weight, pre_grad, act, weight_grad, max_rows, N, ACTIVATION,
-            SHAPE.SUBTILES,
-        )
-        # fmt: on
+        finish_gradient(acc, tile, rows, max_rows, N, ACTIVATION, SHAPE.SUBTILES)
+        if trace is not None:
+            since = end_span(trace.role, index, since, trace.context)
+
+
+@triton.jit(
+    do_not_specialize=["num_experts", "max_rows", "num_sums"],
+    do_not_specialize_on_alignment=["offsets"],
+)
+def _row_weight_gradient_kernel(
+    sums,  # float32 [num_sums, max_rows]
+    out,  # float32 [max_rows]
+    offsets,
+    num_experts,
+    max_rows,
+    num_sums,
+    BLOCK: tl.constexpr,
+    PDL: tl.constexpr,
+):
+    """The gradient of each row's weight: the sum of those that `finish_gradient` makes of its
+    blocks of columns, in their order; 0 for rows of no expert. A PDL launch, which waits for them
+    first."""
+    pdl_wait(PDL)
+    end = tl.minimum(tl.load(offsets + num_experts), max_rows).to(tl.int32)
+    for first in range(tl.program_id(0) * BLOCK, max_rows, tl.num_programs(0) * BLOCK):
+        rows = first + tl.arange(0, BLOCK)
+        total = tl.zeros((BLOCK,), tl.float32)
+        for index in range(0, num_sums):
+            at = sums + max_rows.to(tl.int64) * index + rows
+            total += tl.load(at, mask=rows < end, other=0.0)
+        tl.store(out + rows, total, mask=rows < max_rows)
 
 
 @triton.jit(do_not_specialize=["max_rows", "N"])
@@ -173,19 +195,22 @@ def _activation_gradient_kernel(
 
 
 @device_function
-def store_weight_gradient(acc, out, expert, m, n, ACCUMULATE: tl.constexpr, SUBTILES: tl.constexpr):
+def store_weight_gradient(
+    acc, out, expert, part, m, n, ACCUMULATE: tl.constexpr, SUBTILES: tl.constexpr
+):
     """Round and store a tile of an expert's gradient; with ACCUMULATE, add it to what `out` has."""
     if SUBTILES > 1:
         left, right = halves(acc)
         half: tl.constexpr = acc.shape[1] // 2
         rest: tl.constexpr = SUBTILES // 2
-        store_weight_gradient(left, out, expert, m, n, ACCUMULATE, rest)
-        store_weight_gradient(right, out, expert, m, n + half, ACCUMULATE, rest)
+        store_weight_gradient(left, out, expert, part, m, n, ACCUMULATE, rest)
+        store_weight_gradient(right, out, expert, part, m, n + half, ACCUMULATE, rest)
     else:
         if ACCUMULATE:
-            acc += out.load([expert, m, n]).reshape(acc.shape[0], acc.shape[1]).to(tl.float32)
-        tile = round_to(acc, out.dtype).reshape(1, acc.shape[0], acc.shape[1])
-        out.store([expert, m, n], tile)
+            before = out.load([expert, part, m, n])
+            acc += before.reshape(acc.shape[0], acc.shape[1]).to(tl.float32)
+        tile = round_to(acc, out.dtype).reshape(1, 1, acc.shape[0], acc.shape[1])
+        out.store([expert, part, m, n], tile)
 
 
 @device_function
@@ -205,37 +230,72 @@ def load_wgrad_rows(x, begin, row, end, n, K, SHAPE: tl.constexpr):
     return tile
 
 
+@device_function
+def wgrad_block(index, out, SHAPE: tl.constexpr):
+    """(expert, part, first row of it, first column) of block number `index` of the gradients `out`,
+    a descriptor of [L, PARTS, N, K]: expert by expert."""
+    num_m = tl.cdiv(out.shape[2], SHAPE.BLOCK_M)
+    num_n = tl.cdiv(out.shape[3], SHAPE.BLOCK_N)
+    num_blocks = out.shape[1] * num_m * num_n
+    m, n = tile_coordinates(index % num_blocks, out.shape[1] * num_m, num_n, SHAPE.GROUP_M)
+    return index // num_blocks, m // num_m, m % num_m * SHAPE.BLOCK_M, n * SHAPE.BLOCK_N
+
+
+@device_function
+def num_wgrad_blocks(out, SHAPE: tl.constexpr):
+    """Blocks of the gradients of all experts, see `wgrad_block`."""
+    num_m = out.shape[1] * tl.cdiv(out.shape[2], SHAPE.BLOCK_M)
+    return num_m * tl.cdiv(out.shape[3], SHAPE.BLOCK_N) * out.shape[0]
+
+
+@device_function
+def wgrad_tile(grad, x, begin, end, m, n, K, SHAPE: tl.constexpr):
+    """fp32 [BLOCK_M, BLOCK_N]: columns m .. of rows begin .. end of grad, transposed, times columns
+    n .. of the same rows of x, BLOCK_K of them at a time; see `_wgrad_kernel`."""
+    acc = tl.zeros((SHAPE.BLOCK_M, SHAPE.BLOCK_N), tl.float32)
+    for row in range(0, end - begin, SHAPE.BLOCK_K):
+        grad_tile = load_rows(grad, begin + row, end, m)
+        x_tile = load_wgrad_rows(x, begin, row, end, n, K, SHAPE)
+        acc = dot(grad_tile.T, x_tile, acc)
+    return acc
+
+
 @triton.jit(do_not_specialize=["max_rows"], do_not_specialize_on_alignment=["offsets"])
 def _wgrad_kernel(
-    grad,  # a ragged descriptor of [rows, N]
+    grad,  # a ragged descriptor of [rows, PARTS * N]
     x,  # a ragged descriptor of [rows, K], or `Gathered`
-    out,  # a descriptor of [L, N, K]
+    out,  # a descriptor of [L, PARTS, N, K]
     offsets,
     max_rows,
+    trace,  # TracedRole, or None
     ACCUMULATE: tl.constexpr,
+    EARLY: tl.constexpr,
     SHAPE: tl.constexpr,
+    PDL: tl.constexpr,
 ):
-    """out = grad.T @ x over the rows of each expert, BLOCK_K of them at a time. An expert without
-    rows gets zeros."""
-    BLOCK_M: tl.constexpr = SHAPE.BLOCK_M
-    BLOCK_N: tl.constexpr = SHAPE.BLOCK_N
-    num_experts, N, K = out.shape[0], out.shape[1], out.shape[2]
+    """out = grad.T @ x over the rows of each expert. An expert without rows gets zeros.
+
+    A PDL launch, which waits before it reads anything. With EARLY it waits only before it ends, and
+    lets the next launch begin at once: where the launch before has waited, before it let this one
+    begin, for all that this one reads.
+    """
+    if EARLY:
+        pdl_launch_dependents(PDL)
+    else:
+        pdl_wait(PDL)
     GATHERED: tl.constexpr = not isinstance(x, tl.tensor_descriptor)
-    num_m, num_n = tl.cdiv(N, BLOCK_M), tl.cdiv(K, BLOCK_N)
-    num_tiles = num_m * num_n
+    since = begin_span()
     for index in tl.range(
-        tl.program_id(0), num_tiles * num_experts, tl.num_programs(0), flatten=not GATHERED
+        tl.program_id(0), num_wgrad_blocks(out, SHAPE), tl.num_programs(0), flatten=not GATHERED
     ):
-        expert = index // num_tiles
-        m, n = tile_coordinates(index % num_tiles, num_m, num_n, SHAPE.GROUP_M)
-        m, n = m * BLOCK_M, n * BLOCK_N
+        expert, part, m, n = wgrad_block(index, out, SHAPE)
         begin, end = expert_rows(expert, offsets, max_rows)
-        acc = tl.zeros((BLOCK_M, BLOCK_N), tl.float32)
-        for row in range(0, end - begin, SHAPE.BLOCK_K):
-            grad_tile = load_rows(grad, begin + row, end, m)
-            x_tile = load_wgrad_rows(x, begin, row, end, n, K, SHAPE)
-            acc = dot(grad_tile.T, x_tile, acc)
-        store_weight_gradient(acc, out, expert, m, n, ACCUMULATE, SHAPE.SUBTILES)
+        acc = wgrad_tile(grad, x, begin, end, part * out.shape[2] + m, n, out.shape[3], SHAPE)
+        store_weight_gradient(acc, out, expert, part, m, n, ACCUMULATE, SHAPE.SUBTILES)
+        if trace is not None:
+            since = end_span(trace.role, index, since, trace.context)
+    if EARLY:
+        pdl_wait(PDL)
 
 
 @triton.jit(do_not_specialize=["max_rows", "N"])

@@ -60,22 +60,38 @@ def gemm_tile(
     of its expert's weights.
 
     a: a ragged descriptor of A [M, K], or pointers to BLOCK_M gathered rows (`gathered_rows`).
-    w: a descriptor of the weights [L * PARTS, N / PARTS, K] in blocks [PARTS, BLOCK_N / PARTS,
-    BLOCK_K]. With PARTS 2 (gate and up) the tile holds columns n .. of gate, then the same of up.
-    With TRANSPOSED the weights are [L, K, N], as in the gradient of A, in blocks [1, BLOCK_K,
-    BLOCK_N].
+    w: a descriptor of the weights [L, PARTS, N, K] in blocks [1, PARTS, BLOCK_N / PARTS, BLOCK_K].
+    With PARTS 2 (gate and up) the tile holds columns n .. of gate, then the same of up. With
+    TRANSPOSED, as in the gradient of A, the weights are [L, 1 or 2, K, N] in blocks [1, 1, BLOCK_K,
+    BLOCK_N], and A has the columns of both parts, one after the other.
+    K is that of `product_size`.
     """
     BLOCK_N: tl.constexpr = SHAPE.BLOCK_N
     BLOCK_K: tl.constexpr = SHAPE.BLOCK_K
     acc = tl.zeros((SHAPE.BLOCK_M, BLOCK_N), tl.float32)
     for k in range(begin_k, K if end_k is None else end_k, BLOCK_K):
-        a_tile = load_a(a, tile, k, K, BLOCK_K)
         if TRANSPOSED:
-            w_tile = w.load([tile.expert, k, tile.n]).reshape(BLOCK_K, BLOCK_N)
+            # A step that is not full reads on into the next part of A, times zeros.
+            steps = tl.cdiv(w.shape[2], BLOCK_K) * BLOCK_K
+            part = tl.where(k >= steps, 1, 0)
+            at = k - part * steps
+            a_tile = load_a(a, tile, part * w.shape[2] + at, K, BLOCK_K)
+            w_tile = w.load([tile.expert, part, at, tile.n]).reshape(BLOCK_K, BLOCK_N)
         else:
+            a_tile = load_a(a, tile, k, K, BLOCK_K)
             w_tile = load_w(w, tile, k, SHAPE)
         acc = dot(a_tile, w_tile, acc)
     return acc
+
+
+@device_function
+def product_size(w, SHAPE: tl.constexpr, TRANSPOSED: tl.constexpr = False):
+    """(N, K) of a product, see `gemm_tile`; where the weights are transposed, K is counted in whole
+    steps of each part."""
+    N, K = w.shape[2], w.shape[3]
+    if TRANSPOSED:
+        N, K = K, w.shape[1] * tl.cdiv(N, SHAPE.BLOCK_K) * SHAPE.BLOCK_K
+    return N, K
 
 
 @device_function
@@ -94,8 +110,7 @@ def load_a(a, tile, k, K, BLOCK_K: tl.constexpr):
 @device_function
 def load_w(w, tile, k, SHAPE: tl.constexpr):
     """[BLOCK_K, BLOCK_N]: columns k .. of a tile's rows of the weights, see `gemm_tile`."""
-    PARTS: tl.constexpr = w.block_shape[0]
-    block = w.load([tile.expert * PARTS, tile.n, k])
+    block = w.load([tile.expert, 0, tile.n, k])
     return block.reshape(SHAPE.BLOCK_N, SHAPE.BLOCK_K).T
 
 
@@ -113,10 +128,10 @@ def scaled_gemm_tile(a, w, scales, tile, SHAPE: tl.constexpr):
     for each 128 x 128: products of 128 columns are scaled and summed in fp32 (as in DeepSeek-V3,
     section 3.3, which found the tensor cores' own sums too coarse).
     """
-    PARTS: tl.constexpr = w.block_shape[0]
+    PARTS: tl.constexpr = w.block_shape[1]
     BLOCK_N: tl.constexpr = SHAPE.BLOCK_N
     tl.static_assert(SHAPE.BLOCK_K == 128)
-    N, K = w.shape[1], w.shape[2]
+    N, K = product_size(w, SHAPE)
     num_scales = tl.cdiv(K, 128)
     rows = tl.minimum(tile.row + tl.arange(0, SHAPE.BLOCK_M), tile.end - 1)
     a_scale = scales.a + rows.to(tl.int64) * num_scales
@@ -281,9 +296,7 @@ def _grouped_gemm_kernel(
     GATHERED: tl.constexpr = not isinstance(a, tl.tensor_descriptor)
     WIDTH: tl.constexpr = SHAPE.BLOCK_N // 2 if is_gated(ACTIVATION) else SHAPE.BLOCK_N
     SPLITS: tl.constexpr = SHAPE.SPLITS
-    N, K = w.shape[1], w.shape[2]
-    if TRANSPOSED:
-        N, K = K, N
+    N, K = product_size(w, SHAPE, TRANSPOSED)
     pdl_wait(PDL)
     num_m = tl.load(tiles.count)
     num_n = tl.cdiv(N, WIDTH)

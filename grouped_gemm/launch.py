@@ -9,7 +9,7 @@ import triton
 from triton.tools.ragged_tma import create_ragged_descriptor
 from triton.tools.tensor_descriptor import TensorDescriptor
 
-from ..checks import PAYLOAD_DTYPES, check_int, check_tensor, shown
+from ..checks import PAYLOAD_DTYPES, check_int, check_tensor, has_parts, shown
 from ..device.lang import INTERPRETED
 from ..errors import ShapeError
 from ..hardware import gpu
@@ -63,11 +63,13 @@ def gemm_problem(
 ) -> GemmProblem:
     """The problem that `gemm_config` chooses a tile shape for."""
     num_rows = check_int("num_rows", num_rows, 0, MAX_ROWS)
-    check_tensor("w", w, ("L", "N", "K"), (*PAYLOAD_DTYPES, FP8))
+    shape = ("L", "P", "N / P", "K") if has_parts(w) else ("L", "N", "K")
+    check_tensor("w", w, shape, (*PAYLOAD_DTYPES, FP8))
     parts = num_parts(activation)
-    num_columns, depth = w.shape[:0:-1] if transposed else w.shape[1:]
-    interpreted = INTERPRETED or w.device.type == "cpu"
-    capability = None if interpreted else torch.cuda.get_device_capability(w.device)
+    num_columns, depth = w.shape[1:-1].numel(), w.shape[-1]
+    if transposed:
+        num_columns, depth = depth, num_columns
+    chip = gpu(w.device)
     return GemmProblem(
         w.dtype,
         num_rows,
@@ -76,8 +78,8 @@ def gemm_problem(
         depth,
         parts == 2,
         gathered,
-        capability,
-        1 if interpreted else gpu(w.device).num_sms,
+        chip.capability,
+        chip.num_sms,
     )
 
 
@@ -117,15 +119,7 @@ def _multiply(
     out: torch.Tensor,  # [num_splits, rows, N / parts]
     config: GemmConfig,
 ) -> None:
-    block_n, block_k = config.block_n, config.block_k
-    parts, num_columns = epilogue.parts, out.shape[2]
-    w = canonical(weights.w)
-    if weights.transposed:
-        w_in = TensorDescriptor.from_tensor(w, [1, block_k, block_n])
-    else:
-        # One part's columns never run into the next part or expert: loads past them give zeros.
-        by_part = w.view(-1, num_columns, w.shape[2])
-        w_in = TensorDescriptor.from_tensor(by_part, [parts, block_n // parts, block_k])
+    parts, num_columns, block_n = epilogue.parts, out.shape[2], config.block_n
     scales = None
     if rows.scale is not None and weights.scale is not None:
         scales = Scales(rows.scale, weights.scale)
@@ -133,8 +127,8 @@ def _multiply(
     launch(
         _grouped_gemm_kernel,
         grid(num_tiles * config.num_splits, out.device, config),
-        rows_of(rows.x, rows.offset, [config.block_m, block_k]),
-        w_in,
+        rows_of(rows.x, rows.offset, [config.block_m, config.block_k]),
+        describe_weights(weights, config, parts),
         scales,
         *_outputs(epilogue, out, config.block_m, block_n // parts // config.subtiles),
         weights.bias,
@@ -176,6 +170,17 @@ def _multiply_split(
         BLOCK_N=block_n,
         num_warps=8,
     )
+
+
+def describe_weights(weights: Weights, config: GemmConfig, parts: int = 1) -> TensorDescriptor:
+    """A descriptor of the weights in blocks of what a tile takes in a step, of `parts` rows for
+    each column of the output. One part never runs into the next part or expert: loads past its
+    end give zeros. See `kernels.gemm_tile`."""
+    w, block_n, block_k = weights.w, config.block_n, config.block_k
+    if w.dim() == 3:
+        w = canonical(w).unflatten(1, (parts, -1))
+    block = [1, block_k, block_n] if weights.transposed else [parts, block_n // parts, block_k]
+    return TensorDescriptor.from_tensor(w, [1, *block])
 
 
 def rows_of(

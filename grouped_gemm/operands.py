@@ -8,7 +8,14 @@ from typing import NamedTuple
 import torch
 import triton
 
-from ..checks import PAYLOAD_DTYPES, check_contiguous, check_runnable, check_tensor, shown
+from ..checks import (
+    PAYLOAD_DTYPES,
+    check_contiguous,
+    check_runnable,
+    check_tensor,
+    has_parts,
+    shown,
+)
 from ..errors import DtypeError, ShapeError
 from .schedule import MAX_EXPERTS, MAX_ROWS
 
@@ -31,6 +38,7 @@ class Rows(NamedTuple):
 
 class Weights(NamedTuple):
     """B: w [L, N, K], output = A @ w[e].T + bias[e]; transposed, w [L, K, N], output = A @ w[e].
+    Gate and up may be apart: w [L, 2, N / 2, K], transposed [L, 2, K / 2, N], of other strides.
     scale: float32 [L, N / 128, K / 128], rounded up, of e4m3 weights. bias [L, N]."""
 
     w: torch.Tensor
@@ -41,7 +49,7 @@ class Weights(NamedTuple):
     @property
     def num_columns(self) -> int:
         """The columns of the product, before an activation halves them."""
-        return self.w.shape[2] if self.transposed else self.w.shape[1]
+        return self.w.shape[-1] if self.transposed else self.w.shape[1:-1].numel()
 
 
 class Epilogue(NamedTuple):
@@ -103,13 +111,15 @@ def check_weights(
     activation: str,
     scale: torch.Tensor | None = None,
     bias: torch.Tensor | None = None,
+    by_parts: bool = False,
 ) -> None:
-    """Raise unless w [L, N, K] can multiply rows of `a`'s dtype and device of length `depth`."""
-    parts = num_parts(activation)
-    check_tensor("w", w, ("L", "N", depth), (a.dtype,))
+    """Raise unless w [L, N, K] can multiply rows of `a`'s dtype and device of length `depth`; or
+    by_parts, where it has four dimensions, w [L, parts, N / parts, K]."""
+    parts, apart = num_parts(activation), by_parts and has_parts(w)
+    check_tensor("w", w, ("L", *((parts, "I") if apart else ("N",)), depth), (a.dtype,))
     check_row_bytes("w", w)
     granule = parts * 16 // output_dtype(a).itemsize
-    if 0 in w.shape or w.shape[1] % granule:
+    if 0 in w.shape or w.shape[1:-1].numel() % granule:
         raise ShapeError(
             f"w has shape {list(w.shape)}; L and K must be at least 1, and N a multiple of "
             f"{granule}, so that rows of the output are multiples of 16 bytes"
@@ -120,7 +130,7 @@ def check_weights(
         raise ShapeError(
             f"w has {len(w)} experts; a call takes at most {MAX_EXPERTS}. Call once for each part."
         )
-    if not w.is_contiguous() or w.data_ptr() % 16:
+    if not (apart or w.is_contiguous()) or w.data_ptr() % 16:
         raise ShapeError(
             f"w has strides {tuple(w.stride())} and starts at address {w.data_ptr():#x}; it must "
             "be contiguous [L, N, K] and start at a multiple of 16 bytes. Pass w.contiguous() or "
@@ -183,15 +193,15 @@ def output_dtype(a: torch.Tensor) -> torch.dtype:
     return torch.bfloat16 if a.dtype == FP8 else a.dtype
 
 
-def check_apart(out: torch.Tensor, **operands: torch.Tensor) -> None:
+def check_apart(out: torch.Tensor, called: str = "out", /, **operands: torch.Tensor) -> None:
     """Raise where `out` shares memory with an operand, which is read while `out` is written."""
     begin, end = _memory(out)
     for name, operand in operands.items():
         other_begin, other_end = _memory(operand)
         if begin < other_end and other_begin < end:
             raise ShapeError(
-                f"out overlaps {name} in memory; it must not, as {name} is read while out is "
-                "written. Pass another tensor."
+                f"{called} overlaps {name} in memory; it must not, as {name} is used while "
+                f"{called} is written. Pass another tensor."
             )
 
 

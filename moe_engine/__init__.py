@@ -6,6 +6,8 @@ L local experts (E / R), N received rows, S slot.
 """
 
 from .buffer import Buffer
+from .elastic import ElasticBuffer
+from .elastic_handle import EPHandle
 from .engines.base import Handle
 from .errors import (
     BackendError,
@@ -22,6 +24,7 @@ from .layer import LayerInFlight, MoEFeedForward, moe_ffn, start_moe_ffn
 from .layer_config import LayerConfig
 from .options import Config, Options
 from .streams import EventHandle, EventOverlap
+from .weight_gradients import DelayedWgrad, WgradSink
 
 __version__ = "0.1.0"
 
@@ -31,7 +34,10 @@ __all__ = [
     "CallAbandoned",
     "CapacityError",
     "Config",
+    "DelayedWgrad",
     "DtypeError",
+    "EPHandle",
+    "ElasticBuffer",
     "EventHandle",
     "EventOverlap",
     "Handle",
@@ -44,6 +50,7 @@ __all__ = [
     "PeerTimeout",
     "RoutingError",
     "ShapeError",
+    "WgradSink",
     "moe_ffn",
     "start_moe_ffn",
 ]

@@ -3,32 +3,27 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from functools import partial
-from typing import Any, ClassVar, NoReturn
+from contextlib import suppress
+from typing import Any, ClassVar, Self
 
 import torch
+import torch.distributed as dist
 
 from . import checks
+from .agreement import Group
 from .debug_checks import check_handle_values, check_layout_values
 from .dispatch import DispatchLayout, Received, Tokens
 from .engines.base import NUM_SMS, Engine, Handle
 from .engines.kernel import KernelEngine
-from .errors import BackendError, DtypeError, ShapeError
+from .errors import BackendError, CapacityError, DtypeError, MoeEngineError, ShapeError
 from .handles import check_handle
 from .layer_config import LayerConfig
 from .lifecycle import verb
 from .low_latency_verbs import LowLatencyVerbs
-from .options import Config, check_num_sms
+from .options import DEFAULT_OPTIONS, Config, Options, check_num_sms, sizes_for_tokens
 from .streams import EventHandle, EventOverlap
 from .symm.slots import ReturnRowLayout, SlotLayout
 from .utils import round_up
-
-
-def _refuse(name: str, *args: Any, **kwargs: Any) -> NoReturn:
-    """A call of DeepEP's `Buffer` that this one does not have."""
-    raise BackendError(
-        f"Buffer.{name} is not there yet: this version has the intranode and low-latency calls."
-    )
 
 
 class Buffer(LowLatencyVerbs):
@@ -54,6 +49,28 @@ class Buffer(LowLatencyVerbs):
     """
 
     num_sms: ClassVar[int] = NUM_SMS
+
+    @classmethod
+    def for_tokens(
+        cls,
+        group: dist.ProcessGroup | None,
+        max_tokens: int,
+        hidden: int,
+        num_experts: int,
+        num_topk: int,
+        dtype: torch.dtype = torch.bfloat16,
+        backend: str = "auto",
+        options: Options = DEFAULT_OPTIONS,
+    ) -> Self:
+        """A Buffer for up to `max_tokens` tokens per rank of this shape, by formula: `size_hint`,
+        and low-latency memory for `Options.decode_tokens` of them."""
+        try:
+            sizes = max_tokens, hidden, num_experts, num_topk, dtype, Group.of(group).size
+            num_bytes, ring_bytes, options = sizes_for_tokens(options, *sizes)
+        except MoeEngineError as problem:  # which all ranks raise, where they meet
+            bad: Any = problem
+            return cls(group, backend=backend, options=bad)
+        return cls(group, num_bytes, ring_bytes, ring_bytes > 0, backend=backend, options=options)
 
     # --- Verbs -------------------------------------------------------------------------------
 
@@ -168,7 +185,7 @@ class Buffer(LowLatencyVerbs):
             pairs = zip((*tokens, *where), (rows, *routing, scales, *layout), strict=True)
             known = described if all(one is other for one, other in pairs) else None
             how = int(num_worst_tokens), num_sms, not in_place, known
-            got, per_expert, new_handle = engine.dispatch(tokens, where, *how)
+            got, per_expert, new_handle, _ = engine.dispatch(tokens, where, *how)
             self._unreleased = tokens.x if in_place else None
             call.returns(
                 self._unreleased, got.x, got.scales, got.topk_idx, got.topk_weights, *new_handle
@@ -301,18 +318,18 @@ class Buffer(LowLatencyVerbs):
         w_down: torch.Tensor,
         async_finish: bool = False,
         max_tokens: int | None = None,
-    ) -> tuple[torch.Tensor, EventOverlap]:
-        """(result [T, H], event) of a layer's routed experts; see `moe_engine.moe_ffn`."""
+        return_counts: bool = False,
+    ) -> tuple[torch.Tensor, EventOverlap, torch.Tensor | None]:
+        """(result [T, H], event, counts int32 [E] or None) of a layer's routed experts; see
+        `moe_engine.moe_ffn`."""
         engine = self._ready()
         tensors = x, topk_idx, topk_weights, w_gate_up, w_down
-        described = engine.describe(*tensors, max_tokens)
+        described = engine.describe(*tensors, max_tokens, return_counts)
         kind = described.kind
         if not kind.is_checked:
-            checks.check_rows("x", x, device=self._rows_device)
-            checks.check_expert_weights(x, w_gate_up, w_down)
-            checks.check_experts(w_gate_up.shape[0] * self.group_size, self.group_size)
-            checks.check_routing(x, topk_idx, topk_weights)
-            kind.choice = self._most_tokens(x, topk_idx, w_gate_up, max_tokens)
+            self._check_layer(*tensors)
+            most_tokens = self._most_tokens(x, topk_idx, w_gate_up, max_tokens)
+            kind.choice = 0 if return_counts else most_tokens
         with self._streams.call(None, async_finish) as call:
             call.reads(*tensors)
             rows = checks.packed(x), checks.packed(topk_idx), checks.packed(topk_weights)
@@ -320,12 +337,27 @@ class Buffer(LowLatencyVerbs):
             args, most_tokens = (*rows, w_gate_up, w_down), kind.choice
             if most_tokens:
                 assert self._low_latency is not None
-                out = self._low_latency.moe_ffn(*args, most_tokens)
+                out = self._low_latency.moe_ffn(*args, most_tokens, described if same else None)
+                counts = None
             else:
-                out = engine.moe_ffn(*args, described if same else None)
-            call.returns(out)
+                out, counts = engine.moe_ffn(*args, return_counts, described if same else None)
+            call.returns(out, counts)
         kind.is_checked = True
-        return out, call.event
+        return out, call.event, counts
+
+    def _check_layer(
+        self,
+        x: torch.Tensor,
+        topk_idx: torch.Tensor,
+        topk_weights: torch.Tensor,
+        w_gate_up: torch.Tensor,
+        w_down: torch.Tensor,
+    ) -> None:
+        """Refuse arguments of a layer that do not fit one another."""
+        checks.check_rows("x", x, device=self._rows_device)
+        checks.check_expert_weights(x, w_gate_up, w_down)
+        checks.check_experts(w_gate_up.shape[0] * self.group_size, self.group_size)
+        checks.check_routing(x, topk_idx, topk_weights)
 
     def _most_tokens(
         self,
@@ -346,31 +378,57 @@ class Buffer(LowLatencyVerbs):
         return max(1, max_tokens or 0)
 
     def warmup(
-        self, hidden: int, num_experts: int, num_topk: int, dtype: torch.dtype = torch.bfloat16
+        self,
+        hidden: int,
+        num_experts: int,
+        num_topk: int,
+        dtype: torch.dtype = torch.bfloat16,
+        weights: tuple[torch.Tensor, torch.Tensor] | None = None,
     ) -> None:
-        """Compile on all ranks together what dispatch and combine of this shape need. Collective.
+        """Compile on all ranks together what calls of this shape need: layout, dispatch, combine;
+        low-latency dispatch and combine, where the Buffer has memory for them; with weights, a
+        layer's (w_gate_up [L, 2I, H], w_down [L, H, I]), `moe_ffn` at all sizes. Collective.
 
-        Without it the first call of a shape does so, under a deadline 5 minutes longer.
+        Without it the first call of a shape does so, under a deadline 5 minutes longer; with the
+        kernels of `moe-engine compile` nothing is left to compile.
         """
         checks.check_at_least(1, hidden=hidden, num_topk=num_topk)
         checks.check_dtype("dtype", dtype, checks.PAYLOAD_DTYPES)
         x = torch.empty(0, hidden, dtype=dtype, device=self.device)
         idx = torch.empty(0, num_topk, dtype=torch.int64, device=self.device)
         per_rank, _, per_expert, in_rank, _ = self.get_dispatch_layout(idx, num_experts)
-        rows, _, weights, _, handle, _ = self.dispatch(
-            x, None, per_rank, None, in_rank, per_expert, idx, idx.float()
-        )
+        layout = per_rank, None, in_rank, per_expert, idx, idx.float()
+        rows, _, topk_weights, _, handle, _ = self.dispatch(x, None, *layout)
         assert isinstance(rows, torch.Tensor)
         assert handle is not None
+        self.dispatch(x, None, *layout, num_worst_tokens=1)
         self.dispatch(x, handle)
-        for topk_weights in (None, weights):
-            self.combine(rows, handle, topk_weights)
+        for returned in (None, topk_weights):
+            self.combine(rows, handle, returned)
+        if self._low_latency is not None and dtype == torch.bfloat16:
+            with suppress(CapacityError):  # it has memory for other calls, of layers
+                self._warm_low_latency(x, idx, num_experts)
+        if weights is not None:
+            for max_tokens in (None, 1):
+                self.moe_ffn(x, idx, idx.float(), *weights, max_tokens=max_tokens)
         self.check()
 
-    internode_dispatch = staticmethod(partial(_refuse, "internode_dispatch"))
-    internode_combine = staticmethod(partial(_refuse, "internode_combine"))
+    def internode_dispatch(self, *args: Any, **kwargs: Any) -> Any:
+        """`dispatch` without num_worst_tokens, as DeepEP names it between nodes. The ranks of a
+        Buffer are on one node."""
+        sent, options = args[:9], args[9:]
+        return self.dispatch(*sent, *(0, *options) if options else (), **kwargs)
+
+    def internode_combine(self, *args: Any, **kwargs: Any) -> Any:
+        """`combine`, as DeepEP names it between nodes."""
+        return self.combine(*args, **kwargs)
 
     # --- Configuration -----------------------------------------------------------------------
+
+    @staticmethod
+    def capture() -> EventOverlap:
+        """The end of what the current stream holds by now, as an event."""
+        return EventOverlap(EventHandle())
 
     @staticmethod
     def set_num_sms(new_num_sms: int) -> None:

@@ -10,8 +10,8 @@ from typing import Any
 
 import torch
 
-from .device.lang import INTERPRETED
 from .errors import BackendError, CapacityError, DtypeError, ShapeError, TooManyTokens
+from .hardware import gpu, runs_on_cpu
 
 MAX_LOW_LATENCY_TOKENS = 4096
 """Most tokens of a rank in a low-latency call, each of which has a flag."""
@@ -260,16 +260,25 @@ def check_experts(num_experts: int, num_ranks: int) -> int:
     return num_experts
 
 
+def has_parts(w: Any) -> bool:
+    """Whether weights, or their gradients, have gate and up apart: [L, 2, I, K] and not
+    [L, 2I, K]."""
+    return isinstance(w, torch.Tensor) and w.dim() == 4
+
+
 def check_expert_weights(x: torch.Tensor, w_gate_up: torch.Tensor, w_down: torch.Tensor) -> None:
-    """w_gate_up [L, 2I, H] and w_down [L, H, I] in the type and on the device of x [T, H]."""
+    """w_gate_up [L, 2I, H], or gate and up apart, [L, 2, I, H], and w_down [L, H, I] in the type
+    and on the device of x [T, H]."""
     hidden = x.shape[1]
-    check_tensor("w_gate_up", w_gate_up, ["L", "2I", hidden], [x.dtype], x.device)
-    if w_gate_up.shape[1] % 2:
+    shape: list[int | str] = ["L", 2, "I", hidden] if has_parts(w_gate_up) else ["L", "2I", hidden]
+    check_tensor("w_gate_up", w_gate_up, shape, [x.dtype], x.device)
+    num_columns = w_gate_up.shape[1:-1].numel()
+    if num_columns % 2:
         raise ShapeError(
             f"w_gate_up has shape {list(w_gate_up.shape)}; its second size must be even: gate "
             "rows, then up rows."
         )
-    down_shape = [w_gate_up.shape[0], hidden, w_gate_up.shape[1] // 2]
+    down_shape = [w_gate_up.shape[0], hidden, num_columns // 2]
     check_tensor("w_down", w_down, down_shape, [x.dtype], x.device)
     check_no_grad(w_gate_up=w_gate_up, w_down=w_down)
 
@@ -320,7 +329,7 @@ def check_shrink(enable_shrink: bool, num_ranks: int) -> None:
 
 def check_runnable(device: torch.device) -> None:
     """Triton kernels need a GPU, or the interpreter for CPU tensors."""
-    if device.type == "cpu" and not INTERPRETED:
+    if device.type == "cpu" and not runs_on_cpu():
         raise BackendError(
             "CPU tensors run through Triton's interpreter, which is off in this process. Set "
             "TRITON_INTERPRET=1 before triton is imported, start ranks with "
@@ -330,9 +339,10 @@ def check_runnable(device: torch.device) -> None:
 
 def check_fp8(device: torch.device) -> None:
     """GPUs cast to e4m3 from compute capability 8.9 on."""
-    if device.type == "cuda" and torch.cuda.get_device_capability(device) < (8, 9):
+    chip = gpu(device)
+    if chip.capability is not None and chip.capability < (8, 9):
         raise BackendError(
-            f"{torch.cuda.get_device_name(device)} has no e4m3; pass use_fp8=False, or use a GPU "
+            f"{chip.name} has no e4m3; pass use_fp8=False, or use a GPU "
             "of compute capability 8.9 or later."
         )
 

@@ -14,10 +14,8 @@ from pathlib import Path
 from tempfile import NamedTemporaryFile
 from typing import Any, ClassVar, Protocol, TypeVar
 
-import torch
-
-from .device.lang import INTERPRETED
 from .errors import BackendError, ShapeError
+from .hardware import gpu
 
 MAX_BYTES = 4 << 20
 """A larger file is not read: this much holds thousands of choices, and rank 0 can still send them
@@ -43,8 +41,7 @@ def cache_path(name: str) -> Path:
 
 def device_name() -> str:
     """The kind of GPU that choices are measured for, "cpu" where kernels are interpreted."""
-    on_gpu = torch.cuda.is_available() and not INTERPRETED
-    return torch.cuda.get_device_name() if on_gpu else "cpu"
+    return gpu().name
 
 
 def read_choices(path: Path, kind: Callable[..., C]) -> dict[str, C]:

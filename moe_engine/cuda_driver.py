@@ -4,7 +4,7 @@ arguments are packed, and they are launched, without Triton's launcher.
 That launcher is C code which Triton generates for each kernel and compiles at its first launch, and
 it reads all arguments anew at each launch (11 to 20 us). Here the arguments of a launch stay
 packed, so that another launch changes those that differ and costs what the driver takes (3 to 4
-us; bench/NOTES.md).
+us; bench/NOTES.md). Nothing here needs Triton or a compiler.
 """
 
 from __future__ import annotations
@@ -13,10 +13,9 @@ import ctypes
 import functools
 import struct
 from collections.abc import Iterator, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
-from triton.runtime import driver as triton_driver
 from triton.runtime.errors import OutOfResources
 
 WARP = 32
@@ -26,7 +25,11 @@ SIZES = {**INTEGERS, "fp32": 4, "map": 128}
 TENSOR_MAP_BYTES, TENSOR_MAP_ALIGNMENT = 128, 64
 PROGRAMMATIC_STREAM_SERIALIZATION = 6  # of CUlaunchAttributeID
 INVALID_CONTEXT = 201  # of CUresult
-PREFERRED_SHARED_MEMORY_CARVEOUT = 9  # of CUfunction_attribute
+MAX_THREADS_PER_BLOCK, SHARED_SIZE_BYTES = 0, 1  # of CUfunction_attribute, and the next two
+MAX_DYNAMIC_SHARED_SIZE_BYTES, PREFERRED_SHARED_MEMORY_CARVEOUT = 8, 9
+FUNC_CACHE_PREFER_SHARED = 1  # of CUfunc_cache
+MAX_SHARED_MEMORY_PER_BLOCK_OPTIN = 97  # of CUdevice_attribute
+SHARED_BYTES_OF_ANY = 48 * 1024  # more needs an attribute
 L2_PROMOTION_128B = 2  # of CUtensorMapL2promotion
 TENSOR_MAP_TYPES = {8: 10, 9: 8, 10: 9}
 """CUtensorMapDataType of the numbers in Triton's metadata that differ from it."""
@@ -72,37 +75,99 @@ class _Config(ctypes.Structure):
 PDL_ATTRIBUTE = _Attribute(PROGRAMMATIC_STREAM_SERIALIZATION, 0, (ctypes.c_uint * 16)(1))
 
 
-class Function:
-    """A kernel that Triton has compiled, loaded on the current device."""
+class Binary(NamedTuple):
+    """A kernel that Triton has compiled, as far as launches need it.
 
-    def __init__(self, compiled: Any):
+    signature: the kinds of its arguments, as Triton names them, in tuples as the arguments are;
+    tensor_maps: Triton's metadata of those that go as tensor maps, in their order.
+    """
+
+    name: str
+    cubin: bytes
+    num_warps: int
+    shared_bytes: int
+    pdl: bool
+    signature: tuple[Any, ...]
+    tensor_maps: tuple[dict[str, Any], ...]
+
+    @classmethod
+    def of(cls, compiled: Any) -> Binary:
+        """From Triton's `CompiledKernel`."""
         metadata = compiled.metadata
         scratch = metadata.global_scratch_size, metadata.profile_scratch_size
         if any(scratch) or metadata.launch_cooperative_grid or metadata.num_ctas != 1:
             raise RuntimeError(
                 f"{compiled.name} needs scratch memory or clusters, which is not offered."
             )
-        device, utils = torch.cuda.current_device(), triton_driver.active.utils
-        most = utils.get_device_properties(device)["max_shared_mem"]
-        if metadata.shared > most:
-            raise OutOfResources(metadata.shared, most, "shared memory")
-        loaded = utils.load_binary(compiled.name, compiled.kernel, metadata.shared, device)
-        self.module, self.handle, self.num_registers, self.num_spills, most_threads = loaded
-        self.num_threads = WARP * metadata.num_warps
-        if self.num_threads > most_threads:
+        return cls(
+            compiled.name,
+            compiled.asm["cubin"],
+            metadata.num_warps,
+            metadata.shared,
+            metadata.launch_pdl,
+            tuple(compiled.src.signature.values()),
+            tuple(getattr(metadata, "tensordesc_meta", None) or ()),
+        )
+
+
+class Function:
+    """A kernel that was compiled, loaded on the current device."""
+
+    def __init__(self, binary: Binary):
+        self.name, self.shared_bytes, self.pdl = binary.name, binary.shared_bytes, binary.pdl
+        self.signature, self.tensor_maps = binary.signature, binary.tensor_maps
+        most = _device_attribute(MAX_SHARED_MEMORY_PER_BLOCK_OPTIN)
+        if self.shared_bytes > most:
+            raise OutOfResources(self.shared_bytes, most, "shared memory")
+        self.handle = _load(binary)
+        self.num_threads = WARP * binary.num_warps
+        if self.num_threads > (most_threads := self._attribute(MAX_THREADS_PER_BLOCK)):
             raise OutOfResources(self.num_threads, most_threads, "threads")
-        self.name, self.shared_bytes, self.pdl = compiled.name, metadata.shared, metadata.launch_pdl
-        self.signature = tuple(compiled.src.signature.values())
-        self.tensor_maps = getattr(metadata, "tensordesc_meta", None) or ()
+        if self.shared_bytes > SHARED_BYTES_OF_ANY:
+            function = ctypes.c_void_p(self.handle)
+            code = libcuda().cuFuncSetCacheConfig(function, FUNC_CACHE_PREFER_SHARED)
+            check(code, f"divide the memory of an SM for {self.name}")
+            most -= self._attribute(SHARED_SIZE_BYTES)
+            self._set_attribute(MAX_DYNAMIC_SHARED_SIZE_BYTES, most)
         self.parameter_sizes = _parameter_sizes(self.handle)
 
     def prefer_shared_memory(self) -> None:
         """Let the driver divide an SM's memory so."""
         percent = 100
-        code = libcuda().cuFuncSetAttribute(
-            ctypes.c_void_p(self.handle), PREFERRED_SHARED_MEMORY_CARVEOUT, percent
-        )
-        check(code, f"divide the memory of an SM for {self.name}")
+        self._set_attribute(PREFERRED_SHARED_MEMORY_CARVEOUT, percent)
+
+    def _attribute(self, number: int) -> int:
+        value, function = ctypes.c_int(), ctypes.c_void_p(self.handle)
+        code = libcuda().cuFuncGetAttribute(ctypes.byref(value), number, function)
+        check(code, f"tell an attribute of {self.name}")
+        return value.value
+
+    def _set_attribute(self, number: int, value: int) -> None:
+        code = libcuda().cuFuncSetAttribute(ctypes.c_void_p(self.handle), number, value)
+        check(code, f"set an attribute of {self.name}")
+
+
+def _device_attribute(number: int) -> int:
+    """An attribute of the current device."""
+    value, device = ctypes.c_int(), torch.cuda.current_device()
+    code = libcuda().cuDeviceGetAttribute(ctypes.byref(value), number, device)
+    check(code, "tell an attribute of the device")
+    return value.value
+
+
+def _load(binary: Binary) -> int:
+    """The handle of a kernel, loaded in the context of the current device. It is never unloaded."""
+    module, function = ctypes.c_void_p(), ctypes.c_void_p()
+    code = libcuda().cuModuleLoadData(ctypes.byref(module), binary.cubin)
+    if code == INVALID_CONTEXT:
+        enter_context()
+        code = libcuda().cuModuleLoadData(ctypes.byref(module), binary.cubin)
+    check(code, f"load {binary.name}")
+    name = binary.name.encode()
+    code = libcuda().cuModuleGetFunction(ctypes.byref(function), module, name)
+    check(code, f"find {binary.name} in what was compiled")
+    assert function.value is not None
+    return function.value
 
 
 def _parameter_sizes(function: int) -> list[int] | None:
@@ -115,12 +180,6 @@ def _parameter_sizes(function: int) -> list[int] | None:
     while info(ctypes.c_void_p(function), ctypes.c_size_t(len(sizes)), *place) == 0:
         sizes.append(size.value)
     return sizes
-
-
-@functools.cache
-def load(compiled: Any) -> Function:
-    """The function of a kernel that Triton has compiled; loaded once."""
-    return Function(compiled)
 
 
 class TensorMap:

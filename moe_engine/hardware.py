@@ -21,6 +21,7 @@ BYTES_IN_FLIGHT = 64 * 1024
 class Gpu:
     """A kind of GPU, as far as choices depend on it. The figures were measured (bench/NOTES.md).
 
+    capability: its compute capability; None for the interpreter, which runs on the CPU.
     link_gbs: GB/s at which it writes to others without queueing; offered more, the link carries
     less (298 to 316 GB/s unpaced against 322 to 332). None: not measured, so pushes are not paced.
     shared_link_gbs: GB/s of programs that run concurrently with a GEMM. hbm_gbs: GB/s that it reads
@@ -29,6 +30,7 @@ class Gpu:
     """
 
     name: str
+    capability: tuple[int, int] | None
     num_sms: int
     link_gbs: float | None
     shared_link_gbs: float
@@ -37,26 +39,53 @@ class Gpu:
     gemm_tflops: float
 
 
-H200 = Gpu("NVIDIA H200", 132, 331.0, 300.0, 4300.0, 49.0, 650.0)
-INTERPRETER = replace(H200, name="cpu", num_sms=1, link_gbs=None)
+H200 = Gpu("NVIDIA H200", (9, 0), 132, 331.0, 300.0, 4300.0, 49.0, 650.0)
+INTERPRETER = replace(H200, name="cpu", capability=None, num_sms=1, link_gbs=None)
+_stand_in: Gpu | None = None
 
 
-@functools.cache
 def gpu(device: torch.device | None = None) -> Gpu:
     """The kind of a GPU (None: the current one). One that was not measured counts as an H200 with
-    its own number of SMs, and is not paced; the interpreter counts as one SM."""
-    if INTERPRETED or not torch.cuda.is_available():
-        return INTERPRETER
-    name = torch.cuda.get_device_name(device)
-    num_sms = torch.cuda.get_device_properties(device).multi_processor_count
-    return H200 if name == H200.name else replace(H200, name=name, num_sms=num_sms, link_gbs=None)
+    its own number of SMs, and is not paced; the CPU, and so the interpreter, counts as one SM."""
+    return _stand_in or _gpu(device)
 
 
 @functools.cache
+def _gpu(device: torch.device | None) -> Gpu:
+    on_cpu = device is not None and device.type == "cpu"
+    if INTERPRETED or on_cpu or not torch.cuda.is_available():
+        return INTERPRETER
+    name = torch.cuda.get_device_name(device)
+    if name == H200.name:
+        return H200
+    capability = torch.cuda.get_device_capability(device)
+    num_sms = torch.cuda.get_device_properties(device).multi_processor_count
+    return replace(H200, name=name, capability=capability, num_sms=num_sms, link_gbs=None)
+
+
+@contextmanager
+def stand_in(capability: tuple[int, int]) -> Iterator[None]:
+    """Within the block CPU tensors stand for those of an H200 of another compute capability, so
+    that what is launched there can be compiled. Nothing may run."""
+    global _stand_in
+    _stand_in = replace(H200, capability=capability)
+    try:
+        yield
+    finally:
+        _stand_in = None
+
+
+def runs_on_cpu() -> bool:
+    """Whether tensors of the CPU are served: by the interpreter, or as those of a GPU that is not
+    there."""
+    return INTERPRETED or _stand_in is not None
+
+
 def has_pdl() -> bool:
     """Whether the GPU has programmatic dependent launches (PDL), which may begin before the launch
     before them has ended: from Hopper on."""
-    return not INTERPRETED and torch.cuda.get_device_capability() >= (9, 0)
+    capability = gpu().capability
+    return capability is not None and capability >= (9, 0)
 
 
 def leave_room() -> dict[str, Any]:

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import ctypes
-from collections.abc import Iterator, Sequence
+import functools
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from contextvars import ContextVar
 from dataclasses import replace
@@ -16,6 +17,7 @@ from triton.tools.tensor_descriptor import TensorDescriptor
 from . import cuda_driver
 from .device.lang import INTERPRETED
 from .hardware import has_pdl
+from .kernel_bundle import bundle
 
 Grid = tuple[int, ...]
 ALLOCATIONS = {
@@ -26,6 +28,9 @@ ALLOCATIONS = {
 }
 
 _recordings: ContextVar[Recording | None] = ContextVar("recordings", default=None)
+
+Collect = Callable[[Any, Grid, tuple[Any, ...], dict[str, Any]], None]
+_collectors: ContextVar[Collect | None] = ContextVar("collectors", default=None)
 
 
 class Launch(Protocol):
@@ -57,6 +62,12 @@ class Recording(TorchDispatchMode):
         self.allocated: list[torch.Tensor] = []
         self._state = state
         self.computes = self._is_launching = False
+
+    @classmethod
+    def _should_skip_dynamo(cls) -> bool:
+        """torch asks. True would import its compiler at the first call, which takes seconds; what
+        is recorded runs outside compiled code anyway."""
+        return False
 
     @staticmethod
     def current() -> Recording | None:
@@ -124,6 +135,9 @@ def launch(
         options["PDL"] = has_pdl()
         if has_pdl():
             options["launch_pdl"] = True
+    if (collect := _collectors.get()) is not None:
+        collect(kernel, grid, arguments, options)
+        return
     one: Launch
     recording = Recording.current()
     if INTERPRETED:
@@ -131,8 +145,7 @@ def launch(
         with nullcontext() if recording is None else recording.launching():
             one(0)
     else:
-        compiled = kernel.warmup(*arguments, grid=grid, **options)
-        function = cuda_driver.load(compiled)
+        function = _function(kernel, grid, arguments, options)
         if shares_sms:
             function.prefer_shared_memory()
         named = dict(zip(kernel.arg_names, arguments, strict=False)) | options
@@ -141,6 +154,39 @@ def launch(
         one(current_stream())
     if recording is not None:
         recording.append(one)
+
+
+def _function(
+    kernel: Any, grid: Grid, arguments: Sequence[Any], options: dict[str, Any]
+) -> cuda_driver.Function:
+    """The compiled kernel for a launch, loaded: from a bundle, else from Triton's cache, else
+    compiled now."""
+    kernels = bundle()
+    if kernels is not None and (found := kernels.find(kernel, arguments, options)):
+        return found
+    return _loaded(kernel.warmup(*arguments, grid=grid, **options))
+
+
+@functools.cache
+def _loaded(compiled: Any) -> cuda_driver.Function:
+    """Each kernel that Triton has compiled for a device is loaded once."""
+    return cuda_driver.Function(cuda_driver.Binary.of(compiled))
+
+
+@contextmanager
+def collecting(collect: Collect) -> Iterator[None]:
+    """Within the block launches are not made: `collect(kernel, grid, arguments, options)` is called
+    for each."""
+    token = _collectors.set(collect)
+    try:
+        yield
+    finally:
+        _collectors.reset(token)
+
+
+def is_collecting() -> bool:
+    """Whether launches are collected in place of being made."""
+    return _collectors.get() is not None
 
 
 def current_stream() -> int:
@@ -172,8 +218,12 @@ class InterpretedLaunch:
             self._tensors[place] = tensor_at(value, self._tensors[place])
 
     def forget_tensors(self) -> None:
-        """Keep no list of them. What is replaced at the next launch is kept until then."""
+        """See `Launch`. Those that stay where they are, are kept; the others until next launch."""
         self.pointers = []
+        placeholders = iter([torch.empty_like(one, device="meta") for one in self._tensors])
+        self._arguments = {
+            name: _replaced(value, placeholders) for name, value in self._arguments.items()
+        }
 
     def __call__(self, stream: int) -> None:
         """Run it."""

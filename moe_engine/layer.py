@@ -4,84 +4,195 @@ from __future__ import annotations
 
 import copy
 from dataclasses import dataclass
-from typing import Any, Self
+from typing import Any, Generic, Literal, Self, TypeVar, overload
 
 import torch
+from torch.distributed.device_mesh import DeviceMesh
 
 from .buffer import Buffer
-from .checks import PAYLOAD_DTYPES, check_at_least, check_dtype, shown
+from .checks import PAYLOAD_DTYPES, check_at_least, check_dtype, check_flag, shown
 from .errors import BackendError, DtypeError, RoutingError
+from .sharded_weights import group_of, local, sharded
 from .streams import EventOverlap
+from .training import LayerOptions, LayerTensors, trained_layer, wants_gradients
+from .utils import has_modes
+from .weight_gradients import DelayedWgrad, LayerWeights, Wgrad
+from .weight_layouts import GateUp, Operand, check_layout
+
+Result = TypeVar("Result")
+"""What a layer returns: a tensor, or with return_counts two."""
 
 
+# fmt: off
+@overload
+def moe_ffn(
+    x: torch.Tensor, topk_idx: torch.Tensor, topk_weights: torch.Tensor, w_gate_up: Operand,
+    w_down: torch.Tensor, buffer: Buffer, max_tokens: int | None = None, *, save: str = "auto",
+    wgrad: Wgrad = None, layout: str = "concatenated", return_counts: Literal[False] = False,
+) -> torch.Tensor: ...
+@overload
+def moe_ffn(
+    x: torch.Tensor, topk_idx: torch.Tensor, topk_weights: torch.Tensor, w_gate_up: Operand,
+    w_down: torch.Tensor, buffer: Buffer, max_tokens: int | None = None, *, save: str = "auto",
+    wgrad: Wgrad = None, layout: str = "concatenated", return_counts: Literal[True],
+) -> tuple[torch.Tensor, torch.Tensor]: ...
+@overload
+def moe_ffn(
+    x: torch.Tensor, topk_idx: torch.Tensor, topk_weights: torch.Tensor, w_gate_up: Operand,
+    w_down: torch.Tensor, buffer: Buffer, max_tokens: int | None = None, *, save: str = "auto",
+    wgrad: Wgrad = None, layout: str = "concatenated", return_counts: bool,
+) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]: ...
+# fmt: on
 def moe_ffn(
     x: torch.Tensor,
     topk_idx: torch.Tensor,
     topk_weights: torch.Tensor,
-    w_gate_up: torch.Tensor,
+    w_gate_up: Operand,
     w_down: torch.Tensor,
     buffer: Buffer,
     max_tokens: int | None = None,
-) -> torch.Tensor:
+    *,
+    save: str = "auto",
+    wgrad: Wgrad = None,
+    layout: str = "concatenated",
+    return_counts: bool = False,
+) -> Any:
     """Route x [T, H] to its experts on all ranks and sum their results, weighted: [T, H].
 
     topk_idx int64 [T, K] (-1 = not routed) and topk_weights float32 [T, K] come from the router;
     w_gate_up [L, 2I, H] (gate rows, then up rows) and w_down [L, H, I] are this rank's experts
     rank * L .. rank * L + L - 1, as transformers stores them. Everything in bf16, or in fp32.
     out[t] = sum over k of topk_weights[t, k] * w_down[e] @ (silu(gate_e x) * (up_e x)).
+    layout "interleaved": rows of gate and up in turn. w_gate_up may also be a pair (w_gate, w_up),
+    each [L, I, H], of one memory: w_gate, w_up = torch.empty(2, L, I, H). Nothing is copied.
 
     Collective over the Buffer's group; T may differ per rank and be 0. max_tokens, equal on all
     ranks, is the most that any of them brings to this call (None: what the Buffer was made for).
     Up to `Options.decode_tokens`, the layer runs by low-latency calls (`engines/low_latency.py`).
-    There is no backward yet.
+
+    Where x, topk_weights or weights require grad, on all ranks, so does the result, whose
+    backward is collective as well. `save` is what stays for it, equal on all ranks: "pre", the
+    pre-activations [M, 2I] of the M rows of this rank's experts; "rows", these rows [M, H]; "all",
+    both; "none"; "auto": "pre" for I < H, else "rows". What is not saved is made again, with the
+    same bits. The host waits for the counts of rows. The gradients of the weights go to autograd,
+    with a `WgradSink` into its tensors, with a `DelayedWgrad` there or into `.grad` later.
+
+    return_counts: (the result, counts int32 [E]), how many (token, k) all ranks together route to
+    each expert, equal on all ranks; such a layer does not run by low-latency calls.
+
     Layers of two Buffers must not run at once on a GPU: each may hold what the other waits for.
     """
-    _check_buffer(buffer)
-    args = x, topk_idx, topk_weights, w_gate_up, w_down
+    tensors = x, topk_idx, topk_weights, w_gate_up, w_down
+    options = LayerOptions(max_tokens, save, wgrad, return_counts)
     try:
-        return buffer.moe_ffn(*args, max_tokens=max_tokens)[0]
+        if _is_operator(buffer, w_gate_up, wgrad):
+            from .layer_operators import layer_operator  # defines operators, which takes time
+
+            out, counts = layer_operator(tensors, buffer, options, layout)
+            return (out, counts) if return_counts else out
+        return _begin(tensors, layout, buffer, options)._result
     except RoutingError as error:
-        error.result = error.result[0] if isinstance(error.result, tuple) else None
+        layer = error.result
+        error.result = layer._result if isinstance(layer, LayerInFlight) else None
         raise
 
 
 @dataclass(frozen=True, slots=True)
-class LayerInFlight:
+class LayerInFlight(Generic[Result]):
     """A layer that `start_moe_ffn` has begun."""
 
     _out: torch.Tensor
     _event: EventOverlap
+    _counts: torch.Tensor | None = None
 
-    def finish(self) -> torch.Tensor:
-        """The result [T, H]; the current stream waits until it is written."""
+    def finish(self) -> Result:
+        """What `moe_ffn` returns; the current stream waits until it is written."""
         self._event.current_stream_wait()
-        return self._out
+        return self._result
+
+    @property
+    def _result(self) -> Result:
+        result: Any = self._out if self._counts is None else (self._out, self._counts)
+        return result
 
 
+# fmt: off
+@overload
+def start_moe_ffn(
+    x: torch.Tensor, topk_idx: torch.Tensor, topk_weights: torch.Tensor, w_gate_up: Operand,
+    w_down: torch.Tensor, buffer: Buffer, max_tokens: int | None = None, *, save: str = "auto",
+    wgrad: Wgrad = None, layout: str = "concatenated", return_counts: Literal[False] = False,
+) -> LayerInFlight[torch.Tensor]: ...
+@overload
+def start_moe_ffn(
+    x: torch.Tensor, topk_idx: torch.Tensor, topk_weights: torch.Tensor, w_gate_up: Operand,
+    w_down: torch.Tensor, buffer: Buffer, max_tokens: int | None = None, *, save: str = "auto",
+    wgrad: Wgrad = None, layout: str = "concatenated", return_counts: Literal[True],
+) -> LayerInFlight[tuple[torch.Tensor, torch.Tensor]]: ...
+@overload
+def start_moe_ffn(
+    x: torch.Tensor, topk_idx: torch.Tensor, topk_weights: torch.Tensor, w_gate_up: Operand,
+    w_down: torch.Tensor, buffer: Buffer, max_tokens: int | None = None, *, save: str = "auto",
+    wgrad: Wgrad = None, layout: str = "concatenated", return_counts: bool,
+) -> LayerInFlight[torch.Tensor | tuple[torch.Tensor, torch.Tensor]]: ...
+# fmt: on
 def start_moe_ffn(
     x: torch.Tensor,
     topk_idx: torch.Tensor,
     topk_weights: torch.Tensor,
-    w_gate_up: torch.Tensor,
+    w_gate_up: Operand,
     w_down: torch.Tensor,
     buffer: Buffer,
     max_tokens: int | None = None,
-) -> LayerInFlight:
+    *,
+    save: str = "auto",
+    wgrad: Wgrad = None,
+    layout: str = "concatenated",
+    return_counts: bool = False,
+) -> LayerInFlight[Any]:
     """Begin `moe_ffn` on the Buffer's own stream, and run something else until `finish()`: the
     shared expert of Qwen2-MoE and DeepSeek-V3 fills SMs where the routed ones wait for rows.
 
         layer = start_moe_ffn(x, topk_idx, topk_weights, w_gate_up, w_down, buffer)
         y = shared_expert(x) + layer.finish()
 
-    Collective, like `moe_ffn`. The layers of a Buffer run one after the other.
+    Collective, like `moe_ffn`. The layers of a Buffer run one after the other. The backward of the
+    layer, if it has one, runs on the stream that is current here.
     """
+    tensors = x, topk_idx, topk_weights, w_gate_up, w_down
+    options = LayerOptions(max_tokens, save, wgrad, return_counts, async_finish=True)
+    return _begin(tensors, layout, buffer, options)
+
+
+def _begin(
+    tensors: tuple[Any, ...], layout: str, buffer: Buffer, options: LayerOptions
+) -> LayerInFlight:
     _check_buffer(buffer)
-    args = x, topk_idx, topk_weights, w_gate_up, w_down
+    options.check()
+    x, topk_idx, topk_weights, w_gate_up, w_down = tensors
+    weights = LayerWeights(GateUp.of(w_gate_up, layout), w_down)
+    args = LayerTensors(x, topk_idx, topk_weights, weights)
+    if wants_gradients(x, topk_weights, *weights.tensors):
+        out, event, counts, error = trained_layer(args, buffer, options)
+        if error is not None:
+            error.result = LayerInFlight(out, event, counts)
+            raise error
+        return LayerInFlight(out, event, counts)
+    how = options.async_finish, options.max_tokens, bool(options.return_counts)
     try:
-        return LayerInFlight(*buffer.moe_ffn(*args, async_finish=True, max_tokens=max_tokens))
+        return LayerInFlight(*buffer.moe_ffn(*args.inputs, *how))
     except RoutingError as error:
         error.result = LayerInFlight(*error.result) if isinstance(error.result, tuple) else None
         raise
+
+
+def _is_operator(buffer: Buffer, w_gate_up: Operand, wgrad: Wgrad) -> bool:
+    """Whether a layer is called as an operator here. There is one for layers of kernels, with gate
+    and up in one tensor, whose gradients go to autograd."""
+    if not (torch.compiler.is_compiling() or has_modes()):
+        return False
+    has_kernels = isinstance(buffer, Buffer) and buffer.backend != "collective"
+    return has_kernels and isinstance(w_gate_up, torch.Tensor) and wgrad is None
 
 
 def _check_buffer(buffer: object) -> None:
@@ -92,12 +203,18 @@ def _check_buffer(buffer: object) -> None:
 class MoEFeedForward(torch.nn.Module):
     """This rank's experts of one layer over a shared Buffer: `forward(x, topk_idx, topk_weights)`.
 
-    Parameters: gate_up_proj [L, 2I, H], down_proj [L, H, I]. A copy shares the Buffer. A module
-    that was pickled, as by torch.save, comes back without one: set `module.buffer = Buffer(...)`
-    on each rank.
+    Parameters: gate_up_proj [L, 2I, H], down_proj [L, H, I], with gradients where `requires_grad`
+    is set; `save`, `wgrad` and `layout` as in `moe_ffn`, attributes that may change between calls;
+    wgrad="delayed" makes a `DelayedWgrad`, whose `backward_dw()` is the module's too. With a
+    DeviceMesh of one dimension and the Buffer's ranks, they are DTensors [E, ...] of these parts,
+    Shard(0) on it, as checkpoints and `integrations/data_parallel.py` take them. A copy shares
+    the Buffer. A module that was pickled, as by torch.save, comes back without one, and without
+    wgrad: set `module.buffer = Buffer(...)` on each rank.
     """
 
     buffer: Buffer | None
+    wgrad: Wgrad
+    save: str = "auto"
 
     def __init__(
         self,
@@ -106,33 +223,63 @@ class MoEFeedForward(torch.nn.Module):
         intermediate: int,
         buffer: Buffer,
         dtype: torch.dtype = torch.bfloat16,
+        *,
+        requires_grad: bool = False,
+        save: str = "auto",
+        wgrad: Wgrad | Literal["delayed"] = None,
+        layout: str = "concatenated",
+        mesh: DeviceMesh | None = None,
     ):
         super().__init__()
         check_at_least(1, num_local_experts=num_local_experts, hidden=hidden)
         check_at_least(1, intermediate=intermediate)
         check_dtype("dtype", dtype, PAYLOAD_DTYPES)
         _check_buffer(buffer)
+        self.wgrad = DelayedWgrad() if wgrad == "delayed" else wgrad
+        LayerOptions(save=save, wgrad=self.wgrad).check()
+        check_layout(layout)
+        check_flag("requires_grad", requires_grad)
+        if mesh is not None:
+            group_of(mesh, buffer.group)
         new = torch.nn.Parameter
         up = torch.empty(num_local_experts, 2 * intermediate, hidden, dtype=dtype)
         down = torch.empty(num_local_experts, hidden, intermediate, dtype=dtype)
-        self.gate_up_proj = new(torch.nn.init.normal_(up, std=hidden**-0.5), requires_grad=False)
-        self.down_proj = new(torch.nn.init.normal_(down, std=intermediate**-0.5), False)
-        self.buffer = buffer
+        torch.nn.init.normal_(up, std=hidden**-0.5)
+        torch.nn.init.normal_(down, std=intermediate**-0.5)
+        self.gate_up_proj = new(sharded(up, mesh), requires_grad)
+        self.down_proj = new(sharded(down, mesh), requires_grad)
+        self.buffer, self.save, self.layout = buffer, save, layout
 
     def forward(
-        self, x: torch.Tensor, topk_idx: torch.Tensor, topk_weights: torch.Tensor
-    ) -> torch.Tensor:
+        self,
+        x: torch.Tensor,
+        topk_idx: torch.Tensor,
+        topk_weights: torch.Tensor,
+        *,
+        return_counts: bool = False,
+    ) -> Any:
         """See `moe_ffn`."""
         if self.buffer is None:
             raise BackendError(
                 "this module was loaded without its Buffer, which belonged to the process that "
                 "saved it; set module.buffer = Buffer(...), on every rank."
             )
-        return moe_ffn(x, topk_idx, topk_weights, self.gate_up_proj, self.down_proj, self.buffer)
+        args = x, topk_idx, topk_weights, local(self.gate_up_proj), local(self.down_proj)
+        how: dict[str, Any] = dict(save=self.save, wgrad=self.wgrad, layout=self.layout)
+        return moe_ffn(*args, self.buffer, **how, return_counts=return_counts)
+
+    def backward_dw(self) -> None:
+        """See `DelayedWgrad.backward_dw`. BackendError where `wgrad` is none."""
+        if not isinstance(self.wgrad, DelayedWgrad):
+            raise BackendError(
+                'backward_dw() is of modules with wgrad="delayed"; the backward of this one has '
+                "computed the gradients of its weights."
+            )
+        self.wgrad.backward_dw()
 
     def __getstate__(self) -> dict[str, Any]:
         """What is pickled."""
-        return self.__dict__ | {"buffer": None}
+        return self.__dict__ | {"buffer": None, "wgrad": None}
 
     def __copy__(self) -> Self:
         copied = self.__new__(type(self))

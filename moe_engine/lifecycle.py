@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import itertools
 import os
 from collections.abc import Callable, Sequence
 from functools import wraps
 from typing import Any, Concatenate, NoReturn, ParamSpec, Self, TypeVar
+from weakref import WeakValueDictionary
 
 import torch
 import torch.distributed as dist
@@ -17,10 +19,18 @@ from .engines.base import Engine
 from .engines.collective import CollectiveEngine
 from .engines.kernel import KernelEngine
 from .engines.low_latency import LowLatency
-from .errors import BackendError, MoeEngineError, OutOfStep, PeerTimeout, TooManyTokens
-from .options import DEFAULT_OPTIONS, Options, size_hint, sizes_for_tokens
-from .streams import CallStreams, EventHandle, EventOverlap
+from .errors import (
+    BackendError,
+    CapacityError,
+    MoeEngineError,
+    OutOfStep,
+    PeerTimeout,
+    TooManyTokens,
+)
+from .options import DEFAULT_OPTIONS, Options, size_hint
+from .streams import CallStreams, EventOverlap
 from .symm import choose_backend, resolve_device
+from .utils import has_modes, untraced, without_modes
 
 LEAVE_OUT_OF_STEP = TooManyTokens, OutOfStep
 """Errors that one rank raises before a call's first launch, and the other ranks do not."""
@@ -32,10 +42,15 @@ B = TypeVar("B", bound="BufferLifecycle")
 
 def verb(method: Callable[Concatenate[B, P], T]) -> Callable[Concatenate[B, P], T]:
     """A method that all ranks call. Its result passes `_finish`; the other ranks are told of an
-    error that breaks it off on this one."""
+    error that breaks it off on this one. torch.compile does not trace it, and no mode sees its
+    operators."""
 
+    @untraced
     @wraps(method)
     def call(self: B, /, *args: P.args, **kwargs: P.kwargs) -> T:
+        if has_modes():
+            with without_modes():
+                return call(self, *args, **kwargs)
         try:
             return self._finish(method(self, *args, **kwargs))
         except BaseException as error:
@@ -50,7 +65,8 @@ def verb(method: Callable[Concatenate[B, P], T]) -> Callable[Concatenate[B, P], 
 class BufferLifecycle:
     """What a Buffer is without its verbs. It makes the engines, which carry the verbs out.
 
-    backend, device, group, group_size, options, rank: as agreed with the other ranks.
+    backend, device, group, group_size, options, rank: as agreed with the other ranks. id: the
+    number of this Buffer in this process, by which operators of torch.library find it.
     """
 
     def __init__(
@@ -87,6 +103,10 @@ class BufferLifecycle:
         self._engines: list[Engine | LowLatency] = []
         self._unreleased: torch.Tensor | None = None  # x of a dispatch in place, until release()
         self._streams = CallStreams(device)
+        self._in_flight: dict[int, EventOverlap] = {}  # by the address of what a call returned
+        self._overflow = torch.zeros(1, dtype=torch.int32, device=device)  # see `_note_overflow`
+        self.id = next(_ids)
+        _buffers[self.id] = self
         if backend == "collective":
             self._engine = CollectiveEngine(self.group)
         else:
@@ -94,28 +114,6 @@ class BufferLifecycle:
             allocator = Allocator(members, settings, self.backend, device, self._streams)
             self._engine, self._low_latency = allocator.new_engines()
         self._engines += [one for one in (self._engine, self._low_latency) if one is not None]
-
-    @classmethod
-    def for_tokens(
-        cls,
-        group: dist.ProcessGroup | None,
-        max_tokens: int,
-        hidden: int,
-        num_experts: int,
-        num_topk: int,
-        dtype: torch.dtype = torch.bfloat16,
-        backend: str = "auto",
-        options: Options = DEFAULT_OPTIONS,
-    ) -> Self:
-        """A Buffer for up to `max_tokens` tokens per rank of this shape, by formula: `size_hint`,
-        and low-latency memory for `Options.decode_tokens` of them."""
-        try:
-            sizes = max_tokens, hidden, num_experts, num_topk, dtype, Group.of(group).size
-            num_bytes, ring_bytes, options = sizes_for_tokens(options, *sizes)
-        except MoeEngineError as problem:  # which all ranks raise, where they meet
-            bad: Any = problem
-            return cls(group, backend=backend, options=bad)
-        return cls(group, num_bytes, ring_bytes, ring_bytes > 0, backend=backend, options=options)
 
     size_hint = staticmethod(size_hint)
 
@@ -147,11 +145,6 @@ class BufferLifecycle:
 
     # --- Streams and memory ------------------------------------------------------------------
 
-    @staticmethod
-    def capture() -> EventOverlap:
-        """The end of what the current stream holds by now, as an event."""
-        return EventOverlap(EventHandle())
-
     def get_comm_stream(self) -> torch.cuda.Stream:
         """The stream of asynchronous calls, of high priority, this Buffer's own. BackendError on a
         CPU, which has no streams."""
@@ -180,7 +173,7 @@ class BufferLifecycle:
     @verb
     def check(self) -> None:
         """Synchronise and raise what went wrong: PeerTimeout, a call that did not match or was
-        abandoned, RoutingError."""
+        abandoned, RoutingError; CapacityError where `ops.dispatch` had more rows than max_rows."""
         self._check_process()
         self._synchronise()
 
@@ -212,6 +205,20 @@ class BufferLifecycle:
             torch.cuda.synchronize(self.device)
         for engine in self._engines:
             engine.check()
+        num_rows = int(self._overflow)
+        if num_rows:
+            self._overflow.zero_()
+            raise CapacityError(
+                f"rank {self.rank}: a dispatch needed {num_rows} expert rows more than max_rows; "
+                "their tokens were not sent to these experts. Pass a larger max_rows, and repeat "
+                "what was computed since the last check. The Buffer can go on."
+            )
+
+    def _note_overflow(self, overflow: torch.Tensor) -> None:
+        """Let the next `check` tell of expert rows for which there was no room, int32 [1]."""
+        if self._overflow.device != overflow.device:
+            self._overflow = self._overflow.to(overflow.device)
+        torch.maximum(self._overflow, overflow, out=self._overflow)
 
     def _break_off(self, error: BaseException) -> None:
         """End the calls of this Buffer on all ranks where an error leaves this one out of step.
@@ -238,6 +245,21 @@ class BufferLifecycle:
                 "this Buffer was made before this process was forked, and belongs to its parent; "
                 "make a Buffer here, or start ranks by spawn."
             )
+
+
+_ids = itertools.count(1)
+_buffers: WeakValueDictionary[int, Any] = WeakValueDictionary()
+
+
+def live_buffer(buffer_id: int) -> Any:
+    """The Buffer with this `id`. BackendError where it is gone."""
+    buffer = _buffers.get(int(buffer_id))
+    if buffer is None:
+        raise BackendError(
+            f"buffer_id is {buffer_id}; this process has no such Buffer any more. Keep the Buffer "
+            "for as long as calls and backwards use it, and pass buffer.id."
+        )
+    return buffer
 
 
 forks = 0

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from functools import partial
+from itertools import product
 
 import torch
 
@@ -270,6 +271,23 @@ class LowLatencyVerbs(BufferLifecycle):
         with self._streams.call():
             for rank in range(self.group_size):
                 engine.mask(rank, False)
+
+    def _warm_low_latency(self, x: torch.Tensor, topk_idx: torch.Tensor, num_experts: int) -> None:
+        """Dispatch and combine no tokens in each way: x [0, H], topk_idx [0, K]."""
+        forms = (False, True) if x.shape[1] % 128 == 0 else (False,)
+        num_local, (_, hidden) = num_experts // self.group_size, x.shape
+        y, weights = x.new_empty(num_local, self.group_size, hidden), topk_idx.float()
+        for use_fp8, hooked in product(forms, (False, True)):
+            _, _, handle, _, receive = self.low_latency_dispatch(
+                x, topk_idx, 1, num_experts, use_fp8=use_fp8, return_recv_hook=hooked
+            )
+            if receive is not None:
+                receive()
+            _, _, add_up = self.low_latency_combine(
+                y, topk_idx, weights, handle, return_recv_hook=hooked
+            )
+            if add_up is not None:
+                add_up()
 
     # --- Checks ------------------------------------------------------------------------------
 

@@ -32,6 +32,8 @@ HINT_TOKENS = 4096
 HINT_TOPK = 16
 HINT_EXPERTS = 1024
 """`Config.get_nvl_buffer_size_hint` makes room for so many tokens per rank, top-k and experts."""
+ELASTIC_TOPK, ELASTIC_ALIGNMENT = 32, 2 << 20
+"""ElasticBuffer takes num_topk = 0 for the first, its size hint is a multiple of the second."""
 MAX_SECONDS = 1e9
 """The longest deadline; kernels count nanoseconds in 64 bits."""
 MAX_NUM_SMS = 4096
@@ -159,6 +161,25 @@ def low_latency_size_hint(
     check_experts(num_experts, num_ranks)
     region = region_bytes(max_tokens, HINT_TOPK_LOW_LATENCY, 2 * hidden)
     return RingLayout(num_ranks, region, num_slots).num_bytes
+
+
+def elastic_size_hint(
+    num_ranks: int,
+    num_max_tokens_per_rank: int,
+    hidden: int,
+    num_topk: int,
+    use_fp8_dispatch: bool,
+    allow_multiple_reduction: bool,
+) -> int:
+    """See `ElasticBuffer.get_buffer_size_hint`. A row returns as bf16, or as fp32 where it must not
+    be rounded before the end; it is sent as bf16, or as e4m3 with up to hidden / 32 scales."""
+    check_at_least(1, num_max_tokens_per_rank=num_max_tokens_per_rank, hidden=hidden)
+    num_topk = check_int("num_topk", num_topk, 0) or ELASTIC_TOPK
+    row_bytes = hidden * (2 if allow_multiple_reduction else 4)
+    if use_fp8_dispatch:
+        row_bytes = max(row_bytes, hidden + 4 * -(-hidden // 32))
+    num_bytes = size_hint(num_max_tokens_per_rank, row_bytes, num_ranks, MAX_EXPERTS, num_topk)
+    return round_up(num_bytes, ELASTIC_ALIGNMENT)
 
 
 def sizes_for_tokens(

@@ -21,7 +21,9 @@ from typing import Any, NamedTuple, ParamSpec, Protocol, TypeVar, cast
 import torch
 
 from . import choice_cache
-from .launch import Recording, current_stream
+from .errors import BackendError
+from .launch import Recording, current_stream, is_collecting
+from .utils import has_modes, untraced, without_modes
 
 ALIGNMENT = 256
 """Of the parts of the memory that a call needs for a time."""
@@ -55,6 +57,15 @@ class Described(NamedTuple):
     kind: Kind
     tensors: list[torch.Tensor] | None
 
+    def more(self, *made: Any) -> Described:
+        """The arguments of a later part of the call, which also gets what earlier parts of this
+        kind have made: tensors, in tuples or not."""
+        if self.tensors is None:
+            return self
+        tensors = {id(one): one for one in self.tensors}
+        tensors |= {id(one): one for one in _leaves(made)}
+        return Described(self.kind, list(tensors.values()))
+
 
 class PreparedCalls:
     """The kinds of calls that were made with one memory. Calling it makes a call.
@@ -70,7 +81,8 @@ class PreparedCalls:
         begin: Callable[..., AbstractContextManager[Any]] = lambda *key: nullcontext(),
         state: Any = None,
     ):
-        self._held, self._begin, self._lock = held, begin, threading.Lock()
+        self._held, self._begin, self._lock = held, begin, threading.RLock()
+        self._is_changing = False
         self._state = SimpleNamespace(step=None, launched=None) if state is None else state
         self._kinds: dict[tuple[Any, ...], Kind] = {}
 
@@ -80,12 +92,32 @@ class PreparedCalls:
         begins, and whether it wants a gradient. Of the tensors in `sized` the first size is no part
         of it. Arguments of other types have no kind."""
         tensors: dict[int, torch.Tensor] = {}
-        parts: list[Any] = [choice_cache.num_kept, torch.is_grad_enabled()]
+        parts: list[Any] = [choice_cache.num_kept, torch.is_grad_enabled(), len(args)]
+        todo = [*args, *sized]  # grows: what is in a tuple comes after all
         try:
-            for one in args:
-                _describe(one, tensors, parts, 0)
-            for one in sized:
-                _describe(one, tensors, parts, 1)
+            for number, one in enumerate(todo):
+                if isinstance(one, torch.Tensor):
+                    if id(one) in tensors:
+                        parts.append(list(tensors).index(id(one)))
+                        continue
+                    tensors[id(one)] = one
+                    address, shape = one.data_ptr(), one.shape
+                    if sized and len(args) <= number < len(args) + len(sized):
+                        shape = shape[1:]
+                    parts += (
+                        one.__class__,
+                        shape,
+                        one.stride(),
+                        one.dtype,
+                        one.get_device(),
+                        address & 15 if address else -2 if one.numel() else -1,
+                        one.requires_grad,
+                    )
+                elif isinstance(one, tuple | list):
+                    parts += one.__class__, len(one)
+                    todo += one
+                else:
+                    parts += one.__class__, one
             kind = self._kinds.get(key := tuple(parts))
             if kind is None:
                 with self._lock:
@@ -120,6 +152,11 @@ class PreparedCalls:
         more = {} if sized is None else {"sized": sized}
         if Recording.current() is not None:  # a part of a larger body
             return body(owner, *args, **more, **numbers)
+        if has_modes():
+            with without_modes():
+                return self(
+                    body, owner, *args, described=described, before=before, sized=sized, **numbers
+                )
         if described is None or described.tensors is None:
             described = self.describe(*args, sized=sized or ())
             if described.tensors is None:
@@ -130,18 +167,35 @@ class PreparedCalls:
             given = list(every.values())
         prepared = kind.prepared.get(body)
         if prepared is not None:
-            with self._lock:
-                return prepared(given, numbers, self._state)
+            return self._make(prepared, given, numbers)
         first = body, *_compiled_for((args, sized))
         if before is not None:
             before(*args)
         with self._begin(*first), Recording(self._state) as recording:
             result = body(owner, *args, **more, **numbers)
-        can_be_repeated = not recording.computes and not _overlap(given, self._held)
+        can_be_repeated = not (recording.computes or is_collecting()) and not _overlap(
+            given, self._held
+        )
         if can_be_repeated and all(one is None or one.numel() for one in sized or ()):
             parts = self._held, recording, result, self._state
             kind.prepared[body] = PreparedCall(given, [*numbers], *parts)
         return result
+
+    def _make(
+        self, call: PreparedCall, given: Sequence[torch.Tensor], numbers: dict[str, int]
+    ) -> Any:
+        """Make a call; one after the other, as they share the addresses that they change."""
+        with self._lock:
+            if self._is_changing:
+                raise BackendError(
+                    "a call began while another one of this thread was being launched, as from a "
+                    "signal handler. Let the handler set a flag, and make the call afterwards."
+                )
+            self._is_changing = True
+            try:
+                return call(given, numbers, self._state)
+            finally:
+                self._is_changing = False
 
     def __len__(self) -> int:
         return sum(len(kind.prepared) for kind in self._kinds.values())
@@ -174,6 +228,7 @@ def prepared(body: Callable[P, T]) -> Prepared[P, T]:
     def run(owner: None, *args: Any) -> Any:
         return body(*args)  # type: ignore[call-arg]
 
+    @untraced
     @functools.wraps(body)
     def call(*args: Any) -> Any:
         first = args[0]
@@ -296,32 +351,6 @@ def _builder(result: Any, numbered: dict[Any, int]) -> Callable[[list[Any]], Any
         make = result._make
         return lambda memory: make([part(memory) for part in parts])
     return lambda memory: tuple([part(memory) for part in parts])
-
-
-def _describe(value: Any, tensors: dict[int, torch.Tensor], parts: list[Any], begin: int) -> None:
-    """Add the tensors of an argument to those so far, each once, and what decides its kind; of
-    shapes the sizes from `begin` on."""
-    if isinstance(value, torch.Tensor):
-        if id(value) in tensors:
-            parts.append(list(tensors).index(id(value)))
-            return
-        tensors[id(value)] = value
-        address, shape = value.data_ptr(), value.shape
-        parts += (
-            type(value),
-            shape[begin:] if begin else shape,
-            value.stride(),
-            value.dtype,
-            value.get_device(),
-            address & 15 if address else -2 if value.numel() else -1,
-            value.requires_grad,
-        )
-    elif isinstance(value, tuple | list):
-        parts.append(type(value))
-        for one in value:
-            _describe(one, tensors, parts, begin)
-    else:
-        parts += type(value), value
 
 
 def _compiled_for(value: Any) -> Iterator[Any]:

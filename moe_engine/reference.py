@@ -201,6 +201,77 @@ def combine(
     return outputs
 
 
+@dataclass(frozen=True, slots=True)
+class Places:
+    """Where the rows that one rank has received come from, and where they go in the order of its
+    experts."""
+
+    src_metadata: torch.Tensor  # int32 [N, 2 + K], see `place`
+    psum_per_expert: torch.Tensor  # int32 [L]: the end of each expert's rows, without padding
+    num_per_expert: torch.Tensor  # int32 [L]
+    psum_per_rank: torch.Tensor  # int32 [R]: the end of each source rank's received rows
+    num_expanded: int  # rows in the order of experts, with padding
+
+
+def place(
+    received: Received, num_ranks: int, num_local: int, max_tokens: int, alignment: int
+) -> Places:
+    """Give each received row a row among those of each of its experts, in the order in which rows
+    were received, then of k. The rows of an expert begin at a multiple of `alignment`.
+
+    src_metadata of a row: source rank * max_tokens + token; source rank * K + its last k with an
+    expert on this rank; then the row of each k in the order of experts, -1 where there is none.
+
+    Example, 2 ranks, 2 local experts, alignment 2, max_tokens 4: tokens 0, 1, 3 of rank 0 and token
+    2 of rank 1 were received with topk_idx [[0, -1], [1, 0], [-1, 0], [0, -1]]. Expert 0 has rows
+    0 to 3, expert 1 has row 4 and a row of padding: psum_per_expert [4, 5], psum_per_rank [3, 4],
+    src_metadata [[0, 0, 0, -1], [1, 1, 4, 1], [3, 1, -1, 2], [6, 2, 3, -1]].
+    """
+    ids_NK, num_topk = received.topk_idx, received.topk_idx.shape[1]
+    counts = torch.bincount(ids_NK[ids_NK >= 0], minlength=num_local)
+    aligned = (counts + alignment - 1) // alignment * alignment
+    begins = aligned.cumsum(0) - aligned
+    slots_NK = torch.full_like(ids_NK, -1)
+    for expert in range(num_local):
+        row, k = (ids_NK == expert).nonzero(as_tuple=True)
+        slots_NK[row, k] = begins[expert] + torch.arange(len(row), dtype=torch.int64)
+    numbers = torch.arange(num_topk, dtype=torch.int64)
+    last_k = torch.where(ids_NK >= 0, numbers, -1).amax(1)
+    first = torch.stack(
+        [received.source * max_tokens + received.src_idx, received.source * num_topk + last_k], 1
+    )
+    per_rank = torch.bincount(received.source, minlength=num_ranks)
+    return Places(
+        torch.cat([first, slots_NK], 1).int(),
+        (begins + counts).int(),
+        counts.int(),
+        per_rank.cumsum(0).int(),
+        int(aligned.sum()),
+    )
+
+
+def expand(rows: torch.Tensor, places: Places) -> torch.Tensor:
+    """[M, ...]: received rows [N, ...] in the order of experts, 0 in padding."""
+    out = rows.new_zeros(places.num_expanded, *rows.shape[1:])
+    slots_NK = places.src_metadata[:, 2:].long()
+    row, k = (slots_NK >= 0).nonzero(as_tuple=True)
+    out[slots_NK[row, k]] = rows[row]
+    return out
+
+
+def reduce_expanded(
+    rows_MH: torch.Tensor, places: Places, dtype: torch.dtype | None = None
+) -> torch.Tensor:
+    """[N, H] in `dtype`, or that of the rows: the sum of the rows of each received row, in the
+    order of k, in fp32 and rounded once."""
+    slots_NK = places.src_metadata[:, 2:].long()
+    out = _wide(rows_MH.new_zeros(len(slots_NK), rows_MH.shape[1]))
+    for k in range(slots_NK.shape[1]):
+        here = slots_NK[:, k] >= 0
+        out[here] += _wide(rows_MH[slots_NK[here, k]])
+    return out.to(dtype or rows_MH.dtype)
+
+
 def expert_rows(
     x_NH: torch.Tensor,
     topk_idx_NK: torch.Tensor,
@@ -209,7 +280,8 @@ def expert_rows(
 ) -> torch.Tensor:
     """[N, K, H] in x's dtype: each row through each of its local experts; 0 where the id is -1.
 
-    w_gate_up [L, 2I, H] holds the gate rows, then the up rows; w_down [L, H, I]. The activation
+    w_gate_up [L, 2I, H] holds the gate rows, then the up rows; or it is [L, 2, I, H], of any
+    strides; w_down [L, H, I]. The activation
     silu(gate) * up is rounded to x's dtype between the projections, as the kernels do.
     """
     num_rows, num_topk = topk_idx_NK.shape
@@ -218,7 +290,8 @@ def expert_rows(
         rows, ks = (topk_idx_NK == expert).nonzero(as_tuple=True)
         if len(rows) == 0:
             continue
-        gate_up = einsum(_wide(x_NH[rows]), _wide(w_gate_up[expert]), "n h, i h -> n i")
+        both = _wide(w_gate_up[expert]).flatten(0, -2)
+        gate_up = einsum(_wide(x_NH[rows]), both, "n h, i h -> n i")
         gate, up = rearrange(gate_up, "n (two i) -> two n i", two=2)
         act = (torch.nn.functional.silu(gate) * up).to(x_NH.dtype)
         y = einsum(_wide(act), _wide(w_down[expert]), "n i, h i -> n h")
@@ -232,6 +305,31 @@ def sum_topk(y_NKH: torch.Tensor, weights_NK: torch.Tensor) -> torch.Tensor:
     for k in range(y_NKH.shape[1]):
         total += _wide(weights_NK[:, k, None]) * _wide(y_NKH[:, k])
     return total.to(y_NKH.dtype)
+
+
+def moe_ffn_gradients(
+    x: list[torch.Tensor],
+    topk_idx: list[torch.Tensor],
+    topk_weights: list[torch.Tensor],
+    w_gate_up: list[torch.Tensor],
+    w_down: list[torch.Tensor],
+    dy: list[torch.Tensor],
+) -> list[tuple[torch.Tensor, ...]]:
+    """Each rank's gradients of x, topk_weights, w_gate_up and w_down in fp64, given those of the
+    results, dy: by torch's autograd of a layer that no rank shares with another."""
+    floats = [[part.detach().double().requires_grad_() for part in parts]
+              for parts in (x, topk_weights, w_gate_up, w_down)]  # fmt: skip
+    tokens_TH, weights_TK, up_EIH, down_EHI = (torch.cat(parts) for parts in floats)
+    ids_TK, out_TH = torch.cat(topk_idx), torch.zeros_like(tokens_TH)
+    for expert in range(len(up_EIH)):
+        token, k = (ids_TK == expert).nonzero(as_tuple=True)
+        gate, up = (tokens_TH[token] @ up_EIH[expert].T).chunk(2, dim=1)
+        rows = (torch.nn.functional.silu(gate) * up) @ down_EHI[expert].T
+        out_TH = out_TH.index_add(0, token, weights_TK[token, k, None] * rows)
+    leaves = [leaf for parts in floats for leaf in parts]
+    grads = iter(torch.autograd.grad(out_TH, leaves, torch.cat(dy).double()))
+    of_kinds = [[next(grads) for _ in parts] for parts in floats]
+    return list(zip(*of_kinds, strict=True))
 
 
 def moe_ffn(

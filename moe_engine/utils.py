@@ -1,4 +1,13 @@
-"""Arithmetic of sizes that all layers share."""
+"""What all layers share: arithmetic of sizes, and what torch.compile and its modes do not see."""
+
+from collections.abc import Callable
+from typing import Any, TypeVar
+
+from torch._C import _len_torch_dispatch_stack
+from torch._C._dynamo.eval_frame import _FrameAction, _FrameExecStrategy, set_code_exec_strategy
+from torch.utils._python_dispatch import _disable_current_modes
+
+F = TypeVar("F", bound=Callable[..., Any])
 
 FLAG_BYTES = 8
 LINE_BYTES = 128
@@ -15,3 +24,23 @@ def next_power_of_2(value: int) -> int:
     """Smallest power of 2 that is at least `value`, 1 for 0. `triton.next_power_of_2` is made for
     kernels: on the host it takes microseconds, and a call needs tens of them."""
     return 1 << max(0, value - 1).bit_length()
+
+
+def untraced(function: F) -> F:
+    """Let torch.compile break its graph at calls of `function`, and run it and all that it calls as
+    plain Python. `torch.compiler.disable` does so at a microsecond for each call, and imports the
+    compiler."""
+    skip = _FrameAction.SKIP
+    set_code_exec_strategy(function.__code__, _FrameExecStrategy(skip, skip))
+    function._torchdynamo_disable = True  # type: ignore[attr-defined]
+    return function
+
+
+has_modes = _len_torch_dispatch_stack
+"""How many modes see each operator of torch that is called here, such as that of selective
+checkpointing."""
+
+without_modes = _disable_current_modes
+"""Within this context no mode sees the operators that are called. So what the first call of a kind
+does once is not missed by selective checkpointing, which compares the operators of a recomputation
+with those of the forward."""

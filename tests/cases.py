@@ -108,14 +108,15 @@ def tokens(
 
 
 def used_buffer(
-    group: Any, make: Any, use: Any, least_s: float = 3.0, times: float = 3.0
+    group: Any, make: Any, use: Any, least_s: float | None = None, times: float = 3.0
 ) -> tuple[Any, float, Any]:
     """(Buffer, its deadline in seconds, what `use` returned), for tests of waits in vain.
 
     The Buffer is `make(timeout_s=...)`, after a first `use(buffer)`. The deadline is the same on
     all ranks and scales with the machine: `times` the time that another such Buffer and its use
-    take now, at least `least_s`. So no rank misses it that is only slow.
+    take now, at least `least_s` (2 s for each rank). So no rank misses it that is only slow.
     """
+    least_s = 2.0 * group.size() if least_s is None else least_s
     dist.barrier(group)
     start = time.monotonic()
     buffer = make(timeout_s=None)

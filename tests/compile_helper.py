@@ -13,6 +13,9 @@ import triton
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
+FEW_BYTES = 16
+"""ptxas sets so many bytes of a thread aside now and then, even where it has registers left."""
+
 
 @dataclass(frozen=True)
 class Compiled:
@@ -20,6 +23,11 @@ class Compiled:
     registers: int
     spill_bytes: int  # stack and local memory of one thread; kernels here use none on purpose
     shared_bytes: int
+
+    @property
+    def spills(self) -> bool:
+        """Whether it spills more than a few bytes, as where registers do not suffice."""
+        return self.spill_bytes > FEW_BYTES
 
 
 def compile_kernel(

@@ -21,7 +21,7 @@ from moe_engine.streams import ConcurrentReads
 
 MOST, FEW = 24, 8
 """Tokens that a rank may bring to a round, and to one of low-latency calls."""
-VERBS = ("normal", "cached", "layer", "low_latency", "decode")
+VERBS = ("normal", "cached", "layer", "low_latency", "decode", "layer_backward")
 
 
 @dataclass(frozen=True)
@@ -111,7 +111,15 @@ def run(one: Round, buffer, num_local: int = 4) -> bool:
     else:
         up, down = expert_weights(one, num_ranks, num_local)
         hint = FEW if one.verb == "decode" else None
-        out = moe_ffn(x, idx, weights, up[rank].to(device), down[rank].to(device), buffer, hint)
+        experts = up[rank].to(device), down[rank].to(device)
+        if one.verb == "layer_backward":
+            leaves = [part.detach().requires_grad_() for part in (x, weights, *experts)]
+            out = moe_ffn(leaves[0], idx, *leaves[1:], buffer)
+            have = torch.autograd.grad(out, leaves, x)
+            oracle = reference.moe_ffn_gradients(*inputs, up, down, inputs[0])[rank]
+            pairs = [pair for pair in zip(have, oracle, strict=True) if pair[1].any()]
+            return all(cases.relative_error(own.cpu(), want) < 1e-5 for own, want in pairs)
+        out = moe_ffn(x, idx, weights, *experts, buffer, hint)
         doubles = [[t.double() if t.is_floating_point() else t for t in part] for part in inputs]
         doubles += [[t.double() for t in part] for part in (up, down)]
         wanted = reference.moe_ffn(*doubles)[rank]
@@ -151,13 +159,15 @@ class Injected(MemoryError):
 class Faults:
     """Counts what a rank's host does in its calls, and does `strike` at event number `at`.
 
-    Events: before and after each launch of a kernel, by a prepared call or not, each allocation,
-    and each time that the host waits for the device.
+    Events: before and after each launch of a kernel, by a prepared call or not, each allocation
+    outside of launches (the interpreter's own are none), and each time that the host waits for
+    the device.
     """
 
     def __init__(self, at: int | None, strike: Callable[[str], None]):
         self.at, self.strike = at, strike
         self.names: list[str] = []
+        self._is_within = False  # a launch or a read
 
     def event(self, name: str) -> None:
         self.names.append(name)
@@ -167,7 +177,11 @@ class Faults:
     def around(self, name: str, function: Callable[..., Any]) -> Callable[..., Any]:
         def call(*args: Any, **kwargs: Any) -> Any:
             self.event(f"before {name}")
-            result = function(*args, **kwargs)
+            self._is_within = True
+            try:
+                result = function(*args, **kwargs)
+            finally:
+                self._is_within = False
             self.event(f"after {name}")
             return result
 
@@ -185,7 +199,8 @@ class Faults:
 
         def allocate(function: Callable[..., Any]) -> Callable[..., Any]:
             def call(*args: Any, **kwargs: Any) -> Any:
-                self.event("allocation")
+                if not self._is_within and kwargs.get("device") != "meta":
+                    self.event("allocation")
                 return function(*args, **kwargs)
 
             return call

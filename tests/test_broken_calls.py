@@ -16,8 +16,10 @@ from moe_engine import CallAbandoned
 
 SOAK = pytest.mark.soak
 MINUTES = pytest.mark.timeout(900)
-STRIDE = 12
+STRIDE = 6
 """One of so many events of a round is tried, and in a soak each of them."""
+FEW = [(verb,) for verb in VERBS if verb not in ("cached", "layer_backward")]
+"""Verbs that are tried by default."""
 
 
 def raise_it(name):
@@ -35,8 +37,10 @@ def break_off(group, verb, broken_rank, first, stride):
             assert outcome(each, buffer) == "right"
         events += [(number, at, name) for at, name in enumerate(counted.names)]
     buffer.destroy()
+    counts = [None] * group.size()
+    torch.distributed.all_gather_object(counts, len(events), group)
+    assert len(set(counts)) == 1, f"ranks would try different events: {counts}"
     found = []
-    # All ranks have equally many events here, as all bring tokens.
     for broken_round, at, name in events[first::stride]:
         buffer = new_buffer(group)
         torch.distributed.barrier(group)
@@ -69,10 +73,11 @@ def check_outcomes(by_rank, broken_rank):
 
 
 @MINUTES
-@pytest.mark.parametrize("verb", VERBS)
+@pytest.mark.parametrize("verb", cases.slow_unless(FEW, VERBS))
 def test_a_call_that_breaks_off_ends_the_buffer_on_all_ranks(pool, verb):
     first = VERBS.index(verb) % STRIDE
-    check_outcomes(pool.run(break_off, verb, 0, first, STRIDE, num_ranks=2, timeout_s=800), 0)
+    stride = STRIDE * 6 if verb == "layer_backward" else STRIDE  # which has many, of many kernels
+    check_outcomes(pool.run(break_off, verb, 0, first, stride, num_ranks=2, timeout_s=800), 0)
 
 
 @SOAK
@@ -118,11 +123,13 @@ PHASES = {
     "layer": "gemm_combine",
     "low_latency": "low_latency_combine, receive",
     "decode": "low_latency_combine, both",
+    "layer_backward": "release",  # of rows of x, which were sent again
 }
 
 
 @pytest.mark.parametrize(
-    "verb", cases.slow_unless([(verb,) for verb in VERBS if verb != "cached"], VERBS)
+    "verb",
+    cases.slow_unless(FEW, VERBS),
 )
 def test_the_others_learn_who_where_and_why(pool, verb):
     for _, text, second in pool.run(texts, verb, num_ranks=min(3, pool.num_ranks)):
@@ -156,8 +163,9 @@ def be_killed(group, verb, at):
     ("verb", "at"),
     [
         ("normal", 9),
-        ("layer", 20),
-        *(pytest.param(v, at, marks=SOAK) for v in VERBS for at in range(2, 40, 6)),
+        pytest.param("layer", 20, marks=pytest.mark.slow),
+        # A prepared round of the decode layer has 12 events, the fewest.
+        *(pytest.param(v, at, marks=SOAK) for v in VERBS for at in range(0, 12, 2)),
     ],
 )
 def test_a_rank_killed_anywhere_leaves_typed_errors(pool, verb, at):
@@ -175,11 +183,11 @@ def interleave(group, seed, at):
     generator = torch.Generator().manual_seed(seed)
     buffers, found = [new_buffer(group), new_buffer(group)], [[], []]
     for number in range(8):
-        which, verb = torch.randint(0, 10, (2,), generator=generator).tolist()
+        which, verb = torch.randint(0, 2 * len(VERBS), (2,), generator=generator).tolist()
         strikes = number == 3 and group.rank() == 0
         which = 0 if number == 3 else which % 2
         with Faults(at if strikes else None, raise_it).installed():
-            one = Round(VERBS[verb % 5], seed=number)
+            one = Round(VERBS[verb % len(VERBS)], seed=number)
             found[which].append((number, outcome(one, buffers[which])))
     torch.distributed.barrier(group)
     for buffer in buffers:

@@ -41,7 +41,7 @@ def build(made: Iterable[Launch], name: str, programs_per_sm: int = 1, arch: int
     (launch,) = (launch for launch in made if launch.name == name)
     built, num_warps = launch.compile(arch), launch.options.num_warps
     print(f"{built.registers} registers, {built.shared_bytes} bytes shared, {num_warps} warps")
-    assert built.spill_bytes == 0
+    assert not built.spills
     programs = programs_per_sm if arch >= 90 else 1
     assert (built.shared_bytes + 1024) * programs <= SHARED_BYTES[arch] + 1024
     assert built.registers * num_warps * 32 * programs <= 65536
@@ -87,8 +87,8 @@ def largest_and_smallest(configs: list[GemmConfig]) -> list[Any]:
     return cases.slow_unless([(configs[0],), (configs[-1],)], configs)
 
 
-FEW_GEMMS = ("none", False), ("swiglu", True)
-"""(activation, gathered): by default each of both once."""
+FEW_GEMMS = (("swiglu", True),)
+"""(activation, gathered)"""
 FEW_FULL_GEMMS = ("swiglu", False), ("geglu", True)
 GEMMS = cases.slow_unless(FEW_GEMMS, ("none", "swiglu"), (False, True))
 CASES = [
@@ -226,5 +226,4 @@ def assert_wide_loads(ptx: str, gathered: bool) -> None:
     """Gathered rows come by asynchronous copies of 16 bytes, contiguous ones by TMA."""
     sizes = re.findall(r"cp\.async\.c[ag]\.shared\.global \[[^]]*\], \[[^]]*\], (\w+)", ptx)
     assert {int(size, 0) for size in sizes} == ({16} if gathered else set())
-    tma_rank = {f"{rank}d" for rank in ((3,) if gathered else (3, 4))}
-    assert set(re.findall(r"cp\.async\.bulk\.tensor\.(\dd)\.shared", ptx)) == tma_rank
+    assert set(re.findall(r"cp\.async\.bulk\.tensor\.(\dd)\.shared", ptx)) == {"4d"}

@@ -18,7 +18,7 @@ from moe_engine.device.lang import notify, wait
 
 NAMES = [
     *("layout", "layout_sum", "send_plan", "exchange", "metadata", "push", "collect"),
-    *("return_rows", "final_sum", "locate", "release"),
+    *("return_rows", "final_sum", "locate", "release", "take_rows", "sum_rows"),
     *("exchange_fused", "place_rows", "staged_schedule", "push_fused", "copy_rows"),
     *("send_return_metadata", "return_sums", "fused_sum"),
 ]
@@ -51,6 +51,7 @@ def test_no_spills(name):
     assert built.shared_bytes <= 144 * 1024
 
 
+@pytest.mark.slow
 @of_this_triton
 def test_no_spills_in_other_variants():
     """fp8 with scales, of which a cached dispatch is one, and 8 ranks. An odd number of columns

@@ -57,18 +57,21 @@ def test_what_runs_concurrently_with_a_gemm_finds_room():
     """On an SM: 65,536 registers, 228 KiB of shared memory, 1 KiB of it for each program."""
     up, down = gemms(configs(128, gated=True)[0], leave_room_for_sums(configs(128)[0]))
     made = recorded()
-    pushes = [made["push_fused"], made["copy_rows"]]
-    for gemm, others in (up, pushes), (down, [made["return_sums"]] * 2):
-        registers = 256 * round_up(gemm.registers, 8)
-        shared = gemm.shared_bytes + 1024
-        for launch in others:
-            built = launch.compile()
-            assert built.spill_bytes == 0
-            registers += launch.options.num_warps * 32 * round_up(built.registers, 8)
-            shared += built.shared_bytes + 1024
-        assert registers <= 65536
-        assert shared <= 228 * 1024
+    find_room(up, [made["push_fused"], made["copy_rows"]])
+    find_room(down, [made["return_sums"]] * 2)
     assert made["fused_sum"].compile().spill_bytes == 0
+
+
+def find_room(gemm, others):
+    """Other launches do, with a GEMM of 8 warps on their SM."""
+    registers, shared = 256 * round_up(gemm.registers, 8), gemm.shared_bytes + 1024
+    for launch in others:
+        built = launch.compile()
+        assert not built.spills
+        registers += launch.options.num_warps * 32 * round_up(built.registers, 8)
+        shared += built.shared_bytes + 1024
+    assert registers <= 65536
+    assert shared <= 228 * 1024
 
 
 def test_kernels_record_where_they_are_told_to():
@@ -87,6 +90,48 @@ def test_all_compile(arch):
     for launch in recorded(arch=arch).values():
         launch.compile(arch)
     compile_kernel(ping_kernel, {"times": "*i64", "context": "*i64"}, {"ROUNDS": 200}, arch)
+
+
+@of_this_triton
+@pytest.mark.slow
+@pytest.mark.parametrize("block_m", [128, 64, 32, 16])
+def test_kernels_of_training_do_not_spill(block_m):
+    """And what runs concurrently with the products of a backward finds room there."""
+    ups, downs = configs(block_m, gated=True), configs(block_m)
+    for index in range(max(len(ups), len(downs))):
+        pair = ups[index % len(ups)], downs[index % len(downs)]
+        for save in ("rows", "pre"):
+            forward, backward = launches.trained_layer(save, pair)
+            made = [forward["dispatch_gemm"], *backward.values()]
+            for launch in made:
+                assert not launch.compile().spills, (launch.name, pair)
+    arriving = [backward["push_fused"], backward["copy_rows"]]
+    find_room(backward["dispatch_dgrad"].compile(), arriving)
+    find_room(backward["staged_gemm"].compile(), [backward["return_sums"]] * 2)
+
+
+@of_this_triton
+@pytest.mark.parametrize(
+    ("into", "accumulate"),
+    [pytest.param(torch.bfloat16, False, marks=pytest.mark.slow), (torch.float32, True)],
+)
+def test_what_runs_concurrently_with_gradients_of_weights_finds_room(into, accumulate):
+    """Of new tensors as of a sink, to which they are added."""
+    pair = configs(128, gated=True)[0], configs(128)[0]
+    _, backward = launches.trained_layer("pre", pair, into=into, accumulate=accumulate)
+    arriving, last = backward["dispatch_wgrad"].compile(), backward["wgrad"].compile()
+    assert not (arriving.spills or last.spills)
+    find_room(arriving, [backward["push_fused"], backward["copy_rows"]])
+    for name in ("return_sums", "fused_sum"):
+        find_room(last, [backward[name]] * 2)
+
+
+def test_all_layouts_of_weights_use_the_same_kernels():
+    pair = configs(128, gated=True)[0], configs(128)[0]
+    plain, other = (launches.trained_layer("pre", pair, interleaved=one) for one in (False, True))
+    for made, again in zip(plain, other, strict=True):
+        assert made.keys() == again.keys()
+        assert all(made[name].source.hash() == again[name].source.hash() for name in made)
 
 
 @pytest.mark.parametrize("num_topk", cases.slow_unless([(3,), (16,)], [1, 2, 3, 16]))
@@ -114,3 +159,45 @@ def test_rows_are_read_after_their_flags():
     loop = up.ptx[up.ptx.index("wgmma.mma_async") - 6000 :]
     wait = loop.index("ld.acquire.gpu.global.b64 seen, [")
     assert wait < loop.index("fence.proxy.async", wait) < loop.index("cp.async.bulk.tensor", wait)
+
+
+@pytest.mark.parametrize("name", ["dispatch_dgrad", "dispatch_wgrad"])
+def test_rows_of_a_backward_are_read_after_their_flags(name):
+    """As in a forward; the products stay in flight while the next rows are waited for."""
+    _, backward = launches.trained_layer("pre", (configs(128, gated=True)[0], configs(128)[0]))
+    ptx = backward[name].compile().ptx
+    assert "wgmma.wait_group.sync.aligned 1;" in ptx
+    wait = ptx.index("ld.acquire.gpu.global.b64 seen, [")
+    load = ptx.index("cp.async.bulk.tensor.4d.shared::cluster.global")  # of rows, the first
+    assert wait < ptx.index("fence.proxy.async", wait) < load
+
+
+def test_launches_of_a_backward():
+    """Gradients of weights are launched after the sums that return, and before those are added up;
+    x is sent again for that of w_gate_up where it was not saved, and for the pre-activations."""
+    pair = configs(128, gated=True)[0], configs(128)[0]
+    route = "layout layout_sum exchange_fused place_rows staged_schedule push_fused copy_rows "
+    again = "exchange_fused staged_schedule push_fused copy_rows "
+    first = "dispatch_dgrad send_return_metadata row_weight_gradient "
+    last = "staged_gemm return_sums wgrad "
+    wanted = {
+        "all": route + first + last + "wgrad fused_sum",
+        "rows": route + "dispatch_gemm send_return_metadata activation_dgrad row_weight_gradient "
+        f"{last}wgrad fused_sum",
+        "pre": f"{route}{first}{last}fused_sum {again}dispatch_wgrad release",
+        "none": f"{route}dispatch_gemm release {again}{first}{last}fused_sum {again}"
+        "dispatch_wgrad release",
+    }
+    for save, names in wanted.items():
+        assert [one.name for one in launches.training_launches(save, pair)[1]] == names.split()
+
+
+def test_launches_of_a_backward_that_delays():
+    """It keeps rows of dy and of x, and computes no gradient of weights."""
+    pair = configs(128, gated=True)[0], configs(128)[0]
+    for save, num_kept in dict(all=1, rows=1, pre=2, none=2).items():
+        _, made = launches.training_launches(save, pair, is_delayed=True)
+        names = [one.name for one in made]
+        assert names.count("keep_rows") == num_kept
+        assert names.index("fused_sum") < names.index("keep_rows")
+        assert not {"wgrad", "dispatch_wgrad"}.intersection(names)

@@ -86,10 +86,24 @@ def test_the_hint_holds_4096_tokens():
     assert Config().get_rdma_buffer_size_hint(7168 * 2, 16) == 0
 
 
-@pytest.mark.parametrize("name", ["internode_dispatch", "internode_combine"])
-def test_what_is_not_there_yet_says_so(name):
-    with pytest.raises(BackendError, match=f"Buffer.{name} is not there yet"):
-        getattr(Buffer, name)(128, 7168, use_fp8=True)
+def between_nodes(group, x, idx, w):
+    """A round by the names for several nodes: all arguments by position, then by name."""
+    x, idx, w = to_device(x, idx, w)
+    buffer, config = Buffer(group, 1 << 22), Config(8)
+    per_rank, per_node, per_expert, in_rank, _ = buffer.get_dispatch_layout(idx, EXPERTS)
+    layout = per_rank, per_node, in_rank, per_expert
+    sent = x, None, *layout, idx, w
+    recv_x, recv_idx, recv_w, counts, handle, _ = buffer.internode_dispatch(*sent, 1, config)
+    again = buffer.internode_dispatch(x, handle=handle, config=config)[0]
+    assert torch.equal(again, recv_x)
+    out = buffer.internode_combine(recv_x, handle, config=config)[0]
+    return to_cpu(x=recv_x, idx=recv_idx, w=recv_w, counts=counts, out=out)
+
+
+def test_calls_between_nodes_are_those_of_one_node(pool):
+    results, inputs = run_client(pool, between_nodes)
+    received = check_received(results, inputs)
+    check_combined(results, inputs, received, lambda part: part.x)
 
 
 def look_around(group):

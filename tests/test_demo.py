@@ -20,7 +20,10 @@ pytest.importorskip("matplotlib")
 
 @pytest.mark.parametrize(
     ("model", "backend", "ranks", "tokens"),
-    [("qwen2-moe", "collective", 2, 128), ("mixtral", "auto", 2, 4)],
+    [
+        pytest.param("qwen2-moe", "collective", 2, 128, marks=pytest.mark.slow),
+        ("mixtral", "auto", 2, 4),
+    ],
 )
 def test_demo(tmp_path: Path, model: str, backend: str, ranks: int, tokens: int) -> None:
     picture = tmp_path / "routing.png"

@@ -50,7 +50,11 @@ def run_cases(group, drawn):
 @pytest.mark.timeout(600)
 @pytest.mark.parametrize(
     ("num_ranks", "num_cases"),
-    [(2, SOME), (3, SOME), *(pytest.param(n, MANY, marks=pytest.mark.slow) for n in (1, 2, 3, 4))],
+    [
+        *((2, SOME), (3, SOME)),
+        *(pytest.param(n, SOME, marks=pytest.mark.slow) for n in (1, 4)),
+        *(pytest.param(n, MANY, marks=pytest.mark.soak) for n in (1, 2, 3, 4)),
+    ],
 )
 def test_any_uses_of_any_shape(pool, num_ranks, num_cases):
     cases.skip_where_shapes_compile(pool)

@@ -400,6 +400,7 @@ if __name__ == "__main__":
 """
 
 
+@pytest.mark.slow
 def test_a_forkserver_of_others_does_not_get_the_environment_of_ranks(tmp_path):
     script = tmp_path / "script.py"
     script.write_text(START_METHOD)

@@ -356,3 +356,45 @@ def test_round_to_is_nearest_even(pool, dtype):
     bits = torch.int32 if dtype == torch.float32 else torch.int16
     same = out.view(bits) == expected.view(bits)
     assert (same | (out.isnan() & expected.isnan())).all()
+
+
+# --- Operators: the emulation does those of one type by numpy ----------------------------------
+
+
+@triton.jit
+def operate(integers, longs, floats, out):
+    i = tl.arange(0, 8)
+    x, y, z = tl.load(integers + i), tl.load(longs + i), tl.load(floats + i)
+    first = tl.load(integers)
+    more = x + (1 << 30)
+    results = (
+        x + x, x - 3, 3 + x, first * x, x * first, 2 * x, more + more, y + (1 << 40),
+        y + y, x * y, y - x, x + z, z * z, z * 2, z - first,
+        x < y, x <= y, x == first, first != x, z >= x, (x > 1) & (y > 1), (x < 0) | (x == 3),
+        x & 3, x | y, (x[:, None] + y[None, :]).sum(0), tl.load(longs + first + i // 2 % 4),
+    )  # fmt: skip
+    for number in tl.static_range(len(results)):
+        tl.store(out + number * 8 + i, results[number].to(tl.float64))
+
+
+def test_operators(pool):
+    for have, want in pool.run(run_operators, num_ranks=1):
+        assert torch.equal(have, want)
+
+
+def run_operators(group):
+    generator = torch.Generator().manual_seed(0)
+    x, y = (torch.randint(-4, 9, (8,), generator=generator) for _ in range(2))
+    x, z = x.int(), torch.randn(8, generator=generator)
+    x[0], (i, first) = 1, (torch.arange(8), torch.tensor(1, dtype=torch.int32))
+    more = x + (1 << 30)
+    want = [
+        x + x, x - 3, 3 + x, first * x, x * first, 2 * x, more + more, y + (1 << 40),
+        y + y, x * y, y - x, x + z, z * z, z * 2, z - first,
+        x < y, x <= y, x == first, first != x, z >= x, (x > 1) & (y > 1), (x < 0) | (x == 3),
+        x & 3, x | y, (x[:, None] + y[None, :]).sum(0), y[first + i // 2 % 4],
+    ]  # fmt: skip
+    device = make_context(group)[1].device
+    out = torch.zeros(len(want), 8, dtype=torch.float64, device=device)
+    operate[(1,)](x.to(device), y.to(device), z.to(device), out)
+    return out.cpu(), torch.stack([one.double() for one in want])

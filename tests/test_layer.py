@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import inspect
 import time
+import typing
+from typing import Literal
 
 import cases
 import pytest
@@ -15,6 +18,7 @@ from layer_cases import TOLERANCE, check_layer, make_weights
 from moe_engine import (
     Buffer,
     LayerConfig,
+    LayerInFlight,
     MoEFeedForward,
     Options,
     RoutingError,
@@ -211,6 +215,24 @@ def test_ids_beyond_32_bits_are_no_experts(pool):
     inputs = make_inputs(2, [20, 12], 32, 6, 3, "holes", "bf16", 1)
     weights = make_weights(2, 3, 32, 24, "bf16")
     assert all(pool.run(run_wide_ids, *(PerRank(p) for p in (*inputs, *weights)), num_ranks=2))
+
+
+@pytest.mark.parametrize("function", [moe_ffn, start_moe_ffn])
+def test_types_that_callers_see(function):
+    """Overloads differ from the function in what return_counts is alone."""
+    seen = {}
+    for one in typing.get_overloads(function):
+        have, want = inspect.signature(one).parameters, inspect.signature(function).parameters
+        assert list(have) == list(want)
+        changed = {name for name in want if have[name].default != want[name].default}
+        assert changed <= {"return_counts"}
+        hints = typing.get_type_hints(one)
+        seen[hints["return_counts"]] = hints["return"]
+    one, two = torch.Tensor, tuple[torch.Tensor, torch.Tensor]
+    wanted = {Literal[False]: one, Literal[True]: two, bool: one | two}
+    if function is start_moe_ffn:
+        wanted = {given: LayerInFlight[result] for given, result in wanted.items()}
+    assert seen == wanted
 
 
 def run_module(group, x, topk_idx, topk_weights):

@@ -28,7 +28,15 @@ STEPS = {
 }
 
 
-def first_call(group):
+def backward(x, idx, *others):
+    """A layer, and a function that runs its backward."""
+    *weights, buffer = others
+    leaves = [part.clone().requires_grad_() for part in (x, *weights)]
+    out = moe_ffn(leaves[0], idx, *leaves[1:], buffer)
+    return lambda: torch.autograd.grad(out, leaves, torch.ones_like(out))
+
+
+def first_call(group, with_backward=False):
     """(arguments of a small layer, which all ranks have called, the deadline in seconds)"""
     num_experts = 2 * group.size()
     x, weights = cases.tokens(5, 16, 2, torch.float32, 0)
@@ -40,15 +48,19 @@ def first_call(group):
         options = Options(timeout_s=timeout_s, decode_tokens=0)
         return Buffer.for_tokens(group, 5, 16, num_experts, 2, torch.float32, options=options)
 
-    buffer, timeout_s, _ = cases.used_buffer(group, make, lambda buffer: moe_ffn(*args, buffer))
+    def use(buffer):
+        return backward(*args, buffer)() if with_backward else moe_ffn(*args, buffer)
+
+    buffer, timeout_s, _ = cases.used_buffer(group, make, use)
     return (*args, buffer), timeout_s
 
 
-def lose_rank_1(group, step):
-    """(peer, phase) of the PeerTimeout of a layer in which rank 1 stops before `step` and tells
-    nobody; None on rank 1."""
-    args, _ = first_call(group)
+def lose_rank_1(group, step, is_backward):
+    """(peer, phase) of the PeerTimeout of a layer, or of its backward, in which rank 1 stops before
+    `step` and tells nobody; None on rank 1."""
+    args, _ = first_call(group, is_backward)
     buffer = args[-1]
+    call = backward(*args) if is_backward else lambda: moe_ffn(*args)
     if group.rank() == 1:
         buffer._break_off = lambda error: None
     module = combine if hasattr(combine, step) else dispatch
@@ -61,7 +73,7 @@ def lose_rank_1(group, step):
         setattr(module, step, stop)
     try:
         with cases.filled_memory():
-            moe_ffn(*args)
+            call()
             buffer.check()
     except PeerTimeout as error:
         seen = error.peer, error.phase
@@ -99,12 +111,23 @@ def test_rows_that_come_after_a_program_gave_up_are_no_result(pool):
     assert pool.run(be_late, num_ranks=2)[0] == "rows"
 
 
-@pytest.mark.parametrize(("step", "num_ranks"), cases.one_of_each(STEPS, 2, 3))
+@pytest.mark.parametrize(
+    ("step", "num_ranks"), cases.slow_unless([(step, 2) for step in STEPS], STEPS, [2, 3])
+)
 def test_a_lost_rank_is_named(pool, step, num_ranks):
     if pool.device == "cuda":
         pytest.skip("a GPU's memory cannot be filled past the allocator")
     seen = (1, STEPS[step])
-    assert pool.run(lose_rank_1, step, num_ranks=num_ranks) == [seen, None, seen][:num_ranks]
+    found = pool.run(lose_rank_1, step, False, num_ranks=num_ranks)
+    assert found == [seen, None, seen][:num_ranks]
+
+
+@pytest.mark.parametrize("step", cases.slow_unless([("send_return_metadata",)], STEPS))
+def test_a_rank_lost_in_a_backward_is_named(pool, step):
+    if pool.device == "cuda":
+        pytest.skip("a GPU's memory cannot be filled past the allocator")
+    seen = (1, f"{STEPS[step]} of the backward")
+    assert pool.run(lose_rank_1, step, True, num_ranks=2) == [seen, None]
 
 
 def call_with_stages(group, stages):

@@ -182,7 +182,9 @@ def count_and_wait(group, flags):
     return counts.cpu(), seen.cpu(), waited, float(pause)
 
 
-@pytest.mark.parametrize("flags", [{}, {"return_recv_hook": True}])
+@pytest.mark.parametrize(
+    "flags", [pytest.param({}, marks=pytest.mark.slow), {"return_recv_hook": True}]
+)
 def test_statistics(pool, flags):
     results = pool.run(count_and_wait, flags, num_ranks=3)
     for rank, (counts, seen, (first, second), pause) in enumerate(results):

@@ -107,7 +107,8 @@ def check_the_others(results, inputs, step):
         assert min(deadlines for _, _, deadlines in results[rank][1:]) < 1
 
 
-@pytest.mark.parametrize("step", cases.slow_unless([("combine",)], ["dispatch", "combine"]))
+@pytest.mark.slow
+@pytest.mark.parametrize("step", ["dispatch", "combine"])
 def test_the_others_go_on_without_a_silent_rank(pool, step):
     inputs = inputs_of(3)
     results = pool.run(lose_rank_1, step, False, *map(PerRank, inputs), num_ranks=3)
@@ -145,7 +146,7 @@ def stay_away(group, step, x, topk_idx, topk_weights):
     return seen
 
 
-@pytest.mark.parametrize("step", ["dispatch", "combine"])
+@pytest.mark.parametrize("step", cases.slow_unless([("dispatch",)], ["dispatch", "combine"]))
 def test_without_a_mask_a_silent_rank_is_named(pool, step):
     results = pool.run(stay_away, step, *map(PerRank, inputs_of(2)), num_ranks=2)
     phases = {"dispatch": ["counts"], "combine": ["metadata", "returned rows"]}

@@ -423,9 +423,7 @@ def make_buffer(group, step, end):
     return None
 
 
-@pytest.mark.parametrize(
-    "step", cases.slow_unless([("backend",), ("map",)], ["backend", "options", "map"])
-)
+@pytest.mark.parametrize("step", cases.slow_unless([("map",)], ["backend", "options", "map"]))
 def test_a_rank_killed_while_a_buffer_is_made_is_named(three, step):
     ended = three.run(make_buffer, step, "killed", expect_death={1})
     for kind, text, seconds in (ended[0], ended[2]):

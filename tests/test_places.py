@@ -48,7 +48,7 @@ def steps_on_rank(group, num_experts, max_tokens, stages, x, topk_idx, topk_weig
     from moe_engine.device.context import MAX_STAGES, ContextField
     from moe_engine.dispatch.fused import num_copy_programs
     from moe_engine.dispatch.fused_kernels import CopyLists
-    from moe_engine.engines.fused_layer import expert_rows, expert_rows_bytes
+    from moe_engine.engines.fused_layer import ExpertRows, expert_rows_bytes
 
     num_ranks, device = torch.distributed.get_world_size(group), cases.device()
     num_topk, row_bytes = topk_idx.shape[1], x.shape[1] * x.itemsize
@@ -66,9 +66,10 @@ def steps_on_rank(group, num_experts, max_tokens, stages, x, topk_idx, topk_weig
     with cases.filled_memory():
         layout = routing.layout(args[1], num_experts, slots)
         tokens = dispatch.LayerTokens(*args, layout)
-        rows, copies = expert_rows(args[0], max_rows, slots)
+        memory = ExpertRows.of(args[0], max_rows, slots)
+        rows, copies = memory.rows, memory.copies
         offsets = dispatch.exchange_fused(tokens, config, slots)
-        plan = dispatch.place_rows(tokens, offsets, rows.nbytes, slots)
+        plan = dispatch.place_rows(tokens, offsets, memory.parts, slots)
         begins = offsets.expert_offsets, offsets.remote_offsets
         schedule, counters = dispatch.staged_schedule(*begins, max_rows, BLOCK_M, config, slots)
         dispatch.push_fused(args[0], plan, counters, config, slots)

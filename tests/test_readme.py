@@ -15,6 +15,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from low_latency_cases import cast_back
+from torch.distributed.device_mesh import DeviceMesh
 from transformers_cases import build, difference
 
 from moe_engine import Buffer
@@ -79,6 +80,25 @@ def as_a_layer(group: dist.ProcessGroup, folder: str) -> Iterator[Names]:
     assert torch.equal(names["y"], torch.full_like(x, 512))
 
 
+def meshes_of(group: dist.ProcessGroup) -> Names:
+    """Those of experts that are on one rank alone; the pool has more ranks than the group."""
+    alone = dist.new_group([dist.get_rank()], use_local_synchronization=True)
+    device, ranks = cases.device().type, [dist.get_process_group_ranks(group)]
+    names = ("efsdp", "ep")
+    mesh = DeviceMesh.from_group([alone, group], device, ranks, mesh_dim_names=names)
+    return {"mesh": mesh, "world_mesh": DeviceMesh.from_group(group, device)}
+
+
+def in_training(group: dist.ProcessGroup, folder: str) -> Iterator[Names]:
+    x = torch.randn(T, 16, device=cases.device(), dtype=torch.bfloat16)
+    names: Names = {"group": group, "x": x, "target": torch.ones_like(x), "num_steps": 2}
+    names |= {"hidden": 16, "intermediate": 8, "num_experts": 4, "num_topk": 2, "max_tokens": T}
+    names |= {"folder": folder} | meshes_of(group)
+    yield names
+    assert bool(names["loss"].isfinite())
+    assert all(one.grad is None for one in names["experts"].parameters())
+
+
 def on_one_gpu(group: dist.ProcessGroup, folder: str) -> Iterator[Names]:
     new: Any = {"device": cases.device()}
     names: Names = {"w": torch.randn(2, 8, 16, **new), "x": torch.randn(T, 16, **new)}
@@ -115,6 +135,7 @@ def low_latency(group: dist.ProcessGroup, folder: str) -> Iterator[Names]:
 STAND_INS: dict[str, Callable[[dist.ProcessGroup, str], Iterator[Names]]] = {
     "transformers.md": in_transformers,
     "layer.md": as_a_layer,
+    "training.md": in_training,
     "grouped_gemm.md": on_one_gpu,
     "deep_ep.md": as_deep_ep,
     "low_latency.md": low_latency,

@@ -47,7 +47,10 @@ def tiles_on_rank(group, num_own, num_remote, spare_rows, block_m, config, num_r
     first = schedule.first_tile.tolist()
     tiles = schedule.tiles[: first[-1]].tolist()
     parts = [(tile >> 40 & 0xFFFF, tile & 0x7FFFFFFF, tile >> 32 & 0xFF) for tile in tiles]
-    return parts, [tile >> 56 for tile in tiles], int(schedule.num_own), first
+    arrivals = [tile >> 56 for tile in tiles]
+    last = {expert: at for (expert, *_), at in sorted(zip(parts, arrivals, strict=True))}
+    assert schedule.last_counter.tolist() == [last.get(one, 0) for one in range(len(num_own))]
+    return parts, arrivals, int(schedule.num_own), first
 
 
 def check_tiles(pool, num_own, num_remote, block_m, config, spare_rows=0, num_ranks=1):

@@ -27,7 +27,7 @@ from moe_engine.emulation import PerRank, RankError, RankPool
 from moe_engine.errors import BackendError, CapacityError, PeerTimeout
 from moe_engine.grouped_gemm import gemm_config, num_compute_programs
 from moe_engine.symm.slots import SlotLayout, Slots
-from moe_engine.tools import trace
+from moe_engine.tools import timeline, trace
 from moe_engine.tools.cli import app
 from moe_engine.tools.trace import Clock, Recorder, Span, align_clocks, summarize
 
@@ -182,6 +182,43 @@ def test_what_follows_from_another_begins_after_it(results):
         assert end[Role.SUM] >= max(others) - error
 
 
+# --- The backward --------------------------------------------------------------------------------
+
+
+def run_backward(group, save):
+    """What `moe-engine trace --backward` records of a tiny layer."""
+    return timeline.run_rank(group, timeline.Job("tiny", 9, 2, cases.device().type, save))[0]
+
+
+SENDS = {Role.EXCHANGE, Role.PUSH, Role.COPY}
+PRODUCTS = {Role.DGRAD_DOWN, Role.DGRAD_UP, Role.WGRAD_DOWN, Role.WGRAD_UP}
+RETURNS = {Role.RETURN_METADATA, Role.RETURN, Role.SUM}
+
+
+AGAIN = ("none", 3, True), ("pre", 2, False), ("rows", 1, True)
+
+
+@pytest.mark.parametrize(
+    "save, num_sends, is_again",
+    [pytest.param(*one, marks=[pytest.mark.slow] * (one[0] != "rows")) for one in AGAIN],
+)
+def test_steps_of_a_backward(traced_pool, save, num_sends, is_again):
+    """Each is recorded, as often as its policy takes it, and no step of the forward."""
+    for spans in traced_pool.run(run_backward, save):
+        work = [span for span in spans if not span.is_wait]
+        again = {Role.UP} if is_again else set()
+        assert {span.role for span in work} == SENDS | PRODUCTS | RETURNS | again
+        assert sum(span.role == Role.EXCHANGE for span in work) == num_sends * RANKS
+        for role in PRODUCTS | again:
+            items = sorted(span.item for span in work if span.role == role)
+            assert items == list(range(len(items)))
+        first = {role: min(span.begin for span in work if span.role == role) for role in PRODUCTS}
+        assert first[Role.DGRAD_DOWN] < first[Role.DGRAD_UP] < first[Role.WGRAD_DOWN]
+        assert first[Role.WGRAD_DOWN] < first[Role.WGRAD_UP]
+        summary = summarize(spans)[0]
+        assert summary.roles["wgrad up"].num_spans and 0 < summary.computing_ns < summary.layer_ns
+
+
 # --- Clocks --------------------------------------------------------------------------------------
 
 
@@ -333,20 +370,29 @@ def test_sums_of_a_layer(results):
 # --- The command, and what is compiled -----------------------------------------------------------
 
 
-def test_command_line(tmp_path):
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    "options, products",
+    [
+        ([], {"up", "down"}),
+        (["--backward"], {"dgrad down", "dgrad up", "wgrad down", "wgrad up"}),
+    ],
+)
+def test_command_line(tmp_path, options, products):
     if torch.cuda.device_count() < RANKS:
         cases.skip_without_interpreter()
     pytest.importorskip("matplotlib")
     path, picture = tmp_path / "trace.json", tmp_path / "timeline.png"
-    options = "trace --model tiny --ranks 2 --tokens 9 --calls 2 --path".split()
+    options = [*"trace --model tiny --ranks 2 --tokens 9 --calls 2".split(), *options, "--path"]
     result = CliRunner().invoke(app, [*options, str(path), "--picture", str(picture)])
     assert result.exit_code == 0, result.output
     assert "exposed communication" in result.output
     spans = [e for e in json.loads(path.read_text())["traceEvents"] if e["ph"] == "X"]
     assert f"{len(spans)} spans are in" in result.output
     assert {e["pid"] for e in spans} == {0, 1}
-    tiles = [(e["pid"], e["args"]["item"]) for e in spans if e["name"] == "up"]
-    assert len(tiles) == len(set(tiles)) > 0  # of one call
+    for name in products:
+        tiles = [(e["pid"], e["args"]["item"]) for e in spans if e["name"] == name]
+        assert len(tiles) == len(set(tiles)) > 0  # of one call
     assert picture.read_bytes().startswith(b"\x89PNG")
 
 
@@ -357,6 +403,12 @@ def test_what_the_command_refuses():
     result = CliRunner().invoke(app, ["trace", "--model", "tiny", "--ranks", "3"])
     assert result.exit_code == 2
     assert "8 experts" in result.output
+    result = CliRunner().invoke(app, ["trace", "--save", "pre"])
+    assert result.exit_code == 2
+    assert "--backward" in result.output
+    result = CliRunner().invoke(app, ["trace", "--backward", "--save", "some"])
+    assert result.exit_code == 1
+    assert "save is 'some'" in result.output
 
 
 def test_errors_of_ranks_are_told_plainly(monkeypatch):

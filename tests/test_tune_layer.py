@@ -231,6 +231,7 @@ def test_the_user_comes_first(pool, tmp_path):
 SIZES = "--experts 2 --topk 1 --hidden 8 --intermediate 8 --ranks 2 --tokens 2".split()
 
 
+@pytest.mark.slow
 def test_command_line(folder):
     """One that tunes, and one that tells of it."""
     if torch.cuda.device_count() < 2:

@@ -1,6 +1,7 @@
 """The fields that host and kernels share: the device context, the report, what waits are for."""
 
 from enum import IntEnum
+from typing import Any, NamedTuple
 
 import triton.language as tl
 
@@ -53,7 +54,8 @@ class Report(IntEnum):
 class Phase(IntEnum):
     """What a wait was for; SIGNATURE, FIELDS: a peer's call did not match; OVERFLOW: more rows
     came than the caller has room for; CAPACITY: more rows than a region holds; ABANDONED: a peer
-    broke its call off; HANDLE: the handle is not one of this Buffer."""
+    broke its call off; HANDLE: the handle is not one of this Buffer; ROUTING: other rows came in a
+    backward than in its forward."""
 
     SLOT_FREE = 0
     COUNTS = 1
@@ -68,6 +70,7 @@ class Phase(IntEnum):
     FIELDS = 10
     ABANDONED = 11
     HANDLE = 12
+    ROUTING = 13
 
 
 class Kind(IntEnum):
@@ -82,13 +85,32 @@ class Kind(IntEnum):
     LOW_LATENCY_COMBINE = 6
     MOE_FFN_DISPATCH = 7  # the two of a layer of few tokens, whose weights travel with the rows
     MOE_FFN_COMBINE = 8
+    MOE_FFN_BACKWARD = 9
 
 
 DISPATCH_OF_HANDLE = "call of the handle's dispatch"
+SAVED = "save"
+SAVE_POLICIES = "no gradients", "none", "pre", "rows", "all"
+"""What a layer saves for its backward; a signature has the `saved_number` of one of them."""
+FROZEN = ", without the gradient of w_gate_up"
+
+
+def saved_number(save: str, wants_gate_up: bool = True) -> int:
+    """The number of a policy; in a backward also of whether it computes the gradient of w_gate_up,
+    for which x may be sent again."""
+    return SAVE_POLICIES.index(save) + (0 if wants_gate_up else len(SAVE_POLICIES))
+
+
+def saved_name(number: int) -> str:
+    """What a `saved_number` means."""
+    is_frozen, policy = divmod(number, len(SAVE_POLICIES))
+    return SAVE_POLICIES[policy] + FROZEN * is_frozen
+
+
 SIGNATURE = (
     *("verb", "bytes per token", "top-k", "experts", "bytes per item", "scales"),
     *("stages of dispatch", "stages of combine", "whether memory may grow"),
-    *(DISPATCH_OF_HANDLE, "Buffer"),
+    *(DISPATCH_OF_HANDLE, "Buffer", SAVED),
 )
 """What all ranks must begin a call with alike: the fields of a signature, int32 [SIGNATURE_WORDS],
 see `device/signature.py`."""
@@ -110,6 +132,17 @@ class Role(IntEnum):
     COUNTS = 25
     SEND = 26
     PACK = 27
+    DGRAD_DOWN = 28
+    DGRAD_UP = 29
+    WGRAD_DOWN = 30
+    WGRAD_UP = 31
+
+
+class TracedRole(NamedTuple):
+    """Where a kernel that takes no device context records its spans, and as what."""
+
+    context: Any
+    role: Any
 
 
 TOLD_BIT = 32
@@ -163,6 +196,7 @@ PHASE_CLOCKS = tl.constexpr(int(Phase.CLOCKS))
 PHASE_FIELDS = tl.constexpr(int(Phase.FIELDS))
 PHASE_ABANDONED = tl.constexpr(int(Phase.ABANDONED))
 PHASE_HANDLE = tl.constexpr(int(Phase.HANDLE))
+PHASE_ROUTING = tl.constexpr(int(Phase.ROUTING))
 KIND_DISPATCH = tl.constexpr(int(Kind.DISPATCH))
 KIND_CACHED_DISPATCH = tl.constexpr(int(Kind.CACHED_DISPATCH))
 KIND_COMBINE = tl.constexpr(int(Kind.COMBINE))
@@ -183,3 +217,6 @@ ROLE_OPEN = tl.constexpr(int(Role.OPEN))
 ROLE_COUNTS = tl.constexpr(int(Role.COUNTS))
 ROLE_SEND = tl.constexpr(int(Role.SEND))
 ROLE_PACK = tl.constexpr(int(Role.PACK))
+ROLE_DGRAD_DOWN = tl.constexpr(int(Role.DGRAD_DOWN))
+ROLE_DGRAD_UP = tl.constexpr(int(Role.DGRAD_UP))
+ROLE_WGRAD_UP = tl.constexpr(int(Role.WGRAD_UP))

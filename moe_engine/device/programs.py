@@ -62,11 +62,14 @@ def arrive(counter):
 
 
 @device_function
-def arrive_after_tma(counters, mask):
+def arrive_after_tma(counters, mask, TMA: tl.constexpr):
     """Add 1 to int64 counters (a block of pointers on this GPU) under `mask`. Every store of this
-    program happens before that is seen by a `lang.wait` for a counter: TMA stores are drained and
-    fenced, then the barrier gathers all threads, and the add releases."""
-    drain_tma_stores(BARRIER=True)
+    program happens before that is seen by a `lang.wait` for a counter: TMA stores, where the GPU
+    has them, are drained and fenced, then the barrier gathers all threads, and the add releases."""
+    if TMA:
+        drain_tma_stores(BARRIER=True)
+    else:
+        tl.debug_barrier()
     tl.atomic_add(counters, mask.to(tl.int64), mask=mask, sem="release", scope="gpu")
 
 

@@ -48,15 +48,15 @@ class RowShape(NamedTuple):
 
 @device_function
 def signature_of(
-    kind, shape, num_experts, dispatch_stages, combine_stages, may_grow, dispatched, context
+    kind, shape, num_experts, dispatch_stages, combine_stages, may_grow, dispatched, saved, context
 ):
     """The signature of a call with rows of a `RowShape`. dispatched: the low half of the epoch of
-    the dispatch whose handle the call has, or of the call itself."""
+    the dispatch whose handle the call has, or of the call itself. saved: see `SAVE_POLICIES`."""
     buffer = tl.load(context + BUFFER).to(tl.int32)
     # fmt: off
     values = (
         kind, shape.payload_bytes, shape.num_topk, num_experts, shape.item_bytes, shape.num_scales,
-        dispatch_stages, combine_stages, may_grow, dispatched, buffer,
+        dispatch_stages, combine_stages, may_grow, dispatched, buffer, saved,
     )
     # fmt: on
     field = tl.arange(0, SIGNATURE_WORDS)
@@ -130,7 +130,7 @@ def open_call(kind, shape, dispatched, is_sound, context, RANKS_PAD: tl.constexp
     # fmt: off
     signature = signature_of(
         tl.where(is_ours, kind, 0), shape, tl.load(dispatched + 3), 0, 0, 0,
-        tl.load(dispatched + 9), context,
+        tl.load(dispatched + 9), 0, context,
     )
     # fmt: on
     _, ready = put_signature(ranks, real, signature, context)

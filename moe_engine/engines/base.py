@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple, Protocol
 
 import torch
@@ -31,6 +31,71 @@ class Handle(NamedTuple):
     send_head: torch.Tensor  # int32 [T, R]: row * R + rank in the order of the final sum, or -1
 
 
+class Arrived(NamedTuple):
+    """What a dispatch brings: rows, with what belongs to them; how many there are for each local
+    expert, where the host knows; the handle; group_counts int32 [E], how many there are for each
+    expert of the group."""
+
+    received: Received
+    per_expert: list[int]
+    handle: Handle
+    group_counts: torch.Tensor
+
+
+class LayerInputs(NamedTuple):
+    """The tensors of a layer, see `moe_engine.moe_ffn`."""
+
+    x: torch.Tensor
+    topk_idx: torch.Tensor
+    topk_weights: torch.Tensor
+    w_gate_up: torch.Tensor
+    w_down: torch.Tensor
+
+
+LayerResult = tuple[torch.Tensor, torch.Tensor | None]
+"""Of a layer: its result [T, H]; counts int32 [E], the rows of each expert from all ranks."""
+
+
+class Saved(NamedTuple):
+    """What the forward of a layer saves for its backward, besides its arguments: by which of
+    `SAVE_POLICIES`; tensors, none of them symmetric memory; how many expert rows came, -1 where the
+    host does not know; whether another backward may read the tensors, so that this one may not
+    overwrite them."""
+
+    save: str
+    tensors: tuple[torch.Tensor | None, ...]
+    num_rows: int = -1
+    is_kept: bool = True
+
+
+class WeightGradients(NamedTuple):
+    """Memory for the gradients of a layer's weights, of their shapes, bf16 or fp32; None: not
+    wanted. With `accumulate` they are added to what it holds."""
+
+    gate_up: torch.Tensor | None
+    down: torch.Tensor | None
+    accumulate: bool = False
+
+
+class WeightGradientRows(NamedTuple):
+    """What the gradients of the weights are products of: expert rows of x [M, H], of the gradient
+    of the pre-activations [M, 2I], of the weighted activations [M, I] and of the gradient of the
+    result [M, H]; where those of each expert begin, int32 [L + 1]."""
+
+    x: torch.Tensor
+    pre: torch.Tensor
+    act: torch.Tensor
+    dy: torch.Tensor
+    offsets: torch.Tensor
+
+
+LaterWeightGradients = Callable[[WeightGradients], None]
+"""Computes the gradients of the weights of one backward, at any time after it."""
+
+Gradients = tuple[torch.Tensor, torch.Tensor, LaterWeightGradients | None]
+"""Of a layer: of x and topk_weights; those of the weights, where they were not computed yet."""
+
+
 class Engine(Protocol):
     """The calls of a Buffer, carried out. Arguments have been checked; `num_sms` programs
     communicate in the call that gets it. `described`: by what `describe` returned for arguments
@@ -51,7 +116,7 @@ class Engine(Protocol):
         num_sms: int = NUM_SMS,
         owned: bool = True,
         described: Described | None = None,
-    ) -> tuple[Received, list[int], Handle]: ...
+    ) -> Arrived: ...
 
     def release(self) -> None: ...
 
@@ -81,8 +146,24 @@ class Engine(Protocol):
         topk_weights: torch.Tensor,
         w_gate_up: torch.Tensor,
         w_down: torch.Tensor,
+        return_counts: bool = False,
         described: Described | None = None,
-    ) -> torch.Tensor: ...
+    ) -> LayerResult: ...
+
+    def moe_ffn_forward(
+        self,
+        inputs: LayerInputs,
+        save: str,
+        is_captured: bool,
+        described: Described | None = None,
+    ) -> tuple[torch.Tensor, Saved, torch.Tensor]:
+        """The result of `moe_ffn`, what a policy saves of it for the backward, and the counts."""
+
+    def moe_ffn_backward(
+        self, dy: torch.Tensor, inputs: LayerInputs, saved: Saved, into: WeightGradients | None
+    ) -> Gradients:
+        """The gradients of x and topk_weights; those of the weights go `into` this memory, with
+        None later."""
 
     def contexts(self) -> list[DeviceContext]:
         """The device contexts that tell other ranks of a call which breaks off on this one."""

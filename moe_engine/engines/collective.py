@@ -8,7 +8,7 @@ the host with the counts.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -19,7 +19,16 @@ from ..dispatch import DispatchLayout, Received, Tokens
 from ..errors import CapacityError, RoutingError, ShapeError, bad_ids
 from ..prepared import Described, Kind
 from ..symm.device_context import DeviceContext
-from .base import NUM_SMS, Handle
+from .base import (
+    NUM_SMS,
+    Arrived,
+    Gradients,
+    Handle,
+    LayerInputs,
+    LayerResult,
+    Saved,
+    WeightGradients,
+)
 
 
 class CollectiveEngine:
@@ -61,7 +70,7 @@ class CollectiveEngine:
         return DispatchLayout(*layout)
 
     def _count(self, tokens: Tokens, layout: DispatchLayout) -> tuple[torch.Tensor, torch.Tensor]:
-        """(rank_prefix_matrix [R, R], recv_expert_counts [R, L]). ShapeError where ranks differ in
+        """(rank_prefix_matrix [R, R], counts of all ranks [R, E]). ShapeError where ranks differ in
         the shapes of their calls."""
         num_experts = layout.num_experts
         row = tokens.row
@@ -78,10 +87,7 @@ class CollectiveEngine:
         gathered = self._gather(
             torch.cat([layout.num_tokens_per_expert, layout.num_tokens_per_rank])
         )
-        num_local = num_experts // self.num_ranks
-        first = self.rank * num_local
-        prefix = gathered[:, num_experts:].cumsum(0).int()
-        return prefix, gathered[:, first : first + num_local].contiguous()
+        return gathered[:, num_experts:].cumsum(0).int(), gathered[:, :num_experts]
 
     def _gather(self, row: torch.Tensor) -> torch.Tensor:
         if self.group is None:
@@ -103,12 +109,28 @@ class CollectiveEngine:
         num_sms: int = NUM_SMS,
         owned: bool = True,
         described: Described | None = None,
-    ) -> tuple[Received, list[int], Handle]:
+    ) -> Arrived:
         """See `KernelEngine.dispatch`; rows in place are kept here until `release`."""
+        out, counts, handle = self._dispatch(tokens, layout, num_worst_tokens)
+        num_local = layout.num_experts // self.num_ranks
+        own = counts[:, self.rank * num_local :][:, :num_local]
+        per_expert = [] if num_worst_tokens else own.sum(0).tolist()
+        group_counts = counts.sum(0).int()
+        if owned:
+            return Arrived(out, per_expert, handle, group_counts)
+        self._kept, row_bytes = out.x, out.x.shape[1] * out.x.itemsize
+        rows = torch.arange(len(out.x), dtype=torch.int64, device=out.x.device)
+        address = rows * row_bytes + out.x.data_ptr()
+        return Arrived(out._replace(x=address), per_expert, handle, group_counts)
+
+    def _dispatch(
+        self, tokens: Tokens, layout: DispatchLayout, num_worst_tokens: int = 0
+    ) -> tuple[Received, torch.Tensor, Handle]:
+        """Rows of this rank's own; how many rows each rank sends to each expert [R, E]."""
         num_experts = layout.num_experts
         num_local = num_experts // self.num_ranks
         idx, head = reference.send_plan(layout.is_token_in_rank, tokens.topk_idx, num_experts)
-        prefix, expert_counts = self._count(tokens, layout)
+        prefix, counts = self._count(tokens, layout)
         send, recv = self._splits(prefix)
         sent = [idx[rank, :num].long() for rank, num in enumerate(send)]
         flat = torch.cat(sent)
@@ -126,15 +148,9 @@ class CollectiveEngine:
             weights = self._exchange(weights, send, recv)
         scales = None if tokens.scales is None else self._exchange(tokens.scales[flat], send, recv)
         out = _pad(Received(x, scales, ids, weights, src), num_worst_tokens)
-        per_expert = [] if num_worst_tokens else expert_counts.sum(0).tolist()
         signature = prefix.new_zeros(SIGNATURE_WORDS.value)  # the group itself matches its calls
         handle = Handle(prefix, idx, signature, out.src_idx, layout.is_token_in_rank, head)
-        if owned:
-            return out, per_expert, handle
-        self._kept, row_bytes = out.x, out.x.shape[1] * out.x.itemsize
-        rows = torch.arange(len(out.x), dtype=torch.int64, device=out.x.device)
-        address = rows * row_bytes + out.x.data_ptr()
-        return out._replace(x=address), per_expert, handle
+        return out, counts, handle
 
     def release(self) -> None:
         """Let the rows in place go."""
@@ -198,17 +214,51 @@ class CollectiveEngine:
         topk_weights: torch.Tensor,
         w_gate_up: torch.Tensor,
         w_down: torch.Tensor,
+        return_counts: bool = False,
         described: Described | None = None,
-    ) -> torch.Tensor:
+    ) -> LayerResult:
         """See `KernelEngine.moe_ffn`; the experts are `reference.expert_rows`."""
-        layout = self.layout(topk_idx, len(w_gate_up) * self.num_ranks)
-        tokens = Tokens(x, topk_idx, topk_weights)
-        received, _, handle = self.dispatch(tokens, layout, 0)
-        assert received.topk_idx is not None
-        assert received.topk_weights is not None
-        y = reference.expert_rows(received.x, received.topk_idx, w_gate_up, w_down)
-        out, _ = self.combine(reference.sum_topk(y, received.topk_weights), handle, None, ())
-        return out
+        inputs = LayerInputs(x, topk_idx, topk_weights, w_gate_up, w_down)
+        out, _, counts = self.moe_ffn_forward(inputs, "none", False)
+        return out, counts if return_counts else None
+
+    def moe_ffn_forward(
+        self,
+        inputs: LayerInputs,
+        save: str,
+        is_captured: bool,
+        described: Described | None = None,
+    ) -> tuple[torch.Tensor, Saved, torch.Tensor]:
+        """See `base.Engine`. Rows are saved by "rows" and "all", pre-activations never."""
+        layout = self.layout(inputs.topk_idx, len(inputs.w_gate_up) * self.num_ranks)
+        received, counts, handle = self._dispatch(Tokens(*inputs[:3]), layout)
+        routing = received.topk_idx, received.topk_weights
+        y = ExpertSums(received.x, *routing, inputs.w_gate_up, inputs.w_down).make()
+        out, _ = self.combine(y, handle, None, ())
+        kept = received.x if save in ("rows", "all") else None
+        return out, Saved(save, (kept, *routing, *handle)), counts.sum(0, dtype=torch.int32)
+
+    def moe_ffn_backward(
+        self, dy: torch.Tensor, inputs: LayerInputs, saved: Saved, into: WeightGradients | None
+    ) -> Gradients:
+        """See `base.Engine`: dy to where x went, torch's own gradients of what happens there, and
+        those of rows and weights back by `combine`."""
+        kept, topk_idx, topk_weights, *parts = saved.tensors
+        handle = Handle(*parts)  # type: ignore[arg-type]
+        if kept is None:
+            kept = self.dispatch_cached(inputs.x, None, handle).x
+        grad = self.dispatch_cached(dy, None, handle).x
+        assert topk_weights is not None
+        experts = ExpertSums(kept, topk_idx, topk_weights, inputs.w_gate_up, inputs.w_down)
+        rows, weights = experts.gradients(grad, "x", "topk_weights", into=into)
+        dx, topk_grads = self.combine(rows, handle, weights, ())
+        assert topk_grads is not None
+
+        def later(into: WeightGradients) -> None:
+            if into != WeightGradients(None, None):
+                experts.gradients(grad, into=into)
+
+        return dx, topk_grads, later if into is None else None
 
     def contexts(self) -> list[DeviceContext]:
         """None: a call that breaks off here breaks the process group."""
@@ -227,6 +277,42 @@ class CollectiveEngine:
 
     def free(self) -> None:
         """Nothing to give back."""
+
+
+class ExpertSums(NamedTuple):
+    """What this rank's experts give for rows that a dispatch brought: one weighted sum for each.
+    The tensors are those of a layer, for these rows."""
+
+    x: torch.Tensor
+    topk_idx: torch.Tensor | None
+    topk_weights: torch.Tensor | None
+    w_gate_up: torch.Tensor
+    w_down: torch.Tensor
+
+    def make(self) -> torch.Tensor:
+        """The sums [N, H]."""
+        assert self.topk_idx is not None
+        assert self.topk_weights is not None
+        y = reference.expert_rows(self.x, self.topk_idx, self.w_gate_up, self.w_down)
+        return reference.sum_topk(y, self.topk_weights)
+
+    def gradients(
+        self, grad: torch.Tensor, *names: str, into: WeightGradients | None = None
+    ) -> list[torch.Tensor]:
+        """Those of the named tensors, given that of the sums; those of the weights go `into` this
+        memory, rounded once."""
+        into = into or WeightGradients(None, None)
+        both = ("w_gate_up", into.gate_up), ("w_down", into.down)
+        outs = {name: out for name, out in both if out is not None}
+        wide = torch.promote_types(self.x.dtype, torch.float32)
+        leaves = {name: getattr(self, name).detach().requires_grad_() for name in names}
+        leaves |= {name: getattr(self, name).detach().to(wide).requires_grad_() for name in outs}
+        with torch.enable_grad():
+            sums = self._replace(**leaves).make()
+            found = torch.autograd.grad(sums, [*leaves.values()], grad, materialize_grads=True)
+        for out, one in zip(outs.values(), found[len(names) :], strict=True):
+            out.copy_(one + out if into.accumulate else one)
+        return list(found[: len(names)])
 
 
 def _pad(rows: Received, num_rows: int) -> Received:

@@ -2,16 +2,22 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import replace
+from typing import NamedTuple
 
 import torch
 
 from .. import combine, dispatch, routing
+from ..combine.fused_sum_kernels import LayerSums
 from ..dispatch.fused_kernels import CopyLists
+from ..dispatch.place_rows_kernels import ExpertRowParts
 from ..grouped_gemm import gemm_config
 from ..grouped_gemm.config import GemmConfig
+from ..grouped_gemm.operands import Weights
 from ..layer_config import LayerConfig
 from ..symm.slots import Slots
+from ..utils import round_up
 
 
 def feed_forward(
@@ -23,8 +29,8 @@ def feed_forward(
     max_expert_rows: int,
     config: LayerConfig,
     slots: Slots,
-) -> torch.Tensor:
-    """out [T, H]: the routed experts of a layer, see `moe_engine.moe_ffn`.
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """out [T, H]: the routed experts of a layer, see `moe_engine.moe_ffn`; counts int32 [E].
 
     Arguments have been checked. `max_expert_rows` is the most that this rank can receive; see
     `expert_rows_bytes`.
@@ -35,11 +41,10 @@ def feed_forward(
     out, act = torch.empty_like(x), x.new_empty(max_expert_rows, w_down.shape[2])
     dispatched = dispatch_experts(tokens, w_gate_up, act, config, slots)
     metadata = combine.send_return_metadata(dispatched, slots)
-    block_m = dispatched.schedule.block_m
-    tiles = gemm_config(w_down, max_expert_rows // slots.num_ranks, block_m=block_m)
-    tiles = leave_room_for_sums(replace(tiles, group_m=config.group_m, num_splits=1))
-    combine.gemm_combine(act, w_down, out, dispatched, metadata, tiles, slots)
-    return out
+    combine_experts(
+        act, Weights(w_down), LayerSums(out, dispatched.rows), dispatched, metadata, slots
+    )
+    return out, dispatched.offsets.counts
 
 
 def dispatch_experts(
@@ -50,40 +55,108 @@ def dispatch_experts(
     slots: Slots,
 ) -> dispatch.Dispatched:
     """The first half of `feed_forward`, after the layout: rows to the experts, and the
-    up-projection into act [M, I]."""
-    x, max_expert_rows = tokens.x, len(act)
-    rows, copies = expert_rows(x, max_expert_rows, slots)
-    # Balanced routing brings about as many rows as this rank sends out.
-    tiles = gemm_config(w_gate_up, max_expert_rows // slots.num_ranks, "swiglu")
-    tiles = replace(tiles, group_m=config.group_m, num_splits=1)
-
+    up-projection into act [M, I], M the most rows that this rank can receive."""
+    tiles = up_tiles(w_gate_up, len(act), config, slots)
     offsets = dispatch.exchange_fused(tokens, config, slots)
-    plan = dispatch.place_rows(tokens, offsets, rows.nbytes, slots)
+    memory = ExpertRows.of(tokens.x, len(act), slots)
+    dispatched = send_rows(tokens, offsets, memory, tiles.block_m, config, slots)
+    up_projection(dispatched.rows, w_gate_up, (act, None), dispatched, tiles, slots)
+    return dispatched
+
+
+def send_rows(
+    tokens: dispatch.LayerTokens,
+    offsets: dispatch.ExpertOffsets,
+    memory: ExpertRows,
+    block_m: int,
+    config: LayerConfig,
+    slots: Slots,
+    with_weights: bool = False,
+    plan: dispatch.RowPlan | None = None,
+) -> dispatch.Dispatched:
+    """Rows to the experts, after the exchange, and with_weights their weights; or rows where a plan
+    has put those of an earlier call of the same tokens, whose weights and copies still lie there.
+    """
+    rows = memory.rows
+    if plan is None:
+        plan = dispatch.place_rows(tokens, offsets, memory.parts, slots, with_weights)
     begins = offsets.expert_offsets, offsets.remote_offsets
-    schedule, counters = dispatch.staged_schedule(
-        *begins, max_expert_rows, tiles.block_m, config, slots
-    )
-    dispatch.push_fused(x, plan, counters, config, slots)
-    lists = CopyLists(plan.own_order, copies)
-    dispatch.copy_rows(x, rows, lists, offsets, counters, config, slots)
-    dispatch.dispatch_gemm(rows, w_gate_up, act, schedule, counters, tiles, config, slots)
+    schedule, counters = dispatch.staged_schedule(*begins, len(rows), block_m, config, slots)
+    dispatch.push_fused(tokens.x, plan, counters, config, slots)
+    lists = CopyLists(plan.own_order, memory.copies)
+    dispatch.copy_rows(tokens.x, rows, lists, offsets, counters, config, slots)
     return dispatch.Dispatched(tokens, rows, offsets, plan, schedule, counters, config)
 
 
+def up_tiles(
+    w_gate_up: torch.Tensor, max_expert_rows: int, config: LayerConfig, slots: Slots
+) -> GemmConfig:
+    """The tiles of the up-projection, whose height is that of all tiles of the layer."""
+    # Balanced routing brings about as many rows as this rank sends out.
+    tiles = gemm_config(w_gate_up, max_expert_rows // slots.num_ranks, "swiglu")
+    return replace(tiles, group_m=config.group_m, num_splits=1)
+
+
+def up_projection(
+    rows: torch.Tensor,
+    w_gate_up: torch.Tensor,
+    outputs: tuple[torch.Tensor, torch.Tensor | None],
+    dispatched: dispatch.Dispatched,
+    tiles: GemmConfig,
+    slots: Slots,
+) -> None:
+    """See `dispatch_gemm`. Other rows than those that were dispatched have arrived already."""
+    how = dispatched.schedule, dispatched.counters, tiles, dispatched.config, slots
+    dispatch.dispatch_gemm(rows, w_gate_up, outputs, *how, rows is not dispatched.rows)
+
+
+def combine_experts(
+    a: torch.Tensor,
+    weights: Weights,
+    sums: LayerSums,
+    dispatched: dispatch.Dispatched,
+    metadata: combine.ReturnMetadata,
+    slots: Slots,
+    gradients: Sequence[combine.WeightGradient] = (),
+) -> None:
+    """The product whose rows return, their sums, and gradients meanwhile; see `gemm_combine`."""
+    num_rows, block_m = len(dispatched.rows) // slots.num_ranks, dispatched.schedule.block_m
+    tiles = gemm_config(weights.w, num_rows, transposed=weights.transposed, block_m=block_m)
+    tiles = replace(tiles, group_m=dispatched.config.group_m, num_splits=1)
+    how = dispatched, metadata, leave_room_for_sums(tiles), slots, gradients
+    combine.gemm_combine(a, weights, sums, *how)
+
+
 def expert_rows_bytes(max_expert_rows: int, row_bytes: int) -> int:
-    """Bytes of `slots.expert_rows` for a layer: rows, and for each of them which one it copies."""
-    return max_expert_rows * (row_bytes + 8)
+    """Bytes of `slots.expert_rows` for a layer, see `ExpertRows`."""
+    return max_expert_rows * (row_bytes + 4) + round_up(8 * max_expert_rows, 16)
 
 
-def expert_rows(
-    x: torch.Tensor, max_expert_rows: int, slots: Slots
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """(rows [M, H] like x, copies int64 [M]) in `slots.expert_rows`: what the experts read and
-    later what they give, and which rows are copies of which."""
-    num_bytes = max_expert_rows * x.shape[1] * x.itemsize
-    rows = slots.expert_rows.local[:num_bytes].view(x.dtype).view(max_expert_rows, x.shape[1])
-    copies = slots.expert_rows.local[num_bytes:][: 8 * max_expert_rows].view(torch.int64)
-    return rows, copies
+class ExpertRows(NamedTuple):
+    """`slots.expert_rows`: rows [M, H] like x, what the experts read and later what they give;
+    copies int64 [M], which of them are copies of which; weights float32 [M], those of the rows in a
+    backward."""
+
+    rows: torch.Tensor
+    copies: torch.Tensor
+    weights: torch.Tensor
+
+    @classmethod
+    def of(cls, x: torch.Tensor, max_expert_rows: int, slots: Slots) -> ExpertRows:
+        """Rows like those of x [T, H]."""
+        memory, num_bytes = slots.expert_rows.local, max_expert_rows * x.shape[1] * x.itemsize
+        weights = num_bytes + round_up(8 * max_expert_rows, 16)
+        return cls(
+            memory[:num_bytes].view(x.dtype).view(max_expert_rows, x.shape[1]),
+            memory[num_bytes:][: 8 * max_expert_rows].view(torch.int64),
+            memory[weights:][: 4 * max_expert_rows].view(torch.float32),
+        )
+
+    @property
+    def parts(self) -> ExpertRowParts:
+        """Where the copies and the weights begin."""
+        num_bytes = self.rows.nbytes
+        return ExpertRowParts(num_bytes, num_bytes + round_up(self.copies.nbytes, 16))
 
 
 def leave_room_for_sums(tiles: GemmConfig) -> GemmConfig:

@@ -39,7 +39,18 @@ from ..symm.slots import (
     Slots,
     header_bytes,
 )
-from .base import NUM_SMS, ContextEngine, Handle
+from . import trained_layer
+from .base import (
+    NUM_SMS,
+    Arrived,
+    ContextEngine,
+    Gradients,
+    Handle,
+    LayerInputs,
+    LayerResult,
+    Saved,
+    WeightGradients,
+)
 from .fused_layer import expert_rows_bytes, feed_forward
 
 
@@ -62,7 +73,7 @@ class KernelEngine(ContextEngine):
     ):
         self.layers = layers
         self.slots = new_slots(layout, False, 0)
-        self._concurrent_reads = ConcurrentReads(self.slots.context.fields.device)
+        self.concurrent_reads = ConcurrentReads(self.slots.context.fields.device)
         self._new_slots, self._max_tokens = new_slots, max_tokens
         self._was_captured = False
 
@@ -78,7 +89,7 @@ class KernelEngine(ContextEngine):
         self, topk_idx: torch.Tensor, num_experts: int, described: Described | None = None
     ) -> DispatchLayout:
         """See `routing.layout`."""
-        layout: DispatchLayout = self._call(
+        layout: DispatchLayout = self.call(
             KernelEngine._layout, topk_idx, num_experts, described=described
         )
         return layout
@@ -96,7 +107,7 @@ class KernelEngine(ContextEngine):
         num_sms: int = NUM_SMS,
         owned: bool = True,
         described: Described | None = None,
-    ) -> tuple[Received, list[int], Handle]:
+    ) -> Arrived:
         """Send the rows and return what came as tensors of the caller's; or with owned=False their
         addresses, int64 [N], good until `release`: in the slot, or in `tokens.x` for rows that this
         rank sent to itself.
@@ -107,16 +118,16 @@ class KernelEngine(ContextEngine):
         sent, how = (tokens, layout), (_num_programs(num_sms), owned)
         if num_worst_tokens:
             args = *sent, num_worst_tokens, *how
-            whole = self._call(KernelEngine._dispatch_whole, *args, described=described)
-            return whole[0], [], whole[1]
+            whole = self.call(KernelEngine._dispatch_whole, *args, described=described)
+            return Arrived(whole[0], [], *whole[1:])
         grows, largest_row = self._max_tokens is None, self._largest_row(tokens)
         header = header_bytes(layout.num_experts, self.slots.layout.num_ranks)
         if grows and self.slots.layout.max_rows(largest_row.num_bytes, header) < 1:
             self._grow(1, largest_row, header)
-        counts, plan, send_head = self._call(KernelEngine._exchange, *sent, grows, check=False)
-        self._concurrent_reads.mark()
-        self._call(KernelEngine._send, *sent, plan, *how, check=not grows)
-        num_rows, *per_expert = self._concurrent_reads.read(lambda: self._received(counts))
+        counts, plan, send_head = self.call(KernelEngine._exchange, *sent, grows, check=False)
+        self.concurrent_reads.mark()
+        self.call(KernelEngine._send, *sent, plan, *how, check=not grows)
+        num_rows, *per_expert = self.concurrent_reads.read(lambda: self._received(counts))
         most_rows = self.slots.context.rows_wanted() if grows else 0
         if most_rows:
             self._grow(most_rows, largest_row, header)
@@ -124,12 +135,13 @@ class KernelEngine(ContextEngine):
         self.slots.context.check()
         out, prefix = self._new_rows(tokens, num_rows, owned), counts.rank_prefix_matrix
         received = tokens, prefix, layout.num_experts, *how
-        self._call(KernelEngine._receive, *received, sized=out, max_rows=num_rows)
-        return out, per_expert, _handle(counts, plan, out, layout, send_head)
+        self.call(KernelEngine._receive, *received, sized=out, max_rows=num_rows)
+        handle = _handle(counts, plan, out, layout, send_head)
+        return Arrived(out, per_expert, handle, counts.group_counts)
 
     def release(self) -> None:
         """End a dispatch of rows in place: what was launched before has read the rows."""
-        self._call(KernelEngine._release)
+        self.call(KernelEngine._release)
 
     def _release(self) -> None:
         dispatch_verbs.release(self.slots)
@@ -141,16 +153,17 @@ class KernelEngine(ContextEngine):
         num_worst_tokens: int,
         num_programs: int,
         owned: bool,
-    ) -> tuple[Received, Handle]:
+    ) -> tuple[Received, Handle, torch.Tensor]:
         """All steps of a dispatch that returns `num_worst_tokens` rows."""
         header = header_bytes(layout.num_experts, self.slots.layout.num_ranks)
-        self._check_capacity(len(tokens.x), self._largest_row(tokens), header)
+        self.check_capacity(len(tokens.x), self._largest_row(tokens), header)
         out = self._new_rows(tokens, num_worst_tokens, owned)
         counts, plan, send_head = self._exchange(tokens, layout, may_grow=False)
         self._send(tokens, layout, plan, num_programs, owned)
         received = tokens, counts.rank_prefix_matrix, layout.num_experts, num_programs, owned
         self._receive(*received, sized=out, max_rows=num_worst_tokens)
-        return out, _handle(counts, plan, out, layout, send_head)
+        handle = _handle(counts, plan, out, layout, send_head)
+        return out, handle, counts.group_counts
 
     def _exchange(
         self, tokens: Tokens, layout: DispatchLayout, may_grow: bool
@@ -158,7 +171,7 @@ class KernelEngine(ContextEngine):
         """Plan the rows and exchange counts: (counts, the plan, send_head)."""
         header, row = header_bytes(layout.num_experts, self.slots.num_ranks), tokens.row
         if not may_grow:
-            self._check_capacity(len(tokens.x), row, header)
+            self.check_capacity(len(tokens.x), row, header)
         max_rows = self.slots.layout.max_rows(self._largest_row(tokens).num_bytes, header)
         counts = Counts.empty(layout)
         # fmt: off
@@ -242,14 +255,18 @@ class KernelEngine(ContextEngine):
         handle: Handle,
         num_sms: int = NUM_SMS,
         described: Described | None = None,
+        topk: tuple[torch.Tensor, torch.Tensor, int] | None = None,
     ) -> Received:
-        """Send x [T, H] where an earlier dispatch sent its tokens; nothing is counted again."""
-        tokens, num_rows = Tokens(x, scales=scales), handle.recv_src_idx.numel()
+        """Send x [T, H] where an earlier dispatch sent its tokens; nothing is counted again. topk
+        is (topk_idx [T, K] of that dispatch, topk_weights [T, K], num_experts), if these go along.
+        """
+        ids, weights, num_experts = topk or (None, None, self.slots.num_ranks)
+        tokens, num_rows = Tokens(x, ids, weights, scales), handle.recv_src_idx.numel()
         out = Received.empty(x.new_empty(num_rows, x.shape[1]), tokens)
         parts = handle.rank_prefix_matrix, handle.send_token_idx, handle.signature
-        sent = tokens, *parts, _num_programs(num_sms)
+        sent = tokens, *parts, num_experts // self.slots.num_ranks, _num_programs(num_sms)
         more: dict[str, Any] = dict(sized=out, max_rows=num_rows, described=described)
-        self._call(KernelEngine._dispatch_cached, *sent, **more)
+        self.call(KernelEngine._dispatch_cached, *sent, **more)
         return out
 
     def _dispatch_cached(
@@ -258,17 +275,18 @@ class KernelEngine(ContextEngine):
         prefix: torch.Tensor,
         send_token_idx: torch.Tensor,
         signature: torch.Tensor,
+        num_local_experts: int,
         num_programs: int,
         sized: Received,
         max_rows: int,
     ) -> None:
         if self._max_tokens is not None:
-            self._check_capacity(len(tokens.x), tokens.row, BARE_HEADER)
+            self.check_capacity(len(tokens.x), tokens.row, BARE_HEADER)
         rank = self.slots.context.rank
         plan = SendPlan(prefix[rank], prefix[rank - 1] if rank else None, send_token_idx)
         partition = Partition.choose(num_programs, owned=True)
         early = partition.push + partition.early  # the latter begin after the push
-        more = 1, BARE_HEADER, early, self.slots, signature
+        more = num_local_experts, BARE_HEADER, early, self.slots, signature
         dispatch_verbs.send_metadata(tokens, plan, *more)
         dispatch_verbs.push(tokens, plan, BARE_HEADER, partition, self.slots)
         dispatch_verbs.collect(sized, tokens, prefix, BARE_HEADER, partition, self.slots)
@@ -288,7 +306,7 @@ class KernelEngine(ContextEngine):
         parts = handle.rank_prefix_matrix, handle.signature, handle.send_head
         rows = combine_verbs.ReturnedRows(x, topk_weights)
         args = *parts, tuple(bias), _num_programs(num_sms)
-        sums: tuple[torch.Tensor, torch.Tensor | None] = self._call(
+        sums: tuple[torch.Tensor, torch.Tensor | None] = self.call(
             KernelEngine._combine, *args, sized=rows, num_rows=x.shape[0], described=described
         )
         return sums
@@ -306,7 +324,7 @@ class KernelEngine(ContextEngine):
         x, weights = sized
         num_tokens, row = len(send_head), sized.row
         if self._max_tokens is not None:
-            self._check_capacity(num_tokens, row, BARE_HEADER)
+            self.check_capacity(num_tokens, row, BARE_HEADER)
         out = x.new_empty(num_tokens, x.shape[1])
         if weights is not None:
             weights = weights.new_empty(num_tokens, row.num_topk)
@@ -324,48 +342,53 @@ class KernelEngine(ContextEngine):
         topk_weights: torch.Tensor,
         w_gate_up: torch.Tensor,
         w_down: torch.Tensor,
+        return_counts: bool = False,
         described: Described | None = None,
-    ) -> torch.Tensor:
+    ) -> LayerResult:
         """The experts of a layer, see `moe_engine.moe_ffn`; its steps are in `fused_layer.py`.
 
         No host synchronisation: work space is sized for R * max_tokens * K expert rows.
         """
-        tensors = x, topk_idx, topk_weights, w_gate_up, w_down
-        out: torch.Tensor = self._call(
-            KernelEngine._moe_ffn, *tensors, before=self._reserve_expert_rows, described=described
-        )
-        return out
+        args = LayerInputs(x, topk_idx, topk_weights, w_gate_up, w_down), return_counts
+        more: dict[str, Any] = dict(before=self.reserve_expert_rows, described=described)
+        result: LayerResult = self.call(KernelEngine._moe_ffn, *args, **more)
+        return result
 
-    def _moe_ffn(
-        self,
-        x: torch.Tensor,
-        topk_idx: torch.Tensor,
-        topk_weights: torch.Tensor,
-        w_gate_up: torch.Tensor,
-        w_down: torch.Tensor,
-    ) -> torch.Tensor:
-        row, header, max_rows = self._expert_rows(x, topk_idx, w_gate_up)
-        self._check_capacity(len(x), row, header)
-        config, tensors = self.layer_config(w_gate_up, row), (x, topk_idx, topk_weights)
-        return feed_forward(*tensors, w_gate_up, w_down, max_rows, config, self.slots)
+    def _moe_ffn(self, inputs: LayerInputs, return_counts: bool) -> LayerResult:
+        x, topk_idx, _, w_gate_up, _ = inputs
+        row, header, max_rows = self.most_expert_rows(x, topk_idx, w_gate_up)
+        self.check_capacity(len(x), row, header)
+        config = self.layer_config(w_gate_up, row)
+        out, counts = feed_forward(*inputs, max_rows, config, self.slots)
+        return out, counts if return_counts else None
 
-    def _reserve_expert_rows(
+    def moe_ffn_forward(
         self,
-        x: torch.Tensor,
-        topk_idx: torch.Tensor,
-        topk_weights: torch.Tensor,
-        w_gate_up: torch.Tensor,
-        w_down: torch.Tensor,
-    ) -> None:
+        inputs: LayerInputs,
+        save: str,
+        is_captured: bool,
+        described: Described | None = None,
+    ) -> tuple[torch.Tensor, Saved, torch.Tensor]:
+        """See `trained_layer.forward`."""
+        return trained_layer.forward(self, inputs, save, is_captured, described)
+
+    def moe_ffn_backward(
+        self, dy: torch.Tensor, inputs: LayerInputs, saved: Saved, into: WeightGradients | None
+    ) -> Gradients:
+        """See `trained_layer.backward`."""
+        return trained_layer.backward(self, dy, inputs, saved, into)
+
+    def reserve_expert_rows(self, inputs: LayerInputs, *more: Any) -> None:
         """Before the first layer of a kind: memory for its expert rows. All ranks meet here."""
+        x, topk_idx, _, w_gate_up, w_down = inputs
         # Before anything is sent: the other ranks could not know of a refusal afterwards.
-        check_weights(x, w_gate_up, x.shape[1], "swiglu")
+        check_weights(x, w_gate_up, x.shape[1], "swiglu", by_parts=True)
         check_weights(x, w_down, w_down.shape[2], "none")
-        row, _, max_rows = self._expert_rows(x, topk_idx, w_gate_up)
+        row, _, max_rows = self.most_expert_rows(x, topk_idx, w_gate_up)
         num_bytes = expert_rows_bytes(max_rows, row.payload_bytes)
         self.slots.reserve_expert_rows(num_bytes, self._was_captured)
 
-    def _expert_rows(
+    def most_expert_rows(
         self, x: torch.Tensor, topk_idx: torch.Tensor, w_gate_up: torch.Tensor
     ) -> tuple[ReturnRowLayout, int, int]:
         """(how sums return, the bytes before them in a region, the most rows of a rank's
@@ -377,9 +400,9 @@ class KernelEngine(ContextEngine):
 
     def layer_config(self, w_gate_up: torch.Tensor, row: ReturnRowLayout) -> LayerConfig:
         """How `moe_ffn` runs with experts w_gate_up [L, 2I, H] and rows like these."""
-        num_local_experts, columns, hidden = w_gate_up.shape
+        columns, hidden = w_gate_up.shape[1:-1].numel(), w_gate_up.shape[-1]
         num_ranks = self.slots.layout.num_ranks
-        num_experts = num_local_experts * num_ranks
+        num_experts = len(w_gate_up) * num_ranks
         max_tokens = self.max_tokens(row, header_bytes(num_experts, num_ranks))
         sizes = max_tokens, num_experts, row.num_topk, hidden, columns // 2
         return self.layers.choose(LayerProblem(num_ranks, *sizes, w_gate_up.itemsize))
@@ -389,7 +412,7 @@ class KernelEngine(ContextEngine):
         fits = self.slots.layout.max_rows(row.num_bytes, header)
         return fits if self._max_tokens is None else min(fits, self._max_tokens)
 
-    def _check_capacity(
+    def check_capacity(
         self, num_tokens: int, row: RowLayout | ReturnRowLayout, header: int
     ) -> None:
         limit = self.max_tokens(row, header)
@@ -414,7 +437,7 @@ class KernelEngine(ContextEngine):
         if not self._was_captured and self.context.fields.is_cuda:
             self._was_captured = torch.cuda.is_current_stream_capturing()
 
-    def _call(
+    def call(
         self,
         body: Callable[..., Any],
         *args: Any,

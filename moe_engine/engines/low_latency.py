@@ -71,7 +71,7 @@ class LowLatency(ContextEngine):
         out: Received = self._call(LowLatency._dispatch, *args, hooked=hooked, described=described)
         if not hooked:
             return out, None
-        decided = _more(described, out)
+        decided = described and described.more(out)
         return out, self._hook(LowLatency._receive_dispatched, *args, out, described=decided)
 
     def _dispatch(self, tokens: LowLatencyTokens, stats: Stats, phases: str) -> Received:
@@ -101,7 +101,7 @@ class LowLatency(ContextEngine):
         if not hooked:
             return out, epoch, None
         rows = rows._replace(out=out)
-        decided = _more(described, (out, epoch))
+        decided = described and described.more(out, epoch)
         return out, epoch, self._hook(LowLatency._add_up, rows, *args, epoch, described=decided)
 
     def _combine(
@@ -135,11 +135,13 @@ class LowLatency(ContextEngine):
         w_gate_up: torch.Tensor,
         w_down: torch.Tensor,
         max_tokens: int,
+        described: Described | None = None,
     ) -> torch.Tensor:
         """The experts of a layer for up to `max_tokens` tokens of each rank: dispatch, two GEMMs
         bound by the weights' bytes, combine."""
         tensors = x, topk_idx, topk_weights, w_gate_up, w_down
-        out: torch.Tensor = self._call(LowLatency._moe_ffn, *tensors, max_tokens, num_calls=2)
+        more: dict[str, Any] = dict(num_calls=2, described=described)
+        out: torch.Tensor = self._call(LowLatency._moe_ffn, *tensors, max_tokens, **more)
         return out
 
     def _moe_ffn(
@@ -153,7 +155,7 @@ class LowLatency(ContextEngine):
         phases: str,
     ) -> torch.Tensor:
         # Before anything is sent: the other ranks could not know of a refusal afterwards.
-        check_weights(x, w_gate_up, x.shape[1], "swiglu")
+        check_weights(x, w_gate_up, x.shape[1], "swiglu", by_parts=True)
         check_weights(x, w_down, w_down.shape[2], "none")
         num_experts = len(w_gate_up) * self.num_ranks
         row_format = "bf16" if x.dtype == torch.bfloat16 else "fp32"
@@ -285,14 +287,3 @@ class LowLatency(ContextEngine):
     def free(self) -> None:
         """Give the memory back."""
         self.ring.free()
-
-
-def _more(described: Described | None, made: tuple[torch.Tensor | None, ...]) -> Described | None:
-    """The arguments of the second half of a call, which gets what the first half has made."""
-    if described is None or described.tensors is None:
-        return None
-    tensors = [*described.tensors]
-    for one in made:
-        if one is not None and all(one is not other for other in tensors):
-            tensors.append(one)
-    return Described(described.kind, tensors)

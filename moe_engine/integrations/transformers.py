@@ -8,8 +8,9 @@ Each rank keeps E / R experts of every layer and calls the model with a batch of
 rank must call it equally often: one without tokens calls `join_empty(model)` instead, and ranks
 that `generate` do so for the same number of steps (`min_new_tokens` equal to `max_new_tokens`).
 Once per pass the hosts agree on the most tokens that any rank has, so that decode makes low-latency
-calls; in a CUDA graph they cannot, and `fix_max_tokens` gives the number. There is no backward yet:
-call the model in `torch.no_grad()`. `unshard_experts(model)` undoes it all, for saving.
+calls. They ask when the model is called, and its first layer of experts waits for the answer. In a
+CUDA graph they cannot ask, and `fix_max_tokens` gives the number. Without `torch.no_grad()` layers
+keep what their backward needs. `unshard_experts(model)` undoes it all, for saving.
 """
 
 from __future__ import annotations
@@ -28,15 +29,28 @@ from typing import Any, NoReturn
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.nn.utils import parametrize
 
 from ..buffer import Buffer
 from ..checks import check_at_least
 from ..deadline import timeout_seconds
 from ..errors import BackendError, CapacityError, OutOfStep, ShapeError
 from ..layer import moe_ffn
+from ..sharded_weights import group_of, local
 from ..symm import default_group, exchange
 from ..symm.device_context import COMPILE_S
-from .transformers_experts import WEIGHTS, check_experts, experts_layers, shape_of
+from ..utils import untraced
+from .expert_parts import (
+    callers,
+    check_adapters,
+    check_not_of_fsdp,
+    expert_parts,
+    is_peft,
+    lora_wrappers,
+    note_num_experts,
+)
+from .transformers_experts import check_experts, experts_layers, shape_of
 
 NAME = "moe_engine"
 _names = itertools.count()
@@ -67,26 +81,39 @@ def _refuse_distributed(*_: Any) -> NoReturn:
     )
 
 
-@torch.compiler.disable  # a graph break: what is compiled goes on after it
+@untraced
 def experts_forward(
     self: Any, hidden_states: Tensor, top_k_index: Tensor, top_k_weights: Tensor
 ) -> Tensor:
     """The experts of all ranks, for this rank's tokens: [T, H], [T, K], [T, K] -> [T, H]."""
-    if not hasattr(self, "moe_share"):
+    share: Share | None = vars(self).get("moe_share")
+    if share is None:
         raise BackendError(
             f"{type(self).__name__} has no Buffer: call shard_experts(model, group) on every rank "
             'before a model runs with experts_implementation="moe_engine".'
         )
-    share = self.moe_share
-    return moe_ffn(
+    if parametrize.is_parametrized(self) and not share.has_adapters:
+        raise BackendError(
+            f"{type(self).__name__} got adapters of its weights after shard_experts, for this "
+            "rank's experts alone. Call get_peft_model first, then shard_experts(model, group)."
+        )
+    counts = share.passes.counts
+    result: Any = moe_ffn(
         hidden_states,
         top_k_index,
         top_k_weights.float(),
-        self.gate_up_proj,
-        self.down_proj,
+        local(self.gate_up_proj),
+        local(self.down_proj),
         share.buffer,
         share.passes.max_tokens(share.layer, hidden_states),
+        return_counts=counts is not None,
     )
+    if counts is None:
+        return result
+    y, count = result
+    if not _is_in_backward():
+        counts.append(count)
+    return y
 
 
 @dataclass(frozen=True)
@@ -97,6 +124,7 @@ class Share:
     passes: Passes
     layer: int
     implementation_before: str | None
+    has_adapters: bool
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Share:
         return replace(self, passes=copy.deepcopy(self.passes, memo))
@@ -106,6 +134,7 @@ def shard_experts(
     model: Any,
     group: dist.ProcessGroup | None = None,
     *,
+    mesh: DeviceMesh | None = None,
     max_tokens: int = 4096,
     backend: str = "auto",
 ) -> Buffer:
@@ -115,13 +144,19 @@ def shard_experts(
     all ranks, bounds the tokens (batch x length) of one rank in one pass and sizes the Buffer; more
     raise CapacityError, on all ranks. A model on the meta device may be sharded, too.
     gate_up_proj [E, 2I, H] -> [E / R, 2I, H] and down_proj [E, H, I] -> [E / R, H, I].
+    With a `mesh` of one dimension, whose ranks are then the group, they are DTensors [E, ...] of
+    these parts, Shard(0) on it, as torch's distributed checkpoint and `data_parallel` take them.
+    They are new parameters, so an optimizer is made afterwards.
     From here on `state_dict` is this rank's share, and `save_pretrained` raises BackendError until
-    `unshard_experts(model)`.
+    `unshard_experts(model)`, except with a `state_dict` of the whole model.
     Raises BackendError for experts that have or do anything else, ShapeError if R does not divide E
     or the experts are sharded already, DtypeError for weights other than bf16 and fp32.
     """
+    if mesh is not None:
+        group = group_of(mesh, group)
     group = group or default_group()
     rank, num_ranks = (dist.get_rank(group), dist.get_world_size(group)) if group else (0, 1)
+    check_adapters(model, mesh)
     layers = experts_layers(model)
     for experts in layers:
         if hasattr(experts, "moe_share"):
@@ -152,16 +187,18 @@ def shard_experts(
     except BaseException:
         model.set_experts_implementation(before)
         raise
-    num_local = num_experts // num_ranks
+    has_adapters = bool(lora_wrappers(model))
+    for part in expert_parts(model):
+        part.keep(rank, num_ranks, mesh)
+    note_num_experts(model)
     for number, experts in enumerate(layers):
-        for name in WEIGHTS:
-            # A clone, so that the storage of all experts is freed.
-            mine = getattr(experts, name).detach()[rank * num_local :][:num_local].clone()
-            _replace(experts, name, mine)
-        experts.moe_share = Share(buffer, passes, number, before)
+        experts.moe_share = Share(buffer, passes, number, before, has_adapters)
     for part in _parts(model):
-        part.save_pretrained = _refuse_save
+        part.save_pretrained = MethodType(_save, part)
         part.set_experts_implementation = MethodType(_set_implementation, part)
+    if is_peft(model) and has_adapters:
+        model.save_pretrained = MethodType(_save, model)
+    passes.begin_with(_whole(model, len(layers)))
     return buffer
 
 
@@ -172,39 +209,25 @@ def unshard_experts(model: Any) -> None:
     Collective over the group of `shard_experts`, whose Buffer stays the caller's to destroy.
     """
     layers = experts_layers(model)
-    share = _share(layers[0])
-    for part in _parts(model):
+    share = share_of(layers[0])
+    check_not_of_fsdp(model)
+    share.passes.hook.remove()
+    for part in (model, *_parts(model)):
         for name in ("save_pretrained", "set_experts_implementation"):
             vars(part).pop(name, None)
+    for part in expert_parts(model):
+        part.restore(share.passes.group)
+    note_num_experts(model)
     for experts in layers:
-        for name in WEIGHTS:
-            _replace(experts, name, _gather(getattr(experts, name).detach(), share.passes.group))
         del experts.moe_share
     model.set_experts_implementation(share.implementation_before)
 
 
-def _share(experts: Any) -> Share:
+def share_of(experts: Any) -> Share:
     """The `Share` that `shard_experts` left on a layer; BackendError if it was not called."""
     if not hasattr(experts, "moe_share"):
         raise BackendError("the model has no Buffer: call shard_experts(model, group) first.")
     return experts.moe_share
-
-
-def _replace(experts: Any, name: str, value: Tensor) -> None:
-    requires_grad = getattr(experts, name).requires_grad
-    setattr(experts, name, nn.Parameter(value, requires_grad=requires_grad))
-
-
-def _gather(mine: Tensor, group: dist.ProcessGroup | None) -> Tensor:
-    """The parts of all ranks, in their order."""
-    if group is None or group.size() == 1:
-        return mine
-    whole = mine.new_empty(group.size() * mine.shape[0], *mine.shape[1:])
-    for rank, part in enumerate(whole.chunk(group.size())):
-        if rank == group.rank():
-            part.copy_(mine)
-        dist.broadcast(part.view(torch.uint8), group=group, group_src=rank)
-    return whole
 
 
 def _parts(model: Any) -> list[Any]:
@@ -213,12 +236,22 @@ def _parts(model: Any) -> list[Any]:
     return [part for part in models if any(hasattr(m, "moe_share") for m in part.modules())]
 
 
-def _refuse_save(*_: Any, **__: Any) -> NoReturn:
+def _whole(model: Any, num_layers: int) -> Any:
+    """The innermost of the model's parts that has all layers of experts: the decoder."""
+    parts = [part for part in _parts(model) if len(experts_layers(part)) == num_layers]
+    return parts[-1]
+
+
+def _save(model: Any, *args: Any, state_dict: Any = None, **more: Any) -> None:
     """`save_pretrained` of a model of which each rank holds a part."""
-    raise BackendError(
-        "save_pretrained would write this rank's experts under the names of all. Call "
-        "unshard_experts(model) on every rank, then save on one."
-    )
+    if state_dict is None:
+        raise BackendError(
+            "save_pretrained would write this rank's experts under the names of all. Call "
+            "unshard_experts(model) on every rank, then save on one; or pass the whole model's "
+            "state_dict=, which whole_state_dict(model) gathers on every rank, and under FSDP2 "
+            "torch's get_model_state_dict."
+        )
+    type(model).save_pretrained(model, *args, state_dict=state_dict, **more)
 
 
 def _set_implementation(model: Any, implementation: Any) -> None:
@@ -245,14 +278,17 @@ def join_empty(model: Any, calls: int = 1) -> None:
     transformers itself cannot run an empty batch. A `generate` of n tokens is n passes.
     """
     layers = experts_layers(model)
-    for experts in layers * calls:
-        weight = experts.gate_up_proj
-        _, hidden, topk, dtype = shape_of(experts)
-        experts(
-            torch.empty(0, hidden, dtype=dtype, device=weight.device),
-            torch.empty(0, topk, dtype=torch.int64, device=weight.device),
-            torch.empty(0, topk, dtype=torch.float32, device=weight.device),
-        )
+    passes = share_of(layers[0]).passes
+    for _ in range(calls):
+        passes.begin()
+        for experts, call in zip(layers, callers(model), strict=True):
+            weight = experts.gate_up_proj
+            _, hidden, topk, dtype = shape_of(experts)
+            call(
+                torch.empty(0, hidden, dtype=dtype, device=weight.device),
+                torch.empty(0, topk, dtype=torch.int64, device=weight.device),
+                torch.empty(0, topk, dtype=torch.float32, device=weight.device),
+            )
 
 
 @contextmanager
@@ -266,7 +302,7 @@ def fix_max_tokens(model: Any, max_tokens: int) -> Iterator[None]:
             logits = model(ids, past_key_values=cache).logits
     """
     check_at_least(1, max_tokens=max_tokens)
-    passes = _share(experts_layers(model)[0]).passes
+    passes = share_of(experts_layers(model)[0]).passes
     before, passes.fixed = passes.fixed, max_tokens
     try:
         yield
@@ -277,55 +313,119 @@ def fix_max_tokens(model: Any, max_tokens: int) -> Iterator[None]:
 class Passes:
     """What the ranks agree on for each pass of a model: the most tokens that any of them brings.
 
-    A pass begins with a layer that does not follow the one called last. `fixed` replaces the
-    agreement; `limit` is what the Buffer was made for. A copy asks the same hosts.
+    A pass begins with a call of the model, or with a layer that does not follow the one called
+    last. There each host asks the others, once for each pass, and the first layer waits for the
+    answer. Layers may bring fewer tokens than their model was called with; if they bring more than
+    any rank announced, all ranks get TooManyTokens. `fixed` replaces the agreement; `limit` is what
+    the Buffer was made for; `counts` takes what layers return, where it is a list. A copy asks the
+    same hosts.
+
+    In a backward, where checkpoints compute layers again in falling order, nobody asks: the largest
+    answer so far, which all ranks have, bounds the tokens of every earlier pass.
     """
 
     def __init__(self, group: dist.ProcessGroup | None, limit: int):
         self.fixed: int | None = None
+        self.counts: list[Tensor] | None = None
         self.group = group
+        self.hook: Any = None
         self._limit, self._timeout_s = limit, timeout_seconds() + COMPILE_S
-        self._hosts = None
+        self._hosts: Any = None
         if group is not None and group.size() > 1:
             self._hosts = _connect_hosts(group, self._timeout_s)
+        self._asked: tuple[Tensor, Any] | None = None
         self._last_layer = math.inf
-        self._agreed = 0
+        self._agreed = self._most = 0
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Passes:
-        return copy.copy(self)
+        memo[id(self)] = copied = copy.copy(self)
+        copied.hook = copy.deepcopy(self.hook, memo)  # removes the copied model's
+        return copied
+
+    def begin_with(self, model: nn.Module) -> None:
+        """Begin a pass at each call of `model`, until `hook.remove()`."""
+        self.hook = model.register_forward_pre_hook(self._begin_call, with_kwargs=True)
+
+    @untraced
+    def _begin_call(self, _: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        if _is_in_backward():
+            return
+        self.begin()
+        ids = args[0] if args else kwargs.get("input_ids")
+        tokens = kwargs.get("inputs_embeds") if ids is None else ids
+        if isinstance(tokens, Tensor) and not _is_captured(tokens):
+            self._ask(tokens.shape[:2].numel())  # of [B, length], or of [B, length, H]
+
+    def begin(self) -> None:
+        """Begin a pass, also if an error ended the one before between its question and its first
+        layer."""
+        self._asked, self._last_layer = None, math.inf
 
     def max_tokens(self, layer: int, x: Tensor) -> int:
-        """The hint of `moe_ffn` for layer number `layer` and x [T, H]; one exchange per pass."""
-        if self.fixed is not None:
-            return self.fixed
-        if layer <= self._last_layer:
-            self._agreed = self._agree(x)
-        self._last_layer = layer
-        return self._agreed
+        """The hint of `moe_ffn` for layer number `layer` and x [T, H]."""
+        if _is_in_backward():
+            return self._most
+        if self.fixed is None:
+            if self._asked is not None or layer <= self._last_layer:
+                self._agreed = self._agree(x)
+            self._last_layer = layer
+        agreed = self._agreed if self.fixed is None else self.fixed
+        self._most = max(self._most, agreed)
+        return agreed
 
     def _agree(self, x: Tensor) -> int:
+        """The most tokens of a pass that begins, or has begun, on all ranks."""
         if self._hosts is None:
             return len(x)
-        if x.is_cuda and torch.cuda.is_current_stream_capturing():
-            raise BackendError(
-                "ranks cannot agree on the tokens of a pass while a CUDA graph is captured: "
-                "capture it in `with fix_max_tokens(model, max_tokens)`."
+        if self._asked is None:
+            if _is_captured(x):
+                raise BackendError(
+                    "ranks cannot agree on the tokens of a pass while a CUDA graph is captured: "
+                    "capture it in `with fix_max_tokens(model, max_tokens)`."
+                )
+            self._ask(len(x))
+        return self._answer()
+
+    def _ask(self, num_tokens: int) -> None:
+        """Send this rank's number of tokens to the other hosts, and do not wait for theirs."""
+        if self._hosts is not None and self.fixed is None:
+            most = torch.tensor(num_tokens, device="cpu")  # whatever the default device is
+            with self._out_of_step():
+                self._asked = most, self._hosts.allreduce([most], dist.ReduceOp.MAX)
+
+    def _answer(self) -> int:
+        """Wait for the largest of the numbers."""
+        assert self._asked is not None
+        (largest, exchange), self._asked = self._asked, None
+        with self._out_of_step():
+            exchange.wait()
+        most = int(largest)
+        if most > self._limit:
+            raise CapacityError(
+                f"a rank has {most} tokens for this pass, and the Buffer was made for "
+                f"{self._limit}: give shard_experts max_tokens of the largest batch x length."
             )
-        most = torch.tensor(len(x), device="cpu")  # whatever the default device is
+        return most
+
+    @contextmanager
+    def _out_of_step(self) -> Iterator[None]:
+        """Raise OutOfStep for what gloo raises."""
         try:
-            self._hosts.allreduce([most], dist.ReduceOp.MAX).wait()
+            yield
         except RuntimeError as error:
             raise OutOfStep(
                 f"rank {self._hosts.rank()} waited up to {self._timeout_s:g} s for the other ranks "
                 "to begin a pass of the model. Every rank must make equally many, with "
                 f"join_empty(model) where it has no tokens. {error}"
             ) from error
-        if most > self._limit:
-            raise CapacityError(
-                f"a rank has {most} tokens for this pass, and the Buffer was made for "
-                f"{self._limit}: give shard_experts max_tokens of the largest batch x length."
-            )
-        return int(most)
+
+
+def _is_in_backward() -> bool:
+    return torch._C._current_graph_task_id() != -1
+
+
+def _is_captured(tokens: Tensor) -> bool:
+    return tokens.is_cuda and torch.cuda.is_current_stream_capturing()
 
 
 def _connect_hosts(group: dist.ProcessGroup, timeout_s: float) -> Any:

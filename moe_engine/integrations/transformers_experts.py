@@ -24,10 +24,15 @@ SERVED = (
 )
 
 
+def is_experts(module: nn.Module) -> bool:
+    """Whether it is an experts module of transformers."""
+    # The decorator `use_experts_implementation` of transformers sets these on each of them.
+    return hasattr(module, "has_gate") and hasattr(module, "is_transposed")
+
+
 def experts_layers(model: Any) -> list[Any]:
     """The experts modules of a model, in layer order; BackendError if there are none."""
-    # The decorator `use_experts_implementation` of transformers sets these on each of them.
-    layers = [m for m in model.modules() if hasattr(m, "has_gate") and hasattr(m, "is_transposed")]
+    layers = [module for module in model.modules() if is_experts(module)]
     if not layers:
         raise BackendError(
             f"{type(model).__name__} has no experts that transformers (5.17 or later) can run by "

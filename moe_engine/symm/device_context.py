@@ -19,6 +19,7 @@ import torch
 
 from ..device.context import (
     DISPATCH_OF_HANDLE,
+    SAVED,
     SIGNATURE,
     SIGNATURE_WORDS,
     TOLD_BIT,
@@ -26,8 +27,11 @@ from ..device.context import (
     Kind,
     Phase,
     Report,
+    Role,
+    TracedRole,
+    saved_name,
 )
-from ..device.lang import INTERPRETED
+from ..device.lang import INTERPRETED, TRACING
 from ..errors import (
     BackendError,
     CallAbandoned,
@@ -42,6 +46,7 @@ from ..errors import (
     bad_ids,
 )
 from ..hardware import outside_capture, pace_ps_per_kb
+from ..kernel_bundle import bundle
 from ..launch import Grid, launch
 from ..utils import LINE_BYTES, round_up
 
@@ -140,8 +145,9 @@ class DeviceContext:
 
     @contextmanager
     def first_use(self, *key: object) -> Iterator[None]:
-        """The first call of a kind waits longer, so that a peer that still compiles is not lost."""
-        if INTERPRETED or key in self._used:
+        """The first call of a kind waits longer, so that a peer that still compiles is not lost;
+        with a bundle of compiled kernels none does."""
+        if INTERPRETED or key in self._used or bundle() is not None:
             yield
             return
         self.fields[ContextField.TIMEOUT_NS] = int((self.timeout_s + COMPILE_S) * 1e9)
@@ -174,6 +180,11 @@ class DeviceContext:
         self.step = step or self.step
         launch(kernel, grid, *arguments, shares_sms=shares_sms, **options)
         self.launched = kernel
+
+    def traced(self, role: Role) -> TracedRole | None:
+        """What a kernel that takes no device context records its spans by; None: it records
+        none."""
+        return TracedRole(self.fields, int(role)) if TRACING else None
 
     def end_call(self) -> None:
         """The last launch of a call was made."""
@@ -228,8 +239,26 @@ class DeviceContext:
                 "the bytes of Buffer.size_hint(...) for this payload."
             )
         slot = epoch % self.layout.num_slots
+        if phase == Phase.ROUTING:
+            return ShapeError(
+                f"rank {self.rank} got another number of rows in a layer's backward than in its "
+                "forward: some rank has changed topk_idx since. Pass tensors that stay as they are "
+                "until the backward, and make a new Buffer."
+            )
         name = phase.name.lower().replace("_", " ")
+        name += " of the backward" if self._is_backward(slot) else ""
         return PeerTimeout(self.rank, peer, name, epoch, slot, self.timeout_s)
+
+    def _is_backward(self, slot: int) -> bool:
+        """Whether this rank's last call in a slot was a layer's backward, as its signature says."""
+        layout = self.layout
+        if ContextField.STAGE_FLAGS not in layout.fields():  # low-latency memory
+            return False
+        at = layout.slots + (slot * layout.num_ranks + self.rank) * layout.region_bytes
+        with suppress(RuntimeError), outside_capture(self.fields.device):
+            kind = self._block.local[at : at + 4].view(torch.int32).cpu()
+            return int(kind) == Kind.MOE_FFN_BACKWARD
+        return False
 
     def _mismatch(self, phase: Phase, peer: int) -> MoeEngineError:
         """The error of two ranks that began calls which do not match."""
@@ -364,7 +393,7 @@ def told_error(kind: str, text: str) -> MoeEngineError:
     return CallAbandoned(text)
 
 
-def mismatch(rank: int, peer: int, found: dict[str, tuple[int, int]]) -> MoeEngineError:
+def mismatch(rank: int, peer: int, found: dict[str, tuple[Any, ...]]) -> MoeEngineError:
     """The error of ranks whose calls differ in `found`: for each name, the values of both."""
     same_order = "Every rank makes the same calls on a Buffer in the same order; make a new Buffer."
     if "verb" in found:
@@ -379,6 +408,8 @@ def mismatch(rank: int, peer: int, found: dict[str, tuple[int, int]]) -> MoeEngi
             f"ranks {rank} and {peer} are out of step: the handle of rank {rank} is of call "
             f"{ours}, that of rank {peer} of call {theirs}. {same_order}"
         )
+    if SAVED in found:
+        found[SAVED] = tuple(map(saved_name, found[SAVED]))
     sizes = ", ".join(
         f"{name} {one} on rank {rank} and {other} on rank {peer}"
         for name, (one, other) in found.items()

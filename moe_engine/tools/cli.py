@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 from enum import StrEnum
 from importlib.util import find_spec
 from pathlib import Path
@@ -122,6 +123,17 @@ def known_model(model: str | None, ranks: int, num_gpus: int) -> str:
     return model
 
 
+def check_saving(save: str | None, backward: bool) -> None:
+    """Refuse what is no policy, or a policy without a backward."""
+    from ..training import check_save
+
+    if save is not None:
+        check_save(save)
+        if not backward:
+            message = "a forward alone saves nothing; add --backward"
+            raise typer.BadParameter(message, param_hint="--save")
+
+
 def check_layer(problem: LayerProblem) -> None:
     """Refuse a layer whose shape cannot run."""
     experts, ranks = problem.num_experts, problem.num_ranks
@@ -137,6 +149,31 @@ def check_columns(**columns: int) -> None:
     for name, value in columns.items():
         if value % 8:
             raise typer.BadParameter(f"{name} is {value}; it must be a multiple of 8")
+
+
+def choose_ranks(ranks: int | None, backend: Backend) -> tuple[int, str]:
+    """(how many ranks run by default or were asked for, their device)."""
+    num_gpus, single = torch.cuda.device_count(), backend is Backend.SINGLE
+    on_gpus = backend is not Backend.EMULATED and num_gpus > 0
+    if backend is Backend.TORCH and not on_gpus:
+        raise typer.BadParameter(
+            "torch needs a GPU, and there is none; choose auto, which takes the CPU",
+            param_hint="--backend",
+        )
+    ranks = ranks or (1 if single else min(4, num_gpus) if num_gpus > 1 else 4)
+    if single and ranks > 1:
+        raise typer.BadParameter(f"single serves one rank, not {ranks}", param_hint="--backend")
+    return ranks, "cuda" if on_gpus else "cpu"
+
+
+def where(ranks: int, device: str) -> str:
+    """The device of ranks, in words."""
+    if device == "cpu":
+        return "the CPU, where Triton interprets the kernels"
+    num_gpus = torch.cuda.device_count()
+    return (
+        "GPUs" if num_gpus >= ranks else f"{num_gpus} GPU{'s' * (num_gpus > 1)}, which they share"
+    )
 
 
 # --- The commands --------------------------------------------------------------------------------
@@ -171,30 +208,82 @@ def demo(
     from .demo_report import draw, report
 
     check_picture(picture)
-    num_gpus = torch.cuda.device_count()
-    single = backend is Backend.SINGLE
-    ranks = ranks or (1 if single else min(4, num_gpus) if num_gpus > 1 else 4)
-    on_gpus = backend is not Backend.EMULATED and num_gpus > 0
-    if backend is Backend.TORCH and not on_gpus:
-        raise typer.BadParameter(
-            "torch needs a GPU, and there is none; choose auto, which takes the CPU",
-            param_hint="--backend",
-        )
-    if single and ranks > 1:
-        raise typer.BadParameter(f"single serves one rank, not {ranks}", param_hint="--backend")
-    device, length, new = ("cuda", 1024, 16) if on_gpus else ("cpu", 16, 2)
+    ranks, device = choose_ranks(ranks, backend)
+    length, new = (1024, 16) if device == "cuda" else (16, 2)
     check_device(device)
     console = Console()
     kinds = [model] if model else [Kind.QWEN3_MOE, Kind.MIXTRAL]
     jobs = [Job(kind, device, tokens or length, new, backend.value) for kind in kinds]
-    where = "the CPU, where Triton interprets the kernels" if device == "cpu" else "GPUs"
-    if on_gpus and num_gpus < ranks:
-        where = f"{num_gpus} GPU{'s' * (num_gpus > 1)}, which they share"
-    console.print(f"{ranks} ranks on {where}, read {tokens or length} bytes each.")
+    console.print(f"{ranks} ranks on {where(ranks, device)}, read {tokens or length} bytes each.")
     results = run_jobs(jobs, ranks, console)
     passed = [report(job, outcomes, console) for job, outcomes in zip(jobs, results, strict=True)]
     draw(jobs, results, picture)
     console.print(f"The routing is drawn in {picture.resolve()}", soft_wrap=True)
+    if not all(passed):
+        raise typer.Exit(1)
+
+
+@app.command()
+def train(
+    model: Annotated[
+        Kind | None,
+        typer.Option(help="One model only.  [default: qwen3-moe, then mixtral]"),
+    ] = None,
+    ranks: Annotated[
+        int | None,
+        typer.Option(
+            min=1, help="Processes.  [default: 4; on 2 or 3 GPUs, as many]", show_default=False
+        ),
+    ] = None,
+    steps: Annotated[
+        int | None,
+        typer.Option(min=2, help="Of the optimizer.  [default: 200 on GPUs, 20 on the CPU]"),
+    ] = None,
+    length: Annotated[
+        int | None,
+        typer.Option(
+            min=2, help="Bytes of a rank in each step.  [default: 512 on GPUs, 32 on the CPU]"
+        ),
+    ] = None,
+    learning_rate: Annotated[float, typer.Option(min=0.0, help="Of AdamW.")] = 1e-3,
+    fp32: Annotated[
+        bool | None, typer.Option("--fp32/--bf16", help="[default: bf16 on GPUs, fp32 on the CPU]")
+    ] = None,
+    backend: Annotated[
+        Backend, typer.Option(help="torch is for GPUs, emulated for the CPU.")
+    ] = Backend.AUTO,
+    aux_free: Annotated[
+        bool, typer.Option("--aux-free", help="Balance experts by biases, in deepseek-v3 alone.")
+    ] = False,
+    picture: Annotated[Path, typer.Option(help="Where to draw losses and loads.")] = Path(
+        "training.png"
+    ),
+) -> None:
+    """Train small transformers models on a text, with their experts over ranks and unsharded."""
+    if missing := [name for name in ("transformers", "matplotlib") if not find_spec(name)]:
+        names = " and ".join(missing)
+        raise BackendError(f"training needs {names}: pip install 'moe_engine[hf,bench]'")
+    from .train import BIAS_SPEED, Job, run_jobs
+    from .train_report import draw, report
+
+    check_picture(picture)
+    ranks, device = choose_ranks(ranks, backend)
+    check_device(device)
+    console = Console()
+    if aux_free and model not in (None, Kind.DEEPSEEK_V3):
+        raise typer.BadParameter(f"the routers of {model} have no biases", param_hint="--aux-free")
+    default = [Kind.DEEPSEEK_V3] if aux_free else [Kind.QWEN3_MOE, Kind.MIXTRAL]
+    kinds = [model] if model else default
+    on_gpus = device == "cuda"
+    steps, length = steps or (200 if on_gpus else 20), length or (512 if on_gpus else 32)
+    dtype = torch.float32 if (not on_gpus if fp32 is None else fp32) else torch.bfloat16
+    how = device, dtype, steps, length, learning_rate, backend.value, BIAS_SPEED * aux_free
+    jobs = [Job(kind, *how) for kind in kinds]
+    console.print(f"{ranks} ranks on {where(ranks, device)}, train {steps} steps.")
+    results = run_jobs(jobs, ranks, console)
+    passed = [report(job, outcomes, console) for job, outcomes in zip(jobs, results, strict=True)]
+    draw(jobs, results, picture)
+    console.print(f"Losses and loads are drawn in {picture.resolve()}", soft_wrap=True)
     if not all(passed):
         raise typer.Exit(1)
 
@@ -309,13 +398,18 @@ def trace(
     ] = None,
     ranks: Annotated[int, typer.Option(min=1, help="GPUs, or processes without them.")] = 4,
     calls: Annotated[int, typer.Option(min=1, help="The last one is traced.")] = 10,
+    backward: Annotated[bool, typer.Option("--backward", help="Trace the backward.")] = False,
+    save: Annotated[
+        str | None, typer.Option(help="What the forward saves for it.  [default: auto]")
+    ] = None,
     path: Annotated[Path, typer.Option(help="The trace, for Perfetto.")] = Path("trace.json"),
     picture: Annotated[Path | None, typer.Option(help="Where to draw it.")] = None,
 ) -> None:
-    """Record what the programs of a layer do and when, on all ranks."""
+    """Record what the programs of a layer, or of its backward, do and when, on all ranks."""
     from .timeline import SHAPES, Job, draw, report, run_job
-    from .trace import save
+    from .trace import save as save_trace
 
+    check_saving(save, backward)
     check_file(path, "--path")
     if picture:
         check_picture(picture)
@@ -324,16 +418,79 @@ def trace(
     num_experts, *widths, num_topk = SHAPES[model]
     device, length = ("cuda", 4096) if num_gpus >= ranks else ("cpu", 64)
     check_device(device)
-    job = Job(model, tokens or length, calls, device)
+    job = Job(model, tokens or length, calls, device, (save or "auto") if backward else None)
     check_layer(LayerProblem(ranks, job.tokens, num_experts, num_topk, *widths))
     console = Console()
     spans, clocks = run_job(job, ranks)
     report(spans, clocks, console)
-    save(spans, path)
+    save_trace(spans, path)
     typer.echo(f"{len(spans)} spans are in {path}; https://ui.perfetto.dev shows them.")
     if picture:
-        draw(spans, f"{model}, {job.tokens} tokens on each of {ranks} ranks ({device})", picture)
+        what = f"backward of {model}" if backward else model
+        draw(spans, f"{what}, {job.tokens} tokens on each of {ranks} ranks ({device})", picture)
         typer.echo(f"They are drawn in {picture}.")
+
+
+@app.command(name="compile")
+def compile_kernels(
+    ranks: Annotated[int, typer.Option(min=1, help="GPUs.")],
+    model: Annotated[str | None, typer.Option(help="Its shape.  [default: the sizes]")] = None,
+    experts: Annotated[int | None, typer.Option(min=1, help="Experts of all ranks.")] = None,
+    topk: Annotated[int | None, typer.Option(min=1, help="Experts of a token.")] = None,
+    hidden: Annotated[
+        int | None, typer.Option(min=8, help="H, columns of a token.", show_default=False)
+    ] = None,
+    intermediate: Annotated[
+        int | None, typer.Option(min=8, help="I, columns inside an expert.")
+    ] = None,
+    max_tokens: Annotated[int, typer.Option(min=1, help="Most tokens of a rank.")] = 8192,
+    arch: Annotated[str, typer.Option(help="Of the GPUs: sm_80 or later.")] = "sm_90",
+    out: Annotated[Path, typer.Option(help="Where to write the bundle.")] = Path("kernels"),
+    jobs: Annotated[
+        int | None, typer.Option(min=1, help="Compilers at once.  [default: one for each core]")
+    ] = None,
+) -> None:
+    """Compile the kernels that a model needs, on any machine, so that none is compiled where it
+    runs."""
+    from ..device.lang import INTERPRETED
+    from .compile import ModelShape, report, run
+
+    if INTERPRETED:
+        raise BackendError("TRITON_INTERPRET is set, and nothing is compiled then; unset it")
+    if not (found := re.fullmatch(r"sm_(\d+)", arch)) or int(found[1]) < 80:
+        raise typer.BadParameter(f"{arch!r} is no GPU from sm_80 on", param_hint="--arch")
+    if out.exists() and not out.is_dir():
+        raise typer.BadParameter(f"{out} is no folder; name another", param_hint="--out")
+    problem = LayerProblem(
+        ranks, max_tokens, *chosen_sizes(model, experts, topk, hidden, intermediate)
+    )
+    check_layer(problem)
+    console = Console()
+    shape = ModelShape(
+        problem.num_experts,
+        problem.hidden,
+        problem.num_columns,
+        problem.num_topk,
+        ranks,
+        max_tokens,
+    )
+    report(run(shape, int(found[1]), out, jobs or os.cpu_count() or 1, console), console)
+    typer.echo(f"Set MOE_ENGINE_KERNELS={out.resolve()}, or pip install {out}.")
+
+
+def chosen_sizes(model: str | None, *given: int | None) -> list[int]:
+    """(experts, top-k, hidden, columns) of a model, or as given."""
+    from .timeline import SHAPES
+
+    sizes = [size for size in given if size]
+    if len(sizes) not in (0, 4) or (bool(sizes) == bool(model)):
+        raise typer.BadParameter("give a model, or all of experts, topk, hidden and intermediate")
+    if model is None:
+        return sizes
+    if model not in SHAPES:
+        raise typer.BadParameter(f"the model is {model!r}; there are {', '.join(SHAPES)}")
+    num_experts, *widths, num_topk = SHAPES[model]
+    return [num_experts, num_topk, *widths]
 
 
 @app.command()

@@ -1,4 +1,5 @@
-"""`moe-engine trace`: run a layer whose kernels record, report what they did, and draw it."""
+"""`moe-engine trace`: run a layer, or its backward, whose kernels record, report what they did, and
+draw it."""
 
 from __future__ import annotations
 
@@ -20,12 +21,14 @@ from ..layer_config import MODELS, LayerProblem
 from ..options import Options
 from ..timing import Call, capture, start_together
 from .trace import (
+    COMPUTING,
     Clock,
     Recorder,
     Span,
     Summary,
     align_clocks,
     between,
+    role_name,
     summarize,
     with_waits,
 )
@@ -35,6 +38,10 @@ COLOURS = {
     "wait": "#dddddd",
     "up": "#4477aa",
     "down": "#66ccee",
+    "dgrad down": "#66ccee",
+    "dgrad up": "#332288",
+    "wgrad down": "#aa4499",
+    "wgrad up": "#882255",
     "exchange": "#aa3377",
     "push": "#ee6677",
     "copy": "#ddaa33",
@@ -43,7 +50,7 @@ COLOURS = {
     "sum": "#997700",
 }
 Inputs = tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]
-MULTIPLY = "up", "down", "wait for rows"
+MULTIPLY = *(role_name(role) for role in COMPUTING), "wait for rows"
 BELOW = "copy", "return metadata", "sum"
 """Drawn in the lower half of an SM's row, as they run concurrently with others that communicate."""
 
@@ -51,12 +58,19 @@ BELOW = "copy", "return metadata", "sum"
 @dataclass(frozen=True)
 class Job:
     """A layer of a model of SHAPES with `tokens` tokens on each rank; the last of `calls` calls is
-    traced."""
+    traced. save: trace the backward, by this policy; None: the forward."""
 
     model: str
     tokens: int
     calls: int
     device: str
+    save: str | None = None
+
+    @property
+    def in_graph(self) -> bool:
+        """Whether calls are replays of a CUDA graph, as hosts may be slower than a layer. A forward
+        that saves rows cannot be captured."""
+        return self.device == "cuda" and self.save in (None, "none")
 
 
 def run_job(job: Job, num_ranks: int) -> tuple[list[Span], list[Clock]]:
@@ -77,7 +91,7 @@ def run_rank(group: dist.ProcessGroup, job: Job) -> tuple[list[Span], list[Clock
     assert isinstance(buffer._engine, KernelEngine)
     recorder = Recorder(buffer._engine.slots.context)
     clocks = align_clocks(group)
-    trace_last(job, lambda: moe_ffn(*inputs, buffer), recorder, group)
+    trace_last(job, layer_call(job, inputs, buffer, recorder), recorder, group)
     buffer.check()
     spans = recorder.read(clocks[rank])
     dist.barrier(group)
@@ -100,12 +114,27 @@ def random_layer(problem: LayerProblem, rank: int, device: str) -> Inputs:
     return x, topk_idx, topk_weights, up, down
 
 
+def layer_call(job: Job, inputs: Inputs, buffer: Buffer, recorder: Recorder) -> Call:
+    """A layer, or one of which the backward follows and is recorded."""
+    if job.save is None:
+        return lambda: moe_ffn(*inputs, buffer)
+    leaves = [one.requires_grad_() for one in inputs if one.is_floating_point()]
+    dy, save = torch.randn_like(inputs[0]), job.save
+
+    def call() -> Sequence[torch.Tensor]:
+        y = moe_ffn(*inputs, buffer, save=save)
+        recorder.clear()
+        return torch.autograd.grad(y, leaves, dy)
+
+    return call
+
+
 def trace_last(job: Job, call: Call, recorder: Recorder, group: dist.ProcessGroup) -> None:
-    """Make a call `job.calls` times, all ranks together, and record the last; on GPUs from a CUDA
-    graph, as hosts may be slower than a layer."""
-    begin: Callable[[dist.ProcessGroup], Any] = dist.barrier
-    if job.device == "cuda":
-        call, begin = capture(call, 1, group).replay, start_together
+    """Make a call `job.calls` times, all ranks together, and record the last."""
+    begin: Callable[[dist.ProcessGroup], Any]
+    begin = start_together if job.device == "cuda" else dist.barrier
+    if job.in_graph:
+        call = capture(call, 1, group).replay
     for number in range(job.calls):
         if number == job.calls - 1:
             recorder.clear()
@@ -119,7 +148,7 @@ def report(spans: Sequence[Span], clocks: Sequence[Clock], console: Console) -> 
     ranks = [f"rank {summary.rank}" for summary in summaries]
     table = Table("us", *ranks)
     rows: dict[str, Callable[[Summary], float]] = {
-        "layer": lambda summary: summary.layer_ns,
+        "first begin to last end": lambda summary: summary.layer_ns,
         "GEMMs compute, mean of SMs": lambda summary: summary.computing_ns,
         "exposed communication": lambda summary: summary.exposed_ns,
     }
@@ -156,7 +185,9 @@ def draw(spans: Sequence[Span], title: str, path: Path) -> None:
         axes.set_ylabel(f"rank {rank}\n" + ("communicate" if communicate else "multiply"))
     grid[-1, 0].set_xlabel("us")
     grid[0, 0].set_title(title)
-    handles = [Patch(color=colour, label=name) for name, colour in COLOURS.items()]
+    names = {span.name for span in spans}
+    shown = {name: colour for name, colour in COLOURS.items() if name in {"wait", *names}}
+    handles = [Patch(color=colour, label=name) for name, colour in shown.items()]
     figure.legend(handles=handles, loc="outside lower center", ncols=len(handles))
     figure.savefig(path, dpi=150)
     plt.close(figure)

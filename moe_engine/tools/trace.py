@@ -36,6 +36,16 @@ from .trace_kernels import ping_kernel
 ROUNDS = 16 if INTERPRETED else 200
 """How often clocks are compared; the quickest answer counts."""
 WARPS_PER_SM = 64
+COMPUTING = (
+    *(Role.UP, Role.DOWN),
+    *(Role.DGRAD_DOWN, Role.DGRAD_UP, Role.WGRAD_DOWN, Role.WGRAD_UP),
+)
+"""The products of a layer, and of its backward."""
+
+
+def role_name(role: Role | Phase) -> str:
+    """As reports name it."""
+    return role.name.lower().replace("_", " ")
 
 
 class Span(NamedTuple):
@@ -62,8 +72,8 @@ class Span(NamedTuple):
     @property
     def name(self) -> str:
         if self.is_wait:
-            return f"wait for {Phase(self.role).name.lower().replace('_', ' ')}"
-        return Role(self.role).name.lower().replace("_", " ")
+            return f"wait for {role_name(Phase(self.role))}"
+        return role_name(Role(self.role))
 
     @property
     def sm(self) -> int:
@@ -203,10 +213,10 @@ class RoleTime:
 
 @dataclass(slots=True)
 class Summary:
-    """What a rank did in a layer.
+    """What a rank did in a layer, or in its backward.
 
     layer_ns: from the first begin to the last end of its spans. computing_ns: the time that an SM
-    spends in tiles of the two GEMMs, without waits for rows, and counted once where two of its
+    spends in tiles of `COMPUTING`, without waits for rows, and counted once where two of its
     programs do so concurrently; the mean of all SMs that have any span. exposed_ns: the rest of the
     layer, in which no GEMM hides the communication, or the GEMMs start. roles: by `Span.name`; a
     wait that is in no other span has a role of its own.
@@ -240,7 +250,7 @@ def _summary(rank: int, spans: Sequence[Span]) -> Summary:
         role.num_spans += 1
         role.idle_ns += idle
         role.busy_ns += span.end - span.begin - idle
-        if span.role in (Role.UP, Role.DOWN):
+        if span.role in COMPUTING:
             computing[span.sm] += between(span, waits)
     summary.computing_ns = sum(map(covered, computing.values())) / len(computing)
     return summary

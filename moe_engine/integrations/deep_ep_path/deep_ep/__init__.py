@@ -1,34 +1,58 @@
-"""moe_engine under DeepEP's name: its V1 `Buffer` and what belongs to it.
+"""moe_engine under DeepEP's name: `Buffer` (V1) and `ElasticBuffer` (V2), and what belongs to them.
 
 It is not on the import path by itself: put the folder that `python -m moe_engine deep-ep-path`
-prints on PYTHONPATH. HybridEPBuffer and ElasticBuffer are absent, so that callers that probe for
-them with `except ImportError` take Buffer; modules of these names raise an error that says so.
+prints on PYTHONPATH. HybridEPBuffer is absent, so that callers that probe for it with `except
+ImportError` take another Buffer; a module of this name raises an error that says so.
 """
 
 from typing import NoReturn
 
 import torch
+import torch.distributed as dist
 
 import moe_engine
-from moe_engine import Buffer, Config, EventHandle, EventOverlap
+from moe_engine import Buffer, Config, ElasticBuffer, EPHandle, EventHandle, EventOverlap
 
 topk_idx_t = torch.int64
 # The DeepEP release whose interface this is, then what implements it.
-__version__ = f"1.2.1+moe.engine.{moe_engine.__version__}"
+__version__ = f"2.1.0+moe.engine.{moe_engine.__version__}"
 
-__all__ = ["Buffer", "Config", "EventHandle", "EventOverlap", "topk_idx_t"]
+__all__ = [
+    "Buffer",
+    "Config",
+    "EPHandle",
+    "ElasticBuffer",
+    "EventHandle",
+    "EventOverlap",
+    "get_logical_domain_size",
+    "get_physical_domain_size",
+    "topk_idx_t",
+]
+
+
+def get_physical_domain_size(group: dist.ProcessGroup) -> tuple[int, int]:
+    """(hosts that a network connects, ranks of one NVLink domain): (1, R), as a Buffer's ranks must
+    be in one."""
+    return 1, dist.get_world_size(group)
+
+
+def get_logical_domain_size(
+    group: dist.ProcessGroup, allow_hybrid_mode: bool = True
+) -> tuple[int, int]:
+    """(scale-out ranks, scale-up ranks): (1, R), whatever allow_hybrid_mode says."""
+    return get_physical_domain_size(group)
 
 
 def absent(name: str) -> str:
     """The text of the errors for a Buffer that this package lacks."""
     return (
-        f"deep_ep.{name} is absent: this deep_ep is moe_engine's, which has Buffer, the "
-        "interface of DeepEP V1 (intranode and low latency). Use deep_ep.Buffer, or take the "
-        "folder of `moe-engine deep-ep-path` off PYTHONPATH to import another deep_ep."
+        f"deep_ep.{name} is absent: this deep_ep is moe_engine's, which has Buffer, the interface "
+        "of DeepEP V1 (intranode and low latency), and ElasticBuffer, that of V2. Use these, or "
+        "take the folder of `moe-engine deep-ep-path` off PYTHONPATH to import another deep_ep."
     )
 
 
 def __getattr__(name: str) -> NoReturn:
-    if name in ("ElasticBuffer", "HybridEPBuffer"):
+    if name == "HybridEPBuffer":
         raise AttributeError(absent(name))
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

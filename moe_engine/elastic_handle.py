@@ -1,0 +1,80 @@
+"""EPHandle: what a dispatch of ElasticBuffer returns for its combine, and for cached dispatches."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from functools import cached_property
+
+import torch
+
+from .dispatch.expand_kernels import Places
+from .engines.base import Handle
+
+
+@dataclass(eq=False)
+class EPHandle:
+    """What combine and a cached dispatch need from a dispatch, with the fields of DeepEP V2's.
+
+    do_expand: whether rows are in the order of experts, one for each expert of a token.
+    num_experts, expert_alignment, num_max_tokens_per_rank, num_sms: of the dispatch.
+    topk_idx int64 [T, K]: a copy of what was sent, or that itself without do_handle_copy.
+    num_recv_tokens, num_expanded_tokens: rows by token and by expert, padding included; the most
+    that there can be, where the host has not waited for the counts.
+    num_recv_tokens_per_expert_list: rows of each local expert, rounded up to expert_alignment; []
+    where the host has not waited.
+    psum_num_recv_tokens_per_scaleup_rank int32 [R]: the end of each source rank's rows.
+    psum_num_recv_tokens_per_expert int32 [L]: the end of each local expert's rows: with padding, or
+    without it where do_expand is set; the next expert's rows begin after the padding.
+    num_unaligned_recv_tokens_per_expert int32 [L]: rows of each local expert.
+    recv_src_metadata int32 [N, 2 + K]: of each received token, source rank *
+    num_max_tokens_per_rank + token; source rank * K + its last k with an expert here; and the
+    expanded row of each k, -1 for none. See `reference.place` for an example.
+    token_metadata_at_forward, channel_linked_list: None, as all ranks are in one domain.
+
+    The fields are for reading: `combine` and `dispatch` use what the handle keeps besides.
+    """
+
+    do_expand: bool
+    num_experts: int
+    expert_alignment: int
+    num_max_tokens_per_rank: int
+    num_sms: int
+    topk_idx: torch.Tensor
+    num_recv_tokens: int
+    num_expanded_tokens: int
+    num_recv_tokens_per_expert_list: list[int]
+    psum_num_recv_tokens_per_scaleup_rank: torch.Tensor
+    psum_num_recv_tokens_per_expert: torch.Tensor
+    num_unaligned_recv_tokens_per_expert: torch.Tensor
+    recv_src_metadata: torch.Tensor
+    sent: Handle = field(repr=False)
+    recv_topk_idx: torch.Tensor = field(repr=False)
+    token_metadata_at_forward: None = None
+    channel_linked_list: None = None
+
+    def __post_init__(self) -> None:
+        self.places = Places(
+            self.recv_src_metadata,
+            self.psum_num_recv_tokens_per_expert,
+            self.num_unaligned_recv_tokens_per_expert,
+            self.psum_num_recv_tokens_per_scaleup_rank,
+        )
+
+    @cached_property
+    def dst_buffer_slot_idx(self) -> torch.Tensor:
+        """int32 [T, K]: the row of each k of a token among those that this rank sent to the rank of
+        the k's expert, -1 for none. Computed when first asked for."""
+        heads_TR = self.sent.send_head.long()
+        num_ranks = heads_TR.shape[1]
+        is_valid = (self.topk_idx >= 0) & (self.topk_idx < self.num_experts)
+        owner_TK = torch.where(is_valid, self.topk_idx // (self.num_experts // num_ranks), -1)
+        row_TR = torch.full_like(heads_TR, -1).scatter_reduce(
+            1, heads_TR.clamp(min=0) % num_ranks, torch.where(heads_TR < 0, -1, heads_TR), "amax"
+        )
+        row_TR = torch.where(row_TR < 0, -1, row_TR // num_ranks)
+        row_TK = row_TR.gather(1, owner_TK.clamp(min=0))
+        return torch.where(owner_TK < 0, -1, row_TK).int()
+
+    def deterministic_sort(self, *args: object, **kwargs: object) -> None:
+        """Does nothing: received rows are always by source rank, then token, and those of an expert
+        in the same order."""

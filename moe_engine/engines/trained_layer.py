@@ -1,0 +1,389 @@
+"""The steps of a layer that trains: a forward that saves, and its backward.
+
+The backward sends dy where the forward sent x, by the forward's launches, multiplies by the weights
+transposed, and returns the gradient of x as the forward returned its result. With G = dy @ w_down
+of an expert row, a its activations and w its weight, the gradient of w is <G, a>, and that of a is
+w G (as in SonicMoE): so the down-projection's result is neither saved nor made again.
+
+Nothing that is saved lies in symmetric memory. Rows stand at the same places in the backward, since
+the same routing always gives the same rows.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from functools import partial
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+import torch
+
+from .. import combine, dispatch, routing
+from ..checks import has_parts
+from ..combine.fused_sum_kernels import LayerSums, fused_sum_kernel
+from ..combine.return_metadata_kernels import send_return_metadata_kernel
+from ..device.context import Kind, Role, saved_number
+from ..dispatch.fused_kernels import copy_rows_kernel
+from ..dispatch.place_rows_kernels import RowPlan
+from ..dispatch.stages import StageCounters, StagedSchedule
+from ..grouped_gemm import TileSchedule, gemm_config, wgrad
+from ..grouped_gemm.backward import (
+    ActivationGradients,
+    launch_activation_dgrad,
+    launch_row_weight_gradient,
+)
+from ..grouped_gemm.config import GemmConfig
+from ..grouped_gemm.launch import gemm_problem
+from ..grouped_gemm.operands import Weights
+from ..layer_config import LayerConfig
+from ..prepared import Described, PreparedCalls
+from ..streams import record
+from ..symm.slots import Slots
+from .base import Gradients, LayerInputs, Saved, WeightGradientRows, WeightGradients
+from .fused_layer import ExpertRows, combine_experts, send_rows, up_projection, up_tiles
+
+if TYPE_CHECKING:
+    from .kernel import KernelEngine
+
+
+# --- The forward ---------------------------------------------------------------------------------
+
+
+class Exchanged(NamedTuple):
+    """What a rank knows after the exchange: of its own tokens, and where rows begin on all."""
+
+    layout: routing.RoutingLayout
+    offsets: dispatch.ExpertOffsets
+
+
+class Sent(NamedTuple):
+    """Where rows are on their way to, and the words of `StageCounters`."""
+
+    plan: RowPlan
+    schedule: StagedSchedule
+    words: torch.Tensor
+
+
+class ForwardRows(NamedTuple):
+    """What a forward makes of its expert rows: activations [M, I], and what it saves of the
+    pre-activations [M, 2I] and of the rows [M, H]."""
+
+    act: torch.Tensor
+    pre: torch.Tensor | None
+    kept: torch.Tensor | None
+
+
+def forward(
+    engine: KernelEngine,
+    inputs: LayerInputs,
+    save: str,
+    is_captured: bool,
+    described: Described | None = None,
+) -> tuple[torch.Tensor, Saved, torch.Tensor]:
+    """The result of a layer, what is saved for its backward, and counts int32 [E].
+
+    The host reads the number of rows that come while they are on their way, and allocates as many;
+    it waits for the exchange of counts alone. A capture takes as many as can come at most.
+    """
+    x, w_gate_up, columns = inputs.x, inputs.w_gate_up, inputs.w_down.shape[2]
+    number = saved_number(save)
+    described = described or engine.describe(inputs, save)
+    first: dict[str, Any] = dict(before=engine.reserve_expert_rows, described=described)
+    exchanged = engine.call(_exchange, inputs, number, **first)
+    if not is_captured:
+        engine.concurrent_reads.mark()
+    described = described.more(exchanged)
+    sent = engine.call(_send, inputs, exchanged, described=described)
+    num_rows = engine.most_expert_rows(x, inputs.topk_idx, w_gate_up)[2]
+    if not is_captured:
+        ends = exchanged.offsets.expert_offsets
+        num_rows = engine.concurrent_reads.read(lambda: ends[-1:])[0]
+        engine.context.check()
+    room = max(1, num_rows)
+    rows = ForwardRows(
+        x.new_empty(room, columns),
+        x.new_empty(room, 2 * columns) if save in ("pre", "all") else None,
+        x.new_empty(room, x.shape[1]) if save in ("rows", "all") else None,
+    )
+    last: dict[str, Any] = dict(sized=rows, described=described.more(sent))
+    out: torch.Tensor = engine.call(_finish, inputs, exchanged, sent, **last)
+    saved = Saved(save, (rows.pre, rows.kept), -1 if is_captured else num_rows)
+    return out, saved, exchanged.offsets.counts
+
+
+def _exchange(engine: KernelEngine, inputs: LayerInputs, number: int) -> Exchanged:
+    step = Step.of(engine, inputs)
+    tokens = step.tokens(inputs.x)
+    call = dispatch.LayerCall(Kind.MOE_FFN, number)
+    return Exchanged(tokens.layout, dispatch.exchange_fused(tokens, step.config, step.slots, call))
+
+
+def _send(engine: KernelEngine, inputs: LayerInputs, exchanged: Exchanged) -> Sent:
+    step = Step.of(engine, inputs)
+    dispatched = step.send(step.tokens(inputs.x, exchanged.layout), exchanged.offsets)
+    return Sent(dispatched.plan, dispatched.schedule, dispatched.counters.words)
+
+
+def _finish(
+    engine: KernelEngine,
+    inputs: LayerInputs,
+    exchanged: Exchanged,
+    sent: Sent,
+    sized: ForwardRows,
+) -> torch.Tensor:
+    step = Step.of(engine, inputs)
+    slots, out = step.slots, torch.empty_like(inputs.x)
+    dispatched = dispatch.Dispatched(
+        step.tokens(inputs.x, exchanged.layout),
+        step.memory.rows,
+        exchanged.offsets,
+        sent.plan,
+        sent.schedule,
+        StageCounters.of(sent.words, step.config, slots.num_ranks),
+        step.config,
+    )
+    outputs = sized.act, sized.pre
+    up_projection(step.memory.rows, inputs.w_gate_up, outputs, dispatched, step.tiles, slots)
+    metadata = combine.send_return_metadata(dispatched, slots)
+    if sized.kept is not None:
+        num_rows = exchanged.offsets.expert_offsets[-1:]
+        kept = sized.kept, num_rows, send_return_metadata_kernel
+        dispatch.keep_rows(step.memory.rows, *kept, slots)
+    sums = LayerSums(out, step.memory.rows)
+    combine_experts(sized.act, Weights(inputs.w_down), sums, dispatched, metadata, slots)
+    return out
+
+
+# --- The backward --------------------------------------------------------------------------------
+
+
+class BackwardRows(NamedTuple):
+    """Expert rows of a backward, in memory of this rank alone: rows of x [M, H], None where x is
+    sent again; pre-activations [M, 2I]; what `dispatch_dgrad` gives, of which the gradient of the
+    pre-activations may be their own memory; rows of the gradient of x [M, H]. For gradients of
+    weights that are computed later, memory for rows of x, where these are sent again, and of dy.
+    """
+
+    x: torch.Tensor | None
+    pre: torch.Tensor
+    of_act: ActivationGradients
+    dx: torch.Tensor
+    kept_x: torch.Tensor | None = None
+    kept_dy: torch.Tensor | None = None
+
+    @property
+    def tensors(self) -> tuple[torch.Tensor | None, ...]:
+        """All of them; `of` takes them."""
+        return self.x, self.pre, *self.of_act, self.dx, self.kept_x, self.kept_dy
+
+    @classmethod
+    def of(cls, tensors: tuple[Any, ...]) -> BackwardRows:
+        """What `tensors` were taken from."""
+        x, pre, *of_act, dx, kept_x, kept_dy = tensors
+        return cls(x, pre, ActivationGradients(*of_act), dx, kept_x, kept_dy)
+
+
+def backward(
+    engine: KernelEngine,
+    dy: torch.Tensor,
+    inputs: LayerInputs,
+    saved: Saved,
+    into: WeightGradients | None,
+) -> Gradients:
+    """Gradients of x and topk_weights. Those of the weights go `into` memory; with None the rows
+    that they are made of are kept for later."""
+    x, w_gate_up, w_down = inputs.x, inputs.w_gate_up, inputs.w_down
+    most_rows = engine.most_expert_rows(x, inputs.topk_idx, w_gate_up)[2]
+    room = max(1, most_rows if saved.num_rows < 0 else saved.num_rows)
+    numbers: dict[str, Any] = dict(max_rows=room, expected_rows=saved.num_rows)
+    pre, rows = saved.tensors
+    keeps_pre = pre is not None and saved.is_kept
+    args = inputs, dy, saved.save, keeps_pre, into
+    described = engine.describe(*args)
+    if described.kind.choice is None:
+        share = most_rows // engine.slots.num_ranks
+        described.kind.choice = gradient_tiles(w_gate_up, w_down, share)
+    pre = x.new_empty(room, 2 * w_down.shape[2]) if pre is None else pre
+    of_act = ActivationGradients.empty(pre, w_down, described.kind.choice, True, not keeps_pre)
+    work = BackwardRows(rows, pre, of_act, x.new_empty(room, x.shape[1]))
+    if into is None:
+        kept_x = torch.empty_like(work.dx) if rows is None else None
+        work = work._replace(kept_x=kept_x, kept_dy=torch.empty_like(work.dx))
+    more: dict[str, Any] = dict(sized=work.tensors, described=described)
+    before = engine.reserve_expert_rows
+    dx, topk_grads, offsets = engine.call(_backward, *args, before=before, **more, **numbers)
+    if work.kept_dy is None:
+        return dx, topk_grads, None
+    x_rows = work.kept_x if rows is None else rows
+    assert x_rows is not None
+    kept = WeightGradientRows(x_rows, of_act.pre, of_act.act, work.kept_dy, offsets)
+    return dx, topk_grads, partial(later_weight_gradients, kept)
+
+
+def _backward(
+    engine: KernelEngine,
+    inputs: LayerInputs,
+    dy: torch.Tensor,
+    save: str,
+    keeps_pre: bool,
+    into: WeightGradients | None,
+    sized: tuple[torch.Tensor | None, ...],
+    max_rows: int,
+    expected_rows: int,
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Up to three calls of the same tokens. With `none` the first one sends x, for the
+    pre-activations. The next one sends dy and returns dx. With `none` and `pre` the last one sends
+    x, for the gradient of w_gate_up, which is computed from the rows where they arrive.
+
+    So every product runs while rows come or sums return, and no rows of x are copied, but for
+    gradients of weights that are computed later. Each call begins with an exchange, which says that
+    this rank has read what came in the one before. Returns the gradients of x and topk_weights, and
+    where the rows of experts begin.
+    """
+    step, rows = Step.of(engine, inputs), BackwardRows.of(sized)
+    x, _, topk_weights, w_gate_up, w_down = inputs
+    slots, memory, of_act = step.slots, step.memory, rows.of_act
+    dx, topk_grads = torch.empty_like(dy), torch.empty_like(topk_weights)
+    of_gate_up, of_down, accumulate = into or WeightGradients(None, None)
+    needs_x = into is None or of_gate_up is not None
+    number = saved_number(save, needs_x or rows.x is not None)
+    call = dispatch.LayerCall(Kind.MOE_FFN_BACKWARD, number, expected_rows)
+    up_outputs = of_act.act, rows.pre
+    sent = None
+    if save == "none":
+        sent = step.begin(x, call)
+        up_projection(sent.rows, w_gate_up, up_outputs, sent, step.tiles, slots)
+        dispatch.release(slots)
+    # dy to the experts: the gradient of the pre-activations.
+    sent = step.begin(dy, call, sent)
+    config = gradient_tiles(w_gate_up, w_down, len(memory.rows) // slots.num_ranks)
+    if save == "rows" and rows.x is not None:  # dy arrives during the up-projection
+        up_projection(rows.x, w_gate_up, up_outputs, sent, step.tiles, slots)
+        metadata = combine.send_return_metadata(sent, slots)
+        slots.context.step = "activation_dgrad"
+        operands = memory.rows, w_down, rows.pre, step.schedule(sent), "swiglu", memory.weights
+        trace = slots.context.traced(Role.DGRAD_DOWN)
+        launch_activation_dgrad(*operands, of_act, config, trace)
+    else:
+        dispatch.dispatch_dgrad(sent, w_down, rows.pre, memory.weights, of_act, config, slots)
+        metadata = combine.send_return_metadata(sent, slots)
+    launch_row_weight_gradient(of_act, sent.offsets.expert_offsets, len(memory.rows))
+    # dx, whose sums return as those of a forward, while the gradients of weights are computed.
+    gradients, dy_rows = [], memory.rows[:max_rows]
+    if of_down is not None:
+        role = Role.WGRAD_DOWN
+        gradients.append(combine.WeightGradient(dy_rows, of_act.act, of_down, accumulate, role))
+    if of_gate_up is not None and rows.x is not None:
+        role = Role.WGRAD_UP
+        gradients.append(combine.WeightGradient(of_act.pre, rows.x, of_gate_up, accumulate, role))
+    sums = LayerSums(dx, rows.dx, topk_grads, of_act.row_weight)
+    # By parts, so that the same steps of the depth are added up in any layout.
+    by_parts = w_gate_up if has_parts(w_gate_up) else w_gate_up.unflatten(1, (2, -1))
+    weights = Weights(by_parts, transposed=True)
+    combine_experts(of_act.pre, weights, sums, sent, metadata, slots, gradients)
+    if rows.kept_dy is not None:
+        num_rows = sent.offsets.expert_offsets[-1:]
+        dispatch.keep_rows(memory.rows, rows.kept_dy, num_rows, fused_sum_kernel, slots)
+        slots.context.end_call()
+    if needs_x and rows.x is None:
+        sent = step.begin(x, call, sent)
+        if of_gate_up is not None:
+            dispatch.dispatch_wgrad(of_act.pre, sent, of_gate_up, accumulate, slots)
+        elif rows.kept_x is not None:
+            num_rows = sent.offsets.expert_offsets[-1:]
+            dispatch.keep_rows(memory.rows, rows.kept_x, num_rows, copy_rows_kernel, slots)
+        dispatch.release(slots)
+    return dx, topk_grads, sent.offsets.expert_offsets
+
+
+def later_weight_gradients(rows: WeightGradientRows, into: WeightGradients) -> None:
+    """The products, that of the down-projection first, by a call of their own, which needs no
+    Buffer; an expert without rows has zeros."""
+    if rows.x.is_cuda:
+        record(rows, torch.cuda.current_stream())
+    *sized, offsets = rows
+    _later(_later_weight_gradients, None, offsets, into, sized=sized, max_rows=len(rows.x))
+
+
+def _later_weight_gradients(
+    owner: None,
+    offsets: torch.Tensor,
+    into: WeightGradients,
+    sized: Sequence[torch.Tensor],
+    max_rows: int,
+) -> None:
+    x, pre, act, dy = sized
+    if into.down is not None:
+        wgrad(dy, act, offsets, out=into.down, accumulate=into.accumulate)
+    if into.gate_up is not None:
+        wgrad(pre, x, offsets, out=into.gate_up, accumulate=into.accumulate)
+
+
+_later = PreparedCalls()
+
+
+# --- Both ----------------------------------------------------------------------------------------
+
+
+def gradient_tiles(w_gate_up: torch.Tensor, w_down: torch.Tensor, num_rows: int) -> GemmConfig:
+    """The tiles of the gradient of the activations, as high as those of the up-projection."""
+    block_m = gemm_config(w_gate_up, num_rows, "swiglu").block_m
+    return GemmConfig.for_gradient(gemm_problem(w_down, num_rows, transposed=True), True, block_m)
+
+
+class Step(NamedTuple):
+    """What the bodies of a layer's calls share: its config, the tiles of its up-projection, and its
+    expert rows."""
+
+    slots: Slots
+    config: LayerConfig
+    memory: ExpertRows
+    tiles: GemmConfig
+    inputs: LayerInputs
+
+    @classmethod
+    def of(cls, engine: KernelEngine, inputs: LayerInputs) -> Step:
+        """Checks that the tokens fit."""
+        x, topk_idx, _, w_gate_up, _ = inputs
+        row, header, most_rows = engine.most_expert_rows(x, topk_idx, w_gate_up)
+        engine.check_capacity(len(x), row, header)
+        config, slots = engine.layer_config(w_gate_up, row), engine.slots
+        tiles = up_tiles(w_gate_up, most_rows, config, slots)
+        return cls(slots, config, ExpertRows.of(x, most_rows, slots), tiles, inputs)
+
+    def tokens(
+        self, x: torch.Tensor, layout: routing.RoutingLayout | None = None
+    ) -> dispatch.LayerTokens:
+        """x, or dy, on its way to the experts, by a layout or, without one, by a new one."""
+        _, topk_idx, topk_weights, w_gate_up, _ = self.inputs
+        if layout is None:
+            num_experts = len(w_gate_up) * self.slots.num_ranks
+            layout = routing.layout(topk_idx, num_experts, self.slots)
+        return dispatch.LayerTokens(x, topk_idx, topk_weights, layout)
+
+    def send(
+        self,
+        tokens: dispatch.LayerTokens,
+        offsets: dispatch.ExpertOffsets,
+        with_weights: bool = False,
+        plan: dispatch.RowPlan | None = None,
+    ) -> dispatch.Dispatched:
+        """See `send_rows`."""
+        how = self.memory, self.tiles.block_m, self.config, self.slots, with_weights, plan
+        return send_rows(tokens, offsets, *how)
+
+    def begin(
+        self, x: torch.Tensor, call: dispatch.LayerCall, earlier: dispatch.Dispatched | None = None
+    ) -> dispatch.Dispatched:
+        """Begin a call of a backward that sends x, or dy, and weights of rows; after an earlier one
+        of the same tokens, rows go where those of that one went."""
+        if earlier is not None:  # then other ranks wait for this call already
+            self.slots.context.step = "exchange_fused"
+        tokens = self.tokens(x, None if earlier is None else earlier.tokens.layout)
+        offsets = dispatch.exchange_fused(tokens, self.config, self.slots, call)
+        return self.send(tokens, offsets, True, None if earlier is None else earlier.plan)
+
+    def schedule(self, sent: dispatch.Dispatched) -> TileSchedule:
+        """The tiles of a call, for a product that begins when all rows have arrived."""
+        staged, rows = sent.schedule, len(sent.rows)
+        offsets = sent.offsets.expert_offsets
+        return TileSchedule(staged.tiles, staged.num_tiles, offsets, rows, staged.block_m)

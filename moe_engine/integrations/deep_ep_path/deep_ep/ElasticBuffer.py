@@ -1,5 +1,0 @@
-"""`from deep_ep import ElasticBuffer` imports this module, as the package has no such name."""
-
-from . import absent
-
-raise ImportError(absent("ElasticBuffer"))

@@ -1,0 +1,357 @@
+"""The operators of torch.library that `ops.py` calls: their schemas, what they do, and gradients.
+
+Operators are functional: what they return is new, and no part of symmetric memory. An operator
+finds its Buffer by `Buffer.id`, since a schema has no place for objects. Those named `*_start` send
+on the Buffer's own stream, and `*_wait` lets the current stream wait. The backward of `*_wait`
+starts, and that of `*_start` waits. So each `*_start` also returns tickets: tensors of one item in
+the shapes of the gradients that will be on their way then.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from .device.context import SIGNATURE_WORDS
+from .errors import BackendError
+from .expert_row_calls import (
+    DispatchPlan,
+    Sent,
+    await_tensor,
+    return_sums,
+    send,
+    send_again,
+    set_out,
+    take_received,
+)
+from .lifecycle import live_buffer
+
+library = torch.library.Library("moe_engine", "DEF")
+operators: Any = torch.ops.moe_engine
+
+RESULT = "Tensor row_weights, Tensor offsets, Tensor counts, Tensor overflow"
+PLAN = ", ".join(f"Tensor {name}" for name in DispatchPlan._fields)
+ARGS = (
+    "Tensor x, Tensor topk_idx, Tensor topk_weights, int num_experts, int buffer_id, "
+    "SymInt? max_rows=None, int alignment=1"
+)
+
+
+def operator(schema: str, fake: Callable[..., Any]) -> Callable[[Callable[..., Any]], Any]:
+    """Define an operator `moe_engine::name`, of which the function is what it does on tensors of
+    any device, and `fake` what it returns for tensors without memory."""
+
+    def define(function: Callable[..., Any]) -> Callable[..., Any]:
+        library.define(schema, tags=(torch.Tag.pt2_compliant_tag,))
+        name = schema.partition("(")[0]
+        library.impl(name, function, "CompositeExplicitAutograd")
+        torch.library.register_fake(f"moe_engine::{name}", fake, lib=library)
+        return function
+
+    return define
+
+
+def gradient(name: str, save: Callable[..., None], backward: Callable[..., Any]) -> None:
+    """The backward of `moe_engine::name`, from what `save(ctx, inputs, output)` has kept."""
+
+    def first_order(ctx: Any, *grads: Any) -> Any:
+        if torch.is_grad_enabled():
+            raise BackendError(
+                "dispatch and combine have no second-order gradients; call backward without "
+                "create_graph."
+            )
+        return backward(ctx, *grads)
+
+    qualified = f"moe_engine::{name}"
+    torch.library.register_autograd(qualified, first_order, setup_context=save, lib=library)
+
+
+def _ticket(like: Tensor, shape: Any) -> Tensor:
+    """A tensor of a shape, of one item."""
+    return like.new_zeros(()).expand(shape)
+
+
+def _fake_sent(
+    x: Tensor,
+    topk_idx: Tensor,
+    topk_weights: Tensor,
+    num_experts: int,
+    buffer_id: int,
+    max_rows: int | None = None,
+    alignment: int = 1,
+) -> Sent:
+    num_ranks, (num_tokens, num_topk) = live_buffer(buffer_id).group_size, topk_idx.shape
+    num_rows: Any = max_rows
+    num_received: Any = max_rows
+    if max_rows is None:
+        new_size = torch.library.get_ctx().new_dynamic_size
+        num_rows, num_received = new_size(), new_size()
+
+    def new(*shape: Any, dtype: torch.dtype = torch.int32) -> Tensor:
+        return topk_idx.new_empty(shape, dtype=dtype)
+
+    plan = DispatchPlan(
+        slots=new(num_rows),
+        dst_rows=new(num_received, num_topk),
+        rank_prefix_matrix=new(num_ranks, num_ranks),
+        send_token_idx=new(num_ranks, num_tokens),
+        signature=new(SIGNATURE_WORDS.value),
+        recv_src_idx=new(num_received),
+        is_token_in_rank=new(num_tokens, num_ranks, dtype=torch.bool),
+        send_head=new(num_tokens, num_ranks),
+    )
+    return Sent(
+        received=x.new_empty((num_received, x.shape[1])),
+        row_weights=new(num_rows, dtype=torch.float32),
+        offsets=new(num_experts // num_ranks + 1),
+        counts=new(num_experts),
+        overflow=new(1),
+        plan=plan,
+    )
+
+
+def _fake_dispatch(x: Tensor, *args: Any) -> tuple[Tensor, ...]:
+    sent = _fake_sent(x, *args)
+    return x.new_empty((sent.plan.slots.shape[0], x.shape[1])), *sent[1:-1], *sent.plan
+
+
+def _fake_sums(rows: Tensor, row_weights: Tensor | None, plan: list[Tensor]) -> tuple[Tensor, ...]:
+    of = DispatchPlan(*plan)
+    num_tokens, num_topk = of.send_head.shape[0], of.dst_rows.shape[1]
+    shape = (0,) if row_weights is None else (num_tokens, num_topk)
+    y = rows.new_empty((num_tokens, rows.shape[1]))
+    return y, rows.new_empty(shape, dtype=torch.float32)
+
+
+def _fake_combine(
+    rows: Tensor, row_weights: Tensor | None, plan: list[Tensor], buffer_id: int
+) -> tuple[Tensor, ...]:
+    return _fake_sums(rows, row_weights, plan)
+
+
+def _fake_rows(x: Tensor, plan: list[Tensor], buffer_id: int) -> Tensor:
+    return x.new_empty((plan[0].shape[0], x.shape[1]))
+
+
+@operator(f"dispatch({ARGS}) -> (Tensor rows, {RESULT}, {PLAN})", _fake_dispatch)
+def _dispatch(x: Tensor, topk_idx: Tensor, topk_weights: Tensor, *args: Any) -> tuple[Tensor, ...]:
+    sent, _ = send(*_arguments(x, topk_idx, topk_weights, *args), is_async=False)
+    return take_received(sent.received, sent.plan), *sent[1:-1], *sent.plan
+
+
+def _arguments(
+    x: Tensor,
+    topk_idx: Tensor,
+    topk_weights: Tensor,
+    num_experts: int,
+    buffer_id: int,
+    max_rows: int | None = None,
+    alignment: int = 1,
+) -> tuple[Any, ...]:
+    return live_buffer(buffer_id), x, topk_idx, topk_weights, num_experts, max_rows, alignment
+
+
+@operator(
+    "combine(Tensor rows, Tensor? row_weights, Tensor[] plan, int buffer_id) "
+    "-> (Tensor y, Tensor topk_weights)",
+    _fake_combine,
+)
+def _combine(
+    rows: Tensor, row_weights: Tensor | None, plan: list[Tensor], buffer_id: int
+) -> tuple[Tensor, Tensor]:
+    return return_sums(live_buffer(buffer_id), rows, row_weights, DispatchPlan(*plan), False)[:2]
+
+
+@operator("cached_dispatch(Tensor x, Tensor[] plan, int buffer_id) -> Tensor rows", _fake_rows)
+def _cached_dispatch(x: Tensor, plan: list[Tensor], buffer_id: int) -> Tensor:
+    of = DispatchPlan(*plan)
+    received, _ = send_again(live_buffer(buffer_id), x, of, False)
+    return take_received(received, of)
+
+
+# --- Gradients -----------------------------------------------------------------------------------
+
+
+def _save_dispatch(ctx: Any, inputs: tuple[Any, ...], output: Sequence[Tensor]) -> None:
+    ctx.save_for_backward(*output[5:])
+    ctx.buffer_id = inputs[4]
+
+
+def _dispatch_backward(ctx: Any, rows: Tensor, weights: Tensor, *_: Any) -> tuple[Any, ...]:
+    of_weights = weights if ctx.needs_input_grad[2] else None
+    dx, dw = operators.combine(rows, of_weights, list(ctx.saved_tensors), ctx.buffer_id)
+    return dx, None, None if of_weights is None else dw, *(None,) * 4
+
+
+def _save_plan(ctx: Any, inputs: tuple[Any, ...], output: Any) -> None:
+    """Of what is returned, the first tensor has a gradient."""
+    *_, plan, ctx.buffer_id = inputs
+    ctx.save_for_backward(*plan)
+    if isinstance(output, tuple):
+        ctx.mark_non_differentiable(*output[1:])
+
+
+def _combine_backward(ctx: Any, y: Tensor, *_: Any) -> tuple[Any, ...]:
+    plan = list(ctx.saved_tensors)
+    return operators.cached_dispatch(y, plan, ctx.buffer_id), None, [None] * len(plan), None
+
+
+def _cached_dispatch_backward(ctx: Any, rows: Tensor) -> tuple[Any, ...]:
+    plan = list(ctx.saved_tensors)
+    return operators.combine(rows, None, plan, ctx.buffer_id)[0], [None] * len(plan), None
+
+
+gradient("dispatch", _save_dispatch, _dispatch_backward)
+gradient("combine", _save_plan, _combine_backward)
+gradient("cached_dispatch", _save_plan, _cached_dispatch_backward)
+
+
+# --- In two parts --------------------------------------------------------------------------------
+
+
+def _fake_dispatch_start(x: Tensor, topk_idx: Tensor, weights: Tensor, *args: Any) -> Any:
+    sent = _fake_sent(x, topk_idx, weights, *args)
+    return _ticket(x, x.shape), _ticket(weights, weights.shape), *sent[:-1], *sent.plan
+
+
+def _fake_dispatch_wait(
+    ticket: Tensor, weights_ticket: Tensor, sent: list[Tensor], plan: list[Tensor], buffer_id: int
+) -> tuple[Tensor, ...]:
+    received, *others = sent
+    rows = received.new_empty((plan[0].shape[0], received.shape[1]))
+    return rows, *(torch.empty_like(one) for one in others)
+
+
+def _fake_combine_start(
+    rows: Tensor, row_weights: Tensor | None, plan: list[Tensor], buffer_id: int
+) -> tuple[Tensor, ...]:
+    ticket = _ticket(rows, (plan[1].shape[0], rows.shape[1]))
+    return ticket, *_fake_sums(rows, row_weights, plan)
+
+
+def _fake_combine_wait(
+    ticket: Tensor, y: Tensor, topk_weights: Tensor, plan: list[Tensor], buffer_id: int
+) -> tuple[Tensor, Tensor]:
+    return torch.empty_like(y), torch.empty_like(topk_weights)
+
+
+def _fake_received(x: Tensor, plan: list[Tensor], buffer_id: int) -> Tensor:
+    return x.new_empty((plan[1].shape[0], x.shape[1]))
+
+
+@operator(
+    f"dispatch_start({ARGS}) -> (Tensor ticket, Tensor weights_ticket, Tensor received, {RESULT}, "
+    f"{PLAN})",
+    _fake_dispatch_start,
+)
+def _dispatch_start(x: Tensor, topk_idx: Tensor, weights: Tensor, *args: Any) -> Any:
+    # A copy of x: a compiler may use its memory again before the wait.
+    buffer, _, *others = _arguments(x, topk_idx, weights, *args)
+    sent, event = send(buffer, x.clone(), *others, is_async=True)
+    set_out(buffer, sent.received, event)
+    return _ticket(x, x.shape), _ticket(weights, weights.shape), *sent[:-1], *sent.plan
+
+
+@operator(
+    "dispatch_wait(Tensor ticket, Tensor weights_ticket, Tensor[] sent, Tensor[] plan, "
+    f"int buffer_id) -> (Tensor rows, {RESULT})",
+    _fake_dispatch_wait,
+)
+def _dispatch_wait(
+    ticket: Tensor, weights_ticket: Tensor, sent: list[Tensor], plan: list[Tensor], buffer_id: int
+) -> tuple[Tensor, ...]:
+    received, *others = sent
+    rows = _cached_dispatch_wait(received, plan, buffer_id)
+    return rows, *(one.clone() for one in others)
+
+
+@operator(
+    "combine_start(Tensor rows, Tensor? row_weights, Tensor[] plan, int buffer_id) "
+    "-> (Tensor ticket, Tensor y, Tensor topk_weights)",
+    _fake_combine_start,
+)
+def _combine_start(
+    rows: Tensor, row_weights: Tensor | None, plan: list[Tensor], buffer_id: int
+) -> tuple[Tensor, ...]:
+    buffer, of = live_buffer(buffer_id), DispatchPlan(*plan)
+    y, topk_weights, event = return_sums(buffer, rows, row_weights, of, True)
+    set_out(buffer, y, event)
+    return _ticket(rows, (len(of.dst_rows), rows.shape[1])), y, topk_weights
+
+
+@operator(
+    "combine_wait(Tensor ticket, Tensor y, Tensor topk_weights, Tensor[] plan, int buffer_id) "
+    "-> (Tensor sums, Tensor weights)",
+    _fake_combine_wait,
+)
+def _combine_wait(
+    ticket: Tensor, y: Tensor, topk_weights: Tensor, plan: list[Tensor], buffer_id: int
+) -> tuple[Tensor, Tensor]:
+    await_tensor(live_buffer(buffer_id), y)
+    return y.clone(), topk_weights.clone()
+
+
+@operator(
+    "cached_dispatch_start(Tensor x, Tensor[] plan, int buffer_id) -> Tensor received",
+    _fake_received,
+)
+def _cached_dispatch_start(x: Tensor, plan: list[Tensor], buffer_id: int) -> Tensor:
+    buffer = live_buffer(buffer_id)
+    received, event = send_again(buffer, x.clone(), DispatchPlan(*plan), True)
+    set_out(buffer, received, event)
+    return received
+
+
+@operator(
+    "cached_dispatch_wait(Tensor received, Tensor[] plan, int buffer_id) -> Tensor rows",
+    _fake_rows,
+)
+def _cached_dispatch_wait(received: Tensor, plan: list[Tensor], buffer_id: int) -> Tensor:
+    of = DispatchPlan(*plan)
+    await_tensor(live_buffer(buffer_id), received)
+    return take_received(received, of)
+
+
+def _save_dispatch_start(ctx: Any, inputs: tuple[Any, ...], output: Sequence[Tensor]) -> None:
+    ctx.save_for_backward(*output[7:])
+    ctx.buffer_id = inputs[4]
+    ctx.mark_non_differentiable(*output[2:])
+
+
+def _dispatch_start_backward(ctx: Any, y: Tensor, weights: Tensor, *_: Any) -> tuple[Any, ...]:
+    args = y, y, weights, list(ctx.saved_tensors), ctx.buffer_id
+    dx, dw = operators.combine_wait(*args)
+    return dx, None, dw if ctx.needs_input_grad[2] else None, *(None,) * 4
+
+
+def _save_dispatch_wait(ctx: Any, inputs: tuple[Any, ...], output: object) -> None:
+    *_, sent, plan, ctx.buffer_id = inputs
+    ctx.num_sent = len(sent)
+    ctx.save_for_backward(*plan)
+
+
+def _dispatch_wait_backward(ctx: Any, rows: Tensor, weights: Tensor, *_: Any) -> tuple[Any, ...]:
+    plan = list(ctx.saved_tensors)
+    _, y, topk_weights = operators.combine_start(rows, weights, plan, ctx.buffer_id)
+    return y, topk_weights, [None] * ctx.num_sent, [None] * len(plan), None
+
+
+def _combine_start_backward(ctx: Any, received: Tensor, *_: Any) -> tuple[Any, ...]:
+    plan = list(ctx.saved_tensors)
+    rows = operators.cached_dispatch_wait(received, plan, ctx.buffer_id)
+    return rows, None, [None] * len(plan), None
+
+
+def _combine_wait_backward(ctx: Any, y: Tensor, *_: Any) -> tuple[Any, ...]:
+    plan = list(ctx.saved_tensors)
+    received = operators.cached_dispatch_start(y, plan, ctx.buffer_id)
+    return received, None, None, [None] * len(plan), None
+
+
+gradient("dispatch_start", _save_dispatch_start, _dispatch_start_backward)
+gradient("dispatch_wait", _save_dispatch_wait, _dispatch_wait_backward)
+gradient("combine_start", _save_plan, _combine_start_backward)
+gradient("combine_wait", _save_plan, _combine_wait_backward)

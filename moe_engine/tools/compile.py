@@ -1,0 +1,319 @@
+"""`moe-engine compile`: the kernels that a model needs, as a bundle; see `kernel_bundle.py`.
+
+One rank of the model makes every call that a rank can make, for the numbers of tokens at which
+other kernels are chosen. Nothing runs: each launch tells which variant of its kernel it needs, and
+each variant is compiled once.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from functools import partial
+from itertools import product
+from pathlib import Path
+from typing import Any
+
+import torch
+import triton
+from rich.console import Console
+from rich.progress import track
+from rich.table import Table
+from triton.backends.nvidia.compiler import get_ptxas
+
+from .. import grouped_gemm
+from ..combine.low_latency_kernels import ExpertRows
+from ..cuda_driver import Binary
+from ..device.context import SAVE_POLICIES
+from ..dispatch import Tokens
+from ..dispatch.low_latency import LowLatencyTokens
+from ..engines.base import LayerInputs, WeightGradients
+from ..engines.kernel import KernelEngine
+from ..expert_major import sum_rows, take_rows
+from ..hardware import stand_in
+from ..kernel_bundle import MANIFEST, PACKAGE, Variant, backend, entry, made_with
+from ..launch import Grid, collecting
+from ..layer_config import LayerChoices, LayerProblem, kept_layers
+from ..options import DEFAULT_OPTIONS
+from ..symm.ring import region_bytes
+from ..symm.slots import ReturnRowLayout, RowLayout, SlotLayout, header_bytes
+from .lone_rank import kernel_engine, low_latency_engine
+
+FP8 = torch.float8_e4m3fn
+FORMATS = "bf16", "fp8", "rounded", "ue8m0"
+
+
+@dataclass(frozen=True)
+class ModelShape:
+    """What of a model decides its kernels: a layer of it on `num_ranks` ranks, each of which brings
+    up to `max_tokens` tokens."""
+
+    num_experts: int
+    hidden: int
+    num_columns: int
+    num_topk: int
+    num_ranks: int
+    max_tokens: int = 8192
+    dtype: torch.dtype = torch.bfloat16
+
+    @property
+    def num_local(self) -> int:
+        return self.num_experts // self.num_ranks
+
+    def region_bytes(self, max_tokens: int) -> int:
+        """Of a Buffer for so many tokens, as `Buffer.for_tokens` makes it."""
+        row = ReturnRowLayout(self.hidden * self.dtype.itemsize, self.num_topk)
+        return header_bytes(self.num_experts, self.num_ranks) + max_tokens * row.num_bytes
+
+    def layer(self, max_tokens: int) -> LayerProblem:
+        """A layer of up to so many tokens of each rank."""
+        sizes = self.num_experts, self.num_topk, self.hidden, self.num_columns
+        return LayerProblem(self.num_ranks, max_tokens, *sizes, self.dtype.itemsize)
+
+    def tokens(self, count: int) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        """x [T, H], topk_idx [T, K], topk_weights [T, K]; no kernel reads them."""
+        topk_idx = torch.zeros(count, self.num_topk, dtype=torch.int64)
+        x = torch.empty(count, self.hidden, dtype=self.dtype)
+        return x, topk_idx, torch.empty(count, self.num_topk)
+
+    def weights(self) -> tuple[torch.Tensor, torch.Tensor]:
+        """w_gate_up [L, 2I, H] and w_down [L, H, I]."""
+        new = partial(torch.empty, dtype=self.dtype)
+        up = new(self.num_local, 2 * self.num_columns, self.hidden)
+        return up, new(self.num_local, self.hidden, self.num_columns)
+
+
+# --- Calls -----------------------------------------------------------------------------------
+
+
+def batches_of(most: int) -> list[int]:
+    """Numbers of tokens up to `most` at which a launch can need another variant."""
+    return sorted({1, min(most, 7), min(most, 16), most})
+
+
+def sizes(shape: ModelShape, choice: Callable[[int], Any]) -> list[int]:
+    """Of the numbers of tokens that a Buffer may be made for, one for each result of `choice`."""
+    steps = 16 * max(1, shape.max_tokens).bit_length()
+    most = {min(shape.max_tokens, round(2 ** (step / 16))) for step in range(steps + 1)}
+    return list({choice(count): count for count in sorted(most)}.values())
+
+
+def call_normal(shape: ModelShape) -> None:
+    """Layout, dispatch in all its forms, and combine."""
+    forms = [(shape.dtype, 0)] + [(FP8, shape.hidden // 128)] * (shape.hidden % 128 == 0)
+    rows = [RowLayout(shape.hidden * one.itemsize, shape.num_topk, num) for one, num in forms]
+
+    def chunks(count: int) -> Any:
+        layout = SlotLayout(shape.num_ranks, shape.region_bytes(count))
+        rows_bytes = [row.num_bytes for row in rows] + [RowLayout(rows[0].payload_bytes).num_bytes]
+        return [(layout.chunk_rows(one), layout.span(one)) for one in rows_bytes]
+
+    for most in sizes(shape, lambda count: str(chunks(count))):
+        for max_tokens, (dtype, scales) in product((most, None), forms):
+            engine = kernel_engine(shape.num_ranks, max_tokens, shape.region_bytes(most))
+            for count in batches_of(min(most, 16)):
+                send_and_return(shape, engine, count, dtype, scales)
+
+
+def send_and_return(
+    shape: ModelShape, engine: KernelEngine, count: int, dtype: torch.dtype, num_scales: int
+) -> None:
+    """Dispatch `count` tokens of this dtype, with so many scales each, and combine them."""
+    x, topk_idx, topk_weights = shape.tokens(count)
+    layout = engine.layout(topk_idx, shape.num_experts)
+    scales = torch.empty(count, num_scales) if num_scales else None
+    tokens = Tokens(x.to(dtype), topk_idx, topk_weights, scales)
+    for may_grow in (False, True):
+        engine._exchange(tokens, layout, may_grow)
+    num_rows = shape.num_ranks * count
+    _, _, handle, _ = engine.dispatch(tokens, layout, num_rows)
+    engine.dispatch(tokens, layout, num_rows, owned=False)
+    engine.release()
+    engine.dispatch_cached(tokens.x, scales, handle)
+    y = torch.empty(num_rows, shape.hidden, dtype=x.dtype)
+    weights = torch.empty(num_rows, shape.num_topk)
+    for returned, num_bias in product((None, weights), (0, 1, 2)):
+        engine.combine(y, handle, returned, [x] * num_bias)
+
+
+def call_expert_rows(shape: ModelShape) -> None:
+    """What `moe_engine.ops` does to received rows besides: expert rows of them, and sums back."""
+    for count in batches_of(shape.max_tokens):
+        x, topk_idx, _ = shape.tokens(count)
+        for num_rows in (count * shape.num_topk, count):
+            take_rows(x, torch.zeros(num_rows, dtype=torch.int32), shape.num_topk)
+        sum_rows(x, topk_idx.int())
+
+
+def call_low_latency(shape: ModelShape) -> None:
+    """Low-latency dispatch and combine, whole and around a hook."""
+    most, num_topk = min(shape.max_tokens, DEFAULT_OPTIONS.decode_tokens), shape.num_topk
+    region = region_bytes(most, num_topk, shape.hidden * shape.dtype.itemsize)
+    engine = low_latency_engine(shape.num_ranks, region)
+    received = torch.zeros(shape.num_local, dtype=torch.int32)
+    waited = torch.zeros(shape.num_ranks, dtype=torch.int64)
+    for count, row_format, hooked, counts in product(
+        batches_of(most), FORMATS, (False, True), (False, True)
+    ):
+        if row_format != "bf16" and shape.hidden % (512 if row_format == "ue8m0" else 128):
+            continue
+        x, topk_idx, topk_weights = shape.tokens(count)
+        stats = received if counts else None, waited if counts else None
+        tokens = LowLatencyTokens(x, topk_idx, None, most, shape.num_experts, row_format)
+        got, receive = engine.dispatch(tokens, *stats, hooked)
+        y = torch.empty(shape.num_local, shape.num_ranks * most, shape.hidden, dtype=x.dtype)
+        rows = ExpertRows(y, topk_idx, topk_weights, got.returns, got.call, None)
+        *_, add_up = engine.combine(rows, shape.num_experts, stats[1], hooked)
+        for hook in (receive, add_up):
+            if hook is not None:
+                hook()
+
+
+def call_layers(shape: ModelShape) -> None:
+    """The fused layer and its backward, for Buffers of any size."""
+    up, down = shape.weights()
+
+    def choice(most: int) -> Any:
+        config, num_rows = (
+            LayerChoices(kept=kept_layers()).choose(shape.layer(most)),
+            most * shape.num_topk,
+        )
+        tiles = grouped_gemm.gemm_config(up, num_rows, "swiglu")
+        return config, tiles, grouped_gemm.gemm_config(down, num_rows, block_m=tiles.block_m)
+
+    for most in sizes(shape, choice):
+        engine = kernel_engine(shape.num_ranks, most, shape.region_bytes(most))
+        for count in batches_of(most):
+            inputs = LayerInputs(*shape.tokens(count), up, down)
+            engine.moe_ffn(*inputs)
+            for save in SAVE_POLICIES[1:]:
+                _, saved, _ = engine.moe_ffn_forward(inputs, save, is_captured=True)
+                *_, later = engine.moe_ffn_backward(inputs.x.clone(), inputs, saved, None)
+                assert later is not None
+                for dtype, accumulate in product({shape.dtype, torch.float32}, (False, True)):
+                    outs = [torch.empty_like(one, dtype=dtype) for one in (up, down)]
+                    into = WeightGradients(outs[0], outs[1], accumulate)
+                    engine.moe_ffn_backward(inputs.x.clone(), inputs, saved, into)
+                    later(into)
+
+
+def call_decode_layers(shape: ModelShape) -> None:
+    """Layers that run by low-latency calls, for each number of tokens."""
+    weights = shape.weights()
+    most = min(shape.max_tokens, DEFAULT_OPTIONS.decode_tokens)
+    region = region_bytes(most, shape.num_topk, shape.hidden * shape.dtype.itemsize)
+    engine = low_latency_engine(shape.num_ranks, region)
+    for max_tokens in range(1, most + 1):
+        for count in {1, max_tokens // 2, max_tokens}:
+            engine.moe_ffn(*shape.tokens(count), *weights, max_tokens)
+
+
+def call_gemms(shape: ModelShape) -> None:
+    """`grouped_mlp` of the experts' rows, forward and backward."""
+    up, down = shape.weights()
+    offsets = torch.zeros(shape.num_local + 1, dtype=torch.int32)
+    for most in sizes(shape, lambda most: most):
+        x = torch.empty(most * shape.num_topk, shape.hidden, dtype=shape.dtype)
+        for grad in (False, True):
+            for leaf in (x, up, down):
+                leaf.requires_grad_(grad)
+            y = grouped_gemm.grouped_mlp(x, up, down, offsets)
+            if grad:
+                torch.autograd.grad(y, (x, up, down), torch.empty_like(y))
+
+
+CALLS: dict[str, Callable[[ModelShape], None]] = {
+    "dispatch and combine": call_normal,
+    "expert rows": call_expert_rows,
+    "low latency": call_low_latency,
+    "layer": call_layers,
+    "decode layer": call_decode_layers,
+    "grouped GEMM": call_gemms,
+}
+
+
+def variants(shape: ModelShape, arch: int) -> dict[str, Variant]:
+    """The variants of kernels that a model needs on sm_`arch`, by key."""
+    found: dict[str, Variant] = {}
+
+    def collect(kernel: Any, grid: Grid, arguments: tuple[Any, ...], options: Any) -> None:
+        one = Variant.of(kernel, arch, arguments, options)
+        found.setdefault(one.key, one)
+
+    with stand_in(divmod(arch, 10)), collecting(collect), torch.device("cpu"):
+        for call in CALLS.values():
+            call(shape)
+    return found
+
+
+# --- Compilation -----------------------------------------------------------------------------
+
+
+def compile_variant(variant: Variant) -> Binary:
+    """Compile a variant, or take it from Triton's cache."""
+    source, options = variant.source()
+    compiled = triton.compile(source, backend(variant.arch).target, options.__dict__)
+    return Binary.of(compiled)
+
+
+def write(
+    folder: Path, needed: dict[str, Variant], arch: int, jobs: int
+) -> Iterator[tuple[Variant, Binary]]:
+    """Compile variants and write a bundle of them to `folder`, a project that pip can install.
+    Yields each when it is compiled."""
+    inner = folder / PACKAGE
+    inner.mkdir(parents=True, exist_ok=True)
+    kernels = {}
+    with ThreadPoolExecutor(jobs) as pool:
+        for key, binary in zip(needed, pool.map(compile_variant, needed.values()), strict=True):
+            (inner / f"{key}.cubin").write_bytes(binary.cubin)
+            kernels[key] = entry(binary)
+            yield needed[key], binary
+    cuda = get_ptxas(arch).version
+    manifest = {"made_with": made_with(arch), "cuda": cuda, "kernels": kernels}
+    (inner / MANIFEST).write_text(json.dumps(manifest, indent=1))
+    (inner / "__init__.py").write_text('"""Compiled kernels of moe_engine."""\n')
+    (folder / "pyproject.toml").write_text(
+        f"""[project]
+name = "{PACKAGE}"
+version = "0"
+description = "Compiled kernels of moe_engine, for sm_{arch}"
+
+[build-system]
+requires = ["setuptools>=77"]
+build-backend = "setuptools.build_meta"
+
+[tool.setuptools]
+packages = ["{PACKAGE}"]
+package-data = {{ "{PACKAGE}" = ["*.cubin", "{MANIFEST}"] }}
+"""
+    )
+
+
+def run(
+    shape: ModelShape, arch: int, folder: Path, jobs: int, console: Console
+) -> list[tuple[Variant, Binary]]:
+    """Write the bundle of a model to a folder, and show how far it has come."""
+    with console.status("listing what the model calls"):
+        needed = variants(shape, arch)
+    compiled = write(folder, needed, arch, jobs)
+    steps = track(compiled, "compiling", total=len(needed), console=console)
+    return list(steps)
+
+
+def report(compiled: list[tuple[Variant, Binary]], console: Console) -> None:
+    """How many variants of each kernel there are, and their size."""
+    table = Table("kernel", "variants", "KiB")
+    for column in table.columns[1:]:
+        column.justify = "right"
+    by_kernel: dict[str, list[int]] = {}
+    for variant, binary in compiled:
+        name = variant.name.removeprefix("moe_engine.").replace("_kernels.", ".")
+        by_kernel.setdefault(name, []).append(len(binary.cubin))
+    for name, sizes in sorted(by_kernel.items()):
+        table.add_row(name, str(len(sizes)), f"{sum(sizes) / 1024:.0f}")
+    total = sum(len(binary.cubin) for _, binary in compiled)
+    table.add_row("all", str(len(compiled)), f"{total / 1024:.0f}")
+    console.print(table)

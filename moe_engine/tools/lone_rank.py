@@ -1,0 +1,48 @@
+"""One rank of several, whose kernels never run: what its calls launch can be compiled, on a machine
+without a GPU too."""
+
+from __future__ import annotations
+
+import torch
+
+from ..engines.kernel import KernelEngine
+from ..engines.low_latency import LowLatency
+from ..layer_config import LayerChoices, kept_layers
+from ..symm.ring import Ring, RingLayout
+from ..symm.single import SingleTensor
+from ..symm.slots import SlotLayout, Slots
+
+RANK = 1
+"""A rank that has another one before it, where there are two."""
+
+
+class LoneBlock(SingleTensor):
+    """The block of one of `num_ranks` ranks, in place of all of them. Its memory is never used, so
+    it takes none."""
+
+    def __init__(self, num_bytes: int, num_ranks: int):
+        super().__init__(num_bytes, torch.device("cpu"))
+        self.peer_addresses = self.peer_addresses.expand(num_ranks)
+
+
+def kernel_engine(num_ranks: int, max_tokens: int | None, region_bytes: int) -> KernelEngine:
+    """The engine of a rank; its regions have so many bytes."""
+
+    def new_slots(layout: SlotLayout, refused: bool, epoch: int) -> Slots:
+        return Slots(lambda size, _: LoneBlock(size, num_ranks), layout, rank_of(num_ranks), 1.0)
+
+    layout = SlotLayout(num_ranks, region_bytes)
+    return KernelEngine(layout, new_slots, max_tokens, LayerChoices(kept=kept_layers()))
+
+
+def low_latency_engine(num_ranks: int, region_bytes: int, shrink: bool = False) -> LowLatency:
+    """The low-latency engine of a rank."""
+    layout = RingLayout(num_ranks, region_bytes)
+    return LowLatency(
+        Ring(lambda size: LoneBlock(size, num_ranks), layout, rank_of(num_ranks), 1.0), shrink
+    )
+
+
+def rank_of(num_ranks: int) -> int:
+    """The rank that stands for all."""
+    return min(RANK, num_ranks - 1)

@@ -1,0 +1,253 @@
+"""`moe_ffn` as a node of torch's autograd: one for the whole layer.
+
+It is a torch.autograd.Function, and no operator of torch.library: the outputs of an operator are
+tensors, so that the event of `start_moe_ffn` would have no place, and its arguments have types, so
+that a WgradSink would have none. Compiled code, and modes of torch, have the operators of
+`layer_operators.py`.
+"""
+
+from __future__ import annotations
+
+import operator
+from typing import Any, NamedTuple
+
+import torch
+
+from . import checks
+from .buffer import Buffer
+from .device.context import SAVE_POLICIES
+from .engines.base import LaterWeightGradients, LayerInputs, Saved, WeightGradients
+from .engines.trained_layer import gradient_tiles
+from .errors import BackendError, DtypeError, RoutingError, ShapeError
+from .grouped_gemm.backward import row_weight_parts
+from .lifecycle import verb
+from .streams import EventOverlap
+from .weight_gradients import DelayedWgrad, Grads, LayerWeights, Wgrad, WgradSink, new_memory
+
+POLICIES = "auto", *SAVE_POLICIES[1:]
+
+
+class LayerTensors(NamedTuple):
+    """The tensors of a layer as the caller has them."""
+
+    x: torch.Tensor
+    topk_idx: torch.Tensor
+    topk_weights: torch.Tensor
+    weights: LayerWeights
+
+    @property
+    def inputs(self) -> LayerInputs:
+        """As engines take them."""
+        return LayerInputs(*self[:3], self.weights.gate_up.by_parts(), self.weights.down)
+
+    @property
+    def routed(self) -> dict[str, torch.Tensor]:
+        """What the router gives, by name."""
+        return {"x": self.x, "topk_idx": self.topk_idx, "topk_weights": self.topk_weights}
+
+
+class LayerOptions(NamedTuple):
+    """How a layer is called, see `moe_engine.moe_ffn`."""
+
+    max_tokens: int | None = None
+    save: str = "auto"
+    wgrad: Wgrad = None
+    return_counts: bool = False
+    async_finish: bool = False
+
+    def check(self) -> None:
+        """Raise for what is no option."""
+        check_save(self.save)
+        if self.wgrad is not None and not isinstance(self.wgrad, WgradSink | DelayedWgrad):
+            raise DtypeError(
+                f"wgrad is {checks.shown(self.wgrad)}; it must be a WgradSink, a DelayedWgrad, or "
+                "None."
+            )
+        checks.check_flag("return_counts", self.return_counts)
+
+
+class Trained(NamedTuple):
+    """A layer's result [T, H], whose gradient runs its backward; the event that ends the call; the
+    counts per expert, where they are asked for; the RoutingError that it found, if any."""
+
+    out: torch.Tensor
+    event: EventOverlap
+    counts: torch.Tensor | None
+    error: RoutingError | None
+
+
+class TrainingMemory(NamedTuple):
+    """Bytes of a rank for the rows of one layer that trains: what stays from forward to backward,
+    and the most that there is while its forward and its backward run, with what stays."""
+
+    saved: int
+    forward: int
+    backward: int
+
+
+def training_memory(
+    w_gate_up: torch.Tensor,
+    w_down: torch.Tensor,
+    num_rows: int,
+    save: str = "auto",
+    retain_graph: bool = False,
+) -> TrainingMemory:
+    """The memory that a layer with experts w_gate_up [L, 2I, H] and w_down [L, H, I] takes for
+    num_rows rows of experts: tokens times top-k, if routing is balanced; see docs/training.md.
+
+    Not a part of it: the Buffer's memory, what grows with tokens alone (the result and the gradient
+    of x [T, H], and the plans of a call), the gradients of weights, and rows for those that are
+    delayed. retain_graph: as in
+    `torch.autograd.backward`; then saved pre-activations are not overwritten.
+    """
+    check_save(save)
+    hidden, columns = w_down.shape[1:]
+    save = chosen_policy(save, hidden, columns)
+    pre, x, act = 2 * columns, hidden, columns
+    saved = pre * (save in ("pre", "all")) + x * (save in ("rows", "all"))
+    working = act + hidden + pre * (save not in ("pre", "all") or retain_graph)
+    tiles = gradient_tiles(w_gate_up, w_down, num_rows)
+    sums = 4 * (1 + row_weight_parts(columns, tiles))
+    size = num_rows * w_down.itemsize
+    return TrainingMemory(
+        size * saved, size * (saved + act), size * (saved + working) + num_rows * sums
+    )
+
+
+def check_save(save: object) -> None:
+    """`save` is a policy's name."""
+    if not isinstance(save, str) or save not in POLICIES:
+        raise ShapeError(f"save is {checks.shown(save)}; it must be one of {POLICIES}.")
+
+
+def chosen_policy(save: str, hidden: int, columns: int) -> str:
+    """The policy that `save` means: auto saves what is smaller."""
+    if save != "auto":
+        return save
+    return "pre" if columns < hidden else "rows"
+
+
+def wants_gradients(*tensors: Any) -> bool:
+    """Whether autograd would ask for a gradient of one of these."""
+    return torch.is_grad_enabled() and any(getattr(one, "requires_grad", False) for one in tensors)
+
+
+def trained_layer(tensors: LayerTensors, buffer: Buffer, options: LayerOptions) -> Trained:
+    """The layer as a node of autograd."""
+    flat = *tensors[:3], *tensors.weights.tensors
+    return Trained(*_MoeFfn.apply(tensors, buffer, options, *flat))
+
+
+class _MoeFfn(torch.autograd.Function):
+    """Of the tensors in `flat`: x, topk_idx, topk_weights, the weights."""
+
+    @staticmethod
+    def forward(
+        ctx: Any, tensors: LayerTensors, buffer: Buffer, options: LayerOptions, *flat: torch.Tensor
+    ) -> tuple[torch.Tensor, EventOverlap, torch.Tensor | None, RoutingError | None]:
+        error = None
+        try:
+            out, saved, counts, event = _forward(buffer, tensors, options)
+        except RoutingError as problem:  # the call was made, and may go backward
+            if not isinstance(problem.result, tuple):
+                raise
+            error, (out, saved, counts, event) = problem, problem.result
+        ctx.save_for_backward(*flat, *saved.tensors)
+        ctx.buffer, ctx.saved, ctx.wgrad = buffer, saved._replace(tensors=()), options.wgrad
+        ctx.weights = tensors.weights
+        if counts is not None:
+            ctx.mark_non_differentiable(counts)
+        return out, event, counts, error
+
+    @staticmethod
+    def backward(ctx: Any, dy: torch.Tensor, *_: None) -> tuple[torch.Tensor | None, ...]:
+        if torch.is_grad_enabled():
+            raise BackendError(
+                "a layer has no second-order gradients; call backward without create_graph."
+            )
+        _, _, _, of_x, _, of_topk, *of_gate_up, of_down = ctx.needs_input_grad
+        wanted, weights, wgrad = (any(of_gate_up), of_down), ctx.weights, ctx.wgrad
+        tensors, saved = _saved_tensors(ctx)
+        dx, topk_grads, later, grads = _backward(ctx.buffer, dy, tensors, saved, wgrad, wanted)
+        if wgrad is not None:
+            grads = wgrad.launched(later, weights, wanted)
+        return None, None, None, dx if of_x else None, None, topk_grads if of_topk else None, *grads
+
+
+def _saved_tensors(ctx: Any) -> tuple[LayerTensors, Saved]:
+    """The tensors of a forward, and what it saved. BackendError for what was changed since."""
+    try:
+        x, topk_idx, topk_weights, *tensors = ctx.saved_tensors
+    except RuntimeError as error:
+        if "modified by an inplace operation" not in str(error):
+            raise
+        raise BackendError(
+            "an argument of moe_ffn, or what it saved, was changed in place between the forward "
+            f"and the backward, whose gradients would be wrong: {error} Step the optimizer after "
+            "the backward, and pass clones of what changes before."
+        ) from error
+    # Not those of ctx.weights: torch.utils.checkpoint saves others, and computes them again.
+    num_gate_up = len(ctx.weights.gate_up.tensors)
+    gate_up = ctx.weights.gate_up._replace(tensors=tuple(tensors[:num_gate_up]))
+    weights = LayerWeights(gate_up, tensors[num_gate_up])
+    is_kept = torch._C._autograd._get_current_graph_task_keep_graph()  # retain_graph=True
+    saved = ctx.saved._replace(tensors=tuple(tensors[num_gate_up + 1 :]), is_kept=is_kept)
+    return LayerTensors(x, topk_idx, topk_weights, weights), saved
+
+
+@verb
+def _forward(
+    buffer: Buffer, tensors: LayerTensors, options: LayerOptions
+) -> tuple[torch.Tensor, Saved, torch.Tensor | None, EventOverlap]:
+    """(result, what is saved, counts per expert, event)."""
+    engine, inputs, save = buffer._ready(), tensors.inputs, options.save
+    x, max_tokens = inputs.x, options.max_tokens
+    described = engine.describe(inputs, max_tokens, save)
+    if not described.kind.is_checked:
+        buffer._check_layer(*inputs)
+        checks.check_max_tokens(len(x), max_tokens)
+    if options.wgrad is not None:
+        options.wgrad.check(tensors.weights, **tensors.routed)
+    is_captured = x.is_cuda and torch.cuda.is_current_stream_capturing()
+    if is_captured and save != "none":
+        raise BackendError(
+            f'save is "{save}" in a CUDA graph\'s capture, where the host cannot read how many '
+            'rows come. Pass save="none", on all ranks.'
+        )
+    save = chosen_policy(save, *inputs.w_down.shape[1:])
+    with buffer._streams.call(None, options.async_finish) as call:
+        call.reads(*inputs)
+        packed = _packed(inputs)
+        decided = described if all(map(operator.is_, packed, inputs)) else None
+        out, saved, counts = engine.moe_ffn_forward(packed, save, is_captured, decided)
+        call.returns(out, counts, *saved.tensors)
+    described.kind.is_checked = True
+    return out, saved, counts if options.return_counts else None, call.event
+
+
+@verb
+def _backward(
+    buffer: Buffer,
+    dy: torch.Tensor,
+    tensors: LayerTensors,
+    saved: Saved,
+    wgrad: Wgrad,
+    wanted: tuple[bool, bool],
+) -> tuple[torch.Tensor, torch.Tensor, LaterWeightGradients | None, Grads]:
+    """Gradients of x and topk_weights; what computes those of the weights later, or new ones."""
+    engine, inputs = buffer._ready(), _packed(tensors.inputs)
+    into: WeightGradients | None
+    grads: Grads = ()
+    with buffer._streams.call():
+        if wgrad is None:
+            into, grads = new_memory(tensors.weights, wanted)
+        else:
+            into = wgrad.memory(tensors.weights, wanted, **tensors.routed)
+        dx, topk_grads, later = engine.moe_ffn_backward(checks.packed(dy), inputs, saved, into)
+    return dx, topk_grads, later, grads
+
+
+def _packed(inputs: LayerInputs) -> LayerInputs:
+    """The inputs as kernels take them; the weights are checked to be so."""
+    x, topk_idx, topk_weights, *weights = inputs
+    return LayerInputs(*map(checks.packed, (x, topk_idx, topk_weights)), *weights)

@@ -1,0 +1,211 @@
+"""The benches run on emulated ranks: with tiny models, and a clock that stands still."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from itertools import count
+from pathlib import Path
+from types import SimpleNamespace
+from unittest import mock
+
+import pytest
+import torch
+from torch.overrides import TorchFunctionMode
+
+import moe_engine
+from moe_engine import layer_config, timing
+from moe_engine.tools.models import build_config
+
+sys.path.append(str(Path(__file__).parents[1] / "bench"))
+
+from _common import FIELDS
+
+MODEL = "qwen3-30b"
+SIZES = 8, 256, 128, 2
+"""E, H, I, K."""
+ERROR = 2e-2
+"""Largest relative error of results of few numbers."""
+
+
+class OnCpu(TorchFunctionMode):
+    """What asks for a GPU gets the CPU."""
+
+    def __torch_function__(self, function, types, args=(), kwargs=None):
+        kwargs = dict(kwargs or {})
+        if str(kwargs.get("device")) == "cuda":
+            kwargs["device"] = "cpu"
+        if function is torch.Tensor.cuda:
+            return args[0]
+        return function(*args, **kwargs)
+
+
+class CpuGenerator(torch.Generator):
+    def __new__(cls, device: str = "cpu") -> CpuGenerator:
+        return super().__new__(cls, "cpu")
+
+
+class Clock:
+    """An event of a GPU on which everything takes a millisecond."""
+
+    numbers = count()
+
+    def __init__(self, enable_timing: bool = True):
+        self.number = 0
+
+    def record(self) -> None:
+        self.number = next(self.numbers)
+
+    def elapsed_time(self, end: Clock) -> float:
+        return float(end.number - self.number)
+
+
+def deep_eps_config(num_ranks: int) -> SimpleNamespace:
+    return SimpleNamespace(get_nvl_buffer_size_hint=lambda row_bytes, num_ranks: 1 << 20)
+
+
+class TheirBuffer(moe_engine.Buffer):
+    """Another class than ours, with the interface of DeepEP's."""
+
+
+def replayed(call: Callable[[], object], *_: object) -> float:
+    call()
+    return 1000.0
+
+
+@contextmanager
+def dry() -> Iterator[None]:
+    """Benches without a GPU, with a DeepEP."""
+    import _common
+    import _deep_ep
+    import torch._dynamo  # before its types are replaced
+
+    def time_replays(calls, group, replays):
+        return replayed(calls[0]), 1000.0
+
+    cuda = {"Event": Clock, "synchronize": lambda: None, "_sleep": lambda cycles: None}
+    cuda |= {"empty_cache": lambda: None, "device_count": lambda: 8}
+    package = SimpleNamespace(Buffer=TheirBuffer)
+    TheirBuffer.get_dispatch_config = staticmethod(deep_eps_config)
+    with (
+        mock.patch.multiple(torch.cuda, **cuda),
+        mock.patch.object(torch, "Generator", CpuGenerator),
+        mock.patch.dict(layer_config.MODELS, {MODEL: SIZES}),
+        mock.patch.object(timing, "time_graph", replayed),
+        mock.patch.multiple(_common, time_replays=time_replays, EAGER_ROUNDS=1, EAGER_CALLS=1),
+        mock.patch.object(_common, "WARMUP_ROUNDS", 0),
+        mock.patch.object(_deep_ep, "deep_ep", lambda num_ranks: package),
+        OnCpu(),
+    ):
+        yield
+
+
+def run_fused_layer(group) -> list[dict]:
+    lines: list[dict] = []
+    with dry():
+        import fused_layer
+
+        shapes = [fused_layer.Shape(MODEL, 12)]
+        with mock.patch.multiple(fused_layer, send_message=lines.append, ERROR=ERROR):
+            fused_layer.run_rank(group, "core", shapes)
+    return lines
+
+
+def run_dispatch_combine(group) -> list[dict]:
+    lines: list[dict] = []
+    with dry():
+        import dispatch_combine
+
+        shapes = [dispatch_combine.Shape(MODEL, 12, dtype=dtype) for dtype in ("bf16", "fp8")]
+        with mock.patch.object(dispatch_combine, "send_message", lines.append):
+            dispatch_combine.run_rank(group, shapes)
+    return lines
+
+
+def run_low_latency(group) -> list[dict]:
+    lines: list[dict] = []
+    with dry():
+        import low_latency
+
+        sizes = dict(MIN_CAPACITY=4, PREFILL_TOKENS=8, NUM_INPUTS=1)
+        errors = dict(ERROR=ERROR, FP8_ERROR=10 * ERROR)
+        with mock.patch.multiple(low_latency, send_message=lines.append, **sizes, **errors):
+            verbs = list(low_latency.VERBS)
+            low_latency.run_rank(group, [low_latency.Shape(MODEL, 4)], verbs, 1)
+    return lines
+
+
+def run_host(group) -> list[dict]:
+    lines: list[dict] = []
+    with dry():
+        import host
+
+        def small(kind, large, **sizes):
+            return build_config(kind, hidden_size=SIZES[1], **sizes)
+
+        sizes = dict(TOKENS=8, FEW=4, DECODED=2, LAYERS=2, BATCHES=3, CALLS=1)
+        names = dict(send_message=lines.append, build_config=small)
+        with mock.patch.multiple(host, **sizes, **names):
+            host.run_rank(group)
+    return lines
+
+
+def lines_of(pool, function: Callable, num_ranks: int) -> list[dict]:
+    """What rank 0 sends; the others send nothing."""
+    lines, *others = pool.run(function, num_ranks=num_ranks)
+    assert not any(others)
+    for line in lines:
+        assert line.keys() <= set(FIELDS) and line["ranks"] == num_ranks
+    return lines
+
+
+def eager_of(lines: list[dict]) -> set[tuple[str, str]]:
+    """(verb, impl) of the lines with times of eager calls, of which `ratio` goes with a graph."""
+    timed = [line for line in lines if line.get("eager_us") is not None]
+    assert all(line["eager_us"] == 1000.0 for line in timed)
+    return {(line["verb"], line["impl"]) for line in timed}
+
+
+@pytest.mark.parametrize(
+    "num_ranks",
+    [pytest.param(1, marks=pytest.mark.soak), pytest.param(2, marks=pytest.mark.slow)],
+)
+def test_fused_layer(pool, num_ranks):
+    lines = lines_of(pool, run_fused_layer, num_ranks)
+    impls = "torch", "moe_engine", "nccl", "deep_ep"
+    assert eager_of(lines) == {("layer", impl) for impl in impls}
+    (ours,) = (line for line in lines if line["impl"] == "moe_engine")
+    assert ours["eager_ratio"] == 1.0
+
+
+@pytest.mark.slow
+def test_dispatch_combine(pool):
+    lines = lines_of(pool, run_dispatch_combine, 2)
+    verbs = "layout", "dispatch", "dispatch_cached", "combine"
+    want = {(verb, impl) for impl in ("moe_engine", "deep_ep") for verb in verbs}
+    want |= {("dispatch", "moe_engine, counts on the host")}
+    assert eager_of(lines) == want | {(verb, "nccl") for verb in ("dispatch", "combine")}
+
+
+@pytest.mark.slow
+def test_low_latency(pool):
+    lines = lines_of(pool, run_low_latency, 2)
+    verbs = "dispatch", "combine", "round_trip"
+    want = {(verb, impl) for impl in ("moe_engine", "deep_ep", "nccl") for verb in verbs}
+    assert eager_of(lines) == want | {("layer", "moe_engine")}
+
+
+@pytest.mark.parametrize(
+    "num_ranks", [pytest.param(1, marks=pytest.mark.soak), pytest.param(2, marks=pytest.mark.slow)]
+)
+def test_host(pool, num_ranks):
+    pytest.importorskip("transformers")
+    lines = lines_of(pool, run_host, num_ranks)
+    seen = {(line["verb"], line["impl"]) for line in lines}
+    assert all(line["host_us"] > 0 for line in lines)
+    theirs = {verb for verb, impl in seen if impl == "deep_ep"}
+    assert len(theirs) == 7 and theirs < {verb for verb, impl in seen if impl == "moe_engine"}
+    for verb in "transformers_decode", "transformers_experts":
+        impls = {impl for name, impl in seen if name == verb}
+        assert impls == {"moe_engine", "transformers, grouped_mm", "transformers, batched_mm"}

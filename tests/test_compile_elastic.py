@@ -1,0 +1,54 @@
+"""The kernels of ElasticBuffer alone, compiled for sm_90 without a GPU."""
+
+from __future__ import annotations
+
+from functools import cache
+
+import pytest
+import torch
+import triton
+from launches import BF16, EXPERTS, FP8, HIDDEN, RANKS, REGION_BYTES, TOKENS, recorded, routing
+
+from moe_engine.combine.reduce_expanded_kernels import ExpertRows
+from moe_engine.dispatch import Tokens
+from moe_engine.engines import expanded
+from moe_engine.engines.expanded import Numbers, RowsWanted
+from moe_engine.tools.lone_rank import kernel_engine
+
+NAMES = ["count_received", "place_received", "expand_rows", "reduce_expanded"]
+pytestmark = pytest.mark.skipif(
+    not triton.__version__.startswith("3.6."), reason="registers are those of Triton 3.6"
+)
+
+
+@cache
+def launched(dtype=BF16, num_scales=0, hidden=HIDDEN):
+    """The launches of a dispatch by expert, and of its combine, by name."""
+    engine = kernel_engine(RANKS, TOKENS, REGION_BYTES)
+    x, numbers = torch.empty(TOKENS, hidden, dtype=dtype), Numbers(EXPERTS // RANKS, 128, 64, RANKS)
+    scales = torch.empty(TOKENS, num_scales) if num_scales else None
+    with recorded() as launches:
+        tokens, stats = Tokens(x, *routing(), scales), torch.zeros(EXPERTS // RANKS).int()
+        wanted = RowsWanted(True, True, num_scales > 0, True)
+        got = expanded.dispatch(engine, tokens, EXPERTS, stats, numbers, wanted, False, 20)
+        assert got.rows.weights is not None
+        rows = ExpertRows(got.rows.x.view(BF16)[:, : hidden // 2], got.rows.weights)
+        if dtype == BF16:
+            rows = ExpertRows(got.rows.x, got.rows.weights)
+        expanded.combine(engine, rows, got.places, got.sent, (), False, 20)
+    return {launch.name: launch for launch in launches}
+
+
+@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize("fp8", [False, True])
+def test_no_spills(name, fp8):
+    built = launched(*((FP8, 56) if fp8 else ()))[name].compile()
+    assert built.spill_bytes == 0
+    assert built.shared_bytes <= 144 * 1024
+
+
+def test_rows_are_stored_16_bytes_at_a_time():
+    for name in ("expand_rows", "reduce_expanded"):
+        ptx = launched()[name].compile().ptx
+        assert "st.global.v4.b32" in ptx
+        assert "ld.global.v4.b32" in ptx

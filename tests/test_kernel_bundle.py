@@ -1,0 +1,286 @@
+"""Kernels that were compiled before they are needed: all of them, and none of another version."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from functools import cache
+from unittest import mock
+
+import pytest
+import torch
+from hypothesis import HealthCheck, Phase, given, settings
+from hypothesis import strategies as st
+from typer.testing import CliRunner
+
+from moe_engine import kernel_bundle
+from moe_engine.cuda_driver import Binary
+from moe_engine.expert_major import sum_rows, take_rows
+from moe_engine.kernel_bundle import MANIFEST, PACKAGE, Bundle, Variant, entry, from_entry
+from moe_engine.tools import cli, compile
+
+SHAPE = compile.ModelShape(16, 256, 128, 4, 4, max_tokens=512)
+CPU_ONLY = pytest.mark.skipif(torch.cuda.is_available(), reason="stands in for a GPU")
+
+
+@cache
+def needed(shape=SHAPE, arch=90):
+    return compile.variants(shape, arch)
+
+
+def layouts(shape):
+    """The kernels of a layout, the smallest there are."""
+    engine = compile.kernel_engine(shape.num_ranks, 8, shape.region_bytes(8))
+    engine.layout(shape.tokens(8)[1], shape.num_experts)
+
+
+def first_layouts():
+    return mock.patch.dict(compile.CALLS, {"layout": layouts}, clear=True)
+
+
+@pytest.mark.slow
+@settings(phases=[Phase.generate], max_examples=2, suppress_health_check=list(HealthCheck))
+@given(most=st.integers(1, SHAPE.max_tokens))
+def test_buffers_of_any_size_find_their_kernels(most):
+    names = "dispatch and combine", "expert rows", "layer", "grouped GEMM"
+    calls = {name: compile.CALLS[name] for name in names}
+    with (
+        mock.patch.dict(compile.CALLS, calls, clear=True),
+        mock.patch.object(compile, "sizes", lambda shape, choice: [most]),
+    ):
+        found = compile.variants(SHAPE, 90)
+    assert not {variant.name for key, variant in found.items() if key not in needed()}
+
+
+@settings(phases=[Phase.generate], max_examples=2)
+@given(num_rows=st.integers(1, 4 * SHAPE.max_tokens), num_received=st.integers(1, SHAPE.max_tokens))
+def test_expert_rows_of_any_number_find_their_kernels(num_rows, num_received):
+    def call(shape):
+        x = torch.empty(num_received, shape.hidden, dtype=shape.dtype)
+        rows = take_rows(x, torch.zeros(num_rows, dtype=torch.int32), shape.num_topk)
+        sum_rows(rows, torch.zeros(num_received, shape.num_topk, dtype=torch.int32))
+
+    with mock.patch.dict(compile.CALLS, {"expert rows": call}, clear=True):
+        found = compile.variants(SHAPE, 90)
+    assert len(found) == 2 and found.keys() <= needed().keys()
+
+
+def test_the_number_of_variants_is_bounded():
+    """By number: more are compiled for each model, so raise it only on purpose."""
+    counts = {}
+    for variant in needed().values():
+        counts[variant.kernel.__name__] = counts.get(variant.kernel.__name__, 0) + 1
+    assert sum(counts.values()) <= 220, counts
+    assert counts["low_latency_dispatch_kernel"] == 3 * 3 * 2 + 1  # a layer has one more
+
+
+def test_nothing_is_left_of_the_stand_in():
+    """What was listed made no call that could be taken for one that ran."""
+    from moe_engine import hardware, prepared
+
+    needed()
+    assert not len(prepared._without_memory)
+    assert hardware._stand_in is None
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    """A bundle of two kernels."""
+    path = tmp_path_factory.mktemp("bundle")
+    with first_layouts():
+        written = list(compile.write(path, compile.variants(SHAPE, 90), 90, jobs=2))
+    assert [variant.kernel.__name__ for variant, _ in written] == [
+        "layout_kernel",
+        "layout_sum_kernel",
+    ]
+    return path
+
+
+def read(folder, arch=90, driver=13000):
+    with mock.patch.object(kernel_bundle, "_driver_version", lambda: driver):
+        return Bundle.read(folder / PACKAGE, arch)
+
+
+def test_a_kernel_is_found_by_its_launch(folder):
+    with first_layouts():
+        variants = compile.variants(SHAPE, 90)
+    bundle, loaded = read(folder), []
+    with (
+        mock.patch.object(
+            kernel_bundle, "Function", lambda binary: loaded.append(binary) or binary
+        ),
+        mock.patch.object(torch.cuda, "current_device", lambda: 0),
+    ):
+        for _ in range(2):
+            for variant in variants.values():
+                arguments = list(variant.values.values())
+                binary = bundle.find(variant.kernel, arguments, variant.options)
+                assert binary == compile.compile_variant(variant)
+    assert len(loaded) == 2  # each once
+
+
+def test_a_kernel_that_is_missing_is_told(folder):
+    variant = next(v for v in needed().values() if v.kernel.__name__ == "release_kernel")
+    arguments = list(variant.values.values())
+    with (
+        mock.patch.object(torch.cuda, "current_device", lambda: 0),
+        pytest.warns(RuntimeWarning, match="release_kernel is compiled at this launch"),
+    ):
+        assert read(folder).find(variant.kernel, arguments, variant.options) is None
+
+
+@pytest.mark.parametrize(
+    ("name", "value", "text"),
+    [
+        ("moe_engine", "0.0.9 (abc)", r"made with moe_engine 0\.0\.9"),
+        ("triton", "3.5.0", r"made with triton 3\.5\.0"),
+        ("arch", "sm_80", "made with arch sm_80; this is sm_90"),
+        ("tracing", True, "made with tracing True; this is False"),
+    ],
+)
+def test_a_bundle_of_something_else_is_refused(folder, tmp_path, name, value, text):
+    manifest = json.loads((folder / PACKAGE / MANIFEST).read_text())
+    manifest["made_with"][name] = value
+    (tmp_path / PACKAGE).mkdir()
+    (tmp_path / PACKAGE / MANIFEST).write_text(json.dumps(manifest))
+    with pytest.raises(ValueError, match=text):
+        read(tmp_path)
+
+
+def test_an_old_driver_and_what_is_no_bundle_are_refused(folder, tmp_path):
+    with pytest.raises(ValueError, match="the driver is of CUDA 11080"):
+        read(folder, driver=11080)
+    with pytest.raises(ValueError, match=r"cannot be read \(FileNotFoundError"):
+        read(tmp_path)
+    (tmp_path / PACKAGE).mkdir()
+    (tmp_path / PACKAGE / MANIFEST).write_text("{}")
+    with pytest.raises(ValueError, match="KeyError"):
+        read(tmp_path)
+
+
+def test_a_bundle_is_found_by_the_environment_and_as_a_package(folder, tmp_path, monkeypatch):
+    monkeypatch.setattr(kernel_bundle, "_driver_version", lambda: 13000)
+    find = kernel_bundle._bundle.__wrapped__
+    monkeypatch.delenv("MOE_ENGINE_KERNELS", raising=False)
+    assert find(90) is None
+    monkeypatch.setenv("MOE_ENGINE_KERNELS", str(folder))
+    assert find(90).folder == folder / PACKAGE
+    monkeypatch.setenv("MOE_ENGINE_KERNELS", str(tmp_path))
+    with pytest.warns(RuntimeWarning, match="are not used: kernels.json cannot be read"):
+        assert find(90) is None
+    monkeypatch.delenv("MOE_ENGINE_KERNELS")
+    monkeypatch.syspath_prepend(str(folder))
+    assert find(90).folder == folder / PACKAGE
+
+
+def test_what_is_written_is_what_is_read():
+    signature = ("*bf16", ("i32", ("*i64",)), "constexpr")
+    binary = Binary("kernel", b"code", 4, 99, True, signature, ({"swizzle": 3},))
+    assert from_entry(json.loads(json.dumps(entry(binary))), b"code") == binary
+
+
+def test_keys_tell_variants_apart():
+    some = [v for v in needed().values() if v.kernel.__name__ == "copy_rows_kernel"]
+    one = some[0]
+    again = Variant.of(one.kernel, one.arch, list(one.values.values()), dict(one.options))
+    assert again.key == one.key
+    assert one._replace(options={**one.options, "num_warps": 2}).key != one.key
+    assert len({v.key for v in needed().values()}) == len(needed())
+
+
+SIZES = "--experts 16 --topk 4 --hidden 256 --intermediate 128"
+
+
+def call(command):
+    return CliRunner().invoke(cli.app, ["compile", *command.split()], env={"COLUMNS": "200"})
+
+
+@pytest.mark.parametrize(
+    ("command", "text"),
+    [
+        ("--ranks 2", "give a model, or all of"),
+        (f"--ranks 2 --model mixtral-8x7b {SIZES}", "give a model, or all of"),
+        (f"--ranks 3 {SIZES}", "16 experts do not divide among 3 ranks"),
+        (f"--ranks 2 {SIZES} --arch sm_75", "'sm_75' is no GPU from sm_80 on"),
+        (f"--ranks 2 {SIZES} --arch hopper", "'hopper' is no GPU from sm_80 on"),
+        (f"--ranks 2 {SIZES} --out pyproject.toml", "pyproject.toml is no folder"),
+        ("--ranks 2 --model gpt", "the model is 'gpt'; there are"),
+    ],
+)
+def test_the_command_refuses(command, text):
+    result = call(command)
+    assert result.exit_code
+    assert text in " ".join(result.output.replace("│", " ").split())
+
+
+def test_the_command(tmp_path):
+    with first_layouts():
+        result = call(f"--ranks 2 {SIZES} --out {tmp_path / 'kernels'} --jobs 1")
+    assert result.exit_code == 0, result.output
+    assert "routing.layout_kernel" in result.output
+    assert f"MOE_ENGINE_KERNELS={tmp_path / 'kernels'}" in result.output.replace("\n", "")
+    assert read(tmp_path / "kernels") is not None
+
+
+# --- On a GPU --------------------------------------------------------------------------------
+
+FIRST_CALLS = """
+import time, warnings, torch, triton
+from moe_engine import Buffer, Options, moe_ffn
+from moe_engine.grouped_gemm import grouped_mlp
+from moe_engine.ops import combine, dispatch
+
+def refuse(*args, **kwargs):
+    raise AssertionError("a compiler was started")
+
+triton.compile = triton.compiler.compiler.compile = refuse
+warnings.simplefilter("error")
+torch.cuda.init()
+x = torch.randn(64, 256, dtype=torch.bfloat16, device="cuda")
+idx, w = torch.rand(64, 16, device="cuda").topk(4).indices, torch.rand(64, 4, device="cuda")
+up = torch.randn(16, 256, 256, dtype=torch.bfloat16, device="cuda")
+down = torch.randn(16, 256, 128, dtype=torch.bfloat16, device="cuda")
+for options in (Options(), Options(decode_tokens=0)):
+    buffer = Buffer.for_tokens(None, 64, 256, 16, 4, options=options)
+    begin = time.perf_counter()
+    moe_ffn(x, idx, w, up, down, buffer)
+    torch.cuda.synchronize()
+    print("first layer", round(time.perf_counter() - begin, 3), "s")
+    begin = time.perf_counter()
+    buffer.warmup(256, 16, 4, weights=(up, down))
+    print("warmup", round(time.perf_counter() - begin, 3), "s")
+offsets = torch.tensor([0] + [4] * 16, device="cuda").cumsum(0).int()
+leaves = [one.requires_grad_() for one in (x, up, down)]
+for max_rows in (None, 256):
+    got = dispatch(x, idx, w, 16, buffer, max_rows=max_rows)
+    combine(got.rows, got.plan, buffer).sum().backward()
+grouped_mlp(*leaves, offsets).sum().backward()
+buffer.check()
+"""
+
+
+@pytest.mark.gpu
+@pytest.mark.timeout(600)
+def test_no_compiler_is_started(tmp_path):
+    """Neither Triton's nor, for a launcher, that of C."""
+    major, minor = torch.cuda.get_device_capability()
+    shape = compile.ModelShape(16, 256, 128, 4, 1, max_tokens=64)
+    arch = 10 * major + minor
+    list(compile.write(tmp_path, compile.variants(shape, arch), arch, os.cpu_count() or 1))
+    done = subprocess.run(
+        [sys.executable, "-c", FIRST_CALLS],
+        env=os.environ
+        | {
+            "MOE_ENGINE_KERNELS": str(tmp_path),
+            "TRITON_CACHE_DIR": str(tmp_path / "empty"),
+            "PATH": "/nowhere",
+            "CC": "/nowhere/cc",
+        },
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    print(done.stdout)
+    assert done.returncode == 0, done.stderr

@@ -1,0 +1,200 @@
+"""The gradients of moe_ffn on every engine, against fp64 autograd of a layer on one rank."""
+
+from __future__ import annotations
+
+import cases
+import pytest
+import torch
+from torch.utils.checkpoint import checkpoint
+from training_cases import (
+    NAMES,
+    POLICIES,
+    check_gradients,
+    check_training,
+    end,
+    gradients,
+    make_case,
+    new_buffer,
+    on_device,
+)
+
+from moe_engine import MoEFeedForward, moe_ffn, reference
+from moe_engine.emulation import PerRank
+from moe_engine.grouped_gemm import grouped_mlp
+
+CASES = {
+    "one rank": ([9], "uniform", POLICIES),
+    "two ranks": ([9, 4], "duplicates", POLICIES),
+    "a rank without tokens": ([5, 0, 4], "holes", ("pre",)),
+    "all to one rank": ([6, 5], "one_hot", ("none",)),
+    "experts without rows": ([4, 2, 3, 1], "empty_rank", ("all",)),
+    "no rows": ([3, 2], "nothing", ("none", "all")),
+    "no tokens": ([0, 0], "uniform", ("auto",)),
+}
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_gradients(pool, name):
+    num_tokens, kind, policies = CASES[name]
+    if kind == "one_hot":  # every k of every token on rank 0
+        check_training(pool, num_tokens, kind=kind, policies=policies, num_topk=1)
+    else:
+        check_training(pool, num_tokens, kind=kind, policies=policies)
+
+
+def test_more_columns_than_hidden(pool):
+    """Then rows are saved by default; and blocks of columns that are not full."""
+    check_training(pool, [12, 5], intermediate=72, policies=("auto", "pre"))
+
+
+def test_collectives(pool):
+    check_training(pool, [7, 0, 5], kind="holes", backend="collective", policies=("none", "rows"))
+
+
+def test_a_rank_without_tokens_or_rows_gets_zeros(pool):
+    _, found = check_training(pool, [4, 3], kind="empty_rank", num_topk=1, policies=("pre",))
+    *_, of_gate_up, of_down = found[1]
+    assert not of_gate_up.any()
+    assert not of_down.any()
+
+
+def run_alone(group, *parts):
+    """Gradients of the layer by `grouped_mlp` on one rank, whose rows are added up in fp32."""
+    x, idx, weights, up, down, dy = on_device(parts)
+    leaves = [one.detach().clone().requires_grad_() for one in (x, weights, up, down)]
+    token, k = (idx >= 0).nonzero(as_tuple=True)
+    order = idx[token, k].argsort(stable=True)
+    token, k = token[order], k[order]
+    ends = torch.bincount(idx[token, k], minlength=len(up)).cumsum(0)
+    offsets = torch.nn.functional.pad(ends, (1, 0)).int()
+    row_weight = leaves[1][token, k]
+    y = grouped_mlp(leaves[0], *leaves[2:], offsets, row_index=token, row_weight=row_weight)
+    out = torch.zeros(x.shape, device=x.device).index_add(0, token, y.float())
+    return [one.cpu() for one in torch.autograd.grad(out.to(x.dtype), leaves, dy)]
+
+
+def test_bf16_is_as_exact_as_without_other_ranks(pool):
+    sizes = dict(hidden=64, intermediate=48, num_local=2, num_topk=3)
+    parts, found = check_training(pool, [40, 24], "bf16", policies=("pre",), **sizes)
+    [alone] = pool.run(run_alone, *(torch.cat(part) for part in parts), num_ranks=1)
+    wanted = [torch.cat(one) for one in zip(*reference.moe_ffn_gradients(*parts), strict=True)]
+    have = [torch.cat(one) for one in list(zip(*found, strict=True))[1:]]
+    for name, one, other, want in zip(NAMES, have, alone, wanted, strict=True):
+        assert cases.relative_error(one, want) <= 1.25 * cases.relative_error(other, want), name
+
+
+# --- Calls of a kind, and what they are asked for ------------------------------------------------
+
+
+def run_again(group, *batches):
+    """Gradients of layers of one shape and other routings, so other numbers of rows."""
+    batches = [on_device(parts) for parts in batches]
+    x, idx, _, up, _, _ = batches[0]
+    buffer = new_buffer(group, x, group.size() * len(up), idx.shape[1], len(x))
+    found = [gradients(lambda *a: moe_ffn(*a, buffer), *parts) for parts in batches]
+    num_kinds = len(buffer._engine.slots.calls)
+    assert num_kinds == 4  # three parts of a forward and a backward, each prepared once
+    for parts, first in zip(batches, found, strict=True):  # others have run since
+        second = gradients(lambda *a: moe_ffn(*a, buffer), *parts)
+        assert all(map(torch.equal, first, second))
+    assert len(buffer._engine.slots.calls) == num_kinds
+    end(buffer)
+    return [[one.cpu() for one in parts] for parts in found]
+
+
+def test_a_kind_of_call_takes_any_number_of_rows(pool):
+    kinds = "holes", "uniform", "one_hot"
+    batches = [make_case(2, [8], kind=kind, seed=seed) for seed, kind in enumerate(kinds)]
+    ranks = [PerRank(list(zip(*parts, strict=True))) for parts in batches]
+    found = pool.run(run_again, *ranks, num_ranks=2)
+    for parts, of_ranks in zip(batches, zip(*found, strict=True), strict=True):
+        check_gradients(of_ranks, parts)
+
+
+def run_some(group, x, idx, weights, up, down, dy):
+    """The gradients of one of the four at a time, of all, and of a sum, whose gradient has strides
+    of 0, with those of a gradient of ones."""
+    x, idx, weights, up, down, dy = on_device((x, idx, weights, up, down, dy))
+    buffer = new_buffer(group, x, group.size() * len(up), idx.shape[1], 8)
+    args = [x, weights, up, down]
+    all_of_them = gradients(lambda *a: moe_ffn(*a, buffer), x, idx, weights, up, down, dy)[1:]
+    some = []
+    for number in range(4):
+        one = args[number].clone().requires_grad_()
+        parts = [*args[:number], one, *args[number + 1 :]]
+        moe_ffn(parts[0], idx, *parts[1:], buffer).backward(dy)
+        some.append(one.grad)
+    ones = gradients(lambda *a: moe_ffn(*a, buffer), x, idx, *args[1:], torch.ones_like(x))[1:]
+    leaves = [one.clone().requires_grad_() for one in args]
+    moe_ffn(leaves[0], idx, *leaves[1:], buffer).sum().backward()
+    end(buffer)
+    return (
+        [torch.equal(*pair) for pair in zip(all_of_them, some, strict=True)],
+        [torch.equal(one, leaf.grad) for one, leaf in zip(ones, leaves, strict=True)],
+    )
+
+
+def test_gradients_that_are_asked_for(pool):
+    parts = [PerRank(part) for part in make_case(2, [8, 3])]
+    for some, of_sum in pool.run(run_some, *parts, num_ranks=2):
+        assert all(some)
+        assert all(of_sum)
+
+
+# --- Modules, checkpoints, micro-batches ---------------------------------------------------------
+
+
+def two_layers(group, x, num_topk, up, down):
+    """(Buffer, two modules) on it, whose experts are those given and the same scaled."""
+    buffer = new_buffer(group, x, group.size() * len(up), num_topk, 16)
+    layers = []
+    for scale in (1.0, 0.5):
+        layer = MoEFeedForward(*up.shape[::2], down.shape[2], buffer, x.dtype, requires_grad=True)
+        layer = layer.to(cases.device())
+        with torch.no_grad():
+            layer.gate_up_proj.copy_(up * scale)
+            layer.down_proj.copy_(down * scale)
+        layers.append(layer)
+    return buffer, torch.nn.ModuleList(layers)
+
+
+def run_orders(group, num_batches, x, idx, weights, up, down, dy):
+    """Gradients of the experts of two layers over micro-batches, one after the other and by 1F1B
+    with checkpoints: whether they are the same; and the bytes of expert rows."""
+    x, idx, weights, up, down, dy = on_device((x, idx, weights, up, down, dy))
+    buffer, layers = two_layers(group, x, idx.shape[1], up, down)
+    batches = [x * (1 + number) for number in range(num_batches)]
+
+    def forward(batch, checkpointed=False):
+        for layer in layers:
+            args = batch, idx, weights
+            y = checkpoint(layer, *args, use_reentrant=False) if checkpointed else layer(*args)
+            batch = batch + y
+        return batch
+
+    def collect():
+        grads = [one.grad.clone() for one in layers.parameters()]
+        layers.zero_grad()
+        return grads
+
+    for batch in batches:
+        forward(batch).backward(dy)
+    plain = collect()
+    outs = [forward(batch, checkpointed=True) for batch in batches[:2]]
+    for number, batch in enumerate(batches[2:]):  # one forward, one backward
+        outs.pop(0).backward(dy)
+        outs.append(forward(batch, checkpointed=number % 2 == 0))
+    for out in outs:
+        out.backward(dy)
+    in_turn = collect()
+    num_bytes = buffer._engine.slots.expert_rows.local.numel()
+    end(buffer)
+    return all(map(torch.equal, plain, in_turn)), num_bytes
+
+
+def test_micro_batches_in_any_order(pool):
+    parts = [PerRank(part) for part in make_case(2, [6, 5], num_topk=2)]
+    found = pool.run(run_orders, 3, *parts, num_ranks=2)
+    assert all(is_same for is_same, _ in found)
+    # Rows, and 12 bytes for each of them: two ranks bring up to 16 tokens of top 2.
+    assert found[0][1] == 2 * 16 * 2 * (32 * 4 + 12)

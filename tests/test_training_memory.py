@@ -1,0 +1,59 @@
+"""The memory of layers that train, as torch counts it, against the formula."""
+
+from __future__ import annotations
+
+from functools import partial
+
+import cases
+import pytest
+import torch
+from training_cases import POLICIES, end, make_case, new_buffer
+
+from moe_engine import moe_ffn
+from moe_engine.training import training_memory
+
+
+def count_bytes(function):
+    """(result, the most bytes of CPU tensors while it runs, those after it); less those before."""
+    activities = [torch.profiler.ProfilerActivity.CPU]
+    with torch.profiler.profile(activities=activities, profile_memory=True) as profile:
+        result = function()
+    events = profile.profiler.kineto_results.events()
+    changes = [(one.start_ns(), one.nbytes()) for one in events if one.name() == "[memory]"]
+    most = now = 0
+    for _, change in sorted(changes, key=lambda one: one[0]):
+        now += change
+        most = max(most, now)
+    return result, most, now
+
+
+def run_counted(group, save, retain_graph, *parts):
+    """Bytes that stay, and the most of forward and backward, less those of results; and the
+    formula's. What the first call of a kind keeps goes in the second; the third one counts."""
+    x, idx, weights, up, down, dy = parts
+    buffer = new_buffer(group, x, len(up), idx.shape[1], len(x))
+    for _ in range(3):
+        leaves = [one.clone().requires_grad_() for one in (x, weights, up, down)]
+        layer = partial(moe_ffn, leaves[0], idx, *leaves[1:], buffer, save=save)
+        out, forward, stays = count_bytes(layer)
+        differentiate = partial(torch.autograd.grad, out, leaves, dy, retain_graph=retain_graph)
+        grads, backward, _ = count_bytes(differentiate)
+        stays -= out.nbytes
+        have = stays, forward - out.nbytes, stays + backward - sum(one.nbytes for one in grads)
+        del out, grads, differentiate
+    end(buffer)
+    return have, training_memory(up, down, idx.numel(), save, retain_graph)
+
+
+@pytest.mark.parametrize(
+    ("save", "retain_graph"), cases.slow_unless([("pre", False)], POLICIES, [False, True])
+)
+def test_peaks_are_those_of_the_formula(pool, save, retain_graph):
+    """But for the plans of up to three calls, of some KB."""
+    if pool.device != "cpu":
+        pytest.skip("the sizes are those of tensors on the CPU")
+    sizes = dict(hidden=128, intermediate=96, num_local=2, num_topk=2)
+    parts = [part[0] for part in make_case(1, [32], **sizes)]
+    [(have, formula)] = pool.run(run_counted, save, retain_graph, *parts, num_ranks=1)
+    for one, wanted in zip(have, formula, strict=True):
+        assert wanted <= one <= wanted + 12 * 1024, (have, formula)
