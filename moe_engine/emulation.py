@@ -9,6 +9,7 @@ find each other through a file that no other user can open, and talk over the lo
 
 from __future__ import annotations
 
+import faulthandler
 import multiprocessing
 import os
 import pickle
@@ -24,6 +25,7 @@ from contextlib import suppress
 from multiprocessing import forkserver
 from multiprocessing.connection import Connection, wait
 from multiprocessing.process import BaseProcess
+from pathlib import Path
 from tempfile import mkdtemp
 from typing import Any, NoReturn, cast
 
@@ -37,6 +39,8 @@ START_TIMEOUT_S = 120.0
 """How long the processes may take to import torch and find each other."""
 GRACE_S = 10.0
 """How long the other ranks may still take after one has raised: they often wait for it in vain."""
+STACK_S = 1.0
+"""How long silent ranks may take to write their stacks."""
 
 READ_AT_IMPORT = "MOE_ENGINE_TRACE", "TRITON_", "TORCH_", "OMP_", "CUDA_", "PYTHON"
 """The beginnings of the names of variables that imports read."""
@@ -213,8 +217,8 @@ class RankPool:
                             errors = {rank: ChildProcessError(f"died, exit code {code}")} | errors
                             deadline = start
             waited = time.monotonic() - start
-            for rank in waiting.values():
-                errors[rank] = TimeoutError(f"no answer within {waited:.1f} s")
+            for rank, stack in self._stacks(waiting.values()).items():
+                errors[rank] = TimeoutError(f"no answer within {waited:.1f} s\n{stack}")
         finally:
             # Also after an interrupt: a rank that has not answered must not meet the next run.
             if waiting or lost:
@@ -222,6 +226,16 @@ class RankPool:
         if errors:
             raise RankError(errors)
         return results
+
+    def _stacks(self, ranks: Collection[int]) -> dict[int, str]:
+        """What each of these silent ranks is doing."""
+        files = {rank: Path(_stack_file(self._folders[0], rank)) for rank in ranks}
+        started = {rank: file for rank, file in files.items() if file.exists()}
+        for rank in started:
+            with suppress(OSError):  # it has just died
+                os.kill(cast(int, self._ranks[rank][0].pid), signal.SIGUSR1)
+        time.sleep(STACK_S if started else 0)
+        return {rank: started[rank].read_text() if rank in started else "" for rank in ranks}
 
 
 def _context(device: str) -> Any:
@@ -242,6 +256,10 @@ def _context(device: str) -> Any:
         forkserver.ensure_running()
         return context
     return multiprocessing.get_context("spawn")
+
+
+def _stack_file(folder: str, rank: int) -> str:
+    return os.path.join(folder, f"stack.{rank}")
 
 
 def _kill(ranks: list[tuple[BaseProcess, Connection]], folders: list[str]) -> None:
@@ -272,6 +290,7 @@ def _serve(
     os.environ.update(variables)
     threading.Thread(target=_exit_with_pool, args=(folder,), daemon=True).start()
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is the pool's to handle
+    faulthandler.register(signal.SIGUSR1, open(_stack_file(folder, rank), "w"))
     groups: list[Any] = []  # of 1, 2 .. num_ranks ranks
 
     def join() -> None:

@@ -327,6 +327,7 @@ def test_silence_ends_in_an_error(pair):
         pair.run(sleep_on_rank_0, 300, timeout_s=1)
     assert time.monotonic() - start < LONG_S
     assert caught.value.cause_type is TimeoutError
+    assert "in sleep_on_rank_0" in str(caught.value)  # its stack
     assert all(map(is_gone, pids))
     pair.run(sleep_on_rank_0, 0)
 
