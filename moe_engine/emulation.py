@@ -39,6 +39,8 @@ START_TIMEOUT_S = 120.0
 """How long the processes may take to import torch and find each other."""
 GRACE_S = 10.0
 """How long the other ranks may still take after one has raised: they often wait for it in vain."""
+MAX_GROUPS = 1000
+"""How many torch.distributed groups a job may make."""
 STACK_S = 1.0
 """How long silent ranks may take to write their stacks."""
 
@@ -104,6 +106,7 @@ class RankPool:
         self._env |= env or {}
         self._ranks: list[tuple[BaseProcess, Connection]] = []
         self._folders: list[str] = []  # the store's, while there are processes
+        self._num_jobs = 1
         weakref.finalize(self, _kill, self._ranks, self._folders)  # runs at exit, too
 
     def __enter__(self) -> RankPool:
@@ -142,7 +145,9 @@ class RankPool:
         jobs = []
         for rank in range(num_ranks):
             own = [arg[rank] if isinstance(arg, PerRank) else arg for arg in args]
-            jobs.append(pickle.dumps((sys.path, pickle.dumps((num_ranks, function, own)))))
+            data = pickle.dumps((self._num_jobs, num_ranks, function, own))
+            jobs.append(pickle.dumps((sys.path, data)))
+        self._num_jobs += 1
         if not self._ranks or any(not process.is_alive() for process, _ in self._ranks):
             self._start()
         limit = self.timeout_s if timeout_s is None else timeout_s
@@ -308,7 +313,10 @@ def _serve(
     def work() -> Any:
         paths, data = pickle.loads(job)
         sys.path.extend(path for path in paths if path not in sys.path)
-        size, function, args = pickle.loads(data)
+        number, size, function, args = pickle.loads(data)
+        # torch numbers the groups of each process. A job on some of the ranks may have made more
+        # than the others have, and the next group of all would have several names: a hang.
+        dist.distributed_c10d._world.group_count = number * MAX_GROUPS
         return function(groups[size - 1], *args)
 
     with suppress(EOFError, OSError):

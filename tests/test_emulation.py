@@ -315,6 +315,18 @@ def test_a_rank_that_died_between_runs_is_replaced(pair):
     assert victim not in pair.run(get_pid)
 
 
+def total_of_a_new_group(group):
+    made = dist.new_group(list(range(group.size())))
+    total = torch.ones(1)
+    dist.all_reduce(total, group=made)
+    return total.item()
+
+
+def test_jobs_on_some_ranks_may_make_groups(pair):
+    assert pair.run(total_of_a_new_group, num_ranks=1) == [1]
+    assert pair.run(total_of_a_new_group) == [2, 2]
+
+
 def sleep_on_rank_0(group, seconds):
     if group.rank() == 0:
         time.sleep(seconds)
