@@ -304,6 +304,8 @@ def _leaves(kind: Any, value: Any, maps: Iterator[dict[str, Any]]) -> Iterator[t
             yield "*", value.base
             yield from (("i64", size) for size in (*value.shape, *value.strides))
             yield "i1", value.padding == "nan"
+            if hasattr(value, "round_f32_to_tf32"):  # since Triton 3.7
+                yield "i1", value.round_f32_to_tf32
         else:
             yield "map", (value, metadata)
         yield from (("i32", size) for size in value.shape)

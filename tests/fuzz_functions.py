@@ -138,7 +138,7 @@ def plain(world: World) -> dict[str, Target]:
             {"event": "event", "extra_tensors": "unused", "release_handle": "flag"},
         ),
         "hook": Target(
-            api.EventOverlap().register_hook_after_wait, {"hook": print}, {"hook": "object"}
+            api.EventOverlap().register_hook_after_wait, {"hook": print}, {"hook": "callable"}
         ),
         "destroyed Buffer": Target(
             _destroyed(world).get_dispatch_layout,

@@ -230,6 +230,7 @@ KINDS = {
     "any dtype": ANY_DTYPES,
     "event": EVENTS,
     "object": [NOTHING, *OBJECTS],
+    "callable": [NOTHING, *(odd for odd in OBJECTS if odd.name != "a type")],
     "optional object": [constant(None, ANY), *OBJECTS],
     "sizes": SIZES,
     "unused": UNUSED,
