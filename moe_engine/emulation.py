@@ -217,13 +217,19 @@ class RankPool:
                         lost = True
                         if rank not in expect_death:
                             self._ranks[rank][0].join(GRACE_S)
-                            code = self._ranks[rank][0].exitcode
+                            text = f"died, exit code {self._ranks[rank][0].exitcode}\n"
+                            text += self._stack(rank)
                             # First, as what the other ranks raise usually follows from it.
-                            errors = {rank: ChildProcessError(f"died, exit code {code}")} | errors
+                            errors = {rank: ChildProcessError(text.strip())} | errors
                             deadline = start
             waited = time.monotonic() - start
-            for rank, stack in self._stacks(waiting.values()).items():
-                errors[rank] = TimeoutError(f"no answer within {waited:.1f} s\n{stack}")
+            for rank in waiting.values():
+                with suppress(OSError):  # it has just died
+                    os.kill(cast(int, self._ranks[rank][0].pid), signal.SIGUSR1)
+            time.sleep(STACK_S if waiting else 0)
+            for rank in waiting.values():
+                text = f"no answer within {waited:.1f} s\n{self._stack(rank)}"
+                errors[rank] = TimeoutError(text.strip())
         finally:
             # Also after an interrupt: a rank that has not answered must not meet the next run.
             if waiting or lost:
@@ -232,15 +238,11 @@ class RankPool:
             raise RankError(errors)
         return results
 
-    def _stacks(self, ranks: Collection[int]) -> dict[int, str]:
-        """What each of these silent ranks is doing."""
-        files = {rank: Path(_stack_file(self._folders[0], rank)) for rank in ranks}
-        started = {rank: file for rank, file in files.items() if file.exists()}
-        for rank in started:
-            with suppress(OSError):  # it has just died
-                os.kill(cast(int, self._ranks[rank][0].pid), signal.SIGUSR1)
-        time.sleep(STACK_S if started else 0)
-        return {rank: started[rank].read_text() if rank in started else "" for rank in ranks}
+    def _stack(self, rank: int) -> str:
+        """What a rank did when it crashed, or was asked."""
+        with suppress(OSError):  # it had not come so far
+            return Path(_stack_file(self._folders[0], rank)).read_text()
+        return ""
 
 
 def _context(device: str) -> Any:
@@ -295,7 +297,9 @@ def _serve(
     os.environ.update(variables)
     threading.Thread(target=_exit_with_pool, args=(folder,), daemon=True).start()
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is the pool's to handle
-    faulthandler.register(signal.SIGUSR1, open(_stack_file(folder, rank), "w"))
+    stacks = open(_stack_file(folder, rank), "w")
+    faulthandler.enable(stacks)
+    faulthandler.register(signal.SIGUSR1, stacks)
     groups: list[Any] = []  # of 1, 2 .. num_ranks ranks
 
     def join() -> None:

@@ -30,6 +30,7 @@ from torch.distributed.checkpoint.state_dict import (
 from torch.distributed.device_mesh import DeviceMesh
 
 from moe_engine.emulation import RankPool
+from moe_engine.integrations.data_parallel import param_groups
 
 NUM_EXPERTS = 8
 Flat = dict[str, Tensor]
@@ -77,7 +78,7 @@ def run(
     take_weights(model, whole_model(NUM_EXPERTS, seed=1 if source else 0))
     if use_fsdp:
         model = with_fsdp(model, 2)
-    optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
+    optimizer = torch.optim.AdamW(param_groups(model.parameters()), lr=0.01, foreach=True)
     if source is None:
         train(model, optimizer, group)
     state = state_of(model, optimizer)

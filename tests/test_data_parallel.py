@@ -34,6 +34,7 @@ from moe_engine.integrations.data_parallel import (
     average_expert_gradients,
     clip_grad_norm_,
     fully_shard_experts,
+    param_groups,
 )
 
 MAX_NORM = 0.05
@@ -83,7 +84,8 @@ def train(
     plain, buffer = sharded_model(num_experts, meshes(ep)[0]["ep"], backend=backend)
     take_weights(plain, whole_model(num_experts))
     model = wrap(plain, ep)
-    optimizer = torch.optim.SGD(model.parameters(), lr=LR)
+    # foreach is the default on GPUs alone.
+    optimizer = torch.optim.SGD(param_groups(model.parameters()), lr=LR, foreach=True)
     losses, norms = [], []
     for step in range(num_steps):
         for part in range(num_micro_batches):
@@ -125,8 +127,11 @@ def check(
     *sizes: int,
     backend: str = "collective",
 ) -> None:
-    weights, losses, norms = train_whole(4, *sizes)
-    found = pool.run(train, wrap, ep, *sizes, backend, num_ranks=4)
+    num_ranks = pool.num_ranks
+    if num_ranks % ep:
+        pytest.skip(f"needs {ep} GPUs, has {num_ranks}")
+    weights, losses, norms = train_whole(num_ranks, *sizes)
+    found = pool.run(train, wrap, ep, *sizes, backend, num_ranks=num_ranks)
     assert min(norms) > MAX_NORM  # gradients are clipped in each step
     assert len({tuple(norms) for _, _, norms in found}) == 1
     for have, have_losses, have_norms in found:
@@ -136,7 +141,9 @@ def check(
 
 
 # Experts of a rank that efsdp divides, that it does not divide, and that are on one rank alone.
-@pytest.mark.parametrize(("ep", "num_experts"), [(2, 4), (2, 2), (4, 8)])
+@pytest.mark.parametrize(
+    ("ep", "num_experts"), [(2, 4), (2, 2), (4, 8), pytest.param(1, 4, marks=pytest.mark.multi_gpu)]
+)
 def test_fsdp_trains_as_one_process(pool: RankPool, ep: int, num_experts: int) -> None:
     check(pool, with_fsdp, ep, num_experts, 5, 1)
 

@@ -1,5 +1,6 @@
 """The pool of ranks: results and errors come back, and no process is ever left or waited for."""
 
+import ctypes
 import os
 import signal
 import socket
@@ -313,6 +314,16 @@ def test_a_rank_that_died_between_runs_is_replaced(pair):
     while not is_gone(victim):
         time.sleep(0.01)
     assert victim not in pair.run(get_pid)
+
+
+def crash(group):
+    ctypes.string_at(0)
+
+
+def test_a_crash_is_told_with_its_stack(pair):
+    with pytest.raises(RankError, match=r"(?s)died, exit code -11.*in crash") as caught:
+        pair.run(crash)
+    assert caught.value.cause_type is ChildProcessError
 
 
 def total_of_a_new_group(group):

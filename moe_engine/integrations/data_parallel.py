@@ -101,6 +101,21 @@ def average_expert_gradients(model: nn.Module, mesh: DeviceMesh | None = None) -
     DistributedDataParallel._set_params_and_buffers_to_ignore_for_model(model, names)
 
 
+def param_groups(parameters: Iterable[Tensor]) -> list[dict[str, list[Tensor]]]:
+    """The ordinary tensors, and the DTensors of each mesh, as groups for an optimizer:
+
+        optimizer = torch.optim.AdamW(param_groups(model.parameters()))
+
+    torch's foreach and fused steps, which are the default on GPUs, refuse ordinary tensors and
+    DTensors in one group, as a model under DistributedDataParallel has whose experts are DTensors.
+    The groups are the same under FSDP2, so one loads the checkpoint of the other.
+    """
+    by_mesh: dict[Any, list[Tensor]] = {}
+    for one in parameters:
+        by_mesh.setdefault(getattr(one, "device_mesh", None), []).append(one)
+    return [{"params": some} for some in by_mesh.values()]
+
+
 @torch.no_grad()
 def clip_grad_norm_(
     parameters: Iterable[Tensor], max_norm: float, norm_type: float = 2.0
