@@ -7,7 +7,8 @@ over the floor: the busiest direction of any rank at the speed of `plain push`, 
 copies as many bytes to all ranks, on 24 SMs in the same run, at the best pace of three. `ratio` of
 other impls is their time over that of moe_engine.
 
-us of moe_engine is that of a call in a CUDA graph; that of nccl, deep_ep and "moe_engine, counts on
+us of moe_engine and ElasticBuffer (ours, DeepEP V2's calls, by token and by expert) is that of a
+call in a CUDA graph; that of nccl, deep_ep and "moe_engine, counts on
 the host", a dispatch that returns them, is that of a single call from Python. eager_us is that of a
 loop of calls from Python.
 """
@@ -28,7 +29,7 @@ import typer
 from _common import draw_topk, save, time_calls, time_eager, timed_pool
 from _deep_ep import NormalMode, deep_ep
 
-from moe_engine import Buffer, Options
+from moe_engine import Buffer, ElasticBuffer, Options
 from moe_engine.device.lang import ticks
 from moe_engine.emulation import send_message
 from moe_engine.layer_config import MODELS
@@ -113,16 +114,20 @@ def run_rank(group: dist.ProcessGroup, shapes: list[Shape]) -> None:
                     **eager,
                 )
             others = {"deep_ep": bench.time_deep_ep(num_sms)}
+            others["ElasticBuffer"] = bench.time_elastic(num_sms, do_expand=False)
+            others["ElasticBuffer, by expert"] = bench.time_elastic(num_sms, do_expand=True)
             if num_sms == 16:
                 others["nccl"] = nccl
             for impl, theirs in others.items():
                 for verb, (us, eager) in theirs.items():
                     ours = next(time for (v, _), (time, _) in times.items() if v == verb)
+                    sent = {"dispatch": bench.sent, "combine": bench.returned}.get(verb)
                     bench.send(
                         verb=verb,
                         impl=impl,
                         us=us,
-                        num_comm_sms=num_sms if impl == "deep_ep" else None,
+                        num_comm_sms=None if impl == "nccl" else num_sms,
+                        remote_gbs=sent / us if sent and impl.startswith("Elastic") else None,
                         ratio_to="moe_engine",
                         ratio=us / ours,
                         **eager,
@@ -241,6 +246,27 @@ class Bench:
             times[name] = us, time_eager([call], self.group, us)
         times["dispatch", "counts"] = self.time_from_python(counted)
         buffer.check()
+        return times
+
+    def time_elastic(self, num_sms: int, do_expand: bool) -> dict[str, Times]:
+        """Times of DeepEP V2's calls on this engine, without counts on the host."""
+        tokens, (_, hidden, _, num_topk) = self.shape.tokens, MODELS[self.shape.model]
+        sizes = dict(num_max_tokens_per_rank=tokens, hidden=hidden, num_topk=num_topk)
+        buffer = ElasticBuffer(self.group, **sizes, num_gpu_timeout_secs=20)
+        x = self.x if self.scales is None else (self.x, self.scales)
+        send = partial(buffer.dispatch, x, num_sms=num_sms)
+        how: dict[str, Any] = dict(num_experts=self.num_experts, do_expand=do_expand)
+        dispatch = partial(send, self.idx, self.weights, **how, do_cpu_sync=False)
+        rows, _, _, handle, _ = dispatch()
+        cached = partial(send, handle=handle, do_expand=do_expand)
+        calls: dict[str, Callable[[], Any]] = {"dispatch": dispatch, "dispatch_cached": cached}
+        if self.scales is None:
+            calls["combine"] = partial(buffer.combine, rows, handle, num_sms=num_sms)
+        times = {}
+        for verb, call in calls.items():
+            us = time_graph(call, 10, 7, self.group)
+            times[verb] = us, time_eager([call], self.group, us)
+        buffer.destroy()
         return times
 
     def time_from_python(self, call: Callable[[], Any]) -> Times:

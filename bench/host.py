@@ -27,7 +27,7 @@ import typer
 from _common import draw_topk, save
 from _deep_ep import deep_ep, low_latency_buffer, normal_buffer
 
-from moe_engine import Buffer, Options, moe_ffn
+from moe_engine import Buffer, ElasticBuffer, Options, moe_ffn
 from moe_engine.emulation import RankPool, send_message
 from moe_engine.grouped_gemm import grouped_gemm, grouped_mlp
 from moe_engine.layer_config import MODELS
@@ -65,7 +65,7 @@ def main(
 
     def show(rank: int, line: dict[str, Any]) -> None:
         save("host", path, **line)
-        print(f"{line['ranks']} ranks  {line['impl']:10}  {line['verb']:22} {line['host_us']:7.1f}")
+        print(f"{line['ranks']} ranks  {line['impl']:26}  {line['verb']:22} {line['host_us']:7.1f}")
 
     with RankPool(ranks, "cuda", timeout_s=400, env={"MOE_ENGINE_TIMEOUT_S": "20"}) as pool:
         pool.run(run_rank, on_message=show)
@@ -123,6 +123,7 @@ def verb_points(group: dist.ProcessGroup) -> Iterator[Point]:
     for verb, (tokens, call) in calls_of(buffers, buffers, many, few).items():
         yield Point(verb, "moe_engine", tokens, call)
     buffers.destroy()
+    yield from elastic_points(group, many)
     package = deep_ep(group.size())
     if package is None or torch.cuda.device_count() < group.size():
         return
@@ -132,6 +133,22 @@ def verb_points(group: dist.ProcessGroup) -> Iterator[Point]:
         yield Point(verb, "deep_ep", tokens, call)
     normal.destroy()
     low_latency.destroy()
+
+
+def elastic_points(group: dist.ProcessGroup, many: Routed) -> Iterator[Point]:
+    """DeepEP V2's calls on this engine, without counts on the host, by token and by expert."""
+    num_experts, hidden, _, num_topk = MODELS[HOST_MODEL]
+    sizes = dict(num_max_tokens_per_rank=TOKENS, hidden=hidden, num_topk=num_topk)
+    buffer, x = ElasticBuffer(group, **sizes, num_gpu_timeout_secs=20), many[0]
+    for impl, do_expand in (("ElasticBuffer", False), ("ElasticBuffer, by expert", True)):
+        how: dict[str, Any] = dict(num_experts=num_experts, do_expand=do_expand, do_cpu_sync=False)
+        dispatch = partial(buffer.dispatch, *many, **how)
+        rows, _, weights, handle, _ = dispatch()
+        yield Point("dispatch", impl, TOKENS, dispatch)
+        cached = partial(buffer.dispatch, x, handle=handle, do_expand=do_expand)
+        yield Point("dispatch_cached", impl, TOKENS, cached)
+        yield Point("combine", impl, TOKENS, partial(buffer.combine, rows, handle, weights))
+    buffer.destroy()
 
 
 def calls_of(

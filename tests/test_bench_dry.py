@@ -185,6 +185,8 @@ def test_dispatch_combine(pool):
     verbs = "layout", "dispatch", "dispatch_cached", "combine"
     want = {(verb, impl) for impl in ("moe_engine", "deep_ep") for verb in verbs}
     want |= {("dispatch", "moe_engine, counts on the host")}
+    elastic = "ElasticBuffer", "ElasticBuffer, by expert"
+    want |= {(verb, impl) for impl in elastic for verb in verbs if verb != "layout"}
     assert eager_of(lines) == want | {(verb, "nccl") for verb in ("dispatch", "combine")}
 
 

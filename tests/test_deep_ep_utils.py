@@ -108,6 +108,9 @@ def test_math():
     assert math.calc_diff(math.per_token_cast_back(rows, scales), x) < 1e-3
     exponents = torch.full((5, 4), 127, dtype=torch.uint8).view(torch.int32)  # 2 ** 0
     assert torch.equal(math.per_token_cast_back(rows, exponents), rows.bfloat16())
+    four = torch.cat([exponents] * 4)
+    again = math.per_token_cast_back(torch.cat([rows] * 4), four.view(-1, 4 * exponents.shape[1]))
+    assert torch.equal(again, torch.cat([rows] * 4).bfloat16())
     assert math.per_token_cast_back(rows[:0], scales[:0]).shape == (0, 200)
     ids = torch.tensor([[3, 1, 3, -1], [0, 0, 0, 0]])
     math.inplace_unique(ids, 4)

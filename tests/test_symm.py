@@ -150,6 +150,25 @@ def test_no_rank_returns_before_all_have_mapped(pool):
 # --- Memory goes away ------------------------------------------------------------------------
 
 
+def collect_in_a_capture(group):
+    """Memory of a Buffer that only a cycle holds, as the traceback of an exception makes one."""
+    block = symm.allocate(group, NUM_BYTES)
+    block.cycle = block
+    graph, x = torch.cuda.CUDAGraph(), torch.zeros(1, device="cuda")
+    dist.barrier(group)
+    with torch.cuda.graph(graph):
+        x += 1
+        del block
+        gc.collect()
+    graph.replay()
+    return x.item()
+
+
+@pytest.mark.gpu
+def test_memory_may_be_collected_in_a_capture(pool):
+    assert pool.run(collect_in_a_capture) == [1] * pool.num_ranks
+
+
 def count_mappings() -> torch.Tensor:
     """How many blocks are mapped in this process, and how many files of blocks are open."""
     mapped = Path("/proc/self/maps").read_text().count("/memfd:moe_engine")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import weakref
 from datetime import timedelta
 from itertools import count
 from typing import Any
@@ -80,6 +81,7 @@ class TorchTensor:
             self.local = symm_mem._SymmetricMemory.empty_strided_p2p(
                 (num_bytes,), (1,), torch.uint8, device
             )
+            self._held.append(self.local)
             self.local.zero_()
             torch.cuda.synchronize(device)
 
@@ -97,7 +99,10 @@ class TorchTensor:
                     self._handle: Any = symm_mem._SymmetricMemory.rendezvous(self.local, name)
             finally:
                 _unregister_process_group(name)
+            self._held.append(self._handle)
 
+        self._held: list[Any] = []
+        weakref.finalize(self, _drop, self._held)
         exchange(group, create, "allocating memory", timeout_s)
         # All ranks take the name that the first one proposes, which is new to each of them.
         names = exchange(
@@ -115,6 +120,22 @@ class TorchTensor:
         return self._handle.get_buffer(rank, (self.local.numel(),), torch.uint8)
 
     def free(self) -> None:
+        self._held.clear()
+        _kept.clear()
         self._handle = None
         self.local = self.local.new_empty(0)
         self.peer_addresses = torch.zeros_like(self.peer_addresses)
+
+
+_kept: list[list[Any]] = []
+"""What was collected during the capture of a graph, in which nothing can be unmapped: torch ends
+the process then."""
+
+
+def _drop(held: list[Any]) -> None:
+    """Give back the memory of a tensor that was collected, or later what must stay now."""
+    if torch.cuda.is_current_stream_capturing():
+        _kept.append(held.copy())
+    else:
+        _kept.clear()
+    held.clear()
