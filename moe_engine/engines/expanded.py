@@ -9,6 +9,7 @@ from typing import NamedTuple
 
 import torch
 
+from ..combine import ReturnedRows
 from ..combine.reduce_expanded import reduce_expanded
 from ..combine.reduce_expanded_kernels import ExpertRows, ReducedRows
 from ..dispatch import Received, Tokens
@@ -22,7 +23,7 @@ from ..dispatch.expand_kernels import (
 )
 from ..utils import round_up
 from .base import Handle
-from .kernel import KernelEngine
+from .kernel import KernelEngine, PartsOfHandle
 
 SCALE_ROWS = 4
 """Columns of scales for TMA begin at multiples of so many scales, 16 bytes."""
@@ -80,8 +81,23 @@ def dispatch(
     waits: bool,
     num_sms: int,
 ) -> Dispatched:
-    """Send the tokens. Unless the host `waits` for the counts there is room for all that can come.
-    Rows by expert are copied from where they arrive."""
+    """Send the tokens. Unless the host `waits` for the counts there is room for all that can come,
+    and the whole is one prepared call. Rows by expert are copied from where they arrive."""
+    args = tokens, num_experts, stats, numbers, wanted, waits, num_sms
+    got: Dispatched = _dispatch(engine, *args) if waits else engine.call(_dispatch, *args)
+    return got._replace(rows=_shaped(got.rows, tokens.scales, got.num_expanded, wanted))
+
+
+def _dispatch(
+    engine: KernelEngine,
+    tokens: Tokens,
+    num_experts: int,
+    stats: torch.Tensor | None,
+    numbers: Numbers,
+    wanted: RowsWanted,
+    waits: bool,
+    num_sms: int,
+) -> Dispatched:
     assert tokens.topk_idx is not None
     layout = engine.layout(tokens.topk_idx, num_experts)
     most_rows, in_place = 0 if waits else numbers.most_rows(), wanted.expand
@@ -92,8 +108,10 @@ def dispatch(
         num_expanded = sum(per_expert) if waits else numbers.most_expanded(tokens.num_topk)
         ids, prefix = ReceivedIds(topk_idx, received.src_idx), sent.rank_prefix_matrix
         places = find_places(engine, ids, prefix, stats, numbers, wanted.expand, num_expanded)
-        of = places, prefix, num_expanded
-        rows = return_rows(engine, received, tokens.x, *of, numbers, wanted)
+        rows = _by_token(received, wanted)
+        if wanted.expand:
+            rows, received_rows = _new_rows(tokens, num_expanded, wanted), ReceivedRows(*rows)
+            expand(engine, received_rows, places, prefix, rows, numbers, wanted)
     finally:
         if in_place:
             engine.release()
@@ -113,12 +131,56 @@ def dispatch_again(
 ) -> ExpandedRows:
     """Send tokens where those of an earlier dispatch went; ids and weights go along where there are
     some."""
-    topk = None
-    if tokens.topk_idx is not None and tokens.topk_weights is not None:
-        topk = tokens.topk_idx, tokens.topk_weights, num_experts
-    received = engine.dispatch_cached(tokens.x, tokens.scales, sent, num_sms, topk=topk)
-    of = places, sent.rank_prefix_matrix, num_expanded
-    return return_rows(engine, received, tokens.x, *of, numbers, wanted)
+    goes_along = tokens.topk_idx is not None and tokens.topk_weights is not None
+    num_experts = num_experts if goes_along else numbers.num_ranks
+    plan = sent.rank_prefix_matrix, sent.send_token_idx, sent.signature
+    num_rows, (metadata, *sums) = sent.recv_src_idx.numel(), places
+    received = Received.empty(tokens.x.new_empty(num_rows, tokens.x.shape[1]), tokens)
+    if not wanted.expand:
+        engine.send_again(tokens, plan, num_experts, received, num_sms)
+        return _shaped(_by_token(received, wanted), tokens.scales, num_expanded, wanted)
+    rows = _new_rows(tokens, num_expanded, wanted)
+    engine.call(
+        _dispatch_again,
+        tokens,
+        plan,
+        num_experts,
+        tuple(sums),
+        numbers,
+        wanted,
+        num_sms,
+        sized=(*received, metadata, *rows),
+        max_rows=num_rows,
+        num_rows=num_rows,
+        num_expanded=num_expanded,
+        scale_rows=_scale_rows(rows, wanted),
+    )
+    return _shaped(rows, tokens.scales, num_expanded, wanted)
+
+
+def _dispatch_again(
+    engine: KernelEngine,
+    tokens: Tokens,
+    plan: PartsOfHandle,
+    num_experts: int,
+    sums: tuple[torch.Tensor, ...],
+    numbers: Numbers,
+    wanted: RowsWanted,
+    num_sms: int,
+    sized: tuple[torch.Tensor, ...],
+    **more: int,
+) -> None:
+    received, metadata, rows = Received(*sized[:5]), sized[5], ExpandedRows(*sized[6:])
+    engine.send_again(tokens, plan, num_experts, received, num_sms)
+    expand(
+        engine,
+        ReceivedRows(*_by_token(received, wanted)),
+        Places(metadata, *sums),
+        plan[0],
+        rows,
+        numbers,
+        wanted,
+    )
 
 
 def combine(
@@ -132,13 +194,33 @@ def combine(
 ) -> tuple[torch.Tensor, torch.Tensor | None]:
     """Return rows to their tokens: rows by token, or with `places` sums of rows by expert. These
     are fp32 until the end if a result `rounds_once`."""
-    dtype = rows.x.dtype
-    if places is not None:
-        dtype = torch.float32 if rounds_once else dtype
-        rows = ExpertRows(*reduce(engine, rows, places, sent.rank_prefix_matrix, dtype))
-    bias = [one.to(dtype) for one in bias]
-    out, weights = engine.combine(rows.x, sent, rows.weights, bias, num_sms)
-    return out if dtype == torch.bfloat16 else out.bfloat16(), weights
+    plan = sent.rank_prefix_matrix, sent.signature, sent.send_head
+    if places is None:
+        return engine.return_rows(ReturnedRows(*rows), plan, tuple(bias), num_sms)
+    dtype = torch.float32 if rounds_once else rows.x.dtype
+    reduced, metadata = _new_sums(rows, places, dtype), places.src_metadata
+    out, weights = engine.call(
+        _combine,
+        plan,
+        tuple(one.to(dtype) for one in bias),
+        num_sms,
+        sized=(*rows, metadata, *reduced),
+        num_rows=len(metadata),
+        num_expanded=len(rows.x),
+    )
+    return out.bfloat16() if rounds_once else out, weights
+
+
+def _combine(
+    engine: KernelEngine,
+    plan: PartsOfHandle,
+    bias: tuple[torch.Tensor, ...],
+    num_sms: int,
+    sized: tuple[torch.Tensor, ...],
+    **numbers: int,
+) -> tuple[torch.Tensor, torch.Tensor | None]:
+    _reduce(engine, plan[0], sized, **numbers)
+    return engine.return_rows(ReturnedRows(*sized[3:]), plan, bias, num_sms)
 
 
 # --- Steps ---------------------------------------------------------------------------------------
@@ -197,57 +279,29 @@ def _find_places(
     return tuple(places[1:])
 
 
-def return_rows(
+def expand(
     engine: KernelEngine,
-    received: Received,
-    sent_x: torch.Tensor,
+    received: ReceivedRows,
     places: Places,
     rank_prefix_matrix: torch.Tensor,
-    num_expanded: int,
+    rows: ExpandedRows,
     numbers: Numbers,
     wanted: RowsWanted,
-) -> ExpandedRows:
-    """Received rows as they are wanted. Those by expert are copied, with their scales and weights,
-    also from their addresses received.x int64 [N]; they are like rows of `sent_x`."""
-    scales = received.scales
-    weights = received.topk_weights if wanted.weights else None
-    if not wanted.expand:
-        if scales is not None and wanted.by_column:
-            scales = _by_column(scales, len(scales))[1].copy_(scales)
-        return ExpandedRows(received.x, scales, weights)
-    if scales is None:
-        memory, scale_rows, result = None, 0, None
-    elif wanted.by_column:
-        memory, result = _by_column(scales, num_expanded)
-        scale_rows = round_up(num_expanded, SCALE_ROWS)
-    else:
-        memory, scale_rows = scales.new_empty(num_expanded * scales.shape[1]), 0
-        result = memory.view(num_expanded, scales.shape[1])
-    out = ExpandedRows(
-        sent_x.new_empty(num_expanded, sent_x.shape[1]),
-        memory,
-        None if weights is None else weights.new_empty(num_expanded),
-    )
+) -> None:
+    """Copy received rows, or those at the addresses received.x int64 [N], to their places."""
     metadata, *sums = places
+    scale_rows = _scale_rows(rows, wanted)
     engine.call(
         _expand,
         tuple(sums),
         rank_prefix_matrix,
         numbers,
         (wanted.zero_padding, scale_rows > 0),
-        sized=(received.x, scales, weights, metadata, *out),
+        sized=(*received, metadata, *rows),
         num_rows=len(metadata),
-        num_expanded=num_expanded,
+        num_expanded=len(rows.x),
         scale_rows=scale_rows,
     )
-    return out._replace(scales=result)
-
-
-def _by_column(scales: torch.Tensor, num_rows: int) -> tuple[torch.Tensor, torch.Tensor]:
-    """(memory, the same as [num_rows, S]) for scales like [N, S], in contiguous columns."""
-    columns = round_up(num_rows, SCALE_ROWS)
-    memory = scales.new_empty(scales.shape[1] * columns)
-    return memory, memory.view(scales.shape[1], columns)[:, :num_rows].T
 
 
 def _expand(
@@ -266,29 +320,52 @@ def _expand(
     expand_rows(received, places, rank_prefix_matrix, out, of, scale_rows, how[0], engine.slots)
 
 
-def reduce(
-    engine: KernelEngine,
-    rows: ExpertRows,
-    places: Places,
-    rank_prefix_matrix: torch.Tensor,
-    dtype: torch.dtype,
-) -> ReducedRows:
-    """Sum expert rows [M, H] to received rows [N, H] of `dtype`, see `reference.reduce_expanded`;
-    weights float32 [M], unless None, become [N, K]."""
-    metadata, weights = places.src_metadata, rows.weights
-    num_rows, num_topk = len(metadata), metadata.shape[1] - 2
-    out = ReducedRows(
-        rows.x.new_empty(num_rows, rows.x.shape[1], dtype=dtype),
-        None if weights is None else weights.new_empty(num_rows, num_topk),
-    )
-    engine.call(
-        _reduce,
-        rank_prefix_matrix,
-        sized=(*rows, metadata, *out),
-        num_rows=num_rows,
-        num_expanded=len(rows.x),
-    )
-    return out
+def _by_token(received: Received, wanted: RowsWanted) -> ExpandedRows:
+    """Received rows with the weights that are wanted."""
+    weights = received.topk_weights if wanted.weights else None
+    return ExpandedRows(received.x, received.scales, weights)
+
+
+def _new_rows(tokens: Tokens, num_rows: int, wanted: RowsWanted) -> ExpandedRows:
+    """Room for rows by expert like these tokens, with scales [M * S] in the order of memory."""
+    x, scales = tokens.x, tokens.scales
+    if scales is not None:
+        columns = round_up(num_rows, SCALE_ROWS) if wanted.by_column else num_rows
+        scales = scales.new_empty(columns * scales.shape[1])
+    weights = x.new_empty(num_rows, dtype=torch.float32) if wanted.weights else None
+    return ExpandedRows(x.new_empty(num_rows, x.shape[1]), scales, weights)
+
+
+def _scale_rows(rows: ExpandedRows, wanted: RowsWanted) -> int:
+    """How far apart the columns of scales are, 0 for scales by row."""
+    is_by_column = rows.scales is not None and wanted.by_column
+    return round_up(len(rows.x), SCALE_ROWS) if is_by_column else 0
+
+
+def _shaped(
+    rows: ExpandedRows, like: torch.Tensor | None, num_expanded: int, wanted: RowsWanted
+) -> ExpandedRows:
+    """Rows with scales [M, S] of the order in memory that is wanted."""
+    scales = rows.scales
+    if like is None or scales is None:
+        return rows
+    num_scales = like.shape[1]
+    if not wanted.by_column:
+        return rows._replace(scales=scales.view(-1, num_scales))
+    num_rows = num_expanded if wanted.expand else len(scales)
+    columns = round_up(num_rows, SCALE_ROWS)
+    memory = scales if wanted.expand else scales.new_empty(num_scales * columns)
+    by_column = memory.view(num_scales, columns)[:, :num_rows].T
+    if not wanted.expand:
+        by_column.copy_(scales)
+    return rows._replace(scales=by_column)
+
+
+def _new_sums(rows: ExpertRows, places: Places, dtype: torch.dtype) -> ReducedRows:
+    """Room for the sums of rows by expert, of `dtype`, and for their weights."""
+    num_rows, columns = places.src_metadata.shape
+    weights = None if rows.weights is None else rows.weights.new_empty(num_rows, columns - 2)
+    return ReducedRows(rows.x.new_empty(num_rows, rows.x.shape[1], dtype=dtype), weights)
 
 
 def _reduce(
@@ -298,5 +375,7 @@ def _reduce(
     num_rows: int,
     num_expanded: int,
 ) -> None:
+    """Sum expert rows [M, H] to received rows [N, H], see `reference.reduce_expanded`; weights
+    float32 [M], unless None, become [N, K]."""
     rows, metadata, out = ExpertRows(*sized[:2]), sized[2], ReducedRows(*sized[3:])
     reduce_expanded(rows, metadata, rank_prefix_matrix, out, engine.slots)

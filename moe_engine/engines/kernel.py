@@ -53,6 +53,8 @@ from .base import (
 )
 from .fused_layer import expert_rows_bytes, feed_forward
 
+PartsOfHandle = tuple[torch.Tensor, torch.Tensor, torch.Tensor]
+
 
 class KernelEngine(ContextEngine):
     """Calls through the kernels of dispatch/, grouped_gemm/ and combine/.
@@ -263,11 +265,23 @@ class KernelEngine(ContextEngine):
         ids, weights, num_experts = topk or (None, None, self.slots.num_ranks)
         tokens, num_rows = Tokens(x, ids, weights, scales), handle.recv_src_idx.numel()
         out = Received.empty(x.new_empty(num_rows, x.shape[1]), tokens)
-        parts = handle.rank_prefix_matrix, handle.send_token_idx, handle.signature
-        sent = tokens, *parts, num_experts // self.slots.num_ranks, _num_programs(num_sms)
-        more: dict[str, Any] = dict(sized=out, max_rows=num_rows, described=described)
-        self.call(KernelEngine._dispatch_cached, *sent, **more)
+        plan = handle.rank_prefix_matrix, handle.send_token_idx, handle.signature
+        self.send_again(tokens, plan, num_experts, out, num_sms, described)
         return out
+
+    def send_again(
+        self,
+        tokens: Tokens,
+        plan: PartsOfHandle,
+        num_experts: int,
+        out: Received,
+        num_sms: int,
+        described: Described | None = None,
+    ) -> None:
+        """`dispatch_cached` into `out`, by rank_prefix_matrix, send_token_idx and signature."""
+        args = tokens, *plan, num_experts // self.slots.num_ranks, _num_programs(num_sms)
+        more: dict[str, Any] = dict(max_rows=out.src_idx.numel(), described=described)
+        self.call(KernelEngine._dispatch_cached, *args, sized=out, **more)
 
     def _dispatch_cached(
         self,
@@ -303,11 +317,22 @@ class KernelEngine(ContextEngine):
         described: Described | None = None,
     ) -> tuple[torch.Tensor, torch.Tensor | None]:
         """Return rows x [N, H] to their sources, which sum them, and the weights' rows likewise."""
-        parts = handle.rank_prefix_matrix, handle.signature, handle.send_head
+        plan = handle.rank_prefix_matrix, handle.signature, handle.send_head
         rows = combine_verbs.ReturnedRows(x, topk_weights)
-        args = *parts, tuple(bias), _num_programs(num_sms)
+        return self.return_rows(rows, plan, tuple(bias), num_sms, described)
+
+    def return_rows(
+        self,
+        rows: combine_verbs.ReturnedRows,
+        plan: PartsOfHandle,
+        bias: tuple[torch.Tensor, ...],
+        num_sms: int,
+        described: Described | None = None,
+    ) -> tuple[torch.Tensor, torch.Tensor | None]:
+        """`combine` of these rows, by rank_prefix_matrix, signature and send_head."""
+        args = *plan, bias, _num_programs(num_sms)
         sums: tuple[torch.Tensor, torch.Tensor | None] = self.call(
-            KernelEngine._combine, *args, sized=rows, num_rows=x.shape[0], described=described
+            KernelEngine._combine, *args, sized=rows, num_rows=len(rows.x), described=described
         )
         return sums
 
@@ -433,20 +458,11 @@ class KernelEngine(ContextEngine):
         payload_bytes = max(tokens.row.payload_bytes, 2 * tokens.x.shape[1])
         return RowLayout(payload_bytes, tokens.num_topk, tokens.row.num_scales)
 
-    def _note_capture(self) -> None:
-        if not self._was_captured and self.context.fields.is_cuda:
-            self._was_captured = torch.cuda.is_current_stream_capturing()
-
-    def call(
-        self,
-        body: Callable[..., Any],
-        *args: Any,
-        check: bool = True,
-        **more: Any,
-    ) -> Any:
+    def call(self, body: Callable[..., Any], *args: Any, check: bool = True, **more: Any) -> Any:
         """Make a call, or a part of one, see `PreparedCalls`; then, where kernels are interpreted,
         raise what ended it."""
-        self._note_capture()
+        if not self._was_captured and self.context.fields.is_cuda:
+            self._was_captured = torch.cuda.is_current_stream_capturing()
         result = self.slots.calls(body, self, *args, **more)
         if check:
             self._check_emulated()
