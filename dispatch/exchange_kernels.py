@@ -137,7 +137,7 @@ def exchange_kernel(
 
 
 @triton.jit(
-    do_not_specialize=["kind", "saved", "expected_rows", "dispatch_stages", "combine_stages"]
+    do_not_specialize=["call", "expected_rows", "most_rows", "dispatch_stages", "combine_stages"]
 )
 def exchange_fused_kernel(
     num_tokens_per_expert,  # int32 [E]
@@ -145,9 +145,9 @@ def exchange_fused_kernel(
     context,
     num_local_experts,
     shape,  # signature.RowShape
-    kind,
-    saved,  # number of one of SAVE_POLICIES
+    call,  # fused.LayerCall
     expected_rows,
+    most_rows,
     dispatch_stages,
     combine_stages,
     SIZES: tl.constexpr,  # ExchangeSizes
@@ -184,13 +184,15 @@ def exchange_fused_kernel(
         has = (offsets <= num_local_experts) & is_own
         tl.store(found.expert_offsets + offsets, tl.zeros_like(offsets), mask=has)
         tl.store(found.remote_offsets + offsets, tl.zeros_like(offsets), mask=has)
+        if found.overflow is not None:
+            tl.store(found.overflow + offsets, tl.zeros_like(offsets), mask=(offsets == 0) & is_own)
     pdl_wait(PDL)
     if is_broken(context):
         return
     # fmt: off
     signature = signature_of(
-        kind, shape, num_experts, dispatch_stages, combine_stages, 0, own_call(context), saved,
-        context,
+        call.kind, shape, num_experts, dispatch_stages, combine_stages, 0, own_call(context),
+        call.saved, context,
     )
     # fmt: on
     if program < SIZES.RANKS:
@@ -208,18 +210,39 @@ def exchange_fused_kernel(
             sent = tl.load(theirs + dest * num_local_experts + experts, mask=real, other=0)
             totals += sent
             remote += tl.where(source == dest, 0, sent)
+        begin_of_none = 0
+        if found.overflow is not None:
+            overflow = _most_received(ready, num_local_experts, context, SIZES) - most_rows
+            if overflow > 0:
+                totals, remote = tl.zeros_like(totals), tl.zeros_like(remote)
+                begin_of_none = -1
+                tl.store(found.overflow + experts, overflow, mask=(experts == 0) & is_own)
         ends, remote_ends = tl.cumsum(totals, 0), tl.cumsum(remote, 0)
         if is_own & (expected_rows >= 0) & (tl.sum(totals, 0) != expected_rows):
             report_failure(dest, current_epoch(context), context, PHASE_ROUTING)
         else:
             to = dest * num_local_experts + experts
             tl.store(found.counts + to, totals, mask=real)
-            tl.store(found.expert_begin + to, ends - totals, mask=real)
+            tl.store(found.expert_begin + to, ends - totals + begin_of_none, mask=real)
             tl.store(found.remote_begin + to, remote_ends - remote, mask=real)
             tl.store(found.num_remote + dest, tl.sum(remote, 0))
             tl.store(found.expert_offsets + 1 + experts, ends, mask=real & is_own)
             tl.store(found.remote_offsets + 1 + experts, remote_ends, mask=real & is_own)
     end_span(ROLE_EXCHANGE, dest, since, context)
+
+
+@device_function
+def _most_received(ready, num_local_experts, context, SIZES: tl.constexpr):
+    """How many rows of experts the rank gets that gets the most."""
+    experts = tl.arange(0, SIZES.EXPERTS_PAD)
+    most = ready * 0
+    for dest in range(0, SIZES.RANKS):
+        rows = tl.zeros([SIZES.EXPERTS_PAD], tl.int32)
+        for source in tl.static_range(SIZES.RANKS):
+            theirs = _counts_of(source, ready, context) + dest * num_local_experts
+            rows += tl.load(theirs + experts, mask=experts < num_local_experts, other=0)
+        most = tl.maximum(most, tl.sum(rows, 0))
+    return most
 
 
 # --- Both ----------------------------------------------------------------------------------------

@@ -72,12 +72,11 @@ class LayerTokens:
 
 
 class LayerCall(NamedTuple):
-    """What a call of a layer says of itself: its kind, the number of what is saved for the backward
-    (`SAVE_POLICIES`), and how many rows must come to this rank; -1: any number."""
+    """What a call of a layer says of itself: its kind, and the number of what is saved for the
+    backward (`SAVE_POLICIES`)."""
 
     kind: int = int(Kind.MOE_FFN)
     saved: int = 0
-    expected_rows: int = -1
 
 
 FORWARD = LayerCall()
@@ -89,7 +88,8 @@ class ExpertOffsets(NamedTuple):
     expert_offsets and remote_offsets int32 [L + 1]: of each expert of this rank, among all its rows
     and among those from other ranks; num_remote int32 [R]: rows that each rank gets from others;
     expert_begin and remote_begin int32 [E]: the offsets on all ranks; counts int32 [E]: how many
-    rows each expert gets from all ranks; num_to_push int64 [R, S]: 0, for `place_rows` to count in.
+    rows each expert gets from all ranks; num_to_push int64 [R, S]: 0, for `place_rows` to count in;
+    overflow int32 [1]: rows for which the fullest rank has no room, None where all have room.
     """
 
     expert_offsets: torch.Tensor
@@ -99,15 +99,22 @@ class ExpertOffsets(NamedTuple):
     remote_begin: torch.Tensor
     counts: torch.Tensor
     num_to_push: torch.Tensor
+    overflow: torch.Tensor | None = None
 
 
 def exchange_fused(
-    tokens: LayerTokens, config: LayerConfig, slots: Slots, call: LayerCall = FORWARD
+    tokens: LayerTokens,
+    most_rows: int,
+    config: LayerConfig,
+    slots: Slots,
+    call: LayerCall = FORWARD,
+    expected_rows: int = -1,
 ) -> ExpertOffsets:
     """Tell every rank this rank's counts and learn theirs. Begins a call; other ranks must call
     with as many stages of dispatch and combine, and begin the same kind of call. Where it follows a
     call of the same tokens, with their layout, it says that this rank has read what came in that
-    one."""
+    one. expected_rows: how many must come to this rank; -1: any number. There is room for most_rows
+    on each rank; more can come where layers run in passes."""
     num_ranks, num_experts = slots.num_ranks, tokens.num_experts
     num_local = num_experts // num_ranks
     new, row = tokens.layout.earlier_counts.new_empty, tokens.row
@@ -119,6 +126,7 @@ def exchange_fused(
         new(num_experts),
         new(num_experts),
         new((num_ranks, config.num_stages), dtype=torch.int64),
+        new(1) if slots.num_passes > 1 else None,
     )
     sizes = ExchangeSizes(
         RANKS_PAD=next_power_of_2(num_ranks),
@@ -135,7 +143,9 @@ def exchange_fused(
         slots.context.fields,
         num_local,
         RowShape(row.payload_bytes, row.num_topk, tokens.x.itemsize, 0),
-        *call,
+        call,
+        expected_rows,
+        most_rows,
         config.num_stages,
         config.num_return_stages,
         SIZES=constants(sizes),

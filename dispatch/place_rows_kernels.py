@@ -114,9 +114,10 @@ def place_rows_kernel(
     pdl_wait(PDL)
     pdl_launch_dependents(PDL)
     valid = valid & (is_broken(context) == 0)  # else nobody may have written where rows begin
+    begin = tl.load(begins.expert_begin + ids, mask=valid, other=0)
+    valid = valid & (begin >= 0)  # else there is no room, and this call sends nothing
     owner = tl.where(valid, ids // num_local_experts, -1)
     is_own = owner == tl.load(context + RANK).to(tl.int32)
-    begin = tl.load(begins.expert_begin + ids, mask=valid, other=0)
     remote = tl.load(begins.remote_begin + ids, mask=valid, other=0)
     dealt, num_own = dealt_index(index, ids, owner, valid, context, SIZES.RANKS)
     dst_row = tl.where(valid, begin + tl.where(is_own, index, num_own + dealt), -1)

@@ -127,7 +127,8 @@ def _backward(dy: Tensor, *args: Any) -> tuple[Tensor, ...]:
     tensors, wanted = _tensors(tuple(parts), layout), (of_gate_up, of_down)
     kept = pre if save in ("pre", "all") else None, rows if save in ("rows", "all") else None
     saved = Saved(save, kept, int(num_rows))
-    dx, dw, _, grads = run_backward(live_buffer(buffer_id), dy, tensors, saved, None, wanted)
+    args = live_buffer(buffer_id), None, wanted, dy, tensors, saved
+    dx, dw, _, grads, _ = run_backward(*args)
     return dx, dw, *(dy.new_empty(0) if one is None else one for one in grads)
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import os
 from dataclasses import dataclass, replace
 from numbers import Real
@@ -52,6 +53,9 @@ class Options:
     rank alone. MOE_ENGINE_DEBUG=1, when the Buffer is made, sets it too.
     layer: how `moe_ffn` runs; None chooses by shape what was measured, or else what is predicted.
     decode_tokens: `moe_ffn` runs by low-latency calls up to so many tokens per rank; 0 for never.
+    capacity_factor: the work space of `moe_ffn` is for so many times the expert rows that a rank
+    gets in balanced routing, max_tokens * K, up to the next R / n times; a batch that needs more
+    runs in passes (`passes.py`). None: for all that can come, R * max_tokens * K.
     """
 
     num_slots: int = 2
@@ -60,6 +64,12 @@ class Options:
     debug: bool = False
     layer: LayerConfig | None = None
     decode_tokens: int = 512
+    capacity_factor: float | None = None
+
+    def num_passes(self, num_ranks: int) -> int:
+        """In how many passes a layer runs whose rows do not fit otherwise; 1: all always fit."""
+        factor = num_ranks if self.capacity_factor is None else self.capacity_factor
+        return max(1, math.ceil(num_ranks / factor))
 
 
 DEFAULT_OPTIONS = Options()
@@ -89,7 +99,23 @@ def check_options(options: Options) -> Options:
         timeout_s=check_seconds("timeout_s", seconds),
         debug=bool(options.debug) or os.environ.get("MOE_ENGINE_DEBUG", "0") not in ("", "0"),
         decode_tokens=check_int("decode_tokens", options.decode_tokens, 0),
+        capacity_factor=_check_capacity_factor(options.capacity_factor),
     )
+
+
+def _check_capacity_factor(factor: float | None) -> float | None:
+    if factor is None:
+        return None
+    if not isinstance(factor, Real) or isinstance(factor, bool):
+        raise DtypeError(
+            f"capacity_factor is a {type(factor).__name__}; it must be a number, or None."
+        )
+    if not 1 <= factor < math.inf:  # nan fails this too
+        raise ShapeError(
+            f"capacity_factor is {shown(factor)}; it must be at least 1, the rows of balanced "
+            "routing. None makes room for all rows that can come."
+        )
+    return float(factor)
 
 
 def check_seconds(name: str, seconds: float) -> float:

@@ -8,7 +8,9 @@ that a WgradSink would have none. Compiled code, and modes of torch, have the op
 
 from __future__ import annotations
 
+import itertools
 import operator
+from functools import partial
 from typing import Any, NamedTuple
 
 import torch
@@ -16,11 +18,12 @@ import torch
 from . import checks
 from .buffer import Buffer
 from .device.context import SAVE_POLICIES
-from .engines.base import LaterWeightGradients, LayerInputs, Saved, WeightGradients
+from .engines.base import LayerInputs, Saved, WeightGradients
 from .engines.trained_layer import gradient_tiles
 from .errors import BackendError, DtypeError, RoutingError, ShapeError
 from .grouped_gemm.backward import row_weight_parts
 from .lifecycle import verb
+from .passes import Pass, PassGradients, Trained, backward_in_passes, forward_in_passes
 from .streams import EventOverlap
 from .weight_gradients import DelayedWgrad, Grads, LayerWeights, Wgrad, WgradSink, new_memory
 
@@ -64,16 +67,6 @@ class LayerOptions(NamedTuple):
                 "None."
             )
         checks.check_flag("return_counts", self.return_counts)
-
-
-class Trained(NamedTuple):
-    """A layer's result [T, H], whose gradient runs its backward; the event that ends the call; the
-    counts per expert, where they are asked for; the RoutingError that it found, if any."""
-
-    out: torch.Tensor
-    event: EventOverlap
-    counts: torch.Tensor | None
-    error: RoutingError | None
 
 
 class TrainingMemory(NamedTuple):
@@ -145,19 +138,13 @@ class _MoeFfn(torch.autograd.Function):
     def forward(
         ctx: Any, tensors: LayerTensors, buffer: Buffer, options: LayerOptions, *flat: torch.Tensor
     ) -> tuple[torch.Tensor, EventOverlap, torch.Tensor | None, RoutingError | None]:
-        error = None
-        try:
-            out, saved, counts, event = _forward(buffer, tensors, options)
-        except RoutingError as problem:  # the call was made, and may go backward
-            if not isinstance(problem.result, tuple):
-                raise
-            error, (out, saved, counts, event) = problem, problem.result
-        ctx.save_for_backward(*flat, *saved.tensors)
-        ctx.buffer, ctx.saved, ctx.wgrad = buffer, saved._replace(tensors=()), options.wgrad
-        ctx.weights = tensors.weights
-        if counts is not None:
-            ctx.mark_non_differentiable(counts)
-        return out, event, counts, error
+        passes, done = forward_in_passes(buffer, tensors, options, _forward)
+        ctx.save_for_backward(*flat, *itertools.chain(*(one.tensors for one in passes)))
+        ctx.buffer, ctx.wgrad, ctx.weights = buffer, options.wgrad, tensors.weights
+        ctx.passes = [(len(one.tensors), one.having([None])) for one in passes]
+        if done.counts is not None:
+            ctx.mark_non_differentiable(done.counts)
+        return done.out, done.event, done.counts, done.error
 
     @staticmethod
     def backward(ctx: Any, dy: torch.Tensor, *_: None) -> tuple[torch.Tensor | None, ...]:
@@ -167,15 +154,17 @@ class _MoeFfn(torch.autograd.Function):
             )
         _, _, _, of_x, _, of_topk, *of_gate_up, of_down = ctx.needs_input_grad
         wanted, weights, wgrad = (any(of_gate_up), of_down), ctx.weights, ctx.wgrad
-        tensors, saved = _saved_tensors(ctx)
-        dx, topk_grads, later, grads = _backward(ctx.buffer, dy, tensors, saved, wgrad, wanted)
+        tensors, passes = _saved_tensors(ctx)
+        run = partial(_backward, ctx.buffer, wgrad, wanted)
+        found = backward_in_passes(dy, tensors, passes, run)
+        dx, dw, grads = found.dx if of_x else None, found.topk_weights, found.grads
         if wgrad is not None:
-            grads = wgrad.launched(later, weights, wanted)
-        return None, None, None, dx if of_x else None, None, topk_grads if of_topk else None, *grads
+            grads = wgrad.launched(found.later, weights, wanted)
+        return None, None, None, dx, None, dw if of_topk else None, *grads
 
 
-def _saved_tensors(ctx: Any) -> tuple[LayerTensors, Saved]:
-    """The tensors of a forward, and what it saved. BackendError for what was changed since."""
+def _saved_tensors(ctx: Any) -> tuple[LayerTensors, list[Pass]]:
+    """The tensors of a forward, and its passes. BackendError for what was changed since."""
     try:
         x, topk_idx, topk_weights, *tensors = ctx.saved_tensors
     except RuntimeError as error:
@@ -191,8 +180,9 @@ def _saved_tensors(ctx: Any) -> tuple[LayerTensors, Saved]:
     gate_up = ctx.weights.gate_up._replace(tensors=tuple(tensors[:num_gate_up]))
     weights = LayerWeights(gate_up, tensors[num_gate_up])
     is_kept = torch._C._autograd._get_current_graph_task_keep_graph()  # retain_graph=True
-    saved = ctx.saved._replace(tensors=tuple(tensors[num_gate_up + 1 :]), is_kept=is_kept)
-    return LayerTensors(x, topk_idx, topk_weights, weights), saved
+    rest = iter(tensors[num_gate_up + 1 :])
+    passes = [one.having([*itertools.islice(rest, size)], is_kept) for size, one in ctx.passes]
+    return LayerTensors(x, topk_idx, topk_weights, weights), passes
 
 
 @verb
@@ -228,23 +218,27 @@ def _forward(
 @verb
 def _backward(
     buffer: Buffer,
+    wgrad: Wgrad,
+    wanted: tuple[bool, bool],
     dy: torch.Tensor,
     tensors: LayerTensors,
     saved: Saved,
-    wgrad: Wgrad,
-    wanted: tuple[bool, bool],
-) -> tuple[torch.Tensor, torch.Tensor, LaterWeightGradients | None, Grads]:
-    """Gradients of x and topk_weights; what computes those of the weights later, or new ones."""
+    earlier: PassGradients | None = None,
+) -> PassGradients:
+    """The gradients of a pass, those of the weights added to what an earlier pass has found."""
     engine, inputs = buffer._ready(), _packed(tensors.inputs)
     into: WeightGradients | None
     grads: Grads = ()
     with buffer._streams.call():
-        if wgrad is None:
+        if earlier is not None:
+            grads, into = earlier.grads, earlier.into
+            into = None if into is None else into._replace(accumulate=True)
+        elif wgrad is None:
             into, grads = new_memory(tensors.weights, wanted)
         else:
             into = wgrad.memory(tensors.weights, wanted, **tensors.routed)
         dx, topk_grads, later = engine.moe_ffn_backward(checks.packed(dy), inputs, saved, into)
-    return dx, topk_grads, later, grads
+    return PassGradients(dx, topk_grads, later, grads, into)
 
 
 def _packed(inputs: LayerInputs) -> LayerInputs:

@@ -68,7 +68,7 @@ def steps_on_rank(group, num_experts, max_tokens, stages, x, topk_idx, topk_weig
         tokens = dispatch.LayerTokens(*args, layout)
         memory = ExpertRows.of(args[0], max_rows, slots)
         rows, copies = memory.rows, memory.copies
-        offsets = dispatch.exchange_fused(tokens, config, slots)
+        offsets = dispatch.exchange_fused(tokens, max_rows, config, slots)
         plan = dispatch.place_rows(tokens, offsets, memory.parts, slots)
         begins = offsets.expert_offsets, offsets.remote_offsets
         schedule, counters = dispatch.staged_schedule(*begins, max_rows, BLOCK_M, config, slots)
@@ -98,7 +98,7 @@ def steps_on_rank(group, num_experts, max_tokens, stages, x, topk_idx, topk_weig
         "expert_rows": slots.expert_rows.local[: max_rows * row_bytes].view(max_rows, -1),
         "raised": raised == slots.context.fields[ContextField.EPOCH] + 1,
     }
-    found = {name: value.cpu().clone() for name, value in found.items()}
+    found = {name: one.cpu().clone() for name, one in found.items() if one is not None}
     told = [
         told_by(slots, writer, num_experts, tokens.row, config.num_return_stages)
         for writer in range(num_ranks)

@@ -57,7 +57,7 @@ def dispatch_experts(
     """The first half of `feed_forward`, after the layout: rows to the experts, and the
     up-projection into act [M, I], M the most rows that this rank can receive."""
     tiles = up_tiles(w_gate_up, len(act), config, slots)
-    offsets = dispatch.exchange_fused(tokens, config, slots)
+    offsets = dispatch.exchange_fused(tokens, len(act), config, slots)
     memory = ExpertRows.of(tokens.x, len(act), slots)
     dispatched = send_rows(tokens, offsets, memory, tiles.block_m, config, slots)
     up_projection(dispatched.rows, w_gate_up, (act, None), dispatched, tiles, slots)
@@ -93,7 +93,7 @@ def up_tiles(
 ) -> GemmConfig:
     """The tiles of the up-projection, whose height is that of all tiles of the layer."""
     # Balanced routing brings about as many rows as this rank sends out.
-    tiles = gemm_config(w_gate_up, max_expert_rows // slots.num_ranks, "swiglu")
+    tiles = gemm_config(w_gate_up, slots.balanced_rows(max_expert_rows), "swiglu")
     return replace(tiles, group_m=config.group_m, num_splits=1)
 
 
@@ -120,7 +120,7 @@ def combine_experts(
     gradients: Sequence[combine.WeightGradient] = (),
 ) -> None:
     """The product whose rows return, their sums, and gradients meanwhile; see `gemm_combine`."""
-    num_rows, block_m = len(dispatched.rows) // slots.num_ranks, dispatched.schedule.block_m
+    num_rows, block_m = slots.balanced_rows(len(dispatched.rows)), dispatched.schedule.block_m
     tiles = gemm_config(weights.w, num_rows, transposed=weights.transposed, block_m=block_m)
     tiles = replace(tiles, group_m=dispatched.config.group_m, num_splits=1)
     how = dispatched, metadata, leave_room_for_sums(tiles), slots, gradients

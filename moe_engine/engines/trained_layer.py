@@ -93,10 +93,11 @@ def forward(
         engine.concurrent_reads.mark()
     described = described.more(exchanged)
     sent = engine.call(_send, inputs, exchanged, described=described)
-    num_rows = engine.most_expert_rows(x, inputs.topk_idx, w_gate_up)[2]
+    num_rows, overflow = engine.most_expert_rows(x, inputs.topk_idx, w_gate_up)[2], 0
     if not is_captured:
-        ends = exchanged.offsets.expert_offsets
-        num_rows = engine.concurrent_reads.read(lambda: ends[-1:])[0]
+        offsets = exchanged.offsets
+        found = [offsets.expert_offsets[-1:], *filter(None, [offsets.overflow])]
+        num_rows, overflow, *_ = *engine.concurrent_reads.read(lambda: torch.cat(found)), 0
         engine.context.check()
     room = max(1, num_rows)
     rows = ForwardRows(
@@ -107,6 +108,7 @@ def forward(
     last: dict[str, Any] = dict(sized=rows, described=described.more(sent))
     out: torch.Tensor = engine.call(_finish, inputs, exchanged, sent, **last)
     saved = Saved(save, (rows.pre, rows.kept), -1 if is_captured else num_rows)
+    saved = saved._replace(overflow=exchanged.offsets.overflow if is_captured else overflow)
     return out, saved, exchanged.offsets.counts
 
 
@@ -114,7 +116,8 @@ def _exchange(engine: KernelEngine, inputs: LayerInputs, number: int) -> Exchang
     step = Step.of(engine, inputs)
     tokens = step.tokens(inputs.x)
     call = dispatch.LayerCall(Kind.MOE_FFN, number)
-    return Exchanged(tokens.layout, dispatch.exchange_fused(tokens, step.config, step.slots, call))
+    of = tokens, len(step.memory.rows), step.config, step.slots, call
+    return Exchanged(tokens.layout, dispatch.exchange_fused(*of))
 
 
 def _send(engine: KernelEngine, inputs: LayerInputs, exchanged: Exchanged) -> Sent:
@@ -200,7 +203,7 @@ def backward(
     args = inputs, dy, saved.save, keeps_pre, into
     described = engine.describe(*args)
     if described.kind.choice is None:
-        share = most_rows // engine.slots.num_ranks
+        share = engine.slots.balanced_rows(most_rows)
         described.kind.choice = gradient_tiles(w_gate_up, w_down, share)
     pre = x.new_empty(room, 2 * w_down.shape[2]) if pre is None else pre
     of_act = ActivationGradients.empty(pre, w_down, described.kind.choice, True, not keeps_pre)
@@ -246,7 +249,7 @@ def _backward(
     of_gate_up, of_down, accumulate = into or WeightGradients(None, None)
     needs_x = into is None or of_gate_up is not None
     number = saved_number(save, needs_x or rows.x is not None)
-    call = dispatch.LayerCall(Kind.MOE_FFN_BACKWARD, number, expected_rows)
+    call = dispatch.LayerCall(Kind.MOE_FFN_BACKWARD, number), expected_rows
     up_outputs = of_act.act, rows.pre
     sent = None
     if save == "none":
@@ -255,7 +258,7 @@ def _backward(
         dispatch.release(slots)
     # dy to the experts: the gradient of the pre-activations.
     sent = step.begin(dy, call, sent)
-    config = gradient_tiles(w_gate_up, w_down, len(memory.rows) // slots.num_ranks)
+    config = gradient_tiles(w_gate_up, w_down, slots.balanced_rows(len(memory.rows)))
     if save == "rows" and rows.x is not None:  # dy arrives during the up-projection
         up_projection(rows.x, w_gate_up, up_outputs, sent, step.tiles, slots)
         metadata = combine.send_return_metadata(sent, slots)
@@ -372,14 +375,18 @@ class Step(NamedTuple):
         return send_rows(tokens, offsets, *how)
 
     def begin(
-        self, x: torch.Tensor, call: dispatch.LayerCall, earlier: dispatch.Dispatched | None = None
+        self,
+        x: torch.Tensor,
+        call: tuple[dispatch.LayerCall, int],
+        earlier: dispatch.Dispatched | None = None,
     ) -> dispatch.Dispatched:
         """Begin a call of a backward that sends x, or dy, and weights of rows; after an earlier one
         of the same tokens, rows go where those of that one went."""
         if earlier is not None:  # then other ranks wait for this call already
             self.slots.context.step = "exchange_fused"
         tokens = self.tokens(x, None if earlier is None else earlier.tokens.layout)
-        offsets = dispatch.exchange_fused(tokens, self.config, self.slots, call)
+        of = tokens, len(self.memory.rows), self.config, self.slots
+        offsets = dispatch.exchange_fused(*of, *call)
         return self.send(tokens, offsets, True, None if earlier is None else earlier.plan)
 
     def schedule(self, sent: dispatch.Dispatched) -> TileSchedule:

@@ -171,7 +171,8 @@ class Slots(RankMemory[SlotLayout]):
 
     `expert_rows` is a second symmetric block, for the rows of a layer's experts, and which of them
     are copies (`fused_layer.expert_rows_bytes`); it has no slots, as all ranks are done with a
-    layer before any sends rows of the next.
+    layer before any sends rows of the next. There is room for the rows of 1 / num_passes of the
+    tokens, whichever experts they choose.
     """
 
     def __init__(
@@ -183,7 +184,9 @@ class Slots(RankMemory[SlotLayout]):
         was_captured: bool = False,
         buffer: int = 0,
         epoch: int = 0,
+        num_passes: int = 1,
     ) -> None:
+        self.num_passes = num_passes
         block = new_block(layout.num_bytes, was_captured)
         # Memory that replaces other memory begins after its last epoch: all calls so far are done.
         done = layout.offsets()[ContextField.DONE]
@@ -192,6 +195,10 @@ class Slots(RankMemory[SlotLayout]):
         super().__init__(layout, rank, block, timeout_s, buffer, epoch)
         self._new_block = new_block
         self._expert_rows: SymmetricTensor | None = None
+
+    def balanced_rows(self, most_rows: int) -> int:
+        """About how many rows of experts come in one pass, of the most for which there is room."""
+        return most_rows * self.num_passes // self.num_ranks
 
     @property
     def expert_rows(self) -> SymmetricTensor:

@@ -1,0 +1,155 @@
+"""A layer in passes. With `Options.capacity_factor` a rank has room for as many rows of experts as
+all slices bring at most, when the tokens of each rank are cut into `Options.num_passes` slices.
+
+A layer first sends all tokens. The exchange of counts tells every rank alike whether the rows of
+each rank have room: then they go, and the layer is done. If not, that call sends nothing, and the
+slices follow, each in a call of its own. In a CUDA graph they always follow: where the first call
+was enough, their ids are -1, and they send nothing.
+
+Example, 2 ranks of 2 experts, capacity_factor 1, so 2 passes, and 4 tokens with one expert each:
+there is room for 2 * 2 * 1 rows on a rank. [0], [1], [2], [3] on both ranks bring 4 rows to each,
+and take one call. [0], [1], [1], [3] on both ranks bring 6 rows to rank 0: after a call that sends
+nothing, tokens 0 and 1 of both ranks bring it 4 rows, then tokens 2 and 3 bring it 2.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING, NamedTuple
+
+import torch
+from torch import Tensor
+
+from .buffer import Buffer
+from .engines.base import LaterWeightGradients, Saved, WeightGradients
+from .errors import RoutingError
+from .streams import EventOverlap
+from .weight_gradients import Grads
+
+if TYPE_CHECKING:
+    from .training import LayerOptions, LayerTensors
+
+Forward = Callable[..., tuple[Tensor, Saved, Tensor | None, EventOverlap]]
+"""(result, what is saved, counts, event) of a layer in one call, of (buffer, tensors, options)."""
+
+
+class Pass(NamedTuple):
+    """What a pass leaves for the backward: its tokens, what it saved, and in a graph its ids."""
+
+    tokens: slice
+    saved: Saved
+    topk_idx: Tensor | None = None
+
+    @property
+    def tensors(self) -> tuple[Tensor | None, ...]:
+        """Those that autograd is to save."""
+        return self.topk_idx, *self.saved.tensors
+
+    def having(self, tensors: Sequence[Tensor | None], is_kept: bool = True) -> Pass:
+        """This pass with other tensors; is_kept: see `Saved`."""
+        saved = self.saved._replace(tensors=tuple(tensors[1:]), is_kept=is_kept)
+        return self._replace(saved=saved, topk_idx=tensors[0])
+
+    def part_of(self, tensors: LayerTensors) -> LayerTensors:
+        """The tensors of its tokens."""
+        x, topk_idx, topk_weights, weights = tensors
+        ids = topk_idx[self.tokens] if self.topk_idx is None else self.topk_idx
+        return type(tensors)(x[self.tokens], ids, topk_weights[self.tokens], weights)
+
+
+NOTHING = Saved("none", ())
+
+
+class Trained(NamedTuple):
+    """A layer's result [T, H], whose gradient runs its backward; the event that ends the call; the
+    counts per expert, where they are asked for; the RoutingError that it found, if any."""
+
+    out: Tensor
+    event: EventOverlap
+    counts: Tensor | None
+    error: RoutingError | None
+
+
+class PassGradients(NamedTuple):
+    """Gradients of x and topk_weights; what computes those of the weights later; what autograd gets
+    for the weights; the memory of their gradients, None for later ones."""
+
+    dx: Tensor
+    topk_weights: Tensor
+    later: LaterWeightGradients | None
+    grads: Grads
+    into: WeightGradients | None
+
+
+def forward_in_passes(
+    buffer: Buffer, tensors: LayerTensors, options: LayerOptions, forward: Forward
+) -> tuple[list[Pass], Trained]:
+    """The layer, by one call of `forward` or more."""
+    first, all_tokens = _forward_pass(buffer, tensors, options, forward, Pass(slice(None), NOTHING))
+    overflow = first.saved.overflow
+    if not isinstance(overflow, Tensor) and not overflow:
+        return [first], all_tokens
+    num_passes, num_tokens = buffer.options.num_passes(buffer.group_size), len(tensors.x)
+    size, made = -(-num_tokens // num_passes), []
+    for number in range(num_passes):
+        begin, end = (min(n * size, num_tokens) for n in (number, number + 1))
+        one = Pass(slice(begin, end), NOTHING)
+        if isinstance(overflow, Tensor):
+            ids = torch.where(overflow > 0, tensors.topk_idx[one.tokens], -1)
+            one = one._replace(topk_idx=ids)
+        made.append(_forward_pass(buffer, tensors, options, forward, one))
+    every = [(first, all_tokens), *made]
+    for _, done in every:
+        done.event.current_stream_wait()
+    error = next((done.error for _, done in every if done.error is not None), None)
+    counts = [done.counts for _, done in every if done.counts is not None]
+    total = torch.stack(counts).sum(0, dtype=torch.int32) if counts else None
+    passes, parts = zip(*(every if isinstance(overflow, Tensor) else made), strict=True)
+    out = _joined(overflow, [done.out for done in parts])
+    return list(passes), Trained(out, EventOverlap(), total, error)
+
+
+def _forward_pass(
+    buffer: Buffer, tensors: LayerTensors, options: LayerOptions, forward: Forward, one: Pass
+) -> tuple[Pass, Trained]:
+    error = None
+    try:
+        out, saved, counts, event = forward(buffer, one.part_of(tensors), options)
+    except RoutingError as problem:  # the call was made, and may go backward
+        if not isinstance(problem.result, tuple):
+            raise
+        error, (out, saved, counts, event) = problem, problem.result
+    return one._replace(saved=saved), Trained(out, event, counts, error)
+
+
+def backward_in_passes(
+    dy: Tensor,
+    tensors: LayerTensors,
+    passes: Sequence[Pass],
+    backward: Callable[..., PassGradients],
+) -> PassGradients:
+    """The gradients of a layer, by a call of `backward` for each pass, in the forward's order."""
+    done: list[PassGradients] = []
+    for one in passes:
+        how = done[-1] if done else None
+        done.append(backward(dy[one.tokens], one.part_of(tensors), one.saved, how))
+    if len(done) == 1:
+        return done[0]
+    overflow = passes[0].saved.overflow
+    dx = _joined(overflow, [one.dx for one in done])
+    topk_grads = _joined(overflow, [one.topk_weights for one in done])
+    computes = [one.later for one in done if one.later is not None]
+
+    def later(into: WeightGradients) -> None:
+        for number, compute in enumerate(computes):
+            compute(into._replace(accumulate=into.accumulate or number > 0))
+
+    return done[0]._replace(dx=dx, topk_weights=topk_grads, later=later if computes else None)
+
+
+def _joined(overflow: Tensor | int | None, parts: list[Tensor]) -> Tensor:
+    """What slices have found, of all tokens; in a graph, where the first part is what the call with
+    all tokens has found, that one if it was enough."""
+    if isinstance(overflow, Tensor):
+        return torch.where(overflow > 0, torch.cat(parts[1:]), parts[0])
+    return torch.cat(parts)

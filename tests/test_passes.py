@@ -1,0 +1,178 @@
+"""Layers in passes: with less room than all rows need, the same bits as with room for all."""
+
+from __future__ import annotations
+
+from functools import partial
+from unittest import mock
+
+import cases
+import pytest
+import torch
+from training_cases import NAMES, check_gradients, end, gradients, make_case, on_device
+
+from moe_engine import Buffer, DtypeError, Options, ShapeError, WgradSink, moe_ffn, start_moe_ffn
+from moe_engine import passes as layer_passes
+from moe_engine.emulation import PerRank
+from moe_engine.engines.kernel import KernelEngine
+from moe_engine.weight_gradients import DelayedWgrad
+
+# Tokens of each rank, the routing, top-k, capacity_factor.
+CASES = {
+    "all to one rank": ([7, 5], "one_hot", 1, 1),
+    "uniform": ([6, 6], "uniform", 3, 1.9),
+    "two of four": ([5, 0, 3, 6], "one_hot", 1, 2),
+    "skewed": ([9, 8, 7, 9], "skewed", 2, 1),
+    "fewer tokens than passes": ([1, 0, 1, 0], "one_hot", 1, 1),
+    "nothing": ([4, 2], "nothing", 2, 1),
+}
+
+
+def buffer_for(group, parts, max_tokens, factor):
+    x, idx, _, up, *_ = parts
+    options = Options(capacity_factor=factor, decode_tokens=0)
+    sizes = max_tokens, x.shape[1], group.size() * len(up), idx.shape[1], x.dtype
+    return Buffer.for_tokens(group, *sizes, options=options)
+
+
+def as_in_a_graph():
+    """Rows and passes as in a capture: the host reads nothing."""
+    forward = KernelEngine.moe_ffn_forward
+
+    def captured(self, inputs, save, is_captured, described=None):
+        return forward(self, inputs, save, True)
+
+    return mock.patch.object(KernelEngine, "moe_ffn_forward", captured)
+
+
+def compare(group, max_tokens, factor, in_graph, *parts):
+    """(calls of a layer, its result and its gradients); but for gradients of weights, whose sums
+    have another order, they have the bits of a Buffer with room for all."""
+    parts = on_device(parts)
+    x, idx, *_ = parts
+    roomy, small = (buffer_for(group, parts, max_tokens, one) for one in (None, factor))
+    number = mock.Mock(wraps=layer_passes._forward_pass)
+    with cases.filled_memory():
+        want = gradients(lambda *a: moe_ffn(*a, roomy, save="pre"), *parts)
+        _, counts = moe_ffn(*parts[:5], roomy, return_counts=True)
+        with mock.patch.object(layer_passes, "_forward_pass", number):
+            if in_graph:
+                with as_in_a_graph():
+                    have = gradients(lambda *a: moe_ffn(*a, small, save="none"), *parts)
+                    outs = [moe_ffn(*parts[:5], small)]
+            else:
+                have = gradients(lambda *a: moe_ffn(*a, small, save="pre"), *parts)
+                outs = [moe_ffn(*parts[:5], small), start_moe_ffn(*parts[:5], small).finish()]
+        out, found_counts = moe_ffn(*parts[:5], small, return_counts=True)
+    assert torch.equal(found_counts, counts)
+    # The interpreter's products round a row by its place in a tile.
+    near = partial(torch.testing.assert_close, rtol=0, atol=0 if x.is_cuda else 1e-5)
+    for name, one, other in zip(("y", *NAMES[:2]), have, want, strict=False):
+        near(one, other, msg=lambda text, name=name: f"{name}: {text}")
+    for one in (*outs, out):
+        near(one, want[0])
+    slots = small._engine.slots
+    room = room_for(small.options, group.size(), max_tokens, idx.shape[1])
+    assert slots.expert_rows.local.numel() < room * (x.shape[1] * x.itemsize + 12) + 32
+    for buffer in (roomy, small):
+        end(buffer)
+    return number.call_count, [one.cpu() for one in have]
+
+
+def room_for(options, num_ranks, max_tokens, num_topk):
+    """Rows of experts for which a rank has room."""
+    return num_ranks * -(-max_tokens // options.num_passes(num_ranks)) * num_topk
+
+
+FEW = [("skewed", False), ("all to one rank", True), ("fewer tokens than passes", False)]
+
+
+@pytest.mark.parametrize(("name", "in_graph"), cases.slow_unless(FEW, CASES, [False, True]))
+def test_the_same_result(pool, name, in_graph):
+    num_tokens, kind, num_topk, factor = CASES[name]
+    num_ranks, options = len(num_tokens), Options(capacity_factor=factor)
+    parts = make_case(num_ranks, num_tokens, num_topk=num_topk, kind=kind)
+    how = max(num_tokens), factor, in_graph
+    found = pool.run(compare, *how, *map(PerRank, parts), num_ranks=num_ranks)
+    owners = torch.cat([ids[ids >= 0] // len(parts[3][0]) for ids in parts[1]])
+    most = int(owners.bincount(minlength=1).max())
+    has_room = most <= room_for(options, num_ranks, max(num_tokens), num_topk)
+    num_calls = 1 + options.num_passes(num_ranks) * (in_graph or not has_room)
+    assert {calls for calls, _ in found} == {num_calls * (2 if in_graph else 3)}
+    check_gradients([have for _, have in found], parts)
+
+
+def train_into_sinks(group, max_tokens, *parts):
+    """The gradients of the weights by autograd, and in sinks: written over, added, delayed."""
+    parts = on_device(parts)
+    x, idx, weights, up, down, dy = parts
+    buffer = buffer_for(group, parts, max_tokens, 1)
+    *_, up_grad, down_grad = gradients(lambda *a: moe_ffn(*a, buffer), *parts)
+    leaves = [one.clone().requires_grad_() for one in (up, down)]
+    calls = []
+    for is_delayed, accumulate in ((False, False), (False, True), (True, False), (True, True)):
+        memory = [torch.full_like(one, 2.0) for one in (up, down)]
+        sink = WgradSink(*memory, accumulate, on_ready=lambda: calls.append(1))
+        wgrad = DelayedWgrad(sink) if is_delayed else sink
+        moe_ffn(x, idx, weights, *leaves, buffer, wgrad=wgrad).backward(dy)
+        if is_delayed:
+            wgrad.backward_dw()
+            assert len(wgrad) == 0
+        for one, want in zip(memory, (up_grad, down_grad), strict=True):
+            torch.testing.assert_close(one - 2.0 * accumulate, want, rtol=1e-5, atol=1e-5)
+    end(buffer)
+    return len(calls)
+
+
+def test_gradients_of_weights_go_where_they_are_wanted(pool):
+    parts = make_case(2, [7, 5], num_topk=1, kind="one_hot")
+    found = pool.run(train_into_sinks, 7, *map(PerRank, parts), num_ranks=2)
+    assert found == [4, 4]
+
+
+def replay(group, max_tokens, routings, *parts):
+    """Forward and backward in a graph, with other ids at each replay, and eagerly."""
+    x, _, weights, up, down, dy = parts = on_device(parts)
+    buffer = buffer_for(group, parts, max_tokens, 1)
+    idx = routings[0].cuda()
+
+    def call():
+        leaves = [one.detach().requires_grad_() for one in (x, weights)]
+        out = moe_ffn(leaves[0], idx, leaves[1], up, down, buffer, save="none")
+        return [out.detach(), *torch.autograd.grad(out, leaves, dy)]
+
+    call()
+    torch.distributed.barrier(group)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        have = call()
+    same = []
+    for one in routings * 3:
+        idx.copy_(one)
+        graph.replay()
+        torch.cuda.synchronize()
+        torch.distributed.barrier(group)
+        same += map(torch.equal, have, call())
+    del graph
+    end(buffer)
+    return all(same)
+
+
+@pytest.mark.gpu
+def test_in_a_graph(pool):
+    num_ranks = pool.num_ranks
+    cases_of = [
+        make_case(num_ranks, [40] * num_ranks, num_topk=1, kind=kind, dtype="bf16")
+        for kind in ("uniform", "one_hot", "nothing")
+    ]
+    routings = PerRank([list(ids) for ids in zip(*(one[1] for one in cases_of), strict=True)])
+    parts = map(PerRank, cases_of[0])
+    assert all(pool.run(replay, 40, routings, *parts, num_ranks=num_ranks))
+
+
+def test_what_is_refused():
+    for factor, error in ((0.5, ShapeError), (float("nan"), ShapeError), ("2", DtypeError)):
+        with pytest.raises(error, match="capacity_factor is"):
+            Buffer(options=Options(capacity_factor=factor))
+    options = Options(capacity_factor=2)
+    assert [options.num_passes(ranks) for ranks in (1, 2, 3, 4, 8)] == [1, 1, 2, 2, 4]
+    assert Options().num_passes(64) == 1
