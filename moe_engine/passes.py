@@ -34,9 +34,10 @@ Forward = Callable[..., tuple[Tensor, Saved, Tensor | None, EventOverlap]]
 
 
 class Pass(NamedTuple):
-    """What a pass leaves for the backward: its tokens, what it saved, and in a graph its ids."""
+    """What a pass leaves for the backward: its tokens, None for all, what it saved, and in a graph
+    its ids."""
 
-    tokens: slice
+    tokens: slice | None
     saved: Saved
     topk_idx: Tensor | None = None
 
@@ -52,6 +53,8 @@ class Pass(NamedTuple):
 
     def part_of(self, tensors: LayerTensors) -> LayerTensors:
         """The tensors of its tokens."""
+        if self.tokens is None:  # not checked yet
+            return tensors
         x, topk_idx, topk_weights, weights = tensors
         ids = topk_idx[self.tokens] if self.topk_idx is None else self.topk_idx
         return type(tensors)(x[self.tokens], ids, topk_weights[self.tokens], weights)
@@ -85,7 +88,7 @@ def forward_in_passes(
     buffer: Buffer, tensors: LayerTensors, options: LayerOptions, forward: Forward
 ) -> tuple[list[Pass], Trained]:
     """The layer, by one call of `forward` or more."""
-    first, all_tokens = _forward_pass(buffer, tensors, options, forward, Pass(slice(None), NOTHING))
+    first, all_tokens = _forward_pass(buffer, tensors, options, forward, Pass(None, NOTHING))
     overflow = first.saved.overflow
     if not isinstance(overflow, Tensor) and not overflow:
         return [first], all_tokens
@@ -93,10 +96,10 @@ def forward_in_passes(
     size, made = -(-num_tokens // num_passes), []
     for number in range(num_passes):
         begin, end = (min(n * size, num_tokens) for n in (number, number + 1))
-        one = Pass(slice(begin, end), NOTHING)
+        tokens, ids = slice(begin, end), None
         if isinstance(overflow, Tensor):
-            ids = torch.where(overflow > 0, tensors.topk_idx[one.tokens], -1)
-            one = one._replace(topk_idx=ids)
+            ids = torch.where(overflow > 0, tensors.topk_idx[tokens], -1)
+        one = Pass(tokens, NOTHING, ids)
         made.append(_forward_pass(buffer, tensors, options, forward, one))
     every = [(first, all_tokens), *made]
     for _, done in every:
@@ -131,8 +134,9 @@ def backward_in_passes(
     """The gradients of a layer, by a call of `backward` for each pass, in the forward's order."""
     done: list[PassGradients] = []
     for one in passes:
-        how = done[-1] if done else None
-        done.append(backward(dy[one.tokens], one.part_of(tensors), one.saved, how))
+        part = dy if one.tokens is None else dy[one.tokens]
+        earlier = done[-1] if done else None
+        done.append(backward(part, one.part_of(tensors), one.saved, earlier))
     if len(done) == 1:
         return done[0]
     overflow = passes[0].saved.overflow
