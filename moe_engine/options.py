@@ -54,8 +54,8 @@ class Options:
     layer: how `moe_ffn` runs; None chooses by shape what was measured, or else what is predicted.
     decode_tokens: `moe_ffn` runs by low-latency calls up to so many tokens per rank; 0 for never.
     capacity_factor: the work space of `moe_ffn` is for so many times the expert rows that a rank
-    gets in balanced routing, max_tokens * K, up to the next R / n times; a batch that needs more
-    runs in passes (`passes.py`). None: for all that can come, R * max_tokens * K.
+    gets in balanced routing, max_tokens * K; a batch that needs more runs in passes (`passes.py`).
+    None: for all that can come, R * max_tokens * K.
     """
 
     num_slots: int = 2
@@ -66,10 +66,13 @@ class Options:
     decode_tokens: int = 512
     capacity_factor: float | None = None
 
+    def capacity(self, num_ranks: int) -> float:
+        """For how many times the rows of balanced routing there is room; R times are all."""
+        return min(num_ranks, self.capacity_factor or num_ranks)
+
     def num_passes(self, num_ranks: int) -> int:
-        """In how many passes a layer runs whose rows do not fit otherwise; 1: all always fit."""
-        factor = num_ranks if self.capacity_factor is None else self.capacity_factor
-        return max(1, math.ceil(num_ranks / factor))
+        """In how many passes a layer runs whose rows have no room otherwise; 1: all have room."""
+        return math.ceil(num_ranks / self.capacity(num_ranks))
 
 
 DEFAULT_OPTIONS = Options()

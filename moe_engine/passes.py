@@ -1,5 +1,6 @@
-"""A layer in passes. With `Options.capacity_factor` a rank has room for as many rows of experts as
-all slices bring at most, when the tokens of each rank are cut into `Options.num_passes` slices.
+"""A layer in passes. With `Options.capacity_factor` a rank has room for a part of the rows of
+experts that can come: for those of any slice, where the tokens of each rank are cut into
+`Options.num_passes` slices.
 
 A layer first sends all tokens. The exchange of counts tells every rank alike whether the rows of
 each rank have room: then they go, and the layer is done. If not, that call sends nothing, and the

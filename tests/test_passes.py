@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from functools import partial
 from unittest import mock
 
@@ -80,7 +81,8 @@ def compare(group, max_tokens, factor, in_graph, *parts):
 
 def room_for(options, num_ranks, max_tokens, num_topk):
     """Rows of experts for which a rank has room."""
-    return num_ranks * -(-max_tokens // options.num_passes(num_ranks)) * num_topk
+    of_slices = num_ranks * math.ceil(max_tokens / options.num_passes(num_ranks))
+    return num_topk * max(of_slices, math.ceil(options.capacity(num_ranks) * max_tokens))
 
 
 FEW = [("skewed", False), ("all to one rank", True), ("fewer tokens than passes", False)]

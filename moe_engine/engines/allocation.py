@@ -55,8 +55,8 @@ class Allocator:
         """
         settings, rank = self.settings, self.group.rank
         more = was_captured, settings.number, epoch
-        num_passes = settings.options.num_passes(self.group.size)
-        slots = Slots(self._replace_block, layout, rank, settings.timeout_s, *more, num_passes)
+        capacity = settings.options.capacity(self.group.size)
+        slots = Slots(self._replace_block, layout, rank, settings.timeout_s, *more, capacity)
         self.streams.uses("slots", slots.block.local, slots.context.fields)
         return slots
 

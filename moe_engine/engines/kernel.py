@@ -417,12 +417,12 @@ class KernelEngine(ContextEngine):
         self, x: torch.Tensor, topk_idx: torch.Tensor, w_gate_up: torch.Tensor
     ) -> tuple[ReturnRowLayout, int, int]:
         """(how sums return, the bytes before them in a region, the rows of a rank's experts for
-        which there is room: in each of several passes, all that can come)."""
+        which there is room)."""
         num_ranks = self.slots.num_ranks
         row = ReturnRowLayout(x.shape[1] * x.itemsize, topk_idx.shape[1])
         header = header_bytes(len(w_gate_up) * num_ranks, num_ranks)
-        tokens = -(-max(1, self.max_tokens(row, header)) // self.slots.num_passes)
-        return row, header, num_ranks * tokens * row.num_topk
+        max_tokens = max(1, self.max_tokens(row, header))
+        return row, header, self.slots.room_for(max_tokens, row.num_topk)
 
     def layer_config(self, w_gate_up: torch.Tensor, row: ReturnRowLayout) -> LayerConfig:
         """How `moe_ffn` runs with experts w_gate_up [L, 2I, H] and rows like these."""

@@ -146,8 +146,10 @@ class DeviceContext:
     @contextmanager
     def first_use(self, *key: object) -> Iterator[None]:
         """The first call of a kind waits longer, so that a peer that still compiles is not lost;
-        with a bundle of compiled kernels none does."""
-        if INTERPRETED or key in self._used or bundle() is not None:
+        with a bundle of compiled kernels none does. Nor does one that captures a call: its kernels
+        are those of a call before it."""
+        knows = INTERPRETED or key in self._used or bundle() is not None
+        if knows or torch.cuda.is_current_stream_capturing():
             yield
             return
         self.fields[ContextField.TIMEOUT_NS] = int((self.timeout_s + COMPILE_S) * 1e9)

@@ -124,3 +124,6 @@ class RankMemory(Generic[L]):
         """Give the memory back. The caller has made sure that no kernel uses it any more."""
         self.calls.clear()
         self.block.free()
+        # Views would keep the memory until this is collected.
+        self.held.clear()
+        self.context.fields = self.context.fields.new_empty(0)

@@ -20,6 +20,7 @@ its own. The rows to itself are metadata alone: their payload stays where it is,
 from __future__ import annotations
 
 import functools
+import math
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
@@ -171,8 +172,8 @@ class Slots(RankMemory[SlotLayout]):
 
     `expert_rows` is a second symmetric block, for the rows of a layer's experts, and which of them
     are copies (`fused_layer.expert_rows_bytes`); it has no slots, as all ranks are done with a
-    layer before any sends rows of the next. There is room for the rows of 1 / num_passes of the
-    tokens, whichever experts they choose.
+    layer before any sends rows of the next. There is room for `capacity` times the rows of balanced
+    routing, and for those of 1 / num_passes of the tokens, whichever experts they choose.
     """
 
     def __init__(
@@ -184,9 +185,10 @@ class Slots(RankMemory[SlotLayout]):
         was_captured: bool = False,
         buffer: int = 0,
         epoch: int = 0,
-        num_passes: int = 1,
+        capacity: float | None = None,
     ) -> None:
-        self.num_passes = num_passes
+        self.capacity = capacity or layout.num_ranks
+        self.num_passes = math.ceil(layout.num_ranks / self.capacity)
         block = new_block(layout.num_bytes, was_captured)
         # Memory that replaces other memory begins after its last epoch: all calls so far are done.
         done = layout.offsets()[ContextField.DONE]
@@ -197,8 +199,14 @@ class Slots(RankMemory[SlotLayout]):
         self._expert_rows: SymmetricTensor | None = None
 
     def balanced_rows(self, most_rows: int) -> int:
-        """About how many rows of experts come in one pass, of the most for which there is room."""
-        return most_rows * self.num_passes // self.num_ranks
+        """How many rows of experts come in balanced routing, of the most for which there is
+        room."""
+        return int(most_rows / self.capacity)
+
+    def room_for(self, max_tokens: int, num_topk: int) -> int:
+        """For how many rows of a rank's experts there is room in a layer of so many tokens."""
+        of_slices = self.num_ranks * -(-max_tokens // self.num_passes)
+        return num_topk * max(of_slices, math.ceil(self.capacity * max_tokens))
 
     @property
     def expert_rows(self) -> SymmetricTensor:
