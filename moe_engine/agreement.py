@@ -97,6 +97,7 @@ class Settings:
             "num_slots": options.num_slots,
             "max_tokens": options.max_tokens,
             "decode_tokens": options.decode_tokens,
+            "capacity_factor": options.capacity_factor,
             "layer": options.layer and options.layer.shared(),
             "enable_shrink": self.enable_shrink,
         }

@@ -329,13 +329,17 @@ def _serve(
         while True:
             job = connection.recv_bytes()
             connection.send_bytes(_answer(work))
-    os._exit(0)
+    _exit(folder)
 
 
 def _exit_with_pool(folder: str) -> None:
     parent = multiprocessing.parent_process()
     assert parent is not None
     parent.join()
+    _exit(folder)
+
+
+def _exit(folder: str) -> NoReturn:
     shutil.rmtree(folder, ignore_errors=True)  # the pool may have been killed
     os._exit(0)
 

@@ -59,6 +59,8 @@ OPTIONS = {
     "negative tokens": ({"max_tokens": -1}, "max_tokens is -1"),
     "tokens as a float": ({"max_tokens": 8.0}, r"max_tokens is 8\.0"),
     "negative decode tokens": ({"decode_tokens": -1}, "decode_tokens is -1"),
+    "another capacity": ({"capacity_factor": 1.5}, "capacity_factor differs between ranks"),
+    "no capacity": ({"capacity_factor": 0}, "capacity_factor is 0"),
     "other slots": ({"num_slots": 3}, "num_slots differs between ranks: 2 on rank 0, 3 on rank 1"),
     "debug as a word": ({"debug": "on"}, "debug is 'on'"),
     "a layer without programs": (

@@ -34,7 +34,7 @@ LAYERS = (
         *("handles", "debug_checks", "lifecycle", "low_latency_verbs", "buffer"),
         *("elastic_handle", "elastic_checks", "elastic"),
     ),
-    ("weight_layouts", "sharded_weights", "weight_gradients", "training"),
+    ("weight_layouts", "sharded_weights", "weight_gradients", "passes", "training"),
     ("expert_row_calls", "operators", "layer_operators"),
     ("layer", "ops", "checkpointing"),
     ("moe_engine",),

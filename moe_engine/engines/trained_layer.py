@@ -95,9 +95,12 @@ def forward(
     sent = engine.call(_send, inputs, exchanged, described=described)
     num_rows, overflow = engine.most_expert_rows(x, inputs.topk_idx, w_gate_up)[2], 0
     if not is_captured:
-        offsets = exchanged.offsets
-        found = [offsets.expert_offsets[-1:], *filter(None, [offsets.overflow])]
-        num_rows, overflow, *_ = *engine.concurrent_reads.read(lambda: torch.cat(found)), 0
+        found = exchanged.offsets.expert_offsets[-1:]
+        if exchanged.offsets.overflow is None:
+            (num_rows,) = engine.concurrent_reads.read(lambda: found)
+        else:
+            both = found, exchanged.offsets.overflow
+            num_rows, overflow = engine.concurrent_reads.read(lambda: torch.cat(both))
         engine.context.check()
     room = max(1, num_rows)
     rows = ForwardRows(

@@ -149,7 +149,7 @@ class DeviceContext:
         with a bundle of compiled kernels none does. Nor does one that captures a call: its kernels
         are those of a call before it."""
         knows = INTERPRETED or key in self._used or bundle() is not None
-        if knows or torch.cuda.is_current_stream_capturing():
+        if knows or (self.fields.is_cuda and torch.cuda.is_current_stream_capturing()):
             yield
             return
         self.fields[ContextField.TIMEOUT_NS] = int((self.timeout_s + COMPILE_S) * 1e9)
