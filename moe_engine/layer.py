@@ -191,7 +191,9 @@ def _begin(
 
 def _may_take_passes(inputs: LayerInputs, buffer: Buffer, options: LayerOptions) -> bool:
     """Whether rows of experts may have no room, see `passes.py`; by low-latency calls they have."""
-    if buffer.backend == "collective" or buffer.options.num_passes(buffer.group_size) == 1:
+    if buffer.options.capacity_factor is None or buffer.backend == "collective":
+        return False
+    if buffer.options.num_passes(buffer.group_size) == 1:
         return False
     buffer._check_layer(*inputs)
     x, topk_idx, _, w_gate_up, _ = inputs

@@ -26,7 +26,14 @@ from .errors import CapacityError, DtypeError, ShapeError
 from .layer_config import LayerConfig
 from .symm.ring import HINT_TOPK as HINT_TOPK_LOW_LATENCY
 from .symm.ring import RingLayout, region_bytes
-from .symm.slots import BLOCK_ROWS, MAX_CHUNKS, ReturnRowLayout, SlotLayout, header_bytes
+from .symm.slots import (
+    BLOCK_ROWS,
+    MAX_CHUNKS,
+    ReturnRowLayout,
+    SlotLayout,
+    header_bytes,
+    num_passes,
+)
 from .utils import round_up
 
 HINT_TOKENS = 4096
@@ -71,8 +78,8 @@ class Options:
         return min(num_ranks, self.capacity_factor or num_ranks)
 
     def num_passes(self, num_ranks: int) -> int:
-        """In how many passes a layer runs whose rows have no room otherwise; 1: all have room."""
-        return math.ceil(num_ranks / self.capacity(num_ranks))
+        """See `slots.num_passes`."""
+        return num_passes(num_ranks, self.capacity(num_ranks))
 
 
 DEFAULT_OPTIONS = Options()

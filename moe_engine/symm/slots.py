@@ -78,6 +78,11 @@ def row_in_region(row: RowLayout, header_bytes: int) -> Row:
     return Row(header_bytes, row.num_bytes, row.scales, row.ids, row.weights, row.token)
 
 
+def num_passes(num_ranks: int, capacity: float) -> int:
+    """In how many passes a layer runs whose rows have no room otherwise; 1: all have room."""
+    return math.ceil(num_ranks / capacity)
+
+
 @dataclass(frozen=True, slots=True)
 class ReturnRowLayout:
     """One row of a layer's combine: payload, then its return metadata.
@@ -188,7 +193,7 @@ class Slots(RankMemory[SlotLayout]):
         capacity: float | None = None,
     ) -> None:
         self.capacity = capacity or layout.num_ranks
-        self.num_passes = math.ceil(layout.num_ranks / self.capacity)
+        self.num_passes = num_passes(layout.num_ranks, self.capacity)
         block = new_block(layout.num_bytes, was_captured)
         # Memory that replaces other memory begins after its last epoch: all calls so far are done.
         done = layout.offsets()[ContextField.DONE]
