@@ -1,6 +1,7 @@
 """The steps of ElasticBuffer's calls: those of a Buffer's dispatch and combine, and in between what
 happens to received rows on their rank. They get places in the order of experts, are copied there,
-and are summed before they return. Each step is a prepared call, whatever the number of rows."""
+and are summed before they return. A call is one prepared call, whatever the number of rows; where
+the host waits for counts, each of its steps is one."""
 
 from __future__ import annotations
 
@@ -85,7 +86,8 @@ def dispatch(
     and the whole is one prepared call. Rows by expert are copied from where they arrive."""
     args = tokens, num_experts, stats, numbers, wanted, waits, num_sms
     got: Dispatched = _dispatch(engine, *args) if waits else engine.call(_dispatch, *args)
-    return got._replace(rows=_shaped(got.rows, tokens.scales, got.num_expanded, wanted))
+    rows = _shaped(got.rows, tokens.scales, got.num_expanded, wanted)
+    return got._replace(rows=rows, per_expert=[*got.per_expert])  # a list of the caller's own
 
 
 def _dispatch(
