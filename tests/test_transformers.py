@@ -24,7 +24,9 @@ from moe_engine.errors import (
     OutOfStep,
     TooManyTokens,
 )
+from moe_engine.integrations import forward_passes
 from moe_engine.integrations import transformers as integration
+from moe_engine.integrations.forward_passes import ForwardPasses
 from moe_engine.integrations.transformers import (
     fix_max_tokens,
     join_empty,
@@ -103,7 +105,7 @@ def recorded_hints() -> Iterator[tuple[list[int], list[int]]]:
     """What reaches `moe_ffn` as max_tokens, layer by layer, and what came of each agreement."""
     hints: list[int] = []
     agreed: list[int] = []
-    moe_ffn, agree = integration.moe_ffn, integration.Passes._agree
+    moe_ffn, agree = integration.moe_ffn, ForwardPasses._agree
 
     def note_hint(*args: Any, **more: Any) -> Tensor:
         hints.append(args[-1])
@@ -115,7 +117,7 @@ def recorded_hints() -> Iterator[tuple[list[int], list[int]]]:
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(integration, "moe_ffn", note_hint)
-        patch.setattr(integration.Passes, "_agree", note_agreement)
+        patch.setattr(ForwardPasses, "_agree", note_agreement)
         yield hints, agreed
 
 
@@ -190,7 +192,7 @@ def test_explicit_hints_and_calls_of_inner_modules(pool: RankPool) -> None:
 def recorded_events(model: Any) -> Iterator[list[str]]:
     """In their order: questions to the other hosts, begins of the first decoder layer, answers."""
     events: list[str] = []
-    ask, answer = integration.Passes._ask, integration.Passes._answer
+    ask, answer = ForwardPasses._ask, ForwardPasses._answer
 
     def note_question(passes: Any, num_tokens: int) -> None:
         events.append(f"ask {num_tokens}")
@@ -203,8 +205,8 @@ def recorded_events(model: Any) -> Iterator[list[str]]:
     decoder = model.model.layers[0]
     handle = decoder.register_forward_pre_hook(lambda *_: events.append("layer"))
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(integration.Passes, "_ask", note_question)
-        patch.setattr(integration.Passes, "_answer", note_answer)
+        patch.setattr(ForwardPasses, "_ask", note_question)
+        patch.setattr(ForwardPasses, "_answer", note_answer)
         yield events
     handle.remove()
 
@@ -358,7 +360,7 @@ def agree_in_capture(group: dist.ProcessGroup) -> None:
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(torch.cuda, "is_current_stream_capturing", lambda: True)
-        integration.Passes(group, 4).max_tokens(0, OnGpu())  # type: ignore[arg-type]
+        ForwardPasses(group, 4).max_tokens(0, OnGpu())  # type: ignore[arg-type]
 
 
 def test_a_capture_without_a_hint_is_refused(pool: RankPool) -> None:
@@ -393,8 +395,8 @@ def fall_out_of_step(group: dist.ProcessGroup) -> tuple[float, str]:
     ids = torch.full((1, 2), 7, device=model.device)
     want = model(ids).logits
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(integration, "timeout_seconds", lambda: 1.0)
-        patch.setattr(integration, "COMPILE_S", 0.0)
+        patch.setattr(forward_passes, "timeout_seconds", lambda: 1.0)
+        patch.setattr(forward_passes, "COMPILE_S", 0.0)
         buffer = shard_experts(model, group, max_tokens=12)
     error = difference(model(ids).logits, want)
     text = ""

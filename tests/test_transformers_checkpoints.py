@@ -14,7 +14,7 @@ from transformers_cases import build
 
 from moe_engine.checkpointing import save_routing_policy
 from moe_engine.emulation import RankPool
-from moe_engine.integrations import transformers as integration
+from moe_engine.integrations.forward_passes import ForwardPasses
 from moe_engine.integrations.transformers import shard_experts
 from moe_engine.tools.models import Kind
 
@@ -27,7 +27,7 @@ def train(group: dist.ProcessGroup) -> tuple[bool, list[int]]:
     lengths = (3, 7) if group.rank() == 0 else (6, 2)
     batches = [torch.full((1, length), 40 + length, device=model.device) for length in lengths]
     asked: list[int] = []
-    ask = integration.Passes._ask
+    ask = ForwardPasses._ask
 
     def note(passes: Any, num_tokens: int) -> None:
         asked.append(num_tokens)
@@ -42,7 +42,7 @@ def train(group: dist.ProcessGroup) -> tuple[bool, list[int]]:
 
     found, counts = [], []
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(integration.Passes, "_ask", note)
+        patch.setattr(ForwardPasses, "_ask", note)
         for contexts in (None, save_routing_policy):
             if contexts is not None:
                 how = {"use_reentrant": False, "context_fn": contexts}
