@@ -31,8 +31,8 @@ class ForwardPasses:
     last. There each host asks the others, once for each pass, and the first layer waits for the
     answer. Layers may bring fewer tokens than their model was called with; if they bring more than
     any rank announced, all ranks get TooManyTokens. `fixed` replaces the agreement; `limit` is what
-    the Buffer was made for; `counts` takes what layers return, where it is a list. A copy asks the
-    same hosts.
+    the Buffer was made for; `counts` takes what layers return, where it is a list; `num_joins` is
+    how many blocks of `join` this rank is in. A copy asks the same hosts.
 
     In a backward, where checkpoints compute layers again in falling order, nobody asks: the largest
     answer so far, which all ranks have, bounds the tokens of every earlier pass.
@@ -41,6 +41,7 @@ class ForwardPasses:
     def __init__(self, group: dist.ProcessGroup | None, limit: int):
         self.fixed: int | None = None
         self.counts: list[Tensor] | None = None
+        self.num_joins = 0
         self.group = group
         self.hook: Any = None
         self._limit, self._timeout_s = limit, timeout_seconds() + COMPILE_S
@@ -74,6 +75,18 @@ class ForwardPasses:
         """Begin a pass, also if an error ended the one before between its question and its first
         layer."""
         self._asked, self._last_layer = None, math.inf
+
+    def others_continue(self) -> bool:
+        """Whether another rank makes one more pass, which has begun here, too, if so.
+
+        All ranks learn the same: that nobody has tokens any more, or that somebody has.
+        """
+        if self._hosts is None:
+            return False
+        self.begin()
+        self._ask(0)
+        self._agreed, self._last_layer = self._answer(), -1
+        return self._agreed > 0
 
     def max_tokens(self, layer: int, x: Tensor) -> int:
         """The hint of `moe_ffn` for layer number `layer` and x [T, H]."""
@@ -130,7 +143,8 @@ class ForwardPasses:
             raise OutOfStep(
                 f"rank {self._hosts.rank()} waited up to {self._timeout_s:g} s for the other ranks "
                 "to begin a pass of the model. Every rank must make equally many, with "
-                f"join_empty(model) where it has no tokens. {error}"
+                "join_empty(model) where it has no tokens, or all within `with join(model):`. "
+                f"{error}"
             ) from error
 
 

@@ -4,9 +4,10 @@
     with torch.no_grad():
         logits = model(input_ids).logits
 
-Each rank keeps E / R experts of every layer and calls the model with a batch of its own. Every
-rank must call it equally often: one without tokens calls `join_empty(model)` instead, and ranks
-that `generate` do so for the same number of steps (`min_new_tokens` equal to `max_new_tokens`).
+Each rank keeps E / R experts of every layer and calls the model with a batch of its own. All ranks
+take part in every pass: one without tokens calls `join_empty(model)` instead. Ranks that `generate`
+need not make equally many steps: those that are done take part in the steps of the others, and so
+do all that leave a block `with join(model):`.
 Once per pass the hosts agree on the most tokens that any rank has, so that decode makes low-latency
 calls. They ask when the model is called, and its first layer of experts waits for the answer. In a
 CUDA graph they cannot ask, and `fix_max_tokens` gives the number. Without `torch.no_grad()` layers
@@ -18,7 +19,7 @@ from __future__ import annotations
 import copy
 import itertools
 from collections.abc import Iterator
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager, nullcontext, suppress
 from dataclasses import dataclass, replace
 from types import MethodType
 from typing import Any, NoReturn
@@ -191,6 +192,8 @@ def shard_experts(
     for part in _parts(model):
         part.save_pretrained = MethodType(_save, part)
         part.set_experts_implementation = MethodType(_set_implementation, part)
+        if hasattr(type(part), "generate"):
+            part.generate = MethodType(_generate, part)
     if is_peft(model) and has_adapters:
         model.save_pretrained = MethodType(_save, model)
     passes.begin_with(_whole(model, len(layers)))
@@ -208,7 +211,7 @@ def unshard_experts(model: Any) -> None:
     check_not_of_fsdp(model)
     share.passes.hook.remove()
     for part in (model, *_parts(model)):
-        for name in ("save_pretrained", "set_experts_implementation"):
+        for name in ("save_pretrained", "set_experts_implementation", "generate"):
             vars(part).pop(name, None)
     for part in expert_parts(model):
         part.restore(share.passes.group)
@@ -266,24 +269,64 @@ def _run_by_others(layers: list[Any]) -> str | None:
     return next(names, None)
 
 
-@torch.no_grad()
 def join_empty(model: Any, calls: int = 1) -> None:
     """Take part without tokens in `calls` forward passes that the other ranks make.
 
-    transformers itself cannot run an empty batch. A `generate` of n tokens is n passes.
+    transformers itself cannot run an empty batch. Where the number of passes is not known, as that
+    of a `generate`, use `join`.
     """
-    layers = experts_layers(model)
-    passes = share_of(layers[0]).passes
+    passes = share_of(experts_layers(model)[0]).passes
     for _ in range(calls):
         passes.begin()
-        for experts, call in zip(layers, callers(model), strict=True):
-            weight = experts.gate_up_proj
-            _, hidden, topk, dtype = shape_of(experts)
-            call(
-                torch.empty(0, hidden, dtype=dtype, device=weight.device),
-                torch.empty(0, topk, dtype=torch.int64, device=weight.device),
-                torch.empty(0, topk, dtype=torch.float32, device=weight.device),
-            )
+        _pass_without_tokens(model)
+
+
+@contextmanager
+def join(model: Any) -> Iterator[None]:
+    """Let each rank make as many passes of the model within the block as it likes.
+
+        with join(model):
+            for batch in batches:                       # of this rank; maybe none
+                model.generate(**batch)
+
+    All ranks enter the block. A rank that leaves it takes part, without tokens, in the passes of
+    the others until all have left. A `generate` outside of such a block is one by itself. It is for
+    inference: the ranks that have left take part in no backward.
+    Raises BackendError within `fix_max_tokens`, where no rank tells the others that it continues.
+    The idea is that of torch's `torch.distributed.algorithms.Join`.
+    """
+    passes = share_of(experts_layers(model)[0]).passes
+    if passes.fixed is not None:
+        raise BackendError(
+            "within fix_max_tokens ranks do not tell one another whether they continue: leave that "
+            "block, or make the same number of passes on every rank, with join_empty(model)."
+        )
+    passes.num_joins += 1
+    try:
+        yield
+    finally:
+        passes.num_joins -= 1
+    while passes.num_joins == 0 and passes.others_continue():
+        _pass_without_tokens(model)
+
+
+def _generate(model: Any, *args: Any, **more: Any) -> Any:
+    """`generate` of ranks that need not make equally many steps, if nobody fixed these."""
+    is_fixed = share_of(experts_layers(model)[0]).passes.fixed is not None
+    with nullcontext() if is_fixed else join(model):
+        return type(model).generate(model, *args, **more)
+
+
+@torch.no_grad()
+def _pass_without_tokens(model: Any) -> None:
+    for experts, call in zip(experts_layers(model), callers(model), strict=True):
+        device = experts.gate_up_proj.device
+        _, hidden, topk, dtype = shape_of(experts)
+        call(
+            torch.empty(0, hidden, dtype=dtype, device=device),
+            torch.empty(0, topk, dtype=torch.int64, device=device),
+            torch.empty(0, topk, dtype=torch.float32, device=device),
+        )
 
 
 @contextmanager
@@ -298,6 +341,11 @@ def fix_max_tokens(model: Any, max_tokens: int) -> Iterator[None]:
     """
     check_at_least(1, max_tokens=max_tokens)
     passes = share_of(experts_layers(model)[0]).passes
+    if passes.num_joins:
+        raise BackendError(
+            "within `join`, and within `generate`, ranks tell one another their tokens, which "
+            "fix_max_tokens would end: enter it before `generate`, and without `join`."
+        )
     before, passes.fixed = passes.fixed, max_tokens
     try:
         yield
