@@ -28,6 +28,10 @@ class BackendError(MoeEngineError, RuntimeError):
     """The chosen backend is missing something on this machine, or lacks the feature asked for."""
 
 
+class CheckpointError(MoeEngineError, ValueError):
+    """A file of a checkpoint, or a tensor in it, is missing, cut off or of another shape."""
+
+
 class RoutingError(MoeEngineError, ValueError):
     """`topk_idx` held ids outside -1 .. num_experts-1; they were treated as -1.
 

@@ -46,6 +46,10 @@ class Part:
         mine = self._experts_last(whole[rank * num_rows :][:num_rows].clone())
         self._replace(sharded(mine, mesh))
 
+    def make_local(self) -> None:
+        """Replace this rank's part of a DTensor by an ordinary tensor."""
+        self._replace(local(self.weight.detach()))
+
     def restore(self, group: dist.ProcessGroup | None) -> None:
         """Replace this rank's part by the whole parameter; collective."""
         self._replace(self.gather(group))

@@ -50,6 +50,8 @@ from .forward_passes import ForwardPasses, is_in_backward
 from .transformers_experts import check_experts, experts_layers, shape_of
 
 NAME = "moe_engine"
+Sizes = tuple[int, int, int, torch.dtype]
+"""hidden, num_experts, top-k, dtype, as `Buffer.for_tokens` takes them."""
 Routing = tuple[Tensor, Tensor]
 """topk_idx [T, K] and topk_weights [T, K], as a router hands them to its experts."""
 
@@ -148,10 +150,29 @@ def shard_experts(
     Raises BackendError for experts that have or do anything else, ShapeError if R does not divide E
     or the experts are sharded already, DtypeError for weights other than bf16 and fp32.
     """
+    group, rank, num_ranks = ranks_of(group, mesh)
+    sizes = check_model(model, num_ranks, mesh)
+    with selected(model) as before:
+        buffer = Buffer.for_tokens(group, max_tokens, *sizes, backend=backend)
+        passes = ForwardPasses(group, max_tokens)
+        keep_share(model, rank, num_ranks, mesh)
+        connect(model, buffer, passes, before)
+    return buffer
+
+
+def ranks_of(
+    group: dist.ProcessGroup | None, mesh: DeviceMesh | None
+) -> tuple[dist.ProcessGroup | None, int, int]:
+    """The group that is meant, this rank in it, and its number of ranks."""
     if mesh is not None:
         group = group_of(mesh, group)
     group = group or default_group()
-    rank, num_ranks = (dist.get_rank(group), dist.get_world_size(group)) if group else (0, 1)
+    return (group, dist.get_rank(group), dist.get_world_size(group)) if group else (None, 0, 1)
+
+
+def check_model(model: Any, num_ranks: int, mesh: DeviceMesh | None) -> Sizes:
+    """(hidden, num_experts, top-k, dtype) of all layers of a whole model; raise for one that cannot
+    be sharded."""
     check_adapters(model, mesh)
     layers = experts_layers(model)
     for experts in layers:
@@ -163,12 +184,26 @@ def shard_experts(
         check_experts(experts, num_ranks)
     if len(shapes := {shape_of(experts) for experts in layers}) > 1:
         raise ShapeError(
-            f"rank {rank}: the experts layers share one Buffer but differ in "
-            f"(num_experts, hidden, top-k, dtype): {sorted(shapes, key=str)}."
+            "the experts layers share one Buffer but differ in (num_experts, hidden, top-k, "
+            f"dtype): {sorted(shapes, key=str)}."
         )
     num_experts, hidden, topk, dtype = shapes.pop()
+    return hidden, num_experts, topk, dtype
 
+
+def keep_share(model: Any, rank: int, num_ranks: int, mesh: DeviceMesh | None) -> None:
+    """Replace the experts' parameters by this rank's parts of them."""
+    for part in expert_parts(model):
+        part.keep(rank, num_ranks, mesh)
+    note_num_experts(model)
+
+
+@contextmanager
+def selected(model: Any) -> Iterator[str | None]:
+    """Select this engine for the model's experts, from here on unless the block raises. Gives the
+    implementation that was selected before."""
     register()
+    layers = experts_layers(model)
     before = layers[0].config._experts_implementation
     model.set_experts_implementation(NAME)
     try:
@@ -177,16 +212,16 @@ def shard_experts(
                 f"set_experts_implementation did not reach {others}, which has a config of its "
                 f"own. Call register(), then load the model with experts_implementation={NAME!r}."
             )
-        sizes = max_tokens, hidden, num_experts, topk, dtype
-        buffer = Buffer.for_tokens(group, *sizes, backend=backend)
-        passes = ForwardPasses(group, max_tokens)
+        yield before
     except BaseException:
         model.set_experts_implementation(before)
         raise
-    has_adapters = bool(lora_wrappers(model))
-    for part in expert_parts(model):
-        part.keep(rank, num_ranks, mesh)
-    note_num_experts(model)
+
+
+def connect(model: Any, buffer: Buffer, passes: ForwardPasses, before: str | None) -> None:
+    """Let layers that have this rank's share run through the Buffer. `before` is the implementation
+    that `unshard_experts` selects."""
+    layers, has_adapters = experts_layers(model), bool(lora_wrappers(model))
     for number, experts in enumerate(layers):
         experts.moe_share = Share(buffer, passes, number, before, has_adapters)
     for part in _parts(model):
@@ -197,7 +232,6 @@ def shard_experts(
     if is_peft(model) and has_adapters:
         model.save_pretrained = MethodType(_save, model)
     passes.begin_with(_whole(model, len(layers)))
-    return buffer
 
 
 @torch.no_grad()

@@ -1,0 +1,273 @@
+"""Load a checkpoint of transformers so that each rank reads its own experts, and write it again.
+
+    model, buffer = load_sharded("mixtral-8x7b", group, dtype=torch.bfloat16)
+
+The model is made without memory, on the meta device. There each rank's experts become DTensors of
+all experts, from which transformers knows what a rank has to read, whether a checkpoint has one
+tensor for each expert (Mixtral's, Qwen's and DeepSeek's do) or one for all. It reads each tensor
+straight to the device.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from collections import defaultdict
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
+
+from ..buffer import Buffer
+from ..errors import BackendError, CheckpointError
+from ..symm import exchange
+from .expert_parts import expert_parts, whole_state_dict
+from .forward_passes import ForwardPasses
+from .transformers import (
+    Sizes,
+    check_model,
+    connect,
+    keep_share,
+    ranks_of,
+    selected,
+    share_of,
+)
+from .transformers_experts import experts_layers
+
+INDEX = "model.safetensors.index.json"
+LOADING_S = 1800.0
+"""Seconds that ranks wait for one whose disk is slower, or which writes a checkpoint."""
+
+
+def load_sharded(
+    checkpoint: str | Path,
+    group: dist.ProcessGroup | None = None,
+    *,
+    mesh: DeviceMesh | None = None,
+    max_tokens: int = 4096,
+    backend: str = "auto",
+    device: torch.device | str | None = None,
+    model_class: Any = None,
+    **more: Any,
+) -> tuple[Any, Buffer]:
+    """The model of a checkpoint as `shard_experts` would leave it, and its Buffer.
+
+    Collective over `group` (None: all ranks). No rank ever has the experts of others, neither in
+    its host's memory nor on its GPU. `checkpoint` is a folder with safetensors, or the name of a
+    repository that is then downloaded. `device` is the current GPU, or else the CPU; `model_class`
+    the class that config.json names; `more` goes to its `from_pretrained`, as `dtype=` does, which
+    is that of the checkpoint otherwise. `group`, `mesh`, `max_tokens` and `backend` are those of
+    `shard_experts`, whose errors are raised before anything is read.
+    Raises CheckpointError, on all ranks, for files or tensors that are missing, cut off or of other
+    shapes; BackendError for quantized models.
+    """
+    group, *_ = ranks_of(group, mesh)
+    made: list[tuple[Any, Sizes]] = []
+
+    def load() -> None:
+        made.append(_load(checkpoint, group, mesh, device, model_class, more))
+
+    # All ranks learn of what one could not read, before any of them waits for another's Buffer.
+    exchange(group, load, "loading a checkpoint", LOADING_S)
+    [(model, sizes)] = made
+    with selected(model) as before:
+        buffer = Buffer.for_tokens(group, max_tokens, *sizes, backend=backend)
+        connect(model, buffer, ForwardPasses(group, max_tokens), before)
+    return model, buffer
+
+
+def _load(
+    checkpoint: str | Path,
+    group: dist.ProcessGroup | None,
+    mesh: DeviceMesh | None,
+    device: torch.device | str | None,
+    model_class: Any,
+    more: dict[str, Any],
+) -> tuple[Any, Sizes]:
+    """The model with this rank's experts, which nothing runs yet, and the sizes of its layers."""
+    group, rank, num_ranks = ranks_of(group, mesh)
+    folder = _local_folder(checkpoint)
+    check_files(folder)
+    if device is None:
+        at = torch.cuda.current_device() if torch.cuda.is_available() else None
+        device = torch.device("cpu") if at is None else torch.device("cuda", at)
+    device = torch.device(device)
+    whole = model_class or _class_of(folder)
+    of_loading = mesh
+    if mesh is None and group is not None:
+        of_loading = DeviceMesh.from_group(group, device.type, mesh_dim_names=("ep",))
+    sizes: list[Sizes] = []
+
+    def init(self: Any, config: Any, *args: Any, **kwargs: Any) -> None:
+        whole.__init__(self, config, *args, **kwargs)
+        if getattr(config, "quantization_config", None) is not None:
+            raise BackendError(
+                f"{folder} holds a quantized model, and experts run in bf16 or fp32. Convert the "
+                "checkpoint to bf16 first."
+            )
+        sizes.append(check_model(self, num_ranks, mesh))
+        keep_share(self, rank, num_ranks, of_loading)
+
+    # Its name selects how transformers renames the checkpoint's tensors.
+    sharding: Any = type(
+        whole.__name__, (whole,), {"__init__": init, "__module__": whole.__module__}
+    )
+    try:
+        with _progress_of(rank == 0):
+            model, info = sharding.from_pretrained(
+                folder, device_map={"": device}, output_loading_info=True, **more
+            )
+    except torch.OutOfMemoryError:
+        raise
+    except RuntimeError as error:
+        if isinstance(error, BackendError):
+            raise
+        raise CheckpointError(f"{folder} could not be loaded: {error}") from error
+    model.__class__ = whole
+    if absent := sorted(info["missing_keys"]):
+        raise CheckpointError(
+            f"{folder} lacks {len(absent)} tensors of {whole.__name__}, the first of them "
+            f"{', '.join(absent[:3])}. Copy the checkpoint again, or name its model_class."
+        )
+    if mesh is None:
+        for part in expert_parts(model):
+            part.make_local()
+    return model, sizes[0]
+
+
+def _local_folder(checkpoint: str | Path) -> Path:
+    """The folder of a checkpoint, downloaded if it is the name of a repository."""
+    if (folder := Path(checkpoint)).is_dir():
+        return folder
+    from huggingface_hub import snapshot_download
+    from huggingface_hub.errors import HfHubHTTPError, HFValidationError, LocalEntryNotFoundError
+
+    try:
+        files = ["*.json", "*.safetensors", "*.model", "*.txt", "*.jinja"]
+        return Path(snapshot_download(str(checkpoint), allow_patterns=files))
+    except (HFValidationError, HfHubHTTPError, LocalEntryNotFoundError) as error:
+        raise CheckpointError(
+            f"checkpoint is {str(checkpoint)!r}, which is no folder here, and could not be "
+            f"downloaded: {error}"
+        ) from error
+
+
+def _class_of(folder: Path) -> Any:
+    """The class of transformers that a checkpoint was saved by."""
+    import transformers
+
+    names = transformers.AutoConfig.from_pretrained(folder).architectures or ["none"]
+    if (found := getattr(transformers, names[0], None)) is None:
+        raise CheckpointError(
+            f"{folder / 'config.json'} names the class {names[0]}, which transformers "
+            f"{transformers.__version__} has not. Pass model_class=."
+        )
+    return found
+
+
+@contextmanager
+def _progress_of(shown: bool) -> Iterator[None]:
+    """Show transformers' progress bar on one rank alone."""
+    from transformers.utils import logging
+
+    hide = not shown and logging.is_progress_bar_enabled()
+    if hide:
+        logging.disable_progress_bar()
+    try:
+        yield
+    finally:
+        if hide:
+            logging.enable_progress_bar()
+
+
+# --- Files ---------------------------------------------------------------------------------------
+
+
+def check_files(folder: Path) -> None:
+    """Raise CheckpointError for a checkpoint that is not complete, by its files' headers alone.
+
+    A missing expert would else move the ones that follow it to its place.
+    """
+    files = sorted(folder.glob("*.safetensors"))
+    indexed: dict[str, str] = {}
+    if (index := folder / INDEX).exists():
+        indexed = json.loads(index.read_text())["weight_map"]
+        files = [folder / name for name in sorted(set(indexed.values()))]
+    if not files:
+        raise CheckpointError(
+            f"{folder} has no .safetensors files. Save the model by save_pretrained of "
+            "transformers 5, which writes them."
+        )
+    found: dict[str, tuple[Path, list[int]]] = {}
+    for file in files:
+        found |= {name: (file, shape) for name, shape in _shapes(file).items()}
+    for name, file_name in indexed.items():
+        if name not in found:
+            raise CheckpointError(
+                f"{folder / file_name} lacks the tensor {name}, which {INDEX} says it has. Copy "
+                "the file again."
+            )
+    _check_experts(found)
+
+
+def _shapes(file: Path) -> dict[str, list[int]]:
+    """The shape of each tensor in a file."""
+    from safetensors import SafetensorError, safe_open
+
+    try:
+        with safe_open(file, "pt") as opened:
+            return {name: opened.get_slice(name).get_shape() for name in opened.keys()}
+    except FileNotFoundError as error:
+        raise CheckpointError(f"{file} is missing. Copy the checkpoint again.") from error
+    except (OSError, SafetensorError) as error:
+        raise CheckpointError(
+            f"{file} is cut off, or no safetensors file: {error}. Copy it again."
+        ) from error
+
+
+def _check_experts(found: dict[str, tuple[Path, list[int]]]) -> None:
+    """Raise unless each layer's tensors of single experts are all there, of one shape."""
+    families: defaultdict[str, dict[int, str]] = defaultdict(dict)
+    for name in found:
+        if match := re.fullmatch(r"(.*\bexperts\.)(\d+)(\..*)", name):
+            families[match[1] + "{}" + match[3]][int(match[2])] = name
+    most: defaultdict[str, int] = defaultdict(int)  # experts of each layer
+    for family, members in families.items():
+        layer = family.partition("{}")[0]
+        most[layer] = max(most[layer], 1 + max(members))
+    for family, members in families.items():
+        for number in range(most[family.partition("{}")[0]]):
+            if number not in members:
+                raise CheckpointError(
+                    f"the tensor {family.format(number)} is in no file of the checkpoint, which "
+                    "has those of other experts. Copy the checkpoint again."
+                )
+        file, shape = found[members[0]]
+        for name in members.values():
+            if found[name][1] != shape:
+                raise CheckpointError(
+                    f"{name} in {found[name][0]} has the shape {found[name][1]}, and {members[0]} "
+                    f"in {file} has {shape}. Copy the checkpoint again."
+                )
+
+
+def save_whole(model: nn.Module, folder: str | Path, **more: Any) -> None:
+    """Write the whole model, experts of all ranks included, by rank 0's `save_pretrained`.
+
+    Collective over the group of `shard_experts`. The weights are gathered one after another into
+    the memory of rank 0's host. `more` goes to `save_pretrained`, as `max_shard_size=` does.
+    """
+    group = share_of(experts_layers(model)[0]).passes.group
+    is_first = group is None or group.rank() == 0
+    state = whole_state_dict(model, keep=is_first)
+
+    def save() -> None:
+        if is_first:
+            model.save_pretrained(folder, state_dict=state, **more)  # type: ignore[operator]
+
+    exchange(group, save, "saving a checkpoint", LOADING_S)
