@@ -276,4 +276,4 @@ def test_no_rank_has_all_experts_in_memory(pool: RankPool, tmp_path: Path) -> No
     pool.run(load, str(tmp_path / "small"), num_ranks=4)  # what any first load takes
     stays = whole - experts * 3 // 4
     for most in pool.run(load_watched, tmp_path, num_ranks=4):
-        assert stays / 2 < most < stays + largest
+        assert most < stays + largest
