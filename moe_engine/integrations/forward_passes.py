@@ -130,7 +130,8 @@ class ForwardPasses:
         if most > self._limit:
             raise CapacityError(
                 f"a rank has {most} tokens for this pass, and the Buffer was made for "
-                f"{self._limit}: give shard_experts max_tokens of the largest batch x length."
+                f"{self._limit}: give shard_experts, or register, max_tokens of the largest batch "
+                "x length."
             )
         return most
 

@@ -21,8 +21,9 @@ import itertools
 from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext, suppress
 from dataclasses import dataclass, replace
+from functools import partial
 from types import MethodType
-from typing import Any, NoReturn
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -47,6 +48,7 @@ from .expert_parts import (
     note_num_experts,
 )
 from .forward_passes import ForwardPasses, is_in_backward
+from .transformers_distributed import ExpertParallelism
 from .transformers_experts import check_experts, experts_layers, shape_of
 
 NAME = "moe_engine"
@@ -56,8 +58,24 @@ Routing = tuple[Tensor, Tensor]
 """topk_idx [T, K] and topk_weights [T, K], as a router hands them to its experts."""
 
 
-def register() -> None:
-    """Add "moe_engine" to the experts implementations that transformers offers."""
+def register(*, max_tokens: int = 4096, backend: str = "auto") -> None:
+    """Add "moe_engine" to the experts implementations that transformers offers, and, where it has
+    these (5.22 and later), to the `ep_implementation`s of a `DistributedConfig`.
+
+    `max_tokens` bounds the tokens that a rank dispatches in one pass of a model that is then loaded
+    with such a DistributedConfig, and sizes its Buffer; both arguments are equal on all ranks.
+    """
+    check_at_least(1, max_tokens=max_tokens)
+    _register_experts()
+    with suppress(ImportError):
+        from transformers.distributed.expert_parallel import EPImplementationInterface
+
+        make = partial(ExpertParallelism, max_tokens, backend)
+        EPImplementationInterface.register(NAME, make)
+
+
+def _register_experts() -> None:
+    """Add "moe_engine" to the experts implementations."""
     try:
         from transformers.integrations.moe import ALL_EXPERTS_FUNCTIONS
     except ImportError as error:
@@ -65,18 +83,6 @@ def register() -> None:
             "transformers 5.17 or later is needed: pip install 'moe_engine[hf]'"
         ) from error
     ALL_EXPERTS_FUNCTIONS.register(NAME, experts_forward)
-    with suppress(ImportError):  # where a DistributedConfig has an ep_implementation
-        from transformers.distributed.expert_parallel import EPImplementationInterface
-
-        EPImplementationInterface.register(NAME, _refuse_distributed)
-
-
-def _refuse_distributed(*_: Any) -> NoReturn:
-    """What transformers calls for each experts module that a DistributedConfig gives to us."""
-    raise BackendError(
-        'DistributedConfig(ep_implementation="moe_engine") is not offered. Load the model without '
-        "a distributed_config, then call shard_experts(model, group) on every rank."
-    )
 
 
 @untraced
@@ -202,7 +208,7 @@ def keep_share(model: Any, rank: int, num_ranks: int, mesh: DeviceMesh | None) -
 def selected(model: Any) -> Iterator[str | None]:
     """Select this engine for the model's experts, from here on unless the block raises. Gives the
     implementation that was selected before."""
-    register()
+    _register_experts()
     layers = experts_layers(model)
     before = layers[0].config._experts_implementation
     model.set_experts_implementation(NAME)

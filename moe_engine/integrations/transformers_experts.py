@@ -7,6 +7,7 @@ beyond weights and activation. So all that a module has must be known here.
 from __future__ import annotations
 
 import itertools
+from collections.abc import Collection
 from typing import Any
 
 import torch
@@ -56,7 +57,7 @@ def shape_of(experts: Any) -> tuple[int, int, int, torch.dtype]:
 def check_experts(experts: Any, num_ranks: int) -> None:
     """Raise unless the experts are what `moe_ffn` computes, whole, and divisible by the ranks."""
     name = type(experts).__name__
-    if unfit := list(dict.fromkeys(_unfit(experts))):
+    if unfit := unfit_parts(experts):
         raise BackendError(f"{name} has {', '.join(unfit)}. {SERVED}")
     up, down = (getattr(experts, weight) for weight in WEIGHTS)
     for weight in (up, down):
@@ -76,8 +77,11 @@ def check_experts(experts: Any, num_ranks: int) -> None:
         )
 
 
-def _unfit(experts: Any) -> list[str]:
-    """The parts of a module that the engine cannot apply."""
+def unfit_parts(
+    experts: Any, weight_types: Collection[type] = (nn.Parameter,), known: Collection[str] = ()
+) -> list[str]:
+    """The parts of a module that the engine cannot apply; weights of other types and attributes
+    that are not `known` are such parts."""
     from transformers.integrations import moe
 
     activation = getattr(experts, "act_fn", None)
@@ -96,15 +100,16 @@ def _unfit(experts: Any) -> list[str]:
     unfit = [what for what, present in found.items() if present]
     for weight in WEIGHTS:
         kind = type(getattr(experts, weight, None))
-        if kind is not nn.Parameter:  # quantized or distributed, whatever dtype it shows
+        if kind not in weight_types:  # quantized or distributed, whatever dtype it shows
             unfit.append(f"{weight} of type {kind.__name__}")
     parts = {
         "parameter": experts._parameters.keys() - set(WEIGHTS),
         "buffer": experts._buffers.keys(),
         "module": experts._modules.keys() - {"act_fn"},
-        "attribute": _set_attributes(experts) - KNOWN - FLAGS,
+        "attribute": _set_attributes(experts) - KNOWN - FLAGS - set(known),
     }
-    return unfit + [f"the {part} {n}" for part, names in parts.items() for n in sorted(names)]
+    unfit += [f"the {part} {n}" for part, names in parts.items() for n in sorted(names)]
+    return list(dict.fromkeys(unfit))
 
 
 def _set_attributes(experts: Any) -> set[str]:
