@@ -25,7 +25,8 @@ SOURCES = "stand-ins", "Megatron-Core"
 
 def skip_without(source: str) -> None:
     if source == "Megatron-Core":
-        pytest.importorskip("megatron.core", reason="pip install megatron-core")
+        reason = "pip install 'megatron-core>=0.19', which needs Python 3.12"
+        pytest.importorskip("megatron.core", minversion="0.19", reason=reason)
 
 
 class Router(nn.Module):

@@ -170,7 +170,7 @@ def use_moe_engine(
     """
     if not isinstance(buffer, Buffer):
         raise DtypeError(f"buffer is {shown(buffer)}; it must be a moe_engine.Buffer.")
-    layers = [one for one in model.modules() if hasattr(one, "token_dispatcher")]
+    layers: list[Any] = [one for one in model.modules() if hasattr(one, "token_dispatcher")]
     if not layers:
         raise BackendError(
             f"{type(model).__name__} has no module with a token_dispatcher; pass a model, or a "
