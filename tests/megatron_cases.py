@@ -188,14 +188,17 @@ def shared_experts(source, config, **how):
 
 @contextmanager
 def cuda_on_cpus():
-    """On a CPU, streams that do nothing and a random state for Megatron's `SharedExpertMLP` and
-    `tensor_parallel.checkpoint`."""
+    """On a CPU, what Megatron asks of a GPU in `SharedExpertMLP`, `tensor_parallel.checkpoint` and
+    Megatron-FSDP: streams that do nothing, a random state, tensors where they are."""
+    names = "Stream", "stream", "current_stream", "synchronize", "empty_cache"
     with ExitStack() as stack:
         if not torch.cuda.is_available():
             patch = partial(mock.patch.object, new_callable=mock.MagicMock)
-            for name in "Stream", "stream", "current_stream":
+            for name in names:
                 stack.enter_context(patch(torch.cuda, name))
             stack.enter_context(patch(torch.cuda.random, "get_rng_state"))
+            stack.enter_context(mock.patch.object(torch.cuda, "current_device", lambda: 0))
+            stack.enter_context(mock.patch.object(torch.Tensor, "cuda", lambda self, *_: self))
         yield
 
 
