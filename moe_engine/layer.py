@@ -280,14 +280,31 @@ class MoEFeedForward(torch.nn.Module):
         return_counts: bool = False,
     ) -> Any:
         """See `moe_ffn`."""
+        args = x, topk_idx, topk_weights, *self._weights()
+        return moe_ffn(*args, **self._options(), return_counts=return_counts)
+
+    def start(
+        self,
+        x: torch.Tensor,
+        topk_idx: torch.Tensor,
+        topk_weights: torch.Tensor,
+        *,
+        return_counts: bool = False,
+    ) -> LayerInFlight[Any]:
+        """See `start_moe_ffn`."""
+        args = x, topk_idx, topk_weights, *self._weights()
+        return start_moe_ffn(*args, **self._options(), return_counts=return_counts)
+
+    def _weights(self) -> tuple[torch.Tensor, torch.Tensor, Buffer]:
         if self.buffer is None:
             raise BackendError(
                 "this module was loaded without its Buffer, which belonged to the process that "
                 "saved it; set module.buffer = Buffer(...), on every rank."
             )
-        args = x, topk_idx, topk_weights, local(self.gate_up_proj), local(self.down_proj)
-        how: dict[str, Any] = dict(save=self.save, wgrad=self.wgrad, layout=self.layout)
-        return moe_ffn(*args, self.buffer, **how, return_counts=return_counts)
+        return local(self.gate_up_proj), local(self.down_proj), self.buffer
+
+    def _options(self) -> dict[str, Any]:
+        return dict(save=self.save, wgrad=self.wgrad, layout=self.layout)
 
     def backward_dw(self) -> None:
         """See `DelayedWgrad.backward_dw`. BackendError where `wgrad` is none."""

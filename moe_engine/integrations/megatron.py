@@ -161,13 +161,16 @@ def use_moe_engine(
     precision needs. max_rows needs experts that take fewer rows than there are, as Megatron's
     op fuser.
 
-    Raises BackendError if the model has no such layer, its tokens are padded to a capacity, or
-    `Experts` have another Buffer; ShapeError for a Buffer of other ranks; ImportError without
-    megatron-core.
+    With moe_shared_expert_overlap, shared experts run on their own stream while tokens travel; with
+    `Experts`, while the whole layer runs.
+
+    Raises BackendError if the model has no such layer, its tokens are padded to a capacity, its
+    shared experts cannot overlap, or `Experts` have another Buffer; ShapeError for a Buffer of
+    other ranks; ImportError without megatron-core.
     """
     if not isinstance(buffer, Buffer):
         raise DtypeError(f"buffer is {shown(buffer)}; it must be a moe_engine.Buffer.")
-    layers = [one for one in model.modules() if hasattr(one, "token_dispatcher")]
+    layers: list[Any] = [one for one in model.modules() if hasattr(one, "token_dispatcher")]
     if not layers:
         raise BackendError(
             f"{type(model).__name__} has no module with a token_dispatcher; pass a model, or a "
@@ -179,7 +182,8 @@ def use_moe_engine(
         old: Any = layer.token_dispatcher
         config, tp_size = old.config, old.tp_size
         sizes = tp_size * config.num_moe_experts, tp_size * config.moe_router_topk
-        kind = FusedManager if isinstance(layer.experts, Experts) else DispatchManager
+        is_fused = isinstance(layer.experts, Experts)
+        kind = FusedManager if is_fused else DispatchManager
         new = old if hasattr(old, "_comm_manager") else _flex_dispatcher(old)
         new._comm_manager = kind(
             buffer,
@@ -189,14 +193,22 @@ def use_moe_engine(
             probs_dtype=torch.float64 if config.moe_router_dtype == "fp64" else torch.float32,
         )
         new.cudagraph_attrs = list(CUDAGRAPH_ATTRS)
-        if getattr(layer, "shared_expert_overlap", False):
-            new.set_shared_experts(layer.shared_experts)
+        new.shared_experts = None
+        if _overlaps_shared(layer):
+            overlap = layer.experts.overlap if is_fused else new.set_shared_experts
+            overlap(layer.shared_experts)
         layer.token_dispatcher = new
         if hasattr(layer, "_training_token_dispatcher"):
             layer._training_token_dispatcher = new
         config.moe_token_dispatcher_type = "flex"
         config.moe_flex_dispatcher_backend = "hybridep"
     return len(layers)
+
+
+def _overlaps_shared(layer: Any) -> bool:
+    """Whether the layer's shared experts are to run on their stream, while tokens travel."""
+    has_any = getattr(layer, "shared_experts", None) is not None
+    return has_any and layer.shared_expert_overlap
 
 
 def _check_layer(layer: Any, buffer: Buffer, max_rows: int | None) -> None:
@@ -210,6 +222,14 @@ def _check_layer(layer: Any, buffer: Buffer, max_rows: int | None) -> None:
         raise BackendError(
             "the config has moe_pad_expert_input_to_capacity, and rows are not padded to a "
             "capacity here; unset it."
+        )
+    excludes = "overlap_moe_expert_parallel_comm", "moe_latent_size"
+    found = [name for name in excludes if getattr(old.config, name, None)]
+    if found and _overlaps_shared(layer):
+        raise BackendError(
+            f"the config has moe_shared_expert_overlap and {found[0]}, which exclude each other, "
+            "here as in Megatron: shared experts run concurrently with the layer that gets the "
+            "same tokens. Unset moe_shared_expert_overlap."
         )
     if old.tp_size * old.ep_size != buffer.group_size:
         raise ShapeError(

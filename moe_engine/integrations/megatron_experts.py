@@ -113,6 +113,7 @@ class Experts(MoEFeedForward):
         self.config, self.num_local_experts = config, num_local_experts
         self._replica = 0 if pg_collection is None else pg_collection.expt_dp.rank()
         self._hooks: list[Callable[[], object]] = []
+        self._shared: list[Any] = []  # a list, since the module is the layer's
         is_delayed = (
             config.delay_wgrad_compute or config.overlap_dispatch_backward_with_experts_wgrad
         )
@@ -134,8 +135,25 @@ class Experts(MoEFeedForward):
         *,
         return_counts: bool = False,
     ) -> Any:
-        """(The result of `moe_ffn`, None), as Megatron takes the output and the bias of experts."""
-        return super().forward(x, topk_idx, topk_weights, return_counts=return_counts), None
+        """(The result of `moe_ffn`, None), as Megatron takes the output and the bias of experts.
+        Where shared experts overlap, theirs is added to it."""
+        if not self._shared:
+            return super().forward(x, topk_idx, topk_weights, return_counts=return_counts), None
+        shared = self._shared[0]
+        layer = self.start(x, topk_idx, topk_weights, return_counts=return_counts)
+        shared.pre_forward_comm(x)  # its stream waits for x here, and for the layer nowhere
+        shared.linear_fc1_forward_and_act()  # without the layer, or its backward waits for that
+        out = layer.finish()
+        y = out[0] if return_counts else out
+        shared.linear_fc2_forward(y)  # so that autograd launches the layer's backward first
+        shared.post_forward_comm()
+        y += shared.get_output()
+        return out, None
+
+    def overlap(self, shared_experts: Any) -> None:
+        """From now on compute a `SharedExpertMLP`, which has a stream of its own, while the layer
+        runs on the Buffer's, and its backward while that of the layer runs."""
+        self._shared = [shared_experts]
 
     def register_wgrad_accumulation_and_reduce_hooks(self, hook: Callable[[], object]) -> None:
         """Megatron's DistributedDataParallel registers here what `backward_dw` calls."""
