@@ -56,10 +56,10 @@ class Layer(nn.Module):
         return x + self.experts(torch.tanh(self.dense(x)), idx, weights)
 
 
-def whole_model(num_experts: int, seed: int = 0) -> nn.Sequential:
-    """Two layers, the same on all ranks."""
+def whole_model(num_experts: int, seed: int = 0, num_layers: int = 2) -> nn.Sequential:
+    """The same on all ranks."""
     torch.manual_seed(seed)
-    layers = (Layer(WholeExperts(num_experts), num_experts) for _ in range(2))
+    layers = (Layer(WholeExperts(num_experts), num_experts) for _ in range(num_layers))
     return nn.Sequential(*layers).to(cases.device())
 
 
@@ -68,15 +68,17 @@ def sharded_model(
     mesh: DeviceMesh,
     dtype: torch.dtype = torch.float32,
     backend: str = "collective",
+    num_layers: int = 2,
 ) -> tuple[nn.Sequential, Buffer]:
     """The same model with its experts over the ranks of `mesh`, with other weights. Collectives are
     faster than interpreted kernels."""
     sizes = TOKENS, HIDDEN, num_experts, TOPK, dtype
     buffer = Buffer.for_tokens(mesh.get_group(), *sizes, backend=backend)
     local = num_experts // mesh.size(), HIDDEN, INTERMEDIATE, buffer, torch.float32
-    layers = [
-        Layer(MoEFeedForward(*local, requires_grad=True, mesh=mesh), num_experts) for _ in range(2)
-    ]
+    layers = (
+        Layer(MoEFeedForward(*local, requires_grad=True, mesh=mesh), num_experts)
+        for _ in range(num_layers)
+    )
     return nn.Sequential(*layers).to(cases.device()), buffer
 
 
