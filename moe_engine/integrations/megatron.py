@@ -194,9 +194,11 @@ def use_moe_engine(
         )
         new.cudagraph_attrs = list(CUDAGRAPH_ATTRS)
         new.shared_experts = None
-        if _overlaps_shared(layer):
-            overlap = layer.experts.overlap if is_fused else new.set_shared_experts
-            overlap(layer.shared_experts)
+        shared = layer.shared_experts if _overlaps_shared(layer) else None
+        if is_fused:
+            layer.experts.overlap(shared)
+        elif shared is not None:
+            new.set_shared_experts(shared)
         layer.token_dispatcher = new
         if hasattr(layer, "_training_token_dispatcher"):
             layer._training_token_dispatcher = new

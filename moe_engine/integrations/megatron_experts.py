@@ -150,10 +150,10 @@ class Experts(MoEFeedForward):
         y += shared.get_output()
         return out, None
 
-    def overlap(self, shared_experts: Any) -> None:
+    def overlap(self, shared_experts: Any | None) -> None:
         """From now on compute a `SharedExpertMLP`, which has a stream of its own, while the layer
-        runs on the Buffer's, and its backward while that of the layer runs."""
-        self._shared = [shared_experts]
+        runs on the Buffer's, and its backward while that of the layer runs; None: nothing else."""
+        self._shared = [] if shared_experts is None else [shared_experts]
 
     def register_wgrad_accumulation_and_reduce_hooks(self, hook: Callable[[], object]) -> None:
         """Megatron's DistributedDataParallel registers here what `backward_dw` calls."""
