@@ -22,6 +22,10 @@ from training_cases import end
 from moe_engine.integrations import torchtitan
 
 pytest.importorskip("torchtitan.models.qwen3", reason="pip install torchtitan")
+from torchtitan.models.common import CosSinRoPE
+
+if "max_context_length" not in CosSinRoPE.Config.__slots__:
+    pytest.skip("models before August 2026, of other shapes", allow_module_level=True)
 
 DIM, HEAD, HEADS, INTERMEDIATE, EXPERTS, TOPK, VOCABULARY, TOKENS = 32, 8, 4, 16, 8, 2, 40, 8
 
@@ -34,7 +38,7 @@ def attention(q_TNH, k_TNH, v_TNH, *, attention_masks=None, scale=None, enable_g
 
 def make_config():
     from torchtitan.models import qwen3
-    from torchtitan.models.common import CosSinRoPE, Embedding, Linear
+    from torchtitan.models.common import Embedding, Linear
 
     layers = qwen3._build_qwen3_moe_layers(
         n_layers=2, dim=DIM, n_heads=HEADS, n_kv_heads=2, head_dim=HEAD,
