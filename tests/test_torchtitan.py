@@ -6,6 +6,7 @@ overrides, where it is installed; its `GroupedExperts` compute in bf16.
 
 from __future__ import annotations
 
+import inspect
 import sys
 from types import SimpleNamespace
 
@@ -37,7 +38,9 @@ CASE = dict(num_ranks=2, num_tokens=[6, 6], num_local=2, num_topk=2, intermediat
 
 def skip_without(source):
     if source == "torchtitan":
-        pytest.importorskip("torchtitan.models.common.moe", reason="pip install torchtitan")
+        moe = pytest.importorskip("torchtitan.models.common.moe", reason="pip install torchtitan")
+        if "x_TD" not in inspect.signature(moe.RoutedExperts.forward).parameters:
+            pytest.skip("calls of torchtitan up to 0.3.0 differ")
 
 
 # --- Layers --------------------------------------------------------------------------------------
@@ -128,6 +131,16 @@ def test_selective_activation_checkpointing_saves_the_results():
 
 
 # --- What is refused -----------------------------------------------------------------------------
+
+
+def test_tokens_of_three_dimensions_are_refused(monkeypatch):
+    """As torchtitan 0.3.0 has them."""
+    pytest.importorskip("torchtitan.models.common.moe", reason="pip install torchtitan")
+    from moe_engine.integrations import torchtitan_overrides
+
+    monkeypatch.setattr(torchtitan_overrides.RoutedExperts, "forward", lambda self, x_BLD: x_BLD)
+    with pytest.raises(BackendError, match="tokens of three dimensions"):
+        torchtitan_overrides.routed_experts(SimpleNamespace())
 
 
 def test_refused(monkeypatch):
