@@ -13,7 +13,7 @@ from .buffer import Buffer
 from .checks import PAYLOAD_DTYPES, check_at_least, check_dtype, check_flag, shown
 from .engines.base import LayerInputs
 from .errors import BackendError, DtypeError, RoutingError
-from .sharded_weights import group_of, local, sharded
+from .sharded_weights import arrived, group_of, local, sharded
 from .streams import EventOverlap
 from .training import LayerOptions, LayerTensors, trained_layer, wants_gradients
 from .utils import has_modes
@@ -83,7 +83,7 @@ def moe_ffn(
 
     Layers of two Buffers must not run at once on a GPU: each may hold what the other waits for.
     """
-    tensors = x, topk_idx, topk_weights, w_gate_up, w_down
+    tensors = arrived(x), arrived(topk_idx), arrived(topk_weights), w_gate_up, w_down
     options = LayerOptions(max_tokens, save, wgrad, return_counts)
     try:
         if _is_operator(buffer, w_gate_up, wgrad):
@@ -160,7 +160,7 @@ def start_moe_ffn(
     Collective, like `moe_ffn`. The layers of a Buffer run one after the other. The backward of the
     layer, if it has one, runs on the stream that is current here.
     """
-    tensors = x, topk_idx, topk_weights, w_gate_up, w_down
+    tensors = arrived(x), arrived(topk_idx), arrived(topk_weights), w_gate_up, w_down
     options = LayerOptions(max_tokens, save, wgrad, return_counts, async_finish=True)
     return _begin(tensors, layout, buffer, options)
 

@@ -54,6 +54,24 @@ def local(weight: Any) -> Any:
     return weight.to_local() if hasattr(weight, "to_local") else weight
 
 
+def arrived(tensor: Any) -> Any:
+    """What a collective brings that torch has not waited for: DTensors that changed their layout
+    leave such tensors, without memory of their own. With gradients; others as they are."""
+    if type(tensor) is Tensor or not hasattr(tensor, "trigger_wait"):
+        return tensor
+    return _Arrived.apply(tensor)
+
+
+class _Arrived(torch.autograd.Function):
+    @staticmethod
+    def forward(_: Any, tensor: Any) -> Tensor:
+        return tensor.wait()
+
+    @staticmethod
+    def backward(_: Any, *grads: Tensor) -> Tensor:
+        return grads[0]
+
+
 # --- Optimizers ----------------------------------------------------------------------------------
 
 _replaced: WeakValueDictionary[int, nn.Parameter] = WeakValueDictionary()

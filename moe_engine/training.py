@@ -24,6 +24,7 @@ from .errors import BackendError, DtypeError, RoutingError, ShapeError
 from .grouped_gemm.backward import row_weight_parts
 from .lifecycle import verb
 from .passes import Pass, PassGradients, Trained, backward_in_passes, forward_in_passes
+from .sharded_weights import arrived
 from .streams import EventOverlap
 from .weight_gradients import DelayedWgrad, Grads, LayerWeights, Wgrad, WgradSink, new_memory
 
@@ -156,7 +157,7 @@ class _MoeFfn(torch.autograd.Function):
         wanted, weights, wgrad = (any(of_gate_up), of_down), ctx.weights, ctx.wgrad
         tensors, passes = _saved_tensors(ctx)
         run = partial(_backward, ctx.buffer, wgrad, wanted)
-        found = backward_in_passes(dy, tensors, passes, run)
+        found = backward_in_passes(arrived(dy), tensors, passes, run)
         dx, dw, grads = found.dx if of_x else None, found.topk_weights, found.grads
         if wgrad is not None:
             grads = wgrad.launched(found.later, weights, wanted)

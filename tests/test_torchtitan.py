@@ -1,23 +1,30 @@
 """Routed experts of torchtitan over this engine: results and gradients against the oracle.
 
-"stand-ins" make the calls of `RoutedExperts`, `GroupedExperts` and `BaseEPTokenDispatcher` of the
-source of 21 August 2026 (b5bcd76), in their order and with their arguments. "torchtitan" are its
-own classes through its own overrides, where it is installed; its `GroupedExperts` compute in bf16.
+"stand-ins" are those of `torchtitan_cases.py`. "torchtitan" are its own classes through its own
+overrides, where it is installed; its `GroupedExperts` compute in bf16.
 """
 
 from __future__ import annotations
 
+import inspect
 import sys
 from types import SimpleNamespace
 
 import pytest
 import torch
-import torch.nn.functional as F
 from ops_cases import check_layer
-from ops_cases import experts as grouped_experts
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.utils.checkpoint import checkpoint, create_selective_checkpoint_contexts
+from torchtitan_cases import (
+    WAYS,
+    Dispatcher,
+    FusedRoutedExperts,
+    grads_of,
+    load,
+    sizes_of,
+    stand_in,
+)
 from training_cases import end, make_case, on_device
 
 from moe_engine.checkpointing import SAVED_OPS
@@ -31,91 +38,12 @@ CASE = dict(num_ranks=2, num_tokens=[6, 6], num_local=2, num_topk=2, intermediat
 
 def skip_without(source):
     if source == "torchtitan":
-        pytest.importorskip("torchtitan.models.common.moe", reason="pip install torchtitan")
-
-
-# --- Stand-ins -----------------------------------------------------------------------------------
-
-
-class BaseDispatcher:
-    """`BaseEPTokenDispatcher`."""
-
-    def __init__(self, config):
-        self.num_experts, self.top_k, self.ep_mesh = config.num_experts, config.top_k, None
-
-    def wire_meshes(self, *, ep_mesh):
-        self.ep_mesh = ep_mesh
-        self.init_buffer()
-
-
-class Dispatcher(torchtitan.EngineDispatcher, BaseDispatcher):
-    """The class that `torchtitan_overrides` makes."""
-
-
-class GroupedExperts(nn.Module):
-    """`GroupedExperts`."""
-
-    def __init__(self, config):
-        super().__init__()
-        shape = config.num_experts, config.hidden_dim, config.dim
-        self.w1_EFD, self.w3_EFD = (nn.Parameter(torch.empty(shape)) for _ in range(2))
-        self.w2_EDF = nn.Parameter(torch.empty(shape).transpose(1, 2).contiguous())
-
-    def forward(self, x_RD, num_tokens_per_expert_E):
-        ends = F.pad(torch.cumsum(num_tokens_per_expert_E, dim=0, dtype=torch.int32), (1, 0))
-        up = torch.cat([self.w1_EFD, self.w3_EFD], 1)
-        return grouped_experts(x_RD, ends, up, self.w2_EDF)
-
-
-class FusedGroupedExperts(nn.Module):
-    """`FusedGroupedExperts`, whose weights alone are needed."""
-
-    def __init__(self, config):
-        super().__init__()
-        self.w13 = nn.Parameter(torch.empty(config.num_experts, config.hidden_dim, 2, config.dim))
-        self.w2_EDF = nn.Parameter(torch.empty(config.num_experts, config.dim, config.hidden_dim))
-
-
-class RoutedExperts(nn.Module):
-    """`RoutedExperts`."""
-
-    def __init__(self, config):
-        super().__init__()
-        self.inner_experts = config.inner_experts
-        self.token_dispatcher = config.token_dispatcher
-
-    def forward(self, x_TD, topk_scores_TK, topk_expert_ids_TK, num_local_tokens_per_expert_E):
-        rows, counts, metadata = self.token_dispatcher.dispatch(
-            x_TD, topk_scores_TK, topk_expert_ids_TK, num_local_tokens_per_expert_E
-        )
-        rows = self.inner_experts(rows, counts)
-        return self.token_dispatcher.combine(rows, metadata, x_TD)
-
-
-class FusedRoutedExperts(torchtitan.EngineRoutedExperts, RoutedExperts):
-    """The class that `torchtitan_overrides` makes."""
+        moe = pytest.importorskip("torchtitan.models.common.moe", reason="pip install torchtitan")
+        if "x_TD" not in inspect.signature(moe.RoutedExperts.forward).parameters:
+            pytest.skip("calls of torchtitan up to 0.3.0 differ")
 
 
 # --- Layers --------------------------------------------------------------------------------------
-
-WAYS = "dispatcher", "w13", "w1 and w3"
-
-
-def sizes_of(parts, num_ranks):
-    x, idx, _, up, down, _ = parts
-    inner = SimpleNamespace(dim=x.shape[1], hidden_dim=down.shape[2], num_experts=len(up))
-    return inner, num_ranks * len(up), idx.shape[1]
-
-
-def stand_in(way, parts, num_ranks):
-    inner, num_experts, top_k = sizes_of(parts, num_ranks)
-    dispatcher = SimpleNamespace(
-        num_experts=num_experts, top_k=top_k, num_max_tokens_per_rank=16, hidden_dim=inner.dim,
-        dtype=parts[0].dtype, alignment=1,
-    )  # fmt: skip
-    experts = (FusedGroupedExperts if way == "w13" else GroupedExperts)(inner)
-    config = SimpleNamespace(inner_experts=experts, token_dispatcher=Dispatcher(dispatcher))
-    return (RoutedExperts if way == "dispatcher" else FusedRoutedExperts)(config)
 
 
 def of_torchtitan(way, parts, num_ranks):
@@ -146,25 +74,6 @@ def of_torchtitan(way, parts, num_ranks):
     assert isinstance(config, Configurable.Config)
     assert len(apply_overrides(OverrideConfig(imports=[(target, more)]), root)) == 1
     return root.experts.build()
-
-
-def load(experts, up, down):
-    """The weights of the oracle."""
-    with torch.no_grad():
-        for half, name in zip(up.chunk(2, 1), ("w1_EFD", "w3_EFD"), strict=True):
-            if hasattr(experts, name):
-                getattr(experts, name).copy_(half)
-        if hasattr(experts, "w13"):
-            experts.w13.copy_(torch.stack(up.chunk(2, 1), 2))
-        experts.w2_EDF.copy_(down)
-
-
-def grads_of(experts):
-    if hasattr(experts, "w13"):
-        up = torch.cat(experts.w13.grad.unbind(2), 1)
-    else:
-        up = torch.cat([experts.w1_EFD.grad, experts.w3_EFD.grad], 1)
-    return up, experts.w2_EDF.grad
 
 
 def run_layer(group, source, way, *parts):
@@ -222,6 +131,16 @@ def test_selective_activation_checkpointing_saves_the_results():
 
 
 # --- What is refused -----------------------------------------------------------------------------
+
+
+def test_tokens_of_three_dimensions_are_refused(monkeypatch):
+    """As torchtitan 0.3.0 has them."""
+    pytest.importorskip("torchtitan.models.common.moe", reason="pip install torchtitan")
+    from moe_engine.integrations import torchtitan_overrides
+
+    monkeypatch.setattr(torchtitan_overrides.RoutedExperts, "forward", lambda self, x_BLD: x_BLD)
+    with pytest.raises(BackendError, match="tokens of three dimensions"):
+        torchtitan_overrides.routed_experts(SimpleNamespace())
 
 
 def test_refused(monkeypatch):

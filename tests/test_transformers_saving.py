@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import copy
-import sys
-import types
 from pathlib import Path
 from typing import Any
 
@@ -21,7 +19,6 @@ from moe_engine.emulation import RankPool
 from moe_engine.errors import BackendError, ShapeError
 from moe_engine.integrations.transformers import (
     fix_max_tokens,
-    register,
     shard_experts,
     unshard_experts,
 )
@@ -160,18 +157,3 @@ def test_a_shard_that_fails_leaves_the_model_as_it_was() -> None:
         shard_experts(model, backend="none")
     assert model.config._experts_implementation == before
     assert not hasattr(model.model.layers[0].mlp.experts, "moe_share")
-
-
-def test_a_distributed_config_is_told_what_to_do(monkeypatch: pytest.MonkeyPatch) -> None:
-    """transformers 5.23 has a registry of its own for these."""
-    registered = {}
-
-    class EPImplementationInterface:
-        register = staticmethod(registered.__setitem__)
-
-    module = types.ModuleType("transformers.distributed.expert_parallel")
-    module.EPImplementationInterface = EPImplementationInterface  # type: ignore[attr-defined]
-    monkeypatch.setitem(sys.modules, module.__name__, module)
-    register()
-    with pytest.raises(BackendError, match=r"then call shard_experts\(model, group\)"):
-        registered["moe_engine"]("experts", "ep_mesh", "tp_mesh")

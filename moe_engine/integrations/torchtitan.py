@@ -7,6 +7,7 @@ that of torchtitan at b5bcd76 (21 August 2026).
 
 from __future__ import annotations
 
+from functools import cache
 from typing import Any, NamedTuple
 
 import torch
@@ -55,8 +56,9 @@ class EngineDispatcher:
         self.dtype, self.alignment = config.dtype, config.alignment
 
     def init_buffer(self) -> None:
-        """Make the Buffer, over the ranks of `ep_mesh`, or of this rank alone; collective."""
-        group = None if self.ep_mesh is None else self.ep_mesh.get_group()
+        """Make the Buffer, over the ranks of `ep_mesh`; collective. Without a mesh each rank has
+        all experts, or under tensor parallelism a part of each, and the Buffer is its own."""
+        group = _alone() if self.ep_mesh is None else self.ep_mesh.get_group()
         self.buffer = _shared_buffer(group, *self.sizes, self.num_experts, self.top_k, self.dtype)
 
     def dispatch(
@@ -102,6 +104,7 @@ class EngineRoutedExperts:
         weights = gate_up.to(x_TD.dtype), local(self.inner_experts.w2_EDF).to(x_TD.dtype)
         routing = topk_expert_ids_TK, topk_scores_TK.float()
         buffer = wired(self.token_dispatcher)
+        _check_share(self.inner_experts, len(gate_up), self.token_dispatcher.num_experts, buffer)
         return moe_ffn(x_TD, *routing, *weights, buffer, layout=layout, save=self.save)
 
 
@@ -115,6 +118,17 @@ def wired(dispatcher: EngineDispatcher) -> Buffer:
     return dispatcher.buffer
 
 
+def _check_share(experts: Any, num_local: int, num_experts: int, buffer: Buffer) -> None:
+    """ShapeError unless these are the experts of one rank."""
+    if num_local * buffer.group_size != num_experts:
+        raise ShapeError(
+            f"{type(experts).__name__} has {num_local} experts on this rank, where "
+            f"{buffer.group_size} ranks share {num_experts}. Call parallelize of the model, which "
+            "shards them over the mesh of the token dispatcher. With FSDP2 shard RoutedExperts or "
+            "a block around it: it gathers the weights of modules whose forward is called."
+        )
+
+
 def _gate_up(experts: Any) -> tuple[Tensor, str]:
     """[L, 2F, D] and its layout."""
     if hasattr(experts, "w13"):
@@ -125,6 +139,14 @@ def _gate_up(experts: Any) -> tuple[Tensor, str]:
         f"{type(experts).__name__} has no w13, and no w1_EFD and w3_EFD: one fused layer computes "
         "the experts of GroupedExperts and FusedGroupedExperts. Override the token dispatcher."
     )
+
+
+@cache
+def _alone() -> dist.ProcessGroup | None:
+    """A group of this rank; None where there are no others."""
+    if not dist.is_initialized() or dist.get_world_size() == 1:
+        return None
+    return dist.new_group([dist.get_rank()], use_local_synchronization=True)
 
 
 def _shared_buffer(group: dist.ProcessGroup | None, *sizes: Any) -> Buffer:

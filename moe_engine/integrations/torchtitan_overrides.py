@@ -9,6 +9,7 @@ The first two exclude each other. Importing this needs torchtitan.
 
 from __future__ import annotations
 
+import inspect
 from dataclasses import dataclass
 from typing import Any
 
@@ -80,7 +81,14 @@ def token_dispatcher(cfg: Any, **more: Any) -> Any:
 def routed_experts(cfg: Any, *, save: str = "auto", w13: bool = True, **more: Any) -> Any:
     """Routed experts by `moe_ffn`, whose gate and up lie in one `w13`, as torchtitan's override
     `fused_grouped_experts` has them, with the same checkpoints; w13=False keeps w1 and w3, which
-    each forward copies. `more`: as in `token_dispatcher`."""
+    each forward copies. `more`: as in `token_dispatcher`.
+
+    BackendError where torchtitan hands experts [B, L, D], as up to 0.3.0."""
+    if "x_TD" not in inspect.signature(RoutedExperts.forward).parameters:
+        raise BackendError(
+            "this torchtitan hands RoutedExperts tokens of three dimensions, as up to 0.3.0: "
+            "install one of 21 August 2026 or later, or override the token dispatcher alone."
+        )
     inner = cfg.inner_experts
     if w13:
         from torchtitan.overrides.fused_swiglu import FusedGroupedExperts, fused_grouped_experts
