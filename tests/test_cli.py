@@ -14,7 +14,7 @@ from typer.testing import CliRunner
 
 from moe_engine import BackendError
 from moe_engine.emulation import RankError, RankPool
-from moe_engine.tools import cli
+from moe_engine.tools import cli, option_checks
 
 GEMM = "gemm --rows 10 --experts 4 --columns 16 --depth 16"
 LAYER = "layer --tokens 8 --ranks 2 --experts 4 --topk 2 --hidden 16 --intermediate 16"
@@ -89,7 +89,9 @@ def test_files_that_cannot_be_written(
 ) -> None:
     pytest.importorskip("matplotlib")
     path, read_only = tmp_path / "old.png", {tmp_path}
-    monkeypatch.setattr(cli.os, "access", lambda file, mode: mode != W_OK or file not in read_only)
+    monkeypatch.setattr(
+        option_checks.os, "access", lambda file, mode: mode != W_OK or file not in read_only
+    )
 
     def refused() -> bool:
         result = call(TRACE, option, str(path))
@@ -112,7 +114,9 @@ def test_files_that_cannot_be_written(
 
 
 def without(monkeypatch: pytest.MonkeyPatch, *packages: str) -> None:
-    monkeypatch.setattr(cli, "find_spec", lambda name: None if name in packages else "found")
+    monkeypatch.setattr(
+        option_checks, "find_spec", lambda name: None if name in packages else "found"
+    )
 
 
 @pytest.mark.parametrize(

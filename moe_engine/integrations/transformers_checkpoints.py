@@ -91,7 +91,7 @@ def _load(
 ) -> tuple[Any, Sizes]:
     """The model with this rank's experts, which nothing runs yet, and the sizes of its layers."""
     group, rank, num_ranks = ranks_of(group, mesh)
-    folder = _local_folder(checkpoint)
+    folder = local_folder(checkpoint)
     check_files(folder)
     if device is None:
         at = torch.cuda.current_device() if torch.cuda.is_available() else None
@@ -140,7 +140,7 @@ def _load(
     return model, sizes[0]
 
 
-def _local_folder(checkpoint: str | Path) -> Path:
+def local_folder(checkpoint: str | Path) -> Path:
     """The folder of a checkpoint, downloaded if it is the name of a repository."""
     if (folder := Path(checkpoint)).is_dir():
         return folder

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import os
 import re
-from enum import StrEnum
-from importlib.util import find_spec
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -18,6 +16,22 @@ from ..emulation import RankError
 from ..errors import BackendError, MoeEngineError, ShapeError
 from ..layer_config import LayerProblem
 from .models import Kind
+from .option_checks import (
+    Backend,
+    DType,
+    check_cache,
+    check_columns,
+    check_device,
+    check_file,
+    check_installed,
+    check_layer,
+    check_picture,
+    check_saving,
+    choose_ranks,
+    chosen_sizes,
+    known_model,
+    where,
+)
 
 EXPECTED = (MoeEngineError, ChildProcessError, TimeoutError, torch.OutOfMemoryError)
 """Errors that need no mistake in this package, on a rank or in this process."""
@@ -45,140 +59,6 @@ def main() -> None:
     """A communication engine for mixture-of-experts layers."""
 
 
-class Backend(StrEnum):
-    """A `backend` of Buffers."""
-
-    AUTO = "auto"
-    TORCH = "torch"
-    EMULATED = "emulated"
-    SINGLE = "single"
-    COLLECTIVE = "collective"
-
-
-# --- What is checked before any work -------------------------------------------------------------
-
-
-def check_file(path: Path, option: str) -> None:
-    """Refuse a file that cannot be written."""
-    problem = None
-    if path.is_dir():
-        problem = f"{path} is a folder; name a file in it"
-    elif not path.parent.is_dir():
-        problem = f"there is no folder {path.parent}; make it, or name another"
-    elif not os.access(path if path.exists() else path.parent, os.W_OK):
-        problem = f"{path} cannot be written; name another file"
-    if problem:
-        raise typer.BadParameter(problem, param_hint=option)
-
-
-def check_picture(path: Path, option: str = "--picture") -> None:
-    """Refuse a picture that cannot be drawn or written."""
-    if not find_spec("matplotlib"):
-        raise BackendError(f"{option} needs matplotlib: pip install 'moe_engine[bench]'")
-    from matplotlib.backend_bases import FigureCanvasBase
-
-    check_file(path, option)
-    kinds = FigureCanvasBase.get_supported_filetypes()
-    if path.suffix[1:].lower() not in kinds:
-        raise typer.BadParameter(
-            f"{path} does not say its kind; let it end in one of .{', .'.join(sorted(kinds))}",
-            param_hint=option,
-        )
-
-
-def check_cache() -> None:
-    """Refuse to measure what cannot be kept."""
-    from ..choice_cache import cache_path
-
-    folder = cache_path("").absolute()
-    nearest = next(path for path in (folder, *folder.parents) if os.path.exists(path))
-    if not (nearest.is_dir() and os.access(nearest, os.W_OK | os.X_OK)):
-        raise BackendError(
-            f"what is measured is kept in {folder}, and {nearest} is no folder that can be "
-            "written. Set MOE_ENGINE_CACHE to a folder that can be written."
-        )
-
-
-def check_device(device: str) -> None:
-    """Refuse a device on which ranks cannot start."""
-    if device == "cpu" and not find_spec("numpy"):
-        raise BackendError(
-            "on the CPU Triton's interpreter needs numpy: pip install 'moe_engine[emulation]'"
-        )
-
-
-def known_model(model: str | None, ranks: int, num_gpus: int) -> str:
-    """The model, or the default one. It must have a shape, and GPUs unless it is tiny."""
-    from .timeline import SHAPES
-
-    on_gpus = num_gpus >= ranks
-    model = model or ("qwen3-30b" if on_gpus else "tiny")
-    if model not in SHAPES:
-        raise typer.BadParameter(f"the model is {model!r}; there are {', '.join(SHAPES)}")
-    if model != "tiny" and not on_gpus:
-        raise typer.BadParameter(
-            f"{model} on {ranks} ranks needs as many GPUs, and there are {num_gpus}; choose "
-            "--ranks, or --model tiny, which the CPU can run"
-        )
-    return model
-
-
-def check_saving(save: str | None, backward: bool) -> None:
-    """Refuse what is no policy, or a policy without a backward."""
-    from ..training import check_save
-
-    if save is not None:
-        check_save(save)
-        if not backward:
-            message = "a forward alone saves nothing; add --backward"
-            raise typer.BadParameter(message, param_hint="--save")
-
-
-def check_layer(problem: LayerProblem) -> None:
-    """Refuse a layer whose shape cannot run."""
-    experts, ranks = problem.num_experts, problem.num_ranks
-    if experts % ranks:
-        raise typer.BadParameter(f"{experts} experts do not divide among {ranks} ranks")
-    if problem.num_topk > experts:
-        raise typer.BadParameter(f"top-{problem.num_topk} of {experts} experts")
-    check_columns(hidden=problem.hidden, intermediate=problem.num_columns)
-
-
-def check_columns(**columns: int) -> None:
-    """Refuse widths that are no multiple of 16 bytes, 8 values of bf16."""
-    for name, value in columns.items():
-        if value % 8:
-            raise typer.BadParameter(f"{name} is {value}; it must be a multiple of 8")
-
-
-def choose_ranks(ranks: int | None, backend: Backend) -> tuple[int, str]:
-    """(how many ranks run by default or were asked for, their device)."""
-    num_gpus, single = torch.cuda.device_count(), backend is Backend.SINGLE
-    on_gpus = backend is not Backend.EMULATED and num_gpus > 0
-    if backend is Backend.TORCH and not on_gpus:
-        raise typer.BadParameter(
-            "torch needs a GPU, and there is none; choose auto, which takes the CPU",
-            param_hint="--backend",
-        )
-    ranks = ranks or (1 if single else min(4, num_gpus) if num_gpus > 1 else 4)
-    if single and ranks > 1:
-        raise typer.BadParameter(f"single serves one rank, not {ranks}", param_hint="--backend")
-    return ranks, "cuda" if on_gpus else "cpu"
-
-
-def where(ranks: int, device: str) -> str:
-    """The device of ranks, in words."""
-    if device == "cpu":
-        return "the CPU, where Triton interprets the kernels"
-    num_gpus = torch.cuda.device_count()
-    return (
-        "GPUs" if num_gpus >= ranks else f"{num_gpus} GPU{'s' * (num_gpus > 1)}, which they share"
-    )
-
-
-# --- The commands --------------------------------------------------------------------------------
-
-
 @app.command()
 def demo(
     model: Annotated[
@@ -201,9 +81,7 @@ def demo(
     picture: Annotated[Path, typer.Option(help="Where to draw the routing.")] = Path("routing.png"),
 ) -> None:
     """Spread the experts of transformers models over ranks, and check them on a real text."""
-    if missing := [name for name in ("transformers", "matplotlib") if not find_spec(name)]:
-        names = " and ".join(missing)
-        raise BackendError(f"the demo needs {names}: pip install 'moe_engine[hf,bench]'")
+    check_installed("the demo", "hf,bench", "transformers", "matplotlib")
     from .demo import Job, run_jobs
     from .demo_report import draw, report
 
@@ -260,9 +138,7 @@ def train(
     ),
 ) -> None:
     """Train small transformers models on a text, with their experts over ranks and unsharded."""
-    if missing := [name for name in ("transformers", "matplotlib") if not find_spec(name)]:
-        names = " and ".join(missing)
-        raise BackendError(f"training needs {names}: pip install 'moe_engine[hf,bench]'")
+    check_installed("training", "hf,bench", "transformers", "matplotlib")
     from .train import BIAS_SPEED, Job, run_jobs
     from .train_report import draw, report
 
@@ -286,6 +162,65 @@ def train(
     console.print(f"Losses and loads are drawn in {picture.resolve()}", soft_wrap=True)
     if not all(passed):
         raise typer.Exit(1)
+
+
+@app.command()
+def run(
+    checkpoint: Annotated[
+        str, typer.Argument(help="A folder with safetensors, or a repository to download.")
+    ],
+    prompt: Annotated[
+        list[str], typer.Option(help="A text to go on with; give it again for more of them.")
+    ],
+    chat: Annotated[
+        bool, typer.Option("--chat", help="The prompts are messages to a chat model.")
+    ] = False,
+    max_new_tokens: Annotated[int, typer.Option(min=1, help="Of each answer.")] = 64,
+    temperature: Annotated[
+        float, typer.Option(min=0.0, help="Of the sampling; 0 takes the likeliest token.")
+    ] = 0.0,
+    seed: Annotated[int, typer.Option(help="Of the sampling.")] = 0,
+    ranks: Annotated[
+        int | None,
+        typer.Option(
+            min=1, help="Processes.  [default: 4; on 2 or 3 GPUs, as many]", show_default=False
+        ),
+    ] = None,
+    dtype: Annotated[DType, typer.Option(help="Of the weights.")] = DType.AUTO,
+    backend: Annotated[
+        Backend, typer.Option(help="torch is for GPUs, emulated for the CPU.")
+    ] = Backend.AUTO,
+    plot: Annotated[
+        Path | None, typer.Option(help="Where to draw the load of each expert in each layer.")
+    ] = None,
+) -> None:
+    """Answer prompts by the model of a checkpoint, with its experts spread over ranks."""
+    check_installed("running a checkpoint", "hf", "transformers")
+    from .generate import Job, encode, load_tokenizer, run_job
+    from .generate_report import draw, report
+
+    if plot is not None:
+        check_picture(plot, "--plot")
+    ranks, device = choose_ranks(ranks, backend)
+    check_device(device)
+    console = Console()
+    folder, tokenizer = load_tokenizer(checkpoint)
+    job = Job(
+        folder,
+        encode(tokenizer, prompt, chat),
+        max_new_tokens,
+        temperature,
+        seed,
+        device,
+        dtype.value,
+        backend.value,
+    )
+    console.print(f"{ranks} ranks on {where(ranks, device)}, answer {len(prompt)} prompts.")
+    answers = run_job(job, ranks, console)
+    report(job, prompt, answers, tokenizer, console)
+    if plot is not None:
+        draw(answers, plot)
+        console.print(f"The load of experts is drawn in {plot.resolve()}", soft_wrap=True)
 
 
 @app.command()
@@ -476,21 +411,6 @@ def compile_kernels(
     )
     report(run(shape, int(found[1]), out, jobs or os.cpu_count() or 1, console), console)
     typer.echo(f"Set MOE_ENGINE_KERNELS={out.resolve()}, or pip install {out}.")
-
-
-def chosen_sizes(model: str | None, *given: int | None) -> list[int]:
-    """(experts, top-k, hidden, columns) of a model, or as given."""
-    from .timeline import SHAPES
-
-    sizes = [size for size in given if size]
-    if len(sizes) not in (0, 4) or (bool(sizes) == bool(model)):
-        raise typer.BadParameter("give a model, or all of experts, topk, hidden and intermediate")
-    if model is None:
-        return sizes
-    if model not in SHAPES:
-        raise typer.BadParameter(f"the model is {model!r}; there are {', '.join(SHAPES)}")
-    num_experts, *widths, num_topk = SHAPES[model]
-    return [num_experts, num_topk, *widths]
 
 
 @app.command()

@@ -1,0 +1,169 @@
+"""What the options of the command line may be, checked before any work."""
+
+from __future__ import annotations
+
+import os
+from enum import StrEnum
+from importlib.util import find_spec
+from pathlib import Path
+
+import torch
+import typer
+
+from ..errors import BackendError
+from ..layer_config import LayerProblem
+
+
+class Backend(StrEnum):
+    """A `backend` of Buffers."""
+
+    AUTO = "auto"
+    TORCH = "torch"
+    EMULATED = "emulated"
+    SINGLE = "single"
+    COLLECTIVE = "collective"
+
+
+class DType(StrEnum):
+    """The dtype of a model's weights; auto is that of the checkpoint."""
+
+    AUTO = "auto"
+    BFLOAT16 = "bfloat16"
+    FLOAT32 = "float32"
+
+
+def check_file(path: Path, option: str) -> None:
+    """Refuse a file that cannot be written."""
+    problem = None
+    if path.is_dir():
+        problem = f"{path} is a folder; name a file in it"
+    elif not path.parent.is_dir():
+        problem = f"there is no folder {path.parent}; make it, or name another"
+    elif not os.access(path if path.exists() else path.parent, os.W_OK):
+        problem = f"{path} cannot be written; name another file"
+    if problem:
+        raise typer.BadParameter(problem, param_hint=option)
+
+
+def check_picture(path: Path, option: str = "--picture") -> None:
+    """Refuse a picture that cannot be drawn or written."""
+    check_installed(option, "bench", "matplotlib")
+    from matplotlib.backend_bases import FigureCanvasBase
+
+    check_file(path, option)
+    kinds = FigureCanvasBase.get_supported_filetypes()
+    if path.suffix[1:].lower() not in kinds:
+        raise typer.BadParameter(
+            f"{path} does not say its kind; let it end in one of .{', .'.join(sorted(kinds))}",
+            param_hint=option,
+        )
+
+
+def check_cache() -> None:
+    """Refuse to measure what cannot be kept."""
+    from ..choice_cache import cache_path
+
+    folder = cache_path("").absolute()
+    nearest = next(path for path in (folder, *folder.parents) if os.path.exists(path))
+    if not (nearest.is_dir() and os.access(nearest, os.W_OK | os.X_OK)):
+        raise BackendError(
+            f"what is measured is kept in {folder}, and {nearest} is no folder that can be "
+            "written. Set MOE_ENGINE_CACHE to a folder that can be written."
+        )
+
+
+def check_installed(what: str, extras: str, *packages: str) -> None:
+    """Refuse a command whose packages are not installed."""
+    if missing := [name for name in packages if not find_spec(name)]:
+        names = " and ".join(missing)
+        raise BackendError(f"{what} needs {names}: pip install 'moe_engine[{extras}]'")
+
+
+def check_device(device: str) -> None:
+    """Refuse a device on which ranks cannot start."""
+    if device == "cpu":
+        check_installed("Triton's interpreter, for the CPU,", "emulation", "numpy")
+
+
+def known_model(model: str | None, ranks: int, num_gpus: int) -> str:
+    """The model, or the default one. It must have a shape, and GPUs unless it is tiny."""
+    from .timeline import SHAPES
+
+    on_gpus = num_gpus >= ranks
+    model = model or ("qwen3-30b" if on_gpus else "tiny")
+    if model not in SHAPES:
+        raise typer.BadParameter(f"the model is {model!r}; there are {', '.join(SHAPES)}")
+    if model != "tiny" and not on_gpus:
+        raise typer.BadParameter(
+            f"{model} on {ranks} ranks needs as many GPUs, and there are {num_gpus}; choose "
+            "--ranks, or --model tiny, which the CPU can run"
+        )
+    return model
+
+
+def check_saving(save: str | None, backward: bool) -> None:
+    """Refuse what is no policy, or a policy without a backward."""
+    from ..training import check_save
+
+    if save is not None:
+        check_save(save)
+        if not backward:
+            message = "a forward alone saves nothing; add --backward"
+            raise typer.BadParameter(message, param_hint="--save")
+
+
+def check_layer(problem: LayerProblem) -> None:
+    """Refuse a layer whose shape cannot run."""
+    experts, ranks = problem.num_experts, problem.num_ranks
+    if experts % ranks:
+        raise typer.BadParameter(f"{experts} experts do not divide among {ranks} ranks")
+    if problem.num_topk > experts:
+        raise typer.BadParameter(f"top-{problem.num_topk} of {experts} experts")
+    check_columns(hidden=problem.hidden, intermediate=problem.num_columns)
+
+
+def check_columns(**columns: int) -> None:
+    """Refuse widths that are no multiple of 16 bytes, 8 values of bf16."""
+    for name, value in columns.items():
+        if value % 8:
+            raise typer.BadParameter(f"{name} is {value}; it must be a multiple of 8")
+
+
+def choose_ranks(ranks: int | None, backend: Backend) -> tuple[int, str]:
+    """(how many ranks run by default or were asked for, their device)."""
+    num_gpus, single = torch.cuda.device_count(), backend is Backend.SINGLE
+    on_gpus = backend is not Backend.EMULATED and num_gpus > 0
+    if backend is Backend.TORCH and not on_gpus:
+        raise typer.BadParameter(
+            "torch needs a GPU, and there is none; choose auto, which takes the CPU",
+            param_hint="--backend",
+        )
+    ranks = ranks or (1 if single else min(4, num_gpus) if num_gpus > 1 else 4)
+    if single and ranks > 1:
+        raise typer.BadParameter(f"single serves one rank, not {ranks}", param_hint="--backend")
+    return ranks, "cuda" if on_gpus else "cpu"
+
+
+def where(ranks: int, device: str) -> str:
+    """The device of ranks, in words."""
+    if device == "cpu":
+        return "the CPU, where Triton interprets the kernels"
+    num_gpus = torch.cuda.device_count()
+    return (
+        "GPUs" if num_gpus >= ranks else f"{num_gpus} GPU{'s' * (num_gpus > 1)}, which they share"
+    )
+
+
+def chosen_sizes(model: str | None, *given: int | None) -> list[int]:
+    """(experts, top-k, hidden, columns) of a model, or as given."""
+    from .timeline import SHAPES
+
+    sizes = [size for size in given if size]
+    if len(sizes) not in (0, 4) or (bool(sizes) == bool(model)):
+        raise typer.BadParameter("give a model, or all of experts, topk, hidden and intermediate")
+    if model is None:
+        return sizes
+    if model not in SHAPES:
+        raise typer.BadParameter(f"the model is {model!r}; there are {', '.join(SHAPES)}")
+    num_experts, *widths, num_topk = SHAPES[model]
+    return [num_experts, num_topk, *widths]
