@@ -74,6 +74,7 @@ def draw(answers: Sequence[Answers], path: Path) -> None:
     for rank in range(1, len(answers)):
         axes.axvline(rank * num_experts / len(answers) - 0.5, color="white", linewidth=0.8)
     axes.set(title="load over the mean of the layer", xlabel="expert", ylabel="layer of experts")
+    axes.locator_params(integer=True)
     figure.colorbar(image)
     figure.savefig(path, dpi=120)
     plt.close(figure)
