@@ -34,6 +34,7 @@ from _layer import ERROR, Experts, Tokens, relative_error
 from moe_engine import Buffer, LayerConfig, Options, moe_ffn, routing
 from moe_engine.dispatch import LayerTokens, release
 from moe_engine.emulation import send_message
+from moe_engine.engines.base import LayerInputs
 from moe_engine.engines.fused_layer import dispatch_experts
 from moe_engine.grouped_gemm import grouped_gemm
 from moe_engine.hardware import gpu
@@ -204,8 +205,9 @@ class Bench:
 
         def call() -> None:
             layout = routing.layout(tokens.idx, experts.num_experts, slots)
-            sent = LayerTokens(tokens.x, tokens.idx, tokens.weights, layout)
-            dispatch_experts(sent, experts.up, act, config, slots)
+            routed = tokens.x, tokens.idx, tokens.weights
+            inputs = LayerInputs(*routed, experts.up, experts.down)
+            dispatch_experts(LayerTokens(*routed, layout), inputs, act, config, slots)
             release(slots)
 
         rows, ends = tokens.received()

@@ -17,6 +17,7 @@ from ..grouped_gemm import num_compute_programs, ragged
 from ..grouped_gemm.backward import wgrad_launch
 from ..grouped_gemm.backward_kernels import _wgrad_kernel
 from ..grouped_gemm.config import GemmConfig
+from ..grouped_gemm.kernels import ExpertWeights
 from ..grouped_gemm.launch import describe_weights
 from ..grouped_gemm.operands import Weights
 from ..hardware import gpu, leave_room
@@ -55,9 +56,9 @@ def gemm_combine(
     slots: Slots,
     gradients: Sequence[WeightGradient] = (),
 ) -> None:
-    """sums.out [T, H]: rows a [M, I] times weights [L, H, I] (or transposed [L, I, H]), into
-    sums.y [M, H], weighted and summed by token. In a backward, with gradients of the weights of
-    rows, sums are not weighted, and these gradients return to their tokens.
+    """sums.out [T, H]: rows a [M, I] times weights [L, H, I] (or transposed [L, I, H]), with their
+    bias, into sums.y [M, H], weighted and summed by token. In a backward, with gradients of the
+    weights of rows, sums are not weighted, and these gradients return to their tokens.
 
     A rank sums the rows that it has of a token and writes one to the token's rank, which adds up
     the ranks'. It all runs concurrently: small programs sum on the SMs that multiply. The last sums
@@ -71,7 +72,7 @@ def gemm_combine(
         staged_gemm_kernel,
         (num_programs,),
         create_ragged_descriptor(a, [tiles.block_m, tiles.block_k]),
-        describe_weights(weights, tiles),
+        ExpertWeights(describe_weights(weights, tiles), weights.bias),
         ragged(y[None], tiles.block_m, tiles.block_n // tiles.subtiles),
         schedule.staged,
         counters.computed,

@@ -50,7 +50,7 @@ ROWS_AT_ONCE = tl.constexpr(3)
 @triton.jit(do_not_specialize_on_alignment=["computed"])
 def staged_gemm_kernel(
     a,  # ragged descriptor of [M, K]
-    w,  # descriptor of the weights, see `gemm_tile`
+    weights,  # ExpertWeights
     out,  # ragged descriptor of [1, M, N]
     schedule,  # StagedTiles
     computed,  # int64 [STAGES], see `StageCounters`
@@ -60,8 +60,8 @@ def staged_gemm_kernel(
     SHAPE: tl.constexpr,  # TileShape
     PDL: tl.constexpr,
 ):
-    """out [M, N] = A @ w[expert].T, stage by stage; a program that has passed one says so in
-    `computed`, for `return_sums_kernel`, which runs concurrently.
+    """out [M, N] = A @ w[expert].T + bias[expert], stage by stage; a program that has passed one
+    says so in `computed`, for `return_sums_kernel`, which runs concurrently.
 
     A PDL launch after `send_return_metadata_kernel`, or one that has waited for it: it waits, and
     so for all launches before. What they have stored, later kernels may read once `computed` is
@@ -71,7 +71,7 @@ def staged_gemm_kernel(
     pdl_wait(PDL)
     STAGES_PAD: tl.constexpr = triton.next_power_of_2(STAGES + 1)
     ROLE: tl.constexpr = ROLE_DGRAD_UP if TRANSPOSED else ROLE_DOWN
-    N, K = product_size(w, SHAPE, TRANSPOSED)
+    N, K = product_size(weights.w, SHAPE, TRANSPOSED)
     num_n = tl.cdiv(N, SHAPE.BLOCK_N)
     first_m = first_tiles(schedule.first_tile, num_n, STAGES, STAGES_PAD)
     program = tl.program_id(0)
@@ -89,12 +89,16 @@ def staged_gemm_kernel(
         # fmt: on
         expert, row, end = unpack_tile(packed)
         tile = Tile(expert, row, end, block * SHAPE.BLOCK_N)
-        acc = gemm_tile(a, w, tile, K, SHAPE, TRANSPOSED)
+        acc = gemm_tile(a, weights.w, tile, K, SHAPE, TRANSPOSED)
         # Before this tile is stored, when the last one's store has long ended.
         before = stage_of(index - num_programs, first_m, num_n)
         stage = stage_of(index, first_m, num_n)
         arrive_after_tma(computed + stages, (stages >= before) & (stages < stage), PDL)
-        finish_tile(acc, out, tile, N, "none", SHAPE.SUBTILES)
+        # fmt: off
+        finish_tile(
+            acc, out, tile, N, SHAPE.ACTIVATION, SHAPE.SUBTILES, bias=weights.bias
+        )
+        # fmt: on
         since = end_span(ROLE, index, since, context)
     last = program + (num_tiles - 1 - program + num_programs) // num_programs * num_programs
     before = stage_of(last - num_programs, first_m, num_n)

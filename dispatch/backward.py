@@ -6,6 +6,7 @@ import torch
 from triton.tools.ragged_tma import create_ragged_descriptor
 
 from ..grouped_gemm import num_compute_programs
+from ..grouped_gemm.activations import AnyActivation
 from ..grouped_gemm.backward import ActivationGradients, gradient_rows, wgrad_launch
 from ..grouped_gemm.config import GemmConfig
 from ..grouped_gemm.launch import describe_weights
@@ -25,6 +26,7 @@ def dispatch_dgrad(
     pre: torch.Tensor,
     row_weight: torch.Tensor,
     out: ActivationGradients,
+    activation: AnyActivation,
     tiles: GemmConfig,
     slots: Slots,
 ) -> None:
@@ -36,7 +38,7 @@ def dispatch_dgrad(
         (num_compute_programs(pre.device, tiles),),
         create_ragged_descriptor(dispatched.rows, [tiles.block_m, tiles.block_k]),
         describe_weights(Weights(w, transposed=True), tiles),
-        gradient_rows(pre, row_weight, out, tiles, "swiglu"),
+        gradient_rows(pre, row_weight, out, tiles, activation),
         Tiles(schedule.tiles, schedule.num_tiles),
         len(pre),
         dispatched.counters.copied,
@@ -44,7 +46,7 @@ def dispatch_dgrad(
         num_copy_programs(config),
         config.num_stages,
         RANKS_PAD=next_power_of_2(slots.num_ranks),
-        **tiles.launch_options(),
+        **tiles.launch_options(activation),
         **leave_room(),
         step="dispatch_dgrad",
         after=(copy_rows_kernel,),

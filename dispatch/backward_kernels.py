@@ -66,7 +66,7 @@ def dispatch_dgrad_kernel(
         )
         # fmt: on
         acc = gemm_tile(grad, w, tile, K, SHAPE, TRANSPOSED=True)
-        finish_gradient(acc, tile, rows, max_rows, N, "swiglu", SHAPE.SUBTILES)
+        finish_gradient(acc, tile, rows, max_rows, N, SHAPE.ACTIVATION, SHAPE.SUBTILES)
         since = end_span(ROLE_DGRAD_DOWN, index, since, context)
     end_wait_tile(stage_count, deadline, context, RANKS_PAD)
     pdl_wait(PDL)

@@ -14,8 +14,9 @@ from ..device.lang import INTERPRETED
 from ..device.signature import RowShape
 from ..grouped_gemm import num_compute_programs, ragged
 from ..grouped_gemm.config import GemmConfig
+from ..grouped_gemm.kernels import ExpertWeights
 from ..grouped_gemm.launch import by_parts, describe_weights
-from ..grouped_gemm.operands import Weights
+from ..grouped_gemm.operands import Epilogue, Weights
 from ..grouped_gemm.schedule_kernels import Tiles
 from ..hardware import gpu, leave_room
 from ..layer_config import LayerConfig
@@ -28,6 +29,7 @@ from .fused_kernels import (
     CopyLists,
     CopySizes,
     RowSize,
+    UpOutputs,
     copy_rows_kernel,
     dispatch_gemm_kernel,
     keep_rows_kernel,
@@ -298,34 +300,36 @@ def keep_rows(
 
 def dispatch_gemm(
     a: torch.Tensor,
-    w: torch.Tensor,
-    outputs: tuple[torch.Tensor, torch.Tensor | None],
-    schedule: StagedSchedule,
-    counters: StageCounters,
+    weights: Weights,
+    epilogue: Epilogue,
+    out: torch.Tensor,
+    dispatched: Dispatched,
     tiles: GemmConfig,
-    config: LayerConfig,
     slots: Slots,
     has_arrived: bool = False,
 ) -> None:
-    """outputs: [M, I] = silu(gate) * up of the expert rows a [M, H] times w [L, 2I, H] or [L, 2, I,
-    H], while they arrive, and unless None gate and up [M, 2I]. has_arrived: a is complete, whatever
-    arrives meanwhile, so no tile waits."""
-    out, pre = outputs
+    """out [M, I] = the activation of the expert rows a [M, H] times weights [L, 2I, H] or [L, 2, I,
+    H], while they arrive; epilogue.pre gets gate and up [M, 2I]. has_arrived: a is complete,
+    whatever arrives meanwhile, so no tile waits."""
+    schedule, counters = dispatched.schedule, dispatched.counters
+    config, pre = dispatched.config, epilogue.pre
     block = tiles.block_m, tiles.block_n // 2 // tiles.subtiles
     slots.context.launch(
         dispatch_gemm_kernel,
         (num_compute_programs(a.device, tiles),),
         create_ragged_descriptor(a, [tiles.block_m, tiles.block_k]),
-        describe_weights(Weights(w), tiles, parts=2),
-        ragged(out[None], *block),
-        None if pre is None else ragged(by_parts(pre, 2), *block),
+        ExpertWeights(describe_weights(weights, tiles, parts=2), weights.bias),
+        UpOutputs(
+            ragged(out[None], *block),
+            None if pre is None else ragged(by_parts(pre, 2), *block),
+        ),
         Tiles(schedule.tiles, schedule.num_tiles),
         counters.copied,
         slots.context.fields,
         0 if has_arrived else num_copy_programs(config),
         config.num_stages,
         RANKS_PAD=next_power_of_2(slots.num_ranks),
-        **tiles.launch_options(),
+        **tiles.launch_options(epilogue.activation),
         **leave_room(),
         step="dispatch_gemm",
         after=(copy_rows_kernel,),

@@ -44,6 +44,13 @@ class RowSize(NamedTuple):
     num_bytes: tl.tensor
 
 
+class UpOutputs(NamedTuple):
+    """What an up-projection stores."""
+
+    act: tl.tensor  # ragged descriptor of [1, M, N]
+    pre: tl.tensor  # ragged descriptor of [PARTS, M, N], or None
+
+
 class CopySizes(NamedTuple):
     """Compile-time constants of kernels that copy rows."""
 
@@ -281,9 +288,8 @@ def load_arriving_tile(
 )
 def dispatch_gemm_kernel(
     a,  # ragged descriptor of the expert rows [M, K]
-    w,  # descriptor of the weights [L, 2, N, K], see `gemm_tile`
-    out,  # ragged descriptor of [1, M, N]
-    pre,  # ragged descriptor of [2, M, N], or None
+    weights,  # ExpertWeights [L, 2, N, K]
+    out,  # UpOutputs
     tiles,  # `Tiles`, in the order of `staged_schedule_kernel`
     copied,  # int64 [2 * S], see `StageCounters`
     context,
@@ -293,8 +299,8 @@ def dispatch_gemm_kernel(
     SHAPE: tl.constexpr,  # TileShape
     PDL: tl.constexpr,
 ):
-    """out [M, N] = silu(gate) * up of the expert rows, each tile once its rows have arrived; `pre`
-    gets gate and up.
+    """out.act [M, N] = the activation of gate and up of the expert rows, each tile once its rows
+    have arrived; out.pre gets gate and up.
 
     The grouped GEMM, but for the wait at each tile.
 
@@ -302,7 +308,7 @@ def dispatch_gemm_kernel(
     before it, it reads only what `push_fused_kernel` has waited for.
     """
     pdl_launch_dependents(PDL)
-    N, K = product_size(w, SHAPE)
+    N, K = product_size(weights.w, SHAPE)
     num_m = tl.load(tiles.count)
     num_n = tl.cdiv(N, SHAPE.BLOCK_N // 2)
     deadline = deadline_from_now(context)
@@ -314,8 +320,12 @@ def dispatch_gemm_kernel(
             num_copy_programs, deadline, context, PDL,
         )
         # fmt: on
-        acc = gemm_tile(a, w, tile, K, SHAPE)
-        finish_tile(acc, out, tile, N, "swiglu", SHAPE.SUBTILES, pre)
+        acc = gemm_tile(a, weights.w, tile, K, SHAPE)
+        # fmt: off
+        finish_tile(
+            acc, out.act, tile, N, SHAPE.ACTIVATION, SHAPE.SUBTILES, out.pre, weights.bias
+        )
+        # fmt: on
         since = end_span(ROLE_UP, index, since, context)
     end_wait_tile(stage_count, deadline, context, RANKS_PAD)
     pdl_wait(PDL)

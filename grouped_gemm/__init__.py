@@ -1,5 +1,6 @@
 """Grouped GEMM: every expert's rows times its weights in one launch, and the gradients."""
 
+from .activations import Activation
 from .autograd import grouped_gemm, grouped_mlp
 from .backward import dgrad, wgrad
 from .launch import gemm_config, num_compute_programs, ragged
@@ -8,6 +9,7 @@ from .schedule import TileSchedule, tile_schedule
 from .tuning import tune_gemm
 
 __all__ = [
+    "Activation",
     "TileSchedule",
     "check_weights",
     "dgrad",

@@ -10,6 +10,7 @@ import torch
 from ..checks import check_tensor, packed
 from ..errors import BackendError, ShapeError
 from ..prepared import prepared
+from .activations import AnyActivation, num_parts
 from .backward import (
     activation_dgrad,
     activation_gradient,
@@ -32,7 +33,6 @@ from .operands import (
     check_rows,
     check_taken,
     check_weights,
-    num_parts,
     split_scales,
 )
 from .schedule import INDEX_DTYPES, TileSchedule, checked_block_m, tile_schedule
@@ -75,7 +75,7 @@ def grouped_gemm(
     *,
     row_index: torch.Tensor | None = None,
     row_offset: torch.Tensor | None = None,
-    activation: str = "none",
+    activation: AnyActivation = "none",
     bias: torch.Tensor | None = None,
     row_weight: torch.Tensor | None = None,
     out: torch.Tensor | None = None,
@@ -153,7 +153,7 @@ def _forward(
     offsets: torch.Tensor,
     row_index: torch.Tensor | None,
     row_offset: torch.Tensor | None,
-    activation: str,
+    activation: AnyActivation,
     bias: torch.Tensor | None,
     row_weight: torch.Tensor | None,
     out: torch.Tensor | None,
@@ -174,7 +174,7 @@ def _operands(
     w: Operand,
     row_index: torch.Tensor | None,
     row_offset: torch.Tensor | None,
-    activation: str,
+    activation: AnyActivation,
     bias: torch.Tensor | None,
 ) -> tuple[tuple[torch.Tensor, torch.Tensor | None], tuple[torch.Tensor, torch.Tensor | None]]:
     """((x, its scales or None), (w, its scales or None)), checked."""
@@ -196,7 +196,7 @@ def grouped_mlp(
     *,
     row_index: torch.Tensor | None = None,
     row_weight: torch.Tensor | None = None,
-    activation: str = "swiglu",
+    activation: AnyActivation = "swiglu",
     b_up: torch.Tensor | None = None,
     b_down: torch.Tensor | None = None,
 ) -> torch.Tensor:
@@ -224,7 +224,7 @@ def _check_mlp(
     w_down: torch.Tensor,
     b_up: torch.Tensor | None,
     b_down: torch.Tensor | None,
-    activation: str,
+    activation: AnyActivation,
 ) -> None:
     """Raise unless the weights of a feed-forward fit x and each other."""
     parts = num_parts(activation)
@@ -250,7 +250,7 @@ def _mlp(
     row_weight: torch.Tensor | None,
     offsets: torch.Tensor,
     row_index: torch.Tensor | None,
-    activation: str,
+    activation: AnyActivation,
 ) -> torch.Tensor:
     """`grouped_mlp` without gradients."""
     _check_mlp(x, w_up, w_down, b_up, b_down, activation)
@@ -290,7 +290,7 @@ def _group(
     row_index: torch.Tensor | None,
     row_offset: torch.Tensor | None,
     row_weight: torch.Tensor | None,
-    activation: str,
+    activation: AnyActivation,
     schedule: TileSchedule | None,
 ) -> tuple[Grouping, GemmConfig]:
     """Check the arguments that say where rows are and how they are weighted, and choose the tile
@@ -324,7 +324,7 @@ class _GroupedGemm(torch.autograd.Function):
         bias: torch.Tensor | None,
         row_weight: torch.Tensor | None,
         grouping: Grouping,
-        activation: str,
+        activation: AnyActivation,
         config: GemmConfig,
     ) -> torch.Tensor:
         pre = None if activation == "none" else x.new_empty(grouping.num_rows, w.shape[1])
@@ -366,7 +366,7 @@ class _GroupedMlp(torch.autograd.Function):
         b_down: torch.Tensor | None,
         row_weight: torch.Tensor | None,
         grouping: Grouping,
-        activation: str,
+        activation: AnyActivation,
         config: GemmConfig,
     ) -> torch.Tensor:
         pre = x.new_empty(grouping.num_rows, w_up.shape[1])
@@ -384,14 +384,8 @@ class _GroupedMlp(torch.autograd.Function):
         offsets = grouping.offsets
         grad = packed(grad)
         pre_grad, act, of_weight = activation_dgrad(
-            grad, w_down, pre, grouping.schedule, ctx.activation, row_weight
+            grad, w_down, pre, grouping.schedule, ctx.activation, row_weight, b_down
         )
-        if needs[5] and of_weight is not None and b_down is not None:  # it scales the bias as well
-            rows = torch.arange(grouping.num_rows, dtype=torch.int64, device=grad.device)
-            expert = torch.searchsorted(offsets[1:].contiguous(), rows, right=True)
-            expert = expert.clamp_(max=len(b_down) - 1)
-            of_bias = (grad.float() * b_down[expert]).sum(1)
-            of_weight += torch.where(rows < offsets[-1], of_bias, 0.0)
         return (
             _gradient_of_x(pre_grad, x, w_up, grouping) if needs[0] else None,
             _gradient_of_w(pre_grad, x, grouping) if needs[1] else None,

@@ -18,16 +18,19 @@ from ..checks import (
     check_tensor,
     has_parts,
 )
+from ..device.constants import constants
 from ..device.context import TracedRole
 from ..errors import ShapeError
 from ..hardware import gpu
 from ..launch import launch
 from ..prepared import prepared
+from .activations import Activation, AnyActivation, num_parts
 from .backward_kernels import (
     GradientRows,
     _activation_dgrad_kernel,
     _activation_gradient_kernel,
     _bias_gradient_kernel,
+    _bias_weight_gradient_kernel,
     _clear_rest_kernel,
     _gathered_sum_kernel,
     _row_weight_gradient_kernel,
@@ -56,7 +59,6 @@ from .operands import (
     check_rows,
     check_taken,
     check_weights,
-    num_parts,
 )
 from .schedule import INDEX_DTYPES, TileSchedule, checked_block_m, tile_schedule
 
@@ -221,17 +223,18 @@ def activation_dgrad(
     w: torch.Tensor,
     pre: torch.Tensor,
     schedule: TileSchedule,
-    activation: str,
+    activation: AnyActivation,
     row_weight: torch.Tensor | None,
+    bias: torch.Tensor | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor | None]:
     """The gradients of a second GEMM and of the activation before it, in one pass.
 
-    grad [rows, H] is the gradient of (activation(pre) @ w[e].T) * row_weight, w [L, H, I], pre
-    [rows, parts * I]. Returns the gradient of pre; activation(pre) * row_weight [rows, I], which
-    the gradient of w needs; and the gradient of row_weight float32 [rows], None without one. (As in
-    SonicMoE, neither the activations nor the second GEMM's output are kept.)
+    grad [rows, H] is the gradient of (activation(pre) @ w[e].T + bias[e]) * row_weight, w [L, H,
+    I], pre [rows, parts * I]. Returns the gradient of pre; activation(pre) * row_weight [rows, I],
+    which the gradient of w needs; and the gradient of row_weight float32 [rows], None without one.
+    (As in SonicMoE, neither the activations nor the second GEMM's output are kept.)
     """
-    return _activation_dgrad(grad, w, pre, schedule, activation, row_weight)
+    return _activation_dgrad(grad, w, pre, schedule, activation, row_weight, bias)
 
 
 @prepared
@@ -240,13 +243,17 @@ def _activation_dgrad(
     w: torch.Tensor,
     pre: torch.Tensor,
     schedule: TileSchedule,
-    activation: str,
+    activation: AnyActivation,
     row_weight: torch.Tensor | None,
+    bias: torch.Tensor | None,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor | None]:
     problem = gemm_problem(w, len(grad), transposed=True)
     config = GemmConfig.for_gradient(problem, row_weight is not None, schedule.block_m)
-    out = ActivationGradients.empty(pre, w, config, row_weight is not None)
+    has_bias = bias is not None
+    out = ActivationGradients.empty(pre, w, config, row_weight is not None, has_bias=has_bias)
     launch_activation_dgrad(grad, w, pre, schedule, activation, row_weight, out, config)
+    if bias is not None:
+        launch_bias_weight_gradient(grad, bias, out, schedule.offsets)
     launch_row_weight_gradient(out, schedule.offsets, schedule.max_rows)
     return out.pre, out.act, out.row_weight
 
@@ -269,15 +276,16 @@ class ActivationGradients(NamedTuple):
         config: GemmConfig,
         weighted: bool,
         overwrites: bool = False,
+        has_bias: bool = False,
     ) -> ActivationGradients:
         """Room for them, of the second GEMM's weights w [L, H, I]; if it `overwrites`, the gradient
-        of pre takes the place of pre."""
+        of pre takes the place of pre. has_bias: the second GEMM adds a bias, which is weighted."""
         num_rows, num_columns = len(pre), w.shape[2]
         pre_grad = pre if overwrites else torch.empty_like(pre)
         out = cls(pre_grad, pre.new_empty(num_rows, num_columns))
         if not weighted:
             return out
-        num_sums = row_weight_parts(num_columns, config)
+        num_sums = row_weight_parts(num_columns, config) + has_bias
         return out._replace(
             row_weight=pre.new_empty(num_rows, dtype=torch.float32),
             sums=pre.new_empty((num_rows, num_sums), dtype=torch.float32),
@@ -295,7 +303,7 @@ def gradient_rows(
     row_weight: torch.Tensor | None,
     out: ActivationGradients,
     config: GemmConfig,
-    activation: str,
+    activation: AnyActivation,
 ) -> GradientRows:
     """What kernels of the gradient of an activation read and write, by tiles of this shape."""
     block = config.block_m, config.block_n // config.subtiles
@@ -308,7 +316,7 @@ def launch_activation_dgrad(
     w: torch.Tensor,
     pre: torch.Tensor,
     schedule: TileSchedule,
-    activation: str,
+    activation: AnyActivation,
     row_weight: torch.Tensor | None,
     out: ActivationGradients,
     config: GemmConfig,
@@ -329,10 +337,28 @@ def launch_activation_dgrad(
             schedule.for_kernels,
             num_rows,
             trace,
-            ACTIVATION=activation,
-            **config.launch_options(),
+            **config.launch_options(activation),
             shares_sms=True,
         )
+
+
+def launch_bias_weight_gradient(
+    grad: torch.Tensor, bias: torch.Tensor, out: ActivationGradients, offsets: torch.Tensor
+) -> None:
+    """The last of out.sums, if there are any: of each row of grad [rows, H], the product with its
+    expert's bias, which is weighted as the product with the weights is."""
+    if out.sums is None or not len(out.sums):
+        return
+    num_rows, num_sums = out.sums.shape
+    num_experts, num_columns = bias.shape
+    share = triton.cdiv(4 * gpu(grad.device).num_sms, num_experts)
+    launch(
+        _bias_weight_gradient_kernel,
+        (num_experts, min(share, triton.cdiv(num_rows, BLOCK_ROWS))),
+        *(grad, bias, out.sums, offsets, num_rows, num_columns, num_sums),
+        BLOCK_M=BLOCK_ROWS,
+        BLOCK_N=BLOCK_COLUMNS,
+    )
 
 
 def launch_row_weight_gradient(
@@ -354,7 +380,7 @@ def launch_row_weight_gradient(
 
 @prepared
 def activation_gradient(
-    grad: torch.Tensor, pre: torch.Tensor, offsets: torch.Tensor, activation: str
+    grad: torch.Tensor, pre: torch.Tensor, offsets: torch.Tensor, activation: AnyActivation
 ) -> torch.Tensor:
     """Gradient of pre [rows, parts * N] from that of activation(pre), grad [rows, N]."""
     pre_grad = torch.empty_like(pre)
@@ -365,7 +391,7 @@ def activation_gradient(
             _activation_gradient_kernel,
             blocks,
             *(grad, pre, pre_grad, offsets, num_rows, offsets.numel() - 1, num_columns),
-            ACTIVATION=activation,
+            ACTIVATION=constants(Activation.of(activation)),
             BLOCK_M=BLOCK_ROWS,
             BLOCK_N=BLOCK_COLUMNS,
         )

@@ -10,14 +10,19 @@ from ..device.lang import begin_span, device_function, dot, end_span, round_to
 from ..device.programs import pdl_launch_dependents, pdl_wait
 from .kernels import (
     INV_SQRT_2PI,
+    SQRT_8_BY_PI,
+    TANH_CUBIC,
     activate,
     gaussian_cdf,
     gemm_tile,
     halves,
     is_gated,
+    limited,
     load_rows,
     product_size,
     store_rows,
+    swish,
+    tanh_cdf,
 )
 from .schedule_kernels import Tile, load_tile, tile_coordinates
 
@@ -25,17 +30,31 @@ from .schedule_kernels import Tile, load_tile, tile_coordinates
 @device_function
 def activation_gradient(grad, gate, up, ACTIVATION: tl.constexpr):
     """(gradient of gate, of up) from that of the activation; `up` is used by gated ones alone."""
-    if ACTIVATION == "swiglu" or ACTIVATION == "silu":
-        sigmoid = tl.sigmoid(gate)
-        value = gate * sigmoid
-        slope = sigmoid * (1.0 + gate - value)
+    NAME: tl.constexpr = ACTIVATION.name
+    given_gate, given_up = gate, up
+    if is_gated(NAME):
+        gate, up = limited(gate, up, ACTIVATION)
+    if NAME == "swiglu" or NAME == "silu":
+        value, sigmoid = swish(gate, ACTIVATION)
+        if ACTIVATION.alpha == 1.0:
+            slope = sigmoid * (1.0 + gate - value)
+        else:
+            slope = sigmoid * (1.0 + (gate - value) * ACTIVATION.alpha)
+    elif NAME == "geglu_tanh" or NAME == "gelu_tanh":
+        cdf = tanh_cdf(gate)
+        value = gate * cdf
+        inner = SQRT_8_BY_PI * (1.0 + 3.0 * TANH_CUBIC * gate * gate)
+        slope = cdf + value * (1.0 - cdf) * inner
     else:  # geglu, gelu
         cdf = gaussian_cdf(gate)
         value = gate * cdf
         slope = cdf + gate * tl.exp(-0.5 * gate * gate) * INV_SQRT_2PI
     of_gate, of_up = grad * slope, grad * value
-    if is_gated(ACTIVATION):
+    if is_gated(NAME):
         of_gate = of_gate * up
+        if ACTIVATION.limit is not None:
+            of_gate = tl.where(given_gate <= ACTIVATION.limit, of_gate, 0.0)
+            of_up = tl.where(tl.abs(given_up) <= ACTIVATION.limit, of_up, 0.0)
     return of_gate, of_up
 
 
@@ -81,7 +100,7 @@ def finish_gradient(acc, tile, rows, max_rows, N, ACTIVATION: tl.constexpr, SUBT
         finish_gradient(left, tile, rows, max_rows, N, ACTIVATION, REST)
         finish_gradient(right, right_tile, rows, max_rows, N, ACTIVATION, REST)
     else:
-        GATED: tl.constexpr = is_gated(ACTIVATION)
+        GATED: tl.constexpr = is_gated(ACTIVATION.name)
         PARTS: tl.constexpr = 2 if GATED else 1
         index = row + tl.arange(0, acc.shape[0])
         columns = n + tl.arange(0, acc.shape[1])
@@ -112,7 +131,6 @@ def _activation_dgrad_kernel(
     tiles,  # `Tiles`
     max_rows,
     trace,  # TracedRole, or None
-    ACTIVATION: tl.constexpr,
     SHAPE: tl.constexpr,
     PDL: tl.constexpr,
 ):
@@ -128,7 +146,7 @@ def _activation_dgrad_kernel(
     for index in tl.range(tl.program_id(0), num_m * num_n, tl.num_programs(0), flatten=True):
         tile = load_tile(tiles, index, num_m, num_n, SHAPE.BLOCK_N, SHAPE.GROUP_M)
         acc = gemm_tile(grad, w, tile, K, SHAPE, TRANSPOSED=True)
-        finish_gradient(acc, tile, rows, max_rows, N, ACTIVATION, SHAPE.SUBTILES)
+        finish_gradient(acc, tile, rows, max_rows, N, SHAPE.ACTIVATION, SHAPE.SUBTILES)
         if trace is not None:
             since = end_span(trace.role, index, since, trace.context)
 
@@ -175,7 +193,7 @@ def _activation_gradient_kernel(
     BLOCK_N: tl.constexpr,
 ):
     """pre_grad [rows, PARTS, N] from grad [rows, N], the gradient of the activation."""
-    GATED: tl.constexpr = is_gated(ACTIVATION)
+    GATED: tl.constexpr = is_gated(ACTIVATION.name)
     PARTS: tl.constexpr = 2 if GATED else 1
     end = tl.minimum(tl.load(offsets + num_experts), max_rows).to(tl.int32)
     rows = tl.program_id(0) * BLOCK_M + tl.arange(0, BLOCK_M)
@@ -314,6 +332,37 @@ def _bias_gradient_kernel(
             tile *= tl.load(row_weight + rows, mask=rows < end, other=0.0)[:, None]
         acc += tile
     tl.store(out + expert.to(tl.int64) * N + columns, tl.sum(acc, 0), mask=columns < N)
+
+
+@triton.jit(
+    do_not_specialize=["max_rows", "N", "num_sums"],
+    do_not_specialize_on_alignment=["grad", "bias", "sums", "offsets"],
+)
+def _bias_weight_gradient_kernel(
+    grad,  # [rows, N]
+    bias,  # [L, N]
+    sums,  # float32 [num_sums, max_rows]
+    offsets,
+    max_rows,
+    N,
+    num_sums,
+    BLOCK_M: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+):
+    """The last of `sums`, see `_row_weight_gradient_kernel`: each row of grad times the bias of its
+    expert."""
+    expert = tl.program_id(0)
+    begin, end = expert_rows(expert, offsets, max_rows)
+    last = sums + max_rows.to(tl.int64) * (num_sums - 1)
+    for row in range(begin + tl.program_id(1) * BLOCK_M, end, tl.num_programs(1) * BLOCK_M):
+        rows = row + tl.arange(0, BLOCK_M)
+        total = tl.zeros((BLOCK_M,), tl.float32)
+        for column in range(0, N, BLOCK_N):
+            columns = column + tl.arange(0, BLOCK_N)
+            at = bias + expert.to(tl.int64) * N + columns
+            added = tl.load(at, mask=columns < N, other=0.0).to(tl.float32)
+            total += tl.sum(load_pre(grad, 0, rows, end, columns, N, 1) * added[None, :], 1)
+        tl.store(last + rows, total, mask=rows < end)
 
 
 @triton.jit(do_not_specialize=["num_experts", "max_rows", "N"])

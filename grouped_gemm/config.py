@@ -17,6 +17,7 @@ from ..device.constants import constants
 from ..errors import ShapeError
 from ..hardware import H200
 from ..utils import next_power_of_2
+from .activations import Activation, AnyActivation
 
 GEMMS = "gemm.json"
 LAUNCH_US = 3.0
@@ -79,7 +80,7 @@ class Prediction:
 
 
 class TileShape(NamedTuple):
-    """The fields of a `GemmConfig` that kernels are compiled for."""
+    """The fields of a `GemmConfig` that kernels are compiled for, and what finishes a tile."""
 
     BLOCK_M: int
     BLOCK_N: int
@@ -87,6 +88,7 @@ class TileShape(NamedTuple):
     SUBTILES: int
     GROUP_M: int
     SPLITS: int
+    ACTIVATION: Activation
 
 
 @dataclass(frozen=True, slots=True)
@@ -118,10 +120,10 @@ class GemmConfig:
         if uneven:
             raise ShapeError(f"a GemmConfig has {uneven}; these must be powers of 2.")
 
-    def launch_options(self) -> dict[str, Any]:
+    def launch_options(self, activation: AnyActivation = "none") -> dict[str, Any]:
         """The options with which every kernel of such tiles is launched; SHAPE is a `TileShape`."""
         return {
-            "SHAPE": _tile_shape(self),
+            "SHAPE": _tile_shape(self, activation),
             "num_warps": self.num_warps,
             "num_stages": self.num_stages,
         }
@@ -160,9 +162,10 @@ class GemmConfig:
 
 
 @functools.cache
-def _tile_shape(config: GemmConfig) -> TileShape:
+def _tile_shape(config: GemmConfig, activation: AnyActivation) -> TileShape:
     blocks = config.block_m, config.block_n, config.block_k
-    return constants(TileShape(*blocks, config.subtiles, config.group_m, config.num_splits))
+    others = config.subtiles, config.group_m, config.num_splits
+    return constants(TileShape(*blocks, *others, Activation.of(activation)))
 
 
 def check_numbers(kind: str, numbers: Mapping[str, object], maxima: Mapping[str, int]) -> None:

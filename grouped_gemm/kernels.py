@@ -20,6 +20,8 @@ RAGGED = tl.constexpr(0x40000000)
 """Rows that a ragged descriptor claims to have: 2**30, whatever the tensor has."""
 INV_SQRT_2 = tl.constexpr(0.7071067811865476)
 INV_SQRT_2PI = tl.constexpr(0.3989422804014327)
+SQRT_8_BY_PI = tl.constexpr(1.5957691216057308)
+TANH_CUBIC = tl.constexpr(0.044715)
 
 
 class Gathered(NamedTuple):
@@ -27,6 +29,13 @@ class Gathered(NamedTuple):
 
     base: tl.tensor
     row_offset: tl.tensor  # int64 [rows]
+
+
+class ExpertWeights(NamedTuple):
+    """The weights of experts, and what is added to their products."""
+
+    w: tl.tensor  # a descriptor, see `gemm_tile`
+    bias: tl.tensor  # [L, PARTS * N], or None
 
 
 class Scales(NamedTuple):
@@ -37,9 +46,9 @@ class Scales(NamedTuple):
 
 
 @triton.constexpr_function
-def is_gated(activation):
-    """Whether an activation applies to a gate, and multiplies the result by `up`."""
-    return activation == "swiglu" or activation == "geglu"
+def is_gated(name):
+    """Whether an activation of this name applies to a gate, and multiplies the result by `up`."""
+    return name == "swiglu" or name == "geglu" or name == "geglu_tanh"
 
 
 @device_function
@@ -170,14 +179,47 @@ def gaussian_cdf(x):
 
 
 @device_function
+def tanh_cdf(x):
+    """The approximation of `gaussian_cdf` by tanh: (1 + tanh(y)) / 2 is sigmoid(2 y)."""
+    return tl.sigmoid(SQRT_8_BY_PI * (x + TANH_CUBIC * x * x * x))
+
+
+@device_function
+def limited(gate, up, ACTIVATION: tl.constexpr):
+    """(gate, up) within the limits of a gated activation, `up` shifted."""
+    if ACTIVATION.limit is not None:
+        gate = tl.minimum(gate, ACTIVATION.limit, propagate_nan=tl.PropagateNan.ALL)
+        up = tl.minimum(up, ACTIVATION.limit, propagate_nan=tl.PropagateNan.ALL)
+        up = tl.maximum(up, -ACTIVATION.limit, propagate_nan=tl.PropagateNan.ALL)
+    if ACTIVATION.shift != 0.0:
+        up = up + ACTIVATION.shift
+    return gate, up
+
+
+@device_function
+def swish(x, ACTIVATION: tl.constexpr):
+    """(x * sigmoid(alpha * x), the sigmoid)."""
+    scaled = x
+    if ACTIVATION.alpha != 1.0:
+        scaled = x * ACTIVATION.alpha
+    sigmoid = tl.sigmoid(scaled)
+    return x * sigmoid, sigmoid
+
+
+@device_function
 def activate(gate, up, ACTIVATION: tl.constexpr):
-    """The activation of fp32 tiles; `up` is used by gated activations alone."""
+    """The activation of fp32 tiles, see `activations.Activation`; `up` is used by gated ones."""
+    NAME: tl.constexpr = ACTIVATION.name
+    if is_gated(NAME):
+        gate, up = limited(gate, up, ACTIVATION)
     value = gate
-    if ACTIVATION == "swiglu" or ACTIVATION == "silu":
-        value = gate * tl.sigmoid(gate)
-    elif ACTIVATION == "geglu" or ACTIVATION == "gelu":
+    if NAME == "swiglu" or NAME == "silu":
+        value, _ = swish(gate, ACTIVATION)
+    elif NAME == "geglu" or NAME == "gelu":
         value = gate * gaussian_cdf(gate)
-    if is_gated(ACTIVATION):
+    elif NAME == "geglu_tanh" or NAME == "gelu_tanh":
+        value = gate * tanh_cdf(gate)
+    if is_gated(NAME):
         value = value * up
     return value
 
@@ -213,7 +255,7 @@ def finish_tile(
     less shared memory and fewer registers.
     """
     gate, up = acc, acc
-    if is_gated(ACTIVATION):
+    if is_gated(ACTIVATION.name):
         gate, up = halves(acc)
     # fmt: off
     finish_columns(
@@ -253,7 +295,7 @@ def finish_columns(
         )
         # fmt: on
     else:
-        GATED: tl.constexpr = is_gated(ACTIVATION)
+        GATED: tl.constexpr = is_gated(ACTIVATION.name)
         PARTS: tl.constexpr = 2 if GATED else 1
         if bias is not None:
             columns = n + tl.arange(0, gate.shape[1])
@@ -282,7 +324,6 @@ def _grouped_gemm_kernel(
     bias,
     row_weight,
     tiles,  # `Tiles`
-    ACTIVATION: tl.constexpr,
     TRANSPOSED: tl.constexpr,
     SHAPE: tl.constexpr,
     PDL: tl.constexpr,
@@ -294,7 +335,8 @@ def _grouped_gemm_kernel(
     the launch before it has ended, it reads nothing that it writes, such as the tiles.
     """
     GATHERED: tl.constexpr = not isinstance(a, tl.tensor_descriptor)
-    WIDTH: tl.constexpr = SHAPE.BLOCK_N // 2 if is_gated(ACTIVATION) else SHAPE.BLOCK_N
+    ACTIVATION: tl.constexpr = SHAPE.ACTIVATION
+    WIDTH: tl.constexpr = SHAPE.BLOCK_N // 2 if is_gated(ACTIVATION.name) else SHAPE.BLOCK_N
     SPLITS: tl.constexpr = SHAPE.SPLITS
     N, K = product_size(w, SHAPE, TRANSPOSED)
     pdl_wait(PDL)
@@ -343,7 +385,7 @@ def _split_sum_kernel(
     BLOCK_N: tl.constexpr,
 ):
     """Add up the shares of K, in order, and finish the tiles as `_grouped_gemm_kernel` does."""
-    PARTS: tl.constexpr = 2 if is_gated(ACTIVATION) else 1
+    PARTS: tl.constexpr = 2 if is_gated(ACTIVATION.name) else 1
     WIDTH: tl.constexpr = BLOCK_N // PARTS
     num_n = tl.cdiv(N, WIDTH)
     for work_idx in range(tl.program_id(0), tl.load(tiles.count) * num_n, tl.num_programs(0)):

@@ -10,11 +10,13 @@ from triton.tools.ragged_tma import create_ragged_descriptor
 from triton.tools.tensor_descriptor import TensorDescriptor
 
 from ..checks import PAYLOAD_DTYPES, check_int, check_tensor, has_parts, shown
+from ..device.constants import constants
 from ..device.lang import INTERPRETED
 from ..errors import ShapeError
 from ..hardware import gpu
 from ..launch import launch
 from ..prepared import prepared
+from .activations import Activation, AnyActivation, num_parts
 from .config import BLOCK_MS, GemmConfig, GemmProblem, choose
 from .kernels import Gathered, Scales, _grouped_gemm_kernel, _split_sum_kernel
 from .operands import (
@@ -26,7 +28,6 @@ from .operands import (
     check_apart,
     check_devices,
     check_out,
-    num_parts,
     output_dtype,
 )
 from .schedule import INDEX_DTYPES, MAX_ROWS, TileSchedule
@@ -37,7 +38,7 @@ NUM_INTERPRETED_PROGRAMS = 2
 def gemm_config(
     w: torch.Tensor,
     num_rows: int,
-    activation: str = "none",
+    activation: AnyActivation = "none",
     *,
     gathered: bool = False,
     transposed: bool = False,
@@ -57,7 +58,7 @@ def gemm_problem(
     w: torch.Tensor,
     num_rows: int,
     *,
-    activation: str = "none",
+    activation: AnyActivation = "none",
     gathered: bool = False,
     transposed: bool = False,
 ) -> GemmProblem:
@@ -134,9 +135,8 @@ def _multiply(
         weights.bias,
         epilogue.row_weight,
         schedule.for_kernels,
-        ACTIVATION=epilogue.activation,
         TRANSPOSED=weights.transposed,
-        **config.launch_options(),
+        **config.launch_options(epilogue.activation),
     )
 
 
@@ -165,7 +165,7 @@ def _multiply_split(
         epilogue.row_weight,
         schedule.for_kernels,
         *(num_rows, num_columns, config.num_splits),
-        ACTIVATION=epilogue.activation,
+        ACTIVATION=constants(Activation.of(epilogue.activation)),
         BLOCK_M=block_m,
         BLOCK_N=block_n,
         num_warps=8,

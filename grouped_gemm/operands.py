@@ -14,13 +14,11 @@ from ..checks import (
     check_runnable,
     check_tensor,
     has_parts,
-    shown,
 )
 from ..errors import DtypeError, ShapeError
+from .activations import AnyActivation, num_parts
 from .schedule import MAX_EXPERTS, MAX_ROWS
 
-GATED = ("swiglu", "geglu")
-ACTIVATIONS = ("none", "silu", "gelu", *GATED)
 FP8 = torch.float8_e4m3fn
 
 Operand = torch.Tensor | tuple[torch.Tensor, torch.Tensor]
@@ -56,7 +54,7 @@ class Epilogue(NamedTuple):
     """What a GEMM does with its product: it applies the activation and multiplies by row_weight
     float32 [rows]. `pre` [rows, N] gets the pre-activations."""
 
-    activation: str = "none"
+    activation: AnyActivation = "none"
     row_weight: torch.Tensor | None = None
     pre: torch.Tensor | None = None
 
@@ -64,14 +62,6 @@ class Epilogue(NamedTuple):
     def parts(self) -> int:
         """The number of columns of the product that make one of the output."""
         return num_parts(self.activation)
-
-
-def num_parts(activation: str) -> int:
-    """The number of rows of the weights that make one column of the output. Raises ShapeError for
-    what is no activation."""
-    if not isinstance(activation, str) or activation not in ACTIVATIONS:
-        raise ShapeError(f"activation is {shown(activation)}; it must be one of {ACTIVATIONS}.")
-    return 2 if activation in GATED else 1
 
 
 def split_scales(name: str, operand: Operand) -> tuple[torch.Tensor, torch.Tensor | None]:
@@ -108,7 +98,7 @@ def check_weights(
     a: torch.Tensor,
     w: torch.Tensor,
     depth: int | str,
-    activation: str,
+    activation: AnyActivation = "none",
     scale: torch.Tensor | None = None,
     bias: torch.Tensor | None = None,
     by_parts: bool = False,

@@ -10,9 +10,10 @@ from triton.runtime.errors import OutOfResources
 from ..checks import PAYLOAD_DTYPES, check_at_least, check_dtype
 from ..errors import BackendError
 from ..timing import time_graph
+from .activations import AnyActivation, num_parts
 from .config import GemmConfig, GemmProblem, candidates, keep, predict
 from .launch import gemm_problem, multiply
-from .operands import Epilogue, Rows, Weights, check_rows, check_weights, num_parts
+from .operands import Epilogue, Rows, Weights, check_rows, check_weights
 from .schedule import tile_schedule
 
 CALLS, ROUNDS = 5, 7
@@ -26,7 +27,7 @@ def tune_gemm(
     num_columns: int,
     depth: int,
     *,
-    activation: str = "none",
+    activation: AnyActivation = "none",
     gathered: bool = False,
     dtype: torch.dtype = torch.bfloat16,
 ) -> tuple[GemmConfig, float]:

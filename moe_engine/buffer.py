@@ -13,9 +13,10 @@ from . import checks
 from .agreement import Group
 from .debug_checks import check_handle_values, check_layout_values
 from .dispatch import DispatchLayout, Received, Tokens
-from .engines.base import NUM_SMS, Engine, Handle
+from .engines.base import NUM_SMS, Engine, Handle, LayerInputs
 from .engines.kernel import KernelEngine
 from .errors import BackendError, CapacityError, DtypeError, MoeEngineError, ShapeError
+from .grouped_gemm.activations import GATED, num_parts
 from .handles import check_handle
 from .layer_config import LayerConfig
 from .lifecycle import verb
@@ -311,11 +312,7 @@ class Buffer(LowLatencyVerbs):
     @verb
     def moe_ffn(
         self,
-        x: torch.Tensor,
-        topk_idx: torch.Tensor,
-        topk_weights: torch.Tensor,
-        w_gate_up: torch.Tensor,
-        w_down: torch.Tensor,
+        inputs: LayerInputs,
         async_finish: bool = False,
         max_tokens: int | None = None,
         return_counts: bool = False,
@@ -323,39 +320,40 @@ class Buffer(LowLatencyVerbs):
         """(result [T, H], event, counts int32 [E] or None) of a layer's routed experts; see
         `moe_engine.moe_ffn`."""
         engine = self._ready()
-        tensors = x, topk_idx, topk_weights, w_gate_up, w_down
-        described = engine.describe(*tensors, max_tokens, return_counts)
+        x, topk_idx, topk_weights, w_gate_up, *_ = inputs
+        described = engine.describe(*inputs, max_tokens, return_counts)
         kind = described.kind
         if not kind.is_checked:
-            self._check_layer(*tensors)
+            self._check_layer(inputs)
             most_tokens = self._most_tokens(x, topk_idx, w_gate_up, max_tokens)
             kind.choice = 0 if return_counts else most_tokens
         with self._streams.call(None, async_finish) as call:
-            call.reads(*tensors)
+            call.reads(*inputs[:-1])
             rows = checks.packed(x), checks.packed(topk_idx), checks.packed(topk_weights)
             same = rows[0] is x and rows[1] is topk_idx and rows[2] is topk_weights
-            args, most_tokens = (*rows, w_gate_up, w_down), kind.choice
+            args, most_tokens = inputs, kind.choice
+            if not same:
+                args = inputs._replace(x=rows[0], topk_idx=rows[1], topk_weights=rows[2])
             if most_tokens:
                 assert self._low_latency is not None
-                out = self._low_latency.moe_ffn(*args, most_tokens, described if same else None)
+                out = self._low_latency.moe_ffn(args, most_tokens, described if same else None)
                 counts = None
             else:
-                out, counts = engine.moe_ffn(*args, return_counts, described if same else None)
+                out, counts = engine.moe_ffn(args, return_counts, described if same else None)
             call.returns(out, counts)
         kind.is_checked = True
         return out, call.event, counts
 
-    def _check_layer(
-        self,
-        x: torch.Tensor,
-        topk_idx: torch.Tensor,
-        topk_weights: torch.Tensor,
-        w_gate_up: torch.Tensor,
-        w_down: torch.Tensor,
-    ) -> None:
+    def _check_layer(self, inputs: LayerInputs) -> None:
         """Refuse arguments of a layer that do not fit one another."""
+        x, topk_idx, topk_weights, w_gate_up, w_down, *biases, activation = inputs
         checks.check_rows("x", x, device=self._rows_device)
         checks.check_expert_weights(x, w_gate_up, w_down)
+        checks.check_expert_biases(w_gate_up, w_down, *biases)
+        if num_parts(activation) != 2:
+            raise ShapeError(
+                f"activation is {checks.shown(activation)}; that of a layer must be one of {GATED}."
+            )
         checks.check_experts(w_gate_up.shape[0] * self.group_size, self.group_size)
         checks.check_routing(x, topk_idx, topk_weights)
 
@@ -410,7 +408,8 @@ class Buffer(LowLatencyVerbs):
                 self._warm_low_latency(x, idx, num_experts)
         if weights is not None:
             for max_tokens in (None, 1):
-                self.moe_ffn(x, idx, idx.float(), *weights, max_tokens=max_tokens)
+                inputs = LayerInputs(x, idx, idx.float(), *weights)
+                self.moe_ffn(inputs, max_tokens=max_tokens)
         self.check()
 
     def internode_dispatch(self, *args: Any, **kwargs: Any) -> Any:

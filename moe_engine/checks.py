@@ -283,6 +283,23 @@ def check_expert_weights(x: torch.Tensor, w_gate_up: torch.Tensor, w_down: torch
     check_no_grad(w_gate_up=w_gate_up, w_down=w_down)
 
 
+def check_expert_biases(
+    w_gate_up: torch.Tensor,
+    w_down: torch.Tensor,
+    b_gate_up: torch.Tensor | None,
+    b_down: torch.Tensor | None,
+) -> None:
+    """b_gate_up [L, 2I] and b_down [L, H], or None, in the type and on the device of the weights,
+    which have been checked."""
+    of_gate_up = [len(w_gate_up), w_gate_up.shape[1:-1].numel()]
+    both = ("b_gate_up", b_gate_up, of_gate_up), ("b_down", b_down, list(w_down.shape[:2]))
+    for name, bias, shape in both:
+        if bias is not None:
+            check_tensor(name, bias, shape, [w_down.dtype], w_down.device)
+            check_contiguous(name, bias)
+            check_no_grad(**{name: bias})
+
+
 # --- The largest number of tokens ----------------------------------------------------------------
 
 

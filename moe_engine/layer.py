@@ -12,13 +12,18 @@ from torch.distributed.device_mesh import DeviceMesh
 from .buffer import Buffer
 from .checks import PAYLOAD_DTYPES, check_at_least, check_dtype, check_flag, shown
 from .engines.base import LayerInputs
-from .errors import BackendError, DtypeError, RoutingError
+from .errors import BackendError, DtypeError, RoutingError, ShapeError
+from .grouped_gemm.activations import AnyActivation
 from .sharded_weights import arrived, group_of, local, sharded
 from .streams import EventOverlap
 from .training import LayerOptions, LayerTensors, trained_layer, wants_gradients
 from .utils import has_modes
 from .weight_gradients import DelayedWgrad, LayerWeights, Wgrad
 from .weight_layouts import GateUp, Operand, check_layout
+
+Biases = tuple[torch.Tensor | None, torch.Tensor | None]
+"""(b_gate_up [L, 2I], b_down [L, H])."""
+NO_BIASES: Biases = None, None
 
 Result = TypeVar("Result")
 """What a layer returns: a tensor, or with return_counts two."""
@@ -29,19 +34,22 @@ Result = TypeVar("Result")
 def moe_ffn(
     x: torch.Tensor, topk_idx: torch.Tensor, topk_weights: torch.Tensor, w_gate_up: Operand,
     w_down: torch.Tensor, buffer: Buffer, max_tokens: int | None = None, *, save: str = "auto",
-    wgrad: Wgrad = None, layout: str = "concatenated", return_counts: Literal[False] = False,
+    wgrad: Wgrad = None, layout: str = "concatenated", biases: Biases = NO_BIASES,
+    activation: AnyActivation = "swiglu", return_counts: Literal[False] = False,
 ) -> torch.Tensor: ...
 @overload
 def moe_ffn(
     x: torch.Tensor, topk_idx: torch.Tensor, topk_weights: torch.Tensor, w_gate_up: Operand,
     w_down: torch.Tensor, buffer: Buffer, max_tokens: int | None = None, *, save: str = "auto",
-    wgrad: Wgrad = None, layout: str = "concatenated", return_counts: Literal[True],
+    wgrad: Wgrad = None, layout: str = "concatenated", biases: Biases = NO_BIASES,
+    activation: AnyActivation = "swiglu", return_counts: Literal[True],
 ) -> tuple[torch.Tensor, torch.Tensor]: ...
 @overload
 def moe_ffn(
     x: torch.Tensor, topk_idx: torch.Tensor, topk_weights: torch.Tensor, w_gate_up: Operand,
     w_down: torch.Tensor, buffer: Buffer, max_tokens: int | None = None, *, save: str = "auto",
-    wgrad: Wgrad = None, layout: str = "concatenated", return_counts: bool,
+    wgrad: Wgrad = None, layout: str = "concatenated", biases: Biases = NO_BIASES,
+    activation: AnyActivation = "swiglu", return_counts: bool,
 ) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]: ...
 # fmt: on
 def moe_ffn(
@@ -56,6 +64,8 @@ def moe_ffn(
     save: str = "auto",
     wgrad: Wgrad = None,
     layout: str = "concatenated",
+    biases: Biases = NO_BIASES,
+    activation: AnyActivation = "swiglu",
     return_counts: bool = False,
 ) -> Any:
     """Route x [T, H] to its experts on all ranks and sum their results, weighted: [T, H].
@@ -64,6 +74,9 @@ def moe_ffn(
     w_gate_up [L, 2I, H] (gate rows, then up rows) and w_down [L, H, I] are this rank's experts
     rank * L .. rank * L + L - 1, as transformers stores them. Everything in bf16, or in fp32.
     out[t] = sum over k of topk_weights[t, k] * w_down[e] @ (silu(gate_e x) * (up_e x)).
+    activation: another one of gate and up than this, by its name or as an `Activation`. biases:
+    (b_gate_up [L, 2I], b_down [L, H]), each in the weights' dtype or None, added to the products;
+    that of gate and up has gate's first in any layout.
     layout "interleaved": rows of gate and up in turn. w_gate_up may also be a pair (w_gate, w_up),
     each [L, I, H], of one memory: w_gate, w_up = torch.empty(2, L, I, H). Nothing is copied.
 
@@ -76,7 +89,8 @@ def moe_ffn(
     pre-activations [M, 2I] of the M rows of this rank's experts; "rows", these rows [M, H]; "all",
     both; "none"; "auto": "pre" for I < H, else "rows". What is not saved is made again, with the
     same bits. The host waits for the counts of rows. The gradients of the weights go to autograd,
-    with a `WgradSink` into its tensors, with a `DelayedWgrad` there or into `.grad` later.
+    with a `WgradSink` into its tensors, with a `DelayedWgrad` there or into `.grad` later; those of
+    biases always go to autograd.
 
     return_counts: (the result, counts int32 [E]), how many (token, k) all ranks together route to
     each expert, equal on all ranks; such a layer does not run by low-latency calls.
@@ -85,13 +99,14 @@ def moe_ffn(
     """
     tensors = arrived(x), arrived(topk_idx), arrived(topk_weights), w_gate_up, w_down
     options = LayerOptions(max_tokens, save, wgrad, return_counts)
+    is_plain = biases is NO_BIASES and activation == "swiglu"
     try:
-        if _is_operator(buffer, w_gate_up, wgrad):
+        if is_plain and _is_operator(buffer, w_gate_up, wgrad):
             from .layer_operators import layer_operator  # defines operators, which takes time
 
             out, counts = layer_operator(tensors, buffer, options, layout)
             return (out, counts) if return_counts else out
-        return _begin(tensors, layout, buffer, options)._result
+        return _begin(tensors, layout, biases, activation, buffer, options)._result
     except RoutingError as error:
         layer = error.result
         error.result = layer._result if isinstance(layer, LayerInFlight) else None
@@ -122,19 +137,22 @@ class LayerInFlight(Generic[Result]):
 def start_moe_ffn(
     x: torch.Tensor, topk_idx: torch.Tensor, topk_weights: torch.Tensor, w_gate_up: Operand,
     w_down: torch.Tensor, buffer: Buffer, max_tokens: int | None = None, *, save: str = "auto",
-    wgrad: Wgrad = None, layout: str = "concatenated", return_counts: Literal[False] = False,
+    wgrad: Wgrad = None, layout: str = "concatenated", biases: Biases = NO_BIASES,
+    activation: AnyActivation = "swiglu", return_counts: Literal[False] = False,
 ) -> LayerInFlight[torch.Tensor]: ...
 @overload
 def start_moe_ffn(
     x: torch.Tensor, topk_idx: torch.Tensor, topk_weights: torch.Tensor, w_gate_up: Operand,
     w_down: torch.Tensor, buffer: Buffer, max_tokens: int | None = None, *, save: str = "auto",
-    wgrad: Wgrad = None, layout: str = "concatenated", return_counts: Literal[True],
+    wgrad: Wgrad = None, layout: str = "concatenated", biases: Biases = NO_BIASES,
+    activation: AnyActivation = "swiglu", return_counts: Literal[True],
 ) -> LayerInFlight[tuple[torch.Tensor, torch.Tensor]]: ...
 @overload
 def start_moe_ffn(
     x: torch.Tensor, topk_idx: torch.Tensor, topk_weights: torch.Tensor, w_gate_up: Operand,
     w_down: torch.Tensor, buffer: Buffer, max_tokens: int | None = None, *, save: str = "auto",
-    wgrad: Wgrad = None, layout: str = "concatenated", return_counts: bool,
+    wgrad: Wgrad = None, layout: str = "concatenated", biases: Biases = NO_BIASES,
+    activation: AnyActivation = "swiglu", return_counts: bool,
 ) -> LayerInFlight[torch.Tensor | tuple[torch.Tensor, torch.Tensor]]: ...
 # fmt: on
 def start_moe_ffn(
@@ -149,6 +167,8 @@ def start_moe_ffn(
     save: str = "auto",
     wgrad: Wgrad = None,
     layout: str = "concatenated",
+    biases: Biases = NO_BIASES,
+    activation: AnyActivation = "swiglu",
     return_counts: bool = False,
 ) -> LayerInFlight[Any]:
     """Begin `moe_ffn` on the Buffer's own stream, and run something else until `finish()`: the
@@ -162,18 +182,24 @@ def start_moe_ffn(
     """
     tensors = arrived(x), arrived(topk_idx), arrived(topk_weights), w_gate_up, w_down
     options = LayerOptions(max_tokens, save, wgrad, return_counts, async_finish=True)
-    return _begin(tensors, layout, buffer, options)
+    return _begin(tensors, layout, biases, activation, buffer, options)
 
 
 def _begin(
-    tensors: tuple[Any, ...], layout: str, buffer: Buffer, options: LayerOptions
+    tensors: tuple[Any, ...],
+    layout: str,
+    biases: Biases,
+    activation: AnyActivation,
+    buffer: Buffer,
+    options: LayerOptions,
 ) -> LayerInFlight:
     _check_buffer(buffer)
     options.check()
+    _check_biases(biases)
     x, topk_idx, topk_weights, w_gate_up, w_down = tensors
     weights = LayerWeights(GateUp.of(w_gate_up, layout), w_down)
-    args = LayerTensors(x, topk_idx, topk_weights, weights)
-    is_trained = wants_gradients(x, topk_weights, *weights.tensors)
+    args = LayerTensors(x, topk_idx, topk_weights, weights, *biases, activation)
+    is_trained = wants_gradients(x, *args.flat[2:])
     if is_trained or _may_take_passes(args.inputs, buffer, options):
         options = options if is_trained else options._replace(save="none", wgrad=None)
         out, event, counts, error = trained_layer(args, buffer, options)
@@ -183,7 +209,7 @@ def _begin(
         return LayerInFlight(out, event, counts)
     how = options.async_finish, options.max_tokens, bool(options.return_counts)
     try:
-        return LayerInFlight(*buffer.moe_ffn(*args.inputs, *how))
+        return LayerInFlight(*buffer.moe_ffn(args.inputs, *how))
     except RoutingError as error:
         error.result = LayerInFlight(*error.result) if isinstance(error.result, tuple) else None
         raise
@@ -195,8 +221,8 @@ def _may_take_passes(inputs: LayerInputs, buffer: Buffer, options: LayerOptions)
         return False
     if buffer.options.num_passes(buffer.group_size) == 1:
         return False
-    buffer._check_layer(*inputs)
-    x, topk_idx, _, w_gate_up, _ = inputs
+    buffer._check_layer(inputs)
+    x, topk_idx, _, w_gate_up, *_ = inputs
     most_tokens = buffer._most_tokens(x, topk_idx, w_gate_up, options.max_tokens)
     return bool(options.return_counts) or not most_tokens
 
@@ -214,6 +240,14 @@ def _is_operator(buffer: Buffer, w_gate_up: Operand, wgrad: Wgrad) -> bool:
             "layer outside of them."
         )
     return has_kernels and isinstance(w_gate_up, torch.Tensor) and wgrad is None
+
+
+def _check_biases(biases: Biases) -> None:
+    if not isinstance(biases, tuple | list) or len(biases) != 2:
+        raise ShapeError(
+            f"biases is {shown(biases)}; it must be a pair (b_gate_up, b_down), each a tensor or "
+            "None."
+        )
 
 
 def _check_buffer(buffer: object) -> None:

@@ -70,7 +70,7 @@ def _fake_layer(x: Tensor, *args: Any) -> tuple[Tensor, Tensor]:
 def _layer(*args: Any) -> tuple[Tensor, Tensor]:
     *parts, buffer_id, max_tokens, layout, return_counts = args
     inputs = _tensors(tuple(parts), layout).inputs
-    out, _, counts = live_buffer(buffer_id).moe_ffn(*inputs, False, max_tokens, return_counts)
+    out, _, counts = live_buffer(buffer_id).moe_ffn(inputs, False, max_tokens, return_counts)
     return out, inputs.x.new_empty(0, dtype=torch.int32) if counts is None else counts
 
 
@@ -128,7 +128,7 @@ def _backward(dy: Tensor, *args: Any) -> tuple[Tensor, ...]:
     kept = pre if save in ("pre", "all") else None, rows if save in ("rows", "all") else None
     saved = Saved(save, kept, int(num_rows))
     args = live_buffer(buffer_id), None, wanted, dy, tensors, saved
-    dx, dw, _, grads, _ = run_backward(*args)
+    dx, dw, _, grads, *_ = run_backward(*args)
     return dx, dw, *(dy.new_empty(0) if one is None else one for one in grads)
 
 

@@ -22,7 +22,7 @@ import torch
 from torch import Tensor
 
 from .buffer import Buffer
-from .engines.base import LaterWeightGradients, Saved, WeightGradients
+from .engines.base import BiasGradients, LaterWeightGradients, Saved, WeightGradients
 from .errors import RoutingError
 from .streams import EventOverlap
 from .weight_gradients import Grads
@@ -56,9 +56,10 @@ class Pass(NamedTuple):
         """The tensors of its tokens."""
         if self.tokens is None:  # not checked yet
             return tensors
-        x, topk_idx, topk_weights, weights = tensors
+        x, topk_idx, topk_weights, *_ = tensors
         ids = topk_idx[self.tokens] if self.topk_idx is None else self.topk_idx
-        return type(tensors)(x[self.tokens], ids, topk_weights[self.tokens], weights)
+        x, topk_weights = x[self.tokens], topk_weights[self.tokens]
+        return tensors._replace(x=x, topk_idx=ids, topk_weights=topk_weights)
 
 
 NOTHING = Saved("none", ())
@@ -76,13 +77,14 @@ class Trained(NamedTuple):
 
 class PassGradients(NamedTuple):
     """Gradients of x and topk_weights; what computes those of the weights later; what autograd gets
-    for the weights; the memory of their gradients, None for later ones."""
+    for the weights; the memory of their gradients, None for later ones; those of the biases."""
 
     dx: Tensor
     topk_weights: Tensor
     later: LaterWeightGradients | None
     grads: Grads
     into: WeightGradients | None
+    biases: BiasGradients = BiasGradients()
 
 
 def forward_in_passes(
@@ -149,7 +151,10 @@ def backward_in_passes(
         for number, compute in enumerate(computes):
             compute(into._replace(accumulate=into.accumulate or number > 0))
 
-    return done[0]._replace(dx=dx, topk_weights=topk_grads, later=later if computes else None)
+    of_passes = zip(*(one.biases for one in done), strict=True)
+    biases = BiasGradients(*(None if one[0] is None else sum(one) for one in of_passes))
+    found = done[0]._replace(dx=dx, topk_weights=topk_grads, biases=biases)
+    return found._replace(later=later if computes else None)
 
 
 def _joined(overflow: Tensor | int | None, parts: list[Tensor]) -> Tensor:

@@ -7,10 +7,13 @@ rank's part.
 from __future__ import annotations
 
 import itertools
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
-from einops import einsum, rearrange, reduce, repeat
+from einops import einsum, reduce, repeat
+
+from .grouped_gemm.activations import Activation, AnyActivation
 
 
 def _wide(tensor: torch.Tensor) -> torch.Tensor:
@@ -277,12 +280,15 @@ def expert_rows(
     topk_idx_NK: torch.Tensor,
     w_gate_up: torch.Tensor,
     w_down: torch.Tensor,
+    b_gate_up: torch.Tensor | None = None,
+    b_down: torch.Tensor | None = None,
+    activation: AnyActivation = "swiglu",
 ) -> torch.Tensor:
     """[N, K, H] in x's dtype: each row through each of its local experts; 0 where the id is -1.
 
     w_gate_up [L, 2I, H] holds the gate rows, then the up rows; or it is [L, 2, I, H], of any
-    strides; w_down [L, H, I]. The activation
-    silu(gate) * up is rounded to x's dtype between the projections, as the kernels do.
+    strides; w_down [L, H, I]; biases [L, 2I] and [L, H]. The activation is rounded to x's dtype
+    between the projections, as the kernels do.
     """
     num_rows, num_topk = topk_idx_NK.shape
     out = x_NH.new_zeros(num_rows, num_topk, x_NH.shape[1])
@@ -292,9 +298,12 @@ def expert_rows(
             continue
         both = _wide(w_gate_up[expert]).flatten(0, -2)
         gate_up = einsum(_wide(x_NH[rows]), both, "n h, i h -> n i")
-        gate, up = rearrange(gate_up, "n (two i) -> two n i", two=2)
-        act = (torch.nn.functional.silu(gate) * up).to(x_NH.dtype)
+        if b_gate_up is not None:
+            gate_up = gate_up + _wide(b_gate_up[expert])
+        act = Activation.of(activation)(gate_up).to(x_NH.dtype)
         y = einsum(_wide(act), _wide(w_down[expert]), "n i, h i -> n h")
+        if b_down is not None:
+            y = y + _wide(b_down[expert])
         out[rows, ks] = y.to(x_NH.dtype)
     return out
 
@@ -314,17 +323,24 @@ def moe_ffn_gradients(
     w_gate_up: list[torch.Tensor],
     w_down: list[torch.Tensor],
     dy: list[torch.Tensor],
+    biases: Sequence[list[torch.Tensor]] = (),
+    activation: AnyActivation = "swiglu",
 ) -> list[tuple[torch.Tensor, ...]]:
-    """Each rank's gradients of x, topk_weights, w_gate_up and w_down in fp64, given those of the
-    results, dy: by torch's autograd of a layer that no rank shares with another."""
+    """Each rank's gradients of x, topk_weights, w_gate_up, w_down and, where they are given, of
+    both biases in fp64, given those of the results, dy: by torch's autograd of a layer that no rank
+    shares with another."""
     floats = [[part.detach().double().requires_grad_() for part in parts]
-              for parts in (x, topk_weights, w_gate_up, w_down)]  # fmt: skip
-    tokens_TH, weights_TK, up_EIH, down_EHI = (torch.cat(parts) for parts in floats)
+              for parts in (x, topk_weights, w_gate_up, w_down, *biases)]  # fmt: skip
+    tokens_TH, weights_TK, up_EIH, down_EHI, *biases_E = (torch.cat(parts) for parts in floats)
     ids_TK, out_TH = torch.cat(topk_idx), torch.zeros_like(tokens_TH)
     for expert in range(len(up_EIH)):
         token, k = (ids_TK == expert).nonzero(as_tuple=True)
-        gate, up = (tokens_TH[token] @ up_EIH[expert].T).chunk(2, dim=1)
-        rows = (torch.nn.functional.silu(gate) * up) @ down_EHI[expert].T
+        gate_up = tokens_TH[token] @ up_EIH[expert].T
+        if biases_E:
+            gate_up = gate_up + biases_E[0][expert]
+        rows = Activation.of(activation)(gate_up) @ down_EHI[expert].T
+        if biases_E:
+            rows = rows + biases_E[1][expert]
         out_TH = out_TH.index_add(0, token, weights_TK[token, k, None] * rows)
     leaves = [leaf for parts in floats for leaf in parts]
     grads = iter(torch.autograd.grad(out_TH, leaves, torch.cat(dy).double()))
@@ -338,12 +354,17 @@ def moe_ffn(
     topk_weights: list[torch.Tensor],
     w_gate_up: list[torch.Tensor],
     w_down: list[torch.Tensor],
+    biases: Sequence[list[torch.Tensor]] = (),
+    activation: AnyActivation = "swiglu",
 ) -> list[torch.Tensor]:
-    """The routed experts of a layer on all ranks; weights are each rank's own experts."""
+    """The routed experts of a layer on all ranks; weights, and both biases, are each rank's own
+    experts'."""
     num_experts = sum(len(w) for w in w_gate_up)
     received = dispatch(x, topk_idx, topk_weights, num_experts)
     y = [
-        sum_topk(expert_rows(r.x, r.topk_idx, up, down), r.topk_weights)
-        for r, up, down in zip(received, w_gate_up, w_down, strict=True)
+        sum_topk(
+            expert_rows(r.x, r.topk_idx, up, down, *of_rank, activation=activation), r.topk_weights
+        )
+        for r, up, down, *of_rank in zip(received, w_gate_up, w_down, *biases, strict=True)
     ]
     return combine(y, received, topk_idx, [len(part) for part in x], num_experts)

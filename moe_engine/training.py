@@ -21,6 +21,7 @@ from .device.context import SAVE_POLICIES
 from .engines.base import LayerInputs, Saved, WeightGradients
 from .engines.trained_layer import gradient_tiles
 from .errors import BackendError, DtypeError, RoutingError, ShapeError
+from .grouped_gemm.activations import AnyActivation
 from .grouped_gemm.backward import row_weight_parts
 from .lifecycle import verb
 from .passes import Pass, PassGradients, Trained, backward_in_passes, forward_in_passes
@@ -32,17 +33,27 @@ POLICIES = "auto", *SAVE_POLICIES[1:]
 
 
 class LayerTensors(NamedTuple):
-    """The tensors of a layer as the caller has them."""
+    """The tensors of a layer as the caller has them, and its activation."""
 
     x: torch.Tensor
     topk_idx: torch.Tensor
     topk_weights: torch.Tensor
     weights: LayerWeights
+    b_gate_up: torch.Tensor | None = None
+    b_down: torch.Tensor | None = None
+    activation: AnyActivation = "swiglu"
 
     @property
     def inputs(self) -> LayerInputs:
         """As engines take them."""
-        return LayerInputs(*self[:3], self.weights.gate_up.by_parts(), self.weights.down)
+        weights = self.weights.gate_up.by_parts(), self.weights.down
+        inputs = LayerInputs(*self[:3], *weights, self.b_gate_up, self.b_down)
+        return inputs._replace(activation=self.activation)
+
+    @property
+    def flat(self) -> tuple[torch.Tensor | None, ...]:
+        """All of them, as autograd takes them."""
+        return *self[:3], *self.weights.tensors, self.b_gate_up, self.b_down
 
     @property
     def routed(self) -> dict[str, torch.Tensor]:
@@ -128,20 +139,24 @@ def wants_gradients(*tensors: Any) -> bool:
 
 def trained_layer(tensors: LayerTensors, buffer: Buffer, options: LayerOptions) -> Trained:
     """The layer as a node of autograd."""
-    flat = *tensors[:3], *tensors.weights.tensors
-    return Trained(*_MoeFfn.apply(tensors, buffer, options, *flat))
+    return Trained(*_MoeFfn.apply(tensors, buffer, options, *tensors.flat))
 
 
 class _MoeFfn(torch.autograd.Function):
-    """Of the tensors in `flat`: x, topk_idx, topk_weights, the weights."""
+    """Of the tensors in `flat`, see `LayerTensors`."""
 
     @staticmethod
     def forward(
-        ctx: Any, tensors: LayerTensors, buffer: Buffer, options: LayerOptions, *flat: torch.Tensor
+        ctx: Any,
+        tensors: LayerTensors,
+        buffer: Buffer,
+        options: LayerOptions,
+        *flat: torch.Tensor | None,
     ) -> tuple[torch.Tensor, EventOverlap, torch.Tensor | None, RoutingError | None]:
         passes, done = forward_in_passes(buffer, tensors, options, _forward)
         ctx.save_for_backward(*flat, *itertools.chain(*(one.tensors for one in passes)))
         ctx.buffer, ctx.wgrad, ctx.weights = buffer, options.wgrad, tensors.weights
+        ctx.activation = tensors.activation
         ctx.passes = [(len(one.tensors), one.having([None])) for one in passes]
         if done.counts is not None:
             ctx.mark_non_differentiable(done.counts)
@@ -153,7 +168,7 @@ class _MoeFfn(torch.autograd.Function):
             raise BackendError(
                 "a layer has no second-order gradients; call backward without create_graph."
             )
-        _, _, _, of_x, _, of_topk, *of_gate_up, of_down = ctx.needs_input_grad
+        _, _, _, of_x, _, of_topk, *of_gate_up, of_down, _, _ = ctx.needs_input_grad
         wanted, weights, wgrad = (any(of_gate_up), of_down), ctx.weights, ctx.wgrad
         tensors, passes = _saved_tensors(ctx)
         run = partial(_backward, ctx.buffer, wgrad, wanted)
@@ -161,7 +176,8 @@ class _MoeFfn(torch.autograd.Function):
         dx, dw, grads = found.dx if of_x else None, found.topk_weights, found.grads
         if wgrad is not None:
             grads = wgrad.launched(found.later, weights, wanted)
-        return None, None, None, dx, None, dw if of_topk else None, *grads
+        biases = (None if one is None else one.to(dy.dtype) for one in found.biases)
+        return None, None, None, dx, None, dw if of_topk else None, *grads, *biases
 
 
 def _saved_tensors(ctx: Any) -> tuple[LayerTensors, list[Pass]]:
@@ -179,11 +195,14 @@ def _saved_tensors(ctx: Any) -> tuple[LayerTensors, list[Pass]]:
     # Not those of ctx.weights: torch.utils.checkpoint saves others, and computes them again.
     num_gate_up = len(ctx.weights.gate_up.tensors)
     gate_up = ctx.weights.gate_up._replace(tensors=tuple(tensors[:num_gate_up]))
-    weights = LayerWeights(gate_up, tensors[num_gate_up])
+    down, b_gate_up, b_down = tensors[num_gate_up:][:3]
+    weights = LayerWeights(gate_up, down)
     is_kept = torch._C._autograd._get_current_graph_task_keep_graph()  # retain_graph=True
-    rest = iter(tensors[num_gate_up + 1 :])
+    rest = iter(tensors[num_gate_up + 3 :])
     passes = [one.having([*itertools.islice(rest, size)], is_kept) for size, one in ctx.passes]
-    return LayerTensors(x, topk_idx, topk_weights, weights), passes
+    return LayerTensors(
+        x, topk_idx, topk_weights, weights, b_gate_up, b_down, ctx.activation
+    ), passes
 
 
 @verb
@@ -195,7 +214,7 @@ def _forward(
     x, max_tokens = inputs.x, options.max_tokens
     described = engine.describe(inputs, max_tokens, save)
     if not described.kind.is_checked:
-        buffer._check_layer(*inputs)
+        buffer._check_layer(inputs)
         checks.check_max_tokens(len(x), max_tokens)
     if options.wgrad is not None:
         options.wgrad.check(tensors.weights, **tensors.routed)
@@ -207,7 +226,7 @@ def _forward(
         )
     save = chosen_policy(save, *inputs.w_down.shape[1:])
     with buffer._streams.call(None, options.async_finish) as call:
-        call.reads(*inputs)
+        call.reads(*inputs[:-1])
         packed = _packed(inputs)
         decided = described if all(map(operator.is_, packed, inputs)) else None
         out, saved, counts = engine.moe_ffn_forward(packed, save, is_captured, decided)
@@ -238,11 +257,12 @@ def _backward(
             into, grads = new_memory(tensors.weights, wanted)
         else:
             into = wgrad.memory(tensors.weights, wanted, **tensors.routed)
-        dx, topk_grads, later = engine.moe_ffn_backward(checks.packed(dy), inputs, saved, into)
-    return PassGradients(dx, topk_grads, later, grads, into)
+        found = engine.moe_ffn_backward(checks.packed(dy), inputs, saved, into)
+    dx, topk_grads, later, biases = found
+    return PassGradients(dx, topk_grads, later, grads, into, biases)
 
 
 def _packed(inputs: LayerInputs) -> LayerInputs:
     """The inputs as kernels take them; the weights are checked to be so."""
-    x, topk_idx, topk_weights, *weights = inputs
-    return LayerInputs(*map(checks.packed, (x, topk_idx, topk_weights)), *weights)
+    x, topk_idx, topk_weights = map(checks.packed, inputs[:3])
+    return inputs._replace(x=x, topk_idx=topk_idx, topk_weights=topk_weights)

@@ -159,7 +159,7 @@ def layer(
     with recorded(arch) as launches:
         choose = mock.Mock(wraps=fused_layer.gemm_config, **chosen)
         with mock.patch.object(fused_layer, "gemm_config", choose):
-            engine.moe_ffn(x, *routing(num_topk), up, down)
+            engine.moe_ffn(LayerInputs(x, *routing(num_topk), up, down))
     return {launch.name: launch for launch in launches}
 
 

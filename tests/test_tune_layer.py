@@ -15,6 +15,7 @@ from typer.testing import CliRunner
 
 from moe_engine import Buffer, LayerConfig, Options, choice_cache, layer_config
 from moe_engine.emulation import PerRank
+from moe_engine.engines.base import LayerInputs
 from moe_engine.errors import BackendError
 from moe_engine.layer_config import LayerProblem
 from moe_engine.symm import environment
@@ -191,7 +192,7 @@ def choices(group, folder, options):
             buffer = Buffer.for_tokens(group, *sizes, options=options)
             large = Buffer.for_tokens(group, 32, *sizes[1:], options=options)
         seen = [one.layer_config(inputs[3], TOPK) for one in (buffer, large)]
-        outs.append(buffer.moe_ffn(*inputs)[0])
+        outs.append(buffer.moe_ffn(LayerInputs(*inputs))[0])
         buffer.check()
         torch.distributed.barrier(group)
         buffer.destroy()

@@ -14,8 +14,9 @@ T = TypeVar("T", bound=NamedTuple)
 
 @functools.lru_cache(maxsize=None, typed=True)
 def constants(values: T) -> T:
-    """A NamedTuple of numbers, strings and types as one `tl.constexpr` argument of a kernel, whose
-    fields are constants there: `kernel[grid](x, SIZES=constants(Sizes(RANKS=4, BLOCK=32)))`.
+    """A NamedTuple of numbers, strings, types and such NamedTuples as one `tl.constexpr` argument
+    of a kernel, whose fields are constants there: `kernel[grid](x, SIZES=constants(Sizes(RANKS=4,
+    BLOCK=32)))`.
 
     Equal values give the same object, which is equal to itself alone: Triton looks it up at each
     launch, and would hash and compare field by field in Python.
@@ -27,4 +28,5 @@ def constants(values: T) -> T:
 @functools.cache
 def _wrapped(kind: Any, values: Any) -> Any:
     identity = {name: getattr(object, name) for name in ("__hash__", "__eq__", "__ne__")}
-    return type(kind.__name__, (kind,), identity | {"__slots__": ()})(*map(tl.constexpr, values))
+    fields = (constants(one) if isinstance(one, tuple) else one for one in values)
+    return type(kind.__name__, (kind,), identity | {"__slots__": ()})(*map(tl.constexpr, fields))

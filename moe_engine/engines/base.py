@@ -10,6 +10,8 @@ import torch
 
 from ..device.lang import INTERPRETED
 from ..dispatch import DispatchLayout, Received, Tokens
+from ..grouped_gemm.activations import AnyActivation
+from ..grouped_gemm.operands import Weights
 from ..prepared import Described
 from ..symm.device_context import DeviceContext
 
@@ -43,13 +45,26 @@ class Arrived(NamedTuple):
 
 
 class LayerInputs(NamedTuple):
-    """The tensors of a layer, see `moe_engine.moe_ffn`."""
+    """The tensors of a layer and its activation, see `moe_engine.moe_ffn`."""
 
     x: torch.Tensor
     topk_idx: torch.Tensor
     topk_weights: torch.Tensor
     w_gate_up: torch.Tensor
     w_down: torch.Tensor
+    b_gate_up: torch.Tensor | None = None
+    b_down: torch.Tensor | None = None
+    activation: AnyActivation = "swiglu"
+
+    @property
+    def up(self) -> Weights:
+        """Of the first product."""
+        return Weights(self.w_gate_up, bias=self.b_gate_up)
+
+    @property
+    def down(self) -> Weights:
+        """Of the second one."""
+        return Weights(self.w_down, bias=self.b_down)
 
 
 LayerResult = tuple[torch.Tensor, torch.Tensor | None]
@@ -91,11 +106,19 @@ class WeightGradientRows(NamedTuple):
     offsets: torch.Tensor
 
 
+class BiasGradients(NamedTuple):
+    """float32 sums [L, 2I] and [L, H] of this rank's rows; None: not wanted."""
+
+    gate_up: torch.Tensor | None = None
+    down: torch.Tensor | None = None
+
+
 LaterWeightGradients = Callable[[WeightGradients], None]
 """Computes the gradients of the weights of one backward, at any time after it."""
 
-Gradients = tuple[torch.Tensor, torch.Tensor, LaterWeightGradients | None]
-"""Of a layer: of x and topk_weights; those of the weights, where they were not computed yet."""
+Gradients = tuple[torch.Tensor, torch.Tensor, LaterWeightGradients | None, BiasGradients]
+"""Of a layer: of x and topk_weights; those of the weights, where they were not computed yet; those
+of the biases that require grad."""
 
 
 class Engine(Protocol):
@@ -143,11 +166,7 @@ class Engine(Protocol):
 
     def moe_ffn(
         self,
-        x: torch.Tensor,
-        topk_idx: torch.Tensor,
-        topk_weights: torch.Tensor,
-        w_gate_up: torch.Tensor,
-        w_down: torch.Tensor,
+        inputs: LayerInputs,
         return_counts: bool = False,
         described: Described | None = None,
     ) -> LayerResult: ...
@@ -164,8 +183,8 @@ class Engine(Protocol):
     def moe_ffn_backward(
         self, dy: torch.Tensor, inputs: LayerInputs, saved: Saved, into: WeightGradients | None
     ) -> Gradients:
-        """The gradients of x and topk_weights; those of the weights go `into` this memory, with
-        None later."""
+        """The gradients of x, topk_weights and biases; those of the weights go `into` this memory,
+        with None later."""
 
     def contexts(self) -> list[DeviceContext]:
         """The device contexts that tell other ranks of a call which breaks off on this one."""

@@ -8,7 +8,7 @@ the host with the counts.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -22,6 +22,7 @@ from ..symm.device_context import DeviceContext
 from .base import (
     NUM_SMS,
     Arrived,
+    BiasGradients,
     Gradients,
     Handle,
     LayerInputs,
@@ -209,16 +210,11 @@ class CollectiveEngine:
 
     def moe_ffn(
         self,
-        x: torch.Tensor,
-        topk_idx: torch.Tensor,
-        topk_weights: torch.Tensor,
-        w_gate_up: torch.Tensor,
-        w_down: torch.Tensor,
+        inputs: LayerInputs,
         return_counts: bool = False,
         described: Described | None = None,
     ) -> LayerResult:
         """See `KernelEngine.moe_ffn`; the experts are `reference.expert_rows`."""
-        inputs = LayerInputs(x, topk_idx, topk_weights, w_gate_up, w_down)
         out, _, counts = self.moe_ffn_forward(inputs, "none", False)
         return out, counts if return_counts else None
 
@@ -233,7 +229,7 @@ class CollectiveEngine:
         layout = self.layout(inputs.topk_idx, len(inputs.w_gate_up) * self.num_ranks)
         received, counts, handle = self._dispatch(Tokens(*inputs[:3]), layout)
         routing = received.topk_idx, received.topk_weights
-        y = ExpertSums(received.x, *routing, inputs.w_gate_up, inputs.w_down).make()
+        y = _expert_sums(_rows_of(inputs, received.x, *routing))
         out, _ = self.combine(y, handle, None, ())
         kept = received.x if save in ("rows", "all") else None
         return out, Saved(save, (kept, *routing, *handle)), counts.sum(0, dtype=torch.int32)
@@ -248,17 +244,20 @@ class CollectiveEngine:
         if kept is None:
             kept = self.dispatch_cached(inputs.x, None, handle).x
         grad = self.dispatch_cached(dy, None, handle).x
-        assert topk_weights is not None
-        experts = ExpertSums(kept, topk_idx, topk_weights, inputs.w_gate_up, inputs.w_down)
-        rows, weights = experts.gradients(grad, "x", "topk_weights", into=into)
+        experts = _rows_of(inputs, kept, topk_idx, topk_weights)
+        of_biases = dict(gate_up=inputs.b_gate_up, down=inputs.b_down)
+        wanted = [name for name, b in of_biases.items() if b is not None and b.requires_grad]
+        names = "x", "topk_weights", *(f"b_{name}" for name in wanted)
+        rows, weights, *found = _gradients(experts, grad, *names, into=into)
+        biases = BiasGradients(**dict(zip(wanted, found, strict=True)))
         dx, topk_grads = self.combine(rows, handle, weights, ())
         assert topk_grads is not None
 
         def later(into: WeightGradients) -> None:
             if into != WeightGradients(None, None):
-                experts.gradients(grad, into=into)
+                _gradients(experts, grad, into=into)
 
-        return dx, topk_grads, later if into is None else None
+        return dx, topk_grads, later if into is None else None, biases
 
     def contexts(self) -> list[DeviceContext]:
         """None: a call that breaks off here breaks the process group."""
@@ -279,40 +278,42 @@ class CollectiveEngine:
         """Nothing to give back."""
 
 
-class ExpertSums(NamedTuple):
-    """What this rank's experts give for rows that a dispatch brought: one weighted sum for each.
-    The tensors are those of a layer, for these rows."""
+def _rows_of(
+    inputs: LayerInputs,
+    x: torch.Tensor,
+    topk_idx: torch.Tensor | None,
+    topk_weights: torch.Tensor | None,
+) -> LayerInputs:
+    """A layer of rows that a dispatch brought."""
+    assert topk_idx is not None
+    assert topk_weights is not None
+    return inputs._replace(x=x, topk_idx=topk_idx, topk_weights=topk_weights)
 
-    x: torch.Tensor
-    topk_idx: torch.Tensor | None
-    topk_weights: torch.Tensor | None
-    w_gate_up: torch.Tensor
-    w_down: torch.Tensor
 
-    def make(self) -> torch.Tensor:
-        """The sums [N, H]."""
-        assert self.topk_idx is not None
-        assert self.topk_weights is not None
-        y = reference.expert_rows(self.x, self.topk_idx, self.w_gate_up, self.w_down)
-        return reference.sum_topk(y, self.topk_weights)
+def _expert_sums(rows: LayerInputs) -> torch.Tensor:
+    """What this rank's experts give for rows [N, H], one weighted sum for each."""
+    return reference.sum_topk(
+        reference.expert_rows(rows.x, rows.topk_idx, *rows[3:]), rows.topk_weights
+    )
 
-    def gradients(
-        self, grad: torch.Tensor, *names: str, into: WeightGradients | None = None
-    ) -> list[torch.Tensor]:
-        """Those of the named tensors, given that of the sums; those of the weights go `into` this
-        memory, rounded once."""
-        into = into or WeightGradients(None, None)
-        both = ("w_gate_up", into.gate_up), ("w_down", into.down)
-        outs = {name: out for name, out in both if out is not None}
-        wide = torch.promote_types(self.x.dtype, torch.float32)
-        leaves = {name: getattr(self, name).detach().requires_grad_() for name in names}
-        leaves |= {name: getattr(self, name).detach().to(wide).requires_grad_() for name in outs}
-        with torch.enable_grad():
-            sums = self._replace(**leaves).make()
-            found = torch.autograd.grad(sums, [*leaves.values()], grad, materialize_grads=True)
-        for out, one in zip(outs.values(), found[len(names) :], strict=True):
-            out.copy_(one + out if into.accumulate else one)
-        return list(found[: len(names)])
+
+def _gradients(
+    rows: LayerInputs, grad: torch.Tensor, *names: str, into: WeightGradients | None = None
+) -> list[torch.Tensor]:
+    """Those of the named tensors of `_expert_sums`, given that of the sums; those of the weights go
+    `into` this memory, rounded once."""
+    into = into or WeightGradients(None, None)
+    both = ("w_gate_up", into.gate_up), ("w_down", into.down)
+    outs = {name: out for name, out in both if out is not None}
+    wide = torch.promote_types(rows.x.dtype, torch.float32)
+    leaves = {name: getattr(rows, name).detach().requires_grad_() for name in names}
+    leaves |= {name: getattr(rows, name).detach().to(wide).requires_grad_() for name in outs}
+    with torch.enable_grad():
+        sums = _expert_sums(rows._replace(**leaves))
+        found = torch.autograd.grad(sums, [*leaves.values()], grad, materialize_grads=True)
+    for out, one in zip(outs.values(), found[len(names) :], strict=True):
+        out.copy_(one + out if into.accumulate else one)
+    return list(found[: len(names)])
 
 
 def _pad(rows: Received, num_rows: int) -> Received:

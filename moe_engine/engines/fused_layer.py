@@ -14,53 +14,46 @@ from ..dispatch.fused_kernels import CopyLists
 from ..dispatch.place_rows_kernels import ExpertRowParts
 from ..grouped_gemm import gemm_config
 from ..grouped_gemm.config import GemmConfig
-from ..grouped_gemm.operands import Weights
+from ..grouped_gemm.operands import Epilogue, Weights
 from ..layer_config import LayerConfig
 from ..symm.slots import Slots
 from ..utils import round_up
+from .base import LayerInputs
 
 
 def feed_forward(
-    x: torch.Tensor,
-    topk_idx: torch.Tensor,
-    topk_weights: torch.Tensor,
-    w_gate_up: torch.Tensor,
-    w_down: torch.Tensor,
-    max_expert_rows: int,
-    config: LayerConfig,
-    slots: Slots,
+    inputs: LayerInputs, max_expert_rows: int, config: LayerConfig, slots: Slots
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """out [T, H]: the routed experts of a layer, see `moe_engine.moe_ffn`; counts int32 [E].
 
     Arguments have been checked. `max_expert_rows` is the most that this rank can receive; see
     `expert_rows_bytes`.
     """
+    x, topk_idx, topk_weights, w_gate_up, w_down, *_ = inputs
     layout = routing.layout(topk_idx, len(w_gate_up) * slots.num_ranks, slots)
     tokens = dispatch.LayerTokens(x, topk_idx, topk_weights, layout)
     # Before the first launch that other ranks see: what is large enough to be refused.
     out, act = torch.empty_like(x), x.new_empty(max_expert_rows, w_down.shape[2])
-    dispatched = dispatch_experts(tokens, w_gate_up, act, config, slots)
+    dispatched = dispatch_experts(tokens, inputs, act, config, slots)
     metadata = combine.send_return_metadata(dispatched, slots)
-    combine_experts(
-        act, Weights(w_down), LayerSums(out, dispatched.rows), dispatched, metadata, slots
-    )
+    combine_experts(act, inputs.down, LayerSums(out, dispatched.rows), dispatched, metadata, slots)
     return out, dispatched.offsets.counts
 
 
 def dispatch_experts(
     tokens: dispatch.LayerTokens,
-    w_gate_up: torch.Tensor,
+    inputs: LayerInputs,
     act: torch.Tensor,
     config: LayerConfig,
     slots: Slots,
 ) -> dispatch.Dispatched:
     """The first half of `feed_forward`, after the layout: rows to the experts, and the
     up-projection into act [M, I], M the most rows that this rank can receive."""
-    tiles = up_tiles(w_gate_up, len(act), config, slots)
+    tiles = up_tiles(inputs, len(act), config, slots)
     offsets = dispatch.exchange_fused(tokens, len(act), config, slots)
     memory = ExpertRows.of(tokens.x, len(act), slots)
     dispatched = send_rows(tokens, offsets, memory, tiles.block_m, config, slots)
-    up_projection(dispatched.rows, w_gate_up, (act, None), dispatched, tiles, slots)
+    up_projection(dispatched.rows, inputs, (act, None), dispatched, tiles, slots)
     return dispatched
 
 
@@ -89,25 +82,28 @@ def send_rows(
 
 
 def up_tiles(
-    w_gate_up: torch.Tensor, max_expert_rows: int, config: LayerConfig, slots: Slots
+    inputs: LayerInputs, max_expert_rows: int, config: LayerConfig, slots: Slots
 ) -> GemmConfig:
     """The tiles of the up-projection, whose height is that of all tiles of the layer."""
     # Balanced routing brings about as many rows as this rank sends out.
-    tiles = gemm_config(w_gate_up, slots.balanced_rows(max_expert_rows), "swiglu")
+    num_rows = slots.balanced_rows(max_expert_rows)
+    tiles = gemm_config(inputs.w_gate_up, num_rows, inputs.activation)
     return replace(tiles, group_m=config.group_m, num_splits=1)
 
 
 def up_projection(
     rows: torch.Tensor,
-    w_gate_up: torch.Tensor,
+    inputs: LayerInputs,
     outputs: tuple[torch.Tensor, torch.Tensor | None],
     dispatched: dispatch.Dispatched,
     tiles: GemmConfig,
     slots: Slots,
 ) -> None:
-    """See `dispatch_gemm`. Other rows than those that were dispatched have arrived already."""
-    how = dispatched.schedule, dispatched.counters, tiles, dispatched.config, slots
-    dispatch.dispatch_gemm(rows, w_gate_up, outputs, *how, rows is not dispatched.rows)
+    """outputs: the activations, and the pre-activations or None; see `dispatch_gemm`. Other rows
+    than those that were dispatched have arrived already."""
+    act, pre = outputs
+    epilogue, has_arrived = Epilogue(inputs.activation, pre=pre), rows is not dispatched.rows
+    dispatch.dispatch_gemm(rows, inputs.up, epilogue, act, dispatched, tiles, slots, has_arrived)
 
 
 def combine_experts(

@@ -362,11 +362,7 @@ class KernelEngine(ContextEngine):
 
     def moe_ffn(
         self,
-        x: torch.Tensor,
-        topk_idx: torch.Tensor,
-        topk_weights: torch.Tensor,
-        w_gate_up: torch.Tensor,
-        w_down: torch.Tensor,
+        inputs: LayerInputs,
         return_counts: bool = False,
         described: Described | None = None,
     ) -> LayerResult:
@@ -374,17 +370,16 @@ class KernelEngine(ContextEngine):
 
         No host synchronisation: work space is sized for R * max_tokens * K expert rows.
         """
-        args = LayerInputs(x, topk_idx, topk_weights, w_gate_up, w_down), return_counts
         more: dict[str, Any] = dict(before=self.reserve_expert_rows, described=described)
-        result: LayerResult = self.call(KernelEngine._moe_ffn, *args, **more)
+        result: LayerResult = self.call(KernelEngine._moe_ffn, inputs, return_counts, **more)
         return result
 
     def _moe_ffn(self, inputs: LayerInputs, return_counts: bool) -> LayerResult:
-        x, topk_idx, _, w_gate_up, _ = inputs
-        row, header, max_rows = self.most_expert_rows(x, topk_idx, w_gate_up)
+        x, w_gate_up = inputs.x, inputs.w_gate_up
+        row, header, max_rows = self.most_expert_rows(x, inputs.topk_idx, w_gate_up)
         self.check_capacity(len(x), row, header)
         config = self.layer_config(w_gate_up, row)
-        out, counts = feed_forward(*inputs, max_rows, config, self.slots)
+        out, counts = feed_forward(inputs, max_rows, config, self.slots)
         return out, counts if return_counts else None
 
     def moe_ffn_forward(
@@ -405,11 +400,11 @@ class KernelEngine(ContextEngine):
 
     def reserve_expert_rows(self, inputs: LayerInputs, *more: Any) -> None:
         """Before the first layer of a kind: memory for its expert rows. All ranks meet here."""
-        x, topk_idx, _, w_gate_up, w_down = inputs
+        x, w_gate_up, w_down = inputs.x, inputs.w_gate_up, inputs.w_down
         # Before anything is sent: the other ranks could not know of a refusal afterwards.
-        check_weights(x, w_gate_up, x.shape[1], "swiglu", by_parts=True)
+        check_weights(x, w_gate_up, x.shape[1], inputs.activation, by_parts=True)
         check_weights(x, w_down, w_down.shape[2], "none")
-        row, _, max_rows = self.most_expert_rows(x, topk_idx, w_gate_up)
+        row, _, max_rows = self.most_expert_rows(x, inputs.topk_idx, w_gate_up)
         num_bytes = expert_rows_bytes(max_rows, row.payload_bytes)
         self.slots.reserve_expert_rows(num_bytes, self._was_captured)
 

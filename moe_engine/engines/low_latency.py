@@ -20,12 +20,12 @@ from ..dispatch.low_latency_receive_kernels import Received
 from ..errors import CapacityError
 from ..grouped_gemm import check_weights, gemm_config, tile_schedule
 from ..grouped_gemm.launch import multiply
-from ..grouped_gemm.operands import Epilogue, Rows, Weights
+from ..grouped_gemm.operands import Epilogue, Rows
 from ..options import Options
 from ..prepared import Described
 from ..symm.device_context import DeviceContext
 from ..symm.ring import MAX_LOCAL_EXPERTS, MAX_ROWS, LowLatencyRow, Ring, header_bytes
-from .base import ContextEngine
+from .base import ContextEngine, LayerInputs
 
 Receive = Callable[[], None]
 Stats = tuple[torch.Tensor | None, torch.Tensor | None]
@@ -128,34 +128,18 @@ class LowLatency(ContextEngine):
         low_latency_combine(rows, epoch, num_experts, wait_stats, "receive", self.ring)
 
     def moe_ffn(
-        self,
-        x: torch.Tensor,
-        topk_idx: torch.Tensor,
-        topk_weights: torch.Tensor,
-        w_gate_up: torch.Tensor,
-        w_down: torch.Tensor,
-        max_tokens: int,
-        described: Described | None = None,
+        self, inputs: LayerInputs, max_tokens: int, described: Described | None = None
     ) -> torch.Tensor:
         """The experts of a layer for up to `max_tokens` tokens of each rank: dispatch, two GEMMs
         bound by the weights' bytes, combine."""
-        tensors = x, topk_idx, topk_weights, w_gate_up, w_down
         more: dict[str, Any] = dict(num_calls=2, described=described)
-        out: torch.Tensor = self._call(LowLatency._moe_ffn, *tensors, max_tokens, **more)
+        out: torch.Tensor = self._call(LowLatency._moe_ffn, inputs, max_tokens, **more)
         return out
 
-    def _moe_ffn(
-        self,
-        x: torch.Tensor,
-        topk_idx: torch.Tensor,
-        topk_weights: torch.Tensor,
-        w_gate_up: torch.Tensor,
-        w_down: torch.Tensor,
-        max_tokens: int,
-        phases: str,
-    ) -> torch.Tensor:
+    def _moe_ffn(self, inputs: LayerInputs, max_tokens: int, phases: str) -> torch.Tensor:
+        x, topk_idx, topk_weights, w_gate_up, w_down, *_ = inputs
         # Before anything is sent: the other ranks could not know of a refusal afterwards.
-        check_weights(x, w_gate_up, x.shape[1], "swiglu", by_parts=True)
+        check_weights(x, w_gate_up, x.shape[1], inputs.activation, by_parts=True)
         check_weights(x, w_down, w_down.shape[2], "none")
         num_experts = len(w_gate_up) * self.num_ranks
         row_format = "bf16" if x.dtype == torch.bfloat16 else "fp32"
@@ -171,13 +155,13 @@ class LowLatency(ContextEngine):
         assert len(received.x) == most_rows
         low_latency_dispatch(sent, received, None, None, phases, self.ring)
         # Balanced routing brings as many rows as this rank sends out.
-        up = gemm_config(w_gate_up, max_tokens * topk_idx.shape[1], "swiglu")
+        up = gemm_config(w_gate_up, max_tokens * topk_idx.shape[1], inputs.activation)
         down = gemm_config(w_down, max_tokens * topk_idx.shape[1], block_m=up.block_m)
         self.ring.context.step = "multiply"
         schedule = tile_schedule(received.counts, most_rows, up.block_m)
-        swiglu, plain = Epilogue("swiglu"), Epilogue()
-        multiply(Rows(received.x), Weights(w_gate_up), swiglu, schedule, most_rows, act, up)
-        multiply(Rows(act), Weights(w_down), plain, schedule, most_rows, y, down)
+        first, second = Epilogue(inputs.activation), Epilogue()
+        multiply(Rows(received.x), inputs.up, first, schedule, most_rows, act, up)
+        multiply(Rows(act), inputs.down, second, schedule, most_rows, y, down)
         rows = ExpertRows(y, topk_idx, None, received.returns, received.call, out)
         low_latency_combine(rows, call, num_experts, None, phases, self.ring)
         return out

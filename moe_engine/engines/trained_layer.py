@@ -28,7 +28,9 @@ from ..dispatch.stages import StageCounters, StagedSchedule
 from ..grouped_gemm import TileSchedule, gemm_config, wgrad
 from ..grouped_gemm.backward import (
     ActivationGradients,
+    bias_gradient,
     launch_activation_dgrad,
+    launch_bias_weight_gradient,
     launch_row_weight_gradient,
 )
 from ..grouped_gemm.config import GemmConfig
@@ -38,7 +40,14 @@ from ..layer_config import LayerConfig
 from ..prepared import Described, PreparedCalls
 from ..streams import record
 from ..symm.slots import Slots
-from .base import Gradients, LayerInputs, Saved, WeightGradientRows, WeightGradients
+from .base import (
+    BiasGradients,
+    Gradients,
+    LayerInputs,
+    Saved,
+    WeightGradientRows,
+    WeightGradients,
+)
 from .fused_layer import ExpertRows, combine_experts, send_rows, up_projection, up_tiles
 
 if TYPE_CHECKING:
@@ -148,14 +157,14 @@ def _finish(
         step.config,
     )
     outputs = sized.act, sized.pre
-    up_projection(step.memory.rows, inputs.w_gate_up, outputs, dispatched, step.tiles, slots)
+    up_projection(step.memory.rows, inputs, outputs, dispatched, step.tiles, slots)
     metadata = combine.send_return_metadata(dispatched, slots)
     if sized.kept is not None:
         num_rows = exchanged.offsets.expert_offsets[-1:]
         kept = sized.kept, num_rows, send_return_metadata_kernel
         dispatch.keep_rows(step.memory.rows, *kept, slots)
     sums = LayerSums(out, step.memory.rows)
-    combine_experts(sized.act, Weights(inputs.w_down), sums, dispatched, metadata, slots)
+    combine_experts(sized.act, inputs.down, sums, dispatched, metadata, slots)
     return out
 
 
@@ -195,8 +204,8 @@ def backward(
     saved: Saved,
     into: WeightGradients | None,
 ) -> Gradients:
-    """Gradients of x and topk_weights. Those of the weights go `into` memory; with None the rows
-    that they are made of are kept for later."""
+    """Gradients of x, topk_weights and biases. Those of the weights go `into` memory; with None the
+    rows that they are made of are kept for later."""
     x, w_gate_up, w_down = inputs.x, inputs.w_gate_up, inputs.w_down
     most_rows = engine.most_expert_rows(x, inputs.topk_idx, w_gate_up)[2]
     room = max(1, most_rows if saved.num_rows < 0 else saved.num_rows)
@@ -209,20 +218,22 @@ def backward(
         share = engine.slots.balanced_rows(most_rows)
         described.kind.choice = gradient_tiles(w_gate_up, w_down, share)
     pre = x.new_empty(room, 2 * w_down.shape[2]) if pre is None else pre
-    of_act = ActivationGradients.empty(pre, w_down, described.kind.choice, True, not keeps_pre)
+    empty = partial(ActivationGradients.empty, has_bias=inputs.b_down is not None)
+    of_act = empty(pre, w_down, described.kind.choice, True, not keeps_pre)
     work = BackwardRows(rows, pre, of_act, x.new_empty(room, x.shape[1]))
     if into is None:
         kept_x = torch.empty_like(work.dx) if rows is None else None
         work = work._replace(kept_x=kept_x, kept_dy=torch.empty_like(work.dx))
     more: dict[str, Any] = dict(sized=work.tensors, described=described)
     before = engine.reserve_expert_rows
-    dx, topk_grads, offsets = engine.call(_backward, *args, before=before, **more, **numbers)
+    results = engine.call(_backward, *args, before=before, **more, **numbers)
+    dx, topk_grads, offsets, biases = results
     if work.kept_dy is None:
-        return dx, topk_grads, None
+        return dx, topk_grads, None, biases
     x_rows = work.kept_x if rows is None else rows
     assert x_rows is not None
     kept = WeightGradientRows(x_rows, of_act.pre, of_act.act, work.kept_dy, offsets)
-    return dx, topk_grads, partial(later_weight_gradients, kept)
+    return dx, topk_grads, partial(later_weight_gradients, kept), biases
 
 
 def _backward(
@@ -235,18 +246,18 @@ def _backward(
     sized: tuple[torch.Tensor | None, ...],
     max_rows: int,
     expected_rows: int,
-) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, BiasGradients]:
     """Up to three calls of the same tokens. With `none` the first one sends x, for the
     pre-activations. The next one sends dy and returns dx. With `none` and `pre` the last one sends
     x, for the gradient of w_gate_up, which is computed from the rows where they arrive.
 
     So every product runs while rows come or sums return, and no rows of x are copied, but for
     gradients of weights that are computed later. Each call begins with an exchange, which says that
-    this rank has read what came in the one before. Returns the gradients of x and topk_weights, and
-    where the rows of experts begin.
+    this rank has read what came in the one before. Returns the gradients of x and topk_weights,
+    where the rows of experts begin, and the gradients of the biases.
     """
     step, rows = Step.of(engine, inputs), BackwardRows.of(sized)
-    x, _, topk_weights, w_gate_up, w_down = inputs
+    x, _, topk_weights, w_gate_up, w_down, *_ = inputs
     slots, memory, of_act = step.slots, step.memory, rows.of_act
     dx, topk_grads = torch.empty_like(dy), torch.empty_like(topk_weights)
     of_gate_up, of_down, accumulate = into or WeightGradients(None, None)
@@ -257,24 +268,29 @@ def _backward(
     sent = None
     if save == "none":
         sent = step.begin(x, call)
-        up_projection(sent.rows, w_gate_up, up_outputs, sent, step.tiles, slots)
+        up_projection(sent.rows, inputs, up_outputs, sent, step.tiles, slots)
         dispatch.release(slots)
     # dy to the experts: the gradient of the pre-activations.
     sent = step.begin(dy, call, sent)
     config = gradient_tiles(w_gate_up, w_down, slots.balanced_rows(len(memory.rows)))
     if save == "rows" and rows.x is not None:  # dy arrives during the up-projection
-        up_projection(rows.x, w_gate_up, up_outputs, sent, step.tiles, slots)
+        up_projection(rows.x, inputs, up_outputs, sent, step.tiles, slots)
         metadata = combine.send_return_metadata(sent, slots)
         slots.context.step = "activation_dgrad"
-        operands = memory.rows, w_down, rows.pre, step.schedule(sent), "swiglu", memory.weights
+        operands = memory.rows, w_down, rows.pre, step.schedule(sent), inputs.activation
         trace = slots.context.traced(Role.DGRAD_DOWN)
-        launch_activation_dgrad(*operands, of_act, config, trace)
+        launch_activation_dgrad(*operands, memory.weights, of_act, config, trace)
     else:
-        dispatch.dispatch_dgrad(sent, w_down, rows.pre, memory.weights, of_act, config, slots)
+        how = inputs.activation, config, slots
+        dispatch.dispatch_dgrad(sent, w_down, rows.pre, memory.weights, of_act, *how)
         metadata = combine.send_return_metadata(sent, slots)
-    launch_row_weight_gradient(of_act, sent.offsets.expert_offsets, len(memory.rows))
+    dy_rows, offsets = memory.rows[:max_rows], sent.offsets.expert_offsets
+    if inputs.b_down is not None:
+        launch_bias_weight_gradient(dy_rows, inputs.b_down, of_act, offsets)
+    biases = bias_gradients(inputs, of_act.pre, dy_rows, memory.weights, offsets)
+    launch_row_weight_gradient(of_act, offsets, len(memory.rows))
     # dx, whose sums return as those of a forward, while the gradients of weights are computed.
-    gradients, dy_rows = [], memory.rows[:max_rows]
+    gradients = []
     if of_down is not None:
         role = Role.WGRAD_DOWN
         gradients.append(combine.WeightGradient(dy_rows, of_act.act, of_down, accumulate, role))
@@ -298,7 +314,23 @@ def _backward(
             num_rows = sent.offsets.expert_offsets[-1:]
             dispatch.keep_rows(memory.rows, rows.kept_x, num_rows, copy_rows_kernel, slots)
         dispatch.release(slots)
-    return dx, topk_grads, sent.offsets.expert_offsets
+    return dx, topk_grads, sent.offsets.expert_offsets, biases
+
+
+def bias_gradients(
+    inputs: LayerInputs,
+    pre: torch.Tensor,
+    dy: torch.Tensor,
+    row_weight: torch.Tensor,
+    offsets: torch.Tensor,
+) -> BiasGradients:
+    """Sums of expert rows: of the gradient of the pre-activations, and of dy by its weights."""
+    b_gate_up, b_down, found = inputs.b_gate_up, inputs.b_down, BiasGradients()
+    if b_gate_up is not None and b_gate_up.requires_grad:
+        found = found._replace(gate_up=bias_gradient(pre, offsets))
+    if b_down is not None and b_down.requires_grad:
+        found = found._replace(down=bias_gradient(dy, offsets, row_weight))
+    return found
 
 
 def later_weight_gradients(rows: WeightGradientRows, into: WeightGradients) -> None:
@@ -349,18 +381,18 @@ class Step(NamedTuple):
     @classmethod
     def of(cls, engine: KernelEngine, inputs: LayerInputs) -> Step:
         """Checks that the tokens fit."""
-        x, topk_idx, _, w_gate_up, _ = inputs
+        x, topk_idx, w_gate_up = inputs.x, inputs.topk_idx, inputs.w_gate_up
         row, header, most_rows = engine.most_expert_rows(x, topk_idx, w_gate_up)
         engine.check_capacity(len(x), row, header)
         config, slots = engine.layer_config(w_gate_up, row), engine.slots
-        tiles = up_tiles(w_gate_up, most_rows, config, slots)
+        tiles = up_tiles(inputs, most_rows, config, slots)
         return cls(slots, config, ExpertRows.of(x, most_rows, slots), tiles, inputs)
 
     def tokens(
         self, x: torch.Tensor, layout: routing.RoutingLayout | None = None
     ) -> dispatch.LayerTokens:
         """x, or dy, on its way to the experts, by a layout or, without one, by a new one."""
-        _, topk_idx, topk_weights, w_gate_up, _ = self.inputs
+        _, topk_idx, topk_weights, w_gate_up, *_ = self.inputs
         if layout is None:
             num_experts = len(w_gate_up) * self.slots.num_ranks
             layout = routing.layout(topk_idx, num_experts, self.slots)

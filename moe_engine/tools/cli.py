@@ -236,8 +236,8 @@ def gemm(
     """Explain which tiles a grouped GEMM in bf16 takes on an H200; with --tune, measure them on
     this GPU."""
     from ..grouped_gemm import tune_gemm
+    from ..grouped_gemm.activations import num_parts
     from ..grouped_gemm.config import GemmProblem, explain, measured
-    from ..grouped_gemm.operands import num_parts
 
     check_columns(columns=columns, depth=depth)
     sizes = rows, experts, columns, depth

@@ -187,10 +187,10 @@ def call_layers(shape: ModelShape) -> None:
         engine = kernel_engine(shape.num_ranks, most, shape.region_bytes(most))
         for count in batches_of(most):
             inputs = LayerInputs(*shape.tokens(count), up, down)
-            engine.moe_ffn(*inputs)
+            engine.moe_ffn(inputs)
             for save in SAVE_POLICIES[1:]:
                 _, saved, _ = engine.moe_ffn_forward(inputs, save, is_captured=True)
-                *_, later = engine.moe_ffn_backward(inputs.x.clone(), inputs, saved, None)
+                *_, later, _ = engine.moe_ffn_backward(inputs.x.clone(), inputs, saved, None)
                 assert later is not None
                 for dtype, accumulate in product({shape.dtype, torch.float32}, (False, True)):
                     outs = [torch.empty_like(one, dtype=dtype) for one in (up, down)]
@@ -207,7 +207,7 @@ def call_decode_layers(shape: ModelShape) -> None:
     engine = low_latency_engine(shape.num_ranks, region)
     for max_tokens in range(1, most + 1):
         for count in {1, max_tokens // 2, max_tokens}:
-            engine.moe_ffn(*shape.tokens(count), *weights, max_tokens)
+            engine.moe_ffn(LayerInputs(*shape.tokens(count), *weights), max_tokens)
 
 
 def call_gemms(shape: ModelShape) -> None:
