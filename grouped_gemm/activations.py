@@ -67,6 +67,15 @@ def num_parts(activation: AnyActivation) -> int:
     return Activation.of(activation).parts
 
 
+def check_layer_activation(activation: AnyActivation) -> None:
+    """Raise ShapeError for what is no activation of gate and up, as layers have."""
+    if num_parts(activation) != 2:
+        raise ShapeError(
+            f"activation is {shown(activation)}; that of a layer must be one of {GATED}, or an "
+            "Activation of such a name."
+        )
+
+
 @functools.lru_cache(maxsize=256)
 def _checked(activation: AnyActivation) -> Activation:
     found = Activation(activation) if isinstance(activation, str) else activation

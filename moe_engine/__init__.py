@@ -20,6 +20,7 @@ from .errors import (
     RoutingError,
     ShapeError,
 )
+from .grouped_gemm.activations import Activation
 from .layer import LayerInFlight, MoEFeedForward, moe_ffn, start_moe_ffn
 from .layer_config import LayerConfig
 from .options import Config, Options
@@ -29,6 +30,7 @@ from .weight_gradients import DelayedWgrad, WgradSink
 __version__ = "0.1.0"
 
 __all__ = [
+    "Activation",
     "BackendError",
     "Buffer",
     "CallAbandoned",

@@ -16,7 +16,7 @@ from .dispatch import DispatchLayout, Received, Tokens
 from .engines.base import NUM_SMS, Engine, Handle, LayerInputs
 from .engines.kernel import KernelEngine
 from .errors import BackendError, CapacityError, DtypeError, MoeEngineError, ShapeError
-from .grouped_gemm.activations import GATED, num_parts
+from .grouped_gemm.activations import check_layer_activation
 from .handles import check_handle
 from .layer_config import LayerConfig
 from .lifecycle import verb
@@ -350,10 +350,7 @@ class Buffer(LowLatencyVerbs):
         checks.check_rows("x", x, device=self._rows_device)
         checks.check_expert_weights(x, w_gate_up, w_down)
         checks.check_expert_biases(w_gate_up, w_down, *biases)
-        if num_parts(activation) != 2:
-            raise ShapeError(
-                f"activation is {checks.shown(activation)}; that of a layer must be one of {GATED}."
-            )
+        check_layer_activation(activation)
         checks.check_experts(w_gate_up.shape[0] * self.group_size, self.group_size)
         checks.check_routing(x, topk_idx, topk_weights)
 

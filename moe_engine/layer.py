@@ -13,7 +13,7 @@ from .buffer import Buffer
 from .checks import PAYLOAD_DTYPES, check_at_least, check_dtype, check_flag, shown
 from .engines.base import LayerInputs
 from .errors import BackendError, DtypeError, RoutingError, ShapeError
-from .grouped_gemm.activations import AnyActivation
+from .grouped_gemm.activations import AnyActivation, check_layer_activation
 from .sharded_weights import arrived, group_of, local, sharded
 from .streams import EventOverlap
 from .training import LayerOptions, LayerTensors, trained_layer, wants_gradients
@@ -258,8 +258,9 @@ def _check_buffer(buffer: object) -> None:
 class MoEFeedForward(torch.nn.Module):
     """This rank's experts of one layer over a shared Buffer: `forward(x, topk_idx, topk_weights)`.
 
-    Parameters: gate_up_proj [L, 2I, H], down_proj [L, H, I], with gradients where `requires_grad`
-    is set; `save`, `wgrad` and `layout` as in `moe_ffn`, attributes that may change between calls;
+    Parameters: gate_up_proj [L, 2I, H], down_proj [L, H, I], with `bias` also gate_up_bias [L, 2I]
+    and down_bias [L, H], zeros; with gradients where `requires_grad` is set. `activation`, `save`,
+    `wgrad` and `layout` as in `moe_ffn`, attributes that may change between calls;
     wgrad="delayed" makes a `DelayedWgrad`, whose `backward_dw()` is the module's too. With a
     DeviceMesh of one dimension and the Buffer's ranks, they are DTensors [E, ...] of these parts,
     Shard(0) on it, as checkpoints and `integrations/data_parallel.py` take them. A copy shares
@@ -270,6 +271,8 @@ class MoEFeedForward(torch.nn.Module):
     buffer: Buffer | None
     wgrad: Wgrad
     save: str = "auto"
+    gate_up_bias: torch.nn.Parameter | None
+    down_bias: torch.nn.Parameter | None
 
     def __init__(
         self,
@@ -283,6 +286,8 @@ class MoEFeedForward(torch.nn.Module):
         save: str = "auto",
         wgrad: Wgrad | Literal["delayed"] = None,
         layout: str = "concatenated",
+        bias: bool = False,
+        activation: AnyActivation = "swiglu",
         mesh: DeviceMesh | None = None,
     ):
         super().__init__()
@@ -294,6 +299,8 @@ class MoEFeedForward(torch.nn.Module):
         LayerOptions(save=save, wgrad=self.wgrad).check()
         check_layout(layout)
         check_flag("requires_grad", requires_grad)
+        check_flag("bias", bias)
+        check_layer_activation(activation)
         if mesh is not None:
             group_of(mesh, buffer.group)
         new = torch.nn.Parameter
@@ -303,7 +310,11 @@ class MoEFeedForward(torch.nn.Module):
         torch.nn.init.normal_(down, std=intermediate**-0.5)
         self.gate_up_proj = new(sharded(up, mesh), requires_grad)
         self.down_proj = new(sharded(down, mesh), requires_grad)
+        for name, weight in (("gate_up_bias", up), ("down_bias", down)):
+            added = sharded(torch.zeros_like(weight[:, :, 0]), mesh) if bias else None
+            self.register_parameter(name, None if added is None else new(added, requires_grad))
         self.buffer, self.save, self.layout = buffer, save, layout
+        self.activation = activation
 
     def forward(
         self,
@@ -338,7 +349,18 @@ class MoEFeedForward(torch.nn.Module):
         return local(self.gate_up_proj), local(self.down_proj), self.buffer
 
     def _options(self) -> dict[str, Any]:
-        return dict(save=self.save, wgrad=self.wgrad, layout=self.layout)
+        return dict(
+            save=self.save,
+            wgrad=self.wgrad,
+            layout=self.layout,
+            biases=self._biases(),
+            activation=self.activation,
+        )
+
+    def _biases(self) -> Biases:
+        if self.gate_up_bias is None or self.down_bias is None:
+            return NO_BIASES
+        return local(self.gate_up_bias), local(self.down_bias)
 
     def backward_dw(self) -> None:
         """See `DelayedWgrad.backward_dw`. BackendError where `wgrad` is none."""

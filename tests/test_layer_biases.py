@@ -1,0 +1,268 @@
+"""Layers whose experts have biases and other activations, on every engine, against fp64."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import cases
+import pytest
+import torch
+import torch.distributed as dist
+from cases import relative_error
+from training_cases import NAMES, end, make_case, new_buffer, on_device
+
+from moe_engine import (
+    Activation,
+    Buffer,
+    DelayedWgrad,
+    DtypeError,
+    MoEFeedForward,
+    Options,
+    ShapeError,
+    WgradSink,
+    moe_ffn,
+    reference,
+    start_moe_ffn,
+)
+from moe_engine.emulation import PerRank, RankPool
+
+GPT_OSS = Activation("swiglu", limit=0.6, alpha=1.702, shift=1.0)
+"""gpt-oss's, with a limit that random rows reach."""
+WITH_BIASES = *NAMES, "b_gate_up", "b_down"
+BOTH = ("gate_up", "down")
+Parts = list[list[torch.Tensor]]
+
+
+def make(num_tokens: list[int], biases: tuple[str, ...] = BOTH, **sizes: Any) -> Parts:
+    """Per-rank lists: x, ids, weights, both weights of experts, both biases (or empty), dy."""
+    *parts, dy = make_case(len(num_tokens), num_tokens, **sizes)
+    generator = torch.Generator().manual_seed(3)
+    for name, like in zip(BOTH, parts[3:], strict=True):
+        size = like[0].shape[:2] if name in biases else (0,)
+        added = torch.randn(len(num_tokens), *size, generator=generator).to(like[0].dtype)
+        parts.append(list(added.unbind()))
+    return [*parts, dy]
+
+
+def leaves_of(parts: list[torch.Tensor]) -> list[torch.Tensor | None]:
+    """x, weights, both weights of experts, both biases or None, as leaves."""
+    return [
+        one.detach().clone().requires_grad_() if one.numel() or at < 4 else None
+        for at, one in enumerate((parts[0], *parts[2:7]))
+    ]
+
+
+def gradients(layer: Any, parts: list[torch.Tensor]) -> list[torch.Tensor]:
+    """The result of a layer, and the gradients of its `leaves_of`."""
+    leaves = leaves_of(parts)
+    out = layer(leaves[0], parts[1], *leaves[1:4], biases=tuple(leaves[4:]))
+    wanted = [one for one in leaves if one is not None]
+    return [out.detach(), *torch.autograd.grad(out, wanted, parts[-1])]
+
+
+def run(
+    group: dist.ProcessGroup, activation: Any, how: dict[str, Any], policies: Any, *parts: Any
+) -> dict[str, list[torch.Tensor]]:
+    parts = on_device(parts)
+    x, idx, _, up, *_ = parts
+    max_tokens = max(how["max_tokens"])
+    buffer = new_buffer(
+        group, x, group.size() * len(up), idx.shape[1], max_tokens, how.get("backend", "auto"),
+        **how.get("options", {}),
+    )  # fmt: skip
+    found = {}
+    with cases.filled_memory():
+        for save in policies:
+            more: dict[str, Any] = dict(save=save, activation=activation)
+            found[save] = gradients(
+                lambda *a, more=more, **b: moe_ffn(*a, buffer, **more, **b), parts
+            )
+        again = gradients(lambda *a, **b: start_moe_ffn(*a, buffer, **more, **b).finish(), parts)
+    assert all(map(torch.equal, again, found[save]))
+    end(buffer)
+    return {save: [one.cpu() for one in parts] for save, parts in found.items()}
+
+
+def check(
+    pool: RankPool,
+    parts: Parts,
+    activation: Any = GPT_OSS,
+    policies: tuple[str, ...] = ("pre",),
+    tolerance: float = 1e-5,
+    **how: Any,
+) -> None:
+    """The result and the gradients of all ranks, the same bits by each policy."""
+    ranks = len(parts[0])
+    how["max_tokens"] = [len(x) for x in parts[0]]
+    per_rank = [PerRank(part) for part in parts]
+    found = pool.run(run, activation, how, policies, *per_rank, num_ranks=ranks)
+    for have in found:
+        for save in policies[1:]:
+            assert all(map(torch.equal, have[policies[0]], have[save])), save
+    *inputs, b_gate_up, b_down, dy = parts
+    biases = [
+        [one if one.numel() else torch.zeros_like(w[:, :, 0]) for one, w in zip(*both, strict=True)]
+        for both in ((b_gate_up, inputs[3]), (b_down, inputs[4]))
+    ]
+    outs = reference.moe_ffn(
+        *([one.double() if one.is_floating_point() else one for one in part] for part in inputs),
+        biases=[[one.double() for one in part] for part in biases],
+        activation=activation,
+    )
+    want = reference.moe_ffn_gradients(*inputs, dy, biases, activation)
+    for have, out, grads in zip(found, outs, want, strict=True):
+        present = [at for at in range(6) if at < 4 or parts[at + 1][0].numel()]
+        wanted = [out, *(grads[at] for at in present)]
+        names = ["y", *(WITH_BIASES[at] for at in present)]
+        for name, one, other in zip(names, have[policies[0]], wanted, strict=True):
+            error = relative_error(one, other)
+            assert error < tolerance or not (one.any() or other.any()), f"{name}: {error}"
+
+
+@pytest.mark.parametrize(
+    ("activation", "biases"),
+    [(GPT_OSS, BOTH), ("geglu_tanh", ()), ("swiglu", ("down",)), ("geglu", ("gate_up",))],
+    ids=str,
+)
+def test_layers(pool: RankPool, activation: Any, biases: tuple[str, ...]) -> None:
+    parts = make([9, 4], biases, kind="duplicates")
+    check(pool, parts, activation, ("none", "pre", "rows", "all"))
+
+
+@pytest.mark.parametrize("kind", ["holes", "empty_rank", "nothing"])
+def test_routings(pool: RankPool, kind: str) -> None:
+    check(pool, make([5, 0, 4], kind=kind), policies=("auto",))
+
+
+def test_bf16(pool: RankPool) -> None:
+    sizes: dict[str, Any] = dict(hidden=64, intermediate=48, dtype="bf16")
+    activation = Activation("swiglu", limit=50.0, alpha=1.702, shift=1.0)
+    check(pool, make([24, 16], **sizes), activation, tolerance=2e-2)
+
+
+def test_collectives(pool: RankPool) -> None:
+    check(pool, make([7, 0, 5], kind="holes"), policies=("none", "rows"), backend="collective")
+
+
+def test_passes(pool: RankPool) -> None:
+    """Every row goes to rank 0, which has room for a part of them."""
+    parts = make([8, 7], kind="one_hot", num_topk=1)
+    check(pool, parts, options={"capacity_factor": 1.0})
+
+
+# --- Decode ----------------------------------------------------------------------------------
+
+
+def run_decode(group: dist.ProcessGroup, *parts: Any) -> torch.Tensor:
+    x, idx, weights, up, down, *biases, _ = on_device(parts)
+    buffer = new_buffer(group, x, group.size() * len(up), idx.shape[1], 8)
+    args = x, idx, weights, up, down, buffer
+    with torch.no_grad(), cases.filled_memory():
+        out = [moe_ffn(*args, biases=tuple(biases), activation=GPT_OSS) for _ in range(3)]
+    assert buffer._low_latency._calls, "no low-latency call was made"
+    assert torch.equal(out[0], out[2])
+    end(buffer)
+    return out[0].cpu()
+
+
+def test_decode(pool: RankPool) -> None:
+    parts = make([3, 8])
+    found = pool.run(run_decode, *map(PerRank, parts), num_ranks=2)
+    doubles = [[one.double() if one.is_floating_point() else one for one in p] for p in parts]
+    wanted = reference.moe_ffn(*doubles[:5], biases=doubles[5:7], activation=GPT_OSS)
+    for one, other in zip(found, wanted, strict=True):
+        assert relative_error(one, other) < 1e-5
+
+
+# --- Where gradients of weights go elsewhere ---------------------------------------------------
+
+
+def run_sinks(group: dist.ProcessGroup, *parts: Any) -> list[bool]:
+    """Gradients of weights into a sink, delayed, and of interleaved rows: the same as to autograd,
+    where those of biases go in each case."""
+    parts = on_device(parts)
+    x, idx, _, up, down, *_ = parts
+    buffer = new_buffer(group, x, group.size() * len(up), idx.shape[1], 8)
+    more: dict[str, Any] = dict(activation=GPT_OSS)
+    plain = gradients(lambda *a, **b: moe_ffn(*a, buffer, **more, **b), parts)
+
+    def with_wgrad(wgrad: Any) -> tuple[list[torch.Tensor], list[torch.Tensor | None]]:
+        leaves = leaves_of(parts)
+        tensors = leaves[0], idx, *leaves[1:4]
+        out = moe_ffn(*tensors, buffer, wgrad=wgrad, biases=tuple(leaves[4:]), **more)
+        out.backward(parts[-1])
+        found = [one.grad for one in leaves]
+        return found, leaves
+
+    sink = WgradSink(torch.empty_like(up), torch.empty_like(down), accumulate=False)
+    into, _ = with_wgrad(sink)
+    assert into[2] is None
+    assert into[3] is None
+    later = DelayedWgrad()
+    delayed, leaves = with_wgrad(later)
+    assert delayed[2] is None
+    later.backward_dw()
+    of_leaves = [one.grad for one in leaves]
+    rows = up.unflatten(1, (2, -1)).transpose(1, 2).flatten(1, 2).contiguous()
+    turned = [*parts[:3], rows, *parts[4:]]
+    more["layout"] = "interleaved"
+    in_turn = gradients(lambda *a, **b: moe_ffn(*a, buffer, **more, **b), turned)
+    in_turn[3] = in_turn[3].unflatten(1, (-1, 2)).transpose(1, 2).flatten(1, 2)
+    end(buffer)
+    wanted = plain[1:]
+    sunk = [into[0], into[1], sink.gate_up, sink.down, *into[4:]]
+    every = zip(wanted, sunk, of_leaves, in_turn[1:], strict=True)
+    return [torch.equal(first, one) for first, *others in every for one in others]
+
+
+def test_other_ways_of_the_weights(pool: RankPool) -> None:
+    parts = make([6, 3])
+    for found in pool.run(run_sinks, *map(PerRank, parts), num_ranks=2):
+        assert all(found), found
+
+
+def run_module(group: dist.ProcessGroup, *parts: Any) -> None:
+    x, idx, weights, up, down, *biases, dy = on_device(parts)
+    buffer = new_buffer(group, x, group.size() * len(up), idx.shape[1], 8)
+    sizes = len(up), x.shape[1], down.shape[2], buffer, x.dtype
+    module = MoEFeedForward(*sizes, requires_grad=True, bias=True, activation=GPT_OSS)
+    named = dict(module.named_parameters())
+    assert list(named) == ["gate_up_proj", "down_proj", "gate_up_bias", "down_bias"]
+    assert not named["gate_up_bias"].any()
+    with torch.no_grad():
+        for one, value in zip(named.values(), (up, down, *biases), strict=True):
+            one.copy_(value)
+    module(x, idx, weights).backward(dy)
+    found = [one.grad for one in named.values()]
+    more: dict[str, Any] = dict(activation=GPT_OSS)
+    want = gradients(lambda *a, **b: moe_ffn(*a, buffer, **more, **b), on_device(parts))
+    assert all(map(torch.equal, found, want[3:]))
+    end(buffer)
+
+
+def test_the_module(pool: RankPool) -> None:
+    pool.run(run_module, *map(PerRank, make([6, 3])), num_ranks=2)
+
+
+# --- Bad input -------------------------------------------------------------------------------
+
+
+def test_what_does_not_fit_is_refused() -> None:
+    x, idx, weights, up, down, b_gate_up, b_down, _ = (part[0] for part in make([4]))
+    sizes = 4, x.shape[1], len(up), idx.shape[1], x.dtype
+    buffer = Buffer.for_tokens(None, *sizes, backend="collective", options=Options())
+    args = x, idx, weights, up, down, buffer
+    for more, error, text in (
+        (dict(biases=b_gate_up), ShapeError, r"it must be a pair \(b_gate_up, b_down\)"),
+        (dict(biases=(b_down, None)), ShapeError, "b_gate_up has shape"),
+        (dict(biases=(None, b_down[:-1])), ShapeError, "b_down has shape"),
+        (dict(biases=(b_gate_up.double(), None)), DtypeError, "b_gate_up"),
+        (dict(biases=(None, 1.0)), DtypeError, "b_down"),
+        (dict(biases=(None, b_down.T.contiguous().T)), ShapeError, "b_down"),
+        (dict(activation="relu"), ShapeError, "it must be one of"),
+        (dict(activation="silu"), ShapeError, "that of a layer must be one of"),
+    ):
+        with pytest.raises(error, match=text):
+            moe_ffn(*args, **more)  # type: ignore[arg-type]
+    moe_ffn(*args, biases=(b_gate_up, b_down))
+    buffer.destroy()
