@@ -29,6 +29,7 @@ from moe_engine.engines import fused_layer
 from moe_engine.engines import trained_layer as trained_layer_steps
 from moe_engine.engines.base import LayerInputs, WeightGradients
 from moe_engine.expert_major import sum_rows, take_rows
+from moe_engine.grouped_gemm import Activation
 from moe_engine.grouped_gemm.config import GemmConfig
 from moe_engine.hardware import stand_in
 from moe_engine.kernel_bundle import Variant
@@ -149,8 +150,10 @@ def layer(
     num_ranks: int = RANKS,
     num_topk: int = TOPK,
     tiles: tuple[GemmConfig, GemmConfig] | None = None,
+    like_gpt_oss: bool = False,
 ) -> dict[str, Launch]:
-    """The launches of a fused layer, by name. tiles: of both GEMMs, in place of the chosen ones."""
+    """The launches of a fused layer, by name. tiles: of both GEMMs, in place of the chosen ones.
+    like_gpt_oss: with biases and its activation."""
     engine = kernel_engine(num_ranks, TOKENS, REGION_BYTES)
     x = torch.empty(TOKENS, HIDDEN, dtype=BF16)
     shape = EXPERTS // num_ranks, 2 * COLUMNS, HIDDEN
@@ -159,8 +162,18 @@ def layer(
     with recorded(arch) as launches:
         choose = mock.Mock(wraps=fused_layer.gemm_config, **chosen)
         with mock.patch.object(fused_layer, "gemm_config", choose):
-            engine.moe_ffn(LayerInputs(x, *routing(num_topk), up, down))
+            inputs = LayerInputs(x, *routing(num_topk), up, down)
+            engine.moe_ffn(with_biases(inputs) if like_gpt_oss else inputs)
     return {launch.name: launch for launch in launches}
+
+
+def with_biases(inputs: LayerInputs) -> LayerInputs:
+    """The same layer with gpt-oss's activation, and biases that require grad."""
+    num_local = len(inputs.w_down)
+    b_gate_up, b_down = (torch.empty(num_local, size, dtype=BF16) for size in (2 * COLUMNS, HIDDEN))
+    biases = dict(b_gate_up=b_gate_up.requires_grad_(), b_down=b_down.requires_grad_())
+    activation = Activation("swiglu", limit=7.0, alpha=1.702, shift=1.0)
+    return inputs._replace(**biases, activation=activation)
 
 
 def trained_layer(
@@ -178,10 +191,12 @@ def training_launches(
     into: torch.dtype = BF16,
     accumulate: bool = False,
     is_delayed: bool = False,
+    like_gpt_oss: bool = False,
 ) -> tuple[list[Launch], list[Launch]]:
     """The launches of a layer that saves, and of its backward. tiles: of the up-projection, and of
     the other products whose results return. interleaved: rows of gate and up lie in turn. The
-    gradients of weights go into tensors of a type, or are added to them; or are delayed."""
+    gradients of weights go into tensors of a type, or are added to them; or are delayed. The layer
+    has biases and another activation if it is like_gpt_oss."""
     engine = kernel_engine(RANKS, TOKENS, REGION_BYTES)
     x = torch.empty(TOKENS, HIDDEN, dtype=BF16)
     shape = EXPERTS // RANKS, 2 * COLUMNS, HIDDEN
@@ -189,6 +204,7 @@ def training_launches(
     if interleaved:
         up = up.unflatten(1, (-1, 2)).transpose(1, 2)
     inputs = LayerInputs(x, *routing(), up, down)
+    inputs = with_biases(inputs) if like_gpt_oss else inputs
 
     def choose(w: torch.Tensor, num_rows: int, activation: str = "none", **_: Any) -> GemmConfig:
         return tiles[activation == "none"]

@@ -54,6 +54,23 @@ def test_gemms_do_not_spill(block_m):
 
 
 @of_this_triton
+@pytest.mark.parametrize("block_m", cases.slow_unless([(128,)], [128, 64, 32, 16]))
+def test_gemms_with_biases_do_not_spill(block_m):
+    tiles = configs(block_m, gated=True)[0], configs(block_m)[0]
+    made = launches.layer(tiles=tiles, like_gpt_oss=True)
+    for name in ("dispatch_gemm", "staged_gemm"):
+        assert not made[name].compile().spills, name
+    plain = launches.layer(tiles=tiles)
+    assert made["dispatch_gemm"].source.hash() != plain["dispatch_gemm"].source.hash()
+    forward, backward = launches.training_launches("pre", tiles, like_gpt_oss=True)
+    for one in (*forward, *backward):
+        assert not one.compile().spills, one.name
+    made = [one.name for one in backward]
+    assert made.count("bias_gradient") == 2
+    assert made.count("bias_weight_gradient") == 1
+
+
+@of_this_triton
 def test_what_runs_concurrently_with_a_gemm_finds_room():
     """On an SM: 65,536 registers, 228 KiB of shared memory, 1 KiB of it for each program."""
     up, down = gemms(configs(128, gated=True)[0], leave_room_for_sums(configs(128)[0]))
