@@ -9,7 +9,7 @@ import torch.distributed as dist
 
 pytest.importorskip("transformers")
 
-from transformers import AutoConfig, AutoModelForCausalLM
+from transformers import AutoConfig, AutoModelForCausalLM, GenerationConfig
 from transformers_cases import build
 
 from moe_engine.emulation import RankError, RankPool
@@ -85,3 +85,20 @@ def test_what_cannot_be_shared_is_refused(
     with pytest.raises(RankError, match=text) as raised:
         pool.run(shard, Kind.MIXTRAL, times, num_ranks=num_ranks)
     assert raised.value.cause_type is ShapeError
+
+
+@pytest.mark.parametrize(
+    ("how", "text"),
+    [
+        (lambda _: {"assistant_early_exit": 1}, "assistant_early_exit does not run"),
+        (lambda _: {"generation_config": GenerationConfig(use_mtp=True)}, "use_mtp does not run"),
+        (lambda model: {"assistant_model": model}, "load it whole on every rank"),
+    ],
+)
+def test_drafts_of_sharded_experts_are_refused(
+    how: Callable[[Any], dict[str, Any]], text: str
+) -> None:
+    model = tiny("mixtral")
+    shard_experts(model, backend="collective")
+    with pytest.raises(BackendError, match=text):
+        model.generate(torch.ones(1, 2, dtype=torch.int64), **how(model))

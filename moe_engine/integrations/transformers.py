@@ -352,9 +352,31 @@ def join(model: Any) -> Iterator[None]:
 
 def _generate(model: Any, *args: Any, **more: Any) -> Any:
     """`generate` of ranks that need not make equally many steps, if nobody fixed these."""
+    _check_drafts(model, args, more)
     is_fixed = share_of(experts_layers(model)[0]).passes.fixed is not None
     with nullcontext() if is_fixed else join(model):
         return type(model).generate(model, *args, **more)
+
+
+def _check_drafts(model: Any, args: tuple[Any, ...], more: dict[str, Any]) -> None:
+    """Raise for a `generate` whose drafts come from experts that other ranks cannot take part in:
+    these take part in whole passes of this model alone."""
+    configs = (model.generation_config, more.get("generation_config"), *args[1:2])
+    for name, reason in {
+        "assistant_early_exit": "drafts by the first layers leave the other layers out",
+        "use_mtp": "layers that predict several tokens have experts of their own, not sharded",
+    }.items():
+        if more.get(name) or any(getattr(config, name, None) for config in configs):
+            raise BackendError(
+                f"generate with {name} does not run on sharded experts: {reason}. Generate without "
+                "it, or with prompt_lookup_num_tokens or an assistant_model that is not sharded."
+            )
+    assistant = more.get("assistant_model")
+    if assistant is not None and any(hasattr(part, "moe_share") for part in assistant.modules()):
+        raise BackendError(
+            "the assistant_model is sharded, and ranks do not make equally many passes of it: load "
+            "it whole on every rank."
+        )
 
 
 @torch.no_grad()
