@@ -19,11 +19,12 @@ from transformers import PretrainedConfig
 from transformers.activations import ACT2FN, SiLUActivation
 from transformers.integrations.moe import use_experts_implementation
 
+from moe_engine import Activation
 from moe_engine.errors import BackendError, DtypeError, MoeEngineError, ShapeError
 from moe_engine.integrations.transformers_experts import (
     check_experts,
     experts_layers,
-    is_silu,
+    gate_of,
     shape_of,
 )
 
@@ -81,7 +82,7 @@ def of_two(gate: Tensor, up: Tensor) -> Tensor:
 
 SILU = [nn.SiLU(), nn.SiLU(inplace=True), SiLUActivation(), ACT2FN["swish"], F.silu]
 SILU += [lambda x: x * torch.sigmoid(x), partial(F.silu, inplace=True)]
-OTHERS = [None, "silu", Swish(), clamped, of_two, torch.sum, nn.Hardswish(), F.gelu]
+OTHERS = [None, "silu", Swish(), clamped, of_two, torch.sum, nn.Hardswish()]
 OTHERS += [ACT2FN["quick_gelu"], ACT2FN["relu"], lambda x: F.silu(x)[None]]
 
 
@@ -89,7 +90,22 @@ OTHERS += [ACT2FN["quick_gelu"], ACT2FN["relu"], lambda x: F.silu(x)[None]]
 def test_silu_is_known_by_what_it_does(function: Any) -> None:
     check_experts(make(activation=function), 2)
     with torch.device("meta"):
-        assert is_silu(function)
+        assert gate_of(make(activation=function)) == (Activation("swiglu"), False)
+
+
+@pytest.mark.parametrize(
+    ("function", "name"),
+    [
+        (F.gelu, "geglu"),
+        (ACT2FN["gelu"], "geglu"),
+        (ACT2FN["gelu_pytorch_tanh"], "geglu_tanh"),
+        (ACT2FN["gelu_new"], "geglu_tanh"),
+    ],
+)
+def test_so_is_gelu(function: Any, name: str) -> None:
+    experts = make(activation=function)
+    check_experts(experts, 2)
+    assert gate_of(experts) == (Activation(name), False)
 
 
 @pytest.mark.parametrize("function", OTHERS)
@@ -102,11 +118,42 @@ def test_other_activations_are_refused(function: Any) -> None:
 
 
 class Gated(Experts):
-    """As BeamExperts, DeepseekV4Experts, HYV4Experts and GptOssExperts."""
+    """As BeamExperts and HYV4Experts."""
 
     def _apply_gate(self, gate_up: Tensor) -> Tensor:
         gate, up = gate_up.clamp(max=7.0).chunk(2, dim=-1)
         return F.silu(gate) * up
+
+
+class Limited(Experts):
+    """As DeepseekV4Experts."""
+
+    def _apply_gate(self, gate_up: Tensor) -> Tensor:
+        gate, up = gate_up.chunk(2, dim=-1)
+        return self.act_fn(gate.clamp(max=self.limit)) * up.clamp(-self.limit, self.limit)
+
+
+class InTurn(Experts):
+    """As GptOssExperts."""
+
+    def _apply_gate(self, gate_up: Tensor) -> Tensor:
+        gate, up = gate_up[..., ::2], gate_up[..., 1::2]
+        gate, up = gate.clamp(max=self.limit), up.clamp(-self.limit, self.limit)
+        return (up + 1) * gate * torch.sigmoid(gate * self.alpha)
+
+
+@pytest.mark.parametrize(
+    ("experts", "gate"),
+    [
+        (make(Limited, limit=7.0), (Activation("swiglu", 7.0), False)),
+        (make(Limited, limit=7), (Activation("swiglu", 7.0), False)),
+        (make(Limited, ACT2FN["gelu"], limit=7.0), (Activation("geglu", 7.0), False)),
+        (make(InTurn, limit=7.0, alpha=1.702), (Activation("swiglu", 7.0, 1.702, 1.0), True)),
+    ],
+)
+def test_gates_are_known_by_what_they_do(experts: Any, gate: tuple[Activation, bool]) -> None:
+    check_experts(experts, 2)
+    assert gate_of(experts) == gate
 
 
 class OwnForward(Experts):
@@ -159,9 +206,10 @@ BEYOND: list[tuple[Callable[[], Any], str]] = [
     (with_gate_of_instance, "a gate function of its own"),
     (partial(make, OwnForward), "OwnForward has a forward of its own"),
     (partial(make, has_gate=False), "no gate"),
-    (partial(make, has_bias=True), "biases"),
-    (partial(make, is_transposed=True), "transposed weights"),  # Aria
-    (partial(make, is_concatenated=False), "interleaved gate and up rows"),
+    (partial(make, has_bias=True), "gate_up_proj_bias of type NoneType"),
+    (partial(make, Limited, limit=7.0, swiglu_limit=6.0), "the attribute swiglu_limit"),
+    (partial(make, Limited, limit=7.0, alpha=2.0), "the attribute alpha"),
+    (partial(make, Limited, limit=True), "a gate function of its own"),
     (quantized, "down_proj of type Quantized"),
     (without_weights, "gate_up_proj of type NoneType"),
 ]
@@ -171,7 +219,7 @@ BEYOND: list[tuple[Callable[[], Any], str]] = [
 def test_experts_with_anything_else_are_refused(build: Callable[[], Any], text: str) -> None:
     with pytest.raises(BackendError, match=text) as raised:
         check_experts(build(), 2)
-    assert "Mixtral, Qwen2-MoE, Qwen3-MoE and DeepSeek-V3" in str(raised.value)
+    assert "Mixtral, Qwen3-MoE, DeepSeek-V3 and gpt-oss" in str(raised.value)
 
 
 def test_what_is_off_may_be_there() -> None:
@@ -204,5 +252,5 @@ def test_a_config_without_one_top_k_is_refused(topk: Any) -> None:
 def test_a_dense_model_is_told_what_is_served() -> None:
     with pytest.raises(BackendError, match="Linear has no experts") as raised:
         experts_layers(nn.Linear(2, 2))
-    for text in ("5.17 or later", "Mixtral, Qwen2-MoE", "A dense model has nothing to spread"):
+    for text in ("5.17 or later", "Mixtral, Qwen3-MoE", "A dense model has nothing to spread"):
         assert text in str(raised.value)

@@ -22,17 +22,20 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from ..errors import BackendError
 from ..sharded_weights import local, note_replaced, sharded
-from .transformers_experts import WEIGHTS, experts_layers, is_experts
+from .transformers_experts import WEIGHTS, experts_layers, gate_of, is_experts, names_of
 
 
 @dataclass(frozen=True)
 class Part:
     """The parameter `name` of `module`, which has its experts in dimension 0; or that of a B of
-    adapters, with r = `lora_rank`."""
+    adapters, with r = `lora_rank`. Of experts, the model may have it transposed, and columns of
+    gate and up in turn: each rank's part is turned into what the engine takes."""
 
     module: Any
     name: str
     lora_rank: int = 0
+    is_transposed: bool = False
+    is_interleaved: bool = False
 
     @property
     def weight(self) -> nn.Parameter:
@@ -46,6 +49,25 @@ class Part:
         mine = self._experts_last(whole[rank * num_rows :][:num_rows].clone())
         self._replace(sharded(mine, mesh))
 
+    def turn(self) -> None:
+        """Turn this rank's part into the form of the engine: [L, out, in], gate before up.
+
+        Of an expert with H = 2 and I = 2, gpt-oss's weight [[g0, u0, g1, u1], [g2, u2, g3, u3]]
+        becomes [[g0, g2], [g1, g3], [u0, u2], [u1, u3]], and its bias [g0, u0, g1, u1] becomes
+        [g0, g1, u0, u1].
+        """
+        if self.is_transposed or self.is_interleaved:
+            weight = self.weight.detach()
+            weight = weight.transpose(1, 2) if self.is_transposed else weight
+            if self.is_interleaved:
+                weight = weight.unflatten(1, (-1, 2)).transpose(1, 2).flatten(1, 2)
+            self._replace(weight.contiguous())
+
+    def _turned_back(self, weight: Tensor) -> Tensor:
+        if self.is_interleaved:
+            weight = weight.unflatten(1, (2, -1)).transpose(1, 2).flatten(1, 2)
+        return (weight.transpose(1, 2) if self.is_transposed else weight).contiguous()
+
     def make_local(self) -> None:
         """Replace this rank's part of a DTensor by an ordinary tensor."""
         self._replace(local(self.weight.detach()))
@@ -57,7 +79,7 @@ class Part:
     def gather(self, group: dist.ProcessGroup | None) -> Tensor:
         """The whole parameter, of the parts of all ranks; collective."""
         mine = self._experts_first(local(self.weight.detach())).contiguous()
-        return self._experts_last(_gather(mine, group))
+        return self._turned_back(self._experts_last(_gather(mine, group)))
 
     def _experts_first(self, weight: Tensor) -> Tensor:
         """[out, r * E] -> [E, out, r] for a B."""
@@ -77,8 +99,18 @@ class Part:
 
 def expert_parts(model: nn.Module) -> list[Part]:
     """All of a model, in the order of its layers, adapters last."""
-    weights = [Part(experts, name) for experts in experts_layers(model) for name in WEIGHTS]
+    weights = [part for experts in experts_layers(model) for part in _parts_of(experts)]
     return weights + [part for wrapper in lora_wrappers(model) for part in adapter_parts(wrapper)]
+
+
+def _parts_of(experts: Any) -> Iterator[Part]:
+    """Those of one layer."""
+    gate = gate_of(experts)
+    is_interleaved = gate is not None and gate.is_interleaved
+    for name in names_of(experts):
+        is_transposed = experts.is_transposed and name in WEIGHTS
+        of_gate = is_interleaved and name.startswith("gate_up")
+        yield Part(experts, name, is_transposed=is_transposed, is_interleaved=of_gate)
 
 
 def adapter_parts(wrapper: Any) -> Iterator[Part]:

@@ -34,6 +34,7 @@ from torch.nn.utils import parametrize
 from ..buffer import Buffer
 from ..checks import check_at_least
 from ..errors import BackendError, ShapeError
+from ..grouped_gemm import Activation
 from ..layer import moe_ffn
 from ..sharded_weights import group_of, local
 from ..symm import default_group
@@ -49,7 +50,14 @@ from .expert_parts import (
 )
 from .forward_passes import ForwardPasses, is_in_backward
 from .transformers_distributed import ExpertParallelism
-from .transformers_experts import check_experts, experts_layers, shape_of
+from .transformers_experts import (
+    biases_of,
+    check_experts,
+    check_form,
+    experts_layers,
+    gate_of,
+    shape_of,
+)
 
 NAME = "moe_engine"
 Sizes = tuple[int, int, int, torch.dtype]
@@ -110,6 +118,8 @@ def experts_forward(
         local(self.down_proj),
         share.buffer,
         share.passes.max_tokens(share.layer, hidden_states),
+        biases=biases_of(self),
+        activation=share.activation,
         return_counts=counts is not None,
     )
     if counts is None:
@@ -129,6 +139,7 @@ class Share:
     layer: int
     implementation_before: str | None
     has_adapters: bool
+    activation: Activation
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Share:
         return replace(self, passes=copy.deepcopy(self.passes, memo))
@@ -147,7 +158,8 @@ def shard_experts(
     Collective over `group` (None: all ranks), with the same model on each. `max_tokens`, equal on
     all ranks, bounds the tokens (batch x length) of one rank in one pass and sizes the Buffer; more
     raise CapacityError, on all ranks. A model on the meta device may be sharded, too.
-    gate_up_proj [E, 2I, H] -> [E / R, 2I, H] and down_proj [E, H, I] -> [E / R, H, I].
+    gate_up_proj [E, 2I, H] -> [E / R, 2I, H] and down_proj [E, H, I] -> [E / R, H, I]; where they
+    are transposed, or gate and up take turns, as in gpt-oss, they are turned into this form.
     With a `mesh` of one dimension, whose ranks are then the group, they are DTensors [E, ...] of
     these parts, Shard(0) on it, as torch's distributed checkpoint and `data_parallel` take them.
     They are new parameters, so an optimizer is made afterwards.
@@ -188,6 +200,10 @@ def check_model(model: Any, num_ranks: int, mesh: DeviceMesh | None) -> Sizes:
                 "every rank first."
             )
         check_experts(experts, num_ranks)
+        if mesh is not None:
+            check_form(experts, "a mesh")
+        if lora_wrappers(model):
+            check_form(experts, "a LoRA adapter of experts")
     if len(shapes := {shape_of(experts) for experts in layers}) > 1:
         raise ShapeError(
             "the experts layers share one Buffer but differ in (num_experts, hidden, top-k, "
@@ -228,8 +244,13 @@ def connect(model: Any, buffer: Buffer, passes: ForwardPasses, before: str | Non
     """Let layers that have this rank's share run through the Buffer. `before` is the implementation
     that `unshard_experts` selects."""
     layers, has_adapters = experts_layers(model), bool(lora_wrappers(model))
+    for part in expert_parts(model):
+        part.turn()
     for number, experts in enumerate(layers):
-        experts.moe_share = Share(buffer, passes, number, before, has_adapters)
+        gate = gate_of(experts)
+        assert gate is not None  # checked
+        share = Share(buffer, passes, number, before, has_adapters, gate.activation)
+        experts.moe_share = share
     for part in _parts(model):
         part.save_pretrained = MethodType(_save, part)
         part.set_experts_implementation = MethodType(_set_implementation, part)

@@ -23,7 +23,7 @@ from ..errors import BackendError, ShapeError
 from ..layer import moe_ffn
 from ..utils import untraced
 from .forward_passes import ForwardPasses
-from .transformers_experts import SERVED, shape_of, unfit_parts
+from .transformers_experts import SERVED, biases_of, check_form, gate_of, shape_of, unfit_parts
 
 
 @dataclass
@@ -70,6 +70,7 @@ class ExpertParallelism:
 
         if unfit := unfit_parts(experts, (DTensor,), ("_is_expert_parallel", "_is_hooked")):
             raise BackendError(f"{type(experts).__name__} has {', '.join(unfit)}. {SERVED}")
+        check_form(experts, "a DistributedConfig")
         num_local, hidden, topk, dtype = shape_of(experts)
         sizes = hidden, num_local * ep_mesh.size(), topk, dtype
         last = ExpertParallelism._last
@@ -84,6 +85,9 @@ class ExpertParallelism:
         self.layers, self.number = last, last.num_layers
         last.num_layers += 1
         self.experts, self.tp_mesh = experts, tp_mesh
+        gate = gate_of(experts)
+        assert gate is not None  # it would be unfit
+        self.activation = gate.activation
 
     @untraced
     def __call__(self, hidden_states: Tensor, idx: Tensor, weights: Tensor) -> Tensor:
@@ -93,7 +97,9 @@ class ExpertParallelism:
         # Within this call transformers shows the parts of this rank, as ordinary tensors.
         up, down = self.experts.gate_up_proj, self.experts.down_proj
         most = passes.max_tokens(self.number, x)
-        y: Any = moe_ffn(x, topk_idx, topk_weights.float(), up, down, buffer, most)
+        tensors = x, topk_idx, topk_weights.float(), up, down
+        more: dict[str, Any] = dict(biases=biases_of(self.experts), activation=self.activation)
+        y: Any = moe_ffn(*tensors, buffer, most, **more)
         return self._gather(y, hidden_states.shape)
 
     def _slice(self, whole: Tensor) -> Tensor:

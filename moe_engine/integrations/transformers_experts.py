@@ -8,20 +8,26 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Collection
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
-import torch.nn.functional as F
 from torch import nn
 
 from ..errors import BackendError, DtypeError, ShapeError
+from ..grouped_gemm import Activation
+from ..layer import NO_BIASES, Biases
+from ..sharded_weights import local
 
 WEIGHTS = ("gate_up_proj", "down_proj")
+BIASES = ("gate_up_proj_bias", "down_proj_bias")
 KNOWN = {"num_experts", "hidden_dim", "intermediate_dim", "config", "act_fn", "_is_hf_initialized"}
+KNOWN |= {"hidden_size", "intermediate_size"}
 FLAGS = {"has_gate", "has_bias", "is_transposed", "is_concatenated"}
+LIMITS, ALPHAS = ("limit", "swiglu_limit"), ("alpha", "swiglu_alpha")
 SERVED = (
-    "moe_engine runs experts with gate_up_proj [E, 2I, H] (gate rows, then up rows), down_proj "
-    "[E, H, I], SiLU and nothing else, as those of Mixtral, Qwen2-MoE, Qwen3-MoE and DeepSeek-V3."
+    "moe_engine runs experts with gate_up_proj and down_proj, transposed or not, their biases, and "
+    "SiLU or GELU of a gate, limited or not, as those of Mixtral, Qwen3-MoE, DeepSeek-V3 and "
+    "gpt-oss, and nothing else."
 )
 
 
@@ -51,7 +57,9 @@ def shape_of(experts: Any) -> tuple[int, int, int, torch.dtype]:
             f"{type(experts.config).__name__}.num_experts_per_tok is {topk!r}; the Buffer is made "
             "for one number of experts per token, an int. Set it to the most that a layer chooses."
         )
-    return experts.num_experts, weight.shape[2], topk, weight.dtype
+    # The parts of sharded experts are as the engine takes them.
+    is_transposed = experts.is_transposed and not hasattr(experts, "moe_share")
+    return experts.num_experts, weight.shape[1 if is_transposed else 2], topk, weight.dtype
 
 
 def check_experts(experts: Any, num_ranks: int) -> None:
@@ -59,13 +67,13 @@ def check_experts(experts: Any, num_ranks: int) -> None:
     name = type(experts).__name__
     if unfit := unfit_parts(experts):
         raise BackendError(f"{name} has {', '.join(unfit)}. {SERVED}")
-    up, down = (getattr(experts, weight) for weight in WEIGHTS)
-    for weight in (up, down):
+    weights = [getattr(experts, weight) for weight in names_of(experts)]
+    for weight in weights:
         if weight.dtype not in (torch.bfloat16, torch.float32):
             raise DtypeError(
                 f"{name} has {weight.dtype} weights; bfloat16 and float32 are allowed."
             )
-    if (found := up.shape[0]) != experts.num_experts:
+    if (found := weights[0].shape[0]) != experts.num_experts:
         raise ShapeError(
             f"{name} holds {found} of its {experts.num_experts} experts. Give shard_experts a "
             "whole model."
@@ -77,6 +85,16 @@ def check_experts(experts: Any, num_ranks: int) -> None:
         )
 
 
+def check_form(experts: Any, what: str) -> None:
+    """Raise BackendError for `what`, which takes experts in no other form than the engine's."""
+    gate = gate_of(experts)
+    if experts.is_transposed or (gate is not None and gate.is_interleaved):
+        raise BackendError(
+            f"{type(experts).__name__} has transposed weights, or columns of gate and up in turn, "
+            f"which {what} cannot take. Call shard_experts(model, group) without it."
+        )
+
+
 def unfit_parts(
     experts: Any, weight_types: Collection[type] = (nn.Parameter,), known: Collection[str] = ()
 ) -> list[str]:
@@ -84,30 +102,30 @@ def unfit_parts(
     that are not `known` are such parts."""
     from transformers.integrations import moe
 
-    activation = getattr(experts, "act_fn", None)
-    name = getattr(activation, "__name__", type(activation).__name__)
+    function = getattr(experts, "act_fn", None)
+    name = getattr(function, "__name__", type(function).__name__)
     forward = getattr(type(experts).forward, "__globals__", None)
-    gate = getattr(experts._apply_gate, "__func__", None)
+    gate = gate_of(experts)
+    has_own_gate = getattr(experts._apply_gate, "__func__", None) is not moe._default_apply_gate
     found = {
         "no gate": not experts.has_gate,
-        "biases": experts.has_bias,
-        "transposed weights": experts.is_transposed,
-        "interleaved gate and up rows": not experts.is_concatenated,
-        f"the activation {name}": not is_silu(activation),
-        "a gate function of its own": gate is not moe._default_apply_gate,
+        f"the activation {name}": gate is None and not has_own_gate,
+        "a gate function of its own": gate is None and has_own_gate,
         "a forward of its own": forward is not vars(moe),
     }
     unfit = [what for what, present in found.items() if present]
-    for weight in WEIGHTS:
+    for weight in names_of(experts):
         kind = type(getattr(experts, weight, None))
         if kind not in weight_types:  # quantized or distributed, whatever dtype it shows
             unfit.append(f"{weight} of type {kind.__name__}")
     parts = {
-        "parameter": experts._parameters.keys() - set(WEIGHTS),
+        "parameter": experts._parameters.keys() - set(names_of(experts)),
         "buffer": experts._buffers.keys(),
         "module": experts._modules.keys() - {"act_fn"},
         "attribute": _set_attributes(experts) - KNOWN - FLAGS - set(known),
     }
+    if gate is not None:
+        parts["attribute"] -= _numbers_of(experts, gate.activation)
     unfit += [f"the {part} {n}" for part, names in parts.items() for n in sorted(names)]
     return list(dict.fromkeys(unfit))
 
@@ -118,18 +136,67 @@ def _set_attributes(experts: Any) -> set[str]:
     return {name for name in new if not any(vars(experts)[name] is off for off in (False, None))}
 
 
-def is_silu(function: Any) -> bool:
-    """Whether a function without parameters gives what SiLU gives, far from 0 as well."""
+def names_of(experts: Any) -> tuple[str, ...]:
+    """The parameters of an experts module: its weights, and its biases if it has any."""
+    return WEIGHTS + BIASES if experts.has_bias else WEIGHTS
+
+
+def biases_of(experts: Any) -> Biases:
+    """Those of this rank's experts, as `moe_ffn` takes them."""
+    if not experts.has_bias:
+        return NO_BIASES
+    return local(experts.gate_up_proj_bias), local(experts.down_proj_bias)
+
+
+class Gate(NamedTuple):
+    """What a module does with gate and up, and whether their columns take turns in its weights."""
+
+    activation: Activation
+    is_interleaved: bool
+
+
+def gate_of(experts: Any) -> Gate | None:
+    """The gate that gives what the module's own function gives, for values of gate and up near 0
+    and far from it; None if the engine has none."""
+    function = getattr(experts, "act_fn", None)
     if isinstance(function, nn.Module) and any(
         True for _ in itertools.chain(function.parameters(), function.buffers())
     ):
-        return False
-    far = torch.tensor([-1e4, -100.0, 100.0, 1e4], dtype=torch.float32, device="cpu")
-    near = torch.linspace(-20.0, 20.0, 60, dtype=torch.float32, device="cpu")
-    x = torch.cat([near, far])
-    try:
-        with torch.no_grad():
-            got = function(x.clone())
-            return got.shape == x.shape and torch.allclose(got, F.silu(x), rtol=1e-6, atol=1e-6)
-    except Exception:
-        return False
+        return None
+    far = torch.tensor([-1e4, -100.0, 100.0, 1e4], dtype=torch.float64, device="cpu")
+    near = torch.linspace(-20.0, 20.0, 60, dtype=torch.float64, device="cpu")
+    pairs = torch.cartesian_prod(*2 * [torch.cat([near, far])])  # of gate and up
+    for is_interleaved in (False, True):
+        given = (pairs if is_interleaved else pairs.T).flatten()[None]
+        try:
+            with torch.no_grad():
+                found = experts._apply_gate(given)
+        except Exception:
+            return None
+        for activation in _candidates(experts):
+            want = activation(pairs.T.flatten()[None])
+            if found.shape == want.shape and torch.allclose(found.double(), want, 1e-6, 1e-6):
+                return Gate(activation, is_interleaved)
+    return None
+
+
+def _candidates(experts: Any) -> list[Activation]:
+    """Activations that a module may have, by its attributes."""
+    limits = [None, *(one for one in _numbers(experts, LIMITS) if one > 0)]
+    found = []
+    for limit, shift in itertools.product(limits, (0.0, 1.0)):
+        for alpha in (1.0, *_numbers(experts, ALPHAS)):
+            found.append(Activation("swiglu", limit, alpha, shift))
+        found += [Activation(name, limit, shift=shift) for name in ("geglu", "geglu_tanh")]
+    return found
+
+
+def _numbers(experts: Any, names: Collection[str]) -> list[float]:
+    values = (getattr(experts, name, None) for name in names)
+    return [float(value) for value in values if type(value) in (int, float)]
+
+
+def _numbers_of(experts: Any, activation: Activation) -> set[str]:
+    """The attributes that an activation was made of."""
+    both = (LIMITS, activation.limit), (ALPHAS, activation.alpha)
+    return {name for names, one in both for name in names if one in _numbers(experts, [name])}
