@@ -86,7 +86,7 @@ def test_more_tokens_than_the_buffer_was_made_for(pool: RankPool, checkpoint: Pa
 
 
 def test_experts_that_are_refused(pool: RankPool, checkpoint: Path, tmp_path: Path) -> None:
-    config = json.loads((checkpoint / "config.json").read_text()) | {"hidden_act": "gelu"}
+    config = json.loads((checkpoint / "config.json").read_text()) | {"hidden_act": "relu"}
     for file in checkpoint.iterdir():
         (tmp_path / file.name).write_bytes(file.read_bytes())
     (tmp_path / "config.json").write_text(json.dumps(config))
