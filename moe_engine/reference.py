@@ -361,10 +361,11 @@ def moe_ffn(
     experts'."""
     num_experts = sum(len(w) for w in w_gate_up)
     received = dispatch(x, topk_idx, topk_weights, num_experts)
+    none: list[torch.Tensor | None] = [None] * len(x)
+    b_gate_up, b_down = biases or (none, none)
+    parts = zip(received, w_gate_up, w_down, b_gate_up, b_down, strict=True)
     y = [
-        sum_topk(
-            expert_rows(r.x, r.topk_idx, up, down, *of_rank, activation=activation), r.topk_weights
-        )
-        for r, up, down, *of_rank in zip(received, w_gate_up, w_down, *biases, strict=True)
+        sum_topk(expert_rows(r.x, r.topk_idx, up, down, b_up, b_dn, activation), r.topk_weights)
+        for r, up, down, b_up, b_dn in parts
     ]
     return combine(y, received, topk_idx, [len(part) for part in x], num_experts)

@@ -75,6 +75,7 @@ def as_a_layer(group: dist.ProcessGroup, folder: str) -> Iterator[Names]:
     }
     names |= {"group": group, "x": x, "w_gate_up": w_gate_up, "w_down": w_down}
     names |= {"num_local_experts": 64, "hidden": 2048, "intermediate": 8}
+    names |= {"b_gate_up": torch.zeros(64, 16, **new), "b_down": torch.zeros(64, 2048, **new)}
     names |= {"shared_expert": torch.zeros_like}
     yield names
     assert torch.equal(names["y"], torch.full_like(x, 512))
@@ -103,6 +104,7 @@ def on_one_gpu(group: dist.ProcessGroup, folder: str) -> Iterator[Names]:
     new: Any = {"device": cases.device()}
     names: Names = {"w": torch.randn(2, 8, 16, **new), "x": torch.randn(T, 16, **new)}
     names |= {"w_gate_up": torch.randn(2, 16, 16, **new), "w_down": torch.randn(2, 16, 8, **new)}
+    names |= {"b_gate_up": torch.randn(2, 16, **new), "b_down": torch.randn(2, 16, **new)}
     names |= {"offsets": torch.tensor([0, 4, T], **new), "weights": torch.ones(T, **new)}
     names["row_index"] = torch.arange(T, **new).flip(0)
     names["x"].requires_grad_()

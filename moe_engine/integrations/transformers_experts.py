@@ -192,7 +192,7 @@ def _candidates(experts: Any) -> list[Activation]:
 
 
 def _numbers(experts: Any, names: Collection[str]) -> list[float]:
-    values = (getattr(experts, name, None) for name in names)
+    values: list[Any] = [getattr(experts, name, None) for name in names]
     return [float(value) for value in values if type(value) in (int, float)]
 
 
