@@ -215,11 +215,6 @@ def test_all_ranks_learn_what_one_cannot_read(
         ({"architectures": ["NoSuchModel"]}, CheckpointError, "names the class NoSuchModel"),
         ({"num_local_experts": 7}, ShapeError, "7 experts, which 2 ranks cannot share"),
         ({"hidden_act": "relu"}, BackendError, "the activation"),
-        (
-            {"quantization_config": {"quant_method": "fp8", "weight_block_size": [128, 128]}},
-            BackendError,
-            "quantized model",
-        ),
     ],
 )
 def test_configs_that_do_not_fit(

@@ -64,7 +64,8 @@ def load_sharded(
     is that of the checkpoint otherwise. `group`, `mesh`, `max_tokens` and `backend` are those of
     `shard_experts`, whose errors are raised before anything is read.
     Raises CheckpointError, on all ranks, for files or tensors that are missing, cut off or of other
-    shapes; BackendError for quantized models.
+    shapes; BackendError for quantized models whose weights transformers does not widen, as it does
+    those of MXFP4 and fp8 by a `quantization_config=` with dequantize=True.
     """
     group, *_ = ranks_of(group, mesh)
     made: list[tuple[Any, Sizes]] = []
@@ -105,11 +106,7 @@ def _load(
 
     def init(self: Any, config: Any, *args: Any, **kwargs: Any) -> None:
         whole.__init__(self, config, *args, **kwargs)
-        if getattr(config, "quantization_config", None) is not None:
-            raise BackendError(
-                f"{folder} holds a quantized model, and experts run in bf16 or fp32. Convert the "
-                "checkpoint to bf16 first."
-            )
+        check_widened(folder, config)
         sizes.append(check_model(self, num_ranks, mesh))
         keep_share(self, rank, num_ranks, of_loading)
 
@@ -138,6 +135,17 @@ def _load(
         for part in expert_parts(model):
             part.make_local()
     return model, sizes[0]
+
+
+def check_widened(folder: Path, config: Any) -> None:
+    """Raise BackendError for weights that stay quantized in the model of this config."""
+    how = getattr(config, "quantization_config", None)
+    if how is not None and not getattr(how, "dequantize", False):
+        raise BackendError(
+            f"{folder} holds a quantized model, and experts run in bf16 or fp32. Let transformers "
+            "widen the weights, as by quantization_config=Mxfp4Config(dequantize=True) or "
+            "FineGrainedFP8Config(dequantize=True), or convert the checkpoint to bf16 first."
+        )
 
 
 def local_folder(checkpoint: str | Path) -> Path:
