@@ -22,7 +22,7 @@ from transformers_cases import difference
 from moe_engine import BackendError
 from moe_engine.emulation import RankPool
 from moe_engine.integrations.expert_parts import whole_state_dict
-from moe_engine.integrations.transformers_checkpoints import check_widened, load_sharded
+from moe_engine.integrations.transformers_checkpoints import check_widened, load_sharded, widening
 from moe_engine.tools.models import Kind, build_config, build_model
 
 Tensors = dict[str, torch.Tensor]
@@ -89,15 +89,19 @@ def save_fp8(folder: Path) -> None:
     write(folder, model, tensors, how | {"modules_to_not_convert": kept})
 
 
+def test_nothing_is_widened_where_nothing_is_quantized(tmp_path: Path) -> None:
+    build_config(Kind.QWEN3_MOE).save_pretrained(tmp_path)
+    assert widening(tmp_path) == {}
+
+
 SAVE = {"mxfp4": save_mxfp4, "fp8": save_fp8}
 
 
 def read(group: dist.ProcessGroup, folder: Path, kind: str) -> float:
     """How far the logits are from those of transformers' own widened model, whose weights must be
     the same."""
-    how = dict(quantization_config=WIDENED[kind])
-    plain = AutoModelForCausalLM.from_pretrained(folder, **how)
-    model, buffer = load_sharded(folder, group, max_tokens=16, **how)
+    plain = AutoModelForCausalLM.from_pretrained(folder, quantization_config=WIDENED[kind])
+    model, buffer = load_sharded(folder, group, max_tokens=16, **widening(folder))
     whole = whole_state_dict(model)
     for name, value in plain.state_dict().items():
         assert torch.equal(whole[name].cpu(), value), name
@@ -121,6 +125,6 @@ def test_weights_are_widened(pool: RankPool, tmp_path: Path, kind: str) -> None:
 def test_weights_that_stay_as_they_are_are_refused(how: Any) -> None:
     with pytest.raises(BackendError, match="folder holds a quantized model") as raised:
         check_widened(Path("folder"), SimpleNamespace(quantization_config=how))
-    assert "dequantize=True" in str(raised.value)
+    assert "Pass **widening(checkpoint)" in str(raised.value)
     for widened in (None, *WIDENED.values()):
         check_widened(Path("folder"), SimpleNamespace(quantization_config=widened))

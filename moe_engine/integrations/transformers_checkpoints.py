@@ -65,7 +65,7 @@ def load_sharded(
     `shard_experts`, whose errors are raised before anything is read.
     Raises CheckpointError, on all ranks, for files or tensors that are missing, cut off or of other
     shapes; BackendError for quantized models whose weights transformers does not widen, as it does
-    those of MXFP4 and fp8 by a `quantization_config=` with dequantize=True.
+    with `**widening(checkpoint)`.
     """
     group, *_ = ranks_of(group, mesh)
     made: list[tuple[Any, Sizes]] = []
@@ -137,14 +137,26 @@ def _load(
     return model, sizes[0]
 
 
+def widening(checkpoint: str | Path) -> dict[str, Any]:
+    """What `load_sharded` is to pass on, so that transformers widens the weights of a checkpoint in
+    MXFP4 or fp8 to bf16 while each rank reads its part; {} for weights that are not quantized."""
+    from transformers import AutoConfig
+    from transformers.quantizers.auto import AutoQuantizationConfig
+
+    how = getattr(AutoConfig.from_pretrained(checkpoint), "quantization_config", None)
+    if how is None:
+        return {}
+    return {"quantization_config": AutoQuantizationConfig.from_dict(how | {"dequantize": True})}
+
+
 def check_widened(folder: Path, config: Any) -> None:
     """Raise BackendError for weights that stay quantized in the model of this config."""
     how = getattr(config, "quantization_config", None)
     if how is not None and not getattr(how, "dequantize", False):
         raise BackendError(
-            f"{folder} holds a quantized model, and experts run in bf16 or fp32. Let transformers "
-            "widen the weights, as by quantization_config=Mxfp4Config(dequantize=True) or "
-            "FineGrainedFP8Config(dequantize=True), or convert the checkpoint to bf16 first."
+            f"{folder} holds a quantized model, and experts run in bf16 or fp32. Pass "
+            "**widening(checkpoint), by which transformers widens weights in MXFP4 and fp8, or "
+            "convert the checkpoint to bf16 first."
         )
 
 

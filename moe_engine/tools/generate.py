@@ -23,7 +23,7 @@ from ..emulation import RankPool, send_message
 from ..errors import CheckpointError
 from ..integrations.balancing import record_counts
 from ..integrations.transformers import experts_layers, join
-from ..integrations.transformers_checkpoints import load_sharded, local_folder
+from ..integrations.transformers_checkpoints import load_sharded, local_folder, widening
 
 PAD = 0
 """The token before shorter prompts of a batch, which no other attends to; any would do."""
@@ -111,9 +111,8 @@ def run_rank(group: dist.ProcessGroup, job: Job) -> Answers:
     logging.disable_progress_bar()  # run_job shows one
     batches = [job.prompts[rank :: group.size()] for rank in range(group.size())]
     max_tokens = max(len(batch) * max(map(len, batch)) for batch in batches if batch)
-    model, buffer = load_sharded(
-        job.folder, group, dtype=job.dtype, max_tokens=max_tokens, backend=job.backend
-    )
+    how: dict[str, Any] = dict(dtype=job.dtype, max_tokens=max_tokens, backend=job.backend)
+    model, buffer = load_sharded(job.folder, group, **how, **widening(job.folder))
     model.eval()
     mine = batches[group.rank()]
     if job.device == "cuda":
