@@ -60,6 +60,7 @@ class Activation(NamedTuple):
 
 
 AnyActivation = str | Activation
+SWIGLU = Activation("swiglu")
 
 
 def num_parts(activation: AnyActivation) -> int:

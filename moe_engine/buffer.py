@@ -382,7 +382,8 @@ class Buffer(LowLatencyVerbs):
     ) -> None:
         """Compile on all ranks together what calls of this shape need: layout, dispatch, combine;
         low-latency dispatch and combine, where the Buffer has memory for them; with weights, a
-        layer's (w_gate_up [L, 2I, H], w_down [L, H, I]), `moe_ffn` at all sizes. Collective.
+        layer's (w_gate_up [L, 2I, H], w_down [L, H, I]), `moe_ffn` at all sizes, with SwiGLU and
+        without biases. Collective.
 
         Without it the first call of a shape does so, under a deadline 5 minutes longer; with the
         kernels of `moe-engine compile` nothing is left to compile.

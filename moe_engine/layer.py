@@ -13,7 +13,7 @@ from .buffer import Buffer
 from .checks import PAYLOAD_DTYPES, check_at_least, check_dtype, check_flag, shown
 from .engines.base import LayerInputs
 from .errors import BackendError, DtypeError, RoutingError, ShapeError
-from .grouped_gemm.activations import AnyActivation, check_layer_activation
+from .grouped_gemm.activations import SWIGLU, AnyActivation, check_layer_activation
 from .sharded_weights import arrived, group_of, local, sharded
 from .streams import EventOverlap
 from .training import LayerOptions, LayerTensors, trained_layer, wants_gradients
@@ -84,7 +84,7 @@ def moe_ffn(
     ranks, is the most that any of them brings to this call (None: what the Buffer was made for).
     Up to `Options.decode_tokens`, the layer runs by low-latency calls (`engines/low_latency.py`).
 
-    Where x, topk_weights or weights require grad, on all ranks, so does the result, whose
+    Where x, topk_weights, weights or biases require grad, on all ranks, so does the result, whose
     backward is collective as well. `save` is what stays for it, equal on all ranks: "pre", the
     pre-activations [M, 2I] of the M rows of this rank's experts; "rows", these rows [M, H]; "all",
     both; "none"; "auto": "pre" for I < H, else "rows". What is not saved is made again, with the
@@ -99,9 +99,9 @@ def moe_ffn(
     """
     tensors = arrived(x), arrived(topk_idx), arrived(topk_weights), w_gate_up, w_down
     options = LayerOptions(max_tokens, save, wgrad, return_counts)
-    is_plain = biases is NO_BIASES and activation == "swiglu"
+    _check_biases(biases)
     try:
-        if is_plain and _is_operator(buffer, w_gate_up, wgrad):
+        if _is_operator(buffer, w_gate_up, wgrad) and _is_plain(biases, activation):
             from .layer_operators import layer_operator  # defines operators, which takes time
 
             out, counts = layer_operator(tensors, buffer, options, layout)
@@ -182,6 +182,7 @@ def start_moe_ffn(
     """
     tensors = arrived(x), arrived(topk_idx), arrived(topk_weights), w_gate_up, w_down
     options = LayerOptions(max_tokens, save, wgrad, return_counts, async_finish=True)
+    _check_biases(biases)
     return _begin(tensors, layout, biases, activation, buffer, options)
 
 
@@ -195,7 +196,6 @@ def _begin(
 ) -> LayerInFlight:
     _check_buffer(buffer)
     options.check()
-    _check_biases(biases)
     x, topk_idx, topk_weights, w_gate_up, w_down = tensors
     weights = LayerWeights(GateUp.of(w_gate_up, layout), w_down)
     args = LayerTensors(x, topk_idx, topk_weights, weights, *biases, activation)
@@ -228,8 +228,8 @@ def _may_take_passes(inputs: LayerInputs, buffer: Buffer, options: LayerOptions)
 
 
 def _is_operator(buffer: Buffer, w_gate_up: Operand, wgrad: Wgrad) -> bool:
-    """Whether a layer is called as an operator here. There is one for layers of kernels, with gate
-    and up in one tensor, whose gradients go to autograd."""
+    """Whether a layer is called as an operator here, if it `_is_plain`. There is one for layers of
+    kernels, with gate and up in one tensor, whose gradients go to autograd."""
     if not (torch.compiler.is_compiling() or has_modes()):
         return False
     has_kernels = isinstance(buffer, Buffer) and buffer.backend != "collective"
@@ -240,6 +240,11 @@ def _is_operator(buffer: Buffer, w_gate_up: Operand, wgrad: Wgrad) -> bool:
             "layer outside of them."
         )
     return has_kernels and isinstance(w_gate_up, torch.Tensor) and wgrad is None
+
+
+def _is_plain(biases: Biases, activation: AnyActivation) -> bool:
+    """Whether a layer has SwiGLU and no biases."""
+    return biases[0] is biases[1] is None and activation in ("swiglu", SWIGLU)
 
 
 def _check_biases(biases: Biases) -> None:
@@ -358,9 +363,8 @@ class MoEFeedForward(torch.nn.Module):
         )
 
     def _biases(self) -> Biases:
-        if self.gate_up_bias is None or self.down_bias is None:
-            return NO_BIASES
-        return local(self.gate_up_bias), local(self.down_bias)
+        up, down = self.gate_up_bias, self.down_bias
+        return None if up is None else local(up), None if down is None else local(down)
 
     def backward_dw(self) -> None:
         """See `DelayedWgrad.backward_dw`. BackendError where `wgrad` is none."""

@@ -96,14 +96,15 @@ def training_memory(
     num_rows: int,
     save: str = "auto",
     retain_graph: bool = False,
+    has_bias: bool = False,
 ) -> TrainingMemory:
     """The memory that a layer with experts w_gate_up [L, 2I, H] and w_down [L, H, I] takes for
     num_rows rows of experts: tokens times top-k, if routing is balanced; see docs/training.md.
 
     Not a part of it: the Buffer's memory, what grows with tokens alone (the result and the gradient
     of x [T, H], and the plans of a call), the gradients of weights, and rows for those that are
-    delayed. retain_graph: as in
-    `torch.autograd.backward`; then saved pre-activations are not overwritten.
+    delayed. retain_graph: as in `torch.autograd.backward`; then saved pre-activations are not
+    overwritten. has_bias: the layer has `b_down`.
     """
     check_save(save)
     hidden, columns = w_down.shape[1:]
@@ -112,7 +113,7 @@ def training_memory(
     saved = pre * (save in ("pre", "all")) + x * (save in ("rows", "all"))
     working = act + hidden + pre * (save not in ("pre", "all") or retain_graph)
     tiles = gradient_tiles(w_gate_up, w_down, num_rows)
-    sums = 4 * (1 + row_weight_parts(columns, tiles))
+    sums = 4 * (1 + row_weight_parts(columns, tiles) + has_bias)
     size = num_rows * w_down.itemsize
     return TrainingMemory(
         size * saved, size * (saved + act), size * (saved + working) + num_rows * sums

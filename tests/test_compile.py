@@ -87,9 +87,11 @@ def largest_and_smallest(configs: list[GemmConfig]) -> list[Any]:
     return cases.slow_unless([(configs[0],), (configs[-1],)], configs)
 
 
+COMPILED = "swiglu", "geglu", "geglu_tanh", "gelu"
+"""Activations of full products and of gradients."""
 FEW_GEMMS = (("swiglu", True),)
 """(activation, gathered)"""
-FEW_FULL_GEMMS = ("swiglu", False), ("geglu", True)
+FEW_FULL_GEMMS = ("swiglu", False), ("geglu", True), ("geglu_tanh", False)
 GEMMS = cases.slow_unless(FEW_GEMMS, ("none", "swiglu"), (False, True))
 CASES = [
     pytest.param(config, *gemm.values, False, marks=gemm.marks)
@@ -101,7 +103,7 @@ CASES += [  # by default only the largest tiles, which have the fewest registers
         *(config, activation, gathered, True),
         marks=() if number == 0 and (activation, gathered) in FEW_FULL_GEMMS else pytest.mark.slow,
     )
-    for activation, gathered in product(("swiglu", "geglu", "gelu"), (False, True))
+    for activation, gathered in product(COMPILED, (False, True))
     for number, config in enumerate(shapes(gathered=gathered))
     if config.block_m >= 64
 ]
@@ -146,11 +148,12 @@ def test_dgrad_on_hopper(config: GemmConfig) -> None:
 
 
 FEW_DGRADS = (128, True, "swiglu"), (64, False, "geglu"), (16, True, "gelu")
+FEW_DGRADS += ((128, True, "geglu_tanh"),)
 
 
 @pytest.mark.parametrize(
     ("block_m", "weighted", "activation"),
-    cases.slow_unless(FEW_DGRADS, (128, 64, 16), (False, True), ("swiglu", "geglu", "gelu")),
+    cases.slow_unless(FEW_DGRADS, (128, 64, 16), (False, True), COMPILED),
 )
 def test_activation_dgrad_on_hopper(block_m: int, weighted: bool, activation: str) -> None:
     grad, w = torch.empty(ROWS, DEPTH, dtype=BF16), torch.empty(EXPERTS, DEPTH, COLUMNS, dtype=BF16)

@@ -9,6 +9,8 @@ import pytest
 import torch
 import torch.distributed as dist
 from cases import relative_error
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils.checkpoint import checkpoint
 from training_cases import NAMES, end, make_case, new_buffer, on_device
 
 from moe_engine import (
@@ -242,6 +244,121 @@ def run_module(group: dist.ProcessGroup, *parts: Any) -> None:
 
 def test_the_module(pool: RankPool) -> None:
     pool.run(run_module, *map(PerRank, make([6, 3])), num_ranks=2)
+
+
+def run_one_bias_of_a_module(group: dist.ProcessGroup, *parts: Any) -> None:
+    x, idx, weights, up, down, b_gate_up, _, _ = on_device(parts)
+    buffer = new_buffer(group, x, group.size() * len(up), idx.shape[1], 8)
+    module = MoEFeedForward(len(up), x.shape[1], down.shape[2], buffer, x.dtype, bias=True)
+    for one, value in zip(module.parameters(), (up, down, b_gate_up), strict=False):
+        one.data = value
+    module.down_bias = None
+    want = moe_ffn(x, idx, weights, up, down, buffer, biases=(b_gate_up, None))
+    assert torch.equal(module(x, idx, weights), want)
+    assert not torch.equal(moe_ffn(x, idx, weights, up, down, buffer), want)
+    end(buffer)
+
+
+def test_a_module_may_have_one_bias(pool: RankPool) -> None:
+    pool.run(run_one_bias_of_a_module, *map(PerRank, make([6, 3])), num_ranks=2)
+
+
+# --- Calls that are made again -------------------------------------------------------------------
+
+
+def run_again(group: dist.ProcessGroup, *batches: Any) -> list[list[torch.Tensor]]:
+    """Biases alone are trained, in calls of one kind with other numbers of rows; each backward runs
+    twice, and the layer once more in a checkpoint, with the same bits."""
+    found = []
+    batches = [on_device(parts) for parts in batches]
+    x, idx, _, up, *_ = batches[0]
+    buffer = new_buffer(group, x, group.size() * len(up), idx.shape[1], 8)
+    for parts in batches:
+        x, idx, weights, up, down, *biases, dy = parts
+        biases = [one.clone().requires_grad_() for one in biases]
+
+        def layer(*both: torch.Tensor, tensors: Any = (x, idx, weights, up, down)) -> torch.Tensor:
+            return moe_ffn(*tensors, buffer, biases=both, activation=GPT_OSS)
+
+        out = layer(*biases)
+        grads = torch.autograd.grad(out, biases, dy, retain_graph=True)
+        assert all(map(torch.equal, torch.autograd.grad(out, biases, dy), grads))
+        out = checkpoint(layer, *biases, use_reentrant=False)
+        assert all(map(torch.equal, torch.autograd.grad(out, biases, dy), grads))
+        found.append([one.cpu() for one in grads])
+    end(buffer)
+    return found
+
+
+def test_biases_alone_are_trained(pool: RankPool) -> None:
+    kinds = "holes", "uniform", "one_hot", "nothing", "uniform"
+    batches = [make([6, 6], kind=kind, seed=seed) for seed, kind in enumerate(kinds)]
+    ranks = [PerRank(list(zip(*parts, strict=True))) for parts in batches]
+    found = pool.run(run_again, *ranks, num_ranks=2)
+    for parts, *of_ranks in zip(batches, *found, strict=True):
+        *inputs, b_gate_up, b_down, dy = parts
+        want = reference.moe_ffn_gradients(*inputs, dy, [b_gate_up, b_down], GPT_OSS)
+        for have, grads in zip(of_ranks, want, strict=True):
+            for one, other in zip(have, grads[4:], strict=True):
+                assert relative_error(one, other) < 1e-5 or not (one.any() or other.any())
+
+
+def run_delayed(group: dist.ProcessGroup, *parts: Any) -> list[torch.Tensor]:
+    """Delayed gradients of weights over collectives, on ranks of which one gets no rows."""
+    parts = on_device(parts)
+    x, idx, _, up, *_ = parts
+    buffer = new_buffer(group, x, group.size() * len(up), idx.shape[1], 8, "collective")
+    leaves, later = leaves_of(parts), DelayedWgrad()
+    more: dict[str, Any] = dict(wgrad=later, biases=tuple(leaves[4:]), activation=GPT_OSS)
+    moe_ffn(leaves[0], idx, *leaves[1:4], buffer, **more).backward(parts[-1])
+    later.backward_dw()
+    end(buffer)
+    return [one.grad.cpu() for one in leaves]
+
+
+def test_delayed_gradients_of_experts_without_rows(pool: RankPool) -> None:
+    parts = make([5, 4], kind="one_hot", num_topk=1)
+    found = pool.run(run_delayed, *map(PerRank, parts), num_ranks=2)
+    assert all(one.any() for one in found[0][2:])
+    assert not any(one.any() for one in found[1][2:])
+
+
+# --- Operators -----------------------------------------------------------------------------------
+
+
+class Seen(TorchDispatchMode):
+    """Notes the operators of this package that are called."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.names: set[str] = set()
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func.namespace == "moe_engine":
+            self.names.add(func._schema.name)
+        return func(*args, **kwargs or {})
+
+
+def run_seen(group: dist.ProcessGroup, *parts: Any) -> list[bool]:
+    x, idx, weights, up, down, *biases, _ = on_device(parts)
+    buffer = new_buffer(group, x, group.size() * len(up), idx.shape[1], 8)
+    found = []
+    for more in (
+        {},
+        {"activation": Activation("swiglu"), "biases": (None, None)},
+        {"activation": GPT_OSS},
+        {"biases": tuple(biases)},
+    ):
+        with Seen() as seen:
+            moe_ffn(x, idx, weights, up, down, buffer, **more)
+        found.append("moe_engine::moe_ffn" in seen.names)
+    end(buffer)
+    return found
+
+
+def test_plain_layers_are_operators(pool: RankPool) -> None:
+    [found] = pool.run(run_seen, *(part[0] for part in make([4])), num_ranks=1)
+    assert found == [True, True, False, False]
 
 
 # --- Bad input -------------------------------------------------------------------------------

@@ -156,6 +156,36 @@ def test_gates_are_known_by_what_they_do(experts: Any, gate: tuple[Activation, b
     assert gate_of(experts) == gate
 
 
+class InPlace(Experts):
+    """A limit that no attribute tells of, by a gate that overwrites its argument."""
+
+    def _apply_gate(self, gate_up: Tensor) -> Tensor:
+        gate, up = gate_up[..., ::2].clamp_(max=7.0), gate_up[..., 1::2]
+        return F.silu(gate) * up
+
+
+class TwoResults(Experts):
+    def _apply_gate(self, gate_up: Tensor) -> Any:
+        return gate_up.chunk(2, dim=-1)
+
+
+class Dropping(Experts):
+    """A gate that does more in training, whichever of both was chosen last."""
+
+    def _apply_gate(self, gate_up: Tensor) -> Tensor:
+        gate, up = gate_up.chunk(2, dim=-1)
+        return F.dropout(F.silu(gate), 0.5, self.training) * up
+
+
+@pytest.mark.parametrize("kind", [InPlace, TwoResults, Dropping])
+@pytest.mark.parametrize("is_training", [True, False])
+def test_gates_that_are_not_the_engines(kind: Any, is_training: bool) -> None:
+    experts = make(kind).train(is_training)
+    with pytest.raises(BackendError, match="a gate function of its own"):
+        check_experts(experts, 2)
+    assert experts.training is is_training
+
+
 class OwnForward(Experts):
     """A subclass that goes past the implementation."""
 

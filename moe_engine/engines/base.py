@@ -107,7 +107,7 @@ class WeightGradientRows(NamedTuple):
 
 
 class BiasGradients(NamedTuple):
-    """float32 sums [L, 2I] and [L, H] of this rank's rows; None: not wanted."""
+    """Sums [L, 2I] and [L, H] of this rank's rows, float32 from kernels; None: not wanted."""
 
     gate_up: torch.Tensor | None = None
     down: torch.Tensor | None = None

@@ -11,7 +11,7 @@ from collections.abc import Collection
 from typing import Any, NamedTuple
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from ..errors import BackendError, DtypeError, ShapeError
 from ..grouped_gemm import Activation
@@ -168,16 +168,26 @@ def gate_of(experts: Any) -> Gate | None:
     pairs = torch.cartesian_prod(*2 * [torch.cat([near, far])])  # of gate and up
     for is_interleaved in (False, True):
         given = (pairs if is_interleaved else pairs.T).flatten()[None]
-        try:
-            with torch.no_grad():
-                found = experts._apply_gate(given)
-        except Exception:
-            return None
         for activation in _candidates(experts):
             want = activation(pairs.T.flatten()[None])
-            if found.shape == want.shape and torch.allclose(found.double(), want, 1e-6, 1e-6):
+            if all(_gives(experts, is_training, given, want) for is_training in (True, False)):
                 return Gate(activation, is_interleaved)
     return None
+
+
+def _gives(experts: Any, is_training: bool, given: Tensor, want: Tensor) -> bool:
+    """Whether the module's gate function makes of `given`, which it may overwrite, what is wanted,
+    in training or in inference."""
+    before = experts.training
+    try:
+        experts.training = is_training
+        with torch.no_grad():
+            found = experts._apply_gate(given.clone())
+        return found.shape == want.shape and torch.allclose(found.double(), want, 1e-6, 1e-6)
+    except Exception:
+        return False
+    finally:
+        experts.training = before
 
 
 def _candidates(experts: Any) -> list[Activation]:
