@@ -16,7 +16,7 @@ from .dispatch import DispatchLayout, Received, Tokens
 from .engines.base import NUM_SMS, Engine, Handle, LayerInputs
 from .engines.kernel import KernelEngine
 from .errors import BackendError, CapacityError, DtypeError, MoeEngineError, ShapeError
-from .grouped_gemm.activations import check_layer_activation
+from .grouped_gemm.activations import AnyActivation, check_layer_activation
 from .handles import check_handle
 from .layer_config import LayerConfig
 from .lifecycle import verb
@@ -379,11 +379,13 @@ class Buffer(LowLatencyVerbs):
         num_topk: int,
         dtype: torch.dtype = torch.bfloat16,
         weights: tuple[torch.Tensor, torch.Tensor] | None = None,
+        biases: tuple[torch.Tensor | None, torch.Tensor | None] = (None, None),
+        activation: AnyActivation = "swiglu",
     ) -> None:
         """Compile on all ranks together what calls of this shape need: layout, dispatch, combine;
         low-latency dispatch and combine, where the Buffer has memory for them; with weights, a
-        layer's (w_gate_up [L, 2I, H], w_down [L, H, I]), `moe_ffn` at all sizes, with SwiGLU and
-        without biases. Collective.
+        layer's (w_gate_up [L, 2I, H], w_down [L, H, I]), `moe_ffn` at all sizes, with these biases
+        and this activation. Collective.
 
         Without it the first call of a shape does so, under a deadline 5 minutes longer; with the
         kernels of `moe-engine compile` nothing is left to compile.
@@ -406,7 +408,7 @@ class Buffer(LowLatencyVerbs):
                 self._warm_low_latency(x, idx, num_experts)
         if weights is not None:
             for max_tokens in (None, 1):
-                inputs = LayerInputs(x, idx, idx.float(), *weights)
+                inputs = LayerInputs(x, idx, idx.float(), *weights, *biases, activation)
                 self.moe_ffn(inputs, max_tokens=max_tokens)
         self.check()
 

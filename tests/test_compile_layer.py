@@ -54,6 +54,7 @@ def test_gemms_do_not_spill(block_m):
 
 
 @of_this_triton
+@pytest.mark.skipif(TRACING, reason="recording takes some of the registers")
 @pytest.mark.parametrize("block_m", cases.slow_unless([(128,)], [128, 64, 32, 16]))
 def test_gemms_with_biases_do_not_spill(block_m):
     tiles = configs(block_m, gated=True)[0], configs(block_m)[0]

@@ -6,6 +6,7 @@ import json
 import os
 import subprocess
 import sys
+from dataclasses import replace
 from functools import cache
 from unittest import mock
 
@@ -15,7 +16,7 @@ from hypothesis import HealthCheck, Phase, given, settings
 from hypothesis import strategies as st
 from typer.testing import CliRunner
 
-from moe_engine import kernel_bundle
+from moe_engine import Activation, BackendError, kernel_bundle
 from moe_engine.cuda_driver import Binary
 from moe_engine.expert_major import sum_rows, take_rows
 from moe_engine.kernel_bundle import MANIFEST, PACKAGE, Bundle, Variant, entry, from_entry
@@ -259,6 +260,62 @@ for max_rows in (None, 256):
 grouped_mlp(*leaves, offsets).sum().backward()
 buffer.check()
 """
+
+
+# --- Checkpoints ---------------------------------------------------------------------------------
+
+
+def save_config(folder, kind, **sizes):
+    transformers = pytest.importorskip("transformers")
+    config = transformers.AutoConfig.for_model(kind, **sizes)
+    config.architectures = [transformers.AutoModelForCausalLM._model_mapping[type(config)].__name__]
+    config.save_pretrained(folder)
+    return folder
+
+
+def gpt_oss(folder, **more):
+    sizes = dict(hidden_size=256, intermediate_size=128, num_local_experts=8, num_hidden_layers=2)
+    return save_config(folder, "gpt_oss", **sizes, num_experts_per_tok=4, **more)
+
+
+def test_a_config_tells_what_a_model_needs(tmp_path):
+    shape = compile.shape_of_checkpoint(gpt_oss(tmp_path / "gpt-oss", dtype="bfloat16"), 4, 64)
+    activation = Activation("swiglu", limit=7.0, alpha=1.702, shift=1.0)
+    sizes = 8, 256, 128, 4, 4, 64
+    assert shape == compile.ModelShape(*sizes, torch.bfloat16, activation, has_bias=True)
+    sizes = dict(hidden_size=64, intermediate_size=32, num_local_experts=4, num_hidden_layers=1)
+    mixtral = save_config(tmp_path / "mixtral", "mixtral", **sizes, dtype="float32")
+    shape = compile.shape_of_checkpoint(mixtral, 2, 64)
+    assert shape == compile.ModelShape(4, 64, 32, 2, 2, 64, torch.float32)
+    mixtral = save_config(tmp_path / "relu", "mixtral", **sizes, hidden_act="relu")
+    with pytest.raises(BackendError, match="the activation"):
+        compile.shape_of_checkpoint(mixtral, 2, 64)
+
+
+def test_quantized_weights_are_widened_to_bf16(tmp_path):
+    folder = gpt_oss(tmp_path, dtype="float32", quantization_config={"quant_method": "mxfp4"})
+    assert compile.shape_of_checkpoint(folder, 2, 64).dtype == torch.bfloat16
+
+
+def test_experts_with_biases_have_kernels_of_their_own(tmp_path):
+    shape = compile.shape_of_checkpoint(gpt_oss(tmp_path, dtype="bfloat16"), 4, 16)
+    calls = {name: compile.CALLS[name] for name in ("layer", "decode layer", "grouped GEMM")}
+    with mock.patch.dict(compile.CALLS, calls, clear=True):
+        found = needed(shape)
+        plain = needed(replace(shape, activation=Activation("swiglu"), has_bias=False))
+    names = {one.name.rpartition(".")[2] for one in found.values()}
+    assert {"_bias_gradient_kernel", "_bias_weight_gradient_kernel"} <= names
+    changed = {one.name.rpartition(".")[2] for key, one in found.items() if key not in plain}
+    assert {"dispatch_gemm_kernel", "staged_gemm_kernel", "_grouped_gemm_kernel"} <= changed
+    assert not {"push_fused_kernel", "copy_rows_kernel", "return_sums_kernel"} & changed
+
+
+def test_the_command_takes_a_checkpoint_or_sizes(tmp_path):
+    done = CliRunner().invoke(
+        cli.app, ["compile", "--ranks=4", f"--checkpoint={gpt_oss(tmp_path)}", "--topk=2"]
+    )
+    assert done.exit_code == 2
+    assert "its sizes are those of the model" in done.output
 
 
 @pytest.mark.gpu

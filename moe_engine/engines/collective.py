@@ -310,7 +310,7 @@ def _gradients(
     leaves |= {name: getattr(rows, name).detach().to(wide).requires_grad_() for name in outs}
     with torch.enable_grad():
         sums = _expert_sums(rows._replace(**leaves))
-        found = [torch.zeros_like(leaf) for leaf in leaves.values()]
+        found = tuple(torch.zeros_like(leaf) for leaf in leaves.values())
         if sums.requires_grad:  # not where no row depends on a leaf
             found = torch.autograd.grad(sums, [*leaves.values()], grad, materialize_grads=True)
     for out, one in zip(outs.values(), found[len(names) :], strict=True):

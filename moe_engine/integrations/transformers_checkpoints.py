@@ -91,6 +91,8 @@ def _load(
     more: dict[str, Any],
 ) -> tuple[Any, Sizes]:
     """The model with this rank's experts, which nothing runs yet, and the sizes of its layers."""
+    from transformers import AutoConfig
+
     group, rank, num_ranks = ranks_of(group, mesh)
     folder = local_folder(checkpoint)
     check_files(folder)
@@ -98,7 +100,7 @@ def _load(
         at = torch.cuda.current_device() if torch.cuda.is_available() else None
         device = torch.device("cpu") if at is None else torch.device("cuda", at)
     device = torch.device(device)
-    whole = model_class or _class_of(folder)
+    whole = model_class or _class_of(AutoConfig.from_pretrained(folder))
     of_loading = mesh
     if mesh is None and group is not None:
         of_loading = DeviceMesh.from_group(group, device.type, mesh_dim_names=("ep",))
@@ -135,6 +137,19 @@ def _load(
         for part in expert_parts(model):
             part.make_local()
     return model, sizes[0]
+
+
+def empty_model(checkpoint: str | Path) -> Any:
+    """The model of a checkpoint's config on the meta device, in the dtype of its weights, or bf16
+    where these are quantized."""
+    from transformers import AutoConfig
+
+    config = AutoConfig.from_pretrained(checkpoint)
+    dtype = config.dtype or torch.float32
+    if getattr(config, "quantization_config", None) is not None:
+        dtype = torch.bfloat16
+    with torch.device("meta"):
+        return _class_of(config)._from_config(config, dtype=dtype)
 
 
 def widening(checkpoint: str | Path) -> dict[str, Any]:
@@ -177,15 +192,15 @@ def local_folder(checkpoint: str | Path) -> Path:
         ) from error
 
 
-def _class_of(folder: Path) -> Any:
+def _class_of(config: Any) -> Any:
     """The class of transformers that a checkpoint was saved by."""
     import transformers
 
-    names = transformers.AutoConfig.from_pretrained(folder).architectures or ["none"]
+    names = config.architectures or ["none"]
     if (found := getattr(transformers, names[0], None)) is None:
         raise CheckpointError(
-            f"{folder / 'config.json'} names the class {names[0]}, which transformers "
-            f"{transformers.__version__} has not. Pass model_class=."
+            f"the config.json of {config.name_or_path} names the class {names[0]}, which "
+            f"transformers {transformers.__version__} has not. Pass model_class=."
         )
     return found
 

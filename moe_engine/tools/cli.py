@@ -369,6 +369,9 @@ def trace(
 @app.command(name="compile")
 def compile_kernels(
     ranks: Annotated[int, typer.Option(min=1, help="GPUs.")],
+    checkpoint: Annotated[
+        str | None, typer.Option(help="A checkpoint of transformers, whose config tells all.")
+    ] = None,
     model: Annotated[str | None, typer.Option(help="Its shape.  [default: the sizes]")] = None,
     experts: Annotated[int | None, typer.Option(min=1, help="Experts of all ranks.")] = None,
     topk: Annotated[int | None, typer.Option(min=1, help="Experts of a token.")] = None,
@@ -388,7 +391,7 @@ def compile_kernels(
     """Compile the kernels that a model needs, on any machine, so that none is compiled where it
     runs."""
     from ..device.lang import INTERPRETED
-    from .compile import ModelShape, report, run
+    from .compile import ModelShape, report, run, shape_of_checkpoint
 
     if INTERPRETED:
         raise BackendError("TRITON_INTERPRET is set, and nothing is compiled then; unset it")
@@ -396,19 +399,17 @@ def compile_kernels(
         raise typer.BadParameter(f"{arch!r} is no GPU from sm_80 on", param_hint="--arch")
     if out.exists() and not out.is_dir():
         raise typer.BadParameter(f"{out} is no folder; name another", param_hint="--out")
-    problem = LayerProblem(
-        ranks, max_tokens, *chosen_sizes(model, experts, topk, hidden, intermediate)
-    )
-    check_layer(problem)
+    given = model, experts, topk, hidden, intermediate
+    if checkpoint is None:
+        num_experts, num_topk, hidden, intermediate = chosen_sizes(*given)
+        shape = ModelShape(num_experts, hidden, intermediate, num_topk, ranks, max_tokens)
+    elif any(given):
+        raise typer.BadParameter("its sizes are those of the model", param_hint="--checkpoint")
+    else:
+        check_installed("--checkpoint", "hf", "transformers")
+        shape = shape_of_checkpoint(checkpoint, ranks, max_tokens)
+    check_layer(shape.layer(max_tokens))
     console = Console()
-    shape = ModelShape(
-        problem.num_experts,
-        problem.hidden,
-        problem.num_columns,
-        problem.num_topk,
-        ranks,
-        max_tokens,
-    )
     report(run(shape, int(found[1]), out, jobs or os.cpu_count() or 1, console), console)
     typer.echo(f"Set MOE_ENGINE_KERNELS={out.resolve()}, or pip install {out}.")
 

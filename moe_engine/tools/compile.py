@@ -32,6 +32,7 @@ from ..dispatch.low_latency import LowLatencyTokens
 from ..engines.base import LayerInputs, WeightGradients
 from ..engines.kernel import KernelEngine
 from ..expert_major import sum_rows, take_rows
+from ..grouped_gemm.activations import SWIGLU, Activation
 from ..hardware import stand_in
 from ..kernel_bundle import MANIFEST, PACKAGE, Variant, backend, entry, made_with
 from ..launch import Grid, collecting
@@ -57,6 +58,8 @@ class ModelShape:
     num_ranks: int
     max_tokens: int = 8192
     dtype: torch.dtype = torch.bfloat16
+    activation: Activation = SWIGLU
+    has_bias: bool = False
 
     @property
     def num_local(self) -> int:
@@ -83,6 +86,31 @@ class ModelShape:
         new = partial(torch.empty, dtype=self.dtype)
         up = new(self.num_local, 2 * self.num_columns, self.hidden)
         return up, new(self.num_local, self.hidden, self.num_columns)
+
+    def inputs(self, count: int, up: torch.Tensor, down: torch.Tensor) -> LayerInputs:
+        """A layer of `count` tokens, whose biases require grad if it has any."""
+        inputs = LayerInputs(*self.tokens(count), up, down)._replace(activation=self.activation)
+        if not self.has_bias:
+            return inputs
+        new = partial(torch.empty, self.num_local, dtype=self.dtype, requires_grad=True)
+        return inputs._replace(b_gate_up=new(2 * self.num_columns), b_down=new(self.hidden))
+
+
+def shape_of_checkpoint(checkpoint: str, num_ranks: int, max_tokens: int) -> ModelShape:
+    """That of a checkpoint of transformers, from its config.json alone; the errors of
+    `shard_experts` for experts that the engine does not run."""
+    from ..integrations.transformers import check_model
+    from ..integrations.transformers_checkpoints import empty_model
+    from ..integrations.transformers_experts import experts_layers, gate_of
+
+    model = empty_model(checkpoint)
+    hidden, num_experts, num_topk, dtype = check_model(model, num_ranks, None)
+    experts = experts_layers(model)[0]
+    gate = gate_of(experts)
+    assert gate is not None  # checked
+    num_columns = experts.down_proj[0].numel() // hidden
+    sizes = num_experts, hidden, num_columns, num_topk, num_ranks, max_tokens
+    return ModelShape(*sizes, dtype, gate.activation, experts.has_bias)
 
 
 # --- Calls -----------------------------------------------------------------------------------
@@ -180,13 +208,13 @@ def call_layers(shape: ModelShape) -> None:
             LayerChoices(kept=kept_layers()).choose(shape.layer(most)),
             most * shape.num_topk,
         )
-        tiles = grouped_gemm.gemm_config(up, num_rows, "swiglu")
+        tiles = grouped_gemm.gemm_config(up, num_rows, shape.activation)
         return config, tiles, grouped_gemm.gemm_config(down, num_rows, block_m=tiles.block_m)
 
     for most in sizes(shape, choice):
         engine = kernel_engine(shape.num_ranks, most, shape.region_bytes(most))
         for count in batches_of(most):
-            inputs = LayerInputs(*shape.tokens(count), up, down)
+            inputs = shape.inputs(count, up, down)
             engine.moe_ffn(inputs)
             for save in SAVE_POLICIES[1:]:
                 _, saved, _ = engine.moe_ffn_forward(inputs, save, is_captured=True)
@@ -207,21 +235,23 @@ def call_decode_layers(shape: ModelShape) -> None:
     engine = low_latency_engine(shape.num_ranks, region)
     for max_tokens in range(1, most + 1):
         for count in {1, max_tokens // 2, max_tokens}:
-            engine.moe_ffn(LayerInputs(*shape.tokens(count), *weights), max_tokens)
+            engine.moe_ffn(shape.inputs(count, *weights), max_tokens)
 
 
 def call_gemms(shape: ModelShape) -> None:
     """`grouped_mlp` of the experts' rows, forward and backward."""
-    up, down = shape.weights()
+    _, _, _, up, down, b_up, b_down, activation = shape.inputs(1, *shape.weights())
     offsets = torch.zeros(shape.num_local + 1, dtype=torch.int32)
     for most in sizes(shape, lambda most: most):
         x = torch.empty(most * shape.num_topk, shape.hidden, dtype=shape.dtype)
         for grad in (False, True):
-            for leaf in (x, up, down):
+            leaves = [one for one in (x, up, down, b_up, b_down) if one is not None]
+            for leaf in leaves:
                 leaf.requires_grad_(grad)
-            y = grouped_gemm.grouped_mlp(x, up, down, offsets)
+            more: dict[str, Any] = dict(b_up=b_up, b_down=b_down, activation=activation)
+            y = grouped_gemm.grouped_mlp(x, up, down, offsets, **more)
             if grad:
-                torch.autograd.grad(y, (x, up, down), torch.empty_like(y))
+                torch.autograd.grad(y, leaves, torch.empty_like(y))
 
 
 CALLS: dict[str, Callable[[ModelShape], None]] = {
