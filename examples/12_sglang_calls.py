@@ -32,7 +32,6 @@ def run(group):
     y = (rows * (weights * (ids + first)).sum(1, keepdim=True)).bfloat16()
     prefill, _, event = buffer.combine(y, handle, **how | {"previous_event": Buffer.capture()})
     event.current_stream_wait()
-
     # Its decode step: rows by expert in fixed shapes; combine weights them.
     buffer.clean_low_latency_buffer(T, H, E)
     how = dict(use_fp8=False, return_recv_hook=True)
@@ -41,7 +40,6 @@ def run(group):
     y = rows * (first + torch.arange(len(rows), device=device))[:, None, None]
     decode, _, hook = buffer.low_latency_combine(y, idx, w, handle, return_recv_hook=True)
     hook()
-
     # deepep_v2 in decode: rows by expert, as many as there can be; in a prefill the host waits.
     buffer = ElasticBuffer(group, num_max_tokens_per_rank=T, hidden=H, num_topk=K)
     how = dict(num_experts=E, expert_alignment=128, do_expand=True, do_cpu_sync=False)
@@ -49,7 +47,6 @@ def run(group):
     begins = -(-handle.psum_num_recv_tokens_per_expert[:-1] // 128) * 128
     local = (torch.arange(len(rows), device=device)[:, None] >= begins).sum(1)
     v2 = buffer.combine((rows * (weights * (first + local))[:, None]).bfloat16(), handle=handle)[0]
-
     want = x.float() * (w * (idx + 1)).sum(1, keepdim=True)
     for out in (prefill, decode, v2):
         torch.testing.assert_close(out.float(), want, rtol=0.03, atol=0.03)
