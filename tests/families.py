@@ -16,7 +16,7 @@ import transformers
 from torch import nn
 from transformers import PretrainedConfig
 
-from moe_engine.integrations.transformers_experts import gate_of, unfit_parts
+from moe_engine.integrations.transformers_experts import gate_of, shape_of, unfit_parts
 
 MODELS = Path(transformers.__file__).parent / "models"
 HEAD = "| experts of transformers | activation | weights |\n|---|---|---|"
@@ -32,13 +32,13 @@ class Family(NamedTuple):
     module: str
     name: str
 
-    def build(self) -> Any:
-        """The experts, with sizes of SIZES and drawn weights; TypeError if transformers' configs of
-        this module do not make them."""
+    def build(self, **sizes: int) -> Any:
+        """The experts, with sizes of SIZES, or these, and drawn weights; TypeError if transformers'
+        configs of this module do not make them."""
         module = importlib.import_module(f"transformers.models.{self.model}.{self.module}")
         kind, problem = getattr(module, self.name), None
         for config in _configs(module):
-            for name, size in SIZES.items():
+            for name, size in (SIZES | sizes).items():
                 if hasattr(config, name) and isinstance(getattr(config, name), int | None):
                     setattr(config, name, size)
             config.num_experts_per_tok = 2
@@ -126,19 +126,22 @@ def table() -> str:
 
 
 class Layers(nn.Module):
-    """Experts as a model of transformers holds them."""
+    """Experts as a model of transformers holds them, each of which computes columns of its own."""
 
-    def __init__(self, experts: Any):
+    def __init__(self, *experts: Any):
         super().__init__()
-        self.experts = experts
+        self.experts = nn.ModuleList(experts)
+        self.widths = [shape_of(one)[1] for one in experts]
         self.set_experts_implementation("eager")
 
     def set_experts_implementation(self, name: str) -> None:
-        self.experts.config._experts_implementation = name
+        for one in self.experts:
+            one.config._experts_implementation = name
 
     def forward(self, x: torch.Tensor, idx: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
         """x [1, T, H], as a model gets its tokens."""
-        return self.experts(x[0], idx, weights)
+        parts = zip(self.experts, x[0].split(self.widths, 1), strict=True)
+        return torch.cat([one(part.contiguous(), idx, weights) for one, part in parts], 1)
 
 
 if __name__ == "__main__":

@@ -16,7 +16,7 @@ from hypothesis import HealthCheck, Phase, given, settings
 from hypothesis import strategies as st
 from typer.testing import CliRunner
 
-from moe_engine import Activation, BackendError, kernel_bundle
+from moe_engine import Activation, BackendError, ShapeError, kernel_bundle
 from moe_engine.cuda_driver import Binary
 from moe_engine.expert_major import sum_rows, take_rows
 from moe_engine.kernel_bundle import MANIFEST, PACKAGE, Bundle, Variant, entry, from_entry
@@ -290,6 +290,19 @@ def test_a_config_tells_what_a_model_needs(tmp_path):
     mixtral = save_config(tmp_path / "relu", "mixtral", **sizes, hidden_act="relu")
     with pytest.raises(BackendError, match="the activation"):
         compile.shape_of_checkpoint(mixtral, 2, 64)
+
+
+def test_layers_that_differ_are_refused(monkeypatch):
+    pytest.importorskip("transformers")
+    from families import Layers, families
+
+    from moe_engine.integrations import transformers_checkpoints
+
+    [mixtral] = [one for one in families() if one.model == "mixtral"]
+    model = Layers(mixtral.build(), mixtral.build(hidden_size=64))
+    monkeypatch.setattr(transformers_checkpoints, "empty_model", lambda _: model)
+    with pytest.raises(ShapeError, match="the layers of some model differ: .*hidden=64"):
+        compile.shape_of_checkpoint("some model", 2, 64)
 
 
 def test_quantized_weights_are_widened_to_bf16(tmp_path):

@@ -88,3 +88,33 @@ def test_experts(pool: RankPool, family: Family) -> None:
 @pytest.mark.parametrize("family", named([one for one in EVERY if one not in CHOSEN]))
 def test_all_experts(pool: RankPool, family: Family) -> None:
     check(pool, family)
+
+
+# --- Layers of several shapes --------------------------------------------------------------------
+
+
+def run_two(group: dist.ProcessGroup) -> list[float]:
+    """How far two layers are from themselves, of which the second has other sizes and another form;
+    also where one rank has no tokens."""
+    first, second = (one for model in ("mixtral", "gpt_oss") for one in EVERY if one.model == model)
+    model = Layers(first.build(), second.build(hidden_size=64, num_local_experts=6))
+    model.to("cpu" if INTERPRETED else "cuda")
+    device, found = next(model.parameters()).device, []
+    for num_tokens in (9, 2 * group.rank()):
+        generator = torch.Generator().manual_seed(group.rank())
+        x = torch.randn(1, num_tokens, 96, generator=generator).to(device)
+        weights, idx = torch.rand(num_tokens, 4, generator=generator).topk(2)
+        args = x, idx.to(device), weights.to(device)
+        with torch.no_grad():
+            want = model(*args)
+            buffer = shard_experts(model, group, max_tokens=9)
+            got = model(*args)
+        unshard_experts(model)
+        buffer.destroy()
+        found.append(cases.relative_error(got, want) if num_tokens else 0.0)
+    return found
+
+
+def test_layers_may_differ(pool: RankPool) -> None:
+    for errors in pool.run(run_two, num_ranks=2):
+        assert max(errors) < 1e-5

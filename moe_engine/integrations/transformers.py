@@ -153,7 +153,8 @@ def shard_experts(
     max_tokens: int = 4096,
     backend: str = "auto",
 ) -> Buffer:
-    """Keep this rank's experts of every layer, in place, and run them through one new Buffer.
+    """Keep this rank's experts of every layer, in place, and run them through one new Buffer, which
+    has room for the largest layer.
 
     Collective over `group` (None: all ranks), with the same model on each. `max_tokens`, equal on
     all ranks, bounds the tokens (batch x length) of one rank in one pass and sizes the Buffer; more
@@ -189,8 +190,8 @@ def ranks_of(
 
 
 def check_model(model: Any, num_ranks: int, mesh: DeviceMesh | None) -> Sizes:
-    """(hidden, num_experts, top-k, dtype) of all layers of a whole model; raise for one that cannot
-    be sharded."""
+    """(hidden, num_experts, top-k, dtype) of the Buffer of a whole model, each the most that a
+    layer has; raise for a model that cannot be sharded."""
     check_adapters(model, mesh)
     layers = experts_layers(model)
     for experts in layers:
@@ -204,13 +205,9 @@ def check_model(model: Any, num_ranks: int, mesh: DeviceMesh | None) -> Sizes:
             check_form(experts, "a mesh")
         if lora_wrappers(model):
             check_form(experts, "a LoRA adapter of experts")
-    if len(shapes := {shape_of(experts) for experts in layers}) > 1:
-        raise ShapeError(
-            "the experts layers share one Buffer but differ in (num_experts, hidden, top-k, "
-            f"dtype): {sorted(shapes, key=str)}."
-        )
-    num_experts, hidden, topk, dtype = shapes.pop()
-    return hidden, num_experts, topk, dtype
+    num_experts, hidden, topk, dtype = zip(*map(shape_of, layers), strict=True)
+    widest = max(dtype, key=lambda one: one.itemsize)
+    return max(hidden), max(num_experts), max(topk), widest
 
 
 def keep_share(model: Any, rank: int, num_ranks: int, mesh: DeviceMesh | None) -> None:
