@@ -301,7 +301,7 @@ def test_layers_that_differ_are_refused(monkeypatch):
     [mixtral] = [one for one in families() if one.model == "mixtral"]
     model = Layers(mixtral.build(), mixtral.build(hidden_size=64))
     monkeypatch.setattr(transformers_checkpoints, "empty_model", lambda _: model)
-    with pytest.raises(ShapeError, match="the layers of some model differ: .*hidden=64"):
+    with pytest.raises(ShapeError, match=r"the layers of some model differ: .*hidden=64"):
         compile.shape_of_checkpoint("some model", 2, 64)
 
 
