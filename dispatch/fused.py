@@ -309,19 +309,20 @@ def dispatch_gemm(
     has_arrived: bool = False,
 ) -> None:
     """out [M, I] = the activation of the expert rows a [M, H] times weights [L, 2I, H] or [L, 2, I,
-    H], while they arrive; epilogue.pre gets gate and up [M, 2I]. has_arrived: a is complete,
-    whatever arrives meanwhile, so no tile waits."""
+    H], while they arrive; epilogue.pre gets gate and up [M, 2I]. An activation of one value takes
+    weights [L, I, H], and pre is [M, I]. has_arrived: a is complete, whatever arrives meanwhile,
+    so no tile waits."""
     schedule, counters = dispatched.schedule, dispatched.counters
-    config, pre = dispatched.config, epilogue.pre
-    block = tiles.block_m, tiles.block_n // 2 // tiles.subtiles
+    config, pre, parts = dispatched.config, epilogue.pre, epilogue.parts
+    block = tiles.block_m, tiles.block_n // parts // tiles.subtiles
     slots.context.launch(
         dispatch_gemm_kernel,
         (num_compute_programs(a.device, tiles),),
         create_ragged_descriptor(a, [tiles.block_m, tiles.block_k]),
-        ExpertWeights(describe_weights(weights, tiles, parts=2), weights.bias),
+        ExpertWeights(describe_weights(weights, tiles, parts), weights.bias),
         UpOutputs(
             ragged(out[None], *block),
-            None if pre is None else ragged(by_parts(pre, 2), *block),
+            None if pre is None else ragged(by_parts(pre, parts), *block),
         ),
         Tiles(schedule.tiles, schedule.num_tiles),
         counters.copied,

@@ -288,7 +288,7 @@ def load_arriving_tile(
 )
 def dispatch_gemm_kernel(
     a,  # ragged descriptor of the expert rows [M, K]
-    weights,  # ExpertWeights [L, 2, N, K]
+    weights,  # ExpertWeights [L, PARTS, N, K]
     out,  # UpOutputs
     tiles,  # `Tiles`, in the order of `staged_schedule_kernel`
     copied,  # int64 [2 * S], see `StageCounters`
@@ -299,8 +299,8 @@ def dispatch_gemm_kernel(
     SHAPE: tl.constexpr,  # TileShape
     PDL: tl.constexpr,
 ):
-    """out.act [M, N] = the activation of gate and up of the expert rows, each tile once its rows
-    have arrived; out.pre gets gate and up.
+    """out.act [M, N] = the activation of the expert rows' products, of which it takes PARTS, each
+    tile once its rows have arrived; out.pre gets the products.
 
     The grouped GEMM, but for the wait at each tile.
 
@@ -310,13 +310,15 @@ def dispatch_gemm_kernel(
     pdl_launch_dependents(PDL)
     N, K = product_size(weights.w, SHAPE)
     num_m = tl.load(tiles.count)
-    num_n = tl.cdiv(N, SHAPE.BLOCK_N // 2)
+    PARTS: tl.constexpr = weights.w.block_shape[1]
+    WIDTH: tl.constexpr = SHAPE.BLOCK_N // PARTS
+    num_n = tl.cdiv(N, WIDTH)
     deadline = deadline_from_now(context)
     since = begin_span()
     for index in tl.range(tl.program_id(0), num_m * num_n, tl.num_programs(0), flatten=True):
         # fmt: off
         tile = load_arriving_tile(
-            tiles, index, num_m, num_n, SHAPE.BLOCK_N // 2, SHAPE.GROUP_M, copied,
+            tiles, index, num_m, num_n, WIDTH, SHAPE.GROUP_M, copied,
             num_copy_programs, deadline, context, PDL,
         )
         # fmt: on

@@ -13,13 +13,14 @@ from ..checks import shown
 from ..errors import ShapeError
 
 GATED = ("swiglu", "geglu", "geglu_tanh")
-ACTIVATIONS = ("none", "silu", "gelu", "gelu_tanh", *GATED)
+ACTIVATIONS = ("none", "silu", "gelu", "gelu_tanh", "relu2", *GATED)
 
 
 class Activation(NamedTuple):
     """An activation by its name, or one of gate and up with more to it.
 
-    "silu", "gelu" (the exact one) and "gelu_tanh" take one value. Gated ones take two:
+    "silu", "gelu" (the exact one), "gelu_tanh" and "relu2" (the square of ReLU, as in Nemotron-H)
+    take one value. Gated ones take two:
 
         swiglu      g * sigmoid(alpha * g) * (u + shift)
         geglu       gelu(g) * (u + shift)
@@ -54,6 +55,8 @@ class Activation(NamedTuple):
             gate, up = gate.clamp(max=self.limit), up.clamp(-self.limit, self.limit)
         if self.name in ("swiglu", "silu"):
             gate = gate * torch.sigmoid(self.alpha * gate)
+        elif self.name == "relu2":
+            gate = F.relu(gate).square()
         elif self.name != "none":
             gate = F.gelu(gate, approximate="tanh" if self.name.endswith("tanh") else "none")
         return gate if up is None else gate * (up + self.shift)
@@ -69,10 +72,10 @@ def num_parts(activation: AnyActivation) -> int:
 
 
 def check_layer_activation(activation: AnyActivation) -> None:
-    """Raise ShapeError for what is no activation of gate and up, as layers have."""
-    if num_parts(activation) != 2:
+    """Raise ShapeError for what is no activation, or none between the products of a layer."""
+    if Activation.of(activation).name == "none":
         raise ShapeError(
-            f"activation is {shown(activation)}; that of a layer must be one of {GATED}, or an "
+            f'activation is "none"; that of a layer must be one of {ACTIVATIONS[1:]}, or an '
             "Activation of such a name."
         )
 

@@ -20,6 +20,7 @@ from .kernels import (
     limited,
     load_rows,
     product_size,
+    relu,
     store_rows,
     swish,
     tanh_cdf,
@@ -45,6 +46,9 @@ def activation_gradient(grad, gate, up, ACTIVATION: tl.constexpr):
         value = gate * cdf
         inner = SQRT_8_BY_PI * (1.0 + 3.0 * TANH_CUBIC * gate * gate)
         slope = cdf + value * (1.0 - cdf) * inner
+    elif NAME == "relu2":
+        slope = 2.0 * relu(gate)
+        value = gate  # of no use without a gate
     else:  # geglu, gelu
         cdf = gaussian_cdf(gate)
         value = gate * cdf

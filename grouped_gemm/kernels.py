@@ -185,6 +185,12 @@ def tanh_cdf(x):
 
 
 @device_function
+def relu(x):
+    """The maximum of x and 0; NaN of NaN."""
+    return tl.maximum(x, 0.0, propagate_nan=tl.PropagateNan.ALL)
+
+
+@device_function
 def limited(gate, up, ACTIVATION: tl.constexpr):
     """(gate, up) within the limits of a gated activation, `up` shifted."""
     if ACTIVATION.limit is not None:
@@ -219,6 +225,9 @@ def activate(gate, up, ACTIVATION: tl.constexpr):
         value = gate * gaussian_cdf(gate)
     elif NAME == "geglu_tanh" or NAME == "gelu_tanh":
         value = gate * tanh_cdf(gate)
+    elif NAME == "relu2":
+        value = relu(gate)
+        value = value * value
     if is_gated(NAME):
         value = value * up
     return value

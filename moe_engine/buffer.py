@@ -348,9 +348,9 @@ class Buffer(LowLatencyVerbs):
         """Refuse arguments of a layer that do not fit one another."""
         x, topk_idx, topk_weights, w_gate_up, w_down, *biases, activation = inputs
         checks.check_rows("x", x, device=self._rows_device)
-        checks.check_expert_weights(x, w_gate_up, w_down)
-        checks.check_expert_biases(w_gate_up, w_down, *biases)
         check_layer_activation(activation)
+        checks.check_expert_weights(x, w_gate_up, w_down, inputs.parts)
+        checks.check_expert_biases(w_gate_up, w_down, *biases)
         checks.check_experts(w_gate_up.shape[0] * self.group_size, self.group_size)
         checks.check_routing(x, topk_idx, topk_weights)
 

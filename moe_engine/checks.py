@@ -266,19 +266,23 @@ def has_parts(w: Any) -> bool:
     return isinstance(w, torch.Tensor) and w.dim() == 4
 
 
-def check_expert_weights(x: torch.Tensor, w_gate_up: torch.Tensor, w_down: torch.Tensor) -> None:
+def check_expert_weights(
+    x: torch.Tensor, w_gate_up: torch.Tensor, w_down: torch.Tensor, parts: int
+) -> None:
     """w_gate_up [L, 2I, H], or gate and up apart, [L, 2, I, H], and w_down [L, H, I] in the type
-    and on the device of x [T, H]."""
+    and on the device of x [T, H]; with one part w_gate_up [L, I, H]."""
     hidden = x.shape[1]
-    shape: list[int | str] = ["L", 2, "I", hidden] if has_parts(w_gate_up) else ["L", "2I", hidden]
+    shape: list[int | str] = ["L", "2I" if parts == 2 else "I", hidden]
+    if has_parts(w_gate_up) and parts == 2:
+        shape = ["L", 2, "I", hidden]
     check_tensor("w_gate_up", w_gate_up, shape, [x.dtype], x.device)
     num_columns = w_gate_up.shape[1:-1].numel()
-    if num_columns % 2:
+    if num_columns % parts:
         raise ShapeError(
             f"w_gate_up has shape {list(w_gate_up.shape)}; its second size must be even: gate "
             "rows, then up rows."
         )
-    down_shape = [w_gate_up.shape[0], hidden, num_columns // 2]
+    down_shape = [w_gate_up.shape[0], hidden, num_columns // parts]
     check_tensor("w_down", w_down, down_shape, [x.dtype], x.device)
     check_no_grad(w_gate_up=w_gate_up, w_down=w_down)
 

@@ -13,7 +13,7 @@ from .buffer import Buffer
 from .checks import PAYLOAD_DTYPES, check_at_least, check_dtype, check_flag, shown
 from .engines.base import LayerInputs
 from .errors import BackendError, DtypeError, RoutingError, ShapeError
-from .grouped_gemm.activations import SWIGLU, AnyActivation, check_layer_activation
+from .grouped_gemm.activations import SWIGLU, AnyActivation, check_layer_activation, num_parts
 from .sharded_weights import arrived, group_of, local, sharded
 from .streams import EventOverlap
 from .training import LayerOptions, LayerTensors, trained_layer, wants_gradients
@@ -74,9 +74,10 @@ def moe_ffn(
     w_gate_up [L, 2I, H] (gate rows, then up rows) and w_down [L, H, I] are this rank's experts
     rank * L .. rank * L + L - 1, as transformers stores them. Everything in bf16, or in fp32.
     out[t] = sum over k of topk_weights[t, k] * w_down[e] @ (silu(gate_e x) * (up_e x)).
-    activation: another one of gate and up than this, by its name or as an `Activation`. biases:
-    (b_gate_up [L, 2I], b_down [L, H]), each in the weights' dtype or None, added to the products;
-    that of gate and up has gate's first in any layout.
+    activation: another one than this, by its name or as an `Activation`; one of a single value
+    takes the product with w_gate_up [L, I, H]. biases: (b_gate_up [L, 2I], b_down [L, H]), each in
+    the weights' dtype or None, added to the products; that of gate and up has gate's first in any
+    layout.
     layout "interleaved": rows of gate and up in turn. w_gate_up may also be a pair (w_gate, w_up),
     each [L, I, H], of one memory: w_gate, w_up = torch.empty(2, L, I, H). Nothing is copied.
 
@@ -263,7 +264,8 @@ def _check_buffer(buffer: object) -> None:
 class MoEFeedForward(torch.nn.Module):
     """This rank's experts of one layer over a shared Buffer: `forward(x, topk_idx, topk_weights)`.
 
-    Parameters: gate_up_proj [L, 2I, H], down_proj [L, H, I], with `bias` also gate_up_bias [L, 2I]
+    Parameters: gate_up_proj [L, 2I, H], [L, I, H] for an activation of one value, down_proj
+    [L, H, I], with `bias` also gate_up_bias [L, 2I]
     and down_bias [L, H], zeros; with gradients where `requires_grad` is set. `activation`, `save`,
     `wgrad` and `layout` as in `moe_ffn`, attributes that may change between calls;
     wgrad="delayed" makes a `DelayedWgrad`, whose `backward_dw()` is the module's too. With a
@@ -309,7 +311,8 @@ class MoEFeedForward(torch.nn.Module):
         if mesh is not None:
             group_of(mesh, buffer.group)
         new = torch.nn.Parameter
-        up = torch.empty(num_local_experts, 2 * intermediate, hidden, dtype=dtype)
+        num_rows = num_parts(activation) * intermediate
+        up = torch.empty(num_local_experts, num_rows, hidden, dtype=dtype)
         down = torch.empty(num_local_experts, hidden, intermediate, dtype=dtype)
         torch.nn.init.normal_(up, std=hidden**-0.5)
         torch.nn.init.normal_(down, std=intermediate**-0.5)

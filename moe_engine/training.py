@@ -21,7 +21,7 @@ from .device.context import SAVE_POLICIES
 from .engines.base import LayerInputs, Saved, WeightGradients
 from .engines.trained_layer import gradient_tiles
 from .errors import BackendError, DtypeError, RoutingError, ShapeError
-from .grouped_gemm.activations import AnyActivation
+from .grouped_gemm.activations import AnyActivation, num_parts
 from .grouped_gemm.backward import row_weight_parts
 from .lifecycle import verb
 from .passes import Pass, PassGradients, Trained, backward_in_passes, forward_in_passes
@@ -97,6 +97,7 @@ def training_memory(
     save: str = "auto",
     retain_graph: bool = False,
     has_bias: bool = False,
+    activation: AnyActivation = "swiglu",
 ) -> TrainingMemory:
     """The memory that a layer with experts w_gate_up [L, 2I, H] and w_down [L, H, I] takes for
     num_rows rows of experts: tokens times top-k, if routing is balanced; see docs/training.md.
@@ -104,15 +105,16 @@ def training_memory(
     Not a part of it: the Buffer's memory, what grows with tokens alone (the result and the gradient
     of x [T, H], and the plans of a call), the gradients of weights, and rows for those that are
     delayed. retain_graph: as in `torch.autograd.backward`; then saved pre-activations are not
-    overwritten. has_bias: the layer has `b_down`.
+    overwritten. has_bias: the layer has `b_down`. An activation of one value has w_gate_up
+    [L, I, H], and pre-activations [M, I].
     """
     check_save(save)
     hidden, columns = w_down.shape[1:]
     save = chosen_policy(save, hidden, columns)
-    pre, x, act = 2 * columns, hidden, columns
+    pre, x, act = num_parts(activation) * columns, hidden, columns
     saved = pre * (save in ("pre", "all")) + x * (save in ("rows", "all"))
     working = act + hidden + pre * (save not in ("pre", "all") or retain_graph)
-    tiles = gradient_tiles(w_gate_up, w_down, num_rows)
+    tiles = gradient_tiles(w_gate_up, w_down, num_rows, activation)
     sums = 4 * (1 + row_weight_parts(columns, tiles) + has_bias)
     size = num_rows * w_down.itemsize
     return TrainingMemory(

@@ -104,6 +104,7 @@ def row(family: Family) -> tuple[str, str]:
     said += [f"alpha {alpha:g}"] if alpha != 1 else []
     said += [f"shift {shift:g}"] if shift else []
     forms = {
+        "no gate": not experts.has_gate,
         "transposed": experts.is_transposed,
         "gate and up in turn": gate.is_interleaved,
         "biases": experts.has_bias,

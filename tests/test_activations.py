@@ -46,6 +46,7 @@ def test_they_are_those_of_the_models() -> None:
     torch.testing.assert_close(Activation("silu")(x), F.silu(x))
     torch.testing.assert_close(Activation("gelu")(x), F.gelu(x))
     torch.testing.assert_close(Activation("gelu_tanh")(x), F.gelu(x, approximate="tanh"))
+    torch.testing.assert_close(Activation("relu2")(x), F.relu(x) ** 2)
     torch.testing.assert_close(Activation("swiglu")(x), F.silu(gate) * up)
     torch.testing.assert_close(Activation("geglu")(x), F.gelu(gate) * up)
     torch.testing.assert_close(Activation("geglu_tanh")(x), F.gelu(gate, approximate="tanh") * up)
@@ -170,7 +171,7 @@ def run_one_value(_: Any, activation: str) -> list[float]:
     return errors(found, [want, *torch.autograd.grad(want, doubles, dy.double())])
 
 
-@pytest.mark.parametrize("activation", ["gelu_tanh", "gelu", "silu"])
+@pytest.mark.parametrize("activation", ["gelu_tanh", "gelu", "silu", "relu2"])
 def test_of_one_value(pool: RankPool, activation: str) -> None:
     [found] = pool.run(run_one_value, activation, num_ranks=1)
     assert max(found) < 1e-5, found
@@ -185,7 +186,7 @@ def run_nan(_: Any, activation: Any) -> list[bool]:
     return y.isnan().all(1).tolist()
 
 
-@pytest.mark.parametrize("activation", [GPT_OSS, "swiglu"], ids=str)
+@pytest.mark.parametrize("activation", [GPT_OSS, "swiglu", "relu2"], ids=str)
 def test_a_nan_is_not_limited_away(pool: RankPool, activation: Any) -> None:
     [found] = pool.run(run_nan, activation, num_ranks=1)
     assert [at for at, is_nan in enumerate(found) if is_nan] == [3]

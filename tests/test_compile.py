@@ -87,11 +87,11 @@ def largest_and_smallest(configs: list[GemmConfig]) -> list[Any]:
     return cases.slow_unless([(configs[0],), (configs[-1],)], configs)
 
 
-COMPILED = "swiglu", "geglu", "geglu_tanh", "gelu"
+COMPILED = "swiglu", "geglu", "geglu_tanh", "gelu", "relu2"
 """Activations of full products and of gradients."""
 FEW_GEMMS = (("swiglu", True),)
 """(activation, gathered)"""
-FEW_FULL_GEMMS = ("swiglu", False), ("geglu", True), ("geglu_tanh", False)
+FEW_FULL_GEMMS = ("swiglu", False), ("geglu", True), ("geglu_tanh", False), ("relu2", False)
 GEMMS = cases.slow_unless(FEW_GEMMS, ("none", "swiglu"), (False, True))
 CASES = [
     pytest.param(config, *gemm.values, False, marks=gemm.marks)
@@ -148,7 +148,7 @@ def test_dgrad_on_hopper(config: GemmConfig) -> None:
 
 
 FEW_DGRADS = (128, True, "swiglu"), (64, False, "geglu"), (16, True, "gelu")
-FEW_DGRADS += ((128, True, "geglu_tanh"),)
+FEW_DGRADS += (128, True, "geglu_tanh"), (128, True, "relu2")
 
 
 @pytest.mark.parametrize(

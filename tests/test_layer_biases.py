@@ -35,9 +35,13 @@ BOTH = ("gate_up", "down")
 Parts = list[list[torch.Tensor]]
 
 
-def make(num_tokens: list[int], biases: tuple[str, ...] = BOTH, **sizes: Any) -> Parts:
+def make(
+    num_tokens: list[int], biases: tuple[str, ...] = BOTH, has_gate: bool = True, **sizes: Any
+) -> Parts:
     """Per-rank lists: x, ids, weights, both weights of experts, both biases (or empty), dy."""
     *parts, dy = make_case(len(num_tokens), num_tokens, **sizes)
+    if not has_gate:
+        parts[3] = [one[:, : one.shape[1] // 2].contiguous() for one in parts[3]]
     generator = torch.Generator().manual_seed(3)
     for name, like in zip(BOTH, parts[3:], strict=True):
         size = like[0].shape[:2] if name in biases else (0,)
@@ -131,6 +135,17 @@ def test_layers(pool: RankPool, activation: Any, biases: tuple[str, ...]) -> Non
     check(pool, parts, activation, ("none", "pre", "rows", "all"))
 
 
+@pytest.mark.parametrize(("activation", "biases"), [("relu2", ()), ("gelu_tanh", BOTH)], ids=str)
+def test_layers_without_a_gate(pool: RankPool, activation: str, biases: tuple[str, ...]) -> None:
+    parts = make([9, 4], biases, has_gate=False, kind="duplicates")
+    check(pool, parts, activation, ("none", "pre", "rows", "all"))
+
+
+def test_collectives_without_a_gate(pool: RankPool) -> None:
+    parts = make([7, 5], (), has_gate=False)
+    check(pool, parts, "relu2", ("none", "rows"), backend="collective")
+
+
 @pytest.mark.parametrize("kind", ["holes", "empty_rank", "nothing"])
 def test_routings(pool: RankPool, kind: str) -> None:
     check(pool, make([5, 0, 4], kind=kind), policies=("auto",))
@@ -155,23 +170,24 @@ def test_passes(pool: RankPool) -> None:
 # --- Decode ----------------------------------------------------------------------------------
 
 
-def run_decode(group: dist.ProcessGroup, *parts: Any) -> torch.Tensor:
+def run_decode(group: dist.ProcessGroup, activation: Any, *parts: Any) -> torch.Tensor:
     x, idx, weights, up, down, *biases, _ = on_device(parts)
     buffer = new_buffer(group, x, group.size() * len(up), idx.shape[1], 8)
     args = x, idx, weights, up, down, buffer
     with torch.no_grad(), cases.filled_memory():
-        out = [moe_ffn(*args, biases=tuple(biases), activation=GPT_OSS) for _ in range(3)]
+        out = [moe_ffn(*args, biases=tuple(biases), activation=activation) for _ in range(3)]
     assert buffer._low_latency._calls, "no low-latency call was made"
     assert torch.equal(out[0], out[2])
     end(buffer)
     return out[0].cpu()
 
 
-def test_decode(pool: RankPool) -> None:
-    parts = make([3, 8])
-    found = pool.run(run_decode, *map(PerRank, parts), num_ranks=2)
+@pytest.mark.parametrize(("activation", "has_gate"), [(GPT_OSS, True), ("relu2", False)], ids=str)
+def test_decode(pool: RankPool, activation: Any, has_gate: bool) -> None:
+    parts = make([3, 8], has_gate=has_gate)
+    found = pool.run(run_decode, activation, *map(PerRank, parts), num_ranks=2)
     doubles = [[one.double() if one.is_floating_point() else one for one in p] for p in parts]
-    wanted = reference.moe_ffn(*doubles[:5], biases=doubles[5:7], activation=GPT_OSS)
+    wanted = reference.moe_ffn(*doubles[:5], biases=doubles[5:7], activation=activation)
     for one, other in zip(found, wanted, strict=True):
         assert relative_error(one, other) < 1e-5
 
@@ -377,7 +393,8 @@ def test_what_does_not_fit_is_refused() -> None:
         (dict(biases=(None, 1.0)), DtypeError, "b_down"),
         (dict(biases=(None, b_down.T.contiguous().T)), ShapeError, "b_down"),
         (dict(activation="relu"), ShapeError, "it must be one of"),
-        (dict(activation="silu"), ShapeError, "that of a layer must be one of"),
+        (dict(activation="none"), ShapeError, "that of a layer must be one of"),
+        (dict(activation="silu"), ShapeError, "w_down has shape"),
     ):
         with pytest.raises(error, match=text):
             moe_ffn(*args, **more)  # type: ignore[arg-type]

@@ -186,6 +186,30 @@ def test_gates_that_are_not_the_engines(kind: Any, is_training: bool) -> None:
     assert experts.training is is_training
 
 
+class WithoutGate(Experts):
+    """As NemotronHExperts."""
+
+    def __init__(self, config: Any):
+        super().__init__(config)
+        del self.gate_up_proj
+        self.up_proj = nn.Parameter(torch.zeros(E, I, H))
+
+
+def without_gate(function: Any) -> Any:
+    return make(WithoutGate, function, has_gate=False)
+
+
+@pytest.mark.parametrize(
+    ("function", "name"),
+    [(ACT2FN["relu2"], "relu2"), (F.silu, "silu"), (F.gelu, "gelu")],
+)
+def test_experts_without_a_gate(function: Any, name: str) -> None:
+    experts = without_gate(function)
+    check_experts(experts, 2)
+    assert gate_of(experts) == (Activation(name), False)
+    assert shape_of(experts) == (E, H, 2, torch.float32)
+
+
 class OwnForward(Experts):
     """A subclass that goes past the implementation."""
 
@@ -235,7 +259,8 @@ BEYOND: list[tuple[Callable[[], Any], str]] = [
     (partial(make, Gated), "Gated has a gate function of its own"),
     (with_gate_of_instance, "a gate function of its own"),
     (partial(make, OwnForward), "OwnForward has a forward of its own"),
-    (partial(make, has_gate=False), "no gate"),
+    (partial(make, has_gate=False), "up_proj of type NoneType"),
+    (partial(without_gate, nn.Hardswish()), "the activation Hardswish"),
     (partial(make, has_bias=True), "gate_up_proj_bias of type NoneType"),
     (partial(make, Limited, limit=7.0, swiglu_limit=6.0), "the attribute swiglu_limit"),
     (partial(make, Limited, limit=7.0, alpha=2.0), "the attribute alpha"),

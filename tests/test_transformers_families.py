@@ -22,7 +22,7 @@ from moe_engine.integrations.transformers import shard_experts, unshard_experts
 
 PAGE = Path(__file__).parents[1] / "docs" / "families.md"
 EVERY = families()
-FEW = {"mixtral", "gpt_oss", "gemma4", "deepseek_v4", "aria", "openai_privacy_filter"}
+FEW = {"mixtral", "gpt_oss", "gemma4", "deepseek_v4", "aria", "nemotron_h"}
 CHOSEN = [family for family in EVERY if family.model in FEW]
 
 

@@ -10,7 +10,7 @@ import torch
 
 from ..device.lang import INTERPRETED
 from ..dispatch import DispatchLayout, Received, Tokens
-from ..grouped_gemm.activations import AnyActivation
+from ..grouped_gemm.activations import AnyActivation, num_parts
 from ..grouped_gemm.operands import Weights
 from ..prepared import Described
 from ..symm.device_context import DeviceContext
@@ -55,6 +55,11 @@ class LayerInputs(NamedTuple):
     b_gate_up: torch.Tensor | None = None
     b_down: torch.Tensor | None = None
     activation: AnyActivation = "swiglu"
+
+    @property
+    def parts(self) -> int:
+        """The rows of w_gate_up for each column between the products: 2, gate and up, or 1."""
+        return num_parts(self.activation)
 
     @property
     def up(self) -> Weights:

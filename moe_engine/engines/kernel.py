@@ -378,7 +378,7 @@ class KernelEngine(ContextEngine):
         x, w_gate_up = inputs.x, inputs.w_gate_up
         row, header, max_rows = self.most_expert_rows(x, inputs.topk_idx, w_gate_up)
         self.check_capacity(len(x), row, header)
-        config = self.layer_config(w_gate_up, row)
+        config = self.layer_config(w_gate_up, row, inputs.parts)
         out, counts = feed_forward(inputs, max_rows, config, self.slots)
         return out, counts if return_counts else None
 
@@ -419,13 +419,16 @@ class KernelEngine(ContextEngine):
         max_tokens = max(1, self.max_tokens(row, header))
         return row, header, self.slots.room_for(max_tokens, row.num_topk)
 
-    def layer_config(self, w_gate_up: torch.Tensor, row: ReturnRowLayout) -> LayerConfig:
-        """How `moe_ffn` runs with experts w_gate_up [L, 2I, H] and rows like these."""
+    def layer_config(
+        self, w_gate_up: torch.Tensor, row: ReturnRowLayout, parts: int = 2
+    ) -> LayerConfig:
+        """How `moe_ffn` runs with experts w_gate_up [L, parts * I, H] and rows like these. Without
+        a gate as with one: the prediction knows no other layers."""
         columns, hidden = w_gate_up.shape[1:-1].numel(), w_gate_up.shape[-1]
         num_ranks = self.slots.layout.num_ranks
         num_experts = len(w_gate_up) * num_ranks
         max_tokens = self.max_tokens(row, header_bytes(num_experts, num_ranks))
-        sizes = max_tokens, num_experts, row.num_topk, hidden, columns // 2
+        sizes = max_tokens, num_experts, row.num_topk, hidden, columns // parts
         return self.layers.choose(LayerProblem(num_ranks, *sizes, w_gate_up.itemsize))
 
     def max_tokens(self, row: RowLayout | ReturnRowLayout, header: int) -> int:

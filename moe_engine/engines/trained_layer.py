@@ -26,6 +26,7 @@ from ..dispatch.fused_kernels import copy_rows_kernel
 from ..dispatch.place_rows_kernels import RowPlan
 from ..dispatch.stages import StageCounters, StagedSchedule
 from ..grouped_gemm import TileSchedule, gemm_config, wgrad
+from ..grouped_gemm.activations import AnyActivation
 from ..grouped_gemm.backward import (
     ActivationGradients,
     bias_gradient,
@@ -114,7 +115,7 @@ def forward(
     room = max(1, num_rows)
     rows = ForwardRows(
         x.new_empty(room, columns),
-        x.new_empty(room, 2 * columns) if save in ("pre", "all") else None,
+        x.new_empty(room, inputs.parts * columns) if save in ("pre", "all") else None,
         x.new_empty(room, x.shape[1]) if save in ("rows", "all") else None,
     )
     last: dict[str, Any] = dict(sized=rows, described=described.more(sent))
@@ -216,8 +217,8 @@ def backward(
     described = engine.describe(*args)
     if described.kind.choice is None:
         share = engine.slots.balanced_rows(most_rows)
-        described.kind.choice = gradient_tiles(w_gate_up, w_down, share)
-    pre = x.new_empty(room, 2 * w_down.shape[2]) if pre is None else pre
+        described.kind.choice = gradient_tiles(w_gate_up, w_down, share, inputs.activation)
+    pre = x.new_empty(room, inputs.parts * w_down.shape[2]) if pre is None else pre
     empty = partial(ActivationGradients.empty, has_bias=inputs.b_down is not None)
     of_act = empty(pre, w_down, described.kind.choice, True, not keeps_pre)
     work = BackwardRows(rows, pre, of_act, x.new_empty(room, x.shape[1]))
@@ -272,7 +273,8 @@ def _backward(
         dispatch.release(slots)
     # dy to the experts: the gradient of the pre-activations.
     sent = step.begin(dy, call, sent)
-    config = gradient_tiles(w_gate_up, w_down, slots.balanced_rows(len(memory.rows)))
+    share = slots.balanced_rows(len(memory.rows))
+    config = gradient_tiles(w_gate_up, w_down, share, inputs.activation)
     if save == "rows" and rows.x is not None:  # dy arrives during the up-projection
         up_projection(rows.x, inputs, up_outputs, sent, step.tiles, slots)
         metadata = combine.send_return_metadata(sent, slots)
@@ -299,7 +301,7 @@ def _backward(
         gradients.append(combine.WeightGradient(of_act.pre, rows.x, of_gate_up, accumulate, role))
     sums = LayerSums(dx, rows.dx, topk_grads, of_act.row_weight)
     # By parts, so that the same steps of the depth are added up in any layout.
-    by_parts = w_gate_up if has_parts(w_gate_up) else w_gate_up.unflatten(1, (2, -1))
+    by_parts = w_gate_up if has_parts(w_gate_up) else w_gate_up.unflatten(1, (inputs.parts, -1))
     weights = Weights(by_parts, transposed=True)
     combine_experts(of_act.pre, weights, sums, sent, metadata, slots, gradients)
     if rows.kept_dy is not None:
@@ -362,9 +364,14 @@ _later = PreparedCalls()
 # --- Both ----------------------------------------------------------------------------------------
 
 
-def gradient_tiles(w_gate_up: torch.Tensor, w_down: torch.Tensor, num_rows: int) -> GemmConfig:
+def gradient_tiles(
+    w_gate_up: torch.Tensor,
+    w_down: torch.Tensor,
+    num_rows: int,
+    activation: AnyActivation = "swiglu",
+) -> GemmConfig:
     """The tiles of the gradient of the activations, as high as those of the up-projection."""
-    block_m = gemm_config(w_gate_up, num_rows, "swiglu").block_m
+    block_m = gemm_config(w_gate_up, num_rows, activation).block_m
     return GemmConfig.for_gradient(gemm_problem(w_down, num_rows, transposed=True), True, block_m)
 
 
@@ -384,7 +391,7 @@ class Step(NamedTuple):
         x, topk_idx, w_gate_up = inputs.x, inputs.topk_idx, inputs.w_gate_up
         row, header, most_rows = engine.most_expert_rows(x, topk_idx, w_gate_up)
         engine.check_capacity(len(x), row, header)
-        config, slots = engine.layer_config(w_gate_up, row), engine.slots
+        config, slots = engine.layer_config(w_gate_up, row, inputs.parts), engine.slots
         tiles = up_tiles(inputs, most_rows, config, slots)
         return cls(slots, config, ExpertRows.of(x, most_rows, slots), tiles, inputs)
 

@@ -22,7 +22,7 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from ..errors import BackendError
 from ..sharded_weights import local, note_replaced, sharded
-from .transformers_experts import WEIGHTS, experts_layers, gate_of, is_experts, names_of
+from .transformers_experts import experts_layers, gate_of, is_experts, names_of, weights_of
 
 
 @dataclass(frozen=True)
@@ -110,7 +110,7 @@ def _parts_of(experts: Any) -> Iterator[Part]:
     gate = gate_of(experts)
     is_interleaved = gate is not None and gate.is_interleaved
     for name in names_of(experts):
-        is_transposed = experts.is_transposed and name in WEIGHTS
+        is_transposed = experts.is_transposed and not name.endswith("_bias")
         of_gate = is_interleaved and name.startswith("gate_up")
         yield Part(experts, name, is_transposed=is_transposed, is_interleaved=of_gate)
 
@@ -190,7 +190,8 @@ def _others_around(model: nn.Module, wrappers: list[Any]) -> Iterator[nn.Module]
 
 def check_not_of_fsdp(model: nn.Module) -> None:
     """Raise BackendError for experts that FSDP2 holds, too."""
-    meshes = (getattr(one.gate_up_proj, "device_mesh", None) for one in experts_layers(model))
+    first = (weights_of(experts)[0] for experts in experts_layers(model))
+    meshes = (getattr(weight, "device_mesh", None) for weight in first)
     if any(mesh is not None and mesh.ndim > 1 for mesh in meshes):
         raise BackendError(
             "FSDP2 holds the experts, whose parameters cannot be replaced. To save the model, pass "

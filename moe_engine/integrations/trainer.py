@@ -23,7 +23,7 @@ from torch import Tensor
 from ..errors import BackendError
 from .data_parallel import average_expert_gradients, clip_grad_norm_
 from .expert_parts import whole_state_dict
-from .transformers_experts import experts_layers
+from .transformers_experts import experts_layers, weights_of
 
 if TYPE_CHECKING:
     from transformers import Trainer as Base
@@ -90,7 +90,7 @@ def check_trainer(trainer: Any) -> None:
     num_ranks = share.buffer.group_size
     refused = {
         "its experts are DTensors, which DistributedDataParallel refuses: shard_experts without "
-        "mesh": hasattr(experts_layers(trainer.model)[0].gate_up_proj, "device_mesh"),
+        "mesh": hasattr(weights_of(experts_layers(trainer.model)[0])[0], "device_mesh"),
         "FSDP and DeepSpeed would shard the experts again: leave both out, or write the loop "
         "yourself, by fully_shard_experts": args.fsdp or args.deepspeed,
         f"its experts are on {num_ranks} ranks, and the Trainer runs on {args.world_size}: shard "

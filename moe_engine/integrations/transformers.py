@@ -57,6 +57,7 @@ from .transformers_experts import (
     experts_layers,
     gate_of,
     shape_of,
+    weights_of,
 )
 
 NAME = "moe_engine"
@@ -109,13 +110,13 @@ def experts_forward(
             f"{type(self).__name__} got adapters of its weights after shard_experts, for this "
             "rank's experts alone. Call get_peft_model first, then shard_experts(model, group)."
         )
-    counts = share.passes.counts
+    counts, (w_up, w_down) = share.passes.counts, weights_of(self)
     result: Any = moe_ffn(
         hidden_states,
         top_k_index,
         top_k_weights.float(),
-        local(self.gate_up_proj),
-        local(self.down_proj),
+        local(w_up),
+        local(w_down),
         share.buffer,
         share.passes.max_tokens(share.layer, hidden_states),
         biases=biases_of(self),
@@ -400,7 +401,7 @@ def _check_drafts(model: Any, args: tuple[Any, ...], more: dict[str, Any]) -> No
 @torch.no_grad()
 def _pass_without_tokens(model: Any) -> None:
     for experts, call in zip(experts_layers(model), callers(model), strict=True):
-        device = experts.gate_up_proj.device
+        device = weights_of(experts)[0].device
         _, hidden, topk, dtype = shape_of(experts)
         call(
             torch.empty(0, hidden, dtype=dtype, device=device),

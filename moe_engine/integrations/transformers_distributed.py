@@ -23,7 +23,15 @@ from ..errors import BackendError, ShapeError
 from ..layer import moe_ffn
 from ..utils import untraced
 from .forward_passes import ForwardPasses
-from .transformers_experts import SERVED, biases_of, check_form, gate_of, shape_of, unfit_parts
+from .transformers_experts import (
+    SERVED,
+    biases_of,
+    check_form,
+    gate_of,
+    shape_of,
+    unfit_parts,
+    weights_of,
+)
 
 
 @dataclass
@@ -95,7 +103,7 @@ class ExpertParallelism:
         x, topk_idx, topk_weights = map(self._slice, (hidden_states, idx, weights))
         buffer, passes = self.layers.run()
         # Within this call transformers shows the parts of this rank, as ordinary tensors.
-        up, down = self.experts.gate_up_proj, self.experts.down_proj
+        up, down = weights_of(self.experts)
         most = passes.max_tokens(self.number, x)
         tensors = x, topk_idx, topk_weights.float(), up, down
         more: dict[str, Any] = dict(biases=biases_of(self.experts), activation=self.activation)

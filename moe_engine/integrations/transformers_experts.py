@@ -18,8 +18,8 @@ from ..grouped_gemm import Activation
 from ..layer import NO_BIASES, Biases
 from ..sharded_weights import local
 
-WEIGHTS = ("gate_up_proj", "down_proj")
-BIASES = ("gate_up_proj_bias", "down_proj_bias")
+WEIGHTS = {True: ("gate_up_proj", "down_proj"), False: ("up_proj", "down_proj")}
+"""By whether experts have a gate."""
 KNOWN = {"num_experts", "hidden_dim", "intermediate_dim", "config", "act_fn", "_is_hf_initialized"}
 KNOWN |= {"hidden_size", "intermediate_size"}
 FLAGS = {"has_gate", "has_bias", "is_transposed", "is_concatenated"}
@@ -27,7 +27,7 @@ LIMITS, ALPHAS = ("limit", "swiglu_limit"), ("alpha", "swiglu_alpha")
 SERVED = (
     "moe_engine runs experts with gate_up_proj and down_proj, transposed or not, their biases, and "
     "SiLU or GELU of a gate, limited or not, as those of Mixtral, Qwen3-MoE, DeepSeek-V3 and "
-    "gpt-oss, and nothing else."
+    "gpt-oss, or without a gate SiLU, GELU or the square of ReLU, and nothing else."
 )
 
 
@@ -51,7 +51,7 @@ def experts_layers(model: Any) -> list[Any]:
 
 def shape_of(experts: Any) -> tuple[int, int, int, torch.dtype]:
     """(num_experts, hidden, top-k, dtype) of one layer, sharded or not."""
-    weight, topk = experts.gate_up_proj, getattr(experts.config, "num_experts_per_tok", None)
+    weight, topk = weights_of(experts)[0], getattr(experts.config, "num_experts_per_tok", None)
     if not isinstance(topk, int):
         raise BackendError(
             f"{type(experts.config).__name__}.num_experts_per_tok is {topk!r}; the Buffer is made "
@@ -108,7 +108,6 @@ def unfit_parts(
     gate = gate_of(experts)
     has_own_gate = getattr(experts._apply_gate, "__func__", None) is not moe._default_apply_gate
     found = {
-        "no gate": not experts.has_gate,
         f"the activation {name}": gate is None and not has_own_gate,
         "a gate function of its own": gate is None and has_own_gate,
         "a forward of its own": forward is not vars(moe),
@@ -138,18 +137,27 @@ def _set_attributes(experts: Any) -> set[str]:
 
 def names_of(experts: Any) -> tuple[str, ...]:
     """The parameters of an experts module: its weights, and its biases if it has any."""
-    return WEIGHTS + BIASES if experts.has_bias else WEIGHTS
+    weights = WEIGHTS[bool(experts.has_gate)]
+    return *weights, *(f"{name}_bias" for name in weights if experts.has_bias)
+
+
+def weights_of(experts: Any) -> tuple[Tensor, Tensor]:
+    """Those of the two products."""
+    first, second = WEIGHTS[bool(experts.has_gate)]
+    return getattr(experts, first), getattr(experts, second)
 
 
 def biases_of(experts: Any) -> Biases:
     """Those of this rank's experts, as `moe_ffn` takes them."""
     if not experts.has_bias:
         return NO_BIASES
-    return local(experts.gate_up_proj_bias), local(experts.down_proj_bias)
+    first, second = (local(getattr(experts, name)) for name in names_of(experts)[2:])
+    return first, second
 
 
 class Gate(NamedTuple):
-    """What a module does with gate and up, and whether their columns take turns in its weights."""
+    """What a module does with gate and up, or with the one product that it has, and whether columns
+    of gate and up take turns in its weights."""
 
     activation: Activation
     is_interleaved: bool
@@ -166,7 +174,7 @@ def gate_of(experts: Any) -> Gate | None:
     far = torch.tensor([-1e4, -100.0, 100.0, 1e4], dtype=torch.float64, device="cpu")
     near = torch.linspace(-20.0, 20.0, 60, dtype=torch.float64, device="cpu")
     pairs = torch.cartesian_prod(*2 * [torch.cat([near, far])])  # of gate and up
-    for is_interleaved in (False, True):
+    for is_interleaved in (False, True) if experts.has_gate else (False,):
         given = (pairs if is_interleaved else pairs.T).flatten()[None]
         for activation in _candidates(experts):
             want = activation(pairs.T.flatten()[None])
@@ -176,13 +184,14 @@ def gate_of(experts: Any) -> Gate | None:
 
 
 def _gives(experts: Any, is_training: bool, given: Tensor, want: Tensor) -> bool:
-    """Whether the module's gate function makes of `given`, which it may overwrite, what is wanted,
-    in training or in inference."""
+    """Whether what the module has between its products makes of `given`, which it may overwrite,
+    what is wanted, in training or in inference."""
     before = experts.training
     try:
         experts.training = is_training
+        function = experts._apply_gate if experts.has_gate else experts.act_fn
         with torch.no_grad():
-            found = experts._apply_gate(given.clone())
+            found = function(given.clone())
         return found.shape == want.shape and torch.allclose(found.double(), want, 1e-6, 1e-6)
     except Exception:
         return False
@@ -192,6 +201,8 @@ def _gives(experts: Any, is_training: bool, given: Tensor, want: Tensor) -> bool
 
 def _candidates(experts: Any) -> list[Activation]:
     """Activations that a module may have, by its attributes."""
+    if not experts.has_gate:
+        return [Activation(name) for name in ("relu2", "silu", "gelu", "gelu_tanh")]
     limits = [None, *(one for one in _numbers(experts, LIMITS) if one > 0)]
     found = []
     for limit, shift in itertools.product(limits, (0.0, 1.0)):

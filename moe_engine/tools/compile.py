@@ -83,9 +83,9 @@ class ModelShape:
         return x, topk_idx, torch.empty(count, self.num_topk)
 
     def weights(self) -> tuple[torch.Tensor, torch.Tensor]:
-        """w_gate_up [L, 2I, H] and w_down [L, H, I]."""
+        """w_gate_up [L, 2I, H], or [L, I, H], and w_down [L, H, I]."""
         new = partial(torch.empty, dtype=self.dtype)
-        up = new(self.num_local, 2 * self.num_columns, self.hidden)
+        up = new(self.num_local, self.activation.parts * self.num_columns, self.hidden)
         return up, new(self.num_local, self.hidden, self.num_columns)
 
     def inputs(self, count: int, up: torch.Tensor, down: torch.Tensor) -> LayerInputs:
@@ -94,7 +94,8 @@ class ModelShape:
         if not self.has_bias:
             return inputs
         new = partial(torch.empty, self.num_local, dtype=self.dtype, requires_grad=True)
-        return inputs._replace(b_gate_up=new(2 * self.num_columns), b_down=new(self.hidden))
+        columns = self.activation.parts * self.num_columns
+        return inputs._replace(b_gate_up=new(columns), b_down=new(self.hidden))
 
 
 def shape_of_checkpoint(checkpoint: str, num_ranks: int, max_tokens: int) -> ModelShape:
