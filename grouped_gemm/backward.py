@@ -358,6 +358,7 @@ def launch_bias_weight_gradient(
         *(grad, bias, out.sums, offsets, num_rows, num_columns, num_sums),
         BLOCK_M=BLOCK_ROWS,
         BLOCK_N=BLOCK_COLUMNS,
+        shares_sms=True,
     )
 
 
@@ -412,6 +413,7 @@ def bias_gradient(
         *(grad, row_weight, out, offsets, num_rows, num_columns),
         BLOCK_M=BLOCK_ROWS,
         BLOCK_N=BLOCK_COLUMNS,
+        shares_sms=True,
     )
     return out
 
