@@ -309,7 +309,7 @@ def dispatch_gemm(
     has_arrived: bool = False,
 ) -> None:
     """out [M, I] = the activation of the expert rows a [M, H] times weights [L, 2I, H] or [L, 2, I,
-    H], while they arrive; epilogue.pre gets gate and up [M, 2I]. An activation of one value takes
+    H], while they arrive; epilogue.pre gets gate and up [M, 2I]. A non-gated activation takes
     weights [L, I, H], and pre is [M, I]. has_arrived: a is complete, whatever arrives meanwhile,
     so no tile waits."""
     schedule, counters = dispatched.schedule, dispatched.counters

@@ -20,7 +20,7 @@ class Activation(NamedTuple):
     """An activation by its name, or one of gate and up with more to it.
 
     "silu", "gelu" (the exact one), "gelu_tanh" and "relu2" (the square of ReLU, as in Nemotron-H)
-    take one value. Gated ones take two:
+    are non-gated: they take one value. Gated ones take two:
 
         swiglu      g * sigmoid(alpha * g) * (u + shift)
         geglu       gelu(g) * (u + shift)

@@ -354,7 +354,7 @@ def _bias_weight_gradient_kernel(
     BLOCK_N: tl.constexpr,
 ):
     """The last of `sums`, see `_row_weight_gradient_kernel`: each row of grad times the bias of its
-    expert."""
+    expert. An ordinary launch, which begins when the launches before have ended."""
     expert = tl.program_id(0)
     begin, end = expert_rows(expert, offsets, max_rows)
     last = sums + max_rows.to(tl.int64) * (num_sums - 1)

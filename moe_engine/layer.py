@@ -74,8 +74,8 @@ def moe_ffn(
     w_gate_up [L, 2I, H] (gate rows, then up rows) and w_down [L, H, I] are this rank's experts
     rank * L .. rank * L + L - 1, as transformers stores them. Everything in bf16, or in fp32.
     out[t] = sum over k of topk_weights[t, k] * w_down[e] @ (silu(gate_e x) * (up_e x)).
-    activation: another one than this, by its name or as an `Activation`; one of a single value
-    takes the product with w_gate_up [L, I, H]. biases: (b_gate_up [L, 2I], b_down [L, H]), each in
+    activation: another one than this, by its name or as an `Activation`; with a non-gated one
+    w_gate_up is [L, I, H]. biases: (b_gate_up [L, 2I], b_down [L, H]), each in
     the weights' dtype or None, added to the products; that of gate and up has gate's first in any
     layout.
     layout "interleaved": rows of gate and up in turn. w_gate_up may also be a pair (w_gate, w_up),
@@ -201,7 +201,7 @@ def _begin(
     weights = LayerWeights(GateUp.of(w_gate_up, layout), w_down)
     args = LayerTensors(x, topk_idx, topk_weights, weights, *biases, activation)
     is_trained = wants_gradients(x, *args.flat[2:])
-    if is_trained or _may_take_passes(args.inputs, buffer, options):
+    if is_trained or _may_take_passes(inputs := args.inputs, buffer, options):
         options = options if is_trained else options._replace(save="none", wgrad=None)
         out, event, counts, error = trained_layer(args, buffer, options)
         if error is not None:
@@ -210,7 +210,7 @@ def _begin(
         return LayerInFlight(out, event, counts)
     how = options.async_finish, options.max_tokens, bool(options.return_counts)
     try:
-        return LayerInFlight(*buffer.moe_ffn(args.inputs, *how))
+        return LayerInFlight(*buffer.moe_ffn(inputs, *how))
     except RoutingError as error:
         error.result = LayerInFlight(*error.result) if isinstance(error.result, tuple) else None
         raise
@@ -264,7 +264,7 @@ def _check_buffer(buffer: object) -> None:
 class MoEFeedForward(torch.nn.Module):
     """This rank's experts of one layer over a shared Buffer: `forward(x, topk_idx, topk_weights)`.
 
-    Parameters: gate_up_proj [L, 2I, H], [L, I, H] for an activation of one value, down_proj
+    Parameters: gate_up_proj [L, 2I, H], [L, I, H] for a non-gated activation, down_proj
     [L, H, I], with `bias` also gate_up_bias [L, 2I]
     and down_bias [L, H], zeros; with gradients where `requires_grad` is set. `activation`, `save`,
     `wgrad` and `layout` as in `moe_ffn`, attributes that may change between calls;

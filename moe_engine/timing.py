@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable
 
 import torch
@@ -10,6 +11,13 @@ import torch.distributed as dist
 WARMUP_ROUNDS = 2
 
 Call = Callable[[], object]
+
+
+def now_s(device: torch.device) -> float:
+    """Seconds on the host's clock, once the device has done what was launched."""
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
+    return time.perf_counter()
 
 
 def time_graph(

@@ -46,9 +46,10 @@ class LayerTensors(NamedTuple):
     @property
     def inputs(self) -> LayerInputs:
         """As engines take them."""
-        weights = self.weights.gate_up.by_parts(), self.weights.down
-        inputs = LayerInputs(*self[:3], *weights, self.b_gate_up, self.b_down)
-        return inputs._replace(activation=self.activation)
+        x, topk_idx, topk_weights, (gate_up, down), *_ = self
+        weights = gate_up.by_parts(), down
+        biases = self.b_gate_up, self.b_down
+        return LayerInputs(x, topk_idx, topk_weights, *weights, *biases, self.activation)
 
     @property
     def flat(self) -> tuple[torch.Tensor | None, ...]:
@@ -105,7 +106,7 @@ def training_memory(
     Not a part of it: the Buffer's memory, what grows with tokens alone (the result and the gradient
     of x [T, H], and the plans of a call), the gradients of weights, and rows for those that are
     delayed. retain_graph: as in `torch.autograd.backward`; then saved pre-activations are not
-    overwritten. has_bias: the layer has `b_down`. An activation of one value has w_gate_up
+    overwritten. has_bias: the layer has `b_down`. A non-gated activation has w_gate_up
     [L, I, H], and pre-activations [M, I].
     """
     check_save(save)

@@ -106,7 +106,7 @@ def row(family: Family) -> tuple[str, str]:
     forms = {
         "no gate": not experts.has_gate,
         "transposed": experts.is_transposed,
-        "gate and up in turn": gate.is_interleaved,
+        "interleaved": gate.is_interleaved,
         "biases": experts.has_bias,
     }
     return ", ".join([name, *said]), ", ".join(form for form, has in forms.items() if has)

@@ -20,8 +20,9 @@ pytest.importorskip("matplotlib")
 from transformers import AutoModelForCausalLM, ByT5Tokenizer
 from transformers_cases import NUM_EXPERTS
 
+from moe_engine.integrations.balancing import imbalance
 from moe_engine.tools.generate import Answers, Job, encode, load_tokenizer, pad_left, run_rank
-from moe_engine.tools.generate_report import imbalance, table_of
+from moe_engine.tools.generate_report import table_of
 from moe_engine.tools.models import Kind, build_config, build_model
 
 PROMPTS = ["Alice was", "beginning to get very", "tired of", "sitting by her sister"]

@@ -305,7 +305,7 @@ def test_layers_that_differ_are_refused(monkeypatch):
         compile.shape_of_checkpoint("some model", 2, 64)
 
 
-def test_quantized_weights_are_widened_to_bf16(tmp_path):
+def test_quantized_weights_are_dequantized_to_bf16(tmp_path):
     folder = gpt_oss(tmp_path, dtype="float32", quantization_config={"quant_method": "mxfp4"})
     assert compile.shape_of_checkpoint(folder, 2, 64).dtype == torch.bfloat16
 

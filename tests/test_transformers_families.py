@@ -48,24 +48,28 @@ def test_most_classes_run() -> None:
     assert len(refused) < 6, refused
 
 
-def run(group: dist.ProcessGroup, family: Family) -> float:
+def compare(group: dist.ProcessGroup, model: Layers, num_tokens: int) -> float:
     """How far the experts on ranks are from themselves on one; the weights are restored."""
-    model = Layers(family.build()).to("cpu" if INTERPRETED else "cuda")
     before = {name: value.clone() for name, value in model.state_dict().items()}
     device = next(model.parameters()).device
     generator = torch.Generator().manual_seed(group.rank())
-    x = torch.randn(7 + group.rank(), 32, generator=generator).to(device)
-    weights, idx = torch.rand(len(x), 4, generator=generator).topk(2)
-    args = x[None], idx.to(device), weights.to(device)
+    x = torch.randn(1, num_tokens, sum(model.widths), generator=generator).to(device)
+    weights, idx = torch.rand(num_tokens, 4, generator=generator).topk(2)
+    args = x, idx.to(device), weights.to(device)
     with torch.no_grad():
         want = model(*args)
-        buffer = shard_experts(model, group, max_tokens=8)
+        buffer = shard_experts(model, group, max_tokens=9)
         got = model(*args)
     unshard_experts(model)
     buffer.destroy()
     for name, value in model.state_dict().items():
         assert torch.equal(value, before[name]), name
-    return cases.relative_error(got, want)
+    return cases.relative_error(got, want) if num_tokens else 0.0
+
+
+def run(group: dist.ProcessGroup, family: Family) -> float:
+    model = Layers(family.build()).to("cpu" if INTERPRETED else "cuda")
+    return compare(group, model, 7 + group.rank())
 
 
 def check(pool: RankPool, family: Family) -> None:
@@ -99,20 +103,7 @@ def run_two(group: dist.ProcessGroup) -> list[float]:
     first, second = (one for model in ("mixtral", "gpt_oss") for one in EVERY if one.model == model)
     model = Layers(first.build(), second.build(hidden_size=64, num_local_experts=6))
     model.to("cpu" if INTERPRETED else "cuda")
-    device, found = next(model.parameters()).device, []
-    for num_tokens in (9, 2 * group.rank()):
-        generator = torch.Generator().manual_seed(group.rank())
-        x = torch.randn(1, num_tokens, 96, generator=generator).to(device)
-        weights, idx = torch.rand(num_tokens, 4, generator=generator).topk(2)
-        args = x, idx.to(device), weights.to(device)
-        with torch.no_grad():
-            want = model(*args)
-            buffer = shard_experts(model, group, max_tokens=9)
-            got = model(*args)
-        unshard_experts(model)
-        buffer.destroy()
-        found.append(cases.relative_error(got, want) if num_tokens else 0.0)
-    return found
+    return [compare(group, model, num_tokens) for num_tokens in (9, 2 * group.rank())]
 
 
 def test_layers_may_differ(pool: RankPool) -> None:

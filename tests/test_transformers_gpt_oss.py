@@ -1,6 +1,6 @@
 """Experts of other forms than Mixtral's, compared with the unsharded model: those of gpt-oss, whose
-weights are transposed, whose gate and up take turns, and which have biases; those of MiniMax-M3.
-The gates of both have limits."""
+weights are transposed and interleaved, and which have biases; those of MiniMax-M3. The gates of
+both have limits."""
 
 from __future__ import annotations
 

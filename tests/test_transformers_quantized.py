@@ -1,5 +1,5 @@
 """Checkpoints of quantized weights, in MXFP4 as gpt-oss's and in e4m3 as DeepSeek-V3's, which
-transformers widens while each rank reads its part."""
+transformers dequantizes while each rank reads its part."""
 
 from __future__ import annotations
 
@@ -22,11 +22,15 @@ from transformers_cases import difference
 from moe_engine import BackendError
 from moe_engine.emulation import RankPool
 from moe_engine.integrations.expert_parts import whole_state_dict
-from moe_engine.integrations.transformers_checkpoints import check_widened, load_sharded, widening
+from moe_engine.integrations.transformers_checkpoints import (
+    check_dequantized,
+    dequantize_options,
+    load_sharded,
+)
 from moe_engine.tools.models import Kind, build_config, build_model
 
 Tensors = dict[str, torch.Tensor]
-WIDENED: dict[str, Any] = {
+DEQUANTIZED: dict[str, Any] = {
     "mxfp4": Mxfp4Config(dequantize=True),
     "fp8": FineGrainedFP8Config(dequantize=True),
 }
@@ -89,19 +93,19 @@ def save_fp8(folder: Path) -> None:
     write(folder, model, tensors, how | {"modules_to_not_convert": kept})
 
 
-def test_nothing_is_widened_where_nothing_is_quantized(tmp_path: Path) -> None:
+def test_nothing_is_dequantized_where_nothing_is_quantized(tmp_path: Path) -> None:
     build_config(Kind.QWEN3_MOE).save_pretrained(tmp_path)
-    assert widening(tmp_path) == {}
+    assert dequantize_options(tmp_path) == {}
 
 
 SAVE = {"mxfp4": save_mxfp4, "fp8": save_fp8}
 
 
 def read(group: dist.ProcessGroup, folder: Path, kind: str) -> float:
-    """How far the logits are from those of transformers' own widened model, whose weights must be
-    the same."""
-    plain = AutoModelForCausalLM.from_pretrained(folder, quantization_config=WIDENED[kind])
-    model, buffer = load_sharded(folder, group, max_tokens=16, **widening(folder))
+    """How far the logits are from those of the model that transformers dequantizes itself, whose
+    weights must be the same."""
+    plain = AutoModelForCausalLM.from_pretrained(folder, quantization_config=DEQUANTIZED[kind])
+    model, buffer = load_sharded(folder, group, max_tokens=16, **dequantize_options(folder))
     whole = whole_state_dict(model)
     for name, value in plain.state_dict().items():
         assert torch.equal(whole[name].cpu(), value), name
@@ -115,7 +119,7 @@ def read(group: dist.ProcessGroup, folder: Path, kind: str) -> float:
 
 
 @pytest.mark.parametrize("kind", SAVE)
-def test_weights_are_widened(pool: RankPool, tmp_path: Path, kind: str) -> None:
+def test_weights_are_dequantized(pool: RankPool, tmp_path: Path, kind: str) -> None:
     SAVE[kind](tmp_path)
     for found in pool.run(read, tmp_path, kind, num_ranks=2):
         assert found < 3e-2  # both compute in bf16
@@ -124,7 +128,7 @@ def test_weights_are_widened(pool: RankPool, tmp_path: Path, kind: str) -> None:
 @pytest.mark.parametrize("how", [Mxfp4Config(), FineGrainedFP8Config(), {"quant_method": "gptq"}])
 def test_weights_that_stay_as_they_are_are_refused(how: Any) -> None:
     with pytest.raises(BackendError, match="folder holds a quantized model") as raised:
-        check_widened(Path("folder"), SimpleNamespace(quantization_config=how))
-    assert "Pass **widening(checkpoint)" in str(raised.value)
-    for widened in (None, *WIDENED.values()):
-        check_widened(Path("folder"), SimpleNamespace(quantization_config=widened))
+        check_dequantized(Path("folder"), SimpleNamespace(quantization_config=how))
+    assert "Pass **dequantize_options(checkpoint)" in str(raised.value)
+    for allowed in (None, *DEQUANTIZED.values()):
+        check_dequantized(Path("folder"), SimpleNamespace(quantization_config=allowed))

@@ -286,6 +286,8 @@ def _backward(
         how = inputs.activation, config, slots
         dispatch.dispatch_dgrad(sent, w_down, rows.pre, memory.weights, of_act, *how)
         metadata = combine.send_return_metadata(sent, slots)
+    # All of dy has arrived: the launch before ended after its product, which waited for every row.
+    # Peers overwrite it in their next call alone, whose exchange this rank makes after these reads.
     dy_rows, offsets = memory.rows[:max_rows], sent.offsets.expert_offsets
     if inputs.b_down is not None:
         launch_bias_weight_gradient(dy_rows, inputs.b_down, of_act, offsets)

@@ -62,6 +62,14 @@ def update_biases(model: Any, counts: Sequence[Tensor], speed: float) -> None:
         bias += speed * (count.mean() - count).sign()
 
 
+def imbalance(load: Tensor) -> Tensor:
+    """The largest load of an expert over the mean, of each layer: [layers, E] -> [layers].
+
+    The load (3, 1, 0, 0) has the mean 1, and gives 3.
+    """
+    return load.amax(1) / load.double().mean(1)
+
+
 def router_biases(model: Any) -> list[Tensor]:
     """The biases of all routers, float32 [E] each, in layer order."""
     name = "e_score_correction_bias"

@@ -28,8 +28,8 @@ from .transformers_experts import experts_layers, gate_of, is_experts, names_of,
 @dataclass(frozen=True)
 class Part:
     """The parameter `name` of `module`, which has its experts in dimension 0; or that of a B of
-    adapters, with r = `lora_rank`. Of experts, the model may have it transposed, and columns of
-    gate and up in turn: each rank's part is turned into what the engine takes."""
+    adapters, with r = `lora_rank`. Of experts, the model may have it transposed, and gate and
+    up interleaved: each rank brings its part into the form of the engine."""
 
     module: Any
     name: str
@@ -49,8 +49,8 @@ class Part:
         mine = self._experts_last(whole[rank * num_rows :][:num_rows].clone())
         self._replace(sharded(mine, mesh))
 
-    def turn(self) -> None:
-        """Turn this rank's part into the form of the engine: [L, out, in], gate before up.
+    def to_engine_form(self) -> None:
+        """Bring this rank's part into the form of the engine: [L, out, in], gate before up.
 
         Of an expert with H = 2 and I = 2, gpt-oss's weight [[g0, u0, g1, u1], [g2, u2, g3, u3]]
         becomes [[g0, g2], [g1, g3], [u0, u2], [u1, u3]], and its bias [g0, u0, g1, u1] becomes
@@ -63,7 +63,7 @@ class Part:
                 weight = weight.unflatten(1, (-1, 2)).transpose(1, 2).flatten(1, 2)
             self._replace(weight.contiguous())
 
-    def _turned_back(self, weight: Tensor) -> Tensor:
+    def _to_model_form(self, weight: Tensor) -> Tensor:
         if self.is_interleaved:
             weight = weight.unflatten(1, (2, -1)).transpose(1, 2).flatten(1, 2)
         return (weight.transpose(1, 2) if self.is_transposed else weight).contiguous()
@@ -81,7 +81,7 @@ class Part:
     def gather(self, group: dist.ProcessGroup | None) -> Tensor:
         """The whole parameter, of the parts of all ranks; collective."""
         mine = self._experts_first(local(self.weight.detach())).contiguous()
-        return self._turned_back(self._experts_last(_gather(mine, group)))
+        return self._to_model_form(self._experts_last(_gather(mine, group)))
 
     def _experts_first(self, weight: Tensor) -> Tensor:
         """[out, r * E] -> [E, out, r] for a B."""

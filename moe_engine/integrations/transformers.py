@@ -51,11 +51,11 @@ from .expert_parts import (
 from .forward_passes import ForwardPasses, is_in_backward
 from .transformers_distributed import ExpertParallelism
 from .transformers_experts import (
+    activation_of,
     biases_of,
     check_experts,
     check_form,
     experts_layers,
-    gate_of,
     shape_of,
     weights_of,
 )
@@ -161,7 +161,7 @@ def shard_experts(
     all ranks, bounds the tokens (batch x length) of one rank in one pass and sizes the Buffer; more
     raise CapacityError, on all ranks. A model on the meta device may be sharded, too.
     gate_up_proj [E, 2I, H] -> [E / R, 2I, H] and down_proj [E, H, I] -> [E / R, H, I]; where they
-    are transposed, or gate and up take turns, as in gpt-oss, they are turned into this form.
+    are transposed, or gate and up are interleaved, as in gpt-oss, they are brought into this form.
     With a `mesh` of one dimension, whose ranks are then the group, they are DTensors [E, ...] of
     these parts, Shard(0) on it, as torch's distributed checkpoint and `data_parallel` take them.
     They are new parameters, so an optimizer is made afterwards.
@@ -243,12 +243,10 @@ def connect(model: Any, buffer: Buffer, passes: ForwardPasses, before: str | Non
     that `unshard_experts` selects."""
     layers, has_adapters = experts_layers(model), bool(lora_wrappers(model))
     for part in expert_parts(model):
-        part.turn()
+        part.to_engine_form()
     for number, experts in enumerate(layers):
-        gate = gate_of(experts)
-        assert gate is not None  # checked
-        share = Share(buffer, passes, number, before, has_adapters, gate.activation)
-        experts.moe_share = share
+        activation = activation_of(experts)
+        experts.moe_share = Share(buffer, passes, number, before, has_adapters, activation)
     for part in _parts(model):
         part.save_pretrained = MethodType(_save, part)
         part.set_experts_implementation = MethodType(_set_implementation, part)

@@ -64,8 +64,7 @@ def load_sharded(
     is that of the checkpoint otherwise. `group`, `mesh`, `max_tokens` and `backend` are those of
     `shard_experts`, whose errors are raised before anything is read.
     Raises CheckpointError, on all ranks, for files or tensors that are missing, cut off or of other
-    shapes; BackendError for quantized models whose weights transformers does not widen, as it does
-    with `**widening(checkpoint)`.
+    shapes; BackendError for quantized models, except with `**dequantize_options(checkpoint)`.
     """
     group, *_ = ranks_of(group, mesh)
     made: list[tuple[Any, Sizes]] = []
@@ -108,7 +107,7 @@ def _load(
 
     def init(self: Any, config: Any, *args: Any, **kwargs: Any) -> None:
         whole.__init__(self, config, *args, **kwargs)
-        check_widened(folder, config)
+        check_dequantized(folder, config)
         sizes.append(check_model(self, num_ranks, mesh))
         keep_share(self, rank, num_ranks, of_loading)
 
@@ -152,9 +151,9 @@ def empty_model(checkpoint: str | Path) -> Any:
         return _class_of(config)._from_config(config, dtype=dtype)
 
 
-def widening(checkpoint: str | Path) -> dict[str, Any]:
-    """What `load_sharded` is to pass on, so that transformers widens the weights of a checkpoint in
-    MXFP4 or fp8 to bf16 while each rank reads its part; {} for weights that are not quantized."""
+def dequantize_options(checkpoint: str | Path) -> dict[str, Any]:
+    """What `load_sharded` is to pass on, so that transformers dequantizes a checkpoint in MXFP4 or
+    fp8 to bf16 while each rank reads its part; {} for weights that are not quantized."""
     from transformers import AutoConfig
     from transformers.quantizers.auto import AutoQuantizationConfig
 
@@ -164,13 +163,13 @@ def widening(checkpoint: str | Path) -> dict[str, Any]:
     return {"quantization_config": AutoQuantizationConfig.from_dict(how | {"dequantize": True})}
 
 
-def check_widened(folder: Path, config: Any) -> None:
+def check_dequantized(folder: Path, config: Any) -> None:
     """Raise BackendError for weights that stay quantized in the model of this config."""
     how = getattr(config, "quantization_config", None)
     if how is not None and not getattr(how, "dequantize", False):
         raise BackendError(
             f"{folder} holds a quantized model, and experts run in bf16 or fp32. Pass "
-            "**widening(checkpoint), by which transformers widens weights in MXFP4 and fp8, or "
+            "**dequantize_options(checkpoint), by which transformers dequantizes MXFP4 and fp8, or "
             "convert the checkpoint to bf16 first."
         )
 

@@ -25,9 +25,9 @@ from ..utils import untraced
 from .forward_passes import ForwardPasses
 from .transformers_experts import (
     SERVED,
+    activation_of,
     biases_of,
     check_form,
-    gate_of,
     shape_of,
     unfit_parts,
     weights_of,
@@ -93,9 +93,7 @@ class ExpertParallelism:
         self.layers, self.number = last, last.num_layers
         last.num_layers += 1
         self.experts, self.tp_mesh = experts, tp_mesh
-        gate = gate_of(experts)
-        assert gate is not None  # it would be unfit
-        self.activation = gate.activation
+        self.activation = activation_of(experts)
 
     @untraced
     def __call__(self, hidden_states: Tensor, idx: Tensor, weights: Tensor) -> Tensor:

@@ -90,8 +90,8 @@ def check_form(experts: Any, what: str) -> None:
     gate = gate_of(experts)
     if experts.is_transposed or (gate is not None and gate.is_interleaved):
         raise BackendError(
-            f"{type(experts).__name__} has transposed weights, or columns of gate and up in turn, "
-            f"which {what} cannot take. Call shard_experts(model, group) without it."
+            f"{type(experts).__name__} has transposed weights, or interleaved gate and up, which "
+            f"{what} cannot take. Call shard_experts(model, group) without it."
         )
 
 
@@ -156,8 +156,8 @@ def biases_of(experts: Any) -> Biases:
 
 
 class Gate(NamedTuple):
-    """What a module does with gate and up, or with the one product that it has, and whether columns
-    of gate and up take turns in its weights."""
+    """What a module does with gate and up, or without a gate with its one product, and whether
+    gate and up are interleaved in its weights."""
 
     activation: Activation
     is_interleaved: bool
@@ -181,6 +181,13 @@ def gate_of(experts: Any) -> Gate | None:
             if all(_gives(experts, is_training, given, want) for is_training in (True, False)):
                 return Gate(activation, is_interleaved)
     return None
+
+
+def activation_of(experts: Any) -> Activation:
+    """That of experts in which `unfit_parts` has found nothing."""
+    gate = gate_of(experts)
+    assert gate is not None
+    return gate.activation
 
 
 def _gives(experts: Any, is_training: bool, given: Tensor, want: Tensor) -> bool:

@@ -18,7 +18,9 @@ from ..layer_config import LayerProblem
 from .models import Kind
 from .option_checks import (
     Backend,
+    ChosenBackend,
     DType,
+    Ranks,
     check_cache,
     check_columns,
     check_device,
@@ -65,19 +67,12 @@ def demo(
         Kind | None,
         typer.Option(help="One model only.  [default: qwen3-moe, then mixtral]"),
     ] = None,
-    ranks: Annotated[
-        int | None,
-        typer.Option(
-            min=1, help="Processes.  [default: 4; on 2 or 3 GPUs, as many]", show_default=False
-        ),
-    ] = None,
+    ranks: Ranks = None,
     tokens: Annotated[
         int | None,
         typer.Option(min=1, help="Bytes each rank reads.  [default: 1024 on GPUs, 16 on the CPU]"),
     ] = None,
-    backend: Annotated[
-        Backend, typer.Option(help="torch is for GPUs, emulated for the CPU.")
-    ] = Backend.AUTO,
+    backend: ChosenBackend = Backend.AUTO,
     picture: Annotated[Path, typer.Option(help="Where to draw the routing.")] = Path("routing.png"),
 ) -> None:
     """Spread the experts of transformers models over ranks, and check them on a real text."""
@@ -107,12 +102,7 @@ def train(
         Kind | None,
         typer.Option(help="One model only.  [default: qwen3-moe, then mixtral]"),
     ] = None,
-    ranks: Annotated[
-        int | None,
-        typer.Option(
-            min=1, help="Processes.  [default: 4; on 2 or 3 GPUs, as many]", show_default=False
-        ),
-    ] = None,
+    ranks: Ranks = None,
     steps: Annotated[
         int | None,
         typer.Option(min=2, help="Of the optimizer.  [default: 200 on GPUs, 20 on the CPU]"),
@@ -127,9 +117,7 @@ def train(
     fp32: Annotated[
         bool | None, typer.Option("--fp32/--bf16", help="[default: bf16 on GPUs, fp32 on the CPU]")
     ] = None,
-    backend: Annotated[
-        Backend, typer.Option(help="torch is for GPUs, emulated for the CPU.")
-    ] = Backend.AUTO,
+    backend: ChosenBackend = Backend.AUTO,
     aux_free: Annotated[
         bool, typer.Option("--aux-free", help="Balance experts by biases, in deepseek-v3 alone.")
     ] = False,
@@ -180,16 +168,9 @@ def run(
         float, typer.Option(min=0.0, help="Of the sampling; 0 takes the likeliest token.")
     ] = 0.0,
     seed: Annotated[int, typer.Option(help="Of the sampling.")] = 0,
-    ranks: Annotated[
-        int | None,
-        typer.Option(
-            min=1, help="Processes.  [default: 4; on 2 or 3 GPUs, as many]", show_default=False
-        ),
-    ] = None,
+    ranks: Ranks = None,
     dtype: Annotated[DType, typer.Option(help="Of the weights.")] = DType.AUTO,
-    backend: Annotated[
-        Backend, typer.Option(help="torch is for GPUs, emulated for the CPU.")
-    ] = Backend.AUTO,
+    backend: ChosenBackend = Backend.AUTO,
     plot: Annotated[
         Path | None, typer.Option(help="Where to draw the load of each expert in each layer.")
     ] = None,

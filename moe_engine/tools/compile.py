@@ -103,18 +103,16 @@ def shape_of_checkpoint(checkpoint: str, num_ranks: int, max_tokens: int) -> Mod
     `shard_experts` for experts that the engine does not run."""
     from ..integrations.transformers import check_model
     from ..integrations.transformers_checkpoints import empty_model
-    from ..integrations.transformers_experts import experts_layers, gate_of, shape_of
+    from ..integrations.transformers_experts import activation_of, experts_layers, shape_of
 
     model = empty_model(checkpoint)
     check_model(model, num_ranks, None)
     found = set()
     for experts in experts_layers(model):
         num_experts, hidden, num_topk, dtype = shape_of(experts)
-        gate = gate_of(experts)
-        assert gate is not None  # checked
         num_columns = experts.down_proj[0].numel() // hidden
         sizes = num_experts, hidden, num_columns, num_topk, num_ranks, max_tokens
-        found.add(ModelShape(*sizes, dtype, gate.activation, experts.has_bias))
+        found.add(ModelShape(*sizes, dtype, activation_of(experts), experts.has_bias))
     if len(found) > 1:
         raise ShapeError(
             f"the layers of {checkpoint} differ: {sorted(found, key=str)}. Compile the sizes of "

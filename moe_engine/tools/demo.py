@@ -7,7 +7,6 @@ experts.
 from __future__ import annotations
 
 import itertools
-import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -30,6 +29,7 @@ from ..integrations.transformers import (
     shard_experts,
 )
 from ..options import Options
+from ..timing import now_s
 from .models import Kind, build_config, build_model
 
 STEPS = (
@@ -160,9 +160,9 @@ def _read(model: Any, ids: Tensor) -> tuple[Tensor, list[Routing], Seconds]:
     if ids.is_cuda:
         model(ids)  # compiles
     with record_routing(model) as routing, _time_experts(model) as seconds:
-        start = _now(ids.device)
+        start = now_s(ids.device)
         logits = model(ids).logits
-        seconds[REST] = _now(ids.device) - start - seconds[EXPERTS]
+        seconds[REST] = now_s(ids.device) - start - seconds[EXPERTS]
     return logits.float(), routing, seconds
 
 
@@ -176,7 +176,7 @@ def _read_sharded(model: Any, ids: Tensor) -> tuple[Tensor, list[Routing], Secon
 @torch.inference_mode()
 def _generate(model: Any, ids: Tensor, job: Job, seconds: Seconds) -> list[int]:
     """The bytes that follow, greedily; every rank takes the same number of steps."""
-    start = _now(ids.device)
+    start = now_s(ids.device)
     prompt = ids[:, -PROMPT:]
     out = model.generate(
         prompt,
@@ -185,7 +185,7 @@ def _generate(model: Any, ids: Tensor, job: Job, seconds: Seconds) -> list[int]:
         max_new_tokens=job.new_tokens,
         do_sample=False,
     )
-    seconds[GENERATING] = (_now(ids.device) - start) / job.new_tokens
+    seconds[GENERATING] = (now_s(ids.device) - start) / job.new_tokens
     return out[0, prompt.shape[1] :].tolist()
 
 
@@ -195,10 +195,10 @@ def _time_experts(model: Any) -> Iterator[Seconds]:
     seconds = {EXPERTS: 0.0}
 
     def before(_: Any, args: tuple[Tensor, ...]) -> None:
-        seconds[EXPERTS] -= _now(args[0].device)
+        seconds[EXPERTS] -= now_s(args[0].device)
 
     def after(_: Any, args: tuple[Tensor, ...], out: Tensor) -> None:
-        seconds[EXPERTS] += _now(out.device)
+        seconds[EXPERTS] += now_s(out.device)
 
     handles: list[Any] = []
     for experts in experts_layers(model):
@@ -206,9 +206,3 @@ def _time_experts(model: Any) -> Iterator[Seconds]:
     yield seconds
     for handle in handles:
         handle.remove()
-
-
-def _now(device: torch.device) -> float:
-    if device.type == "cuda":
-        torch.cuda.synchronize(device)
-    return time.perf_counter()

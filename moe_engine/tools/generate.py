@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import itertools
 import resource
-import time
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -23,7 +22,8 @@ from ..emulation import RankPool, send_message
 from ..errors import CheckpointError
 from ..integrations.balancing import record_counts
 from ..integrations.transformers import experts_layers, join
-from ..integrations.transformers_checkpoints import load_sharded, local_folder, widening
+from ..integrations.transformers_checkpoints import dequantize_options, load_sharded, local_folder
+from ..timing import now_s
 
 PAD = 0
 """The token before shorter prompts of a batch, which no other attends to; any would do."""
@@ -112,7 +112,7 @@ def run_rank(group: dist.ProcessGroup, job: Job) -> Answers:
     batches = [job.prompts[rank :: group.size()] for rank in range(group.size())]
     max_tokens = max(len(batch) * max(map(len, batch)) for batch in batches if batch)
     how: dict[str, Any] = dict(dtype=job.dtype, max_tokens=max_tokens, backend=job.backend)
-    model, buffer = load_sharded(job.folder, group, **how, **widening(job.folder))
+    model, buffer = load_sharded(job.folder, group, **how, **dequantize_options(job.folder))
     model.eval()
     mine = batches[group.rank()]
     if job.device == "cuda":
@@ -132,13 +132,13 @@ def generate(
 
     def note_time(ids: Tensor, *_: Any, **__: Any) -> Tensor:
         """Called after each step, as what would stop it."""
-        times.append(_now(job.device))
+        times.append(now_s(torch.device(job.device)))
         send_message(len(times))
         return torch.zeros(len(ids), dtype=torch.bool, device=ids.device)
 
     answers = Answers()
     dist.barrier(group)
-    start = _now(job.device)
+    start = now_s(torch.device(job.device))
     with record_counts(model) as counts, join(model):
         if prompts:
             sampling: Any = {"do_sample": False}
@@ -187,9 +187,3 @@ def _peak_bytes(device: str) -> int:
     if device == "cuda":
         return torch.cuda.max_memory_allocated()
     return 1024 * resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
-
-
-def _now(device: str) -> float:
-    if device == "cuda":
-        torch.cuda.synchronize()
-    return time.perf_counter()

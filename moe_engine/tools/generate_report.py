@@ -10,8 +10,8 @@ import torch
 from rich.console import Console
 from rich.table import Table
 from rich.text import Text
-from torch import Tensor
 
+from ..integrations.balancing import imbalance
 from .generate import Answers, Job
 
 
@@ -48,14 +48,6 @@ def table_of(job: Job, answers: Sequence[Answers]) -> Table:
     table.add_row("largest load of an expert over the mean", f"{spread.mean():.2f}", "")
     table.add_row(f"the same in layer {layer} of experts", f"{spread[layer]:.2f}", "")
     return table
-
-
-def imbalance(load: Tensor) -> Tensor:
-    """The largest load of an expert over the mean, of each layer: [layers, E] -> [layers].
-
-    The load (3, 1, 0, 0) has the mean 1, and gives 3.
-    """
-    return load.amax(1) / load.double().mean(1)
 
 
 def draw(answers: Sequence[Answers], path: Path) -> None:

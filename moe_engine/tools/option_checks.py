@@ -1,4 +1,4 @@
-"""What the options of the command line may be, checked before any work."""
+"""Options that commands share, and what options may be, checked before any work."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ import os
 from enum import StrEnum
 from importlib.util import find_spec
 from pathlib import Path
+from typing import Annotated
 
 import torch
 import typer
@@ -30,6 +31,15 @@ class DType(StrEnum):
     AUTO = "auto"
     BFLOAT16 = "bfloat16"
     FLOAT32 = "float32"
+
+
+Ranks = Annotated[
+    int | None,
+    typer.Option(
+        min=1, help="Processes.  [default: 4; on 2 or 3 GPUs, as many]", show_default=False
+    ),
+]
+ChosenBackend = Annotated[Backend, typer.Option(help="torch is for GPUs, emulated for the CPU.")]
 
 
 def check_file(path: Path, option: str) -> None:

@@ -8,7 +8,6 @@ of the experts are sums over the tokens of all ranks already.
 from __future__ import annotations
 
 import itertools
-import time
 from collections.abc import Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass, field
@@ -22,8 +21,9 @@ from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
 from torch import Tensor
 
 from ..emulation import RankPool, send_message
-from ..integrations.balancing import record_counts, router_biases, update_biases
+from ..integrations.balancing import imbalance, record_counts, router_biases, update_biases
 from ..integrations.transformers import Routing, experts_layers, record_routing, shard_experts
+from ..timing import now_s
 from .models import Kind, build_config, build_model
 
 BIAS_SPEED = 3e-2
@@ -103,7 +103,7 @@ def train(group: dist.ProcessGroup, job: Job, is_sharded: bool) -> Run:
         torch.cuda.reset_peak_memory_stats()
     for step in range(job.steps):
         ids = read_text(group, job, step)
-        times.append(_now(job.device))
+        times.append(now_s(torch.device(job.device)))
         with record_routing(model) as routing, _counts_of_layers(model, job, is_sharded) as counts:
             loss = model(ids, labels=ids).loss
         loss.backward()
@@ -113,11 +113,11 @@ def train(group: dist.ProcessGroup, job: Job, is_sharded: bool) -> Run:
         if job.bias_speed:
             load = torch.stack(counts) if is_sharded else count_tokens(model, routing, group)
             update_biases(model, list(load), job.bias_speed)
-            run.imbalance.append(float((load.amax(1) / load.float().mean(1)).mean()))
+            run.imbalance.append(float(imbalance(load).mean()))
         run.loss.append(float(_sum(loss.detach(), group)) / group.size())
         name = "sharded" if is_sharded else "unsharded"
         send_message(f"{job.kind} {name}: loss {run.loss[-1]:.3f}")
-    times.append(_now(job.device))
+    times.append(now_s(torch.device(job.device)))
     run.seconds = (times[-1] - times[1]) / max(1, job.steps - 1)
     run.num_bytes = torch.cuda.max_memory_allocated() if job.device == "cuda" else 0
     run.load = count_tokens(model, routing, group).cpu()
@@ -163,9 +163,3 @@ def _sum(tensor: Tensor, group: dist.ProcessGroup) -> Tensor:
     """The sum over all ranks, in place."""
     dist.all_reduce(tensor, group=group)
     return tensor
-
-
-def _now(device: str) -> float:
-    if device == "cuda":
-        torch.cuda.synchronize()
-    return time.perf_counter()
