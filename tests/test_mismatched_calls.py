@@ -12,6 +12,10 @@ from hypothesis import strategies as st
 from rounds import FEW, MOST, Round, draw, expert_weights, new_buffer
 
 from moe_engine import Buffer, MoeEngineError, RoutingError, moe_ffn
+from moe_engine.device.context import TOLD_BIT, ContextField
+from moe_engine.symm import allocate
+from moe_engine.symm.device_context import DeviceContext
+from moe_engine.symm.slots import SlotLayout
 
 NUM_LOCAL = 4
 TIMEOUT_S = 3.0
@@ -232,6 +236,22 @@ def test_too_many_tokens_of_one_rank_are_told_to_all(pool, verb):
     for found in pool.run(too_many_tokens, verb, num_ranks=2):
         assert [kind for kind, _ in found] == ["TooManyTokens"] * 2
         assert f"{FEW + 1 if verb == 'low_latency' else MOST + 1} tokens" in found[0][1]
+
+
+def told_before(group):
+    """The fields of a context that is made once a peer has told of its end."""
+    layout = SlotLayout.fit(1 << 16, 1)
+    block = allocate(group, layout.num_bytes, "single", cases.device())
+    block.local[8 * ContextField.BROKEN + TOLD_BIT // 8] = 1
+    return DeviceContext(layout, 0, block, 1.0).fields.tolist()
+
+
+def test_a_rank_may_break_off_before_another_has_its_context(pool):
+    """Once memory is allocated, a peer may tell of its end at any time."""
+    [fields] = pool.run(told_before, num_ranks=1)
+    assert fields[ContextField.BROKEN] == 1 << TOLD_BIT
+    assert fields[ContextField.TIMEOUT_NS] == 10**9
+    assert fields[ContextField.NUM_RANKS] == 1
 
 
 def grow_alone(group):

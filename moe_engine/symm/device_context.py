@@ -141,7 +141,10 @@ class DeviceContext:
         fields[ContextField.PEERS : last_peer] = block.peer_addresses.cpu()
         fields[ContextField.OWN] = fields[ContextField.PEERS + rank]
         self.fields = block.local[: 8 * count].view(torch.int64)
-        self.fields.copy_(fields)
+        # Not BROKEN: `allocate` has zeroed it on all ranks before any of them returned, and from
+        # then on a peer may break off and set its bit here, before this rank comes to this line.
+        for part in (slice(0, ContextField.BROKEN), slice(ContextField.BROKEN + 1, count)):
+            self.fields[part].copy_(fields[part])
 
     @contextmanager
     def first_use(self, *key: object) -> Iterator[None]:
