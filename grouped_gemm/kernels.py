@@ -41,8 +41,9 @@ class ExpertWeights(NamedTuple):
 class Scales(NamedTuple):
     """The scales of e4m3 operands, float32, S = K / 128 rounded up."""
 
-    a: tl.tensor  # [rows, S], in the order of the output
+    a: tl.tensor  # [rows, S], in the order of the output, in rows of a_stride
     w: tl.tensor  # [L, rows of an expert's weights / 128, S]
+    a_stride: tl.tensor
 
 
 @triton.constexpr_function
@@ -143,7 +144,7 @@ def scaled_gemm_tile(a, w, scales, tile, SHAPE: tl.constexpr):
     N, K = product_size(w, SHAPE)
     num_scales = tl.cdiv(K, 128)
     rows = tl.minimum(tile.row + tl.arange(0, SHAPE.BLOCK_M), tile.end - 1)
-    a_scale = scales.a + rows.to(tl.int64) * num_scales
+    a_scale = scales.a + rows.to(tl.int64) * scales.a_stride
     if PARTS == 1 and BLOCK_N == 128:  # then all columns of the tile have one scale
         weight_row = tile.n + tl.arange(0, 1)
     else:
@@ -163,6 +164,16 @@ def scaled_gemm_tile(a, w, scales, tile, SHAPE: tl.constexpr):
         k = block * SHAPE.BLOCK_K
         a_tile = load_a(a, tile, k, K, SHAPE.BLOCK_K)
         acc += dot(a_tile, load_w(w, tile, k, SHAPE), zero) * factor
+    return acc
+
+
+@device_function
+def product_tile(a, w, scales, tile, K, SHAPE: tl.constexpr, TRANSPOSED: tl.constexpr = False):
+    """`gemm_tile`, or where there are scales `scaled_gemm_tile`."""
+    if scales is not None:
+        acc = scaled_gemm_tile(a, w, scales, tile, SHAPE)
+    else:
+        acc = gemm_tile(a, w, tile, K, SHAPE, TRANSPOSED)
     return acc
 
 

@@ -13,7 +13,7 @@ from . import checks
 from .agreement import Group
 from .debug_checks import check_handle_values, check_layout_values
 from .dispatch import DispatchLayout, Received, Tokens
-from .engines.base import NUM_SMS, Engine, Handle, LayerInputs
+from .engines.base import NUM_SMS, Engine, Handle, LayerInputs, check_scales
 from .engines.kernel import KernelEngine
 from .errors import BackendError, CapacityError, DtypeError, MoeEngineError, ShapeError
 from .grouped_gemm.activations import AnyActivation, check_layer_activation
@@ -328,7 +328,7 @@ class Buffer(LowLatencyVerbs):
             most_tokens = self._most_tokens(x, topk_idx, w_gate_up, max_tokens)
             kind.choice = 0 if return_counts else most_tokens
         with self._streams.call(None, async_finish) as call:
-            call.reads(*inputs[:-1])
+            call.reads(*inputs.tensors)
             rows = checks.packed(x), checks.packed(topk_idx), checks.packed(topk_weights)
             same = rows[0] is x and rows[1] is topk_idx and rows[2] is topk_weights
             args, most_tokens = inputs, kind.choice
@@ -346,11 +346,12 @@ class Buffer(LowLatencyVerbs):
 
     def _check_layer(self, inputs: LayerInputs) -> None:
         """Refuse arguments of a layer that do not fit one another."""
-        x, topk_idx, topk_weights, w_gate_up, w_down, *biases, activation = inputs
+        x, topk_idx, topk_weights, w_gate_up, w_down = inputs[:5]
         checks.check_rows("x", x, device=self._rows_device)
-        check_layer_activation(activation)
-        checks.check_expert_weights(x, w_gate_up, w_down, inputs.parts)
-        checks.check_expert_biases(w_gate_up, w_down, *biases)
+        check_layer_activation(inputs.activation)
+        check_scales(inputs)
+        checks.check_expert_weights(x, w_gate_up, w_down, inputs.parts, inputs.operand_dtype)
+        checks.check_expert_biases(x, w_gate_up, w_down, inputs.b_gate_up, inputs.b_down)
         checks.check_experts(w_gate_up.shape[0] * self.group_size, self.group_size)
         checks.check_routing(x, topk_idx, topk_weights)
 
@@ -367,6 +368,8 @@ class Buffer(LowLatencyVerbs):
         num_experts = w_gate_up.shape[0] * self.group_size
         sizes = x.shape[1] * x.itemsize, topk_idx.shape[1], num_experts  # equal on all ranks
         low_latency = self._low_latency
+        if w_gate_up.itemsize == 1 and x.shape[1] % 128:  # its casts take whole blocks
+            return 0
         if low_latency is None or not low_latency.takes(max_tokens, *sizes, self.options):
             return 0
         checks.check_max_tokens(len(x), max_tokens)
