@@ -10,12 +10,12 @@ from ..device.programs import pdl_launch_dependents, pdl_wait
 
 
 class QuantizedOut(NamedTuple):
-    """Where rows in e4m3 go: values int8 and scales int32, which are the bits of float32, with the
+    """Where rows in e4m3 go: rows int8 and scales int32, which are the bits of float32, with the
     distances between their rows."""
 
-    values: tl.tensor
+    rows: tl.tensor
     scales: tl.tensor
-    value_stride: tl.tensor
+    row_stride: tl.tensor
     scale_stride: tl.tensor
 
 
@@ -45,19 +45,21 @@ def quantize_rows_kernel(
     end = max_rows
     if num_rows is not None:
         end = tl.load(num_rows)
-    BLOCKS: tl.constexpr = TILE.COLUMNS // 128
-    num_chunks = tl.cdiv(K, TILE.COLUMNS)
-    num_work = tl.cdiv(end, TILE.ROWS) * num_chunks
+    ROWS: tl.constexpr = TILE.ROWS
+    COLUMNS: tl.constexpr = TILE.COLUMNS
+    BLOCKS: tl.constexpr = COLUMNS // 128
+    num_chunks = tl.cdiv(K, COLUMNS)
+    num_work = tl.cdiv(end, ROWS) * num_chunks
     for work_idx in range(tl.program_id(0), num_work, tl.num_programs(0)):
-        row = (work_idx // num_chunks * TILE.ROWS + tl.arange(0, TILE.ROWS)).to(tl.int64)
-        column = work_idx % num_chunks * TILE.COLUMNS + tl.arange(0, TILE.COLUMNS)
+        row = (work_idx // num_chunks * ROWS + tl.arange(0, ROWS)).to(tl.int64)
+        column = work_idx % num_chunks * COLUMNS + tl.arange(0, COLUMNS)
         inside = (row < end)[:, None] & tl.max_constancy(column < K, 16)[None, :]
         at = row[:, None] * K + column[None, :]
         values = tl.load(x + at, mask=inside, other=0.0)
-        bits, scales = cast_row(values.reshape(TILE.ROWS * TILE.COLUMNS), "fp8")
-        at = row[:, None] * out.value_stride + column[None, :]
-        tl.store(out.values + at, bits.reshape(TILE.ROWS, TILE.COLUMNS), mask=inside)
+        bits, scales = cast_row(values.reshape(ROWS * COLUMNS), "fp8")
+        at = row[:, None] * out.row_stride + column[None, :]
+        tl.store(out.rows + at, bits.reshape(ROWS, COLUMNS), mask=inside)
         block = work_idx % num_chunks * BLOCKS + tl.arange(0, BLOCKS)
         inside = (row < end)[:, None] & (block < tl.cdiv(K, 128))[None, :]
         at = row[:, None] * out.scale_stride + block[None, :]
-        tl.store(out.scales + at, scales.reshape(TILE.ROWS, BLOCKS), mask=inside)
+        tl.store(out.scales + at, scales.reshape(ROWS, BLOCKS), mask=inside)
