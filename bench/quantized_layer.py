@@ -2,9 +2,9 @@
 
 Verb `layer` is a prefill, `decode` a layer that makes low-latency calls, `grouped_mlp` the two
 GEMMs on rows that have arrived, `quantize` the cast of x and that of activations between the
-products. The weights of dtype fp8 are what `quantize_weights` made of those of dtype bf16. `ratio` is that of the times, fp8 over bf16, slowest ranks both; us is that
-of a call in a CUDA graph. `error` is the relative difference of the fp8 layer's result from that
-in bf16.
+products. The weights of dtype fp8 are what `quantize_weights` made of those of dtype bf16. `ratio`
+is that of the times, fp8 over bf16, slowest ranks both; us is that of a call in a CUDA graph.
+`error` is the relative difference of the fp8 layer's result from that in bf16.
 """
 
 from __future__ import annotations
