@@ -105,10 +105,10 @@ def multiply(
     check_schedule(schedule, rows.x, num_experts, num_rows)
     if num_rows == 0:
         return out
-    if config.num_splits > 1 and rows.scale is None:
+    if config.num_splits > 1:
         _multiply_split(rows, weights, epilogue, schedule, out, config)
     else:
-        _multiply(rows, weights, epilogue, schedule, out[None], replace(config, num_splits=1))
+        _multiply(rows, weights, epilogue, schedule, out[None], config)
     return out
 
 

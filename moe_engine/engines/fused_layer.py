@@ -96,7 +96,7 @@ def up_tiles(
     # Balanced routing brings about as many rows as this rank sends out.
     num_rows = slots.balanced_rows(max_expert_rows)
     tiles = gemm_config(inputs.w_gate_up, num_rows, inputs.activation)
-    return replace(tiles, group_m=config.group_m, num_splits=1)
+    return in_groups(tiles, config)
 
 
 def up_projection(
@@ -145,7 +145,7 @@ def combine_experts(
     """The product whose rows return, their sums, and gradients meanwhile; see `gemm_combine`."""
     num_rows, block_m = slots.balanced_rows(len(dispatched.rows)), dispatched.schedule.block_m
     tiles = gemm_config(weights.w, num_rows, transposed=weights.transposed, block_m=block_m)
-    tiles = replace(tiles, group_m=dispatched.config.group_m, num_splits=1)
+    tiles = in_groups(tiles, dispatched.config)
     how = dispatched, metadata, leave_room_for_sums(tiles), slots, gradients
     combine.gemm_combine(a, weights, sums, *how)
 
@@ -180,6 +180,13 @@ class ExpertRows(NamedTuple):
         """Where the copies and the weights begin."""
         num_bytes = self.rows.nbytes
         return ExpertRowParts(num_bytes, num_bytes + round_up(self.copies.nbytes, 16))
+
+
+def in_groups(tiles: GemmConfig, config: LayerConfig) -> GemmConfig:
+    """Tiles as a layer walks them: in its groups, or in the larger ones of small tiles; 1 keeps its
+    meaning, one by one."""
+    group_m = max(config.group_m, tiles.group_m) if config.group_m > 1 else 1
+    return replace(tiles, group_m=group_m, num_splits=1)
 
 
 def leave_room_for_sums(tiles: GemmConfig) -> GemmConfig:
