@@ -1,0 +1,396 @@
+"""`generate` that replays decode steps, token for token as unsharded. CPU ranks have a stand-in for
+the graphs themselves; on GPUs the same tests run with CUDA graphs."""
+
+from __future__ import annotations
+
+import copy
+import gc
+import inspect
+import itertools
+from types import SimpleNamespace
+from typing import Any
+
+import graph_cases
+import pytest
+import torch
+import torch.distributed as dist
+
+pytest.importorskip("transformers")
+
+from transformers import DynamicCache, GenerationConfig, MixtralConfig, StaticCache
+from transformers.modeling_outputs import MoeCausalLMOutputWithPast
+from transformers_cases import build
+
+from moe_engine.device.lang import INTERPRETED
+from moe_engine.emulation import PerRank, RankPool
+from moe_engine.errors import BackendError, DtypeError
+from moe_engine.integrations.balancing import record_counts
+from moe_engine.integrations.decode_graphs import Output, Step, items, with_static_cache
+from moe_engine.integrations.transformers import (
+    fix_max_tokens,
+    join,
+    record_routing,
+    shard_experts,
+    unshard_experts,
+)
+from moe_engine.tools.models import Kind
+
+PAD, MAX_TOKENS = 0, 24
+Prompts = list[list[int]]
+
+
+def write(model: Any, prompts: Prompts, num_new: int, **how: Any) -> list[list[int]]:
+    """What the model adds to prompts, which are padded on the left."""
+    longest = max(map(len, prompts))
+    padded = [[PAD] * (longest - len(prompt)) + prompt for prompt in prompts]
+    ids = torch.tensor(padded, device=model.device)
+    how = {"max_new_tokens": num_new, "do_sample": False, "pad_token_id": PAD} | how
+    return model.generate(ids, attention_mask=(ids != PAD).long(), **how)[:, longest:].tolist()
+
+
+def shard(model: Any, group: dist.ProcessGroup, cuda_graphs: bool = True) -> Any:
+    with graph_cases.graphs():
+        return shard_experts(model, group, max_tokens=MAX_TOKENS, cuda_graphs=cuda_graphs)
+
+
+# --- Ranks ---------------------------------------------------------------------------------------
+
+
+@torch.inference_mode()
+def write_all(
+    group: dist.ProcessGroup, calls: list[tuple[Prompts, int]], cuda_graphs: bool = True
+) -> tuple[Any, Any, list[int]]:
+    """What the unsharded and the sharded model write in the calls of a rank, which may be fewer
+    than those of another, and how many steps each call has replayed, those of others included."""
+    model = build(Kind.MIXTRAL)
+    want = [write(model, *call) for call in calls]
+    buffer = shard(model, group, cuda_graphs)
+    got, replays = [], [0]
+    with graph_cases.graphs(), join(model):
+        for call in calls:
+            got.append(write(model, *call))
+            replays.append(model.forward.num_replays if cuda_graphs else 0)
+    if cuda_graphs:
+        replays.append(model.forward.num_replays)
+    buffer.check()
+    buffer.destroy()
+    return got, want, [after - before for before, after in itertools.pairwise(replays)]
+
+
+A, B, C = [[7, 62, 62, 62], [5]], [[9, 8, 3]], [[1, 2], [3, 4, 5], [6]]
+
+
+def test_ranks_with_other_prompts_batches_and_stops(pool: RankPool) -> None:
+    calls = [[(A, 9), (C, 6)], [(B, 6)]]
+    first, second = pool.run(write_all, PerRank(calls), num_ranks=2)
+    for got, want, _ in (first, second):
+        assert got == want
+    # Of 8 steps after the prefill one warms up, with each number of tokens of the busiest rank.
+    assert first[2][0] >= 5
+    assert second[2][0] >= 2
+    assert second[2][-1] > 0  # passes without tokens
+
+
+def test_a_rank_without_graphs_beside_one_with(pool: RankPool) -> None:
+    calls, which = [[(A, 7)], [(C, 5)]], [True, False]
+    first, second = pool.run(write_all, PerRank(calls), PerRank(which), num_ranks=2)
+    for got, want, _ in (first, second):
+        assert got == want
+    assert first[2][0] == 4  # one step with the 3 tokens of the other rank warms up, one with 2
+    assert second[2] == [0]
+
+
+def test_one_rank(pool: RankPool) -> None:
+    [(got, want, replays)] = pool.run(write_all, [(A, 6), (A, 6), (B, 3)], num_ranks=1)
+    assert got == want
+    assert replays[:3] == [4, 4, 1]
+
+
+WAYS: dict[str, tuple[dict[str, Any], int]] = {
+    "static cache": ({"cache_implementation": "static"}, 4),
+    "sampling": ({"do_sample": True, "temperature": 2.0}, 4),
+    "logits": ({"return_dict_in_generate": True, "output_logits": True}, 4),
+    "dynamic cache": ({"cache_implementation": "dynamic"}, 0),
+    "no cache": ({"use_cache": False}, 0),
+    "beams": ({"num_beams": 2}, 0),
+    "beams, static cache": ({"num_beams": 2, "cache_implementation": "static"}, 0),
+    "prompt lookup": ({"prompt_lookup_num_tokens": 3}, 0),
+    "hidden states": ({"return_dict_in_generate": True, "output_hidden_states": True}, 0),
+}
+
+
+@torch.inference_mode()
+def write_ways(group: dist.ProcessGroup, ways: list[str]) -> list[tuple[bool, int]]:
+    """Whether a model writes in each way what it writes without graphs, and the steps replayed."""
+    model, twin, found = build(Kind.QWEN3_MOE), build(Kind.QWEN3_MOE), []
+    ids = torch.tensor([[9, 8, 3, 8, 3]], device=model.device) + group.rank()
+    buffer, plain = shard(model, group), shard_experts(twin, group, max_tokens=MAX_TOKENS)
+
+    def outputs(model: Any, how: dict[str, Any]) -> list[torch.Tensor]:
+        torch.manual_seed(5)
+        mask, given = torch.ones_like(ids), {"max_new_tokens": 6, "do_sample": False} | how
+        out = model.generate(ids, attention_mask=mask, pad_token_id=PAD, **given)
+        return [out] if isinstance(out, torch.Tensor) else [out.sequences, *(out.logits or ())]
+
+    with graph_cases.graphs():
+        for way in ways:
+            before, how = model.forward.num_replays, WAYS[way][0]
+            got, want = outputs(model, how), outputs(twin, how | {"disable_compile": True})
+            same = len(got) == len(want) and all(
+                torch.allclose(one, other, atol=1e-4) for one, other in zip(got, want, strict=False)
+            )
+            found.append((same, model.forward.num_replays - before))
+    buffer.destroy()
+    plain.destroy()
+    return found
+
+
+def test_ways_to_generate(pool: RankPool) -> None:
+    for found in pool.run(write_ways, list(WAYS), num_ranks=2):
+        assert dict(zip(WAYS, found, strict=True)) == {
+            way: (True, num_replays) for way, (_, num_replays) in WAYS.items()
+        }
+
+
+@torch.inference_mode()
+def watch(group: dist.ProcessGroup) -> list[Any]:
+    """The counts of experts with and without graphs; replays of steps whose routing is recorded,
+    and with a fixed number of tokens; of a copied model, and what is left of the graphs."""
+    model, found = build(Kind.QWEN3_MOE), []
+    plain = build(Kind.QWEN3_MOE)
+    buffers = [shard(model, group), shard_experts(plain, group, max_tokens=MAX_TOKENS)]
+    with graph_cases.graphs():
+        for one in (plain, model):
+            with record_counts(one) as counts:
+                write(one, B, 5)
+            found.append([count.tolist() for count in counts])
+        found.append(model.forward.num_replays)
+        with record_routing(model) as routing:
+            write(model, B, 5)
+        found += [len(routing), model.forward.num_replays]
+        with fix_max_tokens(model, 6):
+            write(model, B, 5)
+        found.append(model.forward.num_replays)
+        twin = copy.deepcopy(model)
+        assert twin.forward._model is twin and twin.forward is not model.forward
+        same = write(twin, A, 6) == write(model, A, 6)
+        found += [same, twin.forward.num_replays > found[-1]]
+        unshard_experts(twin)
+        assert "forward" not in vars(twin)
+        buffers[0].destroy()
+        found.append(len(model.forward._captured))
+        with pytest.raises(BackendError, match="destroyed"):
+            model(torch.ones(1, 2, dtype=torch.long, device=model.device))
+    buffers[1].destroy()
+    return found
+
+
+def test_counts_routing_copies_and_the_end(pool: RankPool) -> None:
+    for plain, counted, *rest in pool.run(watch, num_ranks=2):
+        assert counted == plain
+        assert rest == [3, 2 * 5, 3, 6, True, True, 0]
+
+
+@torch.inference_mode()
+def cannot_capture(group: dist.ProcessGroup) -> str:
+    """What a rank raises where the first one cannot capture its step."""
+
+    class Failing(graph_cases.RepeatedCalls):
+        def capture(self, call: Any) -> Any:
+            raise RuntimeError("operation not permitted when stream is capturing")
+
+    model = build(Kind.MIXTRAL)
+    shard(model, group)
+    with graph_cases.graphs(*[Failing] * (group.rank() == 0)):
+        try:
+            write(model, A, 6)
+        except Exception as error:
+            return f"{type(error).__name__}: {error}"
+    return "nothing"
+
+
+def test_a_step_that_cannot_be_captured(pool: RankPool) -> None:
+    if pool.device == "cuda":
+        pytest.skip("emulated: steps are captured on this machine")
+    first, second = pool.run(cannot_capture, num_ranks=2)
+    assert first.startswith("BackendError: cuda_graphs is True, and a decode step of Mixtral")
+    assert "operation not permitted" in first
+    assert "without cuda_graphs" in first
+    assert second.startswith("CallAbandoned: rank 0")
+
+
+@torch.inference_mode()
+def memory(group: dist.ProcessGroup) -> list[int]:
+    """Bytes in use of a GPU after each of some calls of generate, and after the end of the model
+    and its Buffer."""
+    model = build(Kind.MIXTRAL)
+    buffer = shard(model, group)
+    found = []
+    for prompts in (A, C, A, C, A):
+        write(model, prompts, 6)
+        found.append(torch.cuda.memory_allocated())
+    assert model.forward.num_replays > 0
+    unshard_experts(model)
+    buffer.destroy()
+    del model, buffer
+    gc.collect()
+    return [*found, torch.cuda.memory_allocated()]
+
+
+@pytest.mark.gpu
+def test_graphs_go_with_their_cache(pool: RankPool) -> None:
+    for used in pool.run(memory, num_ranks=2):
+        assert len(set(used[1:-1])) == 1  # the first call has made what stays
+        assert used[-1] < used[0]
+
+
+# --- What is refused -----------------------------------------------------------------------------
+
+
+def refuse(group: dist.ProcessGroup) -> list[str]:
+    """The errors of models and arguments with which nothing can be captured."""
+    errors = []
+
+    def note(model: Any, cuda_graphs: Any = True, **how: Any) -> None:
+        try:
+            shard_experts(model, group, cuda_graphs=cuda_graphs, **how)
+        except (BackendError, DtypeError) as error:
+            errors.append(str(error))
+
+    note(build(Kind.MIXTRAL), "yes")
+    if INTERPRETED:
+        note(build(Kind.MIXTRAL))
+    with graph_cases.graphs():
+        note(build(Kind.MIXTRAL), backend="collective")
+        note(build(Kind.MIXTRAL).model)
+        note(build(Kind.MIXTRAL, sliding_window=4))
+    return errors
+
+
+def test_what_is_refused(pool: RankPool) -> None:
+    [errors] = pool.run(refuse, num_ranks=1)
+    texts = [
+        "cuda_graphs is 'yes'; it must be True or False",
+        "cuda_graphs is True on a CPU",
+        "cuda_graphs is True with backend 'collective'",
+        "cuda_graphs is True for a MixtralModel, which has no generate",
+        "the static cache of MixtralForCausalLM has StaticSlidingWindowLayer",
+    ]
+    texts = [text for text in texts if pool.device == "cpu" or "CPU" not in text]
+    for error, text in zip(errors, texts, strict=True):
+        assert text in error
+
+
+# --- Parts ---------------------------------------------------------------------------------------
+
+
+def signature(group: dist.ProcessGroup) -> bool:
+    """Whether generate finds the arguments of the model's forward, of which it asks."""
+    model = build(Kind.MIXTRAL)
+    want = inspect.signature(model.forward)
+    shard(model, group).destroy()
+    return inspect.signature(model.forward) == want
+
+
+def test_the_signature_is_that_of_the_model(pool: RankPool) -> None:
+    assert pool.run(signature, num_ranks=1) == [True]
+
+
+def config(**changes: Any) -> MixtralConfig:
+    return MixtralConfig(num_hidden_layers=2, **changes)
+
+
+def filled(cache: StaticCache) -> StaticCache:
+    """A cache after the prefill of two sequences."""
+    rows = torch.zeros(2, 8, 3, 4)
+    for layer in range(len(cache.layers)):
+        cache.update(rows, rows, layer)
+    return cache
+
+
+def test_what_a_decode_step_is() -> None:
+    ids, cache = torch.ones(2, 1, dtype=torch.long), filled(StaticCache(config(), max_cache_len=8))
+    mask = {"full": torch.ones(2, 8), "none": None}
+    inputs = {"input_ids": ids, "attention_mask": mask, "use_cache": True, "past_key_values": cache}
+    step = Step.of(inputs)
+    assert step is not None and step.cache is cache
+    assert step.num_tokens == 2 and "past_key_values" not in step.inputs
+    same = Step.of(
+        inputs | {"input_ids": ids + 1, "attention_mask": mask | {"full": mask["full"] * 2}}
+    )
+    assert same is not None and same.kind == step.kind
+    changes: tuple[dict[str, Any], ...] = (
+        {"use_cache": False},
+        {"input_ids": ids[:1]},
+        {"input_ids": ids.int()},
+        {"attention_mask": mask | {"full": torch.ones(2, 9)}},
+        {"attention_mask": mask["full"]},
+        {"logits_to_keep": 1},
+        {"past_key_values": filled(StaticCache(config(), max_cache_len=8))},
+    )
+    for change in changes:
+        other = Step.of(inputs | change)
+        assert other is not None and other.kind != step.kind
+    cache.reorder_cache(torch.tensor([1, 0]))
+    moved = Step.of(inputs)
+    assert moved is not None and moved.kind != step.kind
+
+
+def test_what_no_decode_step_is() -> None:
+    ids, cache = torch.ones(2, 1, dtype=torch.long), filled(StaticCache(config(), max_cache_len=8))
+    inputs = {"input_ids": ids, "past_key_values": cache}
+    changes: tuple[dict[str, Any], ...] = (
+        {"input_ids": torch.ones(2, 3, dtype=torch.long)},
+        {"input_ids": None, "inputs_embeds": torch.ones(2, 1, 16)},
+        {"past_key_values": None},
+        {"past_key_values": DynamicCache()},
+        {"past_key_values": StaticCache(config(), max_cache_len=8)},  # before the prefill
+        {"past_key_values": filled(StaticCache(config(sliding_window=4), max_cache_len=8))},
+        {"images": [ids]},
+    )
+    for change in changes:
+        assert Step.of(inputs | change) is None
+
+
+def test_inputs_by_name() -> None:
+    assert dict(items({"a": 1, "b": {"c": 2, "d": {"e": None}}})) == {
+        "a": 1,
+        "b.c": 2,
+        "b.d.e": None,
+    }
+
+
+def test_an_output_without_its_cache() -> None:
+    cache, logits = DynamicCache(), torch.ones(2)
+    output = MoeCausalLMOutputWithPast(logits=logits, past_key_values=cache)
+    kept = Output.of(output, cache)
+    assert kept is not None and cache not in kept.values.values()
+    copied = kept.copied(cache)
+    assert type(copied) is type(output) and copied.past_key_values is cache
+    assert torch.equal(copied.logits, logits) and copied.logits is not logits
+    assert Output.of((logits, cache), cache) is None
+    assert (
+        Output.of(MoeCausalLMOutputWithPast(logits=logits, hidden_states=(logits,)), cache) is None
+    )
+
+
+@pytest.mark.parametrize(
+    ("more", "is_static"),
+    [
+        ({}, True),
+        ({"num_beams": 1, "use_cache": True}, True),
+        ({"generation_config": GenerationConfig(max_new_tokens=3)}, True),
+        ({"generation_config": GenerationConfig(cache_implementation="offloaded")}, False),
+        ({"generation_config": GenerationConfig(num_beams=2)}, False),
+        ({"cache_implementation": "dynamic"}, False),
+        ({"past_key_values": DynamicCache()}, False),
+        ({"use_cache": False}, False),
+        ({"assistant_model": torch.nn.Identity()}, False),
+        ({"prompt_lookup_num_tokens": 3}, False),
+    ],
+)
+def test_which_cache_generate_gets(more: dict[str, Any], is_static: bool) -> None:
+    model = SimpleNamespace(generation_config=GenerationConfig())
+    found = with_static_cache(model, (), more)
+    assert found.pop("disable_compile") is True
+    assert found == (more | {"cache_implementation": "static"} if is_static else more)
