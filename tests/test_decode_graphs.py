@@ -192,6 +192,42 @@ def test_counts_routing_copies_and_the_end(pool: RankPool) -> None:
 
 
 @torch.inference_mode()
+def keep_a_cache(group: dist.ProcessGroup) -> tuple[Any, Any, list[int]]:
+    """What is written with one cache that is kept, and in a loop of the caller's, and the steps
+    that are replayed."""
+    model = build(Kind.MIXTRAL)
+    want = [write(model, prompts, 5) for prompts in (A, [[3], [4, 4]])]
+    buffer = shard(model, group)
+    cache = StaticCache(config=model.config, max_cache_len=16)
+    got, replays = [], []
+    with graph_cases.graphs():
+        for prompts in (A, [[3], [4, 4]]):
+            cache.reset()
+            got.append(write(model, prompts, 5, past_key_values=cache))
+            replays.append(model.forward.num_replays)
+        cache = StaticCache(config=model.config, max_cache_len=16)
+        ids = torch.tensor([[9, 8, 3]], device=model.device)
+        want.append([[]])
+        got.append([[]])
+        for steps, found in ((want, None), (got, cache)):
+            seen, new = ids, ids
+            for _ in range(5):
+                logits = model(new if found else seen, past_key_values=found).logits[:, -1]
+                new = logits.argmax(-1, keepdim=True)
+                seen = torch.cat([seen, new], 1)
+            steps[-1][0] += seen[0].tolist()
+    replays.append(model.forward.num_replays)
+    buffer.destroy()
+    return got, want, replays
+
+
+def test_a_cache_that_is_kept(pool: RankPool) -> None:
+    for got, want, replays in pool.run(keep_a_cache, num_ranks=2):
+        assert got == want
+        assert replays == [3, 3 + 4, 3 + 4 + 3]
+
+
+@torch.inference_mode()
 def cannot_capture(group: dist.ProcessGroup) -> str:
     """What a rank raises where the first one cannot capture its step."""
 
