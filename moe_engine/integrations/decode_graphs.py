@@ -121,6 +121,13 @@ def with_static_cache(model: Any, args: tuple[Any, ...], more: dict[str, Any]) -
     return {"disable_compile": True, "cache_implementation": "static"} | more
 
 
+def is_fully_sharded(model: Any) -> bool:
+    """Whether FSDP2 gathers weights of a model for each pass, each time to another place."""
+    from torch.distributed.fsdp import FSDPModule
+
+    return any(isinstance(module, FSDPModule) for module in model.modules())
+
+
 class Step(NamedTuple):
     """The inputs of a decode step: tensors, in a dict or in dicts within it, and numbers."""
 
@@ -270,10 +277,10 @@ class Captured:
 class DecodeGraphs:
     """`forward` of a model, which replays decode steps, and passes without tokens.
 
-    Steps are run by the host with gradients, in training mode, under autocast, in debug mode, while
-    something watches the experts (`record_routing`), and in a capture of the caller's. What is
-    changed after a step was captured, such as hooks, adapters, or weights that were replaced, does
-    not reach replays with the same cache.
+    Steps are run by the host with gradients, in training mode, under autocast, in debug mode, under
+    FSDP2, while something watches the experts (`record_routing`), and in captures of the caller's.
+    What is changed after a step was captured, such as hooks, adapters, or weights that were
+    replaced, does not reach replays with the same cache.
     Graphs go with their cache, with the Buffer, and with `clear`. `num_replays` counts replays.
     """
 
@@ -348,7 +355,8 @@ class DecodeGraphs:
         with passes.fixing(most):
             if kind not in graphs and kind != captured.last:
                 result = self._capturing.warm_up(partial(call, **inputs))
-                captured.last = kind if Output.of(result, owner) is not None else None
+                may_be_captured = Output.of(result, owner) and not is_fully_sharded(self._model)
+                captured.last = kind if may_be_captured else None
                 return result
             if kind not in graphs:
                 graphs[kind] = self._capture(owner, inputs, call)
