@@ -9,8 +9,9 @@ take part in every pass: one without tokens calls `join_empty(model)` instead. R
 need not make equally many steps: those that are done take part in the steps of the others, and so
 do all that leave a block `with join(model):`.
 Once per pass the hosts agree on the most tokens that any rank has, so that decode makes low-latency
-calls. They ask when the model is called, and its first layer of experts waits for the answer. In a
-CUDA graph they cannot ask, and `fix_max_tokens` gives the number. Without `torch.no_grad()` layers
+calls. They ask when the model is called, and its first layer of experts waits for the answer. With
+`shard_experts(..., cuda_graphs=True)` they ask before each replay of a decode step. In a capture of
+the caller's they cannot ask, and `fix_max_tokens` gives the number. Without `torch.no_grad()` layers
 keep what their backward needs. `unshard_experts(model)` undoes it all, for saving.
 """
 
