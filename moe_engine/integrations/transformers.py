@@ -11,8 +11,8 @@ do all that leave a block `with join(model):`.
 Once per pass the hosts agree on the most tokens that any rank has, so that decode makes low-latency
 calls. They ask when the model is called, and its first layer of experts waits for the answer. With
 `shard_experts(..., cuda_graphs=True)` they ask before each replay of a decode step. In a capture of
-the caller's they cannot ask, and `fix_max_tokens` gives the number. Without `torch.no_grad()` layers
-keep what their backward needs. `unshard_experts(model)` undoes it all, for saving.
+the caller's they cannot ask, and `fix_max_tokens` gives the number. Without `torch.no_grad()`
+layers keep what their backward needs. `unshard_experts(model)` undoes it all, for saving.
 """
 
 from __future__ import annotations
