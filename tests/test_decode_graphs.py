@@ -7,9 +7,11 @@ import copy
 import gc
 import inspect
 import itertools
-from types import SimpleNamespace
+import weakref
+from pathlib import Path
 from typing import Any
 
+import cases
 import graph_cases
 import pytest
 import torch
@@ -17,15 +19,14 @@ import torch.distributed as dist
 
 pytest.importorskip("transformers")
 
-from transformers import DynamicCache, GenerationConfig, MixtralConfig, StaticCache
-from transformers.modeling_outputs import MoeCausalLMOutputWithPast
+from transformers import StaticCache
 from transformers_cases import build
 
+from moe_engine import Buffer
 from moe_engine.device.lang import INTERPRETED
 from moe_engine.emulation import PerRank, RankPool
 from moe_engine.errors import BackendError, DtypeError
 from moe_engine.integrations.balancing import record_counts
-from moe_engine.integrations.decode_graphs import Output, Step, items, with_static_cache
 from moe_engine.integrations.transformers import (
     fix_max_tokens,
     join,
@@ -33,7 +34,8 @@ from moe_engine.integrations.transformers import (
     shard_experts,
     unshard_experts,
 )
-from moe_engine.tools.models import Kind
+from moe_engine.integrations.transformers_checkpoints import load_sharded
+from moe_engine.tools.models import Kind, build_config, build_model
 
 PAD, MAX_TOKENS = 0, 24
 Prompts = list[list[int]]
@@ -121,9 +123,9 @@ WAYS: dict[str, tuple[dict[str, Any], int]] = {
 
 
 @torch.inference_mode()
-def write_ways(group: dist.ProcessGroup, ways: list[str]) -> list[tuple[bool, int]]:
-    """Whether a model writes in each way what it writes without graphs, and the steps replayed."""
-    model, twin, found = build(Kind.QWEN3_MOE), build(Kind.QWEN3_MOE), []
+def write_way(group: dist.ProcessGroup, how: dict[str, Any]) -> tuple[bool, int]:
+    """Whether a model writes in a way what it writes without graphs, and the steps replayed."""
+    model, twin = build(Kind.QWEN3_MOE), build(Kind.QWEN3_MOE)
     ids = torch.tensor([[9, 8, 3, 8, 3]], device=model.device) + group.rank()
     buffer, plain = shard(model, group), shard_experts(twin, group, max_tokens=MAX_TOKENS)
 
@@ -135,23 +137,22 @@ def write_ways(group: dist.ProcessGroup, ways: list[str]) -> list[tuple[bool, in
         return [out] if isinstance(out, torch.Tensor) else [out.sequences, *(out.logits or ())]
 
     with graph_cases.graphs():
-        for way in ways:
-            before, how = model.forward.num_replays, WAYS[way][0]
-            got, want = outputs(model, how), outputs(twin, how | {"disable_compile": True})
-            same = len(got) == len(want) and all(
-                torch.allclose(one, other, atol=1e-4) for one, other in zip(got, want, strict=False)
-            )
-            found.append((same, model.forward.num_replays - before))
+        got, want = outputs(model, how), outputs(twin, how | {"disable_compile": True})
+    same = len(got) == len(want) and all(
+        torch.allclose(one, other, atol=1e-4) for one, other in zip(got, want, strict=False)
+    )
     buffer.destroy()
     plain.destroy()
-    return found
+    return same, model.forward.num_replays
 
 
-def test_ways_to_generate(pool: RankPool) -> None:
-    for found in pool.run(write_ways, list(WAYS), num_ranks=2):
-        assert dict(zip(WAYS, found, strict=True)) == {
-            way: (True, num_replays) for way, (_, num_replays) in WAYS.items()
-        }
+QUICK = "sampling", "beams, static cache", "hidden states"
+
+
+@pytest.mark.parametrize("way", cases.slow_unless([(way,) for way in QUICK], WAYS))
+def test_ways_to_generate(pool: RankPool, way: str) -> None:
+    how, num_replays = WAYS[way]
+    assert pool.run(write_way, how, num_ranks=2) == [(True, num_replays)] * 2
 
 
 @torch.inference_mode()
@@ -239,6 +240,34 @@ def test_a_cache_that_is_kept(pool: RankPool) -> None:
         assert got == want
         assert replays == [3, 3 + 4, 3 + 4 + 3]
         assert held == [1, 0, 0]
+
+
+@torch.no_grad()
+def with_adapters(group: dist.ProcessGroup) -> tuple[Any, Any, int]:
+    """What a model with LoRA adapters of its experts writes unsharded and by graphs."""
+    from peft import LoraConfig, get_peft_model
+
+    torch.manual_seed(0)
+    parts: dict[str, Any] = {"target_modules": ["q_proj"], "target_parameters": ["gate_up_proj"]}
+    model = get_peft_model(build(Kind.MIXTRAL), LoraConfig(init_lora_weights=False, **parts))
+    how = {"input_ids": torch.tensor([[9, 8, 3 + group.rank()]], device=model.device)}
+    how |= {"max_new_tokens": 6, "min_new_tokens": 6, "do_sample": False, "pad_token_id": PAD}
+    want = model.eval().generate(**how).tolist()
+    buffer = shard(model, group)
+    with graph_cases.graphs():
+        got = model.generate(**how).tolist()
+    num_replays = model.base_model.model.forward.num_replays
+    unshard_experts(model)
+    assert "forward" not in vars(model.base_model.model)
+    buffer.destroy()
+    return got, want, num_replays
+
+
+def test_adapters(pool: RankPool) -> None:
+    pytest.importorskip("peft")
+    for got, want, num_replays in pool.run(with_adapters, num_ranks=2):
+        assert got == want
+        assert num_replays == 4
 
 
 @torch.inference_mode()
@@ -331,7 +360,50 @@ def test_what_is_refused(pool: RankPool) -> None:
         assert text in error
 
 
+def load(group: dist.ProcessGroup, folder: Path) -> str:
+    with pytest.raises(BackendError) as info:
+        load_sharded(folder, group, cuda_graphs=True)
+    return str(info.value)
+
+
+def test_a_checkpoint_is_refused_before_it_is_read(pool: RankPool, tmp_path: Path) -> None:
+    if pool.device == "cuda":
+        pytest.skip("emulated: there are graphs on this machine")
+    build_model(build_config(Kind.MIXTRAL, num_local_experts=4)).save_pretrained(tmp_path)
+    for text in pool.run(load, tmp_path, num_ranks=2):
+        assert "cuda_graphs is True on a CPU" in text
+
+
 # --- Parts ---------------------------------------------------------------------------------------
+
+
+class Held:
+    """What a Buffer's graphs could be."""
+
+    def __init__(self) -> None:
+        self.is_free = False
+
+    def free(self) -> None:
+        self.is_free = True
+
+
+def launch(group: dist.ProcessGroup) -> list[Any]:
+    """What comes of work that a Buffer launches before and after its end, and of those that were to
+    be told of it, of which one lives."""
+    buffer = Buffer.for_tokens(group, 4, 64, 4, 2, torch.float32)
+    found, held, gone = [buffer.launch(lambda: 7)], Held(), Held()
+    buffer.before_destroy(held.free)
+    buffer.before_destroy(gone.free)
+    watched = weakref.ref(gone)
+    del gone
+    buffer.destroy()
+    with pytest.raises(BackendError, match="destroyed"):
+        buffer.launch(lambda: 8)
+    return [*found, held.is_free, watched() is None]
+
+
+def test_what_a_buffer_launches(pool: RankPool) -> None:
+    assert pool.run(launch, num_ranks=1) == [[7, True, True]]
 
 
 def signature(group: dist.ProcessGroup) -> bool:
@@ -344,103 +416,3 @@ def signature(group: dist.ProcessGroup) -> bool:
 
 def test_the_signature_is_that_of_the_model(pool: RankPool) -> None:
     assert pool.run(signature, num_ranks=1) == [True]
-
-
-def config(**changes: Any) -> MixtralConfig:
-    return MixtralConfig(num_hidden_layers=2, **changes)
-
-
-def filled(cache: StaticCache) -> StaticCache:
-    """A cache after the prefill of two sequences."""
-    rows = torch.zeros(2, 8, 3, 4)
-    for layer in range(len(cache.layers)):
-        cache.update(rows, rows, layer)
-    return cache
-
-
-def test_what_a_decode_step_is() -> None:
-    ids, cache = torch.ones(2, 1, dtype=torch.long), filled(StaticCache(config(), max_cache_len=8))
-    mask = {"full": torch.ones(2, 8), "none": None}
-    inputs = {"input_ids": ids, "attention_mask": mask, "use_cache": True, "past_key_values": cache}
-    step = Step.of(inputs)
-    assert step is not None and step.cache is cache
-    assert step.num_tokens == 2 and "past_key_values" not in step.inputs
-    same = Step.of(
-        inputs | {"input_ids": ids + 1, "attention_mask": mask | {"full": mask["full"] * 2}}
-    )
-    assert same is not None and same.kind == step.kind
-    changes: tuple[dict[str, Any], ...] = (
-        {"use_cache": False},
-        {"input_ids": ids[:1]},
-        {"input_ids": ids.int()},
-        {"attention_mask": mask | {"full": torch.ones(2, 9)}},
-        {"attention_mask": mask["full"]},
-        {"logits_to_keep": 1},
-        {"past_key_values": filled(StaticCache(config(), max_cache_len=8))},
-    )
-    for change in changes:
-        other = Step.of(inputs | change)
-        assert other is not None and other.kind != step.kind
-    cache.reorder_cache(torch.tensor([1, 0]))
-    moved = Step.of(inputs)
-    assert moved is not None and moved.kind != step.kind
-
-
-def test_what_no_decode_step_is() -> None:
-    ids, cache = torch.ones(2, 1, dtype=torch.long), filled(StaticCache(config(), max_cache_len=8))
-    inputs = {"input_ids": ids, "past_key_values": cache}
-    changes: tuple[dict[str, Any], ...] = (
-        {"input_ids": torch.ones(2, 3, dtype=torch.long)},
-        {"input_ids": None, "inputs_embeds": torch.ones(2, 1, 16)},
-        {"past_key_values": None},
-        {"past_key_values": DynamicCache()},
-        {"past_key_values": StaticCache(config(), max_cache_len=8)},  # before the prefill
-        {"past_key_values": filled(StaticCache(config(sliding_window=4), max_cache_len=8))},
-        {"images": [ids]},
-    )
-    for change in changes:
-        assert Step.of(inputs | change) is None
-
-
-def test_inputs_by_name() -> None:
-    assert dict(items({"a": 1, "b": {"c": 2, "d": {"e": None}}})) == {
-        "a": 1,
-        "b.c": 2,
-        "b.d.e": None,
-    }
-
-
-def test_an_output_without_its_cache() -> None:
-    cache, logits = DynamicCache(), torch.ones(2)
-    output = MoeCausalLMOutputWithPast(logits=logits, past_key_values=cache)
-    kept = Output.of(output, cache)
-    assert kept is not None and cache not in kept.values.values()
-    copied = kept.copied(cache)
-    assert type(copied) is type(output) and copied.past_key_values is cache
-    assert torch.equal(copied.logits, logits) and copied.logits is not logits
-    assert Output.of((logits, cache), cache) is None
-    assert (
-        Output.of(MoeCausalLMOutputWithPast(logits=logits, hidden_states=(logits,)), cache) is None
-    )
-
-
-@pytest.mark.parametrize(
-    ("more", "is_static"),
-    [
-        ({}, True),
-        ({"num_beams": 1, "use_cache": True}, True),
-        ({"generation_config": GenerationConfig(max_new_tokens=3)}, True),
-        ({"generation_config": GenerationConfig(cache_implementation="offloaded")}, False),
-        ({"generation_config": GenerationConfig(num_beams=2)}, False),
-        ({"cache_implementation": "dynamic"}, False),
-        ({"past_key_values": DynamicCache()}, False),
-        ({"use_cache": False}, False),
-        ({"assistant_model": torch.nn.Identity()}, False),
-        ({"prompt_lookup_num_tokens": 3}, False),
-    ],
-)
-def test_which_cache_generate_gets(more: dict[str, Any], is_static: bool) -> None:
-    model = SimpleNamespace(generation_config=GenerationConfig())
-    found = with_static_cache(model, (), more)
-    assert found.pop("disable_compile") is True
-    assert found == (more | {"cache_implementation": "static"} if is_static else more)

@@ -278,7 +278,7 @@ class DecodeGraphs:
     """`forward` of a model, which replays decode steps, and passes without tokens.
 
     Steps are run by the host with gradients, in training mode, under autocast, in debug mode, under
-    FSDP2, while something watches the experts (`record_routing`), and in captures of the caller's.
+    FSDP2, while hooks watch the experts (`record_routing`), and in captures of the caller's.
     What is changed after a step was captured, such as hooks, adapters, or weights that were
     replaced, does not reach replays with the same cache.
     Graphs go with their cache, with the Buffer, and with `clear`. `num_replays` counts replays.
@@ -339,7 +339,7 @@ class DecodeGraphs:
             or self._model.training
             or torch.is_autocast_enabled(device)
             or self._buffer.options.debug
-            or any(experts._forward_pre_hooks for experts in self._layers)
+            or any(one._forward_pre_hooks or one._forward_hooks for one in self._layers)
             or (device == "cuda" and torch.cuda.is_current_stream_capturing())
         )
 
