@@ -192,13 +192,13 @@ def candidates(problem: GemmProblem, block_m: int | None = None) -> Iterator[Gem
         yield GemmConfig(block_m or 64, 64, 16, 4, 2, programs_per_sm=2)
         return
     if _is_fp8(problem):  # the scaled sums take the registers of half a tile more
-        for rows in (64, 32, 16) if block_m is None else (block_m,):
+        for rows in (16, 32, 64) if block_m is None else (block_m,):
             if rows == 128 and problem.gated:
                 yield GemmConfig(128, 64, 128, 8, 4)
             elif rows == 128:
                 yield GemmConfig(128, 128, 128, 8, 4)
             else:
-                programs_per_sm = 4 if rows == 16 else 2
+                programs_per_sm = 4 if rows == 16 and not problem.gathered else 2
                 yield GemmConfig(rows, 128, 128, 4, 3, 1, programs_per_sm, group_m=16)
         return
     for rows in BLOCK_MS if block_m is None else (block_m,):
@@ -240,6 +240,8 @@ def predict(config: GemmConfig, problem: GemmProblem) -> Prediction:
     # FLOP per us of one SM: tiles of fewer rows or columns feed the tensor cores less well.
     rate = 5.41e6 if config.block_m * config.block_n >= 128 * 128 else 3.5e6
     rows = max(config.block_m, 64)
+    if _is_fp8(problem):
+        rate, rows = 5.9e6 if config.block_m >= 64 else 3.5e6, max(config.block_m, 32)
     flops = 2.0 * rows * config.block_n * problem.depth / config.num_splits
     store_us = 1.4 * rows * config.block_n / (128 * 256)
     if neighbours == 2:
@@ -250,8 +252,10 @@ def predict(config: GemmConfig, problem: GemmProblem) -> Prediction:
     weights = problem.busy_experts * columns * problem.depth * (1.0 + rereads)
     activations = problem.num_rows * (problem.depth + problem.num_columns)
     kilobytes = (weights + activations) * problem.dtype.itemsize / 1e3
-    # Small tiles keep more reads of the weights in flight; those of 16 rows were at times slower.
-    hbm_gbs = H200.hbm_gbs * (0.97 if config.block_m == 16 else 1.03 - config.block_m / 1000)
+    # Small tiles keep more reads of the weights in flight; those of 16 rows were at times slower,
+    # but not where four of them share an SM.
+    is_slow = config.block_m == 16 and config.programs_per_sm < 4
+    hbm_gbs = H200.hbm_gbs * (0.97 if is_slow else 1.03 - config.block_m / 1000)
     busy_sms = min(problem.num_sms, num_tiles / num_waves)
     memory_us = kilobytes / min(hbm_gbs, H200.sm_gbs * busy_sms)
     if config.num_splits > 1:
