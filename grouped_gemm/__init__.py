@@ -5,6 +5,7 @@ from .autograd import grouped_gemm, grouped_mlp
 from .backward import dgrad, wgrad
 from .launch import gemm_config, num_compute_programs, ragged
 from .operands import check_weights
+from .quantization import dequantize_weights, quantize_rows, quantize_weights
 from .schedule import TileSchedule, tile_schedule
 from .tuning import tune_gemm
 
@@ -12,11 +13,14 @@ __all__ = [
     "Activation",
     "TileSchedule",
     "check_weights",
+    "dequantize_weights",
     "dgrad",
     "gemm_config",
     "grouped_gemm",
     "grouped_mlp",
     "num_compute_programs",
+    "quantize_rows",
+    "quantize_weights",
     "ragged",
     "tile_schedule",
     "tune_gemm",

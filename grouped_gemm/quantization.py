@@ -43,8 +43,7 @@ def cast(
     scale = amax * amax.new_tensor(1 / E4M3_MAX)
     factor = amax.new_tensor(E4M3_MAX) / amax
     if round_scale:
-        mantissa, exponent = torch.frexp(scale)  # the mantissa lies in [0.5, 1)
-        exponent = torch.where(mantissa > 0.5, exponent, exponent - 1)
+        exponent = ceil_log2(scale)
         scale, factor = torch.exp2(exponent.float()), torch.exp2(-exponent.float())
     rows = rearrange(blocks * factor, "... b c -> ... (b c)").to(FP8)
     scales = scale.squeeze(-1)
@@ -68,10 +67,10 @@ def quantize_weights(w: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     """(e4m3 [L, N, K], float32 scales [L, N / 128, K / 128], rounded up) of the weights of experts
     w [L, N, K], bf16 or fp32: what `moe_ffn` and `grouped_gemm` take for them.
 
-    A scale is the largest magnitude of 128 x 128 / 448, so e4m3 x scale is w with 4 significant
-    bits: the relative error of an element is at most 1/16, that of values below 2**-6 of their
-    block's largest magnitude x 448 grows. Works an expert at a time: beside the result it takes
-    the memory of three of them in fp32.
+    A scale is the largest magnitude of 128 x 128 / 448, or the next power of two from there if e4m3
+    then holds each of these weights as it is, as those of checkpoints with such scales. Else an
+    element is off by at most 1/16 of itself, or 2**-10 of its scale. Works an expert at a time:
+    beside the result it takes the memory of a few of them in fp32.
     """
     check_tensor("w", w, ("L", "N", "K"), (torch.bfloat16, torch.float32))
     num_experts, rows, columns = w.shape
@@ -83,10 +82,25 @@ def quantize_weights(w: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         padded[:rows, :columns] = w[expert]
         tiles = rearrange(padded, "(i r) (j c) -> i j r c", r=BLOCK, c=BLOCK)
         amax = reduce(tiles.abs(), "i j r c -> i j 1 1", "max").clamp_min(SMALLEST_AMAX)
-        scales[expert] = amax[:, :, 0, 0] / E4M3_MAX
-        quantized = rearrange(tiles * (E4M3_MAX / amax), "i j r c -> (i r) (j c)")
+        power = torch.exp2(ceil_log2(amax / E4M3_MAX).float())
+        is_exact = ((tiles / power).to(FP8).float() * power == tiles).all(-1, True).all(-2, True)
+        scale = torch.where(is_exact, power, amax / E4M3_MAX)
+        quantized = rearrange(tiles / scale, "i j r c -> (i r) (j c)")
         values[expert] = quantized[:rows, :columns].to(FP8)
+        scales[expert] = scale[:, :, 0, 0]
     return values, scales
+
+
+def dequantize_weights(values: torch.Tensor, scales: torch.Tensor) -> torch.Tensor:
+    """bf16 [L, N, K] nearest to e4m3 values times their scales float32 [L, N / 128, K / 128]."""
+    experts = zip(values, scales, strict=True)
+    return torch.stack([dequantize(*expert).bfloat16() for expert in experts])
+
+
+def ceil_log2(x: torch.Tensor) -> torch.Tensor:
+    """The exponents of the next powers of two from x > 0 on."""
+    mantissa, exponent = torch.frexp(x)  # the mantissa lies in [0.5, 1)
+    return torch.where(mantissa > 0.5, exponent, exponent - 1)
 
 
 def dequantize(values: torch.Tensor, scales: torch.Tensor, num_rows: int = BLOCK) -> torch.Tensor:

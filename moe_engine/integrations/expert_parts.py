@@ -22,7 +22,14 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from ..errors import BackendError
 from ..sharded_weights import local, note_replaced, sharded
-from .transformers_experts import experts_layers, gate_of, is_experts, names_of, weights_of
+from .transformers_experts import (
+    experts_layers,
+    gate_of,
+    is_experts,
+    is_quantized,
+    names_of,
+    weights_of,
+)
 
 
 @dataclass(frozen=True)
@@ -211,6 +218,11 @@ def whole_state_dict(model: nn.Module, keep: bool = True) -> dict[str, Tensor]:
     if share is None:
         return model.state_dict() if keep else {}
     check_not_of_fsdp(model)
+    if any(map(is_quantized, experts_layers(model))):
+        raise BackendError(
+            "the experts are e4m3, and a checkpoint of the whole model would lack their scales. "
+            "Call dequantize_experts(model) on every rank first."
+        )
     adapters = (part for wrapper in lora_wrappers(model) for part in adapter_parts(wrapper))
     some = adapters if is_peft(model) else expert_parts(model)
     parts = {id(part.weight): part for part in some}

@@ -37,7 +37,7 @@ from ..checks import check_at_least
 from ..errors import BackendError, ShapeError
 from ..grouped_gemm import Activation
 from ..layer import moe_ffn
-from ..sharded_weights import group_of, local
+from ..sharded_weights import group_of
 from ..symm import default_group
 from ..utils import untraced
 from .decode_graphs import DecodeGraphs, check_graphs, generating, with_static_cache
@@ -51,6 +51,7 @@ from .expert_parts import (
     note_num_experts,
 )
 from .forward_passes import ForwardPasses, is_in_backward
+from .quantized_experts import dequantize_experts
 from .transformers_distributed import ExpertParallelism
 from .transformers_experts import (
     activation_of,
@@ -58,6 +59,7 @@ from .transformers_experts import (
     check_experts,
     check_form,
     experts_layers,
+    operands_of,
     shape_of,
     weights_of,
 )
@@ -112,13 +114,12 @@ def experts_forward(
             f"{type(self).__name__} got adapters of its weights after shard_experts, for this "
             "rank's experts alone. Call get_peft_model first, then shard_experts(model, group)."
         )
-    counts, (w_up, w_down) = share.passes.counts, weights_of(self)
+    counts, weights = share.passes.counts, operands_of(self)
     result: Any = moe_ffn(
         hidden_states,
         top_k_index,
         top_k_weights.float(),
-        local(w_up),
-        local(w_down),
+        *weights,
         share.buffer,
         share.passes.max_tokens(share.layer, hidden_states),
         biases=biases_of(self),
@@ -282,10 +283,12 @@ def unshard_experts(model: Any) -> None:
     """Give every rank all experts again, so that the model can be saved, or sharded again.
 
     Collective over the group of `shard_experts`, whose Buffer stays the caller's to destroy.
+    Experts that `quantize_experts` has made e4m3 come back in bf16.
     """
     layers = experts_layers(model)
     share = share_of(layers[0])
     check_not_of_fsdp(model)
+    dequantize_experts(model)
     share.passes.hook.remove()
     for part in (model, *_parts(model)):
         for name in ("save_pretrained", "set_experts_implementation", "generate"):

@@ -59,7 +59,8 @@ def shape_of(experts: Any) -> tuple[int, int, int, torch.dtype]:
         )
     # The parts of sharded experts are as the engine takes them.
     is_transposed = experts.is_transposed and not hasattr(experts, "moe_share")
-    return experts.num_experts, weight.shape[1 if is_transposed else 2], topk, weight.dtype
+    dtype = torch.bfloat16 if is_quantized(experts) else weight.dtype
+    return experts.num_experts, weight.shape[1 if is_transposed else 2], topk, dtype
 
 
 def check_experts(experts: Any, num_ranks: int) -> None:
@@ -145,6 +146,25 @@ def weights_of(experts: Any) -> tuple[Tensor, Tensor]:
     """Those of the two products."""
     first, second = WEIGHTS[bool(experts.has_gate)]
     return getattr(experts, first), getattr(experts, second)
+
+
+def scale_name(name: str) -> str:
+    """That of the scales of a weight in e4m3, as transformers has it."""
+    return f"{name}_scale_inv"
+
+
+def is_quantized(experts: Any) -> bool:
+    """Whether `quantize_experts` has made the weights e4m3."""
+    return scale_name("down_proj") in experts._parameters
+
+
+def operands_of(experts: Any) -> tuple[Any, Any]:
+    """The weights of this rank's experts, as `moe_ffn` takes them."""
+    first, second = weights_of(experts)
+    if not is_quantized(experts):
+        return local(first), local(second)
+    scales = (getattr(experts, scale_name(name)) for name in names_of(experts)[:2])
+    return (first, next(scales)), (second, next(scales))
 
 
 def biases_of(experts: Any) -> Biases:

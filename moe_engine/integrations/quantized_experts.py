@@ -1,0 +1,99 @@
+"""Experts of a sharded transformers model in e4m3: half of the memory, and of the bytes on the way.
+
+    model, buffer = load_sharded(checkpoint, group, **dequantize_options(checkpoint))
+    quantize_experts(model)
+
+Weights get a scale for each 128 x 128, as in the checkpoints of DeepSeek-V3 and of Qwen3's FP8
+models, whose weights become what they were; rows travel and are multiplied in e4m3, with a scale
+for each 128 columns, see `moe_engine.moe_ffn`. Other layers of the model stay as they are.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from ..errors import BackendError, DtypeError, ShapeError
+from ..grouped_gemm import dequantize_weights, quantize_weights
+from ..hardware import gpu
+from .expert_parts import lora_wrappers
+from .transformers_experts import (
+    experts_layers,
+    is_quantized,
+    names_of,
+    scale_name,
+)
+
+
+@torch.no_grad()
+def quantize_experts(model: Any) -> None:
+    """Replace this rank's experts of a model that `shard_experts` or `load_sharded` has sharded by
+    e4m3 weights, in place, a layer at a time; for inference.
+
+    All ranks must do so before the next pass. `gate_up_proj` [L, 2I, H] and `down_proj` [L, H, I],
+    bf16, become e4m3, with the new parameters `gate_up_proj_scale_inv` [L, 2I / 128, H / 128] and
+    `down_proj_scale_inv` [L, H / 128, I / 128], float32, sizes rounded up, named as transformers
+    names them. Biases stay in bf16. `dequantize_experts` brings weights in bf16 back, from e4m3.
+    Raises BackendError for a model that is not sharded, or with a mesh or LoRA adapters of experts,
+    or on a GPU without e4m3; DtypeError for weights other than bf16; ShapeError for sizes H or I
+    that are no multiples of 16, or experts that are quantized already.
+    """
+    layers = experts_layers(model)
+    for experts in layers:
+        _check(model, experts)
+    for experts in layers:
+        for name in names_of(experts)[:2]:
+            values, scales = quantize_weights(getattr(experts, name).detach())
+            _set(experts, name, values)
+            experts.register_parameter(scale_name(name), nn.Parameter(scales, requires_grad=False))
+
+
+@torch.no_grad()
+def dequantize_experts(model: Any) -> None:
+    """Replace e4m3 weights of experts, in place, by the bf16 ones that are nearest to them, as
+    saving and `unshard_experts` need them. Experts that are not quantized stay as they are."""
+    for experts in experts_layers(model):
+        if is_quantized(experts):
+            for name in names_of(experts)[:2]:
+                scales = getattr(experts, scale_name(name))
+                _set(experts, name, dequantize_weights(getattr(experts, name), scales))
+                del experts._parameters[scale_name(name)]
+
+
+def _set(experts: Any, name: str, value: Tensor) -> None:
+    setattr(experts, name, nn.Parameter(value, requires_grad=False))
+
+
+def _check(model: Any, experts: Any) -> None:
+    """Raise for a layer that cannot be quantized."""
+    name = type(experts).__name__
+    if not hasattr(experts, "moe_share"):
+        raise BackendError(
+            f"{name} is not sharded: call shard_experts(model, group) first, then quantize_experts."
+        )
+    if is_quantized(experts):
+        raise ShapeError(f"{name} is quantized already; dequantize_experts(model) undoes it.")
+    weights = [getattr(experts, one) for one in names_of(experts)[:2]]
+    if lora_wrappers(model) or any(hasattr(w, "device_mesh") for w in weights):
+        raise BackendError(
+            f"{name} has LoRA adapters, or its weights are DTensors of a mesh, which e4m3 weights "
+            "have not. Merge the adapters, and call shard_experts(model, group) without mesh."
+        )
+    for one in weights:
+        if one.dtype != torch.bfloat16:
+            raise DtypeError(
+                f"{name} has {one.dtype} weights, and bfloat16 ones can be quantized. Load the "
+                "model with dtype=torch.bfloat16."
+            )
+        if one.shape[-1] % 16:
+            raise ShapeError(
+                f"{name} has weights of shape {list(one.shape)}; rows in e4m3 must be multiples "
+                "of 16 bytes."
+            )
+        if one.is_cuda and (gpu(one.device).capability or (9, 0)) < (8, 9):
+            raise BackendError(
+                f"{gpu(one.device).name} has no e4m3, which GPUs have from compute capability 8.9 "
+                "on (Ada, Hopper). Leave the experts in bf16."
+            )
