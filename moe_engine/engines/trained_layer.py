@@ -292,7 +292,8 @@ def _backward(
     if inputs.b_down is not None:
         launch_bias_weight_gradient(dy_rows, inputs.b_down, of_act, offsets)
     biases = bias_gradients(inputs, of_act.pre, dy_rows, memory.weights, offsets)
-    launch_row_weight_gradient(of_act, offsets, len(memory.rows))
+    trace = slots.context.traced(Role.ROW_WEIGHTS)
+    launch_row_weight_gradient(of_act, offsets, len(memory.rows), trace)
     # dx, whose sums return as those of a forward, while the gradients of weights are computed.
     gradients = []
     if of_down is not None:
