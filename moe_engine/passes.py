@@ -7,10 +7,10 @@ each rank have room: then they go, and the layer is done. If not, that call send
 slices follow, each in a call of its own. In a CUDA graph they always follow: where the first call
 was enough, their ids are -1, and they send nothing.
 
-Example, 2 ranks of 2 experts, capacity_factor 1, so 2 passes, and 4 tokens with one expert each:
-there is room for 2 * 2 * 1 rows on a rank. [0], [1], [2], [3] on both ranks bring 4 rows to each,
-and take one call. [0], [1], [1], [3] on both ranks bring 6 rows to rank 0: after a call that sends
-nothing, tokens 0 and 1 of both ranks bring it 4 rows, then tokens 2 and 3 bring it 2.
+Example, 2 ranks of 2 experts, capacity_factor 1, so 2 passes, and 8 tokens with one expert each:
+there is room for 2 * 4 * 1 rows on a rank. Experts 0 0 1 1 2 2 3 3 on both ranks bring 8 rows to
+each, and take one call. 0 0 0 1 1 1 3 3 on both ranks bring 12 rows to rank 0: after a call that
+sends nothing, tokens 0 to 3 of both ranks bring it 8 rows, then tokens 4 to 7 bring it 4.
 """
 
 from __future__ import annotations
@@ -25,6 +25,7 @@ from .buffer import Buffer
 from .engines.base import BiasGradients, LaterWeightGradients, Saved, WeightGradients
 from .errors import RoutingError
 from .streams import EventOverlap
+from .symm.slots import slice_size
 from .weight_gradients import Grads
 
 if TYPE_CHECKING:
@@ -96,7 +97,7 @@ def forward_in_passes(
     if not isinstance(overflow, Tensor) and not overflow:
         return [first], all_tokens
     num_passes, num_tokens = buffer.options.num_passes(buffer.group_size), len(tensors.x)
-    size, made = -(-num_tokens // num_passes), []
+    size, made = slice_size(num_tokens, num_passes), []
     for number in range(num_passes):
         begin, end = (min(n * size, num_tokens) for n in (number, number + 1))
         tokens, ids = slice(begin, end), None
