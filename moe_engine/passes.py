@@ -22,7 +22,13 @@ import torch
 from torch import Tensor
 
 from .buffer import Buffer
-from .engines.base import BiasGradients, LaterWeightGradients, Saved, WeightGradients
+from .engines.base import (
+    BiasGradients,
+    LaterWeightGradients,
+    LayerInputs,
+    Saved,
+    WeightGradients,
+)
 from .errors import RoutingError
 from .streams import EventOverlap
 from .symm.slots import slice_size
@@ -63,7 +69,7 @@ class Pass(NamedTuple):
         return tensors._replace(x=x, topk_idx=ids, topk_weights=topk_weights)
 
 
-NOTHING = Saved("none", ())
+NOTHING = Saved("none", (None, None))
 
 
 class Trained(NamedTuple):
@@ -88,6 +94,18 @@ class PassGradients(NamedTuple):
     biases: BiasGradients = BiasGradients()
 
 
+def may_take_passes(inputs: LayerInputs, buffer: Buffer, options: LayerOptions) -> bool:
+    """Whether rows of experts may have no room; by low-latency calls they have."""
+    if buffer.options.capacity_factor is None or buffer.backend == "collective":
+        return False
+    if buffer.options.num_passes(buffer.group_size) == 1:
+        return False
+    buffer._check_layer(inputs)
+    x, topk_idx, _, w_gate_up, *_ = inputs
+    most_tokens = buffer._most_tokens(x, topk_idx, w_gate_up, options.max_tokens)
+    return bool(options.return_counts) or not most_tokens
+
+
 def forward_in_passes(
     buffer: Buffer, tensors: LayerTensors, options: LayerOptions, forward: Forward
 ) -> tuple[list[Pass], Trained]:
@@ -96,15 +114,8 @@ def forward_in_passes(
     overflow = first.saved.overflow
     if not isinstance(overflow, Tensor) and not overflow:
         return [first], all_tokens
-    num_passes, num_tokens = buffer.options.num_passes(buffer.group_size), len(tensors.x)
-    size, made = slice_size(num_tokens, num_passes), []
-    for number in range(num_passes):
-        begin, end = (min(n * size, num_tokens) for n in (number, number + 1))
-        tokens, ids = slice(begin, end), None
-        if isinstance(overflow, Tensor):
-            ids = torch.where(overflow > 0, tensors.topk_idx[tokens], -1)
-        one = Pass(tokens, NOTHING, ids)
-        made.append(_forward_pass(buffer, tensors, options, forward, one))
+    slices = passes_of_slices(buffer, tensors.topk_idx, overflow)
+    made = [_forward_pass(buffer, tensors, options, forward, one) for one in slices]
     every = [(first, all_tokens), *made]
     for _, done in every:
         done.event.current_stream_wait()
@@ -114,6 +125,19 @@ def forward_in_passes(
     passes, parts = zip(*(every if isinstance(overflow, Tensor) else made), strict=True)
     out = _joined(overflow, [done.out for done in parts])
     return list(passes), Trained(out, EventOverlap(), total, error)
+
+
+def passes_of_slices(buffer: Buffer, topk_idx: Tensor, overflow: Tensor | int) -> list[Pass]:
+    """A pass for each slice of the tokens, which has saved nothing yet. overflow: see `Saved`."""
+    num_passes, num_tokens = buffer.options.num_passes(buffer.group_size), len(topk_idx)
+    size, made = slice_size(num_tokens, num_passes), []
+    for number in range(num_passes):
+        begin, end = (min(n * size, num_tokens) for n in (number, number + 1))
+        tokens, ids = slice(begin, end), None
+        if isinstance(overflow, Tensor):
+            ids = torch.where(overflow > 0, topk_idx[tokens], -1)
+        made.append(Pass(tokens, NOTHING, ids))
+    return made
 
 
 def _forward_pass(
