@@ -6,6 +6,8 @@ runs Mixtral-8x7B and Qwen3-30B-A3B, some of their layers, with random bf16 weig
 that all of it runs. Each way through a model does the same work, `batch` sequences for each rank:
 
 - moe_engine: each rank reads its own sequences; the experts are spread over the ranks.
+- moe_engine_cuda_graphs: likewise, with cuda_graphs=True, as `generate` runs it: the hosts agree on
+  the tokens of each step, and replay it. GPUs alone.
 - transformers_dp: likewise, but each rank holds all experts, and nothing is sent.
 - transformers_ep: `enable_expert_parallel`. Each rank drops what its router gives to experts of
   other ranks, and an all-reduce adds up what their experts give. So all must see the same tokens:
@@ -55,9 +57,15 @@ from moe_engine.timing import slowest
 from moe_engine.tools import tune_layer
 from moe_engine.tools.models import Kind, build_config
 
-DP, OURS, EP, TP = IMPLS = "transformers_dp", "moe_engine", "transformers_ep", "transformers_tp"
+DP, OURS, GRAPHS, EP, TP = IMPLS = (
+    "transformers_dp",
+    "moe_engine",
+    "moe_engine_cuda_graphs",
+    "transformers_ep",
+    "transformers_tp",
+)
 """In the order in which they run."""
-RATIO_TO = {OURS: DP, EP: OURS, TP: OURS}
+RATIO_TO = {OURS: DP, GRAPHS: OURS, EP: OURS, TP: OURS}
 LAYERS = {"mixtral-8x7b": 8, "qwen3-30b": 16}
 CHECK_TOKENS = 8
 """Tokens of each of the sequences, one per rank, whose logits are compared."""
@@ -112,8 +120,11 @@ def main(
     device = "cpu" if tiny else "cuda"
     batches = tuple(batch or ([2] if tiny else [1, 8, 32]))
     lengths = prompt or (4 if tiny else 512), new_tokens or (1 if tiny else 8)
-    possible = IMPLS if shards_models() else (DP, OURS)
-    chosen = [name for name in possible if name == DP or impl is None or name in impl]
+    left_out = {GRAPHS} if tiny else set()
+    if not shards_models():
+        left_out |= {EP, TP}
+    wanted = IMPLS if impl is None else (DP, *impl)
+    chosen = [name for name in IMPLS if name in wanted and name not in left_out]
     failed = False
     with timed_pool(ranks, device, timeout_s=280, env={"MOE_ENGINE_TIMEOUT_S": "20"}) as pool:
         for model, default in LAYERS.items():
@@ -129,13 +140,13 @@ def main(
     raise typer.Exit(int(failed))
 
 
-@torch.no_grad()
 def shards_models() -> bool:
     """Whether transformers can shard a model that was made on the meta device: later versions than
     those of DeviceMesh (5.17) do so only while they read weights from files."""
     return not hasattr(transformers.distributed.utils, "TransformersDeviceMesh")
 
 
+@torch.no_grad()
 def run_rank(group: dist.ProcessGroup, job: Job, impls: list[str]) -> None:
     """All ways through one model on one rank; rank 0 reports."""
     bench = Bench(group, job)
@@ -154,7 +165,7 @@ class Bench:
 
     def run(self, impl: str) -> None:
         """Build the model, compare its logits, measure it, and give its memory back."""
-        self.impl = impl
+        self.impl, self.is_ours = impl, impl in (OURS, GRAPHS)
         self.model, buffer = self.build()
         self.error = self.compare()
         for batch in self.job.batches:
@@ -176,9 +187,10 @@ class Bench:
         with torch.device("meta"):
             model = AutoModelForCausalLM.from_config(config, dtype=job.dtype).eval()
         shapes = {name: p.shape for name, p in model.named_parameters()}
-        if self.impl == OURS:
+        if self.is_ours:
             max_tokens = max(CHECK_TOKENS, max(job.batches) * job.prompt)
-            buffer = shard_experts(model, self.group, max_tokens=max_tokens)
+            how: dict[str, Any] = dict(max_tokens=max_tokens, cuda_graphs=self.impl == GRAPHS)
+            buffer = shard_experts(model, self.group, **how)
         else:
             model.set_experts_implementation("grouped_mm")
         if self.impl in (EP, TP) and self.num_ranks > 1:
@@ -218,7 +230,7 @@ class Bench:
 
     def mine(self, x: torch.Tensor) -> torch.Tensor:
         """What this rank reads of x [R, B, ..]: its own [B, ..], or all as [R * B, ..]."""
-        return x[self.rank] if self.impl in (OURS, DP) else x.flatten(0, 1)
+        return x[self.rank] if self.is_ours or self.impl == DP else x.flatten(0, 1)
 
     def compare(self) -> float | None:
         """The relative difference of the logits to those of the first way, which reads the
@@ -283,7 +295,9 @@ class Bench:
         step(ids)
         for suffix in self.experts_in_decode(len(ids)):
             self.send("decode", batch, batch, time_steps(step), suffix)
-            if job.device == "cuda" and (graph := self.capture(step, batch)):
+            if job.device == "cpu" or self.impl == GRAPHS:
+                continue
+            if graph := self.capture(step, batch):
                 self.send("decode", batch, batch, time_steps(graph.replay), suffix, ", graph")
 
     def experts_in_decode(self, num_tokens: int) -> Any:
@@ -295,7 +309,7 @@ class Bench:
             * num_tokens
             * sum(p[0].nbytes for p in map(_local, (experts.gate_up_proj, experts.down_proj)))
         )
-        if self.impl != OURS and weights <= BATCHED_BYTES:
+        if not self.is_ours and weights <= BATCHED_BYTES:
             self.model.set_experts_implementation("batched_mm")
             yield ", batched_mm"
             self.model.set_experts_implementation("grouped_mm")

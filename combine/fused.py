@@ -6,7 +6,6 @@ from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import torch
-from triton.tools.ragged_tma import create_ragged_descriptor
 
 from ..device.constants import constants
 from ..device.context import Role
@@ -18,8 +17,9 @@ from ..grouped_gemm.backward import wgrad_launch
 from ..grouped_gemm.backward_kernels import _wgrad_kernel
 from ..grouped_gemm.config import GemmConfig
 from ..grouped_gemm.kernels import ExpertWeights
-from ..grouped_gemm.launch import describe_weights
-from ..grouped_gemm.operands import Weights
+from ..grouped_gemm.launch import describe_weights, rows_of, scales_of
+from ..grouped_gemm.operands import Rows, Weights
+from ..grouped_gemm.quantization_kernels import quantize_rows_kernel
 from ..hardware import gpu, leave_room
 from ..symm.slots import Slots
 from ..utils import next_power_of_2
@@ -47,7 +47,7 @@ class WeightGradient(NamedTuple):
 
 
 def gemm_combine(
-    a: torch.Tensor,
+    a: Rows,
     weights: Weights,
     sums: LayerSums,
     dispatched: Dispatched,
@@ -71,8 +71,9 @@ def gemm_combine(
     launch(
         staged_gemm_kernel,
         (num_programs,),
-        create_ragged_descriptor(a, [tiles.block_m, tiles.block_k]),
+        rows_of(a.x, None, [tiles.block_m, tiles.block_k]),
         ExpertWeights(describe_weights(weights, tiles), weights.bias),
+        scales_of(a, weights),
         ragged(y[None], tiles.block_m, tiles.block_n // tiles.subtiles),
         schedule.staged,
         counters.computed,
@@ -82,7 +83,7 @@ def gemm_combine(
         **tiles.launch_options(),
         **leave_room(),
         step="gemm_combine",
-        after=(send_return_metadata_kernel, keep_rows_kernel),
+        after=(send_return_metadata_kernel, keep_rows_kernel, quantize_rows_kernel),
         shares_sms=True,
     )
 

@@ -40,7 +40,7 @@ from ..device.programs import (
 from ..device.slots import metadata_flag, region, stage_counts_offset
 from ..device.tiles import COMBINE, deal, notify_stage
 from ..dispatch.stages_kernels import first_tiles, load_staged_tile, stage_of
-from ..grouped_gemm.kernels import finish_tile, gemm_tile, product_size
+from ..grouped_gemm.kernels import finish_tile, product_size, product_tile
 from ..grouped_gemm.schedule_kernels import Tile, unpack_tile
 
 ROWS_AT_ONCE = tl.constexpr(3)
@@ -51,6 +51,7 @@ ROWS_AT_ONCE = tl.constexpr(3)
 def staged_gemm_kernel(
     a,  # ragged descriptor of [M, K]
     weights,  # ExpertWeights
+    scales,  # `Scales` of e4m3 operands, or None
     out,  # ragged descriptor of [1, M, N]
     schedule,  # StagedTiles
     computed,  # int64 [STAGES], see `StageCounters`
@@ -81,7 +82,8 @@ def staged_gemm_kernel(
     num_tiles = num_m * num_n
     stages = tl.arange(0, STAGES_PAD)
     since = begin_span()
-    for index in tl.range(program, num_tiles, num_programs, flatten=True):
+    FLATTEN: tl.constexpr = scales is None  # see `_grouped_gemm_kernel`
+    for index in tl.range(program, num_tiles, num_programs, flatten=FLATTEN):
         # fmt: off
         packed, block = load_staged_tile(
             schedule.tiles, index, own, num_m, first_m, num_n, SHAPE.GROUP_M
@@ -89,7 +91,7 @@ def staged_gemm_kernel(
         # fmt: on
         expert, row, end = unpack_tile(packed)
         tile = Tile(expert, row, end, block * SHAPE.BLOCK_N)
-        acc = gemm_tile(a, weights.w, tile, K, SHAPE, TRANSPOSED)
+        acc = product_tile(a, weights.w, scales, tile, K, SHAPE, TRANSPOSED)
         # Before this tile is stored, when the last one's store has long ended.
         before = stage_of(index - num_programs, first_m, num_n)
         stage = stage_of(index, first_m, num_n)

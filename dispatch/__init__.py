@@ -12,6 +12,7 @@ from .fused import (
     keep_rows,
     place_rows,
     push_fused,
+    quantize,
 )
 from .launch import (
     Counts,
@@ -56,6 +57,7 @@ __all__ = [
     "programs_on_all_sms",
     "push",
     "push_fused",
+    "quantize",
     "release",
     "send_metadata",
     "staged_schedule",

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import torch
-from triton.tools.ragged_tma import create_ragged_descriptor
+import triton
 
 from ..device.constants import constants
 from ..device.context import Kind
@@ -15,8 +15,10 @@ from ..device.signature import RowShape
 from ..grouped_gemm import num_compute_programs, ragged
 from ..grouped_gemm.config import GemmConfig
 from ..grouped_gemm.kernels import ExpertWeights
-from ..grouped_gemm.launch import by_parts, describe_weights
-from ..grouped_gemm.operands import Epilogue, Weights
+from ..grouped_gemm.launch import by_parts, describe_weights, rows_of, scales_of
+from ..grouped_gemm.operands import Epilogue, Rows, Weights
+from ..grouped_gemm.quantization import BLOCK, QuantizedRows, quantize_launch
+from ..grouped_gemm.quantization_kernels import quantize_rows_kernel
 from ..grouped_gemm.schedule_kernels import Tiles
 from ..hardware import gpu, leave_room
 from ..layer_config import LayerConfig
@@ -56,17 +58,23 @@ warps, take the links no faster, and a concurrent GEMM half of its speed (bench/
 @dataclass(frozen=True, slots=True)
 class LayerTokens:
     """What a rank sends to the experts of a layer: x [T, H] contiguous, topk_idx int64 [T, K] and
-    topk_weights float32 [T, K], and their layout."""
+    topk_weights float32 [T, K], and their layout; is_cast: x travels in e4m3."""
 
     x: torch.Tensor
     topk_idx: torch.Tensor
     topk_weights: torch.Tensor
     layout: RoutingLayout
+    is_cast: bool = False
 
     @property
     def row(self) -> ReturnRowLayout:
         """How their sums return."""
         return ReturnRowLayout(self.x.shape[1] * self.x.itemsize, self.topk_idx.shape[1])
+
+    @property
+    def num_scales(self) -> int:
+        """Of a row that travels."""
+        return triton.cdiv(self.x.shape[1], BLOCK) if self.is_cast else 0
 
     @property
     def num_experts(self) -> int:
@@ -144,7 +152,7 @@ def exchange_fused(
         offsets,
         slots.context.fields,
         num_local,
-        RowShape(row.payload_bytes, row.num_topk, tokens.x.itemsize, 0),
+        RowShape(row.payload_bytes, row.num_topk, tokens.x.itemsize, tokens.num_scales),
         call,
         expected_rows,
         most_rows,
@@ -198,7 +206,7 @@ def place_rows(
         num_stages,
         parts,
         SIZES=constants(sizes),
-        after=(exchange_fused_kernel,),
+        after=(exchange_fused_kernel, quantize_rows_kernel),
         shares_sms=True,
         num_warps=8,
     )
@@ -298,8 +306,29 @@ def keep_rows(
     )
 
 
+def quantize(
+    x: torch.Tensor,
+    out: QuantizedRows,
+    after: Any,
+    slots: Slots,
+    num_rows: torch.Tensor | None = None,
+) -> None:
+    """Cast rows x [M, K], the first num_rows int32 [1] of them, to e4m3, after the launch of
+    `after`."""
+    grid, arguments, options = quantize_launch(x, out, num_rows)
+    slots.context.launch(
+        quantize_rows_kernel,
+        grid,
+        *arguments,
+        **options,
+        step="quantize",
+        after=(after,),
+        shares_sms=True,
+    )
+
+
 def dispatch_gemm(
-    a: torch.Tensor,
+    a: Rows,
     weights: Weights,
     epilogue: Epilogue,
     out: torch.Tensor,
@@ -317,9 +346,10 @@ def dispatch_gemm(
     block = tiles.block_m, tiles.block_n // parts // tiles.subtiles
     slots.context.launch(
         dispatch_gemm_kernel,
-        (num_compute_programs(a.device, tiles),),
-        create_ragged_descriptor(a, [tiles.block_m, tiles.block_k]),
+        (num_compute_programs(a.x.device, tiles),),
+        rows_of(a.x, None, [tiles.block_m, tiles.block_k]),
         ExpertWeights(describe_weights(weights, tiles, parts), weights.bias),
+        scales_of(a, weights),
         UpOutputs(
             ragged(out[None], *block),
             None if pre is None else ragged(by_parts(pre, parts), *block),

@@ -32,7 +32,7 @@ from ..device.tiles import (
     wait_stage,
     wait_tile,
 )
-from ..grouped_gemm.kernels import finish_tile, gemm_tile, product_size
+from ..grouped_gemm.kernels import finish_tile, product_size, product_tile
 from ..grouped_gemm.schedule_kernels import Tile, tile_coordinates
 from .stages_kernels import unpack_staged_tile
 
@@ -291,6 +291,7 @@ def load_arriving_tile(
 def dispatch_gemm_kernel(
     a,  # ragged descriptor of the expert rows [M, K]
     weights,  # ExpertWeights [L, PARTS, N, K]
+    scales,  # `Scales` of e4m3 operands, or None
     out,  # UpOutputs
     tiles,  # `Tiles`, in the order of `staged_schedule_kernel`
     copied,  # int64 [2 * S], see `StageCounters`
@@ -317,14 +318,15 @@ def dispatch_gemm_kernel(
     num_n = tl.cdiv(N, WIDTH)
     deadline = deadline_from_now(context)
     since = begin_span()
-    for index in tl.range(tl.program_id(0), num_m * num_n, tl.num_programs(0), flatten=True):
+    FLATTEN: tl.constexpr = scales is None  # see `_grouped_gemm_kernel`
+    for index in tl.range(tl.program_id(0), num_m * num_n, tl.num_programs(0), flatten=FLATTEN):
         # fmt: off
         tile = load_arriving_tile(
             tiles, index, num_m, num_n, WIDTH, SHAPE.GROUP_M, copied,
             num_copy_programs, deadline, context, PDL,
         )
         # fmt: on
-        acc = gemm_tile(a, weights.w, tile, K, SHAPE)
+        acc = product_tile(a, weights.w, scales, tile, K, SHAPE)
         # fmt: off
         finish_tile(
             acc, out.act, tile, N, SHAPE.ACTIVATION, SHAPE.SUBTILES, out.pre, weights.bias

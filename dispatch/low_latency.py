@@ -83,14 +83,16 @@ def new_received(tokens: LowLatencyTokens, num_ranks: int, compact: bool) -> Rec
     """Room for what a rank receives, as `Received` describes it."""
     num_local, num_topk = tokens.num_experts // num_ranks, tokens.num_topk
     most, hidden = num_ranks * tokens.max_tokens, tokens.x.shape[1]
-    new, dtype = tokens.topk_idx.new_empty, tokens.x.dtype
+    new = tokens.topk_idx.new_empty
+    dtype = torch.float8_e4m3fn if tokens.is_cast else tokens.x.dtype
     returns = new((num_ranks, tokens.max_tokens, 1 + 3 * num_topk), dtype=torch.int32)
     call = new(1 + num_ranks)
     if compact:
         num_rows = most * min(num_topk, num_local)
         x, counts = new((num_rows, hidden), dtype=dtype), new(num_local + 1, dtype=torch.int32)
-        return Received(x, None, counts, None, None, returns, call)
-    x = new((num_local, most, hidden), dtype=torch.float8_e4m3fn if tokens.is_cast else dtype)
+        scales = new((num_rows, tokens.num_scales), dtype=torch.float32) if tokens.is_cast else None
+        return Received(x, scales, counts, None, None, returns, call)
+    x = new((num_local, most, hidden), dtype=dtype)
     scales = None
     if tokens.is_cast:
         scales = new((num_local, tokens.num_scales, most), dtype=torch.int32)
@@ -112,6 +114,7 @@ def low_latency_dispatch(
     x, topk_weights, max_tokens = tokens.x, tokens.topk_weights, tokens.max_tokens
     vectors, row, num_topk = tokens.vectors, tokens.row, tokens.num_topk
     block = max(128, next_power_of_2(x.shape[1] if tokens.is_cast else vectors.num_vecs))
+    scales = None if out.scales is None else out.scales.view(torch.int32)
     kind = Kind.LOW_LATENCY_DISPATCH if topk_weights is None else Kind.MOE_FFN_DISPATCH
     sizes = row, num_topk, tokens.num_experts, vectors.dtype, block
     grid = 0 if phases == "receive" else 1 + ring.num_ranks + len(x)
@@ -120,7 +123,7 @@ def low_latency_dispatch(
         low_latency_dispatch_kernel,
         (grid,),
         SentTokens(x if tokens.is_cast else vectors.view(x), tokens.topk_idx, topk_weights),
-        out._replace(x=vectors.view(out.x)),
+        out._replace(x=vectors.view(out.x), scales=scales),
         recv_stats,
         wait_stats,
         ring.context.fields,

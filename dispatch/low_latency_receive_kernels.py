@@ -48,7 +48,7 @@ class Received(NamedTuple):
     """
 
     x: tl.tensor  # [L, R * M, H], compact [N, H]
-    scales: tl.tensor  # int32 [L, S, R * M], or None
+    scales: tl.tensor  # int32 [L, S, R * M], compact [N, S], or None
     counts: tl.tensor  # int32 [L]; compact: int32 [L + 1], where each expert's rows begin
     src_info: tl.tensor  # int32 [L, R * M]: the token of each row; compact: None
     layout_range: tl.tensor  # int64 [L, R]: begin << 32 | count by source; compact: None
@@ -231,9 +231,12 @@ def _store_row(loaded, row, expert, slot, received, CONFIG: tl.constexpr):
     to = received.x + row.to(tl.int64) * num_vecs
     tl.store(row_pointers(to, columns, CONFIG.ALIGNED), payload, mask=inside)
     if is_cast(CONFIG.FORMAT):
-        expert_rows = slot.max_tokens * CONFIG.RANKS
         block = tl.arange(0, CONFIG.BLOCK // 128)
         num_blocks = num_scales(num_vecs, CONFIG.FORMAT)
-        scales_to = expert.to(tl.int64) * expert_rows * (num_blocks - 1) + row
-        scales_to = received.scales + scales_to + block.to(tl.int64) * expert_rows
-        tl.store(scales_to, scales, mask=block < num_blocks)
+        if received.layout_range is None:
+            scales_to = row.to(tl.int64) * num_blocks + block
+        else:
+            expert_rows = slot.max_tokens * CONFIG.RANKS
+            scales_to = expert.to(tl.int64) * expert_rows * (num_blocks - 1) + row
+            scales_to += block.to(tl.int64) * expert_rows
+        tl.store(received.scales + scales_to, scales, mask=block < num_blocks)

@@ -7,10 +7,10 @@ import triton
 import triton.language as tl
 
 from ..device.call_fields import call_fields, is_cast, num_scales
+from ..device.cast import cast_row
 from ..device.context import BAD_IDS, REPORT_BAD_IDS
 from ..device.lang import (
     as_pointer,
-    cast_e4m3,
     device_function,
     publish,
     put,
@@ -138,7 +138,7 @@ def send_token(token_idx, slot, tokens, CONFIG: tl.constexpr):
     to_rank = may & (has_row == 1)
     scales = columns
     if is_cast(CONFIG.FORMAT):
-        payload, scales = _cast_row(payload, CONFIG.FORMAT)
+        payload, scales = cast_row(payload, CONFIG.FORMAT)
     row = row_at(slot, slot.rank, token_idx)
     for distance in tl.static_range(CONFIG.RANKS):
         peer = (slot.rank + 1 + distance) % CONFIG.RANKS  # all ranks at once, and each to another
@@ -182,25 +182,3 @@ def _count_before(token_idx, ids, topk_idx, CONFIG: tl.constexpr):
             found = same
         counts += tl.reshape(_stack(found, CONFIG.K_PAD), [BLOCK_TOKENS, CONFIG.K_PAD])
     return counts
-
-
-@device_function
-def _cast_row(row, FORMAT: tl.constexpr):
-    """(e4m3 bits [B], scales int32) of a bf16 row. The scale of 128 columns is amax / 448, where
-    amax counts as at least 1e-4; for "rounded" and "ue8m0" it is the next power of 2 from there.
-    An int32 has the bits of a float32, or for "ue8m0" four exponents + 127."""
-    values = row.to(tl.float32).reshape(row.shape[0] // 128, 128)
-    amax = tl.maximum(tl.max(tl.abs(values), 1), 1e-4)
-    scale = amax * (1.0 / 448.0)
-    if FORMAT == "fp8":
-        inverse = tl.div_rn(tl.full(amax.shape, 448.0, tl.float32), amax)
-        scales = scale.to(tl.int32, bitcast=True)
-    else:
-        bits = scale.to(tl.int32, bitcast=True)
-        exponent = (bits >> 23) + tl.where((bits & 0x7FFFFF) != 0, 1, 0)
-        inverse = ((254 - exponent) << 23).to(tl.float32, bitcast=True)
-        scales = exponent << 23
-        if FORMAT == "ue8m0":
-            byte = tl.arange(0, 4)[None, :] * 8
-            scales = tl.sum(exponent.reshape(amax.shape[0] // 4, 4) << byte, 1)
-    return cast_e4m3(values * inverse[:, None]).reshape(row.shape[0]), scales

@@ -198,7 +198,8 @@ def candidates(problem: GemmProblem, block_m: int | None = None) -> Iterator[Gem
             elif rows == 128:
                 yield GemmConfig(128, 128, 128, 8, 4)
             else:
-                yield GemmConfig(rows, 128, 128, 4, 3, programs_per_sm=2, group_m=16)
+                programs_per_sm = 4 if rows == 16 else 2
+                yield GemmConfig(rows, 128, 128, 4, 3, 1, programs_per_sm, group_m=16)
         return
     for rows in BLOCK_MS if block_m is None else (block_m,):
         if capability[0] not in (9, 10):

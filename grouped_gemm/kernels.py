@@ -41,8 +41,9 @@ class ExpertWeights(NamedTuple):
 class Scales(NamedTuple):
     """The scales of e4m3 operands, float32, S = K / 128 rounded up."""
 
-    a: tl.tensor  # [rows, S], in the order of the output
+    a: tl.tensor  # [rows, S], in the order of the output, in rows of a_stride
     w: tl.tensor  # [L, rows of an expert's weights / 128, S]
+    a_stride: tl.tensor
 
 
 @triton.constexpr_function
@@ -132,7 +133,7 @@ def load_rows(x, row, end, column):
 
 
 @device_function
-def scaled_gemm_tile(a, w, scales, tile, SHAPE: tl.constexpr):
+def scaled_gemm_tile(a, w, scales, tile, SHAPE: tl.constexpr, begin_k=0, end_k=None):
     """`gemm_tile` of e4m3 rows with a scale for each 128 columns, times e4m3 weights with a scale
     for each 128 x 128: products of 128 columns are scaled and summed in fp32 (as in DeepSeek-V3,
     section 3.3, which found the tensor cores' own sums too coarse).
@@ -143,7 +144,7 @@ def scaled_gemm_tile(a, w, scales, tile, SHAPE: tl.constexpr):
     N, K = product_size(w, SHAPE)
     num_scales = tl.cdiv(K, 128)
     rows = tl.minimum(tile.row + tl.arange(0, SHAPE.BLOCK_M), tile.end - 1)
-    a_scale = scales.a + rows.to(tl.int64) * num_scales
+    a_scale = scales.a + rows.to(tl.int64) * scales.a_stride
     if PARTS == 1 and BLOCK_N == 128:  # then all columns of the tile have one scale
         weight_row = tile.n + tl.arange(0, 1)
     else:
@@ -154,8 +155,10 @@ def scaled_gemm_tile(a, w, scales, tile, SHAPE: tl.constexpr):
     w_scale = scales.w + (first_block + weight_row // 128).to(tl.int64) * num_scales
     acc = tl.zeros((SHAPE.BLOCK_M, BLOCK_N), tl.float32)
     zero = tl.zeros((SHAPE.BLOCK_M, BLOCK_N), tl.float32)
-    a_next, w_next = tl.load(a_scale), tl.load(w_scale)
-    for block in range(0, num_scales):
+    first = begin_k // 128
+    at = tl.minimum(first, num_scales - 1)
+    a_next, w_next = tl.load(a_scale + at), tl.load(w_scale + at)
+    for block in range(first, num_scales if end_k is None else tl.cdiv(end_k, 128)):
         factor = a_next[:, None] * w_next[None, :]
         # Scales are read a step ahead: what waits for the product would wait for them as well.
         ahead = tl.minimum(block + 1, num_scales - 1)
@@ -163,6 +166,26 @@ def scaled_gemm_tile(a, w, scales, tile, SHAPE: tl.constexpr):
         k = block * SHAPE.BLOCK_K
         a_tile = load_a(a, tile, k, K, SHAPE.BLOCK_K)
         acc += dot(a_tile, load_w(w, tile, k, SHAPE), zero) * factor
+    return acc
+
+
+@device_function
+def product_tile(
+    a,
+    w,
+    scales,
+    tile,
+    K,
+    SHAPE: tl.constexpr,
+    TRANSPOSED: tl.constexpr = False,
+    begin_k=0,
+    end_k=None,
+):
+    """`gemm_tile`, or where there are scales `scaled_gemm_tile`."""
+    if scales is not None:
+        acc = scaled_gemm_tile(a, w, scales, tile, SHAPE, begin_k, end_k)
+    else:
+        acc = gemm_tile(a, w, tile, K, SHAPE, TRANSPOSED, begin_k, end_k)
     return acc
 
 
@@ -360,16 +383,17 @@ def _grouped_gemm_kernel(
         source = a
         if GATHERED:
             source = gathered_rows(a, tile, SHAPE.BLOCK_M)
-        if scales is not None:
-            acc = scaled_gemm_tile(source, w, scales, tile, SHAPE)
-        else:
-            # Bounds that vary from tile to tile would slow the flattened loop by 4 to 10%.
-            begin_k, end_k = 0, K
-            if SPLITS > 1:
-                share = tl.cdiv(tl.cdiv(K, SHAPE.BLOCK_K), SPLITS) * SHAPE.BLOCK_K
-                begin_k = work_idx % SPLITS * share
-                end_k = tl.minimum(begin_k + share, K)
-            acc = gemm_tile(source, w, tile, K, SHAPE, TRANSPOSED, begin_k, end_k)
+        # Bounds that vary from tile to tile would slow the flattened loop by 4 to 10%.
+        begin_k, end_k = 0, K
+        if SPLITS > 1:
+            share = tl.cdiv(tl.cdiv(K, SHAPE.BLOCK_K), SPLITS) * SHAPE.BLOCK_K
+            begin_k = work_idx % SPLITS * share
+            end_k = tl.minimum(begin_k + share, K)
+        # fmt: off
+        acc = product_tile(
+            source, w, scales, tile, K, SHAPE, TRANSPOSED, begin_k, end_k
+        )
+        # fmt: on
         part = work_idx % SPLITS
         # fmt: off
         finish_tile(

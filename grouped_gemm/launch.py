@@ -105,10 +105,10 @@ def multiply(
     check_schedule(schedule, rows.x, num_experts, num_rows)
     if num_rows == 0:
         return out
-    if config.num_splits > 1 and rows.scale is None:
+    if config.num_splits > 1:
         _multiply_split(rows, weights, epilogue, schedule, out, config)
     else:
-        _multiply(rows, weights, epilogue, schedule, out[None], replace(config, num_splits=1))
+        _multiply(rows, weights, epilogue, schedule, out[None], config)
     return out
 
 
@@ -121,16 +121,13 @@ def _multiply(
     config: GemmConfig,
 ) -> None:
     parts, num_columns, block_n = epilogue.parts, out.shape[2], config.block_n
-    scales = None
-    if rows.scale is not None and weights.scale is not None:
-        scales = Scales(rows.scale, weights.scale)
     num_tiles = schedule.tiles.numel() * triton.cdiv(num_columns, block_n // parts)
     launch(
         _grouped_gemm_kernel,
         grid(num_tiles * config.num_splits, out.device, config),
         rows_of(rows.x, rows.offset, [config.block_m, config.block_k]),
         describe_weights(weights, config, parts),
-        scales,
+        scales_of(rows, weights),
         *_outputs(epilogue, out, config.block_m, block_n // parts // config.subtiles),
         weights.bias,
         epilogue.row_weight,
@@ -191,6 +188,13 @@ def rows_of(
     if offset is not None:
         return Gathered(x, offset)
     return create_ragged_descriptor(canonical(x), block)
+
+
+def scales_of(rows: Rows, weights: Weights) -> Scales | None:
+    """The scales of e4m3 operands, as kernels take them."""
+    if rows.scale is None or weights.scale is None:
+        return None
+    return Scales(rows.scale, weights.scale, rows.scale.stride(0))
 
 
 def _outputs(

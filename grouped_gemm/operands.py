@@ -27,7 +27,8 @@ Operand = torch.Tensor | tuple[torch.Tensor, torch.Tensor]
 
 class Rows(NamedTuple):
     """A: row r is row r of x [M, K]; or, with `offset` int64 [rows], it begins offset[r] elements
-    after x. scale: float32 [rows, K / 128 rounded up] of e4m3 rows, in the order of the output."""
+    after x. scale: float32 [rows, K / 128 rounded up] of e4m3 rows, in the order of the output, in
+    rows of any stride."""
 
     x: torch.Tensor
     offset: torch.Tensor | None = None

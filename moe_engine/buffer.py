@@ -13,7 +13,7 @@ from . import checks
 from .agreement import Group
 from .debug_checks import check_handle_values, check_layout_values
 from .dispatch import DispatchLayout, Received, Tokens
-from .engines.base import NUM_SMS, Engine, Handle, LayerInputs
+from .engines.base import NUM_SMS, Engine, Handle, LayerInputs, check_scales
 from .engines.kernel import KernelEngine
 from .errors import BackendError, CapacityError, DtypeError, MoeEngineError, ShapeError
 from .grouped_gemm.activations import AnyActivation, check_layer_activation
@@ -25,7 +25,7 @@ from .options import DEFAULT_OPTIONS, Config, Options, check_num_sms, sizes_for_
 from .streams import EventHandle, EventOverlap
 from .symm.slots import ReturnRowLayout, SlotLayout
 from .utils import round_up
-from .warm_up import layer_sizes, warm_trained_layer
+from .warm_up import warm_layers
 
 
 class Buffer(LowLatencyVerbs):
@@ -329,7 +329,7 @@ class Buffer(LowLatencyVerbs):
             most_tokens = self._most_tokens(x, topk_idx, w_gate_up, max_tokens)
             kind.choice = 0 if return_counts else most_tokens
         with self._streams.call(None, async_finish) as call:
-            call.reads(*inputs[:-1])
+            call.reads(*inputs.tensors)
             rows = checks.packed(x), checks.packed(topk_idx), checks.packed(topk_weights)
             same = rows[0] is x and rows[1] is topk_idx and rows[2] is topk_weights
             args, most_tokens = inputs, kind.choice
@@ -347,11 +347,12 @@ class Buffer(LowLatencyVerbs):
 
     def _check_layer(self, inputs: LayerInputs) -> None:
         """Refuse arguments of a layer that do not fit one another."""
-        x, topk_idx, topk_weights, w_gate_up, w_down, *biases, activation = inputs
+        x, topk_idx, topk_weights, w_gate_up, w_down = inputs[:5]
         checks.check_rows("x", x, device=self._rows_device)
-        check_layer_activation(activation)
-        checks.check_expert_weights(x, w_gate_up, w_down, inputs.parts)
-        checks.check_expert_biases(w_gate_up, w_down, *biases)
+        check_layer_activation(inputs.activation)
+        check_scales(inputs)
+        checks.check_expert_weights(x, w_gate_up, w_down, inputs.parts, inputs.operand_dtype)
+        checks.check_expert_biases(x, w_gate_up, w_down, inputs.b_gate_up, inputs.b_down)
         checks.check_experts(w_gate_up.shape[0] * self.group_size, self.group_size)
         checks.check_routing(x, topk_idx, topk_weights)
 
@@ -368,6 +369,8 @@ class Buffer(LowLatencyVerbs):
         num_experts = w_gate_up.shape[0] * self.group_size
         sizes = x.shape[1] * x.itemsize, topk_idx.shape[1], num_experts  # equal on all ranks
         low_latency = self._low_latency
+        if w_gate_up.itemsize == 1 and x.shape[1] % 128:  # its casts take whole blocks
+            return 0
         if low_latency is None or not low_latency.takes(max_tokens, *sizes, self.options):
             return 0
         checks.check_max_tokens(len(x), max_tokens)
@@ -408,11 +411,7 @@ class Buffer(LowLatencyVerbs):
             with suppress(CapacityError):  # it has memory for other calls, of layers
                 self._warm_low_latency(x, idx, num_experts)
         if weights is not None:
-            inputs = LayerInputs(x, idx, idx.float(), *weights, *biases, activation)
-            with torch.no_grad():
-                for max_tokens in layer_sizes(self.options, inputs):
-                    self.moe_ffn(inputs, max_tokens=max_tokens)
-                warm_trained_layer(self, inputs)
+            warm_layers(self, LayerInputs(x, idx, idx.float(), *weights, *biases, activation))
         self.check()
 
     def internode_dispatch(self, *args: Any, **kwargs: Any) -> Any:

@@ -267,15 +267,19 @@ def has_parts(w: Any) -> bool:
 
 
 def check_expert_weights(
-    x: torch.Tensor, w_gate_up: torch.Tensor, w_down: torch.Tensor, parts: int
+    x: torch.Tensor,
+    w_gate_up: torch.Tensor,
+    w_down: torch.Tensor,
+    parts: int,
+    dtype: torch.dtype,
 ) -> None:
-    """w_gate_up [L, 2I, H], or gate and up apart, [L, 2, I, H], and w_down [L, H, I] in the type
+    """w_gate_up [L, 2I, H], or gate and up apart, [L, 2, I, H], and w_down [L, H, I] in this type
     and on the device of x [T, H]; with one part w_gate_up [L, I, H]."""
     hidden = x.shape[1]
     shape: list[int | str] = ["L", "2I" if parts == 2 else "I", hidden]
     if has_parts(w_gate_up) and parts == 2:
         shape = ["L", 2, "I", hidden]
-    check_tensor("w_gate_up", w_gate_up, shape, [x.dtype], x.device)
+    check_tensor("w_gate_up", w_gate_up, shape, [dtype], x.device)
     num_columns = w_gate_up.shape[1:-1].numel()
     if num_columns % parts:
         raise ShapeError(
@@ -283,23 +287,24 @@ def check_expert_weights(
             "rows, then up rows."
         )
     down_shape = [w_gate_up.shape[0], hidden, num_columns // parts]
-    check_tensor("w_down", w_down, down_shape, [x.dtype], x.device)
+    check_tensor("w_down", w_down, down_shape, [dtype], x.device)
     check_no_grad(w_gate_up=w_gate_up, w_down=w_down)
 
 
 def check_expert_biases(
+    x: torch.Tensor,
     w_gate_up: torch.Tensor,
     w_down: torch.Tensor,
     b_gate_up: torch.Tensor | None,
     b_down: torch.Tensor | None,
 ) -> None:
-    """b_gate_up [L, 2I] and b_down [L, H], or None, in the type and on the device of the weights,
-    which have been checked."""
+    """b_gate_up [L, 2I] and b_down [L, H], or None, in the type and on the device of x; it and the
+    weights have been checked."""
     of_gate_up = [len(w_gate_up), w_gate_up.shape[1:-1].numel()]
     both = ("b_gate_up", b_gate_up, of_gate_up), ("b_down", b_down, list(w_down.shape[:2]))
     for name, bias, shape in both:
         if bias is not None:
-            check_tensor(name, bias, shape, [w_down.dtype], w_down.device)
+            check_tensor(name, bias, shape, [x.dtype], x.device)
             check_contiguous(name, bias)
             check_no_grad(**{name: bias})
 

@@ -25,6 +25,9 @@ Biases = tuple[torch.Tensor | None, torch.Tensor | None]
 """(b_gate_up [L, 2I], b_down [L, H])."""
 NO_BIASES: Biases = None, None
 
+Down = torch.Tensor | tuple[torch.Tensor, torch.Tensor]
+"""w_down [L, H, I], or (e4m3 [L, H, I], float32 scales [L, H / 128, I / 128])."""
+
 Result = TypeVar("Result")
 """What a layer returns: a tensor, or with return_counts two."""
 
@@ -33,21 +36,21 @@ Result = TypeVar("Result")
 @overload
 def moe_ffn(
     x: torch.Tensor, topk_idx: torch.Tensor, topk_weights: torch.Tensor, w_gate_up: Operand,
-    w_down: torch.Tensor, buffer: Buffer, max_tokens: int | None = None, *, save: str = "auto",
+    w_down: Down, buffer: Buffer, max_tokens: int | None = None, *, save: str = "auto",
     wgrad: Wgrad = None, layout: str = "concatenated", biases: Biases = NO_BIASES,
     activation: AnyActivation = "swiglu", return_counts: Literal[False] = False,
 ) -> torch.Tensor: ...
 @overload
 def moe_ffn(
     x: torch.Tensor, topk_idx: torch.Tensor, topk_weights: torch.Tensor, w_gate_up: Operand,
-    w_down: torch.Tensor, buffer: Buffer, max_tokens: int | None = None, *, save: str = "auto",
+    w_down: Down, buffer: Buffer, max_tokens: int | None = None, *, save: str = "auto",
     wgrad: Wgrad = None, layout: str = "concatenated", biases: Biases = NO_BIASES,
     activation: AnyActivation = "swiglu", return_counts: Literal[True],
 ) -> tuple[torch.Tensor, torch.Tensor]: ...
 @overload
 def moe_ffn(
     x: torch.Tensor, topk_idx: torch.Tensor, topk_weights: torch.Tensor, w_gate_up: Operand,
-    w_down: torch.Tensor, buffer: Buffer, max_tokens: int | None = None, *, save: str = "auto",
+    w_down: Down, buffer: Buffer, max_tokens: int | None = None, *, save: str = "auto",
     wgrad: Wgrad = None, layout: str = "concatenated", biases: Biases = NO_BIASES,
     activation: AnyActivation = "swiglu", return_counts: bool,
 ) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]: ...
@@ -57,7 +60,7 @@ def moe_ffn(
     topk_idx: torch.Tensor,
     topk_weights: torch.Tensor,
     w_gate_up: Operand,
-    w_down: torch.Tensor,
+    w_down: Down,
     buffer: Buffer,
     max_tokens: int | None = None,
     *,
@@ -80,6 +83,11 @@ def moe_ffn(
     layout.
     layout "interleaved": rows of gate and up in turn. w_gate_up may also be a pair (w_gate, w_up),
     each [L, I, H], of one memory: w_gate, w_up = torch.empty(2, L, I, H). Nothing is copied.
+
+    Weights in e4m3, without gradients: w_gate_up and w_down are pairs (values, scales), float32
+    [L, 2I / 128, H / 128] and [L, H / 128, I / 128], rounded up, as `quantize_weights` makes them;
+    x and biases are bf16. Rows travel to the experts in e4m3, with a scale for each 128 columns,
+    and the activations are cast so between the products; rows return, and are summed, in bf16.
 
     Collective over the Buffer's group; T may differ per rank and be 0. max_tokens, equal on all
     ranks, is the most that any of them brings to this call (None: what the Buffer was made for).
@@ -137,21 +145,21 @@ class LayerInFlight(Generic[Result]):
 @overload
 def start_moe_ffn(
     x: torch.Tensor, topk_idx: torch.Tensor, topk_weights: torch.Tensor, w_gate_up: Operand,
-    w_down: torch.Tensor, buffer: Buffer, max_tokens: int | None = None, *, save: str = "auto",
+    w_down: Down, buffer: Buffer, max_tokens: int | None = None, *, save: str = "auto",
     wgrad: Wgrad = None, layout: str = "concatenated", biases: Biases = NO_BIASES,
     activation: AnyActivation = "swiglu", return_counts: Literal[False] = False,
 ) -> LayerInFlight[torch.Tensor]: ...
 @overload
 def start_moe_ffn(
     x: torch.Tensor, topk_idx: torch.Tensor, topk_weights: torch.Tensor, w_gate_up: Operand,
-    w_down: torch.Tensor, buffer: Buffer, max_tokens: int | None = None, *, save: str = "auto",
+    w_down: Down, buffer: Buffer, max_tokens: int | None = None, *, save: str = "auto",
     wgrad: Wgrad = None, layout: str = "concatenated", biases: Biases = NO_BIASES,
     activation: AnyActivation = "swiglu", return_counts: Literal[True],
 ) -> LayerInFlight[tuple[torch.Tensor, torch.Tensor]]: ...
 @overload
 def start_moe_ffn(
     x: torch.Tensor, topk_idx: torch.Tensor, topk_weights: torch.Tensor, w_gate_up: Operand,
-    w_down: torch.Tensor, buffer: Buffer, max_tokens: int | None = None, *, save: str = "auto",
+    w_down: Down, buffer: Buffer, max_tokens: int | None = None, *, save: str = "auto",
     wgrad: Wgrad = None, layout: str = "concatenated", biases: Biases = NO_BIASES,
     activation: AnyActivation = "swiglu", return_counts: bool,
 ) -> LayerInFlight[torch.Tensor | tuple[torch.Tensor, torch.Tensor]]: ...
@@ -161,7 +169,7 @@ def start_moe_ffn(
     topk_idx: torch.Tensor,
     topk_weights: torch.Tensor,
     w_gate_up: Operand,
-    w_down: torch.Tensor,
+    w_down: Down,
     buffer: Buffer,
     max_tokens: int | None = None,
     *,
@@ -198,9 +206,13 @@ def _begin(
     _check_buffer(buffer)
     options.check()
     x, topk_idx, topk_weights, w_gate_up, w_down = tensors
+    w_gate_up, s_gate_up = _split_scales(w_gate_up)
+    w_down, s_down = _split_scales(w_down)
     weights = LayerWeights(GateUp.of(w_gate_up, layout), w_down)
-    args = LayerTensors(x, topk_idx, topk_weights, weights, *biases, activation)
+    args = LayerTensors(x, topk_idx, topk_weights, weights, *biases, activation, s_gate_up, s_down)
     is_trained = wants_gradients(x, *args.flat[2:])
+    if s_gate_up is not None:
+        _check_quantized(layout, is_trained)
     if is_trained or may_take_passes(inputs := args.inputs, buffer, options):
         options = options if is_trained else options._replace(save="none", wgrad=None)
         out, event, counts, error = trained_layer(args, buffer, options)
@@ -235,6 +247,28 @@ def _check_biases(biases: Biases) -> None:
         raise ShapeError(
             f"biases is {shown(biases)}; it must be a pair (b_gate_up, b_down), each a tensor or "
             "None."
+        )
+
+
+def _split_scales(w: Any) -> tuple[Any, torch.Tensor | None]:
+    """(weights, their scales or None): a pair of two types is e4m3 with scales."""
+    if not isinstance(w, tuple | list) or len(w) != 2:
+        return w, None
+    of_e4m3 = [getattr(one, "dtype", None) == torch.float8_e4m3fn for one in w]
+    return (w[0], w[1]) if of_e4m3 == [True, False] else (w, None)
+
+
+def _check_quantized(layout: str, is_trained: bool) -> None:
+    """Raise for what layers with e4m3 weights do not have."""
+    if is_trained:
+        raise BackendError(
+            "an argument requires grad, and there are no gradients through e4m3 weights. Call the "
+            "layer under torch.no_grad(), or with weights in bf16."
+        )
+    if layout != "concatenated":
+        raise ShapeError(
+            f'layout is "{layout}" and the weights are e4m3, whose gate rows come before the up '
+            'rows, as their scales do; pass layout="concatenated".'
         )
 
 

@@ -118,8 +118,9 @@ class LayerConfig:
     @classmethod
     def predicted(cls, problem: LayerProblem) -> LayerConfig:
         """The choices that are predicted to be the fastest."""
-        if problem.num_ranks == 1:
-            return cls(num_stages=1, num_return_stages=1)
+        if problem.num_ranks == 1:  # nothing travels, and no link bounds the copies
+            programs = dict(num_push_programs=1, num_return_programs=1)
+            return cls(1, 1, num_copy_programs=4 * H200.num_sms, **programs)
         rows = problem.max_tokens * problem.num_topk
         gemm_us = problem.gemm_us(3 * problem.num_columns)
         are_busy = 2 * problem.link_us > BUSY_LINKS * gemm_us

@@ -7,7 +7,7 @@ import os
 from collections.abc import Callable, Sequence
 from functools import wraps
 from typing import Any, Concatenate, NoReturn, ParamSpec, Self, TypeVar
-from weakref import WeakValueDictionary
+from weakref import WeakMethod, WeakValueDictionary
 
 import torch
 import torch.distributed as dist
@@ -105,6 +105,7 @@ class BufferLifecycle:
         self._streams = CallStreams(device)
         self._in_flight: dict[int, EventOverlap] = {}  # by the address of what a call returned
         self._overflow = torch.zeros(1, dtype=torch.int32, device=device)  # see `_note_overflow`
+        self._before_destroy: list[WeakMethod[Callable[[], None]]] = []
         self.id = next(_ids)
         _buffers[self.id] = self
         if backend == "collective":
@@ -122,11 +123,33 @@ class BufferLifecycle:
         self._check_process()
         if self._engines and self.device.type == "cuda":
             torch.cuda.synchronize(self.device)
+        while self._before_destroy:
+            if (free := self._before_destroy.pop()()) is not None:
+                free()
         for engine in self._engines:
             engine.free()
         self._engine, self._low_latency, self._engines = None, None, []
         self._streams.uses("slots")
         self._streams.uses("ring")
+
+    # --- Work that holds calls ---------------------------------------------------------------
+
+    @verb
+    def launch(self, work: Callable[[], T]) -> T:
+        """`work()`, which launches calls of this Buffer without calling its verbs, as the replay of
+        a CUDA graph does; or which captures such a graph. Collective, as these calls are.
+
+        It raises what a verb raises before and after its own launches: what has ended earlier
+        calls, replayed ones included, and BackendError where the Buffer was destroyed. The other
+        ranks are told of an error in `work`.
+        """
+        self._ready()
+        return work()
+
+    def before_destroy(self, free: Callable[[], None]) -> None:
+        """Let `destroy` call the method `free` before it gives the memory back, if its object lives
+        by then: what holds graphs of this Buffer's calls frees them."""
+        self._before_destroy.append(WeakMethod(free))
 
     # --- Copies ------------------------------------------------------------------------------
 

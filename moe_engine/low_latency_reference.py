@@ -1,4 +1,4 @@
-"""The plain-torch oracle of the low-latency verbs and of their cast to fp8, written to be read.
+"""The plain-torch oracle of the low-latency verbs, written to be read.
 
 Functions that take lists see all ranks at once, index = rank. M is the most tokens of a rank.
 """
@@ -9,41 +9,8 @@ from collections.abc import Collection
 from dataclasses import dataclass
 
 import torch
-from einops import rearrange, reduce
 
-BLOCK = 128
-"""Columns that share a scale."""
-E4M3_MAX = 448.0
-SMALLEST_AMAX = 1e-4
-"""A block's largest magnitude counts as at least this, so that zeros have a scale."""
-EXPONENT_BIAS = 127
-
-
-def cast(
-    x: torch.Tensor, round_scale: bool = False, use_ue8m0: bool = False
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """x [..., H] in e4m3 and its scales, one per 128 columns: float32 [..., H/128], or with
-    use_ue8m0 int32 [..., H/512], four exponents + 127 each, the first in the lowest byte.
-
-    A scale is amax / 448, with round_scale the next power of two from there. Products are fp32,
-    e4m3 rounds to nearest even. Example, one block of zeros and a single 7.0: amax 7, scale
-    0.015625 either way, whose exponent is -6 (121 in UE8M0); the 7 becomes 448.
-    """
-    blocks = rearrange(x.float(), "... (b c) -> ... b c", c=BLOCK)
-    amax = reduce(blocks.abs(), "... b c -> ... b 1", "max").clamp_min(SMALLEST_AMAX)
-    scale = amax * amax.new_tensor(1 / E4M3_MAX)
-    factor = amax.new_tensor(E4M3_MAX) / amax
-    if round_scale:
-        mantissa, exponent = torch.frexp(scale)  # the mantissa lies in [0.5, 1)
-        exponent = torch.where(mantissa > 0.5, exponent, exponent - 1)
-        scale, factor = torch.exp2(exponent.float()), torch.exp2(-exponent.float())
-    rows = rearrange(blocks * factor, "... b c -> ... (b c)").to(torch.float8_e4m3fn)
-    scales = scale.squeeze(-1)
-    if not use_ue8m0:
-        return rows, scales
-    assert round_scale, "only powers of two can be packed"
-    packed = (exponent.squeeze(-1) + EXPONENT_BIAS).to(torch.uint8).contiguous()
-    return rows, packed.view(torch.int32)
+from .grouped_gemm.quantization import cast
 
 
 @dataclass(frozen=True, slots=True)

@@ -14,6 +14,7 @@ import torch
 from einops import einsum, reduce, repeat
 
 from .grouped_gemm.activations import Activation, AnyActivation
+from .grouped_gemm.quantization import dequantize, quantize_rows
 
 
 def _wide(tensor: torch.Tensor) -> torch.Tensor:
@@ -283,25 +284,36 @@ def expert_rows(
     b_gate_up: torch.Tensor | None = None,
     b_down: torch.Tensor | None = None,
     activation: AnyActivation = "swiglu",
+    s_gate_up: torch.Tensor | None = None,
+    s_down: torch.Tensor | None = None,
 ) -> torch.Tensor:
     """[N, K, H] in x's dtype: each row through each of its local experts; 0 where the id is -1.
 
     w_gate_up [L, 2I, H] holds the gate rows, then the up rows; or it is [L, 2, I, H], of any
     strides; w_down [L, H, I]; biases [L, 2I] and [L, H]. The activation is rounded to x's dtype
-    between the projections, as the kernels do.
+    between the projections, as the kernels do. With scales [L, 2I / 128, H / 128] and [L, H / 128,
+    I / 128] the weights are e4m3, and rows and activations are cast to it as well.
     """
+
+    def cast(rows: torch.Tensor) -> torch.Tensor:
+        return _wide(rows) if s_down is None else dequantize(*quantize_rows(rows), 1)
+
+    def expert_weights(w: torch.Tensor, scales: torch.Tensor | None) -> torch.Tensor:
+        return _wide(w) if scales is None else dequantize(w, scales)
+
     num_rows, num_topk = topk_idx_NK.shape
     out = x_NH.new_zeros(num_rows, num_topk, x_NH.shape[1])
     for expert in range(w_gate_up.shape[0]):
         rows, ks = (topk_idx_NK == expert).nonzero(as_tuple=True)
         if len(rows) == 0:
             continue
-        both = _wide(w_gate_up[expert]).flatten(0, -2)
-        gate_up = einsum(_wide(x_NH[rows]), both, "n h, i h -> n i")
+        scales = [None if one is None else one[expert] for one in (s_gate_up, s_down)]
+        both = expert_weights(w_gate_up[expert], scales[0]).flatten(0, -2)
+        gate_up = einsum(cast(x_NH[rows]), both, "n h, i h -> n i")
         if b_gate_up is not None:
             gate_up = gate_up + _wide(b_gate_up[expert])
         act = Activation.of(activation)(gate_up).to(x_NH.dtype)
-        y = einsum(_wide(act), _wide(w_down[expert]), "n i, h i -> n h")
+        y = einsum(cast(act), expert_weights(w_down[expert], scales[1]), "n i, h i -> n h")
         if b_down is not None:
             y = y + _wide(b_down[expert])
         out[rows, ks] = y.to(x_NH.dtype)
@@ -356,16 +368,20 @@ def moe_ffn(
     w_down: list[torch.Tensor],
     biases: Sequence[list[torch.Tensor]] = (),
     activation: AnyActivation = "swiglu",
+    scales: Sequence[list[torch.Tensor]] = (),
 ) -> list[torch.Tensor]:
-    """The routed experts of a layer on all ranks; weights, and both biases, are each rank's own
-    experts'."""
+    """The routed experts of a layer on all ranks; weights, and both biases and scales, are each
+    rank's own experts'."""
     num_experts = sum(len(w) for w in w_gate_up)
     received = dispatch(x, topk_idx, topk_weights, num_experts)
     none: list[torch.Tensor | None] = [None] * len(x)
-    b_gate_up, b_down = biases or (none, none)
-    parts = zip(received, w_gate_up, w_down, b_gate_up, b_down, strict=True)
+    both_biases, both_scales = biases or (none, none), scales or (none, none)
+    parts = zip(received, w_gate_up, w_down, *both_biases, *both_scales, strict=True)
     y = [
-        sum_topk(expert_rows(r.x, r.topk_idx, up, down, b_up, b_dn, activation), r.topk_weights)
-        for r, up, down, b_up, b_dn in parts
+        sum_topk(
+            expert_rows(r.x, r.topk_idx, up, down, b_up, b_dn, activation, s_up, s_dn),
+            r.topk_weights,
+        )
+        for r, up, down, b_up, b_dn, s_up, s_dn in parts
     ]
     return combine(y, received, topk_idx, [len(part) for part in x], num_experts)

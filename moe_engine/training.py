@@ -42,18 +42,19 @@ class LayerTensors(NamedTuple):
     b_gate_up: torch.Tensor | None = None
     b_down: torch.Tensor | None = None
     activation: AnyActivation = "swiglu"
+    s_gate_up: torch.Tensor | None = None
+    s_down: torch.Tensor | None = None
 
     @property
     def inputs(self) -> LayerInputs:
         """As engines take them."""
-        x, topk_idx, topk_weights, (gate_up, down), *_ = self
-        weights = gate_up.by_parts(), down
-        biases = self.b_gate_up, self.b_down
-        return LayerInputs(x, topk_idx, topk_weights, *weights, *biases, self.activation)
+        weights, biases = (self.weights.gate_up.by_parts(), self.weights.down), self[4:6]
+        inputs = LayerInputs(*self[:3], *weights, *biases, self.activation)
+        return inputs._replace(s_gate_up=self.s_gate_up, s_down=self.s_down)
 
     @property
     def flat(self) -> tuple[torch.Tensor | None, ...]:
-        """All of them, as autograd takes them."""
+        """As autograd takes them, without scales, as e4m3 has no gradients."""
         return *self[:3], *self.weights.tensors, self.b_gate_up, self.b_down
 
     @property
@@ -230,7 +231,7 @@ def _forward(
         )
     save = chosen_policy(save, *inputs.w_down.shape[1:])
     with buffer._streams.call(None, options.async_finish) as call:
-        call.reads(*inputs[:-1])
+        call.reads(*inputs.tensors)
         packed = _packed(inputs)
         decided = described if all(map(operator.is_, packed, inputs)) else None
         out, saved, counts = engine.moe_ffn_forward(packed, save, is_captured, decided)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from typing import TYPE_CHECKING
 
 import torch
 
@@ -11,6 +12,17 @@ from .engines.base import LayerInputs, WeightGradients
 from .grouped_gemm import gemm_config
 from .lifecycle import BufferLifecycle, verb
 from .options import Options
+
+if TYPE_CHECKING:
+    from .buffer import Buffer
+
+
+def warm_layers(buffer: Buffer, inputs: LayerInputs) -> None:
+    """All layers of no tokens with these weights, x [0, H]. Collective."""
+    with torch.no_grad():
+        for max_tokens in layer_sizes(buffer.options, inputs):
+            buffer.moe_ffn(inputs, max_tokens=max_tokens)
+        warm_trained_layer(buffer, inputs)
 
 
 def layer_sizes(options: Options, inputs: LayerInputs) -> Iterator[int | None]:
@@ -31,8 +43,8 @@ def layer_sizes(options: Options, inputs: LayerInputs) -> Iterator[int | None]:
 
 @verb
 def warm_trained_layer(buffer: BufferLifecycle, inputs: LayerInputs) -> None:
-    """A layer of no tokens, x [0, H]: where a weight requires grad its forward and backward by each
-    policy, else where it runs in passes (`passes.py`) its forward. Collective."""
+    """Where a weight requires grad, a layer's forward and backward by each policy; else, where it
+    may run in passes (`passes.py`), its forward. Collective."""
     engine, weights = buffer._ready(), (inputs.w_gate_up, inputs.w_down)
     is_trained = any(one.requires_grad for one in weights)
     in_passes = buffer.options.num_passes(buffer.group_size) > 1

@@ -151,9 +151,10 @@ def layer(
     num_topk: int = TOPK,
     tiles: tuple[GemmConfig, GemmConfig] | None = None,
     like_gpt_oss: bool = False,
+    is_quantized: bool = False,
 ) -> dict[str, Launch]:
     """The launches of a fused layer, by name. tiles: of both GEMMs, in place of the chosen ones.
-    like_gpt_oss: with biases and its activation."""
+    like_gpt_oss: with biases and its activation. is_quantized: with e4m3 weights."""
     engine = kernel_engine(num_ranks, TOKENS, REGION_BYTES)
     x = torch.empty(TOKENS, HIDDEN, dtype=BF16)
     shape = EXPERTS // num_ranks, 2 * COLUMNS, HIDDEN
@@ -163,8 +164,16 @@ def layer(
         choose = mock.Mock(wraps=fused_layer.gemm_config, **chosen)
         with mock.patch.object(fused_layer, "gemm_config", choose):
             inputs = LayerInputs(x, *routing(num_topk), up, down)
+            inputs = with_scales(inputs) if is_quantized else inputs
             engine.moe_ffn(with_biases(inputs) if like_gpt_oss else inputs)
     return {launch.name: launch for launch in launches}
+
+
+def with_scales(inputs: LayerInputs) -> LayerInputs:
+    """The same layer with e4m3 weights."""
+    up, down = (w.to(FP8) for w in (inputs.w_gate_up, inputs.w_down))
+    scales = [torch.empty(len(w), *(-(-n // 128) for n in w.shape[1:])) for w in (up, down)]
+    return LayerInputs(*inputs[:3], up, down)._replace(s_gate_up=scales[0], s_down=scales[1])
 
 
 def with_biases(inputs: LayerInputs) -> LayerInputs:

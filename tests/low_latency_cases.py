@@ -11,6 +11,7 @@ from einops import rearrange
 from moe_engine import Buffer, Options
 from moe_engine import low_latency_reference as reference
 from moe_engine.emulation import PerRank
+from moe_engine.grouped_gemm.quantization import BLOCK, EXPONENT_BIAS
 
 FORMS = {
     "bf16": {"use_fp8": False},
@@ -74,8 +75,8 @@ def cast_back(rows, scales):
     if scales.dtype == torch.int32:
         shifts = torch.arange(0, 32, 8, dtype=torch.int32, device=scales.device)
         exponents = rearrange(scales[..., None] >> shifts & 255, "... i b -> ... (i b)")
-        scales = torch.exp2(exponents.float() - reference.EXPONENT_BIAS)
-    blocks = rearrange(rows.float(), "... (b c) -> ... b c", c=reference.BLOCK)
+        scales = torch.exp2(exponents.float() - EXPONENT_BIAS)
+    blocks = rearrange(rows.float(), "... (b c) -> ... b c", c=BLOCK)
     return rearrange(blocks * scales[..., None], "... b c -> ... (b c)").bfloat16()
 
 

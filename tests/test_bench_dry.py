@@ -10,6 +10,7 @@ from pathlib import Path
 from types import SimpleNamespace
 from unittest import mock
 
+import cases
 import pytest
 import torch
 from torch.overrides import TorchFunctionMode
@@ -126,6 +127,16 @@ def run_training(group) -> list[dict]:
     return lines
 
 
+def run_quantized_layer(group) -> list[dict]:
+    lines: list[dict] = []
+    with dry():
+        import quantized_layer
+
+        with mock.patch.object(quantized_layer, "send_message", lines.append):
+            quantized_layer.run_rank(group, [MODEL], [12], [4])
+    return lines
+
+
 def run_dispatch_combine(group) -> list[dict]:
     lines: list[dict] = []
     with dry():
@@ -179,6 +190,15 @@ def eager_of(lines: list[dict]) -> set[tuple[str, str]]:
     timed = [line for line in lines if line.get("eager_us") is not None]
     assert all(line["eager_us"] == 1000.0 for line in timed)
     return {(line["verb"], line["impl"]) for line in timed}
+
+
+@pytest.mark.parametrize("num_ranks", cases.slow_unless([(1,)], [1, 2]))
+def test_quantized_layer(pool, num_ranks):
+    lines = lines_of(pool, run_quantized_layer, num_ranks)
+    verbs = [line["verb"] for line in lines if line["dtype"] == "bf16"]
+    assert verbs == ["decode", "layer", "grouped_mlp"]
+    assert [line["ratio"] for line in lines if "ratio" in line] == [1.0] * 3
+    assert eager_of(lines) == {(verb, "moe_engine") for verb in verbs[:2]}
 
 
 @pytest.mark.parametrize(

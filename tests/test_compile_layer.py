@@ -72,6 +72,19 @@ def test_gemms_with_biases_do_not_spill(block_m):
 
 
 @of_this_triton
+@pytest.mark.skipif(TRACING, reason="recording takes some of the registers")
+@pytest.mark.parametrize("like_gpt_oss", [False, True])
+@pytest.mark.parametrize("block_m", cases.slow_unless([(64,)], [64, 32, 16]))
+def test_gemms_of_e4m3_do_not_spill(block_m, like_gpt_oss):
+    problem = [GemmProblem(torch.float8_e4m3fn, **PROBLEM, gated=gated) for gated in (True, False)]
+    tiles = tuple(next(candidates(one, block_m)) for one in problem)
+    made = launches.layer(tiles=tiles, is_quantized=True, like_gpt_oss=like_gpt_oss)
+    for name in ("dispatch_gemm", "staged_gemm", "quantize_rows"):
+        assert not made[name].compile().spills, name
+    assert "e4m3" in made["staged_gemm"].compile().ptx or block_m < 64
+
+
+@of_this_triton
 def test_what_runs_concurrently_with_a_gemm_finds_room():
     """On an SM: 65,536 registers, 228 KiB of shared memory, 1 KiB of it for each program."""
     up, down = gemms(configs(128, gated=True)[0], leave_room_for_sums(configs(128)[0]))

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 
+import graph_cases
 import pytest
 import torch
+import torch.distributed as dist
 from click.testing import Result
 from rich.console import Console
 from typer.testing import CliRunner
@@ -79,6 +82,20 @@ def test_answers_are_those_of_the_unsharded_model(
     assert answers[0].load.sum(1).tolist() == [4 * rows] * 2
 
 
+def run_by_graphs(group: dist.ProcessGroup, job: Job) -> Answers:
+    with graph_cases.graphs():
+        return run_rank(group, job)
+
+
+def test_answers_by_graphs_are_the_same(pool: RankPool, checkpoint: Path) -> None:
+    job = job_of(checkpoint, pool.device, 3)
+    plain = pool.run(run_rank, job, num_ranks=2)
+    replayed = pool.run(run_by_graphs, replace(job, cuda_graphs=True), num_ranks=2)
+    for one, other in zip(plain, replayed, strict=True):
+        assert one.tokens == other.tokens
+        assert torch.equal(one.load, other.load)
+
+
 def test_an_answer_ends_at_its_end_token(pool: RankPool, checkpoint: Path, tmp_path: Path) -> None:
     job = job_of(checkpoint, pool.device, 2)
     first = unsharded(checkpoint, job, [])[0]
@@ -130,6 +147,10 @@ def test_what_cannot_be_answered_is_refused_before_ranks_start(
         ((checkpoint,), "Missing option '--prompt'"),
         ((checkpoint, "--prompt=a", "--plot=/no/such/x.png"), "there is no folder /no/such"),
         ((checkpoint, "--prompt=a", "--max-new-tokens=0"), "--max-new-tokens"),
+        (
+            (checkpoint, "--prompt=a", "--cuda-graphs", "--backend=emulated"),
+            "CPU, which has no CUDA graphs",
+        ),
     ):
         done = call(*arguments)
         assert done.exit_code, arguments

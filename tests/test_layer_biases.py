@@ -244,6 +244,7 @@ def run_module(group: dist.ProcessGroup, *parts: Any) -> None:
     buffer = new_buffer(group, x, group.size() * len(up), idx.shape[1], 8)
     sizes = len(up), x.shape[1], down.shape[2], buffer, x.dtype
     module = MoEFeedForward(*sizes, requires_grad=True, bias=True, activation=GPT_OSS)
+    module.to(x.device)
     named = dict(module.named_parameters())
     assert list(named) == ["gate_up_proj", "down_proj", "gate_up_bias", "down_bias"]
     assert not named["gate_up_bias"].any()

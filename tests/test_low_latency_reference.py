@@ -12,6 +12,7 @@ import torch
 from low_latency_cases import cast_back
 
 from moe_engine import low_latency_reference as reference
+from moe_engine.grouped_gemm.quantization import cast
 
 
 def all_e4m3():
@@ -49,7 +50,7 @@ def blocks_of_every_size():
 @pytest.mark.parametrize("round_scale", [False, True])
 def test_cast_number_by_number(round_scale):
     x = blocks_of_every_size()
-    rows, scales = reference.cast(x, round_scale)
+    rows, scales = cast(x, round_scale)
     assert rows.dtype == torch.float8_e4m3fn
     assert (scales.dtype, tuple(scales.shape)) == (torch.float32, (8, 2))
     for row in range(8):
@@ -68,8 +69,8 @@ def test_cast_number_by_number(round_scale):
 
 def test_packed_scales_are_the_exponents_of_rounded_ones():
     x = blocks_of_every_size().reshape(2, 1024)
-    rows, scales = reference.cast(x, round_scale=True)
-    packed_rows, packed = reference.cast(x, round_scale=True, use_ue8m0=True)
+    rows, scales = cast(x, round_scale=True)
+    packed_rows, packed = cast(x, round_scale=True, use_ue8m0=True)
     assert (packed.dtype, tuple(packed.shape)) == (torch.int32, (2, 2))
     assert torch.equal(packed_rows.view(torch.uint8), rows.view(torch.uint8))
     for row in range(2):
@@ -83,7 +84,7 @@ def test_packed_scales_are_the_exponents_of_rounded_ones():
 
 def test_cast_of_no_rows():
     for packed, columns in ((False, 4), (True, 1)):
-        rows, scales = reference.cast(torch.empty(0, 512).bfloat16(), True, packed)
+        rows, scales = cast(torch.empty(0, 512).bfloat16(), True, packed)
         assert (tuple(rows.shape), tuple(scales.shape)) == ((0, 512), (0, columns))
 
 

@@ -5,6 +5,7 @@ import time
 from typing import Any
 
 import cases
+import graph_cases
 import pytest
 import torch
 import torch.distributed as dist
@@ -65,18 +66,21 @@ def write(model: Any, seed: int) -> list[Any]:
 
 
 @torch.inference_mode()
-def generate_apart(group: dist.ProcessGroup, seeds: list[int]) -> list[tuple[Any, Any]]:
+def generate_apart(
+    group: dist.ProcessGroup, seeds: list[int], cuda_graphs: bool
+) -> list[tuple[Any, Any]]:
     """For each seed, what the unsharded and the sharded model write; a rank calls `generate` as
     often as it likes within `join`, and alone once more on all ranks."""
     rank, model = dist.get_rank(group), build(Kind.MIXTRAL)
     mine = [seed * 100 + rank for seed in seeds]
     want = [(write(model, seed), once(model, seed)) for seed in mine]
-    buffer = shard_experts(model, group, max_tokens=MAX_TOKENS)
     got = []
-    for seed in mine:
-        with join(model):
-            found = write(model, seed)
-        got.append((found, once(model, seed)))
+    with graph_cases.graphs():
+        buffer = shard_experts(model, group, max_tokens=MAX_TOKENS, cuda_graphs=cuda_graphs)
+        for seed in mine:
+            with join(model):
+                found = write(model, seed)
+            got.append((found, once(model, seed)))
     unshard_experts(model)
     buffer.destroy()
     assert "generate" not in vars(model)
@@ -91,16 +95,20 @@ def once(model: Any, seed: int) -> list[Any]:
 
 
 @pytest.mark.parametrize(
-    ("num_ranks", "num_seeds"),
+    ("num_ranks", "num_seeds", "cuda_graphs"),
     [
-        *cases.slow_unless([(2, 2)], [1, 2, 4], [2]),
-        pytest.param(3, 50, marks=pytest.mark.soak),
+        *cases.slow_unless([(2, 2, False), (2, 2, True)], [1, 2, 4], [2], [False, True]),
+        pytest.param(3, 50, False, marks=pytest.mark.soak),
+        pytest.param(3, 50, True, marks=pytest.mark.soak),
     ],
 )
-def test_ranks_stop_when_they_like(pool: RankPool, num_ranks: int, num_seeds: int) -> None:
+def test_ranks_stop_when_they_like(
+    pool: RankPool, num_ranks: int, num_seeds: int, cuda_graphs: bool
+) -> None:
     if num_ranks > pool.num_ranks:
         pytest.skip(f"{num_ranks} ranks, and the pool has {pool.num_ranks}")
-    found = pool.run(generate_apart, list(range(num_seeds)), num_ranks=num_ranks)
+    seeds = list(range(num_seeds))
+    found = pool.run(generate_apart, seeds, cuda_graphs, num_ranks=num_ranks)
     num_calls = [{len(calls) for (calls, _), _ in ranks} for ranks in zip(*found, strict=True)]
     assert num_ranks == 1 or any(len(numbers) > 1 for numbers in num_calls)
     for rank in found:

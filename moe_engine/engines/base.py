@@ -7,11 +7,15 @@ from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple, Protocol
 
 import torch
+import triton
 
+from ..checks import check_contiguous, check_tensor
 from ..device.lang import INTERPRETED
 from ..dispatch import DispatchLayout, Received, Tokens
+from ..errors import DtypeError
 from ..grouped_gemm.activations import AnyActivation, num_parts
-from ..grouped_gemm.operands import Weights
+from ..grouped_gemm.operands import FP8, Weights, check_weights
+from ..grouped_gemm.quantization import BLOCK
 from ..prepared import Described
 from ..symm.device_context import DeviceContext
 
@@ -55,6 +59,23 @@ class LayerInputs(NamedTuple):
     b_gate_up: torch.Tensor | None = None
     b_down: torch.Tensor | None = None
     activation: AnyActivation = "swiglu"
+    s_gate_up: torch.Tensor | None = None
+    s_down: torch.Tensor | None = None
+
+    @property
+    def tensors(self) -> tuple[torch.Tensor | None, ...]:
+        """All of them."""
+        return *self[:7], *self[8:]
+
+    @property
+    def is_quantized(self) -> bool:
+        """Whether the weights are e4m3, with scales; then the experts' rows are cast to it."""
+        return self.s_gate_up is not None
+
+    @property
+    def operand_dtype(self) -> torch.dtype:
+        """Of weights, and of rows that are multiplied by them."""
+        return FP8 if self.is_quantized else self.x.dtype
 
     @property
     def parts(self) -> int:
@@ -64,12 +85,43 @@ class LayerInputs(NamedTuple):
     @property
     def up(self) -> Weights:
         """Of the first product."""
-        return Weights(self.w_gate_up, bias=self.b_gate_up)
+        return Weights(self.w_gate_up, self.s_gate_up, self.b_gate_up)
 
     @property
     def down(self) -> Weights:
         """Of the second one."""
-        return Weights(self.w_down, bias=self.b_down)
+        return Weights(self.w_down, self.s_down, self.b_down)
+
+
+def check_scales(inputs: LayerInputs) -> None:
+    """Raise unless both weights of a layer have scales or none, of a layer with rows in bf16."""
+    both = {"w_gate_up": inputs.up, "w_down": inputs.down}
+    missing = [name for name, weights in both.items() if weights.scale is None]
+    if len(missing) == 2:
+        return
+    if missing:
+        raise DtypeError(
+            f"{missing[0]} has no scales, and the other weights have: pass both in e4m3 with their "
+            "scales, as `quantize_weights` makes them, or none."
+        )
+    if inputs.x.dtype != torch.bfloat16:
+        raise DtypeError(
+            f"x is {str(inputs.x.dtype).removeprefix('torch.')} and the weights are e4m3, whose "
+            "layers take and give bf16. Pass x.bfloat16()."
+        )
+    for name, (w, scale, *_) in both.items():
+        assert scale is not None
+        blocks = [w.shape[0], *(triton.cdiv(size, BLOCK) for size in w.shape[1:])]
+        check_tensor(f"{name}[1]", scale, blocks, [torch.float32], inputs.x.device)
+        check_contiguous(f"{name}[1]", scale)
+
+
+def check_layer_weights(inputs: LayerInputs) -> None:
+    """Raise unless kernels can multiply by the weights, for rows as the layer multiplies them."""
+    like = inputs.x.new_empty(0, dtype=inputs.operand_dtype)
+    up, down, hidden = inputs.w_gate_up, inputs.w_down, inputs.x.shape[1]
+    check_weights(like, up, hidden, inputs.activation, inputs.s_gate_up, by_parts=True)
+    check_weights(like, down, down.shape[2], "none", inputs.s_down)
 
 
 LayerResult = tuple[torch.Tensor, torch.Tensor | None]

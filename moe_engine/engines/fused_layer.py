@@ -10,11 +10,14 @@ import torch
 
 from .. import combine, dispatch, routing
 from ..combine.fused_sum_kernels import LayerSums
+from ..combine.return_metadata_kernels import send_return_metadata_kernel
+from ..dispatch.exchange_kernels import exchange_fused_kernel
 from ..dispatch.fused_kernels import CopyLists
 from ..dispatch.place_rows_kernels import ExpertRowParts
 from ..grouped_gemm import gemm_config
 from ..grouped_gemm.config import GemmConfig
-from ..grouped_gemm.operands import Epilogue, Weights
+from ..grouped_gemm.operands import Epilogue, Rows, Weights
+from ..grouped_gemm.quantization import QuantizedRows
 from ..layer_config import LayerConfig
 from ..symm.slots import ReturnRowLayout, Slots
 from ..utils import round_up
@@ -42,13 +45,14 @@ def feed_forward(
     """
     x, topk_idx, topk_weights, w_gate_up, w_down, *_ = inputs
     layout = routing.layout(topk_idx, len(w_gate_up) * slots.num_ranks, slots)
-    tokens = dispatch.LayerTokens(x, topk_idx, topk_weights, layout)
+    tokens = dispatch.LayerTokens(x, topk_idx, topk_weights, layout, inputs.is_quantized)
     # Before the first launch that other ranks see: what is large enough to be refused.
     out, act = torch.empty_like(x), x.new_empty(max_expert_rows, w_down.shape[2])
     dispatched = dispatch_experts(tokens, inputs, act, config, slots)
     metadata = combine.send_return_metadata(dispatched, slots)
-    sums, num_rows = LayerSums(out, dispatched.rows), max_expert_rows // slots.num_ranks
-    combine_experts(act, inputs.down, sums, dispatched, metadata, num_rows, slots)
+    a, sums = down_rows(act, inputs, dispatched, slots), LayerSums(out, dispatched.rows)
+    num_rows = max_expert_rows // slots.num_ranks
+    combine_experts(a, inputs.down, sums, dispatched, metadata, num_rows, slots)
     return out, dispatched.offsets.counts
 
 
@@ -82,22 +86,26 @@ def send_rows(
     """Rows to the experts, after the exchange, and with_weights their weights; or rows where a plan
     has put those of an earlier call of the same tokens, whose weights and copies still lie there.
     """
-    rows = memory.rows
+    x, rows = tokens.x, memory.rows
+    if tokens.is_cast:
+        cast, rows = QuantizedRows.like(x), QuantizedRows.within(rows).memory
+        dispatch.quantize(x, cast, exchange_fused_kernel, slots)
+        x = cast.memory
     if plan is None:
         plan = dispatch.place_rows(tokens, offsets, memory.parts, slots, with_weights)
     begins = offsets.expert_offsets, offsets.remote_offsets
     schedule, counters = dispatch.staged_schedule(*begins, len(rows), block_m, config, slots)
-    dispatch.push_fused(tokens.x, plan, counters, config, slots)
+    dispatch.push_fused(x, plan, counters, config, slots)
     lists = CopyLists(plan.own_order, memory.copies)
-    dispatch.copy_rows(tokens.x, rows, lists, offsets, counters, config, slots)
-    return dispatch.Dispatched(tokens, rows, offsets, plan, schedule, counters, config)
+    dispatch.copy_rows(x, rows, lists, offsets, counters, config, slots)
+    return dispatch.Dispatched(tokens, memory.rows, offsets, plan, schedule, counters, config)
 
 
 def up_tiles(inputs: LayerInputs, num_rows: int, config: LayerConfig) -> GemmConfig:
     """The tiles of the up-projection, whose height is that of all tiles of the layer. num_rows:
     `LayerRows.balanced`."""
     tiles = gemm_config(inputs.w_gate_up, num_rows, inputs.activation)
-    return replace(tiles, group_m=config.group_m, num_splits=1)
+    return in_groups(tiles, config)
 
 
 def up_projection(
@@ -112,11 +120,30 @@ def up_projection(
     than those that were dispatched have arrived already."""
     act, pre = outputs
     epilogue, has_arrived = Epilogue(inputs.activation, pre=pre), rows is not dispatched.rows
-    dispatch.dispatch_gemm(rows, inputs.up, epilogue, act, dispatched, tiles, slots, has_arrived)
+    a = QuantizedRows.within(rows).operand if inputs.is_quantized else Rows(rows)
+    dispatch.dispatch_gemm(a, inputs.up, epilogue, act, dispatched, tiles, slots, has_arrived)
+
+
+def down_rows(
+    act: torch.Tensor,
+    inputs: LayerInputs,
+    dispatched: dispatch.Dispatched,
+    slots: Slots,
+    cast: torch.Tensor | None = None,
+) -> Rows:
+    """The rows of the down-projection, after the return metadata was sent: act [M, I], or these
+    cast to e4m3 for weights that are, into `cast` uint8 [M, B] of `QuantizedRows`, where it is
+    given."""
+    if not inputs.is_quantized:
+        return Rows(act)
+    out = QuantizedRows.like(act) if cast is None else QuantizedRows(cast, act.shape[1])
+    num_rows = dispatched.offsets.expert_offsets[-1:]
+    dispatch.quantize(act, out, send_return_metadata_kernel, slots, num_rows)
+    return out.operand
 
 
 def combine_experts(
-    a: torch.Tensor,
+    a: Rows,
     weights: Weights,
     sums: LayerSums,
     dispatched: dispatch.Dispatched,
@@ -129,7 +156,7 @@ def combine_experts(
     num_rows: `LayerRows.balanced`."""
     block_m = dispatched.schedule.block_m
     tiles = gemm_config(weights.w, num_rows, transposed=weights.transposed, block_m=block_m)
-    tiles = replace(tiles, group_m=dispatched.config.group_m, num_splits=1)
+    tiles = in_groups(tiles, dispatched.config)
     how = dispatched, metadata, leave_room_for_sums(tiles), slots, gradients
     combine.gemm_combine(a, weights, sums, *how)
 
@@ -164,6 +191,13 @@ class ExpertRows(NamedTuple):
         """Where the copies and the weights begin."""
         num_bytes = self.rows.nbytes
         return ExpertRowParts(num_bytes, num_bytes + round_up(self.copies.nbytes, 16))
+
+
+def in_groups(tiles: GemmConfig, config: LayerConfig) -> GemmConfig:
+    """Tiles as a layer walks them: in its groups, or in the larger ones of small tiles; 1 keeps its
+    meaning, one by one."""
+    group_m = max(config.group_m, tiles.group_m) if config.group_m > 1 else 1
+    return replace(tiles, group_m=group_m, num_splits=1)
 
 
 def leave_room_for_sums(tiles: GemmConfig) -> GemmConfig:

@@ -26,7 +26,6 @@ from ..dispatch import (
     programs_on_all_sms,
 )
 from ..errors import CapacityError, TooManyTokens
-from ..grouped_gemm import check_weights
 from ..layer_config import LayerChoices, LayerConfig, LayerProblem
 from ..prepared import Described
 from ..streams import ConcurrentReads
@@ -50,6 +49,7 @@ from .base import (
     LayerResult,
     Saved,
     WeightGradients,
+    check_layer_weights,
 )
 from .fused_layer import LayerRows, expert_rows_bytes, feed_forward
 
@@ -399,10 +399,8 @@ class KernelEngine(ContextEngine):
 
     def reserve_expert_rows(self, inputs: LayerInputs, *more: Any) -> None:
         """Before the first layer of a kind: memory for its expert rows. All ranks meet here."""
-        x, w_gate_up, w_down = inputs.x, inputs.w_gate_up, inputs.w_down
         # Before anything is sent: the other ranks could not know of a refusal afterwards.
-        check_weights(x, w_gate_up, x.shape[1], inputs.activation, by_parts=True)
-        check_weights(x, w_down, w_down.shape[2], "none")
+        check_layer_weights(inputs)
         rows = self.layer_rows(inputs)
         num_bytes = expert_rows_bytes(rows.most, rows.row.payload_bytes)
         self.slots.reserve_expert_rows(num_bytes, self._was_captured)

@@ -18,14 +18,17 @@ from ..device.ring import COUNT_MASK
 from ..dispatch.low_latency import LowLatencyTokens, low_latency_dispatch, new_received
 from ..dispatch.low_latency_receive_kernels import Received
 from ..errors import CapacityError
-from ..grouped_gemm import check_weights, gemm_config, tile_schedule
+from ..grouped_gemm import gemm_config, tile_schedule
 from ..grouped_gemm.launch import multiply
 from ..grouped_gemm.operands import Epilogue, Rows
+from ..grouped_gemm.quantization import QuantizedRows, quantize_launch
+from ..grouped_gemm.quantization_kernels import quantize_rows_kernel
+from ..launch import launch
 from ..options import Options
 from ..prepared import Described
 from ..symm.device_context import DeviceContext
 from ..symm.ring import MAX_LOCAL_EXPERTS, MAX_ROWS, LowLatencyRow, Ring, header_bytes
-from .base import ContextEngine, LayerInputs
+from .base import ContextEngine, LayerInputs, check_layer_weights
 
 Receive = Callable[[], None]
 Stats = tuple[torch.Tensor | None, torch.Tensor | None]
@@ -139,10 +142,11 @@ class LowLatency(ContextEngine):
     def _moe_ffn(self, inputs: LayerInputs, max_tokens: int, phases: str) -> torch.Tensor:
         x, topk_idx, topk_weights, w_gate_up, w_down, *_ = inputs
         # Before anything is sent: the other ranks could not know of a refusal afterwards.
-        check_weights(x, w_gate_up, x.shape[1], inputs.activation, by_parts=True)
-        check_weights(x, w_down, w_down.shape[2], "none")
+        check_layer_weights(inputs)
         num_experts = len(w_gate_up) * self.num_ranks
         row_format = "bf16" if x.dtype == torch.bfloat16 else "fp32"
+        if inputs.is_quantized:
+            row_format = "fp8"
         tokens = x, topk_idx, topk_weights
         sent = LowLatencyTokens(*tokens, max_tokens, num_experts, row_format)
         self._check_capacity(sent)
@@ -151,6 +155,7 @@ class LowLatency(ContextEngine):
         out, call = torch.empty_like(x), topk_idx.new_empty(1)
         act = x.new_empty(most_rows, w_down.shape[2])
         y = x.new_empty(most_rows, x.shape[1])
+        cast = QuantizedRows.like(act) if inputs.is_quantized else None
         received = new_received(sent, self.num_ranks, compact=True)
         assert len(received.x) == most_rows
         low_latency_dispatch(sent, received, None, None, phases, self.ring)
@@ -160,10 +165,16 @@ class LowLatency(ContextEngine):
         self.ring.context.step = "multiply"
         schedule = tile_schedule(received.counts, most_rows, up.block_m)
         first, second = Epilogue(inputs.activation), Epilogue()
-        multiply(Rows(received.x), inputs.up, first, schedule, most_rows, act, up)
-        multiply(Rows(act), inputs.down, second, schedule, most_rows, y, down)
-        rows = ExpertRows(y, topk_idx, None, received.returns, received.call, out)
-        low_latency_combine(rows, call, num_experts, None, phases, self.ring)
+        rows = Rows(received.x, scale=received.scales)
+        multiply(rows, inputs.up, first, schedule, most_rows, act, up)
+        rows = Rows(act)
+        if cast is not None:
+            grid, arguments, options = quantize_launch(act, cast, received.counts[-1:])
+            launch(quantize_rows_kernel, grid, *arguments, **options)
+            rows = cast.operand
+        multiply(rows, inputs.down, second, schedule, most_rows, y, down)
+        returned = ExpertRows(y, topk_idx, None, received.returns, received.call, out)
+        low_latency_combine(returned, call, num_experts, None, phases, self.ring)
         return out
 
     # --- Masked ranks ------------------------------------------------------------------------

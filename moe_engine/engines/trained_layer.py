@@ -36,7 +36,8 @@ from ..grouped_gemm.backward import (
 )
 from ..grouped_gemm.config import GemmConfig
 from ..grouped_gemm.launch import gemm_problem
-from ..grouped_gemm.operands import Weights
+from ..grouped_gemm.operands import Rows, Weights
+from ..grouped_gemm.quantization import QuantizedRows
 from ..layer_config import LayerConfig
 from ..prepared import Described, PreparedCalls
 from ..streams import record
@@ -49,7 +50,15 @@ from .base import (
     WeightGradientRows,
     WeightGradients,
 )
-from .fused_layer import ExpertRows, LayerRows, combine_experts, send_rows, up_projection, up_tiles
+from .fused_layer import (
+    ExpertRows,
+    LayerRows,
+    combine_experts,
+    down_rows,
+    send_rows,
+    up_projection,
+    up_tiles,
+)
 
 if TYPE_CHECKING:
     from .kernel import KernelEngine
@@ -75,11 +84,13 @@ class Sent(NamedTuple):
 
 class ForwardRows(NamedTuple):
     """What a forward makes of its expert rows: activations [M, I], and what it saves of the
-    pre-activations [M, 2I] and of the rows [M, H]."""
+    pre-activations [M, 2I] and of the rows [M, H]; memory for activations in e4m3, see
+    `QuantizedRows`, where the weights are."""
 
     act: torch.Tensor
     pre: torch.Tensor | None
     kept: torch.Tensor | None
+    cast: torch.Tensor | None
 
 
 def forward(
@@ -117,7 +128,10 @@ def forward(
         x.new_empty(room, columns),
         x.new_empty(room, inputs.parts * columns) if save in ("pre", "all") else None,
         x.new_empty(room, x.shape[1]) if save in ("rows", "all") else None,
+        None,
     )
+    if inputs.is_quantized:
+        rows = rows._replace(cast=QuantizedRows.like(rows.act).memory)
     last: dict[str, Any] = dict(sized=rows, described=described.more(sent))
     out: torch.Tensor = engine.call(_finish, inputs, exchanged, sent, **last)
     saved = Saved(save, (rows.pre, rows.kept), -1 if is_captured else num_rows)
@@ -164,9 +178,10 @@ def _finish(
         num_rows = exchanged.offsets.expert_offsets[-1:]
         kept = sized.kept, num_rows, send_return_metadata_kernel
         dispatch.keep_rows(step.memory.rows, *kept, slots)
+    a = down_rows(sized.act, inputs, dispatched, slots, sized.cast)
     sums = LayerSums(out, step.memory.rows)
     how = dispatched, metadata, step.expected.balanced, slots
-    combine_experts(sized.act, inputs.down, sums, *how)
+    combine_experts(a, inputs.down, sums, *how)
     return out
 
 
@@ -307,7 +322,7 @@ def _backward(
     by_parts = w_gate_up if has_parts(w_gate_up) else w_gate_up.unflatten(1, (inputs.parts, -1))
     weights = Weights(by_parts, transposed=True)
     returned = sums, sent, metadata, step.expected.balanced, slots
-    combine_experts(of_act.pre, weights, *returned, gradients)
+    combine_experts(Rows(of_act.pre), weights, *returned, gradients)
     if rows.kept_dy is not None:
         num_rows = sent.offsets.expert_offsets[-1:]
         dispatch.keep_rows(memory.rows, rows.kept_dy, num_rows, fused_sum_kernel, slots)
@@ -408,7 +423,8 @@ class Step(NamedTuple):
         if layout is None:
             num_experts = len(w_gate_up) * self.slots.num_ranks
             layout = routing.layout(topk_idx, num_experts, self.slots)
-        return dispatch.LayerTokens(x, topk_idx, topk_weights, layout)
+        is_cast = self.inputs.is_quantized
+        return dispatch.LayerTokens(x, topk_idx, topk_weights, layout, is_cast)
 
     def send(
         self,

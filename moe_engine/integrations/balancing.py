@@ -33,12 +33,8 @@ def record_counts(model: Any) -> Iterator[list[Tensor]]:
     All ranks of the group must do it for the same passes. What checkpoints compute again in a
     backward is not counted again.
     """
-    passes = share_of(experts_layers(model)[0]).passes
-    before, passes.counts = passes.counts, []
-    try:
-        yield passes.counts
-    finally:
-        passes.counts = before
+    with share_of(experts_layers(model)[0]).passes.counting() as counts:
+        yield counts
 
 
 @torch.no_grad()

@@ -76,17 +76,37 @@ class ForwardPasses:
         layer."""
         self._asked, self._last_layer = None, math.inf
 
-    def others_continue(self) -> bool:
-        """Whether another rank makes one more pass, which has begun here, too, if so.
+    def agree(self, num_tokens: int) -> int:
+        """Begin a pass to which this rank brings `num_tokens`: the most that any rank brings. The
+        pass is then made within `fixing` it, since its layers are not to ask again.
 
-        All ranks learn the same: that nobody has tokens any more, or that somebody has.
+        It is 0, on all ranks, where nobody makes one more pass.
         """
+        if self.fixed is not None:
+            return self.fixed
         if self._hosts is None:
-            return False
+            return num_tokens
         self.begin()
-        self._ask(0)
-        self._agreed, self._last_layer = self._answer(), -1
-        return self._agreed > 0
+        self._ask(num_tokens)
+        return self._answer()
+
+    @contextmanager
+    def fixing(self, max_tokens: int) -> Iterator[None]:
+        """Within the block no rank brings more than `max_tokens` to any pass, so none asks."""
+        before, self.fixed = self.fixed, max_tokens
+        try:
+            yield
+        finally:
+            self.fixed = before
+
+    @contextmanager
+    def counting(self) -> Iterator[list[Tensor]]:
+        """Within the block layers return their counts, into this list."""
+        before, self.counts = self.counts, []
+        try:
+            yield self.counts
+        finally:
+            self.counts = before
 
     def max_tokens(self, layer: int, x: Tensor) -> int:
         """The hint of `moe_ffn` for layer number `layer` and x [T, H]."""

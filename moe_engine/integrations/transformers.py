@@ -9,16 +9,17 @@ take part in every pass: one without tokens calls `join_empty(model)` instead. R
 need not make equally many steps: those that are done take part in the steps of the others, and so
 do all that leave a block `with join(model):`.
 Once per pass the hosts agree on the most tokens that any rank has, so that decode makes low-latency
-calls. They ask when the model is called, and its first layer of experts waits for the answer. In a
-CUDA graph they cannot ask, and `fix_max_tokens` gives the number. Without `torch.no_grad()` layers
-keep what their backward needs. `unshard_experts(model)` undoes it all, for saving.
+calls. They ask when the model is called, and its first layer of experts waits for the answer. With
+`shard_experts(..., cuda_graphs=True)` they ask before each replay of a decode step. In a capture of
+the caller's they cannot ask, and `fix_max_tokens` gives the number. Without `torch.no_grad()`
+layers keep what their backward needs. `unshard_experts(model)` undoes it all, for saving.
 """
 
 from __future__ import annotations
 
 import copy
 import itertools
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext, suppress
 from dataclasses import dataclass, replace
 from functools import partial
@@ -39,6 +40,7 @@ from ..layer import moe_ffn
 from ..sharded_weights import group_of, local
 from ..symm import default_group
 from ..utils import untraced
+from .decode_graphs import DecodeGraphs, check_graphs, generating, with_static_cache
 from .expert_parts import (
     callers,
     check_adapters,
@@ -141,9 +143,18 @@ class Share:
     implementation_before: str | None
     has_adapters: bool
     activation: Activation
+    graphs: DecodeGraphs | None = None
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Share:
-        return replace(self, passes=copy.deepcopy(self.passes, memo))
+        passes, graphs = copy.deepcopy((self.passes, self.graphs), memo)
+        return replace(self, passes=passes, graphs=graphs)
+
+    def join(self, most: int, call: Callable[[], None]) -> None:
+        """`call()`, a pass without tokens to which another rank brings `most`."""
+        if self.graphs is not None:
+            return self.graphs.join(most, call)
+        with self.passes.fixing(most):
+            call()
 
 
 def shard_experts(
@@ -153,6 +164,7 @@ def shard_experts(
     mesh: DeviceMesh | None = None,
     max_tokens: int = 4096,
     backend: str = "auto",
+    cuda_graphs: bool = False,
 ) -> Buffer:
     """Keep this rank's experts of every layer, in place, and run them through one new Buffer, which
     has room for the largest layer.
@@ -165,6 +177,8 @@ def shard_experts(
     With a `mesh` of one dimension, whose ranks are then the group, they are DTensors [E, ...] of
     these parts, Shard(0) on it, as torch's distributed checkpoint and `data_parallel` take them.
     They are new parameters, so an optimizer is made afterwards.
+    cuda_graphs: `generate` decodes by CUDA graphs, see `DecodeGraphs`, with a static cache unless
+    its arguments choose another; `model.forward.num_replays` counts these steps. Ranks may differ.
     From here on `state_dict` is this rank's share, and `save_pretrained` raises BackendError until
     `unshard_experts(model)`, except with a `state_dict` of the whole model.
     Raises BackendError for experts that have or do anything else, ShapeError if R does not divide E
@@ -172,11 +186,12 @@ def shard_experts(
     """
     group, rank, num_ranks = ranks_of(group, mesh)
     sizes = check_model(model, num_ranks, mesh)
+    check_graphs(model, cuda_graphs, backend)
     with selected(model) as before:
         buffer = Buffer.for_tokens(group, max_tokens, *sizes, backend=backend)
         passes = ForwardPasses(group, max_tokens)
         keep_share(model, rank, num_ranks, mesh)
-        connect(model, buffer, passes, before)
+        connect(model, buffer, passes, before, cuda_graphs)
     return buffer
 
 
@@ -238,15 +253,18 @@ def selected(model: Any) -> Iterator[str | None]:
         raise
 
 
-def connect(model: Any, buffer: Buffer, passes: ForwardPasses, before: str | None) -> None:
+def connect(
+    model: Any, buffer: Buffer, passes: ForwardPasses, before: str | None, cuda_graphs: bool = False
+) -> None:
     """Let layers that have this rank's share run through the Buffer. `before` is the implementation
     that `unshard_experts` selects."""
+    graphs = DecodeGraphs(generating(model), buffer, passes) if cuda_graphs else None
     layers, has_adapters = experts_layers(model), bool(lora_wrappers(model))
     for part in expert_parts(model):
         part.to_engine_form()
     for number, experts in enumerate(layers):
         activation = activation_of(experts)
-        experts.moe_share = Share(buffer, passes, number, before, has_adapters, activation)
+        experts.moe_share = Share(buffer, passes, number, before, has_adapters, activation, graphs)
     for part in _parts(model):
         part.save_pretrained = MethodType(_save, part)
         part.set_experts_implementation = MethodType(_set_implementation, part)
@@ -254,6 +272,8 @@ def connect(model: Any, buffer: Buffer, passes: ForwardPasses, before: str | Non
             part.generate = MethodType(_generate, part)
     if is_peft(model) and has_adapters:
         model.save_pretrained = MethodType(_save, model)
+    if graphs is not None:
+        generating(model).forward = graphs
     passes.begin_with(_whole(model, len(layers)))
 
 
@@ -270,6 +290,9 @@ def unshard_experts(model: Any) -> None:
     for part in (model, *_parts(model)):
         for name in ("save_pretrained", "set_experts_implementation", "generate"):
             vars(part).pop(name, None)
+        if share.graphs is not None and vars(part).get("forward") is share.graphs:
+            share.graphs.clear()
+            del part.forward
     for part in expert_parts(model):
         part.restore(share.passes.group)
     note_num_experts(model)
@@ -352,7 +375,8 @@ def join(model: Any) -> Iterator[None]:
     Raises BackendError within `fix_max_tokens`, where no rank tells the others that it continues.
     The idea is that of torch's `torch.distributed.algorithms.Join`.
     """
-    passes = share_of(experts_layers(model)[0]).passes
+    share = share_of(experts_layers(model)[0])
+    passes = share.passes
     if passes.fixed is not None:
         raise BackendError(
             "within fix_max_tokens ranks do not tell one another whether they continue: leave that "
@@ -363,15 +387,17 @@ def join(model: Any) -> Iterator[None]:
         yield
     finally:
         passes.num_joins -= 1
-    while passes.num_joins == 0 and passes.others_continue():
-        _pass_without_tokens(model)
+    while passes.num_joins == 0 and (most := passes.agree(0)):
+        share.join(most, partial(_pass_without_tokens, model))
 
 
 def _generate(model: Any, *args: Any, **more: Any) -> Any:
     """`generate` of ranks that need not make equally many steps, if nobody fixed these."""
     _check_drafts(model, args, more)
-    is_fixed = share_of(experts_layers(model)[0]).passes.fixed is not None
-    with nullcontext() if is_fixed else join(model):
+    share = share_of(experts_layers(model)[0])
+    if share.graphs is not None:
+        more = with_static_cache(model, args, more)
+    with join(model) if share.passes.fixed is None else nullcontext():
         return type(model).generate(model, *args, **more)
 
 
@@ -425,11 +451,8 @@ def fix_max_tokens(model: Any, max_tokens: int) -> Iterator[None]:
             "within `join`, and within `generate`, ranks tell one another their tokens, which "
             "fix_max_tokens would end: enter it before `generate`, and without `join`."
         )
-    before, passes.fixed = passes.fixed, max_tokens
-    try:
+    with passes.fixing(max_tokens):
         yield
-    finally:
-        passes.fixed = before
 
 
 @contextmanager

@@ -13,8 +13,9 @@ from __future__ import annotations
 import json
 import re
 from collections import defaultdict
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -26,6 +27,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from ..buffer import Buffer
 from ..errors import BackendError, CheckpointError
 from ..symm import exchange
+from .decode_graphs import check_graphs
 from .expert_parts import expert_parts, whole_state_dict
 from .forward_passes import ForwardPasses
 from .transformers import (
@@ -51,6 +53,7 @@ def load_sharded(
     mesh: DeviceMesh | None = None,
     max_tokens: int = 4096,
     backend: str = "auto",
+    cuda_graphs: bool = False,
     device: torch.device | str | None = None,
     model_class: Any = None,
     **more: Any,
@@ -61,8 +64,8 @@ def load_sharded(
     its host's memory nor on its GPU. `checkpoint` is a folder with safetensors, or the name of a
     repository that is then downloaded. `device` is the current GPU, or else the CPU; `model_class`
     the class that config.json names; `more` goes to its `from_pretrained`, as `dtype=` does, which
-    is that of the checkpoint otherwise. `group`, `mesh`, `max_tokens` and `backend` are those of
-    `shard_experts`, whose errors are raised before anything is read.
+    is that of the checkpoint otherwise. `group`, `mesh`, `max_tokens`, `backend` and
+    `cuda_graphs` are those of `shard_experts`, whose errors are raised before anything is read.
     Raises CheckpointError, on all ranks, for files or tensors that are missing, cut off or of other
     shapes; BackendError for quantized models, except with `**dequantize_options(checkpoint)`.
     """
@@ -70,14 +73,15 @@ def load_sharded(
     made: list[tuple[Any, Sizes]] = []
 
     def load() -> None:
-        made.append(_load(checkpoint, group, mesh, device, model_class, more))
+        check = partial(check_graphs, cuda_graphs=cuda_graphs, backend=backend)
+        made.append(_load(checkpoint, group, mesh, device, model_class, check, more))
 
     # All ranks learn of what one could not read, before any of them waits for another's Buffer.
     exchange(group, load, "loading a checkpoint", LOADING_S)
     [(model, sizes)] = made
     with selected(model) as before:
         buffer = Buffer.for_tokens(group, max_tokens, *sizes, backend=backend)
-        connect(model, buffer, ForwardPasses(group, max_tokens), before)
+        connect(model, buffer, ForwardPasses(group, max_tokens), before, cuda_graphs)
     return model, buffer
 
 
@@ -87,9 +91,11 @@ def _load(
     mesh: DeviceMesh | None,
     device: torch.device | str | None,
     model_class: Any,
+    check: Callable[[Any], None],
     more: dict[str, Any],
 ) -> tuple[Any, Sizes]:
-    """The model with this rank's experts, which nothing runs yet, and the sizes of its layers."""
+    """The model with this rank's experts, which nothing runs yet, and the sizes of its layers.
+    `check` may refuse the model, before anything is read."""
     from transformers import AutoConfig
 
     group, rank, num_ranks = ranks_of(group, mesh)
@@ -109,6 +115,7 @@ def _load(
         whole.__init__(self, config, *args, **kwargs)
         check_dequantized(folder, config)
         sizes.append(check_model(self, num_ranks, mesh))
+        check(self)
         keep_share(self, rank, num_ranks, of_loading)
 
     # Its name selects how transformers renames the checkpoint's tensors.

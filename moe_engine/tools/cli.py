@@ -25,6 +25,7 @@ from .option_checks import (
     check_columns,
     check_device,
     check_file,
+    check_graphs,
     check_installed,
     check_layer,
     check_picture,
@@ -171,6 +172,9 @@ def run(
     ranks: Ranks = None,
     dtype: Annotated[DType, typer.Option(help="Of the weights.")] = DType.AUTO,
     backend: ChosenBackend = Backend.AUTO,
+    cuda_graphs: Annotated[
+        bool, typer.Option("--cuda-graphs", help="Replay decode steps as CUDA graphs.")
+    ] = False,
     plot: Annotated[
         Path | None, typer.Option(help="Where to draw the load of each expert in each layer.")
     ] = None,
@@ -184,6 +188,8 @@ def run(
         check_picture(plot, "--plot")
     ranks, device = choose_ranks(ranks, backend)
     check_device(device)
+    if cuda_graphs:
+        check_graphs(device, backend)
     console = Console()
     folder, tokenizer = load_tokenizer(checkpoint)
     job = Job(
@@ -195,6 +201,7 @@ def run(
         device,
         dtype.value,
         backend.value,
+        cuda_graphs,
     )
     console.print(f"{ranks} ranks on {where(ranks, device)}, answer {len(prompt)} prompts.")
     answers = run_job(job, ranks, console)

@@ -250,7 +250,7 @@ def call_decode_layers(shape: ModelShape) -> None:
 
 def call_gemms(shape: ModelShape) -> None:
     """`grouped_mlp` of the experts' rows, forward and backward."""
-    _, _, _, up, down, b_up, b_down, activation = shape.inputs(1, *shape.weights())
+    _, _, _, up, down, b_up, b_down, activation, *_ = shape.inputs(1, *shape.weights())
     offsets = torch.zeros(shape.num_local + 1, dtype=torch.int32)
     for most in sizes(shape, lambda most: most):
         x = torch.empty(most * shape.num_topk, shape.hidden, dtype=shape.dtype)

@@ -34,7 +34,7 @@ Prompt = list[int]
 @dataclass(frozen=True)
 class Job:
     """What each rank does: up to `max_new_tokens` tokens for each prompt, greedily where the
-    temperature is 0."""
+    temperature is 0; `cuda_graphs` as of `shard_experts`."""
 
     folder: Path
     prompts: list[Prompt]
@@ -44,6 +44,7 @@ class Job:
     device: str
     dtype: torch.dtype | str
     backend: str
+    cuda_graphs: bool = False
 
 
 @dataclass
@@ -112,6 +113,7 @@ def run_rank(group: dist.ProcessGroup, job: Job) -> Answers:
     batches = [job.prompts[rank :: group.size()] for rank in range(group.size())]
     max_tokens = max(len(batch) * max(map(len, batch)) for batch in batches if batch)
     how: dict[str, Any] = dict(dtype=job.dtype, max_tokens=max_tokens, backend=job.backend)
+    how |= dict(cuda_graphs=job.cuda_graphs)
     model, buffer = load_sharded(job.folder, group, **how, **dequantize_options(job.folder))
     model.eval()
     mine = batches[group.rank()]

@@ -95,6 +95,17 @@ def check_device(device: str) -> None:
         check_installed("Triton's interpreter, for the CPU,", "emulation", "numpy")
 
 
+def check_graphs(device: str, backend: Backend) -> None:
+    """Refuse CUDA graphs where there are none."""
+    problem = None
+    if device == "cpu":
+        problem = "ranks run on the CPU, which has no CUDA graphs; leave it out"
+    elif backend is Backend.COLLECTIVE:
+        problem = "hosts wait in each layer of collective; choose another --backend"
+    if problem:
+        raise typer.BadParameter(problem, param_hint="--cuda-graphs")
+
+
 def known_model(model: str | None, ranks: int, num_gpus: int) -> str:
     """The model, or the default one. It must have a shape, and GPUs unless it is tiny."""
     from .timeline import SHAPES

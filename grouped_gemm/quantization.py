@@ -1,0 +1,151 @@
+"""Weights and rows in e4m3, with a scale for each 128 x 128 of a weight and for each 128 columns of
+a row, as in DeepSeek-V3 (section 3.3 of its report)."""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+import torch
+import triton
+from einops import rearrange, reduce
+
+from ..checks import check_tensor
+from ..device.constants import constants
+from ..device.lang import INTERPRETED
+from ..hardware import gpu
+from ..launch import Grid
+from ..utils import next_power_of_2, round_up
+from .operands import FP8, Rows
+from .quantization_kernels import QuantizedOut, QuantizedTile
+
+BLOCK = 128
+"""Rows and columns that share a scale."""
+E4M3_MAX = 448.0
+SMALLEST_AMAX = 1e-4
+"""A block's largest magnitude counts as at least this, so that zeros have a scale."""
+EXPONENT_BIAS = 127
+TILE_ITEMS, TILE_WARPS = 4096, 4
+"""What a program casts at a time."""
+
+
+def cast(
+    x: torch.Tensor, round_scale: bool = False, use_ue8m0: bool = False
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """x [..., H] in e4m3 and its scales, one per 128 columns: float32 [..., H/128], or with
+    use_ue8m0 int32 [..., H/512], four exponents + 127 each, the first in the lowest byte.
+
+    A scale is amax / 448, with round_scale the next power of two from there. Products are fp32,
+    e4m3 rounds to nearest even. Example, one block of zeros and a single 7.0: amax 7, scale
+    0.015625 either way, whose exponent is -6 (121 in UE8M0); the 7 becomes 448.
+    """
+    blocks = rearrange(x.float(), "... (b c) -> ... b c", c=BLOCK)
+    amax = reduce(blocks.abs(), "... b c -> ... b 1", "max").clamp_min(SMALLEST_AMAX)
+    scale = amax * amax.new_tensor(1 / E4M3_MAX)
+    factor = amax.new_tensor(E4M3_MAX) / amax
+    if round_scale:
+        mantissa, exponent = torch.frexp(scale)  # the mantissa lies in [0.5, 1)
+        exponent = torch.where(mantissa > 0.5, exponent, exponent - 1)
+        scale, factor = torch.exp2(exponent.float()), torch.exp2(-exponent.float())
+    rows = rearrange(blocks * factor, "... b c -> ... (b c)").to(FP8)
+    scales = scale.squeeze(-1)
+    if not use_ue8m0:
+        return rows, scales
+    assert round_scale, "only powers of two can be packed"
+    packed = (exponent.squeeze(-1) + EXPONENT_BIAS).to(torch.uint8).contiguous()
+    return rows, packed.view(torch.int32)
+
+
+def quantize_rows(x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """(e4m3 [M, K], float32 scales [M, K / 128 rounded up]) of rows x [M, K], as the engine casts
+    them: what `grouped_gemm` takes for x. A scale is the largest magnitude of 128 columns / 448."""
+    num_columns = x.shape[1]
+    padded = torch.nn.functional.pad(x, (0, -num_columns % BLOCK))
+    rows, scales = cast(padded)
+    return rows[:, :num_columns].contiguous(), scales
+
+
+def quantize_weights(w: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """(e4m3 [L, N, K], float32 scales [L, N / 128, K / 128], rounded up) of the weights of experts
+    w [L, N, K], bf16 or fp32: what `moe_ffn` and `grouped_gemm` take for them.
+
+    A scale is the largest magnitude of 128 x 128 / 448, so e4m3 x scale is w with 4 significant
+    bits: the relative error of an element is at most 1/16, that of values below 2**-6 of their
+    block's largest magnitude x 448 grows. Works an expert at a time: beside the result it takes
+    the memory of three of them in fp32.
+    """
+    check_tensor("w", w, ("L", "N", "K"), (torch.bfloat16, torch.float32))
+    num_experts, rows, columns = w.shape
+    blocks = triton.cdiv(rows, BLOCK), triton.cdiv(columns, BLOCK)
+    values = torch.empty_like(w, dtype=FP8, memory_format=torch.contiguous_format)
+    scales = w.new_empty((num_experts, *blocks), dtype=torch.float32)
+    for expert in range(num_experts):
+        padded = w.new_zeros(blocks[0] * BLOCK, blocks[1] * BLOCK, dtype=torch.float32)
+        padded[:rows, :columns] = w[expert]
+        tiles = rearrange(padded, "(i r) (j c) -> i j r c", r=BLOCK, c=BLOCK)
+        amax = reduce(tiles.abs(), "i j r c -> i j 1 1", "max").clamp_min(SMALLEST_AMAX)
+        scales[expert] = amax[:, :, 0, 0] / E4M3_MAX
+        quantized = rearrange(tiles * (E4M3_MAX / amax), "i j r c -> (i r) (j c)")
+        values[expert] = quantized[:rows, :columns].to(FP8)
+    return values, scales
+
+
+def dequantize(values: torch.Tensor, scales: torch.Tensor, num_rows: int = BLOCK) -> torch.Tensor:
+    """float32 [..., N, K]: e4m3 values times their scales, one for each num_rows (1 of rows, 128 of
+    weights) and 128 columns."""
+    rows, columns = values.shape[-2:]
+    wide = scales.repeat_interleave(num_rows, -2)[..., :rows, :]
+    return values.float() * wide.repeat_interleave(BLOCK, -1)[..., :columns]
+
+
+class QuantizedRows(NamedTuple):
+    """Rows [M, K] in e4m3 as they travel between ranks: memory uint8 [M, B], of which each row
+    holds K values, then its float32 scales."""
+
+    memory: torch.Tensor
+    depth: int
+
+    @classmethod
+    def within(cls, rows: torch.Tensor) -> QuantizedRows:
+        """In the memory of rows [M, K] in bf16, which is larger."""
+        num_rows, depth = rows.shape
+        row_bytes = quantized_bytes(depth)
+        memory = rows.view(-1).view(torch.uint8)[: num_rows * row_bytes]
+        return cls(memory.view(num_rows, row_bytes), depth)
+
+    @classmethod
+    def like(cls, rows: torch.Tensor) -> QuantizedRows:
+        """New memory for as many rows [M, K]."""
+        num_rows, depth = rows.shape
+        size = num_rows, quantized_bytes(depth)
+        return cls(rows.new_empty(size, dtype=torch.uint8), depth)
+
+    @property
+    def operand(self) -> Rows:
+        """As a GEMM takes them."""
+        begin = self.depth // 4
+        scale = self.memory.view(torch.float32)[:, begin : begin + triton.cdiv(self.depth, BLOCK)]
+        return Rows(self.memory[:, : self.depth].view(FP8), scale=scale)
+
+
+def quantized_bytes(depth: int) -> int:
+    """Bytes of a row of `QuantizedRows`, a multiple of 16; depth is one as well."""
+    return round_up(depth + 4 * triton.cdiv(depth, BLOCK), 16)
+
+
+def quantize_launch(
+    x: torch.Tensor, out: QuantizedRows, num_rows: torch.Tensor | None = None
+) -> tuple[Grid, tuple[Any, ...], dict[str, Any]]:
+    """(grid, arguments, options) of `quantize_rows_kernel`, which casts rows x [M, K], the first
+    num_rows int32 [1] of them, into `out`."""
+    most_rows, depth = x.shape
+    columns = min(1024, max(BLOCK, next_power_of_2(depth)))
+    rows = TILE_ITEMS // columns
+    values, _, scale = out.operand
+    assert scale is not None
+    to = QuantizedOut(
+        values.view(torch.int8), scale.view(torch.int32), values.stride(0), scale.stride(0)
+    )
+    num_tiles = triton.cdiv(most_rows, rows) * triton.cdiv(depth, columns)
+    grid = min(num_tiles, 2 if INTERPRETED else 8 * gpu(x.device).num_sms)
+    options = dict(TILE=constants(QuantizedTile(rows, columns)), num_warps=TILE_WARPS)
+    return (grid,), (x, num_rows, to, most_rows, depth), options

@@ -1,0 +1,27 @@
+"""Rows in e4m3, with a scale for each 128 columns."""
+
+import triton.language as tl
+
+from .lang import cast_e4m3, device_function
+
+
+@device_function
+def cast_row(row, FORMAT: tl.constexpr):
+    """(e4m3 bits [B], scales int32 [B / 128]) of a row. The scale of 128 columns is amax / 448,
+    where amax counts as at least 1e-4; for "rounded" and "ue8m0" it is the next power of 2 from
+    there. An int32 has the bits of a float32, or for "ue8m0" four exponents + 127."""
+    values = row.to(tl.float32).reshape(row.shape[0] // 128, 128)
+    amax = tl.maximum(tl.max(tl.abs(values), 1), 1e-4)
+    scale = amax * (1.0 / 448.0)
+    if FORMAT == "fp8":
+        inverse = tl.div_rn(tl.full(amax.shape, 448.0, tl.float32), amax)
+        scales = scale.to(tl.int32, bitcast=True)
+    else:
+        bits = scale.to(tl.int32, bitcast=True)
+        exponent = (bits >> 23) + tl.where((bits & 0x7FFFFF) != 0, 1, 0)
+        inverse = ((254 - exponent) << 23).to(tl.float32, bitcast=True)
+        scales = exponent << 23
+        if FORMAT == "ue8m0":
+            byte = tl.arange(0, 4)[None, :] * 8
+            scales = tl.sum(exponent.reshape(amax.shape[0] // 4, 4) << byte, 1)
+    return cast_e4m3(values * inverse[:, None]).reshape(row.shape[0]), scales
