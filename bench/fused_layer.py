@@ -14,6 +14,10 @@ sends nothing, and eager_ratio shows what the host costs.
 
 Verb `dispatch_gemm` is a layer up to the end of the up-projection; its ratio is that time over the
 up-projection alone, of rows that have arrived.
+
+With --capacity-factor, impl `moe_engine, passes` is the layer on a Buffer with room for so many
+times the rows of balanced routing: `passes` says in how many it runs, 1 where the rows have room. A
+graph always holds the call with all tokens and those of all slices.
 """
 
 from __future__ import annotations
@@ -29,7 +33,7 @@ import torch.distributed as dist
 import typer
 from _common import save, time_calls, time_eager, timed_pool
 from _deep_ep import NormalMode, deep_ep
-from _layer import ERROR, Experts, Tokens, relative_error
+from _layer import ERROR, Experts, Tokens, num_passes, relative_error
 
 from moe_engine import Buffer, LayerConfig, Options, moe_ffn, routing
 from moe_engine.dispatch import LayerTokens, release
@@ -79,6 +83,10 @@ def main(
     sweep: Annotated[bool, typer.Option(help="Times by the number of programs.")] = False,
     comet: Annotated[bool, typer.Option(help="COMET's own models and tokens.")] = False,
     only: Annotated[str, typer.Option(help="Only models whose name begins so.")] = "",
+    capacity_factor: Annotated[
+        float | None,
+        typer.Option(help="Also with room for so many times the rows of balanced routing."),
+    ] = None,
     path: Annotated[Path | None, typer.Option(help="Result file.")] = None,
 ) -> None:
     """Run the bench on `ranks` GPUs."""
@@ -93,10 +101,15 @@ def main(
 
         for part, shapes in (PARTS | {"comet": of_comet}).items():
             chosen = [shape for shape in shapes if asked[part] and shape.model.startswith(only)]
-            pool.run(run_rank, part, chosen, on_message=show)
+            pool.run(run_rank, part, chosen, capacity_factor, on_message=show)
 
 
-def run_rank(group: dist.ProcessGroup, part: str, shapes: list[Shape]) -> None:
+def run_rank(
+    group: dist.ProcessGroup,
+    part: str,
+    shapes: list[Shape],
+    capacity_factor: float | None = None,
+) -> None:
     """All shapes on one rank; rank 0 reports."""
     experts: Experts | None = None
     for shape in shapes:
@@ -104,7 +117,10 @@ def run_rank(group: dist.ProcessGroup, part: str, shapes: list[Shape]) -> None:
             experts = None  # before the next ones are made
             experts = Experts(group, shape.model)
         bench = Bench(group, shape, experts)
-        getattr(bench, "compare" if part in ("core", "skewed", "comet") else part)()
+        if part in ("core", "skewed", "comet"):
+            bench.compare(capacity_factor)
+        else:
+            getattr(bench, part)()
         bench.close()
 
 
@@ -122,14 +138,16 @@ class Bench:
             buffer.destroy()
         self.buffers.clear()
 
-    def layer(self, config: LayerConfig | None = None) -> Callable[[], torch.Tensor]:
-        """moe_ffn with this choice, or its own."""
+    def layer(
+        self, config: LayerConfig | None = None, capacity_factor: float | None = None
+    ) -> Callable[[], torch.Tensor]:
+        """moe_ffn with this choice, or its own, and with room for all rows, or for so many times
+        those of balanced routing."""
         experts = self.experts
-        buffer = Buffer.for_tokens(
-            self.group,
-            *(self.shape.tokens, experts.hidden, experts.num_experts, experts.num_topk),
-            options=Options(timeout_s=20.0, layer=config, decode_tokens=0),
-        )
+        sizes = self.shape.tokens, experts.hidden, experts.num_experts, experts.num_topk
+        how: dict[str, Any] = dict(layer=config, capacity_factor=capacity_factor)
+        options = Options(timeout_s=20.0, decode_tokens=0, **how)
+        buffer = Buffer.for_tokens(self.group, *sizes, options=options)
         self.buffers.append(buffer)
         tokens = self.tokens
         args = tokens.x, tokens.idx, tokens.weights, experts.up, experts.down, buffer
@@ -152,13 +170,13 @@ class Bench:
                     line[name] = round(line[name], digits)
             send_message(fields | line)
 
-    def compare(self) -> None:
-        """Ours as it chooses, ours unfused, the GEMMs alone, and the all-to-all."""
+    def compare(self, capacity_factor: float | None) -> None:
+        """Ours as it chooses, in passes, ours unfused, the GEMMs alone, and the all-to-all."""
         ours = self.layer()
         out, want = ours(), self.nccl()
         error = relative_error(out, want)
         assert error < ERROR, error
-        del out, want
+        del want
         choice = self.buffers[0].layer_config(self.experts.up, self.experts.num_topk)
         gemm_us = self.time(self.gemms())
         ours_us = self.time(ours)
@@ -175,6 +193,8 @@ class Bench:
             num_comm_sms=choice.num_push_programs,
             **time_eager([ours], self.group, ours_us),
         )
+        if capacity_factor is not None:
+            self.compare_passes(capacity_factor, out, ours_us)
         us = self.time(self.layer(UNFUSED))
         self.send(impl="moe_engine_unfused", us=us, ratio_to="moe_engine", ratio=us / ours_us)
         self.compare_eager("nccl", self.nccl, ours_us)
@@ -187,6 +207,21 @@ class Bench:
             assert error < ERROR, error
             self.compare_eager("deep_ep", layer, ours_us)
             theirs.close()
+
+    def compare_passes(self, capacity_factor: float, want: torch.Tensor, ours_us: float) -> None:
+        """Ours with room for so many times the rows of balanced routing."""
+        layer = self.layer(capacity_factor=capacity_factor)
+        error = relative_error(layer(), want)
+        assert error < ERROR, error
+        self.tokens.x.requires_grad_()
+        passes = num_passes(layer())
+        self.tokens.x.requires_grad_(False)
+        us = self.time(layer)
+        self.buffers[-1].check()
+        fields: dict[str, Any] = dict(ratio_to="moe_engine", ratio=us / ours_us, error=error)
+        fields |= dict(capacity_factor=capacity_factor, passes=passes)
+        eager = time_eager([layer], self.group, us)
+        self.send(impl="moe_engine, passes", us=us, **fields, **eager)
 
     def compare_eager(self, impl: str, call: Callable[[], torch.Tensor], ours_us: float) -> None:
         """A layer that no graph can hold, against ours in a graph."""

@@ -6,7 +6,9 @@ gradient, on as many rows in expert order as this rank's experts receive. `torch
 adds up the rows as well, which is a whole layer of one rank; `nccl` is sort, all-to-all of one
 copy per (token, expert), the same GEMMs and back, on several. impl moe_engine has a line for each
 save policy; its ratio is its time over torch's, that of other impls their time over that of
-moe_engine with "auto".
+moe_engine with "auto". With --capacity-factor, impl `moe_engine, passes` is the layer on a Buffer
+with room for so many times the rows of balanced routing: `passes` says in how many it runs, 1 where
+the rows have room.
 
 us is that of forward and backward from Python, by CUDA events around a loop; forward_us is that of
 the forward alone. host_us is the time until Python goes on, from an idle GPU; it has the wait for
@@ -19,6 +21,7 @@ share.
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from statistics import median
 from time import perf_counter
@@ -30,7 +33,7 @@ import triton
 import triton.language as tl
 import typer
 from _common import save, silu_mul_kernel, time_eager, timed_pool
-from _layer import Experts, Tokens, relative_error
+from _layer import Experts, Tokens, num_passes, relative_error
 
 from moe_engine import Buffer, Options, moe_ffn
 from moe_engine.emulation import send_message
@@ -40,6 +43,8 @@ TOKENS = 4096, 8192
 POLICIES = "auto", "none", "pre", "rows", "all"
 ERROR = 1.2e-2
 """The largest relative difference of two gradients in bf16, which round differently."""
+IN_PASSES = "moe_engine, passes"
+HOST_CALLS = 20
 Run = Callable[[], list[torch.Tensor]]
 
 
@@ -101,21 +106,48 @@ class AllToAll(torch.autograd.Function):
 class Layer:
     """A model's layer on one rank, with gradients, and each way through it."""
 
-    def __init__(self, group: dist.ProcessGroup, experts: Experts, num_tokens: int):
+    def __init__(
+        self,
+        group: dist.ProcessGroup,
+        experts: Experts,
+        num_tokens: int,
+        capacity_factor: float | None = None,
+    ):
         self.group, self.experts = group, experts
         self.tokens = Tokens(group, experts.model, num_tokens, "uniform", dist.get_rank(group))
         self.x = self.tokens.x.requires_grad_()
         self.weights = self.tokens.weights.requires_grad_()
         self.leaves = self.x, self.weights, experts.up, experts.down
         self.dy = torch.randn_like(self.x)
-        options = Options(timeout_s=20.0, decode_tokens=0)
         sizes = num_tokens, experts.hidden, experts.num_experts, experts.num_topk
-        self.buffer = Buffer.for_tokens(group, *sizes, options=options)
+        self.buffers = []
+        for factor in [None] if capacity_factor is None else [None, capacity_factor]:
+            options = Options(timeout_s=20.0, decode_tokens=0, capacity_factor=factor)
+            self.buffers.append(Buffer.for_tokens(group, *sizes, options=options))
 
-    def ours(self, policy: str) -> torch.Tensor:
+    def ours(self, buffer: Buffer, policy: str) -> torch.Tensor:
         up, down = self.leaves[2:]
-        args = self.x, self.tokens.idx, self.weights, up, down, self.buffer
-        return moe_ffn(*args, save=policy)
+        return moe_ffn(self.x, self.tokens.idx, self.weights, up, down, buffer, save=policy)
+
+    def ways(self) -> dict[str, Callable[[], torch.Tensor]]:
+        """The layer by each policy, and in passes, by impl; "auto" first."""
+        roomy, *small = self.buffers
+        names = {one: "moe_engine" if one == "auto" else f"moe_engine, {one}" for one in POLICIES}
+        found = {name: partial(self.ours, roomy, one) for one, name in names.items()}
+        if small:
+            found[IN_PASSES] = partial(self.ours, *small, "auto")
+        return found
+
+    def passes(self) -> dict[str, Any]:
+        """The fields of a line that say how the layer runs in passes."""
+        buffer = self.buffers[-1]
+        number = num_passes(self.ours(buffer, "auto"))
+        return {"capacity_factor": buffer.options.capacity_factor, "passes": number}
+
+    def close(self) -> None:
+        for buffer in self.buffers:
+            buffer.check()
+            buffer.destroy()
 
     def multiply(self, rows: torch.Tensor, ends: torch.Tensor) -> torch.Tensor:
         """The experts by torch."""
@@ -176,6 +208,10 @@ class Layer:
 def main(
     ranks: Annotated[int, typer.Option(help="GPUs to use.")] = 1,
     only: Annotated[str, typer.Option(help="Only models whose name begins so.")] = "",
+    capacity_factor: Annotated[
+        float | None,
+        typer.Option(help="Also with room for so many times the rows of balanced routing."),
+    ] = None,
     path: Annotated[Path | None, typer.Option(help="Result file.")] = None,
 ) -> None:
     """Run the bench on `ranks` GPUs."""
@@ -183,12 +219,12 @@ def main(
     def show(rank: int, line: dict[str, Any]) -> None:
         save("training", path, **line)
         what = f"{line['model']:13} {line['tokens']:5} {line['impl']:18} {line['us']:8.0f} us"
-        more = {key: line.get(key) for key in ("forward_us", "ratio", "host_us")}
+        more = {key: line.get(key) for key in ("forward_us", "ratio", "host_us", "passes")}
         print(what, more, f"{(line['peak_bytes'] or 0) / 2**20:.0f} MiB", flush=True)
 
     with timed_pool(ranks, timeout_s=540) as pool:
         models = [model for model in MODELS if model.startswith(only)]
-        pool.run(run_rank, models, on_message=show)
+        pool.run(run_rank, models, capacity_factor, on_message=show)
 
 
 def memory(run: Run, forward: Callable[[], torch.Tensor]) -> dict[str, int]:
@@ -211,9 +247,9 @@ def largest_error(one: torch.Tensor, other: torch.Tensor) -> float:
 
 
 def host_us(run: Run) -> float:
-    """See above: the median of 20."""
+    """See above: the median of HOST_CALLS."""
     times = []
-    for _ in range(20):
+    for _ in range(HOST_CALLS):
         torch.cuda.synchronize()
         since = perf_counter()
         run()
@@ -222,14 +258,16 @@ def host_us(run: Run) -> float:
     return round(median(times), 1)
 
 
-def run_rank(group: dist.ProcessGroup, models: list[str]) -> None:
+def run_rank(
+    group: dist.ProcessGroup, models: list[str], capacity_factor: float | None = None
+) -> None:
     """All points on one rank; rank 0 reports."""
     for model in models:
         experts = Experts(group, model)
         for weight in (experts.up, experts.down):
             weight.requires_grad_()
         for num_tokens in TOKENS:
-            measure(Layer(group, experts, num_tokens))
+            measure(Layer(group, experts, num_tokens, capacity_factor))
         del experts
         torch.cuda.empty_cache()
 
@@ -248,24 +286,26 @@ def measure(layer: Layer) -> None:
         return float(time_eager([run], group)["eager_us"] or 0)
 
     by_sort = layer.gradients(layer.sorted)
-    runs = {one: layer.gradients(lambda one=one: layer.ours(one)) for one in POLICIES}
     want, errors = by_sort(), {}
-    for policy, run in runs.items():
-        errors[policy] = max(map(largest_error, run(), want))
-        assert errors[policy] < ERROR, errors
-    del want
+    for impl, forward in layer.ways().items():
+        found = layer.gradients(forward)()
+        errors[impl] = max(map(largest_error, found, want))
+        assert errors[impl] < ERROR, errors
+    del found, want
     gemm_us = time(layer.gemms())
     ours_us = 0.0
-    for policy, run in runs.items():
-        us, error = time(run), errors[policy]
+    for impl, forward in layer.ways().items():
+        run = layer.gradients(forward)
+        us = time(run)
         ours_us = ours_us or us
-        line: dict[str, Any] = dict(ratio_to="torch", ratio=round(us / gemm_us, 3), error=error)
-        line |= memory(run, lambda policy=policy: layer.ours(policy))
-        if policy == "auto":
-            line |= {"forward_us": time(lambda: layer.ours("auto")), "host_us": host_us(run)}
-        send(f"moe_engine, {policy}" if policy != "auto" else "moe_engine", us, **line)
-    layer.buffer.check()
-    layer.buffer.destroy()
+        ratio = dict(ratio_to="torch", ratio=round(us / gemm_us, 3), error=errors[impl])
+        line: dict[str, Any] = ratio | memory(run, forward)
+        if impl in ("moe_engine", IN_PASSES):
+            line |= {"forward_us": time(forward), "host_us": host_us(run)}
+        if impl == IN_PASSES:
+            line |= layer.passes()
+        send(impl, us, **line)
+    layer.close()
     ratio = dict(ratio_to="moe_engine", ratio=round(gemm_us / ours_us, 3))
     send("torch", gemm_us, host_us=host_us(layer.gemms()), **ratio)
     us = time(by_sort)

@@ -6,7 +6,7 @@ from typing import Any, NamedTuple
 import triton
 import triton.language as tl
 
-from ..device.context import RANK, ROLE_COPY, ROLE_PUSH, ROLE_UP
+from ..device.context import RANK, ROLE_COPY, ROLE_KEEP, ROLE_PUSH, ROLE_UP
 from ..device.lang import (
     as_pointer,
     begin_span,
@@ -250,6 +250,7 @@ def keep_rows_kernel(
     pdl_launch_dependents(PDL)
     end = tl.where(is_broken(context), 0, tl.load(num_rows))
     program, num_programs = tl.program_id(0), tl.num_programs(0)
+    since = begin_span()
     for first in range(program * SIZES.BLOCK_ROWS, end, num_programs * SIZES.BLOCK_ROWS):
         index = (first + tl.arange(0, SIZES.BLOCK_ROWS)).to(tl.int64)
         # fmt: off
@@ -258,6 +259,7 @@ def keep_rows_kernel(
             ticks(), 0, SIZES.ALIGNED, SIZES.BLOCK_VECS,
         )
         # fmt: on
+    end_span(ROLE_KEEP, program, since, context)
 
 
 @device_function

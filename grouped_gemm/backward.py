@@ -363,7 +363,10 @@ def launch_bias_weight_gradient(
 
 
 def launch_row_weight_gradient(
-    out: ActivationGradients, offsets: torch.Tensor, max_rows: int
+    out: ActivationGradients,
+    offsets: torch.Tensor,
+    max_rows: int,
+    trace: TracedRole | None = None,
 ) -> None:
     """Add up out.sums, if there are any, into out.row_weight, where experts have up to max_rows
     rows in all."""
@@ -373,7 +376,7 @@ def launch_row_weight_gradient(
     launch(
         _row_weight_gradient_kernel,
         (min(triton.cdiv(max_rows, SUM_ROWS), gpu(offsets.device).num_sms),),
-        *(out.sums, out.row_weight, offsets, offsets.numel() - 1, num_rows, num_sums),
+        *(out.sums, out.row_weight, offsets, offsets.numel() - 1, num_rows, num_sums, trace),
         BLOCK=SUM_ROWS,
         shares_sms=True,
     )

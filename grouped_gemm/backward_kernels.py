@@ -166,6 +166,7 @@ def _row_weight_gradient_kernel(
     num_experts,
     max_rows,
     num_sums,
+    trace,  # TracedRole, or None
     BLOCK: tl.constexpr,
     PDL: tl.constexpr,
 ):
@@ -174,6 +175,7 @@ def _row_weight_gradient_kernel(
     first."""
     pdl_wait(PDL)
     end = tl.minimum(tl.load(offsets + num_experts), max_rows).to(tl.int32)
+    since = begin_span()
     for first in range(tl.program_id(0) * BLOCK, max_rows, tl.num_programs(0) * BLOCK):
         rows = first + tl.arange(0, BLOCK)
         total = tl.zeros((BLOCK,), tl.float32)
@@ -181,6 +183,8 @@ def _row_weight_gradient_kernel(
             at = sums + max_rows.to(tl.int64) * index + rows
             total += tl.load(at, mask=rows < end, other=0.0)
         tl.store(out + rows, total, mask=rows < max_rows)
+    if trace is not None:
+        end_span(trace.role, tl.program_id(0), since, trace.context)
 
 
 @triton.jit(do_not_specialize=["max_rows", "N"])

@@ -25,6 +25,7 @@ from .options import DEFAULT_OPTIONS, Config, Options, check_num_sms, sizes_for_
 from .streams import EventHandle, EventOverlap
 from .symm.slots import ReturnRowLayout, SlotLayout
 from .utils import round_up
+from .warm_up import warm_layers
 
 
 class Buffer(LowLatencyVerbs):
@@ -388,7 +389,7 @@ class Buffer(LowLatencyVerbs):
         """Compile on all ranks together what calls of this shape need: layout, dispatch, combine;
         low-latency dispatch and combine, where the Buffer has memory for them; with weights, a
         layer's (w_gate_up [L, 2I, H], w_down [L, H, I]), `moe_ffn` at all sizes, with these biases
-        and this activation. Collective.
+        and this activation, and its backward if one of them requires grad. Collective.
 
         Without it the first call of a shape does so, under a deadline 5 minutes longer; with the
         kernels of `moe-engine compile` nothing is left to compile.
@@ -410,9 +411,7 @@ class Buffer(LowLatencyVerbs):
             with suppress(CapacityError):  # it has memory for other calls, of layers
                 self._warm_low_latency(x, idx, num_experts)
         if weights is not None:
-            for max_tokens in (None, 1):
-                inputs = LayerInputs(x, idx, idx.float(), *weights, *biases, activation)
-                self.moe_ffn(inputs, max_tokens=max_tokens)
+            warm_layers(self, LayerInputs(x, idx, idx.float(), *weights, *biases, activation))
         self.check()
 
     def internode_dispatch(self, *args: Any, **kwargs: Any) -> Any:

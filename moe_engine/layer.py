@@ -11,9 +11,9 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from .buffer import Buffer
 from .checks import PAYLOAD_DTYPES, check_at_least, check_dtype, check_flag, shown
-from .engines.base import LayerInputs
 from .errors import BackendError, DtypeError, RoutingError, ShapeError
 from .grouped_gemm.activations import SWIGLU, AnyActivation, check_layer_activation, num_parts
+from .passes import may_take_passes
 from .sharded_weights import arrived, group_of, local, sharded
 from .streams import EventOverlap
 from .training import LayerOptions, LayerTensors, trained_layer, wants_gradients
@@ -213,7 +213,7 @@ def _begin(
     is_trained = wants_gradients(x, *args.flat[2:])
     if s_gate_up is not None:
         _check_quantized(layout, is_trained)
-    if is_trained or _may_take_passes(inputs := args.inputs, buffer, options):
+    if is_trained or may_take_passes(inputs := args.inputs, buffer, options):
         options = options if is_trained else options._replace(save="none", wgrad=None)
         out, event, counts, error = trained_layer(args, buffer, options)
         if error is not None:
@@ -228,30 +228,12 @@ def _begin(
         raise
 
 
-def _may_take_passes(inputs: LayerInputs, buffer: Buffer, options: LayerOptions) -> bool:
-    """Whether rows of experts may have no room, see `passes.py`; by low-latency calls they have."""
-    if buffer.options.capacity_factor is None or buffer.backend == "collective":
-        return False
-    if buffer.options.num_passes(buffer.group_size) == 1:
-        return False
-    buffer._check_layer(inputs)
-    x, topk_idx, _, w_gate_up, *_ = inputs
-    most_tokens = buffer._most_tokens(x, topk_idx, w_gate_up, options.max_tokens)
-    return bool(options.return_counts) or not most_tokens
-
-
 def _is_operator(buffer: Buffer, w_gate_up: Operand, wgrad: Wgrad) -> bool:
     """Whether a layer is called as an operator here, if it `_is_plain`. There is one for layers of
     kernels, with gate and up in one tensor, whose gradients go to autograd."""
     if not (torch.compiler.is_compiling() or has_modes()):
         return False
     has_kernels = isinstance(buffer, Buffer) and buffer.backend != "collective"
-    if has_kernels and buffer.options.num_passes(buffer.group_size) > 1:
-        raise BackendError(
-            "a Buffer with capacity_factor may run a layer in passes, which are no operators of "
-            "compiled code and of modes of torch: pass Options(capacity_factor=None), or call the "
-            "layer outside of them."
-        )
     return has_kernels and isinstance(w_gate_up, torch.Tensor) and wgrad is None
 
 

@@ -2,12 +2,16 @@
 what modes of torch see, such as that of selective checkpointing.
 
 Elsewhere a layer is a node of autograd (`training.py`), which can also return an event, and take
-objects. Here the Buffer is its `id`, and what is saved is among the results, with a
-size that is known when the rows have come.
+objects. Here the Buffer is its `id`, and what is saved is among the results, with a size that is
+known when the rows have come: of a layer in passes (`passes.py`) that of all its calls, one after
+the other. `num_rows` tells them apart: the rows of the call with all tokens and of each slice,
+NOT_MADE for calls that were not made, or whose rows had no room.
 """
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from functools import partial
 from typing import Any
 
 import torch
@@ -17,6 +21,15 @@ from .buffer import Buffer
 from .engines.base import Saved
 from .lifecycle import live_buffer
 from .operators import gradient, operator, operators
+from .passes import (
+    NOTHING,
+    Pass,
+    Trained,
+    backward_in_passes,
+    forward_in_passes,
+    may_take_passes,
+    passes_of_slices,
+)
 from .training import (
     LayerOptions,
     LayerTensors,
@@ -33,6 +46,8 @@ from .weight_gradients import LayerWeights
 from .weight_layouts import GateUp
 
 TENSORS = "Tensor x, Tensor topk_idx, Tensor topk_weights, Tensor w_gate_up, Tensor w_down"
+NOT_MADE = -2
+"""In place of a number of rows, which is -1 in a capture."""
 OPTIONS = "int buffer_id, int? max_tokens, str layout"
 
 
@@ -69,43 +84,99 @@ def _fake_layer(x: Tensor, *args: Any) -> tuple[Tensor, Tensor]:
 @operator(f"moe_ffn({TENSORS}, {OPTIONS}, bool return_counts) -> (Tensor, Tensor)", _fake_layer)
 def _layer(*args: Any) -> tuple[Tensor, Tensor]:
     *parts, buffer_id, max_tokens, layout, return_counts = args
-    inputs = _tensors(tuple(parts), layout).inputs
-    out, _, counts = live_buffer(buffer_id).moe_ffn(inputs, False, max_tokens, return_counts)
-    return out, inputs.x.new_empty(0, dtype=torch.int32) if counts is None else counts
+    tensors, buffer = _tensors(tuple(parts), layout), live_buffer(buffer_id)
+    options = LayerOptions(max_tokens, "none", None, return_counts)
+    if may_take_passes(tensors.inputs, buffer, options):
+        _, (out, _, counts, _) = _run_passes(buffer, tensors, options)
+    else:
+        out, _, counts = buffer.moe_ffn(tensors.inputs, False, max_tokens, return_counts)
+    return out, tensors.x.new_empty(0, dtype=torch.int32) if counts is None else counts
+
+
+def _run_passes(
+    buffer: Buffer, tensors: LayerTensors, options: LayerOptions
+) -> tuple[list[Pass], Trained]:
+    """See `forward_in_passes`; RoutingError once all calls are made."""
+    passes, done = forward_in_passes(buffer, tensors, options, run_forward)
+    if done.error is not None:
+        raise done.error
+    return passes, done
 
 
 # --- With gradients ------------------------------------------------------------------------------
 
 
+def _most_calls(buffer: Buffer) -> int:
+    """Of a layer: one with all tokens, and where it may take passes one of each slice."""
+    num_passes = buffer.options.num_passes(buffer.group_size)
+    return 1 if num_passes == 1 else 1 + num_passes
+
+
 def _fake_forward(*args: Any) -> tuple[Tensor, ...]:
     x, _, _, _, w_down, buffer_id, _, _, save = args
-    num_experts = len(w_down) * live_buffer(buffer_id).group_size
+    buffer = live_buffer(buffer_id)
+    num_experts, most_calls = len(w_down) * buffer.group_size, _most_calls(buffer)
     num_rows: Any = 0 if save == "none" else torch.library.get_ctx().new_dynamic_size(min=1)
     return (
         torch.empty_like(x),
         x.new_empty((num_experts,), dtype=torch.int32),
         x.new_empty((num_rows if save in ("pre", "all") else 0, 2 * w_down.shape[2])),
         x.new_empty((num_rows if save in ("rows", "all") else 0, x.shape[1])),
-        torch.empty((), dtype=torch.int64, device="cpu"),
+        torch.empty(most_calls, dtype=torch.int64, device="cpu"),
+        x.new_empty((int(most_calls > 1),), dtype=torch.int32),
     )
 
 
 @operator(
     f"moe_ffn_forward({TENSORS}, {OPTIONS}, str save) "
-    "-> (Tensor out, Tensor counts, Tensor pre, Tensor rows, Tensor num_rows)",
+    "-> (Tensor out, Tensor counts, Tensor pre, Tensor rows, Tensor num_rows, Tensor overflow)",
     _fake_forward,
 )
 def _forward(*args: Any) -> tuple[Tensor, ...]:
     *parts, buffer_id, max_tokens, layout, save = args
     options = LayerOptions(max_tokens, save, None, True)
     options.check()
-    tensors = _tensors(tuple(parts), layout)
-    out, saved, counts, _ = run_forward(live_buffer(buffer_id), tensors, options)
-    x, (pre, rows) = tensors.x, saved.tensors
+    tensors, buffer = _tensors(tuple(parts), layout), live_buffer(buffer_id)
+    passes, (out, _, counts, _) = _run_passes(buffer, tensors, options)
     assert counts is not None
-    pre = x.new_empty(0, 2 * tensors.weights.down.shape[2]) if pre is None else pre
-    rows = x.new_empty(0, x.shape[1]) if rows is None else rows
-    return out, counts, pre, rows, torch.tensor(saved.num_rows, device="cpu")
+    x, overflow = tensors.x, passes[0].saved.overflow
+    pre, rows = zip(*(one.saved.tensors for one in passes), strict=True)
+    numbers, begin = [NOT_MADE] * _most_calls(buffer), 0 if passes[0].tokens is None else 1
+    numbers[begin : begin + len(passes)] = [one.saved.num_rows for one in passes]
+    if not isinstance(overflow, Tensor):  # of which the host knows
+        overflow = x.new_empty(int(len(numbers) > 1), dtype=torch.int32)
+    return (
+        *(out, counts),
+        _joined(pre, x, 2 * tensors.weights.down.shape[2]),
+        _joined(rows, x, x.shape[1]),
+        *(torch.tensor(numbers, device="cpu"), overflow),
+    )
+
+
+def _joined(parts: Sequence[Tensor | None], x: Tensor, columns: int) -> Tensor:
+    """What calls have saved, one after the other; no rows if that is nothing."""
+    saved = [one for one in parts if one is not None]
+    if not saved:
+        return x.new_empty(0, columns)
+    return saved[0] if len(saved) == 1 else torch.cat(saved)
+
+
+def _passes(
+    buffer: Buffer, topk_idx: Tensor, save: str, kept: Sequence[Tensor | None], *more: Tensor
+) -> list[Pass]:
+    """The passes of which `_forward` has returned what they saved; more: num_rows, overflow."""
+    numbers, overflow = more[0].tolist(), more[1]
+    is_captured = numbers[0] == -1 and len(numbers) > 1
+    every = [Pass(None, NOTHING)]
+    if len(numbers) > 1:
+        every += passes_of_slices(buffer, topk_idx, overflow if is_captured else 0)
+    made = [pair for pair in zip(every, numbers, strict=True) if pair[1] != NOT_MADE]
+    sizes = [max(1, number) for _, number in made]
+    parts = [[None] * len(made) if one is None else one.split(sizes) for one in kept]
+    return [
+        one._replace(saved=Saved(save, tensors, number, True, overflow if is_captured else 0))
+        for (one, number), tensors in zip(made, zip(*parts, strict=True), strict=True)
+    ]
 
 
 def _fake_backward(dy: Tensor, *args: Any) -> tuple[Tensor, ...]:
@@ -118,18 +189,19 @@ def _fake_backward(dy: Tensor, *args: Any) -> tuple[Tensor, ...]:
 
 @operator(
     f"moe_ffn_backward(Tensor dy, {TENSORS}, Tensor pre, Tensor rows, Tensor num_rows, "
-    "int buffer_id, str layout, str save, bool of_gate_up, bool of_down) "
+    "Tensor overflow, int buffer_id, str layout, str save, bool of_gate_up, bool of_down) "
     "-> (Tensor, Tensor, Tensor, Tensor)",
     _fake_backward,
 )
 def _backward(dy: Tensor, *args: Any) -> tuple[Tensor, ...]:
-    *parts, pre, rows, num_rows, buffer_id, layout, save, of_gate_up, of_down = args
-    tensors, wanted = _tensors(tuple(parts), layout), (of_gate_up, of_down)
+    *parts, pre, rows, num_rows, overflow, buffer_id, layout, save, of_gate_up, of_down = args
+    tensors, buffer = _tensors(tuple(parts), layout), live_buffer(buffer_id)
     kept = pre if save in ("pre", "all") else None, rows if save in ("rows", "all") else None
-    saved = Saved(save, kept, int(num_rows))
-    args = live_buffer(buffer_id), None, wanted, dy, tensors, saved
-    dx, dw, _, grads, *_ = run_backward(*args)
-    return dx, dw, *(dy.new_empty(0) if one is None else one for one in grads)
+    passes = _passes(buffer, tensors.topk_idx, save, kept, num_rows, overflow)
+    run = partial(run_backward, buffer, None, (of_gate_up, of_down))
+    found = backward_in_passes(dy, tensors, passes, run)
+    grads = (dy.new_empty(0) if one is None else one for one in found.grads)
+    return found.dx, found.topk_weights, *grads
 
 
 def _save(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:

@@ -7,10 +7,10 @@ each rank have room: then they go, and the layer is done. If not, that call send
 slices follow, each in a call of its own. In a CUDA graph they always follow: where the first call
 was enough, their ids are -1, and they send nothing.
 
-Example, 2 ranks of 2 experts, capacity_factor 1, so 2 passes, and 4 tokens with one expert each:
-there is room for 2 * 2 * 1 rows on a rank. [0], [1], [2], [3] on both ranks bring 4 rows to each,
-and take one call. [0], [1], [1], [3] on both ranks bring 6 rows to rank 0: after a call that sends
-nothing, tokens 0 and 1 of both ranks bring it 4 rows, then tokens 2 and 3 bring it 2.
+Example, 2 ranks of 2 experts, capacity_factor 1, so 2 passes, and 8 tokens with one expert each:
+there is room for 2 * 4 * 1 rows on a rank. Experts 0 0 1 1 2 2 3 3 on both ranks bring 8 rows to
+each, and take one call. 0 0 0 1 1 1 3 3 on both ranks bring 12 rows to rank 0: after a call that
+sends nothing, tokens 0 to 3 of both ranks bring it 8 rows, then tokens 4 to 7 bring it 4.
 """
 
 from __future__ import annotations
@@ -22,9 +22,16 @@ import torch
 from torch import Tensor
 
 from .buffer import Buffer
-from .engines.base import BiasGradients, LaterWeightGradients, Saved, WeightGradients
+from .engines.base import (
+    BiasGradients,
+    LaterWeightGradients,
+    LayerInputs,
+    Saved,
+    WeightGradients,
+)
 from .errors import RoutingError
 from .streams import EventOverlap
+from .symm.slots import slice_size
 from .weight_gradients import Grads
 
 if TYPE_CHECKING:
@@ -62,7 +69,7 @@ class Pass(NamedTuple):
         return tensors._replace(x=x, topk_idx=ids, topk_weights=topk_weights)
 
 
-NOTHING = Saved("none", ())
+NOTHING = Saved("none", (None, None))
 
 
 class Trained(NamedTuple):
@@ -87,6 +94,18 @@ class PassGradients(NamedTuple):
     biases: BiasGradients = BiasGradients()
 
 
+def may_take_passes(inputs: LayerInputs, buffer: Buffer, options: LayerOptions) -> bool:
+    """Whether rows of experts may have no room; by low-latency calls they have."""
+    if buffer.options.capacity_factor is None or buffer.backend == "collective":
+        return False
+    if buffer.options.num_passes(buffer.group_size) == 1:
+        return False
+    buffer._check_layer(inputs)
+    x, topk_idx, _, w_gate_up, *_ = inputs
+    most_tokens = buffer._most_tokens(x, topk_idx, w_gate_up, options.max_tokens)
+    return bool(options.return_counts) or not most_tokens
+
+
 def forward_in_passes(
     buffer: Buffer, tensors: LayerTensors, options: LayerOptions, forward: Forward
 ) -> tuple[list[Pass], Trained]:
@@ -95,15 +114,8 @@ def forward_in_passes(
     overflow = first.saved.overflow
     if not isinstance(overflow, Tensor) and not overflow:
         return [first], all_tokens
-    num_passes, num_tokens = buffer.options.num_passes(buffer.group_size), len(tensors.x)
-    size, made = -(-num_tokens // num_passes), []
-    for number in range(num_passes):
-        begin, end = (min(n * size, num_tokens) for n in (number, number + 1))
-        tokens, ids = slice(begin, end), None
-        if isinstance(overflow, Tensor):
-            ids = torch.where(overflow > 0, tensors.topk_idx[tokens], -1)
-        one = Pass(tokens, NOTHING, ids)
-        made.append(_forward_pass(buffer, tensors, options, forward, one))
+    slices = passes_of_slices(buffer, tensors.topk_idx, overflow)
+    made = [_forward_pass(buffer, tensors, options, forward, one) for one in slices]
     every = [(first, all_tokens), *made]
     for _, done in every:
         done.event.current_stream_wait()
@@ -113,6 +125,19 @@ def forward_in_passes(
     passes, parts = zip(*(every if isinstance(overflow, Tensor) else made), strict=True)
     out = _joined(overflow, [done.out for done in parts])
     return list(passes), Trained(out, EventOverlap(), total, error)
+
+
+def passes_of_slices(buffer: Buffer, topk_idx: Tensor, overflow: Tensor | int) -> list[Pass]:
+    """A pass for each slice of the tokens, which has saved nothing yet. overflow: see `Saved`."""
+    num_passes, num_tokens = buffer.options.num_passes(buffer.group_size), len(topk_idx)
+    size, made = slice_size(num_tokens, num_passes), []
+    for number in range(num_passes):
+        begin, end = (min(n * size, num_tokens) for n in (number, number + 1))
+        tokens, ids = slice(begin, end), None
+        if isinstance(overflow, Tensor):
+            ids = torch.where(overflow > 0, topk_idx[tokens], -1)
+        made.append(Pass(tokens, NOTHING, ids))
+    return made
 
 
 def _forward_pass(

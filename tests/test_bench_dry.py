@@ -26,6 +26,7 @@ from _common import FIELDS
 MODEL = "qwen3-30b"
 SIZES = 8, 256, 128, 2
 """E, H, I, K."""
+TOKENS = 16
 ERROR = 2e-2
 """Largest relative error of results of few numbers."""
 
@@ -87,6 +88,8 @@ def dry() -> Iterator[None]:
 
     cuda = {"Event": Clock, "synchronize": lambda: None, "_sleep": lambda cycles: None}
     cuda |= {"empty_cache": lambda: None, "device_count": lambda: 8}
+    cuda |= {"reset_peak_memory_stats": lambda: None, "max_memory_allocated": lambda: 1 << 20}
+    cuda |= {"memory_allocated": lambda: 0}
     package = SimpleNamespace(Buffer=TheirBuffer)
     TheirBuffer.get_dispatch_config = staticmethod(deep_eps_config)
     with (
@@ -107,9 +110,20 @@ def run_fused_layer(group) -> list[dict]:
     with dry():
         import fused_layer
 
-        shapes = [fused_layer.Shape(MODEL, 12)]
+        shapes = [fused_layer.Shape(MODEL, TOKENS)]
         with mock.patch.multiple(fused_layer, send_message=lines.append, ERROR=ERROR):
-            fused_layer.run_rank(group, "core", shapes)
+            fused_layer.run_rank(group, "core", shapes, capacity_factor=1.0)
+    return lines
+
+
+def run_training(group) -> list[dict]:
+    lines: list[dict] = []
+    with dry():
+        import training
+
+        sizes = dict(TOKENS=(TOKENS,), ERROR=ERROR, HOST_CALLS=1)
+        with mock.patch.multiple(training, send_message=lines.append, **sizes):
+            training.run_rank(group, [MODEL], capacity_factor=1.0)
     return lines
 
 
@@ -193,10 +207,39 @@ def test_quantized_layer(pool, num_ranks):
 )
 def test_fused_layer(pool, num_ranks):
     lines = lines_of(pool, run_fused_layer, num_ranks)
-    impls = "torch", "moe_engine", "nccl", "deep_ep"
+    impls = "torch", "moe_engine", "moe_engine, passes", "nccl", "deep_ep"
     assert eager_of(lines) == {("layer", impl) for impl in impls}
-    (ours,) = (line for line in lines if line["impl"] == "moe_engine")
-    assert ours["eager_ratio"] == 1.0
+    for impl in impls[1:3]:
+        assert by_impl(lines)[impl]["eager_ratio"] == 1.0
+    check_passes(lines, num_ranks)
+
+
+def by_impl(lines: list[dict]) -> dict[str, dict]:
+    """The lines of a bench with one for each impl."""
+    found = {line["impl"]: line for line in lines}
+    assert len(found) == len(lines)
+    return found
+
+
+def check_passes(lines: list[dict], num_ranks: int) -> None:
+    """One line is of a layer in passes, which the tokens of several ranks need."""
+    (line,) = (line for line in lines if "passes" in line)
+    assert line["impl"] == "moe_engine, passes"
+    assert (line["capacity_factor"], line["passes"]) == (1.0, num_ranks)
+
+
+@pytest.mark.parametrize(
+    "num_ranks", [pytest.param(1, marks=pytest.mark.soak), pytest.param(2, marks=pytest.mark.slow)]
+)
+def test_training(pool, num_ranks):
+    lines = lines_of(pool, run_training, num_ranks)
+    policies = {f"moe_engine, {one}" for one in ("none", "pre", "rows", "all", "passes")}
+    whole = "torch_layer" if num_ranks == 1 else "nccl"
+    assert by_impl(lines).keys() == policies | {"moe_engine", "torch", whole}
+    timed = {impl for impl, line in by_impl(lines).items() if "forward_us" in line}
+    assert timed == {"moe_engine", "moe_engine, passes", whole}
+    assert all(line["us"] == 1000.0 for line in lines)
+    check_passes(lines, num_ranks)
 
 
 @pytest.mark.slow

@@ -10,12 +10,13 @@ from moe_engine import MoEFeedForward, moe_ffn
 from moe_engine.emulation import PerRank
 
 
-def run_compiled(group, how, *parts):
+def run_compiled(group, how, options, *parts):
     """Whether a compiled layer, its gradients and its counts are those of one that is not; for two
     numbers of tokens."""
     torch._dynamo.reset()
     x, idx, weights, up, down, dy = on_device(parts)
-    buffer = new_buffer(group, x, group.size() * len(up), idx.shape[1], 16)
+    sizes = group.size() * len(up), idx.shape[1], 16
+    buffer = new_buffer(group, x, *sizes, **options)
     module = MoEFeedForward(*up.shape[::2], down.shape[2], buffer, x.dtype, requires_grad=True)
     module = module.to(x.device)
 
@@ -56,5 +57,15 @@ WAYS = {}, {"save": "none"}
 )
 def test_a_compiled_layer_is_a_plain_layer(pool, how):
     parts = [PerRank(part) for part in make_case(2, [6, 5], num_local=2, num_topk=2)]
-    for same in pool.run(run_compiled, how, *parts, num_ranks=2):
+    for same in pool.run(run_compiled, how, {}, *parts, num_ranks=2):
+        assert same == [True] * 18
+
+
+@pytest.mark.slow
+def test_a_compiled_layer_runs_in_passes(pool):
+    """Of 16 tokens, all of rank 0's experts; and of 14, whose slices are as large."""
+    parts = make_case(2, [16, 16], num_local=2, num_topk=2, kind="empty_rank")
+    options = {"capacity_factor": 1.0, "decode_tokens": 0}
+    per_rank = map(PerRank, parts)
+    for same in pool.run(run_compiled, {"save": "pre"}, options, *per_rank, num_ranks=2):
         assert same == [True] * 18

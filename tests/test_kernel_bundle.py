@@ -6,21 +6,41 @@ import json
 import os
 import subprocess
 import sys
+import warnings
 from dataclasses import replace
-from functools import cache
+from functools import cache, partial
+from types import SimpleNamespace
 from unittest import mock
 
 import pytest
 import torch
+import triton
 from hypothesis import HealthCheck, Phase, given, settings
 from hypothesis import strategies as st
 from typer.testing import CliRunner
 
-from moe_engine import Activation, BackendError, ShapeError, kernel_bundle
+from moe_engine import (
+    Activation,
+    BackendError,
+    Buffer,
+    Options,
+    ShapeError,
+    kernel_bundle,
+    moe_ffn,
+)
+from moe_engine import passes as layer_passes
 from moe_engine.cuda_driver import Binary
+from moe_engine.emulation import RankPool
+from moe_engine.engines.base import WeightGradients
 from moe_engine.expert_major import sum_rows, take_rows
 from moe_engine.kernel_bundle import MANIFEST, PACKAGE, Bundle, Variant, entry, from_entry
+from moe_engine.passes import PassGradients, backward_in_passes, forward_in_passes
+from moe_engine.streams import EventOverlap
 from moe_engine.tools import cli, compile
+from moe_engine.tools.lone_rank import kernel_engine
+from moe_engine.training import LayerOptions, LayerTensors
+from moe_engine.weight_gradients import LayerWeights
+from moe_engine.weight_layouts import GateUp
 
 SHAPE = compile.ModelShape(16, 256, 128, 4, 4, max_tokens=512)
 CPU_ONLY = pytest.mark.skipif(torch.cuda.is_available(), reason="stands in for a GPU")
@@ -53,6 +73,39 @@ def test_buffers_of_any_size_find_their_kernels(most):
     ):
         found = compile.variants(SHAPE, 90)
     assert not {variant.name for key, variant in found.items() if key not in needed()}
+
+
+def call_in_passes(count, shape):
+    """A layer of `count` tokens as in a graph, where its slices follow, and its backward."""
+    buffer = SimpleNamespace(options=Options(capacity_factor=1), group_size=shape.num_ranks)
+    engine = kernel_engine(shape.num_ranks, count, shape.region_bytes(count), capacity=1.0)
+    x, idx, weights, up, down, *_ = shape.inputs(count, *shape.weights())
+    layer = LayerTensors(x, idx, weights, LayerWeights(GateUp.of(up, "concatenated"), down))
+
+    def forward(_, tensors, options):
+        made = engine.moe_ffn_forward(tensors.inputs, options.save, is_captured=True)
+        return *made, EventOverlap()
+
+    def backward(dy, tensors, saved, earlier):
+        into = WeightGradients(up.clone(), down.clone(), earlier is not None)
+        of_x, of_weights, later, _ = engine.moe_ffn_backward(dy, tensors.inputs, saved, into)
+        return PassGradients(of_x, of_weights, later, (), into)
+
+    passes, _ = forward_in_passes(buffer, layer, LayerOptions(save="none"), forward)
+    assert len(passes) == 1 + shape.num_ranks
+    backward_in_passes(x.clone(), layer, passes, backward)
+
+
+@settings(phases=[Phase.generate], max_examples=2)
+@given(count=st.integers(1, SHAPE.max_tokens))
+def test_layers_in_passes_find_their_kernels(count):
+    """For each slice, wherever it begins: 3 ids of a token take no multiple of 16 bytes."""
+    shape = replace(SHAPE, num_topk=3)
+    with mock.patch.dict(compile.CALLS, {"in passes": partial(call_in_passes, count)}, clear=True):
+        found = compile.variants(shape, 90)
+    exchange = [one.name for one in found.values() if "exchange_fused" in one.name]
+    assert len(exchange) == 1
+    assert not {variant.name for key, variant in found.items() if key not in needed(shape)}
 
 
 @settings(phases=[Phase.generate], max_examples=2)
@@ -354,3 +407,63 @@ def test_no_compiler_is_started(tmp_path):
     )
     print(done.stdout)
     assert done.returncode == 0, done.stderr
+
+
+def train_in_passes(group):
+    """How many calls two layers with gradients made: one that saves, and one in a graph."""
+
+    def refuse(*args, **kwargs):
+        raise AssertionError("a compiler was started")
+
+    x = torch.randn(64, 256, dtype=torch.bfloat16, device="cuda", requires_grad=True)
+    idx = torch.rand(64, 8, device="cuda").topk(4).indices  # all to the experts of rank 0
+    weights = torch.rand(64, 4, device="cuda")
+    up = torch.randn(8, 256, 256, dtype=torch.bfloat16, device="cuda", requires_grad=True)
+    down = torch.randn(8, 256, 128, dtype=torch.bfloat16, device="cuda", requires_grad=True)
+    leaves, graph = (x, up, down), torch.cuda.CUDAGraph()
+    options = Options(capacity_factor=1, decode_tokens=0)
+    buffer = Buffer.for_tokens(group, 64, 256, 16, 4, options=options)
+
+    def train(save):
+        y = moe_ffn(x, idx, weights, up, down, buffer, save=save)
+        return torch.autograd.grad(y, leaves, torch.ones_like(y))
+
+    calls = mock.Mock(wraps=layer_passes._forward_pass)
+    with (
+        mock.patch.object(triton, "compile", refuse),
+        mock.patch.object(triton.compiler.compiler, "compile", refuse),
+        mock.patch.object(layer_passes, "_forward_pass", calls),
+        warnings.catch_warnings(),
+    ):
+        warnings.simplefilter("error", RuntimeWarning)
+        for save in ("pre", "rows", "none"):
+            train(save)
+        torch.cuda.synchronize()
+        torch.distributed.barrier(group)
+        with torch.cuda.graph(graph):
+            train("none")
+        graph.replay()
+        buffer.check()
+    torch.distributed.barrier(group)
+    del graph
+    buffer.destroy()
+    return calls.call_count
+
+
+@pytest.mark.gpu
+@pytest.mark.timeout(600)
+def test_no_compiler_is_started_for_passes(tmp_path):
+    """Forward and backward, eagerly and in a graph, on two ranks."""
+    major, minor = torch.cuda.get_device_capability()
+    shape, arch = compile.ModelShape(16, 256, 128, 4, 2, max_tokens=64), 10 * major + minor
+    with mock.patch.dict(compile.CALLS, {"layer": compile.call_layers}, clear=True):
+        needed_here = compile.variants(shape, arch)
+    list(compile.write(tmp_path, needed_here, arch, os.cpu_count() or 1))
+    env = {
+        "MOE_ENGINE_KERNELS": str(tmp_path),
+        "TRITON_CACHE_DIR": str(tmp_path / "empty"),
+        "PATH": "/nowhere",
+        "CC": "/nowhere/cc",
+    }
+    with RankPool(2, "cuda", timeout_s=240, env=env) as ranks:
+        assert ranks.run(train_in_passes) == [4 * (1 + 2)] * 2

@@ -31,7 +31,7 @@ LAYERS = (
     ("combine",),
     ("engines",),
     (
-        *("handles", "debug_checks", "lifecycle", "low_latency_verbs", "buffer"),
+        *("handles", "debug_checks", "lifecycle", "warm_up", "low_latency_verbs", "buffer"),
         *("elastic_handle", "elastic_checks", "elastic"),
     ),
     ("weight_layouts", "sharded_weights", "weight_gradients", "passes", "training"),

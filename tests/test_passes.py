@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import math
+from contextlib import nullcontext
 from functools import partial
 from unittest import mock
 
 import cases
 import pytest
 import torch
+from torch.utils._python_dispatch import TorchDispatchMode
 from training_cases import NAMES, check_gradients, end, gradients, make_case, on_device
 
 from moe_engine import Buffer, DtypeError, Options, ShapeError, WgradSink, moe_ffn, start_moe_ffn
@@ -21,7 +23,7 @@ from moe_engine.weight_gradients import DelayedWgrad
 CASES = {
     "all to one rank": ([7, 5], "one_hot", 1, 1),
     "uniform": ([6, 6], "uniform", 3, 1.9),
-    "two of four": ([5, 0, 3, 6], "one_hot", 1, 2),
+    "two of four": ([5, 0, 7, 8], "one_hot", 1, 2),
     "skewed": ([9, 8, 7, 9], "skewed", 2, 1),
     "fewer tokens than passes": ([1, 0, 1, 0], "one_hot", 1, 1),
     "nothing": ([4, 2], "nothing", 2, 1),
@@ -81,11 +83,13 @@ def compare(group, max_tokens, factor, in_graph, *parts):
 
 def room_for(options, num_ranks, max_tokens, num_topk):
     """Rows of experts for which a rank has room."""
-    of_slices = num_ranks * math.ceil(max_tokens / options.num_passes(num_ranks))
+    num_passes = options.num_passes(num_ranks)
+    size = max_tokens if num_passes == 1 else 4 * math.ceil(max_tokens / num_passes / 4)
+    of_slices = num_ranks * size
     return num_topk * max(of_slices, math.ceil(options.capacity(num_ranks) * max_tokens))
 
 
-FEW = [("skewed", False), ("all to one rank", True), ("fewer tokens than passes", False)]
+FEW = [("skewed", False), ("all to one rank", True), ("fewer tokens than passes", True)]
 
 
 @pytest.mark.parametrize(("name", "in_graph"), cases.slow_unless(FEW, CASES, [False, True]))
@@ -101,6 +105,61 @@ def test_the_same_result(pool, name, in_graph):
     num_calls = 1 + options.num_passes(num_ranks) * (in_graph or not has_room)
     assert {calls for calls, _ in found} == {num_calls * (2 if in_graph else 3)}
     check_gradients([have for _, have in found], parts)
+
+
+class Operators(TorchDispatchMode):
+    """Notes which operators of layers are called within it."""
+
+    def __init__(self):
+        super().__init__()
+        self.names = []
+
+    def __torch_dispatch__(self, function, types, args=(), kwargs=None):
+        if function.namespace == "moe_engine":
+            self.names.append(function._opname)
+        return function(*args, **(kwargs or {}))
+
+
+def compare_operators(group, max_tokens, factor, *parts):
+    """The operators that a layer in passes was called as, and which results and gradients have
+    other bits than without."""
+    parts, changed = on_device(parts), []
+    buffer = buffer_for(group, parts, max_tokens, factor)
+
+    def layer(save, *args):
+        y, counts = moe_ffn(*args, buffer, save=save, return_counts=True)
+        return y + counts.sum()
+
+    with cases.filled_memory():
+        for in_graph, save in ((False, "pre"), (False, "all"), (False, "none"), (True, "none")):
+            with as_in_a_graph() if in_graph else nullcontext():
+                want = gradients(partial(layer, save), *parts)
+                want.append(moe_ffn(*parts[:5], buffer))
+                with Operators() as called:
+                    have = gradients(partial(layer, save), *parts)
+                    have.append(moe_ffn(*parts[:5], buffer))
+            names = "y", *NAMES, "inference"
+            pairs = zip(names, have, want, strict=True)
+            changed += [(save, name) for name, *pair in pairs if not torch.equal(*pair)]
+    end(buffer)
+    return called.names, changed
+
+
+@pytest.mark.parametrize(
+    "name",
+    ["all to one rank"]
+    + [
+        pytest.param(one, marks=pytest.mark.slow) for one in ("uniform", "fewer tokens than passes")
+    ],
+)
+def test_operators_make_the_same_passes(pool, name):
+    """In compiled code, and under modes of torch."""
+    num_tokens, kind, num_topk, factor = CASES[name]
+    parts = make_case(len(num_tokens), num_tokens, num_topk=num_topk, kind=kind)
+    how = max(num_tokens), factor, *map(PerRank, parts)
+    for called, changed in pool.run(compare_operators, *how, num_ranks=len(num_tokens)):
+        assert called == ["moe_ffn_forward", "moe_ffn_backward", "moe_ffn"]
+        assert changed == []
 
 
 def train_into_sinks(group, max_tokens, *parts):

@@ -75,6 +75,7 @@ def as_a_layer(group: dist.ProcessGroup, folder: str) -> Iterator[Names]:
     }
     names |= {"group": group, "x": x, "w_gate_up": w_gate_up, "w_down": w_down}
     names |= {"num_local_experts": 64, "hidden": 2048, "intermediate": 8}
+    names |= {"num_experts": 128, "num_topk": 8}
     names |= {"b_gate_up": torch.zeros(64, 16, **new), "b_down": torch.zeros(64, 2048, **new)}
     names |= {"shared_expert": torch.zeros_like}
     yield names

@@ -19,13 +19,14 @@ from dispatch_cases import make_inputs
 from layer_cases import make_weights
 from typer.testing import CliRunner
 
-from moe_engine import Buffer, LayerConfig, Options, moe_ffn, symm
+from moe_engine import Buffer, DelayedWgrad, LayerConfig, Options, moe_ffn, symm
 from moe_engine.device import ptx
 from moe_engine.device.context import ROLE_SUM, Phase, Role
 from moe_engine.device.lang import begin_span, end_span
 from moe_engine.emulation import PerRank, RankError, RankPool
 from moe_engine.errors import BackendError, CapacityError, PeerTimeout
 from moe_engine.grouped_gemm import gemm_config, num_compute_programs
+from moe_engine.layer_config import LayerProblem
 from moe_engine.symm.slots import SlotLayout, Slots
 from moe_engine.tools import timeline, trace
 from moe_engine.tools.cli import app
@@ -193,6 +194,13 @@ def run_backward(group, save):
 SENDS = {Role.EXCHANGE, Role.PUSH, Role.COPY}
 PRODUCTS = {Role.DGRAD_DOWN, Role.DGRAD_UP, Role.WGRAD_DOWN, Role.WGRAD_UP}
 RETURNS = {Role.RETURN_METADATA, Role.RETURN, Role.SUM}
+SUMS = {Role.ROW_WEIGHTS}
+
+
+def check_one_span_a_program(spans, role):
+    """Of this role, whose item is the program's number."""
+    found = [(span.program, span.item) for span in spans if span.role == role]
+    assert found and sorted(found) == [(program, program) for program in range(len(found))]
 
 
 AGAIN = ("none", 3, True), ("pre", 2, False), ("rows", 1, True)
@@ -207,7 +215,7 @@ def test_steps_of_a_backward(traced_pool, save, num_sends, is_again):
     for spans in traced_pool.run(run_backward, save):
         work = [span for span in spans if not span.is_wait]
         again = {Role.UP} if is_again else set()
-        assert {span.role for span in work} == SENDS | PRODUCTS | RETURNS | again
+        assert {span.role for span in work} == SENDS | PRODUCTS | RETURNS | again | SUMS
         assert sum(span.role == Role.EXCHANGE for span in work) == num_sends * RANKS
         for role in PRODUCTS | again:
             items = sorted(span.item for span in work if span.role == role)
@@ -215,8 +223,40 @@ def test_steps_of_a_backward(traced_pool, save, num_sends, is_again):
         first = {role: min(span.begin for span in work if span.role == role) for role in PRODUCTS}
         assert first[Role.DGRAD_DOWN] < first[Role.DGRAD_UP] < first[Role.WGRAD_DOWN]
         assert first[Role.WGRAD_DOWN] < first[Role.WGRAD_UP]
+        check_one_span_a_program(work, Role.ROW_WEIGHTS)
+        assert first[Role.DGRAD_DOWN] < min(s.begin for s in work if s.role == Role.ROW_WEIGHTS)
         summary = summarize(spans)[0]
         assert summary.roles["wgrad up"].num_spans and 0 < summary.computing_ns < summary.layer_ns
+
+
+def run_kept(group):
+    """Spans of a forward that saves rows, and of a backward that delays gradients of weights."""
+    job = timeline.Job("tiny", 9, 1, cases.device().type, "rows")
+    num_experts, hidden, columns, num_topk = timeline.SHAPES[job.model]
+    problem = LayerProblem(RANKS, job.tokens, num_experts, num_topk, hidden, columns)
+    inputs = timeline.random_layer(problem, group.rank(), job.device)
+    buffer = Buffer.for_tokens(group, job.tokens, hidden, num_experts, num_topk)
+    recorder, clock = Recorder(buffer._engine.slots.context), Clock(0, 0)
+    delayed = DelayedWgrad()
+    weights = [one.requires_grad_() for one in inputs[3:]]
+    y = moe_ffn(*inputs, buffer, save="rows", wgrad=delayed)
+    forward = recorder.read(clock)
+    recorder.clear()
+    y.float().sum().backward()
+    backward = recorder.read(clock)
+    delayed.backward_dw()
+    torch.distributed.barrier(group)
+    buffer.destroy()
+    assert all(one.grad is not None for one in weights)
+    return forward, backward
+
+
+def test_rows_that_are_kept(traced_pool):
+    for forward, backward in traced_pool.run(run_kept):
+        for spans, after in (forward, Role.UP), (backward, Role.DGRAD_UP):
+            check_one_span_a_program(spans, Role.KEEP)
+            begin = min(span.begin for span in spans if span.role == Role.KEEP)
+            assert begin >= max(span.end for span in spans if span.role == after)
 
 
 # --- Clocks --------------------------------------------------------------------------------------

@@ -136,6 +136,8 @@ class Role(IntEnum):
     DGRAD_UP = 29
     WGRAD_DOWN = 30
     WGRAD_UP = 31
+    KEEP = 32  # expert rows, in memory of this rank alone
+    ROW_WEIGHTS = 33  # their gradients are added up
 
 
 class TracedRole(NamedTuple):
@@ -220,3 +222,4 @@ ROLE_PACK = tl.constexpr(int(Role.PACK))
 ROLE_DGRAD_DOWN = tl.constexpr(int(Role.DGRAD_DOWN))
 ROLE_DGRAD_UP = tl.constexpr(int(Role.DGRAD_UP))
 ROLE_WGRAD_UP = tl.constexpr(int(Role.WGRAD_UP))
+ROLE_KEEP = tl.constexpr(int(Role.KEEP))

@@ -19,9 +19,20 @@ from ..grouped_gemm.config import GemmConfig
 from ..grouped_gemm.operands import Epilogue, Rows, Weights
 from ..grouped_gemm.quantization import QuantizedRows
 from ..layer_config import LayerConfig
-from ..symm.slots import Slots
+from ..symm.slots import ReturnRowLayout, Slots
 from ..utils import round_up
 from .base import LayerInputs
+
+
+class LayerRows(NamedTuple):
+    """What a rank knows of a layer's rows before it begins: how sums return, and after how many
+    bytes of a region; for how many rows of its experts there is room; and how many of them balanced
+    routing brings at most, by which tiles are chosen."""
+
+    row: ReturnRowLayout
+    header: int
+    most: int
+    balanced: int
 
 
 def feed_forward(
@@ -29,8 +40,8 @@ def feed_forward(
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """out [T, H]: the routed experts of a layer, see `moe_engine.moe_ffn`; counts int32 [E].
 
-    Arguments have been checked. `max_expert_rows` is the most that this rank can receive; see
-    `expert_rows_bytes`.
+    Arguments have been checked. `max_expert_rows` is the most that this rank can receive, all rows
+    of all ranks; see `expert_rows_bytes`.
     """
     x, topk_idx, topk_weights, w_gate_up, w_down, *_ = inputs
     layout = routing.layout(topk_idx, len(w_gate_up) * slots.num_ranks, slots)
@@ -40,7 +51,8 @@ def feed_forward(
     dispatched = dispatch_experts(tokens, inputs, act, config, slots)
     metadata = combine.send_return_metadata(dispatched, slots)
     a, sums = down_rows(act, inputs, dispatched, slots), LayerSums(out, dispatched.rows)
-    combine_experts(a, inputs.down, sums, dispatched, metadata, slots)
+    num_rows = max_expert_rows // slots.num_ranks
+    combine_experts(a, inputs.down, sums, dispatched, metadata, num_rows, slots)
     return out, dispatched.offsets.counts
 
 
@@ -53,7 +65,7 @@ def dispatch_experts(
 ) -> dispatch.Dispatched:
     """The first half of `feed_forward`, after the layout: rows to the experts, and the
     up-projection into act [M, I], M the most rows that this rank can receive."""
-    tiles = up_tiles(inputs, len(act), config, slots)
+    tiles = up_tiles(inputs, len(act) // slots.num_ranks, config)
     offsets = dispatch.exchange_fused(tokens, len(act), config, slots)
     memory = ExpertRows.of(tokens.x, len(act), slots)
     dispatched = send_rows(tokens, offsets, memory, tiles.block_m, config, slots)
@@ -89,12 +101,9 @@ def send_rows(
     return dispatch.Dispatched(tokens, memory.rows, offsets, plan, schedule, counters, config)
 
 
-def up_tiles(
-    inputs: LayerInputs, max_expert_rows: int, config: LayerConfig, slots: Slots
-) -> GemmConfig:
-    """The tiles of the up-projection, whose height is that of all tiles of the layer."""
-    # Balanced routing brings about as many rows as this rank sends out.
-    num_rows = slots.balanced_rows(max_expert_rows)
+def up_tiles(inputs: LayerInputs, num_rows: int, config: LayerConfig) -> GemmConfig:
+    """The tiles of the up-projection, whose height is that of all tiles of the layer. num_rows:
+    `LayerRows.balanced`."""
     tiles = gemm_config(inputs.w_gate_up, num_rows, inputs.activation)
     return in_groups(tiles, config)
 
@@ -139,11 +148,13 @@ def combine_experts(
     sums: LayerSums,
     dispatched: dispatch.Dispatched,
     metadata: combine.ReturnMetadata,
+    num_rows: int,
     slots: Slots,
     gradients: Sequence[combine.WeightGradient] = (),
 ) -> None:
-    """The product whose rows return, their sums, and gradients meanwhile; see `gemm_combine`."""
-    num_rows, block_m = slots.balanced_rows(len(dispatched.rows)), dispatched.schedule.block_m
+    """The product whose rows return, their sums, and gradients meanwhile; see `gemm_combine`.
+    num_rows: `LayerRows.balanced`."""
+    block_m = dispatched.schedule.block_m
     tiles = gemm_config(weights.w, num_rows, transposed=weights.transposed, block_m=block_m)
     tiles = in_groups(tiles, dispatched.config)
     how = dispatched, metadata, leave_room_for_sums(tiles), slots, gradients

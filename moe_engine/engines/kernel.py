@@ -51,7 +51,7 @@ from .base import (
     WeightGradients,
     check_layer_weights,
 )
-from .fused_layer import expert_rows_bytes, feed_forward
+from .fused_layer import LayerRows, expert_rows_bytes, feed_forward
 
 PartsOfHandle = tuple[torch.Tensor, torch.Tensor, torch.Tensor]
 
@@ -375,11 +375,10 @@ class KernelEngine(ContextEngine):
         return result
 
     def _moe_ffn(self, inputs: LayerInputs, return_counts: bool) -> LayerResult:
-        x, w_gate_up = inputs.x, inputs.w_gate_up
-        row, header, max_rows = self.most_expert_rows(x, inputs.topk_idx, w_gate_up)
-        self.check_capacity(len(x), row, header)
-        config = self.layer_config(w_gate_up, row, inputs.parts)
-        out, counts = feed_forward(inputs, max_rows, config, self.slots)
+        rows = self.layer_rows(inputs)
+        self.check_capacity(len(inputs.x), rows.row, rows.header)
+        config = self.layer_config(inputs.w_gate_up, rows.row, inputs.parts)
+        out, counts = feed_forward(inputs, rows.most, config, self.slots)
         return out, counts if return_counts else None
 
     def moe_ffn_forward(
@@ -400,23 +399,20 @@ class KernelEngine(ContextEngine):
 
     def reserve_expert_rows(self, inputs: LayerInputs, *more: Any) -> None:
         """Before the first layer of a kind: memory for its expert rows. All ranks meet here."""
-        x, w_gate_up = inputs.x, inputs.w_gate_up
         # Before anything is sent: the other ranks could not know of a refusal afterwards.
         check_layer_weights(inputs)
-        row, _, max_rows = self.most_expert_rows(x, inputs.topk_idx, w_gate_up)
-        num_bytes = expert_rows_bytes(max_rows, row.payload_bytes)
+        rows = self.layer_rows(inputs)
+        num_bytes = expert_rows_bytes(rows.most, rows.row.payload_bytes)
         self.slots.reserve_expert_rows(num_bytes, self._was_captured)
 
-    def most_expert_rows(
-        self, x: torch.Tensor, topk_idx: torch.Tensor, w_gate_up: torch.Tensor
-    ) -> tuple[ReturnRowLayout, int, int]:
-        """(how sums return, the bytes before them in a region, the rows of a rank's experts for
-        which there is room)."""
-        num_ranks = self.slots.num_ranks
-        row = ReturnRowLayout(x.shape[1] * x.itemsize, topk_idx.shape[1])
-        header = header_bytes(len(w_gate_up) * num_ranks, num_ranks)
+    def layer_rows(self, inputs: LayerInputs) -> LayerRows:
+        """Of a layer with such inputs, for as many tokens as a rank may bring."""
+        x, num_topk, num_ranks = inputs.x, inputs.topk_idx.shape[1], self.slots.num_ranks
+        row = ReturnRowLayout(x.shape[1] * x.itemsize, num_topk)
+        header = header_bytes(len(inputs.w_gate_up) * num_ranks, num_ranks)
         max_tokens = max(1, self.max_tokens(row, header))
-        return row, header, self.slots.room_for(max_tokens, row.num_topk)
+        most = self.slots.room_for(max_tokens, num_topk)
+        return LayerRows(row, header, most, max_tokens * num_topk)
 
     def layer_config(
         self, w_gate_up: torch.Tensor, row: ReturnRowLayout, parts: int = 2

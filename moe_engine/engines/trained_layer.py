@@ -50,7 +50,15 @@ from .base import (
     WeightGradientRows,
     WeightGradients,
 )
-from .fused_layer import ExpertRows, combine_experts, down_rows, send_rows, up_projection, up_tiles
+from .fused_layer import (
+    ExpertRows,
+    LayerRows,
+    combine_experts,
+    down_rows,
+    send_rows,
+    up_projection,
+    up_tiles,
+)
 
 if TYPE_CHECKING:
     from .kernel import KernelEngine
@@ -97,7 +105,7 @@ def forward(
     The host reads the number of rows that come while they are on their way, and allocates as many;
     it waits for the exchange of counts alone. A capture takes as many as can come at most.
     """
-    x, w_gate_up, columns = inputs.x, inputs.w_gate_up, inputs.w_down.shape[2]
+    x, columns = inputs.x, inputs.w_down.shape[2]
     number = saved_number(save)
     described = described or engine.describe(inputs, save)
     first: dict[str, Any] = dict(before=engine.reserve_expert_rows, described=described)
@@ -106,7 +114,7 @@ def forward(
         engine.concurrent_reads.mark()
     described = described.more(exchanged)
     sent = engine.call(_send, inputs, exchanged, described=described)
-    num_rows, overflow = engine.most_expert_rows(x, inputs.topk_idx, w_gate_up)[2], 0
+    num_rows, overflow = engine.layer_rows(inputs).most, 0
     if not is_captured:
         found = exchanged.offsets.expert_offsets[-1:]
         if exchanged.offsets.overflow is None:
@@ -172,7 +180,8 @@ def _finish(
         dispatch.keep_rows(step.memory.rows, *kept, slots)
     a = down_rows(sized.act, inputs, dispatched, slots, sized.cast)
     sums = LayerSums(out, step.memory.rows)
-    combine_experts(a, inputs.down, sums, dispatched, metadata, slots)
+    how = dispatched, metadata, step.expected.balanced, slots
+    combine_experts(a, inputs.down, sums, *how)
     return out
 
 
@@ -215,16 +224,16 @@ def backward(
     """Gradients of x, topk_weights and biases. Those of the weights go `into` memory; with None the
     rows that they are made of are kept for later."""
     x, w_gate_up, w_down = inputs.x, inputs.w_gate_up, inputs.w_down
-    most_rows = engine.most_expert_rows(x, inputs.topk_idx, w_gate_up)[2]
-    room = max(1, most_rows if saved.num_rows < 0 else saved.num_rows)
+    expected = engine.layer_rows(inputs)
+    room = max(1, expected.most if saved.num_rows < 0 else saved.num_rows)
     numbers: dict[str, Any] = dict(max_rows=room, expected_rows=saved.num_rows)
     pre, rows = saved.tensors
     keeps_pre = pre is not None and saved.is_kept
     args = inputs, dy, saved.save, keeps_pre, into
     described = engine.describe(*args)
     if described.kind.choice is None:
-        share = engine.slots.balanced_rows(most_rows)
-        described.kind.choice = gradient_tiles(w_gate_up, w_down, share, inputs.activation)
+        tiles = gradient_tiles(w_gate_up, w_down, expected.balanced, inputs.activation)
+        described.kind.choice = tiles
     pre = x.new_empty(room, inputs.parts * w_down.shape[2]) if pre is None else pre
     empty = partial(ActivationGradients.empty, has_bias=inputs.b_down is not None)
     of_act = empty(pre, w_down, described.kind.choice, True, not keeps_pre)
@@ -280,8 +289,7 @@ def _backward(
         dispatch.release(slots)
     # dy to the experts: the gradient of the pre-activations.
     sent = step.begin(dy, call, sent)
-    share = slots.balanced_rows(len(memory.rows))
-    config = gradient_tiles(w_gate_up, w_down, share, inputs.activation)
+    config = gradient_tiles(w_gate_up, w_down, step.expected.balanced, inputs.activation)
     if save == "rows" and rows.x is not None:  # dy arrives during the up-projection
         up_projection(rows.x, inputs, up_outputs, sent, step.tiles, slots)
         metadata = combine.send_return_metadata(sent, slots)
@@ -299,7 +307,8 @@ def _backward(
     if inputs.b_down is not None:
         launch_bias_weight_gradient(dy_rows, inputs.b_down, of_act, offsets)
     biases = bias_gradients(inputs, of_act.pre, dy_rows, memory.weights, offsets)
-    launch_row_weight_gradient(of_act, offsets, len(memory.rows))
+    trace = slots.context.traced(Role.ROW_WEIGHTS)
+    launch_row_weight_gradient(of_act, offsets, len(memory.rows), trace)
     # dx, whose sums return as those of a forward, while the gradients of weights are computed.
     gradients = []
     if of_down is not None:
@@ -312,7 +321,8 @@ def _backward(
     # By parts, so that the same steps of the depth are added up in any layout.
     by_parts = w_gate_up if has_parts(w_gate_up) else w_gate_up.unflatten(1, (inputs.parts, -1))
     weights = Weights(by_parts, transposed=True)
-    combine_experts(Rows(of_act.pre), weights, sums, sent, metadata, slots, gradients)
+    returned = sums, sent, metadata, step.expected.balanced, slots
+    combine_experts(Rows(of_act.pre), weights, *returned, gradients)
     if rows.kept_dy is not None:
         num_rows = sent.offsets.expert_offsets[-1:]
         dispatch.keep_rows(memory.rows, rows.kept_dy, num_rows, fused_sum_kernel, slots)
@@ -385,11 +395,12 @@ def gradient_tiles(
 
 
 class Step(NamedTuple):
-    """What the bodies of a layer's calls share: its config, the tiles of its up-projection, and its
-    expert rows."""
+    """What the bodies of a layer's calls share: its config, the rows that it may bring, its memory
+    for them, and the tiles of its up-projection."""
 
     slots: Slots
     config: LayerConfig
+    expected: LayerRows
     memory: ExpertRows
     tiles: GemmConfig
     inputs: LayerInputs
@@ -397,12 +408,12 @@ class Step(NamedTuple):
     @classmethod
     def of(cls, engine: KernelEngine, inputs: LayerInputs) -> Step:
         """Checks that the tokens fit."""
-        x, topk_idx, w_gate_up = inputs.x, inputs.topk_idx, inputs.w_gate_up
-        row, header, most_rows = engine.most_expert_rows(x, topk_idx, w_gate_up)
-        engine.check_capacity(len(x), row, header)
-        config, slots = engine.layer_config(w_gate_up, row, inputs.parts), engine.slots
-        tiles = up_tiles(inputs, most_rows, config, slots)
-        return cls(slots, config, ExpertRows.of(x, most_rows, slots), tiles, inputs)
+        x, slots, expected = inputs.x, engine.slots, engine.layer_rows(inputs)
+        engine.check_capacity(len(x), expected.row, expected.header)
+        config = engine.layer_config(inputs.w_gate_up, expected.row, inputs.parts)
+        tiles = up_tiles(inputs, expected.balanced, config)
+        memory = ExpertRows.of(x, expected.most, slots)
+        return cls(slots, config, expected, memory, tiles, inputs)
 
     def tokens(
         self, x: torch.Tensor, layout: routing.RoutingLayout | None = None

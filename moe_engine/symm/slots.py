@@ -83,6 +83,13 @@ def num_passes(num_ranks: int, capacity: float) -> int:
     return math.ceil(num_ranks / capacity)
 
 
+def slice_size(num_tokens: int, num_passes: int) -> int:
+    """Tokens of a slice of a layer in passes, all tokens for 1. Others are multiples of 4: so ids
+    and weights of each begin at a multiple of 16 bytes, as those of all tokens do, and need no
+    other kernels."""
+    return num_tokens if num_passes == 1 else round_up(-(-num_tokens // num_passes), 4)
+
+
 @dataclass(frozen=True, slots=True)
 class ReturnRowLayout:
     """One row of a layer's combine: payload, then its return metadata.
@@ -178,7 +185,7 @@ class Slots(RankMemory[SlotLayout]):
     `expert_rows` is a second symmetric block, for the rows of a layer's experts, and which of them
     are copies (`fused_layer.expert_rows_bytes`); it has no slots, as all ranks are done with a
     layer before any sends rows of the next. There is room for `capacity` times the rows of balanced
-    routing, and for those of 1 / num_passes of the tokens, whichever experts they choose.
+    routing, and for those of a slice of the tokens (`slice_size`), whichever experts they choose.
     """
 
     def __init__(
@@ -203,14 +210,9 @@ class Slots(RankMemory[SlotLayout]):
         self._new_block = new_block
         self._expert_rows: SymmetricTensor | None = None
 
-    def balanced_rows(self, most_rows: int) -> int:
-        """How many rows of experts come in balanced routing, of the most for which there is
-        room."""
-        return int(most_rows / self.capacity)
-
     def room_for(self, max_tokens: int, num_topk: int) -> int:
         """For how many rows of a rank's experts there is room in a layer of so many tokens."""
-        of_slices = self.num_ranks * -(-max_tokens // self.num_passes)
+        of_slices = self.num_ranks * slice_size(max_tokens, self.num_passes)
         return num_topk * max(of_slices, math.ceil(self.capacity * max_tokens))
 
     @property

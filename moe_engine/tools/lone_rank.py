@@ -25,11 +25,14 @@ class LoneBlock(SingleTensor):
         self.peer_addresses = self.peer_addresses.expand(num_ranks)
 
 
-def kernel_engine(num_ranks: int, max_tokens: int | None, region_bytes: int) -> KernelEngine:
-    """The engine of a rank; its regions have so many bytes."""
+def kernel_engine(
+    num_ranks: int, max_tokens: int | None, region_bytes: int, capacity: float | None = None
+) -> KernelEngine:
+    """The engine of a rank; its regions have so many bytes. capacity: see `Slots`."""
 
     def new_slots(layout: SlotLayout, refused: bool, epoch: int) -> Slots:
-        return Slots(lambda size, _: LoneBlock(size, num_ranks), layout, rank_of(num_ranks), 1.0)
+        block, rank = lambda size, _: LoneBlock(size, num_ranks), rank_of(num_ranks)
+        return Slots(block, layout, rank, 1.0, capacity=capacity)
 
     layout = SlotLayout(num_ranks, region_bytes)
     return KernelEngine(layout, new_slots, max_tokens, LayerChoices(kept=kept_layers()))

@@ -45,13 +45,15 @@ COLOURS = {
     "exchange": "#aa3377",
     "push": "#ee6677",
     "copy": "#ddaa33",
+    "keep": "#bbcc33",
     "return metadata": "#888888",
     "return": "#228833",
     "sum": "#997700",
+    "row weights": "#44bb99",
 }
 Inputs = tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]
 MULTIPLY = *(role_name(role) for role in COMPUTING), "wait for rows"
-BELOW = "copy", "return metadata", "sum"
+BELOW = "copy", "keep", "return metadata", "row weights", "sum"
 """Drawn in the lower half of an SM's row, as they run concurrently with others that communicate."""
 
 
