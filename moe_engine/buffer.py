@@ -17,6 +17,7 @@ from .engines.base import NUM_SMS, Engine, Handle, LayerInputs, check_scales
 from .engines.kernel import KernelEngine
 from .errors import BackendError, CapacityError, DtypeError, MoeEngineError, ShapeError
 from .grouped_gemm.activations import AnyActivation, check_layer_activation
+from .grouped_gemm.operands import Operand
 from .handles import check_handle
 from .layer_config import LayerConfig
 from .lifecycle import verb
@@ -25,7 +26,7 @@ from .options import DEFAULT_OPTIONS, Config, Options, check_num_sms, sizes_for_
 from .streams import EventHandle, EventOverlap
 from .symm.slots import ReturnRowLayout, SlotLayout
 from .utils import round_up
-from .warm_up import warm_layers
+from .warm_up import layer_of_no_tokens, warm_layers
 
 
 class Buffer(LowLatencyVerbs):
@@ -382,14 +383,15 @@ class Buffer(LowLatencyVerbs):
         num_experts: int,
         num_topk: int,
         dtype: torch.dtype = torch.bfloat16,
-        weights: tuple[torch.Tensor, torch.Tensor] | None = None,
+        weights: tuple[Operand, Operand] | None = None,
         biases: tuple[torch.Tensor | None, torch.Tensor | None] = (None, None),
         activation: AnyActivation = "swiglu",
     ) -> None:
         """Compile on all ranks together what calls of this shape need: layout, dispatch, combine;
         low-latency dispatch and combine, where the Buffer has memory for them; with weights, a
-        layer's (w_gate_up [L, 2I, H], w_down [L, H, I]), `moe_ffn` at all sizes, with these biases
-        and this activation, and its backward if one of them requires grad. Collective.
+        layer's (w_gate_up [L, 2I, H], w_down [L, H, I]), which may be pairs (e4m3, scales),
+        `moe_ffn` at all sizes, with these biases and this activation, and its backward if one of
+        them requires grad. Collective.
 
         Without it the first call of a shape does so, under a deadline 5 minutes longer; with the
         kernels of `moe-engine compile` nothing is left to compile.
@@ -411,7 +413,7 @@ class Buffer(LowLatencyVerbs):
             with suppress(CapacityError):  # it has memory for other calls, of layers
                 self._warm_low_latency(x, idx, num_experts)
         if weights is not None:
-            warm_layers(self, LayerInputs(x, idx, idx.float(), *weights, *biases, activation))
+            warm_layers(self, layer_of_no_tokens(x, idx, weights, biases, activation))
         self.check()
 
     def internode_dispatch(self, *args: Any, **kwargs: Any) -> Any:

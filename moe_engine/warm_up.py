@@ -10,11 +10,27 @@ import torch
 from .device.context import SAVE_POLICIES
 from .engines.base import LayerInputs, WeightGradients
 from .grouped_gemm import gemm_config
+from .grouped_gemm.activations import AnyActivation
+from .grouped_gemm.operands import Operand, split_scales
 from .lifecycle import BufferLifecycle, verb
 from .options import Options
 
 if TYPE_CHECKING:
     from .buffer import Buffer
+
+
+def layer_of_no_tokens(
+    x: torch.Tensor,
+    topk_idx: torch.Tensor,
+    weights: tuple[Operand, Operand],
+    biases: tuple[torch.Tensor | None, torch.Tensor | None],
+    activation: AnyActivation,
+) -> LayerInputs:
+    """A layer with these weights, x [0, H] and topk_idx [0, K]."""
+    both = zip(("weights[0]", "weights[1]"), weights, strict=True)
+    (up, s_up), (down, s_down) = (split_scales(*one) for one in both)
+    routed = x, topk_idx, topk_idx.float()
+    return LayerInputs(*routed, up, down, *biases, activation, s_up, s_down)
 
 
 def warm_layers(buffer: Buffer, inputs: LayerInputs) -> None:

@@ -34,8 +34,10 @@ from moe_engine.emulation import RankPool
 from moe_engine.engines.base import WeightGradients
 from moe_engine.expert_major import sum_rows, take_rows
 from moe_engine.kernel_bundle import MANIFEST, PACKAGE, Bundle, Variant, entry, from_entry
+from moe_engine.options import DEFAULT_OPTIONS
 from moe_engine.passes import PassGradients, backward_in_passes, forward_in_passes
 from moe_engine.streams import EventOverlap
+from moe_engine.symm.ring import region_bytes
 from moe_engine.tools import cli, compile
 from moe_engine.tools.lone_rank import kernel_engine
 from moe_engine.training import LayerOptions, LayerTensors
@@ -374,6 +376,25 @@ def test_experts_with_biases_have_kernels_of_their_own(tmp_path):
     changed = {one.name.rpartition(".")[2] for key, one in found.items() if key not in plain}
     assert {"dispatch_gemm_kernel", "staged_gemm_kernel", "_grouped_gemm_kernel"} <= changed
     assert not {"push_fused_kernel", "copy_rows_kernel", "return_sums_kernel"} & changed
+
+
+def call_quantized(count, shape):
+    """Layers with e4m3 weights, of `count` tokens."""
+    inputs = shape.inputs(count, *shape.weights())
+    kernel_engine(shape.num_ranks, count, shape.region_bytes(count)).moe_ffn(inputs)
+    if count <= DEFAULT_OPTIONS.decode_tokens:
+        region = region_bytes(count, shape.num_topk, shape.hidden * shape.dtype.itemsize)
+        compile.low_latency_engine(shape.num_ranks, region).moe_ffn(inputs, count)
+
+
+@settings(phases=[Phase.generate], max_examples=3)
+@given(count=st.integers(1, SHAPE.max_tokens))
+def test_layers_with_e4m3_weights_find_their_kernels(count):
+    shape = replace(SHAPE, is_quantized=True)
+    with mock.patch.dict(compile.CALLS, {"fp8": partial(call_quantized, count)}, clear=True):
+        found = compile.variants(shape, 90)
+    assert any(one.name.endswith("quantize_rows_kernel") for one in found.values())
+    assert not {variant.name for key, variant in found.items() if key not in needed(shape)}
 
 
 def test_the_command_takes_a_checkpoint_or_sizes(tmp_path):

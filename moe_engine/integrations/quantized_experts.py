@@ -43,6 +43,7 @@ def quantize_experts(model: Any) -> None:
     layers = experts_layers(model)
     for experts in layers:
         _check(model, experts)
+    _forget_graphs(layers)
     for experts in layers:
         for name in names_of(experts)[:2]:
             values, scales = quantize_weights(getattr(experts, name).detach())
@@ -54,12 +55,21 @@ def quantize_experts(model: Any) -> None:
 def dequantize_experts(model: Any) -> None:
     """Replace e4m3 weights of experts, in place, by the bf16 ones that are nearest to them, as
     saving and `unshard_experts` need them. Experts that are not quantized stay as they are."""
-    for experts in experts_layers(model):
+    layers = experts_layers(model)
+    _forget_graphs(layers)
+    for experts in layers:
         if is_quantized(experts):
             for name in names_of(experts)[:2]:
                 scales = getattr(experts, scale_name(name))
                 _set(experts, name, dequantize_weights(getattr(experts, name), scales))
                 del experts._parameters[scale_name(name)]
+
+
+def _forget_graphs(layers: list[Any]) -> None:
+    """Free the CUDA graphs of decode steps, which read the weights of before."""
+    share = getattr(layers[0], "moe_share", None)
+    if share is not None and share.graphs is not None:
+        share.graphs.clear()
 
 
 def _set(experts: Any, name: str, value: Tensor) -> None:

@@ -175,6 +175,7 @@ def run(
     cuda_graphs: Annotated[
         bool, typer.Option("--cuda-graphs", help="Replay decode steps as CUDA graphs.")
     ] = False,
+    fp8: Annotated[bool, typer.Option("--fp8", help="Make the experts' weights e4m3.")] = False,
     plot: Annotated[
         Path | None, typer.Option(help="Where to draw the load of each expert in each layer.")
     ] = None,
@@ -202,6 +203,7 @@ def run(
         dtype.value,
         backend.value,
         cuda_graphs,
+        fp8,
     )
     console.print(f"{ranks} ranks on {where(ranks, device)}, answer {len(prompt)} prompts.")
     answers = run_job(job, ranks, console)
@@ -371,6 +373,7 @@ def compile_kernels(
     ] = None,
     max_tokens: Annotated[int, typer.Option(min=1, help="Most tokens of a rank.")] = 8192,
     arch: Annotated[str, typer.Option(help="Of the GPUs: sm_80 or later.")] = "sm_90",
+    fp8: Annotated[bool, typer.Option("--fp8", help="The experts' weights are e4m3.")] = False,
     out: Annotated[Path, typer.Option(help="Where to write the bundle.")] = Path("kernels"),
     jobs: Annotated[
         int | None, typer.Option(min=1, help="Compilers at once.  [default: one for each core]")
@@ -390,12 +393,13 @@ def compile_kernels(
     given = model, experts, topk, hidden, intermediate
     if checkpoint is None:
         num_experts, num_topk, hidden, intermediate = chosen_sizes(*given)
-        shape = ModelShape(num_experts, hidden, intermediate, num_topk, ranks, max_tokens)
+        sizes = num_experts, hidden, intermediate, num_topk, ranks, max_tokens
+        shape = ModelShape(*sizes, is_quantized=fp8)
     elif any(given):
         raise typer.BadParameter("its sizes are those of the model", param_hint="--checkpoint")
     else:
         check_installed("--checkpoint", "hf", "transformers")
-        shape = shape_of_checkpoint(checkpoint, ranks, max_tokens)
+        shape = shape_of_checkpoint(checkpoint, ranks, max_tokens, fp8)
     check_layer(shape.layer(max_tokens))
     console = Console()
     report(run(shape, int(found[1]), out, jobs or os.cpu_count() or 1, console), console)

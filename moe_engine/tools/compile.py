@@ -61,6 +61,7 @@ class ModelShape:
     dtype: torch.dtype = torch.bfloat16
     activation: Activation = SWIGLU
     has_bias: bool = False
+    is_quantized: bool = False
 
     @property
     def num_local(self) -> int:
@@ -84,21 +85,27 @@ class ModelShape:
 
     def weights(self) -> tuple[torch.Tensor, torch.Tensor]:
         """w_gate_up [L, 2I, H], or [L, I, H], and w_down [L, H, I]."""
-        new = partial(torch.empty, dtype=self.dtype)
+        new = partial(torch.empty, dtype=FP8 if self.is_quantized else self.dtype)
         up = new(self.num_local, self.activation.parts * self.num_columns, self.hidden)
         return up, new(self.num_local, self.hidden, self.num_columns)
 
     def inputs(self, count: int, up: torch.Tensor, down: torch.Tensor) -> LayerInputs:
-        """A layer of `count` tokens, whose biases require grad if it has any."""
+        """A layer of `count` tokens, whose biases require grad if it has any and trains."""
         inputs = LayerInputs(*self.tokens(count), up, down)._replace(activation=self.activation)
+        if self.is_quantized:
+            scales = (torch.empty(len(w), *(-(-n // 128) for n in w.shape[1:])) for w in (up, down))
+            inputs = inputs._replace(s_gate_up=next(scales), s_down=next(scales))
         if not self.has_bias:
             return inputs
-        new = partial(torch.empty, self.num_local, dtype=self.dtype, requires_grad=True)
+        grad = not self.is_quantized
+        new = partial(torch.empty, self.num_local, dtype=self.dtype, requires_grad=grad)
         columns = self.activation.parts * self.num_columns
         return inputs._replace(b_gate_up=new(columns), b_down=new(self.hidden))
 
 
-def shape_of_checkpoint(checkpoint: str, num_ranks: int, max_tokens: int) -> ModelShape:
+def shape_of_checkpoint(
+    checkpoint: str, num_ranks: int, max_tokens: int, is_quantized: bool = False
+) -> ModelShape:
     """That of a checkpoint of transformers, from its config.json alone; the errors of
     `shard_experts` for experts that the engine does not run."""
     from ..integrations.transformers import check_model
@@ -112,7 +119,8 @@ def shape_of_checkpoint(checkpoint: str, num_ranks: int, max_tokens: int) -> Mod
         num_experts, hidden, num_topk, dtype = shape_of(experts)
         num_columns = experts.down_proj[0].numel() // hidden
         sizes = num_experts, hidden, num_columns, num_topk, num_ranks, max_tokens
-        found.add(ModelShape(*sizes, dtype, activation_of(experts), experts.has_bias))
+        how = activation_of(experts), experts.has_bias, is_quantized
+        found.add(ModelShape(*sizes, dtype, *how))
     if len(found) > 1:
         raise ShapeError(
             f"the layers of {checkpoint} differ: {sorted(found, key=str)}. Compile the sizes of "
@@ -226,7 +234,9 @@ def call_layers(shape: ModelShape) -> None:
             inputs = shape.inputs(count, up, down)
             if capacity is None:  # else `passes.py` makes calls that train
                 engine.moe_ffn(inputs)
-            for save in SAVE_POLICIES[1:]:
+            elif shape.is_quantized:
+                engine.moe_ffn_forward(inputs, "none", is_captured=True)
+            for save in () if shape.is_quantized else SAVE_POLICIES[1:]:
                 _, saved, _ = engine.moe_ffn_forward(inputs, save, is_captured=True)
                 *_, later, _ = engine.moe_ffn_backward(inputs.x.clone(), inputs, saved, None)
                 assert later is not None
@@ -249,7 +259,9 @@ def call_decode_layers(shape: ModelShape) -> None:
 
 
 def call_gemms(shape: ModelShape) -> None:
-    """`grouped_mlp` of the experts' rows, forward and backward."""
+    """`grouped_mlp` of the experts' rows, forward and backward; none of e4m3."""
+    if shape.is_quantized:
+        return
     _, _, _, up, down, b_up, b_down, activation, *_ = shape.inputs(1, *shape.weights())
     offsets = torch.zeros(shape.num_local + 1, dtype=torch.int32)
     for most in sizes(shape, lambda most: most):

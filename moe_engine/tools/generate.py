@@ -21,6 +21,7 @@ from torch import Tensor
 from ..emulation import RankPool, send_message
 from ..errors import CheckpointError
 from ..integrations.balancing import record_counts
+from ..integrations.quantized_experts import quantize_experts
 from ..integrations.transformers import experts_layers, join
 from ..integrations.transformers_checkpoints import dequantize_options, load_sharded, local_folder
 from ..timing import now_s
@@ -34,7 +35,7 @@ Prompt = list[int]
 @dataclass(frozen=True)
 class Job:
     """What each rank does: up to `max_new_tokens` tokens for each prompt, greedily where the
-    temperature is 0; `cuda_graphs` as of `shard_experts`."""
+    temperature is 0; `cuda_graphs` as of `shard_experts`; with `fp8` experts are made e4m3."""
 
     folder: Path
     prompts: list[Prompt]
@@ -45,6 +46,7 @@ class Job:
     dtype: torch.dtype | str
     backend: str
     cuda_graphs: bool = False
+    fp8: bool = False
 
 
 @dataclass
@@ -116,6 +118,8 @@ def run_rank(group: dist.ProcessGroup, job: Job) -> Answers:
     how |= dict(cuda_graphs=job.cuda_graphs)
     model, buffer = load_sharded(job.folder, group, **how, **dequantize_options(job.folder))
     model.eval()
+    if job.fp8:
+        quantize_experts(model)
     mine = batches[group.rank()]
     if job.device == "cuda":
         generate(model, mine, job, 2, group)  # compiles the kernels of both phases
