@@ -137,6 +137,18 @@ def run_quantized_layer(group) -> list[dict]:
     return lines
 
 
+def run_perplexity(group) -> list[dict]:
+    lines: list[dict] = []
+    import perplexity
+
+    whole = perplexity.perplexity
+    small = dict(KINDS=(perplexity.Kind.QWEN3_MOE,), LENGTH=16, BATCH=1)
+    small["perplexity"] = lambda model, ids: whole(model, ids[:32])
+    with mock.patch.multiple(perplexity, send_message=lines.append, **small):
+        perplexity.run_rank(group, 1, cases.device().type)
+    return lines
+
+
 def run_dispatch_combine(group) -> list[dict]:
     lines: list[dict] = []
     with dry():
@@ -199,6 +211,13 @@ def test_quantized_layer(pool, num_ranks):
     assert verbs == ["decode", "layer", "grouped_mlp"]
     assert [line["ratio"] for line in lines if "ratio" in line] == [1.0] * 3
     assert eager_of(lines) == {(verb, "moe_engine") for verb in verbs[:2]}
+
+
+def test_perplexity(pool):
+    lines = lines_of(pool, run_perplexity, 1)
+    assert [line["dtype"] for line in lines] == 4 * ["bf16"] + 2 * ["fp8"]
+    of_whole = [line["perplexity"] for line in lines if line["verb"] == "new"]
+    assert max(of_whole) < 1.2 * min(of_whole)
 
 
 @pytest.mark.parametrize(
