@@ -61,25 +61,25 @@ def in_transformers(group: dist.ProcessGroup, folder: str) -> Iterator[Names]:
 
 
 def as_a_layer(group: dist.ProcessGroup, folder: str) -> Iterator[Names]:
-    """Experts whose gate is large, so that SiLU changes nothing: y = 64 * sum of 8 ones. A token
+    """Experts whose gate is large, so that SiLU changes nothing: y = 64 * sum of 16 ones. A token
     has two of its top 8, one on each rank, as interpreted tiles take long."""
     new: Any = {"device": cases.device(), "dtype": torch.bfloat16}
     x = torch.zeros(T, 2048, **new)
     x[:, 0] = 1
-    w_gate_up, w_down = torch.zeros(64, 16, 2048, **new), torch.ones(64, 2048, 8, **new)
-    w_gate_up[:, :8, 0], w_gate_up[:, 8:, 0] = 64, 1
+    w_gate_up, w_down = torch.zeros(64, 32, 2048, **new), torch.ones(64, 2048, 16, **new)
+    w_gate_up[:, :16, 0], w_gate_up[:, 16:, 0] = 64, 1
     topk_idx = torch.tensor([[0, 64, -1, -1, -1, -1, -1, -1]], device=x.device).repeat(T, 1)
     names = {
         "topk_idx": topk_idx,
         "topk_weights": torch.full_like(topk_idx, 0.5, dtype=torch.float),
     }
     names |= {"group": group, "x": x, "w_gate_up": w_gate_up, "w_down": w_down}
-    names |= {"num_local_experts": 64, "hidden": 2048, "intermediate": 8}
+    names |= {"num_local_experts": 64, "hidden": 2048, "intermediate": 16}
     names |= {"num_experts": 128, "num_topk": 8}
-    names |= {"b_gate_up": torch.zeros(64, 16, **new), "b_down": torch.zeros(64, 2048, **new)}
+    names |= {"b_gate_up": torch.zeros(64, 32, **new), "b_down": torch.zeros(64, 2048, **new)}
     names |= {"shared_expert": torch.zeros_like}
     yield names
-    assert torch.equal(names["y"], torch.full_like(x, 512))
+    assert torch.equal(names["y"], torch.full_like(x, 1024))
 
 
 def meshes_of(group: dist.ProcessGroup) -> Names:
