@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import cases
@@ -15,6 +16,9 @@ from training_cases import end, make_case, new_buffer, on_device, poison_all
 
 from moe_engine import Activation, BackendError, DtypeError, ShapeError, moe_ffn, reference
 from moe_engine.emulation import PerRank, RankError, RankPool
+from moe_engine.grouped_gemm import gemm_config, tile_schedule
+from moe_engine.grouped_gemm.launch import multiply
+from moe_engine.grouped_gemm.operands import Epilogue, Rows, Weights
 from moe_engine.grouped_gemm.quantization import dequantize, quantize_rows, quantize_weights
 
 Parts = list[list[torch.Tensor]]
@@ -239,3 +243,64 @@ def differ(group: dist.ProcessGroup, *parts: Any) -> None:
 def test_ranks_that_differ(pool: RankPool) -> None:
     with pytest.raises(RankError, match="ShapeError"):
         pool.run(differ, *sent(make([3, 3])), num_ranks=2)
+
+
+# --- Calls one after another ---------------------------------------------------------------------
+
+
+def run_other_rows(
+    group: dist.ProcessGroup, how: dict[str, Any], *rounds: Any
+) -> list[torch.Tensor]:
+    """Of one Buffer, by turns: calls with other routings, and so with other numbers of rows."""
+    given = [got(parts) for parts in rounds]
+    x, idx, _, up, *_ = given[0]
+    sizes = group.size() * len(up), idx.shape[1], how["max_tokens"]
+    buffer = new_buffer(group, x, *sizes, **how["options"])
+    outs = []
+    for x, idx, weights, up, down, s_up, s_down, *_ in 2 * given:
+        args = x, idx, weights, (up, s_up), (down, s_down), buffer
+        outs.append(moe_ffn(*args, max_tokens=how["hint"]).cpu())
+    end(buffer)
+    return outs
+
+
+@pytest.mark.parametrize("way", ["fused", "decode", "passes"])
+def test_other_rows_in_each_call(pool: RankPool, way: str) -> None:
+    """What was prepared for one number of rows serves any other."""
+    kinds = "one_hot", "uniform", "nothing"
+    rounds = [make([6, 3], kind=kind, seed=seed) for seed, kind in enumerate(kinds)]
+    options = WAYS[way] if way != "decode" else {}
+    how = dict(max_tokens=6, hint=6 if way == "decode" else None, options=options)
+    if way != "decode":
+        how["options"] = options | dict(decode_tokens=0)
+    per_rank = [PerRank([list(one) for one in zip(*sent(parts), strict=True)]) for parts in rounds]
+    found = pool.run(run_other_rows, how, *per_rank, num_ranks=2)
+    for number, parts in enumerate(2 * rounds):
+        *inputs, s_up, s_down, _, _ = parts
+        wanted = reference.moe_ffn(*inputs, scales=(s_up, s_down))
+        for have, want in zip(found, wanted, strict=True):
+            one = have[number]
+            assert relative_error(one, want) < TOLERANCE or not (one.any() or want.any())
+
+
+def run_splits(_: Any, num_splits: int) -> list[float]:
+    """How far the products of both activations are from whole ones, where their depth is shared."""
+    x, w = quantize_rows(torch.randn(9, 400)), quantize_weights(torch.randn(3, 32, 400))
+    on = cases.device()
+    x, w = (x[0].to(on), x[1].to(on)), (w[0].to(on), w[1].to(on))
+    offsets = torch.tensor([0, 4, 4, 9], device=on)
+    found = []
+    for activation in ("none", "swiglu"):
+        config = replace(gemm_config(w[0], 9, activation), num_splits=num_splits)
+        schedule = tile_schedule(offsets, 9, config.block_m)
+        args = Rows(x[0], scale=x[1]), Weights(*w), Epilogue(activation), schedule, 9, None
+        have, want = multiply(*args, config), multiply(*args, replace(config, num_splits=1))
+        found.append(relative_error(have, want))
+    return found
+
+
+@pytest.mark.parametrize("num_splits", [2, 3, 8])
+def test_shares_of_the_depth(pool: RankPool, num_splits: int) -> None:
+    """Also more shares than there are blocks of it."""
+    [found] = pool.run(run_splits, num_splits, num_ranks=1)
+    assert max(found) < 4e-3
