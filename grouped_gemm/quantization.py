@@ -128,9 +128,10 @@ class QuantizedRows(NamedTuple):
 
     @classmethod
     def like(cls, rows: torch.Tensor) -> QuantizedRows:
-        """New memory for as many rows [M, K]."""
+        """New memory for as many rows [M, K], two at least: a tensor of one would not tell how far
+        apart they are."""
         num_rows, depth = rows.shape
-        size = num_rows, quantized_bytes(depth)
+        size = max(2, num_rows), quantized_bytes(depth)
         return cls(rows.new_empty(size, dtype=torch.uint8), depth)
 
     @property
@@ -150,7 +151,8 @@ def quantize_launch(
     x: torch.Tensor, out: QuantizedRows, num_rows: torch.Tensor | None = None
 ) -> tuple[Grid, tuple[Any, ...], dict[str, Any]]:
     """(grid, arguments, options) of `quantize_rows_kernel`, which casts rows x [M, K], the first
-    num_rows int32 [1] of them, into `out`."""
+    num_rows int32 [1] of them, into `out`. It is launched for no rows, too, as when a Buffer warms
+    up; with num_rows nothing but the pointers depends on M."""
     most_rows, depth = x.shape
     columns = min(1024, max(BLOCK, next_power_of_2(depth)))
     rows = TILE_ITEMS // columns
@@ -159,7 +161,9 @@ def quantize_launch(
     to = QuantizedOut(
         values.view(torch.int8), scale.view(torch.int32), values.stride(0), scale.stride(0)
     )
-    num_tiles = triton.cdiv(most_rows, rows) * triton.cdiv(depth, columns)
-    grid = min(num_tiles, 2 if INTERPRETED else 8 * gpu(x.device).num_sms)
+    num_programs = 2 if INTERPRETED else 8 * gpu(x.device).num_sms
+    if num_rows is None:
+        num_tiles = triton.cdiv(most_rows, rows) * triton.cdiv(depth, columns)
+        num_programs = max(1, min(num_tiles, num_programs))
     options = dict(TILE=constants(QuantizedTile(rows, columns)), num_warps=TILE_WARPS)
-    return (grid,), (x, num_rows, to, most_rows, depth), options
+    return (num_programs,), (x, num_rows, to, most_rows, depth), options

@@ -26,7 +26,7 @@ class QuantizedTile(NamedTuple):
     COLUMNS: Any
 
 
-@triton.jit(do_not_specialize_on_alignment=["num_rows"])
+@triton.jit(do_not_specialize=["max_rows"], do_not_specialize_on_alignment=["num_rows"])
 def quantize_rows_kernel(
     x,  # [M, K]
     num_rows,  # int32 [1]: how many of them; None: max_rows

@@ -141,7 +141,8 @@ class BufferLifecycle:
 
         It raises what a verb raises before and after its own launches: what has ended earlier
         calls, replayed ones included, and BackendError where the Buffer was destroyed. The other
-        ranks are told of an error in `work`.
+        ranks are told of an error in `work`. The order of `work` and of calls on other streams is
+        the caller's.
         """
         self._ready()
         return work()

@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from typing import TYPE_CHECKING
 
 import torch
 
 from .device.context import SAVE_POLICIES
 from .engines.base import LayerInputs, WeightGradients
-from .grouped_gemm import gemm_config
 from .grouped_gemm.activations import AnyActivation
 from .grouped_gemm.operands import Operand, split_scales
 from .lifecycle import BufferLifecycle, verb
@@ -17,6 +15,9 @@ from .options import Options
 
 if TYPE_CHECKING:
     from .buffer import Buffer
+
+STEPS = 3
+"""Sizes that a warm-up tries up to the next power of two; fewer choices of tiles lie there."""
 
 
 def layer_of_no_tokens(
@@ -36,25 +37,21 @@ def layer_of_no_tokens(
 def warm_layers(buffer: Buffer, inputs: LayerInputs) -> None:
     """All layers of no tokens with these weights, x [0, H]. Collective."""
     with torch.no_grad():
-        for max_tokens in layer_sizes(buffer.options, inputs):
+        for max_tokens in layer_sizes(buffer.options):
             buffer.moe_ffn(inputs, max_tokens=max_tokens)
         warm_trained_layer(buffer, inputs)
 
 
-def layer_sizes(options: Options, inputs: LayerInputs) -> Iterator[int | None]:
-    """The max_tokens of layers that need kernels of their own: None, as many as the Buffer was made
-    for; then, of layers that run by low-latency calls, one for each choice of tiles."""
-    yield None  # whose call checks the inputs
-    w_gate_up, w_down, num_topk = inputs.w_gate_up, inputs.w_down, inputs.topk_idx.shape[1]
-    most, found = options.decode_tokens, set()
+def layer_sizes(options: Options) -> list[int | None]:
+    """The max_tokens of layers that may need kernels of their own, the same on all ranks: None, as
+    many as the Buffer was made for; then, of layers that run by low-latency calls, so many that
+    each choice of tiles is among them, whichever a rank makes."""
+    most = options.decode_tokens
     if options.max_tokens is not None:
         most = min(most, options.max_tokens)
-    for max_tokens in range(1, most + 1):
-        up = gemm_config(w_gate_up, max_tokens * num_topk, inputs.activation)
-        tiles = up, gemm_config(w_down, max_tokens * num_topk, block_m=up.block_m)
-        if tiles not in found:
-            found.add(tiles)
-            yield max_tokens
+    steps = 1 + STEPS * most.bit_length()
+    few = sorted({round(2 ** (step / STEPS)) for step in range(steps)} | {most})
+    return [None, *(size for size in few if 1 <= size <= most)]  # the first call checks the inputs
 
 
 @verb

@@ -266,9 +266,14 @@ def run_other_rows(
 
 @pytest.mark.parametrize("way", ["fused", "decode", "passes"])
 def test_other_rows_in_each_call(pool: RankPool, way: str) -> None:
-    """What was prepared for one number of rows serves any other."""
-    kinds = "one_hot", "uniform", "nothing"
-    rounds = [make([6, 3], kind=kind, seed=seed) for seed, kind in enumerate(kinds)]
+    """What was prepared for one number of rows serves any other, also none on a rank, and more than
+    have room in a pass."""
+    rounds = [make([6, 3], seed=seed) for seed in range(4)]
+    for parts, expert in zip(rounds, (-1, 0, 5, None), strict=True):
+        if expert is not None:
+            parts[1] = [torch.full_like(idx, -1) for idx in parts[1]]
+            for idx in parts[1]:
+                idx[:, 0] = expert
     options = WAYS[way] if way != "decode" else {}
     how = dict(max_tokens=6, hint=6 if way == "decode" else None, options=options)
     if way != "decode":

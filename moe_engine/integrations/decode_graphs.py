@@ -67,6 +67,12 @@ def check_graphs(model: Any, cuda_graphs: bool, backend: str) -> None:
             f"cuda_graphs is True for a {type(model).__name__}, which has no generate. Give "
             "shard_experts the whole model, such as a ...ForCausalLM."
         )
+    if "forward" in vars(generating(model)):
+        raise BackendError(
+            f"cuda_graphs is True, and the {type(model).__name__} has a forward of its own, as "
+            "accelerate's hooks and torch.compile set it, which graphs would leave out. Remove it, "
+            "or leave cuda_graphs out."
+        )
     if others := layers_not_static(generating(model).config):
         raise BackendError(
             f"cuda_graphs is True, and the static cache of {type(model).__name__} has "
@@ -316,6 +322,9 @@ class DecodeGraphs:
             return forward(*args, **kwargs)
         most = self._passes.agree(step.num_tokens)
         call = partial(forward, past_key_values=step.cache)
+        if self._is_prefill(most, step.num_tokens):
+            with self._passes.fixing(most):
+                return call(**step.inputs)
         return self._run(step.cache, most, step.kind, step.inputs, call)
 
     @torch.no_grad()
@@ -326,11 +335,20 @@ class DecodeGraphs:
             call()
             return {}
 
-        if self._may_replay():
+        if self._may_replay() and not self._is_prefill(most):
             self._run(self._passes, most, "without tokens", {}, run)
         else:
             with self._passes.fixing(most):
                 call()
+
+    def end_join(self) -> None:
+        """All ranks are done: free the graphs of passes without tokens, which have no cache to go
+        with, and so would outlive weights that are replaced."""
+        self._captured.pop(self._passes, None)
+
+    def _is_prefill(self, most: int, num_tokens: int = 0) -> bool:
+        """Whether another rank brings more than a decode step, by its size."""
+        return most > max(num_tokens, self._buffer.options.decode_tokens)
 
     def _may_replay(self) -> bool:
         device = self._buffer.device.type

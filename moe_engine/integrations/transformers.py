@@ -390,8 +390,12 @@ def join(model: Any) -> Iterator[None]:
         yield
     finally:
         passes.num_joins -= 1
-    while passes.num_joins == 0 and (most := passes.agree(0)):
+    if passes.num_joins:
+        return
+    while most := passes.agree(0):
         share.join(most, partial(_pass_without_tokens, model))
+    if share.graphs is not None:
+        share.graphs.end_join()
 
 
 def _generate(model: Any, *args: Any, **more: Any) -> Any:
