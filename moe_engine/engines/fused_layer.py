@@ -90,7 +90,7 @@ def send_rows(
     if tokens.is_cast:
         cast, rows = QuantizedRows.like(x), QuantizedRows.within(rows).memory
         dispatch.quantize(x, cast, exchange_fused_kernel, slots)
-        x = cast.memory
+        x = cast.memory[: len(x)]
     if plan is None:
         plan = dispatch.place_rows(tokens, offsets, memory.parts, slots, with_weights)
     begins = offsets.expert_offsets, offsets.remote_offsets
