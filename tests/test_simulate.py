@@ -38,8 +38,14 @@ from moe_engine.tools.drawn_routing import (
     ranks_reached,
     shares_of,
 )
-from moe_engine.tools.published import H800_LINK_GBS, fit, mean_error, published_figures
-from moe_engine.tools.published import Constants as Fitted
+from moe_engine.tools.published import (
+    H800_LINK_GBS,
+    Constants,
+    Figure,
+    fit,
+    mean_error,
+    published_figures,
+)
 from moe_engine.tools.simulate import Scenario
 from moe_engine.tools.simulate_events import NETWORK_US, Order, chunks_of, play
 from moe_engine.tools.simulate_report import error_groups
@@ -307,6 +313,11 @@ def test_one_chunk_passes_one_link_after_another() -> None:
 # --- Constants -----------------------------------------------------------------------------------
 
 
+def page() -> str:
+    """The text of the page on the command, in one line."""
+    return " ".join((Path(__file__).parents[1] / "docs" / "tools.md").read_text().split())
+
+
 def test_constants_are_those_of_the_fit() -> None:
     found = fit(one for one in published_figures() if one.line.fits)
     wanted = NIC_GBS, LATENCY_US, COPY_GBS, H800_LINK_GBS
@@ -315,29 +326,43 @@ def test_constants_are_those_of_the_fit() -> None:
 
 
 def test_a_fit_finds_the_constants_of_figures_that_the_model_made() -> None:
-    truth = Fitted(40.0, 35.0, 30.0, 110.0)
+    truth = Constants(40.0, 35.0, 30.0, 110.0)
     made = [replace(one, published=one.predicted(truth)) for one in published_figures()]
     assert mean_error(made, fit(made)) < 2e-3
 
 
+@pytest.mark.slow
+def test_the_page_has_the_error_of_systems_that_are_left_out() -> None:
+    fitted = [one for one in published_figures() if one.line.fits]
+
+    def system(one: Figure) -> tuple[str, bool]:
+        return one.line.system.split(", ")[0], one.line.is_normal
+
+    found = []
+    for left_out in {system(one) for one in fitted}:
+        constants = fit(one for one in fitted if system(one) != left_out)
+        found += [abs(one.error(constants)) for one in fitted if system(one) == left_out]
+    assert f"its figures are off by {sum(found) / len(found):.1%} in the mean" in page()
+
+
 def test_the_page_has_the_mean_errors() -> None:
-    page = (Path(__file__).parents[1] / "docs" / "tools.md").read_text()
     for name, some in error_groups(published_figures()).items():
-        error = f"{mean_error(some, Fitted()):.1%}"
-        assert f"| {name.strip('*')} | {len(some)} | {error} |" in page
+        error = f"{mean_error(some, Constants()):.1%}"
+        assert f"| {name.strip('*')} | {len(some)} | {error} |" in page()
 
 
 def test_the_page_says_what_two_levels_save() -> None:
-    page = " ".join((Path(__file__).parents[1] / "docs" / "tools.md").read_text().split())
     saved = []
     for num_ranks in (64, 256):
         answer = scenario(num_ranks).answer()
         direct, two_level = (answer.exchange_of("dispatch", way).us for way in Way)
         saved.append(f"{1 - two_level / direct:.0%}")
     text = f"two levels save {saved[0]} of the time of dispatch on 64 ranks and {saved[1]} on 256"
-    assert text in page
+    assert text in page()
     constants = f"carries {NIC_GBS} GB/s, each transfer takes {LATENCY_US} us more, an SM copies"
-    assert f"{constants} {COPY_GBS} GB/s, and an H800's NVLink carries {H800_LINK_GBS} GB/s" in page
+    assert (
+        f"{constants} {COPY_GBS} GB/s, and an H800's NVLink carries {H800_LINK_GBS} GB/s" in page()
+    )
 
 
 def test_within_a_node_the_model_is_near_what_was_measured() -> None:
@@ -388,6 +413,11 @@ def test_a_sweep_has_an_expert_for_each_rank() -> None:
     layers = [one.layer for one in scenario(64).sweep()]
     assert [layer.num_ranks for layer in layers] == [8 << step for step in range(9)]
     assert [layer.num_experts for layer in layers] == [256] * 6 + [512, 1024, 2048]
+    few = replace(scenario(16), cluster=Cluster(16, 4), node_limit=1)  # 8 experts for top-8
+    assert [one.layer.num_ranks for one in few.sweep()] == [4 << step for step in range(6)]
+    assert [one.layer.num_ranks for one in replace(few, cluster=Cluster(4096, 4096)).sweep()] == [
+        4096
+    ]
     odd = replace(scenario(8), layer=LayerProblem(8, 4096, 24, K, H, I))
     assert [one.layer.num_ranks for one in odd.sweep()] == [8] + [32 << step for step in range(7)]
 

@@ -5,7 +5,8 @@ Figures of normal mode are GB/s as these libraries count them: the bytes of one 
 and node, the own node included, over the time. Those of low-latency mode are microseconds of 128
 tokens that go straight to their ranks, one row per expert. All are of hidden 7168, top-8 of 256
 experts, on nodes of 8 ranks with 400 Gb/s for each, over ConnectX-7 where the
-system does not say otherwise.
+system does not say otherwise. Those that their own sources call stale are left out. Where
+a source does not tell tokens or types of rows, they are as in DeepEP's tables.
 """
 
 from __future__ import annotations

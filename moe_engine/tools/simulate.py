@@ -4,11 +4,22 @@ the layer, a training step, and memory. It is a model: see `node_traffic`."""
 from __future__ import annotations
 
 from collections.abc import Iterator
+from contextlib import suppress
 from dataclasses import dataclass, replace
 
+from ..errors import ShapeError
 from ..hardware import H200
 from ..layer_config import LayerConfig, LayerProblem, combine_us, dispatch_us
-from ..node_traffic import Cluster, Exchange, RowType, Shares, Way, exchange, faster_way
+from ..node_traffic import (
+    Cluster,
+    Exchange,
+    RowType,
+    Shares,
+    Way,
+    check_experts,
+    exchange,
+    faster_way,
+)
 from .drawn_routing import Routing, draw_routing, ranks_reached, shares_of
 from .simulate_events import Order, Outcome, chunks_of, play
 
@@ -58,14 +69,16 @@ class Scenario:
         return Answer(self, shares_of(self.routing, self.cluster, *sizes))
 
     def sweep(self) -> Iterator[Scenario]:
-        """The same on 1, 2, 4 nodes and so on, up to MOST_RANKS ranks; where there are more ranks
-        than experts, with one expert on each. Layers that do not fit are left out."""
+        """The same on 1, 2, 4 nodes and so on, up to MOST_RANKS ranks or as many as it has; where
+        there are more ranks than experts, with one expert on each. What does not fit is left
+        out."""
         num_ranks = self.cluster.ranks_per_node
-        while num_ranks <= MOST_RANKS:
+        while num_ranks <= max(MOST_RANKS, self.cluster.num_ranks):
             experts = max(self.layer.num_experts, num_ranks)
-            if experts % num_ranks == 0:
-                cluster = replace(self.cluster, num_ranks=num_ranks)
-                layer = replace(self.layer, num_ranks=num_ranks, num_experts=experts)
+            cluster = replace(self.cluster, num_ranks=num_ranks)
+            layer = replace(self.layer, num_ranks=num_ranks, num_experts=experts)
+            with suppress(ShapeError):
+                check_experts(cluster, experts, layer.num_topk, self.node_limit)
                 yield replace(self, cluster=cluster, layer=layer)
             num_ranks *= 2
 
