@@ -130,11 +130,12 @@ def test_skewed_loads_are_those_of_the_busiest_rank(cluster: Cluster, way: Way) 
 def test_a_node_limit_is_the_mean_of_tokens_drawn() -> None:
     """Nodes are drawn evenly here, where a router takes the best ones, so that more of them get an
     expert."""
-    cluster = Cluster(64, 8)
-    drawn = draw_routing(Routing.UNIFORM, cluster, 20_000, E, K, node_limit=4)
+    cluster, limit = Cluster(64, 8), 3
+    drawn = draw_routing(Routing.UNIFORM, cluster, 20_000, E, K, node_limit=limit)
     found = drawn_shares(drawn, cluster, E)
-    assert max(ranks_reached(drawn, E, 64).view(-1, 8, 8).any(2).sum(1)) == 4
-    wanted = Shares.uniform(cluster, E, K, node_limit=4)
+    assert max(ranks_reached(drawn, E, 64).view(-1, 8, 8).any(2).sum(1)) == limit
+    assert torch.equal(drawn[:, 0], draw_routing(Routing.UNIFORM, cluster, 20_000, E, K)[:, 0])
+    wanted = Shares.uniform(cluster, E, K, limit)
     assert sum(wanted.nodes) < sum(found.nodes) < 1.12 * sum(wanted.nodes)
     assert sum(found.rows) == pytest.approx(sum(wanted.rows)) == K
 
@@ -203,6 +204,17 @@ def test_nodes_of_one_rank_have_one_way(num_ranks: int, routing: Routing) -> Non
     for kind in Load._fields:
         assert getattr(direct.load, kind) == pytest.approx(getattr(two_level.load, kind))
     assert faster_way(cluster, shares, 1e6, 1e6) is Way.DIRECT
+
+
+@pytest.mark.parametrize("way", Way)
+def test_sums_return_by_the_links_by_which_rows_came(way: Way) -> None:
+    cluster = Cluster(32, 8)
+    shares = shares_of(Routing.ZIPF, cluster, E, K)
+    there, back = (exchange(way, cluster, shares, 1.0, one).bytes_on for one in (False, True))
+    for near_or_far in ("near", "far"):
+        send, receive = f"{near_or_far} send", f"{near_or_far} receive"
+        assert (back[send], back[receive]) == (there[receive], there[send])
+        assert back[send] > back[receive]
 
 
 def test_two_levels_are_taken_where_they_save_more_than_the_hop() -> None:
@@ -385,10 +397,21 @@ def scenario(num_ranks: int, tokens: int = 4096, **how: object) -> Scenario:
 def test_a_layer_hides_some_of_its_rows_and_no_more(routing: Routing) -> None:
     for one in scenario(8, routing=routing).sweep():
         answer = one.answer()
-        rows = [each.us for each in answer.both]
-        assert max(answer.gemms_us, *rows) <= answer.layer_us <= answer.serial_us + 100
+        rows_us = sum(each.us for each in answer.both)
+        fixed_us = sum(each.fixed_us for each in answer.both)
+        least = max(rows_us, fixed_us + answer.gemms_us)
+        assert least * (1 - 1e-9) <= answer.layer_us <= answer.serial_us + 100
         assert answer.backward_us > 2 * answer.gemms_us * (1 - 1e-9)
         assert all(size >= 0 for size in answer.memory.values())
+
+
+def test_nothing_hides_latencies() -> None:
+    one = scenario(64)
+    slower = replace(one, cluster=replace(one.cluster, latency_us=LATENCY_US + 100))
+    before, after = one.answer(), slower.answer()
+    assert after.layer_us == pytest.approx(before.layer_us + 200)
+    assert after.backward_us == pytest.approx(before.backward_us + 200)
+    assert after.serial_us == pytest.approx(before.serial_us + 200)
 
 
 def test_what_limits_is_named() -> None:
