@@ -25,7 +25,7 @@ from .hardware import H200
 NIC_GBS = 43.6
 """GB/s of payload that a NIC of 400 Gb/s carries in each direction: fitted."""
 LATENCY_US = 25.1
-"""What each dispatch or combine takes beside the rows on the busiest link: fitted."""
+"""What each dispatch or combine takes besides the rows on the busiest link: fitted."""
 COPY_GBS = 33.4
 """GB/s that one SM copies for others, into memory that the NIC reads or over NVLink: fitted."""
 HOP_US = 8.0
@@ -56,7 +56,7 @@ class Cluster:
 
     nic_gbs, link_gbs: GB/s of a rank's NIC and of its NVLink in each direction. copy_gbs: GB/s that
     one SM copies. num_sms: how many of a rank's SMs copy rows. latency_us, hop_us: microseconds of
-    each dispatch or combine beside its rows, and what the second level adds.
+    each dispatch or combine besides its rows, and what the second level adds.
     """
 
     num_ranks: int

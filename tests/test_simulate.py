@@ -449,6 +449,7 @@ def test_memory_of_a_rank() -> None:
     memory = scenario(64).answer().memory
     assert memory["regions of two levels"] == 8 * 4096 * (7392 + 14336)
     assert memory["expert weights, bf16"] == 4 * 3 * H * I * 2
+    assert memory["expert rows, all tokens to one rank"] == 64 * 4096 * 4 * H * 2
     assert memory["expert rows, busiest rank"] == pytest.approx(4096 * K * H * 2)
     assert scenario(8).answer().memory["regions of two levels"] == 0
 
@@ -476,6 +477,10 @@ def test_the_command(tmp_path: Path) -> None:
     ):
         assert text in done.output
     assert "…" not in done.output
+    [row] = (line for line in done.output.splitlines() if line.startswith("dispatch, two-level*"))
+    us, *sizes, gbs = (float(number) for number in row.split()[2:8])
+    assert sizes[:2] < sizes[2:]
+    assert gbs == pytest.approx(1e3 * max(sizes[:2]) / us, rel=0.02)
     assert picture.read_bytes().startswith(b"\x89PNG")
 
 

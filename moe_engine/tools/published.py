@@ -1,12 +1,15 @@
 """What other libraries publish of dispatch and combine between nodes, the model's constants fitted
 to it, and how far the model is from each figure.
 
+The figures are published with the libraries, as of these revisions: DeepEP dd758ca (V2 in its
+README, V1 in docs/legacy), hybrid-ep 94a9f8f, UCCL da914a20, MORI 624002c8, pplx-garden 2446003,
+Triton-distributed 1512a811. Those of MORI on 32 MI300X are stale, and are left out.
+
 Figures of normal mode are GB/s as these libraries count them: the bytes of one row for each token
 and node, the own node included, over the time. Those of low-latency mode are microseconds of 128
 tokens that go straight to their ranks, one row per expert. All are of hidden 7168, top-8 of 256
-experts, on nodes of 8 ranks with 400 Gb/s for each, over ConnectX-7 where the
-system does not say otherwise. Those that their own sources call stale are left out. Where
-a source does not tell tokens or types of rows, they are as in DeepEP's tables.
+experts, on nodes of 8 ranks with 400 Gb/s for each, over ConnectX-7 where a name does not say
+otherwise. Where a source does not tell tokens or types of rows, they are as in DeepEP's tables.
 """
 
 from __future__ import annotations
@@ -35,8 +38,6 @@ VERBS = "dispatch", "combine"
 HIDDEN, EXPERTS, TOPK, PER_NODE, LOW_LATENCY_TOKENS = 7168, 256, 8, 8, 128
 H800_LINK_GBS = 126.9
 """GB/s of an H800's NVLink, which is narrower than others: fitted."""
-
-
 STEPS = 0.1, 0.03, 0.01, 0.003, 0.001
 """Logarithms of the factors by which a fit changes constants."""
 

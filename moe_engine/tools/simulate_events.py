@@ -122,7 +122,7 @@ def play(cluster: Cluster, chunks: Iterator[Chunk], row_bytes: int) -> Outcome:
     while events:
         now, _, chunk, step = heappop(events)
         if step == len(chunk.path):
-            last = max(last, now)
+            last = now
             for piece in chunk.forward:
                 heappush(events, (now, next(number), piece, 0))
             continue
