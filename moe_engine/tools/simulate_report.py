@@ -75,7 +75,7 @@ def _exchanges(answer: Answer) -> Table:
 
 def _layer(answer: Answer) -> Table:
     """Times of a layer and of a training step."""
-    title = f"A layer, whose busiest rank has {answer.shares.imbalance:.2f} of the mean rows"
+    title = f"A layer, whose busiest rank has {answer.shares.imbalance:.2f} times the mean rows"
     table = _table(title, "model", "us", "limit")
     backward, forward = answer.backward_us, answer.layer_us
     table.add_row("GEMMs alone", f"{answer.gemms_us:.0f}", "")
