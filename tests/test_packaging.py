@@ -23,7 +23,7 @@ LAYERS = (
     ("cuda_driver", "kernel_bundle", "launch", "prepared"),
     (
         *("grouped_gemm", "row_vectors", "expert_major", "expert_major_kernels"),
-        *("layer_config", "reference", "low_latency_reference"),
+        *("layer_config", "node_traffic", "reference", "low_latency_reference"),
     ),
     ("symm", "streams", "emulation"),
     ("options", "agreement", "routing", "routing_kernels"),

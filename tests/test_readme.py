@@ -135,6 +135,13 @@ def low_latency(group: dist.ProcessGroup, folder: str) -> Iterator[Names]:
     assert torch.equal(names["out"], x)
 
 
+def of_many_nodes(group: dist.ProcessGroup, folder: str) -> Iterator[Names]:
+    names: Names = {}
+    yield names
+    assert names["way"] == "two-level"
+    assert names["us"] == pytest.approx(2137, rel=0.02)
+
+
 STAND_INS: dict[str, Callable[[dist.ProcessGroup, str], Iterator[Names]]] = {
     "transformers.md": in_transformers,
     "layer.md": as_a_layer,
@@ -142,6 +149,7 @@ STAND_INS: dict[str, Callable[[dist.ProcessGroup, str], Iterator[Names]]] = {
     "grouped_gemm.md": on_one_gpu,
     "deep_ep.md": as_deep_ep,
     "low_latency.md": low_latency,
+    "tools.md": of_many_nodes,
 }
 SCRIPT = "one_gpu.md"
 """A page whose block is a script of its own."""

@@ -14,7 +14,10 @@ from typer.core import TyperGroup
 
 from ..emulation import RankError
 from ..errors import BackendError, MoeEngineError, ShapeError
-from ..layer_config import LayerProblem
+from ..hardware import H200
+from ..layer_config import MODELS, LayerProblem
+from ..node_traffic import LATENCY_US, NIC_GBS, Cluster, RowType
+from .drawn_routing import Routing
 from .models import Kind
 from .option_checks import (
     Backend,
@@ -22,6 +25,7 @@ from .option_checks import (
     DType,
     Ranks,
     check_cache,
+    check_cluster,
     check_columns,
     check_device,
     check_file,
@@ -404,6 +408,54 @@ def compile_kernels(
     console = Console()
     report(run(shape, int(found[1]), out, jobs or os.cpu_count() or 1, console), console)
     typer.echo(f"Set MOE_ENGINE_KERNELS={out.resolve()}, or pip install {out}.")
+
+
+@app.command()
+def simulate(
+    model: Annotated[str, typer.Option(help="Its shape.")] = "deepseek-v3",
+    experts: Annotated[
+        int | None, typer.Option(min=1, help="Experts of all ranks.  [default: the model's]")
+    ] = None,
+    tokens: Annotated[int, typer.Option(min=1, help="Of each rank.")] = 4096,
+    ranks: Annotated[int, typer.Option(min=1, help="GPUs.")] = 64,
+    ranks_per_node: Annotated[int, typer.Option(min=1, help="GPUs that share NVLink.")] = 8,
+    nic_gbs: Annotated[
+        float, typer.Option(help="GB/s of payload that the NIC of a rank carries.")
+    ] = NIC_GBS,
+    link_gbs: Annotated[
+        float, typer.Option(help="GB/s that the NVLink of a rank carries.")
+    ] = H200.shared_link_gbs,
+    latency_us: Annotated[
+        float, typer.Option(help="Of each dispatch or combine, besides its rows.")
+    ] = LATENCY_US,
+    rows: Annotated[RowType, typer.Option(help="Rows of a dispatch.")] = RowType.FP8,
+    routing: Annotated[Routing, typer.Option(help="Which experts tokens take.")] = Routing.UNIFORM,
+    node_limit: Annotated[
+        int | None, typer.Option(min=1, help="Nodes that a token may reach.  [default: all]")
+    ] = None,
+    plot: Annotated[
+        Path | None, typer.Option(help="Where to draw times over the number of ranks.")
+    ] = None,
+) -> None:
+    """Predict a layer on many nodes: time and bytes of dispatch and combine, memory, what limits.
+    It is a model, fitted to what other libraries publish, and needs no GPU."""
+    from .simulate import Scenario
+    from .simulate_report import draw, report
+
+    if plot is not None:
+        check_picture(plot, "--plot")
+    if model not in MODELS:
+        raise typer.BadParameter(f"the model is {model!r}; there are {', '.join(MODELS)}")
+    num_experts, hidden, columns, num_topk = MODELS[model]
+    num_experts = experts or num_experts
+    cluster = Cluster(ranks, ranks_per_node, nic_gbs, link_gbs, latency_us=latency_us)
+    check_cluster(cluster, num_experts, num_topk, node_limit)
+    sizes = num_experts, num_topk, hidden, columns
+    scenario = Scenario(cluster, LayerProblem(ranks, tokens, *sizes), rows, routing, node_limit)
+    answers = report(scenario, Console())
+    if plot is not None:
+        draw(answers, plot)
+        typer.echo(f"Times over the number of ranks are drawn in {plot.resolve()}")
 
 
 @app.command()

@@ -11,8 +11,9 @@ from typing import Annotated
 import torch
 import typer
 
-from ..errors import BackendError
+from ..errors import BackendError, ShapeError
 from ..layer_config import LayerProblem
+from ..node_traffic import Cluster, check_experts
 
 
 class Backend(StrEnum):
@@ -148,6 +149,17 @@ def check_columns(**columns: int) -> None:
     for name, value in columns.items():
         if value % 8:
             raise typer.BadParameter(f"{name} is {value}; it must be a multiple of 8")
+
+
+def check_cluster(
+    cluster: Cluster, num_experts: int, num_topk: int, node_limit: int | None
+) -> None:
+    """Refuse nodes that are not full, links without speed, and experts that do not fit."""
+    try:
+        cluster.check()
+        check_experts(cluster, num_experts, num_topk, node_limit)
+    except ShapeError as error:
+        raise typer.BadParameter(str(error)) from None
 
 
 def choose_ranks(ranks: int | None, backend: Backend) -> tuple[int, str]:
