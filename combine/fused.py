@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import torch
+from triton.tools.ragged_tma import create_ragged_descriptor
 
 from ..device.constants import constants
 from ..device.context import Role
@@ -17,7 +18,7 @@ from ..grouped_gemm.backward import wgrad_launch
 from ..grouped_gemm.backward_kernels import _wgrad_kernel
 from ..grouped_gemm.config import GemmConfig
 from ..grouped_gemm.kernels import ExpertWeights
-from ..grouped_gemm.launch import describe_weights, rows_of, scales_of
+from ..grouped_gemm.launch import describe_weights, scales_of
 from ..grouped_gemm.operands import Rows, Weights
 from ..grouped_gemm.quantization_kernels import quantize_rows_kernel
 from ..hardware import gpu, leave_room
@@ -71,7 +72,7 @@ def gemm_combine(
     launch(
         staged_gemm_kernel,
         (num_programs,),
-        rows_of(a.x, None, [tiles.block_m, tiles.block_k]),
+        create_ragged_descriptor(a.x, [tiles.block_m, tiles.block_k]),
         ExpertWeights(describe_weights(weights, tiles), weights.bias),
         scales_of(a, weights),
         ragged(y[None], tiles.block_m, tiles.block_n // tiles.subtiles),

@@ -7,6 +7,7 @@ from typing import Any, NamedTuple
 
 import torch
 import triton
+from triton.tools.ragged_tma import create_ragged_descriptor
 
 from ..device.constants import constants
 from ..device.context import Kind
@@ -15,7 +16,7 @@ from ..device.signature import RowShape
 from ..grouped_gemm import num_compute_programs, ragged
 from ..grouped_gemm.config import GemmConfig
 from ..grouped_gemm.kernels import ExpertWeights
-from ..grouped_gemm.launch import by_parts, describe_weights, rows_of, scales_of
+from ..grouped_gemm.launch import by_parts, describe_weights, scales_of
 from ..grouped_gemm.operands import Epilogue, Rows, Weights
 from ..grouped_gemm.quantization import BLOCK, QuantizedRows, quantize_launch
 from ..grouped_gemm.quantization_kernels import quantize_rows_kernel
@@ -347,7 +348,7 @@ def dispatch_gemm(
     slots.context.launch(
         dispatch_gemm_kernel,
         (num_compute_programs(a.x.device, tiles),),
-        rows_of(a.x, None, [tiles.block_m, tiles.block_k]),
+        create_ragged_descriptor(a.x, [tiles.block_m, tiles.block_k]),
         ExpertWeights(describe_weights(weights, tiles, parts), weights.bias),
         scales_of(a, weights),
         UpOutputs(

@@ -308,7 +308,8 @@ def dispatch_gemm_kernel(
     The grouped GEMM, but for the wait at each tile.
 
     A PDL launch after `copy_rows_kernel`, of which all programs are running then; of what came
-    before it, it reads only what `push_fused_kernel` has waited for.
+    before it, it reads only what `push_fused_kernel` has waited for. The scales of e4m3 rows lie in
+    the rows; their addresses follow from the tile's row, and so from the wait for it.
     """
     pdl_launch_dependents(PDL)
     N, K = product_size(weights.w, SHAPE)

@@ -86,7 +86,8 @@ def place_rows_kernel(
     the call before has been read: the exchange says that all ranks are in this one.
 
     A PDL launch after `exchange_fused_kernel`, which begins no dependents and has waited for the
-    layout: so this kernel reads `earlier_counts` before its `pdl_wait`, and `begins` after it.
+    layout: so this kernel reads `earlier_counts` before its `pdl_wait`, and `begins` after it. Or
+    after `quantize_rows_kernel`, which lets it begin once the exchange has ended.
 
     Example, 2 ranks of 2 experts, topk_idx [[0, 3], [2, 3], [3, 0], [1, 1]] on rank 0 and [[2, 3],
     [0, 1]] on rank 1. Rank 0 has rows, as (source, token), (0, 0) (0, 2) (1, 1) | (0, 3) (0, 3)

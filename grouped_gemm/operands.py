@@ -129,10 +129,7 @@ def check_weights(
         )
     check_devices(a, w=w)
     if scale is not None:
-        blocks = [triton.cdiv(size, 128) for size in w.shape[1:]]
-        check_tensor("w[1]", scale, (w.shape[0], *blocks), (torch.float32,))
-        check_devices(a, **{"w[1]": scale})
-        check_contiguous("w[1]", scale)
+        check_weight_scales("w", w, scale)
     if (scale is None) == (w.dtype == FP8):
         raise DtypeError(
             f"w is {str(w.dtype).removeprefix('torch.')} "
@@ -144,6 +141,14 @@ def check_weights(
         check_devices(a, bias=bias)
         check_contiguous("bias", bias)
     check_runnable(a.device)
+
+
+def check_weight_scales(name: str, w: torch.Tensor, scale: torch.Tensor) -> None:
+    """Raise unless `scale` is that of e4m3 weights w [L, N, K], one for each 128 x 128."""
+    blocks = [triton.cdiv(size, 128) for size in w.shape[1:]]
+    check_tensor(f"{name}[1]", scale, (w.shape[0], *blocks), (torch.float32,))
+    check_devices(w, **{f"{name}[1]": scale})
+    check_contiguous(f"{name}[1]", scale)
 
 
 def check_taken(name: str, x: torch.Tensor, num_rows: int) -> None:

@@ -128,10 +128,9 @@ class QuantizedRows(NamedTuple):
 
     @classmethod
     def like(cls, rows: torch.Tensor) -> QuantizedRows:
-        """New memory for as many rows [M, K], two at least: a tensor of one would not tell how far
-        apart they are."""
+        """New memory for as many rows [M, K]."""
         num_rows, depth = rows.shape
-        size = max(2, num_rows), quantized_bytes(depth)
+        size = num_rows, quantized_bytes(depth)
         return cls(rows.new_empty(size, dtype=torch.uint8), depth)
 
     @property

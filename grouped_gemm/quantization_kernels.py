@@ -38,7 +38,8 @@ def quantize_rows_kernel(
 ):
     """out = x in e4m3, with a scale for each 128 columns; see `cast.cast_row`.
 
-    A PDL launch, which waits for all launches before.
+    A PDL launch, which waits for all launches before, and only then lets the next one begin: so
+    that may read at once what those have stored, and what this kernel stores after its own wait.
     """
     pdl_wait(PDL)
     pdl_launch_dependents(PDL)

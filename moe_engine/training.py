@@ -48,9 +48,9 @@ class LayerTensors(NamedTuple):
     @property
     def inputs(self) -> LayerInputs:
         """As engines take them."""
-        weights, biases = (self.weights.gate_up.by_parts(), self.weights.down), self[4:6]
-        inputs = LayerInputs(*self[:3], *weights, *biases, self.activation)
-        return inputs._replace(s_gate_up=self.s_gate_up, s_down=self.s_down)
+        x, ids, weights, (gate_up, down), b_up, b_down, activation, s_up, s_down = self
+        w_gate_up = gate_up.by_parts()
+        return LayerInputs(x, ids, weights, w_gate_up, down, b_up, b_down, activation, s_up, s_down)
 
     @property
     def flat(self) -> tuple[torch.Tensor | None, ...]:

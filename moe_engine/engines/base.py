@@ -7,15 +7,12 @@ from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple, Protocol
 
 import torch
-import triton
 
-from ..checks import check_contiguous, check_tensor
 from ..device.lang import INTERPRETED
 from ..dispatch import DispatchLayout, Received, Tokens
 from ..errors import DtypeError
 from ..grouped_gemm.activations import AnyActivation, num_parts
-from ..grouped_gemm.operands import FP8, Weights, check_weights
-from ..grouped_gemm.quantization import BLOCK
+from ..grouped_gemm.operands import FP8, Weights, check_weight_scales, check_weights
 from ..prepared import Described
 from ..symm.device_context import DeviceContext
 
@@ -111,9 +108,7 @@ def check_scales(inputs: LayerInputs) -> None:
         )
     for name, (w, scale, *_) in both.items():
         assert scale is not None
-        blocks = [w.shape[0], *(triton.cdiv(size, BLOCK) for size in w.shape[1:])]
-        check_tensor(f"{name}[1]", scale, blocks, [torch.float32], inputs.x.device)
-        check_contiguous(f"{name}[1]", scale)
+        check_weight_scales(name, w, scale)
 
 
 def check_layer_weights(inputs: LayerInputs) -> None:

@@ -90,7 +90,7 @@ def send_rows(
     if tokens.is_cast:
         cast, rows = QuantizedRows.like(x), QuantizedRows.within(rows).memory
         dispatch.quantize(x, cast, exchange_fused_kernel, slots)
-        x = cast.memory[: len(x)]
+        x = cast.memory
     if plan is None:
         plan = dispatch.place_rows(tokens, offsets, memory.parts, slots, with_weights)
     begins = offsets.expert_offsets, offsets.remote_offsets
@@ -169,7 +169,8 @@ def expert_rows_bytes(max_expert_rows: int, row_bytes: int) -> int:
 class ExpertRows(NamedTuple):
     """`slots.expert_rows`: rows [M, H] like x, what the experts read and later what they give;
     copies int64 [M], which of them are copies of which; weights float32 [M], those of the rows in a
-    backward."""
+    backward. Rows in e4m3 lie in the memory of `rows` (`QuantizedRows.within`) until the
+    down-projection, which begins when all have been multiplied, writes over them."""
 
     rows: torch.Tensor
     copies: torch.Tensor
