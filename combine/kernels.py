@@ -71,11 +71,12 @@ def return_rows_kernel(
         shape = RowShape(hidden * item_bytes, SUM.NUM_TOPK, item_bytes, 0)
         open_call(KIND_COMBINE, shape, dispatched, is_sound, context, SUM.RANKS_PAD)
     elif program < num_push_programs:
-        source = Source(own.x, own.weights, num_rows, hidden)
+        num_peers = tl.load(context + NUM_RANKS).to(tl.int32) - 1
+        source = Source(own.x, own.weights, num_rows, hidden, num_peers)
         # fmt: off
         push_rows(
             source, sums.rank_prefix_matrix, counts, program, num_push_programs, row, context,
-            _received_row, PUSH, False,
+            received_row, PUSH, False,
         )
         # fmt: on
     else:
@@ -90,14 +91,15 @@ def return_rows_kernel(
 
 
 @device_function
-def _received_row(rank_prefix_matrix, num_rows, peers, rows, end, context):
-    """(received row that is row `rows` (block) of those from `peers`, whether there is one); see
-    `push_rows`. A handle that a caller made up leads to no other memory."""
+def received_row(source, rank_prefix_matrix, peers, rows, end, context):
+    """The received rows that are `rows` (block) of those from `peers`; see `push_rows`. A handle
+    that a caller made up leads to no other memory."""
     num_ranks = tl.load(context + NUM_RANKS).to(tl.int32)
     count = received_rows(rank_prefix_matrix, peers, context)
     rank = tl.load(context + RANK).to(tl.int32)
     index = tl.load(rank_prefix_matrix + peers * num_ranks + rank) - count + rows
-    return index, (rows < end) & (rows < count) & (index >= 0) & (index < num_rows)
+    has = (rows < end) & (rows < count) & (index >= 0) & (index < source.num_rows)
+    return source.x + index.to(tl.int64) * source.num_columns, index, has
 
 
 @triton.jit(do_not_specialize=["num_tokens", "num_rows", "region_rows"])

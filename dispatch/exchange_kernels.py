@@ -50,6 +50,7 @@ class ExchangeSizes(NamedTuple):
     ALL_EXPERTS_PAD: int
     RANKS: int = 0  # of a layer alone, like what follows
     STAGES_PAD: int = 0
+    NODES: int = 1
 
 
 @triton.jit(do_not_specialize=["max_rows", "may_grow"])
@@ -76,19 +77,8 @@ def exchange_kernel(
     """
     program = tl.program_id(0)
     num_ranks = tl.load(context + NUM_RANKS).to(tl.int32)
-    ranks = tl.arange(0, SIZES.RANKS_PAD)
-    experts = tl.arange(0, SIZES.EXPERTS_PAD)
-    real = experts < num_local_experts
     if program == num_ranks:
-        # If this gives up on a lost peer, later launches, which may not know of it, see no rows.
-        for source in range(0, num_ranks):
-            to = counts.rank_prefix_matrix + source * num_ranks + ranks
-            tl.store(to, tl.zeros_like(ranks), mask=ranks < num_ranks)
-        tl.store(counts.expert_offsets + experts, tl.zeros_like(experts), mask=real)
-        tl.store(counts.expert_offsets + 1 + experts, tl.zeros_like(experts), mask=real)
-        everywhere = tl.arange(0, SIZES.ALL_EXPERTS_PAD)
-        is_expert = everywhere < num_local_experts * num_ranks
-        tl.store(counts.group_counts + everywhere, tl.zeros_like(everywhere), mask=is_expert)
+        clear_counts(counts, num_local_experts, context, SIZES)
         pdl_wait(PDL)
     if is_broken(context):
         return
@@ -97,40 +87,71 @@ def exchange_kernel(
     signature = signature_of(KIND_DISPATCH, shape, num_experts, 0, 0, may_grow, call, 0, context)
     if program < num_ranks:
         # fmt: off
-        _send_counts(
+        send_counts(
             program, signature, num_tokens_per_expert, num_tokens_per_rank, num_experts, context,
             SIZES,
         )
         # fmt: on
-        return
+    else:
+        read_counts(counts, signature, max_rows, num_local_experts, context, SIZES)
+
+
+@device_function
+def clear_counts(counts, num_local_experts, context, SIZES: tl.constexpr):
+    """Begin with no rows: if the wait for the counts gives up on a lost peer, later launches, which
+    may not know of it, see none."""
+    num_ranks = tl.load(context + NUM_RANKS).to(tl.int32)
+    ranks = tl.arange(0, SIZES.RANKS_PAD)
+    for source in range(0, num_ranks):
+        to = counts.rank_prefix_matrix + source * num_ranks + ranks
+        tl.store(to, tl.zeros_like(ranks), mask=ranks < num_ranks)
+    experts = tl.arange(0, SIZES.EXPERTS_PAD)
+    real = experts < num_local_experts
+    tl.store(counts.expert_offsets + experts, tl.zeros_like(experts), mask=real)
+    tl.store(counts.expert_offsets + 1 + experts, tl.zeros_like(experts), mask=real)
+    everywhere = tl.arange(0, SIZES.ALL_EXPERTS_PAD)
+    is_expert = everywhere < num_local_experts * num_ranks
+    tl.store(counts.group_counts + everywhere, tl.zeros_like(everywhere), mask=is_expert)
+
+
+@device_function
+def read_counts(counts, signature, max_rows, num_local_experts, context, SIZES: tl.constexpr):
+    """Wait for the counts of all ranks and write what follows from them to `launch.Counts`. Where
+    any rank has more than `max_rows` rows for another one, or fewer than none, report it."""
+    num_ranks = tl.load(context + NUM_RANKS).to(tl.int32)
+    num_experts = num_local_experts * num_ranks
+    ranks = tl.arange(0, SIZES.RANKS_PAD)
+    experts = tl.arange(0, SIZES.EXPERTS_PAD)
+    real = experts < num_local_experts
     tl.store(counts.signature + tl.arange(0, SIGNATURE_WORDS), signature)
     ready = wait_signatures(signature, context, SIZES.RANKS_PAD)
-    if ready == 0:  # the counts of another shape mean nothing: numbers of rows stay 0
-        return
-    rank = tl.load(context + RANK).to(tl.int32)
-    rows = tl.zeros([SIZES.RANKS_PAD], tl.int32)
-    totals = tl.zeros([SIZES.EXPERTS_PAD], tl.int32)
-    everywhere = tl.arange(0, SIZES.ALL_EXPERTS_PAD)
-    of_group = tl.zeros([SIZES.ALL_EXPERTS_PAD], tl.int32)
-    most_rows = tl.full((), 0, tl.int32)
-    for source in range(0, num_ranks):
-        theirs = _counts_of(source, ready, context)
-        sent = tl.load(theirs + num_experts + ranks, mask=ranks < num_ranks, other=0)
-        most_rows = tl.maximum(most_rows, tl.max(tl.where(sent < 0, MANY_ROWS, sent), 0))
-        rows += sent
-        to = counts.rank_prefix_matrix + source * num_ranks + ranks
-        tl.store(to, rows, mask=ranks < num_ranks)
-        received = tl.load(theirs + rank * num_local_experts + experts, mask=real, other=0)
-        to = counts.recv_expert_counts + source * num_local_experts + experts
-        tl.store(to, received, mask=real)
-        totals += received
-        of_group += tl.load(theirs + everywhere, mask=everywhere < num_experts, other=0)
-    tl.store(counts.group_counts + everywhere, of_group, mask=everywhere < num_experts)
-    if most_rows > max_rows:
-        tl.store(report_pointer(context) + REPORT_ROWS, most_rows.to(tl.int64))
-        report_failure(rank, current_epoch(context), context, PHASE_CAPACITY)
-    else:
-        tl.store(counts.expert_offsets + 1 + experts, tl.cumsum(totals, 0), mask=real)
+    if ready == 1:  # else the counts are of another shape, and numbers of rows stay 0
+        rank = tl.load(context + RANK).to(tl.int32)
+        rows = tl.zeros([SIZES.RANKS_PAD], tl.int32)
+        totals = tl.zeros([SIZES.EXPERTS_PAD], tl.int32)
+        everywhere = tl.arange(0, SIZES.ALL_EXPERTS_PAD)
+        of_group = tl.zeros([SIZES.ALL_EXPERTS_PAD], tl.int32)
+        most_rows = tl.full((), 0, tl.int32)
+        for source in range(0, num_ranks):
+            theirs = _counts_of(source, ready, context)
+            sent = tl.load(theirs + num_experts + ranks, mask=ranks < num_ranks, other=0)
+            if SIZES.NODES > 1:
+                most_rows = tl.maximum(most_rows, tl.load(theirs + num_experts + num_ranks))
+            most_rows = tl.maximum(most_rows, tl.max(tl.where(sent < 0, MANY_ROWS, sent), 0))
+            rows += sent
+            to = counts.rank_prefix_matrix + source * num_ranks + ranks
+            tl.store(to, rows, mask=ranks < num_ranks)
+            received = tl.load(theirs + rank * num_local_experts + experts, mask=real, other=0)
+            to = counts.recv_expert_counts + source * num_local_experts + experts
+            tl.store(to, received, mask=real)
+            totals += received
+            of_group += tl.load(theirs + everywhere, mask=everywhere < num_experts, other=0)
+        tl.store(counts.group_counts + everywhere, of_group, mask=everywhere < num_experts)
+        if most_rows > max_rows:
+            tl.store(report_pointer(context) + REPORT_ROWS, most_rows.to(tl.int64))
+            report_failure(rank, current_epoch(context), context, PHASE_CAPACITY)
+        else:
+            tl.store(counts.expert_offsets + 1 + experts, tl.cumsum(totals, 0), mask=real)
 
 
 # --- A layer -----------------------------------------------------------------------------------
@@ -197,7 +218,7 @@ def exchange_fused_kernel(
     # fmt: on
     if program < SIZES.RANKS:
         # fmt: off
-        _send_counts(program, signature, num_tokens_per_expert, None, num_experts, context, SIZES)
+        send_counts(program, signature, num_tokens_per_expert, None, num_experts, context, SIZES)
         # fmt: on
         return
     since = begin_span()
@@ -249,7 +270,7 @@ def _most_received(ready, num_local_experts, context, SIZES: tl.constexpr):
 
 
 @device_function
-def _send_counts(
+def send_counts(
     peer,
     signature,
     num_tokens_per_expert,

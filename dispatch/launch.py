@@ -178,7 +178,6 @@ def _metadata_sizes(num_ranks: int, row: RowLayout) -> MetadataSizes:
 def send_metadata(
     tokens: Tokens,
     plan: SendPlan,
-    num_local_experts: int,
     header_bytes: int,
     num_programs: int,
     slots: Slots,
@@ -197,7 +196,6 @@ def send_metadata(
         slots.context.fields,
         len(tokens.x),
         *((0, 0) if scales is None else scales.stride()),
-        num_local_experts,
         row_in_region(row, header_bytes),
         tokens.shape,
         SIZES=_metadata_sizes(slots.layout.num_ranks, row),
@@ -298,6 +296,7 @@ def _receive_arguments(
     out: Received,
     tokens: Tokens,
     rank_prefix_matrix: torch.Tensor,
+    num_local_experts: int,
     header_bytes: int,
     block_rows: int,
     slots: Slots,
@@ -315,6 +314,7 @@ def _receive_arguments(
         max_rows=len(out.x),
         region_rows=slots.layout.max_rows(row.num_bytes, header_bytes),
         num_vecs=vectors.num_vecs,
+        num_local_experts=num_local_experts,
         row=row_in_region(row, header_bytes),
         SIZES=_receive_sizes(slots.layout, row, vectors, block_rows),
         num_warps=NUM_WARPS,
@@ -325,6 +325,7 @@ def collect(
     out: Received,
     tokens: Tokens,
     rank_prefix_matrix: torch.Tensor,
+    num_local_experts: int,
     header_bytes: int,
     partition: Partition,
     slots: Slots,
@@ -333,7 +334,7 @@ def collect(
     release the slot. Ends a call."""
     # fmt: off
     arguments = _receive_arguments(
-        out, tokens, rank_prefix_matrix, header_bytes, COPY_ROWS, slots
+        out, tokens, rank_prefix_matrix, num_local_experts, header_bytes, COPY_ROWS, slots
     )
     # fmt: on
     launches = [(programs_on_all_sms(), 0)]
@@ -355,13 +356,14 @@ def locate(
     out: Received,
     tokens: Tokens,
     rank_prefix_matrix: torch.Tensor,
+    num_local_experts: int,
     header_bytes: int,
     slots: Slots,
 ) -> None:
     """Write the addresses of the received rows to out.x int64 [N]; `release` ends the call."""
     # fmt: off
     arguments = _receive_arguments(
-        out, tokens, rank_prefix_matrix, header_bytes, LOCATE_ROWS, slots
+        out, tokens, rank_prefix_matrix, num_local_experts, header_bytes, LOCATE_ROWS, slots
     )
     # fmt: on
     slots.context.launch(locate_kernel, (programs_on_all_sms(),), step="locate", **arguments)

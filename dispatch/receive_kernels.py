@@ -52,7 +52,7 @@ class Block(NamedTuple):
     token_idx: tl.tensor  # its token on the source
 
 
-@triton.jit(do_not_specialize=["max_rows", "region_rows", "num_push_programs"])
+@triton.jit(do_not_specialize=["max_rows", "region_rows", "num_push_programs", "num_local_experts"])
 def collect_kernel(
     x,  # vectors [T, num_vecs], what this rank sent
     rank_prefix_matrix,  # int32 [R, R]
@@ -62,6 +62,7 @@ def collect_kernel(
     max_rows,
     region_rows,
     num_vecs,
+    num_local_experts,
     row,  # slots.Row
     SIZES: tl.constexpr,  # ReceiveSizes
     PDL: tl.constexpr,
@@ -101,7 +102,7 @@ def collect_kernel(
             SIZES.ALIGNED,
             SIZES.BLOCK_VECS,
         )
-        _copy_metadata(received, block, row, SIZES)
+        _copy_metadata(received, block, num_local_experts, row, context, SIZES)
         work_idx = claim_next(num_push_programs, context)
     if num_push_programs > 0:
         pdl_wait(PDL)
@@ -114,7 +115,7 @@ def collect_kernel(
         finish_call(context)
 
 
-@triton.jit(do_not_specialize=["max_rows", "region_rows"])
+@triton.jit(do_not_specialize=["max_rows", "region_rows", "num_local_experts"])
 def locate_kernel(
     x,  # vectors [T, num_vecs], what this rank sent
     rank_prefix_matrix,  # int32 [R, R]
@@ -123,6 +124,7 @@ def locate_kernel(
     max_rows,
     region_rows,
     num_vecs,
+    num_local_experts,
     row,  # slots.Row
     SIZES: tl.constexpr,  # ReceiveSizes
 ):
@@ -141,7 +143,7 @@ def locate_kernel(
         )
         to = received.x + block.dst_row
         tl.store(to, tl.where(block.arrived, payload, 0), mask=block.has_room)
-        _copy_metadata(received, block, row, SIZES)
+        _copy_metadata(received, block, num_local_experts, row, context, SIZES)
     _clear_rest(rank_prefix_matrix, received, max_rows, context, SIZES)
     if is_broken(context):
         report_abandoned(context)
@@ -177,8 +179,9 @@ def _receive_block(
 
 
 @device_function
-def _copy_metadata(received, block, row, SIZES: tl.constexpr):
-    """Copy what came with a block of rows; ids of rows that did not come are -1."""
+def _copy_metadata(received, block, num_local_experts, row, context, SIZES: tl.constexpr):
+    """Copy what came with a block of rows, ids as this rank numbers its experts: -1 and a weight of
+    0 for experts of other ranks; ids of rows that did not come are -1."""
     k = tl.arange(0, SIZES.TOPK_PAD)
     columns = tl.arange(0, SIZES.SCALES_PAD)
     tl.store(received.src_idx + block.dst_row, block.token_idx, mask=block.arrived)
@@ -193,9 +196,12 @@ def _copy_metadata(received, block, row, SIZES: tl.constexpr):
         at = block.dst_row[:, None] * SIZES.NUM_TOPK + k[None, :]
         ids = as_pointer(block.address + row.ids, tl.int32)[:, None] + k[None, :]
         weights = as_pointer(block.address + row.weights, tl.float32)[:, None] + k[None, :]
-        ids = tl.load(ids, mask=has, other=-1).to(tl.int64)
-        tl.store(received.topk_idx + at, ids, mask=has_room)
-        tl.store(received.topk_weights + at, tl.load(weights, mask=has, other=0.0), mask=has)
+        ids = tl.load(ids, mask=has, other=-1)
+        ids -= tl.load(context + RANK).to(tl.int32) * num_local_experts
+        is_local = has & (ids >= 0) & (ids < num_local_experts)
+        weights = tl.load(weights, mask=has, other=0.0)
+        tl.store(received.topk_idx + at, tl.where(is_local, ids, -1).to(tl.int64), mask=has_room)
+        tl.store(received.topk_weights + at, tl.where(is_local, weights, 0.0), mask=has)
 
 
 @device_function

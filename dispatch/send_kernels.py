@@ -5,20 +5,22 @@ from typing import NamedTuple
 import triton
 import triton.language as tl
 
-from ..device.context import KIND_CACHED_DISPATCH, NUM_RANKS, RANK
+from ..device.context import KIND_CACHED_DISPATCH, NODE_RANKS, RANK
 from ..device.lang import as_pointer, device_function, is_broken, put, symm_at
 from ..device.programs import pdl_launch_dependents, pdl_wait
-from ..device.push import Source, open_regions, push_rows
+from ..device.push import Source, open_regions, peer_at, push_rows, row_at
 from ..device.signature import open_call
+from ..device.slots import first_near_rank, is_near
 from ..device.tiles import deal
 
 
 class SendPlan(NamedTuple):
-    """Which tokens a rank sends to which rank: to rank r ends[r] - begins[r] of them."""
+    """Which tokens a rank sends to which rank of its node: to rank r ends[r] - begins[r] of
+    them."""
 
     ends: tl.tensor  # int32 [R]
     begins: tl.tensor  # int32 [R], or None for zeros
-    send_token_idx: tl.tensor  # int32 [R, T]: token of each row for each rank
+    send_token_idx: tl.tensor  # int32 [L, T]: token of each row for each rank of the node
 
 
 class Metadata(NamedTuple):
@@ -49,7 +51,6 @@ def metadata_kernel(
     num_tokens,
     scale_stride_token,
     scale_stride,
-    num_local_experts,
     row,  # slots.Row
     shape,  # signature.RowShape
     SIZES: tl.constexpr,  # MetadataSizes
@@ -66,14 +67,13 @@ def metadata_kernel(
     pdl_launch_dependents(PDL)
     if is_broken(context):
         return
-    num_ranks = tl.load(context + NUM_RANKS).to(tl.int32)
-    rank = tl.load(context + RANK).to(tl.int32)
     ranks = tl.arange(0, SIZES.RANKS_PAD)
-    counts = _num_tokens(plan, ranks, ranks < num_ranks, 0)
+    near = is_near(ranks, context)
+    counts = _num_tokens(plan, ranks, near, 0)
     program, num_programs = tl.program_id(0), tl.num_programs(0)
     if dispatched is not None:
         if program == 0:
-            unsound = (ranks < num_ranks) & ((counts < 0) | (counts > num_tokens))
+            unsound = near & ((counts < 0) | (counts > num_tokens))
             is_sound = tl.max(unsound.to(tl.int32), 0) == 0
             # fmt: off
             open_call(KIND_CACHED_DISPATCH, shape, dispatched, is_sound, context, SIZES.RANKS_PAD)
@@ -81,41 +81,52 @@ def metadata_kernel(
             return
         program, num_programs = program - 1, num_programs - 1
     counts = tl.minimum(counts, num_tokens)
-    own, most_rows = open_regions(counts, row, context)
+    first_row, most_rows = open_regions(counts, row, context)
+    num_peers = tl.load(context + NODE_RANKS).to(tl.int32)
     step = num_programs * SIZES.BLOCK_ROWS
-    for first in range(program * SIZES.BLOCK_ROWS, most_rows * num_ranks, step):
-        peers, rows = deal(first + tl.arange(0, SIZES.BLOCK_ROWS), num_ranks)
-        peers = (rank + 1 + peers) % num_ranks
+    for first in range(program * SIZES.BLOCK_ROWS, most_rows * num_peers, step):
+        peers, rows = deal(first + tl.arange(0, SIZES.BLOCK_ROWS), num_peers)
+        peers = peer_at(peers, context, False)
         token_idx, has = _sent_token(plan, num_tokens, peers, rows, most_rows, context)
-        to = symm_at(own + rows.to(tl.int64) * row.num_bytes, peers, context)
-        if SIZES.NUM_SCALES > 0:
-            from_scales = metadata.scales + token_idx.to(tl.int64) * scale_stride_token
-            to_scales = as_pointer(to + row.scales, tl.int32)
-            for start in range(0, SIZES.NUM_SCALES, SIZES.BLOCK_SCALES):
-                columns = start + tl.arange(0, SIZES.BLOCK_SCALES)
-                inside = has[:, None] & (columns < SIZES.NUM_SCALES)[None, :]
-                at = from_scales[:, None] + columns.to(tl.int64)[None, :] * scale_stride
-                put(to_scales[:, None] + columns[None, :], tl.load(at, mask=inside), inside)
-        # Ids, weights and token are stored as one run, since each write pays for its own packet.
-        field = tl.arange(0, SIZES.TRAILER_PAD)
-        weights_at: tl.constexpr = (SIZES.NUM_TOPK + 3) // 4 * 4
-        trailer = tl.where((field == 2 * weights_at)[None, :], token_idx[:, None], 0)
-        if SIZES.NUM_TOPK > 0:
-            k = field % weights_at
-            inside = has[:, None] & ((field < 2 * weights_at) & (k < SIZES.NUM_TOPK))[None, :]
-            at = token_idx[:, None] * SIZES.NUM_TOPK + k[None, :]
-            ids = tl.load(metadata.topk_idx + at, mask=inside, other=-1)
-            ids -= peers[:, None] * num_local_experts
-            local = (ids >= 0) & (ids < num_local_experts)
-            weights = tl.load(metadata.topk_weights + at, mask=inside, other=0.0)
-            part = tl.where(
-                (field < weights_at)[None, :],
-                tl.where(local, ids, -1).to(tl.int32),
-                tl.where(local, weights, 0.0).to(tl.int32, bitcast=True),
-            )
-            trailer = tl.where(inside, part, trailer)
-        to_trailer = as_pointer(to + row.ids, tl.int32)[:, None] + field[None, :]
-        put(to_trailer, trailer, has[:, None] & (field <= 2 * weights_at)[None, :])
+        to = row_at(first_row, tl.load(context + RANK), rows, row, context)
+        # fmt: off
+        put_metadata(
+            metadata, symm_at(to, peers, context), token_idx, has, scale_stride_token, scale_stride,
+            row, SIZES,
+        )
+        # fmt: on
+
+
+@device_function
+def put_metadata(
+    metadata, to, token_idx, has, scale_stride_token, scale_stride, row, SIZES: tl.constexpr
+):
+    """Write what goes with the payload of tokens into rows at the addresses `to` (blocks)."""
+    if SIZES.NUM_SCALES > 0:
+        from_scales = metadata.scales + token_idx.to(tl.int64) * scale_stride_token
+        to_scales = as_pointer(to + row.scales, tl.int32)
+        for start in range(0, SIZES.NUM_SCALES, SIZES.BLOCK_SCALES):
+            columns = start + tl.arange(0, SIZES.BLOCK_SCALES)
+            inside = has[:, None] & (columns < SIZES.NUM_SCALES)[None, :]
+            at = from_scales[:, None] + columns.to(tl.int64)[None, :] * scale_stride
+            put(to_scales[:, None] + columns[None, :], tl.load(at, mask=inside), inside)
+    # Ids, weights and token are stored as one run, since each write pays for its own packet.
+    field = tl.arange(0, SIZES.TRAILER_PAD)
+    weights_at: tl.constexpr = (SIZES.NUM_TOPK + 3) // 4 * 4
+    trailer = tl.where((field == 2 * weights_at)[None, :], token_idx[:, None], 0)
+    if SIZES.NUM_TOPK > 0:
+        k = field % weights_at
+        inside = has[:, None] & ((field < 2 * weights_at) & (k < SIZES.NUM_TOPK))[None, :]
+        at = token_idx[:, None] * SIZES.NUM_TOPK + k[None, :]
+        ids = tl.load(metadata.topk_idx + at, mask=inside, other=-1)
+        ids = tl.minimum(tl.maximum(ids, -1), 0x7FFFFFFF)  # what is out of range stays so
+        weights = tl.load(metadata.topk_weights + at, mask=inside, other=0.0)
+        part = tl.where(
+            (field < weights_at)[None, :], ids.to(tl.int32), weights.to(tl.int32, bitcast=True)
+        )
+        trailer = tl.where(inside, part, trailer)
+    to_trailer = as_pointer(to + row.ids, tl.int32)[:, None] + field[None, :]
+    put(to_trailer, trailer, has[:, None] & (field <= 2 * weights_at)[None, :])
 
 
 @triton.jit(do_not_specialize=["num_tokens", "num_early_programs"])
@@ -141,15 +152,15 @@ def push_kernel(
     if is_broken(context):
         pdl_wait(PDL)
         return
-    num_ranks = tl.load(context + NUM_RANKS)
     ranks = tl.arange(0, SIZES.RANKS_PAD)
-    counts = _num_tokens(plan, ranks, ranks < num_ranks, 0)
+    counts = _num_tokens(plan, ranks, is_near(ranks, context), 0)
     counts = tl.minimum(counts, num_tokens)
-    source = Source(x, None, num_tokens, num_vecs)
+    num_peers = tl.load(context + NODE_RANKS).to(tl.int32) - 1
+    source = Source(x, None, num_tokens, num_vecs, num_peers)
     # fmt: off
     push_rows(
         source, plan, counts, tl.program_id(0), tl.num_programs(0), row, context,
-        _sent_token, SIZES, PDL,
+        _sent_row, SIZES, PDL,
     )
     # fmt: on
 
@@ -164,10 +175,17 @@ def _num_tokens(plan, ranks, mask=None, other: tl.constexpr = None):
 
 
 @device_function
+def _sent_row(source, plan, peers, rows, end, context):
+    """The rows of x that are `rows` (block) for `peers`; see `push_rows`."""
+    token_idx, has = _sent_token(plan, source.num_rows, peers, rows, end, context)
+    return source.x + token_idx.to(tl.int64) * source.num_columns, token_idx, has
+
+
+@device_function
 def _sent_token(plan, num_tokens, peers, rows, end, context):
-    """(token of `rows` (block) for `peers`, whether there is one); see `push_rows`. Counts that a
-    caller made up lead to no other memory."""
+    """(token of `rows` (block) for `peers`, whether there is one). Counts that a caller made up
+    lead to no other memory."""
     has = (rows < end) & (rows < _num_tokens(plan, peers))
-    at = plan.send_token_idx + peers * num_tokens + rows
+    at = plan.send_token_idx + (peers - first_near_rank(context)) * num_tokens + rows
     token_idx = tl.load(at, mask=rows < end, other=0)
     return tl.maximum(tl.minimum(token_idx, num_tokens - 1), 0), has

@@ -35,7 +35,14 @@ class ContextField(IntEnum):
     STARTED = 22  # programs of the running launch that have read the epoch; see `_begin_send`
     OWN = 23  # address of this rank's symmetric block
     BUFFER = 24  # a number that all ranks of a Buffer have, and other Buffers have not
-    PEERS = 26  # R addresses of the ranks' symmetric blocks, as mapped here; 16 bytes hold two
+    NETWORK = 25  # address of what the transport to other nodes keeps on this rank: emulated ranks
+    # have their queue of commands there, NVSHMEM int32 [R], the ranks' processing elements; 0: none
+    NODE_RANKS = 26  # ranks of a node
+    NUM_REGIONS = 27  # regions of a slot
+    HEADERS = 28  # offset into the symmetric block, in bytes
+    HEADER_BYTES = 29  # of one of them
+    PEERS = 30  # R addresses of the ranks' symmetric blocks, as mapped here, 0 for ranks of other
+    # nodes; 16 bytes hold two
 
 
 class Report(IntEnum):
@@ -180,6 +187,11 @@ MASKED = tl.constexpr(int(ContextField.MASKED))
 STARTED = tl.constexpr(int(ContextField.STARTED))
 OWN = tl.constexpr(int(ContextField.OWN))
 BUFFER = tl.constexpr(int(ContextField.BUFFER))
+NETWORK = tl.constexpr(int(ContextField.NETWORK))
+NODE_RANKS = tl.constexpr(int(ContextField.NODE_RANKS))
+NUM_REGIONS = tl.constexpr(int(ContextField.NUM_REGIONS))
+HEADERS = tl.constexpr(int(ContextField.HEADERS))
+HEADER_BYTES = tl.constexpr(int(ContextField.HEADER_BYTES))
 PEERS = tl.constexpr(int(ContextField.PEERS))
 PHASE_SLOT_FREE = tl.constexpr(int(Phase.SLOT_FREE))
 PHASE_COUNTS = tl.constexpr(int(Phase.COUNTS))

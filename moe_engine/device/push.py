@@ -5,7 +5,7 @@ from typing import NamedTuple
 import triton
 import triton.language as tl
 
-from .context import NUM_RANKS, PHASE_CAPACITY, RANK, REGION_BYTES
+from .context import NODE_RANKS, NUM_RANKS, PHASE_CAPACITY, RANK, REGION_BYTES
 from .lang import (
     as_pointer,
     consume_token,
@@ -20,7 +20,7 @@ from .lang import (
     symm_at,
 )
 from .programs import end_push, pdl_wait
-from .slots import chunk_flag, region, wait_slot_free
+from .slots import chunk_flag, first_near_rank, near_rank, region, wait_slot_free
 from .tiles import deal
 
 
@@ -35,15 +35,17 @@ class PushSizes(NamedTuple):
     BLOCK_COLUMNS: int  # columns of each
     NUM_TOPK: int  # weights that follow a row
     SLACK: int  # 1/SLACK of the time that a row takes passes before the next one; 0: none
+    RELAYS: bool = False  # whether rows are of other nodes, or for them; see `landing`
 
 
 class Source(NamedTuple):
     """The rows that a push reads."""
 
-    x: tl.tensor  # [num_rows, num_columns]
+    x: tl.tensor  # [num_rows, num_columns]; what arrives over the network has a type alone
     weights: tl.tensor  # float32 [num_rows, NUM_TOPK], or None
     num_rows: tl.tensor
     num_columns: tl.tensor
+    num_peers: tl.tensor  # how many ranks it sends to, see `peer_at`
 
 
 @device_function
@@ -59,21 +61,20 @@ def push_rows(
     SIZES: tl.constexpr,
     PDL: tl.constexpr,
 ):
-    """Write counts [RANKS_PAD] rows into this rank's region on each other rank, all at the same
-    pace, as program `program` of `num_programs`. Rows to this rank itself are not written.
+    """Write counts [RANKS_PAD] rows where each of the source's peers expects them, to all at the
+    same pace, as program `program` of `num_programs`. See `peer_at` and `landing` for who the peers
+    are, and where their rows go.
 
-    The device function `source_row(plan, num_rows, peers, rows, end, context)` names the row of
-    `source` that row `rows` (block) of the region on `peers` is, and whether there is one; from
-    row `end` on there is none.
+    The device function `source_row(source, plan, peers, rows, end, context)` gives pointers to the
+    rows of `source` that are rows `rows` (block) for `peers`, their numbers, and whether there is
+    one; from row `end` on there is none.
 
     A chunk's flags are raised after its rows, so that a reader waits for no more than it reads. In
     a PDL launch the stores of the launch before happen before the flags too: it is waited for
     before the first one is raised.
     """
-    num_ranks = tl.load(context + NUM_RANKS).to(tl.int32)
-    rank = tl.load(context + RANK).to(tl.int32)
-    own, most_rows = open_regions(counts, row, context)
-    num_peers = num_ranks - 1
+    num_peers = source.num_peers
+    first_row, most_rows = open_regions(counts, row, context, SIZES.RELAYS)
     num_chunks = tl.cdiv(most_rows, SIZES.CHUNK_ROWS)
     num_blocks = tl.cdiv(source.num_columns, SIZES.BLOCK_COLUMNS)
     chunks_here = num_chunks_here(num_chunks, program, num_programs, SIZES.SPAN)
@@ -85,16 +86,18 @@ def push_rows(
         for first in range(begin * num_peers, end * num_peers, SIZES.BLOCK_ROWS):
             # A block holds rows for all peers, so that traffic to each stays even.
             peers, rows = deal(first + tl.arange(0, SIZES.BLOCK_ROWS), num_peers)
-            peers = (rank + 1 + peers) % num_ranks
-            src_row, has = source_row(plan, source.num_rows, peers, rows, end, context)
-            to = symm_at(own + rows.to(tl.int64) * row.num_bytes, peers, context)
+            peers = peer_at(peers, context, SIZES.RELAYS)
+            from_rows, src_row, has = source_row(source, plan, peers, rows, end, context)
+            writer, rank = landing(peers, context, SIZES.RELAYS)
+            to = row_at(first_row, writer, rows, row, context)
+            to = symm_at(to, rank, context)
             num_bytes = tl.sum(has.to(tl.int32), 0) * row.num_bytes
             interval = pacing_interval(num_bytes, chunks_here, num_chunks, context)
             if SIZES.SLACK > 0:
                 interval += interval // SIZES.SLACK
             due = put_rows(
                 as_pointer(to, source.x.dtype.element_ty),
-                source.x + src_row.to(tl.int64) * source.num_columns,
+                from_rows,
                 source.num_columns,
                 has,
                 due,
@@ -110,18 +113,54 @@ def push_rows(
                 to_weights = as_pointer(to + row.weights, tl.float32)[:, None] + k[None, :]
                 put(to_weights, weights, inside)
         pdl_wait(PDL)
-        raise_chunks(first_chunk, end_chunk, counts, context, SIZES.CHUNK_ROWS, SIZES.SPAN)
+        raise_chunks(first_chunk, end_chunk, counts, context, SIZES)
     pdl_wait(PDL)
     end_push(context)
 
 
 @device_function
-def open_regions(counts, row, context):
-    """Make sure that this rank may write counts [RANKS_PAD] rows into its region of the slot on
-    each rank.
+def peer_at(index, context, RELAYS: tl.constexpr):
+    """The peer number `index` (block) of a push: the ranks of this node, the one after this rank
+    first and this rank itself last. With RELAYS all ranks, those of the next node first and those
+    of this node last."""
+    if RELAYS:
+        first = first_near_rank(context) + tl.load(context + NODE_RANKS).to(tl.int32)
+        return (first + index) % tl.load(context + NUM_RANKS).to(tl.int32)
+    return near_rank(1 + index, context)
 
-    Waits until the slot is free on each. Returns (own address of row 0, most rows to any rank): no
-    rows when a wait expired, or when they would not fit, which is reported.
+
+@device_function
+def landing(peers, context, RELAYS: tl.constexpr):
+    """(whose region, on which rank) rows for `peers` (block) go into: this rank's own, there.
+
+    With RELAYS a peer stands for a pair of another node's rank and one of this node, in a dispatch
+    for the source of the rows that is this rank's rail peer and a rank that they are for, in a
+    combine for the rank that they return to, and its rail peer here. Rank 1 of 2 nodes of 2 ranks
+    writes rows of peer 2 into region 3 on rank 0: of a dispatch, what rank 3 sends to rank 0; of a
+    combine, what is for rank 2 to sum, after rank 0 has summed it, where region 3 stands for rank 1
+    as the second one of a node.
+    """
+    rank = tl.load(context + RANK).to(tl.int32)
+    if RELAYS:
+        node_ranks = tl.load(context + NODE_RANKS).to(tl.int32)
+        place = peers % node_ranks
+        return peers - place + rank % node_ranks, first_near_rank(context) + place
+    return peers * 0 + rank, peers
+
+
+@device_function
+def row_at(first_row, writer, rows, row, context):
+    """Addresses of `rows` in the regions of `writer` (blocks), from that of row 0 of region 0."""
+    at = first_row + writer.to(tl.int64) * tl.load(context + REGION_BYTES)
+    return at + rows.to(tl.int64) * row.num_bytes
+
+
+@device_function
+def open_regions(counts, row, context, RELAYS: tl.constexpr = False):
+    """Make sure that this rank may write counts [RANKS_PAD] rows where each peer expects them.
+
+    Waits until the slot is free on each. Returns (address of row 0 of region 0 of the slot, most
+    rows to any peer): no rows when a wait expired, or when they would not fit, which is reported.
     """
     ranks = tl.arange(0, counts.shape[0])
     last_byte = row.header_bytes + counts.to(tl.int64) * row.num_bytes
@@ -131,8 +170,9 @@ def open_regions(counts, row, context):
         peer = tl.max(tl.where(too_long, ranks, 0), 0)
         report_failure(peer, current_epoch(context), context, PHASE_CAPACITY)
     else:
-        ready = wait_slot_free(ranks, counts > 0, context)
-    base = region(tl.load(context + RANK), context) + row.header_bytes
+        _, holder = landing(ranks, context, RELAYS)
+        ready = wait_slot_free(holder, counts > 0, context)
+    base = region(0, context) + row.header_bytes
     return consume_token(base, ready), tl.where(ready == 1, tl.max(counts, 0), 0)
 
 
@@ -169,11 +209,12 @@ def num_chunks_here(num_chunks, program, num_programs, SPAN: tl.constexpr):
 
 
 @device_function
-def raise_chunks(first, end, counts, context, CHUNK_ROWS: tl.constexpr, SPAN: tl.constexpr):
-    """Tell each rank that chunks `first` .. `end` of its counts [RANKS_PAD] rows were written."""
-    index = tl.arange(0, SPAN * counts.shape[0])
-    ranks = index % counts.shape[0]
+def raise_chunks(first, end, counts, context, SIZES: tl.constexpr):
+    """Say that chunks `first` .. `end` of counts [RANKS_PAD] rows for each peer were written."""
+    index = tl.arange(0, SIZES.SPAN * counts.shape[0])
+    peers = index % counts.shape[0]
     chunks = first + index // counts.shape[0]
-    has = (chunks < end) & (chunks * CHUNK_ROWS < tl.gather(counts, ranks, 0))
-    flags = chunk_flag(tl.load(context + RANK), chunks, context)
-    notify(flags, ranks, has, current_epoch(context), context)
+    has = (chunks < end) & (chunks * SIZES.CHUNK_ROWS < tl.gather(counts, peers, 0))
+    writer, rank = landing(peers, context, SIZES.RELAYS)
+    flags = chunk_flag(writer, chunks, context)
+    notify(flags, rank, has, current_epoch(context), context)

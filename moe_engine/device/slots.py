@@ -11,7 +11,9 @@ from .context import (
     MAX_CHUNKS,
     MAX_STAGES,
     METADATA_FLAGS,
+    NODE_RANKS,
     NUM_RANKS,
+    NUM_REGIONS,
     NUM_SLOTS,
     PHASE_ROWS,
     PHASE_SLOT_FREE,
@@ -45,7 +47,7 @@ class Row(NamedTuple):
 def region(writer, context):
     """Address, in this rank's block, of the region of rank `writer` in the running call's slot."""
     slot = current_epoch(context) % tl.load(context + NUM_SLOTS)
-    index = slot * tl.load(context + NUM_RANKS) + writer
+    index = slot * tl.load(context + NUM_REGIONS) + writer
     return own_block(context) + tl.load(context + SLOTS) + index * tl.load(context + REGION_BYTES)
 
 
@@ -60,6 +62,12 @@ def chunk_flag(writer, chunk, context):
 def count_flag(writer, context):
     """Address of the flag that says: `writer` has written its count row."""
     return own_block(context) + tl.load(context + COUNT_FLAGS) + writer * 8
+
+
+@device_function
+def done_flag(writer, context):
+    """Address of the word that says up to which epoch `writer` is done with this rank's rows."""
+    return own_block(context) + tl.load(context + DONE) + writer * 8
 
 
 @device_function
@@ -96,7 +104,7 @@ def wait_slot_free(peers, mask, context):
     epoch e - D: see `programs.finish_call`.
     """
     epoch = current_epoch(context) - tl.load(context + NUM_SLOTS)
-    flags = own_block(context) + tl.load(context + DONE) + peers * 8
+    flags = done_flag(peers, context)
     return wait(flags, mask, epoch, peers, context, PHASE_SLOT_FREE)
 
 
@@ -106,6 +114,28 @@ def wait_rows(writer, rows, mask, context, CHUNK_ROWS: tl.constexpr):
     wait expired."""
     flags = chunk_flag(writer, rows // CHUNK_ROWS, context)
     return wait(flags, mask, current_epoch(context), rows * 0 + writer, context, PHASE_ROWS)
+
+
+@device_function
+def first_near_rank(context):
+    """The first rank of this rank's node: 0 on a single node."""
+    node_ranks = tl.load(context + NODE_RANKS).to(tl.int32)
+    return tl.load(context + RANK).to(tl.int32) // node_ranks * node_ranks
+
+
+@device_function
+def near_rank(distance, context):
+    """The rank of this node that comes `distance` (scalar or block) after this one."""
+    node_ranks = tl.load(context + NODE_RANKS).to(tl.int32)
+    first = first_near_rank(context)
+    return first + (tl.load(context + RANK).to(tl.int32) - first + distance) % node_ranks
+
+
+@device_function
+def is_near(ranks, context):
+    """Which of `ranks` (block) are ranks of this node."""
+    first = first_near_rank(context)
+    return (ranks >= first) & (ranks < first + tl.load(context + NODE_RANKS).to(tl.int32))
 
 
 @device_function

@@ -193,10 +193,8 @@ class KernelEngine(ContextEngine):
         owned: bool,
     ) -> None:
         """Send metadata and rows."""
-        num_experts, num_ranks = layout.num_experts, self.slots.num_ranks
-        header, on_all_sms = header_bytes(num_experts, num_ranks), programs_on_all_sms()
-        more = num_experts // num_ranks, header, on_all_sms
-        dispatch_verbs.send_metadata(tokens, plan, *more, self.slots)
+        header = header_bytes(layout.num_experts, self.slots.num_ranks)
+        dispatch_verbs.send_metadata(tokens, plan, header, programs_on_all_sms(), self.slots)
         partition = Partition.choose(num_programs, owned)
         dispatch_verbs.push(tokens, plan, header, partition, self.slots)
 
@@ -211,12 +209,13 @@ class KernelEngine(ContextEngine):
         max_rows: int,
     ) -> None:
         """Copy what arrives to `sized`, of max_rows rows, or write its addresses there."""
-        header = header_bytes(num_experts, self.slots.num_ranks)
+        num_ranks = self.slots.num_ranks
+        rows = prefix, num_experts // num_ranks, header_bytes(num_experts, num_ranks)
         if owned:
             partition = Partition.choose(num_programs, owned)
-            dispatch_verbs.collect(sized, tokens, prefix, header, partition, self.slots)
+            dispatch_verbs.collect(sized, tokens, *rows, partition, self.slots)
         else:
-            dispatch_verbs.locate(sized, tokens, prefix, header, self.slots)
+            dispatch_verbs.locate(sized, tokens, *rows, self.slots)
 
     def _new_rows(self, tokens: Tokens, num_rows: int, owned: bool) -> Received:
         """Room for received rows, or for their addresses where they are not `owned`."""
@@ -300,10 +299,10 @@ class KernelEngine(ContextEngine):
         plan = SendPlan(prefix[rank], prefix[rank - 1] if rank else None, send_token_idx)
         partition = Partition.choose(num_programs, owned=True)
         early = partition.push + partition.early  # the latter begin after the push
-        more = num_local_experts, BARE_HEADER, early, self.slots, signature
-        dispatch_verbs.send_metadata(tokens, plan, *more)
+        dispatch_verbs.send_metadata(tokens, plan, BARE_HEADER, early, self.slots, signature)
         dispatch_verbs.push(tokens, plan, BARE_HEADER, partition, self.slots)
-        dispatch_verbs.collect(sized, tokens, prefix, BARE_HEADER, partition, self.slots)
+        rows = prefix, num_local_experts, BARE_HEADER
+        dispatch_verbs.collect(sized, tokens, *rows, partition, self.slots)
 
     # --- Combine -----------------------------------------------------------------------------
 

@@ -259,7 +259,7 @@ class DeviceContext:
         layout = self.layout
         if ContextField.STAGE_FLAGS not in layout.fields():  # low-latency memory
             return False
-        at = layout.slots + (slot * layout.num_ranks + self.rank) * layout.region_bytes
+        at = layout.slots + (slot * layout.num_regions + self.rank) * layout.region_bytes
         with suppress(RuntimeError), outside_capture(self.fields.device):
             kind = self._block.local[at : at + 4].view(torch.int32).cpu()
             return int(kind) == Kind.MOE_FFN_BACKWARD

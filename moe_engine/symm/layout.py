@@ -57,21 +57,33 @@ class BlockLayout(ABC):
     num_ranks: int
     region_bytes: int
     num_slots: int = 2
+    num_nodes: int = 1
 
     @abstractmethod
     def num_flags(self) -> dict[ContextField, int]:
         """How many flags of each kind the block has, in the order in which they lie."""
 
     @classmethod
-    def fit(cls, num_bytes: int, num_ranks: int, num_slots: int = 2) -> Self:
-        """The layout with the largest regions that `num_bytes` hold."""
+    def fit(cls, num_bytes: int, num_ranks: int, num_slots: int = 2, num_nodes: int = 1) -> Self:
+        """The layout with the largest regions that `num_bytes` hold. What several nodes need for
+        the network comes on top: as many tokens fit as on one node."""
         flags = cls(num_ranks, 0, num_slots).slots
         region_bytes = (num_bytes - flags) // (num_slots * num_ranks) // LINE_BYTES * LINE_BYTES
         if region_bytes <= 0:
             raise CapacityError(
                 cls.too_small.format(num_ranks=num_ranks, num_bytes=num_bytes, flags=flags)
             )
-        return cls(num_ranks, region_bytes, num_slots)
+        return cls(num_ranks, region_bytes, num_slots, num_nodes)
+
+    @property
+    def ranks_per_node(self) -> int:
+        return self.num_ranks // self.num_nodes
+
+    @property
+    def num_regions(self) -> int:
+        """Regions of a slot: one for each rank; on several nodes two more for each node, for what
+        arrives from it and for what is sent to it."""
+        return self.num_ranks + (2 * self.num_nodes if self.num_nodes > 1 else 0)
 
     def offsets(self) -> dict[ContextField, int]:
         """Where the flags of each kind begin, and after them the slots."""
@@ -87,11 +99,15 @@ class BlockLayout(ABC):
 
     @property
     def num_bytes(self) -> int:
-        return self.slots + self.num_slots * self.num_ranks * self.region_bytes
+        return self.slots + self.num_slots * self.num_regions * self.region_bytes
 
     def fields(self) -> dict[ContextField, int]:
         """The fields of the device context that describe the layout."""
-        return self.offsets() | {ContextField.MAX_CHUNKS: self.flags_per_rank}
+        return self.offsets() | {
+            ContextField.MAX_CHUNKS: self.flags_per_rank,
+            ContextField.NODE_RANKS: self.ranks_per_node,
+            ContextField.NUM_REGIONS: self.num_regions,
+        }
 
 
 L = TypeVar("L", bound=BlockLayout)

@@ -6,11 +6,16 @@ D. A slot has one region per writing rank, so that a sender knows where its rows
     device context | notices
     done[R] | count_flags[R] | metadata_flags[R] | stage_flags[2, MAX_STAGES, R]
     chunk_flags[R, MAX_CHUNKS]
-    slot 0 | slot 1 | ...
-    slot   = region of rank 0 | region of rank 1 | ...
+    slot 0 | slot 1 | ... | network headers
+    slot   = region of rank 0 | region of rank 1 | ... | regions of the network
     region = signature, int32 [16] | counts, int32 [E + R] | row 0 | row 1 | ...  (dispatch)
              signature | row 0 | row 1 | ...                    (cached dispatch and combine)
              signature | counts, int32 [E] | rows by stage, int32 [S] | row 0 | ... (layer)
+
+On several nodes the region of a rank of another node is written by the rank of this node that
+forwards its rows, its rail peer. Two more regions for each node hold rows that arrive from it over
+the network, and rows that are sent to it; as many headers precede them, see `internode_rows_offset`.
+Flags have more writers then, see `SlotLayout.num_writers`.
 
 Example, R = 2, 4 tokens of rank 1 routed to ranks [0], [1], [0, 1], [0]: rank 1 writes tokens
 0, 2, 3 as rows 0, 1, 2 of region 1 of rank 0's slot, and tokens 1, 2 as rows 0, 1 of region 1 of
@@ -27,6 +32,7 @@ from typing import TYPE_CHECKING
 
 import torch
 
+from ..checks import MAX_EXPERTS
 from ..device.context import MAX_STAGES, SIGNATURE_WORDS, ContextField
 from ..device.slots import Row
 from ..errors import BackendError
@@ -134,6 +140,13 @@ def header_bytes(num_experts: int, num_ranks: int) -> int:
     return round_up(SIGNATURE_BYTES + 4 * (num_experts + num_ranks + MAX_STAGES.value), LINE_BYTES)
 
 
+def internode_rows_offset(num_experts: int, num_ranks: int) -> int:
+    """Where the header that a rank sends to another node says where each row goes, in bytes, after
+    the signature, int32 [16], and counts, int32 [E + R + 2]: rows for each expert and rank, most
+    rows for any node, rows for this node. Each of these has a byte for each rank of the node."""
+    return round_up(SIGNATURE_BYTES + 4 * (num_experts + num_ranks + 2), 16)
+
+
 @dataclass(frozen=True, slots=True)
 class SlotLayout(BlockLayout):
     """Offsets and sizes of the block of normal calls."""
@@ -145,13 +158,45 @@ class SlotLayout(BlockLayout):
     )
 
     def num_flags(self) -> dict[ContextField, int]:
+        num_writers = self.num_writers
         return {
-            ContextField.DONE: self.num_ranks,
-            ContextField.COUNT_FLAGS: self.num_ranks,
+            ContextField.DONE: num_writers,
+            ContextField.COUNT_FLAGS: num_writers,
             ContextField.METADATA_FLAGS: self.num_ranks,
             ContextField.STAGE_FLAGS: 2 * MAX_STAGES.value * self.num_ranks,
-            ContextField.CHUNK_FLAGS: self.num_ranks * MAX_CHUNKS,
+            ContextField.CHUNK_FLAGS: num_writers * MAX_CHUNKS,
         }
+
+    @property
+    def network_headers(self) -> int:
+        """Where the headers begin that go over the network before rows do, in bytes: after the
+        slots. Each slot has two for each node, as it has regions."""
+        return self.slots + self.num_slots * self.num_regions * self.region_bytes
+
+    @property
+    def network_header_bytes(self) -> int:
+        """Of one of them, see `internode_rows_offset`, with the most experts and rows."""
+        if self.num_nodes == 1:
+            return 0
+        rows_at = internode_rows_offset(MAX_EXPERTS, self.num_ranks)
+        return round_up(rows_at + self.max_rows(LINE_BYTES) * self.ranks_per_node, LINE_BYTES)
+
+    @property
+    def num_bytes(self) -> int:
+        num_headers = self.num_slots * 2 * self.num_nodes
+        return self.network_headers + num_headers * self.network_header_bytes
+
+    def fields(self) -> dict[ContextField, int]:
+        return super(SlotLayout, self).fields() | {
+            ContextField.HEADERS: self.network_headers,
+            ContextField.HEADER_BYTES: self.network_header_bytes,
+        }
+
+    @property
+    def num_writers(self) -> int:
+        """Writers of flags: the ranks, and in each slot one for each other node. Two sets of one
+        flag may arrive in any order over the network, so calls in flight do not share one."""
+        return self.num_ranks + (self.num_slots * self.num_nodes if self.num_nodes > 1 else 0)
 
     most_rows = BLOCK_ROWS * MAX_CHUNKS
     """Rows one rank can send to another in one call, however large the memory: there are flags for
@@ -204,7 +249,7 @@ class Slots(RankMemory[SlotLayout]):
         block = new_block(layout.num_bytes, was_captured)
         # Memory that replaces other memory begins after its last epoch: all calls so far are done.
         done = layout.offsets()[ContextField.DONE]
-        flags = block.local[done : done + FLAG_BYTES * layout.num_ranks]
+        flags = block.local[done : done + FLAG_BYTES * layout.num_writers]
         flags.view(torch.int64).fill_(epoch)
         super().__init__(layout, rank, block, timeout_s, buffer, epoch)
         self._new_block = new_block
