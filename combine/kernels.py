@@ -148,7 +148,6 @@ def _sum_block(
     fp32, rounded once. Waits for just the chunks that hold these rows.
     """
     rank = tl.load(context + RANK).to(tl.int32)
-    k = tl.arange(0, SUM.TOPK_PAD)
     token_idx = block * SUM.BLOCK_TOKENS + tl.arange(0, SUM.BLOCK_TOKENS)
     ready = wait_returned(sums.send_head, token_idx, num_tokens, context, SUM)
     inside = (token_idx < num_tokens) & (ready == 1)
@@ -172,11 +171,20 @@ def _sum_block(
             weights_at = tl.where(is_own, own_row, weights_at)
         addresses = addresses + (tl.where(has, at, 0),)
         weight_addresses = weight_addresses + (tl.where(has, weights_at, 0),)
+    at = token_idx.to(tl.int64) * hidden
+    add_rows(addresses, sums.out + at, sums, at, inside, hidden, SUM)
+    if own.weights is not None:
+        add_weights(weight_addresses, sums.weights + token_idx * SUM.NUM_TOPK, inside, SUM)
+
+
+@device_function
+def add_rows(addresses, to, sums, at, inside, hidden, SUM: tl.constexpr):
+    """Write the sums of rows at `addresses`, SUM.RANKS blocks of them of which 0 stands for no row,
+    to the rows `to` (block): the rows at `at` of the biases first, then in this order."""
     for column in range(0, hidden, SUM.BLOCK_H):
         columns = column + tl.arange(0, SUM.BLOCK_H)
-        in_row = row_mask(columns, hidden, sums.out.dtype.element_ty, SUM.ALIGNED)
+        in_row = row_mask(columns, hidden, to.dtype.element_ty, SUM.ALIGNED)
         real = inside[:, None] & in_row[None, :]
-        at = token_idx.to(tl.int64) * hidden
         total = tl.zeros([SUM.BLOCK_TOKENS, SUM.BLOCK_H], tl.float32)
         if sums.bias_0 is not None:
             bias = row_pointers(sums.bias_0 + at, columns, SUM.ALIGNED)
@@ -185,23 +193,27 @@ def _sum_block(
             bias = row_pointers(sums.bias_1 + at, columns, SUM.ALIGNED)
             total += tl.load(bias, mask=real, other=0.0).to(tl.float32)
         for number in tl.static_range(SUM.RANKS):
-            returned = as_pointer(addresses[number], sums.out.dtype.element_ty)
+            returned = as_pointer(addresses[number], to.dtype.element_ty)
             part = tl.load(
                 row_pointers(returned, columns, SUM.ALIGNED),
                 mask=(addresses[number] != 0)[:, None] & in_row[None, :],
                 other=0.0,
             )
             total += part.to(tl.float32)
-        values = round_to(total, sums.out.dtype.element_ty)
-        tl.store(row_pointers(sums.out + at, columns, SUM.ALIGNED), values, mask=real)
-    if own.weights is not None:
-        weights = tl.zeros([SUM.BLOCK_TOKENS, SUM.TOPK_PAD], tl.float32)
-        for number in tl.static_range(SUM.RANKS):
-            returned = as_pointer(weight_addresses[number], tl.float32)[:, None]
-            has = (weight_addresses[number] != 0)[:, None] & (k < SUM.NUM_TOPK)[None, :]
-            weights += tl.load(returned + k[None, :], mask=has, other=0.0)
-        to = sums.weights + token_idx[:, None] * SUM.NUM_TOPK + k[None, :]
-        tl.store(to, weights, mask=inside[:, None] & (k < SUM.NUM_TOPK)[None, :])
+        values = round_to(total, to.dtype.element_ty)
+        tl.store(row_pointers(to, columns, SUM.ALIGNED), values, mask=real)
+
+
+@device_function
+def add_weights(addresses, to, inside, SUM: tl.constexpr):
+    """Write the sums of weights [NUM_TOPK] at `addresses`, see `add_rows`, to `to` (block)."""
+    k = tl.arange(0, SUM.TOPK_PAD)
+    weights = tl.zeros([SUM.BLOCK_TOKENS, SUM.TOPK_PAD], tl.float32)
+    for number in tl.static_range(SUM.RANKS):
+        returned = as_pointer(addresses[number], tl.float32)[:, None]
+        has = (addresses[number] != 0)[:, None] & (k < SUM.NUM_TOPK)[None, :]
+        weights += tl.load(returned + k[None, :], mask=has, other=0.0)
+    tl.store(to[:, None] + k[None, :], weights, inside[:, None] & (k < SUM.NUM_TOPK)[None, :])
 
 
 @device_function

@@ -19,6 +19,7 @@ from ..row_vectors import COPY_ROWS, RowVectors
 from ..symm.slots import RowLayout, SlotLayout, Slots, row_in_region
 from ..utils import next_power_of_2
 from .exchange_kernels import ExchangeSizes, exchange_kernel
+from .internode_kernels import forward_kernel, open_internode_kernel, send_rows_kernel
 from .receive_kernels import ReceiveSizes, collect_kernel, locate_kernel, release_kernel
 from .send_kernels import Metadata, MetadataSizes, SendPlan, metadata_kernel, push_kernel
 
@@ -163,13 +164,14 @@ def exchange(
 
 
 @functools.cache
-def _metadata_sizes(num_ranks: int, row: RowLayout) -> MetadataSizes:
+def metadata_sizes(num_ranks: int, row: RowLayout, block_rows: int) -> MetadataSizes:
+    """For blocks of so many rows."""
     sizes = MetadataSizes(
         NUM_TOPK=row.num_topk,
         NUM_SCALES=row.num_scales,
         TRAILER_PAD=next_power_of_2((row.num_bytes - row.ids) // 4),
         BLOCK_SCALES=32,
-        BLOCK_ROWS=METADATA_ROWS,
+        BLOCK_ROWS=block_rows,
         RANKS_PAD=next_power_of_2(num_ranks),
     )
     return constants(sizes)
@@ -198,9 +200,9 @@ def send_metadata(
         *((0, 0) if scales is None else scales.stride()),
         row_in_region(row, header_bytes),
         tokens.shape,
-        SIZES=_metadata_sizes(slots.layout.num_ranks, row),
+        SIZES=metadata_sizes(slots.layout.num_ranks, row, METADATA_ROWS),
         step="send_metadata",
-        after=() if dispatched is not None else (exchange_kernel,),
+        after=() if dispatched is not None else (exchange_kernel, send_rows_kernel),
         num_warps=8,
     )
 
@@ -346,7 +348,9 @@ def collect(
             (num_programs,),
             num_push_programs=num_push_programs,
             step="collect",
-            after=(push_kernel, collect_kernel) if num_push_programs == 0 else (push_kernel,),
+            after=(push_kernel, collect_kernel, forward_kernel)
+            if num_push_programs == 0
+            else (push_kernel,),
             **arguments,
         )
     slots.context.end_call()

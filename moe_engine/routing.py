@@ -74,20 +74,29 @@ def layout(topk_idx: torch.Tensor, num_experts: int, slots: Slots) -> RoutingLay
 
 
 def send_plan(
-    is_token_in_rank: torch.Tensor, topk_idx: torch.Tensor | None, num_experts: int, slots: Slots
+    is_token_in_rank: torch.Tensor,
+    topk_idx: torch.Tensor | None,
+    num_experts: int,
+    slots: Slots,
+    send_token_idx: torch.Tensor | None = None,
+    send_head: torch.Tensor | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """(send_token_idx int32 [R, T], send_head int32 [T, R]): see `reference.send_plan`. Entries
-    of send_token_idx past a rank's count are not written."""
-    num_tokens, num_ranks = is_token_in_rank.shape
+    of send_token_idx past a rank's count are not written. Without topk_idx is_token_in_rank, and
+    each result with it, may have one more dimension before these: batches of tokens. Results are
+    made where no memory is given for them."""
+    *batches, num_tokens, num_ranks = is_token_in_rank.shape
     new = is_token_in_rank.new_empty
-    send_token_idx = new((num_ranks, num_tokens), dtype=torch.int32)
-    send_head = new((num_tokens, num_ranks), dtype=torch.int32)
+    if send_token_idx is None:
+        send_token_idx = new((*batches, num_ranks, num_tokens), dtype=torch.int32)
+    if send_head is None:
+        send_head = new((*batches, num_tokens, num_ranks), dtype=torch.int32)
     num_topk = topk_idx.shape[1] if topk_idx is not None else 1
     topk_pad = next_power_of_2(num_topk)
     block = max(16, 1024 // topk_pad)
     slots.context.launch(
         send_plan_kernel,
-        (max(1, triton.cdiv(num_tokens, block)), num_ranks),
+        (max(1, triton.cdiv(num_tokens, block)), num_ranks, *batches),
         is_token_in_rank.view(torch.uint8),
         topk_idx,
         send_token_idx,

@@ -83,10 +83,10 @@ def layout_sum_kernel(
 
 @triton.jit(do_not_specialize=["num_tokens"])
 def send_plan_kernel(
-    is_token_in_rank,  # uint8 [T, R]
+    is_token_in_rank,  # uint8 [B, T, R]
     topk_idx,  # int64 [T, K], or None
-    send_token_idx,  # int32 [R, T], out: token of each row sent to each rank
-    send_head,  # int32 [T, R], out: row * R + rank in the order of the final sum, then -1
+    send_token_idx,  # int32 [B, R, T], out: token of each row sent to each rank
+    send_head,  # int32 [B, T, R], out: row * R + rank in the order of the final sum, then -1
     num_tokens,
     num_local_experts,
     NUM_TOPK: tl.constexpr,
@@ -96,7 +96,8 @@ def send_plan_kernel(
     SCAN: tl.constexpr,
     PDL: tl.constexpr,
 ):
-    """Program (c, d) gives rows to the tokens of block c that go to rank d, in token order.
+    """Program (c, d, b) gives rows to the tokens of block c that go to rank d, in token order, in
+    each of B batches of tokens.
 
     `send_head` lists a token's rows in the order in which the source will sum them: ranks by
     their right-most top-k slot, or by number where there are no ids. Example, 2 ranks of 2
@@ -113,6 +114,10 @@ def send_plan_kernel(
     pdl_launch_dependents(PDL)
     rank = tl.program_id(1)
     num_ranks = tl.num_programs(1)
+    before = tl.program_id(2).to(tl.int64) * num_tokens * num_ranks
+    is_token_in_rank += before
+    send_token_idx += before
+    send_head += before
     first = tl.program_id(0) * BLOCK
     base = tl.full((), 0, tl.int32)
     for start in range(0, first, SCAN):

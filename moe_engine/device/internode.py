@@ -13,10 +13,19 @@ from .context import (
     NODE_RANKS,
     NUM_RANKS,
     NUM_SLOTS,
+    PHASE_CAPACITY,
     PHASE_SLOT_FREE,
     RANK,
+    REGION_BYTES,
 )
-from .lang import current_epoch, device_function, own_block, wait
+from .lang import (
+    consume_token,
+    current_epoch,
+    device_function,
+    own_block,
+    report_failure,
+    wait,
+)
 from .network import send_word
 from .slots import done_flag, region
 
@@ -95,6 +104,21 @@ def wait_node_free(node, context):
     flags = done_flag(node_writer(nodes, context), context)
     peers = rail_peer(nodes, context)
     return wait(flags, nodes >= 0, epoch, peers, context, PHASE_SLOT_FREE)
+
+
+@device_function
+def open_staging(node, count, row, context):
+    """Make sure that this rank may write `count` rows to its staging for `node`, and send them.
+    Returns (address of row 0, 1), or 0 where a wait expired or they would not fit, which is
+    reported."""
+    ready = tl.full((), 0, tl.int32)
+    if row.header_bytes + count.to(tl.int64) * row.num_bytes > tl.load(context + REGION_BYTES):
+        report_failure(rail_peer(node, context), current_epoch(context), context, PHASE_CAPACITY)
+    elif node == own_node(context):
+        ready = tl.full((), 1, tl.int32)  # only this rank reads it, in launches before this one
+    else:
+        ready = wait_node_free(node, context)
+    return consume_token(staging_region(node, context), ready) + row.header_bytes, ready
 
 
 @device_function

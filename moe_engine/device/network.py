@@ -1,4 +1,5 @@
 """placeholder until the transport verbs are merged"""
+
 import triton.language as tl
 
 from .lang import device_function

@@ -3,7 +3,7 @@
 import triton.language as tl
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
-from .context import CLAIMED, DONE, EPOCH, FINISHED, NUM_RANKS, PUSHED, RANK
+from .context import CLAIMED, DONE, EPOCH, FINISHED, NODE_RANKS, PUSHED, RANK
 from .lang import (
     current_epoch,
     device_function,
@@ -136,18 +136,19 @@ def end_call(context):
 def finish_call(context):
     """Release the call's slot to its writers and make its epoch the last finished one.
 
-    Raises `done[me]` to the epoch on every rank. A writer of epoch e waits for `done >= e - D`
-    from its destination (`device.slots.wait_slot_free`), and flags only grow: so the loads of
-    epoch e - D, which come before this call's `is_last_program`, happen before the stores of
-    epoch e. That is the whole proof that a slot is never overwritten while it is read.
-    One program calls this, after `is_last_program` or alone in its launch.
+    Raises `done[me]` to the epoch on every rank of the node. A writer of epoch e waits for
+    `done >= e - D` from its destination (`device.slots.wait_slot_free`), and flags only grow: so
+    the loads of epoch e - D, which come before this call's `is_last_program`, happen before the
+    stores of epoch e. That is the whole proof that a slot is never overwritten while it is read.
+    Ranks of other nodes are told by `internode.release_rails`. One program calls this, after `is_last_program` or alone in its launch.
     """
     epoch = current_epoch(context)
     done = own_block(context) + tl.load(context + DONE) + tl.load(context + RANK) * 8
-    num_ranks = tl.load(context + NUM_RANKS).to(tl.int32)
-    for first in range(0, num_ranks, 8):
-        ranks = first + tl.arange(0, 8)
-        notify(done, ranks, ranks < num_ranks, epoch, context)
+    node_ranks = tl.load(context + NODE_RANKS).to(tl.int32)
+    first_near = tl.load(context + RANK).to(tl.int32) // node_ranks * node_ranks
+    for first in range(0, node_ranks, 8):
+        place = first + tl.arange(0, 8)
+        notify(done, first_near + place, place < node_ranks, epoch, context)
     tl.store(context + CLAIMED, 0)
     tl.store(context + PUSHED, 0)
     tl.store(context + EPOCH, epoch)

@@ -125,18 +125,31 @@ def open_call(kind, shape, dispatched, is_sound, context, RANKS_PAD: tl.constexp
     """
     ranks = tl.arange(0, RANKS_PAD)
     real = ranks < tl.load(context + NUM_RANKS)
-    buffer = tl.load(context + BUFFER).to(tl.int32)
-    is_ours = is_sound & (tl.load(dispatched + 10) == buffer)
+    signature, is_ours = signature_of_handle(kind, shape, dispatched, is_sound, context)
+    _, ready = put_signature(ranks, real, signature, context)
+    publish_signature(ranks, real & (ready == 1), context)
+    if is_ours:
+        wait_signatures(signature, context, RANKS_PAD)
+    else:
+        refuse_handle(context)
+
+
+@device_function
+def signature_of_handle(kind, shape, dispatched, is_sound, context):
+    """(the signature of a call with a handle, whether the handle is one of this Buffer); see
+    `open_call`."""
+    is_ours = is_sound & (tl.load(dispatched + 10) == tl.load(context + BUFFER).to(tl.int32))
     # fmt: off
     signature = signature_of(
         tl.where(is_ours, kind, 0), shape, tl.load(dispatched + 3), 0, 0, 0,
         tl.load(dispatched + 9), 0, context,
     )
     # fmt: on
-    _, ready = put_signature(ranks, real, signature, context)
-    publish_signature(ranks, real & (ready == 1), context)
-    if is_ours:
-        wait_signatures(signature, context, RANKS_PAD)
-    else:
-        rank = tl.load(context + RANK).to(tl.int32)
-        report_failure(rank, current_epoch(context), context, PHASE_HANDLE)
+    return signature, is_ours
+
+
+@device_function
+def refuse_handle(context):
+    """Report a handle that is not of this Buffer."""
+    rank = tl.load(context + RANK).to(tl.int32)
+    report_failure(rank, current_epoch(context), context, PHASE_HANDLE)

@@ -7,7 +7,8 @@ either.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import Any
+from dataclasses import replace
+from typing import Any, ClassVar
 
 import torch
 
@@ -66,6 +67,8 @@ class KernelEngine(ContextEngine):
     alike.
     """
 
+    handle_type: ClassVar[type] = Handle
+
     def __init__(
         self,
         layout: SlotLayout,
@@ -117,18 +120,18 @@ class KernelEngine(ContextEngine):
         Synchronises the host with the counts, unless `num_worst_tokens` says how many rows to
         return (rows past the received ones are not written; their topk_idx is -1).
         """
-        sent, how = (tokens, layout), (_num_programs(num_sms), owned)
+        sent, how = (tokens, layout), (num_comm_programs(num_sms), owned)
         if num_worst_tokens:
             args = *sent, num_worst_tokens, *how
-            whole = self.call(KernelEngine._dispatch_whole, *args, described=described)
+            whole = self.call(type(self)._dispatch_whole, *args, described=described)
             return Arrived(whole[0], [], *whole[1:])
         grows, largest_row = self._max_tokens is None, self._largest_row(tokens)
         header = header_bytes(layout.num_experts, self.slots.layout.num_ranks)
         if grows and self.slots.layout.max_rows(largest_row.num_bytes, header) < 1:
             self._grow(1, largest_row, header)
-        counts, plan, send_head = self.call(KernelEngine._exchange, *sent, grows, check=False)
+        counts, routes = self.call(type(self)._exchange, *sent, grows, check=False)
         self.concurrent_reads.mark()
-        self.call(KernelEngine._send, *sent, plan, *how, check=not grows)
+        self.call(type(self)._send, *sent, counts, routes, *how, check=not grows)
         num_rows, *per_expert = self.concurrent_reads.read(lambda: self._received(counts))
         most_rows = self.slots.context.rows_wanted() if grows else 0
         if most_rows:
@@ -138,7 +141,7 @@ class KernelEngine(ContextEngine):
         out, prefix = self._new_rows(tokens, num_rows, owned), counts.rank_prefix_matrix
         received = tokens, prefix, layout.num_experts, *how
         self.call(KernelEngine._receive, *received, sized=out, max_rows=num_rows)
-        handle = _handle(counts, plan, out, layout, send_head)
+        handle = self._new_handle(counts, routes, out, layout)
         return Arrived(out, per_expert, handle, counts.group_counts)
 
     def release(self) -> None:
@@ -160,40 +163,47 @@ class KernelEngine(ContextEngine):
         header = header_bytes(layout.num_experts, self.slots.layout.num_ranks)
         self.check_capacity(len(tokens.x), self._largest_row(tokens), header)
         out = self._new_rows(tokens, num_worst_tokens, owned)
-        counts, plan, send_head = self._exchange(tokens, layout, may_grow=False)
-        self._send(tokens, layout, plan, num_programs, owned)
+        counts, routes = self._exchange(tokens, layout, may_grow=False)
+        self._send(tokens, layout, counts, routes, num_programs, owned)
         received = tokens, counts.rank_prefix_matrix, layout.num_experts, num_programs, owned
         self._receive(*received, sized=out, max_rows=num_worst_tokens)
-        handle = _handle(counts, plan, out, layout, send_head)
+        handle = self._new_handle(counts, routes, out, layout)
         return out, handle, counts.group_counts
 
     def _exchange(
         self, tokens: Tokens, layout: DispatchLayout, may_grow: bool
-    ) -> tuple[Counts, SendPlan, torch.Tensor]:
-        """Plan the rows and exchange counts: (counts, the plan, send_head)."""
-        header, row = header_bytes(layout.num_experts, self.slots.num_ranks), tokens.row
-        if not may_grow:
-            self.check_capacity(len(tokens.x), row, header)
-        max_rows = self.slots.layout.max_rows(self._largest_row(tokens).num_bytes, header)
+    ) -> tuple[Counts, tuple[torch.Tensor, ...]]:
+        """Plan the rows and exchange counts: (counts, (send_token_idx, send_head))."""
+        max_rows = self._room(tokens, layout, may_grow)
         counts = Counts.empty(layout)
         # fmt: off
-        send_token_idx, send_head = routing.send_plan(
+        routes = routing.send_plan(
             layout.is_token_in_rank, tokens.topk_idx, layout.num_experts, self.slots
         )
         # fmt: on
         dispatch_verbs.exchange(counts, layout, tokens, max_rows, may_grow, self.slots)
-        return counts, SendPlan(layout.num_tokens_per_rank, None, send_token_idx), send_head
+        return counts, routes
+
+    def _room(self, tokens: Tokens, layout: DispatchLayout, may_grow: bool) -> int:
+        """How many rows a rank may send to another; TooManyTokens where these may be more, and the
+        memory cannot grow."""
+        header = header_bytes(layout.num_experts, self.slots.num_ranks)
+        if not may_grow:
+            self.check_capacity(len(tokens.x), tokens.row, header)
+        return self.slots.layout.max_rows(self._largest_row(tokens).num_bytes, header)
 
     def _send(
         self,
         tokens: Tokens,
         layout: DispatchLayout,
-        plan: SendPlan,
+        counts: Counts,
+        routes: tuple[torch.Tensor, ...],
         num_programs: int,
         owned: bool,
     ) -> None:
         """Send metadata and rows."""
         header = header_bytes(layout.num_experts, self.slots.num_ranks)
+        plan = SendPlan(layout.num_tokens_per_rank, None, routes[0])
         dispatch_verbs.send_metadata(tokens, plan, header, programs_on_all_sms(), self.slots)
         partition = Partition.choose(num_programs, owned)
         dispatch_verbs.push(tokens, plan, header, partition, self.slots)
@@ -216,6 +226,18 @@ class KernelEngine(ContextEngine):
             dispatch_verbs.collect(sized, tokens, *rows, partition, self.slots)
         else:
             dispatch_verbs.locate(sized, tokens, *rows, self.slots)
+
+    def _new_handle(
+        self,
+        counts: Counts,
+        routes: tuple[torch.Tensor, ...],
+        out: Received,
+        layout: DispatchLayout,
+    ) -> Handle:
+        """The handle of a dispatch."""
+        send_token_idx, send_head = routes
+        parts = counts.rank_prefix_matrix, send_token_idx, counts.signature
+        return Handle(*parts, out.src_idx, layout.is_token_in_rank, send_head)
 
     def _new_rows(self, tokens: Tokens, num_rows: int, owned: bool) -> Received:
         """Room for received rows, or for their addresses where they are not `owned`."""
@@ -243,7 +265,7 @@ class KernelEngine(ContextEngine):
         region_bytes = header + num_rows * row.num_bytes
         if old.context.fields.is_cuda:
             torch.cuda.synchronize(old.context.fields.device)
-        layout = SlotLayout(layout.num_ranks, region_bytes, layout.num_slots)
+        layout = replace(layout, region_bytes=region_bytes)
         epoch = int(old.context.fields[ContextField.EPOCH])
         self.slots = self._new_slots(layout, self._was_captured, epoch)
         self.slots.context.take_bad_ids(old.context)
@@ -278,7 +300,7 @@ class KernelEngine(ContextEngine):
         described: Described | None = None,
     ) -> None:
         """`dispatch_cached` into `out`, by rank_prefix_matrix, send_token_idx and signature."""
-        args = tokens, *plan, num_experts // self.slots.num_ranks, _num_programs(num_sms)
+        args = tokens, *plan, num_experts // self.slots.num_ranks, num_comm_programs(num_sms)
         more: dict[str, Any] = dict(max_rows=out.src_idx.numel(), described=described)
         self.call(KernelEngine._dispatch_cached, *args, sized=out, **more)
 
@@ -329,7 +351,7 @@ class KernelEngine(ContextEngine):
         described: Described | None = None,
     ) -> tuple[torch.Tensor, torch.Tensor | None]:
         """`combine` of these rows, by rank_prefix_matrix, signature and send_head."""
-        args = *plan, bias, _num_programs(num_sms)
+        args = *plan, bias, num_comm_programs(num_sms)
         sums: tuple[torch.Tensor, torch.Tensor | None] = self.call(
             KernelEngine._combine, *args, sized=rows, num_rows=len(rows.x), described=described
         )
@@ -466,24 +488,6 @@ class KernelEngine(ContextEngine):
         self.slots.free()
 
 
-def _handle(
-    counts: Counts,
-    plan: SendPlan,
-    out: Received,
-    layout: DispatchLayout,
-    send_head: torch.Tensor,
-) -> Handle:
-    """The handle of a dispatch."""
-    return Handle(
-        counts.rank_prefix_matrix,
-        plan.send_token_idx,
-        counts.signature,
-        out.src_idx,
-        layout.is_token_in_rank,
-        send_head,
-    )
-
-
-def _num_programs(num_sms: int) -> int:
+def num_comm_programs(num_sms: int) -> int:
     """Programs that communicate: fewer where they are interpreted, which is slow."""
     return 2 if INTERPRETED else num_sms

@@ -1,0 +1,116 @@
+"""Host side of a combine over several nodes: one function per launch, in their order."""
+
+from __future__ import annotations
+
+import functools
+
+import torch
+
+from ..device.constants import constants
+from ..device.context import Kind
+from ..device.push import PushSizes
+from ..device.signature import RowShape
+from ..dispatch.internode import open_call
+from ..hardware import BYTES_IN_FLIGHT, gpu
+from ..row_vectors import COPY_ROWS
+from ..symm.slots import BARE_HEADER, RowLayout, SlotLayout, Slots, row_in_region
+from ..utils import next_power_of_2
+from .internode_kernels import internode_sum_kernel, node_sum_kernel, return_to_rails_kernel
+from .kernels import SumSizes
+from .launch import BLOCK_SUMS, BLOCK_TOKENS, NUM_WARPS, ReturnedRows, Sums
+
+
+@functools.cache
+def _push_sizes(layout: SlotLayout, row: RowLayout, item_bytes: int) -> PushSizes:
+    columns = BYTES_IN_FLIGHT // item_bytes // COPY_ROWS
+    sizes = PushSizes(
+        ALIGNED=row.payload_bytes % 16 == 0,
+        RANKS_PAD=next_power_of_2(layout.num_ranks),
+        CHUNK_ROWS=layout.chunk_rows(row.num_bytes),
+        SPAN=1,
+        BLOCK_ROWS=COPY_ROWS,
+        BLOCK_COLUMNS=min(next_power_of_2(row.payload_bytes // item_bytes), columns),
+        NUM_TOPK=row.num_topk,
+        SLACK=0,
+        RELAYS=True,
+    )
+    return constants(sizes)
+
+
+@functools.cache
+def _sum_sizes(layout: SlotLayout, row: RowLayout, item_bytes: int, num_parts: int) -> SumSizes:
+    hidden, chunk_rows = row.payload_bytes // item_bytes, layout.chunk_rows(row.num_bytes)
+    block = min(BLOCK_TOKENS, chunk_rows)
+    sizes = SumSizes(
+        NUM_TOPK=row.num_topk,
+        TOPK_PAD=next_power_of_2(max(1, row.num_topk)),
+        ALIGNED=row.payload_bytes % 16 == 0,
+        RANKS=num_parts,
+        RANKS_PAD=next_power_of_2(num_parts),
+        CHUNK_ROWS=chunk_rows,
+        BLOCK_TOKENS=block,
+        BLOCK_H=min(next_power_of_2(hidden), BLOCK_SUMS // block),
+    )
+    return constants(sizes)
+
+
+def return_and_sum(
+    returned: ReturnedRows,
+    dispatched: torch.Tensor,
+    sums: Sums,
+    node_rows: torch.Tensor,
+    rank_head: torch.Tensor,
+    num_comm_sms: int,
+    slots: Slots,
+) -> None:
+    """Write rows back to the ranks that forwarded them, which send their sums to the sources: these
+    add them up. A whole call; sums.send_head is the `Routes.node_head` of the dispatch, node_rows
+    and rank_head are those of its `Routes`."""
+    num_tokens, hidden = sums.out.shape
+    row, item_bytes, layout = returned.row, returned.x.itemsize, slots.layout
+    in_region, max_rows = row_in_region(row, BARE_HEADER), rank_head.shape[1]
+    shape = RowShape(row.payload_bytes, row.num_topk, item_bytes, 0)
+    open_call(Kind.COMBINE, dispatched, shape, slots)
+    slots.context.launch(
+        return_to_rails_kernel,
+        (num_comm_sms,),
+        returned,
+        sums.rank_prefix_matrix,
+        slots.context.fields,
+        len(returned.x),
+        hidden,
+        in_region,
+        SIZES=_push_sizes(layout, row, item_bytes),
+        step="return_rows",
+        num_warps=NUM_WARPS,
+    )
+    slots.context.launch(
+        node_sum_kernel,
+        (2 * gpu().num_sms,),
+        returned,
+        sums._replace(bias_0=None, bias_1=None),
+        node_rows[1],
+        rank_head,
+        slots.context.fields,
+        max_rows,
+        hidden,
+        in_region,
+        SUM=_sum_sizes(layout, row, item_bytes, layout.ranks_per_node),
+        step="node_sum",
+        num_warps=NUM_WARPS,
+    )
+    slots.context.launch(
+        internode_sum_kernel,
+        (2 * gpu().num_sms,),
+        sums,
+        sums.send_head,
+        slots.context.fields,
+        num_tokens,
+        layout.max_rows(row.num_bytes, BARE_HEADER),
+        hidden,
+        in_region,
+        SUM=_sum_sizes(layout, row, item_bytes, layout.num_nodes),
+        step="final_sum",
+        num_warps=NUM_WARPS,
+    )
+    slots.context.end_call()

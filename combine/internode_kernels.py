@@ -1,0 +1,209 @@
+"""Combine over several nodes: each node sums a token's rows and returns one over the network.
+
+A rank writes the rows of a token to the rank of its node that has forwarded the token, its rail
+peer's one; this adds them up and sends the sum back over the network, and the token's rank adds up
+one sum for each node. Each sum is made in fp32 and rounded once.
+"""
+
+from typing import NamedTuple
+
+import triton
+import triton.language as tl
+
+from ..device.context import NODE_RANKS, NUM_RANKS, PHASE_RETURNED_ROWS
+from ..device.internode import (
+    arrival_region,
+    node_writer,
+    num_nodes,
+    open_staging,
+    own_node,
+    rail_peer,
+    release_rails,
+    staging_region,
+)
+from ..device.lang import (
+    consume_token,
+    current_epoch,
+    device_function,
+    is_broken,
+    report_abandoned,
+    wait,
+)
+from ..device.programs import finish_call, is_last_program
+from ..device.push import Source, push_rows
+from ..device.slots import chunk_flag, first_near_rank, received_rows, region
+from ..device.tiles import deal
+from ..dispatch.internode_kernels import send_chunk
+from .kernels import add_rows, add_weights, received_row
+
+
+class Heads(NamedTuple):
+    """Which rows are summed."""
+
+    rows: tl.tensor  # int32 [.., PARTS]: row * PARTS + part in the order of the sum, then -1
+    region_rows: tl.tensor  # rows that a region holds: no head leads beyond them
+
+
+@triton.jit(do_not_specialize=["num_rows"])
+def return_to_rails_kernel(
+    own,  # launch.ReturnedRows, in receive order
+    rank_prefix_matrix,  # int32 [R, R]
+    context,
+    num_rows,
+    hidden,
+    row,  # slots.Row
+    SIZES: tl.constexpr,  # push.PushSizes
+):
+    """Write each received row to the rank of this node that sums the rows of its token; see
+    `push.landing`."""
+    if is_broken(context):
+        report_abandoned(context)
+        return
+    ranks = tl.arange(0, SIZES.RANKS_PAD)
+    counts = received_rows(rank_prefix_matrix, ranks, context)
+    num_peers = tl.load(context + NUM_RANKS).to(tl.int32)
+    source = Source(own.x, own.weights, num_rows, hidden, num_peers)
+    # fmt: off
+    push_rows(
+        source, rank_prefix_matrix, counts, tl.program_id(0), tl.num_programs(0), row, context,
+        received_row, SIZES, False,
+    )
+    # fmt: on
+
+
+@triton.jit(do_not_specialize=["most_rows"])
+def node_sum_kernel(
+    own,  # launch.ReturnedRows
+    sums,  # launch.Sums, without biases
+    num_rows_per_node,  # int32 [N]: rows that this rank forwarded, by their node
+    heads,  # int32 [N, M, L]: row * L + rank of the node for each of them
+    context,
+    most_rows,  # M
+    hidden,
+    row,  # slots.Row
+    SUM: tl.constexpr,  # kernels.SumSizes, of the ranks of a node
+):
+    """Sum the rows of each token that this rank has forwarded, and send the sums of each other node
+    to its rail peer there, chunk by chunk; those of its own tokens stay in staging."""
+    if is_broken(context):
+        return
+    nodes = num_nodes(context)
+    most = tl.full((), 0, tl.int32)
+    for node in range(0, nodes):
+        most = max(most, tl.load(num_rows_per_node + node))
+    num_chunks = tl.cdiv(min(most, most_rows), SUM.CHUNK_ROWS)
+    parts = Heads(heads, most_rows)
+    for work_idx in range(tl.program_id(0), num_chunks * nodes, tl.num_programs(0)):
+        index, chunk = deal(work_idx, nodes)
+        node = (own_node(context) + 1 + index) % nodes  # this rank's own node comes last
+        count = min(tl.load(num_rows_per_node + node), most_rows)
+        begin = chunk * SUM.CHUNK_ROWS
+        end = min(begin + SUM.CHUNK_ROWS, count)
+        if begin < end:
+            staging, ready = open_staging(node, count, row, context)
+            for first in range(begin, end, SUM.BLOCK_TOKENS):
+                rows = first + tl.arange(0, SUM.BLOCK_TOKENS)
+                inside = (rows < end) & (ready == 1)
+                at = node.to(tl.int64) * most_rows + rows
+                # fmt: off
+                addresses, weight_addresses, arrived = _parts(
+                    parts, at, inside, node, row, context, _near_part, SUM
+                )
+                # fmt: on
+                ready = tl.minimum(ready, arrived)
+                to = staging + rows.to(tl.int64) * row.num_bytes
+                inside = inside & (ready == 1)
+                to_row = to.to(tl.pointer_type(own.x.dtype.element_ty), bitcast=True)
+                add_rows(addresses, to_row, sums, at, inside, hidden, SUM)
+                if own.weights is not None:
+                    to = (to + row.weights).to(tl.pointer_type(tl.float32), bitcast=True)
+                    add_weights(weight_addresses, to, inside, SUM)
+            if (ready == 1) & (node != own_node(context)):
+                send_chunk(node, begin, end, row, context, SUM.CHUNK_ROWS)
+
+
+@triton.jit(do_not_specialize=["num_tokens", "region_rows"])
+def internode_sum_kernel(
+    sums,  # launch.Sums
+    heads,  # int32 [T, N]: row * N + node of the sums of each token
+    context,
+    num_tokens,
+    region_rows,
+    hidden,
+    row,  # slots.Row
+    SUM: tl.constexpr,  # kernels.SumSizes, of the nodes
+):
+    """Add up the sums that the nodes return for each token; the last program ends the call."""
+    parts = Heads(heads, region_rows)
+    num_blocks = tl.cdiv(num_tokens, SUM.BLOCK_TOKENS)
+    for block in range(tl.program_id(0), num_blocks, tl.num_programs(0)):
+        token_idx = block * SUM.BLOCK_TOKENS + tl.arange(0, SUM.BLOCK_TOKENS)
+        inside = token_idx < num_tokens
+        # fmt: off
+        addresses, weight_addresses, ready = _parts(
+            parts, token_idx.to(tl.int64), inside, 0, row, context, _node_part, SUM
+        )
+        # fmt: on
+        inside = inside & (ready == 1)
+        at = token_idx.to(tl.int64) * hidden
+        add_rows(addresses, sums.out + at, sums, at, inside, hidden, SUM)
+        if sums.weights is not None:
+            add_weights(weight_addresses, sums.weights + token_idx * SUM.NUM_TOPK, inside, SUM)
+    if is_broken(context):
+        report_abandoned(context)
+    elif is_last_program(context):
+        release_rails(context)
+        finish_call(context)
+
+
+@device_function
+def _parts(heads, at, inside, node, row, context, place: tl.constexpr, SUM: tl.constexpr):
+    """Wait for the rows that are summed for `at` [B]: (addresses of the rows, SUM.RANKS blocks of
+    them; of their weights; 1, or 0 where the wait expired).
+
+    The device function `place(part, node, context)` gives the region of `part` (block), the number
+    of its flags' writer, the rank to blame where they are late, and whether to wait for them.
+    """
+    numbers = tl.arange(0, SUM.RANKS_PAD)
+    has = inside[:, None] & (numbers < SUM.RANKS)[None, :]
+    every = tl.load(heads.rows + at[:, None] * SUM.RANKS + numbers[None, :], mask=has, other=-1)
+    every = tl.reshape(every, [SUM.BLOCK_TOKENS * SUM.RANKS_PAD])
+    has = (every >= 0) & (every // SUM.RANKS < heads.region_rows)
+    _, writer, blamed, is_sent = place(tl.where(has, every % SUM.RANKS, 0), node, context)
+    chunk = tl.where(has, every // SUM.RANKS // SUM.CHUNK_ROWS, 0)
+    flags, epoch = chunk_flag(writer, chunk, context), current_epoch(context)
+    ready = wait(flags, has & is_sent, epoch, blamed, context, PHASE_RETURNED_ROWS)
+    addresses = ()
+    weight_addresses = ()
+    for number in tl.static_range(SUM.RANKS):
+        head = tl.load(heads.rows + at * SUM.RANKS + number, mask=inside, other=-1)
+        rows = head // SUM.RANKS
+        has_row = (head >= 0) & (rows < heads.region_rows) & (ready == 1)
+        begin, _, _, _ = place(tl.where(has_row, head % SUM.RANKS, 0), node, context)
+        address = consume_token(begin, ready) + row.header_bytes
+        address += rows.to(tl.int64) * row.num_bytes
+        addresses = addresses + (tl.where(has_row, address, 0),)
+        weight_addresses = weight_addresses + (tl.where(has_row, address + row.weights, 0),)
+    return addresses, weight_addresses, ready
+
+
+@device_function
+def _near_part(part, node, context):
+    """Of the sum that this rank makes for a token of its rail peer on `node`: rows of the ranks of
+    this node, which have written them into regions of that node's ranks; see `push.landing`."""
+    writer = node * tl.load(context + NODE_RANKS).to(tl.int32) + part
+    return region(writer, context), writer, first_near_rank(context) + part, part >= 0
+
+
+@device_function
+def _node_part(part, node, context):
+    """Of the last sum: what arrives from other nodes, and this rank's own sums in staging."""
+    is_own = part == own_node(context)
+    arrival, staging = arrival_region(part, context), staging_region(part, context)
+    writer = node_writer(part, context)
+    return (
+        tl.where(is_own, staging, arrival),
+        writer,
+        rail_peer(part, context),
+        part != own_node(context),
+    )

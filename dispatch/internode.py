@@ -1,0 +1,234 @@
+"""Host side of a dispatch over several nodes: one function per launch, in their order."""
+
+from __future__ import annotations
+
+import functools
+from typing import Any, NamedTuple
+
+import torch
+
+from .. import routing
+from ..device.constants import constants
+from ..device.context import Kind
+from ..device.lang import INTERPRETED
+from ..device.push import PushSizes
+from ..device.signature import RowShape
+from ..hardware import BYTES_IN_FLIGHT
+from ..row_vectors import COPY_ROWS, RowVectors
+from ..symm.slots import RowLayout, SlotLayout, Slots, row_in_region
+from ..utils import next_power_of_2
+from .exchange_kernels import ExchangeSizes
+from .internode_kernels import (
+    Forwarding,
+    InternodeSizes,
+    NodePlan,
+    exchange_internode_kernel,
+    forward_kernel,
+    node_layout_kernel,
+    open_internode_kernel,
+    send_rows_kernel,
+)
+from .launch import NUM_WARPS, Counts, DispatchLayout, Tokens, metadata_sizes
+from .send_kernels import Metadata
+
+BLOCK_TOKENS = 256
+"""Tokens whose nodes a program finds at a time."""
+HEADER_ROWS = 128
+"""Rows whose ranks a program copies at a time."""
+
+
+class Routes(NamedTuple):
+    """How a rank's tokens, and those that it forwards, go on.
+
+    node_rows int32 [2, N]: rows that this rank sends to each node, and rows that it forwards, those
+    of its rail peer on each node and its own. sent_token_idx int32 [N + L, T]: the token of each
+    row for each node, then for each rank of this one; node_head int32 [T, N]: row * N + node in the
+    order of the final sum, then -1. Of the rows that this rank forwards: row_idx int32 [N, L, M],
+    which of them is which row for each rank of this node; rank_head int32 [N, M, L]: row * L + rank
+    in the order of their sum, then -1.
+    """
+
+    node_rows: torch.Tensor
+    sent_token_idx: torch.Tensor
+    node_head: torch.Tensor
+    row_idx: torch.Tensor
+    rank_head: torch.Tensor
+
+
+def plan_nodes(
+    layout: DispatchLayout, topk_idx: torch.Tensor | None, max_rows: int, slots: Slots
+) -> Routes:
+    """Which tokens go to which node and to which rank of this one. `exchange` and `plan_forwarding`
+    fill in the rest."""
+    in_rank = layout.is_token_in_rank
+    (num_tokens, _), num_nodes = in_rank.shape, slots.layout.num_nodes
+    num_near = slots.layout.ranks_per_node
+    new = in_rank.new_empty
+    in_node, near = new((num_tokens, num_nodes)), new((num_tokens, num_near))
+    node_rows = new((2, num_nodes), dtype=torch.int32)
+    slots.context.launch(
+        node_layout_kernel,
+        (num_nodes,),
+        in_rank.view(torch.uint8),
+        in_node.view(torch.uint8),
+        near.view(torch.uint8),
+        node_rows[0],
+        slots.context.fields,
+        num_tokens,
+        NODE_RANKS_PAD=next_power_of_2(num_near),
+        BLOCK=BLOCK_TOKENS,
+    )
+    sent = new((num_nodes + num_near, num_tokens), dtype=torch.int32)
+    of_nodes, of_ranks = sent[:num_nodes], sent[num_nodes:]
+    _, node_head = routing.send_plan(in_node, topk_idx, layout.num_experts, slots, of_nodes)
+    routing.send_plan(near, None, num_near, slots, of_ranks)
+    shape = num_nodes, num_near, max_rows
+    row_idx = new(shape, dtype=torch.int32)
+    rank_head = new((num_nodes, max_rows, num_near), dtype=torch.int32)
+    return Routes(node_rows, sent, node_head, row_idx, rank_head)
+
+
+@functools.cache
+def _header_sizes(layout: SlotLayout) -> InternodeSizes:
+    sizes = InternodeSizes(
+        HEADER_PAD=256,
+        NODE_RANKS_PAD=next_power_of_2(layout.ranks_per_node),
+        NODES_PAD=next_power_of_2(layout.num_nodes),
+        BLOCK_ROWS=HEADER_ROWS,
+    )
+    return constants(sizes)
+
+
+@functools.cache
+def _count_sizes(num_ranks: int, num_experts: int, num_nodes: int) -> ExchangeSizes:
+    sizes = ExchangeSizes(
+        RANKS_PAD=next_power_of_2(num_ranks),
+        EXPERTS_PAD=max(32, next_power_of_2(num_experts // num_ranks)),
+        ALL_EXPERTS_PAD=next_power_of_2(num_experts),
+        NODES=num_nodes,
+    )
+    return constants(sizes)
+
+
+def exchange(
+    counts: Counts,
+    routes: Routes,
+    layout: DispatchLayout,
+    tokens: Tokens,
+    max_rows: int,
+    may_grow: bool,
+    slots: Slots,
+) -> None:
+    """`launch.exchange` over several nodes; and what this rank will forward, see `Routes`. Begins a
+    call."""
+    num_nodes, num_near = slots.layout.num_nodes, slots.layout.ranks_per_node
+    num_ranks, in_rank = slots.num_ranks, layout.is_token_in_rank
+    forwarded = in_rank.new_empty((num_nodes, max_rows, num_near))
+    slots.context.launch(
+        exchange_internode_kernel,
+        (2 * num_nodes + num_near,),
+        layout._replace(is_token_in_rank=in_rank.view(torch.uint8)),
+        NodePlan(routes.node_rows[0], routes.sent_token_idx),
+        Forwarding(routes.node_rows[1], forwarded.view(torch.uint8)),
+        counts,
+        slots.context.fields,
+        len(tokens.x),
+        max_rows,
+        layout.num_experts // num_ranks,
+        tokens.shape,
+        int(may_grow),
+        SIZES=_header_sizes(slots.layout),
+        COUNTS=_count_sizes(num_ranks, layout.num_experts, num_nodes),
+        step="exchange",
+    )
+    # fmt: off
+    routing.send_plan(
+        forwarded, None, num_near, slots, routes.row_idx, routes.rank_head
+    )
+    # fmt: on
+
+
+def open_call(kind: Kind, dispatched: torch.Tensor, shape: RowShape, slots: Slots) -> None:
+    """Begin a call that has a handle, with `dispatched`, the signature in it."""
+    slots.context.launch(
+        open_internode_kernel,
+        (2 * slots.layout.num_nodes + slots.layout.ranks_per_node,),
+        int(kind),
+        dispatched,
+        slots.context.fields,
+        shape,
+        SIZES=_header_sizes(slots.layout),
+        RANKS_PAD=next_power_of_2(slots.num_ranks),
+        step="open_call",
+    )
+
+
+@functools.cache
+def _push_sizes(layout: SlotLayout, row: RowLayout, num_vecs: int, aligned: bool) -> PushSizes:
+    block_vecs = next_power_of_2(num_vecs)
+    sizes = PushSizes(
+        ALIGNED=aligned,
+        RANKS_PAD=next_power_of_2(layout.num_ranks),
+        CHUNK_ROWS=layout.chunk_rows(row.num_bytes),
+        SPAN=1,
+        BLOCK_ROWS=COPY_ROWS,
+        BLOCK_COLUMNS=(
+            block_vecs if INTERPRETED else min(block_vecs, BYTES_IN_FLIGHT // 4 // COPY_ROWS)
+        ),
+        NUM_TOPK=0,
+        SLACK=0,
+        RELAYS=True,
+    )
+    return constants(sizes)
+
+
+def send_rows(
+    tokens: Tokens,
+    node_rows: torch.Tensor,
+    sent_token_idx: torch.Tensor,
+    header_bytes: int,
+    num_programs: int,
+    slots: Slots,
+) -> None:
+    """Send rows, with what goes with them, to the rail peers on the other nodes."""
+    vectors, row = RowVectors.of(tokens.x.shape[1], tokens.x.dtype), tokens.row
+    scales = None if tokens.scales is None else tokens.scales.view(torch.int32)
+    slots.context.launch(
+        send_rows_kernel,
+        (num_programs,),
+        vectors.view(tokens.x),
+        Metadata(scales, tokens.topk_idx, tokens.topk_weights),
+        NodePlan(node_rows[0], sent_token_idx),
+        slots.context.fields,
+        len(tokens.x),
+        vectors.num_vecs,
+        *((0, 0) if scales is None else scales.stride()),
+        row_in_region(row, header_bytes),
+        METADATA=metadata_sizes(slots.num_ranks, row, COPY_ROWS),
+        SIZES=_push_sizes(slots.layout, row, vectors.num_vecs, vectors.aligned),
+        step="send_rows",
+        num_warps=NUM_WARPS,
+    )
+
+
+def forward(
+    row: RowLayout,
+    row_idx: torch.Tensor,
+    rank_prefix_matrix: torch.Tensor,
+    header_bytes: int,
+    num_programs: int,
+    slots: Slots,
+) -> None:
+    """Forward the rows that arrive from other nodes to the ranks of this node."""
+    slots.context.launch(
+        forward_kernel,
+        (num_programs,),
+        row_idx,
+        rank_prefix_matrix,
+        slots.context.fields,
+        row_idx.shape[2],
+        row_in_region(row, header_bytes),
+        SIZES=_push_sizes(slots.layout, row, row.num_bytes // 4, True),
+        step="forward",
+        num_warps=NUM_WARPS,
+    )

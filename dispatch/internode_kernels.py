@@ -1,0 +1,478 @@
+"""Dispatch over several nodes: rows cross the network once for each node, and are forwarded there.
+
+A rank sends each token that has an expert on another node once to its rail peer there, which writes
+the row to the ranks of its node that want it, into the regions where these expect the rows of their
+source. So what receives rows is as on one node. Before rows go headers, from which the rail peer
+learns which row is for which of its ranks; it forwards the counts in them to its node.
+"""
+
+from typing import NamedTuple
+
+import triton
+import triton.language as tl
+
+from ..device.context import (
+    KIND_DISPATCH,
+    NODE_RANKS,
+    NUM_RANKS,
+    PHASE_COUNTS,
+    PHASE_ROWS,
+    RANK,
+    SIGNATURE_WORDS,
+)
+from ..device.internode import (
+    arrival_header,
+    arrival_region,
+    node_writer,
+    num_nodes,
+    open_staging,
+    own_node,
+    rail_peer,
+    release_rails,
+    staging_header,
+    staging_region,
+    wait_node_free,
+)
+from ..device.lang import (
+    as_pointer,
+    consume_token,
+    current_epoch,
+    device_function,
+    is_broken,
+    notify,
+    own_block,
+    put,
+    put_rows,
+    symm_at,
+    ticks,
+    wait,
+)
+from ..device.network import send
+from ..device.programs import is_last_program
+from ..device.push import Source, push_rows
+from ..device.signature import own_call, refuse_handle, signature_of, signature_of_handle
+from ..device.signature import wait_signatures as wait_all_signatures
+from ..device.slots import (
+    COUNTS_AT,
+    chunk_flag,
+    count_flag,
+    first_near_rank,
+    region,
+    wait_slot_free,
+)
+from ..device.tiles import deal
+from .exchange_kernels import clear_counts, read_counts, send_counts
+from .send_kernels import put_metadata
+
+
+class NodePlan(NamedTuple):
+    """Which tokens a rank sends to which node: to node n num_tokens[n] of them."""
+
+    num_tokens: tl.tensor  # int32 [N]
+    token_idx: tl.tensor  # int32 [N, T]: token of each row for each node
+
+
+class Forwarding(NamedTuple):
+    """What a rank forwards to the ranks of its node, and to itself: the rows of its rail peer on
+    each node, its own where the node is its own."""
+
+    num_rows: tl.tensor  # int32 [N]
+    is_row_in_rank: tl.tensor  # uint8 [N, M, L]: which row is for which rank of this node
+
+
+class InternodeSizes(NamedTuple):
+    """What the kernels that send headers are compiled for."""
+
+    HEADER_PAD: int  # signature and counts, int32
+    NODE_RANKS_PAD: int
+    NODES_PAD: int
+    BLOCK_ROWS: int  # rows whose ranks a program copies at a time
+
+
+# --- Routing -------------------------------------------------------------------------------------
+
+
+@triton.jit(do_not_specialize=["num_tokens"])
+def node_layout_kernel(
+    is_token_in_rank,  # uint8 [T, R]
+    is_token_in_node,  # uint8 [T, N], out
+    is_token_near,  # uint8 [T, L], out: the columns of this rank's node
+    num_tokens_per_node,  # int32 [N], out
+    context,
+    num_tokens,
+    NODE_RANKS_PAD: tl.constexpr,
+    BLOCK: tl.constexpr,
+):
+    """Program n finds which tokens go to node n."""
+    node = tl.program_id(0)
+    nodes = tl.num_programs(0)
+    node_ranks = tl.load(context + NODE_RANKS).to(tl.int32)
+    place = tl.arange(0, NODE_RANKS_PAD)
+    is_own = node == own_node(context)
+    count = tl.full((), 0, tl.int32)
+    for first in range(0, num_tokens, BLOCK):
+        tokens = first + tl.arange(0, BLOCK)
+        inside = (tokens < num_tokens)[:, None] & (place < node_ranks)[None, :]
+        at = tokens[:, None] * (nodes * node_ranks) + node * node_ranks + place[None, :]
+        in_rank = tl.load(is_token_in_rank + at, mask=inside, other=0)
+        to = is_token_near + tokens[:, None] * node_ranks + place[None, :]
+        tl.store(to, in_rank, mask=inside & is_own)
+        in_node = tl.max((in_rank != 0).to(tl.int32), 1)
+        tl.store(
+            is_token_in_node + tokens * nodes + node, in_node.to(tl.uint8), tokens < num_tokens
+        )
+        count += tl.sum(in_node, 0)
+    tl.store(num_tokens_per_node + node, count)
+
+
+# --- Headers -------------------------------------------------------------------------------------
+
+
+@triton.jit(do_not_specialize=["num_tokens", "most_rows", "may_grow"])
+def exchange_internode_kernel(
+    layout,  # launch.DispatchLayout, is_token_in_rank as uint8 [T, R]
+    plan,  # NodePlan
+    forwarding,  # Forwarding, out
+    counts,  # launch.Counts, out
+    context,
+    num_tokens,
+    most_rows,  # M
+    num_local_experts,
+    shape,  # signature.RowShape
+    may_grow,
+    SIZES: tl.constexpr,  # InternodeSizes
+    COUNTS: tl.constexpr,  # exchange_kernels.ExchangeSizes
+):
+    """Tell all ranks this rank's counts and learn theirs, and which rows this rank will forward.
+
+    Programs 0 .. N-2 send a header to the rail peer on each other node, the next L write counts to
+    each rank of this node. Each of the next N waits for the header of one node, forwards its counts
+    to this node and keeps the rest. The last reads the counts of all ranks, see `read_counts`: so
+    each waits for earlier roles alone.
+    """
+    program = tl.program_id(0)
+    nodes, node_ranks = num_nodes(context), tl.load(context + NODE_RANKS).to(tl.int32)
+    first_near = nodes - 1
+    first_node = first_near + node_ranks
+    last = first_node + nodes
+    num_experts = num_local_experts * nodes * node_ranks
+    if (program >= first_node) & (program < last):
+        tl.store(forwarding.num_rows + program - first_node, 0)
+    elif program == last:
+        clear_counts(counts, num_local_experts, context, COUNTS)
+    if is_broken(context):
+        return
+    call = own_call(context)
+    signature = signature_of(KIND_DISPATCH, shape, num_experts, 0, 0, may_grow, call, 0, context)
+    rows_at = rows_offset(num_experts, nodes * node_ranks)
+    all_nodes = tl.arange(0, SIZES.NODES_PAD)
+    most = tl.max(tl.load(plan.num_tokens + all_nodes, mask=all_nodes < nodes, other=0), 0)
+    if program < first_near:
+        node = (own_node(context) + 1 + program) % nodes
+        ready = wait_node_free(node, context)
+        header = consume_token(staging_header(node, context), ready)
+        if ready == 1:
+            count = tl.load(plan.num_tokens + node)
+            # fmt: off
+            _write_header(header, signature, layout, count, most, num_experts, context, COUNTS)
+            # fmt: on
+            rows = as_pointer(header + rows_at, tl.uint8)
+            _copy_ranks(layout, plan, node, rows, num_tokens, min(count, most_rows), context, SIZES)
+            num_bytes = rows_at + min(count, most_rows) * node_ranks
+            _send_header(node, header, num_bytes, context)
+    elif program < first_node:
+        # fmt: off
+        send_counts(
+            first_near_rank(context) + program - first_near, signature,
+            layout.num_tokens_per_expert, layout.num_tokens_per_rank, num_experts, context, COUNTS,
+            most,
+        )
+        # fmt: on
+    elif program < last:
+        node = program - first_node
+        rows = forwarding.is_row_in_rank + node.to(tl.int64) * most_rows * node_ranks
+        if node == own_node(context):
+            count = min(tl.load(plan.num_tokens + node), most_rows)
+            _copy_ranks(layout, plan, node, rows, num_tokens, count, context, SIZES)
+            _clear_ranks(rows, count, most_rows, context, SIZES)
+            tl.store(forwarding.num_rows + node, count)
+        else:
+            num_words = COUNTS_AT + num_experts + nodes * node_ranks + 1
+            ready = _forward_header(node, num_words, context, SIZES)
+            header = consume_token(arrival_header(node, context), ready)
+            count = 0
+            if ready == 1:
+                count = min(tl.load(as_pointer(header, tl.int32) + num_words), most_rows)
+                arrived = as_pointer(header + rows_at, tl.uint8)
+                step: tl.constexpr = SIZES.BLOCK_ROWS
+                for first in range(0, count * node_ranks, step):
+                    at = first + tl.arange(0, step)
+                    inside = at < count * node_ranks
+                    tl.store(rows + at, tl.load(arrived + at, mask=inside), mask=inside)
+                tl.store(forwarding.num_rows + node, count)
+            _clear_ranks(rows, count, most_rows, context, SIZES)
+    else:
+        read_counts(counts, signature, most_rows, num_local_experts, context, COUNTS)
+
+
+@triton.jit
+def open_internode_kernel(
+    kind,
+    dispatched,  # int32 [SIGNATURE_WORDS] of a handle
+    context,
+    shape,  # signature.RowShape
+    SIZES: tl.constexpr,  # InternodeSizes
+    RANKS_PAD: tl.constexpr,
+):
+    """Begin a call that has a handle: exchange signatures with all ranks, as `open_call` does. The
+    roles of the programs are those of `exchange_internode_kernel`, without counts."""
+    program = tl.program_id(0)
+    nodes, node_ranks = num_nodes(context), tl.load(context + NODE_RANKS).to(tl.int32)
+    first_node = nodes - 1 + node_ranks
+    if is_broken(context):
+        return
+    signature, is_ours = signature_of_handle(kind, shape, dispatched, True, context)
+    if program < nodes - 1:
+        node = (own_node(context) + 1 + program) % nodes
+        ready = wait_node_free(node, context)
+        header = consume_token(staging_header(node, context), ready)
+        if ready == 1:
+            put(as_pointer(header, tl.int32) + tl.arange(0, SIGNATURE_WORDS), signature, None)
+            _send_header(node, header, SIGNATURE_WORDS * 4, context)
+    elif program < first_node:
+        peer = first_near_rank(context) + program - (nodes - 1)
+        send_counts(peer, signature, None, None, 0, context, SIZES)
+    elif program < first_node + nodes:
+        node = program - first_node
+        if node != own_node(context):
+            _forward_header(node, SIGNATURE_WORDS, context, SIZES)
+    elif is_ours:
+        wait_all_signatures(signature, context, RANKS_PAD)
+    else:
+        refuse_handle(context)
+
+
+@device_function
+def rows_offset(num_experts, num_ranks):
+    """See `symm.slots.internode_rows_offset`."""
+    return (4 * (COUNTS_AT + num_experts + num_ranks + 2) + 15) // 16 * 16
+
+
+@device_function
+def _write_header(
+    header, signature, layout, count, most, num_experts, context, COUNTS: tl.constexpr
+):
+    """Write the signature and the counts of a header."""
+    to = as_pointer(header, tl.int32)
+    put(to + tl.arange(0, SIGNATURE_WORDS), signature, None)
+    experts = tl.arange(0, COUNTS.ALL_EXPERTS_PAD)
+    real = experts < num_experts
+    rows = tl.load(layout.num_tokens_per_expert + experts, mask=real, other=0)
+    put(to + COUNTS_AT + experts, rows, real)
+    ranks = tl.arange(0, COUNTS.RANKS_PAD)
+    num_ranks = tl.load(context + NUM_RANKS).to(tl.int32)
+    real = ranks < num_ranks
+    rows = tl.load(layout.num_tokens_per_rank + ranks, mask=real, other=0)
+    put(to + COUNTS_AT + num_experts + ranks, rows, real)
+    more = tl.arange(0, 2)
+    last = to + COUNTS_AT + num_experts + num_ranks
+    put(last + more, tl.where(more == 0, most, count), None)
+
+
+@device_function
+def _send_header(node, header, num_bytes, context):
+    """Send what this program has written to the header for `node`; its flag follows it."""
+    flag = count_flag(node_writer(own_node(context), context), context)
+    to = arrival_header(own_node(context), context)
+    peer, epoch = rail_peer(node, context), current_epoch(context)
+    send(to, header, num_bytes, flag, epoch, peer, context)
+
+
+@device_function
+def _forward_header(node, num_words, context, SIZES: tl.constexpr):
+    """Wait for the header of another node's rail peer, and write its signature and counts into that
+    rank's region on each rank of this node. Returns 1, or 0 where a wait expired."""
+    source = rail_peer(node, context)
+    one = tl.arange(0, 1)
+    flags = count_flag(node_writer(node, context) + one, context)
+    ready = wait(flags, one == 0, current_epoch(context), source + one, context, PHASE_COUNTS)
+    place = tl.arange(0, SIZES.NODE_RANKS_PAD)
+    near = place < tl.load(context + NODE_RANKS).to(tl.int32)
+    peers = first_near_rank(context) + place
+    if ready == 1:
+        ready = wait_slot_free(peers, near, context)
+    header = as_pointer(consume_token(arrival_header(node, context), ready), tl.int32)
+    to = consume_token(region(source, context), ready)
+    regions = as_pointer(symm_at(to, tl.where(near, peers, peers - place), context), tl.int32)
+    if ready == 1:
+        step: tl.constexpr = SIZES.HEADER_PAD
+        for first in range(0, num_words, step):
+            word = first + tl.arange(0, step)
+            inside = word < num_words
+            words = tl.load(header + word, mask=inside, other=0)
+            put(regions[:, None] + word[None, :], words[None, :], near[:, None] & inside[None, :])
+        flag = count_flag(source, context)
+        notify(peers * 0 + flag, peers, near, current_epoch(context), context)
+    return ready
+
+
+@device_function
+def _copy_ranks(layout, plan, node, rows, num_tokens, count, context, SIZES: tl.constexpr):
+    """Write which ranks of `node` the first `count` rows for it are for, L bytes for each."""
+    node_ranks = tl.load(context + NODE_RANKS).to(tl.int32)
+    num_ranks = tl.load(context + NUM_RANKS).to(tl.int32)
+    place = tl.arange(0, SIZES.NODE_RANKS_PAD)
+    for first in range(0, count, SIZES.BLOCK_ROWS):
+        row = first + tl.arange(0, SIZES.BLOCK_ROWS)
+        token_idx = tl.load(plan.token_idx + node * num_tokens + row, mask=row < count, other=0)
+        inside = (row < count)[:, None] & (place < node_ranks)[None, :]
+        at = token_idx[:, None] * num_ranks + node * node_ranks + place[None, :]
+        in_rank = tl.load(layout.is_token_in_rank + at, mask=inside, other=0)
+        tl.store(rows + row[:, None] * node_ranks + place[None, :], in_rank, mask=inside)
+
+
+@device_function
+def _clear_ranks(rows, count, most_rows, context, SIZES: tl.constexpr):
+    """Let the rows after the first `count` be for no rank."""
+    node_ranks = tl.load(context + NODE_RANKS).to(tl.int32)
+    for first in range(count * node_ranks, most_rows * node_ranks, SIZES.BLOCK_ROWS):
+        at = first + tl.arange(0, SIZES.BLOCK_ROWS)
+        tl.store(rows + at, tl.zeros_like(at).to(tl.uint8), mask=at < most_rows * node_ranks)
+
+
+# --- Rows ----------------------------------------------------------------------------------------
+
+
+@triton.jit(do_not_specialize=["num_tokens", "scale_stride_token", "scale_stride"])
+def send_rows_kernel(
+    x,  # vectors [T, num_vecs]
+    metadata,  # send_kernels.Metadata
+    plan,  # NodePlan
+    context,
+    num_tokens,
+    num_vecs,
+    scale_stride_token,
+    scale_stride,
+    row,  # slots.Row
+    METADATA: tl.constexpr,  # send_kernels.MetadataSizes
+    SIZES: tl.constexpr,  # push.PushSizes
+):
+    """Send this rank's rows to the rail peers on the other nodes, chunk by chunk and to the nodes
+    in turns: a program copies the rows of a chunk, with what goes with them, to staging, from where
+    the network takes them. It raises the chunk's flag after them."""
+    nodes = num_nodes(context)
+    all_nodes = tl.arange(0, SIZES.RANKS_PAD)
+    is_other = (all_nodes < nodes) & (all_nodes != own_node(context))
+    sent = tl.load(plan.num_tokens + all_nodes, mask=is_other, other=0)
+    num_chunks = tl.cdiv(tl.minimum(tl.max(sent, 0), num_tokens), SIZES.CHUNK_ROWS)
+    if is_broken(context):
+        return
+    for work_idx in range(tl.program_id(0), num_chunks * (nodes - 1), tl.num_programs(0)):
+        index, chunk = deal(work_idx, nodes - 1)
+        node = (own_node(context) + 1 + index) % nodes
+        begin = chunk * SIZES.CHUNK_ROWS
+        count = min(tl.load(plan.num_tokens + node), num_tokens)
+        end = min(begin + SIZES.CHUNK_ROWS, count)
+        if begin < end:
+            staging, ready = open_staging(node, count, row, context)
+            for first in range(begin, end, SIZES.BLOCK_ROWS):
+                rows = first + tl.arange(0, SIZES.BLOCK_ROWS)
+                has = (rows < end) & (ready == 1)
+                token_idx = tl.load(plan.token_idx + node * num_tokens + rows, mask=has, other=0)
+                token_idx = tl.maximum(tl.minimum(token_idx, num_tokens - 1), 0)
+                to = staging + rows.to(tl.int64) * row.num_bytes
+                # fmt: off
+                put_rows(
+                    as_pointer(to, x.dtype.element_ty), x + token_idx.to(tl.int64) * num_vecs,
+                    num_vecs, has, ticks(), 0, SIZES.ALIGNED, SIZES.BLOCK_COLUMNS,
+                )
+                put_metadata(
+                    metadata, to, token_idx, has, scale_stride_token, scale_stride, row, METADATA
+                )
+                # fmt: on
+            if ready == 1:
+                send_chunk(node, begin, end, row, context, SIZES.CHUNK_ROWS)
+
+
+@device_function
+def send_chunk(node, begin, end, row, context, CHUNK_ROWS: tl.constexpr):
+    """Send rows `begin` .. `end` of the staging for `node`, one chunk that this program has written
+    there, to where the rail peer expects what arrives from this node. Its flag follows them."""
+    offset = row.header_bytes + begin.to(tl.int64) * row.num_bytes
+    source = staging_region(node, context) + offset
+    to = arrival_region(own_node(context), context) + offset
+    flag = chunk_flag(node_writer(own_node(context), context), begin // CHUNK_ROWS, context)
+    peer, epoch = rail_peer(node, context), current_epoch(context)
+    send(to, source, (end - begin).to(tl.int64) * row.num_bytes, flag, epoch, peer, context)
+
+
+class ForwardPlan(NamedTuple):
+    """Which arrived row is which row for which rank of this node."""
+
+    row_idx: tl.tensor  # int32 [N, L, M]: of the rows of each node for each rank of this one
+    rank_prefix_matrix: tl.tensor  # int32 [R, R]
+    row: tl.tensor  # slots.Row
+    most_rows: tl.tensor  # M
+    chunk_rows: tl.tensor  # rows that share a flag
+
+
+@triton.jit(do_not_specialize=["most_rows"])
+def forward_kernel(
+    row_idx,  # int32 [N, L, M], see `ForwardPlan`
+    rank_prefix_matrix,  # int32 [R, R]
+    context,
+    most_rows,  # M
+    row,  # slots.Row
+    SIZES: tl.constexpr,  # push.PushSizes
+):
+    """Write the rows that arrive from other nodes, as they are, into their sources' regions on the
+    ranks of this node; see `push.landing`. The last program tells the rail peers that all have been
+    read."""
+    if is_broken(context):
+        return
+    peers = tl.arange(0, SIZES.RANKS_PAD)
+    node_ranks = tl.load(context + NODE_RANKS).to(tl.int32)
+    num_ranks = tl.load(context + NUM_RANKS).to(tl.int32)
+    is_far = (peers < num_ranks) & (peers // node_ranks != own_node(context))
+    plan = ForwardPlan(row_idx, rank_prefix_matrix, row, most_rows, SIZES.CHUNK_ROWS)
+    counts = tl.where(is_far, _forwarded_rows(plan, peers, is_far, context), 0)
+    counts = tl.minimum(counts, most_rows)
+    arrived = as_pointer(own_block(context), tl.int32)
+    source = Source(arrived, None, most_rows, row.num_bytes // 4, num_ranks - node_ranks)
+    # fmt: off
+    push_rows(
+        source, plan, counts, tl.program_id(0), tl.num_programs(0), row, context, _arrived_row,
+        SIZES, False,
+    )
+    # fmt: on
+    if is_last_program(context):
+        release_rails(context)
+
+
+@device_function
+def _forwarded_rows(plan, peers, mask, context):
+    """Rows that this rank forwards for `peers` (block): a peer stands for the rail peer on its
+    node, whose rows they are, and for the rank with its place on this node, which gets them."""
+    num_ranks = tl.load(context + NUM_RANKS).to(tl.int32)
+    node_ranks = tl.load(context + NODE_RANKS).to(tl.int32)
+    source = rail_peer(peers // node_ranks, context)
+    column = plan.rank_prefix_matrix + first_near_rank(context) + peers % node_ranks
+    before = tl.load(column + (source - 1) * num_ranks, mask=mask & (source > 0), other=0)
+    return tl.load(column + source * num_ranks, mask=mask, other=0) - before
+
+
+@device_function
+def _arrived_row(source, plan, peers, rows, end, context):
+    """The rows of the arrivals that are `rows` (block) for `peers`, once they are there; see
+    `push_rows`."""
+    has = (rows < end) & (rows < _forwarded_rows(plan, peers, rows < end, context))
+    at = plan.row_idx + peers.to(tl.int64) * plan.most_rows + rows
+    row_idx = tl.load(at, mask=has & (rows < plan.most_rows), other=0)
+    row_idx = tl.maximum(tl.minimum(row_idx, plan.most_rows - 1), 0)
+    node = peers // tl.load(context + NODE_RANKS).to(tl.int32)
+    flags = chunk_flag(node_writer(node, context), row_idx // plan.chunk_rows, context)
+    blamed = rail_peer(node, context)
+    ready = wait(flags, has, current_epoch(context), blamed, context, PHASE_ROWS)
+    address = consume_token(arrival_region(node, context), ready) + plan.row.header_bytes
+    address += row_idx.to(tl.int64) * plan.row.num_bytes
+    return as_pointer(address, tl.int32), row_idx, has & (ready == 1)
