@@ -17,7 +17,6 @@ from ..device.context import (
     NUM_RANKS,
     PHASE_COUNTS,
     PHASE_ROWS,
-    RANK,
     SIGNATURE_WORDS,
 )
 from ..device.internode import (

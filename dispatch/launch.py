@@ -19,7 +19,7 @@ from ..row_vectors import COPY_ROWS, RowVectors
 from ..symm.slots import RowLayout, SlotLayout, Slots, row_in_region
 from ..utils import next_power_of_2
 from .exchange_kernels import ExchangeSizes, exchange_kernel
-from .internode_kernels import forward_kernel, open_internode_kernel, send_rows_kernel
+from .internode_kernels import forward_kernel, send_rows_kernel
 from .receive_kernels import ReceiveSizes, collect_kernel, locate_kernel, release_kernel
 from .send_kernels import Metadata, MetadataSizes, SendPlan, metadata_kernel, push_kernel
 

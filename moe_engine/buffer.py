@@ -229,15 +229,15 @@ class Buffer(LowLatencyVerbs):
         *when: Any,
     ) -> tuple[Received, EventOverlap]:
         """A dispatch with a handle: (what came, event)."""
-        fixed, of_rows = _parts(handle)
+        fixed, of_rows = _parts(handle, engine.handle_type)
         described = engine.describe(x, fixed, config, Buffer.num_sms, sized=(of_rows,))
         if not described.kind.is_checked:
             rows, _ = checks.check_payload(x, device=self._rows_device)
-            cached = check_handle(handle, self.group_size, rows.device)
+            cached = check_handle(handle, self.group_size, rows.device, self.num_nodes)
             if rows.shape[0] != cached.send_head.shape[0]:
                 checks.check_payload(x, cached.send_head.shape[0])
         rows, scales = x if isinstance(x, tuple) else (x, None)
-        cached, num_sms = Handle(*handle), _num_sms(config)
+        cached, num_sms = engine.handle_type(*handle), _num_sms(config)
         with self._streams.call(*when) as call:
             if self.options.debug:
                 check_handle_values(cached, self.rank)
@@ -282,13 +282,13 @@ class Buffer(LowLatencyVerbs):
         """
         engine = self._ready()
         biases = tuple(bias) if isinstance(bias, list) else bias
-        fixed, of_rows = _parts(handle)
+        fixed, of_rows = _parts(handle, engine.handle_type)
         rows = x, topk_weights, of_rows  # as many of each
         described = engine.describe(fixed, biases, config, Buffer.num_sms, sized=rows)
         is_checked = described.kind.is_checked
         if not is_checked or not _are_as_many(rows):
             checks.check_rows("x", x, "N", self._rows_device)
-            known = check_handle(handle, self.group_size, x.device)
+            known = check_handle(handle, self.group_size, x.device, self.num_nodes)
             if x.shape[0] != known.recv_src_idx.shape[0]:
                 checks.check_rows("x", x, known.recv_src_idx.shape[0])
             if topk_weights is not None:
@@ -297,7 +297,7 @@ class Buffer(LowLatencyVerbs):
                 checks.check_no_grad(topk_weights=topk_weights)
             checks.check_biases(bias, known.is_token_in_rank.shape[0], x)
         biases = (biases,) if isinstance(biases, torch.Tensor) else biases or ()
-        known, num_sms = Handle(*handle), _num_sms(config)
+        known, num_sms = engine.handle_type(*handle), _num_sms(config)
         with self._streams.call(previous_event, async_finish, allocate_on_comm_stream) as call:
             if self.options.debug:
                 check_handle_values(known, self.rank)
@@ -480,12 +480,13 @@ def _are_as_many(rows: Sequence[torch.Tensor | None]) -> bool:
     return len({one.shape[0] for one in rows if one is not None}) == 1
 
 
-def _parts(handle: Any) -> tuple[Any, Any]:
+def _parts(handle: Any, kind: Any) -> tuple[Any, Any]:
     """(the tensors of a handle whose sizes follow from the tokens that were sent, recv_src_idx,
-    which has an entry for each row that came), as far as it is one."""
-    if not isinstance(handle, tuple | list) or len(handle) != len(Handle._fields):
+    which has an entry for each row that came), as far as it is one of this kind."""
+    if not isinstance(handle, tuple | list) or len(handle) != len(kind._fields):
         return handle, None
-    return (*handle[:3], *handle[4:]), handle[3]
+    at = kind._fields.index("recv_src_idx")
+    return (*handle[:at], *handle[at + 1 :]), handle[at]
 
 
 def _num_sms(config: Config | None) -> int:

@@ -84,6 +84,11 @@ class RankPool:
     compute is right, and their times mean nothing. `env` is added to the environment of the ranks.
     The processes start at the first run, and again at the run after one was lost; they end with the
     pool or with this process.
+
+    `nodes` (on "cpu" alone) makes nodes of num_ranks / nodes ranks each: those of a node map one
+    another's memory, and others are reached through an emulated network, which delivers late and
+    out of order (`moe_engine/symm/nic_process.py`). A run on fewer ranks has whole nodes, or is
+    refused when memory is allocated. ShapeError where `nodes` does not divide `num_ranks`.
     """
 
     def __init__(
@@ -92,17 +97,27 @@ class RankPool:
         device: str = "cpu",
         timeout_s: float = 120.0,
         env: Mapping[str, str] | None = None,
+        nodes: int = 1,
     ):
         if device not in ("cpu", "cuda"):
             raise BackendError(f"device is {device!r}; a RankPool runs on 'cpu' or 'cuda'")
         if device == "cuda" and not torch.cuda.device_count():
             raise BackendError("device is 'cuda', and there is no GPU here; choose 'cpu'")
+        if nodes < 1 or num_ranks % nodes:
+            raise ShapeError(
+                f"{num_ranks} ranks are no whole number on each of {nodes} nodes; nodes must be a "
+                "divisor of num_ranks"
+            )
+        if nodes > 1 and device != "cpu":
+            raise BackendError(f"nodes is {nodes}; a RankPool emulates several on 'cpu' alone")
         self.shares_gpus = device == "cuda" and torch.cuda.device_count() < num_ranks
         self.num_ranks, self.device, self.timeout_s = num_ranks, device, timeout_s
         self._env = {"OMP_NUM_THREADS": "1", "TRITON_INTERPRET": "1" if device == "cpu" else "0"}
         self._env["GLOO_SOCKET_IFNAME"] = "lo"  # needs no network and no resolvable host name
         if self.shares_gpus:
             self._env["TORCH_SYMM_MEM_ALLOW_OVERLAPPING_DEVICES"] = "1"
+        if nodes > 1:
+            self._env["MOE_ENGINE_NODE_SIZE"] = str(num_ranks // nodes)
         self._env |= env or {}
         self._ranks: list[tuple[BaseProcess, Connection]] = []
         self._folders: list[str] = []  # the store's, while there are processes

@@ -16,45 +16,55 @@ from .checks import (
 from .device.context import SIGNATURE_WORDS
 from .dispatch.low_latency import LowLatencyHandle
 from .engines.base import Handle
+from .engines.internode import InternodeHandle
 from .errors import DtypeError, ShapeError
 
-PARTS = (
-    ("handle.rank_prefix_matrix", torch.int32, "R R"),
-    ("handle.send_token_idx", torch.int32, "R T"),
-    ("handle.signature", torch.int32, "S"),
-    ("handle.recv_src_idx", torch.int32, "N"),
-    ("handle.is_token_in_rank", torch.bool, "T R"),
-    ("handle.send_head", torch.int32, "T R"),
-)
-"""The tensors of a `Handle` in order: name, dtype and the name of its shape in `check_handle`."""
+SHAPES: dict[type[Handle | InternodeHandle], tuple[str, ...]] = {
+    Handle: ("R R", "R T", "S", "N", "T R", "T R"),
+    InternodeHandle: (
+        *("T R", "nodes+near T", "R R", "nodes near M", "2 nodes"),
+        *("S", "R", "N", "T nodes", "nodes M near"),
+    ),
+}
+"""The shapes of the tensors of a handle, in order: their sizes are those of `_sizes`."""
 MAX_HIDDEN = 2**20
 """Most columns of a row in low-latency calls, whose programs each hold a whole row."""
 
 
-def check_handle(handle: Any, num_ranks: int, device: torch.device) -> Handle:
-    """`handle` must hold the tensors that a dispatch of `num_ranks` ranks returned: contiguous, on
-    this device, with sizes that fit one another. A plain tuple or a list of them serves as well."""
+def check_handle(
+    handle: Any, num_ranks: int, device: torch.device, num_nodes: int = 1
+) -> Handle | InternodeHandle:
+    """`handle` must hold the tensors that a dispatch of `num_ranks` ranks on `num_nodes` nodes
+    returned: contiguous, on this device, with sizes that fit one another. A plain tuple or a list
+    of them serves as well."""
+    kind = Handle if num_nodes == 1 else InternodeHandle
     if not isinstance(handle, tuple | list):
         raise DtypeError(
             f"handle is a {type(handle).__name__}; it must be the tuple of tensors that dispatch "
             "returned."
         )
-    if len(handle) != len(PARTS):
+    if len(handle) != len(SHAPES[kind]):
         raise ShapeError(
-            f"handle has {len(handle)} items; it must be the {len(PARTS)} tensors that dispatch "
-            "returned."
+            f"handle has {len(handle)} items; it must be the {len(SHAPES[kind])} tensors that "
+            "dispatch returned."
         )
-    known = Handle(*handle)
-    num_tokens, num_rows = _length(known.send_head), _length(known.recv_src_idx)
-    shapes: dict[str, tuple[int | str, ...]] = {
-        "R R": (num_ranks, num_ranks),
-        "R T": (num_ranks, num_tokens),
-        "T R": (num_tokens, num_ranks),
-        "N": (num_rows,),
-        "S": (SIGNATURE_WORDS.value,),
+    known = kind(*handle)
+    near = num_ranks // num_nodes
+    sizes: dict[str, int | str] = {
+        "R": num_ranks,
+        "T": _length(known.send_head),
+        "N": _length(known.recv_src_idx),
+        "S": SIGNATURE_WORDS.value,
+        "M": _length(getattr(known, "rank_head", None), 1),
+        "nodes": num_nodes,
+        "near": near,
+        "nodes+near": num_nodes + near,
+        "2": 2,
     }
-    for tensor, (name, dtype, sizes) in zip(known, PARTS, strict=True):
-        _check_part(name, tensor, shapes[sizes], dtype, device)
+    for name, tensor, shape in zip(kind._fields, known, SHAPES[kind], strict=True):
+        dtype = torch.bool if name == "is_token_in_rank" else torch.int32
+        expected = tuple(sizes[size] for size in shape.split())
+        _check_part(f"handle.{name}", tensor, expected, dtype, device)
     return known
 
 
@@ -83,10 +93,10 @@ def check_low_latency_handle(handle: Any, num_ranks: int, device: torch.device) 
     return LowLatencyHandle(src_info, layout_range, most, hidden, num_experts, returns, call)
 
 
-def _length(tensor: Any) -> int | str:
-    """The first size of a tensor, and "any" for anything else, which is refused later."""
+def _length(tensor: Any, dim: int = 0) -> int | str:
+    """A size of a tensor, and "any" for anything else, which is refused later."""
     try:
-        return tensor.shape[0]
+        return tensor.shape[dim]
     except (AttributeError, IndexError, RuntimeError):
         return "any"
 

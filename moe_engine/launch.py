@@ -12,10 +12,12 @@ from typing import Any, Protocol, Self
 
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
+from triton.runtime.errors import InterpreterError
 from triton.tools.tensor_descriptor import TensorDescriptor
 
 from . import cuda_driver
 from .device.lang import INTERPRETED
+from .errors import MoeEngineError
 from .hardware import has_pdl
 from .kernel_bundle import bundle
 
@@ -226,11 +228,20 @@ class InterpretedLaunch:
         }
 
     def __call__(self, stream: int) -> None:
-        """Run it."""
+        """Run it. What a wrong use of the network raises comes as it is, not as the interpreter's
+        error."""
         tensors = iter(self._tensors)
-        self._kernel[self._grid](
-            **{name: _replaced(value, tensors) for name, value in self._arguments.items()}
-        )
+        try:
+            self._kernel[self._grid](
+                **{name: _replaced(value, tensors) for name, value in self._arguments.items()}
+            )
+        except InterpreterError as error:
+            cause: BaseException | None = error
+            while cause is not None and not isinstance(cause, MoeEngineError):
+                cause = cause.__cause__
+            if cause is None:
+                raise
+            raise cause from None
 
 
 def tensor_at(address: int, like: torch.Tensor) -> torch.Tensor:

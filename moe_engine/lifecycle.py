@@ -101,6 +101,7 @@ class BufferLifecycle:
         self._engine: Engine | None = None
         self._low_latency: LowLatency | None = None
         self._engines: list[Engine | LowLatency] = []
+        self.num_nodes = 1
         self._unreleased: torch.Tensor | None = None  # x of a dispatch in place, until release()
         self._streams = CallStreams(device)
         self._in_flight: dict[int, EventOverlap] = {}  # by the address of what a call returned
@@ -114,6 +115,7 @@ class BufferLifecycle:
             self.backend = choose_backend(self.group, backend, device)
             allocator = Allocator(members, settings, self.backend, device, self._streams)
             self._engine, self._low_latency = allocator.new_engines()
+            self.num_nodes = self._engine.slots.layout.num_nodes
         self._engines += [one for one in (self._engine, self._low_latency) if one is not None]
 
     size_hint = staticmethod(size_hint)

@@ -36,13 +36,14 @@ class ContextField(IntEnum):
     OWN = 23  # address of this rank's symmetric block
     BUFFER = 24  # a number that all ranks of a Buffer have, and other Buffers have not
     NETWORK = 25  # address of what the transport to other nodes keeps on this rank: emulated ranks
-    # have their queue of commands there, NVSHMEM int32 [R], the ranks' processing elements; 0: none
+    # have the queue of their network there, see `symm/nic.py`, NVSHMEM int32 [R], the ranks'
+    # processing elements; 0: there are no other nodes
     NODE_RANKS = 26  # ranks of a node
     NUM_REGIONS = 27  # regions of a slot
     HEADERS = 28  # offset into the symmetric block, in bytes
     HEADER_BYTES = 29  # of one of them
-    PEERS = 30  # R addresses of the ranks' symmetric blocks, as mapped here, 0 for ranks of other
-    # nodes; 16 bytes hold two
+    PEERS = 30  # R addresses of the ranks' symmetric blocks, as mapped here; 16 bytes hold two.
+    # 0 for a rank of another node
 
 
 class Report(IntEnum):

@@ -140,7 +140,9 @@ def finish_call(context):
     `done >= e - D` from its destination (`device.slots.wait_slot_free`), and flags only grow: so
     the loads of epoch e - D, which come before this call's `is_last_program`, happen before the
     stores of epoch e. That is the whole proof that a slot is never overwritten while it is read.
-    Ranks of other nodes are told by `internode.release_rails`. One program calls this, after `is_last_program` or alone in its launch.
+    Ranks of other nodes are told by `internode.release_rails`.
+
+    One program calls this, after `is_last_program` or alone in its launch.
     """
     epoch = current_epoch(context)
     done = own_block(context) + tl.load(context + DONE) + tl.load(context + RANK) * 8

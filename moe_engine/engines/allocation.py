@@ -11,8 +11,10 @@ from ..errors import CapacityError
 from ..layer_config import LayerChoices
 from ..streams import CallStreams
 from ..symm import SymmetricTensor, allocate, exchange
+from ..symm.nodes import find_nodes
 from ..symm.ring import Ring, RingLayout
 from ..symm.slots import SlotLayout, Slots
+from .internode import InternodeEngine
 from .kernel import KernelEngine
 from .low_latency import LowLatency
 
@@ -34,12 +36,14 @@ class Allocator:
         """The engines with kernels, on memory of all ranks. Collective."""
         settings, options, low_latency = self.settings, self.settings.options, None
         num_ranks, num_slots = self.group.size, options.num_slots
-        layout = SlotLayout.fit(settings.num_bytes, num_ranks, num_slots)
+        num_nodes = find_nodes(self.group.process_group, settings.timeout_s).num_nodes
+        layout = SlotLayout.fit(settings.num_bytes, num_ranks, num_slots, num_nodes)
         if settings.ring_bytes:
             ring = self.new_ring(RingLayout.fit(settings.ring_bytes, num_ranks, num_slots))
             low_latency = LowLatency(ring, settings.enable_shrink)
         layers = LayerChoices(options.layer, settings.measured)
-        return KernelEngine(layout, self.new_slots, options.max_tokens, layers), low_latency
+        engine = KernelEngine if num_nodes == 1 else InternodeEngine
+        return engine(layout, self.new_slots, options.max_tokens, layers), low_latency
 
     def new_ring(self, layout: RingLayout) -> Ring:
         """Low-latency memory of `layout` on all ranks. Collective."""

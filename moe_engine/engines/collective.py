@@ -8,7 +8,7 @@ the host with the counts.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 import torch.distributed as dist
@@ -35,6 +35,8 @@ from .base import (
 class CollectiveEngine:
     """Calls through `all_to_all_single` over `group` (None: one rank). `num_sms` changes nothing:
     the group's backend chooses its SMs."""
+
+    handle_type: ClassVar[type] = Handle
 
     def __init__(self, group: dist.ProcessGroup | None):
         self.group = group

@@ -100,27 +100,12 @@ class InternodeEngine(KernelEngine):
         plan = SendPlan(*num_sent, sent_token_idx[slots.layout.num_nodes :])
         dispatch_internode.send_rows(tokens, node_rows, sent_token_idx, header, on_all_sms, slots)
         dispatch_verbs.send_metadata(tokens, plan, header, on_all_sms, slots)
-        dispatch_verbs.push(tokens, plan, header, Partition(on_all_sms, 0), slots)
+        dispatch_verbs.push(tokens, plan, header, self._partition(on_all_sms, True), slots)
         dispatch_internode.forward(tokens.row, row_idx, prefix, header, on_all_sms, slots)
 
-    def _receive(
-        self,
-        tokens: Tokens,
-        prefix: torch.Tensor,
-        num_experts: int,
-        num_programs: int,
-        owned: bool,
-        sized: Received,
-        max_rows: int,
-    ) -> None:
-        """Copy what arrives to `sized`, of max_rows rows, or write its addresses there."""
-        num_ranks = self.slots.num_ranks
-        rows = prefix, num_experts // num_ranks, header_bytes(num_experts, num_ranks)
-        if owned:
-            partition = Partition(num_programs, 0)
-            dispatch_verbs.collect(sized, tokens, *rows, partition, self.slots)
-        else:
-            dispatch_verbs.locate(sized, tokens, *rows, self.slots)
+    def _partition(self, num_programs: int, owned: bool) -> Partition:
+        """All rows are received by the last launch, as programs forward before it."""
+        return Partition(num_programs, 0)
 
     def _new_handle(  # type: ignore[override]
         self,
@@ -187,7 +172,8 @@ class InternodeEngine(KernelEngine):
         routes = node_rows, sent_token_idx, num_sent, row_idx, prefix
         self._send_all(tokens, *routes, BARE_HEADER)
         rows = prefix, num_local_experts, BARE_HEADER
-        dispatch_verbs.collect(sized, tokens, *rows, Partition(num_programs, 0), self.slots)
+        partition = self._partition(num_programs, owned=True)
+        dispatch_verbs.collect(sized, tokens, *rows, partition, self.slots)
 
     # --- Combine -----------------------------------------------------------------------------
 

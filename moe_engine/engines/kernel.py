@@ -205,8 +205,12 @@ class KernelEngine(ContextEngine):
         header = header_bytes(layout.num_experts, self.slots.num_ranks)
         plan = SendPlan(layout.num_tokens_per_rank, None, routes[0])
         dispatch_verbs.send_metadata(tokens, plan, header, programs_on_all_sms(), self.slots)
-        partition = Partition.choose(num_programs, owned)
+        partition = self._partition(num_programs, owned)
         dispatch_verbs.push(tokens, plan, header, partition, self.slots)
+
+    def _partition(self, num_programs: int, owned: bool) -> Partition:
+        """How the programs of a dispatch are shared."""
+        return Partition.choose(num_programs, owned)
 
     def _receive(
         self,
@@ -222,7 +226,7 @@ class KernelEngine(ContextEngine):
         num_ranks = self.slots.num_ranks
         rows = prefix, num_experts // num_ranks, header_bytes(num_experts, num_ranks)
         if owned:
-            partition = Partition.choose(num_programs, owned)
+            partition = self._partition(num_programs, owned)
             dispatch_verbs.collect(sized, tokens, *rows, partition, self.slots)
         else:
             dispatch_verbs.locate(sized, tokens, *rows, self.slots)
@@ -319,7 +323,7 @@ class KernelEngine(ContextEngine):
             self.check_capacity(len(tokens.x), tokens.row, BARE_HEADER)
         rank = self.slots.context.rank
         plan = SendPlan(prefix[rank], prefix[rank - 1] if rank else None, send_token_idx)
-        partition = Partition.choose(num_programs, owned=True)
+        partition = self._partition(num_programs, owned=True)
         early = partition.push + partition.early  # the latter begin after the push
         dispatch_verbs.send_metadata(tokens, plan, BARE_HEADER, early, self.slots, signature)
         dispatch_verbs.push(tokens, plan, BARE_HEADER, partition, self.slots)

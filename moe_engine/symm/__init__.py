@@ -32,13 +32,19 @@ class SymmetricTensor(Protocol):
     local: torch.Tensor
     """uint8 [num_bytes] on the device, zeroed; empty after `free`."""
     peer_addresses: torch.Tensor
-    """int64 [R] on the device, the own address included; 0 where a peer is not mapped."""
+    """int64 [R] on the device, the own address included; 0 for ranks of other nodes, which are not
+    mapped, and after `free`."""
+    network: int
+    """What the field NETWORK of a device context holds, see `device.context`; 0 where all ranks are
+    of one node, and after `free`."""
 
     def peer(self, rank: int) -> torch.Tensor:
-        """The block of `rank`, as mapped here; not after `free`."""
+        """The block of `rank`, as mapped here; not after `free`. BackendError for a rank of another
+        node."""
 
     def free(self) -> None:
         """Give the memory back; the second call does nothing. No rank may use the block any more.
+        What this rank has sent to other nodes is delivered before.
 
         Views of `local` stay valid and keep this rank's own block alive.
         """

@@ -138,8 +138,10 @@ class DeviceContext:
             fields[field] = value
         fields[ContextField.PACE] = pace_ps_per_kb()
         fields[ContextField.BUFFER] = buffer
+        fields[ContextField.NETWORK] = block.network
         fields[ContextField.PEERS : last_peer] = block.peer_addresses.cpu()
         fields[ContextField.OWN] = fields[ContextField.PEERS + rank]
+        self._mapped = fields[ContextField.PEERS : last_peer].nonzero().flatten().tolist()
         self.fields = block.local[: 8 * count].view(torch.int64)
         # Not BROKEN: `allocate` has zeroed it on all ranks before any of them returned, and from
         # then on a peer may break off and set its bit here, before this rank comes to this line.
@@ -308,7 +310,7 @@ class DeviceContext:
         A notice is stored on each rank before the bit of its `BROKEN` word; kernels report the bit
         to their host, which then reads the notice. The copies have a stream of their own, since the
         current one may hold a kernel that waits; where the device takes none, the other ranks find
-        out by their deadline.
+        out by their deadline, as those of other nodes do.
         """
         if self.has_told:
             return
@@ -322,7 +324,7 @@ class DeviceContext:
         at = notices_offset(num_ranks, self.layout.num_slots) + self.rank * NOTICE_BYTES
         broken = 8 * ContextField.BROKEN + TOLD_BIT // 8
         with suppress(RuntimeError), outside_capture(self.fields.device) as synchronise:
-            for rank in range(num_ranks) if tell_peers else (self.rank,):
+            for rank in self._mapped if tell_peers else (self.rank,):
                 block = self._block.peer(rank)
                 block[at : at + NOTICE_BYTES].copy_(self._notice[:NOTICE_BYTES], non_blocking=True)
                 block[broken : broken + 1].copy_(self._notice[-1:], non_blocking=True)

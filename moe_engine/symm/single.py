@@ -8,6 +8,8 @@ import torch
 class SingleTensor:
     """A `SymmetricTensor` without peers, on any device."""
 
+    network = 0
+
     def __init__(self, num_bytes: int, device: torch.device):
         self.local = torch.zeros(num_bytes, dtype=torch.uint8, device=device)
         self.peer_addresses = torch.tensor([self.local.data_ptr()], device=device)

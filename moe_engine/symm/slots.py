@@ -12,10 +12,10 @@ D. A slot has one region per writing rank, so that a sender knows where its rows
              signature | row 0 | row 1 | ...                    (cached dispatch and combine)
              signature | counts, int32 [E] | rows by stage, int32 [S] | row 0 | ... (layer)
 
-On several nodes the region of a rank of another node is written by the rank of this node that
-forwards its rows, its rail peer. Two more regions for each node hold rows that arrive from it over
-the network, and rows that are sent to it; as many headers precede them, see `internode_rows_offset`.
-Flags have more writers then, see `SlotLayout.num_writers`.
+On several nodes the region of a rank of another node is written by its rail peer, the rank of this
+node that forwards its rows. Two more regions for each node hold rows that arrive from it over the
+network, and rows that are sent to it; as many headers precede them (`internode_rows_offset`). Flags
+have more writers then, see `SlotLayout.num_writers`.
 
 Example, R = 2, 4 tokens of rank 1 routed to ranks [0], [1], [0, 1], [0]: rank 1 writes tokens
 0, 2, 3 as rows 0, 1, 2 of region 1 of rank 0's slot, and tokens 1, 2 as rows 0, 1 of region 1 of

@@ -59,6 +59,8 @@ class _MeetingStore(dist.Store):
 class TorchTensor:
     """A `SymmetricTensor` on CUDA. The group may be CPU-only: ranks meet at its store."""
 
+    network = 0
+
     def __init__(
         self,
         group: dist.ProcessGroup,
