@@ -456,10 +456,10 @@ class Buffer(LowLatencyVerbs):
         `moe-engine tune` had measured when this Buffer was made, as rank 0 read it, else what the
         model of `layer_config.py` predicts to be fastest."""
         engine = self._ready()
-        if not isinstance(engine, KernelEngine):
+        if not self.has_fused_layers or not isinstance(engine, KernelEngine):
             raise BackendError(
-                "a collective Buffer runs its layers step by step; only Buffers with kernels "
-                "choose. Make it with backend='auto' where GPUs see each other's memory."
+                "a Buffer of several nodes or with backend 'collective' runs its layers step by "
+                "step; only Buffers with fused layers choose. Make it for the ranks of one node."
             )
         shape = ["L", "2I", "H"]
         checks.check_tensor("w_gate_up", w_gate_up, shape, checks.PAYLOAD_DTYPES, self.device)

@@ -134,6 +134,12 @@ class BufferLifecycle:
         self._streams.uses("slots")
         self._streams.uses("ring")
 
+    @property
+    def has_fused_layers(self) -> bool:
+        """Whether layers run as calls of their own, on ranks of one node; else verb by verb, and
+        the host waits for the counts of each."""
+        return self.backend != "collective" and self.num_nodes == 1
+
     # --- Work that holds calls ---------------------------------------------------------------
 
     @verb

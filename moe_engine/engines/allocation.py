@@ -38,7 +38,7 @@ class Allocator:
         num_ranks, num_slots = self.group.size, options.num_slots
         num_nodes = find_nodes(self.group.process_group, settings.timeout_s).num_nodes
         layout = SlotLayout.fit(settings.num_bytes, num_ranks, num_slots, num_nodes)
-        if settings.ring_bytes:
+        if settings.ring_bytes and num_nodes == 1:
             ring = self.new_ring(RingLayout.fit(settings.ring_bytes, num_ranks, num_slots))
             low_latency = LowLatency(ring, settings.enable_shrink)
         layers = LayerChoices(options.layer, settings.measured)
