@@ -114,8 +114,8 @@ class BufferLifecycle:
         else:
             self.backend = choose_backend(self.group, backend, device)
             allocator = Allocator(members, settings, self.backend, device, self._streams)
-            self._engine, self._low_latency = allocator.new_engines()
-            self.num_nodes = self._engine.slots.layout.num_nodes
+            engine, self._low_latency = allocator.new_engines()
+            self._engine, self.num_nodes = engine, engine.slots.layout.num_nodes
         self._engines += [one for one in (self._engine, self._low_latency) if one is not None]
 
     size_hint = staticmethod(size_hint)

@@ -27,7 +27,7 @@ class CollectiveEngine(LayerByVerbs):
     """Calls through `all_to_all_single` over `group` (None: one rank). `num_sms` changes nothing:
     the group's backend chooses its SMs."""
 
-    handle_type: ClassVar[type] = Handle
+    handle_type: ClassVar[Any] = Handle
 
     def __init__(self, group: dist.ProcessGroup | None):
         self.group = group

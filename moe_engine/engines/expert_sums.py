@@ -20,7 +20,7 @@ def sums_of_experts(rows: LayerInputs) -> torch.Tensor:
     row_weight = take_weights(rows.topk_weights, places.slots)
     x = _TakeRows.apply(rows.x, places.slots, places.dst_rows)
     w_gate_up, w_down = (_joined(w) for w in (rows.w_gate_up, rows.w_down))
-    if rows.is_quantized:
+    if rows.s_gate_up is not None and rows.s_down is not None:
         up, down = (w_gate_up, rows.s_gate_up), (w_down, rows.s_down)
         more: dict[str, Any] = dict(activation=rows.activation, bias=rows.b_gate_up)
         act = grouped_gemm(quantize_rows(x), up, places.offsets, **more)
@@ -67,4 +67,5 @@ class _SumRows(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, grad: torch.Tensor) -> tuple[Any, ...]:
-        return take_rows(grad.contiguous(), *ctx.saved_tensors, ctx.num_topk), None, None
+        (slots,) = ctx.saved_tensors
+        return take_rows(grad.contiguous(), slots, ctx.num_topk), None, None

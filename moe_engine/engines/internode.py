@@ -55,7 +55,7 @@ class InternodeHandle(NamedTuple):
 class InternodeEngine(KernelEngine, LayerByVerbs):
     """Calls of ranks on several nodes. Layers are dispatch, grouped GEMMs and combine in turn."""
 
-    handle_type: ClassVar[type] = InternodeHandle
+    handle_type: ClassVar[Any] = InternodeHandle
     moe_ffn = LayerByVerbs.moe_ffn
     moe_ffn_forward = LayerByVerbs.moe_ffn_forward
     moe_ffn_backward = LayerByVerbs.moe_ffn_backward

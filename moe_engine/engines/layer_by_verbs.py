@@ -5,7 +5,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 
@@ -27,7 +27,7 @@ class LayerByVerbs(ABC):
     """The layers of an `Engine`, from its verbs and from `expert_sums`."""
 
     num_ranks: int
-    handle_type: Any
+    handle_type: ClassVar[Any]
 
     @abstractmethod
     def layout(
