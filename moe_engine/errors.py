@@ -47,9 +47,9 @@ class RoutingError(MoeEngineError, ValueError):
 class PeerTimeout(MoeEngineError, TimeoutError):
     """A rank did not signal within the deadline. The Buffer is unusable from here on.
 
-    `rank`, `peer`, `phase`, `epoch` and `slot` name who waited for whom, and for what. ranks_per_node
-    is given on several nodes: `node` is then that of the peer, and `forwarder` the rank that passes
-    on what the peer sends to this rank's node, else both are None.
+    `rank`, `peer`, `phase`, `epoch` and `slot` name who waited for whom, and for what. With
+    ranks_per_node, on several nodes, `node` is that of the peer and `forwarder` the rank that
+    passes on what the peer sends to this rank's node; else they are None.
     """
 
     def __init__(
