@@ -52,7 +52,7 @@ class Place:
     """A rank's block with a device context and its report, on nodes of `per_node` ranks."""
 
     def __init__(self, group, num_bytes, per_node=2, timeout_s=60.0, **settings):
-        variables = {f"MOE_ENGINE_NIC_{name}": str(value) for name, value in settings.items()}
+        variables = {f"MOE_ENGINE_{name}": str(value) for name, value in settings.items()}
         with symm.environment(variables | {"MOE_ENGINE_NODE_SIZE": str(per_node)}):
             self.block = symm.allocate(group, num_bytes)
         self.report = torch.zeros(64, dtype=torch.int64)
@@ -138,7 +138,7 @@ def make_calls(group, per_node, seeds, stall_s=0):
     num_ranks, me, wrong = group.size(), group.rank(), []
     far = [rank for rank in range(num_ranks) if rank // per_node != me // per_node]
     for seed in seeds:
-        place = Place(group, block_bytes(num_ranks), per_node, SEED=seed, STALL_S=stall_s)
+        place = Place(group, block_bytes(num_ranks), per_node, NIC_SEED=seed, NIC_STALL_S=stall_s)
         unmapped = place.block.peer_addresses.eq(0).nonzero().flatten().tolist()
         for epoch in (1, 2, 3):
             for rank in far:
@@ -209,7 +209,7 @@ def send_how(group, how):
     """How many messages were not there when the signal came."""
     num_ranks, me = group.size(), group.rank()
     peer = (me + 2) % num_ranks
-    place = Place(group, block_bytes(num_ranks), SEED=7, HOLD_S=0.4)
+    place = Place(group, block_bytes(num_ranks), NIC_SEED=7, NIC_HOLD_S=0.4)
     place.part(0, num_ranks)[peer] = message(me, peer, 0)
     out = torch.zeros(num_ranks, NUM.value, SIZE.value, dtype=torch.uint8)
     dist.barrier(group)
@@ -256,7 +256,7 @@ def reuse_staging(context, peer, num_ranks, WAITS: tl.constexpr):
 def send_from_one_place(group, waits):
     """The bytes of the messages that came, uint8 [NUM], where all bytes of each are the same."""
     num_ranks, me = group.size(), group.rank()
-    place = Place(group, block_bytes(num_ranks + 1), 1, SEED=3, HOLD_S=0.1)
+    place = Place(group, block_bytes(num_ranks + 1), 1, NIC_SEED=3, NIC_HOLD_S=0.1)
     peer = 1 - me
     launch(reuse_staging, (1,), place.context, peer, num_ranks + 1, WAITS=waits)
     came = place.part(1, num_ranks + 1)[peer].clone()
@@ -289,7 +289,7 @@ def send_words(context, to, peer, count):
 def send_many_words(group, count, stall_s, timeout_s):
     """The words that came from the other node, the error of this rank, and the seconds."""
     place, error, start = (
-        Place(group, 8 * count, 1, timeout_s, STALL_S=stall_s),
+        Place(group, 8 * count, 1, timeout_s, NIC_STALL_S=stall_s),
         "",
         time.monotonic(),
     )
@@ -477,22 +477,27 @@ def send_last_bytes(context, to, rank):
 
 
 def free_at_once(group):
-    place = Place(group, 4096, HOLD_S=600)
+    """What was there of 64 bytes without a flag before their sender freed its block, and after.
+    The sender changed them meanwhile."""
+    place = Place(group, 4096, NIC_HOLD_S=600)
     place.block.local[1024:1088] = group.rank() + 1
     view = place.block.local[:64]
     dist.barrier(group)
     launch(send_last_bytes, (1,), place.context, view.data_ptr(), (group.rank() + 2) % 4)
+    while not Nic.of_process()._queue.is_empty:
+        time.sleep(0.01)
     held = view.tolist()
+    place.block.local[1024:1088] = 10 * (group.rank() + 1)
     dist.barrier(group)
     place.block.free()
     dist.barrier(group)
     return held, view.tolist()
 
 
-def test_free_delivers_what_was_sent(ranks):
+def test_free_delivers_what_was_sent_which_is_read_no_earlier(ranks):
     for rank, (held, came) in enumerate(ranks.run(free_at_once, num_ranks=4)):
         assert held == [0] * 64
-        assert came == [(rank + 2) % 4 + 1] * 64
+        assert came == [10 * ((rank + 2) % 4 + 1)] * 64
 
 
 def peers_of(group):
