@@ -208,7 +208,7 @@ class Network:
     def run(self, rank_pid: int) -> None:
         """Serve until the rank is gone."""
         while os.getppid() == rank_pid:
-            is_busy = time.monotonic() >= self._stalled_until and self._take() + self._deliver() > 0
+            is_busy = time.monotonic() >= self._stalled_until and self._deliver() + self._take() > 0
             if not self._serve(0.0 if is_busy else self._idle_s()):
                 return
 
@@ -260,6 +260,7 @@ class Network:
         """Map a block on this rank and on the ranks of other nodes; see `Settings` of `nic.py`."""
         self._random = random.Random(settings["seed"])
         self._hold_s, self._stall_s = settings["hold_s"], settings["stall_s"]
+        self._stalled_until = 0.0
         mapped = {int(rank): Memory(OpenFile(*file), num_bytes) for rank, file in far.items()}
         self._blocks[address] = Block(address, num_bytes, Memory(OpenFile(*own), num_bytes), mapped)
 
