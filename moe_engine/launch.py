@@ -18,6 +18,7 @@ from . import cuda_driver
 from .device.lang import INTERPRETED
 from .hardware import has_pdl
 from .kernel_bundle import bundle
+from .nvshmem_library import linked
 
 Grid = tuple[int, ...]
 ALLOCATIONS = {
@@ -164,7 +165,7 @@ def _function(
     kernels = bundle()
     if kernels is not None and (found := kernels.find(kernel, arguments, options)):
         return found
-    return _loaded(kernel.warmup(*arguments, grid=grid, **options))
+    return _loaded(kernel.warmup(*arguments, grid=grid, **linked(kernel), **options))
 
 
 @functools.cache

@@ -35,6 +35,7 @@ class ContextField(IntEnum):
     STARTED = 22  # programs of the running launch that have read the epoch; see `_begin_send`
     OWN = 23  # address of this rank's symmetric block
     BUFFER = 24  # a number that all ranks of a Buffer have, and other Buffers have not
+    NETWORK = 25  # address of what `network.py` sends with: an int32 [R] table of PEs
     PEERS = 26  # R addresses of the ranks' symmetric blocks, as mapped here; 16 bytes hold two
 
 
@@ -180,6 +181,7 @@ MASKED = tl.constexpr(int(ContextField.MASKED))
 STARTED = tl.constexpr(int(ContextField.STARTED))
 OWN = tl.constexpr(int(ContextField.OWN))
 BUFFER = tl.constexpr(int(ContextField.BUFFER))
+NETWORK = tl.constexpr(int(ContextField.NETWORK))
 PEERS = tl.constexpr(int(ContextField.PEERS))
 PHASE_SLOT_FREE = tl.constexpr(int(Phase.SLOT_FREE))
 PHASE_COUNTS = tl.constexpr(int(Phase.COUNTS))
