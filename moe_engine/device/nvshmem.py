@@ -34,7 +34,8 @@ def uses_nvshmem(kernel):
 
 def _extern(name, arguments, kinds, _semantic):
     """A call of one of NVSHMEM's functions, none of which returns anything. Triton has no name for
-    that; what it takes for the result is not used."""
+    that; what it takes for the result is not used. Nor does its cache see these names: clear it
+    (TRITON_CACHE_DIR) after a change here."""
     call = {kinds: (name, core.dtype("int32"))}
     return core.extern_elementwise("", "", arguments, call, is_pure=False, _semantic=_semantic)
 
