@@ -108,10 +108,11 @@ class BufferLifecycle:
         self._before_destroy: list[WeakMethod[Callable[[], None]]] = []
         self.id = next(_ids)
         _buffers[self.id] = self
-        if backend == "collective":
+        if backend != "collective":
+            self.backend = choose_backend(self.group, backend, device, or_collective=True)
+        if self.backend == "collective":
             self._engine = CollectiveEngine(self.group)
         else:
-            self.backend = choose_backend(self.group, backend, device)
             allocator = Allocator(members, settings, self.backend, device, self._streams)
             self._engine, self._low_latency = allocator.new_engines()
         self._engines += [one for one in (self._engine, self._low_latency) if one is not None]

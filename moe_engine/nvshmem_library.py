@@ -71,6 +71,12 @@ def _folders() -> Iterator[Path]:
         yield from map(Path, spec.submodule_search_locations or ())
 
 
+def network_adapters(system: Path = Path("/sys")) -> list[str]:
+    """The names of this host's network adapters for RDMA, as InfiniBand, RoCE or EFA."""
+    folder = system / "class/infiniband"
+    return sorted(one.name for one in folder.iterdir()) if folder.is_dir() else []
+
+
 def installed() -> Installed:
     """The NVSHMEM that is installed. BackendError where there is none, or one of a version that
     Triton cannot link."""

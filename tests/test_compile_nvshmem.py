@@ -59,7 +59,8 @@ def compiled(kernel):
     built = compile_kernel(kernel, types, {}, **nvshmem_library.linked(kernel))
     entry = built.ptx[built.ptx.index(".visible .entry") :]
     lines = entry[: entry.index("\n}")].splitlines()
-    return built, "\n".join(one for one in lines if not one.lstrip().startswith((".loc", "$L__tmp")))
+    lines = [one for one in lines if not one.lstrip().startswith((".loc", "$L__tmp"))]
+    return built, "\n".join(lines)
 
 
 def calls(entry):
@@ -73,7 +74,7 @@ def test_send():
     """The rows that a program has written come before a barrier, and that before the copy; all
     threads call, once. Where the rank is mapped, the threads' copies come before a barrier, and the
     flag is stored by one of them after a fence of the system."""
-    built, entry = compiled(send_kernel)
+    _, entry = compiled(send_kernel)
     [(name, place)] = calls(entry)
     assert name == "put_signal"
     stored = entry.index("st.global")
@@ -90,7 +91,7 @@ def test_send():
 def test_words_are_sent_by_one_thread():
     """All that follows `send_bytes`: each call stands behind a guard of its own, fences and waits
     between two barriers."""
-    built, entry = compiled(words_kernel)
+    _, entry = compiled(words_kernel)
     names = [name for name, _ in calls(entry)]
     assert sorted(names) == sorted(("rma_nbi", "fence", "amo_nonfetch", "quiet"))
     guards = [one.end() for one in GUARD.finditer(entry)]

@@ -7,10 +7,11 @@ from dataclasses import dataclass
 import torch
 
 from ..agreement import Group, Settings
-from ..errors import CapacityError
+from ..errors import BackendError, CapacityError
 from ..layer_config import LayerChoices
 from ..streams import CallStreams
-from ..symm import SymmetricTensor, allocate, exchange
+from ..symm import KERNELS_REACH_FAR, SymmetricTensor, allocate, exchange
+from ..symm.meeting import ranks_text
 from ..symm.ring import Ring, RingLayout
 from ..symm.slots import SlotLayout, Slots
 from .kernel import KernelEngine
@@ -62,7 +63,16 @@ class Allocator:
 
     def _new_block(self, num_bytes: int) -> SymmetricTensor:
         timeout_s = self.settings.timeout_s
-        return allocate(self.group.process_group, num_bytes, self.backend, self.device, timeout_s)
+        group, device = self.group.process_group, self.device
+        block = allocate(group, num_bytes, self.backend, device, timeout_s)
+        if self.backend == "nvshmem" and not KERNELS_REACH_FAR and not block.peer_addresses.all():
+            far = block.peer_addresses.eq(0).nonzero().flatten().tolist()
+            block.free()
+            raise BackendError(
+                f"{ranks_text(far)} cannot be mapped by rank {self.group.rank}, and the kernels of "
+                "this version do not send to other nodes. Use backend 'collective'."
+            )
+        return block
 
     def _replace_block(self, num_bytes: int, was_captured: bool) -> SymmetricTensor:
         """A new block, once all ranks have said that they did not capture the one before."""
