@@ -7,6 +7,7 @@ import ctypes
 import time
 import warnings
 from types import SimpleNamespace
+from unittest import mock
 
 import nvshmem_cases
 import pytest
@@ -16,7 +17,7 @@ import triton
 import triton.language as tl
 from nvshmem_cases import install, stand_in
 
-from moe_engine import nvshmem_library, symm
+from moe_engine import Buffer, nvshmem_library, symm
 from moe_engine.device import lang
 from moe_engine.device import nvshmem as verbs
 from moe_engine.device.context import PHASE_ROWS, ContextField
@@ -223,6 +224,53 @@ def free_in_vain(group):
 def test_freeing_ends_without_the_others(cpu_pool):
     for [text] in cpu_pool.run(free_in_vain, num_ranks=2):
         assert "stays allocated until this process ends" in text
+
+
+# --- Several hosts, which the ranks only say that they have ----------------------------------
+
+
+def make_on_hosts(group, backend, host_of_rank):
+    """The backend of a Buffer, what it warned of, and how many tokens each rank got."""
+    with (
+        mock.patch.object(symm, "_host", lambda: host_of_rank[group.rank()]),
+        warnings.catch_warnings(record=True) as caught,
+    ):
+        warnings.simplefilter("always")
+        buffer = Buffer(group, 1 << 20, backend=backend)
+    topk_idx = torch.arange(4, device=buffer.device).view(4, 1) % group.size()
+    layout = buffer.get_dispatch_layout(topk_idx, group.size())
+    x = torch.ones(4, 8, dtype=torch.bfloat16, device=buffer.device)
+    got, *_, handle, _ = buffer.dispatch(
+        x,
+        num_tokens_per_rank=layout[0],
+        is_token_in_rank=layout[3],
+        num_tokens_per_expert=layout[2],
+    )
+    out, _, _ = buffer.combine(got, handle)
+    assert out.equal(x)
+    buffer.destroy()
+    return buffer.backend, [str(one.message) for one in caught], len(got)
+
+
+def test_auto_takes_collective_over_several_hosts(pool):
+    """With a warning of one rank that says why and what to do; on one host nothing changes."""
+    results = pool.run(make_on_hosts, "auto", ["here", "there"], num_ranks=2)
+    assert [(backend, rows) for backend, _, rows in results] == [("collective", 4)] * 2
+    [text] = results[0][1]
+    assert "they run on 2, and NVSHMEM cannot serve them" in text and "'collective'" in text
+    assert results[1][1] == []
+    for backend, texts, rows in pool.run(make_on_hosts, "auto", ["here", "here"], num_ranks=2):
+        assert (backend, texts, rows) == (symm_backend(pool), [], 4)
+
+
+def symm_backend(pool):
+    return "emulated" if pool.device == "cpu" else "torch"
+
+
+def test_an_explicit_backend_is_refused_over_several_hosts(pool):
+    hosts = ["here", "there"]
+    for error in errors_of(pool, make_on_hosts, symm_backend(pool), hosts):
+        assert type(error) is BackendError and "needs all ranks on one host" in str(error)
 
 
 # --- On GPUs ---------------------------------------------------------------------------------

@@ -114,7 +114,7 @@ def choose_backend(
         return names[0]
     need = f"backend '{names[0]}' needs all ranks on one host, but they run on {len(set(hosts))}"
     if set(asked) == {"auto"}:
-        reasons = exchange(group, lambda: _no_network(device), "looking for a network", timeout_s)
+        reasons = exchange(group, lambda: no_network(device), "looking for a network", timeout_s)
         if not any(reasons):
             return "nvshmem"
         need += f", and NVSHMEM cannot serve them: {next(filter(None, reasons))}"
@@ -125,13 +125,13 @@ def choose_backend(
     raise BackendError(f"{need}. Use a group within one host, or the Buffer's mode 'collective'")
 
 
-def _no_network(device: torch.device) -> str | None:
+def no_network(device: torch.device, system: Path = Path("/sys")) -> str | None:
     """Why NVSHMEM cannot serve ranks of several hosts from this one; None if it can."""
     if not KERNELS_REACH_FAR:
         return "the kernels of this version do not send to other hosts."
     if device.type != "cuda":
         return "it needs GPUs."
-    if not nvshmem_library.network_adapters():
+    if not nvshmem_library.network_adapters(system):
         return "this host has no network adapter for RDMA (/sys/class/infiniband)."
     try:
         nvshmem_library.library()
@@ -193,6 +193,11 @@ def _check_emulation() -> None:
             "kernels run on the CPU only through Triton's interpreter: set TRITON_INTERPRET=1 "
             "before triton is imported, or start ranks with moe_engine.emulation.RankPool"
         )
+    check_emulation_packages()
+
+
+def check_emulation_packages() -> None:
+    """BackendError where Triton's interpreter would fail with what is installed."""
     import numpy  # imported here: the interpreter needs it, and a GPU does not
 
     if numpy.lib.NumpyVersion(numpy.__version__) >= "2.4.0":
