@@ -266,4 +266,4 @@ def node_size(num_ranks: int) -> int:
 def tensor_at(address: int, num_bytes: int, device: torch.device) -> torch.Tensor:
     """Memory of NVSHMEM as uint8 [num_bytes], which the tensor does not own."""
     storage: Any = torch._C._construct_storage_from_data_pointer(address, device, num_bytes)
-    return torch.empty(0, dtype=torch.uint8, device=device).set_(storage, 0, (num_bytes,))
+    return torch.empty(0, dtype=torch.uint8, device=device).set_(storage, 0, (num_bytes,), (1,))
