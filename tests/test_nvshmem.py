@@ -18,14 +18,18 @@ import triton.language as tl
 from nvshmem_cases import install, stand_in
 
 from moe_engine import Buffer, nvshmem_library, symm
+from moe_engine.agreement import Group
 from moe_engine.device import lang
 from moe_engine.device import nvshmem as verbs
 from moe_engine.device.context import PHASE_ROWS, ContextField
 from moe_engine.emulation import RankError, RankPool
+from moe_engine.engines import allocation
 from moe_engine.errors import BackendError, OutOfStep
 from moe_engine.launch import launch
 from moe_engine.symm import environment
+from moe_engine.symm.device_context import DeviceContext
 from moe_engine.symm.nvshmem import NvshmemTensor
+from moe_engine.symm.slots import SlotLayout
 
 CPU = torch.device("cpu")
 
@@ -224,6 +228,38 @@ def free_in_vain(group):
 def test_freeing_ends_without_the_others(cpu_pool):
     for [text] in cpu_pool.run(free_in_vain, num_ranks=2):
         assert "stays allocated until this process ends" in text
+
+
+def find_elements(group):
+    """What a kernel finds by the context of a rank."""
+    layout = SlotLayout(group.size(), 1024)
+    with stand_in():
+        block = NvshmemTensor(group, layout.num_bytes, CPU)
+        context = DeviceContext(layout, group.rank(), block, 60.0)
+    address = int(context.fields[ContextField.NETWORK])
+    return list((ctypes.c_int32 * group.size()).from_address(address))
+
+
+def test_kernels_find_the_elements(cpu_pool):
+    assert cpu_pool.run(find_elements, num_ranks=3) == [[2, 1, 0]] * 3
+
+
+def allocate_for_kernels(group):
+    def new(group, num_bytes, backend, device, timeout_s):
+        return NvshmemTensor(group, num_bytes, device, timeout_s)
+
+    settings = SimpleNamespace(timeout_s=20)
+    allocator = allocation.Allocator(Group.of(group), settings, "nvshmem", CPU, None)
+    with stand_in() as library, mock.patch.object(allocation, "allocate", new):
+        try:
+            allocator._new_block(256)
+        finally:
+            assert not library.made
+
+
+def test_kernels_that_reach_only_mapped_ranks_are_not_used(cpu_pool):
+    for error in errors_of(cpu_pool, allocate_for_kernels):
+        assert type(error) is BackendError and "cannot be mapped by rank" in str(error)
 
 
 # --- Several hosts, which the ranks only say that they have ----------------------------------
