@@ -2,16 +2,18 @@
 
 from __future__ import annotations
 
+import functools
 from dataclasses import dataclass
 
 import torch
 
 from ..agreement import Group, Settings
-from ..errors import CapacityError
+from ..errors import BackendError, CapacityError
 from ..layer_config import LayerChoices
 from ..streams import CallStreams
 from ..symm import SymmetricTensor, allocate, exchange
-from ..symm.nodes import find_nodes
+from ..symm.meeting import ranks_text
+from ..symm.nodes import Nodes, find_nodes
 from ..symm.ring import Ring, RingLayout
 from ..symm.slots import SlotLayout, Slots
 from .internode import InternodeEngine
@@ -19,7 +21,7 @@ from .kernel import KernelEngine
 from .low_latency import LowLatency
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)
 class Allocator:
     """Allocates the symmetric memory of one Buffer, and declares it to the Buffer's streams.
 
@@ -32,11 +34,16 @@ class Allocator:
     device: torch.device
     streams: CallStreams
 
+    @functools.cached_property
+    def nodes(self) -> Nodes:
+        """The nodes of the ranks. Collective at first."""
+        return find_nodes(self.group.process_group, self.settings.timeout_s)
+
     def new_engines(self) -> tuple[KernelEngine, LowLatency | None]:
         """The engines with kernels, on memory of all ranks. Collective."""
         settings, options, low_latency = self.settings, self.settings.options, None
         num_ranks, num_slots = self.group.size, options.num_slots
-        num_nodes = find_nodes(self.group.process_group, settings.timeout_s).num_nodes
+        num_nodes = self.nodes.num_nodes
         layout = SlotLayout.fit(settings.num_bytes, num_ranks, num_slots, num_nodes)
         if settings.ring_bytes and num_nodes == 1:
             ring = self.new_ring(RingLayout.fit(settings.ring_bytes, num_ranks, num_slots))
@@ -65,8 +72,25 @@ class Allocator:
         return slots
 
     def _new_block(self, num_bytes: int) -> SymmetricTensor:
-        timeout_s = self.settings.timeout_s
-        return allocate(self.group.process_group, num_bytes, self.backend, self.device, timeout_s)
+        group, timeout_s = self.group, self.settings.timeout_s
+        block = allocate(group.process_group, num_bytes, self.backend, self.device, timeout_s)
+
+        def check_mapped() -> None:
+            near = self.nodes.ranks_per_node
+            first = group.rank // near * near
+            unmapped = block.peer_addresses[first : first + near].eq(0).nonzero().flatten() + first
+            if len(unmapped):
+                raise BackendError(
+                    f"rank {group.rank} cannot map the memory of {ranks_text(unmapped.tolist())}, "
+                    "on its own node: its GPU has no access to theirs. Use backend 'collective'."
+                )
+
+        try:
+            exchange(group.process_group, check_mapped, "mapping a node", timeout_s)
+        except BackendError:
+            block.free()
+            raise
+        return block
 
     def _replace_block(self, num_bytes: int, was_captured: bool) -> SymmetricTensor:
         """A new block, once all ranks have said that they did not capture the one before."""
