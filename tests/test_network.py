@@ -14,6 +14,7 @@ import torch
 import torch.distributed as dist
 import triton
 import triton.language as tl
+from triton.runtime.errors import InterpreterError
 
 from moe_engine import symm
 from moe_engine.device import lang, network
@@ -384,6 +385,20 @@ def test_a_wrong_rank_or_address_is_an_error_of_the_poster(ranks):
         assert flag == [1] + [0] * 7  # what is right after that still works
 
 
+def send_within_a_node(group):
+    """The text of the error of a rank that has no ranks of other nodes."""
+    place = Place(group, 4096)
+    assert place.block.network == 0
+    with pytest.raises(InterpreterError) as caught:
+        launch(fence_once, (1,), place.context, 1 - group.rank())
+    return str(caught.value)
+
+
+def test_without_other_nodes_there_is_no_network(ranks):
+    for text in ranks.run(send_within_a_node, num_ranks=2):
+        assert "fence: this rank has no ranks of other nodes" in text
+
+
 def send_to_a_wrong_node(group):
     """Rank 0 sends to rank 2 what rank 1 waits for; each is a node."""
     place = Place(group, 4096, 1, timeout_s=0.3)
@@ -647,6 +662,24 @@ def test_a_wrong_node_size_is_refused(ranks, size):
 def allocate_with(group, name, value):
     with symm.environment({name: value}):
         symm.allocate(group, 4096)
+
+
+def allocate_under_another_pid(group):
+    """As in another PID namespace: rank 1's number of itself is another process's here."""
+    getpid = os.getpid
+    if group.rank() == 1:
+        os.getpid = os.getppid
+    try:
+        Place(group, 4096, 1)
+    finally:
+        os.getpid = getpid
+
+
+def test_memory_that_the_network_cannot_map_is_refused_on_all_ranks(ranks):
+    for error in errors_of(ranks, allocate_under_another_pid, num_ranks=2):
+        assert type(error) is BackendError
+        assert "cannot map the memory of ranks of other nodes" in str(error)
+    assert ranks.run(peers_of, num_ranks=4)  # the network lives on
 
 
 @pytest.mark.parametrize("name", ["MOE_ENGINE_NIC_HOLD_S", "MOE_ENGINE_NIC_STALL_S"])
