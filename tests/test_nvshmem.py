@@ -146,20 +146,19 @@ def allocate_twice(group, node_size):
         second.peer(group.rank())[3] = 5
         assert second.local[3] == 5
         assert int(second.peer_addresses[group.rank()]) == second.local.data_ptr()
-        assert second.network_address == second.pes.data_ptr()
+        assert second.network == second.pes.data_ptr()
         return zeros, library.freed == [own], library.identifiers, second.pes.tolist(), far
 
 
-def test_ranks_start_once_and_know_their_elements(cpu_pool):
-    """Ranks in other nodes are not mapped, nor are those that NVSHMEM does not map."""
-    results = cpu_pool.run(allocate_twice, 2, num_ranks=4)
+@pytest.mark.parametrize("node_size", [1, 2, 4])
+def test_ranks_start_once_and_know_their_elements(cpu_pool, node_size):
+    """Ranks of other nodes are not mapped."""
+    results = cpu_pool.run(allocate_twice, node_size, num_ranks=4)
     for rank, (zeros, was_freed, identifiers, pes, far) in enumerate(results):
         assert zeros and was_freed
         assert len(identifiers) == 1 and identifiers == results[0][2]
         assert pes == [3, 2, 1, 0]
-        assert far == [other for other in range(4) if other != rank]
-    for rank, (*_, far) in enumerate(cpu_pool.run(allocate_twice, 4, num_ranks=4)):
-        assert far == [other for other in range(4) if (other - rank) % 2]
+        assert far == [other for other in range(4) if other // node_size != rank // node_size]
 
 
 def allocate_in_two_groups(group, outside):
@@ -193,12 +192,18 @@ def allocate_with_a_small_heap(group):
     allocate(group, 2048, heap=1024)
 
 
+def allocate_apart(group):
+    allocate(group, 64, "2", apart=(0,) if group.rank() == 0 else ())
+
+
 def test_what_cannot_be_allocated_is_refused(cpu_pool):
     for error in errors_of(cpu_pool, allocate_with_a_small_heap):
         assert type(error) is BackendError and "NVSHMEM_SYMMETRIC_SIZE" in str(error)
-    for node_size in ("3", "0", "two"):
+    for node_size in ("-1", "0", "two"):
         for error in errors_of(cpu_pool, allocate, 64, node_size):
-            assert "MOE_ENGINE_NODE_SIZE" in str(error)
+            assert f"MOE_ENGINE_NODE_SIZE is '{node_size}'" in str(error)
+    for error in errors_of(cpu_pool, allocate_apart):
+        assert type(error) is BackendError and "rank 1 on rank 0, of the same node" in str(error)
 
 
 def start_in_vain(group, what):
@@ -250,7 +255,11 @@ def allocate_for_kernels(group):
 
     settings = SimpleNamespace(timeout_s=20)
     allocator = allocation.Allocator(Group.of(group), settings, "nvshmem", CPU, None)
-    with stand_in() as library, mock.patch.object(allocation, "allocate", new):
+    with (
+        environment({"MOE_ENGINE_NODE_SIZE": "1"}),
+        stand_in() as library,
+        mock.patch.object(allocation, "allocate", new),
+    ):
         try:
             allocator._new_block(256)
         finally:
@@ -342,7 +351,7 @@ def round_trips(group):
     fields[ContextField.TIMEOUT_NS] = 30_000_000_000
     fields[ContextField.REPORT] = report.data_ptr()
     fields[ContextField.RANK], fields[ContextField.NUM_RANKS] = group.rank(), group.size()
-    fields[ContextField.NETWORK] = block.network_address
+    fields[ContextField.NETWORK] = block.network
     context = torch.tensor(fields, device=device)
     results = []
     for turn, num_bytes in enumerate((1024, 16, 7), start=2):

@@ -138,7 +138,7 @@ class DeviceContext:
             fields[field] = value
         fields[ContextField.PACE] = pace_ps_per_kb()
         fields[ContextField.BUFFER] = buffer
-        fields[ContextField.NETWORK] = getattr(block, "network_address", 0)
+        fields[ContextField.NETWORK] = getattr(block, "network", 0)
         fields[ContextField.PEERS : last_peer] = block.peer_addresses.cpu()
         fields[ContextField.OWN] = fields[ContextField.PEERS + rank]
         self.fields = block.local[: 8 * count].view(torch.int64)
