@@ -32,11 +32,11 @@ def install(folder, monkeypatch, version):
 
 
 class StandIn:
-    """NVSHMEM's host library of one process on the CPU, whose PEs are numbered backwards. It maps
-    the memory of PEs that are odd, or even, as its own is. `silent`: what does not return."""
+    """NVSHMEM's host library of one process on the CPU, whose PEs are numbered backwards.
+    `silent`: what does not return; `apart`: the PEs that it cannot map."""
 
-    def __init__(self, version=(3, 6, 5), silent=(), heap=1 << 20):
-        self.version, self.silent, self.heap = version, silent, heap
+    def __init__(self, version=(3, 6, 5), silent=(), heap=1 << 20, apart=()):
+        self.version, self.silent, self.heap, self.apart = version, silent, heap, apart
         self.status, self.pe, self.num_pes = 0, -1, 0
         self.made, self.freed, self.identifiers, self.modules = {}, [], [], []
 
@@ -81,7 +81,7 @@ class StandIn:
         return ctypes.addressof(memory)
 
     def nvshmem_ptr(self, address, pe):
-        return None if (pe - self.pe) % 2 else address + 4096 * (pe - self.pe)
+        return None if pe in self.apart else address + 4096 * (pe - self.pe)
 
     def nvshmem_free(self, address):
         self._returns("free")

@@ -114,7 +114,7 @@ def test_small_kernels_spill_nothing():
     for kernel in (send_kernel, words_kernel):
         built, _ = compiled(kernel)
         assert built.spill_bytes <= most
-        assert nvshmem_library.STATE.decode() in built.ptx
+        assert nvshmem_library.STATE in built.cubin  # by which its module is initialised
 
 
 def test_only_marked_kernels_are_linked(tmp_path, monkeypatch):

@@ -18,12 +18,10 @@ import triton.language as tl
 from nvshmem_cases import install, stand_in
 
 from moe_engine import Buffer, nvshmem_library, symm
-from moe_engine.agreement import Group
 from moe_engine.device import lang
 from moe_engine.device import nvshmem as verbs
 from moe_engine.device.context import PHASE_ROWS, ContextField
 from moe_engine.emulation import RankError, RankPool
-from moe_engine.engines import allocation
 from moe_engine.errors import BackendError, OutOfStep
 from moe_engine.launch import launch
 from moe_engine.symm import environment
@@ -150,16 +148,15 @@ def allocate_twice(group, node_size):
         return zeros, library.freed == [own], library.identifiers, second.pes.tolist(), far
 
 
-def test_ranks_start_once_and_know_their_elements(cpu_pool):
-    """Ranks in other nodes are not mapped, nor are those that NVSHMEM does not map."""
-    results = cpu_pool.run(allocate_twice, 2, num_ranks=4)
+@pytest.mark.parametrize("node_size", [1, 2, 4])
+def test_ranks_start_once_and_know_their_elements(cpu_pool, node_size):
+    """Ranks of other nodes are not mapped."""
+    results = cpu_pool.run(allocate_twice, node_size, num_ranks=4)
     for rank, (zeros, was_freed, identifiers, pes, far) in enumerate(results):
         assert zeros and was_freed
         assert len(identifiers) == 1 and identifiers == results[0][2]
         assert pes == [3, 2, 1, 0]
-        assert far == [other for other in range(4) if other != rank]
-    for rank, (*_, far) in enumerate(cpu_pool.run(allocate_twice, 4, num_ranks=4)):
-        assert far == [other for other in range(4) if (other - rank) % 2]
+        assert far == [other for other in range(4) if other // node_size != rank // node_size]
 
 
 def allocate_in_two_groups(group, outside):
@@ -193,12 +190,18 @@ def allocate_with_a_small_heap(group):
     allocate(group, 2048, heap=1024)
 
 
+def allocate_apart(group):
+    allocate(group, 64, "2", apart=(0,) if group.rank() == 0 else ())
+
+
 def test_what_cannot_be_allocated_is_refused(cpu_pool):
     for error in errors_of(cpu_pool, allocate_with_a_small_heap):
         assert type(error) is BackendError and "NVSHMEM_SYMMETRIC_SIZE" in str(error)
-    for node_size in ("0", "two"):
+    for node_size in ("-1", "0", "two"):
         for error in errors_of(cpu_pool, allocate, 64, node_size):
-            assert "MOE_ENGINE_NODE_SIZE" in str(error)
+            assert f"MOE_ENGINE_NODE_SIZE is '{node_size}'" in str(error)
+    for error in errors_of(cpu_pool, allocate_apart):
+        assert type(error) is BackendError and "rank 1 on rank 0, of the same node" in str(error)
 
 
 def start_in_vain(group, what):
@@ -242,28 +245,6 @@ def find_elements(group):
 
 def test_kernels_find_the_elements(cpu_pool):
     assert cpu_pool.run(find_elements, num_ranks=3) == [[2, 1, 0]] * 3
-
-
-def allocate_for_kernels(group):
-    """Memory of ranks of one node that do not map each other's."""
-
-    def new(group, num_bytes, backend, device, timeout_s):
-        with environment({"MOE_ENGINE_NODE_SIZE": "1"}):
-            return NvshmemTensor(group, num_bytes, device, timeout_s)
-
-    settings = SimpleNamespace(timeout_s=20)
-    allocator = allocation.Allocator(Group.of(group), settings, "nvshmem", CPU, None)
-    with stand_in() as library, mock.patch.object(allocation, "allocate", new):
-        try:
-            allocator._new_block(256)
-        finally:
-            assert not library.made
-
-
-def test_ranks_of_a_node_map_each_other(cpu_pool):
-    for rank, error in enumerate(errors_of(cpu_pool, allocate_for_kernels)):
-        assert type(error) is BackendError
-        assert f"rank {rank} cannot map the memory of rank {1 - rank}" in str(error)
 
 
 # --- Several hosts, which the ranks only say that they have ----------------------------------

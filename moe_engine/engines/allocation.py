@@ -8,11 +8,10 @@ from dataclasses import dataclass
 import torch
 
 from ..agreement import Group, Settings
-from ..errors import BackendError, CapacityError
+from ..errors import CapacityError
 from ..layer_config import LayerChoices
 from ..streams import CallStreams
 from ..symm import SymmetricTensor, allocate, exchange
-from ..symm.meeting import ranks_text
 from ..symm.nodes import Nodes, find_nodes
 from ..symm.ring import Ring, RingLayout
 from ..symm.slots import SlotLayout, Slots
@@ -72,25 +71,8 @@ class Allocator:
         return slots
 
     def _new_block(self, num_bytes: int) -> SymmetricTensor:
-        group, timeout_s = self.group, self.settings.timeout_s
-        block = allocate(group.process_group, num_bytes, self.backend, self.device, timeout_s)
-
-        def check_mapped() -> None:
-            near = self.nodes.ranks_per_node
-            first = group.rank // near * near
-            unmapped = block.peer_addresses[first : first + near].eq(0).nonzero().flatten() + first
-            if len(unmapped):
-                raise BackendError(
-                    f"rank {group.rank} cannot map the memory of {ranks_text(unmapped.tolist())}, "
-                    "on its own node: its GPU has no access to theirs. Use backend 'collective'."
-                )
-
-        try:
-            exchange(group.process_group, check_mapped, "mapping a node", timeout_s)
-        except BackendError:
-            block.free()
-            raise
-        return block
+        timeout_s = self.settings.timeout_s
+        return allocate(self.group.process_group, num_bytes, self.backend, self.device, timeout_s)
 
     def _replace_block(self, num_bytes: int, was_captured: bool) -> SymmetricTensor:
         """A new block, once all ranks have said that they did not capture the one before."""

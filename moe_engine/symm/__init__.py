@@ -24,6 +24,7 @@ import torch.distributed as dist
 from .. import nvshmem_library
 from ..device import lang
 from ..errors import BackendError, ShapeError
+from . import nodes
 from .meeting import exchange, per_rank
 
 BACKENDS = ("single", "emulated", "torch", "nvshmem")
@@ -107,16 +108,25 @@ def choose_backend(
     device = resolve_device(device)
     choices = exchange(
         group,
-        lambda: (_choose_here(group, backend, device), _host(), backend),
+        lambda: (_choose_here(group, backend, device), nodes.this_node(), backend),
         "choosing a backend",
         timeout_s,
     )
-    names, hosts, asked = zip(*choices, strict=True)
+    names, places, asked = zip(*choices, strict=True)
+    hosts = {host for host, _ in places}
     if len(set(names)) > 1:
         raise BackendError(f"ranks chose different backends: {per_rank(names)}. Give all the same")
-    if len(set(hosts)) == 1 or names[0] == "nvshmem":
+    if len(hosts) == 1 and names[0] == "torch" and len(set(places)) > 1:
+        if set(asked) != {"auto"}:
+            raise BackendError(
+                "backend 'torch' needs all ranks on one node, and MOE_ENGINE_NODE_SIZE makes "
+                f"{len(set(places))} of this host. Unset it, or use backend 'nvshmem'"
+            )
+        exchange(group, lambda: bool(nvshmem_library.library()), "looking for NVSHMEM", timeout_s)
+        return "nvshmem"
+    if len(hosts) == 1 or names[0] == "nvshmem":
         return names[0]
-    need = f"backend '{names[0]}' needs all ranks on one host, but they run on {len(set(hosts))}"
+    need = f"backend '{names[0]}' needs all ranks on one host, but they run on {len(hosts)}"
     if set(asked) == {"auto"}:
         reasons = exchange(group, lambda: no_network(device), "looking for a network", timeout_s)
         if not any(reasons):

@@ -29,8 +29,8 @@ from ..deadline import timeout_seconds
 from ..errors import BackendError, MoeEngineError, OutOfStep
 from ..nvshmem_library import INITIALIZED, is_initialized, library
 from . import environment
-from .meeting import exchange, per_rank
-from .nodes import find_nodes
+from .meeting import exchange, per_rank, ranks_text
+from .nodes import this_node
 
 WITH_UNIQUE_ID = 8  # NVSHMEMX_INIT_WITH_UNIQUEID
 UNIQUE_ID_BYTES, ARGUMENTS_BYTES = 128, 24
@@ -47,9 +47,9 @@ _has_failed = False  # a call did not end, so the state of NVSHMEM is not known
 class NvshmemTensor:
     """A `SymmetricTensor` on CUDA. The group may be CPU-only: ranks meet at its store.
 
-    pes: int32 [R] on the device, the PE of each rank of the group; kernels find it by the context
-    field NETWORK. The addresses of ranks of other nodes are 0 (`find_nodes`), and those which
-    NVSHMEM cannot map. Freeing is collective: a block that is dropped without `free` stays
+    pes: int32 [R] on the device, the PE of each rank of the group, whose address is `network`. The
+    addresses of ranks of other nodes are 0 (`this_node`); BackendError where NVSHMEM cannot map
+    those of the same node. Freeing is collective: a block that is dropped without `free` stays
     allocated until the process ends, and views of `local` must not be read after `free`.
     """
 
@@ -63,7 +63,6 @@ class NvshmemTensor:
         self._group, self._device = group, device
         self._seconds = timeout_seconds() if timeout_s is None else timeout_s
         pes, own = start(group, device, self._seconds), group.rank()
-        per_node = find_nodes(group, self._seconds).ranks_per_node
 
         def create() -> int:
             address = self._call("allocate", lambda: library().nvshmem_malloc(num_bytes))
@@ -78,11 +77,23 @@ class NvshmemTensor:
                 torch.cuda.synchronize(device)
             return int(address)
 
+        def map_all() -> list[int]:
+            """The addresses of all ranks; 0 in other nodes."""
+            found = [
+                (library().nvshmem_ptr(self._address, pe) or None) if node == nodes[own] else 0
+                for pe, node in zip(pes, nodes, strict=True)
+            ]
+            if apart := [rank for rank, address in enumerate(found) if address is None]:
+                raise BackendError(
+                    f"NVSHMEM cannot map the memory of {ranks_text(apart)} on rank {own}, of the "
+                    "same node. See `moe-engine doctor`, or let MOE_ENGINE_NODE_SIZE say how many "
+                    "ranks of a host are a node."
+                )
+            return [address or 0 for address in found]
+
+        nodes = exchange(group, this_node, "finding nodes", timeout_s)
         self._address: int | None = exchange(group, create, "allocating memory", timeout_s)[own]
-        self._addresses = [0] * len(pes)
-        for rank, pe in enumerate(pes):
-            if rank // per_node == own // per_node:
-                self._addresses[rank] = library().nvshmem_ptr(self._address, pe) or 0
+        self._addresses = exchange(group, map_all, "mapping memory", timeout_s)[own]
         self.peer_addresses = torch.tensor(self._addresses, dtype=torch.int64, device=device)
         self.pes = torch.tensor(pes, dtype=torch.int32, device=device)
         self.network = self.pes.data_ptr()
@@ -103,6 +114,7 @@ class NvshmemTensor:
             return
         self.local = self.local.new_empty(0)
         self.peer_addresses = torch.zeros_like(self.peer_addresses)
+        self.network = 0
         try:
             exchange(self._group, lambda: None, "freeing memory", self._seconds)
             self._call("free memory", lambda: library().nvshmem_free(address))
