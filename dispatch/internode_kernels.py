@@ -201,7 +201,8 @@ def exchange_internode_kernel(
             header = consume_token(arrival_header(node, context), ready)
             count = 0
             if ready == 1:
-                count = min(tl.load(as_pointer(header, tl.int32) + num_words), most_rows)
+                # A rank that makes another call has written something else there.
+                count = max(0, min(tl.load(as_pointer(header, tl.int32) + num_words), most_rows))
                 arrived = as_pointer(header + rows_at, tl.uint8)
                 step: tl.constexpr = SIZES.BLOCK_ROWS
                 for first in range(0, count * node_ranks, step):
