@@ -47,6 +47,7 @@ from ..device.lang import (
     wait,
 )
 from ..device.network import send
+from ..device.nvshmem import uses_nvshmem
 from ..device.programs import is_last_program
 from ..device.push import Source, push_rows
 from ..device.signature import own_call, refuse_handle, signature_of, signature_of_handle
@@ -127,6 +128,7 @@ def node_layout_kernel(
 # --- Headers -------------------------------------------------------------------------------------
 
 
+@uses_nvshmem
 @triton.jit(do_not_specialize=["num_tokens", "most_rows", "may_grow"])
 def exchange_internode_kernel(
     layout,  # launch.DispatchLayout, is_token_in_rank as uint8 [T, R]
@@ -219,6 +221,7 @@ def exchange_internode_kernel(
         read_counts(counts, signature, most_rows, num_local_experts, context, COUNTS)
 
 
+@uses_nvshmem
 @triton.jit
 def open_internode_kernel(
     kind,
@@ -347,6 +350,7 @@ def _clear_ranks(rows, count, most_rows, context, SIZES: tl.constexpr):
 # --- Rows ----------------------------------------------------------------------------------------
 
 
+@uses_nvshmem
 @triton.jit(do_not_specialize=["num_tokens", "scale_stride_token", "scale_stride"])
 def send_rows_kernel(
     x,  # vectors [T, num_vecs]
@@ -420,6 +424,7 @@ class ForwardPlan(NamedTuple):
     chunk_rows: tl.tensor  # rows that share a flag
 
 
+@uses_nvshmem
 @triton.jit(do_not_specialize=["most_rows"])
 def forward_kernel(
     row_idx,  # int32 [N, L, M], see `ForwardPlan`

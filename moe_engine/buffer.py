@@ -42,9 +42,9 @@ class Buffer(LowLatencyVerbs):
     these, as in DeepEP; results of asynchronous calls are always allocated on that stream) and
     `config` (its num_sms programs communicate in this call).
 
-    backend: "torch" (GPUs that can map each other's memory), "emulated" (CPU ranks as processes,
-    the same kernels through Triton's interpreter), "single" (one rank), "collective" (plain
-    torch.distributed, any device), "auto" (the first of these that fits).
+    backend: "torch" (GPUs that can map each other's memory), "nvshmem" (also GPUs that cannot),
+    "emulated" (CPU ranks as processes, the same kernels through Triton's interpreter), "single"
+    (one rank), "collective" (plain torch.distributed, any device), "auto" (the one that fits).
 
     use_fabric, num_qps_per_rank and the allow_ flags are DeepEP's, and change nothing.
 
@@ -456,10 +456,10 @@ class Buffer(LowLatencyVerbs):
         `moe-engine tune` had measured when this Buffer was made, as rank 0 read it, else what the
         model of `layer_config.py` predicts to be fastest."""
         engine = self._ready()
-        if not isinstance(engine, KernelEngine):
+        if not self.has_fused_layers or not isinstance(engine, KernelEngine):
             raise BackendError(
-                "a collective Buffer runs its layers step by step; only Buffers with kernels "
-                "choose. Make it with backend='auto' where GPUs see each other's memory."
+                "a Buffer of several nodes or with backend 'collective' runs its layers step by "
+                "step; only Buffers with fused layers choose. Make it for the ranks of one node."
             )
         shape = ["L", "2I", "H"]
         checks.check_tensor("w_gate_up", w_gate_up, shape, checks.PAYLOAD_DTYPES, self.device)

@@ -47,15 +47,35 @@ class RoutingError(MoeEngineError, ValueError):
 class PeerTimeout(MoeEngineError, TimeoutError):
     """A rank did not signal within the deadline. The Buffer is unusable from here on.
 
-    `rank`, `peer`, `phase`, `epoch` and `slot` name who waited for whom, and for what.
+    `rank`, `peer`, `phase`, `epoch` and `slot` name who waited for whom, and for what. With
+    ranks_per_node, on several nodes, `node` is that of the peer and `forwarder` the rank that
+    passes on what the peer sends to this rank's node; else they are None.
     """
 
-    def __init__(self, rank: int, peer: int, phase: str, epoch: int, slot: int, seconds: float):
+    def __init__(
+        self,
+        rank: int,
+        peer: int,
+        phase: str,
+        epoch: int,
+        slot: int,
+        seconds: float,
+        ranks_per_node: int | None = None,
+    ):
         self.rank, self.peer, self.phase, self.epoch, self.slot = rank, peer, phase, epoch, slot
+        self.node = self.forwarder = None
+        whose, who = f"rank {peer}", f"Rank {peer} is gone, stuck, or"
+        if ranks_per_node is not None:
+            own, self.node = rank // ranks_per_node, peer // ranks_per_node
+            whose += f" of node {self.node}"
+            if self.node != own:
+                self.forwarder = own * ranks_per_node + peer % ranks_per_node
+                who = f"Rank {peer}, rank {self.forwarder} that forwards what it sends, or the "
+                who += "network between them is gone or stuck, or one of them"
         super().__init__(
-            f"rank {rank} waited {seconds:g} s for rank {peer} in phase '{phase}' "
-            f"(epoch {epoch}, slot {slot}). Rank {peer} is gone, stuck, or issued its calls in "
-            f"another order. Make a new Buffer; MOE_ENGINE_TIMEOUT_S sets the deadline."
+            f"rank {rank} waited {seconds:g} s for {whose} in phase '{phase}' (epoch {epoch}, slot "
+            f"{slot}). {who} issued its calls in another order. Make a new Buffer; "
+            "MOE_ENGINE_TIMEOUT_S sets the deadline."
         )
 
 

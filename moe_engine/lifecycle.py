@@ -109,13 +109,14 @@ class BufferLifecycle:
         self._before_destroy: list[WeakMethod[Callable[[], None]]] = []
         self.id = next(_ids)
         _buffers[self.id] = self
-        if backend == "collective":
+        if backend != "collective":
+            self.backend = choose_backend(self.group, backend, device, or_collective=True)
+        if self.backend == "collective":
             self._engine = CollectiveEngine(self.group)
         else:
-            self.backend = choose_backend(self.group, backend, device)
             allocator = Allocator(members, settings, self.backend, device, self._streams)
-            self._engine, self._low_latency = allocator.new_engines()
-            self.num_nodes = self._engine.slots.layout.num_nodes
+            engine, self._low_latency = allocator.new_engines()
+            self._engine, self.num_nodes = engine, engine.slots.layout.num_nodes
         self._engines += [one for one in (self._engine, self._low_latency) if one is not None]
 
     size_hint = staticmethod(size_hint)
@@ -133,6 +134,12 @@ class BufferLifecycle:
         self._engine, self._low_latency, self._engines = None, None, []
         self._streams.uses("slots")
         self._streams.uses("ring")
+
+    @property
+    def has_fused_layers(self) -> bool:
+        """Whether layers run as calls of their own, on ranks of one node; else verb by verb, and
+        the host waits for the counts of each."""
+        return self.backend != "collective" and self.num_nodes == 1
 
     # --- Work that holds calls ---------------------------------------------------------------
 

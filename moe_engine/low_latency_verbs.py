@@ -293,6 +293,11 @@ class LowLatencyVerbs(BufferLifecycle):
 
     def _low_latency_ready(self) -> LowLatency:
         self._ready()
+        if self._low_latency is None and self.num_nodes > 1:
+            raise BackendError(
+                "low-latency calls of ranks on several nodes are not there yet; use dispatch and "
+                "combine, or a group of one node."
+            )
         if self._low_latency is None:
             raise BackendError(
                 "this Buffer has no low-latency memory; make it with low_latency_mode=True and the "

@@ -96,7 +96,7 @@ class PassGradients(NamedTuple):
 
 def may_take_passes(inputs: LayerInputs, buffer: Buffer, options: LayerOptions) -> bool:
     """Whether rows of experts may have no room; by low-latency calls they have."""
-    if buffer.options.capacity_factor is None or buffer.backend == "collective":
+    if buffer.options.capacity_factor is None or not buffer.has_fused_layers:
         return False
     if buffer.options.num_passes(buffer.group_size) == 1:
         return False

@@ -64,3 +64,11 @@ def pool() -> Iterator[RankPool]:
     num_ranks, device = min(num_gpus, 4) if num_gpus > 1 else 4, "cuda" if num_gpus else "cpu"
     with GpuPool(num_ranks, device, timeout_s=240) as ranks:  # less than a test's time limit
         yield ranks
+
+
+@pytest.fixture(scope="module")
+def ranks_of_nodes() -> Iterator[RankPool]:
+    """Six emulated ranks on three nodes; the first four are on two."""
+    cases.skip_without_interpreter()
+    with RankPool(6, nodes=3, timeout_s=120) as ranks:
+        yield ranks

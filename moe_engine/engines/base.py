@@ -178,8 +178,9 @@ class Engine(Protocol):
     communicate in the call that gets it. `described`: by what `describe` returned for arguments
     that decide those of the call, or None."""
 
-    handle_type: Any
-    """What `dispatch` returns for a handle."""
+    @property
+    def handle_type(self) -> Any:
+        """What `dispatch` returns for a handle."""
 
     def describe(self, *args: Any, sized: Sequence[Any] = ()) -> Described:
         """The kind of a call; see `PreparedCalls.describe`."""

@@ -19,24 +19,15 @@ from ..dispatch import DispatchLayout, Received, Tokens
 from ..errors import CapacityError, RoutingError, ShapeError, bad_ids
 from ..prepared import Described, Kind
 from ..symm.device_context import DeviceContext
-from .base import (
-    NUM_SMS,
-    Arrived,
-    BiasGradients,
-    Gradients,
-    Handle,
-    LayerInputs,
-    LayerResult,
-    Saved,
-    WeightGradients,
-)
+from .base import NUM_SMS, Arrived, Handle, LayerInputs
+from .layer_by_verbs import LayerByVerbs
 
 
-class CollectiveEngine:
+class CollectiveEngine(LayerByVerbs):
     """Calls through `all_to_all_single` over `group` (None: one rank). `num_sms` changes nothing:
     the group's backend chooses its SMs."""
 
-    handle_type: ClassVar[type] = Handle
+    handle_type: ClassVar[Any] = Handle
 
     def __init__(self, group: dist.ProcessGroup | None):
         self.group = group
@@ -210,56 +201,16 @@ class CollectiveEngine:
                 weights[token] += returned[row]
         return out.to(x.dtype), weights
 
-    def moe_ffn(
-        self,
-        inputs: LayerInputs,
-        return_counts: bool = False,
-        described: Described | None = None,
-    ) -> LayerResult:
-        """See `KernelEngine.moe_ffn`; the experts are `reference.expert_rows`."""
-        out, _, counts = self.moe_ffn_forward(inputs, "none", False)
-        return out, counts if return_counts else None
+    def expert_sums(self, rows: LayerInputs) -> torch.Tensor:
+        """See `LayerByVerbs`; the experts are `reference.expert_rows`."""
+        return reference.sum_topk(
+            reference.expert_rows(rows.x, rows.topk_idx, *rows[3:]), rows.topk_weights
+        )
 
-    def moe_ffn_forward(
-        self,
-        inputs: LayerInputs,
-        save: str,
-        is_captured: bool,
-        described: Described | None = None,
-    ) -> tuple[torch.Tensor, Saved, torch.Tensor]:
-        """See `base.Engine`. Rows are saved by "rows" and "all", pre-activations never."""
-        layout = self.layout(inputs.topk_idx, len(inputs.w_gate_up) * self.num_ranks)
-        received, counts, handle = self._dispatch(Tokens(*inputs[:3]), layout)
-        routing = received.topk_idx, received.topk_weights
-        y = _expert_sums(_rows_of(inputs, received.x, *routing))
-        out, _ = self.combine(y, handle, None, ())
-        kept = received.x if save in ("rows", "all") else None
-        return out, Saved(save, (kept, *routing, *handle)), counts.sum(0, dtype=torch.int32)
-
-    def moe_ffn_backward(
-        self, dy: torch.Tensor, inputs: LayerInputs, saved: Saved, into: WeightGradients | None
-    ) -> Gradients:
-        """See `base.Engine`: dy to where x went, torch's own gradients of what happens there, and
-        those of rows and weights back by `combine`."""
-        kept, topk_idx, topk_weights, *parts = saved.tensors
-        handle = Handle(*parts)  # type: ignore[arg-type]
-        if kept is None:
-            kept = self.dispatch_cached(inputs.x, None, handle).x
-        grad = self.dispatch_cached(dy, None, handle).x
-        experts = _rows_of(inputs, kept, topk_idx, topk_weights)
-        of_biases = dict(gate_up=inputs.b_gate_up, down=inputs.b_down)
-        wanted = [name for name, b in of_biases.items() if b is not None and b.requires_grad]
-        names = "x", "topk_weights", *(f"b_{name}" for name in wanted)
-        rows, weights, *found = _gradients(experts, grad, *names, into=into)
-        biases = BiasGradients(**dict(zip(wanted, found, strict=True)))
-        dx, topk_grads = self.combine(rows, handle, weights, ())
-        assert topk_grads is not None
-
-        def later(into: WeightGradients) -> None:
-            if into != WeightGradients(None, None):
-                _gradients(experts, grad, into=into)
-
-        return dx, topk_grads, later if into is None else None, biases
+    def weight_leaf(self, w: torch.Tensor) -> torch.Tensor:
+        """In the dtype of sums, so that its gradient is rounded once."""
+        wide = torch.promote_types(w.dtype, torch.float32)
+        return w.detach().to(wide).requires_grad_()
 
     def contexts(self) -> list[DeviceContext]:
         """None: a call that breaks off here breaks the process group."""
@@ -278,46 +229,6 @@ class CollectiveEngine:
 
     def free(self) -> None:
         """Nothing to give back."""
-
-
-def _rows_of(
-    inputs: LayerInputs,
-    x: torch.Tensor,
-    topk_idx: torch.Tensor | None,
-    topk_weights: torch.Tensor | None,
-) -> LayerInputs:
-    """A layer of rows that a dispatch brought."""
-    assert topk_idx is not None
-    assert topk_weights is not None
-    return inputs._replace(x=x, topk_idx=topk_idx, topk_weights=topk_weights)
-
-
-def _expert_sums(rows: LayerInputs) -> torch.Tensor:
-    """What this rank's experts give for rows [N, H], one weighted sum for each."""
-    return reference.sum_topk(
-        reference.expert_rows(rows.x, rows.topk_idx, *rows[3:]), rows.topk_weights
-    )
-
-
-def _gradients(
-    rows: LayerInputs, grad: torch.Tensor, *names: str, into: WeightGradients | None = None
-) -> list[torch.Tensor]:
-    """Those of the named tensors of `_expert_sums`, given that of the sums; those of the weights go
-    `into` this memory, rounded once."""
-    into = into or WeightGradients(None, None)
-    both = ("w_gate_up", into.gate_up), ("w_down", into.down)
-    outs = {name: out for name, out in both if out is not None}
-    wide = torch.promote_types(rows.x.dtype, torch.float32)
-    leaves = {name: getattr(rows, name).detach().requires_grad_() for name in names}
-    leaves |= {name: getattr(rows, name).detach().to(wide).requires_grad_() for name in outs}
-    with torch.enable_grad():
-        sums = _expert_sums(rows._replace(**leaves))
-        found = tuple(torch.zeros_like(leaf) for leaf in leaves.values())
-        if sums.requires_grad:  # not where no row depends on a leaf
-            found = torch.autograd.grad(sums, [*leaves.values()], grad, materialize_grads=True)
-    for out, one in zip(outs.values(), found[len(names) :], strict=True):
-        out.copy_(one + out if into.accumulate else one)
-    return list(found[: len(names)])
 
 
 def _pad(rows: Received, num_rows: int) -> Received:

@@ -28,8 +28,10 @@ from ..dispatch import internode as dispatch_internode
 from ..dispatch.internode import Routes
 from ..prepared import Described
 from ..symm.slots import BARE_HEADER, header_bytes
-from .base import NUM_SMS
+from .base import NUM_SMS, LayerInputs
+from .expert_sums import sums_of_experts
 from .kernel import KernelEngine, num_comm_programs
+from .layer_by_verbs import LayerByVerbs
 
 
 class InternodeHandle(NamedTuple):
@@ -50,10 +52,21 @@ class InternodeHandle(NamedTuple):
     rank_head: torch.Tensor  # int32 [N, M, L]: row * L + rank in the order of a node's sum, or -1
 
 
-class InternodeEngine(KernelEngine):
-    """Calls of ranks on several nodes."""
+class InternodeEngine(KernelEngine, LayerByVerbs):
+    """Calls of ranks on several nodes. Layers are dispatch, grouped GEMMs and combine in turn."""
 
-    handle_type: ClassVar[type] = InternodeHandle
+    handle_type: ClassVar[Any] = InternodeHandle
+    moe_ffn = LayerByVerbs.moe_ffn
+    moe_ffn_forward = LayerByVerbs.moe_ffn_forward
+    moe_ffn_backward = LayerByVerbs.moe_ffn_backward
+
+    @property
+    def num_ranks(self) -> int:  # type: ignore[override]
+        return self.slots.num_ranks
+
+    def expert_sums(self, rows: LayerInputs) -> torch.Tensor:
+        """See `LayerByVerbs`; by grouped GEMMs."""
+        return sums_of_experts(rows)
 
     # --- Dispatch ----------------------------------------------------------------------------
 

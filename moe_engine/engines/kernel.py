@@ -67,7 +67,7 @@ class KernelEngine(ContextEngine):
     alike.
     """
 
-    handle_type: ClassVar[type] = Handle
+    handle_type: ClassVar[Any] = Handle
 
     def __init__(
         self,

@@ -254,7 +254,8 @@ class DeviceContext:
             )
         name = phase.name.lower().replace("_", " ")
         name += " of the backward" if self._is_backward(slot) else ""
-        return PeerTimeout(self.rank, peer, name, epoch, slot, self.timeout_s)
+        node_ranks = self.layout.ranks_per_node if self.layout.num_nodes > 1 else None
+        return PeerTimeout(self.rank, peer, name, epoch, slot, self.timeout_s, node_ranks)
 
     def _is_backward(self, slot: int) -> bool:
         """Whether this rank's last call in a slot was a layer's backward, as its signature says."""

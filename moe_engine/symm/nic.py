@@ -23,7 +23,17 @@ from ..deadline import MOST_S, timeout_seconds
 from ..device import network
 from ..errors import BackendError
 from . import nic_process
-from .nic_process import MAX_REQUEST, QUEUE_BYTES, WAKE, Command, Header, OpenFile, Queue, Verb
+from .nic_process import (
+    MAX_REQUEST,
+    NOTHING_WRONG,
+    QUEUE_BYTES,
+    WAKE,
+    Command,
+    Header,
+    OpenFile,
+    Queue,
+    Verb,
+)
 
 PAUSE_S = 0.0005
 """Between two looks at a queue."""
@@ -154,7 +164,7 @@ class Nic:
             answer = b""
         if not answer:
             raise self._gone()
-        if answer != b"\0":
+        if answer != NOTHING_WRONG:
             raise BackendError(
                 f"the emulated network cannot map the memory of ranks of other nodes: "
                 f"{answer.decode()}. Emulated ranks must be processes of one user that see each "

@@ -48,6 +48,8 @@ WAKE = b"wake"
 """The message that is no request."""
 MAX_REQUEST = 1 << 20
 """Bytes of a request."""
+NOTHING_WRONG = b"\0"
+"""The answer to a request that was obeyed; another one says why it was not."""
 
 
 class Header(IntEnum):
@@ -208,7 +210,7 @@ class Network:
     def run(self, rank_pid: int) -> None:
         """Serve until the rank is gone."""
         while os.getppid() == rank_pid:
-            is_busy = time.monotonic() >= self._stalled_until and self._take() + self._deliver() > 0
+            is_busy = time.monotonic() >= self._stalled_until and self._deliver() + self._take() > 0
             if not self._serve(0.0 if is_busy else self._idle_s()):
                 return
 
@@ -231,23 +233,24 @@ class Network:
         self._queue.words[Header.ASLEEP] = 0
         if not readable:
             return True
-        data = self._control.recv(MAX_REQUEST)
-        if not data:
+        try:
+            data = self._control.recv(MAX_REQUEST)
+            if data and data != WAKE:
+                self._control.send(self._obey(**json.loads(data)).encode() or NOTHING_WRONG)
+        except ConnectionError:
             return False
-        if data != WAKE:
-            answer = ""
-            try:
-                self._obey(**json.loads(data))
-            except OSError as error:
-                answer = str(error)
-            self._control.send(answer.encode() or b"\0")
-        return True
+        return bool(data)
 
-    def _obey(self, what: str, address: int, **more: Any) -> None:
-        if what == "map":
-            self._map(address, **more)
-        else:
+    def _obey(self, what: str, address: int, **more: Any) -> str:
+        """Do what is requested; returns why it cannot be done, if so."""
+        if what == "free":
             self._free(address)
+            return ""
+        try:
+            self._map(address, **more)
+        except OSError as error:
+            return str(error)
+        return ""
 
     def _map(
         self,
@@ -260,6 +263,7 @@ class Network:
         """Map a block on this rank and on the ranks of other nodes; see `Settings` of `nic.py`."""
         self._random = random.Random(settings["seed"])
         self._hold_s, self._stall_s = settings["hold_s"], settings["stall_s"]
+        self._stalled_until = 0.0
         mapped = {int(rank): Memory(OpenFile(*file), num_bytes) for rank, file in far.items()}
         self._blocks[address] = Block(address, num_bytes, Memory(OpenFile(*own), num_bytes), mapped)
 
