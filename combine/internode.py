@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+from typing import Any
 
 import torch
 import triton.language as tl
@@ -85,7 +86,7 @@ def return_and_sum(
     in_region, max_rows = row_in_region(row, BARE_HEADER), rank_head.shape[1]
     sum_dtype = torch.float32 if round_once else returned.x.dtype
     sum_row = RowLayout(hidden * sum_dtype.itemsize, row.num_topk)
-    sent = dict(
+    sent: dict[str, Any] = dict(
         sum_row=row_in_region(sum_row, BARE_HEADER), SENT=_sum_format(layout, sum_row, sum_dtype)
     )
     shape = RowShape(row.payload_bytes, row.num_topk, item_bytes, 0)
