@@ -1,13 +1,14 @@
 """Markers and fixtures of all tests. Functions that ranks run are found in the test modules."""
 
 import os
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import cases
 import pytest
 import torch
 from hypothesis import settings
+from node_cases import SHAPES, NodePool
 
 from moe_engine.emulation import RankPool
 
@@ -64,3 +65,11 @@ def pool() -> Iterator[RankPool]:
     num_ranks, device = min(num_gpus, 4) if num_gpus > 1 else 4, "cuda" if num_gpus else "cpu"
     with GpuPool(num_ranks, device, timeout_s=240) as ranks:  # less than a test's time limit
         yield ranks
+
+
+@pytest.fixture(scope="module")
+def nodes() -> Iterator[Callable[[str], NodePool]]:
+    """Gives a pool of up to 6 ranks on emulated nodes by its shape, such as "2x2"."""
+    cases.skip_without_interpreter()
+    with RankPool(6, nodes=3, timeout_s=240) as ranks:
+        yield lambda shape: NodePool(ranks, *SHAPES[shape])

@@ -28,8 +28,8 @@ from ..dispatch import internode as dispatch_internode
 from ..dispatch.internode import Routes
 from ..prepared import Described
 from ..symm.slots import BARE_HEADER, header_bytes
-from .base import NUM_SMS, LayerInputs
-from .expert_sums import sums_of_experts
+from .base import NUM_SMS, Gradients, LayerInputs, WeightGradients
+from .expert_sums import gradients_of_experts, sums_of_experts
 from .kernel import KernelEngine, num_comm_programs
 from .layer_by_verbs import LayerByVerbs
 
@@ -66,7 +66,15 @@ class InternodeEngine(KernelEngine, LayerByVerbs):
 
     def expert_sums(self, rows: LayerInputs) -> torch.Tensor:
         """See `LayerByVerbs`; by grouped GEMMs."""
-        return sums_of_experts(rows)
+        with torch.no_grad():
+            return sums_of_experts(rows)
+
+    def expert_gradients(
+        self, rows: LayerInputs, grad: torch.Tensor, into: WeightGradients | None
+    ) -> Gradients:
+        """See `LayerByVerbs`; those of the weights always come later."""
+        with torch.no_grad():
+            return gradients_of_experts(rows, grad)
 
     # --- Dispatch ----------------------------------------------------------------------------
 
