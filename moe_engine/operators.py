@@ -16,11 +16,15 @@ import torch
 from torch import Tensor
 
 from .device.context import SIGNATURE_WORDS
+from .dispatch import Tokens
 from .errors import BackendError
 from .expert_row_calls import (
     DispatchPlan,
+    InternodePlan,
+    Plan,
     Sent,
     await_tensor,
+    plan_of,
     return_sums,
     send,
     send_again,
@@ -33,7 +37,7 @@ library = torch.library.Library("moe_engine", "DEF")
 operators: Any = torch.ops.moe_engine
 
 RESULT = "Tensor row_weights, Tensor offsets, Tensor counts, Tensor overflow"
-PLAN = ", ".join(f"Tensor {name}" for name in DispatchPlan._fields)
+PLAN = "Tensor[] plan"
 ARGS = (
     "Tensor x, Tensor topk_idx, Tensor topk_weights, int num_experts, int buffer_id, "
     "SymInt? max_rows=None, int alignment=1"
@@ -83,7 +87,7 @@ def _fake_sent(
     max_rows: int | None = None,
     alignment: int = 1,
 ) -> Sent:
-    num_ranks, (num_tokens, num_topk) = live_buffer(buffer_id).group_size, topk_idx.shape
+    buffer, num_topk = live_buffer(buffer_id), topk_idx.shape[1]
     num_rows: Any = max_rows
     num_received: Any = max_rows
     if max_rows is None:
@@ -93,33 +97,57 @@ def _fake_sent(
     def new(*shape: Any, dtype: torch.dtype = torch.int32) -> Tensor:
         return topk_idx.new_empty(shape, dtype=dtype)
 
-    plan = DispatchPlan(
-        slots=new(num_rows),
-        dst_rows=new(num_received, num_topk),
-        rank_prefix_matrix=new(num_ranks, num_ranks),
-        send_token_idx=new(num_ranks, num_tokens),
-        signature=new(SIGNATURE_WORDS.value),
-        recv_src_idx=new(num_received),
-        is_token_in_rank=new(num_tokens, num_ranks, dtype=torch.bool),
-        send_head=new(num_tokens, num_ranks),
-    )
+    places = new(num_rows), new(num_received, num_topk)
+    tokens = Tokens(x, topk_idx, topk_weights)
     return Sent(
         received=x.new_empty((num_received, x.shape[1])),
         row_weights=new(num_rows, dtype=torch.float32),
-        offsets=new(num_experts // num_ranks + 1),
+        offsets=new(num_experts // buffer.group_size + 1),
         counts=new(num_experts),
         overflow=new(1),
-        plan=plan,
+        plan=_fake_plan(buffer, tokens, num_experts, places, new),
     )
 
 
-def _fake_dispatch(x: Tensor, *args: Any) -> tuple[Tensor, ...]:
+def _fake_plan(
+    buffer: Any,
+    tokens: Tokens,
+    num_experts: int,
+    places: tuple[Tensor, Tensor],
+    new: Callable[..., Tensor],
+) -> Plan:
+    num_ranks, num_nodes, num_tokens = buffer.group_size, buffer.num_nodes, tokens.x.shape[0]
+    shared = dict(
+        rank_prefix_matrix=new(num_ranks, num_ranks),
+        signature=new(SIGNATURE_WORDS.value),
+        recv_src_idx=new(places[1].shape[0]),
+        is_token_in_rank=new(num_tokens, num_ranks, dtype=torch.bool),
+        send_head=new(num_tokens, num_nodes if num_nodes > 1 else num_ranks),
+    )
+    if num_nodes == 1:
+        return DispatchPlan(*places, send_token_idx=new(num_ranks, num_tokens), **shared)
+    near = num_ranks // num_nodes
+    most: Any = buffer._engine.most_rows(tokens, num_experts)
+    if most is None:
+        most = torch.library.get_ctx().new_dynamic_size()
+    return InternodePlan(
+        *places,
+        sent_token_idx=new(num_nodes + near, num_tokens),
+        row_idx=new(num_nodes, near, most),
+        node_rows=new(2, num_nodes),
+        recv_gbl_rank_prefix_sum=new(num_ranks),
+        rank_head=new(num_nodes, most, near),
+        **shared,
+    )
+
+
+def _fake_dispatch(x: Tensor, *args: Any) -> tuple[Any, ...]:
     sent = _fake_sent(x, *args)
-    return x.new_empty((sent.plan.slots.shape[0], x.shape[1])), *sent[1:-1], *sent.plan
+    return x.new_empty((sent.plan.slots.shape[0], x.shape[1])), *sent[1:-1], list(sent.plan)
 
 
 def _fake_sums(rows: Tensor, row_weights: Tensor | None, plan: list[Tensor]) -> tuple[Tensor, ...]:
-    of = DispatchPlan(*plan)
+    of = plan_of(plan)
     num_tokens, num_topk = of.send_head.shape[0], of.dst_rows.shape[1]
     shape = (0,) if row_weights is None else (num_tokens, num_topk)
     y = rows.new_empty((num_tokens, rows.shape[1]))
@@ -137,9 +165,9 @@ def _fake_rows(x: Tensor, plan: list[Tensor], buffer_id: int) -> Tensor:
 
 
 @operator(f"dispatch({ARGS}) -> (Tensor rows, {RESULT}, {PLAN})", _fake_dispatch)
-def _dispatch(x: Tensor, topk_idx: Tensor, topk_weights: Tensor, *args: Any) -> tuple[Tensor, ...]:
+def _dispatch(x: Tensor, topk_idx: Tensor, topk_weights: Tensor, *args: Any) -> tuple[Any, ...]:
     sent, _ = send(*_arguments(x, topk_idx, topk_weights, *args), is_async=False)
-    return take_received(sent.received, sent.plan), *sent[1:-1], *sent.plan
+    return take_received(sent.received, sent.plan), *sent[1:-1], list(sent.plan)
 
 
 def _arguments(
@@ -162,12 +190,12 @@ def _arguments(
 def _combine(
     rows: Tensor, row_weights: Tensor | None, plan: list[Tensor], buffer_id: int
 ) -> tuple[Tensor, Tensor]:
-    return return_sums(live_buffer(buffer_id), rows, row_weights, DispatchPlan(*plan), False)[:2]
+    return return_sums(live_buffer(buffer_id), rows, row_weights, plan_of(plan), False)[:2]
 
 
 @operator("cached_dispatch(Tensor x, Tensor[] plan, int buffer_id) -> Tensor rows", _fake_rows)
 def _cached_dispatch(x: Tensor, plan: list[Tensor], buffer_id: int) -> Tensor:
-    of = DispatchPlan(*plan)
+    of = plan_of(plan)
     received, _ = send_again(live_buffer(buffer_id), x, of, False)
     return take_received(received, of)
 
@@ -175,8 +203,8 @@ def _cached_dispatch(x: Tensor, plan: list[Tensor], buffer_id: int) -> Tensor:
 # --- Gradients -----------------------------------------------------------------------------------
 
 
-def _save_dispatch(ctx: Any, inputs: tuple[Any, ...], output: Sequence[Tensor]) -> None:
-    ctx.save_for_backward(*output[5:])
+def _save_dispatch(ctx: Any, inputs: tuple[Any, ...], output: Sequence[Any]) -> None:
+    ctx.save_for_backward(*output[-1])
     ctx.buffer_id = inputs[4]
 
 
@@ -214,7 +242,7 @@ gradient("cached_dispatch", _save_plan, _cached_dispatch_backward)
 
 def _fake_dispatch_start(x: Tensor, topk_idx: Tensor, weights: Tensor, *args: Any) -> Any:
     sent = _fake_sent(x, topk_idx, weights, *args)
-    return _ticket(x, x.shape), _ticket(weights, weights.shape), *sent[:-1], *sent.plan
+    return _ticket(x, x.shape), _ticket(weights, weights.shape), *sent[:-1], list(sent.plan)
 
 
 def _fake_dispatch_wait(
@@ -252,7 +280,7 @@ def _dispatch_start(x: Tensor, topk_idx: Tensor, weights: Tensor, *args: Any) ->
     buffer, _, *others = _arguments(x, topk_idx, weights, *args)
     sent, event = send(buffer, x.clone(), *others, is_async=True)
     set_out(buffer, sent.received, event)
-    return _ticket(x, x.shape), _ticket(weights, weights.shape), *sent[:-1], *sent.plan
+    return _ticket(x, x.shape), _ticket(weights, weights.shape), *sent[:-1], list(sent.plan)
 
 
 @operator(
@@ -276,7 +304,7 @@ def _dispatch_wait(
 def _combine_start(
     rows: Tensor, row_weights: Tensor | None, plan: list[Tensor], buffer_id: int
 ) -> tuple[Tensor, ...]:
-    buffer, of = live_buffer(buffer_id), DispatchPlan(*plan)
+    buffer, of = live_buffer(buffer_id), plan_of(plan)
     y, topk_weights, event = return_sums(buffer, rows, row_weights, of, True)
     set_out(buffer, y, event)
     return _ticket(rows, (len(of.dst_rows), rows.shape[1])), y, topk_weights
@@ -300,7 +328,7 @@ def _combine_wait(
 )
 def _cached_dispatch_start(x: Tensor, plan: list[Tensor], buffer_id: int) -> Tensor:
     buffer = live_buffer(buffer_id)
-    received, event = send_again(buffer, x.clone(), DispatchPlan(*plan), True)
+    received, event = send_again(buffer, x.clone(), plan_of(plan), True)
     set_out(buffer, received, event)
     return received
 
@@ -310,15 +338,16 @@ def _cached_dispatch_start(x: Tensor, plan: list[Tensor], buffer_id: int) -> Ten
     _fake_rows,
 )
 def _cached_dispatch_wait(received: Tensor, plan: list[Tensor], buffer_id: int) -> Tensor:
-    of = DispatchPlan(*plan)
+    of = plan_of(plan)
     await_tensor(live_buffer(buffer_id), received)
     return take_received(received, of)
 
 
-def _save_dispatch_start(ctx: Any, inputs: tuple[Any, ...], output: Sequence[Tensor]) -> None:
-    ctx.save_for_backward(*output[7:])
+def _save_dispatch_start(ctx: Any, inputs: tuple[Any, ...], output: Sequence[Any]) -> None:
+    *_, plan = output
+    ctx.save_for_backward(*plan)
     ctx.buffer_id = inputs[4]
-    ctx.mark_non_differentiable(*output[2:])
+    ctx.mark_non_differentiable(*output[2:-1], *plan)
 
 
 def _dispatch_start_backward(ctx: Any, y: Tensor, weights: Tensor, *_: Any) -> tuple[Any, ...]:

@@ -1,4 +1,4 @@
-"""The experts of one rank on rows that a dispatch brought, and their gradients, by grouped GEMMs."""
+"""The experts of one rank on rows that a dispatch brought, by grouped GEMMs; and gradients."""
 
 from __future__ import annotations
 

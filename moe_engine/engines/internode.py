@@ -78,6 +78,12 @@ class InternodeEngine(KernelEngine, LayerByVerbs):
 
     # --- Dispatch ----------------------------------------------------------------------------
 
+    def most_rows(self, tokens: Tokens, num_experts: int) -> int | None:
+        """M of an `InternodeHandle` of a dispatch of such tokens; None in memory that grows."""
+        header = header_bytes(num_experts, self.num_ranks)
+        fits = self.slots.layout.max_rows(tokens.row.num_bytes, header)
+        return None if self._max_tokens is None else fits
+
     def _exchange(
         self, tokens: Tokens, layout: DispatchLayout, may_grow: bool
     ) -> tuple[Counts, tuple[torch.Tensor, ...]]:
