@@ -29,6 +29,7 @@ from ..device.lang import (
     report_abandoned,
     wait,
 )
+from ..device.nvshmem import uses_nvshmem
 from ..device.programs import finish_call, is_last_program
 from ..device.push import Source, push_rows
 from ..device.slots import chunk_flag, first_near_rank, received_rows, region
@@ -71,6 +72,7 @@ def return_to_rails_kernel(
     # fmt: on
 
 
+@uses_nvshmem
 @triton.jit(do_not_specialize=["most_rows"])
 def node_sum_kernel(
     own,  # launch.ReturnedRows
@@ -122,6 +124,7 @@ def node_sum_kernel(
                 send_chunk(node, begin, end, row, context, SUM.CHUNK_ROWS)
 
 
+@uses_nvshmem
 @triton.jit(do_not_specialize=["num_tokens", "region_rows"])
 def internode_sum_kernel(
     sums,  # launch.Sums

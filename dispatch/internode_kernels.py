@@ -47,6 +47,7 @@ from ..device.lang import (
     wait,
 )
 from ..device.network import send
+from ..device.nvshmem import uses_nvshmem
 from ..device.programs import is_last_program
 from ..device.push import Source, push_rows
 from ..device.signature import own_call, refuse_handle, signature_of, signature_of_handle
@@ -127,6 +128,7 @@ def node_layout_kernel(
 # --- Headers -------------------------------------------------------------------------------------
 
 
+@uses_nvshmem
 @triton.jit(do_not_specialize=["num_tokens", "most_rows", "may_grow"])
 def exchange_internode_kernel(
     layout,  # launch.DispatchLayout, is_token_in_rank as uint8 [T, R]
@@ -155,11 +157,16 @@ def exchange_internode_kernel(
     first_node = first_near + node_ranks
     last = first_node + nodes
     num_experts = num_local_experts * nodes * node_ranks
-    if (program >= first_node) & (program < last):
-        tl.store(forwarding.num_rows + program - first_node, 0)
+    is_of_node = (program >= first_node) & (program < last)
+    node = tl.where(is_of_node, program - first_node, 0)
+    rows = forwarding.is_row_in_rank + node.to(tl.int64) * most_rows * node_ranks
+    if is_of_node:
+        tl.store(forwarding.num_rows + node, 0)
     elif program == last:
         clear_counts(counts, num_local_experts, context, COUNTS)
     if is_broken(context):
+        if is_of_node:  # the next launch reads all rows
+            _clear_ranks(rows, 0, most_rows, context, SIZES)
         return
     call = own_call(context)
     signature = signature_of(KIND_DISPATCH, shape, num_experts, 0, 0, may_grow, call, 0, context)
@@ -175,8 +182,8 @@ def exchange_internode_kernel(
             # fmt: off
             _write_header(header, signature, layout, count, most, num_experts, context, COUNTS)
             # fmt: on
-            rows = as_pointer(header + rows_at, tl.uint8)
-            _copy_ranks(layout, plan, node, rows, num_tokens, min(count, most_rows), context, SIZES)
+            to = as_pointer(header + rows_at, tl.uint8)
+            _copy_ranks(layout, plan, node, to, num_tokens, min(count, most_rows), context, SIZES)
             num_bytes = rows_at + min(count, most_rows) * node_ranks
             _send_header(node, header, num_bytes, context)
     elif program < first_node:
@@ -188,8 +195,6 @@ def exchange_internode_kernel(
         )
         # fmt: on
     elif program < last:
-        node = program - first_node
-        rows = forwarding.is_row_in_rank + node.to(tl.int64) * most_rows * node_ranks
         if node == own_node(context):
             count = min(tl.load(plan.num_tokens + node), most_rows)
             _copy_ranks(layout, plan, node, rows, num_tokens, count, context, SIZES)
@@ -201,19 +206,22 @@ def exchange_internode_kernel(
             header = consume_token(arrival_header(node, context), ready)
             count = 0
             if ready == 1:
-                count = min(tl.load(as_pointer(header, tl.int32) + num_words), most_rows)
+                # A rank that makes another call has sent anything: no more than fits is read.
+                count = max(0, min(tl.load(as_pointer(header, tl.int32) + num_words), most_rows))
                 arrived = as_pointer(header + rows_at, tl.uint8)
                 step: tl.constexpr = SIZES.BLOCK_ROWS
                 for first in range(0, count * node_ranks, step):
                     at = first + tl.arange(0, step)
                     inside = at < count * node_ranks
-                    tl.store(rows + at, tl.load(arrived + at, mask=inside), mask=inside)
+                    in_rank = (tl.load(arrived + at, mask=inside, other=0) != 0).to(tl.uint8)
+                    tl.store(rows + at, in_rank, mask=inside)
                 tl.store(forwarding.num_rows + node, count)
             _clear_ranks(rows, count, most_rows, context, SIZES)
     else:
         read_counts(counts, signature, most_rows, num_local_experts, context, COUNTS)
 
 
+@uses_nvshmem
 @triton.jit
 def open_internode_kernel(
     kind,
@@ -342,6 +350,7 @@ def _clear_ranks(rows, count, most_rows, context, SIZES: tl.constexpr):
 # --- Rows ----------------------------------------------------------------------------------------
 
 
+@uses_nvshmem
 @triton.jit(do_not_specialize=["num_tokens", "scale_stride_token", "scale_stride"])
 def send_rows_kernel(
     x,  # vectors [T, num_vecs]
@@ -415,6 +424,7 @@ class ForwardPlan(NamedTuple):
     chunk_rows: tl.tensor  # rows that share a flag
 
 
+@uses_nvshmem
 @triton.jit(do_not_specialize=["most_rows"])
 def forward_kernel(
     row_idx,  # int32 [N, L, M], see `ForwardPlan`

@@ -42,9 +42,9 @@ class Buffer(LowLatencyVerbs):
     these, as in DeepEP; results of asynchronous calls are always allocated on that stream) and
     `config` (its num_sms programs communicate in this call).
 
-    backend: "torch" (GPUs that can map each other's memory), "emulated" (CPU ranks as processes,
-    the same kernels through Triton's interpreter), "single" (one rank), "collective" (plain
-    torch.distributed, any device), "auto" (the first of these that fits).
+    backend: "torch" (GPUs that can map each other's memory), "nvshmem" (also GPUs that cannot),
+    "emulated" (CPU ranks as processes, the same kernels through Triton's interpreter), "single"
+    (one rank), "collective" (plain torch.distributed, any device), "auto" (the one that fits).
 
     use_fabric, num_qps_per_rank and the allow_ flags are DeepEP's, and change nothing.
 

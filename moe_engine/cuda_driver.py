@@ -4,7 +4,8 @@ arguments are packed, and they are launched, without Triton's launcher.
 That launcher is C code which Triton generates for each kernel and compiles at its first launch, and
 it reads all arguments anew at each launch (11 to 20 us). Here the arguments of a launch stay
 packed, so that another launch changes those that differ and costs what the driver takes (3 to 4
-us; bench/NOTES.md). Nothing here needs Triton or a compiler.
+us; bench/NOTES.md). Nothing here needs Triton or a compiler, and Triton's hooks of loaded modules
+are not called.
 """
 
 from __future__ import annotations
@@ -17,6 +18,8 @@ from typing import Any, NamedTuple
 
 import torch
 from triton.runtime.errors import OutOfResources
+
+from . import nvshmem_library
 
 WARP = 32
 INTEGERS = {f"{sign}{bits}": max(1, bits // 8) for sign in "iu" for bits in (1, 8, 16, 32, 64)}
@@ -163,6 +166,8 @@ def _load(binary: Binary) -> int:
         enter_context()
         code = libcuda().cuModuleLoadData(ctypes.byref(module), binary.cubin)
     check(code, f"load {binary.name}")
+    if nvshmem_library.STATE in binary.cubin:
+        nvshmem_library.initialize_module(module, binary.name)
     name = binary.name.encode()
     code = libcuda().cuModuleGetFunction(ctypes.byref(function), module, name)
     check(code, f"find {binary.name} in what was compiled")

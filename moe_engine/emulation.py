@@ -85,10 +85,11 @@ class RankPool:
     The processes start at the first run, and again at the run after one was lost; they end with the
     pool or with this process.
 
-    `nodes` (on "cpu" alone) makes nodes of num_ranks / nodes ranks each: those of a node map one
-    another's memory, and others are reached through an emulated network, which delivers late and
-    out of order (`moe_engine/symm/nic_process.py`). A run on fewer ranks has whole nodes, or is
-    refused when memory is allocated. ShapeError where `nodes` does not divide `num_ranks`.
+    `nodes` makes nodes of num_ranks / nodes ranks each: those of a node map one another's memory,
+    and others are reached through NVSHMEM on GPUs, on a CPU through an emulated network, which
+    delivers late and out of order (`moe_engine/symm/nic_process.py`). A run on fewer ranks has
+    whole nodes, or is refused when memory is allocated. ShapeError where `nodes` does not divide
+    `num_ranks`.
     """
 
     def __init__(
@@ -108,8 +109,6 @@ class RankPool:
                 f"{num_ranks} ranks are no whole number on each of {nodes} nodes; nodes must be a "
                 "divisor of num_ranks"
             )
-        if nodes > 1 and device != "cpu":
-            raise BackendError(f"nodes is {nodes}; a RankPool emulates several on 'cpu' alone")
         self.shares_gpus = device == "cuda" and torch.cuda.device_count() < num_ranks
         self.num_ranks, self.device, self.timeout_s = num_ranks, device, timeout_s
         self._env = {"OMP_NUM_THREADS": "1", "TRITON_INTERPRET": "1" if device == "cpu" else "0"}

@@ -29,6 +29,7 @@ from triton.runtime.jit import create_function_from_signature
 from .cuda_driver import WARP, Binary, Function, libcuda
 from .device.lang import TRACING
 from .hardware import gpu
+from .nvshmem_library import installed, linked
 
 PACKAGE = "moe_engine_kernels"
 MANIFEST = "kernels.json"
@@ -60,11 +61,14 @@ class Variant(NamedTuple):
     def key(self) -> str:
         """Equal for launches that run the same code."""
         text = f"{self.name} {self.specialization} {sorted(self.options.items())}"
+        if linked(self.kernel):  # to which version, not in which folder
+            text += f" {installed().version}"
         return hashlib.sha256(text.encode()).hexdigest()[:32]
 
     def source(self) -> tuple[ASTSource, Any]:
         """What Triton compiles, and the options for it."""
-        given, target = dict(self.options, debug=False), backend(self.arch)
+        given = dict(self.options, debug=False, **linked(self.kernel))
+        target = backend(self.arch)
         options, *parts = self.kernel._pack_args(
             target, given, self.values, self.specialization, None
         )

@@ -20,6 +20,7 @@ from .device.lang import INTERPRETED
 from .errors import MoeEngineError
 from .hardware import has_pdl
 from .kernel_bundle import bundle
+from .nvshmem_library import linked
 
 Grid = tuple[int, ...]
 ALLOCATIONS = {
@@ -166,7 +167,7 @@ def _function(
     kernels = bundle()
     if kernels is not None and (found := kernels.find(kernel, arguments, options)):
         return found
-    return _loaded(kernel.warmup(*arguments, grid=grid, **options))
+    return _loaded(kernel.warmup(*arguments, grid=grid, **linked(kernel), **options))
 
 
 @functools.cache

@@ -109,10 +109,11 @@ class BufferLifecycle:
         self._before_destroy: list[WeakMethod[Callable[[], None]]] = []
         self.id = next(_ids)
         _buffers[self.id] = self
-        if backend == "collective":
+        if backend != "collective":
+            self.backend = choose_backend(self.group, backend, device, or_collective=True)
+        if self.backend == "collective":
             self._engine = CollectiveEngine(self.group)
         else:
-            self.backend = choose_backend(self.group, backend, device)
             allocator = Allocator(members, settings, self.backend, device, self._streams)
             engine, self._low_latency = allocator.new_engines()
             self._engine, self.num_nodes = engine, engine.slots.layout.num_nodes

@@ -20,6 +20,7 @@ FEW_BYTES = 16
 @dataclass(frozen=True)
 class Compiled:
     ptx: str
+    cubin: bytes
     registers: int
     spill_bytes: int  # stack and local memory of one thread; kernels here use none on purpose
     shared_bytes: int
@@ -63,8 +64,9 @@ def compile_kernel(
 def compile_source(source: ASTSource, arch: int, options: Mapping[str, Any]) -> Compiled:
     """Compile what Triton has specialised for sm_`arch`."""
     built = triton.compile(source, target=GPUTarget("cuda", arch, 32), options=dict(options))
-    registers, stack, local = _resources(built.asm["cubin"])
-    return Compiled(built.asm["ptx"], registers, stack + local, built.metadata.shared)
+    ptx, cubin = built.asm["ptx"], built.asm["cubin"]
+    registers, stack, local = _resources(cubin)
+    return Compiled(ptx, cubin, registers, stack + local, built.metadata.shared)
 
 
 def _resources(cubin: bytes) -> tuple[int, ...]:

@@ -68,8 +68,14 @@ def pool() -> Iterator[RankPool]:
 
 
 @pytest.fixture(scope="module")
-def nodes() -> Iterator[Callable[[str], NodePool]]:
-    """Gives a pool of up to 6 ranks on emulated nodes by its shape, such as "2x2"."""
+def ranks_of_nodes() -> Iterator[RankPool]:
+    """Six emulated ranks on three nodes; the first four are on two."""
     cases.skip_without_interpreter()
     with RankPool(6, nodes=3, timeout_s=240) as ranks:
-        yield lambda shape: NodePool(ranks, *SHAPES[shape])
+        yield ranks
+
+
+@pytest.fixture
+def nodes(ranks_of_nodes: RankPool) -> Callable[[str], NodePool]:
+    """Gives the pool of a shape of nodes, such as "2x2"."""
+    return lambda shape: NodePool(ranks_of_nodes, *SHAPES[shape])

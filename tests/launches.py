@@ -145,6 +145,22 @@ def normal(
     return launches
 
 
+def internode(
+    dtype: torch.dtype = BF16, hidden: int = HIDDEN, scales: int = 0, num_nodes: int = 2
+) -> list[Launch]:
+    """Dispatch and combine, with and without a handle, of ranks on several nodes."""
+    engine = kernel_engine(RANKS, TOKENS, REGION_BYTES, num_nodes=num_nodes)
+    x, (topk_idx, topk_weights) = torch.empty(TOKENS, hidden, dtype=dtype), routing()
+    with recorded() as launches:
+        sent = torch.empty(TOKENS, scales) if scales else None
+        tokens = Tokens(x, topk_idx, topk_weights, sent), engine.layout(topk_idx, EXPERTS)
+        got, _, handle, _ = engine.dispatch(*tokens, RANKS * TOKENS)
+        engine.dispatch_cached(x, sent, handle)
+        y = torch.empty(len(got.x), hidden, dtype=BF16 if dtype == FP8 else dtype)
+        engine.combine(y, handle, got.topk_weights, [y[:TOKENS], y[:TOKENS]])
+    return launches
+
+
 def layer(
     arch: int = 90,
     num_ranks: int = RANKS,

@@ -66,7 +66,7 @@ def told(result: Result) -> str:
         (f"{DEMO} --picture /no/such/x.png", "--picture: there is no folder /no/such; make it"),
         (f"{DEMO} --picture routing.doc", "routing.doc does not say its kind; let it end in one"),
         (f"{DEMO} --picture routing", "routing does not say its kind"),
-        (f"{DEMO} --backend cuda", "'auto', 'torch', 'emulated', 'single', 'collective'"),
+        (f"{DEMO} --backend cuda", "'auto', 'torch', 'nvshmem', 'emulated', 'single',"),
         (f"{DEMO} --backend torch", "torch needs a GPU, and there is none"),
         (f"{DEMO} --backend single", "single serves one rank, not 2"),
         ("demo --model gpt", "'mixtral', 'qwen2-moe', 'qwen3-moe', 'deepseek-v3'"),

@@ -20,7 +20,7 @@ FOLDERS = ("dispatch", "combine", "grouped_gemm")
 LAYERS = (
     ("device",),
     ("errors", "utils", "deadline", "checks", "hardware", "choice_cache", "timing"),
-    ("cuda_driver", "kernel_bundle", "launch", "prepared"),
+    ("nvshmem_library", "cuda_driver", "kernel_bundle", "launch", "prepared"),
     (
         *("grouped_gemm", "row_vectors", "expert_major", "expert_major_kernels"),
         *("layer_config", "node_traffic", "reference", "low_latency_reference"),

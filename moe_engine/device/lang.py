@@ -3,8 +3,8 @@
 Names and semantics follow Triton-distributed (`symm_at`, `notify`, `wait`, `consume_token`), in
 stock Triton. A kernel gets one `context` pointer (int64 fields, see `ContextField`); from it
 come the rank, the peers' addresses, the epoch and the deadline, so that nothing about a call is
-frozen into a captured graph. Every write to another rank goes through `put`, `put_rows`, `put_ll`,
-`notify` or `publish`.
+frozen into a captured graph. Every write to another rank of this node goes through `put`,
+`put_rows`, `put_ll`, `notify` or `publish`; ranks of other nodes are reached by `network.py`.
 
 A flag is an int64 that only grows; it is raised to the epoch of a call (in low-latency calls: to
 the epoch and some bits below it) and never reset.

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from dataclasses import dataclass
 
 import torch
@@ -11,7 +12,7 @@ from ..errors import CapacityError
 from ..layer_config import LayerChoices
 from ..streams import CallStreams
 from ..symm import SymmetricTensor, allocate, exchange
-from ..symm.nodes import find_nodes
+from ..symm.nodes import Nodes, find_nodes
 from ..symm.ring import Ring, RingLayout
 from ..symm.slots import SlotLayout, Slots
 from .internode import InternodeEngine
@@ -19,7 +20,7 @@ from .kernel import KernelEngine
 from .low_latency import LowLatency
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)
 class Allocator:
     """Allocates the symmetric memory of one Buffer, and declares it to the Buffer's streams.
 
@@ -32,11 +33,16 @@ class Allocator:
     device: torch.device
     streams: CallStreams
 
+    @functools.cached_property
+    def nodes(self) -> Nodes:
+        """The nodes of the ranks. Collective at first."""
+        return find_nodes(self.group.process_group, self.settings.timeout_s)
+
     def new_engines(self) -> tuple[KernelEngine, LowLatency | None]:
         """The engines with kernels, on memory of all ranks. Collective."""
         settings, options, low_latency = self.settings, self.settings.options, None
         num_ranks, num_slots = self.group.size, options.num_slots
-        num_nodes = find_nodes(self.group.process_group, settings.timeout_s).num_nodes
+        num_nodes = self.nodes.num_nodes
         layout = SlotLayout.fit(settings.num_bytes, num_ranks, num_slots, num_nodes)
         if settings.ring_bytes and num_nodes == 1:
             ring = self.new_ring(RingLayout.fit(settings.ring_bytes, num_ranks, num_slots))

@@ -5,12 +5,14 @@
 | `single`   | one rank                     | a plain allocation                              |
 | `emulated` | CPU, ranks as processes      | shared memory, kernels in Triton's interpreter  |
 | `torch`    | GPUs of one NVLink domain    | `torch.distributed._symmetric_memory`           |
+| `nvshmem`  | GPUs, also of several hosts  | NVSHMEM; blocks of other hosts are not mapped   |
 """
 
 from __future__ import annotations
 
 import os
 import socket
+import warnings
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
@@ -19,11 +21,13 @@ from typing import Protocol
 import torch
 import torch.distributed as dist
 
+from .. import nvshmem_library
 from ..device import lang
 from ..errors import BackendError, ShapeError
+from . import nodes
 from .meeting import exchange, per_rank
 
-BACKENDS = ("single", "emulated", "torch")
+BACKENDS = ("single", "emulated", "torch", "nvshmem")
 
 
 class SymmetricTensor(Protocol):
@@ -77,9 +81,13 @@ def allocate(
         from .emulated import EmulatedTensor
 
         return EmulatedTensor(group, num_bytes, timeout_s)
+    assert group is not None
+    if backend == "nvshmem":
+        from .nvshmem import NvshmemTensor
+
+        return NvshmemTensor(group, num_bytes, device, timeout_s)
     from .torch_symm import TorchTensor
 
-    assert group is not None
     return TorchTensor(group, num_bytes, device, timeout_s)
 
 
@@ -88,28 +96,60 @@ def choose_backend(
     backend: str = "auto",
     device: torch.device | str | None = None,
     timeout_s: float | None = None,
+    or_collective: bool = False,
 ) -> str:
     """The name of the backend for these ranks: `backend` itself, or with "auto" the one that fits.
 
-    Collective. A BackendError, on every rank, says what is missing and what to do.
+    Collective. A BackendError, on every rank, says what is missing and what to do. or_collective:
+    where "auto" finds ranks on several hosts, and no NVSHMEM to serve them, it is "collective", the
+    Buffer's mode without symmetric memory, and rank 0 warns.
     """
     group = group or default_group()
     device = resolve_device(device)
     choices = exchange(
         group,
-        lambda: (_choose_here(group, backend, device), _host()),
+        lambda: (_choose_here(group, backend, device), nodes.this_node(), backend),
         "choosing a backend",
         timeout_s,
     )
-    names, hosts = zip(*choices, strict=True)
+    names, places, asked = zip(*choices, strict=True)
+    hosts = {host for host, _ in places}
     if len(set(names)) > 1:
         raise BackendError(f"ranks chose different backends: {per_rank(names)}. Give all the same")
-    if len(set(hosts)) > 1:
-        raise BackendError(
-            f"backend '{names[0]}' needs all ranks on one host, but they run on "
-            f"{len(set(hosts))}. Use a group within one host, or the Buffer's mode 'collective'"
-        )
-    return names[0]
+    if len(hosts) == 1 and names[0] == "torch" and len(set(places)) > 1:
+        if set(asked) != {"auto"}:
+            raise BackendError(
+                "backend 'torch' needs all ranks on one node, and MOE_ENGINE_NODE_SIZE makes "
+                f"{len(set(places))} of this host. Unset it, or use backend 'nvshmem'"
+            )
+        exchange(group, lambda: bool(nvshmem_library.library()), "looking for NVSHMEM", timeout_s)
+        return "nvshmem"
+    if len(hosts) == 1 or names[0] == "nvshmem":
+        return names[0]
+    need = f"backend '{names[0]}' needs all ranks on one host, but they run on {len(hosts)}"
+    if set(asked) == {"auto"}:
+        reasons = exchange(group, lambda: no_network(device), "looking for a network", timeout_s)
+        if not any(reasons):
+            return "nvshmem"
+        need += f", and NVSHMEM cannot serve them: {next(filter(None, reasons))}"
+        if or_collective:
+            if dist.get_rank(group) == 0:
+                warnings.warn(f"{need} So this Buffer takes 'collective'.", stacklevel=4)
+            return "collective"
+    raise BackendError(f"{need}. Use a group within one host, or the Buffer's mode 'collective'")
+
+
+def no_network(device: torch.device, system: Path = Path("/sys")) -> str | None:
+    """Why NVSHMEM cannot serve ranks of several hosts from this one; None if it can."""
+    if device.type != "cuda":
+        return "it needs GPUs."
+    if not nvshmem_library.network_adapters(system):
+        return "this host has no network adapter for RDMA (/sys/class/infiniband)."
+    try:
+        nvshmem_library.library()
+    except BackendError as error:
+        return f"{error}."
+    return None
 
 
 def default_group() -> dist.ProcessGroup | None:
@@ -142,8 +182,6 @@ def environment(changes: Mapping[str, str]) -> Iterator[None]:
 def _choose_here(group: dist.ProcessGroup | None, backend: str, device: torch.device) -> str:
     """The choice, as far as this rank can see."""
     num_ranks = 1 if group is None else group.size()
-    if backend == "nvshmem":
-        raise BackendError(f"backend 'nvshmem' does not exist yet; there are {BACKENDS}")
     if backend not in ("auto", *BACKENDS):
         raise BackendError(f"backend {backend!r} is not one of {('auto', *BACKENDS)}")
     if device.type not in ("cpu", "cuda"):
@@ -152,7 +190,7 @@ def _choose_here(group: dist.ProcessGroup | None, backend: str, device: torch.de
         backend = "single" if num_ranks == 1 else "emulated" if device.type == "cpu" else "torch"
     if backend == "single" and num_ranks > 1:
         raise BackendError(f"backend 'single' serves one rank, but the group has {num_ranks}")
-    if (backend, device.type) in (("emulated", "cuda"), ("torch", "cpu")):
+    if (backend, device.type) in (("emulated", "cuda"), ("torch", "cpu"), ("nvshmem", "cpu")):
         raise BackendError(f"backend '{backend}' cannot serve device '{device}'. Use 'auto'")
     if device.type == "cpu":
         _check_emulation()
@@ -167,6 +205,11 @@ def _check_emulation() -> None:
             "kernels run on the CPU only through Triton's interpreter: set TRITON_INTERPRET=1 "
             "before triton is imported, or start ranks with moe_engine.emulation.RankPool"
         )
+    check_emulation_packages()
+
+
+def check_emulation_packages() -> None:
+    """BackendError where Triton's interpreter would fail with what is installed."""
     import numpy  # imported here: the interpreter needs it, and a GPU does not
 
     if numpy.lib.NumpyVersion(numpy.__version__) >= "2.4.0":
@@ -181,8 +224,10 @@ def _check_cuda(group: dist.ProcessGroup | None, backend: str) -> None:
         raise BackendError("no CUDA device is available: check the driver and torch.version.cuda")
     if lang.INTERPRETED:
         raise BackendError("TRITON_INTERPRET is set, but the device is a GPU: unset it")
-    if backend == "torch" and group is None:
-        raise BackendError("backend 'torch' needs torch.distributed.init_process_group first")
+    if backend in ("torch", "nvshmem") and group is None:
+        raise BackendError(f"backend '{backend}' needs torch.distributed.init_process_group first")
+    if backend == "nvshmem":
+        nvshmem_library.library()
 
 
 def _check_sizes(sizes: list[int]) -> None:

@@ -14,6 +14,7 @@ import subprocess
 import sys
 import threading
 import time
+from collections import Counter
 from collections.abc import Mapping
 from contextlib import suppress
 from typing import NamedTuple
@@ -22,7 +23,17 @@ from ..deadline import MOST_S, timeout_seconds
 from ..device import network
 from ..errors import BackendError
 from . import nic_process
-from .nic_process import MAX_REQUEST, QUEUE_BYTES, WAKE, Command, Header, OpenFile, Queue, Verb
+from .nic_process import (
+    MAX_REQUEST,
+    NOTHING_WRONG,
+    QUEUE_BYTES,
+    WAKE,
+    Command,
+    Header,
+    OpenFile,
+    Queue,
+    Verb,
+)
 
 PAUSE_S = 0.0005
 """Between two looks at a queue."""
@@ -69,6 +80,7 @@ class Nic:
     """
 
     def __init__(self) -> None:
+        self.num_messages, self.num_bytes = Counter[int](), Counter[int]()
         self._blocks: dict[int, _Block] = {}
         self._dropped: list[int] = []
         self._lock = threading.RLock()
@@ -152,7 +164,7 @@ class Nic:
             answer = b""
         if not answer:
             raise self._gone()
-        if answer != b"\0":
+        if answer != NOTHING_WRONG:
             raise BackendError(
                 f"the emulated network cannot map the memory of ranks of other nodes: "
                 f"{answer.decode()}. Emulated ranks must be processes of one user that see each "
@@ -212,6 +224,8 @@ class Nic:
             deadline = time.monotonic_ns() + timeout_ns
             while self._queue.is_full:
                 self._pause(deadline, timeout_ns)
+            self.num_messages[command.rank] += command.num_bytes > 0
+            self.num_bytes[command.rank] += command.num_bytes
             if self._queue.post(command):
                 with suppress(OSError):  # it has other messages to wake from, or is gone
                     self._control.send(WAKE, socket.MSG_DONTWAIT)

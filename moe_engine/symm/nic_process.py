@@ -48,6 +48,8 @@ WAKE = b"wake"
 """The message that is no request."""
 MAX_REQUEST = 1 << 20
 """Bytes of a request."""
+NOTHING_WRONG = b"\0"
+"""The answer to a request that was obeyed; another one says why it was not."""
 
 
 class Header(IntEnum):
@@ -231,23 +233,24 @@ class Network:
         self._queue.words[Header.ASLEEP] = 0
         if not readable:
             return True
-        data = self._control.recv(MAX_REQUEST)
-        if not data:
+        try:
+            data = self._control.recv(MAX_REQUEST)
+            if data and data != WAKE:
+                self._control.send(self._obey(**json.loads(data)).encode() or NOTHING_WRONG)
+        except ConnectionError:
             return False
-        if data != WAKE:
-            answer = ""
-            try:
-                self._obey(**json.loads(data))
-            except OSError as error:
-                answer = str(error)
-            self._control.send(answer.encode() or b"\0")
-        return True
+        return bool(data)
 
-    def _obey(self, what: str, address: int, **more: Any) -> None:
-        if what == "map":
-            self._map(address, **more)
-        else:
+    def _obey(self, what: str, address: int, **more: Any) -> str:
+        """Do what is requested; returns why it cannot be done, if so."""
+        if what == "free":
             self._free(address)
+            return ""
+        try:
+            self._map(address, **more)
+        except OSError as error:
+            return str(error)
+        return ""
 
     def _map(
         self,

@@ -459,6 +459,23 @@ def simulate(
 
 
 @app.command()
+def doctor(
+    require: Annotated[
+        list[Backend] | None,
+        typer.Option(help="Fail unless this backend can serve several ranks from this host."),
+    ] = None,
+) -> None:
+    """Say what this host has for communication between GPUs and hosts, and which backend a Buffer
+    takes."""
+    from .doctor import report
+
+    obstacles = report(Console())
+    for backend in require or ():
+        if obstacle := obstacles.get(backend):
+            raise BackendError(f"backend '{backend}' cannot serve ranks from here: {obstacle}")
+
+
+@app.command()
 def deep_ep_path() -> None:
     """Print the folder for PYTHONPATH with which `import deep_ep` imports moe_engine."""
     typer.echo(Path(__file__).parents[1] / "integrations" / "deep_ep_path")

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import torch
 
+from ..engines.internode import InternodeEngine
 from ..engines.kernel import KernelEngine
 from ..engines.low_latency import LowLatency
 from ..layer_config import LayerChoices, kept_layers
@@ -26,7 +27,11 @@ class LoneBlock(SingleTensor):
 
 
 def kernel_engine(
-    num_ranks: int, max_tokens: int | None, region_bytes: int, capacity: float | None = None
+    num_ranks: int,
+    max_tokens: int | None,
+    region_bytes: int,
+    capacity: float | None = None,
+    num_nodes: int = 1,
 ) -> KernelEngine:
     """The engine of a rank; its regions have so many bytes. capacity: see `Slots`."""
 
@@ -34,8 +39,9 @@ def kernel_engine(
         block, rank = lambda size, _: LoneBlock(size, num_ranks), rank_of(num_ranks)
         return Slots(block, layout, rank, 1.0, capacity=capacity)
 
-    layout = SlotLayout(num_ranks, region_bytes)
-    return KernelEngine(layout, new_slots, max_tokens, LayerChoices(kept=kept_layers()))
+    layout = SlotLayout(num_ranks, region_bytes, num_nodes=num_nodes)
+    engine = KernelEngine if num_nodes == 1 else InternodeEngine
+    return engine(layout, new_slots, max_tokens, LayerChoices(kept=kept_layers()))
 
 
 def low_latency_engine(num_ranks: int, region_bytes: int, shrink: bool = False) -> LowLatency:

@@ -21,6 +21,7 @@ class Backend(StrEnum):
 
     AUTO = "auto"
     TORCH = "torch"
+    NVSHMEM = "nvshmem"
     EMULATED = "emulated"
     SINGLE = "single"
     COLLECTIVE = "collective"
@@ -166,9 +167,9 @@ def choose_ranks(ranks: int | None, backend: Backend) -> tuple[int, str]:
     """(how many ranks run by default or were asked for, their device)."""
     num_gpus, single = torch.cuda.device_count(), backend is Backend.SINGLE
     on_gpus = backend is not Backend.EMULATED and num_gpus > 0
-    if backend is Backend.TORCH and not on_gpus:
+    if backend in (Backend.TORCH, Backend.NVSHMEM) and not on_gpus:
         raise typer.BadParameter(
-            "torch needs a GPU, and there is none; choose auto, which takes the CPU",
+            f"{backend} needs a GPU, and there is none; choose auto, which takes the CPU",
             param_hint="--backend",
         )
     ranks = ranks or (1 if single else min(4, num_gpus) if num_gpus > 1 else 4)
