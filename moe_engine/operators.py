@@ -37,11 +37,17 @@ library = torch.library.Library("moe_engine", "DEF")
 operators: Any = torch.ops.moe_engine
 
 RESULT = "Tensor row_weights, Tensor offsets, Tensor counts, Tensor overflow"
-PLAN = "Tensor[] plan"
+PLANS = {"": DispatchPlan, "internode_": InternodePlan}
+"""What a dispatch returns, by the beginning of its operators' names: a schema has one number of
+tensors, and plans of several nodes have more."""
 ARGS = (
     "Tensor x, Tensor topk_idx, Tensor topk_weights, int num_experts, int buffer_id, "
     "SymInt? max_rows=None, int alignment=1"
 )
+
+
+def plan_schema(kind: Any) -> str:
+    return ", ".join(f"Tensor {name}" for name in kind._fields)
 
 
 def operator(schema: str, fake: Callable[..., Any]) -> Callable[[Callable[..., Any]], Any]:
@@ -141,9 +147,9 @@ def _fake_plan(
     )
 
 
-def _fake_dispatch(x: Tensor, *args: Any) -> tuple[Any, ...]:
+def _fake_dispatch(x: Tensor, *args: Any) -> tuple[Tensor, ...]:
     sent = _fake_sent(x, *args)
-    return x.new_empty((sent.plan.slots.shape[0], x.shape[1])), *sent[1:-1], list(sent.plan)
+    return x.new_empty((sent.plan.slots.shape[0], x.shape[1])), *sent[1:-1], *sent.plan
 
 
 def _fake_sums(rows: Tensor, row_weights: Tensor | None, plan: list[Tensor]) -> tuple[Tensor, ...]:
@@ -164,10 +170,14 @@ def _fake_rows(x: Tensor, plan: list[Tensor], buffer_id: int) -> Tensor:
     return x.new_empty((plan[0].shape[0], x.shape[1]))
 
 
-@operator(f"dispatch({ARGS}) -> (Tensor rows, {RESULT}, {PLAN})", _fake_dispatch)
-def _dispatch(x: Tensor, topk_idx: Tensor, topk_weights: Tensor, *args: Any) -> tuple[Any, ...]:
+def _dispatch(x: Tensor, topk_idx: Tensor, topk_weights: Tensor, *args: Any) -> tuple[Tensor, ...]:
     sent, _ = send(*_arguments(x, topk_idx, topk_weights, *args), is_async=False)
-    return take_received(sent.received, sent.plan), *sent[1:-1], list(sent.plan)
+    return take_received(sent.received, sent.plan), *sent[1:-1], *sent.plan
+
+
+for _name, _kind in PLANS.items():
+    _schema = f"{_name}dispatch({ARGS}) -> (Tensor rows, {RESULT}, {plan_schema(_kind)})"
+    operator(_schema, _fake_dispatch)(_dispatch)
 
 
 def _arguments(
@@ -203,8 +213,8 @@ def _cached_dispatch(x: Tensor, plan: list[Tensor], buffer_id: int) -> Tensor:
 # --- Gradients -----------------------------------------------------------------------------------
 
 
-def _save_dispatch(ctx: Any, inputs: tuple[Any, ...], output: Sequence[Any]) -> None:
-    ctx.save_for_backward(*output[-1])
+def _save_dispatch(ctx: Any, inputs: tuple[Any, ...], output: Sequence[Tensor]) -> None:
+    ctx.save_for_backward(*output[5:])
     ctx.buffer_id = inputs[4]
 
 
@@ -232,7 +242,8 @@ def _cached_dispatch_backward(ctx: Any, rows: Tensor) -> tuple[Any, ...]:
     return operators.combine(rows, None, plan, ctx.buffer_id)[0], [None] * len(plan), None
 
 
-gradient("dispatch", _save_dispatch, _dispatch_backward)
+for _name in PLANS:
+    gradient(f"{_name}dispatch", _save_dispatch, _dispatch_backward)
 gradient("combine", _save_plan, _combine_backward)
 gradient("cached_dispatch", _save_plan, _cached_dispatch_backward)
 
@@ -242,7 +253,7 @@ gradient("cached_dispatch", _save_plan, _cached_dispatch_backward)
 
 def _fake_dispatch_start(x: Tensor, topk_idx: Tensor, weights: Tensor, *args: Any) -> Any:
     sent = _fake_sent(x, topk_idx, weights, *args)
-    return _ticket(x, x.shape), _ticket(weights, weights.shape), *sent[:-1], list(sent.plan)
+    return _ticket(x, x.shape), _ticket(weights, weights.shape), *sent[:-1], *sent.plan
 
 
 def _fake_dispatch_wait(
@@ -270,17 +281,20 @@ def _fake_received(x: Tensor, plan: list[Tensor], buffer_id: int) -> Tensor:
     return x.new_empty((plan[1].shape[0], x.shape[1]))
 
 
-@operator(
-    f"dispatch_start({ARGS}) -> (Tensor ticket, Tensor weights_ticket, Tensor received, {RESULT}, "
-    f"{PLAN})",
-    _fake_dispatch_start,
-)
 def _dispatch_start(x: Tensor, topk_idx: Tensor, weights: Tensor, *args: Any) -> Any:
     # A copy of x: a compiler may use its memory again before the wait.
     buffer, _, *others = _arguments(x, topk_idx, weights, *args)
     sent, event = send(buffer, x.clone(), *others, is_async=True)
     set_out(buffer, sent.received, event)
-    return _ticket(x, x.shape), _ticket(weights, weights.shape), *sent[:-1], list(sent.plan)
+    return _ticket(x, x.shape), _ticket(weights, weights.shape), *sent[:-1], *sent.plan
+
+
+for _name, _kind in PLANS.items():
+    _schema = (
+        f"{_name}dispatch_start({ARGS}) -> (Tensor ticket, Tensor weights_ticket, "
+        f"Tensor received, {RESULT}, {plan_schema(_kind)})"
+    )
+    operator(_schema, _fake_dispatch_start)(_dispatch_start)
 
 
 @operator(
@@ -343,11 +357,10 @@ def _cached_dispatch_wait(received: Tensor, plan: list[Tensor], buffer_id: int) 
     return take_received(received, of)
 
 
-def _save_dispatch_start(ctx: Any, inputs: tuple[Any, ...], output: Sequence[Any]) -> None:
-    *_, plan = output
-    ctx.save_for_backward(*plan)
+def _save_dispatch_start(ctx: Any, inputs: tuple[Any, ...], output: Sequence[Tensor]) -> None:
+    ctx.save_for_backward(*output[7:])
     ctx.buffer_id = inputs[4]
-    ctx.mark_non_differentiable(*output[2:-1], *plan)
+    ctx.mark_non_differentiable(*output[2:])
 
 
 def _dispatch_start_backward(ctx: Any, y: Tensor, weights: Tensor, *_: Any) -> tuple[Any, ...]:
@@ -380,7 +393,8 @@ def _combine_wait_backward(ctx: Any, y: Tensor, *_: Any) -> tuple[Any, ...]:
     return received, None, None, [None] * len(plan), None
 
 
-gradient("dispatch_start", _save_dispatch_start, _dispatch_start_backward)
+for _name in PLANS:
+    gradient(f"{_name}dispatch_start", _save_dispatch_start, _dispatch_start_backward)
 gradient("dispatch_wait", _save_dispatch_wait, _dispatch_wait_backward)
 gradient("combine_start", _save_plan, _combine_start_backward)
 gradient("combine_wait", _save_plan, _combine_wait_backward)

@@ -84,14 +84,16 @@ def dispatch(
     Raises what `Buffer.dispatch` raises; BackendError under capture without max_rows.
     """
     args = x, topk_idx, topk_weights, num_experts, _id(buffer), max_rows, alignment
-    parts = operators.dispatch(*args)
-    return DispatchedRows._make((*parts[:5], plan_of(parts[5])))
+    has_nodes = buffer.num_nodes > 1
+    parts = (operators.internode_dispatch if has_nodes else operators.dispatch)(*args)
+    return DispatchedRows._make((*parts[:5], plan_of(parts[5:])))
 
 
 def combine(rows: Tensor, plan: Plan, buffer: Buffer) -> Tensor:
     """Return rows [M, H], in the order of a dispatch, to the ranks of their tokens: [T, H], for
     each token the sum of its rows, which have no weights here: multiply rows by `row_weights`
-    before. Each rank adds up in fp32, in the order of k, and rounds once; so does the token's rank.
+    before. Each rank adds up in fp32, in the order of k, and rounds once; so does each of several
+    nodes, and then the token's rank. A tuple of the plan's tensors serves as well.
 
     The gradient of the rows comes by a dispatch with the same plan. Collective.
     """
@@ -113,8 +115,9 @@ def dispatch_start(
     may be in flight, and the calls of a Buffer run one after the other. In the backward the sums
     are on their way from where that of `dispatch_wait` runs until that of this runs."""
     args = x, topk_idx, topk_weights, num_experts, _id(buffer), max_rows, alignment
-    parts = operators.dispatch_start(*args)
-    return DispatchInFlight(parts[:2], parts[2:7], plan_of(parts[7]), buffer.id)
+    has_nodes = buffer.num_nodes > 1
+    parts = (operators.internode_dispatch_start if has_nodes else operators.dispatch_start)(*args)
+    return DispatchInFlight(parts[:2], parts[2:7], plan_of(parts[7:]), buffer.id)
 
 
 def dispatch_wait(in_flight: DispatchInFlight) -> DispatchedRows:

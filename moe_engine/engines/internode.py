@@ -89,7 +89,7 @@ class InternodeEngine(KernelEngine, LayerByVerbs):
     ) -> tuple[Counts, tuple[torch.Tensor, ...]]:
         """Plan the rows and exchange counts: (counts, `Routes`)."""
         max_rows, slots = self._room(tokens, layout, may_grow), self.slots
-        counts = Counts.empty(layout)
+        counts = Counts.empty(layout, slots.layout.num_nodes)
         routes = dispatch_internode.plan_nodes(layout, tokens.topk_idx, max_rows, slots)
         dispatch_internode.exchange(counts, routes, layout, tokens, max_rows, may_grow, slots)
         return counts, routes
@@ -142,15 +142,16 @@ class InternodeEngine(KernelEngine, LayerByVerbs):
         layout: DispatchLayout,
     ) -> InternodeHandle:
         """The handle of a dispatch."""
-        of, prefix = Routes(*routes), counts.rank_prefix_matrix
+        of = Routes(*routes)
+        assert counts.recv_rank_prefix is not None
         return InternodeHandle(
             layout.is_token_in_rank,
             of.sent_token_idx,
-            prefix,
+            counts.rank_prefix_matrix,
             of.row_idx,
             of.node_rows,
             counts.signature,
-            prefix[:, self.slots.context.rank].contiguous(),
+            counts.recv_rank_prefix,
             out.src_idx,
             of.node_head,
             of.rank_head,
