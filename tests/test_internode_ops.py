@@ -50,7 +50,7 @@ def test_a_layer_is_one_graph(nodes):
 def run_plans(group, *parts):
     """A plan is a tuple of tensors, which serve without its type; one of other ranks is refused."""
     parts = on_device(parts)
-    x, idx, weights, up, _, dy = parts
+    x, idx, weights, up, _, _ = parts
     buffer, num_experts = buffer_for(group, parts), group.size() * len(up)
     got = dispatch(x, idx, weights, num_experts, buffer)
     assert isinstance(got.plan, InternodePlan)

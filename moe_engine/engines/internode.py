@@ -76,6 +76,14 @@ class InternodeEngine(KernelEngine, LayerByVerbs):
         with torch.no_grad():
             return gradients_of_experts(rows, grad)
 
+    def tokens_per_node(self, is_token_in_rank: torch.Tensor) -> torch.Tensor:
+        """int32 [N]: how many tokens of is_token_in_rank bool [T, R] go to each node."""
+        counts: torch.Tensor = self.call(InternodeEngine._tokens_per_node, is_token_in_rank)
+        return counts
+
+    def _tokens_per_node(self, is_token_in_rank: torch.Tensor) -> torch.Tensor:
+        return dispatch_internode.node_layout(is_token_in_rank, self.slots).counts
+
     # --- Dispatch ----------------------------------------------------------------------------
 
     def most_rows(self, tokens: Tokens, num_experts: int) -> int | None:
