@@ -28,8 +28,8 @@ from ..dispatch import internode as dispatch_internode
 from ..dispatch.internode import Routes
 from ..prepared import Described
 from ..symm.slots import BARE_HEADER, header_bytes
-from .base import NUM_SMS, LayerInputs
-from .expert_sums import sums_of_experts
+from .base import NUM_SMS, Gradients, LayerInputs, WeightGradients
+from .expert_sums import gradients_of_experts, sums_of_experts
 from .kernel import KernelEngine, num_comm_programs
 from .layer_by_verbs import LayerByVerbs
 
@@ -66,16 +66,38 @@ class InternodeEngine(KernelEngine, LayerByVerbs):
 
     def expert_sums(self, rows: LayerInputs) -> torch.Tensor:
         """See `LayerByVerbs`; by grouped GEMMs."""
-        return sums_of_experts(rows)
+        with torch.no_grad():
+            return sums_of_experts(rows)
+
+    def expert_gradients(
+        self, rows: LayerInputs, grad: torch.Tensor, into: WeightGradients | None
+    ) -> Gradients:
+        """See `LayerByVerbs`; those of the weights always come later."""
+        with torch.no_grad():
+            return gradients_of_experts(rows, grad)
+
+    def tokens_per_node(self, is_token_in_rank: torch.Tensor) -> torch.Tensor:
+        """int32 [N]: how many tokens of is_token_in_rank bool [T, R] go to each node."""
+        counts: torch.Tensor = self.call(InternodeEngine._tokens_per_node, is_token_in_rank)
+        return counts
+
+    def _tokens_per_node(self, is_token_in_rank: torch.Tensor) -> torch.Tensor:
+        return dispatch_internode.node_layout(is_token_in_rank, self.slots).counts
 
     # --- Dispatch ----------------------------------------------------------------------------
+
+    def most_rows(self, tokens: Tokens, num_experts: int) -> int | None:
+        """M of an `InternodeHandle` of a dispatch of such tokens; None in memory that grows."""
+        header = header_bytes(num_experts, self.num_ranks)
+        fits = self.slots.layout.max_rows(tokens.row.num_bytes, header)
+        return None if self._max_tokens is None else fits
 
     def _exchange(
         self, tokens: Tokens, layout: DispatchLayout, may_grow: bool
     ) -> tuple[Counts, tuple[torch.Tensor, ...]]:
         """Plan the rows and exchange counts: (counts, `Routes`)."""
         max_rows, slots = self._room(tokens, layout, may_grow), self.slots
-        counts = Counts.empty(layout)
+        counts = Counts.empty(layout, slots.layout.num_nodes)
         routes = dispatch_internode.plan_nodes(layout, tokens.topk_idx, max_rows, slots)
         dispatch_internode.exchange(counts, routes, layout, tokens, max_rows, may_grow, slots)
         return counts, routes
@@ -128,15 +150,16 @@ class InternodeEngine(KernelEngine, LayerByVerbs):
         layout: DispatchLayout,
     ) -> InternodeHandle:
         """The handle of a dispatch."""
-        of, prefix = Routes(*routes), counts.rank_prefix_matrix
+        of = Routes(*routes)
+        assert counts.recv_rank_prefix is not None
         return InternodeHandle(
             layout.is_token_in_rank,
             of.sent_token_idx,
-            prefix,
+            counts.rank_prefix_matrix,
             of.row_idx,
             of.node_rows,
             counts.signature,
-            prefix[:, self.slots.context.rank].contiguous(),
+            counts.recv_rank_prefix,
             out.src_idx,
             of.node_head,
             of.rank_head,
