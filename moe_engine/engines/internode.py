@@ -221,10 +221,9 @@ class InternodeEngine(KernelEngine, LayerByVerbs):
         bias: Sequence[torch.Tensor],
         num_sms: int = NUM_SMS,
         described: Described | None = None,
-        round_once: bool = False,
     ) -> tuple[torch.Tensor, torch.Tensor | None]:
         """See `KernelEngine.combine`. The sum of each node is rounded before the nodes' sums are
-        added, or with round_once it is not, and takes twice the bytes."""
+        added."""
         rows = combine_verbs.ReturnedRows(x, topk_weights)
         plan = (
             handle.rank_prefix_matrix,
@@ -233,7 +232,7 @@ class InternodeEngine(KernelEngine, LayerByVerbs):
             handle.node_rows,
             handle.rank_head,
         )
-        args = plan, tuple(bias), num_comm_programs(num_sms), round_once
+        args = plan, tuple(bias), num_comm_programs(num_sms)
         sums: tuple[torch.Tensor, torch.Tensor | None] = self.call(
             InternodeEngine._sum, *args, sized=rows, num_rows=len(x), described=described
         )
@@ -244,7 +243,6 @@ class InternodeEngine(KernelEngine, LayerByVerbs):
         plan: tuple[torch.Tensor, ...],
         bias: tuple[torch.Tensor, ...],
         num_programs: int,
-        round_once: bool,
         sized: combine_verbs.ReturnedRows,
         num_rows: int,
     ) -> tuple[torch.Tensor, torch.Tensor | None]:
@@ -259,6 +257,6 @@ class InternodeEngine(KernelEngine, LayerByVerbs):
         bias_0, bias_1 = [*bias, None, None][:2]
         sums = combine_verbs.Sums(out, weights, bias_0, bias_1, node_head, prefix)
         combine_internode.return_and_sum(
-            sized, signature, sums, node_rows, rank_head, round_once, num_programs, self.slots
+            sized, signature, sums, node_rows, rank_head, num_programs, self.slots
         )
         return out, weights
