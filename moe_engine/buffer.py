@@ -103,9 +103,8 @@ class Buffer(LowLatencyVerbs):
             idx = checks.packed(topk_idx)
             known = described if idx is topk_idx else None
             per_rank, per_expert, in_rank = engine.layout(idx, num_experts, known)
-            per_node = None
-            if isinstance(engine, InternodeEngine):
-                per_node = engine.tokens_per_node(in_rank)
+            nodes = engine if isinstance(engine, InternodeEngine) else None
+            per_node = nodes and nodes.tokens_per_node(in_rank)
             call.returns(per_rank, per_node, per_expert, in_rank)
         described.kind.is_checked = True
         return per_rank, per_node, per_expert, in_rank, call.event

@@ -398,9 +398,9 @@ class ElasticBuffer(BufferLifecycle):
         return self.num_nodes, self.group_size // self.num_nodes
 
     def get_logical_domain_size(self) -> tuple[int, int]:
-        """(scale-out ranks, scale-up ranks): nodes and ranks of each, (1, R) without hybrid mode."""
-        is_hybrid = self.allow_hybrid_mode
-        return self.get_physical_domain_size() if is_hybrid else (1, self.group_size)
+        """(scale-out ranks, scale-up ranks): nodes, ranks of each; (1, R) without hybrid mode."""
+        whole = 1, self.group_size
+        return self.get_physical_domain_size() if self.allow_hybrid_mode else whole
 
     def get_theoretical_num_sms(
         self,

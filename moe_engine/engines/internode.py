@@ -6,7 +6,6 @@ What sends and what sums goes through the rail peers, see `dispatch/internode_ke
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from typing import Any, ClassVar, NamedTuple
 
 import torch
@@ -26,11 +25,10 @@ from ..dispatch import (
 )
 from ..dispatch import internode as dispatch_internode
 from ..dispatch.internode import Routes
-from ..prepared import Described
 from ..symm.slots import BARE_HEADER, header_bytes
 from .base import Gradients, LayerInputs, PartsOfHandle, WeightGradients
 from .expert_sums import gradients_of_experts, sums_of_experts
-from .kernel import KernelEngine, num_comm_programs
+from .kernel import KernelEngine
 from .layer_by_verbs import LayerByVerbs
 
 
