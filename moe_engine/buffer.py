@@ -15,7 +15,7 @@ from .dispatch import DispatchLayout, Received, Tokens
 from .engines.base import NUM_SMS, Engine, Handle, LayerInputs, check_scales
 from .engines.internode import InternodeEngine
 from .engines.kernel import KernelEngine
-from .errors import BackendError, CapacityError, DtypeError, MoeEngineError, ShapeError
+from .errors import BackendError, DtypeError, MoeEngineError, ShapeError
 from .grouped_gemm.activations import AnyActivation, check_layer_activation
 from .grouped_gemm.operands import Operand
 from .handles import check_handle, parts_of
@@ -103,8 +103,8 @@ class Buffer(LowLatencyVerbs):
             idx = checks.packed(topk_idx)
             known = described if idx is topk_idx else None
             per_rank, per_expert, in_rank = engine.layout(idx, num_experts, known)
-            has_nodes = isinstance(engine, InternodeEngine)
-            per_node = engine.tokens_per_node(in_rank) if has_nodes else None
+            nodes = engine if isinstance(engine, InternodeEngine) else None
+            per_node = nodes and nodes.tokens_per_node(in_rank)
             call.returns(per_rank, per_node, per_expert, in_rank)
         described.kind.is_checked = True
         return per_rank, per_node, per_expert, in_rank, call.event
@@ -412,7 +412,7 @@ class Buffer(LowLatencyVerbs):
         return self.dispatch(*sent, *(0, *options) if options else (), **kwargs)
 
     def internode_combine(self, *args: Any, **kwargs: Any) -> Any:
-        """`combine`, as DeepEP names it between nodes."""
+        """`combine`, likewise."""
         return self.combine(*args, **kwargs)
 
     # --- Nodes -------------------------------------------------------------------------------

@@ -6,7 +6,6 @@ What sends and what sums goes through the rail peers, see `dispatch/internode_ke
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from typing import Any, ClassVar, NamedTuple
 
 import torch
@@ -26,11 +25,10 @@ from ..dispatch import (
 )
 from ..dispatch import internode as dispatch_internode
 from ..dispatch.internode import Routes
-from ..prepared import Described
 from ..symm.slots import BARE_HEADER, header_bytes
-from .base import NUM_SMS, Gradients, LayerInputs, WeightGradients
+from .base import Gradients, LayerInputs, PartsOfHandle, WeightGradients
 from .expert_sums import gradients_of_experts, sums_of_experts
-from .kernel import KernelEngine, num_comm_programs
+from .kernel import KernelEngine
 from .layer_by_verbs import LayerByVerbs
 
 
@@ -50,6 +48,18 @@ class InternodeHandle(NamedTuple):
     recv_src_idx: torch.Tensor  # int32 [N]: each received row's token on its source
     send_head: torch.Tensor  # int32 [T, N]: row * N + node in the order of the final sum, or -1
     rank_head: torch.Tensor  # int32 [N, M, L]: row * L + rank in the order of a node's sum, or -1
+
+    @property
+    def sent(self) -> PartsOfHandle:
+        """See `Handle`."""
+        parts = self.rank_prefix_matrix, self.signature, self.sent_token_idx
+        return *parts, self.row_idx, self.node_rows
+
+    @property
+    def returned(self) -> PartsOfHandle:
+        """See `Handle`."""
+        parts = self.rank_prefix_matrix, self.signature, self.send_head
+        return *parts, self.node_rows, self.rank_head
 
 
 class InternodeEngine(KernelEngine, LayerByVerbs):
@@ -165,41 +175,16 @@ class InternodeEngine(KernelEngine, LayerByVerbs):
             of.rank_head,
         )
 
-    def dispatch_cached(  # type: ignore[override]
-        self,
-        x: torch.Tensor,
-        scales: torch.Tensor | None,
-        handle: InternodeHandle,
-        num_sms: int = NUM_SMS,
-        described: Described | None = None,
-        topk: tuple[torch.Tensor, torch.Tensor, int] | None = None,
-    ) -> Received:
-        """See `KernelEngine.dispatch_cached`."""
-        ids, weights, num_experts = topk or (None, None, self.slots.num_ranks)
-        tokens, num_rows = Tokens(x, ids, weights, scales), handle.recv_src_idx.numel()
-        out = Received.empty(x.new_empty(num_rows, x.shape[1]), tokens)
-        fixed = (
-            handle.rank_prefix_matrix,
-            handle.signature,
-            handle.sent_token_idx,
-            handle.row_idx,
-            handle.node_rows,
-        )
-        args = tokens, fixed, num_experts // self.slots.num_ranks, num_comm_programs(num_sms)
-        more: dict[str, Any] = dict(max_rows=num_rows, described=described)
-        self.call(InternodeEngine._again, *args, sized=out, **more)
-        return out
-
-    def _again(
+    def _dispatch_cached(
         self,
         tokens: Tokens,
-        fixed: tuple[torch.Tensor, ...],
+        parts: PartsOfHandle,
         num_local_experts: int,
         num_programs: int,
         sized: Received,
         max_rows: int,
     ) -> None:
-        prefix, signature, sent_token_idx, row_idx, node_rows = fixed
+        prefix, signature, sent_token_idx, row_idx, node_rows = parts
         if self._max_tokens is not None:
             self.check_capacity(len(tokens.x), tokens.row, BARE_HEADER)
         rank, shape = self.slots.context.rank, tokens.shape
@@ -213,40 +198,16 @@ class InternodeEngine(KernelEngine, LayerByVerbs):
 
     # --- Combine -----------------------------------------------------------------------------
 
-    def combine(  # type: ignore[override]
+    def _combine(
         self,
-        x: torch.Tensor,
-        handle: InternodeHandle,
-        topk_weights: torch.Tensor | None,
-        bias: Sequence[torch.Tensor],
-        num_sms: int = NUM_SMS,
-        described: Described | None = None,
-    ) -> tuple[torch.Tensor, torch.Tensor | None]:
-        """See `KernelEngine.combine`. The sum of each node is rounded before the nodes' sums are
-        added."""
-        rows = combine_verbs.ReturnedRows(x, topk_weights)
-        plan = (
-            handle.rank_prefix_matrix,
-            handle.signature,
-            handle.send_head,
-            handle.node_rows,
-            handle.rank_head,
-        )
-        args = plan, tuple(bias), num_comm_programs(num_sms)
-        sums: tuple[torch.Tensor, torch.Tensor | None] = self.call(
-            InternodeEngine._sum, *args, sized=rows, num_rows=len(x), described=described
-        )
-        return sums
-
-    def _sum(
-        self,
-        plan: tuple[torch.Tensor, ...],
+        parts: PartsOfHandle,
         bias: tuple[torch.Tensor, ...],
         num_programs: int,
         sized: combine_verbs.ReturnedRows,
         num_rows: int,
     ) -> tuple[torch.Tensor, torch.Tensor | None]:
-        prefix, signature, node_head, node_rows, rank_head = plan
+        """The sum of each node is rounded before the nodes' sums are added."""
+        prefix, signature, node_head, node_rows, rank_head = parts
         x, weights = sized
         num_tokens, row = len(node_head), sized.row
         if self._max_tokens is not None:
