@@ -103,8 +103,9 @@ class Buffer(LowLatencyVerbs):
             idx = checks.packed(topk_idx)
             known = described if idx is topk_idx else None
             per_rank, per_expert, in_rank = engine.layout(idx, num_experts, known)
-            nodes = engine if isinstance(engine, InternodeEngine) else None
-            per_node = nodes and nodes.tokens_per_node(in_rank)
+            per_node = None
+            if isinstance(engine, InternodeEngine):
+                per_node = engine.tokens_per_node(in_rank)
             call.returns(per_rank, per_node, per_expert, in_rank)
         described.kind.is_checked = True
         return per_rank, per_node, per_expert, in_rank, call.event
@@ -406,8 +407,7 @@ class Buffer(LowLatencyVerbs):
         warm_up(self, hidden, num_experts, num_topk, dtype, weights, biases, activation)
 
     def internode_dispatch(self, *args: Any, **kwargs: Any) -> Any:
-        """`dispatch` without num_worst_tokens, as DeepEP names it between nodes; `dispatch` itself
-        goes between them as well."""
+        """`dispatch`, which goes between nodes as well, without num_worst_tokens."""
         sent, options = args[:9], args[9:]
         return self.dispatch(*sent, *(0, *options) if options else (), **kwargs)
 
@@ -479,7 +479,7 @@ class Buffer(LowLatencyVerbs):
 
     @property
     def _rows_device(self) -> torch.device | None:
-        """The device on which rows must lie; None for any."""
+        """On which rows must lie; None: any."""
         return None if self.backend == "collective" else self.device
 
 
