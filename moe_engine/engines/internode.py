@@ -7,7 +7,7 @@ What sends and what sums goes through the rail peers, see `dispatch/internode_ke
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any, ClassVar, NamedTuple
+from typing import Any, ClassVar, NamedTuple, NoReturn
 
 import torch
 
@@ -26,6 +26,7 @@ from ..dispatch import (
 )
 from ..dispatch import internode as dispatch_internode
 from ..dispatch.internode import Routes
+from ..errors import BackendError
 from ..prepared import Described
 from ..symm.slots import BARE_HEADER, header_bytes
 from .base import NUM_SMS, LayerInputs
@@ -187,6 +188,15 @@ class InternodeEngine(KernelEngine, LayerByVerbs):
         rows = prefix, num_local_experts, BARE_HEADER
         partition = self._partition(num_programs, owned=True)
         dispatch_verbs.collect(sized, tokens, *rows, partition, self.slots)
+
+    def send_again(self, *_: Any, **more: Any) -> NoReturn:
+        """BackendError: the plan of a cached dispatch of ElasticBuffer is one of a single node."""
+        raise BackendError(
+            "this call of ElasticBuffer is not there yet for ranks on several nodes; use dispatch "
+            "and combine of a Buffer, or a group of one node."
+        )
+
+    return_rows = send_again
 
     # --- Combine -----------------------------------------------------------------------------
 
