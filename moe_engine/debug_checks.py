@@ -46,6 +46,22 @@ def check_layout_values(
         _refuse("is_token_in_rank is not that of get_dispatch_layout for topk_idx", rank)
 
 
+def check_node_values(
+    num_tokens_per_rdma_rank: torch.Tensor | None, is_token_in_rank: torch.Tensor, rank: int
+) -> None:
+    """Counts of tokens for each node, if any are given, must be those of is_token_in_rank."""
+    if num_tokens_per_rdma_rank is None:
+        return
+    num_nodes = num_tokens_per_rdma_rank.numel()
+    counts = is_token_in_rank.unflatten(1, (num_nodes, -1)).any(2).sum(0)
+    if not torch.equal(num_tokens_per_rdma_rank.long(), counts):
+        _refuse(
+            f"num_tokens_per_rdma_rank is {num_tokens_per_rdma_rank.tolist()}, and "
+            f"is_token_in_rank counts {counts.tolist()}; both must be those of get_dispatch_layout",
+            rank,
+        )
+
+
 def check_ids(topk_idx: torch.Tensor, num_experts: int, rank: int) -> None:
     """Ids must be -1 .. num_experts-1."""
     num_bad = int(((topk_idx < -1) | (topk_idx >= num_experts)).sum())

@@ -198,8 +198,8 @@ def combine(
         for rank in range(num_ranks):
             mine = (received[rank].source == source).nonzero().flatten()
             for row in mine.tolist():
-                key = int(received[rank].src_idx[row]), rank // size
-                sums[key] = sums.get(key, torch.zeros_like(out[0])) + _wide(y[rank][row])
+                at = int(received[rank].src_idx[row]), rank // size
+                sums[at] = sums.get(at, torch.zeros_like(out[0])) + _wide(y[rank][row])
         for token in range(num_tokens[source]):
             parts = [part for part in range(num_ranks // size) if (token, part) in sums]
             if topk_idx is not None:

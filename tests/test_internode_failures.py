@@ -15,9 +15,7 @@ from dispatch_cases import make_inputs
 from internode_cases import Nodes, dispatch, small_buffer
 
 from moe_engine import (
-    BackendError,
     CapacityError,
-    ElasticBuffer,
     Handle,
     MoeEngineError,
     OutOfStep,
@@ -226,24 +224,6 @@ def test_more_rows_than_worst_tokens(pool):
     assert found[0][1] in found[1][1]
     assert [kind for kind, _, _ in found[2:]] == [PeerTimeout] * 2
     assert all(deadlines < 5 for _, _, deadlines in found)
-
-
-def use_elastic(group, x, topk_idx, topk_weights):
-    """What a dispatch and a combine of an ElasticBuffer raise."""
-    buffer = ElasticBuffer(group, num_max_tokens_per_rank=12, hidden=x.shape[1], num_topk=2)
-    x = x.bfloat16()
-    with pytest.raises(BackendError) as caught:
-        args = dict(topk_idx=topk_idx, topk_weights=topk_weights, num_experts=EXPERTS)
-        got, _, _, handle, _ = buffer.dispatch(x, **args)
-        buffer.combine(got, handle=handle)
-    dist.barrier(group)
-    buffer.destroy()
-    return str(caught.value)
-
-
-def test_elastic_combines_are_refused(pool):
-    for text in FEW.run(pool, use_elastic, *inputs(hidden=128)):
-        assert "several nodes" in text
 
 
 # --- Memory used again -------------------------------------------------------------------------
