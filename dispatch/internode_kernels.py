@@ -179,13 +179,17 @@ def exchange_internode_kernel(
     if SIZES.PHASES == "receive":
         program += first_node
     node = program - first_node  # of programs that receive
+    is_forwarder = (node >= 0) & (node < nodes)
+    rows = forwarding.is_row_in_rank + node.to(tl.int64) * most_rows * node_ranks
     num_experts = num_local_experts * nodes * node_ranks
     if SIZES.PHASES != "send":
-        if (node >= 0) & (node < nodes):
+        if is_forwarder:
             tl.store(forwarding.num_rows + node, 0)
         elif node == nodes:
             clear_counts(counts, num_local_experts, context, COUNTS)
     if is_broken(context):
+        if is_forwarder:  # the launches that follow read them, whether this rank is broken or not
+            _clear_ranks(rows, 0, most_rows, context, SIZES)
         return
     call = own_call(context)
     signature = signature_of(SIZES.KIND, shape, num_experts, 0, 0, may_grow, call, 0, context)
@@ -208,8 +212,7 @@ def exchange_internode_kernel(
             )
             # fmt: on
     if SIZES.PHASES != "send":
-        if (node >= 0) & (node < nodes):
-            rows = forwarding.is_row_in_rank + node.to(tl.int64) * most_rows * node_ranks
+        if is_forwarder:
             if node == own_node(context):
                 count = min(tl.load(plan.num_tokens + node), most_rows)
                 _copy_ranks(layout, plan, node, rows, num_tokens, count, context, SIZES)
