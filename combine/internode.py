@@ -66,24 +66,51 @@ def return_and_sum(
     """Write rows back to the ranks that forwarded them, which send their sums to the sources: these
     add them up. A whole call; sums.send_head is the `Routes.node_head` of the dispatch, node_rows
     and rank_head are those of its `Routes`."""
-    num_tokens, hidden = sums.out.shape
-    row, item_bytes, layout = returned.row, returned.x.itemsize, slots.layout
-    in_region, max_rows = row_in_region(row, BARE_HEADER), rank_head.shape[1]
-    shape = RowShape(row.payload_bytes, row.num_topk, item_bytes, 0)
+    row = returned.row
+    shape = RowShape(row.payload_bytes, row.num_topk, returned.x.itemsize, 0)
     open_call(Kind.COMBINE, dispatched, shape, slots)
+    return_to_rails(returned, sums.rank_prefix_matrix, BARE_HEADER, num_comm_sms, slots)
+    node_sums(returned, sums, node_rows, rank_head, BARE_HEADER, slots)
+
+
+def return_to_rails(
+    returned: ReturnedRows,
+    rank_prefix_matrix: torch.Tensor,
+    header_bytes: int,
+    num_programs: int,
+    slots: Slots,
+) -> None:
+    """Write rows to the ranks of this node that forwarded them, header_bytes after the beginning of
+    a region."""
+    row, item_bytes = returned.row, returned.x.itemsize
     slots.context.launch(
         return_to_rails_kernel,
-        (num_comm_sms,),
+        (num_programs,),
         returned,
-        sums.rank_prefix_matrix,
+        rank_prefix_matrix,
         slots.context.fields,
         len(returned.x),
-        hidden,
-        in_region,
-        SIZES=_push_sizes(layout, row, item_bytes),
+        returned.x.shape[1],
+        row_in_region(row, header_bytes),
+        SIZES=_push_sizes(slots.layout, row, item_bytes),
         step="return_rows",
         num_warps=NUM_WARPS,
     )
+
+
+def node_sums(
+    returned: ReturnedRows,
+    sums: Sums,
+    node_rows: torch.Tensor,
+    rank_head: torch.Tensor,
+    header_bytes: int,
+    slots: Slots,
+) -> None:
+    """Send the sums of the rows that this node returns, and add up those that come; the rest of a
+    call, see `return_and_sum`. Of `returned` only the types matter."""
+    num_tokens, hidden = sums.out.shape
+    row, item_bytes, layout = returned.row, returned.x.itemsize, slots.layout
+    in_region, max_rows = row_in_region(row, header_bytes), rank_head.shape[1]
     slots.context.launch(
         node_sum_kernel,
         (2 * gpu().num_sms,),
@@ -106,7 +133,7 @@ def return_and_sum(
         sums.send_head,
         slots.context.fields,
         num_tokens,
-        layout.max_rows(row.num_bytes, BARE_HEADER),
+        layout.max_rows(row.num_bytes, header_bytes),
         hidden,
         in_region,
         SUM=_sum_sizes(layout, row, item_bytes, layout.num_nodes),

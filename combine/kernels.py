@@ -68,7 +68,7 @@ def return_rows_kernel(
     if program < 0:
         is_sound = (tl.min(counts, 0) >= 0) & (tl.sum(counts, 0) <= num_rows)
         item_bytes: tl.constexpr = own.x.dtype.element_ty.primitive_bitwidth // 8
-        shape = RowShape(hidden * item_bytes, SUM.NUM_TOPK, item_bytes, 0)
+        shape = RowShape(hidden * item_bytes, SUM.NUM_TOPK, item_bytes, 0, 0)
         open_call(KIND_COMBINE, shape, dispatched, is_sound, context, SUM.RANKS_PAD)
     elif program < num_push_programs:
         num_peers = tl.load(context + NUM_RANKS).to(tl.int32) - 1

@@ -12,12 +12,12 @@ import triton
 import triton.language as tl
 
 from ..device.context import (
-    KIND_DISPATCH,
     NODE_RANKS,
     NUM_RANKS,
     PHASE_COUNTS,
     PHASE_ROWS,
     SIGNATURE_WORDS,
+    Kind,
 )
 from ..device.internode import (
     arrival_header,
@@ -50,7 +50,15 @@ from ..device.network import send
 from ..device.nvshmem import uses_nvshmem
 from ..device.programs import is_last_program
 from ..device.push import Source, push_rows
-from ..device.signature import own_call, refuse_handle, signature_of, signature_of_handle
+from ..device.signature import (
+    own_call,
+    publish_signature,
+    put_signature,
+    refuse_handle,
+    signature_of,
+    signature_of_handle,
+    time_signatures,
+)
 from ..device.signature import wait_signatures as wait_all_signatures
 from ..device.slots import (
     COUNTS_AT,
@@ -78,6 +86,16 @@ class Forwarding(NamedTuple):
 
     num_rows: tl.tensor  # int32 [N]
     is_row_in_rank: tl.tensor  # uint8 [N, M, L]: which row is for which rank of this node
+    wait_stats: tl.tensor  # int64 [R], ns waited for each rank's counts, added to, or None
+
+
+class SentWeights(NamedTuple):
+    """The routing weights that a low-latency combine sends to all ranks, after its signature."""
+
+    topk_weights: tl.tensor  # float32 [T, K]
+    topk_idx: tl.tensor  # int64 [T, K]
+    count: tl.tensor  # T * K
+    most: tl.tensor  # M * K, the most of any rank
 
 
 class InternodeSizes(NamedTuple):
@@ -87,6 +105,8 @@ class InternodeSizes(NamedTuple):
     NODE_RANKS_PAD: int
     NODES_PAD: int
     BLOCK_ROWS: int  # rows whose ranks a program copies at a time
+    KIND: int = int(Kind.DISPATCH)  # of an exchange
+    PHASES: str = "both"  # which programs of an exchange there are: "send", "receive" or "both"
 
 
 # --- Routing -------------------------------------------------------------------------------------
@@ -149,76 +169,61 @@ def exchange_internode_kernel(
     Programs 0 .. N-2 send a header to the rail peer on each other node, the next L write counts to
     each rank of this node. Each of the next N waits for the header of one node, forwards its counts
     to this node and keeps the rest. The last reads the counts of all ranks, see `read_counts`: so
-    each waits for earlier roles alone.
+    each waits for earlier roles alone. Low-latency calls launch those that send, which wait for no
+    other rank to begin the call, apart from the others; then numbers go on from one to the other.
     """
     program = tl.program_id(0)
     nodes, node_ranks = num_nodes(context), tl.load(context + NODE_RANKS).to(tl.int32)
     first_near = nodes - 1
     first_node = first_near + node_ranks
-    last = first_node + nodes
-    num_experts = num_local_experts * nodes * node_ranks
-    is_of_node = (program >= first_node) & (program < last)
-    node = tl.where(is_of_node, program - first_node, 0)
+    if SIZES.PHASES == "receive":
+        program += first_node
+    node = program - first_node  # of programs that receive
+    is_forwarder = (node >= 0) & (node < nodes)
     rows = forwarding.is_row_in_rank + node.to(tl.int64) * most_rows * node_ranks
-    if is_of_node:
-        tl.store(forwarding.num_rows + node, 0)
-    elif program == last:
-        clear_counts(counts, num_local_experts, context, COUNTS)
+    num_experts = num_local_experts * nodes * node_ranks
+    if SIZES.PHASES != "send":
+        if is_forwarder:
+            tl.store(forwarding.num_rows + node, 0)
+        elif node == nodes:
+            clear_counts(counts, num_local_experts, context, COUNTS)
     if is_broken(context):
-        if is_of_node:  # the next launch reads all rows
+        if is_forwarder:  # the launches that follow read them, whether this rank is broken or not
             _clear_ranks(rows, 0, most_rows, context, SIZES)
         return
     call = own_call(context)
-    signature = signature_of(KIND_DISPATCH, shape, num_experts, 0, 0, may_grow, call, 0, context)
-    rows_at = rows_offset(num_experts, nodes * node_ranks)
-    all_nodes = tl.arange(0, SIZES.NODES_PAD)
-    most = tl.max(tl.load(plan.num_tokens + all_nodes, mask=all_nodes < nodes, other=0), 0)
-    if program < first_near:
-        node = (own_node(context) + 1 + program) % nodes
-        ready = wait_node_free(node, context)
-        header = consume_token(staging_header(node, context), ready)
-        if ready == 1:
-            count = tl.load(plan.num_tokens + node)
+    signature = signature_of(SIZES.KIND, shape, num_experts, 0, 0, may_grow, call, 0, context)
+    if SIZES.PHASES != "receive":
+        all_nodes = tl.arange(0, SIZES.NODES_PAD)
+        most = tl.max(tl.load(plan.num_tokens + all_nodes, mask=all_nodes < nodes, other=0), 0)
+        if program < first_near:
             # fmt: off
-            _write_header(header, signature, layout, count, most, num_experts, context, COUNTS)
+            _send_counts_to_node(
+                (own_node(context) + 1 + program) % nodes, signature, layout, plan, num_tokens,
+                most, most_rows, num_experts, context, SIZES, COUNTS,
+            )
             # fmt: on
-            to = as_pointer(header + rows_at, tl.uint8)
-            _copy_ranks(layout, plan, node, to, num_tokens, min(count, most_rows), context, SIZES)
-            num_bytes = rows_at + min(count, most_rows) * node_ranks
-            _send_header(node, header, num_bytes, context)
-    elif program < first_node:
-        # fmt: off
-        send_counts(
-            first_near_rank(context) + program - first_near, signature,
-            layout.num_tokens_per_expert, layout.num_tokens_per_rank, num_experts, context, COUNTS,
-            most,
-        )
-        # fmt: on
-    elif program < last:
-        if node == own_node(context):
-            count = min(tl.load(plan.num_tokens + node), most_rows)
-            _copy_ranks(layout, plan, node, rows, num_tokens, count, context, SIZES)
-            _clear_ranks(rows, count, most_rows, context, SIZES)
+        elif program < first_node:
+            # fmt: off
+            send_counts(
+                first_near_rank(context) + program - first_near, signature,
+                layout.num_tokens_per_expert, layout.num_tokens_per_rank, num_experts, context,
+                COUNTS, most,
+            )
+            # fmt: on
+    if SIZES.PHASES != "send":
+        if is_forwarder:
+            if node == own_node(context):
+                count = min(tl.load(plan.num_tokens + node), most_rows)
+                _copy_ranks(layout, plan, node, rows, num_tokens, count, context, SIZES)
+            else:
+                count = _receive_header(node, rows, most_rows, num_experts, context, SIZES)
             tl.store(forwarding.num_rows + node, count)
-        else:
-            num_words = COUNTS_AT + num_experts + nodes * node_ranks + 1
-            ready = _forward_header(node, num_words, context, SIZES)
-            header = consume_token(arrival_header(node, context), ready)
-            count = 0
-            if ready == 1:
-                # A rank that makes another call has sent anything: no more than fits is read.
-                count = max(0, min(tl.load(as_pointer(header, tl.int32) + num_words), most_rows))
-                arrived = as_pointer(header + rows_at, tl.uint8)
-                step: tl.constexpr = SIZES.BLOCK_ROWS
-                for first in range(0, count * node_ranks, step):
-                    at = first + tl.arange(0, step)
-                    inside = at < count * node_ranks
-                    in_rank = (tl.load(arrived + at, mask=inside, other=0) != 0).to(tl.uint8)
-                    tl.store(rows + at, in_rank, mask=inside)
-                tl.store(forwarding.num_rows + node, count)
             _clear_ranks(rows, count, most_rows, context, SIZES)
-    else:
-        read_counts(counts, signature, most_rows, num_local_experts, context, COUNTS)
+        elif node == nodes:
+            if forwarding.wait_stats is not None:
+                time_signatures(forwarding.wait_stats, context, COUNTS.RANKS_PAD)
+            read_counts(counts, signature, most_rows, num_local_experts, context, COUNTS)
 
 
 @uses_nvshmem
@@ -226,16 +231,23 @@ def exchange_internode_kernel(
 def open_internode_kernel(
     kind,
     dispatched,  # int32 [SIGNATURE_WORDS] of a handle
+    weights,  # SentWeights, or None
+    wait_stats,  # int64 [R], ns waited for each rank's signature, added to, or None
     context,
     shape,  # signature.RowShape
     SIZES: tl.constexpr,  # InternodeSizes
     RANKS_PAD: tl.constexpr,
 ):
-    """Begin a call that has a handle: exchange signatures with all ranks, as `open_call` does. The
-    roles of the programs are those of `exchange_internode_kernel`, without counts."""
+    """Begin a call that has a handle: exchange signatures with all ranks, as `open_call` does, and
+    weights, which then follow the signatures in the ranks' regions. The roles of the programs are
+    those of `exchange_internode_kernel`, without counts."""
     program = tl.program_id(0)
     nodes, node_ranks = num_nodes(context), tl.load(context + NODE_RANKS).to(tl.int32)
     first_node = nodes - 1 + node_ranks
+    num_experts = tl.load(dispatched + 3)
+    num_words = tl.full((), SIGNATURE_WORDS, tl.int32)
+    if weights is not None:
+        num_words += weights.most
     if is_broken(context):
         return
     signature, is_ours = signature_of_handle(kind, shape, dispatched, True, context)
@@ -245,15 +257,21 @@ def open_internode_kernel(
         header = consume_token(staging_header(node, context), ready)
         if ready == 1:
             put(as_pointer(header, tl.int32) + tl.arange(0, SIGNATURE_WORDS), signature, None)
-            _send_header(node, header, SIGNATURE_WORDS * 4, context)
+            _put_weights(header, weights, num_experts, SIZES)
+            _send_header(node, header, num_words * 4, context)
     elif program < first_node:
-        peer = first_near_rank(context) + program - (nodes - 1)
-        send_counts(peer, signature, None, None, 0, context, SIZES)
+        peer = first_near_rank(context) + program - (nodes - 1) + tl.arange(0, 1)
+        to, ready = put_signature(peer, peer >= 0, signature, context)
+        if ready == 1:
+            _put_weights(tl.max(to, 0), weights, num_experts, SIZES)
+            publish_signature(peer, peer >= 0, context)
     elif program < first_node + nodes:
         node = program - first_node
         if node != own_node(context):
-            _forward_header(node, SIGNATURE_WORDS, context, SIZES)
+            _forward_header(node, num_words, context, SIZES)
     elif is_ours:
+        if wait_stats is not None:
+            time_signatures(wait_stats, context, RANKS_PAD)
         wait_all_signatures(signature, context, RANKS_PAD)
     else:
         refuse_handle(context)
@@ -284,6 +302,69 @@ def _write_header(
     more = tl.arange(0, 2)
     last = to + COUNTS_AT + num_experts + num_ranks
     put(last + more, tl.where(more == 0, most, count), None)
+
+
+@device_function
+def _put_weights(header, weights, num_experts, SIZES: tl.constexpr):
+    """Write weights, if there are some, after a signature: 0 for ids that are not valid."""
+    if weights is not None:
+        to = as_pointer(header, tl.float32) + SIGNATURE_WORDS
+        for first in range(0, weights.count, SIZES.HEADER_PAD):
+            index = first + tl.arange(0, SIZES.HEADER_PAD)
+            inside = index < weights.count
+            ids = tl.load(weights.topk_idx + index, mask=inside, other=-1)
+            valid = (ids >= 0) & (ids < num_experts)
+            put(to + index, tl.load(weights.topk_weights + index, mask=valid, other=0.0), inside)
+
+
+@device_function
+def _send_counts_to_node(
+    node,
+    signature,
+    layout,
+    plan,
+    num_tokens,
+    most,
+    most_rows,
+    num_experts,
+    context,
+    SIZES: tl.constexpr,
+    COUNTS: tl.constexpr,
+):
+    """Send the header for `node`: signature, counts and which rows are for which of its ranks."""
+    node_ranks = tl.load(context + NODE_RANKS).to(tl.int32)
+    rows_at = rows_offset(num_experts, tl.load(context + NUM_RANKS).to(tl.int32))
+    ready = wait_node_free(node, context)
+    header = consume_token(staging_header(node, context), ready)
+    if ready == 1:
+        count = tl.load(plan.num_tokens + node)
+        _write_header(header, signature, layout, count, most, num_experts, context, COUNTS)
+        rows = as_pointer(header + rows_at, tl.uint8)
+        count = min(count, most_rows)
+        _copy_ranks(layout, plan, node, rows, num_tokens, count, context, SIZES)
+        _send_header(node, header, rows_at + count * node_ranks, context)
+
+
+@device_function
+def _receive_header(node, rows, most_rows, num_experts, context, SIZES: tl.constexpr):
+    """Forward the counts of the header of another `node`, and copy which ranks its rows are for to
+    `rows`. Returns how many rows come, 0 where a wait expired."""
+    node_ranks = tl.load(context + NODE_RANKS).to(tl.int32)
+    num_ranks = tl.load(context + NUM_RANKS).to(tl.int32)
+    num_words = COUNTS_AT + num_experts + num_ranks + 1
+    ready = _forward_header(node, num_words, context, SIZES)
+    header = consume_token(arrival_header(node, context), ready)
+    count = tl.full((), 0, tl.int32)
+    if ready == 1:
+        # A rank that makes another call has sent anything: no more than fits is read.
+        count = max(0, min(tl.load(as_pointer(header, tl.int32) + num_words), most_rows))
+        arrived = as_pointer(header + rows_offset(num_experts, num_ranks), tl.uint8)
+        for first in range(0, count * node_ranks, SIZES.BLOCK_ROWS):
+            at = first + tl.arange(0, SIZES.BLOCK_ROWS)
+            inside = at < count * node_ranks
+            in_rank = (tl.load(arrived + at, mask=inside, other=0) != 0).to(tl.uint8)
+            tl.store(rows + at, in_rank, mask=inside)
+    return count
 
 
 @device_function
