@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import functools
+from typing import Any
 
 import torch
+import triton.language as tl
 
 from ..device.constants import constants
 from ..device.context import Kind
@@ -15,7 +17,12 @@ from ..hardware import BYTES_IN_FLIGHT, gpu
 from ..row_vectors import COPY_ROWS
 from ..symm.slots import BARE_HEADER, RowLayout, SlotLayout, Slots, row_in_region
 from ..utils import next_power_of_2
-from .internode_kernels import internode_sum_kernel, node_sum_kernel, return_to_rails_kernel
+from .internode_kernels import (
+    SumFormat,
+    internode_sum_kernel,
+    node_sum_kernel,
+    return_to_rails_kernel,
+)
 from .kernels import SumSizes
 from .launch import BLOCK_SUMS, BLOCK_TOKENS, NUM_WARPS, ReturnedRows, Sums
 
@@ -54,23 +61,31 @@ def _sum_sizes(layout: SlotLayout, row: RowLayout, item_bytes: int, num_parts: i
     return constants(sizes)
 
 
+@functools.cache
+def _sum_format(layout: SlotLayout, row: RowLayout, dtype: torch.dtype) -> SumFormat:
+    names = {torch.bfloat16: tl.bfloat16, torch.float32: tl.float32, torch.float16: tl.float16}
+    return constants(SumFormat(names[dtype], layout.chunk_rows(row.num_bytes)))
+
+
 def return_and_sum(
     returned: ReturnedRows,
     dispatched: torch.Tensor,
     sums: Sums,
     node_rows: torch.Tensor,
     rank_head: torch.Tensor,
+    round_once: bool,
     num_comm_sms: int,
     slots: Slots,
 ) -> None:
     """Write rows back to the ranks that forwarded them, which send their sums to the sources: these
     add them up. A whole call; sums.send_head is the `Routes.node_head` of the dispatch, node_rows
-    and rank_head are those of its `Routes`."""
+    and rank_head are those of its `Routes`. round_once: sums go over the network in fp32, twice
+    the bytes of bf16."""
     row = returned.row
     shape = RowShape(row.payload_bytes, row.num_topk, returned.x.itemsize, 0)
     open_call(Kind.COMBINE, dispatched, shape, slots)
     return_to_rails(returned, sums.rank_prefix_matrix, BARE_HEADER, num_comm_sms, slots)
-    node_sums(returned, sums, node_rows, rank_head, BARE_HEADER, slots)
+    node_sums(returned, sums, node_rows, rank_head, round_once, BARE_HEADER, slots)
 
 
 def return_to_rails(
@@ -103,6 +118,7 @@ def node_sums(
     sums: Sums,
     node_rows: torch.Tensor,
     rank_head: torch.Tensor,
+    round_once: bool,
     header_bytes: int,
     slots: Slots,
 ) -> None:
@@ -111,6 +127,11 @@ def node_sums(
     num_tokens, hidden = sums.out.shape
     row, item_bytes, layout = returned.row, returned.x.itemsize, slots.layout
     in_region, max_rows = row_in_region(row, header_bytes), rank_head.shape[1]
+    sum_dtype = torch.float32 if round_once else returned.x.dtype
+    sum_row = RowLayout(hidden * sum_dtype.itemsize, row.num_topk)
+    sent: dict[str, Any] = dict(
+        sum_row=row_in_region(sum_row, header_bytes), SENT=_sum_format(layout, sum_row, sum_dtype)
+    )
     slots.context.launch(
         node_sum_kernel,
         (2 * gpu().num_sms,),
@@ -123,6 +144,7 @@ def node_sums(
         hidden,
         in_region,
         SUM=_sum_sizes(layout, row, item_bytes, layout.ranks_per_node),
+        **sent,
         step="node_sum",
         num_warps=NUM_WARPS,
     )
@@ -133,10 +155,10 @@ def node_sums(
         sums.send_head,
         slots.context.fields,
         num_tokens,
-        layout.max_rows(row.num_bytes, header_bytes),
+        layout.max_rows(sum_row.num_bytes, header_bytes),
         hidden,
-        in_region,
-        SUM=_sum_sizes(layout, row, item_bytes, layout.num_nodes),
+        SUM=_sum_sizes(layout, sum_row, sum_dtype.itemsize, layout.num_nodes),
+        **sent,
         step="final_sum",
         num_warps=NUM_WARPS,
     )

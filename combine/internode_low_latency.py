@@ -96,4 +96,4 @@ def add_up(rows: NodeExpertRows, out: torch.Tensor, slots: Slots) -> None:
     """The second half: sums of the rows of each node, sent over the network, and of these."""
     returned = ReturnedRows(out, None)
     sums = Sums(out, None, None, None, rows.node_head, rows.rank_prefix_matrix)
-    node_sums(returned, sums, rows.node_rows, rows.rank_head, rows.header_bytes, slots)
+    node_sums(returned, sums, rows.node_rows, rows.rank_head, False, rows.header_bytes, slots)

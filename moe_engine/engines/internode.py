@@ -200,6 +200,7 @@ class InternodeEngine(KernelEngine, LayerByVerbs):
         parts: PartsOfHandle,
         bias: tuple[torch.Tensor, ...],
         num_programs: int,
+        round_once: bool,
         sized: combine_verbs.ReturnedRows,
         num_rows: int,
     ) -> tuple[torch.Tensor, torch.Tensor | None]:
@@ -216,6 +217,6 @@ class InternodeEngine(KernelEngine, LayerByVerbs):
         bias_0, bias_1 = [*bias, None, None][:2]
         sums = combine_verbs.Sums(out, weights, bias_0, bias_1, node_head, prefix)
         combine_internode.return_and_sum(
-            sized, signature, sums, node_rows, rank_head, num_programs, self.slots
+            sized, signature, sums, node_rows, rank_head, round_once, num_programs, self.slots
         )
         return out, weights
