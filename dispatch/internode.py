@@ -18,17 +18,16 @@ from ..row_vectors import COPY_ROWS, RowVectors
 from ..symm.slots import RowLayout, SlotLayout, Slots, row_in_region
 from ..utils import next_power_of_2
 from .exchange_kernels import ExchangeSizes
-from .internode_kernels import (
+from .internode_header_kernels import (
     Forwarding,
     InternodeSizes,
     NodePlan,
     SentWeights,
     exchange_internode_kernel,
-    forward_kernel,
     node_layout_kernel,
     open_internode_kernel,
-    send_rows_kernel,
 )
+from .internode_kernels import forward_kernel, send_rows_kernel
 from .launch import (
     NUM_WARPS,
     Counts,
