@@ -11,7 +11,7 @@ from ..device.constants import constants
 from ..device.context import Kind
 from ..device.signature import RowShape
 from ..dispatch.internode import open_call
-from ..dispatch.internode_kernels import SentWeights
+from ..dispatch.internode_headers_kernels import SentWeights
 from ..hardware import gpu
 from ..symm.lanes import weights_header_bytes
 from ..symm.slots import Slots

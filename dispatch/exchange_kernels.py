@@ -105,6 +105,8 @@ def clear_counts(counts, num_local_experts, context, SIZES: tl.constexpr):
     for source in range(0, num_ranks):
         to = counts.rank_prefix_matrix + source * num_ranks + ranks
         tl.store(to, tl.zeros_like(ranks), mask=ranks < num_ranks)
+    if SIZES.NODES > 1:
+        tl.store(counts.recv_rank_prefix + ranks, tl.zeros_like(ranks), mask=ranks < num_ranks)
     experts = tl.arange(0, SIZES.EXPERTS_PAD)
     real = experts < num_local_experts
     tl.store(counts.expert_offsets + experts, tl.zeros_like(experts), mask=real)
@@ -141,6 +143,9 @@ def read_counts(counts, signature, max_rows, num_local_experts, context, SIZES: 
             rows += sent
             to = counts.rank_prefix_matrix + source * num_ranks + ranks
             tl.store(to, rows, mask=ranks < num_ranks)
+            if SIZES.NODES > 1:
+                own = tl.sum(tl.where(ranks == rank, rows, 0), 0)
+                tl.store(counts.recv_rank_prefix + source, own)
             received = tl.load(theirs + rank * num_local_experts + experts, mask=real, other=0)
             to = counts.recv_expert_counts + source * num_local_experts + experts
             tl.store(to, received, mask=real)

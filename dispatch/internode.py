@@ -18,17 +18,15 @@ from ..row_vectors import COPY_ROWS, RowVectors
 from ..symm.slots import RowLayout, SlotLayout, Slots, row_in_region
 from ..utils import next_power_of_2
 from .exchange_kernels import ExchangeSizes
-from .internode_kernels import (
+from .internode_headers_kernels import (
     Forwarding,
     InternodeSizes,
     NodePlan,
     SentWeights,
     exchange_internode_kernel,
-    forward_kernel,
-    node_layout_kernel,
     open_internode_kernel,
-    send_rows_kernel,
 )
+from .internode_kernels import forward_kernel, node_layout_kernel, send_rows_kernel
 from .launch import (
     NUM_WARPS,
     Counts,
@@ -66,29 +64,47 @@ class Routes(NamedTuple):
     rank_head: torch.Tensor
 
 
-def plan_nodes(
-    layout: DispatchLayout, topk_idx: torch.Tensor | None, max_rows: int, slots: Slots
-) -> Routes:
-    """Which tokens go to which node and to which rank of this one. `exchange` and `plan_forwarding`
-    fill in the rest."""
-    in_rank = layout.is_token_in_rank
-    (num_tokens, _), num_nodes = in_rank.shape, slots.layout.num_nodes
-    num_near = slots.layout.ranks_per_node
-    new = in_rank.new_empty
+class NodeLayout(NamedTuple):
+    """Where a rank's tokens go: is_token_in_node bool [T, N]; is_token_near bool [T, L], of the
+    ranks of this node; counts int32 [N], tokens for each node."""
+
+    is_token_in_node: torch.Tensor
+    is_token_near: torch.Tensor
+    counts: torch.Tensor
+
+
+def node_layout(
+    is_token_in_rank: torch.Tensor, slots: Slots, counts: torch.Tensor | None = None
+) -> NodeLayout:
+    """That of is_token_in_rank bool [T, R]; the counts go to memory that is given for them."""
+    num_tokens, layout, new = len(is_token_in_rank), slots.layout, is_token_in_rank.new_empty
+    num_nodes, num_near = layout.num_nodes, layout.ranks_per_node
     in_node, near = new((num_tokens, num_nodes)), new((num_tokens, num_near))
-    node_rows = new((2, num_nodes), dtype=torch.int32)
+    counts = new(num_nodes, dtype=torch.int32) if counts is None else counts
     slots.context.launch(
         node_layout_kernel,
         (num_nodes,),
-        in_rank.view(torch.uint8),
+        is_token_in_rank.view(torch.uint8),
         in_node.view(torch.uint8),
         near.view(torch.uint8),
-        node_rows[0],
+        counts,
         slots.context.fields,
         num_tokens,
         NODE_RANKS_PAD=next_power_of_2(num_near),
         BLOCK=BLOCK_TOKENS,
     )
+    return NodeLayout(in_node, near, counts)
+
+
+def plan_nodes(
+    layout: DispatchLayout, topk_idx: torch.Tensor | None, max_rows: int, slots: Slots
+) -> Routes:
+    """Which tokens go to which node and to which rank of this one. `exchange` and `plan_forwarding`
+    fill in the rest."""
+    num_nodes, num_near = slots.layout.num_nodes, slots.layout.ranks_per_node
+    num_tokens, new = len(layout.is_token_in_rank), layout.is_token_in_rank.new_empty
+    node_rows = new((2, num_nodes), dtype=torch.int32)
+    in_node, near, _ = node_layout(layout.is_token_in_rank, slots, node_rows[0])
     sent = new((num_nodes + num_near, num_tokens), dtype=torch.int32)
     of_nodes, of_ranks = sent[:num_nodes], sent[num_nodes:]
     _, node_head = routing.send_plan(in_node, topk_idx, layout.num_experts, slots, of_nodes)

@@ -99,7 +99,8 @@ class Counts(NamedTuple):
     rank_prefix_matrix int32 [R, R]: rows that ranks 0..i send to rank j. recv_expert_counts int32
     [R, L]: rows of each source for each local expert. expert_offsets int32 [L + 1]: their running
     total by expert. signature int32 [16]: of the dispatch, see `device/signature.py`. group_counts
-    int32 [E]: rows of all ranks for each expert of all ranks.
+    int32 [E]: rows of all ranks for each expert of all ranks. recv_rank_prefix int32 [R], on
+    several nodes: rows of ranks 0..i to this rank.
     """
 
     rank_prefix_matrix: torch.Tensor
@@ -107,9 +108,10 @@ class Counts(NamedTuple):
     expert_offsets: torch.Tensor
     signature: torch.Tensor
     group_counts: torch.Tensor
+    recv_rank_prefix: torch.Tensor | None = None
 
     @classmethod
-    def empty(cls, layout: DispatchLayout) -> Counts:
+    def empty(cls, layout: DispatchLayout, num_nodes: int = 1) -> Counts:
         """Room for the counts of all ranks."""
         num_ranks = layout.num_tokens_per_rank.numel()
         num_local_experts = layout.num_experts // num_ranks
@@ -120,6 +122,7 @@ class Counts(NamedTuple):
             new(num_local_experts + 1),
             new(SIGNATURE_WORDS.value),
             new(layout.num_experts),
+            new(num_ranks) if num_nodes > 1 else None,
         )
 
 

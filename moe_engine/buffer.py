@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from contextlib import suppress
 from typing import Any, ClassVar, Self
 
 import torch
@@ -11,14 +10,15 @@ import torch.distributed as dist
 
 from . import checks
 from .agreement import Group
-from .debug_checks import check_handle_values, check_layout_values
+from .debug_checks import check_handle_values, check_layout_values, check_node_values
 from .dispatch import DispatchLayout, Received, Tokens
 from .engines.base import NUM_SMS, Engine, Handle, LayerInputs, check_scales
+from .engines.internode import InternodeEngine
 from .engines.kernel import KernelEngine
-from .errors import BackendError, CapacityError, DtypeError, MoeEngineError, ShapeError
+from .errors import BackendError, DtypeError, MoeEngineError, ShapeError
 from .grouped_gemm.activations import AnyActivation, check_layer_activation
 from .grouped_gemm.operands import Operand
-from .handles import check_handle
+from .handles import check_handle, parts_of
 from .layer_config import LayerConfig
 from .lifecycle import verb
 from .low_latency_verbs import LowLatencyVerbs
@@ -26,7 +26,7 @@ from .options import DEFAULT_OPTIONS, Config, Options, check_num_sms, sizes_for_
 from .streams import EventHandle, EventOverlap
 from .symm.slots import ReturnRowLayout, SlotLayout
 from .utils import round_up
-from .warm_up import layer_of_no_tokens, warm_layers
+from .warm_up import warm_up
 
 
 class Buffer(LowLatencyVerbs):
@@ -85,12 +85,12 @@ class Buffer(LowLatencyVerbs):
         previous_event: EventOverlap | EventHandle | None = None,
         async_finish: bool = False,
         allocate_on_comm_stream: bool = False,
-    ) -> tuple[torch.Tensor, None, torch.Tensor, torch.Tensor, EventOverlap]:
+    ) -> tuple[torch.Tensor, torch.Tensor | None, torch.Tensor, torch.Tensor, EventOverlap]:
         """Count the tokens for each rank and expert. topk_idx int64 [T, K], -1 = not routed.
 
-        Returns (num_tokens_per_rank int32 [R], None, num_tokens_per_expert int32 [E],
-        is_token_in_rank bool [T, R], event). Ids out of range count as -1 and raise RoutingError
-        at the next call or `check()`.
+        Returns (num_tokens_per_rank int32 [R], num_tokens_per_rdma_rank int32 [N] of the nodes, or
+        None on one node, num_tokens_per_expert int32 [E], is_token_in_rank bool [T, R], event). Ids
+        out of range count as -1 and raise RoutingError at the next call or `check()`.
         """
         engine = self._ready(sends=False)
         described = engine.describe(topk_idx, num_experts)
@@ -103,9 +103,12 @@ class Buffer(LowLatencyVerbs):
             idx = checks.packed(topk_idx)
             known = described if idx is topk_idx else None
             per_rank, per_expert, in_rank = engine.layout(idx, num_experts, known)
-            call.returns(per_rank, per_expert, in_rank)
+            per_node = None
+            if isinstance(engine, InternodeEngine):
+                per_node = engine.tokens_per_node(in_rank)
+            call.returns(per_rank, per_node, per_expert, in_rank)
         described.kind.is_checked = True
-        return per_rank, None, per_expert, in_rank, call.event
+        return per_rank, per_node, per_expert, in_rank, call.event
 
     @verb
     def dispatch(
@@ -137,8 +140,9 @@ class Buffer(LowLatencyVerbs):
 
         x: [T, H], or a pair of e4m3 rows [T, H] and scales [T, S] (float32 or packed int32, any
         strides); recv_x is such a pair then. topk_idx int64 [T, K] and topk_weights float32 [T, K]
-        are sent along. The counts and is_token_in_rank are those of `get_dispatch_layout`. With a
-        `handle` of an earlier dispatch only x is sent, to the same rows.
+        are sent along. The counts and is_token_in_rank are those of `get_dispatch_layout`;
+        num_tokens_per_rdma_rank may be left out. With a `handle` of an earlier dispatch only x is
+        sent, to the same rows.
 
         Returns (recv_x [N, H], recv_topk_idx int64 [N, K] with local ids, -1 for experts of other
         ranks, recv_topk_weights float32 [N, K], 0 for these, rows per local expert rounded up to
@@ -169,10 +173,13 @@ class Buffer(LowLatencyVerbs):
             received = self._dispatch_cached(engine, x, handle, config, *when)
             return received[0].payload, None, None, None, None, received[1]
         layout = num_tokens_per_rank, num_tokens_per_expert, is_token_in_rank
+        per_node = num_tokens_per_rdma_rank if self.num_nodes > 1 else None
         routing, rows_per = (topk_idx, topk_weights), (expert_alignment, num_worst_tokens)
-        described = engine.describe(x, layout, routing, rows_per, in_place, config, Buffer.num_sms)
+        given = x, layout, per_node, routing, rows_per, in_place
+        described = engine.describe(*given, config, Buffer.num_sms)
         if not described.kind.is_checked:
             self._check_dispatch(x, layout, routing, *rows_per)
+            checks.check_tokens_per_node(per_node, self.num_nodes, layout[0])
             checks.check_flag("in_place", in_place)
         rows, scales = x if isinstance(x, tuple) else (x, None)
         num_sms = _num_sms(config)
@@ -182,7 +189,8 @@ class Buffer(LowLatencyVerbs):
             )
             if self.options.debug:
                 check_layout_values(*where, topk_idx, self.rank)
-            call.reads(rows, scales, *routing, *layout)
+                check_node_values(per_node, where.is_token_in_rank, self.rank)
+            call.reads(rows, scales, *routing, *layout, per_node)
             ids, weights = (None if one is None else checks.packed(one) for one in routing)
             tokens = Tokens(checks.packed(rows), ids, weights, scales)
             pairs = zip((*tokens, *where), (rows, *routing, scales, *layout), strict=True)
@@ -229,7 +237,7 @@ class Buffer(LowLatencyVerbs):
         *when: Any,
     ) -> tuple[Received, EventOverlap]:
         """A dispatch with a handle: (what came, event)."""
-        fixed, of_rows = _parts(handle, engine.handle_type)
+        fixed, of_rows = parts_of(handle, engine.handle_type)
         described = engine.describe(x, fixed, config, Buffer.num_sms, sized=(of_rows,))
         if not described.kind.is_checked:
             rows, _ = checks.check_payload(x, device=self._rows_device)
@@ -282,7 +290,7 @@ class Buffer(LowLatencyVerbs):
         """
         engine = self._ready()
         biases = tuple(bias) if isinstance(bias, list) else bias
-        fixed, of_rows = _parts(handle, engine.handle_type)
+        fixed, of_rows = parts_of(handle, engine.handle_type)
         rows = x, topk_weights, of_rows  # as many of each
         described = engine.describe(fixed, biases, config, Buffer.num_sms, sized=rows)
         is_checked = described.kind.is_checked
@@ -396,35 +404,35 @@ class Buffer(LowLatencyVerbs):
         Without it the first call of a shape does so, under a deadline 5 minutes longer; with the
         kernels of `moe-engine compile` nothing is left to compile.
         """
-        checks.check_at_least(1, hidden=hidden, num_topk=num_topk)
-        checks.check_dtype("dtype", dtype, checks.PAYLOAD_DTYPES)
-        x = torch.empty(0, hidden, dtype=dtype, device=self.device)
-        idx = torch.empty(0, num_topk, dtype=torch.int64, device=self.device)
-        per_rank, _, per_expert, in_rank, _ = self.get_dispatch_layout(idx, num_experts)
-        layout = per_rank, None, in_rank, per_expert, idx, idx.float()
-        rows, _, topk_weights, _, handle, _ = self.dispatch(x, None, *layout)
-        assert isinstance(rows, torch.Tensor)
-        assert handle is not None
-        self.dispatch(x, None, *layout, num_worst_tokens=1)
-        self.dispatch(x, handle)
-        for returned in (None, topk_weights):
-            self.combine(rows, handle, returned)
-        if self._low_latency is not None and dtype == torch.bfloat16:
-            with suppress(CapacityError):  # it has memory for other calls, of layers
-                self._warm_low_latency(x, idx, num_experts)
-        if weights is not None:
-            warm_layers(self, layer_of_no_tokens(x, idx, weights, biases, activation))
-        self.check()
+        warm_up(self, hidden, num_experts, num_topk, dtype, weights, biases, activation)
 
     def internode_dispatch(self, *args: Any, **kwargs: Any) -> Any:
-        """`dispatch` without num_worst_tokens, as DeepEP names it between nodes. The ranks of a
-        Buffer are on one node."""
+        """`dispatch`, which goes between nodes as well, without num_worst_tokens."""
         sent, options = args[:9], args[9:]
         return self.dispatch(*sent, *(0, *options) if options else (), **kwargs)
 
     def internode_combine(self, *args: Any, **kwargs: Any) -> Any:
-        """`combine`, as DeepEP names it between nodes."""
+        """`combine`, likewise."""
         return self.combine(*args, **kwargs)
+
+    # --- Nodes -------------------------------------------------------------------------------
+
+    @property
+    def runtime(self) -> Self | None:
+        """What DeepEP asks of the next three; None after `destroy`."""
+        return None if self._engine is None else self
+
+    def get_num_rdma_ranks(self) -> int:
+        """Nodes of the group: hosts, or sets of ranks, that only a network connects."""
+        return self.num_nodes
+
+    def get_rdma_rank(self) -> int:
+        """The node of this rank."""
+        return self.rank // (self.group_size // self.num_nodes)
+
+    def get_root_rdma_rank(self, is_global: bool) -> int:
+        """The rank with this one's place on the first node, or that node's number."""
+        return self.rank % (self.group_size // self.num_nodes) if is_global else 0
 
     # --- Configuration -----------------------------------------------------------------------
 
@@ -471,22 +479,13 @@ class Buffer(LowLatencyVerbs):
 
     @property
     def _rows_device(self) -> torch.device | None:
-        """The device on which rows must lie; None for any."""
+        """On which rows must lie; None: any."""
         return None if self.backend == "collective" else self.device
 
 
 def _are_as_many(rows: Sequence[torch.Tensor | None]) -> bool:
     """Whether tensors have as many rows."""
     return len({one.shape[0] for one in rows if one is not None}) == 1
-
-
-def _parts(handle: Any, kind: Any) -> tuple[Any, Any]:
-    """(the tensors of a handle whose sizes follow from the tokens that were sent, recv_src_idx,
-    which has an entry for each row that came), as far as it is one of this kind."""
-    if not isinstance(handle, tuple | list) or len(handle) != len(kind._fields):
-        return handle, None
-    at = kind._fields.index("recv_src_idx")
-    return (*handle[:at], *handle[at + 1 :]), handle[at]
 
 
 def _num_sms(config: Config | None) -> int:

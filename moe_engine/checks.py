@@ -227,6 +227,16 @@ def check_layout(
     check_experts(num_tokens_per_expert.numel(), num_ranks)
 
 
+def check_tokens_per_node(
+    num_tokens_per_rdma_rank: torch.Tensor | None, num_nodes: int, like: torch.Tensor | None
+) -> None:
+    """None or int32 [N], as `Buffer.get_dispatch_layout` gives for N nodes, where `like` is."""
+    if num_tokens_per_rdma_rank is not None:
+        device = None if like is None else like.device
+        name = "num_tokens_per_rdma_rank"
+        check_tensor(name, num_tokens_per_rdma_rank, [num_nodes], [torch.int32], device)
+
+
 def check_biases(
     bias: torch.Tensor | Sequence[torch.Tensor] | None, num_tokens: int, x: torch.Tensor
 ) -> tuple[torch.Tensor, ...]:

@@ -12,6 +12,7 @@ import torch
 
 from .dispatch.low_latency import LowLatencyHandle
 from .engines.base import Handle
+from .engines.internode import InternodeHandle
 from .engines.internode_low_latency import InternodeLowLatencyHandle
 from .errors import RoutingError, ShapeError, bad_ids
 
@@ -46,6 +47,22 @@ def check_layout_values(
         _refuse("is_token_in_rank is not that of get_dispatch_layout for topk_idx", rank)
 
 
+def check_node_values(
+    num_tokens_per_rdma_rank: torch.Tensor | None, is_token_in_rank: torch.Tensor, rank: int
+) -> None:
+    """Counts of tokens for each node, if any are given, must be those of is_token_in_rank."""
+    if num_tokens_per_rdma_rank is None:
+        return
+    num_nodes = num_tokens_per_rdma_rank.numel()
+    counts = is_token_in_rank.unflatten(1, (num_nodes, -1)).any(2).sum(0)
+    if not torch.equal(num_tokens_per_rdma_rank.long(), counts):
+        _refuse(
+            f"num_tokens_per_rdma_rank is {num_tokens_per_rdma_rank.tolist()}, and "
+            f"is_token_in_rank counts {counts.tolist()}; both must be those of get_dispatch_layout",
+            rank,
+        )
+
+
 def check_ids(topk_idx: torch.Tensor, num_experts: int, rank: int) -> None:
     """Ids must be -1 .. num_experts-1."""
     num_bad = int(((topk_idx < -1) | (topk_idx >= num_experts)).sum())
@@ -53,7 +70,7 @@ def check_ids(topk_idx: torch.Tensor, num_experts: int, rank: int) -> None:
         raise RoutingError(bad_ids(rank, num_bad))
 
 
-def check_handle_values(handle: Handle, rank: int) -> None:
+def check_handle_values(handle: Handle | InternodeHandle, rank: int) -> None:
     """All that the kernels of `rank` read in a handle must be indices within the tensors of the
     call."""
     prefix, in_rank = handle.rank_prefix_matrix.long(), handle.is_token_in_rank
@@ -74,19 +91,63 @@ def check_handle_values(handle: Handle, rank: int) -> None:
             f"handle.is_token_in_rank {counts.tolist()}",
             rank,
         )
-    for peer, count in enumerate(counts.tolist()):
-        tokens = in_rank[:, peer].nonzero().flatten()
-        if not torch.equal(handle.send_token_idx[peer, :count].long(), tokens):
-            _refuse(f"handle.send_token_idx[{peer}] are not the tokens sent to rank {peer}", rank)
-    # The entries of a token: row * R + rank for each of its ranks, in any order, then -1.
-    row = torch.where(in_rank, in_rank.long().cumsum(0) - 1, -1)
-    ranks = torch.arange(num_ranks, device=row.device)
-    wanted = torch.where(row >= 0, row * num_ranks + ranks, -1)
-    if not torch.equal(handle.send_head.long().sort(1).values, wanted.sort(1).values):
-        _refuse("handle.send_head does not hold the rows of handle.is_token_in_rank", rank)
+    if isinstance(handle, InternodeHandle):
+        _check_routes(handle, sent, rank)
+    else:
+        _check_sent(in_rank, handle.send_token_idx, "handle.send_token_idx", "rank", rank)
+        _check_head(in_rank, handle.send_head, "handle.send_head", rank)
     received = handle.recv_src_idx[: int(prefix[-1, rank])]
     if bool((received < 0).any()):
         _refuse("handle.recv_src_idx has negative tokens", rank)
+
+
+def _check_sent(
+    is_sent: torch.Tensor, token_idx: torch.Tensor, name: str, part: str, rank: int
+) -> None:
+    """token_idx [P, T] must begin with the tokens that are sent to each part, by bool [T, P]."""
+    for to, count in enumerate(is_sent.sum(0).tolist()):
+        tokens = is_sent[:, to].nonzero().flatten()
+        if not torch.equal(token_idx[to, :count].long(), tokens):
+            _refuse(f"{name}[{to}] are not the tokens sent to {part} {to}", rank)
+
+
+def _check_head(is_sent: torch.Tensor, head: torch.Tensor, name: str, rank: int) -> None:
+    """The entries of a token must be row * P + part for each of its parts, by bool [T, P], in any
+    order, then -1."""
+    row = torch.where(is_sent, is_sent.long().cumsum(0) - 1, -1)
+    parts = torch.arange(is_sent.shape[1], device=row.device)
+    wanted = torch.where(row >= 0, row * len(parts) + parts, -1)
+    if not torch.equal(head.long().sort(1).values, wanted.sort(1).values):
+        _refuse(f"{name} does not hold the rows of handle.is_token_in_rank", rank)
+
+
+def _check_routes(handle: InternodeHandle, sent: torch.Tensor, rank: int) -> None:
+    """What a handle says of nodes: where this rank's tokens go, and the rows that it forwards. sent
+    [R, R]: rows from each rank to each."""
+    in_rank, num_nodes = handle.is_token_in_rank, handle.send_head.shape[1]
+    num_near = in_rank.shape[1] // num_nodes
+    own_node, place = divmod(rank, num_near)
+    near = slice(own_node * num_near, (own_node + 1) * num_near)
+    in_node, in_near = in_rank.view(-1, num_nodes, num_near).any(2), in_rank[:, near]
+    of_nodes, of_ranks = handle.sent_token_idx.split([num_nodes, num_near])
+    _check_sent(in_node, of_nodes, "handle.sent_token_idx", "node", rank)
+    _check_sent(in_near, of_ranks, "handle.sent_token_idx", "near rank", rank)
+    _check_head(in_node, handle.send_head, "handle.send_head", rank)
+    num_sent, num_forwarded = handle.node_rows.tolist()
+    most = handle.rank_head.shape[1]
+    if num_sent != in_node.sum(0).tolist() or num_forwarded[own_node] != num_sent[own_node]:
+        _refuse("handle.node_rows are not the rows of handle.is_token_in_rank", rank)
+    if min(num_forwarded) < 0 or max(num_forwarded) > most:
+        _refuse(f"handle.node_rows has {num_forwarded} rows to forward, of up to {most}", rank)
+    for node, count in enumerate(num_forwarded):
+        is_forwarded = in_rank.new_zeros(count, num_near)
+        for to, num_rows in enumerate(sent[node * num_near + place, near].tolist()):
+            rows = handle.row_idx[node, to, :num_rows].long()
+            is_rising = bool((torch.diff(rows) > 0).all())
+            if not is_rising or bool(((rows < 0) | (rows >= count)).any()) or num_rows > most:
+                _refuse(f"handle.row_idx[{node}, {to}] does not rise within 0 .. {count - 1}", rank)
+            is_forwarded[rows, to] = True
+        _check_head(is_forwarded, handle.rank_head[node, :count], "handle.rank_head", rank)
 
 
 def check_low_latency_values(

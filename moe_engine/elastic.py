@@ -56,14 +56,18 @@ class ElasticBuffer(BufferLifecycle):
     num_gpu_timeout_secs: the deadline of every wait; 100 stands for MOE_ENGINE_TIMEOUT_S.
     allow_multiple_reduction: the sums of expanded rows that a rank makes are rounded to bf16 before
     they return; without it they return as fp32, in twice the bytes, and a result is rounded once.
-    deterministic, allow_hybrid_mode, prefer_overlap_with_compute, sl_idx, num_cpu_timeout_secs and
-    explicitly_destroy change nothing: results always have the same bits, all ranks are in one
-    NVLink domain, and the host waits under the same deadline as the GPU.
+    Likewise the sums that nodes make of the rows of their ranks, where there are several.
+    allow_hybrid_mode: whether the logical domains are those of nodes; without it all ranks are in
+    one. Rows go the same way: once to each node, where they are forwarded.
+    deterministic, prefer_overlap_with_compute, sl_idx, num_cpu_timeout_secs and explicitly_destroy
+    change nothing: results always have the same bits, and the host waits under the same deadline as
+    the GPU.
 
     Attributes are DeepEP's: rank_idx, num_ranks, num_bytes, num_max_tokens_per_rank,
-    num_scaleout_ranks and num_rdma_ranks (1), num_scaleup_ranks and num_nvlink_ranks (all),
-    scaleout_rank_idx, scaleup_rank_idx, num_allocated_qps (there are no QPs), runtime (the engine,
-    None after `destroy`), nccl_comm_handle (None: NCCL is not used).
+    num_scaleout_ranks and num_scaleup_ranks (see `get_logical_domain_size`), num_rdma_ranks and
+    num_nvlink_ranks (see `get_physical_domain_size`), scaleout_rank_idx and scaleup_rank_idx (this
+    rank's place among them), num_allocated_qps (there are no QPs), runtime (the engine, None after
+    `destroy`), nccl_comm_handle (None: NCCL is not used).
 
     Raises ShapeError where neither memory nor tokens are given, CapacityError without room for a
     single row, BackendError for num_cpu_bytes and where GPUs cannot map each other's memory.
@@ -125,7 +129,7 @@ class ElasticBuffer(BufferLifecycle):
         self.num_allocated_qps = num_allocated_qps or (65 if allow_hybrid_mode else 17)
         self.num_scaleout_ranks, self.num_scaleup_ranks = self.get_logical_domain_size()
         self.num_rdma_ranks, self.num_nvlink_ranks = self.get_physical_domain_size()
-        self.scaleout_rank_idx, self.scaleup_rank_idx = 0, self.rank
+        self.scaleout_rank_idx, self.scaleup_rank_idx = divmod(self.rank, self.num_scaleup_ranks)
         self.nccl_comm_handle = None
 
     @property
@@ -390,12 +394,13 @@ class ElasticBuffer(BufferLifecycle):
         return elastic_size_hint(Group.of(group).size, *shape, allow_multiple_reduction)
 
     def get_physical_domain_size(self) -> tuple[int, int]:
-        """(hosts that a network connects, ranks of one NVLink domain): (1, R)."""
-        return 1, self.group_size
+        """(nodes that a network connects, ranks of each)."""
+        return self.num_nodes, self.group_size // self.num_nodes
 
     def get_logical_domain_size(self) -> tuple[int, int]:
-        """(scale-out ranks, scale-up ranks): (1, R)."""
-        return 1, self.group_size
+        """(scale-out ranks, scale-up ranks): nodes, ranks of each; (1, R) without hybrid mode."""
+        whole = 1, self.group_size
+        return self.get_physical_domain_size() if self.allow_hybrid_mode else whole
 
     def get_theoretical_num_sms(
         self,
@@ -414,7 +419,8 @@ class ElasticBuffer(BufferLifecycle):
         """
         checks.check_experts(num_experts, self.num_ranks)
         checks.check_at_least(1, num_topk=num_topk)
-        checks.check_int("num_scaleout_topk", num_scaleout_topk, 0, 0)
+        most = self.num_scaleout_ranks if self.num_scaleout_ranks > 1 else 0
+        checks.check_int("num_scaleout_topk", num_scaleout_topk, 0, most)
         return NUM_SMS
 
     def get_theoretical_num_qps(self, num_sms: int) -> int:

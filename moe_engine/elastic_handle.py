@@ -9,6 +9,7 @@ import torch
 
 from .dispatch.expand_kernels import Places
 from .engines.base import Handle
+from .engines.internode import InternodeHandle
 
 
 @dataclass(eq=False)
@@ -29,7 +30,7 @@ class EPHandle:
     recv_src_metadata int32 [N, 2 + K]: of each received token, source rank *
     num_max_tokens_per_rank + token; source rank * K + its last k with an expert here; and the
     expanded row of each k, -1 for none. See `reference.place` for an example.
-    token_metadata_at_forward, channel_linked_list: None, as all ranks are in one domain.
+    token_metadata_at_forward, channel_linked_list: None; what ranks forward is in `sent`.
 
     The fields are for reading: `combine` and `dispatch` use what the handle keeps besides.
     """
@@ -47,7 +48,7 @@ class EPHandle:
     psum_num_recv_tokens_per_expert: torch.Tensor
     num_unaligned_recv_tokens_per_expert: torch.Tensor
     recv_src_metadata: torch.Tensor
-    sent: Handle = field(repr=False)
+    sent: Handle | InternodeHandle = field(repr=False)
     recv_topk_idx: torch.Tensor = field(repr=False)
     token_metadata_at_forward: None = None
     channel_linked_list: None = None
@@ -64,14 +65,11 @@ class EPHandle:
     def dst_buffer_slot_idx(self) -> torch.Tensor:
         """int32 [T, K]: the row of each k of a token among those that this rank sent to the rank of
         the k's expert, -1 for none. Computed when first asked for."""
-        heads_TR = self.sent.send_head.long()
-        num_ranks = heads_TR.shape[1]
+        in_rank_TR = self.sent.is_token_in_rank
         is_valid = (self.topk_idx >= 0) & (self.topk_idx < self.num_experts)
-        owner_TK = torch.where(is_valid, self.topk_idx // (self.num_experts // num_ranks), -1)
-        row_TR = torch.full_like(heads_TR, -1).scatter_reduce(
-            1, heads_TR.clamp(min=0) % num_ranks, torch.where(heads_TR < 0, -1, heads_TR), "amax"
-        )
-        row_TR = torch.where(row_TR < 0, -1, row_TR // num_ranks)
+        num_local = self.num_experts // in_rank_TR.shape[1]
+        owner_TK = torch.where(is_valid, self.topk_idx // num_local, -1)
+        row_TR = torch.where(in_rank_TR, in_rank_TR.cumsum(0) - 1, -1)
         row_TK = row_TR.gather(1, owner_TK.clamp(min=0))
         return torch.where(owner_TK < 0, -1, row_TK).int()
 

@@ -87,8 +87,9 @@ class RankPool:
 
     `nodes` makes nodes of num_ranks / nodes ranks each: those of a node map one another's memory,
     and others are reached through NVSHMEM on GPUs, on a CPU through an emulated network, which
-    delivers late and out of order (`moe_engine/symm/nic_process.py`). A run on fewer ranks has whole nodes, or is
-    refused when memory is allocated. ShapeError where `nodes` does not divide `num_ranks`.
+    delivers late and out of order (`moe_engine/symm/nic_process.py`). A run on fewer ranks has
+    whole nodes, or is refused when memory is allocated. ShapeError where `nodes` does not divide
+    `num_ranks`.
     """
 
     def __init__(

@@ -7,7 +7,8 @@ the forward is a few tensors of its own.
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from collections.abc import Sequence
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -16,6 +17,7 @@ from . import checks
 from .buffer import Buffer
 from .dispatch import Tokens
 from .engines.base import Handle
+from .engines.internode import InternodeHandle
 from .errors import BackendError, ShapeError
 from .expert_major import place, return_weights, sum_rows, take_rows, take_weights
 from .handles import check_handle
@@ -44,6 +46,43 @@ class DispatchPlan(NamedTuple):
         return Handle(*self[2:])
 
 
+class InternodePlan(NamedTuple):
+    """`DispatchPlan` of ranks on several nodes, with the tensors of an `InternodeHandle`."""
+
+    slots: Tensor
+    dst_rows: Tensor
+    is_token_in_rank: Tensor
+    sent_token_idx: Tensor
+    rank_prefix_matrix: Tensor
+    row_idx: Tensor
+    node_rows: Tensor
+    signature: Tensor
+    recv_gbl_rank_prefix_sum: Tensor
+    recv_src_idx: Tensor
+    send_head: Tensor
+    rank_head: Tensor
+
+    @property
+    def handle(self) -> InternodeHandle:
+        """See `DispatchPlan`."""
+        return InternodeHandle(*self[2:])
+
+
+Plan = DispatchPlan | InternodePlan
+
+
+def plan_of(tensors: Sequence[Tensor]) -> Plan:
+    """The plan that has these tensors, in their order."""
+    if len(tensors) == len(InternodePlan._fields):
+        return InternodePlan(*tensors)
+    if len(tensors) != len(DispatchPlan._fields):
+        raise ShapeError(
+            f"plan has {len(tensors)} tensors; it must be the {len(DispatchPlan._fields)} that "
+            f"dispatch returned, or {len(InternodePlan._fields)} on several nodes."
+        )
+    return DispatchPlan(*tensors)
+
+
 class Sent(NamedTuple):
     """A dispatch that was launched: received [N, H], and the others as in `DispatchedRows`."""
 
@@ -52,7 +91,7 @@ class Sent(NamedTuple):
     offsets: Tensor
     counts: Tensor
     overflow: Tensor
-    plan: DispatchPlan
+    plan: Plan
 
 
 @verb
@@ -88,7 +127,7 @@ def send(
         if max_rows:
             buffer._note_overflow(places.overflow)
         row_weights = take_weights(received.topk_weights, places.slots)
-        plan = DispatchPlan(places.slots, places.dst_rows, *handle)
+        plan = plan_of((places.slots, places.dst_rows, *handle))
         sent = Sent(received.x, row_weights, places.offsets, counts, places.overflow, plan)
         call.returns(*sent[:-1], *plan)
     return sent, call.event
@@ -112,12 +151,12 @@ def _check_room(x: Tensor, max_rows: int | None, alignment: int, num_ranks: int)
 
 @verb
 def send_again(
-    buffer: Buffer, x: Tensor, plan: DispatchPlan, is_async: bool
+    buffer: Buffer, x: Tensor, plan: Plan, is_async: bool
 ) -> tuple[Tensor, EventOverlap]:
     """Send x [T, H] where the tokens of an earlier dispatch went: received rows [N, H]."""
     engine = buffer._ready()
     checks.check_rows("x", x, len(plan.send_head), buffer._rows_device)
-    handle = _check_plan(plan, buffer.group_size, x.device)
+    handle = _check_plan(plan, buffer, x.device)
     with buffer._streams.call(None, is_async) as call:
         call.reads(x, *plan)
         received = engine.dispatch_cached(checks.packed(x), None, handle, Buffer.num_sms).x
@@ -127,12 +166,12 @@ def send_again(
 
 @verb
 def return_sums(
-    buffer: Buffer, rows: Tensor, row_weights: Tensor | None, plan: DispatchPlan, is_async: bool
+    buffer: Buffer, rows: Tensor, row_weights: Tensor | None, plan: Plan, is_async: bool
 ) -> tuple[Tensor, Tensor, EventOverlap]:
     """Return sums of rows [M, H] and values float32 [M] of rows: [T, H], [T, K], event."""
     engine = buffer._ready()
     checks.check_rows("rows", rows, len(plan.slots), buffer._rows_device)
-    handle = _check_plan(plan, buffer.group_size, rows.device)
+    handle = _check_plan(plan, buffer, rows.device)
     sums, weights = sum_rows(checks.packed(rows), plan.dst_rows), None
     if row_weights is not None:
         shape = [len(plan.slots)]
@@ -147,9 +186,9 @@ def return_sums(
     return y, topk_weights, call.event
 
 
-def _check_plan(plan: DispatchPlan, num_ranks: int, device: torch.device) -> Handle:
+def _check_plan(plan: Plan, buffer: Buffer, device: torch.device) -> Any:
     """The handle of a plan, whose parts must fit one another."""
-    handle = check_handle(plan.handle, num_ranks, device)
+    handle = check_handle(plan.handle, buffer.group_size, device, buffer.num_nodes)
     num_received = len(handle.recv_src_idx)
     checks.check_tensor("plan.slots", plan.slots, ["M"], [torch.int32], device)
     checks.check_tensor("plan.dst_rows", plan.dst_rows, [num_received, "K"], [torch.int32], device)
@@ -158,7 +197,7 @@ def _check_plan(plan: DispatchPlan, num_ranks: int, device: torch.device) -> Han
     return handle
 
 
-def take_received(received: Tensor, plan: DispatchPlan) -> Tensor:
+def take_received(received: Tensor, plan: Plan) -> Tensor:
     """Expert rows [M, H] of received rows [N, H]."""
     checks.check_rows("received", received, len(plan.dst_rows), plan.slots.device)
     return take_rows(checks.packed(received), plan.slots, plan.dst_rows.shape[1])

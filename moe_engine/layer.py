@@ -229,12 +229,12 @@ def _begin(
 
 
 def _is_operator(buffer: Buffer, w_gate_up: Operand, wgrad: Wgrad) -> bool:
-    """Whether a layer is called as an operator here, if it `_is_plain`. There is one for fused
-    layers, with gate and up in one tensor, whose gradients go to autograd."""
+    """Whether a layer is called as an operator here, if it `_is_plain`. There is one for gate and
+    up in one tensor, whose gradients go to autograd."""
     if not (torch.compiler.is_compiling() or has_modes()):
         return False
-    is_fused = isinstance(buffer, Buffer) and buffer.has_fused_layers
-    return is_fused and isinstance(w_gate_up, torch.Tensor) and wgrad is None
+    has_operator = isinstance(buffer, Buffer) and isinstance(w_gate_up, torch.Tensor)
+    return has_operator and wgrad is None
 
 
 def _is_plain(biases: Biases, activation: AnyActivation) -> bool:

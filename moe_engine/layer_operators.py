@@ -61,6 +61,8 @@ def layer_operator(
         out, counts = operators.moe_ffn(*how, options.return_counts)
         return out, counts
     save = chosen_policy(options.save, *weights[-1].shape[1:])
+    if not buffer.has_fused_layers:  # whose backward sends again what there is no place for here
+        save = "none"
     out, counts, *_ = operators.moe_ffn_forward(*how, save)
     return out, counts
 
@@ -108,7 +110,7 @@ def _run_passes(
 
 def _most_calls(buffer: Buffer) -> int:
     """Of a layer: one with all tokens, and where it may take passes one of each slice."""
-    num_passes = buffer.options.num_passes(buffer.group_size)
+    num_passes = buffer.options.num_passes(buffer.group_size) if buffer.has_fused_layers else 1
     return 1 if num_passes == 1 else 1 + num_passes
 
 
@@ -140,7 +142,9 @@ def _forward(*args: Any) -> tuple[Tensor, ...]:
     passes, (out, _, counts, _) = _run_passes(buffer, tensors, options)
     assert counts is not None
     x, overflow = tensors.x, passes[0].saved.overflow
-    pre, rows = zip(*(one.saved.tensors for one in passes), strict=True)
+    is_fused = buffer.has_fused_layers
+    kept = (one.saved.tensors if is_fused else NOTHING.tensors for one in passes)
+    pre, rows = zip(*kept, strict=True)
     numbers, begin = [NOT_MADE] * _most_calls(buffer), 0 if passes[0].tokens is None else 1
     numbers[begin : begin + len(passes)] = [one.saved.num_rows for one in passes]
     if not isinstance(overflow, Tensor):  # of which the host knows

@@ -16,11 +16,15 @@ import torch
 from torch import Tensor
 
 from .device.context import SIGNATURE_WORDS
+from .dispatch import Tokens
 from .errors import BackendError
 from .expert_row_calls import (
     DispatchPlan,
+    InternodePlan,
+    Plan,
     Sent,
     await_tensor,
+    plan_of,
     return_sums,
     send,
     send_again,
@@ -33,11 +37,17 @@ library = torch.library.Library("moe_engine", "DEF")
 operators: Any = torch.ops.moe_engine
 
 RESULT = "Tensor row_weights, Tensor offsets, Tensor counts, Tensor overflow"
-PLAN = ", ".join(f"Tensor {name}" for name in DispatchPlan._fields)
+PLANS = {"": DispatchPlan, "internode_": InternodePlan}
+"""What a dispatch returns, by the beginning of its operators' names: a schema has one number of
+tensors, and plans of several nodes have more."""
 ARGS = (
     "Tensor x, Tensor topk_idx, Tensor topk_weights, int num_experts, int buffer_id, "
     "SymInt? max_rows=None, int alignment=1"
 )
+
+
+def plan_schema(kind: Any) -> str:
+    return ", ".join(f"Tensor {name}" for name in kind._fields)
 
 
 def operator(schema: str, fake: Callable[..., Any]) -> Callable[[Callable[..., Any]], Any]:
@@ -83,7 +93,7 @@ def _fake_sent(
     max_rows: int | None = None,
     alignment: int = 1,
 ) -> Sent:
-    num_ranks, (num_tokens, num_topk) = live_buffer(buffer_id).group_size, topk_idx.shape
+    buffer, num_topk = live_buffer(buffer_id), topk_idx.shape[1]
     num_rows: Any = max_rows
     num_received: Any = max_rows
     if max_rows is None:
@@ -93,23 +103,47 @@ def _fake_sent(
     def new(*shape: Any, dtype: torch.dtype = torch.int32) -> Tensor:
         return topk_idx.new_empty(shape, dtype=dtype)
 
-    plan = DispatchPlan(
-        slots=new(num_rows),
-        dst_rows=new(num_received, num_topk),
-        rank_prefix_matrix=new(num_ranks, num_ranks),
-        send_token_idx=new(num_ranks, num_tokens),
-        signature=new(SIGNATURE_WORDS.value),
-        recv_src_idx=new(num_received),
-        is_token_in_rank=new(num_tokens, num_ranks, dtype=torch.bool),
-        send_head=new(num_tokens, num_ranks),
-    )
+    places = new(num_rows), new(num_received, num_topk)
+    tokens = Tokens(x, topk_idx, topk_weights)
     return Sent(
         received=x.new_empty((num_received, x.shape[1])),
         row_weights=new(num_rows, dtype=torch.float32),
-        offsets=new(num_experts // num_ranks + 1),
+        offsets=new(num_experts // buffer.group_size + 1),
         counts=new(num_experts),
         overflow=new(1),
-        plan=plan,
+        plan=_fake_plan(buffer, tokens, num_experts, places, new),
+    )
+
+
+def _fake_plan(
+    buffer: Any,
+    tokens: Tokens,
+    num_experts: int,
+    places: tuple[Tensor, Tensor],
+    new: Callable[..., Tensor],
+) -> Plan:
+    num_ranks, num_nodes, num_tokens = buffer.group_size, buffer.num_nodes, tokens.x.shape[0]
+    shared = dict(
+        rank_prefix_matrix=new(num_ranks, num_ranks),
+        signature=new(SIGNATURE_WORDS.value),
+        recv_src_idx=new(places[1].shape[0]),
+        is_token_in_rank=new(num_tokens, num_ranks, dtype=torch.bool),
+        send_head=new(num_tokens, num_nodes if num_nodes > 1 else num_ranks),
+    )
+    if num_nodes == 1:
+        return DispatchPlan(*places, send_token_idx=new(num_ranks, num_tokens), **shared)
+    near = num_ranks // num_nodes
+    most: Any = buffer._engine.most_rows(tokens, num_experts)
+    if most is None:
+        most = torch.library.get_ctx().new_dynamic_size()
+    return InternodePlan(
+        *places,
+        sent_token_idx=new(num_nodes + near, num_tokens),
+        row_idx=new(num_nodes, near, most),
+        node_rows=new(2, num_nodes),
+        recv_gbl_rank_prefix_sum=new(num_ranks),
+        rank_head=new(num_nodes, most, near),
+        **shared,
     )
 
 
@@ -119,7 +153,7 @@ def _fake_dispatch(x: Tensor, *args: Any) -> tuple[Tensor, ...]:
 
 
 def _fake_sums(rows: Tensor, row_weights: Tensor | None, plan: list[Tensor]) -> tuple[Tensor, ...]:
-    of = DispatchPlan(*plan)
+    of = plan_of(plan)
     num_tokens, num_topk = of.send_head.shape[0], of.dst_rows.shape[1]
     shape = (0,) if row_weights is None else (num_tokens, num_topk)
     y = rows.new_empty((num_tokens, rows.shape[1]))
@@ -136,10 +170,14 @@ def _fake_rows(x: Tensor, plan: list[Tensor], buffer_id: int) -> Tensor:
     return x.new_empty((plan[0].shape[0], x.shape[1]))
 
 
-@operator(f"dispatch({ARGS}) -> (Tensor rows, {RESULT}, {PLAN})", _fake_dispatch)
 def _dispatch(x: Tensor, topk_idx: Tensor, topk_weights: Tensor, *args: Any) -> tuple[Tensor, ...]:
     sent, _ = send(*_arguments(x, topk_idx, topk_weights, *args), is_async=False)
     return take_received(sent.received, sent.plan), *sent[1:-1], *sent.plan
+
+
+for _name, _kind in PLANS.items():
+    _schema = f"{_name}dispatch({ARGS}) -> (Tensor rows, {RESULT}, {plan_schema(_kind)})"
+    operator(_schema, _fake_dispatch)(_dispatch)
 
 
 def _arguments(
@@ -162,12 +200,12 @@ def _arguments(
 def _combine(
     rows: Tensor, row_weights: Tensor | None, plan: list[Tensor], buffer_id: int
 ) -> tuple[Tensor, Tensor]:
-    return return_sums(live_buffer(buffer_id), rows, row_weights, DispatchPlan(*plan), False)[:2]
+    return return_sums(live_buffer(buffer_id), rows, row_weights, plan_of(plan), False)[:2]
 
 
 @operator("cached_dispatch(Tensor x, Tensor[] plan, int buffer_id) -> Tensor rows", _fake_rows)
 def _cached_dispatch(x: Tensor, plan: list[Tensor], buffer_id: int) -> Tensor:
-    of = DispatchPlan(*plan)
+    of = plan_of(plan)
     received, _ = send_again(live_buffer(buffer_id), x, of, False)
     return take_received(received, of)
 
@@ -204,7 +242,8 @@ def _cached_dispatch_backward(ctx: Any, rows: Tensor) -> tuple[Any, ...]:
     return operators.combine(rows, None, plan, ctx.buffer_id)[0], [None] * len(plan), None
 
 
-gradient("dispatch", _save_dispatch, _dispatch_backward)
+for _name in PLANS:
+    gradient(f"{_name}dispatch", _save_dispatch, _dispatch_backward)
 gradient("combine", _save_plan, _combine_backward)
 gradient("cached_dispatch", _save_plan, _cached_dispatch_backward)
 
@@ -242,17 +281,20 @@ def _fake_received(x: Tensor, plan: list[Tensor], buffer_id: int) -> Tensor:
     return x.new_empty((plan[1].shape[0], x.shape[1]))
 
 
-@operator(
-    f"dispatch_start({ARGS}) -> (Tensor ticket, Tensor weights_ticket, Tensor received, {RESULT}, "
-    f"{PLAN})",
-    _fake_dispatch_start,
-)
 def _dispatch_start(x: Tensor, topk_idx: Tensor, weights: Tensor, *args: Any) -> Any:
     # A copy of x: a compiler may use its memory again before the wait.
     buffer, _, *others = _arguments(x, topk_idx, weights, *args)
     sent, event = send(buffer, x.clone(), *others, is_async=True)
     set_out(buffer, sent.received, event)
     return _ticket(x, x.shape), _ticket(weights, weights.shape), *sent[:-1], *sent.plan
+
+
+for _name, _kind in PLANS.items():
+    _schema = (
+        f"{_name}dispatch_start({ARGS}) -> (Tensor ticket, Tensor weights_ticket, "
+        f"Tensor received, {RESULT}, {plan_schema(_kind)})"
+    )
+    operator(_schema, _fake_dispatch_start)(_dispatch_start)
 
 
 @operator(
@@ -276,7 +318,7 @@ def _dispatch_wait(
 def _combine_start(
     rows: Tensor, row_weights: Tensor | None, plan: list[Tensor], buffer_id: int
 ) -> tuple[Tensor, ...]:
-    buffer, of = live_buffer(buffer_id), DispatchPlan(*plan)
+    buffer, of = live_buffer(buffer_id), plan_of(plan)
     y, topk_weights, event = return_sums(buffer, rows, row_weights, of, True)
     set_out(buffer, y, event)
     return _ticket(rows, (len(of.dst_rows), rows.shape[1])), y, topk_weights
@@ -300,7 +342,7 @@ def _combine_wait(
 )
 def _cached_dispatch_start(x: Tensor, plan: list[Tensor], buffer_id: int) -> Tensor:
     buffer = live_buffer(buffer_id)
-    received, event = send_again(buffer, x.clone(), DispatchPlan(*plan), True)
+    received, event = send_again(buffer, x.clone(), plan_of(plan), True)
     set_out(buffer, received, event)
     return received
 
@@ -310,7 +352,7 @@ def _cached_dispatch_start(x: Tensor, plan: list[Tensor], buffer_id: int) -> Ten
     _fake_rows,
 )
 def _cached_dispatch_wait(received: Tensor, plan: list[Tensor], buffer_id: int) -> Tensor:
-    of = DispatchPlan(*plan)
+    of = plan_of(plan)
     await_tensor(live_buffer(buffer_id), received)
     return take_received(received, of)
 
@@ -351,7 +393,8 @@ def _combine_wait_backward(ctx: Any, y: Tensor, *_: Any) -> tuple[Any, ...]:
     return received, None, None, [None] * len(plan), None
 
 
-gradient("dispatch_start", _save_dispatch_start, _dispatch_start_backward)
+for _name in PLANS:
+    gradient(f"{_name}dispatch_start", _save_dispatch_start, _dispatch_start_backward)
 gradient("dispatch_wait", _save_dispatch_wait, _dispatch_wait_backward)
 gradient("combine_start", _save_plan, _combine_start_backward)
 gradient("combine_wait", _save_plan, _combine_wait_backward)

@@ -13,7 +13,7 @@ from torch import Tensor
 from .buffer import Buffer
 from .checks import shown
 from .errors import DtypeError
-from .expert_row_calls import DispatchPlan
+from .expert_row_calls import Plan, plan_of
 from .operators import operators
 
 
@@ -31,7 +31,7 @@ class DispatchedRows(NamedTuple):
     offsets: Tensor
     counts: Tensor
     overflow: Tensor
-    plan: DispatchPlan
+    plan: Plan
 
 
 class DispatchInFlight(NamedTuple):
@@ -39,7 +39,7 @@ class DispatchInFlight(NamedTuple):
 
     tickets: tuple[Tensor, Tensor]
     sent: tuple[Tensor, ...]
-    plan: DispatchPlan
+    plan: Plan
     buffer_id: int
 
 
@@ -84,14 +84,16 @@ def dispatch(
     Raises what `Buffer.dispatch` raises; BackendError under capture without max_rows.
     """
     args = x, topk_idx, topk_weights, num_experts, _id(buffer), max_rows, alignment
-    parts = operators.dispatch(*args)
-    return DispatchedRows._make((*parts[:5], DispatchPlan(*parts[5:])))
+    has_nodes = buffer.num_nodes > 1
+    parts = (operators.internode_dispatch if has_nodes else operators.dispatch)(*args)
+    return DispatchedRows._make((*parts[:5], plan_of(parts[5:])))
 
 
-def combine(rows: Tensor, plan: DispatchPlan, buffer: Buffer) -> Tensor:
+def combine(rows: Tensor, plan: Plan, buffer: Buffer) -> Tensor:
     """Return rows [M, H], in the order of a dispatch, to the ranks of their tokens: [T, H], for
     each token the sum of its rows, which have no weights here: multiply rows by `row_weights`
-    before. Each rank adds up in fp32, in the order of k, and rounds once; so does the token's rank.
+    before. Each rank adds up in fp32, in the order of k, and rounds once; so does each of several
+    nodes, and then the token's rank. A tuple of the plan's tensors serves as well.
 
     The gradient of the rows comes by a dispatch with the same plan. Collective.
     """
@@ -113,8 +115,9 @@ def dispatch_start(
     may be in flight, and the calls of a Buffer run one after the other. In the backward the sums
     are on their way from where that of `dispatch_wait` runs until that of this runs."""
     args = x, topk_idx, topk_weights, num_experts, _id(buffer), max_rows, alignment
-    parts = operators.dispatch_start(*args)
-    return DispatchInFlight(parts[:2], parts[2:7], DispatchPlan(*parts[7:]), buffer.id)
+    has_nodes = buffer.num_nodes > 1
+    parts = (operators.internode_dispatch_start if has_nodes else operators.dispatch_start)(*args)
+    return DispatchInFlight(parts[:2], parts[2:7], plan_of(parts[7:]), buffer.id)
 
 
 def dispatch_wait(in_flight: DispatchInFlight) -> DispatchedRows:
@@ -124,13 +127,13 @@ def dispatch_wait(in_flight: DispatchInFlight) -> DispatchedRows:
     return DispatchedRows._make((*parts, plan))
 
 
-def combine_start(rows: Tensor, plan: DispatchPlan, buffer: Buffer) -> CombineInFlight:
+def combine_start(rows: Tensor, plan: Plan, buffer: Buffer) -> CombineInFlight:
     """Begin `combine` on the Buffer's own stream; `combine_wait` gives its result."""
     parts = operators.combine_start(rows, None, list(plan), _id(buffer))
     return CombineInFlight._make((*parts, buffer.id))
 
 
-def combine_wait(in_flight: CombineInFlight, plan: DispatchPlan) -> Tensor:
+def combine_wait(in_flight: CombineInFlight, plan: Plan) -> Tensor:
     """What `combine` returns; the current stream waits until it has come."""
     *parts, buffer_id = in_flight
     y: Tensor = operators.combine_wait(*parts, list(plan), buffer_id)[0]

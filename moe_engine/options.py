@@ -265,6 +265,7 @@ class Config:
         return round_up(num_bytes, 128)
 
     def get_rdma_buffer_size_hint(self, hidden_bytes: int, num_ranks: int) -> int:
-        """Returns 0: there is no network transport, which would need memory of its own."""
+        """Returns 0: what normal calls send between nodes lies in the memory of num_nvl_bytes, to
+        which a Buffer of ranks on several nodes adds 2 / L of it, for L ranks per node."""
         check_at_least(1, hidden_bytes=hidden_bytes, num_ranks=num_ranks)
         return 0

@@ -176,32 +176,38 @@ def combine(
     num_tokens: list[int],
     num_experts: int,
     bias: list[list[torch.Tensor]] | None = None,
+    ranks_per_node: int | None = None,
 ) -> list[torch.Tensor]:
     """Add up the rows [N, H] of each token on the ranks that it was sent to.
 
     A sum is made in fp32 and rounded once. It begins with the biases; ranks follow in the order of
     their last k of the top-k (of their numbers if `topk_idx` is None).
+
+    With ranks_per_node, for several nodes, a token's rows of a node are added up first, in the
+    order of its ranks, by a sum of their own; these sums then take the place of rows, and nodes
+    that of ranks.
     """
-    num_ranks = len(y)
+    num_ranks, size = len(y), ranks_per_node or 1
     outputs = []
     for source in range(num_ranks):
-        hidden = y[source].shape[1]
+        dtype, hidden = y[source].dtype, y[source].shape[1]
         out = _wide(y[source].new_zeros(num_tokens[source], hidden))
-        for part in bias[source] if bias else []:
-            out += _wide(part)
-        rows: dict[tuple[int, int], torch.Tensor] = {}
+        for one in bias[source] if bias else []:
+            out += _wide(one)
+        sums: dict[tuple[int, int], torch.Tensor] = {}
         for rank in range(num_ranks):
             mine = (received[rank].source == source).nonzero().flatten()
             for row in mine.tolist():
-                rows[int(received[rank].src_idx[row]), rank] = _wide(y[rank][row])
+                at = int(received[rank].src_idx[row]), rank // size
+                sums[at] = sums.get(at, torch.zeros_like(out[0])) + _wide(y[rank][row])
         for token in range(num_tokens[source]):
-            ranks = [rank for rank in range(num_ranks) if (token, rank) in rows]
+            parts = [part for part in range(num_ranks // size) if (token, part) in sums]
             if topk_idx is not None:
-                owners = (topk_idx[source][token] // (num_experts // num_ranks)).tolist()
-                ranks.sort(key=lambda r: max(k for k, owner in enumerate(owners) if owner == r))
-            for rank in ranks:
-                out[token] += rows[token, rank]
-        outputs.append(out.to(y[source].dtype))
+                owners = (topk_idx[source][token] // (num_experts // num_ranks * size)).tolist()
+                parts.sort(key=lambda p: max(k for k, owner in enumerate(owners) if owner == p))
+            for part in parts:
+                out[token] += _wide(sums[token, part].to(dtype))
+        outputs.append(out.to(dtype))
     return outputs
 
 

@@ -1,13 +1,16 @@
-"""What `Buffer.warmup` calls of layers: of few tokens, of those that train or run in passes."""
+"""What `Buffer.warmup` calls: each verb, and layers of few tokens, that train or run in passes."""
 
 from __future__ import annotations
 
+from contextlib import suppress
 from typing import TYPE_CHECKING
 
 import torch
 
+from .checks import PAYLOAD_DTYPES, check_at_least, check_dtype
 from .device.context import SAVE_POLICIES
 from .engines.base import LayerInputs, WeightGradients
+from .errors import CapacityError
 from .grouped_gemm.activations import AnyActivation
 from .grouped_gemm.operands import Operand, split_scales
 from .lifecycle import BufferLifecycle, verb
@@ -18,6 +21,38 @@ if TYPE_CHECKING:
 
 STEPS = 3
 """Sizes that a warm-up tries up to the next power of two; fewer choices of tiles lie there."""
+
+
+def warm_up(
+    buffer: Buffer,
+    hidden: int,
+    num_experts: int,
+    num_topk: int,
+    dtype: torch.dtype,
+    weights: tuple[Operand, Operand] | None,
+    biases: tuple[torch.Tensor | None, torch.Tensor | None],
+    activation: AnyActivation,
+) -> None:
+    """See `Buffer.warmup`."""
+    check_at_least(1, hidden=hidden, num_topk=num_topk)
+    check_dtype("dtype", dtype, PAYLOAD_DTYPES)
+    x = torch.empty(0, hidden, dtype=dtype, device=buffer.device)
+    idx = torch.empty(0, num_topk, dtype=torch.int64, device=buffer.device)
+    per_rank, per_node, per_expert, in_rank, _ = buffer.get_dispatch_layout(idx, num_experts)
+    layout = per_rank, per_node, in_rank, per_expert, idx, idx.float()
+    rows, _, topk_weights, _, handle, _ = buffer.dispatch(x, None, *layout)
+    assert isinstance(rows, torch.Tensor)
+    assert handle is not None
+    buffer.dispatch(x, None, *layout, num_worst_tokens=1)
+    buffer.dispatch(x, handle)
+    for returned in (None, topk_weights):
+        buffer.combine(rows, handle, returned)
+    if buffer._low_latency is not None and dtype == torch.bfloat16:
+        with suppress(CapacityError):  # it has memory for other calls, of layers
+            buffer._warm_low_latency(x, idx, num_experts)
+    if weights is not None:
+        warm_layers(buffer, layer_of_no_tokens(x, idx, weights, biases, activation))
+    buffer.check()
 
 
 def layer_of_no_tokens(

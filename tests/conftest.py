@@ -1,13 +1,14 @@
 """Markers and fixtures of all tests. Functions that ranks run are found in the test modules."""
 
 import os
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import cases
 import pytest
 import torch
 from hypothesis import settings
+from node_cases import SHAPES, NodePool
 
 from moe_engine.emulation import RankPool
 
@@ -70,5 +71,11 @@ def pool() -> Iterator[RankPool]:
 def ranks_of_nodes() -> Iterator[RankPool]:
     """Six emulated ranks on three nodes; the first four are on two."""
     cases.skip_without_interpreter()
-    with RankPool(6, nodes=3, timeout_s=120) as ranks:
+    with RankPool(6, nodes=3, timeout_s=240) as ranks:
         yield ranks
+
+
+@pytest.fixture
+def nodes(ranks_of_nodes: RankPool) -> Callable[[str], NodePool]:
+    """Gives the pool of a shape of nodes, such as "2x2"."""
+    return lambda shape: NodePool(ranks_of_nodes, *SHAPES[shape])

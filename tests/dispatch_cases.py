@@ -92,7 +92,7 @@ def run_round_trips(group, backend, num_experts, max_tokens, x, topk_idx, topk_w
     return first
 
 
-def check_round_trip(results, x, topk_idx, topk_weights, num_experts, bias):
+def check_round_trip(results, x, topk_idx, topk_weights, num_experts, bias, ranks_per_node=None):
     """Bitwise: rows, ids, weights, counts and sums."""
     received = reference.dispatch(x, topk_idx, topk_weights, num_experts)
     for have, want in zip(results, received, strict=True):
@@ -104,8 +104,9 @@ def check_round_trip(results, x, topk_idx, topk_weights, num_experts, bias):
         assert torch.equal(have["cached"], want.x)
     y = [have["y"] for have in results]
     num_tokens = [len(part) for part in x]
-    plain = reference.combine(y, received, topk_idx, num_tokens, num_experts)
-    biased = reference.combine(y, received, topk_idx, num_tokens, num_experts, bias)
+    sent = y, received, topk_idx, num_tokens, num_experts
+    plain = reference.combine(*sent, None, ranks_per_node)
+    biased = reference.combine(*sent, bias, ranks_per_node)
     for rank, have in enumerate(results):
         assert torch.equal(have["out"], plain[rank])
         assert torch.equal(have["biased"], biased[rank])

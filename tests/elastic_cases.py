@@ -61,16 +61,17 @@ def expected(inputs, alignment=1, max_tokens=MOST_TOKENS):
     return received, [reference.place(one, *sizes) for one in received]
 
 
-def expected_sums(inputs, received, places, bias=None, dtype=None):
+def expected_sums(inputs, received, places, bias=None, dtype=None, ranks_per_node=None):
     """bf16 [T, H] of each rank: the sum of `make_y` over the experts of each token, as V2 makes it:
-    rounded (to `dtype`, None for bf16) on each rank, and then in the order of ranks."""
+    rounded (to `dtype`, None for bf16) on each rank, and then in the order of ranks; on nodes of
+    ranks_per_node ranks, of the nodes, each of which rounds its sum likewise."""
     rows = []
     for one, place in zip(received, places, strict=True):
         y = make_y(place.src_metadata, TOPK, HIDDEN)
         y[one.topk_idx < 0] = 0
         rows.append(reference.sum_topk(y.to(dtype or y.dtype), torch.ones(len(y), TOPK)))
     sizes = [len(part) for part in inputs[0]], EXPERTS
-    sums = reference.combine(rows, received, inputs[1], *sizes, bias)
+    sums = reference.combine(rows, received, inputs[1], *sizes, bias, ranks_per_node)
     return [one.bfloat16() for one in sums]
 
 

@@ -219,7 +219,8 @@ def check_mode(buffer, mode, waits, inputs):
     rows_y[slots] = y[of_experts]
     added = tuple(one.to(device) for one in bias[rank])
     added = added[0] if num_bias == 1 else added or None
-    sums = elastic_cases.expected_sums(inputs, received, places, bias)
+    of_node = buffer.num_nvlink_ranks if buffer.num_rdma_ranks > 1 else None
+    sums = elastic_cases.expected_sums(inputs, received, places, bias, ranks_per_node=of_node)
     weights = torch.where(inputs[1][rank] >= 0, inputs[2][rank], 0.0)
     for of, values, of_values in ((handle, summed, recv_w), (by_experts, rows_y, row_w)):
         more = dict(handle=of, topk_weights=of_values, bias=added)

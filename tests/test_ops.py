@@ -275,7 +275,8 @@ def run_opcheck(group, *parts):
     }
     for name, of in inputs.items():
         for number, one in enumerate(of):
-            operator = getattr(operators, name).default
+            is_new = name in ("dispatch", "dispatch_start") and buffer.num_nodes > 1
+            operator = getattr(operators, is_new * "internode_" + name).default
             # A plan has the number of its call, so that two calls of these are never the same; and
             # what is in flight on a GPU is not there to be compared.
             differs = name.startswith("dispatch") or (x.is_cuda and name.endswith("_start"))

@@ -41,9 +41,15 @@ if "$PYTHON" -c "import torch as t; assert t.__version__ >= '2.11' and (t.versio
         install --no-index --no-deps --no-build-isolation -e .
     }
 elif [[ $gpu == 1 ]]; then
-    install -e ".[gpu,emulation,hf,bench,dev]"
+    install -e ".[nvshmem,emulation,hf,bench,dev]"
 else
     install "$TORCH"
     "$VENV/bin/python" -c 'import triton' 2>/dev/null || install triton==3.6.0
     install -e ".[emulation,hf,bench,dev]"
+fi
+# Tests link kernels of several nodes with it where it is; torch may pin another version.
+if ! "$VENV/bin/python" -c 'from moe_engine.nvshmem_library import installed as i; i()' 2>/dev/null
+then
+    PIP_RETRIES=1 install --no-deps "nvidia-nvshmem-cu13==3.6.5" ||
+        echo "setup: without NVSHMEM, which only ranks on several nodes need" >&2
 fi

@@ -33,9 +33,8 @@ from .lang import (
     report_failure,
     report_pointer,
     symm_at,
-    wait,
 )
-from .slots import count_flag, region, wait_slot_free
+from .slots import count_flag, is_near, region, wait_slot_free
 
 
 class RowShape(NamedTuple):
@@ -98,11 +97,19 @@ def publish_signature(peers, mask, context):
 @device_function
 def wait_signatures(signature, context, RANKS_PAD: tl.constexpr):
     """Wait for the signatures of all ranks and compare them. Returns 1, or 0 where the wait expired
-    or one differs, which is reported with both."""
+    or one differs, which is reported with both.
+
+    Signatures of other nodes come through ranks of this one, node by node: of those that are late
+    the first rank of this node is to blame, and where there is none the first one of all."""
     ranks = tl.arange(0, RANKS_PAD)
-    real = ranks < tl.load(context + NUM_RANKS)
-    flags = count_flag(ranks, context)
-    ready = wait(flags, real, current_epoch(context), ranks, context, PHASE_COUNTS)
+    num_ranks = tl.load(context + NUM_RANKS).to(tl.int32)
+    real = ranks < num_ranks
+    flags, epoch = count_flag(ranks, context), current_epoch(context)
+    values, ready, _ = poll(flags, real, epoch, ranks, context, PHASE_COUNTS, False)
+    if ready == 0:
+        order = tl.where(is_near(ranks, context), ranks, num_ranks + ranks)
+        blamed = tl.min(tl.where(real & (values < epoch), order, 2 * num_ranks), 0) % num_ranks
+        report_failure(blamed, epoch, context, PHASE_COUNTS)
     heads = as_pointer(consume_token(region(ranks, context), ready), tl.int32)
     field = tl.arange(0, SIGNATURE_WORDS)
     theirs = tl.load(heads[:, None] + field[None, :], mask=real[:, None] & (ready == 1), other=0)

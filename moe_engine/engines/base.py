@@ -20,6 +20,10 @@ NUM_SMS = 20
 """Programs that communicate in a call unless it says otherwise; DeepEP's number."""
 
 
+PartsOfHandle = tuple[torch.Tensor, ...]
+"""Tensors of a handle, of which rank_prefix_matrix is the first."""
+
+
 class Handle(NamedTuple):
     """What combine and a cached dispatch need from a dispatch: six tensors, nothing else.
 
@@ -32,6 +36,16 @@ class Handle(NamedTuple):
     recv_src_idx: torch.Tensor  # int32 [N]: each received row's token on its source
     is_token_in_rank: torch.Tensor  # bool [T, R]
     send_head: torch.Tensor  # int32 [T, R]: row * R + rank in the order of the final sum, or -1
+
+    @property
+    def sent(self) -> PartsOfHandle:
+        """What sending again takes."""
+        return self.rank_prefix_matrix, self.send_token_idx, self.signature
+
+    @property
+    def returned(self) -> PartsOfHandle:
+        """What returning rows takes."""
+        return self.rank_prefix_matrix, self.signature, self.send_head
 
 
 class Arrived(NamedTuple):

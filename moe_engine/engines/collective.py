@@ -19,7 +19,15 @@ from ..dispatch import DispatchLayout, Received, Tokens
 from ..errors import CapacityError, RoutingError, ShapeError, bad_ids
 from ..prepared import Described, Kind
 from ..symm.device_context import DeviceContext
-from .base import NUM_SMS, Arrived, Handle, LayerInputs
+from .base import (
+    NUM_SMS,
+    Arrived,
+    BiasGradients,
+    Gradients,
+    Handle,
+    LayerInputs,
+    WeightGradients,
+)
 from .layer_by_verbs import LayerByVerbs
 
 
@@ -207,10 +215,47 @@ class CollectiveEngine(LayerByVerbs):
             reference.expert_rows(rows.x, rows.topk_idx, *rows[3:]), rows.topk_weights
         )
 
-    def weight_leaf(self, w: torch.Tensor) -> torch.Tensor:
-        """In the dtype of sums, so that its gradient is rounded once."""
-        wide = torch.promote_types(w.dtype, torch.float32)
-        return w.detach().to(wide).requires_grad_()
+    def expert_gradients(
+        self, rows: LayerInputs, grad: torch.Tensor, into: WeightGradients | None
+    ) -> Gradients:
+        """See `LayerByVerbs`; by autograd, once more for gradients of weights that come later."""
+        of_biases = dict(gate_up=rows.b_gate_up, down=rows.b_down)
+        wanted = [name for name, b in of_biases.items() if b is not None and b.requires_grad]
+        names = "x", "topk_weights", *(f"b_{name}" for name in wanted)
+        of_rows, of_weights, *found = self._gradients(rows, grad, *names, into=into)
+        biases = BiasGradients(**dict(zip(wanted, found, strict=True)))
+
+        def later(into: WeightGradients) -> None:
+            if into != WeightGradients(None, None):
+                self._gradients(rows, grad, into=into)
+
+        return of_rows, of_weights, later if into is None else None, biases
+
+    def _gradients(
+        self,
+        rows: LayerInputs,
+        grad: torch.Tensor,
+        *names: str,
+        into: WeightGradients | None = None,
+    ) -> list[torch.Tensor]:
+        """Those of the named tensors of `expert_sums`, given that of the sums; those of the weights
+        go `into` this memory, rounded once: autograd gets them in the dtype of sums."""
+        into = into or WeightGradients(None, None)
+        both = ("w_gate_up", into.gate_up), ("w_down", into.down)
+        outs = {name: out for name, out in both if out is not None}
+        leaves = {name: getattr(rows, name).detach().requires_grad_() for name in names}
+        for name in outs:
+            w = getattr(rows, name)
+            wide = torch.promote_types(w.dtype, torch.float32)
+            leaves[name] = w.detach().to(wide).requires_grad_()
+        with torch.enable_grad():
+            sums = self.expert_sums(rows._replace(**leaves))
+            found = tuple(torch.zeros_like(leaf) for leaf in leaves.values())
+            if sums.requires_grad:  # not where no row depends on a leaf
+                found = torch.autograd.grad(sums, [*leaves.values()], grad, materialize_grads=True)
+        for out, one in zip(outs.values(), found[len(names) :], strict=True):
+            out.copy_(one + out if into.accumulate else one)
+        return list(found[: len(names)])
 
     def contexts(self) -> list[DeviceContext]:
         """None: a call that breaks off here breaks the process group."""

@@ -23,8 +23,9 @@ from ..dispatch.expand_kernels import (
     ReceivedRows,
 )
 from ..utils import round_up
-from .base import Handle
-from .kernel import KernelEngine, PartsOfHandle
+from .base import Handle, PartsOfHandle
+from .internode import InternodeHandle
+from .kernel import KernelEngine
 
 SCALE_ROWS = 4
 """Columns of scales for TMA begin at multiples of so many scales, 16 bytes."""
@@ -67,7 +68,7 @@ class Dispatched(NamedTuple):
     rows: ExpandedRows
     topk_idx: torch.Tensor
     places: Places
-    sent: Handle
+    sent: Handle | InternodeHandle
     per_expert: list[int]
     num_expanded: int
 
@@ -124,7 +125,7 @@ def dispatch_again(
     engine: KernelEngine,
     tokens: Tokens,
     num_experts: int,
-    sent: Handle,
+    sent: Handle | InternodeHandle,
     places: Places,
     num_expanded: int,
     numbers: Numbers,
@@ -135,7 +136,7 @@ def dispatch_again(
     some."""
     goes_along = tokens.topk_idx is not None and tokens.topk_weights is not None
     num_experts = num_experts if goes_along else numbers.num_ranks
-    plan = sent.rank_prefix_matrix, sent.send_token_idx, sent.signature
+    plan = sent.sent
     num_rows, (metadata, *sums) = sent.recv_src_idx.numel(), places
     received = Received.empty(tokens.x.new_empty(num_rows, tokens.x.shape[1]), tokens)
     if not wanted.expand:
@@ -189,17 +190,17 @@ def combine(
     engine: KernelEngine,
     rows: ExpertRows,
     places: Places | None,
-    sent: Handle,
+    sent: Handle | InternodeHandle,
     bias: Sequence[torch.Tensor],
     rounds_once: bool,
     num_sms: int,
 ) -> tuple[torch.Tensor, torch.Tensor | None]:
-    """Return rows to their tokens: rows by token, or with `places` sums of rows by expert. These
-    are fp32 until the end if a result `rounds_once`."""
-    plan = sent.rank_prefix_matrix, sent.signature, sent.send_head
+    """Return rows to their tokens: rows by token, or with `places` sums of rows by expert. These,
+    and the sums of several nodes, are fp32 until the end if a result `rounds_once`."""
+    plan, dtype = sent.returned, torch.float32 if rounds_once else rows.x.dtype
     if places is None:
-        return engine.return_rows(ReturnedRows(*rows), plan, tuple(bias), num_sms)
-    dtype = torch.float32 if rounds_once else rows.x.dtype
+        returned = ReturnedRows(*rows), plan, tuple(bias), num_sms
+        return engine.return_rows(*returned, round_once=rounds_once)
     reduced, metadata = _new_sums(rows, places, dtype), places.src_metadata
     out, weights = engine.call(
         _combine,

@@ -1,71 +1,75 @@
-"""The experts of one rank on rows that a dispatch brought, by grouped GEMMs, with gradients."""
+"""The experts of one rank on rows that a dispatch brought, by grouped GEMMs; and gradients."""
 
 from __future__ import annotations
 
-from typing import Any
+from functools import partial
 
 import torch
 
-from ..expert_major import place, sum_rows, take_rows, take_weights
-from ..grouped_gemm import grouped_gemm, grouped_mlp, quantize_rows
-from .base import LayerInputs
+from ..expert_major import Places, place, return_weights, sum_rows, take_rows, take_weights
+from ..grouped_gemm import (
+    dgrad,
+    gemm_config,
+    grouped_gemm,
+    grouped_mlp,
+    quantize_rows,
+    tile_schedule,
+)
+from ..grouped_gemm.backward import activation_dgrad
+from .base import Gradients, LayerInputs, WeightGradientRows
+from .trained_layer import bias_gradients, later_weight_gradients
 
 
 def sums_of_experts(rows: LayerInputs) -> torch.Tensor:
     """For rows x [N, H] with local ids topk_idx int64 [N, K], -1 for none, and weights [N, K]: the
-    weighted sum [N, H] of what their experts give, with gradients for all but the ids. The host
-    waits for the number of expert rows."""
-    ids = rows.topk_idx
-    places = place(ids, len(rows.w_gate_up), 1, int((ids >= 0).sum()))
-    row_weight = take_weights(rows.topk_weights, places.slots)
-    x = _TakeRows.apply(rows.x, places.slots, places.dst_rows)
-    w_gate_up, w_down = (_joined(w) for w in (rows.w_gate_up, rows.w_down))
+    weighted sum [N, H] of what their experts give. The host waits for the number of expert rows.
+    """
+    places = _places(rows)
+    x = take_rows(rows.x, places.slots, rows.topk_idx.shape[1])
+    row_weight, offsets = take_weights(rows.topk_weights, places.slots), places.offsets
+    w_gate_up, w_down = _joined(rows.w_gate_up), _joined(rows.w_down)
+    activation, b_gate_up, b_down = rows.activation, rows.b_gate_up, rows.b_down
     if rows.s_gate_up is not None and rows.s_down is not None:
         up, down = (w_gate_up, rows.s_gate_up), (w_down, rows.s_down)
-        more: dict[str, Any] = dict(activation=rows.activation, bias=rows.b_gate_up)
-        act = grouped_gemm(quantize_rows(x), up, places.offsets, **more)
-        more = dict(bias=rows.b_down, row_weight=row_weight)
-        y = grouped_gemm(quantize_rows(act), down, places.offsets, **more)
+        act = grouped_gemm(quantize_rows(x), up, offsets, activation=activation, bias=b_gate_up)
+        y = grouped_gemm(quantize_rows(act), down, offsets, bias=b_down, row_weight=row_weight)
     else:
         y = grouped_mlp(
-            *(x, w_gate_up, w_down, places.offsets),
+            *(x, w_gate_up, w_down, offsets),
             row_weight=row_weight,
-            activation=rows.activation,
-            b_up=rows.b_gate_up,
-            b_down=rows.b_down,
+            activation=activation,
+            b_up=b_gate_up,
+            b_down=b_down,
         )
-    sums: torch.Tensor = _SumRows.apply(y, places.slots, places.dst_rows)
-    return sums
+    return sum_rows(y, places.dst_rows)
+
+
+def gradients_of_experts(rows: LayerInputs, grad: torch.Tensor) -> Gradients:
+    """Those of `sums_of_experts`, given that of the sums [N, H]: of x [N, H] and topk_weights
+    [N, K], and of the biases that require grad; those of the weights later. The pre-activations are
+    made again."""
+    places, num_topk = _places(rows), rows.topk_idx.shape[1]
+    x, dy = (take_rows(one, places.slots, num_topk) for one in (rows.x, grad))
+    row_weight, offsets = take_weights(rows.topk_weights, places.slots), places.offsets
+    w_gate_up, w_down = _joined(rows.w_gate_up), _joined(rows.w_down)
+    block_m = gemm_config(w_gate_up, len(x)).block_m
+    schedule = tile_schedule(offsets, len(x), block_m)
+    pre = grouped_gemm(x, w_gate_up, offsets, bias=rows.b_gate_up, schedule=schedule)
+    of_act = activation_dgrad(dy, w_down, pre, schedule, rows.activation, row_weight, rows.b_down)
+    of_pre, act, of_weights = of_act
+    assert of_weights is not None
+    dx = sum_rows(dgrad(of_pre, w_gate_up, offsets, schedule=schedule), places.dst_rows)
+    biases = bias_gradients(rows, of_pre, dy, row_weight, offsets)
+    kept = WeightGradientRows(x, of_pre, act, dy, offsets)
+    topk_grads = return_weights(of_weights, places.dst_rows)
+    return dx, topk_grads, partial(later_weight_gradients, kept), biases
+
+
+def _places(rows: LayerInputs) -> Places:
+    """Where the expert rows of received rows lie, without padding."""
+    return place(rows.topk_idx, len(rows.w_gate_up), 1, int((rows.topk_idx >= 0).sum()))
 
 
 def _joined(w: torch.Tensor) -> torch.Tensor:
     """Weights as grouped GEMMs take them: gate and up in one, contiguous."""
-    return (w.flatten(1, 2) if w.dim() == 4 else w).contiguous()
-
-
-class _TakeRows(torch.autograd.Function):
-    """Expert rows of received rows."""
-
-    @staticmethod
-    def forward(ctx: Any, x: torch.Tensor, slots: Any, dst_rows: Any) -> torch.Tensor:
-        ctx.save_for_backward(dst_rows)
-        return take_rows(x, slots, dst_rows.shape[1])
-
-    @staticmethod
-    def backward(ctx: Any, grad: torch.Tensor) -> tuple[Any, ...]:
-        return sum_rows(grad.contiguous(), *ctx.saved_tensors), None, None
-
-
-class _SumRows(torch.autograd.Function):
-    """Sums of the expert rows of each received row."""
-
-    @staticmethod
-    def forward(ctx: Any, y: torch.Tensor, slots: Any, dst_rows: Any) -> torch.Tensor:
-        ctx.save_for_backward(slots)
-        ctx.num_topk = dst_rows.shape[1]
-        return sum_rows(y, dst_rows)
-
-    @staticmethod
-    def backward(ctx: Any, grad: torch.Tensor) -> tuple[Any, ...]:
-        (slots,) = ctx.saved_tensors
-        return take_rows(grad.contiguous(), slots, ctx.num_topk), None, None
+    return (w.flatten(1, 2) if w.dim() == 4 else w).detach().contiguous()

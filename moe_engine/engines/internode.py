@@ -6,7 +6,6 @@ What sends and what sums goes through the rail peers, see `dispatch/internode_ke
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from typing import Any, ClassVar, NamedTuple
 
 import torch
@@ -25,11 +24,10 @@ from ..dispatch import (
 )
 from ..dispatch import internode as dispatch_internode
 from ..dispatch.internode import Routes
-from ..prepared import Described
 from ..symm.slots import BARE_HEADER, header_bytes
-from .base import NUM_SMS, LayerInputs
-from .expert_sums import sums_of_experts
-from .kernel import KernelEngine, num_comm_programs
+from .base import Gradients, LayerInputs, PartsOfHandle, WeightGradients
+from .expert_sums import gradients_of_experts, sums_of_experts
+from .kernel import KernelEngine
 from .layer_by_verbs import LayerByVerbs
 
 
@@ -50,6 +48,18 @@ class InternodeHandle(NamedTuple):
     send_head: torch.Tensor  # int32 [T, N]: row * N + node in the order of the final sum, or -1
     rank_head: torch.Tensor  # int32 [N, M, L]: row * L + rank in the order of a node's sum, or -1
 
+    @property
+    def sent(self) -> PartsOfHandle:
+        """See `Handle`."""
+        parts = self.rank_prefix_matrix, self.signature, self.sent_token_idx
+        return *parts, self.row_idx, self.node_rows
+
+    @property
+    def returned(self) -> PartsOfHandle:
+        """See `Handle`."""
+        parts = self.rank_prefix_matrix, self.signature, self.send_head
+        return *parts, self.node_rows, self.rank_head
+
 
 class InternodeEngine(KernelEngine, LayerByVerbs):
     """Calls of ranks on several nodes. Layers are dispatch, grouped GEMMs and combine in turn."""
@@ -65,16 +75,38 @@ class InternodeEngine(KernelEngine, LayerByVerbs):
 
     def expert_sums(self, rows: LayerInputs) -> torch.Tensor:
         """See `LayerByVerbs`; by grouped GEMMs."""
-        return sums_of_experts(rows)
+        with torch.no_grad():
+            return sums_of_experts(rows)
+
+    def expert_gradients(
+        self, rows: LayerInputs, grad: torch.Tensor, into: WeightGradients | None
+    ) -> Gradients:
+        """See `LayerByVerbs`; those of the weights always come later."""
+        with torch.no_grad():
+            return gradients_of_experts(rows, grad)
+
+    def tokens_per_node(self, is_token_in_rank: torch.Tensor) -> torch.Tensor:
+        """int32 [N]: how many tokens of is_token_in_rank bool [T, R] go to each node."""
+        counts: torch.Tensor = self.call(InternodeEngine._tokens_per_node, is_token_in_rank)
+        return counts
+
+    def _tokens_per_node(self, is_token_in_rank: torch.Tensor) -> torch.Tensor:
+        return dispatch_internode.node_layout(is_token_in_rank, self.slots).counts
 
     # --- Dispatch ----------------------------------------------------------------------------
+
+    def most_rows(self, tokens: Tokens, num_experts: int) -> int | None:
+        """M of an `InternodeHandle` of a dispatch of such tokens; None in memory that grows."""
+        header = header_bytes(num_experts, self.num_ranks)
+        fits = self.slots.layout.max_rows(tokens.row.num_bytes, header)
+        return None if self._max_tokens is None else fits
 
     def _exchange(
         self, tokens: Tokens, layout: DispatchLayout, may_grow: bool
     ) -> tuple[Counts, tuple[torch.Tensor, ...]]:
         """Plan the rows and exchange counts: (counts, `Routes`)."""
         max_rows, slots = self._room(tokens, layout, may_grow), self.slots
-        counts = Counts.empty(layout)
+        counts = Counts.empty(layout, slots.layout.num_nodes)
         routes = dispatch_internode.plan_nodes(layout, tokens.topk_idx, max_rows, slots)
         dispatch_internode.exchange(counts, routes, layout, tokens, max_rows, may_grow, slots)
         return counts, routes
@@ -125,55 +157,31 @@ class InternodeEngine(KernelEngine, LayerByVerbs):
         layout: DispatchLayout,
     ) -> InternodeHandle:
         """The handle of a dispatch."""
-        of, prefix = Routes(*routes), counts.rank_prefix_matrix
+        of = Routes(*routes)
+        assert counts.recv_rank_prefix is not None
         return InternodeHandle(
             layout.is_token_in_rank,
             of.sent_token_idx,
-            prefix,
+            counts.rank_prefix_matrix,
             of.row_idx,
             of.node_rows,
             counts.signature,
-            prefix[:, self.slots.context.rank].contiguous(),
+            counts.recv_rank_prefix,
             out.src_idx,
             of.node_head,
             of.rank_head,
         )
 
-    def dispatch_cached(  # type: ignore[override]
-        self,
-        x: torch.Tensor,
-        scales: torch.Tensor | None,
-        handle: InternodeHandle,
-        num_sms: int = NUM_SMS,
-        described: Described | None = None,
-        topk: tuple[torch.Tensor, torch.Tensor, int] | None = None,
-    ) -> Received:
-        """See `KernelEngine.dispatch_cached`."""
-        ids, weights, num_experts = topk or (None, None, self.slots.num_ranks)
-        tokens, num_rows = Tokens(x, ids, weights, scales), handle.recv_src_idx.numel()
-        out = Received.empty(x.new_empty(num_rows, x.shape[1]), tokens)
-        fixed = (
-            handle.rank_prefix_matrix,
-            handle.signature,
-            handle.sent_token_idx,
-            handle.row_idx,
-            handle.node_rows,
-        )
-        args = tokens, fixed, num_experts // self.slots.num_ranks, num_comm_programs(num_sms)
-        more: dict[str, Any] = dict(max_rows=num_rows, described=described)
-        self.call(InternodeEngine._again, *args, sized=out, **more)
-        return out
-
-    def _again(
+    def _dispatch_cached(
         self,
         tokens: Tokens,
-        fixed: tuple[torch.Tensor, ...],
+        parts: PartsOfHandle,
         num_local_experts: int,
         num_programs: int,
         sized: Received,
         max_rows: int,
     ) -> None:
-        prefix, signature, sent_token_idx, row_idx, node_rows = fixed
+        prefix, signature, sent_token_idx, row_idx, node_rows = parts
         if self._max_tokens is not None:
             self.check_capacity(len(tokens.x), tokens.row, BARE_HEADER)
         rank, shape = self.slots.context.rank, tokens.shape
@@ -187,40 +195,17 @@ class InternodeEngine(KernelEngine, LayerByVerbs):
 
     # --- Combine -----------------------------------------------------------------------------
 
-    def combine(  # type: ignore[override]
+    def _combine(
         self,
-        x: torch.Tensor,
-        handle: InternodeHandle,
-        topk_weights: torch.Tensor | None,
-        bias: Sequence[torch.Tensor],
-        num_sms: int = NUM_SMS,
-        described: Described | None = None,
-    ) -> tuple[torch.Tensor, torch.Tensor | None]:
-        """See `KernelEngine.combine`. The sum of each node is rounded before the nodes' sums are
-        added."""
-        rows = combine_verbs.ReturnedRows(x, topk_weights)
-        plan = (
-            handle.rank_prefix_matrix,
-            handle.signature,
-            handle.send_head,
-            handle.node_rows,
-            handle.rank_head,
-        )
-        args = plan, tuple(bias), num_comm_programs(num_sms)
-        sums: tuple[torch.Tensor, torch.Tensor | None] = self.call(
-            InternodeEngine._sum, *args, sized=rows, num_rows=len(x), described=described
-        )
-        return sums
-
-    def _sum(
-        self,
-        plan: tuple[torch.Tensor, ...],
+        parts: PartsOfHandle,
         bias: tuple[torch.Tensor, ...],
         num_programs: int,
         sized: combine_verbs.ReturnedRows,
         num_rows: int,
     ) -> tuple[torch.Tensor, torch.Tensor | None]:
-        prefix, signature, node_head, node_rows, rank_head = plan
+        """The sum of each node is rounded before the nodes' sums are added; with round_once it is
+        not, and takes twice the bytes."""
+        prefix, signature, node_head, node_rows, rank_head = parts
         x, weights = sized
         num_tokens, row = len(node_head), sized.row
         if self._max_tokens is not None:

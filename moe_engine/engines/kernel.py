@@ -48,13 +48,12 @@ from .base import (
     Handle,
     LayerInputs,
     LayerResult,
+    PartsOfHandle,
     Saved,
     WeightGradients,
     check_layer_weights,
 )
 from .fused_layer import LayerRows, expert_rows_bytes, feed_forward
-
-PartsOfHandle = tuple[torch.Tensor, torch.Tensor, torch.Tensor]
 
 
 class KernelEngine(ContextEngine):
@@ -87,7 +86,6 @@ class KernelEngine(ContextEngine):
         return self.slots.context
 
     def contexts(self) -> list[DeviceContext]:
-        """See `base.Engine`."""
         return [self.context]
 
     def describe(self, *args: Any, sized: Sequence[Any] = ()) -> Described:
@@ -283,7 +281,7 @@ class KernelEngine(ContextEngine):
         self,
         x: torch.Tensor,
         scales: torch.Tensor | None,
-        handle: Handle,
+        handle: Any,
         num_sms: int = NUM_SMS,
         described: Described | None = None,
         topk: tuple[torch.Tensor, torch.Tensor, int] | None = None,
@@ -294,8 +292,7 @@ class KernelEngine(ContextEngine):
         ids, weights, num_experts = topk or (None, None, self.slots.num_ranks)
         tokens, num_rows = Tokens(x, ids, weights, scales), handle.recv_src_idx.numel()
         out = Received.empty(x.new_empty(num_rows, x.shape[1]), tokens)
-        plan = handle.rank_prefix_matrix, handle.send_token_idx, handle.signature
-        self.send_again(tokens, plan, num_experts, out, num_sms, described)
+        self.send_again(tokens, handle.sent, num_experts, out, num_sms, described)
         return out
 
     def send_again(
@@ -307,22 +304,21 @@ class KernelEngine(ContextEngine):
         num_sms: int,
         described: Described | None = None,
     ) -> None:
-        """`dispatch_cached` into `out`, by rank_prefix_matrix, send_token_idx and signature."""
-        args = tokens, *plan, num_experts // self.slots.num_ranks, num_comm_programs(num_sms)
+        """`dispatch_cached` into `out`, by what a handle has `sent`."""
+        args = tokens, plan, num_experts // self.slots.num_ranks, num_comm_programs(num_sms)
         more: dict[str, Any] = dict(max_rows=out.src_idx.numel(), described=described)
-        self.call(KernelEngine._dispatch_cached, *args, sized=out, **more)
+        self.call(type(self)._dispatch_cached, *args, sized=out, **more)
 
     def _dispatch_cached(
         self,
         tokens: Tokens,
-        prefix: torch.Tensor,
-        send_token_idx: torch.Tensor,
-        signature: torch.Tensor,
+        parts: PartsOfHandle,
         num_local_experts: int,
         num_programs: int,
         sized: Received,
         max_rows: int,
     ) -> None:
+        prefix, send_token_idx, signature = parts
         if self._max_tokens is not None:
             self.check_capacity(len(tokens.x), tokens.row, BARE_HEADER)
         rank = self.slots.context.rank
@@ -339,16 +335,18 @@ class KernelEngine(ContextEngine):
     def combine(
         self,
         x: torch.Tensor,
-        handle: Handle,
+        handle: Any,
         topk_weights: torch.Tensor | None,
         bias: Sequence[torch.Tensor],
         num_sms: int = NUM_SMS,
         described: Described | None = None,
+        round_once: bool = False,
     ) -> tuple[torch.Tensor, torch.Tensor | None]:
-        """Return rows x [N, H] to their sources, which sum them, and the weights' rows likewise."""
-        plan = handle.rank_prefix_matrix, handle.signature, handle.send_head
+        """Return rows x [N, H] to their sources, which sum them, and the weights' rows likewise.
+        round_once: sums of several nodes go to the sources in fp32."""
         rows = combine_verbs.ReturnedRows(x, topk_weights)
-        return self.return_rows(rows, plan, tuple(bias), num_sms, described)
+        how = num_sms, described, round_once
+        return self.return_rows(rows, handle.returned, tuple(bias), *how)
 
     def return_rows(
         self,
@@ -357,24 +355,25 @@ class KernelEngine(ContextEngine):
         bias: tuple[torch.Tensor, ...],
         num_sms: int,
         described: Described | None = None,
+        round_once: bool = False,
     ) -> tuple[torch.Tensor, torch.Tensor | None]:
-        """`combine` of these rows, by rank_prefix_matrix, signature and send_head."""
-        args = *plan, bias, num_comm_programs(num_sms)
+        """`combine` of these rows, by what a handle has `returned`."""
+        args = plan, bias, num_comm_programs(num_sms), round_once
         sums: tuple[torch.Tensor, torch.Tensor | None] = self.call(
-            KernelEngine._combine, *args, sized=rows, num_rows=len(rows.x), described=described
+            type(self)._combine, *args, sized=rows, num_rows=len(rows.x), described=described
         )
         return sums
 
     def _combine(
         self,
-        prefix: torch.Tensor,
-        signature: torch.Tensor,
-        send_head: torch.Tensor,
+        parts: PartsOfHandle,
         bias: tuple[torch.Tensor, ...],
         num_programs: int,
+        round_once: bool,
         sized: combine_verbs.ReturnedRows,
         num_rows: int,
     ) -> tuple[torch.Tensor, torch.Tensor | None]:
+        prefix, signature, send_head = parts
         x, weights = sized
         num_tokens, row = len(send_head), sized.row
         if self._max_tokens is not None:

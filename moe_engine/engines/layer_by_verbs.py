@@ -10,11 +10,11 @@ from typing import Any, ClassVar
 import torch
 
 from ..dispatch import DispatchLayout, Received, Tokens
+from ..errors import BackendError
 from ..prepared import Described
 from .base import (
     NUM_SMS,
     Arrived,
-    BiasGradients,
     Gradients,
     LayerInputs,
     LayerResult,
@@ -63,7 +63,14 @@ class LayerByVerbs(ABC):
     @abstractmethod
     def expert_sums(self, rows: LayerInputs) -> torch.Tensor:
         """What this rank's experts give for the rows [N, H] that a dispatch brought: of each one
-        sum over its top-k, weighted. With gradients where autograd wants them."""
+        sum over its top-k, weighted."""
+
+    @abstractmethod
+    def expert_gradients(
+        self, rows: LayerInputs, grad: torch.Tensor, into: WeightGradients | None
+    ) -> Gradients:
+        """The gradients of `expert_sums`, given that of the sums. Those of the weights may go
+        `into` this memory at once, or else are computed later."""
 
     def moe_ffn(
         self,
@@ -83,65 +90,40 @@ class LayerByVerbs(ABC):
         described: Described | None = None,
     ) -> tuple[torch.Tensor, Saved, torch.Tensor]:
         """See `base.Engine`. Rows are saved by "rows" and "all", pre-activations never."""
+        _refuse_capture(inputs.x)
+        rows, handle, counts = self._bring(inputs)
+        out, _ = self.combine(self.expert_sums(rows), handle, None, ())
+        kept = rows.x if save in ("rows", "all") else None
+        return out, Saved(save, (kept, rows.topk_idx, rows.topk_weights, *handle)), counts
+
+    def _bring(self, inputs: LayerInputs) -> tuple[LayerInputs, Any, torch.Tensor]:
+        """Send the tokens to their experts: (the layer of the rows that came, handle, counts)."""
         layout = self.layout(inputs.topk_idx, len(inputs.w_gate_up) * self.num_ranks)
         received, _, handle, counts = self.dispatch(Tokens(*inputs[:3]), layout, 0)
-        routing = received.topk_idx, received.topk_weights
-        y = self.expert_sums(_rows_of(inputs, received.x, *routing))
-        out, _ = self.combine(y, handle, None, ())
-        kept = received.x if save in ("rows", "all") else None
-        return out, Saved(save, (kept, *routing, *handle)), counts
+        rows = _rows_of(inputs, received.x, received.topk_idx, received.topk_weights)
+        return rows, handle, counts
 
     def moe_ffn_backward(
         self, dy: torch.Tensor, inputs: LayerInputs, saved: Saved, into: WeightGradients | None
     ) -> Gradients:
         """See `base.Engine`: dy to where x went, the gradients of what happens there, and those of
-        rows and weights back by `combine`."""
-        kept, topk_idx, topk_weights, *parts = saved.tensors
-        handle = self.handle_type(*parts)
-        if kept is None:
-            kept = self.dispatch_cached(inputs.x, None, handle).x
+        rows and weights back by `combine`. What was not saved is sent again."""
+        kept, *routing = saved.tensors
+        if routing == [None]:  # see `layer_operators.py`
+            rows, handle, _ = self._bring(inputs)
+        else:
+            handle = self.handle_type(*routing[2:])
+            if kept is None:
+                kept = self.dispatch_cached(inputs.x, None, handle).x
+            rows = _rows_of(inputs, kept, *routing[:2])
         grad = self.dispatch_cached(dy, None, handle).x
-        experts = _rows_of(inputs, kept, topk_idx, topk_weights)
-        of_biases = dict(gate_up=inputs.b_gate_up, down=inputs.b_down)
-        wanted = [name for name, b in of_biases.items() if b is not None and b.requires_grad]
-        names = "x", "topk_weights", *(f"b_{name}" for name in wanted)
-        rows, weights, *found = self._gradients(experts, grad, *names, into=into)
-        biases = BiasGradients(**dict(zip(wanted, found, strict=True)))
-        dx, topk_grads = self.combine(rows, handle, weights, ())
+        of_rows, of_weights, later, biases = self.expert_gradients(rows, grad, into)
+        dx, topk_grads = self.combine(of_rows, handle, of_weights, ())
         assert topk_grads is not None
-
-        def later(into: WeightGradients) -> None:
-            if into != WeightGradients(None, None):
-                self._gradients(experts, grad, into=into)
-
-        return dx, topk_grads, later if into is None else None, biases
-
-    def _gradients(
-        self,
-        rows: LayerInputs,
-        grad: torch.Tensor,
-        *names: str,
-        into: WeightGradients | None = None,
-    ) -> list[torch.Tensor]:
-        """Those of the named tensors of `expert_sums`, given that of the sums; those of the weights
-        go `into` this memory, rounded once."""
-        into = into or WeightGradients(None, None)
-        both = ("w_gate_up", into.gate_up), ("w_down", into.down)
-        outs = {name: out for name, out in both if out is not None}
-        leaves = {name: getattr(rows, name).detach().requires_grad_() for name in names}
-        leaves |= {name: self.weight_leaf(getattr(rows, name)) for name in outs}
-        with torch.enable_grad():
-            sums = self.expert_sums(rows._replace(**leaves))
-            found = tuple(torch.zeros_like(leaf) for leaf in leaves.values())
-            if sums.requires_grad:  # not where no row depends on a leaf
-                found = torch.autograd.grad(sums, [*leaves.values()], grad, materialize_grads=True)
-        for out, one in zip(outs.values(), found[len(names) :], strict=True):
-            out.copy_(one + out if into.accumulate else one)
-        return list(found[: len(names)])
-
-    def weight_leaf(self, w: torch.Tensor) -> torch.Tensor:
-        """A weight whose gradient is wanted, as `expert_sums` gets it."""
-        return w.detach().requires_grad_()
+        if into is not None and later is not None:  # while the sums are on their way
+            later(into)
+            later = None
+        return dx, topk_grads, later, biases
 
 
 def _rows_of(
@@ -154,3 +136,12 @@ def _rows_of(
     assert topk_idx is not None
     assert topk_weights is not None
     return inputs._replace(x=x, topk_idx=topk_idx, topk_weights=topk_weights)
+
+
+def _refuse_capture(x: torch.Tensor) -> None:
+    """Raise in the capture of a CUDA graph."""
+    if x.is_cuda and torch.cuda.is_current_stream_capturing():
+        raise BackendError(
+            "a layer of a Buffer of several nodes, or with backend 'collective', in a CUDA graph's "
+            "capture, where the host cannot read how many rows come. Call it outside of graphs."
+        )

@@ -17,7 +17,7 @@ from torch import Tensor
 from ..buffer import Buffer
 from ..errors import BackendError, ShapeError
 from ..layer import moe_ffn
-from ..ops import DispatchPlan, combine, dispatch
+from ..ops import Plan, combine, dispatch
 from ..sharded_weights import local
 
 _buffers: dict[tuple, Buffer] = {}
@@ -26,7 +26,7 @@ _buffers: dict[tuple, Buffer] = {}
 class DispatchMetadata(NamedTuple):
     """What `combine` needs from a `dispatch`."""
 
-    plan: DispatchPlan
+    plan: Plan
     row_weights: Tensor
 
 

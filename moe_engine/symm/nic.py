@@ -14,6 +14,7 @@ import subprocess
 import sys
 import threading
 import time
+from collections import Counter
 from collections.abc import Mapping
 from contextlib import suppress
 from typing import NamedTuple
@@ -79,6 +80,7 @@ class Nic:
     """
 
     def __init__(self) -> None:
+        self.num_messages, self.num_bytes = Counter[int](), Counter[int]()
         self._blocks: dict[int, _Block] = {}
         self._dropped: list[int] = []
         self._lock = threading.RLock()
@@ -222,6 +224,8 @@ class Nic:
             deadline = time.monotonic_ns() + timeout_ns
             while self._queue.is_full:
                 self._pause(deadline, timeout_ns)
+            self.num_messages[command.rank] += command.num_bytes > 0
+            self.num_bytes[command.rank] += command.num_bytes
             if self._queue.post(command):
                 with suppress(OSError):  # it has other messages to wake from, or is gone
                     self._control.send(WAKE, socket.MSG_DONTWAIT)

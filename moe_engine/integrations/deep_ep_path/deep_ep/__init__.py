@@ -12,6 +12,7 @@ import torch.distributed as dist
 
 import moe_engine
 from moe_engine import Buffer, Config, ElasticBuffer, EPHandle, EventHandle, EventOverlap
+from moe_engine.symm.nodes import find_nodes
 
 topk_idx_t = torch.int64
 # The DeepEP release whose interface this is, then what implements it.
@@ -31,16 +32,16 @@ __all__ = [
 
 
 def get_physical_domain_size(group: dist.ProcessGroup) -> tuple[int, int]:
-    """(hosts that a network connects, ranks of one NVLink domain): (1, R), as a Buffer's ranks must
-    be in one."""
-    return 1, dist.get_world_size(group)
+    """(nodes that a network connects, ranks of each). Collective."""
+    return find_nodes(group)
 
 
 def get_logical_domain_size(
     group: dist.ProcessGroup, allow_hybrid_mode: bool = True
 ) -> tuple[int, int]:
-    """(scale-out ranks, scale-up ranks): (1, R), whatever allow_hybrid_mode says."""
-    return get_physical_domain_size(group)
+    """(scale-out ranks, scale-up ranks): nodes and ranks of each, (1, R) without hybrid mode.
+    Collective with it."""
+    return find_nodes(group) if allow_hybrid_mode else (1, dist.get_world_size(group))
 
 
 def absent(name: str) -> str:

@@ -1,0 +1,104 @@
+"""Calls over several nodes through NVSHMEM, on GPUs of one host whose ranks stand for nodes.
+
+NVSHMEM runs over the same ranks for as long as a process lives, so these tests have a pool of their
+own: two nodes of two ranks, on one GPU where there is no more.
+"""
+
+from __future__ import annotations
+
+import internode_cases as calls
+import nvshmem_cases
+import pytest
+import torch
+from dispatch_cases import check_round_trip, make_buffer, make_inputs, run_round_trips
+from layer_cases import check_layer
+
+from moe_engine import reference
+from moe_engine.emulation import PerRank, RankPool
+
+pytestmark = [
+    pytest.mark.gpu,
+    pytest.mark.skipif(nvshmem_cases.MISSING is not None, reason=str(nvshmem_cases.MISSING)),
+]
+NODES = calls.Nodes(2, 2)
+NUM_EXPERTS, NUM_TOPK, MAX_TOKENS = 16, 4, 200
+
+
+@pytest.fixture(scope="module")
+def pool():
+    with RankPool(NODES.num_ranks, "cuda", nodes=NODES.num_nodes, timeout_s=240) as ranks:
+        yield ranks
+
+
+@pytest.mark.parametrize(("kind", "dtype"), [("holes", "bf16"), ("skewed", "fp32")])
+def test_round_trips(pool, kind, dtype):
+    """20 of them, each with another rank late: the same bits, those of the oracle."""
+    num_tokens = [MAX_TOKENS, 0, 37, 128]
+    inputs = make_inputs(4, num_tokens, 1024, NUM_EXPERTS, NUM_TOPK, kind, dtype)
+    bias = [[part * 0.5, part * 0.25] for part in inputs[0]]
+    parts = [PerRank(part) for part in (*inputs, bias)]
+    results = pool.run(run_round_trips, "auto", NUM_EXPERTS, MAX_TOKENS, *parts)
+    check_round_trip(results, *inputs, NUM_EXPERTS, bias, NODES.ranks_per_node)
+
+
+def replay(group, num_replays, rounds):
+    """A round trip captured once, replayed with the inputs of each round."""
+    x, topk_idx, topk_weights = (part.cuda() for part in rounds[0])
+    buffer = make_buffer(group, x, NUM_EXPERTS, NUM_TOPK, MAX_TOKENS)
+    assert (buffer.backend, buffer.num_nodes) == ("nvshmem", 2)
+
+    def round_trip():
+        room = group.size() * MAX_TOKENS
+        rows, ids, weights, _, handle, _ = calls.dispatch(
+            buffer, x, topk_idx, topk_weights, NUM_EXPERTS, num_worst_tokens=room
+        )
+        cached, *_ = buffer.dispatch(x, handle)
+        out, out_w, _ = buffer.combine(rows, handle, topk_weights=weights)
+        return rows, ids, cached, out, out_w
+
+    round_trip()  # compiles
+    torch.cuda.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        results = round_trip()
+    outputs = []
+    for number, inputs in enumerate(rounds * num_replays):
+        for to, new in zip((x, topk_idx, topk_weights), inputs, strict=True):
+            to.copy_(new)
+        if number % group.size() == group.rank():
+            torch.cuda._sleep(1_000_000)
+        graph.replay()
+        outputs.append([part.cpu() for part in results])
+    buffer.check()
+    torch.distributed.barrier(group)
+    buffer.destroy()
+    return outputs
+
+
+def test_a_graph_is_replayed_with_other_routing(pool):
+    kinds, num_tokens = ["uniform", "one_hot", "nothing", "empty_rank"], [MAX_TOKENS] * 4
+    sizes = num_tokens, 512, NUM_EXPERTS, NUM_TOPK
+    drawn = [make_inputs(4, *sizes, kind, "bf16", seed) for seed, kind in enumerate(kinds)]
+    rounds = [[tuple(part[rank] for part in one) for one in drawn] for rank in range(4)]
+    results = pool.run(replay, 3, PerRank(rounds))
+    for number in range(3 * len(drawn)):
+        inputs = drawn[number % len(drawn)]
+        received = reference.dispatch(*inputs, NUM_EXPERTS)
+        out = reference.combine(
+            [one.x for one in received], received, inputs[1], num_tokens, NUM_EXPERTS, None, 2
+        )
+        for rank, want in enumerate(received):
+            rows, ids, cached, y, weights = results[rank][number]
+            count = len(want.x)
+            assert torch.equal(rows[:count], want.x)
+            assert torch.equal(cached[:count], want.x)
+            assert torch.equal(ids[:count], want.topk_idx)
+            assert (ids[count:] == -1).all()
+            assert torch.equal(y, out[rank])
+            valid = inputs[1][rank] >= 0
+            assert torch.equal(weights, torch.where(valid, inputs[2][rank], 0.0))
+
+
+@pytest.mark.parametrize("dtype", ["bf16", "fp32"])
+def test_layers(pool, dtype):
+    check_layer(pool, 4, [MAX_TOKENS, 0, 37, 128], 256, 128, 4, NUM_TOPK, "uniform", dtype)

@@ -1,0 +1,172 @@
+"""Layers of ranks on several emulated nodes, forward and backward, against the oracle in fp64."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import cases
+import pytest
+import test_compiled_layer
+import test_layer_biases as with_biases
+import test_quantized_layer as quantized
+import test_weight_gradients as of_weights
+import torch
+import torch.distributed as dist
+from layer_cases import check_layer
+from training_cases import check_training, end, make_case, new_buffer, on_device
+
+from moe_engine import BackendError, MoEFeedForward, moe_ffn
+from moe_engine.emulation import PerRank
+from moe_engine.engines.layer_by_verbs import _refuse_capture
+from moe_engine.tools.models import Kind
+
+STAGED: dict[str, Any] = {"options": {"decode_tokens": 0}}
+
+
+def per_rank(parts: list[list[torch.Tensor]]) -> list[PerRank]:
+    return [PerRank(part) for part in parts]
+
+
+# --- Forward and backward ------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("kind", "shape"),
+    cases.slow_unless(
+        [("skewed", "2x2"), ("one_hot", "3x2"), ("empty_rank", "4x1"), ("nothing", "2x2")],
+        cases.ROUTINGS,
+        ["2x2", "3x2", "4x1"],
+    ),
+)
+def test_every_routing(nodes, shape, kind):
+    on = nodes(shape)
+    num_tokens = [20, 0, 11, 7, 1, 9][: on.num_ranks]
+    check_layer(on, on.num_ranks, num_tokens, 32, 24, 2, 3, kind, "bf16", num_calls=2)
+
+
+CASES: dict[str, tuple[str, list[int], str, tuple[str, ...]]] = {
+    "every policy": ("2x2", [9, 4, 0, 5], "duplicates", ("none", "pre", "rows", "all")),
+    "nodes of one rank": ("4x1", [6, 3, 0, 4], "holes", ("rows",)),
+    "three nodes": ("3x2", [5, 0, 4, 3, 1, 6], "empty_rank", ("none",)),
+    "no rows": ("2x2", [3, 2, 1, 1], "nothing", ("pre",)),
+    "no tokens": ("2x2", [0, 0, 0, 0], "uniform", ("auto",)),
+}
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_gradients(nodes, name):
+    shape, num_tokens, kind, policies = CASES[name]
+    check_training(nodes(shape), num_tokens, kind=kind, policies=policies)
+
+
+def test_bf16(nodes):
+    sizes: dict[str, Any] = dict(hidden=64, intermediate=48)
+    check_training(nodes("2x2"), [12, 8, 5, 9], "bf16", policies=("pre",), **sizes)
+
+
+@pytest.mark.parametrize(
+    ("activation", "has_gate", "biases"),
+    [(with_biases.GPT_OSS, True, with_biases.BOTH), ("relu2", False, ())],
+    ids=str,
+)
+def test_biases_and_other_activations(nodes, activation, has_gate, biases):
+    parts = with_biases.make([6, 4, 0, 3], biases, has_gate, kind="duplicates")
+    with_biases.check(nodes("2x2"), parts, activation, ("none", "rows"), **STAGED)
+
+
+def test_weights_in_e4m3(nodes):
+    parts = quantized.make([4, 7, 0, 5], has_bias=True)
+    quantized.check(nodes("2x2"), parts, with_biases.GPT_OSS)
+
+
+# --- Where gradients of weights go ---------------------------------------------------------------
+
+
+def test_sinks_delays_and_layouts_have_the_same_bits(nodes):
+    parts = per_rank(with_biases.make([6, 3, 0, 4]))
+    for found in nodes("2x2").run(with_biases.run_sinks, *parts):
+        assert all(found), found
+
+
+def test_micro_batches_add_up_in_a_sink(nodes):
+    parts = per_rank(make_case(4, [12, 5, 0, 6], **of_weights.SIZES))
+    for errors, num_ready in nodes("2x2").run(of_weights.run_sink, "auto", *parts):
+        assert max(errors) < 1e-6
+        assert num_ready == of_weights.NUM_BATCHES
+
+
+def test_fp32_sinks_of_bf16_weights_are_not_rounded(nodes):
+    parts = per_rank(make_case(4, [16, 9, 8, 7], dtype="bf16", **of_weights.SIZES))
+    assert nodes("2x2").run(of_weights.run_wide, *parts) == [([True, True], True)] * 4
+
+
+def test_delayed_gradients_of_a_module_and_a_checkpoint(nodes):
+    parts = per_rank(make_case(4, [3, 7, 0, 4], **of_weights.SIZES))
+    for same, error, of_x in nodes("2x2").run(of_weights.run_delayed, "auto", *parts):
+        assert same == [True, True]
+        assert error < 1e-6
+        assert of_x
+
+
+# --- Around layers -------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("name", ["2x2", pytest.param("collective", marks=pytest.mark.slow)])
+def test_a_compiled_layer_is_one_graph(nodes, name):
+    options, shape = {}, name
+    if name == "collective":
+        options, shape = {"backend": "collective"}, "1x2"
+    on = nodes(shape)
+    parts = per_rank(make_case(on.num_ranks, [6, 5, 4, 3], num_local=2, num_topk=2))
+    for same in on.run(test_compiled_layer.run_compiled, {"save": "pre"}, options, *parts):
+        assert same == [True] * 18
+
+
+def run_module(group: dist.ProcessGroup, *parts: Any) -> None:
+    """A module that is warmed up, called and started; what its Buffer has, and what it refuses."""
+    x, idx, weights, up, down, _ = on_device(parts)
+    num_experts, num_topk = group.size() * len(up), idx.shape[1]
+    buffer = new_buffer(group, x, num_experts, num_topk, 8, decode_tokens=0)
+    module = MoEFeedForward(len(up), x.shape[1], down.shape[2], buffer, x.dtype, requires_grad=True)
+    buffer.warmup(x.shape[1], num_experts, num_topk, x.dtype, tuple(module.parameters()))
+    with torch.no_grad():
+        for one, value in zip(module.parameters(), (up, down), strict=True):
+            one.copy_(value)
+    out, counts = module(x, idx, weights, return_counts=True)
+    started = module.start(x, idx, weights).finish()
+    plain = moe_ffn(x, idx, weights, up, down, buffer)
+    assert torch.equal(out, started)
+    assert torch.equal(out, plain)
+    total = torch.tensor([idx.numel()])
+    dist.all_reduce(total, group=group)
+    assert counts.sum() == total
+    assert (buffer.num_nodes, buffer.has_fused_layers) == (2, False)
+    with pytest.raises(BackendError, match="only Buffers with fused layers choose"):
+        buffer.layer_config(up, num_topk)
+    end(buffer)
+    with pytest.raises(BackendError, match="destroyed"):
+        module(x, idx, weights)
+
+
+def test_modules_warm_up_and_end(nodes):
+    nodes("2x2").run(run_module, *per_rank(make_case(4, [6, 3, 0, 4], num_topk=2)))
+
+
+def test_models_of_transformers(nodes):
+    pytest.importorskip("transformers")
+    import test_transformers as with_transformers
+
+    for error, shapes in nodes("2x2").run(with_transformers.compare_logits, Kind.QWEN3_MOE):
+        assert error <= 1e-5
+        assert {shape[0] for shape in shapes} == {3}
+
+
+def test_captures_are_refused(monkeypatch):
+    """On a GPU alone there are graphs."""
+    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: True)
+
+    class OnGpu:
+        is_cuda = True
+
+    with pytest.raises(BackendError, match="outside of graphs"):
+        _refuse_capture(OnGpu())
