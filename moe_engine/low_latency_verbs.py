@@ -38,6 +38,10 @@ class LowLatencyVerbs(BufferLifecycle):
     captured holds both halves of its calls, and a replay counts as calls that were made after those
     whose hooks are missing.
 
+    On several nodes a token crosses the network once for each node, and layers of few tokens run as
+    others do. Ranks then also forward for one another in the second halves: all ranks call their
+    hooks in the same order among their calls, and replay no graph while a hook is missing.
+
     If a rank is masked after its counts have arrived and before its rows have, its rows are counted
     and not written. Calls of two Buffers must not run at once on a GPU: each may hold what the
     other waits for.
@@ -163,6 +167,10 @@ class LowLatencyVerbs(BufferLifecycle):
         lies, so zero_copy changes nothing. use_logfmt is not offered. A handle may be combined any
         number of times.
         combine_wait_recv_cost_stats int64 [R] grows by the ns waited for each rank, all tokens'.
+
+        On several nodes each node adds up its ranks' results, in their order, and rounds once more;
+        the token's rank adds those of the nodes in order of each node's largest k. T is that of the
+        dispatch, a slot that was -1 there counts nothing, and the ns are those waited for weights.
         """
         engine = self._low_latency_ready()
         stats, how = combine_wait_recv_cost_stats, (use_logfmt, async_finish, return_recv_hook)

@@ -54,6 +54,18 @@ def test_combine(phases):
     assert stores(built.ptx).count("v4.b32") >= 4
 
 
+@pytest.mark.parametrize("row_format", ["bf16", "ue8m0"])
+def test_kernels_of_several_nodes(row_format):
+    made = launches.internode_low_latency(row_format, hooked=True, stats=True)
+    names = "pack_plan", "pack_rows", "sum_expert_rows"
+    built = {one.name: one.compile() for one in made if one.name in names}
+    assert set(built) == set(names)
+    assert not any(one.spills for one in built.values())
+    assert "v4.b32" in stores(built["pack_rows"].ptx) and "v4.b32" in stores(
+        built["sum_expert_rows"].ptx
+    )
+
+
 @pytest.mark.slow
 def test_masks_and_statistics_cost_no_spills():
     more = {"shrink": True, "stats": True}

@@ -247,8 +247,9 @@ def count_and_wait(group, x, topk_idx, topk_weights):
         combine(
             buffer, y, topk_idx, topk_weights, handle, combine_wait_recv_cost_stats=waited[call, 1]
         )
-        pause += max(0.8, 3 * (time.monotonic() - start))
-        torch.distributed.all_reduce(pause, torch.distributed.ReduceOp.MAX, group)
+        if call == 0:
+            pause += max(0.8, 3 * (time.monotonic() - start))
+            torch.distributed.all_reduce(pause, torch.distributed.ReduceOp.MAX, group)
     torch.distributed.barrier(group)
     buffer.destroy()
     return counts, seen, waited[1] * 1e-9, float(pause)

@@ -345,8 +345,7 @@ class KernelEngine(ContextEngine):
     ) -> tuple[torch.Tensor, torch.Tensor | None]:
         """Return rows x [N, H] to their sources, which sum them, and the weights' rows likewise.
         round_once: sums of several nodes go to the sources in fp32."""
-        rows = combine_verbs.ReturnedRows(x, topk_weights)
-        how = num_sms, described, round_once
+        rows, how = combine_verbs.ReturnedRows(x, topk_weights), (num_sms, described, round_once)
         return self.return_rows(rows, handle.returned, tuple(bias), *how)
 
     def return_rows(
