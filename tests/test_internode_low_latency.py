@@ -262,7 +262,7 @@ def test_statistics(ranks_of_nodes):
         assert torch.equal(seen, 100 + 2 * counts)
         assert (waited >= 0).all() and (waited < 30 + pause).all()
         if rank in (0, 2):  # rank 1 forwards for rank 3: emulated, it has waited before it looks
-            assert (waited[:, 3] > pause / 8).all()
+            assert (waited[:, 3] > 0.1).all()  # of at least 0.8; a busy machine is late itself
             assert (waited[:, rank] < pause / 2).all()
 
 
