@@ -183,8 +183,9 @@ class Bench:
         matrix = [torch.empty_like(per_rank) for _ in range(self.num_ranks)]
         dist.all_gather(matrix, per_rank, group=group)
         rows = torch.stack(matrix).double().fill_diagonal_(0)
-        row_kb = (self.x[0].nbytes + (0 if self.scales is None else self.scales[0].nbytes)) / 1e3
-        self.sent, self.returned = (float(rows.sum(d).max()) * row_kb for d in (1, 0))
+        self.row_kb = self.x[0].nbytes / 1e3
+        self.row_kb += 0 if self.scales is None else self.scales[0].nbytes / 1e3
+        self.sent, self.returned = (float(rows.sum(d).max()) * self.row_kb for d in (1, 0))
         self.busiest = max(self.sent, self.returned)
 
     def send(self, **line: Any) -> None:

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import functools
+from typing import Any
 
 import torch
+import triton.language as tl
 
 from ..device.constants import constants
 from ..device.context import Kind
@@ -15,7 +17,12 @@ from ..hardware import BYTES_IN_FLIGHT, gpu
 from ..row_vectors import COPY_ROWS
 from ..symm.slots import BARE_HEADER, RowLayout, SlotLayout, Slots, row_in_region
 from ..utils import next_power_of_2
-from .internode_kernels import internode_sum_kernel, node_sum_kernel, return_to_rails_kernel
+from .internode_kernels import (
+    SumFormat,
+    internode_sum_kernel,
+    node_sum_kernel,
+    return_to_rails_kernel,
+)
 from .kernels import SumSizes
 from .launch import BLOCK_SUMS, BLOCK_TOKENS, NUM_WARPS, ReturnedRows, Sums
 
@@ -54,35 +61,76 @@ def _sum_sizes(layout: SlotLayout, row: RowLayout, item_bytes: int, num_parts: i
     return constants(sizes)
 
 
+@functools.cache
+def _sum_format(layout: SlotLayout, row: RowLayout, dtype: torch.dtype) -> SumFormat:
+    names = {torch.bfloat16: tl.bfloat16, torch.float32: tl.float32, torch.float16: tl.float16}
+    return constants(SumFormat(names[dtype], layout.chunk_rows(row.num_bytes)))
+
+
 def return_and_sum(
     returned: ReturnedRows,
     dispatched: torch.Tensor,
     sums: Sums,
     node_rows: torch.Tensor,
     rank_head: torch.Tensor,
+    round_once: bool,
     num_comm_sms: int,
     slots: Slots,
 ) -> None:
     """Write rows back to the ranks that forwarded them, which send their sums to the sources: these
     add them up. A whole call; sums.send_head is the `Routes.node_head` of the dispatch, node_rows
-    and rank_head are those of its `Routes`."""
-    num_tokens, hidden = sums.out.shape
-    row, item_bytes, layout = returned.row, returned.x.itemsize, slots.layout
-    in_region, max_rows = row_in_region(row, BARE_HEADER), rank_head.shape[1]
-    shape = RowShape(row.payload_bytes, row.num_topk, item_bytes, 0)
+    and rank_head are those of its `Routes`. round_once: sums go over the network in fp32, twice
+    the bytes of bf16."""
+    row = returned.row
+    shape = RowShape(row.payload_bytes, row.num_topk, returned.x.itemsize, 0)
     open_call(Kind.COMBINE, dispatched, shape, slots)
+    return_to_rails(returned, sums.rank_prefix_matrix, BARE_HEADER, num_comm_sms, slots)
+    node_sums(returned, sums, node_rows, rank_head, round_once, BARE_HEADER, slots)
+
+
+def return_to_rails(
+    returned: ReturnedRows,
+    rank_prefix_matrix: torch.Tensor,
+    header_bytes: int,
+    num_programs: int,
+    slots: Slots,
+) -> None:
+    """Write rows to the ranks of this node that forwarded them, header_bytes after the beginning of
+    a region."""
+    row, item_bytes = returned.row, returned.x.itemsize
     slots.context.launch(
         return_to_rails_kernel,
-        (num_comm_sms,),
+        (num_programs,),
         returned,
-        sums.rank_prefix_matrix,
+        rank_prefix_matrix,
         slots.context.fields,
         len(returned.x),
-        hidden,
-        in_region,
-        SIZES=_push_sizes(layout, row, item_bytes),
+        returned.x.shape[1],
+        row_in_region(row, header_bytes),
+        SIZES=_push_sizes(slots.layout, row, item_bytes),
         step="return_rows",
         num_warps=NUM_WARPS,
+    )
+
+
+def node_sums(
+    returned: ReturnedRows,
+    sums: Sums,
+    node_rows: torch.Tensor,
+    rank_head: torch.Tensor,
+    round_once: bool,
+    header_bytes: int,
+    slots: Slots,
+) -> None:
+    """Send the sums of the rows that this node returns, and add up those that come; the rest of a
+    call, see `return_and_sum`. Of `returned` only the types matter."""
+    num_tokens, hidden = sums.out.shape
+    row, item_bytes, layout = returned.row, returned.x.itemsize, slots.layout
+    in_region, max_rows = row_in_region(row, header_bytes), rank_head.shape[1]
+    sum_dtype = torch.float32 if round_once else returned.x.dtype
+    sum_row = RowLayout(hidden * sum_dtype.itemsize, row.num_topk)
+    sent: dict[str, Any] = dict(
+        sum_row=row_in_region(sum_row, header_bytes), SENT=_sum_format(layout, sum_row, sum_dtype)
     )
     slots.context.launch(
         node_sum_kernel,
@@ -96,6 +144,7 @@ def return_and_sum(
         hidden,
         in_region,
         SUM=_sum_sizes(layout, row, item_bytes, layout.ranks_per_node),
+        **sent,
         step="node_sum",
         num_warps=NUM_WARPS,
     )
@@ -106,10 +155,10 @@ def return_and_sum(
         sums.send_head,
         slots.context.fields,
         num_tokens,
-        layout.max_rows(row.num_bytes, BARE_HEADER),
+        layout.max_rows(sum_row.num_bytes, header_bytes),
         hidden,
-        in_region,
-        SUM=_sum_sizes(layout, row, item_bytes, layout.num_nodes),
+        SUM=_sum_sizes(layout, sum_row, sum_dtype.itemsize, layout.num_nodes),
+        **sent,
         step="final_sum",
         num_warps=NUM_WARPS,
     )

@@ -2,7 +2,8 @@
 
 A rank writes the rows of a token to the rank of its node that has forwarded the token, its rail
 peer's one; this adds them up and sends the sum back over the network, and the token's rank adds up
-one sum for each node. Each sum is made in fp32 and rounded once.
+one sum for each node. Each sum is made in fp32 and rounded once, or travels in fp32 so that only
+the last one is rounded.
 """
 
 from typing import NamedTuple
@@ -22,6 +23,7 @@ from ..device.internode import (
     staging_region,
 )
 from ..device.lang import (
+    as_pointer,
     consume_token,
     current_epoch,
     device_function,
@@ -36,6 +38,13 @@ from ..device.slots import chunk_flag, first_near_rank, received_rows, region
 from ..device.tiles import deal
 from ..dispatch.internode_kernels import send_chunk
 from .kernels import add_rows, add_weights, received_row
+
+
+class SumFormat(NamedTuple):
+    """The sums that go over the network."""
+
+    DTYPE: tl.dtype
+    CHUNK_ROWS: int  # rows that share a flag
 
 
 class Heads(NamedTuple):
@@ -82,8 +91,10 @@ def node_sum_kernel(
     context,
     most_rows,  # M
     hidden,
-    row,  # slots.Row
+    row,  # slots.Row, of what the ranks return
+    sum_row,  # slots.Row, of what goes over the network
     SUM: tl.constexpr,  # kernels.SumSizes, of the ranks of a node
+    SENT: tl.constexpr,  # SumFormat
 ):
     """Sum the rows of each token that this rank has forwarded, and send the sums of each other node
     to its rail peer there, chunk by chunk; those of its own tokens stay in staging."""
@@ -93,16 +104,16 @@ def node_sum_kernel(
     most = tl.full((), 0, tl.int32)
     for node in range(0, nodes):
         most = max(most, tl.load(num_rows_per_node + node))
-    num_chunks = tl.cdiv(min(most, most_rows), SUM.CHUNK_ROWS)
+    num_chunks = tl.cdiv(min(most, most_rows), SENT.CHUNK_ROWS)
     parts = Heads(heads, most_rows)
     for work_idx in range(tl.program_id(0), num_chunks * nodes, tl.num_programs(0)):
         index, chunk = deal(work_idx, nodes)
         node = (own_node(context) + 1 + index) % nodes  # this rank's own node comes last
         count = min(tl.load(num_rows_per_node + node), most_rows)
-        begin = chunk * SUM.CHUNK_ROWS
-        end = min(begin + SUM.CHUNK_ROWS, count)
+        begin = chunk * SENT.CHUNK_ROWS
+        end = min(begin + SENT.CHUNK_ROWS, count)
         if begin < end:
-            staging, ready = open_staging(node, count, row, context)
+            staging, ready = open_staging(node, count, sum_row, context)
             for first in range(begin, end, SUM.BLOCK_TOKENS):
                 rows = first + tl.arange(0, SUM.BLOCK_TOKENS)
                 inside = (rows < end) & (ready == 1)
@@ -113,15 +124,16 @@ def node_sum_kernel(
                 )
                 # fmt: on
                 ready = tl.minimum(ready, arrived)
-                to = staging + rows.to(tl.int64) * row.num_bytes
+                to = staging + rows.to(tl.int64) * sum_row.num_bytes
                 inside = inside & (ready == 1)
-                to_row = to.to(tl.pointer_type(own.x.dtype.element_ty), bitcast=True)
-                add_rows(addresses, to_row, sums, at, inside, hidden, SUM)
+                dtype: tl.constexpr = own.x.dtype.element_ty
+                to_row = as_pointer(to, SENT.DTYPE)
+                add_rows(addresses, to_row, sums, at, inside, hidden, dtype, SUM)
                 if own.weights is not None:
-                    to = (to + row.weights).to(tl.pointer_type(tl.float32), bitcast=True)
-                    add_weights(weight_addresses, to, inside, SUM)
+                    to_weights = as_pointer(to + sum_row.weights, tl.float32)
+                    add_weights(weight_addresses, to_weights, inside, SUM)
             if (ready == 1) & (node != own_node(context)):
-                send_chunk(node, begin, end, row, context, SUM.CHUNK_ROWS)
+                send_chunk(node, begin, end, sum_row, context, SENT.CHUNK_ROWS)
 
 
 @uses_nvshmem
@@ -133,8 +145,9 @@ def internode_sum_kernel(
     num_tokens,
     region_rows,
     hidden,
-    row,  # slots.Row
+    sum_row,  # slots.Row, of what came over the network
     SUM: tl.constexpr,  # kernels.SumSizes, of the nodes
+    SENT: tl.constexpr,  # SumFormat
 ):
     """Add up the sums that the nodes return for each token; the last program ends the call."""
     parts = Heads(heads, region_rows)
@@ -144,12 +157,12 @@ def internode_sum_kernel(
         inside = token_idx < num_tokens
         # fmt: off
         addresses, weight_addresses, ready = _parts(
-            parts, token_idx.to(tl.int64), inside, 0, row, context, _node_part, SUM
+            parts, token_idx.to(tl.int64), inside, 0, sum_row, context, _node_part, SUM
         )
         # fmt: on
         inside = inside & (ready == 1)
         at = token_idx.to(tl.int64) * hidden
-        add_rows(addresses, sums.out + at, sums, at, inside, hidden, SUM)
+        add_rows(addresses, sums.out + at, sums, at, inside, hidden, SENT.DTYPE, SUM)
         if sums.weights is not None:
             add_weights(weight_addresses, sums.weights + token_idx * SUM.NUM_TOPK, inside, SUM)
     if is_broken(context):

@@ -68,7 +68,7 @@ def return_rows_kernel(
     if program < 0:
         is_sound = (tl.min(counts, 0) >= 0) & (tl.sum(counts, 0) <= num_rows)
         item_bytes: tl.constexpr = own.x.dtype.element_ty.primitive_bitwidth // 8
-        shape = RowShape(hidden * item_bytes, SUM.NUM_TOPK, item_bytes, 0)
+        shape = RowShape(hidden * item_bytes, SUM.NUM_TOPK, item_bytes, 0, 0)
         open_call(KIND_COMBINE, shape, dispatched, is_sound, context, SUM.RANKS_PAD)
     elif program < num_push_programs:
         num_peers = tl.load(context + NUM_RANKS).to(tl.int32) - 1
@@ -172,15 +172,17 @@ def _sum_block(
         addresses = addresses + (tl.where(has, at, 0),)
         weight_addresses = weight_addresses + (tl.where(has, weights_at, 0),)
     at = token_idx.to(tl.int64) * hidden
-    add_rows(addresses, sums.out + at, sums, at, inside, hidden, SUM)
+    dtype: tl.constexpr = sums.out.dtype.element_ty
+    add_rows(addresses, sums.out + at, sums, at, inside, hidden, dtype, SUM)
     if own.weights is not None:
         add_weights(weight_addresses, sums.weights + token_idx * SUM.NUM_TOPK, inside, SUM)
 
 
 @device_function
-def add_rows(addresses, to, sums, at, inside, hidden, SUM: tl.constexpr):
-    """Write the sums of rows at `addresses`, SUM.RANKS blocks of them of which 0 stands for no row,
-    to the rows `to` (block): the rows at `at` of the biases first, then in this order."""
+def add_rows(addresses, to, sums, at, inside, hidden, dtype: tl.constexpr, SUM: tl.constexpr):
+    """Write the sums of rows of `dtype` at `addresses`, SUM.RANKS blocks of them of which 0 stands
+    for no row, to the rows `to` (block): the rows at `at` of the biases first, then in this
+    order."""
     for column in range(0, hidden, SUM.BLOCK_H):
         columns = column + tl.arange(0, SUM.BLOCK_H)
         in_row = row_mask(columns, hidden, to.dtype.element_ty, SUM.ALIGNED)
@@ -193,7 +195,7 @@ def add_rows(addresses, to, sums, at, inside, hidden, SUM: tl.constexpr):
             bias = row_pointers(sums.bias_1 + at, columns, SUM.ALIGNED)
             total += tl.load(bias, mask=real, other=0.0).to(tl.float32)
         for number in tl.static_range(SUM.RANKS):
-            returned = as_pointer(addresses[number], to.dtype.element_ty)
+            returned = as_pointer(addresses[number], dtype)
             part = tl.load(
                 row_pointers(returned, columns, SUM.ALIGNED),
                 mask=(addresses[number] != 0)[:, None] & in_row[None, :],

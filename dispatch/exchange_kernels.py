@@ -105,7 +105,7 @@ def clear_counts(counts, num_local_experts, context, SIZES: tl.constexpr):
     for source in range(0, num_ranks):
         to = counts.rank_prefix_matrix + source * num_ranks + ranks
         tl.store(to, tl.zeros_like(ranks), mask=ranks < num_ranks)
-    if SIZES.NODES > 1:
+    if counts.recv_rank_prefix is not None:
         tl.store(counts.recv_rank_prefix + ranks, tl.zeros_like(ranks), mask=ranks < num_ranks)
     experts = tl.arange(0, SIZES.EXPERTS_PAD)
     real = experts < num_local_experts
@@ -143,7 +143,7 @@ def read_counts(counts, signature, max_rows, num_local_experts, context, SIZES: 
             rows += sent
             to = counts.rank_prefix_matrix + source * num_ranks + ranks
             tl.store(to, rows, mask=ranks < num_ranks)
-            if SIZES.NODES > 1:
+            if counts.recv_rank_prefix is not None:
                 own = tl.sum(tl.where(ranks == rank, rows, 0), 0)
                 tl.store(counts.recv_rank_prefix + source, own)
             received = tl.load(theirs + rank * num_local_experts + experts, mask=real, other=0)

@@ -18,18 +18,28 @@ from ..row_vectors import COPY_ROWS, RowVectors
 from ..symm.slots import RowLayout, SlotLayout, Slots, row_in_region
 from ..utils import next_power_of_2
 from .exchange_kernels import ExchangeSizes
-from .internode_kernels import (
+from .internode_header_kernels import (
     Forwarding,
     InternodeSizes,
     NodePlan,
+    SentWeights,
     exchange_internode_kernel,
-    forward_kernel,
     node_layout_kernel,
     open_internode_kernel,
-    send_rows_kernel,
 )
-from .launch import NUM_WARPS, Counts, DispatchLayout, Tokens, metadata_sizes
-from .send_kernels import Metadata
+from .internode_kernels import forward_kernel, send_rows_kernel
+from .launch import (
+    NUM_WARPS,
+    Counts,
+    DispatchLayout,
+    Partition,
+    Tokens,
+    metadata_sizes,
+    programs_on_all_sms,
+    push,
+    send_metadata,
+)
+from .send_kernels import Metadata, SendPlan
 
 BLOCK_TOKENS = 256
 """Tokens whose nodes a program finds at a time."""
@@ -107,12 +117,16 @@ def plan_nodes(
 
 
 @functools.cache
-def _header_sizes(layout: SlotLayout) -> InternodeSizes:
+def _header_sizes(
+    layout: SlotLayout, kind: Kind = Kind.DISPATCH, phases: str = "both"
+) -> InternodeSizes:
     sizes = InternodeSizes(
         HEADER_PAD=256,
         NODE_RANKS_PAD=next_power_of_2(layout.ranks_per_node),
         NODES_PAD=next_power_of_2(layout.num_nodes),
         BLOCK_ROWS=HEADER_ROWS,
+        KIND=int(kind),
+        PHASES=phases,
     )
     return constants(sizes)
 
@@ -136,43 +150,65 @@ def exchange(
     max_rows: int,
     may_grow: bool,
     slots: Slots,
+    phases: str = "both",
+    wait_stats: torch.Tensor | None = None,
 ) -> None:
     """`launch.exchange` over several nodes; and what this rank will forward, see `Routes`. Begins a
-    call."""
+    call.
+
+    A low-latency call, of up to `max_rows` tokens of a rank, has two launches, phases "send" and
+    "receive". wait_stats int64 [R], ns waited for each rank's counts, is added to by the second.
+    """
     num_nodes, num_near = slots.layout.num_nodes, slots.layout.ranks_per_node
     num_ranks, in_rank = slots.num_ranks, layout.is_token_in_rank
     forwarded = in_rank.new_empty((num_nodes, max_rows, num_near))
+    kind, shape = Kind.DISPATCH, tokens.shape
+    if phases != "both":
+        kind, shape = Kind.LOW_LATENCY_DISPATCH, shape._replace(max_tokens=max_rows)
+    num_senders, num_receivers = num_nodes - 1 + num_near, num_nodes + 1
+    num_programs = {"send": num_senders, "receive": num_receivers}
     slots.context.launch(
         exchange_internode_kernel,
-        (2 * num_nodes + num_near,),
+        (num_programs.get(phases, num_senders + num_receivers),),
         layout._replace(is_token_in_rank=in_rank.view(torch.uint8)),
         NodePlan(routes.node_rows[0], routes.sent_token_idx),
-        Forwarding(routes.node_rows[1], forwarded.view(torch.uint8)),
+        Forwarding(routes.node_rows[1], forwarded.view(torch.uint8), wait_stats),
         counts,
         slots.context.fields,
         len(tokens.x),
         max_rows,
         layout.num_experts // num_ranks,
-        tokens.shape,
+        shape,
         int(may_grow),
-        SIZES=_header_sizes(slots.layout),
+        SIZES=_header_sizes(slots.layout, kind, phases),
         COUNTS=_count_sizes(num_ranks, layout.num_experts, num_nodes),
-        step="exchange",
+        step="exchange" if phases == "both" else f"exchange, {phases}",
     )
-    # fmt: off
-    routing.send_plan(
-        forwarded, None, num_near, slots, routes.row_idx, routes.rank_head
-    )
-    # fmt: on
+    if phases != "send":
+        # fmt: off
+        routing.send_plan(
+            forwarded, None, num_near, slots, routes.row_idx, routes.rank_head
+        )
+        # fmt: on
 
 
-def open_call(kind: Kind, dispatched: torch.Tensor, shape: RowShape, slots: Slots) -> None:
-    """Begin a call that has a handle, with `dispatched`, the signature in it."""
+def open_call(
+    kind: Kind,
+    dispatched: torch.Tensor,
+    shape: RowShape,
+    slots: Slots,
+    weights: SentWeights | None = None,
+    wait_stats: torch.Tensor | None = None,
+) -> None:
+    """Begin a call that has a handle, with `dispatched`, the signature in it. `weights` go along
+    with the signature. wait_stats int64 [R], ns waited for each rank, is added to."""
     slots.context.launch(
         open_internode_kernel,
         (2 * slots.layout.num_nodes + slots.layout.ranks_per_node,),
         int(kind),
         dispatched,
+        weights,
+        wait_stats,
         slots.context.fields,
         shape,
         SIZES=_header_sizes(slots.layout),
@@ -198,6 +234,24 @@ def _push_sizes(layout: SlotLayout, row: RowLayout, num_vecs: int, aligned: bool
         RELAYS=True,
     )
     return constants(sizes)
+
+
+def send(
+    tokens: Tokens,
+    node_rows: torch.Tensor,
+    sent_token_idx: torch.Tensor,
+    num_sent: tuple[torch.Tensor, torch.Tensor | None],
+    header_bytes: int,
+    partition: Partition,
+    slots: Slots,
+) -> None:
+    """Send all rows: those to other nodes first, as the network takes longest. num_sent: the `ends`
+    and `begins` of a `SendPlan`; the others are parts of `Routes`."""
+    on_all_sms = programs_on_all_sms()
+    plan = SendPlan(*num_sent, sent_token_idx[slots.layout.num_nodes :])
+    send_rows(tokens, node_rows, sent_token_idx, header_bytes, on_all_sms, slots)
+    send_metadata(tokens, plan, header_bytes, on_all_sms, slots)
+    push(tokens, plan, header_bytes, partition, slots)
 
 
 def send_rows(

@@ -2,8 +2,8 @@
 
 A rank sends each token that has an expert on another node once to its rail peer there, which writes
 the row to the ranks of its node that want it, into the regions where these expect the rows of their
-source. So what receives rows is as on one node. Before rows go headers, from which the rail peer
-learns which row is for which of its ranks; it forwards the counts in them to its node.
+source. So what receives rows is as on one node. Before rows go headers, see
+`internode_header_kernels.py`.
 """
 
 from typing import NamedTuple
@@ -12,15 +12,11 @@ import triton
 import triton.language as tl
 
 from ..device.context import (
-    KIND_DISPATCH,
     NODE_RANKS,
     NUM_RANKS,
-    PHASE_COUNTS,
     PHASE_ROWS,
-    SIGNATURE_WORDS,
 )
 from ..device.internode import (
-    arrival_header,
     arrival_region,
     node_writer,
     num_nodes,
@@ -28,9 +24,7 @@ from ..device.internode import (
     own_node,
     rail_peer,
     release_rails,
-    staging_header,
     staging_region,
-    wait_node_free,
 )
 from ..device.lang import (
     as_pointer,
@@ -38,11 +32,8 @@ from ..device.lang import (
     current_epoch,
     device_function,
     is_broken,
-    notify,
     own_block,
-    put,
     put_rows,
-    symm_at,
     ticks,
     wait,
 )
@@ -50,304 +41,12 @@ from ..device.network import send
 from ..device.nvshmem import uses_nvshmem
 from ..device.programs import is_last_program
 from ..device.push import Source, push_rows
-from ..device.signature import own_call, refuse_handle, signature_of, signature_of_handle
-from ..device.signature import wait_signatures as wait_all_signatures
 from ..device.slots import (
-    COUNTS_AT,
     chunk_flag,
-    count_flag,
     first_near_rank,
-    region,
-    wait_slot_free,
 )
 from ..device.tiles import deal
-from .exchange_kernels import clear_counts, read_counts, send_counts
 from .send_kernels import put_metadata
-
-
-class NodePlan(NamedTuple):
-    """Which tokens a rank sends to which node: to node n num_tokens[n] of them."""
-
-    num_tokens: tl.tensor  # int32 [N]
-    token_idx: tl.tensor  # int32 [N, T]: token of each row for each node
-
-
-class Forwarding(NamedTuple):
-    """What a rank forwards to the ranks of its node, and to itself: the rows of its rail peer on
-    each node, its own where the node is its own."""
-
-    num_rows: tl.tensor  # int32 [N]
-    is_row_in_rank: tl.tensor  # uint8 [N, M, L]: which row is for which rank of this node
-
-
-class InternodeSizes(NamedTuple):
-    """What the kernels that send headers are compiled for."""
-
-    HEADER_PAD: int  # signature and counts, int32
-    NODE_RANKS_PAD: int
-    NODES_PAD: int
-    BLOCK_ROWS: int  # rows whose ranks a program copies at a time
-
-
-# --- Routing -------------------------------------------------------------------------------------
-
-
-@triton.jit(do_not_specialize=["num_tokens"])
-def node_layout_kernel(
-    is_token_in_rank,  # uint8 [T, R]
-    is_token_in_node,  # uint8 [T, N], out
-    is_token_near,  # uint8 [T, L], out: the columns of this rank's node
-    num_tokens_per_node,  # int32 [N], out
-    context,
-    num_tokens,
-    NODE_RANKS_PAD: tl.constexpr,
-    BLOCK: tl.constexpr,
-):
-    """Program n finds which tokens go to node n."""
-    node = tl.program_id(0)
-    nodes = tl.num_programs(0)
-    node_ranks = tl.load(context + NODE_RANKS).to(tl.int32)
-    place = tl.arange(0, NODE_RANKS_PAD)
-    is_own = node == own_node(context)
-    count = tl.full((), 0, tl.int32)
-    for first in range(0, num_tokens, BLOCK):
-        tokens = first + tl.arange(0, BLOCK)
-        inside = (tokens < num_tokens)[:, None] & (place < node_ranks)[None, :]
-        at = tokens[:, None] * (nodes * node_ranks) + node * node_ranks + place[None, :]
-        in_rank = tl.load(is_token_in_rank + at, mask=inside, other=0)
-        to = is_token_near + tokens[:, None] * node_ranks + place[None, :]
-        tl.store(to, in_rank, mask=inside & is_own)
-        in_node = tl.max((in_rank != 0).to(tl.int32), 1)
-        tl.store(
-            is_token_in_node + tokens * nodes + node, in_node.to(tl.uint8), tokens < num_tokens
-        )
-        count += tl.sum(in_node, 0)
-    tl.store(num_tokens_per_node + node, count)
-
-
-# --- Headers -------------------------------------------------------------------------------------
-
-
-@uses_nvshmem
-@triton.jit(do_not_specialize=["num_tokens", "most_rows", "may_grow"])
-def exchange_internode_kernel(
-    layout,  # launch.DispatchLayout, is_token_in_rank as uint8 [T, R]
-    plan,  # NodePlan
-    forwarding,  # Forwarding, out
-    counts,  # launch.Counts, out
-    context,
-    num_tokens,
-    most_rows,  # M
-    num_local_experts,
-    shape,  # signature.RowShape
-    may_grow,
-    SIZES: tl.constexpr,  # InternodeSizes
-    COUNTS: tl.constexpr,  # exchange_kernels.ExchangeSizes
-):
-    """Tell all ranks this rank's counts and learn theirs, and which rows this rank will forward.
-
-    Programs 0 .. N-2 send a header to the rail peer on each other node, the next L write counts to
-    each rank of this node. Each of the next N waits for the header of one node, forwards its counts
-    to this node and keeps the rest. The last reads the counts of all ranks, see `read_counts`: so
-    each waits for earlier roles alone.
-    """
-    program = tl.program_id(0)
-    nodes, node_ranks = num_nodes(context), tl.load(context + NODE_RANKS).to(tl.int32)
-    first_near = nodes - 1
-    first_node = first_near + node_ranks
-    last = first_node + nodes
-    num_experts = num_local_experts * nodes * node_ranks
-    is_of_node = (program >= first_node) & (program < last)
-    node = tl.where(is_of_node, program - first_node, 0)
-    rows = forwarding.is_row_in_rank + node.to(tl.int64) * most_rows * node_ranks
-    if is_of_node:
-        tl.store(forwarding.num_rows + node, 0)
-    elif program == last:
-        clear_counts(counts, num_local_experts, context, COUNTS)
-    if is_broken(context):
-        if is_of_node:  # the next launch reads all rows
-            _clear_ranks(rows, 0, most_rows, context, SIZES)
-        return
-    call = own_call(context)
-    signature = signature_of(KIND_DISPATCH, shape, num_experts, 0, 0, may_grow, call, 0, context)
-    rows_at = rows_offset(num_experts, nodes * node_ranks)
-    all_nodes = tl.arange(0, SIZES.NODES_PAD)
-    most = tl.max(tl.load(plan.num_tokens + all_nodes, mask=all_nodes < nodes, other=0), 0)
-    if program < first_near:
-        node = (own_node(context) + 1 + program) % nodes
-        ready = wait_node_free(node, context)
-        header = consume_token(staging_header(node, context), ready)
-        if ready == 1:
-            count = tl.load(plan.num_tokens + node)
-            # fmt: off
-            _write_header(header, signature, layout, count, most, num_experts, context, COUNTS)
-            # fmt: on
-            to = as_pointer(header + rows_at, tl.uint8)
-            _copy_ranks(layout, plan, node, to, num_tokens, min(count, most_rows), context, SIZES)
-            num_bytes = rows_at + min(count, most_rows) * node_ranks
-            _send_header(node, header, num_bytes, context)
-    elif program < first_node:
-        # fmt: off
-        send_counts(
-            first_near_rank(context) + program - first_near, signature,
-            layout.num_tokens_per_expert, layout.num_tokens_per_rank, num_experts, context, COUNTS,
-            most,
-        )
-        # fmt: on
-    elif program < last:
-        if node == own_node(context):
-            count = min(tl.load(plan.num_tokens + node), most_rows)
-            _copy_ranks(layout, plan, node, rows, num_tokens, count, context, SIZES)
-            _clear_ranks(rows, count, most_rows, context, SIZES)
-            tl.store(forwarding.num_rows + node, count)
-        else:
-            num_words = COUNTS_AT + num_experts + nodes * node_ranks + 1
-            ready = _forward_header(node, num_words, context, SIZES)
-            header = consume_token(arrival_header(node, context), ready)
-            count = 0
-            if ready == 1:
-                # A rank that makes another call has sent anything: no more than fits is read.
-                count = max(0, min(tl.load(as_pointer(header, tl.int32) + num_words), most_rows))
-                arrived = as_pointer(header + rows_at, tl.uint8)
-                step: tl.constexpr = SIZES.BLOCK_ROWS
-                for first in range(0, count * node_ranks, step):
-                    at = first + tl.arange(0, step)
-                    inside = at < count * node_ranks
-                    in_rank = (tl.load(arrived + at, mask=inside, other=0) != 0).to(tl.uint8)
-                    tl.store(rows + at, in_rank, mask=inside)
-                tl.store(forwarding.num_rows + node, count)
-            _clear_ranks(rows, count, most_rows, context, SIZES)
-    else:
-        read_counts(counts, signature, most_rows, num_local_experts, context, COUNTS)
-
-
-@uses_nvshmem
-@triton.jit
-def open_internode_kernel(
-    kind,
-    dispatched,  # int32 [SIGNATURE_WORDS] of a handle
-    context,
-    shape,  # signature.RowShape
-    SIZES: tl.constexpr,  # InternodeSizes
-    RANKS_PAD: tl.constexpr,
-):
-    """Begin a call that has a handle: exchange signatures with all ranks, as `open_call` does. The
-    roles of the programs are those of `exchange_internode_kernel`, without counts."""
-    program = tl.program_id(0)
-    nodes, node_ranks = num_nodes(context), tl.load(context + NODE_RANKS).to(tl.int32)
-    first_node = nodes - 1 + node_ranks
-    if is_broken(context):
-        return
-    signature, is_ours = signature_of_handle(kind, shape, dispatched, True, context)
-    if program < nodes - 1:
-        node = (own_node(context) + 1 + program) % nodes
-        ready = wait_node_free(node, context)
-        header = consume_token(staging_header(node, context), ready)
-        if ready == 1:
-            put(as_pointer(header, tl.int32) + tl.arange(0, SIGNATURE_WORDS), signature, None)
-            _send_header(node, header, SIGNATURE_WORDS * 4, context)
-    elif program < first_node:
-        peer = first_near_rank(context) + program - (nodes - 1)
-        send_counts(peer, signature, None, None, 0, context, SIZES)
-    elif program < first_node + nodes:
-        node = program - first_node
-        if node != own_node(context):
-            _forward_header(node, SIGNATURE_WORDS, context, SIZES)
-    elif is_ours:
-        wait_all_signatures(signature, context, RANKS_PAD)
-    else:
-        refuse_handle(context)
-
-
-@device_function
-def rows_offset(num_experts, num_ranks):
-    """See `symm.slots.internode_rows_offset`."""
-    return (4 * (COUNTS_AT + num_experts + num_ranks + 2) + 15) // 16 * 16
-
-
-@device_function
-def _write_header(
-    header, signature, layout, count, most, num_experts, context, COUNTS: tl.constexpr
-):
-    """Write the signature and the counts of a header."""
-    to = as_pointer(header, tl.int32)
-    put(to + tl.arange(0, SIGNATURE_WORDS), signature, None)
-    experts = tl.arange(0, COUNTS.ALL_EXPERTS_PAD)
-    real = experts < num_experts
-    rows = tl.load(layout.num_tokens_per_expert + experts, mask=real, other=0)
-    put(to + COUNTS_AT + experts, rows, real)
-    ranks = tl.arange(0, COUNTS.RANKS_PAD)
-    num_ranks = tl.load(context + NUM_RANKS).to(tl.int32)
-    real = ranks < num_ranks
-    rows = tl.load(layout.num_tokens_per_rank + ranks, mask=real, other=0)
-    put(to + COUNTS_AT + num_experts + ranks, rows, real)
-    more = tl.arange(0, 2)
-    last = to + COUNTS_AT + num_experts + num_ranks
-    put(last + more, tl.where(more == 0, most, count), None)
-
-
-@device_function
-def _send_header(node, header, num_bytes, context):
-    """Send what this program has written to the header for `node`; its flag follows it."""
-    flag = count_flag(node_writer(own_node(context), context), context)
-    to = arrival_header(own_node(context), context)
-    peer, epoch = rail_peer(node, context), current_epoch(context)
-    send(to, header, num_bytes, flag, epoch, peer, context)
-
-
-@device_function
-def _forward_header(node, num_words, context, SIZES: tl.constexpr):
-    """Wait for the header of another node's rail peer, and write its signature and counts into that
-    rank's region on each rank of this node. Returns 1, or 0 where a wait expired."""
-    source = rail_peer(node, context)
-    one = tl.arange(0, 1)
-    flags = count_flag(node_writer(node, context) + one, context)
-    ready = wait(flags, one == 0, current_epoch(context), source + one, context, PHASE_COUNTS)
-    place = tl.arange(0, SIZES.NODE_RANKS_PAD)
-    near = place < tl.load(context + NODE_RANKS).to(tl.int32)
-    peers = first_near_rank(context) + place
-    if ready == 1:
-        ready = wait_slot_free(peers, near, context)
-    header = as_pointer(consume_token(arrival_header(node, context), ready), tl.int32)
-    to = consume_token(region(source, context), ready)
-    regions = as_pointer(symm_at(to, tl.where(near, peers, peers - place), context), tl.int32)
-    if ready == 1:
-        step: tl.constexpr = SIZES.HEADER_PAD
-        for first in range(0, num_words, step):
-            word = first + tl.arange(0, step)
-            inside = word < num_words
-            words = tl.load(header + word, mask=inside, other=0)
-            put(regions[:, None] + word[None, :], words[None, :], near[:, None] & inside[None, :])
-        flag = count_flag(source, context)
-        notify(peers * 0 + flag, peers, near, current_epoch(context), context)
-    return ready
-
-
-@device_function
-def _copy_ranks(layout, plan, node, rows, num_tokens, count, context, SIZES: tl.constexpr):
-    """Write which ranks of `node` the first `count` rows for it are for, L bytes for each."""
-    node_ranks = tl.load(context + NODE_RANKS).to(tl.int32)
-    num_ranks = tl.load(context + NUM_RANKS).to(tl.int32)
-    place = tl.arange(0, SIZES.NODE_RANKS_PAD)
-    for first in range(0, count, SIZES.BLOCK_ROWS):
-        row = first + tl.arange(0, SIZES.BLOCK_ROWS)
-        token_idx = tl.load(plan.token_idx + node * num_tokens + row, mask=row < count, other=0)
-        inside = (row < count)[:, None] & (place < node_ranks)[None, :]
-        at = token_idx[:, None] * num_ranks + node * node_ranks + place[None, :]
-        in_rank = tl.load(layout.is_token_in_rank + at, mask=inside, other=0)
-        tl.store(rows + row[:, None] * node_ranks + place[None, :], in_rank, mask=inside)
-
-
-@device_function
-def _clear_ranks(rows, count, most_rows, context, SIZES: tl.constexpr):
-    """Let the rows after the first `count` be for no rank."""
-    node_ranks = tl.load(context + NODE_RANKS).to(tl.int32)
-    for first in range(count * node_ranks, most_rows * node_ranks, SIZES.BLOCK_ROWS):
-        at = first + tl.arange(0, SIZES.BLOCK_ROWS)
-        tl.store(rows + at, tl.zeros_like(at).to(tl.uint8), mask=at < most_rows * node_ranks)
-
-
-# --- Rows ----------------------------------------------------------------------------------------
 
 
 @uses_nvshmem

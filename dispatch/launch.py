@@ -70,7 +70,8 @@ class DispatchLayout(NamedTuple):
 
 class Tokens(NamedTuple):
     """What a rank sends: x [T, H] contiguous; topk_idx int64 [T, K] and topk_weights float32
-    [T, K], or None; scales [T, S] of 4 bytes each and any strides, or None."""
+    [T, K], or None, and ids may come without weights; scales [T, S] of 4 bytes each and any
+    strides, or None."""
 
     x: torch.Tensor
     topk_idx: torch.Tensor | None = None
@@ -252,7 +253,7 @@ class Received(NamedTuple):
 
     x [N, H], or int64 [N] with the address of each row; scales [N, S]; topk_idx int64 [N, K] with
     local ids, -1 where the expert is on another rank; topk_weights float32 [N, K], 0 for these;
-    src_idx int32 [N], the token's number on its source rank. Scales and both top-k tensors are None
+    src_idx int32 [N], the token's number on its source rank. Scales and top-k tensors are None
     where dispatch had none.
     """
 
@@ -266,11 +267,12 @@ class Received(NamedTuple):
     def empty(cls, rows: torch.Tensor, tokens: Tokens) -> Received:
         """`rows` [N, ...], and room for what goes with them where tokens are like these."""
         num_rows, num_topk, scales = len(rows), tokens.num_topk, tokens.scales
+        weights = tokens.topk_weights
         return cls(
             rows,
             None if scales is None else scales.new_empty(num_rows, scales.shape[1]),
             rows.new_empty((num_rows, num_topk), dtype=torch.int64) if num_topk else None,
-            rows.new_empty((num_rows, num_topk), dtype=torch.float32) if num_topk else None,
+            None if weights is None else weights.new_empty(num_rows, num_topk),
             rows.new_empty(num_rows, dtype=torch.int32),
         )
 

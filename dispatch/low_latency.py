@@ -40,6 +40,10 @@ class LowLatencyHandle(NamedTuple):
     returns: torch.Tensor  # int32 [R, M, 1 + 3 * K]: see `Received`
     call: torch.Tensor  # int64 [1 + R]: epoch of the dispatch, tokens of each rank
 
+    @property
+    def num_topk(self) -> int:
+        return (self.returns.shape[2] - 1) // 3
+
 
 class LowLatencyTokens(NamedTuple):
     """What a low-latency dispatch sends: x [T, H] contiguous, bf16 or fp32; topk_idx int64 [T, K];

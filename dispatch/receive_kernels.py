@@ -195,13 +195,14 @@ def _copy_metadata(received, block, num_local_experts, row, context, SIZES: tl.c
         has_room = block.has_room[:, None] & (k < SIZES.NUM_TOPK)[None, :]
         at = block.dst_row[:, None] * SIZES.NUM_TOPK + k[None, :]
         ids = as_pointer(block.address + row.ids, tl.int32)[:, None] + k[None, :]
-        weights = as_pointer(block.address + row.weights, tl.float32)[:, None] + k[None, :]
         ids = tl.load(ids, mask=has, other=-1)
         ids -= tl.load(context + RANK).to(tl.int32) * num_local_experts
         is_local = has & (ids >= 0) & (ids < num_local_experts)
-        weights = tl.load(weights, mask=has, other=0.0)
         tl.store(received.topk_idx + at, tl.where(is_local, ids, -1).to(tl.int64), mask=has_room)
-        tl.store(received.topk_weights + at, tl.where(is_local, weights, 0.0), mask=has)
+        if received.topk_weights is not None:
+            weights = as_pointer(block.address + row.weights, tl.float32)[:, None] + k[None, :]
+            weights = tl.load(weights, mask=has, other=0.0)
+            tl.store(received.topk_weights + at, tl.where(is_local, weights, 0.0), mask=has)
 
 
 @device_function

@@ -28,7 +28,7 @@ class Metadata(NamedTuple):
 
     scales: tl.tensor  # int32 [T, NUM_SCALES] of any strides
     topk_idx: tl.tensor  # int64 [T, NUM_TOPK]
-    topk_weights: tl.tensor  # float32 [T, NUM_TOPK]
+    topk_weights: tl.tensor  # float32 [T, NUM_TOPK]; where these are None, their place has ids
 
 
 class MetadataSizes(NamedTuple):
@@ -120,10 +120,11 @@ def put_metadata(
         at = token_idx[:, None] * SIZES.NUM_TOPK + k[None, :]
         ids = tl.load(metadata.topk_idx + at, mask=inside, other=-1)
         ids = tl.minimum(tl.maximum(ids, -1), 0x7FFFFFFF)  # what is out of range stays so
-        weights = tl.load(metadata.topk_weights + at, mask=inside, other=0.0)
-        part = tl.where(
-            (field < weights_at)[None, :], ids.to(tl.int32), weights.to(tl.int32, bitcast=True)
-        )
+        part = ids.to(tl.int32)
+        if metadata.topk_weights is not None:
+            weights = tl.load(metadata.topk_weights + at, mask=inside, other=0.0)
+            weights = weights.to(tl.int32, bitcast=True)
+            part = tl.where((field < weights_at)[None, :], part, weights)
         trailer = tl.where(inside, part, trailer)
     to_trailer = as_pointer(to + row.ids, tl.int32)[:, None] + field[None, :]
     put(to_trailer, trailer, has[:, None] & (field <= 2 * weights_at)[None, :])

@@ -140,6 +140,14 @@ class QuantizedRows(NamedTuple):
         scale = self.memory.view(torch.float32)[:, begin : begin + triton.cdiv(self.depth, BLOCK)]
         return Rows(self.memory[:, : self.depth].view(FP8), scale=scale)
 
+    @property
+    def views(self) -> QuantizedOut:
+        """Where a cast writes them."""
+        values, _, scale = self.operand
+        assert scale is not None
+        bits = values.view(torch.int8), scale.view(torch.int32)
+        return QuantizedOut(*bits, values.stride(0), scale.stride(0))
+
 
 def quantized_bytes(depth: int) -> int:
     """Bytes of a row of `QuantizedRows`, a multiple of 16; depth is one as well."""
@@ -147,22 +155,22 @@ def quantized_bytes(depth: int) -> int:
 
 
 def quantize_launch(
-    x: torch.Tensor, out: QuantizedRows, num_rows: torch.Tensor | None = None
+    x: torch.Tensor,
+    out: QuantizedRows | QuantizedOut,
+    num_rows: torch.Tensor | None = None,
+    row_format: str = "fp8",
 ) -> tuple[Grid, tuple[Any, ...], dict[str, Any]]:
     """(grid, arguments, options) of `quantize_rows_kernel`, which casts rows x [M, K], the first
     num_rows int32 [1] of them, into `out`. It is launched for no rows, too, as when a Buffer warms
-    up; with num_rows nothing but the pointers depends on M."""
+    up; with num_rows nothing but the pointers depends on M. row_format: see `cast.cast_row`."""
     most_rows, depth = x.shape
     columns = min(1024, max(BLOCK, next_power_of_2(depth)))
     rows = TILE_ITEMS // columns
-    values, _, scale = out.operand
-    assert scale is not None
-    to = QuantizedOut(
-        values.view(torch.int8), scale.view(torch.int32), values.stride(0), scale.stride(0)
-    )
+    to = out.views if isinstance(out, QuantizedRows) else out
     num_programs = 2 if INTERPRETED else 8 * gpu(x.device).num_sms
     if num_rows is None:
         num_tiles = triton.cdiv(most_rows, rows) * triton.cdiv(depth, columns)
         num_programs = max(1, min(num_tiles, num_programs))
-    options = dict(TILE=constants(QuantizedTile(rows, columns)), num_warps=TILE_WARPS)
+    tile = constants(QuantizedTile(rows, columns, row_format))
+    options = dict(TILE=tile, num_warps=TILE_WARPS)
     return (num_programs,), (x, num_rows, to, most_rows, depth), options

@@ -24,6 +24,7 @@ class QuantizedTile(NamedTuple):
 
     ROWS: Any
     COLUMNS: Any
+    FORMAT: Any = "fp8"  # of the scales, see `cast.cast_row`
 
 
 @triton.jit(do_not_specialize=["max_rows"], do_not_specialize_on_alignment=["num_rows"])
@@ -36,7 +37,8 @@ def quantize_rows_kernel(
     TILE: tl.constexpr,  # QuantizedTile
     PDL: tl.constexpr,
 ):
-    """out = x in e4m3, with a scale for each 128 columns; see `cast.cast_row`.
+    """out = x in e4m3, with a scale for each 128 columns, in ue8m0 four to an int32; see
+    `cast.cast_row`.
 
     A PDL launch, which waits for all launches before, and only then lets the next one begin: so
     that may read at once what those have stored, and what this kernel stores after its own wait.
@@ -48,7 +50,8 @@ def quantize_rows_kernel(
         end = tl.load(num_rows)
     ROWS: tl.constexpr = TILE.ROWS
     COLUMNS: tl.constexpr = TILE.COLUMNS
-    BLOCKS: tl.constexpr = COLUMNS // 128
+    SCALE_COLUMNS: tl.constexpr = 512 if TILE.FORMAT == "ue8m0" else 128
+    BLOCKS: tl.constexpr = COLUMNS // SCALE_COLUMNS
     num_chunks = tl.cdiv(K, COLUMNS)
     num_work = tl.cdiv(end, ROWS) * num_chunks
     for work_idx in range(tl.program_id(0), num_work, tl.num_programs(0)):
@@ -57,10 +60,10 @@ def quantize_rows_kernel(
         inside = (row < end)[:, None] & tl.max_constancy(column < K, 16)[None, :]
         at = row[:, None] * K + column[None, :]
         values = tl.load(x + at, mask=inside, other=0.0)
-        bits, scales = cast_row(values.reshape(ROWS * COLUMNS), "fp8")
+        bits, scales = cast_row(values.reshape(ROWS * COLUMNS), TILE.FORMAT)
         at = row[:, None] * out.row_stride + column[None, :]
         tl.store(out.rows + at, bits.reshape(ROWS, COLUMNS), mask=inside)
         block = work_idx % num_chunks * BLOCKS + tl.arange(0, BLOCKS)
-        inside = (row < end)[:, None] & (block < tl.cdiv(K, 128))[None, :]
+        inside = (row < end)[:, None] & (block < tl.cdiv(K, SCALE_COLUMNS))[None, :]
         at = row[:, None] * out.scale_stride + block[None, :]
         tl.store(out.scales + at, scales.reshape(ROWS, BLOCKS), mask=inside)

@@ -13,6 +13,7 @@ import torch
 from .dispatch.low_latency import LowLatencyHandle
 from .engines.base import Handle
 from .engines.internode import InternodeHandle
+from .engines.internode_low_latency import InternodeLowLatencyHandle
 from .errors import RoutingError, ShapeError, bad_ids
 
 
@@ -149,10 +150,20 @@ def _check_routes(handle: InternodeHandle, sent: torch.Tensor, rank: int) -> Non
         _check_head(is_forwarded, handle.rank_head[node, :count], "handle.rank_head", rank)
 
 
-def check_low_latency_values(handle: LowLatencyHandle, topk_idx: torch.Tensor, rank: int) -> None:
+def check_low_latency_values(
+    handle: LowLatencyHandle | InternodeLowLatencyHandle, topk_idx: torch.Tensor, rank: int
+) -> None:
     """The rows and slots of the top-k that a low-latency handle names must be within the tensors of
     its call."""
     check_ids(topk_idx, handle.num_experts, rank)
+    if isinstance(handle, InternodeLowLatencyHandle):
+        num_received, num_rows = int(handle.rank_prefix_matrix[-1, rank]), handle.src_info.numel()
+        if not 0 <= num_received <= len(handle.dst_row):
+            _refuse(f"handle.rank_prefix_matrix counts {num_received} received rows", rank)
+        rows = handle.dst_row[:num_received]  # those after them are not written
+        if bool(((rows < -1) | (rows >= num_rows)).any()):
+            _refuse(f"handle.dst_row has rows outside -1 .. {num_rows - 1}", rank)
+        return
     max_tokens, num_rows = handle.returns.shape[1], handle.src_info.numel()
     num_topk = (handle.returns.shape[2] - 1) // 3
     num_tokens = handle.call[1:]

@@ -17,6 +17,7 @@ from .device.context import SIGNATURE_WORDS
 from .dispatch.low_latency import LowLatencyHandle
 from .engines.base import Handle
 from .engines.internode import InternodeHandle
+from .engines.internode_low_latency import InternodeLowLatencyHandle
 from .errors import DtypeError, ShapeError
 
 SHAPES: dict[type[Handle | InternodeHandle], tuple[str, ...]] = {
@@ -27,6 +28,7 @@ SHAPES: dict[type[Handle | InternodeHandle], tuple[str, ...]] = {
     ),
 }
 """The shapes of the tensors of a handle, in order: their sizes are those of `_sizes`."""
+AnyLowLatencyHandle = LowLatencyHandle | InternodeLowLatencyHandle
 MAX_HIDDEN = 2**20
 """Most columns of a row in low-latency calls, whose programs each hold a whole row."""
 
@@ -77,20 +79,34 @@ def parts_of(handle: Any, kind: Any) -> tuple[Any, Any]:
     return (*handle[:at], *handle[at + 1 :]), handle[at]
 
 
-def check_low_latency_handle(handle: Any, num_ranks: int, device: torch.device) -> LowLatencyHandle:
-    """`handle` must be what low_latency_dispatch of `num_ranks` ranks returned, with sizes that fit
-    one another."""
-    if not isinstance(handle, tuple) or len(handle) != len(LowLatencyHandle._fields):
+def check_low_latency_handle(
+    handle: Any, num_ranks: int, device: torch.device, num_nodes: int = 1
+) -> AnyLowLatencyHandle:
+    """`handle` must be what low_latency_dispatch of `num_ranks` ranks on `num_nodes` nodes
+    returned, with sizes that fit one another."""
+    kind = LowLatencyHandle if num_nodes == 1 else InternodeLowLatencyHandle
+    if not isinstance(handle, tuple) or len(handle) != len(kind._fields):
         raise DtypeError(
             f"handle is a {type(handle).__name__}; it must be what low_latency_dispatch returned."
         )
-    src_info, layout_range, max_tokens, hidden, num_experts, returns, call = handle
+    src_info, layout_range, max_tokens, hidden, num_experts, *rest = handle
     most = check_max_dispatch_tokens(max_tokens)
     num_experts = check_experts(num_experts, num_ranks)
     hidden = check_int("handle.hidden", hidden, 1, MAX_HIDDEN)
     num_local, int32, int64 = num_experts // num_ranks, torch.int32, torch.int64
     _check_part("handle.src_info", src_info, (num_local, num_ranks * most), int32, device)
     _check_part("handle.layout_range", layout_range, (num_local, num_ranks), int64, device)
+    if kind is InternodeLowLatencyHandle:
+        num_rows, near = num_ranks * most, num_ranks // num_nodes
+        shapes = (
+            *((num_rows, _length(rest[0], 1)), (num_rows,), (num_ranks, num_ranks)),
+            *((SIGNATURE_WORDS.value,), (2, num_nodes), (_length(rest[5]), num_nodes)),
+            (num_nodes, most, near),
+        )
+        for name, tensor, shape in zip(kind._fields[5:], rest, shapes, strict=True):
+            _check_part(f"handle.{name}", tensor, shape, int32, device)
+        return kind(src_info, layout_range, most, hidden, num_experts, *rest)
+    returns, call = rest
     _check_part("handle.call", call, (1 + num_ranks,), int64, device)
     check_tensor("handle.returns", returns, (num_ranks, most, "1 + 3 * K"), [int32], device)
     check_contiguous("handle.returns", returns)

@@ -17,8 +17,8 @@ from .checks import memory_view
 from .engines.allocation import Allocator
 from .engines.base import Engine
 from .engines.collective import CollectiveEngine
+from .engines.hooked_calls import HookedCalls
 from .engines.kernel import KernelEngine
-from .engines.low_latency import LowLatency
 from .errors import (
     BackendError,
     CapacityError,
@@ -99,8 +99,8 @@ class BufferLifecycle:
         self.low_latency_mode, self.enable_shrink = low_latency_mode, settings.enable_shrink
         self.explicitly_destroy, self.options = explicitly_destroy, settings.options
         self._engine: Engine | None = None
-        self._low_latency: LowLatency | None = None
-        self._engines: list[Engine | LowLatency] = []
+        self._low_latency: HookedCalls | None = None
+        self._engines: list[Engine | HookedCalls] = []
         self.num_nodes = 1
         self._unreleased: torch.Tensor | None = None  # x of a dispatch in place, until release()
         self._streams = CallStreams(device)

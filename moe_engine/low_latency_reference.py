@@ -96,12 +96,14 @@ def low_latency_combine(
     received: list[LowLatencyReceived],
     topk_idx: list[torch.Tensor],
     topk_weights: list[torch.Tensor],
+    node_ranks: int | None = None,
 ) -> list[torch.Tensor]:
     """The weighted sums [T, H] (bf16) of the expert rows y[r] [L, R * M, H] of each token.
 
     Each expert rank adds up its rows of a token in top-k order and rounds to bf16; the source adds
     the ranks' sums in the order of each rank's right-most slot of the top-k and rounds once more;
-    all in fp32.
+    all in fp32. Where ranks are on several nodes, of node_ranks each, each node adds up the sums of
+    its ranks, in their order, and rounds once more, and the source adds the nodes' sums.
 
     Example, the ranks of `low_latency_dispatch`: token 1 of rank 1, ids [0, 1], comes out as
     bf16(w0 * y[0][0, 2] + w1 * y[0][1, 0]); token 0 of rank 0, ids [0, 3], as
@@ -122,10 +124,14 @@ def low_latency_combine(
                     sums[rank, tokens] += weights[tokens, k, None] * found
                     last_k[rank, tokens] = k
         sums = sums.bfloat16().float()
+        if node_ranks is not None:
+            of_nodes = [sum(node) for node in sums.split(node_ranks)]
+            sums = torch.stack(of_nodes).bfloat16().float()
+            last_k = torch.stack([node.amax(0) for node in last_k.split(node_ranks)])
         out = weights.new_zeros(len(ids), hidden)
         for k in range(ids.shape[1]):
-            for rank in range(num_ranks):
-                tokens = (last_k[rank] == k).nonzero().flatten()
-                out[tokens] += sums[rank, tokens]
+            for part in range(len(sums)):
+                tokens = (last_k[part] == k).nonzero().flatten()
+                out[tokens] += sums[part, tokens]
         outputs.append(out.bfloat16())
     return outputs

@@ -5,18 +5,20 @@ from __future__ import annotations
 from collections.abc import Callable
 from functools import partial
 from itertools import product
+from typing import Any
 
 import torch
 
 from . import checks
-from .combine.low_latency_kernels import ExpertRows
 from .debug_checks import check_low_latency_values
-from .dispatch.low_latency import LowLatencyHandle, LowLatencyTokens
+from .dispatch.low_latency import LowLatencyTokens
+from .engines.hooked_calls import HookedCalls
 from .engines.low_latency import LowLatency
 from .errors import BackendError, CapacityError, ShapeError
-from .handles import MAX_HIDDEN, check_low_latency_handle
+from .handles import MAX_HIDDEN, AnyLowLatencyHandle, check_low_latency_handle
 from .lifecycle import BufferLifecycle, verb
 from .options import low_latency_size_hint
+from .prepared import leaves
 from .streams import EventOverlap, current_stream, record
 
 Hook = Callable[[], None]
@@ -70,7 +72,7 @@ class LowLatencyVerbs(BufferLifecycle):
     ) -> tuple[
         torch.Tensor | tuple[torch.Tensor, torch.Tensor],
         torch.Tensor,
-        LowLatencyHandle,
+        AnyLowLatencyHandle,
         EventOverlap,
         Hook | None,
     ]:
@@ -91,9 +93,7 @@ class LowLatencyVerbs(BufferLifecycle):
         stats = cumulative_local_expert_recv_stats, dispatch_wait_recv_cost_stats
         max_tokens, form = num_max_dispatch_tokens_per_rank, (use_fp8, round_scale, use_ue8m0)
         how = async_finish, return_recv_hook
-        described = engine.ring.calls.describe(
-            x, topk_idx, max_tokens, num_experts, *stats, *form, *how
-        )
+        described = engine.describe(x, topk_idx, max_tokens, num_experts, *stats, *form, *how)
         kind = described.kind
         if not kind.is_checked:
             _check_hook(*how)
@@ -107,7 +107,7 @@ class LowLatencyVerbs(BufferLifecycle):
             decided = described if rows[0] is x and rows[1] is topk_idx else None
             got, receive = engine.dispatch(tokens, *stats, return_recv_hook, decided)
             sizes = max_tokens, x.shape[1], num_experts
-            handle = LowLatencyHandle(got.src_info, got.layout_range, *sizes, got.returns, got.call)
+            handle = engine.new_handle(got, *sizes)
             call.returns(*got)
         kind.is_checked = True
         recv_x: torch.Tensor | tuple[torch.Tensor, torch.Tensor] = got.x
@@ -144,7 +144,7 @@ class LowLatencyVerbs(BufferLifecycle):
         x: torch.Tensor,
         topk_idx: torch.Tensor,
         topk_weights: torch.Tensor,
-        handle: LowLatencyHandle,
+        handle: AnyLowLatencyHandle,
         use_logfmt: bool = False,
         zero_copy: bool = False,
         async_finish: bool = False,
@@ -166,24 +166,24 @@ class LowLatencyVerbs(BufferLifecycle):
         """
         engine = self._low_latency_ready()
         stats, how = combine_wait_recv_cost_stats, (use_logfmt, async_finish, return_recv_hook)
-        described = engine.ring.calls.describe(x, topk_idx, topk_weights, handle, out, stats, *how)
+        described = engine.describe(x, topk_idx, topk_weights, handle, out, stats, *how)
         kind = described.kind
         if not kind.is_checked:
             _check_hook(async_finish, return_recv_hook)
             checks.check_flag("use_logfmt", use_logfmt)
             if use_logfmt:
                 raise BackendError("use_logfmt is not offered: rows return as bf16. Leave it out.")
-            handle = check_low_latency_handle(handle, self.group_size, self.device)
+            handle = self._check_low_latency_handle(handle)
             self._check_combine(x, topk_idx, topk_weights, handle, out)
             self._check_stats(0, None, stats, "combine_wait_recv_cost_stats")
-        handle = LowLatencyHandle(*handle)
+        handle = engine.handle_type(*handle)
         with self._streams.call(None, async_finish) as call:
             # What a masked rank would have sent is not written, and can hold anything.
             if self.options.debug and not self.enable_shrink:
                 check_low_latency_values(handle, topk_idx, self.rank)
-            call.reads(x, topk_idx, topk_weights, out, stats, handle.returns, handle.call)
+            call.reads(x, topk_idx, topk_weights, out, stats, *leaves(tuple(handle)))
             y, ids, weights = (checks.packed(one) for one in (x, topk_idx, topk_weights))
-            rows = ExpertRows(y, ids, weights, handle.returns, handle.call, out)
+            rows = engine.expert_rows(y, ids, weights, handle, out)
             decided = described if y is x and ids is topk_idx and weights is topk_weights else None
             more = int(handle.num_experts), stats, return_recv_hook, decided
             result, epoch, receive = engine.combine(rows, *more)
@@ -197,13 +197,13 @@ class LowLatencyVerbs(BufferLifecycle):
         x: torch.Tensor,
         topk_idx: torch.Tensor,
         topk_weights: torch.Tensor,
-        handle: LowLatencyHandle,
+        handle: AnyLowLatencyHandle,
         out: torch.Tensor | None,
     ) -> None:
         """Refuse tensors of a low-latency combine that do not fit its handle."""
         hidden, shape = handle.hidden, (*handle.src_info.shape, handle.hidden)
         checks.check_tensor("x", x, shape, [torch.bfloat16], self.device)
-        num_topk = (handle.returns.shape[2] - 1) // 3
+        num_topk = handle.num_topk
         checks.check_tensor("topk_idx", topk_idx, ["T", num_topk], [torch.int64], self.device)
         num_tokens = topk_idx.shape[0]
         weights_shape = num_tokens, num_topk
@@ -220,11 +220,11 @@ class LowLatencyVerbs(BufferLifecycle):
                     "must be contiguous and start at a multiple of 16 bytes."
                 )
 
-    def get_next_low_latency_combine_buffer(self, handle: LowLatencyHandle) -> torch.Tensor:
+    def get_next_low_latency_combine_buffer(self, handle: AnyLowLatencyHandle) -> torch.Tensor:
         """A new bf16 [L, R * M, H] for the experts' rows, to be given to `low_latency_combine`. Any
         other tensor serves as well, as x is read where it lies."""
         self._low_latency_ready()
-        handle = check_low_latency_handle(handle, self.group_size, self.device)
+        handle = self._check_low_latency_handle(handle)
         shape = *handle.src_info.shape, handle.hidden
         return handle.src_info.new_empty(shape, dtype=torch.bfloat16)
 
@@ -235,12 +235,12 @@ class LowLatencyVerbs(BufferLifecycle):
         CapacityError where calls of this size do not fit, as in DeepEP."""
         engine = self._low_latency_ready()
         max_tokens = checks.check_max_dispatch_tokens(num_max_dispatch_tokens_per_rank)
-        sizes = hidden, self.group_size, num_experts, engine.ring.layout.num_slots
+        sizes = hidden, self.group_size, num_experts, engine.num_slots
         needed = self.get_low_latency_rdma_size_hint(max_tokens, *sizes)
         if not engine.fits(max_tokens, 1, 2 * hidden):
             raise CapacityError(
                 f"low-latency calls of {max_tokens} tokens and hidden {hidden} need about {needed} "
-                f"bytes; this Buffer has {engine.ring.layout.num_bytes}. Make it with that many "
+                f"bytes; this Buffer has {engine.num_bytes}. Make it with that many "
                 "num_rdma_bytes."
             )
 
@@ -291,13 +291,8 @@ class LowLatencyVerbs(BufferLifecycle):
 
     # --- Checks ------------------------------------------------------------------------------
 
-    def _low_latency_ready(self) -> LowLatency:
+    def _low_latency_ready(self) -> HookedCalls:
         self._ready()
-        if self._low_latency is None and self.num_nodes > 1:
-            raise BackendError(
-                "low-latency calls of ranks on several nodes are not there yet; use dispatch and "
-                "combine, or a group of one node."
-            )
         if self._low_latency is None:
             raise BackendError(
                 "this Buffer has no low-latency memory; make it with low_latency_mode=True and the "
@@ -306,11 +301,19 @@ class LowLatencyVerbs(BufferLifecycle):
             )
         return self._low_latency
 
+    @property
+    def _decode_layers(self) -> LowLatency | None:
+        """The engine of layers of few tokens, which is one of ranks of one node."""
+        return self._low_latency if isinstance(self._low_latency, LowLatency) else None
+
     def _shrinkable(self) -> LowLatency:
         engine = self._low_latency_ready()
-        if not self.enable_shrink:
+        if not self.enable_shrink or not isinstance(engine, LowLatency):
             raise BackendError("ranks are masked only by a Buffer with enable_shrink=True.")
         return engine
+
+    def _check_low_latency_handle(self, handle: Any) -> AnyLowLatencyHandle:
+        return check_low_latency_handle(handle, self.group_size, self.device, self.num_nodes)
 
     def _hook(self, receive: Hook | None, *tensors: torch.Tensor | None) -> Hook | None:
         """A function that runs `receive` on the stream that is current then, and keeps the memory

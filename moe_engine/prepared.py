@@ -63,7 +63,7 @@ class Described(NamedTuple):
         if self.tensors is None:
             return self
         tensors = {id(one): one for one in self.tensors}
-        tensors |= {id(one): one for one in _leaves(made)}
+        tensors |= {id(one): one for one in leaves(made)}
         return Described(self.kind, list(tensors.values()))
 
 
@@ -258,7 +258,7 @@ class PreparedCall:
         state: Any,
     ):
         self._launches, self._end = recording.launches, (state.step, state.launched)
-        returned = {_identity(one) for one in _leaves(result)}
+        returned = {_identity(one) for one in leaves(result)}
         made = [one for one in recording.allocated if _identity(one) in returned]
         self._results = [(tuple(one.shape), one.stride(), one.dtype) for one in made]
         temporary, self._num_bytes = len(given) + len(made), 0
@@ -366,13 +366,13 @@ def _compiled_for(value: Any) -> Iterator[Any]:
         yield value
 
 
-def _leaves(result: Any) -> Iterator[torch.Tensor]:
+def leaves(result: Any) -> Iterator[torch.Tensor]:
     """The tensors of a result."""
     if isinstance(result, torch.Tensor):
         yield result
     elif isinstance(result, tuple):
         for one in result:
-            yield from _leaves(one)
+            yield from leaves(one)
 
 
 def _identity(tensor: torch.Tensor) -> tuple[Any, ...]:

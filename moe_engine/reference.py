@@ -183,8 +183,9 @@ def combine(
     A sum is made in fp32 and rounded once. It begins with the biases; ranks follow in the order of
     their last k of the top-k (of their numbers if `topk_idx` is None).
 
-    On several nodes, of ranks_per_node ranks each, such a sum is one of the nodes: each node's part
-    is a sum of its own, of its ranks in the order of their numbers, rounded to y's dtype.
+    With ranks_per_node, for several nodes, a token's rows of a node are added up first, in the
+    order of its ranks, by a sum of their own; these sums then take the place of rows, and nodes
+    that of ranks.
     """
     num_ranks, size = len(y), ranks_per_node or 1
     outputs = []

@@ -34,7 +34,11 @@ from moe_engine.grouped_gemm.config import GemmConfig
 from moe_engine.hardware import stand_in
 from moe_engine.kernel_bundle import Variant
 from moe_engine.launch import collecting
-from moe_engine.tools.lone_rank import kernel_engine, low_latency_engine
+from moe_engine.tools.lone_rank import (
+    internode_low_latency_engine,
+    kernel_engine,
+    low_latency_engine,
+)
 
 TENSOR_MAP = dict(swizzle=0, elem_size=2, elem_type=0, block_size=[1], fp4_padded=False)
 FUNCTION = dict(
@@ -158,6 +162,28 @@ def internode(
         engine.dispatch_cached(x, sent, handle)
         y = torch.empty(len(got.x), hidden, dtype=BF16 if dtype == FP8 else dtype)
         engine.combine(y, handle, got.topk_weights, [y[:TOKENS], y[:TOKENS]])
+    return launches
+
+
+def internode_low_latency(
+    row_format: str = "bf16", hooked: bool = False, stats: bool = False, num_nodes: int = 2
+) -> list[Launch]:
+    """Low-latency dispatch and combine of ranks on several nodes."""
+    engine = internode_low_latency_engine(RANKS, REGION_BYTES, num_nodes)
+    x, (topk_idx, topk_weights) = torch.empty(TOKENS, HIDDEN, dtype=BF16), routing()
+    num_local = EXPERTS // RANKS
+    received = torch.zeros(num_local, dtype=torch.int32) if stats else None
+    waited = torch.zeros(RANKS, dtype=torch.int64) if stats else None
+    with recorded() as launches:
+        tokens = LowLatencyTokens(x, topk_idx, None, TOKENS, EXPERTS, row_format)
+        got, receive = engine.dispatch(tokens, received, waited, hooked=hooked)
+        handle = engine.new_handle(got, TOKENS, HIDDEN, EXPERTS)
+        y = torch.empty(num_local, RANKS * TOKENS, HIDDEN, dtype=BF16)
+        rows = engine.expert_rows(y, topk_idx, topk_weights, handle, x)
+        *_, add_up = engine.combine(rows, EXPERTS, waited, hooked)
+        for hook in (receive, add_up):
+            if hook is not None:
+                hook()
     return launches
 
 

@@ -60,9 +60,9 @@ def make_buffer(group, max_tokens, hidden, num_experts, num_slots=2, timeout_s=N
 
 def poison(buffer):
     """NaN everywhere a row can lie; rows must be written before they are read."""
-    ring = buffer._low_latency.ring
-    ring.block.local[ring.layout.slots :].fill_(0xFF)
-    if ring.block.local.is_cuda:
+    for memory in buffer._low_latency.memories:
+        memory.block.local[memory.layout.slots :].fill_(0xFF)
+    if buffer.device.type == "cuda":
         torch.cuda.synchronize()  # the barrier that follows is one of the hosts alone
 
 
@@ -160,9 +160,11 @@ def check(
     form,
     gone=(),
     gone_at_dispatch=None,
+    node_ranks=None,
 ):
     """All ranks' results to the bit. Ranks in `gone` are masked and have no result; in the dispatch
-    those in `gone_at_dispatch` are masked, if given."""
+    those in `gone_at_dispatch` are masked, if given. node_ranks: of a node, where there are
+    several."""
     if gone_at_dispatch is None:
         gone_at_dispatch = gone
     sent = reference.without(topk_idx, gone_at_dispatch, num_experts)
@@ -172,7 +174,7 @@ def check(
     y = [
         part.x if have is None else have["y"] for have, part in zip(results, received, strict=True)
     ]
-    sums = reference.low_latency_combine(y, received, returned, topk_weights)
+    sums = reference.low_latency_combine(y, received, returned, topk_weights, node_ranks)
     for rank, have in enumerate(results):
         if rank not in gone:
             assert torch.equal(have["out"], sums[rank]), f"sums of rank {rank}"
@@ -206,10 +208,11 @@ def batches(num_ranks, count, num_tokens=(MAX_TOKENS, 3, 0)):
     )
 
 
-def check_batches(results, inputs, forms):
+def check_batches(results, inputs, forms, node_ranks=None):
     """All ranks' results of each batch, in its form, to the bit."""
     for number, (batch, form) in enumerate(zip(inputs, forms, strict=True)):
-        check([found[number] for found in results], *batch, *SHAPE, form)
+        of_batch = [found[number] for found in results]
+        check(of_batch, *batch, *SHAPE, form, node_ranks=node_ranks)
 
 
 def run_round_trips(group, forms, max_tokens, num_experts, x, topk_idx, topk_weights):
@@ -235,13 +238,13 @@ def run_round_trips(group, forms, max_tokens, num_experts, x, topk_idx, topk_wei
 
 
 def check_case(pool, num_ranks, num_tokens, max_tokens, hidden, num_experts, num_topk, kind, forms,
-               seed=0):  # fmt: skip
+               seed=0, node_ranks=None):  # fmt: skip
     """Round trips of all ranks in each form, to the bit."""
     inputs = make_inputs(num_ranks, num_tokens, hidden, num_experts, num_topk, kind, seed)
-    check_inputs(pool, inputs, max_tokens, num_experts, forms)
+    check_inputs(pool, inputs, max_tokens, num_experts, forms, node_ranks)
 
 
-def check_inputs(pool, inputs, max_tokens, num_experts, forms):
+def check_inputs(pool, inputs, max_tokens, num_experts, forms, node_ranks=None):
     """Round trips of all ranks with these inputs in each form, to the bit."""
     num_ranks = len(inputs[0])
     results = pool.run(
@@ -249,4 +252,4 @@ def check_inputs(pool, inputs, max_tokens, num_experts, forms):
     )
     for form in forms:
         of_form = [result[form] for result in results]
-        check(of_form, *inputs, max_tokens, num_experts, form)
+        check(of_form, *inputs, max_tokens, num_experts, form, node_ranks=node_ranks)

@@ -160,6 +160,15 @@ def run_dispatch_combine(group) -> list[dict]:
     return lines
 
 
+def run_internode(group) -> list[dict]:
+    with dry():
+        import dispatch_combine
+        import internode
+
+        shapes = [dispatch_combine.Shape(MODEL, 12, dtype=dtype) for dtype in ("bf16", "fp8")]
+        return internode.run_rank(group, shapes, 1)
+
+
 def run_low_latency(group) -> list[dict]:
     lines: list[dict] = []
     with dry():
@@ -270,6 +279,19 @@ def test_dispatch_combine(pool):
     elastic = "ElasticBuffer", "ElasticBuffer, by expert"
     want |= {(verb, impl) for impl in elastic for verb in verbs if verb != "layout"}
     assert eager_of(lines) == want | {(verb, "nccl") for verb in ("dispatch", "combine")}
+
+
+@pytest.mark.slow
+def test_internode(pool):
+    if pool.device == "cuda":
+        pytest.skip("the bench runs there; NVSHMEM serves one set of ranks")
+    lines = lines_of(pool, run_internode, 2)
+    assert {line["impl"] for line in lines} == {"moe_engine, 2 nodes, emulated"}
+    verbs = "layout", "dispatch", "dispatch_cached"
+    assert {line["verb"] for line in lines if line["dtype"] == "fp8"} == {*verbs}
+    assert {line["verb"] for line in lines if line["dtype"] == "bf16"} == {*verbs, "combine"}
+    for line in lines:
+        assert line["ratio"] > 0 and (line["remote_gbs"] is None) == (line["verb"] == "layout")
 
 
 @pytest.mark.slow

@@ -226,11 +226,12 @@ def test_bad_ids_are_skipped(pool):
 
 @pytest.mark.parametrize(
     ("num_slots", "nodes", "seed"),
-    cases.slow_unless([(2, FEW, 0), (3, Nodes(2, 1), 1)], [2, 3], [FEW, Nodes(2, 1)], range(5)),
+    cases.slow_unless([(2, FEW, 1), (3, Nodes(2, 1), 3)], [2, 3], [FEW, Nodes(2, 1)], range(5)),
 )
 def test_a_sender_that_is_ahead(pool, num_slots, nodes, seed):
-    """Calls are in flight together, and their messages overtake each other."""
-    nic = {"SEED": seed, "HOLD_S": HOLD_S}
+    """What rank 0 sends is held for longer than its calls take, so that it sends a call's messages
+    before those of the call before have arrived: these would lower each other's flags."""
+    nic = [{"SEED": seed, "HOLD_S": 0.0 if rank else 0.4} for rank in range(nodes.num_ranks)]
     received = nodes.run(pool, calls.one_way, num_slots, 12, nic=nic)[-1]
     for call, rows in enumerate(received):
         assert torch.equal(rows, torch.arange(96.0).view(6, 16) + call)
@@ -262,3 +263,34 @@ def test_bytes_over_the_network(pool, nodes):
 def tokens_for(topk_idx, node, num_experts):
     """How many tokens have an expert on a node, of num_experts each."""
     return int(((topk_idx >= 0) & (topk_idx // num_experts == node)).any(1).sum())
+
+
+def sum_whole_numbers(group, num_experts, x, topk_idx, topk_weights, round_once):
+    """The sums of rows of whole numbers, to each of which its rank adds 128 and its own number."""
+    buffer = calls.small_buffer(group, x, num_experts, topk_idx.shape[1])
+    rows, *_, handle, _ = calls.dispatch(buffer, x, topk_idx, topk_weights, num_experts)
+    returned = rows + (128 + group.rank())
+    out, _ = buffer._engine.combine(returned, handle, None, (), round_once=round_once)
+    buffer.check()
+    torch.distributed.barrier(group)
+    buffer.destroy()
+    return out
+
+
+@pytest.mark.parametrize("round_once", [False, True])
+def test_sums_are_rounded_on_each_node_or_once(pool, round_once):
+    """bf16 holds whole numbers up to 256, but not the sums of two ranks of a node."""
+    num_tokens, num_experts = [12, 0, 9, 20], 8
+    x, topk_idx, weights = make_inputs(4, num_tokens, 40, num_experts, 6, "uniform", "bf16")
+    x = [torch.randint(0, 2, rows.shape, generator=torch.manual_seed(1)).bfloat16() for rows in x]
+    parts = (PerRank(part) for part in (x, topk_idx, weights))
+    results = FEW.run(pool, sum_whole_numbers, num_experts, *parts, round_once)
+    exact = []
+    for rows, ids in zip(x, topk_idx, strict=True):
+        total = torch.zeros(rows.shape)
+        for rank in range(4):
+            to_rank = (ids // 2 == rank).any(1) & (len(ids) > 0)
+            total += to_rank[:, None] * (rows.float() + 128 + rank)
+        exact.append(total.bfloat16())
+    same = [torch.equal(have, want) for have, want in zip(results, exact, strict=True)]
+    assert all(same) == round_once

@@ -44,6 +44,7 @@ class RowShape(NamedTuple):
     num_topk: tl.tensor
     item_bytes: tl.tensor
     num_scales: tl.tensor
+    max_tokens: tl.tensor = 0  # of a rank in a low-latency call
 
 
 @device_function
@@ -56,7 +57,7 @@ def signature_of(
     # fmt: off
     values = (
         kind, shape.payload_bytes, shape.num_topk, num_experts, shape.item_bytes, shape.num_scales,
-        dispatch_stages, combine_stages, may_grow, dispatched, buffer, saved,
+        dispatch_stages, combine_stages, may_grow, dispatched, buffer, saved, shape.max_tokens,
     )
     # fmt: on
     field = tl.arange(0, SIGNATURE_WORDS)
@@ -121,6 +122,18 @@ def wait_signatures(signature, context, RANKS_PAD: tl.constexpr):
         tl.store(report + REPORT_OURS + field, signature.to(tl.int64))
         report_failure(other, current_epoch(context), context, PHASE_SIGNATURE)
     return tl.where(other >= 0, 0, ready)
+
+
+@device_function
+def time_signatures(wait_stats, context, RANKS_PAD: tl.constexpr):
+    """Add to wait_stats int64 [R] how long each rank's signature lets this program wait, in ns, no
+    longer than the deadline. Reports nothing: `wait_signatures` comes next."""
+    ranks = tl.arange(0, RANKS_PAD)
+    real = ranks < tl.load(context + NUM_RANKS)
+    flags, epoch = count_flag(ranks, context), current_epoch(context)
+    _, _, times = poll(flags, real, epoch, ranks, context, PHASE_COUNTS, False, TIMED=True)
+    times += tl.load(wait_stats + ranks, mask=real, other=0)
+    tl.store(wait_stats + ranks, times, mask=real)
 
 
 @device_function

@@ -3,19 +3,23 @@
 from __future__ import annotations
 
 import functools
+import itertools
 from dataclasses import dataclass
 
 import torch
 
 from ..agreement import Group, Settings
-from ..errors import CapacityError
+from ..errors import BackendError, CapacityError
 from ..layer_config import LayerChoices
 from ..streams import CallStreams
 from ..symm import SymmetricTensor, allocate, exchange
+from ..symm.lanes import LaneLayout, new_lanes
 from ..symm.nodes import Nodes, find_nodes
 from ..symm.ring import Ring, RingLayout
 from ..symm.slots import SlotLayout, Slots
+from .hooked_calls import HookedCalls
 from .internode import InternodeEngine
+from .internode_low_latency import InternodeLowLatency
 from .kernel import KernelEngine
 from .low_latency import LowLatency
 
@@ -38,15 +42,24 @@ class Allocator:
         """The nodes of the ranks. Collective at first."""
         return find_nodes(self.group.process_group, self.settings.timeout_s)
 
-    def new_engines(self) -> tuple[KernelEngine, LowLatency | None]:
+    def new_engines(self) -> tuple[KernelEngine, HookedCalls | None]:
         """The engines with kernels, on memory of all ranks. Collective."""
-        settings, options, low_latency = self.settings, self.settings.options, None
+        settings, options = self.settings, self.settings.options
+        low_latency: HookedCalls | None = None
         num_ranks, num_slots = self.group.size, options.num_slots
         num_nodes = self.nodes.num_nodes
         layout = SlotLayout.fit(settings.num_bytes, num_ranks, num_slots, num_nodes)
-        if settings.ring_bytes and num_nodes == 1:
-            ring = self.new_ring(RingLayout.fit(settings.ring_bytes, num_ranks, num_slots))
-            low_latency = LowLatency(ring, settings.enable_shrink)
+        if settings.enable_shrink and num_nodes > 1:
+            raise BackendError(
+                f"enable_shrink is set, and the ranks are on {num_nodes} nodes: there calls cannot "
+                "go on without a silent rank, as ranks forward for each other. Leave it out."
+            )
+        if settings.ring_bytes:
+            ring_layout = RingLayout.fit(settings.ring_bytes, num_ranks, num_slots)
+            if num_nodes == 1:
+                low_latency = LowLatency(self.new_ring(ring_layout), settings.enable_shrink)
+            else:
+                low_latency = self.new_lanes(LaneLayout.of_ring(ring_layout, num_nodes), num_slots)
         layers = LayerChoices(options.layer, settings.measured)
         engine = KernelEngine if num_nodes == 1 else InternodeEngine
         return engine(layout, self.new_slots, options.max_tokens, layers), low_latency
@@ -56,6 +69,15 @@ class Allocator:
         ring = Ring(self._new_block, layout, self.group.rank, self.settings.timeout_s)
         self.streams.uses("ring", ring.block.local, ring.context.fields)
         return ring
+
+    def new_lanes(self, layout: LaneLayout, num_lanes: int) -> InternodeLowLatency:
+        """The low-latency engine of several nodes, with lanes of `layout`. Collective."""
+        settings, rank = self.settings, self.group.rank
+        more = num_lanes, rank, settings.timeout_s, settings.number
+        lanes = new_lanes(self._new_block, layout, *more)
+        memory = [(lane.block.local, lane.context.fields) for lane in lanes]
+        self.streams.uses("ring", *itertools.chain(*memory))
+        return InternodeLowLatency(lanes, layout)
 
     def new_slots(self, layout: SlotLayout, was_captured: bool, epoch: int) -> Slots:
         """Memory of `layout` on all ranks, whose calls go on after `epoch`. Collective.

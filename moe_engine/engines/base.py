@@ -271,28 +271,25 @@ class Engine(Protocol):
 
 
 class ContextEngine(ABC):
-    """What engines with kernels share: their device context tells of failures and of bad ids."""
+    """What engines with kernels share: their device contexts tell of failures and of bad ids."""
 
-    @property
     @abstractmethod
-    def context(self) -> DeviceContext:
-        """The context of this engine's kernels; an engine whose memory grows gets another one."""
-
     def contexts(self) -> list[DeviceContext]:
-        """See `Engine`."""
-        return [self.context]
+        """See `Engine`; an engine whose memory grows gets other ones."""
 
     def check(self) -> None:
         """See `Engine`."""
-        context = self.context
-        context.check()
-        context.note_ids()
+        for context in self.contexts():
+            context.check()
+            context.note_ids()
 
     def check_ids(self, result: object = None) -> None:
         """See `Engine`."""
-        self.context.check_ids(result)
+        for context in self.contexts():
+            context.check_ids(result)
 
     def _check_emulated(self) -> None:
         """Raise what ended an interpreted call: it has ended when its launch returns."""
         if INTERPRETED:
-            self.context.check()
+            for context in self.contexts():
+                context.check()

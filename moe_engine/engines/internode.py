@@ -19,7 +19,6 @@ from ..dispatch import (
     DispatchLayout,
     Partition,
     Received,
-    SendPlan,
     Tokens,
     programs_on_all_sms,
 )
@@ -139,13 +138,11 @@ class InternodeEngine(KernelEngine, LayerByVerbs):
         prefix: torch.Tensor,
         header: int,
     ) -> None:
-        """Rows to other nodes first, as the network takes longest; num_sent: the `ends` and
-        `begins` of a `SendPlan`."""
+        """Send what this rank has, then forward what arrives; see `dispatch_internode.send`."""
         slots, on_all_sms = self.slots, programs_on_all_sms()
-        plan = SendPlan(*num_sent, sent_token_idx[slots.layout.num_nodes :])
-        dispatch_internode.send_rows(tokens, node_rows, sent_token_idx, header, on_all_sms, slots)
-        dispatch_verbs.send_metadata(tokens, plan, header, on_all_sms, slots)
-        dispatch_verbs.push(tokens, plan, header, self._partition(on_all_sms, True), slots)
+        partition = self._partition(on_all_sms, True)
+        sent = node_rows, sent_token_idx, num_sent, header, partition
+        dispatch_internode.send(tokens, *sent, slots)
         dispatch_internode.forward(tokens.row, row_idx, prefix, header, on_all_sms, slots)
 
     def _partition(self, num_programs: int, owned: bool) -> Partition:
@@ -203,6 +200,7 @@ class InternodeEngine(KernelEngine, LayerByVerbs):
         parts: PartsOfHandle,
         bias: tuple[torch.Tensor, ...],
         num_programs: int,
+        round_once: bool,
         sized: combine_verbs.ReturnedRows,
         num_rows: int,
     ) -> tuple[torch.Tensor, torch.Tensor | None]:
@@ -218,6 +216,6 @@ class InternodeEngine(KernelEngine, LayerByVerbs):
         bias_0, bias_1 = [*bias, None, None][:2]
         sums = combine_verbs.Sums(out, weights, bias_0, bias_1, node_head, prefix)
         combine_internode.return_and_sum(
-            sized, signature, sums, node_rows, rank_head, num_programs, self.slots
+            sized, signature, sums, node_rows, rank_head, round_once, num_programs, self.slots
         )
         return out, weights

@@ -85,6 +85,10 @@ class KernelEngine(ContextEngine):
     def context(self) -> DeviceContext:
         return self.slots.context
 
+    def contexts(self) -> list[DeviceContext]:
+        """See `base.Engine`."""
+        return [self.context]
+
     def describe(self, *args: Any, sized: Sequence[Any] = ()) -> Described:
         """See `base.Engine`."""
         return self.slots.calls.describe(*args, sized=sized)

@@ -3,11 +3,7 @@ layer at decode sizes that is made of them."""
 
 from __future__ import annotations
 
-from collections import deque
-from collections.abc import Callable
-from dataclasses import dataclass
-from itertools import islice
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 
@@ -15,7 +11,12 @@ from ..combine.low_latency import low_latency_combine
 from ..combine.low_latency_kernels import ExpertRows
 from ..device.context import ContextField
 from ..device.ring import COUNT_MASK
-from ..dispatch.low_latency import LowLatencyTokens, low_latency_dispatch, new_received
+from ..dispatch.low_latency import (
+    LowLatencyHandle,
+    LowLatencyTokens,
+    low_latency_dispatch,
+    new_received,
+)
 from ..dispatch.low_latency_receive_kernels import Received
 from ..errors import CapacityError
 from ..grouped_gemm import gemm_config, tile_schedule
@@ -26,33 +27,32 @@ from ..grouped_gemm.quantization_kernels import quantize_rows_kernel
 from ..launch import launch
 from ..options import Options
 from ..prepared import Described
-from ..symm.device_context import DeviceContext
 from ..symm.ring import MAX_LOCAL_EXPERTS, MAX_ROWS, LowLatencyRow, Ring, header_bytes
-from .base import ContextEngine, LayerInputs, check_layer_weights
+from .base import LayerInputs, check_layer_weights
+from .hooked_calls import HookedCalls, Receive
 
-Receive = Callable[[], None]
 Stats = tuple[torch.Tensor | None, torch.Tensor | None]
 
 
-@dataclass(slots=True)
-class InFlight:
-    """A call that this rank sent, and whether its receiving half was launched."""
-
-    received: bool = False
-
-
-class LowLatency(ContextEngine):
+class LowLatency(HookedCalls):
     """Low-latency verbs on a ring. With `shrink` a rank that stays silent is masked, and the others
     go on without it. The caller has checked all arguments, except whether they fit the memory."""
 
+    handle_type: ClassVar[Any] = LowLatencyHandle
+
     def __init__(self, ring: Ring, shrink: bool):
+        super().__init__(ring.layout.num_slots)
         self.ring = ring
         ring.context.shrinks = shrink
-        self._calls: deque[InFlight] = deque(maxlen=ring.layout.num_slots)
 
     @property
-    def context(self) -> DeviceContext:
-        return self.ring.context
+    def memories(self) -> list[Ring]:
+        """The ring."""
+        return [self.ring]
+
+    @property
+    def next_memory(self) -> Ring:
+        return self.ring
 
     @property
     def num_ranks(self) -> int:
@@ -68,8 +68,7 @@ class LowLatency(ContextEngine):
         hooked: bool = False,
         described: Described | None = None,
     ) -> tuple[Received, Receive | None]:
-        """Send the tokens and pack what arrives; with `hooked` the latter when the returned
-        function is called."""
+        """See `HookedCalls`."""
         args = tokens, (recv_stats, wait_stats)
         out: Received = self._call(LowLatency._dispatch, *args, hooked=hooked, described=described)
         if not hooked:
@@ -86,6 +85,24 @@ class LowLatency(ContextEngine):
     def _receive_dispatched(self, tokens: LowLatencyTokens, stats: Stats, out: Received) -> None:
         low_latency_dispatch(tokens, out, *stats, "receive", self.ring)
 
+    def new_handle(
+        self, got: Received, max_tokens: int, hidden: int, num_experts: int
+    ) -> LowLatencyHandle:
+        """The handle of a dispatch."""
+        sizes = max_tokens, hidden, num_experts
+        return LowLatencyHandle(got.src_info, got.layout_range, *sizes, got.returns, got.call)
+
+    def expert_rows(
+        self,
+        y: torch.Tensor,
+        topk_idx: torch.Tensor,
+        topk_weights: torch.Tensor,
+        handle: LowLatencyHandle,
+        out: torch.Tensor | None,
+    ) -> ExpertRows:
+        """What `combine` takes."""
+        return ExpertRows(y, topk_idx, topk_weights, handle.returns, handle.call, out)
+
     def combine(
         self,
         rows: ExpertRows,
@@ -94,9 +111,7 @@ class LowLatency(ContextEngine):
         hooked: bool = False,
         described: Described | None = None,
     ) -> tuple[torch.Tensor, torch.Tensor, Receive | None]:
-        """Return the experts' rows and add them up into `rows.out`, None for a new tensor; with
-        `hooked` the latter when the returned function is called: (out, the epoch of the call int64
-        [1], the function)."""
+        """See `HookedCalls`; in the middle stands the epoch of the call, int64 [1]."""
         args = num_experts, wait_stats
         out, epoch = self._call(
             LowLatency._combine, rows, *args, hooked=hooked, described=described
@@ -191,41 +206,6 @@ class LowLatency(ContextEngine):
 
     # --- Checks ------------------------------------------------------------------------------
 
-    def _call(
-        self,
-        body: Callable[..., Any],
-        *args: Any,
-        hooked: bool = False,
-        num_calls: int = 1,
-        described: Described | None = None,
-    ) -> Any:
-        """Launch a call, see `PreparedCalls`: both halves, or with `hooked` the first one."""
-        calls = self._calls
-        num_leaving = max(0, len(calls) + num_calls - self.ring.layout.num_slots)
-        if any(not one.received for one in islice(calls, num_leaving)):
-            raise CapacityError(
-                f"{calls.maxlen} low-latency calls began after one whose hook was not called yet. "
-                "Call the hook before, or make the Buffer with more Options.num_slots."
-            )
-        result = self.ring.calls(
-            body, self, *args, "send" if hooked else "both", described=described
-        )
-        calls.extend(InFlight(not hooked) for _ in range(num_calls))
-        self._check_emulated()
-        return result
-
-    def _hook(self, body: Callable[..., None], *args: Any, described: Described | None) -> Receive:
-        """A function that launches the second half of the last call, once."""
-        call = self._calls[-1]
-
-        def receive() -> None:
-            if not call.received:
-                self.ring.calls(body, self, *args, described=described)
-                self._check_emulated()
-                call.received = True
-
-        return receive
-
     def fits(self, max_tokens: int, num_topk: int, row_bytes: int) -> bool:
         """Whether calls of this size have room in the ring."""
         room = self.ring.layout.region_bytes - header_bytes(max_tokens, num_topk)
@@ -278,7 +258,3 @@ class LowLatency(ContextEngine):
                 f"is of {self.num_ranks} and has {self.ring.layout.num_bytes} bytes. Pass what "
                 "low_latency_dispatch of the same Buffer returned."
             )
-
-    def free(self) -> None:
-        """Give the memory back."""
-        self.ring.free()

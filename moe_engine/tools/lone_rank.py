@@ -3,12 +3,16 @@ without a GPU too."""
 
 from __future__ import annotations
 
+from functools import partial
+
 import torch
 
 from ..engines.internode import InternodeEngine
+from ..engines.internode_low_latency import InternodeLowLatency
 from ..engines.kernel import KernelEngine
 from ..engines.low_latency import LowLatency
 from ..layer_config import LayerChoices, kept_layers
+from ..symm.lanes import LaneLayout, new_lanes
 from ..symm.ring import Ring, RingLayout
 from ..symm.single import SingleTensor
 from ..symm.slots import SlotLayout, Slots
@@ -50,6 +54,16 @@ def low_latency_engine(num_ranks: int, region_bytes: int, shrink: bool = False) 
     return LowLatency(
         Ring(lambda size: LoneBlock(size, num_ranks), layout, rank_of(num_ranks), 1.0), shrink
     )
+
+
+def internode_low_latency_engine(
+    num_ranks: int, region_bytes: int, num_nodes: int, num_lanes: int = 2
+) -> InternodeLowLatency:
+    """The low-latency engine of a rank of several nodes."""
+    layout = LaneLayout.of_ring(RingLayout(num_ranks, region_bytes), num_nodes)
+    block = partial(LoneBlock, num_ranks=num_ranks)
+    lanes = new_lanes(block, layout, num_lanes, rank_of(num_ranks), 1.0, 0)
+    return InternodeLowLatency(lanes, layout)
 
 
 def rank_of(num_ranks: int) -> int:

@@ -1,0 +1,155 @@
+"""Calls in two halves: the second one is launched at once, or by a hook, in any order of calls."""
+
+from __future__ import annotations
+
+from abc import abstractmethod
+from collections import deque
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from itertools import islice
+from typing import Any, ClassVar
+
+import torch
+
+from ..dispatch.low_latency import LowLatencyTokens
+from ..errors import CapacityError
+from ..prepared import Described
+from ..symm.device_context import DeviceContext
+from ..symm.layout import RankMemory
+from .base import ContextEngine
+
+Receive = Callable[[], None]
+
+
+@dataclass(slots=True)
+class InFlight:
+    """A call that this rank sent, in which memory, and whether its receiving half was launched."""
+
+    memory: RankMemory[Any]
+    received: bool = False
+
+
+class HookedCalls(ContextEngine):
+    """An engine of such calls, `num_slots` of which may wait for their hooks."""
+
+    def __init__(self, num_slots: int):
+        self._calls: deque[InFlight] = deque(maxlen=num_slots)
+        self.num_slots = num_slots
+
+    @property
+    @abstractmethod
+    def memories(self) -> Sequence[RankMemory[Any]]:
+        """The memory of all calls, which ranks have allocated together."""
+
+    @property
+    @abstractmethod
+    def next_memory(self) -> RankMemory[Any]:
+        """That of the next call."""
+
+    def owner(self, memory: RankMemory[Any]) -> Any:
+        """What the body of a call in this memory gets as its first argument."""
+        return self
+
+    # --- Verbs -------------------------------------------------------------------------------
+
+    handle_type: ClassVar[Any]
+    """What `new_handle` makes."""
+
+    @abstractmethod
+    def dispatch(
+        self,
+        tokens: LowLatencyTokens,
+        recv_stats: torch.Tensor | None = None,
+        wait_stats: torch.Tensor | None = None,
+        hooked: bool = False,
+        described: Described | None = None,
+    ) -> tuple[Any, Receive | None]:
+        """Send the tokens and pack what arrives; with `hooked` the latter when the returned
+        function is called."""
+
+    @abstractmethod
+    def new_handle(self, got: Any, max_tokens: int, hidden: int, num_experts: int) -> Any:
+        """The handle of a dispatch that returned `got`."""
+
+    @abstractmethod
+    def expert_rows(
+        self,
+        y: torch.Tensor,
+        topk_idx: torch.Tensor,
+        topk_weights: torch.Tensor,
+        handle: Any,
+        out: torch.Tensor | None,
+    ) -> Any:
+        """What `combine` takes: experts' rows, to be added up into `out`, None for a new tensor."""
+
+    @abstractmethod
+    def combine(
+        self,
+        rows: Any,
+        num_experts: int,
+        wait_stats: torch.Tensor | None = None,
+        hooked: bool = False,
+        described: Described | None = None,
+    ) -> tuple[torch.Tensor, torch.Tensor | None, Receive | None]:
+        """Return the experts' rows and add them up; with `hooked` the latter when the returned
+        function is called: (out, memory that the function uses or None, the function)."""
+
+    @abstractmethod
+    def fits(self, max_tokens: int, num_topk: int, row_bytes: int) -> bool:
+        """Whether calls of this size have room."""
+
+    # --- Memory ------------------------------------------------------------------------------
+
+    @property
+    def num_bytes(self) -> int:
+        """Bytes of all memory."""
+        return sum(memory.layout.num_bytes for memory in self.memories)
+
+    def contexts(self) -> list[DeviceContext]:
+        """See `base.Engine`."""
+        return [memory.context for memory in self.memories]
+
+    def describe(self, *args: Any) -> Described:
+        """The kind of the next call; see `PreparedCalls.describe`."""
+        return self.next_memory.calls.describe(*args)
+
+    def free(self) -> None:
+        """Give the memory back."""
+        for memory in self.memories:
+            memory.free()
+
+    # --- Calls -------------------------------------------------------------------------------
+
+    def _call(
+        self,
+        body: Callable[..., Any],
+        *args: Any,
+        hooked: bool = False,
+        num_calls: int = 1,
+        described: Described | None = None,
+    ) -> Any:
+        """Launch a call, see `PreparedCalls`: both halves, or with `hooked` the first one."""
+        calls, memory = self._calls, self.next_memory
+        num_leaving = max(0, len(calls) + num_calls - self.num_slots)
+        if any(not one.received for one in islice(calls, num_leaving)):
+            raise CapacityError(
+                f"{calls.maxlen} low-latency calls began after one whose hook was not called yet. "
+                "Call the hook before, or make the Buffer with more Options.num_slots."
+            )
+        phases = "send" if hooked else "both"
+        result = memory.calls(body, self.owner(memory), *args, phases, described=described)
+        calls.extend(InFlight(memory, not hooked) for _ in range(num_calls))
+        self._check_emulated()
+        return result
+
+    def _hook(self, body: Callable[..., None], *args: Any, described: Described | None) -> Receive:
+        """A function that launches the second half of the last call, once."""
+        call = self._calls[-1]
+
+        def receive() -> None:
+            if not call.received:
+                call.memory.calls(body, self.owner(call.memory), *args, described=described)
+                self._check_emulated()
+                call.received = True
+
+        return receive

@@ -1,0 +1,217 @@
+"""The low-latency engine of ranks on several nodes: a token crosses the network once for each node.
+
+Its calls are those of `dispatch/internode.py` and `combine/internode.py` without counts for the
+host, each in a lane of memory of its own; see `symm/lanes.py`.
+"""
+
+from __future__ import annotations
+
+from typing import Any, ClassVar, NamedTuple
+
+import torch
+
+from ..combine.internode_low_latency import NodeExpertRows, add_up, return_rows
+from ..dispatch.internode_low_latency import (
+    Sent,
+    Stats,
+    new_packed,
+    receive_tokens,
+    send_tokens,
+)
+from ..dispatch.internode_low_latency_kernels import Packed
+from ..dispatch.low_latency import LowLatencyTokens
+from ..errors import CapacityError, ShapeError
+from ..prepared import Described, leaves
+from ..streams import current_stream, record
+from ..symm.lanes import LaneLayout
+from ..symm.layout import RankMemory
+from ..symm.ring import MAX_LOCAL_EXPERTS
+from ..symm.slots import RowLayout, Slots
+from .hooked_calls import HookedCalls, Receive
+
+
+class InternodeLowLatencyHandle(NamedTuple):
+    """What `low_latency_combine` needs from a dispatch of ranks on several nodes; the first five
+    are DeepEP's, the others are described by `Packed`."""
+
+    src_info: torch.Tensor  # int32 [L, R * M]: each received row's token on its source
+    layout_range: torch.Tensor  # int64 [L, R]: begin << 32 | count of each source's rows
+    num_max_dispatch_tokens_per_rank: int
+    hidden: int
+    num_experts: int
+    dst_row: torch.Tensor  # int32 [R * M, K]
+    src_idx: torch.Tensor  # int32 [R * M]
+    rank_prefix_matrix: torch.Tensor  # int32 [R, R]
+    signature: torch.Tensor  # int32 [16]
+    node_rows: torch.Tensor  # int32 [2, N]
+    node_head: torch.Tensor  # int32 [T, N]
+    rank_head: torch.Tensor  # int32 [N, M, L]
+
+    @property
+    def num_topk(self) -> int:
+        return self.dst_row.shape[1]
+
+
+class InternodeLowLatency(HookedCalls):
+    """Low-latency verbs on lanes. The caller has checked all arguments, except whether they fit the
+    memory, and their number of tokens against a handle's."""
+
+    handle_type: ClassVar[Any] = InternodeLowLatencyHandle
+
+    def __init__(self, lanes: list[Slots], layout: LaneLayout):
+        super().__init__(len(lanes))
+        self.lanes, self.layout = lanes, layout
+        self._num_calls = 0
+
+    @property
+    def memories(self) -> list[Slots]:
+        """The lanes."""
+        return self.lanes
+
+    @property
+    def next_memory(self) -> Slots:
+        """Calls take the lanes in turn, on all ranks alike."""
+        return self.lanes[self._num_calls % len(self.lanes)]
+
+    def owner(self, memory: RankMemory[Any]) -> Any:
+        return memory
+
+    @property
+    def num_ranks(self) -> int:
+        return self.layout.num_ranks
+
+    # --- Verbs -------------------------------------------------------------------------------
+
+    def dispatch(
+        self,
+        tokens: LowLatencyTokens,
+        recv_stats: torch.Tensor | None = None,
+        wait_stats: torch.Tensor | None = None,
+        hooked: bool = False,
+        described: Described | None = None,
+    ) -> tuple[Packed, Receive | None]:
+        """See `HookedCalls`."""
+        self._check_capacity(tokens)
+        args = tokens, Stats(recv_stats, wait_stats)
+        packed, sent = self._call(_dispatch, *args, hooked=hooked, described=described)
+        self._num_calls += 1
+        if not hooked:
+            return packed, None
+        assert sent is not None
+        decided = described and described.more(packed, sent)
+        hook = self._hook(_receive, *args, packed, sent, described=decided)
+
+        def receive() -> None:
+            record(tuple(leaves(sent)), current_stream(packed.x.device))
+            hook()
+
+        return packed, receive
+
+    def new_handle(
+        self, got: Packed, max_tokens: int, hidden: int, num_experts: int
+    ) -> InternodeLowLatencyHandle:
+        """The handle of a dispatch."""
+        sizes = max_tokens, hidden, num_experts
+        _, _, _, src_info, layout_range, *more = got
+        return InternodeLowLatencyHandle(src_info, layout_range, *sizes, *more)
+
+    def expert_rows(
+        self,
+        y: torch.Tensor,
+        topk_idx: torch.Tensor,
+        topk_weights: torch.Tensor,
+        handle: InternodeLowLatencyHandle,
+        out: torch.Tensor | None,
+    ) -> NodeExpertRows:
+        """What `combine` takes. ShapeError where there are not the tokens of the dispatch."""
+        num_tokens = len(handle.node_head)
+        if len(topk_idx) != num_tokens:
+            raise ShapeError(
+                f"topk_idx has {len(topk_idx)} tokens, and the handle is of {num_tokens}. On "
+                "several nodes pass as many as low_latency_dispatch got."
+            )
+        return NodeExpertRows(y, topk_idx, topk_weights, out, *handle[5:])
+
+    def combine(
+        self,
+        rows: NodeExpertRows,
+        num_experts: int,
+        wait_stats: torch.Tensor | None = None,
+        hooked: bool = False,
+        described: Described | None = None,
+    ) -> tuple[torch.Tensor, None, Receive | None]:
+        """See `HookedCalls`."""
+        num_tokens, num_topk = rows.max_tokens, rows.topk_idx.shape[1]
+        self._check_fits(num_tokens, num_topk, num_experts, RowLayout(2 * rows.y.shape[2]))
+        out = self._call(_combine, rows, wait_stats, hooked=hooked, described=described)
+        self._num_calls += 1
+        if not hooked:
+            return out, None, None
+        decided = described and described.more(out)
+        return out, None, self._hook(_add_up, rows, out, described=decided)
+
+    # --- Checks ------------------------------------------------------------------------------
+
+    def fits(self, max_tokens: int, num_topk: int, row_bytes: int) -> bool:
+        """Whether calls of rows with so many bytes of payload have room, of the most experts."""
+        most = self.num_ranks * MAX_LOCAL_EXPERTS
+        return self.layout.fits(max_tokens, num_topk, most, RowLayout(row_bytes, num_topk))
+
+    def _check_capacity(self, tokens: LowLatencyTokens) -> None:
+        num_local, most = tokens.num_experts // self.num_ranks, MAX_LOCAL_EXPERTS
+        if num_local > most:
+            raise CapacityError(
+                f"{tokens.num_experts} experts on {self.num_ranks} ranks are {num_local} on each; "
+                f"low-latency calls take at most {most}. Use more ranks, or dispatch."
+            )
+        hidden, num_topk = tokens.x.shape[1], tokens.num_topk
+        for row in (
+            RowLayout(tokens.row.payload_bytes, num_topk, tokens.num_scales),
+            RowLayout(2 * hidden),  # a combine does not cast
+        ):
+            self._check_fits(tokens.max_tokens, num_topk, tokens.num_experts, row)
+
+    def _check_fits(self, max_tokens: int, num_topk: int, num_experts: int, row: RowLayout) -> None:
+        if not self.layout.fits(max_tokens, num_topk, num_experts, row):
+            raise CapacityError(
+                f"low-latency calls of up to {max_tokens} tokens per rank, {row.payload_bytes} "
+                f"bytes and top-{num_topk} of {num_experts} experts do not fit this Buffer's "
+                f"low-latency memory of {self.num_bytes} bytes. Make it with the num_rdma_bytes of "
+                "Buffer.get_low_latency_rdma_size_hint(...)."
+            )
+
+
+# --- The bodies of calls -----------------------------------------------------------------------
+
+
+def _dispatch(
+    lane: Slots, tokens: LowLatencyTokens, stats: Stats, phases: str
+) -> tuple[Packed, Sent | None]:
+    sent = send_tokens(tokens, lane)
+    packed = new_packed(tokens, sent, lane)
+    if phases == "send":
+        return packed, sent
+    receive_tokens(sent, packed, stats, lane)
+    return packed, None
+
+
+def _receive(
+    lane: Slots, tokens: LowLatencyTokens, stats: Stats, packed: Packed, sent: Sent
+) -> None:
+    receive_tokens(sent, packed, stats, lane)
+
+
+def _combine(
+    lane: Slots, rows: NodeExpertRows, wait_stats: torch.Tensor | None, phases: str
+) -> torch.Tensor:
+    out = rows.out
+    if out is None:
+        out = rows.y.new_empty(len(rows.topk_idx), rows.y.shape[2])
+    return_rows(rows, out, wait_stats, lane)
+    if phases == "both":
+        add_up(rows, out, lane)
+    return out
+
+
+def _add_up(lane: Slots, rows: NodeExpertRows, out: torch.Tensor) -> None:
+    add_up(rows, out, lane)
