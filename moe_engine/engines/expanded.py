@@ -199,11 +199,8 @@ def combine(
     and the sums of several nodes, are fp32 until the end if a result `rounds_once`."""
     plan, dtype = sent.returned, torch.float32 if rounds_once else rows.x.dtype
     if places is None:
-        if engine.slots.layout.num_nodes == 1:  # which rounds the last sum alone
-            dtype = rows.x.dtype
-        returned, bias = ReturnedRows(rows.x.to(dtype), rows.weights), [b.to(dtype) for b in bias]
-        out, weights = engine.return_rows(returned, plan, tuple(bias), num_sms)
-        return out.to(rows.x.dtype), weights
+        returned = ReturnedRows(*rows), plan, tuple(bias), num_sms
+        return engine.return_rows(*returned, round_once=rounds_once)
     reduced, metadata = _new_sums(rows, places, dtype), places.src_metadata
     out, weights = engine.call(
         _combine,

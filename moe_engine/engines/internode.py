@@ -204,7 +204,8 @@ class InternodeEngine(KernelEngine, LayerByVerbs):
         sized: combine_verbs.ReturnedRows,
         num_rows: int,
     ) -> tuple[torch.Tensor, torch.Tensor | None]:
-        """The sum of each node is rounded to the rows' dtype before the nodes' sums are added."""
+        """The sum of each node is rounded before the nodes' sums are added; with round_once it is
+        not, and takes twice the bytes."""
         prefix, signature, node_head, node_rows, rank_head = parts
         x, weights = sized
         num_tokens, row = len(node_head), sized.row

@@ -341,10 +341,12 @@ class KernelEngine(ContextEngine):
         bias: Sequence[torch.Tensor],
         num_sms: int = NUM_SMS,
         described: Described | None = None,
+        round_once: bool = False,
     ) -> tuple[torch.Tensor, torch.Tensor | None]:
-        """Return rows x [N, H] to their sources, which sum them, and the weights' rows likewise."""
-        rows = combine_verbs.ReturnedRows(x, topk_weights)
-        return self.return_rows(rows, handle.returned, tuple(bias), num_sms, described)
+        """Return rows x [N, H] to their sources, which sum them, and the weights' rows likewise.
+        round_once: sums of several nodes go to the sources in fp32."""
+        rows, how = combine_verbs.ReturnedRows(x, topk_weights), (num_sms, described, round_once)
+        return self.return_rows(rows, handle.returned, tuple(bias), *how)
 
     def return_rows(
         self,
@@ -353,9 +355,10 @@ class KernelEngine(ContextEngine):
         bias: tuple[torch.Tensor, ...],
         num_sms: int,
         described: Described | None = None,
+        round_once: bool = False,
     ) -> tuple[torch.Tensor, torch.Tensor | None]:
         """`combine` of these rows, by what a handle has `returned`."""
-        args = plan, bias, num_comm_programs(num_sms)
+        args = plan, bias, num_comm_programs(num_sms), round_once
         sums: tuple[torch.Tensor, torch.Tensor | None] = self.call(
             type(self)._combine, *args, sized=rows, num_rows=len(rows.x), described=described
         )
@@ -366,6 +369,7 @@ class KernelEngine(ContextEngine):
         parts: PartsOfHandle,
         bias: tuple[torch.Tensor, ...],
         num_programs: int,
+        round_once: bool,
         sized: combine_verbs.ReturnedRows,
         num_rows: int,
     ) -> tuple[torch.Tensor, torch.Tensor | None]:
