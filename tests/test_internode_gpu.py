@@ -7,11 +7,13 @@ own: two nodes of two ranks, on one GPU where there is no more.
 from __future__ import annotations
 
 import internode_cases as calls
+import low_latency_cases as low_latency
 import nvshmem_cases
 import pytest
 import torch
 from dispatch_cases import check_round_trip, make_buffer, make_inputs, run_round_trips
 from layer_cases import check_layer
+from training_cases import check_training
 
 from moe_engine import reference
 from moe_engine.emulation import PerRank, RankPool
@@ -102,3 +104,14 @@ def test_a_graph_is_replayed_with_other_routing(pool):
 @pytest.mark.parametrize("dtype", ["bf16", "fp32"])
 def test_layers(pool, dtype):
     check_layer(pool, 4, [MAX_TOKENS, 0, 37, 128], 256, 128, 4, NUM_TOPK, "uniform", dtype)
+
+
+def test_gradients(pool):
+    check_training(pool, [12, 8, 0, 9], "bf16", policies=("pre",), hidden=64, intermediate=48)
+
+
+@pytest.mark.parametrize("form", ["bf16", "fp8"])
+def test_low_latency(pool, form):
+    """20 round trips, each with another rank late."""
+    sizes = [16, 0, 5, 9], 16, 256, 16, 4
+    low_latency.check_case(pool, 4, *sizes, "holes", [form], node_ranks=NODES.ranks_per_node)
