@@ -10,10 +10,13 @@ import internode_cases as calls
 import low_latency_cases as low_latency
 import nvshmem_cases
 import pytest
+import test_elastic as elastic
+import test_ops as operators
 import torch
 from dispatch_cases import check_round_trip, make_buffer, make_inputs, run_round_trips
+from elastic_cases import EXPERTS, HIDDEN, TOPK
 from layer_cases import check_layer
-from training_cases import check_training
+from training_cases import check_gradients, check_training, make_case
 
 from moe_engine import reference
 from moe_engine.emulation import PerRank, RankPool
@@ -115,3 +118,26 @@ def test_low_latency(pool, form):
     """20 round trips, each with another rank late."""
     sizes = [16, 0, 5, 9], 16, 256, 16, 4
     low_latency.check_case(pool, 4, *sizes, "holes", [form], node_ranks=NODES.ranks_per_node)
+
+
+def test_operators(pool):
+    parts = make_case(4, [9, 4, 0, 5], kind="duplicates")
+    found = pool.run(operators.run_layers, "auto", {"alignment": 16}, *map(PerRank, parts))
+    check_gradients([one for one, _, _ in found], parts)
+    for rank, (_, same, values) in enumerate(found):
+        assert same
+        operators.check_rows(parts, rank, values, 16)
+
+
+def test_a_layer_of_operators_is_one_graph(pool):
+    parts = make_case(4, [6, 5, 4, 7], num_local=2, num_topk=2, intermediate=16, dtype="bf16")
+    router = torch.randn(8, 32, generator=torch.Generator().manual_seed(1))
+    for same in pool.run(operators.run_compiled, 96, router, *map(PerRank, parts)):
+        assert same == [[True] * 5] * 2
+
+
+@pytest.mark.parametrize("do_cpu_sync", [True, False])
+def test_the_contract_of_v2(pool, do_cpu_sync):
+    inputs = make_inputs(4, [20, 0, 13, 5], HIDDEN, EXPERTS, TOPK, "holes", "bf16")
+    modes = [elastic.MODES[at] for at, waits in elastic.FEW if waits is do_cpu_sync]
+    pool.run(elastic.run_modes, modes, do_cpu_sync, *inputs)
