@@ -25,7 +25,7 @@ def make_context(group, timeout_s=60.0):
     fields[ContextField.TIMEOUT_NS] = int(timeout_s * 1e9)
     fields[ContextField.REPORT] = report.data_ptr()
     fields[ContextField.RANK] = group.rank()
-    fields[ContextField.NUM_RANKS] = group.size()
+    fields[ContextField.NUM_RANKS] = fields[ContextField.NODE_RANKS] = group.size()
     fields[ContextField.DONE] = DONE
     dist.barrier(group)
     return block, torch.tensor(fields, device=block.local.device), report

@@ -17,6 +17,12 @@ from moe_engine.emulation import PerRank, RankPool
 from moe_engine.symm import environment
 from moe_engine.symm.nic import Nic
 
+NIC = {
+    "SEED": "MOE_ENGINE_NIC_SEED",
+    "HOLD_S": "MOE_ENGINE_NIC_HOLD_S",
+    "STALL_S": "MOE_ENGINE_NIC_STALL_S",
+}
+"""The variables of the emulated network."""
 HOLD_S = 0.02
 """How long the network holds messages at most, where their order is what is tested."""
 
@@ -36,7 +42,7 @@ class Nodes(NamedTuple):
         those of each rank."""
         each = nic if isinstance(nic, list) else [nic] * self.num_ranks
         variables = [
-            {f"MOE_ENGINE_NIC_{name}": str(value) for name, value in dict(one).items()}
+            {NIC[name]: str(value) for name, value in dict(one).items()}
             | {"MOE_ENGINE_NODE_SIZE": str(self.ranks_per_node)}
             for one in each
         ]
