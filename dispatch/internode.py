@@ -100,8 +100,8 @@ def node_layout(
 def plan_nodes(
     layout: DispatchLayout, topk_idx: torch.Tensor | None, max_rows: int, slots: Slots
 ) -> Routes:
-    """Which tokens go to which node and to which rank of this one. `exchange` and `plan_forwarding`
-    fill in the rest."""
+    """Which tokens go to which node and to which rank of this one. `exchange` fills in the
+    rest."""
     num_nodes, num_near = slots.layout.num_nodes, slots.layout.ranks_per_node
     num_tokens, new = len(layout.is_token_in_rank), layout.is_token_in_rank.new_empty
     node_rows = new((2, num_nodes), dtype=torch.int32)
@@ -185,11 +185,8 @@ def exchange(
         step="exchange" if phases == "both" else f"exchange, {phases}",
     )
     if phases != "send":
-        # fmt: off
-        routing.send_plan(
-            forwarded, None, num_near, slots, routes.row_idx, routes.rank_head
-        )
-        # fmt: on
+        heads = routes.row_idx, routes.rank_head
+        routing.send_plan(forwarded, None, num_near, slots, *heads)
 
 
 def open_call(

@@ -39,9 +39,7 @@ class InternodeHandle(NamedTuple):
     sent_token_idx: torch.Tensor  # int32 [N + L, T]
     rank_prefix_matrix: torch.Tensor  # int32 [R, R]: rows of ranks 0..i to rank j
     row_idx: torch.Tensor  # int32 [N, L, M]
-    node_rows: (
-        torch.Tensor
-    )  # int32 [2, N]: rows that this rank sends to each node; that it forwards
+    node_rows: torch.Tensor  # int32 [2, N]: rows sent to each node; rows of each that it forwards
     signature: torch.Tensor  # int32 [16]
     recv_gbl_rank_prefix_sum: torch.Tensor  # int32 [R]: rows of ranks 0..i to this rank
     recv_src_idx: torch.Tensor  # int32 [N]: each received row's token on its source
