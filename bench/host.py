@@ -3,7 +3,8 @@
 Microseconds that a call keeps Python and the driver busy, while the GPU is busy with earlier work:
 the median of 100 calls on rank 0. Ranks may share a GPU here, as its time does not count. The torch
 lines are what a layer's experts cost by `torch._grouped_mm`; those of deep_ep are DeepEP's, where
-it is installed and each of 2, 4 or 8 ranks has a GPU.
+it is installed and each of 2, 4 or 8 ranks has a GPU. With --nodes the ranks stand for nodes, which
+NVSHMEM connects, and the verbs alone are timed.
 
 Verb transformers_decode is a step of decode of a whole model, divided by its layers, and
 transformers_experts a call of one module of experts. impl moe_engine runs the experts on all ranks;
@@ -13,7 +14,7 @@ transformers_experts a call of one module of experts. impl moe_engine runs the e
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
 from importlib.util import find_spec
@@ -59,6 +60,7 @@ class Point:
 
 def main(
     ranks: Annotated[int, typer.Option(help="Ranks, which may share a GPU.")] = 1,
+    nodes: Annotated[int, typer.Option(help="Nodes that they stand for.")] = 1,
     path: Annotated[Path | None, typer.Option(help="Result file.")] = None,
 ) -> None:
     """Run the bench on `ranks` ranks."""
@@ -67,8 +69,10 @@ def main(
         save("host", path, **line)
         print(f"{line['ranks']} ranks  {line['impl']:26}  {line['verb']:22} {line['host_us']:7.1f}")
 
-    with RankPool(ranks, "cuda", timeout_s=400, env={"MOE_ENGINE_TIMEOUT_S": "20"}) as pool:
-        pool.run(run_rank, on_message=show)
+    env = {"MOE_ENGINE_TIMEOUT_S": "20"}
+    with RankPool(ranks, "cuda", timeout_s=400, env=env, nodes=nodes) as pool:
+        kinds = (verb_points, expert_points, transformers_points) if nodes == 1 else (node_points,)
+        pool.run(run_rank, kinds, on_message=show)
 
 
 def host_us(call: Call) -> float:
@@ -86,9 +90,9 @@ def host_us(call: Call) -> float:
     return median(times)
 
 
-def run_rank(group: dist.ProcessGroup) -> None:
-    """All entry points on one rank; rank 0 reports."""
-    for points in (verb_points, expert_points, transformers_points):
+def run_rank(group: dist.ProcessGroup, kinds: Sequence[Callable[..., Iterator[Point]]]) -> None:
+    """All entry points of these kinds on one rank; rank 0 reports."""
+    for points in kinds:
         for point in points(group):
             for _ in range(3):
                 point.call()
@@ -133,6 +137,17 @@ def verb_points(group: dist.ProcessGroup) -> Iterator[Point]:
         yield Point(verb, "deep_ep", tokens, call)
     normal.destroy()
     low_latency.destroy()
+
+
+def node_points(group: dist.ProcessGroup) -> Iterator[Point]:
+    """The verbs of a Buffer of several nodes."""
+    num_experts, hidden, _, num_topk = MODELS[HOST_MODEL]
+    many, few = route(group, TOKENS), route(group, FEW)
+    options = Options(decode_tokens=FEW)
+    buffer = Buffer.for_tokens(group, TOKENS, hidden, num_experts, num_topk, options=options)
+    for verb, (tokens, call) in calls_of(buffer, buffer, many, few).items():
+        yield Point(verb, f"moe_engine, {buffer.num_nodes} nodes", tokens, call)
+    buffer.destroy()
 
 
 def elastic_points(group: dist.ProcessGroup, many: Routed) -> Iterator[Point]:

@@ -17,6 +17,7 @@ from torch.overrides import TorchFunctionMode
 
 import moe_engine
 from moe_engine import layer_config, timing
+from moe_engine.symm import environment
 from moe_engine.tools.models import build_config
 
 sys.path.append(str(Path(__file__).parents[1] / "bench"))
@@ -182,7 +183,7 @@ def run_low_latency(group) -> list[dict]:
     return lines
 
 
-def run_host(group) -> list[dict]:
+def run_host(group, *kinds) -> list[dict]:
     lines: list[dict] = []
     with dry():
         import host
@@ -193,13 +194,18 @@ def run_host(group) -> list[dict]:
         sizes = dict(TOKENS=8, FEW=4, DECODED=2, LAYERS=2, BATCHES=3, CALLS=1)
         names = dict(send_message=lines.append, build_config=small)
         with mock.patch.multiple(host, **sizes, **names):
-            host.run_rank(group)
+            host.run_rank(group, [getattr(host, kind) for kind in kinds])
     return lines
 
 
-def lines_of(pool, function: Callable, num_ranks: int) -> list[dict]:
+def run_host_of_nodes(group) -> list[dict]:
+    with environment({"MOE_ENGINE_NODE_SIZE": "1"}):
+        return run_host(group, "node_points")
+
+
+def lines_of(pool, function: Callable, num_ranks: int, *args: str) -> list[dict]:
     """What rank 0 sends; the others send nothing."""
-    lines, *others = pool.run(function, num_ranks=num_ranks)
+    lines, *others = pool.run(function, *args, num_ranks=num_ranks)
     assert not any(others)
     for line in lines:
         assert line.keys() <= set(FIELDS) and line["ranks"] == num_ranks
@@ -302,12 +308,22 @@ def test_low_latency(pool):
     assert eager_of(lines) == want | {("layer", "moe_engine")}
 
 
+@pytest.mark.slow
+def test_host_of_nodes(pool):
+    if pool.device == "cuda":
+        pytest.skip("the bench runs there; NVSHMEM serves one set of ranks")
+    lines = lines_of(pool, run_host_of_nodes, 2)
+    assert {line["impl"] for line in lines} == {"moe_engine, 2 nodes"}
+    assert len({line["verb"] for line in lines}) == len(lines) == 7
+
+
 @pytest.mark.parametrize(
     "num_ranks", [pytest.param(1, marks=pytest.mark.soak), pytest.param(2, marks=pytest.mark.slow)]
 )
 def test_host(pool, num_ranks):
     pytest.importorskip("transformers")
-    lines = lines_of(pool, run_host, num_ranks)
+    kinds = "verb_points", "expert_points", "transformers_points"
+    lines = lines_of(pool, run_host, num_ranks, *kinds)
     seen = {(line["verb"], line["impl"]) for line in lines}
     assert all(line["host_us"] > 0 for line in lines)
     theirs = {verb for verb, impl in seen if impl == "deep_ep"}
