@@ -141,3 +141,26 @@ def test_the_contract_of_v2(pool, do_cpu_sync):
     inputs = make_inputs(4, [20, 0, 13, 5], HIDDEN, EXPERTS, TOPK, "holes", "bf16")
     modes = [elastic.MODES[at] for at, waits in elastic.FEW if waits is do_cpu_sync]
     pool.run(elastic.run_modes, modes, do_cpu_sync, *inputs)
+
+
+def free_memory(group, num_buffers):
+    """Free bytes of the GPU after each of so many Buffers was made, used and destroyed."""
+    free = []
+    for _ in range(num_buffers):
+        x = torch.ones(64, 512, dtype=torch.bfloat16, device="cuda")
+        idx = torch.zeros(64, 1, dtype=torch.int64, device="cuda")
+        buffer = make_buffer(group, x, NUM_EXPERTS, 1, 1 << 13)
+        rows, *_, handle, _ = calls.dispatch(buffer, x, idx, idx.float() + 1, NUM_EXPERTS)
+        assert torch.equal(buffer.combine(rows, handle)[0], x)
+        torch.distributed.barrier(group)
+        buffer.destroy()
+        torch.cuda.synchronize()
+        torch.distributed.barrier(group)
+        free.append(torch.cuda.mem_get_info()[0])
+    return free
+
+
+def test_memory_is_given_back(pool):
+    """Each Buffer takes 200 MB and more of each rank."""
+    for free in pool.run(free_memory, 24):
+        assert min(free[4:]) > free[3] - (64 << 20)
