@@ -6,6 +6,8 @@ own: two nodes of two ranks, on one GPU where there is no more.
 
 from __future__ import annotations
 
+import gc
+
 import internode_cases as calls
 import low_latency_cases as low_latency
 import nvshmem_cases
@@ -154,13 +156,15 @@ def free_memory(group, num_buffers):
         assert torch.equal(buffer.combine(rows, handle)[0], x)
         torch.distributed.barrier(group)
         buffer.destroy()
-        torch.cuda.synchronize()
+        del buffer, rows, handle
+        gc.collect()
+        torch.cuda.empty_cache()  # torch keeps 2 MB for each stream
         torch.distributed.barrier(group)
         free.append(torch.cuda.mem_get_info()[0])
     return free
 
 
 def test_memory_is_given_back(pool):
-    """Each Buffer takes 200 MB and more of each rank."""
+    """Each Buffer takes 100 MB and more of each rank."""
     for free in pool.run(free_memory, 24):
-        assert min(free[4:]) > free[3] - (64 << 20)
+        assert min(free[4:]) > free[3] - (32 << 20), free
