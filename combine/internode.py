@@ -10,13 +10,10 @@ import triton.language as tl
 
 from ..device.constants import constants
 from ..device.context import Kind
-from ..device.push import PushSizes
 from ..device.signature import RowShape
 from ..dispatch.internode import open_call
-from ..hardware import BYTES_IN_FLIGHT, gpu
-from ..row_vectors import COPY_ROWS
+from ..hardware import gpu
 from ..symm.slots import BARE_HEADER, RowLayout, SlotLayout, Slots, row_in_region
-from ..utils import next_power_of_2
 from .internode_kernels import (
     SumFormat,
     internode_sum_kernel,
@@ -24,41 +21,13 @@ from .internode_kernels import (
     return_to_rails_kernel,
 )
 from .kernels import SumSizes
-from .launch import BLOCK_SUMS, BLOCK_TOKENS, NUM_WARPS, ReturnedRows, Sums
+from .launch import BLOCK_TOKENS, NUM_WARPS, ReturnedRows, Sums, push_sizes, sum_sizes
 
 
-@functools.cache
-def _push_sizes(layout: SlotLayout, row: RowLayout, item_bytes: int) -> PushSizes:
-    columns = BYTES_IN_FLIGHT // item_bytes // COPY_ROWS
-    sizes = PushSizes(
-        ALIGNED=row.payload_bytes % 16 == 0,
-        RANKS_PAD=next_power_of_2(layout.num_ranks),
-        CHUNK_ROWS=layout.chunk_rows(row.num_bytes),
-        SPAN=1,
-        BLOCK_ROWS=COPY_ROWS,
-        BLOCK_COLUMNS=min(next_power_of_2(row.payload_bytes // item_bytes), columns),
-        NUM_TOPK=row.num_topk,
-        SLACK=0,
-        RELAYS=True,
-    )
-    return constants(sizes)
-
-
-@functools.cache
 def _sum_sizes(layout: SlotLayout, row: RowLayout, item_bytes: int, num_parts: int) -> SumSizes:
-    hidden, chunk_rows = row.payload_bytes // item_bytes, layout.chunk_rows(row.num_bytes)
-    block = min(BLOCK_TOKENS, chunk_rows)
-    sizes = SumSizes(
-        NUM_TOPK=row.num_topk,
-        TOPK_PAD=next_power_of_2(max(1, row.num_topk)),
-        ALIGNED=row.payload_bytes % 16 == 0,
-        RANKS=num_parts,
-        RANKS_PAD=next_power_of_2(num_parts),
-        CHUNK_ROWS=chunk_rows,
-        BLOCK_TOKENS=block,
-        BLOCK_H=min(next_power_of_2(hidden), BLOCK_SUMS // block),
-    )
-    return constants(sizes)
+    """Of sums whose blocks lie within a chunk each."""
+    block_tokens = min(BLOCK_TOKENS, layout.chunk_rows(row.num_bytes))
+    return sum_sizes(layout, row, item_bytes, num_parts, block_tokens)
 
 
 @functools.cache
@@ -107,7 +76,7 @@ def return_to_rails(
         len(returned.x),
         returned.x.shape[1],
         row_in_region(row, header_bytes),
-        SIZES=_push_sizes(slots.layout, row, item_bytes),
+        SIZES=push_sizes(slots.layout, row, item_bytes, relays=True),
         step="return_rows",
         num_warps=NUM_WARPS,
     )

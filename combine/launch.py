@@ -58,33 +58,44 @@ class Sums(NamedTuple):
 
 
 @functools.cache
-def _push_sizes(layout: SlotLayout, row: RowLayout, item_bytes: int) -> PushSizes:
+def push_sizes(
+    layout: SlotLayout, row: RowLayout, item_bytes: int, relays: bool = False
+) -> PushSizes:
+    """Of rows of such items. relays: to ranks that forward their sums, while none are made."""
     columns = BYTES_IN_FLIGHT // item_bytes // COPY_ROWS
     sizes = PushSizes(
         ALIGNED=row.payload_bytes % 16 == 0,
         RANKS_PAD=next_power_of_2(layout.num_ranks),
         CHUNK_ROWS=layout.chunk_rows(row.num_bytes),
-        SPAN=layout.span(row.num_bytes),
+        SPAN=1 if relays else layout.span(row.num_bytes),
         BLOCK_ROWS=COPY_ROWS,
         BLOCK_COLUMNS=min(next_power_of_2(row.payload_bytes // item_bytes), columns),
         NUM_TOPK=row.num_topk,
-        SLACK=SLACK,
+        SLACK=0 if relays else SLACK,
+        RELAYS=relays,
     )
     return constants(sizes)
 
 
 @functools.cache
-def _sum_sizes(layout: SlotLayout, row: RowLayout, item_bytes: int) -> SumSizes:
+def sum_sizes(
+    layout: SlotLayout,
+    row: RowLayout,
+    item_bytes: int,
+    num_parts: int,
+    block_tokens: int = BLOCK_TOKENS,
+) -> SumSizes:
+    """Of sums of up to num_parts rows each."""
     hidden = row.payload_bytes // item_bytes
     sizes = SumSizes(
         NUM_TOPK=row.num_topk,
         TOPK_PAD=next_power_of_2(max(1, row.num_topk)),
         ALIGNED=row.payload_bytes % 16 == 0,
-        RANKS=layout.num_ranks,
-        RANKS_PAD=next_power_of_2(layout.num_ranks),
+        RANKS=num_parts,
+        RANKS_PAD=next_power_of_2(num_parts),
         CHUNK_ROWS=layout.chunk_rows(row.num_bytes),
-        BLOCK_TOKENS=BLOCK_TOKENS,
-        BLOCK_H=min(next_power_of_2(hidden), BLOCK_SUMS // BLOCK_TOKENS),
+        BLOCK_TOKENS=block_tokens,
+        BLOCK_H=min(next_power_of_2(hidden), BLOCK_SUMS // block_tokens),
     )
     return constants(sizes)
 
@@ -109,7 +120,7 @@ def return_and_sum(
         region_rows=slots.layout.max_rows(row.num_bytes, BARE_HEADER),
         hidden=hidden,
         row=row_in_region(row, BARE_HEADER),
-        SUM=_sum_sizes(slots.layout, row, item_bytes),
+        SUM=sum_sizes(slots.layout, row, item_bytes, slots.num_ranks),
         num_warps=NUM_WARPS,
     )
     slots.context.launch(
@@ -117,7 +128,7 @@ def return_and_sum(
         (1 + num_comm_sms,),
         dispatched=dispatched,
         num_push_programs=num_push_programs(num_comm_sms),
-        PUSH=_push_sizes(slots.layout, row, item_bytes),
+        PUSH=push_sizes(slots.layout, row, item_bytes),
         step="return_rows",
         **arguments,
     )

@@ -285,16 +285,15 @@ def send_counts(
     SIZES: tl.constexpr,
     most_per_node=None,
 ):
-    """Write the signature to `peer`, then the counts by expert, by rank and the most of a node,
-    unless they are None."""
+    """Write the signature to `peer`, then the counts by expert and, unless they are None, by rank
+    and the most of a node."""
     one = tl.arange(0, 1)
     to, ready = put_signature(peer + one, one == 0, signature, context)
     counts = as_pointer(tl.max(to, 0), tl.int32) + COUNTS_AT
     if ready == 1:
-        if num_tokens_per_expert is not None:
-            experts = tl.arange(0, SIZES.ALL_EXPERTS_PAD)
-            real = experts < num_experts
-            put(counts + experts, tl.load(num_tokens_per_expert + experts, real, 0), real)
+        experts = tl.arange(0, SIZES.ALL_EXPERTS_PAD)
+        real = experts < num_experts
+        put(counts + experts, tl.load(num_tokens_per_expert + experts, real, 0), real)
         if num_tokens_per_rank is not None:
             ranks = tl.arange(0, SIZES.RANKS_PAD)
             real = ranks < tl.load(context + NUM_RANKS).to(tl.int32)

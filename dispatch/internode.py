@@ -10,14 +10,10 @@ import torch
 from .. import routing
 from ..device.constants import constants
 from ..device.context import Kind
-from ..device.lang import INTERPRETED
-from ..device.push import PushSizes
 from ..device.signature import RowShape
-from ..hardware import BYTES_IN_FLIGHT
 from ..row_vectors import COPY_ROWS, RowVectors
 from ..symm.slots import RowLayout, SlotLayout, Slots, row_in_region
 from ..utils import next_power_of_2
-from .exchange_kernels import ExchangeSizes
 from .internode_header_kernels import (
     Forwarding,
     InternodeSizes,
@@ -34,9 +30,11 @@ from .launch import (
     DispatchLayout,
     Partition,
     Tokens,
+    exchange_sizes,
     metadata_sizes,
     programs_on_all_sms,
     push,
+    push_sizes,
     send_metadata,
 )
 from .send_kernels import Metadata, SendPlan
@@ -131,17 +129,6 @@ def _header_sizes(
     return constants(sizes)
 
 
-@functools.cache
-def _count_sizes(num_ranks: int, num_experts: int, num_nodes: int) -> ExchangeSizes:
-    sizes = ExchangeSizes(
-        RANKS_PAD=next_power_of_2(num_ranks),
-        EXPERTS_PAD=max(32, next_power_of_2(num_experts // num_ranks)),
-        ALL_EXPERTS_PAD=next_power_of_2(num_experts),
-        NODES=num_nodes,
-    )
-    return constants(sizes)
-
-
 def exchange(
     counts: Counts,
     routes: Routes,
@@ -181,7 +168,7 @@ def exchange(
         shape,
         int(may_grow),
         SIZES=_header_sizes(slots.layout, kind, phases),
-        COUNTS=_count_sizes(num_ranks, layout.num_experts, num_nodes),
+        COUNTS=exchange_sizes(num_ranks, layout.num_experts, num_nodes),
         step="exchange" if phases == "both" else f"exchange, {phases}",
     )
     if phases != "send":
@@ -212,25 +199,6 @@ def open_call(
         RANKS_PAD=next_power_of_2(slots.num_ranks),
         step="open_call",
     )
-
-
-@functools.cache
-def _push_sizes(layout: SlotLayout, row: RowLayout, num_vecs: int, aligned: bool) -> PushSizes:
-    block_vecs = next_power_of_2(num_vecs)
-    sizes = PushSizes(
-        ALIGNED=aligned,
-        RANKS_PAD=next_power_of_2(layout.num_ranks),
-        CHUNK_ROWS=layout.chunk_rows(row.num_bytes),
-        SPAN=1,
-        BLOCK_ROWS=COPY_ROWS,
-        BLOCK_COLUMNS=(
-            block_vecs if INTERPRETED else min(block_vecs, BYTES_IN_FLIGHT // 4 // COPY_ROWS)
-        ),
-        NUM_TOPK=0,
-        SLACK=0,
-        RELAYS=True,
-    )
-    return constants(sizes)
 
 
 def send(
@@ -274,7 +242,7 @@ def send_rows(
         *((0, 0) if scales is None else scales.stride()),
         row_in_region(row, header_bytes),
         METADATA=metadata_sizes(slots.num_ranks, row, COPY_ROWS),
-        SIZES=_push_sizes(slots.layout, row, vectors.num_vecs, vectors.aligned),
+        SIZES=push_sizes(slots.layout, row, vectors, relays=True),
         step="send_rows",
         num_warps=NUM_WARPS,
     )
@@ -289,6 +257,7 @@ def forward(
     slots: Slots,
 ) -> None:
     """Forward the rows that arrive from other nodes to the ranks of this node."""
+    vectors = RowVectors.of(row.num_bytes, torch.int8)  # whole rows, of any payload
     slots.context.launch(
         forward_kernel,
         (num_programs,),
@@ -297,7 +266,7 @@ def forward(
         slots.context.fields,
         row_idx.shape[2],
         row_in_region(row, header_bytes),
-        SIZES=_push_sizes(slots.layout, row, row.num_bytes // 4, True),
+        SIZES=push_sizes(slots.layout, row, vectors, relays=True),
         step="forward",
         num_warps=NUM_WARPS,
     )

@@ -127,11 +127,13 @@ class Counts(NamedTuple):
 
 
 @functools.cache
-def _exchange_sizes(num_ranks: int, num_experts: int) -> ExchangeSizes:
+def exchange_sizes(num_ranks: int, num_experts: int, num_nodes: int = 1) -> ExchangeSizes:
+    """Of counts of so many ranks and experts."""
     sizes = ExchangeSizes(
         RANKS_PAD=next_power_of_2(num_ranks),
         EXPERTS_PAD=max(32, next_power_of_2(num_experts // num_ranks)),
         ALL_EXPERTS_PAD=next_power_of_2(num_experts),
+        NODES=num_nodes,
     )
     return constants(sizes)
 
@@ -161,7 +163,7 @@ def exchange(
         layout.num_experts // num_ranks,
         tokens.shape,
         int(may_grow),
-        SIZES=_exchange_sizes(num_ranks, layout.num_experts),
+        SIZES=exchange_sizes(num_ranks, layout.num_experts),
         step="exchange",
         after=(send_plan_kernel,),
     )
@@ -212,16 +214,20 @@ def send_metadata(
 
 
 @functools.cache
-def _push_sizes(layout: SlotLayout, row: RowLayout, vectors: RowVectors) -> PushSizes:
+def push_sizes(
+    layout: SlotLayout, row: RowLayout, vectors: RowVectors, relays: bool = False
+) -> PushSizes:
+    """Of rows of so many vectors. relays: of other nodes, whose chunks are passed on one by one."""
     sizes = PushSizes(
         ALIGNED=vectors.aligned,
         RANKS_PAD=next_power_of_2(layout.num_ranks),
         CHUNK_ROWS=layout.chunk_rows(row.num_bytes),
-        SPAN=layout.span(row.num_bytes),
+        SPAN=1 if relays else layout.span(row.num_bytes),
         BLOCK_ROWS=COPY_ROWS,
         BLOCK_COLUMNS=vectors.block_vecs,
         NUM_TOPK=0,
         SLACK=0,
+        RELAYS=relays,
     )
     return constants(sizes)
 
@@ -241,7 +247,7 @@ def push(
         len(tokens.x),
         vectors.num_vecs,
         row_in_region(row, header_bytes),
-        SIZES=_push_sizes(slots.layout, row, vectors),
+        SIZES=push_sizes(slots.layout, row, vectors),
         step="push",
         after=(metadata_kernel,),
         num_warps=NUM_WARPS,
