@@ -209,11 +209,9 @@ class CollectiveEngine(LayerByVerbs):
                 weights[token] += returned[row]
         return out.to(x.dtype), weights
 
-    def expert_sums(self, rows: LayerInputs) -> torch.Tensor:
+    def expert_sums(self, rows: LayerInputs, num_rows: int) -> torch.Tensor:
         """See `LayerByVerbs`; the experts are `reference.expert_rows`."""
-        return reference.sum_topk(
-            reference.expert_rows(rows.x, rows.topk_idx, *rows[3:]), rows.topk_weights
-        )
+        return _expert_sums(rows)
 
     def expert_gradients(
         self, rows: LayerInputs, grad: torch.Tensor, into: WeightGradients | None
@@ -238,8 +236,8 @@ class CollectiveEngine(LayerByVerbs):
         *names: str,
         into: WeightGradients | None = None,
     ) -> list[torch.Tensor]:
-        """Those of the named tensors of `expert_sums`, given that of the sums; those of the weights
-        go `into` this memory, rounded once: autograd gets them in the dtype of sums."""
+        """Those of the named tensors of `_expert_sums`, given that of the sums; those of weights go
+        `into` this memory, rounded once: autograd gets them in the dtype of sums."""
         into = into or WeightGradients(None, None)
         both = ("w_gate_up", into.gate_up), ("w_down", into.down)
         outs = {name: out for name, out in both if out is not None}
@@ -249,7 +247,7 @@ class CollectiveEngine(LayerByVerbs):
             wide = torch.promote_types(w.dtype, torch.float32)
             leaves[name] = w.detach().to(wide).requires_grad_()
         with torch.enable_grad():
-            sums = self.expert_sums(rows._replace(**leaves))
+            sums = _expert_sums(rows._replace(**leaves))
             found = tuple(torch.zeros_like(leaf) for leaf in leaves.values())
             if sums.requires_grad:  # not where no row depends on a leaf
                 found = torch.autograd.grad(sums, [*leaves.values()], grad, materialize_grads=True)
@@ -274,6 +272,13 @@ class CollectiveEngine(LayerByVerbs):
 
     def free(self) -> None:
         """Nothing to give back."""
+
+
+def _expert_sums(rows: LayerInputs) -> torch.Tensor:
+    """What this rank's experts give for rows [N, H], one weighted sum for each."""
+    return reference.sum_topk(
+        reference.expert_rows(rows.x, rows.topk_idx, *rows[3:]), rows.topk_weights
+    )
 
 
 def _pad(rows: Received, num_rows: int) -> Received:

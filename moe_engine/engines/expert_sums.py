@@ -6,7 +6,7 @@ from functools import partial
 
 import torch
 
-from ..expert_major import Places, place, return_weights, sum_rows, take_rows, take_weights
+from ..expert_major import place, return_weights, sum_rows, take_rows, take_weights
 from ..grouped_gemm import (
     dgrad,
     gemm_config,
@@ -20,11 +20,10 @@ from .base import Gradients, LayerInputs, WeightGradientRows
 from .trained_layer import bias_gradients, later_weight_gradients
 
 
-def sums_of_experts(rows: LayerInputs) -> torch.Tensor:
+def sums_of_experts(rows: LayerInputs, num_rows: int) -> torch.Tensor:
     """For rows x [N, H] with local ids topk_idx int64 [N, K], -1 for none, and weights [N, K]: the
-    weighted sum [N, H] of what their experts give. The host waits for the number of expert rows.
-    """
-    places = _places(rows)
+    weighted sum [N, H] of what their experts give. num_rows: how many of the ids are not -1."""
+    places = place(rows.topk_idx, len(rows.w_gate_up), 1, num_rows)
     x = take_rows(rows.x, places.slots, rows.topk_idx.shape[1])
     row_weight, offsets = take_weights(rows.topk_weights, places.slots), places.offsets
     w_gate_up, w_down = _joined(rows.w_gate_up), _joined(rows.w_down)
@@ -47,8 +46,9 @@ def sums_of_experts(rows: LayerInputs) -> torch.Tensor:
 def gradients_of_experts(rows: LayerInputs, grad: torch.Tensor) -> Gradients:
     """Those of `sums_of_experts`, given that of the sums [N, H]: of x [N, H] and topk_weights
     [N, K], and of the biases that require grad; those of the weights later. The pre-activations are
-    made again."""
-    places, num_topk = _places(rows), rows.topk_idx.shape[1]
+    made again. The host waits for the number of expert rows."""
+    num_rows, num_topk = int((rows.topk_idx >= 0).sum()), rows.topk_idx.shape[1]
+    places = place(rows.topk_idx, len(rows.w_gate_up), 1, num_rows)
     x, dy = (take_rows(one, places.slots, num_topk) for one in (rows.x, grad))
     row_weight, offsets = take_weights(rows.topk_weights, places.slots), places.offsets
     w_gate_up, w_down = _joined(rows.w_gate_up), _joined(rows.w_down)
@@ -63,11 +63,6 @@ def gradients_of_experts(rows: LayerInputs, grad: torch.Tensor) -> Gradients:
     kept = WeightGradientRows(x, of_pre, act, dy, offsets)
     topk_grads = return_weights(of_weights, places.dst_rows)
     return dx, topk_grads, partial(later_weight_gradients, kept), biases
-
-
-def _places(rows: LayerInputs) -> Places:
-    """Where the expert rows of received rows lie, without padding."""
-    return place(rows.topk_idx, len(rows.w_gate_up), 1, int((rows.topk_idx >= 0).sum()))
 
 
 def _joined(w: torch.Tensor) -> torch.Tensor:

@@ -71,10 +71,10 @@ class InternodeEngine(KernelEngine, LayerByVerbs):
     def num_ranks(self) -> int:  # type: ignore[override]
         return self.slots.num_ranks
 
-    def expert_sums(self, rows: LayerInputs) -> torch.Tensor:
+    def expert_sums(self, rows: LayerInputs, num_rows: int) -> torch.Tensor:
         """See `LayerByVerbs`; by grouped GEMMs."""
         with torch.no_grad():
-            return sums_of_experts(rows)
+            return sums_of_experts(rows, num_rows)
 
     def expert_gradients(
         self, rows: LayerInputs, grad: torch.Tensor, into: WeightGradients | None

@@ -61,9 +61,9 @@ class LayerByVerbs(ABC):
     ) -> tuple[torch.Tensor, torch.Tensor | None]: ...
 
     @abstractmethod
-    def expert_sums(self, rows: LayerInputs) -> torch.Tensor:
+    def expert_sums(self, rows: LayerInputs, num_rows: int) -> torch.Tensor:
         """What this rank's experts give for the rows [N, H] that a dispatch brought: of each one
-        sum over its top-k, weighted."""
+        sum over its top-k, weighted. num_rows: rows of experts that these are."""
 
     @abstractmethod
     def expert_gradients(
@@ -91,17 +91,18 @@ class LayerByVerbs(ABC):
     ) -> tuple[torch.Tensor, Saved, torch.Tensor]:
         """See `base.Engine`. Rows are saved by "rows" and "all", pre-activations never."""
         _refuse_capture(inputs.x)
-        rows, handle, counts = self._bring(inputs)
-        out, _ = self.combine(self.expert_sums(rows), handle, None, ())
+        rows, num_rows, handle, counts = self._bring(inputs)
+        out, _ = self.combine(self.expert_sums(rows, num_rows), handle, None, ())
         kept = rows.x if save in ("rows", "all") else None
         return out, Saved(save, (kept, rows.topk_idx, rows.topk_weights, *handle)), counts
 
-    def _bring(self, inputs: LayerInputs) -> tuple[LayerInputs, Any, torch.Tensor]:
-        """Send the tokens to their experts: (the layer of the rows that came, handle, counts)."""
+    def _bring(self, inputs: LayerInputs) -> tuple[LayerInputs, int, Any, torch.Tensor]:
+        """Send the tokens to their experts: (the layer of the rows that came, how many rows of
+        experts these are, handle, counts)."""
         layout = self.layout(inputs.topk_idx, len(inputs.w_gate_up) * self.num_ranks)
-        received, _, handle, counts = self.dispatch(Tokens(*inputs[:3]), layout, 0)
+        received, per_expert, handle, counts = self.dispatch(Tokens(*inputs[:3]), layout, 0)
         rows = _rows_of(inputs, received.x, received.topk_idx, received.topk_weights)
-        return rows, handle, counts
+        return rows, sum(per_expert), handle, counts
 
     def moe_ffn_backward(
         self, dy: torch.Tensor, inputs: LayerInputs, saved: Saved, into: WeightGradients | None
@@ -110,7 +111,7 @@ class LayerByVerbs(ABC):
         rows and weights back by `combine`. What was not saved is sent again."""
         kept, *routing = saved.tensors
         if routing == [None]:  # see `layer_operators.py`
-            rows, handle, _ = self._bring(inputs)
+            rows, _, handle, _ = self._bring(inputs)
         else:
             handle = self.handle_type(*routing[2:])
             if kept is None:
