@@ -45,6 +45,7 @@ def return_and_sum(
     round_once: bool,
     num_comm_sms: int,
     slots: Slots,
+    kind: Kind = Kind.COMBINE,
 ) -> None:
     """Write rows back to the ranks that forwarded them, which send their sums to the sources: these
     add them up. A whole call; sums.send_head is the `Routes.node_head` of the dispatch, node_rows
@@ -52,7 +53,7 @@ def return_and_sum(
     the bytes of bf16."""
     row = returned.row
     shape = RowShape(row.payload_bytes, row.num_topk, returned.x.itemsize, 0)
-    open_call(Kind.COMBINE, dispatched, shape, slots)
+    open_call(kind, dispatched, shape, slots)
     return_to_rails(returned, sums.rank_prefix_matrix, BARE_HEADER, num_comm_sms, slots)
     node_sums(returned, sums, node_rows, rank_head, round_once, BARE_HEADER, slots)
 

@@ -151,7 +151,9 @@ def exchange(
     forwarded = in_rank.new_empty((num_nodes, max_rows, num_near))
     kind, shape = Kind.DISPATCH, tokens.shape
     if phases != "both":
-        kind, shape = Kind.LOW_LATENCY_DISPATCH, shape._replace(max_tokens=max_rows)
+        is_layer = tokens.topk_weights is not None
+        kind = Kind.MOE_FFN_DISPATCH if is_layer else Kind.LOW_LATENCY_DISPATCH
+        shape = shape._replace(max_tokens=max_rows)
     num_senders, num_receivers = num_nodes - 1 + num_near, num_nodes + 1
     num_programs = {"send": num_senders, "receive": num_receivers}
     slots.context.launch(

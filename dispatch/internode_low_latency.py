@@ -64,7 +64,7 @@ def _as_sent(tokens: LowLatencyTokens, slots: Slots) -> Tokens:
         to = QuantizedOut(x.view(torch.int8), scales, x.stride(0), scales.stride(0))
         grid, arguments, options = quantize_launch(tokens.x, to, None, tokens.row_format)
         slots.context.launch(quantize_rows_kernel, grid, *arguments, **options)
-    return Tokens(x, tokens.topk_idx, None, scales)
+    return Tokens(x, tokens.topk_idx, tokens.topk_weights, scales)
 
 
 def send_tokens(tokens: LowLatencyTokens, slots: Slots) -> Sent:
@@ -111,8 +111,13 @@ def new_packed(tokens: LowLatencyTokens, sent: Sent, slots: Slots) -> Packed:
     )
 
 
+def _pack_sizes(num_ranks: int, tokens: Tokens) -> PackSizes:
+    vectors = RowVectors.of(tokens.x.shape[1], tokens.x.dtype)
+    return _kept_sizes(num_ranks, tokens.num_topk, tokens.row.num_scales, vectors)
+
+
 @functools.cache
-def _pack_sizes(num_ranks: int, num_topk: int, num_scales: int, vectors: RowVectors) -> PackSizes:
+def _kept_sizes(num_ranks: int, num_topk: int, num_scales: int, vectors: RowVectors) -> PackSizes:
     sizes = PackSizes(
         NUM_TOPK=num_topk,
         TOPK_PAD=next_power_of_2(num_topk),
@@ -129,39 +134,62 @@ def _pack_sizes(num_ranks: int, num_topk: int, num_scales: int, vectors: RowVect
 
 def receive_tokens(sent: Sent, packed: Packed, stats: Stats, slots: Slots) -> None:
     """The second half: forward what arrives from other nodes, and pack what is for this rank."""
-    tokens, layout, routes, counts = sent
-    num_rows, max_tokens = len(packed.src_idx), len(packed.src_idx) // slots.num_ranks
-    exchanged = counts, routes, layout, tokens, max_tokens, False, slots
-    exchange(*exchanged, "receive", stats.waited)
-    prefix, header = counts.rank_prefix_matrix, header_bytes(layout.num_experts, slots.num_ranks)
-    forward(tokens.row, routes.row_idx, prefix, header, programs_on_all_sms(), slots)
-    addresses = packed.layout_range.new_empty(num_rows)
-    arrived = Received.empty(addresses, tokens)._replace(src_idx=packed.src_idx)
-    num_local = layout.num_experts // slots.num_ranks
-    locate(arrived, tokens, prefix, num_local, header, slots)
-    vectors = RowVectors.of(tokens.x.shape[1], tokens.x.dtype)
-    sizes = _pack_sizes(slots.num_ranks, tokens.num_topk, tokens.row.num_scales, vectors)
-    packed = packed._replace(x=vectors.view(packed.x))
+    arrived = locate_tokens(sent, packed.src_idx, stats.waited, slots)
     slots.context.launch(
         pack_plan_kernel,
-        (num_local,),
+        (sent.layout.num_experts // slots.num_ranks,),
         arrived,
         packed,
         stats.received,
         slots.context.fields,
-        num_rows,
-        SIZES=sizes,
+        len(packed.src_idx),
+        SIZES=_pack_sizes(slots.num_ranks, sent.tokens),
         step="pack",
     )
+    pack_rows(arrived, sent, packed.dst_row, packed.x, packed.scales, slots)
+
+
+def locate_tokens(
+    sent: Sent, src_idx: torch.Tensor, waited: torch.Tensor | None, slots: Slots
+) -> Received:
+    """Forward what arrives from other nodes, and find what is for this rank: the addresses of rows
+    int64 [R * M] as x, with what came along. Their tokens go to src_idx int32 [R * M]. waited: see
+    `Stats`."""
+    tokens, layout, routes, counts = sent
+    max_tokens = len(src_idx) // slots.num_ranks
+    exchange(counts, routes, layout, tokens, max_tokens, False, slots, "receive", waited)
+    prefix, header = counts.rank_prefix_matrix, header_bytes(layout.num_experts, slots.num_ranks)
+    forward(tokens.row, routes.row_idx, prefix, header, programs_on_all_sms(), slots)
+    addresses = torch.empty_like(src_idx, dtype=torch.int64)
+    arrived = Received.empty(addresses, tokens)._replace(src_idx=src_idx)
+    num_local = layout.num_experts // slots.num_ranks
+    locate(arrived, tokens, prefix, num_local, header, slots)
+    return arrived
+
+
+def pack_rows(
+    arrived: Received,
+    sent: Sent,
+    dst_row: torch.Tensor,
+    x: torch.Tensor,
+    scales: torch.Tensor | None,
+    slots: Slots,
+) -> None:
+    """Copy the rows that arrived to those of x [.., H], and of scales, that dst_row int32
+    [R * M, K] names for each slot of their top-k, -1 for none. Ends the call."""
+    vectors = RowVectors.of(x.shape[-1], x.dtype)
     slots.context.launch(
         pack_rows_kernel,
         (2 * gpu().num_sms,),
         arrived,
-        packed,
+        dst_row,
+        sent.counts.rank_prefix_matrix,
+        vectors.view(x),
+        scales,
         slots.context.fields,
-        num_rows,
+        len(dst_row),
         vectors.num_vecs,
-        SIZES=sizes,
+        SIZES=_pack_sizes(slots.num_ranks, sent.tokens),
         step="pack",
         num_warps=NUM_WARPS,
     )

@@ -87,7 +87,10 @@ def pack_plan_kernel(
 @triton.jit(do_not_specialize=["num_rows"])
 def pack_rows_kernel(
     arrived,  # launch.Received, x as addresses
-    packed,  # Packed, x as vectors, out
+    dst_row,  # int32 [R * M, K], see `Packed`
+    rank_prefix_matrix,  # int32 [R, R]
+    x,  # vectors of experts' rows, out
+    scales,  # int32 [L, S, R * M], or None, out
     context,
     num_rows,  # R * M
     num_vecs,
@@ -95,33 +98,34 @@ def pack_rows_kernel(
 ):
     """Copy each row to its experts' rows. The last program ends the call."""
     num_ranks = tl.load(context + NUM_RANKS).to(tl.int32)
-    last = packed.rank_prefix_matrix + (num_ranks - 1) * num_ranks + tl.load(context + RANK)
+    last = rank_prefix_matrix + (num_ranks - 1) * num_ranks + tl.load(context + RANK)
     end = tl.minimum(tl.load(last), num_rows)
     step = tl.num_programs(0) * SIZES.BLOCK_ROWS
     for first in range(tl.program_id(0) * SIZES.BLOCK_ROWS, end, step):
         rows = first + tl.arange(0, SIZES.BLOCK_ROWS)
         address = tl.load(arrived.x + rows, mask=rows < end, other=0)
-        source = as_pointer(address, packed.x.dtype.element_ty)
+        source = as_pointer(address, x.dtype.element_ty)
         for k in tl.static_range(SIZES.NUM_TOPK):
-            at = packed.dst_row + rows * SIZES.NUM_TOPK + k
-            dst_row = tl.load(at, mask=address != 0, other=-1)
-            has = dst_row >= 0
-            to = packed.x + dst_row.to(tl.int64) * num_vecs
+            at = dst_row + rows * SIZES.NUM_TOPK + k
+            row = tl.load(at, mask=address != 0, other=-1)
+            has = row >= 0
+            to = x + row.to(tl.int64) * num_vecs
             # fmt: off
             put_rows(to, source, num_vecs, has, ticks(), 0, SIZES.ALIGNED, SIZES.BLOCK_VECS)
             # fmt: on
             if SIZES.NUM_SCALES > 0:
-                _pack_scales(arrived, packed, rows, dst_row, has, num_rows, SIZES)
+                _pack_scales(arrived, scales, rows, row, has, num_rows, SIZES)
     end_call(context)
 
 
 @device_function
 def _pack_scales(arrived, packed, rows, dst_row, has, num_rows, SIZES: tl.constexpr):
-    """Copy the scales of received rows [B] to those of `dst_row`, column-major for each expert."""
+    """Copy the scales of received rows [B] to `packed`, to those of dst_row [B], column-major for
+    each expert."""
     columns = tl.arange(0, SIZES.SCALES_PAD)
     inside = has[:, None] & (columns < SIZES.NUM_SCALES)[None, :]
     at = rows[:, None] * SIZES.NUM_SCALES + columns[None, :]
     scales = tl.load(arrived.scales + at, mask=inside)
     first = (dst_row // num_rows).to(tl.int64) * num_rows * SIZES.NUM_SCALES + dst_row % num_rows
     to = first[:, None] + columns.to(tl.int64)[None, :] * num_rows
-    tl.store(packed.scales + to, scales, mask=inside)
+    tl.store(packed + to, scales, mask=inside)

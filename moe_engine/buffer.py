@@ -345,8 +345,8 @@ class Buffer(LowLatencyVerbs):
             if not same:
                 args = inputs._replace(x=rows[0], topk_idx=rows[1], topk_weights=rows[2])
             if most_tokens:
-                assert self._decode_layers is not None
-                out = self._decode_layers.moe_ffn(args, most_tokens, described if same else None)
+                assert self._low_latency is not None
+                out = self._low_latency.moe_ffn(args, most_tokens, described if same else None)
                 counts = None
             else:
                 out, counts = engine.moe_ffn(args, return_counts, described if same else None)
@@ -377,7 +377,7 @@ class Buffer(LowLatencyVerbs):
         max_tokens = self.options.max_tokens if max_tokens is None else max_tokens
         num_experts = w_gate_up.shape[0] * self.group_size
         sizes = x.shape[1] * x.itemsize, topk_idx.shape[1], num_experts  # equal on all ranks
-        low_latency = self._decode_layers
+        low_latency = self._low_latency
         if w_gate_up.itemsize == 1 and x.shape[1] % 128:  # its casts take whole blocks
             return 0
         if low_latency is None or not low_latency.takes(max_tokens, *sizes, self.options):

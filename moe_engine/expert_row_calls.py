@@ -19,10 +19,10 @@ from .dispatch import Tokens
 from .engines.base import Handle
 from .engines.internode import InternodeHandle
 from .errors import BackendError, ShapeError
-from .expert_major import place, return_weights, sum_rows, take_rows, take_weights
+from .expert_major import place, sum_rows, take_rows
 from .handles import check_handle
 from .lifecycle import verb
-from .streams import EventOverlap
+from .streams import EventOverlap, is_captured
 from .symm.slots import SlotLayout
 from .utils import round_up
 
@@ -123,12 +123,14 @@ def send(
         assert received.topk_idx is not None
         assert received.topk_weights is not None
         num_rows = max_rows or sum(round_up(count, alignment) for count in per_expert)
-        places = place(received.topk_idx, num_local, alignment, num_rows)
+        routing = received.topk_idx, received.topk_weights
+        places = place(*routing, num_local, alignment, num_rows)
         if max_rows:
             buffer._note_overflow(places.overflow)
-        row_weights = take_weights(received.topk_weights, places.slots)
+        assert places.row_weights is not None
         plan = plan_of((places.slots, places.dst_rows, *handle))
-        sent = Sent(received.x, row_weights, places.offsets, counts, places.overflow, plan)
+        weights, offsets, overflow = places.row_weights, places.offsets, places.overflow
+        sent = Sent(received.x, weights, offsets, counts, overflow, plan)
         call.returns(*sent[:-1], *plan)
     return sent, call.event
 
@@ -142,7 +144,7 @@ def _check_room(x: Tensor, max_rows: int | None, alignment: int, num_ranks: int)
             raise ShapeError(
                 f"max_rows is {max_rows}; it must be a multiple of alignment, {alignment}."
             )
-    elif x.is_cuda and torch.cuda.is_current_stream_capturing():
+    elif is_captured(x):
         raise BackendError(
             "dispatch without max_rows in a CUDA graph's capture, where the host cannot read how "
             "many rows come. Pass max_rows, on all ranks."
@@ -172,11 +174,11 @@ def return_sums(
     engine = buffer._ready()
     checks.check_rows("rows", rows, len(plan.slots), buffer._rows_device)
     handle = _check_plan(plan, buffer, rows.device)
-    sums, weights = sum_rows(checks.packed(rows), plan.dst_rows), None
     if row_weights is not None:
         shape = [len(plan.slots)]
         checks.check_tensor("row_weights", row_weights, shape, [torch.float32], rows.device)
-        weights = return_weights(row_weights, plan.dst_rows)
+        row_weights = checks.packed(row_weights)
+    sums, weights = sum_rows(checks.packed(rows), plan.dst_rows, row_weights)
     with buffer._streams.call(None, is_async) as call:
         call.reads(sums, weights, *plan)
         y, topk_weights = engine.combine(sums, handle, weights, (), Buffer.num_sms)

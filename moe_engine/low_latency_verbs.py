@@ -309,11 +309,6 @@ class LowLatencyVerbs(BufferLifecycle):
             )
         return self._low_latency
 
-    @property
-    def _decode_layers(self) -> LowLatency | None:
-        """The engine of layers of few tokens, which is one of ranks of one node."""
-        return self._low_latency if isinstance(self._low_latency, LowLatency) else None
-
     def _shrinkable(self) -> LowLatency:
         engine = self._low_latency_ready()
         if not self.enable_shrink or not isinstance(engine, LowLatency):

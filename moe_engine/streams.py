@@ -299,6 +299,11 @@ def current_stream(device: torch.device) -> torch.cuda.Stream | None:
     return torch.cuda.current_stream(device) if device.type == "cuda" else None
 
 
+def is_captured(tensor: torch.Tensor) -> bool:
+    """Whether calls on this tensor's device are being captured in a CUDA graph."""
+    return tensor.is_cuda and torch.cuda.is_current_stream_capturing()
+
+
 def record(tensors: Iterable[torch.Tensor | None], stream: torch.cuda.Stream | None) -> None:
     """Keep the memory of tensors from being reused before what `stream` holds by then has ended."""
     if stream is not None:

@@ -26,7 +26,7 @@ from .grouped_gemm.backward import row_weight_parts
 from .lifecycle import verb
 from .passes import Pass, PassGradients, Trained, backward_in_passes, forward_in_passes
 from .sharded_weights import arrived
-from .streams import EventOverlap
+from .streams import EventOverlap, is_captured
 from .weight_gradients import DelayedWgrad, Grads, LayerWeights, Wgrad, WgradSink, new_memory
 
 POLICIES = "auto", *SAVE_POLICIES[1:]
@@ -223,8 +223,8 @@ def _forward(
         checks.check_max_tokens(len(x), max_tokens)
     if options.wgrad is not None:
         options.wgrad.check(tensors.weights, **tensors.routed)
-    is_captured = x.is_cuda and torch.cuda.is_current_stream_capturing()
-    if is_captured and save != "none":
+    in_graph = is_captured(x)
+    if in_graph and save != "none":
         raise BackendError(
             f'save is "{save}" in a CUDA graph\'s capture, where the host cannot read how many '
             'rows come. Pass save="none", on all ranks.'
@@ -234,7 +234,7 @@ def _forward(
         call.reads(*inputs.tensors)
         packed = _packed(inputs)
         decided = described if all(map(operator.is_, packed, inputs)) else None
-        out, saved, counts = engine.moe_ffn_forward(packed, save, is_captured, decided)
+        out, saved, counts = engine.moe_ffn_forward(packed, save, in_graph, decided)
         call.returns(out, counts, *saved.tensors)
     described.kind.is_checked = True
     return out, saved, counts if options.return_counts else None, call.event

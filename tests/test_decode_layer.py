@@ -72,10 +72,15 @@ def choose(group, options, hints, x, topk_idx, topk_weights, up, down):
     ],
 )
 def test_the_hint_and_the_capacity_choose(pool, options, hints, made):
-    inputs = make_inputs(2, [5, 2], 32, 8, 2, "uniform", "fp32")
-    weights = make_weights(2, 4, 32, 24, "fp32")
+    check_choice(pool, options, hints, made, 2)
+
+
+def check_choice(pool, options, hints, made, num_ranks=4):
+    """What `choose` finds, and the results against the oracle."""
+    inputs = make_inputs(num_ranks, [5, 2], 32, 4 * num_ranks, 2, "uniform", "fp32")
+    weights = make_weights(num_ranks, 4, 32, 24, "fp32")
     parts = [PerRank(part) for part in (*inputs, *weights)]
-    results = pool.run(choose, options, hints, *parts, num_ranks=2)
+    results = pool.run(choose, options, hints, *parts, num_ranks=num_ranks)
     expected = reference.moe_ffn(*inputs, *weights)
     for (calls, outs), want in zip(results, expected, strict=True):
         assert calls == made

@@ -7,6 +7,7 @@ from typing import Any
 import cases
 import pytest
 import test_compiled_layer
+import test_decode_layer as of_decode
 import test_layer_biases as with_biases
 import test_quantized_layer as quantized
 import test_weight_gradients as of_weights
@@ -15,9 +16,9 @@ import torch.distributed as dist
 from layer_cases import check_layer
 from training_cases import check_training, end, make_case, new_buffer, on_device
 
-from moe_engine import BackendError, MoEFeedForward, moe_ffn
+from moe_engine import BackendError, Buffer, MoEFeedForward, moe_ffn
 from moe_engine.emulation import PerRank
-from moe_engine.engines.layer_by_verbs import _refuse_capture
+from moe_engine.engines import layer_by_verbs
 from moe_engine.tools.models import Kind
 
 STAGED: dict[str, Any] = {"options": {"decode_tokens": 0}}
@@ -77,6 +78,43 @@ def test_biases_and_other_activations(nodes, activation, has_gate, biases):
 def test_weights_in_e4m3(nodes):
     parts = quantized.make([4, 7, 0, 5], has_bias=True)
     quantized.check(nodes("2x2"), parts, with_biases.GPT_OSS)
+
+
+# --- Of few tokens, by low-latency calls ---------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("kind", "shape"),
+    cases.slow_unless(
+        [("skewed", "2x2"), ("one_hot", "3x2"), ("empty_rank", "4x1"), ("nothing", "2x2")],
+        cases.ROUTINGS,
+        ["2x2", "3x2", "4x1"],
+    ),
+)
+def test_decode(nodes, shape, kind):
+    on = nodes(shape)
+    num_tokens = [5, 0, 8, 2, 1, 3][: on.num_ranks]
+    check_layer(on, on.num_ranks, num_tokens, 32, 24, 3, 4, kind, "bf16", "decode", num_calls=4)
+
+
+@pytest.mark.parametrize("num_topk", [1, 5])
+def test_decode_in_fp32(nodes, num_topk):
+    """Of odd sizes, with more slots of the top-k than experts of a rank."""
+    check_layer(nodes("2x2"), 4, [3, 1], 40, 24, 2, num_topk, "duplicates", "fp32", "decode")
+
+
+def test_decode_with_biases(nodes):
+    parts = with_biases.make([6, 4, 0, 3], with_biases.BOTH, True, kind="duplicates")
+    with_biases.check(nodes("2x2"), parts, with_biases.GPT_OSS, ("none",), decode_tokens=8)
+
+
+def test_decode_with_weights_in_e4m3(nodes):
+    parts = quantized.make([4, 7, 0, 5], has_bias=True)
+    quantized.check(nodes("2x2"), parts, with_biases.GPT_OSS, decode=True)
+
+
+def test_the_number_of_tokens_chooses(nodes):
+    of_decode.check_choice(nodes("2x2"), {"decode_tokens": 20}, [None, 9, 20, 21], [0, 2, 2, 0])
 
 
 # --- Where gradients of weights go ---------------------------------------------------------------
@@ -161,12 +199,41 @@ def test_models_of_transformers(nodes):
         assert {shape[0] for shape in shapes} == {3}
 
 
-def test_captures_are_refused(monkeypatch):
-    """On a GPU alone there are graphs."""
-    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: True)
+def run_as_in_a_graph(group: dist.ProcessGroup, *parts: Any) -> list[bool]:
+    """Whether a layer whose host waits for no count has the bits of one that does: forward, both
+    ways, and gradients. Emulated ranks have no graphs; they make the calls that a graph keeps."""
+    x, idx, weights, up, down, dy = on_device(parts)
+    buffer = new_buffer(group, x, group.size() * len(up), idx.shape[1], 12, decode_tokens=0)
 
-    class OnGpu:
-        is_cuda = True
+    def run() -> list[torch.Tensor]:
+        leaves = [one.detach().clone().requires_grad_() for one in (x, weights, up, down)]
+        out = moe_ffn(leaves[0], idx, *leaves[1:], buffer, save="none")
+        plain = moe_ffn(x, idx, weights, up, down, buffer)
+        return [plain, out, *torch.autograd.grad(out, leaves, dy)]
 
-    with pytest.raises(BackendError, match="outside of graphs"):
-        _refuse_capture(OnGpu())
+    expected = run()
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(layer_by_verbs, "is_captured", lambda x: True)
+        found = run()
+    end(buffer)
+    return [torch.equal(*pair) for pair in zip(found, expected, strict=True)]
+
+
+def test_nothing_of_a_captured_layer_waits_for_counts(nodes):
+    parts = per_rank(make_case(4, [6, 3, 0, 12], num_local=2, num_topk=3, kind="holes"))
+    for same in nodes("2x2").run(run_as_in_a_graph, *parts):
+        assert same == [True] * 6
+
+
+def run_refused(group: dist.ProcessGroup, *parts: Any) -> None:
+    x, idx, weights, up, down, _ = on_device(parts)
+    buffer = Buffer(group, backend="collective")
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(layer_by_verbs, "is_captured", lambda x: True)
+        with pytest.raises(BackendError, match="Call it outside of graphs"):
+            moe_ffn(x, idx, weights, up, down, buffer)
+    end(buffer)
+
+
+def test_collective_layers_are_not_captured(pool):
+    pool.run(run_refused, *per_rank(make_case(2, [3, 2])), num_ranks=2)

@@ -16,7 +16,7 @@ import torch.distributed as dist
 from .. import reference
 from ..device.context import SIGNATURE_WORDS
 from ..dispatch import DispatchLayout, Received, Tokens
-from ..errors import CapacityError, RoutingError, ShapeError, bad_ids
+from ..errors import BackendError, CapacityError, RoutingError, ShapeError, bad_ids
 from ..prepared import Described, Kind
 from ..symm.device_context import DeviceContext
 from .base import (
@@ -209,12 +209,19 @@ class CollectiveEngine(LayerByVerbs):
                 weights[token] += returned[row]
         return out.to(x.dtype), weights
 
+    def most_received(self, inputs: LayerInputs) -> int:
+        """See `LayerByVerbs`: they cannot."""
+        raise BackendError(
+            "a layer of a Buffer with backend 'collective' in a CUDA graph's capture, where the "
+            "host cannot read how many rows come. Call it outside of graphs."
+        )
+
     def expert_sums(self, rows: LayerInputs, num_rows: int) -> torch.Tensor:
         """See `LayerByVerbs`; the experts are `reference.expert_rows`."""
         return _expert_sums(rows)
 
     def expert_gradients(
-        self, rows: LayerInputs, grad: torch.Tensor, into: WeightGradients | None
+        self, rows: LayerInputs, num_rows: int, grad: torch.Tensor, into: WeightGradients | None
     ) -> Gradients:
         """See `LayerByVerbs`; by autograd, once more for gradients of weights that come later."""
         of_biases = dict(gate_up=rows.b_gate_up, down=rows.b_down)

@@ -11,12 +11,15 @@ from typing import Any, ClassVar
 
 import torch
 
+from ..device.ring import COUNT_MASK
 from ..dispatch.low_latency import LowLatencyTokens
 from ..errors import CapacityError
+from ..options import Options
 from ..prepared import Described
 from ..symm.device_context import DeviceContext
 from ..symm.layout import RankMemory
-from .base import ContextEngine
+from ..symm.ring import MAX_LOCAL_EXPERTS
+from .base import ContextEngine, LayerInputs
 
 Receive = Callable[[], None]
 
@@ -45,6 +48,11 @@ class HookedCalls(ContextEngine):
     @abstractmethod
     def next_memory(self) -> RankMemory[Any]:
         """That of the next call."""
+
+    @property
+    @abstractmethod
+    def num_ranks(self) -> int:
+        """Ranks of the group."""
 
     def owner(self, memory: RankMemory[Any]) -> Any:
         """What the body of a call in this memory gets as its first argument."""
@@ -97,6 +105,33 @@ class HookedCalls(ContextEngine):
     @abstractmethod
     def fits(self, max_tokens: int, num_topk: int, row_bytes: int) -> bool:
         """Whether calls of this size have room."""
+
+    @abstractmethod
+    def moe_ffn(
+        self, inputs: LayerInputs, max_tokens: int, described: Described | None = None
+    ) -> torch.Tensor:
+        """The experts of a layer for up to `max_tokens` tokens of each rank, without a wait of the
+        host: a dispatch, two GEMMs bound by the weights' bytes, a combine. `described`: a kind of
+        these arguments, which holds for a call in any memory."""
+
+    @abstractmethod
+    def fits_layer(self, max_tokens: int, num_topk: int, row_bytes: int) -> bool:
+        """Whether the calls of a layer have room, of rows with so many bytes of payload."""
+
+    def takes(
+        self,
+        max_tokens: int | None,
+        row_bytes: int,
+        num_topk: int,
+        num_experts: int,
+        options: Options,
+    ) -> bool:
+        """Whether a layer of up to so many tokens per rank is one for `moe_ffn`."""
+        if max_tokens is None or max_tokens > options.decode_tokens or options.layer is not None:
+            return False
+        if num_experts > min(COUNT_MASK.value, self.num_ranks * MAX_LOCAL_EXPERTS):
+            return False
+        return self.fits_layer(max_tokens, num_topk, row_bytes)
 
     # --- Memory ------------------------------------------------------------------------------
 

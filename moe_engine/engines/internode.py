@@ -71,17 +71,24 @@ class InternodeEngine(KernelEngine, LayerByVerbs):
     def num_ranks(self) -> int:  # type: ignore[override]
         return self.slots.num_ranks
 
+    def most_received(self, inputs: LayerInputs) -> int:
+        """See `LayerByVerbs`: as many as all ranks may bring to this Buffer."""
+        tokens = Tokens(*inputs[:3])
+        num_experts = len(inputs.w_gate_up) * self.num_ranks
+        header = header_bytes(num_experts, self.num_ranks)
+        return self.num_ranks * max(1, self.max_tokens(tokens.row, header))
+
     def expert_sums(self, rows: LayerInputs, num_rows: int) -> torch.Tensor:
         """See `LayerByVerbs`; by grouped GEMMs."""
         with torch.no_grad():
             return sums_of_experts(rows, num_rows)
 
     def expert_gradients(
-        self, rows: LayerInputs, grad: torch.Tensor, into: WeightGradients | None
+        self, rows: LayerInputs, num_rows: int, grad: torch.Tensor, into: WeightGradients | None
     ) -> Gradients:
         """See `LayerByVerbs`; those of the weights always come later."""
         with torch.no_grad():
-            return gradients_of_experts(rows, grad)
+            return gradients_of_experts(rows, grad, num_rows)
 
     def tokens_per_node(self, is_token_in_rank: torch.Tensor) -> torch.Tensor:
         """int32 [N]: how many tokens of is_token_in_rank bool [T, R] go to each node."""

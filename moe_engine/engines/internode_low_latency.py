@@ -10,23 +10,34 @@ from typing import Any, ClassVar, NamedTuple
 
 import torch
 
+from ..combine.internode import return_and_sum
 from ..combine.internode_low_latency import NodeExpertRows, add_up, return_rows
+from ..combine.launch import ReturnedRows, Sums
+from ..device.context import Kind
+from ..dispatch import programs_on_all_sms
 from ..dispatch.internode_low_latency import (
     Sent,
     Stats,
+    locate_tokens,
     new_packed,
+    pack_rows,
     receive_tokens,
     send_tokens,
 )
 from ..dispatch.internode_low_latency_kernels import Packed
 from ..dispatch.low_latency import LowLatencyTokens
 from ..errors import CapacityError, ShapeError
+from ..expert_major import place, sum_rows
+from ..grouped_gemm.operands import Rows
+from ..grouped_gemm.quantization import QuantizedRows
 from ..prepared import Described, leaves
 from ..streams import current_stream, record
 from ..symm.lanes import LaneLayout
 from ..symm.layout import RankMemory
 from ..symm.ring import MAX_LOCAL_EXPERTS
 from ..symm.slots import RowLayout, Slots
+from .base import LayerInputs, check_layer_weights
+from .decode_experts import ExpertMemory, cast_rows, multiply_experts
 from .hooked_calls import HookedCalls, Receive
 
 
@@ -50,6 +61,16 @@ class InternodeLowLatencyHandle(NamedTuple):
     @property
     def num_topk(self) -> int:
         return self.dst_row.shape[1]
+
+
+class Returns(NamedTuple):
+    """What returning the rows of a layer's dispatch takes; see `InternodeLowLatencyHandle`."""
+
+    rank_prefix_matrix: torch.Tensor
+    signature: torch.Tensor
+    node_head: torch.Tensor
+    node_rows: torch.Tensor
+    rank_head: torch.Tensor
 
 
 class InternodeLowLatency(HookedCalls):
@@ -150,6 +171,21 @@ class InternodeLowLatency(HookedCalls):
         decided = described and described.more(out)
         return out, None, self._hook(_add_up, rows, out, described=decided)
 
+    def moe_ffn(
+        self, inputs: LayerInputs, max_tokens: int, described: Described | None = None
+    ) -> torch.Tensor:
+        """See `HookedCalls`. Rows travel in the dtype of x, e4m3 weights or not: they are cast
+        where they arrive. Nothing is known of a lane by `described`, which is of other memory."""
+        sums, returns = self._call(_dispatch_to_experts, inputs, max_tokens)
+        self._num_calls += 1
+        out: torch.Tensor = self._call(_return_sums, sums, returns, len(inputs.x))
+        self._num_calls += 1
+        return out
+
+    def fits_layer(self, max_tokens: int, num_topk: int, row_bytes: int) -> bool:
+        """See `HookedCalls`."""
+        return self.fits(max_tokens, num_topk, row_bytes)
+
     # --- Checks ------------------------------------------------------------------------------
 
     def fits(self, max_tokens: int, num_topk: int, row_bytes: int) -> bool:
@@ -210,6 +246,50 @@ def _combine(
     return_rows(rows, out, wait_stats, lane)
     if phases == "both":
         add_up(rows, out, lane)
+    return out
+
+
+def _dispatch_to_experts(
+    lane: Slots, inputs: LayerInputs, max_tokens: int, phases: str
+) -> tuple[torch.Tensor, Returns]:
+    """The first call of a layer, and its products: (sums [R * M, H] of each row that came, what
+    returning them takes)."""
+    check_layer_weights(inputs)  # before anything is sent, as in `LowLatency.moe_ffn`
+    x, topk_idx, topk_weights, w_gate_up, *_ = inputs
+    num_local, num_topk = len(w_gate_up), topk_idx.shape[1]
+    row_format = "bf16" if x.dtype == torch.bfloat16 else "fp32"
+    how = max_tokens, num_local * lane.num_ranks, row_format
+    num_received = lane.num_ranks * max_tokens
+    num_rows = num_received * min(num_topk, num_local)
+    memory, rows = ExpertMemory.empty(inputs, num_rows), x.new_empty(num_rows, x.shape[1])
+    cast = QuantizedRows.like(rows) if inputs.is_quantized else None
+    sent = send_tokens(LowLatencyTokens(x, topk_idx, topk_weights, *how), lane)
+    src_idx = topk_idx.new_empty(num_received, dtype=torch.int32)
+    arrived = locate_tokens(sent, src_idx, None, lane)
+    places = place(arrived.topk_idx, arrived.topk_weights, num_local, 1, num_rows)
+    pack_rows(arrived, sent, places.dst_rows, rows, None, lane)
+    lane.context.step = "multiply"
+    offsets, operand = places.offsets, Rows(rows)
+    if cast is not None:
+        operand = cast_rows(rows, cast, offsets[-1:])
+    row_weight = places.row_weights
+    y = multiply_experts(operand, inputs, offsets, max_tokens, memory, row_weight)
+    sums, _ = sum_rows(y, places.dst_rows)
+    lane.context.end_call()
+    counts, routes = sent.counts, sent.routes
+    parts = counts.rank_prefix_matrix, counts.signature, routes.node_head
+    return sums, Returns(*parts, routes.node_rows, routes.rank_head)
+
+
+def _return_sums(
+    lane: Slots, sums: torch.Tensor, returns: Returns, num_tokens: int, phases: str
+) -> torch.Tensor:
+    """The second call of a layer."""
+    prefix, signature, node_head, node_rows, rank_head = returns
+    out = sums.new_empty(num_tokens, sums.shape[1])
+    added = Sums(out, None, None, None, node_head, prefix)
+    how = False, programs_on_all_sms(), lane, Kind.MOE_FFN_COMBINE
+    return_and_sum(ReturnedRows(sums, None), signature, added, node_rows, rank_head, *how)
     return out
 
 

@@ -10,8 +10,8 @@ from typing import Any, ClassVar
 import torch
 
 from ..dispatch import DispatchLayout, Received, Tokens
-from ..errors import BackendError
 from ..prepared import Described
+from ..streams import is_captured
 from .base import (
     NUM_SMS,
     Arrived,
@@ -61,13 +61,18 @@ class LayerByVerbs(ABC):
     ) -> tuple[torch.Tensor, torch.Tensor | None]: ...
 
     @abstractmethod
+    def most_received(self, inputs: LayerInputs) -> int:
+        """The most rows that a dispatch of a layer can bring, for one in the capture of a CUDA
+        graph; BackendError where layers cannot be captured."""
+
+    @abstractmethod
     def expert_sums(self, rows: LayerInputs, num_rows: int) -> torch.Tensor:
         """What this rank's experts give for the rows [N, H] that a dispatch brought: of each one
-        sum over its top-k, weighted. num_rows: rows of experts that these are."""
+        sum over its top-k, weighted. num_rows: rows of experts that these are, or at most are."""
 
     @abstractmethod
     def expert_gradients(
-        self, rows: LayerInputs, grad: torch.Tensor, into: WeightGradients | None
+        self, rows: LayerInputs, num_rows: int, grad: torch.Tensor, into: WeightGradients | None
     ) -> Gradients:
         """The gradients of `expert_sums`, given that of the sums. Those of the weights may go
         `into` this memory at once, or else are computed later."""
@@ -78,7 +83,7 @@ class LayerByVerbs(ABC):
         return_counts: bool = False,
         described: Described | None = None,
     ) -> LayerResult:
-        """See `base.Engine`. The host waits for the counts."""
+        """See `base.Engine`. The host waits for the counts, except in the capture of a graph."""
         out, _, counts = self.moe_ffn_forward(inputs, "none", False)
         return out, counts if return_counts else None
 
@@ -90,19 +95,22 @@ class LayerByVerbs(ABC):
         described: Described | None = None,
     ) -> tuple[torch.Tensor, Saved, torch.Tensor]:
         """See `base.Engine`. Rows are saved by "rows" and "all", pre-activations never."""
-        _refuse_capture(inputs.x)
         rows, num_rows, handle, counts = self._bring(inputs)
         out, _ = self.combine(self.expert_sums(rows, num_rows), handle, None, ())
         kept = rows.x if save in ("rows", "all") else None
-        return out, Saved(save, (kept, rows.topk_idx, rows.topk_weights, *handle)), counts
+        saved = kept, rows.topk_idx, rows.topk_weights, *handle
+        return out, Saved(save, saved, num_rows), counts
 
     def _bring(self, inputs: LayerInputs) -> tuple[LayerInputs, int, Any, torch.Tensor]:
         """Send the tokens to their experts: (the layer of the rows that came, how many rows of
-        experts these are, handle, counts)."""
-        layout = self.layout(inputs.topk_idx, len(inputs.w_gate_up) * self.num_ranks)
-        received, per_expert, handle, counts = self.dispatch(Tokens(*inputs[:3]), layout, 0)
+        experts these are, or in a graph at most are, handle, counts)."""
+        most = self.most_received(inputs) if is_captured(inputs.x) else 0
+        num_local, num_topk = len(inputs.w_gate_up), inputs.topk_idx.shape[1]
+        layout = self.layout(inputs.topk_idx, num_local * self.num_ranks)
+        received, per_expert, handle, counts = self.dispatch(Tokens(*inputs[:3]), layout, most)
         rows = _rows_of(inputs, received.x, received.topk_idx, received.topk_weights)
-        return rows, sum(per_expert), handle, counts
+        num_rows = most * min(num_topk, num_local) if most else sum(per_expert)
+        return rows, num_rows, handle, counts
 
     def moe_ffn_backward(
         self, dy: torch.Tensor, inputs: LayerInputs, saved: Saved, into: WeightGradients | None
@@ -110,15 +118,16 @@ class LayerByVerbs(ABC):
         """See `base.Engine`: dy to where x went, the gradients of what happens there, and those of
         rows and weights back by `combine`. What was not saved is sent again."""
         kept, *routing = saved.tensors
+        num_rows = saved.num_rows
         if routing == [None]:  # see `layer_operators.py`
-            rows, _, handle, _ = self._bring(inputs)
+            rows, num_rows, handle, _ = self._bring(inputs)
         else:
             handle = self.handle_type(*routing[2:])
             if kept is None:
                 kept = self.dispatch_cached(inputs.x, None, handle).x
             rows = _rows_of(inputs, kept, *routing[:2])
         grad = self.dispatch_cached(dy, None, handle).x
-        of_rows, of_weights, later, biases = self.expert_gradients(rows, grad, into)
+        of_rows, of_weights, later, biases = self.expert_gradients(rows, num_rows, grad, into)
         dx, topk_grads = self.combine(of_rows, handle, of_weights, ())
         assert topk_grads is not None
         if into is not None and later is not None:  # while the sums are on their way
@@ -137,12 +146,3 @@ def _rows_of(
     assert topk_idx is not None
     assert topk_weights is not None
     return inputs._replace(x=x, topk_idx=topk_idx, topk_weights=topk_weights)
-
-
-def _refuse_capture(x: torch.Tensor) -> None:
-    """Raise in the capture of a CUDA graph."""
-    if x.is_cuda and torch.cuda.is_current_stream_capturing():
-        raise BackendError(
-            "a layer of a Buffer of several nodes, or with backend 'collective', in a CUDA graph's "
-            "capture, where the host cannot read how many rows come. Call it outside of graphs."
-        )

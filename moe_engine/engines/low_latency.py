@@ -19,16 +19,11 @@ from ..dispatch.low_latency import (
 )
 from ..dispatch.low_latency_receive_kernels import Received
 from ..errors import CapacityError
-from ..grouped_gemm import gemm_config, tile_schedule
-from ..grouped_gemm.launch import multiply
-from ..grouped_gemm.operands import Epilogue, Rows
-from ..grouped_gemm.quantization import QuantizedRows, quantize_launch
-from ..grouped_gemm.quantization_kernels import quantize_rows_kernel
-from ..launch import launch
-from ..options import Options
+from ..grouped_gemm.operands import Rows
 from ..prepared import Described
 from ..symm.ring import MAX_LOCAL_EXPERTS, MAX_ROWS, LowLatencyRow, Ring, header_bytes
 from .base import LayerInputs, check_layer_weights
+from .decode_experts import ExpertMemory, multiply_experts
 from .hooked_calls import HookedCalls, Receive
 
 Stats = tuple[torch.Tensor | None, torch.Tensor | None]
@@ -155,7 +150,7 @@ class LowLatency(HookedCalls):
         return out
 
     def _moe_ffn(self, inputs: LayerInputs, max_tokens: int, phases: str) -> torch.Tensor:
-        x, topk_idx, topk_weights, w_gate_up, w_down, *_ = inputs
+        x, topk_idx, topk_weights, w_gate_up, *_ = inputs
         # Before anything is sent: the other ranks could not know of a refusal afterwards.
         check_layer_weights(inputs)
         num_experts = len(w_gate_up) * self.num_ranks
@@ -168,26 +163,13 @@ class LowLatency(HookedCalls):
         most_rows = self.num_ranks * max_tokens * min(topk_idx.shape[1], len(w_gate_up))
         # Before the first launch: what is large enough to be refused.
         out, call = torch.empty_like(x), topk_idx.new_empty(1)
-        act = x.new_empty(most_rows, w_down.shape[2])
-        y = x.new_empty(most_rows, x.shape[1])
-        cast = QuantizedRows.like(act) if inputs.is_quantized else None
+        memory = ExpertMemory.empty(inputs, most_rows)
         received = new_received(sent, self.num_ranks, compact=True)
         assert len(received.x) == most_rows
         low_latency_dispatch(sent, received, None, None, phases, self.ring)
-        # Balanced routing brings as many rows as this rank sends out.
-        up = gemm_config(w_gate_up, max_tokens * topk_idx.shape[1], inputs.activation)
-        down = gemm_config(w_down, max_tokens * topk_idx.shape[1], block_m=up.block_m)
         self.ring.context.step = "multiply"
-        schedule = tile_schedule(received.counts, most_rows, up.block_m)
-        first, second = Epilogue(inputs.activation), Epilogue()
         rows = Rows(received.x, scale=received.scales)
-        multiply(rows, inputs.up, first, schedule, most_rows, act, up)
-        rows = Rows(act)
-        if cast is not None:
-            grid, arguments, options = quantize_launch(act, cast, received.counts[-1:])
-            launch(quantize_rows_kernel, grid, *arguments, **options)
-            rows = cast.operand
-        multiply(rows, inputs.down, second, schedule, most_rows, y, down)
+        y = multiply_experts(rows, inputs, received.counts, max_tokens, memory)
         returned = ExpertRows(y, topk_idx, None, received.returns, received.call, out)
         low_latency_combine(returned, call, num_experts, None, phases, self.ring)
         return out
@@ -211,19 +193,8 @@ class LowLatency(HookedCalls):
         room = self.ring.layout.region_bytes - header_bytes(max_tokens, num_topk)
         return max_tokens <= MAX_ROWS and max_tokens * row_bytes <= room
 
-    def takes(
-        self,
-        max_tokens: int | None,
-        row_bytes: int,
-        num_topk: int,
-        num_experts: int,
-        options: Options,
-    ) -> bool:
-        """Whether a layer of up to so many tokens per rank is one for `moe_ffn`."""
-        if max_tokens is None or max_tokens > options.decode_tokens or options.layer is not None:
-            return False
-        if num_experts > min(COUNT_MASK.value, self.num_ranks * MAX_LOCAL_EXPERTS):
-            return False
+    def fits_layer(self, max_tokens: int, num_topk: int, row_bytes: int) -> bool:
+        """See `HookedCalls`."""
         return self.fits(max_tokens, num_topk, LowLatencyRow(row_bytes, num_topk).num_bytes)
 
     def _check_capacity(self, tokens: LowLatencyTokens) -> None:

@@ -17,6 +17,7 @@ from torch import Tensor, nn
 
 from ..deadline import timeout_seconds
 from ..errors import BackendError, CapacityError, OutOfStep
+from ..streams import is_captured
 from ..symm import exchange
 from ..symm.device_context import COMPILE_S
 from ..utils import untraced
@@ -68,7 +69,7 @@ class ForwardPasses:
         self.begin()
         ids = args[0] if args else kwargs.get("input_ids")
         tokens = kwargs.get("inputs_embeds") if ids is None else ids
-        if isinstance(tokens, Tensor) and not _is_captured(tokens):
+        if isinstance(tokens, Tensor) and not is_captured(tokens):
             self._ask(tokens.shape[:2].numel())  # of [B, length], or of [B, length, H]
 
     def begin(self) -> None:
@@ -125,7 +126,7 @@ class ForwardPasses:
         if self._hosts is None:
             return len(x)
         if self._asked is None:
-            if _is_captured(x):
+            if is_captured(x):
                 raise BackendError(
                     "ranks cannot agree on the tokens of a pass while a CUDA graph is captured: "
                     "capture it in `with fix_max_tokens(model, max_tokens)`."
@@ -171,10 +172,6 @@ class ForwardPasses:
 
 def is_in_backward() -> bool:
     return torch._C._current_graph_task_id() != -1
-
-
-def _is_captured(tokens: Tensor) -> bool:
-    return tokens.is_cuda and torch.cuda.is_current_stream_capturing()
 
 
 def _connect_hosts(group: dist.ProcessGroup, timeout_s: float) -> Any:
