@@ -109,12 +109,13 @@ def test_a_hint_holds_the_tokens_and_may_be_0(pool):
 # --- In a CUDA graph -----------------------------------------------------------------------------
 
 
-def replay(group, rounds, up, down):
+def replay(group, options, rounds, up, down):
     """The layer of every round from one captured graph, each rank late in turn."""
     num_ranks = torch.distributed.get_world_size(group)
     up, down = up.cuda(), down.cuda()
     x, topk_idx, topk_weights = (part.cuda() for part in rounds[0])
-    buffer = decode_buffer(group, x, num_ranks * len(up), topk_idx.shape[1], len(x))
+    sizes = num_ranks * len(up), topk_idx.shape[1], len(x)
+    buffer = decode_buffer(group, x, *sizes, **options)
     moe_ffn(x, topk_idx, topk_weights, up, down, buffer)
     torch.cuda.synchronize()
     graph = torch.cuda.CUDAGraph()
@@ -136,6 +137,11 @@ def replay(group, rounds, up, down):
 
 @pytest.mark.multi_gpu
 def test_replays_follow_the_routing(pool):
+    check_replays(pool)
+
+
+def check_replays(pool, **options):
+    """Replays with other routing, against the oracle."""
     num_ranks = pool.num_ranks
     kinds = ["uniform", "holes", "one_hot", "nothing", "skewed", "empty_rank"]
     rounds = [
@@ -146,7 +152,7 @@ def test_replays_follow_the_routing(pool):
     by_rank = [
         [tuple(part[rank] for part in inputs) for inputs in rounds] for rank in range(num_ranks)
     ]
-    results = pool.run(replay, PerRank(by_rank), *(PerRank(part) for part in weights))
+    results = pool.run(replay, options, PerRank(by_rank), *(PerRank(part) for part in weights))
     for number in range(4 * len(rounds)):
         x, idx, w = rounds[number % len(rounds)]
         wide = [[t.double() for t in part] for part in (x, w, *weights)]

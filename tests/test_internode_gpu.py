@@ -7,6 +7,7 @@ own: two nodes of two ranks, on one GPU where there is no more.
 from __future__ import annotations
 
 import gc
+from functools import partial
 
 import internode_cases as calls
 import low_latency_cases as low_latency
@@ -18,9 +19,17 @@ import torch
 from dispatch_cases import check_round_trip, make_buffer, make_inputs, run_round_trips
 from elastic_cases import EXPERTS, HIDDEN, TOPK
 from layer_cases import check_layer
-from training_cases import check_gradients, check_training, make_case
+from test_decode_layer import check_replays
+from training_cases import (
+    check_gradients,
+    check_training,
+    end,
+    gradients,
+    make_case,
+    new_buffer,
+)
 
-from moe_engine import reference
+from moe_engine import moe_ffn, reference
 from moe_engine.emulation import PerRank, RankPool
 
 pytestmark = [
@@ -109,6 +118,44 @@ def test_a_graph_is_replayed_with_other_routing(pool):
 @pytest.mark.parametrize("dtype", ["bf16", "fp32"])
 def test_layers(pool, dtype):
     check_layer(pool, 4, [MAX_TOKENS, 0, 37, 128], 256, 128, 4, NUM_TOPK, "uniform", dtype)
+
+
+def test_decode_layers(pool):
+    check_layer(pool, 4, [16, 0, 5, 9], 256, 128, 4, NUM_TOPK, "holes", "bf16", "decode")
+
+
+@pytest.mark.parametrize("decode_tokens", [128, 0])
+def test_layers_in_graphs(pool, decode_tokens):
+    check_replays(pool, decode_tokens=decode_tokens)
+
+
+def test_a_training_step_in_a_graph(pool):
+    """Forward and backward, captured: the bits of the eager step."""
+    parts = make_case(4, [9, 4, 0, 5], hidden=64, intermediate=48, dtype="bf16")
+    for same in pool.run(step_in_a_graph, *map(PerRank, parts)):
+        assert same == [True] * 5
+
+
+def step_in_a_graph(group, *parts):
+    x, idx, weights, up, down, dy = (part.cuda() for part in parts)
+    num_experts, num_topk = group.size() * len(up), idx.shape[1]
+    buffer = new_buffer(group, x, num_experts, num_topk, 9, decode_tokens=0)
+
+    def step():
+        return gradients(
+            partial(moe_ffn, buffer=buffer, save="none"), x, idx, weights, up, down, dy
+        )
+
+    expected = step()
+    torch.cuda.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        found = step()
+    for _ in range(3):
+        graph.replay()
+    same = [torch.equal(*pair) for pair in zip(found, expected, strict=True)]
+    end(buffer)
+    return same
 
 
 def test_gradients(pool):

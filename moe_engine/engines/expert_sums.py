@@ -53,6 +53,7 @@ def gradients_of_experts(rows: LayerInputs, grad: torch.Tensor, num_rows: int) -
     places = place(rows.topk_idx, rows.topk_weights, len(rows.w_gate_up), 1, num_rows)
     row_weight, offsets = places.row_weights, places.offsets
     x, dy = (take_rows(one, places.slots, num_topk, offsets[-1:]) for one in (rows.x, grad))
+    assert row_weight is not None
     w_gate_up, w_down = _joined(rows.w_gate_up), _joined(rows.w_down)
     block_m = gemm_config(w_gate_up, len(x)).block_m
     schedule = tile_schedule(offsets, len(x), block_m)

@@ -266,6 +266,7 @@ def _dispatch_to_experts(
     sent = send_tokens(LowLatencyTokens(x, topk_idx, topk_weights, *how), lane)
     src_idx = topk_idx.new_empty(num_received, dtype=torch.int32)
     arrived = locate_tokens(sent, src_idx, None, lane)
+    assert arrived.topk_idx is not None
     places = place(arrived.topk_idx, arrived.topk_weights, num_local, 1, num_rows)
     pack_rows(arrived, sent, places.dst_rows, rows, None, lane)
     lane.context.step = "multiply"
