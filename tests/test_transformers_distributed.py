@@ -79,6 +79,7 @@ def test_logits_and_gradients(pool: RankPool, checkpoint: Path, name: str) -> No
 
 
 def test_more_tokens_than_the_buffer_was_made_for(pool: RankPool, checkpoint: Path) -> None:
+    needs_nccl(pool)
     with pytest.raises(RankError, match="give shard_experts, or register, max_tokens") as info:
         sizes = SIZES["batches of their own"]
         pool.run(read, str(checkpoint), sizes, "moe_engine", 4, num_ranks=4)
@@ -86,6 +87,7 @@ def test_more_tokens_than_the_buffer_was_made_for(pool: RankPool, checkpoint: Pa
 
 
 def test_experts_that_are_refused(pool: RankPool, checkpoint: Path, tmp_path: Path) -> None:
+    needs_nccl(pool)
     config = json.loads((checkpoint / "config.json").read_text()) | {"hidden_act": "relu"}
     for file in checkpoint.iterdir():
         (tmp_path / file.name).write_bytes(file.read_bytes())
