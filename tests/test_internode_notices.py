@@ -27,8 +27,6 @@ pytestmark = pytest.mark.skipif(torch.cuda.is_available(), reason="of emulated r
 FEW = Nodes(2, 2)
 SEEDS = range(5)
 WHY = "rank 1 has had enough of this. " * 40  # more than a notice holds
-OWN_BITS = 5
-"""What a rank has set in its own word BROKEN."""
 
 
 @pytest.fixture(scope="module")
@@ -52,7 +50,7 @@ def hear(group, has_fence):
         block = Place(group, layout.num_bytes, NIC_SEED=seed, NIC_HOLD_S=0.3).block
         context = DeviceContext(layout, group.rank(), block, 60.0)
         told, give_up = memoryview(block.local.numpy())[TOLD_BYTE:], time.monotonic() + LONG_S
-        context.fields[ContextField.BROKEN] = OWN_BITS
+        context.fields[ContextField.BROKEN] = 1 << group.rank()
         dist.barrier(group)
         if group.rank() == 1:
             with mock.patch.object(notice_kernels, "fence", fence):
@@ -69,9 +67,9 @@ def hear(group, has_fence):
 def test_whoever_hears_of_a_notice_reads_it(pool):
     """Ranks of both nodes, also those that are no rail peers; bits of their own stay set."""
     sent = f"ValueError\0{WHY}"[: NOTICE_BYTES - 1].partition("\0")[2]
-    expected = OWN_BITS | 1 << TOLD_BIT, f"{sent} Make a new Buffer."
-    for found in FEW.run(pool, hear, True):
-        assert found == [expected] * len(SEEDS)
+    for rank, found in enumerate(FEW.run(pool, hear, True)):
+        bits = 1 << rank | 1 << TOLD_BIT
+        assert found == [(bits, f"{sent} Make a new Buffer.")] * len(SEEDS)
 
 
 def test_a_notice_without_its_fence_is_seen_to_come_too_late(pool):
