@@ -10,14 +10,14 @@ import cases
 import pytest
 import torch
 import torch.distributed as dist
-from internode_cases import Nodes
+from internode_cases import Nodes, small_buffer
 from network_cases import LONG_S, Place
 from rounds import VERBS
 from test_broken_calls import break_off, check_outcomes, texts
 
 from moe_engine.device.context import TOLD_BIT, ContextField
 from moe_engine.emulation import RankPool
-from moe_engine.symm import notice_kernels
+from moe_engine.symm import notice_kernels, notices
 from moe_engine.symm.device_context import DeviceContext
 from moe_engine.symm.notices import NOTICE_BYTES, TOLD_BYTE
 from moe_engine.symm.slots import SlotLayout
@@ -76,6 +76,18 @@ def test_a_notice_without_its_fence_is_seen_to_come_too_late(pool):
     *near, two, three = FEW.run(pool, hear, False)
     assert all(text.startswith("rank 1 has had enough") for one in near for _, text in one)
     assert any(text.startswith("another rank") for _, text in two + three)
+
+
+def kernels_loaded(group):
+    """The names of the kernels that are loaded while a Buffer is made, before its first call."""
+    with mock.patch.object(notices, "load") as load:
+        small_buffer(group, torch.zeros(1, 16), 8, 2).destroy()
+    return [one.args[0].__name__ for one in load.call_args_list]
+
+
+@pytest.mark.parametrize(("nodes", "names"), [(FEW, ["tell_far_ranks_kernel"]), (Nodes(1, 4), [])])
+def test_the_kernel_that_tells_is_loaded_before_it_is_needed(pool, nodes, names):
+    assert nodes.run(pool, kernels_loaded) == [names] * 4
 
 
 # --- Calls that break off --------------------------------------------------------------------
