@@ -134,10 +134,7 @@ def launch(
     """
     if 0 in grid:
         return
-    if "PDL" in kernel.arg_names:
-        options["PDL"] = has_pdl()
-        if has_pdl():
-            options["launch_pdl"] = True
+    options |= _pdl(kernel)
     if (collect := _collectors.get()) is not None:
         collect(kernel, grid, arguments, options)
         return
@@ -157,6 +154,23 @@ def launch(
         one(current_stream())
     if recording is not None:
         recording.append(one)
+
+
+def load(kernel: Any, grid: Grid, *arguments: Any, **options: Any) -> None:
+    """Compile and load what `launch` takes for these arguments, so that it only launches then. The
+    interpreter needs nothing."""
+    options |= _pdl(kernel)
+    if (collect := _collectors.get()) is not None:
+        collect(kernel, grid, arguments, options)
+    elif not INTERPRETED:
+        _function(kernel, grid, arguments, options)
+
+
+def _pdl(kernel: Any) -> dict[str, Any]:
+    """The options of a kernel's programmatic dependent launch, if it has an argument PDL."""
+    if "PDL" not in kernel.arg_names:
+        return {}
+    return {"PDL": True, "launch_pdl": True} if has_pdl() else {"PDL": False}
 
 
 def _function(

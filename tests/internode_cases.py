@@ -8,12 +8,14 @@ import time
 from itertools import pairwise
 from typing import Any, NamedTuple
 
+import cases
 import torch
 import torch.distributed as dist
 from dispatch_cases import check_round_trip, make_buffer, make_inputs, poison, round_trip
 
-from moe_engine import Buffer, Options, RoutingError
+from moe_engine import Buffer, MoeEngineError, Options, RoutingError
 from moe_engine.emulation import PerRank, RankPool
+from moe_engine.errors import TooManyTokens
 from moe_engine.symm import environment
 from moe_engine.symm.nic import Nic
 
@@ -109,6 +111,37 @@ def check_inputs(pool, nodes, inputs, num_experts, trips=2, nic=()):
     of_ranks = (PerRank(part) for part in (*inputs, bias))
     results = nodes.run(pool, round_trips, trips, num_experts, most, *of_ranks, nic=nic)
     check_round_trip(results, *inputs, num_experts, bias, nodes.ranks_per_node)
+
+
+# --- A rank that tells the others --------------------------------------------------------------
+
+
+def bring_too_many(group, num_experts, *tokens):
+    """(type, text) of what each rank raises in a second call, for which rank 2 brings one token
+    more than the Buffer takes."""
+    most = len(tokens[0]) - 1
+    tokens = [part.to(cases.device()) for part in tokens]
+    x, idx, _ = fewer = [part[:most] for part in tokens]
+    buffer, error = small_buffer(group, x, num_experts, idx.shape[1], most), None
+    try:
+        for brought in (fewer, tokens if group.rank() == 2 else fewer):
+            room = most * group.size()
+            rows, *_, handle, _ = dispatch(buffer, *brought, num_experts, num_worst_tokens=room)
+            buffer.combine(rows, handle)
+            buffer.check()
+    except MoeEngineError as raised:
+        error = raised
+    dist.barrier(group)
+    buffer.destroy()
+    return type(error), str(error)
+
+
+def check_too_many(found):
+    """All ranks raise the error of rank 2 that brought 13 tokens, and know from whom it is."""
+    assert [kind for kind, _ in found] == [TooManyTokens] * 4
+    for rank, (_, text) in enumerate(found):
+        assert "rank 2: 13 tokens" in text
+        assert text.startswith("rank 2 abandoned call 3") == (rank != 2)
 
 
 # --- Other calls than round trips, as ranks make them ----------------------------------------

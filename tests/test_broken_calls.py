@@ -28,8 +28,8 @@ def raise_it(name):
 
 
 def break_off(group, verb, broken_rank, first, stride):
-    """For every event of two rounds, of which the second is prepared, that rank `broken_rank`
-    breaks off: what each of four rounds was on this rank. The events are counted first."""
+    """For every event of two rounds, of which the second is prepared, at which rank `broken_rank`
+    breaks off: what each of four rounds was on this rank. Its events are counted first."""
     one = Round(verb)
     buffer, events = new_buffer(group), []
     for number, each in enumerate([one, *again(one, 1)]):
@@ -37,11 +37,10 @@ def break_off(group, verb, broken_rank, first, stride):
             assert outcome(each, buffer) == "right"
         events += [(number, at, name) for at, name in enumerate(counted.names)]
     buffer.destroy()
-    counts = [None] * group.size()
-    torch.distributed.all_gather_object(counts, len(events), group)
-    assert len(set(counts)) == 1, f"ranks would try different events: {counts}"
+    of_ranks = [[]] * group.size()
+    torch.distributed.all_gather_object(of_ranks, events, group)
     found = []
-    for broken_round, at, name in events[first::stride]:
+    for broken_round, at, name in of_ranks[broken_rank][first::stride]:
         buffer = new_buffer(group)
         torch.distributed.barrier(group)
         since = time.monotonic()

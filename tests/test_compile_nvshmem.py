@@ -6,6 +6,7 @@ from __future__ import annotations
 import re
 from functools import cache
 
+import launches
 import nvshmem_cases
 import pytest
 import torch
@@ -16,6 +17,10 @@ from compile_helper import compile_kernel
 from moe_engine import cuda_driver, errors, kernel_bundle, launch, nvshmem_library
 from moe_engine.device import nvshmem
 from moe_engine.device.lang import as_pointer
+from moe_engine.symm.device_context import notices_offset
+from moe_engine.symm.notices import TOLD_BYTE, Notices
+from moe_engine.symm.slots import SlotLayout
+from moe_engine.tools.lone_rank import LoneBlock
 
 has_bitcode = pytest.mark.skipif(
     nvshmem_cases.MISSING is not None, reason=str(nvshmem_cases.MISSING)
@@ -57,10 +62,15 @@ def compiled(kernel):
     """The code, and the PTX of the kernel itself, in which NVSHMEM's transports are called."""
     types = {"context": "*i64", **TYPES, "rank": "i32"}
     built = compile_kernel(kernel, types, {}, **nvshmem_library.linked(kernel))
+    return built, entry_of(built)
+
+
+def entry_of(built):
+    """The PTX of the kernel itself."""
     entry = built.ptx[built.ptx.index(".visible .entry") :]
     lines = entry[: entry.index("\n}")].splitlines()
     lines = [one for one in lines if not one.lstrip().startswith((".loc", "$L__tmp"))]
-    return built, "\n".join(lines)
+    return "\n".join(lines)
 
 
 def calls(entry):
@@ -107,12 +117,45 @@ def test_words_are_sent_by_one_thread():
             assert "bar.sync" in entry[place:end]
 
 
+@cache
+def telling():
+    """The launch that tells ranks of other nodes, as ranks 0 and 1 of 4 make it, compiled before
+    any of them fails."""
+    layout = SlotLayout(4, 1024, num_nodes=2)
+    block, offset = LoneBlock(layout.num_bytes, 4), notices_offset(4, layout.num_slots)
+    with launches.recorded() as found:
+        Notices(block, offset, 0, 4, [0, 1]).load()
+        Notices(block, offset, 1, 4, [0, 1]).load()
+        Notices(block, offset, 1, 2, [0, 1]).load()  # which has no ranks of other nodes
+    first, second = (one.compile() for one in found)
+    assert first is second
+    return first
+
+
+@has_bitcode
+def test_a_notice_is_sent_before_its_byte():
+    """The program sends its notice, then one thread fences between two barriers, and then the byte
+    is sent; or stored where the rank is mapped. Nothing waits until it is delivered."""
+    entry = entry_of(telling())
+    assert sorted(name for name, _ in calls(entry)) == ["fence", "rma_nbi", "rma_nbi"]
+    sent = {size: entry.index(f"[param2], {size};") for size in (1024, 1)}
+    fence = dict(calls(entry))["fence"]
+    [guard] = GUARD.finditer(entry)
+    assert sent[1024] < guard.start() < fence
+    assert "bar.sync" in entry[sent[1024] : guard.start()]
+    label = re.findall(r"^(\$L\w+):", entry[: sent[1]], re.MULTILINE)[-1]
+    branches = [one.start() for one in re.finditer(rf"bra(?:\.uni)?\s+{re.escape(label)};", entry)]
+    stored = entry.index(f"+{TOLD_BYTE}], ", fence)
+    assert "st.b8" in entry[entry.rindex("\n", 0, stored) : stored]
+    for place in (stored, *branches):
+        assert "bar.sync" in entry[fence:place]
+
+
 @has_bitcode
 def test_small_kernels_spill_nothing():
     """The functions that hand requests to the adapter (IBGDA) keep a few words on the stack."""
     most = 256 if nvshmem_library.installed().has_ibgda() else 0
-    for kernel in (send_kernel, words_kernel):
-        built, _ = compiled(kernel)
+    for built in (compiled(send_kernel)[0], compiled(words_kernel)[0], telling()):
         assert built.spill_bytes <= most
         assert nvshmem_library.STATE in built.cubin  # by which its module is initialised
 

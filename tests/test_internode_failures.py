@@ -12,7 +12,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from dispatch_cases import make_inputs
-from internode_cases import Nodes, dispatch, small_buffer
+from internode_cases import Nodes, bring_too_many, check_too_many, dispatch, small_buffer
 
 from moe_engine import (
     CapacityError,
@@ -31,7 +31,6 @@ from moe_engine.dispatch import internode as dispatch_launches
 from moe_engine.dispatch import internode_kernels as dispatch_kernels
 from moe_engine.emulation import PerRank, RankPool
 from moe_engine.engines.internode import InternodeHandle
-from moe_engine.errors import TooManyTokens
 
 FEW = Nodes(2, 2)
 EXPERTS = 8
@@ -168,47 +167,20 @@ def test_a_call_that_differs_is_told_on_every_node(pool, change, odd, fill):
         assert f"rank {odd}" in found[1]
 
 
-def bring_too_many(group, x, topk_idx, topk_weights):
-    """What each rank raises where rank 2 brings more tokens than the Buffer takes."""
-    num_tokens = 13 if group.rank() == 2 else 12
-    make = partial(small_buffer, group, x, EXPERTS, 2, 12)
-
-    def fill(buffer):
-        call_both(buffer, x[:12], topk_idx[:12], topk_weights[:12])
-
-    buffer, timeout_s, _ = cases.used_buffer(group, make, fill, LEAST_S)
-    start, found = time.monotonic(), None
-    try:
-        args = x[:num_tokens], topk_idx[:num_tokens], topk_weights[:num_tokens], EXPERTS
-        dispatch(buffer, *args, num_worst_tokens=60)
-        buffer.check()
-    except MoeEngineError as error:
-        found = type(error), str(error), (time.monotonic() - start) / timeout_s
-    dist.barrier(group)
-    buffer.destroy()
-    return found
-
-
 def test_a_rank_of_too_many_tokens_ends_the_calls_of_all(pool):
-    """It tells its node; other nodes find out by their deadline."""
-    found = FEW.run(pool, bring_too_many, *inputs((13,)))
-    assert [kind for kind, _, _ in found] == [PeerTimeout] * 2 + [TooManyTokens] * 2
-    assert "rank 2: 13 tokens" in found[2][1]
-    assert found[3][1].startswith("rank 2 abandoned call 3")
-    assert "waited" in found[0][1] and "rank 2" in found[0][1]
-    assert all(deadlines < 5 for _, _, deadlines in found)
+    check_too_many(FEW.run(pool, bring_too_many, EXPERTS, *inputs((13,))))
 
 
 def overflow(group, *tokens):
     """What each rank raises where rank 0 gets more rows than num_worst_tokens."""
-    buffer, timeout_s, _ = used_buffer(group, *tokens)
-    start, found = time.monotonic(), None
+    buffer, found = small_buffer(group, tokens[0], EXPERTS, 2), None
+    call_both(buffer, *tokens)
     try:
         got, *_, handle, _ = dispatch(buffer, *tokens, EXPERTS, num_worst_tokens=40)
         buffer.combine(got, handle)
         buffer.check()
     except MoeEngineError as error:
-        found = type(error), str(error), (time.monotonic() - start) / timeout_s
+        found = type(error), str(error)
     dist.barrier(group)
     buffer.destroy()
     return found
@@ -218,12 +190,9 @@ def test_more_rows_than_worst_tokens(pool):
     x, _, w = inputs((12,))
     idx = PerRank([torch.arange(2).expand(12, 2).contiguous()] * 4)  # all to rank 0
     found = FEW.run(pool, overflow, x, idx, w)
-    assert found[0][0] is CapacityError
+    assert [kind for kind, _ in found] == [CapacityError] * 4
     assert "rank 0 received more rows than num_worst_tokens" in found[0][1]
-    assert found[1][0] is CapacityError
-    assert found[0][1] in found[1][1]
-    assert [kind for kind, _, _ in found[2:]] == [PeerTimeout] * 2
-    assert all(deadlines < 5 for _, _, deadlines in found)
+    assert all(found[0][1] in text for _, text in found)
 
 
 # --- Memory used again -------------------------------------------------------------------------

@@ -192,6 +192,13 @@ def test_the_contract_of_v2(pool, do_cpu_sync):
     pool.run(elastic.run_modes, modes, do_cpu_sync, *inputs)
 
 
+def test_a_call_that_breaks_off_ends_those_of_all_nodes(pool):
+    """By a kernel of its own, which sends while the others' kernels wait."""
+    inputs = make_inputs(4, [13], 64, NUM_EXPERTS, NUM_TOPK, "uniform", "bf16")
+    found = pool.run(calls.bring_too_many, NUM_EXPERTS, *map(PerRank, inputs))
+    calls.check_too_many(found)
+
+
 def free_memory(group, num_buffers):
     """Free bytes of the GPU after each of so many Buffers was made, used and destroyed."""
     free = []

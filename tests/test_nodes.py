@@ -15,14 +15,11 @@ from network_cases import LONG_S, Place, send_many_words, send_once, wait_once
 
 from moe_engine import symm
 from moe_engine.device import network
-from moe_engine.device.context import BROKEN, TOLD_BIT
 from moe_engine.emulation import PerRank, RankError, RankPool
 from moe_engine.errors import BackendError, ShapeError
 from moe_engine.launch import launch
-from moe_engine.symm.device_context import DeviceContext
 from moe_engine.symm.nic import Nic
 from moe_engine.symm.nodes import Nodes, find_nodes, nodes_of
-from moe_engine.symm.slots import SlotLayout
 
 pytestmark = pytest.mark.skipif(torch.cuda.is_available(), reason="of emulated ranks")
 
@@ -121,21 +118,6 @@ def test_only_ranks_of_the_node_are_mapped(ranks_of_nodes):
             is_near = peer // 2 == rank // 2
             assert one == 4096 if is_near else f"rank {peer} is of another node" in one
         assert has_network
-
-
-def abandon_on_rank_1(group):
-    layout = SlotLayout(group.size(), 1024)
-    block = Place(group, layout.num_bytes).block
-    context = DeviceContext(layout, group.rank(), block, 60.0)
-    dist.barrier(group)
-    if group.rank() == 1:
-        context.abandon("ValueError", "rank 1 has had enough.")
-    dist.barrier(group)
-    return int(context.fields[BROKEN.value]) >> TOLD_BIT
-
-
-def test_who_abandons_a_call_tells_its_node(ranks_of_nodes):
-    assert ranks_of_nodes.run(abandon_on_rank_1, num_ranks=4) == [1, 1, 0, 0]
 
 
 # --- The process of the network --------------------------------------------------------------

@@ -1,8 +1,8 @@
 """Where what goes over the network lies, and when its memory is free; see `symm/slots.py`.
 
-Ranks are numbered node by node, L to a node. Over the network a rank talks to its rail peers alone,
-the ranks of the other nodes with its own place in the node: these forward to their node. Rank 5 of
-4 nodes of 2 ranks is the second one of node 2; its rail peers are ranks 1, 3 and 7.
+Ranks are numbered node by node, L to a node. In a call a rank sends over the network to its rail
+peers alone, the ranks of the other nodes with its own place in the node: these forward to their
+node. Rank 5 of 4 nodes of 2 ranks is the second one of node 2; its rail peers are ranks 1, 3 and 7.
 """
 
 import triton.language as tl

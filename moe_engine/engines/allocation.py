@@ -13,6 +13,7 @@ from ..errors import BackendError, CapacityError
 from ..layer_config import LayerChoices
 from ..streams import CallStreams
 from ..symm import SymmetricTensor, allocate, exchange
+from ..symm.device_context import COMPILE_S
 from ..symm.lanes import LaneLayout, new_lanes
 from ..symm.nodes import Nodes, find_nodes
 from ..symm.ring import Ring, RingLayout
@@ -61,8 +62,12 @@ class Allocator:
             else:
                 low_latency = self.new_lanes(LaneLayout.of_ring(ring_layout, num_nodes), num_slots)
         layers = LayerChoices(options.layer, settings.measured)
-        engine = KernelEngine if num_nodes == 1 else InternodeEngine
-        return engine(layout, self.new_slots, options.max_tokens, layers), low_latency
+        kind = KernelEngine if num_nodes == 1 else InternodeEngine
+        engine = kind(layout, self.new_slots, options.max_tokens, layers)
+        if num_nodes > 1:  # in a meeting, as a rank may have to compile that another one has cached
+            group, seconds = self.group.process_group, settings.timeout_s + COMPILE_S
+            exchange(group, engine.context.notices.load, "compiling", seconds)
+        return engine, low_latency
 
     def new_ring(self, layout: RingLayout) -> Ring:
         """Low-latency memory of `layout` on all ranks. Collective."""

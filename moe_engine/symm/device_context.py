@@ -5,7 +5,8 @@ It stands at the head of the symmetric block, with a notice from each rank after
     fields, int64: see `context.ContextField` | notice of rank 0 | notice of rank 1 | ...
 
 A rank whose call breaks off (`DeviceContext.abandon`) writes a notice to every other rank and then
-sets a bit of the field `BROKEN` there, so that kernels that wait for it return at once.
+sets a bit of the field `BROKEN` there, so that kernels that wait for it return at once; see
+`notices.py`.
 """
 
 from __future__ import annotations
@@ -22,7 +23,6 @@ from ..device.context import (
     SAVED,
     SIGNATURE,
     SIGNATURE_WORDS,
-    TOLD_BIT,
     ContextField,
     Kind,
     Phase,
@@ -33,22 +33,19 @@ from ..device.context import (
 )
 from ..device.lang import INTERPRETED, TRACING
 from ..errors import (
-    BackendError,
-    CallAbandoned,
     CapacityError,
-    DtypeError,
     MoeEngineError,
     OutOfStep,
     PeerTimeout,
     RoutingError,
     ShapeError,
-    TooManyTokens,
     bad_ids,
 )
 from ..hardware import outside_capture, pace_ps_per_kb
 from ..kernel_bundle import bundle
 from ..launch import Grid, launch
 from ..utils import LINE_BYTES, round_up
+from .notices import NOTICE_BYTES, Notices, told_error
 
 if TYPE_CHECKING:
     from . import SymmetricTensor
@@ -56,18 +53,6 @@ if TYPE_CHECKING:
 
 COMPILE_S = 300.0
 """Added to the deadline while kernels may still be compiling on some rank."""
-NOTICE_BYTES = 1024
-"""Of a notice: the error's type, a zero, the text, zeros. Longer texts are cut."""
-TOLD_AS_THEY_ARE = (
-    ShapeError,
-    DtypeError,
-    CapacityError,
-    TooManyTokens,
-    RoutingError,
-    BackendError,
-    OutOfStep,
-)
-"""Errors that the other ranks raise as the same type; others become a CallAbandoned."""
 
 
 def num_fields(num_ranks: int, num_slots: int) -> int:
@@ -119,9 +104,6 @@ class DeviceContext:
         self._known_bad_ids = self._seen_bad_ids = 0
         self._used: set[tuple[object, ...]] = set()
         pinned, num_ranks = device.type == "cuda", layout.num_ranks
-        self._notice = torch.zeros(
-            NOTICE_BYTES + 8, dtype=torch.uint8, device="cpu", pin_memory=pinned
-        )
         report = torch.zeros(Report.BAD_IDS + 1, dtype=torch.int64, device="cpu", pin_memory=pinned)
         self._report_memory = report
         self.report = (ctypes.c_int64 * len(report)).from_address(report.data_ptr())
@@ -141,7 +123,9 @@ class DeviceContext:
         fields[ContextField.NETWORK] = block.network
         fields[ContextField.PEERS : last_peer] = block.peer_addresses.cpu()
         fields[ContextField.OWN] = fields[ContextField.PEERS + rank]
-        self._mapped = fields[ContextField.PEERS : last_peer].nonzero().flatten().tolist()
+        near = fields[ContextField.PEERS : last_peer].nonzero().flatten().tolist()
+        offset = notices_offset(num_ranks, layout.num_slots)
+        self.notices = Notices(block, offset, rank, num_ranks, near)
         self.fields = block.local[: 8 * count].view(torch.int64)
         # Not BROKEN: `allocate` has zeroed it on all ranks before any of them returned, and from
         # then on a peer may break off and set its bit here, before this rank comes to this line.
@@ -225,7 +209,7 @@ class DeviceContext:
         peer, epoch = self.report[Report.PEER], self.report[Report.EPOCH]
         phase = Phase(self.report[Report.PHASE])
         if phase == Phase.ABANDONED:
-            return self._read_notice()
+            return self.notices.read()
         if phase in (Phase.SIGNATURE, Phase.FIELDS):
             return self._mismatch(phase, peer)
         if phase == Phase.HANDLE:
@@ -308,40 +292,14 @@ class DeviceContext:
         an error with the text of a `notice` in the call that they are in, or in the next one. This
         rank goes on to raise `cause`, if there is one.
 
-        A notice is stored on each rank before the bit of its `BROKEN` word; kernels report the bit
-        to their host, which then reads the notice. The copies have a stream of their own, since the
-        current one may hold a kernel that waits; where the device takes none, the other ranks find
-        out by their deadline, as those of other nodes do.
+        Those of other nodes hear of it over the network. `Notices.send` says what happens before
+        what, and what bounds it; whom it does not reach ends by the deadline.
         """
         if self.has_told:
             return
         self.has_told = True
         self.ended = self.ended or cause or told_error(kind, text)
-        data = f"{kind}\0{text}".encode()[: NOTICE_BYTES - 1]
-        self._notice.zero_()
-        self._notice[: len(data)] = torch.tensor(list(data), dtype=torch.uint8, device="cpu")
-        self._notice[-1] = 1
-        num_ranks = self.layout.num_ranks
-        at = notices_offset(num_ranks, self.layout.num_slots) + self.rank * NOTICE_BYTES
-        broken = 8 * ContextField.BROKEN + TOLD_BIT // 8
-        with suppress(RuntimeError), outside_capture(self.fields.device) as synchronise:
-            for rank in self._mapped if tell_peers else (self.rank,):
-                block = self._block.peer(rank)
-                block[at : at + NOTICE_BYTES].copy_(self._notice[:NOTICE_BYTES], non_blocking=True)
-                block[broken : broken + 1].copy_(self._notice[-1:], non_blocking=True)
-            synchronise()
-
-    def _read_notice(self) -> MoeEngineError:
-        """What the rank that abandoned a call has told."""
-        layout = self.layout
-        at = notices_offset(layout.num_ranks, layout.num_slots)
-        with suppress(RuntimeError), outside_capture(self.fields.device):
-            notices = self._block.local[at : at + layout.num_ranks * NOTICE_BYTES].cpu()
-            for notice in notices.view(-1, NOTICE_BYTES).tolist():
-                kind, _, text = bytes(notice).rstrip(b"\0").decode(errors="replace").partition("\0")
-                if text:
-                    return told_error(kind, text)
-        return CallAbandoned("another rank abandoned a call of this Buffer. Make a new Buffer.")
+        self.notices.send(kind, text, tell_peers)
 
     # --- Ids out of range --------------------------------------------------------------------
 
@@ -390,15 +348,6 @@ def low_latency_fields(words: Sequence[int]) -> dict[str, int]:
         "bytes per item": item_bytes,
         DISPATCH_OF_HANDLE if is_combine else "words of scales": last,
     }
-
-
-def told_error(kind: str, text: str) -> MoeEngineError:
-    """The error that a rank raises which was told of one of this type."""
-    text = f"{text} Make a new Buffer." if not text.endswith("new Buffer.") else text
-    for known in TOLD_AS_THEY_ARE:
-        if known.__name__ == kind:
-            return known(text)
-    return CallAbandoned(text)
 
 
 def mismatch(rank: int, peer: int, found: dict[str, tuple[Any, ...]]) -> MoeEngineError:

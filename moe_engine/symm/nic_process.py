@@ -43,7 +43,7 @@ BURST = 64
 IDLE_S = 0.05
 """How long the process sleeps at most, unless it is woken. It then sees whether its rank lives."""
 PUT_HOLD_S = 0.2
-"""How long bytes without a flag are held that no fence, quiet or free hurries up."""
+"""How long bytes without a flag are held at least that no fence, quiet or free hurries up."""
 WAKE = b"wake"
 """The message that is no request."""
 MAX_REQUEST = 1 << 20
@@ -345,9 +345,12 @@ class Network:
         self._moving.append(message)
 
     def _hold(self, message: Message) -> None:
-        """Hold a message for a random time, and bytes that nothing follows as long as allowed."""
+        """Hold a message for a random time, and bytes that nothing follows for a long one besides:
+        so they, too, overtake one another."""
         is_last = message.flag is None and not message.lane.after_fences
-        seconds = max(PUT_HOLD_S, self._hold_s) if is_last else self._hold_s * self._random.random()
+        seconds = self._hold_s * self._random.random()
+        if is_last:
+            seconds += max(PUT_HOLD_S, self._hold_s)
         heapq.heappush(self._held, (time.monotonic() + seconds, next(self._numbers), message))
 
     def _hold_less(self, lane: Lane) -> None:
