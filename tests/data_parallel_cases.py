@@ -94,8 +94,8 @@ def all_weights(model: nn.Module) -> dict[str, Tensor]:
 
 
 def needs_nccl(pool: Any) -> None:
-    """torch 2.11 crashes where gloo is to gather DTensors on a GPU, and transformers gives each rank
-    one of its own."""
+    """torch 2.11 crashes where gloo is to gather DTensors on a GPU; transformers gives each rank
+    a GPU of its own."""
     if pool.shares_gpus:
         pytest.skip("torch gathers DTensors on GPUs by NCCL, which takes one rank on each")
 
