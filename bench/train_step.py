@@ -154,7 +154,8 @@ def run_rank(group: dist.ProcessGroup, job: Job) -> None:
         if their_us is not None:
             errors = [abs(a / b - 1) for a, b in zip(losses, their_losses, strict=True)]
             assert errors[0] < ERROR[job.dtype], errors
-            line |= dict(ratio_to=THEIRS, ratio=round(line["us"] / their_us, 3), error=errors[-1])
+            line |= dict(ratio_to=THEIRS, ratio=round(line["us"] / their_us, 3))
+            line |= dict(error=round(errors[-1], 8))
         their_losses, their_us = losses, line["us"]
         if group.rank() == 0:
             send_message(line)
