@@ -24,7 +24,8 @@ RESULTS = Path(__file__).parent / "results"
 FIELDS = (
     "bench verb model tokens ranks routing impl dtype us p99 floor_us ratio_to ratio tflops "
     "eager_us eager_ratio forward_us saved_bytes peak_bytes host_us remote_gbs num_comm_sms error "
-    "layers prompt tokens_per_s perplexity capacity_factor passes commit device torch triton time"
+    "layers prompt tokens_per_s perplexity capacity_factor passes gemm_us comm_us dense_us "
+    "optimizer_us busy_us commit device torch triton time"
 ).split()
 GRAPH_CALLS = 10
 EAGER_CALLS, EAGER_ROUNDS = 20, 7

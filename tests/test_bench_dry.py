@@ -150,6 +150,16 @@ def run_perplexity(group) -> list[dict]:
     return lines
 
 
+def run_train_step(group) -> list[dict]:
+    lines: list[dict] = []
+    import train_step
+
+    sizes = dict(WARMUPS=0, TRACED=1)
+    with mock.patch.multiple(train_step, send_message=lines.append, **sizes):
+        train_step.run_rank(group, train_step.Job(MODEL, 2, TOKENS, 2, "cpu"))
+    return lines
+
+
 def run_dispatch_combine(group) -> list[dict]:
     lines: list[dict] = []
     with dry():
@@ -274,6 +284,24 @@ def test_training(pool, num_ranks):
     assert timed == {"moe_engine", "moe_engine, passes", whole}
     assert all(line["us"] == 1000.0 for line in lines)
     check_passes(lines, num_ranks)
+
+
+@pytest.mark.parametrize("num_ranks", cases.slow_unless([(1,)], [1, 2]))
+def test_train_step(pool, num_ranks):
+    pytest.importorskip("transformers")
+    if pool.device == "cuda":
+        pytest.skip("tiny models run on emulated ranks")
+    from train_step import IMPLS, ROWS, table
+
+    lines = lines_of(pool, run_train_step, num_ranks)
+    assert [line["impl"] for line in lines] == list(IMPLS)
+    for line in lines:
+        assert 0 < line["host_us"] <= line["us"]
+        assert line["tokens_per_s"] == pytest.approx(1e6 * TOKENS * num_ranks / line["us"], abs=1)
+        assert all(line[field] is not None for field in ROWS.values())
+    assert lines[1]["ratio"] == pytest.approx(lines[1]["us"] / lines[0]["us"], rel=1e-3)
+    assert lines[1]["error"] < 1e-5
+    assert table(lines).row_count == len(ROWS) + 3
 
 
 @pytest.mark.slow
