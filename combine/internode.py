@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import functools
-from typing import Any
+from typing import NamedTuple
 
 import torch
 import triton.language as tl
 
 from ..device.constants import constants
 from ..device.context import Kind
+from ..device.internode import BOTH
 from ..device.signature import RowShape
 from ..dispatch.internode import open_call
 from ..hardware import gpu
@@ -64,9 +65,10 @@ def return_to_rails(
     header_bytes: int,
     num_programs: int,
     slots: Slots,
+    sides: int = BOTH.value,
 ) -> None:
     """Write rows to the ranks of this node that forwarded them, header_bytes after the beginning of
-    a region."""
+    a region; those from one of the `sides` alone, see `device/internode.py`, before the others."""
     row, item_bytes = returned.row, returned.x.itemsize
     slots.context.launch(
         return_to_rails_kernel,
@@ -76,6 +78,7 @@ def return_to_rails(
         slots.context.fields,
         len(returned.x),
         returned.x.shape[1],
+        sides,
         row_in_region(row, header_bytes),
         SIZES=push_sizes(slots.layout, row, item_bytes, relays=True),
         step="return_rows",
@@ -94,30 +97,52 @@ def node_sums(
 ) -> None:
     """Send the sums of the rows that this node returns, and add up those that come; the rest of a
     call, see `return_and_sum`. Of `returned` only the types matter."""
-    num_tokens, hidden = sums.out.shape
-    row, item_bytes, layout = returned.row, returned.x.itemsize, slots.layout
-    in_region, max_rows = row_in_region(row, header_bytes), rank_head.shape[1]
-    sum_dtype = torch.float32 if round_once else returned.x.dtype
-    sum_row = RowLayout(hidden * sum_dtype.itemsize, row.num_topk)
-    sent: dict[str, Any] = dict(
-        sum_row=row_in_region(sum_row, header_bytes), SENT=_sum_format(layout, sum_row, sum_dtype)
-    )
+    how = round_once, header_bytes, slots
+    send_node_sums(returned, sums, node_rows, rank_head, 2 * gpu().num_sms, *how)
+    add_node_sums(returned, sums, *how)
+
+
+def send_node_sums(
+    returned: ReturnedRows,
+    sums: Sums,
+    node_rows: torch.Tensor,
+    rank_head: torch.Tensor,
+    num_programs: int,
+    round_once: bool,
+    header_bytes: int,
+    slots: Slots,
+    sides: int = BOTH.value,
+) -> None:
+    """Send the sums of the rows that this node returns to their nodes; see `return_to_rails`."""
+    row, layout = returned.row, slots.layout
+    sent = _sum_row(returned, sums, round_once, layout)
     slots.context.launch(
         node_sum_kernel,
-        (2 * gpu().num_sms,),
+        (num_programs,),
         returned,
         sums._replace(bias_0=None, bias_1=None),
         node_rows[1],
         rank_head,
         slots.context.fields,
-        max_rows,
-        hidden,
-        in_region,
-        SUM=_sum_sizes(layout, row, item_bytes, layout.ranks_per_node),
-        **sent,
+        rank_head.shape[1],
+        sums.out.shape[1],
+        sides,
+        row_in_region(row, header_bytes),
+        sum_row=row_in_region(sent.row, header_bytes),
+        SUM=_sum_sizes(layout, row, returned.x.itemsize, layout.ranks_per_node),
+        SENT=sent.format,
         step="node_sum",
         num_warps=NUM_WARPS,
     )
+
+
+def add_node_sums(
+    returned: ReturnedRows, sums: Sums, round_once: bool, header_bytes: int, slots: Slots
+) -> None:
+    """Add up the sums that the nodes send; ends the call."""
+    layout = slots.layout
+    sent = _sum_row(returned, sums, round_once, layout)
+    num_tokens, hidden = sums.out.shape
     slots.context.launch(
         internode_sum_kernel,
         (2 * gpu().num_sms,),
@@ -125,11 +150,26 @@ def node_sums(
         sums.send_head,
         slots.context.fields,
         num_tokens,
-        layout.max_rows(sum_row.num_bytes, header_bytes),
+        layout.max_rows(sent.row.num_bytes, header_bytes),
         hidden,
-        SUM=_sum_sizes(layout, sum_row, sum_dtype.itemsize, layout.num_nodes),
-        **sent,
+        SUM=_sum_sizes(layout, sent.row, sent.dtype.itemsize, layout.num_nodes),
+        sum_row=row_in_region(sent.row, header_bytes),
+        SENT=sent.format,
         step="final_sum",
         num_warps=NUM_WARPS,
     )
     slots.context.end_call()
+
+
+class _SumRow(NamedTuple):
+    """How sums go over the network."""
+
+    dtype: torch.dtype
+    row: RowLayout
+    format: SumFormat
+
+
+def _sum_row(returned: ReturnedRows, sums: Sums, round_once: bool, layout: SlotLayout) -> _SumRow:
+    dtype = torch.float32 if round_once else returned.x.dtype
+    row = RowLayout(sums.out.shape[1] * dtype.itemsize, returned.row.num_topk)
+    return _SumRow(dtype, row, _sum_format(layout, row, dtype))

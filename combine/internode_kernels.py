@@ -14,6 +14,7 @@ import triton.language as tl
 from ..device.context import NODE_RANKS, NUM_RANKS, PHASE_RETURNED_ROWS
 from ..device.internode import (
     arrival_region,
+    is_on_side,
     node_writer,
     num_nodes,
     open_staging,
@@ -54,13 +55,14 @@ class Heads(NamedTuple):
     region_rows: tl.tensor  # rows that a region holds: no head leads beyond them
 
 
-@triton.jit(do_not_specialize=["num_rows"])
+@triton.jit(do_not_specialize=["num_rows", "sides"])
 def return_to_rails_kernel(
     own,  # launch.ReturnedRows, in receive order
     rank_prefix_matrix,  # int32 [R, R]
     context,
     num_rows,
     hidden,
+    sides,  # of the sources whose rows return, see `internode.is_on_side`
     row,  # slots.Row
     SIZES: tl.constexpr,  # push.PushSizes
 ):
@@ -71,6 +73,7 @@ def return_to_rails_kernel(
         return
     ranks = tl.arange(0, SIZES.RANKS_PAD)
     counts = received_rows(rank_prefix_matrix, ranks, context)
+    counts = tl.where(is_on_side(ranks, sides, context), counts, 0)
     num_peers = tl.load(context + NUM_RANKS).to(tl.int32)
     source = Source(own.x, own.weights, num_rows, hidden, num_peers)
     # fmt: off
@@ -82,7 +85,7 @@ def return_to_rails_kernel(
 
 
 @uses_nvshmem
-@triton.jit(do_not_specialize=["most_rows"])
+@triton.jit(do_not_specialize=["most_rows", "sides"])
 def node_sum_kernel(
     own,  # launch.ReturnedRows
     sums,  # launch.Sums, without biases
@@ -91,6 +94,7 @@ def node_sum_kernel(
     context,
     most_rows,  # M
     hidden,
+    sides,  # of the nodes whose tokens are summed, see `internode.is_on_side`
     row,  # slots.Row, of what the ranks return
     sum_row,  # slots.Row, of what goes over the network
     SUM: tl.constexpr,  # kernels.SumSizes, of the ranks of a node
@@ -112,7 +116,7 @@ def node_sum_kernel(
         count = min(tl.load(num_rows_per_node + node), most_rows)
         begin = chunk * SENT.CHUNK_ROWS
         end = min(begin + SENT.CHUNK_ROWS, count)
-        if begin < end:
+        if (begin < end) & is_on_side(rail_peer(node, context), sides, context):
             staging, ready = open_staging(node, count, sum_row, context)
             for first in range(begin, end, SUM.BLOCK_TOKENS):
                 rows = first + tl.arange(0, SUM.BLOCK_TOKENS)

@@ -146,7 +146,8 @@ def receive_tokens(sent: Sent, packed: Packed, stats: Stats, slots: Slots) -> No
         SIZES=_pack_sizes(slots.num_ranks, sent.tokens),
         step="pack",
     )
-    pack_rows(arrived, sent, packed.dst_row, packed.x, packed.scales, slots)
+    of = sent.tokens, sent.counts.rank_prefix_matrix, packed.dst_row
+    pack_rows(arrived, *of, packed.x, packed.scales, slots)
 
 
 def locate_tokens(
@@ -169,28 +170,34 @@ def locate_tokens(
 
 def pack_rows(
     arrived: Received,
-    sent: Sent,
+    tokens: Tokens,
+    rank_prefix_matrix: torch.Tensor,
     dst_row: torch.Tensor,
     x: torch.Tensor,
     scales: torch.Tensor | None,
     slots: Slots,
+    num_programs: int | None = None,
+    ends: bool = True,
 ) -> None:
     """Copy the rows that arrived to those of x [.., H], and of scales, that dst_row int32
-    [R * M, K] names for each slot of their top-k, -1 for none. Ends the call."""
+    [R * M, K] names for each slot of their top-k, -1 for none; if it `ends` the call, the last
+    step of it."""
     vectors = RowVectors.of(x.shape[-1], x.dtype)
     slots.context.launch(
         pack_rows_kernel,
-        (2 * gpu().num_sms,),
+        (num_programs or 2 * gpu().num_sms,),
         arrived,
         dst_row,
-        sent.counts.rank_prefix_matrix,
+        rank_prefix_matrix,
         vectors.view(x),
         scales,
         slots.context.fields,
         len(dst_row),
         vectors.num_vecs,
-        SIZES=_pack_sizes(slots.num_ranks, sent.tokens),
+        SIZES=_pack_sizes(slots.num_ranks, tokens),
+        ENDS=ends,
         step="pack",
         num_warps=NUM_WARPS,
     )
-    slots.context.end_call()
+    if ends:
+        slots.context.end_call()

@@ -95,8 +95,10 @@ def pack_rows_kernel(
     num_rows,  # R * M
     num_vecs,
     SIZES: tl.constexpr,  # PackSizes
+    ENDS: tl.constexpr,
 ):
-    """Copy each row to its experts' rows. The last program ends the call."""
+    """Copy each row that has an address to its experts' rows. If the launch ENDS the call, its last
+    program does."""
     num_ranks = tl.load(context + NUM_RANKS).to(tl.int32)
     last = rank_prefix_matrix + (num_ranks - 1) * num_ranks + tl.load(context + RANK)
     end = tl.minimum(tl.load(last), num_rows)
@@ -115,7 +117,8 @@ def pack_rows_kernel(
             # fmt: on
             if SIZES.NUM_SCALES > 0:
                 _pack_scales(arrived, scales, rows, row, has, num_rows, SIZES)
-    end_call(context)
+    if ENDS:
+        end_call(context)
 
 
 @device_function

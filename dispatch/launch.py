@@ -10,6 +10,7 @@ import torch
 
 from ..device.constants import constants
 from ..device.context import SIGNATURE_WORDS
+from ..device.internode import BOTH
 from ..device.lang import INTERPRETED
 from ..device.push import PushSizes
 from ..device.signature import RowShape
@@ -26,6 +27,8 @@ from .send_kernels import Metadata, MetadataSizes, SendPlan, metadata_kernel, pu
 NUM_WARPS = 16
 LOCATE_ROWS = 128
 """Rows whose addresses a program writes at a time."""
+NUM_CONCURRENT = 2 if INTERPRETED else 20
+"""Programs of a launch that runs concurrently with a GEMM."""
 METADATA_ROWS = 64
 """Rows whose metadata a program writes at a time."""
 
@@ -374,15 +377,19 @@ def locate(
     num_local_experts: int,
     header_bytes: int,
     slots: Slots,
+    sides: int = BOTH.value,
 ) -> None:
-    """Write the addresses of the received rows to out.x int64 [N]; `release` ends the call."""
+    """Write the addresses of the received rows to out.x int64 [N]; `release` ends the call. Rows of
+    one of the `sides` alone may be asked for, see `locate_kernel`, by few programs."""
     # fmt: off
     arguments = _receive_arguments(
         out, tokens, rank_prefix_matrix, num_local_experts, header_bytes, LOCATE_ROWS, slots
     )
     # fmt: on
-    slots.context.launch(locate_kernel, (programs_on_all_sms(),), step="locate", **arguments)
-    slots.context.end_call()
+    num_programs = programs_on_all_sms() if sides == BOTH.value else NUM_CONCURRENT
+    slots.context.launch(locate_kernel, (num_programs,), sides=sides, step="locate", **arguments)
+    if sides == BOTH.value:
+        slots.context.end_call()
 
 
 def release(slots: Slots) -> None:

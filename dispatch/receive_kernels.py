@@ -6,6 +6,7 @@ import triton
 import triton.language as tl
 
 from ..device.context import NUM_RANKS, PHASE_CAPACITY, PHASE_OVERFLOW, RANK
+from ..device.internode import BOTH, is_on_side
 from ..device.lang import (
     as_pointer,
     consume_token,
@@ -86,7 +87,7 @@ def collect_kernel(
     while work_idx < num_blocks:
         # fmt: off
         block = _receive_block(
-            work_idx, rank_prefix_matrix, max_rows, region_rows, row, context, SIZES
+            work_idx, rank_prefix_matrix, max_rows, region_rows, BOTH, row, context, SIZES
         )
         # fmt: on
         payload = payload_address(
@@ -115,7 +116,7 @@ def collect_kernel(
         finish_call(context)
 
 
-@triton.jit(do_not_specialize=["max_rows", "region_rows", "num_local_experts"])
+@triton.jit(do_not_specialize=["max_rows", "region_rows", "num_local_experts", "sides"])
 def locate_kernel(
     x,  # vectors [T, num_vecs], what this rank sent
     rank_prefix_matrix,  # int32 [R, R]
@@ -125,17 +126,21 @@ def locate_kernel(
     region_rows,
     num_vecs,
     num_local_experts,
+    sides,  # of the sources, see `internode.is_on_side`: only their rows are waited for
     row,  # slots.Row
     SIZES: tl.constexpr,  # ReceiveSizes
 ):
-    """Wait for all rows and say where each is, by source rank, then token: in the slot, or in `x`
-    where this rank sent it to itself. The slot stays as it is until `release_kernel`."""
+    """Wait for rows and say where each is, by source rank, then token: in the slot, or in `x` where
+    this rank sent it to itself. The slot stays as it is until `release_kernel`.
+
+    Launches for NEAR and for FAR sources write to the same memory, but for the addresses, and may
+    run concurrently: no program of them is the last one."""
     most_rows = _most_rows(rank_prefix_matrix, context)
     num_blocks = _num_blocks(most_rows, region_rows, context, SIZES.BLOCK_ROWS)
     for work_idx in range(tl.program_id(0), num_blocks, tl.num_programs(0)):
         # fmt: off
         block = _receive_block(
-            work_idx, rank_prefix_matrix, max_rows, region_rows, row, context, SIZES
+            work_idx, rank_prefix_matrix, max_rows, region_rows, sides, row, context, SIZES
         )
         # fmt: on
         payload = payload_address(
@@ -147,8 +152,9 @@ def locate_kernel(
     _clear_rest(rank_prefix_matrix, received, max_rows, context, SIZES)
     if is_broken(context):
         report_abandoned(context)
-    elif is_last_program(context):
-        _report_overflow(rank_prefix_matrix, most_rows, max_rows, region_rows, context)
+    elif sides == BOTH:
+        if is_last_program(context):
+            _report_overflow(rank_prefix_matrix, most_rows, max_rows, region_rows, context)
 
 
 @triton.jit
@@ -159,16 +165,17 @@ def release_kernel(context):
 
 @device_function
 def _receive_block(
-    work_idx, rank_prefix_matrix, max_rows, region_rows, row, context, SIZES: tl.constexpr
+    work_idx, rank_prefix_matrix, max_rows, region_rows, sides, row, context, SIZES: tl.constexpr
 ):
-    """Wait for the `Block` number `work_idx`; the sources take turns."""
+    """Wait for the `Block` number `work_idx`; the sources take turns. Those that are not on one of
+    the `sides` have no rows."""
     num_ranks = tl.load(context + NUM_RANKS).to(tl.int32)
     rank = tl.load(context + RANK).to(tl.int32)
     source = source_at(work_idx, context)
     rows = work_idx // num_ranks * SIZES.BLOCK_ROWS + tl.arange(0, SIZES.BLOCK_ROWS)
     num_rows = received_rows(rank_prefix_matrix, source, context)
     dst_row = tl.load(rank_prefix_matrix + source * num_ranks + rank) - num_rows + rows
-    real = rows < tl.minimum(num_rows, region_rows)
+    real = (rows < tl.minimum(num_rows, region_rows)) & is_on_side(source, sides, context)
     ready = wait_rows(source, rows, real, context, SIZES.CHUNK_ROWS)
     has_room = real & (dst_row >= 0) & (dst_row < max_rows)
     arrived = has_room & (ready == 1)

@@ -46,6 +46,20 @@ class Places(NamedTuple):
     overflow: torch.Tensor
     row_weights: torch.Tensor | None
 
+    @classmethod
+    def empty(
+        cls, topk_idx_NK: torch.Tensor, num_local: int, num_rows: int, has_weights: bool = True
+    ) -> Places:
+        """Memory for num_rows expert rows of received rows with these ids."""
+        new, int32 = topk_idx_NK.new_empty, torch.int32
+        return cls(
+            new(num_local + 1, dtype=int32),
+            new(num_rows, dtype=int32),
+            new(topk_idx_NK.shape, dtype=int32),
+            new(1, dtype=int32),
+            new(num_rows, dtype=torch.float32) if has_weights else None,
+        )
+
 
 def place(
     topk_idx_NK: torch.Tensor,
@@ -62,23 +76,31 @@ def place(
     Example, 2 experts, alignment 2, topk_idx of four tokens [[0, -1], [1, 0], [-1, -1], [0, -1]]:
     offsets [0, 4, 6], slots [0, 3, 6, -1, 2, -1], dst_rows [[0, -1], [4, 1], [-1, -1], [2, -1]].
     """
-    num_slots, new = topk_idx_NK.numel(), topk_idx_NK.new_empty
+    has_weights = topk_weights_NK is not None
+    places = Places.empty(topk_idx_NK, num_local, num_rows, has_weights)
+    place_into(places, topk_idx_NK, topk_weights_NK, alignment)
+    return places
+
+
+def place_into(
+    places: Places,
+    topk_idx_NK: torch.Tensor,
+    topk_weights_NK: torch.Tensor | None,
+    alignment: int = 1,
+    present: torch.Tensor | None = None,
+) -> None:
+    """`place` into this memory. present int64 [N]: received rows that are 0 there have no place."""
+    num_slots, num_topk = topk_idx_NK.numel(), topk_idx_NK.shape[1]
     num_blocks = max(1, triton.cdiv(num_slots, PLACE_SLOTS))
-    has_weights, int32 = topk_weights_NK is not None, torch.int32
-    places = Places(
-        new(num_local + 1, dtype=int32),
-        new(num_rows, dtype=int32),
-        new(topk_idx_NK.shape, dtype=int32),
-        new(1, dtype=int32),
-        new(num_rows, dtype=torch.float32) if has_weights else None,
-    )
-    block_counts = new((num_blocks, num_local), dtype=int32)
+    num_local, num_rows = len(places.offsets) - 1, len(places.slots)
+    block_counts = topk_idx_NK.new_empty((num_blocks, num_local), dtype=torch.int32)
     found, experts_pad = PlacedRows(*places), max(32, next_power_of_2(num_local))
     with torch.cuda.device_of(topk_idx_NK):
         launch(
             count_rows_kernel,
             (num_blocks,),
-            *(topk_idx_NK, block_counts, found, num_slots, num_rows),
+            *(topk_idx_NK, present, block_counts, found, num_slots, num_rows),
+            NUM_TOPK=num_topk,
             NUM_EXPERTS=num_local,
             EXPERTS_PAD=experts_pad,
             BLOCK=PLACE_SLOTS,
@@ -94,11 +116,11 @@ def place(
         launch(
             place_rows_kernel,
             (num_blocks,),
-            *(topk_idx_NK, topk_weights_NK, block_counts, found, num_slots, num_rows),
+            *(topk_idx_NK, topk_weights_NK, present, block_counts, found, num_slots, num_rows),
+            NUM_TOPK=num_topk,
             NUM_EXPERTS=num_local,
             BLOCK=PLACE_SLOTS,
         )
-    return places
 
 
 def take_rows(
@@ -122,22 +144,26 @@ def take_rows(
 
 
 def sum_rows(
-    rows: torch.Tensor, dst_rows: torch.Tensor, values: torch.Tensor | None = None
+    rows: torch.Tensor,
+    dst_rows: torch.Tensor,
+    values: torch.Tensor | None = None,
+    into: torch.Tensor | None = None,
+    present: torch.Tensor | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor | None]:
     """[N, H]: the sum of the expert rows of each received row, in the order of its top-k, in fp32
     and rounded once; and float32 [N, K], of values float32 [M] those of its top-k slots, 0 for
-    slots without a row. rows [M, H], dst_rows int32 [N, K]."""
+    slots without a row. rows [M, H], dst_rows int32 [N, K]. The sums may go `into` this memory;
+    with present int64 [N] those of received rows that are 0 there are not written."""
     (num_received, num_topk), hidden = dst_rows.shape, rows.shape[1]
-    out, topk_values = rows.new_empty(num_received, hidden), None
-    if values is not None:
-        topk_values = values.new_empty(dst_rows.shape)
+    out = rows.new_empty(num_received, hidden) if into is None else into
+    topk_values = None if values is None else values.new_empty(dst_rows.shape)
     block_rows = 32 if INTERPRETED else SUM_ROWS
     block_columns = min(next_power_of_2(hidden), SUM_COLUMNS)
     with torch.cuda.device_of(rows):
         launch(
             sum_rows_kernel,
             (triton.cdiv(num_received, block_rows), triton.cdiv(hidden, block_columns)),
-            *(rows, dst_rows, out, values, topk_values, num_received, hidden),
+            *(rows, dst_rows, out, values, topk_values, present, num_received, hidden),
             NUM_TOPK=num_topk,
             BLOCK_ROWS=block_rows,
             BLOCK_H=block_columns,

@@ -5,7 +5,7 @@ from typing import NamedTuple
 import triton
 import triton.language as tl
 
-from .device.lang import round_to, row_mask, row_pointers
+from .device.lang import device_function, round_to, row_mask, row_pointers
 
 
 class PlacedRows(NamedTuple):
@@ -21,10 +21,12 @@ class PlacedRows(NamedTuple):
 @triton.jit(do_not_specialize=["num_slots", "num_rows"])
 def count_rows_kernel(
     topk_idx,  # int64 [N * K]: local experts, or -1
+    present,  # int64 [N]: 0 for rows that have no place, or None
     block_counts,  # int32 [B, L], out
     places,  # PlacedRows, out
     num_slots,  # N * K
     num_rows,  # M
+    NUM_TOPK: tl.constexpr,
     NUM_EXPERTS: tl.constexpr,  # L
     EXPERTS_PAD: tl.constexpr,
     BLOCK: tl.constexpr,
@@ -32,7 +34,7 @@ def count_rows_kernel(
     """Program b counts the rows of each expert in block b of the top-k slots. All programs together
     make all expert rows padding; `place_rows_kernel` places rows on them."""
     at = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
-    ids = tl.load(topk_idx + at, mask=at < num_slots, other=-1).to(tl.int32)
+    ids = _load_ids(topk_idx, present, at, num_slots, NUM_TOPK)
     histogram = tl.histogram(tl.maximum(ids, 0), EXPERTS_PAD, mask=ids >= 0)
     experts = tl.arange(0, EXPERTS_PAD)
     to = block_counts + tl.program_id(0) * NUM_EXPERTS + experts
@@ -77,10 +79,12 @@ def begin_rows_kernel(
 def place_rows_kernel(
     topk_idx,  # int64 [N * K]
     topk_weights,  # float32 [N * K], or None
+    present,  # as above
     block_counts,  # int32 [B, L]: of the blocks before each
     places,  # PlacedRows, out
     num_slots,
     num_rows,
+    NUM_TOPK: tl.constexpr,
     NUM_EXPERTS: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
@@ -88,7 +92,7 @@ def place_rows_kernel(
     of its own block that come before it and have the same expert."""
     block = tl.program_id(0)
     at = block * BLOCK + tl.arange(0, BLOCK)
-    ids = tl.load(topk_idx + at, mask=at < num_slots, other=-1).to(tl.int32)
+    ids = _load_ids(topk_idx, present, at, num_slots, NUM_TOPK)
     has = ids >= 0
     is_before = (ids[:, None] == ids[None, :]) & (at[None, :] < at[:, None])
     row = tl.sum(is_before.to(tl.int32), 1)
@@ -100,6 +104,16 @@ def place_rows_kernel(
     if places.row_weights is not None:
         weights = tl.load(topk_weights + at, mask=has, other=0.0)
         tl.store(places.row_weights + row, weights, mask=has)
+
+
+@device_function
+def _load_ids(topk_idx, present, at, num_slots, NUM_TOPK: tl.constexpr):
+    """The local experts of top-k slots `at` [B], -1 for none."""
+    ids = tl.load(topk_idx + at, mask=at < num_slots, other=-1).to(tl.int32)
+    if present is not None:
+        is_present = tl.load(present + at // NUM_TOPK, mask=at < num_slots, other=0) != 0
+        ids = tl.where(is_present, ids, -1)
+    return ids
 
 
 @triton.jit(do_not_specialize=["num_rows"])
@@ -136,6 +150,7 @@ def sum_rows_kernel(
     out,  # [N, H]
     values,  # float32 [M] of rows, or None
     topk_values,  # float32 [N, K], or None, out
+    present,  # int64 [N]: 0 for rows that are not written, or None
     num_rows,  # N
     hidden,
     NUM_TOPK: tl.constexpr,
@@ -147,6 +162,8 @@ def sum_rows_kernel(
     n = tl.program_id(0) * BLOCK_ROWS + tl.arange(0, BLOCK_ROWS)
     columns = tl.program_id(1) * BLOCK_H + tl.arange(0, BLOCK_H)
     inside = n < num_rows
+    if present is not None:
+        inside = inside & (tl.load(present + n, mask=inside, other=0) != 0)
     in_row = (columns < hidden)[None, :]
     total = tl.zeros([BLOCK_ROWS, BLOCK_H], tl.float32)
     for k in range(0, NUM_TOPK):

@@ -42,6 +42,17 @@ def own_node(context):
     return (tl.load(context + RANK) // tl.load(context + NODE_RANKS)).to(tl.int32)
 
 
+NEAR, FAR, BOTH = tl.constexpr(1), tl.constexpr(2), tl.constexpr(3)
+"""Ranks of this node, those of others, all: whose rows a launch takes part with."""
+
+
+@device_function
+def is_on_side(rank, sides, context):
+    """Whether ranks (scalar or block) are among the `sides` NEAR, FAR or BOTH."""
+    is_near = rank // tl.load(context + NODE_RANKS).to(tl.int32) == own_node(context)
+    return (tl.where(is_near, NEAR, FAR) & sides) != 0
+
+
 @device_function
 def rail_peer(node, context):
     """The rank of `node` (scalar or block) with which this rank talks over the network."""

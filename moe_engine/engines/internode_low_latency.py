@@ -268,7 +268,8 @@ def _dispatch_to_experts(
     arrived = locate_tokens(sent, src_idx, None, lane)
     assert arrived.topk_idx is not None
     places = place(arrived.topk_idx, arrived.topk_weights, num_local, 1, num_rows)
-    pack_rows(arrived, sent, places.dst_rows, rows, None, lane)
+    of = sent.tokens, sent.counts.rank_prefix_matrix, places.dst_rows
+    pack_rows(arrived, *of, rows, None, lane)
     lane.context.step = "multiply"
     offsets, operand = places.offsets, Rows(rows)
     if cast is not None:
