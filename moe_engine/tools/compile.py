@@ -319,8 +319,6 @@ def call_layers_by_verbs(shape: ModelShape) -> None:
     """What layers of several nodes do besides dispatch and combine, forward and backward: for each
     number of expert rows at which other tiles are chosen, the least."""
     (up, down), num_ranks = shape.weights(), shape.num_ranks
-    engine = kernel_engine(num_ranks, 1, shape.region_bytes(1), num_nodes=shape.num_nodes)
-    assert isinstance(engine, InternodeEngine)
 
     def choice(count: int) -> Any:
         tiles = grouped_gemm.gemm_config(up, count, shape.activation)
@@ -333,15 +331,22 @@ def call_layers_by_verbs(shape: ModelShape) -> None:
 
     most = num_ranks * shape.max_tokens * min(shape.num_topk, shape.num_local)
     for count in {choice(count): count for count in reversed(steps(most))}.values():
-        rows = shape.inputs(count, up, down)  # of one expert each
-        rows.topk_idx[:, 1:] = -1
-        engine.expert_sums(rows, count)
-        if shape.is_quantized:
-            continue
-        *_, later, _ = engine.expert_gradients(rows, rows.x.clone(), None)
-        assert later is not None
-        for into in memory_for_gradients(shape):
-            later(into)
+        run_experts(shape, count)
+
+
+def run_experts(shape: ModelShape, count: int) -> None:
+    """What the experts of a rank of several nodes do with so many rows, each of one expert."""
+    engine = kernel_engine(shape.num_ranks, 1, shape.region_bytes(1), num_nodes=shape.num_nodes)
+    assert isinstance(engine, InternodeEngine)
+    rows = shape.inputs(count, *shape.weights())
+    rows.topk_idx[:, 1:] = -1
+    engine.expert_sums(rows, count)
+    if shape.is_quantized:
+        return
+    *_, later, _ = engine.expert_gradients(rows, rows.x.clone(), None)
+    assert later is not None
+    for into in memory_for_gradients(shape):
+        later(into)
 
 
 def memory_for_gradients(shape: ModelShape) -> Iterator[WeightGradients]:
