@@ -2,9 +2,10 @@
 and a process that finds one starts no compiler at its first calls.
 
 A bundle is a folder with `kernels.json`, which says what it was compiled with and lists the
-variants, and a cubin for each. It is found by MOE_ENGINE_KERNELS, or as the installed package
-`moe_engine_kernels`. One that was compiled with something else is refused with a warning; kernels
-are then compiled at their first launch, as without any.
+variants, and a cubin for each; into some of those of several nodes NVSHMEM is linked. It is found
+by MOE_ENGINE_KERNELS, or as the installed package `moe_engine_kernels`. One that was compiled or
+linked with something else is refused with a warning; kernels are then compiled at their first
+launch, as without any.
 """
 
 from __future__ import annotations

@@ -4,6 +4,8 @@ of how many, and none that another NVSHMEM was linked into."""
 from __future__ import annotations
 
 import json
+import os
+import warnings
 from collections import Counter
 from dataclasses import replace
 from functools import cache, partial
@@ -13,6 +15,7 @@ from unittest import mock
 import nvshmem_cases
 import pytest
 import torch
+import triton
 from hypothesis import HealthCheck, Phase, given, settings
 from hypothesis import strategies as st
 from typer.testing import CliRunner
@@ -26,7 +29,7 @@ from moe_engine.emulation import RankPool
 from moe_engine.engines.kernel import KernelEngine
 from moe_engine.hardware import stand_in
 from moe_engine.kernel_bundle import MANIFEST, PACKAGE, Bundle, Variant
-from moe_engine.launch import collecting
+from moe_engine.launch import collecting, is_collecting
 from moe_engine.nvshmem_library import STATE, linked
 from moe_engine.symm.ring import region_bytes
 from moe_engine.tools import cli, compile
@@ -102,7 +105,8 @@ def launched(group, function, *args):
 def inputs_of(count, requires_grad=False):
     """x, topk_idx and topk_weights of a rank."""
     x = torch.zeros(count, 256, dtype=torch.bfloat16, requires_grad=requires_grad)
-    return x, torch.zeros(count, 4, dtype=torch.int64), torch.zeros(count, 4)
+    topk_idx = (torch.arange(count)[:, None] + torch.arange(4)) % 16
+    return x, topk_idx, torch.zeros(count, 4)
 
 
 def normal_calls(group):
@@ -132,6 +136,7 @@ def normal_calls(group):
         y = torch.zeros(len(handle[7]), 256, dtype=x.dtype)
         buffer.combine(y, handle)
         buffer.combine(y, handle, torch.zeros(len(y), 4), (x, x))
+    destroy(group, grows, fixed)
 
 
 def low_latency_calls(group):
@@ -161,6 +166,7 @@ def low_latency_calls(group):
             if hooked:
                 hook()
                 add_up()
+    destroy(group, *buffers)
 
 
 def layers(group):
@@ -181,6 +187,16 @@ def layers(group):
             got = ops.dispatch(x, idx, weights, num_experts, buffer, max_rows=max_rows)
             y = ops.combine(got.rows, got.plan, buffer)
             torch.autograd.grad(y, x, torch.zeros_like(y))
+    destroy(group, buffer)
+
+
+def destroy(group, *buffers):
+    """Give their memory back, once all ranks have ended their calls."""
+    for buffer in () if is_collecting() else buffers:
+        buffer.check()
+    torch.distributed.barrier(group)
+    for buffer in buffers:
+        buffer.destroy()
 
 
 @pytest.fixture(scope="module")
@@ -374,3 +390,43 @@ def test_nodes_need_nvshmem(tmp_path, monkeypatch):
     with pytest.raises(BackendError, match="NVSHMEM is not installed"):
         compile.variants(SHAPE, 90)
     assert compile.variants(replace(SHAPE, num_nodes=1, max_tokens=16), 90)
+
+
+# --- On a GPU -------------------------------------------------------------------------------------
+
+
+def call_without_a_compiler(group):
+    """All kinds of calls on ranks of a GPU."""
+
+    def refuse(*args, **kwargs):
+        raise AssertionError("a compiler was started")
+
+    with (
+        mock.patch.object(triton, "compile", refuse),
+        mock.patch.object(triton.compiler.compiler, "compile", refuse),
+        warnings.catch_warnings(),
+        torch.device("cuda"),
+    ):
+        warnings.simplefilter("error", RuntimeWarning)
+        for calls in (normal_calls, low_latency_calls, layers):
+            calls(group)
+
+
+@pytest.mark.gpu
+@pytest.mark.timeout(600)
+@pytest.mark.skipif(nvshmem_cases.MISSING is not None, reason=str(nvshmem_cases.MISSING))
+def test_no_compiler_is_started_on_two_nodes(tmp_path, monkeypatch):
+    """On ranks that share a GPU, too."""
+    monkeypatch.delenv("NVSHMEM_HOME")
+    major, minor = torch.cuda.get_device_capability()
+    arch = 10 * major + minor
+    needed_here = compile.variants(replace(SHAPE, max_tokens=64), arch)
+    list(compile.write(tmp_path, needed_here, arch, os.cpu_count() or 1))
+    env = {
+        "MOE_ENGINE_KERNELS": str(tmp_path),
+        "TRITON_CACHE_DIR": str(tmp_path / "empty"),
+        "PATH": "/nowhere",
+        "CC": "/nowhere/cc",
+    }
+    with RankPool(4, "cuda", nodes=2, timeout_s=240, env=env) as pool:
+        pool.run(call_without_a_compiler)
