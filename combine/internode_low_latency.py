@@ -69,10 +69,9 @@ def return_rows(
     ranks of its node that add them up. Waits for the weights of all ranks, which they send in this
     half: wait_stats int64 [R], ns waited for those of each, is added to."""
     num_topk, hidden, max_tokens = rows.topk_idx.shape[1], out.shape[1], rows.max_tokens
-    shape = RowShape(hidden * out.itemsize, num_topk, out.itemsize, 0, max_tokens)
-    most = max_tokens * num_topk
-    weights = SentWeights(rows.topk_weights, rows.topk_idx, rows.topk_idx.numel(), most)
-    open_call(Kind.LOW_LATENCY_COMBINE, rows.signature, shape, slots, weights, wait_stats)
+    shape = RowShape(hidden * out.itemsize, num_topk, out.itemsize, 0)
+    weights = SentWeights(rows.topk_weights, rows.topk_idx), max_tokens
+    open_call(Kind.LOW_LATENCY_COMBINE, rows.signature, shape, slots, *weights, wait_stats)
     returned = ReturnedRows(out.new_empty(len(rows.src_idx), hidden), None)
     slots.context.launch(
         sum_expert_rows_kernel,

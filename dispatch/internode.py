@@ -149,11 +149,10 @@ def exchange(
     num_nodes, num_near = slots.layout.num_nodes, slots.layout.ranks_per_node
     num_ranks, in_rank = slots.num_ranks, layout.is_token_in_rank
     forwarded = in_rank.new_empty((num_nodes, max_rows, num_near))
-    kind, shape = Kind.DISPATCH, tokens.shape
+    kind = Kind.DISPATCH
     if phases != "both":
         is_layer = tokens.topk_weights is not None
         kind = Kind.MOE_FFN_DISPATCH if is_layer else Kind.LOW_LATENCY_DISPATCH
-        shape = shape._replace(max_tokens=max_rows)
     num_senders, num_receivers = num_nodes - 1 + num_near, num_nodes + 1
     num_programs = {"send": num_senders, "receive": num_receivers}
     slots.context.launch(
@@ -167,7 +166,7 @@ def exchange(
         len(tokens.x),
         max_rows,
         layout.num_experts // num_ranks,
-        shape,
+        tokens.shape,
         int(may_grow),
         SIZES=_header_sizes(slots.layout, kind, phases),
         COUNTS=exchange_sizes(num_ranks, layout.num_experts, num_nodes),
@@ -184,10 +183,12 @@ def open_call(
     shape: RowShape,
     slots: Slots,
     weights: SentWeights | None = None,
+    max_tokens: int = 0,
     wait_stats: torch.Tensor | None = None,
 ) -> None:
-    """Begin a call that has a handle, with `dispatched`, the signature in it. `weights` go along
-    with the signature. wait_stats int64 [R], ns waited for each rank, is added to."""
+    """Begin a call that has a handle, with `dispatched`, the signature in it. `weights` of up to
+    max_tokens tokens of a rank go along with the signature. wait_stats int64 [R], ns waited for
+    each rank, is added to."""
     slots.context.launch(
         open_internode_kernel,
         (2 * slots.layout.num_nodes + slots.layout.ranks_per_node,),
@@ -197,6 +198,8 @@ def open_call(
         wait_stats,
         slots.context.fields,
         shape,
+        0 if weights is None else len(weights.topk_idx),
+        max_tokens,
         SIZES=_header_sizes(slots.layout),
         RANKS_PAD=next_power_of_2(slots.num_ranks),
         step="open_call",

@@ -10,6 +10,7 @@ import triton
 import triton.language as tl
 
 from ..device.context import (
+    KIND_LOW_LATENCY_DISPATCH,
     NODE_RANKS,
     NUM_RANKS,
     PHASE_COUNTS,
@@ -46,6 +47,7 @@ from ..device.signature import (
     signature_of,
     signature_of_handle,
     time_signatures,
+    with_max_tokens,
 )
 from ..device.signature import wait_signatures as wait_all_signatures
 from ..device.slots import (
@@ -79,8 +81,6 @@ class SentWeights(NamedTuple):
 
     topk_weights: tl.tensor  # float32 [T, K]
     topk_idx: tl.tensor  # int64 [T, K]
-    count: tl.tensor  # T * K
-    most: tl.tensor  # M * K, the most of any rank
 
 
 class InternodeSizes(NamedTuple):
@@ -142,7 +142,7 @@ def exchange_internode_kernel(
     counts,  # launch.Counts, out
     context,
     num_tokens,
-    most_rows,  # M
+    most_rows,  # M; of a low-latency call the most tokens of a rank
     num_local_experts,
     shape,  # signature.RowShape
     may_grow,
@@ -177,6 +177,8 @@ def exchange_internode_kernel(
             _clear_ranks(rows, 0, most_rows, context, SIZES)
         return
     call = own_call(context)
+    if SIZES.KIND == KIND_LOW_LATENCY_DISPATCH:
+        shape = with_max_tokens(shape, most_rows)
     signature = signature_of(SIZES.KIND, shape, num_experts, 0, 0, may_grow, call, 0, context)
     if SIZES.PHASES != "receive":
         all_nodes = tl.arange(0, SIZES.NODES_PAD)
@@ -212,7 +214,10 @@ def exchange_internode_kernel(
 
 
 @uses_nvshmem
-@triton.jit
+@triton.jit(
+    do_not_specialize=["num_tokens", "max_tokens"],
+    do_not_specialize_on_alignment=["wait_stats"],
+)
 def open_internode_kernel(
     kind,
     dispatched,  # int32 [SIGNATURE_WORDS] of a handle
@@ -220,6 +225,8 @@ def open_internode_kernel(
     wait_stats,  # int64 [R], ns waited for each rank's signature, added to, or None
     context,
     shape,  # signature.RowShape
+    num_tokens,  # T, where there are weights
+    max_tokens,  # M, the most of any rank; 0 where there are no weights
     SIZES: tl.constexpr,  # InternodeSizes
     RANKS_PAD: tl.constexpr,
 ):
@@ -232,23 +239,25 @@ def open_internode_kernel(
     num_experts = tl.load(dispatched + 3)
     num_words = tl.full((), SIGNATURE_WORDS, tl.int32)
     if weights is not None:
-        num_words += weights.most
+        num_words += max_tokens * shape.num_topk
     if is_broken(context):
         return
+    shape = with_max_tokens(shape, max_tokens)
     signature, is_ours = signature_of_handle(kind, shape, dispatched, True, context)
+    num_weights = num_tokens * shape.num_topk
     if program < nodes - 1:
         node = (own_node(context) + 1 + program) % nodes
         ready = wait_node_free(node, context)
         header = consume_token(staging_header(node, context), ready)
         if ready == 1:
             put(as_pointer(header, tl.int32) + tl.arange(0, SIGNATURE_WORDS), signature, None)
-            _put_weights(header, weights, num_experts, SIZES)
+            _put_weights(header, weights, num_weights, num_experts, SIZES)
             _send_header(node, header, num_words * 4, context)
     elif program < first_node:
         peer = first_near_rank(context) + program - (nodes - 1) + tl.arange(0, 1)
         to, ready = put_signature(peer, peer >= 0, signature, context)
         if ready == 1:
-            _put_weights(tl.max(to, 0), weights, num_experts, SIZES)
+            _put_weights(tl.max(to, 0), weights, num_weights, num_experts, SIZES)
             publish_signature(peer, peer >= 0, context)
     elif program < first_node + nodes:
         node = program - first_node
@@ -290,13 +299,13 @@ def _write_header(
 
 
 @device_function
-def _put_weights(header, weights, num_experts, SIZES: tl.constexpr):
-    """Write weights, if there are some, after a signature: 0 for ids that are not valid."""
+def _put_weights(header, weights, num_weights, num_experts, SIZES: tl.constexpr):
+    """Write so many weights, if there are some, after a signature: 0 for ids that are not valid."""
     if weights is not None:
         to = as_pointer(header, tl.float32) + SIGNATURE_WORDS
-        for first in range(0, weights.count, SIZES.HEADER_PAD):
+        for first in range(0, num_weights, SIZES.HEADER_PAD):
             index = first + tl.arange(0, SIZES.HEADER_PAD)
-            inside = index < weights.count
+            inside = index < num_weights
             ids = tl.load(weights.topk_idx + index, mask=inside, other=-1)
             valid = (ids >= 0) & (ids < num_experts)
             put(to + index, tl.load(weights.topk_weights + index, mask=valid, other=0.0), inside)

@@ -2,9 +2,10 @@
 and a process that finds one starts no compiler at its first calls.
 
 A bundle is a folder with `kernels.json`, which says what it was compiled with and lists the
-variants, and a cubin for each. It is found by MOE_ENGINE_KERNELS, or as the installed package
-`moe_engine_kernels`. One that was compiled with something else is refused with a warning; kernels
-are then compiled at their first launch, as without any.
+variants, and a cubin for each; into some of those of several nodes NVSHMEM is linked. It is found
+by MOE_ENGINE_KERNELS, or as the installed package `moe_engine_kernels`. One that was compiled or
+linked with something else is refused with a warning; kernels are then compiled at their first
+launch, as without any.
 """
 
 from __future__ import annotations
@@ -28,8 +29,9 @@ from triton.runtime.jit import create_function_from_signature
 
 from .cuda_driver import WARP, Binary, Function, libcuda
 from .device.lang import TRACING
+from .errors import BackendError
 from .hardware import gpu
-from .nvshmem_library import installed, linked
+from .nvshmem_library import installed, linked, shown
 
 PACKAGE = "moe_engine_kernels"
 MANIFEST = "kernels.json"
@@ -90,9 +92,22 @@ def _binder(kernel: Any, arch: int) -> Any:
     return _binders[key]
 
 
+def made_with(arch: int, is_linked: bool = False) -> dict[str, Any]:
+    """What compiled kernels depend on besides their arguments. is_linked: NVSHMEM is linked into
+    some of them."""
+    return _made_with(arch) | ({"nvshmem": _nvshmem()} if is_linked else {})
+
+
+def _nvshmem() -> str | None:
+    """The version of the NVSHMEM that kernels are linked with here; None where there is none."""
+    try:
+        return shown(installed().version)
+    except BackendError:
+        return None
+
+
 @functools.cache
-def made_with(arch: int) -> dict[str, Any]:
-    """What compiled kernels depend on besides their arguments."""
+def _made_with(arch: int) -> dict[str, Any]:
     digest = hashlib.sha256()
     for name, path in sorted(_kernel_files().items()):
         digest.update(name.encode() + path.read_bytes())
@@ -135,7 +150,7 @@ class Bundle:
             raise ValueError(
                 f"{MANIFEST} cannot be read ({type(error).__name__}: {error})"
             ) from None
-        for name, wanted in made_with(arch).items():
+        for name, wanted in made_with(arch, "nvshmem" in found).items():
             if found.get(name) != wanted:
                 raise ValueError(f"it was made with {name} {found.get(name)}; this is {wanted}")
         if (driver := _driver_version()) // 1000 < int(cuda.partition(".")[0]):

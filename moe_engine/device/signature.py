@@ -48,6 +48,18 @@ class RowShape(NamedTuple):
 
 
 @device_function
+def with_max_tokens(shape, max_tokens):
+    """The same rows, in a low-latency call of up to so many tokens of a rank. Kernels get that
+    number by itself: as a part of a tuple it would be a constant where it is 1, and need another
+    kernel where 16 divides it."""
+    # fmt: off
+    return RowShape(
+        shape.payload_bytes, shape.num_topk, shape.item_bytes, shape.num_scales, max_tokens
+    )
+    # fmt: on
+
+
+@device_function
 def signature_of(
     kind, shape, num_experts, dispatch_stages, combine_stages, may_grow, dispatched, saved, context
 ):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import re
+from dataclasses import replace
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -32,6 +33,7 @@ from .option_checks import (
     check_graphs,
     check_installed,
     check_layer,
+    check_nodes,
     check_picture,
     check_saving,
     choose_ranks,
@@ -376,6 +378,10 @@ def compile_kernels(
         int | None, typer.Option(min=8, help="I, columns inside an expert.")
     ] = None,
     max_tokens: Annotated[int, typer.Option(min=1, help="Most tokens of a rank.")] = 8192,
+    ranks_per_node: Annotated[
+        int | None,
+        typer.Option(min=1, help="GPUs that share NVLink.  [default: all]", show_default=False),
+    ] = None,
     arch: Annotated[str, typer.Option(help="Of the GPUs: sm_80 or later.")] = "sm_90",
     fp8: Annotated[bool, typer.Option("--fp8", help="The experts' weights are e4m3.")] = False,
     out: Annotated[Path, typer.Option(help="Where to write the bundle.")] = Path("kernels"),
@@ -394,6 +400,7 @@ def compile_kernels(
         raise typer.BadParameter(f"{arch!r} is no GPU from sm_80 on", param_hint="--arch")
     if out.exists() and not out.is_dir():
         raise typer.BadParameter(f"{out} is no folder; name another", param_hint="--out")
+    num_nodes = check_nodes(ranks, ranks_per_node or ranks)
     given = model, experts, topk, hidden, intermediate
     if checkpoint is None:
         num_experts, num_topk, hidden, intermediate = chosen_sizes(*given)
@@ -404,6 +411,7 @@ def compile_kernels(
     else:
         check_installed("--checkpoint", "hf", "transformers")
         shape = shape_of_checkpoint(checkpoint, ranks, max_tokens, fp8)
+    shape = replace(shape, num_nodes=num_nodes)
     check_layer(shape.layer(max_tokens))
     console = Console()
     report(run(shape, int(found[1]), out, jobs or os.cpu_count() or 1, console), console)

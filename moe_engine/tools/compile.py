@@ -1,16 +1,16 @@
 """`moe-engine compile`: the kernels that a model needs, as a bundle; see `kernel_bundle.py`.
 
 One rank of the model makes every call that a rank can make, for the numbers of tokens at which
-other kernels are chosen. Nothing runs: each launch tells which variant of its kernel it needs, and
-each variant is compiled once.
+other kernels are chosen, and those calls in which ranks differ as each that does. Nothing runs:
+each launch tells which variant of its kernel it needs, and each variant is compiled once.
 """
 
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from itertools import product
 from pathlib import Path
@@ -24,24 +24,28 @@ from rich.table import Table
 from triton.backends.nvidia.compiler import get_ptxas
 
 from .. import grouped_gemm
-from ..combine.low_latency_kernels import ExpertRows
+from ..checks import MAX_LOW_LATENCY_TOKENS
 from ..cuda_driver import Binary
 from ..device.context import SAVE_POLICIES
 from ..dispatch import Tokens
 from ..dispatch.low_latency import LowLatencyTokens
 from ..engines.base import LayerInputs, WeightGradients
+from ..engines.hooked_calls import HookedCalls
+from ..engines.internode import InternodeEngine
 from ..engines.kernel import KernelEngine
 from ..errors import ShapeError
-from ..expert_major import sum_rows, take_rows
+from ..expert_major import place, sum_rows, take_rows
 from ..grouped_gemm.activations import SWIGLU, Activation
 from ..hardware import stand_in
 from ..kernel_bundle import MANIFEST, PACKAGE, Variant, backend, entry, made_with
 from ..launch import Grid, collecting
 from ..layer_config import LayerChoices, LayerProblem, kept_layers
-from ..options import DEFAULT_OPTIONS
-from ..symm.ring import region_bytes
+from ..nvshmem_library import linked
+from ..options import DEFAULT_OPTIONS, HINT_TOPK_LOW_LATENCY
+from ..symm.lanes import LaneLayout
+from ..symm.ring import RingLayout, region_bytes
 from ..symm.slots import ReturnRowLayout, RowLayout, SlotLayout, header_bytes
-from .lone_rank import kernel_engine, low_latency_engine
+from .lone_rank import internode_low_latency_engine, kernel_engine, low_latency_engine
 
 FP8 = torch.float8_e4m3fn
 FORMATS = "bf16", "fp8", "rounded", "ue8m0"
@@ -49,8 +53,8 @@ FORMATS = "bf16", "fp8", "rounded", "ue8m0"
 
 @dataclass(frozen=True)
 class ModelShape:
-    """What of a model decides its kernels: a layer of it on `num_ranks` ranks, each of which brings
-    up to `max_tokens` tokens."""
+    """What of a model decides its kernels: a layer of it on `num_ranks` ranks of `num_nodes` nodes,
+    each of which brings up to `max_tokens` tokens."""
 
     num_experts: int
     hidden: int
@@ -62,14 +66,20 @@ class ModelShape:
     activation: Activation = SWIGLU
     has_bias: bool = False
     is_quantized: bool = False
+    num_nodes: int = 1
 
     @property
     def num_local(self) -> int:
         return self.num_experts // self.num_ranks
 
+    @property
+    def row_bytes(self) -> int:
+        """Of x."""
+        return self.hidden * self.dtype.itemsize
+
     def region_bytes(self, max_tokens: int) -> int:
         """Of a Buffer for so many tokens, as `Buffer.for_tokens` makes it."""
-        row = ReturnRowLayout(self.hidden * self.dtype.itemsize, self.num_topk)
+        row = ReturnRowLayout(self.row_bytes, self.num_topk)
         return header_bytes(self.num_experts, self.num_ranks) + max_tokens * row.num_bytes
 
     def layer(self, max_tokens: int) -> LayerProblem:
@@ -137,28 +147,51 @@ def batches_of(most: int) -> list[int]:
     return sorted({1, min(most, 7), min(most, 16), most})
 
 
+def steps(most: int) -> list[int]:
+    """Numbers up to `most`, each a little larger than the one before."""
+    count = 16 * max(1, most).bit_length()
+    return sorted({min(most, round(2 ** (step / 16))) for step in range(count + 1)})
+
+
 def sizes(shape: ModelShape, choice: Callable[[int], Any]) -> list[int]:
     """Of the numbers of tokens that a Buffer may be made for, one for each result of `choice`."""
-    steps = 16 * max(1, shape.max_tokens).bit_length()
-    most = {min(shape.max_tokens, round(2 ** (step / 16))) for step in range(steps + 1)}
-    return list({choice(count): count for count in sorted(most)}.values())
+    return list({choice(count): count for count in steps(shape.max_tokens)}.values())
+
+
+def forms_of_rows(shape: ModelShape) -> list[tuple[torch.dtype, int]]:
+    """(dtype, scales) of the rows that a dispatch takes."""
+    return [(shape.dtype, 0)] + [(FP8, shape.hidden // 128)] * (shape.hidden % 128 == 0)
+
+
+def chunks(shape: ModelShape, layout: SlotLayout) -> str:
+    """How rows of any call are cut into chunks."""
+    rows = [
+        RowLayout(shape.hidden * one.itemsize, num_scales=num) for one, num in forms_of_rows(shape)
+    ]
+    rows += [RowLayout(4 * shape.hidden)] * (shape.num_nodes > 1)  # sums that are rounded once
+    both = [replace(row, num_topk=num) for row, num in product(rows, (0, shape.num_topk))]
+    return str([(layout.chunk_rows(row.num_bytes), layout.span(row.num_bytes)) for row in both])
+
+
+def unlike_ranks(shape: ModelShape) -> range:
+    """Ranks whose cached dispatches differ: that of rank r gets rows r - 1, if there is one, and r
+    of an int32 [R, R], and each of them begins at a multiple of 16 bytes, or does not."""
+    return range(min(shape.num_ranks, 5))
 
 
 def call_normal(shape: ModelShape) -> None:
     """Layout, dispatch in all its forms, and combine."""
-    forms = [(shape.dtype, 0)] + [(FP8, shape.hidden // 128)] * (shape.hidden % 128 == 0)
-    rows = [RowLayout(shape.hidden * one.itemsize, shape.num_topk, num) for one, num in forms]
+    num_ranks, forms = shape.num_ranks, forms_of_rows(shape)
 
-    def chunks(count: int) -> Any:
-        layout = SlotLayout(shape.num_ranks, shape.region_bytes(count))
-        rows_bytes = [row.num_bytes for row in rows] + [RowLayout(rows[0].payload_bytes).num_bytes]
-        return [(layout.chunk_rows(one), layout.span(one)) for one in rows_bytes]
+    def choice(count: int) -> str:
+        return chunks(shape, SlotLayout(num_ranks, shape.region_bytes(count)))
 
-    for most in sizes(shape, lambda count: str(chunks(count))):
-        for max_tokens, (dtype, scales) in product((most, None), forms):
-            engine = kernel_engine(shape.num_ranks, max_tokens, shape.region_bytes(most))
+    for most in sizes(shape, choice):
+        for max_tokens, form, rank in product((most, None), forms, unlike_ranks(shape)):
+            memory = max_tokens, shape.region_bytes(most), None, shape.num_nodes, rank
+            engine = kernel_engine(num_ranks, *memory)
             for count in batches_of(min(most, 16)):
-                send_and_return(shape, engine, count, dtype, scales)
+                send_and_return(shape, engine, count, *form)
 
 
 def send_and_return(
@@ -168,34 +201,61 @@ def send_and_return(
     x, topk_idx, topk_weights = shape.tokens(count)
     layout = engine.layout(topk_idx, shape.num_experts)
     scales = torch.empty(count, num_scales) if num_scales else None
-    tokens = Tokens(x.to(dtype), topk_idx, topk_weights, scales)
-    for may_grow in (False, True):
-        engine._exchange(tokens, layout, may_grow)
+    routed = Tokens(x.to(dtype), topk_idx, topk_weights, scales)
     num_rows = shape.num_ranks * count
-    _, _, handle, _ = engine.dispatch(tokens, layout, num_rows)
-    engine.dispatch(tokens, layout, num_rows, owned=False)
-    engine.release()
-    engine.dispatch_cached(tokens.x, scales, handle)
+    for tokens in (routed, routed._replace(topk_idx=None, topk_weights=None)):
+        for may_grow in (False, True):
+            engine._exchange(tokens, layout, may_grow)
+        _, _, handle, _ = engine.dispatch(tokens, layout, num_rows)
+        engine.dispatch(tokens, layout, num_rows, owned=False)
+        engine.release()
+    engine.dispatch_cached(routed.x, scales, handle)
     y = torch.empty(num_rows, shape.hidden, dtype=x.dtype)
     weights = torch.empty(num_rows, shape.num_topk)
-    for returned, num_bias in product((None, weights), (0, 1, 2)):
-        engine.combine(y, handle, returned, [x] * num_bias)
+    for returned, num_bias, once in product((None, weights), (0, 1, 2), (False, True)):
+        engine.combine(y, handle, returned, [x] * num_bias, round_once=once)
+    if isinstance(engine, InternodeEngine):
+        engine.tokens_per_node(layout.is_token_in_rank)
 
 
 def call_expert_rows(shape: ModelShape) -> None:
     """What `moe_engine.ops` does to received rows besides: expert rows of them, and sums back."""
     for count in batches_of(shape.max_tokens):
-        x, topk_idx, _ = shape.tokens(count)
+        x, topk_idx, topk_weights = shape.tokens(count)
         for num_rows in (count * shape.num_topk, count):
-            take_rows(x, torch.zeros(num_rows, dtype=torch.int32), shape.num_topk)
-        sum_rows(x, topk_idx.int())
+            places = place(topk_idx, topk_weights, shape.num_local, 1, num_rows)
+            rows = take_rows(x, places.slots, shape.num_topk)
+            for values in (None, places.row_weights):
+                sum_rows(rows, places.dst_rows, values)
+
+
+def low_latency_engines(shape: ModelShape) -> Iterable[tuple[HookedCalls, int]]:
+    """(an engine, the most tokens of its calls), of each kind that needs kernels of its own. On one
+    node they do not depend on the memory; on several it has chunks, whose size does."""
+    most, num_topk = min(shape.max_tokens, DEFAULT_OPTIONS.decode_tokens), shape.num_topk
+    if shape.num_nodes == 1:
+        region = region_bytes(most, num_topk, shape.row_bytes)
+        return [(low_latency_engine(shape.num_ranks, region), most)]
+    found = {}
+    counts = steps(min(shape.max_tokens, MAX_LOW_LATENCY_TOKENS))
+    for count, topk in product(counts, {num_topk, HINT_TOPK_LOW_LATENCY}):
+        region = region_bytes(count, topk, shape.row_bytes)
+        ring = RingLayout(shape.num_ranks, region)
+        found[chunks(shape, LaneLayout.of_ring(ring, shape.num_nodes))] = region, min(count, most)
+    return [
+        (internode_low_latency_engine(shape.num_ranks, region, shape.num_nodes), count)
+        for region, count in found.values()
+    ]
 
 
 def call_low_latency(shape: ModelShape) -> None:
     """Low-latency dispatch and combine, whole and around a hook."""
-    most, num_topk = min(shape.max_tokens, DEFAULT_OPTIONS.decode_tokens), shape.num_topk
-    region = region_bytes(most, num_topk, shape.hidden * shape.dtype.itemsize)
-    engine = low_latency_engine(shape.num_ranks, region)
+    for engine, most in low_latency_engines(shape):
+        send_and_return_at_once(shape, engine, most)
+
+
+def send_and_return_at_once(shape: ModelShape, engine: HookedCalls, most: int) -> None:
+    """Low-latency calls of up to so many tokens of a rank."""
     received = torch.zeros(shape.num_local, dtype=torch.int32)
     waited = torch.zeros(shape.num_ranks, dtype=torch.int64)
     for count, row_format, hooked, counts in product(
@@ -208,7 +268,8 @@ def call_low_latency(shape: ModelShape) -> None:
         tokens = LowLatencyTokens(x, topk_idx, None, most, shape.num_experts, row_format)
         got, receive = engine.dispatch(tokens, *stats, hooked)
         y = torch.empty(shape.num_local, shape.num_ranks * most, shape.hidden, dtype=x.dtype)
-        rows = ExpertRows(y, topk_idx, topk_weights, got.returns, got.call, None)
+        handle = engine.new_handle(got, most, shape.hidden, shape.num_experts)
+        rows = engine.expert_rows(y, topk_idx, topk_weights, handle, None)
         *_, add_up = engine.combine(rows, shape.num_experts, stats[1], hooked)
         for hook in (receive, add_up):
             if hook is not None:
@@ -240,9 +301,7 @@ def call_layers(shape: ModelShape) -> None:
                 _, saved, _ = engine.moe_ffn_forward(inputs, save, is_captured=True)
                 *_, later, _ = engine.moe_ffn_backward(inputs.x.clone(), inputs, saved, None)
                 assert later is not None
-                for dtype, accumulate in product({shape.dtype, torch.float32}, (False, True)):
-                    outs = [torch.empty_like(one, dtype=dtype) for one in (up, down)]
-                    into = WeightGradients(outs[0], outs[1], accumulate)
+                for into in memory_for_gradients(shape):
                     engine.moe_ffn_backward(inputs.x.clone(), inputs, saved, into)
                     later(into)
 
@@ -250,12 +309,61 @@ def call_layers(shape: ModelShape) -> None:
 def call_decode_layers(shape: ModelShape) -> None:
     """Layers that run by low-latency calls, for each number of tokens."""
     weights = shape.weights()
-    most = min(shape.max_tokens, DEFAULT_OPTIONS.decode_tokens)
-    region = region_bytes(most, shape.num_topk, shape.hidden * shape.dtype.itemsize)
-    engine = low_latency_engine(shape.num_ranks, region)
+    for engine, most in low_latency_engines(shape):
+        call_decode_layer(shape, engine, most, weights)
+
+
+def call_decode_layer(
+    shape: ModelShape,
+    engine: HookedCalls,
+    most: int,
+    weights: tuple[torch.Tensor, torch.Tensor],
+) -> None:
+    """Those of up to so many tokens of a rank."""
     for max_tokens in range(1, most + 1):
         for count in {1, max_tokens // 2, max_tokens}:
             engine.moe_ffn(shape.inputs(count, *weights), max_tokens)
+
+
+def call_layers_by_verbs(shape: ModelShape) -> None:
+    """What layers of several nodes do besides dispatch and combine, forward and backward: for each
+    number of expert rows at which other tiles are chosen, the least."""
+    (up, down), num_ranks = shape.weights(), shape.num_ranks
+
+    def choice(count: int) -> Any:
+        tiles = grouped_gemm.gemm_config(up, count, shape.activation)
+        again = grouped_gemm.gemm_config(up, count)  # whose pre-activations a backward needs
+        of = partial(grouped_gemm.gemm_config, num_rows=count)
+        return (
+            *(tiles, of(down, block_m=tiles.block_m), again),
+            *(of(one, transposed=True, block_m=again.block_m) for one in (up, down)),
+        )
+
+    most = num_ranks * shape.max_tokens * min(shape.num_topk, shape.num_local)
+    for count in {choice(count): count for count in reversed(steps(most))}.values():
+        run_experts(shape, count)
+
+
+def run_experts(shape: ModelShape, count: int) -> None:
+    """What the experts of a rank of several nodes do with so many rows, each of one expert."""
+    engine = kernel_engine(shape.num_ranks, 1, shape.region_bytes(1), num_nodes=shape.num_nodes)
+    assert isinstance(engine, InternodeEngine)
+    rows = shape.inputs(count, *shape.weights())
+    rows.topk_idx[:, 1:] = -1
+    engine.expert_sums(rows, count)
+    if shape.is_quantized:
+        return
+    *_, later, _ = engine.expert_gradients(rows, count, rows.x.clone(), None)
+    assert later is not None
+    for into in memory_for_gradients(shape):
+        later(into)
+
+
+def memory_for_gradients(shape: ModelShape) -> Iterator[WeightGradients]:
+    """All that the gradients of weights may go into."""
+    for dtype, accumulate in product({shape.dtype, torch.float32}, (False, True)):
+        up, down = (torch.empty_like(one, dtype=dtype) for one in shape.weights())
+        yield WeightGradients(up, down, accumulate)
 
 
 def call_gemms(shape: ModelShape) -> None:
@@ -284,10 +392,21 @@ CALLS: dict[str, Callable[[ModelShape], None]] = {
     "decode layer": call_decode_layers,
     "grouped GEMM": call_gemms,
 }
+"""Of ranks on one node."""
+CALLS_OF_NODES: dict[str, Callable[[ModelShape], None]] = {
+    "dispatch and combine": call_normal,
+    "expert rows": call_expert_rows,
+    "low latency": call_low_latency,
+    "layer by verbs": call_layers_by_verbs,
+    "decode layer": call_decode_layers,
+    "grouped GEMM": call_gemms,
+}
+"""Of ranks on several nodes."""
 
 
 def variants(shape: ModelShape, arch: int) -> dict[str, Variant]:
-    """The variants of kernels that a model needs on sm_`arch`, by key."""
+    """The variants of kernels that a model needs on sm_`arch`, by key. BackendError for several
+    nodes where no NVSHMEM is installed that can be linked."""
     found: dict[str, Variant] = {}
 
     def collect(kernel: Any, grid: Grid, arguments: tuple[Any, ...], options: Any) -> None:
@@ -295,7 +414,7 @@ def variants(shape: ModelShape, arch: int) -> dict[str, Variant]:
         found.setdefault(one.key, one)
 
     with stand_in(divmod(arch, 10)), collecting(collect), torch.device("cpu"):
-        for call in CALLS.values():
+        for call in (CALLS if shape.num_nodes == 1 else CALLS_OF_NODES).values():
             call(shape)
     return found
 
@@ -324,7 +443,8 @@ def write(
             kernels[key] = entry(binary)
             yield needed[key], binary
     cuda = get_ptxas(arch).version
-    manifest = {"made_with": made_with(arch), "cuda": cuda, "kernels": kernels}
+    is_linked = any(linked(variant.kernel) for variant in needed.values())
+    manifest = {"made_with": made_with(arch, is_linked), "cuda": cuda, "kernels": kernels}
     (inner / MANIFEST).write_text(json.dumps(manifest, indent=1))
     (inner / "__init__.py").write_text('"""Compiled kernels of moe_engine."""\n')
     (folder / "pyproject.toml").write_text(

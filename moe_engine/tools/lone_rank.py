@@ -3,6 +3,7 @@ without a GPU too."""
 
 from __future__ import annotations
 
+import mmap
 from functools import partial
 
 import torch
@@ -17,17 +18,20 @@ from ..symm.ring import Ring, RingLayout
 from ..symm.single import SingleTensor
 from ..symm.slots import SlotLayout, Slots
 
+MAP_NORESERVE = getattr(mmap, "MAP_NORESERVE", 0x4000)
+"""Of Linux; Python has the name since 3.12."""
 RANK = 1
 """A rank that has another one before it, where there are two."""
 
 
 class LoneBlock(SingleTensor):
-    """The block of one of `num_ranks` ranks, in place of all of them. Its memory is never used, so
-    it takes none."""
+    """The block of one of `num_ranks` ranks, in place of all of them. Of its memory only what is
+    written takes any, the head and some flags: so it may be larger than this machine's."""
 
     def __init__(self, num_bytes: int, num_ranks: int):
-        super().__init__(num_bytes, torch.device("cpu"))
-        self.peer_addresses = self.peer_addresses.expand(num_ranks)
+        memory = mmap.mmap(-1, num_bytes, mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS | MAP_NORESERVE)
+        self.local = torch.frombuffer(memory, dtype=torch.uint8)
+        self.peer_addresses = torch.tensor([self.local.data_ptr()]).expand(num_ranks)
 
 
 def kernel_engine(
@@ -36,12 +40,17 @@ def kernel_engine(
     region_bytes: int,
     capacity: float | None = None,
     num_nodes: int = 1,
+    rank: int | None = None,
 ) -> KernelEngine:
-    """The engine of a rank; its regions have so many bytes. capacity: see `Slots`."""
+    """The engine of a rank, None: of the one that stands for all; its regions have so many bytes.
+    capacity: see `Slots`."""
+    rank = rank_of(num_ranks) if rank is None else rank
 
     def new_slots(layout: SlotLayout, refused: bool, epoch: int) -> Slots:
-        block, rank = lambda size, _: LoneBlock(size, num_ranks), rank_of(num_ranks)
-        return Slots(block, layout, rank, 1.0, capacity=capacity)
+        def new_block(num_bytes: int, was_captured: bool) -> LoneBlock:
+            return LoneBlock(num_bytes, num_ranks)
+
+        return Slots(new_block, layout, rank, 1.0, capacity=capacity)
 
     layout = SlotLayout(num_ranks, region_bytes, num_nodes=num_nodes)
     engine = KernelEngine if num_nodes == 1 else InternodeEngine

@@ -11,6 +11,7 @@ from typing import Annotated
 import torch
 import typer
 
+from .. import nvshmem_library
 from ..errors import BackendError, ShapeError
 from ..layer_config import LayerProblem
 from ..node_traffic import Cluster, check_experts
@@ -161,6 +162,25 @@ def check_cluster(
         check_experts(cluster, num_experts, num_topk, node_limit)
     except ShapeError as error:
         raise typer.BadParameter(str(error)) from None
+
+
+def check_nodes(ranks: int, ranks_per_node: int) -> int:
+    """How many nodes there are. Refuse nodes that are not full, and several where no NVSHMEM is
+    installed that kernels can be linked with."""
+    if ranks % ranks_per_node:
+        raise typer.BadParameter(
+            f"{ranks} ranks do not fill nodes of {ranks_per_node} ranks each",
+            param_hint="--ranks-per-node",
+        )
+    if ranks > ranks_per_node:
+        try:
+            nvshmem_library.installed()
+        except BackendError as error:
+            raise BackendError(
+                f"kernels of several nodes are linked with NVSHMEM, and {error}, or "
+                "pip install 'moe_engine[nvshmem]'"
+            ) from None
+    return ranks // ranks_per_node
 
 
 def choose_ranks(ranks: int | None, backend: Backend) -> tuple[int, str]:

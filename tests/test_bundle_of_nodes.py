@@ -1,0 +1,432 @@
+"""Bundles for ranks on several nodes: they have all kernels that such ranks launch, whichever rank
+of how many, and none that another NVSHMEM was linked into."""
+
+from __future__ import annotations
+
+import json
+import os
+import warnings
+from collections import Counter
+from dataclasses import replace
+from functools import cache, partial
+from itertools import product
+from unittest import mock
+
+import nvshmem_cases
+import pytest
+import torch
+import triton
+from hypothesis import HealthCheck, Phase, given, settings
+from hypothesis import strategies as st
+from typer.testing import CliRunner
+
+from moe_engine import BackendError, Buffer, Options, kernel_bundle, moe_ffn, ops, symm
+from moe_engine.cuda_driver import Binary
+from moe_engine.device.context import Kind
+from moe_engine.dispatch import Tokens
+from moe_engine.dispatch.internode import open_call
+from moe_engine.emulation import RankPool
+from moe_engine.engines.kernel import KernelEngine
+from moe_engine.hardware import stand_in
+from moe_engine.kernel_bundle import MANIFEST, PACKAGE, Bundle, Variant
+from moe_engine.launch import collecting, is_collecting
+from moe_engine.nvshmem_library import STATE, linked
+from moe_engine.symm.ring import region_bytes
+from moe_engine.tools import cli, compile
+from moe_engine.tools.lone_rank import internode_low_latency_engine, kernel_engine
+
+SHAPE = compile.ModelShape(16, 256, 128, 4, 4, max_tokens=512, num_nodes=2)
+THREE = replace(SHAPE, num_experts=24, num_ranks=6, num_nodes=3)
+SIZES = dict(hidden=256, num_topk=4)
+CPU_ONLY = pytest.mark.skipif(torch.cuda.is_available(), reason="stands in for a GPU")
+SOME = dict(phases=[Phase.generate], suppress_health_check=list(HealthCheck))
+
+
+@pytest.fixture(scope="module", autouse=True)
+def nvshmem(tmp_path_factory):
+    """An NVSHMEM without code is installed: what is listed depends on its version alone."""
+    with pytest.MonkeyPatch.context() as patch:
+        folder = tmp_path_factory.mktemp("nvshmem")
+        nvshmem_cases.install(folder, patch, "3.6.5")
+        yield folder
+
+
+@cache
+def needed(shape=SHAPE):
+    return compile.variants(shape, 90)
+
+
+def found_by(calls, shape=SHAPE):
+    """The variants that these calls need, which get the shape."""
+    listed = compile.CALLS if shape.num_nodes == 1 else compile.CALLS_OF_NODES
+    with mock.patch.dict(listed, {"calls": calls}, clear=True):
+        return compile.variants(shape, 90)
+
+
+def missing(found, shape=SHAPE):
+    """The names of kernels with a variant that is not listed."""
+    return {variant.name for key, variant in found.items() if key not in needed(shape)}
+
+
+# --- Calls of real Buffers ------------------------------------------------------------------------
+
+
+def launched(group, function, *args):
+    """(kernel, key) of each launch that calls of Buffers make as on GPUs, on ranks of a CPU. None
+    is made: so each rank believes that it received some rows."""
+    keys = set()
+
+    def collect(kernel, grid, arguments, options):
+        variant = Variant.of(kernel, 90, arguments, options)
+        keys.add((variant.name, variant.key))
+
+    def received(engine, counts):
+        per_expert = torch.tensor([3, 0, 5, 1])
+        return torch.cat([torch.tensor([7]), per_expert])
+
+    def new_rows(*args):
+        rows = new_rows_of_engine(*args)
+        if rows.topk_idx is not None:
+            rows.topk_idx.zero_()
+        return rows
+
+    new_rows_of_engine = KernelEngine._new_rows
+    with (
+        stand_in((9, 0)),
+        collecting(collect),
+        mock.patch.object(symm, "_check_emulation", lambda: None),
+        mock.patch.object(KernelEngine, "_received", received),
+        mock.patch.object(KernelEngine, "_new_rows", new_rows),
+    ):
+        function(group, *args)
+    return keys
+
+
+def inputs_of(count, requires_grad=False):
+    """x, topk_idx and topk_weights of a rank."""
+    x = torch.zeros(count, 256, dtype=torch.bfloat16, requires_grad=requires_grad)
+    topk_idx = (torch.arange(count)[:, None] + torch.arange(4)) % 16
+    return x, topk_idx, torch.zeros(count, 4)
+
+
+def normal_calls(group):
+    """Dispatches and combines in all their forms, by Buffers of both kinds."""
+    num_experts = 4 * group.size()
+    grows = Buffer(group, Buffer.size_hint(40, 512, group.size(), num_experts, 4))
+    fixed = Buffer.for_tokens(group, 40, num_experts=num_experts, **SIZES)
+    for buffer, count in ((fixed, 40), (grows, 7), (fixed, 1), (grows, 0)):
+        x, idx, weights = inputs_of(count)
+        rows = x.to(torch.float8_e4m3fn), torch.zeros(count, 2)
+        per_rank, per_node, per_expert, in_rank, _ = buffer.get_dispatch_layout(idx, num_experts)
+        counts = dict(num_tokens_per_rank=per_rank, num_tokens_per_rdma_rank=per_node)
+        counts |= dict(is_token_in_rank=in_rank, num_tokens_per_expert=per_expert)
+        for sent, routed, more in (
+            (x, (idx, weights), {}),
+            (rows, (idx, weights), {}),
+            (x, (idx, weights), dict(num_worst_tokens=160)),
+            (rows, (idx, weights), dict(in_place=True)),
+            (x, (None, None), {}),
+        ):
+            names = dict(zip(("topk_idx", "topk_weights"), routed, strict=True))
+            *_, handle, _ = buffer.dispatch(sent, **counts, **names, **more)
+            if "in_place" in more:
+                buffer.release()
+        for again in (x, rows):
+            buffer.dispatch(again, handle)
+        y = torch.zeros(len(handle[7]), 256, dtype=x.dtype)
+        buffer.combine(y, handle)
+        buffer.combine(y, handle, torch.zeros(len(y), 4), (x, x))
+    destroy(group, grows, fixed)
+
+
+def low_latency_calls(group):
+    """Of all formats, with and without hooks and counts."""
+    num_ranks, num_experts = group.size(), 4 * group.size()
+    hint = Buffer.get_low_latency_rdma_size_hint(40, 256, num_ranks, num_experts)
+    buffers = (
+        Buffer.for_tokens(group, 40, num_experts=num_experts, **SIZES),
+        Buffer(group, num_rdma_bytes=hint, low_latency_mode=True),
+    )
+    formats = {}, dict(use_fp8=False), dict(round_scale=True)
+    for number, (buffer, form) in enumerate((one, form) for one in buffers for form in formats):
+        x, idx, weights = inputs_of((0, 1, 7, 16, 33, 40)[number])
+        for hooked, most in ((False, 40), (True, 33)):
+            stats = torch.zeros(4, dtype=torch.int32) if hooked else None
+            waited = torch.zeros(num_ranks, dtype=torch.int64) if hooked else None
+            if len(x) > most:
+                continue
+            more = dict(cumulative_local_expert_recv_stats=stats, return_recv_hook=hooked)
+            more["dispatch_wait_recv_cost_stats"] = waited
+            *_, handle, _, hook = buffer.low_latency_dispatch(
+                x, idx, most, num_experts, **form, **more
+            )
+            y = torch.zeros(4, num_ranks * most, 256, dtype=x.dtype)
+            more = dict(combine_wait_recv_cost_stats=waited, return_recv_hook=hooked)
+            *_, add_up = buffer.low_latency_combine(y, idx, weights, handle, **more)
+            if hooked:
+                hook()
+                add_up()
+    destroy(group, *buffers)
+
+
+def layers(group):
+    """`moe_ffn` forward and backward, and expert rows."""
+    num_experts, options = 4 * group.size(), Options(decode_tokens=0)
+    buffer = Buffer.for_tokens(group, 40, num_experts=num_experts, **SIZES, options=options)
+    for count in (1, 40):
+        x, idx, weights = inputs_of(count)
+        up = torch.zeros(4, 256, 256, dtype=x.dtype)
+        down = torch.zeros(4, 256, 128, dtype=x.dtype)
+        moe_ffn(x, idx, weights, up, down, buffer)
+        x, idx, weights = inputs_of(count, requires_grad=True)
+        for save in ("none", "all"):
+            leaves = x, up.requires_grad_(), down.requires_grad_()
+            y = moe_ffn(x, idx, weights, up, down, buffer, save=save)
+            torch.autograd.grad(y, leaves, torch.zeros_like(y))
+        for max_rows in (None, 640):
+            got = ops.dispatch(x, idx, weights, num_experts, buffer, max_rows=max_rows)
+            y = ops.combine(got.rows, got.plan, buffer)
+            torch.autograd.grad(y, x, torch.zeros_like(y))
+    destroy(group, buffer)
+
+
+def destroy(group, *buffers):
+    """Give their memory back, once all ranks have ended their calls."""
+    for buffer in () if is_collecting() else buffers:
+        buffer.check()
+    torch.distributed.barrier(group)
+    for buffer in buffers:
+        buffer.destroy()
+
+
+@pytest.fixture(scope="module")
+def ranks(nvshmem):
+    """Ranks of nodes of two, whose kernels are not interpreted."""
+    env = {"TRITON_INTERPRET": "0", "NVSHMEM_HOME": str(nvshmem)}
+    with RankPool(6, nodes=3, timeout_s=240, env=env) as pool:
+        yield pool
+
+
+@CPU_ONLY
+@pytest.mark.parametrize("shape", [SHAPE, THREE], ids=["2x2", "3x2"])
+@pytest.mark.parametrize("calls", [normal_calls, low_latency_calls, layers])
+def test_ranks_of_nodes_find_their_kernels(ranks, calls, shape):
+    """All ranks: the calls of some differ."""
+    for keys in ranks.run(launched, calls, num_ranks=shape.num_ranks):
+        names = {name for name, key in keys}
+        assert any("internode" in name for name in names)
+        assert not {name for name, key in keys if key not in needed(shape)}
+
+
+# --- Any sizes ------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(("num_ranks", "num_nodes"), [(2, 1), (3, 1), (6, 1), (3, 3), (6, 2)])
+@settings(**SOME, max_examples=1)
+@given(most=st.integers(1, SHAPE.max_tokens), data=st.data())
+def test_buffers_of_any_size_find_their_kernels(most, num_ranks, num_nodes, data):
+    """On all ranks: rank 0 has none before it, and parts of handles begin at multiples of 16 bytes
+    on some of them."""
+    shape = replace(SHAPE, num_experts=12, num_ranks=num_ranks, num_nodes=num_nodes)
+    count = data.draw(st.integers(1, most))
+
+    def calls(shape):
+        ranks, sizes = range(num_ranks), (most, None)
+        for rank, max_tokens, form in product(ranks, sizes, compile.forms_of_rows(shape)):
+            memory = max_tokens, shape.region_bytes(most), None, num_nodes, rank
+            engine = kernel_engine(num_ranks, *memory)
+            compile.send_and_return(shape, engine, count, *form)
+
+    found, listed = found_by(calls, shape), found_by(compile.call_normal, shape)
+    assert not {variant.name for key, variant in found.items() if key not in listed}
+
+
+@settings(**SOME, max_examples=3)
+@given(most=st.integers(1, SHAPE.max_tokens), more=st.integers(0, 64), data=st.data())
+def test_low_latency_calls_of_any_size_find_their_kernels(most, more, data):
+    """Of memory for `more` tokens than they have."""
+    region = region_bytes(min(most + more, SHAPE.max_tokens), SHAPE.num_topk, SHAPE.row_bytes)
+    count = data.draw(st.integers(0, most))
+
+    def calls(shape):
+        engine = internode_low_latency_engine(shape.num_ranks, region, shape.num_nodes)
+        with mock.patch.object(compile, "batches_of", lambda most: [count]):
+            compile.send_and_return_at_once(shape, engine, most)
+
+    found = found_by(calls)
+    assert not missing(found)
+    kernels = [one.name.rpartition(".")[2] for one in found.values()]
+    assert kernels.count("open_internode_kernel") == 2  # with statistics, and without
+
+
+@settings(**SOME, max_examples=3)
+@given(
+    num_rows=st.integers(1, 4 * 4 * SHAPE.max_tokens),
+    has_bias=st.booleans(),
+    is_quantized=st.booleans(),
+)
+def test_experts_of_any_number_of_rows_find_their_kernels(num_rows, has_bias, is_quantized):
+    shape = replace(SHAPE, has_bias=has_bias, is_quantized=is_quantized)
+    calls = partial(compile.run_experts, count=num_rows)
+    assert not missing(found_by(calls, shape), shape)
+
+
+def test_sums_may_be_rounded_once():
+    sums = [one for one in needed().values() if one.name.endswith("internode_sum_kernel")]
+    assert {str(one.values["SENT"].DTYPE) for one in sums} == {"constexpr[bf16]", "constexpr[fp32]"}
+
+
+def test_the_number_of_linked_variants_is_bounded():
+    """By number: each takes seconds to compile, so raise it only on purpose."""
+    counts = Counter(one.name for one in needed().values() if linked(one.kernel))
+    assert sum(counts.values()) <= 50, counts
+    assert sum(one.name not in counts for one in needed().values()) <= 110
+
+
+# --- The version of NVSHMEM -----------------------------------------------------------------------
+
+
+def headers(shape):
+    """What opens a cached dispatch: one linked kernel, and one that is not."""
+    engine = kernel_engine(shape.num_ranks, 8, shape.region_bytes(8), None, shape.num_nodes)
+    layout = engine.layout(shape.tokens(8)[1], shape.num_experts)
+    engine.tokens_per_node(layout.is_token_in_rank)
+    shape_of_rows = Tokens(*shape.tokens(8)).shape
+    signature = torch.zeros(16, dtype=torch.int32)
+    open_call(Kind.CACHED_DISPATCH, signature, shape_of_rows, engine.slots)
+
+
+def write(folder, calls):
+    """A bundle of what these calls need, without code."""
+    made = Binary("kernel", b"code", 4, 0, False, (), ())
+    with mock.patch.object(compile, "compile_variant", lambda variant: made):
+        return list(compile.write(folder, found_by(calls), 90, jobs=1))
+
+
+def read(folder):
+    with mock.patch.object(kernel_bundle, "_driver_version", lambda: 13000):
+        return Bundle.read(folder / PACKAGE, 90)
+
+
+def test_a_bundle_of_another_nvshmem_is_refused(tmp_path, monkeypatch):
+    """And none without linked kernels, whatever is installed."""
+    written = write(tmp_path / "linked", headers)
+    assert [bool(linked(one.kernel)) for one, _ in written].count(True) == 1
+    write(tmp_path / "plain", compile.call_expert_rows)
+    manifest = json.loads((tmp_path / "linked" / PACKAGE / MANIFEST).read_text())
+    assert manifest["made_with"]["nvshmem"] == "3.6.5"
+    assert "nvshmem" not in (tmp_path / "plain" / PACKAGE / MANIFEST).read_text()
+    read(tmp_path / "linked")
+    nvshmem_cases.install(tmp_path / "older", monkeypatch, "3.4.5")
+    read(tmp_path / "plain")
+    with pytest.raises(ValueError, match=r"made with nvshmem 3\.6\.5; this is 3\.4\.5"):
+        read(tmp_path / "linked")
+    monkeypatch.setenv("NVSHMEM_HOME", str(tmp_path / "nowhere"))
+    read(tmp_path / "plain")
+    with pytest.raises(ValueError, match=r"made with nvshmem 3\.6\.5; this is None"):
+        read(tmp_path / "linked")
+
+
+def test_a_linked_kernel_is_found_by_its_launch(tmp_path):
+    written = write(tmp_path, headers)
+    bundle, loaded = read(tmp_path), []
+    with (
+        mock.patch.object(kernel_bundle, "Function", loaded.append),
+        mock.patch.object(torch.cuda, "current_device", lambda: 0),
+    ):
+        for variant, _ in written:
+            bundle.find(variant.kernel, list(variant.values.values()), variant.options)
+    assert len(loaded) == len(written)
+
+
+@pytest.mark.skipif(nvshmem_cases.MISSING is not None, reason=str(nvshmem_cases.MISSING))
+def test_linked_kernels_are_compiled(monkeypatch):
+    """By the NVSHMEM that is really installed: so that what loads them initialises it."""
+    monkeypatch.delenv("NVSHMEM_HOME")
+    for variant in found_by(headers).values():
+        is_linked = STATE in compile.compile_variant(variant).cubin
+        assert is_linked == bool(linked(variant.kernel))
+
+
+# --- The command ----------------------------------------------------------------------------------
+
+MODEL = "--ranks 4 --experts 16 --topk 4 --hidden 256 --intermediate 128"
+
+
+def call(command):
+    result = CliRunner().invoke(cli.app, ["compile", *command.split()], env={"COLUMNS": "200"})
+    return result.exit_code, " ".join(result.output.replace("│", " ").split())
+
+
+def test_the_command(tmp_path):
+    shapes = []
+
+    def run(shape, arch, out, jobs, console):
+        shapes.append(shape)
+        return []
+
+    with mock.patch.object(compile, "run", run):
+        for more in ("--ranks-per-node 2", "--ranks-per-node 4", ""):
+            code, output = call(f"{MODEL} {more} --out {tmp_path} --max-tokens 512")
+            assert code == 0, output
+    assert shapes == [SHAPE, replace(SHAPE, num_nodes=1), replace(SHAPE, num_nodes=1)]
+
+
+def test_nodes_that_are_not_full_are_refused():
+    code, output = call(f"{MODEL} --ranks-per-node 3")
+    assert code == 2
+    assert "4 ranks do not fill nodes of 3 ranks each" in output
+    assert "--ranks-per-node" in output
+
+
+def test_nodes_need_nvshmem(tmp_path, monkeypatch):
+    """One node does not."""
+    monkeypatch.setenv("NVSHMEM_HOME", str(tmp_path))
+    code, output = call(f"{MODEL} --ranks-per-node 2 --out {tmp_path / 'kernels'}")
+    assert code == 1
+    assert "BackendError: kernels of several nodes are linked with NVSHMEM" in output
+    assert "pip install 'moe_engine[nvshmem]'" in output
+    assert not (tmp_path / "kernels").exists()
+    with pytest.raises(BackendError, match="NVSHMEM is not installed"):
+        compile.variants(SHAPE, 90)
+    assert compile.variants(replace(SHAPE, num_nodes=1, max_tokens=16), 90)
+
+
+# --- On a GPU -------------------------------------------------------------------------------------
+
+
+def call_without_a_compiler(group):
+    """All kinds of calls on ranks of a GPU."""
+
+    def refuse(*args, **kwargs):
+        raise AssertionError("a compiler was started")
+
+    with (
+        mock.patch.object(triton, "compile", refuse),
+        mock.patch.object(triton.compiler.compiler, "compile", refuse),
+        warnings.catch_warnings(),
+        torch.device("cuda"),
+    ):
+        warnings.simplefilter("error", RuntimeWarning)
+        for calls in (normal_calls, low_latency_calls, layers):
+            calls(group)
+
+
+@pytest.mark.gpu
+@pytest.mark.timeout(600)
+@pytest.mark.skipif(nvshmem_cases.MISSING is not None, reason=str(nvshmem_cases.MISSING))
+def test_no_compiler_is_started_on_two_nodes(tmp_path, monkeypatch):
+    """On ranks that share a GPU, too."""
+    monkeypatch.delenv("NVSHMEM_HOME")
+    major, minor = torch.cuda.get_device_capability()
+    arch = 10 * major + minor
+    needed_here = compile.variants(replace(SHAPE, max_tokens=64), arch)
+    list(compile.write(tmp_path, needed_here, arch, os.cpu_count() or 1))
+    env = {
+        "MOE_ENGINE_KERNELS": str(tmp_path),
+        "TRITON_CACHE_DIR": str(tmp_path / "empty"),
+        "PATH": "/nowhere",
+        "CC": "/nowhere/cc",
+    }
+    with RankPool(4, "cuda", nodes=2, timeout_s=240, env=env) as pool:
+        pool.run(call_without_a_compiler)
