@@ -169,6 +169,19 @@ def low_latency_calls(group):
     destroy(group, *buffers)
 
 
+def decode_layers(group):
+    """`moe_ffn` of few tokens."""
+    buffer = Buffer.for_tokens(group, 40, num_experts=4 * group.size(), **SIZES)
+    for count in (0, 1, 7, 16, 33, 40):
+        x, idx, weights = inputs_of(count)
+        up = torch.zeros(4, 256, 256, dtype=x.dtype)
+        down = torch.zeros(4, 256, 128, dtype=x.dtype)
+        moe_ffn(x, idx, weights, up, down, buffer)
+        moe_ffn(x, idx, weights, up, down, buffer, max_tokens=max(1, count))
+    assert buffer._low_latency._calls or is_collecting()
+    destroy(group, buffer)
+
+
 def layers(group):
     """`moe_ffn` forward and backward, and expert rows."""
     num_experts, options = 4 * group.size(), Options(decode_tokens=0)
@@ -209,7 +222,7 @@ def ranks(nvshmem):
 
 @CPU_ONLY
 @pytest.mark.parametrize("shape", [SHAPE, THREE], ids=["2x2", "3x2"])
-@pytest.mark.parametrize("calls", [normal_calls, low_latency_calls, layers])
+@pytest.mark.parametrize("calls", [normal_calls, low_latency_calls, layers, decode_layers])
 def test_ranks_of_nodes_find_their_kernels(ranks, calls, shape):
     """All ranks: the calls of some differ."""
     for keys in ranks.run(launched, calls, num_ranks=shape.num_ranks):

@@ -17,7 +17,7 @@ def tell_far_ranks_kernel(
     NOTICE_BYTES: tl.constexpr,
     TOLD_BYTE: tl.constexpr,  # offset of the byte of BROKEN that peers set
 ):
-    """Send this rank's notice to each rank of another node, straight to it, and behind it the byte
+    """Send this rank's notice to each rank of another node, straight to it, and after it the byte
     by which that rank learns that a notice has come. One program.
 
     What is sent lies at the same places of this rank's own block, where launches or copies before

@@ -218,6 +218,12 @@ def send_and_return(
         engine.tokens_per_node(layout.is_token_in_rank)
 
 
+def call_notices(shape: ModelShape) -> None:
+    """What a rank tells those of other nodes when a call breaks off."""
+    memory = shape.region_bytes(1), None, shape.num_nodes, 0
+    kernel_engine(shape.num_ranks, 1, *memory).context.notices.load()
+
+
 def call_expert_rows(shape: ModelShape) -> None:
     """What `moe_engine.ops` does to received rows besides: expert rows of them, and sums back."""
     for count in batches_of(shape.max_tokens):
@@ -398,6 +404,7 @@ CALLS_OF_NODES: dict[str, Callable[[ModelShape], None]] = {
     "expert rows": call_expert_rows,
     "low latency": call_low_latency,
     "layer by verbs": call_layers_by_verbs,
+    "notices": call_notices,
     "decode layer": call_decode_layers,
     "grouped GEMM": call_gemms,
 }

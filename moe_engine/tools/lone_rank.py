@@ -25,13 +25,15 @@ RANK = 1
 
 
 class LoneBlock(SingleTensor):
-    """The block of one of `num_ranks` ranks, in place of all of them. Of its memory only what is
-    written takes any, the head and some flags: so it may be larger than this machine's."""
+    """The block of one of `num_ranks` ranks, in place of all of the first node; those of others are
+    not mapped. Of its memory only what is written takes any, the head and some flags: so it may be
+    larger than this machine's."""
 
-    def __init__(self, num_bytes: int, num_ranks: int):
+    def __init__(self, num_bytes: int, num_ranks: int, num_nodes: int = 1):
         memory = mmap.mmap(-1, num_bytes, mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS | MAP_NORESERVE)
         self.local = torch.frombuffer(memory, dtype=torch.uint8)
-        self.peer_addresses = torch.tensor([self.local.data_ptr()]).expand(num_ranks)
+        self.peer_addresses = torch.full((num_ranks,), self.local.data_ptr())
+        self.peer_addresses[num_ranks // num_nodes :] = 0
 
 
 def kernel_engine(
@@ -48,7 +50,7 @@ def kernel_engine(
 
     def new_slots(layout: SlotLayout, refused: bool, epoch: int) -> Slots:
         def new_block(num_bytes: int, was_captured: bool) -> LoneBlock:
-            return LoneBlock(num_bytes, num_ranks)
+            return LoneBlock(num_bytes, num_ranks, num_nodes)
 
         return Slots(new_block, layout, rank, 1.0, capacity=capacity)
 
