@@ -52,11 +52,18 @@ def return_and_sum(
     add them up. A whole call; sums.send_head is the `Routes.node_head` of the dispatch, node_rows
     and rank_head are those of its `Routes`. round_once: sums go over the network in fp32, twice
     the bytes of bf16."""
+    open_combine(returned, dispatched, slots, kind)
+    return_to_rails(returned, sums.rank_prefix_matrix, BARE_HEADER, num_comm_sms, slots)
+    node_sums(returned, sums, node_rows, rank_head, round_once, BARE_HEADER, slots)
+
+
+def open_combine(
+    returned: ReturnedRows, dispatched: torch.Tensor, slots: Slots, kind: Kind = Kind.COMBINE
+) -> None:
+    """Begin the call that returns such rows; see `return_and_sum`."""
     row = returned.row
     shape = RowShape(row.payload_bytes, row.num_topk, returned.x.itemsize, 0)
     open_call(kind, dispatched, shape, slots)
-    return_to_rails(returned, sums.rank_prefix_matrix, BARE_HEADER, num_comm_sms, slots)
-    node_sums(returned, sums, node_rows, rank_head, round_once, BARE_HEADER, slots)
 
 
 def return_to_rails(

@@ -15,6 +15,7 @@ from .fused import (
     quantize,
 )
 from .launch import (
+    NUM_CONCURRENT,
     Counts,
     DispatchLayout,
     Partition,
@@ -33,6 +34,7 @@ from .send_kernels import SendPlan
 from .stages import staged_schedule
 
 __all__ = [
+    "NUM_CONCURRENT",
     "Counts",
     "DispatchLayout",
     "Dispatched",

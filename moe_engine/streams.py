@@ -8,8 +8,8 @@ stream that was.
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Iterable, Sequence
-from contextlib import AbstractContextManager
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager
 from types import TracebackType
 from typing import Any, Self
 
@@ -260,6 +260,31 @@ class CallStreams:
             self._end = self._end or torch.cuda.Event()
             self._end.record(stream)
         self._last = stream, is_captured
+
+
+class SideStream:
+    """A second stream, for what runs concurrently with the current one. A CPU has none: there all
+    runs in the order in which it is launched."""
+
+    def __init__(self, device: torch.device):
+        self._device = device
+        self._stream = torch.cuda.Stream(device) if device.type == "cuda" else None
+
+    @contextmanager
+    def after_current(self) -> Iterator[None]:
+        """What the block launches runs on it, after what the current stream holds by now. Tensors
+        that the current stream uses must not be allocated in the block."""
+        if self._stream is None:
+            yield
+            return
+        self._stream.wait_stream(torch.cuda.current_stream(self._device))
+        with torch.cuda.stream(self._stream):
+            yield
+
+    def join(self) -> None:
+        """The current stream goes on after what this one holds."""
+        if self._stream is not None:
+            torch.cuda.current_stream(self._device).wait_stream(self._stream)
 
 
 class ConcurrentReads:

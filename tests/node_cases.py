@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import dataclass
 from typing import Any
+from unittest import mock
 
 from moe_engine.emulation import PerRank, RankPool
+from moe_engine.engines import internode_layer
 from moe_engine.symm import environment
 
 SHAPES = {
@@ -36,3 +39,29 @@ class NodePool:
 def _on_nodes(group: Any, node_size: str, function: Callable[..., Any], *args: Any) -> Any:
     with environment({"MOE_ENGINE_NODE_SIZE": node_size}):
         return function(group, *args)
+
+
+@dataclass(frozen=True)
+class InParts:
+    """A pool of ranks whose layers have two parts, whatever is predicted: all, some, or none."""
+
+    pool: Any
+    which: str = "all"
+
+    @property
+    def num_ranks(self) -> int:
+        return self.pool.num_ranks
+
+    def run(self, call: Callable[..., Any], *args: Any, **more: Any) -> list[Any]:
+        return self.pool.run(run_in_parts, call, self.which, *args, **more)
+
+
+def run_in_parts(group: Any, call: Callable[..., Any], which: str, *args: Any) -> Any:
+    has_two = {"all": True, "some": group.rank() % 3 != 1, "none": False}[which]
+    with (
+        mock.patch.object(internode_layer, "is_faster", lambda *_: has_two),
+        mock.patch.object(internode_layer, "forward", wraps=internode_layer.forward) as forward,
+    ):
+        result = call(group, *args)
+    assert forward.called == has_two
+    return result

@@ -19,6 +19,7 @@ import torch
 from dispatch_cases import check_round_trip, make_buffer, make_inputs, run_round_trips
 from elastic_cases import EXPERTS, HIDDEN, TOPK
 from layer_cases import check_layer
+from node_cases import InParts
 from test_decode_layer import check_replays
 from training_cases import (
     check_gradients,
@@ -127,6 +128,16 @@ def test_decode_layers(pool):
 @pytest.mark.parametrize("decode_tokens", [128, 0])
 def test_layers_in_graphs(pool, decode_tokens):
     check_replays(pool, decode_tokens=decode_tokens)
+
+
+@pytest.mark.parametrize("which", ["all", "some"])
+def test_layers_in_two_parts(pool, which):
+    sizes = [MAX_TOKENS, 0, 37, 128], 256, 128, 4, NUM_TOPK
+    check_layer(InParts(pool, which), 4, *sizes, "holes", "bf16")
+
+
+def test_layers_in_two_parts_in_graphs(pool):
+    check_replays(InParts(pool), decode_tokens=0)
 
 
 def test_a_training_step_in_a_graph(pool):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import partial
 from typing import Any
 
 import cases
@@ -14,11 +15,21 @@ import test_weight_gradients as of_weights
 import torch
 import torch.distributed as dist
 from layer_cases import check_layer
-from training_cases import check_training, end, make_case, new_buffer, on_device
+from node_cases import InParts
+from training_cases import (
+    check_training,
+    end,
+    gradients,
+    make_case,
+    new_buffer,
+    on_device,
+    poison_all,
+)
 
 from moe_engine import BackendError, Buffer, MoEFeedForward, moe_ffn
 from moe_engine.emulation import PerRank
-from moe_engine.engines import layer_by_verbs
+from moe_engine.engines import internode_layer, layer_by_verbs
+from moe_engine.engines.base import LayerInputs
 from moe_engine.tools.models import Kind
 
 STAGED: dict[str, Any] = {"options": {"decode_tokens": 0}}
@@ -78,6 +89,94 @@ def test_biases_and_other_activations(nodes, activation, has_gate, biases):
 def test_weights_in_e4m3(nodes):
     parts = quantized.make([4, 7, 0, 5], has_bias=True)
     quantized.check(nodes("2x2"), parts, with_biases.GPT_OSS)
+
+
+# --- In two parts, where the network is to be hidden ---------------------------------------------
+
+
+def result_and_gradients(group: dist.ProcessGroup, max_tokens: int, *parts: Any) -> Any:
+    """By twice the same calls, on poisoned memory: the result of inference, that of training, and
+    the gradients."""
+    x, idx, weights, up, down, dy = on_device(parts)
+    sizes = group.size() * len(up), idx.shape[1], max_tokens
+    buffer = new_buffer(group, x, *sizes, decode_tokens=0)
+    found = []
+    with cases.filled_memory():
+        for _ in range(2):
+            plain = moe_ffn(x, idx, weights, up, down, buffer)
+            layer = partial(moe_ffn, buffer=buffer, save="pre")
+            found.append([plain, *gradients(layer, x, idx, weights, up, down, dy)])
+            poison_all(buffer)
+    end(buffer)
+    assert all(torch.equal(*pair) for pair in zip(*found, strict=True))
+    return found[0]
+
+
+PARTS: dict[str, tuple[list[int], dict[str, Any]]] = {
+    "uniform": ([9, 4, 7, 5], {}),
+    "duplicates": ([9, 4, 0, 5], dict(kind="duplicates", dtype="bf16")),
+    "one expert": ([3, 2, 6, 1], dict(kind="one_hot")),
+    "ranks without rows": ([6, 3, 2, 4], dict(kind="empty_rank")),
+    "nothing": ([3, 2, 1, 1], dict(kind="nothing")),
+    "no tokens": ([0, 0, 0, 0], {}),
+    "holes": ([12, 0, 5, 9], dict(kind="holes", hidden=40, num_topk=5)),
+}
+
+
+@pytest.mark.parametrize("which", ["all", "some"])
+@pytest.mark.parametrize("name", PARTS)
+def test_two_parts(nodes, name, which):
+    """As one part, on ranks that have two and that do not; rows lie in other places of tiles."""
+    num_tokens, more = PARTS[name]
+    parts = per_rank(make_case(len(num_tokens), num_tokens, **more))
+    found, expected = (
+        InParts(nodes("2x2"), how).run(result_and_gradients, 12, *parts) for how in (which, "none")
+    )
+    for one, other in zip(found, expected, strict=True):
+        for pair in zip(one[:2], other[:2], strict=True):
+            torch.testing.assert_close(*pair)
+        assert all(torch.equal(*pair) for pair in zip(one[2:], other[2:], strict=True))
+
+
+@pytest.mark.parametrize("shape", ["3x2", "4x1"])
+def test_two_parts_on_more_nodes(nodes, shape):
+    on = InParts(nodes(shape))
+    sizes = [5, 0, 4, 3, 1, 6][: on.num_ranks], 32, 24, 3, 3
+    check_layer(on, on.num_ranks, *sizes, "skewed", "bf16", num_calls=3)
+
+
+def test_two_parts_with_biases(nodes):
+    parts = with_biases.make([6, 4, 0, 3], with_biases.BOTH, True, kind="duplicates")
+    with_biases.check(InParts(nodes("2x2")), parts, with_biases.GPT_OSS, ("none",), **STAGED)
+
+
+def test_two_parts_with_weights_in_e4m3(nodes):
+    parts = quantized.make([4, 7, 0, 5], has_bias=True)
+    quantized.check(InParts(nodes("2x2")), parts, with_biases.GPT_OSS)
+
+
+def test_two_parts_without_a_wait_for_counts(nodes):
+    """As in a graph, see below."""
+    parts = per_rank(make_case(4, [6, 3, 0, 12], num_local=2, num_topk=3, kind="holes"))
+    for same in InParts(nodes("2x2")).run(run_as_in_a_graph, *parts):
+        assert same == [True] * 6
+
+
+def test_what_is_predicted():
+    """Two parts for many tokens on few nodes; one where little crosses the network, or where the
+    weights take longer to be read again."""
+    new = partial(torch.empty, device="meta", dtype=torch.bfloat16)
+
+    def predicted(num_tokens: int, num_local: int, num_nodes: int) -> bool:
+        ids = new(num_tokens, 8, dtype=torch.int64)
+        x, up, down = new(num_tokens, 7168), new(num_local, 4096, 7168), new(num_local, 7168, 2048)
+        inputs = LayerInputs(x, ids, ids.float(), up, down)
+        return internode_layer.is_faster(inputs, 8 * num_nodes, num_nodes)
+
+    assert predicted(4096, 16, 2)
+    assert not predicted(64, 16, 2)
+    assert not predicted(512, 64, 2)
+    assert not predicted(0, 16, 2)
 
 
 # --- Of few tokens, by low-latency calls ---------------------------------------------------------
@@ -213,7 +312,8 @@ def run_as_in_a_graph(group: dist.ProcessGroup, *parts: Any) -> list[bool]:
 
     expected = run()
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(layer_by_verbs, "is_captured", lambda x: True)
+        for module in layer_by_verbs, internode_layer:
+            patch.setattr(module, "is_captured", lambda x: True)
         found = run()
     end(buffer)
     return [torch.equal(*pair) for pair in zip(found, expected, strict=True)]

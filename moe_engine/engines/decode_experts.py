@@ -1,5 +1,4 @@
-"""The experts of a layer of few tokens, whose number the host does not know: two products that are
-bound by the weights' bytes."""
+"""The two products of a layer's experts, on rows whose number the host does not know."""
 
 from __future__ import annotations
 
@@ -8,10 +7,12 @@ from typing import NamedTuple
 import torch
 
 from ..grouped_gemm import gemm_config, tile_schedule
+from ..grouped_gemm.config import GemmConfig
 from ..grouped_gemm.launch import multiply
 from ..grouped_gemm.operands import Epilogue, Rows
 from ..grouped_gemm.quantization import QuantizedRows, quantize_launch
 from ..grouped_gemm.quantization_kernels import quantize_rows_kernel
+from ..grouped_gemm.schedule import TileSchedule
 from ..launch import launch
 from .base import LayerInputs
 
@@ -32,28 +33,34 @@ class ExpertMemory(NamedTuple):
         return cls(act, cast, x.new_empty(num_rows, x.shape[1]))
 
 
-def multiply_experts(
-    rows: Rows,
+def expert_tiles(inputs: LayerInputs, num_rows: int) -> tuple[GemmConfig, GemmConfig]:
+    """Of both products, for about so many rows."""
+    up = gemm_config(inputs.w_gate_up, num_rows, inputs.activation)
+    return up, gemm_config(inputs.w_down, num_rows, block_m=up.block_m)
+
+
+def multiply_up(
+    rows: Rows, inputs: LayerInputs, offsets: torch.Tensor, tiles: GemmConfig, memory: ExpertMemory
+) -> TileSchedule:
+    """The first product and its activation, of rows [M, H], in e4m3 if the weights are, those of
+    each expert from its offset, int32 [L + 1], on."""
+    most = len(memory.act)
+    schedule = tile_schedule(offsets, most, tiles.block_m)
+    multiply(rows, inputs.up, Epilogue(inputs.activation), schedule, most, memory.act, tiles)
+    return schedule
+
+
+def multiply_down(
     inputs: LayerInputs,
-    offsets: torch.Tensor,
-    max_tokens: int,
+    schedule: TileSchedule,
+    tiles: GemmConfig,
     memory: ExpertMemory,
     row_weight: torch.Tensor | None = None,
 ) -> torch.Tensor:
-    """y [M, H]: what the experts of a layer give for rows [M, H], in e4m3 if the weights are, those
-    of each from its offset, int32 [L + 1], on; times row_weight float32 [M]. max_tokens: the most
-    of a rank, by which tiles are chosen, as balanced routing brings as many rows as a rank sends
-    out."""
+    """y [M, H]: the second product, times row_weight float32 [M]."""
     act, cast, y = memory
-    num_rows, most = max_tokens * inputs.topk_idx.shape[1], len(y)
-    up = gemm_config(inputs.w_gate_up, num_rows, inputs.activation)
-    down = gemm_config(inputs.w_down, num_rows, block_m=up.block_m)
-    schedule = tile_schedule(offsets, most, up.block_m)
-    multiply(rows, inputs.up, Epilogue(inputs.activation), schedule, most, act, up)
-    rows = Rows(act)
-    if cast is not None:
-        rows = cast_rows(act, cast, offsets[-1:])
-    return multiply(rows, inputs.down, Epilogue("none", row_weight), schedule, most, y, down)
+    rows = Rows(act) if cast is None else cast_rows(act, cast, schedule.offsets[-1:])
+    return multiply(rows, inputs.down, Epilogue("none", row_weight), schedule, len(y), y, tiles)
 
 
 def cast_rows(x: torch.Tensor, out: QuantizedRows, num_rows: torch.Tensor) -> Rows:

@@ -6,6 +6,7 @@ What sends and what sums goes through the rail peers, see `dispatch/internode_ke
 
 from __future__ import annotations
 
+import functools
 from typing import Any, ClassVar, NamedTuple
 
 import torch
@@ -24,8 +25,11 @@ from ..dispatch import (
 )
 from ..dispatch import internode as dispatch_internode
 from ..dispatch.internode import Routes
+from ..prepared import Described
+from ..streams import SideStream
 from ..symm.slots import BARE_HEADER, header_bytes
-from .base import Gradients, LayerInputs, PartsOfHandle, WeightGradients
+from . import internode_layer
+from .base import Gradients, LayerInputs, PartsOfHandle, Saved, WeightGradients
 from .expert_sums import gradients_of_experts, sums_of_experts
 from .kernel import KernelEngine
 from .layer_by_verbs import LayerByVerbs
@@ -64,8 +68,32 @@ class InternodeEngine(KernelEngine, LayerByVerbs):
 
     handle_type: ClassVar[Any] = InternodeHandle
     moe_ffn = LayerByVerbs.moe_ffn
-    moe_ffn_forward = LayerByVerbs.moe_ffn_forward
     moe_ffn_backward = LayerByVerbs.moe_ffn_backward
+
+    @functools.cached_property
+    def side_stream(self) -> SideStream:
+        """See `internode_layer.py`."""
+        return SideStream(self.context.fields.device)
+
+    def moe_ffn_forward(
+        self,
+        inputs: LayerInputs,
+        save: str,
+        is_captured: bool,
+        described: Described | None = None,
+    ) -> tuple[torch.Tensor, Saved, torch.Tensor]:
+        """See `base.Engine`; in two parts where that is predicted to be faster. Rows that are saved
+        are those of one part."""
+        if save in ("rows", "all") or not self.has_two_parts(inputs):
+            return LayerByVerbs.moe_ffn_forward(self, inputs, save, is_captured, described)
+        with torch.no_grad():
+            return internode_layer.forward(self, inputs, save)
+
+    def has_two_parts(self, inputs: LayerInputs) -> bool:
+        """See `internode_layer.is_faster`. Memory that grows is not for parts."""
+        num_nodes = self.slots.layout.num_nodes
+        is_fixed = self._max_tokens is not None
+        return is_fixed and internode_layer.is_faster(inputs, self.num_ranks, num_nodes)
 
     @property
     def num_ranks(self) -> int:  # type: ignore[override]
@@ -126,29 +154,24 @@ class InternodeEngine(KernelEngine, LayerByVerbs):
         owned: bool,
     ) -> None:
         """Send metadata and rows, over the network and to this node, and forward."""
+        self._send_rows(tokens, layout, counts, routes)
         header = header_bytes(layout.num_experts, self.slots.num_ranks)
-        of, num_sent = Routes(*routes), (layout.num_tokens_per_rank, None)
-        prefix = counts.rank_prefix_matrix
-        self._send_all(
-            tokens, of.node_rows, of.sent_token_idx, num_sent, of.row_idx, prefix, header
-        )
+        of = Routes(*routes).row_idx, counts.rank_prefix_matrix, header
+        dispatch_internode.forward(tokens.row, *of, programs_on_all_sms(), self.slots)
 
-    def _send_all(
+    def _send_rows(
         self,
         tokens: Tokens,
-        node_rows: torch.Tensor,
-        sent_token_idx: torch.Tensor,
-        num_sent: tuple[torch.Tensor, torch.Tensor | None],
-        row_idx: torch.Tensor,
-        prefix: torch.Tensor,
-        header: int,
+        layout: DispatchLayout,
+        counts: Counts,
+        routes: tuple[torch.Tensor, ...],
     ) -> None:
-        """Send what this rank has, then forward what arrives; see `dispatch_internode.send`."""
-        slots, on_all_sms = self.slots, programs_on_all_sms()
-        partition = self._partition(on_all_sms, True)
-        sent = node_rows, sent_token_idx, num_sent, header, partition
-        dispatch_internode.send(tokens, *sent, slots)
-        dispatch_internode.forward(tokens.row, row_idx, prefix, header, on_all_sms, slots)
+        """`_send`, without what this rank forwards."""
+        header = header_bytes(layout.num_experts, self.slots.num_ranks)
+        of, num_sent = Routes(*routes), (layout.num_tokens_per_rank, None)
+        partition = self._partition(programs_on_all_sms(), True)
+        sent = of.node_rows, of.sent_token_idx, num_sent, header, partition
+        dispatch_internode.send(tokens, *sent, self.slots)
 
     def _partition(self, num_programs: int, owned: bool) -> Partition:
         """All rows are received by the last launch, as programs forward before it."""
@@ -192,11 +215,14 @@ class InternodeEngine(KernelEngine, LayerByVerbs):
         rank, shape = self.slots.context.rank, tokens.shape
         dispatch_internode.open_call(Kind.CACHED_DISPATCH, signature, shape, self.slots)
         num_sent = prefix[rank], prefix[rank - 1] if rank else None
-        routes = node_rows, sent_token_idx, num_sent, row_idx, prefix
-        self._send_all(tokens, *routes, BARE_HEADER)
+        slots, on_all_sms = self.slots, programs_on_all_sms()
+        partition = self._partition(on_all_sms, owned=True)
+        sent = node_rows, sent_token_idx, num_sent, BARE_HEADER, partition
+        dispatch_internode.send(tokens, *sent, slots)
+        forwarded = row_idx, prefix, BARE_HEADER, on_all_sms
+        dispatch_internode.forward(tokens.row, *forwarded, slots)
         rows = prefix, num_local_experts, BARE_HEADER
-        partition = self._partition(num_programs, owned=True)
-        dispatch_verbs.collect(sized, tokens, *rows, partition, self.slots)
+        dispatch_verbs.collect(sized, tokens, *rows, partition, slots)
 
     # --- Combine -----------------------------------------------------------------------------
 

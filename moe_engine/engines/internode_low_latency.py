@@ -37,7 +37,7 @@ from ..symm.layout import RankMemory
 from ..symm.ring import MAX_LOCAL_EXPERTS
 from ..symm.slots import RowLayout, Slots
 from .base import LayerInputs, check_layer_weights
-from .decode_experts import ExpertMemory, cast_rows, multiply_experts
+from .decode_experts import ExpertMemory, cast_rows, expert_tiles, multiply_down, multiply_up
 from .hooked_calls import HookedCalls, Receive
 
 
@@ -274,8 +274,9 @@ def _dispatch_to_experts(
     offsets, operand = places.offsets, Rows(rows)
     if cast is not None:
         operand = cast_rows(rows, cast, offsets[-1:])
-    row_weight = places.row_weights
-    y = multiply_experts(operand, inputs, offsets, max_tokens, memory, row_weight)
+    up, down = expert_tiles(inputs, max_tokens * num_topk)
+    schedule = multiply_up(operand, inputs, offsets, up, memory)
+    y = multiply_down(inputs, schedule, down, memory, places.row_weights)
     sums, _ = sum_rows(y, places.dst_rows)
     lane.context.end_call()
     counts, routes = sent.counts, sent.routes

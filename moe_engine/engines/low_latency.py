@@ -23,7 +23,7 @@ from ..grouped_gemm.operands import Rows
 from ..prepared import Described
 from ..symm.ring import MAX_LOCAL_EXPERTS, MAX_ROWS, LowLatencyRow, Ring, header_bytes
 from .base import LayerInputs, check_layer_weights
-from .decode_experts import ExpertMemory, multiply_experts
+from .decode_experts import ExpertMemory, expert_tiles, multiply_down, multiply_up
 from .hooked_calls import HookedCalls, Receive
 
 Stats = tuple[torch.Tensor | None, torch.Tensor | None]
@@ -169,7 +169,10 @@ class LowLatency(HookedCalls):
         low_latency_dispatch(sent, received, None, None, phases, self.ring)
         self.ring.context.step = "multiply"
         rows = Rows(received.x, scale=received.scales)
-        y = multiply_experts(rows, inputs, received.counts, max_tokens, memory)
+        # Balanced routing brings as many rows as this rank sends out.
+        up, down = expert_tiles(inputs, max_tokens * topk_idx.shape[1])
+        schedule = multiply_up(rows, inputs, received.counts, up, memory)
+        y = multiply_down(inputs, schedule, down, memory)
         returned = ExpertRows(y, topk_idx, None, received.returns, received.call, out)
         low_latency_combine(returned, call, num_experts, None, phases, self.ring)
         return out

@@ -1,0 +1,230 @@
+"""A layer over several nodes in two parts, so that the network works while the experts do.
+
+Rows from the ranks of this node are multiplied by w_gate_up while those from other nodes cross the
+network. These are multiplied by both weights then, so that their sums return while the rows of this
+node are multiplied by w_down:
+
+    side stream     forward rows from other nodes        return their sums
+    current stream  up, rows of this node | up and down, the others | down, rows of this node
+
+Each rank decides by itself whether its layer has two parts: what it sends is the same.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, NamedTuple
+
+import torch
+
+from .. import dispatch as dispatch_verbs
+from ..combine import ReturnedRows, Sums
+from ..combine.internode import add_node_sums, open_combine, return_to_rails, send_node_sums
+from ..device.internode import FAR, NEAR
+from ..dispatch import NUM_CONCURRENT, Counts, DispatchLayout, Received, Tokens
+from ..dispatch import internode as dispatch_internode
+from ..dispatch.internode import Routes
+from ..dispatch.internode_low_latency import pack_rows
+from ..expert_major import Places, place_into, sum_rows
+from ..grouped_gemm.config import GemmConfig
+from ..grouped_gemm.operands import Rows
+from ..grouped_gemm.quantization import QuantizedRows
+from ..grouped_gemm.schedule import TileSchedule
+from ..hardware import H200
+from ..layer_config import LayerProblem
+from ..node_traffic import Cluster, Shares, Way, exchange
+from ..streams import is_captured
+from ..symm.slots import BARE_HEADER, header_bytes
+from .base import LayerInputs, Saved, check_layer_weights
+from .decode_experts import (
+    ExpertMemory,
+    cast_rows,
+    expert_tiles,
+    multiply_down,
+    multiply_up,
+)
+
+if TYPE_CHECKING:
+    from .internode import InternodeEngine
+
+PART_US = 40.0
+"""What a second part costs besides reading the weights again: more launches, shorter GEMMs. It is
+assumed."""
+
+
+def is_faster(inputs: LayerInputs, num_ranks: int, num_nodes: int) -> bool:
+    """Whether two parts are predicted to take less time than one: what they hide of the network's,
+    of routing that is balanced, is more than what the second part costs."""
+    num_tokens, num_topk = inputs.topk_idx.shape
+    num_experts, columns = len(inputs.w_gate_up) * num_ranks, inputs.w_down.shape[2]
+    hidden, itemsize = inputs.x.shape[1], inputs.x.itemsize
+    cluster = Cluster(num_ranks, num_ranks // num_nodes)
+    if not num_tokens or num_topk > num_experts:
+        return False
+    shares = Shares.uniform(cluster, num_experts, num_topk)
+    num_bytes = num_tokens * hidden * itemsize
+    us_of = exchange(Way.TWO_LEVEL, cluster, shares, num_bytes).us_of
+    far_us = max(us_of["far send"], us_of["far receive"])
+    problem = LayerProblem(num_ranks, num_tokens, num_experts, num_topk, hidden, columns, itemsize)
+    up_us, down_us = (problem.gemm_us(n) / num_nodes for n in (inputs.parts * columns, columns))
+    weights = (inputs.w_gate_up, inputs.w_down)
+    again_us = sum(one.numel() * one.itemsize for one in weights) / H200.hbm_gbs / 1e3
+    return min(far_us, up_us) + min(far_us, down_us) > again_us + PART_US
+
+
+class Sizes(NamedTuple):
+    """Rows that a rank receives, and expert rows of them: from this node, and from others. In the
+    capture of a graph, the most that these can be."""
+
+    received: int
+    near: int
+    far: int
+
+
+class Part(NamedTuple):
+    """The received rows of some ranks, and what their experts make of them.
+
+    sides: see `device/internode.py`. arrived: `Received` of all ranks, whose x are the addresses of
+    rows of this part, 0 for others. rows [M, H]: expert rows; cast: those in e4m3, or None.
+    """
+
+    sides: int
+    arrived: Received
+    places: Places
+    rows: torch.Tensor
+    cast: QuantizedRows | None
+    memory: ExpertMemory
+    tiles: tuple[GemmConfig, GemmConfig]
+
+    @classmethod
+    def empty(cls, sides: int, inputs: LayerInputs, arrived: Received, num_rows: int) -> Part:
+        """Memory for so many expert rows."""
+        assert arrived.topk_idx is not None
+        rows = inputs.x.new_empty(num_rows, inputs.x.shape[1])
+        cast = QuantizedRows.like(rows) if inputs.is_quantized else None
+        places = Places.empty(arrived.topk_idx, len(inputs.w_gate_up), num_rows)
+        memory, tiles = ExpertMemory.empty(inputs, num_rows), expert_tiles(inputs, num_rows)
+        return cls(sides, arrived, places, rows, cast, memory, tiles)
+
+    def place(self) -> None:
+        """Give the rows that arrived places among the expert rows."""
+        _, _, ids, weights, _ = self.arrived
+        assert ids is not None
+        place_into(self.places, ids, weights, present=self.arrived.x)
+
+    def up(self, inputs: LayerInputs) -> TileSchedule:
+        """The first product."""
+        offsets, rows = self.places.offsets, Rows(self.rows)
+        if self.cast is not None:
+            rows = cast_rows(self.rows, self.cast, offsets[-1:])
+        return multiply_up(rows, inputs, offsets, self.tiles[0], self.memory)
+
+    def down(self, inputs: LayerInputs, schedule: TileSchedule, sums: torch.Tensor) -> None:
+        """The second product, and its sums [N, H] for the rows of this part."""
+        weights = self.places.row_weights
+        y = multiply_down(inputs, schedule, self.tiles[1], self.memory, weights)
+        sum_rows(y, self.places.dst_rows, into=sums, present=self.arrived.x)
+
+
+def forward(
+    engine: InternodeEngine, inputs: LayerInputs, save: str
+) -> tuple[torch.Tensor, Saved, torch.Tensor]:
+    """See `base.Engine.moe_ffn_forward`; neither rows nor pre-activations are saved."""
+    # Before anything is sent: the other ranks could not know of a refusal afterwards.
+    check_layer_weights(inputs)
+    tokens, slots = Tokens(*inputs[:3]), engine.slots
+    layout = engine.layout(inputs.topk_idx, len(inputs.w_gate_up) * engine.num_ranks)
+    counts, routes = engine.call(type(engine)._exchange, tokens, layout, False, check=False)
+    engine.concurrent_reads.mark()
+    engine.call(type(engine)._send_rows, tokens, layout, counts, routes)
+    sizes = _sizes(engine, inputs, counts)
+    key = "layer in parts", inputs.x.shape[1], inputs.w_down.shape, inputs.w_down.dtype
+    with slots.context.first_use(*key):
+        received, out = _multiply(engine, inputs, tokens, layout, counts, Routes(*routes), sizes)
+    handle = engine._new_handle(counts, routes, received, layout)
+    engine._check_emulated()
+    saved = None, received.topk_idx, received.topk_weights, *handle
+    return out, Saved(save, saved, sizes.near + sizes.far), counts.group_counts
+
+
+def _sizes(engine: InternodeEngine, inputs: LayerInputs, counts: Counts) -> Sizes:
+    """The host waits for the counts, except in the capture of a graph."""
+    node_ranks = engine.slots.layout.ranks_per_node
+    if is_captured(inputs.x):
+        most = engine.most_received(inputs)
+        rows = most // engine.num_ranks * min(inputs.topk_idx.shape[1], len(inputs.w_gate_up))
+        return Sizes(most, node_ranks * rows, (engine.num_ranks - node_ranks) * rows)
+    rank = engine.slots.context.rank
+    first = rank // node_ranks * node_ranks
+
+    def read() -> torch.Tensor:
+        of_sources = counts.recv_expert_counts.sum(1)
+        near = of_sources[first : first + node_ranks].sum()
+        received = counts.rank_prefix_matrix[-1, rank]
+        return torch.stack([received, near, of_sources.sum() - near])
+
+    sizes = Sizes(*engine.concurrent_reads.read(read))
+    engine.slots.context.check()
+    return sizes
+
+
+def _multiply(
+    engine: InternodeEngine,
+    inputs: LayerInputs,
+    tokens: Tokens,
+    layout: DispatchLayout,
+    counts: Counts,
+    routes: Routes,
+    sizes: Sizes,
+) -> tuple[Received, torch.Tensor]:
+    """What comes after the rows were sent: (what was received, without rows; the result [T, H]).
+
+    The dispatch ends with the launch that copies the last rows, which begins after those of this
+    node were copied: so no slot is written again while it is read, and no launch that waits for
+    rows sees the epoch of the next call. What is launched concurrently has few programs, which
+    leave SMs to the GEMMs.
+    """
+    slots, side, x = engine.slots, engine.side_stream, inputs.x
+    prefix, header = counts.rank_prefix_matrix, header_bytes(layout.num_experts, slots.num_ranks)
+    present = torch.zeros(2, sizes.received, dtype=torch.int64, device=x.device)
+    received = Received.empty(present[0], tokens)
+    near = Part.empty(NEAR.value, inputs, received, sizes.near)
+    far = Part.empty(FAR.value, inputs, received._replace(x=present[1]), sizes.far)
+    sums, out = x.new_empty(sizes.received, x.shape[1]), torch.empty_like(x)
+
+    def locate(part: Part) -> None:
+        how = tokens, prefix, len(inputs.w_gate_up), header, slots, part.sides
+        dispatch_verbs.locate(part.arrived, *how)
+
+    def pack(part: Part, num_programs: int | None, ends: bool) -> None:
+        part.place()
+        of = tokens, prefix, part.places.dst_rows
+        pack_rows(part.arrived, *of, part.rows, None, slots, num_programs, ends)
+
+    with side.after_current():
+        dispatch_internode.forward(
+            tokens.row, routes.row_idx, prefix, header, NUM_CONCURRENT, slots
+        )
+        locate(far)
+    locate(near)
+    pack(near, None, ends=False)
+    with side.after_current():
+        pack(far, NUM_CONCURRENT, ends=True)
+    of_near = near.up(inputs)
+    side.join()
+    far.down(inputs, far.up(inputs), sums)
+    returned = ReturnedRows(sums, None)
+    added = Sums(out, None, None, None, routes.node_head, prefix)
+
+    def send_sums(part: Part, num_programs: int) -> None:
+        return_to_rails(returned, prefix, BARE_HEADER, num_programs, slots, part.sides)
+        sent = returned, added, routes.node_rows, routes.rank_head
+        send_node_sums(*sent, num_programs, False, BARE_HEADER, slots, part.sides)
+
+    with side.after_current():
+        open_combine(returned, counts.signature, slots)
+        send_sums(far, NUM_CONCURRENT)
+    near.down(inputs, of_near, sums)
+    side.join()
+    send_sums(near, dispatch_verbs.programs_on_all_sms())
+    add_node_sums(returned, added, False, BARE_HEADER, slots)
+    return received, out
