@@ -111,9 +111,9 @@ def new_packed(tokens: LowLatencyTokens, sent: Sent, slots: Slots) -> Packed:
     )
 
 
-def _pack_sizes(num_ranks: int, tokens: Tokens) -> PackSizes:
+def _pack_sizes(num_ranks: int, num_topk: int, tokens: Tokens) -> PackSizes:
     vectors = RowVectors.of(tokens.x.shape[1], tokens.x.dtype)
-    return _kept_sizes(num_ranks, tokens.num_topk, tokens.row.num_scales, vectors)
+    return _kept_sizes(num_ranks, num_topk, tokens.row.num_scales, vectors)
 
 
 @functools.cache
@@ -143,7 +143,7 @@ def receive_tokens(sent: Sent, packed: Packed, stats: Stats, slots: Slots) -> No
         stats.received,
         slots.context.fields,
         len(packed.src_idx),
-        SIZES=_pack_sizes(slots.num_ranks, sent.tokens),
+        SIZES=_pack_sizes(slots.num_ranks, sent.tokens.num_topk, sent.tokens),
         step="pack",
     )
     of = sent.tokens, sent.counts.rank_prefix_matrix, packed.dst_row
@@ -180,8 +180,7 @@ def pack_rows(
     ends: bool = True,
 ) -> None:
     """Copy the rows that arrived to those of x [.., H], and of scales, that dst_row int32
-    [R * M, K] names for each slot of their top-k, -1 for none; if it `ends` the call, the last
-    step of it."""
+    [R * M, K] names, each to K of them, -1 for none; if it `ends` the call, the last step of it."""
     vectors = RowVectors.of(x.shape[-1], x.dtype)
     slots.context.launch(
         pack_rows_kernel,
@@ -194,7 +193,7 @@ def pack_rows(
         slots.context.fields,
         len(dst_row),
         vectors.num_vecs,
-        SIZES=_pack_sizes(slots.num_ranks, tokens),
+        SIZES=_pack_sizes(slots.num_ranks, dst_row.shape[1], tokens),
         ENDS=ends,
         step="pack",
         num_warps=NUM_WARPS,

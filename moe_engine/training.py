@@ -229,6 +229,8 @@ def _forward(
             f'save is "{save}" in a CUDA graph\'s capture, where the host cannot read how many '
             'rows come. Pass save="none", on all ranks.'
         )
+    if not buffer.has_fused_layers and save == "auto":
+        save = "rows"  # one for each token and rank, which would have to be sent again
     save = chosen_policy(save, *inputs.w_down.shape[1:])
     with buffer._streams.call(None, options.async_finish) as call:
         call.reads(*inputs.tensors)

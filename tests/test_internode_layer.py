@@ -104,8 +104,12 @@ def result_and_gradients(group: dist.ProcessGroup, max_tokens: int, *parts: Any)
     with cases.filled_memory():
         for _ in range(2):
             plain = moe_ffn(x, idx, weights, up, down, buffer)
-            layer = partial(moe_ffn, buffer=buffer, save="pre")
-            found.append([plain, *gradients(layer, x, idx, weights, up, down, dy)])
+            both = []
+            for save in ("pre", "rows"):
+                layer = partial(moe_ffn, buffer=buffer, save=save)
+                both.append(gradients(layer, x, idx, weights, up, down, dy))
+            assert all(torch.equal(*pair) for pair in zip(*both, strict=True))
+            found.append([plain, *both[0]])
             poison_all(buffer)
     end(buffer)
     assert all(torch.equal(*pair) for pair in zip(*found, strict=True))

@@ -82,9 +82,8 @@ class InternodeEngine(KernelEngine, LayerByVerbs):
         is_captured: bool,
         described: Described | None = None,
     ) -> tuple[torch.Tensor, Saved, torch.Tensor]:
-        """See `base.Engine`; in two parts where that is predicted to be faster. Rows that are saved
-        are those of one part."""
-        if save in ("rows", "all") or not self.has_two_parts(inputs):
+        """See `base.Engine`; in two parts where that is predicted to be faster."""
+        if not self.has_two_parts(inputs):
             return LayerByVerbs.moe_ffn_forward(self, inputs, save, is_captured, described)
         with torch.no_grad():
             return internode_layer.forward(self, inputs, save)

@@ -128,7 +128,7 @@ class Part(NamedTuple):
 def forward(
     engine: InternodeEngine, inputs: LayerInputs, save: str
 ) -> tuple[torch.Tensor, Saved, torch.Tensor]:
-    """See `base.Engine.moe_ffn_forward`; neither rows nor pre-activations are saved."""
+    """See `base.Engine.moe_ffn_forward`; pre-activations are not saved."""
     # Before anything is sent: the other ranks could not know of a refusal afterwards.
     check_layer_weights(inputs)
     tokens, slots = Tokens(*inputs[:3]), engine.slots
@@ -139,10 +139,12 @@ def forward(
     sizes = _sizes(engine, inputs, counts)
     key = "layer in parts", inputs.x.shape[1], inputs.w_down.shape, inputs.w_down.dtype
     with slots.context.first_use(*key):
-        received, out = _multiply(engine, inputs, tokens, layout, counts, Routes(*routes), sizes)
+        keeps = save in ("rows", "all")
+        made = _multiply(engine, inputs, tokens, layout, counts, Routes(*routes), sizes, keeps)
+        received, kept, out = made
     handle = engine._new_handle(counts, routes, received, layout)
     engine._check_emulated()
-    saved = None, received.topk_idx, received.topk_weights, *handle
+    saved = kept, received.topk_idx, received.topk_weights, *handle
     return out, Saved(save, saved, sizes.near + sizes.far), counts.group_counts
 
 
@@ -175,8 +177,10 @@ def _multiply(
     counts: Counts,
     routes: Routes,
     sizes: Sizes,
-) -> tuple[Received, torch.Tensor]:
-    """What comes after the rows were sent: (what was received, without rows; the result [T, H]).
+    keeps_rows: bool,
+) -> tuple[Received, torch.Tensor | None, torch.Tensor]:
+    """What comes after the rows were sent: (what was received, without rows; these [N, H], if they
+    are kept; the result [T, H]).
 
     The dispatch ends with the launch that copies the last rows, which begins after those of this
     node were copied: so no slot is written again while it is read, and no launch that waits for
@@ -190,6 +194,10 @@ def _multiply(
     near = Part.empty(NEAR.value, inputs, received, sizes.near)
     far = Part.empty(FAR.value, inputs, received._replace(x=present[1]), sizes.far)
     sums, out = x.new_empty(sizes.received, x.shape[1]), torch.empty_like(x)
+    kept, every_row = None, x.new_empty(0)
+    if keeps_rows:
+        kept = torch.empty_like(sums)
+        every_row = torch.arange(len(kept), dtype=torch.int32, device=x.device)[:, None]
 
     def locate(part: Part) -> None:
         how = tokens, prefix, len(inputs.w_gate_up), header, slots, part.sides
@@ -197,8 +205,10 @@ def _multiply(
 
     def pack(part: Part, num_programs: int | None, ends: bool) -> None:
         part.place()
-        of = tokens, prefix, part.places.dst_rows
-        pack_rows(part.arrived, *of, part.rows, None, slots, num_programs, ends)
+        how = None, slots, num_programs
+        if kept is not None:
+            pack_rows(part.arrived, tokens, prefix, every_row, kept, *how, ends=False)
+        pack_rows(part.arrived, tokens, prefix, part.places.dst_rows, part.rows, *how, ends=ends)
 
     with side.after_current():
         dispatch_internode.forward(
@@ -227,4 +237,4 @@ def _multiply(
     side.join()
     send_sums(near, dispatch_verbs.programs_on_all_sms())
     add_node_sums(returned, added, False, BARE_HEADER, slots)
-    return received, out
+    return received, kept, out
