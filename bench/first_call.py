@@ -21,7 +21,8 @@ from _common import draw_topk, save
 from moe_engine import Buffer, Options, moe_ffn
 from moe_engine.emulation import RankPool
 from moe_engine.layer_config import MODELS
-from moe_engine.tools.compile import ModelShape, variants, write
+from moe_engine.tools.compile import variants, write
+from moe_engine.tools.model_shape import ModelShape
 
 VERBS = {"moe_ffn": 1024, "moe_ffn_decode": 128}
 """The tokens of a first call."""

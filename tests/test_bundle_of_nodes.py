@@ -26,16 +26,18 @@ from moe_engine.device.context import Kind
 from moe_engine.dispatch import Tokens
 from moe_engine.dispatch.internode import open_call
 from moe_engine.emulation import RankPool
+from moe_engine.engines import internode_layer
 from moe_engine.engines.kernel import KernelEngine
 from moe_engine.hardware import stand_in
 from moe_engine.kernel_bundle import MANIFEST, PACKAGE, Bundle, Variant
 from moe_engine.launch import collecting, is_collecting
 from moe_engine.nvshmem_library import STATE, linked
 from moe_engine.symm.ring import region_bytes
-from moe_engine.tools import cli, compile
+from moe_engine.tools import cli, compile, model_calls
 from moe_engine.tools.lone_rank import internode_low_latency_engine, kernel_engine
+from moe_engine.tools.model_shape import ModelShape
 
-SHAPE = compile.ModelShape(16, 256, 128, 4, 4, max_tokens=512, num_nodes=2)
+SHAPE = ModelShape(16, 256, 128, 4, 4, max_tokens=512, num_nodes=2)
 THREE = replace(SHAPE, num_experts=24, num_ranks=6, num_nodes=3)
 SIZES = dict(hidden=256, num_topk=4)
 CPU_ONLY = pytest.mark.skipif(torch.cuda.is_available(), reason="stands in for a GPU")
@@ -203,6 +205,16 @@ def layers(group):
     destroy(group, buffer)
 
 
+def layers_in_parts(group):
+    """`layers`, whichever are predicted to be faster; nothing tells how many rows they have."""
+    sizes = internode_layer.Sizes(40, 30, 20)
+    with (
+        mock.patch.object(internode_layer, "is_faster", lambda *_: True),
+        mock.patch.object(internode_layer, "_sizes", lambda *_: sizes),
+    ):
+        layers(group)
+
+
 def destroy(group, *buffers):
     """Give their memory back, once all ranks have ended their calls."""
     for buffer in () if is_collecting() else buffers:
@@ -222,7 +234,9 @@ def ranks(nvshmem):
 
 @CPU_ONLY
 @pytest.mark.parametrize("shape", [SHAPE, THREE], ids=["2x2", "3x2"])
-@pytest.mark.parametrize("calls", [normal_calls, low_latency_calls, layers, decode_layers])
+@pytest.mark.parametrize(
+    "calls", [normal_calls, low_latency_calls, layers, layers_in_parts, decode_layers]
+)
 def test_ranks_of_nodes_find_their_kernels(ranks, calls, shape):
     """All ranks: the calls of some differ."""
     for keys in ranks.run(launched, calls, num_ranks=shape.num_ranks):
@@ -245,12 +259,12 @@ def test_buffers_of_any_size_find_their_kernels(most, num_ranks, num_nodes, data
 
     def calls(shape):
         ranks, sizes = range(num_ranks), (most, None)
-        for rank, max_tokens, form in product(ranks, sizes, compile.forms_of_rows(shape)):
+        for rank, max_tokens, form in product(ranks, sizes, model_calls.forms_of_rows(shape)):
             memory = max_tokens, shape.region_bytes(most), None, num_nodes, rank
             engine = kernel_engine(num_ranks, *memory)
-            compile.send_and_return(shape, engine, count, *form)
+            model_calls.send_and_return(shape, engine, count, *form)
 
-    found, listed = found_by(calls, shape), found_by(compile.call_normal, shape)
+    found, listed = found_by(calls, shape), found_by(model_calls.call_normal, shape)
     assert not {variant.name for key, variant in found.items() if key not in listed}
 
 
@@ -263,8 +277,8 @@ def test_low_latency_calls_of_any_size_find_their_kernels(most, more, data):
 
     def calls(shape):
         engine = internode_low_latency_engine(shape.num_ranks, region, shape.num_nodes)
-        with mock.patch.object(compile, "batches_of", lambda most: [count]):
-            compile.send_and_return_at_once(shape, engine, most)
+        with mock.patch.object(model_calls, "batches_of", lambda most: [count]):
+            model_calls.send_and_return_at_once(shape, engine, most)
 
     found = found_by(calls)
     assert not missing(found)
@@ -280,7 +294,7 @@ def test_low_latency_calls_of_any_size_find_their_kernels(most, more, data):
 )
 def test_experts_of_any_number_of_rows_find_their_kernels(num_rows, has_bias, is_quantized):
     shape = replace(SHAPE, has_bias=has_bias, is_quantized=is_quantized)
-    calls = partial(compile.run_experts, count=num_rows)
+    calls = partial(model_calls.run_experts, count=num_rows)
     assert not missing(found_by(calls, shape), shape)
 
 
@@ -325,7 +339,7 @@ def test_a_bundle_of_another_nvshmem_is_refused(tmp_path, monkeypatch):
     """And none without linked kernels, whatever is installed."""
     written = write(tmp_path / "linked", headers)
     assert [bool(linked(one.kernel)) for one, _ in written].count(True) == 1
-    write(tmp_path / "plain", compile.call_expert_rows)
+    write(tmp_path / "plain", model_calls.call_expert_rows)
     manifest = json.loads((tmp_path / "linked" / PACKAGE / MANIFEST).read_text())
     assert manifest["made_with"]["nvshmem"] == "3.6.5"
     assert "nvshmem" not in (tmp_path / "plain" / PACKAGE / MANIFEST).read_text()

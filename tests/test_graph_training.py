@@ -17,6 +17,8 @@ from moe_engine.engines.kernel import KernelEngine
 from moe_engine.hardware import stand_in
 from moe_engine.symm.ring import region_bytes
 from moe_engine.tools import compile
+from moe_engine.tools.lone_rank import low_latency_engine
+from moe_engine.tools.model_shape import ModelShape
 from moe_engine.warm_up import layer_sizes
 
 TOKENS, TOPK = 40, 2
@@ -179,13 +181,13 @@ def test_a_capture_right_after_the_warm_up(pool, options, trains):
 
 def test_a_warm_up_has_the_tiles_of_any_decode_batch():
     """The kernels of a layer of few tokens depend on how many there may be."""
-    shape = compile.ModelShape(128, 2048, 768, 8, 4)
+    shape = ModelShape(128, 2048, 768, 8, 4)
     weights = shape.weights()
 
     def kernels(max_tokens):
         def call(shape):
             region = region_bytes(512, shape.num_topk, shape.hidden * shape.dtype.itemsize)
-            engine = compile.low_latency_engine(shape.num_ranks, region)
+            engine = low_latency_engine(shape.num_ranks, region)
             engine.moe_ffn(shape.inputs(0, *weights), max_tokens)
 
         with mock.patch.dict(compile.CALLS, {"decode": call}, clear=True):

@@ -38,13 +38,14 @@ from moe_engine.options import DEFAULT_OPTIONS
 from moe_engine.passes import PassGradients, backward_in_passes, forward_in_passes
 from moe_engine.streams import EventOverlap
 from moe_engine.symm.ring import region_bytes
-from moe_engine.tools import cli, compile
-from moe_engine.tools.lone_rank import kernel_engine
+from moe_engine.tools import cli, compile, model_calls
+from moe_engine.tools.lone_rank import kernel_engine, low_latency_engine
+from moe_engine.tools.model_shape import ModelShape, shape_of_checkpoint
 from moe_engine.training import LayerOptions, LayerTensors
 from moe_engine.weight_gradients import LayerWeights
 from moe_engine.weight_layouts import GateUp
 
-SHAPE = compile.ModelShape(16, 256, 128, 4, 4, max_tokens=512)
+SHAPE = ModelShape(16, 256, 128, 4, 4, max_tokens=512)
 CPU_ONLY = pytest.mark.skipif(torch.cuda.is_available(), reason="stands in for a GPU")
 
 
@@ -55,7 +56,7 @@ def needed(shape=SHAPE, arch=90):
 
 def layouts(shape):
     """The kernels of a layout, the smallest there are."""
-    engine = compile.kernel_engine(shape.num_ranks, 8, shape.region_bytes(8))
+    engine = kernel_engine(shape.num_ranks, 8, shape.region_bytes(8))
     engine.layout(shape.tokens(8)[1], shape.num_experts)
 
 
@@ -334,17 +335,17 @@ def gpt_oss(folder, **more):
 
 
 def test_a_config_tells_what_a_model_needs(tmp_path):
-    shape = compile.shape_of_checkpoint(gpt_oss(tmp_path / "gpt-oss", dtype="bfloat16"), 4, 64)
+    shape = shape_of_checkpoint(gpt_oss(tmp_path / "gpt-oss", dtype="bfloat16"), 4, 64)
     activation = Activation("swiglu", limit=7.0, alpha=1.702, shift=1.0)
     sizes = 8, 256, 128, 4, 4, 64
-    assert shape == compile.ModelShape(*sizes, torch.bfloat16, activation, has_bias=True)
+    assert shape == ModelShape(*sizes, torch.bfloat16, activation, has_bias=True)
     sizes = dict(hidden_size=64, intermediate_size=32, num_local_experts=4, num_hidden_layers=1)
     mixtral = save_config(tmp_path / "mixtral", "mixtral", **sizes, dtype="float32")
-    shape = compile.shape_of_checkpoint(mixtral, 2, 64)
-    assert shape == compile.ModelShape(4, 64, 32, 2, 2, 64, torch.float32)
+    shape = shape_of_checkpoint(mixtral, 2, 64)
+    assert shape == ModelShape(4, 64, 32, 2, 2, 64, torch.float32)
     mixtral = save_config(tmp_path / "relu", "mixtral", **sizes, hidden_act="relu")
     with pytest.raises(BackendError, match="the activation"):
-        compile.shape_of_checkpoint(mixtral, 2, 64)
+        shape_of_checkpoint(mixtral, 2, 64)
 
 
 def test_layers_that_differ_are_refused(monkeypatch):
@@ -357,16 +358,16 @@ def test_layers_that_differ_are_refused(monkeypatch):
     model = Layers(mixtral.build(), mixtral.build(hidden_size=64))
     monkeypatch.setattr(transformers_checkpoints, "empty_model", lambda _: model)
     with pytest.raises(ShapeError, match=r"the layers of some model differ: .*hidden=64"):
-        compile.shape_of_checkpoint("some model", 2, 64)
+        shape_of_checkpoint("some model", 2, 64)
 
 
 def test_quantized_weights_are_dequantized_to_bf16(tmp_path):
     folder = gpt_oss(tmp_path, dtype="float32", quantization_config={"quant_method": "mxfp4"})
-    assert compile.shape_of_checkpoint(folder, 2, 64).dtype == torch.bfloat16
+    assert shape_of_checkpoint(folder, 2, 64).dtype == torch.bfloat16
 
 
 def test_experts_with_biases_have_kernels_of_their_own(tmp_path):
-    shape = compile.shape_of_checkpoint(gpt_oss(tmp_path, dtype="bfloat16"), 4, 16)
+    shape = shape_of_checkpoint(gpt_oss(tmp_path, dtype="bfloat16"), 4, 16)
     calls = {name: compile.CALLS[name] for name in ("layer", "decode layer", "grouped GEMM")}
     with mock.patch.dict(compile.CALLS, calls, clear=True):
         found = needed(shape)
@@ -384,7 +385,7 @@ def call_quantized(count, shape):
     kernel_engine(shape.num_ranks, count, shape.region_bytes(count)).moe_ffn(inputs)
     if count <= DEFAULT_OPTIONS.decode_tokens:
         region = region_bytes(count, shape.num_topk, shape.hidden * shape.dtype.itemsize)
-        compile.low_latency_engine(shape.num_ranks, region).moe_ffn(inputs, count)
+        low_latency_engine(shape.num_ranks, region).moe_ffn(inputs, count)
 
 
 @settings(phases=[Phase.generate], max_examples=3)
@@ -410,7 +411,7 @@ def test_the_command_takes_a_checkpoint_or_sizes(tmp_path):
 def test_no_compiler_is_started(tmp_path):
     """Neither Triton's nor, for a launcher, that of C."""
     major, minor = torch.cuda.get_device_capability()
-    shape = compile.ModelShape(16, 256, 128, 4, 1, max_tokens=64)
+    shape = ModelShape(16, 256, 128, 4, 1, max_tokens=64)
     arch = 10 * major + minor
     list(compile.write(tmp_path, compile.variants(shape, arch), arch, os.cpu_count() or 1))
     done = subprocess.run(
@@ -476,8 +477,8 @@ def train_in_passes(group):
 def test_no_compiler_is_started_for_passes(tmp_path):
     """Forward and backward, eagerly and in a graph, on two ranks."""
     major, minor = torch.cuda.get_device_capability()
-    shape, arch = compile.ModelShape(16, 256, 128, 4, 2, max_tokens=64), 10 * major + minor
-    with mock.patch.dict(compile.CALLS, {"layer": compile.call_layers}, clear=True):
+    shape, arch = ModelShape(16, 256, 128, 4, 2, max_tokens=64), 10 * major + minor
+    with mock.patch.dict(compile.CALLS, {"layer": model_calls.call_layers}, clear=True):
         needed_here = compile.variants(shape, arch)
     list(compile.write(tmp_path, needed_here, arch, os.cpu_count() or 1))
     env = {

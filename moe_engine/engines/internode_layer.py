@@ -140,7 +140,7 @@ def forward(
     key = "layer in parts", inputs.x.shape[1], inputs.w_down.shape, inputs.w_down.dtype
     with slots.context.first_use(*key):
         keeps = save in ("rows", "all")
-        made = _multiply(engine, inputs, tokens, layout, counts, Routes(*routes), sizes, keeps)
+        made = multiply(engine, inputs, tokens, layout, counts, Routes(*routes), sizes, keeps)
         received, kept, out = made
     handle = engine._new_handle(counts, routes, received, layout)
     engine._check_emulated()
@@ -169,7 +169,7 @@ def _sizes(engine: InternodeEngine, inputs: LayerInputs, counts: Counts) -> Size
     return sizes
 
 
-def _multiply(
+def multiply(
     engine: InternodeEngine,
     inputs: LayerInputs,
     tokens: Tokens,

@@ -392,7 +392,8 @@ def compile_kernels(
     """Compile the kernels that a model needs, on any machine, so that none is compiled where it
     runs."""
     from ..device.lang import INTERPRETED
-    from .compile import ModelShape, report, run, shape_of_checkpoint
+    from .compile import report, run
+    from .model_shape import ModelShape, shape_of_checkpoint
 
     if INTERPRETED:
         raise BackendError("TRITON_INTERPRET is set, and nothing is compiled then; unset it")

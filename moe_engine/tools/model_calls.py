@@ -1,0 +1,325 @@
+"""Every call that a rank of a model can make, for `moe-engine compile`.
+
+They are made for the numbers of tokens at which other kernels are chosen, and those calls in which
+ranks differ as each that does. Nothing runs: launches are collected, see `launch.collecting`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import replace
+from functools import partial
+from itertools import product
+from typing import Any
+
+import torch
+
+from .. import grouped_gemm
+from ..checks import MAX_LOW_LATENCY_TOKENS
+from ..device.context import SAVE_POLICIES
+from ..dispatch import Tokens
+from ..dispatch.internode import Routes
+from ..dispatch.low_latency import LowLatencyTokens
+from ..engines.base import WeightGradients
+from ..engines.hooked_calls import HookedCalls
+from ..engines.internode import InternodeEngine
+from ..engines.internode_layer import Sizes, multiply
+from ..engines.kernel import KernelEngine
+from ..expert_major import place, sum_rows, take_rows
+from ..layer_config import LayerChoices, kept_layers
+from ..options import DEFAULT_OPTIONS, HINT_TOPK_LOW_LATENCY
+from ..symm.lanes import LaneLayout
+from ..symm.ring import RingLayout, region_bytes
+from ..symm.slots import RowLayout, SlotLayout
+from .lone_rank import internode_low_latency_engine, kernel_engine, low_latency_engine
+from .model_shape import FP8, ModelShape
+
+FORMATS = "bf16", "fp8", "rounded", "ue8m0"
+
+
+def batches_of(most: int) -> list[int]:
+    """Numbers of tokens up to `most` at which a launch can need another variant."""
+    return sorted({1, min(most, 7), min(most, 16), most})
+
+
+def steps(most: int) -> list[int]:
+    """Numbers up to `most`, each a little larger than the one before."""
+    count = 16 * max(1, most).bit_length()
+    return sorted({min(most, round(2 ** (step / 16))) for step in range(count + 1)})
+
+
+def sizes(shape: ModelShape, choice: Callable[[int], Any]) -> list[int]:
+    """Of the numbers of tokens that a Buffer may be made for, one for each result of `choice`."""
+    return list({choice(count): count for count in steps(shape.max_tokens)}.values())
+
+
+def forms_of_rows(shape: ModelShape) -> list[tuple[torch.dtype, int]]:
+    """(dtype, scales) of the rows that a dispatch takes."""
+    return [(shape.dtype, 0)] + [(FP8, shape.hidden // 128)] * (shape.hidden % 128 == 0)
+
+
+def chunks(shape: ModelShape, layout: SlotLayout) -> str:
+    """How rows of any call are cut into chunks."""
+    rows = [
+        RowLayout(shape.hidden * one.itemsize, num_scales=num) for one, num in forms_of_rows(shape)
+    ]
+    rows += [RowLayout(4 * shape.hidden)] * (shape.num_nodes > 1)  # sums that are rounded once
+    both = [replace(row, num_topk=num) for row, num in product(rows, (0, shape.num_topk))]
+    return str([(layout.chunk_rows(row.num_bytes), layout.span(row.num_bytes)) for row in both])
+
+
+def unlike_ranks(shape: ModelShape) -> range:
+    """Ranks whose cached dispatches differ: that of rank r gets rows r - 1, if there is one, and r
+    of an int32 [R, R], and each of them begins at a multiple of 16 bytes, or does not."""
+    return range(min(shape.num_ranks, 5))
+
+
+def call_normal(shape: ModelShape) -> None:
+    """Layout, dispatch in all its forms, and combine."""
+    num_ranks, forms = shape.num_ranks, forms_of_rows(shape)
+
+    def choice(count: int) -> str:
+        return chunks(shape, SlotLayout(num_ranks, shape.region_bytes(count)))
+
+    for most in sizes(shape, choice):
+        for max_tokens, form, rank in product((most, None), forms, unlike_ranks(shape)):
+            memory = max_tokens, shape.region_bytes(most), None, shape.num_nodes, rank
+            engine = kernel_engine(num_ranks, *memory)
+            for count in batches_of(min(most, 16)):
+                send_and_return(shape, engine, count, *form)
+
+
+def send_and_return(
+    shape: ModelShape, engine: KernelEngine, count: int, dtype: torch.dtype, num_scales: int
+) -> None:
+    """Dispatch `count` tokens of this dtype, with so many scales each, and combine them."""
+    x, topk_idx, topk_weights = shape.tokens(count)
+    layout = engine.layout(topk_idx, shape.num_experts)
+    scales = torch.empty(count, num_scales) if num_scales else None
+    routed = Tokens(x.to(dtype), topk_idx, topk_weights, scales)
+    num_rows = shape.num_ranks * count
+    for tokens in (routed, routed._replace(topk_idx=None, topk_weights=None)):
+        for may_grow in (False, True):
+            engine._exchange(tokens, layout, may_grow)
+        _, _, handle, _ = engine.dispatch(tokens, layout, num_rows)
+        engine.dispatch(tokens, layout, num_rows, owned=False)
+        engine.release()
+    engine.dispatch_cached(routed.x, scales, handle)
+    y = torch.empty(num_rows, shape.hidden, dtype=x.dtype)
+    weights = torch.empty(num_rows, shape.num_topk)
+    for returned, num_bias, once in product((None, weights), (0, 1, 2), (False, True)):
+        engine.combine(y, handle, returned, [x] * num_bias, round_once=once)
+    if isinstance(engine, InternodeEngine):
+        engine.tokens_per_node(layout.is_token_in_rank)
+
+
+def call_notices(shape: ModelShape) -> None:
+    """What a rank tells those of other nodes when a call breaks off."""
+    memory = shape.region_bytes(1), None, shape.num_nodes, 0
+    kernel_engine(shape.num_ranks, 1, *memory).context.notices.load()
+
+
+def call_expert_rows(shape: ModelShape) -> None:
+    """What `moe_engine.ops` does to received rows besides: expert rows of them, and sums back."""
+    for count in batches_of(shape.max_tokens):
+        x, topk_idx, topk_weights = shape.tokens(count)
+        for num_rows in (count * shape.num_topk, count):
+            places = place(topk_idx, topk_weights, shape.num_local, 1, num_rows)
+            rows = take_rows(x, places.slots, shape.num_topk)
+            for values in (None, places.row_weights):
+                sum_rows(rows, places.dst_rows, values)
+
+
+def low_latency_engines(shape: ModelShape) -> Iterable[tuple[HookedCalls, int]]:
+    """(an engine, the most tokens of its calls), of each kind that needs kernels of its own. On one
+    node they do not depend on the memory; on several it has chunks, whose size does."""
+    most, num_topk = min(shape.max_tokens, DEFAULT_OPTIONS.decode_tokens), shape.num_topk
+    if shape.num_nodes == 1:
+        region = region_bytes(most, num_topk, shape.row_bytes)
+        return [(low_latency_engine(shape.num_ranks, region), most)]
+    found = {}
+    counts = steps(min(shape.max_tokens, MAX_LOW_LATENCY_TOKENS))
+    for count, topk in product(counts, {num_topk, HINT_TOPK_LOW_LATENCY}):
+        region = region_bytes(count, topk, shape.row_bytes)
+        ring = RingLayout(shape.num_ranks, region)
+        found[chunks(shape, LaneLayout.of_ring(ring, shape.num_nodes))] = region, min(count, most)
+    return [
+        (internode_low_latency_engine(shape.num_ranks, region, shape.num_nodes), count)
+        for region, count in found.values()
+    ]
+
+
+def call_low_latency(shape: ModelShape) -> None:
+    """Low-latency dispatch and combine, whole and around a hook."""
+    for engine, most in low_latency_engines(shape):
+        send_and_return_at_once(shape, engine, most)
+
+
+def send_and_return_at_once(shape: ModelShape, engine: HookedCalls, most: int) -> None:
+    """Low-latency calls of up to so many tokens of a rank."""
+    received = torch.zeros(shape.num_local, dtype=torch.int32)
+    waited = torch.zeros(shape.num_ranks, dtype=torch.int64)
+    for count, row_format, hooked, counts in product(
+        batches_of(most), FORMATS, (False, True), (False, True)
+    ):
+        if row_format != "bf16" and shape.hidden % (512 if row_format == "ue8m0" else 128):
+            continue
+        x, topk_idx, topk_weights = shape.tokens(count)
+        stats = received if counts else None, waited if counts else None
+        tokens = LowLatencyTokens(x, topk_idx, None, most, shape.num_experts, row_format)
+        got, receive = engine.dispatch(tokens, *stats, hooked)
+        y = torch.empty(shape.num_local, shape.num_ranks * most, shape.hidden, dtype=x.dtype)
+        handle = engine.new_handle(got, most, shape.hidden, shape.num_experts)
+        rows = engine.expert_rows(y, topk_idx, topk_weights, handle, None)
+        *_, add_up = engine.combine(rows, shape.num_experts, stats[1], hooked)
+        for hook in (receive, add_up):
+            if hook is not None:
+                hook()
+
+
+def call_layers(shape: ModelShape) -> None:
+    """The fused layer and its backward, for Buffers of any size."""
+    up, down = shape.weights()
+
+    def choice(most: int) -> Any:
+        config, num_rows = (
+            LayerChoices(kept=kept_layers()).choose(shape.layer(most)),
+            most * shape.num_topk,
+        )
+        tiles = grouped_gemm.gemm_config(up, num_rows, shape.activation)
+        return config, tiles, grouped_gemm.gemm_config(down, num_rows, block_m=tiles.block_m)
+
+    # With room for all rows, and for those of balanced routing, so that layers run in passes.
+    for most, capacity in product(sizes(shape, choice), (None, 1.0)):
+        engine = kernel_engine(shape.num_ranks, most, shape.region_bytes(most), capacity)
+        for count in batches_of(most):
+            inputs = shape.inputs(count, up, down)
+            if capacity is None:  # else `passes.py` makes calls that train
+                engine.moe_ffn(inputs)
+            elif shape.is_quantized:
+                engine.moe_ffn_forward(inputs, "none", is_captured=True)
+            for save in () if shape.is_quantized else SAVE_POLICIES[1:]:
+                _, saved, _ = engine.moe_ffn_forward(inputs, save, is_captured=True)
+                *_, later, _ = engine.moe_ffn_backward(inputs.x.clone(), inputs, saved, None)
+                assert later is not None
+                for into in memory_for_gradients(shape):
+                    engine.moe_ffn_backward(inputs.x.clone(), inputs, saved, into)
+                    later(into)
+
+
+def call_decode_layers(shape: ModelShape) -> None:
+    """Layers that run by low-latency calls, for each number of tokens."""
+    weights = shape.weights()
+    for engine, most in low_latency_engines(shape):
+        call_decode_layer(shape, engine, most, weights)
+
+
+def call_decode_layer(
+    shape: ModelShape,
+    engine: HookedCalls,
+    most: int,
+    weights: tuple[torch.Tensor, torch.Tensor],
+) -> None:
+    """Those of up to so many tokens of a rank."""
+    for max_tokens in range(1, most + 1):
+        for count in {1, max_tokens // 2, max_tokens}:
+            engine.moe_ffn(shape.inputs(count, *weights), max_tokens)
+
+
+def numbers_of_rows(shape: ModelShape) -> Iterable[int]:
+    """Of a rank's experts on several nodes: for each at which other tiles are chosen, the least."""
+    (up, down), num_ranks = shape.weights(), shape.num_ranks
+
+    def choice(count: int) -> Any:
+        tiles = grouped_gemm.gemm_config(up, count, shape.activation)
+        again = grouped_gemm.gemm_config(up, count)  # whose pre-activations a backward needs
+        of = partial(grouped_gemm.gemm_config, num_rows=count)
+        return (
+            *(tiles, of(down, block_m=tiles.block_m), again),
+            *(of(one, transposed=True, block_m=again.block_m) for one in (up, down)),
+        )
+
+    most = num_ranks * shape.max_tokens * min(shape.num_topk, shape.num_local)
+    return {choice(count): count for count in reversed(steps(most))}.values()
+
+
+def call_layers_by_verbs(shape: ModelShape) -> None:
+    """What layers of several nodes do besides dispatch and combine, forward and backward."""
+    for count in numbers_of_rows(shape):
+        run_experts(shape, count)
+
+
+def run_experts(shape: ModelShape, count: int) -> None:
+    """What the experts of a rank of several nodes do with so many rows, each of one expert."""
+    engine = kernel_engine(shape.num_ranks, 1, shape.region_bytes(1), num_nodes=shape.num_nodes)
+    assert isinstance(engine, InternodeEngine)
+    rows = shape.inputs(count, *shape.weights())
+    rows.topk_idx[:, 1:] = -1
+    engine.expert_sums(rows, count)
+    if shape.is_quantized:
+        return
+    *_, later, _ = engine.expert_gradients(rows, count, rows.x.clone(), None)
+    assert later is not None
+    for into in memory_for_gradients(shape):
+        later(into)
+
+
+def call_layers_in_parts(shape: ModelShape) -> None:
+    """What layers of several nodes in two parts do after they have sent their rows."""
+    inputs = shape.inputs(1, *shape.weights())
+    tokens, memory = Tokens(*inputs[:3]), (shape.region_bytes(1), None, shape.num_nodes)
+    engine = kernel_engine(shape.num_ranks, 1, *memory)
+    assert isinstance(engine, InternodeEngine)
+    layout = engine.layout(inputs.topk_idx, shape.num_experts)
+    counts, routes = engine._exchange(tokens, layout, may_grow=False)
+    made = engine, inputs, tokens, layout, counts, Routes(*routes)
+    for count in numbers_of_rows(shape):
+        for keeps_rows in (False, True):
+            multiply(*made, Sizes(count, count, count), keeps_rows)
+
+
+def memory_for_gradients(shape: ModelShape) -> Iterator[WeightGradients]:
+    """All that the gradients of weights may go into."""
+    for dtype, accumulate in product({shape.dtype, torch.float32}, (False, True)):
+        up, down = (torch.empty_like(one, dtype=dtype) for one in shape.weights())
+        yield WeightGradients(up, down, accumulate)
+
+
+def call_gemms(shape: ModelShape) -> None:
+    """`grouped_mlp` of the experts' rows, forward and backward; none of e4m3."""
+    if shape.is_quantized:
+        return
+    _, _, _, up, down, b_up, b_down, activation, *_ = shape.inputs(1, *shape.weights())
+    offsets = torch.zeros(shape.num_local + 1, dtype=torch.int32)
+    for most in sizes(shape, lambda most: most):
+        x = torch.empty(most * shape.num_topk, shape.hidden, dtype=shape.dtype)
+        for grad in (False, True):
+            leaves = [one for one in (x, up, down, b_up, b_down) if one is not None]
+            for leaf in leaves:
+                leaf.requires_grad_(grad)
+            more: dict[str, Any] = dict(b_up=b_up, b_down=b_down, activation=activation)
+            y = grouped_gemm.grouped_mlp(x, up, down, offsets, **more)
+            if grad:
+                torch.autograd.grad(y, leaves, torch.empty_like(y))
+
+
+CALLS: dict[str, Callable[[ModelShape], None]] = {
+    "dispatch and combine": call_normal,
+    "expert rows": call_expert_rows,
+    "low latency": call_low_latency,
+    "layer": call_layers,
+    "decode layer": call_decode_layers,
+    "grouped GEMM": call_gemms,
+}
+"""Of ranks on one node."""
+CALLS_OF_NODES: dict[str, Callable[[ModelShape], None]] = {
+    "dispatch and combine": call_normal,
+    "expert rows": call_expert_rows,
+    "low latency": call_low_latency,
+    "layer by verbs": call_layers_by_verbs,
+    "layer in parts": call_layers_in_parts,
+    "notices": call_notices,
+    "decode layer": call_decode_layers,
+    "grouped GEMM": call_gemms,
+}
+"""Of ranks on several nodes."""
