@@ -32,7 +32,7 @@ COMMUNICATION = frozenset(
     "exchange_fused_kernel metadata_kernel push_kernel low_latency_combine_kernel "
     "return_rows_kernel final_sum_kernel fused_sum_kernel return_to_rails_kernel node_sum_kernel "
     "internode_sum_kernel send_return_metadata_kernel reduce_expanded_kernel "
-    "sum_expert_rows_kernel return_sums_kernel".split()
+    "sum_expert_rows_kernel return_sums_kernel tell_far_ranks_kernel".split()
 )
 """Our kernels that plan, send, place, copy and add up rows."""
 
