@@ -140,13 +140,17 @@ def verb_points(group: dist.ProcessGroup) -> Iterator[Point]:
 
 
 def node_points(group: dist.ProcessGroup) -> Iterator[Point]:
-    """The verbs of a Buffer of several nodes."""
-    num_experts, hidden, _, num_topk = MODELS[HOST_MODEL]
+    """The verbs of a Buffer of several nodes, and a layer of few tokens."""
+    num_experts, hidden, columns, num_topk = MODELS[HOST_MODEL]
     many, few = route(group, TOKENS), route(group, FEW)
     options = Options(decode_tokens=FEW)
     buffer = Buffer.for_tokens(group, TOKENS, hidden, num_experts, num_topk, options=options)
+    impl, num_local = f"moe_engine, {buffer.num_nodes} nodes", num_experts // group.size()
     for verb, (tokens, call) in calls_of(buffer, buffer, many, few).items():
-        yield Point(verb, f"moe_engine, {buffer.num_nodes} nodes", tokens, call)
+        yield Point(verb, impl, tokens, call)
+    up, down = draw(num_local, 2 * columns, hidden), draw(num_local, hidden, columns)
+    decode = partial(moe_ffn, *few, up, down, buffer, FEW)
+    yield Point("moe_ffn_decode", impl, FEW, decode)
     buffer.destroy()
 
 

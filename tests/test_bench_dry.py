@@ -342,7 +342,7 @@ def test_host_of_nodes(pool):
         pytest.skip("the bench runs there; NVSHMEM serves one set of ranks")
     lines = lines_of(pool, run_host_of_nodes, 2)
     assert {line["impl"] for line in lines} == {"moe_engine, 2 nodes"}
-    assert len({line["verb"] for line in lines}) == len(lines) == 7
+    assert len({line["verb"] for line in lines}) == len(lines) == 8
 
 
 @pytest.mark.parametrize(
