@@ -48,6 +48,13 @@ class SumFormat(NamedTuple):
     CHUNK_ROWS: int  # rows that share a flag
 
 
+class ReturnPlan(NamedTuple):
+    """Which received rows return."""
+
+    rank_prefix_matrix: tl.tensor  # int32 [R, R]
+    sides: tl.tensor  # of the sources, see `internode.is_on_side`
+
+
 class Heads(NamedTuple):
     """Which rows are summed."""
 
@@ -67,7 +74,8 @@ def return_to_rails_kernel(
     SIZES: tl.constexpr,  # push.PushSizes
 ):
     """Write each received row to the rank of this node that sums the rows of its token; see
-    `push.landing`."""
+    `push.landing`. Rows of NEAR and of FAR sources go to regions of their own, with flags of their
+    own: so they may return in launches of their own."""
     if is_broken(context):
         report_abandoned(context)
         return
@@ -78,10 +86,21 @@ def return_to_rails_kernel(
     source = Source(own.x, own.weights, num_rows, hidden, num_peers)
     # fmt: off
     push_rows(
-        source, rank_prefix_matrix, counts, tl.program_id(0), tl.num_programs(0), row, context,
-        received_row, SIZES, False,
+        source, ReturnPlan(rank_prefix_matrix, sides), counts, tl.program_id(0),
+        tl.num_programs(0), row, context, _returned_row, SIZES, False,
     )
     # fmt: on
+
+
+@device_function
+def _returned_row(source, plan, peers, rows, end, context):
+    """`received_row`, of the plan's sides alone."""
+    # fmt: off
+    from_rows, src_row, has = received_row(
+        source, plan.rank_prefix_matrix, peers, rows, end, context
+    )
+    # fmt: on
+    return from_rows, src_row, has & is_on_side(peers, plan.sides, context)
 
 
 @uses_nvshmem

@@ -25,6 +25,7 @@ from ..device.lang import (
     end_span,
     is_broken,
     put,
+    report_abandoned,
     report_failure,
     report_pointer,
 )
@@ -81,6 +82,8 @@ def exchange_kernel(
         clear_counts(counts, num_local_experts, context, SIZES)
         pdl_wait(PDL)
     if is_broken(context):
+        if program == num_ranks:  # the host, which waits for the counts, is to hear of it then
+            report_abandoned(context)
         return
     num_experts = num_local_experts * num_ranks
     call = own_call(context)
@@ -101,14 +104,15 @@ def clear_counts(counts, num_local_experts, context, SIZES: tl.constexpr):
     """Begin with no rows: if the wait for the counts gives up on a lost peer, later launches, which
     may not know of it, see none."""
     num_ranks = tl.load(context + NUM_RANKS).to(tl.int32)
-    ranks = tl.arange(0, SIZES.RANKS_PAD)
+    ranks, experts = tl.arange(0, SIZES.RANKS_PAD), tl.arange(0, SIZES.EXPERTS_PAD)
+    real = experts < num_local_experts
     for source in range(0, num_ranks):
         to = counts.rank_prefix_matrix + source * num_ranks + ranks
         tl.store(to, tl.zeros_like(ranks), mask=ranks < num_ranks)
+        to = counts.recv_expert_counts + source * num_local_experts + experts
+        tl.store(to, tl.zeros_like(experts), mask=real)
     if counts.recv_rank_prefix is not None:
         tl.store(counts.recv_rank_prefix + ranks, tl.zeros_like(ranks), mask=ranks < num_ranks)
-    experts = tl.arange(0, SIZES.EXPERTS_PAD)
-    real = experts < num_local_experts
     tl.store(counts.expert_offsets + experts, tl.zeros_like(experts), mask=real)
     tl.store(counts.expert_offsets + 1 + experts, tl.zeros_like(experts), mask=real)
     everywhere = tl.arange(0, SIZES.ALL_EXPERTS_PAD)

@@ -35,6 +35,7 @@ from ..device.lang import (
     is_broken,
     notify,
     put,
+    report_abandoned,
     symm_at,
     wait,
 )
@@ -176,6 +177,8 @@ def exchange_internode_kernel(
     if is_broken(context):
         if is_forwarder:  # the launches that follow read them, whether this rank is broken or not
             _clear_ranks(rows, 0, most_rows, context, SIZES)
+        elif node == nodes:  # the host, which waits for the counts, is to hear of it then
+            report_abandoned(context)
         return
     call = own_call(context)
     if (SIZES.KIND == KIND_LOW_LATENCY_DISPATCH) | (SIZES.KIND == KIND_MOE_FFN_DISPATCH):

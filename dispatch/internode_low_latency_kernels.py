@@ -87,7 +87,7 @@ def pack_plan_kernel(
 @triton.jit(do_not_specialize=["num_rows"])
 def pack_rows_kernel(
     arrived,  # launch.Received, x as addresses
-    dst_row,  # int32 [R * M, K], see `Packed`
+    dst_row,  # int32 [R * M, K], see `Packed`; K need not be the top-k
     rank_prefix_matrix,  # int32 [R, R]
     x,  # vectors of experts' rows, out
     scales,  # int32 [L, S, R * M], or None, out

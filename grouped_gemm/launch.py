@@ -93,8 +93,10 @@ def multiply(
     num_rows: int,
     out: torch.Tensor | None,
     config: GemmConfig,
+    num_free_sms: int = 0,
 ) -> torch.Tensor:
-    """The grouped GEMM of checked operands, out [num_rows, N / parts]; None: a new tensor."""
+    """The grouped GEMM of checked operands, out [num_rows, N / parts]; None: a new tensor. Its
+    programs leave so many SMs to others."""
     num_experts = weights.w.shape[0]
     num_columns = weights.num_columns // epilogue.parts
     if out is None:
@@ -106,9 +108,9 @@ def multiply(
     if num_rows == 0:
         return out
     if config.num_splits > 1:
-        _multiply_split(rows, weights, epilogue, schedule, out, config)
+        _multiply_split(rows, weights, epilogue, schedule, out, config, num_free_sms)
     else:
-        _multiply(rows, weights, epilogue, schedule, out[None], config)
+        _multiply(rows, weights, epilogue, schedule, out[None], config, num_free_sms)
     return out
 
 
@@ -119,12 +121,13 @@ def _multiply(
     schedule: TileSchedule,
     out: torch.Tensor,  # [num_splits, rows, N / parts]
     config: GemmConfig,
+    num_free_sms: int,
 ) -> None:
     parts, num_columns, block_n = epilogue.parts, out.shape[2], config.block_n
     num_tiles = schedule.tiles.numel() * triton.cdiv(num_columns, block_n // parts)
     launch(
         _grouped_gemm_kernel,
-        grid(num_tiles * config.num_splits, out.device, config),
+        grid(num_tiles * config.num_splits, out.device, config, num_free_sms),
         rows_of(rows.x, rows.offset, [config.block_m, config.block_k]),
         describe_weights(weights, config, parts),
         scales_of(rows, weights),
@@ -144,6 +147,7 @@ def _multiply_split(
     schedule: TileSchedule,
     out: torch.Tensor,
     config: GemmConfig,
+    num_free_sms: int,
 ) -> None:
     """The shares of the depth into float32 memory, then their sum and the epilogue."""
     num_rows, num_columns = out.shape
@@ -151,11 +155,12 @@ def _multiply_split(
     shape = (config.num_splits, num_rows, weights.num_columns)
     partial = out.new_empty(shape, dtype=torch.float32)
     plain = weights._replace(bias=None)
-    _multiply(rows, plain, Epilogue(), schedule, partial, replace(config, subtiles=1))
+    in_one_store = replace(config, subtiles=1)
+    _multiply(rows, plain, Epilogue(), schedule, partial, in_one_store, num_free_sms)
     num_tiles = schedule.tiles.numel() * triton.cdiv(num_columns, block_n // epilogue.parts)
     launch(
         _split_sum_kernel,
-        grid(num_tiles, out.device, config),
+        grid(num_tiles, out.device, config, num_free_sms),
         partial,
         *_outputs(epilogue, out[None], block_m, block_n // epilogue.parts),
         weights.bias,
@@ -231,13 +236,15 @@ def check_schedule(
         )
 
 
-def grid(num_tiles: int, device: torch.device, config: GemmConfig) -> tuple[int]:
+def grid(
+    num_tiles: int, device: torch.device, config: GemmConfig, num_free_sms: int = 0
+) -> tuple[int]:
     """One program for each tile, but no more than run at once."""
-    return (min(num_tiles, num_compute_programs(device, config)),)
+    return (min(num_tiles, num_compute_programs(device, config, num_free_sms)),)
 
 
-def num_compute_programs(device: torch.device, config: GemmConfig) -> int:
-    """The number of programs that run at once."""
+def num_compute_programs(device: torch.device, config: GemmConfig, num_free_sms: int = 0) -> int:
+    """The number of programs that run at once, on all SMs but `num_free_sms`."""
     if INTERPRETED:
         return NUM_INTERPRETED_PROGRAMS
-    return gpu(device).num_sms * config.programs_per_sm
+    return max(1, gpu(device).num_sms - num_free_sms) * config.programs_per_sm

@@ -96,8 +96,9 @@ def moe_ffn(
     Where x, topk_weights, weights or biases require grad, on all ranks, so does the result, whose
     backward is collective as well. `save` is what stays for it, equal on all ranks: "pre", the
     pre-activations [M, 2I] of the M rows of this rank's experts; "rows", these rows [M, H]; "all",
-    both; "none"; "auto": "pre" for I < H, else "rows", which it is on several nodes. What is not saved is made again, with the
-    same bits. The host waits for the counts of rows. The gradients of the weights go to autograd,
+    both; "none"; "auto": "pre" for I < H, else "rows", and "rows" on several nodes. What is not
+    saved is made again, with the same bits. The host waits for the counts of rows. The gradients of
+    the weights go to autograd,
     with a `WgradSink` into its tensors, with a `DelayedWgrad` there or into `.grad` later; those of
     biases always go to autograd.
 

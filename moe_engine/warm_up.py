@@ -9,7 +9,10 @@ import torch
 
 from .checks import PAYLOAD_DTYPES, check_at_least, check_dtype
 from .device.context import SAVE_POLICIES
+from .engines import internode_layer
 from .engines.base import LayerInputs, WeightGradients
+from .engines.internode import InternodeEngine
+from .engines.layer_by_verbs import LayerByVerbs
 from .errors import CapacityError
 from .grouped_gemm.activations import AnyActivation
 from .grouped_gemm.operands import Operand, split_scales
@@ -74,6 +77,8 @@ def warm_layers(buffer: Buffer, inputs: LayerInputs) -> None:
     with torch.no_grad():
         for max_tokens in layer_sizes(buffer.options):
             buffer.moe_ffn(inputs, max_tokens=max_tokens)
+        if buffer.num_nodes > 1:
+            warm_layer_of_nodes(buffer, inputs)
         warm_trained_layer(buffer, inputs)
 
 
@@ -87,6 +92,26 @@ def layer_sizes(options: Options) -> list[int | None]:
     steps = 1 + STEPS * most.bit_length()
     few = sorted({round(2 ** (step / STEPS)) for step in range(steps)} | {most})
     return [None, *(size for size in few if 1 <= size <= most)]  # the first call checks the inputs
+
+
+@verb
+def warm_layer_of_nodes(buffer: BufferLifecycle, inputs: LayerInputs) -> None:
+    """A layer of a token for experts of all nodes, in one part and in two: ranks choose by
+    themselves, and another one would wait for the first that compiles. Products of more rows may
+    need other tiles. Collective."""
+    engine = buffer._ready()
+    if not isinstance(engine, InternodeEngine):
+        return
+    num_experts, num_topk = len(inputs.w_gate_up) * buffer.group_size, inputs.topk_idx.shape[1]
+    places = torch.arange(num_topk, dtype=torch.int64, device=inputs.x.device)
+    topk_idx = (places * num_experts // num_topk)[None]
+    x = inputs.x.new_zeros(1, inputs.x.shape[1])
+    one = inputs._replace(x=x, topk_idx=topk_idx, topk_weights=topk_idx.float())
+    with buffer._streams.call():
+        for save in ("none", "rows"):
+            LayerByVerbs.moe_ffn_forward(engine, one, save, is_captured=False)
+            if engine.may_have_parts:
+                internode_layer.forward(engine, one, save)
 
 
 @verb

@@ -23,14 +23,18 @@ from moe_engine import (
     ShapeError,
     reference,
 )
+from moe_engine.combine import ReturnedRows
 from moe_engine.combine import internode as combine_launches
 from moe_engine.combine import internode_kernels as combine_kernels
 from moe_engine.debug_checks import check_handle_values
-from moe_engine.device.context import ContextField
+from moe_engine.device.context import TOLD_BIT, ContextField
+from moe_engine.device.internode import FAR, NEAR
+from moe_engine.dispatch import Tokens
 from moe_engine.dispatch import internode as dispatch_launches
 from moe_engine.dispatch import internode_kernels as dispatch_kernels
 from moe_engine.emulation import PerRank, RankPool
 from moe_engine.engines.internode import InternodeHandle
+from moe_engine.symm.slots import BARE_HEADER
 
 FEW = Nodes(2, 2)
 EXPERTS = 8
@@ -383,3 +387,59 @@ def handles(pool):
     idx = torch.arange(0, EXPERTS, 2).expand(12, 4).contiguous()
     run = FEW.run(pool, take_handle, PerRank(x), idx, PerRank(w))
     return [InternodeHandle(*parts) for parts in run]
+
+
+# --- Half of a call ------------------------------------------------------------------------------
+
+MARK = 12345.678
+"""A number that no other memory holds."""
+
+
+def return_one_side(group, x, topk_idx, topk_weights):
+    """Whether this rank's memory has rows of near sources after those of far ones were returned,
+    and after theirs were."""
+    buffer = small_buffer(group, x, EXPERTS, topk_idx.shape[1])
+    rows, *_, handle, _ = dispatch(buffer, x, topk_idx, topk_weights, EXPERTS)
+    slots, prefix, first = buffer._engine.slots, handle.rank_prefix_matrix, group.rank() // 2 * 2
+    begin = int(prefix[first - 1, group.rank()]) if first else 0
+    marked = torch.ones_like(rows)
+    marked[begin : int(prefix[first + 1, group.rank()])] = MARK
+    returned = ReturnedRows(marked, None)
+    combine_launches.open_combine(returned, handle.signature, slots)
+    found = []
+    for side in FAR.value, NEAR.value:
+        combine_launches.return_to_rails(returned, prefix, BARE_HEADER, 2, slots, side)
+        dist.barrier(group)
+        memory = slots.block.local.view(torch.float32)
+        found.append(bool((memory == torch.tensor(MARK)).any()))
+    dist.barrier(group)
+    buffer.destroy()
+    return found
+
+
+def test_a_side_returns_its_rows_alone(pool):
+    parts = make_inputs(4, [12, 9, 7, 11], 16, EXPERTS, 4, "uniform", "fp32")
+    assert FEW.run(pool, return_one_side, *map(PerRank, parts)) == [[False, True]] * 4
+
+
+def exchange_when_told(group, x, topk_idx, topk_weights):
+    """What the host would read of a dispatch on a rank whose calls another one has ended, as a GPU
+    lets it go on."""
+    buffer = small_buffer(group, x, EXPERTS, topk_idx.shape[1])
+    engine = buffer._engine
+    layout = engine.layout(topk_idx, EXPERTS)
+    dist.barrier(group)
+    engine.context.fields[ContextField.BROKEN] = 1 << TOLD_BIT
+    with cases.filled_memory():
+        tokens = Tokens(x, topk_idx, topk_weights)
+        counts, _ = engine.call(type(engine)._exchange, tokens, layout, False, check=False)
+    result = engine._received(counts).tolist(), engine.context.was_told
+    dist.barrier(group)
+    buffer.destroy()
+    return result
+
+
+@pytest.mark.parametrize("nodes", [FEW, Nodes(1, 4)])
+def test_counts_are_0_where_a_call_was_ended_before(pool, nodes):
+    parts = make_inputs(4, [12, 9, 7, 11], 16, EXPERTS, 4, "uniform", "fp32")
+    assert nodes.run(pool, exchange_when_told, *map(PerRank, parts)) == [([0, 0, 0], True)] * 4

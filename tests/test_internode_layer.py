@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from functools import partial
 from typing import Any
 
@@ -26,7 +28,7 @@ from training_cases import (
     poison_all,
 )
 
-from moe_engine import BackendError, Buffer, MoEFeedForward, moe_ffn
+from moe_engine import BackendError, Buffer, MoEFeedForward, moe_ffn, reference
 from moe_engine.emulation import PerRank
 from moe_engine.engines import internode_layer, layer_by_verbs
 from moe_engine.engines.base import LayerInputs
@@ -206,6 +208,34 @@ def test_decode_in_fp32(nodes, num_topk):
     check_layer(nodes("2x2"), 4, [3, 1], 40, 24, 2, num_topk, "duplicates", "fp32", "decode")
 
 
+def fill_the_room(group: dist.ProcessGroup) -> list[float]:
+    """Errors where all slots of all tokens name one expert, by low-latency calls and as in a
+    graph."""
+    num_tokens, num_topk = 5, 3
+    generator = torch.Generator().manual_seed(group.rank())
+    x = torch.randn(num_tokens, 32, generator=generator).to(cases.device())
+    idx = torch.zeros(num_tokens, num_topk, dtype=torch.int64, device=x.device)
+    weights = torch.rand(num_tokens, num_topk, generator=generator).to(x.device)
+    up, down = x.new_ones(1, 48, 32) / 32, x.new_ones(1, 32, 24) / 24
+    parts = [[one] * group.size() for one in (x, idx, weights, up, down)]
+    wanted = reference.moe_ffn(*parts)[0]
+    errors = []
+    for decode_tokens in (num_tokens, 0):
+        sizes = group.size(), num_topk, num_tokens
+        buffer = new_buffer(group, x, *sizes, decode_tokens=decode_tokens)
+        with as_in_a_graph():
+            out = moe_ffn(x, idx, weights, up, down, buffer)
+        errors.append(cases.relative_error(out, wanted))
+        end(buffer)
+    return errors
+
+
+def test_tokens_that_name_an_expert_twice_have_room(nodes):
+    for on in nodes("2x2"), InParts(nodes("2x2")):
+        for errors in on.run(fill_the_room):
+            assert max(errors) < 1e-5
+
+
 def test_decode_with_biases(nodes):
     parts = with_biases.make([6, 4, 0, 3], with_biases.BOTH, True, kind="duplicates")
     with_biases.check(nodes("2x2"), parts, with_biases.GPT_OSS, ("none",), decode_tokens=8)
@@ -302,6 +332,15 @@ def test_models_of_transformers(nodes):
         assert {shape[0] for shape in shapes} == {3}
 
 
+@contextmanager
+def as_in_a_graph() -> Iterator[None]:
+    """The calls that a graph keeps, whose host waits for no count."""
+    with pytest.MonkeyPatch.context() as patch:
+        for module in layer_by_verbs, internode_layer:
+            patch.setattr(module, "is_captured", lambda x: True)
+        yield
+
+
 def run_as_in_a_graph(group: dist.ProcessGroup, *parts: Any) -> list[bool]:
     """Whether a layer whose host waits for no count has the bits of one that does: forward, both
     ways, and gradients. Emulated ranks have no graphs; they make the calls that a graph keeps."""
@@ -315,9 +354,7 @@ def run_as_in_a_graph(group: dist.ProcessGroup, *parts: Any) -> list[bool]:
         return [plain, out, *torch.autograd.grad(out, leaves, dy)]
 
     expected = run()
-    with pytest.MonkeyPatch.context() as patch:
-        for module in layer_by_verbs, internode_layer:
-            patch.setattr(module, "is_captured", lambda x: True)
+    with as_in_a_graph():
         found = run()
     end(buffer)
     return [torch.equal(*pair) for pair in zip(found, expected, strict=True)]

@@ -40,13 +40,19 @@ def expert_tiles(inputs: LayerInputs, num_rows: int) -> tuple[GemmConfig, GemmCo
 
 
 def multiply_up(
-    rows: Rows, inputs: LayerInputs, offsets: torch.Tensor, tiles: GemmConfig, memory: ExpertMemory
+    rows: Rows,
+    inputs: LayerInputs,
+    offsets: torch.Tensor,
+    tiles: GemmConfig,
+    memory: ExpertMemory,
+    num_free_sms: int = 0,
 ) -> TileSchedule:
     """The first product and its activation, of rows [M, H], in e4m3 if the weights are, those of
-    each expert from its offset, int32 [L + 1], on."""
+    each expert from its offset, int32 [L + 1], on. num_free_sms: see `launch.multiply`."""
     most = len(memory.act)
     schedule = tile_schedule(offsets, most, tiles.block_m)
-    multiply(rows, inputs.up, Epilogue(inputs.activation), schedule, most, memory.act, tiles)
+    how = schedule, most, memory.act, tiles, num_free_sms
+    multiply(rows, inputs.up, Epilogue(inputs.activation), *how)
     return schedule
 
 
@@ -56,11 +62,13 @@ def multiply_down(
     tiles: GemmConfig,
     memory: ExpertMemory,
     row_weight: torch.Tensor | None = None,
+    num_free_sms: int = 0,
 ) -> torch.Tensor:
     """y [M, H]: the second product, times row_weight float32 [M]."""
     act, cast, y = memory
     rows = Rows(act) if cast is None else cast_rows(act, cast, schedule.offsets[-1:])
-    return multiply(rows, inputs.down, Epilogue("none", row_weight), schedule, len(y), y, tiles)
+    how = schedule, len(y), y, tiles, num_free_sms
+    return multiply(rows, inputs.down, Epilogue("none", row_weight), *how)
 
 
 def cast_rows(x: torch.Tensor, out: QuantizedRows, num_rows: torch.Tensor) -> Rows:

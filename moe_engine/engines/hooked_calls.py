@@ -165,17 +165,22 @@ class HookedCalls(ContextEngine):
     ) -> Any:
         """Launch a call, see `PreparedCalls`: both halves, or with `hooked` the first one."""
         calls, memory = self._calls, self.next_memory
-        num_leaving = max(0, len(calls) + num_calls - self.num_slots)
-        if any(not one.received for one in islice(calls, num_leaving)):
-            raise CapacityError(
-                f"{calls.maxlen} low-latency calls began after one whose hook was not called yet. "
-                "Call the hook before, or make the Buffer with more Options.num_slots."
-            )
+        self._check_hooks(num_calls)
         phases = "send" if hooked else "both"
         result = memory.calls(body, self.owner(memory), *args, phases, described=described)
         calls.extend(InFlight(memory, not hooked) for _ in range(num_calls))
         self._check_emulated()
         return result
+
+    def _check_hooks(self, num_calls: int) -> None:
+        """CapacityError where so many calls would need the memory of one whose hook was not called
+        yet."""
+        num_leaving = max(0, len(self._calls) + num_calls - self.num_slots)
+        if any(not one.received for one in islice(self._calls, num_leaving)):
+            raise CapacityError(
+                f"{self.num_slots} low-latency calls began after one whose hook was not called "
+                "yet. Call the hook before, or make the Buffer with more Options.num_slots."
+            )
 
     def _hook(self, body: Callable[..., None], *args: Any, described: Described | None) -> Receive:
         """A function that launches the second half of the last call, once."""

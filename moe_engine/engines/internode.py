@@ -89,10 +89,14 @@ class InternodeEngine(KernelEngine, LayerByVerbs):
             return internode_layer.forward(self, inputs, save)
 
     def has_two_parts(self, inputs: LayerInputs) -> bool:
-        """See `internode_layer.is_faster`. Memory that grows is not for parts."""
+        """See `internode_layer.is_faster`."""
         num_nodes = self.slots.layout.num_nodes
-        is_fixed = self._max_tokens is not None
-        return is_fixed and internode_layer.is_faster(inputs, self.num_ranks, num_nodes)
+        return self.may_have_parts and internode_layer.is_faster(inputs, self.num_ranks, num_nodes)
+
+    @property
+    def may_have_parts(self) -> bool:
+        """Whether layers may have two parts: not in memory that grows."""
+        return self._max_tokens is not None
 
     @property
     def num_ranks(self) -> int:  # type: ignore[override]

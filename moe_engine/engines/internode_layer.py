@@ -35,13 +35,7 @@ from ..node_traffic import Cluster, Shares, Way, exchange
 from ..streams import is_captured
 from ..symm.slots import BARE_HEADER, header_bytes
 from .base import LayerInputs, Saved, check_layer_weights
-from .decode_experts import (
-    ExpertMemory,
-    cast_rows,
-    expert_tiles,
-    multiply_down,
-    multiply_up,
-)
+from .decode_experts import ExpertMemory, cast_rows, expert_tiles, multiply_down, multiply_up
 
 if TYPE_CHECKING:
     from .internode import InternodeEngine
@@ -53,7 +47,8 @@ assumed."""
 
 def is_faster(inputs: LayerInputs, num_ranks: int, num_nodes: int) -> bool:
     """Whether two parts are predicted to take less time than one: what they hide of the network's,
-    of routing that is balanced, is more than what the second part costs."""
+    of routing that is balanced, is more than what they cost, the SMs that communicate and the
+    weights that are read again."""
     num_tokens, num_topk = inputs.topk_idx.shape
     num_experts, columns = len(inputs.w_gate_up) * num_ranks, inputs.w_down.shape[2]
     hidden, itemsize = inputs.x.shape[1], inputs.x.itemsize
@@ -65,10 +60,13 @@ def is_faster(inputs: LayerInputs, num_ranks: int, num_nodes: int) -> bool:
     us_of = exchange(Way.TWO_LEVEL, cluster, shares, num_bytes).us_of
     far_us = max(us_of["far send"], us_of["far receive"])
     problem = LayerProblem(num_ranks, num_tokens, num_experts, num_topk, hidden, columns, itemsize)
-    up_us, down_us = (problem.gemm_us(n) / num_nodes for n in (inputs.parts * columns, columns))
+    num_sms, of_near = H200.num_sms, (inputs.parts * columns, columns)
+    slower = num_sms / (num_sms - NUM_CONCURRENT)
+    up_us, down_us = (slower * problem.gemm_us(n) / num_nodes for n in of_near)
     weights = (inputs.w_gate_up, inputs.w_down)
     again_us = sum(one.numel() * one.itemsize for one in weights) / H200.hbm_gbs / 1e3
-    return min(far_us, up_us) + min(far_us, down_us) > again_us + PART_US
+    cost_us = (up_us + down_us) * (1 - 1 / slower) + again_us + PART_US
+    return min(far_us, up_us) + min(far_us, down_us) > cost_us
 
 
 class Sizes(NamedTuple):
@@ -111,17 +109,24 @@ class Part(NamedTuple):
         assert ids is not None
         place_into(self.places, ids, weights, present=self.arrived.x)
 
+    @property
+    def num_free_sms(self) -> int:
+        """SMs that the products leave to what runs concurrently with them: a program of theirs and
+        one that communicates do not fit on an SM together."""
+        return NUM_CONCURRENT if self.sides == NEAR.value else 0
+
     def up(self, inputs: LayerInputs) -> TileSchedule:
         """The first product."""
         offsets, rows = self.places.offsets, Rows(self.rows)
         if self.cast is not None:
             rows = cast_rows(self.rows, self.cast, offsets[-1:])
-        return multiply_up(rows, inputs, offsets, self.tiles[0], self.memory)
+        how = self.tiles[0], self.memory, self.num_free_sms
+        return multiply_up(rows, inputs, offsets, *how)
 
     def down(self, inputs: LayerInputs, schedule: TileSchedule, sums: torch.Tensor) -> None:
         """The second product, and its sums [N, H] for the rows of this part."""
-        weights = self.places.row_weights
-        y = multiply_down(inputs, schedule, self.tiles[1], self.memory, weights)
+        how = self.tiles[1], self.memory, self.places.row_weights, self.num_free_sms
+        y = multiply_down(inputs, schedule, *how)
         sum_rows(y, self.places.dst_rows, into=sums, present=self.arrived.x)
 
 
@@ -137,11 +142,15 @@ def forward(
     engine.concurrent_reads.mark()
     engine.call(type(engine)._send_rows, tokens, layout, counts, routes)
     sizes = _sizes(engine, inputs, counts)
-    key = "layer in parts", inputs.x.shape[1], inputs.w_down.shape, inputs.w_down.dtype
-    with slots.context.first_use(*key):
-        keeps = save in ("rows", "all")
-        made = multiply(engine, inputs, tokens, layout, counts, Routes(*routes), sizes, keeps)
-        received, kept, out = made
+    sizes_of = [(one.shape[1:], one.dtype) for one in inputs.tensors if one is not None]
+    with slots.context.first_use("layer in parts", str(sizes_of), inputs.activation, save):
+        sent = tokens, layout, counts, Routes(*routes)
+        try:
+            made = receive_and_return(engine, inputs, *sent, sizes, save in ("rows", "all"))
+        except BaseException:
+            engine.side_stream.join()  # what runs there uses memory that is given back here
+            raise
+    received, kept, out = made
     handle = engine._new_handle(counts, routes, received, layout)
     engine._check_emulated()
     saved = kept, received.topk_idx, received.topk_weights, *handle
@@ -153,7 +162,7 @@ def _sizes(engine: InternodeEngine, inputs: LayerInputs, counts: Counts) -> Size
     node_ranks = engine.slots.layout.ranks_per_node
     if is_captured(inputs.x):
         most = engine.most_received(inputs)
-        rows = most // engine.num_ranks * min(inputs.topk_idx.shape[1], len(inputs.w_gate_up))
+        rows = most // engine.num_ranks * inputs.topk_idx.shape[1]
         return Sizes(most, node_ranks * rows, (engine.num_ranks - node_ranks) * rows)
     rank = engine.slots.context.rank
     first = rank // node_ranks * node_ranks
@@ -169,7 +178,7 @@ def _sizes(engine: InternodeEngine, inputs: LayerInputs, counts: Counts) -> Size
     return sizes
 
 
-def multiply(
+def receive_and_return(
     engine: InternodeEngine,
     inputs: LayerInputs,
     tokens: Tokens,
@@ -194,10 +203,8 @@ def multiply(
     near = Part.empty(NEAR.value, inputs, received, sizes.near)
     far = Part.empty(FAR.value, inputs, received._replace(x=present[1]), sizes.far)
     sums, out = x.new_empty(sizes.received, x.shape[1]), torch.empty_like(x)
-    kept, every_row = None, x.new_empty(0)
-    if keeps_rows:
-        kept = torch.empty_like(sums)
-        every_row = torch.arange(len(kept), dtype=torch.int32, device=x.device)[:, None]
+    kept = torch.empty_like(sums) if keeps_rows else None
+    in_order = torch.arange(len(sums), dtype=torch.int32, device=x.device)[:, None]
 
     def locate(part: Part) -> None:
         how = tokens, prefix, len(inputs.w_gate_up), header, slots, part.sides
@@ -207,7 +214,7 @@ def multiply(
         part.place()
         how = None, slots, num_programs
         if kept is not None:
-            pack_rows(part.arrived, tokens, prefix, every_row, kept, *how, ends=False)
+            pack_rows(part.arrived, tokens, prefix, in_order, kept, *how, ends=False)
         pack_rows(part.arrived, tokens, prefix, part.places.dst_rows, part.rows, *how, ends=ends)
 
     with side.after_current():

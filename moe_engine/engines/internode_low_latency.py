@@ -176,6 +176,7 @@ class InternodeLowLatency(HookedCalls):
     ) -> torch.Tensor:
         """See `HookedCalls`. Rows travel in the dtype of x, e4m3 weights or not: they are cast
         where they arrive. Nothing is known of a lane by `described`, which is of other memory."""
+        self._check_hooks(2)
         sums, returns = self._call(_dispatch_to_experts, inputs, max_tokens)
         self._num_calls += 1
         out: torch.Tensor = self._call(_return_sums, sums, returns, len(inputs.x))
@@ -260,7 +261,7 @@ def _dispatch_to_experts(
     row_format = "bf16" if x.dtype == torch.bfloat16 else "fp32"
     how = max_tokens, num_local * lane.num_ranks, row_format
     num_received = lane.num_ranks * max_tokens
-    num_rows = num_received * min(num_topk, num_local)
+    num_rows = num_received * num_topk  # a token may name an expert twice
     memory, rows = ExpertMemory.empty(inputs, num_rows), x.new_empty(num_rows, x.shape[1])
     cast = QuantizedRows.like(rows) if inputs.is_quantized else None
     sent = send_tokens(LowLatencyTokens(x, topk_idx, topk_weights, *how), lane)

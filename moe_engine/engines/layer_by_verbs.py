@@ -109,7 +109,7 @@ class LayerByVerbs(ABC):
         layout = self.layout(inputs.topk_idx, num_local * self.num_ranks)
         received, per_expert, handle, counts = self.dispatch(Tokens(*inputs[:3]), layout, most)
         rows = _rows_of(inputs, received.x, received.topk_idx, received.topk_weights)
-        num_rows = most * min(num_topk, num_local) if most else sum(per_expert)
+        num_rows = most * num_topk if most else sum(per_expert)
         return rows, num_rows, handle, counts
 
     def moe_ffn_backward(

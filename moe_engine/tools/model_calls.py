@@ -23,7 +23,7 @@ from ..dispatch.low_latency import LowLatencyTokens
 from ..engines.base import WeightGradients
 from ..engines.hooked_calls import HookedCalls
 from ..engines.internode import InternodeEngine
-from ..engines.internode_layer import Sizes, multiply
+from ..engines.internode_layer import Sizes, receive_and_return
 from ..engines.kernel import KernelEngine
 from ..expert_major import place, sum_rows, take_rows
 from ..layer_config import LayerChoices, kept_layers
@@ -239,7 +239,7 @@ def numbers_of_rows(shape: ModelShape) -> Iterable[int]:
             *(of(one, transposed=True, block_m=again.block_m) for one in (up, down)),
         )
 
-    most = num_ranks * shape.max_tokens * min(shape.num_topk, shape.num_local)
+    most = num_ranks * shape.max_tokens * shape.num_topk
     return {choice(count): count for count in reversed(steps(most))}.values()
 
 
@@ -275,7 +275,7 @@ def call_layers_in_parts(shape: ModelShape) -> None:
     made = engine, inputs, tokens, layout, counts, Routes(*routes)
     for count in numbers_of_rows(shape):
         for keeps_rows in (False, True):
-            multiply(*made, Sizes(count, count, count), keeps_rows)
+            receive_and_return(*made, Sizes(count, count, count), keeps_rows)
 
 
 def memory_for_gradients(shape: ModelShape) -> Iterator[WeightGradients]:
