@@ -1,10 +1,11 @@
 """What a GEMM gains that leaves SMs to communication: python bench/concurrent_gemm.py
 
-A layer over several nodes in two parts (moe_engine/engines/internode_layer.py) multiplies the rows of
-its own node while few programs on a stream of their own forward, receive and return the others. Here
-a kernel stands for them that only waits: as many programs, none of which fits on an SM together with
-one of the GEMM. Verb `up` is the first product of DeepSeek-V3's experts on 16 ranks of two nodes, for
-4096 tokens of each: half of the rows of a rank. `ratio` is over the GEMM on all SMs with nothing else.
+A layer over several nodes in two parts (moe_engine/engines/internode_layer.py) multiplies the rows
+of its own node while few programs on a stream of their own forward, receive and return the others.
+Here a kernel stands for them that only waits: as many programs, none of which fits on an SM
+together with one of the GEMM. Verb `up` is the first product of DeepSeek-V3's experts on 16 ranks
+of two nodes, for 4096 tokens of each: half of the rows of a rank. `ratio` is over the GEMM on all
+SMs with nothing else.
 """
 
 from __future__ import annotations
