@@ -72,7 +72,7 @@ def test_buffers_of_any_size_find_their_kernels(most):
     calls = {name: compile.CALLS[name] for name in names}
     with (
         mock.patch.dict(compile.CALLS, calls, clear=True),
-        mock.patch.object(compile, "sizes", lambda shape, choice: [most]),
+        mock.patch.object(model_calls, "sizes", lambda shape, choice: [most]),
     ):
         found = compile.variants(SHAPE, 90)
     assert not {variant.name for key, variant in found.items() if key not in needed()}
