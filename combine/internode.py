@@ -75,7 +75,7 @@ def return_to_rails(
     sides: int = BOTH.value,
 ) -> None:
     """Write rows to the ranks of this node that forwarded them, header_bytes after the beginning of
-    a region; those from one of the `sides` alone, see `device/internode.py`, before the others."""
+    a region: all, or those from one of the `sides` of `device/internode.py`."""
     row, item_bytes = returned.row, returned.x.itemsize
     slots.context.launch(
         return_to_rails_kernel,

@@ -10,8 +10,6 @@ import triton
 import triton.language as tl
 
 from ..device.context import (
-    KIND_LOW_LATENCY_DISPATCH,
-    KIND_MOE_FFN_DISPATCH,
     NODE_RANKS,
     NUM_RANKS,
     PHASE_COUNTS,
@@ -181,7 +179,7 @@ def exchange_internode_kernel(
             report_abandoned(context)
         return
     call = own_call(context)
-    if (SIZES.KIND == KIND_LOW_LATENCY_DISPATCH) | (SIZES.KIND == KIND_MOE_FFN_DISPATCH):
+    if SIZES.PHASES != "both":  # a low-latency call
         shape = with_max_tokens(shape, most_rows)
     signature = signature_of(SIZES.KIND, shape, num_experts, 0, 0, may_grow, call, 0, context)
     if SIZES.PHASES != "receive":

@@ -16,7 +16,6 @@ from .. import routing
 from ..device.constants import constants
 from ..grouped_gemm.quantization import quantize_launch
 from ..grouped_gemm.quantization_kernels import QuantizedOut, quantize_rows_kernel
-from ..hardware import gpu
 from ..row_vectors import COPY_ROWS, RowVectors
 from ..symm.slots import Slots, header_bytes
 from ..utils import next_power_of_2
@@ -111,13 +110,8 @@ def new_packed(tokens: LowLatencyTokens, sent: Sent, slots: Slots) -> Packed:
     )
 
 
-def _pack_sizes(num_ranks: int, num_topk: int, tokens: Tokens) -> PackSizes:
-    vectors = RowVectors.of(tokens.x.shape[1], tokens.x.dtype)
-    return _kept_sizes(num_ranks, num_topk, tokens.row.num_scales, vectors)
-
-
 @functools.cache
-def _kept_sizes(num_ranks: int, num_topk: int, num_scales: int, vectors: RowVectors) -> PackSizes:
+def _pack_sizes(num_ranks: int, num_topk: int, num_scales: int, vectors: RowVectors) -> PackSizes:
     sizes = PackSizes(
         NUM_TOPK=num_topk,
         TOPK_PAD=next_power_of_2(num_topk),
@@ -134,7 +128,11 @@ def _kept_sizes(num_ranks: int, num_topk: int, num_scales: int, vectors: RowVect
 
 def receive_tokens(sent: Sent, packed: Packed, stats: Stats, slots: Slots) -> None:
     """The second half: forward what arrives from other nodes, and pack what is for this rank."""
-    arrived = locate_tokens(sent, packed.src_idx, stats.waited, slots)
+    tokens = sent.tokens
+    addresses = torch.empty_like(packed.src_idx, dtype=torch.int64)
+    arrived = Received.empty(addresses, tokens)._replace(src_idx=packed.src_idx)
+    locate_tokens(sent, arrived, stats.waited, slots)
+    vectors = RowVectors.of(tokens.x.shape[1], tokens.x.dtype)
     slots.context.launch(
         pack_plan_kernel,
         (sent.layout.num_experts // slots.num_ranks,),
@@ -143,29 +141,23 @@ def receive_tokens(sent: Sent, packed: Packed, stats: Stats, slots: Slots) -> No
         stats.received,
         slots.context.fields,
         len(packed.src_idx),
-        SIZES=_pack_sizes(slots.num_ranks, sent.tokens.num_topk, sent.tokens),
+        SIZES=_pack_sizes(slots.num_ranks, tokens.num_topk, tokens.row.num_scales, vectors),
         step="pack",
     )
-    of = sent.tokens, sent.counts.rank_prefix_matrix, packed.dst_row
+    of = tokens, sent.counts.rank_prefix_matrix, packed.dst_row
     pack_rows(arrived, *of, packed.x, packed.scales, slots)
 
 
-def locate_tokens(
-    sent: Sent, src_idx: torch.Tensor, waited: torch.Tensor | None, slots: Slots
-) -> Received:
-    """Forward what arrives from other nodes, and find what is for this rank: the addresses of rows
-    int64 [R * M] as x, with what came along. Their tokens go to src_idx int32 [R * M]. waited: see
-    `Stats`."""
+def locate_tokens(sent: Sent, arrived: Received, waited: torch.Tensor | None, slots: Slots) -> None:
+    """Forward what arrives from other nodes, and write what is for this rank to `arrived`: the
+    addresses of rows int64 [R * M] as x, with what came along. waited: see `Stats`."""
     tokens, layout, routes, counts = sent
-    max_tokens = len(src_idx) // slots.num_ranks
+    max_tokens = len(arrived.x) // slots.num_ranks
     exchange(counts, routes, layout, tokens, max_tokens, False, slots, "receive", waited)
     prefix, header = counts.rank_prefix_matrix, header_bytes(layout.num_experts, slots.num_ranks)
     forward(tokens.row, routes.row_idx, prefix, header, programs_on_all_sms(), slots)
-    addresses = torch.empty_like(src_idx, dtype=torch.int64)
-    arrived = Received.empty(addresses, tokens)._replace(src_idx=src_idx)
     num_local = layout.num_experts // slots.num_ranks
     locate(arrived, tokens, prefix, num_local, header, slots)
-    return arrived
 
 
 def pack_rows(
@@ -184,7 +176,7 @@ def pack_rows(
     vectors = RowVectors.of(x.shape[-1], x.dtype)
     slots.context.launch(
         pack_rows_kernel,
-        (num_programs or 2 * gpu().num_sms,),
+        (num_programs or programs_on_all_sms(),),
         arrived,
         dst_row,
         rank_prefix_matrix,
@@ -193,7 +185,7 @@ def pack_rows(
         slots.context.fields,
         len(dst_row),
         vectors.num_vecs,
-        SIZES=_pack_sizes(slots.num_ranks, dst_row.shape[1], tokens),
+        SIZES=_pack_sizes(slots.num_ranks, dst_row.shape[1], tokens.row.num_scales, vectors),
         ENDS=ends,
         step="pack",
         num_warps=NUM_WARPS,

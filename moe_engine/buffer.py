@@ -330,7 +330,7 @@ class Buffer(LowLatencyVerbs):
         """(result [T, H], event, counts int32 [E] or None) of a layer's routed experts; see
         `moe_engine.moe_ffn`."""
         engine = self._ready()
-        x, topk_idx, topk_weights, w_gate_up, *_ = inputs
+        x, topk_idx, _, w_gate_up, *_ = inputs
         described = engine.describe(*inputs, max_tokens, return_counts)
         kind = described.kind
         if not kind.is_checked:
@@ -339,17 +339,13 @@ class Buffer(LowLatencyVerbs):
             kind.choice = 0 if return_counts else most_tokens
         with self._streams.call(None, async_finish) as call:
             call.reads(*inputs.tensors)
-            rows = checks.packed(x), checks.packed(topk_idx), checks.packed(topk_weights)
-            same = rows[0] is x and rows[1] is topk_idx and rows[2] is topk_weights
-            args, most_tokens = inputs, kind.choice
-            if not same:
-                args = inputs._replace(x=rows[0], topk_idx=rows[1], topk_weights=rows[2])
+            args, most_tokens = inputs.packed, kind.choice
+            known = described if args is inputs else None
             if most_tokens:
                 assert self._low_latency is not None
-                out = self._low_latency.moe_ffn(args, most_tokens, described if same else None)
-                counts = None
+                out, counts = self._low_latency.moe_ffn(args, most_tokens, known), None
             else:
-                out, counts = engine.moe_ffn(args, return_counts, described if same else None)
+                out, counts = engine.moe_ffn(args, return_counts, known)
             call.returns(out, counts)
         kind.is_checked = True
         return out, call.event, counts

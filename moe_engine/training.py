@@ -9,7 +9,6 @@ that a WgradSink would have none. Compiled code, and modes of torch, have the op
 from __future__ import annotations
 
 import itertools
-import operator
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -130,11 +129,12 @@ def check_save(save: object) -> None:
         raise ShapeError(f"save is {checks.shown(save)}; it must be one of {POLICIES}.")
 
 
-def chosen_policy(save: str, hidden: int, columns: int) -> str:
-    """The policy that `save` means: auto saves what is smaller."""
+def chosen_policy(save: str, hidden: int, columns: int, is_fused: bool = True) -> str:
+    """The policy that `save` means: auto saves what is smaller; in layers that are not fused, which
+    save no pre-activations, the rows, one for each token and rank."""
     if save != "auto":
         return save
-    return "pre" if columns < hidden else "rows"
+    return "pre" if is_fused and columns < hidden else "rows"
 
 
 def wants_gradients(*tensors: Any) -> bool:
@@ -229,13 +229,11 @@ def _forward(
             f'save is "{save}" in a CUDA graph\'s capture, where the host cannot read how many '
             'rows come. Pass save="none", on all ranks.'
         )
-    if not buffer.has_fused_layers and save == "auto":
-        save = "rows"  # one for each token and rank, which would have to be sent again
-    save = chosen_policy(save, *inputs.w_down.shape[1:])
+    save = chosen_policy(save, *inputs.w_down.shape[1:], is_fused=buffer.has_fused_layers)
     with buffer._streams.call(None, options.async_finish) as call:
         call.reads(*inputs.tensors)
-        packed = _packed(inputs)
-        decided = described if all(map(operator.is_, packed, inputs)) else None
+        packed = inputs.packed
+        decided = described if packed is inputs else None
         out, saved, counts = engine.moe_ffn_forward(packed, save, in_graph, decided)
         call.returns(out, counts, *saved.tensors)
     described.kind.is_checked = True
@@ -253,7 +251,7 @@ def _backward(
     earlier: PassGradients | None = None,
 ) -> PassGradients:
     """The gradients of a pass, those of the weights added to what an earlier pass has found."""
-    engine, inputs = buffer._ready(), _packed(tensors.inputs)
+    engine, inputs = buffer._ready(), tensors.inputs.packed
     into: WeightGradients | None
     grads: Grads = ()
     with buffer._streams.call():
@@ -267,9 +265,3 @@ def _backward(
         found = engine.moe_ffn_backward(checks.packed(dy), inputs, saved, into)
     dx, topk_grads, later, biases = found
     return PassGradients(dx, topk_grads, later, grads, into, biases)
-
-
-def _packed(inputs: LayerInputs) -> LayerInputs:
-    """The inputs as kernels take them; the weights are checked to be so."""
-    x, topk_idx, topk_weights = map(checks.packed, inputs[:3])
-    return inputs._replace(x=x, topk_idx=topk_idx, topk_weights=topk_weights)

@@ -37,14 +37,7 @@ from moe_engine.tools.models import Kind
 STAGED: dict[str, Any] = {"options": {"decode_tokens": 0}}
 
 
-def per_rank(parts: list[list[torch.Tensor]]) -> list[PerRank]:
-    return [PerRank(part) for part in parts]
-
-
-# --- Forward and backward ------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize(
+every_routing = pytest.mark.parametrize(
     ("kind", "shape"),
     cases.slow_unless(
         [("skewed", "2x2"), ("one_hot", "3x2"), ("empty_rank", "4x1"), ("nothing", "2x2")],
@@ -52,6 +45,16 @@ def per_rank(parts: list[list[torch.Tensor]]) -> list[PerRank]:
         ["2x2", "3x2", "4x1"],
     ),
 )
+
+
+def per_rank(parts: list[list[torch.Tensor]]) -> list[PerRank]:
+    return [PerRank(part) for part in parts]
+
+
+# --- Forward and backward ------------------------------------------------------------------------
+
+
+@every_routing
 def test_every_routing(nodes, shape, kind):
     on = nodes(shape)
     num_tokens = [20, 0, 11, 7, 1, 9][: on.num_ranks]
@@ -188,14 +191,7 @@ def test_what_is_predicted():
 # --- Of few tokens, by low-latency calls ---------------------------------------------------------
 
 
-@pytest.mark.parametrize(
-    ("kind", "shape"),
-    cases.slow_unless(
-        [("skewed", "2x2"), ("one_hot", "3x2"), ("empty_rank", "4x1"), ("nothing", "2x2")],
-        cases.ROUTINGS,
-        ["2x2", "3x2", "4x1"],
-    ),
-)
+@every_routing
 def test_decode(nodes, shape, kind):
     on = nodes(shape)
     num_tokens = [5, 0, 8, 2, 1, 3][: on.num_ranks]

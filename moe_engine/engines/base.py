@@ -8,6 +8,7 @@ from typing import Any, NamedTuple, Protocol
 
 import torch
 
+from ..checks import packed
 from ..device.lang import INTERPRETED
 from ..dispatch import DispatchLayout, Received, Tokens
 from ..errors import DtypeError
@@ -77,6 +78,15 @@ class LayerInputs(NamedTuple):
     def tensors(self) -> tuple[torch.Tensor | None, ...]:
         """All of them."""
         return *self[:7], *self[8:]
+
+    @property
+    def packed(self) -> LayerInputs:
+        """These, with x, topk_idx and topk_weights as kernels take them, or itself where they are
+        so; the weights are checked to be so."""
+        x, topk_idx, topk_weights = packed(self.x), packed(self.topk_idx), packed(self.topk_weights)
+        if x is self.x and topk_idx is self.topk_idx and topk_weights is self.topk_weights:
+            return self
+        return self._replace(x=x, topk_idx=topk_idx, topk_weights=topk_weights)
 
     @property
     def is_quantized(self) -> bool:

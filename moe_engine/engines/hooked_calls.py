@@ -111,8 +111,8 @@ class HookedCalls(ContextEngine):
         self, inputs: LayerInputs, max_tokens: int, described: Described | None = None
     ) -> torch.Tensor:
         """The experts of a layer for up to `max_tokens` tokens of each rank, without a wait of the
-        host: a dispatch, two GEMMs bound by the weights' bytes, a combine. `described`: a kind of
-        these arguments, which holds for a call in any memory."""
+        host: a dispatch, two GEMMs bound by the weights' bytes, a combine. `described`: the kind of
+        these arguments in a Buffer; an engine of one memory prepares its calls by it."""
 
     @abstractmethod
     def fits_layer(self, max_tokens: int, num_topk: int, row_bytes: int) -> bool:

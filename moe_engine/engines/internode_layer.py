@@ -12,6 +12,7 @@ Each rank decides by itself whether its layer has two parts: what it sends is th
 
 from __future__ import annotations
 
+import functools
 from typing import TYPE_CHECKING, NamedTuple
 
 import torch
@@ -24,18 +25,13 @@ from ..dispatch import NUM_CONCURRENT, Counts, DispatchLayout, Received, Tokens
 from ..dispatch import internode as dispatch_internode
 from ..dispatch.internode import Routes
 from ..dispatch.internode_low_latency import pack_rows
-from ..expert_major import Places, place_into, sum_rows
-from ..grouped_gemm.config import GemmConfig
-from ..grouped_gemm.operands import Rows
-from ..grouped_gemm.quantization import QuantizedRows
-from ..grouped_gemm.schedule import TileSchedule
 from ..hardware import H200
 from ..layer_config import LayerProblem
 from ..node_traffic import Cluster, Shares, Way, exchange
 from ..streams import is_captured
 from ..symm.slots import BARE_HEADER, header_bytes
 from .base import LayerInputs, Saved, check_layer_weights
-from .decode_experts import ExpertMemory, cast_rows, expert_tiles, multiply_down, multiply_up
+from .received_part import Part
 
 if TYPE_CHECKING:
     from .internode import InternodeEngine
@@ -46,25 +42,32 @@ assumed."""
 
 
 def is_faster(inputs: LayerInputs, num_ranks: int, num_nodes: int) -> bool:
-    """Whether two parts are predicted to take less time than one: what they hide of the network's,
-    of routing that is balanced, is more than what they cost, the SMs that communicate and the
-    weights that are read again."""
+    """Whether two parts are predicted to take less time than one."""
     num_tokens, num_topk = inputs.topk_idx.shape
     num_experts, columns = len(inputs.w_gate_up) * num_ranks, inputs.w_down.shape[2]
     hidden, itemsize = inputs.x.shape[1], inputs.x.itemsize
-    cluster = Cluster(num_ranks, num_ranks // num_nodes)
+    sizes = num_tokens, num_experts, num_topk, hidden, columns, itemsize
+    problem = LayerProblem(num_ranks, *sizes)
+    return _is_faster(problem, inputs.parts, inputs.w_down.itemsize, num_nodes)
+
+
+@functools.lru_cache(maxsize=256)
+def _is_faster(problem: LayerProblem, parts: int, weight_bytes: int, num_nodes: int) -> bool:
+    """Whether what two parts hide of the network's time, of routing that is balanced, is more than
+    what they cost: the SMs that communicate, and the weights that are read again."""
+    num_tokens, num_topk, hidden = problem.max_tokens, problem.num_topk, problem.hidden
+    num_ranks, num_experts, columns = problem.num_ranks, problem.num_experts, problem.num_columns
     if not num_tokens or num_topk > num_experts:
         return False
+    cluster = Cluster(num_ranks, num_ranks // num_nodes)
     shares = Shares.uniform(cluster, num_experts, num_topk)
-    num_bytes = num_tokens * hidden * itemsize
+    num_bytes = num_tokens * hidden * problem.itemsize
     us_of = exchange(Way.TWO_LEVEL, cluster, shares, num_bytes).us_of
     far_us = max(us_of["far send"], us_of["far receive"])
-    problem = LayerProblem(num_ranks, num_tokens, num_experts, num_topk, hidden, columns, itemsize)
-    num_sms, of_near = H200.num_sms, (inputs.parts * columns, columns)
-    slower = num_sms / (num_sms - NUM_CONCURRENT)
-    up_us, down_us = (slower * problem.gemm_us(n) / num_nodes for n in of_near)
-    weights = (inputs.w_gate_up, inputs.w_down)
-    again_us = sum(one.numel() * one.itemsize for one in weights) / H200.hbm_gbs / 1e3
+    slower = H200.num_sms / (H200.num_sms - NUM_CONCURRENT)
+    up_us, down_us = (slower * problem.gemm_us(n) / num_nodes for n in (parts * columns, columns))
+    num_weights = num_experts // num_ranks * hidden * (parts + 1) * columns
+    again_us = num_weights * weight_bytes / H200.hbm_gbs / 1e3
     cost_us = (up_us + down_us) * (1 - 1 / slower) + again_us + PART_US
     return min(far_us, up_us) + min(far_us, down_us) > cost_us
 
@@ -76,58 +79,6 @@ class Sizes(NamedTuple):
     received: int
     near: int
     far: int
-
-
-class Part(NamedTuple):
-    """The received rows of some ranks, and what their experts make of them.
-
-    sides: see `device/internode.py`. arrived: `Received` of all ranks, whose x are the addresses of
-    rows of this part, 0 for others. rows [M, H]: expert rows; cast: those in e4m3, or None.
-    """
-
-    sides: int
-    arrived: Received
-    places: Places
-    rows: torch.Tensor
-    cast: QuantizedRows | None
-    memory: ExpertMemory
-    tiles: tuple[GemmConfig, GemmConfig]
-
-    @classmethod
-    def empty(cls, sides: int, inputs: LayerInputs, arrived: Received, num_rows: int) -> Part:
-        """Memory for so many expert rows."""
-        assert arrived.topk_idx is not None
-        rows = inputs.x.new_empty(num_rows, inputs.x.shape[1])
-        cast = QuantizedRows.like(rows) if inputs.is_quantized else None
-        places = Places.empty(arrived.topk_idx, len(inputs.w_gate_up), num_rows)
-        memory, tiles = ExpertMemory.empty(inputs, num_rows), expert_tiles(inputs, num_rows)
-        return cls(sides, arrived, places, rows, cast, memory, tiles)
-
-    def place(self) -> None:
-        """Give the rows that arrived places among the expert rows."""
-        _, _, ids, weights, _ = self.arrived
-        assert ids is not None
-        place_into(self.places, ids, weights, present=self.arrived.x)
-
-    @property
-    def num_free_sms(self) -> int:
-        """SMs that the products leave to what runs concurrently with them: a program of theirs and
-        one that communicates do not fit on an SM together."""
-        return NUM_CONCURRENT if self.sides == NEAR.value else 0
-
-    def up(self, inputs: LayerInputs) -> TileSchedule:
-        """The first product."""
-        offsets, rows = self.places.offsets, Rows(self.rows)
-        if self.cast is not None:
-            rows = cast_rows(self.rows, self.cast, offsets[-1:])
-        how = self.tiles[0], self.memory, self.num_free_sms
-        return multiply_up(rows, inputs, offsets, *how)
-
-    def down(self, inputs: LayerInputs, schedule: TileSchedule, sums: torch.Tensor) -> None:
-        """The second product, and its sums [N, H] for the rows of this part."""
-        how = self.tiles[1], self.memory, self.places.row_weights, self.num_free_sms
-        y = multiply_down(inputs, schedule, *how)
-        sum_rows(y, self.places.dst_rows, into=sums, present=self.arrived.x)
 
 
 def forward(
@@ -142,8 +93,8 @@ def forward(
     engine.concurrent_reads.mark()
     engine.call(type(engine)._send_rows, tokens, layout, counts, routes)
     sizes = _sizes(engine, inputs, counts)
-    sizes_of = [(one.shape[1:], one.dtype) for one in inputs.tensors if one is not None]
-    with slots.context.first_use("layer in parts", str(sizes_of), inputs.activation, save):
+    kinds = [(one.shape[1:], one.dtype) for one in inputs.tensors if one is not None]
+    with slots.context.first_use("layer in parts", tuple(kinds), inputs.activation, save):
         sent = tokens, layout, counts, Routes(*routes)
         try:
             made = receive_and_return(engine, inputs, *sent, sizes, save in ("rows", "all"))
@@ -203,8 +154,10 @@ def receive_and_return(
     near = Part.empty(NEAR.value, inputs, received, sizes.near)
     far = Part.empty(FAR.value, inputs, received._replace(x=present[1]), sizes.far)
     sums, out = x.new_empty(sizes.received, x.shape[1]), torch.empty_like(x)
-    kept = torch.empty_like(sums) if keeps_rows else None
-    in_order = torch.arange(len(sums), dtype=torch.int32, device=x.device)[:, None]
+    kept, in_order = None, present[0]
+    if keeps_rows:
+        kept = torch.empty_like(sums)
+        in_order = torch.arange(len(kept), dtype=torch.int32, device=x.device)[:, None]
 
     def locate(part: Part) -> None:
         how = tokens, prefix, len(inputs.w_gate_up), header, slots, part.sides

@@ -14,7 +14,8 @@ from ..combine.internode import return_and_sum
 from ..combine.internode_low_latency import NodeExpertRows, add_up, return_rows
 from ..combine.launch import ReturnedRows, Sums
 from ..device.context import Kind
-from ..dispatch import programs_on_all_sms
+from ..device.internode import BOTH
+from ..dispatch import Received, Tokens, programs_on_all_sms
 from ..dispatch.internode_low_latency import (
     Sent,
     Stats,
@@ -27,9 +28,6 @@ from ..dispatch.internode_low_latency import (
 from ..dispatch.internode_low_latency_kernels import Packed
 from ..dispatch.low_latency import LowLatencyTokens
 from ..errors import CapacityError, ShapeError
-from ..expert_major import place, sum_rows
-from ..grouped_gemm.operands import Rows
-from ..grouped_gemm.quantization import QuantizedRows
 from ..prepared import Described, leaves
 from ..streams import current_stream, record
 from ..symm.lanes import LaneLayout
@@ -37,8 +35,8 @@ from ..symm.layout import RankMemory
 from ..symm.ring import MAX_LOCAL_EXPERTS
 from ..symm.slots import RowLayout, Slots
 from .base import LayerInputs, check_layer_weights
-from .decode_experts import ExpertMemory, cast_rows, expert_tiles, multiply_down, multiply_up
 from .hooked_calls import HookedCalls, Receive
+from .received_part import Part
 
 
 class InternodeLowLatencyHandle(NamedTuple):
@@ -175,7 +173,7 @@ class InternodeLowLatency(HookedCalls):
         self, inputs: LayerInputs, max_tokens: int, described: Described | None = None
     ) -> torch.Tensor:
         """See `HookedCalls`. Rows travel in the dtype of x, e4m3 weights or not: they are cast
-        where they arrive. Nothing is known of a lane by `described`, which is of other memory."""
+        where they arrive. `described` is not of a lane, so each call is described anew."""
         self._check_hooks(2)
         sums, returns = self._call(_dispatch_to_experts, inputs, max_tokens)
         self._num_calls += 1
@@ -257,28 +255,23 @@ def _dispatch_to_experts(
     returning them takes)."""
     check_layer_weights(inputs)  # before anything is sent, as in `LowLatency.moe_ffn`
     x, topk_idx, topk_weights, w_gate_up, *_ = inputs
-    num_local, num_topk = len(w_gate_up), topk_idx.shape[1]
+    num_topk, num_received = topk_idx.shape[1], lane.num_ranks * max_tokens
     row_format = "bf16" if x.dtype == torch.bfloat16 else "fp32"
-    how = max_tokens, num_local * lane.num_ranks, row_format
-    num_received = lane.num_ranks * max_tokens
-    num_rows = num_received * num_topk  # a token may name an expert twice
-    memory, rows = ExpertMemory.empty(inputs, num_rows), x.new_empty(num_rows, x.shape[1])
-    cast = QuantizedRows.like(rows) if inputs.is_quantized else None
+    how = max_tokens, len(w_gate_up) * lane.num_ranks, row_format
+    # Before the first launch: what is large enough to be refused.
+    addresses = topk_idx.new_empty(num_received)
+    arrived = Received.empty(addresses, Tokens(x, topk_idx, topk_weights))
+    # A token may name an expert twice. Balanced routing brings as many rows as a rank sends out.
+    num_rows, balanced = num_received * num_topk, max_tokens * num_topk
+    rows = Part.empty(BOTH.value, inputs, arrived, num_rows, balanced)
+    sums = x.new_empty(num_received, x.shape[1])
     sent = send_tokens(LowLatencyTokens(x, topk_idx, topk_weights, *how), lane)
-    src_idx = topk_idx.new_empty(num_received, dtype=torch.int32)
-    arrived = locate_tokens(sent, src_idx, None, lane)
-    assert arrived.topk_idx is not None
-    places = place(arrived.topk_idx, arrived.topk_weights, num_local, 1, num_rows)
-    of = sent.tokens, sent.counts.rank_prefix_matrix, places.dst_rows
-    pack_rows(arrived, *of, rows, None, lane)
+    locate_tokens(sent, arrived, None, lane)
+    rows.place()
+    of = sent.tokens, sent.counts.rank_prefix_matrix, rows.places.dst_rows
+    pack_rows(arrived, *of, rows.rows, None, lane)
     lane.context.step = "multiply"
-    offsets, operand = places.offsets, Rows(rows)
-    if cast is not None:
-        operand = cast_rows(rows, cast, offsets[-1:])
-    up, down = expert_tiles(inputs, max_tokens * num_topk)
-    schedule = multiply_up(operand, inputs, offsets, up, memory)
-    y = multiply_down(inputs, schedule, down, memory, places.row_weights)
-    sums, _ = sum_rows(y, places.dst_rows)
+    rows.down(inputs, rows.up(inputs), sums)
     lane.context.end_call()
     counts, routes = sent.counts, sent.routes
     parts = counts.rank_prefix_matrix, counts.signature, routes.node_head

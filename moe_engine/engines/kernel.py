@@ -29,7 +29,7 @@ from ..dispatch import (
 from ..errors import CapacityError, TooManyTokens
 from ..layer_config import LayerChoices, LayerConfig, LayerProblem
 from ..prepared import Described
-from ..streams import ConcurrentReads
+from ..streams import ConcurrentReads, is_captured
 from ..symm.device_context import DeviceContext
 from ..symm.slots import (
     BARE_HEADER,
@@ -483,8 +483,7 @@ class KernelEngine(ContextEngine):
     def call(self, body: Callable[..., Any], *args: Any, check: bool = True, **more: Any) -> Any:
         """Make a call, or a part of one, see `PreparedCalls`; then, where kernels are interpreted,
         raise what ended it."""
-        if not self._was_captured and self.context.fields.is_cuda:
-            self._was_captured = torch.cuda.is_current_stream_capturing()
+        self._was_captured = self._was_captured or is_captured(self.context.fields)
         result = self.slots.calls(body, self, *args, **more)
         if check:
             self._check_emulated()

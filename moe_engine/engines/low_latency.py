@@ -23,7 +23,7 @@ from ..grouped_gemm.operands import Rows
 from ..prepared import Described
 from ..symm.ring import MAX_LOCAL_EXPERTS, MAX_ROWS, LowLatencyRow, Ring, header_bytes
 from .base import LayerInputs, check_layer_weights
-from .decode_experts import ExpertMemory, expert_tiles, multiply_down, multiply_up
+from .expert_products import ExpertMemory, expert_tiles, multiply_down, multiply_up
 from .hooked_calls import HookedCalls, Receive
 
 Stats = tuple[torch.Tensor | None, torch.Tensor | None]

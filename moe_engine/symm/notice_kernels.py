@@ -23,9 +23,9 @@ def tell_far_ranks_kernel(
     What is sent lies at the same places of this rank's own block, where launches or copies before
     this one have stored it, and stays as it is.
 
-    Publish: the fence lets a rank's notice arrive before its byte, so who sees the byte reads the
-    whole notice. Only that byte of BROKEN is written: others of it belong to that rank alone. Ranks
-    are told in their order, whichever else can be reached.
+    Publish: the fence lets a rank's notice arrive before its byte, so a rank that sees the byte
+    reads the whole notice. Only that byte of BROKEN is written: others of it belong to that rank
+    alone. Ranks are told in their order, whichever else can be reached.
     """
     own = own_block(context)
     text, told = own + notice, own + TOLD_BYTE

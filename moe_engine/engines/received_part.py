@@ -1,0 +1,77 @@
+"""What experts make of the rows that came from some of the ranks."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import torch
+
+from ..device.internode import NEAR
+from ..dispatch import NUM_CONCURRENT, Received
+from ..expert_major import Places, place_into, sum_rows
+from ..grouped_gemm.config import GemmConfig
+from ..grouped_gemm.operands import Rows
+from ..grouped_gemm.quantization import QuantizedRows
+from ..grouped_gemm.schedule import TileSchedule
+from .base import LayerInputs
+from .expert_products import ExpertMemory, cast_rows, expert_tiles, multiply_down, multiply_up
+
+
+class Part(NamedTuple):
+    """The received rows of some ranks, and what their experts make of them.
+
+    sides: see `device/internode.py`. arrived: `Received` of all ranks, whose x are the addresses of
+    rows of this part, 0 for others. rows [M, H]: expert rows; cast: those in e4m3, or None.
+    """
+
+    sides: int
+    arrived: Received
+    places: Places
+    rows: torch.Tensor
+    cast: QuantizedRows | None
+    memory: ExpertMemory
+    tiles: tuple[GemmConfig, GemmConfig]
+
+    @classmethod
+    def empty(
+        cls,
+        sides: int,
+        inputs: LayerInputs,
+        arrived: Received,
+        num_rows: int,
+        balanced: int | None = None,
+    ) -> Part:
+        """Memory for so many expert rows, where balanced routing brings so many; None: as many."""
+        assert arrived.topk_idx is not None
+        rows = inputs.x.new_empty(num_rows, inputs.x.shape[1])
+        cast = QuantizedRows.like(rows) if inputs.is_quantized else None
+        places = Places.empty(arrived.topk_idx, len(inputs.w_gate_up), num_rows)
+        memory = ExpertMemory.empty(inputs, num_rows)
+        tiles = expert_tiles(inputs, num_rows if balanced is None else balanced)
+        return cls(sides, arrived, places, rows, cast, memory, tiles)
+
+    def place(self) -> None:
+        """Give the rows that arrived places among the expert rows."""
+        _, _, ids, weights, _ = self.arrived
+        assert ids is not None
+        place_into(self.places, ids, weights, present=self.arrived.x)
+
+    @property
+    def num_free_sms(self) -> int:
+        """SMs that the products leave to what runs concurrently with them: a program of theirs and
+        one that communicates do not fit on an SM together."""
+        return NUM_CONCURRENT if self.sides == NEAR.value else 0
+
+    def up(self, inputs: LayerInputs) -> TileSchedule:
+        """The first product."""
+        offsets, rows = self.places.offsets, Rows(self.rows)
+        if self.cast is not None:
+            rows = cast_rows(self.rows, self.cast, offsets[-1:])
+        how = self.tiles[0], self.memory, self.num_free_sms
+        return multiply_up(rows, inputs, offsets, *how)
+
+    def down(self, inputs: LayerInputs, schedule: TileSchedule, sums: torch.Tensor) -> None:
+        """The second product, and its sums [N, H] for the rows of this part."""
+        how = self.tiles[1], self.memory, self.places.row_weights, self.num_free_sms
+        y = multiply_down(inputs, schedule, *how)
+        sum_rows(y, self.places.dst_rows, into=sums, present=self.arrived.x)
