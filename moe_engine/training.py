@@ -229,7 +229,8 @@ def _forward(
             f'save is "{save}" in a CUDA graph\'s capture, where the host cannot read how many '
             'rows come. Pass save="none", on all ranks.'
         )
-    save = chosen_policy(save, *inputs.w_down.shape[1:], is_fused=buffer.has_fused_layers)
+    hidden, columns = inputs.w_down.shape[1:]
+    save = chosen_policy(save, hidden, columns, buffer.has_fused_layers)
     with buffer._streams.call(None, options.async_finish) as call:
         call.reads(*inputs.tensors)
         packed = inputs.packed
