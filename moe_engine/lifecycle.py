@@ -137,8 +137,8 @@ class BufferLifecycle:
 
     @property
     def has_fused_layers(self) -> bool:
-        """Whether layers run as calls of their own, on ranks of one node; else verb by verb, and
-        the host waits for the counts of each."""
+        """Whether a layer is one call, on ranks of one node; else it is a dispatch, products and a
+        combine, and saves no pre-activations."""
         return self.backend != "collective" and self.num_nodes == 1
 
     # --- Work that holds calls ---------------------------------------------------------------
