@@ -44,17 +44,19 @@ def return_and_sum(
     node_rows: torch.Tensor,
     rank_head: torch.Tensor,
     round_once: bool,
-    num_comm_sms: int,
+    num_programs: tuple[int, int],
     slots: Slots,
     kind: Kind = Kind.COMBINE,
 ) -> None:
     """Write rows back to the ranks that forwarded them, which send their sums to the sources: these
     add them up. A whole call; sums.send_head is the `Routes.node_head` of the dispatch, node_rows
     and rank_head are those of its `Routes`. round_once: sums go over the network in fp32, twice
-    the bytes of bf16."""
+    the bytes of bf16. num_programs: those that return rows, and those that sum."""
+    num_returning, num_summing = num_programs
     open_combine(returned, dispatched, slots, kind)
-    return_to_rails(returned, sums.rank_prefix_matrix, BARE_HEADER, num_comm_sms, slots)
-    node_sums(returned, sums, node_rows, rank_head, round_once, BARE_HEADER, slots)
+    return_to_rails(returned, sums.rank_prefix_matrix, BARE_HEADER, num_returning, slots)
+    how = round_once, BARE_HEADER, slots, num_summing
+    node_sums(returned, sums, node_rows, rank_head, *how)
 
 
 def open_combine(
@@ -101,12 +103,14 @@ def node_sums(
     round_once: bool,
     header_bytes: int,
     slots: Slots,
+    num_programs: int | None = None,
 ) -> None:
     """Send the sums of the rows that this node returns, and add up those that come; the rest of a
-    call, see `return_and_sum`. Of `returned` only the types matter."""
-    how = round_once, header_bytes, slots
-    send_node_sums(returned, sums, node_rows, rank_head, 2 * gpu().num_sms, *how)
-    add_node_sums(returned, sums, *how)
+    call, see `return_and_sum`. Of `returned` only the types matter. num_programs: of both launches;
+    None: as run at once."""
+    num_programs, how = num_programs or 2 * gpu().num_sms, (round_once, header_bytes, slots)
+    send_node_sums(returned, sums, node_rows, rank_head, num_programs, *how)
+    add_node_sums(returned, sums, *how, num_programs)
 
 
 def send_node_sums(
@@ -144,15 +148,20 @@ def send_node_sums(
 
 
 def add_node_sums(
-    returned: ReturnedRows, sums: Sums, round_once: bool, header_bytes: int, slots: Slots
+    returned: ReturnedRows,
+    sums: Sums,
+    round_once: bool,
+    header_bytes: int,
+    slots: Slots,
+    num_programs: int | None = None,
 ) -> None:
-    """Add up the sums that the nodes send; ends the call."""
+    """Add up the sums that the nodes send; ends the call. num_programs: see `node_sums`."""
     layout = slots.layout
     sent = _sum_row(returned, sums, round_once, layout)
     num_tokens, hidden = sums.out.shape
     slots.context.launch(
         internode_sum_kernel,
-        (2 * gpu().num_sms,),
+        (num_programs or 2 * gpu().num_sms,),
         sums,
         sums.send_head,
         slots.context.fields,

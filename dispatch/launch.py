@@ -345,21 +345,22 @@ def collect(
     header_bytes: int,
     partition: Partition,
     slots: Slots,
+    num_programs: int | None = None,
 ) -> None:
     """Copy the received rows out of the slot, and this rank's own out of the tokens it sent;
-    release the slot. Ends a call."""
+    release the slot. Ends a call. num_programs: of the last launch; None: as run at once."""
     # fmt: off
     arguments = _receive_arguments(
         out, tokens, rank_prefix_matrix, num_local_experts, header_bytes, COPY_ROWS, slots
     )
     # fmt: on
-    launches = [(programs_on_all_sms(), 0)]
+    launches = [(num_programs or programs_on_all_sms(), 0)]
     if partition.early:
         launches.insert(0, (partition.early, partition.push))
-    for num_programs, num_push_programs in launches:
+    for programs, num_push_programs in launches:
         slots.context.launch(
             collect_kernel,
-            (num_programs,),
+            (programs,),
             num_push_programs=num_push_programs,
             step="collect",
             after=(push_kernel, collect_kernel, forward_kernel)

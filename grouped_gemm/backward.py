@@ -132,18 +132,20 @@ def wgrad(
     check_no_grad(grad=grad, x=x)
     check_flag("accumulate", accumulate)
     check_out_apart(out, grad=grad, x=x)
-    return _wgrad(grad, x, offsets, row_offset, out, bool(accumulate))
+    return launch_wgrad(grad, x, offsets, row_offset, out, bool(accumulate))
 
 
 @prepared
-def _wgrad(
+def launch_wgrad(
     grad: torch.Tensor,
     x: torch.Tensor,
     offsets: torch.Tensor,
     row_offset: torch.Tensor | None,
     out: torch.Tensor | None,
     accumulate: bool,
+    num_free_sms: int = 0,
 ) -> torch.Tensor:
+    """`wgrad`, which leaves so many SMs to others."""
     check_rows(grad, None)
     check_tensor("x", x, ("M", "K"), (grad.dtype,))
     check_rows(x, None)
@@ -178,14 +180,18 @@ def _wgrad(
     if num_rows == 0:
         return out if accumulate else out.zero_()
     row_offset = None if row_offset is None else row_offset.contiguous()
-    programs, operands, options = wgrad_launch(grad, x, out, row_offset)
+    programs, operands, options = wgrad_launch(grad, x, out, row_offset, num_free_sms)
     rows = offsets.contiguous(), num_rows, None
     launch(_wgrad_kernel, programs, *operands, *rows, ACCUMULATE=accumulate, EARLY=False, **options)
     return out
 
 
 def wgrad_launch(
-    grad: torch.Tensor, x: torch.Tensor, out: torch.Tensor, row_offset: torch.Tensor | None = None
+    grad: torch.Tensor,
+    x: torch.Tensor,
+    out: torch.Tensor,
+    row_offset: torch.Tensor | None = None,
+    num_free_sms: int = 0,
 ) -> tuple[tuple[int, ...], tuple[Any, Any, Any], dict[str, Any]]:
     """What every kernel that computes `wgrad` is launched with: (grid, the descriptors of grad, x
     and out, options)."""
@@ -201,7 +207,8 @@ def wgrad_launch(
         rows_of(x, row_offset, [block_k, block_n]),
         TensorDescriptor.from_tensor(by_part, [1, 1, block_m, block_n // config.subtiles]),
     )
-    return grid(num_tiles, grad.device, config), operands, config.launch_options()
+    programs = grid(num_tiles, grad.device, config, num_free_sms)
+    return programs, operands, config.launch_options()
 
 
 def check_parts(out: torch.Tensor, shape: tuple[int, ...]) -> None:

@@ -272,8 +272,8 @@ class SideStream:
 
     @contextmanager
     def after_current(self) -> Iterator[None]:
-        """What the block launches runs on it, after what the current stream holds by now. Tensors
-        that the current stream uses must not be allocated in the block."""
+        """What the block launches runs on it, after what the current stream holds by now. Of the
+        tensors that it allocates, the current stream may use those that `join` names."""
         if self._stream is None:
             yield
             return
@@ -281,10 +281,12 @@ class SideStream:
         with torch.cuda.stream(self._stream):
             yield
 
-    def join(self) -> None:
-        """The current stream goes on after what this one holds."""
+    def join(self, *made: torch.Tensor | None) -> None:
+        """The current stream goes on after what this one holds, with what was `made` there."""
         if self._stream is not None:
-            torch.cuda.current_stream(self._device).wait_stream(self._stream)
+            current = torch.cuda.current_stream(self._device)
+            current.wait_stream(self._stream)
+            record(made, current)
 
 
 class ConcurrentReads:

@@ -26,6 +26,7 @@ from .base import (
     Gradients,
     Handle,
     LayerInputs,
+    Saved,
     WeightGradients,
 )
 from .layer_by_verbs import LayerByVerbs
@@ -220,10 +221,22 @@ class CollectiveEngine(LayerByVerbs):
         """See `LayerByVerbs`; the experts are `reference.expert_rows`."""
         return _expert_sums(rows)
 
-    def expert_gradients(
-        self, rows: LayerInputs, num_rows: int, grad: torch.Tensor, into: WeightGradients | None
+    def moe_ffn_backward(
+        self, dy: torch.Tensor, inputs: LayerInputs, saved: Saved, into: WeightGradients | None
     ) -> Gradients:
-        """See `LayerByVerbs`; by autograd, once more for gradients of weights that come later."""
+        """See `base.Engine`: dy to where x went, and the gradients of rows back by `combine`."""
+        rows, _, handle = self.bring_again(inputs, saved)
+        grad = self.dispatch_cached(dy, None, handle).x
+        of_rows, of_weights, later, biases = self._expert_gradients(rows, grad, into)
+        dx, topk_grads = self.combine(of_rows, handle, of_weights, ())
+        assert topk_grads is not None
+        return dx, topk_grads, later, biases
+
+    def _expert_gradients(
+        self, rows: LayerInputs, grad: torch.Tensor, into: WeightGradients | None
+    ) -> Gradients:
+        """Those of `expert_sums`, given that of the sums; by autograd, once more for gradients of
+        weights that come later."""
         of_biases = dict(gate_up=rows.b_gate_up, down=rows.b_down)
         wanted = [name for name, b in of_biases.items() if b is not None and b.requires_grad]
         names = "x", "topk_weights", *(f"b_{name}" for name in wanted)

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from functools import partial
+from typing import NamedTuple
 
 import torch
 
-from ..expert_major import place, sum_rows, take_rows
+from ..expert_major import Places, place, sum_rows, take_rows
 from ..grouped_gemm import (
+    TileSchedule,
     dgrad,
     gemm_config,
     grouped_gemm,
@@ -16,8 +17,10 @@ from ..grouped_gemm import (
     tile_schedule,
 )
 from ..grouped_gemm.backward import activation_dgrad
-from .base import Gradients, LayerInputs, WeightGradientRows
-from .trained_layer import bias_gradients, later_weight_gradients
+from ..grouped_gemm.launch import multiply
+from ..grouped_gemm.operands import Epilogue, Rows, Weights
+from .base import BiasGradients, LayerInputs, WeightGradientRows
+from .trained_layer import bias_gradients
 
 
 def sums_of_experts(rows: LayerInputs, num_rows: int) -> torch.Tensor:
@@ -45,28 +48,55 @@ def sums_of_experts(rows: LayerInputs, num_rows: int) -> torch.Tensor:
     return sums
 
 
-def gradients_of_experts(rows: LayerInputs, grad: torch.Tensor, num_rows: int) -> Gradients:
-    """Those of `sums_of_experts`, given that of the sums [N, H]: of x [N, H] and topk_weights
-    [N, K], and of the biases that require grad; those of the weights later. The pre-activations are
-    made again."""
-    num_topk = rows.topk_idx.shape[1]
-    places = place(rows.topk_idx, rows.topk_weights, len(rows.w_gate_up), 1, num_rows)
+class Recomputed(NamedTuple):
+    """What a backward makes again of `sums_of_experts`: where rows lie, the expert rows x [M, H],
+    their tiles, and the pre-activations [M, parts * I]."""
+
+    places: Places
+    x: torch.Tensor
+    schedule: TileSchedule
+    pre: torch.Tensor
+
+
+def recompute(rows: LayerInputs, num_rows: int, num_free_sms: int = 0) -> Recomputed:
+    """For the arguments of `sums_of_experts`. num_free_sms: see `launch.multiply`."""
+    num_topk, w = rows.topk_idx.shape[1], _joined(rows.w_gate_up)
+    places = place(rows.topk_idx, rows.topk_weights, len(w), 1, num_rows)
+    x = take_rows(rows.x, places.slots, num_topk, places.offsets[-1:])
+    config = gemm_config(w, len(x))
+    schedule = tile_schedule(places.offsets, len(x), config.block_m)
+    weights, how = Weights(w, bias=rows.b_gate_up), (None, config, num_free_sms)
+    pre = multiply(Rows(x), weights, Epilogue(), schedule, len(x), *how)
+    return Recomputed(places, x, schedule, pre)
+
+
+class ExpertGradients(NamedTuple):
+    """Those of `sums_of_experts`: of x [N, H], of topk_weights float32 [N, K], and of the biases
+    that require grad; and the rows that those of the weights are products of."""
+
+    x: torch.Tensor
+    topk_weights: torch.Tensor
+    biases: BiasGradients
+    of_weights: WeightGradientRows
+
+
+def gradients_of_experts(
+    rows: LayerInputs, made: Recomputed, grad: torch.Tensor
+) -> ExpertGradients:
+    """Given the gradient of the sums [N, H]."""
+    num_topk, (places, x, schedule, pre) = rows.topk_idx.shape[1], made
     row_weight, offsets = places.row_weights, places.offsets
-    x, dy = (take_rows(one, places.slots, num_topk, offsets[-1:]) for one in (rows.x, grad))
     assert row_weight is not None
-    w_gate_up, w_down = _joined(rows.w_gate_up), _joined(rows.w_down)
-    block_m = gemm_config(w_gate_up, len(x)).block_m
-    schedule = tile_schedule(offsets, len(x), block_m)
-    pre = grouped_gemm(x, w_gate_up, offsets, bias=rows.b_gate_up, schedule=schedule)
-    of_act = activation_dgrad(dy, w_down, pre, schedule, rows.activation, row_weight, rows.b_down)
-    of_pre, act, of_weights = of_act
+    dy = take_rows(grad, places.slots, num_topk, offsets[-1:])
+    of_act = dy, _joined(rows.w_down), pre, schedule, rows.activation, row_weight, rows.b_down
+    of_pre, act, of_weights = activation_dgrad(*of_act)
     assert of_weights is not None
-    of_x = dgrad(of_pre, w_gate_up, offsets, schedule=schedule)
+    of_x = dgrad(of_pre, _joined(rows.w_gate_up), offsets, schedule=schedule)
     dx, topk_grads = sum_rows(of_x, places.dst_rows, of_weights)
     assert topk_grads is not None
     biases = bias_gradients(rows, of_pre, dy, row_weight, offsets)
     kept = WeightGradientRows(x, of_pre, act, dy, offsets)
-    return dx, topk_grads, partial(later_weight_gradients, kept), biases
+    return ExpertGradients(dx, topk_grads, biases, kept)
 
 
 def _joined(w: torch.Tensor) -> torch.Tensor:

@@ -16,6 +16,7 @@ from .. import dispatch as dispatch_verbs
 from ..combine import internode as combine_internode
 from ..device.context import Kind
 from ..dispatch import (
+    NUM_CONCURRENT,
     Counts,
     DispatchLayout,
     Partition,
@@ -30,7 +31,7 @@ from ..streams import SideStream
 from ..symm.slots import BARE_HEADER, header_bytes
 from . import internode_layer
 from .base import Gradients, LayerInputs, PartsOfHandle, Saved, WeightGradients
-from .expert_sums import gradients_of_experts, sums_of_experts
+from .expert_sums import sums_of_experts
 from .kernel import KernelEngine
 from .layer_by_verbs import LayerByVerbs
 
@@ -64,11 +65,10 @@ class InternodeHandle(NamedTuple):
 
 
 class InternodeEngine(KernelEngine, LayerByVerbs):
-    """Calls of ranks on several nodes. Layers are dispatch, grouped GEMMs and combine in turn."""
+    """Calls of ranks on several nodes. Layers are made of dispatch, grouped GEMMs and combine."""
 
     handle_type: ClassVar[Any] = InternodeHandle
     moe_ffn = LayerByVerbs.moe_ffn
-    moe_ffn_backward = LayerByVerbs.moe_ffn_backward
 
     @functools.cached_property
     def side_stream(self) -> SideStream:
@@ -87,6 +87,13 @@ class InternodeEngine(KernelEngine, LayerByVerbs):
             return LayerByVerbs.moe_ffn_forward(self, inputs, save, is_captured, described)
         with torch.no_grad():
             return internode_layer.forward(self, inputs, save)
+
+    def moe_ffn_backward(
+        self, dy: torch.Tensor, inputs: LayerInputs, saved: Saved, into: WeightGradients | None
+    ) -> Gradients:
+        """See `internode_layer.backward`."""
+        with torch.no_grad():
+            return internode_layer.backward(self, dy, inputs, saved, into)
 
     def has_two_parts(self, inputs: LayerInputs) -> bool:
         """See `internode_layer.is_faster`."""
@@ -113,13 +120,6 @@ class InternodeEngine(KernelEngine, LayerByVerbs):
         """See `LayerByVerbs`; by grouped GEMMs."""
         with torch.no_grad():
             return sums_of_experts(rows, num_rows)
-
-    def expert_gradients(
-        self, rows: LayerInputs, num_rows: int, grad: torch.Tensor, into: WeightGradients | None
-    ) -> Gradients:
-        """See `LayerByVerbs`; those of the weights always come later."""
-        with torch.no_grad():
-            return gradients_of_experts(rows, grad, num_rows)
 
     def tokens_per_node(self, is_token_in_rank: torch.Tensor) -> torch.Tensor:
         """int32 [N]: how many tokens of is_token_in_rank bool [T, R] go to each node."""
@@ -212,20 +212,37 @@ class InternodeEngine(KernelEngine, LayerByVerbs):
         sized: Received,
         max_rows: int,
     ) -> None:
-        prefix, signature, sent_token_idx, row_idx, node_rows = parts
+        self._send_again(tokens, parts)
+        how = num_local_experts, programs_on_all_sms(), sized, max_rows
+        self._receive_again(tokens, parts, *how)
+
+    def _send_again(self, tokens: Tokens, parts: PartsOfHandle) -> None:
+        """Begin a cached dispatch: send rows over the network and to this node."""
+        prefix, signature, sent_token_idx, _, node_rows = parts
         if self._max_tokens is not None:
             self.check_capacity(len(tokens.x), tokens.row, BARE_HEADER)
-        rank, shape = self.slots.context.rank, tokens.shape
-        dispatch_internode.open_call(Kind.CACHED_DISPATCH, signature, shape, self.slots)
+        rank, slots = self.slots.context.rank, self.slots
+        dispatch_internode.open_call(Kind.CACHED_DISPATCH, signature, tokens.shape, slots)
         num_sent = prefix[rank], prefix[rank - 1] if rank else None
-        slots, on_all_sms = self.slots, programs_on_all_sms()
-        partition = self._partition(on_all_sms, owned=True)
+        partition = self._partition(programs_on_all_sms(), owned=True)
         sent = node_rows, sent_token_idx, num_sent, BARE_HEADER, partition
         dispatch_internode.send(tokens, *sent, slots)
-        forwarded = row_idx, prefix, BARE_HEADER, on_all_sms
+
+    def _receive_again(
+        self,
+        tokens: Tokens,
+        parts: PartsOfHandle,
+        num_local_experts: int,
+        num_programs: int,
+        sized: Received,
+        max_rows: int,
+    ) -> None:
+        """The rest of it, by so many programs: forward rows, and copy those that arrive."""
+        (prefix, _, _, row_idx, _), slots = parts, self.slots
+        forwarded = row_idx, prefix, BARE_HEADER, num_programs
         dispatch_internode.forward(tokens.row, *forwarded, slots)
-        rows = prefix, num_local_experts, BARE_HEADER
-        dispatch_verbs.collect(sized, tokens, *rows, partition, slots)
+        rows, partition = (prefix, num_local_experts, BARE_HEADER), self._partition(0, owned=True)
+        dispatch_verbs.collect(sized, tokens, *rows, partition, slots, num_programs)
 
     # --- Combine -----------------------------------------------------------------------------
 
@@ -240,6 +257,23 @@ class InternodeEngine(KernelEngine, LayerByVerbs):
     ) -> tuple[torch.Tensor, torch.Tensor | None]:
         """The sum of each node is rounded before the nodes' sums are added; with round_once it is
         not, and takes twice the bytes."""
+        both = num_programs, programs_on_all_sms()
+        return self._return_and_sum(parts, bias, both, round_once, sized)
+
+    def _combine_concurrently(
+        self, parts: PartsOfHandle, sized: combine_verbs.ReturnedRows, num_rows: int
+    ) -> tuple[torch.Tensor, torch.Tensor | None]:
+        """`_combine` by few programs, which leave SMs to products."""
+        return self._return_and_sum(parts, (), (NUM_CONCURRENT, NUM_CONCURRENT), False, sized)
+
+    def _return_and_sum(
+        self,
+        parts: PartsOfHandle,
+        bias: tuple[torch.Tensor, ...],
+        num_programs: tuple[int, int],
+        round_once: bool,
+        sized: combine_verbs.ReturnedRows,
+    ) -> tuple[torch.Tensor, torch.Tensor | None]:
         prefix, signature, node_head, node_rows, rank_head = parts
         x, weights = sized
         num_tokens, row = len(node_head), sized.row

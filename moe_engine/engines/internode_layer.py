@@ -8,6 +8,11 @@ node are multiplied by w_down:
     current stream  up, rows of this node | up and down, the others | down, rows of this node
 
 Each rank decides by itself whether its layer has two parts: what it sends is the same.
+
+A backward has one part, and what it makes of x alone, and for the weights alone, hides the network:
+
+    side stream     receive dy                         return the sums of dx
+    current stream  up, rows of x | down and up of dy | gradients of the weights
 """
 
 from __future__ import annotations
@@ -30,11 +35,13 @@ from ..layer_config import LayerProblem
 from ..node_traffic import Cluster, Shares, Way, exchange
 from ..streams import is_captured
 from ..symm.slots import BARE_HEADER, header_bytes
-from .base import LayerInputs, Saved, check_layer_weights
+from .base import Gradients, LayerInputs, Saved, WeightGradients, check_layer_weights
+from .expert_sums import gradients_of_experts, recompute
 from .received_part import Part
+from .trained_layer import later_weight_gradients
 
 if TYPE_CHECKING:
-    from .internode import InternodeEngine
+    from .internode import InternodeEngine, InternodeHandle
 
 PART_US = 40.0
 """What a second part costs besides reading the weights again: more launches, shorter GEMMs. It is
@@ -198,3 +205,49 @@ def receive_and_return(
     send_sums(near, dispatch_verbs.programs_on_all_sms())
     add_node_sums(returned, added, False, BARE_HEADER, slots)
     return received, kept, out
+
+
+def backward(
+    engine: InternodeEngine,
+    dy: torch.Tensor,
+    inputs: LayerInputs,
+    saved: Saved,
+    into: WeightGradients | None,
+) -> Gradients:
+    """See `base.Engine.moe_ffn_backward`."""
+    rows, num_rows, handle = engine.bring_again(inputs, saved)
+    try:
+        return backward_of_rows(engine, dy, rows, num_rows, handle, into)
+    except BaseException:
+        engine.side_stream.join()  # what runs there uses memory that is given back here
+        raise
+
+
+def backward_of_rows(
+    engine: InternodeEngine,
+    dy: torch.Tensor,
+    rows: LayerInputs,
+    num_rows: int,
+    handle: InternodeHandle,
+    into: WeightGradients | None,
+) -> Gradients:
+    """What comes after the rows of x were brought. What is launched concurrently has few programs,
+    as in a forward."""
+    side, engine_type, tokens = engine.side_stream, type(engine), Tokens(dy, None, None, None)
+    grad = Received.empty(torch.empty_like(rows.x), tokens)
+    received = tokens, handle.sent, 1, NUM_CONCURRENT
+    engine.call(engine_type._send_again, tokens, handle.sent, check=False)
+    with side.after_current():
+        engine.call(engine_type._receive_again, *received, sized=grad, max_rows=len(grad.x))
+    made = recompute(rows, num_rows, NUM_CONCURRENT)
+    side.join()
+    found = gradients_of_experts(rows, made, grad.x)
+    returned = ReturnedRows(found.x, found.topk_weights)
+    with side.after_current():
+        combine = engine_type._combine_concurrently, handle.returned
+        dx, topk_grads = engine.call(*combine, sized=returned, num_rows=len(found.x))
+    later = functools.partial(later_weight_gradients, found.of_weights)
+    if into is not None:
+        later(into, NUM_CONCURRENT)
+    side.join(dx, topk_grads)
+    return dx, topk_grads, later if into is None else None, found.biases

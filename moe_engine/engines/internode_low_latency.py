@@ -285,7 +285,8 @@ def _return_sums(
     prefix, signature, node_head, node_rows, rank_head = returns
     out = sums.new_empty(num_tokens, sums.shape[1])
     added = Sums(out, None, None, None, node_head, prefix)
-    how = False, programs_on_all_sms(), lane, Kind.MOE_FFN_COMBINE
+    on_all_sms = programs_on_all_sms()
+    how = False, (on_all_sms, on_all_sms), lane, Kind.MOE_FFN_COMBINE
     return_and_sum(ReturnedRows(sums, None), signature, added, node_rows, rank_head, *how)
     return out
 

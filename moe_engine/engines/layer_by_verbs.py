@@ -1,5 +1,5 @@
-"""A layer made of the verbs: dispatch, the experts of the rows that came, combine; the backward
-from the same ones. So engines without fused layers run theirs."""
+"""A layer made of the verbs: dispatch, the experts of the rows that came, combine. So engines
+without fused layers run theirs."""
 
 from __future__ import annotations
 
@@ -12,15 +12,7 @@ import torch
 from ..dispatch import DispatchLayout, Received, Tokens
 from ..prepared import Described
 from ..streams import is_captured
-from .base import (
-    NUM_SMS,
-    Arrived,
-    Gradients,
-    LayerInputs,
-    LayerResult,
-    Saved,
-    WeightGradients,
-)
+from .base import NUM_SMS, Arrived, LayerInputs, LayerResult, Saved
 
 
 class LayerByVerbs(ABC):
@@ -70,13 +62,6 @@ class LayerByVerbs(ABC):
         """What this rank's experts give for the rows [N, H] that a dispatch brought: of each one
         sum over its top-k, weighted. num_rows: rows of experts that these are, or at most are."""
 
-    @abstractmethod
-    def expert_gradients(
-        self, rows: LayerInputs, num_rows: int, grad: torch.Tensor, into: WeightGradients | None
-    ) -> Gradients:
-        """The gradients of `expert_sums`, given that of the sums. Those of the weights may go
-        `into` this memory at once, or else are computed later."""
-
     def moe_ffn(
         self,
         inputs: LayerInputs,
@@ -112,28 +97,16 @@ class LayerByVerbs(ABC):
         num_rows = most * num_topk if most else sum(per_expert)
         return rows, num_rows, handle, counts
 
-    def moe_ffn_backward(
-        self, dy: torch.Tensor, inputs: LayerInputs, saved: Saved, into: WeightGradients | None
-    ) -> Gradients:
-        """See `base.Engine`: dy to where x went, the gradients of what happens there, and those of
-        rows and weights back by `combine`. What was not saved is sent again."""
+    def bring_again(self, inputs: LayerInputs, saved: Saved) -> tuple[LayerInputs, int, Any]:
+        """For a backward, the layer of the rows that came, of which those that were not saved are
+        sent again; how many rows of experts these are, or at most are; the handle."""
         kept, *routing = saved.tensors
-        num_rows = saved.num_rows
         if routing == [None]:  # see `layer_operators.py`
-            rows, num_rows, handle, _ = self._bring(inputs)
-        else:
-            handle = self.handle_type(*routing[2:])
-            if kept is None:
-                kept = self.dispatch_cached(inputs.x, None, handle).x
-            rows = _rows_of(inputs, kept, *routing[:2])
-        grad = self.dispatch_cached(dy, None, handle).x
-        of_rows, of_weights, later, biases = self.expert_gradients(rows, num_rows, grad, into)
-        dx, topk_grads = self.combine(of_rows, handle, of_weights, ())
-        assert topk_grads is not None
-        if into is not None and later is not None:  # while the sums are on their way
-            later(into)
-            later = None
-        return dx, topk_grads, later, biases
+            return self._bring(inputs)[:3]
+        handle = self.handle_type(*routing[2:])
+        if kept is None:
+            kept = self.dispatch_cached(inputs.x, None, handle).x
+        return _rows_of(inputs, kept, *routing[:2]), saved.num_rows, handle
 
 
 def _rows_of(

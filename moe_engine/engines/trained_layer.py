@@ -25,7 +25,7 @@ from ..device.context import Kind, Role, saved_number
 from ..dispatch.fused_kernels import copy_rows_kernel
 from ..dispatch.place_rows_kernels import RowPlan
 from ..dispatch.stages import StageCounters, StagedSchedule
-from ..grouped_gemm import TileSchedule, gemm_config, wgrad
+from ..grouped_gemm import TileSchedule, gemm_config
 from ..grouped_gemm.activations import AnyActivation
 from ..grouped_gemm.backward import (
     ActivationGradients,
@@ -33,6 +33,7 @@ from ..grouped_gemm.backward import (
     launch_activation_dgrad,
     launch_bias_weight_gradient,
     launch_row_weight_gradient,
+    launch_wgrad,
 )
 from ..grouped_gemm.config import GemmConfig
 from ..grouped_gemm.launch import gemm_problem
@@ -354,27 +355,32 @@ def bias_gradients(
     return found
 
 
-def later_weight_gradients(rows: WeightGradientRows, into: WeightGradients) -> None:
+def later_weight_gradients(
+    rows: WeightGradientRows, into: WeightGradients, num_free_sms: int = 0
+) -> None:
     """The products, that of the down-projection first, by a call of their own, which needs no
-    Buffer; an expert without rows has zeros."""
+    Buffer; an expert without rows has zeros. num_free_sms: see `launch.multiply`."""
     if rows.x.is_cuda:
         record(rows, torch.cuda.current_stream())
     *sized, offsets = rows
-    _later(_later_weight_gradients, None, offsets, into, sized=sized, max_rows=len(rows.x))
+    args = _later_weight_gradients, None, offsets, into, num_free_sms
+    _later(*args, sized=sized, max_rows=len(rows.x))
 
 
 def _later_weight_gradients(
     owner: None,
     offsets: torch.Tensor,
     into: WeightGradients,
+    num_free_sms: int,
     sized: Sequence[torch.Tensor],
     max_rows: int,
 ) -> None:
     x, pre, act, dy = sized
+    how = into.accumulate, num_free_sms
     if into.down is not None:
-        wgrad(dy, act, offsets, out=into.down, accumulate=into.accumulate)
+        launch_wgrad(dy, act, offsets, None, into.down, *how)
     if into.gate_up is not None:
-        wgrad(pre, x, offsets, out=into.gate_up, accumulate=into.accumulate)
+        launch_wgrad(pre, x, offsets, None, into.gate_up, *how)
 
 
 _later = PreparedCalls()

@@ -21,10 +21,12 @@ from ..dispatch import Tokens
 from ..dispatch.internode import Routes
 from ..dispatch.low_latency import LowLatencyTokens
 from ..engines.base import WeightGradients
+from ..engines.expert_sums import gradients_of_experts, recompute
 from ..engines.hooked_calls import HookedCalls
 from ..engines.internode import InternodeEngine
 from ..engines.internode_layer import Sizes, receive_and_return
 from ..engines.kernel import KernelEngine
+from ..engines.trained_layer import later_weight_gradients
 from ..expert_major import place, sum_rows, take_rows
 from ..layer_config import LayerChoices, kept_layers
 from ..options import DEFAULT_OPTIONS, HINT_TOPK_LOW_LATENCY
@@ -258,10 +260,9 @@ def run_experts(shape: ModelShape, count: int) -> None:
     engine.expert_sums(rows, count)
     if shape.is_quantized:
         return
-    *_, later, _ = engine.expert_gradients(rows, count, rows.x.clone(), None)
-    assert later is not None
+    found = gradients_of_experts(rows, recompute(rows, count), rows.x.clone())
     for into in memory_for_gradients(shape):
-        later(into)
+        later_weight_gradients(found.of_weights, into)
 
 
 def call_layers_in_parts(shape: ModelShape) -> None:
