@@ -7,6 +7,7 @@ own: two nodes of two ranks, on one GPU where there is no more.
 from __future__ import annotations
 
 import gc
+import itertools
 from functools import partial
 
 import internode_cases as calls
@@ -140,37 +141,49 @@ def test_layers_in_two_parts_in_graphs(pool):
     check_replays(InParts(pool), decode_tokens=0)
 
 
-def test_a_training_step_in_a_graph(pool):
-    """Forward and backward, captured: the bits of the eager step."""
-    parts = make_case(4, [9, 4, 0, 5], hidden=64, intermediate=48, dtype="bf16")
-    for same in pool.run(step_in_a_graph, *map(PerRank, parts)):
-        assert same == [True] * 5
+@pytest.mark.parametrize("save", ["none", "rows"])
+def test_training_steps(pool, save):
+    """20 of them, eager and captured, each with another rank late: the same bits."""
+    sizes = dict(hidden=256, intermediate=128, dtype="bf16")
+    parts = make_case(4, [MAX_TOKENS, 37, 0, 128], **sizes)
+    for same in pool.run(training_steps, save, *map(PerRank, parts)):
+        assert all(same), same
 
 
-def step_in_a_graph(group, *parts):
+def training_steps(group, save, *parts):
+    """Of 20 steps and as many replays, whether they give the bits of the first."""
     x, idx, weights, up, down, dy = (part.cuda() for part in parts)
     num_experts, num_topk = group.size() * len(up), idx.shape[1]
-    buffer = new_buffer(group, x, num_experts, num_topk, 9, decode_tokens=0)
+    buffer = new_buffer(group, x, num_experts, num_topk, MAX_TOKENS, decode_tokens=0)
 
     def step():
-        return gradients(
-            partial(moe_ffn, buffer=buffer, save="none"), x, idx, weights, up, down, dy
-        )
+        return gradients(partial(moe_ffn, buffer=buffer, save=save), x, idx, weights, up, down, dy)
 
-    expected = step()
+    def is_same(make):
+        if next(number) % group.size() == group.rank():
+            torch.cuda._sleep(1_000_000)
+        return all(torch.equal(*pair) for pair in zip(make(), expected, strict=True))
+
+    def replay():
+        for one in captured:
+            one.fill_(torch.nan)
+        graph.replay()
+        return captured
+
+    number, expected = itertools.count(), step()
+    eager = [is_same(step) for _ in range(20)]
     torch.cuda.synchronize()
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
-        found = step()
-    for _ in range(3):
-        graph.replay()
-    same = [torch.equal(*pair) for pair in zip(found, expected, strict=True)]
+        captured = step()
+    replayed = [is_same(replay) for _ in range(20)]
     end(buffer)
-    return same
+    return eager + replayed
 
 
 def test_gradients(pool):
-    check_training(pool, [12, 8, 0, 9], "bf16", policies=("pre",), hidden=64, intermediate=48)
+    sizes = dict(hidden=256, intermediate=128, policies=("none", "rows"))
+    check_training(pool, [MAX_TOKENS, 37, 0, 128], "bf16", **sizes)
 
 
 @pytest.mark.parametrize("form", ["bf16", "fp8"])
