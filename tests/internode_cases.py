@@ -226,6 +226,11 @@ def one_way(group, num_slots, num_calls):
     return received
 
 
+def tokens_for(topk_idx, node, num_experts):
+    """How many tokens have an expert on a node, of num_experts each."""
+    return int(((topk_idx >= 0) & (topk_idx // num_experts == node)).any(1).sum())
+
+
 def count_bytes(group, num_experts, x, topk_idx, topk_weights):
     """(messages, bytes) to each rank, of a dispatch and of its combine."""
     buffer = small_buffer(group, x, num_experts, topk_idx.shape[1])

@@ -4,9 +4,9 @@ of how many, and none that another NVSHMEM was linked into."""
 from __future__ import annotations
 
 import json
-import os
 import warnings
 from collections import Counter
+from contextlib import nullcontext
 from dataclasses import replace
 from functools import cache, partial
 from itertools import product
@@ -205,14 +205,30 @@ def layers(group):
     destroy(group, buffer)
 
 
-def layers_in_parts(group):
-    """`layers`, whichever are predicted to be faster; nothing tells how many rows they have."""
+def in_parts():
+    """Layers have two parts, whichever are predicted to be faster; nothing tells how many rows."""
     sizes = internode_layer.Sizes(40, 30, 20)
-    with (
-        mock.patch.object(internode_layer, "is_faster", lambda *_: True),
-        mock.patch.object(internode_layer, "_sizes", lambda *_: sizes),
-    ):
+    return mock.patch.multiple(internode_layer, is_faster=lambda *_: True, _sizes=lambda *_: sizes)
+
+
+def layers_in_parts(group):
+    with in_parts():
         layers(group)
+
+
+def layers_in_e4m3(group):
+    """Layers with e4m3 weights, of each kind."""
+    for decode_tokens, how in ((40, nullcontext()), (0, nullcontext()), (0, in_parts())):
+        options = Options(decode_tokens=decode_tokens)
+        sizes = SIZES | dict(num_experts=4 * group.size(), options=options)
+        buffer = Buffer.for_tokens(group, 40, **sizes)
+        up, down = (torch.zeros(4, 256, n, dtype=torch.float8_e4m3fn) for n in (256, 128))
+        scales = (torch.zeros(4, 2, n) for n in (2, 1))
+        weights = [*zip((up, down), scales, strict=True)]
+        with how:
+            for count in (1, 16, 40):
+                moe_ffn(*inputs_of(count), *weights, buffer)
+        destroy(group, buffer)
 
 
 def destroy(group, *buffers):
@@ -235,10 +251,12 @@ def ranks(nvshmem):
 @CPU_ONLY
 @pytest.mark.parametrize("shape", [SHAPE, THREE], ids=["2x2", "3x2"])
 @pytest.mark.parametrize(
-    "calls", [normal_calls, low_latency_calls, layers, layers_in_parts, decode_layers]
+    "calls",
+    [normal_calls, low_latency_calls, layers, layers_in_parts, layers_in_e4m3, decode_layers],
 )
 def test_ranks_of_nodes_find_their_kernels(ranks, calls, shape):
     """All ranks: the calls of some differ."""
+    shape = replace(shape, is_quantized=calls is layers_in_e4m3)
     for keys in ranks.run(launched, calls, num_ranks=shape.num_ranks):
         names = {name for name, key in keys}
         assert any("internode" in name for name in names)
@@ -448,7 +466,7 @@ def test_no_compiler_is_started_on_two_nodes(tmp_path, monkeypatch):
     major, minor = torch.cuda.get_device_capability()
     arch = 10 * major + minor
     needed_here = compile.variants(replace(SHAPE, max_tokens=64), arch)
-    list(compile.write(tmp_path, needed_here, arch, os.cpu_count() or 1))
+    list(compile.write(tmp_path, needed_here, arch, compile.default_jobs()))
     env = {
         "MOE_ENGINE_KERNELS": str(tmp_path),
         "TRITON_CACHE_DIR": str(tmp_path / "empty"),

@@ -251,18 +251,13 @@ def test_bytes_over_the_network(pool, nodes):
             if peer % near != rank % near or peer == rank:
                 assert [found.get(peer) for found in (*sent, *returned)] == [None] * 4
                 continue
-            rows, returns = (tokens_for(idx[a], b // near, num_experts // num_ranks * near)
+            rows, returns = (calls.tokens_for(idx[a], b // near, num_experts // num_ranks * near)
                              for a, b in ((rank, peer), (peer, rank)))  # fmt: skip
             header = internode_rows_offset(num_experts, num_ranks) + rows * near
             assert sent[1][peer] == header + rows * row
             assert returned[1][peer] == SIGNATURE_BYTES + returns * row
             assert sent[0][peer] == 1 + -(-rows // 8)
             assert returned[0][peer] == 1 + -(-returns // 8)
-
-
-def tokens_for(topk_idx, node, num_experts):
-    """How many tokens have an expert on a node, of num_experts each."""
-    return int(((topk_idx >= 0) & (topk_idx // num_experts == node)).any(1).sum())
 
 
 def sum_whole_numbers(group, num_experts, x, topk_idx, topk_weights, round_once):

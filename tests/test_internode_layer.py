@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+import operator
+from collections import Counter
 from collections.abc import Iterator
 from contextlib import contextmanager
 from functools import partial
+from itertools import pairwise
 from typing import Any
 
 import cases
+import internode_cases as calls
 import pytest
 import test_compiled_layer
 import test_decode_layer as of_decode
@@ -32,6 +36,9 @@ from moe_engine import BackendError, Buffer, MoEFeedForward, moe_ffn, reference
 from moe_engine.emulation import PerRank
 from moe_engine.engines import internode_layer, layer_by_verbs
 from moe_engine.engines.base import LayerInputs
+from moe_engine.grouped_gemm.quantization import quantized_bytes
+from moe_engine.symm.nic import Nic
+from moe_engine.symm.slots import RowLayout
 from moe_engine.tools.models import Kind
 
 STAGED: dict[str, Any] = {"options": {"decode_tokens": 0}}
@@ -94,6 +101,36 @@ def test_biases_and_other_activations(nodes, activation, has_gate, biases):
 def test_weights_in_e4m3(nodes):
     parts = quantized.make([4, 7, 0, 5], has_bias=True)
     quantized.check(nodes("2x2"), parts, with_biases.GPT_OSS)
+
+
+def bytes_sent(group: dist.ProcessGroup, hint: int | None, *parts: Any) -> list[Counter[int]]:
+    """Over the network to each rank, by a layer with bf16 weights and by one with e4m3 weights."""
+    x, idx, weights, up, down, s_up, s_down, *_ = quantized.got(parts)
+    sizes, options = (group.size() * len(up), idx.shape[1], 8), {} if hint else {"decode_tokens": 0}
+    buffer = new_buffer(group, x, *sizes, **options)
+    counted = [Nic.of_process().num_bytes.copy()]
+    for both in ((up.bfloat16(), down.bfloat16()), ((up, s_up), (down, s_down))):
+        moe_ffn(x, idx, weights, *both, buffer, max_tokens=hint)
+        counted.append(Nic.of_process().num_bytes.copy())
+    end(buffer)
+    return [after - before for before, after in pairwise(counted)]
+
+
+@pytest.mark.parametrize(("which", "hint"), [("none", None), ("all", None), ("none", 8)])
+def test_rows_cross_the_network_in_e4m3(nodes, which, hint):
+    """For e4m3 weights; sums return in bf16."""
+    parts = quantized.make([4, 7, 0, 5])
+    idx, num_local = parts[1], len(parts[3][0])
+    num_topk, hidden = idx[0].shape[1], parts[0][0].shape[1]
+    rows = (RowLayout(n, num_topk).num_bytes for n in (2 * hidden, quantized_bytes(hidden)))
+    saved = operator.sub(*rows)
+    assert saved > 0.9 * hidden
+    on = nodes("2x2") if hint else InParts(nodes("2x2"), which)
+    for rank, (wide, narrow) in enumerate(on.run(bytes_sent, hint, *quantized.sent(parts))):
+        peer = (rank + 2) % 4
+        assert [*wide] == [*narrow] == [peer]
+        num_rows = calls.tokens_for(idx[rank], peer // 2, 2 * num_local)
+        assert wide[peer] - narrow[peer] == num_rows * saved
 
 
 # --- In two parts, where the network is to be hidden ---------------------------------------------

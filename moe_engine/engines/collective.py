@@ -210,7 +210,11 @@ class CollectiveEngine(LayerByVerbs):
                 weights[token] += returned[row]
         return out.to(x.dtype), weights
 
-    def most_received(self, inputs: LayerInputs) -> int:
+    def tokens_of(self, inputs: LayerInputs) -> Tokens:
+        """See `LayerByVerbs`; rows of layers with e4m3 weights travel in bf16."""
+        return Tokens(*inputs[:3])
+
+    def most_received(self, tokens: Tokens, num_experts: int) -> int:
         """See `LayerByVerbs`: they cannot."""
         raise BackendError(
             "a layer of a Buffer with backend 'collective' in a CUDA graph's capture, where the "

@@ -1,4 +1,5 @@
-"""The two products of a layer's experts, on rows whose number the host does not know."""
+"""The two products of a layer's experts, on rows whose number the host does not know; and how these
+rows travel: those of e4m3 weights are cast before they are sent."""
 
 from __future__ import annotations
 
@@ -10,7 +11,7 @@ from ..grouped_gemm import gemm_config, tile_schedule
 from ..grouped_gemm.config import GemmConfig
 from ..grouped_gemm.launch import multiply
 from ..grouped_gemm.operands import Epilogue, Rows
-from ..grouped_gemm.quantization import QuantizedRows, quantize_launch
+from ..grouped_gemm.quantization import QuantizedRows, quantize_launch, quantized_bytes
 from ..grouped_gemm.quantization_kernels import quantize_rows_kernel
 from ..grouped_gemm.schedule import TileSchedule
 from ..launch import launch
@@ -27,10 +28,33 @@ class ExpertMemory(NamedTuple):
     @classmethod
     def empty(cls, inputs: LayerInputs, num_rows: int) -> ExpertMemory:
         """For up to so many rows of this rank's experts."""
-        x = inputs.x
-        act = x.new_empty(num_rows, inputs.w_down.shape[2])
+        _, hidden, columns = inputs.w_down.shape
+        act = inputs.x.new_empty(num_rows, columns)
         cast = QuantizedRows.like(act) if inputs.is_quantized else None
-        return cls(act, cast, x.new_empty(num_rows, x.shape[1]))
+        return cls(act, cast, inputs.x.new_empty(num_rows, hidden))
+
+
+def rows_to_send(inputs: LayerInputs) -> torch.Tensor:
+    """x [T, H] as it travels, or for e4m3 weights `QuantizedRows` of it, in the dtype of x."""
+    if not inputs.is_quantized:
+        return inputs.x
+    cast = QuantizedRows.like(inputs.x)
+    grid, arguments, options = quantize_launch(inputs.x, cast)
+    launch(quantize_rows_kernel, grid, *arguments, **options)
+    return cast.memory.view(inputs.x.dtype)
+
+
+def sent_columns(inputs: LayerInputs) -> int:
+    """The columns of `rows_to_send`."""
+    hidden, itemsize = inputs.x.shape[1], inputs.x.itemsize
+    return quantized_bytes(hidden) // itemsize if inputs.is_quantized else hidden
+
+
+def received_operand(rows: torch.Tensor, inputs: LayerInputs) -> Rows:
+    """Rows that were sent, as the first product takes them."""
+    if not inputs.is_quantized:
+        return Rows(rows)
+    return QuantizedRows(rows.view(torch.uint8), inputs.w_gate_up.shape[-1]).operand
 
 
 def expert_tiles(inputs: LayerInputs, num_rows: int) -> tuple[GemmConfig, GemmConfig]:
@@ -47,8 +71,8 @@ def multiply_up(
     memory: ExpertMemory,
     num_free_sms: int = 0,
 ) -> TileSchedule:
-    """The first product and its activation, of rows [M, H], in e4m3 if the weights are, those of
-    each expert from its offset, int32 [L + 1], on. num_free_sms: see `launch.multiply`."""
+    """The first product and its activation, of rows [M, H], see `received_operand`, those of each
+    expert from its offset, int32 [L + 1], on. num_free_sms: see `launch.multiply`."""
     most = len(memory.act)
     schedule = tile_schedule(offsets, most, tiles.block_m)
     how = schedule, most, memory.act, tiles, num_free_sms

@@ -30,7 +30,15 @@ from ..prepared import Described
 from ..streams import SideStream
 from ..symm.slots import BARE_HEADER, header_bytes
 from . import internode_layer
-from .base import Gradients, LayerInputs, PartsOfHandle, Saved, WeightGradients
+from .base import (
+    Gradients,
+    LayerInputs,
+    PartsOfHandle,
+    Saved,
+    WeightGradients,
+    check_layer_weights,
+)
+from .expert_products import rows_to_send
 from .expert_sums import sums_of_experts
 from .kernel import KernelEngine
 from .layer_by_verbs import LayerByVerbs
@@ -83,6 +91,8 @@ class InternodeEngine(KernelEngine, LayerByVerbs):
         described: Described | None = None,
     ) -> tuple[torch.Tensor, Saved, torch.Tensor]:
         """See `base.Engine`; in two parts where that is predicted to be faster."""
+        # Before anything is sent: the other ranks could not know of a refusal afterwards.
+        check_layer_weights(inputs)
         if not self.has_two_parts(inputs):
             return LayerByVerbs.moe_ffn_forward(self, inputs, save, is_captured, described)
         with torch.no_grad():
@@ -109,10 +119,12 @@ class InternodeEngine(KernelEngine, LayerByVerbs):
     def num_ranks(self) -> int:  # type: ignore[override]
         return self.slots.num_ranks
 
-    def most_received(self, inputs: LayerInputs) -> int:
+    def tokens_of(self, inputs: LayerInputs) -> Tokens:
+        """See `LayerByVerbs`."""
+        return Tokens(rows_to_send(inputs), inputs.topk_idx, inputs.topk_weights)
+
+    def most_received(self, tokens: Tokens, num_experts: int) -> int:
         """See `LayerByVerbs`: as many as all ranks may bring to this Buffer."""
-        tokens = Tokens(*inputs[:3])
-        num_experts = len(inputs.w_gate_up) * self.num_ranks
         header = header_bytes(num_experts, self.num_ranks)
         return self.num_ranks * max(1, self.max_tokens(tokens.row, header))
 

@@ -35,7 +35,8 @@ from ..layer_config import LayerProblem
 from ..node_traffic import Cluster, Shares, Way, exchange
 from ..streams import is_captured
 from ..symm.slots import BARE_HEADER, header_bytes
-from .base import Gradients, LayerInputs, Saved, WeightGradients, check_layer_weights
+from .base import Gradients, LayerInputs, Saved, WeightGradients
+from .expert_products import sent_columns
 from .expert_sums import gradients_of_experts, recompute
 from .received_part import Part
 from .trained_layer import later_weight_gradients
@@ -54,29 +55,39 @@ def is_faster(inputs: LayerInputs, num_ranks: int, num_nodes: int) -> bool:
     num_experts, columns = len(inputs.w_gate_up) * num_ranks, inputs.w_down.shape[2]
     hidden, itemsize = inputs.x.shape[1], inputs.x.itemsize
     sizes = num_tokens, num_experts, num_topk, hidden, columns, itemsize
-    problem = LayerProblem(num_ranks, *sizes)
-    return _is_faster(problem, inputs.parts, inputs.w_down.itemsize, num_nodes)
+    problem, row_bytes = LayerProblem(num_ranks, *sizes), sent_columns(inputs) * itemsize
+    return _is_faster(problem, inputs.parts, inputs.w_down.itemsize, row_bytes, num_nodes)
 
 
 @functools.lru_cache(maxsize=256)
-def _is_faster(problem: LayerProblem, parts: int, weight_bytes: int, num_nodes: int) -> bool:
+def _is_faster(
+    problem: LayerProblem, parts: int, weight_bytes: int, row_bytes: int, num_nodes: int
+) -> bool:
     """Whether what two parts hide of the network's time, of routing that is balanced, is more than
-    what they cost: the SMs that communicate, and the weights that are read again."""
+    what they cost: the SMs that communicate, and the weights that are read again. row_bytes: of
+    rows that are sent."""
     num_tokens, num_topk, hidden = problem.max_tokens, problem.num_topk, problem.hidden
     num_ranks, num_experts, columns = problem.num_ranks, problem.num_experts, problem.num_columns
     if not num_tokens or num_topk > num_experts:
         return False
     cluster = Cluster(num_ranks, num_ranks // num_nodes)
     shares = Shares.uniform(cluster, num_experts, num_topk)
-    num_bytes = num_tokens * hidden * problem.itemsize
-    us_of = exchange(Way.TWO_LEVEL, cluster, shares, num_bytes).us_of
-    far_us = max(us_of["far send"], us_of["far receive"])
+    sent_us, returned_us = (
+        _far_us(cluster, shares, num_tokens * num_bytes)
+        for num_bytes in (row_bytes, hidden * problem.itemsize)
+    )
     slower = H200.num_sms / (H200.num_sms - NUM_CONCURRENT)
     up_us, down_us = (slower * problem.gemm_us(n) / num_nodes for n in (parts * columns, columns))
     num_weights = num_experts // num_ranks * hidden * (parts + 1) * columns
     again_us = num_weights * weight_bytes / H200.hbm_gbs / 1e3
     cost_us = (up_us + down_us) * (1 - 1 / slower) + again_us + PART_US
-    return min(far_us, up_us) + min(far_us, down_us) > cost_us
+    return min(sent_us, up_us) + min(returned_us, down_us) > cost_us
+
+
+def _far_us(cluster: Cluster, shares: Shares, num_bytes: int) -> float:
+    """How long so many bytes of each rank take over the network."""
+    us_of = exchange(Way.TWO_LEVEL, cluster, shares, num_bytes).us_of
+    return max(us_of["far send"], us_of["far receive"])
 
 
 class Sizes(NamedTuple):
@@ -92,14 +103,12 @@ def forward(
     engine: InternodeEngine, inputs: LayerInputs, save: str
 ) -> tuple[torch.Tensor, Saved, torch.Tensor]:
     """See `base.Engine.moe_ffn_forward`; pre-activations are not saved."""
-    # Before anything is sent: the other ranks could not know of a refusal afterwards.
-    check_layer_weights(inputs)
-    tokens, slots = Tokens(*inputs[:3]), engine.slots
+    tokens, slots = engine.tokens_of(inputs), engine.slots
     layout = engine.layout(inputs.topk_idx, len(inputs.w_gate_up) * engine.num_ranks)
     counts, routes = engine.call(type(engine)._exchange, tokens, layout, False, check=False)
     engine.concurrent_reads.mark()
     engine.call(type(engine)._send_rows, tokens, layout, counts, routes)
-    sizes = _sizes(engine, inputs, counts)
+    sizes = _sizes(engine, tokens, layout.num_experts, counts)
     kinds = [(one.shape[1:], one.dtype) for one in inputs.tensors if one is not None]
     with slots.context.first_use("layer in parts", tuple(kinds), inputs.activation, save):
         sent = tokens, layout, counts, Routes(*routes)
@@ -115,12 +124,12 @@ def forward(
     return out, Saved(save, saved, sizes.near + sizes.far), counts.group_counts
 
 
-def _sizes(engine: InternodeEngine, inputs: LayerInputs, counts: Counts) -> Sizes:
+def _sizes(engine: InternodeEngine, tokens: Tokens, num_experts: int, counts: Counts) -> Sizes:
     """The host waits for the counts, except in the capture of a graph."""
     node_ranks = engine.slots.layout.ranks_per_node
-    if is_captured(inputs.x):
-        most = engine.most_received(inputs)
-        rows = most // engine.num_ranks * inputs.topk_idx.shape[1]
+    if is_captured(tokens.x):
+        most = engine.most_received(tokens, num_experts)
+        rows = most // engine.num_ranks * tokens.num_topk
         return Sizes(most, node_ranks * rows, (engine.num_ranks - node_ranks) * rows)
     rank = engine.slots.context.rank
     first = rank // node_ranks * node_ranks
@@ -163,7 +172,7 @@ def receive_and_return(
     sums, out = x.new_empty(sizes.received, x.shape[1]), torch.empty_like(x)
     kept, in_order = None, present[0]
     if keeps_rows:
-        kept = torch.empty_like(sums)
+        kept = x.new_empty(sizes.received, tokens.x.shape[1])
         in_order = torch.arange(len(kept), dtype=torch.int32, device=x.device)[:, None]
 
     def locate(part: Part) -> None:

@@ -35,6 +35,7 @@ from ..symm.layout import RankMemory
 from ..symm.ring import MAX_LOCAL_EXPERTS
 from ..symm.slots import RowLayout, Slots
 from .base import LayerInputs, check_layer_weights
+from .expert_products import rows_to_send
 from .hooked_calls import HookedCalls, Receive
 from .received_part import Part
 
@@ -172,8 +173,7 @@ class InternodeLowLatency(HookedCalls):
     def moe_ffn(
         self, inputs: LayerInputs, max_tokens: int, described: Described | None = None
     ) -> torch.Tensor:
-        """See `HookedCalls`. Rows travel in the dtype of x, e4m3 weights or not: they are cast
-        where they arrive. `described` is not of a lane, so each call is described anew."""
+        """See `HookedCalls`. `described` is not of a lane, so each call is described anew."""
         self._check_hooks(2)
         sums, returns = self._call(_dispatch_to_experts, inputs, max_tokens)
         self._num_calls += 1
@@ -254,7 +254,8 @@ def _dispatch_to_experts(
     """The first call of a layer, and its products: (sums [R * M, H] of each row that came, what
     returning them takes)."""
     check_layer_weights(inputs)  # before anything is sent, as in `LowLatency.moe_ffn`
-    x, topk_idx, topk_weights, w_gate_up, *_ = inputs
+    _, topk_idx, topk_weights, w_gate_up, *_ = inputs
+    x = rows_to_send(inputs)
     num_topk, num_received = topk_idx.shape[1], lane.num_ranks * max_tokens
     row_format = "bf16" if x.dtype == torch.bfloat16 else "fp32"
     how = max_tokens, len(w_gate_up) * lane.num_ranks, row_format
@@ -264,7 +265,7 @@ def _dispatch_to_experts(
     # A token may name an expert twice. Balanced routing brings as many rows as a rank sends out.
     num_rows, balanced = num_received * num_topk, max_tokens * num_topk
     rows = Part.empty(BOTH.value, inputs, arrived, num_rows, balanced)
-    sums = x.new_empty(num_received, x.shape[1])
+    sums = x.new_empty(num_received, inputs.x.shape[1])
     sent = send_tokens(LowLatencyTokens(x, topk_idx, topk_weights, *how), lane)
     locate_tokens(sent, arrived, None, lane)
     rows.place()

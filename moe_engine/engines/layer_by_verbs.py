@@ -53,13 +53,17 @@ class LayerByVerbs(ABC):
     ) -> tuple[torch.Tensor, torch.Tensor | None]: ...
 
     @abstractmethod
-    def most_received(self, inputs: LayerInputs) -> int:
+    def tokens_of(self, inputs: LayerInputs) -> Tokens:
+        """The tokens of a layer, with x as it travels."""
+
+    @abstractmethod
+    def most_received(self, tokens: Tokens, num_experts: int) -> int:
         """The most rows that a dispatch of a layer can bring, for one in the capture of a CUDA
         graph; BackendError where layers cannot be captured."""
 
     @abstractmethod
     def expert_sums(self, rows: LayerInputs, num_rows: int) -> torch.Tensor:
-        """What this rank's experts give for the rows [N, H] that a dispatch brought: of each one
+        """What this rank's experts give for the rows [N, ..] that a dispatch brought: of each one
         sum over its top-k, weighted. num_rows: rows of experts that these are, or at most are."""
 
     def moe_ffn(
@@ -89,10 +93,11 @@ class LayerByVerbs(ABC):
     def _bring(self, inputs: LayerInputs) -> tuple[LayerInputs, int, Any, torch.Tensor]:
         """Send the tokens to their experts: (the layer of the rows that came, how many rows of
         experts these are, or in a graph at most are, handle, counts)."""
-        most = self.most_received(inputs) if is_captured(inputs.x) else 0
-        num_local, num_topk = len(inputs.w_gate_up), inputs.topk_idx.shape[1]
-        layout = self.layout(inputs.topk_idx, num_local * self.num_ranks)
-        received, per_expert, handle, counts = self.dispatch(Tokens(*inputs[:3]), layout, most)
+        tokens, num_topk = self.tokens_of(inputs), inputs.topk_idx.shape[1]
+        num_experts = len(inputs.w_gate_up) * self.num_ranks
+        most = self.most_received(tokens, num_experts) if is_captured(inputs.x) else 0
+        layout = self.layout(inputs.topk_idx, num_experts)
+        received, per_expert, handle, counts = self.dispatch(tokens, layout, most)
         rows = _rows_of(inputs, received.x, received.topk_idx, received.topk_weights)
         num_rows = most * num_topk if most else sum(per_expert)
         return rows, num_rows, handle, counts

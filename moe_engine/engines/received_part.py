@@ -10,25 +10,29 @@ from ..device.internode import NEAR
 from ..dispatch import NUM_CONCURRENT, Received
 from ..expert_major import Places, place_into, sum_rows
 from ..grouped_gemm.config import GemmConfig
-from ..grouped_gemm.operands import Rows
-from ..grouped_gemm.quantization import QuantizedRows
 from ..grouped_gemm.schedule import TileSchedule
 from .base import LayerInputs
-from .expert_products import ExpertMemory, cast_rows, expert_tiles, multiply_down, multiply_up
+from .expert_products import (
+    ExpertMemory,
+    expert_tiles,
+    multiply_down,
+    multiply_up,
+    received_operand,
+    sent_columns,
+)
 
 
 class Part(NamedTuple):
     """The received rows of some ranks, and what their experts make of them.
 
     sides: see `device/internode.py`. arrived: `Received` of all ranks, whose x are the addresses of
-    rows of this part, 0 for others. rows [M, H]: expert rows; cast: those in e4m3, or None.
+    rows of this part, 0 for others. rows [M, ..]: expert rows, as they travel.
     """
 
     sides: int
     arrived: Received
     places: Places
     rows: torch.Tensor
-    cast: QuantizedRows | None
     memory: ExpertMemory
     tiles: tuple[GemmConfig, GemmConfig]
 
@@ -43,12 +47,11 @@ class Part(NamedTuple):
     ) -> Part:
         """Memory for so many expert rows, where balanced routing brings so many; None: as many."""
         assert arrived.topk_idx is not None
-        rows = inputs.x.new_empty(num_rows, inputs.x.shape[1])
-        cast = QuantizedRows.like(rows) if inputs.is_quantized else None
+        rows = inputs.x.new_empty(num_rows, sent_columns(inputs))
         places = Places.empty(arrived.topk_idx, len(inputs.w_gate_up), num_rows)
         memory = ExpertMemory.empty(inputs, num_rows)
         tiles = expert_tiles(inputs, num_rows if balanced is None else balanced)
-        return cls(sides, arrived, places, rows, cast, memory, tiles)
+        return cls(sides, arrived, places, rows, memory, tiles)
 
     def place(self) -> None:
         """Give the rows that arrived places among the expert rows."""
@@ -64,11 +67,8 @@ class Part(NamedTuple):
 
     def up(self, inputs: LayerInputs) -> TileSchedule:
         """The first product."""
-        offsets, rows = self.places.offsets, Rows(self.rows)
-        if self.cast is not None:
-            rows = cast_rows(self.rows, self.cast, offsets[-1:])
-        how = self.tiles[0], self.memory, self.num_free_sms
-        return multiply_up(rows, inputs, offsets, *how)
+        rows, how = received_operand(self.rows, inputs), (self.tiles[0], self.memory)
+        return multiply_up(rows, inputs, self.places.offsets, *how, self.num_free_sms)
 
     def down(self, inputs: LayerInputs, schedule: TileSchedule, sums: torch.Tensor) -> None:
         """The second product, and its sums [N, H] for the rows of this part."""

@@ -21,6 +21,7 @@ from ..dispatch import Tokens
 from ..dispatch.internode import Routes
 from ..dispatch.low_latency import LowLatencyTokens
 from ..engines.base import WeightGradients
+from ..engines.expert_products import rows_to_send
 from ..engines.expert_sums import gradients_of_experts, recompute
 from ..engines.hooked_calls import HookedCalls
 from ..engines.internode import InternodeEngine
@@ -28,6 +29,7 @@ from ..engines.internode_layer import Sizes, receive_and_return
 from ..engines.kernel import KernelEngine
 from ..engines.trained_layer import later_weight_gradients
 from ..expert_major import place, sum_rows, take_rows
+from ..grouped_gemm.quantization import quantized_bytes
 from ..layer_config import LayerChoices, kept_layers
 from ..options import DEFAULT_OPTIONS, HINT_TOPK_LOW_LATENCY
 from ..symm.lanes import LaneLayout
@@ -55,15 +57,22 @@ def sizes(shape: ModelShape, choice: Callable[[int], Any]) -> list[int]:
     return list({choice(count): count for count in steps(shape.max_tokens)}.values())
 
 
-def forms_of_rows(shape: ModelShape) -> list[tuple[torch.dtype, int]]:
-    """(dtype, scales) of the rows that a dispatch takes."""
-    return [(shape.dtype, 0)] + [(FP8, shape.hidden // 128)] * (shape.hidden % 128 == 0)
+def forms_of_rows(shape: ModelShape) -> list[tuple[int, torch.dtype, int]]:
+    """(columns, dtype, scales) of the rows that a dispatch takes; those of a layer with e4m3
+    weights over nodes are `rows_to_send`."""
+    forms = [(shape.hidden, shape.dtype, 0)]
+    if shape.hidden % 128 == 0:
+        forms.append((shape.hidden, FP8, shape.hidden // 128))
+    if shape.is_quantized and shape.num_nodes > 1:
+        forms.append((quantized_bytes(shape.hidden) // shape.dtype.itemsize, shape.dtype, 0))
+    return forms
 
 
 def chunks(shape: ModelShape, layout: SlotLayout) -> str:
     """How rows of any call are cut into chunks."""
     rows = [
-        RowLayout(shape.hidden * one.itemsize, num_scales=num) for one, num in forms_of_rows(shape)
+        RowLayout(columns * dtype.itemsize, num_scales=num_scales)
+        for columns, dtype, num_scales in forms_of_rows(shape)
     ]
     rows += [RowLayout(4 * shape.hidden)] * (shape.num_nodes > 1)  # sums that are rounded once
     both = [replace(row, num_topk=num) for row, num in product(rows, (0, shape.num_topk))]
@@ -92,13 +101,18 @@ def call_normal(shape: ModelShape) -> None:
 
 
 def send_and_return(
-    shape: ModelShape, engine: KernelEngine, count: int, dtype: torch.dtype, num_scales: int
+    shape: ModelShape,
+    engine: KernelEngine,
+    count: int,
+    columns: int,
+    dtype: torch.dtype,
+    num_scales: int,
 ) -> None:
-    """Dispatch `count` tokens of this dtype, with so many scales each, and combine them."""
+    """Dispatch `count` tokens in one of `forms_of_rows`, and combine them."""
     x, topk_idx, topk_weights = shape.tokens(count)
     layout = engine.layout(topk_idx, shape.num_experts)
     scales = torch.empty(count, num_scales) if num_scales else None
-    routed = Tokens(x.to(dtype), topk_idx, topk_weights, scales)
+    routed = Tokens(torch.empty(count, columns, dtype=dtype), topk_idx, topk_weights, scales)
     num_rows = shape.num_ranks * count
     for tokens in (routed, routed._replace(topk_idx=None, topk_weights=None)):
         for may_grow in (False, True):
@@ -234,11 +248,10 @@ def numbers_of_rows(shape: ModelShape) -> Iterable[int]:
 
     def choice(count: int) -> Any:
         tiles = grouped_gemm.gemm_config(up, count, shape.activation)
-        again = grouped_gemm.gemm_config(up, count)  # whose pre-activations a backward needs
         of = partial(grouped_gemm.gemm_config, num_rows=count)
         return (
-            *(tiles, of(down, block_m=tiles.block_m), again),
-            *(of(one, transposed=True, block_m=again.block_m) for one in (up, down)),
+            *(tiles, of(down, block_m=tiles.block_m)),
+            *(of(one, transposed=True, block_m=tiles.block_m) for one in (up, down)),
         )
 
     most = num_ranks * shape.max_tokens * shape.num_topk
@@ -257,7 +270,7 @@ def run_experts(shape: ModelShape, count: int) -> None:
     assert isinstance(engine, InternodeEngine)
     rows = shape.inputs(count, *shape.weights())
     rows.topk_idx[:, 1:] = -1
-    engine.expert_sums(rows, count)
+    engine.expert_sums(rows._replace(x=rows_to_send(rows)), count)
     if shape.is_quantized:
         return
     found = gradients_of_experts(rows, recompute(rows, count), rows.x.clone())
@@ -267,10 +280,10 @@ def run_experts(shape: ModelShape, count: int) -> None:
 
 def call_layers_in_parts(shape: ModelShape) -> None:
     """What layers of several nodes in two parts do after they have sent their rows."""
-    inputs = shape.inputs(1, *shape.weights())
-    tokens, memory = Tokens(*inputs[:3]), (shape.region_bytes(1), None, shape.num_nodes)
-    engine = kernel_engine(shape.num_ranks, 1, *memory)
+    inputs, memory = shape.inputs(1, *shape.weights()), (shape.region_bytes(1), None)
+    engine = kernel_engine(shape.num_ranks, 1, *memory, shape.num_nodes)
     assert isinstance(engine, InternodeEngine)
+    tokens = engine.tokens_of(inputs)
     layout = engine.layout(inputs.topk_idx, shape.num_experts)
     counts, routes = engine._exchange(tokens, layout, may_grow=False)
     made = engine, inputs, tokens, layout, counts, Routes(*routes)
