@@ -413,7 +413,7 @@ def test_no_compiler_is_started(tmp_path):
     major, minor = torch.cuda.get_device_capability()
     shape = ModelShape(16, 256, 128, 4, 1, max_tokens=64)
     arch = 10 * major + minor
-    list(compile.write(tmp_path, compile.variants(shape, arch), arch, os.cpu_count() or 1))
+    list(compile.write(tmp_path, compile.variants(shape, arch), arch, compile.default_jobs()))
     done = subprocess.run(
         [sys.executable, "-c", FIRST_CALLS],
         env=os.environ
@@ -480,7 +480,7 @@ def test_no_compiler_is_started_for_passes(tmp_path):
     shape, arch = ModelShape(16, 256, 128, 4, 2, max_tokens=64), 10 * major + minor
     with mock.patch.dict(compile.CALLS, {"layer": model_calls.call_layers}, clear=True):
         needed_here = compile.variants(shape, arch)
-    list(compile.write(tmp_path, needed_here, arch, os.cpu_count() or 1))
+    list(compile.write(tmp_path, needed_here, arch, compile.default_jobs()))
     env = {
         "MOE_ENGINE_KERNELS": str(tmp_path),
         "TRITON_CACHE_DIR": str(tmp_path / "empty"),

@@ -19,7 +19,7 @@ def constants(values: T) -> T:
     BLOCK=32)))`.
 
     Equal values give the same object, which is equal to itself alone: Triton looks it up at each
-    launch, and would hash and compare field by field in Python.
+    launch, and would hash and compare field by field in Python. Pickled, it is these values.
     """
     wrapped: Any = values if INTERPRETED else _wrapped(type(values), values)
     return wrapped
@@ -29,4 +29,5 @@ def constants(values: T) -> T:
 def _wrapped(kind: Any, values: Any) -> Any:
     identity = {name: getattr(object, name) for name in ("__hash__", "__eq__", "__ne__")}
     fields = (constants(one) if isinstance(one, tuple) else one for one in values)
-    return type(kind.__name__, (kind,), identity | {"__slots__": ()})(*map(tl.constexpr, fields))
+    more = {"__slots__": (), "__reduce__": lambda self: (constants, (values,))}
+    return type(kind.__name__, (kind,), identity | more)(*map(tl.constexpr, fields))

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import re
 from dataclasses import replace
 from pathlib import Path
@@ -386,13 +385,13 @@ def compile_kernels(
     fp8: Annotated[bool, typer.Option("--fp8", help="The experts' weights are e4m3.")] = False,
     out: Annotated[Path, typer.Option(help="Where to write the bundle.")] = Path("kernels"),
     jobs: Annotated[
-        int | None, typer.Option(min=1, help="Compilers at once.  [default: one for each core]")
+        int | None, typer.Option(min=1, help="Compilers at once.  [default: one a core, up to 16]")
     ] = None,
 ) -> None:
     """Compile the kernels that a model needs, on any machine, so that none is compiled where it
     runs."""
     from ..device.lang import INTERPRETED
-    from .compile import report, run
+    from .compile import default_jobs, report, run
     from .model_shape import ModelShape, shape_of_checkpoint
 
     if INTERPRETED:
@@ -415,7 +414,7 @@ def compile_kernels(
     shape = replace(shape, num_nodes=num_nodes)
     check_layer(shape.layer(max_tokens))
     console = Console()
-    report(run(shape, int(found[1]), out, jobs or os.cpu_count() or 1, console), console)
+    report(run(shape, int(found[1]), out, jobs or default_jobs(), console), console)
     typer.echo(f"Set MOE_ENGINE_KERNELS={out.resolve()}, or pip install {out}.")
 
 

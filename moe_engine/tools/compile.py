@@ -6,9 +6,13 @@ kernel it needs, and each variant is compiled once.
 
 from __future__ import annotations
 
+import importlib
 import json
-from collections.abc import Iterator
-from concurrent.futures import ThreadPoolExecutor
+import multiprocessing
+import os
+from collections.abc import Iterable, Iterator
+from concurrent.futures import ProcessPoolExecutor
+from multiprocessing.reduction import ForkingPickler
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +22,8 @@ from rich.console import Console
 from rich.progress import track
 from rich.table import Table
 from triton.backends.nvidia.compiler import get_ptxas
+from triton.compiler import ASTSource
+from triton.runtime.jit import JITFunction
 
 from ..cuda_driver import Binary
 from ..hardware import stand_in
@@ -48,9 +54,36 @@ def variants(shape: ModelShape, arch: int) -> dict[str, Variant]:
 
 def compile_variant(variant: Variant) -> Binary:
     """Compile a variant, or take it from Triton's cache."""
-    source, options = variant.source()
-    compiled = triton.compile(source, backend(variant.arch).target, options.__dict__)
-    return Binary.of(compiled)
+    return compile_source(*variant.source(), variant.arch)
+
+
+def compile_source(source: ASTSource, options: Any, arch: int) -> Binary:
+    """`compile_variant` of what `Variant.source` gives."""
+    return Binary.of(triton.compile(source, backend(arch).target, options.__dict__))
+
+
+def default_jobs() -> int:
+    """One for each core that this machine shows, which a container may not have: up to 16."""
+    return min(os.cpu_count() or 1, 16)
+
+
+def compile_all(needed: Iterable[Variant], jobs: int) -> Iterator[Binary]:
+    """Compile variants in their order, by so many processes: the compiler holds Python's lock."""
+    if jobs <= 1:
+        yield from map(compile_variant, needed)
+        return
+    ForkingPickler.register(JITFunction, lambda kernel: (_kernel, _names(kernel)))
+    with ProcessPoolExecutor(jobs, multiprocessing.get_context("spawn")) as pool:
+        sources = ((*variant.source(), variant.arch) for variant in needed)
+        yield from pool.map(compile_source, *zip(*sources, strict=True))
+
+
+def _names(kernel: Any) -> tuple[str, str]:
+    return kernel.__module__, kernel.__name__
+
+
+def _kernel(module: str, name: str) -> Any:
+    return getattr(importlib.import_module(module), name)
 
 
 def write(
@@ -61,11 +94,11 @@ def write(
     inner = folder / PACKAGE
     inner.mkdir(parents=True, exist_ok=True)
     kernels = {}
-    with ThreadPoolExecutor(jobs) as pool:
-        for key, binary in zip(needed, pool.map(compile_variant, needed.values()), strict=True):
-            (inner / f"{key}.cubin").write_bytes(binary.cubin)
-            kernels[key] = entry(binary)
-            yield needed[key], binary
+    compiled = compile_all(needed.values(), min(jobs, len(needed)))
+    for key, binary in zip(needed, compiled, strict=True):
+        (inner / f"{key}.cubin").write_bytes(binary.cubin)
+        kernels[key] = entry(binary)
+        yield needed[key], binary
     cuda = get_ptxas(arch).version
     is_linked = any(linked(variant.kernel) for variant in needed.values())
     manifest = {"made_with": made_with(arch, is_linked), "cuda": cuda, "kernels": kernels}
