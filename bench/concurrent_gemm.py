@@ -33,7 +33,7 @@ MODEL, RANKS, NODES, TOKENS = "deepseek-v3", 16, 2, 4096
 EXPERTS, HIDDEN, COLUMNS, TOPK = MODELS[MODEL]
 NUM_LOCAL, NUM_ROWS = EXPERTS // RANKS, TOKENS * TOPK // NODES
 FLOPS = 4 * NUM_ROWS * HIDDEN * COLUMNS
-ROUNDS = 25
+ROUNDS, WARM_UP = 25, 5
 BUSY_US = 5000
 """How long the other programs wait, longer than any GEMM here."""
 NUM_WARPS = 32
@@ -50,15 +50,17 @@ def busy_kernel(num_ns):
 
 def main(path: Annotated[Path | None, typer.Option(help="Result file.")] = None) -> None:
     """Run the bench on one GPU."""
+    side, ways = torch.cuda.Stream(), [*product((0, NUM_CONCURRENT), (False, True))]
     for verb, launch in products().items():
-        alone = run(launch, 0, False)
-        for free, is_busy in product((0, NUM_CONCURRENT), (False, True)):
-            us = run(launch, free, is_busy)
+        # In turns, as the clock of the GPU changes.
+        rounds = [[run(launch, *way, side) for way in ways] for _ in range(ROUNDS)][WARM_UP:]
+        medians = [median(times) for times in zip(*rounds, strict=True)]
+        for us, (free, is_busy) in zip(medians, ways, strict=True):
             line: dict[str, Any] = dict(
                 verb=verb, model=MODEL, tokens=TOKENS, ranks=RANKS, dtype="bf16", us=round(us, 1)
             )
             line["impl"] = f"{free} SMs free" + ", others busy" * is_busy
-            line |= dict(ratio_to="0 SMs free", ratio=round(us / alone, 3))
+            line |= dict(ratio_to="0 SMs free", ratio=round(us / medians[0], 3))
             print(save("concurrent_gemm", path, **line, tflops=round(FLOPS / us / 1e6)), flush=True)
 
 
@@ -81,22 +83,21 @@ def products() -> dict[str, Callable[[int], object]]:
     return dict(up=up, wgrad=wgrad)
 
 
-def run(launch: Callable[[int], object], num_free_sms: int, is_busy: bool) -> float:
+def run(
+    launch: Callable[[int], object], num_free_sms: int, is_busy: bool, side: torch.cuda.Stream
+) -> float:
     """Microseconds of a product."""
-    times, side = [], torch.cuda.Stream()
-    for _ in range(ROUNDS):
-        torch.cuda.synchronize()
-        if is_busy:
-            with torch.cuda.stream(side):
-                busy_kernel[(NUM_CONCURRENT,)](BUSY_US * 1000, num_warps=NUM_WARPS)
-        torch.cuda._sleep(200_000)  # until the other programs run
-        begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-        begin.record()
-        launch(num_free_sms)
-        end.record()
-        end.synchronize()
-        times.append(begin.elapsed_time(end) * 1e3)
-    return median(times[5:])
+    torch.cuda.synchronize()
+    if is_busy:
+        with torch.cuda.stream(side):
+            busy_kernel[(NUM_CONCURRENT,)](BUSY_US * 1000, num_warps=NUM_WARPS)
+    torch.cuda._sleep(200_000)  # until the other programs run
+    begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+    begin.record()
+    launch(num_free_sms)
+    end.record()
+    end.synchronize()
+    return float(begin.elapsed_time(end) * 1e3)
 
 
 if __name__ == "__main__":

@@ -162,11 +162,12 @@ def low_latency_calls(group):
             *_, handle, _, hook = buffer.low_latency_dispatch(
                 x, idx, most, num_experts, **form, **more
             )
+            if hooked:
+                hook()
             y = torch.zeros(4, num_ranks * most, 256, dtype=x.dtype)
             more = dict(combine_wait_recv_cost_stats=waited, return_recv_hook=hooked)
             *_, add_up = buffer.low_latency_combine(y, idx, weights, handle, **more)
             if hooked:
-                hook()
                 add_up()
     destroy(group, *buffers)
 
@@ -453,7 +454,7 @@ def call_without_a_compiler(group):
         torch.device("cuda"),
     ):
         warnings.simplefilter("error", RuntimeWarning)
-        for calls in (normal_calls, low_latency_calls, layers):
+        for calls in (normal_calls, low_latency_calls, decode_layers, layers):
             calls(group)
 
 
