@@ -74,12 +74,13 @@ class DispatchLayout(NamedTuple):
 class Tokens(NamedTuple):
     """What a rank sends: x [T, H] contiguous; topk_idx int64 [T, K] and topk_weights float32
     [T, K], or None, and ids may come without weights; scales [T, S] of 4 bytes each and any
-    strides, or None."""
+    strides, or None. returned_bytes: of the payload of rows that return for them; 0: as of bf16."""
 
     x: torch.Tensor
     topk_idx: torch.Tensor | None = None
     topk_weights: torch.Tensor | None = None
     scales: torch.Tensor | None = None
+    returned_bytes: int = 0
 
     @property
     def num_topk(self) -> int:

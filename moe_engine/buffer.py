@@ -193,7 +193,7 @@ class Buffer(LowLatencyVerbs):
             call.reads(rows, scales, *routing, *layout, per_node)
             ids, weights = (None if one is None else checks.packed(one) for one in routing)
             tokens = Tokens(checks.packed(rows), ids, weights, scales)
-            pairs = zip((*tokens, *where), (rows, *routing, scales, *layout), strict=True)
+            pairs = zip((*tokens[:4], *where), (rows, *routing, scales, *layout), strict=True)
             known = described if all(one is other for one, other in pairs) else None
             how = int(num_worst_tokens), num_sms, not in_place, known
             got, per_expert, new_handle, _ = engine.dispatch(tokens, where, *how)

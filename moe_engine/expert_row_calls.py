@@ -115,7 +115,8 @@ def send(
     num_local = num_experts // buffer.group_size
     with buffer._streams.call(None, is_async) as call:
         call.reads(x, topk_idx, topk_weights)
-        tokens = Tokens(*map(checks.packed, (x, topk_idx, topk_weights)))
+        packed = checks.packed
+        tokens = Tokens(packed(x), packed(topk_idx), packed(topk_weights))
         assert tokens.topk_idx is not None
         layout = engine.layout(tokens.topk_idx, num_experts)
         arrived = engine.dispatch(tokens, layout, max_rows or 0, Buffer.num_sms)

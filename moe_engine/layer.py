@@ -86,8 +86,9 @@ def moe_ffn(
 
     Weights in e4m3, without gradients: w_gate_up and w_down are pairs (values, scales), float32
     [L, 2I / 128, H / 128] and [L, H / 128, I / 128], rounded up, as `quantize_weights` makes them;
-    x and biases are bf16. Rows travel to the experts in e4m3, with a scale for each 128 columns,
-    and the activations are cast so between the products; rows return, and are summed, in bf16.
+    x and biases are bf16. Rows travel to the experts in e4m3, with a scale for each 128 columns (in
+    bf16 with "collective"), and the activations are cast so between the products; rows return, and
+    are summed, in bf16.
 
     Collective over the Buffer's group; T may differ per rank and be 0. max_tokens, equal on all
     ranks, is the most that any of them brings to this call (None: what the Buffer was made for).

@@ -267,26 +267,27 @@ class SideStream:
     runs in the order in which it is launched."""
 
     def __init__(self, device: torch.device):
-        self._device = device
+        self._device, self._is_ahead = device, False
         self._stream = torch.cuda.Stream(device) if device.type == "cuda" else None
 
     @contextmanager
     def after_current(self) -> Iterator[None]:
-        """What the block launches runs on it, after what the current stream holds by now. Of the
-        tensors that it allocates, the current stream may use those that `join` names."""
+        """What the block launches runs on it, after what the current stream holds by now. Tensors
+        that the current stream uses must not be allocated in the block."""
         if self._stream is None:
             yield
             return
         self._stream.wait_stream(torch.cuda.current_stream(self._device))
+        self._is_ahead = True
         with torch.cuda.stream(self._stream):
             yield
 
-    def join(self, *made: torch.Tensor | None) -> None:
-        """The current stream goes on after what this one holds, with what was `made` there."""
-        if self._stream is not None:
-            current = torch.cuda.current_stream(self._device)
-            current.wait_stream(self._stream)
-            record(made, current)
+    def join(self) -> None:
+        """The current stream goes on after what this one holds, if it holds more than at the last
+        join: in a capture only a stream that is part of it can be waited for."""
+        if self._stream is not None and self._is_ahead:
+            self._is_ahead = False
+            torch.cuda.current_stream(self._device).wait_stream(self._stream)
 
 
 class ConcurrentReads:

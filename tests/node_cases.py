@@ -43,7 +43,8 @@ def _on_nodes(group: Any, node_size: str, function: Callable[..., Any], *args: A
 
 @dataclass(frozen=True)
 class InParts:
-    """A pool of ranks whose layers have two parts, whatever is predicted: all, some, or none."""
+    """A pool of ranks whose layers have two parts, and backwards that overlap with the network,
+    whatever is predicted: all, some, or none."""
 
     pool: Any
     which: str = "all"
@@ -60,6 +61,7 @@ def run_in_parts(group: Any, call: Callable[..., Any], which: str, *args: Any) -
     has_two = {"all": True, "some": group.rank() % 3 != 1, "none": False}[which]
     with (
         mock.patch.object(internode_layer, "is_faster", lambda *_: has_two),
+        mock.patch.object(internode_layer, "overlaps", lambda *_: (has_two, has_two)),
         mock.patch.object(internode_layer, "forward", wraps=internode_layer.forward) as forward,
     ):
         result = call(group, *args)

@@ -32,10 +32,11 @@ from training_cases import (
     poison_all,
 )
 
-from moe_engine import BackendError, Buffer, MoEFeedForward, moe_ffn, reference
+from moe_engine import BackendError, Buffer, MoEFeedForward, Options, moe_ffn, reference
 from moe_engine.emulation import PerRank
 from moe_engine.engines import internode_layer, layer_by_verbs
 from moe_engine.engines.base import LayerInputs
+from moe_engine.errors import TooManyTokens
 from moe_engine.grouped_gemm.quantization import quantized_bytes
 from moe_engine.symm.nic import Nic
 from moe_engine.symm.slots import RowLayout
@@ -133,6 +134,48 @@ def test_rows_cross_the_network_in_e4m3(nodes, which, hint):
         assert wide[peer] - narrow[peer] == num_rows * saved
 
 
+def in_memory_of(
+    group: dist.ProcessGroup, dtype: torch.dtype | None, *parts: Any
+) -> tuple[torch.Tensor | None, str]:
+    """The result of a layer with e4m3 weights on a Buffer for rows of this dtype, None: one that
+    grows; or the name of its error."""
+    x, idx, weights, up, down, s_up, s_down, *_ = quantized.got(parts)
+    options = Options(decode_tokens=0)
+    if dtype is None:
+        buffer = Buffer(group, 1 << 20, options=options)
+    else:
+        sizes = len(x), x.shape[1], group.size() * len(up), idx.shape[1]
+        buffer = Buffer.for_tokens(group, *sizes, dtype, options=options)
+    try:
+        return moe_ffn(x, idx, weights, (up, s_up), (down, s_down), buffer), ""
+    except TooManyTokens as error:
+        return None, str(error)
+
+
+MANY: dict[str, Any] = dict(num_local=1, num_topk=1, hidden=1024, intermediate=144, kind="one_hot")
+"""Of 64 tokens these are 64 KB in e4m3, and twice as much in bf16, in which sums return."""
+
+
+def test_memory_grows_for_the_sums_of_rows_in_e4m3(nodes):
+    parts = quantized.make([64] * 4, **MANY)
+    found = nodes("2x2").run(in_memory_of, None, *quantized.sent(parts))
+    *routed, up, down, s_up, s_down, _, _ = parts
+    wanted = reference.moe_ffn(*routed, up, down, activation="swiglu", scales=(s_up, s_down))
+    for (have, error), want in zip(found, wanted, strict=True):
+        assert not error
+        assert cases.relative_error(have, want) < quantized.TOLERANCE
+
+
+@pytest.mark.parametrize("which", ["none", "all"])
+def test_memory_without_room_for_the_sums_is_refused(nodes, which):
+    """Before anything is sent, on all ranks."""
+    sent = quantized.sent(quantized.make([64] * 4, **MANY))
+    found = InParts(nodes("2x2"), which).run(in_memory_of, torch.float8_e4m3fn, *sent)
+    for have, error in found:
+        assert have is None
+        assert "64 tokens of 2048 bytes" in error
+
+
 # --- In two parts, where the network is to be hidden ---------------------------------------------
 
 
@@ -210,19 +253,21 @@ def test_two_parts_without_a_wait_for_counts(nodes):
 
 def test_what_is_predicted():
     """Two parts for many tokens on few nodes; one where little crosses the network, or where the
-    weights take longer to be read again."""
+    weights take longer to be read again. Backwards overlap but for products that take very long."""
     new = partial(torch.empty, device="meta", dtype=torch.bfloat16)
 
-    def predicted(num_tokens: int, num_local: int, num_nodes: int) -> bool:
+    def layer(num_tokens: int, num_local: int, columns: int = 2048) -> LayerInputs:
         ids = new(num_tokens, 8, dtype=torch.int64)
-        x, up, down = new(num_tokens, 7168), new(num_local, 4096, 7168), new(num_local, 7168, 2048)
-        inputs = LayerInputs(x, ids, ids.float(), up, down)
-        return internode_layer.is_faster(inputs, 8 * num_nodes, num_nodes)
+        x, down = new(num_tokens, 7168), new(num_local, 7168, columns)
+        return LayerInputs(x, ids, ids.float(), new(num_local, 2 * columns, 7168), down)
 
-    assert predicted(4096, 16, 2)
-    assert not predicted(64, 16, 2)
-    assert not predicted(512, 64, 2)
-    assert not predicted(0, 16, 2)
+    is_faster = partial(internode_layer.is_faster, num_ranks=16, num_nodes=2)
+    assert is_faster(layer(4096, 16))
+    assert not any(map(is_faster, (layer(64, 16), layer(512, 64), layer(0, 16))))
+    overlaps = partial(internode_layer.overlaps, num_ranks=16, num_nodes=2)
+    assert overlaps(layer(4096, 16)) == (True, True)
+    assert overlaps(layer(4096, 1, 32 * 2048)) == (False, False)
+    assert overlaps(layer(0, 16)) == (False, False)
 
 
 # --- Of few tokens, by low-latency calls ---------------------------------------------------------

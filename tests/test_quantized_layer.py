@@ -1,4 +1,4 @@
-"""Layers with e4m3 weights, whose rows travel in e4m3, on every engine, against plain torch."""
+"""Layers with e4m3 weights on every engine, against plain torch."""
 
 from __future__ import annotations
 

@@ -59,6 +59,7 @@ def recompute(rows: LayerInputs, num_rows: int, num_free_sms: int = 0) -> Recomp
     act, pre = x.new_empty(num_rows, columns), x.new_empty(num_rows, rows.parts * columns)
     tiles, _ = expert_tiles(rows, num_rows)
     schedule = tile_schedule(places.offsets, num_rows, tiles.block_m)
+    # The activations are not needed: an epilogue with them has gate and up in any layout.
     epilogue = Epilogue(rows.activation, None, pre)
     multiply(Rows(x), rows.up, epilogue, schedule, num_rows, act, tiles, num_free_sms)
     return Recomputed(places, x, schedule, pre)

@@ -121,12 +121,13 @@ class InternodeEngine(KernelEngine, LayerByVerbs):
 
     def tokens_of(self, inputs: LayerInputs) -> Tokens:
         """See `LayerByVerbs`."""
-        return Tokens(rows_to_send(inputs), inputs.topk_idx, inputs.topk_weights)
+        rows, returned_bytes = rows_to_send(inputs), inputs.x.shape[1] * inputs.x.itemsize
+        return Tokens(rows, inputs.topk_idx, inputs.topk_weights, returned_bytes=returned_bytes)
 
     def most_received(self, tokens: Tokens, num_experts: int) -> int:
         """See `LayerByVerbs`: as many as all ranks may bring to this Buffer."""
         header = header_bytes(num_experts, self.num_ranks)
-        return self.num_ranks * max(1, self.max_tokens(tokens.row, header))
+        return self.num_ranks * max(1, self.max_tokens(self._largest_row(tokens), header))
 
     def expert_sums(self, rows: LayerInputs, num_rows: int) -> torch.Tensor:
         """See `LayerByVerbs`; by grouped GEMMs."""
@@ -146,7 +147,7 @@ class InternodeEngine(KernelEngine, LayerByVerbs):
     def most_rows(self, tokens: Tokens, num_experts: int) -> int | None:
         """M of an `InternodeHandle` of a dispatch of such tokens; None in memory that grows."""
         header = header_bytes(num_experts, self.num_ranks)
-        fits = self.slots.layout.max_rows(tokens.row.num_bytes, header)
+        fits = self.slots.layout.max_rows(self._largest_row(tokens).num_bytes, header)
         return None if self._max_tokens is None else fits
 
     def _exchange(
@@ -269,14 +270,23 @@ class InternodeEngine(KernelEngine, LayerByVerbs):
     ) -> tuple[torch.Tensor, torch.Tensor | None]:
         """The sum of each node is rounded before the nodes' sums are added; with round_once it is
         not, and takes twice the bytes."""
-        both = num_programs, programs_on_all_sms()
-        return self._return_and_sum(parts, bias, both, round_once, sized)
+        (x, weights), num_tokens, both = sized, len(parts[2]), (num_programs, programs_on_all_sms())
+        out = x.new_empty(num_tokens, x.shape[1])
+        if weights is not None:
+            weights = weights.new_empty(num_tokens, weights.shape[1])
+        self._return_and_sum(parts, bias, both, round_once, sized, (out, weights))
+        return out, weights
 
     def _combine_concurrently(
-        self, parts: PartsOfHandle, sized: combine_verbs.ReturnedRows, num_rows: int
-    ) -> tuple[torch.Tensor, torch.Tensor | None]:
-        """`_combine` by few programs, which leave SMs to products."""
-        return self._return_and_sum(parts, (), (NUM_CONCURRENT, NUM_CONCURRENT), False, sized)
+        self,
+        parts: PartsOfHandle,
+        into: tuple[torch.Tensor, torch.Tensor],
+        sized: combine_verbs.ReturnedRows,
+        num_rows: int,
+    ) -> None:
+        """`_combine` `into` this memory by few programs, which leave SMs to products."""
+        few = NUM_CONCURRENT, NUM_CONCURRENT
+        self._return_and_sum(parts, (), few, False, sized, into)
 
     def _return_and_sum(
         self,
@@ -285,18 +295,14 @@ class InternodeEngine(KernelEngine, LayerByVerbs):
         num_programs: tuple[int, int],
         round_once: bool,
         sized: combine_verbs.ReturnedRows,
-    ) -> tuple[torch.Tensor, torch.Tensor | None]:
+        into: tuple[torch.Tensor, torch.Tensor | None],
+    ) -> None:
         prefix, signature, node_head, node_rows, rank_head = parts
-        x, weights = sized
-        num_tokens, row = len(node_head), sized.row
+        out, weights = into
         if self._max_tokens is not None:
-            self.check_capacity(num_tokens, row, BARE_HEADER)
-        out = x.new_empty(num_tokens, x.shape[1])
-        if weights is not None:
-            weights = weights.new_empty(num_tokens, row.num_topk)
+            self.check_capacity(len(node_head), sized.row, BARE_HEADER)
         bias_0, bias_1 = [*bias, None, None][:2]
         sums = combine_verbs.Sums(out, weights, bias_0, bias_1, node_head, prefix)
         combine_internode.return_and_sum(
             sized, signature, sums, node_rows, rank_head, round_once, num_programs, self.slots
         )
-        return out, weights

@@ -9,7 +9,7 @@ node are multiplied by w_down:
 
 Each rank decides by itself whether its layer has two parts: what it sends is the same.
 
-A backward has one part, and what it makes of x alone, and for the weights alone, hides the network:
+A backward has one part. What it makes of x alone, and for the weights alone, may hide the network:
 
     side stream     receive dy                         return the sums of dx
     current stream  up, rows of x | down and up of dy | gradients of the weights
@@ -35,7 +35,7 @@ from ..layer_config import LayerProblem
 from ..node_traffic import Cluster, Shares, Way, exchange
 from ..streams import is_captured
 from ..symm.slots import BARE_HEADER, header_bytes
-from .base import Gradients, LayerInputs, Saved, WeightGradients
+from .base import NUM_SMS, Gradients, LayerInputs, Saved, WeightGradients
 from .expert_products import sent_columns
 from .expert_sums import gradients_of_experts, recompute
 from .received_part import Part
@@ -47,41 +47,70 @@ if TYPE_CHECKING:
 PART_US = 40.0
 """What a second part costs besides reading the weights again: more launches, shorter GEMMs. It is
 assumed."""
+SLOWER = H200.num_sms / (H200.num_sms - NUM_CONCURRENT)
+"""How much longer products take that leave SMs to what communicates."""
+
+
+class Times(NamedTuple):
+    """What a layer of balanced routing is predicted to take, in us: its rows over the network, bf16
+    ones, both products, and reading their weights."""
+
+    sent: float
+    returned: float
+    up: float
+    down: float
+    weights: float
 
 
 def is_faster(inputs: LayerInputs, num_ranks: int, num_nodes: int) -> bool:
-    """Whether two parts are predicted to take less time than one."""
+    """Whether two parts are predicted to take less time than one: what they hide of the network's
+    time is more than what they cost, the SMs that communicate, and weights that are read again."""
+    found = _times_of(inputs, num_ranks, num_nodes)
+    if found is None:
+        return False
+    up, down = SLOWER * found.up / num_nodes, SLOWER * found.down / num_nodes
+    cost = (up + down) * (1 - 1 / SLOWER) + found.weights + PART_US
+    return min(found.sent, up) + min(found.returned, down) > cost
+
+
+def overlaps(inputs: LayerInputs, num_ranks: int, num_nodes: int) -> tuple[bool, bool]:
+    """Whether dy, and the sums of dx, are predicted to be on the network for longer than products
+    lose that leave SMs to them."""
+    found = _times_of(inputs, num_ranks, num_nodes)
+    if found is None:
+        return False, False
+    lost = SLOWER - 1
+    return found.returned > lost * found.up, found.returned > lost * (found.up + found.down)
+
+
+def _times_of(inputs: LayerInputs, num_ranks: int, num_nodes: int) -> Times | None:
     num_tokens, num_topk = inputs.topk_idx.shape
     num_experts, columns = len(inputs.w_gate_up) * num_ranks, inputs.w_down.shape[2]
     hidden, itemsize = inputs.x.shape[1], inputs.x.itemsize
     sizes = num_tokens, num_experts, num_topk, hidden, columns, itemsize
     problem, row_bytes = LayerProblem(num_ranks, *sizes), sent_columns(inputs) * itemsize
-    return _is_faster(problem, inputs.parts, inputs.w_down.itemsize, row_bytes, num_nodes)
+    return _times(problem, inputs.parts, inputs.w_down.itemsize, row_bytes, num_nodes)
 
 
 @functools.lru_cache(maxsize=256)
-def _is_faster(
+def _times(
     problem: LayerProblem, parts: int, weight_bytes: int, row_bytes: int, num_nodes: int
-) -> bool:
-    """Whether what two parts hide of the network's time, of routing that is balanced, is more than
-    what they cost: the SMs that communicate, and the weights that are read again. row_bytes: of
-    rows that are sent."""
+) -> Times | None:
+    """row_bytes: of rows that are sent. None without tokens, or where some name experts twice."""
     num_tokens, num_topk, hidden = problem.max_tokens, problem.num_topk, problem.hidden
     num_ranks, num_experts, columns = problem.num_ranks, problem.num_experts, problem.num_columns
     if not num_tokens or num_topk > num_experts:
-        return False
+        return None
     cluster = Cluster(num_ranks, num_ranks // num_nodes)
     shares = Shares.uniform(cluster, num_experts, num_topk)
-    sent_us, returned_us = (
-        _far_us(cluster, shares, num_tokens * num_bytes)
-        for num_bytes in (row_bytes, hidden * problem.itemsize)
-    )
-    slower = H200.num_sms / (H200.num_sms - NUM_CONCURRENT)
-    up_us, down_us = (slower * problem.gemm_us(n) / num_nodes for n in (parts * columns, columns))
     num_weights = num_experts // num_ranks * hidden * (parts + 1) * columns
-    again_us = num_weights * weight_bytes / H200.hbm_gbs / 1e3
-    cost_us = (up_us + down_us) * (1 - 1 / slower) + again_us + PART_US
-    return min(sent_us, up_us) + min(returned_us, down_us) > cost_us
+    return Times(
+        sent=_far_us(cluster, shares, num_tokens * row_bytes),
+        returned=_far_us(cluster, shares, num_tokens * hidden * problem.itemsize),
+        up=problem.gemm_us(parts * columns),
+        down=problem.gemm_us(columns),
+        weights=num_weights * weight_bytes / H200.hbm_gbs / 1e3,
+    )
 
 
 def _far_us(cluster: Cluster, shares: Shares, num_bytes: int) -> float:
@@ -224,9 +253,10 @@ def backward(
     into: WeightGradients | None,
 ) -> Gradients:
     """See `base.Engine.moe_ffn_backward`."""
+    hides = overlaps(inputs, engine.num_ranks, engine.slots.layout.num_nodes)
     rows, num_rows, handle = engine.bring_again(inputs, saved)
     try:
-        return backward_of_rows(engine, dy, rows, num_rows, handle, into)
+        return backward_of_rows(engine, dy, rows, num_rows, handle, into, hides)
     except BaseException:
         engine.side_stream.join()  # what runs there uses memory that is given back here
         raise
@@ -239,24 +269,37 @@ def backward_of_rows(
     num_rows: int,
     handle: InternodeHandle,
     into: WeightGradients | None,
+    hides: tuple[bool, bool],
 ) -> Gradients:
-    """What comes after the rows of x were brought. What is launched concurrently has few programs,
-    as in a forward."""
-    side, engine_type, tokens = engine.side_stream, type(engine), Tokens(dy, None, None, None)
+    """What comes after the rows of x were brought; hides: see `overlaps`. What is launched
+    concurrently has few programs, as in a forward."""
+    side, engine_type, tokens = engine.side_stream, type(engine), Tokens(dy)
+    hides_dy, hides_dx = hides
     grad = Received.empty(torch.empty_like(rows.x), tokens)
-    received = tokens, handle.sent, 1, NUM_CONCURRENT
-    engine.call(engine_type._send_again, tokens, handle.sent, check=False)
-    with side.after_current():
-        engine.call(engine_type._receive_again, *received, sized=grad, max_rows=len(grad.x))
-    made = recompute(rows, num_rows, NUM_CONCURRENT)
-    side.join()
+    if hides_dy:
+        received = tokens, handle.sent, 1, NUM_CONCURRENT
+        engine.call(engine_type._send_again, tokens, handle.sent, check=False)
+        with side.after_current():
+            engine.call(engine_type._receive_again, *received, sized=grad, max_rows=len(grad.x))
+        made = recompute(rows, num_rows, NUM_CONCURRENT)
+        side.join()
+    else:
+        engine.send_again(tokens, handle.sent, engine.num_ranks, grad, NUM_SMS)
+        made = recompute(rows, num_rows)
     found = gradients_of_experts(rows, made, grad.x)
-    returned = ReturnedRows(found.x, found.topk_weights)
-    with side.after_current():
-        combine = engine_type._combine_concurrently, handle.returned
-        dx, topk_grads = engine.call(*combine, sized=returned, num_rows=len(found.x))
     later = functools.partial(later_weight_gradients, found.of_weights)
-    if into is not None:
+    returned = ReturnedRows(found.x, found.topk_weights)
+    if hides_dx and into is not None and (into.gate_up is not None or into.down is not None):
+        dx = torch.empty_like(dy)
+        topk_grads = found.topk_weights.new_empty(len(dy), rows.topk_idx.shape[1])
+        combine = engine_type._combine_concurrently, handle.returned, (dx, topk_grads)
+        with side.after_current():
+            engine.call(*combine, sized=returned, num_rows=len(found.x))
         later(into, NUM_CONCURRENT)
-    side.join(dx, topk_grads)
-    return dx, topk_grads, later if into is None else None, found.biases
+        side.join()
+        return dx, topk_grads, None, found.biases
+    dx, sums = engine.return_rows(returned, handle.returned, (), NUM_SMS)
+    assert sums is not None
+    if into is not None:
+        later(into)
+    return dx, sums, later if into is None else None, found.biases

@@ -259,7 +259,7 @@ def _dispatch_to_experts(
     num_topk, num_received = topk_idx.shape[1], lane.num_ranks * max_tokens
     row_format = "bf16" if x.dtype == torch.bfloat16 else "fp32"
     how = max_tokens, len(w_gate_up) * lane.num_ranks, row_format
-    # Before the first launch: what is large enough to be refused.
+    # Before anything is sent: what is large enough to be refused.
     addresses = topk_idx.new_empty(num_received)
     arrived = Received.empty(addresses, Tokens(x, topk_idx, topk_weights))
     # A token may name an expert twice. Balanced routing brings as many rows as a rank sends out.

@@ -192,7 +192,8 @@ class KernelEngine(ContextEngine):
         memory cannot grow."""
         header = header_bytes(layout.num_experts, self.slots.num_ranks)
         if not may_grow:
-            self.check_capacity(len(tokens.x), tokens.row, header)
+            row = self._largest_row(tokens) if tokens.returned_bytes else tokens.row
+            self.check_capacity(len(tokens.x), row, header)
         return self.slots.layout.max_rows(self._largest_row(tokens).num_bytes, header)
 
     def _send(
@@ -473,11 +474,12 @@ class KernelEngine(ContextEngine):
             )
 
     def _largest_row(self, tokens: Tokens) -> RowLayout:
-        """The row that a region must hold: the tokens', and in memory that grows also that of bf16
-        rows on their way back."""
-        if self._max_tokens is not None:
+        """The row that a region must hold: the tokens', and also that of rows on their way back,
+        if its bytes are given or the memory grows."""
+        if self._max_tokens is not None and not tokens.returned_bytes:
             return tokens.row
-        payload_bytes = max(tokens.row.payload_bytes, 2 * tokens.x.shape[1])
+        returned_bytes = tokens.returned_bytes or 2 * tokens.x.shape[1]
+        payload_bytes = max(tokens.row.payload_bytes, returned_bytes)
         return RowLayout(payload_bytes, tokens.num_topk, tokens.row.num_scales)
 
     def call(self, body: Callable[..., Any], *args: Any, check: bool = True, **more: Any) -> Any:
