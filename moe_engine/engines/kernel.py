@@ -476,11 +476,10 @@ class KernelEngine(ContextEngine):
     def _largest_row(self, tokens: Tokens) -> RowLayout:
         """The row that a region must hold: the tokens', and also that of rows on their way back,
         if its bytes are given or the memory grows."""
+        row, returned_bytes = tokens.row, tokens.returned_bytes or 2 * tokens.x.shape[1]
         if self._max_tokens is not None and not tokens.returned_bytes:
-            return tokens.row
-        returned_bytes = tokens.returned_bytes or 2 * tokens.x.shape[1]
-        payload_bytes = max(tokens.row.payload_bytes, returned_bytes)
-        return RowLayout(payload_bytes, tokens.num_topk, tokens.row.num_scales)
+            return row
+        return replace(row, payload_bytes=max(row.payload_bytes, returned_bytes))
 
     def call(self, body: Callable[..., Any], *args: Any, check: bool = True, **more: Any) -> Any:
         """Make a call, or a part of one, see `PreparedCalls`; then, where kernels are interpreted,
