@@ -16,7 +16,6 @@ from ..utils import next_power_of_2
 from .expand_kernels import (
     ExpandedRows,
     ExpandSizes,
-    PlaceNumbers,
     PlaceReceivedSizes,
     Places,
     ReceivedIds,
@@ -54,12 +53,14 @@ def place_received(
     rank_prefix_matrix: torch.Tensor,
     places: Places,
     stats: torch.Tensor | None,
-    numbers: PlaceNumbers,
+    alignment: int,
+    max_tokens: int,
     num_expanded: int | None,
     slots: Slots,
 ) -> None:
     """Find the places of received rows, see `reference.place`, where there is room for
-    num_expanded rows of experts; None: count the rows of experts alone."""
+    num_expanded rows of experts; None: count the rows of experts alone. An expert's rows begin at
+    a multiple of the alignment; max_tokens: of a rank."""
     num_rows, num_topk = received.topk_idx.shape
     num_local = places.num_per_expert.numel()
     num_programs = 2 if INTERPRETED else gpu().num_sms
@@ -88,7 +89,9 @@ def place_received(
         slots.context.fields,
         num_rows,
         num_expanded or 0,
-        numbers,
+        num_local,
+        alignment,
+        max_tokens,
         SIZES=sizes,
         num_warps=8,
     )
@@ -116,7 +119,7 @@ def expand_rows(
     places: Places,
     rank_prefix_matrix: torch.Tensor,
     out: ExpandedRows,
-    numbers: PlaceNumbers,
+    alignment: int,
     scale_rows: int,
     zero_padding: bool,
     slots: Slots,
@@ -147,6 +150,7 @@ def expand_rows(
         len(out.x),
         scale_rows,
         vectors.num_vecs,
-        numbers,
+        places.num_per_expert.numel(),
+        alignment,
         SIZES=sizes,
     )

@@ -37,14 +37,6 @@ class Places(NamedTuple):
     psum_per_rank: tl.tensor  # int32 [R]
 
 
-class PlaceNumbers(NamedTuple):
-    """What numbers the places follow from."""
-
-    num_local_experts: tl.tensor
-    alignment: tl.tensor  # an expert's rows begin at its multiples
-    max_tokens: tl.tensor  # of a rank
-
-
 class PlaceReceivedSizes(NamedTuple):
     """Compile-time constants of the kernels that find places."""
 
@@ -78,7 +70,7 @@ def count_received_kernel(
     tl.store(to, total, mask=experts < num_local_experts)
 
 
-@triton.jit(do_not_specialize=["num_rows", "num_expanded"])
+@triton.jit(do_not_specialize=["num_rows", "num_expanded", "alignment", "max_tokens"])
 def place_received_kernel(
     received,  # ReceivedIds
     rank_prefix_matrix,  # int32 [R, R]
@@ -88,7 +80,9 @@ def place_received_kernel(
     context,
     num_rows,  # N
     num_expanded,  # rows that there is room for
-    numbers,  # PlaceNumbers
+    num_local,  # L
+    alignment,  # an expert's rows begin at its multiples
+    max_tokens,  # of a rank
     SIZES: tl.constexpr,  # PlaceReceivedSizes
 ):
     """Say of each received row where it comes from and, with EXPAND, which row it is among those of
@@ -96,13 +90,12 @@ def place_received_kernel(
 
     Never gives a place beyond num_expanded: the host is told where there are more rows.
     """
-    num_local = numbers.num_local_experts
     end_received = num_received(rank_prefix_matrix, num_rows, context)
     begin, end = _share(end_received)
     experts = tl.arange(0, SIZES.EXPERTS_PAD)
     real = experts < num_local
     total, before = _sum_counts(counts, num_local, SIZES)
-    aligned = tl.cdiv(total, numbers.alignment) * numbers.alignment
+    aligned = tl.cdiv(total, alignment) * alignment
     first_row = tl.cumsum(aligned, 0) - aligned
     if tl.program_id(0) == 0:
         ends = first_row + (total if SIZES.EXPAND else aligned)
@@ -134,7 +127,7 @@ def place_received_kernel(
         # fmt: off
         _put_metadata(
             received.src_idx, first, end, ids, slot, places, rank_prefix_matrix, context,
-            numbers.max_tokens, SIZES,
+            max_tokens, SIZES,
         )
         # fmt: on
     _clear_metadata(places.src_metadata, end_received, num_rows, SIZES)
@@ -262,7 +255,7 @@ class ExpandSizes(NamedTuple):
     ZERO_PADDING: Any  # whether 0 is written between the rows of experts
 
 
-@triton.jit(do_not_specialize=["num_rows", "num_expanded", "scale_rows"])
+@triton.jit(do_not_specialize=["num_rows", "num_expanded", "scale_rows", "alignment"])
 def expand_rows_kernel(
     received,  # ReceivedRows
     places,  # Places
@@ -273,7 +266,8 @@ def expand_rows_kernel(
     num_expanded,  # M
     scale_rows,
     num_vecs,
-    numbers,  # PlaceNumbers
+    num_local,  # L
+    alignment,  # see `place_received_kernel`
     SIZES: tl.constexpr,  # ExpandSizes
 ):
     """Copy each received row, its scales and its weights to the rows of its experts. Rows of `out`
@@ -312,9 +306,9 @@ def expand_rows_kernel(
                 has = slots[k] >= 0
                 put(out.weights + slots[k], tl.load(at, mask=has), has)
     if SIZES.ZERO_PADDING:
-        for expert in range(tl.program_id(0), numbers.num_local_experts, tl.num_programs(0)):
+        for expert in range(tl.program_id(0), num_local, tl.num_programs(0)):
             begin = tl.load(places.psum_per_expert + expert)
-            end = tl.cdiv(begin, numbers.alignment) * numbers.alignment
+            end = tl.cdiv(begin, alignment) * alignment
             _zero_rows(begin, tl.minimum(end, num_expanded), out, num_vecs, scale_rows, SIZES)
 
 

@@ -17,7 +17,6 @@ from ..dispatch import Received, Tokens
 from ..dispatch.expand import expand_rows, place_received
 from ..dispatch.expand_kernels import (
     ExpandedRows,
-    PlaceNumbers,
     Places,
     ReceivedIds,
     ReceivedRows,
@@ -113,7 +112,7 @@ def _dispatch(
         places = find_places(engine, ids, prefix, stats, numbers, wanted.expand, num_expanded)
         rows = _by_token(received, wanted)
         if wanted.expand:
-            rows, received_rows = _new_rows(tokens, num_expanded, wanted), ReceivedRows(*rows)
+            rows, received_rows = new_rows(tokens, num_expanded, wanted), ReceivedRows(*rows)
             expand(engine, received_rows, places, prefix, rows, numbers, wanted)
     finally:
         if in_place:
@@ -142,7 +141,7 @@ def dispatch_again(
     if not wanted.expand:
         engine.send_again(tokens, plan, num_experts, received, num_sms)
         return _shaped(_by_token(received, wanted), tokens.scales, num_expanded, wanted)
-    rows = _new_rows(tokens, num_expanded, wanted)
+    rows = new_rows(tokens, num_expanded, wanted)
     engine.call(
         _dispatch_again,
         tokens,
@@ -275,7 +274,8 @@ def _find_places(
         rank_prefix_matrix,
         places,
         stats,
-        PlaceNumbers(*numbers[:3]),
+        numbers.alignment,
+        numbers.max_tokens,
         num_expanded if by_expert else None,
         engine.slots,
     )
@@ -319,8 +319,8 @@ def _expand(
     scale_rows: int,
 ) -> None:
     received, metadata, out = ReceivedRows(*sized[:3]), sized[3], ExpandedRows(*sized[4:])
-    places, of = Places(metadata, *sums), PlaceNumbers(*numbers[:3])
-    expand_rows(received, places, rank_prefix_matrix, out, of, scale_rows, how[0], engine.slots)
+    places, of = Places(metadata, *sums), (numbers.alignment, scale_rows, how[0])
+    expand_rows(received, places, rank_prefix_matrix, out, *of, engine.slots)
 
 
 def _by_token(received: Received, wanted: RowsWanted) -> ExpandedRows:
@@ -329,7 +329,7 @@ def _by_token(received: Received, wanted: RowsWanted) -> ExpandedRows:
     return ExpandedRows(received.x, received.scales, weights)
 
 
-def _new_rows(tokens: Tokens, num_rows: int, wanted: RowsWanted) -> ExpandedRows:
+def new_rows(tokens: Tokens, num_rows: int, wanted: RowsWanted) -> ExpandedRows:
     """Room for rows by expert like these tokens, with scales [M * S] in the order of memory."""
     x, scales = tokens.x, tokens.scales
     if scales is not None:
@@ -369,6 +369,20 @@ def _new_sums(rows: ExpertRows, places: Places, dtype: torch.dtype) -> ReducedRo
     num_rows, columns = places.src_metadata.shape
     weights = None if rows.weights is None else rows.weights.new_empty(num_rows, columns - 2)
     return ReducedRows(rows.x.new_empty(num_rows, rows.x.shape[1], dtype=dtype), weights)
+
+
+def reduce(
+    engine: KernelEngine,
+    rows: ExpertRows,
+    places: Places,
+    rank_prefix_matrix: torch.Tensor,
+    dtype: torch.dtype,
+) -> ReducedRows:
+    """Sum expert rows to received rows of this dtype; see `_reduce`."""
+    reduced, metadata = _new_sums(rows, places, dtype), places.src_metadata
+    sized = *rows, metadata, *reduced
+    _reduce(engine, rank_prefix_matrix, sized, len(metadata), len(rows.x))
+    return reduced
 
 
 def _reduce(

@@ -16,10 +16,13 @@ import torch
 
 from .. import grouped_gemm
 from ..checks import MAX_LOW_LATENCY_TOKENS
+from ..combine.reduce_expanded_kernels import ExpertRows
 from ..device.context import SAVE_POLICIES
 from ..dispatch import Tokens
+from ..dispatch.expand_kernels import ReceivedIds, ReceivedRows
 from ..dispatch.internode import Routes
 from ..dispatch.low_latency import LowLatencyTokens
+from ..engines import expanded
 from ..engines.base import WeightGradients
 from ..engines.expert_products import rows_to_send
 from ..engines.expert_sums import gradients_of_experts, recompute
@@ -31,7 +34,7 @@ from ..engines.trained_layer import later_weight_gradients
 from ..expert_major import place, sum_rows, take_rows
 from ..grouped_gemm.quantization import quantized_bytes
 from ..layer_config import LayerChoices, kept_layers
-from ..options import DEFAULT_OPTIONS, HINT_TOPK_LOW_LATENCY
+from ..options import DEFAULT_OPTIONS, HINT_TOPK_LOW_LATENCY, elastic_size_hint
 from ..symm.lanes import LaneLayout
 from ..symm.ring import RingLayout, region_bytes
 from ..symm.slots import RowLayout, SlotLayout
@@ -68,13 +71,14 @@ def forms_of_rows(shape: ModelShape) -> list[tuple[int, torch.dtype, int]]:
     return forms
 
 
-def chunks(shape: ModelShape, layout: SlotLayout) -> str:
-    """How rows of any call are cut into chunks."""
+def chunks(shape: ModelShape, layout: SlotLayout, *forms: tuple[int, torch.dtype, int]) -> str:
+    """How rows of any call are cut into chunks; forms: those of `forms_of_rows`, unless given."""
     rows = [
         RowLayout(columns * dtype.itemsize, num_scales=num_scales)
-        for columns, dtype, num_scales in forms_of_rows(shape)
+        for columns, dtype, num_scales in forms or forms_of_rows(shape)
     ]
-    rows += [RowLayout(4 * shape.hidden)] * (shape.num_nodes > 1)  # sums that are rounded once
+    if forms or shape.num_nodes > 1:
+        rows.append(RowLayout(4 * shape.hidden))  # sums that are rounded once
     both = [replace(row, num_topk=num) for row, num in product(rows, (0, shape.num_topk))]
     return str([(layout.chunk_rows(row.num_bytes), layout.span(row.num_bytes)) for row in both])
 
@@ -107,8 +111,10 @@ def send_and_return(
     columns: int,
     dtype: torch.dtype,
     num_scales: int,
+    is_elastic: bool = False,
 ) -> None:
-    """Dispatch `count` tokens in one of `forms_of_rows`, and combine them."""
+    """Dispatch `count` tokens in one of `forms_of_rows`, and combine them; as an `ElasticBuffer`
+    does, ids and weights go along again, and rows may return in fp32."""
     x, topk_idx, topk_weights = shape.tokens(count)
     layout = engine.layout(topk_idx, shape.num_experts)
     scales = torch.empty(count, num_scales) if num_scales else None
@@ -125,8 +131,61 @@ def send_and_return(
     weights = torch.empty(num_rows, shape.num_topk)
     for returned, num_bias, once in product((None, weights), (0, 1, 2), (False, True)):
         engine.combine(y, handle, returned, [x] * num_bias, round_once=once)
+        if is_elastic and once:
+            engine.combine(y.float(), handle, returned, [x.float()] * num_bias)
+    if is_elastic:
+        topk = topk_idx, topk_weights, shape.num_experts
+        engine.dispatch_cached(routed.x, scales, handle, topk=topk)
     if isinstance(engine, InternodeEngine):
         engine.tokens_per_node(layout.is_token_in_rank)
+
+
+def call_elastic(shape: ModelShape) -> None:
+    """`ElasticBuffer`'s dispatches and combines, in memory of its own sizes, with scales that may
+    be packed, and what happens to rows in between."""
+    forms = forms_of_rows(shape)
+    if shape.hidden % 512 == 0:
+        forms.append((shape.hidden, FP8, shape.hidden // 512))
+    found: dict[str, tuple[int, int]] = {}
+    for most, fp8, once, num_topk in product(
+        steps(shape.max_tokens), (False, True), (False, True), {0, shape.num_topk}
+    ):
+        num_bytes = elastic_size_hint(shape.num_ranks, most, shape.hidden, num_topk, fp8, not once)
+        layout = SlotLayout.fit(num_bytes, shape.num_ranks)
+        found[chunks(shape, layout, *forms)] = layout.region_bytes, most
+    for (region, most), rank in product(found.values(), unlike_ranks(shape)):
+        engine = kernel_engine(shape.num_ranks, most, region, None, shape.num_nodes, rank)
+        for count, form in product(batches_of(min(most, 16)), forms):
+            send_and_return(shape, engine, count, *form, is_elastic=True)
+    for count in batches_of(shape.max_tokens):
+        expand_and_reduce(shape, count, forms)
+
+
+def expand_and_reduce(
+    shape: ModelShape, count: int, forms: Iterable[tuple[int, torch.dtype, int]]
+) -> None:
+    """What `ElasticBuffer` makes of received rows: expert rows of them, and sums back."""
+    num_ranks, num_local, num_topk = shape.num_ranks, shape.num_local, shape.num_topk
+    engine = kernel_engine(num_ranks, 1, shape.region_bytes(1), num_nodes=shape.num_nodes)
+    _, topk_idx, topk_weights = shape.tokens(count)
+    src_idx, stats = (torch.zeros(n, dtype=torch.int32) for n in (count, num_local))
+    prefix = torch.zeros(num_ranks, num_ranks, dtype=torch.int32)
+    numbers = expanded.Numbers(num_local, 1, count, num_ranks)
+    num_rows, received = count * num_topk, ReceivedIds(topk_idx, src_idx)
+    for added_to, by_expert in product((None, stats), (False, True)):
+        more = prefix, added_to, numbers, by_expert, num_rows
+        places = expanded.find_places(engine, received, *more)
+    for columns, dtype, num_scales in forms:
+        x = torch.empty(count, columns, dtype=dtype)
+        scales = torch.empty(count, num_scales) if num_scales else None
+        for came, *how in product((x, torch.zeros(count, dtype=torch.int64)), *[(False, True)] * 3):
+            wanted = expanded.RowsWanted(True, *map(bool, how))
+            rows = expanded.new_rows(Tokens(x, None, None, scales), num_rows, wanted)
+            received_rows = ReceivedRows(came, scales, topk_weights if wanted.weights else None)
+            expanded.expand(engine, received_rows, places, prefix, rows, numbers, wanted)
+    y = torch.empty(num_rows, shape.hidden, dtype=shape.dtype)
+    for into, values in product((shape.dtype, torch.float32), (None, torch.empty(num_rows))):
+        expanded.reduce(engine, ExpertRows(y, values), places, prefix, into)
 
 
 def call_notices(shape: ModelShape) -> None:
@@ -320,6 +379,7 @@ def call_gemms(shape: ModelShape) -> None:
 CALLS: dict[str, Callable[[ModelShape], None]] = {
     "dispatch and combine": call_normal,
     "expert rows": call_expert_rows,
+    "ElasticBuffer": call_elastic,
     "low latency": call_low_latency,
     "layer": call_layers,
     "decode layer": call_decode_layers,
@@ -329,6 +389,7 @@ CALLS: dict[str, Callable[[ModelShape], None]] = {
 CALLS_OF_NODES: dict[str, Callable[[ModelShape], None]] = {
     "dispatch and combine": call_normal,
     "expert rows": call_expert_rows,
+    "ElasticBuffer": call_elastic,
     "low latency": call_low_latency,
     "layer by verbs": call_layers_by_verbs,
     "layer in parts": call_layers_in_parts,
