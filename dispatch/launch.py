@@ -74,7 +74,8 @@ class DispatchLayout(NamedTuple):
 class Tokens(NamedTuple):
     """What a rank sends: x [T, H] contiguous; topk_idx int64 [T, K] and topk_weights float32
     [T, K], or None, and ids may come without weights; scales [T, S] of 4 bytes each and any
-    strides, or None. returned_bytes: of the payload of rows that return for them; 0: as of bf16."""
+    strides, or None. returned_bytes: the payload of a row that returns for these; 0: that of as
+    many bf16 values as x has columns."""
 
     x: torch.Tensor
     topk_idx: torch.Tensor | None = None

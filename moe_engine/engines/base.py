@@ -8,7 +8,7 @@ from typing import Any, NamedTuple, Protocol
 
 import torch
 
-from ..checks import packed
+from ..checks import has_parts, packed
 from ..device.lang import INTERPRETED
 from ..dispatch import DispatchLayout, Received, Tokens
 from ..errors import DtypeError
@@ -107,6 +107,14 @@ class LayerInputs(NamedTuple):
     def up(self) -> Weights:
         """Of the first product."""
         return Weights(self.w_gate_up, self.s_gate_up, self.b_gate_up)
+
+    @property
+    def up_transposed(self) -> Weights:
+        """Of the product that gives the gradient of x: by parts, so that the same steps of the
+        depth are added up in any layout."""
+        w = self.w_gate_up
+        by_parts = w if has_parts(w) else w.unflatten(1, (self.parts, -1))
+        return Weights(by_parts, transposed=True)
 
     @property
     def down(self) -> Weights:

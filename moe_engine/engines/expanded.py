@@ -371,20 +371,6 @@ def _new_sums(rows: ExpertRows, places: Places, dtype: torch.dtype) -> ReducedRo
     return ReducedRows(rows.x.new_empty(num_rows, rows.x.shape[1], dtype=dtype), weights)
 
 
-def reduce(
-    engine: KernelEngine,
-    rows: ExpertRows,
-    places: Places,
-    rank_prefix_matrix: torch.Tensor,
-    dtype: torch.dtype,
-) -> ReducedRows:
-    """Sum expert rows to received rows of this dtype; see `_reduce`."""
-    reduced, metadata = _new_sums(rows, places, dtype), places.src_metadata
-    sized = *rows, metadata, *reduced
-    _reduce(engine, rank_prefix_matrix, sized, len(metadata), len(rows.x))
-    return reduced
-
-
 def _reduce(
     engine: KernelEngine,
     rank_prefix_matrix: torch.Tensor,

@@ -6,16 +6,11 @@ from typing import NamedTuple
 
 import torch
 
-from ..checks import has_parts
 from ..expert_major import Places, place, sum_rows, take_rows
-from ..grouped_gemm import (
-    TileSchedule,
-    gemm_config,
-    tile_schedule,
-)
+from ..grouped_gemm import TileSchedule, gemm_config, tile_schedule
 from ..grouped_gemm.backward import activation_dgrad
 from ..grouped_gemm.launch import multiply
-from ..grouped_gemm.operands import Epilogue, Rows, Weights
+from ..grouped_gemm.operands import Epilogue, Rows
 from .base import BiasGradients, LayerInputs, WeightGradientRows
 from .expert_products import (
     ExpertMemory,
@@ -80,17 +75,15 @@ def gradients_of_experts(
 ) -> ExpertGradients:
     """Given the gradient of the sums [N, H]."""
     num_topk, (places, x, schedule, pre) = rows.topk_idx.shape[1], made
-    row_weight, offsets, w = places.row_weights, places.offsets, rows.w_gate_up
+    row_weight, offsets = places.row_weights, places.offsets
     assert row_weight is not None
     dy = take_rows(grad, places.slots, num_topk, offsets[-1:])
     of_act = dy, rows.w_down, pre, schedule, rows.activation, row_weight, rows.b_down
     of_pre, act, of_weights = activation_dgrad(*of_act)
     assert of_weights is not None
-    # By parts, so that the same steps of the depth are added up in any layout.
-    by_parts = w if has_parts(w) else w.unflatten(1, (rows.parts, -1))
-    tiles = gemm_config(by_parts, len(x), transposed=True, block_m=schedule.block_m)
-    product = Rows(of_pre), Weights(by_parts, transposed=True), Epilogue()
-    of_x = multiply(*product, schedule, len(x), None, tiles)
+    weights = rows.up_transposed
+    tiles = gemm_config(weights.w, len(x), transposed=True, block_m=schedule.block_m)
+    of_x = multiply(Rows(of_pre), weights, Epilogue(), schedule, len(x), None, tiles)
     dx, topk_grads = sum_rows(of_x, places.dst_rows, of_weights)
     assert topk_grads is not None
     biases = bias_gradients(rows, of_pre, dy, row_weight, offsets)

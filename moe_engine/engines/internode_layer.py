@@ -272,7 +272,12 @@ def backward_of_rows(
     hides: tuple[bool, bool],
 ) -> Gradients:
     """What comes after the rows of x were brought; hides: see `overlaps`. What is launched
-    concurrently has few programs, as in a forward."""
+    concurrently has few programs, as in a forward.
+
+    Calls of this rank follow one another on two streams as on one: the dispatch of dy has ended at
+    the first join, the combine begins after it, and what the caller launches after this runs after
+    the last join. Products read and write memory of this rank alone.
+    """
     side, engine_type, tokens = engine.side_stream, type(engine), Tokens(dy)
     hides_dy, hides_dx = hides
     grad = Received.empty(torch.empty_like(rows.x), tokens)

@@ -18,7 +18,6 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import torch
 
 from .. import combine, dispatch, routing
-from ..checks import has_parts
 from ..combine.fused_sum_kernels import LayerSums, fused_sum_kernel
 from ..combine.return_metadata_kernels import send_return_metadata_kernel
 from ..device.context import Kind, Role, saved_number
@@ -37,7 +36,7 @@ from ..grouped_gemm.backward import (
 )
 from ..grouped_gemm.config import GemmConfig
 from ..grouped_gemm.launch import gemm_problem
-from ..grouped_gemm.operands import Rows, Weights
+from ..grouped_gemm.operands import Rows
 from ..grouped_gemm.quantization import QuantizedRows
 from ..layer_config import LayerConfig
 from ..prepared import Described, PreparedCalls
@@ -319,11 +318,8 @@ def _backward(
         role = Role.WGRAD_UP
         gradients.append(combine.WeightGradient(of_act.pre, rows.x, of_gate_up, accumulate, role))
     sums = LayerSums(dx, rows.dx, topk_grads, of_act.row_weight)
-    # By parts, so that the same steps of the depth are added up in any layout.
-    by_parts = w_gate_up if has_parts(w_gate_up) else w_gate_up.unflatten(1, (inputs.parts, -1))
-    weights = Weights(by_parts, transposed=True)
     returned = sums, sent, metadata, step.expected.balanced, slots
-    combine_experts(Rows(of_act.pre), weights, *returned, gradients)
+    combine_experts(Rows(of_act.pre), inputs.up_transposed, *returned, gradients)
     if rows.kept_dy is not None:
         num_rows = sent.offsets.expert_offsets[-1:]
         dispatch.keep_rows(memory.rows, rows.kept_dy, num_rows, fused_sum_kernel, slots)

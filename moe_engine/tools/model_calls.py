@@ -23,7 +23,7 @@ from ..dispatch.expand_kernels import ReceivedIds, ReceivedRows
 from ..dispatch.internode import Routes
 from ..dispatch.low_latency import LowLatencyTokens
 from ..engines import expanded
-from ..engines.base import WeightGradients
+from ..engines.base import NUM_SMS, WeightGradients
 from ..engines.expert_products import rows_to_send
 from ..engines.expert_sums import gradients_of_experts, recompute
 from ..engines.hooked_calls import HookedCalls
@@ -166,10 +166,12 @@ def expand_and_reduce(
 ) -> None:
     """What `ElasticBuffer` makes of received rows: expert rows of them, and sums back."""
     num_ranks, num_local, num_topk = shape.num_ranks, shape.num_local, shape.num_topk
-    engine = kernel_engine(num_ranks, 1, shape.region_bytes(1), num_nodes=shape.num_nodes)
-    _, topk_idx, topk_weights = shape.tokens(count)
+    engine = kernel_engine(num_ranks, None, shape.region_bytes(count), None, shape.num_nodes)
+    sent_x, topk_idx, topk_weights = shape.tokens(count)
+    layout = engine.layout(topk_idx, shape.num_experts)
+    _, _, sent, _ = engine.dispatch(Tokens(sent_x, topk_idx, topk_weights), layout, count)
     src_idx, stats = (torch.zeros(n, dtype=torch.int32) for n in (count, num_local))
-    prefix = torch.zeros(num_ranks, num_ranks, dtype=torch.int32)
+    prefix = sent.rank_prefix_matrix
     numbers = expanded.Numbers(num_local, 1, count, num_ranks)
     num_rows, received = count * num_topk, ReceivedIds(topk_idx, src_idx)
     for added_to, by_expert in product((None, stats), (False, True)):
@@ -184,8 +186,8 @@ def expand_and_reduce(
             received_rows = ReceivedRows(came, scales, topk_weights if wanted.weights else None)
             expanded.expand(engine, received_rows, places, prefix, rows, numbers, wanted)
     y = torch.empty(num_rows, shape.hidden, dtype=shape.dtype)
-    for into, values in product((shape.dtype, torch.float32), (None, torch.empty(num_rows))):
-        expanded.reduce(engine, ExpertRows(y, values), places, prefix, into)
+    for once, values in product((False, True), (None, torch.empty(num_rows))):
+        expanded.combine(engine, ExpertRows(y, values), places, sent, (), once, NUM_SMS)
 
 
 def call_notices(shape: ModelShape) -> None:
