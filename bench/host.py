@@ -3,8 +3,9 @@
 Microseconds that a call keeps Python and the driver busy, while the GPU is busy with earlier work:
 the median of 100 calls on rank 0. Ranks may share a GPU here, as its time does not count. The torch
 lines are what a layer's experts cost by `torch._grouped_mm`; those of deep_ep are DeepEP's, where
-it is installed and each of 2, 4 or 8 ranks has a GPU. With --nodes the ranks stand for nodes, which
-NVSHMEM connects, and the verbs alone are timed.
+it is installed and each of 2, 4 or 8 ranks has a GPU. The verbs named async run on the Buffer's own
+stream, between an event and a wait, as DeepEP's callers mostly call them. With --nodes the ranks
+stand for nodes, which NVSHMEM connects, and the verbs alone are timed.
 
 Verb transformers_decode is a step of decode of a whole model, divided by its layers, and
 transformers_experts a call of one module of experts. impl moe_engine runs the experts on all ranks;
@@ -188,11 +189,18 @@ def calls_of(
     def send_with_hook() -> None:
         low(return_recv_hook=True)[-1]()
 
+    combine = partial(normal.combine, recv_x, handle, recv_weights)
+
+    def asynchronous(call: Callable[..., Any]) -> None:
+        call(previous_event=normal.capture(), async_finish=True)[-1].current_stream_wait()
+
     return {
         "layout": (TOKENS, partial(normal.get_dispatch_layout, idx, num_experts)),
         "dispatch": (TOKENS, dispatch),
         "dispatch_cached": (TOKENS, partial(normal.dispatch, x, handle)),
-        "combine": (TOKENS, partial(normal.combine, recv_x, handle, recv_weights)),
+        "combine": (TOKENS, combine),
+        "dispatch_async": (TOKENS, partial(asynchronous, dispatch)),
+        "combine_async": (TOKENS, partial(asynchronous, combine)),
         "low_latency_dispatch": (FEW, low),
         "low_latency_combine": (
             FEW,

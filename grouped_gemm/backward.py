@@ -302,7 +302,7 @@ class ActivationGradients(NamedTuple):
 def row_weight_parts(num_columns: int, config: GemmConfig) -> int:
     """The sums that the gradient of a row's weight is added up from, one for each block of columns
     that a tile is finished in."""
-    return triton.cdiv(num_columns, config.block_n) * config.subtiles
+    return -(-num_columns // config.block_n) * config.subtiles
 
 
 def gradient_rows(

@@ -62,8 +62,7 @@ class Described(NamedTuple):
         kind have made: tensors, in tuples or not."""
         if self.tensors is None:
             return self
-        tensors = {id(one): one for one in self.tensors}
-        tensors |= {id(one): one for one in leaves(made)}
+        tensors = {id(one): one for one in (*self.tensors, *leaves(made))}
         return Described(self.kind, list(tensors.values()))
 
 
@@ -366,13 +365,15 @@ def _compiled_for(value: Any) -> Iterator[Any]:
         yield value
 
 
-def leaves(result: Any) -> Iterator[torch.Tensor]:
-    """The tensors of a result."""
-    if isinstance(result, torch.Tensor):
-        yield result
-    elif isinstance(result, tuple):
-        for one in result:
-            yield from leaves(one)
+def leaves(result: Any) -> list[torch.Tensor]:
+    """The tensors of a result, those in inner tuples after those in outer ones."""
+    tensors, todo = [], [result]  # the latter grows
+    for one in todo:
+        if isinstance(one, torch.Tensor):
+            tensors.append(one)
+        elif isinstance(one, tuple):
+            todo += one
+    return tensors
 
 
 def _identity(tensor: torch.Tensor) -> tuple[Any, ...]:

@@ -10,6 +10,7 @@ from __future__ import annotations
 import threading
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
+from functools import cache
 from types import TracebackType
 from typing import Any, Self
 
@@ -32,14 +33,14 @@ class EventHandle:
 
     def __init__(self) -> None:
         self.event: torch.cuda.Event | None = None
-        if torch.cuda.is_available() and not INTERPRETED:
+        if not INTERPRETED and _has_gpu():
             self.event = torch.cuda.Event()
-            self.event.record()
+            self.event.record(_current_stream())
 
     def current_stream_wait(self) -> None:
         """Make the current stream wait for this point."""
         if self.event is not None:
-            torch.cuda.current_stream().wait_event(self.event)
+            _current_stream().wait_event(self.event)
 
 
 class EventOverlap:
@@ -152,7 +153,7 @@ class Call:
             stream = streams.comm_stream()
             self._runs_on, self._caller = stream, caller
         if self._is_async or torch.cuda.current_device() != streams.device.index:
-            self._switch = torch.cuda.stream(stream)
+            self._switch = on_stream(stream)
             self._switch.__enter__()
         if self._previous is not None:
             self._previous.current_stream_wait()
@@ -248,7 +249,7 @@ class CallStreams:
             assert self._end is not None
             stream.wait_event(self._end)
         elif capturing and was_captured:
-            with torch.cuda.stream(last_stream):
+            with on_stream(last_stream):
                 in_this_capture = torch.cuda.is_current_stream_capturing()
             if in_this_capture:
                 stream.wait_stream(last_stream)
@@ -279,7 +280,7 @@ class SideStream:
             return
         self._stream.wait_stream(torch.cuda.current_stream(self._device))
         self._is_ahead = True
-        with torch.cuda.stream(self._stream):
+        with on_stream(self._stream):
             yield
 
     def join(self) -> None:
@@ -300,13 +301,13 @@ class ConcurrentReads:
     def mark(self) -> None:
         """Let the next `read` wait for what the current stream holds by now, and for no more."""
         if self._ready:
-            self._ready.record()
+            self._ready.record(_current_stream())
 
     def read(self, make: Callable[[], torch.Tensor]) -> list[int]:
         """The items of the tensor that `make()` computes from what was written by the mark."""
         if self._stream is None or self._ready is None:
             return make().tolist()
-        with torch.cuda.stream(self._stream):
+        with on_stream(self._stream):
             self._stream.wait_event(self._ready)
             return make().tolist()
 
@@ -322,9 +323,38 @@ def _handle_of(event: EventOverlap | EventHandle | None) -> EventHandle | None:
     return event
 
 
+# --- Streams of torch ----------------------------------------------------------------------------
+# torch.cuda.stream() and what takes the current device where none is given ask the driver each time
+# how many devices there are: an event took the host 15 us so, and takes 9 without.
+
+_has_gpu = cache(torch.cuda.is_available)
+
+
 def current_stream(device: torch.device) -> torch.cuda.Stream | None:
     """The stream that is current on a GPU; a CPU has none."""
     return torch.cuda.current_stream(device) if device.type == "cuda" else None
+
+
+def _current_stream() -> torch.cuda.Stream:
+    """The stream that is current on the current device."""
+    return torch.cuda.current_stream(torch.cuda.current_device())
+
+
+def on_stream(stream: torch.cuda.Stream) -> AbstractContextManager[Any]:
+    """What the block launches runs on this stream."""
+    if stream.device_index != torch.cuda.current_device():
+        return torch.cuda.stream(stream)
+    return _on_stream(stream)
+
+
+@contextmanager
+def _on_stream(stream: torch.cuda.Stream) -> Iterator[None]:
+    previous = torch.cuda.current_stream(stream.device_index)
+    torch.cuda.set_stream(stream)
+    try:
+        yield
+    finally:
+        torch.cuda.set_stream(previous)
 
 
 def is_captured(tensor: torch.Tensor) -> bool:

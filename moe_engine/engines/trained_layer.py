@@ -114,8 +114,10 @@ def forward(
         engine.concurrent_reads.mark()
     described = described.more(exchanged)
     sent = engine.call(_send, inputs, exchanged, described=described)
-    num_rows, overflow = engine.layer_rows(inputs).most, 0
-    if not is_captured:
+    overflow = 0
+    if is_captured:
+        num_rows = engine.layer_rows(inputs).most
+    else:
         found = exchanged.offsets.expert_offsets[-1:]
         if exchanged.offsets.overflow is None:
             (num_rows,) = engine.concurrent_reads.read(lambda: found)
@@ -224,15 +226,16 @@ def backward(
     """Gradients of x, topk_weights and biases. Those of the weights go `into` memory; with None the
     rows that they are made of are kept for later."""
     x, w_gate_up, w_down = inputs.x, inputs.w_gate_up, inputs.w_down
-    expected = engine.layer_rows(inputs)
-    room = max(1, expected.most if saved.num_rows < 0 else saved.num_rows)
+    num_rows = engine.layer_rows(inputs).most if saved.num_rows < 0 else saved.num_rows
+    room = max(1, num_rows)
     numbers: dict[str, Any] = dict(max_rows=room, expected_rows=saved.num_rows)
     pre, rows = saved.tensors
     keeps_pre = pre is not None and saved.is_kept
     args = inputs, dy, saved.save, keeps_pre, into
     described = engine.describe(*args)
     if described.kind.choice is None:
-        tiles = gradient_tiles(w_gate_up, w_down, expected.balanced, inputs.activation)
+        balanced = engine.layer_rows(inputs).balanced
+        tiles = gradient_tiles(w_gate_up, w_down, balanced, inputs.activation)
         described.kind.choice = tiles
     pre = x.new_empty(room, inputs.parts * w_down.shape[2]) if pre is None else pre
     empty = partial(ActivationGradients.empty, has_bias=inputs.b_down is not None)
