@@ -342,7 +342,7 @@ def test_host_of_nodes(pool):
         pytest.skip("the bench runs there; NVSHMEM serves one set of ranks")
     lines = lines_of(pool, run_host_of_nodes, 2)
     assert {line["impl"] for line in lines} == {"moe_engine, 2 nodes"}
-    assert len({line["verb"] for line in lines}) == len(lines) == 8
+    assert len({line["verb"] for line in lines}) == len(lines) == 10
 
 
 @pytest.mark.parametrize(
@@ -355,7 +355,7 @@ def test_host(pool, num_ranks):
     seen = {(line["verb"], line["impl"]) for line in lines}
     assert all(line["host_us"] > 0 for line in lines)
     theirs = {verb for verb, impl in seen if impl == "deep_ep"}
-    assert len(theirs) == 7 and theirs < {verb for verb, impl in seen if impl == "moe_engine"}
+    assert len(theirs) == 9 and theirs < {verb for verb, impl in seen if impl == "moe_engine"}
     for verb in "transformers_decode", "transformers_experts":
         impls = {impl for name, impl in seen if name == verb}
         assert impls == {"moe_engine", "transformers, grouped_mm", "transformers, batched_mm"}
