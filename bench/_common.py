@@ -28,7 +28,9 @@ FIELDS = (
     "optimizer_us busy_us commit device torch triton time"
 ).split()
 GRAPH_CALLS = 10
-EAGER_CALLS, EAGER_ROUNDS = 20, 7
+EAGER_CALLS, MIN_EAGER_CALLS, EAGER_ROUNDS = 20, 5, 7
+EAGER_US = 1e5
+"""How long a round of eager calls may take that has more than MIN_EAGER_CALLS."""
 MIN_REPLAYS, MAX_SECONDS = 100, 1.0
 """How few replays are enough if more would take longer than this."""
 
@@ -111,7 +113,9 @@ def time_eager(
     def take_turn() -> None:
         next(turns)()
 
-    us = time_calls(take_turn, group, EAGER_ROUNDS, EAGER_CALLS)
+    affordable = int(EAGER_US / time_calls(take_turn, group, 1))
+    repeats = min(EAGER_CALLS, max(MIN_EAGER_CALLS, affordable))
+    us = time_calls(take_turn, group, EAGER_ROUNDS, repeats)
     ratio = None if graph_us is None else round(us / graph_us, 3)
     return {"eager_us": round(us, 2), "eager_ratio": ratio}
 

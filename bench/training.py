@@ -5,10 +5,10 @@ without communication, with autograd: two torch._grouped_mm and one kernel each 
 gradient, on as many rows in expert order as this rank's experts receive. `torch_layer` sorts and
 adds up the rows as well, which is a whole layer of one rank; `nccl` is sort, all-to-all of one
 copy per (token, expert), the same GEMMs and back, on several. impl moe_engine has a line for each
-save policy; its ratio is its time over torch's, that of other impls their time over that of
-moe_engine with "auto". With --capacity-factor, impl `moe_engine, passes` is the layer on a Buffer
-with room for so many times the rows of balanced routing: `passes` says in how many it runs, 1 where
-the rows have room.
+save policy, or for "auto" and those of --policy; its ratio is its time over torch's, that of other
+impls their time over that of moe_engine with "auto". With --capacity-factor, impl `moe_engine,
+passes` is the layer on a Buffer with room for so many times the rows of balanced routing: `passes`
+says in how many it runs, 1 where the rows have room.
 
 us is that of forward and backward from Python, by CUDA events around a loop; forward_us is that of
 the forward alone. host_us is the time until Python goes on, from an idle GPU; it has the wait for
@@ -20,7 +20,7 @@ share.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import partial
 from pathlib import Path
 from statistics import median
@@ -111,9 +111,10 @@ class Layer:
         group: dist.ProcessGroup,
         experts: Experts,
         num_tokens: int,
+        policies: Sequence[str],
         capacity_factor: float | None = None,
     ):
-        self.group, self.experts = group, experts
+        self.group, self.experts, self.policies = group, experts, policies
         self.tokens = Tokens(group, experts.model, num_tokens, "uniform", dist.get_rank(group))
         self.x = self.tokens.x.requires_grad_()
         self.weights = self.tokens.weights.requires_grad_()
@@ -130,9 +131,11 @@ class Layer:
         return moe_ffn(self.x, self.tokens.idx, self.weights, up, down, buffer, save=policy)
 
     def ways(self) -> dict[str, Callable[[], torch.Tensor]]:
-        """The layer by each policy, and in passes, by impl; "auto" first."""
+        """The layer by each of the policies, and in passes, by impl; "auto" first."""
         roomy, *small = self.buffers
-        names = {one: "moe_engine" if one == "auto" else f"moe_engine, {one}" for one in POLICIES}
+        names = {
+            one: "moe_engine" if one == "auto" else f"moe_engine, {one}" for one in self.policies
+        }
         found = {name: partial(self.ours, roomy, one) for one, name in names.items()}
         if small:
             found[IN_PASSES] = partial(self.ours, *small, "auto")
@@ -208,6 +211,7 @@ class Layer:
 def main(
     ranks: Annotated[int, typer.Option(help="GPUs to use.")] = 1,
     only: Annotated[str, typer.Option(help="Only models whose name begins so.")] = "",
+    policy: Annotated[list[str] | None, typer.Option(help='"auto" and these; else all.')] = None,
     capacity_factor: Annotated[
         float | None,
         typer.Option(help="Also with room for so many times the rows of balanced routing."),
@@ -215,6 +219,7 @@ def main(
     path: Annotated[Path | None, typer.Option(help="Result file.")] = None,
 ) -> None:
     """Run the bench on `ranks` GPUs."""
+    policies = POLICIES if policy is None else tuple(dict.fromkeys(("auto", *policy)))
 
     def show(rank: int, line: dict[str, Any]) -> None:
         save("training", path, **line)
@@ -224,7 +229,7 @@ def main(
 
     with timed_pool(ranks, timeout_s=540) as pool:
         models = [model for model in MODELS if model.startswith(only)]
-        pool.run(run_rank, models, capacity_factor, on_message=show)
+        pool.run(run_rank, models, policies, capacity_factor, on_message=show)
 
 
 def memory(run: Run, forward: Callable[[], torch.Tensor]) -> dict[str, int]:
@@ -259,7 +264,10 @@ def host_us(run: Run) -> float:
 
 
 def run_rank(
-    group: dist.ProcessGroup, models: list[str], capacity_factor: float | None = None
+    group: dist.ProcessGroup,
+    models: list[str],
+    policies: Sequence[str] = POLICIES,
+    capacity_factor: float | None = None,
 ) -> None:
     """All points on one rank; rank 0 reports."""
     for model in models:
@@ -267,7 +275,7 @@ def run_rank(
         for weight in (experts.up, experts.down):
             weight.requires_grad_()
         for num_tokens in TOKENS:
-            measure(Layer(group, experts, num_tokens, capacity_factor))
+            measure(Layer(group, experts, num_tokens, policies, capacity_factor))
         del experts
         torch.cuda.empty_cache()
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import shutil
 import subprocess
 import sys
 import warnings
@@ -204,6 +205,48 @@ def test_a_bundle_of_something_else_is_refused(folder, tmp_path, name, value, te
     (tmp_path / PACKAGE / MANIFEST).write_text(json.dumps(manifest))
     with pytest.raises(ValueError, match=text):
         read(tmp_path)
+
+
+def write_release(folder):
+    """The bundle of a folder, written again for another model, which needs one other kernel."""
+    release = {k: v for k, v in needed().items() if v.kernel.__name__ == "release_kernel"}
+    with first_layouts():
+        both = compile.variants(SHAPE, 90) | dict([release.popitem()])
+    asked, whole = [], compile.compile_all
+
+    def compile_all(variants, jobs):
+        asked.extend(variants)
+        return whole(asked, 1)
+
+    with mock.patch.object(compile, "compile_all", compile_all):
+        written = list(compile.write(folder, both, 90, jobs=1))
+    assert [variant.key for variant, _ in written] == [*both]
+    return both, [variant.kernel.__name__ for variant in asked]
+
+
+def test_a_folder_keeps_the_kernels_of_other_models(folder, tmp_path):
+    shutil.copytree(folder, tmp_path, dirs_exist_ok=True)
+    needed_here, compiled = write_release(tmp_path)
+    assert compiled == ["release_kernel"]
+    for key, variant in needed_here.items():
+        said = read(tmp_path)._kernels[key]
+        binary = from_entry(said, (tmp_path / PACKAGE / f"{key}.cubin").read_bytes())
+        assert binary == compile.compile_variant(variant)
+
+
+@pytest.mark.parametrize("what", ["another version", "no manifest"])
+def test_kernels_of_another_version_are_replaced(folder, tmp_path, what):
+    shutil.copytree(folder, tmp_path, dirs_exist_ok=True)
+    inner = tmp_path / PACKAGE
+    (inner / "old.cubin").write_bytes(b"old")
+    manifest = json.loads((inner / MANIFEST).read_text())
+    manifest["made_with"]["moe_engine"] = "0.0.9 (abc)"
+    text = json.dumps(manifest) if what == "another version" else "[]"
+    (inner / MANIFEST).write_text(text)
+    needed_here, compiled = write_release(tmp_path)
+    assert len(compiled) == len(needed_here) == 3
+    assert {path.stem for path in inner.glob("*.cubin")} == needed_here.keys()
+    assert read(tmp_path)._kernels.keys() == needed_here.keys()
 
 
 def test_an_old_driver_and_what_is_no_bundle_are_refused(folder, tmp_path):

@@ -27,7 +27,7 @@ from triton.runtime.jit import JITFunction
 
 from ..cuda_driver import Binary
 from ..hardware import stand_in
-from ..kernel_bundle import MANIFEST, PACKAGE, Variant, backend, entry, made_with
+from ..kernel_bundle import MANIFEST, PACKAGE, Variant, backend, entry, from_entry, made_with
 from ..launch import Grid, collecting
 from ..nvshmem_library import linked
 from .model_calls import CALLS, CALLS_OF_NODES
@@ -86,22 +86,47 @@ def _kernel(module: str, name: str) -> Any:
     return getattr(importlib.import_module(module), name)
 
 
+def _with_what_is_there(path: Path, versions: dict[str, Any]) -> dict[str, Any]:
+    """The manifest of a bundle of these versions, with the kernels of the one at `path` if that is
+    of the same. A bundle without linked kernels does not name NVSHMEM, and goes with any."""
+    made = versions["made_with"]
+    try:
+        old = json.loads(path.read_text())
+        is_same = old["cuda"] == versions["cuda"] and all(
+            made.get(name, value) == value for name, value in old["made_with"].items()
+        )
+        if is_same:
+            return {**versions, "made_with": old["made_with"] | made, "kernels": old["kernels"]}
+    except (OSError, ValueError, LookupError, TypeError, AttributeError):
+        pass
+    return {**versions, "kernels": {}}
+
+
 def write(
     folder: Path, needed: dict[str, Variant], arch: int, jobs: int
 ) -> Iterator[tuple[Variant, Binary]]:
     """Compile variants and write a bundle of them to `folder`, a project that pip can install.
-    Yields each when it is compiled."""
+    Yields each when it is compiled. What the folder has that was made with the same stays in it."""
     inner = folder / PACKAGE
     inner.mkdir(parents=True, exist_ok=True)
-    kernels = {}
-    compiled = compile_all(needed.values(), min(jobs, len(needed)))
-    for key, binary in zip(needed, compiled, strict=True):
-        (inner / f"{key}.cubin").write_bytes(binary.cubin)
-        kernels[key] = entry(binary)
-        yield needed[key], binary
-    cuda = get_ptxas(arch).version
     is_linked = any(linked(variant.kernel) for variant in needed.values())
-    manifest = {"made_with": made_with(arch, is_linked), "cuda": cuda, "kernels": kernels}
+    versions = {"made_with": made_with(arch, is_linked), "cuda": get_ptxas(arch).version}
+    manifest = _with_what_is_there(inner / MANIFEST, versions)
+    kernels = manifest["kernels"]
+    missing = {key: variant for key, variant in needed.items() if key not in kernels}
+    compiled = compile_all(missing.values(), min(jobs, len(missing)))
+    for key, variant in needed.items():
+        path = inner / f"{key}.cubin"
+        if key in missing:
+            binary = next(compiled)
+            path.write_bytes(binary.cubin)
+            kernels[key] = entry(binary)
+        else:
+            binary = from_entry(kernels[key], path.read_bytes())
+        yield variant, binary
+    for path in inner.glob("*.cubin"):
+        if path.stem not in kernels:
+            path.unlink()
     (inner / MANIFEST).write_text(json.dumps(manifest, indent=1))
     (inner / "__init__.py").write_text('"""Compiled kernels of moe_engine."""\n')
     (folder / "pyproject.toml").write_text(
