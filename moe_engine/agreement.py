@@ -13,6 +13,7 @@ import torch.distributed as dist
 
 from .checks import check_flag, check_int, check_runnable, check_shrink, shown
 from .errors import BackendError, DtypeError, MoeEngineError, ShapeError
+from .hardware import gpu
 from .layer_config import LayerConfig, kept_layers
 from .options import Options, check_options
 from .symm import BACKENDS, default_group, exchange
@@ -68,8 +69,8 @@ class Settings:
     """What a rank asks of a Buffer.
 
     num_bytes: of the normal calls' memory; ring_bytes: of the low-latency calls', 0 for none;
-    measured: the layers that `moe-engine tune` has measured; number: identifies the Buffer. All
-    ranks take `measured` and `number` of rank 0.
+    measured: the layers that `moe-engine tune` has measured; number: identifies the Buffer;
+    hbm_gbs: of the GPU. All ranks take these three of rank 0.
     """
 
     backend: str
@@ -79,6 +80,7 @@ class Settings:
     options: Options
     measured: Mapping[str, LayerConfig]
     number: int
+    hbm_gbs: float
 
     @property
     def timeout_s(self) -> float:
@@ -141,7 +143,8 @@ def check_settings(
         num_bytes, ring_bytes = max(num_bytes, ring_bytes), 0
     measured = {} if group.rank or backend == "collective" else kept_layers()
     number = 0 if group.rank else secrets.randbits(31)
-    return Settings(backend, num_bytes, ring_bytes, bool(enable_shrink), options, measured, number)
+    drawn = measured, number, gpu(device).hbm_gbs
+    return Settings(backend, num_bytes, ring_bytes, bool(enable_shrink), options, *drawn)
 
 
 def agree(group: Group, make: Callable[[], Settings]) -> Settings:
@@ -155,4 +158,5 @@ def agree(group: Group, make: Callable[[], Settings]) -> Settings:
             found = ", ".join(f"{value} on rank {rank}" for rank, value in enumerate(values))
             raise ShapeError(f"{name} differs between ranks: {found}. Give all the same.")
     first = everyone[0]
-    return replace(everyone[group.rank], measured=first.measured, number=first.number)
+    drawn = dict(measured=first.measured, number=first.number, hbm_gbs=first.hbm_gbs)
+    return replace(everyone[group.rank], **drawn)

@@ -23,10 +23,10 @@ class Gpu:
 
     capability: its compute capability; None for the interpreter, which runs on the CPU.
     link_gbs: GB/s at which it writes to others without queueing; offered more, the link carries
-    less (298 to 316 GB/s unpaced against 322 to 332). None: not measured, so pushes are not paced.
-    shared_link_gbs: GB/s of programs that run concurrently with a GEMM. hbm_gbs: GB/s that it reads
-    and writes, as in a large copy. sm_gbs: GB/s that one SM takes in by itself. gemm_tflops: of the
-    grouped GEMM.
+    less (298 to 316 GB/s unpaced against 322 to 332). None: pushes are not paced, as that was not
+    measured, or gained nothing. shared_link_gbs: GB/s of programs that run concurrently with a
+    GEMM. hbm_gbs: GB/s that it reads and writes, as in a large copy. sm_gbs: GB/s that one SM takes
+    in by itself. gemm_tflops: of the grouped GEMM.
     """
 
     name: str
@@ -40,6 +40,8 @@ class Gpu:
 
 
 H200 = Gpu("NVIDIA H200", (9, 0), 132, 331.0, 300.0, 4300.0, 49.0, 650.0)
+H100 = replace(H200, name="NVIDIA H100 80GB HBM3", link_gbs=None, hbm_gbs=3000.0)
+MEASURED = {one.name: one for one in (H200, H100)}
 INTERPRETER = replace(H200, name="cpu", capability=None, num_sms=1, link_gbs=None)
 _stand_in: Gpu | None = None
 
@@ -56,19 +58,27 @@ def _gpu(device: torch.device | None) -> Gpu:
     if INTERPRETED or on_cpu or not torch.cuda.is_available():
         return INTERPRETER
     name = torch.cuda.get_device_name(device)
-    if name == H200.name:
-        return H200
+    if name in MEASURED:
+        return MEASURED[name]
     capability = torch.cuda.get_device_capability(device)
     num_sms = torch.cuda.get_device_properties(device).multi_processor_count
     return replace(H200, name=name, capability=capability, num_sms=num_sms, link_gbs=None)
 
 
+def kinds_of(arch: int) -> list[Gpu]:
+    """The kinds of GPUs of sm_`arch`: those that were measured, else an H200 but for its compute
+    capability."""
+    capability = divmod(arch, 10)
+    known = [one for one in MEASURED.values() if one.capability == capability]
+    return known or [replace(H200, capability=capability)]
+
+
 @contextmanager
-def stand_in(capability: tuple[int, int]) -> Iterator[None]:
-    """Within the block CPU tensors stand for those of an H200 of another compute capability, so
-    that what is launched there can be compiled. Nothing may run."""
+def stand_in(kind: Gpu) -> Iterator[None]:
+    """Within the block CPU tensors stand for those of such a GPU, so that what is launched there
+    can be compiled. Nothing may run."""
     global _stand_in
-    _stand_in = replace(H200, capability=capability)
+    _stand_in = kind
     try:
         yield
     finally:

@@ -34,6 +34,9 @@ CALM_STAGES = 8
 OWN_ROWS, BUSY_OWN_ROWS = 1024, 256
 """Own tiles go apart where experts have so many rows from their own rank, on calm and on busy
 links: then it costs little that the weights are read again."""
+LONG_DEPTH, TILE_ROWS, MANY_TILES = 4096, 128, 8
+"""Where memory is slower than an H200's: products of this depth take so long that tiles of an
+expert which begin at different times no longer find its weights in L2, unless they are many."""
 START_US = 30.0
 """The time from the layer's first launch to the first rows that are pushed."""
 MAX_PROGRAMS = 65_536
@@ -43,7 +46,8 @@ MAX_PROGRAMS = 65_536
 class LayerProblem:
     """The shape of a layer, as far as it is the same on all ranks.
 
-    max_tokens: the most tokens of a rank; num_columns: columns of the down-projection's input (I).
+    max_tokens: the most tokens of a rank; num_columns: columns of the down-projection's input (I);
+    hbm_gbs: of rank 0's GPU, see `hardware.Gpu`.
     """
 
     num_ranks: int
@@ -53,6 +57,7 @@ class LayerProblem:
     hidden: int
     num_columns: int
     itemsize: int = 2
+    hbm_gbs: float = H200.hbm_gbs
 
     @property
     def share(self) -> float:
@@ -63,6 +68,15 @@ class LayerProblem:
     def rows_per_token(self) -> float:
         """The number of expert rows that a token has on a rank to which it is routed."""
         return self.num_topk / self.num_ranks / self.share
+
+    @property
+    def loses_weights(self) -> bool:
+        """Whether tiles that begin when their rows arrive, one here and one there, each read the
+        weights of their expert from memory: an up-projection that is bound by products then is
+        bound by memory (bench/NOTES.md)."""
+        rows = self.max_tokens * self.num_topk * self.num_ranks / self.num_experts
+        is_shared_by_few = TILE_ROWS < rows < MANY_TILES * TILE_ROWS
+        return self.hbm_gbs < H200.hbm_gbs and self.hidden >= LONG_DEPTH and is_shared_by_few
 
     @property
     def link_us(self) -> float:
@@ -125,9 +139,10 @@ class LayerConfig:
         are_busy = 2 * problem.link_us > BUSY_LINKS * gemm_us
         most = MAX_STAGES.value if are_busy else CALM_STAGES
         counts = range(1, 1 + max(2, min(most, rows // STAGE_ROWS)))
+        arrivals = range(1, 2) if problem.loses_weights else counts
         own_rows = rows / problem.num_experts  # of an expert, from its own rank
         return cls(
-            num_stages=min(counts, key=lambda n: dispatch_us(problem, n)),
+            num_stages=min(arrivals, key=lambda n: dispatch_us(problem, n)),
             num_return_stages=min(counts, key=lambda n: combine_us(problem, n)),
             own_apart=own_rows >= (BUSY_OWN_ROWS if are_busy else OWN_ROWS),
         )
@@ -187,15 +202,19 @@ class LayerChoices:
 
     Ranks that differ in their stages would wait for one another in vain, and a file may change
     between the reads of two ranks. So all ranks of a Buffer take `kept` from rank 0, which reads
-    the file when the Buffer is made: a choice that is kept later is for later Buffers.
+    the file when the Buffer is made: a choice that is kept later is for later Buffers. Likewise
+    `hbm_gbs` is that of rank 0's GPU, by which is predicted.
     """
 
     user: LayerConfig | None = None
     kept: Mapping[str, LayerConfig] = field(default_factory=dict)
+    hbm_gbs: float = H200.hbm_gbs
 
     def choose(self, problem: LayerProblem) -> LayerConfig:
         """The config for a layer."""
-        return self.user or self.measured(problem) or LayerConfig.predicted(problem)
+        if config := self.user or self.measured(problem):
+            return config
+        return LayerConfig.predicted(replace(problem, hbm_gbs=self.hbm_gbs))
 
     def measured(self, problem: LayerProblem) -> LayerConfig | None:
         """The kept choice for a layer, None without one."""
@@ -214,4 +233,6 @@ def keep_layer(problem: LayerProblem, config: LayerConfig) -> None:
 
 def _key(problem: LayerProblem) -> str:
     """The key of a layer; layers whose tokens round up to the same power of two share it."""
-    return problem_key(asdict(replace(problem, max_tokens=next_power_of_2(problem.max_tokens))))
+    fields = asdict(replace(problem, max_tokens=next_power_of_2(problem.max_tokens)))
+    del fields["hbm_gbs"]
+    return problem_key(fields)

@@ -11,7 +11,7 @@ import torch
 from moe_engine import Buffer, ElasticBuffer, Options, moe_ffn, ops, symm
 from moe_engine.engines import internode_layer
 from moe_engine.engines.kernel import KernelEngine
-from moe_engine.hardware import stand_in
+from moe_engine.hardware import H200, stand_in
 from moe_engine.kernel_bundle import Variant
 from moe_engine.launch import collecting, is_collecting
 
@@ -39,7 +39,7 @@ def launched(group, function, *args):
 
     new_rows_of_engine = KernelEngine._new_rows
     with (
-        stand_in((9, 0)),
+        stand_in(H200),
         collecting(collect),
         mock.patch.object(symm, "_check_emulation", lambda: None),
         mock.patch.object(KernelEngine, "_received", received),

@@ -31,7 +31,7 @@ from moe_engine.engines.base import LayerInputs, WeightGradients
 from moe_engine.expert_major import sum_rows, take_rows
 from moe_engine.grouped_gemm import Activation
 from moe_engine.grouped_gemm.config import GemmConfig
-from moe_engine.hardware import stand_in
+from moe_engine.hardware import kinds_of, stand_in
 from moe_engine.kernel_bundle import Variant
 from moe_engine.launch import collecting
 from moe_engine.tools.lone_rank import (
@@ -93,7 +93,7 @@ def recorded(arch: int = 90) -> Iterator[list[Launch]]:
 
     driver = mock.Mock(cuTensorMapEncodeTiled=lambda *args: 0)
     with (
-        stand_in(divmod(arch, 10)),
+        stand_in(kinds_of(arch)[0]),
         collecting(collect),
         mock.patch.object(cuda_driver, "libcuda", mock.Mock(return_value=driver)),
     ):

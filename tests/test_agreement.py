@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import re
 import time
+from unittest import mock
 
 import cases
 import pytest
@@ -17,9 +18,11 @@ from moe_engine import (
     LayerConfig,
     MoeEngineError,
     Options,
+    agreement,
     moe_ffn,
 )
 from moe_engine.emulation import RankPool
+from moe_engine.hardware import H100, H200
 
 LONGEST_S = 60.0
 """Far below the deadline of a wait, and above what a machine under load takes."""
@@ -199,6 +202,23 @@ def test_the_default_group():
         ranks.run(sizes_by_default_group)
         for make in (new_buffer, for_tokens):
             check_told(ranks.run(ask, GROUPS, make), GROUPS)
+
+
+def choose_on_other_gpus(group):
+    """How a layer runs that a rank with an H100 would run in other stages than one with an H200."""
+    kind = (H100, H200)[group.rank()]
+    with mock.patch.object(agreement, "gpu", lambda device: kind):
+        buffer = Buffer.for_tokens(group, 512, 4096, 4, 2, options=Options(decode_tokens=0))
+    config = buffer.layer_config(torch.empty(2, 4096, 4096, dtype=torch.bfloat16), 2)
+    buffer.destroy()
+    return config
+
+
+def test_ranks_choose_alike_on_gpus_of_two_kinds(pool):
+    if pool.device == "cuda":
+        pytest.skip("emulated: the ranks have GPUs of one kind")
+    first, second = pool.run(choose_on_other_gpus, num_ranks=2)
+    assert first == second and first.num_stages == 1 < first.num_return_stages
 
 
 def test_numpy_integers_are_integers():

@@ -26,6 +26,7 @@ from moe_engine import (
     Buffer,
     Options,
     ShapeError,
+    hardware,
     kernel_bundle,
     moe_ffn,
 )
@@ -40,7 +41,7 @@ from moe_engine.passes import PassGradients, backward_in_passes, forward_in_pass
 from moe_engine.streams import EventOverlap
 from moe_engine.symm.ring import region_bytes
 from moe_engine.tools import cli, compile, model_calls
-from moe_engine.tools.lone_rank import kernel_engine, low_latency_engine
+from moe_engine.tools.lone_rank import kernel_engine, layer_choices, low_latency_engine
 from moe_engine.tools.model_shape import ModelShape, shape_of_checkpoint
 from moe_engine.training import LayerOptions, LayerTensors
 from moe_engine.weight_gradients import LayerWeights
@@ -134,9 +135,28 @@ def test_the_number_of_variants_is_bounded():
     assert counts["low_latency_dispatch_kernel"] == 3 * 3 * 2 + 1  # a layer has one more
 
 
+def test_kernels_of_each_kind_of_gpu_are_listed():
+    """Rows of this layer come in stages on an H200, and at once on an H100."""
+    shape, called = ModelShape(4, 4096, 2048, 2, 2, max_tokens=512), []
+
+    def call_layer(shape):
+        config = layer_choices().choose(shape.layer(512))
+        called.append((hardware.gpu().name, config.num_stages))
+        engine = kernel_engine(2, 512, shape.region_bytes(512))
+        engine.moe_ffn(shape.inputs(512, *shape.weights()))
+
+    calls = {"layout": layouts, "layer": call_layer}
+    with mock.patch.dict(compile.CALLS, calls, clear=True):
+        found = compile.variants(shape, 90)
+    assert called == [("NVIDIA H200", 2), ("NVIDIA H100 80GB HBM3", 1)]
+    names = [variant.kernel.__name__ for variant in found.values()]
+    assert names.count("exchange_fused_kernel") == 2
+    assert names.count("copy_rows_kernel") == 1
+
+
 def test_nothing_is_left_of_the_stand_in():
     """What was listed made no call that could be taken for one that ran."""
-    from moe_engine import hardware, prepared
+    from moe_engine import prepared
 
     needed()
     assert not len(prepared._without_memory)

@@ -9,7 +9,18 @@ from typer.testing import CliRunner
 
 from moe_engine import Buffer, Options
 from moe_engine.errors import DtypeError, MoeEngineError, ShapeError
-from moe_engine.layer_config import STAGE_US, LayerConfig, LayerProblem, combine_us, dispatch_us
+from moe_engine.hardware import H100, H200
+from moe_engine.layer_config import (
+    MODELS,
+    STAGE_US,
+    LayerChoices,
+    LayerConfig,
+    LayerProblem,
+    combine_us,
+    dispatch_us,
+    keep_layer,
+    kept_layers,
+)
 from moe_engine.tools.cli import app
 
 QWEN3 = {"num_experts": 128, "num_topk": 8, "hidden": 2048, "num_columns": 768}
@@ -33,6 +44,37 @@ def test_rows_that_take_long_come_in_stages():
 
 def test_few_tokens_are_not_worth_a_stage():
     assert stages_of(LayerProblem(4, 8, **QWEN3)) == [1, 1]
+
+
+@pytest.mark.parametrize(
+    ("model", "num_ranks", "max_tokens", "in_stages"),
+    [
+        ("deepseek-v3", 2, 4096, False),
+        ("deepseek-v3", 2, 8192, False),
+        ("deepseek-v3", 2, 1024, True),  # a tile has all rows of an expert
+        ("deepseek-v3", 8, 8192, True),  # many tiles share the weights
+        ("qwen3-30b", 2, 4096, True),  # a tile takes a short time
+        ("qwen2-57b", 2, 4096, True),
+    ],
+)
+def test_rows_come_at_once_where_stages_would_lose_the_weights(
+    model, num_ranks, max_tokens, in_stages
+):
+    """On a GPU whose memory is slower than an H200's; sums return as they do there."""
+    num_experts, hidden, columns, num_topk = MODELS[model]
+    problem = LayerProblem(num_ranks, max_tokens, num_experts, num_topk, hidden, columns)
+    fast, slow = (LayerChoices(hbm_gbs=kind.hbm_gbs).choose(problem) for kind in (H200, H100))
+    assert fast.num_stages > 1 and slow.num_return_stages == fast.num_return_stages > 1
+    assert slow.num_stages == (fast.num_stages if in_stages else 1)
+
+
+def test_what_was_measured_is_found_on_memory_of_any_speed(tmp_path, monkeypatch):
+    """The cache is that of one kind of GPU."""
+    monkeypatch.setenv("MOE_ENGINE_CACHE", str(tmp_path))
+    problem, config = LayerProblem(2, 4096, **QWEN3, hbm_gbs=1.0), LayerConfig(3, 2)
+    keep_layer(problem, config)
+    for hbm_gbs in (1.0, H200.hbm_gbs):
+        assert LayerChoices(kept=kept_layers(), hbm_gbs=hbm_gbs).choose(problem) == config
 
 
 @given(

@@ -61,7 +61,7 @@ class Allocator:
                 low_latency = LowLatency(self.new_ring(ring_layout), settings.enable_shrink)
             else:
                 low_latency = self.new_lanes(LaneLayout.of_ring(ring_layout, num_nodes), num_slots)
-        layers = LayerChoices(options.layer, settings.measured)
+        layers = LayerChoices(options.layer, settings.measured, settings.hbm_gbs)
         kind = KernelEngine if num_nodes == 1 else InternodeEngine
         engine = kind(layout, self.new_slots, options.max_tokens, layers)
         if num_nodes > 1:  # in a meeting, as a rank may have to compile that another one has cached

@@ -26,11 +26,11 @@ from triton.compiler import ASTSource
 from triton.runtime.jit import JITFunction
 
 from ..cuda_driver import Binary
-from ..hardware import stand_in
+from ..hardware import kinds_of, stand_in
 from ..kernel_bundle import MANIFEST, PACKAGE, Variant, backend, entry, from_entry, made_with
 from ..launch import Grid, collecting
 from ..nvshmem_library import linked
-from .model_calls import CALLS, CALLS_OF_NODES
+from .model_calls import CALLS, CALLS_OF_NODES, CHOOSING
 from .model_shape import ModelShape
 
 
@@ -43,9 +43,12 @@ def variants(shape: ModelShape, arch: int) -> dict[str, Variant]:
         one = Variant.of(kernel, arch, arguments, options)
         found.setdefault(one.key, one)
 
-    with stand_in(divmod(arch, 10)), collecting(collect), torch.device("cpu"):
-        for call in (CALLS if shape.num_nodes == 1 else CALLS_OF_NODES).values():
-            call(shape)
+    calls = CALLS if shape.num_nodes == 1 else CALLS_OF_NODES
+    for number, kind in enumerate(kinds_of(arch)):
+        with stand_in(kind), collecting(collect), torch.device("cpu"):
+            for name, call in calls.items():
+                if number == 0 or name in CHOOSING:
+                    call(shape)
     return found
 
 

@@ -12,6 +12,7 @@ from ..engines.internode import InternodeEngine
 from ..engines.internode_low_latency import InternodeLowLatency
 from ..engines.kernel import KernelEngine
 from ..engines.low_latency import LowLatency
+from ..hardware import gpu
 from ..layer_config import LayerChoices, kept_layers
 from ..symm.lanes import LaneLayout, new_lanes
 from ..symm.ring import Ring, RingLayout
@@ -56,7 +57,12 @@ def kernel_engine(
 
     layout = SlotLayout(num_ranks, region_bytes, num_nodes=num_nodes)
     engine = KernelEngine if num_nodes == 1 else InternodeEngine
-    return engine(layout, new_slots, max_tokens, LayerChoices(kept=kept_layers()))
+    return engine(layout, new_slots, max_tokens, layer_choices())
+
+
+def layer_choices() -> LayerChoices:
+    """How layers run on the GPU that this machine has, or stands in for."""
+    return LayerChoices(kept=kept_layers(), hbm_gbs=gpu().hbm_gbs)
 
 
 def low_latency_engine(num_ranks: int, region_bytes: int, shrink: bool = False) -> LowLatency:

@@ -33,12 +33,16 @@ from ..engines.kernel import KernelEngine
 from ..engines.trained_layer import later_weight_gradients
 from ..expert_major import place, sum_rows, take_rows
 from ..grouped_gemm.quantization import quantized_bytes
-from ..layer_config import LayerChoices, kept_layers
 from ..options import DEFAULT_OPTIONS, HINT_TOPK_LOW_LATENCY, elastic_size_hint
 from ..symm.lanes import LaneLayout
 from ..symm.ring import RingLayout, region_bytes
 from ..symm.slots import RowLayout, SlotLayout
-from .lone_rank import internode_low_latency_engine, kernel_engine, low_latency_engine
+from .lone_rank import (
+    internode_low_latency_engine,
+    kernel_engine,
+    layer_choices,
+    low_latency_engine,
+)
 from .model_shape import FP8, ModelShape
 
 FORMATS = "bf16", "fp8", "rounded", "ue8m0"
@@ -260,7 +264,7 @@ def call_layers(shape: ModelShape) -> None:
 
     def choice(most: int) -> Any:
         config, num_rows = (
-            LayerChoices(kept=kept_layers()).choose(shape.layer(most)),
+            layer_choices().choose(shape.layer(most)),
             most * shape.num_topk,
         )
         tiles = grouped_gemm.gemm_config(up, num_rows, shape.activation)
@@ -400,3 +404,5 @@ CALLS_OF_NODES: dict[str, Callable[[ModelShape], None]] = {
     "grouped GEMM": call_gemms,
 }
 """Of ranks on several nodes."""
+CHOOSING = ("layer",)
+"""Those that launch other kernels on other kinds of GPUs of one compute capability."""
