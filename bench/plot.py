@@ -21,9 +21,9 @@ plt.rcParams["svg.hashsalt"] = "moe_engine"  # the same lines give the same file
 
 
 def newest(bench: str) -> list[Line]:
-    """The result lines of the most ranks, of the newest commit measured on as many."""
+    """The result lines of the most H200s, of the newest commit measured on as many."""
     text = (RESULTS / f"{bench}.jsonl").read_text()
-    lines = list(map(json.loads, text.splitlines()))
+    lines = [line for line in map(json.loads, text.splitlines()) if line["device"] == H200.name]
     ranks = max(line["ranks"] or 1 for line in lines)
     lines = [line for line in lines if (line["ranks"] or 1) == ranks]
     return [line for line in lines if line["commit"] == lines[-1]["commit"]]

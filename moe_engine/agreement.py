@@ -158,5 +158,9 @@ def agree(group: Group, make: Callable[[], Settings]) -> Settings:
             found = ", ".join(f"{value} on rank {rank}" for rank, value in enumerate(values))
             raise ShapeError(f"{name} differs between ranks: {found}. Give all the same.")
     first = everyone[0]
-    drawn = dict(measured=first.measured, number=first.number, hbm_gbs=first.hbm_gbs)
-    return replace(everyone[group.rank], **drawn)
+    # fmt: off
+    return replace(
+        everyone[group.rank],
+        measured=first.measured, number=first.number, hbm_gbs=first.hbm_gbs,
+    )
+    # fmt: on
