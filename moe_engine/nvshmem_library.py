@@ -13,6 +13,7 @@ import mmap
 import os
 import re
 from collections.abc import Iterator
+from contextlib import suppress
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -20,6 +21,7 @@ from typing import Any, NamedTuple
 from .errors import BackendError
 
 HOST_LIBRARY, BITCODE = "libnvshmem_host.so.3", "libnvshmem_device.bc"
+HEADER = "include/non_abi/nvshmem_version.h"
 PACKAGE = "nvidia-nvshmem-cu13"
 TESTED = "3.6.5"
 INSTALL = f"pip install --no-deps {PACKAGE}=={TESTED}"
@@ -80,8 +82,20 @@ def network_adapters(system: Path = Path("/sys")) -> list[str]:
 def installed() -> Installed:
     """The NVSHMEM that is installed. BackendError where there is none, or one of a version that
     Triton cannot link."""
+    home = os.environ.get("NVSHMEM_HOME")
+    changed = None
+    if home is not None:
+        with suppress(OSError):
+            changed = os.stat(Path(home) / HEADER).st_mtime_ns
+    return _installed(home, changed)
+
+
+@functools.lru_cache(8)
+def _installed(home: str | None, changed: int | None) -> Installed:
+    """`installed`, for the folder NVSHMEM_HOME whose version was `changed` then: each launch that
+    is listed asks, and to search the environment takes 0.4 ms."""
     for folder in _folders():
-        header = folder / "include/non_abi/nvshmem_version.h"
+        header = folder / HEADER
         found = Installed(folder, ())
         if found.bitcode.exists() and found.host_library.exists() and header.exists():
             numbers = re.findall(r"VENDOR_(?:MAJOR|MINOR|PATCH)_VERSION (\d+)", header.read_text())

@@ -151,6 +151,10 @@ class PreparedCalls:
         more = {} if sized is None else {"sized": sized}
         if Recording.current() is not None:  # a part of a larger body
             return body(owner, *args, **more, **numbers)
+        if is_collecting():  # nothing runs that could be repeated
+            if before is not None:
+                before(*args)
+            return body(owner, *args, **more, **numbers)
         if has_modes():
             with without_modes():
                 return self(
@@ -172,9 +176,7 @@ class PreparedCalls:
             before(*args)
         with self._begin(*first), Recording(self._state) as recording:
             result = body(owner, *args, **more, **numbers)
-        can_be_repeated = not (recording.computes or is_collecting()) and not _overlap(
-            given, self._held
-        )
+        can_be_repeated = not recording.computes and not _overlap(given, self._held)
         if can_be_repeated and all(one is None or one.numel() for one in sized or ()):
             parts = self._held, recording, result, self._state
             kind.prepared[body] = PreparedCall(given, [*numbers], *parts)

@@ -12,6 +12,7 @@ import multiprocessing
 import os
 from collections.abc import Iterable, Iterator
 from concurrent.futures import ProcessPoolExecutor
+from contextlib import nullcontext
 from multiprocessing.reduction import ForkingPickler
 from pathlib import Path
 from typing import Any
@@ -44,8 +45,11 @@ def variants(shape: ModelShape, arch: int) -> dict[str, Variant]:
         found.setdefault(one.key, one)
 
     calls = CALLS if shape.num_nodes == 1 else CALLS_OF_NODES
+    # Each operation of torch goes through a mode of Python under a default device.
+    is_default = torch.get_default_device().type == "cpu"
+    on_cpu = nullcontext() if is_default else torch.device("cpu")
     for number, kind in enumerate(kinds_of(arch)):
-        with stand_in(kind), collecting(collect), torch.device("cpu"):
+        with stand_in(kind), collecting(collect), on_cpu:
             for name, call in calls.items():
                 if number == 0 or name in CHOOSING:
                     call(shape)

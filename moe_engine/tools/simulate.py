@@ -119,7 +119,8 @@ class Answer:
         layer = self.scenario.layer
         sizes = layer.num_ranks, layer.max_tokens, layer.num_experts, layer.num_topk
         widths = layer.hidden, layer.num_columns, layer.itemsize
-        return LayerOnNodes(*sizes, *widths, one.us - one.fixed_us, self.shares.imbalance)
+        rows_us, imbalance = one.us - one.fixed_us, self.shares.imbalance
+        return LayerOnNodes(*sizes, *widths, rows_us=rows_us, imbalance=imbalance)
 
     @property
     def gemms_us(self) -> float:
