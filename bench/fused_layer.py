@@ -235,7 +235,7 @@ class Bench:
         self.layer()()  # reserves the memory of expert rows
         slots = self.buffers[0]._engine.slots
         max_rows = self.num_ranks * self.shape.tokens * experts.num_topk
-        config = LayerConfig.predicted(self.problem())
+        config = LayerConfig.predicted(self.problem(), gpu().hbm_gbs)
         act = tokens.x.new_empty(max_rows, experts.up.shape[1] // 2)
 
         def call() -> None:
@@ -266,7 +266,7 @@ class Bench:
 
     def sweep(self) -> None:
         """Times by how many programs communicate: push, copy, return."""
-        choice = LayerConfig.predicted(self.problem())
+        choice = LayerConfig.predicted(self.problem(), gpu().hbm_gbs)
         best = choice.num_push_programs, choice.num_copy_programs, choice.num_return_programs
         num_sms = gpu().num_sms
         half, twice = num_sms // 2, 2 * num_sms
@@ -282,7 +282,7 @@ class Bench:
 
     def ablate(self) -> None:
         """Times without one part at a time."""
-        choice = LayerConfig.predicted(self.problem())
+        choice = LayerConfig.predicted(self.problem(), gpu().hbm_gbs)
         variants = {
             "as chosen": choice,
             "in turn": UNFUSED,

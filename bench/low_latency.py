@@ -35,7 +35,7 @@ from _layer import Experts, Tokens, relative_error
 
 from moe_engine import Buffer, moe_ffn
 from moe_engine.emulation import send_message
-from moe_engine.hardware import H200
+from moe_engine.hardware import gpu
 from moe_engine.layer_config import MODELS
 
 VERBS = "dispatch", "combine", "round_trip", "layer"
@@ -158,7 +158,7 @@ class Point:
             return wire_us + num_signals * SIGNAL_US + LAUNCH_US
 
         dispatch, combine = exchange_us(2 * self.hidden, 1), exchange_us(2 * self.hidden, 2)
-        weights_us = num_busy * 6 * self.hidden * self.columns / H200.hbm_gbs / 1e3
+        weights_us = num_busy * 6 * self.hidden * self.columns / gpu().hbm_gbs / 1e3
         return {
             ("dispatch", "fp8"): exchange_us(self.hidden + self.hidden / 128 * 4, 1),
             ("dispatch", "bf16"): dispatch,

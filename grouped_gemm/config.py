@@ -12,7 +12,14 @@ from typing import Any, NamedTuple
 
 import torch
 
-from ..choice_cache import cache_path, keep_choice, problem_key, read_choices, warn
+from ..choice_cache import (
+    cache_path,
+    device_name,
+    keep_choice,
+    problem_key,
+    read_choices,
+    warn,
+)
 from ..device.constants import constants
 from ..errors import ShapeError
 from ..hardware import H200
@@ -284,15 +291,19 @@ def explain(problem: GemmProblem) -> str:
     return "\n".join(lines)
 
 
-@functools.lru_cache(4096)
 def choose(problem: GemmProblem, block_m: int | None = None) -> GemmConfig:
     """The tile shape for a problem: the measured one, else the predicted one."""
+    return _choose(problem, block_m, device_name())
+
+
+@functools.lru_cache(4096)
+def _choose(problem: GemmProblem, block_m: int | None, device: str) -> GemmConfig:
     return measured(problem, block_m) or GemmConfig.predicted(problem, block_m)
 
 
 def measured(problem: GemmProblem, block_m: int | None = None) -> GemmConfig | None:
     """The kept choice for a problem; None without one, or for one that is no candidate."""
-    kept = _read_once(cache_path(GEMMS))
+    kept = _read_once(cache_path(GEMMS), device_name())
     if not kept or problem.capability is None:
         return None
     config = kept.get(_key(problem, block_m))
@@ -306,11 +317,11 @@ def keep(problem: GemmProblem, block_m: int | None, config: GemmConfig) -> None:
     """Let `choose` take a measured tile shape, in this process and in later ones."""
     keep_choice(cache_path(GEMMS), _key(problem, block_m), asdict(config))
     _read_once.cache_clear()
-    choose.cache_clear()
+    _choose.cache_clear()
 
 
 @functools.cache
-def _read_once(path: Path) -> dict[str, GemmConfig]:
+def _read_once(path: Path, device: str) -> dict[str, GemmConfig]:
     return read_choices(path, GemmConfig)
 
 

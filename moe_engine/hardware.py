@@ -19,7 +19,8 @@ BYTES_IN_FLIGHT = 64 * 1024
 
 @dataclass(frozen=True, slots=True)
 class Gpu:
-    """A kind of GPU, as far as choices depend on it. The figures were measured (bench/NOTES.md).
+    """A kind of GPU, as far as choices depend on it. The figures were measured on an H200, and
+    hbm_gbs and the link on an H100 (bench/NOTES.md).
 
     capability: its compute capability; None for the interpreter, which runs on the CPU.
     link_gbs: GB/s at which it writes to others without queueing; offered more, the link carries

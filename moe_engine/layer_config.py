@@ -46,8 +46,7 @@ MAX_PROGRAMS = 65_536
 class LayerProblem:
     """The shape of a layer, as far as it is the same on all ranks.
 
-    max_tokens: the most tokens of a rank; num_columns: columns of the down-projection's input (I);
-    hbm_gbs: of rank 0's GPU, see `hardware.Gpu`.
+    max_tokens: the most tokens of a rank; num_columns: columns of the down-projection's input (I).
     """
 
     num_ranks: int
@@ -57,7 +56,6 @@ class LayerProblem:
     hidden: int
     num_columns: int
     itemsize: int = 2
-    hbm_gbs: float = H200.hbm_gbs
 
     @property
     def share(self) -> float:
@@ -69,14 +67,13 @@ class LayerProblem:
         """The number of expert rows that a token has on a rank to which it is routed."""
         return self.num_topk / self.num_ranks / self.share
 
-    @property
-    def loses_weights(self) -> bool:
-        """Whether tiles that begin when their rows arrive, one here and one there, each read the
-        weights of their expert from memory: an up-projection that is bound by products then is
-        bound by memory (bench/NOTES.md)."""
+    def loses_weights(self, hbm_gbs: float) -> bool:
+        """Whether tiles that begin when their rows arrive, at different times, each read their
+        expert's weights from memory of this speed: an up-projection that is bound by products
+        otherwise is then bound by memory (bench/NOTES.md)."""
         rows = self.max_tokens * self.num_topk * self.num_ranks / self.num_experts
         is_shared_by_few = TILE_ROWS < rows < MANY_TILES * TILE_ROWS
-        return self.hbm_gbs < H200.hbm_gbs and self.hidden >= LONG_DEPTH and is_shared_by_few
+        return hbm_gbs < H200.hbm_gbs and self.hidden >= LONG_DEPTH and is_shared_by_few
 
     @property
     def link_us(self) -> float:
@@ -130,8 +127,9 @@ class LayerConfig:
         return LayerConfig(self.num_stages, self.num_return_stages)
 
     @classmethod
-    def predicted(cls, problem: LayerProblem) -> LayerConfig:
-        """The choices that are predicted to be the fastest."""
+    def predicted(cls, problem: LayerProblem, hbm_gbs: float = H200.hbm_gbs) -> LayerConfig:
+        """The choices that are predicted to be the fastest, with memory of this speed, see
+        `hardware.Gpu`."""
         if problem.num_ranks == 1:  # no link bounds the copies, which nothing hides
             return cls(num_stages=1, num_return_stages=1, num_copy_programs=4 * H200.num_sms)
         rows = problem.max_tokens * problem.num_topk
@@ -139,7 +137,7 @@ class LayerConfig:
         are_busy = 2 * problem.link_us > BUSY_LINKS * gemm_us
         most = MAX_STAGES.value if are_busy else CALM_STAGES
         counts = range(1, 1 + max(2, min(most, rows // STAGE_ROWS)))
-        arrivals = range(1, 2) if problem.loses_weights else counts
+        arrivals = range(1, 2) if problem.loses_weights(hbm_gbs) else counts
         own_rows = rows / problem.num_experts  # of an expert, from its own rank
         return cls(
             num_stages=min(arrivals, key=lambda n: dispatch_us(problem, n)),
@@ -175,9 +173,9 @@ def combine_us(problem: LayerProblem, num_stages: int) -> float:
     return now
 
 
-def explain(problem: LayerProblem) -> str:
+def explain(problem: LayerProblem, hbm_gbs: float = H200.hbm_gbs) -> str:
     """The predicted times of a layer for evenly routed tokens, and the predicted choices."""
-    best = LayerConfig.predicted(problem)
+    best = LayerConfig.predicted(problem, hbm_gbs)
     gemm_us = problem.gemm_us(3 * problem.num_columns)
     dispatch = dispatch_us(problem, best.num_stages)
     combine = combine_us(problem, best.num_return_stages)
@@ -214,7 +212,7 @@ class LayerChoices:
         """The config for a layer."""
         if config := self.user or self.measured(problem):
             return config
-        return LayerConfig.predicted(replace(problem, hbm_gbs=self.hbm_gbs))
+        return LayerConfig.predicted(problem, self.hbm_gbs)
 
     def measured(self, problem: LayerProblem) -> LayerConfig | None:
         """The kept choice for a layer, None without one."""
@@ -233,6 +231,4 @@ def keep_layer(problem: LayerProblem, config: LayerConfig) -> None:
 
 def _key(problem: LayerProblem) -> str:
     """The key of a layer; layers whose tokens round up to the same power of two share it."""
-    fields = asdict(replace(problem, max_tokens=next_power_of_2(problem.max_tokens)))
-    del fields["hbm_gbs"]
-    return problem_key(fields)
+    return problem_key(asdict(replace(problem, max_tokens=next_power_of_2(problem.max_tokens))))

@@ -61,8 +61,8 @@ class Installed(NamedTuple):
             return mmap.mmap(file.fileno(), 0, prot=mmap.PROT_READ).find(b"ibgda") >= 0
 
 
-def _folders() -> Iterator[Path]:
-    if home := os.environ.get("NVSHMEM_HOME"):
+def _folders(home: str | None) -> Iterator[Path]:
+    if home:
         yield Path(home)
         return
     try:
@@ -94,7 +94,7 @@ def installed() -> Installed:
 def _installed(home: str | None, changed: int | None) -> Installed:
     """`installed`, for the folder NVSHMEM_HOME whose version was `changed` then: each launch that
     is listed asks, and to search the environment takes 0.4 ms."""
-    for folder in _folders():
+    for folder in _folders(home):
         header = folder / HEADER
         found = Installed(folder, ())
         if found.bitcode.exists() and found.host_library.exists() and header.exists():

@@ -75,7 +75,7 @@ def test_what_was_measured_comes_first(monkeypatch: pytest.MonkeyPatch, tmp_path
     assert tiles.measured(GemmProblem(BF16, 32768, 32, 2048, 768)) is None
     assert tiles.measured(problem, 128) is None
     assert [path.name for path in tmp_path.iterdir()] == ["gemm.json"]
-    tiles.choose.cache_clear()
+    tiles._choose.cache_clear()
 
 
 @pytest.mark.filterwarnings("ignore:.*gemm.json")
@@ -115,4 +115,4 @@ def test_tune_on_one_gpu(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Non
     assert 0 < us < 1e6
     w = torch.empty(8, 1024, 1024, dtype=BF16, device="cuda")
     assert gemm_config(w, 512, "swiglu", gathered=True) == config
-    tiles.choose.cache_clear()
+    tiles._choose.cache_clear()

@@ -14,7 +14,7 @@ from moe_engine import MoEFeedForward, Options, WgradSink, moe_ffn
 from moe_engine.device.context import SAVE_POLICIES
 from moe_engine.emulation import PerRank
 from moe_engine.engines.kernel import KernelEngine
-from moe_engine.hardware import stand_in
+from moe_engine.hardware import H200, stand_in
 from moe_engine.symm.ring import region_bytes
 from moe_engine.tools import compile
 from moe_engine.tools.lone_rank import low_latency_engine
@@ -193,7 +193,7 @@ def test_a_warm_up_has_the_tiles_of_any_decode_batch():
         with mock.patch.dict(compile.CALLS, {"decode": call}, clear=True):
             return compile.variants(shape, 90).keys()
 
-    with stand_in((9, 0)):
+    with stand_in(H200):
         whole, *sizes = layer_sizes(Options())
         assert layer_sizes(Options(max_tokens=1)) == [None, 1]
         assert layer_sizes(Options(max_tokens=5)) == [None, 1, 2, 3, 4, 5]

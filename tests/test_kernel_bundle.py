@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import os
-import shutil
 import subprocess
 import sys
 import warnings
@@ -41,7 +40,7 @@ from moe_engine.passes import PassGradients, backward_in_passes, forward_in_pass
 from moe_engine.streams import EventOverlap
 from moe_engine.symm.ring import region_bytes
 from moe_engine.tools import cli, compile, model_calls
-from moe_engine.tools.lone_rank import kernel_engine, layer_choices, low_latency_engine
+from moe_engine.tools.lone_rank import kernel_engine, low_latency_engine
 from moe_engine.tools.model_shape import ModelShape, shape_of_checkpoint
 from moe_engine.training import LayerOptions, LayerTensors
 from moe_engine.weight_gradients import LayerWeights
@@ -135,25 +134,6 @@ def test_the_number_of_variants_is_bounded():
     assert counts["low_latency_dispatch_kernel"] == 3 * 3 * 2 + 1  # a layer has one more
 
 
-def test_kernels_of_each_kind_of_gpu_are_listed():
-    """Rows of this layer come in stages on an H200, and at once on an H100."""
-    shape, called = ModelShape(4, 4096, 2048, 2, 2, max_tokens=512), []
-
-    def call_layer(shape):
-        config = layer_choices().choose(shape.layer(512))
-        called.append((hardware.gpu().name, config.num_stages))
-        engine = kernel_engine(2, 512, shape.region_bytes(512))
-        engine.moe_ffn(shape.inputs(512, *shape.weights()))
-
-    calls = {"layout": layouts, "layer": call_layer}
-    with mock.patch.dict(compile.CALLS, calls, clear=True):
-        found = compile.variants(shape, 90)
-    assert called == [("NVIDIA H200", 2), ("NVIDIA H100 80GB HBM3", 1)]
-    names = [variant.kernel.__name__ for variant in found.values()]
-    assert names.count("exchange_fused_kernel") == 2
-    assert names.count("copy_rows_kernel") == 1
-
-
 def test_nothing_is_left_of_the_stand_in():
     """What was listed made no call that could be taken for one that ran."""
     from moe_engine import prepared
@@ -225,48 +205,6 @@ def test_a_bundle_of_something_else_is_refused(folder, tmp_path, name, value, te
     (tmp_path / PACKAGE / MANIFEST).write_text(json.dumps(manifest))
     with pytest.raises(ValueError, match=text):
         read(tmp_path)
-
-
-def write_release(folder):
-    """The bundle of a folder, written again for another model, which needs one other kernel."""
-    release = {k: v for k, v in needed().items() if v.kernel.__name__ == "release_kernel"}
-    with first_layouts():
-        both = compile.variants(SHAPE, 90) | dict([release.popitem()])
-    asked, whole = [], compile.compile_all
-
-    def compile_all(variants, jobs):
-        asked.extend(variants)
-        return whole(asked, 1)
-
-    with mock.patch.object(compile, "compile_all", compile_all):
-        written = list(compile.write(folder, both, 90, jobs=1))
-    assert [variant.key for variant, _ in written] == [*both]
-    return both, [variant.kernel.__name__ for variant in asked]
-
-
-def test_a_folder_keeps_the_kernels_of_other_models(folder, tmp_path):
-    shutil.copytree(folder, tmp_path, dirs_exist_ok=True)
-    needed_here, compiled = write_release(tmp_path)
-    assert compiled == ["release_kernel"]
-    for key, variant in needed_here.items():
-        said = read(tmp_path)._kernels[key]
-        binary = from_entry(said, (tmp_path / PACKAGE / f"{key}.cubin").read_bytes())
-        assert binary == compile.compile_variant(variant)
-
-
-@pytest.mark.parametrize("what", ["another version", "no manifest"])
-def test_kernels_of_another_version_are_replaced(folder, tmp_path, what):
-    shutil.copytree(folder, tmp_path, dirs_exist_ok=True)
-    inner = tmp_path / PACKAGE
-    (inner / "old.cubin").write_bytes(b"old")
-    manifest = json.loads((inner / MANIFEST).read_text())
-    manifest["made_with"]["moe_engine"] = "0.0.9 (abc)"
-    text = json.dumps(manifest) if what == "another version" else "[]"
-    (inner / MANIFEST).write_text(text)
-    needed_here, compiled = write_release(tmp_path)
-    assert len(compiled) == len(needed_here) == 3
-    assert {path.stem for path in inner.glob("*.cubin")} == needed_here.keys()
-    assert read(tmp_path)._kernels.keys() == needed_here.keys()
 
 
 def test_an_old_driver_and_what_is_no_bundle_are_refused(folder, tmp_path):

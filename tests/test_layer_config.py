@@ -71,7 +71,7 @@ def test_rows_come_at_once_where_stages_would_lose_the_weights(
 def test_what_was_measured_is_found_on_memory_of_any_speed(tmp_path, monkeypatch):
     """The cache is that of one kind of GPU."""
     monkeypatch.setenv("MOE_ENGINE_CACHE", str(tmp_path))
-    problem, config = LayerProblem(2, 4096, **QWEN3, hbm_gbs=1.0), LayerConfig(3, 2)
+    problem, config = LayerProblem(2, 4096, **QWEN3), LayerConfig(3, 2)
     keep_layer(problem, config)
     for hbm_gbs in (1.0, H200.hbm_gbs):
         assert LayerChoices(kept=kept_layers(), hbm_gbs=hbm_gbs).choose(problem) == config

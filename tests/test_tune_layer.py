@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 from dataclasses import asdict, replace
 from math import log2
+from unittest import mock
 
 import cases
 import pytest
@@ -13,10 +14,11 @@ from hypothesis import given
 from hypothesis import strategies as st
 from typer.testing import CliRunner
 
-from moe_engine import Buffer, LayerConfig, Options, choice_cache, layer_config
+from moe_engine import Buffer, LayerConfig, Options, agreement, choice_cache, layer_config
 from moe_engine.emulation import PerRank
 from moe_engine.engines.base import LayerInputs
 from moe_engine.errors import BackendError
+from moe_engine.hardware import H100
 from moe_engine.layer_config import LayerProblem
 from moe_engine.symm import environment
 from moe_engine.tools import tune_layer
@@ -112,6 +114,25 @@ def test_another_result_on_one_rank_is_refused_by_all(pool):
     assert pool.run(time_one, PerRank([True, False]), num_ranks=2) == [(REFUSED, 0)] * 2
     (first, calls), second = pool.run(time_one, PerRank([True, True]), num_ranks=2)
     assert (first, calls) == second and 0 < first < 1e6 and calls == 3
+
+
+def first_tried(group):
+    """Where a search on ranks with H100s begins."""
+    tried = []
+    with (
+        mock.patch.object(agreement, "gpu", lambda device: H100),
+        mock.patch.object(tune_layer, "descend", lambda start, measure: tried.append(start)),
+    ):
+        tune_layer.run_rank(group, Job(LayerProblem(2, 512, 4, 2, 4096, 1024), 1, "cpu"))
+    return tried
+
+
+def test_the_search_begins_at_what_is_chosen_on_this_gpu(pool):
+    """Such a layer runs in stages on an H200, and a search from there would end before 1."""
+    if pool.device == "cuda":
+        pytest.skip("emulated: the ranks have GPUs of another kind")
+    for (start,) in pool.run(first_tried, num_ranks=2):
+        assert start.num_stages == 1
 
 
 def test_same_bits():

@@ -259,13 +259,15 @@ def layer(
     hidden: Annotated[int, typer.Option(min=8, help="H, columns of a token.")],
     intermediate: Annotated[int, typer.Option(min=8, help="I, columns inside an expert.")],
 ) -> None:
-    """Explain how `moe_ffn` runs a layer in bf16 on H200s: stages, programs, predicted times."""
+    """Explain how `moe_ffn` runs a layer in bf16 on the GPU that is here, or an H200: stages,
+    programs, predicted times."""
     from ..choice_cache import device_name
+    from ..hardware import gpu
     from ..layer_config import LayerChoices, explain, kept_layers
 
     problem = LayerProblem(ranks, tokens, experts, topk, hidden, intermediate)
     check_layer(problem)
-    typer.echo(explain(problem))
+    typer.echo(explain(problem, gpu().hbm_gbs))
     if config := LayerChoices(kept=kept_layers()).measured(problem):
         typer.echo(f"measured before on this device ({device_name()}), and taken: {config}")
 

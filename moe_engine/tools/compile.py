@@ -93,48 +93,52 @@ def _kernel(module: str, name: str) -> Any:
     return getattr(importlib.import_module(module), name)
 
 
-def _with_what_is_there(path: Path, versions: dict[str, Any]) -> dict[str, Any]:
-    """The manifest of a bundle of these versions, with the kernels of the one at `path` if that is
-    of the same. A bundle without linked kernels does not name NVSHMEM, and goes with any."""
-    made = versions["made_with"]
+def _manifest(path: Path, arch: int, is_linked: bool) -> dict[str, Any]:
+    """The manifest of a bundle that is made here and now, with the kernels of the one at `path`, if
+    that was made with the same; NVSHMEM is among it where kernels are linked, here or there."""
     try:
         old = json.loads(path.read_text())
-        is_same = old["cuda"] == versions["cuda"] and all(
-            made.get(name, value) == value for name, value in old["made_with"].items()
-        )
-        if is_same:
-            return {**versions, "made_with": old["made_with"] | made, "kernels": old["kernels"]}
-    except (OSError, ValueError, LookupError, TypeError, AttributeError):
-        pass
-    return {**versions, "kernels": {}}
+        before, kernels = {"cuda": old["cuda"], **old["made_with"]}, dict(old["kernels"])
+    except (OSError, ValueError, LookupError, TypeError):
+        before, kernels = {}, {}
+    made = made_with(arch, is_linked or "nvshmem" in before)
+    now = {"cuda": get_ptxas(arch).version, **made}
+    if now | before != now:
+        kernels = {}
+    return {"made_with": made, "cuda": now["cuda"], "kernels": kernels}
 
 
 def write(
     folder: Path, needed: dict[str, Variant], arch: int, jobs: int
 ) -> Iterator[tuple[Variant, Binary]]:
     """Compile variants and write a bundle of them to `folder`, a project that pip can install.
-    Yields each when it is compiled. What the folder has that was made with the same stays in it."""
+    Yields each when it is compiled. What the folder has that was made with the same versions stays
+    in it; the rest goes before anything is written, as an older kernel may have the same name."""
     inner = folder / PACKAGE
     inner.mkdir(parents=True, exist_ok=True)
-    is_linked = any(linked(variant.kernel) for variant in needed.values())
-    versions = {"made_with": made_with(arch, is_linked), "cuda": get_ptxas(arch).version}
-    manifest = _with_what_is_there(inner / MANIFEST, versions)
-    kernels = manifest["kernels"]
-    missing = {key: variant for key, variant in needed.items() if key not in kernels}
+    path, is_linked = inner / MANIFEST, any(linked(one.kernel) for one in needed.values())
+    kernels = _manifest(path, arch, is_linked)["kernels"]
+    if path.exists() and not kernels:
+        path.unlink()
+        for cubin in inner.glob("*.cubin"):
+            cubin.unlink()
+    there = {key for key in kernels if (inner / f"{key}.cubin").exists()}
+    missing = {key: variant for key, variant in needed.items() if key not in there}
     compiled = compile_all(missing.values(), min(jobs, len(missing)))
     for key, variant in needed.items():
-        path = inner / f"{key}.cubin"
+        cubin = inner / f"{key}.cubin"
         if key in missing:
             binary = next(compiled)
-            path.write_bytes(binary.cubin)
+            cubin.write_bytes(binary.cubin)
             kernels[key] = entry(binary)
         else:
-            binary = from_entry(kernels[key], path.read_bytes())
+            binary = from_entry(kernels[key], cubin.read_bytes())
         yield variant, binary
-    for path in inner.glob("*.cubin"):
-        if path.stem not in kernels:
-            path.unlink()
-    (inner / MANIFEST).write_text(json.dumps(manifest, indent=1))
+    manifest = _manifest(path, arch, is_linked)  # another command may have ended since
+    manifest["kernels"] |= kernels
+    new = path.with_suffix(f".{os.getpid()}")
+    new.write_text(json.dumps(manifest, indent=1))
+    new.replace(path)
     (inner / "__init__.py").write_text('"""Compiled kernels of moe_engine."""\n')
     (folder / "pyproject.toml").write_text(
         f"""[project]

@@ -404,5 +404,5 @@ CALLS_OF_NODES: dict[str, Callable[[ModelShape], None]] = {
     "grouped GEMM": call_gemms,
 }
 """Of ranks on several nodes."""
-CHOOSING = ("layer",)
-"""Those that launch other kernels on other kinds of GPUs of one compute capability."""
+CHOOSING = "layer", "decode layer", "grouped GEMM"
+"""Those that may launch other kernels on other kinds of GPUs of one compute capability."""

@@ -99,6 +99,6 @@ def shape_of_checkpoint(
     if len(found) > 1:
         raise ShapeError(
             f"the layers of {checkpoint} differ: {sorted(found, key=str)}. Compile the sizes of "
-            "each into a bundle of its own."
+            "each into the same folder."
         )
     return found.pop()

@@ -94,6 +94,7 @@ def run_rank(group: dist.ProcessGroup, job: Job) -> dict[LayerConfig, float]:
     buffer = Buffer.for_tokens(group, *sizes, options=Options(timeout_s=20.0, decode_tokens=0))
     engine = buffer._engine
     assert isinstance(engine, KernelEngine)
+    predicted = LayerConfig.predicted(problem, engine.layers.hbm_gbs)
     first: list[torch.Tensor] = []
 
     def call() -> torch.Tensor:
@@ -107,7 +108,7 @@ def run_rank(group: dist.ProcessGroup, job: Job) -> dict[LayerConfig, float]:
         buffer.check()
         return us
 
-    times = descend(LayerConfig.predicted(problem), measure)
+    times = descend(predicted, measure)
     dist.barrier(group)
     buffer.destroy()
     return times
