@@ -113,8 +113,10 @@ def time_eager(
     def take_turn() -> None:
         next(turns)()
 
-    affordable = int(EAGER_US / time_calls(take_turn, group, 1))
-    repeats = min(EAGER_CALLS, max(MIN_EAGER_CALLS, affordable))
+    repeats = EAGER_CALLS
+    if repeats > MIN_EAGER_CALLS:
+        affordable = int(EAGER_US / time_calls(take_turn, group, 1))
+        repeats = min(repeats, max(MIN_EAGER_CALLS, affordable))
     us = time_calls(take_turn, group, EAGER_ROUNDS, repeats)
     ratio = None if graph_us is None else round(us / graph_us, 3)
     return {"eager_us": round(us, 2), "eager_ratio": ratio}
