@@ -99,6 +99,12 @@ def time_calls(call: Call, group: dist.ProcessGroup, rounds: int, repeats: int =
     return sorted(times[WARMUP_ROUNDS:])[rounds // 2]
 
 
+def calls_in_a_round(call: Call, group: dist.ProcessGroup) -> int:
+    """As many as EAGER_US takes, from MIN_EAGER_CALLS to EAGER_CALLS; the same on all ranks."""
+    affordable = int(EAGER_US / time_calls(call, group, 1))
+    return min(EAGER_CALLS, max(MIN_EAGER_CALLS, affordable))
+
+
 def time_eager(
     calls: Sequence[Call], group: dist.ProcessGroup, graph_us: float | None = None
 ) -> dict[str, float | None]:
@@ -113,11 +119,7 @@ def time_eager(
     def take_turn() -> None:
         next(turns)()
 
-    repeats = EAGER_CALLS
-    if repeats > MIN_EAGER_CALLS:
-        affordable = int(EAGER_US / time_calls(take_turn, group, 1))
-        repeats = min(repeats, max(MIN_EAGER_CALLS, affordable))
-    us = time_calls(take_turn, group, EAGER_ROUNDS, repeats)
+    us = time_calls(take_turn, group, EAGER_ROUNDS, calls_in_a_round(take_turn, group))
     ratio = None if graph_us is None else round(us / graph_us, 3)
     return {"eager_us": round(us, 2), "eager_ratio": ratio}
 

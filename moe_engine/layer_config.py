@@ -67,7 +67,7 @@ class LayerProblem:
         """The number of expert rows that a token has on a rank to which it is routed."""
         return self.num_topk / self.num_ranks / self.share
 
-    def loses_weights(self, hbm_gbs: float) -> bool:
+    def rereads_weights(self, hbm_gbs: float) -> bool:
         """Whether tiles that begin when their rows arrive, at different times, each read their
         expert's weights from memory of this speed: an up-projection that is bound by products
         otherwise is then bound by memory (bench/NOTES.md)."""
@@ -137,7 +137,7 @@ class LayerConfig:
         are_busy = 2 * problem.link_us > BUSY_LINKS * gemm_us
         most = MAX_STAGES.value if are_busy else CALM_STAGES
         counts = range(1, 1 + max(2, min(most, rows // STAGE_ROWS)))
-        arrivals = range(1, 2) if problem.loses_weights(hbm_gbs) else counts
+        arrivals = range(1, 2) if problem.rereads_weights(hbm_gbs) else counts
         own_rows = rows / problem.num_experts  # of an expert, from its own rank
         return cls(
             num_stages=min(arrivals, key=lambda n: dispatch_us(problem, n)),
@@ -201,7 +201,7 @@ class LayerChoices:
     Ranks that differ in their stages would wait for one another in vain, and a file may change
     between the reads of two ranks. So all ranks of a Buffer take `kept` from rank 0, which reads
     the file when the Buffer is made: a choice that is kept later is for later Buffers. Likewise
-    `hbm_gbs` is that of rank 0's GPU, by which is predicted.
+    `hbm_gbs` is that of rank 0's GPU, and the prediction uses it on all ranks.
     """
 
     user: LayerConfig | None = None

@@ -14,6 +14,7 @@ from moe_engine.engines.kernel import KernelEngine
 from moe_engine.hardware import H200, stand_in
 from moe_engine.kernel_bundle import Variant
 from moe_engine.launch import collecting, is_collecting
+from moe_engine.tools.lone_rank import kernel_engine
 
 SIZES = dict(hidden=256, num_topk=4)
 
@@ -47,6 +48,12 @@ def launched(group, function, *args):
     ):
         function(group, *args)
     return keys
+
+
+def layouts(shape):
+    """The kernels of a layout, the smallest there are."""
+    engine = kernel_engine(shape.num_ranks, 8, shape.region_bytes(8))
+    engine.layout(shape.tokens(8)[1], shape.num_experts)
 
 
 def inputs_of(count, requires_grad=False):

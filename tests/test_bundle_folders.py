@@ -7,6 +7,7 @@ from itertools import repeat
 from unittest import mock
 
 import pytest
+from bundle_calls import layouts
 
 from moe_engine import hardware
 from moe_engine.cuda_driver import Binary
@@ -16,11 +17,6 @@ from moe_engine.tools.lone_rank import kernel_engine, layer_choices
 from moe_engine.tools.model_shape import ModelShape
 
 SHAPE = ModelShape(16, 256, 128, 4, 4, max_tokens=64)
-
-
-def layouts(shape):
-    engine = kernel_engine(shape.num_ranks, 8, shape.region_bytes(8))
-    engine.layout(shape.tokens(8)[1], shape.num_experts)
 
 
 def test_kernels_of_each_kind_of_gpu_are_listed():

@@ -15,6 +15,7 @@ from unittest import mock
 import pytest
 import torch
 import triton
+from bundle_calls import layouts
 from hypothesis import HealthCheck, Phase, given, settings
 from hypothesis import strategies as st
 from typer.testing import CliRunner
@@ -53,12 +54,6 @@ CPU_ONLY = pytest.mark.skipif(torch.cuda.is_available(), reason="stands in for a
 @cache
 def needed(shape=SHAPE, arch=90):
     return compile.variants(shape, arch)
-
-
-def layouts(shape):
-    """The kernels of a layout, the smallest there are."""
-    engine = kernel_engine(shape.num_ranks, 8, shape.region_bytes(8))
-    engine.layout(shape.tokens(8)[1], shape.num_experts)
 
 
 def first_layouts():
