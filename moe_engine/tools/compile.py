@@ -135,7 +135,10 @@ def write(
             binary = from_entry(kernels[key], cubin.read_bytes())
         yield variant, binary
     manifest = _manifest(path, arch, is_linked)  # another command may have ended since
-    manifest["kernels"] |= kernels
+    kernels = manifest["kernels"] | kernels
+    manifest["kernels"] = {
+        key: kernels[key] for key in kernels if (inner / f"{key}.cubin").exists()
+    }
     new = path.with_suffix(f".{os.getpid()}")
     new.write_text(json.dumps(manifest, indent=1))
     new.replace(path)
