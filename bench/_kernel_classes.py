@@ -14,9 +14,9 @@ step."""
 GROUPED_MM = "aten::_grouped_mm", "transformers::grouped_mm_fallback"
 """The operators whose kernels are GEMMs of experts, whatever they are called."""
 GEMMS = frozenset(
-    "dispatch_gemm_kernel dispatch_dgrad_kernel dispatch_wgrad_kernel staged_gemm_kernel "
-    "_grouped_gemm_kernel _split_sum_kernel _tile_schedule_kernel _activation_dgrad_kernel "
-    "_row_weight_gradient_kernel _activation_gradient_kernel _wgrad_kernel _bias_gradient_kernel "
+    "dispatch_gemm_kernel dispatch_wgrad_kernel staged_gemm_kernel "
+    "_grouped_gemm_kernel _split_sum_kernel _tile_schedule_kernel "
+    "_activation_gradient_kernel _wgrad_kernel _bias_gradient_kernel "
     "_bias_weight_gradient_kernel _clear_rest_kernel _gathered_sum_kernel "
     "quantize_rows_kernel".split()
 )

@@ -17,8 +17,7 @@ from ..grouped_gemm import num_compute_programs, ragged
 from ..grouped_gemm.backward import wgrad_launch
 from ..grouped_gemm.backward_kernels import _wgrad_kernel
 from ..grouped_gemm.config import GemmConfig
-from ..grouped_gemm.kernels import ExpertWeights
-from ..grouped_gemm.launch import describe_weights, scales_of
+from ..grouped_gemm.launch import expert_weights
 from ..grouped_gemm.operands import Rows, Weights
 from ..grouped_gemm.quantization_kernels import quantize_rows_kernel
 from ..hardware import gpu, leave_room
@@ -73,8 +72,7 @@ def gemm_combine(
         staged_gemm_kernel,
         (num_programs,),
         create_ragged_descriptor(a.x, [tiles.block_m, tiles.block_k]),
-        ExpertWeights(describe_weights(weights, tiles), weights.bias),
-        scales_of(a, weights),
+        expert_weights(a, weights, tiles),
         ragged(y[None], tiles.block_m, tiles.block_n // tiles.subtiles),
         schedule.staged,
         counters.computed,

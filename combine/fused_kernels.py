@@ -51,7 +51,6 @@ ROWS_AT_ONCE = tl.constexpr(3)
 def staged_gemm_kernel(
     a,  # ragged descriptor of [M, K]
     weights,  # ExpertWeights
-    scales,  # `Scales` of e4m3 operands, or None
     out,  # ragged descriptor of [1, M, N]
     schedule,  # StagedTiles
     computed,  # int64 [STAGES], see `StageCounters`
@@ -82,7 +81,7 @@ def staged_gemm_kernel(
     num_tiles = num_m * num_n
     stages = tl.arange(0, STAGES_PAD)
     since = begin_span()
-    FLATTEN: tl.constexpr = scales is None  # see `_grouped_gemm_kernel`
+    FLATTEN: tl.constexpr = weights.scales is None  # see `_grouped_gemm_kernel`
     for index in tl.range(program, num_tiles, num_programs, flatten=FLATTEN):
         # fmt: off
         packed, block = load_staged_tile(
@@ -91,7 +90,7 @@ def staged_gemm_kernel(
         # fmt: on
         expert, row, end = unpack_tile(packed)
         tile = Tile(expert, row, end, block * SHAPE.BLOCK_N)
-        acc = product_tile(a, weights.w, scales, tile, K, SHAPE, TRANSPOSED)
+        acc = product_tile(a, weights.w, weights.scales, tile, K, SHAPE, TRANSPOSED)
         # Before this tile is stored, when the last one's store has long ended.
         before = stage_of(index - num_programs, first_m, num_n)
         stage = stage_of(index, first_m, num_n)

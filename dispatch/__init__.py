@@ -1,6 +1,6 @@
 """Dispatch: send each token once to every rank that holds one of its experts."""
 
-from .backward import dispatch_dgrad, dispatch_wgrad
+from .backward import dispatch_wgrad
 from .fused import (
     Dispatched,
     ExpertOffsets,
@@ -48,7 +48,6 @@ __all__ = [
     "Tokens",
     "collect",
     "copy_rows",
-    "dispatch_dgrad",
     "dispatch_gemm",
     "dispatch_wgrad",
     "exchange",

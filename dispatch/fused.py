@@ -13,10 +13,9 @@ from ..device.constants import constants
 from ..device.context import Kind
 from ..device.lang import INTERPRETED
 from ..device.signature import RowShape
-from ..grouped_gemm import num_compute_programs, ragged
+from ..grouped_gemm import num_compute_programs
 from ..grouped_gemm.config import GemmConfig
-from ..grouped_gemm.kernels import ExpertWeights
-from ..grouped_gemm.launch import by_parts, describe_weights, scales_of
+from ..grouped_gemm.launch import expert_weights, outputs, storing_pre
 from ..grouped_gemm.operands import Epilogue, Rows, Weights
 from ..grouped_gemm.quantization import BLOCK, QuantizedRows, quantize_launch
 from ..grouped_gemm.quantization_kernels import quantize_rows_kernel
@@ -340,30 +339,27 @@ def dispatch_gemm(
 ) -> None:
     """out [M, I] = the activation of the expert rows a [M, H] times weights [L, 2I, H] or [L, 2, I,
     H], while they arrive; epilogue.pre gets gate and up [M, 2I]. A non-gated activation takes
-    weights [L, I, H], and pre is [M, I]. has_arrived: a is complete, whatever arrives meanwhile,
-    so no tile waits."""
+    weights [L, I, H], and pre is [M, I]. In a backward a has rows of dy, and the weights [L, H, I]
+    are transposed. has_arrived: a is complete, whatever arrives meanwhile, so no tile waits."""
     schedule, counters = dispatched.schedule, dispatched.counters
-    config, pre, parts = dispatched.config, epilogue.pre, epilogue.parts
+    config, parts, tiles = dispatched.config, epilogue.parts, storing_pre(tiles, epilogue)
     block = tiles.block_m, tiles.block_n // parts // tiles.subtiles
     slots.context.launch(
         dispatch_gemm_kernel,
         (num_compute_programs(a.x.device, tiles),),
         create_ragged_descriptor(a.x, [tiles.block_m, tiles.block_k]),
-        ExpertWeights(describe_weights(weights, tiles, parts), weights.bias),
-        scales_of(a, weights),
-        UpOutputs(
-            ragged(out[None], *block),
-            None if pre is None else ragged(by_parts(pre, parts), *block),
-        ),
+        expert_weights(a, weights, tiles, parts),
+        UpOutputs(*outputs(epilogue, out[None], *block)),
         Tiles(schedule.tiles, schedule.num_tiles),
         counters.copied,
         slots.context.fields,
         0 if has_arrived else num_copy_programs(config),
         config.num_stages,
+        TRANSPOSED=weights.transposed,
         RANKS_PAD=next_power_of_2(slots.num_ranks),
         **tiles.launch_options(epilogue.activation),
         **leave_room(),
-        step="dispatch_gemm",
+        step="dispatch_dgrad" if weights.transposed else "dispatch_gemm",
         after=(copy_rows_kernel,),
         shares_sms=True,
     )

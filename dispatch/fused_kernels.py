@@ -6,7 +6,7 @@ from typing import Any, NamedTuple
 import triton
 import triton.language as tl
 
-from ..device.context import RANK, ROLE_COPY, ROLE_KEEP, ROLE_PUSH, ROLE_UP
+from ..device.context import RANK, ROLE_COPY, ROLE_DGRAD_DOWN, ROLE_KEEP, ROLE_PUSH, ROLE_UP
 from ..device.lang import (
     as_pointer,
     begin_span,
@@ -291,19 +291,20 @@ def load_arriving_tile(
 def dispatch_gemm_kernel(
     a,  # ragged descriptor of the expert rows [M, K]
     weights,  # ExpertWeights [L, PARTS, N, K]
-    scales,  # `Scales` of e4m3 operands, or None
     out,  # UpOutputs
     tiles,  # `Tiles`, in the order of `staged_schedule_kernel`
     copied,  # int64 [2 * S], see `StageCounters`
     context,
     num_copy_programs,
     stage_count,
+    TRANSPOSED: tl.constexpr,
     RANKS_PAD: tl.constexpr,
     SHAPE: tl.constexpr,  # TileShape
     PDL: tl.constexpr,
 ):
     """out.act [M, N] = the activation of the expert rows' products, of which it takes PARTS, each
-    tile once its rows have arrived; out.pre gets the products.
+    tile once its rows have arrived; out.pre gets the products. In a backward the rows are those of
+    dy, and the weights [L, 1, K, N] are TRANSPOSED.
 
     The grouped GEMM, but for the wait at each tile.
 
@@ -312,14 +313,15 @@ def dispatch_gemm_kernel(
     the rows; their addresses follow from the tile's row, and so from the wait for it.
     """
     pdl_launch_dependents(PDL)
-    N, K = product_size(weights.w, SHAPE)
+    N, K = product_size(weights.w, SHAPE, TRANSPOSED)
     num_m = tl.load(tiles.count)
+    ROLE: tl.constexpr = ROLE_DGRAD_DOWN if TRANSPOSED else ROLE_UP
     PARTS: tl.constexpr = weights.w.block_shape[1]
     WIDTH: tl.constexpr = SHAPE.BLOCK_N // PARTS
     num_n = tl.cdiv(N, WIDTH)
     deadline = deadline_from_now(context)
     since = begin_span()
-    FLATTEN: tl.constexpr = scales is None  # see `_grouped_gemm_kernel`
+    FLATTEN: tl.constexpr = weights.scales is None  # see `_grouped_gemm_kernel`
     for index in tl.range(tl.program_id(0), num_m * num_n, tl.num_programs(0), flatten=FLATTEN):
         # fmt: off
         tile = load_arriving_tile(
@@ -327,12 +329,12 @@ def dispatch_gemm_kernel(
             num_copy_programs, deadline, context, PDL,
         )
         # fmt: on
-        acc = product_tile(a, weights.w, scales, tile, K, SHAPE)
+        acc = product_tile(a, weights.w, weights.scales, tile, K, SHAPE, TRANSPOSED)
         # fmt: off
         finish_tile(
             acc, out.act, tile, N, SHAPE.ACTIVATION, SHAPE.SUBTILES, out.pre, weights.bias
         )
         # fmt: on
-        since = end_span(ROLE_UP, index, since, context)
+        since = end_span(ROLE, index, since, context)
     end_wait_tile(stage_count, deadline, context, RANKS_PAD)
     pdl_wait(PDL)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 import triton
@@ -24,27 +24,22 @@ from ..errors import ShapeError
 from ..hardware import gpu
 from ..launch import launch
 from ..prepared import prepared
-from .activations import Activation, AnyActivation, num_parts
+from .activations import Activation, AnyActivation
 from .backward_kernels import (
-    GradientRows,
-    _activation_dgrad_kernel,
+    ActivationRows,
     _activation_gradient_kernel,
     _bias_gradient_kernel,
     _bias_weight_gradient_kernel,
     _clear_rest_kernel,
     _gathered_sum_kernel,
-    _row_weight_gradient_kernel,
     _wgrad_kernel,
 )
 from .config import GemmConfig
 from .launch import (
-    by_parts,
-    describe_weights,
     gemm_config,
     gemm_problem,
     grid,
     multiply,
-    ragged,
     rows_of,
 )
 from .operands import (
@@ -63,7 +58,8 @@ from .operands import (
 from .schedule import INDEX_DTYPES, TileSchedule, checked_block_m, tile_schedule
 
 BLOCK_ROWS, BLOCK_COLUMNS = 16, 64
-SUM_ROWS = 256
+GRADIENT_ROWS, GRADIENT_COLUMNS, PROGRAMS_PER_SM = 8, 256, 8
+"""Of the gradient of an activation, which reads and writes as a copy does."""
 
 
 def dgrad(
@@ -234,7 +230,7 @@ def activation_dgrad(
     row_weight: torch.Tensor | None,
     bias: torch.Tensor | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor | None]:
-    """The gradients of a second GEMM and of the activation before it, in one pass.
+    """The gradients of a second GEMM and of the activation before it.
 
     grad [rows, H] is the gradient of (activation(pre) @ w[e].T + bias[e]) * row_weight, w [L, H,
     I], pre [rows, parts * I]. Returns the gradient of pre; activation(pre) * row_weight [rows, I],
@@ -254,137 +250,60 @@ def _activation_dgrad(
     row_weight: torch.Tensor | None,
     bias: torch.Tensor | None,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor | None]:
-    problem = gemm_problem(w, len(grad), transposed=True)
-    config = GemmConfig.for_gradient(problem, row_weight is not None, schedule.block_m)
-    has_bias = bias is not None
-    out = ActivationGradients.empty(pre, w, config, row_weight is not None, has_bias=has_bias)
-    launch_activation_dgrad(grad, w, pre, schedule, activation, row_weight, out, config)
-    if bias is not None:
-        launch_bias_weight_gradient(grad, bias, out, schedule.offsets)
-    launch_row_weight_gradient(out, schedule.offsets, schedule.max_rows)
-    return out.pre, out.act, out.row_weight
+    num_rows, weights = len(grad), Weights(w, transposed=True)
+    config = gemm_config(w, num_rows, transposed=True, block_m=schedule.block_m)
+    act = multiply(Rows(grad), weights, Epilogue(), schedule, num_rows, None, config)
+    weight_grad = None if row_weight is None else pre.new_empty(num_rows, dtype=torch.float32)
+    rows = ActivationRows(act, pre, row_weight, torch.empty_like(pre), act, weight_grad)
+    launch_activation_gradient(rows, schedule.offsets, activation)
+    if bias is not None and weight_grad is not None:
+        launch_bias_weight_gradient(grad, bias, weight_grad, schedule.offsets)
+    return rows.pre_grad, act, weight_grad
 
 
-class ActivationGradients(NamedTuple):
-    """What `activation_dgrad` gives: the gradient of the pre-activations; the activations; and with
-    weighted rows the gradients of their weights, float32 [rows], with the sums that they are added
-    up from, float32 [rows, n]."""
-
-    pre: torch.Tensor
-    act: torch.Tensor
-    row_weight: torch.Tensor | None = None
-    sums: torch.Tensor | None = None
-
-    @classmethod
-    def empty(
-        cls,
-        pre: torch.Tensor,
-        w: torch.Tensor,
-        config: GemmConfig,
-        weighted: bool,
-        overwrites: bool = False,
-        has_bias: bool = False,
-    ) -> ActivationGradients:
-        """Room for them, of the second GEMM's weights w [L, H, I]; if it `overwrites`, the gradient
-        of pre takes the place of pre. has_bias: the second GEMM adds a bias, which is weighted."""
-        num_rows, num_columns = len(pre), w.shape[2]
-        pre_grad = pre if overwrites else torch.empty_like(pre)
-        out = cls(pre_grad, pre.new_empty(num_rows, num_columns))
-        if not weighted:
-            return out
-        num_sums = row_weight_parts(num_columns, config) + has_bias
-        return out._replace(
-            row_weight=pre.new_empty(num_rows, dtype=torch.float32),
-            sums=pre.new_empty((num_rows, num_sums), dtype=torch.float32),
-        )
-
-
-def row_weight_parts(num_columns: int, config: GemmConfig) -> int:
-    """The sums that the gradient of a row's weight is added up from, one for each block of columns
-    that a tile is finished in."""
-    return -(-num_columns // config.block_n) * config.subtiles
-
-
-def gradient_rows(
-    pre: torch.Tensor,
-    row_weight: torch.Tensor | None,
-    out: ActivationGradients,
-    config: GemmConfig,
+def launch_activation_gradient(
+    rows: ActivationRows,
+    offsets: torch.Tensor,
     activation: AnyActivation,
-) -> GradientRows:
-    """What kernels of the gradient of an activation read and write, by tiles of this shape."""
-    block = config.block_m, config.block_n // config.subtiles
-    pre_grad = ragged(by_parts(out.pre, num_parts(activation)), *block)
-    return GradientRows(pre, row_weight, pre_grad, ragged(out.act[None], *block), out.sums)
-
-
-def launch_activation_dgrad(
-    grad: torch.Tensor,
-    w: torch.Tensor,
-    pre: torch.Tensor,
-    schedule: TileSchedule,
-    activation: AnyActivation,
-    row_weight: torch.Tensor | None,
-    out: ActivationGradients,
-    config: GemmConfig,
     trace: TracedRole | None = None,
 ) -> None:
-    """`activation_dgrad` of as many rows as `pre` and `out` have, by tiles of this shape. out.pre
-    may be `pre`."""
-    num_rows, num_columns = len(pre), w.shape[2]
-    block_m, block_n, block_k = config.block_m, config.block_n, config.block_k
+    """From the gradient of activations, before they are weighted, to that of pre-activations.
+
+    A pass of its own: as an epilogue of the product before it, it took 1.5 times as long as both,
+    since tensor cores idled meanwhile (bench/NOTES.md).
+    """
+    num_rows, num_columns = rows.grad.shape
     if num_rows:
-        num_tiles = schedule.tiles.numel() * triton.cdiv(num_columns, block_n)
+        num_programs = PROGRAMS_PER_SM * gpu(offsets.device).num_sms
         launch(
-            _activation_dgrad_kernel,
-            grid(num_tiles, grad.device, config),
-            create_ragged_descriptor(canonical(grad), [block_m, block_k]),
-            describe_weights(Weights(w, transposed=True), config),
-            gradient_rows(pre, row_weight, out, config, activation),
-            schedule.for_kernels,
-            num_rows,
-            trace,
-            **config.launch_options(activation),
+            _activation_gradient_kernel,
+            (min(triton.cdiv(num_rows, GRADIENT_ROWS), num_programs),),
+            rows,
+            *(offsets, num_rows, offsets.numel() - 1, num_columns, trace),
+            ACTIVATION=constants(Activation.of(activation)),
+            BLOCK_M=GRADIENT_ROWS,
+            BLOCK_N=GRADIENT_COLUMNS,
+            num_warps=8,
             shares_sms=True,
         )
 
 
 def launch_bias_weight_gradient(
-    grad: torch.Tensor, bias: torch.Tensor, out: ActivationGradients, offsets: torch.Tensor
+    grad: torch.Tensor, bias: torch.Tensor, weight_grad: torch.Tensor, offsets: torch.Tensor
 ) -> None:
-    """The last of out.sums, if there are any: of each row of grad [rows, H], the product with its
-    expert's bias, which is weighted as the product with the weights is."""
-    if out.sums is None or not len(out.sums):
+    """Add to weight_grad [rows] the product of each row of grad [rows, H] with its expert's bias,
+    which is weighted as the product with the weights is."""
+    num_rows = len(weight_grad)
+    if not num_rows:
         return
-    num_rows, num_sums = out.sums.shape
     num_experts, num_columns = bias.shape
     share = triton.cdiv(4 * gpu(grad.device).num_sms, num_experts)
     launch(
         _bias_weight_gradient_kernel,
         (num_experts, min(share, triton.cdiv(num_rows, BLOCK_ROWS))),
-        *(grad, bias, out.sums, offsets, num_rows, num_columns, num_sums),
+        *(grad, bias, weight_grad, offsets, num_rows, num_columns),
         BLOCK_M=BLOCK_ROWS,
         BLOCK_N=BLOCK_COLUMNS,
-        shares_sms=True,
-    )
-
-
-def launch_row_weight_gradient(
-    out: ActivationGradients,
-    offsets: torch.Tensor,
-    max_rows: int,
-    trace: TracedRole | None = None,
-) -> None:
-    """Add up out.sums, if there are any, into out.row_weight, where experts have up to max_rows
-    rows in all."""
-    if out.sums is None or not len(out.sums):
-        return
-    num_rows, num_sums = out.sums.shape
-    launch(
-        _row_weight_gradient_kernel,
-        (min(triton.cdiv(max_rows, SUM_ROWS), gpu(offsets.device).num_sms),),
-        *(out.sums, out.row_weight, offsets, offsets.numel() - 1, num_rows, num_sums, trace),
-        BLOCK=SUM_ROWS,
         shares_sms=True,
     )
 
@@ -395,17 +314,8 @@ def activation_gradient(
 ) -> torch.Tensor:
     """Gradient of pre [rows, parts * N] from that of activation(pre), grad [rows, N]."""
     pre_grad = torch.empty_like(pre)
-    num_rows, num_columns = grad.shape
-    blocks = triton.cdiv(num_rows, BLOCK_ROWS), triton.cdiv(num_columns, BLOCK_COLUMNS)
-    if num_rows:
-        launch(
-            _activation_gradient_kernel,
-            blocks,
-            *(grad, pre, pre_grad, offsets, num_rows, offsets.numel() - 1, num_columns),
-            ACTIVATION=constants(Activation.of(activation)),
-            BLOCK_M=BLOCK_ROWS,
-            BLOCK_N=BLOCK_COLUMNS,
-        )
+    rows = ActivationRows(grad, pre, None, pre_grad, None, None)
+    launch_activation_gradient(rows, offsets, activation)
     return pre_grad
 
 

@@ -1,5 +1,5 @@
-"""Kernels of the gradients: of the weights, of activation and bias, and of the rows where that
-takes more than the forward kernel with the weights transposed."""
+"""Kernels of the gradients of weights, activation and bias. That of rows is the forward kernel's,
+with the weights transposed."""
 
 from typing import NamedTuple
 
@@ -14,18 +14,15 @@ from .kernels import (
     TANH_CUBIC,
     activate,
     gaussian_cdf,
-    gemm_tile,
     halves,
     is_gated,
     limited,
     load_rows,
-    product_size,
     relu,
-    store_rows,
     swish,
     tanh_cdf,
 )
-from .schedule_kernels import Tile, load_tile, tile_coordinates
+from .schedule_kernels import tile_coordinates
 
 
 @device_function
@@ -70,154 +67,91 @@ def expert_rows(expert, offsets, max_rows):
 
 
 @device_function
-def load_pre(pre, part, rows, end, columns, N, PARTS: tl.constexpr):
-    """fp32 tile of [rows, PARTS, N], pre-activations or a gradient; 0 outside."""
-    at = pre + rows.to(tl.int64)[:, None] * (N * PARTS) + (part * N + columns)[None, :]
-    inside = tl.max_constancy(columns < N, 128 // pre.dtype.element_ty.primitive_bitwidth)
+def load_columns(x, part, rows, end, columns, N, PARTS: tl.constexpr):
+    """fp32 tile of x [rows, PARTS, N]; 0 outside."""
+    at = x + rows.to(tl.int64)[:, None] * (N * PARTS) + (part * N + columns)[None, :]
+    inside = tl.max_constancy(columns < N, 128 // x.dtype.element_ty.primitive_bitwidth)
     mask = (rows < end)[:, None] & inside[None, :]
     return tl.load(tl.multiple_of(at, (1, 16)), mask=mask, other=0.0).to(tl.float32)
 
 
-class GradientRows(NamedTuple):
-    """What the gradient of an activation is made of, and into: see `finish_gradient`."""
-
-    pre: tl.tensor  # [rows, PARTS * N], the pre-activations
-    row_weight: tl.tensor  # float32 [rows], or None
-    pre_grad: tl.tensor  # out: a ragged descriptor of [PARTS, rows, N]
-    act: tl.tensor  # out: a ragged descriptor of [1, rows, N], the activations times row_weight
-    weight_grad: tl.tensor  # float32 [columns / width, max_rows], out: parts of its gradient
-
-
 @device_function
-def finish_gradient(acc, tile, rows, max_rows, N, ACTIVATION: tl.constexpr, SUBTILES: tl.constexpr):
-    """Turn the gradient of activations, columns tile.n .. of N, into that of what they were
-    computed from; rows: GradientRows.
-
-    pre_grad may be the memory of pre: a program reads the elements of pre that it overwrites, and
-    no others, before it has anything to store there.
-    """
-    row, end, n = tile.row, tile.end, tile.n
-    if SUBTILES > 1:
-        left, right = halves(acc)
-        REST: tl.constexpr = SUBTILES // 2
-        right_tile = Tile(tile.expert, row, end, n + acc.shape[1] // 2)
-        finish_gradient(left, tile, rows, max_rows, N, ACTIVATION, REST)
-        finish_gradient(right, right_tile, rows, max_rows, N, ACTIVATION, REST)
-    else:
-        GATED: tl.constexpr = is_gated(ACTIVATION.name)
-        PARTS: tl.constexpr = 2 if GATED else 1
-        index = row + tl.arange(0, acc.shape[0])
-        columns = n + tl.arange(0, acc.shape[1])
-        gate = load_pre(rows.pre, 0, index, end, columns, N, PARTS)
-        up = gate
-        if GATED:
-            up = load_pre(rows.pre, 1, index, end, columns, N, PARTS)
-        value = activate(gate, up, ACTIVATION)
-        if rows.row_weight is not None:
-            weight = tl.load(rows.row_weight + index, mask=index < end, other=0.0)
-            block = n // acc.shape[1]
-            at = rows.weight_grad + block.to(tl.int64) * max_rows + index
-            tl.store(at, tl.sum(acc * value, 1), mask=index < end)
-            value *= weight[:, None]
-            acc *= weight[:, None]
-        store_rows(rows.act, value, 0, row, end, n)
-        of_gate, of_up = activation_gradient(acc, gate, up, ACTIVATION)
-        store_rows(rows.pre_grad, of_gate, 0, row, end, n)
-        if GATED:
-            store_rows(rows.pre_grad, of_up, 1, row, end, n)
+def store_columns(out, values, part, rows, end, columns, N, PARTS: tl.constexpr):
+    """Round `values` and store them where `load_columns` reads."""
+    at = out + rows.to(tl.int64)[:, None] * (N * PARTS) + (part * N + columns)[None, :]
+    inside = tl.max_constancy(columns < N, 128 // out.dtype.element_ty.primitive_bitwidth)
+    mask = (rows < end)[:, None] & inside[None, :]
+    tl.store(tl.multiple_of(at, (1, 16)), round_to(values, out.dtype.element_ty), mask=mask)
 
 
-@triton.jit(do_not_specialize=["max_rows"])
-def _activation_dgrad_kernel(
-    grad,  # a ragged descriptor of [rows, K]: the gradient of the second GEMM's output
-    w,  # a descriptor of the second GEMM's weights [L, 1, K, N]
-    rows,  # GradientRows
-    tiles,  # `Tiles`
-    max_rows,
-    trace,  # TracedRole, or None
-    SHAPE: tl.constexpr,
-    PDL: tl.constexpr,
-):
-    """From the gradient of the second GEMM's output to that of the first one's, before the
-    activation, without a kernel between the two, which would read and write the activations once
-    more. `act` is what the second GEMM multiplied: the gradient of its weights needs it. A PDL
-    launch, which waits before it reads anything."""
-    pdl_wait(PDL)
-    N, K = product_size(w, SHAPE, TRANSPOSED=True)
-    num_m = tl.load(tiles.count)
-    num_n = tl.cdiv(N, SHAPE.BLOCK_N)
-    since = begin_span()
-    for index in tl.range(tl.program_id(0), num_m * num_n, tl.num_programs(0), flatten=True):
-        tile = load_tile(tiles, index, num_m, num_n, SHAPE.BLOCK_N, SHAPE.GROUP_M)
-        acc = gemm_tile(grad, w, tile, K, SHAPE, TRANSPOSED=True)
-        finish_gradient(acc, tile, rows, max_rows, N, SHAPE.ACTIVATION, SHAPE.SUBTILES)
-        if trace is not None:
-            since = end_span(trace.role, index, since, trace.context)
+class ActivationRows(NamedTuple):
+    """What the gradient of an activation is made of, and into: see `_activation_gradient_kernel`.
+    The last two and row_weight may be None."""
+
+    grad: tl.tensor  # [rows, N]: the gradient of the activations, before they are weighted
+    pre: tl.tensor  # [rows, PARTS * N], the pre-activations
+    row_weight: tl.tensor  # float32 [rows]
+    pre_grad: tl.tensor  # out, like pre
+    act: tl.tensor  # out, like grad: the activations times row_weight
+    weight_grad: tl.tensor  # float32 [rows], out: the gradient of row_weight, 0 without an expert
 
 
 @triton.jit(
-    do_not_specialize=["num_experts", "max_rows", "num_sums"],
+    do_not_specialize=["max_rows", "num_experts", "N"],
     do_not_specialize_on_alignment=["offsets"],
 )
-def _row_weight_gradient_kernel(
-    sums,  # float32 [num_sums, max_rows]
-    out,  # float32 [max_rows]
-    offsets,
-    num_experts,
-    max_rows,
-    num_sums,
-    trace,  # TracedRole, or None
-    BLOCK: tl.constexpr,
-    PDL: tl.constexpr,
-):
-    """The gradient of each row's weight: the sum of those that `finish_gradient` makes of its
-    blocks of columns, in their order; 0 for rows of no expert. A PDL launch, which waits for them
-    first."""
-    pdl_wait(PDL)
-    end = tl.minimum(tl.load(offsets + num_experts), max_rows).to(tl.int32)
-    since = begin_span()
-    for first in range(tl.program_id(0) * BLOCK, max_rows, tl.num_programs(0) * BLOCK):
-        rows = first + tl.arange(0, BLOCK)
-        total = tl.zeros((BLOCK,), tl.float32)
-        for index in range(0, num_sums):
-            at = sums + max_rows.to(tl.int64) * index + rows
-            total += tl.load(at, mask=rows < end, other=0.0)
-        tl.store(out + rows, total, mask=rows < max_rows)
-    if trace is not None:
-        end_span(trace.role, tl.program_id(0), since, trace.context)
-
-
-@triton.jit(do_not_specialize=["max_rows", "N"])
 def _activation_gradient_kernel(
-    grad,
-    pre,
-    pre_grad,
+    rows,  # ActivationRows
     offsets,
     max_rows,
     num_experts,
     N,
+    trace,  # TracedRole, or None
     ACTIVATION: tl.constexpr,
     BLOCK_M: tl.constexpr,
     BLOCK_N: tl.constexpr,
+    PDL: tl.constexpr,
 ):
-    """pre_grad [rows, PARTS, N] from grad [rows, N], the gradient of the activation."""
+    """From the gradient of activations to that of what they were computed from. `act` is what the
+    second GEMM multiplied: the gradient of its weights needs it.
+
+    act may be the memory of grad, and pre_grad that of pre: a program reads the elements that it
+    overwrites, and no others, before it stores there. A PDL launch, which waits before it reads
+    anything.
+    """
+    pdl_wait(PDL)
     GATED: tl.constexpr = is_gated(ACTIVATION.name)
     PARTS: tl.constexpr = 2 if GATED else 1
     end = tl.minimum(tl.load(offsets + num_experts), max_rows).to(tl.int32)
-    rows = tl.program_id(0) * BLOCK_M + tl.arange(0, BLOCK_M)
-    columns = tl.program_id(1) * BLOCK_N + tl.arange(0, BLOCK_N)
-    gate = load_pre(pre, 0, rows, end, columns, N, PARTS)
-    up = gate
-    if GATED:
-        up = load_pre(pre, 1, rows, end, columns, N, PARTS)
-    of_gate, of_up = activation_gradient(
-        load_pre(grad, 0, rows, end, columns, N, 1), gate, up, ACTIVATION
-    )
-    mask = (rows < end)[:, None] & (columns < N)[None, :]
-    to = pre_grad + rows.to(tl.int64)[:, None] * (N * PARTS) + columns[None, :]
-    tl.store(to, round_to(of_gate, pre_grad.dtype.element_ty), mask=mask)
-    if GATED:
-        tl.store(to + N, round_to(of_up, pre_grad.dtype.element_ty), mask=mask)
+    last = end if rows.weight_grad is None else max_rows
+    since = begin_span()
+    for first in range(tl.program_id(0) * BLOCK_M, last, tl.num_programs(0) * BLOCK_M):
+        index = first + tl.arange(0, BLOCK_M)
+        if rows.row_weight is not None:
+            weight = tl.load(rows.row_weight + index, mask=index < end, other=0.0)[:, None]
+        total = tl.zeros((BLOCK_M, BLOCK_N), tl.float32)
+        for column in range(0, tl.where(first < end, N, 0), BLOCK_N):
+            columns = column + tl.arange(0, BLOCK_N)
+            grad = load_columns(rows.grad, 0, index, end, columns, N, 1)
+            gate = load_columns(rows.pre, 0, index, end, columns, N, PARTS)
+            up = gate
+            if GATED:
+                up = load_columns(rows.pre, 1, index, end, columns, N, PARTS)
+            value = activate(gate, up, ACTIVATION)
+            if rows.row_weight is not None:
+                total += grad * value
+                value *= weight
+                grad *= weight
+            if rows.act is not None:
+                store_columns(rows.act, value, 0, index, end, columns, N, 1)
+            of_gate, of_up = activation_gradient(grad, gate, up, ACTIVATION)
+            store_columns(rows.pre_grad, of_gate, 0, index, end, columns, N, PARTS)
+            if GATED:
+                store_columns(rows.pre_grad, of_up, 1, index, end, columns, N, PARTS)
+        if rows.weight_grad is not None:
+            tl.store(rows.weight_grad + index, tl.sum(total, 1), mask=index < max_rows)
+    if trace is not None:
+        end_span(trace.role, tl.program_id(0), since, trace.context)
 
 
 @device_function
@@ -335,7 +269,7 @@ def _bias_gradient_kernel(
     acc = tl.zeros((BLOCK_M, BLOCK_N), tl.float32)
     for row in range(begin, end, BLOCK_M):
         rows = row + tl.arange(0, BLOCK_M)
-        tile = load_pre(grad, 0, rows, end, columns, N, 1)
+        tile = load_columns(grad, 0, rows, end, columns, N, 1)
         if row_weight is not None:
             tile *= tl.load(row_weight + rows, mask=rows < end, other=0.0)[:, None]
         acc += tile
@@ -343,34 +277,32 @@ def _bias_gradient_kernel(
 
 
 @triton.jit(
-    do_not_specialize=["max_rows", "N", "num_sums"],
-    do_not_specialize_on_alignment=["grad", "bias", "sums", "offsets"],
+    do_not_specialize=["max_rows", "N"],
+    do_not_specialize_on_alignment=["grad", "bias", "weight_grad", "offsets"],
 )
 def _bias_weight_gradient_kernel(
     grad,  # [rows, N]
     bias,  # [L, N]
-    sums,  # float32 [num_sums, max_rows]
+    weight_grad,  # float32 [rows]
     offsets,
     max_rows,
     N,
-    num_sums,
     BLOCK_M: tl.constexpr,
     BLOCK_N: tl.constexpr,
 ):
-    """The last of `sums`, see `_row_weight_gradient_kernel`: each row of grad times the bias of its
-    expert. An ordinary launch, which begins when the launches before have ended."""
+    """Add to `weight_grad` each row of grad times the bias of its expert, which is weighted as the
+    product is. An ordinary launch, which begins when the launches before have ended."""
     expert = tl.program_id(0)
     begin, end = expert_rows(expert, offsets, max_rows)
-    last = sums + max_rows.to(tl.int64) * (num_sums - 1)
     for row in range(begin + tl.program_id(1) * BLOCK_M, end, tl.num_programs(1) * BLOCK_M):
         rows = row + tl.arange(0, BLOCK_M)
-        total = tl.zeros((BLOCK_M,), tl.float32)
+        total = tl.load(weight_grad + rows, mask=rows < end, other=0.0)
         for column in range(0, N, BLOCK_N):
             columns = column + tl.arange(0, BLOCK_N)
             at = bias + expert.to(tl.int64) * N + columns
             added = tl.load(at, mask=columns < N, other=0.0).to(tl.float32)
-            total += tl.sum(load_pre(grad, 0, rows, end, columns, N, 1) * added[None, :], 1)
-        tl.store(last + rows, total, mask=rows < end)
+            total += tl.sum(load_columns(grad, 0, rows, end, columns, N, 1) * added[None, :], 1)
+        tl.store(weight_grad + rows, total, mask=rows < end)
 
 
 @triton.jit(do_not_specialize=["num_experts", "max_rows", "N"])

@@ -135,25 +135,16 @@ class GemmConfig:
             "num_stages": self.num_stages,
         }
 
+    def stored_in_parts(self) -> GemmConfig:
+        """These tiles, of which large ones are stored in four parts at least: that leaves shared
+        memory to others, and is as fast."""
+        return self if self.block_m < 128 else replace(self, subtiles=max(self.subtiles, 4))
+
     @classmethod
     def predicted(cls, problem: GemmProblem, block_m: int | None = None) -> GemmConfig:
         """The tile shape of `candidates` with the shortest predicted time; with this block_m, where
         a schedule of tiles fixes it."""
         return min(candidates(problem, block_m), key=lambda config: predict(config, problem).us)
-
-    @classmethod
-    def for_gradient(cls, problem: GemmProblem, weighted: bool, block_m: int) -> GemmConfig:
-        """The tile shape of the second GEMM's gradient with that of the activation in its epilogue,
-        which takes registers: `weighted` rows take more."""
-        if problem.capability is None or problem.dtype == torch.float32:
-            return next(candidates(problem, block_m))
-        if block_m < 128:
-            return cls(block_m, 128, 64, num_warps=8, num_stages=3, subtiles=4)
-        if problem.capability[0] not in (9, 10):
-            return cls(block_m, 128, 32, num_warps=8, num_stages=3, subtiles=4)
-        if weighted:
-            return cls(block_m, 128, 64, num_warps=8, num_stages=3, subtiles=4)
-        return cls(block_m, 256, 64, num_warps=8, num_stages=3, subtiles=8)
 
     @classmethod
     def for_weights(cls, problem: GemmProblem, itemsize: int) -> GemmConfig:

@@ -12,7 +12,7 @@ from typing import NamedTuple
 import triton
 import triton.language as tl
 
-from ..device.lang import device_function, dot, round_to
+from ..device.lang import begin_span, device_function, dot, end_span, round_to
 from ..device.programs import pdl_wait
 from .schedule_kernels import Tile, load_tile, unpack_tile
 
@@ -31,19 +31,20 @@ class Gathered(NamedTuple):
     row_offset: tl.tensor  # int64 [rows]
 
 
-class ExpertWeights(NamedTuple):
-    """The weights of experts, and what is added to their products."""
-
-    w: tl.tensor  # a descriptor, see `gemm_tile`
-    bias: tl.tensor  # [L, PARTS * N], or None
-
-
 class Scales(NamedTuple):
     """The scales of e4m3 operands, float32, S = K / 128 rounded up."""
 
     a: tl.tensor  # [rows, S], in the order of the output, in rows of a_stride
     w: tl.tensor  # [L, rows of an expert's weights / 128, S]
     a_stride: tl.tensor
+
+
+class ExpertWeights(NamedTuple):
+    """The weights of experts, what is added to their products, and the scales of both operands."""
+
+    w: tl.tensor  # a descriptor, see `gemm_tile`
+    bias: tl.tensor  # [L, PARTS * N], or None
+    scales: Scales | None
 
 
 @triton.constexpr_function
@@ -268,6 +269,18 @@ def store_rows(out, values, part, row, end, n):
 
 
 @device_function
+def store_pre(pre, gate, up, row, end, n, GATED: tl.constexpr):
+    """`store_rows` of gate and, where the activation is gated, of up: both at once, as each store
+    waits until the one before has left shared memory."""
+    if GATED:
+        both = tl.join(round_to(gate, pre.dtype), round_to(up, pre.dtype)).permute(2, 0, 1)
+        block = both.reshape(1, 1, 2, gate.shape[0], gate.shape[1])
+        pre.store([RAGGED, end, 0, RAGGED - (end - row), n], block)
+    else:
+        store_rows(pre, gate, 0, row, end, n)
+
+
+@device_function
 def finish_tile(
     acc,
     out,
@@ -282,9 +295,9 @@ def finish_tile(
 ):
     """out = activation(acc + bias) * row_weight, for columns tile.n .. of N; pre = acc + bias.
 
-    out, pre: see `store_rows`; `part` is that of out. bias [L, PARTS * N]; row_weight float32
-    [rows]. SUBTILES: the columns are finished and stored in as many pieces, which takes as much
-    less shared memory and fewer registers.
+    out: see `store_rows`, `part` is that of out; pre: see `store_pre`. bias [L, PARTS * N];
+    row_weight float32 [rows]. SUBTILES: the columns are finished and stored in as many pieces,
+    which takes as much less shared memory and fewer registers.
     """
     gate, up = acc, acc
     if is_gated(ACTIVATION.name):
@@ -336,9 +349,7 @@ def finish_columns(
             if GATED:
                 up += tl.load(at + N, mask=columns < N, other=0.0).to(tl.float32)[None, :]
         if pre is not None:
-            store_rows(pre, gate, 0, row, end, n)
-            if GATED:
-                store_rows(pre, up, 1, row, end, n)
+            store_pre(pre, gate, up, row, end, n, GATED)
         value = activate(gate, up, ACTIVATION)
         if row_weight is not None:
             rows = row + tl.arange(0, gate.shape[0])
@@ -356,6 +367,7 @@ def _grouped_gemm_kernel(
     bias,
     row_weight,
     tiles,  # `Tiles`
+    trace,  # TracedRole, or None
     TRANSPOSED: tl.constexpr,
     SHAPE: tl.constexpr,
     PDL: tl.constexpr,
@@ -375,6 +387,7 @@ def _grouped_gemm_kernel(
     num_m = tl.load(tiles.count)
     num_n = tl.cdiv(N, WIDTH)
     num_work = num_m * num_n * SPLITS
+    since = begin_span()
     # Flattened, the next tile's loads start before this one's epilogue. Gathered loads would then
     # no longer be asynchronous, and scaled products are slower.
     FLATTEN: tl.constexpr = not GATHERED and scales is None
@@ -400,6 +413,8 @@ def _grouped_gemm_kernel(
             acc, out, tile, N, ACTIVATION, SHAPE.SUBTILES, pre, bias, row_weight, part
         )
         # fmt: on
+        if trace is not None:
+            since = end_span(trace.role, work_idx, since, trace.context)
 
 
 @triton.jit(do_not_specialize=["max_rows", "N", "num_splits"])

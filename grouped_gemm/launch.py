@@ -11,6 +11,7 @@ from triton.tools.tensor_descriptor import TensorDescriptor
 
 from ..checks import PAYLOAD_DTYPES, check_int, check_tensor, has_parts, shown
 from ..device.constants import constants
+from ..device.context import TracedRole
 from ..device.lang import INTERPRETED
 from ..errors import ShapeError
 from ..hardware import gpu
@@ -18,7 +19,7 @@ from ..launch import launch
 from ..prepared import prepared
 from .activations import Activation, AnyActivation, num_parts
 from .config import BLOCK_MS, GemmConfig, GemmProblem, choose
-from .kernels import Gathered, Scales, _grouped_gemm_kernel, _split_sum_kernel
+from .kernels import ExpertWeights, Gathered, Scales, _grouped_gemm_kernel, _split_sum_kernel
 from .operands import (
     FP8,
     Epilogue,
@@ -110,19 +111,22 @@ def multiply(
     if config.num_splits > 1:
         _multiply_split(rows, weights, epilogue, schedule, out, config, num_free_sms)
     else:
-        _multiply(rows, weights, epilogue, schedule, out[None], config, num_free_sms)
+        launch_product(rows, weights, epilogue, schedule, out[None], config, num_free_sms)
     return out
 
 
-def _multiply(
+def launch_product(
     rows: Rows,
     weights: Weights,
     epilogue: Epilogue,
     schedule: TileSchedule,
-    out: torch.Tensor,  # [num_splits, rows, N / parts]
+    out: torch.Tensor,
     config: GemmConfig,
-    num_free_sms: int,
+    num_free_sms: int = 0,
+    trace: TracedRole | None = None,
 ) -> None:
+    """The launch of `multiply`, into out [num_splits, rows, N / parts]."""
+    config = storing_pre(config, epilogue)
     parts, num_columns, block_n = epilogue.parts, out.shape[2], config.block_n
     num_tiles = schedule.tiles.numel() * triton.cdiv(num_columns, block_n // parts)
     launch(
@@ -131,10 +135,11 @@ def _multiply(
         rows_of(rows.x, rows.offset, [config.block_m, config.block_k]),
         describe_weights(weights, config, parts),
         scales_of(rows, weights),
-        *_outputs(epilogue, out, config.block_m, block_n // parts // config.subtiles),
+        *outputs(epilogue, out, config.block_m, block_n // parts // config.subtiles),
         weights.bias,
         epilogue.row_weight,
         schedule.for_kernels,
+        trace,
         TRANSPOSED=weights.transposed,
         **config.launch_options(epilogue.activation),
     )
@@ -156,13 +161,13 @@ def _multiply_split(
     partial = out.new_empty(shape, dtype=torch.float32)
     plain = weights._replace(bias=None)
     in_one_store = replace(config, subtiles=1)
-    _multiply(rows, plain, Epilogue(), schedule, partial, in_one_store, num_free_sms)
+    launch_product(rows, plain, Epilogue(), schedule, partial, in_one_store, num_free_sms)
     num_tiles = schedule.tiles.numel() * triton.cdiv(num_columns, block_n // epilogue.parts)
     launch(
         _split_sum_kernel,
         grid(num_tiles, out.device, config, num_free_sms),
         partial,
-        *_outputs(epilogue, out[None], block_m, block_n // epilogue.parts),
+        *outputs(epilogue, out[None], block_m, block_n // epilogue.parts),
         weights.bias,
         epilogue.row_weight,
         schedule.for_kernels,
@@ -185,6 +190,14 @@ def describe_weights(weights: Weights, config: GemmConfig, parts: int = 1) -> Te
     return TensorDescriptor.from_tensor(w, [1, *block])
 
 
+def expert_weights(
+    rows: Rows, weights: Weights, config: GemmConfig, parts: int = 1
+) -> ExpertWeights:
+    """The weights by which kernels of a layer multiply these rows; see `describe_weights`."""
+    described = describe_weights(weights, config, parts)
+    return ExpertWeights(described, weights.bias, scales_of(rows, weights))
+
+
 def rows_of(
     x: torch.Tensor, offset: torch.Tensor | None, block: list[int]
 ) -> TensorDescriptor | Gathered:
@@ -202,25 +215,29 @@ def scales_of(rows: Rows, weights: Weights) -> Scales | None:
     return Scales(rows.scale, weights.scale, rows.scale.stride(0))
 
 
-def _outputs(
+def outputs(
     epilogue: Epilogue, out: torch.Tensor, block_m: int, width: int
 ) -> tuple[TensorDescriptor, TensorDescriptor | None]:
-    """Descriptors of out and of pre (or None), which a tile stores in blocks of `width` columns."""
+    """Descriptors of out [parts, rows, N] and of pre (or None), which a tile stores in blocks of
+    `width` columns."""
     pre = epilogue.pre
-    if pre is not None:
-        pre = by_parts(pre, epilogue.parts)
-    return ragged(out, block_m, width), None if pre is None else ragged(pre, block_m, width)
+    if pre is not None:  # gate and up of these columns in one block
+        by_parts = pre.unflatten(1, (epilogue.parts, -1)).transpose(0, 1)
+        pre = ragged(by_parts, block_m, width, epilogue.parts)
+    return ragged(out, block_m, width), pre
 
 
-def by_parts(tensor: torch.Tensor, parts: int) -> torch.Tensor:
-    """[rows, parts * N] as [parts, rows, N]."""
-    return tensor.unflatten(1, (parts, -1)).transpose(0, 1)
+def storing_pre(config: GemmConfig, epilogue: Epilogue) -> GemmConfig:
+    """The tile shape with which pre-activations are stored, too: one store of gate and up takes the
+    shared memory of two."""
+    return config if epilogue.pre is None else config.stored_in_parts()
 
 
-def ragged(tensor: torch.Tensor, block_m: int, width: int) -> TensorDescriptor:
-    """A descriptor of [parts, rows, N] in blocks [1, block_m, width]. A kernel stores an expert's
-    rows through it without a check for where the next expert's begin; see `kernels.store_rows`."""
-    return create_ragged_descriptor(tensor, [1, block_m, width], ragged_dim=1)
+def ragged(tensor: torch.Tensor, block_m: int, width: int, parts: int = 1) -> TensorDescriptor:
+    """A descriptor of [parts, rows, N] in blocks [parts, block_m, width]. A kernel stores an
+    expert's rows through it without a check for where the next expert's begin; see
+    `kernels.store_rows`."""
+    return create_ragged_descriptor(tensor, [parts, block_m, width], ragged_dim=1)
 
 
 def check_schedule(

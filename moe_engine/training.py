@@ -18,10 +18,8 @@ from . import checks
 from .buffer import Buffer
 from .device.context import SAVE_POLICIES
 from .engines.base import LayerInputs, Saved, WeightGradients
-from .engines.trained_layer import gradient_tiles
 from .errors import BackendError, DtypeError, RoutingError, ShapeError
 from .grouped_gemm.activations import AnyActivation, num_parts
-from .grouped_gemm.backward import row_weight_parts
 from .lifecycle import verb
 from .passes import Pass, PassGradients, Trained, backward_in_passes, forward_in_passes
 from .sharded_weights import arrived
@@ -97,7 +95,6 @@ def training_memory(
     num_rows: int,
     save: str = "auto",
     retain_graph: bool = False,
-    has_bias: bool = False,
     activation: AnyActivation = "swiglu",
 ) -> TrainingMemory:
     """The memory that a layer with experts w_gate_up [L, 2I, H] and w_down [L, H, I] takes for
@@ -106,8 +103,7 @@ def training_memory(
     Not a part of it: the Buffer's memory, what grows with tokens alone (the result and the gradient
     of x [T, H], and the plans of a call), the gradients of weights, and rows for those that are
     delayed. retain_graph: as in `torch.autograd.backward`; then saved pre-activations are not
-    overwritten. has_bias: the layer has `b_down`. A non-gated activation has w_gate_up
-    [L, I, H], and pre-activations [M, I].
+    overwritten. A non-gated activation has w_gate_up [L, I, H], and pre-activations [M, I].
     """
     check_save(save)
     hidden, columns = w_down.shape[1:]
@@ -115,12 +111,8 @@ def training_memory(
     pre, x, act = num_parts(activation) * columns, hidden, columns
     saved = pre * (save in ("pre", "all")) + x * (save in ("rows", "all"))
     working = act + hidden + pre * (save not in ("pre", "all") or retain_graph)
-    tiles = gradient_tiles(w_gate_up, w_down, num_rows, activation)
-    sums = 4 * (1 + row_weight_parts(columns, tiles) + has_bias)
-    size = num_rows * w_down.itemsize
-    return TrainingMemory(
-        size * saved, size * (saved + act), size * (saved + working) + num_rows * sums
-    )
+    size, row_weight = num_rows * w_down.itemsize, 4 * num_rows
+    return TrainingMemory(size * saved, size * (saved + act), size * (saved + working) + row_weight)
 
 
 def check_save(save: object) -> None:

@@ -162,7 +162,8 @@ def test_activation_dgrad_on_hopper(block_m: int, weighted: bool, activation: st
     with recorded() as made:
         schedule = tile_schedule(offsets(), ROWS, block_m)
         backward.activation_dgrad(grad, w, pre, schedule, activation, weight)
-    build(made, "activation_dgrad")
+    build(made, "grouped_gemm")
+    build(made, "activation_gradient")
 
 
 DTYPES_OF_WGRAD = (BF16, BF16), (BF16, FP32), (FP32, FP32)

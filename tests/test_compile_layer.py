@@ -138,7 +138,7 @@ def test_kernels_of_training_do_not_spill(block_m):
             for launch in made:
                 assert not launch.compile().spills, (launch.name, pair)
     arriving = [backward["push_fused"], backward["copy_rows"]]
-    find_room(backward["dispatch_dgrad"].compile(), arriving)
+    find_room(backward["dispatch_gemm"].compile(), arriving)
     find_room(backward["staged_gemm"].compile(), [backward["return_sums"]] * 2)
 
 
@@ -193,7 +193,7 @@ def test_rows_are_read_after_their_flags():
     assert wait < loop.index("fence.proxy.async", wait) < loop.index("cp.async.bulk.tensor", wait)
 
 
-@pytest.mark.parametrize("name", ["dispatch_dgrad", "dispatch_wgrad"])
+@pytest.mark.parametrize("name", ["dispatch_gemm", "dispatch_wgrad"])
 def test_rows_of_a_backward_are_read_after_their_flags(name):
     """As in a forward; the products stay in flight while the next rows are waited for."""
     _, backward = launches.trained_layer("pre", (configs(128, gated=True)[0], configs(128)[0]))
@@ -211,11 +211,11 @@ def test_launches_of_a_backward():
     pair = configs(128, gated=True)[0], configs(128)[0]
     route = "layout layout_sum exchange_fused place_rows staged_schedule push_fused copy_rows "
     again = "exchange_fused staged_schedule push_fused copy_rows "
-    first = "dispatch_dgrad send_return_metadata row_weight_gradient "
+    first = "dispatch_gemm send_return_metadata activation_gradient "
     last = "staged_gemm return_sums wgrad "
     wanted = {
         "all": route + first + last + "wgrad fused_sum",
-        "rows": route + "dispatch_gemm send_return_metadata activation_dgrad row_weight_gradient "
+        "rows": route + "dispatch_gemm send_return_metadata grouped_gemm activation_gradient "
         f"{last}wgrad fused_sum",
         "pre": f"{route}{first}{last}fused_sum {again}dispatch_wgrad release",
         "none": f"{route}dispatch_gemm release {again}{first}{last}fused_sum {again}"

@@ -53,7 +53,6 @@ def test_no_shape_is_refused(block_m: int | None, **sizes) -> None:  # type: ign
     assert predict(config, problem).us > 0
     assert block_m is None or config.block_m == block_m
     assert GemmConfig.for_weights(problem, 2).block_m and explain(problem)
-    assert GemmConfig.for_gradient(problem, True, config.block_m).block_m == config.block_m
 
 
 def test_explain_names_the_choice_and_its_limit() -> None:

@@ -194,7 +194,7 @@ def run_backward(group, save):
 SENDS = {Role.EXCHANGE, Role.PUSH, Role.COPY}
 PRODUCTS = {Role.DGRAD_DOWN, Role.DGRAD_UP, Role.WGRAD_DOWN, Role.WGRAD_UP}
 RETURNS = {Role.RETURN_METADATA, Role.RETURN, Role.SUM}
-SUMS = {Role.ROW_WEIGHTS}
+BETWEEN = {Role.ACTIVATION_GRADIENT}
 
 
 def check_one_span_a_program(spans, role):
@@ -215,7 +215,7 @@ def test_steps_of_a_backward(traced_pool, save, num_sends, is_again):
     for spans in traced_pool.run(run_backward, save):
         work = [span for span in spans if not span.is_wait]
         again = {Role.UP} if is_again else set()
-        assert {span.role for span in work} == SENDS | PRODUCTS | RETURNS | again | SUMS
+        assert {span.role for span in work} == SENDS | PRODUCTS | RETURNS | again | BETWEEN
         assert sum(span.role == Role.EXCHANGE for span in work) == num_sends * RANKS
         for role in PRODUCTS | again:
             items = sorted(span.item for span in work if span.role == role)
@@ -223,8 +223,9 @@ def test_steps_of_a_backward(traced_pool, save, num_sends, is_again):
         first = {role: min(span.begin for span in work if span.role == role) for role in PRODUCTS}
         assert first[Role.DGRAD_DOWN] < first[Role.DGRAD_UP] < first[Role.WGRAD_DOWN]
         assert first[Role.WGRAD_DOWN] < first[Role.WGRAD_UP]
-        check_one_span_a_program(work, Role.ROW_WEIGHTS)
-        assert first[Role.DGRAD_DOWN] < min(s.begin for s in work if s.role == Role.ROW_WEIGHTS)
+        check_one_span_a_program(work, Role.ACTIVATION_GRADIENT)
+        begin = min(s.begin for s in work if s.role == Role.ACTIVATION_GRADIENT)
+        assert first[Role.DGRAD_DOWN] < begin < first[Role.DGRAD_UP]
         summary = summarize(spans)[0]
         assert summary.roles["wgrad up"].num_spans and 0 < summary.computing_ns < summary.layer_ns
 

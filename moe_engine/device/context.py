@@ -145,7 +145,7 @@ class Role(IntEnum):
     WGRAD_DOWN = 30
     WGRAD_UP = 31
     KEEP = 32  # expert rows, in memory of this rank alone
-    ROW_WEIGHTS = 33  # their gradients are added up
+    ACTIVATION_GRADIENT = 33
 
 
 class TracedRole(NamedTuple):

@@ -203,7 +203,5 @@ def in_groups(tiles: GemmConfig, config: LayerConfig) -> GemmConfig:
 
 def leave_room_for_sums(tiles: GemmConfig) -> GemmConfig:
     """Tiles that leave shared memory to the programs that sum concurrently: three steps in flight
-    and a store in parts are as fast."""
-    if tiles.block_m < 128:
-        return tiles
-    return replace(tiles, num_stages=3, subtiles=max(tiles.subtiles, 4))
+    are as fast."""
+    return tiles if tiles.block_m < 128 else replace(tiles.stored_in_parts(), num_stages=3)

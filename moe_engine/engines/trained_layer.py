@@ -25,18 +25,16 @@ from ..dispatch.fused_kernels import copy_rows_kernel
 from ..dispatch.place_rows_kernels import RowPlan
 from ..dispatch.stages import StageCounters, StagedSchedule
 from ..grouped_gemm import TileSchedule, gemm_config
-from ..grouped_gemm.activations import AnyActivation
 from ..grouped_gemm.backward import (
-    ActivationGradients,
     bias_gradient,
-    launch_activation_dgrad,
+    launch_activation_gradient,
     launch_bias_weight_gradient,
-    launch_row_weight_gradient,
     launch_wgrad,
 )
+from ..grouped_gemm.backward_kernels import ActivationRows
 from ..grouped_gemm.config import GemmConfig
-from ..grouped_gemm.launch import gemm_problem
-from ..grouped_gemm.operands import Rows
+from ..grouped_gemm.launch import launch_product
+from ..grouped_gemm.operands import Epilogue, Rows, Weights
 from ..grouped_gemm.quantization import QuantizedRows
 from ..layer_config import LayerConfig
 from ..prepared import Described, PreparedCalls
@@ -55,6 +53,7 @@ from .fused_layer import (
     LayerRows,
     combine_experts,
     down_rows,
+    in_groups,
     send_rows,
     up_projection,
     up_tiles,
@@ -192,28 +191,20 @@ def _finish(
 
 class BackwardRows(NamedTuple):
     """Expert rows of a backward, in memory of this rank alone: rows of x [M, H], None where x is
-    sent again; pre-activations [M, 2I]; what `dispatch_dgrad` gives, of which the gradient of the
-    pre-activations may be their own memory; rows of the gradient of x [M, H]. For gradients of
-    weights that are computed later, memory for rows of x, where these are sent again, and of dy.
+    sent again; pre-activations [M, parts * I] and their gradient, which may be the same memory; the
+    gradient of the activations [M, I], and then they themselves times their weights; the gradients
+    of these weights [M]; rows of the gradient of x [M, H]. For gradients of weights that are
+    computed later, memory for rows of x, where these are sent again, and of dy.
     """
 
     x: torch.Tensor | None
     pre: torch.Tensor
-    of_act: ActivationGradients
+    pre_grad: torch.Tensor
+    act: torch.Tensor
+    weight_grad: torch.Tensor
     dx: torch.Tensor
     kept_x: torch.Tensor | None = None
     kept_dy: torch.Tensor | None = None
-
-    @property
-    def tensors(self) -> tuple[torch.Tensor | None, ...]:
-        """All of them; `of` takes them."""
-        return self.x, self.pre, *self.of_act, self.dx, self.kept_x, self.kept_dy
-
-    @classmethod
-    def of(cls, tensors: tuple[Any, ...]) -> BackwardRows:
-        """What `tensors` were taken from."""
-        x, pre, *of_act, dx, kept_x, kept_dy = tensors
-        return cls(x, pre, ActivationGradients(*of_act), dx, kept_x, kept_dy)
 
 
 def backward(
@@ -225,7 +216,7 @@ def backward(
 ) -> Gradients:
     """Gradients of x, topk_weights and biases. Those of the weights go `into` memory; with None the
     rows that they are made of are kept for later."""
-    x, w_gate_up, w_down = inputs.x, inputs.w_gate_up, inputs.w_down
+    x = inputs.x
     num_rows = engine.layer_rows(inputs).most if saved.num_rows < 0 else saved.num_rows
     room = max(1, num_rows)
     numbers: dict[str, Any] = dict(max_rows=room, expected_rows=saved.num_rows)
@@ -233,18 +224,20 @@ def backward(
     keeps_pre = pre is not None and saved.is_kept
     args = inputs, dy, saved.save, keeps_pre, into
     described = engine.describe(*args)
-    if described.kind.choice is None:
-        balanced = engine.layer_rows(inputs).balanced
-        tiles = gradient_tiles(w_gate_up, w_down, balanced, inputs.activation)
-        described.kind.choice = tiles
-    pre = x.new_empty(room, inputs.parts * w_down.shape[2]) if pre is None else pre
-    empty = partial(ActivationGradients.empty, has_bias=inputs.b_down is not None)
-    of_act = empty(pre, w_down, described.kind.choice, True, not keeps_pre)
-    work = BackwardRows(rows, pre, of_act, x.new_empty(room, x.shape[1]))
+    columns = inputs.w_down.shape[2]
+    pre = x.new_empty(room, inputs.parts * columns) if pre is None else pre
+    work = BackwardRows(
+        rows,
+        pre,
+        torch.empty_like(pre) if keeps_pre else pre,
+        x.new_empty(room, columns),
+        x.new_empty(room, dtype=torch.float32),
+        x.new_empty(room, x.shape[1]),
+    )
     if into is None:
         kept_x = torch.empty_like(work.dx) if rows is None else None
         work = work._replace(kept_x=kept_x, kept_dy=torch.empty_like(work.dx))
-    more: dict[str, Any] = dict(sized=work.tensors, described=described)
+    more: dict[str, Any] = dict(sized=work, described=described)
     before = engine.reserve_expert_rows
     results = engine.call(_backward, *args, before=before, **more, **numbers)
     dx, topk_grads, offsets, biases = results
@@ -252,7 +245,7 @@ def backward(
         return dx, topk_grads, None, biases
     x_rows = work.kept_x if rows is None else rows
     assert x_rows is not None
-    kept = WeightGradientRows(x_rows, of_act.pre, of_act.act, work.kept_dy, offsets)
+    kept = WeightGradientRows(x_rows, work.pre_grad, work.act, work.kept_dy, offsets)
     return dx, topk_grads, partial(later_weight_gradients, kept), biases
 
 
@@ -263,7 +256,7 @@ def _backward(
     save: str,
     keeps_pre: bool,
     into: WeightGradients | None,
-    sized: tuple[torch.Tensor | None, ...],
+    sized: BackwardRows,
     max_rows: int,
     expected_rows: int,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, BiasGradients]:
@@ -276,53 +269,52 @@ def _backward(
     this rank has read what came in the one before. Returns the gradients of x and topk_weights,
     where the rows of experts begin, and the gradients of the biases.
     """
-    step, rows = Step.of(engine, inputs), BackwardRows.of(sized)
-    x, _, topk_weights, w_gate_up, w_down, *_ = inputs
-    slots, memory, of_act = step.slots, step.memory, rows.of_act
-    dx, topk_grads = torch.empty_like(dy), torch.empty_like(topk_weights)
+    step, rows, x = Step.of(engine, inputs), sized, inputs.x
+    slots, memory, act, pre_grad = step.slots, step.memory, rows.act, rows.pre_grad
+    dx, topk_grads = torch.empty_like(dy), torch.empty_like(inputs.topk_weights)
     of_gate_up, of_down, accumulate = into or WeightGradients(None, None)
     needs_x = into is None or of_gate_up is not None
     number = saved_number(save, needs_x or rows.x is not None)
     call = dispatch.LayerCall(Kind.MOE_FFN_BACKWARD, number), expected_rows
-    up_outputs = of_act.act, rows.pre
+    up_outputs = act, rows.pre
     sent = None
     if save == "none":
         sent = step.begin(x, call)
         up_projection(sent.rows, inputs, up_outputs, sent, step.tiles, slots)
         dispatch.release(slots)
-    # dy to the experts: the gradient of the pre-activations.
+    # dy to the experts: the gradient of the activations, then of the pre-activations.
     sent = step.begin(dy, call, sent)
-    config = gradient_tiles(w_gate_up, w_down, step.expected.balanced, inputs.activation)
+    product = Rows(memory.rows), Weights(inputs.w_down, transposed=True), Epilogue()
+    tiles, offsets = step.gradient_tiles, sent.offsets.expert_offsets
     if save == "rows" and rows.x is not None:  # dy arrives during the up-projection
         up_projection(rows.x, inputs, up_outputs, sent, step.tiles, slots)
         metadata = combine.send_return_metadata(sent, slots)
         slots.context.step = "activation_dgrad"
-        operands = memory.rows, w_down, rows.pre, step.schedule(sent), inputs.activation
         trace = slots.context.traced(Role.DGRAD_DOWN)
-        launch_activation_dgrad(*operands, memory.weights, of_act, config, trace)
+        launch_product(*product, step.schedule(sent), act[None], tiles, trace=trace)
     else:
-        how = inputs.activation, config, slots
-        dispatch.dispatch_dgrad(sent, w_down, rows.pre, memory.weights, of_act, *how)
+        dispatch.dispatch_gemm(*product, act, sent, tiles, slots)
         metadata = combine.send_return_metadata(sent, slots)
+    trace = slots.context.traced(Role.ACTIVATION_GRADIENT)
+    work = ActivationRows(act, rows.pre, memory.weights, pre_grad, act, rows.weight_grad)
+    launch_activation_gradient(work, offsets, inputs.activation, trace)
     # All of dy has arrived: the launch before ended after its product, which waited for every row.
     # Peers overwrite it in their next call alone, whose exchange this rank makes after these reads.
-    dy_rows, offsets = memory.rows[:max_rows], sent.offsets.expert_offsets
+    dy_rows = memory.rows[:max_rows]
     if inputs.b_down is not None:
-        launch_bias_weight_gradient(dy_rows, inputs.b_down, of_act, offsets)
-    biases = bias_gradients(inputs, of_act.pre, dy_rows, memory.weights, offsets)
-    trace = slots.context.traced(Role.ROW_WEIGHTS)
-    launch_row_weight_gradient(of_act, offsets, len(memory.rows), trace)
+        launch_bias_weight_gradient(dy_rows, inputs.b_down, rows.weight_grad, offsets)
+    biases = bias_gradients(inputs, pre_grad, dy_rows, memory.weights, offsets)
     # dx, whose sums return as those of a forward, while the gradients of weights are computed.
     gradients = []
     if of_down is not None:
         role = Role.WGRAD_DOWN
-        gradients.append(combine.WeightGradient(dy_rows, of_act.act, of_down, accumulate, role))
+        gradients.append(combine.WeightGradient(dy_rows, act, of_down, accumulate, role))
     if of_gate_up is not None and rows.x is not None:
         role = Role.WGRAD_UP
-        gradients.append(combine.WeightGradient(of_act.pre, rows.x, of_gate_up, accumulate, role))
-    sums = LayerSums(dx, rows.dx, topk_grads, of_act.row_weight)
+        gradients.append(combine.WeightGradient(pre_grad, rows.x, of_gate_up, accumulate, role))
+    sums = LayerSums(dx, rows.dx, topk_grads, rows.weight_grad)
     returned = sums, sent, metadata, step.expected.balanced, slots
-    combine_experts(Rows(of_act.pre), inputs.up_transposed, *returned, gradients)
+    combine_experts(Rows(pre_grad), inputs.up_transposed, *returned, gradients)
     if rows.kept_dy is not None:
         num_rows = sent.offsets.expert_offsets[-1:]
         dispatch.keep_rows(memory.rows, rows.kept_dy, num_rows, fused_sum_kernel, slots)
@@ -330,7 +322,7 @@ def _backward(
     if needs_x and rows.x is None:
         sent = step.begin(x, call, sent)
         if of_gate_up is not None:
-            dispatch.dispatch_wgrad(of_act.pre, sent, of_gate_up, accumulate, slots)
+            dispatch.dispatch_wgrad(pre_grad, sent, of_gate_up, accumulate, slots)
         elif rows.kept_x is not None:
             num_rows = sent.offsets.expert_offsets[-1:]
             dispatch.keep_rows(memory.rows, rows.kept_x, num_rows, copy_rows_kernel, slots)
@@ -388,17 +380,6 @@ _later = PreparedCalls()
 # --- Both ----------------------------------------------------------------------------------------
 
 
-def gradient_tiles(
-    w_gate_up: torch.Tensor,
-    w_down: torch.Tensor,
-    num_rows: int,
-    activation: AnyActivation = "swiglu",
-) -> GemmConfig:
-    """The tiles of the gradient of the activations, as high as those of the up-projection."""
-    block_m = gemm_config(w_gate_up, num_rows, activation).block_m
-    return GemmConfig.for_gradient(gemm_problem(w_down, num_rows, transposed=True), True, block_m)
-
-
 class Step(NamedTuple):
     """What the bodies of a layer's calls share: its config, the rows that it may bring, its memory
     for them, and the tiles of its up-projection."""
@@ -419,6 +400,14 @@ class Step(NamedTuple):
         tiles = up_tiles(inputs, expected.balanced, config)
         memory = ExpertRows.of(x, expected.most, slots)
         return cls(slots, config, expected, memory, tiles, inputs)
+
+    @property
+    def gradient_tiles(self) -> GemmConfig:
+        """Those of the gradient of the activations, as high as those of the up-projection, with
+        room for the programs that copy rows concurrently."""
+        w, num_rows, block_m = self.inputs.w_down, self.expected.balanced, self.tiles.block_m
+        tiles = gemm_config(w, num_rows, transposed=True, block_m=block_m)
+        return in_groups(tiles, self.config).stored_in_parts()
 
     def tokens(
         self, x: torch.Tensor, layout: routing.RoutingLayout | None = None
