@@ -49,11 +49,11 @@ COLOURS = {
     "return metadata": "#888888",
     "return": "#228833",
     "sum": "#997700",
-    "row weights": "#44bb99",
+    "activation gradient": "#44bb99",
 }
 Inputs = tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]
 MULTIPLY = *(role_name(role) for role in COMPUTING), "wait for rows"
-BELOW = "copy", "keep", "return metadata", "row weights", "sum"
+BELOW = "copy", "keep", "return metadata", "sum"
 """Drawn in the lower half of an SM's row, as they run concurrently with others that communicate."""
 
 
@@ -151,7 +151,7 @@ def report(spans: Sequence[Span], clocks: Sequence[Clock], console: Console) -> 
     table = Table("us", *ranks)
     rows: dict[str, Callable[[Summary], float]] = {
         "first begin to last end": lambda summary: summary.layer_ns,
-        "GEMMs compute, mean of SMs": lambda summary: summary.computing_ns,
+        "experts compute, mean of SMs": lambda summary: summary.computing_ns,
         "exposed communication": lambda summary: summary.exposed_ns,
     }
     for name, value in rows.items():

@@ -39,8 +39,9 @@ WARPS_PER_SM = 64
 COMPUTING = (
     *(Role.UP, Role.DOWN),
     *(Role.DGRAD_DOWN, Role.DGRAD_UP, Role.WGRAD_DOWN, Role.WGRAD_UP),
+    Role.ACTIVATION_GRADIENT,
 )
-"""The products of a layer, and of its backward."""
+"""The products of a layer, and of its backward with the pass between them."""
 
 
 def role_name(role: Role | Phase) -> str:
@@ -219,7 +220,7 @@ class Summary:
     layer_ns: from the first begin to the last end of its spans. computing_ns: the time that an SM
     spends in tiles of `COMPUTING`, without waits for rows, and counted once where two of its
     programs do so concurrently; the mean of all SMs that have any span. exposed_ns: the rest of the
-    layer, in which no GEMM hides the communication, or the GEMMs start. roles: by `Span.name`; a
+    layer, in which nothing hides the communication, or the GEMMs start. roles: by `Span.name`; a
     wait that is in no other span has a role of its own.
     """
 
