@@ -37,6 +37,8 @@ links: then it costs little that the weights are read again."""
 LONG_DEPTH, TILE_ROWS, MANY_TILES = 4096, 128, 8
 """Where memory is slower than an H200's: products of this depth take so long that tiles of an
 expert which begin at different times no longer find its weights in L2, unless they are many."""
+COPY_GBS = 525.0
+"""What one program of each SM copies, counting what it writes (Qwen3-30B's backward)."""
 START_US = 30.0
 """The time from the layer's first launch to the first rows that are pushed."""
 MAX_PROGRAMS = 65_536
@@ -121,6 +123,14 @@ class LayerConfig:
                 check_flag(name, value)
             else:
                 check_int(name, value, 1, MAX_STAGES.value if "stages" in name else MAX_PROGRAMS)
+
+    def for_dy(self, columns: int, itemsize: int) -> LayerConfig:
+        """These choices where a backward sends dy, whose product gives `columns` for each row: two
+        programs of each SM copy rows, where it was one and would take longer than that product."""
+        copy_ns, product_ns = itemsize / COPY_GBS, 2e-3 * columns / H200.gemm_tflops
+        if self.num_copy_programs != H200.num_sms or copy_ns <= product_ns:  # of a column of dy
+            return self
+        return replace(self, num_copy_programs=2 * H200.num_sms)
 
     def shared(self) -> LayerConfig:
         """The stages alone, which must be equal on all ranks; other fields have their defaults."""

@@ -36,6 +36,16 @@ def test_one_rank_has_nobody_to_wait_for():
     assert stages_of(LayerProblem(1, 8192, **QWEN3)) == [1, 1]
 
 
+def test_more_programs_copy_dy_where_its_product_is_short():
+    """Of Qwen3-30B alone, unless the number was chosen otherwise."""
+    config, one = LayerConfig(), H200.num_sms
+    columns = {name: shape[2] for name, shape in MODELS.items()}
+    copying = {name: config.for_dy(n, 2).num_copy_programs for name, n in columns.items()}
+    assert copying == dict.fromkeys(MODELS, one) | {"qwen3-30b": 2 * one}
+    chosen = LayerConfig(num_copy_programs=5)
+    assert chosen.for_dy(768, 2) == chosen
+
+
 def test_rows_that_take_long_come_in_stages():
     """Beside the same GEMMs, rows of no bytes need none."""
     assert stages_of(LayerProblem(4, 8192, **QWEN3, itemsize=0)) == [1, 1]

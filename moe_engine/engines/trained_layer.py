@@ -283,7 +283,7 @@ def _backward(
         up_projection(sent.rows, inputs, up_outputs, sent, step.tiles, slots)
         dispatch.release(slots)
     # dy to the experts: the gradient of the activations, then of the pre-activations.
-    sent = step.begin(dy, call, sent)
+    sent = step.for_dy.begin(dy, call, sent)
     product = Rows(memory.rows), Weights(inputs.w_down, transposed=True), Epilogue()
     tiles, offsets = step.gradient_tiles, sent.offsets.expert_offsets
     if save == "rows" and rows.x is not None:  # dy arrives during the up-projection
@@ -400,6 +400,12 @@ class Step(NamedTuple):
         tiles = up_tiles(inputs, expected.balanced, config)
         memory = ExpertRows.of(x, expected.most, slots)
         return cls(slots, config, expected, memory, tiles, inputs)
+
+    @property
+    def for_dy(self) -> Step:
+        """The same with the config of the call that sends dy."""
+        config = self.config.for_dy(self.inputs.w_down.shape[2], self.inputs.x.itemsize)
+        return self._replace(config=config)
 
     @property
     def gradient_tiles(self) -> GemmConfig:
