@@ -205,7 +205,7 @@ def grouped_mlp(
 
     w_up is [L, 2I, H] for gated activations, else [L, I, H]; w_down [L, H, I]; the other arguments
     are those of `grouped_gemm`. x and the pre-activations [rows, 2I] are saved for the gradients;
-    the epilogue of a GEMM computes the activation again, with its gradient.
+    the backward computes the activation again, with its gradient.
     """
     tensors = x, w_up, w_down, b_up, b_down, row_weight
     if not _wants_gradients(*tensors):
