@@ -86,7 +86,7 @@ def store_columns(out, values, part, rows, end, columns, N, PARTS: tl.constexpr)
 
 class ActivationRows(NamedTuple):
     """What the gradient of an activation is made of, and into: see `_activation_gradient_kernel`.
-    The last two and row_weight may be None."""
+    row_weight, act and weight_grad may be None."""
 
     grad: tl.tensor  # [rows, N]: the gradient of the activations, before they are weighted
     pre: tl.tensor  # [rows, PARTS * N], the pre-activations

@@ -125,7 +125,7 @@ def launch_product(
     num_free_sms: int = 0,
     trace: TracedRole | None = None,
 ) -> None:
-    """The launch of `multiply`, into out [num_splits, rows, N / parts]."""
+    """The launch of `multiply`, into out [num_splits, rows, N / parts]. trace: its spans' role."""
     config = storing_pre(config, epilogue)
     parts, num_columns, block_n = epilogue.parts, out.shape[2], config.block_n
     num_tiles = schedule.tiles.numel() * triton.cdiv(num_columns, block_n // parts)

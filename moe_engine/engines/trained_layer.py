@@ -295,11 +295,12 @@ def _backward(
     else:
         dispatch.dispatch_gemm(*product, act, sent, tiles, slots)
         metadata = combine.send_return_metadata(sent, slots)
+    # All of dy has arrived when the launches above have ended, as a product there waited for every
+    # row; so have the weights of rows, which their ranks stored before they raised any flag of dy.
+    # Peers overwrite both in their next call alone, whose exchange this rank makes after its reads.
     trace = slots.context.traced(Role.ACTIVATION_GRADIENT)
     work = ActivationRows(act, rows.pre, memory.weights, pre_grad, act, rows.weight_grad)
     launch_activation_gradient(work, offsets, inputs.activation, trace)
-    # All of dy has arrived: the launch before ended after its product, which waited for every row.
-    # Peers overwrite it in their next call alone, whose exchange this rank makes after these reads.
     dy_rows = memory.rows[:max_rows]
     if inputs.b_down is not None:
         launch_bias_weight_gradient(dy_rows, inputs.b_down, rows.weight_grad, offsets)
