@@ -123,7 +123,8 @@ def run_training(group) -> list[dict]:
     with dry():
         import training
 
-        sizes = dict(TOKENS=(TOKENS,), ERROR=ERROR, HOST_CALLS=1)
+        # Some parts are two or three gradients of weights of rows: <G, a>, of G in bf16.
+        sizes = dict(TOKENS=(TOKENS,), ERROR=2 * ERROR, HOST_CALLS=1)
         with mock.patch.multiple(training, send_message=lines.append, **sizes):
             training.run_rank(group, [MODEL], capacity_factor=1.0)
     return lines
