@@ -124,8 +124,10 @@ def launch_product(
     config: GemmConfig,
     num_free_sms: int = 0,
     trace: TracedRole | None = None,
+    shares_sms: bool = False,
 ) -> None:
-    """The launch of `multiply`, into out [num_splits, rows, N / parts]. trace: its spans' role."""
+    """The launch of `multiply`, into out [num_splits, rows, N / parts]. trace: its spans' role.
+    shares_sms: see `launch`."""
     config = storing_pre(config, epilogue)
     parts, num_columns, block_n = epilogue.parts, out.shape[2], config.block_n
     num_tiles = schedule.tiles.numel() * triton.cdiv(num_columns, block_n // parts)
@@ -142,6 +144,7 @@ def launch_product(
         trace,
         TRANSPOSED=weights.transposed,
         **config.launch_options(epilogue.activation),
+        shares_sms=shares_sms,
     )
 
 

@@ -291,7 +291,8 @@ def _backward(
         metadata = combine.send_return_metadata(sent, slots)
         slots.context.step = "activation_dgrad"
         trace = slots.context.traced(Role.DGRAD_DOWN)
-        launch_product(*product, step.schedule(sent), act[None], tiles, trace=trace)
+        where = step.schedule(sent), act[None]
+        launch_product(*product, *where, tiles, trace=trace, shares_sms=True)
     else:
         dispatch.dispatch_gemm(*product, act, sent, tiles, slots)
         metadata = combine.send_return_metadata(sent, slots)
