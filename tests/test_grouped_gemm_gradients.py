@@ -253,6 +253,25 @@ def assert_gradients(result: dict[str, Any], out_dtype: torch.dtype) -> None:
     assert result["empty"] and result["same bits"]
 
 
+def rows_of_no_expert(group: Any) -> torch.Tensor:
+    """Gradients of the weights of 40 rows, of which experts have 19, in memory that held NaN."""
+    with cases.filled_memory():
+        x, w = torch.ones(40, 16, dtype=BF16), torch.ones(2, 32, 16, dtype=BF16)
+        w_down, row_weight = torch.ones(2, 16, 16, dtype=BF16), torch.ones(40)
+        operands = x, w, w_down, row_weight
+        x, w, w_down, row_weight = (one.to(DEVICE).requires_grad_() for one in operands)
+        offsets = torch.tensor([0, 5, 19], dtype=torch.int32, device=DEVICE)
+        y = grouped_mlp(x, w, w_down, offsets, row_weight=row_weight)
+        y[:19].sum().backward()
+    assert row_weight.grad is not None
+    return row_weight.grad.cpu()
+
+
+def test_weights_of_rows_of_no_expert_have_gradients_of_zero(pool: RankPool) -> None:
+    (found,) = pool.run(rows_of_no_expert, num_ranks=1)
+    assert (found[:19] > 0).all() and (found[19:] == 0).all()
+
+
 def no_rows(group: Any) -> bool:
     """Without rows gradients are zeros, and accumulate leaves `out` as it is."""
     x, grad = (torch.zeros(0, 16, dtype=BF16, device=DEVICE) for _ in range(2))
