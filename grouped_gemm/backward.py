@@ -269,7 +269,7 @@ def launch_activation_gradient(
 ) -> None:
     """From the gradient of activations, before they are weighted, to that of pre-activations.
 
-    A pass of its own: as an epilogue of the product before it, it took 1.5 times as long as both,
+    A pass of its own: as an epilogue of the product, it took up to 1.5 times as long as both,
     since tensor cores idled meanwhile (bench/NOTES.md).
     """
     num_rows, num_columns = rows.grad.shape
