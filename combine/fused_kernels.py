@@ -40,7 +40,8 @@ from ..device.programs import (
 from ..device.slots import metadata_flag, region, stage_counts_offset
 from ..device.tiles import COMBINE, deal, notify_stage
 from ..dispatch.stages_kernels import first_tiles, load_staged_tile, stage_of
-from ..grouped_gemm.kernels import finish_tile, product_size, product_tile
+from ..grouped_gemm.kernels import finish_tile
+from ..grouped_gemm.product_kernels import product_size, product_tile
 from ..grouped_gemm.schedule_kernels import Tile, unpack_tile
 
 ROWS_AT_ONCE = tl.constexpr(3)

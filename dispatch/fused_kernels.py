@@ -32,7 +32,8 @@ from ..device.tiles import (
     wait_stage,
     wait_tile,
 )
-from ..grouped_gemm.kernels import finish_tile, product_size, product_tile
+from ..grouped_gemm.kernels import finish_tile
+from ..grouped_gemm.product_kernels import product_size, product_tile
 from ..grouped_gemm.schedule_kernels import Tile, tile_coordinates
 from .stages_kernels import unpack_staged_tile
 

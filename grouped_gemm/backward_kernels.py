@@ -15,13 +15,12 @@ from .kernels import (
     activate,
     gaussian_cdf,
     halves,
-    is_gated,
     limited,
-    load_rows,
     relu,
     swish,
     tanh_cdf,
 )
+from .product_kernels import is_gated, load_rows
 from .schedule_kernels import tile_coordinates
 
 

@@ -35,6 +35,7 @@ BLOCK_MS = (128, 64, 32, 16)
 MAXIMA = {
     **{"block_m": 256, "block_n": 512, "block_k": 512, "num_warps": 32, "num_stages": 16},
     **{"subtiles": 64, "programs_per_sm": 32, "group_m": 1 << 14, "num_splits": 64},
+    "num_registers": 255,
 }
 """The largest numbers that a GemmConfig may have; no GPU can run more."""
 POWERS_OF_2 = "block_m", "block_n", "block_k", "num_warps", "subtiles"
@@ -106,7 +107,8 @@ class GemmConfig:
     block_n / 2 of gate and as many of up) in steps of block_k, `num_stages` of which are in flight,
     and stores a tile in `subtiles` parts. `programs_per_sm` run concurrently. The programs walk
     `group_m` tiles of rows together before the next columns. `num_splits` tiles share the depth of
-    one, and their sums are added up in order.
+    one, and their sums are added up in order. A thread has at most `num_registers`; all that there
+    are, 255, leave their number to the compiler.
     """
 
     block_m: int
@@ -118,6 +120,7 @@ class GemmConfig:
     programs_per_sm: int = 1
     group_m: int = 8
     num_splits: int = 1
+    num_registers: int = MAXIMA["num_registers"]
 
     def check(self) -> None:
         """Raise ShapeError for numbers that no tile can have: not ints, not positive, too large."""
@@ -129,10 +132,12 @@ class GemmConfig:
 
     def launch_options(self, activation: AnyActivation = "none") -> dict[str, Any]:
         """The options with which every kernel of such tiles is launched; SHAPE is a `TileShape`."""
+        limited = self.num_registers < MAXIMA["num_registers"]
         return {
             "SHAPE": _tile_shape(self, activation),
             "num_warps": self.num_warps,
             "num_stages": self.num_stages,
+            **({"maxnreg": self.num_registers} if limited else {}),
         }
 
     def stored_in_parts(self) -> GemmConfig:
@@ -189,12 +194,15 @@ def candidates(problem: GemmProblem, block_m: int | None = None) -> Iterator[Gem
     if problem.dtype == torch.float32:  # no tensor cores: IEEE products
         yield GemmConfig(block_m or 64, 64, 16, 4, 2, programs_per_sm=2)
         return
-    if _is_fp8(problem):  # the scaled sums take the registers of half a tile more
-        for rows in (16, 32, 64) if block_m is None else (block_m,):
-            if rows == 128 and problem.gated:
-                yield GemmConfig(128, 64, 128, 8, 4)
+    if _is_fp8(problem):  # a product has registers of its own until it is scaled
+        fits = not problem.gathered and not (problem.gated and problem.num_columns % 128)
+        for rows in BLOCK_MS if block_m is None else (block_m,):
+            if rows == 128 and fits:  # with more registers allowed, the compiler spills some
+                subtiles = 4 // problem.parts
+                yield GemmConfig(128, 256, 128, 8, 3, subtiles, num_registers=216)
             elif rows == 128:
-                yield GemmConfig(128, 128, 128, 8, 4)
+                if block_m is not None:
+                    yield GemmConfig(128, 64 if problem.gated else 128, 128, 8, 4)
             else:
                 programs_per_sm = 4 if rows == 16 and not problem.gathered else 2
                 yield GemmConfig(rows, 128, 128, 4, 3, 1, programs_per_sm, group_m=16)
@@ -239,7 +247,11 @@ def predict(config: GemmConfig, problem: GemmProblem) -> Prediction:
     rate = 5.41e6 if config.block_m * config.block_n >= 128 * 128 else 3.5e6
     rows = max(config.block_m, 64)
     if _is_fp8(problem):
-        rate, rows = 5.9e6 if config.block_m >= 64 else 3.5e6, max(config.block_m, 32)
+        rows, rate = max(config.block_m, 32), 4.75e6 if problem.gated else 5.9e6
+        if config.block_m < 64:
+            rate = 3.5e6
+        elif config.block_n == 256:
+            rate = 6.6e6
     flops = 2.0 * rows * config.block_n * problem.depth / config.num_splits
     store_us = 1.4 * rows * config.block_n / (128 * 256)
     if neighbours == 2:

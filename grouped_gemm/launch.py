@@ -19,7 +19,7 @@ from ..launch import launch
 from ..prepared import prepared
 from .activations import Activation, AnyActivation, num_parts
 from .config import BLOCK_MS, GemmConfig, GemmProblem, choose
-from .kernels import ExpertWeights, Gathered, Scales, _grouped_gemm_kernel, _split_sum_kernel
+from .kernels import _grouped_gemm_kernel, _split_sum_kernel
 from .operands import (
     FP8,
     Epilogue,
@@ -31,6 +31,7 @@ from .operands import (
     check_out,
     output_dtype,
 )
+from .product_kernels import WIDE, ExpertWeights, Gathered, Scales
 from .schedule import INDEX_DTYPES, MAX_ROWS, TileSchedule
 
 NUM_INTERPRETED_PROGRAMS = 2
@@ -185,11 +186,13 @@ def _multiply_split(
 def describe_weights(weights: Weights, config: GemmConfig, parts: int = 1) -> TensorDescriptor:
     """A descriptor of the weights in blocks of what a tile takes in a step, of `parts` rows for
     each column of the output. One part never runs into the next part or expert: loads past its
-    end give zeros. See `kernels.gemm_tile`."""
+    end give zeros. See `product_kernels.gemm_tile`."""
     w, block_n, block_k = weights.w, config.block_n, config.block_k
     if w.dim() == 3:
         w = canonical(w).unflatten(1, (parts, -1))
     block = [1, block_k, block_n] if weights.transposed else [parts, block_n // parts, block_k]
+    if weights.scale is not None and block_n > WIDE.value:
+        block = [1, WIDE.value, block_k]
     return TensorDescriptor.from_tensor(w, [1, *block])
 
 

@@ -121,8 +121,9 @@ def test_bf16_gemm_on_hopper(
 
 @pytest.mark.parametrize(("activation", "gathered"), GEMMS)
 def test_fp8_gemm_on_hopper(activation: str, gathered: bool) -> None:
-    high = GemmConfig.predicted(problem(FP8, 90, gated=activation == "swiglu"), block_m=128)
-    for config in (*shapes(FP8, gathered=gathered), high):
+    how = dict(gated=activation == "swiglu", gathered=gathered)
+    high = GemmConfig.predicted(problem(FP8, 90, **how), block_m=128)
+    for config in (*shapes(FP8, **how), high):
         ptx = compile_gemm(config, FP8, activation, gathered).ptx
         assert "e4m3" in ptx if config.block_m >= 64 else "mma.sync" in ptx
 

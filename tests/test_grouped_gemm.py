@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from itertools import product
 from typing import Any
+from unittest.mock import patch
 
 import pytest
 import torch
@@ -16,7 +17,8 @@ from hypothesis import strategies as st
 from moe_engine.device.lang import INTERPRETED
 from moe_engine.emulation import RankPool
 from moe_engine.errors import ShapeError
-from moe_engine.grouped_gemm import gemm_config, grouped_gemm, tile_schedule
+from moe_engine.grouped_gemm import config, gemm_config, grouped_gemm, tile_schedule
+from moe_engine.grouped_gemm.config import GemmConfig
 from moe_engine.grouped_gemm.launch import multiply
 from moe_engine.grouped_gemm.operands import Epilogue, Rows, Weights
 
@@ -209,10 +211,12 @@ def test_every_row_count_on_one_gpu() -> None:
     assert every_row_count(None, range(301), 256) == []
 
 
-def run_fp8(group: Any, counts: tuple[int, ...], activation: str, gathered: bool) -> float:
+def run_fp8(
+    group: Any, counts: tuple[int, ...], activation: str, gathered: bool, width: int = 144
+) -> float:
     """Relative error of e4m3 operands against their fp64 values."""
     torch.manual_seed(0)
-    K, columns = 304, 144 * (2 if activation in GATED else 1)
+    K, columns = 304, width * (2 if activation in GATED else 1)
     num_rows = sum(counts)
     x8 = torch.randn(num_rows, K).to(FP8)
     w8 = torch.randn(len(counts), columns, K).to(FP8)
@@ -244,6 +248,30 @@ def run_fp8(group: Any, counts: tuple[int, ...], activation: str, gathered: bool
 def test_fp8(pool: RankPool, activation: str, gathered: bool) -> None:
     errors = pool.run(run_fp8, (5, 0, 70, 1), activation, gathered, num_ranks=1)
     assert errors[0] < TOLERANCE[FP8]
+
+
+def run_wide_fp8(group: Any, *args: Any) -> tuple[float, float]:
+    """`run_fp8` with tiles of 256 columns, and with those that are chosen."""
+    wide = GemmConfig(128, 256, 128, num_warps=8, num_stages=3, subtiles=2, num_registers=216)
+    if INTERPRETED:
+        wide = replace(wide, num_registers=255)
+    with patch.object(GemmConfig, "predicted", lambda *_: wide):
+        config._choose.cache_clear()
+        error = run_fp8(group, *args)
+    config._choose.cache_clear()
+    return error, run_fp8(group, *args)
+
+
+@pytest.mark.parametrize(
+    ("activation", "width"),
+    # The last half of columns is full, holds 16 columns, and lies past the end.
+    [("swiglu", 128), ("swiglu", 256), ("none", 256), ("none", 400), ("none", 112)],
+)
+def test_wide_tiles_of_fp8(pool: RankPool, activation: str, width: int) -> None:
+    ((wide, chosen),) = pool.run(
+        run_wide_fp8, (5, 0, 130, 1), activation, False, width, num_ranks=1
+    )
+    assert max(wide, chosen) < TOLERANCE[FP8]
 
 
 @pytest.mark.gpu

@@ -41,6 +41,7 @@ from .ptx import as_pointer as as_pointer
 from .ptx import consume_token as consume_token
 from .ptx import device_function as device_function
 from .ptx import drain_tma_stores as drain_tma_stores
+from .ptx import in_order as in_order
 from .ptx import now_ns as now_ns
 from .ptx import ticks as ticks
 

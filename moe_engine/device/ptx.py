@@ -67,6 +67,11 @@ if INTERPRETED:
         return value
 
     @device_function
+    def in_order(x):
+        """`x`, computed before what follows."""
+        return x
+
+    @device_function
     def drain_tma_stores(BARRIER: tl.constexpr = False):
         """Wait until this thread's TMA stores are in memory and order them before later signals."""
 
@@ -183,6 +188,12 @@ else:
             is_pure=False,
             pack=1,
         )
+
+    @device_function
+    def in_order(x):
+        """fp32 `x`, computed before what follows that has effects, such as tensor cores' products:
+        the compiler would move it past them, and both would take registers at once."""
+        return tl.inline_asm_elementwise("", "=f,0", [x], dtype=tl.float32, is_pure=False, pack=1)
 
     @device_function
     def drain_tma_stores(BARRIER: tl.constexpr = False):
