@@ -33,7 +33,7 @@ from ..device.tiles import (
     wait_tile,
 )
 from ..grouped_gemm.kernels import finish_tile
-from ..grouped_gemm.product_kernels import product_size, product_tile
+from ..grouped_gemm.product_kernels import is_gated, product_size, product_tile
 from ..grouped_gemm.schedule_kernels import Tile, tile_coordinates
 from .stages_kernels import unpack_staged_tile
 
@@ -317,8 +317,7 @@ def dispatch_gemm_kernel(
     N, K = product_size(weights.w, SHAPE, TRANSPOSED)
     num_m = tl.load(tiles.count)
     ROLE: tl.constexpr = ROLE_DGRAD_DOWN if TRANSPOSED else ROLE_UP
-    PARTS: tl.constexpr = weights.w.block_shape[1]
-    WIDTH: tl.constexpr = SHAPE.BLOCK_N // PARTS
+    WIDTH: tl.constexpr = SHAPE.BLOCK_N // 2 if is_gated(SHAPE.ACTIVATION.name) else SHAPE.BLOCK_N
     num_n = tl.cdiv(N, WIDTH)
     deadline = deadline_from_now(context)
     since = begin_span()

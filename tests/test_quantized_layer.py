@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 from typing import Any
+from unittest.mock import patch
 
 import cases
 import pytest
@@ -15,8 +16,10 @@ from hypothesis import strategies as st
 from training_cases import end, make_case, new_buffer, on_device, poison_all
 
 from moe_engine import Activation, BackendError, DtypeError, ShapeError, moe_ffn, reference
+from moe_engine.device.lang import INTERPRETED
 from moe_engine.emulation import PerRank, RankError, RankPool
-from moe_engine.grouped_gemm import gemm_config, tile_schedule
+from moe_engine.grouped_gemm import config, gemm_config, tile_schedule
+from moe_engine.grouped_gemm.config import GemmConfig
 from moe_engine.grouped_gemm.launch import multiply
 from moe_engine.grouped_gemm.operands import Epilogue, Rows, Weights
 from moe_engine.grouped_gemm.quantization import dequantize, quantize_rows, quantize_weights
@@ -76,13 +79,13 @@ def run(
 
 def check(
     pool: RankPool, parts: Parts, activation: Any = "swiglu", backend: str = "auto",
-    decode: bool = False, **options: Any,
+    decode: bool = False, function: Any = run, **options: Any,
 ) -> list[torch.Tensor]:  # fmt: skip
     """The results of all ranks."""
     most = max(len(x) for x in parts[0])
     how = dict(max_tokens=max(1, most), backend=backend, hint=most if decode else None)
     how["options"] = options if decode else options | dict(decode_tokens=0)
-    found = pool.run(run, activation, how, *sent(parts), num_ranks=len(parts[0]))
+    found = pool.run(function, activation, how, *sent(parts), num_ranks=len(parts[0]))
     x, idx, weights, up, down, s_up, s_down, *biases = parts
     more: Any = dict(biases=biases if biases[0][0].numel() else (), scales=(s_up, s_down))
     wanted = reference.moe_ffn(x, idx, weights, up, down, activation=activation, **more)
@@ -118,6 +121,23 @@ def test_routings(pool: RankPool, kind: str, num_ranks: int) -> None:
 def test_biases_and_another_activation(pool: RankPool, way: str) -> None:
     gpt_oss = Activation("swiglu", limit=0.6, alpha=1.702, shift=1.0)
     check(pool, make([6, 3], has_bias=True), gpt_oss, **WAYS[way])
+
+
+def run_wide(*args: Any) -> tuple[torch.Tensor, bool]:
+    """`run` with tiles of 256 columns."""
+    limit = {} if INTERPRETED else {"num_registers": 216}
+    wide = GemmConfig(128, 256, 128, num_warps=8, num_stages=3, subtiles=4, **limit)
+    with patch.object(GemmConfig, "predicted", lambda *_: wide):
+        config._choose.cache_clear()
+        found = run(*args)
+    config._choose.cache_clear()
+    return found
+
+
+@pytest.mark.parametrize("num_tokens", [[6, 3], [6, 0, 3]])
+def test_wide_tiles(pool: RankPool, num_tokens: list[int]) -> None:
+    """Two of them hold a row's columns of gate and up."""
+    check(pool, make(num_tokens, intermediate=256, num_local=2), function=run_wide)
 
 
 def test_ways_agree(pool: RankPool) -> None:
