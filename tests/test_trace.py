@@ -416,6 +416,7 @@ def test_sums_of_a_layer(results):
     "options, products",
     [
         ([], {"up", "down"}),
+        (["--fp8"], {"up", "down"}),
         (["--backward"], {"dgrad down", "dgrad up", "wgrad down", "wgrad up"}),
     ],
 )
@@ -447,6 +448,9 @@ def test_what_the_command_refuses():
     result = CliRunner().invoke(app, ["trace", "--save", "pre"])
     assert result.exit_code == 2
     assert "--backward" in result.output
+    result = CliRunner().invoke(app, ["trace", "--backward", "--fp8"])
+    assert result.exit_code == 2
+    assert "no gradients" in result.output
     result = CliRunner().invoke(app, ["trace", "--backward", "--save", "some"])
     assert result.exit_code == 1
     assert "save is 'some'" in result.output

@@ -334,6 +334,7 @@ def trace(
     save: Annotated[
         str | None, typer.Option(help="What the forward saves for it.  [default: auto]")
     ] = None,
+    fp8: Annotated[bool, typer.Option("--fp8", help="The experts' weights are e4m3.")] = False,
     path: Annotated[Path, typer.Option(help="The trace, for Perfetto.")] = Path("trace.json"),
     picture: Annotated[Path | None, typer.Option(help="Where to draw it.")] = None,
 ) -> None:
@@ -342,6 +343,8 @@ def trace(
     from .trace import save as save_trace
 
     check_saving(save, backward)
+    if fp8 and backward:
+        raise typer.BadParameter("e4m3 weights have no gradients", param_hint="--fp8")
     check_file(path, "--path")
     if picture:
         check_picture(picture)
@@ -350,7 +353,7 @@ def trace(
     num_experts, *widths, num_topk = SHAPES[model]
     device, length = ("cuda", 4096) if num_gpus >= ranks else ("cpu", 64)
     check_device(device)
-    job = Job(model, tokens or length, calls, device, (save or "auto") if backward else None)
+    job = Job(model, tokens or length, calls, device, (save or "auto") if backward else None, fp8)
     check_layer(LayerProblem(ranks, job.tokens, num_experts, num_topk, *widths))
     console = Console()
     spans, clocks = run_job(job, ranks)

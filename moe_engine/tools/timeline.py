@@ -16,6 +16,7 @@ from rich.table import Table
 from ..buffer import Buffer
 from ..emulation import RankPool
 from ..engines.kernel import KernelEngine
+from ..grouped_gemm import quantize_weights
 from ..layer import moe_ffn
 from ..layer_config import MODELS, LayerProblem
 from ..options import Options
@@ -60,13 +61,14 @@ BELOW = "copy", "keep", "return metadata", "sum"
 @dataclass(frozen=True)
 class Job:
     """A layer of a model of SHAPES with `tokens` tokens on each rank; the last of `calls` calls is
-    traced. save: trace the backward, by this policy; None: the forward."""
+    traced. save: trace the backward, by this policy; None: the forward. fp8: with e4m3 weights."""
 
     model: str
     tokens: int
     calls: int
     device: str
     save: str | None = None
+    fp8: bool = False
 
     @property
     def in_graph(self) -> bool:
@@ -119,7 +121,9 @@ def random_layer(problem: LayerProblem, rank: int, device: str) -> Inputs:
 def layer_call(job: Job, inputs: Inputs, buffer: Buffer, recorder: Recorder) -> Call:
     """A layer, or one of which the backward follows and is recorded."""
     if job.save is None:
-        return lambda: moe_ffn(*inputs, buffer)
+        *tokens, up, down = inputs
+        weights = (quantize_weights(up), quantize_weights(down)) if job.fp8 else (up, down)
+        return lambda: moe_ffn(*tokens, *weights, buffer)
     leaves = [one.requires_grad_() for one in inputs if one.is_floating_point()]
     dy, save = torch.randn_like(inputs[0]), job.save
 
