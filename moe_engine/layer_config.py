@@ -37,6 +37,9 @@ links: then it costs little that the weights are read again."""
 LONG_DEPTH, TILE_ROWS, MANY_TILES = 4096, 128, 8
 """Where memory is slower than an H200's: products of this depth take so long that tiles of an
 expert which begin at different times no longer find its weights in L2, unless they are many."""
+COPIES_ALONE = 4 * H200.num_sms
+"""Programs that copy rows before the products: on one rank, where no link bounds them and nothing
+hides them, and where the weights are e4m3, whose tiles leave too few registers on their SMs."""
 COPY_GBS = 525.0
 """What one program of each SM copies, counting what it writes (Qwen3-30B's backward)."""
 START_US = 30.0
@@ -140,8 +143,8 @@ class LayerConfig:
     def predicted(cls, problem: LayerProblem, hbm_gbs: float = H200.hbm_gbs) -> LayerConfig:
         """The choices that are predicted to be the fastest, with memory of this speed, see
         `hardware.Gpu`."""
-        if problem.num_ranks == 1:  # no link bounds the copies, which nothing hides
-            return cls(num_stages=1, num_return_stages=1, num_copy_programs=4 * H200.num_sms)
+        if problem.num_ranks == 1:
+            return cls(num_stages=1, num_return_stages=1, num_copy_programs=COPIES_ALONE)
         rows = problem.max_tokens * problem.num_topk
         gemm_us = problem.gemm_us(3 * problem.num_columns)
         are_busy = 2 * problem.link_us > BUSY_LINKS * gemm_us
@@ -152,6 +155,7 @@ class LayerConfig:
         return cls(
             num_stages=min(arrivals, key=lambda n: dispatch_us(problem, n)),
             num_return_stages=min(counts, key=lambda n: combine_us(problem, n)),
+            num_copy_programs=COPIES_ALONE if problem.itemsize == 1 else H200.num_sms,
             own_apart=own_rows >= (BUSY_OWN_ROWS if are_busy else OWN_ROWS),
         )
 

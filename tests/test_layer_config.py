@@ -36,6 +36,15 @@ def test_one_rank_has_nobody_to_wait_for():
     assert stages_of(LayerProblem(1, 8192, **QWEN3)) == [1, 1]
 
 
+def test_more_programs_copy_where_none_runs_concurrently_with_products():
+    def copying(num_ranks, **sizes):
+        return LayerConfig.predicted(
+            LayerProblem(num_ranks, 8192, **QWEN3, **sizes)
+        ).num_copy_programs
+
+    assert copying(1) == copying(1, itemsize=1) == copying(2, itemsize=1) == 4 * copying(2)
+
+
 def test_more_programs_copy_dy_where_its_product_is_short():
     """Of Qwen3-30B alone, unless the number was chosen otherwise."""
     config, one = LayerConfig(), H200.num_sms
