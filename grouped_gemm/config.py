@@ -42,6 +42,14 @@ POWERS_OF_2 = "block_m", "block_n", "block_k", "num_warps", "subtiles"
 """The fields of a GemmConfig that must be powers of 2."""
 
 
+WIDE_E4M3 = {
+    128: dict(num_warps=8, num_stages=3, num_registers=216),
+    64: dict(num_warps=4, num_stages=2, programs_per_sm=2, group_m=16, num_registers=224),
+}
+"""Tiles of e4m3 with 256 columns, by their rows. With more registers allowed, the compiler spills
+some of them."""
+
+
 @dataclass(frozen=True, slots=True)
 class GemmProblem:
     """What a grouped GEMM multiplies: about num_rows rows in all times num_experts weights, each
@@ -197,13 +205,11 @@ def candidates(problem: GemmProblem, block_m: int | None = None) -> Iterator[Gem
     if _is_fp8(problem):  # a product has registers of its own until it is scaled
         fits = not problem.gathered and not (problem.gated and problem.num_columns % 128)
         for rows in BLOCK_MS if block_m is None else (block_m,):
-            if rows == 128 and fits:  # with more registers allowed, the compiler spills some
-                subtiles = 4 // problem.parts
-                yield GemmConfig(128, 256, 128, 8, 3, subtiles, num_registers=216)
-            elif rows == 128:
-                if block_m is not None:
-                    yield GemmConfig(128, 64 if problem.gated else 128, 128, 8, 4)
-            else:
+            if fits and rows in WIDE_E4M3:
+                yield GemmConfig(rows, 256, 128, subtiles=4 // problem.parts, **WIDE_E4M3[rows])
+            if rows == 128 and block_m is not None:
+                yield GemmConfig(128, 64 if problem.gated else 128, 128, 8, 4)
+            elif rows < 128:
                 programs_per_sm = 4 if rows == 16 and not problem.gathered else 2
                 yield GemmConfig(rows, 128, 128, 4, 3, 1, programs_per_sm, group_m=16)
         return
@@ -248,10 +254,10 @@ def predict(config: GemmConfig, problem: GemmProblem) -> Prediction:
     rows = max(config.block_m, 64)
     if _is_fp8(problem):
         rows, rate = max(config.block_m, 32), 4.75e6 if problem.gated else 5.9e6
-        if config.block_m < 64:
+        if config.block_n == 256:
+            rate = 6.6e6 if config.block_m == 128 else 6.0e6
+        elif config.block_m < 64:
             rate = 3.5e6
-        elif config.block_n == 256:
-            rate = 6.6e6
     flops = 2.0 * rows * config.block_n * problem.depth / config.num_splits
     store_us = 1.4 * rows * config.block_n / (128 * 256)
     if neighbours == 2:

@@ -74,15 +74,13 @@ def test_gemms_with_biases_do_not_spill(block_m):
 @of_this_triton
 @pytest.mark.skipif(TRACING, reason="recording takes some of the registers")
 @pytest.mark.parametrize("like_gpt_oss", [False, True])
-@pytest.mark.parametrize("block_m", cases.slow_unless([(128,)], [128, 64, 32, 16]))
+@pytest.mark.parametrize("block_m", cases.slow_unless([(64,)], [64, 32, 16]))
 def test_gemms_of_e4m3_do_not_spill(block_m, like_gpt_oss):
-    """The widest keep some of what they need between products alone in local memory."""
     problem = [GemmProblem(torch.float8_e4m3fn, **PROBLEM, gated=gated) for gated in (True, False)]
     tiles = tuple(next(candidates(one, block_m)) for one in problem)
     made = launches.layer(tiles=tiles, is_quantized=True, like_gpt_oss=like_gpt_oss)
     for name in ("dispatch_gemm", "staged_gemm", "quantize_rows"):
-        built = made[name].compile()
-        assert not built.spills or (built.registers == 216 and built.spill_bytes <= 96), name
+        assert not made[name].compile().spills, name
     assert "e4m3" in made["staged_gemm"].compile().ptx or block_m < 64
 
 

@@ -18,7 +18,7 @@ from moe_engine.device.lang import INTERPRETED
 from moe_engine.emulation import RankPool
 from moe_engine.errors import ShapeError
 from moe_engine.grouped_gemm import config, gemm_config, grouped_gemm, tile_schedule
-from moe_engine.grouped_gemm.config import GemmConfig
+from moe_engine.grouped_gemm.config import WIDE_E4M3, GemmConfig
 from moe_engine.grouped_gemm.launch import multiply
 from moe_engine.grouped_gemm.operands import Epilogue, Rows, Weights
 
@@ -250,11 +250,10 @@ def test_fp8(pool: RankPool, activation: str, gathered: bool) -> None:
     assert errors[0] < TOLERANCE[FP8]
 
 
-def run_wide_fp8(group: Any, *args: Any) -> tuple[float, float]:
+def run_wide_fp8(group: Any, block_m: int, *args: Any) -> tuple[float, float]:
     """`run_fp8` with tiles of 256 columns, and with those that are chosen."""
-    wide = GemmConfig(128, 256, 128, num_warps=8, num_stages=3, subtiles=2, num_registers=216)
-    if INTERPRETED:
-        wide = replace(wide, num_registers=255)
+    how = dict(num_warps=4, num_stages=1) if INTERPRETED else WIDE_E4M3[block_m]
+    wide = GemmConfig(block_m, 256, 128, subtiles=2, **how)
     with patch.object(GemmConfig, "predicted", lambda *_: wide):
         config._choose.cache_clear()
         error = run_fp8(group, *args)
@@ -267,10 +266,10 @@ def run_wide_fp8(group: Any, *args: Any) -> tuple[float, float]:
     # The last half of columns is full, holds 16 columns, and lies past the end.
     [("swiglu", 128), ("swiglu", 256), ("none", 256), ("none", 400), ("none", 112)],
 )
-def test_wide_tiles_of_fp8(pool: RankPool, activation: str, width: int) -> None:
-    ((wide, chosen),) = pool.run(
-        run_wide_fp8, (5, 0, 130, 1), activation, False, width, num_ranks=1
-    )
+@pytest.mark.parametrize("block_m", WIDE_E4M3)
+def test_wide_tiles_of_fp8(pool: RankPool, block_m: int, activation: str, width: int) -> None:
+    args = block_m, (5, 0, 130, 1), activation, False, width
+    ((wide, chosen),) = pool.run(run_wide_fp8, *args, num_ranks=1)
     assert max(wide, chosen) < TOLERANCE[FP8]
 
 

@@ -19,7 +19,7 @@ from moe_engine import Activation, BackendError, DtypeError, ShapeError, moe_ffn
 from moe_engine.device.lang import INTERPRETED
 from moe_engine.emulation import PerRank, RankError, RankPool
 from moe_engine.grouped_gemm import config, gemm_config, tile_schedule
-from moe_engine.grouped_gemm.config import GemmConfig
+from moe_engine.grouped_gemm.config import WIDE_E4M3, GemmConfig
 from moe_engine.grouped_gemm.launch import multiply
 from moe_engine.grouped_gemm.operands import Epilogue, Rows, Weights
 from moe_engine.grouped_gemm.quantization import dequantize, quantize_rows, quantize_weights
@@ -125,8 +125,8 @@ def test_biases_and_another_activation(pool: RankPool, way: str) -> None:
 
 def run_wide(*args: Any) -> tuple[torch.Tensor, bool]:
     """`run` with tiles of 256 columns."""
-    limit = {} if INTERPRETED else {"num_registers": 216}
-    wide = GemmConfig(128, 256, 128, num_warps=8, num_stages=3, subtiles=4, **limit)
+    how = dict(num_warps=4, num_stages=1) if INTERPRETED else WIDE_E4M3[64]
+    wide = GemmConfig(64, 256, 128, subtiles=2, **how)
     with patch.object(GemmConfig, "predicted", lambda *_: wide):
         config._choose.cache_clear()
         found = run(*args)

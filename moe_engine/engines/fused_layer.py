@@ -23,6 +23,9 @@ from ..symm.slots import ReturnRowLayout, Slots
 from ..utils import round_up
 from .base import LayerInputs
 
+HALF_TILE = 64
+"""Rows of the highest tiles of which two programs share an SM."""
+
 
 class LayerRows(NamedTuple):
     """What a rank knows of a layer's rows before it begins: how sums return, and after how many
@@ -103,8 +106,12 @@ def send_rows(
 
 def up_tiles(inputs: LayerInputs, num_rows: int, config: LayerConfig) -> GemmConfig:
     """The tiles of the up-projection, whose height is that of all tiles of the layer. num_rows:
-    `LayerRows.balanced`."""
-    tiles = gemm_config(inputs.w_gate_up, num_rows, inputs.activation)
+    `LayerRows.balanced`. In e4m3, whose loops do not begin a tile before they end the last, two
+    programs share an SM, so that one multiplies while the other waits for rows."""
+    what = inputs.w_gate_up, num_rows, inputs.activation
+    tiles = gemm_config(*what)
+    if inputs.is_quantized and tiles.block_m > HALF_TILE:
+        tiles = gemm_config(*what, block_m=HALF_TILE)
     return in_groups(tiles, config)
 
 

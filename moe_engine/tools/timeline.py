@@ -121,9 +121,11 @@ def random_layer(problem: LayerProblem, rank: int, device: str) -> Inputs:
 def layer_call(job: Job, inputs: Inputs, buffer: Buffer, recorder: Recorder) -> Call:
     """A layer, or one of which the backward follows and is recorded."""
     if job.save is None:
-        *tokens, up, down = inputs
-        weights = (quantize_weights(up), quantize_weights(down)) if job.fp8 else (up, down)
-        return lambda: moe_ffn(*tokens, *weights, buffer)
+        if not job.fp8:
+            return lambda: moe_ffn(*inputs, buffer)
+        x, topk_idx, topk_weights, *weights = inputs
+        up, down = map(quantize_weights, weights)
+        return lambda: moe_ffn(x, topk_idx, topk_weights, up, down, buffer)
     leaves = [one.requires_grad_() for one in inputs if one.is_floating_point()]
     dy, save = torch.randn_like(inputs[0]), job.save
 
