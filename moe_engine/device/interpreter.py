@@ -12,6 +12,8 @@ good.
 from __future__ import annotations
 
 import dataclasses
+import functools
+import inspect
 from collections.abc import Sequence
 from types import SimpleNamespace
 from typing import Any
@@ -51,12 +53,14 @@ LOADED = INTEGERS | {"int8", "int16", "fp16", "bf16", "fp32"}
 HINTS = {"cache_modifier", "eviction_policy", "volatile"}
 """Arguments of a load that decide nothing here."""
 SMALLEST, LARGEST = -(2**31), 2**31 - 1
+MASK = 2**64 - 1
 
 
 def speed_up() -> None:
     """Change the interpreter of this process. Another Triton may lack the names that this replaces:
     its interpreter stays as it is."""
     import numpy as np
+    import torch
     from triton.language.semantic import TritonSemantic
     from triton.runtime import interpreter
 
@@ -81,8 +85,10 @@ def speed_up() -> None:
     builder.options = dataclasses.replace(builder.options, sanitize_overflow=False)
     find_dtype, find_type = interpreter._get_np_dtype, tl.core._type_for_tuple_values
     describe_block, describe_tensor = tl.block_type.__init__, tl.tensor.__init__
+    describe_pointer = tl.pointer_type.__init__
     dtypes, types, shapes = dict[str, Any](), dict[tuple[int, ...], Any](), dict[Any, Any]()
     blocks, kinds, arrays = dict[Any, Any](), dict[Any, Any](), dict[Any, Any]()
+    pointers, pointers_to, new = dict[Any, Any](), dict[Any, Any](), object.__new__
 
     def get_np_dtype(dtype: Any) -> Any:
         name = (dtype.element_ty if isinstance(dtype, tl.block_type) else dtype).name
@@ -107,12 +113,23 @@ def speed_up() -> None:
     def new_block(cls: Any, element_ty: Any, shape: Sequence[Any]) -> Any:
         """One object for all equal types of blocks."""
         key = element_ty.name, tuple([getattr(size, "value", size) for size in shape])
-        return blocks.get(key) or blocks.setdefault(key, object.__new__(cls))
+        return blocks.get(key) or blocks.setdefault(key, new(cls))
 
     def init_block(self: Any, element_ty: Any, shape: Sequence[Any]) -> None:
         if not hasattr(self, "name"):
             describe_block(self, element_ty, shape)
             self.shape = shapes.setdefault(tuple(self.shape), self.shape)
+
+    def new_pointer(cls: Any, element_ty: Any, *more: Any, **named: Any) -> Any:
+        """And of pointers."""
+        key = unwrap(element_ty), more, *named.items()
+        return pointers.get(key) or pointers.setdefault(key, new(cls))
+
+    def init_pointer(self: Any, *args: Any, **named: Any) -> None:
+        if not hasattr(self, "name"):
+            describe_pointer(self, *args, **named)
+            element = TensorHandle(None, self).get_element_ty()
+            self.item_bytes = max(1, element.primitive_bitwidth // 8)
 
     def init_handle(self: Any, data: Any, dtype: Any, attr: Any = None) -> None:
         self.data, self.dtype, self.attr = data, dtype, {} if attr is None else attr
@@ -140,11 +157,11 @@ def speed_up() -> None:
 
     def unwrap(value: Any) -> Any:
         kind = type(value)
+        if value is None or kind is tl.tensor or kind is int:
+            return value
         if kind is tl.constexpr:
             return value.value
-        if kind is tl.tensor or kind is int or not isinstance(value, nested):
-            return value
-        return unwrap_nested(value)
+        return unwrap_nested(value) if isinstance(value, nested) else value
 
     def common_type(dtype: Any, other: Any) -> Any:
         """The type in which numpy computes as the language does, or None."""
@@ -167,7 +184,14 @@ def speed_up() -> None:
         if is_block and (kind := kinds.get((dtype.name, data.shape))) is None:
             kind = tl.block_type(dtype, list(data.shape))
             kinds[dtype.name, data.shape] = kind
-        return tl.tensor(TensorHandle(data, dtype), kind)
+        handle = new(TensorHandle)
+        handle.data, handle.dtype, handle.attr = data, dtype, {}
+        if not hasattr(kind, "of_tensors"):
+            return tl.tensor(handle, kind)
+        tensor = new(tl.tensor)
+        tensor.handle, tensor.type = handle, kind
+        tensor.shape, tensor.numel, tensor.dtype = kind.of_tensors
+        return tensor
 
     def fast_operator(name: str, function: Any) -> Any:
         """numpy's function for operands of plain types, else the operator of the language."""
@@ -193,18 +217,19 @@ def speed_up() -> None:
 
     def add(self: Any, other: Any, **more: Any) -> Any:
         """Offsets of pointers, too."""
-        if not self.dtype.is_ptr():
+        dtype = self.dtype
+        if type(dtype) is not tl.pointer_type:
             return add_numbers(self, other, **more)
         if type(other) is tl.constexpr:
             other = other.value
         if type(other) is int:
-            offset, is_block = np.array([other]), is_of_block(self)
+            offset, is_block = np.uint64(other * dtype.item_bytes & MASK), is_of_block(self)
         elif type(other) is tl.tensor and other.dtype.name in INTEGERS:
-            offset, is_block = other.handle.data, is_of_block(self) or is_of_block(other)
+            offset = dtype.item_bytes * other.handle.data.astype(np.uint64)
+            is_block = is_of_block(self) or is_of_block(other)
         else:
             return add_numbers(self, other, **more)
-        size = max(1, self.handle.get_element_ty().primitive_bitwidth // 8)
-        return make(self.handle.data + size * offset.astype(np.uint64), self.dtype, is_block)
+        return make(self.handle.data + offset, dtype, is_block)
 
     def to_tensor(self: Any, value: Any, check_type: bool = True) -> Any:
         kind = type(value)
@@ -230,6 +255,27 @@ def speed_up() -> None:
         if rounding or source.name not in PLAIN or dtype.name not in NUMBERS:
             return cast_generally(self, input, dst_ty, rounding)
         return make(input.handle.data.astype(get_np_dtype(dtype)), dtype, is_of_block(input))
+
+    def cast_value(
+        input: Any, dtype: Any, fp_downcast_rounding: Any = None, bitcast: Any = False, **more: Any
+    ) -> Any:
+        """`tl.cast`; integers to pointers, too."""
+        dtype = unwrap(dtype)
+        if type(input) is not tl.tensor or more:
+            how = fp_downcast_rounding, bitcast
+            return cast_any(input, dtype, *how, **more)
+        if not unwrap(bitcast):
+            return cast(semantic, input, dtype, unwrap(fp_downcast_rounding))
+        if type(dtype) is tl.pointer_type and input.dtype.name == "int64":
+            return make(input.handle.data.view(np.uint64), dtype, is_of_block(input))
+        return semantic.bitcast(input, dtype)
+
+    def get_item(self: Any, slices: Any) -> Any:
+        """New sizes of 1."""
+        is_plain = type(slices) is tuple and len(slices) > 1 and is_of_block(self)
+        if is_plain and all(one is None or one == slice(None) for one in slices):
+            return make(self.handle.data[slices], self.dtype, True)
+        return get_item_generally(self, slices)
 
     def operand(value: Any, dtype: Any) -> Any:
         """The data of a tensor, or of a number as one of this type."""
@@ -259,7 +305,8 @@ def speed_up() -> None:
         """By pointers to elements that are no bool; where `mask` is not set 0, or other numbers
         that need no cast."""
         mask, other = unwrap(mask), unwrap(other)
-        is_plain = type(pointer) is tl.tensor and pointer.dtype.is_ptr() and more.keys() <= HINTS
+        is_plain = type(pointer) is tl.tensor and type(pointer.dtype) is tl.pointer_type
+        is_plain = is_plain and (not more or more.keys() <= HINTS)
         if not is_plain or pointer.dtype.element_ty.name not in LOADED:
             return load_generally(pointer, mask, other, **more)
         element, is_block = pointer.dtype.element_ty, is_of_block(pointer)
@@ -297,6 +344,50 @@ def speed_up() -> None:
         except Exception as error:
             raise interpreter.InterpreterError(repr(error)) from error
 
+    def convert(value: Any) -> Any:
+        """An argument of a kernel as the kernel gets it."""
+        kind = type(value)
+        if kind is int and SMALLEST <= value <= LARGEST:
+            return make(np.array([value], np.int32), tl.int32, False)
+        if isinstance(value, torch.Tensor) and value.dtype in pointers_to:
+            return make(np.array([value.data_ptr()], np.uint64), pointers_to[value.dtype], False)
+        made = convert_generally(value)
+        if isinstance(value, torch.Tensor):
+            pointers_to[value.dtype] = made.dtype
+        return made
+
+    def run(self: Any, *args: Any, grid: Any, warmup: bool, **named: Any) -> Any:
+        """A launch with tensors of the CPU, of which the kernel gets the addresses."""
+        if warmup:
+            return
+        names = self.arg_names
+        given = {**defaults_of(self.fn), **dict(zip(names, args, strict=False))}
+        given |= {name: value for name, value in named.items() if name in names}
+        constants = constants_of(self.fn)
+        arguments = {
+            name: value if name in constants else convert(value) for name, value in given.items()
+        }
+        sizes = grid(arguments) if callable(grid) else grid
+        grid = (*sizes, *[1] * (3 - len(sizes)))
+        builder.set_grid_dim(*grid)
+        function = self.rewrite()
+        try:
+            for place in np.ndindex(*grid):
+                builder.set_grid_idx(*place)
+                function(**arguments)
+        except Exception as error:
+            raise interpreter.InterpreterError(repr(error)) from error
+
+    @functools.cache
+    def defaults_of(function: Any) -> dict[str, Any]:
+        parameters = inspect.signature(function).parameters.values()
+        return {one.name: one.default for one in parameters if one.default is not one.empty}
+
+    @functools.cache
+    def constants_of(function: Any) -> set[str]:
+        executor = interpreter.GridExecutor(function, [*function.__annotations__], (1,))
+        return set(executor.constexprs)
+
     nested, unwrap_nested = (list, tuple, tl.tuple), tl.core._unwrap_if_constexpr
     compare_shapes, compare_dtypes = tl.tuple.__eq__, tl.dtype.__eq__
     make_shapes_equal = TritonSemantic.broadcast_impl_value
@@ -308,6 +399,8 @@ def speed_up() -> None:
     tl.block_type.__new__ = new_block
     tl.block_type.__init__ = init_block
     tl.block_type.with_element_ty = with_element_ty
+    tl.pointer_type.__new__ = new_pointer
+    tl.pointer_type.__init__ = init_pointer
     tl.tensor.__init__ = init_tensor
     tl.tuple.__eq__ = shapes_are_equal
     tl.core._type_for_tuple_values = type_for_tuple_values
@@ -322,4 +415,9 @@ def speed_up() -> None:
     cast_generally, TritonSemantic.cast = TritonSemantic.cast, cast
     choose, tl.where = tl.where, where
     load_generally, tl.load = tl.load, load
+    cast_any, tl.cast = tl.cast, cast_value
+    tl.tensor.to = cast_value
+    get_item_generally, tl.tensor.__getitem__ = tl.tensor.__getitem__, get_item
     interpreter.InterpretedFunction.__call__ = call_function
+    interpreter.InterpretedFunction.run = run
+    convert_generally, interpreter._implicit_cvt = interpreter._implicit_cvt, convert
