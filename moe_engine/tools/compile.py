@@ -54,8 +54,10 @@ def variants(shape: ModelShape, arch: int) -> dict[str, Variant]:
     for number, kind in enumerate(kinds_of(arch)):
         with stand_in(kind), collecting(collect), on_cpu:
             for name, call in calls.items():
-                if number == 0 or name in CHOOSING:
+                if number == 0:
                     call(shape)
+                elif name in CHOOSING:
+                    CHOOSING[name](shape)
     return found
 
 

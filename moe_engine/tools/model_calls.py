@@ -290,21 +290,22 @@ def call_layers(shape: ModelShape) -> None:
 
 def call_decode_layers(shape: ModelShape) -> None:
     """Layers that run by low-latency calls, for each number of tokens."""
+    call_decode_layers_of(shape, lambda max_tokens: {1, max_tokens // 2, max_tokens})
+
+
+def call_decode_layers_once(shape: ModelShape) -> None:
+    """One for each number of tokens that all ranks may bring: the GPU decides no more than what
+    follows from that number."""
+    call_decode_layers_of(shape, lambda max_tokens: {max_tokens})
+
+
+def call_decode_layers_of(shape: ModelShape, counts: Callable[[int], set[int]]) -> None:
+    """Those of `counts` tokens of this rank, where any rank brings up to so many."""
     weights = shape.weights()
     for engine, most in low_latency_engines(shape):
-        call_decode_layer(shape, engine, most, weights)
-
-
-def call_decode_layer(
-    shape: ModelShape,
-    engine: HookedCalls,
-    most: int,
-    weights: tuple[torch.Tensor, torch.Tensor],
-) -> None:
-    """Those of up to so many tokens of a rank."""
-    for max_tokens in range(1, most + 1):
-        for count in {1, max_tokens // 2, max_tokens}:
-            engine.moe_ffn(shape.inputs(count, *weights), max_tokens)
+        for max_tokens in range(1, most + 1):
+            for count in counts(max_tokens):
+                engine.moe_ffn(shape.inputs(count, *weights), max_tokens)
 
 
 def numbers_of_rows(shape: ModelShape) -> Iterable[int]:
@@ -404,5 +405,9 @@ CALLS_OF_NODES: dict[str, Callable[[ModelShape], None]] = {
     "grouped GEMM": call_gemms,
 }
 """Of ranks on several nodes."""
-CHOOSING = "layer", "decode layer", "grouped GEMM"
-"""Those that may launch other kernels on other kinds of GPUs of one compute capability."""
+CHOOSING = {
+    "layer": call_layers,
+    "decode layer": call_decode_layers_once,
+    "grouped GEMM": call_gemms,
+}
+"""What may launch other kernels on other kinds of GPUs of one compute capability."""
