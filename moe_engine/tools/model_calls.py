@@ -136,7 +136,8 @@ def send_and_return(
     for returned, num_bias, once in product((None, weights), (0, 1, 2), (False, True)):
         engine.combine(y, handle, returned, [x] * num_bias, round_once=once)
         if is_elastic and once:
-            engine.combine(y.float(), handle, returned, [x.float()] * num_bias)
+            rounded_once, bias = (torch.empty_like(one, dtype=torch.float32) for one in (y, x))
+            engine.combine(rounded_once, handle, returned, [bias] * num_bias)
     if is_elastic:
         topk = topk_idx, topk_weights, shape.num_experts
         engine.dispatch_cached(routed.x, scales, handle, topk=topk)
@@ -281,10 +282,12 @@ def call_layers(shape: ModelShape) -> None:
                 engine.moe_ffn_forward(inputs, "none", is_captured=True)
             for save in () if shape.is_quantized else SAVE_POLICIES[1:]:
                 _, saved, _ = engine.moe_ffn_forward(inputs, save, is_captured=True)
-                *_, later, _ = engine.moe_ffn_backward(inputs.x.clone(), inputs, saved, None)
+                *_, later, _ = engine.moe_ffn_backward(
+                    torch.empty_like(inputs.x), inputs, saved, None
+                )
                 assert later is not None
                 for into in memory_for_gradients(shape):
-                    engine.moe_ffn_backward(inputs.x.clone(), inputs, saved, into)
+                    engine.moe_ffn_backward(torch.empty_like(inputs.x), inputs, saved, into)
                     later(into)
 
 
@@ -339,7 +342,7 @@ def run_experts(shape: ModelShape, count: int) -> None:
     engine.expert_sums(rows._replace(x=rows_to_send(rows)), count)
     if shape.is_quantized:
         return
-    found = gradients_of_experts(rows, recompute(rows, count), rows.x.clone())
+    found = gradients_of_experts(rows, recompute(rows, count), torch.empty_like(rows.x))
     for into in memory_for_gradients(shape):
         later_weight_gradients(found.of_weights, into)
 
