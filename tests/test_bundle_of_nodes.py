@@ -27,6 +27,7 @@ from bundle_calls import (
 )
 from hypothesis import HealthCheck, Phase, given, settings
 from hypothesis import strategies as st
+from node_cases import NodePool
 from typer.testing import CliRunner
 
 from moe_engine import (
@@ -107,13 +108,13 @@ def test_ranks_of_nodes_find_their_kernels(ranks, calls, shape):
 
 
 @CPU_ONLY
-def test_elastic_buffers_of_one_node_find_their_kernels():
+def test_elastic_buffers_of_one_node_find_their_kernels(ranks):
     shape = replace(SHAPE, num_nodes=1)
     listed = found_by(compile.CALLS["ElasticBuffer"], shape)
-    with RankPool(shape.num_ranks, timeout_s=240, env={"TRITON_INTERPRET": "0"}) as pool:
-        for keys in pool.run(launched, elastic_calls):
-            assert any(name.endswith("expand_rows_kernel") for name, _ in keys)
-            assert not {name for name, key in keys if key not in listed}
+    for keys in NodePool(ranks, 1, shape.num_ranks).run(launched, elastic_calls):
+        assert any(name.endswith("expand_rows_kernel") for name, _ in keys)
+        assert not any("internode" in name for name, _ in keys)
+        assert not {name for name, key in keys if key not in listed}
 
 
 # --- Any sizes ------------------------------------------------------------------------------------
