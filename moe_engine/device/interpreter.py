@@ -4,9 +4,11 @@ The interpreter (Triton 3.6) replaces all functions of its language at each laun
 of a function of `triton.language.standard`, builds a table of 18 types for each array that it
 makes, describes every shape and the type of every block anew, compares shapes size by size,
 computes every integer sum twice to check for an overflow that it then does not report, converts
-operands that have one type, checks the item size of each result, and sorts by a network of
-exchanges. A process that interprets its kernels compiles none, so it can change the language for
-good.
+operands that have one type, checks the item size of each result, copies all memory of each argument
+onto itself, and sorts by a network of exchanges. What kernels do most, as loads, selects, casts and
+integer arithmetic, goes straight to numpy here where operands have plain types, and the general way
+of the language else. A process that interprets its kernels compiles none, so it can change the
+language for good.
 """
 
 from __future__ import annotations
@@ -47,7 +49,7 @@ OF_INTEGERS = {
     "__lshift__": "left_shift",
     "__rshift__": "right_shift",
 }
-"""Functions of numpy that do what these methods of a tensor do."""
+"""Functions of numpy that do what these methods of a tensor do, but for the division."""
 LOADED = INTEGERS | {"int8", "int16", "fp16", "bf16", "fp32"}
 """Types of elements that are loaded as they are."""
 HINTS = {"cache_modifier", "eviction_policy", "volatile"}
@@ -64,7 +66,10 @@ def speed_up() -> None:
     from triton.language.semantic import TritonSemantic
     from triton.runtime import interpreter
 
-    names = "_patch_lang", "_LangPatchScope", "_get_np_dtype", "interpreter_builder", "TensorHandle"
+    names = (
+        *("_patch_lang", "_LangPatchScope", "_get_np_dtype", "_implicit_cvt", "TensorHandle"),
+        *("interpreter_builder", "interpreter_semantic", "InterpretedFunction", "GridExecutor"),
+    )
     if not all(hasattr(interpreter, name) for name in names):
         return
 
@@ -406,8 +411,8 @@ def speed_up() -> None:
     tl.core._type_for_tuple_values = type_for_tuple_values
     tl.sort = sort
     for name, function in (ARITHMETIC | COMPARISONS | OF_INTEGERS).items():
-        made = divide if name == "__floordiv__" else getattr(np, function)
-        setattr(tl.tensor, name, fast_operator(name, made))
+        of_numpy = divide if name == "__floordiv__" else getattr(np, function)
+        setattr(tl.tensor, name, fast_operator(name, of_numpy))
     add_numbers, tl.tensor.__add__ = tl.tensor.__add__, add
     make_tensor, TritonSemantic.to_tensor = TritonSemantic.to_tensor, to_tensor
     make_constant = TritonSemantic.scalar_constant
