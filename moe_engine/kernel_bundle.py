@@ -60,6 +60,14 @@ class Variant(NamedTuple):
         return f"{self.kernel.__module__}.{self.kernel.__name__}"
 
     @property
+    def identity(self) -> tuple[Any, ...]:
+        """Equal in one process for launches that have one key, if not for all of them, and soon
+        made. The types are in it as True is 1."""
+        parts, options = self.specialization, self.options
+        types = [type(value) for _, value in (*parts, *options.items())]
+        return self.kernel.fn, *parts, *options.items(), *types
+
+    @property
     def key(self) -> str:
         """Equal for launches that run the same code."""
         text = f"{self.name} {self.specialization} {sorted(self.options.items())}"

@@ -27,6 +27,7 @@ from bundle_calls import (
 )
 from hypothesis import HealthCheck, Phase, given, settings
 from hypothesis import strategies as st
+from node_cases import NodePool
 from typer.testing import CliRunner
 
 from moe_engine import (
@@ -61,7 +62,7 @@ def nvshmem(tmp_path_factory):
 
 
 @cache
-def needed(shape=SHAPE):
+def needed(shape):
     return compile.variants(shape, 90)
 
 
@@ -72,9 +73,9 @@ def found_by(calls, shape=SHAPE):
         return compile.variants(shape, 90)
 
 
-def missing(found, shape=SHAPE):
+def missing(found, listed):
     """The names of kernels with a variant that is not listed."""
-    return {variant.name for key, variant in found.items() if key not in needed(shape)}
+    return {variant.name for key, variant in found.items() if key not in listed}
 
 
 # --- Calls of real Buffers ------------------------------------------------------------------------
@@ -89,7 +90,6 @@ def ranks(nvshmem):
 
 
 @CPU_ONLY
-@pytest.mark.parametrize("shape", [SHAPE, THREE], ids=["2x2", "3x2"])
 @pytest.mark.parametrize(
     "calls",
     [
@@ -97,6 +97,7 @@ def ranks(nvshmem):
         *(layers, layers_in_parts, layers_in_e4m3, decode_layers),
     ],
 )
+@pytest.mark.parametrize("shape", [SHAPE, THREE], ids=["2x2", "3x2"])
 def test_ranks_of_nodes_find_their_kernels(ranks, calls, shape):
     """All ranks: the calls of some differ."""
     shape = replace(shape, is_quantized=calls is layers_in_e4m3)
@@ -107,12 +108,13 @@ def test_ranks_of_nodes_find_their_kernels(ranks, calls, shape):
 
 
 @CPU_ONLY
-def test_elastic_buffers_of_one_node_find_their_kernels():
+def test_elastic_buffers_of_one_node_find_their_kernels(ranks):
     shape = replace(SHAPE, num_nodes=1)
-    with RankPool(shape.num_ranks, timeout_s=240, env={"TRITON_INTERPRET": "0"}) as pool:
-        for keys in pool.run(launched, elastic_calls):
-            assert any(name.endswith("expand_rows_kernel") for name, _ in keys)
-            assert not {name for name, key in keys if key not in needed(shape)}
+    listed = found_by(compile.CALLS["ElasticBuffer"], shape)
+    for keys in NodePool(ranks, 1, shape.num_ranks).run(launched, elastic_calls):
+        assert any(name.endswith("expand_rows_kernel") for name, _ in keys)
+        assert not any("internode" in name for name, _ in keys)
+        assert not {name for name, key in keys if key not in listed}
 
 
 # --- Any sizes ------------------------------------------------------------------------------------
@@ -134,8 +136,7 @@ def test_buffers_of_any_size_find_their_kernels(most, num_ranks, num_nodes, data
             engine = kernel_engine(num_ranks, *memory)
             model_calls.send_and_return(shape, engine, count, *form)
 
-    found, listed = found_by(calls, shape), found_by(model_calls.call_normal, shape)
-    assert not {variant.name for key, variant in found.items() if key not in listed}
+    assert not missing(found_by(calls, shape), found_by(model_calls.call_normal, shape))
 
 
 @settings(**SOME, max_examples=3)
@@ -151,7 +152,7 @@ def test_low_latency_calls_of_any_size_find_their_kernels(most, more, data):
             model_calls.send_and_return_at_once(shape, engine, most)
 
     found = found_by(calls)
-    assert not missing(found)
+    assert not missing(found, needed(SHAPE))
     kernels = [one.name.rpartition(".")[2] for one in found.values()]
     assert kernels.count("open_internode_kernel") == 2  # with statistics, and without
 
@@ -164,20 +165,20 @@ def test_low_latency_calls_of_any_size_find_their_kernels(most, more, data):
 )
 def test_experts_of_any_number_of_rows_find_their_kernels(num_rows, has_bias, is_quantized):
     shape = replace(SHAPE, has_bias=has_bias, is_quantized=is_quantized)
-    calls = partial(model_calls.run_experts, count=num_rows)
-    assert not missing(found_by(calls, shape), shape)
+    found = found_by(partial(model_calls.run_experts, count=num_rows), shape)
+    assert not missing(found, found_by(compile.CALLS_OF_NODES["layer by verbs"], shape))
 
 
 def test_sums_may_be_rounded_once():
-    sums = [one for one in needed().values() if one.name.endswith("internode_sum_kernel")]
+    sums = [one for one in needed(SHAPE).values() if one.name.endswith("internode_sum_kernel")]
     assert {str(one.values["SENT"].DTYPE) for one in sums} == {"constexpr[bf16]", "constexpr[fp32]"}
 
 
 def test_the_number_of_linked_variants_is_bounded():
     """By number: each takes seconds to compile, so raise it only on purpose."""
-    counts = Counter(one.name for one in needed().values() if linked(one.kernel))
+    counts = Counter(one.name for one in needed(SHAPE).values() if linked(one.kernel))
     assert sum(counts.values()) <= 75, counts
-    assert sum(one.name not in counts for one in needed().values()) <= 170
+    assert sum(one.name not in counts for one in needed(SHAPE).values()) <= 170
 
 
 # --- The version of NVSHMEM -----------------------------------------------------------------------

@@ -32,7 +32,7 @@ from .ptx import (
     any_thread,
     fence_tma_loads,
     load_acquire,
-    pause,
+    pause_while,
     poll_inline,
     store_ll,
     write_span,
@@ -277,7 +277,7 @@ def poll(
     begin = now_ns()
     deadline = begin + tl.load(context + TIMEOUT_NS)
     while state == 1:
-        pause()
+        pause_while(pointers, values)
         if TIMED:
             times = tl.where(late, tl.cast(now_ns(), tl.int64) - begin, times)
         values = load_acquire(pointers)

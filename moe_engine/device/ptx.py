@@ -46,6 +46,14 @@ if INTERPRETED:
         """Leave the processor to the ranks that this one waits for: they share few cores."""
         time.sleep(0.002)
 
+    def pause_while(flags, values):
+        """`pause` while the flags have these values, up to 10 ms: more than flags may end a wait.
+        To look at them costs a tenth of a turn of the loop around it."""
+        for _ in range(10):
+            time.sleep(0.001)
+            if (tl.load(flags).handle.data != values.handle.data).any():
+                break
+
     @device_function
     def load_acquire(flags):
         """Read flags at system scope; what their writers did before raising them is visible."""
@@ -130,6 +138,11 @@ else:
         tl.inline_asm_elementwise(
             "nanosleep.u32 64; mov.u32 $0, 0;", "=r", [], dtype=tl.int32, is_pure=False, pack=1
         )
+
+    @device_function
+    def pause_while(flags, values):
+        """`pause`: the loop around it looks at the flags soon enough."""
+        pause()
 
     @device_function
     def load_acquire(flags):

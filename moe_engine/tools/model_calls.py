@@ -136,7 +136,8 @@ def send_and_return(
     for returned, num_bias, once in product((None, weights), (0, 1, 2), (False, True)):
         engine.combine(y, handle, returned, [x] * num_bias, round_once=once)
         if is_elastic and once:
-            engine.combine(y.float(), handle, returned, [x.float()] * num_bias)
+            rounded_once, bias = (torch.empty_like(one, dtype=torch.float32) for one in (y, x))
+            engine.combine(rounded_once, handle, returned, [bias] * num_bias)
     if is_elastic:
         topk = topk_idx, topk_weights, shape.num_experts
         engine.dispatch_cached(routed.x, scales, handle, topk=topk)
@@ -281,30 +282,33 @@ def call_layers(shape: ModelShape) -> None:
                 engine.moe_ffn_forward(inputs, "none", is_captured=True)
             for save in () if shape.is_quantized else SAVE_POLICIES[1:]:
                 _, saved, _ = engine.moe_ffn_forward(inputs, save, is_captured=True)
-                *_, later, _ = engine.moe_ffn_backward(inputs.x.clone(), inputs, saved, None)
+                *_, later, _ = engine.moe_ffn_backward(
+                    torch.empty_like(inputs.x), inputs, saved, None
+                )
                 assert later is not None
                 for into in memory_for_gradients(shape):
-                    engine.moe_ffn_backward(inputs.x.clone(), inputs, saved, into)
+                    engine.moe_ffn_backward(torch.empty_like(inputs.x), inputs, saved, into)
                     later(into)
 
 
 def call_decode_layers(shape: ModelShape) -> None:
     """Layers that run by low-latency calls, for each number of tokens."""
+    call_decode_layers_of(shape, lambda max_tokens: {1, max_tokens // 2, max_tokens})
+
+
+def call_decode_layers_once(shape: ModelShape) -> None:
+    """One for each number of tokens that all ranks may bring: the GPU decides no more than what
+    follows from that number."""
+    call_decode_layers_of(shape, lambda max_tokens: {max_tokens})
+
+
+def call_decode_layers_of(shape: ModelShape, counts: Callable[[int], set[int]]) -> None:
+    """Those of `counts` tokens of this rank, where any rank brings up to so many."""
     weights = shape.weights()
     for engine, most in low_latency_engines(shape):
-        call_decode_layer(shape, engine, most, weights)
-
-
-def call_decode_layer(
-    shape: ModelShape,
-    engine: HookedCalls,
-    most: int,
-    weights: tuple[torch.Tensor, torch.Tensor],
-) -> None:
-    """Those of up to so many tokens of a rank."""
-    for max_tokens in range(1, most + 1):
-        for count in {1, max_tokens // 2, max_tokens}:
-            engine.moe_ffn(shape.inputs(count, *weights), max_tokens)
+        for max_tokens in range(1, most + 1):
+            for count in counts(max_tokens):
+                engine.moe_ffn(shape.inputs(count, *weights), max_tokens)
 
 
 def numbers_of_rows(shape: ModelShape) -> Iterable[int]:
@@ -338,7 +342,7 @@ def run_experts(shape: ModelShape, count: int) -> None:
     engine.expert_sums(rows._replace(x=rows_to_send(rows)), count)
     if shape.is_quantized:
         return
-    found = gradients_of_experts(rows, recompute(rows, count), rows.x.clone())
+    found = gradients_of_experts(rows, recompute(rows, count), torch.empty_like(rows.x))
     for into in memory_for_gradients(shape):
         later_weight_gradients(found.of_weights, into)
 
@@ -404,5 +408,9 @@ CALLS_OF_NODES: dict[str, Callable[[ModelShape], None]] = {
     "grouped GEMM": call_gemms,
 }
 """Of ranks on several nodes."""
-CHOOSING = "layer", "decode layer", "grouped GEMM"
-"""Those that may launch other kernels on other kinds of GPUs of one compute capability."""
+CHOOSING = {
+    "layer": call_layers,
+    "decode layer": call_decode_layers_once,
+    "grouped GEMM": call_gemms,
+}
+"""What may launch other kernels on other kinds of GPUs of one compute capability."""
