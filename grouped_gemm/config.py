@@ -255,7 +255,7 @@ def predict(config: GemmConfig, problem: GemmProblem) -> Prediction:
     if _is_fp8(problem):
         rows, rate = max(config.block_m, 32), 4.75e6 if problem.gated else 5.9e6
         if config.block_n == 256:
-            rate = 6.6e6 if config.block_m == 128 else 6.0e6
+            rate = 6.6e6 if config.block_m == 128 else 5.75e6
         elif config.block_m < 64:
             rate = 3.5e6
     flops = 2.0 * rows * config.block_n * problem.depth / config.num_splits
