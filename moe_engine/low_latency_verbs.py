@@ -106,19 +106,15 @@ class LowLatencyVerbs(BufferLifecycle):
         max_tokens, num_experts, row_format = kind.choice
         with self._streams.call(None, async_finish) as call:
             call.reads(x, topk_idx, *stats)
-            rows = checks.packed(x), checks.packed(topk_idx), None
-            tokens = LowLatencyTokens(*rows, max_tokens, num_experts, row_format)
-            decided = described if rows[0] is x and rows[1] is topk_idx else None
+            rows = described.packed(x, topk_idx)
+            tokens = LowLatencyTokens(*rows, None, max_tokens, num_experts, row_format)
+            decided = described if kind.is_packed else None
             got, receive = engine.dispatch(tokens, *stats, return_recv_hook, decided)
-            sizes = max_tokens, x.shape[1], num_experts
-            handle = engine.new_handle(got, *sizes)
+            handle = engine.new_handle(got, max_tokens, x.shape[1], num_experts)
             call.returns(*got)
         kind.is_checked = True
-        recv_x: torch.Tensor | tuple[torch.Tensor, torch.Tensor] = got.x
-        if got.scales is not None:
-            scales = got.scales if use_ue8m0 else got.scales.view(torch.float32)
-            recv_x = got.x, scales.transpose(1, 2)
-        hook = self._hook(receive, *rows, *got, *stats)
+        recv_x = got.x if got.scales is None else (got.x, got.scales)
+        hook = None if receive is None else self._hook(receive, *rows, *got, *stats)
         return recv_x, got.counts, handle, call.event, hook
 
     def _check_dispatch_tokens(
@@ -174,7 +170,8 @@ class LowLatencyVerbs(BufferLifecycle):
         """
         engine = self._low_latency_ready()
         stats, how = combine_wait_recv_cost_stats, (use_logfmt, async_finish, return_recv_hook)
-        described = engine.describe(x, topk_idx, topk_weights, handle, out, stats, *how)
+        parts = handle if isinstance(handle, tuple) else (handle,)
+        described = engine.describe(x, topk_idx, topk_weights, out, stats, *how, *parts)
         kind = described.kind
         if not kind.is_checked:
             _check_hook(async_finish, return_recv_hook)
@@ -189,15 +186,16 @@ class LowLatencyVerbs(BufferLifecycle):
             # What a masked rank would have sent is not written, and can hold anything.
             if self.options.debug and not self.enable_shrink:
                 check_low_latency_values(handle, topk_idx, self.rank)
-            call.reads(x, topk_idx, topk_weights, out, stats, *leaves(tuple(handle)))
-            y, ids, weights = (checks.packed(one) for one in (x, topk_idx, topk_weights))
+            if async_finish:
+                call.reads(x, topk_idx, topk_weights, out, stats, *leaves(handle))
+            y, ids, weights = described.packed(x, topk_idx, topk_weights)
             rows = engine.expert_rows(y, ids, weights, handle, out)
-            decided = described if y is x and ids is topk_idx and weights is topk_weights else None
+            decided = described if kind.is_packed else None
             more = int(handle.num_experts), stats, return_recv_hook, decided
             result, epoch, receive = engine.combine(rows, *more)
             call.returns(result)
         kind.is_checked = True
-        hook = self._hook(receive, *rows, result, epoch, stats)
+        hook = None if receive is None else self._hook(receive, *rows, result, epoch, stats)
         return result, call.event, hook
 
     def _check_combine(
@@ -318,10 +316,10 @@ class LowLatencyVerbs(BufferLifecycle):
     def _check_low_latency_handle(self, handle: Any) -> AnyLowLatencyHandle:
         return check_low_latency_handle(handle, self.group_size, self.device, self.num_nodes)
 
-    def _hook(self, receive: Hook | None, *tensors: torch.Tensor | None) -> Hook | None:
+    def _hook(self, receive: Hook, *tensors: torch.Tensor | None) -> Hook:
         """A function that runs `receive` on the stream that is current then, and keeps the memory
         of `tensors`, which it uses, from being reused before it has ended."""
-        return None if receive is None else partial(self._receive, receive, tensors)
+        return partial(self._receive, receive, tensors)
 
     @verb
     def _receive(self, receive: Hook, tensors: tuple[torch.Tensor | None, ...]) -> None:

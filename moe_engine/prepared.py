@@ -15,12 +15,14 @@ import operator
 import threading
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass
 from types import SimpleNamespace
 from typing import Any, NamedTuple, ParamSpec, Protocol, TypeVar, cast
 
 import torch
 
 from . import choice_cache
+from .checks import packed
 from .errors import BackendError
 from .launch import Recording, current_stream, is_collecting
 from .utils import has_modes, untraced, without_modes
@@ -29,6 +31,8 @@ ALIGNMENT = 256
 """Of the parts of the memory that a call needs for a time."""
 MOST_KINDS = 256
 """Kinds of calls that are kept for one memory; the least recently used go."""
+MOST_RECENT = 4
+"""Of these, how many with arguments of the same types are asked for first."""
 
 _count = itertools.count()
 _new = {
@@ -41,29 +45,57 @@ Tensors = Sequence[torch.Tensor | None]
 
 class Kind:
     """What decides how a call is made. `is_checked`: whether a call of this kind has passed all
-    checks that need no more than that; `choice`: what was chosen for it."""
+    checks that need no more than that; `is_packed`: whether its tensors are as kernels take them;
+    `choice`: what was chosen for it."""
 
-    __slots__ = ("choice", "is_checked", "prepared", "used")
+    __slots__ = ("choice", "is_checked", "is_packed", "prepared", "used")
 
     def __init__(self) -> None:
         self.prepared: dict[Callable[..., Any], PreparedCall] = {}
-        self.is_checked, self.used = False, 0
+        self.is_checked, self.is_packed, self.used = False, False, 0
         self.choice: Any = None
 
 
-class Described(NamedTuple):
-    """The arguments of a call: its kind, and its tensors, each once; None: they have no kind."""
+@dataclass(slots=True)
+class Described:
+    """The arguments of a call: its kind, its tensors, each once, and their addresses; no tensors:
+    they have no kind."""
 
     kind: Kind
-    tensors: list[torch.Tensor] | None
+    tensors: Sequence[torch.Tensor] | None
+    addresses: Sequence[int] = ()
 
     def more(self, *made: Any) -> Described:
         """The arguments of a later part of the call, which also gets what earlier parts of this
         kind have made: tensors, in tuples or not."""
         if self.tensors is None:
             return self
-        tensors = {id(one): one for one in (*self.tensors, *leaves(made))}
-        return Described(self.kind, list(tensors.values()))
+        known = set(map(id, self.tensors))
+        new = [one for one in leaves(made) if id(one) not in known]
+        addresses = [one.data_ptr() for one in new]
+        return Described(self.kind, (*self.tensors, *new), (*self.addresses, *addresses))
+
+    def packed(self, *tensors: Any) -> tuple[Any, ...]:
+        """Of these tensors, or None, which the kind decides, those that kernels take."""
+        if self.kind.is_packed:
+            return tensors
+        found = tuple([None if one is None else packed(one) for one in tensors])
+        self.kind.is_packed = all(map(operator.is_, found, tensors))
+        return found
+
+
+class Recent(NamedTuple):
+    """A kind of calls of late, and how to see that the next one is of it, in a third of the time
+    that a whole description takes. `check` is torch's own: whether tensors are distinct, and of the
+    classes, dispatch keys, dtypes, devices, shapes, strides and wishes for gradients of these."""
+
+    kind: Kind
+    options: tuple[Any, ...]
+    state: tuple[Any, ...]
+    pick_options: Callable[[tuple[Any, ...]], tuple[Any, ...]]
+    pick_tensors: Callable[[tuple[Any, ...]], tuple[torch.Tensor, ...]]
+    check: Callable[..., bool]
+    alignment: list[int]
 
 
 class PreparedCalls:
@@ -84,15 +116,33 @@ class PreparedCalls:
         self._is_changing = False
         self._state = SimpleNamespace(step=None, launched=None) if state is None else state
         self._kinds: dict[tuple[Any, ...], Kind] = {}
+        self._recent: dict[tuple[type, ...], tuple[Recent, ...]] = {}
 
-    def describe(self, *args: Any, sized: Tensors = ()) -> Described:
+    def describe(self, *args: Any, sized: tuple[Any, ...] = ()) -> Described:
         """The kind of a call with these arguments: options, which can be hashed, and of each
         tensor, in tuples or not, the type, shape, strides, dtype, device, where in 16 bytes it
         begins, and whether it wants a gradient. Of the tensors in `sized` the first size is no part
         of it. Arguments of other types have no kind."""
+        every = args + sized
+        state = choice_cache.num_kept, torch.is_grad_enabled(), len(args)
+        for one in self._recent.get(types := tuple(map(type, every)), ()):
+            if one.state == state and one.options == one.pick_options(every):
+                tensors = one.pick_tensors(every)
+                if one.check(*tensors):
+                    addresses = [tensor.data_ptr() for tensor in tensors]
+                    if _alignment(addresses) == one.alignment:
+                        one.kind.used = next(_count)
+                        return Described(one.kind, tensors, addresses)
+        return self._describe(every, state, types)
+
+    def _describe(
+        self, every: tuple[Any, ...], state: tuple[Any, ...], types: tuple[type, ...]
+    ) -> Described:
+        """`describe` for the first call of late with arguments of a kind."""
         tensors: dict[int, torch.Tensor] = {}
-        parts: list[Any] = [choice_cache.num_kept, torch.is_grad_enabled(), len(args)]
-        todo = [*args, *sized]  # grows: what is in a tuple comes after all
+        addresses: list[int] = []
+        parts: list[Any] = [*state]
+        num_args, todo = state[-1], [*every]  # grows: what is in a tuple comes after all
         try:
             for number, one in enumerate(todo):
                 if isinstance(one, torch.Tensor):
@@ -101,7 +151,8 @@ class PreparedCalls:
                         continue
                     tensors[id(one)] = one
                     address, shape = one.data_ptr(), one.shape
-                    if sized and len(args) <= number < len(args) + len(sized):
+                    addresses.append(address)
+                    if num_args <= number < len(every):
                         shape = shape[1:]
                     parts += (
                         one.__class__,
@@ -124,10 +175,45 @@ class PreparedCalls:
                     kind.used = next(_count)
                     if len(self._kinds) > MOST_KINDS:
                         del self._kinds[min(self._kinds, key=lambda one: self._kinds[one].used)]
+                        self._recent.clear()
         except (AttributeError, RuntimeError, TypeError):
             return Described(Kind(), None)
         kind.used = next(_count)
-        return Described(kind, list(tensors.values()))
+        if len(todo) == len(every) and key in self._kinds:
+            self._remember(kind, every, state, types, addresses)
+        return Described(kind, list(tensors.values()), addresses)
+
+    def _remember(
+        self,
+        kind: Kind,
+        every: tuple[Any, ...],
+        state: tuple[Any, ...],
+        types: tuple[type, ...],
+        addresses: list[int],
+    ) -> None:
+        """Let `describe` ask first whether arguments are of this kind. Not where a tensor is given
+        twice, or one of `sized` has no memory: that may be for want of rows, or for another
+        reason."""
+        is_tensor = [isinstance(one, torch.Tensor) for one in every]
+        places = [number for number, one in enumerate(is_tensor) if one]
+        others = [number for number, one in enumerate(is_tensor) if not one]
+        num_sized = sum(number >= state[-1] for number in places)
+        if len(places) > len(addresses) or 0 in addresses[len(places) - num_sized :]:
+            return
+        sizes = [
+            [None if number >= state[-1] and dim == 0 else size for dim, size in enumerate(shape)]
+            for number, shape in ((number, every[number].shape) for number in places)
+        ]
+        check = _comparison([every[number] for number in places], sizes)
+        if check is None:
+            return
+        pick = _picker(others)
+        recent = Recent(
+            kind, pick(every), state, pick, _picker(places), check, _alignment(addresses)
+        )
+        if len(self._recent) > MOST_KINDS:
+            self._recent.clear()
+        self._recent[types] = recent, *self._recent.get(types, ())[: MOST_RECENT - 1]
 
     def __call__(
         self,
@@ -161,16 +247,16 @@ class PreparedCalls:
                     body, owner, *args, described=described, before=before, sized=sized, **numbers
                 )
         if described is None or described.tensors is None:
-            described = self.describe(*args, sized=sized or ())
+            described = self.describe(*args, sized=tuple(sized or ()))
             if described.tensors is None:
                 return body(owner, *args, **more, **numbers)
-        kind, given = described.kind, described.tensors
         if sized is not None:
-            every = {id(one): one for one in (*given, *sized) if one is not None}
-            given = list(every.values())
-        prepared = kind.prepared.get(body)
+            described = described.more(sized)
+        prepared = described.kind.prepared.get(body)
         if prepared is not None:
-            return self._make(prepared, given, numbers)
+            return self._make(prepared, described, numbers)
+        given = described.tensors
+        assert given is not None
         first = body, *_compiled_for((args, sized))
         if before is not None:
             before(*args)
@@ -179,12 +265,10 @@ class PreparedCalls:
         can_be_repeated = not recording.computes and not _overlap(given, self._held)
         if can_be_repeated and all(one is None or one.numel() for one in sized or ()):
             parts = self._held, recording, result, self._state
-            kind.prepared[body] = PreparedCall(given, [*numbers], *parts)
+            described.kind.prepared[body] = PreparedCall(given, [*numbers], *parts)
         return result
 
-    def _make(
-        self, call: PreparedCall, given: Sequence[torch.Tensor], numbers: dict[str, int]
-    ) -> Any:
+    def _make(self, call: PreparedCall, described: Described, numbers: dict[str, int]) -> Any:
         """Make a call; one after the other, as they share the addresses that they change."""
         with self._lock:
             if self._is_changing:
@@ -194,7 +278,7 @@ class PreparedCalls:
                 )
             self._is_changing = True
             try:
-                return call(given, numbers, self._state)
+                return call(described.tensors, described.addresses, numbers, self._state)
             finally:
                 self._is_changing = False
 
@@ -206,6 +290,33 @@ class PreparedCalls:
         with self._lock:
             for kind in self._kinds.values():
                 kind.prepared.clear()
+
+
+def _alignment(addresses: Sequence[int]) -> list[int]:
+    """Where in 16 bytes memory begins; -1: there is none."""
+    return [address & 15 if address else -1 for address in addresses]
+
+
+def _picker(places: Sequence[int]) -> Callable[[tuple[Any, ...]], tuple[Any, ...]]:
+    """A function that takes the items at these places of a tuple."""
+    if len(places) > 1:
+        return operator.itemgetter(*places)
+    return operator.itemgetter(slice(places[0], places[0] + 1) if places else slice(0))
+
+
+def _comparison(
+    tensors: Sequence[torch.Tensor], sizes: list[list[int | None]]
+) -> Callable[..., bool] | None:
+    """Whether as many tensors are distinct and like these, but for sizes that are None: what torch
+    asks before it runs compiled code. None where this torch does not offer it."""
+    strides = [list(one.stride()) for one in tensors]
+    try:
+        guards = torch._C._dynamo.guards.TensorGuards(
+            *tensors, dynamic_dims_sizes=sizes, dynamic_dims_strides=strides
+        )
+        return guards.check if guards.check(*tensors) else None
+    except (AttributeError, RuntimeError, TypeError):
+        return None
 
 
 _without_memory = PreparedCalls()
@@ -272,7 +383,8 @@ class PreparedCall:
                 begins[storage.data_ptr()] = self._num_bytes
                 self._num_bytes += -(-storage.nbytes() // ALIGNMENT) * ALIGNMENT
         storages = {one.untyped_storage().data_ptr() for one in held}
-        self._places: list[list[tuple[Any, int, int]]] = [[] for _ in range(temporary + 1)]
+        num_places = temporary + bool(self._num_bytes)
+        self._places: list[list[tuple[Any, int, int]]] = [[] for _ in range(num_places)]
 
         def find(tensor: torch.Tensor) -> tuple[int, int] | None:
             """(number of its memory, begin there in bytes); None for what stays where it is."""
@@ -298,24 +410,26 @@ class PreparedCall:
             for launch, _ in self._launches
             if name in launch.numbers
         ]
-        self._addresses = [-1] * (temporary + 1)
+        self._addresses = [-1] * num_places
         numbered = {_identity(one): number for number, one in enumerate((*given, *made))}
         self._build = _builder(result, numbered)
 
-    def __call__(self, given: Sequence[torch.Tensor], numbers: dict[str, int], state: Any) -> Any:
-        """Make the call with other tensors and numbers."""
+    def __call__(
+        self,
+        given: Sequence[torch.Tensor],
+        given_at: Sequence[int],
+        numbers: dict[str, int],
+        state: Any,
+    ) -> Any:
+        """Make the call with other tensors, at these addresses, and numbers."""
         new = _allocator(self._device)
-        memory = [*given, *(new(*sizes) for sizes in self._results)]
-        addresses = [one.data_ptr() for one in memory]
+        made = [new(*sizes) for sizes in self._results]
+        addresses = [*given_at, *[one.data_ptr() for one in made]]
         if self._num_bytes:
             temporary = new((self._num_bytes,), (1,), torch.uint8)
             addresses.append(temporary.data_ptr())
-        for number, address in enumerate(addresses):
-            if address != self._addresses[number]:
-                self._addresses[number] = -1  # until all places are changed: it may be interrupted
-                for cells, index, offset in self._places[number]:
-                    cells[index] = address + offset
-                self._addresses[number] = address
+        if addresses != self._addresses:
+            self._move(addresses)
         for name, cells, index in self._numbers:
             cells[index] = numbers[name]
         stream = current_stream()
@@ -323,7 +437,17 @@ class PreparedCall:
             state.step = step
             launch(stream)
         state.step, state.launched = self._end
-        return self._build(memory)
+        return self._build([*given, *made, None])
+
+    def _move(self, addresses: list[int]) -> None:
+        """Let the launches take other memory."""
+        known = self._addresses
+        for number, (address, places) in enumerate(zip(addresses, self._places, strict=True)):
+            if address != known[number]:
+                known[number] = -1  # until all places are changed: it may be interrupted
+                for cells, index, offset in places:
+                    cells[index] = address + offset
+                known[number] = address
 
 
 def _allocator(device: torch.device) -> Callable[..., torch.Tensor]:
@@ -340,18 +464,26 @@ def _allocator(device: torch.device) -> Callable[..., torch.Tensor]:
 
 
 def _builder(result: Any, numbered: dict[Any, int]) -> Callable[[list[Any]], Any]:
-    """A function that makes such a result from the memory of a call."""
-    if isinstance(result, torch.Tensor):
-        if _identity(result) not in numbered:
-            raise AssertionError("the body of a call returns neither what it was given nor made.")
-        return operator.itemgetter(numbered[_identity(result)])
+    """A function that makes such a result from the memory of a call, after which stands None."""
+    if isinstance(result, torch.Tensor | None):
+        return operator.itemgetter(_place(result, numbered))
     if not isinstance(result, tuple):
         return lambda memory: result
+    make = getattr(result, "_make", tuple)
+    if len(result) > 1 and all(isinstance(one, torch.Tensor | None) for one in result):
+        pick = operator.itemgetter(*[_place(one, numbered) for one in result])
+        return pick if make is tuple else lambda memory: make(pick(memory))
     parts = [_builder(one, numbered) for one in result]
-    if hasattr(result, "_make"):
-        make = result._make
-        return lambda memory: make([part(memory) for part in parts])
-    return lambda memory: tuple([part(memory) for part in parts])
+    return lambda memory: make([part(memory) for part in parts])
+
+
+def _place(result: torch.Tensor | None, numbered: dict[Any, int]) -> int:
+    """Where a result stands in the memory of a call."""
+    if result is None:
+        return -1
+    if _identity(result) not in numbered:
+        raise AssertionError("the body of a call returns neither what it was given nor made.")
+    return numbered[_identity(result)]
 
 
 def _compiled_for(value: Any) -> Iterator[Any]:

@@ -71,6 +71,7 @@ def caller(monkeypatch):
     for name, fake in fakes.items():
         monkeypatch.setattr(torch.cuda, name, fake)
     monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
+    monkeypatch.setattr(streams_module, "current_device", lambda: 0)
     monkeypatch.setattr(streams_module, "INTERPRETED", False)
     monkeypatch.setattr(streams_module, "_has_gpu", lambda: True)
     monkeypatch.setattr(streams_module, "stream_handle", lambda device: id(Stream.current))
