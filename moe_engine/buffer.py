@@ -100,8 +100,8 @@ class Buffer(LowLatencyVerbs):
         num_experts = int(num_experts)
         with self._streams.call(previous_event, async_finish, allocate_on_comm_stream) as call:
             call.reads(topk_idx)
-            idx = checks.packed(topk_idx)
-            known = described if idx is topk_idx else None
+            (idx,) = described.packed(topk_idx)
+            known = described if described.kind.is_packed else None
             per_rank, per_expert, in_rank = engine.layout(idx, num_experts, known)
             per_node = None
             if isinstance(engine, InternodeEngine):
@@ -175,33 +175,30 @@ class Buffer(LowLatencyVerbs):
         layout = num_tokens_per_rank, num_tokens_per_expert, is_token_in_rank
         per_node = num_tokens_per_rdma_rank if self.num_nodes > 1 else None
         routing, rows_per = (topk_idx, topk_weights), (expert_alignment, num_worst_tokens)
-        given = x, layout, per_node, routing, rows_per, in_place
-        described = engine.describe(*given, config, Buffer.num_sms)
-        if not described.kind.is_checked:
+        given = *layout, per_node, *routing, *rows_per, in_place
+        described = engine.describe("dispatch", *_pair(x), *given, config, Buffer.num_sms)
+        kind = described.kind
+        if not kind.is_checked:
             self._check_dispatch(x, layout, routing, *rows_per)
             checks.check_tokens_per_node(per_node, self.num_nodes, layout[0])
             checks.check_flag("in_place", in_place)
-        rows, scales = x if isinstance(x, tuple) else (x, None)
+        rows, scales, _ = _pair(x)
         num_sms = _num_sms(config)
         with self._streams.call(*when) as call:
-            where = DispatchLayout(
-                *(counts.contiguous() for counts in layout if counts is not None)
-            )
+            sent, ids, weights, *counts = described.packed(rows, *routing, *layout)
+            where, tokens = DispatchLayout(*counts), Tokens(sent, ids, weights, scales)
             if self.options.debug:
                 check_layout_values(*where, topk_idx, self.rank)
                 check_node_values(per_node, where.is_token_in_rank, self.rank)
             call.reads(rows, scales, *routing, *layout, per_node)
-            ids, weights = (None if one is None else checks.packed(one) for one in routing)
-            tokens = Tokens(checks.packed(rows), ids, weights, scales)
-            pairs = zip((*tokens[:4], *where), (rows, *routing, scales, *layout), strict=True)
-            known = described if all(one is other for one, other in pairs) else None
+            known = described if kind.is_packed else None
             how = int(num_worst_tokens), num_sms, not in_place, known
             got, per_expert, new_handle, _ = engine.dispatch(tokens, where, *how)
-            self._unreleased = tokens.x if in_place else None
+            self._unreleased = sent if in_place else None
             call.returns(
                 self._unreleased, got.x, got.scales, got.topk_idx, got.topk_weights, *new_handle
             )
-        described.kind.is_checked = True
+        kind.is_checked = True
         aligned = [round_up(count, int(expert_alignment)) for count in per_expert]
         return got.payload, got.topk_idx, got.topk_weights, aligned, new_handle, call.event
 
@@ -238,20 +235,21 @@ class Buffer(LowLatencyVerbs):
     ) -> tuple[Received, EventOverlap]:
         """A dispatch with a handle: (what came, event)."""
         fixed, of_rows = parts_of(handle, engine.handle_type)
-        described = engine.describe(x, fixed, config, Buffer.num_sms, sized=(of_rows,))
+        given = *_pair(x), *fixed, config, Buffer.num_sms
+        described = engine.describe("dispatch_cached", *given, sized=(of_rows,))
         if not described.kind.is_checked:
             rows, _ = checks.check_payload(x, device=self._rows_device)
             cached = check_handle(handle, self.group_size, rows.device, self.num_nodes)
             if rows.shape[0] != cached.send_head.shape[0]:
                 checks.check_payload(x, cached.send_head.shape[0])
-        rows, scales = x if isinstance(x, tuple) else (x, None)
+        rows, scales, _ = _pair(x)
         cached, num_sms = engine.handle_type(*handle), _num_sms(config)
         with self._streams.call(*when) as call:
             if self.options.debug:
                 check_handle_values(cached, self.rank)
             call.reads(rows, scales, *cached)
-            sent = checks.packed(rows)
-            known = described if sent is rows else None
+            (sent,) = described.packed(rows)
+            known = described if described.kind.is_packed else None
             received = engine.dispatch_cached(sent, scales, cached, num_sms, known)
             call.returns(received.x, received.scales)
         described.kind.is_checked = True
@@ -292,9 +290,10 @@ class Buffer(LowLatencyVerbs):
         biases = tuple(bias) if isinstance(bias, list) else bias
         fixed, of_rows = parts_of(handle, engine.handle_type)
         rows = x, topk_weights, of_rows  # as many of each
-        described = engine.describe(fixed, biases, config, Buffer.num_sms, sized=rows)
-        is_checked = described.kind.is_checked
-        if not is_checked or not _are_as_many(rows):
+        given = *fixed, biases, config, Buffer.num_sms
+        described = engine.describe("combine", *given, sized=rows)
+        kind = described.kind
+        if not kind.is_checked or not _are_as_many(x, topk_weights, of_rows):
             checks.check_rows("x", x, "N", self._rows_device)
             known = check_handle(handle, self.group_size, x.device, self.num_nodes)
             if x.shape[0] != known.recv_src_idx.shape[0]:
@@ -310,13 +309,11 @@ class Buffer(LowLatencyVerbs):
             if self.options.debug:
                 check_handle_values(known, self.rank)
             call.reads(x, topk_weights, *biases, *known)
-            y, added = checks.packed(x), [checks.packed(one) for one in biases]
-            of_y = None if topk_weights is None else checks.packed(topk_weights)
-            pairs = zip((y, of_y, *added), (x, topk_weights, *biases), strict=True)
-            decided = described if all(one is other for one, other in pairs) else None
+            y, of_y, *added = described.packed(x, topk_weights, *biases)
+            decided = described if kind.is_packed else None
             out, weights = engine.combine(y, known, of_y, added, num_sms, decided)
             call.returns(out, weights)
-        described.kind.is_checked = True
+        kind.is_checked = True
         return out, weights, call.event
 
     @verb
@@ -339,8 +336,9 @@ class Buffer(LowLatencyVerbs):
             kind.choice = 0 if return_counts else most_tokens
         with self._streams.call(None, async_finish) as call:
             call.reads(*inputs.tensors)
-            args, most_tokens = inputs.packed, kind.choice
-            known = described if args is inputs else None
+            args = inputs if kind.is_packed else inputs.packed
+            kind.is_packed, most_tokens = args is inputs, kind.choice
+            known = described if kind.is_packed else None
             if most_tokens:
                 assert self._low_latency is not None
                 out, counts = self._low_latency.moe_ffn(args, most_tokens, known), None
@@ -479,9 +477,15 @@ class Buffer(LowLatencyVerbs):
         return None if self.backend == "collective" else self.device
 
 
-def _are_as_many(rows: Sequence[torch.Tensor | None]) -> bool:
+def _pair(x: Any) -> tuple[Any, Any, bool]:
+    """(rows, their scales, whether they came as a pair)."""
+    return (*x, True) if isinstance(x, tuple) and len(x) == 2 else (x, None, False)
+
+
+def _are_as_many(x: torch.Tensor, weights: torch.Tensor | None, src_idx: torch.Tensor) -> bool:
     """Whether tensors have as many rows."""
-    return len({one.shape[0] for one in rows if one is not None}) == 1
+    num_rows = src_idx.shape[0]
+    return x.shape[0] == num_rows and (weights is None or weights.shape[0] == num_rows)
 
 
 def _num_sms(config: Config | None) -> int:

@@ -70,11 +70,11 @@ def check_handle(
     return known
 
 
-def parts_of(handle: Any, kind: Any) -> tuple[Any, Any]:
+def parts_of(handle: Any, kind: Any) -> tuple[tuple[Any, ...], Any]:
     """(the tensors of a handle whose sizes follow from the tokens that were sent, recv_src_idx,
     which has an entry for each row that came), as far as it is one of this kind."""
     if not isinstance(handle, tuple | list) or len(handle) != len(kind._fields):
-        return handle, None
+        return (handle,), None
     at = kind._fields.index("recv_src_idx")
     return (*handle[:at], *handle[at + 1 :]), handle[at]
 

@@ -207,6 +207,11 @@ def is_collecting() -> bool:
     return _collectors.get() is not None
 
 
+def only_launches() -> bool:
+    """Whether launches are neither recorded nor collected."""
+    return _recordings.get() is None and _collectors.get() is None
+
+
 def current_device() -> int:
     """The GPU that is current in this thread, which has used one; torch's own takes a microsecond
     to see to that."""

@@ -24,7 +24,7 @@ import torch
 from . import choice_cache
 from .checks import packed
 from .errors import BackendError
-from .launch import Recording, current_stream, is_collecting
+from .launch import Recording, current_stream, is_collecting, only_launches
 from .utils import has_modes, untraced, without_modes
 
 ALIGNMENT = 256
@@ -33,6 +33,9 @@ MOST_KINDS = 256
 """Kinds of calls that are kept for one memory; the least recently used go."""
 MOST_RECENT = 4
 """Of these, how many with arguments of the same types are asked for first."""
+
+PLAIN = torch.Tensor, torch.nn.Parameter
+"""Classes of tensors that torch can compare."""
 
 _count = itertools.count()
 _new = {
@@ -128,11 +131,11 @@ class PreparedCalls:
         for one in self._recent.get(types := tuple(map(type, every)), ()):
             if one.state == state and one.options == one.pick_options(every):
                 tensors = one.pick_tensors(every)
-                if one.check(*tensors):
-                    addresses = [tensor.data_ptr() for tensor in tensors]
-                    if _alignment(addresses) == one.alignment:
-                        one.kind.used = next(_count)
-                        return Described(one.kind, tensors, addresses)
+                if (addresses := _addresses(tensors)) is None:
+                    break
+                if _alignment(addresses) == one.alignment and one.check(*tensors):
+                    one.kind.used = next(_count)
+                    return Described(one.kind, tensors, addresses)
         return self._describe(every, state, types)
 
     def _describe(
@@ -192,12 +195,14 @@ class PreparedCalls:
         addresses: list[int],
     ) -> None:
         """Let `describe` ask first whether arguments are of this kind. Not where a tensor is given
-        twice, or one of `sized` has no memory: that may be for want of rows, or for another
-        reason."""
+        twice, is of a class of its own, or is one of `sized` without memory: that may be for want
+        of rows, or for another reason."""
         is_tensor = [isinstance(one, torch.Tensor) for one in every]
         places = [number for number, one in enumerate(is_tensor) if one]
         others = [number for number, one in enumerate(is_tensor) if not one]
         num_sized = sum(number >= state[-1] for number in places)
+        if any(issubclass(one, torch.Tensor) and one not in PLAIN for one in types):
+            return
         if len(places) > len(addresses) or 0 in addresses[len(places) - num_sized :]:
             return
         sizes = [
@@ -234,6 +239,11 @@ class PreparedCalls:
         tuples; one that computes anything else by torch runs at each call. `before(*args)` runs
         before the first call of a kind, and may do anything.
         """
+        if described is not None and only_launches() and not has_modes():
+            prepared = described.kind.prepared.get(body)
+            if prepared is not None:
+                made = described if sized is None else described.more(sized)
+                return self._make(prepared, made, numbers)
         more = {} if sized is None else {"sized": sized}
         if Recording.current() is not None:  # a part of a larger body
             return body(owner, *args, **more, **numbers)
@@ -290,6 +300,16 @@ class PreparedCalls:
         with self._lock:
             for kind in self._kinds.values():
                 kind.prepared.clear()
+
+
+def _addresses(tensors: Sequence[torch.Tensor]) -> list[int] | None:
+    """Where tensors lie; None where one has no memory of its own, or no strides, for which torch's
+    comparison would end the process."""
+    try:
+        addresses = [one.data_ptr() for one in tensors]
+    except RuntimeError:
+        return None
+    return None if True in [one.is_nested for one in tensors] else addresses
 
 
 def _alignment(addresses: Sequence[int]) -> list[int]:
@@ -410,7 +430,7 @@ class PreparedCall:
             for launch, _ in self._launches
             if name in launch.numbers
         ]
-        self._addresses = [-1] * num_places
+        self._addresses = self._unknown = [-1] * num_places
         numbered = {_identity(one): number for number, one in enumerate((*given, *made))}
         self._build = _builder(result, numbered)
 
@@ -441,13 +461,12 @@ class PreparedCall:
 
     def _move(self, addresses: list[int]) -> None:
         """Let the launches take other memory."""
-        known = self._addresses
-        for number, (address, places) in enumerate(zip(addresses, self._places, strict=True)):
-            if address != known[number]:
-                known[number] = -1  # until all places are changed: it may be interrupted
+        known, self._addresses = self._addresses, self._unknown  # as it may be interrupted
+        for address, old, places in zip(addresses, known, self._places, strict=True):
+            if address != old:
                 for cells, index, offset in places:
                     cells[index] = address + offset
-                known[number] = address
+        self._addresses = addresses
 
 
 def _allocator(device: torch.device) -> Callable[..., torch.Tensor]:

@@ -6,11 +6,11 @@ from abc import abstractmethod
 from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from itertools import islice
 from typing import Any, ClassVar
 
 import torch
 
+from ..device.lang import INTERPRETED
 from ..device.ring import COUNT_MASK
 from ..dispatch.low_latency import LowLatencyTokens
 from ..errors import CapacityError
@@ -164,19 +164,20 @@ class HookedCalls(ContextEngine):
         described: Described | None = None,
     ) -> Any:
         """Launch a call, see `PreparedCalls`: both halves, or with `hooked` the first one."""
-        calls, memory = self._calls, self.next_memory
+        memory = self.next_memory
         self._check_hooks(num_calls)
         phases = "send" if hooked else "both"
         result = memory.calls(body, self.owner(memory), *args, phases, described=described)
-        calls.extend(InFlight(memory, not hooked) for _ in range(num_calls))
-        self._check_emulated()
+        self._calls += [InFlight(memory, not hooked)] * num_calls
+        if INTERPRETED:
+            self._check_emulated()
         return result
 
     def _check_hooks(self, num_calls: int) -> None:
         """CapacityError where so many calls would need the memory of one whose hook was not called
         yet."""
-        num_leaving = max(0, len(self._calls) + num_calls - self.num_slots)
-        if any(not one.received for one in islice(self._calls, num_leaving)):
+        num_leaving = len(self._calls) + num_calls - self.num_slots
+        if num_leaving > 0 and not all([one.received for one in self._calls][:num_leaving]):
             raise CapacityError(
                 f"{self.num_slots} low-latency calls began after one whose hook was not called "
                 "yet. Call the hook before, or make the Buffer with more Options.num_slots."
