@@ -97,12 +97,13 @@ class Buffer(LowLatencyVerbs):
         if not described.kind.is_checked:
             checks.check_experts(num_experts, self.group_size)
             checks.check_topk(topk_idx, device=self._rows_device)
-        num_experts = int(num_experts)
         with self._streams.call(previous_event, async_finish, allocate_on_comm_stream) as call:
             call.reads(topk_idx)
-            (idx,) = described.packed(topk_idx)
-            known = described if described.kind.is_packed else None
-            per_rank, per_expert, in_rank = engine.layout(idx, num_experts, known)
+            layout = engine.again(described)
+            if layout is None:
+                (idx,) = described.packed(topk_idx)
+                layout = engine.layout(idx, int(num_experts), described.if_packed)
+            per_rank, per_expert, in_rank = layout
             per_node = None
             if isinstance(engine, InternodeEngine):
                 per_node = engine.tokens_per_node(in_rank)
@@ -185,16 +186,18 @@ class Buffer(LowLatencyVerbs):
         rows, scales, _ = _pair(x)
         num_sms = _num_sms(config)
         with self._streams.call(*when) as call:
-            sent, ids, weights, *counts = described.packed(rows, *routing, *layout)
-            where, tokens = DispatchLayout(*counts), Tokens(sent, ids, weights, scales)
             if self.options.debug:
-                check_layout_values(*where, topk_idx, self.rank)
-                check_node_values(per_node, where.is_token_in_rank, self.rank)
+                check_layout_values(*layout, topk_idx, self.rank)
+                check_node_values(per_node, is_token_in_rank, self.rank)
             call.reads(rows, scales, *routing, *layout, per_node)
-            known = described if kind.is_packed else None
-            how = int(num_worst_tokens), num_sms, not in_place, known
-            got, per_expert, new_handle, _ = engine.dispatch(tokens, where, *how)
-            self._unreleased = sent if in_place else None
+            arrived = engine.again(described)
+            if arrived is None:
+                rows, ids, weights, *counts = described.packed(rows, *routing, *layout)
+                where, tokens = DispatchLayout(*counts), Tokens(rows, ids, weights, scales)
+                how = int(num_worst_tokens), num_sms, not in_place, described.if_packed
+                arrived = engine.dispatch(tokens, where, *how)
+            got, per_expert, new_handle, _ = arrived
+            self._unreleased = rows if in_place else None
             call.returns(
                 self._unreleased, got.x, got.scales, got.topk_idx, got.topk_weights, *new_handle
             )
@@ -243,14 +246,16 @@ class Buffer(LowLatencyVerbs):
             if rows.shape[0] != cached.send_head.shape[0]:
                 checks.check_payload(x, cached.send_head.shape[0])
         rows, scales, _ = _pair(x)
-        cached, num_sms = engine.handle_type(*handle), _num_sms(config)
+        num_sms = _num_sms(config)
         with self._streams.call(*when) as call:
             if self.options.debug:
-                check_handle_values(cached, self.rank)
-            call.reads(rows, scales, *cached)
-            (sent,) = described.packed(rows)
-            known = described if described.kind.is_packed else None
-            received = engine.dispatch_cached(sent, scales, cached, num_sms, known)
+                check_handle_values(engine.handle_type(*handle), self.rank)
+            call.reads(rows, scales, *handle)
+            received = engine.again(described, max_rows=of_rows.shape[0])
+            if received is None:
+                (sent,) = described.packed(rows)
+                cached, known = engine.handle_type(*handle), described.if_packed
+                received = engine.dispatch_cached(sent, scales, cached, num_sms, known)
             call.returns(received.x, received.scales)
         described.kind.is_checked = True
         return received, call.event
@@ -304,14 +309,17 @@ class Buffer(LowLatencyVerbs):
                 checks.check_no_grad(topk_weights=topk_weights)
             checks.check_biases(bias, known.is_token_in_rank.shape[0], x)
         biases = (biases,) if isinstance(biases, torch.Tensor) else biases or ()
-        known, num_sms = engine.handle_type(*handle), _num_sms(config)
+        num_sms = _num_sms(config)
         with self._streams.call(previous_event, async_finish, allocate_on_comm_stream) as call:
             if self.options.debug:
-                check_handle_values(known, self.rank)
-            call.reads(x, topk_weights, *biases, *known)
-            y, of_y, *added = described.packed(x, topk_weights, *biases)
-            decided = described if kind.is_packed else None
-            out, weights = engine.combine(y, known, of_y, added, num_sms, decided)
+                check_handle_values(engine.handle_type(*handle), self.rank)
+            call.reads(x, topk_weights, *biases, *handle)
+            sums = engine.again(described, num_rows=x.shape[0])
+            if sums is None:
+                y, of_y, *added = described.packed(x, topk_weights, *biases)
+                known, decided = engine.handle_type(*handle), described.if_packed
+                sums = engine.combine(y, known, of_y, added, num_sms, decided)
+            out, weights = sums
             call.returns(out, weights)
         kind.is_checked = True
         return out, weights, call.event

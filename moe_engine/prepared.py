@@ -13,9 +13,10 @@ import functools
 import itertools
 import operator
 import threading
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
+from itertools import starmap
 from types import SimpleNamespace
 from typing import Any, NamedTuple, ParamSpec, Protocol, TypeVar, cast
 
@@ -24,7 +25,7 @@ import torch
 from . import choice_cache
 from .checks import packed
 from .errors import BackendError
-from .launch import Recording, current_stream, is_collecting, only_launches
+from .launch import Recording, is_collecting, only_launches, stream_of
 from .utils import has_modes, untraced, without_modes
 
 ALIGNMENT = 256
@@ -38,10 +39,11 @@ PLAIN = torch.Tensor, torch.nn.Parameter
 """Classes of tensors that torch can compare."""
 
 _count = itertools.count()
-_new = {
-    kind: getattr(torch._C._dynamo.guards, f"_empty_strided_{kind}", None)
-    for kind in ("cpu", "cuda")
-}
+_new_on_cpu = getattr(torch._C._dynamo.guards, "_empty_strided_cpu", None)
+_new_on_gpu = getattr(torch._C._dynamo.guards, "_empty_strided_cuda", None)
+CPU = torch.device("cpu")
+data_ptr = torch.Tensor.data_ptr
+is_nested = operator.attrgetter("is_nested")
 
 Tensors = Sequence[torch.Tensor | None]
 
@@ -49,14 +51,15 @@ Tensors = Sequence[torch.Tensor | None]
 class Kind:
     """What decides how a call is made. `is_checked`: whether a call of this kind has passed all
     checks that need no more than that; `is_packed`: whether its tensors are as kernels take them;
-    `choice`: what was chosen for it."""
+    `choice`: what was chosen for it; `whole`: the body that is all of it, if one is."""
 
-    __slots__ = ("choice", "is_checked", "is_packed", "prepared", "used")
+    __slots__ = ("choice", "is_checked", "is_packed", "prepared", "used", "whole")
 
     def __init__(self) -> None:
-        self.prepared: dict[Callable[..., Any], PreparedCall] = {}
+        self.prepared: dict[Callable[..., Any] | None, PreparedCall] = {}
         self.is_checked, self.is_packed, self.used = False, False, 0
         self.choice: Any = None
+        self.whole: Callable[..., Any] | None = None
 
 
 @dataclass(slots=True)
@@ -68,15 +71,23 @@ class Described:
     tensors: Sequence[torch.Tensor] | None
     addresses: Sequence[int] = ()
 
-    def more(self, *made: Any) -> Described:
+    def more(self, made: Iterable[torch.Tensor | None]) -> Described:
         """The arguments of a later part of the call, which also gets what earlier parts of this
-        kind have made: tensors, in tuples or not."""
+        kind have made."""
         if self.tensors is None:
             return self
         known = set(map(id, self.tensors))
-        new = [one for one in leaves(made) if id(one) not in known]
-        addresses = [one.data_ptr() for one in new]
-        return Described(self.kind, (*self.tensors, *new), (*self.addresses, *addresses))
+        new = [one for one in made if one is not None and id(one) not in known]
+        if not new:
+            return self
+        addresses = *self.addresses, *map(data_ptr, new)
+        return Described(self.kind, (*self.tensors, *new), addresses)
+
+    @property
+    def if_packed(self) -> Described | None:
+        """This, if kernels take its tensors as they are; else they get others, which it does not
+        describe."""
+        return self if self.kind.is_packed else None
 
     def packed(self, *tensors: Any) -> tuple[Any, ...]:
         """Of these tensors, or None, which the kind decides, those that kernels take."""
@@ -98,7 +109,6 @@ class Recent(NamedTuple):
     pick_options: Callable[[tuple[Any, ...]], tuple[Any, ...]]
     pick_tensors: Callable[[tuple[Any, ...]], tuple[torch.Tensor, ...]]
     check: Callable[..., bool]
-    alignment: list[int]
 
 
 class PreparedCalls:
@@ -133,7 +143,7 @@ class PreparedCalls:
                 tensors = one.pick_tensors(every)
                 if (addresses := _addresses(tensors)) is None:
                     break
-                if _alignment(addresses) == one.alignment and one.check(*tensors):
+                if _are_aligned(addresses) and one.check(*tensors):
                     one.kind.used = next(_count)
                     return Described(one.kind, tensors, addresses)
         return self._describe(every, state, types)
@@ -195,15 +205,13 @@ class PreparedCalls:
         addresses: list[int],
     ) -> None:
         """Let `describe` ask first whether arguments are of this kind. Not where a tensor is given
-        twice, is of a class of its own, or is one of `sized` without memory: that may be for want
-        of rows, or for another reason."""
+        twice, or is of a class of its own, or of memory that is not as kernels take it."""
         is_tensor = [isinstance(one, torch.Tensor) for one in every]
         places = [number for number, one in enumerate(is_tensor) if one]
         others = [number for number, one in enumerate(is_tensor) if not one]
-        num_sized = sum(number >= state[-1] for number in places)
         if any(issubclass(one, torch.Tensor) and one not in PLAIN for one in types):
             return
-        if len(places) > len(addresses) or 0 in addresses[len(places) - num_sized :]:
+        if len(places) > len(addresses) or not _are_aligned(addresses):
             return
         sizes = [
             [None if number >= state[-1] and dim == 0 else size for dim, size in enumerate(shape)]
@@ -213,12 +221,19 @@ class PreparedCalls:
         if check is None:
             return
         pick = _picker(others)
-        recent = Recent(
-            kind, pick(every), state, pick, _picker(places), check, _alignment(addresses)
-        )
+        recent = Recent(kind, pick(every), state, pick, _picker(places), check)
         if len(self._recent) > MOST_KINDS:
             self._recent.clear()
         self._recent[types] = recent, *self._recent.get(types, ())[: MOST_RECENT - 1]
+
+    def again(self, described: Described, numbers: dict[str, int]) -> Any:
+        """What the body that is all of a call returned, from a call with other tensors and numbers;
+        None where it must run."""
+        kind = described.kind
+        prepared = kind.prepared.get(kind.whole)
+        if prepared is None or not kind.is_packed or not only_launches() or has_modes():
+            return None
+        return self._make(prepared, described, numbers)
 
     def __call__(
         self,
@@ -306,15 +321,15 @@ def _addresses(tensors: Sequence[torch.Tensor]) -> list[int] | None:
     """Where tensors lie; None where one has no memory of its own, or no strides, for which torch's
     comparison would end the process."""
     try:
-        addresses = [one.data_ptr() for one in tensors]
+        addresses = [*map(data_ptr, tensors)]
     except RuntimeError:
         return None
-    return None if True in [one.is_nested for one in tensors] else addresses
+    return None if True in map(is_nested, tensors) else addresses
 
 
-def _alignment(addresses: Sequence[int]) -> list[int]:
-    """Where in 16 bytes memory begins; -1: there is none."""
-    return [address & 15 if address else -1 for address in addresses]
+def _are_aligned(addresses: list[int]) -> bool:
+    """Whether there is memory at all of these, which begins at multiples of 16 bytes."""
+    return functools.reduce(operator.or_, addresses, 0) & 15 == 0 and all(addresses)
 
 
 def _picker(places: Sequence[int]) -> Callable[[tuple[Any, ...]], tuple[Any, ...]]:
@@ -343,6 +358,7 @@ _without_memory = PreparedCalls()
 
 P = ParamSpec("P")
 T = TypeVar("T")
+R = TypeVar("R", bound=Tensors)
 
 
 class Prepared(Protocol[P, T]):
@@ -392,18 +408,28 @@ class PreparedCall:
         self._launches, self._end = recording.launches, (state.step, state.launched)
         returned = {_identity(one) for one in leaves(result)}
         made = [one for one in recording.allocated if _identity(one) in returned]
-        self._results = [(tuple(one.shape), one.stride(), one.dtype) for one in made]
-        temporary, self._num_bytes = len(given) + len(made), 0
+        self._results: list[tuple[Any, ...]] = [
+            (tuple(one.shape), one.stride(), one.dtype) for one in made
+        ]
+        self._sized = [
+            (place, name)
+            for place, one in enumerate(made)
+            if (name := recording.sized.get(id(one))) is not None
+        ]
+        temporary, num_bytes = len(given) + len(made), 0
         ranges = [_memory(one) for one in (*given, *made)]
-        self._device = given[0].device if given else held[0].device
+        device = given[0].device if given else held[0].device
+        self._device, self._stream = device, stream_of(device)
         begins = dict[int, int]()  # of storage, in the temporary memory
         for one in recording.allocated:
             storage = one.untyped_storage()
             if _identity(one) not in returned and storage.nbytes():
-                begins[storage.data_ptr()] = self._num_bytes
-                self._num_bytes += -(-storage.nbytes() // ALIGNMENT) * ALIGNMENT
+                begins[storage.data_ptr()] = num_bytes
+                num_bytes += -(-storage.nbytes() // ALIGNMENT) * ALIGNMENT
+        if num_bytes:
+            self._results.append(((num_bytes,), (1,), torch.uint8))
         storages = {one.untyped_storage().data_ptr() for one in held}
-        num_places = temporary + bool(self._num_bytes)
+        num_places = len(given) + len(self._results)
         self._places: list[list[tuple[Any, int, int]]] = [[] for _ in range(num_places)]
 
         def find(tensor: torch.Tensor) -> tuple[int, int] | None:
@@ -442,17 +468,19 @@ class PreparedCall:
         state: Any,
     ) -> Any:
         """Make the call with other tensors, at these addresses, and numbers."""
-        new = _allocator(self._device)
-        made = [new(*sizes) for sizes in self._results]
-        addresses = [*given_at, *[one.data_ptr() for one in made]]
-        if self._num_bytes:
-            temporary = new((self._num_bytes,), (1,), torch.uint8)
-            addresses.append(temporary.data_ptr())
+        results = self._results
+        if self._sized:
+            results = [*results]
+            for place, name in self._sized:
+                shape, *more = results[place]
+                results[place] = (numbers[name], *shape[1:]), *more
+        made = [*starmap(_allocator(self._device), results)]
+        addresses = [*given_at, *map(data_ptr, made)]
         if addresses != self._addresses:
             self._move(addresses)
         for name, cells, index in self._numbers:
             cells[index] = numbers[name]
-        stream = current_stream()
+        stream = self._stream()
         for launch, step in self._launches:
             state.step = step
             launch(stream)
@@ -473,13 +501,22 @@ def _allocator(device: torch.device) -> Callable[..., torch.Tensor]:
     """A function of (shape, strides, dtype) that allocates on the current device: what torch's own
     compiler calls, in half of the time of `torch.empty_strided`. It fills no memory, as
     torch.use_deterministic_algorithms(True) asks for."""
-    new: Callable[..., torch.Tensor] | None = _new[device.type]
+    new: Callable[..., torch.Tensor] | None = _new_on_cpu if device == CPU else _new_on_gpu
     if new is None or torch.are_deterministic_algorithms_enabled():
 
         def new(shape: Any, strides: Any, dtype: torch.dtype) -> torch.Tensor:
             return torch.empty_strided(shape, strides, dtype=dtype, device=device)
 
     return new
+
+
+def with_size(name: str, results: R) -> R:
+    """These tensors, or None, which a body has made: their first size is its number of this name,
+    which is other in other calls."""
+    recording = Recording.current()
+    if recording is not None:
+        recording.sized |= {id(one): name for one in results if one is not None}
+    return results
 
 
 def _builder(result: Any, numbered: dict[Any, int]) -> Callable[[list[Any]], Any]:

@@ -19,7 +19,7 @@ import torch
 from .checks import check_flag
 from .device.lang import INTERPRETED
 from .errors import BackendError, DtypeError, ShapeError
-from .launch import current_device, stream_handle
+from .launch import current_device, stream_of
 
 _one_call_at_a_time = threading.RLock()
 """Of all Buffers: autograd calls from a thread of its own."""
@@ -186,7 +186,7 @@ class CallStreams:
         self._memory: dict[str, tuple[torch.Tensor, ...]] = {}
         self._comm: torch.cuda.Stream | None = None
         self._current: torch.cuda.Stream | None = None
-        self._handle = -1  # of _current
+        self._handle, self._current_handle = -1, stream_of(device)  # of _current, and now
         self._end: torch.cuda.Event | None = None
         self._last: tuple[torch.cuda.Stream, bool] | None = None  # and whether it was captured
 
@@ -213,7 +213,7 @@ class CallStreams:
     def current_stream(self) -> torch.cuda.Stream:
         """The caller's stream on the Buffer's device. torch takes 3 us to make an object of it, so
         the last one is kept."""
-        handle = stream_handle(self.device.index)
+        handle = self._current_handle()
         if self._current is None or handle != self._handle:
             self._handle, self._current = handle, torch.cuda.current_stream(self.device)
         return self._current

@@ -74,7 +74,7 @@ def caller(monkeypatch):
     monkeypatch.setattr(streams_module, "current_device", lambda: 0)
     monkeypatch.setattr(streams_module, "INTERPRETED", False)
     monkeypatch.setattr(streams_module, "_has_gpu", lambda: True)
-    monkeypatch.setattr(streams_module, "stream_handle", lambda device: id(Stream.current))
+    monkeypatch.setattr(streams_module, "stream_of", lambda device: lambda: id(Stream.current))
     return Stream.current
 
 

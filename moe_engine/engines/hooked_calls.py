@@ -35,14 +35,11 @@ class InFlight:
 class HookedCalls(ContextEngine):
     """An engine of such calls, `num_slots` of which may wait for their hooks."""
 
-    def __init__(self, num_slots: int):
+    def __init__(self, memories: Sequence[RankMemory[Any]], num_slots: int):
+        """memories: of all calls, which ranks have allocated together."""
         self._calls: deque[InFlight] = deque(maxlen=num_slots)
-        self.num_slots = num_slots
-
-    @property
-    @abstractmethod
-    def memories(self) -> Sequence[RankMemory[Any]]:
-        """The memory of all calls, which ranks have allocated together."""
+        self.memories, self.num_slots = memories, num_slots
+        self._contexts = [memory.context for memory in memories]
 
     @property
     @abstractmethod
@@ -142,11 +139,12 @@ class HookedCalls(ContextEngine):
 
     def contexts(self) -> list[DeviceContext]:
         """See `base.Engine`."""
-        return [memory.context for memory in self.memories]
+        return self._contexts
 
-    def describe(self, *args: Any) -> Described:
-        """The kind of the next call; see `PreparedCalls.describe`."""
-        return self.next_memory.calls.describe(*args)
+    @property
+    def describe(self) -> Callable[..., Described]:
+        """Tells the kind of the next call; see `PreparedCalls.describe`."""
+        return self.next_memory.calls.describe
 
     def free(self) -> None:
         """Give the memory back."""
@@ -168,7 +166,8 @@ class HookedCalls(ContextEngine):
         self._check_hooks(num_calls)
         phases = "send" if hooked else "both"
         result = memory.calls(body, self.owner(memory), *args, phases, described=described)
-        self._calls += [InFlight(memory, not hooked)] * num_calls
+        for _ in range(num_calls):
+            self._calls.append(InFlight(memory, not hooked))
         if INTERPRETED:
             self._check_emulated()
         return result
@@ -176,12 +175,12 @@ class HookedCalls(ContextEngine):
     def _check_hooks(self, num_calls: int) -> None:
         """CapacityError where so many calls would need the memory of one whose hook was not called
         yet."""
-        num_leaving = len(self._calls) + num_calls - self.num_slots
-        if num_leaving > 0 and not all([one.received for one in self._calls][:num_leaving]):
-            raise CapacityError(
-                f"{self.num_slots} low-latency calls began after one whose hook was not called "
-                "yet. Call the hook before, or make the Buffer with more Options.num_slots."
-            )
+        for number in range(len(self._calls) + num_calls - self.num_slots):
+            if not self._calls[number].received:
+                raise CapacityError(
+                    f"{self.num_slots} low-latency calls began after one whose hook was not called "
+                    "yet. Call the hook before, or make the Buffer with more Options.num_slots."
+                )
 
     def _hook(self, body: Callable[..., None], *args: Any, described: Described | None) -> Receive:
         """A function that launches the second half of the last call, once."""

@@ -79,14 +79,9 @@ class InternodeLowLatency(HookedCalls):
     handle_type: ClassVar[Any] = InternodeLowLatencyHandle
 
     def __init__(self, lanes: list[Slots], layout: LaneLayout):
-        super().__init__(len(lanes))
+        super().__init__(lanes, len(lanes))
         self.lanes, self.layout = lanes, layout
         self._num_calls = 0
-
-    @property
-    def memories(self) -> list[Slots]:
-        """The lanes."""
-        return self.lanes
 
     @property
     def next_memory(self) -> Slots:
@@ -118,7 +113,7 @@ class InternodeLowLatency(HookedCalls):
         if not hooked:
             return packed, None
         assert sent is not None
-        decided = described and described.more(packed, sent)
+        decided = described and described.more(leaves((packed, sent)))
         hook = self._hook(_receive, *args, packed, sent, described=decided)
 
         def receive() -> None:
@@ -167,7 +162,7 @@ class InternodeLowLatency(HookedCalls):
         self._num_calls += 1
         if not hooked:
             return out, None, None
-        decided = described and described.more(out)
+        decided = described and described.more((out,))
         return out, None, self._hook(_add_up, rows, out, described=decided)
 
     def moe_ffn(

@@ -36,14 +36,9 @@ class LowLatency(HookedCalls):
     handle_type: ClassVar[Any] = LowLatencyHandle
 
     def __init__(self, ring: Ring, shrink: bool):
-        super().__init__(ring.layout.num_slots)
+        super().__init__([ring], ring.layout.num_slots)
         self.ring = ring
         ring.context.shrinks = shrink
-
-    @property
-    def memories(self) -> list[Ring]:
-        """The ring."""
-        return [self.ring]
 
     @property
     def next_memory(self) -> Ring:
@@ -114,7 +109,7 @@ class LowLatency(HookedCalls):
         if not hooked:
             return out, epoch, None
         rows = rows._replace(out=out)
-        decided = described and described.more(out, epoch)
+        decided = described and described.more((out, epoch))
         return out, epoch, self._hook(LowLatency._add_up, rows, *args, epoch, described=decided)
 
     def _combine(
