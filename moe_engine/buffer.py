@@ -12,7 +12,7 @@ from . import checks
 from .agreement import Group
 from .debug_checks import check_handle_values, check_layout_values, check_node_values
 from .dispatch import DispatchLayout, Received, Tokens
-from .engines.base import NUM_SMS, Engine, Handle, LayerInputs, check_scales
+from .engines.base import NUM_SMS, Engine, Handle, LayerInputs, LayerResult, check_scales
 from .engines.internode import InternodeEngine
 from .engines.kernel import KernelEngine
 from .errors import BackendError, DtypeError, MoeEngineError, ShapeError
@@ -22,6 +22,7 @@ from .handles import check_handle, parts_of
 from .layer_config import LayerConfig
 from .lifecycle import verb
 from .low_latency_verbs import LowLatencyVerbs
+from .prepared import Described
 from .options import DEFAULT_OPTIONS, Config, Options, check_num_sms, sizes_for_tokens
 from .streams import EventHandle, EventOverlap
 from .symm.slots import ReturnRowLayout, SlotLayout
@@ -344,17 +345,29 @@ class Buffer(LowLatencyVerbs):
             kind.choice = 0 if return_counts else most_tokens
         with self._streams.call(None, async_finish) as call:
             call.reads(*inputs.tensors)
-            args = inputs if kind.is_packed else inputs.packed
-            kind.is_packed, most_tokens = args is inputs, kind.choice
-            known = described if kind.is_packed else None
-            if most_tokens:
-                assert self._low_latency is not None
-                out, counts = self._low_latency.moe_ffn(args, most_tokens, known), None
-            else:
-                out, counts = engine.moe_ffn(args, return_counts, known)
+            out, counts = self._launch_layer(engine, inputs, return_counts, described)
             call.returns(out, counts)
         kind.is_checked = True
         return out, call.event, counts
+
+    def _launch_layer(
+        self, engine: Engine, inputs: LayerInputs, return_counts: bool, described: Described
+    ) -> LayerResult:
+        """(result, counts or None), by low-latency calls where the kind of these arguments says so.
+        """
+        kind, low_latency = described.kind, self._low_latency
+        most_tokens = kind.choice
+        if not most_tokens or low_latency is None:
+            found = engine.again(described)
+        else:
+            found = low_latency.again(described, num_calls=2), None
+        if found is not None and found[0] is not None:
+            return found
+        args = inputs.packed
+        kind.is_packed = args is inputs
+        if most_tokens and low_latency is not None:
+            return low_latency.moe_ffn(args, most_tokens, described.if_packed), None
+        return engine.moe_ffn(args, return_counts, described.if_packed)
 
     def _check_layer(self, inputs: LayerInputs) -> None:
         """Refuse arguments of a layer that do not fit one another."""

@@ -106,10 +106,12 @@ class LowLatencyVerbs(BufferLifecycle):
         max_tokens, num_experts, row_format = kind.choice
         with self._streams.call(None, async_finish) as call:
             call.reads(x, topk_idx, *stats)
-            rows = described.packed(x, topk_idx)
-            tokens = LowLatencyTokens(*rows, None, max_tokens, num_experts, row_format)
-            decided = described if kind.is_packed else None
-            got, receive = engine.dispatch(tokens, *stats, return_recv_hook, decided)
+            got, receive = engine.again(described), None
+            if got is None:
+                rows = described.packed(x, topk_idx)
+                tokens = LowLatencyTokens(*rows, None, max_tokens, num_experts, row_format)
+                how = return_recv_hook, described.if_packed
+                got, receive = engine.dispatch(tokens, *stats, *how)
             handle = engine.new_handle(got, max_tokens, x.shape[1], num_experts)
             call.returns(*got)
         kind.is_checked = True
@@ -181,18 +183,21 @@ class LowLatencyVerbs(BufferLifecycle):
             handle = self._check_low_latency_handle(handle)
             self._check_combine(x, topk_idx, topk_weights, handle, out)
             self._check_stats(0, None, stats, "combine_wait_recv_cost_stats")
-        handle = engine.handle_type(*handle)
         with self._streams.call(None, async_finish) as call:
             # What a masked rank would have sent is not written, and can hold anything.
             if self.options.debug and not self.enable_shrink:
-                check_low_latency_values(handle, topk_idx, self.rank)
+                check_low_latency_values(engine.handle_type(*handle), topk_idx, self.rank)
             if async_finish:
                 call.reads(x, topk_idx, topk_weights, out, stats, *leaves(handle))
-            y, ids, weights = described.packed(x, topk_idx, topk_weights)
-            rows = engine.expert_rows(y, ids, weights, handle, out)
-            decided = described if kind.is_packed else None
-            more = int(handle.num_experts), stats, return_recv_hook, decided
-            result, epoch, receive = engine.combine(rows, *more)
+            found, receive = engine.again(described), None
+            if found is not None:
+                result, epoch = found
+            else:
+                y, ids, weights = described.packed(x, topk_idx, topk_weights)
+                handle = engine.handle_type(*handle)
+                rows = engine.expert_rows(y, ids, weights, handle, out)
+                more = int(handle.num_experts), stats, return_recv_hook, described.if_packed
+                result, epoch, receive = engine.combine(rows, *more)
             call.returns(result)
         kind.is_checked = True
         hook = None if receive is None else self._hook(receive, *rows, result, epoch, stats)

@@ -130,6 +130,11 @@ class HookedCalls(ContextEngine):
             return False
         return self.fits_layer(max_tokens, num_topk, row_bytes)
 
+    def again(self, described: Described, num_calls: int = 1) -> Any:
+        """What `dispatch`, `combine` or `moe_ffn`, which is two calls, launched for arguments that
+        were described, as the last time with arguments of their kind, and without a hook. None
+        where it must be called."""
+
     # --- Memory ------------------------------------------------------------------------------
 
     @property
@@ -165,12 +170,18 @@ class HookedCalls(ContextEngine):
         memory = self.next_memory
         self._check_hooks(num_calls)
         phases = "send" if hooked else "both"
+        if described is not None and not hooked:
+            described.kind.whole = body
         result = memory.calls(body, self.owner(memory), *args, phases, described=described)
+        self._note_calls(memory, num_calls, not hooked)
+        return result
+
+    def _note_calls(self, memory: RankMemory[Any], num_calls: int, received: bool = True) -> None:
+        """Calls were launched."""
         for _ in range(num_calls):
-            self._calls.append(InFlight(memory, not hooked))
+            self._calls.append(InFlight(memory, received))
         if INTERPRETED:
             self._check_emulated()
-        return result
 
     def _check_hooks(self, num_calls: int) -> None:
         """CapacityError where so many calls would need the memory of one whose hook was not called

@@ -48,6 +48,14 @@ class LowLatency(HookedCalls):
     def num_ranks(self) -> int:
         return self.ring.num_ranks
 
+    def again(self, described: Described, num_calls: int = 1) -> Any:
+        """See `HookedCalls`."""
+        self._check_hooks(num_calls)
+        result = self.ring.calls.again(described, {})
+        if result is not None:
+            self._note_calls(self.ring, num_calls)
+        return result
+
     # --- Verbs -------------------------------------------------------------------------------
 
     def dispatch(
