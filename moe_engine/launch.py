@@ -225,8 +225,8 @@ def current_stream() -> int:
 
 
 def stream_of(device: torch.device) -> Callable[[], int]:
-    """A function that tells the handle of the stream that is current on this device."""
-    if INTERPRETED:
+    """A function that tells the handle of the stream that is current on this device, 0 on a CPU."""
+    if INTERPRETED or device.type != "cuda":
         return lambda: 0
     return functools.partial(torch._C._cuda_getCurrentRawStream, device.index)
 

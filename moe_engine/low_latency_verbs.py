@@ -109,9 +109,10 @@ class LowLatencyVerbs(BufferLifecycle):
             got, receive = engine.again(described), None
             if got is None:
                 rows = described.packed(x, topk_idx)
-                tokens = LowLatencyTokens(*rows, None, max_tokens, num_experts, row_format)
-                how = return_recv_hook, described.if_packed
-                got, receive = engine.dispatch(tokens, *stats, *how)
+                sizes: tuple[Any, ...] = max_tokens, num_experts, row_format
+                tokens = LowLatencyTokens(rows[0], rows[1], None, *sizes)
+                hooked, decided = return_recv_hook, described.if_packed
+                got, receive = engine.dispatch(tokens, *stats, hooked, decided)
             handle = engine.new_handle(got, max_tokens, x.shape[1], num_experts)
             call.returns(*got)
         kind.is_checked = True

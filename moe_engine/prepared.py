@@ -12,106 +12,27 @@ from __future__ import annotations
 import functools
 import itertools
 import operator
-import threading
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass
 from itertools import starmap
 from types import SimpleNamespace
-from typing import Any, NamedTuple, ParamSpec, Protocol, TypeVar, cast
+from typing import Any, ParamSpec, Protocol, TypeVar, cast
 
 import torch
 
-from . import choice_cache
-from .checks import packed
 from .errors import BackendError
+from .kinds import Described, Kinds, Tensors, data_ptr
 from .launch import Recording, is_collecting, only_launches, stream_of
 from .utils import has_modes, untraced, without_modes
 
 ALIGNMENT = 256
 """Of the parts of the memory that a call needs for a time."""
-MOST_KINDS = 256
-"""Kinds of calls that are kept for one memory; the least recently used go."""
-MOST_RECENT = 4
-"""Of these, how many with arguments of the same types are asked for first."""
-
-PLAIN = torch.Tensor, torch.nn.Parameter
-"""Classes of tensors that torch can compare."""
-
-_count = itertools.count()
 _new_on_cpu = getattr(torch._C._dynamo.guards, "_empty_strided_cpu", None)
 _new_on_gpu = getattr(torch._C._dynamo.guards, "_empty_strided_cuda", None)
 CPU = torch.device("cpu")
-data_ptr = torch.Tensor.data_ptr
-is_nested = operator.attrgetter("is_nested")
-
-Tensors = Sequence[torch.Tensor | None]
 
 
-class Kind:
-    """What decides how a call is made. `is_checked`: whether a call of this kind has passed all
-    checks that need no more than that; `is_packed`: whether its tensors are as kernels take them;
-    `choice`: what was chosen for it; `whole`: the body that is all of it, if one is."""
-
-    __slots__ = ("choice", "is_checked", "is_packed", "prepared", "used", "whole")
-
-    def __init__(self) -> None:
-        self.prepared: dict[Callable[..., Any] | None, PreparedCall] = {}
-        self.is_checked, self.is_packed, self.used = False, False, 0
-        self.choice: Any = None
-        self.whole: Callable[..., Any] | None = None
-
-
-@dataclass(slots=True)
-class Described:
-    """The arguments of a call: its kind, its tensors, each once, and their addresses; no tensors:
-    they have no kind."""
-
-    kind: Kind
-    tensors: Sequence[torch.Tensor] | None
-    addresses: Sequence[int] = ()
-
-    def more(self, made: Iterable[torch.Tensor | None]) -> Described:
-        """The arguments of a later part of the call, which also gets what earlier parts of this
-        kind have made."""
-        if self.tensors is None:
-            return self
-        known = set(map(id, self.tensors))
-        new = [one for one in made if one is not None and id(one) not in known]
-        if not new:
-            return self
-        addresses = *self.addresses, *map(data_ptr, new)
-        return Described(self.kind, (*self.tensors, *new), addresses)
-
-    @property
-    def if_packed(self) -> Described | None:
-        """This, if kernels take its tensors as they are; else they get others, which it does not
-        describe."""
-        return self if self.kind.is_packed else None
-
-    def packed(self, *tensors: Any) -> tuple[Any, ...]:
-        """Of these tensors, or None, which the kind decides, those that kernels take."""
-        if self.kind.is_packed:
-            return tensors
-        found = tuple([None if one is None else packed(one) for one in tensors])
-        self.kind.is_packed = all(map(operator.is_, found, tensors))
-        return found
-
-
-class Recent(NamedTuple):
-    """A kind of calls of late, and how to see that the next one is of it, in a third of the time
-    that a whole description takes. `check` is torch's own: whether tensors are distinct, and of the
-    classes, dispatch keys, dtypes, devices, shapes, strides and wishes for gradients of these."""
-
-    kind: Kind
-    options: tuple[Any, ...]
-    state: tuple[Any, ...]
-    pick_options: Callable[[tuple[Any, ...]], tuple[Any, ...]]
-    pick_tensors: Callable[[tuple[Any, ...]], tuple[torch.Tensor, ...]]
-    check: Callable[..., bool]
-
-
-class PreparedCalls:
+class PreparedCalls(Kinds):
     """The kinds of calls that were made with one memory. Calling it makes a call.
 
     held: the tensors that kernels use besides those of a call; they stay where they are. begin:
@@ -125,106 +46,10 @@ class PreparedCalls:
         begin: Callable[..., AbstractContextManager[Any]] = lambda *key: nullcontext(),
         state: Any = None,
     ):
-        self._held, self._begin, self._lock = held, begin, threading.RLock()
+        super().__init__()
+        self._held, self._begin = held, begin
         self._is_changing = False
         self._state = SimpleNamespace(step=None, launched=None) if state is None else state
-        self._kinds: dict[tuple[Any, ...], Kind] = {}
-        self._recent: dict[tuple[type, ...], tuple[Recent, ...]] = {}
-
-    def describe(self, *args: Any, sized: tuple[Any, ...] = ()) -> Described:
-        """The kind of a call with these arguments: options, which can be hashed, and of each
-        tensor, in tuples or not, the type, shape, strides, dtype, device, where in 16 bytes it
-        begins, and whether it wants a gradient. Of the tensors in `sized` the first size is no part
-        of it. Arguments of other types have no kind."""
-        every = args + sized
-        state = choice_cache.num_kept, torch.is_grad_enabled(), len(args)
-        for one in self._recent.get(types := tuple(map(type, every)), ()):
-            if one.state == state and one.options == one.pick_options(every):
-                tensors = one.pick_tensors(every)
-                if (addresses := _addresses(tensors)) is None:
-                    break
-                if _are_aligned(addresses) and one.check(*tensors):
-                    one.kind.used = next(_count)
-                    return Described(one.kind, tensors, addresses)
-        return self._describe(every, state, types)
-
-    def _describe(
-        self, every: tuple[Any, ...], state: tuple[Any, ...], types: tuple[type, ...]
-    ) -> Described:
-        """`describe` for the first call of late with arguments of a kind."""
-        tensors: dict[int, torch.Tensor] = {}
-        addresses: list[int] = []
-        parts: list[Any] = [*state]
-        num_args, todo = state[-1], [*every]  # grows: what is in a tuple comes after all
-        try:
-            for number, one in enumerate(todo):
-                if isinstance(one, torch.Tensor):
-                    if id(one) in tensors:
-                        parts.append(list(tensors).index(id(one)))
-                        continue
-                    tensors[id(one)] = one
-                    address, shape = one.data_ptr(), one.shape
-                    addresses.append(address)
-                    if num_args <= number < len(every):
-                        shape = shape[1:]
-                    parts += (
-                        one.__class__,
-                        shape,
-                        one.stride(),
-                        one.dtype,
-                        one.get_device(),
-                        address & 15 if address else -2 if one.numel() else -1,
-                        one.requires_grad,
-                    )
-                elif isinstance(one, tuple | list):
-                    parts += one.__class__, len(one)
-                    todo += one
-                else:
-                    parts += one.__class__, one
-            kind = self._kinds.get(key := tuple(parts))
-            if kind is None:
-                with self._lock:
-                    kind = self._kinds[key] = Kind()
-                    kind.used = next(_count)
-                    if len(self._kinds) > MOST_KINDS:
-                        del self._kinds[min(self._kinds, key=lambda one: self._kinds[one].used)]
-                        self._recent.clear()
-        except (AttributeError, RuntimeError, TypeError):
-            return Described(Kind(), None)
-        kind.used = next(_count)
-        if len(todo) == len(every) and key in self._kinds:
-            self._remember(kind, every, state, types, addresses)
-        return Described(kind, list(tensors.values()), addresses)
-
-    def _remember(
-        self,
-        kind: Kind,
-        every: tuple[Any, ...],
-        state: tuple[Any, ...],
-        types: tuple[type, ...],
-        addresses: list[int],
-    ) -> None:
-        """Let `describe` ask first whether arguments are of this kind. Not where a tensor is given
-        twice, or is of a class of its own, or of memory that is not as kernels take it."""
-        is_tensor = [isinstance(one, torch.Tensor) for one in every]
-        places = [number for number, one in enumerate(is_tensor) if one]
-        others = [number for number, one in enumerate(is_tensor) if not one]
-        if any(issubclass(one, torch.Tensor) and one not in PLAIN for one in types):
-            return
-        if len(places) > len(addresses) or not _are_aligned(addresses):
-            return
-        sizes = [
-            [None if number >= state[-1] and dim == 0 else size for dim, size in enumerate(shape)]
-            for number, shape in ((number, every[number].shape) for number in places)
-        ]
-        check = _comparison([every[number] for number in places], sizes)
-        if check is None:
-            return
-        pick = _picker(others)
-        recent = Recent(kind, pick(every), state, pick, _picker(places), check)
-        if len(self._recent) > MOST_KINDS:
-            self._recent.clear()
-        self._recent[types] = recent, *self._recent.get(types, ())[: MOST_RECENT - 1]
 
     def again(self, described: Described, numbers: dict[str, int]) -> Any:
         """What the body that is all of a call returned, from a call with other tensors and numbers;
@@ -303,7 +128,8 @@ class PreparedCalls:
                 )
             self._is_changing = True
             try:
-                return call(described.tensors, described.addresses, numbers, self._state)
+                given = described.tensors or ()
+                return call(given, described.addresses, numbers, self._state)
             finally:
                 self._is_changing = False
 
@@ -315,43 +141,6 @@ class PreparedCalls:
         with self._lock:
             for kind in self._kinds.values():
                 kind.prepared.clear()
-
-
-def _addresses(tensors: Sequence[torch.Tensor]) -> list[int] | None:
-    """Where tensors lie; None where one has no memory of its own, or no strides, for which torch's
-    comparison would end the process."""
-    try:
-        addresses = [*map(data_ptr, tensors)]
-    except RuntimeError:
-        return None
-    return None if True in map(is_nested, tensors) else addresses
-
-
-def _are_aligned(addresses: list[int]) -> bool:
-    """Whether there is memory at all of these, which begins at multiples of 16 bytes."""
-    return functools.reduce(operator.or_, addresses, 0) & 15 == 0 and all(addresses)
-
-
-def _picker(places: Sequence[int]) -> Callable[[tuple[Any, ...]], tuple[Any, ...]]:
-    """A function that takes the items at these places of a tuple."""
-    if len(places) > 1:
-        return operator.itemgetter(*places)
-    return operator.itemgetter(slice(places[0], places[0] + 1) if places else slice(0))
-
-
-def _comparison(
-    tensors: Sequence[torch.Tensor], sizes: list[list[int | None]]
-) -> Callable[..., bool] | None:
-    """Whether as many tensors are distinct and like these, but for sizes that are None: what torch
-    asks before it runs compiled code. None where this torch does not offer it."""
-    strides = [list(one.stride()) for one in tensors]
-    try:
-        guards = torch._C._dynamo.guards.TensorGuards(
-            *tensors, dynamic_dims_sizes=sizes, dynamic_dims_strides=strides
-        )
-        return guards.check if guards.check(*tensors) else None
-    except (AttributeError, RuntimeError, TypeError):
-        return None
 
 
 _without_memory = PreparedCalls()

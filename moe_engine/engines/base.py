@@ -14,7 +14,7 @@ from ..dispatch import DispatchLayout, Received, Tokens
 from ..errors import DtypeError
 from ..grouped_gemm.activations import AnyActivation, num_parts
 from ..grouped_gemm.operands import FP8, Weights, check_weight_scales, check_weights
-from ..prepared import Described
+from ..kinds import Described
 from ..symm.device_context import DeviceContext
 
 NUM_SMS = 20

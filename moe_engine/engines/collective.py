@@ -17,7 +17,7 @@ from .. import reference
 from ..device.context import SIGNATURE_WORDS
 from ..dispatch import DispatchLayout, Received, Tokens
 from ..errors import BackendError, CapacityError, RoutingError, ShapeError, bad_ids
-from ..prepared import Described, Kind
+from ..kinds import Described, Kind
 from ..symm.device_context import DeviceContext
 from .base import (
     NUM_SMS,

@@ -14,8 +14,8 @@ from ..device.lang import INTERPRETED
 from ..device.ring import COUNT_MASK
 from ..dispatch.low_latency import LowLatencyTokens
 from ..errors import CapacityError
+from ..kinds import Described
 from ..options import Options
-from ..prepared import Described
 from ..symm.device_context import DeviceContext
 from ..symm.layout import RankMemory
 from ..symm.ring import MAX_LOCAL_EXPERTS

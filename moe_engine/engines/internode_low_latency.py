@@ -28,7 +28,8 @@ from ..dispatch.internode_low_latency import (
 from ..dispatch.internode_low_latency_kernels import Packed
 from ..dispatch.low_latency import LowLatencyTokens
 from ..errors import CapacityError, ShapeError
-from ..prepared import Described, leaves
+from ..kinds import Described
+from ..prepared import leaves
 from ..streams import current_stream, record
 from ..symm.lanes import LaneLayout
 from ..symm.layout import RankMemory

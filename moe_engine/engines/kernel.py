@@ -27,10 +27,10 @@ from ..dispatch import (
     programs_on_all_sms,
 )
 from ..errors import CapacityError, TooManyTokens
+from ..kinds import Described
 from ..layer_config import LayerChoices, LayerConfig, LayerProblem
-from ..prepared import Described, with_size
-from ..streams import ConcurrentReads, is_captured
-from ..symm.device_context import DeviceContext
+from ..prepared import with_size
+from ..streams import ConcurrentReads
 from ..symm.slots import (
     BARE_HEADER,
     ReturnRowLayout,
@@ -43,7 +43,6 @@ from . import trained_layer
 from .base import (
     NUM_SMS,
     Arrived,
-    ContextEngine,
     Gradients,
     Handle,
     LayerInputs,
@@ -54,9 +53,10 @@ from .base import (
     check_layer_weights,
 )
 from .fused_layer import LayerRows, expert_rows_bytes, feed_forward
+from .memory import MemoryEngine
 
 
-class KernelEngine(ContextEngine):
+class KernelEngine(MemoryEngine):
     """Calls through the kernels of dispatch/, grouped_gemm/ and combine/.
 
     `max_tokens` bounds T of `moe_ffn`, whose work space is sized by it (equal on all ranks).
@@ -75,24 +75,10 @@ class KernelEngine(ContextEngine):
         max_tokens: int | None,
         layers: LayerChoices,
     ):
+        super().__init__(new_slots(layout, False, 0))
         self.layers = layers
-        self.slots = new_slots(layout, False, 0)
         self.concurrent_reads = ConcurrentReads(self.slots.context.fields.device)
         self._new_slots, self._max_tokens = new_slots, max_tokens
-        self._was_captured = False
-
-    @property
-    def context(self) -> DeviceContext:
-        return self.slots.context
-
-    def contexts(self) -> list[DeviceContext]:
-        """See `base.Engine`."""
-        return [self.context]
-
-    @property
-    def describe(self) -> Callable[..., Described]:
-        """See `base.Engine`."""
-        return self.slots.calls.describe
 
     def layout(
         self, topk_idx: torch.Tensor, num_experts: int, described: Described | None = None
@@ -495,36 +481,6 @@ class KernelEngine(ContextEngine):
         if self._max_tokens is not None and not tokens.returned_bytes:
             return row
         return replace(row, payload_bytes=max(row.payload_bytes, returned_bytes))
-
-    def call(self, body: Callable[..., Any], *args: Any, check: bool = True, **more: Any) -> Any:
-        """Make a call, or a part of one, see `PreparedCalls`; then, where kernels are interpreted,
-        raise what ended it."""
-        self._was_captured = self._was_captured or is_captured(self.context.fields)
-        result = self.slots.calls(body, self, *args, **more)
-        if check:
-            self._check_emulated()
-        return result
-
-    def whole_call(
-        self, body: Callable[..., Any], *args: Any, described: Described | None, **more: Any
-    ) -> Any:
-        """`call` of what is all of a verb, which `again` repeats."""
-        if described is not None:
-            described.kind.whole = body
-        return self.call(body, *args, described=described, **more)
-
-    def again(self, described: Described, **numbers: int) -> Any:
-        """See `base.Engine`."""
-        if not self._was_captured:
-            self._was_captured = is_captured(self.slots.context.fields)
-        result = self.slots.calls.again(described, numbers)
-        if INTERPRETED:
-            self._check_emulated()
-        return result
-
-    def free(self) -> None:
-        """Give the symmetric memory back."""
-        self.slots.free()
 
 
 def num_comm_programs(num_sms: int) -> int:

@@ -20,7 +20,7 @@ from ..dispatch.low_latency import (
 from ..dispatch.low_latency_receive_kernels import Received
 from ..errors import CapacityError
 from ..grouped_gemm.operands import Rows
-from ..prepared import Described
+from ..kinds import Described
 from ..symm.ring import MAX_LOCAL_EXPERTS, MAX_ROWS, LowLatencyRow, Ring, header_bytes
 from .base import LayerInputs, check_layer_weights
 from .expert_products import ExpertMemory, expert_tiles, multiply_down, multiply_up

@@ -36,8 +36,9 @@ from ..grouped_gemm.config import GemmConfig
 from ..grouped_gemm.launch import launch_product
 from ..grouped_gemm.operands import Epilogue, Rows, Weights
 from ..grouped_gemm.quantization import QuantizedRows
+from ..kinds import Described
 from ..layer_config import LayerConfig
-from ..prepared import Described, PreparedCalls, leaves
+from ..prepared import PreparedCalls, leaves
 from ..streams import record
 from ..symm.slots import Slots
 from .base import (
