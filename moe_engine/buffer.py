@@ -98,7 +98,8 @@ class Buffer(LayerVerbs):
             checks.check_experts(num_experts, self.group_size)
             checks.check_topk(topk_idx, device=self._rows_device)
         with self._streams.call(previous_event, async_finish, allocate_on_comm_stream) as call:
-            call.reads(topk_idx)
+            if call.is_async:
+                call.reads(topk_idx)
             layout = engine.again(described)
             if layout is None:
                 (idx,) = described.packed(topk_idx)
@@ -107,7 +108,8 @@ class Buffer(LayerVerbs):
             per_node = None
             if isinstance(engine, InternodeEngine):
                 per_node = engine.tokens_per_node(in_rank)
-            call.returns(per_rank, per_node, per_expert, in_rank)
+            if call.is_async:
+                call.returns(per_rank, per_node, per_expert, in_rank)
         described.kind.is_checked = True
         return per_rank, per_node, per_expert, in_rank, call.event
 
@@ -190,7 +192,8 @@ class Buffer(LayerVerbs):
                 counted: tuple[Any, Any, Any] = layout
                 check_layout_values(*counted, topk_idx, self.rank)
                 check_node_values(per_node, counted[2], self.rank)
-            call.reads(rows, scales, *routing, *layout, per_node)
+            if call.is_async:
+                call.reads(rows, scales, *routing, *layout, per_node)
             arrived = engine.again(described)
             if arrived is None:
                 rows, ids, weights, *counts = described.packed(rows, *routing, *layout)
@@ -199,9 +202,8 @@ class Buffer(LayerVerbs):
                 arrived = engine.dispatch(tokens, where, *how)
             got, per_expert, new_handle, _ = arrived
             self._unreleased = rows if in_place else None
-            call.returns(
-                self._unreleased, got.x, got.scales, got.topk_idx, got.topk_weights, *new_handle
-            )
+            if call.is_async:
+                call.returns(self._unreleased, *got, *new_handle)
         kind.is_checked = True
         aligned = [round_up(count, int(expert_alignment)) for count in per_expert]
         return got.payload, got.topk_idx, got.topk_weights, aligned, new_handle, call.event
@@ -251,13 +253,15 @@ class Buffer(LayerVerbs):
         with self._streams.call(*when) as call:
             if self.options.debug:
                 check_handle_values(engine.handle_type(*handle), self.rank)
-            call.reads(rows, scales, *handle)
+            if call.is_async:
+                call.reads(rows, scales, *handle)
             received = engine.again(described, max_rows=of_rows.shape[0])
             if received is None:
                 (sent,) = described.packed(rows)
                 cached, known = engine.handle_type(*handle), described.if_packed
                 received = engine.dispatch_cached(sent, scales, cached, num_sms, known)
-            call.returns(received.x, received.scales)
+            if call.is_async:
+                call.returns(received.x, received.scales)
         described.kind.is_checked = True
         return received, call.event
 
@@ -314,14 +318,16 @@ class Buffer(LayerVerbs):
         with self._streams.call(previous_event, async_finish, allocate_on_comm_stream) as call:
             if self.options.debug:
                 check_handle_values(engine.handle_type(*handle), self.rank)
-            call.reads(x, topk_weights, *biases, *handle)
+            if call.is_async:
+                call.reads(x, topk_weights, *biases, *handle)
             sums = engine.again(described, num_rows=x.shape[0])
             if sums is None:
                 y, of_y, *added = described.packed(x, topk_weights, *biases)
                 known, decided = engine.handle_type(*handle), described.if_packed
                 sums = engine.combine(y, known, of_y, added, num_sms, decided)
             out, weights = sums
-            call.returns(out, weights)
+            if call.is_async:
+                call.returns(out, weights)
         kind.is_checked = True
         return out, weights, call.event
 

@@ -35,9 +35,11 @@ class LayerVerbs(LowLatencyVerbs):
             most_tokens = self._most_tokens(x, topk_idx, w_gate_up, max_tokens)
             kind.choice = 0 if return_counts else most_tokens
         with self._streams.call(None, async_finish) as call:
-            call.reads(*inputs.tensors)
+            if call.is_async:
+                call.reads(*inputs.tensors)
             out, counts = self._launch_layer(engine, inputs, return_counts, described)
-            call.returns(out, counts)
+            if call.is_async:
+                call.returns(out, counts)
         kind.is_checked = True
         return out, call.event, counts
 

@@ -19,7 +19,7 @@ from .handles import MAX_HIDDEN, AnyLowLatencyHandle, check_low_latency_handle
 from .lifecycle import BufferLifecycle, verb
 from .options import low_latency_size_hint
 from .prepared import leaves
-from .streams import EventOverlap, current_stream, record
+from .streams import EventOverlap, record
 
 Hook = Callable[[], None]
 
@@ -105,7 +105,8 @@ class LowLatencyVerbs(BufferLifecycle):
             self._check_stats(num_experts // self.group_size, *stats)
         max_tokens, num_experts, row_format = kind.choice
         with self._streams.call(None, async_finish) as call:
-            call.reads(x, topk_idx, *stats)
+            if call.is_async:
+                call.reads(x, topk_idx, *stats)
             got, receive = engine.again(described), None
             if got is None:
                 rows = described.packed(x, topk_idx)
@@ -114,10 +115,13 @@ class LowLatencyVerbs(BufferLifecycle):
                 hooked, decided = return_recv_hook, described.if_packed
                 got, receive = engine.dispatch(tokens, *stats, hooked, decided)
             handle = engine.new_handle(got, max_tokens, x.shape[1], num_experts)
-            call.returns(*got)
+            if call.is_async:
+                call.returns(*got)
         kind.is_checked = True
         recv_x = got.x if got.scales is None else (got.x, got.scales)
-        hook = None if receive is None else self._hook(receive, *rows, *got, *stats)
+        hook = None
+        if receive is not None:
+            hook = partial(self._receive, receive, call.stream, (*rows, *stats), got)
         return recv_x, got.counts, handle, call.event, hook
 
     def _check_dispatch_tokens(
@@ -188,7 +192,7 @@ class LowLatencyVerbs(BufferLifecycle):
             # What a masked rank would have sent is not written, and can hold anything.
             if self.options.debug and not self.enable_shrink:
                 check_low_latency_values(engine.handle_type(*handle), topk_idx, self.rank)
-            if async_finish:
+            if call.is_async:
                 call.reads(x, topk_idx, topk_weights, out, stats, *leaves(handle))
             found, receive = engine.again(described), None
             if found is not None:
@@ -199,9 +203,12 @@ class LowLatencyVerbs(BufferLifecycle):
                 rows = engine.expert_rows(y, ids, weights, handle, out)
                 more = int(handle.num_experts), stats, return_recv_hook, described.if_packed
                 result, epoch, receive = engine.combine(rows, *more)
-            call.returns(result)
+            if call.is_async:
+                call.returns(result)
         kind.is_checked = True
-        hook = None if receive is None else self._hook(receive, *rows, result, epoch, stats)
+        hook = None
+        if receive is not None:
+            hook = partial(self._receive, receive, call.stream, (*rows, stats, result), (epoch,))
         return result, call.event, hook
 
     def _check_combine(
@@ -322,20 +329,25 @@ class LowLatencyVerbs(BufferLifecycle):
     def _check_low_latency_handle(self, handle: Any) -> AnyLowLatencyHandle:
         return check_low_latency_handle(handle, self.group_size, self.device, self.num_nodes)
 
-    def _hook(self, receive: Hook, *tensors: torch.Tensor | None) -> Hook:
-        """A function that runs `receive` on the stream that is current then, and keeps the memory
-        of `tensors`, which it uses, from being reused before it has ended."""
-        return partial(self._receive, receive, tensors)
-
     @verb
-    def _receive(self, receive: Hook, tensors: tuple[torch.Tensor | None, ...]) -> None:
-        """The receiving half of a call."""
+    def _receive(
+        self,
+        receive: Hook,
+        stream: torch.cuda.Stream | None,
+        given: tuple[torch.Tensor | None, ...],
+        made: tuple[torch.Tensor | None, ...],
+    ) -> None:
+        """The receiving half of a call, on the stream that is current now. It keeps the memory of
+        what it uses from being reused before it has ended: tensors that were given, and those that
+        the first half made on its `stream`, which are of that stream's memory."""
         self._check_process()
         if self._low_latency is None:
             raise BackendError("this Buffer was destroyed, and its memory with it.")
         self._low_latency.check()
-        with self._streams.call():
-            record(tensors, current_stream(self.device))
+        with self._streams.call() as call:
+            record(given, call.stream)
+            if call.stream is not stream:
+                record(made, call.stream)
             receive()
 
     def _check_stats(

@@ -112,28 +112,32 @@ class Call:
     """One call of a Buffer, which runs while this context is open. See `CallStreams.call`."""
 
     __slots__ = (
-        *("_caller", "_is_async", "_previous", "_runs_on", "_stream", "_streams", "_switch"),
-        "event",
+        *("_caller", "_previous", "_runs_on", "_stream", "_streams", "_switch"),
+        *("event", "is_async"),
     )
 
     def __init__(self, streams: CallStreams, previous: EventHandle | None, is_async: bool):
-        self._streams, self._previous, self._is_async = streams, previous, is_async
+        self._streams, self._previous, self.is_async = streams, previous, is_async
         self._runs_on: torch.cuda.Stream | None = None
         self._caller: torch.cuda.Stream | None = None
         self._stream: torch.cuda.Stream | None = None
         self._switch: AbstractContextManager[Any] | None = None
         self.event = EventOverlap()
 
+    @property
+    def stream(self) -> torch.cuda.Stream | None:
+        """The one on which it runs; a CPU has none."""
+        return self._stream
+
     def reads(self, *tensors: torch.Tensor | None) -> None:
-        """Keep the memory of these arguments from being reused before the call has ended."""
-        if self._runs_on is not None:
-            record(tensors, self._runs_on)
+        """Keep the memory of these arguments from being reused before the call has ended, which
+        those of a call that is not `is_async` need not be told."""
+        record(tensors, self._runs_on)
 
     def returns(self, *tensors: torch.Tensor | None) -> None:
         """Keep the memory of these results from being reused while the caller's stream uses
         them."""
-        if self._caller is not None:
-            record(tensors, self._caller)
+        record(tensors, self._caller)
 
     def __enter__(self) -> Self:
         _one_call_at_a_time.acquire()
@@ -149,7 +153,7 @@ class Call:
         try:
             if kind is None and self._stream is not None:
                 self._streams.note_end(self._stream)
-            if kind is None and self._is_async:
+            if kind is None and self.is_async:
                 self.event.event = EventHandle()
         finally:
             self._leave()
@@ -157,15 +161,15 @@ class Call:
     def _begin(self) -> None:
         streams = self._streams
         caller = stream = streams.current_stream()
-        if self._is_async:
+        if self.is_async:
             stream = streams.comm_stream()
             self._runs_on, self._caller = stream, caller
-        if self._is_async or current_device() != streams.device.index:
+        if self.is_async or current_device() != streams.device.index:
             self._switch = on_stream(stream)
             self._switch.__enter__()
         if self._previous is not None:
             self._previous.current_stream_wait()
-        elif self._is_async:
+        elif self.is_async:
             stream.wait_stream(caller)
         streams.follow_last_call(stream)
         self._stream = stream
