@@ -145,6 +145,15 @@ def test_what_torch_cannot_compare(calls):
         assert described.tensors is None
 
 
+def test_what_torch_may_not_compare(calls):
+    """A class of tensors may have other strides, or none."""
+    case = (rows(4, 8).as_subclass(Named), Y), S
+    first = kind_of(calls, case)
+    with mock.patch.object(calls, "_describe", side_effect=calls._describe) as slowly:
+        assert kind_of(calls, case) is first
+    assert slowly.call_count == 1
+
+
 def test_an_unusable_option_has_no_kind(calls):
     assert calls.describe(X, Y, None, [3], {}, "fp8", sized=(S,)).tensors is None
 
