@@ -37,7 +37,7 @@ LIKE = {  # arguments of the same kind as (X, Y, None, 3, True, "fp8"), S
     "exchanged": ((Y, X, None, 3, True, "fp8"), S),
     "another first size": ((X, Y, None, 3, True, "fp8"), rows(5, 2)),
     "one row": ((X, Y, None, 3, True, "fp8"), rows(1, 2)),
-    "equal options": ((X, Y, None, int("3"), 1 == 1, "".join(["fp", "8"])), S),
+    "equal options": ((X, Y, None, int("3"), bool(1), "".join(["fp", "8"])), S),
 }
 UNLIKE = {
     "a shape": ((rows(4, 9), Y, None, 3, True, "fp8"), S),
@@ -289,6 +289,11 @@ def describe_no_more(group):
     counts = None, per_rank, None, in_rank, per_expert
     got, _, got_weights, _, handle, _ = buffer.dispatch(x, *counts, idx, weights, 1, 4)
     rows, _, low, _, _ = buffer.low_latency_dispatch(x, idx, 4, 4, use_fp8=False)
+
+    def send_and_receive():
+        *_, hook = buffer.low_latency_dispatch(x, idx, 4, 4, return_recv_hook=True)
+        hook()
+
     verbs = {
         "layout": lambda: buffer.get_dispatch_layout(idx, 4),
         "dispatch": lambda: buffer.dispatch(x, *counts, idx, weights, 1, 4),
@@ -296,7 +301,7 @@ def describe_no_more(group):
         "combine": lambda: buffer.combine(got, handle, got_weights),
         "low_latency_dispatch": lambda: buffer.low_latency_dispatch(x, idx, 4, 4),
         "low_latency_combine": lambda: buffer.low_latency_combine(rows, idx, weights, low),
-        "hook": lambda: buffer.low_latency_dispatch(x, idx, 4, 4, return_recv_hook=True)[-1](),
+        "hook": send_and_receive,
     }
     seen = {}
     for name, verb in verbs.items():
