@@ -24,7 +24,7 @@ PLAIN = torch.Tensor, torch.nn.Parameter
 """Classes of tensors that torch can compare."""
 
 _count = itertools.count()
-data_ptr = torch.Tensor.data_ptr
+data_ptr, is_grad_enabled = torch.Tensor.data_ptr, torch.is_grad_enabled
 is_nested = operator.attrgetter("is_nested")
 
 Tensors = Sequence[torch.Tensor | None]
@@ -86,8 +86,8 @@ class Recent(NamedTuple):
     classes, dispatch keys, dtypes, devices, shapes, strides and wishes for gradients of these."""
 
     kind: Kind
-    options: tuple[Any, ...]
     state: tuple[Any, ...]
+    options: tuple[Any, ...]
     pick_options: Callable[[tuple[Any, ...]], tuple[Any, ...]]
     pick_tensors: Callable[[tuple[Any, ...]], tuple[torch.Tensor, ...]]
     check: Callable[..., bool]
@@ -107,15 +107,23 @@ class Kinds:
         begins, and whether it wants a gradient. Of the tensors in `sized` the first size is no part
         of it. Arguments of other types have no kind."""
         every = args + sized
-        state = choice_cache.num_kept, torch.is_grad_enabled(), len(args)
-        for one in self._recent.get(types := tuple(map(type, every)), ()):
-            if one.state == state and one.options == one.pick_options(every):
-                tensors = one.pick_tensors(every)
-                if (addresses := _addresses(tensors)) is None:
+        state, types = (
+            (choice_cache.num_kept, is_grad_enabled(), len(args)),
+            tuple(map(type, every)),
+        )
+        for kind, known, options, pick_options, pick_tensors, check in self._recent.get(types, ()):
+            if known == state and options == pick_options(every):
+                tensors = pick_tensors(every)
+                try:
+                    addresses = [*map(data_ptr, tensors)]
+                except RuntimeError:  # memory of its own
                     break
-                if _are_aligned(addresses) and one.check(*tensors):
-                    one.kind.used = next(_count)
-                    return Described(one.kind, tensors, addresses)
+                # Torch's comparison would end the process at a tensor that has no strides.
+                if not _are_aligned(addresses) or True in map(is_nested, tensors):
+                    break
+                if check(*tensors):
+                    kind.used = next(_count)
+                    return Described(kind, tensors, addresses)
         return self._describe(every, state, types)
 
     def _describe(
@@ -191,20 +199,10 @@ class Kinds:
         if check is None:
             return
         pick = _picker(others)
-        recent = Recent(kind, pick(every), state, pick, _picker(places), check)
+        recent = Recent(kind, state, pick(every), pick, _picker(places), check)
         if len(self._recent) > MOST_KINDS:
             self._recent.clear()
         self._recent[types] = recent, *self._recent.get(types, ())[: MOST_RECENT - 1]
-
-
-def _addresses(tensors: Sequence[torch.Tensor]) -> list[int] | None:
-    """Where tensors lie; None where one has no memory of its own, or no strides, for which torch's
-    comparison would end the process."""
-    try:
-        addresses = [*map(data_ptr, tensors)]
-    except RuntimeError:
-        return None
-    return None if True in map(is_nested, tensors) else addresses
 
 
 def _are_aligned(addresses: list[int]) -> bool:

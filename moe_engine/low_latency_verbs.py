@@ -107,7 +107,7 @@ class LowLatencyVerbs(BufferLifecycle):
         with self._streams.call(None, async_finish) as call:
             if call.is_async:
                 call.reads(x, topk_idx, *stats)
-            got, receive = engine.again(described), None
+            got, receive = None if return_recv_hook else engine.again(described), None
             if got is None:
                 rows = described.packed(x, topk_idx)
                 sizes: tuple[Any, ...] = max_tokens, num_experts, row_format
@@ -194,7 +194,7 @@ class LowLatencyVerbs(BufferLifecycle):
                 check_low_latency_values(engine.handle_type(*handle), topk_idx, self.rank)
             if call.is_async:
                 call.reads(x, topk_idx, topk_weights, out, stats, *leaves(handle))
-            found, receive = engine.again(described), None
+            found, receive = None if return_recv_hook else engine.again(described), None
             if found is not None:
                 result, epoch = found
             else:
