@@ -17,7 +17,7 @@ from .checks import packed
 
 MOST_KINDS = 256
 """Kinds of calls that are kept for one memory; the least recently used go."""
-MOST_RECENT = 4
+MOST_RECENT = 8
 """Of these, how many with arguments of the same types are asked for first."""
 
 PLAIN = torch.Tensor, torch.nn.Parameter
@@ -35,12 +35,13 @@ class Kind:
     checks that need no more than that; `is_packed`: whether its tensors are as kernels take them;
     `choice`: what was chosen for it; `whole`: the body that is all of it, if one is."""
 
-    __slots__ = ("choice", "is_checked", "is_packed", "prepared", "used", "whole")
+    __slots__ = ("check", "choice", "is_checked", "is_packed", "prepared", "used", "whole")
 
     def __init__(self) -> None:
         self.prepared: dict[Callable[..., Any] | None, Any] = {}
         self.is_checked, self.is_packed, self.used = False, False, 0
         self.choice: Any = None
+        self.check: Callable[..., bool] | None = None  # see `Recent`
         self.whole: Callable[..., Any] | None = None
 
 
@@ -81,16 +82,17 @@ class Described:
 
 
 class Recent(NamedTuple):
-    """A kind of calls of late, and how to see that the next one is of it, in a third of the time
-    that a whole description takes. `check` is torch's own: whether tensors are distinct, and of the
-    classes, dispatch keys, dtypes, devices, shapes, strides and wishes for gradients of these."""
+    """Calls of late with arguments of the same types, and how to see that the next one is of a kind
+    of theirs, in a third of the time that a whole description takes.
 
-    kind: Kind
-    state: tuple[Any, ...]
-    options: tuple[Any, ...]
+    `kinds`: of each its options, and torch's own comparison with its tensors: whether others are
+    distinct, and of the same classes, dispatch keys, dtypes, devices, shapes, strides and wishes
+    for gradients.
+    """
+
     pick_options: Callable[[tuple[Any, ...]], tuple[Any, ...]]
     pick_tensors: Callable[[tuple[Any, ...]], tuple[torch.Tensor, ...]]
-    check: Callable[..., bool]
+    kinds: tuple[tuple[tuple[Any, ...], Callable[..., bool], Kind], ...]
 
 
 class Kinds:
@@ -99,7 +101,7 @@ class Kinds:
     def __init__(self) -> None:
         self._lock = threading.RLock()
         self._kinds: dict[tuple[Any, ...], Kind] = {}
-        self._recent: dict[tuple[type, ...], tuple[Recent, ...]] = {}
+        self._recent: dict[tuple[type, ...], Recent] = {}
 
     def describe(self, *args: Any, sized: tuple[Any, ...] = ()) -> Described:
         """The kind of a call with these arguments: options, which can be hashed, and of each
@@ -107,33 +109,31 @@ class Kinds:
         begins, and whether it wants a gradient. Of the tensors in `sized` the first size is no part
         of it. Arguments of other types have no kind."""
         every = args + sized
-        state, types = (
-            (choice_cache.num_kept, is_grad_enabled(), len(args)),
-            tuple(map(type, every)),
-        )
-        for kind, known, options, pick_options, pick_tensors, check in self._recent.get(types, ()):
-            if known == state and options == pick_options(every):
-                tensors = pick_tensors(every)
-                try:
-                    addresses = [*map(data_ptr, tensors)]
-                except RuntimeError:  # memory of its own
-                    break
-                # Torch's comparison would end the process at a tensor that has no strides.
-                if not _are_aligned(addresses) or True in map(is_nested, tensors):
-                    break
-                if check(*tensors):
-                    kind.used = next(_count)
-                    return Described(kind, tensors, addresses)
-        return self._describe(every, state, types)
+        types = tuple(map(type, every))
+        if (recent := self._recent.get(types)) is not None:
+            options = _state(args) + recent.pick_options(every)
+            tensors = recent.pick_tensors(every)
+            try:
+                addresses = [*map(data_ptr, tensors)]
+            except RuntimeError:  # a tensor without memory
+                return self._describe(args, sized, types)
+            # Torch's comparison would end the process at a tensor without strides.
+            if _are_aligned(addresses) and True not in map(is_nested, tensors):
+                for known, check, kind in recent.kinds:
+                    if known == options and check(*tensors):
+                        kind.used = next(_count)
+                        return Described(kind, tensors, addresses)
+        return self._describe(args, sized, types)
 
     def _describe(
-        self, every: tuple[Any, ...], state: tuple[Any, ...], types: tuple[type, ...]
+        self, args: tuple[Any, ...], sized: tuple[Any, ...], types: tuple[type, ...]
     ) -> Described:
-        """`describe` for the first call of late with arguments of a kind."""
+        """`describe` where no call of late was of this kind."""
+        every = args + sized
         tensors: dict[int, torch.Tensor] = {}
         addresses: list[int] = []
-        parts: list[Any] = [*state]
-        num_args, todo = state[-1], [*every]  # grows: what is in a tuple comes after all
+        parts: list[Any] = [*_state(args)]
+        num_args, todo = len(args), [*every]  # grows: what is in a tuple comes after all
         try:
             for number, one in enumerate(todo):
                 if isinstance(one, torch.Tensor):
@@ -170,39 +170,53 @@ class Kinds:
         except (AttributeError, RuntimeError, TypeError):
             return Described(Kind(), None)
         kind.used = next(_count)
-        if len(todo) == len(every) and key in self._kinds:
-            self._remember(kind, every, state, types, addresses)
+        is_flat = len(todo) == len(every) and len(addresses) == sum(
+            isinstance(one, torch.Tensor) for one in every
+        )
+        if is_flat and _are_aligned(addresses):
+            self._remember(kind, key, args, sized, types)
         return Described(kind, list(tensors.values()), addresses)
 
     def _remember(
         self,
         kind: Kind,
-        every: tuple[Any, ...],
-        state: tuple[Any, ...],
+        key: tuple[Any, ...],
+        args: tuple[Any, ...],
+        sized: tuple[Any, ...],
         types: tuple[type, ...],
-        addresses: list[int],
     ) -> None:
-        """Let `describe` ask first whether arguments are of this kind. Not where a tensor is given
-        twice, or is of a class of its own, or of memory that is not as kernels take it."""
-        is_tensor = [isinstance(one, torch.Tensor) for one in every]
+        """Let `describe` ask for this kind first, unless a tensor is of a class of its own."""
+        every, num_args = args + sized, len(args)
+        is_tensor = [issubclass(one, torch.Tensor) for one in types]
         places = [number for number, one in enumerate(is_tensor) if one]
-        others = [number for number, one in enumerate(is_tensor) if not one]
-        if any(issubclass(one, torch.Tensor) and one not in PLAIN for one in types):
+        if any(types[number] not in PLAIN for number in places):
             return
-        if len(places) > len(addresses) or not _are_aligned(addresses):
-            return
-        sizes = [
-            [None if number >= state[-1] and dim == 0 else size for dim, size in enumerate(shape)]
-            for number, shape in ((number, every[number].shape) for number in places)
-        ]
-        check = _comparison([every[number] for number in places], sizes)
-        if check is None:
-            return
-        pick = _picker(others)
-        recent = Recent(kind, state, pick(every), pick, _picker(places), check)
-        if len(self._recent) > MOST_KINDS:
-            self._recent.clear()
-        self._recent[types] = recent, *self._recent.get(types, ())[: MOST_RECENT - 1]
+        others = _picker([number for number, one in enumerate(is_tensor) if not one])
+        tensors = [every[place] for place in places]
+        if kind.check is None or not kind.check(
+            *tensors
+        ):  # another dispatch key, of inference mode
+            sizes = [
+                [None if place >= num_args and dim == 0 else n for dim, n in enumerate(shape)]
+                for place, shape in ((place, every[place].shape) for place in places)
+            ]
+            kind.check = _comparison(tensors, sizes)
+        with self._lock:
+            if kind.check is None or self._kinds.get(key) is not kind:
+                return
+            before = self._recent.get(types)
+            kept = (
+                [] if before is None else [one for one in before.kinds if one[1] is not kind.check]
+            )
+            if len(self._recent) > MOST_KINDS:
+                self._recent.clear()
+            one = _state(args) + others(every), kind.check, kind
+            self._recent[types] = Recent(others, _picker(places), (one, *kept[: MOST_RECENT - 1]))
+
+
+def _state(args: tuple[Any, ...]) -> tuple[Any, ...]:
+    """What decides how a call is made, besides its arguments, and how many these are."""
+    return choice_cache.num_kept, is_grad_enabled(), len(args)
 
 
 def _are_aligned(addresses: list[int]) -> bool:

@@ -31,6 +31,7 @@ def wants_gradient():
 
 
 X, Y, S = rows(4, 8), rows(4, 8), rows(3, 2)
+REST = None, 3, True, "fp8"
 LIKE = {  # arguments of the same kind as (X, Y, None, 3, True, "fp8"), S
     "the same": ((X, Y, None, 3, True, "fp8"), S),
     "other memory": ((rows(4, 8), rows(4, 8), None, 3, True, "fp8"), rows(3, 2)),
@@ -108,11 +109,13 @@ def test_another_kind(calls, name):
 
 
 def test_more_kinds_than_are_asked_for_first(calls):
-    found = [kind_of(calls, ((X, number), S)) for number in range(2 * kinds.MOST_RECENT)]
-    assert len(set(found)) == len(found)
-    for number, kind in enumerate(found):
-        assert kind_of(calls, ((X, number), S)) is kind
-    assert all(len(recent) <= kinds.MOST_RECENT for recent in calls._recent.values())
+    with mock.patch.object(kinds, "_comparison", side_effect=kinds._comparison) as made:
+        found = [kind_of(calls, ((X, number), S)) for number in range(2 * kinds.MOST_RECENT)]
+        assert len(set(found)) == len(found)
+        for number, kind in enumerate(found):
+            assert kind_of(calls, ((X, number), S)) is kind
+    assert not calls.compares or made.call_count == len(found)
+    assert all(len(one.kinds) <= kinds.MOST_RECENT for one in calls._recent.values())
 
 
 def test_grad_mode_is_part_of_a_kind(calls):
@@ -125,9 +128,22 @@ def test_grad_mode_is_part_of_a_kind(calls):
 
 
 def test_tensors_of_inference_mode(calls):
-    with torch.inference_mode():
+    """They have other dispatch keys, by which torch's comparison tells them apart."""
+
+    def is_found_at_once(case, kind):
+        with mock.patch.object(calls, "_describe", side_effect=calls._describe) as slowly:
+            assert kind_of(calls, case) is kind
+        return slowly.call_count == 0
+
+    with torch.no_grad():
         first = kind_of(calls, LIKE["the same"])
-        assert kind_of(calls, ((rows(4, 8), rows(4, 8), None, 3, True, "fp8"), S)) is first
+    for made_in_it in (False, True):
+        with torch.inference_mode():
+            case = LIKE["the same"] if not made_in_it else ((rows(4, 8), rows(4, 8), *REST), S)
+            assert kind_of(calls, case) is first
+            assert is_found_at_once(case, first) == calls.compares
+        with torch.no_grad():
+            assert is_found_at_once(LIKE["the same"], first) == calls.compares
 
 
 def test_a_choice_that_is_kept_makes_other_kinds(calls, monkeypatch):
