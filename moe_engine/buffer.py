@@ -106,7 +106,7 @@ class Buffer(LayerVerbs):
                 layout = engine.layout(idx, int(num_experts), described.if_packed)
             per_rank, per_expert, in_rank = layout
             per_node = None
-            if isinstance(engine, InternodeEngine):
+            if self.num_nodes > 1 and isinstance(engine, InternodeEngine):
                 per_node = engine.tokens_per_node(in_rank)
             if call.is_async:
                 call.returns(per_rank, per_node, per_expert, in_rank)

@@ -60,9 +60,10 @@ class Described:
         if self.tensors is None:
             return self
         known = set(map(id, self.tensors))
-        new = [one for one in made if one is not None and id(one) not in known]
-        if not new:
+        each = {id(one): one for one in made if one is not None and id(one) not in known}
+        if not each:
             return self
+        new = each.values()
         addresses = *self.addresses, *map(data_ptr, new)
         return Described(self.kind, (*self.tensors, *new), addresses)
 

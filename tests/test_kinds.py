@@ -188,8 +188,9 @@ def test_addresses_are_those_of_the_tensors(calls):
         expected = [case[0][0], case[0][1], case[1]]
         assert all(one is other for one, other in zip(described.tensors, expected, strict=True))
         assert list(described.addresses) == [one.data_ptr() for one in expected]
-        more = described.more((expected[0], None, new := rows(2)))
+        more = described.more((expected[0], None, new := rows(2), new))
         assert more.tensors[-1] is new
+        assert len(more.tensors) == len(described.tensors) + 1
         assert list(more.addresses) == [*described.addresses, new.data_ptr()]
 
 
