@@ -31,7 +31,7 @@ from .launch import (
     locate,
     programs_on_all_sms,
 )
-from .low_latency import LowLatencyTokens
+from .low_latency import LowLatencyTokens, new_scales, scale_words
 
 BLOCK_IDS = 256
 """Received rows whose ids a program reads at a time."""
@@ -91,12 +91,9 @@ def new_packed(tokens: LowLatencyTokens, sent: Sent, slots: Slots) -> Packed:
     num_ranks, hidden, routes = slots.num_ranks, tokens.x.shape[1], sent.routes
     num_local, num_rows = tokens.num_experts // num_ranks, num_ranks * tokens.max_tokens
     new, int32 = tokens.topk_idx.new_empty, torch.int32
-    scales = None
-    if tokens.is_cast:
-        scales = new((num_local, tokens.num_scales, num_rows), dtype=int32)
     return Packed(
         sent.tokens.x.new_empty(num_local, num_rows, hidden),
-        scales,
+        new_scales(tokens, num_local, num_rows),
         new(num_local, dtype=int32),
         new((num_local, num_rows), dtype=int32),
         new((num_local, num_ranks)),
@@ -133,6 +130,7 @@ def receive_tokens(sent: Sent, packed: Packed, stats: Stats, slots: Slots) -> No
     arrived = Received.empty(addresses, tokens)._replace(src_idx=packed.src_idx)
     locate_tokens(sent, arrived, stats.waited, slots)
     vectors = RowVectors.of(tokens.x.shape[1], tokens.x.dtype)
+    packed = packed._replace(scales=scale_words(packed.scales))
     slots.context.launch(
         pack_plan_kernel,
         (sent.layout.num_experts // slots.num_ranks,),

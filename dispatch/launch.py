@@ -277,7 +277,7 @@ class Received(NamedTuple):
     @classmethod
     def empty(cls, rows: torch.Tensor, tokens: Tokens) -> Received:
         """`rows` [N, ...], and room for what goes with them where tokens are like these."""
-        num_rows, num_topk, scales = len(rows), tokens.num_topk, tokens.scales
+        num_rows, num_topk, scales = rows.shape[0], tokens.num_topk, tokens.scales
         weights = tokens.topk_weights
         return cls(
             rows,

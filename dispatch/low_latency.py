@@ -97,12 +97,25 @@ def new_received(tokens: LowLatencyTokens, num_ranks: int, compact: bool) -> Rec
         scales = new((num_rows, tokens.num_scales), dtype=torch.float32) if tokens.is_cast else None
         return Received(x, scales, counts, None, None, returns, call)
     x = new((num_local, most, hidden), dtype=dtype)
-    scales = None
-    if tokens.is_cast:
-        scales = new((num_local, tokens.num_scales, most), dtype=torch.int32)
+    scales = new_scales(tokens, num_local, most)
     counts = new(num_local, dtype=torch.int32)
     src_info = new((num_local, most), dtype=torch.int32)
     return Received(x, scales, counts, src_info, new((num_local, num_ranks)), returns, call)
+
+
+def new_scales(tokens: LowLatencyTokens, num_local: int, num_rows: int) -> torch.Tensor | None:
+    """Room for the scales of received rows [L, num_rows, S], column-major: float32, or int32 with
+    four of them. None where rows are not cast."""
+    if not tokens.is_cast:
+        return None
+    num, dtype = tokens.num_scales, torch.int32 if tokens.row_format == "ue8m0" else torch.float32
+    shape, strides = (num_local, num_rows, num), (num * num_rows, 1, num_rows)
+    return tokens.x.new_empty_strided(shape, strides, dtype=dtype)
+
+
+def scale_words(scales: torch.Tensor | None) -> torch.Tensor | None:
+    """What kernels write for `new_scales`: int32 [L, S, num_rows]."""
+    return None if scales is None else scales.transpose(1, 2).view(torch.int32)
 
 
 def low_latency_dispatch(
@@ -118,7 +131,9 @@ def low_latency_dispatch(
     x, topk_weights, max_tokens = tokens.x, tokens.topk_weights, tokens.max_tokens
     vectors, row, num_topk = tokens.vectors, tokens.row, tokens.num_topk
     block = max(128, next_power_of_2(x.shape[1] if tokens.is_cast else vectors.num_vecs))
-    scales = None if out.scales is None else out.scales.view(torch.int32)
+    scales = out.scales
+    if scales is not None:
+        scales = scales.view(torch.int32) if scales.dim() == 2 else scale_words(scales)
     kind = Kind.LOW_LATENCY_DISPATCH if topk_weights is None else Kind.MOE_FFN_DISPATCH
     sizes = row, num_topk, tokens.num_experts, vectors.dtype, block
     grid = 0 if phases == "receive" else 1 + ring.num_ranks + len(x)

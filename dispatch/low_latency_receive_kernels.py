@@ -40,7 +40,8 @@ BATCH = tl.constexpr(2)
 
 
 class Received(NamedTuple):
-    """What a rank receives, packed by expert, or compactly, one expert after the other.
+    """What a rank receives, packed by expert, or compactly, one expert after the other. The host
+    holds scales [L, R * M, S] as `new_scales` makes them.
 
     returns says, for each token of each rank, what combine returns: how many of its experts are on
     this rank, then for each of these in top-k order the row of x [K], which slot k of the top-k it

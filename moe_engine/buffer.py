@@ -12,16 +12,16 @@ from . import checks
 from .agreement import Group
 from .debug_checks import check_handle_values, check_layout_values, check_node_values
 from .dispatch import DispatchLayout, Received, Tokens
-from .engines.base import NUM_SMS, Engine, Handle, LayerInputs, check_scales
+from .engines.base import NUM_SMS, Engine, Handle
 from .engines.internode import InternodeEngine
 from .engines.kernel import KernelEngine
 from .errors import BackendError, DtypeError, MoeEngineError, ShapeError
-from .grouped_gemm.activations import AnyActivation, check_layer_activation
+from .grouped_gemm.activations import AnyActivation
 from .grouped_gemm.operands import Operand
 from .handles import check_handle, parts_of
 from .layer_config import LayerConfig
+from .layer_verbs import LayerVerbs
 from .lifecycle import verb
-from .low_latency_verbs import LowLatencyVerbs
 from .options import DEFAULT_OPTIONS, Config, Options, check_num_sms, sizes_for_tokens
 from .streams import EventHandle, EventOverlap
 from .symm.slots import ReturnRowLayout, SlotLayout
@@ -29,7 +29,7 @@ from .utils import round_up
 from .warm_up import warm_up
 
 
-class Buffer(LowLatencyVerbs):
+class Buffer(LayerVerbs):
     """Expert-parallel dispatch and combine over the ranks of `group`.
 
     The signatures, shapes and receive order are those of DeepEP V1's `Buffer`. Every rank of the
@@ -97,16 +97,19 @@ class Buffer(LowLatencyVerbs):
         if not described.kind.is_checked:
             checks.check_experts(num_experts, self.group_size)
             checks.check_topk(topk_idx, device=self._rows_device)
-        num_experts = int(num_experts)
         with self._streams.call(previous_event, async_finish, allocate_on_comm_stream) as call:
-            call.reads(topk_idx)
-            idx = checks.packed(topk_idx)
-            known = described if idx is topk_idx else None
-            per_rank, per_expert, in_rank = engine.layout(idx, num_experts, known)
+            if call.is_async:
+                call.reads(topk_idx)
+            layout = engine.again(described)
+            if layout is None:
+                (idx,) = described.packed(topk_idx)
+                layout = engine.layout(idx, int(num_experts), described.if_packed)
+            per_rank, per_expert, in_rank = layout
             per_node = None
-            if isinstance(engine, InternodeEngine):
+            if self.num_nodes > 1 and isinstance(engine, InternodeEngine):
                 per_node = engine.tokens_per_node(in_rank)
-            call.returns(per_rank, per_node, per_expert, in_rank)
+            if call.is_async:
+                call.returns(per_rank, per_node, per_expert, in_rank)
         described.kind.is_checked = True
         return per_rank, per_node, per_expert, in_rank, call.event
 
@@ -175,33 +178,33 @@ class Buffer(LowLatencyVerbs):
         layout = num_tokens_per_rank, num_tokens_per_expert, is_token_in_rank
         per_node = num_tokens_per_rdma_rank if self.num_nodes > 1 else None
         routing, rows_per = (topk_idx, topk_weights), (expert_alignment, num_worst_tokens)
-        given = x, layout, per_node, routing, rows_per, in_place
-        described = engine.describe(*given, config, Buffer.num_sms)
-        if not described.kind.is_checked:
+        given = *layout, per_node, *routing, *rows_per, in_place
+        described = engine.describe("dispatch", *_pair(x), *given, config, Buffer.num_sms)
+        kind = described.kind
+        if not kind.is_checked:
             self._check_dispatch(x, layout, routing, *rows_per)
             checks.check_tokens_per_node(per_node, self.num_nodes, layout[0])
             checks.check_flag("in_place", in_place)
-        rows, scales = x if isinstance(x, tuple) else (x, None)
+        rows, scales, _ = _pair(x)
         num_sms = _num_sms(config)
         with self._streams.call(*when) as call:
-            where = DispatchLayout(
-                *(counts.contiguous() for counts in layout if counts is not None)
-            )
             if self.options.debug:
-                check_layout_values(*where, topk_idx, self.rank)
-                check_node_values(per_node, where.is_token_in_rank, self.rank)
-            call.reads(rows, scales, *routing, *layout, per_node)
-            ids, weights = (None if one is None else checks.packed(one) for one in routing)
-            tokens = Tokens(checks.packed(rows), ids, weights, scales)
-            pairs = zip((*tokens[:4], *where), (rows, *routing, scales, *layout), strict=True)
-            known = described if all(one is other for one, other in pairs) else None
-            how = int(num_worst_tokens), num_sms, not in_place, known
-            got, per_expert, new_handle, _ = engine.dispatch(tokens, where, *how)
-            self._unreleased = tokens.x if in_place else None
-            call.returns(
-                self._unreleased, got.x, got.scales, got.topk_idx, got.topk_weights, *new_handle
-            )
-        described.kind.is_checked = True
+                counted: tuple[Any, Any, Any] = layout
+                check_layout_values(*counted, topk_idx, self.rank)
+                check_node_values(per_node, counted[2], self.rank)
+            if call.is_async:
+                call.reads(rows, scales, *routing, *layout, per_node)
+            arrived = engine.again(described)
+            if arrived is None:
+                rows, ids, weights, *counts = described.packed(rows, *routing, *layout)
+                where, tokens = DispatchLayout(*counts), Tokens(rows, ids, weights, scales)
+                how = int(num_worst_tokens), num_sms, not in_place, described.if_packed
+                arrived = engine.dispatch(tokens, where, *how)
+            got, per_expert, new_handle, _ = arrived
+            self._unreleased = rows if in_place else None
+            if call.is_async:
+                call.returns(self._unreleased, *got, *new_handle)
+        kind.is_checked = True
         aligned = [round_up(count, int(expert_alignment)) for count in per_expert]
         return got.payload, got.topk_idx, got.topk_weights, aligned, new_handle, call.event
 
@@ -238,22 +241,27 @@ class Buffer(LowLatencyVerbs):
     ) -> tuple[Received, EventOverlap]:
         """A dispatch with a handle: (what came, event)."""
         fixed, of_rows = parts_of(handle, engine.handle_type)
-        described = engine.describe(x, fixed, config, Buffer.num_sms, sized=(of_rows,))
+        given = *_pair(x), *fixed, config, Buffer.num_sms
+        described = engine.describe("dispatch_cached", *given, sized=(of_rows,))
         if not described.kind.is_checked:
             rows, _ = checks.check_payload(x, device=self._rows_device)
             cached = check_handle(handle, self.group_size, rows.device, self.num_nodes)
             if rows.shape[0] != cached.send_head.shape[0]:
                 checks.check_payload(x, cached.send_head.shape[0])
-        rows, scales = x if isinstance(x, tuple) else (x, None)
-        cached, num_sms = engine.handle_type(*handle), _num_sms(config)
+        rows, scales, _ = _pair(x)
+        num_sms = _num_sms(config)
         with self._streams.call(*when) as call:
             if self.options.debug:
-                check_handle_values(cached, self.rank)
-            call.reads(rows, scales, *cached)
-            sent = checks.packed(rows)
-            known = described if sent is rows else None
-            received = engine.dispatch_cached(sent, scales, cached, num_sms, known)
-            call.returns(received.x, received.scales)
+                check_handle_values(engine.handle_type(*handle), self.rank)
+            if call.is_async:
+                call.reads(rows, scales, *handle)
+            received = engine.again(described, max_rows=of_rows.shape[0])
+            if received is None:
+                (sent,) = described.packed(rows)
+                cached, known = engine.handle_type(*handle), described.if_packed
+                received = engine.dispatch_cached(sent, scales, cached, num_sms, known)
+            if call.is_async:
+                call.returns(received.x, received.scales)
         described.kind.is_checked = True
         return received, call.event
 
@@ -292,9 +300,10 @@ class Buffer(LowLatencyVerbs):
         biases = tuple(bias) if isinstance(bias, list) else bias
         fixed, of_rows = parts_of(handle, engine.handle_type)
         rows = x, topk_weights, of_rows  # as many of each
-        described = engine.describe(fixed, biases, config, Buffer.num_sms, sized=rows)
-        is_checked = described.kind.is_checked
-        if not is_checked or not _are_as_many(rows):
+        given = *fixed, biases, config, Buffer.num_sms
+        described = engine.describe("combine", *given, sized=rows)
+        kind = described.kind
+        if not kind.is_checked or not _are_as_many(x, topk_weights, of_rows):
             checks.check_rows("x", x, "N", self._rows_device)
             known = check_handle(handle, self.group_size, x.device, self.num_nodes)
             if x.shape[0] != known.recv_src_idx.shape[0]:
@@ -305,81 +314,22 @@ class Buffer(LowLatencyVerbs):
                 checks.check_no_grad(topk_weights=topk_weights)
             checks.check_biases(bias, known.is_token_in_rank.shape[0], x)
         biases = (biases,) if isinstance(biases, torch.Tensor) else biases or ()
-        known, num_sms = engine.handle_type(*handle), _num_sms(config)
+        num_sms = _num_sms(config)
         with self._streams.call(previous_event, async_finish, allocate_on_comm_stream) as call:
             if self.options.debug:
-                check_handle_values(known, self.rank)
-            call.reads(x, topk_weights, *biases, *known)
-            y, added = checks.packed(x), [checks.packed(one) for one in biases]
-            of_y = None if topk_weights is None else checks.packed(topk_weights)
-            pairs = zip((y, of_y, *added), (x, topk_weights, *biases), strict=True)
-            decided = described if all(one is other for one, other in pairs) else None
-            out, weights = engine.combine(y, known, of_y, added, num_sms, decided)
-            call.returns(out, weights)
-        described.kind.is_checked = True
-        return out, weights, call.event
-
-    @verb
-    def moe_ffn(
-        self,
-        inputs: LayerInputs,
-        async_finish: bool = False,
-        max_tokens: int | None = None,
-        return_counts: bool = False,
-    ) -> tuple[torch.Tensor, EventOverlap, torch.Tensor | None]:
-        """(result [T, H], event, counts int32 [E] or None) of a layer's routed experts; see
-        `moe_engine.moe_ffn`."""
-        engine = self._ready()
-        x, topk_idx, _, w_gate_up, *_ = inputs
-        described = engine.describe(*inputs, max_tokens, return_counts)
-        kind = described.kind
-        if not kind.is_checked:
-            self._check_layer(inputs)
-            most_tokens = self._most_tokens(x, topk_idx, w_gate_up, max_tokens)
-            kind.choice = 0 if return_counts else most_tokens
-        with self._streams.call(None, async_finish) as call:
-            call.reads(*inputs.tensors)
-            args, most_tokens = inputs.packed, kind.choice
-            known = described if args is inputs else None
-            if most_tokens:
-                assert self._low_latency is not None
-                out, counts = self._low_latency.moe_ffn(args, most_tokens, known), None
-            else:
-                out, counts = engine.moe_ffn(args, return_counts, known)
-            call.returns(out, counts)
+                check_handle_values(engine.handle_type(*handle), self.rank)
+            if call.is_async:
+                call.reads(x, topk_weights, *biases, *handle)
+            sums = engine.again(described, num_rows=x.shape[0])
+            if sums is None:
+                y, of_y, *added = described.packed(x, topk_weights, *biases)
+                known, decided = engine.handle_type(*handle), described.if_packed
+                sums = engine.combine(y, known, of_y, added, num_sms, decided)
+            out, weights = sums
+            if call.is_async:
+                call.returns(out, weights)
         kind.is_checked = True
-        return out, call.event, counts
-
-    def _check_layer(self, inputs: LayerInputs) -> None:
-        """Refuse arguments of a layer that do not fit one another."""
-        x, topk_idx, topk_weights, w_gate_up, w_down = inputs[:5]
-        checks.check_rows("x", x, device=self._rows_device)
-        check_layer_activation(inputs.activation)
-        check_scales(inputs)
-        checks.check_expert_weights(x, w_gate_up, w_down, inputs.parts, inputs.operand_dtype)
-        checks.check_expert_biases(x, w_gate_up, w_down, inputs.b_gate_up, inputs.b_down)
-        checks.check_experts(w_gate_up.shape[0] * self.group_size, self.group_size)
-        checks.check_routing(x, topk_idx, topk_weights)
-
-    def _most_tokens(
-        self,
-        x: torch.Tensor,
-        topk_idx: torch.Tensor,
-        w_gate_up: torch.Tensor,
-        max_tokens: int | None,
-    ) -> int:
-        """The most tokens of a rank in a layer that runs by low-latency calls; 0: it does not."""
-        max_tokens = checks.check_max_tokens(len(x), max_tokens)
-        max_tokens = self.options.max_tokens if max_tokens is None else max_tokens
-        num_experts = w_gate_up.shape[0] * self.group_size
-        sizes = x.shape[1] * x.itemsize, topk_idx.shape[1], num_experts  # equal on all ranks
-        low_latency = self._low_latency
-        if w_gate_up.itemsize == 1 and x.shape[1] % 128:  # its casts take whole blocks
-            return 0
-        if low_latency is None or not low_latency.takes(max_tokens, *sizes, self.options):
-            return 0
-        checks.check_max_tokens(len(x), max_tokens)
-        return max(1, max_tokens or 0)
+        return out, weights, call.event
 
     def warmup(
         self,
@@ -473,15 +423,16 @@ class Buffer(LowLatencyVerbs):
         row = ReturnRowLayout(w_gate_up.shape[2] * w_gate_up.itemsize, num_topk)
         return engine.layer_config(w_gate_up, row)
 
-    @property
-    def _rows_device(self) -> torch.device | None:
-        """On which rows must lie; None: any."""
-        return None if self.backend == "collective" else self.device
+
+def _pair(x: Any) -> tuple[Any, Any, bool]:
+    """(rows, their scales, whether they came as a pair)."""
+    return (*x, True) if isinstance(x, tuple) and len(x) == 2 else (x, None, False)
 
 
-def _are_as_many(rows: Sequence[torch.Tensor | None]) -> bool:
+def _are_as_many(x: torch.Tensor, weights: torch.Tensor | None, src_idx: torch.Tensor) -> bool:
     """Whether tensors have as many rows."""
-    return len({one.shape[0] for one in rows if one is not None}) == 1
+    num_rows = src_idx.shape[0]
+    return x.shape[0] == num_rows and (weights is None or weights.shape[0] == num_rows)
 
 
 def _num_sms(config: Config | None) -> int:

@@ -392,7 +392,8 @@ def packed(tensor: torch.Tensor) -> torch.Tensor:
     if tensor.data_ptr() % 16:
         return tensor.clone(memory_format=torch.contiguous_format)
     if 1 in (shape := tensor.shape) or 0 in shape:  # a dimension of size 1 or 0 may have any stride
-        return tensor.view(-1).view(shape)
+        usual = tensor.view(-1).view(shape)
+        return tensor if tensor.stride() == usual.stride() else usual
     return tensor
 
 

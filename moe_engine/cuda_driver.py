@@ -274,13 +274,8 @@ class PackedLaunch:
             ctypes.addressof(PDL_ATTRIBUTE),
             int(function.pdl),
         )
-        self._launch = libcuda().cuLaunchKernelEx
-        self._arguments = (
-            ctypes.byref(self._config),
-            ctypes.c_void_p(function.handle),
-            self._places,
-            None,
-        )
+        fixed = ctypes.byref(self._config), ctypes.c_void_p(function.handle), self._places, None
+        self._launch = functools.partial(libcuda().cuLaunchKernelEx, *fixed)
 
     def forget_tensors(self) -> None:
         """See `launch.Launch`."""
@@ -289,11 +284,10 @@ class PackedLaunch:
     def __call__(self, stream: int) -> None:
         """Launch it on a stream, given by its handle."""
         self._config.stream = stream
-        code = self._launch(*self._arguments)
-        if code == INVALID_CONTEXT:  # the first thing that this thread does with CUDA
-            enter_context()
-            code = self._launch(*self._arguments)
-        if code:
+        if code := self._launch():
+            if code == INVALID_CONTEXT:  # the first thing that this thread does with CUDA
+                enter_context()
+                code = self._launch()
             check(code, f"launch {self.name}")
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from typing import Any
 
 import torch
@@ -70,13 +71,19 @@ def check_handle(
     return known
 
 
-def parts_of(handle: Any, kind: Any) -> tuple[Any, Any]:
+def parts_of(handle: Any, kind: Any) -> tuple[tuple[Any, ...], Any]:
     """(the tensors of a handle whose sizes follow from the tokens that were sent, recv_src_idx,
     which has an entry for each row that came), as far as it is one of this kind."""
-    if not isinstance(handle, tuple | list) or len(handle) != len(kind._fields):
-        return handle, None
-    at = kind._fields.index("recv_src_idx")
+    is_handle = handle.__class__ is kind or isinstance(handle, tuple | list)
+    if not is_handle or len(handle) != len(kind._fields):
+        return (handle,), None
+    at = _place_of_rows(kind)
     return (*handle[:at], *handle[at + 1 :]), handle[at]
+
+
+@functools.cache
+def _place_of_rows(kind: Any) -> int:
+    return kind._fields.index("recv_src_idx")
 
 
 def check_low_latency_handle(

@@ -28,6 +28,7 @@ ALLOCATIONS = {
     torch.ops.aten.empty_like.default,
     torch.ops.aten.empty_strided.default,
     torch.ops.aten.new_empty.default,
+    torch.ops.aten.new_empty_strided.default,
 }
 
 _recordings: ContextVar[Recording | None] = ContextVar("recordings", default=None)
@@ -57,12 +58,14 @@ class Launch(Protocol):
 class Recording(TorchDispatchMode):
     """The launches of a block, each with the `step` of a state that it was made at, and the tensors
     that the block allocates, in their order. `computes`: whether torch did anything else in it
-    than views, so that the launches are not all."""
+    than views, so that the launches are not all. `sized`: by the id of a result, the number that
+    its first size is."""
 
     def __init__(self, state: Any) -> None:
         super().__init__()
         self.launches: list[tuple[Launch, str | None]] = []
         self.allocated: list[torch.Tensor] = []
+        self.sized: dict[int, str] = {}
         self._state = state
         self.computes = self._is_launching = False
 
@@ -206,9 +209,26 @@ def is_collecting() -> bool:
     return _collectors.get() is not None
 
 
+def only_launches() -> bool:
+    """Whether launches are neither recorded nor collected."""
+    return _recordings.get() is None and _collectors.get() is None
+
+
+current_device: Callable[[], int] = getattr(torch._C, "_cuda_getDevice", lambda: 0)
+"""The GPU that is current in this thread. `torch.cuda.current_device` also sees to it that torch
+has begun to use GPUs."""
+
+
 def current_stream() -> int:
     """The handle of the current stream; 0 where kernels are interpreted."""
-    return 0 if INTERPRETED else stream_handle(torch.cuda.current_device())
+    return 0 if INTERPRETED else stream_handle(current_device())
+
+
+def stream_of(device: torch.device) -> Callable[[], int]:
+    """A function that tells the handle of the stream that is current on this device, 0 on a CPU."""
+    if INTERPRETED or device.type != "cuda":
+        return lambda: 0
+    return functools.partial(torch._C._cuda_getCurrentRawStream, device.index)
 
 
 def stream_handle(device: int) -> int:

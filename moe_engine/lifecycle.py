@@ -212,7 +212,8 @@ class BufferLifecycle:
 
     def _ready(self, sends: bool = True) -> Engine:
         """The engine, if it can go on: with rows in place, only for a call that sends nothing."""
-        self._check_process()
+        if self._forks != forks:
+            self._check_process()
         if self._engine is None:
             raise BackendError("this Buffer was destroyed; make a new one.")
         for engine in self._engines:

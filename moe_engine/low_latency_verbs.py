@@ -19,7 +19,7 @@ from .handles import MAX_HIDDEN, AnyLowLatencyHandle, check_low_latency_handle
 from .lifecycle import BufferLifecycle, verb
 from .options import low_latency_size_hint
 from .prepared import leaves
-from .streams import EventOverlap, current_stream, record
+from .streams import EventOverlap, record
 
 Hook = Callable[[], None]
 
@@ -105,20 +105,23 @@ class LowLatencyVerbs(BufferLifecycle):
             self._check_stats(num_experts // self.group_size, *stats)
         max_tokens, num_experts, row_format = kind.choice
         with self._streams.call(None, async_finish) as call:
-            call.reads(x, topk_idx, *stats)
-            rows = checks.packed(x), checks.packed(topk_idx), None
-            tokens = LowLatencyTokens(*rows, max_tokens, num_experts, row_format)
-            decided = described if rows[0] is x and rows[1] is topk_idx else None
-            got, receive = engine.dispatch(tokens, *stats, return_recv_hook, decided)
-            sizes = max_tokens, x.shape[1], num_experts
-            handle = engine.new_handle(got, *sizes)
-            call.returns(*got)
+            if call.is_async:
+                call.reads(x, topk_idx, *stats)
+            got, receive = None if return_recv_hook else engine.again(described), None
+            if got is None:
+                rows = described.packed(x, topk_idx)
+                sizes: tuple[Any, ...] = max_tokens, num_experts, row_format
+                tokens = LowLatencyTokens(rows[0], rows[1], None, *sizes)
+                hooked, decided = return_recv_hook, described.if_packed
+                got, receive = engine.dispatch(tokens, *stats, hooked, decided)
+            handle = engine.new_handle(got, max_tokens, x.shape[1], num_experts)
+            if call.is_async:
+                call.returns(*got)
         kind.is_checked = True
-        recv_x: torch.Tensor | tuple[torch.Tensor, torch.Tensor] = got.x
-        if got.scales is not None:
-            scales = got.scales if use_ue8m0 else got.scales.view(torch.float32)
-            recv_x = got.x, scales.transpose(1, 2)
-        hook = self._hook(receive, *rows, *got, *stats)
+        recv_x = got.x if got.scales is None else (got.x, got.scales)
+        hook = None
+        if receive is not None:
+            hook = partial(self._receive, receive, call.stream, (*rows, *stats), got)
         return recv_x, got.counts, handle, call.event, hook
 
     def _check_dispatch_tokens(
@@ -174,7 +177,8 @@ class LowLatencyVerbs(BufferLifecycle):
         """
         engine = self._low_latency_ready()
         stats, how = combine_wait_recv_cost_stats, (use_logfmt, async_finish, return_recv_hook)
-        described = engine.describe(x, topk_idx, topk_weights, handle, out, stats, *how)
+        parts = handle if isinstance(handle, tuple) else (handle,)
+        described = engine.describe(x, topk_idx, topk_weights, out, stats, *how, *parts)
         kind = described.kind
         if not kind.is_checked:
             _check_hook(async_finish, return_recv_hook)
@@ -184,20 +188,27 @@ class LowLatencyVerbs(BufferLifecycle):
             handle = self._check_low_latency_handle(handle)
             self._check_combine(x, topk_idx, topk_weights, handle, out)
             self._check_stats(0, None, stats, "combine_wait_recv_cost_stats")
-        handle = engine.handle_type(*handle)
         with self._streams.call(None, async_finish) as call:
             # What a masked rank would have sent is not written, and can hold anything.
             if self.options.debug and not self.enable_shrink:
-                check_low_latency_values(handle, topk_idx, self.rank)
-            call.reads(x, topk_idx, topk_weights, out, stats, *leaves(tuple(handle)))
-            y, ids, weights = (checks.packed(one) for one in (x, topk_idx, topk_weights))
-            rows = engine.expert_rows(y, ids, weights, handle, out)
-            decided = described if y is x and ids is topk_idx and weights is topk_weights else None
-            more = int(handle.num_experts), stats, return_recv_hook, decided
-            result, epoch, receive = engine.combine(rows, *more)
-            call.returns(result)
+                check_low_latency_values(engine.handle_type(*handle), topk_idx, self.rank)
+            if call.is_async:
+                call.reads(x, topk_idx, topk_weights, out, stats, *leaves(handle))
+            found, receive = None if return_recv_hook else engine.again(described), None
+            if found is not None:
+                result, epoch = found
+            else:
+                y, ids, weights = described.packed(x, topk_idx, topk_weights)
+                handle = engine.handle_type(*handle)
+                rows = engine.expert_rows(y, ids, weights, handle, out)
+                more = int(handle.num_experts), stats, return_recv_hook, described.if_packed
+                result, epoch, receive = engine.combine(rows, *more)
+            if call.is_async:
+                call.returns(result)
         kind.is_checked = True
-        hook = self._hook(receive, *rows, result, epoch, stats)
+        hook = None
+        if receive is not None:
+            hook = partial(self._receive, receive, call.stream, (*rows, stats, result), (epoch,))
         return result, call.event, hook
 
     def _check_combine(
@@ -318,20 +329,25 @@ class LowLatencyVerbs(BufferLifecycle):
     def _check_low_latency_handle(self, handle: Any) -> AnyLowLatencyHandle:
         return check_low_latency_handle(handle, self.group_size, self.device, self.num_nodes)
 
-    def _hook(self, receive: Hook | None, *tensors: torch.Tensor | None) -> Hook | None:
-        """A function that runs `receive` on the stream that is current then, and keeps the memory
-        of `tensors`, which it uses, from being reused before it has ended."""
-        return None if receive is None else partial(self._receive, receive, tensors)
-
     @verb
-    def _receive(self, receive: Hook, tensors: tuple[torch.Tensor | None, ...]) -> None:
-        """The receiving half of a call."""
+    def _receive(
+        self,
+        receive: Hook,
+        stream: torch.cuda.Stream | None,
+        given: tuple[torch.Tensor | None, ...],
+        made: tuple[torch.Tensor | None, ...],
+    ) -> None:
+        """The receiving half of a call, on the stream that is current now. It keeps the memory of
+        what it uses from being reused before it has ended: tensors that were given, and those that
+        the first half made on its `stream`, which are of that stream's memory."""
         self._check_process()
         if self._low_latency is None:
             raise BackendError("this Buffer was destroyed, and its memory with it.")
         self._low_latency.check()
-        with self._streams.call():
-            record(tensors, current_stream(self.device))
+        with self._streams.call() as call:
+            record(given, call.stream)
+            if call.stream is not stream:
+                record(made, call.stream)
             receive()
 
     def _check_stats(

@@ -12,61 +12,27 @@ from __future__ import annotations
 import functools
 import itertools
 import operator
-import threading
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, nullcontext
+from itertools import starmap
 from types import SimpleNamespace
-from typing import Any, NamedTuple, ParamSpec, Protocol, TypeVar, cast
+from typing import Any, ParamSpec, Protocol, TypeVar, cast
 
 import torch
 
-from . import choice_cache
 from .errors import BackendError
-from .launch import Recording, current_stream, is_collecting
+from .kinds import Described, Kinds, Tensors, data_ptr
+from .launch import Recording, is_collecting, only_launches, stream_of
 from .utils import has_modes, untraced, without_modes
 
 ALIGNMENT = 256
 """Of the parts of the memory that a call needs for a time."""
-MOST_KINDS = 256
-"""Kinds of calls that are kept for one memory; the least recently used go."""
-
-_count = itertools.count()
-_new = {
-    kind: getattr(torch._C._dynamo.guards, f"_empty_strided_{kind}", None)
-    for kind in ("cpu", "cuda")
-}
-
-Tensors = Sequence[torch.Tensor | None]
+_new_on_cpu = getattr(torch._C._dynamo.guards, "_empty_strided_cpu", None)
+_new_on_gpu = getattr(torch._C._dynamo.guards, "_empty_strided_cuda", None)
+CPU = torch.device("cpu")
 
 
-class Kind:
-    """What decides how a call is made. `is_checked`: whether a call of this kind has passed all
-    checks that need no more than that; `choice`: what was chosen for it."""
-
-    __slots__ = ("choice", "is_checked", "prepared", "used")
-
-    def __init__(self) -> None:
-        self.prepared: dict[Callable[..., Any], PreparedCall] = {}
-        self.is_checked, self.used = False, 0
-        self.choice: Any = None
-
-
-class Described(NamedTuple):
-    """The arguments of a call: its kind, and its tensors, each once; None: they have no kind."""
-
-    kind: Kind
-    tensors: list[torch.Tensor] | None
-
-    def more(self, *made: Any) -> Described:
-        """The arguments of a later part of the call, which also gets what earlier parts of this
-        kind have made: tensors, in tuples or not."""
-        if self.tensors is None:
-            return self
-        tensors = {id(one): one for one in (*self.tensors, *leaves(made))}
-        return Described(self.kind, list(tensors.values()))
-
-
-class PreparedCalls:
+class PreparedCalls(Kinds):
     """The kinds of calls that were made with one memory. Calling it makes a call.
 
     held: the tensors that kernels use besides those of a call; they stay where they are. begin:
@@ -80,54 +46,19 @@ class PreparedCalls:
         begin: Callable[..., AbstractContextManager[Any]] = lambda *key: nullcontext(),
         state: Any = None,
     ):
-        self._held, self._begin, self._lock = held, begin, threading.RLock()
+        super().__init__()
+        self._held, self._begin = held, begin
         self._is_changing = False
         self._state = SimpleNamespace(step=None, launched=None) if state is None else state
-        self._kinds: dict[tuple[Any, ...], Kind] = {}
 
-    def describe(self, *args: Any, sized: Tensors = ()) -> Described:
-        """The kind of a call with these arguments: options, which can be hashed, and of each
-        tensor, in tuples or not, the type, shape, strides, dtype, device, where in 16 bytes it
-        begins, and whether it wants a gradient. Of the tensors in `sized` the first size is no part
-        of it. Arguments of other types have no kind."""
-        tensors: dict[int, torch.Tensor] = {}
-        parts: list[Any] = [choice_cache.num_kept, torch.is_grad_enabled(), len(args)]
-        todo = [*args, *sized]  # grows: what is in a tuple comes after all
-        try:
-            for number, one in enumerate(todo):
-                if isinstance(one, torch.Tensor):
-                    if id(one) in tensors:
-                        parts.append(list(tensors).index(id(one)))
-                        continue
-                    tensors[id(one)] = one
-                    address, shape = one.data_ptr(), one.shape
-                    if sized and len(args) <= number < len(args) + len(sized):
-                        shape = shape[1:]
-                    parts += (
-                        one.__class__,
-                        shape,
-                        one.stride(),
-                        one.dtype,
-                        one.get_device(),
-                        address & 15 if address else -2 if one.numel() else -1,
-                        one.requires_grad,
-                    )
-                elif isinstance(one, tuple | list):
-                    parts += one.__class__, len(one)
-                    todo += one
-                else:
-                    parts += one.__class__, one
-            kind = self._kinds.get(key := tuple(parts))
-            if kind is None:
-                with self._lock:
-                    kind = self._kinds[key] = Kind()
-                    kind.used = next(_count)
-                    if len(self._kinds) > MOST_KINDS:
-                        del self._kinds[min(self._kinds, key=lambda one: self._kinds[one].used)]
-        except (AttributeError, RuntimeError, TypeError):
-            return Described(Kind(), None)
-        kind.used = next(_count)
-        return Described(kind, list(tensors.values()))
+    def again(self, described: Described, numbers: dict[str, int]) -> Any:
+        """What the body that is all of a call returned, from a call with other tensors and numbers;
+        None where it must run."""
+        kind = described.kind
+        prepared = kind.prepared.get(kind.whole)
+        if prepared is None or not kind.is_packed or not only_launches() or has_modes():
+            return None
+        return self._make(prepared, described, numbers)
 
     def __call__(
         self,
@@ -148,6 +79,11 @@ class PreparedCalls:
         tuples; one that computes anything else by torch runs at each call. `before(*args)` runs
         before the first call of a kind, and may do anything.
         """
+        if described is not None and only_launches() and not has_modes():
+            prepared = described.kind.prepared.get(body)
+            if prepared is not None:
+                made = described if sized is None else described.more(sized)
+                return self._make(prepared, made, numbers)
         more = {} if sized is None else {"sized": sized}
         if Recording.current() is not None:  # a part of a larger body
             return body(owner, *args, **more, **numbers)
@@ -161,16 +97,16 @@ class PreparedCalls:
                     body, owner, *args, described=described, before=before, sized=sized, **numbers
                 )
         if described is None or described.tensors is None:
-            described = self.describe(*args, sized=sized or ())
+            described = self.describe(*args, sized=tuple(sized or ()))
             if described.tensors is None:
                 return body(owner, *args, **more, **numbers)
-        kind, given = described.kind, described.tensors
         if sized is not None:
-            every = {id(one): one for one in (*given, *sized) if one is not None}
-            given = list(every.values())
-        prepared = kind.prepared.get(body)
+            described = described.more(sized)
+        prepared = described.kind.prepared.get(body)
         if prepared is not None:
-            return self._make(prepared, given, numbers)
+            return self._make(prepared, described, numbers)
+        given = described.tensors
+        assert given is not None
         first = body, *_compiled_for((args, sized))
         if before is not None:
             before(*args)
@@ -179,12 +115,10 @@ class PreparedCalls:
         can_be_repeated = not recording.computes and not _overlap(given, self._held)
         if can_be_repeated and all(one is None or one.numel() for one in sized or ()):
             parts = self._held, recording, result, self._state
-            kind.prepared[body] = PreparedCall(given, [*numbers], *parts)
+            described.kind.prepared[body] = PreparedCall(given, [*numbers], *parts)
         return result
 
-    def _make(
-        self, call: PreparedCall, given: Sequence[torch.Tensor], numbers: dict[str, int]
-    ) -> Any:
+    def _make(self, call: PreparedCall, described: Described, numbers: dict[str, int]) -> Any:
         """Make a call; one after the other, as they share the addresses that they change."""
         with self._lock:
             if self._is_changing:
@@ -194,7 +128,8 @@ class PreparedCalls:
                 )
             self._is_changing = True
             try:
-                return call(given, numbers, self._state)
+                given = described.tensors or ()
+                return call(given, described.addresses, numbers, self._state)
             finally:
                 self._is_changing = False
 
@@ -212,6 +147,7 @@ _without_memory = PreparedCalls()
 
 P = ParamSpec("P")
 T = TypeVar("T")
+R = TypeVar("R", bound=Tensors)
 
 
 class Prepared(Protocol[P, T]):
@@ -261,18 +197,29 @@ class PreparedCall:
         self._launches, self._end = recording.launches, (state.step, state.launched)
         returned = {_identity(one) for one in leaves(result)}
         made = [one for one in recording.allocated if _identity(one) in returned]
-        self._results = [(tuple(one.shape), one.stride(), one.dtype) for one in made]
-        temporary, self._num_bytes = len(given) + len(made), 0
+        self._results: list[tuple[Any, ...]] = [
+            (tuple(one.shape), one.stride(), one.dtype) for one in made
+        ]
+        self._sized = [
+            (place, name)
+            for place, one in enumerate(made)
+            if (name := recording.sized.get(id(one))) is not None
+        ]
+        temporary, num_bytes = len(given) + len(made), 0
         ranges = [_memory(one) for one in (*given, *made)]
-        self._device = given[0].device if given else held[0].device
+        device = given[0].device if given else held[0].device
+        self._device, self._stream = device, stream_of(device)
         begins = dict[int, int]()  # of storage, in the temporary memory
         for one in recording.allocated:
             storage = one.untyped_storage()
             if _identity(one) not in returned and storage.nbytes():
-                begins[storage.data_ptr()] = self._num_bytes
-                self._num_bytes += -(-storage.nbytes() // ALIGNMENT) * ALIGNMENT
+                begins[storage.data_ptr()] = num_bytes
+                num_bytes += -(-storage.nbytes() // ALIGNMENT) * ALIGNMENT
+        if num_bytes:
+            self._results.append(((num_bytes,), (1,), torch.uint8))
         storages = {one.untyped_storage().data_ptr() for one in held}
-        self._places: list[list[tuple[Any, int, int]]] = [[] for _ in range(temporary + 1)]
+        num_places = len(given) + len(self._results)
+        self._places: list[list[tuple[Any, int, int]]] = [[] for _ in range(num_places)]
 
         def find(tensor: torch.Tensor) -> tuple[int, int] | None:
             """(number of its memory, begin there in bytes); None for what stays where it is."""
@@ -298,39 +245,52 @@ class PreparedCall:
             for launch, _ in self._launches
             if name in launch.numbers
         ]
-        self._addresses = [-1] * (temporary + 1)
+        self._addresses = self._unknown = [-1] * num_places
         numbered = {_identity(one): number for number, one in enumerate((*given, *made))}
         self._build = _builder(result, numbered)
 
-    def __call__(self, given: Sequence[torch.Tensor], numbers: dict[str, int], state: Any) -> Any:
-        """Make the call with other tensors and numbers."""
-        new = _allocator(self._device)
-        memory = [*given, *(new(*sizes) for sizes in self._results)]
-        addresses = [one.data_ptr() for one in memory]
-        if self._num_bytes:
-            temporary = new((self._num_bytes,), (1,), torch.uint8)
-            addresses.append(temporary.data_ptr())
-        for number, address in enumerate(addresses):
-            if address != self._addresses[number]:
-                self._addresses[number] = -1  # until all places are changed: it may be interrupted
-                for cells, index, offset in self._places[number]:
-                    cells[index] = address + offset
-                self._addresses[number] = address
+    def __call__(
+        self,
+        given: Sequence[torch.Tensor],
+        given_at: Sequence[int],
+        numbers: dict[str, int],
+        state: Any,
+    ) -> Any:
+        """Make the call with other tensors, at these addresses, and numbers."""
+        results = self._results
+        if self._sized:
+            results = [*results]
+            for place, name in self._sized:
+                shape, *more = results[place]
+                results[place] = (numbers[name], *shape[1:]), *more
+        made = [*starmap(_allocator(self._device), results)]
+        addresses = [*given_at, *map(data_ptr, made)]
+        if addresses != self._addresses:
+            self._move(addresses)
         for name, cells, index in self._numbers:
             cells[index] = numbers[name]
-        stream = current_stream()
+        stream = self._stream()
         for launch, step in self._launches:
             state.step = step
             launch(stream)
         state.step, state.launched = self._end
-        return self._build(memory)
+        return self._build([*given, *made, None])
+
+    def _move(self, addresses: list[int]) -> None:
+        """Let the launches take other memory."""
+        known, self._addresses = self._addresses, self._unknown  # as it may be interrupted
+        for address, old, places in zip(addresses, known, self._places, strict=True):
+            if address != old:
+                for cells, index, offset in places:
+                    cells[index] = address + offset
+        self._addresses = addresses
 
 
 def _allocator(device: torch.device) -> Callable[..., torch.Tensor]:
     """A function of (shape, strides, dtype) that allocates on the current device: what torch's own
     compiler calls, in half of the time of `torch.empty_strided`. It fills no memory, as
     torch.use_deterministic_algorithms(True) asks for."""
-    new: Callable[..., torch.Tensor] | None = _new[device.type]
+    new: Callable[..., torch.Tensor] | None = _new_on_cpu if device == CPU else _new_on_gpu
     if new is None or torch.are_deterministic_algorithms_enabled():
 
         def new(shape: Any, strides: Any, dtype: torch.dtype) -> torch.Tensor:
@@ -339,19 +299,36 @@ def _allocator(device: torch.device) -> Callable[..., torch.Tensor]:
     return new
 
 
+def with_size(name: str, results: R) -> R:
+    """These tensors, or None, which a body has made: their first size is its number of this name,
+    which is other in other calls."""
+    recording = Recording.current()
+    if recording is not None:
+        recording.sized |= {id(one): name for one in results if one is not None}
+    return results
+
+
 def _builder(result: Any, numbered: dict[Any, int]) -> Callable[[list[Any]], Any]:
-    """A function that makes such a result from the memory of a call."""
-    if isinstance(result, torch.Tensor):
-        if _identity(result) not in numbered:
-            raise AssertionError("the body of a call returns neither what it was given nor made.")
-        return operator.itemgetter(numbered[_identity(result)])
+    """A function that makes such a result from the memory of a call, after which stands None."""
+    if isinstance(result, torch.Tensor | None):
+        return operator.itemgetter(_place(result, numbered))
     if not isinstance(result, tuple):
         return lambda memory: result
+    make = getattr(result, "_make", tuple)
+    if len(result) > 1 and all(isinstance(one, torch.Tensor | None) for one in result):
+        pick = operator.itemgetter(*[_place(one, numbered) for one in result])
+        return pick if make is tuple else lambda memory: make(pick(memory))
     parts = [_builder(one, numbered) for one in result]
-    if hasattr(result, "_make"):
-        make = result._make
-        return lambda memory: make([part(memory) for part in parts])
-    return lambda memory: tuple([part(memory) for part in parts])
+    return lambda memory: make([part(memory) for part in parts])
+
+
+def _place(result: torch.Tensor | None, numbered: dict[Any, int]) -> int:
+    """Where a result stands in the memory of a call."""
+    if result is None:
+        return -1
+    if _identity(result) not in numbered:
+        raise AssertionError("the body of a call returns neither what it was given nor made.")
+    return numbered[_identity(result)]
 
 
 def _compiled_for(value: Any) -> Iterator[Any]:

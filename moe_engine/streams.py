@@ -19,7 +19,7 @@ import torch
 from .checks import check_flag
 from .device.lang import INTERPRETED
 from .errors import BackendError, DtypeError, ShapeError
-from .launch import stream_handle
+from .launch import current_device, stream_of
 
 _one_call_at_a_time = threading.RLock()
 """Of all Buffers: autograd calls from a thread of its own."""
@@ -53,6 +53,9 @@ class EventOverlap:
         with event(release_handle=True): ...   # then wait, and drop the event and the tensors
     """
 
+    _release_on_exit = False
+    _hooks: tuple[Callable[[], Any], ...] = ()
+
     def __init__(
         self,
         event: EventHandle | None = None,
@@ -60,8 +63,6 @@ class EventOverlap:
     ) -> None:
         self.event = event
         self.extra_tensors = extra_tensors
-        self._release_on_exit = False
-        self._hooks: list[Callable[[], Any]] = []
 
     def current_stream_wait(self, release_handle: bool = False) -> None:
         """Make the current stream wait; then run the hooks. `release_handle` drops the event."""
@@ -75,7 +76,7 @@ class EventOverlap:
             self.event.current_stream_wait()
         if release_handle:
             self.event = self.extra_tensors = None
-        hooks, self._hooks = self._hooks, []
+        hooks, self._hooks = self._hooks, ()
         for hook in hooks:
             hook()
 
@@ -83,7 +84,7 @@ class EventOverlap:
         """Call `hook` once, after the next wait."""
         if not callable(hook):
             raise DtypeError(f"hook is a {type(hook).__name__}; it must be a function.")
-        self._hooks.append(hook)
+        self._hooks += (hook,)
 
     def __call__(self, release_handle: bool = False) -> EventOverlap:
         """This event; `release_handle` is for the `with` block that follows."""
@@ -110,16 +111,27 @@ class EventOverlap:
 class Call:
     """One call of a Buffer, which runs while this context is open. See `CallStreams.call`."""
 
+    __slots__ = (
+        *("_caller", "_previous", "_runs_on", "_stream", "_streams", "_switch"),
+        *("event", "is_async"),
+    )
+
     def __init__(self, streams: CallStreams, previous: EventHandle | None, is_async: bool):
-        self._streams, self._previous, self._is_async = streams, previous, is_async
+        self._streams, self._previous, self.is_async = streams, previous, is_async
         self._runs_on: torch.cuda.Stream | None = None
         self._caller: torch.cuda.Stream | None = None
         self._stream: torch.cuda.Stream | None = None
         self._switch: AbstractContextManager[Any] | None = None
         self.event = EventOverlap()
 
+    @property
+    def stream(self) -> torch.cuda.Stream | None:
+        """The one on which it runs; a CPU has none."""
+        return self._stream
+
     def reads(self, *tensors: torch.Tensor | None) -> None:
-        """Keep the memory of these arguments from being reused before the call has ended."""
+        """Keep the memory of these arguments from being reused before the call has ended, which
+        those of a call that is not `is_async` need not be told."""
         record(tensors, self._runs_on)
 
     def returns(self, *tensors: torch.Tensor | None) -> None:
@@ -130,7 +142,7 @@ class Call:
     def __enter__(self) -> Self:
         _one_call_at_a_time.acquire()
         try:
-            if self._streams.device.type == "cuda":
+            if self._streams.is_on_gpu:
                 self._begin()
         except BaseException:
             self._leave()
@@ -141,7 +153,7 @@ class Call:
         try:
             if kind is None and self._stream is not None:
                 self._streams.note_end(self._stream)
-            if kind is None and self._is_async:
+            if kind is None and self.is_async:
                 self.event.event = EventHandle()
         finally:
             self._leave()
@@ -149,15 +161,15 @@ class Call:
     def _begin(self) -> None:
         streams = self._streams
         caller = stream = streams.current_stream()
-        if self._is_async:
+        if self.is_async:
             stream = streams.comm_stream()
             self._runs_on, self._caller = stream, caller
-        if self._is_async or torch.cuda.current_device() != streams.device.index:
+        if self.is_async or current_device() != streams.device.index:
             self._switch = on_stream(stream)
             self._switch.__enter__()
         if self._previous is not None:
             self._previous.current_stream_wait()
-        elif self._is_async:
+        elif self.is_async:
             stream.wait_stream(caller)
         streams.follow_last_call(stream)
         self._stream = stream
@@ -174,11 +186,11 @@ class CallStreams:
     """The streams of one Buffer's calls."""
 
     def __init__(self, device: torch.device):
-        self.device = device
+        self.device, self.is_on_gpu = device, device.type == "cuda"
         self._memory: dict[str, tuple[torch.Tensor, ...]] = {}
         self._comm: torch.cuda.Stream | None = None
         self._current: torch.cuda.Stream | None = None
-        self._handle = -1  # of _current
+        self._handle, self._current_handle = -1, stream_of(device)  # of _current, and now
         self._end: torch.cuda.Event | None = None
         self._last: tuple[torch.cuda.Stream, bool] | None = None  # and whether it was captured
 
@@ -191,7 +203,7 @@ class CallStreams:
     def comm_stream(self) -> torch.cuda.Stream:
         """The Buffer's own stream, of high priority, made when first asked for. BackendError on a
         CPU, which has none."""
-        if self.device.type != "cuda":
+        if not self.is_on_gpu:
             raise BackendError(
                 "this Buffer lives on the CPU, where there are no streams; every call has ended "
                 "when it returns."
@@ -205,7 +217,7 @@ class CallStreams:
     def current_stream(self) -> torch.cuda.Stream:
         """The caller's stream on the Buffer's device. torch takes 3 us to make an object of it, so
         the last one is kept."""
-        handle = stream_handle(self.device.index)
+        handle = self._current_handle()
         if self._current is None or handle != self._handle:
             self._handle, self._current = handle, torch.cuda.current_stream(self.device)
         return self._current
@@ -224,9 +236,11 @@ class CallStreams:
         come from the comm stream's memory, whatever allocate_on_comm_stream says; as in DeepEP that
         flag needs async_finish and a previous_event.
         """
+        if async_finish is allocate_on_comm_stream is False and previous_event is None:
+            return Call(self, None, False)
         check_flag("async_finish", async_finish)
         check_flag("allocate_on_comm_stream", allocate_on_comm_stream)
-        previous = None if previous_event is None else _handle_of(previous_event)
+        previous = _handle_of(previous_event)
         if allocate_on_comm_stream and (previous is None or not async_finish):
             raise ShapeError(
                 "allocate_on_comm_stream needs async_finish=True and a previous_event that holds "
@@ -241,9 +255,11 @@ class CallStreams:
         replays is the caller's. Within captures only streams can be waited for, since the event
         may be of an earlier graph.
         """
-        if self._last is None or self._last[0] == stream:
+        if self._last is None:
             return
         last_stream, was_captured = self._last
+        if last_stream is stream or last_stream == stream:
+            return
         capturing = torch.cuda.is_current_stream_capturing()
         if not capturing and not was_captured:
             assert self._end is not None

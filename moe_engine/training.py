@@ -209,7 +209,7 @@ def _forward(
     """(result, what is saved, counts per expert, event)."""
     engine, inputs, save = buffer._ready(), tensors.inputs, options.save
     x, max_tokens = inputs.x, options.max_tokens
-    described = engine.describe(inputs, max_tokens, save)
+    described = engine.describe(*inputs, max_tokens, save)
     if not described.kind.is_checked:
         buffer._check_layer(inputs)
         checks.check_max_tokens(len(x), max_tokens)

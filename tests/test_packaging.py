@@ -20,7 +20,7 @@ FOLDERS = ("dispatch", "combine", "grouped_gemm")
 LAYERS = (
     ("device",),
     ("errors", "utils", "deadline", "checks", "hardware", "choice_cache", "timing"),
-    ("nvshmem_library", "cuda_driver", "kernel_bundle", "launch", "prepared"),
+    ("nvshmem_library", "cuda_driver", "kernel_bundle", "launch", "kinds", "prepared"),
     (
         *("grouped_gemm", "row_vectors", "expert_major", "expert_major_kernels"),
         *("layer_config", "node_traffic", "reference", "low_latency_reference"),
@@ -31,8 +31,8 @@ LAYERS = (
     ("combine",),
     ("engines",),
     (
-        *("handles", "debug_checks", "lifecycle", "warm_up", "low_latency_verbs", "buffer"),
-        *("elastic_handle", "elastic_checks", "elastic"),
+        *("handles", "debug_checks", "lifecycle", "warm_up", "low_latency_verbs", "layer_verbs"),
+        *("buffer", "elastic_handle", "elastic_checks", "elastic"),
     ),
     ("weight_layouts", "sharded_weights", "weight_gradients", "passes", "training"),
     ("expert_row_calls", "operators", "layer_operators"),

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 from contextlib import contextmanager
+from types import SimpleNamespace
 
 import pytest
 import torch
 
-from moe_engine import BackendError, DtypeError, EventHandle, EventOverlap, ShapeError
+from moe_engine import BackendError, Buffer, DtypeError, EventHandle, EventOverlap, ShapeError
 from moe_engine import streams as streams_module
 from moe_engine.streams import CallStreams
 
@@ -71,9 +72,10 @@ def caller(monkeypatch):
     for name, fake in fakes.items():
         monkeypatch.setattr(torch.cuda, name, fake)
     monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
+    monkeypatch.setattr(streams_module, "current_device", lambda: 0)
     monkeypatch.setattr(streams_module, "INTERPRETED", False)
     monkeypatch.setattr(streams_module, "_has_gpu", lambda: True)
-    monkeypatch.setattr(streams_module, "stream_handle", lambda device: id(Stream.current))
+    monkeypatch.setattr(streams_module, "stream_of", lambda device: lambda: id(Stream.current))
     return Stream.current
 
 
@@ -258,3 +260,41 @@ def test_event_overlap_in_all_its_forms(caller):
     event = EventOverlap(handle)
     event.current_stream_wait(release_handle=True)
     assert event.event is None
+
+
+class Used:
+    """A tensor that keeps note of the streams by which it is used."""
+
+    is_cuda = True
+
+    def __init__(self):
+        self.streams = []
+
+    def record_stream(self, stream):
+        self.streams.append(stream)
+
+
+def test_a_hook_keeps_what_its_stream_uses(caller):
+    """What the first half made is of its stream's memory, which that stream uses in order."""
+    fine = SimpleNamespace(check=lambda: None)
+    buffer = SimpleNamespace(_streams=CallStreams(GPU), _low_latency=fine)
+    buffer._check_process = lambda: None
+    given, made, received, other = Used(), Used(), [], Stream()
+    receive = Buffer._receive.__wrapped__
+    args = lambda: received.append(Stream.current), caller, (given, None), (made, None)
+    receive(buffer, *args)
+    assert (given.streams, made.streams) == ([caller], [])
+    with torch.cuda.stream(other):
+        receive(buffer, *args)
+    assert (given.streams, made.streams) == ([caller, other], [other])
+    assert received == [caller, other]
+
+
+def test_a_call_that_is_not_asynchronous_keeps_nothing(caller):
+    streams, one = CallStreams(GPU), Used()
+    for is_async in (False, True):
+        with streams.call(None, is_async) as running:
+            assert running.is_async == is_async
+            running.reads(one)
+            running.returns(one)
+    assert one.streams == [streams.comm_stream(), caller]

@@ -14,7 +14,7 @@ from ..dispatch import DispatchLayout, Received, Tokens
 from ..errors import DtypeError
 from ..grouped_gemm.activations import AnyActivation, num_parts
 from ..grouped_gemm.operands import FP8, Weights, check_weight_scales, check_weights
-from ..prepared import Described
+from ..kinds import Described
 from ..symm.device_context import DeviceContext
 
 NUM_SMS = 20
@@ -55,7 +55,7 @@ class Arrived(NamedTuple):
     expert of the group."""
 
     received: Received
-    per_expert: list[int]
+    per_expert: Sequence[int]
     handle: Handle
     group_counts: torch.Tensor
 
@@ -214,8 +214,14 @@ class Engine(Protocol):
     def handle_type(self) -> Any:
         """What `dispatch` returns for a handle."""
 
-    def describe(self, *args: Any, sized: Sequence[Any] = ()) -> Described:
-        """The kind of a call; see `PreparedCalls.describe`."""
+    @property
+    def describe(self) -> Callable[..., Described]:
+        """Tells the kind of a call; see `PreparedCalls.describe`."""
+
+    def again(self, described: Described, **numbers: int) -> Any:
+        """What one of the next five, or `moe_ffn`, returns for arguments that were described, as
+        the last time with arguments of their kind, but for these numbers of rows. None where it
+        must be called."""
 
     def layout(
         self, topk_idx: torch.Tensor, num_experts: int, described: Described | None = None
@@ -298,8 +304,7 @@ class ContextEngine(ABC):
     def check(self) -> None:
         """See `Engine`."""
         for context in self.contexts():
-            context.check()
-            context.note_ids()
+            context.begin_call()
 
     def check_ids(self, result: object = None) -> None:
         """See `Engine`."""

@@ -7,7 +7,7 @@ the host with the counts.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, ClassVar
 
 import torch
@@ -17,7 +17,7 @@ from .. import reference
 from ..device.context import SIGNATURE_WORDS
 from ..dispatch import DispatchLayout, Received, Tokens
 from ..errors import BackendError, CapacityError, RoutingError, ShapeError, bad_ids
-from ..prepared import Described, Kind
+from ..kinds import Described, Kind
 from ..symm.device_context import DeviceContext
 from .base import (
     NUM_SMS,
@@ -59,9 +59,13 @@ class CollectiveEngine(LayerByVerbs):
         dist.all_to_all_single(out, flat, recv_splits, send_splits, group=self.group)
         return out.view(-1).view(rows.dtype).view(out.shape[0], *row_shape)
 
-    def describe(self, *args: Any, sized: Sequence[Any] = ()) -> Described:
+    @property
+    def describe(self) -> Callable[..., Described]:
         """See `base.Engine`; nothing is prepared here."""
-        return Described(Kind(), None)
+        return lambda *args, sized=(): Described(Kind(), None)
+
+    def again(self, described: Described, **numbers: int) -> None:
+        """See `base.Engine`."""
 
     def layout(
         self, topk_idx: torch.Tensor, num_experts: int, described: Described | None = None

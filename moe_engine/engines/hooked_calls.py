@@ -6,16 +6,16 @@ from abc import abstractmethod
 from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from itertools import islice
 from typing import Any, ClassVar
 
 import torch
 
+from ..device.lang import INTERPRETED
 from ..device.ring import COUNT_MASK
 from ..dispatch.low_latency import LowLatencyTokens
 from ..errors import CapacityError
+from ..kinds import Described
 from ..options import Options
-from ..prepared import Described
 from ..symm.device_context import DeviceContext
 from ..symm.layout import RankMemory
 from ..symm.ring import MAX_LOCAL_EXPERTS
@@ -35,14 +35,11 @@ class InFlight:
 class HookedCalls(ContextEngine):
     """An engine of such calls, `num_slots` of which may wait for their hooks."""
 
-    def __init__(self, num_slots: int):
+    def __init__(self, memories: Sequence[RankMemory[Any]], num_slots: int):
+        """memories: of all calls, which ranks have allocated together."""
         self._calls: deque[InFlight] = deque(maxlen=num_slots)
-        self.num_slots = num_slots
-
-    @property
-    @abstractmethod
-    def memories(self) -> Sequence[RankMemory[Any]]:
-        """The memory of all calls, which ranks have allocated together."""
+        self.memories, self.num_slots = memories, num_slots
+        self._contexts = [memory.context for memory in memories]
 
     @property
     @abstractmethod
@@ -133,6 +130,11 @@ class HookedCalls(ContextEngine):
             return False
         return self.fits_layer(max_tokens, num_topk, row_bytes)
 
+    def again(self, described: Described, num_calls: int = 1) -> Any:
+        """What `dispatch`, `combine` or `moe_ffn`, which is two calls, launched for arguments that
+        were described, as the last time with arguments of their kind, and without a hook. None
+        where it must be called."""
+
     # --- Memory ------------------------------------------------------------------------------
 
     @property
@@ -142,11 +144,12 @@ class HookedCalls(ContextEngine):
 
     def contexts(self) -> list[DeviceContext]:
         """See `base.Engine`."""
-        return [memory.context for memory in self.memories]
+        return self._contexts
 
-    def describe(self, *args: Any) -> Described:
-        """The kind of the next call; see `PreparedCalls.describe`."""
-        return self.next_memory.calls.describe(*args)
+    @property
+    def describe(self) -> Callable[..., Described]:
+        """Tells the kind of the next call; see `PreparedCalls.describe`."""
+        return self.next_memory.calls.describe
 
     def free(self) -> None:
         """Give the memory back."""
@@ -164,23 +167,31 @@ class HookedCalls(ContextEngine):
         described: Described | None = None,
     ) -> Any:
         """Launch a call, see `PreparedCalls`: both halves, or with `hooked` the first one."""
-        calls, memory = self._calls, self.next_memory
+        memory = self.next_memory
         self._check_hooks(num_calls)
         phases = "send" if hooked else "both"
+        if described is not None and not hooked:
+            described.kind.whole = body
         result = memory.calls(body, self.owner(memory), *args, phases, described=described)
-        calls.extend(InFlight(memory, not hooked) for _ in range(num_calls))
-        self._check_emulated()
+        self._note_calls(memory, num_calls, not hooked)
         return result
+
+    def _note_calls(self, memory: RankMemory[Any], num_calls: int, received: bool = True) -> None:
+        """Calls were launched."""
+        for _ in range(num_calls):
+            self._calls.append(InFlight(memory, received))
+        if INTERPRETED:
+            self._check_emulated()
 
     def _check_hooks(self, num_calls: int) -> None:
         """CapacityError where so many calls would need the memory of one whose hook was not called
         yet."""
-        num_leaving = max(0, len(self._calls) + num_calls - self.num_slots)
-        if any(not one.received for one in islice(self._calls, num_leaving)):
-            raise CapacityError(
-                f"{self.num_slots} low-latency calls began after one whose hook was not called "
-                "yet. Call the hook before, or make the Buffer with more Options.num_slots."
-            )
+        for number in range(len(self._calls) + num_calls - self.num_slots):
+            if not self._calls[number].received:
+                raise CapacityError(
+                    f"{self.num_slots} low-latency calls began after one whose hook was not called "
+                    "yet. Call the hook before, or make the Buffer with more Options.num_slots."
+                )
 
     def _hook(self, body: Callable[..., None], *args: Any, described: Described | None) -> Receive:
         """A function that launches the second half of the last call, once."""

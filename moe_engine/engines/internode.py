@@ -26,7 +26,7 @@ from ..dispatch import (
 )
 from ..dispatch import internode as dispatch_internode
 from ..dispatch.internode import Routes
-from ..prepared import Described
+from ..kinds import Described
 from ..streams import SideStream
 from ..symm.slots import BARE_HEADER, header_bytes
 from . import internode_layer

@@ -28,7 +28,8 @@ from ..dispatch.internode_low_latency import (
 from ..dispatch.internode_low_latency_kernels import Packed
 from ..dispatch.low_latency import LowLatencyTokens
 from ..errors import CapacityError, ShapeError
-from ..prepared import Described, leaves
+from ..kinds import Described
+from ..prepared import leaves
 from ..streams import current_stream, record
 from ..symm.lanes import LaneLayout
 from ..symm.layout import RankMemory
@@ -79,14 +80,9 @@ class InternodeLowLatency(HookedCalls):
     handle_type: ClassVar[Any] = InternodeLowLatencyHandle
 
     def __init__(self, lanes: list[Slots], layout: LaneLayout):
-        super().__init__(len(lanes))
+        super().__init__(lanes, len(lanes))
         self.lanes, self.layout = lanes, layout
         self._num_calls = 0
-
-    @property
-    def memories(self) -> list[Slots]:
-        """The lanes."""
-        return self.lanes
 
     @property
     def next_memory(self) -> Slots:
@@ -118,7 +114,7 @@ class InternodeLowLatency(HookedCalls):
         if not hooked:
             return packed, None
         assert sent is not None
-        decided = described and described.more(packed, sent)
+        decided = described and described.more(leaves((packed, sent)))
         hook = self._hook(_receive, *args, packed, sent, described=decided)
 
         def receive() -> None:
@@ -167,7 +163,7 @@ class InternodeLowLatency(HookedCalls):
         self._num_calls += 1
         if not hooked:
             return out, None, None
-        decided = described and described.more(out)
+        decided = described and described.more((out,))
         return out, None, self._hook(_add_up, rows, out, described=decided)
 
     def moe_ffn(

@@ -27,10 +27,10 @@ from ..dispatch import (
     programs_on_all_sms,
 )
 from ..errors import CapacityError, TooManyTokens
+from ..kinds import Described
 from ..layer_config import LayerChoices, LayerConfig, LayerProblem
-from ..prepared import Described
-from ..streams import ConcurrentReads, is_captured
-from ..symm.device_context import DeviceContext
+from ..prepared import with_size
+from ..streams import ConcurrentReads
 from ..symm.slots import (
     BARE_HEADER,
     ReturnRowLayout,
@@ -43,7 +43,6 @@ from . import trained_layer
 from .base import (
     NUM_SMS,
     Arrived,
-    ContextEngine,
     Gradients,
     Handle,
     LayerInputs,
@@ -54,9 +53,10 @@ from .base import (
     check_layer_weights,
 )
 from .fused_layer import LayerRows, expert_rows_bytes, feed_forward
+from .memory import MemoryEngine
 
 
-class KernelEngine(ContextEngine):
+class KernelEngine(MemoryEngine):
     """Calls through the kernels of dispatch/, grouped_gemm/ and combine/.
 
     `max_tokens` bounds T of `moe_ffn`, whose work space is sized by it (equal on all ranks).
@@ -75,31 +75,17 @@ class KernelEngine(ContextEngine):
         max_tokens: int | None,
         layers: LayerChoices,
     ):
+        super().__init__(new_slots(layout, False, 0))
         self.layers = layers
-        self.slots = new_slots(layout, False, 0)
         self.concurrent_reads = ConcurrentReads(self.slots.context.fields.device)
         self._new_slots, self._max_tokens = new_slots, max_tokens
-        self._was_captured = False
-
-    @property
-    def context(self) -> DeviceContext:
-        return self.slots.context
-
-    def contexts(self) -> list[DeviceContext]:
-        """See `base.Engine`."""
-        return [self.context]
-
-    def describe(self, *args: Any, sized: Sequence[Any] = ()) -> Described:
-        """See `base.Engine`."""
-        return self.slots.calls.describe(*args, sized=sized)
 
     def layout(
         self, topk_idx: torch.Tensor, num_experts: int, described: Described | None = None
     ) -> DispatchLayout:
         """See `routing.layout`."""
-        layout: DispatchLayout = self.call(
-            KernelEngine._layout, topk_idx, num_experts, described=described
-        )
+        args = topk_idx, num_experts
+        layout: DispatchLayout = self.whole_call(KernelEngine._layout, *args, described=described)
         return layout
 
     def _layout(self, topk_idx: torch.Tensor, num_experts: int) -> DispatchLayout:
@@ -126,8 +112,9 @@ class KernelEngine(ContextEngine):
         sent, how = (tokens, layout), (num_comm_programs(num_sms), owned)
         if num_worst_tokens:
             args = *sent, num_worst_tokens, *how
-            whole = self.call(type(self)._dispatch_whole, *args, described=described)
-            return Arrived(whole[0], [], *whole[1:])
+            body = type(self)._dispatch_whole
+            arrived: Arrived = self.whole_call(body, *args, described=described)
+            return arrived
         grows, largest_row = self._max_tokens is None, self._largest_row(tokens)
         header = header_bytes(layout.num_experts, self.slots.layout.num_ranks)
         if grows and self.slots.layout.max_rows(largest_row.num_bytes, header) < 1:
@@ -161,7 +148,7 @@ class KernelEngine(ContextEngine):
         num_worst_tokens: int,
         num_programs: int,
         owned: bool,
-    ) -> tuple[Received, Handle, torch.Tensor]:
+    ) -> Arrived:
         """All steps of a dispatch that returns `num_worst_tokens` rows."""
         header = header_bytes(layout.num_experts, self.slots.layout.num_ranks)
         self.check_capacity(len(tokens.x), self._largest_row(tokens), header)
@@ -171,7 +158,7 @@ class KernelEngine(ContextEngine):
         received = tokens, counts.rank_prefix_matrix, layout.num_experts, num_programs, owned
         self._receive(*received, sized=out, max_rows=num_worst_tokens)
         handle = self._new_handle(counts, routes, out, layout)
-        return out, handle, counts.group_counts
+        return Arrived(out, (), handle, counts.group_counts)
 
     def _exchange(
         self, tokens: Tokens, layout: DispatchLayout, may_grow: bool
@@ -292,9 +279,25 @@ class KernelEngine(ContextEngine):
         is (topk_idx [T, K] of that dispatch, topk_weights [T, K], num_experts), if these go along.
         """
         ids, weights, num_experts = topk or (None, None, self.slots.num_ranks)
-        tokens, num_rows = Tokens(x, ids, weights, scales), handle.recv_src_idx.numel()
-        out = Received.empty(x.new_empty(num_rows, x.shape[1]), tokens)
-        self.send_again(tokens, handle.sent, num_experts, out, num_sms, described)
+        args = Tokens(x, ids, weights, scales), handle.sent, num_experts // self.slots.num_ranks
+        src_idx = handle.recv_src_idx  # one for each row that comes
+        more: dict[str, Any] = dict(sized=(src_idx,), max_rows=src_idx.shape[0])
+        body, num_programs = type(self)._dispatch_again, num_comm_programs(num_sms)
+        out: Received = self.whole_call(body, *args, num_programs, described=described, **more)
+        return out
+
+    def _dispatch_again(
+        self,
+        tokens: Tokens,
+        parts: PartsOfHandle,
+        num_local_experts: int,
+        num_programs: int,
+        sized: tuple[torch.Tensor],
+        max_rows: int,
+    ) -> Received:
+        rows = tokens.x.new_empty(max_rows, tokens.x.shape[1])
+        out = with_size("max_rows", Received.empty(rows, tokens))
+        self._dispatch_cached(tokens, parts, num_local_experts, num_programs, out, max_rows)
         return out
 
     def send_again(
@@ -304,12 +307,10 @@ class KernelEngine(ContextEngine):
         num_experts: int,
         out: Received,
         num_sms: int,
-        described: Described | None = None,
     ) -> None:
         """`dispatch_cached` into `out`, by what a handle has `sent`."""
         args = tokens, plan, num_experts // self.slots.num_ranks, num_comm_programs(num_sms)
-        more: dict[str, Any] = dict(max_rows=out.src_idx.numel(), described=described)
-        self.call(type(self)._dispatch_cached, *args, sized=out, **more)
+        self.call(type(self)._dispatch_cached, *args, sized=out, max_rows=out.src_idx.shape[0])
 
     def _dispatch_cached(
         self,
@@ -360,9 +361,9 @@ class KernelEngine(ContextEngine):
     ) -> tuple[torch.Tensor, torch.Tensor | None]:
         """`combine` of these rows, by what a handle has `returned`."""
         args = plan, bias, num_comm_programs(num_sms), round_once
-        sums: tuple[torch.Tensor, torch.Tensor | None] = self.call(
-            type(self)._combine, *args, sized=rows, num_rows=len(rows.x), described=described
-        )
+        more: dict[str, Any] = dict(sized=rows, num_rows=rows.x.shape[0], described=described)
+        sums: tuple[torch.Tensor, torch.Tensor | None]
+        sums = self.whole_call(type(self)._combine, *args, **more)
         return sums
 
     def _combine(
@@ -400,7 +401,7 @@ class KernelEngine(ContextEngine):
         No host synchronisation: work space is sized for R * max_tokens * K expert rows.
         """
         more: dict[str, Any] = dict(before=self.reserve_expert_rows, described=described)
-        result: LayerResult = self.call(KernelEngine._moe_ffn, inputs, return_counts, **more)
+        result: LayerResult = self.whole_call(KernelEngine._moe_ffn, inputs, return_counts, **more)
         return result
 
     def _moe_ffn(self, inputs: LayerInputs, return_counts: bool) -> LayerResult:
@@ -480,19 +481,6 @@ class KernelEngine(ContextEngine):
         if self._max_tokens is not None and not tokens.returned_bytes:
             return row
         return replace(row, payload_bytes=max(row.payload_bytes, returned_bytes))
-
-    def call(self, body: Callable[..., Any], *args: Any, check: bool = True, **more: Any) -> Any:
-        """Make a call, or a part of one, see `PreparedCalls`; then, where kernels are interpreted,
-        raise what ended it."""
-        self._was_captured = self._was_captured or is_captured(self.context.fields)
-        result = self.slots.calls(body, self, *args, **more)
-        if check:
-            self._check_emulated()
-        return result
-
-    def free(self) -> None:
-        """Give the symmetric memory back."""
-        self.slots.free()
 
 
 def num_comm_programs(num_sms: int) -> int:

@@ -10,7 +10,7 @@ from typing import Any, ClassVar
 import torch
 
 from ..dispatch import DispatchLayout, Received, Tokens
-from ..prepared import Described
+from ..kinds import Described
 from ..streams import is_captured
 from .base import NUM_SMS, Arrived, LayerInputs, LayerResult, Saved
 

@@ -20,7 +20,7 @@ from ..dispatch.low_latency import (
 from ..dispatch.low_latency_receive_kernels import Received
 from ..errors import CapacityError
 from ..grouped_gemm.operands import Rows
-from ..prepared import Described
+from ..kinds import Described
 from ..symm.ring import MAX_LOCAL_EXPERTS, MAX_ROWS, LowLatencyRow, Ring, header_bytes
 from .base import LayerInputs, check_layer_weights
 from .expert_products import ExpertMemory, expert_tiles, multiply_down, multiply_up
@@ -36,14 +36,9 @@ class LowLatency(HookedCalls):
     handle_type: ClassVar[Any] = LowLatencyHandle
 
     def __init__(self, ring: Ring, shrink: bool):
-        super().__init__(ring.layout.num_slots)
+        super().__init__([ring], ring.layout.num_slots)
         self.ring = ring
         ring.context.shrinks = shrink
-
-    @property
-    def memories(self) -> list[Ring]:
-        """The ring."""
-        return [self.ring]
 
     @property
     def next_memory(self) -> Ring:
@@ -52,6 +47,14 @@ class LowLatency(HookedCalls):
     @property
     def num_ranks(self) -> int:
         return self.ring.num_ranks
+
+    def again(self, described: Described, num_calls: int = 1) -> Any:
+        """See `HookedCalls`."""
+        self._check_hooks(num_calls)
+        result = self.ring.calls.again(described, {})
+        if result is not None:
+            self._note_calls(self.ring, num_calls)
+        return result
 
     # --- Verbs -------------------------------------------------------------------------------
 
@@ -114,7 +117,7 @@ class LowLatency(HookedCalls):
         if not hooked:
             return out, epoch, None
         rows = rows._replace(out=out)
-        decided = described and described.more(out, epoch)
+        decided = described and described.more((out, epoch))
         return out, epoch, self._hook(LowLatency._add_up, rows, *args, epoch, described=decided)
 
     def _combine(

@@ -36,8 +36,9 @@ from ..grouped_gemm.config import GemmConfig
 from ..grouped_gemm.launch import launch_product
 from ..grouped_gemm.operands import Epilogue, Rows, Weights
 from ..grouped_gemm.quantization import QuantizedRows
+from ..kinds import Described
 from ..layer_config import LayerConfig
-from ..prepared import Described, PreparedCalls
+from ..prepared import PreparedCalls, leaves
 from ..streams import record
 from ..symm.slots import Slots
 from .base import (
@@ -106,12 +107,12 @@ def forward(
     """
     x, columns = inputs.x, inputs.w_down.shape[2]
     number = saved_number(save)
-    described = described or engine.describe(inputs, save)
+    described = described or engine.describe(*inputs, save)
     first: dict[str, Any] = dict(before=engine.reserve_expert_rows, described=described)
     exchanged = engine.call(_exchange, inputs, number, **first)
     if not is_captured:
         engine.concurrent_reads.mark()
-    described = described.more(exchanged)
+    described = described.more(leaves(exchanged))
     sent = engine.call(_send, inputs, exchanged, described=described)
     overflow = 0
     if is_captured:
@@ -133,7 +134,7 @@ def forward(
     )
     if inputs.is_quantized:
         rows = rows._replace(cast=QuantizedRows.like(rows.act).memory)
-    last: dict[str, Any] = dict(sized=rows, described=described.more(sent))
+    last: dict[str, Any] = dict(sized=rows, described=described.more(leaves(sent)))
     out: torch.Tensor = engine.call(_finish, inputs, exchanged, sent, **last)
     saved = Saved(save, (rows.pre, rows.kept), -1 if is_captured else num_rows)
     saved = saved._replace(overflow=exchanged.offsets.overflow if is_captured else overflow)

@@ -51,6 +51,7 @@ if TYPE_CHECKING:
     from . import SymmetricTensor
     from .layout import BlockLayout
 
+VALID, BAD_IDS = int(Report.VALID), int(Report.BAD_IDS)  # which each call reads
 COMPILE_S = 300.0
 """Added to the deadline while kernels may still be compiling on some rank."""
 
@@ -197,7 +198,13 @@ class DeviceContext:
     @property
     def has_ended(self) -> bool:
         """Whether `check` raises."""
-        return self.ended is not None or self.report[Report.VALID] != 0
+        return self.ended is not None or self.report[VALID] != 0
+
+    def begin_call(self) -> None:
+        """`check`, and let the next `check_ids` tell of ids that were bad by now."""
+        if self.ended is not None or self.report[VALID]:
+            self.check()
+        self._seen_bad_ids = self.report[BAD_IDS]
 
     @property
     def was_told(self) -> bool:
@@ -303,13 +310,9 @@ class DeviceContext:
 
     # --- Ids out of range --------------------------------------------------------------------
 
-    def note_ids(self) -> None:
-        """Let the next `check_ids` tell of ids that were bad by now."""
-        self._seen_bad_ids = self.report[Report.BAD_IDS]
-
     def check_ids(self, result: object = None) -> None:
         """Raise RoutingError, with the `result` of the call that just ended, if ids out of range
-        had been seen by the last `note_ids`; the calls went on without them."""
+        had been seen by the last `begin_call`; the calls went on without them."""
         num_bad = self._seen_bad_ids - self._known_bad_ids
         if num_bad:
             self._known_bad_ids += num_bad

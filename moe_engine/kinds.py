@@ -1,0 +1,246 @@
+"""Kinds of calls: what of a call's arguments decides how it is made."""
+
+from __future__ import annotations
+
+import functools
+import itertools
+import operator
+import threading
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+import torch
+
+from . import choice_cache
+from .checks import packed
+
+MOST_KINDS = 256
+"""Kinds of calls that are kept for one memory; the least recently used go."""
+MOST_RECENT = 8
+"""Of these, how many with arguments of the same types are asked for first."""
+
+PLAIN = torch.Tensor, torch.nn.Parameter
+"""Classes of tensors that torch can compare."""
+
+_count = itertools.count()
+data_ptr, is_grad_enabled = torch.Tensor.data_ptr, torch.is_grad_enabled
+is_nested = operator.attrgetter("is_nested")
+
+Tensors = Sequence[torch.Tensor | None]
+
+
+class Kind:
+    """What decides how a call is made. `is_checked`: whether a call of this kind has passed all
+    checks that need no more than that; `is_packed`: whether its tensors are as kernels take them;
+    `choice`: what was chosen for it; `whole`: the body that is all of it, if one is."""
+
+    __slots__ = ("check", "choice", "is_checked", "is_packed", "prepared", "used", "whole")
+
+    def __init__(self) -> None:
+        self.prepared: dict[Callable[..., Any] | None, Any] = {}
+        self.is_checked, self.is_packed, self.used = False, False, 0
+        self.choice: Any = None
+        self.check: Callable[..., bool] | None = None  # see `Recent`
+        self.whole: Callable[..., Any] | None = None
+
+
+@dataclass(slots=True)
+class Described:
+    """The arguments of a call: its kind, its tensors, each once, and their addresses; no tensors:
+    they have no kind."""
+
+    kind: Kind
+    tensors: Sequence[torch.Tensor] | None
+    addresses: Sequence[int] = ()
+
+    def more(self, made: Iterable[torch.Tensor | None]) -> Described:
+        """The arguments of a later part of the call, which also gets what earlier parts of this
+        kind have made."""
+        if self.tensors is None:
+            return self
+        known = set(map(id, self.tensors))
+        each = {id(one): one for one in made if one is not None and id(one) not in known}
+        if not each:
+            return self
+        new = each.values()
+        addresses = *self.addresses, *map(data_ptr, new)
+        return Described(self.kind, (*self.tensors, *new), addresses)
+
+    @property
+    def if_packed(self) -> Described | None:
+        """This, if kernels take its tensors as they are; else they get others, which it does not
+        describe."""
+        return self if self.kind.is_packed else None
+
+    def packed(self, *tensors: Any) -> tuple[Any, ...]:
+        """Of these tensors, or None, which the kind decides, those that kernels take."""
+        if self.kind.is_packed:
+            return tensors
+        found = tuple([None if one is None else packed(one) for one in tensors])
+        self.kind.is_packed = all(map(operator.is_, found, tensors))
+        return found
+
+
+class Recent(NamedTuple):
+    """Calls of late with arguments of the same types, and how to see that the next one is of a kind
+    of theirs, in a third of the time that a whole description takes.
+
+    `kinds`: of each its options, and torch's own comparison with its tensors: whether others are
+    distinct, and of the same classes, dispatch keys, dtypes, devices, shapes, strides and wishes
+    for gradients.
+    """
+
+    pick_options: Callable[[tuple[Any, ...]], tuple[Any, ...]]
+    pick_tensors: Callable[[tuple[Any, ...]], tuple[torch.Tensor, ...]]
+    kinds: tuple[tuple[tuple[Any, ...], Callable[..., bool], Kind], ...]
+
+
+class Kinds:
+    """The kinds of the calls of one memory, of which the last are the first to be asked for."""
+
+    def __init__(self) -> None:
+        self._lock = threading.RLock()
+        self._kinds: dict[tuple[Any, ...], Kind] = {}
+        self._recent: dict[tuple[type, ...], Recent] = {}
+
+    def describe(self, *args: Any, sized: tuple[Any, ...] = ()) -> Described:
+        """The kind of a call with these arguments: options, which can be hashed, and of each
+        tensor, in tuples or not, the type, shape, strides, dtype, device, where in 16 bytes it
+        begins, and whether it wants a gradient. Of the tensors in `sized` the first size is no part
+        of it. Arguments of other types have no kind."""
+        every = args + sized
+        types = tuple(map(type, every))
+        if (recent := self._recent.get(types)) is not None:
+            options = _state(args) + recent.pick_options(every)
+            tensors = recent.pick_tensors(every)
+            try:
+                addresses = [*map(data_ptr, tensors)]
+            except RuntimeError:  # a tensor without memory
+                return self._describe(args, sized, types)
+            # Torch's comparison would end the process at a tensor without strides.
+            if _are_aligned(addresses) and True not in map(is_nested, tensors):
+                for known, check, kind in recent.kinds:
+                    if known == options and check(*tensors):
+                        kind.used = next(_count)
+                        return Described(kind, tensors, addresses)
+        return self._describe(args, sized, types)
+
+    def _describe(
+        self, args: tuple[Any, ...], sized: tuple[Any, ...], types: tuple[type, ...]
+    ) -> Described:
+        """`describe` where no call of late was of this kind."""
+        every = args + sized
+        tensors: dict[int, torch.Tensor] = {}
+        addresses: list[int] = []
+        parts: list[Any] = [*_state(args)]
+        num_args, todo = len(args), [*every]  # grows: what is in a tuple comes after all
+        try:
+            for number, one in enumerate(todo):
+                if isinstance(one, torch.Tensor):
+                    if id(one) in tensors:
+                        parts.append(list(tensors).index(id(one)))
+                        continue
+                    tensors[id(one)] = one
+                    address, shape = one.data_ptr(), one.shape
+                    addresses.append(address)
+                    if num_args <= number < len(every):
+                        shape = shape[1:]
+                    parts += (
+                        one.__class__,
+                        shape,
+                        one.stride(),
+                        one.dtype,
+                        one.get_device(),
+                        address & 15 if address else -2 if one.numel() else -1,
+                        one.requires_grad,
+                    )
+                elif isinstance(one, tuple | list):
+                    parts += one.__class__, len(one)
+                    todo += one
+                else:
+                    parts += one.__class__, one
+            kind = self._kinds.get(key := tuple(parts))
+            if kind is None:
+                with self._lock:
+                    kind = self._kinds[key] = Kind()
+                    kind.used = next(_count)
+                    if len(self._kinds) > MOST_KINDS:
+                        del self._kinds[min(self._kinds, key=lambda one: self._kinds[one].used)]
+                        self._recent.clear()
+        except (AttributeError, RuntimeError, TypeError):
+            return Described(Kind(), None)
+        kind.used = next(_count)
+        is_flat = len(todo) == len(every) and len(addresses) == sum(
+            isinstance(one, torch.Tensor) for one in every
+        )
+        if is_flat and _are_aligned(addresses):
+            self._remember(kind, key, args, sized, types)
+        return Described(kind, list(tensors.values()), addresses)
+
+    def _remember(
+        self,
+        kind: Kind,
+        key: tuple[Any, ...],
+        args: tuple[Any, ...],
+        sized: tuple[Any, ...],
+        types: tuple[type, ...],
+    ) -> None:
+        """Let `describe` ask for this kind first, unless a tensor is of a class of its own."""
+        every, num_args = args + sized, len(args)
+        is_tensor = [issubclass(one, torch.Tensor) for one in types]
+        places = [number for number, one in enumerate(is_tensor) if one]
+        if any(types[number] not in PLAIN for number in places):
+            return
+        others = _picker([number for number, one in enumerate(is_tensor) if not one])
+        tensors = [every[place] for place in places]
+        if kind.check is None or not kind.check(
+            *tensors
+        ):  # another dispatch key, of inference mode
+            sizes = [
+                [None if place >= num_args and dim == 0 else n for dim, n in enumerate(shape)]
+                for place, shape in ((place, every[place].shape) for place in places)
+            ]
+            kind.check = _comparison(tensors, sizes)
+        with self._lock:
+            if kind.check is None or self._kinds.get(key) is not kind:
+                return
+            before = self._recent.get(types)
+            kept = (
+                [] if before is None else [one for one in before.kinds if one[1] is not kind.check]
+            )
+            if len(self._recent) > MOST_KINDS:
+                self._recent.clear()
+            one = _state(args) + others(every), kind.check, kind
+            self._recent[types] = Recent(others, _picker(places), (one, *kept[: MOST_RECENT - 1]))
+
+
+def _state(args: tuple[Any, ...]) -> tuple[Any, ...]:
+    """What decides how a call is made, besides its arguments, and how many these are."""
+    return choice_cache.num_kept, is_grad_enabled(), len(args)
+
+
+def _are_aligned(addresses: list[int]) -> bool:
+    """Whether there is memory at all of these, which begins at multiples of 16 bytes."""
+    return functools.reduce(operator.or_, addresses, 0) & 15 == 0 and all(addresses)
+
+
+def _picker(places: Sequence[int]) -> Callable[[tuple[Any, ...]], tuple[Any, ...]]:
+    """A function that takes the items at these places of a tuple."""
+    if len(places) > 1:
+        return operator.itemgetter(*places)
+    return operator.itemgetter(slice(places[0], places[0] + 1) if places else slice(0))
+
+
+def _comparison(
+    tensors: Sequence[torch.Tensor], sizes: list[list[int | None]]
+) -> Callable[..., bool] | None:
+    """Whether as many tensors are distinct and like these, but for sizes that are None: what torch
+    asks before it runs compiled code. None where this torch does not offer it."""
+    more: dict[str, Any] = dict(dynamic_dims_sizes=sizes)
+    more |= dict(dynamic_dims_strides=[list(one.stride()) for one in tensors])
+    try:
+        guards = torch._C._dynamo.guards.TensorGuards(*tensors, **more)
+        return guards.check if guards.check(*tensors) else None
+    except (AttributeError, RuntimeError, TypeError):
+        return None
