@@ -30,7 +30,8 @@ def test_kernels_of_each_kind_of_gpu_are_listed():
         engine.moe_ffn(shape.inputs(512, *shape.weights()))
 
     calls = {"layout": layouts, "layer": call_layer}
-    with mock.patch.dict(compile.CALLS, calls, clear=True):
+    choosing = mock.patch.dict(compile.CHOOSING, {"layer": call_layer}, clear=True)
+    with mock.patch.dict(compile.CALLS, calls, clear=True), choosing:
         found = compile.variants(shape, 90)
     assert called == [("NVIDIA H200", 2), ("NVIDIA H100 80GB HBM3", 1)]
     names = [variant.kernel.__name__ for variant in found.values()]
