@@ -203,7 +203,8 @@ def candidates(problem: GemmProblem, block_m: int | None = None) -> Iterator[Gem
         yield GemmConfig(block_m or 64, 64, 16, 4, 2, programs_per_sm=2)
         return
     if _is_fp8(problem):  # a product has registers of its own until it is scaled
-        fits = not problem.gathered and not (problem.gated and problem.num_columns % 128)
+        one_scale = not problem.gated or problem.num_columns % 128 == 0  # of each half of a tile
+        fits = capability[0] == 9 and not problem.gathered and one_scale
         for rows in BLOCK_MS if block_m is None else (block_m,):
             if fits and rows in WIDE_E4M3:
                 yield GemmConfig(rows, 256, 128, subtiles=4 // problem.parts, **WIDE_E4M3[rows])
