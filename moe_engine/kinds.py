@@ -18,7 +18,8 @@ from .checks import packed
 MOST_KINDS = 256
 """Kinds of calls that are kept for one memory; the least recently used go."""
 MOST_RECENT = 8
-"""Of these, how many with arguments of the same types are asked for first."""
+"""Of these, how many with arguments of the same types and a first tensor of the same shape are
+asked for first."""
 
 PLAIN = torch.Tensor, torch.nn.Parameter
 """Classes of tensors that torch can compare."""
@@ -86,14 +87,23 @@ class Recent(NamedTuple):
     """Calls of late with arguments of the same types, and how to see that the next one is of a kind
     of theirs, in a third of the time that a whole description takes.
 
-    `kinds`: of each its options, and torch's own comparison with its tensors: whether others are
-    distinct, and of the same classes, dispatch keys, dtypes, devices, shapes, strides and wishes
-    for gradients.
+    `kinds`: by the shape of their first tensor, as most differ in their number of tokens; of each
+    its options, and torch's own comparison with its tensors: whether others are distinct, and of
+    the same classes, dispatch keys, dtypes, devices, shapes, strides and wishes for gradients.
+    `is_sized`: whether the first size of that tensor is no part of the kind.
     """
 
     pick_options: Callable[[tuple[Any, ...]], tuple[Any, ...]]
     pick_tensors: Callable[[tuple[Any, ...]], tuple[torch.Tensor, ...]]
-    kinds: tuple[tuple[tuple[Any, ...], Callable[..., bool], Kind], ...]
+    is_sized: bool
+    kinds: dict[Any, tuple[tuple[tuple[Any, ...], Callable[..., bool], Kind], ...]]
+
+    def of(self, tensors: Sequence[torch.Tensor]) -> Any:
+        """The key of these tensors in `kinds`."""
+        if not tensors:
+            return None
+        shape = tensors[0].shape
+        return shape[1:] if self.is_sized else shape
 
 
 class Kinds:
@@ -120,7 +130,7 @@ class Kinds:
                 return self._describe(args, sized, types)
             # Torch's comparison would end the process at a tensor without strides.
             if _are_aligned(addresses) and True not in map(is_nested, tensors):
-                for known, check, kind in recent.kinds:
+                for known, check, kind in recent.kinds.get(recent.of(tensors), ()):
                     if known == options and check(*tensors):
                         kind.used = next(_count)
                         return Described(kind, tensors, addresses)
@@ -205,14 +215,16 @@ class Kinds:
         with self._lock:
             if kind.check is None or self._kinds.get(key) is not kind:
                 return
-            before = self._recent.get(types)
-            kept = (
-                [] if before is None else [one for one in before.kinds if one[1] is not kind.check]
-            )
             if len(self._recent) > MOST_KINDS:
                 self._recent.clear()
+            is_sized = bool(places) and places[0] >= num_args
+            new = Recent(others, _picker(places), is_sized, {})
+            recent = self._recent.get(types, new)
+            before = recent.kinds.get(shape := recent.of(tensors), ())
+            kept = [one for one in before if one[1] is not kind.check]
             one = _state(args) + others(every), kind.check, kind
-            self._recent[types] = Recent(others, _picker(places), (one, *kept[: MOST_RECENT - 1]))
+            kinds = {**recent.kinds, shape: (one, *kept[: MOST_RECENT - 1])}
+            self._recent[types] = recent._replace(kinds=kinds)
 
 
 def _state(args: tuple[Any, ...]) -> tuple[Any, ...]:

@@ -39,6 +39,24 @@ def test_kernels_of_each_kind_of_gpu_are_listed():
     assert names.count("copy_rows_kernel") == 1
 
 
+@pytest.mark.parametrize("max_tokens", [64, 95])
+def test_layers_of_e4m3_find_their_kernels(max_tokens):
+    """Their tiles are lower than those of a product alone, and change at other numbers of rows."""
+    shape = ModelShape(8, 4096, 14336, 2, 4, max_tokens=128, is_quantized=True)
+
+    def call_layer(shape):
+        engine = kernel_engine(4, max_tokens, shape.region_bytes(max_tokens))
+        engine.moe_ffn(shape.inputs(max_tokens, *shape.weights()))
+
+    def found_by(call):
+        calls = {"layer": call}
+        choosing = mock.patch.dict(compile.CHOOSING, calls, clear=True)
+        with mock.patch.dict(compile.CALLS, calls, clear=True), choosing:
+            return compile.variants(shape, 90)
+
+    assert not found_by(call_layer).keys() - found_by(model_calls.call_layers).keys()
+
+
 def needed(*calls):
     with mock.patch.dict(compile.CALLS, dict(enumerate(calls)), clear=True):
         return compile.variants(SHAPE, 90)

@@ -115,7 +115,17 @@ def test_more_kinds_than_are_asked_for_first(calls):
         for number, kind in enumerate(found):
             assert kind_of(calls, ((X, number), S)) is kind
     assert not calls.compares or made.call_count == len(found)
-    assert all(len(one.kinds) <= kinds.MOST_RECENT for one in calls._recent.values())
+    listed = [each for recent in calls._recent.values() for each in recent.kinds.values()]
+    assert all(len(each) <= kinds.MOST_RECENT for each in listed)
+
+
+def test_other_numbers_of_tokens_are_recognised_at_once(calls):
+    """However many there are in turn."""
+    cases = [((rows(tokens, 8), Y, "fp8"), S) for tokens in range(1, 5 * kinds.MOST_RECENT)]
+    found = [kind_of(calls, case) for case in cases]
+    with mock.patch.object(calls, "_describe", side_effect=calls._describe) as slowly:
+        assert [kind_of(calls, case) for case in cases] == found
+    assert slowly.call_count == (0 if calls.compares else len(cases))
 
 
 def test_grad_mode_is_part_of_a_kind(calls):

@@ -15,8 +15,9 @@ from ..dispatch.exchange_kernels import exchange_fused_kernel
 from ..dispatch.fused_kernels import CopyLists
 from ..dispatch.place_rows_kernels import ExpertRowParts
 from ..grouped_gemm import gemm_config
+from ..grouped_gemm.activations import AnyActivation
 from ..grouped_gemm.config import GemmConfig
-from ..grouped_gemm.operands import Epilogue, Rows, Weights
+from ..grouped_gemm.operands import FP8, Epilogue, Rows, Weights
 from ..grouped_gemm.quantization import QuantizedRows
 from ..layer_config import LayerConfig
 from ..symm.slots import ReturnRowLayout, Slots
@@ -106,13 +107,20 @@ def send_rows(
 
 def up_tiles(inputs: LayerInputs, num_rows: int, config: LayerConfig) -> GemmConfig:
     """The tiles of the up-projection, whose height is that of all tiles of the layer. num_rows:
-    `LayerRows.balanced`. In e4m3, whose loops do not begin a tile before they end the last, two
-    programs share an SM, so that one multiplies while the other waits for rows."""
-    what = inputs.w_gate_up, num_rows, inputs.activation
-    tiles = gemm_config(*what)
-    if inputs.is_quantized and tiles.block_m > HALF_TILE:
-        tiles = gemm_config(*what, block_m=HALF_TILE)
+    `LayerRows.balanced`."""
+    tiles = chosen_up_tiles(inputs.w_gate_up, num_rows, inputs.activation)
     return in_groups(tiles, config)
+
+
+def chosen_up_tiles(
+    w_gate_up: torch.Tensor, num_rows: int, activation: AnyActivation
+) -> GemmConfig:
+    """`up_tiles` but for their groups. In e4m3, whose loops do not begin a tile before they end the
+    last, two programs share an SM, so that one multiplies while the other waits for rows."""
+    tiles = gemm_config(w_gate_up, num_rows, activation)
+    if w_gate_up.dtype == FP8 and tiles.block_m > HALF_TILE:
+        tiles = gemm_config(w_gate_up, num_rows, activation, block_m=HALF_TILE)
+    return tiles
 
 
 def up_projection(

@@ -26,6 +26,7 @@ from ..engines import expanded
 from ..engines.base import NUM_SMS, WeightGradients
 from ..engines.expert_products import rows_to_send
 from ..engines.expert_sums import gradients_of_experts, recompute
+from ..engines.fused_layer import chosen_up_tiles
 from ..engines.hooked_calls import HookedCalls
 from ..engines.internode import InternodeEngine
 from ..engines.internode_layer import Sizes, receive_and_return
@@ -264,11 +265,8 @@ def call_layers(shape: ModelShape) -> None:
     up, down = shape.weights()
 
     def choice(most: int) -> Any:
-        config, num_rows = (
-            layer_choices().choose(shape.layer(most)),
-            most * shape.num_topk,
-        )
-        tiles = grouped_gemm.gemm_config(up, num_rows, shape.activation)
+        config, num_rows = layer_choices().choose(shape.layer(most)), most * shape.num_topk
+        tiles = chosen_up_tiles(up, num_rows, shape.activation)
         return config, tiles, grouped_gemm.gemm_config(down, num_rows, block_m=tiles.block_m)
 
     # With room for all rows, and for those of balanced routing, so that layers run in passes.

@@ -50,7 +50,8 @@ class ModelShape:
     def layer(self, max_tokens: int) -> LayerProblem:
         """A layer of up to so many tokens of each rank."""
         sizes = self.num_experts, self.num_topk, self.hidden, self.num_columns
-        return LayerProblem(self.num_ranks, max_tokens, *sizes, self.dtype.itemsize)
+        itemsize = FP8.itemsize if self.is_quantized else self.dtype.itemsize
+        return LayerProblem(self.num_ranks, max_tokens, *sizes, itemsize)
 
     def tokens(self, count: int) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
         """x [T, H], topk_idx [T, K], topk_weights [T, K]; no kernel reads them."""
