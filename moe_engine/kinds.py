@@ -84,7 +84,7 @@ class Described:
 
 
 class Recent(NamedTuple):
-    """Calls of late with arguments of the same types, and how to see that the next one is of a kind
+    """Recent calls with arguments of the same types, and how to see that the next one is of a kind
     of theirs, in a third of the time that a whole description takes.
 
     `kinds`: by the shape of their first tensor, as most differ in their number of tokens; of each
@@ -139,7 +139,7 @@ class Kinds:
     def _describe(
         self, args: tuple[Any, ...], sized: tuple[Any, ...], types: tuple[type, ...]
     ) -> Described:
-        """`describe` where no call of late was of this kind."""
+        """`describe` where no recent call was of this kind."""
         every = args + sized
         tensors: dict[int, torch.Tensor] = {}
         addresses: list[int] = []

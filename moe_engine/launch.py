@@ -221,7 +221,7 @@ has begun to use GPUs."""
 
 def current_stream() -> int:
     """The handle of the current stream; 0 where kernels are interpreted."""
-    return 0 if INTERPRETED else stream_handle(current_device())
+    return 0 if INTERPRETED else int(torch._C._cuda_getCurrentRawStream(current_device()))
 
 
 def stream_of(device: torch.device) -> Callable[[], int]:
@@ -229,11 +229,6 @@ def stream_of(device: torch.device) -> Callable[[], int]:
     if INTERPRETED or device.type != "cuda":
         return lambda: 0
     return functools.partial(torch._C._cuda_getCurrentRawStream, device.index)
-
-
-def stream_handle(device: int) -> int:
-    """The handle of the stream that is current on a GPU."""
-    return int(torch._C._cuda_getCurrentRawStream(device))
 
 
 class InterpretedLaunch:

@@ -174,17 +174,20 @@ def test_captured_calls_wait_within_their_graph_only(caller):
     assert "eager" in before
 
 
+class Used:
+    """A tensor that keeps note of the streams by which it is used."""
+
+    is_cuda = True
+
+    def __init__(self):
+        self.streams = []
+
+    def record_stream(self, stream):
+        self.streams.append(stream)
+
+
 def test_memory_is_kept_for_the_streams_that_use_it(caller):
-    class Tensor:
-        is_cuda = True
-
-        def __init__(self):
-            self.streams = []
-
-        def record_stream(self, stream):
-            self.streams.append(stream)
-
-    slots, given, result = Tensor(), Tensor(), Tensor()
+    slots, given, result = Used(), Used(), Used()
     streams = CallStreams(GPU)
     streams.uses("slots", slots)
     with streams.call() as running:
@@ -260,18 +263,6 @@ def test_event_overlap_in_all_its_forms(caller):
     event = EventOverlap(handle)
     event.current_stream_wait(release_handle=True)
     assert event.event is None
-
-
-class Used:
-    """A tensor that keeps note of the streams by which it is used."""
-
-    is_cuda = True
-
-    def __init__(self):
-        self.streams = []
-
-    def record_stream(self, stream):
-        self.streams.append(stream)
 
 
 def test_a_hook_keeps_what_its_stream_uses(caller):
