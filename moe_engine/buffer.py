@@ -179,13 +179,13 @@ class Buffer(LayerVerbs):
         per_node = num_tokens_per_rdma_rank if self.num_nodes > 1 else None
         routing, rows_per = (topk_idx, topk_weights), (expert_alignment, num_worst_tokens)
         given = *layout, per_node, *routing, *rows_per, in_place
-        described = engine.describe("dispatch", *_pair(x), *given, config, Buffer.num_sms)
+        described = engine.describe("dispatch", *checks.pair_of(x), *given, config, Buffer.num_sms)
         kind = described.kind
         if not kind.is_checked:
             self._check_dispatch(x, layout, routing, *rows_per)
             checks.check_tokens_per_node(per_node, self.num_nodes, layout[0])
             checks.check_flag("in_place", in_place)
-        rows, scales, _ = _pair(x)
+        rows, scales, _ = checks.pair_of(x)
         num_sms = _num_sms(config)
         with self._streams.call(*when) as call:
             if self.options.debug:
@@ -241,14 +241,14 @@ class Buffer(LayerVerbs):
     ) -> tuple[Received, EventOverlap]:
         """A dispatch with a handle: (what came, event)."""
         fixed, of_rows = parts_of(handle, engine.handle_type)
-        given = *_pair(x), *fixed, config, Buffer.num_sms
+        given = *checks.pair_of(x), *fixed, config, Buffer.num_sms
         described = engine.describe("dispatch_cached", *given, sized=(of_rows,))
         if not described.kind.is_checked:
             rows, _ = checks.check_payload(x, device=self._rows_device)
             cached = check_handle(handle, self.group_size, rows.device, self.num_nodes)
             if rows.shape[0] != cached.send_head.shape[0]:
                 checks.check_payload(x, cached.send_head.shape[0])
-        rows, scales, _ = _pair(x)
+        rows, scales, _ = checks.pair_of(x)
         num_sms = _num_sms(config)
         with self._streams.call(*when) as call:
             if self.options.debug:
@@ -303,7 +303,7 @@ class Buffer(LayerVerbs):
         given = *fixed, biases, config, Buffer.num_sms
         described = engine.describe("combine", *given, sized=rows)
         kind = described.kind
-        if not kind.is_checked or not _are_as_many(x, topk_weights, of_rows):
+        if not kind.is_checked or not checks.have_rows(of_rows.shape[0], x, topk_weights):
             checks.check_rows("x", x, "N", self._rows_device)
             known = check_handle(handle, self.group_size, x.device, self.num_nodes)
             if x.shape[0] != known.recv_src_idx.shape[0]:
@@ -422,17 +422,6 @@ class Buffer(LayerVerbs):
             raise ShapeError(f"w_gate_up has shape {list(w_gate_up.shape)}; no size may be 0.")
         row = ReturnRowLayout(w_gate_up.shape[2] * w_gate_up.itemsize, num_topk)
         return engine.layer_config(w_gate_up, row)
-
-
-def _pair(x: Any) -> tuple[Any, Any, bool]:
-    """(rows, their scales, whether they came as a pair)."""
-    return (*x, True) if isinstance(x, tuple) and len(x) == 2 else (x, None, False)
-
-
-def _are_as_many(x: torch.Tensor, weights: torch.Tensor | None, src_idx: torch.Tensor) -> bool:
-    """Whether tensors have as many rows."""
-    num_rows = src_idx.shape[0]
-    return x.shape[0] == num_rows and (weights is None or weights.shape[0] == num_rows)
 
 
 def _num_sms(config: Config | None) -> int:

@@ -162,6 +162,16 @@ def check_rows(
     check_no_grad(**{name: rows})
 
 
+def pair_of(x: Any) -> tuple[Any, Any, bool]:
+    """(rows, their scales, whether they came as a pair)."""
+    return (*x, True) if isinstance(x, tuple) and len(x) == 2 else (x, None, False)
+
+
+def have_rows(num_rows: int, *tensors: torch.Tensor | None) -> bool:
+    """Whether tensors have so many rows."""
+    return all(one is None or one.shape[0] == num_rows for one in tensors)
+
+
 def check_payload(
     x: torch.Tensor | tuple[torch.Tensor, torch.Tensor],
     num_tokens: int | str = "T",

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import NamedTuple
+
 import torch
 
 from . import checks
@@ -13,10 +15,42 @@ from .streams import EventHandle
 from .symm.slots import SlotLayout
 
 Payload = torch.Tensor | tuple[torch.Tensor, torch.Tensor]
+Routing = tuple[torch.Tensor | None, torch.Tensor | None, torch.Tensor | None]
+"""topk_idx, topk_weights and cumulative_local_expert_recv_stats."""
 Events = tuple[EventHandle | None, EventHandle | None]
 """previous_event and previous_event_before_epilogue."""
-Given = tuple[int | None, int | None, int | None]
-"""num_experts, num_max_tokens_per_rank and expert_alignment; None: not given."""
+
+
+class DispatchOptions(NamedTuple):
+    """What a dispatch is called with besides tensors, events and a handle, under its own names."""
+
+    num_experts: int | None
+    num_max_tokens_per_rank: int | None
+    expert_alignment: int | None
+    do_cpu_sync: bool | None
+    do_handle_copy: bool
+    do_expand: bool
+    do_zero_padding: bool
+    use_tma_aligned_col_major_sf: bool
+    num_sms: int
+    num_qps: int
+    async_with_compute_stream: bool
+    allocate_on_comm_stream: bool
+
+
+class CombineOptions(NamedTuple):
+    """Those of a combine."""
+
+    num_sms: int
+    num_qps: int
+    async_with_compute_stream: bool
+    allocate_on_comm_stream: bool
+
+
+FLAGS = (
+    *("do_handle_copy", "do_expand", "do_zero_padding", "use_tma_aligned_col_major_sf"),
+    *("async_with_compute_stream", "allocate_on_comm_stream"),
+)
 
 
 def check_flags(**flags: bool) -> None:
@@ -58,6 +92,17 @@ def check_events(
         )
 
 
+def check_options(options: DispatchOptions | CombineOptions) -> None:
+    """Flags must be True or False, and fit one another."""
+    given = options._asdict()
+    flags = {name: given[name] for name in FLAGS if name in given}
+    check_flags(**flags)
+    if given.get("do_cpu_sync") is not None:
+        check_flags(do_cpu_sync=given["do_cpu_sync"])
+    if flags.get("do_zero_padding") and not flags["do_expand"]:
+        raise ShapeError("do_zero_padding needs do_expand: rows by token have no padding.")
+
+
 def check_x(x: Payload, device: torch.device) -> None:
     """Rows must be bf16, or e4m3 with scales."""
     rows, scales = checks.check_payload(x, device=device)
@@ -80,12 +125,12 @@ def check_new(
     x: Payload,
     topk_idx: torch.Tensor | None,
     topk_weights: torch.Tensor | None,
-    given: Given,
     stats: torch.Tensor | None,
+    options: DispatchOptions,
     num_ranks: int,
 ) -> Numbers:
     """The numbers of a dispatch without a handle, whose arguments must fit one another."""
-    rows, (num_experts, max_tokens, alignment) = x[0] if isinstance(x, tuple) else x, given
+    rows, (num_experts, max_tokens, alignment) = x[0] if isinstance(x, tuple) else x, options[:3]
     if topk_idx is None or num_experts is None:
         missing = "topk_idx" if topk_idx is None else "num_experts"
         raise ShapeError(f"{missing} is None; pass topk_idx and num_experts, or a handle.")
@@ -119,7 +164,7 @@ def check_handle(handle: EPHandle, num_ranks: int) -> None:
         raise DtypeError(
             f"handle is a {type(handle).__name__}; it must be the EPHandle that dispatch returned."
         )
-    of_ranks = len(handle.sent.rank_prefix_matrix)
+    of_ranks = handle.numbers.num_ranks
     if of_ranks != num_ranks:
         raise ShapeError(
             f"handle is of a dispatch of {of_ranks} ranks; this ElasticBuffer has {num_ranks}. "
@@ -127,12 +172,10 @@ def check_handle(handle: EPHandle, num_ranks: int) -> None:
         )
 
 
-def check_cached(handle: EPHandle, given: Given, wanted: RowsWanted, num_ranks: int) -> None:
+def check_cached(handle: EPHandle, options: DispatchOptions, wanted: RowsWanted) -> None:
     """A handle must be that of a dispatch like this one."""
-    check_handle(handle, num_ranks)
     known = handle.num_experts, handle.num_max_tokens_per_rank, handle.expert_alignment
-    names = "num_experts", "num_max_tokens_per_rank", "expert_alignment"
-    for name, value, of_handle in zip(names, given, known, strict=True):
+    for name, value, of_handle in zip(options._fields[:3], options[:3], known, strict=True):
         if value is not None and value != of_handle:
             raise ShapeError(
                 f"{name} is {checks.shown(value)}, and {of_handle} in handle; leave it out."

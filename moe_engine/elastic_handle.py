@@ -9,7 +9,9 @@ import torch
 
 from .dispatch.expand_kernels import Places
 from .engines.base import Handle
+from .engines.expanded import Numbers
 from .engines.internode import InternodeHandle
+from .handles import parts_of
 
 
 @dataclass(eq=False)
@@ -59,6 +61,15 @@ class EPHandle:
             self.psum_num_recv_tokens_per_expert,
             self.num_unaligned_recv_tokens_per_expert,
             self.psum_num_recv_tokens_per_scaleup_rank,
+        )
+        num_ranks = len(self.sent.rank_prefix_matrix)
+        sizes = self.expert_alignment, self.num_max_tokens_per_rank
+        self.numbers = Numbers(self.num_experts // num_ranks, *sizes, num_ranks)
+        sent, _ = parts_of(self.sent, type(self.sent))
+        # What decides how a call with this handle is made, besides the numbers of rows.
+        self.described = (
+            *(self.do_expand, self.num_sms, *self.numbers, self.topk_idx),
+            *(*self.places[1:], *sent),
         )
 
     @cached_property

@@ -58,8 +58,8 @@ class Launch(Protocol):
 class Recording(TorchDispatchMode):
     """The launches of a block, each with the `step` of a state that it was made at, and the tensors
     that the block allocates, in their order. `computes`: whether torch did anything else in it
-    than views, so that the launches are not all. `sized`: by the id of a result, the number that
-    its first size is."""
+    than views, so that the launches are not all. `sized`: by the id of what is allocated, the
+    number that its first size is, where that is one."""
 
     def __init__(self, state: Any) -> None:
         super().__init__()
@@ -88,6 +88,10 @@ class Recording(TorchDispatchMode):
     def __exit__(self, *error: object) -> None:
         _recordings.reset(self._token)
         super().__exit__(*error)
+
+    def of_rows(self) -> list[torch.Tensor]:
+        """What is allocated anew for other numbers of rows."""
+        return [one for one in self.allocated if id(one) in self.sized]
 
     def append(self, launch: Launch) -> None:
         """A launch was made."""

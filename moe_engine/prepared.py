@@ -113,7 +113,8 @@ class PreparedCalls(Kinds):
         with self._begin(*first), Recording(self._state) as recording:
             result = body(owner, *args, **more, **numbers)
         can_be_repeated = not recording.computes and not _overlap(given, self._held)
-        if can_be_repeated and all(one is None or one.numel() for one in sized or ()):
+        of_rows = *(sized or ()), *recording.of_rows()
+        if can_be_repeated and all(one is None or one.numel() for one in of_rows):
             parts = self._held, recording, result, self._state
             described.kind.prepared[body] = PreparedCall(given, [*numbers], *parts)
         return result
@@ -196,6 +197,8 @@ class PreparedCall:
     ):
         self._launches, self._end = recording.launches, (state.step, state.launched)
         returned = {_identity(one) for one in leaves(result)}
+        # Also what is needed for a time, where its size is a number.
+        returned |= set(map(_identity, recording.of_rows()))
         made = [one for one in recording.allocated if _identity(one) in returned]
         self._results: list[tuple[Any, ...]] = [
             (tuple(one.shape), one.stride(), one.dtype) for one in made
@@ -300,8 +303,8 @@ def _allocator(device: torch.device) -> Callable[..., torch.Tensor]:
 
 
 def with_size(name: str, results: R) -> R:
-    """These tensors, or None, which a body has made: their first size is its number of this name,
-    which is other in other calls."""
+    """These tensors, or None, which a body has allocated: their first size is its number of this
+    name, which is other in other calls."""
     recording = Recording.current()
     if recording is not None:
         recording.sized |= {id(one): name for one in results if one is not None}
@@ -314,10 +317,10 @@ def _builder(result: Any, numbered: dict[Any, int]) -> Callable[[list[Any]], Any
         return operator.itemgetter(_place(result, numbered))
     if not isinstance(result, tuple):
         return lambda memory: result
-    make = getattr(result, "_make", tuple)
+    make = functools.partial(tuple.__new__, type(result))  # `_make` takes a microsecond
     if len(result) > 1 and all(isinstance(one, torch.Tensor | None) for one in result):
         pick = operator.itemgetter(*[_place(one, numbered) for one in result])
-        return pick if make is tuple else lambda memory: make(pick(memory))
+        return pick if type(result) is tuple else lambda memory: make(pick(memory))
     parts = [_builder(one, numbered) for one in result]
     return lambda memory: make([part(memory) for part in parts])
 

@@ -112,12 +112,19 @@ class Call:
     """One call of a Buffer, which runs while this context is open. See `CallStreams.call`."""
 
     __slots__ = (
-        *("_caller", "_previous", "_runs_on", "_stream", "_streams", "_switch"),
+        *("_also", "_caller", "_previous", "_runs_on", "_stream", "_streams", "_switch"),
         *("event", "is_async"),
     )
 
-    def __init__(self, streams: CallStreams, previous: EventHandle | None, is_async: bool):
+    def __init__(
+        self,
+        streams: CallStreams,
+        previous: EventHandle | None,
+        is_async: bool,
+        also: EventHandle | None = None,
+    ):
         self._streams, self._previous, self.is_async = streams, previous, is_async
+        self._also = also
         self._runs_on: torch.cuda.Stream | None = None
         self._caller: torch.cuda.Stream | None = None
         self._stream: torch.cuda.Stream | None = None
@@ -171,6 +178,8 @@ class Call:
             self._previous.current_stream_wait()
         elif self.is_async:
             stream.wait_stream(caller)
+        if self._also is not None:
+            self._also.current_stream_wait()
         streams.follow_last_call(stream)
         self._stream = stream
 
@@ -227,9 +236,10 @@ class CallStreams:
         previous_event: EventOverlap | EventHandle | None = None,
         async_finish: bool = False,
         allocate_on_comm_stream: bool = False,
+        also: EventHandle | None = None,
     ) -> Call:
         """A context in which one call runs: after `previous_event`, or else after all that the
-        current stream holds, and after the Buffer's last call.
+        current stream holds; after the event `also`; and after the Buffer's last call.
 
         With async_finish it runs on `comm_stream()`, and `event` of the Call ends it; without, it
         runs on the current stream, and `event` is empty. Results of an asynchronous call always
@@ -237,7 +247,7 @@ class CallStreams:
         flag needs async_finish and a previous_event.
         """
         if async_finish is allocate_on_comm_stream is False and previous_event is None:
-            return Call(self, None, False)
+            return Call(self, None, False, also)
         check_flag("async_finish", async_finish)
         check_flag("allocate_on_comm_stream", allocate_on_comm_stream)
         previous = _handle_of(previous_event)
@@ -246,7 +256,7 @@ class CallStreams:
                 "allocate_on_comm_stream needs async_finish=True and a previous_event that holds "
                 "an event; results would be written before the current stream has let go of them."
             )
-        return Call(self, previous, bool(async_finish))
+        return Call(self, previous, bool(async_finish), also)
 
     def follow_last_call(self, stream: torch.cuda.Stream) -> None:
         """Make `stream` wait for the Buffer's last call, if that ran on another one.

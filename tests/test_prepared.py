@@ -13,7 +13,16 @@ import torch
 from dispatch_cases import make_inputs, poison
 from layer_cases import make_weights
 
-from moe_engine import BackendError, Buffer, Options, ShapeError, kinds, moe_ffn, prepared
+from moe_engine import (
+    BackendError,
+    Buffer,
+    ElasticBuffer,
+    Options,
+    ShapeError,
+    kinds,
+    moe_ffn,
+    prepared,
+)
 from moe_engine.cuda_driver import PackedLaunch
 from moe_engine.emulation import PerRank
 from moe_engine.grouped_gemm import dgrad, grouped_gemm, grouped_mlp, tile_schedule, wgrad
@@ -36,6 +45,14 @@ COSTS = {  # launches, allocations: of the parts of each call
     "hooked_combine": [(1, 2), (1, 0)],
     "moe_ffn": [(12, 2)],
     "moe_ffn_decode": [(5, 2)],
+    "by_token_synced": [(2, 4), (2, 7), (2, 0), (2, 0), (2, 4)],
+    "by_token": [(10, 14)],
+    "by_token_cached": [(4, 4)],
+    "by_token_combine": [(2, 2)],
+    "by_expert_synced": [(2, 4), (2, 7), (2, 0), (1, 0), (2, 4), (1, 0), (1, 0)],
+    "by_expert": [(11, 14)],
+    "by_expert_cached": [(5, 6)],
+    "by_expert_combine": [(3, 4)],
 }
 """A launch or an allocation more is host time of every call: raise a number only on purpose."""
 
@@ -84,6 +101,25 @@ def every_call(buffer, fused, x, idx, weights, up, down):
     yield "moe_ffn_decode", (moe_ffn(x, idx, weights, up, down, buffer, MAX_TOKENS),)
 
 
+def every_elastic_call(buffer, x, idx, weights):
+    """(name, results) of the calls of an ElasticBuffer: with a handle as many rows as came, in
+    other calls other numbers of rows."""
+    new = dict(num_experts=EXPERTS, expert_alignment=4)
+    for name, expand in (("by_token", False), ("by_expert", True)):
+        how = dict(do_expand=expand, do_zero_padding=expand)
+        _, _, row_weights, handle, _ = buffer.dispatch(x, idx, weights, **new, **how)
+        yield f"{name}_synced", ()
+        _, _, more_weights, most, _ = buffer.dispatch(
+            x, idx, weights, **new, **how, do_cpu_sync=False
+        )
+        num_rows = handle.num_recv_tokens
+        came = more_weights[: len(row_weights)], most.recv_src_metadata[:num_rows]
+        yield name, (*came, most.psum_num_recv_tokens_per_expert, most.topk_idx)
+        rows, ids, again, _, _ = buffer.dispatch(x, topk_weights=weights, handle=handle, **how)
+        yield f"{name}_cached", (rows, ids, again)
+        yield f"{name}_combine", buffer.combine(rows, handle, row_weights)[:2]
+
+
 def run_rounds(group, rounds, up, down):
     """Each round by prepared calls and by ones that are never kept: what a round of the same shapes
     as an earlier one costs, by call."""
@@ -91,8 +127,13 @@ def run_rounds(group, rounds, up, down):
     up, down = up.to(device), down.to(device)
     sizes = MAX_TOKENS, HIDDEN, EXPERTS, TOPK
     fused_only = Options(decode_tokens=0)
+    elastic = dict(num_max_tokens_per_rank=MAX_TOKENS, hidden=HIDDEN, num_topk=TOPK)
     buffers, plain = (
-        (Buffer.for_tokens(group, *sizes), Buffer.for_tokens(group, *sizes, options=fused_only))
+        (
+            Buffer.for_tokens(group, *sizes),
+            Buffer.for_tokens(group, *sizes, options=fused_only),
+            ElasticBuffer(group, **elastic),
+        )
         for _ in range(2)
     )
     seen, costs, real = [], {}, prepared.PreparedCall.__call__
@@ -107,12 +148,15 @@ def run_rounds(group, rounds, up, down):
             for one in (*buffers, *plain):
                 poison(one)
             torch.distributed.barrier(group)
+
+            def all_calls(buffer, fused, elastic, routed=(x, idx, weights)):
+                yield from every_call(buffer, fused, *routed, up, down)
+                yield from every_elastic_call(elastic, *routed)
+
             with mock.patch.object(kinds, "MOST_KINDS", 0):
-                wanted = [
-                    (name, bits(got)) for name, got in every_call(*plain, x, idx, weights, up, down)
-                ]
+                wanted = [(name, bits(got)) for name, got in all_calls(*plain)]
             seen.clear()
-            calls = every_call(*buffers, x, idx, weights, up, down)
+            calls = all_calls(*buffers)
             for (name, want), (other, got) in zip(wanted, calls, strict=True):
                 assert name == other
                 for number, (one, two) in enumerate(zip(want, bits(got), strict=True)):

@@ -6,7 +6,7 @@ the host waits for counts, each of its steps is one."""
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import NamedTuple
+from typing import Any, NamedTuple, TypedDict
 
 import torch
 
@@ -21,6 +21,8 @@ from ..dispatch.expand_kernels import (
     ReceivedIds,
     ReceivedRows,
 )
+from ..kinds import Described
+from ..prepared import with_size
 from ..utils import round_up
 from .base import Handle, PartsOfHandle
 from .internode import InternodeHandle
@@ -81,13 +83,16 @@ def dispatch(
     wanted: RowsWanted,
     waits: bool,
     num_sms: int,
+    described: Described | None = None,
 ) -> Dispatched:
     """Send the tokens. Unless the host `waits` for the counts there is room for all that can come,
-    and the whole is one prepared call. Rows by expert are copied from where they arrive."""
+    and the whole is one prepared call. Rows by expert are copied from where they arrive; their
+    scales are in one row, see `shaped`."""
     args = tokens, num_experts, stats, numbers, wanted, waits, num_sms
-    got: Dispatched = _dispatch(engine, *args) if waits else engine.call(_dispatch, *args)
-    rows = _shaped(got.rows, tokens.scales, got.num_expanded, wanted)
-    return got._replace(rows=rows, per_expert=[*got.per_expert])  # a list of the caller's own
+    if waits:
+        return _dispatch(engine, *args)
+    got: Dispatched = engine.whole_call(_dispatch, *args, described=described)
+    return got
 
 
 def _dispatch(
@@ -120,44 +125,56 @@ def _dispatch(
     return Dispatched(rows, topk_idx, places, sent, per_expert, num_expanded)
 
 
+class Sizes(TypedDict):
+    """The numbers of rows of a dispatch or a combine with a handle: of tokens, under both names
+    that kernels use; by expert; between columns of scales, 0 for scales by row; and of scales in
+    all."""
+
+    max_rows: int
+    num_rows: int
+    num_expanded: int
+    scale_rows: int
+    num_scales: int
+
+
+def sizes_of(
+    num_rows: int, num_expanded: int, scales: torch.Tensor | None, wanted: RowsWanted
+) -> Sizes:
+    """Of rows by token and by expert with such scales."""
+    columns = 0 if scales is None else scales.shape[1]
+    scale_rows = round_up(num_expanded, SCALE_ROWS) if wanted.by_column and columns else 0
+    return Sizes(
+        max_rows=num_rows,
+        num_rows=num_rows,
+        num_expanded=num_expanded,
+        scale_rows=scale_rows,
+        num_scales=(scale_rows or num_expanded) * columns,
+    )
+
+
 def dispatch_again(
     engine: KernelEngine,
     tokens: Tokens,
     num_experts: int,
     sent: Handle | InternodeHandle,
     places: Places,
-    num_expanded: int,
     numbers: Numbers,
     wanted: RowsWanted,
     num_sms: int,
-) -> ExpandedRows:
-    """Send tokens where those of an earlier dispatch went; ids and weights go along where there are
-    some."""
+    sizes: Sizes,
+    described: Described | None = None,
+) -> tuple[ExpandedRows, torch.Tensor | None]:
+    """Send tokens where those of an earlier dispatch went: (rows, their ids if they are by token).
+    Ids and weights go along where there are some. Scales of rows by expert are in one row, see
+    `shaped`."""
     goes_along = tokens.topk_idx is not None and tokens.topk_weights is not None
     num_experts = num_experts if goes_along else numbers.num_ranks
-    plan = sent.sent
-    num_rows, (metadata, *sums) = sent.recv_src_idx.numel(), places
-    received = Received.empty(tokens.x.new_empty(num_rows, tokens.x.shape[1]), tokens)
-    if not wanted.expand:
-        engine.send_again(tokens, plan, num_experts, received, num_sms)
-        return _shaped(_by_token(received, wanted), tokens.scales, num_expanded, wanted)
-    rows = new_rows(tokens, num_expanded, wanted)
-    engine.call(
-        _dispatch_again,
-        tokens,
-        plan,
-        num_experts,
-        tuple(sums),
-        numbers,
-        wanted,
-        num_sms,
-        sized=(*received, metadata, *rows),
-        max_rows=num_rows,
-        num_rows=num_rows,
-        num_expanded=num_expanded,
-        scale_rows=_scale_rows(rows, wanted),
-    )
-    return _shaped(rows, tokens.scales, num_expanded, wanted)
+    metadata, *sums = places
+    args = tokens, sent.sent, num_experts, tuple(sums), numbers, wanted, num_sms
+    more: dict[str, Any] = dict(described=described, sized=(metadata,))
+    got: tuple[ExpandedRows, torch.Tensor | None]
+    got = engine.whole_call(_dispatch_again, *args, **more, **sizes)
+    return got
 
 
 def _dispatch_again(
@@ -169,20 +186,19 @@ def _dispatch_again(
     numbers: Numbers,
     wanted: RowsWanted,
     num_sms: int,
-    sized: tuple[torch.Tensor, ...],
-    **more: int,
-) -> None:
-    received, metadata, rows = Received(*sized[:5]), sized[5], ExpandedRows(*sized[6:])
+    sized: tuple[torch.Tensor],
+    **sizes: int,
+) -> tuple[ExpandedRows, torch.Tensor | None]:
+    x = tokens.x.new_empty(sizes["max_rows"], tokens.x.shape[1])
+    received = with_size("max_rows", Received.empty(x, tokens))
     engine.send_again(tokens, plan, num_experts, received, num_sms)
-    expand(
-        engine,
-        ReceivedRows(*_by_token(received, wanted)),
-        Places(metadata, *sums),
-        plan[0],
-        rows,
-        numbers,
-        wanted,
-    )
+    if not wanted.expand:
+        return _by_token(received, wanted), received.topk_idx
+    rows = with_size("num_expanded", new_rows(tokens, sizes["num_expanded"], wanted))
+    with_size("num_scales", [rows.scales])
+    received_rows, places = ReceivedRows(*_by_token(received, wanted)), Places(*sized, *sums)
+    expand(engine, received_rows, places, plan[0], rows, numbers, wanted)
+    return rows, None
 
 
 def combine(
@@ -193,36 +209,39 @@ def combine(
     bias: Sequence[torch.Tensor],
     rounds_once: bool,
     num_sms: int,
+    described: Described | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor | None]:
-    """Return rows to their tokens: rows by token, or with `places` sums of rows by expert. These,
-    and the sums of several nodes, are fp32 until the end if a result `rounds_once`."""
-    plan, dtype = sent.returned, torch.float32 if rounds_once else rows.x.dtype
+    """Return rows to their tokens: rows by token, or with `places` sums of rows by expert. The
+    sums of several nodes are fp32 until the end if a result `rounds_once`; so are those of rows by
+    expert, and their result."""
+    plan = sent.returned
     if places is None:
         returned = ReturnedRows(*rows), plan, tuple(bias), num_sms
-        return engine.return_rows(*returned, round_once=rounds_once)
-    reduced, metadata = _new_sums(rows, places, dtype), places.src_metadata
-    out, weights = engine.call(
-        _combine,
-        plan,
-        tuple(one.to(dtype) for one in bias),
-        num_sms,
-        sized=(*rows, metadata, *reduced),
-        num_rows=len(metadata),
-        num_expanded=len(rows.x),
-    )
-    return out.bfloat16() if rounds_once else out, weights
+        return engine.return_rows(*returned, described, rounds_once)
+    dtype = torch.float32 if rounds_once else rows.x.dtype
+    added = tuple(one.to(dtype) for one in bias)
+    if added and rounds_once:
+        described = None  # which would have to describe these
+    more: dict[str, Any] = dict(sized=(*rows, places.src_metadata), described=described)
+    more |= dict(num_rows=len(places.src_metadata), num_expanded=len(rows.x))
+    got: tuple[torch.Tensor, torch.Tensor | None]
+    got = engine.whole_call(_combine, plan, added, dtype, num_sms, **more)
+    return got
 
 
 def _combine(
     engine: KernelEngine,
     plan: PartsOfHandle,
     bias: tuple[torch.Tensor, ...],
+    dtype: torch.dtype,
     num_sms: int,
     sized: tuple[torch.Tensor, ...],
     **numbers: int,
 ) -> tuple[torch.Tensor, torch.Tensor | None]:
-    _reduce(engine, plan[0], sized, **numbers)
-    return engine.return_rows(ReturnedRows(*sized[3:]), plan, bias, num_sms)
+    rows, metadata = ExpertRows(*sized[:2]), sized[2]
+    sums = with_size("num_rows", _new_sums(rows, metadata, dtype))
+    reduce_expanded(rows, metadata, plan[0], sums, engine.slots)
+    return engine.return_rows(ReturnedRows(*sums), plan, bias, num_sms)
 
 
 # --- Steps ---------------------------------------------------------------------------------------
@@ -345,7 +364,7 @@ def _scale_rows(rows: ExpandedRows, wanted: RowsWanted) -> int:
     return round_up(len(rows.x), SCALE_ROWS) if is_by_column else 0
 
 
-def _shaped(
+def shaped(
     rows: ExpandedRows, like: torch.Tensor | None, num_expanded: int, wanted: RowsWanted
 ) -> ExpandedRows:
     """Rows with scales [M, S] of the order in memory that is wanted."""
@@ -364,21 +383,8 @@ def _shaped(
     return rows._replace(scales=by_column)
 
 
-def _new_sums(rows: ExpertRows, places: Places, dtype: torch.dtype) -> ReducedRows:
+def _new_sums(rows: ExpertRows, metadata: torch.Tensor, dtype: torch.dtype) -> ReducedRows:
     """Room for the sums of rows by expert, of `dtype`, and for their weights."""
-    num_rows, columns = places.src_metadata.shape
+    num_rows, columns = metadata.shape
     weights = None if rows.weights is None else rows.weights.new_empty(num_rows, columns - 2)
     return ReducedRows(rows.x.new_empty(num_rows, rows.x.shape[1], dtype=dtype), weights)
-
-
-def _reduce(
-    engine: KernelEngine,
-    rank_prefix_matrix: torch.Tensor,
-    sized: tuple[torch.Tensor, ...],
-    num_rows: int,
-    num_expanded: int,
-) -> None:
-    """Sum expert rows [M, H] to received rows [N, H], see `reference.reduce_expanded`; weights
-    float32 [M], unless None, become [N, K]."""
-    rows, metadata, out = ExpertRows(*sized[:2]), sized[2], ReducedRows(*sized[3:])
-    reduce_expanded(rows, metadata, rank_prefix_matrix, out, engine.slots)
