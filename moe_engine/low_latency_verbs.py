@@ -121,7 +121,7 @@ class LowLatencyVerbs(BufferLifecycle):
         recv_x = got.x if got.scales is None else (got.x, got.scales)
         hook = None
         if receive is not None:
-            hook = partial(self._receive, receive, call.stream, (*rows, *stats), got)
+            hook = partial(self._receive, receive, call.stream, (*rows, *stats, *got))
         return recv_x, got.counts, handle, call.event, hook
 
     def _check_dispatch_tokens(
@@ -208,7 +208,7 @@ class LowLatencyVerbs(BufferLifecycle):
         kind.is_checked = True
         hook = None
         if receive is not None:
-            hook = partial(self._receive, receive, call.stream, (*rows, stats, result), (epoch,))
+            hook = partial(self._receive, receive, call.stream, (*rows, stats, result, epoch))
         return result, call.event, hook
 
     def _check_combine(
@@ -334,20 +334,18 @@ class LowLatencyVerbs(BufferLifecycle):
         self,
         receive: Hook,
         stream: torch.cuda.Stream | None,
-        given: tuple[torch.Tensor | None, ...],
-        made: tuple[torch.Tensor | None, ...],
+        tensors: tuple[torch.Tensor | None, ...],
     ) -> None:
-        """The receiving half of a call, on the stream that is current now. It keeps the memory of
-        what it uses from being reused before it has ended: tensors that were given, and those that
-        the first half made on its `stream`, which are of that stream's memory."""
+        """The receiving half of a call, on the stream that is current now. If that is not the
+        `stream` of the first half, it keeps the memory of the `tensors` that both use from being
+        reused before it has ended; they live until then."""
         self._check_process()
         if self._low_latency is None:
             raise BackendError("this Buffer was destroyed, and its memory with it.")
         self._low_latency.check()
         with self._streams.call() as call:
-            record(given, call.stream)
             if call.stream is not stream:
-                record(made, call.stream)
+                record(tensors, call.stream)
             receive()
 
     def _check_stats(
