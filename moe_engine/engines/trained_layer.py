@@ -224,7 +224,8 @@ def backward(
     pre, rows = saved.tensors
     keeps_pre = pre is not None and saved.is_kept
     args = inputs, dy, saved.save, keeps_pre, into
-    described = engine.describe(*args)
+    memory = WeightGradients(None, None) if into is None else into
+    described = engine.describe(*inputs, dy, saved.save, keeps_pre, into is None, *memory)
     columns = inputs.w_down.shape[2]
     pre = x.new_empty(room, inputs.parts * columns) if pre is None else pre
     work = BackwardRows(
