@@ -33,6 +33,7 @@ import torch
 import torch.distributed as dist
 
 from .errors import BackendError, MoeEngineError, ShapeError
+from .host_collectives import stage_collectives
 from .symm import environment
 
 START_TIMEOUT_S = 120.0
@@ -79,11 +80,11 @@ class RankPool:
     """`num_ranks` processes in one torch.distributed group, for any number of runs.
 
     `device` is "cpu" (gloo, interpreted kernels) or "cuda": rank r on GPU r modulo their number,
-    with NCCL and gloo, or with gloo alone where ranks share a GPU (`shares_gpus`). The driver then
-    gives each process the GPU for a while, so kernels that wait for peers do end; what they
-    compute is right, and their times mean nothing. `env` is added to the environment of the ranks.
-    The processes start at the first run, and again at the run after one was lost; they end with the
-    pool or with this process.
+    with NCCL and gloo, or with gloo alone where ranks share a GPU (`shares_gpus`), which copies the
+    tensors of collectives to the host and back. The driver then gives each process the GPU for a
+    while, so kernels that wait for peers do end; what they compute is right, and their times mean
+    nothing. `env` is added to the environment of the ranks. The processes start at the first run,
+    and again at the run after one was lost; they end with the pool or with this process.
 
     `nodes` makes nodes of num_ranks / nodes ranks each: those of a node map one another's memory,
     and others are reached through NVSHMEM on GPUs, on a CPU through an emulated network, which
@@ -321,8 +322,11 @@ def _serve(
         num_gpus = torch.cuda.device_count() if device == "cuda" else 0
         if num_gpus:
             torch.cuda.set_device(rank % num_gpus)
-        # NCCL refuses two ranks on a GPU.
-        backend = "gloo" if num_gpus < num_ranks else "cpu:gloo,cuda:nccl"
+        backend = "cpu:gloo,cuda:nccl"
+        if num_gpus < num_ranks:  # NCCL refuses two ranks on a GPU
+            backend = "gloo"
+            if num_gpus:
+                stage_collectives()
         store = dist.FileStore(os.path.join(folder, "store"))
         dist.init_process_group(backend, store=store, rank=rank, world_size=num_ranks)
         groups.extend(dist.new_group(list(range(size))) for size in range(1, num_ranks))

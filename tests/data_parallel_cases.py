@@ -7,7 +7,6 @@ from functools import cache
 from typing import Any
 
 import cases
-import pytest
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
@@ -91,13 +90,6 @@ def all_weights(model: nn.Module) -> dict[str, Tensor]:
     """Those of a model over ranks, whole, on each rank."""
     full = get_model_state_dict(model)
     return {name: getattr(one, "full_tensor", lambda one=one: one)() for name, one in full.items()}
-
-
-def needs_nccl(pool: Any) -> None:
-    """torch 2.11 crashes where gloo is to gather DTensors on a GPU; transformers gives each rank
-    a GPU of its own."""
-    if pool.shares_gpus:
-        pytest.skip("torch gathers DTensors on GPUs by NCCL, which takes one rank on each")
 
 
 @cache

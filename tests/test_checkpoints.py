@@ -15,7 +15,6 @@ from data_parallel_cases import (
     end,
     loss_of,
     meshes,
-    needs_nccl,
     sharded_model,
     take_weights,
     whole_model,
@@ -95,7 +94,6 @@ def run(
 
 def check_chain(pool: RankPool, folder: Path, *stages: tuple[int, bool]) -> None:
     """What the first stage saves, each later one loads from the one before, bit for bit."""
-    needs_nccl(pool)
     source, first = None, {}
     for number, (num_ranks, use_fsdp) in enumerate(stages):
         target = f"stage{number}"

@@ -18,7 +18,6 @@ from data_parallel_cases import (
     end,
     loss_of,
     meshes,
-    needs_nccl,
     sharded_model,
     take_weights,
     whole_model,
@@ -128,7 +127,6 @@ def check(
     *sizes: int,
     backend: str = "collective",
 ) -> None:
-    needs_nccl(pool)
     num_ranks = pool.num_ranks
     if num_ranks % ep:
         pytest.skip(f"needs {ep} GPUs, has {num_ranks}")
@@ -171,7 +169,6 @@ def test_gradients_of_micro_batches_are_added_up(
 
 def test_fsdp_alone_divides_by_too_little(pool: RankPool) -> None:
     """FSDP2 divides by the ranks of its own mesh, 2, and there are 4 batches."""
-    needs_nccl(pool)
     sizes = 4, 1, 1
     weights, _, (norm,) = train_whole(4, *sizes)
     for have, _, (have_norm,) in pool.run(train, with_torch_alone, 2, *sizes, num_ranks=4):

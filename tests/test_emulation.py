@@ -15,6 +15,11 @@ import cases
 import pytest
 import torch
 import torch.distributed as dist
+from torch.distributed._functional_collectives import (
+    all_gather_tensor,
+    all_reduce,
+    reduce_scatter_tensor,
+)
 
 from moe_engine import emulation
 from moe_engine.device import lang
@@ -60,6 +65,45 @@ def test_each_rank_gets_its_arguments_and_returns_its_result(pool):
         assert (own_rank, size, total) == (rank, num_ranks, num_ranks * (num_ranks - 1) // 2)
         torch.testing.assert_close(y, items[rank])
     assert x.eq(0).all()  # the ranks changed copies
+
+
+def call_collectives(group):
+    """Those of torch on this rank's device, in the forms that FSDP2 and DTensors call."""
+    rank, size = group.rank(), group.size()
+    every = torch.arange(size * size).view(size, size).to(cases.device(), torch.bfloat16)
+    own, total = every[rank].clone(), every.sum(0)
+
+    def check(out, expected, work=None):
+        if work is not None:
+            work.wait()
+        torch.testing.assert_close(out, expected)
+
+    whole = torch.zeros_like(every).flatten()
+    check(whole, every.flatten(), dist.all_gather_into_tensor(whole, own, group, async_op=True))
+    dist.all_gather(rows := [torch.zeros_like(own) for _ in range(size)], own, group)
+    check(torch.stack(rows), every)
+    gathered = [torch.zeros_like(own) for _ in range(size)] if rank == 0 else None
+    dist.gather(own, gathered, group=group, group_dst=0)
+    check(gathered, [*every] if rank == 0 else None)
+    check(all_gather_tensor(own, 0, group).wait(), every.flatten())
+    for op, expected in (dist.ReduceOp.SUM, total), (dist.ReduceOp.AVG, total / size):
+        part = own.new_zeros(1)
+        dist.reduce_scatter_tensor(part, own, op, group)
+        check(part, expected[rank : rank + 1])
+        check(reduce_scatter_tensor(own, op.name, 0, group).wait(), part)
+        check(all_reduce(own, op.name, group).wait(), expected)
+        summed = own.clone()
+        check(summed, expected, dist.all_reduce(summed, op, group, async_op=True))
+    dist.all_to_all_single(column := torch.zeros_like(own), own, group=group)
+    check(column, every[:, rank])
+    dist.broadcast(first := own.clone(), group=group, group_src=0)
+    check(first, every[0])
+    dist.scatter(first.zero_(), [*every] if rank == 0 else None, group=group, group_src=0)
+    check(first, own)
+
+
+def test_collectives_of_torch(pool):
+    pool.run(call_collectives)
 
 
 def get_group_id(group):

@@ -19,7 +19,6 @@ from data_parallel_cases import (
     end,
     loss_of,
     meshes,
-    needs_nccl,
     sharded_model,
     take_weights,
     whole_model,
@@ -183,7 +182,6 @@ def train_whole() -> tuple[list[float], dict[str, Tensor]]:
 def test_prefetches_change_nothing(
     pool: RankPool, policy: MixedPrecisionPolicy, backend: str, tolerance: float
 ) -> None:
-    needs_nccl(pool)
     losses, weights = train_whole()
     found = pool.run(run, policy, backend, num_ranks=4)
     means = torch.tensor([one for one, _ in found]).mean(0)

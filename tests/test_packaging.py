@@ -25,7 +25,7 @@ LAYERS = (
         *("grouped_gemm", "row_vectors", "expert_major", "expert_major_kernels"),
         *("layer_config", "node_traffic", "reference", "low_latency_reference"),
     ),
-    ("symm", "streams", "emulation"),
+    ("symm", "streams", "host_collectives", "emulation"),
     ("options", "agreement", "routing", "routing_kernels"),
     ("dispatch",),
     ("combine",),

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from types import SimpleNamespace
 
+import cases
 import pytest
 import torch
 import torch.distributed as dist
@@ -76,20 +77,20 @@ def whole_block():
     torch.manual_seed(0)
     block = Block(None)
     block.routed_experts = WholeRoutedExperts(EXPERTS)
-    return block
+    return block.to(cases.device())
 
 
 def batches(dp):
     """Tokens and factors of the loss, [T, D] for each data-parallel rank."""
     generator = torch.Generator().manual_seed(1)
-    return torch.randn(dp, 2, TOKENS, HIDDEN, generator=generator)
+    return torch.randn(dp, 2, TOKENS, HIDDEN, generator=generator).to(cases.device())
 
 
 def meshes(tp, ep):
     """(dense, with dimensions dp and tp; sparse, efsdp and ep), as torchtitan cuts the ranks."""
-    size = dist.get_world_size()
-    dense = init_device_mesh("cpu", (size // tp, tp), mesh_dim_names=("dp", "tp"))
-    return dense, init_device_mesh("cpu", (size // ep, ep), mesh_dim_names=("efsdp", "ep"))
+    size, device = dist.get_world_size(), cases.device().type
+    dense = init_device_mesh(device, (size // tp, tp), mesh_dim_names=("dp", "tp"))
+    return dense, init_device_mesh(device, (size // ep, ep), mesh_dim_names=("efsdp", "ep"))
 
 
 def parallel_block(way, whole, dense, sparse):
@@ -97,7 +98,7 @@ def parallel_block(way, whole, dense, sparse):
     ep = sparse["ep"]
     share = EXPERTS // ep.size()
     inner = SimpleNamespace(dim=HIDDEN, hidden_dim=INTERMEDIATE, num_experts=share)
-    routed = make_stand_in(way, inner, EXPERTS, TOPK, torch.float32)
+    routed = make_stand_in(way, inner, EXPERTS, TOPK, torch.float32).to(cases.device())
     mine = slice(ep.get_local_rank() * share, (ep.get_local_rank() + 1) * share)
     experts = routed.inner_experts
     load(experts, whole.routed_experts.gate_up_proj[mine], whole.routed_experts.down_proj[mine])
@@ -105,7 +106,7 @@ def parallel_block(way, whole, dense, sparse):
         part = DTensor.from_local(weight.detach(), ep, [Shard(0)], run_check=False)
         setattr(experts, name, nn.Parameter(part))
     routed.token_dispatcher.wire_meshes(ep_mesh=ep)
-    block = Block(routed)
+    block = Block(routed).to(cases.device())
     block.load_state_dict(whole.state_dict(), strict=False)
     columns = ColwiseParallel()
     plan = {
@@ -168,11 +169,6 @@ def finish(dispatcher):
     end(dispatcher.buffer)
 
 
-def needs_cpus(pool):
-    if pool.device != "cpu":
-        pytest.skip("meshes of CPU ranks")
-
-
 @pytest.mark.parametrize(
     ("way", "tp", "ep"),
     [
@@ -185,7 +181,6 @@ def needs_cpus(pool):
     ],
 )
 def test_blocks_train_as_one_process(pool, way, tp, ep):
-    needs_cpus(pool)
     pool.run(run_block, way, tp, ep, num_ranks=4)
 
 
@@ -197,7 +192,7 @@ def run_columns(group, way):
     and gradients come of collectives that torch has not waited for."""
     whole, rank = whole_block().routed_experts, group.rank()
     x, dy = batches(1)[0]
-    scores, ids = torch.randn(TOKENS, EXPERTS).softmax(-1).topk(TOPK)
+    scores, ids = torch.randn(TOKENS, EXPERTS, device=x.device).softmax(-1).topk(TOPK)
     dist.broadcast(scores, 0, group)
     dist.broadcast(ids, 0, group)
     leaf = x.clone().requires_grad_()
@@ -207,7 +202,7 @@ def run_columns(group, way):
     columns = INTERMEDIATE // group.size()
     mine = slice(rank * columns, (rank + 1) * columns)
     inner = SimpleNamespace(dim=HIDDEN, hidden_dim=columns, num_experts=EXPERTS)
-    routed = make_stand_in(way, inner, EXPERTS, TOPK, torch.float32)
+    routed = make_stand_in(way, inner, EXPERTS, TOPK, torch.float32).to(cases.device())
     up = torch.cat([half[:, mine] for half in whole.gate_up_proj.chunk(2, 1)], 1)
     load(routed.inner_experts, up, whole.down_proj[:, :, mine])
     routed.token_dispatcher.wire_meshes(ep_mesh=None)
@@ -227,7 +222,6 @@ def run_columns(group, way):
 
 @pytest.mark.parametrize("way", ["w13", "dispatcher"])
 def test_columns_of_experts(pool, way):
-    needs_cpus(pool)
     pool.run(run_columns, way, num_ranks=2)
 
 
@@ -237,7 +231,8 @@ def test_columns_of_experts(pool, way):
 def refuse(group):
     dense, sparse = meshes(1, 2)
     x = batches(1)[0, 0]
-    scores, ids = torch.ones(TOKENS, TOPK), torch.zeros(TOKENS, TOPK, dtype=torch.int64)
+    scores = torch.ones(TOKENS, TOPK, device=x.device)
+    ids = torch.zeros_like(scores, dtype=torch.int64)
     block = parallel_block("w13", whole_block(), dense, sparse)
     routed = block.routed_experts
     with pytest.raises(DtypeError, match="x is a DTensor"):
@@ -250,5 +245,4 @@ def refuse(group):
 
 
 def test_what_is_refused(pool):
-    needs_cpus(pool)
     pool.run(refuse, num_ranks=4)

@@ -11,7 +11,6 @@ import cases
 import pytest
 import torch
 import torch.distributed as dist
-from data_parallel_cases import needs_nccl
 
 pytest.importorskip("transformers.distributed.expert_parallel")
 
@@ -37,10 +36,11 @@ def read(
 ) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
     """The logits and the whole gradients of a model that is loaded, and called twice, on 4 ranks,
     each tensor-parallel group with a batch of its own, of 3 tokens and more."""
-    rank = dist.get_rank()
+    rank, gpu = dist.get_rank(), cases.device().index or 0
     register(max_tokens=max_tokens)
     with pytest.MonkeyPatch.context() as patch:
-        for name, value in ("RANK", rank), ("LOCAL_RANK", rank), ("WORLD_SIZE", group.size()):
+        # transformers takes LOCAL_RANK for the number of the GPU.
+        for name, value in ("RANK", rank), ("LOCAL_RANK", gpu), ("WORLD_SIZE", group.size()):
             patch.setenv(name, str(value))
         plan = DistributedConfig(**sizes, ep_implementation=how)
         model: Any = AutoModelForCausalLM.from_pretrained(folder, distributed_config=plan)
@@ -68,7 +68,6 @@ def checkpoint(tmp_path_factory: Any) -> Path:
 
 @pytest.mark.parametrize("name", cases.slow_unless([("shared batches",)], SIZES))
 def test_logits_and_gradients(pool: RankPool, checkpoint: Path, name: str) -> None:
-    needs_nccl(pool)
     ours = pool.run(read, str(checkpoint), SIZES[name], "moe_engine", num_ranks=4)
     theirs = pool.run(read, str(checkpoint), SIZES[name], "all_to_all", num_ranks=4)
     for (got, grads), (want, want_grads) in zip(ours, theirs, strict=True):
@@ -79,7 +78,6 @@ def test_logits_and_gradients(pool: RankPool, checkpoint: Path, name: str) -> No
 
 
 def test_more_tokens_than_the_buffer_was_made_for(pool: RankPool, checkpoint: Path) -> None:
-    needs_nccl(pool)
     with pytest.raises(RankError, match="give shard_experts, or register, max_tokens") as info:
         sizes = SIZES["batches of their own"]
         pool.run(read, str(checkpoint), sizes, "moe_engine", 4, num_ranks=4)
@@ -87,7 +85,6 @@ def test_more_tokens_than_the_buffer_was_made_for(pool: RankPool, checkpoint: Pa
 
 
 def test_experts_that_are_refused(pool: RankPool, checkpoint: Path, tmp_path: Path) -> None:
-    needs_nccl(pool)
     config = json.loads((checkpoint / "config.json").read_text()) | {"hidden_act": "relu"}
     for file in checkpoint.iterdir():
         (tmp_path / file.name).write_bytes(file.read_bytes())

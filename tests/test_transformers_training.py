@@ -12,7 +12,7 @@ import torch.distributed as dist
 
 pytest.importorskip("transformers")
 
-from data_parallel_cases import FULL, end, meshes, needs_nccl
+from data_parallel_cases import FULL, end, meshes
 from torch.distributed.checkpoint.state_dict import get_model_state_dict
 from torch.distributed.fsdp import fully_shard
 from transformers import AutoModelForCausalLM
@@ -82,6 +82,5 @@ def train(group: dist.ProcessGroup, folder: str, num_steps: int) -> tuple[list[f
 def test_a_model_trains_as_one_process_and_is_saved_whole(
     pool: RankPool, tmp_path: Path, num_steps: int
 ) -> None:
-    needs_nccl(pool)
     norms = pool.run(train, str(tmp_path), num_steps, num_ranks=4)
     assert all(have == norms[0] for have in norms)
