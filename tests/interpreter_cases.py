@@ -13,7 +13,8 @@ import torch
 import triton
 import triton.language as tl
 
-from moe_engine.device.interpreter import ARITHMETIC, COMPARISONS, OF_INTEGERS, speed_up
+from moe_engine.device.interpreter import speed_up
+from moe_engine.device.interpreter.operators import ARITHMETIC, COMPARISONS, OF_INTEGERS
 
 NUMBERS = {"3": 3, "-7": -7, "0": 0, "2**40": 2**40, "2.5": 2.5, "nan": float("nan")}
 TYPES = tl.int1, tl.int8, tl.int32, tl.uint32, tl.int64, tl.float32, tl.bfloat16
