@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from typing import Any
 
 import numpy as np
@@ -36,13 +37,23 @@ _filled: dict[Any, Any] = {}
 
 @in_place_of(TritonSemantic, "cast")
 def convert(self: Any, input: Any, dst_ty: Any, rounding: Any = None) -> Any:
-    """By numpy between plain types; to int1 the language compares with 0."""
+    """By numpy between plain types, to which int1 is none: there the language compares with 0. By a
+    table from bf16 to fp32, which the language takes apart and puts together."""
     source, dtype = input.dtype, dst_ty.scalar
     if source is dtype:
         return input
+    if source.name == "bf16" and dtype.name == "fp32" and not rounding:
+        return make(fp32_of_bf16()[input.handle.data], dtype, is_block(input))
     if rounding or source.name not in PLAIN or dtype.name not in NUMBERS:
         return convert.general(self, input, dst_ty, rounding)
     return make(input.handle.data.astype(numpy_dtype(dtype)), dtype, is_block(input))
+
+
+@functools.cache
+def fp32_of_bf16() -> Any:
+    """What each of the 65536 values of bf16 is to the language."""
+    values = make(np.arange(2**16, dtype=np.uint16), tl.bfloat16, True)
+    return convert.general(semantic, values, tl.float32).handle.data
 
 
 @in_place_of(tl, "cast")

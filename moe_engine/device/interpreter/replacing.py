@@ -10,7 +10,7 @@ _replacements: list[tuple[Any, str, Any]] = []
 
 def in_place_of(owner: Any, name: str) -> Callable[[Any], Any]:
     """A decorator: from `replace_all` on, the function is this member of `owner`, and its
-    `general` is what was there."""
+    `general` is what was there. In several places, it is that of the first line."""
 
     def register(function: Any) -> Any:
         _replacements.append((owner, name, function))
