@@ -37,8 +37,8 @@ _filled: dict[Any, Any] = {}
 
 @in_place_of(TritonSemantic, "cast")
 def convert(self: Any, input: Any, dst_ty: Any, rounding: Any = None) -> Any:
-    """By numpy between plain types, to which int1 is none: there the language compares with 0. By a
-    table from bf16 to fp32, which the language takes apart and puts together."""
+    """By numpy between plain types (to int1 the language compares with 0), and by a table from bf16
+    to fp32."""
     source, dtype = input.dtype, dst_ty.scalar
     if source is dtype:
         return input
