@@ -25,8 +25,7 @@ _NESTED = list, tuple, tl.tuple
 _dtypes: dict[str, Any] = {}
 _tuple_types: dict[tuple[int, ...], Any] = {}
 _blocks: dict[Any, Any] = {}
-_blocks_like: dict[Any, Any] = {}
-_shapes: dict[Any, Any] = {}
+_shapes: dict[tuple[int, ...], Any] = {}
 _pointers: dict[Any, Any] = {}
 _new = object.__new__
 
@@ -50,16 +49,18 @@ def dtypes_are_equal(self: Any, other: Any) -> Any:
 
 @in_place_of(tl.block_type, "__new__")
 def new_block(cls: Any, element_ty: Any, shape: Sequence[Any]) -> Any:
-    """One object for all equal types of blocks."""
-    key = element_ty.name, tuple([getattr(size, "value", size) for size in shape])
-    return _blocks.get(key) or _blocks.setdefault(key, _new(cls))
+    """One object for all equal types of blocks, which `init_block` describes."""
+    sizes = tuple([getattr(size, "value", size) for size in shape])
+    return _blocks.get((element_ty.name, sizes)) or _new(cls)
 
 
 @in_place_of(tl.block_type, "__init__")
 def init_block(self: Any, element_ty: Any, shape: Sequence[Any]) -> None:
     if not hasattr(self, "name"):
         init_block.general(self, element_ty, shape)
-        self.shape = _shapes.setdefault(tuple(self.shape), self.shape)
+        sizes = tuple(self.shape)  # that of Triton has no hash
+        self.shape = _shapes.setdefault(sizes, self.shape)
+        _blocks[element_ty.name, sizes] = self
 
 
 @in_place_of(tl.block_type, "with_element_ty")
@@ -127,8 +128,8 @@ def init_tensor(self: Any, handle: Any, type: Any) -> None:
 def make(data: Any, dtype: Any, is_block: bool) -> Any:
     """A tensor of a scalar, or a block of numpy's shape."""
     kind = dtype
-    if is_block and (kind := _blocks_like.get((dtype.name, data.shape))) is None:
-        kind = _blocks_like[dtype.name, data.shape] = tl.block_type(dtype, list(data.shape))
+    if is_block:
+        kind = _blocks.get((dtype.name, data.shape)) or tl.block_type(dtype, list(data.shape))
     handle, tensor = _new(TensorHandle), _new(tl.tensor)
     handle.data, handle.dtype, handle.attr = data, dtype, {}
     init_tensor(tensor, handle, kind)
