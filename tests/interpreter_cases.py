@@ -13,7 +13,8 @@ import torch
 import triton
 import triton.language as tl
 
-from moe_engine.device.interpreter import ARITHMETIC, COMPARISONS, OF_INTEGERS, speed_up
+from moe_engine.device.interpreter import speed_up
+from moe_engine.device.interpreter.operators import ARITHMETIC, COMPARISONS, OF_INTEGERS
 
 NUMBERS = {"3": 3, "-7": -7, "0": 0, "2**40": 2**40, "2.5": 2.5, "nan": float("nan")}
 TYPES = tl.int1, tl.int8, tl.int32, tl.uint32, tl.int64, tl.float32, tl.bfloat16
@@ -61,6 +62,9 @@ def operate(ints: Any, longs: Any, floats: Any, halves: Any) -> None:
     for (name, x), dtype in product(known.items(), TYPES):
         note(f"{name} to {dtype}", x.to, dtype)
         note(f"{name} as {dtype}", x.to, dtype, bitcast=True)
+    every_half = tl.arange(0, 2**16).to(tl.int16).to(tl.bfloat16, bitcast=True)
+    for (name, x), dtype in product({"half": tl.load(halves), "all": every_half}.items(), TYPES):
+        note(f"bf16 {name} to {dtype}", x.to, dtype)
     for number, dtype in product(NUMBERS, TYPES):
         note(f"full {number} {dtype}", tl.full, (4,), NUMBERS[number], dtype)
         note(f"cast {number} {dtype}", tl.cast, NUMBERS[number], dtype)

@@ -360,7 +360,9 @@ def test_delayed_gradients_of_a_module_and_a_checkpoint(nodes):
 # --- Around layers -------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("name", ["2x2", pytest.param("collective", marks=pytest.mark.slow)])
+@pytest.mark.parametrize(
+    "name", ["2x1", *(pytest.param(name, marks=pytest.mark.slow) for name in ("2x2", "collective"))]
+)
 def test_a_compiled_layer_is_one_graph(nodes, name):
     options, shape = {}, name
     if name == "collective":
