@@ -17,9 +17,12 @@ from ..grouped_gemm import num_compute_programs, ragged
 from ..grouped_gemm.backward import wgrad_launch
 from ..grouped_gemm.backward_kernels import _wgrad_kernel
 from ..grouped_gemm.config import GemmConfig
-from ..grouped_gemm.launch import expert_weights
-from ..grouped_gemm.operands import Rows, Weights
+from ..grouped_gemm.descriptors import expert_weights
+from ..grouped_gemm.operands import Epilogue, Rows, Weights
 from ..grouped_gemm.quantization_kernels import quantize_rows_kernel
+from ..grouped_gemm.schedule_kernels import Tiles
+from ..grouped_gemm.specialized import is_specialized, launch_specialized
+from ..grouped_gemm.specialized_kernels import specialized_gemm_kernel
 from ..hardware import gpu, leave_room
 from ..symm.slots import Slots
 from ..utils import next_power_of_2
@@ -68,22 +71,30 @@ def gemm_combine(
     stages, hidden = dispatched.config.num_return_stages, y.shape[1]
     tokens = dispatched.tokens
     num_programs, launch = num_compute_programs(y.device, tiles), slots.context.launch
-    launch(
-        staged_gemm_kernel,
-        (num_programs,),
-        create_ragged_descriptor(a.x, [tiles.block_m, tiles.block_k]),
-        expert_weights(a, weights, tiles),
-        ragged(y[None], tiles.block_m, tiles.block_n // tiles.subtiles),
-        schedule.staged,
-        counters.computed,
-        slots.context.fields,
-        STAGES=stages + 1,
-        TRANSPOSED=weights.transposed,
-        **(leave_room() | tiles.launch_options()),
-        step="gemm_combine",
-        after=(send_return_metadata_kernel, keep_rows_kernel, quantize_rows_kernel),
-        shares_sms=True,
-    )
+    before = send_return_metadata_kernel, keep_rows_kernel, quantize_rows_kernel
+    call: dict[str, Any] = dict(step="gemm_combine", after=before, shares_sms=True)
+    if is_specialized(tiles, weights, Epilogue()):
+        # Sums find no registers before these programs end, so the order of tiles is of no use.
+        listed = Tiles(schedule.tiles, schedule.num_tiles)
+        of = a, weights, Epilogue(), y, listed, tiles, counters.computed, stages + 1
+        trace = slots.context.traced(Role.DOWN)
+        launch_specialized(launch, num_programs, *of, trace=trace, **call)
+    else:
+        tiles = tiles.unspecialized()
+        launch(
+            staged_gemm_kernel,
+            (num_programs,),
+            create_ragged_descriptor(a.x, [tiles.block_m, tiles.block_k]),
+            expert_weights(a, weights, tiles),
+            ragged(y[None], tiles.block_m, tiles.block_n // tiles.subtiles),
+            schedule.staged,
+            counters.computed,
+            slots.context.fields,
+            STAGES=stages + 1,
+            TRANSPOSED=weights.transposed,
+            **(leave_room() | tiles.launch_options()),
+            **call,
+        )
 
     def sizes(num_bytes: int) -> Any:
         return constants(
@@ -111,7 +122,7 @@ def gemm_combine(
         hidden,
         metadata.rows,
         SIZES=sizes(RETURN_BYTES),
-        after=(staged_gemm_kernel,),
+        after=(staged_gemm_kernel, specialized_gemm_kernel),
         shares_sms=True,
         num_warps=RETURN_WARPS,
         maxnreg=RETURN_REGISTERS,

@@ -10,16 +10,18 @@ import triton
 from triton.tools.ragged_tma import create_ragged_descriptor
 
 from ..device.constants import constants
-from ..device.context import Kind
+from ..device.context import Kind, Role
 from ..device.lang import INTERPRETED
 from ..device.signature import RowShape
 from ..grouped_gemm import num_compute_programs
 from ..grouped_gemm.config import GemmConfig
-from ..grouped_gemm.launch import expert_weights, outputs, storing_pre
+from ..grouped_gemm.descriptors import expert_weights, outputs
+from ..grouped_gemm.launch import storing_pre
 from ..grouped_gemm.operands import Epilogue, Rows, Weights
 from ..grouped_gemm.quantization import BLOCK, QuantizedRows, quantize_launch
 from ..grouped_gemm.quantization_kernels import quantize_rows_kernel
 from ..grouped_gemm.schedule_kernels import Tiles
+from ..grouped_gemm.specialized import is_specialized, launch_specialized
 from ..hardware import gpu, leave_room
 from ..layer_config import LayerConfig
 from ..routing import RoutingLayout
@@ -342,15 +344,24 @@ def dispatch_gemm(
     weights [L, I, H], and pre is [M, I]. In a backward a has rows of dy, and the weights [L, H, I]
     are transposed. has_arrived: a is complete, whatever arrives meanwhile, so no tile waits."""
     schedule, counters = dispatched.schedule, dispatched.counters
-    config, parts, tiles = dispatched.config, epilogue.parts, storing_pre(tiles, epilogue)
+    config, parts, step = dispatched.config, epilogue.parts, "dispatch_gemm"
+    programs = num_compute_programs(a.x.device, tiles)
+    listed = Tiles(schedule.tiles, schedule.num_tiles)
+    if is_specialized(tiles, weights, epilogue):
+        of = a, weights, epilogue, out, listed, tiles
+        call = dict(step=step, after=(copy_rows_kernel,), shares_sms=True)
+        trace = slots.context.traced(Role.UP)
+        launch_specialized(slots.context.launch, programs, *of, trace=trace, **call)
+        return
+    tiles = storing_pre(tiles.unspecialized(), epilogue)
     block = tiles.block_m, tiles.block_n // parts // tiles.subtiles
     slots.context.launch(
         dispatch_gemm_kernel,
-        (num_compute_programs(a.x.device, tiles),),
+        (programs,),
         create_ragged_descriptor(a.x, [tiles.block_m, tiles.block_k]),
         expert_weights(a, weights, tiles, parts),
         UpOutputs(*outputs(epilogue, out[None], *block)),
-        Tiles(schedule.tiles, schedule.num_tiles),
+        listed,
         counters.copied,
         slots.context.fields,
         0 if has_arrived else num_copy_programs(config),
@@ -358,7 +369,7 @@ def dispatch_gemm(
         TRANSPOSED=weights.transposed,
         RANKS_PAD=next_power_of_2(slots.num_ranks),
         **(leave_room() | tiles.launch_options(epilogue.activation)),
-        step="dispatch_dgrad" if weights.transposed else "dispatch_gemm",
+        step="dispatch_dgrad" if weights.transposed else step,
         after=(copy_rows_kernel,),
         shares_sms=True,
     )

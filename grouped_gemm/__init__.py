@@ -3,7 +3,8 @@
 from .activations import Activation
 from .autograd import grouped_gemm, grouped_mlp
 from .backward import dgrad, wgrad
-from .launch import gemm_config, num_compute_programs, ragged
+from .descriptors import ragged
+from .launch import gemm_config, num_compute_programs
 from .operands import check_weights
 from .quantization import dequantize_weights, quantize_rows, quantize_weights
 from .schedule import TileSchedule, tile_schedule

@@ -35,12 +35,12 @@ from .backward_kernels import (
     _wgrad_kernel,
 )
 from .config import GemmConfig
+from .descriptors import rows_of
 from .launch import (
     gemm_config,
     gemm_problem,
     grid,
     multiply,
-    rows_of,
 )
 from .operands import (
     Epilogue,

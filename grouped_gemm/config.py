@@ -42,6 +42,8 @@ POWERS_OF_2 = "block_m", "block_n", "block_k", "num_warps", "subtiles"
 """The fields of a GemmConfig that must be powers of 2."""
 
 
+SPECIALIZED = dict(num_warps=8, num_stages=4, group_m=16, specialized=True)
+"""Tiles of e4m3 of 128 x 256 whose warps each have one task."""
 WIDE_E4M3 = {
     128: dict(num_warps=8, num_stages=3, num_registers=216),
     64: dict(num_warps=4, num_stages=2, programs_per_sm=2, group_m=16, num_registers=224),
@@ -116,7 +118,8 @@ class GemmConfig:
     and stores a tile in `subtiles` parts. `programs_per_sm` run concurrently. The programs walk
     `group_m` tiles of rows together before the next columns. `num_splits` tiles share the depth of
     one, and their sums are added up in order. A thread has at most `num_registers`; all that there
-    are, 255, leave their number to the compiler.
+    are, 255, leave their number to the compiler. `specialized`: other warps than the num_warps that
+    multiply load their operands, see `specialized_kernels.py`.
     """
 
     block_m: int
@@ -129,10 +132,13 @@ class GemmConfig:
     group_m: int = 8
     num_splits: int = 1
     num_registers: int = MAXIMA["num_registers"]
+    specialized: bool = False
 
     def check(self) -> None:
         """Raise ShapeError for numbers that no tile can have: not ints, not positive, too large."""
         numbers = asdict(self)
+        if type(specialized := numbers.pop("specialized")) is not bool:
+            raise ShapeError(f"a GemmConfig has specialized={specialized}; it is True or False.")
         check_numbers("GemmConfig", numbers, MAXIMA)
         uneven = {name: numbers[name] for name in POWERS_OF_2 if numbers[name].bit_count() != 1}
         if uneven:
@@ -147,6 +153,17 @@ class GemmConfig:
             "num_stages": self.num_stages,
             **({"maxnreg": self.num_registers} if limited else {}),
         }
+
+    def unspecialized(self) -> GemmConfig:
+        """The same tiles, whose warps all load and multiply: the same bits, any epilogue."""
+        if not self.specialized:
+            return self
+        return GemmConfig(
+            *(self.block_m, self.block_n, self.block_k),
+            **WIDE_E4M3[self.block_m],
+            subtiles=4,
+            group_m=self.group_m,
+        )
 
     def stored_in_parts(self) -> GemmConfig:
         """These tiles, of which large ones are stored in four parts at least: that leaves shared
@@ -206,6 +223,8 @@ def candidates(problem: GemmProblem, block_m: int | None = None) -> Iterator[Gem
         one_scale = not problem.gated or problem.num_columns % 128 == 0  # of each half of a tile
         fits = capability[0] == 9 and not problem.gathered and one_scale
         for rows in BLOCK_MS if block_m is None else (block_m,):
+            if fits and rows == 128:
+                yield GemmConfig(128, 256, 128, **SPECIALIZED)
             if fits and rows in WIDE_E4M3:
                 yield GemmConfig(rows, 256, 128, subtiles=4 // problem.parts, **WIDE_E4M3[rows])
             if rows == 128 and block_m is not None:
@@ -255,12 +274,15 @@ def predict(config: GemmConfig, problem: GemmProblem) -> Prediction:
     rows = max(config.block_m, 64)
     if _is_fp8(problem):
         rows, rate = max(config.block_m, 32), 4.75e6 if problem.gated else 5.9e6
-        if config.block_n == 256:
+        if config.specialized:
+            rate = 8.6e6
+        elif config.block_n == 256:
             rate = 6.6e6 if config.block_m == 128 else 5.75e6
         elif config.block_m < 64:
             rate = 3.5e6
     flops = 2.0 * rows * config.block_n * problem.depth / config.num_splits
-    store_us = 1.4 * rows * config.block_n / (128 * 256)
+    # Specialised warps store while others load the next tile's operands.
+    store_us = (1.0 if config.specialized else 1.4) * rows * config.block_n / (128 * 256)
     if neighbours == 2:
         store_us *= 0.65
     tile_us = flops / (rate / neighbours) + store_us * neighbours

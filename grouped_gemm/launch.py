@@ -6,8 +6,6 @@ from dataclasses import replace
 
 import torch
 import triton
-from triton.tools.ragged_tma import create_ragged_descriptor
-from triton.tools.tensor_descriptor import TensorDescriptor
 
 from ..checks import PAYLOAD_DTYPES, check_int, check_tensor, has_parts, shown
 from ..device.constants import constants
@@ -19,20 +17,20 @@ from ..launch import launch
 from ..prepared import prepared
 from .activations import Activation, AnyActivation, num_parts
 from .config import BLOCK_MS, GemmConfig, GemmProblem, choose
+from .descriptors import describe_weights, outputs, rows_of, scales_of
 from .kernels import _grouped_gemm_kernel, _split_sum_kernel
 from .operands import (
     FP8,
     Epilogue,
     Rows,
     Weights,
-    canonical,
     check_apart,
     check_devices,
     check_out,
     output_dtype,
 )
-from .product_kernels import WIDE, ExpertWeights, Gathered, Scales
 from .schedule import INDEX_DTYPES, MAX_ROWS, TileSchedule
+from .specialized import is_specialized, launch_specialized
 
 NUM_INTERPRETED_PROGRAMS = 2
 
@@ -129,9 +127,14 @@ def launch_product(
 ) -> None:
     """The launch of `multiply`, into out [num_splits, rows, N / parts]. trace: its spans' role.
     shares_sms: see `launch`."""
-    config = storing_pre(config, epilogue)
     parts, num_columns, block_n = epilogue.parts, out.shape[2], config.block_n
     num_tiles = schedule.tiles.numel() * triton.cdiv(num_columns, block_n // parts)
+    if is_specialized(config, weights, epilogue):
+        (num_programs,) = grid(num_tiles, out.device, config, num_free_sms)
+        of = rows, weights, epilogue, out[0], schedule.for_kernels, config
+        launch_specialized(launch, num_programs, *of, trace=trace, shares_sms=shares_sms)
+        return
+    config = storing_pre(config.unspecialized(), epilogue)
     launch(
         _grouped_gemm_kernel,
         grid(num_tiles * config.num_splits, out.device, config, num_free_sms),
@@ -183,67 +186,10 @@ def _multiply_split(
     )
 
 
-def describe_weights(weights: Weights, config: GemmConfig, parts: int = 1) -> TensorDescriptor:
-    """A descriptor of the weights in blocks of what a tile takes in a step, of `parts` rows for
-    each column of the output. One part never runs into the next part or expert: loads past its
-    end give zeros. See `product_kernels.gemm_tile`."""
-    w, block_n, block_k = weights.w, config.block_n, config.block_k
-    if w.dim() == 3:
-        w = canonical(w).unflatten(1, (parts, -1))
-    block = [1, block_k, block_n] if weights.transposed else [parts, block_n // parts, block_k]
-    if weights.scale is not None and block_n > WIDE.value:
-        block = [1, WIDE.value, block_k]
-    return TensorDescriptor.from_tensor(w, [1, *block])
-
-
-def expert_weights(
-    rows: Rows, weights: Weights, config: GemmConfig, parts: int = 1
-) -> ExpertWeights:
-    """The weights by which kernels of a layer multiply these rows; see `describe_weights`."""
-    described = describe_weights(weights, config, parts)
-    return ExpertWeights(described, weights.bias, scales_of(rows, weights))
-
-
-def rows_of(
-    x: torch.Tensor, offset: torch.Tensor | None, block: list[int]
-) -> TensorDescriptor | Gathered:
-    """Rows x [M, K] as kernels take them: a ragged descriptor with blocks of this shape, or with
-    `offset` the rows that begin so many elements after x."""
-    if offset is not None:
-        return Gathered(x, offset)
-    return create_ragged_descriptor(canonical(x), block)
-
-
-def scales_of(rows: Rows, weights: Weights) -> Scales | None:
-    """The scales of e4m3 operands, as kernels take them."""
-    if rows.scale is None or weights.scale is None:
-        return None
-    return Scales(rows.scale, weights.scale, rows.scale.stride(0))
-
-
-def outputs(
-    epilogue: Epilogue, out: torch.Tensor, block_m: int, width: int
-) -> tuple[TensorDescriptor, TensorDescriptor | None]:
-    """Descriptors of out [parts, rows, N] and of pre (or None), which a tile stores in blocks of
-    `width` columns."""
-    pre = epilogue.pre
-    if pre is not None:  # gate and up of these columns in one block
-        by_parts = pre.unflatten(1, (epilogue.parts, -1)).transpose(0, 1)
-        pre = ragged(by_parts, block_m, width, epilogue.parts)
-    return ragged(out, block_m, width), pre
-
-
 def storing_pre(config: GemmConfig, epilogue: Epilogue) -> GemmConfig:
     """The tile shape with which pre-activations are stored, too: one store of gate and up takes the
     shared memory of two."""
     return config if epilogue.pre is None else config.stored_in_parts()
-
-
-def ragged(tensor: torch.Tensor, block_m: int, width: int, parts: int = 1) -> TensorDescriptor:
-    """A descriptor of [parts, rows, N] in blocks [parts, block_m, width]. A kernel stores an
-    expert's rows through it without a check for where the next expert's begin; see
-    `kernels.store_rows`."""
-    return create_ragged_descriptor(tensor, [parts, block_m, width], ragged_dim=1)
 
 
 def check_schedule(

@@ -57,7 +57,7 @@ def arrive(counter):
     """Add 1 to an int64 counter of this GPU. All that this program has stored, or seen by a wait,
     happens before that is seen: a barrier gathers its threads, then the add releases."""
     tl.debug_barrier()
-    one = tl.full((), 1, tl.int64)
+    one = tl.cast(1, tl.int64)
     tl.atomic_add(counter, one, sem="release", scope="gpu")
 
 

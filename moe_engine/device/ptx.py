@@ -303,7 +303,7 @@ else:
             mov.b64 $0, now;
             }""",
             "=l,l,r,r,l,l",
-            [buffer, role, item, since, tl.full((), MAX_SPANS, tl.int64)],
+            [buffer, role, item, since, tl.cast(MAX_SPANS, tl.int64)],
             dtype=tl.int64,
             is_pure=False,
             pack=1,

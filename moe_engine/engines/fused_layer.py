@@ -116,9 +116,10 @@ def chosen_up_tiles(
     w_gate_up: torch.Tensor, num_rows: int, activation: AnyActivation
 ) -> GemmConfig:
     """`up_tiles` but for their groups. In e4m3, whose loops do not begin a tile before they end the
-    last, two programs share an SM, so that one multiplies while the other waits for rows."""
+    last unless warps are specialised, two programs share an SM, so that one multiplies while the
+    other waits for rows."""
     tiles = gemm_config(w_gate_up, num_rows, activation)
-    if w_gate_up.dtype == FP8 and tiles.block_m > HALF_TILE:
+    if w_gate_up.dtype == FP8 and tiles.block_m > HALF_TILE and not tiles.specialized:
         tiles = gemm_config(w_gate_up, num_rows, activation, block_m=HALF_TILE)
     return tiles
 
@@ -218,5 +219,7 @@ def in_groups(tiles: GemmConfig, config: LayerConfig) -> GemmConfig:
 
 def leave_room_for_sums(tiles: GemmConfig) -> GemmConfig:
     """Tiles that leave shared memory to the programs that sum concurrently: three steps in flight
-    are as fast."""
-    return tiles if tiles.block_m < 128 else replace(tiles.stored_in_parts(), num_stages=3)
+    are as fast. Specialised ones leave them no registers."""
+    if tiles.block_m < 128 or tiles.specialized:
+        return tiles
+    return replace(tiles.stored_in_parts(), num_stages=3)

@@ -1,0 +1,75 @@
+"""Launches of the product by warps that each have one task; see `specialized_kernels.py`."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from triton.experimental.gluon.language import NVMMASharedLayout
+from triton.experimental.gluon.nvidia import hopper
+from triton.tools.ragged_tma import create_ragged_descriptor
+from triton.tools.tensor_descriptor import TensorDescriptor
+
+from ..device.context import TracedRole
+from ..device.lang import INTERPRETED
+from .config import GemmConfig
+from .descriptors import expert_weights, ragged
+from .operands import Epilogue, Rows, Weights
+from .schedule_kernels import Tiles
+from .specialized_kernels import HALF_WARPS, HALVES, specialized_gemm_kernel
+
+Launcher = Callable[..., None]
+"""`launch`, or that of a call."""
+SWIZZLE_BYTES = 128
+
+
+def is_specialized(config: GemmConfig, weights: Weights, epilogue: Epilogue) -> bool:
+    """Whether a product of such tiles is made by `launch_specialized`: where it stores nothing but
+    the activations of what it multiplies. The interpreter has no barriers of threads."""
+    has_more = weights.bias is not None or epilogue.pre is not None
+    has_more = has_more or epilogue.row_weight is not None
+    return config.specialized and not has_more and not INTERPRETED
+
+
+def launch_specialized(
+    launch: Launcher,
+    num_programs: int,
+    rows: Rows,
+    weights: Weights,
+    epilogue: Epilogue,
+    out: torch.Tensor,
+    tiles: Tiles,
+    config: GemmConfig,
+    computed: torch.Tensor | None = None,
+    num_counters: int = 0,
+    trace: TracedRole | None = None,
+    **options: Any,
+) -> None:
+    """out bf16 [M, N]: the activation of e4m3 rows [M, K] times weights, for the rows of `tiles`.
+    Each program then arrives at the first num_counters of `computed`, int64. options: of `launch`.
+    """
+    described = expert_weights(rows, weights, config, epilogue.parts)
+    block_m, half = config.block_m, config.block_m // HALVES.value
+    launch(
+        specialized_gemm_kernel,
+        (num_programs,),
+        in_shared_memory(create_ragged_descriptor(rows.x, [block_m, config.block_k])),
+        described._replace(w=in_shared_memory(described.w)),
+        in_shared_memory(ragged(out[None], half, config.block_n // 2)),
+        tiles,
+        computed,
+        trace,
+        NUM_COUNTERS=num_counters,
+        STAGES=config.num_stages,
+        SHAPE=config.launch_options(epilogue.activation)["SHAPE"],
+        num_warps=HALF_WARPS.value,
+        **options,
+    )
+
+
+def in_shared_memory(one: TensorDescriptor) -> hopper.TensorDescriptor:
+    """A descriptor as Gluon takes it, which says how a block lies in shared memory."""
+    layout = NVMMASharedLayout(SWIZZLE_BYTES, 8 * one.base.itemsize, len(one.block_shape))
+    parts = one.shape, one.strides, one.block_shape
+    return hopper.TensorDescriptor(one.base, *map(list, parts), layout)

@@ -1,0 +1,266 @@
+"""The product of e4m3 operands by warps that each have one task, in Gluon, Triton's language of
+layouts and barriers.
+
+Where every warp loads, multiplies and scales, the tensor cores wait for the sums, for scales and,
+at the begin and the end of a tile, for memory. Here one warp loads, another one reads scales, and
+two times four warps, each with half of a tile's rows, multiply: while one half adds up, the other
+one multiplies, and the next tile's operands come while this one is stored (as in DeepGEMM and
+CUTLASS's warp-specialized kernels). Results have the bits of `wide_scaled_gemm_tile`.
+
+A step of 128 columns goes through one of STAGES slots of shared memory. Its `full` barrier passes
+when the operands and the scales of the rows have arrived, its `empty` one when both halves have
+multiplied by them.
+"""
+
+from typing import NamedTuple
+
+import triton.language as tl
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+from triton.experimental.gluon.language.nvidia.hopper import (
+    fence_async_shared,
+    mbarrier,
+    tma,
+    warpgroup_mma,
+    warpgroup_mma_wait,
+)
+
+from ..device.lang import begin_span, drain_tma_stores, end_span, in_order
+from ..device.programs import arrive, pdl_launch_dependents, pdl_wait
+from .kernels import activate
+from .product_kernels import RAGGED, WIDE, is_gated, weight_scales
+from .schedule_kernels import load_tile
+
+HALVES = gl.constexpr(2)
+"""Parts of a tile's rows, each of which has warps of its own."""
+HALF_WARPS = gl.constexpr(4)
+LOADER_REGISTERS = gl.constexpr(40)
+HALF_REGISTERS = gl.constexpr(224)
+"""Of the second half; the first one takes what is left of an SM's, 240."""
+
+
+class Work(NamedTuple):
+    """The tiles of a launch and their product."""
+
+    packed: gl.tensor  # `Tiles`
+    num_m: gl.tensor
+    num_n: gl.tensor
+    num_columns: gl.tensor  # N
+    num_parts: gl.tensor
+    num_steps: gl.tensor
+
+
+class Slots(NamedTuple):
+    """Shared memory: of each stage rows of A, two blocks of weights and scales of the rows, with
+    their barriers; of each half of a tile, what it stores."""
+
+    rows: gl.shared_memory_descriptor  # [STAGES, 1, 1, BLOCK_M, 128]
+    left: gl.shared_memory_descriptor  # [STAGES, 1, 1, 128, 128]
+    right: gl.shared_memory_descriptor
+    scales: gl.shared_memory_descriptor  # [STAGES, BLOCK_M]
+    full: gl.shared_memory_descriptor  # [STAGES, 1]
+    empty: gl.shared_memory_descriptor
+    stored: gl.shared_memory_descriptor  # [HALVES, 1, 1, 1, BLOCK_M / HALVES, 128]
+
+
+@gluon.jit
+def tile_of(work, index, SHAPE: gl.constexpr):
+    """Tile `index`, of 256 rows of weights: 128 columns of gate and as many of up, or 256."""
+    WIDTH: gl.constexpr = WIDE if is_gated(SHAPE.ACTIVATION.name) else 2 * WIDE
+    return load_tile(work, index, work.num_m, work.num_n, WIDTH, SHAPE.GROUP_M)
+
+
+@gluon.jit
+def right_block(tile, GATED: gl.constexpr):
+    """(part, column) of the second 128 rows of weights of a tile."""
+    if GATED:
+        part, column = 1, tile.n
+    else:
+        part, column = 0, tile.n + WIDE
+    return part, column
+
+
+@gluon.jit
+def load_operands(a, w, work, slots, SHAPE: gl.constexpr, STAGES: gl.constexpr):
+    """What the warp does that loads."""
+    GATED: gl.constexpr = is_gated(SHAPE.ACTIVATION.name)
+    step = 0
+    for index in range(gl.program_id(0), work.num_m * work.num_n, gl.num_programs(0)):
+        tile = tile_of(work, index, SHAPE)
+        part, column = right_block(tile, GATED)
+        for block in range(work.num_steps):
+            slot = step % STAGES
+            mbarrier.wait(slots.empty.index(slot), (step // STAGES & 1) ^ 1)
+            full, k = slots.full.index(slot), block * 128
+            mbarrier.expect(full, (SHAPE.BLOCK_M + 2 * WIDE) * 128)
+            row = [RAGGED, tile.end, RAGGED - (tile.end - tile.row), k]
+            tma.async_copy_global_to_shared(a, row, full, slots.rows.index(slot))
+            left = [tile.expert, 0, tile.n, k]
+            tma.async_copy_global_to_shared(w, left, full, slots.left.index(slot))
+            right = [tile.expert, part, column, k]
+            tma.async_copy_global_to_shared(w, right, full, slots.right.index(slot))
+            step += 1
+
+
+@gluon.jit
+def load_scales(scales, work, slots, SHAPE: gl.constexpr, STAGES: gl.constexpr):
+    """What the warp does that reads scales of rows, a step ahead."""
+    ROWS: gl.constexpr = gl.BlockedLayout([1], [32], [1], [0])
+    step = 0
+    for index in range(gl.program_id(0), work.num_m * work.num_n, gl.num_programs(0)):
+        tile = tile_of(work, index, SHAPE)
+        rows = gl.minimum(tile.row + gl.arange(0, SHAPE.BLOCK_M, layout=ROWS), tile.end - 1)
+        first = scales.a + rows.to(gl.int64) * scales.a_stride
+        following = gl.load(first)
+        for block in range(work.num_steps):
+            now = following
+            following = gl.load(first + gl.minimum(block + 1, work.num_steps - 1))
+            slot = step % STAGES
+            mbarrier.wait(slots.empty.index(slot), (step // STAGES & 1) ^ 1)
+            slots.scales.index(slot).store(now)
+            mbarrier.arrive(slots.full.index(slot), count=1)
+            step += 1
+
+
+@gluon.jit
+def multiply_half(
+    out,
+    scales,
+    work,
+    slots,
+    trace,
+    HALF: gl.constexpr,
+    SHAPE: gl.constexpr,
+    STAGES: gl.constexpr,
+):
+    """What the warps do that multiply a half of each tile's rows."""
+    GATED: gl.constexpr = is_gated(SHAPE.ACTIVATION.name)
+    NUM_ROWS: gl.constexpr = SHAPE.BLOCK_M // HALVES
+    PRODUCT: gl.constexpr = gl.NVMMADistributedLayout(
+        version=[3, 0], warps_per_cta=[HALF_WARPS, 1], instr_shape=[16, WIDE, 32]
+    )
+    OPERAND: gl.constexpr = gl.NVMMASharedLayout(128, 8, 2)
+    stored = slots.stored.index(HALF)
+    out_block = stored._reinterpret(gl.bfloat16, [NUM_ROWS, WIDE], gl.NVMMASharedLayout(128, 16, 2))
+    # Both products of a step have these registers, so that one is added up before the next begins.
+    product = gl.zeros([NUM_ROWS, WIDE], gl.float32, PRODUCT)
+    num_weight_rows = work.num_columns * work.num_parts
+    step, since = 0, begin_span()
+    for index in range(gl.program_id(0), work.num_m * work.num_n, gl.num_programs(0)):
+        tile = tile_of(work, index, SHAPE)
+        part, column = right_block(tile, GATED)
+        right_row = part * work.num_columns + column
+        # fmt: off
+        left_scale = weight_scales(scales, tile, tile.n, num_weight_rows, work.num_steps)
+        right_scale = weight_scales(scales, tile, right_row, num_weight_rows, work.num_steps)
+        # fmt: on
+        left_next, right_next = gl.load(left_scale), gl.load(right_scale)
+        left = gl.zeros([NUM_ROWS, WIDE], gl.float32, PRODUCT)
+        right = gl.zeros([NUM_ROWS, WIDE], gl.float32, PRODUCT)
+        for block in range(work.num_steps):
+            slot = step % STAGES
+            mbarrier.wait(slots.full.index(slot), step // STAGES & 1)
+            rows = slots.rows.index(slot)._reinterpret(gl.float8e4nv, [SHAPE.BLOCK_M, 128], OPERAND)
+            rows = rows.slice(HALF * NUM_ROWS, NUM_ROWS)
+            left_w = slots.left.index(slot)._reinterpret(gl.float8e4nv, [WIDE, 128], OPERAND)
+            right_w = slots.right.index(slot)._reinterpret(gl.float8e4nv, [WIDE, 128], OPERAND)
+            # fmt: off
+            product = warpgroup_mma(
+                rows, left_w.permute((1, 0)), product, use_acc=False, is_async=True
+            )
+            row_scale = slots.scales.index(slot).slice(HALF * NUM_ROWS, NUM_ROWS).load(
+                gl.SliceLayout(1, PRODUCT)
+            )
+            # fmt: on
+            left_factor, right_factor = row_scale * left_next, row_scale * right_next
+            ahead = gl.minimum(block + 1, work.num_steps - 1)
+            left_next, right_next = gl.load(left_scale + ahead), gl.load(right_scale + ahead)
+            product = warpgroup_mma_wait(0, deps=(product,))
+            left = in_order(left + product * gl.expand_dims(left_factor, 1))
+            # fmt: off
+            product = warpgroup_mma(
+                rows, right_w.permute((1, 0)), product, use_acc=False, is_async=True
+            )
+            # fmt: on
+            product = warpgroup_mma_wait(0, deps=(product,))
+            mbarrier.arrive(slots.empty.index(slot), count=1)
+            right = in_order(right + product * gl.expand_dims(right_factor, 1))
+            step += 1
+        row = RAGGED - (tile.end - tile.row - HALF * NUM_ROWS)
+        tma.store_wait(0)
+        if GATED:
+            out_block.store(activate(left, right, SHAPE.ACTIVATION).to(gl.bfloat16))
+            fence_async_shared()
+            tma.async_copy_shared_to_global(out, [RAGGED, tile.end, 0, row, tile.n], stored)
+        else:
+            out_block.store(activate(left, left, SHAPE.ACTIVATION).to(gl.bfloat16))
+            fence_async_shared()
+            tma.async_copy_shared_to_global(out, [RAGGED, tile.end, 0, row, tile.n], stored)
+            tma.store_wait(0)
+            out_block.store(activate(right, right, SHAPE.ACTIVATION).to(gl.bfloat16))
+            fence_async_shared()
+            tma.async_copy_shared_to_global(out, [RAGGED, tile.end, 0, row, column], stored)
+        if trace is not None and HALF == 0:
+            since = end_span(trace.role, index, since, trace.context)
+    drain_tma_stores()
+
+
+@gluon.jit
+def specialized_gemm_kernel(
+    a,  # ragged descriptor of e4m3 [M, K]
+    weights,  # ExpertWeights, without bias
+    out,  # ragged descriptor of bf16 [1, M, N], in blocks of a half tile
+    tiles,  # `Tiles`
+    computed,  # int64 [NUM_COUNTERS], or None
+    trace,  # TracedRole, or None
+    NUM_COUNTERS: gl.constexpr,
+    STAGES: gl.constexpr,
+    SHAPE: gl.constexpr,  # TileShape
+    PDL: gl.constexpr,
+):
+    """out [M, N] = activation(A @ w[expert].T) for the rows of a tile schedule.
+
+    Each program arrives once at every counter, when all of its stores are in memory: its halves
+    have drained them, and the end of their work is a barrier, after which one add releases. A PDL
+    launch, which waits for all launches before; so what they have stored, those that begin after it
+    may read at once.
+    """
+    pdl_wait(PDL)
+    pdl_launch_dependents(PDL)
+    BLOCK_M: gl.constexpr = SHAPE.BLOCK_M
+    GATED: gl.constexpr = is_gated(SHAPE.ACTIVATION.name)
+    w, scales = weights.w, weights.scales
+    num_columns, depth = w.shape[2], w.shape[3]
+    num_n = tl.cdiv(num_columns, WIDE if GATED else 2 * WIDE)
+    num_parts, num_steps = 2 if GATED else 1, tl.cdiv(depth, 128)
+    work = Work(tiles.packed, gl.load(tiles.count), num_n, num_columns, num_parts, num_steps)
+    barriers: gl.constexpr = mbarrier.MBarrierLayout()
+    slots = Slots(
+        gl.allocate_shared_memory(gl.float8e4nv, [STAGES, 1, 1, BLOCK_M, 128], a.layout),
+        gl.allocate_shared_memory(gl.float8e4nv, [STAGES, 1, 1, WIDE, 128], w.layout),
+        gl.allocate_shared_memory(gl.float8e4nv, [STAGES, 1, 1, WIDE, 128], w.layout),
+        gl.allocate_shared_memory(
+            gl.float32, [STAGES, BLOCK_M], gl.SwizzledSharedLayout(1, 1, 1, [0])
+        ),
+        gl.allocate_shared_memory(gl.int64, [STAGES, 1], barriers),
+        gl.allocate_shared_memory(gl.int64, [STAGES, 1], barriers),
+        gl.allocate_shared_memory(
+            gl.bfloat16, [HALVES, 1, 1, 1, BLOCK_M // HALVES, WIDE], out.layout
+        ),
+    )
+    for slot in gl.static_range(STAGES):
+        mbarrier.init(slots.full.index(slot), count=2)  # by the loads, and by the scales
+        mbarrier.init(slots.empty.index(slot), count=HALVES)
+    gl.warp_specialize(
+        [
+            (multiply_half, (out, scales, work, slots, trace, 0, SHAPE, STAGES)),
+            (multiply_half, (out, scales, work, slots, trace, 1, SHAPE, STAGES)),
+            (load_operands, (a, w, work, slots, SHAPE, STAGES)),
+            (load_scales, (scales, work, slots, SHAPE, STAGES)),
+        ],
+        [HALF_WARPS, 1, 1],
+        [HALF_REGISTERS, LOADER_REGISTERS, LOADER_REGISTERS],
+    )
+    if computed is not None:
+        for counter in gl.static_range(NUM_COUNTERS):
+            arrive(computed + counter)
