@@ -349,7 +349,7 @@ def dispatch_gemm(
     listed = Tiles(schedule.tiles, schedule.num_tiles)
     if is_specialized(tiles, weights, epilogue):
         of = a, weights, epilogue, out, listed, tiles
-        call = dict(step=step, after=(copy_rows_kernel,), shares_sms=True)
+        call: dict[str, Any] = dict(step=step, after=(copy_rows_kernel,), shares_sms=True)
         trace = slots.context.traced(Role.UP)
         launch_specialized(slots.context.launch, programs, *of, trace=trace, **call)
         return

@@ -42,9 +42,10 @@ POWERS_OF_2 = "block_m", "block_n", "block_k", "num_warps", "subtiles"
 """The fields of a GemmConfig that must be powers of 2."""
 
 
-SPECIALIZED = dict(num_warps=8, num_stages=4, group_m=16, specialized=True)
-"""Tiles of e4m3 of 128 x 256 whose warps each have one task."""
-WIDE_E4M3 = {
+SPECIALIZED_BLOCK = 128, 256, 128
+SPECIALIZED: dict[str, Any] = dict(num_warps=8, num_stages=4, group_m=16, specialized=True)
+"""Tiles of e4m3 whose warps each have one task."""
+WIDE_E4M3: dict[int, dict[str, Any]] = {
     128: dict(num_warps=8, num_stages=3, num_registers=216),
     64: dict(num_warps=4, num_stages=2, programs_per_sm=2, group_m=16, num_registers=224),
 }
@@ -140,6 +141,11 @@ class GemmConfig:
         if type(specialized := numbers.pop("specialized")) is not bool:
             raise ShapeError(f"a GemmConfig has specialized={specialized}; it is True or False.")
         check_numbers("GemmConfig", numbers, MAXIMA)
+        block = self.block_m, self.block_n, self.block_k
+        if specialized and block != SPECIALIZED_BLOCK:
+            raise ShapeError(
+                f"a GemmConfig of {block} has specialized=True; only {SPECIALIZED_BLOCK} can be."
+            )
         uneven = {name: numbers[name] for name in POWERS_OF_2 if numbers[name].bit_count() != 1}
         if uneven:
             raise ShapeError(f"a GemmConfig has {uneven}; these must be powers of 2.")
@@ -159,7 +165,7 @@ class GemmConfig:
         if not self.specialized:
             return self
         return GemmConfig(
-            *(self.block_m, self.block_n, self.block_k),
+            *SPECIALIZED_BLOCK,
             **WIDE_E4M3[self.block_m],
             subtiles=4,
             group_m=self.group_m,
@@ -224,7 +230,7 @@ def candidates(problem: GemmProblem, block_m: int | None = None) -> Iterator[Gem
         fits = capability[0] == 9 and not problem.gathered and one_scale
         for rows in BLOCK_MS if block_m is None else (block_m,):
             if fits and rows == 128:
-                yield GemmConfig(128, 256, 128, **SPECIALIZED)
+                yield GemmConfig(*SPECIALIZED_BLOCK, **SPECIALIZED)
             if fits and rows in WIDE_E4M3:
                 yield GemmConfig(rows, 256, 128, subtiles=4 // problem.parts, **WIDE_E4M3[rows])
             if rows == 128 and block_m is not None:

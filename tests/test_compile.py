@@ -19,6 +19,7 @@ from moe_engine.grouped_gemm import backward, tile_schedule, wgrad
 from moe_engine.grouped_gemm.config import GemmConfig, GemmProblem, candidates
 from moe_engine.grouped_gemm.launch import multiply
 from moe_engine.grouped_gemm.operands import Epilogue, Rows, Weights, num_parts
+from moe_engine.grouped_gemm.specialized import is_specialized
 
 pytestmark = pytest.mark.skipif(INTERPRETED, reason="the interpreter compiles nothing")
 
@@ -74,7 +75,8 @@ def compile_gemm(
     with recorded(arch) as made:
         schedule = tile_schedule(offsets(), ROWS, config.block_m)
         multiply(rows, weights, epilogue, schedule, ROWS, None, config)
-    return build(made, "grouped_gemm", config.programs_per_sm, arch)
+    name = "specialized_gemm" if is_specialized(config, weights, epilogue) else "grouped_gemm"
+    return build(made, name, config.programs_per_sm, arch)
 
 
 def shapes(dtype: torch.dtype = BF16, arch: int = 90, **changes: Any) -> list[GemmConfig]:

@@ -16,10 +16,9 @@ from hypothesis import strategies as st
 from training_cases import end, make_case, new_buffer, on_device, poison_all
 
 from moe_engine import Activation, BackendError, DtypeError, ShapeError, moe_ffn, reference
-from moe_engine.device.lang import INTERPRETED
 from moe_engine.emulation import PerRank, RankError, RankPool
 from moe_engine.grouped_gemm import config, gemm_config, tile_schedule
-from moe_engine.grouped_gemm.config import WIDE_E4M3, GemmConfig
+from moe_engine.grouped_gemm.config import SPECIALIZED, SPECIALIZED_BLOCK, WIDE_E4M3, GemmConfig
 from moe_engine.grouped_gemm.launch import multiply
 from moe_engine.grouped_gemm.operands import Epilogue, Rows, Weights
 from moe_engine.grouped_gemm.quantization import dequantize, quantize_rows, quantize_weights
@@ -123,21 +122,38 @@ def test_biases_and_another_activation(pool: RankPool, way: str) -> None:
     check(pool, make([6, 3], has_bias=True), gpt_oss, **WAYS[way])
 
 
-def run_wide(*args: Any) -> tuple[torch.Tensor, bool]:
-    """`run` with tiles of 256 columns."""
-    how = dict(num_warps=4, num_stages=1) if INTERPRETED else WIDE_E4M3[64]
-    wide = GemmConfig(64, 256, 128, subtiles=2, **how)
+WIDE = {
+    64: GemmConfig(64, 256, 128, subtiles=2, **WIDE_E4M3[64]),
+    128: GemmConfig(*SPECIALIZED_BLOCK, **SPECIALIZED),
+}
+"""Tiles of 256 columns, by their rows."""
+
+
+def run_wide(
+    group: dist.ProcessGroup, activation: Any, how: dict[str, Any], *parts: Any
+) -> tuple[torch.Tensor, bool]:
+    """`run` with such tiles."""
+    wide = WIDE[how["options"].pop("block_m")]
     with patch.object(GemmConfig, "predicted", lambda *_: wide):
         config._choose.cache_clear()
-        found = run(*args)
+        found = run(group, activation, how, *parts)
     config._choose.cache_clear()
     return found
 
 
-@pytest.mark.parametrize("num_tokens", [[6, 3], [6, 0, 3]])
-def test_wide_tiles(pool: RankPool, num_tokens: list[int]) -> None:
-    """Two of them hold a row's columns of gate and up."""
-    check(pool, make(num_tokens, intermediate=256, num_local=2), function=run_wide)
+@pytest.mark.parametrize("num_tokens", [[6, 3], [6, 0, 3], [170, 9]])
+@pytest.mark.parametrize("block_m", WIDE)
+def test_wide_tiles(pool: RankPool, block_m: int, num_tokens: list[int]) -> None:
+    """Two of them hold a row's columns of gate and up; the last columns of x fill no step, and
+    those of the result no tile."""
+    sizes: dict[str, Any] = dict(hidden=272, intermediate=256, num_local=2)
+    check(pool, make(num_tokens, **sizes), function=run_wide, block_m=block_m)
+
+
+@pytest.mark.parametrize(("kind", "num_ranks"), cases.routings(1, 2, 4))
+def test_routings_of_specialized_tiles(pool: RankPool, kind: str, num_ranks: int) -> None:
+    parts = make([4, 7, 1, 5][:num_ranks], kind=kind, intermediate=256)
+    check(pool, parts, function=run_wide, block_m=128)
 
 
 def test_ways_agree(pool: RankPool) -> None:
