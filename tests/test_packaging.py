@@ -32,7 +32,7 @@ LAYERS = (
     ("engines",),
     (
         *("handles", "debug_checks", "lifecycle", "warm_up", "low_latency_verbs", "layer_verbs"),
-        *("buffer", "elastic_handle", "elastic_checks", "elastic"),
+        *("buffer", "elastic_handle", "elastic_checks", "elastic_verbs", "elastic"),
     ),
     ("weight_layouts", "sharded_weights", "weight_gradients", "passes", "training"),
     ("expert_row_calls", "operators", "layer_operators"),
