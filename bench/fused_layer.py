@@ -39,7 +39,7 @@ from moe_engine import Buffer, LayerConfig, Options, moe_ffn, routing
 from moe_engine.dispatch import LayerTokens, release
 from moe_engine.emulation import send_message
 from moe_engine.engines.base import LayerInputs
-from moe_engine.engines.fused_layer import dispatch_experts
+from moe_engine.engines.fused_layer import dispatch_experts, up_tiles
 from moe_engine.grouped_gemm import grouped_gemm
 from moe_engine.hardware import gpu
 from moe_engine.layer_config import LayerProblem
@@ -242,7 +242,8 @@ class Bench:
             layout = routing.layout(tokens.idx, experts.num_experts, slots)
             routed = tokens.x, tokens.idx, tokens.weights
             inputs = LayerInputs(*routed, experts.up, experts.down)
-            dispatch_experts(LayerTokens(*routed, layout), inputs, act, config, slots)
+            tiles = up_tiles(inputs, max_rows // slots.num_ranks, config)
+            dispatch_experts(LayerTokens(*routed, layout), inputs, act, tiles, config, slots)
             release(slots)
 
         rows, ends = tokens.received()

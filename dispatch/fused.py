@@ -333,7 +333,7 @@ def dispatch_gemm(
     a: Rows,
     weights: Weights,
     epilogue: Epilogue,
-    out: torch.Tensor,
+    out: torch.Tensor | QuantizedRows,
     dispatched: Dispatched,
     tiles: GemmConfig,
     slots: Slots,
@@ -342,7 +342,8 @@ def dispatch_gemm(
     """out [M, I] = the activation of the expert rows a [M, H] times weights [L, 2I, H] or [L, 2, I,
     H], while they arrive; epilogue.pre gets gate and up [M, 2I]. A non-gated activation takes
     weights [L, I, H], and pre is [M, I]. In a backward a has rows of dy, and the weights [L, H, I]
-    are transposed. has_arrived: a is complete, whatever arrives meanwhile, so no tile waits."""
+    are transposed. has_arrived: a is complete, whatever arrives meanwhile, so no tile waits.
+    Specialised tiles cast what they store, if `out` is such rows."""
     schedule, counters = dispatched.schedule, dispatched.counters
     config, parts, step = dispatched.config, epilogue.parts, "dispatch_gemm"
     programs = num_compute_programs(a.x.device, tiles)
@@ -353,6 +354,7 @@ def dispatch_gemm(
         trace = slots.context.traced(Role.UP)
         launch_specialized(slots.context.launch, programs, *of, trace=trace, **call)
         return
+    assert isinstance(out, torch.Tensor)
     tiles = storing_pre(tiles.unspecialized(), epilogue)
     block = tiles.block_m, tiles.block_n // parts // tiles.subtiles
     slots.context.launch(

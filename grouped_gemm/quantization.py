@@ -129,9 +129,13 @@ class QuantizedRows(NamedTuple):
     @classmethod
     def like(cls, rows: torch.Tensor) -> QuantizedRows:
         """New memory for as many rows [M, K]."""
-        num_rows, depth = rows.shape
+        return cls.empty(*rows.shape, rows)
+
+    @classmethod
+    def empty(cls, num_rows: int, depth: int, like: torch.Tensor) -> QuantizedRows:
+        """New memory on the device of a tensor."""
         size = num_rows, quantized_bytes(depth)
-        return cls(rows.new_empty(size, dtype=torch.uint8), depth)
+        return cls(like.new_empty(size, dtype=torch.uint8), depth)
 
     @property
     def operand(self) -> Rows:

@@ -16,8 +16,9 @@ from ..device.lang import INTERPRETED
 from .config import GemmConfig
 from .descriptors import expert_weights, ragged
 from .operands import Epilogue, Rows, Weights
+from .quantization import QuantizedRows
 from .schedule_kernels import Tiles
-from .specialized_kernels import HALF_WARPS, HALVES, specialized_gemm_kernel
+from .specialized_kernels import HALF_WARPS, HALVES, CastScales, specialized_gemm_kernel
 
 Launcher = Callable[..., None]
 """`launch`, or that of a call."""
@@ -38,7 +39,7 @@ def launch_specialized(
     rows: Rows,
     weights: Weights,
     epilogue: Epilogue,
-    out: torch.Tensor,
+    out: torch.Tensor | QuantizedRows,
     tiles: Tiles,
     config: GemmConfig,
     computed: torch.Tensor | None = None,
@@ -46,17 +47,23 @@ def launch_specialized(
     trace: TracedRole | None = None,
     **options: Any,
 ) -> None:
-    """out bf16 [M, N]: the activation of e4m3 rows [M, K] times weights, for the rows of `tiles`.
+    """out [M, N], in bf16 or cast: the activation of e4m3 rows [M, K] times weights, for the rows
+    of `tiles`.
     Each program then arrives at the first num_counters of `computed`, int64. options: of `launch`.
     """
     described = expert_weights(rows, weights, config, epilogue.parts)
-    block_m, half = config.block_m, config.block_m // HALVES.value
+    block_m, half, cast = config.block_m, config.block_m // HALVES.value, None
+    if isinstance(out, QuantizedRows):
+        out, _, scale = out.operand
+        assert scale is not None
+        cast = CastScales(scale, scale.stride(0))
     launch(
         specialized_gemm_kernel,
         (num_programs,),
         in_shared_memory(create_ragged_descriptor(rows.x, [block_m, config.block_k])),
         described._replace(w=in_shared_memory(described.w)),
         in_shared_memory(ragged(out[None], half, config.block_n // 2)),
+        cast,
         tiles,
         computed,
         trace,

@@ -25,6 +25,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
     warpgroup_mma_wait,
 )
 
+from ..device.cast import e4m3_scale
 from ..device.lang import begin_span, drain_tma_stores, end_span, in_order
 from ..device.programs import arrive, pdl_launch_dependents, pdl_wait
 from .kernels import activate
@@ -37,6 +38,13 @@ HALF_WARPS = gl.constexpr(4)
 LOADER_REGISTERS = gl.constexpr(40)
 HALF_REGISTERS = gl.constexpr(224)
 """Of the second half; the first one takes what is left of an SM's, 240."""
+
+
+class CastScales(NamedTuple):
+    """Where the scales of results in e4m3 go, one for each 128 columns."""
+
+    base: gl.tensor  # float32 [M, N / 128]
+    stride: gl.tensor  # between rows
 
 
 class Work(NamedTuple):
@@ -123,8 +131,32 @@ def load_scales(scales, work, slots, SHAPE: gl.constexpr, STAGES: gl.constexpr):
 
 
 @gluon.jit
+def store_columns(value, out, cast, tile, work, column, stored, HALF: gl.constexpr):
+    """Store 128 columns of a half tile, fp32, from `column` on, in bf16 or as e4m3 with scales.
+
+    They are rounded to bf16 before they are cast, as rows are that another launch casts.
+    """
+    NUM_ROWS: gl.constexpr = value.shape[0]
+    value = value.to(gl.bfloat16)
+    if cast is not None:
+        value = value.to(gl.float32)
+        scale, inverse = e4m3_scale(gl.max(gl.abs(value), axis=1))
+        row = tile.row + HALF * NUM_ROWS + gl.arange(0, NUM_ROWS, layout=scale.type.layout)
+        at = cast.base + row.to(gl.int64) * cast.stride + column // 128
+        gl.store(at, scale, mask=(row < tile.end) & (column < work.num_columns))
+        value = (value * gl.expand_dims(inverse, 1)).to(out.dtype)
+    BLOCK: gl.constexpr = gl.NVMMASharedLayout(128, out.dtype.primitive_bitwidth, 2)
+    tma.store_wait(0)
+    stored._reinterpret(out.dtype, [NUM_ROWS, WIDE], BLOCK).store(value)
+    fence_async_shared()
+    row = RAGGED - (tile.end - tile.row - HALF * NUM_ROWS)
+    tma.async_copy_shared_to_global(out, [RAGGED, tile.end, 0, row, column], stored)
+
+
+@gluon.jit
 def multiply_half(
     out,
+    cast,
     scales,
     work,
     slots,
@@ -141,7 +173,6 @@ def multiply_half(
     )
     OPERAND: gl.constexpr = gl.NVMMASharedLayout(128, 8, 2)
     stored = slots.stored.index(HALF)
-    out_block = stored._reinterpret(gl.bfloat16, [NUM_ROWS, WIDE], gl.NVMMASharedLayout(128, 16, 2))
     # Both products of a step have these registers, so that one is added up before the next begins.
     product = gl.zeros([NUM_ROWS, WIDE], gl.float32, PRODUCT)
     num_weight_rows = work.num_columns * work.num_parts
@@ -186,20 +217,14 @@ def multiply_half(
             mbarrier.arrive(slots.empty.index(slot), count=1)
             right = in_order(right + product * gl.expand_dims(right_factor, 1))
             step += 1
-        row = RAGGED - (tile.end - tile.row - HALF * NUM_ROWS)
-        tma.store_wait(0)
         if GATED:
-            out_block.store(activate(left, right, SHAPE.ACTIVATION).to(gl.bfloat16))
-            fence_async_shared()
-            tma.async_copy_shared_to_global(out, [RAGGED, tile.end, 0, row, tile.n], stored)
+            left = activate(left, right, SHAPE.ACTIVATION)
+            store_columns(left, out, cast, tile, work, tile.n, stored, HALF)
         else:
-            out_block.store(activate(left, left, SHAPE.ACTIVATION).to(gl.bfloat16))
-            fence_async_shared()
-            tma.async_copy_shared_to_global(out, [RAGGED, tile.end, 0, row, tile.n], stored)
-            tma.store_wait(0)
-            out_block.store(activate(right, right, SHAPE.ACTIVATION).to(gl.bfloat16))
-            fence_async_shared()
-            tma.async_copy_shared_to_global(out, [RAGGED, tile.end, 0, row, column], stored)
+            left = activate(left, left, SHAPE.ACTIVATION)
+            store_columns(left, out, cast, tile, work, tile.n, stored, HALF)
+            right = activate(right, right, SHAPE.ACTIVATION)
+            store_columns(right, out, cast, tile, work, column, stored, HALF)
         if trace is not None and HALF == 0:
             since = end_span(trace.role, index, since, trace.context)
     drain_tma_stores()
@@ -209,7 +234,8 @@ def multiply_half(
 def specialized_gemm_kernel(
     a,  # ragged descriptor of e4m3 [M, K]
     weights,  # ExpertWeights, without bias
-    out,  # ragged descriptor of bf16 [1, M, N], in blocks of a half tile
+    out,  # ragged descriptor of bf16 or e4m3 [1, M, N], in blocks of a half tile
+    cast,  # CastScales of `out` in e4m3, or None
     tiles,  # `Tiles`
     computed,  # int64 [NUM_COUNTERS], or None
     trace,  # TracedRole, or None
@@ -245,7 +271,7 @@ def specialized_gemm_kernel(
         gl.allocate_shared_memory(gl.int64, [STAGES, 1], barriers),
         gl.allocate_shared_memory(gl.int64, [STAGES, 1], barriers),
         gl.allocate_shared_memory(
-            gl.bfloat16, [HALVES, 1, 1, 1, BLOCK_M // HALVES, WIDE], out.layout
+            out.dtype, [HALVES, 1, 1, 1, BLOCK_M // HALVES, WIDE], out.layout
         ),
     )
     for slot in gl.static_range(STAGES):
@@ -253,8 +279,8 @@ def specialized_gemm_kernel(
         mbarrier.init(slots.empty.index(slot), count=HALVES)
     gl.warp_specialize(
         [
-            (multiply_half, (out, scales, work, slots, trace, 0, SHAPE, STAGES)),
-            (multiply_half, (out, scales, work, slots, trace, 1, SHAPE, STAGES)),
+            (multiply_half, (out, cast, scales, work, slots, trace, 0, SHAPE, STAGES)),
+            (multiply_half, (out, cast, scales, work, slots, trace, 1, SHAPE, STAGES)),
             (load_operands, (a, w, work, slots, SHAPE, STAGES)),
             (load_scales, (scales, work, slots, SHAPE, STAGES)),
         ],

@@ -18,7 +18,7 @@ from moe_engine.grouped_gemm import tile_schedule
 from moe_engine.grouped_gemm.config import SPECIALIZED, SPECIALIZED_BLOCK, GemmConfig
 from moe_engine.grouped_gemm.launch import multiply
 from moe_engine.grouped_gemm.operands import Epilogue, Rows, Weights, num_parts
-from moe_engine.grouped_gemm.quantization import quantize_rows, quantize_weights
+from moe_engine.grouped_gemm.quantization import QuantizedRows, quantize_rows, quantize_weights
 from moe_engine.grouped_gemm.specialized import launch_specialized
 from moe_engine.launch import launch
 
@@ -27,7 +27,7 @@ FP8 = torch.float8_e4m3fn
 compiles = pytest.mark.skipif(INTERPRETED, reason="the interpreter compiles nothing")
 
 
-def launched(activation: str, has_counters: bool = False, **more: Any) -> Any:
+def launched(activation: str, has_counters: bool = False, casts: bool = False, **more: Any) -> Any:
     """The last launch of a product of empty operands with these parts of an epilogue."""
     rows, columns, depth, parts = 256, 512, 384, num_parts(activation)
     a = Rows(torch.empty(rows, depth, dtype=FP8), scale=torch.empty(rows, 3))
@@ -37,8 +37,9 @@ def launched(activation: str, has_counters: bool = False, **more: Any) -> Any:
     epilogue, out = Epilogue(activation, **more), torch.empty(rows, columns, dtype=torch.bfloat16)
     with recorded() as made:
         schedule = tile_schedule(torch.tensor([0, 9, rows], dtype=torch.int32), rows, 128)
-        if has_counters:
-            args = a, weights, epilogue, out, schedule.for_kernels, CONFIG
+        if has_counters or casts:
+            to = QuantizedRows.like(out) if casts else out
+            args = a, weights, epilogue, to, schedule.for_kernels, CONFIG
             launch_specialized(launch, 8, *args, torch.empty(5, dtype=torch.int64), 5)
         else:
             multiply(a, weights, epilogue, schedule, rows, out, CONFIG)
@@ -46,10 +47,11 @@ def launched(activation: str, has_counters: bool = False, **more: Any) -> Any:
 
 
 @compiles
+@pytest.mark.parametrize("casts", [False, True])
 @pytest.mark.parametrize("has_counters", [False, True])
 @pytest.mark.parametrize("activation", ["none", "swiglu", "silu"])
-def test_nothing_is_spilled(activation: str, has_counters: bool) -> None:
-    made = launched(activation, has_counters)
+def test_nothing_is_spilled(activation: str, has_counters: bool, casts: bool) -> None:
+    made = launched(activation, has_counters, casts)
     assert made.name == "specialized_gemm"
     built = made.compile()
     assert built.spill_bytes == 0
@@ -92,6 +94,14 @@ def agree(_: Any, counts: list[int], sizes: tuple[int, int], activation: Any, se
         out = torch.full((num_rows + 3, columns), 7.0, dtype=torch.bfloat16, device=on)
         multiply(*args, out, config)
         found.append(out)
+    if sum(counts):
+        cast = QuantizedRows(torch.full_like(QuantizedRows.like(out).memory, 7), columns)
+        given = *args[:3], cast, schedule.for_kernels, CONFIG
+        launch_specialized(launch, 20, *given)
+        rows, scales = quantize_rows(out[:num_rows])
+        assert torch.equal(cast.operand.x[:num_rows].view(torch.int8), rows.view(torch.int8))
+        assert torch.equal(cast.operand.scale[:num_rows], scales)
+        assert (cast.memory[num_rows:] == 7).all()
     assert (found[0][num_rows:] == 7).all()
     assert torch.equal(found[0], found[1])
     assert torch.equal(found[0], found[2])

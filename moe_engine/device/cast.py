@@ -6,15 +6,22 @@ from .lang import cast_e4m3, device_function
 
 
 @device_function
+def e4m3_scale(amax):
+    """(scale, its inverse) of fp32 values, the largest of which in magnitude counts as 1e-4 at
+    least."""
+    amax = tl.maximum(amax, 1e-4)
+    largest = tl.where(amax > 0, 448.0, 448.0)  # a block like `amax`, also under Gluon
+    return amax * (1.0 / 448.0), tl.div_rn(largest, amax)
+
+
+@device_function
 def cast_row(row, FORMAT: tl.constexpr):
     """(e4m3 bits [B], scales int32 [B / 128]) of a row. The scale of 128 columns is amax / 448,
     where amax counts as at least 1e-4; for "rounded" and "ue8m0" it is the next power of 2 from
     there. An int32 has the bits of a float32, or for "ue8m0" four exponents + 127."""
     values = row.to(tl.float32).reshape(row.shape[0] // 128, 128)
-    amax = tl.maximum(tl.max(tl.abs(values), 1), 1e-4)
-    scale = amax * (1.0 / 448.0)
+    scale, inverse = e4m3_scale(tl.max(tl.abs(values), 1))
     if FORMAT == "fp8":
-        inverse = tl.div_rn(tl.full(amax.shape, 448.0, tl.float32), amax)
         scales = scale.to(tl.int32, bitcast=True)
     else:
         bits = scale.to(tl.int32, bitcast=True)
@@ -23,5 +30,5 @@ def cast_row(row, FORMAT: tl.constexpr):
         scales = exponent << 23
         if FORMAT == "ue8m0":
             byte = tl.arange(0, 4)[None, :] * 8
-            scales = tl.sum(exponent.reshape(amax.shape[0] // 4, 4) << byte, 1)
+            scales = tl.sum(exponent.reshape(scale.shape[0] // 4, 4) << byte, 1)
     return cast_e4m3(values * inverse[:, None]).reshape(row.shape[0]), scales

@@ -19,6 +19,7 @@ from ..grouped_gemm.activations import AnyActivation
 from ..grouped_gemm.config import GemmConfig
 from ..grouped_gemm.operands import FP8, Epilogue, Rows, Weights
 from ..grouped_gemm.quantization import QuantizedRows
+from ..grouped_gemm.specialized import is_specialized
 from ..layer_config import LayerConfig
 from ..symm.slots import ReturnRowLayout, Slots
 from ..utils import round_up
@@ -47,15 +48,16 @@ def feed_forward(
     Arguments have been checked. `max_expert_rows` is the most that this rank can receive, all rows
     of all ranks; see `expert_rows_bytes`.
     """
-    x, topk_idx, topk_weights, w_gate_up, w_down, *_ = inputs
+    x, topk_idx, topk_weights, w_gate_up, *_ = inputs
     layout = routing.layout(topk_idx, len(w_gate_up) * slots.num_ranks, slots)
     tokens = dispatch.LayerTokens(x, topk_idx, topk_weights, layout, inputs.is_quantized)
+    num_rows = max_expert_rows // slots.num_ranks
+    tiles = up_tiles(inputs, num_rows, config)
     # Before the first launch that other ranks see: what is large enough to be refused.
-    out, act = torch.empty_like(x), x.new_empty(max_expert_rows, w_down.shape[2])
-    dispatched = dispatch_experts(tokens, inputs, act, config, slots)
+    out, act = torch.empty_like(x), new_activations(inputs, max_expert_rows, tiles)
+    dispatched = dispatch_experts(tokens, inputs, act, tiles, config, slots)
     metadata = combine.send_return_metadata(dispatched, slots)
     a, sums = down_rows(act, inputs, dispatched, slots), LayerSums(out, dispatched.rows)
-    num_rows = max_expert_rows // slots.num_ranks
     combine_experts(a, inputs.down, sums, dispatched, metadata, num_rows, slots)
     return out, dispatched.offsets.counts
 
@@ -63,18 +65,30 @@ def feed_forward(
 def dispatch_experts(
     tokens: dispatch.LayerTokens,
     inputs: LayerInputs,
-    act: torch.Tensor,
+    act: torch.Tensor | QuantizedRows,
+    tiles: GemmConfig,
     config: LayerConfig,
     slots: Slots,
 ) -> dispatch.Dispatched:
     """The first half of `feed_forward`, after the layout: rows to the experts, and the
     up-projection into act [M, I], M the most rows that this rank can receive."""
-    tiles = up_tiles(inputs, len(act) // slots.num_ranks, config)
-    offsets = dispatch.exchange_fused(tokens, len(act), config, slots)
-    memory = ExpertRows.of(tokens.x, len(act), slots)
+    most_rows = len(act.memory if isinstance(act, QuantizedRows) else act)
+    offsets = dispatch.exchange_fused(tokens, most_rows, config, slots)
+    memory = ExpertRows.of(tokens.x, most_rows, slots)
     dispatched = send_rows(tokens, offsets, memory, tiles.block_m, config, slots)
     up_projection(dispatched.rows, inputs, (act, None), dispatched, tiles, slots)
     return dispatched
+
+
+def new_activations(
+    inputs: LayerInputs, num_rows: int, tiles: GemmConfig
+) -> torch.Tensor | QuantizedRows:
+    """Memory for the activations [num_rows, I] of these tiles of the up-projection: cast where the
+    tiles do so for a down-projection in e4m3."""
+    size = num_rows, inputs.w_down.shape[2]
+    if is_specialized(tiles, inputs.up, Epilogue(inputs.activation)):
+        return QuantizedRows.empty(*size, inputs.x)
+    return inputs.x.new_empty(size)
 
 
 def send_rows(
@@ -127,7 +141,7 @@ def chosen_up_tiles(
 def up_projection(
     rows: torch.Tensor,
     inputs: LayerInputs,
-    outputs: tuple[torch.Tensor, torch.Tensor | None],
+    outputs: tuple[torch.Tensor | QuantizedRows, torch.Tensor | None],
     dispatched: dispatch.Dispatched,
     tiles: GemmConfig,
     slots: Slots,
@@ -141,15 +155,17 @@ def up_projection(
 
 
 def down_rows(
-    act: torch.Tensor,
+    act: torch.Tensor | QuantizedRows,
     inputs: LayerInputs,
     dispatched: dispatch.Dispatched,
     slots: Slots,
     cast: torch.Tensor | None = None,
 ) -> Rows:
     """The rows of the down-projection, after the return metadata was sent: act [M, I], or these
-    cast to e4m3 for weights that are, into `cast` uint8 [M, B] of `QuantizedRows`, where it is
-    given."""
+    cast to e4m3 for weights that are, unless they were stored so, into `cast` uint8 [M, B] of
+    `QuantizedRows`, where it is given."""
+    if isinstance(act, QuantizedRows):
+        return act.operand
     if not inputs.is_quantized:
         return Rows(act)
     out = QuantizedRows.like(act) if cast is None else QuantizedRows(cast, act.shape[1])
