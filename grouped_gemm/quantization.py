@@ -129,7 +129,8 @@ class QuantizedRows(NamedTuple):
     @classmethod
     def like(cls, rows: torch.Tensor) -> QuantizedRows:
         """New memory for as many rows [M, K]."""
-        return cls.empty(*rows.shape, rows)
+        num_rows, depth = rows.shape
+        return cls.empty(num_rows, depth, rows)
 
     @classmethod
     def empty(cls, num_rows: int, depth: int, like: torch.Tensor) -> QuantizedRows:
