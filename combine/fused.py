@@ -21,8 +21,8 @@ from ..grouped_gemm.descriptors import expert_weights
 from ..grouped_gemm.operands import Epilogue, Rows, Weights
 from ..grouped_gemm.quantization_kernels import quantize_rows_kernel
 from ..grouped_gemm.schedule_kernels import Tiles
+from ..grouped_gemm.specialized import KERNELS as SPECIALIZED_KERNELS
 from ..grouped_gemm.specialized import is_specialized, launch_specialized
-from ..grouped_gemm.specialized_kernels import specialized_gemm_kernel
 from ..hardware import gpu, leave_room
 from ..symm.slots import Slots
 from ..utils import next_power_of_2
@@ -122,7 +122,7 @@ def gemm_combine(
         hidden,
         metadata.rows,
         SIZES=sizes(RETURN_BYTES),
-        after=(staged_gemm_kernel, specialized_gemm_kernel),
+        after=(staged_gemm_kernel, *SPECIALIZED_KERNELS),
         shares_sms=True,
         num_warps=RETURN_WARPS,
         maxnreg=RETURN_REGISTERS,

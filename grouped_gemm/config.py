@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
+import triton
 
 from ..choice_cache import (
     cache_path,
@@ -42,6 +43,8 @@ POWERS_OF_2 = "block_m", "block_n", "block_k", "num_warps", "subtiles"
 """The fields of a GemmConfig that must be powers of 2."""
 
 
+OFFERS_SPECIALIZED = triton.__version__.startswith(("3.6.", "3.7."))
+"""Gluon changes with each Triton: with these, specialised tiles compile without spilling."""
 SPECIALIZED_BLOCK = 128, 256, 128
 SPECIALIZED: dict[str, Any] = dict(num_warps=8, num_stages=4, group_m=16, specialized=True)
 """Tiles of e4m3 whose warps each have one task."""
@@ -229,7 +232,7 @@ def candidates(problem: GemmProblem, block_m: int | None = None) -> Iterator[Gem
         one_scale = not problem.gated or problem.num_columns % 128 == 0  # of each half of a tile
         fits = capability[0] == 9 and not problem.gathered and one_scale
         for rows in BLOCK_MS if block_m is None else (block_m,):
-            if fits and rows == 128:
+            if fits and rows == 128 and OFFERS_SPECIALIZED:
                 yield GemmConfig(*SPECIALIZED_BLOCK, **SPECIALIZED)
             if fits and rows in WIDE_E4M3:
                 yield GemmConfig(rows, 256, 128, subtiles=4 // problem.parts, **WIDE_E4M3[rows])

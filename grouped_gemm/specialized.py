@@ -13,13 +13,18 @@ from triton.tools.tensor_descriptor import TensorDescriptor
 
 from ..device.context import TracedRole
 from ..device.lang import INTERPRETED
-from .config import GemmConfig
+from .config import OFFERS_SPECIALIZED, GemmConfig
 from .descriptors import expert_weights, ragged
 from .operands import Epilogue, Rows, Weights
 from .quantization import QuantizedRows
 from .schedule_kernels import Tiles
-from .specialized_kernels import HALF_WARPS, HALVES, CastScales, specialized_gemm_kernel
 
+KERNELS: tuple[Any, ...] = ()
+"""What `launch_specialized` launches."""
+if OFFERS_SPECIALIZED:
+    from .specialized_kernels import HALF_WARPS, HALVES, CastScales, specialized_gemm_kernel
+
+    KERNELS = (specialized_gemm_kernel,)
 Launcher = Callable[..., None]
 """`launch`, or that of a call."""
 SWIZZLE_BYTES = 128
@@ -27,10 +32,10 @@ SWIZZLE_BYTES = 128
 
 def is_specialized(config: GemmConfig, weights: Weights, epilogue: Epilogue) -> bool:
     """Whether a product of such tiles is made by `launch_specialized`: where it stores nothing but
-    the activations of what it multiplies. The interpreter has no barriers of threads."""
+    the activations of what it multiplies, on a GPU, by a Triton that offers it."""
     has_more = weights.bias is not None or epilogue.pre is not None
     has_more = has_more or epilogue.row_weight is not None
-    return config.specialized and not has_more and not INTERPRETED
+    return config.specialized and not has_more and OFFERS_SPECIALIZED and not INTERPRETED
 
 
 def launch_specialized(

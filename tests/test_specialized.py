@@ -15,7 +15,12 @@ from launches import recorded
 from moe_engine import Activation
 from moe_engine.device.lang import INTERPRETED
 from moe_engine.grouped_gemm import tile_schedule
-from moe_engine.grouped_gemm.config import SPECIALIZED, SPECIALIZED_BLOCK, GemmConfig
+from moe_engine.grouped_gemm.config import (
+    OFFERS_SPECIALIZED,
+    SPECIALIZED,
+    SPECIALIZED_BLOCK,
+    GemmConfig,
+)
 from moe_engine.grouped_gemm.launch import multiply
 from moe_engine.grouped_gemm.operands import Epilogue, Rows, Weights, num_parts
 from moe_engine.grouped_gemm.quantization import QuantizedRows, quantize_rows, quantize_weights
@@ -25,6 +30,7 @@ from moe_engine.launch import launch
 CONFIG = GemmConfig(*SPECIALIZED_BLOCK, **SPECIALIZED)
 FP8 = torch.float8_e4m3fn
 compiles = pytest.mark.skipif(INTERPRETED, reason="the interpreter compiles nothing")
+pytestmark = pytest.mark.skipif(not OFFERS_SPECIALIZED, reason="this Triton's Gluon is another one")
 
 
 def launched(activation: str, has_counters: bool = False, casts: bool = False, **more: Any) -> Any:
