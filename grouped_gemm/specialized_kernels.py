@@ -9,7 +9,9 @@ CUTLASS's warp-specialized kernels). Results have the bits of `wide_scaled_gemm_
 
 A step of 128 columns goes through one of STAGES slots of shared memory. Its `full` barrier passes
 when the operands and the scales of the rows have arrived, its `empty` one when both halves have
-multiplied by them.
+multiplied by them. An arrival is one thread's, before which Gluon puts a barrier of the warps that
+share the task: so what all of them have read and stored happens before what the barrier lets on.
+All waits are for warps of the same program, so none lasts.
 """
 
 from typing import NamedTuple
