@@ -14,7 +14,7 @@ step."""
 GROUPED_MM = "aten::_grouped_mm", "transformers::grouped_mm_fallback"
 """The operators whose kernels are GEMMs of experts, whatever they are called."""
 GEMMS = frozenset(
-    "dispatch_gemm_kernel dispatch_wgrad_kernel staged_gemm_kernel "
+    "dispatch_gemm_kernel dispatch_wgrad_kernel staged_gemm_kernel specialized_gemm_kernel "
     "_grouped_gemm_kernel _split_sum_kernel _tile_schedule_kernel "
     "_activation_gradient_kernel _wgrad_kernel _bias_gradient_kernel "
     "_bias_weight_gradient_kernel _clear_rest_kernel _gathered_sum_kernel "
