@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 from functools import cached_property
+from typing import Any
 
 import torch
 
@@ -38,39 +39,52 @@ class EPHandle:
     """
 
     do_expand: bool
-    num_experts: int
-    expert_alignment: int
-    num_max_tokens_per_rank: int
+    numbers: Numbers
     num_sms: int
     topk_idx: torch.Tensor
     num_recv_tokens: int
     num_expanded_tokens: int
     num_recv_tokens_per_expert_list: list[int]
-    psum_num_recv_tokens_per_scaleup_rank: torch.Tensor
-    psum_num_recv_tokens_per_expert: torch.Tensor
-    num_unaligned_recv_tokens_per_expert: torch.Tensor
-    recv_src_metadata: torch.Tensor
+    places: Places = field(repr=False)
     sent: Handle | InternodeHandle = field(repr=False)
     recv_topk_idx: torch.Tensor = field(repr=False)
     token_metadata_at_forward: None = None
     channel_linked_list: None = None
 
-    def __post_init__(self) -> None:
-        self.places = Places(
-            self.recv_src_metadata,
-            self.psum_num_recv_tokens_per_expert,
-            self.num_unaligned_recv_tokens_per_expert,
-            self.psum_num_recv_tokens_per_scaleup_rank,
-        )
-        num_ranks = len(self.sent.rank_prefix_matrix)
-        sizes = self.expert_alignment, self.num_max_tokens_per_rank
-        self.numbers = Numbers(self.num_experts // num_ranks, *sizes, num_ranks)
+    @property
+    def num_experts(self) -> int:
+        return self.numbers.num_local_experts * self.numbers.num_ranks
+
+    @property
+    def expert_alignment(self) -> int:
+        return self.numbers.alignment
+
+    @property
+    def num_max_tokens_per_rank(self) -> int:
+        return self.numbers.max_tokens
+
+    @property
+    def psum_num_recv_tokens_per_scaleup_rank(self) -> torch.Tensor:
+        return self.places.psum_per_rank
+
+    @property
+    def psum_num_recv_tokens_per_expert(self) -> torch.Tensor:
+        return self.places.psum_per_expert
+
+    @property
+    def num_unaligned_recv_tokens_per_expert(self) -> torch.Tensor:
+        return self.places.num_per_expert
+
+    @property
+    def recv_src_metadata(self) -> torch.Tensor:
+        return self.places.src_metadata
+
+    @cached_property
+    def described(self) -> tuple[Any, ...]:
+        """What decides how a call with this handle is made, besides the numbers of rows."""
         sent, _ = parts_of(self.sent, type(self.sent))
-        # What decides how a call with this handle is made, besides the numbers of rows.
-        self.described = (
-            *(self.do_expand, self.num_sms, *self.numbers, self.topk_idx),
-            *(*self.places[1:], *sent),
-        )
+        fixed = self.do_expand, self.num_sms, *self.numbers, self.topk_idx
+        return *fixed, *self.places[1:], *sent
 
     @cached_property
     def dst_buffer_slot_idx(self) -> torch.Tensor:

@@ -147,18 +147,13 @@ class ElasticVerbs(BufferLifecycle):
         kind.is_checked = True
         new_handle = EPHandle(
             wanted.expand,
-            num_experts,
-            numbers.alignment,
-            numbers.max_tokens,
+            numbers,
             sms,
             kept_idx,
             got.topk_idx.shape[0],
             got.num_expanded,
             [*got.per_expert],
-            got.places.psum_per_rank,
-            got.places.psum_per_expert,
-            got.places.num_per_expert,
-            got.places.src_metadata,
+            got.places,
             got.sent,
             got.topk_idx,
         )
