@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 from functools import partial
 
 import cases
@@ -16,6 +17,7 @@ from moe_engine.training import training_memory
 def count_bytes(function):
     """(result, the most bytes of CPU tensors while it runs, those after it); less those before."""
     activities = [torch.profiler.ProfilerActivity.CPU]
+    gc.collect()  # else a graph of an earlier call, which was retained, may go meanwhile
     with torch.profiler.profile(activities=activities, profile_memory=True) as profile:
         result = function()
     events = profile.profiler.kineto_results.events()
