@@ -64,7 +64,8 @@ def gemm_combine(
     weights of rows, sums are not weighted, and these gradients return to their tokens.
 
     A rank sums the rows that it has of a token and writes one to the token's rank, which adds up
-    the ranks'. It all runs concurrently: small programs sum on the SMs that multiply. The last sums
+    the ranks'. It all runs concurrently: small programs sum on the SMs that multiply, or, where
+    specialised tiles leave them no registers, after that. The last sums
     return while `gradients` are computed, and are added up meanwhile. Ends a call.
     """
     y, schedule, counters = sums.y, dispatched.schedule, dispatched.counters

@@ -152,8 +152,9 @@ def return_sums_kernel(
     Stage by stage, each when all `num_gemm_programs` of the launch before have computed it. Small
     programs, which find room on the SMs of the GEMM's programs.
 
-    A PDL launch after `staged_gemm_kernel`, with which it runs concurrently: it reads what that
-    kernel counts in `computed`, and what peers have published with the metadata's flags.
+    A PDL launch after `staged_gemm_kernel`, with which it runs concurrently, or after
+    `specialized_gemm_kernel`, whose programs count themselves at their end: it reads what the GEMM
+    counts in `computed`, and what peers have published with the metadata's flags.
 
     The next launch may begin once the first stage is computed. Each program of the GEMM has waited,
     before it counted itself there, for all launches before the GEMM, and a program here sees the

@@ -343,7 +343,7 @@ def dispatch_gemm(
     H], while they arrive; epilogue.pre gets gate and up [M, 2I]. A non-gated activation takes
     weights [L, I, H], and pre is [M, I]. In a backward a has rows of dy, and the weights [L, H, I]
     are transposed. has_arrived: a is complete, whatever arrives meanwhile, so no tile waits.
-    Specialised tiles cast what they store, if `out` is such rows."""
+    Specialised tiles wait for all rows at once, and cast what they store if `out` is such rows."""
     schedule, counters = dispatched.schedule, dispatched.counters
     config, parts, step = dispatched.config, epilogue.parts, "dispatch_gemm"
     programs = num_compute_programs(a.x.device, tiles)

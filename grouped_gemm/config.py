@@ -145,9 +145,10 @@ class GemmConfig:
             raise ShapeError(f"a GemmConfig has specialized={specialized}; it is True or False.")
         check_numbers("GemmConfig", numbers, MAXIMA)
         block = self.block_m, self.block_n, self.block_k
-        if specialized and block != SPECIALIZED_BLOCK:
+        if specialized and (block != SPECIALIZED_BLOCK or self.num_splits > 1):
             raise ShapeError(
-                f"a GemmConfig of {block} has specialized=True; only {SPECIALIZED_BLOCK} can be."
+                f"a GemmConfig of {block} in {self.num_splits} splits has specialized=True; only "
+                f"{SPECIALIZED_BLOCK} in one can be."
             )
         uneven = {name: numbers[name] for name in POWERS_OF_2 if numbers[name].bit_count() != 1}
         if uneven:
@@ -169,7 +170,7 @@ class GemmConfig:
             return self
         return GemmConfig(
             *SPECIALIZED_BLOCK,
-            **WIDE_E4M3[self.block_m],
+            **WIDE_E4M3[SPECIALIZED_BLOCK[0]],
             subtiles=4,
             group_m=self.group_m,
         )

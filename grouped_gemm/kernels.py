@@ -89,8 +89,8 @@ def activate(gate, up, ACTIVATION: tl.constexpr):
 def store_rows(out, values, part, row, end, n):
     """Round `values` and store them at (part, row, n) of `out`; rows before `end` only.
 
-    out: ragged descriptor of [parts, rows, N] (`launch.ragged`): the hardware bounds rows row ..
-    end and the columns. The coordinates are those of triton.tools.ragged_tma.
+    out: ragged descriptor of [parts, rows, N] (`descriptors.ragged`): the hardware bounds rows
+    row .. end and the columns. The coordinates are those of triton.tools.ragged_tma.
     """
     block = round_to(values, out.dtype).reshape(1, 1, 1, values.shape[0], values.shape[1])
     out.store([RAGGED, end, part, RAGGED - (end - row), n], block)

@@ -6,8 +6,6 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
-from triton.experimental.gluon.language import NVMMASharedLayout
-from triton.experimental.gluon.nvidia import hopper
 from triton.tools.ragged_tma import create_ragged_descriptor
 from triton.tools.tensor_descriptor import TensorDescriptor
 
@@ -22,6 +20,9 @@ from .schedule_kernels import Tiles
 KERNELS: tuple[Any, ...] = ()
 """What `launch_specialized` launches."""
 if OFFERS_SPECIALIZED:
+    from triton.experimental.gluon.language import NVMMASharedLayout
+    from triton.experimental.gluon.nvidia import hopper
+
     from .specialized_kernels import HALF_WARPS, HALVES, CastScales, specialized_gemm_kernel
 
     KERNELS = (specialized_gemm_kernel,)
@@ -56,6 +57,7 @@ def launch_specialized(
     of `tiles`.
     Each program then arrives at the first num_counters of `computed`, int64. options: of `launch`.
     """
+    assert rows.offset is None and weights.scale is not None and not weights.transposed
     described = expert_weights(rows, weights, config, epilogue.parts)
     block_m, half, cast = config.block_m, config.block_m // HALVES.value, None
     if isinstance(out, QuantizedRows):

@@ -1,13 +1,13 @@
 """The product of e4m3 operands by warps that each have one task, in Gluon, Triton's language of
 layouts and barriers.
 
-Where every warp loads, multiplies and scales, the tensor cores wait for the sums, for scales and,
-at the begin and the end of a tile, for memory. Here one warp loads, another one reads scales, and
-two times four warps, each with half of a tile's rows, multiply: while one half adds up, the other
-one multiplies, and the next tile's operands come while this one is stored (as in DeepGEMM and
-CUTLASS's warp-specialized kernels). Results have the bits of `wide_scaled_gemm_tile`.
+Where every warp loads, multiplies and scales, the tensor cores wait for the sums, for scales, and
+for memory at both ends of a tile. Here one warp loads, another one reads scales, and two times four
+warps, each with half of a tile's rows, multiply: while one half adds up, the other one multiplies,
+and the next tile's operands come while this one is stored (as in DeepGEMM and CUTLASS's
+warp-specialized kernels). Results have the bits of `wide_scaled_gemm_tile`.
 
-A step of 128 columns goes through one of STAGES slots of shared memory. Its `full` barrier passes
+A step of 128 columns goes through one of STAGES stages in shared memory. Its `full` barrier passes
 when the operands and the scales of the rows have arrived, its `empty` one when both halves have
 multiplied by them. An arrival is one thread's, before which Gluon puts a barrier of the warps that
 share the task: so what all of them have read and stored happens before what the barrier lets on.
@@ -60,7 +60,7 @@ class Work(NamedTuple):
     num_steps: gl.tensor
 
 
-class Slots(NamedTuple):
+class Stages(NamedTuple):
     """Shared memory: of each stage rows of A, two blocks of weights and scales of the rows, with
     their barriers; of each half of a tile, what it stores."""
 
@@ -91,7 +91,7 @@ def right_block(tile, GATED: gl.constexpr):
 
 
 @gluon.jit
-def load_operands(a, w, work, slots, SHAPE: gl.constexpr, STAGES: gl.constexpr):
+def load_operands(a, w, work, stages, SHAPE: gl.constexpr, STAGES: gl.constexpr):
     """What the warp does that loads."""
     GATED: gl.constexpr = is_gated(SHAPE.ACTIVATION.name)
     step = 0
@@ -100,20 +100,20 @@ def load_operands(a, w, work, slots, SHAPE: gl.constexpr, STAGES: gl.constexpr):
         part, column = right_block(tile, GATED)
         for block in range(work.num_steps):
             slot = step % STAGES
-            mbarrier.wait(slots.empty.index(slot), (step // STAGES & 1) ^ 1)
-            full, k = slots.full.index(slot), block * 128
+            mbarrier.wait(stages.empty.index(slot), (step // STAGES & 1) ^ 1)
+            full, k = stages.full.index(slot), block * 128
             mbarrier.expect(full, (SHAPE.BLOCK_M + 2 * WIDE) * 128)
             row = [RAGGED, tile.end, RAGGED - (tile.end - tile.row), k]
-            tma.async_copy_global_to_shared(a, row, full, slots.rows.index(slot))
+            tma.async_copy_global_to_shared(a, row, full, stages.rows.index(slot))
             left = [tile.expert, 0, tile.n, k]
-            tma.async_copy_global_to_shared(w, left, full, slots.left.index(slot))
+            tma.async_copy_global_to_shared(w, left, full, stages.left.index(slot))
             right = [tile.expert, part, column, k]
-            tma.async_copy_global_to_shared(w, right, full, slots.right.index(slot))
+            tma.async_copy_global_to_shared(w, right, full, stages.right.index(slot))
             step += 1
 
 
 @gluon.jit
-def load_scales(scales, work, slots, SHAPE: gl.constexpr, STAGES: gl.constexpr):
+def load_scales(scales, work, stages, SHAPE: gl.constexpr, STAGES: gl.constexpr):
     """What the warp does that reads scales of rows, a step ahead."""
     ROWS: gl.constexpr = gl.BlockedLayout([1], [32], [1], [0])
     step = 0
@@ -126,9 +126,9 @@ def load_scales(scales, work, slots, SHAPE: gl.constexpr, STAGES: gl.constexpr):
             now = following
             following = gl.load(first + gl.minimum(block + 1, work.num_steps - 1))
             slot = step % STAGES
-            mbarrier.wait(slots.empty.index(slot), (step // STAGES & 1) ^ 1)
-            slots.scales.index(slot).store(now)
-            mbarrier.arrive(slots.full.index(slot), count=1)
+            mbarrier.wait(stages.empty.index(slot), (step // STAGES & 1) ^ 1)
+            stages.scales.index(slot).store(now)
+            mbarrier.arrive(stages.full.index(slot), count=1)
             step += 1
 
 
@@ -161,7 +161,7 @@ def multiply_half(
     cast,
     scales,
     work,
-    slots,
+    stages,
     trace,
     HALF: gl.constexpr,
     SHAPE: gl.constexpr,
@@ -174,7 +174,7 @@ def multiply_half(
         version=[3, 0], warps_per_cta=[HALF_WARPS, 1], instr_shape=[16, WIDE, 32]
     )
     OPERAND: gl.constexpr = gl.NVMMASharedLayout(128, 8, 2)
-    stored = slots.stored.index(HALF)
+    stored = stages.stored.index(HALF)
     # Both products of a step have these registers, so that one is added up before the next begins.
     product = gl.zeros([NUM_ROWS, WIDE], gl.float32, PRODUCT)
     num_weight_rows = work.num_columns * work.num_parts
@@ -192,16 +192,18 @@ def multiply_half(
         right = gl.zeros([NUM_ROWS, WIDE], gl.float32, PRODUCT)
         for block in range(work.num_steps):
             slot = step % STAGES
-            mbarrier.wait(slots.full.index(slot), step // STAGES & 1)
-            rows = slots.rows.index(slot)._reinterpret(gl.float8e4nv, [SHAPE.BLOCK_M, 128], OPERAND)
+            mbarrier.wait(stages.full.index(slot), step // STAGES & 1)
+            rows = stages.rows.index(slot)._reinterpret(
+                gl.float8e4nv, [SHAPE.BLOCK_M, 128], OPERAND
+            )
             rows = rows.slice(HALF * NUM_ROWS, NUM_ROWS)
-            left_w = slots.left.index(slot)._reinterpret(gl.float8e4nv, [WIDE, 128], OPERAND)
-            right_w = slots.right.index(slot)._reinterpret(gl.float8e4nv, [WIDE, 128], OPERAND)
+            left_w = stages.left.index(slot)._reinterpret(gl.float8e4nv, [WIDE, 128], OPERAND)
+            right_w = stages.right.index(slot)._reinterpret(gl.float8e4nv, [WIDE, 128], OPERAND)
             # fmt: off
             product = warpgroup_mma(
                 rows, left_w.permute((1, 0)), product, use_acc=False, is_async=True
             )
-            row_scale = slots.scales.index(slot).slice(HALF * NUM_ROWS, NUM_ROWS).load(
+            row_scale = stages.scales.index(slot).slice(HALF * NUM_ROWS, NUM_ROWS).load(
                 gl.SliceLayout(1, PRODUCT)
             )
             # fmt: on
@@ -216,7 +218,7 @@ def multiply_half(
             )
             # fmt: on
             product = warpgroup_mma_wait(0, deps=(product,))
-            mbarrier.arrive(slots.empty.index(slot), count=1)
+            mbarrier.arrive(stages.empty.index(slot), count=1)
             right = in_order(right + product * gl.expand_dims(right_factor, 1))
             step += 1
         if GATED:
@@ -263,7 +265,7 @@ def specialized_gemm_kernel(
     num_parts, num_steps = 2 if GATED else 1, tl.cdiv(depth, 128)
     work = Work(tiles.packed, gl.load(tiles.count), num_n, num_columns, num_parts, num_steps)
     barriers: gl.constexpr = mbarrier.MBarrierLayout()
-    slots = Slots(
+    stages = Stages(
         gl.allocate_shared_memory(gl.float8e4nv, [STAGES, 1, 1, BLOCK_M, 128], a.layout),
         gl.allocate_shared_memory(gl.float8e4nv, [STAGES, 1, 1, WIDE, 128], w.layout),
         gl.allocate_shared_memory(gl.float8e4nv, [STAGES, 1, 1, WIDE, 128], w.layout),
@@ -277,14 +279,14 @@ def specialized_gemm_kernel(
         ),
     )
     for slot in gl.static_range(STAGES):
-        mbarrier.init(slots.full.index(slot), count=2)  # by the loads, and by the scales
-        mbarrier.init(slots.empty.index(slot), count=HALVES)
+        mbarrier.init(stages.full.index(slot), count=2)  # by the loads, and by the scales
+        mbarrier.init(stages.empty.index(slot), count=HALVES)
     gl.warp_specialize(
         [
-            (multiply_half, (out, cast, scales, work, slots, trace, 0, SHAPE, STAGES)),
-            (multiply_half, (out, cast, scales, work, slots, trace, 1, SHAPE, STAGES)),
-            (load_operands, (a, w, work, slots, SHAPE, STAGES)),
-            (load_scales, (scales, work, slots, SHAPE, STAGES)),
+            (multiply_half, (out, cast, scales, work, stages, trace, 0, SHAPE, STAGES)),
+            (multiply_half, (out, cast, scales, work, stages, trace, 1, SHAPE, STAGES)),
+            (load_operands, (a, w, work, stages, SHAPE, STAGES)),
+            (load_scales, (scales, work, stages, SHAPE, STAGES)),
         ],
         [HALF_WARPS, 1, 1],
         [HALF_REGISTERS, LOADER_REGISTERS, LOADER_REGISTERS],

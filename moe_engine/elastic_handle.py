@@ -35,7 +35,8 @@ class EPHandle:
     expanded row of each k, -1 for none. See `reference.place` for an example.
     token_metadata_at_forward, channel_linked_list: None; what ranks forward is in `sent`.
 
-    The fields are for reading: `combine` and `dispatch` use what the handle keeps besides.
+    numbers, places, sent, recv_topk_idx: where the above come from, and what rows travel by. Do not
+    assign fields: a call may see the old ones.
     """
 
     do_expand: bool

@@ -178,9 +178,9 @@ class ElasticVerbs(BufferLifecycle):
         described = engine.describe("dispatch_again", *args, sized=places[:1])
         kind = described.kind
         if not kind.is_checked:
+            kind.choice = wanted, _ = self._check_options(x, weights, options)
             check_unset(topk_idx=topk_idx, cumulative_local_expert_recv_stats=stats)
             check_unset(do_cpu_sync=options.do_cpu_sync or None)
-            kind.choice = wanted, _ = self._check_options(x, weights, options)
             check_cached(handle, options, wanted)
             checks.check_payload(x, len(handle.topk_idx))
             if weights is not None:
@@ -192,16 +192,16 @@ class ElasticVerbs(BufferLifecycle):
         with self._call(events, options) as call:
             if call.is_async:
                 call.reads(rows, scales, weights, handle.topk_idx, *places, *handle.sent)
+                call.reads(handle.recv_topk_idx)
             sizes = expanded.sizes_of(num_rows, num_expanded, scales, wanted)
             got = engine.again(described, **sizes)
             if got is None:
                 known = None if weights is None else handle.topk_idx
                 tokens, decided = _tokens(described, x, known, weights)
                 of = handle.sent, places, handle.numbers, wanted, sms, sizes, decided
-                got = expanded.dispatch_again(engine, tokens, handle.num_experts, *of)
-            received, ids = expanded.shaped(got[0], scales, num_expanded, wanted), got[1]
-            if ids is None and not wanted.expand:
-                ids = handle.recv_topk_idx.clone()
+                got = expanded.dispatch_again(engine, tokens, *of)
+            received = expanded.shaped(got, scales, num_expanded, wanted)
+            ids = None if wanted.expand else handle.recv_topk_idx.clone()
             if call.is_async:
                 call.returns(*received, ids)
         kind.is_checked = True

@@ -25,7 +25,6 @@ from typing import Any, NamedTuple
 import torch
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource, make_backend
-from triton.experimental.gluon._runtime import GluonASTSource
 from triton.runtime.jit import create_function_from_signature
 
 from .cuda_driver import WARP, Binary, Function, libcuda
@@ -83,8 +82,11 @@ class Variant(NamedTuple):
         options, *parts = self.kernel._pack_args(
             target, given, self.values, self.specialization, None
         )
-        kind = GluonASTSource if self.kernel.is_gluon() else ASTSource
-        return kind(self.kernel, *parts), options
+        if self.kernel.is_gluon():
+            from triton.experimental.gluon._runtime import GluonASTSource
+
+            return GluonASTSource(self.kernel, *parts), options
+        return ASTSource(self.kernel, *parts), options
 
 
 @functools.cache

@@ -317,10 +317,10 @@ def _builder(result: Any, numbered: dict[Any, int]) -> Callable[[list[Any]], Any
         return operator.itemgetter(_place(result, numbered))
     if not isinstance(result, tuple):
         return lambda memory: result
-    make = functools.partial(tuple.__new__, type(result))  # `_make` takes a microsecond
+    make = getattr(result, "_make", tuple)
     if len(result) > 1 and all(isinstance(one, torch.Tensor | None) for one in result):
         pick = operator.itemgetter(*[_place(one, numbered) for one in result])
-        return pick if type(result) is tuple else lambda memory: make(pick(memory))
+        return pick if make is tuple else lambda memory: make(pick(memory))
     parts = [_builder(one, numbered) for one in result]
     return lambda memory: make([part(memory) for part in parts])
 

@@ -10,7 +10,7 @@ def e4m3_scale(amax):
     """(scale, its inverse) of fp32 values, the largest of which in magnitude counts as 1e-4 at
     least."""
     amax = tl.maximum(amax, 1e-4)
-    largest = tl.where(amax > 0, 448.0, 448.0)  # a block like `amax`, also under Gluon
+    largest = tl.where(amax > 0, 448.0, 448.0)  # makes a block like `amax`, in Gluon too
     return amax * (1.0 / 448.0), tl.div_rn(largest, amax)
 
 

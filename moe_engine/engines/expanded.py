@@ -155,7 +155,6 @@ def sizes_of(
 def dispatch_again(
     engine: KernelEngine,
     tokens: Tokens,
-    num_experts: int,
     sent: Handle | InternodeHandle,
     places: Places,
     numbers: Numbers,
@@ -163,18 +162,16 @@ def dispatch_again(
     num_sms: int,
     sizes: Sizes,
     described: Described | None = None,
-) -> tuple[ExpandedRows, torch.Tensor | None]:
-    """Send tokens where those of an earlier dispatch went: (rows, their ids if they are by token).
-    Ids and weights go along where there are some. Scales of rows by expert are in one row, see
-    `shaped`."""
+) -> ExpandedRows:
+    """Send tokens where those of an earlier dispatch went; ids and weights go along where there are
+    some. Scales of rows by expert are in one row, see `shaped`."""
     goes_along = tokens.topk_idx is not None and tokens.topk_weights is not None
-    num_experts = num_experts if goes_along else numbers.num_ranks
+    num_experts = numbers.num_ranks * (numbers.num_local_experts if goes_along else 1)
     metadata, *sums = places
     args = tokens, sent.sent, num_experts, tuple(sums), numbers, wanted, num_sms
     more: dict[str, Any] = dict(described=described, sized=(metadata,))
-    got: tuple[ExpandedRows, torch.Tensor | None]
-    got = engine.whole_call(_dispatch_again, *args, **more, **sizes)
-    return got
+    rows: ExpandedRows = engine.whole_call(_dispatch_again, *args, **more, **sizes)
+    return rows
 
 
 def _dispatch_again(
@@ -188,17 +185,17 @@ def _dispatch_again(
     num_sms: int,
     sized: tuple[torch.Tensor],
     **sizes: int,
-) -> tuple[ExpandedRows, torch.Tensor | None]:
+) -> ExpandedRows:
     x = tokens.x.new_empty(sizes["max_rows"], tokens.x.shape[1])
     received = with_size("max_rows", Received.empty(x, tokens))
     engine.send_again(tokens, plan, num_experts, received, num_sms)
     if not wanted.expand:
-        return _by_token(received, wanted), received.topk_idx
+        return _by_token(received, wanted)
     rows = with_size("num_expanded", new_rows(tokens, sizes["num_expanded"], wanted))
     with_size("num_scales", [rows.scales])
     received_rows, places = ReceivedRows(*_by_token(received, wanted)), Places(*sized, *sums)
     expand(engine, received_rows, places, plan[0], rows, numbers, wanted)
-    return rows, None
+    return rows
 
 
 def combine(

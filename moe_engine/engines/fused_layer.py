@@ -122,18 +122,19 @@ def send_rows(
 def up_tiles(inputs: LayerInputs, num_rows: int, config: LayerConfig) -> GemmConfig:
     """The tiles of the up-projection, whose height is that of all tiles of the layer. num_rows:
     `LayerRows.balanced`."""
-    tiles = chosen_up_tiles(inputs.w_gate_up, num_rows, inputs.activation)
+    has_bias = inputs.b_gate_up is not None
+    tiles = chosen_up_tiles(inputs.w_gate_up, num_rows, inputs.activation, has_bias)
     return in_groups(tiles, config)
 
 
 def chosen_up_tiles(
-    w_gate_up: torch.Tensor, num_rows: int, activation: AnyActivation
+    w_gate_up: torch.Tensor, num_rows: int, activation: AnyActivation, has_bias: bool
 ) -> GemmConfig:
     """`up_tiles` but for their groups. In e4m3, whose loops do not begin a tile before they end the
-    last unless warps are specialised, two programs share an SM, so that one multiplies while the
-    other waits for rows."""
+    last unless warps are specialised, which add no bias, two programs share an SM, so that one
+    multiplies while the other waits for rows."""
     tiles = gemm_config(w_gate_up, num_rows, activation)
-    if w_gate_up.dtype == FP8 and tiles.block_m > HALF_TILE and not tiles.specialized:
+    if w_gate_up.dtype == FP8 and tiles.block_m > HALF_TILE and (has_bias or not tiles.specialized):
         tiles = gemm_config(w_gate_up, num_rows, activation, block_m=HALF_TILE)
     return tiles
 

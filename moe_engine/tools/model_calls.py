@@ -266,7 +266,7 @@ def call_layers(shape: ModelShape) -> None:
 
     def choice(most: int) -> Any:
         config, num_rows = layer_choices().choose(shape.layer(most)), most * shape.num_topk
-        tiles = chosen_up_tiles(up, num_rows, shape.activation)
+        tiles = chosen_up_tiles(up, num_rows, shape.activation, shape.has_bias)
         return config, tiles, grouped_gemm.gemm_config(down, num_rows, block_m=tiles.block_m)
 
     # With room for all rows, and for those of balanced routing, so that layers run in passes.
