@@ -99,16 +99,16 @@ def load_operands(a, w, work, stages, SHAPE: gl.constexpr, STAGES: gl.constexpr)
         tile = tile_of(work, index, SHAPE)
         part, column = right_block(tile, GATED)
         for block in range(work.num_steps):
-            slot = step % STAGES
-            mbarrier.wait(stages.empty.index(slot), (step // STAGES & 1) ^ 1)
-            full, k = stages.full.index(slot), block * 128
+            stage = step % STAGES
+            mbarrier.wait(stages.empty.index(stage), (step // STAGES & 1) ^ 1)
+            full, k = stages.full.index(stage), block * 128
             mbarrier.expect(full, (SHAPE.BLOCK_M + 2 * WIDE) * 128)
             row = [RAGGED, tile.end, RAGGED - (tile.end - tile.row), k]
-            tma.async_copy_global_to_shared(a, row, full, stages.rows.index(slot))
+            tma.async_copy_global_to_shared(a, row, full, stages.rows.index(stage))
             left = [tile.expert, 0, tile.n, k]
-            tma.async_copy_global_to_shared(w, left, full, stages.left.index(slot))
+            tma.async_copy_global_to_shared(w, left, full, stages.left.index(stage))
             right = [tile.expert, part, column, k]
-            tma.async_copy_global_to_shared(w, right, full, stages.right.index(slot))
+            tma.async_copy_global_to_shared(w, right, full, stages.right.index(stage))
             step += 1
 
 
@@ -125,10 +125,10 @@ def load_scales(scales, work, stages, SHAPE: gl.constexpr, STAGES: gl.constexpr)
         for block in range(work.num_steps):
             now = following
             following = gl.load(first + gl.minimum(block + 1, work.num_steps - 1))
-            slot = step % STAGES
-            mbarrier.wait(stages.empty.index(slot), (step // STAGES & 1) ^ 1)
-            stages.scales.index(slot).store(now)
-            mbarrier.arrive(stages.full.index(slot), count=1)
+            stage = step % STAGES
+            mbarrier.wait(stages.empty.index(stage), (step // STAGES & 1) ^ 1)
+            stages.scales.index(stage).store(now)
+            mbarrier.arrive(stages.full.index(stage), count=1)
             step += 1
 
 
@@ -191,19 +191,19 @@ def multiply_half(
         left = gl.zeros([NUM_ROWS, WIDE], gl.float32, PRODUCT)
         right = gl.zeros([NUM_ROWS, WIDE], gl.float32, PRODUCT)
         for block in range(work.num_steps):
-            slot = step % STAGES
-            mbarrier.wait(stages.full.index(slot), step // STAGES & 1)
-            rows = stages.rows.index(slot)._reinterpret(
+            stage = step % STAGES
+            mbarrier.wait(stages.full.index(stage), step // STAGES & 1)
+            rows = stages.rows.index(stage)._reinterpret(
                 gl.float8e4nv, [SHAPE.BLOCK_M, 128], OPERAND
             )
             rows = rows.slice(HALF * NUM_ROWS, NUM_ROWS)
-            left_w = stages.left.index(slot)._reinterpret(gl.float8e4nv, [WIDE, 128], OPERAND)
-            right_w = stages.right.index(slot)._reinterpret(gl.float8e4nv, [WIDE, 128], OPERAND)
+            left_w = stages.left.index(stage)._reinterpret(gl.float8e4nv, [WIDE, 128], OPERAND)
+            right_w = stages.right.index(stage)._reinterpret(gl.float8e4nv, [WIDE, 128], OPERAND)
             # fmt: off
             product = warpgroup_mma(
                 rows, left_w.permute((1, 0)), product, use_acc=False, is_async=True
             )
-            row_scale = stages.scales.index(slot).slice(HALF * NUM_ROWS, NUM_ROWS).load(
+            row_scale = stages.scales.index(stage).slice(HALF * NUM_ROWS, NUM_ROWS).load(
                 gl.SliceLayout(1, PRODUCT)
             )
             # fmt: on
@@ -218,7 +218,7 @@ def multiply_half(
             )
             # fmt: on
             product = warpgroup_mma_wait(0, deps=(product,))
-            mbarrier.arrive(stages.empty.index(slot), count=1)
+            mbarrier.arrive(stages.empty.index(stage), count=1)
             right = in_order(right + product * gl.expand_dims(right_factor, 1))
             step += 1
         if GATED:
@@ -278,9 +278,9 @@ def specialized_gemm_kernel(
             out.dtype, [HALVES, 1, 1, 1, BLOCK_M // HALVES, WIDE], out.layout
         ),
     )
-    for slot in gl.static_range(STAGES):
-        mbarrier.init(stages.full.index(slot), count=2)  # by the loads, and by the scales
-        mbarrier.init(stages.empty.index(slot), count=HALVES)
+    for stage in gl.static_range(STAGES):
+        mbarrier.init(stages.full.index(stage), count=2)  # by the loads, and by the scales
+        mbarrier.init(stages.empty.index(stage), count=HALVES)
     gl.warp_specialize(
         [
             (multiply_half, (out, cast, scales, work, stages, trace, 0, SHAPE, STAGES)),

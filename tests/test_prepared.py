@@ -49,10 +49,14 @@ COSTS = {  # launches, allocations: of the parts of each call
     "by_token": [(10, 14)],
     "by_token_cached": [(4, 4)],
     "by_token_combine": [(2, 2)],
+    "by_token_bare": [(4, 2), (2, 1)],
+    "by_token_fp8": [(4, 3)],
     "by_expert_synced": [(2, 4), (2, 7), (2, 0), (1, 0), (2, 4), (1, 0), (1, 0)],
     "by_expert": [(11, 14)],
     "by_expert_cached": [(5, 6)],
     "by_expert_combine": [(3, 4)],
+    "by_expert_bare": [(5, 3), (3, 2)],
+    "by_expert_fp8": [(5, 5)],
 }
 """A launch or an allocation more is host time of every call: raise a number only on purpose."""
 
@@ -118,6 +122,12 @@ def every_elastic_call(buffer, x, idx, weights):
         rows, ids, again, _, _ = buffer.dispatch(x, topk_weights=weights, handle=handle, **how)
         yield f"{name}_cached", (rows, ids, again)
         yield f"{name}_combine", buffer.combine(rows, handle, row_weights)[:2]
+        rows, ids, *_ = buffer.dispatch(x, handle=handle, **how)
+        yield f"{name}_bare", (rows, ids, buffer.combine(rows, handle, bias=x)[0])
+        e4m3 = x.to(torch.float8_e4m3fn), x[:, ::HIDDEN].float()
+        by_column = dict(handle=handle, use_tma_aligned_col_major_sf=True)
+        rows, scales = buffer.dispatch(e4m3, **by_column, **how)[0]
+        yield f"{name}_fp8", (rows, scales.flatten())
 
 
 def run_rounds(group, rounds, up, down):
