@@ -6,14 +6,14 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
-from triton.tools.ragged_tma import create_ragged_descriptor
 from triton.tools.tensor_descriptor import TensorDescriptor
 
 from ..device.context import TracedRole
 from ..device.lang import INTERPRETED
 from .config import OFFERS_SPECIALIZED, GemmConfig
-from .descriptors import expert_weights, ragged
+from .descriptors import expert_weights, ragged, rows_of
 from .operands import Epilogue, Rows, Weights
+from .product_kernels import Gathered
 from .quantization import QuantizedRows
 from .schedule_kernels import Tiles
 
@@ -54,8 +54,8 @@ def launch_specialized(
     **options: Any,
 ) -> None:
     """out [M, N], in bf16 or cast: the activation of e4m3 rows [M, K] times weights, for the rows
-    of `tiles`.
-    Each program then arrives at the first num_counters of `computed`, int64. options: of `launch`.
+    of `tiles`. Each program then arrives at the first num_counters of `computed`, int64.
+    options: of `launch`.
     """
     assert rows.offset is None and weights.scale is not None and not weights.transposed
     described = expert_weights(rows, weights, config, epilogue.parts)
@@ -67,7 +67,7 @@ def launch_specialized(
     launch(
         specialized_gemm_kernel,
         (num_programs,),
-        in_shared_memory(create_ragged_descriptor(rows.x, [block_m, config.block_k])),
+        in_shared_memory(rows_of(rows.x, None, [block_m, config.block_k])),
         described._replace(w=in_shared_memory(described.w)),
         in_shared_memory(ragged(out[None], half, config.block_n // 2)),
         cast,
@@ -82,8 +82,9 @@ def launch_specialized(
     )
 
 
-def in_shared_memory(one: TensorDescriptor) -> hopper.TensorDescriptor:
+def in_shared_memory(one: TensorDescriptor | Gathered) -> hopper.TensorDescriptor:
     """A descriptor as Gluon takes it, which says how a block lies in shared memory."""
+    assert isinstance(one, TensorDescriptor)
     layout = NVMMASharedLayout(SWIZZLE_BYTES, 8 * one.base.itemsize, len(one.block_shape))
     parts = one.shape, one.strides, one.block_shape
     return hopper.TensorDescriptor(one.base, *map(list, parts), layout)

@@ -136,7 +136,9 @@ def load_scales(scales, work, stages, SHAPE: gl.constexpr, STAGES: gl.constexpr)
 def store_columns(value, out, cast, tile, work, column, stored, HALF: gl.constexpr):
     """Store 128 columns of a half tile, fp32, from `column` on, in bf16 or as e4m3 with scales.
 
-    They are rounded to bf16 before they are cast, as rows are that another launch casts.
+    They are rounded to bf16 before they are cast, as rows are that another launch casts. The memory
+    `stored` is written anew after the thread that issued the last store from it has waited until
+    that store has read it, and after a barrier of the half's warps, which Gluon puts between.
     """
     NUM_ROWS: gl.constexpr = value.shape[0]
     value = value.to(gl.bfloat16)

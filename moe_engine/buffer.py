@@ -179,13 +179,14 @@ class Buffer(LayerVerbs):
         per_node = num_tokens_per_rdma_rank if self.num_nodes > 1 else None
         routing, rows_per = (topk_idx, topk_weights), (expert_alignment, num_worst_tokens)
         given = *layout, per_node, *routing, *rows_per, in_place
-        described = engine.describe("dispatch", *checks.pair_of(x), *given, config, Buffer.num_sms)
+        rows, scales, is_pair = checks.pair_of(x)
+        of_call = rows, scales, is_pair, *given, config, Buffer.num_sms
+        described = engine.describe("dispatch", *of_call)
         kind = described.kind
         if not kind.is_checked:
             self._check_dispatch(x, layout, routing, *rows_per)
             checks.check_tokens_per_node(per_node, self.num_nodes, layout[0])
             checks.check_flag("in_place", in_place)
-        rows, scales, _ = checks.pair_of(x)
         num_sms = _num_sms(config)
         with self._streams.call(*when) as call:
             if self.options.debug:
@@ -241,14 +242,14 @@ class Buffer(LayerVerbs):
     ) -> tuple[Received, EventOverlap]:
         """A dispatch with a handle: (what came, event)."""
         fixed, of_rows = parts_of(handle, engine.handle_type)
-        given = *checks.pair_of(x), *fixed, config, Buffer.num_sms
+        rows, scales, is_pair = checks.pair_of(x)
+        given = rows, scales, is_pair, *fixed, config, Buffer.num_sms
         described = engine.describe("dispatch_cached", *given, sized=(of_rows,))
         if not described.kind.is_checked:
-            rows, _ = checks.check_payload(x, device=self._rows_device)
+            checks.check_payload(x, device=self._rows_device)
             cached = check_handle(handle, self.group_size, rows.device, self.num_nodes)
             if rows.shape[0] != cached.send_head.shape[0]:
                 checks.check_payload(x, cached.send_head.shape[0])
-        rows, scales, _ = checks.pair_of(x)
         num_sms = _num_sms(config)
         with self._streams.call(*when) as call:
             if self.options.debug:

@@ -47,10 +47,10 @@ class CombineOptions(NamedTuple):
     allocate_on_comm_stream: bool
 
 
-FLAGS = (
-    *("do_handle_copy", "do_expand", "do_zero_padding", "use_tma_aligned_col_major_sf"),
-    *("async_with_compute_stream", "allocate_on_comm_stream"),
-)
+FLAGS = {
+    *("do_cpu_sync", "do_handle_copy", "do_expand", "do_zero_padding"),
+    *("use_tma_aligned_col_major_sf", "async_with_compute_stream", "allocate_on_comm_stream"),
+}
 
 
 def check_flags(**flags: bool) -> None:
@@ -93,12 +93,11 @@ def check_events(
 
 
 def check_options(options: DispatchOptions | CombineOptions) -> None:
-    """Flags must be True or False, and fit one another."""
-    given = options._asdict()
-    flags = {name: given[name] for name in FLAGS if name in given}
+    """Flags must be True or False, do_cpu_sync may be None, and they must fit one another."""
+    flags = {name: flag for name, flag in options._asdict().items() if name in FLAGS}
+    if flags.get("do_cpu_sync") is None:
+        flags.pop("do_cpu_sync", None)
     check_flags(**flags)
-    if given.get("do_cpu_sync") is not None:
-        check_flags(do_cpu_sync=given["do_cpu_sync"])
     if flags.get("do_zero_padding") and not flags["do_expand"]:
         raise ShapeError("do_zero_padding needs do_expand: rows by token have no padding.")
 

@@ -136,7 +136,7 @@ class ElasticVerbs(BufferLifecycle):
                 call.reads(rows, scales, *routing)
             got = engine.again(described)
             if got is None:
-                tokens, decided = _tokens(described, x, topk_idx, topk_weights)
+                tokens, decided = _tokens(described, rows, scales, topk_idx, topk_weights)
                 waits = do_cpu_sync is None or bool(do_cpu_sync)
                 more = routing[2], numbers, wanted, waits, sms, decided
                 got = expanded.dispatch(engine, tokens, num_experts, *more)
@@ -197,7 +197,7 @@ class ElasticVerbs(BufferLifecycle):
             got = engine.again(described, **sizes)
             if got is None:
                 known = None if weights is None else handle.topk_idx
-                tokens, decided = _tokens(described, x, known, weights)
+                tokens, decided = _tokens(described, rows, scales, known, weights)
                 of = handle.sent, places, handle.numbers, wanted, sms, sizes, decided
                 got = expanded.dispatch_again(engine, tokens, *of)
             received = expanded.shaped(got, scales, num_expanded, wanted)
@@ -335,13 +335,13 @@ class ElasticVerbs(BufferLifecycle):
 
 def _tokens(
     described: Described,
-    x: Payload,
+    rows: torch.Tensor,
+    scales: torch.Tensor | None,
     topk_idx: torch.Tensor | None,
     topk_weights: torch.Tensor | None,
 ) -> tuple[Tokens, Described | None]:
     """What is sent, and the description if it describes all of that. Ids travel with weights: where
     there are none, with zeros."""
-    rows, scales, _ = checks.pair_of(x)
     rows, topk_idx, topk_weights = described.packed(rows, topk_idx, topk_weights)
     if topk_idx is None or topk_weights is not None:
         return Tokens(rows, topk_idx, topk_weights, scales), described.if_packed

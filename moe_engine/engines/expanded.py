@@ -126,9 +126,8 @@ def _dispatch(
 
 
 class Sizes(TypedDict):
-    """The numbers of rows of a dispatch or a combine with a handle: of tokens, under both names
-    that kernels use; by expert; between columns of scales, 0 for scales by row; and of scales in
-    all."""
+    """The numbers of rows of a dispatch with a handle: by token, under both names that kernels use;
+    by expert; between columns of scales, see `_scale_rows`; and of scales in all."""
 
     max_rows: int
     num_rows: int
@@ -142,7 +141,7 @@ def sizes_of(
 ) -> Sizes:
     """Of rows by token and by expert with such scales."""
     columns = 0 if scales is None else scales.shape[1]
-    scale_rows = round_up(num_expanded, SCALE_ROWS) if wanted.by_column and columns else 0
+    scale_rows = _scale_rows(num_expanded, scales, wanted)
     return Sizes(
         max_rows=num_rows,
         num_rows=num_rows,
@@ -309,7 +308,7 @@ def expand(
 ) -> None:
     """Copy received rows, or those at the addresses received.x int64 [N], to their places."""
     metadata, *sums = places
-    scale_rows = _scale_rows(rows, wanted)
+    scale_rows = _scale_rows(len(rows.x), rows.scales, wanted)
     engine.call(
         _expand,
         tuple(sums),
@@ -349,16 +348,16 @@ def new_rows(tokens: Tokens, num_rows: int, wanted: RowsWanted) -> ExpandedRows:
     """Room for rows by expert like these tokens, with scales [M * S] in the order of memory."""
     x, scales = tokens.x, tokens.scales
     if scales is not None:
-        columns = round_up(num_rows, SCALE_ROWS) if wanted.by_column else num_rows
-        scales = scales.new_empty(columns * scales.shape[1])
+        columns = scales.shape[1]
+        scales = scales.new_empty((_scale_rows(num_rows, scales, wanted) or num_rows) * columns)
     weights = x.new_empty(num_rows, dtype=torch.float32) if wanted.weights else None
     return ExpandedRows(x.new_empty(num_rows, x.shape[1]), scales, weights)
 
 
-def _scale_rows(rows: ExpandedRows, wanted: RowsWanted) -> int:
-    """How far apart the columns of scales are, 0 for scales by row."""
-    is_by_column = rows.scales is not None and wanted.by_column
-    return round_up(len(rows.x), SCALE_ROWS) if is_by_column else 0
+def _scale_rows(num_rows: int, scales: torch.Tensor | None, wanted: RowsWanted) -> int:
+    """How far apart the columns of scales of so many rows are, 0 for scales by row."""
+    is_by_column = scales is not None and wanted.by_column
+    return round_up(num_rows, SCALE_ROWS) if is_by_column else 0
 
 
 def shaped(
@@ -372,7 +371,7 @@ def shaped(
     if not wanted.by_column:
         return rows._replace(scales=scales.view(-1, num_scales))
     num_rows = num_expanded if wanted.expand else len(scales)
-    columns = round_up(num_rows, SCALE_ROWS)
+    columns = _scale_rows(num_rows, scales, wanted)
     memory = scales if wanted.expand else scales.new_empty(num_scales * columns)
     by_column = memory.view(num_scales, columns)[:, :num_rows].T
     if not wanted.expand:
