@@ -412,7 +412,7 @@ def return_one_side(group, x, topk_idx, topk_weights):
         dist.barrier(group)
         memory = slots.block.local.view(torch.float32)
         found.append(bool((memory == torch.tensor(MARK)).any()))
-    dist.barrier(group)
+        dist.barrier(group)  # no rank returns its other side before all have looked
     buffer.destroy()
     return found
 
