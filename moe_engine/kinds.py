@@ -118,7 +118,8 @@ class Kinds:
         """The kind of a call with these arguments: options, which can be hashed, and of each
         tensor, in tuples or not, the type, shape, strides, dtype, device, where in 16 bytes it
         begins, and whether it wants a gradient. Of the tensors in `sized` the first size is no part
-        of it. Arguments of other types have no kind."""
+        of it. Arguments of other types have no kind, nor have tensors of a class that torch's
+        functions pass on to their results, which would not be those that a call has recorded."""
         every = args + sized
         types = tuple(map(type, every))
         if (recent := self._recent.get(types)) is not None:
@@ -148,6 +149,8 @@ class Kinds:
         try:
             for number, one in enumerate(todo):
                 if isinstance(one, torch.Tensor):
+                    if not _gives_plain_tensors(one.__class__):
+                        return Described(Kind(), None)
                     if id(one) in tensors:
                         parts.append(list(tensors).index(id(one)))
                         continue
@@ -225,6 +228,11 @@ class Kinds:
             one = _state(args) + others(every), kind.check, kind
             kinds = {**recent.kinds, shape: (one, *kept[: MOST_RECENT - 1])}
             self._recent[types] = recent._replace(kinds=kinds)
+
+
+def _gives_plain_tensors(kind: type[torch.Tensor]) -> bool:
+    """Whether torch's functions of tensors of this class return those of its own."""
+    return kind is torch.Tensor or kind.__torch_function__ is PLAIN[1].__torch_function__
 
 
 def _state(args: tuple[Any, ...]) -> tuple[Any, ...]:

@@ -99,6 +99,8 @@ class PreparedCalls(Kinds):
         if described is None or described.tensors is None:
             described = self.describe(*args, sized=tuple(sized or ()))
             if described.tensors is None:
+                if before is not None:
+                    before(*args)
                 return body(owner, *args, **more, **numbers)
         if sized is not None:
             described = described.more(sized)

@@ -15,7 +15,11 @@ from moe_engine.prepared import PreparedCalls, with_size
 
 
 class Named(torch.Tensor):
-    """A class of tensors of its own."""
+    """A class of tensors of its own, which torch's functions pass on to their results."""
+
+
+class NamedParameter(torch.nn.Parameter):
+    """A class of parameters, of which torch's functions return plain tensors."""
 
 
 def rows(*shape, offset=0, dtype=torch.float32):
@@ -54,7 +58,7 @@ UNLIKE = {
     "a gradient of the second": ((X, wants_gradient(), None, 3, True, "fp8"), S),
     "a parameter": ((torch.nn.Parameter(rows(4, 8)), Y, None, 3, True, "fp8"), S),
     "a frozen parameter": ((torch.nn.Parameter(rows(4, 8), False), Y, None, 3, True, "fp8"), S),
-    "a subclass": ((rows(4, 8).as_subclass(Named), Y, None, 3, True, "fp8"), S),
+    "a subclass": ((NamedParameter(rows(4, 8)), Y, None, 3, True, "fp8"), S),
     "twice the same": ((X, X, None, 3, True, "fp8"), S),
     "the same as the last": ((S, Y, None, 3, True, "fp8"), S),
     "no memory": ((rows(0, 8), Y, None, 3, True, "fp8"), S),
@@ -171,9 +175,15 @@ def test_what_torch_cannot_compare(calls):
         assert described.tensors is None
 
 
+def test_tensors_of_a_class_whose_results_are_of_it(calls):
+    """What is recorded of a call are the plain tensors in them, so none is made again."""
+    case = (rows(4, 8).as_subclass(Named), Y), S
+    assert calls.describe(*case[0], sized=(case[1],)).tensors is None
+
+
 def test_what_torch_may_not_compare(calls):
     """A class of tensors may have other strides, or none."""
-    case = (rows(4, 8).as_subclass(Named), Y), S
+    case = (NamedParameter(rows(4, 8)), Y), S
     first = kind_of(calls, case)
     with mock.patch.object(calls, "_describe", side_effect=calls._describe) as slowly:
         assert kind_of(calls, case) is first
@@ -228,6 +238,18 @@ def test_results_with_as_many_rows_as_come():
         assert (two.shape, one.shape, fixed.shape) == ((num_rows, 3), (num_rows,), (2,))
         assert two.is_contiguous()
     assert len(calls) == 1
+
+
+def test_results_of_a_class_of_tensors():
+    calls = PreparedCalls()
+    for num_rows in (3, 5, 1):
+        before, x = mock.Mock(), X.as_subclass(Named)
+        more = dict(before=before, sized=(rows(num_rows, 2),), num_rows=num_rows)
+        (two, _), _ = calls(grow, None, x, **more)
+        assert type(two) is Named
+        assert two.shape == (num_rows, 3)
+        before.assert_called_once_with(x)
+    assert not len(calls)
 
 
 def change_what_is_given(group):
