@@ -105,7 +105,8 @@ class BufferLifecycle:
         self._unreleased: torch.Tensor | None = None  # x of a dispatch in place, until release()
         self._streams = CallStreams(device)
         self._in_flight: dict[int, EventOverlap] = {}  # by the address of what a call returned
-        self._overflow = torch.zeros(1, dtype=torch.int32, device=device)  # see `_note_overflow`
+        with torch.inference_mode(False):  # as calls outside it store to this
+            self._overflow = torch.zeros(1, dtype=torch.int32, device=device)  # `_note_overflow`
         self._before_destroy: list[WeakMethod[Callable[[], None]]] = []
         self.id = next(_ids)
         _buffers[self.id] = self

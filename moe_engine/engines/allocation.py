@@ -30,6 +30,8 @@ class Allocator:
     """Allocates the symmetric memory of one Buffer, and declares it to the Buffer's streams.
 
     Engines keep it, as memory may grow. It does not know the Buffer, which they would keep alive.
+    Memory is made outside torch's inference mode, since tensors that are made in it cannot be
+    stored to outside it, and a Buffer serves calls of both.
     """
 
     group: Group
@@ -69,12 +71,14 @@ class Allocator:
             exchange(group, engine.context.notices.load, "compiling", seconds)
         return engine, low_latency
 
+    @torch.inference_mode(False)
     def new_ring(self, layout: RingLayout) -> Ring:
         """Low-latency memory of `layout` on all ranks. Collective."""
         ring = Ring(self._new_block, layout, self.group.rank, self.settings.timeout_s)
         self.streams.uses("ring", ring.block.local, ring.context.fields)
         return ring
 
+    @torch.inference_mode(False)
     def new_lanes(self, layout: LaneLayout, num_lanes: int) -> InternodeLowLatency:
         """The low-latency engine of several nodes, with lanes of `layout`. Collective."""
         settings, rank = self.settings, self.group.rank
@@ -84,6 +88,7 @@ class Allocator:
         self.streams.uses("ring", *itertools.chain(*memory))
         return InternodeLowLatency(lanes, layout)
 
+    @torch.inference_mode(False)
     def new_slots(self, layout: SlotLayout, was_captured: bool, epoch: int) -> Slots:
         """Memory of `layout` on all ranks, whose calls go on after `epoch`. Collective.
 
@@ -97,6 +102,7 @@ class Allocator:
         self.streams.uses("slots", slots.block.local, slots.context.fields)
         return slots
 
+    @torch.inference_mode(False)
     def _new_block(self, num_bytes: int) -> SymmetricTensor:
         timeout_s = self.settings.timeout_s
         return allocate(self.group.process_group, num_bytes, self.backend, self.device, timeout_s)

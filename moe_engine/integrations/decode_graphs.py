@@ -179,8 +179,10 @@ def tensors_of(inputs: dict[str, Any]) -> list[Tensor]:
     return [value for _, value in items(inputs) if isinstance(value, Tensor)]
 
 
+@torch.inference_mode(False)
 def cloned(inputs: dict[str, Any]) -> dict[str, Any]:
-    """The same inputs, in memory of their own."""
+    """The same inputs, in memory of their own, to which a replay outside inference mode may store,
+    too."""
     found = dict(inputs)
     for name, value in inputs.items():
         if isinstance(value, dict):
