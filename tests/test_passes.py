@@ -13,7 +13,16 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 from training_cases import NAMES, check_gradients, end, gradients, make_case, on_device
 
-from moe_engine import Buffer, DtypeError, Options, ShapeError, WgradSink, moe_ffn, start_moe_ffn
+from moe_engine import (
+    Buffer,
+    DtypeError,
+    Options,
+    RoutingError,
+    ShapeError,
+    WgradSink,
+    moe_ffn,
+    start_moe_ffn,
+)
 from moe_engine import passes as layer_passes
 from moe_engine.emulation import PerRank
 from moe_engine.engines.kernel import KernelEngine
@@ -188,6 +197,36 @@ def test_gradients_of_weights_go_where_they_are_wanted(pool):
     parts = make_case(2, [7, 5], num_topk=1, kind="one_hot")
     found = pool.run(train_into_sinks, 7, *map(PerRank, parts), num_ranks=2)
     assert found == [4, 4]
+
+
+def attempt(call, *args):
+    """What a call returns, and whether it raises RoutingError, with that, once it has ended."""
+    try:
+        return call(*args), False
+    except RoutingError as error:
+        return error.result, True
+
+
+def go_on_after_a_bad_id(group, max_tokens, *parts):
+    """How many calls raise RoutingError on this rank."""
+    x, idx, *more, dy = on_device(parts)
+    buffer, num_raised, bad = buffer_for(group, parts, max_tokens, 1), 0, idx.clone()
+    if group.rank() == 0:
+        bad[-1, 0] = 1000  # in the last pass
+    for ids in (bad, idx):
+        out, in_forward = attempt(moe_ffn, x.requires_grad_(), ids, *more, buffer)
+        _, in_backward = attempt(out.backward, dy)
+        num_raised += in_forward + in_backward
+    num_raised += attempt(buffer.check)[1]
+    end(buffer)
+    return num_raised
+
+
+def test_a_backward_makes_all_its_passes_before_it_tells_of_a_bad_id(pool):
+    parts = make_case(2, [7, 7], num_topk=1, kind="one_hot")
+    first, second = pool.run(go_on_after_a_bad_id, 7, *map(PerRank, parts), num_ranks=2)
+    assert first > 0
+    assert second == 0
 
 
 def replay(group, max_tokens, routings, *parts):
