@@ -54,6 +54,12 @@ class Grouping:
         """Where the rows of each expert begin, [L + 1]."""
         return self.schedule.offsets
 
+    @property
+    def tensors(self) -> tuple[torch.Tensor | None, ...]:
+        """What a backward reads again: autograd keeps them, and refuses them if they have changed
+        since."""
+        return self.offsets, self.row_index, self.row_offset
+
     def rows(self, x: torch.Tensor, scale: torch.Tensor | None = None) -> Rows:
         """The rows of x in the order of the output."""
         if self.row_index is None:
@@ -328,7 +334,7 @@ class _GroupedGemm(torch.autograd.Function):
         config: GemmConfig,
     ) -> torch.Tensor:
         pre = None if activation == "none" else x.new_empty(grouping.num_rows, w.shape[1])
-        ctx.save_for_backward(x, w, row_weight, pre)
+        ctx.save_for_backward(x, w, row_weight, pre, *grouping.tensors)
         ctx.grouping, ctx.activation = grouping, activation
         epilogue = Epilogue(activation, row_weight, pre)
         schedule, weights = grouping.schedule, Weights(w, bias=bias)
@@ -339,7 +345,7 @@ class _GroupedGemm(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, grad: torch.Tensor) -> tuple[Any, ...]:
         _refuse_second_order()
-        x, w, row_weight, pre = ctx.saved_tensors
+        x, w, row_weight, pre, *_ = ctx.saved_tensors
         grouping: Grouping = ctx.grouping
         grad = packed(grad)
         if row_weight is not None:
@@ -370,7 +376,7 @@ class _GroupedMlp(torch.autograd.Function):
         config: GemmConfig,
     ) -> torch.Tensor:
         pre = x.new_empty(grouping.num_rows, w_up.shape[1])
-        ctx.save_for_backward(x, w_up, w_down, b_down, row_weight, pre)
+        ctx.save_for_backward(x, w_up, w_down, b_down, row_weight, pre, *grouping.tensors)
         ctx.grouping, ctx.activation = grouping, activation
         up, down = Weights(w_up, bias=b_up), Weights(w_down, bias=b_down)
         first = Epilogue(activation, pre=pre)
@@ -379,7 +385,7 @@ class _GroupedMlp(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, grad: torch.Tensor) -> tuple[Any, ...]:
         _refuse_second_order()
-        x, w_up, w_down, b_down, row_weight, pre = ctx.saved_tensors
+        x, w_up, w_down, b_down, row_weight, pre, *_ = ctx.saved_tensors
         grouping, needs = ctx.grouping, ctx.needs_input_grad
         offsets = grouping.offsets
         grad = packed(grad)

@@ -302,3 +302,26 @@ def odd_gradients(group: Any) -> None:
 
 def test_odd_gradients(pool: RankPool) -> None:
     pool.run(odd_gradients, num_ranks=1)
+
+
+def run_changed_in_place(group: Any) -> None:
+    x = torch.randn(6, 64, dtype=BF16, device=DEVICE, requires_grad=True)
+    w_up, w_down = (
+        torch.randn(2, *shape, dtype=BF16, device=DEVICE) for shape in ((32, 64), (64, 16))
+    )
+    for changed in range(2):
+        offsets, index = (
+            torch.tensor(one, device=DEVICE) for one in ([0, 3, 6], [5, 4, 3, 2, 1, 0])
+        )
+        layers = (
+            grouped_gemm(x, w_up, offsets, row_index=index),
+            grouped_mlp(x, w_up, w_down, offsets, row_index=index),
+        )
+        (offsets, index)[changed].zero_()
+        for out in layers:
+            with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+                out.sum().backward()
+
+
+def test_where_rows_are_may_not_change_before_the_backward(pool: RankPool) -> None:
+    pool.run(run_changed_in_place, num_ranks=1)
