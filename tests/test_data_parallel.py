@@ -27,7 +27,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from torch.nn.parallel import DistributedDataParallel
 
-from moe_engine import MoEFeedForward
+from moe_engine import MoEFeedForward, WgradSink
 from moe_engine.emulation import RankPool
 from moe_engine.errors import BackendError, DtypeError, ShapeError
 from moe_engine.integrations.data_parallel import (
@@ -60,7 +60,8 @@ def with_torch_alone(model: nn.Sequential, ep: int) -> nn.Module:
 
 def with_ddp(model: nn.Sequential, ep: int) -> nn.Module:
     both, world = meshes(ep)
-    average_expert_gradients(model, both["efsdp"] if both["efsdp"].size() > 1 else None)
+    for _ in range(2):  # the second call takes the place of the first
+        average_expert_gradients(model, both["efsdp"] if both["efsdp"].size() > 1 else None)
     return DistributedDataParallel(model, process_group=world.get_group())
 
 
@@ -226,6 +227,14 @@ def refuse(group: dist.ProcessGroup) -> None:
     with pytest.raises(BackendError, match="is no DTensor, and all experts must be sharded"):
         fully_shard_experts(model, efsdp)
     del model[-1]
+    experts = MoEFeedForward(*sizes, requires_grad=True, wgrad="delayed")
+    with pytest.raises(BackendError, match="wgrad of a MoEFeedForward is a DelayedWgrad"):
+        average_expert_gradients(experts)
+    experts.wgrad = None
+    average_expert_gradients(experts)
+    experts.wgrad = WgradSink(*map(torch.empty_like, experts.parameters()))
+    with pytest.raises(BackendError, match="wgrad of a MoEFeedForward is a WgradSink"):
+        average_expert_gradients(experts)
     three = DeviceMesh.from_group(group, cases.device().type)
     uneven = MoEFeedForward(3, HIDDEN, 5, buffer, mesh=both["ep"])
     with pytest.raises(ShapeError, match=r"4 ranks, which divide neither .*\[3, 10, 16\]"):

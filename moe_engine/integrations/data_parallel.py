@@ -26,6 +26,7 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.nn.utils import clip_grads_with_norm_, get_total_norm
 from torch.utils.weak import WeakIdKeyDictionary
 
+from ..checks import shown
 from ..errors import BackendError, ShapeError
 from ..layer import MoEFeedForward
 from ..sharded_weights import local, note_replaced
@@ -83,11 +84,16 @@ def average_expert_gradients(model: nn.Module, mesh: DeviceMesh | None = None) -
 
     mesh: as in `fully_shard_experts`, None where each expert is on one rank alone. With a mesh the
     gradients of experts are added up over it in each backward, also within `no_sync()`. Experts may
-    be DTensors or ordinary tensors of a rank's share, with LoRA adapters or without.
+    be DTensors or ordinary tensors of a rank's share, with LoRA adapters or without. Another call
+    for the same model takes the place of the one before.
 
-    Raises BackendError for whole experts, and for those that FSDP2 has.
+    Raises BackendError for whole experts, for those that FSDP2 has, and for a MoEFeedForward with a
+    `wgrad`, whose gradients autograd does not see.
     """
     groups = _groups_of_experts(model)
+    for experts in _found_experts(model):
+        if getattr(experts, "wgrad", None) is not None:
+            raise _not_seen(shown(experts.wgrad))
     names = []
     for name, weight in model.named_parameters():
         if id(weight) in groups:
@@ -97,7 +103,9 @@ def average_expert_gradients(model: nn.Module, mesh: DeviceMesh | None = None) -
                 _groups[weight] = group
             if weight.requires_grad:
                 num_ranks = 1 if group is None else group.size()
-                weight.register_hook(_averaging(num_ranks * _size(mesh), mesh))
+                if weight in _hooks:
+                    _hooks[weight].remove()
+                _hooks[weight] = weight.register_hook(_averaging(num_ranks * _size(mesh), mesh))
     DistributedDataParallel._set_params_and_buffers_to_ignore_for_model(model, names)
 
 
@@ -142,6 +150,10 @@ def clip_grad_norm_(
 _groups: Any = WeakIdKeyDictionary()
 """The group of each weight of experts that is no DTensor, and that DistributedDataParallel leaves
 out."""
+
+
+_hooks: Any = WeakIdKeyDictionary()
+"""The handle of the hook that averages the gradient of a weight of experts."""
 
 
 def _norm(grads: list[Any], norm_type: float, ranks: Any) -> Tensor:
@@ -204,6 +216,13 @@ def _unfit(experts: nn.Module, name: str, kind: str) -> BackendError:
     )
 
 
+def _not_seen(wgrad: str) -> BackendError:
+    return BackendError(
+        f"wgrad of a MoEFeedForward is {wgrad}, and average_expert_gradients averages what "
+        "autograd gives to .grad. Set wgrad to None, or average the memory of the sink yourself."
+    )
+
+
 def _size(mesh: DeviceMesh | None) -> int:
     """How many ranks hold the same experts."""
     return 1 if mesh is None else mesh.size()
@@ -225,6 +244,8 @@ def _averaging(num_batches: int, mesh: DeviceMesh | None) -> Any:
     """A hook that makes the mean over all batches of a gradient that is a sum."""
 
     def average(grad: Any) -> Any:
+        if grad is None:
+            raise _not_seen("a WgradSink or a DelayedWgrad, set since")
         mean = grad / num_batches
         if mesh is not None and mesh.size() > 1:
             dist.all_reduce(local(mean), group=mesh.get_group())
