@@ -201,7 +201,8 @@ class CallStreams:
         self._current: torch.cuda.Stream | None = None
         self._handle, self._current_handle = -1, stream_of(device)  # of _current, and now
         self._end: torch.cuda.Event | None = None
-        self._last: tuple[torch.cuda.Stream, bool] | None = None  # and whether it was captured
+        self._last_eager: torch.cuda.Stream | None = None
+        self._last_captured: torch.cuda.Stream | None = None
 
     def uses(self, name: str, *memory: torch.Tensor) -> None:
         """Declare memory that all kernels of the Buffer use, in addition to their arguments. It
@@ -262,31 +263,33 @@ class CallStreams:
         """Make `stream` wait for the Buffer's last call, if that ran on another one.
 
         A captured call and an eager one cannot wait for each other's events: the order of a graph's
-        replays is the caller's. Within captures only streams can be waited for, since the event
-        may be of an earlier graph.
+        replays is the caller's. So each waits for the last one of its own sort. Within captures
+        only streams can be waited for, since the event may be of an earlier graph.
         """
-        if self._last is None:
-            return
-        last_stream, was_captured = self._last
-        if last_stream is stream or last_stream == stream:
+        eager, captured = self._last_eager, self._last_captured
+        if (eager is None or eager is stream) and (captured is None or captured is stream):
             return
         capturing = torch.cuda.is_current_stream_capturing()
-        if not capturing and not was_captured:
+        last = captured if capturing else eager
+        if last is None or last == stream:
+            return
+        if not capturing:
             assert self._end is not None
             stream.wait_event(self._end)
-        elif capturing and was_captured:
-            with on_stream(last_stream):
-                in_this_capture = torch.cuda.is_current_stream_capturing()
-            if in_this_capture:
-                stream.wait_stream(last_stream)
+            return
+        with on_stream(last):
+            in_this_capture = torch.cuda.is_current_stream_capturing()
+        if in_this_capture:
+            stream.wait_stream(last)
 
     def note_end(self, stream: torch.cuda.Stream) -> None:
         """A call has ended on a stream, which is current."""
-        is_captured = torch.cuda.is_current_stream_capturing()
-        if not is_captured:
-            self._end = self._end or torch.cuda.Event()
-            self._end.record(stream)
-        self._last = stream, is_captured
+        if torch.cuda.is_current_stream_capturing():
+            self._last_captured = stream
+            return
+        self._end = self._end or torch.cuda.Event()
+        self._end.record(stream)
+        self._last_eager = stream
 
 
 class SideStream:

@@ -174,6 +174,16 @@ def test_captured_calls_wait_within_their_graph_only(caller):
     assert "eager" in before
 
 
+def test_an_eager_call_waits_for_the_last_eager_one_whatever_was_captured_since(caller):
+    streams, side = CallStreams(GPU), Stream()
+    with torch.cuda.stream(side):
+        call(streams, "on another stream")
+    with captured(caller, 1):
+        call(streams, "captured")
+    before, _ = call(streams, "eager")
+    assert "on another stream" in before
+
+
 class Used:
     """A tensor that keeps note of the streams by which it is used."""
 

@@ -303,10 +303,11 @@ class CollectiveEngine(LayerByVerbs):
 
 
 def _expert_sums(rows: LayerInputs) -> torch.Tensor:
-    """What this rank's experts give for rows [N, H], one weighted sum for each."""
-    return reference.sum_topk(
-        reference.expert_rows(rows.x, rows.topk_idx, *rows[3:]), rows.topk_weights
-    )
+    """What this rank's experts give for rows [N, H], one weighted sum for each; in the dtype of
+    the rows, under autocast too, as kernels do."""
+    with torch.autocast(rows.x.device.type, enabled=False):
+        of_experts = reference.expert_rows(rows.x, rows.topk_idx, *rows[3:])
+        return reference.sum_topk(of_experts, rows.topk_weights)
 
 
 def _pad(rows: Received, num_rows: int) -> Received:
