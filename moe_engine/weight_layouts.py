@@ -55,6 +55,13 @@ class GateUp(NamedTuple):
         gate = self.tensors[0]
         return self._replace(tensors=gate.new_empty(2, *gate.shape).unbind())
 
+    def in_one_memory(self) -> GateUp:
+        """These, or copies where what kept gate and up for a backward has moved them apart, as
+        saved-tensor hooks do."""
+        if len({one.untyped_storage().data_ptr() for one in self.tensors}) == 1:
+            return self
+        return self._replace(tensors=torch.stack(self.tensors).unbind())
+
     def by_parts(self) -> torch.Tensor:
         """What kernels take, a view: [L, 2I, H] where gate and up are concatenated, else [L, 2, I,
         H] of other strides."""

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from functools import partial
+
 import cases
 import pytest
 import torch
@@ -49,6 +51,30 @@ def test_more_columns_than_hidden(pool):
 
 def test_collectives(pool):
     check_training(pool, [7, 0, 5], kind="holes", backend="collective", policies=("none", "rows"))
+
+
+def under_autocast(group, x, *parts):
+    """How far autocast moves the result and the gradients, by the kernels and by collectives."""
+    parts, errors = on_device([x, *parts]), []
+    for backend in ("auto", "collective"):
+        sizes = group.size() * len(parts[3]), parts[1].shape[1], len(x), backend
+        buffer = new_buffer(group, parts[0], *sizes)
+        plain, cast = (
+            gradients(partial(autocasting, enabled, buffer), *parts) for enabled in (False, True)
+        )
+        errors += map(cases.relative_error, cast, plain)
+        end(buffer)
+    return errors
+
+
+def autocasting(enabled, buffer, x, *rest):
+    with torch.autocast(x.device.type, torch.bfloat16, enabled=enabled):
+        return moe_ffn(x, *rest, buffer)
+
+
+def test_experts_do_not_follow_autocast(pool):
+    parts = [PerRank(part) for part in make_case(1, [6])]
+    assert max(*pool.run(under_autocast, *parts, num_ranks=1)) < 1e-6
 
 
 def test_a_rank_without_tokens_or_rows_gets_zeros(pool):

@@ -115,6 +115,29 @@ def test_layouts_give_the_same_bits(pool, name):
                     assert torch.equal(one, other), f"{what} of {form}"
 
 
+def run_moved(group, *parts):
+    """Whether gradients are the same where hooks have moved what was saved, each by itself."""
+    parts = on_device(parts)
+    x, idx, _, up, _, _ = parts
+    buffer = new_buffer(group, x, group.size() * len(up), idx.shape[1], MAX_TOKENS)
+
+    def moved(form, *tensors):
+        with torch.autograd.graph.saved_tensors_hooks(torch.clone, lambda one: one):
+            return call_with(form, buffer)(*tensors)
+
+    same = []
+    for form in ("stacked", "halves"):
+        kept = gradients(call_with(form, buffer), *parts)
+        same += map(torch.equal, gradients(partial(moved, form), *parts), kept)
+    end(buffer)
+    return all(same)
+
+
+def test_gate_and_up_that_saved_tensor_hooks_move(pool):
+    ranks = [PerRank(part) for part in make_case(1, [9], intermediate=24, **SIZES)]
+    assert pool.run(run_moved, *ranks, num_ranks=1) == [True]
+
+
 def run_sinks(group, *parts):
     """Whether sinks, new gradients and delayed ones of each layout hold the same bits."""
     parts = on_device(parts)
