@@ -270,14 +270,14 @@ def launch_activation_gradient(
     """From the gradient of activations, before they are weighted, to that of pre-activations.
 
     A pass of its own: as an epilogue of the product, it took up to 1.5 times as long as both,
-    since tensor cores idled meanwhile (bench/NOTES.md).
+    since tensor cores idled meanwhile (bench/NOTES.md). Its programs are as many for any number of
+    rows: a layer's prepared backward launches as many for more rows as for those of its first call.
     """
     num_rows, num_columns = rows.grad.shape
     if num_rows:
-        num_programs = PROGRAMS_PER_SM * gpu(offsets.device).num_sms
         launch(
             _activation_gradient_kernel,
-            (min(triton.cdiv(num_rows, GRADIENT_ROWS), num_programs),),
+            (PROGRAMS_PER_SM * gpu(offsets.device).num_sms,),
             rows,
             *(offsets, num_rows, offsets.numel() - 1, num_columns, trace),
             ACTIVATION=constants(Activation.of(activation)),
@@ -292,15 +292,15 @@ def launch_bias_weight_gradient(
     grad: torch.Tensor, bias: torch.Tensor, weight_grad: torch.Tensor, offsets: torch.Tensor
 ) -> None:
     """Add to weight_grad [rows] the product of each row of grad [rows, H] with its expert's bias,
-    which is weighted as the product with the weights is."""
+    which is weighted as the product with the weights is. By a fixed number
+    of programs, as `launch_activation_gradient`."""
     num_rows = len(weight_grad)
     if not num_rows:
         return
     num_experts, num_columns = bias.shape
-    share = triton.cdiv(4 * gpu(grad.device).num_sms, num_experts)
     launch(
         _bias_weight_gradient_kernel,
-        (num_experts, min(share, triton.cdiv(num_rows, BLOCK_ROWS))),
+        (num_experts, triton.cdiv(4 * gpu(grad.device).num_sms, num_experts)),
         *(grad, bias, weight_grad, offsets, num_rows, num_columns),
         BLOCK_M=BLOCK_ROWS,
         BLOCK_N=BLOCK_COLUMNS,

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from functools import partial
+from unittest import mock
 
 import cases
 import pytest
@@ -20,7 +21,7 @@ from training_cases import (
     on_device,
 )
 
-from moe_engine import MoEFeedForward, moe_ffn, reference
+from moe_engine import MoEFeedForward, launch, moe_ffn, reference
 from moe_engine.emulation import PerRank
 from moe_engine.grouped_gemm import grouped_mlp
 
@@ -51,6 +52,33 @@ def test_more_columns_than_hidden(pool):
 
 def test_collectives(pool):
     check_training(pool, [7, 0, 5], kind="holes", backend="collective", policies=("none", "rows"))
+
+
+def programs_of_backwards(group, routed, x, idx, *parts):
+    """How many programs the pass over the gradients of activations has in backwards of a layer with
+    so many routed tokens, one after the other."""
+    buffer = new_buffer(group, x, group.size() * len(parts[1]), idx.shape[1], len(x))
+    grids, run = [], launch.InterpretedLaunch.__call__
+
+    def noting(self, stream):
+        if self.name == "_activation_gradient_kernel":
+            grids.append(self._grid)
+        run(self, stream)
+
+    with mock.patch.object(launch.InterpretedLaunch, "__call__", noting):
+        for number in routed:
+            ids = torch.where(torch.arange(len(x))[:, None] < number, idx, -1)
+            gradients(lambda *a: moe_ffn(*a, buffer, save="pre"), x, ids, *parts)
+    end(buffer)
+    return grids
+
+
+def test_a_first_backward_of_few_rows_does_not_limit_later_ones(pool):
+    cases.skip_where_shapes_compile(pool)  # where a grid is seen in its launch
+    parts = [PerRank(part) for part in make_case(1, [40])]
+    ((first, second),) = pool.run(programs_of_backwards, [1, 40], *parts, num_ranks=1)
+    assert first == second
+    assert first[0] > 1
 
 
 def under_autocast(group, x, *parts):
