@@ -35,6 +35,10 @@ from .utils import has_modes, untraced, without_modes
 LEAVE_OUT_OF_STEP = TooManyTokens, OutOfStep
 """Errors that one rank raises before a call's first launch, and the other ranks do not."""
 
+running_backward: Callable[[], int] = torch._C._current_graph_task_id
+"""The number of the backward that this thread is in."""
+NO_BACKWARD = -1
+
 P = ParamSpec("P")
 T = TypeVar("T")
 B = TypeVar("B", bound="BufferLifecycle")
@@ -227,11 +231,14 @@ class BufferLifecycle:
 
     def _finish(self, result: T) -> T:
         """The `result` of a call; RoutingError with it for ids that were known to be bad before the
-        call began. With Options.debug waits, and raises what went wrong in this call too."""
+        call began, unless autograd runs: that would end a backward on this rank alone, whose other
+        calls the other ranks wait for. With Options.debug waits, and raises what went wrong in this
+        call too."""
         if self.options.debug:
             self._synchronise()
-        for engine in self._engines:
-            engine.check_ids(result)
+        if running_backward() == NO_BACKWARD:
+            for engine in self._engines:
+                engine.check_ids(result)
         return result
 
     def _synchronise(self) -> None:

@@ -159,22 +159,12 @@ def backward_in_passes(
     passes: Sequence[Pass],
     backward: Callable[..., PassGradients],
 ) -> PassGradients:
-    """The gradients of a layer, by a call of `backward` for each pass, in the forward's order. A
-    RoutingError is raised once all calls are made, as the other ranks make them."""
+    """The gradients of a layer, by a call of `backward` for each pass, in the forward's order."""
     done: list[PassGradients] = []
-    error = None
     for one in passes:
         part = dy if one.tokens is None else dy[one.tokens]
         earlier = done[-1] if done else None
-        try:
-            done.append(backward(part, one.part_of(tensors), one.saved, earlier))
-        except RoutingError as problem:
-            if not isinstance(problem.result, PassGradients):
-                raise
-            error = error or problem
-            done.append(problem.result)
-    if error is not None:
-        raise error
+        done.append(backward(part, one.part_of(tensors), one.saved, earlier))
     if len(done) == 1:
         return done[0]
     overflow = passes[0].saved.overflow

@@ -175,6 +175,37 @@ def test_bad_ids_do_not_end_a_call_in_the_middle(pool):
     assert "1 expert ids" in second
 
 
+def bad_ids_before_a_backward(group):
+    """The gradient of two layers, the second with a bad id on rank 1, and what check says."""
+    rank = torch.distributed.get_rank(group)
+    buffer = new_buffer(group)
+    x, w = cases.tokens(4, 16, 2, torch.float32, 0)
+    idx = torch.tensor([[0, 11], [3, -1], [2, 7], [3, 4]])
+    weights = (torch.full_like(one[: EXPERTS // 2], 0.25) for one in (UP, DOWN))
+    args = [t.to(cases.device()) for t in (w, *weights)]
+    x, idx = x.to(args[0].device).requires_grad_(), idx.to(args[0].device)
+    bad = idx.clone()
+    bad[1, 1] = EXPERTS if rank else -1
+    moe_ffn(moe_ffn(x, idx, *args, buffer), bad, *args, buffer).sum().backward()
+    text = None
+    try:
+        buffer.check()
+    except RoutingError as error:
+        text = str(error)
+    torch.distributed.barrier(group)
+    buffer.destroy()
+    return x.grad.cpu(), text
+
+
+def test_bad_ids_do_not_end_a_backward(pool):
+    """Its other calls would be missing on one rank, and the others would wait for them."""
+    (first, text), (second, told) = pool.run(bad_ids_before_a_backward, num_ranks=2)
+    torch.testing.assert_close(first, second)  # the ranks have the same tokens
+    assert first.any()
+    assert text is None
+    assert "1 expert ids" in told
+
+
 @pytest.mark.parametrize("debug", [False, True])
 def test_bad_ids_are_reported_and_skipped(pool, debug):
     [(texts, num_rows, num_ids)] = pool.run(bad_ids, debug, num_ranks=1)

@@ -222,7 +222,7 @@ def go_on_after_a_bad_id(group, max_tokens, *parts):
     return num_raised
 
 
-def test_a_backward_makes_all_its_passes_before_it_tells_of_a_bad_id(pool):
+def test_a_backward_makes_all_its_passes_after_a_bad_id(pool):
     parts = make_case(2, [7, 7], num_topk=1, kind="one_hot")
     first, second = pool.run(go_on_after_a_bad_id, 7, *map(PerRank, parts), num_ranks=2)
     assert first > 0
