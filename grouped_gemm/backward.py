@@ -292,8 +292,8 @@ def launch_bias_weight_gradient(
     grad: torch.Tensor, bias: torch.Tensor, weight_grad: torch.Tensor, offsets: torch.Tensor
 ) -> None:
     """Add to weight_grad [rows] the product of each row of grad [rows, H] with its expert's bias,
-    which is weighted as the product with the weights is. By a fixed number
-    of programs, as `launch_activation_gradient`."""
+    which is weighted as the product with the weights is. By a fixed number of programs, as
+    `launch_activation_gradient`."""
     num_rows = len(weight_grad)
     if not num_rows:
         return

@@ -151,7 +151,6 @@ _groups: Any = WeakIdKeyDictionary()
 """The group of each weight of experts that is no DTensor, and that DistributedDataParallel leaves
 out."""
 
-
 _hooks: Any = WeakIdKeyDictionary()
 """The handle of the hook that averages the gradient of a weight of experts."""
 
