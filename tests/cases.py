@@ -134,9 +134,9 @@ def used_buffer(
 
 
 def shared_files() -> set[str]:
-    """What lies in /dev/shm, but for semaphores of multiprocessing: other tests make these at the
-    same time, and the package makes none."""
-    return {name for name in os.listdir("/dev/shm") if not name.startswith("sem.mp-")}
+    """What lies in /dev/shm, but for semaphores: other tests make these at the same time, and the
+    package makes none."""
+    return {name for name in os.listdir("/dev/shm") if not name.startswith("sem.")}
 
 
 @contextmanager

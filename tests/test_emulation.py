@@ -1,6 +1,7 @@
 """The pool of ranks: results and errors come back, and no process is ever left or waited for."""
 
 import ctypes
+import gc
 import os
 import signal
 import socket
@@ -136,6 +137,7 @@ def count_files(group, x):
 
 def test_tensors_leave_no_open_files(pair):
     x = torch.arange(1000)
+    gc.collect()  # what earlier tests left
     before = [files for _, files in pair.run(count_files, x)], len(os.listdir("/proc/self/fd"))
     results = [pair.run(count_files, x) for _ in range(20)]
     after = [files for _, files in pair.run(count_files, x)], len(os.listdir("/proc/self/fd"))
@@ -183,21 +185,13 @@ def test_nothing_listens_to_other_machines(pair):
         assert not sockets_of(pid) & open_to_others()
 
 
-def store_folders() -> dict[str, int]:
-    """The folders of pools' stores and their modes."""
-    return {
-        str(path): path.stat().st_mode & 0o777
-        for path in Path(tempfile.gettempdir()).glob("moe_engine-*")
-    }
-
-
-def test_the_store_is_for_this_user_and_goes_with_the_ranks():
-    before = store_folders()
+def test_the_store_is_for_this_user_and_goes_with_the_ranks(monkeypatch, tmp_path):
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))  # that of no other pool
     with RankPool(1) as one:
         one.run(get_pid)
-        made = store_folders().items() - before.items()
-        assert [mode for _, mode in made] == [0o700]
-    assert not store_folders().items() & made
+        (folder,) = tmp_path.glob("moe_engine-*")
+        assert folder.stat().st_mode & 0o777 == 0o700
+    assert not folder.exists()
 
 
 # --- Messages --------------------------------------------------------------------------------
@@ -313,9 +307,9 @@ def test_a_rank_that_waits_for_one_that_raised_is_ended(pair, monkeypatch):
 
 
 def die_on_rank_1(group, others):
-    """Rank 1 dies after 0.2 s, while the others wait for it, sleep, or have raised."""
+    """Rank 1 dies soon, while the others wait for it, sleep, or have raised."""
     if group.rank() == 1:
-        time.sleep(0.2)
+        time.sleep(3 if others == "raise" else 0.2)
         os.kill(os.getpid(), signal.SIGKILL)
     if others == "raise":
         raise ValueError("rank 1 is so slow")
@@ -355,7 +349,7 @@ def test_an_expected_death_is_no_error(pair):
 def test_a_rank_that_died_between_runs_is_replaced(pair):
     victim = pair.run(get_pid)[1]
     os.kill(victim, signal.SIGKILL)
-    while not is_gone(victim):
+    while pair._ranks[1][0].is_alive():
         time.sleep(0.01)
     assert victim not in pair.run(get_pid)
 
@@ -390,8 +384,8 @@ def sleep_on_rank_0(group, seconds):
 def test_silence_ends_in_an_error(pair):
     pids = pair.run(get_pid)
     start = time.monotonic()
-    with pytest.raises(RankError, match="rank 0: TimeoutError: no answer within 1") as caught:
-        pair.run(sleep_on_rank_0, 300, timeout_s=1)
+    with pytest.raises(RankError, match=r"rank 0: TimeoutError: no answer within \d") as caught:
+        pair.run(sleep_on_rank_0, 300, timeout_s=5)
     assert time.monotonic() - start < LONG_S
     assert caught.value.cause_type is TimeoutError
     assert "in sleep_on_rank_0" in str(caught.value)  # its stack

@@ -205,10 +205,11 @@ def test_what_cannot_be_allocated_is_refused(cpu_pool):
 
 
 def start_in_vain(group, what):
+    dist.barrier(group)
     with stand_in(silent=(what,)):
         begin = time.monotonic()
         with pytest.raises(OutOfStep, match=f"did not {what}"):
-            NvshmemTensor(group, 64, CPU, timeout_s=1)
+            NvshmemTensor(group, 64, CPU, timeout_s=5)
         with pytest.raises(BackendError, match="did not end"):
             NvshmemTensor(group, 64, CPU, timeout_s=20)
         return time.monotonic() - begin
@@ -220,8 +221,9 @@ def test_calls_that_do_not_end_are_given_up(cpu_pool, what):
 
 
 def free_in_vain(group):
+    dist.barrier(group)
     with stand_in(silent=("free",)):
-        block = NvshmemTensor(group, 64, CPU, timeout_s=1)
+        block = NvshmemTensor(group, 64, CPU, timeout_s=5)
         with warnings.catch_warnings(record=True) as caught:
             warnings.simplefilter("always")
             block.free()

@@ -397,7 +397,7 @@ def fall_out_of_step(group: dist.ProcessGroup) -> tuple[float, str]:
     ids = torch.full((1, 2), 7, device=model.device)
     want = model(ids).logits
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(forward_passes, "timeout_seconds", lambda: 1.0)
+        patch.setattr(forward_passes, "timeout_seconds", lambda: 10.0)
         patch.setattr(forward_passes, "COMPILE_S", 0.0)
         buffer = shard_experts(model, group, max_tokens=12)
     error = difference(model(ids).logits, want)
@@ -414,7 +414,7 @@ def fall_out_of_step(group: dist.ProcessGroup) -> tuple[float, str]:
 def test_a_rank_that_makes_a_pass_alone_is_told_so(pool: RankPool) -> None:
     (error, text), (error_there, _) = pool.run(fall_out_of_step, num_ranks=2)
     assert max(error, error_there) <= 1e-5
-    assert text.startswith("rank 0 waited up to 1 s for the other ranks")
+    assert text.startswith("rank 0 waited up to 10 s for the other ranks")
     assert "join_empty(model)" in text
 
 
