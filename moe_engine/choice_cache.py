@@ -85,9 +85,13 @@ def keep_choice(path: Path, key: str, choice: dict[str, Any]) -> None:
         text = json.dumps(choices, indent=1)
         with NamedTemporaryFile("w", dir=path.parent, suffix=path.suffix, delete=False) as partial:
             partial.write(text)
-        if path.exists():
-            shutil.copymode(path, partial.name)  # others may share it
-        Path(partial.name).replace(path)
+        try:
+            if path.exists():
+                shutil.copymode(path, partial.name)  # others may share it
+            Path(partial.name).replace(path)
+        except OSError:
+            Path(partial.name).unlink(missing_ok=True)
+            raise
         num_kept += 1
     except OSError as error:
         raise BackendError(

@@ -158,7 +158,10 @@ class Bundle:
         try:
             manifest = json.loads((folder / MANIFEST).read_text())
             found, cuda, kernels = manifest["made_with"], manifest["cuda"], manifest["kernels"]
-        except (OSError, ValueError, LookupError, TypeError) as error:
+            kinds = type(found), type(cuda), type(kernels)
+            if kinds != (dict, str, dict):
+                raise TypeError(f"made_with, cuda and kernels are {kinds}")
+        except (OSError, ValueError, LookupError, TypeError, RecursionError) as error:
             raise ValueError(
                 f"{MANIFEST} cannot be read ({type(error).__name__}: {error})"
             ) from None
@@ -185,7 +188,16 @@ class Bundle:
                     stacklevel=2,
                 )
                 return None
-            cubin = (self.folder / f"{variant.key}.cubin").read_bytes()
+            try:
+                cubin = (self.folder / f"{variant.key}.cubin").read_bytes()
+            except OSError as error:
+                warnings.warn(
+                    f"{variant.name} is compiled at this launch: {error}. Run moe-engine compile "
+                    "into an empty folder.",
+                    RuntimeWarning,
+                    stacklevel=2,
+                )
+                return None
             self._functions[key] = Function(from_entry(self._kernels[variant.key], cubin))
         return self._functions[key]
 

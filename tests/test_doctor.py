@@ -112,6 +112,9 @@ def test_the_command(tmp_path, monkeypatch):
     for title in ("GPUs", "Software", "Network", "Environment variables", "takes"):
         assert title in done.output
     assert run(cli.app, ["doctor", "--require", "collective"]).exit_code == 0
+    monkeypatch.setenv("NVSHMEM_HCA_LIST", "[/mlx5_0]")  # as rich would end a style
+    done = run(cli.app, ["doctor"])
+    assert done.exit_code == 0 and "[/mlx5_0]" in done.output
     monkeypatch.setenv("NVSHMEM_HOME", str(tmp_path))
     done = run(cli.app, ["doctor", "--require", "collective", "--require", "nvshmem"])
     assert done.exit_code == 1 and "'nvshmem' cannot serve ranks from here" in done.output

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import shutil
 import subprocess
 import sys
 import warnings
@@ -174,6 +175,19 @@ def test_a_kernel_is_found_by_its_launch(folder):
     assert len(loaded) == 2  # each once
 
 
+def test_a_kernel_whose_file_is_missing_is_told(folder, tmp_path):
+    shutil.copytree(folder, tmp_path, dirs_exist_ok=True)
+    with first_layouts():
+        variant = next(iter(compile.variants(SHAPE, 90).values()))
+    (tmp_path / PACKAGE / f"{variant.key}.cubin").unlink()
+    with (
+        mock.patch.object(torch.cuda, "current_device", lambda: 0),
+        pytest.warns(RuntimeWarning, match="is compiled at this launch: .*No such file"),
+    ):
+        arguments = list(variant.values.values())
+        assert read(tmp_path).find(variant.kernel, arguments, variant.options) is None
+
+
 def test_a_kernel_that_is_missing_is_told(folder):
     variant = next(v for v in needed().values() if v.kernel.__name__ == "release_kernel")
     arguments = list(variant.values.values())
@@ -208,9 +222,17 @@ def test_an_old_driver_and_what_is_no_bundle_are_refused(folder, tmp_path):
     with pytest.raises(ValueError, match=r"cannot be read \(FileNotFoundError"):
         read(tmp_path)
     (tmp_path / PACKAGE).mkdir()
-    (tmp_path / PACKAGE / MANIFEST).write_text("{}")
-    with pytest.raises(ValueError, match="KeyError"):
-        read(tmp_path)
+    made = json.loads((folder / PACKAGE / MANIFEST).read_text())
+    for text, found in {
+        "{}": "KeyError",
+        "[" * 100_000: "RecursionError",
+        json.dumps(made | {"made_with": []}): "TypeError",
+        json.dumps(made | {"cuda": 12.8}): "TypeError",
+        json.dumps(made | {"kernels": None}): "TypeError",
+    }.items():
+        (tmp_path / PACKAGE / MANIFEST).write_text(text)
+        with pytest.raises(ValueError, match=found):
+            read(tmp_path)
 
 
 def test_a_bundle_is_found_by_the_environment_and_as_a_package(folder, tmp_path, monkeypatch):

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import sys
 import threading
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -185,6 +186,19 @@ def test_a_file_that_is_missing(checkpoint: Path) -> None:
     (checkpoint / INDEX).unlink()
     with pytest.raises(CheckpointError, match=r"has no \.safetensors files"):
         check_files(checkpoint)
+
+
+@pytest.mark.parametrize("text", ["", "{", "{}", "[]", '{"weight_map": 3}'])
+def test_an_index_that_is_cut_off(checkpoint: Path, text: str) -> None:
+    (checkpoint / INDEX).write_text(text)
+    with pytest.raises(CheckpointError, match=f"{INDEX} cannot be read"):
+        check_files(checkpoint)
+
+
+def test_a_class_that_loads_any_model(pool: RankPool, checkpoint: Path) -> None:
+    auto = AutoModelForCausalLM
+    with pytest.raises(RankError, match="model_class is AutoModelForCausalLM; it must be"):
+        pool.run(partial(load, model_class=auto), str(checkpoint), num_ranks=2)
 
 
 def load(group: dist.ProcessGroup, folder: str, **how: Any) -> None:

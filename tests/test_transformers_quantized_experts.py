@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -22,6 +23,7 @@ from transformers_cases import NUM_EXPERTS, difference
 from moe_engine import BackendError, DtypeError, ShapeError, reference
 from moe_engine.emulation import RankPool
 from moe_engine.grouped_gemm import quantize_weights
+from moe_engine.integrations import quantized_experts
 from moe_engine.integrations.expert_parts import whole_state_dict
 from moe_engine.integrations.quantized_experts import dequantize_experts, quantize_experts
 from moe_engine.integrations.transformers import (
@@ -123,6 +125,34 @@ def test_logits(pool: RankPool, kind: str) -> None:
         assert step < 4e-2, step
         assert again == 0
         assert share < 0.53
+
+
+def quantize_twice(group: dist.ProcessGroup) -> None:
+    """A layer is quantized whole or not at all, and trains again when it is bf16 again."""
+    model = build("mixtral")
+    for experts in experts_layers(model):
+        experts.down_proj.requires_grad_(False)
+    buffer = shard_experts(model, group, max_tokens=16)
+    no_room = torch.OutOfMemoryError("no room for values and scales")
+    made = quantize_weights(experts_layers(model)[0].gate_up_proj.detach())
+    with (
+        mock.patch.object(quantized_experts, "quantize_weights", side_effect=[made, no_room]),
+        pytest.raises(torch.OutOfMemoryError),
+    ):
+        quantize_experts(model)
+    for experts in experts_layers(model):
+        assert {one.dtype for one in experts.parameters()} == {torch.bfloat16}
+    quantize_experts(model)
+    assert not any(one.requires_grad for one in experts.parameters())
+    unshard_experts(model)
+    for experts in experts_layers(model):
+        assert experts.gate_up_proj.requires_grad
+        assert not experts.down_proj.requires_grad
+    buffer.destroy()
+
+
+def test_a_layer_is_quantized_as_a_whole(pool: RankPool) -> None:
+    pool.run(quantize_twice, num_ranks=1)
 
 
 @torch.no_grad()

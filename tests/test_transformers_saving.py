@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -17,6 +18,7 @@ from transformers_cases import build, difference
 
 from moe_engine.emulation import RankPool
 from moe_engine.errors import BackendError, ShapeError
+from moe_engine.integrations import expert_parts
 from moe_engine.integrations.transformers import (
     fix_max_tokens,
     shard_experts,
@@ -73,6 +75,32 @@ def save(group: dist.ProcessGroup, folder: str, kind: Kind, dtype: torch.dtype) 
     buffer = shard_experts(model, group, max_tokens=12)
     assert difference(read(model, rank), want) <= (1e-5 if dtype == torch.float32 else 2e-2)
     buffer.destroy()
+
+
+def unshard_twice(group: dist.ProcessGroup, folder: str) -> None:
+    """The second call brings back what the first one, which had no memory, did not."""
+    model = build(Kind.MIXTRAL)
+    whole = copy.deepcopy(model.state_dict())
+    buffer, gather, calls = shard_experts(model, group, max_tokens=12), expert_parts._gather, []
+
+    def gather_two(*args: Any) -> torch.Tensor:
+        calls.append(args)
+        if len(calls) == 3:
+            raise torch.OutOfMemoryError("no room for all experts")
+        return gather(*args)
+
+    with mock.patch.object(expert_parts, "_gather", gather_two):
+        with pytest.raises(torch.OutOfMemoryError):
+            unshard_experts(model)
+        with pytest.raises(BackendError, match=r"unshard_experts\(model\) on every rank"):
+            model.save_pretrained(folder)
+        unshard_experts(model)
+    assert same_weights(model.state_dict(), whole)
+    buffer.destroy()
+
+
+def test_a_model_that_could_not_be_whole_stays_sharded(pool: RankPool, tmp_path: Path) -> None:
+    pool.run(unshard_twice, str(tmp_path), num_ranks=2)
 
 
 @pytest.mark.parametrize(

@@ -53,8 +53,8 @@ class Part:
         whole = self._experts_first(self.weight.detach())
         num_rows = len(whole) // num_ranks
         # A clone, so that the storage of all experts is freed.
-        mine = self._experts_last(whole[rank * num_rows :][:num_rows].clone())
-        self._replace(sharded(mine, mesh))
+        mine = whole[rank * num_rows :][:num_rows].clone(memory_format=torch.contiguous_format)
+        self._replace(sharded(self._experts_last(mine), mesh))
 
     def to_engine_form(self) -> None:
         """Bring this rank's part into the form of the engine: [L, out, in], gate before up.
@@ -82,8 +82,10 @@ class Part:
         self._replace(mine.clone() if mine.data_ptr() % 16 else mine)
 
     def restore(self, group: dist.ProcessGroup | None) -> None:
-        """Replace this rank's part by the whole parameter; collective."""
-        self._replace(self.gather(group))
+        """Replace this rank's part by the whole parameter, unless a call before has; collective."""
+        if not hasattr(self.weight, "is_whole"):
+            self._replace(self.gather(group))
+            vars(self.weight)["is_whole"] = True
 
     def gather(self, group: dist.ProcessGroup | None) -> Tensor:
         """The whole parameter, of the parts of all ranks; collective."""

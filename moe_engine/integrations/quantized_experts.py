@@ -45,23 +45,27 @@ def quantize_experts(model: Any) -> None:
         _check(model, experts)
     _forget_graphs(layers)
     for experts in layers:
-        for name in names_of(experts)[:2]:
-            values, scales = quantize_weights(getattr(experts, name).detach())
-            _set(experts, name, values)
+        weights = {name: getattr(experts, name) for name in names_of(experts)[:2]}
+        made = {name: quantize_weights(one.detach()) for name, one in weights.items()}  # may raise
+        for name, (values, scales) in made.items():
+            _set(experts, name, values, False)
+            getattr(experts, name).was_trained = weights[name].requires_grad
             experts.register_parameter(scale_name(name), nn.Parameter(scales, requires_grad=False))
 
 
 @torch.no_grad()
 def dequantize_experts(model: Any) -> None:
     """Replace e4m3 weights of experts, in place, by the bf16 ones that are nearest to them, as
-    saving and `unshard_experts` need them. Experts that are not quantized stay as they are."""
+    saving and `unshard_experts` need them, which require gradients where the ones before did.
+    Experts that are not quantized stay as they are."""
     layers = experts_layers(model)
     _forget_graphs(layers)
     for experts in layers:
         if is_quantized(experts):
             for name in names_of(experts)[:2]:
-                scales = getattr(experts, scale_name(name))
-                _set(experts, name, dequantize_weights(getattr(experts, name), scales))
+                weight, scales = getattr(experts, name), getattr(experts, scale_name(name))
+                was_trained = getattr(weight, "was_trained", False)
+                _set(experts, name, dequantize_weights(weight, scales), was_trained)
                 del experts._parameters[scale_name(name)]
 
 
@@ -72,8 +76,8 @@ def _forget_graphs(layers: list[Any]) -> None:
         share.graphs.clear()
 
 
-def _set(experts: Any, name: str, value: Tensor) -> None:
-    setattr(experts, name, nn.Parameter(value, requires_grad=False))
+def _set(experts: Any, name: str, value: Tensor, requires_grad: bool) -> None:
+    setattr(experts, name, nn.Parameter(value, requires_grad=requires_grad))
 
 
 def _check(model: Any, experts: Any) -> None:

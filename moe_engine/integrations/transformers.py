@@ -283,12 +283,16 @@ def unshard_experts(model: Any) -> None:
     """Give every rank all experts again, so that the model can be saved, or sharded again.
 
     Collective over the group of `shard_experts`, whose Buffer stays the caller's to destroy.
-    Experts that `quantize_experts` has made e4m3 come back in bf16.
+    Experts that `quantize_experts` has made e4m3 come back in bf16. A model for which it raised, as
+    where all experts do not fit into memory, stays sharded: it cannot be saved, and another call
+    brings back what is missing.
     """
     layers = experts_layers(model)
     share = share_of(layers[0])
     check_not_of_fsdp(model)
     dequantize_experts(model)
+    for part in expert_parts(model):
+        part.restore(share.passes.group)
     share.passes.hook.remove()
     for part in (model, *_parts(model)):
         for name in ("save_pretrained", "set_experts_implementation", "generate"):
@@ -296,8 +300,6 @@ def unshard_experts(model: Any) -> None:
         if share.graphs is not None and vars(part).get("forward") is share.graphs:
             share.graphs.clear()
             del part.forward
-    for part in expert_parts(model):
-        part.restore(share.passes.group)
     note_num_experts(model)
     for experts in layers:
         del experts.moe_share

@@ -25,7 +25,8 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
 from ..buffer import Buffer
-from ..errors import BackendError, CheckpointError
+from ..checks import shown
+from ..errors import BackendError, CheckpointError, DtypeError
 from ..symm import exchange
 from .decode_graphs import check_graphs
 from .expert_parts import expert_parts, whole_state_dict
@@ -105,7 +106,11 @@ def _load(
         at = torch.cuda.current_device() if torch.cuda.is_available() else None
         device = torch.device("cpu") if at is None else torch.device("cuda", at)
     device = torch.device(device)
-    whole = model_class or _class_of(AutoConfig.from_pretrained(folder))
+    try:
+        whole = model_class or _class_of(AutoConfig.from_pretrained(folder))
+    except (OSError, ValueError) as error:
+        raise CheckpointError(f"the config of {folder} cannot be read: {error}") from error
+    _check_class(whole)
     of_loading = mesh
     if mesh is None and group is not None:
         of_loading = DeviceMesh.from_group(group, device.type, mesh_dim_names=("ep",))
@@ -198,6 +203,18 @@ def local_folder(checkpoint: str | Path) -> Path:
         ) from error
 
 
+def _check_class(whole: Any) -> None:
+    """Raise DtypeError for what is no class of models, such as an Auto class, which would load all
+    experts on each rank."""
+    from transformers import PreTrainedModel
+
+    if not isinstance(whole, type) or not issubclass(whole, PreTrainedModel):
+        raise DtypeError(
+            f"model_class is {getattr(whole, '__name__', shown(whole))}; it must be the class of a "
+            "model, such as MixtralForCausalLM. Leave it out for that of the config."
+        )
+
+
 def _class_of(config: Any) -> Any:
     """The class of transformers that a checkpoint was saved by."""
     import transformers
@@ -237,8 +254,13 @@ def check_files(folder: Path) -> None:
     files = sorted(folder.glob("*.safetensors"))
     indexed: dict[str, str] = {}
     if (index := folder / INDEX).exists():
-        indexed = json.loads(index.read_text())["weight_map"]
-        files = [folder / name for name in sorted(set(indexed.values()))]
+        try:
+            indexed = dict(json.loads(index.read_text())["weight_map"])
+            files = [folder / name for name in sorted(set(indexed.values()))]
+        except (OSError, ValueError, LookupError, TypeError, RecursionError) as error:
+            raise CheckpointError(
+                f"{index} cannot be read ({type(error).__name__}: {error}). Copy it again."
+            ) from error
     if not files:
         raise CheckpointError(
             f"{folder} has no .safetensors files. Save the model by save_pretrained of "

@@ -17,6 +17,7 @@ from typing import NamedTuple
 import torch
 from rich import box
 from rich.console import Console
+from rich.markup import escape
 from rich.table import Table
 
 from .. import nvshmem_library
@@ -170,7 +171,7 @@ def report(console: Console, root: Path = ROOT) -> dict[str, str | None]:
         table = Table(title=f"\n{title}", title_justify="left", title_style="bold", box=box.SIMPLE)
         table.show_header, table.show_edge = False, False
         for one in findings:
-            table.add_row(marks[one.is_good], one.what, one.found)
+            table.add_row(marks[one.is_good], one.what, escape(one.found))
         console.print(table)
     return found
 
