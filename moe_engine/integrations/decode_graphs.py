@@ -180,6 +180,7 @@ def tensors_of(inputs: dict[str, Any]) -> list[Tensor]:
 
 
 @torch.inference_mode(False)
+@torch.no_grad()
 def cloned(inputs: dict[str, Any]) -> dict[str, Any]:
     """The same inputs, in memory of their own, to which a replay outside inference mode may store,
     too."""
