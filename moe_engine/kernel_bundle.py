@@ -179,26 +179,20 @@ class Bundle:
         variant = Variant.of(kernel, self._arch, arguments, options)
         key = variant.key, torch.cuda.current_device()
         if key not in self._functions:
-            if variant.key not in self._kernels:
-                warnings.warn(
-                    f"{variant.name} is compiled at this launch: {self.folder} has no variant for "
-                    "it. Let moe-engine compile know the model, the ranks and the tokens that are "
-                    "used here.",
-                    RuntimeWarning,
-                    stacklevel=2,
-                )
-                return None
             try:
+                said = self._kernels[variant.key]
                 cubin = (self.folder / f"{variant.key}.cubin").read_bytes()
-            except OSError as error:
+            except (KeyError, OSError) as error:
+                missing = "variant" if isinstance(error, KeyError) else "readable file"
                 warnings.warn(
-                    f"{variant.name} is compiled at this launch: {error}. Run moe-engine compile "
-                    "into an empty folder.",
+                    f"{variant.name} is compiled at this launch: {self.folder} has no {missing} "
+                    "for it. Let moe-engine compile know the model, the ranks and the tokens that "
+                    "are used here.",
                     RuntimeWarning,
                     stacklevel=2,
                 )
                 return None
-            self._functions[key] = Function(from_entry(self._kernels[variant.key], cubin))
+            self._functions[key] = Function(from_entry(said, cubin))
         return self._functions[key]
 
 

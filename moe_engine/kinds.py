@@ -232,7 +232,7 @@ class Kinds:
 
 def _gives_plain_tensors(kind: type[torch.Tensor]) -> bool:
     """Whether torch's functions of tensors of this class return those of its own."""
-    return kind is torch.Tensor or kind.__torch_function__ is PLAIN[1].__torch_function__
+    return kind is torch.Tensor or kind.__torch_function__ is torch.nn.Parameter.__torch_function__
 
 
 def _state(args: tuple[Any, ...]) -> tuple[Any, ...]:

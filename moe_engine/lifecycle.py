@@ -30,14 +30,10 @@ from .errors import (
 from .options import DEFAULT_OPTIONS, Options, size_hint
 from .streams import CallStreams, EventOverlap
 from .symm import choose_backend, resolve_device
-from .utils import has_modes, untraced, without_modes
+from .utils import has_modes, is_in_backward, untraced, without_modes
 
 LEAVE_OUT_OF_STEP = TooManyTokens, OutOfStep
 """Errors that one rank raises before a call's first launch, and the other ranks do not."""
-
-running_backward: Callable[[], int] = torch._C._current_graph_task_id
-"""The number of the backward that this thread is in."""
-NO_BACKWARD = -1
 
 P = ParamSpec("P")
 T = TypeVar("T")
@@ -236,7 +232,7 @@ class BufferLifecycle:
         call too."""
         if self.options.debug:
             self._synchronise()
-        if running_backward() == NO_BACKWARD:
+        if not is_in_backward():
             for engine in self._engines:
                 engine.check_ids(result)
         return result

@@ -3,6 +3,7 @@
 from collections.abc import Callable
 from typing import Any, TypeVar
 
+import torch
 from torch._C import _len_torch_dispatch_stack
 from torch._C._dynamo.eval_frame import _FrameAction, _FrameExecStrategy, set_code_exec_strategy
 from torch.utils._python_dispatch import _disable_current_modes
@@ -24,6 +25,11 @@ def next_power_of_2(value: int) -> int:
     """Smallest power of 2 that is at least `value`, 1 for 0. `triton.next_power_of_2` is made for
     kernels: on the host it takes microseconds, and a call needs tens of them."""
     return 1 << max(0, value - 1).bit_length()
+
+
+def is_in_backward() -> bool:
+    """Whether this thread is in a backward of autograd."""
+    return torch._C._current_graph_task_id() != -1
 
 
 def untraced(function: F) -> F:

@@ -10,9 +10,8 @@ from dispatch_cases import DTYPES, make_buffer, make_inputs, poison
 from moe_engine import Buffer, Options, moe_ffn, reference
 from moe_engine.emulation import PerRank
 
-# bf16 rounds four times on the way, each by up to 2^-9, and sums of a few terms may cancel: the
-# largest error of 72,000 drawn results was 8.6e-3.
-TOLERANCE = {"bf16": 8 * 2**-9, "fp32": 1e-5}
+# bf16 rounds four times on the way, each by up to 2^-9; few values may all be rounded alike.
+TOLERANCE = {"bf16": 4 * 2**-9, "fp32": 1e-5}
 
 
 def make_weights(num_ranks, num_local, hidden, intermediate, dtype, seed=0):

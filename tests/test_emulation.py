@@ -384,7 +384,9 @@ def sleep_on_rank_0(group, seconds):
 def test_silence_ends_in_an_error(pair):
     pids = pair.run(get_pid)
     start = time.monotonic()
-    with pytest.raises(RankError, match=r"rank 0: TimeoutError: no answer within \d") as caught:
+    with pytest.raises(
+        RankError, match=r"rank 0: TimeoutError: no answer within ([5-9]|\d\d)"
+    ) as caught:
         pair.run(sleep_on_rank_0, 300, timeout_s=5)
     assert time.monotonic() - start < LONG_S
     assert caught.value.cause_type is TimeoutError

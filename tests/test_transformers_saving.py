@@ -94,6 +94,12 @@ def unshard_twice(group: dist.ProcessGroup, folder: str) -> None:
             unshard_experts(model)
         with pytest.raises(BackendError, match=r"unshard_experts\(model\) on every rank"):
             model.save_pretrained(folder)
+        marks = vars(expert_parts.expert_parts(model)[0].weight)
+        if group.rank() == 0:  # as if it had raised earlier
+            del marks["is_restored"]
+        with pytest.raises(BackendError, match=r"brought back \[1, 2\] parameters"):
+            unshard_experts(model)
+        marks["is_restored"] = True
         unshard_experts(model)
     assert same_weights(model.state_dict(), whole)
     buffer.destroy()

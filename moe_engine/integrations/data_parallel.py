@@ -91,9 +91,6 @@ def average_expert_gradients(model: nn.Module, mesh: DeviceMesh | None = None) -
     `wgrad`, whose gradients autograd does not see.
     """
     groups = _groups_of_experts(model)
-    for experts in _found_experts(model):
-        if getattr(experts, "wgrad", None) is not None:
-            raise _not_seen(shown(experts.wgrad))
     names = []
     for name, weight in model.named_parameters():
         if id(weight) in groups:
@@ -174,6 +171,8 @@ def _groups_of_experts(model: nn.Module) -> dict[int, dist.ProcessGroup | None]:
             raise BackendError(
                 f"{type(experts).__name__} has all experts: first call shard_experts(model, group)."
             )
+        if getattr(experts, "wgrad", None) is not None:
+            raise _not_seen(shown(experts.wgrad))
         for name, weight in experts.named_parameters():
             if isinstance(weight, DTensor) and weight.device_mesh.ndim != 1:
                 raise _unfit(experts, name, "of FSDP2 already")

@@ -22,6 +22,7 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from ..errors import BackendError
 from ..sharded_weights import local, note_replaced, sharded
+from ..symm import exchange
 from .transformers_experts import (
     experts_layers,
     gate_of,
@@ -30,6 +31,9 @@ from .transformers_experts import (
     names_of,
     weights_of,
 )
+
+WAIT_S = 1800.0
+"""Seconds that ranks wait for one that comes later to restore its parts."""
 
 
 @dataclass(frozen=True)
@@ -47,6 +51,11 @@ class Part:
     @property
     def weight(self) -> nn.Parameter:
         return getattr(self.module, self.name)
+
+    @property
+    def is_whole(self) -> bool:
+        """Whether `restore` has brought it back."""
+        return hasattr(self.weight, "is_restored")
 
     def keep(self, rank: int, num_ranks: int, mesh: DeviceMesh | None) -> None:
         """Replace the whole parameter by this rank's part."""
@@ -83,9 +92,9 @@ class Part:
 
     def restore(self, group: dist.ProcessGroup | None) -> None:
         """Replace this rank's part by the whole parameter, unless a call before has; collective."""
-        if not hasattr(self.weight, "is_whole"):
+        if not self.is_whole:
             self._replace(self.gather(group))
-            vars(self.weight)["is_whole"] = True
+            vars(self.weight)["is_restored"] = True
 
     def gather(self, group: dist.ProcessGroup | None) -> Tensor:
         """The whole parameter, of the parts of all ranks; collective."""
@@ -112,6 +121,20 @@ def expert_parts(model: nn.Module) -> list[Part]:
     """All of a model, in the order of its layers, adapters last."""
     weights = [part for experts in experts_layers(model) for part in _parts_of(experts)]
     return weights + [part for wrapper in lora_wrappers(model) for part in adapter_parts(wrapper)]
+
+
+def restore_parts(model: nn.Module, group: dist.ProcessGroup | None) -> None:
+    """Make all parameters whole, but for those that a call before has, which then raised.
+    Collective. BackendError on all ranks where these differ, as ranks would gather other ones."""
+    parts = expert_parts(model)
+    num_whole = exchange(group, lambda: sum(one.is_whole for one in parts), "unsharding", WAIT_S)
+    if len(set(num_whole)) > 1:
+        raise BackendError(
+            f"an earlier unshard_experts brought back {num_whole} parameters of experts, by rank, "
+            "before it raised. Load the model anew."
+        )
+    for part in parts:
+        part.restore(group)
 
 
 def _parts_of(experts: Any) -> Iterator[Part]:

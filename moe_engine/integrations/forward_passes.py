@@ -20,7 +20,7 @@ from ..errors import BackendError, CapacityError, OutOfStep
 from ..streams import is_captured
 from ..symm import exchange
 from ..symm.device_context import COMPILE_S
-from ..utils import untraced
+from ..utils import is_in_backward, untraced
 
 _names = itertools.count()
 
@@ -168,10 +168,6 @@ class ForwardPasses:
                 "join_empty(model) where it has no tokens, or all within `with join(model):`. "
                 f"{error}"
             ) from error
-
-
-def is_in_backward() -> bool:
-    return torch._C._current_graph_task_id() != -1
 
 
 def _connect_hosts(group: dist.ProcessGroup, timeout_s: float) -> Any:

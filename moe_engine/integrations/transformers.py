@@ -39,7 +39,7 @@ from ..grouped_gemm import Activation
 from ..layer import moe_ffn
 from ..sharded_weights import group_of
 from ..symm import default_group
-from ..utils import untraced
+from ..utils import is_in_backward, untraced
 from .decode_graphs import DecodeGraphs, check_graphs, generating, with_static_cache
 from .expert_parts import (
     callers,
@@ -49,8 +49,9 @@ from .expert_parts import (
     is_peft,
     lora_wrappers,
     note_num_experts,
+    restore_parts,
 )
-from .forward_passes import ForwardPasses, is_in_backward
+from .forward_passes import ForwardPasses
 from .quantized_experts import dequantize_experts
 from .transformers_distributed import ExpertParallelism
 from .transformers_experts import (
@@ -285,14 +286,13 @@ def unshard_experts(model: Any) -> None:
     Collective over the group of `shard_experts`, whose Buffer stays the caller's to destroy.
     Experts that `quantize_experts` has made e4m3 come back in bf16. A model for which it raised, as
     where all experts do not fit into memory, stays sharded: it cannot be saved, and another call
-    brings back what is missing.
+    brings back what is missing, or raises BackendError where that differs between ranks.
     """
     layers = experts_layers(model)
     share = share_of(layers[0])
     check_not_of_fsdp(model)
     dequantize_experts(model)
-    for part in expert_parts(model):
-        part.restore(share.passes.group)
+    restore_parts(model, share.passes.group)
     share.passes.hook.remove()
     for part in (model, *_parts(model)):
         for name in ("save_pretrained", "set_experts_implementation", "generate"):
