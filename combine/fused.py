@@ -77,9 +77,10 @@ def gemm_combine(
     if is_specialized(tiles, weights, Epilogue()):
         # Sums find no registers before these programs end, so the order of tiles is of no use.
         listed = Tiles(schedule.tiles, schedule.num_tiles)
-        of = a, weights, Epilogue(), y, listed, tiles, counters.computed, stages + 1
+        of = a, weights, Epilogue(), y, listed, tiles, counters.claimed[1:]
+        after = dict(computed=counters.computed, num_counters=stages + 1)
         trace = slots.context.traced(Role.DOWN)
-        launch_specialized(launch, num_programs, *of, trace=trace, **call)
+        launch_specialized(launch, num_programs, *of, **after, trace=trace, **call)
     else:
         tiles = tiles.unspecialized()
         launch(

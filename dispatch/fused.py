@@ -349,7 +349,7 @@ def dispatch_gemm(
     programs = num_compute_programs(a.x.device, tiles)
     listed = Tiles(schedule.tiles, schedule.num_tiles)
     if is_specialized(tiles, weights, epilogue):
-        of = a, weights, epilogue, out, listed, tiles
+        of = a, weights, epilogue, out, listed, tiles, counters.claimed[:1]
         call: dict[str, Any] = dict(step=step, after=(copy_rows_kernel,), shares_sms=True)
         trace = slots.context.traced(Role.UP)
         launch_specialized(slots.context.launch, programs, *of, trace=trace, **call)

@@ -52,7 +52,8 @@ class StageCounters:
     num_to_sum [return stages]: tokens whose last row comes back in each stage, by
     `send_return_metadata_kernel`; computed [return stages + 1]: programs that have computed their
     tiles of a stage, by `staged_gemm_kernel`; returned [return stages]: programs that have returned
-    their share of its sums, by `return_sums_kernel`.
+    their share of its sums, by `return_sums_kernel`; claimed [2]: tiles of the up-projection and of
+    the down-projection that programs have begun, by `specialized_gemm_kernel`.
 
     words: all of them, one after the other, `copied` where they begin.
     """
@@ -64,12 +65,13 @@ class StageCounters:
     returned: torch.Tensor
     num_to_sum: torch.Tensor
     listed: torch.Tensor
+    claimed: torch.Tensor
 
     @staticmethod
     def sizes(config: LayerConfig, num_ranks: int) -> tuple[int, ...]:
         """How many there are of each."""
         stages, returns = config.num_stages, config.num_return_stages
-        return 2 * stages, stages, returns + 1, returns, returns, num_ranks * returns
+        return 2 * stages, stages, returns + 1, returns, returns, num_ranks * returns, 2
 
     @classmethod
     def of(cls, words: torch.Tensor, config: LayerConfig, num_ranks: int) -> Self:

@@ -48,13 +48,15 @@ def launch_specialized(
     out: torch.Tensor | QuantizedRows,
     tiles: Tiles,
     config: GemmConfig,
+    claimed: torch.Tensor | None = None,
     computed: torch.Tensor | None = None,
     num_counters: int = 0,
     trace: TracedRole | None = None,
     **options: Any,
 ) -> None:
     """out [M, N], in bf16 or cast: the activation of e4m3 rows [M, K] times weights, for the rows
-    of `tiles`. Each program then arrives at the first num_counters of `computed`, int64.
+    of `tiles`, which programs claim one by one where `claimed`, int64 [1] and 0, counts them. Each
+    program then arrives at the first num_counters of `computed`, int64.
     options: of `launch`.
     """
     assert rows.offset is None and weights.scale is not None and not weights.transposed
@@ -72,6 +74,7 @@ def launch_specialized(
         in_shared_memory(ragged(out[None], half, config.block_n // 2)),
         cast,
         tiles,
+        claimed,
         computed,
         trace,
         NUM_COUNTERS=num_counters,

@@ -37,6 +37,8 @@ from .schedule_kernels import load_tile
 HALVES = gl.constexpr(2)
 """Parts of a tile's rows, each of which has warps of its own."""
 HALF_WARPS = gl.constexpr(4)
+TURNS = gl.constexpr(4)
+"""Tiles by which the warp that loads may be ahead."""
 LOADER_REGISTERS = gl.constexpr(40)
 HALF_REGISTERS = gl.constexpr(224)
 """Of the second half; the first one takes what is left of an SM's, 240."""
@@ -52,12 +54,21 @@ class CastScales(NamedTuple):
 class Work(NamedTuple):
     """The tiles of a launch and their product."""
 
+    claimed: gl.tensor  # int64 [1]: tiles that programs have begun, or None
     packed: gl.tensor  # `Tiles`
     num_m: gl.tensor
     num_n: gl.tensor
     num_columns: gl.tensor  # N
     num_parts: gl.tensor
     num_steps: gl.tensor
+
+
+class Turns(NamedTuple):
+    """Shared memory by which the warps of a program learn its tiles, TURNS of them at a time."""
+
+    index: gl.shared_memory_descriptor  # int32 [TURNS, 1]: of a tile, see `begin_turn`
+    given: gl.shared_memory_descriptor  # [TURNS, 1]: barriers that pass when it is known
+    taken: gl.shared_memory_descriptor  # [TURNS, 1]: and when all warps know it
 
 
 class Stages(NamedTuple):
@@ -91,11 +102,46 @@ def right_block(tile, GATED: gl.constexpr):
 
 
 @gluon.jit
-def load_operands(a, w, work, stages, SHAPE: gl.constexpr, STAGES: gl.constexpr):
+def begin_turn(turn, work, turns):
+    """The index of a program's next tile, to the warp that loads: it claims one of the launch and
+    tells the others; see `next_turn`."""
+    index = gl.program_id(0) + turn * gl.num_programs(0)
+    if work.claimed is not None:
+        ONE: gl.constexpr = gl.BlockedLayout([1], [32], [1], [0])
+        slot = turn % TURNS
+        mbarrier.wait(turns.taken.index(slot), (turn // TURNS & 1) ^ 1)
+        one = gl.to_tensor(1).to(gl.int64)
+        index = gl.atomic_add(work.claimed, one, sem="relaxed", scope="gpu").to(gl.int32)
+        turns.index.index(slot).store(gl.full([1], index, gl.int32, ONE))
+        mbarrier.arrive(turns.given.index(slot), count=1)
+    return index
+
+
+@gluon.jit
+def next_turn(turn, work, turns, NUM_WARPS: gl.constexpr):
+    """The index of a program's next tile, past the last one when there is none.
+
+    Programs claim tiles in their order where `work.claimed` counts them: so those in flight are
+    neighbours, which share rows and weights in L2, however unequal the SMs are. Else each program
+    takes every n-th tile.
+    """
+    index = gl.program_id(0) + turn * gl.num_programs(0)
+    if work.claimed is not None:
+        ONE: gl.constexpr = gl.BlockedLayout([1], [32], [NUM_WARPS], [0])
+        slot = turn % TURNS
+        mbarrier.wait(turns.given.index(slot), turn // TURNS & 1)
+        index = gl.max(turns.index.index(slot).load(ONE), axis=0)
+        mbarrier.arrive(turns.taken.index(slot), count=1)
+    return index
+
+
+@gluon.jit
+def load_operands(a, w, work, turns, stages, SHAPE: gl.constexpr, STAGES: gl.constexpr):
     """What the warp does that loads."""
     GATED: gl.constexpr = is_gated(SHAPE.ACTIVATION.name)
     step = 0
-    for index in range(gl.program_id(0), work.num_m * work.num_n, gl.num_programs(0)):
+    turn, index = 0, begin_turn(0, work, turns)
+    while index < work.num_m * work.num_n:
         tile = tile_of(work, index, SHAPE)
         part, column = right_block(tile, GATED)
         for block in range(work.num_steps):
@@ -110,14 +156,17 @@ def load_operands(a, w, work, stages, SHAPE: gl.constexpr, STAGES: gl.constexpr)
             right = [tile.expert, part, column, k]
             tma.async_copy_global_to_shared(w, right, full, stages.right.index(stage))
             step += 1
+        turn += 1
+        index = begin_turn(turn, work, turns)
 
 
 @gluon.jit
-def load_scales(scales, work, stages, SHAPE: gl.constexpr, STAGES: gl.constexpr):
+def load_scales(scales, work, turns, stages, SHAPE: gl.constexpr, STAGES: gl.constexpr):
     """What the warp does that reads scales of rows, a step ahead."""
     ROWS: gl.constexpr = gl.BlockedLayout([1], [32], [1], [0])
     step = 0
-    for index in range(gl.program_id(0), work.num_m * work.num_n, gl.num_programs(0)):
+    turn, index = 0, next_turn(0, work, turns, 1)
+    while index < work.num_m * work.num_n:
         tile = tile_of(work, index, SHAPE)
         rows = gl.minimum(tile.row + gl.arange(0, SHAPE.BLOCK_M, layout=ROWS), tile.end - 1)
         first = scales.a + rows.to(gl.int64) * scales.a_stride
@@ -130,6 +179,8 @@ def load_scales(scales, work, stages, SHAPE: gl.constexpr, STAGES: gl.constexpr)
             stages.scales.index(stage).store(now)
             mbarrier.arrive(stages.full.index(stage), count=1)
             step += 1
+        turn += 1
+        index = next_turn(turn, work, turns, 1)
 
 
 @gluon.jit
@@ -163,6 +214,7 @@ def multiply_half(
     cast,
     scales,
     work,
+    turns,
     stages,
     trace,
     HALF: gl.constexpr,
@@ -181,7 +233,8 @@ def multiply_half(
     product = gl.zeros([NUM_ROWS, WIDE], gl.float32, PRODUCT)
     num_weight_rows = work.num_columns * work.num_parts
     step, since = 0, begin_span()
-    for index in range(gl.program_id(0), work.num_m * work.num_n, gl.num_programs(0)):
+    turn, index = 0, next_turn(0, work, turns, HALF_WARPS)
+    while index < work.num_m * work.num_n:
         tile = tile_of(work, index, SHAPE)
         part, column = right_block(tile, GATED)
         right_row = part * work.num_columns + column
@@ -233,16 +286,19 @@ def multiply_half(
             store_columns(right, out, cast, tile, work, column, stored, HALF)
         if trace is not None and HALF == 0:
             since = end_span(trace.role, index, since, trace.context)
+        turn += 1
+        index = next_turn(turn, work, turns, HALF_WARPS)
     drain_tma_stores()
 
 
-@gluon.jit
+@gluon.jit(do_not_specialize_on_alignment=["claimed", "computed"])
 def specialized_gemm_kernel(
     a,  # ragged descriptor of e4m3 [M, K]
     weights,  # ExpertWeights, without bias
     out,  # ragged descriptor of bf16 or e4m3 [1, M, N], in blocks of a half tile
     cast,  # CastScales of `out` in e4m3, or None
     tiles,  # `Tiles`
+    claimed,  # int64 [1]: 0, to count the tiles that programs have begun; or None, see `next_turn`
     computed,  # int64 [NUM_COUNTERS], or None
     trace,  # TracedRole, or None
     NUM_COUNTERS: gl.constexpr,
@@ -265,7 +321,7 @@ def specialized_gemm_kernel(
     num_columns, depth = w.shape[2], w.shape[3]
     num_n = tl.cdiv(num_columns, WIDE if GATED else 2 * WIDE)
     num_parts, num_steps = 2 if GATED else 1, tl.cdiv(depth, 128)
-    work = Work(tiles.packed, gl.load(tiles.count), num_n, num_columns, num_parts, num_steps)
+    work = Work(claimed, tiles.packed, gl.load(tiles.count), num_n, num_columns, num_parts, num_steps)
     barriers: gl.constexpr = mbarrier.MBarrierLayout()
     stages = Stages(
         gl.allocate_shared_memory(gl.float8e4nv, [STAGES, 1, 1, BLOCK_M, 128], a.layout),
@@ -280,15 +336,25 @@ def specialized_gemm_kernel(
             out.dtype, [HALVES, 1, 1, 1, BLOCK_M // HALVES, WIDE], out.layout
         ),
     )
+    turns = Turns(
+        gl.allocate_shared_memory(
+            gl.int32, [TURNS, 1], gl.SwizzledSharedLayout(1, 1, 1, [0])
+        ),
+        gl.allocate_shared_memory(gl.int64, [TURNS, 1], barriers),
+        gl.allocate_shared_memory(gl.int64, [TURNS, 1], barriers),
+    )
+    for slot in gl.static_range(TURNS):
+        mbarrier.init(turns.given.index(slot), count=1)
+        mbarrier.init(turns.taken.index(slot), count=1 + HALVES)  # by the scales' warp, and halves
     for stage in gl.static_range(STAGES):
         mbarrier.init(stages.full.index(stage), count=2)  # by the loads, and by the scales
         mbarrier.init(stages.empty.index(stage), count=HALVES)
     gl.warp_specialize(
         [
-            (multiply_half, (out, cast, scales, work, stages, trace, 0, SHAPE, STAGES)),
-            (multiply_half, (out, cast, scales, work, stages, trace, 1, SHAPE, STAGES)),
-            (load_operands, (a, w, work, stages, SHAPE, STAGES)),
-            (load_scales, (scales, work, stages, SHAPE, STAGES)),
+            (multiply_half, (out, cast, scales, work, turns, stages, trace, 0, SHAPE, STAGES)),
+            (multiply_half, (out, cast, scales, work, turns, stages, trace, 1, SHAPE, STAGES)),
+            (load_operands, (a, w, work, turns, stages, SHAPE, STAGES)),
+            (load_scales, (scales, work, turns, stages, SHAPE, STAGES)),
         ],
         [HALF_WARPS, 1, 1],
         [HALF_REGISTERS, LOADER_REGISTERS, LOADER_REGISTERS],

@@ -46,7 +46,7 @@ def launched(activation: str, has_counters: bool = False, casts: bool = False, *
         if has_counters or casts:
             to = QuantizedRows.like(out) if casts else out
             args = a, weights, epilogue, to, schedule.for_kernels, CONFIG
-            launch_specialized(launch, 8, *args, torch.empty(5, dtype=torch.int64), 5)
+            launch_specialized(launch, 8, *args, torch.empty(1, dtype=torch.int64), torch.empty(5, dtype=torch.int64), 5)
         else:
             multiply(a, weights, epilogue, schedule, rows, out, CONFIG)
     return made[-1]
