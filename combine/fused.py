@@ -22,7 +22,7 @@ from ..grouped_gemm.operands import Epilogue, Rows, Weights
 from ..grouped_gemm.quantization_kernels import quantize_rows_kernel
 from ..grouped_gemm.schedule_kernels import Tiles
 from ..grouped_gemm.specialized import KERNELS as SPECIALIZED_KERNELS
-from ..grouped_gemm.specialized import is_specialized, launch_specialized
+from ..grouped_gemm.specialized import TileCounters, is_specialized, launch_specialized
 from ..hardware import gpu, leave_room
 from ..symm.slots import Slots
 from ..utils import next_power_of_2
@@ -77,10 +77,9 @@ def gemm_combine(
     if is_specialized(tiles, weights, Epilogue()):
         # Sums find no registers before these programs end, so the order of tiles is of no use.
         listed = Tiles(schedule.tiles, schedule.num_tiles)
-        of = a, weights, Epilogue(), y, listed, tiles, counters.claimed[1:]
-        after = dict(computed=counters.computed, num_counters=stages + 1)
-        trace = slots.context.traced(Role.DOWN)
-        launch_specialized(launch, num_programs, *of, **after, trace=trace, **call)
+        counted = TileCounters(counters.claimed[1:], counters.computed, stages + 1)
+        of = a, weights, Epilogue(), y, listed, tiles, counted, slots.context.traced(Role.DOWN)
+        launch_specialized(launch, num_programs, *of, **call)
     else:
         tiles = tiles.unspecialized()
         launch(

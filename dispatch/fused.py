@@ -21,7 +21,7 @@ from ..grouped_gemm.operands import Epilogue, Rows, Weights
 from ..grouped_gemm.quantization import BLOCK, QuantizedRows, quantize_launch
 from ..grouped_gemm.quantization_kernels import quantize_rows_kernel
 from ..grouped_gemm.schedule_kernels import Tiles
-from ..grouped_gemm.specialized import is_specialized, launch_specialized
+from ..grouped_gemm.specialized import TileCounters, is_specialized, launch_specialized
 from ..hardware import gpu, leave_room
 from ..layer_config import LayerConfig
 from ..routing import RoutingLayout
@@ -349,10 +349,10 @@ def dispatch_gemm(
     programs = num_compute_programs(a.x.device, tiles)
     listed = Tiles(schedule.tiles, schedule.num_tiles)
     if is_specialized(tiles, weights, epilogue):
-        of = a, weights, epilogue, out, listed, tiles, counters.claimed[:1]
+        counted, trace = TileCounters(counters.claimed[:1]), slots.context.traced(Role.UP)
+        of = a, weights, epilogue, out, listed, tiles, counted, trace
         call: dict[str, Any] = dict(step=step, after=(copy_rows_kernel,), shares_sms=True)
-        trace = slots.context.traced(Role.UP)
-        launch_specialized(slots.context.launch, programs, *of, trace=trace, **call)
+        launch_specialized(slots.context.launch, programs, *of, **call)
         return
     assert isinstance(out, torch.Tensor)
     tiles = storing_pre(tiles.unspecialized(), epilogue)

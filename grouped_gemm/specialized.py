@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from triton.tools.tensor_descriptor import TensorDescriptor
@@ -31,6 +31,19 @@ Launcher = Callable[..., None]
 SWIZZLE_BYTES = 128
 
 
+class TileCounters(NamedTuple):
+    """What the programs of a launch count, int64, 0 before it: in `claimed` [1] the tiles that they
+    have begun, which they take one by one (without it each takes every n-th tile), and in the first
+    `num_computed` of `computed` the programs that have ended."""
+
+    claimed: torch.Tensor | None = None
+    computed: torch.Tensor | None = None
+    num_computed: int = 0
+
+
+NO_COUNTERS = TileCounters()
+
+
 def is_specialized(config: GemmConfig, weights: Weights, epilogue: Epilogue) -> bool:
     """Whether a product of such tiles is made by `launch_specialized`: where it stores nothing but
     the activations of what it multiplies, on a GPU, by a Triton that offers it."""
@@ -48,16 +61,12 @@ def launch_specialized(
     out: torch.Tensor | QuantizedRows,
     tiles: Tiles,
     config: GemmConfig,
-    claimed: torch.Tensor | None = None,
-    computed: torch.Tensor | None = None,
-    num_counters: int = 0,
+    counters: TileCounters = NO_COUNTERS,
     trace: TracedRole | None = None,
     **options: Any,
 ) -> None:
     """out [M, N], in bf16 or cast: the activation of e4m3 rows [M, K] times weights, for the rows
-    of `tiles`, which programs claim one by one where `claimed`, int64 [1] and 0, counts them. Each
-    program then arrives at the first num_counters of `computed`, int64.
-    options: of `launch`.
+    of `tiles`. options: of `launch`.
     """
     assert rows.offset is None and weights.scale is not None and not weights.transposed
     described = expert_weights(rows, weights, config, epilogue.parts)
@@ -74,10 +83,10 @@ def launch_specialized(
         in_shared_memory(ragged(out[None], half, config.block_n // 2)),
         cast,
         tiles,
-        claimed,
-        computed,
+        counters.claimed,
+        counters.computed,
         trace,
-        NUM_COUNTERS=num_counters,
+        NUM_COUNTERS=counters.num_computed,
         STAGES=config.num_stages,
         SHAPE=config.launch_options(epilogue.activation)["SHAPE"],
         num_warps=HALF_WARPS.value,

@@ -321,7 +321,8 @@ def specialized_gemm_kernel(
     num_columns, depth = w.shape[2], w.shape[3]
     num_n = tl.cdiv(num_columns, WIDE if GATED else 2 * WIDE)
     num_parts, num_steps = 2 if GATED else 1, tl.cdiv(depth, 128)
-    work = Work(claimed, tiles.packed, gl.load(tiles.count), num_n, num_columns, num_parts, num_steps)
+    num_m = gl.load(tiles.count)
+    work = Work(claimed, tiles.packed, num_m, num_n, num_columns, num_parts, num_steps)
     barriers: gl.constexpr = mbarrier.MBarrierLayout()
     stages = Stages(
         gl.allocate_shared_memory(gl.float8e4nv, [STAGES, 1, 1, BLOCK_M, 128], a.layout),
@@ -337,9 +338,7 @@ def specialized_gemm_kernel(
         ),
     )
     turns = Turns(
-        gl.allocate_shared_memory(
-            gl.int32, [TURNS, 1], gl.SwizzledSharedLayout(1, 1, 1, [0])
-        ),
+        gl.allocate_shared_memory(gl.int32, [TURNS, 1], gl.SwizzledSharedLayout(1, 1, 1, [0])),
         gl.allocate_shared_memory(gl.int64, [TURNS, 1], barriers),
         gl.allocate_shared_memory(gl.int64, [TURNS, 1], barriers),
     )

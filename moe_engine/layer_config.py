@@ -6,6 +6,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field, fields, replace
+from typing import Any
 
 from .checks import check_flag, check_int
 from .choice_cache import cache_path, keep_choice, problem_key, read_choices
@@ -38,8 +39,16 @@ LONG_DEPTH, TILE_ROWS, MANY_TILES = 4096, 128, 8
 """Where memory is slower than an H200's: products of this depth take so long that tiles of an
 expert which begin at different times no longer find its weights in L2, unless they are many."""
 COPIES_ALONE = 4 * H200.num_sms
-"""Programs that copy rows before the products: on one rank, where no link bounds them and nothing
-hides them, and where the weights are e4m3, whose tiles leave too few registers on their SMs."""
+"""Programs that copy rows on one rank, where no link bounds them and nothing hides them."""
+E4M3_PROGRAMS: dict[str, Any] = {
+    "num_push_programs": 2 * H200.num_sms,
+    "num_copy_programs": 8 * H200.num_sms,
+    "num_return_programs": 4 * H200.num_sms,
+}
+"""Programs where ranks exchange rows for e4m3 weights. Their tiles leave too few registers for
+others on an SM, so all rows come before the products and all sums return after them."""
+E4M3_RETURN_STAGES = 4
+"""The most stages of such sums, of which some are added up while others return."""
 COPY_GBS = 525.0
 """What one program of each SM copies, counting what it writes (Qwen3-30B's backward)."""
 START_US = 30.0
@@ -152,12 +161,15 @@ class LayerConfig:
         counts = range(1, 1 + max(2, min(most, rows // STAGE_ROWS)))
         arrivals = range(1, 2) if problem.rereads_weights(hbm_gbs) else counts
         own_rows = rows / problem.num_experts  # of an expert, from its own rank
-        return cls(
+        config = cls(
             num_stages=min(arrivals, key=lambda n: dispatch_us(problem, n)),
             num_return_stages=min(counts, key=lambda n: combine_us(problem, n)),
-            num_copy_programs=COPIES_ALONE if problem.itemsize == 1 else H200.num_sms,
             own_apart=own_rows >= (BUSY_OWN_ROWS if are_busy else OWN_ROWS),
         )
+        if problem.itemsize > 1:
+            return config
+        returns = min(config.num_return_stages, E4M3_RETURN_STAGES)
+        return replace(config, num_stages=1, num_return_stages=returns, **E4M3_PROGRAMS)
 
 
 def dispatch_us(problem: LayerProblem, num_stages: int) -> float:

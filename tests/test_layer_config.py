@@ -37,12 +37,21 @@ def test_one_rank_has_nobody_to_wait_for():
 
 
 def test_more_programs_copy_where_none_runs_concurrently_with_products():
-    def copying(num_ranks, **sizes):
-        return LayerConfig.predicted(
-            LayerProblem(num_ranks, 8192, **QWEN3, **sizes)
-        ).num_copy_programs
+    """On one rank, and where e4m3 tiles leave no registers: these come and return one after the
+    other, so stages of arrival would hide nothing."""
 
-    assert copying(1) == copying(1, itemsize=1) == copying(2, itemsize=1) == 4 * copying(2)
+    def predicted(num_ranks, itemsize=2):
+        return LayerConfig.predicted(LayerProblem(num_ranks, 8192, **QWEN3, itemsize=itemsize))
+
+    one_rank, some, cast = predicted(1), predicted(2), predicted(2, itemsize=1)
+    assert one_rank == predicted(1, itemsize=1)
+    assert one_rank.num_copy_programs == 4 * some.num_copy_programs
+    assert cast.num_copy_programs == 8 * some.num_copy_programs
+    assert cast.num_push_programs == 2 * some.num_push_programs
+    assert cast.num_return_programs == 2 * some.num_return_programs
+    assert cast.num_stages == 1 and 1 < cast.num_return_stages <= 4 < some.num_return_stages
+    few = LayerProblem(2, 8, **QWEN3, itemsize=1)
+    assert LayerConfig.predicted(few).num_return_stages <= 2
 
 
 def test_more_programs_copy_dy_where_its_product_is_short():

@@ -24,7 +24,7 @@ from moe_engine.grouped_gemm.config import (
 from moe_engine.grouped_gemm.launch import multiply
 from moe_engine.grouped_gemm.operands import Epilogue, Rows, Weights, num_parts
 from moe_engine.grouped_gemm.quantization import QuantizedRows, quantize_rows, quantize_weights
-from moe_engine.grouped_gemm.specialized import launch_specialized
+from moe_engine.grouped_gemm.specialized import TileCounters, launch_specialized
 from moe_engine.launch import launch
 
 CONFIG = GemmConfig(*SPECIALIZED_BLOCK, **SPECIALIZED)
@@ -46,7 +46,8 @@ def launched(activation: str, has_counters: bool = False, casts: bool = False, *
         if has_counters or casts:
             to = QuantizedRows.like(out) if casts else out
             args = a, weights, epilogue, to, schedule.for_kernels, CONFIG
-            launch_specialized(launch, 8, *args, torch.empty(1, dtype=torch.int64), torch.empty(5, dtype=torch.int64), 5)
+            claimed, computed = torch.zeros(1, dtype=torch.int64), torch.zeros(5, dtype=torch.int64)
+            launch_specialized(launch, 8, *args, TileCounters(claimed, computed, 5))
         else:
             multiply(a, weights, epilogue, schedule, rows, out, CONFIG)
     return made[-1]
@@ -101,13 +102,17 @@ def agree(_: Any, counts: list[int], sizes: tuple[int, int], activation: Any, se
         multiply(*args, out, config)
         found.append(out)
     if sum(counts):
-        cast = QuantizedRows(torch.full_like(QuantizedRows.like(out).memory, 7), columns)
-        given = *args[:3], cast, schedule.for_kernels, CONFIG
-        launch_specialized(launch, 20, *given)
         rows, scales = quantize_rows(out[:num_rows])
-        assert torch.equal(cast.operand.x[:num_rows].view(torch.int8), rows.view(torch.int8))
-        assert torch.equal(cast.operand.scale[:num_rows], scales)
-        assert (cast.memory[num_rows:] == 7).all()
+        for claimed in (None, torch.zeros(1, dtype=torch.int64, device=on)):
+            cast = QuantizedRows(torch.full_like(QuantizedRows.like(out).memory, 7), columns)
+            given = *args[:3], cast, schedule.for_kernels, CONFIG
+            launch_specialized(launch, 20, *given, TileCounters(claimed))
+            assert torch.equal(cast.operand.x[:num_rows].view(torch.int8), rows.view(torch.int8))
+            assert torch.equal(cast.operand.scale[:num_rows], scales)
+            assert (cast.memory[num_rows:] == 7).all()
+        # Each program claims its tiles, and one more number that tells it that there are none left.
+        width = 128 if parts == 2 else 256
+        assert claimed.item() == int(schedule.num_tiles) * -(-columns // width) + 20
     assert (found[0][num_rows:] == 7).all()
     assert torch.equal(found[0], found[1])
     assert torch.equal(found[0], found[2])
