@@ -32,7 +32,7 @@ from ..device.lang import begin_span, drain_tma_stores, end_span, in_order
 from ..device.programs import arrive, pdl_launch_dependents, pdl_wait
 from .kernels import activate
 from .product_kernels import RAGGED, WIDE, is_gated, weight_scales
-from .schedule_kernels import load_tile
+from .schedule_kernels import Tile, tile_coordinates, unpack_tile
 
 HALVES = gl.constexpr(2)
 """Parts of a tile's rows, each of which has warps of its own."""
@@ -64,11 +64,13 @@ class Work(NamedTuple):
 
 
 class Turns(NamedTuple):
-    """Shared memory by which the warps of a program learn its tiles, TURNS of them at a time."""
+    """Shared memory in which the warp that loads tells the other ones what it loads, TURNS tiles of
+    a program at a time."""
 
-    index: gl.shared_memory_descriptor  # int32 [TURNS, 1]: of a tile, see `begin_turn`
-    given: gl.shared_memory_descriptor  # [TURNS, 1]: barriers that pass when it is known
-    taken: gl.shared_memory_descriptor  # [TURNS, 1]: and when all warps know it
+    packed: gl.shared_memory_descriptor  # int64 [TURNS, 1]: rows of a tile, see `begin_turn`
+    block: gl.shared_memory_descriptor  # int32 [TURNS, 1]: of columns, -1 after the last tile
+    given: gl.shared_memory_descriptor  # [TURNS, 1]: barriers that pass when they are known
+    taken: gl.shared_memory_descriptor  # [TURNS, 1]: and when all warps know them
 
 
 class Stages(NamedTuple):
@@ -85,10 +87,11 @@ class Stages(NamedTuple):
 
 
 @gluon.jit
-def tile_of(work, index, SHAPE: gl.constexpr):
-    """Tile `index`, of 256 rows of weights: 128 columns of gate and as many of up, or 256."""
+def tile_of(packed, block, SHAPE: gl.constexpr):
+    """A tile of 256 rows of weights: 128 columns of gate and as many of up, or 256."""
     WIDTH: gl.constexpr = WIDE if is_gated(SHAPE.ACTIVATION.name) else 2 * WIDE
-    return load_tile(work, index, work.num_m, work.num_n, WIDTH, SHAPE.GROUP_M)
+    expert, row, end = unpack_tile(packed)
+    return Tile(expert, row, end, block * WIDTH)
 
 
 @gluon.jit
@@ -102,37 +105,41 @@ def right_block(tile, GATED: gl.constexpr):
 
 
 @gluon.jit
-def begin_turn(turn, work, turns):
-    """The index of a program's next tile, to the warp that loads: it claims one of the launch and
-    tells the others; see `next_turn`."""
-    index = gl.program_id(0) + turn * gl.num_programs(0)
-    if work.claimed is not None:
-        ONE: gl.constexpr = gl.BlockedLayout([1], [32], [1], [0])
-        slot = turn % TURNS
-        mbarrier.wait(turns.taken.index(slot), (turn // TURNS & 1) ^ 1)
-        one = gl.to_tensor(1).to(gl.int64)
-        index = gl.atomic_add(work.claimed, one, sem="relaxed", scope="gpu").to(gl.int32)
-        turns.index.index(slot).store(gl.full([1], index, gl.int32, ONE))
-        mbarrier.arrive(turns.given.index(slot), count=1)
-    return index
-
-
-@gluon.jit
-def next_turn(turn, work, turns, NUM_WARPS: gl.constexpr):
-    """The index of a program's next tile, past the last one when there is none.
+def begin_turn(turn, work, turns, SHAPE: gl.constexpr):
+    """(packed rows, block of columns) of a program's next tile, block -1 when there is none, to the
+    warp that loads, which tells the others.
 
     Programs claim tiles in their order where `work.claimed` counts them: so those in flight are
     neighbours, which share rows and weights in L2, however unequal the SMs are. Else each program
     takes every n-th tile.
     """
+    ONE: gl.constexpr = gl.BlockedLayout([1], [32], [1], [0])
+    slot = turn % TURNS
+    mbarrier.wait(turns.taken.index(slot), (turn // TURNS & 1) ^ 1)
     index = gl.program_id(0) + turn * gl.num_programs(0)
     if work.claimed is not None:
-        ONE: gl.constexpr = gl.BlockedLayout([1], [32], [NUM_WARPS], [0])
-        slot = turn % TURNS
-        mbarrier.wait(turns.given.index(slot), turn // TURNS & 1)
-        index = gl.max(turns.index.index(slot).load(ONE), axis=0)
-        mbarrier.arrive(turns.taken.index(slot), count=1)
-    return index
+        one = gl.to_tensor(1).to(gl.int64)
+        index = gl.atomic_add(work.claimed, one, sem="relaxed", scope="gpu").to(gl.int32)
+    packed, block = gl.to_tensor(0).to(gl.int64), gl.to_tensor(-1)
+    if index < work.num_m * work.num_n:
+        m, block = tile_coordinates(index, work.num_m, work.num_n, SHAPE.GROUP_M)
+        packed = gl.load(work.packed + m)
+    turns.packed.index(slot).store(gl.full([1], packed, gl.int64, ONE))
+    turns.block.index(slot).store(gl.full([1], block, gl.int32, ONE))
+    mbarrier.arrive(turns.given.index(slot), count=1)
+    return packed, block
+
+
+@gluon.jit
+def next_turn(turn, turns, NUM_WARPS: gl.constexpr):
+    """The next tile of a program, to the other warps."""
+    ONE: gl.constexpr = gl.BlockedLayout([1], [32], [NUM_WARPS], [0])
+    slot = turn % TURNS
+    mbarrier.wait(turns.given.index(slot), turn // TURNS & 1)
+    packed = gl.max(turns.packed.index(slot).load(ONE), axis=0)
+    block = gl.max(turns.block.index(slot).load(ONE), axis=0)
+    mbarrier.arrive(turns.taken.index(slot), count=1)
+    return packed, block
 
 
 @gluon.jit
@@ -140,14 +147,15 @@ def load_operands(a, w, work, turns, stages, SHAPE: gl.constexpr, STAGES: gl.con
     """What the warp does that loads."""
     GATED: gl.constexpr = is_gated(SHAPE.ACTIVATION.name)
     step = 0
-    turn, index = 0, begin_turn(0, work, turns)
-    while index < work.num_m * work.num_n:
-        tile = tile_of(work, index, SHAPE)
+    turn = 0
+    packed, block = begin_turn(0, work, turns, SHAPE)
+    while block >= 0:
+        tile = tile_of(packed, block, SHAPE)
         part, column = right_block(tile, GATED)
-        for block in range(work.num_steps):
+        for step_idx in range(work.num_steps):
             stage = step % STAGES
             mbarrier.wait(stages.empty.index(stage), (step // STAGES & 1) ^ 1)
-            full, k = stages.full.index(stage), block * 128
+            full, k = stages.full.index(stage), step_idx * 128
             mbarrier.expect(full, (SHAPE.BLOCK_M + 2 * WIDE) * 128)
             row = [RAGGED, tile.end, RAGGED - (tile.end - tile.row), k]
             tma.async_copy_global_to_shared(a, row, full, stages.rows.index(stage))
@@ -157,7 +165,7 @@ def load_operands(a, w, work, turns, stages, SHAPE: gl.constexpr, STAGES: gl.con
             tma.async_copy_global_to_shared(w, right, full, stages.right.index(stage))
             step += 1
         turn += 1
-        index = begin_turn(turn, work, turns)
+        packed, block = begin_turn(turn, work, turns, SHAPE)
 
 
 @gluon.jit
@@ -165,22 +173,23 @@ def load_scales(scales, work, turns, stages, SHAPE: gl.constexpr, STAGES: gl.con
     """What the warp does that reads scales of rows, a step ahead."""
     ROWS: gl.constexpr = gl.BlockedLayout([1], [32], [1], [0])
     step = 0
-    turn, index = 0, next_turn(0, work, turns, 1)
-    while index < work.num_m * work.num_n:
-        tile = tile_of(work, index, SHAPE)
+    turn = 0
+    packed, block = next_turn(0, turns, 1)
+    while block >= 0:
+        tile = tile_of(packed, block, SHAPE)
         rows = gl.minimum(tile.row + gl.arange(0, SHAPE.BLOCK_M, layout=ROWS), tile.end - 1)
         first = scales.a + rows.to(gl.int64) * scales.a_stride
         following = gl.load(first)
-        for block in range(work.num_steps):
+        for step_idx in range(work.num_steps):
             now = following
-            following = gl.load(first + gl.minimum(block + 1, work.num_steps - 1))
+            following = gl.load(first + gl.minimum(step_idx + 1, work.num_steps - 1))
             stage = step % STAGES
             mbarrier.wait(stages.empty.index(stage), (step // STAGES & 1) ^ 1)
             stages.scales.index(stage).store(now)
             mbarrier.arrive(stages.full.index(stage), count=1)
             step += 1
         turn += 1
-        index = next_turn(turn, work, turns, 1)
+        packed, block = next_turn(turn, turns, 1)
 
 
 @gluon.jit
@@ -233,9 +242,10 @@ def multiply_half(
     product = gl.zeros([NUM_ROWS, WIDE], gl.float32, PRODUCT)
     num_weight_rows = work.num_columns * work.num_parts
     step, since = 0, begin_span()
-    turn, index = 0, next_turn(0, work, turns, HALF_WARPS)
-    while index < work.num_m * work.num_n:
-        tile = tile_of(work, index, SHAPE)
+    turn = 0
+    packed, block = next_turn(0, turns, HALF_WARPS)
+    while block >= 0:
+        tile = tile_of(packed, block, SHAPE)
         part, column = right_block(tile, GATED)
         right_row = part * work.num_columns + column
         # fmt: off
@@ -245,7 +255,7 @@ def multiply_half(
         left_next, right_next = gl.load(left_scale), gl.load(right_scale)
         left = gl.zeros([NUM_ROWS, WIDE], gl.float32, PRODUCT)
         right = gl.zeros([NUM_ROWS, WIDE], gl.float32, PRODUCT)
-        for block in range(work.num_steps):
+        for step_idx in range(work.num_steps):
             stage = step % STAGES
             mbarrier.wait(stages.full.index(stage), step // STAGES & 1)
             rows = stages.rows.index(stage)._reinterpret(
@@ -263,7 +273,7 @@ def multiply_half(
             )
             # fmt: on
             left_factor, right_factor = row_scale * left_next, row_scale * right_next
-            ahead = gl.minimum(block + 1, work.num_steps - 1)
+            ahead = gl.minimum(step_idx + 1, work.num_steps - 1)
             left_next, right_next = gl.load(left_scale + ahead), gl.load(right_scale + ahead)
             product = warpgroup_mma_wait(0, deps=(product,))
             left = in_order(left + product * gl.expand_dims(left_factor, 1))
@@ -285,9 +295,9 @@ def multiply_half(
             right = activate(right, right, SHAPE.ACTIVATION)
             store_columns(right, out, cast, tile, work, column, stored, HALF)
         if trace is not None and HALF == 0:
-            since = end_span(trace.role, index, since, trace.context)
+            since = end_span(trace.role, turn, since, trace.context)
         turn += 1
-        index = next_turn(turn, work, turns, HALF_WARPS)
+        packed, block = next_turn(turn, turns, HALF_WARPS)
     drain_tma_stores()
 
 
@@ -338,6 +348,7 @@ def specialized_gemm_kernel(
         ),
     )
     turns = Turns(
+        gl.allocate_shared_memory(gl.int64, [TURNS, 1], gl.SwizzledSharedLayout(1, 1, 1, [0])),
         gl.allocate_shared_memory(gl.int32, [TURNS, 1], gl.SwizzledSharedLayout(1, 1, 1, [0])),
         gl.allocate_shared_memory(gl.int64, [TURNS, 1], barriers),
         gl.allocate_shared_memory(gl.int64, [TURNS, 1], barriers),
