@@ -55,6 +55,8 @@ PUSH_BATCH, COPY_BATCH = 32, 64
 PUSH_ROWS, PUSH_VECS = 4, 512
 """Rows that a program copies at a time, and vectors of each. Twice as many in flight, or more
 warps, take the links no faster, and a concurrent GEMM half of its speed (bench/NOTES.md)."""
+MOST_TAIL = 64
+"""The most vectors of a row's last block that find registers besides those of the one before."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -277,10 +279,13 @@ def num_copy_programs(config: LayerConfig) -> int:
 
 def _copy_options(vectors: RowVectors, batch: int, slots: Slots) -> dict[str, Any]:
     """Launch options of programs that copy rows of these vectors, `batch` looked up at a time."""
+    block = min(next_power_of_2(vectors.num_vecs), PUSH_VECS)
+    tail = vectors.num_vecs % block if vectors.num_vecs > block else 0
     sizes = CopySizes(
         BATCH=batch,
         BLOCK_ROWS=batch if INTERPRETED else PUSH_ROWS,
-        BLOCK_VECS=min(next_power_of_2(vectors.num_vecs), PUSH_VECS),
+        BLOCK_VECS=block,
+        TAIL_VECS=next_power_of_2(tail) if 0 < tail <= MOST_TAIL else 0,
         ALIGNED=vectors.aligned,
         RANKS=slots.num_ranks,
         RANKS_PAD=next_power_of_2(slots.num_ranks),

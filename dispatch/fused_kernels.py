@@ -58,6 +58,7 @@ class CopySizes(NamedTuple):
     BATCH: Any  # rows that a program looks up at a time
     BLOCK_ROWS: Any  # of these, rows that it copies at a time
     BLOCK_VECS: Any  # vectors of each
+    TAIL_VECS: Any  # those of a short last block, 0 without one, see `lang.put_rows`
     ALIGNED: Any  # rows are a multiple of 16 bytes
     RANKS: Any
     RANKS_PAD: Any
@@ -119,7 +120,7 @@ def push_fused_kernel(
             # fmt: off
             due = put_tile(
                 to, x + token * row.num_vecs, num_rows, row.num_vecs, due, step,
-                SIZES.BLOCK_ROWS, SIZES.ALIGNED, SIZES.BLOCK_VECS,
+                SIZES.BLOCK_ROWS, SIZES.ALIGNED, SIZES.BLOCK_VECS, SIZES.TAIL_VECS,
             )
             # fmt: on
         notify_stage(pushed + stage, num_programs, DISPATCH, stage, context, SIZES.RANKS_PAD)
@@ -225,7 +226,7 @@ def copy_rows_kernel(
                 put_tile(
                     to, as_pointer(source, rows.dtype.element_ty),
                     tl.sum(is_copy.to(tl.int32), 0), row.num_vecs, ticks(), 0,
-                    SIZES.BLOCK_ROWS, SIZES.ALIGNED, SIZES.BLOCK_VECS,
+                    SIZES.BLOCK_ROWS, SIZES.ALIGNED, SIZES.BLOCK_VECS, SIZES.TAIL_VECS,
                 )
                 # fmt: on
             arrive(copied + tl.where(is_own, 0, stage_count) + stage)
@@ -257,7 +258,7 @@ def keep_rows_kernel(
         # fmt: off
         put_rows(
             kept + index * row.num_vecs, rows + index * row.num_vecs, row.num_vecs, index < end,
-            ticks(), 0, SIZES.ALIGNED, SIZES.BLOCK_VECS,
+            ticks(), 0, SIZES.ALIGNED, SIZES.BLOCK_VECS, SIZES.TAIL_VECS,
         )
         # fmt: on
     end_span(ROLE_KEEP, program, since, context)

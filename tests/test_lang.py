@@ -69,6 +69,7 @@ def push_rows(
     DTYPE: tl.constexpr,
     ALIGNED: tl.constexpr,
     BLOCK_ROWS: tl.constexpr,
+    TAIL_VECS: tl.constexpr,
 ):
     rows = tl.arange(0, BLOCK_ROWS)
     mask = rows < num_rows
@@ -76,13 +77,17 @@ def push_rows(
     to = lang.symm_at(lang.own_block(context) + dst_row * row_bytes, peer, context)
     from_rows = source + rows * num_vecs
     now = lang.ticks()
-    lang.put_rows(lang.as_pointer(to, DTYPE), from_rows, num_vecs, mask, now, 100, ALIGNED, 8)
+    # fmt: off
+    lang.put_rows(
+        lang.as_pointer(to, DTYPE), from_rows, num_vecs, mask, now, 100, ALIGNED, 8, TAIL_VECS
+    )
+    # fmt: on
     if DTYPE == tl.int8:  # two more values by `put`, after the rows
         end = lang.symm_at(lang.own_block(context) + 2048, peer, context)
         lang.put(lang.as_pointer(end + rows, DTYPE), (rows + 1).to(tl.int8), rows < 2)
 
 
-def push_to_next(group, source, row_bytes, aligned):
+def push_to_next(group, source, row_bytes, aligned, num_tail=0):
     block, context, _ = make_context(group)
     dst_rows = torch.tensor([5, 0, 3], device=context.device)
     push_rows[(1,)](
@@ -96,6 +101,7 @@ def push_to_next(group, source, row_bytes, aligned):
         DTYPE=TRITON_TYPES[source.dtype],
         ALIGNED=aligned,
         BLOCK_ROWS=4,
+        TAIL_VECS=num_tail,
     )
     meet(group)
     return block.local.cpu()
@@ -111,10 +117,13 @@ def push_to_next(group, source, row_bytes, aligned):
         (torch.int8, 13, 13, False),
     ],
 )
-def test_put_rows_writes_the_rows_and_nothing_else(pool, dtype, num_vecs, row_bytes, aligned):
+@pytest.mark.parametrize("num_tail", [0, 8])
+def test_put_rows_writes_the_rows_and_nothing_else(
+    pool, dtype, num_vecs, row_bytes, aligned, num_tail
+):
     generator = torch.Generator().manual_seed(0)
     source = torch.randint(-100, 100, (3, num_vecs), generator=generator).to(dtype)
-    for got in pool.run(push_to_next, source, row_bytes, aligned, num_ranks=2):
+    for got in pool.run(push_to_next, source, row_bytes, aligned, num_tail, num_ranks=2):
         expected = torch.full((FLAGS,), POISON, dtype=torch.uint8)
         for row, dst_row in zip(source, (5, 0, 3), strict=True):
             data = row.view(torch.uint8)

@@ -183,7 +183,15 @@ def pace(due, step):
 
 @device_function
 def put_rows(
-    to, source, num_vecs, mask, due, step, ALIGNED: tl.constexpr, BLOCK_VECS: tl.constexpr
+    to,
+    source,
+    num_vecs,
+    mask,
+    due,
+    step,
+    ALIGNED: tl.constexpr,
+    BLOCK_VECS: tl.constexpr,
+    TAIL_VECS: tl.constexpr = 0,
 ):
     """Copy rows of `num_vecs` vectors from `source` to `to`, blocks of row pointers of one type.
 
@@ -191,14 +199,24 @@ def put_rows(
     `ALIGNED` promises that every row is a multiple of 16 bytes and starts at one, without which
     one vector is stored at a time. Plain stores: nothing is published before the next `notify`.
     The first BLOCK_VECS of the rows are not stored before the time `due`, in `ticks`, each further
-    block `step` later. Returns when the next block is due.
+    block `step` later, a part of a block in proportion. Returns when the next block is due.
+    TAIL_VECS, at least as many as a last block has, is for few: these are loaded first, so that
+    they take no time of their own.
     """
-    for start in range(0, num_vecs, BLOCK_VECS):
+    end = num_vecs
+    if TAIL_VECS > 0:
+        end = num_vecs // BLOCK_VECS * BLOCK_VECS
+        tail = end + tl.arange(0, TAIL_VECS)
+        in_tail = mask[:, None] & row_mask(tail, num_vecs, to.dtype.element_ty, ALIGNED)[None, :]
+        last = tl.load(row_pointers(source, tail, ALIGNED), mask=in_tail)
+    for start in range(0, end, BLOCK_VECS):
         vecs = start + tl.arange(0, BLOCK_VECS)
         inside = mask[:, None] & row_mask(vecs, num_vecs, to.dtype.element_ty, ALIGNED)[None, :]
         values = tl.load(row_pointers(source, vecs, ALIGNED), mask=inside)
-        due = pace(due, step)
+        due = pace(due, step * tl.minimum(num_vecs - start, BLOCK_VECS) // BLOCK_VECS)
         put(row_pointers(to, vecs, ALIGNED), values, inside)
+    if TAIL_VECS > 0:
+        put(row_pointers(to, tail, ALIGNED), last, in_tail)
     return due
 
 

@@ -58,6 +58,7 @@ def put_tile(
     BLOCK_ROWS: tl.constexpr,
     ALIGNED: tl.constexpr,
     BLOCK_VECS: tl.constexpr,
+    TAIL_VECS: tl.constexpr = 0,
 ):
     """Copy the first `num_rows` of a batch of rows, BLOCK_ROWS at a time, BLOCK_VECS of each every
     `step`: addresses `to` [BATCH], 0 for no row, and `source`, pointers to vectors. Returns
@@ -69,7 +70,7 @@ def put_tile(
         # fmt: off
         due = put_rows(
             as_pointer(address, source.dtype.element_ty), as_pointer(rows, source.dtype.element_ty),
-            num_vecs, address != 0, due, step, ALIGNED, BLOCK_VECS,
+            num_vecs, address != 0, due, step, ALIGNED, BLOCK_VECS, TAIL_VECS,
         )
         # fmt: on
     return due
