@@ -245,8 +245,8 @@ def _find_row(work_idx, of_stage, rows, rank, context, RANKS: tl.constexpr):
 @device_function
 def return_row(to, y, metadata, dst_rows, weights, rows, hidden, due, step, SIZES: tl.constexpr):
     """Sum the expert rows of a token and write them to the address `to`, BLOCK_H columns every
-    `step`; no row where `metadata` is 0. Returns when the next columns are due. See
-    `sum_expert_rows`, `put_rows`."""
+    `step`, fewer in proportion; no row where `metadata` is 0. Returns when the next columns are
+    due. See `sum_expert_rows`, `put_rows`."""
     to_row = as_pointer(to, y.dtype.element_ty)
     for column in range(0, hidden, SIZES.BLOCK_H):
         columns = column + tl.arange(0, SIZES.BLOCK_H)
@@ -257,7 +257,7 @@ def return_row(to, y, metadata, dst_rows, weights, rows, hidden, due, step, SIZE
         )
         # fmt: on
         values = round_to(total, y.dtype.element_ty)
-        due = pace(due, step)
+        due = pace(due, step * min(hidden - column, SIZES.BLOCK_H) // SIZES.BLOCK_H)
         put(row_pointers(to_row, columns, True), values, in_row & (metadata != 0))
     return due
 
