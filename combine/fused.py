@@ -73,7 +73,6 @@ def gemm_combine(
     tokens = dispatched.tokens
     num_programs, launch = num_compute_programs(y.device, tiles), slots.context.launch
     before = send_return_metadata_kernel, keep_rows_kernel, quantize_rows_kernel
-    before += SPECIALIZED_KERNELS
     call: dict[str, Any] = dict(step="gemm_combine", after=before, shares_sms=True)
     if is_specialized(tiles, weights, Epilogue()):
         # Sums find no registers before these programs end, so the order of tiles is of no use.

@@ -9,6 +9,7 @@ import torch
 from ..device.constants import constants
 from ..dispatch import Dispatched
 from ..dispatch.fused_kernels import copy_rows_kernel, dispatch_gemm_kernel
+from ..grouped_gemm.specialized import KERNELS as SPECIALIZED_KERNELS
 from ..symm.slots import Slots, header_bytes
 from ..utils import next_power_of_2
 from .return_metadata_kernels import (
@@ -73,7 +74,7 @@ def send_return_metadata(dispatched: Dispatched, slots: Slots) -> ReturnMetadata
         metadata.rows,
         SIZES=constants(sizes),
         step="send_return_metadata",
-        after=(dispatch_gemm_kernel, copy_rows_kernel),
+        after=(dispatch_gemm_kernel, *SPECIALIZED_KERNELS, copy_rows_kernel),
         shares_sms=True,
         num_warps=4,
     )

@@ -88,7 +88,8 @@ def send_return_metadata_kernel(
     `metadata_flags[me]` on every rank.
 
     A PDL launch after `dispatch_gemm_kernel`, with which it runs concurrently: it reads what
-    `push_fused_kernel` has waited for. (Or after `copy_rows_kernel`, of which the same is true.)
+    `push_fused_kernel` has waited for. (Or after `copy_rows_kernel`, of which the same is true, or
+    `specialized_gemm_kernel`, which has waited for all before it lets this one begin.)
 
     Example, 2 ranks of 2 experts, topk_idx [[0, 3], [2, 0], [3, 2], [0, 1]] on rank 0, nothing on
     rank 1: expert rows 0 1 2 | 3 and 0 1 | 2 3. dst_rows for rank 0 [0, -1] [1, -1] [2, 3] (tokens

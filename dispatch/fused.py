@@ -210,7 +210,7 @@ def place_rows(
         num_stages,
         parts,
         SIZES=constants(sizes),
-        after=(staged_schedule_kernel,),
+        after=(exchange_fused_kernel, quantize_rows_kernel),
         shares_sms=True,
         num_warps=8,
     )
@@ -236,7 +236,7 @@ def push_fused(
         RowSize(vectors.num_vecs, x.shape[1] * x.itemsize),
         **_copy_options(vectors, PUSH_BATCH, slots),
         step="push_fused",
-        after=(place_rows_kernel, staged_schedule_kernel),
+        after=(staged_schedule_kernel,),
     )
 
 
@@ -356,7 +356,8 @@ def dispatch_gemm(
     if is_specialized(tiles, weights, epilogue):
         counted, trace = TileCounters(counters.claimed[:1]), slots.context.traced(Role.UP)
         of = a, weights, epilogue, out, listed, tiles, counted, trace
-        launch_specialized(slots.context.launch, programs, *of, step=step, shares_sms=True)
+        call: dict[str, Any] = dict(step=step, after=(copy_rows_kernel,), shares_sms=True)
+        launch_specialized(slots.context.launch, programs, *of, **call)
         return
     assert isinstance(out, torch.Tensor)
     tiles = storing_pre(tiles.unspecialized(), epilogue)

@@ -87,9 +87,8 @@ def push_fused_kernel(
     Many programs of a warp: they find room on the SMs of the GEMM's programs, and all together keep
     just as many bytes in flight as the links take; more would slow the GEMM down.
 
-    A PDL launch after `place_rows_kernel`, for which it waits before anything else, or after
-    `staged_schedule_kernel`, where rows go where those of an earlier call have gone: so later
-    launches may read at once what these kernels and those before have stored. After an exchange
+    A PDL launch after `staged_schedule_kernel`, for which it waits before anything else: so later
+    launches may read at once what that kernel and those before it have stored. After an exchange
     all ranks are in the call, so what their expert rows held in the one before has been read. The
     flags of a stage also publish what `place_rows_kernel` has told other ranks, which has ended.
     """

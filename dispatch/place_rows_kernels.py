@@ -85,9 +85,9 @@ def place_rows_kernel(
     `push_fused_kernel`, which waits until this kernel has ended, publish both. What they held in
     the call before has been read: the exchange says that all ranks are in this one.
 
-    A PDL launch after `staged_schedule_kernel`, with which it runs concurrently: it reads what that
-    kernel has waited for before it let this one begin, and waits for its end at last, so that what
-    waits for this kernel waits for that one too.
+    A PDL launch after `exchange_fused_kernel`, which begins no dependents and has waited for the
+    layout: so this kernel reads `earlier_counts` before its `pdl_wait`, and `begins` after it. Or
+    after `quantize_rows_kernel`, which lets it begin once the exchange has ended.
 
     Example, 2 ranks of 2 experts, topk_idx [[0, 3], [2, 3], [3, 0], [1, 1]] on rank 0 and [[2, 3],
     [0, 1]] on rank 1. Rank 0 has rows, as (source, token), (0, 0) (0, 2) (1, 1) | (0, 3) (0, 3)
@@ -95,7 +95,6 @@ def place_rows_kernel(
     [1, 4], [5, 1], [3, 4]], own_order has tokens 0 2 3 3, and token 1 is pushed to rank 1 first,
     where its second row, with remote_idx 2, is a copy: copies of rank 1 are -1 -1 (4 of 1) -1.
     """
-    pdl_launch_dependents(PDL)
     BLOCK: tl.constexpr = SIZES.BLOCK_TOKENS * SIZES.TOPK_PAD
     first = tl.program_id(0) * SIZES.BLOCK_TOKENS
     items = tl.arange(0, BLOCK)
@@ -113,6 +112,8 @@ def place_rows_kernel(
         index, topk.ids, wide, first, num_tokens, SIZES.NUM_TOPK, SIZES.TOPK_PAD, BLOCK, SIZES.STEP
     )
     # fmt: on
+    pdl_wait(PDL)
+    pdl_launch_dependents(PDL)
     valid = valid & (is_broken(context) == 0)  # else nobody may have written where rows begin
     begin = tl.load(begins.expert_begin + ids, mask=valid, other=0)
     valid = valid & (begin >= 0)  # else there is no room, and this call sends nothing
@@ -142,7 +143,6 @@ def place_rows_kernel(
     if topk.weights is not None:
         weight = tl.load(topk.weights + tokens * SIZES.NUM_TOPK + k, mask=valid, other=0.0)
         put(as_pointer(memory + parts.weights, tl.float32) + dst_row, weight, valid)
-    pdl_wait(PDL)
 
 
 @device_function

@@ -9,11 +9,11 @@ import torch
 import triton
 
 from ..device.constants import constants
-from ..grouped_gemm.quantization_kernels import quantize_rows_kernel
 from ..layer_config import LayerConfig
 from ..symm.slots import Slots
 from ..utils import next_power_of_2
 from .exchange_kernels import exchange_fused_kernel
+from .place_rows_kernels import place_rows_kernel
 from .stages_kernels import ScheduleSizes, StagedTiles, staged_schedule_kernel
 
 
@@ -121,7 +121,7 @@ def staged_schedule(
         int(config.own_apart),
         max_tiles,
         SIZES=constants(sizes),
-        after=(exchange_fused_kernel, quantize_rows_kernel),
+        after=(place_rows_kernel, exchange_fused_kernel),
         shares_sms=True,
     )
     return schedule, StageCounters.of(counters, config, slots.num_ranks)

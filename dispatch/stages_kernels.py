@@ -117,8 +117,9 @@ def staged_schedule_kernel(
     return stages belongs to the first of them, whose rows wait for it; the last stage is the tiles
     apart.
 
-    A PDL launch after the exchange, or after `quantize_rows_kernel`: it waits for all launches
-    before, and only then lets the next one begin, which may read at once what those have stored.
+    A PDL launch after `place_rows_kernel`: it waits for that kernel, which has waited for the
+    exchange, before it reads the offsets, and before later launches may begin. (Or after the
+    exchange, where rows go where those of an earlier call have gone.)
 
     Two stages of dispatch and two of combine, BLOCK_M 2, own_apart 1, expert_offsets [0, 4, 8],
     remote_offsets [0, 2, 5]: rows 0, 1 and 4 are own, so tiles (expert, row, number of rows)

@@ -209,7 +209,7 @@ def test_launches_of_a_backward():
     """Gradients of weights are launched after the sums that return, and before those are added up;
     x is sent again for that of w_gate_up where it was not saved, and for the pre-activations."""
     pair = configs(128, gated=True)[0], configs(128)[0]
-    route = "layout layout_sum exchange_fused staged_schedule place_rows push_fused copy_rows "
+    route = "layout layout_sum exchange_fused place_rows staged_schedule push_fused copy_rows "
     again = "exchange_fused staged_schedule push_fused copy_rows "
     first = "dispatch_gemm send_return_metadata activation_gradient "
     last = "staged_gemm return_sums wgrad "

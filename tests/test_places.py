@@ -69,9 +69,9 @@ def steps_on_rank(group, num_experts, max_tokens, stages, x, topk_idx, topk_weig
         memory = ExpertRows.of(args[0], max_rows, slots)
         rows, copies = memory.rows, memory.copies
         offsets = dispatch.exchange_fused(tokens, max_rows, config, slots)
+        plan = dispatch.place_rows(tokens, offsets, memory.parts, slots)
         begins = offsets.expert_offsets, offsets.remote_offsets
         schedule, counters = dispatch.staged_schedule(*begins, max_rows, BLOCK_M, config, slots)
-        plan = dispatch.place_rows(tokens, offsets, memory.parts, slots)
         dispatch.push_fused(args[0], plan, counters, config, slots)
         lists = CopyLists(plan.own_order, copies)
         dispatch.copy_rows(args[0], rows, lists, offsets, counters, config, slots)

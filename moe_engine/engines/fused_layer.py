@@ -55,18 +55,29 @@ def feed_forward(
     tiles = up_tiles(inputs, num_rows, config)
     # Before the first launch that other ranks see: what is large enough to be refused.
     out, act = torch.empty_like(x), new_activations(inputs, max_expert_rows, tiles)
-    offsets = dispatch.exchange_fused(tokens, max_expert_rows, config, slots)
-    memory = ExpertRows.of(x, max_expert_rows, slots)
-    dispatched = send_rows(tokens, offsets, memory, tiles.block_m, config, slots)
-    if isinstance(act, QuantizedRows):  # of tiles with which nothing runs concurrently
-        metadata = combine.send_return_metadata(dispatched, slots)
-        up_projection(dispatched.rows, inputs, (act, None), dispatched, tiles, slots)
-    else:
-        up_projection(dispatched.rows, inputs, (act, None), dispatched, tiles, slots)
-        metadata = combine.send_return_metadata(dispatched, slots)
+    dispatched = dispatch_experts(tokens, inputs, act, tiles, config, slots)
+    metadata = combine.send_return_metadata(dispatched, slots)
     a, sums = down_rows(act, inputs, dispatched, slots), LayerSums(out, dispatched.rows)
     combine_experts(a, inputs.down, sums, dispatched, metadata, num_rows, slots)
     return out, dispatched.offsets.counts
+
+
+def dispatch_experts(
+    tokens: dispatch.LayerTokens,
+    inputs: LayerInputs,
+    act: torch.Tensor | QuantizedRows,
+    tiles: GemmConfig,
+    config: LayerConfig,
+    slots: Slots,
+) -> dispatch.Dispatched:
+    """The first half of `feed_forward`, after the layout: rows to the experts, and the
+    up-projection into act [M, I], M the most rows that this rank can receive."""
+    most_rows = len(act.memory if isinstance(act, QuantizedRows) else act)
+    offsets = dispatch.exchange_fused(tokens, most_rows, config, slots)
+    memory = ExpertRows.of(tokens.x, most_rows, slots)
+    dispatched = send_rows(tokens, offsets, memory, tiles.block_m, config, slots)
+    up_projection(dispatched.rows, inputs, (act, None), dispatched, tiles, slots)
+    return dispatched
 
 
 def new_activations(
@@ -98,10 +109,10 @@ def send_rows(
         cast, rows = QuantizedRows.like(x), QuantizedRows.within(rows).memory
         dispatch.quantize(x, cast, exchange_fused_kernel, slots)
         x = cast.memory
-    begins = offsets.expert_offsets, offsets.remote_offsets
-    schedule, counters = dispatch.staged_schedule(*begins, len(rows), block_m, config, slots)
     if plan is None:
         plan = dispatch.place_rows(tokens, offsets, memory.parts, slots, with_weights)
+    begins = offsets.expert_offsets, offsets.remote_offsets
+    schedule, counters = dispatch.staged_schedule(*begins, len(rows), block_m, config, slots)
     dispatch.push_fused(x, plan, counters, config, slots)
     lists = CopyLists(plan.own_order, memory.copies)
     dispatch.copy_rows(x, rows, lists, offsets, counters, config, slots)
