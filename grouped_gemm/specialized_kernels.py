@@ -11,7 +11,8 @@ A step of 128 columns goes through one of STAGES stages in shared memory. Its `f
 when the operands and the scales of the rows have arrived, its `empty` one when both halves have
 multiplied by them. An arrival is one thread's, before which Gluon puts a barrier of the warps that
 share the task: so what all of them have read and stored happens before what the barrier lets on.
-All waits are for warps of the same program, so none lasts.
+The warp that loads also tells the others each tile, which it may claim, see `begin_turn`. All waits
+are for warps of the same program, so none lasts.
 """
 
 from typing import NamedTuple

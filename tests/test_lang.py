@@ -62,6 +62,7 @@ def push_rows(
     context,
     source,
     dst_rows,
+    due_in,
     peer,
     num_rows,
     num_vecs,
@@ -78,10 +79,11 @@ def push_rows(
     from_rows = source + rows * num_vecs
     now = lang.ticks()
     # fmt: off
-    lang.put_rows(
+    due = lang.put_rows(
         lang.as_pointer(to, DTYPE), from_rows, num_vecs, mask, now, 100, ALIGNED, 8, TAIL_VECS
     )
     # fmt: on
+    tl.store(due_in, due - now)
     if DTYPE == tl.int8:  # two more values by `put`, after the rows
         end = lang.symm_at(lang.own_block(context) + 2048, peer, context)
         lang.put(lang.as_pointer(end + rows, DTYPE), (rows + 1).to(tl.int8), rows < 2)
@@ -90,10 +92,12 @@ def push_rows(
 def push_to_next(group, source, row_bytes, aligned, num_tail=0):
     block, context, _ = make_context(group)
     dst_rows = torch.tensor([5, 0, 3], device=context.device)
+    due_in = dst_rows.new_zeros(1)
     push_rows[(1,)](
         context,
         source.to(context.device),
         dst_rows,
+        due_in,
         1 - group.rank(),
         len(source),
         source.shape[1],
@@ -104,7 +108,7 @@ def push_to_next(group, source, row_bytes, aligned, num_tail=0):
         TAIL_VECS=num_tail,
     )
     meet(group)
-    return block.local.cpu()
+    return block.local.cpu(), due_in.item()
 
 
 @pytest.mark.parametrize(
@@ -123,7 +127,10 @@ def test_put_rows_writes_the_rows_and_nothing_else(
 ):
     generator = torch.Generator().manual_seed(0)
     source = torch.randint(-100, 100, (3, num_vecs), generator=generator).to(dtype)
-    for got in pool.run(push_to_next, source, row_bytes, aligned, num_tail, num_ranks=2):
+    whole, rest = divmod(num_vecs, 8)
+    in_part = 0 if num_tail else 100 * rest // 8
+    for got, due_in in pool.run(push_to_next, source, row_bytes, aligned, num_tail, num_ranks=2):
+        assert due_in == 100 * whole + in_part
         expected = torch.full((FLAGS,), POISON, dtype=torch.uint8)
         for row, dst_row in zip(source, (5, 0, 3), strict=True):
             data = row.view(torch.uint8)

@@ -201,7 +201,7 @@ def put_rows(
     The first BLOCK_VECS of the rows are not stored before the time `due`, in `ticks`, each further
     block `step` later, a part of a block in proportion. Returns when the next block is due.
     TAIL_VECS, at least as many as a last block has, is for few: these are loaded first, so that
-    they take no time of their own.
+    they take no time of their own, and are not paced.
     """
     end = num_vecs
     if TAIL_VECS > 0:
