@@ -309,7 +309,7 @@ def specialized_gemm_kernel(
     out,  # ragged descriptor of bf16 or e4m3 [1, M, N], in blocks of a half tile
     cast,  # CastScales of `out` in e4m3, or None
     tiles,  # `Tiles`
-    claimed,  # int64 [1]: 0, to count the tiles that programs have begun; or None, see `next_turn`
+    claimed,  # int64 [1]: 0, to count the tiles that programs have begun; or None, see `begin_turn`
     computed,  # int64 [NUM_COUNTERS], or None
     trace,  # TracedRole, or None
     NUM_COUNTERS: gl.constexpr,

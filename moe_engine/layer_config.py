@@ -45,8 +45,8 @@ E4M3_PROGRAMS: dict[str, Any] = {
     "num_copy_programs": 8 * H200.num_sms,
     "num_return_programs": 4 * H200.num_sms,
 }
-"""Programs where ranks exchange rows for e4m3 weights. Their tiles leave too few registers for
-others on an SM, so all rows come before the products and all sums return after them."""
+"""Programs where ranks exchange rows for e4m3 weights. Specialised tiles leave too few registers
+for others on an SM, so all rows come before these products and all sums return after them."""
 E4M3_RETURN_STAGES = 4
 """The most stages of such sums, of which some are added up while others return."""
 COPY_GBS = 525.0
@@ -166,7 +166,7 @@ class LayerConfig:
             num_return_stages=min(counts, key=lambda n: combine_us(problem, n)),
             own_apart=own_rows >= (BUSY_OWN_ROWS if are_busy else OWN_ROWS),
         )
-        if problem.itemsize > 1:
+        if problem.itemsize != 1:
             return config
         returns = min(config.num_return_stages, E4M3_RETURN_STAGES)
         return replace(config, num_stages=1, num_return_stages=returns, **E4M3_PROGRAMS)

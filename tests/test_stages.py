@@ -42,6 +42,7 @@ def tiles_on_rank(group, num_own, num_remote, spare_rows, block_m, config, num_r
     stages, returns = config.num_stages, config.num_return_stages
     lengths = {"pushed": stages, "copied": 2 * stages, "computed": returns + 1}
     lengths |= {"returned": returns, "num_to_sum": returns, "listed": num_ranks * returns}
+    lengths["claimed"] = 2
     for name, length in lengths.items():
         assert getattr(counters, name).tolist() == [0] * length
     first = schedule.first_tile.tolist()
