@@ -77,7 +77,7 @@ def gemm_combine(
     if is_specialized(tiles, weights, Epilogue()):
         # Sums find no registers before these programs end, so the order of tiles is of no use.
         listed = Tiles(schedule.tiles, schedule.num_tiles)
-        counted = TileCounters(counters.claimed[1:], counters.computed, stages + 1)
+        counted = TileCounters(counters.claimed[1:], counters.computed)
         of = a, weights, Epilogue(), y, listed, tiles, counted, slots.context.traced(Role.DOWN)
         launch_specialized(launch, num_programs, *of, **call)
     else:

@@ -33,12 +33,11 @@ SWIZZLE_BYTES = 128
 
 class TileCounters(NamedTuple):
     """What the programs of a launch count, int64, 0 before it: in `claimed` [1] the tiles that they
-    have begun, which they take one by one (without it each takes every n-th tile), and in the first
-    `num_computed` of `computed` the programs that have ended."""
+    have begun, which they take one by one (without it each takes every n-th tile), and in each of
+    `computed` the programs that have ended."""
 
     claimed: torch.Tensor | None = None
     computed: torch.Tensor | None = None
-    num_computed: int = 0
 
 
 NO_COUNTERS = TileCounters()
@@ -86,7 +85,7 @@ def launch_specialized(
         counters.claimed,
         counters.computed,
         trace,
-        NUM_COUNTERS=counters.num_computed,
+        NUM_COUNTERS=0 if counters.computed is None else len(counters.computed),
         STAGES=config.num_stages,
         SHAPE=config.launch_options(epilogue.activation)["SHAPE"],
         num_warps=HALF_WARPS.value,

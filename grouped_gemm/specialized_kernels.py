@@ -113,6 +113,9 @@ def begin_turn(turn, work, turns, SHAPE: gl.constexpr):
     Programs claim tiles in their order where `work.claimed` counts them: so those in flight are
     neighbours, which share rows and weights in L2, however unequal the SMs are. Else each program
     takes every n-th tile.
+
+    What it stores happens before its arrival at `given`, and so before the others read it; what
+    these read happens before theirs at `taken`, for which it waits before it stores there again.
     """
     ONE: gl.constexpr = gl.BlockedLayout([1], [32], [1], [0])
     slot = turn % TURNS
@@ -147,8 +150,7 @@ def next_turn(turn, turns, NUM_WARPS: gl.constexpr):
 def load_operands(a, w, work, turns, stages, SHAPE: gl.constexpr, STAGES: gl.constexpr):
     """What the warp does that loads."""
     GATED: gl.constexpr = is_gated(SHAPE.ACTIVATION.name)
-    step = 0
-    turn = 0
+    step, turn = 0, 0
     packed, block = begin_turn(0, work, turns, SHAPE)
     while block >= 0:
         tile = tile_of(packed, block, SHAPE)
@@ -173,8 +175,7 @@ def load_operands(a, w, work, turns, stages, SHAPE: gl.constexpr, STAGES: gl.con
 def load_scales(scales, work, turns, stages, SHAPE: gl.constexpr, STAGES: gl.constexpr):
     """What the warp does that reads scales of rows, a step ahead."""
     ROWS: gl.constexpr = gl.BlockedLayout([1], [32], [1], [0])
-    step = 0
-    turn = 0
+    step, turn = 0, 0
     packed, block = next_turn(0, turns, 1)
     while block >= 0:
         tile = tile_of(packed, block, SHAPE)
@@ -242,8 +243,7 @@ def multiply_half(
     # Both products of a step have these registers, so that one is added up before the next begins.
     product = gl.zeros([NUM_ROWS, WIDE], gl.float32, PRODUCT)
     num_weight_rows = work.num_columns * work.num_parts
-    step, since = 0, begin_span()
-    turn = 0
+    step, turn, since = 0, 0, begin_span()
     packed, block = next_turn(0, turns, HALF_WARPS)
     while block >= 0:
         tile = tile_of(packed, block, SHAPE)

@@ -47,7 +47,7 @@ def launched(activation: str, has_counters: bool = False, casts: bool = False, *
             to = QuantizedRows.like(out) if casts else out
             args = a, weights, epilogue, to, schedule.for_kernels, CONFIG
             claimed, computed = torch.zeros(1, dtype=torch.int64), torch.zeros(5, dtype=torch.int64)
-            launch_specialized(launch, 8, *args, TileCounters(claimed, computed, 5))
+            launch_specialized(launch, 8, *args, TileCounters(claimed, computed))
         else:
             multiply(a, weights, epilogue, schedule, rows, out, CONFIG)
     return made[-1]

@@ -54,10 +54,9 @@ class Span(NamedTuple):
 
     role: a Role, or the Phase of a wait. item: the number of the tile (among the program's, where
     its warps are specialised), of the stage, or of the part in return metadata, sum and exchange;
-    the program's own for kept rows and the gradient of
-    the activation, of which it has one span; 0 for most waits. track: SM * 64 + the first of the
-    program's warps on that SM; two spans of a track are disjoint, or one is a wait inside the
-    other.
+    the program's own for kept rows and the gradient of the activation, of which it has one span; 0
+    for most waits. track: SM * 64 + the first of the program's warps on that SM; two spans of a
+    track are disjoint, or one is a wait inside the other.
     """
 
     rank: int
