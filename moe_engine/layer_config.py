@@ -46,7 +46,8 @@ E4M3_PROGRAMS: dict[str, Any] = {
     "num_return_programs": 4 * H200.num_sms,
 }
 """Programs where ranks exchange rows for e4m3 weights. Specialised tiles leave too few registers
-for others on an SM, so all rows come before these products and all sums return after them."""
+for others on an SM, so all rows come before these products and all sums return after them; own
+tiles have nothing to hide, and stay with the others of their expert."""
 E4M3_RETURN_STAGES = 4
 """The most stages of such sums, of which some are added up while others return."""
 COPY_GBS = 525.0
@@ -169,7 +170,9 @@ class LayerConfig:
         if problem.itemsize != 1:
             return config
         returns = min(config.num_return_stages, E4M3_RETURN_STAGES)
-        return replace(config, num_stages=1, num_return_stages=returns, **E4M3_PROGRAMS)
+        return replace(
+            config, num_stages=1, num_return_stages=returns, own_apart=False, **E4M3_PROGRAMS
+        )
 
 
 def dispatch_us(problem: LayerProblem, num_stages: int) -> float:

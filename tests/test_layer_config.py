@@ -54,6 +54,16 @@ def test_more_programs_copy_where_none_runs_concurrently_with_products():
     assert LayerConfig.predicted(few).num_return_stages <= 2
 
 
+def test_own_tiles_of_e4m3_stay_with_the_others_of_their_expert():
+    """All rows have come before them; in bf16 they go apart where experts have many own rows."""
+    mixtral = dict(num_experts=8, num_topk=2, hidden=4096, num_columns=14336)
+    apart = {
+        itemsize: LayerConfig.predicted(LayerProblem(2, 4096, **mixtral, itemsize=itemsize))
+        for itemsize in (1, 2)
+    }
+    assert apart[2].own_apart and not apart[1].own_apart
+
+
 def test_more_programs_copy_dy_where_its_product_is_short():
     """Of Qwen3-30B alone, unless the number was chosen otherwise."""
     config, one = LayerConfig(), H200.num_sms
