@@ -40,14 +40,16 @@ LONG_DEPTH, TILE_ROWS, MANY_TILES = 4096, 128, 8
 expert which begin at different times no longer find its weights in L2, unless they are many."""
 COPIES_ALONE = 4 * H200.num_sms
 """Programs that copy rows on one rank, where no link bounds them and nothing hides them."""
-E4M3_PROGRAMS: dict[str, Any] = {
+E4M3_CHOICES: dict[str, Any] = {
+    "num_stages": 1,
+    "own_apart": False,
     "num_push_programs": 2 * H200.num_sms,
     "num_copy_programs": 8 * H200.num_sms,
     "num_return_programs": 4 * H200.num_sms,
 }
-"""Programs where ranks exchange rows for e4m3 weights. Specialised tiles leave too few registers
-for others on an SM, so all rows come before these products and all sums return after them; own
-tiles have nothing to hide, and stay with the others of their expert."""
+"""Where ranks exchange rows for e4m3 weights. Specialised tiles leave too few registers for others
+on an SM, so all rows come before these products and all sums return after them: neither stages of
+arrival nor own tiles that go apart would hide anything."""
 E4M3_RETURN_STAGES = 4
 """The most stages of such sums, of which some are added up while others return."""
 COPY_GBS = 525.0
@@ -170,9 +172,7 @@ class LayerConfig:
         if problem.itemsize != 1:
             return config
         returns = min(config.num_return_stages, E4M3_RETURN_STAGES)
-        return replace(
-            config, num_stages=1, num_return_stages=returns, own_apart=False, **E4M3_PROGRAMS
-        )
+        return replace(config, num_return_stages=returns, **E4M3_CHOICES)
 
 
 def dispatch_us(problem: LayerProblem, num_stages: int) -> float:
