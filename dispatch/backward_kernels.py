@@ -49,14 +49,19 @@ def dispatch_wgrad_kernel(
     """
     pdl_launch_dependents(PDL)
     deadline = deadline_from_now(context)
-    since = begin_span()
+    since, waited_for = begin_span(), tl.full((), -1, tl.int32)
     for index in tl.range(
         tl.program_id(0), num_wgrad_blocks(out, SHAPE), tl.num_programs(0), flatten=True
     ):
         expert, part, m, n = wgrad_block(index, out, SHAPE)
         begin, end = expert_rows(expert, experts.offsets, max_rows)
-        counter = experts.copied + tl.load(experts.last_counter + expert)
-        begin += wait_tile(counter, num_copy_programs, deadline, context, PDL)
+        counter = tl.load(experts.last_counter + expert)
+        # fmt: off
+        zero, waited_for = wait_tile(
+            experts.copied, counter, waited_for, num_copy_programs, deadline, context, PDL
+        )
+        # fmt: on
+        begin += zero
         acc = wgrad_tile(grad, x, begin, end, part * out.shape[2] + m, n, out.shape[3], SHAPE)
         store_weight_gradient(acc, out, expert, part, m, n, ACCUMULATE, SHAPE.SUBTILES)
         since = end_span(ROLE_WGRAD_UP, index, since, context)

@@ -273,17 +273,22 @@ def load_arriving_tile(
     WIDTH: tl.constexpr,
     GROUP_M: tl.constexpr,
     copied,
+    waited_for,
     num_copy_programs,
     deadline,
     context,
     PDL: tl.constexpr,
 ):
-    """`schedule_kernels.load_tile` of a staged schedule, once the rows of the tile have arrived;
-    see `wait_tile`."""
+    """(`schedule_kernels.load_tile` of a staged schedule, once the rows of the tile have arrived,
+    the counter that said so); see `wait_tile`."""
     m, block = tile_coordinates(index, num_m, num_n, GROUP_M)
     expert, row, end, counter = unpack_staged_tile(tl.load(tiles.packed + m))
-    row += wait_tile(copied + counter, num_copy_programs, deadline, context, PDL)
-    return Tile(expert, row, end, block * WIDTH)
+    # fmt: off
+    zero, waited_for = wait_tile(
+        copied, counter.to(tl.int32), waited_for, num_copy_programs, deadline, context, PDL
+    )
+    # fmt: on
+    return Tile(expert, row + zero, end, block * WIDTH), waited_for
 
 
 @triton.jit(
@@ -321,12 +326,12 @@ def dispatch_gemm_kernel(
     WIDTH: tl.constexpr = SHAPE.BLOCK_N // 2 if is_gated(SHAPE.ACTIVATION.name) else SHAPE.BLOCK_N
     num_n = tl.cdiv(N, WIDTH)
     deadline = deadline_from_now(context)
-    since = begin_span()
+    since, waited_for = begin_span(), tl.full((), -1, tl.int32)
     FLATTEN: tl.constexpr = weights.scales is None  # see `_grouped_gemm_kernel`
     for index in tl.range(tl.program_id(0), num_m * num_n, tl.num_programs(0), flatten=FLATTEN):
         # fmt: off
-        tile = load_arriving_tile(
-            tiles, index, num_m, num_n, WIDTH, SHAPE.GROUP_M, copied,
+        tile, waited_for = load_arriving_tile(
+            tiles, index, num_m, num_n, WIDTH, SHAPE.GROUP_M, copied, waited_for,
             num_copy_programs, deadline, context, PDL,
         )
         # fmt: on

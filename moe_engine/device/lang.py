@@ -318,9 +318,10 @@ def is_alive(masked, ranks):
 
 
 @device_function
-def wait_inline(counter, value, deadline, context, BEFORE_TMA: tl.constexpr):
-    """Wait until an int64 counter, a pointer, is at least `value`. Returns 0, which the compiler
-    does not know: added to an address it keeps loads after the wait.
+def wait_inline(counter, value, is_known, deadline, context, BEFORE_TMA: tl.constexpr):
+    """Wait until an int64 counter, a pointer, is at least `value`, or not at all if this program
+    has waited for that already (`is_known`). Returns 0, which the compiler does not know: added to
+    an address it keeps loads after the wait.
 
     It is for loops that are pipelined, which a branch would prevent; so it cannot share the loop of
     `poll`, and reports no failure: when `deadline` (ns) has passed or this rank is broken it ends
@@ -330,7 +331,8 @@ def wait_inline(counter, value, deadline, context, BEFORE_TMA: tl.constexpr):
     """
     broken = (context + BROKEN).to(tl.int64)
     value = tl.cast(value, tl.int64)
-    return poll_inline(counter.to(tl.int64), value, deadline, broken, BEFORE_TMA)
+    is_known = tl.cast(is_known, tl.int32)
+    return poll_inline(counter.to(tl.int64), value, is_known, deadline, broken, BEFORE_TMA)
 
 
 @device_function

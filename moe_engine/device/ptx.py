@@ -88,12 +88,14 @@ if INTERPRETED:
         """Order earlier acquires before later TMA loads."""
 
     @device_function
-    def poll_inline(counter, value, deadline, broken, BEFORE_TMA: tl.constexpr):
-        """Poll the int64 at an address until it is at least `value`; returns 0."""
+    def poll_inline(counter, value, is_known, deadline, broken, BEFORE_TMA: tl.constexpr):
+        """Unless `is_known`, poll the int64 at an address until it is at least `value`; returns
+        0."""
         counter = as_pointer(counter, tl.int64)
         broken = as_pointer(broken, tl.int64)
-        while (load_acquire(counter) < value) & (tl.load(broken) == 0) & (now_ns() < deadline):
-            pause()
+        if is_known == 0:
+            while (load_acquire(counter) < value) & (tl.load(broken) == 0) & (now_ns() < deadline):
+                pause()
         return tl.full((), 0, tl.int32)
 
     @device_function
@@ -235,17 +237,19 @@ else:
         )
 
     @device_function
-    def poll_inline(counter, value, deadline, broken, BEFORE_TMA: tl.constexpr):
-        """Poll the int64 at an address until it is at least `value`, the deadline has passed or
-        this rank is broken; returns 0.
+    def poll_inline(counter, value, is_known, deadline, broken, BEFORE_TMA: tl.constexpr):
+        """Unless the int32 `is_known` is 1, poll the int64 at an address until it is at least
+        `value`, the deadline has passed or this rank is broken; returns 0.
 
         One instruction to the compiler, so that a loop around it can still be pipelined. Threads of
         a warp all acquire, then vote, so that they go on together.
         """
         return tl.inline_asm_elementwise(
             """{
-            .reg .pred late, stop;
+            .reg .pred known, late, stop;
             .reg .b64 seen, now;
+            setp.ne.s32 known, $3, 0;
+            @known bra.uni end;
             again:
             ld.acquire.gpu.global.b64 seen, [$1];
             setp.lt.s64 late, seen, $2;
@@ -253,8 +257,8 @@ else:
             @!late bra done;
             nanosleep.u32 200;
             mov.u64 now, %globaltimer;
-            setp.gt.s64 stop, now, $3;
-            ld.relaxed.gpu.global.b64 seen, [$4];
+            setp.gt.s64 stop, now, $4;
+            ld.relaxed.gpu.global.b64 seen, [$5];
             setp.ne.or.s64 stop, seen, 0, stop;
             vote.sync.any.pred stop, stop, 0xffffffff;
             @!stop bra again;
@@ -263,10 +267,11 @@ else:
             """
             + ("fence.proxy.async; " if BEFORE_TMA else "")
             + """
+            end:
             mov.u32 $0, 0;
             }""",
-            "=r,l,l,l,l",
-            [counter, value, deadline, broken],
+            "=r,l,l,r,l,l",
+            [counter, value, is_known, deadline, broken],
             dtype=tl.int32,
             is_pure=False,
             pack=1,

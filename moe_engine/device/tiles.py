@@ -130,18 +130,24 @@ def stage_of_row(row, unit, stage_count):
 
 
 @device_function
-def wait_tile(counter, num_programs, deadline, context, BEFORE_TMA: tl.constexpr):
-    """Wait, inside a loop that is to be pipelined, until `num_programs` have arrived at a counter
-    of this GPU (`programs.arrive`). Returns 0, to be added to what addresses the rows of a tile, so
-    that no load moves ahead.
+def wait_tile(
+    copied, counter, waited_for, num_programs, deadline, context, BEFORE_TMA: tl.constexpr
+):
+    """Wait, inside a loop that is to be pipelined, until `num_programs` have arrived at number
+    `counter` of the counters `copied` of this GPU (`programs.arrive`). Returns (0, counter): the
+    first is to be added to what addresses the rows of a tile, so that no load moves ahead; the
+    second is `waited_for` of the program's next tile, and -1 is that of its first one.
 
     A tile of a layer names the counter of the last stage that its rows need, see
-    `staged_schedule_kernel`, and `lang.wait_inline`. A caller ends with `end_wait_tile`.
+    `staged_schedule_kernel`, and `lang.wait_inline`. Most tiles need the same stage as the one
+    before: each warp has acquired it then, and does not ask again. A caller ends with
+    `end_wait_tile`.
     """
     since = begin_span()
-    zero = wait_inline(counter, num_programs, deadline, context, BEFORE_TMA)
+    is_known = counter == waited_for
+    zero = wait_inline(copied + counter, num_programs, is_known, deadline, context, BEFORE_TMA)
     end_span(PHASE_ROWS, 0, since, context)
-    return zero
+    return zero, counter
 
 
 @device_function
