@@ -24,6 +24,7 @@ from ..errors import ShapeError
 from ..hardware import gpu
 from ..launch import launch
 from ..prepared import prepared
+from ..utils import next_power_of_2
 from .activations import Activation, AnyActivation
 from .backward_kernels import (
     ActivationRows,
@@ -204,7 +205,8 @@ def wgrad_launch(
         TensorDescriptor.from_tensor(by_part, [1, 1, block_m, block_n // config.subtiles]),
     )
     programs = grid(num_tiles, grad.device, config, num_free_sms)
-    return programs, operands, config.launch_options()
+    options = config.launch_options() | {"EXPERTS_PAD": next_power_of_2(num_experts)}
+    return programs, operands, options
 
 
 def check_parts(out: torch.Tensor, shape: tuple[int, ...]) -> None:

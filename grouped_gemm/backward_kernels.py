@@ -8,6 +8,7 @@ import triton.language as tl
 
 from ..device.lang import begin_span, device_function, dot, end_span, round_to
 from ..device.programs import pdl_launch_dependents, pdl_wait
+from ..device.tiles import wait_tile
 from .kernels import (
     INV_SQRT_2PI,
     SQRT_8_BY_PI,
@@ -173,15 +174,15 @@ def store_weight_gradient(
 
 
 @device_function
-def load_wgrad_rows(x, begin, row, end, n, K, SHAPE: tl.constexpr):
-    """[BLOCK_K, BLOCK_N]: columns n .. of K of an expert's rows begin + row .. of x, see
-    `_wgrad_kernel`; zeros from row `end` on."""
+def load_wgrad_rows(x, row, end, n, K, SHAPE: tl.constexpr):
+    """[BLOCK_K, BLOCK_N]: columns n .. of K of rows row .. of x, see `_wgrad_kernel`; zeros from
+    row `end` on."""
     if isinstance(x, tl.tensor_descriptor):
-        tile = load_rows(x, begin + row, end, n)
+        tile = load_rows(x, row, end, n)
     else:
         rows = row + tl.arange(0, SHAPE.BLOCK_K)
-        has = rows < end - begin
-        at = x.base + tl.load(x.row_offset + begin + rows, mask=has, other=0)
+        has = rows < end
+        at = x.base + tl.load(x.row_offset + rows, mask=has, other=0)
         columns = n + tl.arange(0, SHAPE.BLOCK_N)
         inside = tl.max_constancy(columns < K, 128 // x.base.dtype.element_ty.primitive_bitwidth)
         at = tl.multiple_of(at, 16)[:, None] + columns[None, :]
@@ -201,22 +202,88 @@ def wgrad_block(index, out, SHAPE: tl.constexpr):
 
 
 @device_function
-def num_wgrad_blocks(out, SHAPE: tl.constexpr):
-    """Blocks of the gradients of all experts, see `wgrad_block`."""
+def num_wgrad_steps(out, offsets, max_rows, EXPERTS_PAD: tl.constexpr, SHAPE: tl.constexpr):
+    """How many steps of BLOCK_K rows this program takes through its blocks, numbers program_id,
+    program_id + num_programs, ... of `wgrad_block`; one for a block without rows."""
     num_m = out.shape[1] * tl.cdiv(out.shape[2], SHAPE.BLOCK_M)
-    return num_m * tl.cdiv(out.shape[3], SHAPE.BLOCK_N) * out.shape[0]
+    num_blocks = num_m * tl.cdiv(out.shape[3], SHAPE.BLOCK_N)
+    experts = tl.arange(0, EXPERTS_PAD)
+    real = experts < out.shape[0]
+    begin = tl.load(offsets + experts, mask=real, other=0)
+    end = tl.minimum(tl.load(offsets + experts + 1, mask=real, other=0), max_rows)
+    steps = tl.maximum(tl.cdiv(end - begin, SHAPE.BLOCK_K), 1).to(tl.int32)
+    before = num_blocks_before(experts * num_blocks)
+    blocks = num_blocks_before((experts + 1) * num_blocks) - before
+    return tl.sum(tl.where(real, blocks * steps, 0), 0)
 
 
 @device_function
-def wgrad_tile(grad, x, begin, end, m, n, K, SHAPE: tl.constexpr):
-    """fp32 [BLOCK_M, BLOCK_N]: columns m .. of rows begin .. end of grad, transposed, times columns
-    n .. of the same rows of x, BLOCK_K of them at a time; see `_wgrad_kernel`."""
+def num_blocks_before(index):
+    """How many of this program's blocks have smaller numbers."""
+    return tl.maximum(index - tl.program_id(0) + tl.num_programs(0) - 1, 0) // tl.num_programs(0)
+
+
+class Arrival(NamedTuple):
+    """When the rows of experts have arrived, see `tiles.wait_tile`."""
+
+    last_counter: tl.tensor  # int32 [L]: of each expert's last rows
+    copied: tl.tensor  # int64 counters
+    num_programs: tl.tensor
+    deadline: tl.tensor
+    context: tl.tensor
+
+
+@device_function
+def multiply_wgrad(
+    grad,
+    x,
+    out,
+    offsets,
+    max_rows,
+    arrival,
+    trace,
+    ACCUMULATE: tl.constexpr,
+    EXPERTS_PAD: tl.constexpr,
+    SHAPE: tl.constexpr,
+    BEFORE_TMA: tl.constexpr,
+):
+    """All blocks of this program, see `_wgrad_kernel`; with an `Arrival` each once the rows of its
+    expert have arrived. trace: TracedRole, or None.
+
+    One loop of steps through all blocks, since blocks have few steps: so the next block's rows are
+    loaded while this one is multiplied and stored. (The compiler flattens nested loops only if the
+    inner one is as long each time.)
+    """
+    num_steps = num_wgrad_steps(out, offsets, max_rows, EXPERTS_PAD, SHAPE)
+    since, waited_for = begin_span(), tl.full((), -1, tl.int32)
+    index, row = tl.program_id(0), 0
+    expert, part, m, n, begin, end = 0, 0, 0, 0, 0, 0
     acc = tl.zeros((SHAPE.BLOCK_M, SHAPE.BLOCK_N), tl.float32)
-    for row in range(0, end - begin, SHAPE.BLOCK_K):
-        grad_tile = load_rows(grad, begin + row, end, m)
-        x_tile = load_wgrad_rows(x, begin, row, end, n, K, SHAPE)
+    for _ in tl.range(num_steps):
+        if row == 0:
+            expert, part, m, n = wgrad_block(index, out, SHAPE)
+            begin, end = expert_rows(expert, offsets, max_rows)
+            if arrival is not None:
+                # fmt: off
+                zero, waited_for = wait_tile(
+                    arrival.copied, tl.load(arrival.last_counter + expert), waited_for,
+                    arrival.num_programs, arrival.deadline, arrival.context, BEFORE_TMA,
+                )
+                # fmt: on
+                begin += zero
+        grad_tile = load_rows(grad, begin + row, end, part * out.shape[2] + m)
+        x_tile = load_wgrad_rows(x, begin + row, end, n, out.shape[3], SHAPE)
         acc = dot(grad_tile.T, x_tile, acc)
-    return acc
+        row += SHAPE.BLOCK_K
+        is_last = begin + row >= end
+        if is_last:
+            store_weight_gradient(acc, out, expert, part, m, n, ACCUMULATE, SHAPE.SUBTILES)
+            acc = tl.zeros((SHAPE.BLOCK_M, SHAPE.BLOCK_N), tl.float32)
+            if trace is not None:
+                since = end_span(trace.role, index, since, trace.context)
+        # Not in the branch, so that the next loads do not depend on it.
+        index = tl.where(is_last, index + tl.num_programs(0), index)
+        row = tl.where(is_last, 0, row)
 
 
 @triton.jit(do_not_specialize=["max_rows"], do_not_specialize_on_alignment=["offsets"])
@@ -229,6 +296,7 @@ def _wgrad_kernel(
     trace,  # TracedRole, or None
     ACCUMULATE: tl.constexpr,
     EARLY: tl.constexpr,
+    EXPERTS_PAD: tl.constexpr,
     SHAPE: tl.constexpr,
     PDL: tl.constexpr,
 ):
@@ -242,17 +310,11 @@ def _wgrad_kernel(
         pdl_launch_dependents(PDL)
     else:
         pdl_wait(PDL)
-    GATHERED: tl.constexpr = not isinstance(x, tl.tensor_descriptor)
-    since = begin_span()
-    for index in tl.range(
-        tl.program_id(0), num_wgrad_blocks(out, SHAPE), tl.num_programs(0), flatten=not GATHERED
-    ):
-        expert, part, m, n = wgrad_block(index, out, SHAPE)
-        begin, end = expert_rows(expert, offsets, max_rows)
-        acc = wgrad_tile(grad, x, begin, end, part * out.shape[2] + m, n, out.shape[3], SHAPE)
-        store_weight_gradient(acc, out, expert, part, m, n, ACCUMULATE, SHAPE.SUBTILES)
-        if trace is not None:
-            since = end_span(trace.role, index, since, trace.context)
+    # fmt: off
+    multiply_wgrad(
+        grad, x, out, offsets, max_rows, None, trace, ACCUMULATE, EXPERTS_PAD, SHAPE, PDL
+    )
+    # fmt: on
     if EARLY:
         pdl_wait(PDL)
 
