@@ -31,7 +31,7 @@ GEMMS = "gemm.json"
 LAUNCH_US = 3.0
 REREAD = 0.1
 """What a second tile of an expert adds to the time that its weights take from memory."""
-BLOCK_MS = (128, 64, 32, 16)
+BLOCK_MS = (128, 64, 32, 16, 256)
 """Rows that a tile can have."""
 MAXIMA = {
     **{"block_m": 256, "block_n": 512, "block_k": 512, "num_warps": 32, "num_stages": 16},

@@ -69,17 +69,17 @@ def _tile_schedule_kernel(
 
 @device_function
 def pack_tile(expert, row, num_rows):
-    """A tile as one word: its first row, from bit 32 on its number of rows, from bit 40 to 55 its
+    """A tile as one word: its first row, from bit 32 on its number of rows, from bit 41 to 55 its
     expert. Bits 56 to 63 are free."""
-    return row.to(tl.int64) | num_rows.to(tl.int64) << 32 | expert.to(tl.int64) << 40
+    return row.to(tl.int64) | num_rows.to(tl.int64) << 32 | expert.to(tl.int64) << 41
 
 
 @device_function
 def unpack_tile(packed):
     """(expert, first row, end of the rows) of a tile."""
     row = (packed & 0x7FFFFFFF).to(tl.int32)
-    expert = (packed >> 40 & 0xFFFF).to(tl.int32)
-    return expert, row, row + (packed >> 32 & 0xFF).to(tl.int32)
+    expert = (packed >> 41 & 0x7FFF).to(tl.int32)
+    return expert, row, row + (packed >> 32 & 0x1FF).to(tl.int32)
 
 
 @device_function
