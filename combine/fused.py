@@ -90,6 +90,7 @@ def gemm_combine(
             ragged(y[None], tiles.block_m, tiles.block_n // tiles.subtiles),
             schedule.staged,
             counters.computed,
+            counters.claimed[1:] if weights.scale is None else None,
             slots.context.fields,
             STAGES=stages + 1,
             TRANSPOSED=weights.transposed,

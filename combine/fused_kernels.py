@@ -42,19 +42,20 @@ from ..device.tiles import COMBINE, deal, notify_stage
 from ..dispatch.stages_kernels import first_tiles, load_staged_tile, stage_of
 from ..grouped_gemm.kernels import finish_tile
 from ..grouped_gemm.product_kernels import product_size, product_tile
-from ..grouped_gemm.schedule_kernels import Tile, unpack_tile
+from ..grouped_gemm.schedule_kernels import Tile, claim_tile, unpack_tile
 
 ROWS_AT_ONCE = tl.constexpr(3)
 """Expert rows of a token that a sum reads before it adds the first."""
 
 
-@triton.jit(do_not_specialize_on_alignment=["computed"])
+@triton.jit(do_not_specialize_on_alignment=["computed", "claimed"])
 def staged_gemm_kernel(
     a,  # ragged descriptor of [M, K]
     weights,  # ExpertWeights
     out,  # ragged descriptor of [1, M, N]
     schedule,  # StagedTiles
     computed,  # int64 [STAGES], see `StageCounters`
+    claimed,  # int64 [1], 0 before, or None, see `claim_tile`
     context,
     STAGES: tl.constexpr,
     TRANSPOSED: tl.constexpr,
@@ -75,15 +76,14 @@ def staged_gemm_kernel(
     N, K = product_size(weights.w, SHAPE, TRANSPOSED)
     num_n = tl.cdiv(N, SHAPE.BLOCK_N)
     first_m = first_tiles(schedule.first_tile, num_n, STAGES, STAGES_PAD)
-    program = tl.program_id(0)
-    num_programs = tl.num_programs(0)
     own = tl.load(schedule.num_own)
     num_m = tl.load(schedule.first_tile + STAGES)
-    num_tiles = num_m * num_n
     stages = tl.arange(0, STAGES_PAD)
     since = begin_span()
     FLATTEN: tl.constexpr = weights.scales is None  # see `_grouped_gemm_kernel`
-    for index in tl.range(program, num_tiles, num_programs, flatten=FLATTEN):
+    before = -1  # the stage of this program's last tile
+    for turn in tl.range(tl.program_id(0), num_m * num_n, tl.num_programs(0), flatten=FLATTEN):
+        index = claim_tile(claimed, turn)
         # fmt: off
         packed, block = load_staged_tile(
             schedule.tiles, index, own, num_m, first_m, num_n, SHAPE.GROUP_M
@@ -93,17 +93,17 @@ def staged_gemm_kernel(
         tile = Tile(expert, row, end, block * SHAPE.BLOCK_N)
         acc = product_tile(a, weights.w, weights.scales, tile, K, SHAPE, TRANSPOSED)
         # Before this tile is stored, when the last one's store has long ended.
-        before = stage_of(index - num_programs, first_m, num_n)
         stage = stage_of(index, first_m, num_n)
+        if claimed is None:  # computed again, it takes no register meanwhile
+            before = stage_of(index - tl.num_programs(0), first_m, num_n)
         arrive_after_tma(computed + stages, (stages >= before) & (stages < stage), PDL)
+        before = stage
         # fmt: off
         finish_tile(
             acc, out, tile, N, SHAPE.ACTIVATION, SHAPE.SUBTILES, bias=weights.bias
         )
         # fmt: on
         since = end_span(ROLE, index, since, context)
-    last = program + (num_tiles - 1 - program + num_programs) // num_programs * num_programs
-    before = stage_of(last - num_programs, first_m, num_n)
     arrive_after_tma(computed + stages, (stages >= before) & (stages < STAGES), PDL)
 
 

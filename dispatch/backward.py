@@ -19,7 +19,8 @@ def dispatch_wgrad(
     """The gradient of weights, out [L, N, H], from rows grad [M, N] and expert rows [M, H], while
     these arrive; see `grouped_gemm.wgrad`."""
     config, schedule = dispatched.config, dispatched.schedule
-    programs, operands, options = wgrad_launch(grad, dispatched.rows, out)
+    is_alone = config.num_stages == 1 and not accumulate  # then all rows are copied before it
+    programs, operands, options = wgrad_launch(grad, dispatched.rows, out, is_alone=is_alone)
     offsets = dispatched.offsets.expert_offsets
     slots.context.launch(
         dispatch_wgrad_kernel,

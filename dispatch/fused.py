@@ -370,6 +370,7 @@ def dispatch_gemm(
         UpOutputs(*outputs(epilogue, out[None], *block)),
         listed,
         counters.copied,
+        counters.claimed[:1] if weights.scale is None else None,
         slots.context.fields,
         0 if has_arrived else num_copy_programs(config),
         config.num_stages,

@@ -34,7 +34,7 @@ from ..device.tiles import (
 )
 from ..grouped_gemm.kernels import finish_tile
 from ..grouped_gemm.product_kernels import is_gated, product_size, product_tile
-from ..grouped_gemm.schedule_kernels import Tile, tile_coordinates
+from ..grouped_gemm.schedule_kernels import Tile, claim_tile, tile_coordinates
 from .stages_kernels import unpack_staged_tile
 
 
@@ -293,7 +293,7 @@ def load_arriving_tile(
 
 @triton.jit(
     do_not_specialize=["num_copy_programs", "stage_count"],
-    do_not_specialize_on_alignment=["copied"],
+    do_not_specialize_on_alignment=["copied", "claimed"],
 )
 def dispatch_gemm_kernel(
     a,  # ragged descriptor of the expert rows [M, K]
@@ -301,6 +301,7 @@ def dispatch_gemm_kernel(
     out,  # UpOutputs
     tiles,  # `Tiles`, in the order of `staged_schedule_kernel`
     copied,  # int64 [2 * S], see `StageCounters`
+    claimed,  # int64 [1], 0 before, or None, see `claim_tile`
     context,
     num_copy_programs,
     stage_count,
@@ -328,7 +329,8 @@ def dispatch_gemm_kernel(
     deadline = deadline_from_now(context)
     since, waited_for = begin_span(), tl.full((), -1, tl.int32)
     FLATTEN: tl.constexpr = weights.scales is None  # see `_grouped_gemm_kernel`
-    for index in tl.range(tl.program_id(0), num_m * num_n, tl.num_programs(0), flatten=FLATTEN):
+    for turn in tl.range(tl.program_id(0), num_m * num_n, tl.num_programs(0), flatten=FLATTEN):
+        index = claim_tile(claimed, turn)
         # fmt: off
         tile, waited_for = load_arriving_tile(
             tiles, index, num_m, num_n, WIDTH, SHAPE.GROUP_M, copied, waited_for,

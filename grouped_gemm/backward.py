@@ -177,7 +177,7 @@ def launch_wgrad(
     if num_rows == 0:
         return out if accumulate else out.zero_()
     row_offset = None if row_offset is None else row_offset.contiguous()
-    programs, operands, options = wgrad_launch(grad, x, out, row_offset, num_free_sms)
+    programs, operands, options = wgrad_launch(grad, x, out, row_offset, num_free_sms, not accumulate)
     rows = offsets.contiguous(), num_rows, None
     launch(_wgrad_kernel, programs, *operands, *rows, ACCUMULATE=accumulate, EARLY=False, **options)
     return out
@@ -189,11 +189,13 @@ def wgrad_launch(
     out: torch.Tensor,
     row_offset: torch.Tensor | None = None,
     num_free_sms: int = 0,
+    is_alone: bool = False,
 ) -> tuple[tuple[int, ...], tuple[Any, Any, Any], dict[str, Any]]:
     """What every kernel that computes `wgrad` is launched with: (grid, the descriptors of grad, x
-    and out, options)."""
+    and out, options). is_alone: see `GemmConfig.for_weights`; one that accumulates is not, as it
+    loads what it adds to."""
     problem = gemm_problem(out, len(grad), gathered=row_offset is not None)
-    config = GemmConfig.for_weights(replace(problem, dtype=grad.dtype), out.itemsize)
+    config = GemmConfig.for_weights(replace(problem, dtype=grad.dtype), out.itemsize, is_alone)
     block_m, block_n, block_k = config.block_m, config.block_n, config.block_k
     by_part = out if has_parts(out) else canonical(out)[:, None]
     num_experts, num_parts, num_columns, depth = by_part.shape

@@ -31,7 +31,7 @@ GEMMS = "gemm.json"
 LAUNCH_US = 3.0
 REREAD = 0.1
 """What a second tile of an expert adds to the time that its weights take from memory."""
-BLOCK_MS = (128, 64, 32, 16, 256)
+BLOCK_MS = (128, 64, 32, 16)
 """Rows that a tile can have."""
 MAXIMA = {
     **{"block_m": 256, "block_n": 512, "block_k": 512, "num_warps": 32, "num_stages": 16},
@@ -54,6 +54,9 @@ WIDE_E4M3: dict[int, dict[str, Any]] = {
 }
 """Tiles of e4m3 with 256 columns, by their rows. With more registers allowed, the compiler spills
 some of them."""
+FEW_ROWS = 256
+"""Experts with fewer rows have gradients of their weights from shorter steps: of a block's few
+steps the last one is half empty."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -187,16 +190,22 @@ class GemmConfig:
         return min(candidates(problem, block_m), key=lambda config: predict(config, problem).us)
 
     @classmethod
-    def for_weights(cls, problem: GemmProblem, itemsize: int) -> GemmConfig:
+    def for_weights(
+        cls, problem: GemmProblem, itemsize: int, is_alone: bool = False
+    ) -> GemmConfig:
         """The tile shape of the gradient of the weights [L, num_columns, depth], whose items have
-        `itemsize` bytes: blocks [block_m, block_n] of it, from block_k rows at a time."""
+        `itemsize` bytes: blocks [block_m, block_n] of it, from block_k rows at a time. is_alone: it
+        may take all shared memory, as nothing runs concurrently on an SM."""
         if problem.capability is None:
             return cls(64, 64, 64, num_warps=4, num_stages=1, subtiles=2)
         if problem.dtype == torch.float32:
             return cls(64, 64, 16, num_warps=4, num_stages=2, programs_per_sm=2)
         if problem.capability[0] not in (9, 10):
             return cls(128, 128, 32, num_warps=8, num_stages=3, subtiles=2)
-        return cls(128, 256, 64, num_warps=8, num_stages=3, subtiles=itemsize)
+        if problem.num_rows < FEW_ROWS * problem.busy_experts:
+            return cls(128, 256, 32, num_warps=8, num_stages=6, subtiles=itemsize)
+        stages = 4 if is_alone else 3
+        return cls(128, 256, 64, num_warps=8, num_stages=stages, subtiles=itemsize)
 
 
 @functools.cache

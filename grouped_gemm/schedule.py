@@ -16,7 +16,7 @@ from .config import BLOCK_MS
 from .schedule_kernels import Tiles, _tile_schedule_kernel
 
 INDEX_DTYPES = (torch.int32, torch.int64)
-MAX_BLOCK_M = 256
+MAX_BLOCK_M = 255
 """Most rows that the bits of a tile can hold."""
 MAX_EXPERTS = 2**16
 """Most experts that they can hold."""
@@ -28,7 +28,7 @@ class TileSchedule(NamedTuple):
     """Which rows each tile computes; `tile_schedule` makes it, on the device.
 
     tiles: int64 [max_tiles], of which the first num_tiles (int32 [1]) are in use: a tile's first
-    row, its number of rows, up to block_m, from bit 32 on, and its expert from bit 41 to 55.
+    row, its number of rows, up to block_m, from bit 32 on, and its expert from bit 40 to 55.
     """
 
     tiles: torch.Tensor
@@ -46,7 +46,7 @@ class TileSchedule(NamedTuple):
         """(expert, first row, number of rows) of each tile, for debugging; this waits for the
         device."""
         tiles = self.tiles[: int(self.num_tiles)].tolist()
-        return [(tile >> 41, tile & 0x7FFFFFFF, tile >> 32 & 0x1FF) for tile in tiles]
+        return [(tile >> 40, tile & 0x7FFFFFFF, tile >> 32 & 0xFF) for tile in tiles]
 
 
 def tile_schedule(offsets: torch.Tensor, max_rows: int, block_m: int) -> TileSchedule:

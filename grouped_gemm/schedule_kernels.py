@@ -69,17 +69,33 @@ def _tile_schedule_kernel(
 
 @device_function
 def pack_tile(expert, row, num_rows):
-    """A tile as one word: its first row, from bit 32 on its number of rows, from bit 41 to 55 its
+    """A tile as one word: its first row, from bit 32 on its number of rows, from bit 40 to 55 its
     expert. Bits 56 to 63 are free."""
-    return row.to(tl.int64) | num_rows.to(tl.int64) << 32 | expert.to(tl.int64) << 41
+    return row.to(tl.int64) | num_rows.to(tl.int64) << 32 | expert.to(tl.int64) << 40
 
 
 @device_function
 def unpack_tile(packed):
     """(expert, first row, end of the rows) of a tile."""
     row = (packed & 0x7FFFFFFF).to(tl.int32)
-    expert = (packed >> 41 & 0x7FFF).to(tl.int32)
-    return expert, row, row + (packed >> 32 & 0x1FF).to(tl.int32)
+    expert = (packed >> 40 & 0xFFFF).to(tl.int32)
+    return expert, row, row + (packed >> 32 & 0xFF).to(tl.int32)
+
+
+@device_function
+def claim_tile(claimed, index):
+    """The next tile of a program whose loop has come to `index`, one of every n-th: by the int64
+    `claimed`, which counts the tiles that programs have begun, or without it `index` itself.
+
+    A program claims as many as it would have without, so that its loop is as long, and pipelined.
+    But all claim them in their order: tiles in flight are neighbours, which share rows and weights
+    in L2, however unequal the SMs are. Else those that memory serves last fall back from tile to
+    tile, and read alone what the others have read together (bench/NOTES.md).
+    """
+    if claimed is not None:
+        one = tl.full((), 1, tl.int64)
+        index = tl.atomic_add(claimed, one, sem="relaxed", scope="gpu").to(tl.int32)
+    return index
 
 
 @device_function

@@ -47,7 +47,7 @@ def tiles_on_rank(group, num_own, num_remote, spare_rows, block_m, config, num_r
         assert getattr(counters, name).tolist() == [0] * length
     first = schedule.first_tile.tolist()
     tiles = schedule.tiles[: first[-1]].tolist()
-    parts = [(tile >> 41 & 0x7FFF, tile & 0x7FFFFFFF, tile >> 32 & 0x1FF) for tile in tiles]
+    parts = [(tile >> 40 & 0xFFFF, tile & 0x7FFFFFFF, tile >> 32 & 0xFF) for tile in tiles]
     arrivals = [tile >> 56 for tile in tiles]
     last = {expert: at for (expert, *_), at in sorted(zip(parts, arrivals, strict=True))}
     assert schedule.last_counter.tolist() == [last.get(one, 0) for one in range(len(num_own))]
