@@ -16,11 +16,11 @@ from ..device.signature import RowShape
 from ..grouped_gemm import num_compute_programs
 from ..grouped_gemm.config import GemmConfig
 from ..grouped_gemm.descriptors import expert_weights, outputs
-from ..grouped_gemm.launch import storing_pre
+from ..grouped_gemm.launch import claims_of, storing_pre
 from ..grouped_gemm.operands import Epilogue, Rows, Weights
 from ..grouped_gemm.quantization import BLOCK, QuantizedRows, quantize_launch
 from ..grouped_gemm.quantization_kernels import quantize_rows_kernel
-from ..grouped_gemm.schedule_kernels import Tiles
+from ..grouped_gemm.schedule_kernels import ClaimedTiles, Tiles
 from ..grouped_gemm.specialized import TileCounters, is_specialized, launch_specialized
 from ..hardware import gpu, leave_room
 from ..layer_config import LayerConfig
@@ -352,10 +352,10 @@ def dispatch_gemm(
     schedule, counters = dispatched.schedule, dispatched.counters
     config, parts, step = dispatched.config, epilogue.parts, "dispatch_gemm"
     programs = num_compute_programs(a.x.device, tiles)
-    listed = Tiles(schedule.tiles, schedule.num_tiles)
+    listed = schedule.tiles, schedule.num_tiles
     if is_specialized(tiles, weights, epilogue):
         counted, trace = TileCounters(counters.claimed[:1]), slots.context.traced(Role.UP)
-        of = a, weights, epilogue, out, listed, tiles, counted, trace
+        of = a, weights, epilogue, out, Tiles(*listed), tiles, counted, trace
         call: dict[str, Any] = dict(step=step, after=(copy_rows_kernel,), shares_sms=True)
         launch_specialized(slots.context.launch, programs, *of, **call)
         return
@@ -368,9 +368,8 @@ def dispatch_gemm(
         create_ragged_descriptor(a.x, [tiles.block_m, tiles.block_k]),
         expert_weights(a, weights, tiles, parts),
         UpOutputs(*outputs(epilogue, out[None], *block)),
-        listed,
+        ClaimedTiles(*listed, claims_of(counters.claimed[:1], programs, weights)),
         counters.copied,
-        counters.claimed[:1] if weights.scale is None else None,
         slots.context.fields,
         0 if has_arrived else num_copy_programs(config),
         config.num_stages,

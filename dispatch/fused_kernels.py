@@ -293,15 +293,14 @@ def load_arriving_tile(
 
 @triton.jit(
     do_not_specialize=["num_copy_programs", "stage_count"],
-    do_not_specialize_on_alignment=["copied", "claimed"],
+    do_not_specialize_on_alignment=["copied"],
 )
 def dispatch_gemm_kernel(
     a,  # ragged descriptor of the expert rows [M, K]
     weights,  # ExpertWeights [L, PARTS, N, K]
     out,  # UpOutputs
-    tiles,  # `Tiles`, in the order of `staged_schedule_kernel`
+    tiles,  # `ClaimedTiles`, in the order of `staged_schedule_kernel`
     copied,  # int64 [2 * S], see `StageCounters`
-    claimed,  # int64 [1], 0 before, or None, see `claim_tile`
     context,
     num_copy_programs,
     stage_count,
@@ -330,7 +329,7 @@ def dispatch_gemm_kernel(
     since, waited_for = begin_span(), tl.full((), -1, tl.int32)
     FLATTEN: tl.constexpr = weights.scales is None  # see `_grouped_gemm_kernel`
     for turn in tl.range(tl.program_id(0), num_m * num_n, tl.num_programs(0), flatten=FLATTEN):
-        index = claim_tile(claimed, turn)
+        index = claim_tile(tiles.claims, turn)
         # fmt: off
         tile, waited_for = load_arriving_tile(
             tiles, index, num_m, num_n, WIDTH, SHAPE.GROUP_M, copied, waited_for,

@@ -46,32 +46,33 @@ class StageCounters:
     """Counters of a call by which its kernels tell each other how far they are, int64 on the
     device. `staged_schedule_kernel` zeroes them; each is raised by one kernel:
 
-    copied [2 * stages]: programs that have copied their share of a stage, of own rows, then of
+    claimed [2]: tiles of the up-projection and of the down-projection, or those of a backward, that
+    programs have begun; copied [2 * stages]: programs that have copied their share of a stage, of own rows, then of
     others', by `copy_rows_kernel`; pushed [stages]: programs that have pushed their share, by
     `push_fused_kernel`; listed [R, return stages]: rows that each rank gets back in each stage, and
     num_to_sum [return stages]: tokens whose last row comes back in each stage, by
     `send_return_metadata_kernel`; computed [return stages + 1]: programs that have computed their
     tiles of a stage, by `staged_gemm_kernel`; returned [return stages]: programs that have returned
-    their share of its sums, by `return_sums_kernel`; claimed [2]: tiles of the up-projection and of
-    the down-projection that programs have begun, by `specialized_gemm_kernel`.
+    their share of its sums, by `return_sums_kernel`.
 
-    words: all of them, one after the other, `copied` where they begin.
+    words: all of them, one after the other. `claimed` comes first, so that its alignment, for which
+    kernels are compiled, is always the same.
     """
 
     words: torch.Tensor
+    claimed: torch.Tensor
     copied: torch.Tensor
     pushed: torch.Tensor
     computed: torch.Tensor
     returned: torch.Tensor
     num_to_sum: torch.Tensor
     listed: torch.Tensor
-    claimed: torch.Tensor
 
     @staticmethod
     def sizes(config: LayerConfig, num_ranks: int) -> tuple[int, ...]:
         """How many there are of each."""
         stages, returns = config.num_stages, config.num_return_stages
-        return 2 * stages, stages, returns + 1, returns, returns, num_ranks * returns, 2
+        return 2, 2 * stages, stages, returns + 1, returns, returns, num_ranks * returns
 
     @classmethod
     def of(cls, words: torch.Tensor, config: LayerConfig, num_ranks: int) -> Self:

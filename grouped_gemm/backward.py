@@ -177,7 +177,8 @@ def launch_wgrad(
     if num_rows == 0:
         return out if accumulate else out.zero_()
     row_offset = None if row_offset is None else row_offset.contiguous()
-    programs, operands, options = wgrad_launch(grad, x, out, row_offset, num_free_sms, not accumulate)
+    more = row_offset, num_free_sms, not accumulate
+    programs, operands, options = wgrad_launch(grad, x, out, *more)
     rows = offsets.contiguous(), num_rows, None
     launch(_wgrad_kernel, programs, *operands, *rows, ACCUMULATE=accumulate, EARLY=False, **options)
     return out

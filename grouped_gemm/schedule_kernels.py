@@ -6,7 +6,7 @@ from typing import NamedTuple
 import triton
 import triton.language as tl
 
-from ..device.lang import device_function
+from ..device.lang import count_inline, device_function
 from ..device.programs import pdl_launch_dependents, pdl_wait
 
 
@@ -82,19 +82,34 @@ def unpack_tile(packed):
     return expert, row, row + (packed >> 32 & 0xFF).to(tl.int32)
 
 
+class Claims(NamedTuple):
+    """How programs claim tiles, see `claim_tile`."""
+
+    count: tl.tensor  # int64 [1]: tiles that programs have begun, 0 before
+    told: tl.tensor  # int64 [num_programs]: what each program tells its threads
+
+
+class ClaimedTiles(NamedTuple):
+    """`Tiles`, and how programs claim them."""
+
+    packed: tl.tensor
+    count: tl.tensor
+    claims: Claims  # or None
+
+
 @device_function
-def claim_tile(claimed, index):
-    """The next tile of a program whose loop has come to `index`, one of every n-th: by the int64
-    `claimed`, which counts the tiles that programs have begun, or without it `index` itself.
+def claim_tile(claims, index):
+    """The next tile of a program whose loop has come to `index`, one of every n-th: the next one
+    that no program has begun, or without `claims` number `index` itself.
 
     A program claims as many as it would have without, so that its loop is as long, and pipelined.
     But all claim them in their order: tiles in flight are neighbours, which share rows and weights
     in L2, however unequal the SMs are. Else those that memory serves last fall back from tile to
     tile, and read alone what the others have read together (bench/NOTES.md).
     """
-    if claimed is not None:
-        one = tl.full((), 1, tl.int64)
-        index = tl.atomic_add(claimed, one, sem="relaxed", scope="gpu").to(tl.int32)
+    if claims is not None:
+        told = (claims.told + tl.program_id(0)).to(tl.int64)
+        index = count_inline(claims.count.to(tl.int64), told)
     return index
 
 

@@ -39,6 +39,7 @@ from .ptx import (
 )
 from .ptx import as_pointer as as_pointer
 from .ptx import consume_token as consume_token
+from .ptx import count_inline as count_inline
 from .ptx import device_function as device_function
 from .ptx import drain_tma_stores as drain_tma_stores
 from .ptx import in_order as in_order
