@@ -18,7 +18,6 @@ from ..grouped_gemm.backward import wgrad_launch
 from ..grouped_gemm.backward_kernels import _wgrad_kernel
 from ..grouped_gemm.config import GemmConfig
 from ..grouped_gemm.descriptors import expert_weights
-from ..grouped_gemm.launch import claims_of
 from ..grouped_gemm.operands import Epilogue, Rows, Weights
 from ..grouped_gemm.quantization_kernels import quantize_rows_kernel
 from ..grouped_gemm.schedule_kernels import Tiles
@@ -91,7 +90,7 @@ def gemm_combine(
             ragged(y[None], tiles.block_m, tiles.block_n // tiles.subtiles),
             schedule.staged,
             counters.computed,
-            claims_of(counters.claimed[1:], num_programs, weights),
+            counters.claimed[1:] if weights.scale is None else None,
             slots.context.fields,
             STAGES=stages + 1,
             TRANSPOSED=weights.transposed,

@@ -48,14 +48,14 @@ ROWS_AT_ONCE = tl.constexpr(3)
 """Expert rows of a token that a sum reads before it adds the first."""
 
 
-@triton.jit(do_not_specialize_on_alignment=["computed"])
+@triton.jit(do_not_specialize_on_alignment=["computed", "claimed"])
 def staged_gemm_kernel(
     a,  # ragged descriptor of [M, K]
     weights,  # ExpertWeights
     out,  # ragged descriptor of [1, M, N]
     schedule,  # StagedTiles
     computed,  # int64 [STAGES], see `StageCounters`
-    claims,  # `Claims`, or None, see `claim_tile`
+    claimed,  # int64 [1], 0 before, or None, see `claim_tile`
     context,
     STAGES: tl.constexpr,
     TRANSPOSED: tl.constexpr,
@@ -83,7 +83,7 @@ def staged_gemm_kernel(
     FLATTEN: tl.constexpr = weights.scales is None  # see `_grouped_gemm_kernel`
     before = -1  # the stage of this program's last tile
     for turn in tl.range(tl.program_id(0), num_m * num_n, tl.num_programs(0), flatten=FLATTEN):
-        index = claim_tile(claims, turn)
+        index = claim_tile(claimed, turn)
         # fmt: off
         packed, block = load_staged_tile(
             schedule.tiles, index, own, num_m, first_m, num_n, SHAPE.GROUP_M
@@ -94,7 +94,7 @@ def staged_gemm_kernel(
         acc = product_tile(a, weights.w, weights.scales, tile, K, SHAPE, TRANSPOSED)
         # Before this tile is stored, when the last one's store has long ended.
         stage = stage_of(index, first_m, num_n)
-        if claims is None:  # computed again, it takes no register meanwhile
+        if claimed is None:  # computed again, it takes no register meanwhile
             before = stage_of(index - tl.num_programs(0), first_m, num_n)
         arrive_after_tma(computed + stages, (stages >= before) & (stages < stage), PDL)
         before = stage

@@ -16,7 +16,7 @@ from ..device.signature import RowShape
 from ..grouped_gemm import num_compute_programs
 from ..grouped_gemm.config import GemmConfig
 from ..grouped_gemm.descriptors import expert_weights, outputs
-from ..grouped_gemm.launch import claims_of, storing_pre
+from ..grouped_gemm.launch import storing_pre
 from ..grouped_gemm.operands import Epilogue, Rows, Weights
 from ..grouped_gemm.quantization import BLOCK, QuantizedRows, quantize_launch
 from ..grouped_gemm.quantization_kernels import quantize_rows_kernel
@@ -368,7 +368,7 @@ def dispatch_gemm(
         create_ragged_descriptor(a.x, [tiles.block_m, tiles.block_k]),
         expert_weights(a, weights, tiles, parts),
         UpOutputs(*outputs(epilogue, out[None], *block)),
-        ClaimedTiles(*listed, claims_of(counters.claimed[:1], programs, weights)),
+        ClaimedTiles(*listed, counters.claimed[:1] if weights.scale is None else None),
         counters.copied,
         slots.context.fields,
         0 if has_arrived else num_copy_programs(config),

@@ -329,7 +329,7 @@ def dispatch_gemm_kernel(
     since, waited_for = begin_span(), tl.full((), -1, tl.int32)
     FLATTEN: tl.constexpr = weights.scales is None  # see `_grouped_gemm_kernel`
     for turn in tl.range(tl.program_id(0), num_m * num_n, tl.num_programs(0), flatten=FLATTEN):
-        index = claim_tile(tiles.claims, turn)
+        index = claim_tile(tiles.claimed, turn)
         # fmt: off
         tile, waited_for = load_arriving_tile(
             tiles, index, num_m, num_n, WIDTH, SHAPE.GROUP_M, copied, waited_for,

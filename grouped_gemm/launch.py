@@ -30,7 +30,6 @@ from .operands import (
     output_dtype,
 )
 from .schedule import INDEX_DTYPES, MAX_ROWS, TileSchedule
-from .schedule_kernels import Claims
 from .specialized import is_specialized, launch_specialized
 
 NUM_INTERPRETED_PROGRAMS = 2
@@ -218,11 +217,3 @@ def num_compute_programs(device: torch.device, config: GemmConfig, num_free_sms:
     if INTERPRETED:
         return NUM_INTERPRETED_PROGRAMS
     return max(1, gpu(device).num_sms - num_free_sms) * config.programs_per_sm
-
-
-def claims_of(count: torch.Tensor, num_programs: int, weights: Weights) -> Claims | None:
-    """How programs claim the tiles of a product, by an int64 [1] that is 0 before it. Those of e4m3
-    weights, whose tiles leave no register for it, claim none."""
-    if weights.scale is not None:
-        return None
-    return Claims(count, count.new_empty(num_programs))

@@ -82,34 +82,27 @@ def unpack_tile(packed):
     return expert, row, row + (packed >> 32 & 0xFF).to(tl.int32)
 
 
-class Claims(NamedTuple):
-    """How programs claim tiles, see `claim_tile`."""
-
-    count: tl.tensor  # int64 [1]: tiles that programs have begun, 0 before
-    told: tl.tensor  # int64 [num_programs]: what each program tells its threads
-
-
 class ClaimedTiles(NamedTuple):
-    """`Tiles`, and how programs claim them."""
+    """`Tiles`, and an int64 [1], 0 before, by which programs claim them, or None; see
+    `claim_tile`."""
 
     packed: tl.tensor
     count: tl.tensor
-    claims: Claims  # or None
+    claimed: tl.tensor
 
 
 @device_function
-def claim_tile(claims, index):
+def claim_tile(claimed, index):
     """The next tile of a program whose loop has come to `index`, one of every n-th: the next one
-    that no program has begun, or without `claims` number `index` itself.
+    that no program has begun, by their number `claimed`, or without it number `index` itself.
 
     A program claims as many as it would have without, so that its loop is as long, and pipelined.
     But all claim them in their order: tiles in flight are neighbours, which share rows and weights
     in L2, however unequal the SMs are. Else those that memory serves last fall back from tile to
     tile, and read alone what the others have read together (bench/NOTES.md).
     """
-    if claims is not None:
-        told = (claims.told + tl.program_id(0)).to(tl.int64)
-        index = count_inline(claims.count.to(tl.int64), told)
+    if claimed is not None:
+        index = count_inline(claimed.to(tl.int64))
     return index
 
 
