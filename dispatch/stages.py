@@ -48,9 +48,9 @@ class StageCounters:
 
     claimed [2]: tiles of the up-projection and of the down-projection, or those of a backward, that
     programs have begun; copied [2 * stages]: programs that have copied their share of a stage, of
-    own rows, then of others', by `copy_rows_kernel`; pushed [stages]: programs that have pushed their share, by
-    `push_fused_kernel`; listed [R, return stages]: rows that each rank gets back in each stage, and
-    num_to_sum [return stages]: tokens whose last row comes back in each stage, by
+    own rows, then of others', by `copy_rows_kernel`; pushed [stages]: programs that have pushed
+    their share, by `push_fused_kernel`; listed [R, return stages]: rows that each rank gets back in
+    each stage, and num_to_sum [return stages]: tokens whose last row comes back in each stage, by
     `send_return_metadata_kernel`; computed [return stages + 1]: programs that have computed their
     tiles of a stage, by `staged_gemm_kernel`; returned [return stages]: programs that have returned
     their share of its sums, by `return_sums_kernel`.
