@@ -22,6 +22,7 @@ from ..device.lang import (
     device_function,
     end_span,
     is_broken,
+    known_here,
     pace,
     pacing_interval,
     put,
@@ -97,7 +98,7 @@ def staged_gemm_kernel(
         if claimed is None:  # computed again, it takes no register meanwhile
             before = stage_of(index - tl.num_programs(0), first_m, num_n)
         arrive_after_tma(computed + stages, (stages >= before) & (stages < stage), PDL)
-        before = stage
+        before = known_here(stage)
         # fmt: off
         finish_tile(
             acc, out, tile, N, SHAPE.ACTIVATION, SHAPE.SUBTILES, bias=weights.bias

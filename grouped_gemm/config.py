@@ -190,9 +190,7 @@ class GemmConfig:
         return min(candidates(problem, block_m), key=lambda config: predict(config, problem).us)
 
     @classmethod
-    def for_weights(
-        cls, problem: GemmProblem, itemsize: int, is_alone: bool = False
-    ) -> GemmConfig:
+    def for_weights(cls, problem: GemmProblem, itemsize: int, is_alone: bool = False) -> GemmConfig:
         """The tile shape of the gradient of the weights [L, num_columns, depth], whose items have
         `itemsize` bytes: blocks [block_m, block_n] of it, from block_k rows at a time. is_alone: it
         may take all shared memory, as nothing runs concurrently on an SM."""

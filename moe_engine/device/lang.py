@@ -43,6 +43,7 @@ from .ptx import count_inline as count_inline
 from .ptx import device_function as device_function
 from .ptx import drain_tma_stores as drain_tma_stores
 from .ptx import in_order as in_order
+from .ptx import known_here as known_here
 from .ptx import now_ns as now_ns
 from .ptx import ticks as ticks
 

@@ -87,6 +87,11 @@ if INTERPRETED:
         return x
 
     @device_function
+    def known_here(x):
+        """The int32 `x`, not before this place."""
+        return x
+
+    @device_function
     def drain_tma_stores(BARRIER: tl.constexpr = False):
         """Wait until this thread's TMA stores are in memory and order them before later signals."""
 
@@ -222,6 +227,15 @@ else:
         """fp32 `x`, computed before what follows that has effects, such as tensor cores' products:
         the compiler would move it past them, and both would take registers at once."""
         return tl.inline_asm_elementwise("", "=f,0", [x], dtype=tl.float32, is_pure=False, pack=1)
+
+    @device_function
+    def known_here(x):
+        """The int32 `x`, not before this place: what a tile of a flattened loop hands to the next
+        must be made where it ends. Triton 3.6 takes a value from where a tile begins for that of
+        the tile which begins next, while the products of this one are in flight."""
+        return tl.inline_asm_elementwise(
+            "mov.b32 $0, $1;", "=r,r", [x], dtype=tl.int32, is_pure=False, pack=1
+        )
 
     @device_function
     def drain_tma_stores(BARRIER: tl.constexpr = False):
