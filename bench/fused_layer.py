@@ -290,6 +290,7 @@ class Bench:
             "all rows before the first tile": replace(choice, num_stages=1),
             "all tiles before the first sum": replace(choice, num_return_stages=1),
             "own rows the other way": replace(choice, own_apart=not choice.own_apart),
+            "tiles claimed, the other way": replace(choice, claims_tiles=not choice.claims_tiles),
             "no groups of tiles": replace(choice, group_m=1),
         }
         for name, config in variants.items():

@@ -12,6 +12,7 @@ from ..device.constants import constants
 from ..device.context import Role
 from ..device.lang import INTERPRETED, TRACING
 from ..dispatch import Dispatched
+from ..dispatch.fused import claims_of
 from ..dispatch.fused_kernels import keep_rows_kernel
 from ..grouped_gemm import num_compute_programs, ragged
 from ..grouped_gemm.backward import wgrad_launch
@@ -90,7 +91,7 @@ def gemm_combine(
             ragged(y[None], tiles.block_m, tiles.block_n // tiles.subtiles),
             schedule.staged,
             counters.computed,
-            counters.claimed[1:] if weights.scale is None else None,
+            claims_of(counters.claimed[1:], dispatched.config, weights),
             slots.context.fields,
             STAGES=stages + 1,
             TRANSPOSED=weights.transposed,

@@ -368,7 +368,7 @@ def dispatch_gemm(
         create_ragged_descriptor(a.x, [tiles.block_m, tiles.block_k]),
         expert_weights(a, weights, tiles, parts),
         UpOutputs(*outputs(epilogue, out[None], *block)),
-        ClaimedTiles(*listed, counters.claimed[:1] if weights.scale is None else None),
+        ClaimedTiles(*listed, claims_of(counters.claimed[:1], config, weights)),
         counters.copied,
         slots.context.fields,
         0 if has_arrived else num_copy_programs(config),
@@ -380,6 +380,12 @@ def dispatch_gemm(
         after=(copy_rows_kernel,),
         shares_sms=True,
     )
+
+
+def claims_of(claimed: torch.Tensor, config: LayerConfig, weights: Weights) -> torch.Tensor | None:
+    """`claimed`, where programs claim the tiles of a product. Tiles of e4m3 that are not
+    specialised have no register left for it."""
+    return claimed if config.claims_tiles and weights.scale is None else None
 
 
 @dataclass(frozen=True, slots=True)

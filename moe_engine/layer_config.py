@@ -35,9 +35,12 @@ CALM_STAGES = 8
 OWN_ROWS, BUSY_OWN_ROWS = 1024, 256
 """Own tiles go apart where experts have so many rows from their own rank, on calm and on busy
 links: then it costs little that the weights are read again."""
-LONG_DEPTH, TILE_ROWS, MANY_TILES = 4096, 128, 8
+LONG_DEPTH, TILE_ROWS, TILE_COLUMNS, MANY_TILES = 4096, 128, 256, 8
 """Where memory is slower than an H200's: products of this depth take so long that tiles of an
 expert which begin at different times no longer find its weights in L2, unless they are many."""
+CLAIM_ROWS, CLAIM_TILES = 192, 8
+"""Tiles are claimed where experts have fewer rows than this, and programs more tiles: then most of
+the time goes to weights, and programs have time to fall apart."""
 COPIES_ALONE = 4 * H200.num_sms
 """Programs that copy rows on one rank, where no link bounds them and nothing hides them."""
 E4M3_CHOICES: dict[str, Any] = {
@@ -93,6 +96,14 @@ class LayerProblem:
         return hbm_gbs < H200.hbm_gbs and self.hidden >= LONG_DEPTH and is_shared_by_few
 
     @property
+    def claims_tiles(self) -> bool:
+        """Whether tiles are claimed, see `LayerConfig`."""
+        rows = self.max_tokens * self.num_topk * self.num_ranks / self.num_experts
+        per_expert = (rows / TILE_ROWS + 0.5) * 2 * self.num_columns / TILE_COLUMNS
+        tiles = per_expert * self.num_experts / self.num_ranks / H200.num_sms
+        return rows < CLAIM_ROWS and tiles >= CLAIM_TILES
+
+    @property
     def link_us(self) -> float:
         """The time of this rank's rows to the other ranks, one for each token and rank; the sums
         that return take as long."""
@@ -118,7 +129,8 @@ class LayerConfig:
     rows and others to further experts of their tokens, and return sums; they have one, one and two
     warps, and run concurrently with those that multiply. group_m: how many tiles of rows programs
     walk together before the next columns, so that they share weights in L2; 1 walks them one by
-    one.
+    one. claims_tiles: a program takes the next tile that none has begun, and not every n-th one, so
+    that those which share weights run at the same time; see `schedule_kernels.claim_tile`.
     """
 
     num_stages: int = 16
@@ -128,13 +140,14 @@ class LayerConfig:
     num_return_programs: int = 2 * H200.num_sms
     own_apart: bool = False
     group_m: int = 8
+    claims_tiles: bool = False
 
     def check(self) -> None:
         """Raise ShapeError for numbers that are not positive or larger than any GPU needs, and for
         more stages than there are flags; DtypeError for what is no number."""
         for one in fields(self):
             name, value = f"LayerConfig.{one.name}", getattr(self, one.name)
-            if one.name == "own_apart":
+            if one.name in ("own_apart", "claims_tiles"):
                 check_flag(name, value)
             else:
                 check_int(name, value, 1, MAX_STAGES.value if "stages" in name else MAX_PROGRAMS)
@@ -156,7 +169,8 @@ class LayerConfig:
         """The choices that are predicted to be the fastest, with memory of this speed, see
         `hardware.Gpu`."""
         if problem.num_ranks == 1:
-            return cls(num_stages=1, num_return_stages=1, num_copy_programs=COPIES_ALONE)
+            alone = cls(num_stages=1, num_return_stages=1, num_copy_programs=COPIES_ALONE)
+            return replace(alone, claims_tiles=problem.claims_tiles)
         rows = problem.max_tokens * problem.num_topk
         gemm_us = problem.gemm_us(3 * problem.num_columns)
         are_busy = 2 * problem.link_us > BUSY_LINKS * gemm_us
@@ -168,6 +182,7 @@ class LayerConfig:
             num_stages=min(arrivals, key=lambda n: dispatch_us(problem, n)),
             num_return_stages=min(counts, key=lambda n: combine_us(problem, n)),
             own_apart=own_rows >= (BUSY_OWN_ROWS if are_busy else OWN_ROWS),
+            claims_tiles=problem.claims_tiles,
         )
         if problem.itemsize != 1:
             return config

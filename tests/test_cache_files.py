@@ -178,7 +178,7 @@ ABSURD = [
     for name, choice in CHOICES.items()
     for field in asdict(choice)
     for value in VALUES
-    if field not in ("own_apart", "specialized")
+    if field not in ("own_apart", "claims_tiles", "specialized")
     or value not in (True, False, 0)
     # True is absurd for `specialized` as well: with other tiles than those that are.
     or (field, value) == ("specialized", True)

@@ -25,7 +25,8 @@ REFUSED = float("inf")
 """The time of a configuration that changes the result."""
 STAGES = "num_stages", "num_return_stages"
 PROGRAMS = "num_push_programs", "num_copy_programs", "num_return_programs"
-FIELDS = (*STAGES, "own_apart", *PROGRAMS, "group_m")
+FLAGS = "own_apart", "claims_tiles"
+FIELDS = (*STAGES, *FLAGS, *PROGRAMS, "group_m")
 """The fields that are tried, in this order."""
 PASSES = 2
 """How often each field is tried."""
@@ -47,13 +48,13 @@ def neighbours(config: LayerConfig, name: str) -> Iterator[LayerConfig]:
     """Configurations with one field changed: half and twice as many; for stages also 3/4, 3/2."""
     now = getattr(config, name)
     values = [now // 2, 2 * now]
-    if name == "own_apart":
+    if name in FLAGS:
         values = [not now]
     elif name in STAGES:
         steps = now // 2, 3 * now // 4, 3 * now // 2, 2 * now
         values = [min(value, MAX_STAGES.value) for value in steps]
     for value in dict.fromkeys(values):
-        if value != now and (value or name == "own_apart"):
+        if value != now and (value or name in FLAGS):
             yield replace(config, **{name: value})
 
 
