@@ -64,6 +64,26 @@ def test_own_tiles_of_e4m3_stay_with_the_others_of_their_expert():
     assert apart[2].own_apart and not apart[1].own_apart
 
 
+def test_tiles_are_claimed_where_weights_take_the_time():
+    """On an H100 of all models with few rows for an expert, if programs have many tiles; on an
+    H200, whose memory is faster, of long rows alone."""
+    slower = 0.7 * H200.hbm_gbs
+
+    def claiming(hbm_gbs: float, num_ranks: int, max_tokens: int) -> set[str]:
+        found = {
+            name: LayerProblem(num_ranks, max_tokens, experts, topk, hidden, columns)
+            for name, (experts, hidden, columns, topk) in MODELS.items()
+            if name in ("mixtral-8x7b", "qwen2-57b", "qwen3-30b", "deepseek-v3")
+        }
+        chosen = {name: LayerConfig.predicted(one, hbm_gbs) for name, one in found.items()}
+        return {name for name, config in chosen.items() if config.claims_tiles}
+
+    assert claiming(slower, 1, 1024) == {"qwen2-57b", "deepseek-v3"}
+    assert claiming(slower, 1, 2048) == {"qwen3-30b", "deepseek-v3"}
+    assert claiming(H200.hbm_gbs, 1, 2048) == claiming(slower, 2, 2048) == {"deepseek-v3"}
+    assert not claiming(slower, 2, 4096)
+
+
 def test_more_programs_copy_dy_where_its_product_is_short():
     """Of Qwen3-30B alone, unless the number was chosen otherwise."""
     config, one = LayerConfig(), H200.num_sms
@@ -138,7 +158,8 @@ def test_any_problem_has_a_choice(num_ranks, max_tokens, num_local, num_topk, hi
         assert max(rows_us, gemm_us) - rounding <= us <= rows_us + gemm_us + STAGE_US + rounding
 
 
-NUMBERS = [name for name in LayerConfig.__dataclass_fields__ if name != "own_apart"]
+FLAGS = "own_apart", "claims_tiles"
+NUMBERS = [name for name in LayerConfig.__dataclass_fields__ if name not in FLAGS]
 
 
 @pytest.mark.parametrize(
@@ -155,9 +176,9 @@ def test_what_is_no_number_is_refused(value):
     for name in NUMBERS:
         with pytest.raises(DtypeError, match=rf"LayerConfig\.{name} is .*; it must be an int"):
             LayerConfig(**{name: value}).check()
-    if value is not True:
-        with pytest.raises(DtypeError, match=r"own_apart is .*; it must be True or False"):
-            LayerConfig(own_apart=value).check()
+    for name in FLAGS if value is not True else ():
+        with pytest.raises(DtypeError, match=rf"{name} is .*; it must be True or False"):
+            LayerConfig(**{name: value}).check()
 
 
 def test_largest_numbers_are_taken():

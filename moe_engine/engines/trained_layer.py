@@ -114,6 +114,7 @@ def forward(
         engine.concurrent_reads.mark()
     described = described.more(leaves(exchanged))
     sent = engine.call(_send, inputs, exchanged, described=described)
+    described = described.more(leaves(sent))
     overflow = 0
     if is_captured:
         num_rows = engine.layer_rows(inputs).most
@@ -134,7 +135,7 @@ def forward(
     )
     if inputs.is_quantized:
         rows = rows._replace(cast=QuantizedRows.like(rows.act).memory)
-    last: dict[str, Any] = dict(sized=rows, described=described.more(leaves(sent)))
+    last: dict[str, Any] = dict(sized=rows, described=described)
     out: torch.Tensor = engine.call(_finish, inputs, exchanged, sent, **last)
     saved = Saved(save, (rows.pre, rows.kept), -1 if is_captured else num_rows)
     saved = saved._replace(overflow=exchanged.offsets.overflow if is_captured else overflow)
