@@ -200,10 +200,13 @@ class GemmConfig:
             return cls(64, 64, 16, num_warps=4, num_stages=2, programs_per_sm=2)
         if problem.capability[0] not in (9, 10):
             return cls(128, 128, 32, num_warps=8, num_stages=3, subtiles=2)
+        block_k, stages = 64, 4 if is_alone else 3
         if problem.num_rows < FEW_ROWS * problem.busy_experts:
-            return cls(128, 256, 32, num_warps=8, num_stages=6, subtiles=itemsize)
-        stages = 4 if is_alone else 3
-        return cls(128, 256, 64, num_warps=8, num_stages=stages, subtiles=itemsize)
+            block_k, stages = 32, 6
+        config = cls(128, 256, block_k, num_warps=8, num_stages=stages, subtiles=itemsize)
+        # In bf16 it would take more, and leave too few to those that run concurrently.
+        is_limited = itemsize == 2 and not (is_alone or problem.gathered)
+        return replace(config, num_registers=176) if is_limited else config
 
 
 @functools.cache

@@ -32,6 +32,11 @@ def recorded(**changes):
     return launches.layer(**changes)
 
 
+def chosen(**choices):
+    """Layers run so."""
+    return mock.patch.object(LayerChoices, "choose", return_value=LayerConfig(**choices))
+
+
 def configs(block_m: int, gated: bool = False) -> list[GemmConfig]:
     """The tiles of this height for bf16 on sm_90."""
     problem = GemmProblem(torch.bfloat16, **PROBLEM, gated=gated)  # type: ignore[arg-type]
@@ -96,6 +101,26 @@ def test_what_runs_concurrently_with_a_gemm_finds_room():
     assert made["fused_sum"].compile().spill_bytes == 0
 
 
+@of_this_triton
+def test_what_runs_concurrently_with_claimed_tiles_finds_room():
+    """Their loops stay pipelined, as the claim is one instruction to the compiler; and what the
+    last tile left to this one, the stage that it was in, is written where a tile ends alone."""
+    pair = configs(128, gated=True)[0], leave_room_for_sums(configs(128)[0])
+    with chosen(claims_tiles=True):
+        up, down = (launches.layer(tiles=pair)[f"{name}_gemm"] for name in ("dispatch", "staged"))
+        _, backward = launches.trained_layer("pre", pair)
+    made = recorded()
+    for gemm in (up, backward["dispatch_gemm"]):
+        find_room(gemm.compile(), [made["push_fused"], made["copy_rows"]])
+    for gemm in (down, backward["staged_gemm"]):
+        find_room(gemm.compile(), [made["return_sums"]] * 2)
+        assert len(re.findall(r"cp\.async\.bulk\.wait_group 0; fence", gemm.compile().ptx)) == 3
+    for gemm in (up, down, backward["dispatch_gemm"], backward["staged_gemm"]):
+        assert gemm.compile().spill_bytes == 0
+        assert "bar.red.popc.u32" in gemm.compile().ptx
+        assert "wgmma.wait_group.sync.aligned 1;" in gemm.compile().ptx
+
+
 def find_room(gemm, others):
     """Other launches do, with a GEMM of 8 warps on their SM."""
     registers, shared = 256 * round_up(gemm.registers, 8), gemm.shared_bytes + 1024
@@ -152,8 +177,7 @@ def test_kernels_of_training_do_not_spill(block_m):
 def test_what_runs_concurrently_with_gradients_of_weights_finds_room(into, accumulate):
     """Of new tensors as of a sink, to which they are added."""
     pair = configs(128, gated=True)[0], configs(128)[0]
-    in_stages = mock.patch.object(LayerChoices, "choose", return_value=LayerConfig(num_stages=2))
-    with in_stages:  # where rows come at once, nothing runs concurrently with their product
+    with chosen(num_stages=2):  # where rows come at once, nothing runs concurrently
         _, backward = launches.trained_layer("pre", pair, into=into, accumulate=accumulate)
     arriving, last = backward["dispatch_wgrad"].compile(), backward["wgrad"].compile()
     assert not (arriving.spills or last.spills)
