@@ -38,7 +38,7 @@ links: then it costs little that the weights are read again."""
 LONG_DEPTH, TILE_ROWS, TILE_COLUMNS, MANY_TILES = 4096, 128, 256, 8
 """Where memory is slower than an H200's: products of this depth take so long that tiles of an
 expert which begin at different times no longer find its weights in L2, unless they are many."""
-CLAIM_ROWS, CLAIM_TILES = 192, 8
+CLAIM_ROWS, CLAIM_TILES = 192, 5
 """Tiles are claimed where experts have fewer rows than this, and programs as many tiles, if memory
 is slower than an H200's or rows are long: then most of the time goes to weights, and programs have
 time to fall apart. Elsewhere layers are 2 to 8% slower with it."""

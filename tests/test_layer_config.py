@@ -78,7 +78,7 @@ def test_tiles_are_claimed_where_weights_take_the_time():
         chosen = {name: LayerConfig.predicted(one, hbm_gbs) for name, one in found.items()}
         return {name for name, config in chosen.items() if config.claims_tiles}
 
-    assert claiming(slower, 1, 1024) == {"qwen2-57b", "deepseek-v3"}
+    assert claiming(slower, 1, 1024) == {"qwen2-57b", "qwen3-30b", "deepseek-v3"}
     assert claiming(slower, 1, 2048) == {"qwen3-30b", "deepseek-v3"}
     assert claiming(H200.hbm_gbs, 1, 2048) == claiming(slower, 2, 2048) == {"deepseek-v3"}
     assert not claiming(slower, 2, 4096)
