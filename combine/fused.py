@@ -141,7 +141,7 @@ def gemm_combine(
             slots.context.traced(one.role),
             ACCUMULATE=one.accumulate,
             EARLY=True,
-            **options,
+            **(leave_room() | options),
             after=(return_sums_kernel, _wgrad_kernel),
             shares_sms=True,
         )
