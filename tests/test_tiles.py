@@ -12,7 +12,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 from layer_reference import stage_begins
 
-from moe_engine.device import tiles
+from moe_engine.device import lang, tiles
+from moe_engine.device.context import ContextField
 
 
 @triton.jit
@@ -83,3 +84,38 @@ def test_rows_are_in_the_stage_that_holds_them(pool, num_rows, stage_count):
     assert begins == stage_begins(num_rows, stage_count)
     lengths = [end - begin for begin, end in itertools.pairwise(begins)]
     assert stages == [stage for stage, length in enumerate(lengths) for _ in range(length)]
+
+
+@triton.jit
+def wait_for_tiles(counters, wanted, waited_ns, context, COUNT: tl.constexpr):
+    waited_for = tl.full((), -1, tl.int32)
+    for tile in range(COUNT):
+        begin, deadline = tl.cast(lang.now_ns(), tl.int64), tiles.deadline_from_now(context)
+        counter = tl.load(wanted + tile)
+        zero, waited_for = tiles.wait_tile(
+            counters, counter, waited_for, 3, deadline, context, False
+        )
+        tl.store(waited_ns + tile + zero, tl.cast(lang.now_ns(), tl.int64) - begin)
+
+
+TIMEOUT_NS = 1_000_000_000
+
+
+def wait_times(group, counters, wanted):
+    """The ns that each tile's wait takes, for 3 programs to arrive at its counter."""
+    device = cases.device()
+    fields = torch.zeros(ContextField.PEERS, dtype=torch.int64)
+    fields[ContextField.TIMEOUT_NS] = TIMEOUT_NS
+    counters = torch.tensor(counters, dtype=torch.int64, device=device)
+    waited = torch.zeros(len(wanted), dtype=torch.int64, device=device)
+    given = counters, torch.tensor(wanted, dtype=torch.int32, device=device), waited
+    wait_for_tiles[(1,)](*given, fields.to(device), COUNT=len(wanted))
+    return waited.tolist()
+
+
+def test_a_tile_waits_for_its_stage_unless_the_last_one_did(pool):
+    """Counter 1 never comes, so that a wait for it lasts until its deadline. The second tile that
+    needs it does not ask again, but one does after another stage."""
+    wanted = [0, 0, 1, 1, 0, 1]
+    [waited] = pool.run(wait_times, [3, 2], wanted, num_ranks=1)
+    assert [ns >= TIMEOUT_NS for ns in waited] == [False, False, True, False, False, True]
