@@ -11,8 +11,7 @@ from triton.tools.ragged_tma import create_ragged_descriptor
 from ..device.constants import constants
 from ..device.context import Role
 from ..device.lang import INTERPRETED, TRACING
-from ..dispatch import Dispatched, dispatch_wgrad
-from ..dispatch.backward_kernels import dispatch_wgrad_kernel
+from ..dispatch import Dispatched
 from ..dispatch.fused import claims_of
 from ..dispatch.fused_kernels import keep_rows_kernel
 from ..grouped_gemm import num_compute_programs, ragged
@@ -42,8 +41,7 @@ SUM_BYTES, SUM_WARPS, SUM_REGISTERS, SUM_PROGRAMS = 4096, 2, 136, 7
 
 class WeightGradient(NamedTuple):
     """The gradient of weights, out [L, N, K], from rows grad [M, N] and x [M, K], added to it or
-    written, see `grouped_gemm.wgrad`; its name in a trace. x may be the rows that the call of the
-    combine dispatches, which still arrive."""
+    written, see `grouped_gemm.wgrad`; its name in a trace."""
 
     grad: torch.Tensor
     x: torch.Tensor
@@ -61,7 +59,6 @@ def gemm_combine(
     tiles: GemmConfig,
     slots: Slots,
     gradients: Sequence[WeightGradient] = (),
-    has_arrived: bool = False,
 ) -> None:
     """sums.out [T, H]: rows a [M, I] times weights [L, H, I] (or transposed [L, I, H]), with their
     bias, into sums.y [M, H], weighted and summed by token. In a backward, with gradients of the
@@ -70,9 +67,7 @@ def gemm_combine(
     A rank sums the rows that it has of a token and writes one to the token's rank, which adds up
     the ranks'. It all runs concurrently: small programs sum on the SMs that multiply, or, where
     specialised tiles leave them no registers, after that. The last sums
-    return while `gradients` are computed, and are added up meanwhile. has_arrived: `a` was made of
-    rows of an earlier call, and those of this one arrive while it is multiplied; one of the
-    gradients may be made of them. Ends a call.
+    return while `gradients` are computed, and are added up meanwhile. Ends a call.
     """
     y, schedule, counters = sums.y, dispatched.schedule, dispatched.counters
     stages, hidden = dispatched.config.num_return_stages, y.shape[1]
@@ -100,7 +95,6 @@ def gemm_combine(
             slots.context.fields,
             STAGES=stages + 1,
             TRANSPOSED=weights.transposed,
-            EARLY=has_arrived,
             **(leave_room() | tiles.launch_options()),
             **call,
         )
@@ -137,9 +131,6 @@ def gemm_combine(
         maxnreg=RETURN_REGISTERS,
     )
     for one in gradients:
-        if one.x is dispatched.rows:
-            dispatch_wgrad(one.grad, dispatched, one.out, one.accumulate, return_sums_kernel, slots)
-            continue
         programs, operands, options = wgrad_launch(one.grad, one.x, one.out)
         launch(
             _wgrad_kernel,
@@ -167,7 +158,7 @@ def gemm_combine(
         hidden,
         metadata.rows,
         SIZES=sizes(SUM_BYTES),
-        after=(return_sums_kernel, _wgrad_kernel, dispatch_wgrad_kernel),
+        after=(return_sums_kernel, _wgrad_kernel),
         shares_sms=True,
         num_warps=SUM_WARPS,
         maxnreg=SUM_REGISTERS if slots.num_ranks <= 4 else None,

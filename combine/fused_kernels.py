@@ -60,7 +60,6 @@ def staged_gemm_kernel(
     context,
     STAGES: tl.constexpr,
     TRANSPOSED: tl.constexpr,
-    EARLY: tl.constexpr,
     SHAPE: tl.constexpr,  # TileShape
     PDL: tl.constexpr,
 ):
@@ -69,12 +68,10 @@ def staged_gemm_kernel(
 
     A PDL launch after `send_return_metadata_kernel`, or one that has waited for it: it waits, and
     so for all launches before. What they have stored, later kernels may read once `computed` is
-    raised. With EARLY it waits only before it raises the last of `computed`: where the rows of `a`
-    come from an earlier call, and rows of this one are still sent and copied.
+    raised.
     """
     pdl_launch_dependents(PDL)
-    if not EARLY:
-        pdl_wait(PDL)
+    pdl_wait(PDL)
     STAGES_PAD: tl.constexpr = triton.next_power_of_2(STAGES + 1)
     ROLE: tl.constexpr = ROLE_DGRAD_UP if TRANSPOSED else ROLE_DOWN
     N, K = product_size(weights.w, SHAPE, TRANSPOSED)
@@ -108,8 +105,6 @@ def staged_gemm_kernel(
         )
         # fmt: on
         since = end_span(ROLE, index, since, context)
-    if EARLY:
-        pdl_wait(PDL)
     arrive_after_tma(computed + stages, (stages >= before) & (stages < STAGES), PDL)
 
 
@@ -165,8 +160,7 @@ def return_sums_kernel(
     The next launch may begin once the first stage is computed. Each program of the GEMM has waited,
     before it counted itself there, for all launches before the GEMM, and a program here sees the
     count of all of them: so the next launch may read what those launches have stored. In a
-    backward it is a gradient of weights. (An EARLY GEMM has not waited; the launch after it is
-    `dispatch_wgrad_kernel`, which waits for rows itself.)
+    backward it is a gradient of weights.
     """
     if is_broken(context) == 0:
         one = tl.arange(0, 1)

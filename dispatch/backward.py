@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 import torch
 
 from ..grouped_gemm.backward import wgrad_launch
@@ -12,20 +10,17 @@ from ..symm.slots import Slots
 from ..utils import next_power_of_2
 from .backward_kernels import ArrivingExperts, dispatch_wgrad_kernel
 from .fused import Dispatched, num_copy_programs
+from .fused_kernels import copy_rows_kernel
 
 
 def dispatch_wgrad(
-    grad: torch.Tensor,
-    dispatched: Dispatched,
-    out: torch.Tensor,
-    accumulate: bool,
-    after: Any,
-    slots: Slots,
+    grad: torch.Tensor, dispatched: Dispatched, out: torch.Tensor, accumulate: bool, slots: Slots
 ) -> None:
     """The gradient of weights, out [L, N, H], from rows grad [M, N] and expert rows [M, H], while
-    these arrive, after the launch of a kernel; see `grouped_gemm.wgrad`."""
+    these arrive; see `grouped_gemm.wgrad`."""
     config, schedule = dispatched.config, dispatched.schedule
-    programs, operands, options = wgrad_launch(grad, dispatched.rows, out)
+    is_alone = config.num_stages == 1 and not accumulate  # then all rows are copied before it
+    programs, operands, options = wgrad_launch(grad, dispatched.rows, out, is_alone=is_alone)
     offsets = dispatched.offsets.expert_offsets
     slots.context.launch(
         dispatch_wgrad_kernel,
@@ -40,6 +35,6 @@ def dispatch_wgrad(
         RANKS_PAD=next_power_of_2(slots.num_ranks),
         **(leave_room() | options),
         step="dispatch_wgrad",
-        after=(after,),
+        after=(copy_rows_kernel,),
         shares_sms=True,
     )

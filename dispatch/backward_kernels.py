@@ -38,8 +38,8 @@ def dispatch_wgrad_kernel(
     """out = grad.T @ x over the rows of each expert, once they have arrived: `_wgrad_kernel`, but
     for the waits. Rows arrive by expert, and blocks are computed by expert.
 
-    A PDL launch after `return_sums_kernel`, with which it runs concurrently: but for the rows, it
-    reads only what `push_fused_kernel` has waited for, and what earlier calls have stored.
+    A PDL launch after `copy_rows_kernel`, as `dispatch_gemm_kernel` is: of what came before that
+    one, it reads only what `push_fused_kernel` has waited for, and what earlier calls have stored.
     """
     pdl_launch_dependents(PDL)
     deadline = deadline_from_now(context)

@@ -141,9 +141,8 @@ def launch_wgrad(
     out: torch.Tensor | None,
     accumulate: bool,
     num_free_sms: int = 0,
-    trace: TracedRole | None = None,
 ) -> torch.Tensor:
-    """`wgrad`, which leaves so many SMs to others. trace: as what its spans are recorded."""
+    """`wgrad`, which leaves so many SMs to others."""
     check_rows(grad, None)
     check_tensor("x", x, ("M", "K"), (grad.dtype,))
     check_rows(x, None)
@@ -180,7 +179,7 @@ def launch_wgrad(
     row_offset = None if row_offset is None else row_offset.contiguous()
     more = row_offset, num_free_sms, not accumulate
     programs, operands, options = wgrad_launch(grad, x, out, *more)
-    rows = offsets.contiguous(), num_rows, trace
+    rows = offsets.contiguous(), num_rows, None
     launch(_wgrad_kernel, programs, *operands, *rows, ACCUMULATE=accumulate, EARLY=False, **options)
     return out
 

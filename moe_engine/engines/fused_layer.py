@@ -184,14 +184,13 @@ def combine_experts(
     num_rows: int,
     slots: Slots,
     gradients: Sequence[combine.WeightGradient] = (),
-    has_arrived: bool = False,
 ) -> None:
     """The product whose rows return, their sums, and gradients meanwhile; see `gemm_combine`.
     num_rows: `LayerRows.balanced`."""
     block_m = dispatched.schedule.block_m
     tiles = gemm_config(weights.w, num_rows, transposed=weights.transposed, block_m=block_m)
     tiles = in_groups(tiles, dispatched.config)
-    how = dispatched, metadata, leave_room_for_sums(tiles), slots, gradients, has_arrived
+    how = dispatched, metadata, leave_room_for_sums(tiles), slots, gradients
     combine.gemm_combine(a, weights, sums, *how)
 
 

@@ -21,7 +21,7 @@ from .. import combine, dispatch, routing
 from ..combine.fused_sum_kernels import LayerSums, fused_sum_kernel
 from ..combine.return_metadata_kernels import send_return_metadata_kernel
 from ..device.context import Kind, Role, saved_number
-from ..dispatch.fused_kernels import dispatch_gemm_kernel
+from ..dispatch.fused_kernels import copy_rows_kernel
 from ..dispatch.place_rows_kernels import RowPlan
 from ..dispatch.stages import StageCounters, StagedSchedule
 from ..grouped_gemm import TileSchedule, gemm_config
@@ -264,14 +264,13 @@ def _backward(
     expected_rows: int,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, BiasGradients]:
     """Up to three calls of the same tokens. With `none` the first one sends x, for the
-    pre-activations. The next one sends dy. It returns dx too, unless rows of x are needed that were
-    not saved: then the last one sends x, for the gradient of w_gate_up, and returns dx.
+    pre-activations. The next one sends dy and returns dx. With `none` and `pre` the last one sends
+    x, for the gradient of w_gate_up, which is computed from the rows where they arrive.
 
-    So every product but the gradient of w_down in the latter case runs while rows come or sums
-    return, and no rows of x are copied, but for gradients of weights that are computed later. Each
-    call begins with an exchange, which says that this rank has read what came in the one before.
-    Returns the gradients of x and topk_weights, where the rows of experts begin, and the gradients
-    of the biases.
+    So every product runs while rows come or sums return, and no rows of x are copied, but for
+    gradients of weights that are computed later. Each call begins with an exchange, which says that
+    this rank has read what came in the one before. Returns the gradients of x and topk_weights,
+    where the rows of experts begin, and the gradients of the biases.
     """
     step, rows, x = Step.of(engine, inputs), sized, inputs.x
     slots, memory, act, pre_grad = step.slots, step.memory, rows.act, rows.pre_grad
@@ -280,9 +279,8 @@ def _backward(
     needs_x = into is None or of_gate_up is not None
     number = saved_number(save, needs_x or rows.x is not None)
     call = dispatch.LayerCall(Kind.MOE_FFN_BACKWARD, number), expected_rows
-    sends_x = needs_x and rows.x is None
     up_outputs = act, rows.pre
-    sent = metadata = None
+    sent = None
     if save == "none":
         sent = step.begin(x, call)
         up_projection(sent.rows, inputs, up_outputs, sent, step.tiles, slots)
@@ -300,8 +298,7 @@ def _backward(
         launch_product(*product, *where, tiles, trace=trace, shares_sms=True)
     else:
         dispatch.dispatch_gemm(*product, act, sent, tiles, slots)
-        if not sends_x:
-            metadata = combine.send_return_metadata(sent, slots)
+        metadata = combine.send_return_metadata(sent, slots)
     # All of dy has arrived when the launches above have ended, as a product there waited for every
     # row; so have the weights of rows, which their ranks stored before they raised any flag of dy.
     # Peers overwrite both in their next call alone, whose exchange this rank makes after its reads.
@@ -312,6 +309,7 @@ def _backward(
     if inputs.b_down is not None:
         launch_bias_weight_gradient(dy_rows, inputs.b_down, rows.weight_grad, offsets)
     biases = bias_gradients(inputs, pre_grad, dy_rows, memory.weights, offsets)
+    # dx, whose sums return as those of a forward, while the gradients of weights are computed.
     gradients = []
     if of_down is not None:
         role = Role.WGRAD_DOWN
@@ -319,29 +317,22 @@ def _backward(
     if of_gate_up is not None and rows.x is not None:
         role = Role.WGRAD_UP
         gradients.append(combine.WeightGradient(pre_grad, rows.x, of_gate_up, accumulate, role))
-    keep = partial(dispatch.keep_rows, memory.rows, num_rows=offsets[-1:], slots=slots)
-    if sends_x:  # over dy
-        for one in gradients:
-            how = offsets, None, one.out, one.accumulate, 0, slots.context.traced(one.role)
-            launch_wgrad(one.grad, one.x, *how)
-        if rows.kept_dy is not None:
-            keep(rows.kept_dy, after=dispatch_gemm_kernel)
-        dispatch.release(slots)
-        sent, gradients = step.begin(x, call, sent), []
-        if of_gate_up is not None:
-            of = pre_grad, sent.rows, of_gate_up, accumulate, Role.WGRAD_UP
-            gradients.append(combine.WeightGradient(*of))
-        metadata = combine.send_return_metadata(sent, slots)
-    # dx, whose sums return as those of a forward, while gradients of weights are computed.
-    assert metadata is not None
     sums = LayerSums(dx, rows.dx, topk_grads, rows.weight_grad)
     returned = sums, sent, metadata, step.expected.balanced, slots
-    combine_experts(Rows(pre_grad), inputs.up_transposed, *returned, gradients, sends_x)
-    kept = rows.kept_x if sends_x else rows.kept_dy
-    if kept is not None:
-        keep(kept, after=fused_sum_kernel)
+    combine_experts(Rows(pre_grad), inputs.up_transposed, *returned, gradients)
+    if rows.kept_dy is not None:
+        num_rows = sent.offsets.expert_offsets[-1:]
+        dispatch.keep_rows(memory.rows, rows.kept_dy, num_rows, fused_sum_kernel, slots)
         slots.context.end_call()
-    return dx, topk_grads, offsets, biases
+    if needs_x and rows.x is None:
+        sent = step.begin(x, call, sent)
+        if of_gate_up is not None:
+            dispatch.dispatch_wgrad(pre_grad, sent, of_gate_up, accumulate, slots)
+        elif rows.kept_x is not None:
+            num_rows = sent.offsets.expert_offsets[-1:]
+            dispatch.keep_rows(memory.rows, rows.kept_x, num_rows, copy_rows_kernel, slots)
+        dispatch.release(slots)
+    return dx, topk_grads, sent.offsets.expert_offsets, biases
 
 
 def bias_gradients(
