@@ -41,12 +41,13 @@ SUM_BYTES, SUM_WARPS, SUM_REGISTERS, SUM_PROGRAMS = 4096, 2, 136, 7
 
 class WeightGradient(NamedTuple):
     """The gradient of weights, out [L, N, K], from rows grad [M, N] and x [M, K], added to it or
-    written, see `grouped_gemm.wgrad`; its name in a trace."""
+    written, see `grouped_gemm.wgrad`; about how many rows are in use; its name in a trace."""
 
     grad: torch.Tensor
     x: torch.Tensor
     out: torch.Tensor
     accumulate: bool
+    num_rows: int
     role: Role
 
 
@@ -131,7 +132,7 @@ def gemm_combine(
         maxnreg=RETURN_REGISTERS,
     )
     for one in gradients:
-        programs, operands, options = wgrad_launch(one.grad, one.x, one.out)
+        programs, operands, options = wgrad_launch(one.grad, one.x, one.out, one.num_rows)
         launch(
             _wgrad_kernel,
             programs,

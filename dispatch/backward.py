@@ -14,13 +14,20 @@ from .fused_kernels import copy_rows_kernel
 
 
 def dispatch_wgrad(
-    grad: torch.Tensor, dispatched: Dispatched, out: torch.Tensor, accumulate: bool, slots: Slots
+    grad: torch.Tensor,
+    dispatched: Dispatched,
+    out: torch.Tensor,
+    accumulate: bool,
+    num_rows: int,
+    slots: Slots,
 ) -> None:
     """The gradient of weights, out [L, N, H], from rows grad [M, N] and expert rows [M, H], while
-    these arrive; see `grouped_gemm.wgrad`."""
+    these arrive; see `grouped_gemm.wgrad`. num_rows: `LayerRows.balanced`."""
     config, schedule = dispatched.config, dispatched.schedule
-    is_alone = config.num_stages == 1 and not accumulate  # then all rows are copied before it
-    programs, operands, options = wgrad_launch(grad, dispatched.rows, out, is_alone=is_alone)
+    # In one stage its first tile waits for all rows: what copies them has ended when it multiplies.
+    is_alone = config.num_stages == 1 and not accumulate
+    of = grad, dispatched.rows, out, num_rows
+    programs, operands, options = wgrad_launch(*of, is_alone=is_alone)
     offsets = dispatched.offsets.expert_offsets
     slots.context.launch(
         dispatch_wgrad_kernel,

@@ -141,8 +141,10 @@ def launch_wgrad(
     out: torch.Tensor | None,
     accumulate: bool,
     num_free_sms: int = 0,
+    expected_rows: int | None = None,
 ) -> torch.Tensor:
-    """`wgrad`, which leaves so many SMs to others."""
+    """`wgrad`, which leaves so many SMs to others, of tensors with about so many rows in use; None:
+    all of them."""
     check_rows(grad, None)
     check_tensor("x", x, ("M", "K"), (grad.dtype,))
     check_rows(x, None)
@@ -177,8 +179,9 @@ def launch_wgrad(
     if num_rows == 0:
         return out if accumulate else out.zero_()
     row_offset = None if row_offset is None else row_offset.contiguous()
+    num_used = num_rows if expected_rows is None else expected_rows
     more = row_offset, num_free_sms, not accumulate
-    programs, operands, options = wgrad_launch(grad, x, out, *more)
+    programs, operands, options = wgrad_launch(grad, x, out, num_used, *more)
     rows = offsets.contiguous(), num_rows, None
     launch(_wgrad_kernel, programs, *operands, *rows, ACCUMULATE=accumulate, EARLY=False, **options)
     return out
@@ -188,14 +191,16 @@ def wgrad_launch(
     grad: torch.Tensor,
     x: torch.Tensor,
     out: torch.Tensor,
+    num_rows: int,
     row_offset: torch.Tensor | None = None,
     num_free_sms: int = 0,
     is_alone: bool = False,
 ) -> tuple[tuple[int, ...], tuple[Any, Any, Any], dict[str, Any]]:
     """What every kernel that computes `wgrad` is launched with: (grid, the descriptors of grad, x
-    and out, options). is_alone: see `GemmConfig.for_weights`; one that accumulates is not, as it
-    loads what it adds to."""
-    problem = gemm_problem(out, len(grad), gathered=row_offset is not None)
+    and out, options). num_rows: about how many rows are in use, which decides the tile shape.
+    is_alone: see `GemmConfig.for_weights`; one that accumulates is not, as it loads what it adds
+    to."""
+    problem = gemm_problem(out, num_rows, gathered=row_offset is not None)
     config = GemmConfig.for_weights(replace(problem, dtype=grad.dtype), out.itemsize, is_alone)
     block_m, block_n, block_k = config.block_m, config.block_n, config.block_k
     by_part = out if has_parts(out) else canonical(out)[:, None]

@@ -44,6 +44,8 @@ is slower than an H200's or rows are long: then most of the time goes to weights
 time to fall apart. Elsewhere layers are 2 to 8% slower with it."""
 COPIES_ALONE = 4 * H200.num_sms
 """Programs that copy rows on one rank, where no link bounds them and nothing hides them."""
+BACKWARD_ALONE: dict[str, Any] = {"num_stages": 4, "num_copy_programs": H200.num_sms}
+"""Choices of a backward on one rank, where products run concurrently with copies that are fewer."""
 E4M3_CHOICES: dict[str, Any] = {
     "num_stages": 1,
     "own_apart": False,
@@ -152,6 +154,12 @@ class LayerConfig:
                 check_flag(name, value)
             else:
                 check_int(name, value, 1, MAX_STAGES.value if "stages" in name else MAX_PROGRAMS)
+
+    def for_backward(self) -> LayerConfig:
+        """These choices in a backward: those that are predicted for one rank hide no copies, which
+        is faster in a forward alone."""
+        is_alone = self.num_stages == 1 and self.num_copy_programs == COPIES_ALONE
+        return replace(self, **BACKWARD_ALONE) if is_alone else self
 
     def for_dy(self, columns: int, itemsize: int) -> LayerConfig:
         """These choices where a backward sends dy, whose product gives `columns` for each row: two

@@ -25,7 +25,7 @@ from bundle_calls import (
     low_latency_calls,
     normal_calls,
 )
-from hypothesis import HealthCheck, Phase, given, settings
+from hypothesis import HealthCheck, Phase, example, given, settings
 from hypothesis import strategies as st
 from node_cases import NodePool
 from typer.testing import CliRunner
@@ -39,6 +39,7 @@ from moe_engine.device.context import Kind
 from moe_engine.dispatch import Tokens
 from moe_engine.dispatch.internode import open_call
 from moe_engine.emulation import RankPool
+from moe_engine.grouped_gemm.config import FEW_ROWS
 from moe_engine.kernel_bundle import MANIFEST, PACKAGE, Bundle
 from moe_engine.nvshmem_library import STATE, linked
 from moe_engine.symm.ring import region_bytes
@@ -49,7 +50,7 @@ from moe_engine.tools.model_shape import ModelShape
 SHAPE = ModelShape(16, 256, 128, 4, 4, max_tokens=512, num_nodes=2)
 THREE = replace(SHAPE, num_experts=24, num_ranks=6, num_nodes=3)
 CPU_ONLY = pytest.mark.skipif(torch.cuda.is_available(), reason="stands in for a GPU")
-SOME = dict(phases=[Phase.generate], suppress_health_check=list(HealthCheck))
+SOME = dict(phases=[Phase.explicit, Phase.generate], suppress_health_check=list(HealthCheck))
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -157,14 +158,20 @@ def test_low_latency_calls_of_any_size_find_their_kernels(most, more, data):
     assert kernels.count("open_internode_kernel") == 2  # with statistics, and without
 
 
+FEWER = replace(SHAPE, max_tokens=256)
+
+
 @settings(**SOME, max_examples=3)
 @given(
-    num_rows=st.integers(1, 4 * 4 * SHAPE.max_tokens),
+    num_rows=st.integers(1, 4 * 4 * FEWER.max_tokens),
     has_bias=st.booleans(),
     is_quantized=st.booleans(),
 )
+# Gradients of weights have other tiles from here on.
+@example(num_rows=FEW_ROWS * FEWER.num_local - 1, has_bias=False, is_quantized=False)
+@example(num_rows=FEW_ROWS * FEWER.num_local, has_bias=False, is_quantized=False)
 def test_experts_of_any_number_of_rows_find_their_kernels(num_rows, has_bias, is_quantized):
-    shape = replace(SHAPE, has_bias=has_bias, is_quantized=is_quantized)
+    shape = replace(FEWER, has_bias=has_bias, is_quantized=is_quantized)
     found = found_by(partial(model_calls.run_experts, count=num_rows), shape)
     assert not missing(found, found_by(compile.CALLS_OF_NODES["layer by verbs"], shape))
 

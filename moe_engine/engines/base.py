@@ -181,13 +181,15 @@ class WeightGradients(NamedTuple):
 class WeightGradientRows(NamedTuple):
     """What the gradients of the weights are products of: expert rows of x [M, H], of the gradient
     of the pre-activations [M, 2I], of the weighted activations [M, I] and of the gradient of the
-    result [M, H]; where those of each expert begin, int32 [L + 1]."""
+    result [M, H]; where those of each expert begin, int32 [L + 1]; about how many are in use, None:
+    all of them."""
 
     x: torch.Tensor
     pre: torch.Tensor
     act: torch.Tensor
     dy: torch.Tensor
     offsets: torch.Tensor
+    expected_rows: int | None = None
 
 
 class BiasGradients(NamedTuple):

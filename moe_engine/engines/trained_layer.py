@@ -249,6 +249,7 @@ def backward(
     x_rows = work.kept_x if rows is None else rows
     assert x_rows is not None
     kept = WeightGradientRows(x_rows, work.pre_grad, work.act, work.kept_dy, offsets)
+    kept = kept._replace(expected_rows=engine.layer_rows(inputs).balanced)
     return dx, topk_grads, partial(later_weight_gradients, kept), biases
 
 
@@ -272,7 +273,7 @@ def _backward(
     this rank has read what came in the one before. Returns the gradients of x and topk_weights,
     where the rows of experts begin, and the gradients of the biases.
     """
-    step, rows, x = Step.of(engine, inputs), sized, inputs.x
+    step, rows, x = Step.of(engine, inputs).in_backward, sized, inputs.x
     slots, memory, act, pre_grad = step.slots, step.memory, rows.act, rows.pre_grad
     dx, topk_grads = torch.empty_like(dy), torch.empty_like(inputs.topk_weights)
     of_gate_up, of_down, accumulate = into or WeightGradients(None, None)
@@ -310,13 +311,13 @@ def _backward(
         launch_bias_weight_gradient(dy_rows, inputs.b_down, rows.weight_grad, offsets)
     biases = bias_gradients(inputs, pre_grad, dy_rows, memory.weights, offsets)
     # dx, whose sums return as those of a forward, while the gradients of weights are computed.
-    gradients = []
+    gradients, how = [], (accumulate, step.expected.balanced)
     if of_down is not None:
-        role = Role.WGRAD_DOWN
-        gradients.append(combine.WeightGradient(dy_rows, act, of_down, accumulate, role))
+        of = dy_rows, act, of_down, *how
+        gradients.append(combine.WeightGradient(*of, Role.WGRAD_DOWN))
     if of_gate_up is not None and rows.x is not None:
-        role = Role.WGRAD_UP
-        gradients.append(combine.WeightGradient(pre_grad, rows.x, of_gate_up, accumulate, role))
+        of = pre_grad, rows.x, of_gate_up, *how
+        gradients.append(combine.WeightGradient(*of, Role.WGRAD_UP))
     sums = LayerSums(dx, rows.dx, topk_grads, rows.weight_grad)
     returned = sums, sent, metadata, step.expected.balanced, slots
     combine_experts(Rows(pre_grad), inputs.up_transposed, *returned, gradients)
@@ -327,7 +328,7 @@ def _backward(
     if needs_x and rows.x is None:
         sent = step.begin(x, call, sent)
         if of_gate_up is not None:
-            dispatch.dispatch_wgrad(pre_grad, sent, of_gate_up, accumulate, slots)
+            dispatch.dispatch_wgrad(pre_grad, sent, of_gate_up, *how, slots)
         elif rows.kept_x is not None:
             num_rows = sent.offsets.expert_offsets[-1:]
             dispatch.keep_rows(memory.rows, rows.kept_x, num_rows, copy_rows_kernel, slots)
@@ -357,9 +358,9 @@ def later_weight_gradients(
     """The products, that of the down-projection first, by a call of their own, which needs no
     Buffer; an expert without rows has zeros. num_free_sms: see `launch.multiply`."""
     if rows.x.is_cuda:
-        record(rows, torch.cuda.current_stream())
-    *sized, offsets = rows
-    args = _later_weight_gradients, None, offsets, into, num_free_sms
+        record(leaves(rows), torch.cuda.current_stream())
+    *sized, offsets, expected_rows = rows
+    args = _later_weight_gradients, None, offsets, into, num_free_sms, expected_rows
     _later(*args, sized=sized, max_rows=len(rows.x))
 
 
@@ -368,11 +369,12 @@ def _later_weight_gradients(
     offsets: torch.Tensor,
     into: WeightGradients,
     num_free_sms: int,
+    expected_rows: int | None,
     sized: Sequence[torch.Tensor],
     max_rows: int,
 ) -> None:
     x, pre, act, dy = sized
-    how = into.accumulate, num_free_sms
+    how = into.accumulate, num_free_sms, expected_rows
     if into.down is not None:
         launch_wgrad(dy, act, offsets, None, into.down, *how)
     if into.gate_up is not None:
@@ -405,6 +407,11 @@ class Step(NamedTuple):
         tiles = up_tiles(inputs, expected.balanced, config)
         memory = ExpertRows.of(x, expected.most, slots)
         return cls(slots, config, expected, memory, tiles, inputs)
+
+    @property
+    def in_backward(self) -> Step:
+        """The same with the config of a backward."""
+        return self._replace(config=self.config.for_backward())
 
     @property
     def for_dy(self) -> Step:

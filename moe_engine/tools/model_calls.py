@@ -33,6 +33,8 @@ from ..engines.internode_layer import Sizes, receive_and_return
 from ..engines.kernel import KernelEngine
 from ..engines.trained_layer import later_weight_gradients
 from ..expert_major import place, sum_rows, take_rows
+from ..grouped_gemm.config import GemmConfig
+from ..grouped_gemm.launch import gemm_problem
 from ..grouped_gemm.quantization import quantized_bytes
 from ..options import DEFAULT_OPTIONS, HINT_TOPK_LOW_LATENCY, elastic_size_hint
 from ..symm.lanes import LaneLayout
@@ -267,7 +269,8 @@ def call_layers(shape: ModelShape) -> None:
     def choice(most: int) -> Any:
         config, num_rows = layer_choices().choose(shape.layer(most)), most * shape.num_topk
         tiles = chosen_up_tiles(up, num_rows, shape.activation, shape.has_bias)
-        return config, tiles, grouped_gemm.gemm_config(down, num_rows, block_m=tiles.block_m)
+        of_down = grouped_gemm.gemm_config(down, num_rows, block_m=tiles.block_m)
+        return config, tiles, of_down, tiles_of_weight_gradients(up, num_rows)
 
     # With room for all rows, and for those of balanced routing, so that layers run in passes.
     for most, capacity in product(sizes(shape, choice), (None, 1.0)):
@@ -319,10 +322,16 @@ def numbers_of_rows(shape: ModelShape) -> Iterable[int]:
         return (
             *(tiles, of(down, block_m=tiles.block_m)),
             *(of(one, transposed=True, block_m=tiles.block_m) for one in (up, down)),
+            tiles_of_weight_gradients(up, count),
         )
 
     most = num_ranks * shape.max_tokens * shape.num_topk
     return {choice(count): count for count in reversed(steps(most))}.values()
+
+
+def tiles_of_weight_gradients(w: torch.Tensor, num_rows: int) -> GemmConfig:
+    """The same for w_gate_up and w_down, and other ones for each dtype of the gradient."""
+    return GemmConfig.for_weights(gemm_problem(w, num_rows), w.itemsize)
 
 
 def call_layers_by_verbs(shape: ModelShape) -> None:
