@@ -49,13 +49,14 @@ BACKWARD_ALONE: dict[str, Any] = {"num_stages": 4, "num_copy_programs": H200.num
 E4M3_CHOICES: dict[str, Any] = {
     "num_stages": 1,
     "own_apart": False,
+    "claims_tiles": False,
     "num_push_programs": 2 * H200.num_sms,
     "num_copy_programs": 8 * H200.num_sms,
     "num_return_programs": 4 * H200.num_sms,
 }
 """Where ranks exchange rows for e4m3 weights. Specialised tiles leave too few registers for others
 on an SM, so all rows come before these products and all sums return after them: neither stages of
-arrival nor own tiles that go apart would hide anything."""
+arrival nor own tiles that go apart would hide anything. And they are claimed in any case."""
 E4M3_RETURN_STAGES = 4
 """The most stages of such sums, of which some are added up while others return."""
 COPY_GBS = 525.0
@@ -99,7 +100,8 @@ class LayerProblem:
         return hbm_gbs < H200.hbm_gbs and self.hidden >= LONG_DEPTH and is_shared_by_few
 
     def claims_tiles(self, hbm_gbs: float) -> bool:
-        """Whether tiles are claimed on GPUs with memory of this speed, see `LayerConfig`."""
+        """Whether tiles are claimed on GPUs with memory of this speed, see `LayerConfig`. Tiles are
+        counted as those of a gated activation on an H200's SMs."""
         rows = self.max_tokens * self.num_topk * self.num_ranks / self.num_experts
         per_expert = (rows / TILE_ROWS + 0.5) * 2 * self.num_columns / TILE_COLUMNS
         tiles = per_expert * self.num_experts / self.num_ranks / H200.num_sms
@@ -134,6 +136,7 @@ class LayerConfig:
     walk together before the next columns, so that they share weights in L2; 1 walks them one by
     one. claims_tiles: a program takes the next tile that none has begun, and not every n-th one, so
     that those which share weights run at the same time; see `schedule_kernels.claim_tile`.
+    Specialised tiles of e4m3 weights are always claimed, other tiles of e4m3 never.
     """
 
     num_stages: int = 16
@@ -179,7 +182,8 @@ class LayerConfig:
         `hardware.Gpu`."""
         if problem.num_ranks == 1:
             alone = cls(num_stages=1, num_return_stages=1, num_copy_programs=COPIES_ALONE)
-            return replace(alone, claims_tiles=problem.claims_tiles(hbm_gbs))
+            claims = problem.itemsize != 1 and problem.claims_tiles(hbm_gbs)
+            return replace(alone, claims_tiles=claims)
         rows = problem.max_tokens * problem.num_topk
         gemm_us = problem.gemm_us(3 * problem.num_columns)
         are_busy = 2 * problem.link_us > BUSY_LINKS * gemm_us

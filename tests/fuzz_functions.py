@@ -122,9 +122,9 @@ def plain(world: World) -> dict[str, Target]:
         ),
         "Config": Target(api.Config, chunks, {"num_sms": "any int"}, lambda config: config.num_sms),
         "LayerConfig": Target(
-            lambda num_stages, own_apart: api.LayerConfig(num_stages, own_apart=own_apart).check(),
-            {"num_stages": 2, "own_apart": False},
-            {"num_stages": "any int", "own_apart": "flag"},
+            lambda num_stages, **flags: api.LayerConfig(num_stages, **flags).check(),
+            {"num_stages": 2, "own_apart": False, "claims_tiles": False},
+            {"num_stages": "any int", "own_apart": "flag", "claims_tiles": "flag"},
         ),
         "set_num_sms": Target(set_num_sms, {"new_num_sms": 4}, {"new_num_sms": "any int"}),
         "dispatch config": Target(

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -82,6 +84,18 @@ def test_tiles_are_claimed_where_weights_take_the_time():
     assert claiming(slower, 1, 2048) == {"qwen3-30b", "deepseek-v3"}
     assert claiming(H200.hbm_gbs, 1, 2048) == claiming(slower, 2, 2048) == {"deepseek-v3"}
     assert not claiming(slower, 2, 4096)
+    cast = (LayerProblem(ranks, 1024, 256, 8, 7168, 2048, itemsize=1) for ranks in (1, 2))
+    assert not any(LayerConfig.predicted(one, slower).claims_tiles for one in cast)
+
+
+def test_rows_of_a_backward_come_in_stages_on_one_rank():
+    """Unless the config is another one than that which is predicted there."""
+    alone = LayerConfig.predicted(LayerProblem(1, 8192, **QWEN3))
+    changed = alone.for_backward()
+    assert alone.num_stages == 1 < changed.num_stages
+    assert replace(changed, num_stages=1, num_copy_programs=alone.num_copy_programs) == alone
+    for other in (replace(alone, num_copy_programs=5), LayerConfig(), LayerConfig(1)):
+        assert other.for_backward() == other
 
 
 def test_more_programs_copy_dy_where_its_product_is_short():

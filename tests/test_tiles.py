@@ -98,7 +98,7 @@ def wait_for_tiles(counters, wanted, waited_ns, context, COUNT: tl.constexpr):
         tl.store(waited_ns + tile + zero, tl.cast(lang.now_ns(), tl.int64) - begin)
 
 
-TIMEOUT_NS = 1_000_000_000
+TIMEOUT_NS = 300_000_000
 
 
 def wait_times(group, counters, wanted):
@@ -117,5 +117,6 @@ def test_a_tile_waits_for_its_stage_unless_the_last_one_did(pool):
     """Counter 1 never comes, so that a wait for it lasts until its deadline. The second tile that
     needs it does not ask again, but one does after another stage."""
     wanted = [0, 0, 1, 1, 0, 1]
-    [waited] = pool.run(wait_times, [3, 2], wanted, num_ranks=1)
+    runs = [pool.run(wait_times, [3, 2], wanted, num_ranks=1)[0] for _ in range(3)]
+    waited = map(min, zip(*runs, strict=True))  # of a machine that stands still now and then
     assert [ns >= TIMEOUT_NS for ns in waited] == [False, False, True, False, False, True]

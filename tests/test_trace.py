@@ -51,12 +51,12 @@ def inputs():
     return *parts, *make_weights(RANKS, NUM_LOCAL, HIDDEN, COLUMNS, "bf16")
 
 
-def run_layer(group, x, topk_idx, topk_weights, up, down):
+def run_layer(group, x, topk_idx, topk_weights, up, down, claims_tiles=False):
     """(result, spans, clocks, programs of a GEMM, block_m, block_n of both GEMMs), without spans
     and clocks where kernels do not record."""
     device = cases.device()
     args = [part.to(device) for part in (x, topk_idx, topk_weights, up, down)]
-    options = Options(layer=LayerConfig(STAGES, RETURN_STAGES))
+    options = Options(layer=LayerConfig(STAGES, RETURN_STAGES, claims_tiles=claims_tiles))
     sizes = max(TOKENS), HIDDEN, RANKS * NUM_LOCAL, TOPK
     buffer = Buffer.for_tokens(group, *sizes, options=options)
     first = moe_ffn(*args, buffer)
@@ -144,16 +144,28 @@ def test_every_role_is_recorded(traced_pool, results):
 
 
 def test_each_tile_and_stage_is_recorded_once(results, inputs):
+    check_each_is_recorded_once(results, inputs)
+    for _, spans, _, programs, *_ in results:
+        tiles = [span for span in spans if span.role in (Role.UP, Role.DOWN)]
+        assert all(span.program == span.item % programs for span in tiles)
+
+
+def test_each_claimed_tile_is_recorded_once(traced_pool, inputs):
+    parts = *map(PerRank, inputs), True
+    check_each_is_recorded_once(traced_pool.run(run_layer, *parts), inputs)
+
+
+def check_each_is_recorded_once(results, inputs):
+    """Each tile, and each stage of a program."""
     ids = torch.cat([idx.flatten() for idx in inputs[1]])
     counts = torch.bincount(ids, minlength=RANKS * NUM_LOCAL).view(RANKS, NUM_LOCAL)
-    for rank, (_, spans, _, programs, block_m, up_n, down_n) in enumerate(results):
+    for rank, (_, spans, _, _, block_m, up_n, down_n) in enumerate(results):
         num_m = int((-(-counts[rank] // block_m)).sum())
         widths = {Role.UP: (COLUMNS, up_n // 2), Role.DOWN: (HIDDEN, down_n)}
         for role, (columns, width) in widths.items():
             tiles = [span for span in spans if span.role == role]
             expected = range(num_m * -(-columns // width))
             assert sorted(span.item for span in tiles) == list(expected)
-            assert all(span.program == span.item % programs for span in tiles)
         of_stages = (Role.PUSH, STAGES, 1), (Role.COPY, STAGES, 2), (Role.RETURN, RETURN_STAGES, 1)
         for role, stages, times in of_stages:
             parts = Counter((s.program, s.item) for s in spans if s.role == role)

@@ -48,9 +48,12 @@ def found(problem=PROBLEM):
     programs=st.tuples(*[st.integers(1, 1000)] * 3),
     own_apart=st.booleans(),
     group_m=st.integers(1, 64),
+    claims_tiles=st.booleans(),
 )
-def test_candidates_are_valid_and_differ_in_one_field(stages, programs, own_apart, group_m):
-    config = LayerConfig(*stages, *programs, own_apart, group_m)
+def test_candidates_are_valid_and_differ_in_one_field(
+    stages, programs, own_apart, group_m, claims_tiles
+):
+    config = LayerConfig(*stages, *programs, own_apart, group_m, claims_tiles)
     assert set(FIELDS) == set(asdict(config))
     for name in FIELDS:
         tried = list(neighbours(config, name))
@@ -72,7 +75,7 @@ def distance(config, best):
     "best",
     [
         LayerConfig(),
-        LayerConfig(12, 12, 264, 66, 528, True, 4),
+        LayerConfig(12, 12, 264, 66, 528, True, 4, True),
         LayerConfig(4, 3, 528, 33, 66, False, 2),  # two steps of each field
     ],
 )

@@ -234,7 +234,7 @@ else:
         must be made where it ends. Triton 3.6 takes a value from where a tile begins for that of
         the tile which begins next, while the products of this one are in flight."""
         return tl.inline_asm_elementwise(
-            "mov.b32 $0, $1;", "=r,r", [x], dtype=tl.int32, is_pure=False, pack=1
+            "mov.b32 $0, $1; // known here", "=r,r", [x], dtype=tl.int32, is_pure=False, pack=1
         )
 
     @device_function
@@ -307,7 +307,7 @@ else:
     @device_function
     def count_inline(counter):
         """What the int64 at the address `counter` was before this program added 1 to it, as an
-        int32.
+        int32; it must be less than 2^25.
 
         One instruction to the compiler, as a loop with `tl.atomic_add` is not pipelined. A thread
         counts; its warp tells all others 5 bits of 25 at a time, by how many of its 32 threads
