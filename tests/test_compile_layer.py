@@ -114,7 +114,7 @@ def test_what_runs_concurrently_with_claimed_tiles_finds_room():
         find_room(gemm.compile(), [made["push_fused"], made["copy_rows"]])
     for gemm in (down, backward["staged_gemm"]):
         find_room(gemm.compile(), [made["return_sums"]] * 2)
-        # A tile's end in the pipelined loop, one in the loop for products of no depth, and the last.
+        # The end of a tile in the pipelined loop, and in that for products of no depth; the last.
         ptx, drain = gemm.compile().ptx, "cp.async.bulk.wait_group 0; fence"
         ends = re.findall(f"{re.escape(drain)}|known here", ptx)
         assert ends == [drain, "known here", drain, "known here", drain]

@@ -134,8 +134,8 @@ def wait_tile(
     copied, counter, waited_for, num_programs, deadline, context, BEFORE_TMA: tl.constexpr
 ):
     """Wait, inside a loop that is to be pipelined, until `num_programs` have arrived at number
-    `counter` of the counters `copied` of this GPU (`programs.arrive`). Returns (0, counter). Add the
-    first to what addresses the rows of a tile, so that no load moves ahead. Pass the second as
+    `counter` of the counters `copied` of this GPU (`programs.arrive`). Returns (0, counter). Add
+    the first to what addresses the rows of a tile, so that no load moves ahead. Pass the second as
     `waited_for` for the program's next tile, and -1 for its first one.
 
     A tile of a layer names the counter of the last stage that its rows need, see
