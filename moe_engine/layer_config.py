@@ -44,7 +44,7 @@ is slower than an H200's or rows are long: then most of the time goes to weights
 time to fall apart. Elsewhere layers are 2 to 8% slower with it."""
 COPIES_ALONE = 4 * H200.num_sms
 """Programs that copy rows on one rank, where no link bounds them and nothing hides them."""
-BACKWARD_ALONE: dict[str, Any] = {"num_stages": 4, "num_copy_programs": H200.num_sms}
+BACKWARD_ALONE: dict[str, Any] = {"num_stages": 2, "num_copy_programs": 2 * H200.num_sms}
 """Choices of a backward on one rank, where products run concurrently with copies that are fewer."""
 E4M3_CHOICES: dict[str, Any] = {
     "num_stages": 1,
