@@ -3,7 +3,8 @@
 Microseconds that a call keeps Python and the driver busy, while the GPU is busy with earlier work:
 the median of 100 calls on rank 0. Ranks may share a GPU here, as its time does not count. The torch
 lines are what a layer's experts cost by `torch._grouped_mm`; those of deep_ep are DeepEP's, where
-it is installed and each of 2, 4 or 8 ranks has a GPU. The verbs named async run on the Buffer's own
+it is installed and each of 2, 4 or 8 ranks has a GPU. forward_backward is a layer that trains, on
+one rank. The verbs named async run on the Buffer's own
 stream, between an event and a wait, as DeepEP's callers mostly call them. With --nodes the ranks
 stand for nodes, which NVSHMEM connects, and the verbs alone are timed.
 
@@ -226,13 +227,26 @@ def expert_points(group: dist.ProcessGroup) -> Iterator[Point]:
         act = torch.nn.functional.silu(gate) * value
         return torch._grouped_mm(act, down.transpose(1, 2), ends[1:])
 
-    yield Point("moe_ffn", "moe_engine", TOKENS, partial(moe_ffn, *many, up, down, buffer))
+    layer = partial(moe_ffn, *many, up, down, buffer)
+    yield Point("moe_ffn", "moe_engine", TOKENS, layer)
     decode = partial(moe_ffn, *few, up, down, buffer, FEW)
     yield Point("moe_ffn_decode", "moe_engine", FEW, decode)
     yield Point("grouped_gemm", "moe_engine", TOKENS, partial(grouped_gemm, x, up, ends))
     yield Point("grouped_mlp", "moe_engine", TOKENS, partial(grouped_mlp, x, up, down, ends))
     yield Point("grouped_mlp", "torch", TOKENS, experts_by_torch)
+    if group.size() == 1:  # on several ranks the host waits for the number of rows
+        leaves, dy = (x, up, down), torch.randn_like(x)
+        for one in leaves:
+            one.requires_grad_()
+        for impl, run in (("moe_engine", layer), ("torch", experts_by_torch)):
+            step = partial(train, run, leaves, dy)
+            yield Point("forward_backward", impl, TOKENS, step)
     buffer.destroy()
+
+
+def train(run: Call, leaves: Sequence[torch.Tensor], dy: torch.Tensor) -> None:
+    """Forward and backward."""
+    torch.autograd.grad(run(), leaves, dy)
 
 
 def transformers_points(group: dist.ProcessGroup) -> Iterator[Point]:

@@ -216,10 +216,11 @@ def _forward(
     if options.wgrad is not None:
         options.wgrad.check(tensors.weights, **tensors.routed)
     in_graph = is_captured(x)
-    if in_graph and save != "none":
+    knows_rows = buffer.group_size == 1 and buffer.has_fused_layers
+    if in_graph and save != "none" and not knows_rows:
         raise BackendError(
             f'save is "{save}" in a CUDA graph\'s capture, where the host cannot read how many '
-            'rows come. Pass save="none", on all ranks.'
+            'rows come from other ranks. Pass save="none", on all ranks.'
         )
     hidden, columns = inputs.w_down.shape[1:]
     save = chosen_policy(save, hidden, columns, buffer.has_fused_layers)

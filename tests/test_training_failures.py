@@ -7,7 +7,7 @@ import re
 import cases
 import pytest
 import torch
-from training_cases import end, gradients, make_case, new_buffer, on_device
+from training_cases import POLICIES, end, gradients, make_case, new_buffer, on_device
 
 from moe_engine import BackendError, MoeEngineError, OutOfStep, PeerTimeout, ShapeError, moe_ffn
 from moe_engine.emulation import PerRank
@@ -161,9 +161,11 @@ def run_captured(group, save, *parts):
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize("save", ["none", "pre"])
-def test_captured(pool, save):
-    num_ranks = pool.num_ranks
+@pytest.mark.parametrize(
+    ("save", "num_ranks"), [("none", None), ("pre", None), *((save, 1) for save in POLICIES)]
+)
+def test_captured(pool, save, num_ranks):
+    num_ranks = num_ranks or pool.num_ranks
     parts = [PerRank(part) for part in make_case(num_ranks, [40, 9], dtype="bf16")]
-    wanted = True if save == "none" else None
+    wanted = True if save == "none" or num_ranks == 1 else None
     assert pool.run(run_captured, save, *parts, num_ranks=num_ranks) == [wanted] * num_ranks

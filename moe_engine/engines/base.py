@@ -157,10 +157,10 @@ LayerResult = tuple[torch.Tensor, torch.Tensor | None]
 
 class Saved(NamedTuple):
     """What the forward of a layer saves for its backward, besides its arguments: by which of
-    `SAVE_POLICIES`; tensors, none of them symmetric memory; how many expert rows came, -1 where the
-    host does not know; whether another backward may read the tensors, so that this one may not
-    overwrite them; how many rows had no room on the fullest rank, so that the call sent none, int32
-    [1] in a capture, None where all have room."""
+    `SAVE_POLICIES`; tensors, none of them symmetric memory; how many expert rows came, or could
+    come on one rank, -1 where the host does not know; whether another backward may read the
+    tensors, so that this one may not overwrite them; how many rows had no room on the fullest rank,
+    so that the call sent none, int32 [1] in a capture, None where all have room."""
 
     save: str
     tensors: tuple[torch.Tensor | None, ...]

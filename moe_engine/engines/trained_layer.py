@@ -89,8 +89,23 @@ class ForwardRows(NamedTuple):
 
     act: torch.Tensor
     pre: torch.Tensor | None
-    kept: torch.Tensor | None
+    x: torch.Tensor | None
     cast: torch.Tensor | None
+
+    @classmethod
+    def empty(cls, inputs: LayerInputs, save: str, num_rows: int) -> ForwardRows:
+        """Room for num_rows, or for one."""
+        x, columns, room = inputs.x, inputs.w_down.shape[2], max(1, num_rows)
+        act = x.new_empty(room, columns)
+        pre = x.new_empty(room, inputs.parts * columns) if save in ("pre", "all") else None
+        kept = x.new_empty(room, x.shape[1]) if save in ("rows", "all") else None
+        cast = QuantizedRows.like(act).memory if inputs.is_quantized else None
+        return cls(act, pre, kept, cast)
+
+    @property
+    def kept(self) -> tuple[torch.Tensor | None, ...]:
+        """What is saved."""
+        return self.pre, self.x
 
 
 def forward(
@@ -103,43 +118,57 @@ def forward(
     """The result of a layer, what is saved for its backward, and counts int32 [E].
 
     The host reads the number of rows that come while they are on their way, and allocates as many;
-    it waits for the exchange of counts alone. A capture takes as many as can come at most.
+    it waits for the exchange of counts alone. On one rank, and in a capture, it allocates as many
+    as can come, and waits for nothing.
     """
-    x, columns = inputs.x, inputs.w_down.shape[2]
     number = saved_number(save)
     described = described or engine.describe(*inputs, save)
     first: dict[str, Any] = dict(before=engine.reserve_expert_rows, described=described)
+    if is_captured or gets_own_rows(engine):
+        num_rows = most_rows(engine, inputs)
+        out, kept, offsets = engine.call(_forward, inputs, save, number, num_rows, **first)
+        known = num_rows if gets_own_rows(engine) else -1
+        return out, Saved(save, kept, known, overflow=offsets.overflow), offsets.counts
     exchanged = engine.call(_exchange, inputs, number, **first)
-    if not is_captured:
-        engine.concurrent_reads.mark()
+    engine.concurrent_reads.mark()
     described = described.more(leaves(exchanged))
     sent = engine.call(_send, inputs, exchanged, described=described)
-    described = described.more(leaves(sent))
-    overflow = 0
-    if is_captured:
-        num_rows = engine.layer_rows(inputs).most
+    described, overflow = described.more(leaves(sent)), 0
+    found = exchanged.offsets.expert_offsets[-1:]
+    if exchanged.offsets.overflow is None:
+        (num_rows,) = engine.concurrent_reads.read(lambda: found)
     else:
-        found = exchanged.offsets.expert_offsets[-1:]
-        if exchanged.offsets.overflow is None:
-            (num_rows,) = engine.concurrent_reads.read(lambda: found)
-        else:
-            both = found, exchanged.offsets.overflow
-            num_rows, overflow = engine.concurrent_reads.read(lambda: torch.cat(both))
-        engine.context.check()
-    room = max(1, num_rows)
-    rows = ForwardRows(
-        x.new_empty(room, columns),
-        x.new_empty(room, inputs.parts * columns) if save in ("pre", "all") else None,
-        x.new_empty(room, x.shape[1]) if save in ("rows", "all") else None,
-        None,
-    )
-    if inputs.is_quantized:
-        rows = rows._replace(cast=QuantizedRows.like(rows.act).memory)
+        both = found, exchanged.offsets.overflow
+        num_rows, overflow = engine.concurrent_reads.read(lambda: torch.cat(both))
+    engine.context.check()
+    rows = ForwardRows.empty(inputs, save, num_rows)
     last: dict[str, Any] = dict(sized=rows, described=described)
-    out: torch.Tensor = engine.call(_finish, inputs, exchanged, sent, **last)
-    saved = Saved(save, (rows.pre, rows.kept), -1 if is_captured else num_rows)
-    saved = saved._replace(overflow=exchanged.offsets.overflow if is_captured else overflow)
+    out = engine.call(_finish, inputs, exchanged, sent, **last)
+    saved = Saved(save, rows.kept, num_rows, overflow=overflow)
     return out, saved, exchanged.offsets.counts
+
+
+def gets_own_rows(engine: KernelEngine) -> bool:
+    """Whether all rows that come are of this rank's own tokens."""
+    return engine.slots.num_ranks == 1
+
+
+def most_rows(engine: KernelEngine, inputs: LayerInputs) -> int:
+    """How many expert rows can come. On one rank as many do, but for ids that are -1."""
+    if gets_own_rows(engine):
+        return inputs.topk_idx.numel()
+    return engine.layer_rows(inputs).most
+
+
+def _forward(
+    engine: KernelEngine, inputs: LayerInputs, save: str, number: int, num_rows: int
+) -> tuple[torch.Tensor, tuple[torch.Tensor | None, ...], dispatch.ExpertOffsets]:
+    """(the result, what is saved, where rows begin), with room for num_rows."""
+    exchanged = _exchange(engine, inputs, number)
+    sent = _send(engine, inputs, exchanged)
+    rows = ForwardRows.empty(inputs, save, num_rows)
+    out = _finish(engine, inputs, exchanged, sent, rows)
+    return out, rows.kept, exchanged.offsets
 
 
 def _exchange(engine: KernelEngine, inputs: LayerInputs, number: int) -> Exchanged:
@@ -177,9 +206,9 @@ def _finish(
     outputs = sized.act, sized.pre
     up_projection(step.memory.rows, inputs, outputs, dispatched, step.tiles, slots)
     metadata = combine.send_return_metadata(dispatched, slots)
-    if sized.kept is not None:
+    if sized.x is not None:
         num_rows = exchanged.offsets.expert_offsets[-1:]
-        kept = sized.kept, num_rows, send_return_metadata_kernel
+        kept = sized.x, num_rows, send_return_metadata_kernel
         dispatch.keep_rows(step.memory.rows, *kept, slots)
     a = down_rows(sized.act, inputs, dispatched, slots, sized.cast)
     sums = LayerSums(out, step.memory.rows)
@@ -219,9 +248,9 @@ def backward(
     """Gradients of x, topk_weights and biases. Those of the weights go `into` memory; with None the
     rows that they are made of are kept for later."""
     x = inputs.x
-    num_rows = engine.layer_rows(inputs).most if saved.num_rows < 0 else saved.num_rows
-    room = max(1, num_rows)
-    numbers: dict[str, Any] = dict(max_rows=room, expected_rows=saved.num_rows)
+    room = max(1, most_rows(engine, inputs) if saved.num_rows < 0 else saved.num_rows)
+    expected = -1 if gets_own_rows(engine) else saved.num_rows
+    numbers: dict[str, Any] = dict(max_rows=room, expected_rows=expected)
     pre, rows = saved.tensors
     keeps_pre = pre is not None and saved.is_kept
     args = inputs, dy, saved.save, keeps_pre, into
