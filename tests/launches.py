@@ -25,8 +25,7 @@ from moe_engine.combine.low_latency_kernels import ExpertRows
 from moe_engine.cuda_driver import PackedLaunch
 from moe_engine.dispatch import Tokens
 from moe_engine.dispatch.low_latency import LowLatencyTokens
-from moe_engine.engines import fused_layer
-from moe_engine.engines import trained_layer as trained_layer_steps
+from moe_engine.engines import fused_layer, training_step
 from moe_engine.engines.base import LayerInputs, WeightGradients
 from moe_engine.expert_major import sum_rows, take_rows
 from moe_engine.grouped_gemm import Activation
@@ -263,7 +262,7 @@ def training_launches(
     with (
         recorded() as launches,
         mock.patch.object(fused_layer, "gemm_config", choose),
-        mock.patch.object(trained_layer_steps, "gemm_config", choose),
+        mock.patch.object(training_step, "gemm_config", choose),
     ):
         _, saved, _ = engine.moe_ffn_forward(inputs, save, is_captured=True)
         num_forward = len(launches)

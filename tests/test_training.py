@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from contextlib import contextmanager
 from functools import partial
 from unittest import mock
 
@@ -28,6 +29,7 @@ from moe_engine.streams import ConcurrentReads
 
 CASES = {
     "one rank": ([9], "uniform", POLICIES),
+    "one rank, fewer rows than have room": ([9], "holes", POLICIES),
     "two ranks": ([9, 4], "duplicates", POLICIES),
     "a rank without tokens": ([5, 0, 4], "holes", ("pre",)),
     "all to one rank": ([6, 5], "one_hot", ("none",)),
@@ -55,23 +57,29 @@ def test_collectives(pool):
     check_training(pool, [7, 0, 5], kind="holes", backend="collective", policies=("none", "rows"))
 
 
+@contextmanager
+def noting_launches():
+    """(name, grid) of each kernel that is interpreted meanwhile."""
+    made, run = [], launch.InterpretedLaunch.__call__
+
+    def noting(self, stream):
+        made.append((self.name, self._grid))
+        run(self, stream)
+
+    with mock.patch.object(launch.InterpretedLaunch, "__call__", noting):
+        yield made
+
+
 def programs_of_backwards(group, routed, x, idx, *parts):
     """How many programs the pass over the gradients of activations has in backwards of a layer with
     so many routed tokens, one after the other."""
     buffer = new_buffer(group, x, group.size() * len(parts[1]), idx.shape[1], len(x))
-    grids, run = [], launch.InterpretedLaunch.__call__
-
-    def noting(self, stream):
-        if self.name == "_activation_gradient_kernel":
-            grids.append(self._grid)
-        run(self, stream)
-
-    with mock.patch.object(launch.InterpretedLaunch, "__call__", noting):
+    with noting_launches() as made:
         for number in routed:
             ids = torch.where(torch.arange(len(x))[:, None] < number, idx, -1)
             gradients(lambda *a: moe_ffn(*a, buffer, save="pre"), x, ids, *parts)
     end(buffer)
-    return grids
+    return [grid for name, grid in made if name == "_activation_gradient_kernel"]
 
 
 def test_a_first_backward_of_few_rows_does_not_limit_later_ones(pool):
@@ -80,6 +88,25 @@ def test_a_first_backward_of_few_rows_does_not_limit_later_ones(pool):
     ((first, second),) = pool.run(programs_of_backwards, [1, 40], *parts, num_ranks=1)
     assert first == second
     assert first[0] > 1
+
+
+def copies_of_rows(group, save, x, idx, *parts):
+    """How often a forward and its backward copy expert rows, and how often for them to stay."""
+    buffer = new_buffer(group, x, group.size() * len(parts[1]), idx.shape[1], len(x))
+    with noting_launches() as made:
+        gradients(lambda *a: moe_ffn(*a, buffer, save=save), x, idx, *parts)
+    end(buffer)
+    names = [name for name, _ in made]
+    return names.count("copy_rows_kernel"), names.count("keep_rows_kernel")
+
+
+@pytest.mark.parametrize(("num_ranks", "kept"), [(1, 0), (2, 1)])
+def test_saved_rows_of_one_rank_come_where_they_stay(pool, num_ranks, kept):
+    cases.skip_where_shapes_compile(pool)
+    parts = [PerRank(part) for part in make_case(num_ranks, [4])]
+    for save, count in (("all", (2, kept)), ("pre", (3, 0))):
+        found = pool.run(copies_of_rows, save, *parts, num_ranks=num_ranks)
+        assert found == [count] * num_ranks
 
 
 def under_autocast(group, x, *parts):

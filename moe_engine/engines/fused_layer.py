@@ -100,11 +100,13 @@ def send_rows(
     slots: Slots,
     with_weights: bool = False,
     plan: dispatch.RowPlan | None = None,
+    kept: torch.Tensor | None = None,
 ) -> dispatch.Dispatched:
     """Rows to the experts, after the exchange, and with_weights their weights; or rows where a plan
     has put those of an earlier call of the same tokens, whose weights and copies still lie there.
-    """
-    x, rows = tokens.x, memory.rows
+    kept: on one rank, memory for the rows other than `memory.rows`."""
+    x, arriving = tokens.x, memory.rows if kept is None else kept
+    rows = arriving
     if tokens.is_cast:
         cast, rows = QuantizedRows.like(x), QuantizedRows.within(rows).memory
         dispatch.quantize(x, cast, exchange_fused_kernel, slots)
@@ -116,7 +118,7 @@ def send_rows(
     dispatch.push_fused(x, plan, counters, config, slots)
     lists = CopyLists(plan.own_order, memory.copies)
     dispatch.copy_rows(x, rows, lists, offsets, counters, config, slots)
-    return dispatch.Dispatched(tokens, memory.rows, offsets, plan, schedule, counters, config)
+    return dispatch.Dispatched(tokens, arriving, offsets, plan, schedule, counters, config)
 
 
 def up_tiles(inputs: LayerInputs, num_rows: int, config: LayerConfig) -> GemmConfig:

@@ -24,7 +24,6 @@ from ..device.context import Kind, Role, saved_number
 from ..dispatch.fused_kernels import copy_rows_kernel
 from ..dispatch.place_rows_kernels import RowPlan
 from ..dispatch.stages import StageCounters, StagedSchedule
-from ..grouped_gemm import TileSchedule, gemm_config
 from ..grouped_gemm.backward import (
     bias_gradient,
     launch_activation_gradient,
@@ -32,15 +31,12 @@ from ..grouped_gemm.backward import (
     launch_wgrad,
 )
 from ..grouped_gemm.backward_kernels import ActivationRows
-from ..grouped_gemm.config import GemmConfig
 from ..grouped_gemm.launch import launch_product
 from ..grouped_gemm.operands import Epilogue, Rows, Weights
 from ..grouped_gemm.quantization import QuantizedRows
 from ..kinds import Described
-from ..layer_config import LayerConfig
 from ..prepared import PreparedCalls, leaves
 from ..streams import record
-from ..symm.slots import Slots
 from .base import (
     BiasGradients,
     Gradients,
@@ -49,16 +45,8 @@ from .base import (
     WeightGradientRows,
     WeightGradients,
 )
-from .fused_layer import (
-    ExpertRows,
-    LayerRows,
-    combine_experts,
-    down_rows,
-    in_groups,
-    send_rows,
-    up_projection,
-    up_tiles,
-)
+from .fused_layer import combine_experts, down_rows, up_projection
+from .training_step import Step
 
 if TYPE_CHECKING:
     from .kernel import KernelEngine
@@ -164,9 +152,9 @@ def _forward(
     engine: KernelEngine, inputs: LayerInputs, save: str, number: int, num_rows: int
 ) -> tuple[torch.Tensor, tuple[torch.Tensor | None, ...], dispatch.ExpertOffsets]:
     """(the result, what is saved, where rows begin), with room for num_rows."""
-    exchanged = _exchange(engine, inputs, number)
-    sent = _send(engine, inputs, exchanged)
     rows = ForwardRows.empty(inputs, save, num_rows)
+    exchanged = _exchange(engine, inputs, number)
+    sent = _send(engine, inputs, exchanged, rows.x if gets_own_rows(engine) else None)
     out = _finish(engine, inputs, exchanged, sent, rows)
     return out, rows.kept, exchanged.offsets
 
@@ -179,9 +167,16 @@ def _exchange(engine: KernelEngine, inputs: LayerInputs, number: int) -> Exchang
     return Exchanged(tokens.layout, dispatch.exchange_fused(*of))
 
 
-def _send(engine: KernelEngine, inputs: LayerInputs, exchanged: Exchanged) -> Sent:
+def _send(
+    engine: KernelEngine,
+    inputs: LayerInputs,
+    exchanged: Exchanged,
+    kept: torch.Tensor | None = None,
+) -> Sent:
+    """kept: on one rank, where the rows go that are saved."""
     step = Step.of(engine, inputs)
-    dispatched = step.send(step.tokens(inputs.x, exchanged.layout), exchanged.offsets)
+    tokens = step.tokens(inputs.x, exchanged.layout)
+    dispatched = step.send(tokens, exchanged.offsets, rows=kept)
     return Sent(dispatched.plan, dispatched.schedule, dispatched.counters.words)
 
 
@@ -194,9 +189,11 @@ def _finish(
 ) -> torch.Tensor:
     step = Step.of(engine, inputs)
     slots, out = step.slots, torch.empty_like(inputs.x)
+    own = sized.x if gets_own_rows(engine) else None
+    rows = step.memory.rows if own is None else own
     dispatched = dispatch.Dispatched(
         step.tokens(inputs.x, exchanged.layout),
-        step.memory.rows,
+        rows,
         exchanged.offsets,
         sent.plan,
         sent.schedule,
@@ -204,12 +201,12 @@ def _finish(
         step.config,
     )
     outputs = sized.act, sized.pre
-    up_projection(step.memory.rows, inputs, outputs, dispatched, step.tiles, slots)
+    up_projection(rows, inputs, outputs, dispatched, step.tiles, slots)
     metadata = combine.send_return_metadata(dispatched, slots)
-    if sized.x is not None:
+    if sized.x is not None and own is None:
         num_rows = exchanged.offsets.expert_offsets[-1:]
         kept = sized.x, num_rows, send_return_metadata_kernel
-        dispatch.keep_rows(step.memory.rows, *kept, slots)
+        dispatch.keep_rows(rows, *kept, slots)
     a = down_rows(sized.act, inputs, dispatched, slots, sized.cast)
     sums = LayerSums(out, step.memory.rows)
     how = dispatched, metadata, step.expected.balanced, slots
@@ -411,90 +408,3 @@ def _later_weight_gradients(
 
 
 _later = PreparedCalls()
-
-
-# --- Both ----------------------------------------------------------------------------------------
-
-
-class Step(NamedTuple):
-    """What the bodies of a layer's calls share: its config, the rows that it may bring, its memory
-    for them, and the tiles of its up-projection."""
-
-    slots: Slots
-    config: LayerConfig
-    expected: LayerRows
-    memory: ExpertRows
-    tiles: GemmConfig
-    inputs: LayerInputs
-
-    @classmethod
-    def of(cls, engine: KernelEngine, inputs: LayerInputs) -> Step:
-        """Checks that the tokens fit."""
-        x, slots, expected = inputs.x, engine.slots, engine.layer_rows(inputs)
-        engine.check_capacity(len(x), expected.row, expected.header)
-        config = engine.layer_config(inputs.w_gate_up, expected.row, inputs.parts)
-        tiles = up_tiles(inputs, expected.balanced, config)
-        memory = ExpertRows.of(x, expected.most, slots)
-        return cls(slots, config, expected, memory, tiles, inputs)
-
-    @property
-    def in_backward(self) -> Step:
-        """The same with the config of a backward."""
-        return self._replace(config=self.config.for_backward())
-
-    @property
-    def for_dy(self) -> Step:
-        """The same with the config of the call that sends dy."""
-        config = self.config.for_dy(self.inputs.w_down.shape[2], self.inputs.x.itemsize)
-        return self._replace(config=config)
-
-    @property
-    def gradient_tiles(self) -> GemmConfig:
-        """Those of the gradient of the activations, as high as those of the up-projection, with
-        room for the programs that copy rows concurrently."""
-        w, num_rows, block_m = self.inputs.w_down, self.expected.balanced, self.tiles.block_m
-        tiles = gemm_config(w, num_rows, transposed=True, block_m=block_m)
-        return in_groups(tiles, self.config).stored_in_parts()
-
-    def tokens(
-        self, x: torch.Tensor, layout: routing.RoutingLayout | None = None
-    ) -> dispatch.LayerTokens:
-        """x, or dy, on its way to the experts, by a layout or, without one, by a new one."""
-        _, topk_idx, topk_weights, w_gate_up, *_ = self.inputs
-        if layout is None:
-            num_experts = len(w_gate_up) * self.slots.num_ranks
-            layout = routing.layout(topk_idx, num_experts, self.slots)
-        is_cast = self.inputs.is_quantized
-        return dispatch.LayerTokens(x, topk_idx, topk_weights, layout, is_cast)
-
-    def send(
-        self,
-        tokens: dispatch.LayerTokens,
-        offsets: dispatch.ExpertOffsets,
-        with_weights: bool = False,
-        plan: dispatch.RowPlan | None = None,
-    ) -> dispatch.Dispatched:
-        """See `send_rows`."""
-        how = self.memory, self.tiles.block_m, self.config, self.slots, with_weights, plan
-        return send_rows(tokens, offsets, *how)
-
-    def begin(
-        self,
-        x: torch.Tensor,
-        call: tuple[dispatch.LayerCall, int],
-        earlier: dispatch.Dispatched | None = None,
-    ) -> dispatch.Dispatched:
-        """Begin a call of a backward that sends x, or dy, and weights of rows; after an earlier one
-        of the same tokens, rows go where those of that one went."""
-        if earlier is not None:  # then other ranks wait for this call already
-            self.slots.context.step = "exchange_fused"
-        tokens = self.tokens(x, None if earlier is None else earlier.tokens.layout)
-        of = tokens, len(self.memory.rows), self.config, self.slots
-        offsets = dispatch.exchange_fused(*of, *call)
-        return self.send(tokens, offsets, True, None if earlier is None else earlier.plan)
-
-    def schedule(self, sent: dispatch.Dispatched) -> TileSchedule:
-        """The tiles of a call, for a product that begins when all rows have arrived."""
-        staged, rows = sent.schedule, len(sent.rows)
-        offsets = sent.offsets.expert_offsets
-        return TileSchedule(staged.tiles, staged.num_tiles, offsets, rows, staged.block_m)
