@@ -10,12 +10,12 @@ impls their time over that of moe_engine with "auto". With --capacity-factor, im
 passes` is the layer on a Buffer with room for so many times the rows of balanced routing: `passes`
 says in how many it runs, 1 where the rows have room.
 
-us is that of forward and backward from Python, by CUDA events around a loop; forward_us is that of
-the forward alone. host_us is the time until Python goes on, from an idle GPU; it has the wait for
-the number of rows, which eager forwards read after their exchange. saved_bytes: what the forward
-leaves allocated for the backward, besides its result. peak_bytes: the most that forward and
-backward allocate at once beyond their arguments. Both leave out symmetric memory, which layers
-share.
+us is that of forward and backward from Python, by CUDA events around loops that take turns;
+forward_us is that of the forward alone. host_us is the time until Python goes on, from an idle GPU;
+on several ranks it has the wait for the number of rows, which eager forwards read after their
+exchange. saved_bytes: what the forward leaves allocated for the backward, besides its result.
+peak_bytes: the most that forward and backward allocate at once beyond their arguments. Both leave
+out symmetric memory, which layers share.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ import torch.distributed as dist
 import triton
 import triton.language as tl
 import typer
-from _common import save, silu_mul_kernel, time_eager, timed_pool
+from _common import save, silu_mul_kernel, time_in_turns, timed_pool
 from _layer import Experts, Tokens, num_passes, relative_error
 
 from moe_engine import Buffer, Options, moe_ffn
@@ -43,7 +43,7 @@ TOKENS = 4096, 8192
 POLICIES = "auto", "none", "pre", "rows", "all"
 ERROR = 1.2e-2
 """The largest relative difference of two gradients in bf16, which round differently."""
-IN_PASSES = "moe_engine, passes"
+IN_PASSES, FORWARD = "moe_engine, passes", "forward"
 HOST_CALLS = 20
 Run = Callable[[], list[torch.Tensor]]
 
@@ -290,36 +290,34 @@ def measure(layer: Layer) -> None:
         if dist.get_rank(group) == 0:
             send_message({"peak_bytes": None, **common, "impl": impl, "us": us, **line})
 
-    def time(run: Callable[[], Any]) -> float:
-        return float(time_eager([run], group)["eager_us"] or 0)
-
-    by_sort = layer.gradients(layer.sorted)
+    by_sort, ways = layer.gradients(layer.sorted), layer.ways()
+    runs = {impl: layer.gradients(forward) for impl, forward in ways.items()}
     want, errors = by_sort(), {}
-    for impl, forward in layer.ways().items():
-        found = layer.gradients(forward)()
-        errors[impl] = max(map(largest_error, found, want))
+    for impl, run in runs.items():
+        errors[impl] = max(map(largest_error, run(), want))
         assert errors[impl] < ERROR, errors
-    del found, want
-    gemm_us = time(layer.gemms())
-    ours_us = 0.0
-    for impl, forward in layer.ways().items():
-        run = layer.gradients(forward)
-        us = time(run)
-        ours_us = ours_us or us
-        ratio = dict(ratio_to="torch", ratio=round(us / gemm_us, 3), error=errors[impl])
-        line: dict[str, Any] = ratio | memory(run, forward)
+    del want
+    by_torch = layer.gemms()
+    forwards = {("moe_engine", FORWARD): ways["moe_engine"], ("sorted", FORWARD): layer.sorted}
+    if IN_PASSES in ways:
+        forwards[IN_PASSES, FORWARD] = ways[IN_PASSES]
+    us = time_in_turns({"torch": by_torch, "sorted": by_sort, **runs, **forwards}, group)
+    gemm_us, ours_us = us["torch"], us["moe_engine"]
+    for impl, run in runs.items():
+        ratio = dict(ratio_to="torch", ratio=round(us[impl] / gemm_us, 3), error=errors[impl])
+        line: dict[str, Any] = ratio | memory(run, ways[impl])
         if impl in ("moe_engine", IN_PASSES):
-            line |= {"forward_us": time(forward), "host_us": host_us(run)}
+            line |= {"forward_us": us[impl, FORWARD], "host_us": host_us(run)}
         if impl == IN_PASSES:
             line |= layer.passes()
-        send(impl, us, **line)
+        send(impl, us[impl], **line)
     layer.close()
     ratio = dict(ratio_to="moe_engine", ratio=round(gemm_us / ours_us, 3))
-    send("torch", gemm_us, host_us=host_us(layer.gemms()), **ratio)
-    us = time(by_sort)
-    line = memory(by_sort, layer.sorted) | {"forward_us": time(layer.sorted)}
+    send("torch", gemm_us, host_us=host_us(by_torch), **ratio)
+    line = memory(by_sort, layer.sorted) | {"forward_us": us["sorted", FORWARD]}
     name = "torch_layer" if layer.tokens.num_ranks == 1 else "nccl"
-    send(name, us, ratio_to="moe_engine", ratio=round(us / ours_us, 3), **line)
+    ratio = dict(ratio_to="moe_engine", ratio=round(us["sorted"] / ours_us, 3))
+    send(name, us["sorted"], **ratio, **line)
 
 
 if __name__ == "__main__":
