@@ -35,7 +35,7 @@ from ..grouped_gemm.launch import launch_product
 from ..grouped_gemm.operands import Epilogue, Rows, Weights
 from ..grouped_gemm.quantization import QuantizedRows
 from ..kinds import Described
-from ..prepared import PreparedCalls, leaves
+from ..prepared import PreparedCalls, leaves, with_size
 from ..streams import record
 from .base import (
     BiasGradients,
@@ -70,6 +70,10 @@ class Sent(NamedTuple):
     words: torch.Tensor
 
 
+KeptRows = tuple[torch.Tensor | None, torch.Tensor | None]
+"""What is saved: pre-activations [M, 2I] and rows [M, H]."""
+
+
 class ForwardRows(NamedTuple):
     """What a forward makes of its expert rows: activations [M, I], and what it saves of the
     pre-activations [M, 2I] and of the rows [M, H]; memory for activations in e4m3, see
@@ -81,17 +85,17 @@ class ForwardRows(NamedTuple):
     cast: torch.Tensor | None
 
     @classmethod
-    def empty(cls, inputs: LayerInputs, save: str, num_rows: int) -> ForwardRows:
-        """Room for num_rows, or for one."""
-        x, columns, room = inputs.x, inputs.w_down.shape[2], max(1, num_rows)
-        act = x.new_empty(room, columns)
-        pre = x.new_empty(room, inputs.parts * columns) if save in ("pre", "all") else None
-        kept = x.new_empty(room, x.shape[1]) if save in ("rows", "all") else None
+    def empty(cls, inputs: LayerInputs, save: str, max_rows: int) -> ForwardRows:
+        """Room for max_rows, in the body of a call that has it as a number."""
+        x, columns = inputs.x, inputs.w_down.shape[2]
+        act = x.new_empty(max_rows, columns)
+        pre = x.new_empty(max_rows, inputs.parts * columns) if save in ("pre", "all") else None
+        kept = x.new_empty(max_rows, x.shape[1]) if save in ("rows", "all") else None
         cast = QuantizedRows.like(act).memory if inputs.is_quantized else None
-        return cls(act, pre, kept, cast)
+        return with_size("max_rows", cls(act, pre, kept, cast))
 
     @property
-    def kept(self) -> tuple[torch.Tensor | None, ...]:
+    def kept(self) -> KeptRows:
         """What is saved."""
         return self.pre, self.x
 
@@ -114,7 +118,8 @@ def forward(
     first: dict[str, Any] = dict(before=engine.reserve_expert_rows, described=described)
     if is_captured or gets_own_rows(engine):
         num_rows = most_rows(engine, inputs)
-        out, kept, offsets = engine.call(_forward, inputs, save, number, num_rows, **first)
+        first |= dict(max_rows=max(1, num_rows))
+        out, kept, offsets = engine.call(_forward, inputs, save, number, **first)
         known = num_rows if gets_own_rows(engine) else -1
         return out, Saved(save, kept, known, overflow=offsets.overflow), offsets.counts
     exchanged = engine.call(_exchange, inputs, number, **first)
@@ -129,11 +134,9 @@ def forward(
         both = found, exchanged.offsets.overflow
         num_rows, overflow = engine.concurrent_reads.read(lambda: torch.cat(both))
     engine.context.check()
-    rows = ForwardRows.empty(inputs, save, num_rows)
-    last: dict[str, Any] = dict(sized=rows, described=described)
-    out = engine.call(_finish, inputs, exchanged, sent, **last)
-    saved = Saved(save, rows.kept, num_rows, overflow=overflow)
-    return out, saved, exchanged.offsets.counts
+    last: dict[str, Any] = dict(described=described, max_rows=max(1, num_rows))
+    out, kept = engine.call(_finish, inputs, exchanged, sent, save, **last)
+    return out, Saved(save, kept, num_rows, overflow=overflow), exchanged.offsets.counts
 
 
 def gets_own_rows(engine: KernelEngine) -> bool:
@@ -149,13 +152,13 @@ def most_rows(engine: KernelEngine, inputs: LayerInputs) -> int:
 
 
 def _forward(
-    engine: KernelEngine, inputs: LayerInputs, save: str, number: int, num_rows: int
-) -> tuple[torch.Tensor, tuple[torch.Tensor | None, ...], dispatch.ExpertOffsets]:
-    """(the result, what is saved, where rows begin), with room for num_rows."""
-    rows = ForwardRows.empty(inputs, save, num_rows)
+    engine: KernelEngine, inputs: LayerInputs, save: str, number: int, max_rows: int
+) -> tuple[torch.Tensor, KeptRows, dispatch.ExpertOffsets]:
+    """(the result, what is saved, where rows begin)"""
+    rows = ForwardRows.empty(inputs, save, max_rows)
     exchanged = _exchange(engine, inputs, number)
     sent = _send(engine, inputs, exchanged, rows.x if gets_own_rows(engine) else None)
-    out = _finish(engine, inputs, exchanged, sent, rows)
+    out = _multiply(engine, inputs, exchanged, sent, rows)
     return out, rows.kept, exchanged.offsets
 
 
@@ -185,11 +188,23 @@ def _finish(
     inputs: LayerInputs,
     exchanged: Exchanged,
     sent: Sent,
-    sized: ForwardRows,
+    save: str,
+    max_rows: int,
+) -> tuple[torch.Tensor, KeptRows]:
+    rows = ForwardRows.empty(inputs, save, max_rows)
+    return _multiply(engine, inputs, exchanged, sent, rows), rows.kept
+
+
+def _multiply(
+    engine: KernelEngine,
+    inputs: LayerInputs,
+    exchanged: Exchanged,
+    sent: Sent,
+    made: ForwardRows,
 ) -> torch.Tensor:
     step = Step.of(engine, inputs)
     slots, out = step.slots, torch.empty_like(inputs.x)
-    own = sized.x if gets_own_rows(engine) else None
+    own = made.x if gets_own_rows(engine) else None
     rows = step.memory.rows if own is None else own
     dispatched = dispatch.Dispatched(
         step.tokens(inputs.x, exchanged.layout),
@@ -200,14 +215,14 @@ def _finish(
         StageCounters.of(sent.words, step.config, slots.num_ranks),
         step.config,
     )
-    outputs = sized.act, sized.pre
+    outputs = made.act, made.pre
     up_projection(rows, inputs, outputs, dispatched, step.tiles, slots)
     metadata = combine.send_return_metadata(dispatched, slots)
-    if sized.x is not None and own is None:
+    if made.x is not None and own is None:
         num_rows = exchanged.offsets.expert_offsets[-1:]
-        kept = sized.x, num_rows, send_return_metadata_kernel
+        kept = made.x, num_rows, send_return_metadata_kernel
         dispatch.keep_rows(rows, *kept, slots)
-    a = down_rows(sized.act, inputs, dispatched, slots, sized.cast)
+    a = down_rows(made.act, inputs, dispatched, slots, made.cast)
     sums = LayerSums(out, step.memory.rows)
     how = dispatched, metadata, step.expected.balanced, slots
     combine_experts(a, inputs.down, sums, *how)
@@ -234,6 +249,30 @@ class BackwardRows(NamedTuple):
     kept_x: torch.Tensor | None = None
     kept_dy: torch.Tensor | None = None
 
+    @classmethod
+    def of(
+        cls, inputs: LayerInputs, saved: KeptRows, keeps_pre: bool, is_later: bool, max_rows: int
+    ) -> BackwardRows:
+        """What was saved, and room for max_rows of the others, in the body of a call that has it as
+        a number. keeps_pre: the saved pre-activations stay."""
+        (pre, rows), hidden, columns = saved, inputs.x.shape[1], inputs.w_down.shape[2]
+
+        def new(*sizes: int, **options: Any) -> torch.Tensor:
+            made = inputs.x.new_empty(max_rows, *sizes, **options)
+            return with_size("max_rows", [made])[0]
+
+        pre = new(inputs.parts * columns) if pre is None else pre
+        return cls(
+            rows,
+            pre,
+            new(inputs.parts * columns) if keeps_pre else pre,
+            new(columns),
+            new(dtype=torch.float32),
+            new(hidden),
+            new(hidden) if is_later and rows is None else None,
+            new(hidden) if is_later else None,
+        )
+
 
 def backward(
     engine: KernelEngine,
@@ -244,39 +283,21 @@ def backward(
 ) -> Gradients:
     """Gradients of x, topk_weights and biases. Those of the weights go `into` memory; with None the
     rows that they are made of are kept for later."""
-    x = inputs.x
     room = max(1, most_rows(engine, inputs) if saved.num_rows < 0 else saved.num_rows)
     expected = -1 if gets_own_rows(engine) else saved.num_rows
     numbers: dict[str, Any] = dict(max_rows=room, expected_rows=expected)
-    pre, rows = saved.tensors
-    keeps_pre = pre is not None and saved.is_kept
+    keeps_pre = saved.tensors[0] is not None and saved.is_kept
     args = inputs, dy, saved.save, keeps_pre, into
     memory = WeightGradients(None, None) if into is None else into
     described = engine.describe(*inputs, dy, saved.save, keeps_pre, into is None, *memory)
-    columns = inputs.w_down.shape[2]
-    pre = x.new_empty(room, inputs.parts * columns) if pre is None else pre
-    work = BackwardRows(
-        rows,
-        pre,
-        torch.empty_like(pre) if keeps_pre else pre,
-        x.new_empty(room, columns),
-        x.new_empty(room, dtype=torch.float32),
-        x.new_empty(room, x.shape[1]),
-    )
-    if into is None:
-        kept_x = torch.empty_like(work.dx) if rows is None else None
-        work = work._replace(kept_x=kept_x, kept_dy=torch.empty_like(work.dx))
-    more: dict[str, Any] = dict(sized=work, described=described)
+    more: dict[str, Any] = dict(sized=saved.tensors, described=described)
     before = engine.reserve_expert_rows
     results = engine.call(_backward, *args, before=before, **more, **numbers)
-    dx, topk_grads, offsets, biases = results
-    if work.kept_dy is None:
+    dx, topk_grads, biases, kept = results
+    if kept is None:
         return dx, topk_grads, None, biases
-    x_rows = work.kept_x if rows is None else rows
-    assert x_rows is not None
-    kept = WeightGradientRows(x_rows, work.pre_grad, work.act, work.kept_dy, offsets)
-    kept = kept._replace(expected_rows=engine.layer_rows(inputs).balanced)
-    return dx, topk_grads, partial(later_weight_gradients, kept), biases
+    later = kept._replace(expected_rows=engine.layer_rows(inputs).balanced)
+    return dx, topk_grads, partial(later_weight_gradients, later), biases
 
 
 def _backward(
@@ -286,10 +307,10 @@ def _backward(
     save: str,
     keeps_pre: bool,
     into: WeightGradients | None,
-    sized: BackwardRows,
+    sized: KeptRows,
     max_rows: int,
     expected_rows: int,
-) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, BiasGradients]:
+) -> tuple[torch.Tensor, torch.Tensor, BiasGradients, WeightGradientRows | None]:
     """Up to three calls of the same tokens. With `none` the first one sends x, for the
     pre-activations. The next one sends dy and returns dx. With `none` and `pre` the last one sends
     x, for the gradient of w_gate_up, which is computed from the rows where they arrive.
@@ -297,9 +318,10 @@ def _backward(
     So every product runs while rows come or sums return, and no rows of x are copied, but for
     gradients of weights that are computed later. Each call begins with an exchange, which says that
     this rank has read what came in the one before. Returns the gradients of x and topk_weights,
-    where the rows of experts begin, and the gradients of the biases.
+    those of the biases, and what gradients of the weights that are computed later need.
     """
-    step, rows, x = Step.of(engine, inputs).in_backward, sized, inputs.x
+    step, x = Step.of(engine, inputs).in_backward, inputs.x
+    rows = BackwardRows.of(inputs, sized, keeps_pre, into is None, max_rows)
     slots, memory, act, pre_grad = step.slots, step.memory, rows.act, rows.pre_grad
     dx, topk_grads = torch.empty_like(dy), torch.empty_like(inputs.topk_weights)
     of_gate_up, of_down, accumulate = into or WeightGradients(None, None)
@@ -359,7 +381,12 @@ def _backward(
             num_rows = sent.offsets.expert_offsets[-1:]
             dispatch.keep_rows(memory.rows, rows.kept_x, num_rows, copy_rows_kernel, slots)
         dispatch.release(slots)
-    return dx, topk_grads, sent.offsets.expert_offsets, biases
+    if rows.kept_dy is None:
+        return dx, topk_grads, biases, None
+    x_rows = rows.kept_x if rows.x is None else rows.x
+    assert x_rows is not None
+    kept = WeightGradientRows(x_rows, pre_grad, act, rows.kept_dy, sent.offsets.expert_offsets)
+    return dx, topk_grads, biases, kept
 
 
 def bias_gradients(
