@@ -10,7 +10,7 @@ from triton.tools.ragged_tma import create_ragged_descriptor
 
 from ..device.constants import constants
 from ..device.context import Role
-from ..device.lang import INTERPRETED, TRACING
+from ..device.lang import INTERPRETED
 from ..dispatch import Dispatched
 from ..dispatch.fused import claims_of
 from ..dispatch.fused_kernels import keep_rows_kernel
@@ -32,9 +32,9 @@ from .fused_sum_kernels import LayerSums, SumPlan, fused_sum_kernel
 from .return_metadata import ReturnMetadata
 from .return_metadata_kernels import send_return_metadata_kernel
 
-RETURN_BYTES, RETURN_WARPS, RETURN_REGISTERS = 4096, 2, 160 if TRACING else 152
-"""Bytes of a row that a program sums at a time, its warps, and the registers of a thread, of which
-recording takes some: two of these programs find room on an SM with one of the GEMM."""
+RETURN_BYTES, RETURN_WARPS, RETURN_REGISTERS = 4096, 2, 160
+"""Bytes of a row that a program sums at a time, its warps, and the registers of a thread: two of
+these programs find room on an SM with one of the GEMM, see `ROOMY_REGISTERS`."""
 SUM_BYTES, SUM_WARPS, SUM_REGISTERS, SUM_PROGRAMS = 4096, 2, 136, 7
 """The same for the sums of up to 4 ranks, and programs per SM, which fill it."""
 

@@ -57,6 +57,10 @@ some of them."""
 FEW_ROWS = 256
 """Experts with fewer rows have gradients of their weights from shorter steps: of a block's few
 steps the last one is half empty."""
+ROOMY_REGISTERS = 176
+"""Of a thread of a GEMM of 8 warps with which others run concurrently. Each quarter of an SM has
+16,384 registers, in units of 8 for a thread: with two warps of 176 there is room for one of 160,
+and with two of 177 for none of more than 144."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -206,7 +210,7 @@ class GemmConfig:
         config = cls(128, 256, block_k, num_warps=8, num_stages=stages, subtiles=itemsize)
         # In bf16 it would take more, and leave too few to those that run concurrently.
         is_limited = itemsize == 2 and not (is_alone or problem.gathered)
-        return replace(config, num_registers=176) if is_limited else config
+        return replace(config, num_registers=ROOMY_REGISTERS) if is_limited else config
 
 
 @functools.cache

@@ -321,16 +321,11 @@ class SideStream:
 
 
 class ConcurrentReads:
-    """Reads results on the host while the GPU runs what was launched after them.
-
-    The host asks again and again whether they are there: where it slept in the driver, as in a copy
-    to pageable memory, the launches that follow took 100 to 300 us more (bench/NOTES.md).
-    """
+    """Reads results on the host while the GPU runs what was launched after them."""
 
     def __init__(self, device: torch.device):
         self._stream = torch.cuda.Stream(device, priority=-1) if device.type == "cuda" else None
-        self._ready, self._copied = [torch.cuda.Event() if self._stream else None for _ in range(2)]
-        self._pinned: dict[tuple[int, torch.dtype], torch.Tensor] = {}
+        self._ready = torch.cuda.Event() if self._stream else None
 
     def mark(self) -> None:
         """Let the next `read` wait for what the current stream holds by now, and for no more."""
@@ -338,20 +333,12 @@ class ConcurrentReads:
             self._ready.record(_current_stream())
 
     def read(self, make: Callable[[], torch.Tensor]) -> list[int]:
-        """The items of the tensor [N] that `make()` computes from what was written by the mark."""
-        if self._stream is None or self._ready is None or self._copied is None:
+        """The items of the tensor that `make()` computes from what was written by the mark."""
+        if self._stream is None or self._ready is None:
             return make().tolist()
         with on_stream(self._stream):
             self._stream.wait_event(self._ready)
-            found = make()
-            kind = len(found), found.dtype
-            if kind not in self._pinned:
-                self._pinned[kind] = torch.empty_like(found, device="cpu", pin_memory=True)
-            pinned = self._pinned[kind].copy_(found, non_blocking=True)
-            self._copied.record(self._stream)
-        while not self._copied.query():
-            pass
-        return pinned.tolist()
+            return make().tolist()
 
 
 def _handle_of(event: EventOverlap | EventHandle | None) -> EventHandle | None:

@@ -16,7 +16,7 @@ from ..dispatch.fused_kernels import CopyLists
 from ..dispatch.place_rows_kernels import ExpertRowParts
 from ..grouped_gemm import gemm_config
 from ..grouped_gemm.activations import AnyActivation
-from ..grouped_gemm.config import GemmConfig
+from ..grouped_gemm.config import ROOMY_REGISTERS, GemmConfig
 from ..grouped_gemm.operands import FP8, Epilogue, Rows, Weights
 from ..grouped_gemm.quantization import QuantizedRows
 from ..grouped_gemm.specialized import is_specialized
@@ -237,8 +237,8 @@ def in_groups(tiles: GemmConfig, config: LayerConfig) -> GemmConfig:
 
 
 def leave_room_for_sums(tiles: GemmConfig) -> GemmConfig:
-    """Tiles that leave shared memory to the programs that sum concurrently: three steps in flight
-    are as fast. Specialised ones leave them no registers."""
+    """Tiles that leave room to the programs that sum concurrently: shared memory, as three steps in
+    flight are as fast, and registers. Specialised ones leave them no registers."""
     if tiles.block_m < 128 or tiles.specialized:
         return tiles
-    return replace(tiles.stored_in_parts(), num_stages=3)
+    return replace(tiles.stored_in_parts(), num_stages=3, num_registers=ROOMY_REGISTERS)
