@@ -92,6 +92,8 @@ def main(
     """Run the bench on `ranks` GPUs."""
     asked = {"core": core, "skewed": skewed, "dispatch_gemm": dispatch_gemm}
     asked |= {"ablate": ablate, "sweep": sweep, "comet": comet}
+    if not any(asked.values()):
+        raise typer.BadParameter(f"nothing is chosen; choose one or more of {', '.join(asked)}")
     of_comet = [Shape(model, total // ranks) for model in COMET_MODELS for total in COMET_TOKENS]
     of_comet = [shape for shape in of_comet if not (core and shape in CORE)]
     with timed_pool(ranks, timeout_s=540) as pool:

@@ -361,3 +361,11 @@ def test_host(pool, num_ranks):
     for verb in "transformers_decode", "transformers_experts":
         impls = {impl for name, impl in seen if name == verb}
         assert impls == {"moe_engine", "transformers, grouped_mm", "transformers, batched_mm"}
+
+
+def test_a_bench_of_which_no_part_is_chosen_says_so():
+    import fused_layer
+    import typer
+
+    with pytest.raises(typer.BadParameter, match="choose one or more of core"):
+        fused_layer.main()
