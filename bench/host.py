@@ -4,9 +4,9 @@ Microseconds that a call keeps Python and the driver busy, while the GPU is busy
 the median of 100 calls on rank 0. Ranks may share a GPU here, as its time does not count. The torch
 lines are what a layer's experts cost by `torch._grouped_mm`; those of deep_ep are DeepEP's, where
 it is installed and each of 2, 4 or 8 ranks has a GPU. forward_backward is a layer that trains, on
-one rank. The verbs named async run on the Buffer's own
-stream, between an event and a wait, as DeepEP's callers mostly call them. With --nodes the ranks
-stand for nodes, which NVSHMEM connects, and the verbs alone are timed.
+one rank. The verbs named async run on the Buffer's own stream, between an event and a wait, as
+DeepEP's callers mostly call them. With --nodes the ranks stand for nodes, which NVSHMEM connects,
+and the verbs alone are timed.
 
 Verb transformers_decode is a step of decode of a whole model, divided by its layers, and
 transformers_experts a call of one module of experts. impl moe_engine runs the experts on all ranks;

@@ -95,7 +95,7 @@ def test_gemms_of_e4m3_do_not_spill(block_m, like_gpt_oss):
 def test_what_runs_concurrently_with_a_gemm_finds_room():
     """However many stages sums return in."""
     pair = configs(128, gated=True)[0], leave_room_for_sums(configs(128)[0])
-    for stages in (1, 8, 16):
+    for stages in (1, 6, 8, 16):
         with chosen(num_return_stages=stages):
             made = launches.layer(tiles=pair)
         find_room(made["dispatch_gemm"].compile(), [made["push_fused"], made["copy_rows"]])
@@ -133,7 +133,7 @@ def find_room(gemm, others):
     of it for each program, and four quarters, each of which runs a fourth of the warps and has
     16,384 registers."""
     built = [(launch.options.num_warps, launch.compile()) for launch in others]
-    assert all(one.spill_bytes <= 24 for _, one in built)
+    assert not any(one.spills for _, one in built)
     free = 16384 - 2 * 32 * round_up(gemm.registers, 8)
     most = max(32 * round_up(one.registers, 8) for _, one in built)
     assert sum(num_warps for num_warps, _ in built) <= 4 * (free // most)

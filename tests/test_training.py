@@ -168,14 +168,12 @@ def test_bf16_is_as_exact_as_without_other_ranks(pool):
 # --- Calls of a kind, and what they are asked for ------------------------------------------------
 
 
-read = ConcurrentReads.read
-
-
 def run_again(group, *batches):
     """Gradients of layers of one shape and other routings, so other numbers of rows."""
     batches = [on_device(parts) for parts in batches]
     x, idx, _, up, _, _ = batches[0]
     buffer = new_buffer(group, x, group.size() * len(up), idx.shape[1], len(x))
+    read = ConcurrentReads.read
     with mock.patch.object(ConcurrentReads, "read", autospec=True, side_effect=read) as reads:
         found = [gradients(lambda *a: moe_ffn(*a, buffer), *parts) for parts in batches]
     num_kinds = len(buffer._engine.slots.calls)

@@ -104,7 +104,9 @@ def send_rows(
 ) -> dispatch.Dispatched:
     """Rows to the experts, after the exchange, and with_weights their weights; or rows where a plan
     has put those of an earlier call of the same tokens, whose weights and copies still lie there.
-    kept: on one rank, memory for the rows other than `memory.rows`."""
+    kept: on one rank, memory for the rows other than `memory.rows`. An earlier launch may still use
+    it when it is allocated; `copy_rows` writes there after `push_fused` has begun, which has waited
+    for the end of all launches before."""
     x, arriving = tokens.x, memory.rows if kept is None else kept
     rows = arriving
     if tokens.is_cast:

@@ -145,7 +145,7 @@ def gets_own_rows(engine: KernelEngine) -> bool:
 
 
 def most_rows(engine: KernelEngine, inputs: LayerInputs) -> int:
-    """How many expert rows can come. On one rank as many do, but for ids that are -1."""
+    """How many expert rows can come. On one rank so many come, unless ids are -1."""
     if gets_own_rows(engine):
         return inputs.topk_idx.numel()
     return engine.layer_rows(inputs).most
@@ -176,10 +176,10 @@ def _send(
     exchanged: Exchanged,
     kept: torch.Tensor | None = None,
 ) -> Sent:
-    """kept: on one rank, where the rows go that are saved."""
+    """kept: see `send_rows`."""
     step = Step.of(engine, inputs)
     tokens = step.tokens(inputs.x, exchanged.layout)
-    dispatched = step.send(tokens, exchanged.offsets, rows=kept)
+    dispatched = step.send(tokens, exchanged.offsets, kept=kept)
     return Sent(dispatched.plan, dispatched.schedule, dispatched.counters.words)
 
 
@@ -191,6 +191,7 @@ def _finish(
     save: str,
     max_rows: int,
 ) -> tuple[torch.Tensor, KeptRows]:
+    """(the result, what is saved), once the host knows how many rows there are."""
     rows = ForwardRows.empty(inputs, save, max_rows)
     return _multiply(engine, inputs, exchanged, sent, rows), rows.kept
 
@@ -202,6 +203,7 @@ def _multiply(
     sent: Sent,
     made: ForwardRows,
 ) -> torch.Tensor:
+    """The products, while rows arrive and sums return."""
     step = Step.of(engine, inputs)
     slots, out = step.slots, torch.empty_like(inputs.x)
     own = made.x if gets_own_rows(engine) else None

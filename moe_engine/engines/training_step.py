@@ -75,10 +75,10 @@ class Step(NamedTuple):
         offsets: dispatch.ExpertOffsets,
         with_weights: bool = False,
         plan: dispatch.RowPlan | None = None,
-        rows: torch.Tensor | None = None,
+        kept: torch.Tensor | None = None,
     ) -> dispatch.Dispatched:
         """See `send_rows`."""
-        how = self.memory, self.tiles.block_m, self.config, self.slots, with_weights, plan, rows
+        how = self.memory, self.tiles.block_m, self.config, self.slots, with_weights, plan, kept
         return send_rows(tokens, offsets, *how)
 
     def begin(
