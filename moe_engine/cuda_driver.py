@@ -3,9 +3,9 @@ arguments are packed, and they are launched, without Triton's launcher.
 
 That launcher is C code which Triton generates for each kernel and compiles at its first launch, and
 it reads all arguments anew at each launch (11 to 20 us). Here the arguments of a launch stay
-packed, so that another launch changes those that differ and costs what the driver takes (3 to 4
-us; bench/NOTES.md). Nothing here needs Triton or a compiler, and Triton's hooks of loaded modules
-are not called.
+packed, so that another launch changes those that differ and costs what the driver takes (4 to 6
+us; bench/NOTES.md), and `launch_graph.py` makes one launch of several. Nothing here needs Triton or
+a compiler, and Triton's hooks of loaded modules are not called.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from __future__ import annotations
 import ctypes
 import functools
 import struct
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -60,6 +60,16 @@ def enter_context() -> None:
     check(code or libcuda().cuCtxSetCurrent(context), "enter the context of the device")
 
 
+def in_context(function: Callable[..., int], *arguments: Any) -> int:
+    """What a function of the driver returns, called again in torch's context where it is the first
+    thing that this thread does with CUDA."""
+    code = function(*arguments)
+    if code == INVALID_CONTEXT:
+        enter_context()
+        code = function(*arguments)
+    return code
+
+
 class _Attribute(ctypes.Structure):
     _fields_ = (("id", ctypes.c_int), ("pad", ctypes.c_int), ("value", ctypes.c_uint * 16))
 
@@ -72,6 +82,21 @@ class _Config(ctypes.Structure):
         ("stream", ctypes.c_void_p),
         ("attributes", ctypes.c_void_p),
         ("num_attributes", ctypes.c_uint),
+    )
+
+
+class KernelNode(ctypes.Structure):
+    """CUDA_KERNEL_NODE_PARAMS: what a kernel of a CUDA graph is launched with."""
+
+    _fields_ = (
+        ("function", ctypes.c_void_p),
+        ("grid", ctypes.c_uint * 3),
+        ("block", ctypes.c_uint * 3),
+        ("shared_bytes", ctypes.c_uint),
+        ("arguments", ctypes.c_void_p),
+        ("extra", ctypes.c_void_p),
+        ("kernel", ctypes.c_void_p),
+        ("context", ctypes.c_void_p),
     )
 
 
@@ -161,10 +186,7 @@ def _device_attribute(number: int) -> int:
 def _load(binary: Binary) -> int:
     """The handle of a kernel, loaded in the context of the current device. It is never unloaded."""
     module, function = ctypes.c_void_p(), ctypes.c_void_p()
-    code = libcuda().cuModuleLoadData(ctypes.byref(module), binary.cubin)
-    if code == INVALID_CONTEXT:
-        enter_context()
-        code = libcuda().cuModuleLoadData(ctypes.byref(module), binary.cubin)
+    code = in_context(libcuda().cuModuleLoadData, ctypes.byref(module), binary.cubin)
     check(code, f"load {binary.name}")
     if nvshmem_library.STATE in binary.cubin:
         nvshmem_library.initialize_module(module, binary.name)
@@ -235,6 +257,7 @@ class PackedLaunch:
         arguments: Sequence[Any],
     ):
         self.name, maps = function.name, iter(function.tensor_maps)
+        self._handle = function.handle
         self.pointers: list[tuple[Any, int, torch.Tensor]] = []
         self.numbers: dict[str, tuple[Any, int]] = {}
         leaves: list[tuple[str, Any]] = []
@@ -284,11 +307,15 @@ class PackedLaunch:
     def __call__(self, stream: int) -> None:
         """Launch it on a stream, given by its handle."""
         self._config.stream = stream
-        if code := self._launch():
-            if code == INVALID_CONTEXT:  # the first thing that this thread does with CUDA
-                enter_context()
-                code = self._launch()
-            check(code, f"launch {self.name}")
+        check(in_context(self._launch), f"launch {self.name}")
+
+    def node(self) -> KernelNode:
+        """What a graph launches in its place. It points to this launch's arguments, as they are
+        when the graph is told of it."""
+        config = self._config
+        arguments = ctypes.addressof(self._places)
+        sizes = config.grid, config.block, config.shared_bytes
+        return KernelNode(self._handle, *sizes, arguments)
 
 
 def _leaves(kind: Any, value: Any, maps: Iterator[dict[str, Any]]) -> Iterator[tuple[str, Any]]:

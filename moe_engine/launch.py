@@ -15,7 +15,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from triton.runtime.errors import InterpreterError
 from triton.tools.tensor_descriptor import TensorDescriptor
 
-from . import cuda_driver
+from . import cuda_driver, launch_graph
 from .device.lang import INTERPRETED
 from .errors import MoeEngineError
 from .hardware import has_pdl
@@ -53,6 +53,20 @@ class Launch(Protocol):
 
     def forget_tensors(self) -> None:
         """Keep no memory from being reused."""
+
+
+class Graph(Protocol):
+    """Launches that are made as one. changed: the numbers of those whose arguments were changed
+    since; it is emptied."""
+
+    def __call__(self, stream: int, changed: set[int]) -> None: ...
+
+
+def as_graph(launches: Sequence[Any]) -> Graph | None:
+    """These launches as one; None where kernels are interpreted, or the driver is too old."""
+    if INTERPRETED or not launches or not launch_graph.is_offered():
+        return None
+    return launch_graph.LaunchGraph(launches)
 
 
 class Recording(TorchDispatchMode):
@@ -226,6 +240,12 @@ has begun to use GPUs."""
 def current_stream() -> int:
     """The handle of the current stream; 0 where kernels are interpreted."""
     return 0 if INTERPRETED else int(torch._C._cuda_getCurrentRawStream(current_device()))
+
+
+is_capturing: Callable[[], bool] = (
+    torch.cuda.is_current_stream_capturing if torch.backends.cuda.is_built() else lambda: False
+)
+"""Whether the current stream is being captured in a CUDA graph."""
 
 
 def stream_of(device: torch.device) -> Callable[[], int]:

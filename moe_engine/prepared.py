@@ -3,8 +3,8 @@
 The first call of a kind runs an ordinary function, its *body*, and notes which kernels it launches
 and where their arguments lie: in the call's tensors, in its results, or in memory that it needs for
 a time. A call of the same kind then allocates its results and that memory, changes the addresses
-that differ from the call before, and launches the same kernels. So it costs what its launches cost,
-and the code that decides stays an ordinary function.
+that differ from the call before, and launches the same kernels, as one CUDA graph. So it costs what
+its launches cost, and the code that decides stays an ordinary function.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ import torch
 
 from .errors import BackendError
 from .kinds import Described, Kinds, Tensors, data_ptr
-from .launch import Recording, is_collecting, only_launches, stream_of
+from .launch import Recording, as_graph, is_capturing, is_collecting, only_launches, stream_of
 from .utils import has_modes, untraced, without_modes
 
 ALIGNMENT = 256
@@ -198,6 +198,10 @@ class PreparedCall:
         state: Any,
     ):
         self._launches, self._end = recording.launches, (state.step, state.launched)
+        self._graph = as_graph([launch for launch, _ in self._launches])
+        steps = [step for _, step in self._launches if step is not None]
+        self._step = steps[0] if steps else None
+        self._changed: set[int] = set()  # numbers of launches that the graph was not told of
         returned = {_identity(one) for one in leaves(result)}
         # Also what is needed for a time, where its size is a number.
         returned |= set(map(_identity, recording.of_rows()))
@@ -224,7 +228,8 @@ class PreparedCall:
             self._results.append(((num_bytes,), (1,), torch.uint8))
         storages = {one.untyped_storage().data_ptr() for one in held}
         num_places = len(given) + len(self._results)
-        self._places: list[list[tuple[Any, int, int]]] = [[] for _ in range(num_places)]
+        # Of each memory (number of a launch, its cells, index there, where it begins).
+        self._places: list[list[tuple[int, Any, int, int]]] = [[] for _ in range(num_places)]
 
         def find(tensor: torch.Tensor) -> tuple[int, int] | None:
             """(number of its memory, begin there in bytes); None for what stays where it is."""
@@ -238,19 +243,20 @@ class PreparedCall:
                 raise AssertionError("the body of a call uses a tensor that it was not given.")
             return None
 
-        for launch, _ in self._launches:
+        for number, (launch, _) in enumerate(self._launches):
             for cells, index, tensor in launch.pointers:
                 found = find(tensor) if tensor.numel() else None
                 if found is not None:
-                    self._places[found[0]].append((cells, index, found[1]))
+                    self._places[found[0]].append((number, cells, index, found[1]))
             launch.forget_tensors()
         self._numbers = [
-            (name, *launch.numbers[name])
+            (name, number, *launch.numbers[name])
             for name in numbers
-            for launch, _ in self._launches
+            for number, (launch, _) in enumerate(self._launches)
             if name in launch.numbers
         ]
         self._addresses = self._unknown = [-1] * num_places
+        self._counts: dict[str, int] | None = None  # `numbers` of the last call
         numbered = {_identity(one): number for number, one in enumerate((*given, *made))}
         self._build = _builder(result, numbered)
 
@@ -272,12 +278,16 @@ class PreparedCall:
         addresses = [*given_at, *map(data_ptr, made)]
         if addresses != self._addresses:
             self._move(addresses)
-        for name, cells, index in self._numbers:
-            cells[index] = numbers[name]
+        if numbers != self._counts:
+            self._count(numbers)
         stream = self._stream()
-        for launch, step in self._launches:
-            state.step = step
-            launch(stream)
+        if self._graph is None or is_capturing():
+            for launch, step in self._launches:
+                state.step = step
+                launch(stream)
+        else:
+            state.step = self._step
+            self._graph(stream, self._changed)
         state.step, state.launched = self._end
         return self._build([*given, *made, None])
 
@@ -286,9 +296,18 @@ class PreparedCall:
         known, self._addresses = self._addresses, self._unknown  # as it may be interrupted
         for address, old, places in zip(addresses, known, self._places, strict=True):
             if address != old:
-                for cells, index, offset in places:
+                for number, cells, index, offset in places:
+                    self._changed.add(number)
                     cells[index] = address + offset
         self._addresses = addresses
+
+    def _count(self, numbers: dict[str, int]) -> None:
+        """Let the launches take other numbers."""
+        self._counts = None  # as it may be interrupted
+        for name, number, cells, index in self._numbers:
+            self._changed.add(number)
+            cells[index] = numbers[name]
+        self._counts = numbers
 
 
 def _allocator(device: torch.device) -> Callable[..., torch.Tensor]:

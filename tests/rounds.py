@@ -17,6 +17,7 @@ import torch
 from moe_engine import Buffer, MoeEngineError, Options, moe_ffn, prepared, reference
 from moe_engine.cuda_driver import PackedLaunch
 from moe_engine.launch import InterpretedLaunch
+from moe_engine.launch_graph import LaunchGraph
 from moe_engine.streams import ConcurrentReads
 
 MOST, FEW = 24, 8
@@ -159,7 +160,7 @@ class Injected(MemoryError):
 class Faults:
     """Counts what a rank's host does in its calls, and does `strike` at event number `at`.
 
-    Events: before and after each launch of a kernel, by a prepared call or not, each allocation
+    Events: before and after each launch of a kernel or of a graph of them, each allocation
     outside of launches (the interpreter's own are none), and each time that the host waits for
     the device.
     """
@@ -191,11 +192,12 @@ class Faults:
     def installed(self) -> Iterator[Faults]:
         """Count within the block."""
         new_empty, empty_like, read = torch.Tensor.new_empty, torch.empty_like, ConcurrentReads.read
-        launches = {kind: kind.__call__ for kind in (InterpretedLaunch, PackedLaunch)}
+        kinds = InterpretedLaunch, PackedLaunch, LaunchGraph
+        launches = {kind: kind.__call__ for kind in kinds}
         allocator = prepared._allocator
 
         def launch(kind: Any) -> Callable[..., Any]:
-            return lambda one, stream: self.around(one.name, launches[kind])(one, stream)
+            return lambda one, *args: self.around(one.name, launches[kind])(one, *args)
 
         def allocate(function: Callable[..., Any]) -> Callable[..., Any]:
             def call(*args: Any, **kwargs: Any) -> Any:

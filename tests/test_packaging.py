@@ -20,7 +20,10 @@ FOLDERS = ("dispatch", "combine", "grouped_gemm")
 LAYERS = (
     ("device",),
     ("errors", "utils", "deadline", "checks", "hardware", "choice_cache", "timing"),
-    ("nvshmem_library", "cuda_driver", "kernel_bundle", "launch", "kinds", "prepared"),
+    (
+        *("nvshmem_library", "cuda_driver", "launch_graph", "kernel_bundle", "launch"),
+        *("kinds", "prepared"),
+    ),
     (
         *("grouped_gemm", "row_vectors", "expert_major", "expert_major_kernels"),
         *("layer_config", "node_traffic", "reference", "low_latency_reference"),

@@ -23,10 +23,11 @@ from moe_engine import (
     moe_ffn,
     prepared,
 )
-from moe_engine.cuda_driver import PackedLaunch
+from moe_engine.device.lang import INTERPRETED
 from moe_engine.emulation import PerRank
 from moe_engine.grouped_gemm import dgrad, grouped_gemm, grouped_mlp, tile_schedule, wgrad
 from moe_engine.launch import InterpretedLaunch
+from moe_engine.launch_graph import LaunchGraph
 
 EXPERTS, TOPK, HIDDEN, COLUMNS, MAX_TOKENS = 8, 3, 128, 64, 9
 COSTS = {  # launches, allocations: of the parts of each call
@@ -130,9 +131,35 @@ def every_elastic_call(buffer, x, idx, weights):
         yield f"{name}_fp8", (rows, scales.flatten())
 
 
+class GraphOfCopies:
+    """Emulates `LaunchGraph`, which keeps the arguments that it was told of last."""
+
+    def __init__(self, launches):
+        self._launches, self._told = launches, {}
+
+    def __call__(self, stream, changed):
+        for number in changed if self._told else range(len(self._launches)):
+            one = self._launches[number]
+            self._told[number] = dict(_tensors=[*one._tensors], _arguments={**one._arguments})
+        changed.clear()
+        for number, one in enumerate(self._launches):
+            with mock.patch.multiple(one, **self._told[number]):
+                one(stream)
+
+
 def run_rounds(group, rounds, up, down):
     """Each round by prepared calls and by ones that are never kept: what a round of the same shapes
-    as an earlier one costs, by call."""
+    as an earlier one costs, by call. Where kernels are interpreted, prepared calls are emulated
+    graphs here."""
+    with nullcontext() if not INTERPRETED else mock.patch.object(prepared, "as_graph", copies):
+        return compare_rounds(group, rounds, up, down)
+
+
+def copies(launches):
+    return GraphOfCopies(launches) if launches else None
+
+
+def compare_rounds(group, rounds, up, down):
     device = cases.device()
     up, down = up.to(device), down.to(device)
     sizes = MAX_TOKENS, HIDDEN, EXPERTS, TOPK
@@ -303,7 +330,7 @@ def interrupt(group):
     x, w = torch.ones(4, 32, device=device), torch.ones(1, 16, 32, device=device)
     args = x, w, torch.tensor([0, 4], dtype=torch.int32, device=device)
     grouped_gemm(*args)
-    kind = PackedLaunch if device.type == "cuda" else InterpretedLaunch
+    kind = LaunchGraph if device.type == "cuda" else InterpretedLaunch
     with (
         mock.patch.object(kind, "__call__", lambda *_: grouped_gemm(*args)),
         pytest.raises(BackendError, match="as from a signal handler"),
