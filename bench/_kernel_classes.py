@@ -26,7 +26,7 @@ COMMUNICATION = frozenset(
     "count_rows_kernel begin_rows_kernel place_rows_kernel take_rows_kernel sum_rows_kernel "
     "layout_kernel layout_sum_kernel send_plan_kernel ping_kernel low_latency_dispatch_kernel "
     "staged_schedule_kernel send_rows_kernel forward_kernel count_received_kernel "
-    "place_received_kernel expand_rows_kernel pack_plan_kernel pack_rows_kernel node_layout_kernel "
+    "copy_ids_kernel place_received_kernel expand_rows_kernel pack_plan_kernel pack_rows_kernel node_layout_kernel "
     "exchange_internode_kernel open_internode_kernel push_fused_kernel copy_rows_kernel "
     "keep_rows_kernel collect_kernel locate_kernel release_kernel exchange_kernel "
     "exchange_fused_kernel metadata_kernel push_kernel low_latency_combine_kernel "

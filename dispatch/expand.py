@@ -20,6 +20,7 @@ from .expand_kernels import (
     Places,
     ReceivedIds,
     ReceivedRows,
+    copy_ids_kernel,
     count_received_kernel,
     expand_rows_kernel,
     place_received_kernel,
@@ -31,6 +32,22 @@ EXPAND_PROGRAMS = 8
 """Programs on each SM that copy."""
 PLACE_SLOTS = 256
 """Top-k slots that a program places at a time."""
+COPIED_IDS = 1024
+"""Ids that a program copies at a time."""
+
+
+def copy_ids(topk_idx: torch.Tensor, copy: torch.Tensor, slots: Slots) -> None:
+    """Copy ids [N, K], both contiguous, for any number of rows."""
+    num_rows, num_topk = topk_idx.shape
+    slots.context.launch(
+        copy_ids_kernel,
+        (2 if INTERPRETED else gpu().num_sms,),
+        topk_idx,
+        copy,
+        num_rows,
+        NUM_TOPK=num_topk,
+        BLOCK=COPIED_IDS,
+    )
 
 
 @functools.cache

@@ -49,6 +49,21 @@ class PlaceReceivedSizes(NamedTuple):
     EXPAND: Any  # whether rows get places; else their experts are counted alone
 
 
+@triton.jit(do_not_specialize=["num_rows"])
+def copy_ids_kernel(
+    topk_idx,  # int64 [N, K]
+    copy,  # int64 [N, K], out
+    num_rows,  # N
+    NUM_TOPK: tl.constexpr,
+    BLOCK: tl.constexpr,
+):
+    """Copy the ids of all rows, those that no rank has sent too."""
+    for first in range(tl.program_id(0) * BLOCK, num_rows * NUM_TOPK, tl.num_programs(0) * BLOCK):
+        items = first + tl.arange(0, BLOCK)
+        inside = items < num_rows * NUM_TOPK
+        tl.store(copy + items, tl.load(topk_idx + items, mask=inside), mask=inside)
+
+
 @triton.jit(do_not_specialize=["num_rows", "num_local_experts"])
 def count_received_kernel(
     topk_idx,  # int64 [N, K]

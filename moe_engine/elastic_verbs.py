@@ -138,10 +138,11 @@ class ElasticVerbs(BufferLifecycle):
             if got is None:
                 tokens, decided = _tokens(described, rows, scales, topk_idx, topk_weights)
                 waits = do_cpu_sync is None or bool(do_cpu_sync)
-                more = routing[2], numbers, wanted, waits, sms, decided
+                sent = expanded.HowSent(waits, bool(do_handle_copy), sms)
+                more = routing[2], numbers, wanted, sent, decided
                 got = expanded.dispatch(engine, tokens, num_experts, *more)
             received = expanded.shaped(got.rows, scales, got.num_expanded, wanted)
-            kept_idx = topk_idx.clone() if do_handle_copy else topk_idx
+            kept_idx = topk_idx if got.sent_idx is None else got.sent_idx
             if call.is_async:
                 call.returns(*received, got.topk_idx, *got.places, *got.sent, kept_idx)
         kind.is_checked = True
@@ -175,7 +176,8 @@ class ElasticVerbs(BufferLifecycle):
         places, (topk_idx, weights, stats) = handle.places, routing
         rows, scales, is_pair = checks.pair_of(x)
         args = rows, scales, is_pair, *routing, *options, *handle.described
-        described = engine.describe("dispatch_again", *args, sized=places[:1])
+        ids = None if options.do_expand else handle.recv_topk_idx
+        described = engine.describe("dispatch_again", *args, sized=(places[0], ids))
         kind = described.kind
         if not kind.is_checked:
             kind.choice = wanted, _ = self._check_options(x, weights, options)
@@ -198,10 +200,9 @@ class ElasticVerbs(BufferLifecycle):
             if got is None:
                 known = None if weights is None else handle.topk_idx
                 tokens, decided = _tokens(described, rows, scales, known, weights)
-                of = handle.sent, places, handle.numbers, wanted, sms, sizes, decided
+                of = handle.sent, places, handle.numbers, wanted, sms, sizes, ids, decided
                 got = expanded.dispatch_again(engine, tokens, *of)
-            received = expanded.shaped(got, scales, num_expanded, wanted)
-            ids = None if wanted.expand else handle.recv_topk_idx.clone()
+            received, ids = expanded.shaped(got[0], scales, num_expanded, wanted), got[1]
             if call.is_async:
                 call.returns(*received, ids)
         kind.is_checked = True

@@ -328,7 +328,10 @@ def with_size(name: str, results: R) -> R:
     name, which is other in other calls."""
     recording = Recording.current()
     if recording is not None:
-        recording.sized |= {id(one): name for one in results if one is not None}
+        new = {id(one): name for one in results if one is not None}
+        if not new.keys() <= set(map(id, recording.allocated)):  # torch.empty_like's are not
+            raise AssertionError("a size was given for what is not recorded as allocated.")
+        recording.sized |= new
     return results
 
 

@@ -12,10 +12,10 @@ from launches import BF16, EXPERTS, FP8, HIDDEN, RANKS, REGION_BYTES, TOKENS, re
 from moe_engine.combine.reduce_expanded_kernels import ExpertRows
 from moe_engine.dispatch import Tokens
 from moe_engine.engines import expanded
-from moe_engine.engines.expanded import Numbers, RowsWanted
+from moe_engine.engines.expanded import HowSent, Numbers, RowsWanted
 from moe_engine.tools.lone_rank import kernel_engine
 
-NAMES = ["count_received", "place_received", "expand_rows", "reduce_expanded"]
+NAMES = ["copy_ids", "count_received", "place_received", "expand_rows", "reduce_expanded"]
 pytestmark = pytest.mark.skipif(
     not triton.__version__.startswith("3.6."), reason="registers are those of Triton 3.6"
 )
@@ -30,7 +30,8 @@ def launched(dtype=BF16, num_scales=0, hidden=HIDDEN):
     with recorded() as launches:
         tokens, stats = Tokens(x, *routing(), scales), torch.zeros(EXPERTS // RANKS).int()
         wanted = RowsWanted(True, True, num_scales > 0, True)
-        got = expanded.dispatch(engine, tokens, EXPERTS, stats, numbers, wanted, False, 20)
+        how = HowSent(waits=False, copies_ids=True, num_sms=20)
+        got = expanded.dispatch(engine, tokens, EXPERTS, stats, numbers, wanted, how)
         assert got.rows.weights is not None
         rows = ExpertRows(got.rows.x.view(BF16)[:, : hidden // 2], got.rows.weights)
         if dtype == BF16:

@@ -14,7 +14,7 @@ from ..combine import ReturnedRows
 from ..combine.reduce_expanded import reduce_expanded
 from ..combine.reduce_expanded_kernels import ExpertRows, ReducedRows
 from ..dispatch import Received, Tokens
-from ..dispatch.expand import expand_rows, place_received
+from ..dispatch.expand import copy_ids, expand_rows, place_received
 from ..dispatch.expand_kernels import (
     ExpandedRows,
     Places,
@@ -61,13 +61,23 @@ class Numbers(NamedTuple):
         return round_up(num_rows, self.alignment)
 
 
+class HowSent(NamedTuple):
+    """Whether the host waits for the counts; whether the ids that are sent are copied for the
+    handle; programs that communicate."""
+
+    waits: bool
+    copies_ids: bool
+    num_sms: int
+
+
 class Dispatched(NamedTuple):
     """What a dispatch brings: rows as wanted, with scales and weights or None; the ids of rows by
-    token; where rows come from and go; the handle; rows of each local expert with padding, where
-    the host knows; the number of rows by expert."""
+    token; a copy of those that were sent, if wanted; where rows come from and go; the handle; rows
+    of each local expert with padding, where the host knows; the number of rows by expert."""
 
     rows: ExpandedRows
     topk_idx: torch.Tensor
+    sent_idx: torch.Tensor | None
     places: Places
     sent: Handle | InternodeHandle
     per_expert: list[int]
@@ -81,15 +91,14 @@ def dispatch(
     stats: torch.Tensor | None,
     numbers: Numbers,
     wanted: RowsWanted,
-    waits: bool,
-    num_sms: int,
+    how: HowSent,
     described: Described | None = None,
 ) -> Dispatched:
-    """Send the tokens. Unless the host `waits` for the counts there is room for all that can come,
-    and the whole is one prepared call. Rows by expert are copied from where they arrive; their
-    scales are in one row, see `shaped`."""
-    args = tokens, num_experts, stats, numbers, wanted, waits, num_sms
-    if waits:
+    """Send the tokens. Unless the host waits for the counts there is room for all that can come, and
+    the whole is one prepared call. Rows by expert are copied from where they arrive; their scales
+    are in one row, see `shaped`."""
+    args = tokens, num_experts, stats, numbers, wanted, how
+    if how.waits:
         return _dispatch(engine, *args)
     got: Dispatched = engine.whole_call(_dispatch, *args, described=described)
     return got
@@ -102,13 +111,14 @@ def _dispatch(
     stats: torch.Tensor | None,
     numbers: Numbers,
     wanted: RowsWanted,
-    waits: bool,
-    num_sms: int,
+    how: HowSent,
 ) -> Dispatched:
     assert tokens.topk_idx is not None
-    layout = engine.layout(tokens.topk_idx, num_experts)
+    layout, waits = engine.layout(tokens.topk_idx, num_experts), how.waits
+    sent_idx = engine.call(_copy_ids, tokens.topk_idx) if how.copies_ids else None
     most_rows, in_place = 0 if waits else numbers.most_rows(), wanted.expand
-    received, counts, sent = engine.dispatch(tokens, layout, most_rows, num_sms, not in_place)[:3]
+    sms = how.num_sms, not in_place
+    received, counts, sent = engine.dispatch(tokens, layout, most_rows, *sms)[:3]
     try:
         topk_idx, per_expert = received.topk_idx, [round_up(n, numbers.alignment) for n in counts]
         assert topk_idx is not None
@@ -122,7 +132,13 @@ def _dispatch(
     finally:
         if in_place:
             engine.release()
-    return Dispatched(rows, topk_idx, places, sent, per_expert, num_expanded)
+    return Dispatched(rows, topk_idx, sent_idx, places, sent, per_expert, num_expanded)
+
+
+def _copy_ids(engine: KernelEngine, topk_idx: torch.Tensor) -> torch.Tensor:
+    copy = torch.empty_like(topk_idx)
+    copy_ids(topk_idx, copy, engine.slots)
+    return copy
 
 
 class Sizes(TypedDict):
@@ -160,17 +176,20 @@ def dispatch_again(
     wanted: RowsWanted,
     num_sms: int,
     sizes: Sizes,
+    recv_topk_idx: torch.Tensor | None,
     described: Described | None = None,
-) -> ExpandedRows:
+) -> tuple[ExpandedRows, torch.Tensor | None]:
     """Send tokens where those of an earlier dispatch went; ids and weights go along where there are
-    some. Scales of rows by expert are in one row, see `shaped`."""
+    some. Scales of rows by expert are in one row, see `shaped`. Also returns a copy of
+    recv_topk_idx, unless None."""
     goes_along = tokens.topk_idx is not None and tokens.topk_weights is not None
     num_experts = numbers.num_ranks * (numbers.num_local_experts if goes_along else 1)
     metadata, *sums = places
     args = tokens, sent.sent, num_experts, tuple(sums), numbers, wanted, num_sms
-    more: dict[str, Any] = dict(described=described, sized=(metadata,))
-    rows: ExpandedRows = engine.whole_call(_dispatch_again, *args, **more, **sizes)
-    return rows
+    more: dict[str, Any] = dict(described=described, sized=(metadata, recv_topk_idx))
+    got: tuple[ExpandedRows, torch.Tensor | None]
+    got = engine.whole_call(_dispatch_again, *args, **more, **sizes)
+    return got
 
 
 def _dispatch_again(
@@ -182,19 +201,24 @@ def _dispatch_again(
     numbers: Numbers,
     wanted: RowsWanted,
     num_sms: int,
-    sized: tuple[torch.Tensor],
+    sized: tuple[torch.Tensor, torch.Tensor | None],
     **sizes: int,
-) -> ExpandedRows:
+) -> tuple[ExpandedRows, torch.Tensor | None]:
+    metadata, ids = sized
     x = tokens.x.new_empty(sizes["max_rows"], tokens.x.shape[1])
     received = with_size("max_rows", Received.empty(x, tokens))
     engine.send_again(tokens, plan, num_experts, received, num_sms)
+    copied = None
+    if ids is not None:
+        (copied,) = with_size("max_rows", [ids.new_empty(ids.shape)])
+        copy_ids(ids, copied, engine.slots)
     if not wanted.expand:
-        return _by_token(received, wanted)
+        return _by_token(received, wanted), copied
     rows = with_size("num_expanded", new_rows(tokens, sizes["num_expanded"], wanted))
     with_size("num_scales", [rows.scales])
-    received_rows, places = ReceivedRows(*_by_token(received, wanted)), Places(*sized, *sums)
+    received_rows, places = ReceivedRows(*_by_token(received, wanted)), Places(metadata, *sums)
     expand(engine, received_rows, places, plan[0], rows, numbers, wanted)
-    return rows
+    return rows, copied
 
 
 def combine(
