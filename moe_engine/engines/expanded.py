@@ -94,9 +94,9 @@ def dispatch(
     how: HowSent,
     described: Described | None = None,
 ) -> Dispatched:
-    """Send the tokens. Unless the host waits for the counts there is room for all that can come, and
-    the whole is one prepared call. Rows by expert are copied from where they arrive; their scales
-    are in one row, see `shaped`."""
+    """Send the tokens. Unless the host waits for the counts there is room for all that can come,
+    and the whole is one prepared call. Rows by expert are copied from where they arrive; their
+    scales are in one row, see `shaped`."""
     args = tokens, num_experts, stats, numbers, wanted, how
     if how.waits:
         return _dispatch(engine, *args)
