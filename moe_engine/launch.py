@@ -63,8 +63,9 @@ class Graph(Protocol):
 
 
 def as_graph(launches: Sequence[Any]) -> Graph | None:
-    """These launches as one; None where kernels are interpreted, or the driver is too old."""
-    if INTERPRETED or not launches or not launch_graph.is_offered():
+    """These launches as one; None where kernels are interpreted, where it is a single one already,
+    which gains nothing, or where the driver is too old."""
+    if INTERPRETED or len(launches) < 2 or not launch_graph.is_offered():
         return None
     return launch_graph.LaunchGraph(launches)
 
