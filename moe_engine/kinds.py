@@ -24,6 +24,9 @@ asked for first."""
 PLAIN = torch.Tensor, torch.nn.Parameter
 """Classes of tensors that torch can compare."""
 
+IN_NO_TUPLE = torch.Tensor, tuple, list
+"""What a tuple of options does not hold."""
+
 _count = itertools.count()
 data_ptr, is_grad_enabled = torch.Tensor.data_ptr, torch.is_grad_enabled
 is_nested = operator.attrgetter("is_nested")
@@ -90,13 +93,23 @@ class Recent(NamedTuple):
     `kinds`: by the shape of their first tensor, as most differ in their number of tokens; of each
     its options, and torch's own comparison with its tensors: whether others are distinct, and of
     the same classes, dispatch keys, dtypes, devices, shapes, strides and wishes for gradients.
-    `is_sized`: whether the first size of that tensor is no part of the kind.
+    `pick_tuples`: of the options those that are tuples, whose items must be of the same types too;
+    None where there are none. `is_sized`: whether the first size of that tensor is no part of the
+    kind.
     """
 
     pick_options: Callable[[tuple[Any, ...]], tuple[Any, ...]]
+    pick_tuples: Callable[[tuple[Any, ...]], tuple[Any, ...]] | None
     pick_tensors: Callable[[tuple[Any, ...]], tuple[torch.Tensor, ...]]
     is_sized: bool
     kinds: dict[Any, tuple[tuple[tuple[Any, ...], Callable[..., bool], Kind], ...]]
+
+    def options(self, args: tuple[Any, ...], every: tuple[Any, ...]) -> tuple[Any, ...]:
+        """What is compared of the arguments besides tensors."""
+        options = _state(args) + self.pick_options(every)
+        if self.pick_tuples is None:
+            return options
+        return options + tuple([type(item) for one in self.pick_tuples(every) for item in one])
 
     def of(self, tensors: Sequence[torch.Tensor]) -> Any:
         """The key of these tensors in `kinds`."""
@@ -123,7 +136,7 @@ class Kinds:
         every = args + sized
         types = tuple(map(type, every))
         if (recent := self._recent.get(types)) is not None:
-            options = _state(args) + recent.pick_options(every)
+            options = recent.options(args, every)
             tensors = recent.pick_tensors(every)
             try:
                 addresses = [*map(data_ptr, tensors)]
@@ -184,10 +197,11 @@ class Kinds:
         except (AttributeError, RuntimeError, TypeError):
             return Described(Kind(), None)
         kind.used = next(_count)
-        is_flat = len(todo) == len(every) and len(addresses) == sum(
-            isinstance(one, torch.Tensor) for one in every
-        )
-        if is_flat and _are_aligned(addresses):
+        # A tuple of options is one itself; a list may be another one when it is compared.
+        is_flat = not any(isinstance(one, list) for one in every)
+        is_flat = is_flat and not any(isinstance(one, IN_NO_TUPLE) for one in todo[len(every) :])
+        num_tensors = sum(isinstance(one, torch.Tensor) for one in every)
+        if is_flat and len(addresses) == num_tensors and _are_aligned(addresses):
             self._remember(kind, key, args, sized, types)
         return Described(kind, list(tensors.values()), addresses)
 
@@ -206,6 +220,7 @@ class Kinds:
         if any(types[number] not in PLAIN for number in places):
             return
         others = _picker([number for number, one in enumerate(is_tensor) if not one])
+        tuples = [number for number, one in enumerate(every) if isinstance(one, tuple)]
         tensors = [every[place] for place in places]
         if kind.check is None or not kind.check(
             *tensors
@@ -221,11 +236,12 @@ class Kinds:
             if len(self._recent) > MOST_KINDS:
                 self._recent.clear()
             is_sized = bool(places) and places[0] >= num_args
-            new = Recent(others, _picker(places), is_sized, {})
+            in_tuples = _picker(tuples) if tuples else None
+            new = Recent(others, in_tuples, _picker(places), is_sized, {})
             recent = self._recent.get(types, new)
             before = recent.kinds.get(shape := recent.of(tensors), ())
             kept = [one for one in before if one[1] is not kind.check]
-            one = _state(args) + others(every), kind.check, kind
+            one = recent.options(args, every), kind.check, kind
             kinds = {**recent.kinds, shape: (one, *kept[: MOST_RECENT - 1])}
             self._recent[types] = recent._replace(kinds=kinds)
 

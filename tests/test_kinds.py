@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from typing import NamedTuple
 from unittest import mock
 
 import cases
@@ -192,6 +193,31 @@ def test_what_torch_may_not_compare(calls):
 
 def test_an_unusable_option_has_no_kind(calls):
     assert calls.describe(X, Y, None, [3], {}, "fp8", sized=(S,)).tensors is None
+
+
+class Pair(NamedTuple):
+    name: str
+    limit: float
+
+
+def test_tuples_of_options_are_found_at_once(calls):
+    """By their values and the types of these."""
+    first = kind_of(calls, ((X, Pair("a", 1.0)), S))
+    others = [(X, Pair("a", 1)), (X, Pair("a", True)), (X, Pair("b", 1.0)), (X, ("a", 1.0))]
+    found = [kind_of(calls, (other, S)) for other in others]
+    assert len({first, *found}) == 1 + len(others)
+    with mock.patch.object(calls, "_describe", side_effect=calls._describe) as slowly:
+        assert kind_of(calls, ((X, Pair("a", 1.0)), S)) is first
+        assert [kind_of(calls, (other, S)) for other in others] == found
+    assert slowly.call_count == (0 if calls.compares else 1 + len(others))
+
+
+@pytest.mark.parametrize("in_tuple", [(Y,), (X,), ([1],), ((1,),)])
+def test_tuples_that_torch_does_not_compare(calls, in_tuple):
+    first = kind_of(calls, ((X, in_tuple), S))
+    with mock.patch.object(calls, "_describe", side_effect=calls._describe) as slowly:
+        assert kind_of(calls, ((X, in_tuple), S)) is first
+    assert slowly.call_count == 1
 
 
 def test_kinds_that_went_are_not_found_again(monkeypatch):
