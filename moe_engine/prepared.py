@@ -174,13 +174,24 @@ def prepared(body: Callable[P, T]) -> Prepared[P, T]:
         first = args[0]
         while isinstance(first, tuple) and first:
             first = first[0]
+        described = _without_memory.describe(*_ungrouped(args))
         on_gpu = isinstance(first, torch.Tensor) and first.is_cuda
         if on_gpu and first.get_device() != torch.cuda.current_device():
             with torch.cuda.device_of(first):
-                return _without_memory(run, None, *args)
-        return _without_memory(run, None, *args)
+                return _without_memory(run, None, *args, described=described)
+        return _without_memory(run, None, *args, described=described)
 
     return cast(Prepared[P, T], call)
+
+
+def _ungrouped(args: tuple[Any, ...]) -> Iterator[Any]:
+    """Arguments without the tuples in which they stand, as torch compares no tensors in tuples; at
+    the end what these tuples are."""
+    groups: list[Any] = []
+    for one in args:
+        groups += type(one), len(one) if isinstance(one, tuple) else -1
+        yield from one if isinstance(one, tuple) else (one,)
+    yield tuple(groups)
 
 
 class PreparedCall:
