@@ -154,7 +154,7 @@ def draw_host() -> None:
             places, [times[verb] for verb in verbs if verb in times], height, label=name
         )
         axes.bar_label(drawn, fmt="%.0f", fontsize=7, padding=2)
-    axes.set(xscale="log", xlim=(10, 2500), xlabel="us of the host for a call, one H200")
+    axes.set(xscale="log", xlim=(10, 2500), xlabel="us of the host for a call, one GPU")
     axes.set_yticks(range(len(verbs)), [verb.replace("_", " ") for verb in verbs])
     axes.invert_yaxis()
     axes.legend(loc="upper right")
