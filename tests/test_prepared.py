@@ -12,6 +12,7 @@ import pytest
 import torch
 from dispatch_cases import make_inputs, poison
 from layer_cases import make_weights
+from prepared_cases import prepared_as_graphs
 
 from moe_engine import (
     BackendError,
@@ -23,7 +24,6 @@ from moe_engine import (
     moe_ffn,
     prepared,
 )
-from moe_engine.device.lang import INTERPRETED
 from moe_engine.emulation import PerRank
 from moe_engine.grouped_gemm import dgrad, grouped_gemm, grouped_mlp, tile_schedule, wgrad
 from moe_engine.launch import InterpretedLaunch
@@ -131,32 +131,11 @@ def every_elastic_call(buffer, x, idx, weights):
         yield f"{name}_fp8", (rows, scales.flatten())
 
 
-class GraphOfCopies:
-    """Emulates `LaunchGraph`, which keeps the arguments that it was told of last."""
-
-    def __init__(self, launches):
-        self._launches, self._told = launches, {}
-
-    def __call__(self, stream, changed):
-        for number in changed if self._told else range(len(self._launches)):
-            one = self._launches[number]
-            self._told[number] = dict(_tensors=[*one._tensors], _arguments={**one._arguments})
-        changed.clear()
-        for number, one in enumerate(self._launches):
-            with mock.patch.multiple(one, **self._told[number]):
-                one(stream)
-
-
 def run_rounds(group, rounds, up, down):
     """Each round by prepared calls and by ones that are never kept: what a round of the same shapes
-    as an earlier one costs, by call. Where kernels are interpreted, prepared calls are emulated
-    graphs here."""
-    with nullcontext() if not INTERPRETED else mock.patch.object(prepared, "as_graph", copies):
+    as an earlier one costs, by call. Prepared calls are graphs."""
+    with prepared_as_graphs():
         return compare_rounds(group, rounds, up, down)
-
-
-def copies(launches):
-    return GraphOfCopies(launches) if launches else None
 
 
 def compare_rounds(group, rounds, up, down):

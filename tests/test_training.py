@@ -9,6 +9,7 @@ from unittest import mock
 import cases
 import pytest
 import torch
+from prepared_cases import prepared_as_graphs
 from torch.utils.checkpoint import checkpoint
 from training_cases import (
     NAMES,
@@ -174,7 +175,8 @@ def run_again(group, *batches):
     x, idx, _, up, _, _ = batches[0]
     buffer = new_buffer(group, x, group.size() * len(up), idx.shape[1], len(x))
     read = ConcurrentReads.read
-    with mock.patch.object(ConcurrentReads, "read", autospec=True, side_effect=read) as reads:
+    reading = mock.patch.object(ConcurrentReads, "read", autospec=True, side_effect=read)
+    with prepared_as_graphs(), reading as reads:
         found = [gradients(lambda *a: moe_ffn(*a, buffer), *parts) for parts in batches]
     num_kinds = len(buffer._engine.slots.calls)
     if group.size() == 1:  # a forward, which waits for nothing, and a backward

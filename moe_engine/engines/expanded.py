@@ -115,7 +115,7 @@ def _dispatch(
 ) -> Dispatched:
     assert tokens.topk_idx is not None
     layout, waits = engine.layout(tokens.topk_idx, num_experts), how.waits
-    sent_idx = engine.call(_copy_ids, tokens.topk_idx) if how.copies_ids else None
+    sent_idx = copy_of_ids(engine, tokens.topk_idx) if how.copies_ids else None
     most_rows, in_place = 0 if waits else numbers.most_rows(), wanted.expand
     sms = how.num_sms, not in_place
     received, counts, sent = engine.dispatch(tokens, layout, most_rows, *sms)[:3]
@@ -133,6 +133,12 @@ def _dispatch(
         if in_place:
             engine.release()
     return Dispatched(rows, topk_idx, sent_idx, places, sent, per_expert, num_expanded)
+
+
+def copy_of_ids(engine: KernelEngine, topk_idx: torch.Tensor) -> torch.Tensor:
+    """Ids [N, K], which the caller may change, in memory of their own."""
+    copy: torch.Tensor = engine.call(_copy_ids, topk_idx)
+    return copy
 
 
 def _copy_ids(engine: KernelEngine, topk_idx: torch.Tensor) -> torch.Tensor:

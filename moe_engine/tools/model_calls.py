@@ -172,7 +172,8 @@ def call_elastic(shape: ModelShape) -> None:
 def expand_and_reduce(
     shape: ModelShape, count: int, forms: Iterable[tuple[int, torch.dtype, int]]
 ) -> None:
-    """What `ElasticBuffer` makes of received rows: expert rows of them, and sums back."""
+    """What `ElasticBuffer` makes of ids, a copy, and of received rows: expert rows of them, and
+    sums back."""
     num_ranks, num_local, num_topk = shape.num_ranks, shape.num_local, shape.num_topk
     engine = kernel_engine(num_ranks, None, shape.region_bytes(count), None, shape.num_nodes)
     sent_x, topk_idx, topk_weights = shape.tokens(count)
@@ -182,6 +183,7 @@ def expand_and_reduce(
     prefix = sent.rank_prefix_matrix
     numbers = expanded.Numbers(num_local, 1, count, num_ranks)
     num_rows, received = count * num_topk, ReceivedIds(topk_idx, src_idx)
+    expanded.copy_of_ids(engine, topk_idx)
     for added_to, by_expert in product((None, stats), (False, True)):
         more = prefix, added_to, numbers, by_expert, num_rows
         places = expanded.find_places(engine, received, *more)
