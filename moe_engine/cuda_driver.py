@@ -3,7 +3,7 @@ arguments are packed, and they are launched, without Triton's launcher.
 
 That launcher is C code which Triton generates for each kernel and compiles at its first launch, and
 it reads all arguments anew at each launch (11 to 20 us). Here the arguments of a launch stay
-packed, so that another launch changes those that differ and costs what the driver takes (4 to 6
+packed, so that another launch changes those that differ and costs what the driver takes (about 5
 us; bench/NOTES.md), and `launch_graph.py` makes one launch of several. Nothing here needs Triton or
 a compiler, and Triton's hooks of loaded modules are not called.
 """
@@ -247,7 +247,8 @@ class TensorMap:
 
 
 class PackedLaunch:
-    """A `launch.Launch` of a loaded kernel. arguments: in the order of the kernel's, by `names`."""
+    """A `launch.Launch` of a loaded kernel. arguments: in the order of the kernel's, by `names`.
+    is_dependent: whether it is a programmatic dependent launch."""
 
     def __init__(
         self,
@@ -257,7 +258,7 @@ class PackedLaunch:
         arguments: Sequence[Any],
     ):
         self.name, maps = function.name, iter(function.tensor_maps)
-        self._handle = function.handle
+        self._handle, self.is_dependent = function.handle, function.pdl
         self.pointers: list[tuple[Any, int, torch.Tensor]] = []
         self.numbers: dict[str, tuple[Any, int]] = {}
         leaves: list[tuple[str, Any]] = []

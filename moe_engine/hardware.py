@@ -118,13 +118,20 @@ def outside_capture(device: torch.device) -> Iterator[Callable[[], None]]:
     if device.type != "cuda":
         yield lambda: None
         return
+    with relaxed_capture():
+        stream = torch.cuda.Stream(device, priority=-1)
+        with torch.cuda.stream(stream):
+            yield stream.synchronize
+
+
+@contextmanager
+def relaxed_capture() -> Iterator[None]:
+    """Within the block this thread may call what the capture of a CUDA graph forbids elsewhere."""
     exchange_mode = ctypes.CDLL("libcuda.so.1").cuThreadExchangeStreamCaptureMode
     mode = ctypes.c_int(2)  # CU_STREAM_CAPTURE_MODE_RELAXED; from then on, what it was before
     exchange_mode(ctypes.byref(mode))
     try:
-        stream = torch.cuda.Stream(device, priority=-1)
-        with torch.cuda.stream(stream):
-            yield stream.synchronize
+        yield
     finally:
         exchange_mode(ctypes.byref(mode))
 

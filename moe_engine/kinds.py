@@ -105,11 +105,12 @@ class Recent(NamedTuple):
     kinds: dict[Any, tuple[tuple[tuple[Any, ...], Callable[..., bool], Kind], ...]]
 
     def options(self, args: tuple[Any, ...], every: tuple[Any, ...]) -> tuple[Any, ...]:
-        """What is compared of the arguments besides tensors."""
+        """What is compared of the arguments besides tensors. Types come first, so that no number
+        is compared with a tensor in a tuple."""
         options = _state(args) + self.pick_options(every)
         if self.pick_tuples is None:
             return options
-        return options + tuple([type(item) for one in self.pick_tuples(every) for item in one])
+        return tuple([type(item) for one in self.pick_tuples(every) for item in one]) + options
 
     def of(self, tensors: Sequence[torch.Tensor]) -> Any:
         """The key of these tensors in `kinds`."""

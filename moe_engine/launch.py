@@ -56,10 +56,9 @@ class Launch(Protocol):
 
 
 class Graph(Protocol):
-    """Launches that are made as one. changed: the numbers of those whose arguments were changed
-    since; it is emptied."""
+    """Launches that are made as one; see `LaunchGraph`."""
 
-    def __call__(self, stream: int, changed: set[int]) -> None: ...
+    def __call__(self, stream: int, changed: set[int]) -> bool: ...
 
 
 def as_graph(launches: Sequence[Any]) -> Graph | None:

@@ -3,8 +3,8 @@
 The first call of a kind runs an ordinary function, its *body*, and notes which kernels it launches
 and where their arguments lie: in the call's tensors, in its results, or in memory that it needs for
 a time. A call of the same kind then allocates its results and that memory, changes the addresses
-that differ from the call before, and launches the same kernels, as one CUDA graph. So it costs what
-its launches cost, and the code that decides stays an ordinary function.
+that differ from the call before, and launches the same kernels, several as one CUDA graph. So it
+costs what its launches cost, and the code that decides stays an ordinary function.
 """
 
 from __future__ import annotations
@@ -68,6 +68,7 @@ class PreparedCalls(Kinds):
         described: Described | None = None,
         before: Callable[..., None] | None = None,
         sized: Tensors | None = None,
+        as_one: bool = True,
         **numbers: int,
     ) -> Any:
         """`body(owner, *args, **numbers)`, or what it did at the first call of this kind.
@@ -77,7 +78,8 @@ class PreparedCalls(Kinds):
         call, and so may `numbers`, which kernels take by the same names. The owner is the same for
         all calls. A body launches kernels, allocates and makes views, and returns tensors in
         tuples; one that computes anything else by torch runs at each call. `before(*args)` runs
-        before the first call of a kind, and may do anything.
+        before the first call of a kind, and may do anything. as_one: whether launches may be made
+        as one, so that they begin when all before them has ended, and later ones when they have.
         """
         if described is not None and only_launches() and not has_modes():
             prepared = described.kind.prepared.get(body)
@@ -93,9 +95,8 @@ class PreparedCalls(Kinds):
             return body(owner, *args, **more, **numbers)
         if has_modes():
             with without_modes():
-                return self(
-                    body, owner, *args, described=described, before=before, sized=sized, **numbers
-                )
+                how: dict[str, Any] = dict(before=before, sized=sized, as_one=as_one)
+                return self(body, owner, *args, described=described, **how | numbers)
         if described is None or described.tensors is None:
             described = self.describe(*args, sized=tuple(sized or ()))
             if described.tensors is None:
@@ -117,7 +118,7 @@ class PreparedCalls(Kinds):
         can_be_repeated = not recording.computes and not _overlap(given, self._held)
         of_rows = *(sized or ()), *recording.of_rows()
         if can_be_repeated and all(one is None or one.numel() for one in of_rows):
-            parts = self._held, recording, result, self._state
+            parts = self._held, recording, result, self._state, as_one
             described.kind.prepared[body] = PreparedCall(given, [*numbers], *parts)
         return result
 
@@ -174,7 +175,7 @@ def prepared(body: Callable[P, T]) -> Prepared[P, T]:
         first = args[0]
         while isinstance(first, tuple) and first:
             first = first[0]
-        described = _without_memory.describe(*_ungrouped(args))
+        described = _without_memory.describe(*_ungrouped(args)) if only_launches() else None
         on_gpu = isinstance(first, torch.Tensor) and first.is_cuda
         if on_gpu and first.get_device() != torch.cuda.current_device():
             with torch.cuda.device_of(first):
@@ -189,7 +190,7 @@ def _ungrouped(args: tuple[Any, ...]) -> Iterator[Any]:
     the end what these tuples are."""
     groups: list[Any] = []
     for one in args:
-        groups += type(one), len(one) if isinstance(one, tuple) else -1
+        groups += (type(one), len(one)) if isinstance(one, tuple) else (None,)
         yield from one if isinstance(one, tuple) else (one,)
     yield tuple(groups)
 
@@ -207,12 +208,15 @@ class PreparedCall:
         recording: Recording,
         result: Any,
         state: Any,
+        as_one: bool,
     ):
         self._launches, self._end = recording.launches, (state.step, state.launched)
-        self._graph = as_graph([launch for launch, _ in self._launches])
-        steps = [step for _, step in self._launches if step is not None]
-        self._step = steps[0] if steps else None
-        self._changed: set[int] = set()  # numbers of launches that the graph was not told of
+        self._graph = as_graph([launch for launch, _ in self._launches]) if as_one else None
+        self._step = next((step for _, step in self._launches if step is not None), None)
+        self._changed = set[int]()  # numbers of launches that the graph was not told of
+        # Calls of one memory are in order anyway. Others have that of a graph on one stream alone.
+        self._stream_of_graph: int | None = None
+        self._is_in_order = bool(held)
         returned = {_identity(one) for one in leaves(result)}
         # Also what is needed for a time, where its size is a number.
         returned |= set(map(_identity, recording.of_rows()))
@@ -292,15 +296,27 @@ class PreparedCall:
         if numbers != self._counts:
             self._count(numbers)
         stream = self._stream()
-        if self._graph is None or is_capturing():
+        if not self._launch_as_one(stream, state):
             for launch, step in self._launches:
                 state.step = step
                 launch(stream)
-        else:
-            state.step = self._step
-            self._graph(stream, self._changed)
         state.step, state.launched = self._end
         return self._build([*given, *made, None])
+
+    def _launch_as_one(self, stream: int, state: Any) -> bool:
+        """Make all launches as one, unless they are captured, or would wait for another stream."""
+        if self._graph is None or is_capturing():
+            return False
+        if not self._is_in_order:
+            if self._stream_of_graph is None:
+                self._stream_of_graph = stream
+            if stream != self._stream_of_graph:
+                return False
+        state.step = self._step
+        if self._graph(stream, self._changed):
+            return True
+        self._graph = None
+        return False
 
     def _move(self, addresses: list[int]) -> None:
         """Let the launches take other memory."""
@@ -340,7 +356,8 @@ def with_size(name: str, results: R) -> R:
     recording = Recording.current()
     if recording is not None:
         new = {id(one): name for one in results if one is not None}
-        if not new.keys() <= set(map(id, recording.allocated)):  # torch.empty_like's are not
+        # Python gets another object from torch.empty_like than the one that was recorded.
+        if not new.keys() <= set(map(id, recording.allocated)):
             raise AssertionError("a size was given for what is not recorded as allocated.")
         recording.sized |= new
     return results

@@ -19,7 +19,7 @@ class GraphOfCopies:
         self._launches = launches
         self._told: dict[int, dict[str, Any]] = {}
 
-    def __call__(self, stream: int, changed: set[int]) -> None:
+    def __call__(self, stream: int, changed: set[int]) -> bool:
         for number in changed if self._told else range(len(self._launches)):
             one = self._launches[number]
             self._told[number] = dict(_tensors=[*one._tensors], _arguments={**one._arguments})
@@ -27,6 +27,7 @@ class GraphOfCopies:
         for number, one in enumerate(self._launches):
             with mock.patch.multiple(one, **self._told[number]):
                 one(stream)
+        return True
 
 
 def prepared_as_graphs() -> AbstractContextManager[Any]:

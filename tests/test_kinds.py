@@ -212,6 +212,13 @@ def test_tuples_of_options_are_found_at_once(calls):
     assert slowly.call_count == (0 if calls.compares else 1 + len(others))
 
 
+def test_tensors_in_a_tuple_after_numbers(calls):
+    """As in a call that is refused, and one that is right."""
+    kind_of(calls, ((X, (0.0, 0.0)), S))
+    other = kind_of(calls, ((X, (Y, rows(4, 8))), S))
+    assert kind_of(calls, ((X, (0.0, 0.0)), S)) is not other
+
+
 @pytest.mark.parametrize("in_tuple", [(Y,), (X,), ([1],), ((1,),)])
 def test_tuples_that_torch_does_not_compare(calls, in_tuple):
     first = kind_of(calls, ((X, in_tuple), S))

@@ -263,6 +263,23 @@ def test_grouped_gemms(pool):
     assert pool.run(run_products, num_ranks=1)[0] > 20
 
 
+def count_kinds(group):
+    """Kinds of a product of two GEMMs, called twice, and how many of them are prepared."""
+    device, calls = cases.device(), prepared.PreparedCalls()
+    x, up, down = (
+        torch.ones(*shape, device=device) for shape in ((4, 32), (1, 64, 32), (1, 32, 32))
+    )
+    offsets = torch.tensor([0, 4], dtype=torch.int32, device=device)
+    with mock.patch.object(prepared, "_without_memory", calls), torch.no_grad():
+        for _ in range(2):
+            grouped_mlp(x, up, down, offsets)
+    return len(calls._kinds), len(calls)
+
+
+def test_parts_of_a_call_have_no_kinds(pool):
+    assert pool.run(count_kinds, num_ranks=1) == [(1, 1)]
+
+
 def refuse_later(group):
     """What is refused though a call of its kind has passed."""
     device = cases.device()

@@ -121,7 +121,9 @@ class KernelEngine(MemoryEngine):
             self._grow(1, largest_row, header)
         counts, routes = self.call(type(self)._exchange, *sent, grows, check=False)
         self.concurrent_reads.mark()
-        self.call(type(self)._send, *sent, counts, routes, *how, check=not grows)
+        # Rows are collected while others are pushed: neither part waits for all of the other.
+        parts: dict[str, Any] = dict(as_one=False)
+        self.call(type(self)._send, *sent, counts, routes, *how, check=not grows, **parts)
         num_rows, *per_expert = self.concurrent_reads.read(lambda: self._received(counts))
         most_rows = self.slots.context.rows_wanted() if grows else 0
         if most_rows:
@@ -130,7 +132,7 @@ class KernelEngine(MemoryEngine):
         self.slots.context.check()
         out, prefix = self._new_rows(tokens, num_rows, owned), counts.rank_prefix_matrix
         received = tokens, prefix, layout.num_experts, *how
-        self.call(KernelEngine._receive, *received, sized=out, max_rows=num_rows)
+        self.call(KernelEngine._receive, *received, sized=out, max_rows=num_rows, **parts)
         handle = self._new_handle(counts, routes, out, layout)
         return Arrived(out, per_expert, handle, counts.group_counts)
 

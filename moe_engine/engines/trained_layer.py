@@ -125,7 +125,8 @@ def forward(
     exchanged = engine.call(_exchange, inputs, number, **first)
     engine.concurrent_reads.mark()
     described = described.more(leaves(exchanged))
-    sent = engine.call(_send, inputs, exchanged, described=described)
+    # The products run while rows arrive: neither part waits for all of the other.
+    sent = engine.call(_send, inputs, exchanged, described=described, as_one=False)
     described, overflow = described.more(leaves(sent)), 0
     found = exchanged.offsets.expert_offsets[-1:]
     if exchanged.offsets.overflow is None:
@@ -134,7 +135,7 @@ def forward(
         both = found, exchanged.offsets.overflow
         num_rows, overflow = engine.concurrent_reads.read(lambda: torch.cat(both))
     engine.context.check()
-    last: dict[str, Any] = dict(described=described, max_rows=max(1, num_rows))
+    last: dict[str, Any] = dict(described=described, max_rows=max(1, num_rows), as_one=False)
     out, kept = engine.call(_finish, inputs, exchanged, sent, save, **last)
     return out, Saved(save, kept, num_rows, overflow=overflow), exchanged.offsets.counts
 

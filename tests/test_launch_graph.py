@@ -1,0 +1,145 @@
+"""Calls that are one CUDA graph, beside what else a GPU's owner does."""
+
+from __future__ import annotations
+
+import gc
+from contextlib import AbstractContextManager
+from typing import Any
+from unittest import mock
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from moe_engine import prepared
+from moe_engine.emulation import RankPool
+from moe_engine.grouped_gemm import grouped_mlp
+from moe_engine.launch_graph import LaunchGraph
+
+pytestmark = pytest.mark.gpu
+LONG = 1_000_000_000
+"""Cycles, about half a second."""
+
+
+class Products:
+    """Two GEMMs with an activation, of one kind, and what they give for rows of such numbers."""
+
+    def __init__(self) -> None:
+        self.calls = prepared.PreparedCalls()
+        self._up, self._down = torch.ones(1, 64, 32).cuda(), torch.ones(1, 32, 32).cuda()
+        self._ends = torch.tensor([0, 4], dtype=torch.int32).cuda()
+        self.rows = [torch.full((4, 32), value / 32).cuda() for value in range(6)]
+        self.want = [self._product(rows) for rows in self.rows]
+
+    def patched(self) -> AbstractContextManager[Any]:
+        return mock.patch.object(prepared, "_without_memory", self.calls)
+
+    def _product(self, rows: torch.Tensor) -> torch.Tensor:
+        with mock.patch.object(prepared, "_without_memory", prepared.PreparedCalls()):
+            return self(rows)
+
+    def __call__(self, rows: torch.Tensor) -> torch.Tensor:
+        return grouped_mlp(rows, self._up, self._down, self._ends)
+
+    def are_right(self, *found: torch.Tensor) -> bool:
+        """Whether these are what the rows give, in their order."""
+        torch.cuda.synchronize()
+        return all(map(torch.equal, found, self.want))
+
+    @property
+    def graphs(self) -> list[Any]:
+        return [
+            call._graph for kind in self.calls._kinds.values() for call in kind.prepared.values()
+        ]
+
+
+def capture_between(group: dist.ProcessGroup) -> bool:
+    """Calls, one that is captured, and further calls."""
+    products, graph = Products(), torch.cuda.CUDAGraph()
+    with products.patched():
+        found = [products(rows) for rows in products.rows[:3]]
+        with torch.cuda.graph(graph):
+            found.append(products(products.rows[3]))
+        found += [products(rows) for rows in products.rows[4:]]
+        graph.replay()
+        assert [type(one) for one in products.graphs] == [LaunchGraph]
+        return products.are_right(*found)
+
+
+def test_a_capture_between_calls(pool: RankPool) -> None:
+    assert pool.run(capture_between, num_ranks=1) == [True]
+
+
+def drop_in_capture(group: dist.ProcessGroup) -> bool:
+    """A graph that goes while the caller captures ends no capture."""
+    products, graph = Products(), torch.cuda.CUDAGraph()
+    with products.patched():
+        found = [products(rows) for rows in products.rows[:2]]
+        with torch.cuda.graph(graph):
+            doubled = products.rows[5] * 2
+            products.calls.clear()
+            gc.collect()
+        graph.replay()
+        assert products.graphs == []
+        return products.are_right(*found) and torch.equal(doubled, products.rows[5] * 2)
+
+
+def test_a_graph_that_goes_within_a_capture(pool: RankPool) -> None:
+    assert pool.run(drop_in_capture, num_ranks=1) == [True]
+
+
+def make_in_capture(group: dist.ProcessGroup) -> bool:
+    """A graph is made on one stream while this thread captures another one."""
+    products, graph, other = Products(), torch.cuda.CUDAGraph(), torch.cuda.Stream()
+    other.wait_stream(torch.cuda.current_stream())
+    with products.patched():
+        with torch.cuda.stream(other):
+            found = [products(products.rows[0])]
+            products._product(products.rows[0])  # whose memory the next call takes
+        torch.cuda.synchronize()
+        with torch.cuda.graph(graph):
+            doubled = products.rows[5] * 2
+            with torch.cuda.stream(other):
+                found.append(products(products.rows[1]))
+        graph.replay()
+        assert all(one._nodes for one in products.graphs)
+        return products.are_right(*found) and torch.equal(doubled, products.rows[5] * 2)
+
+
+def test_a_graph_that_is_made_within_a_capture(pool: RankPool) -> None:
+    assert pool.run(make_in_capture, num_ranks=1) == [True]
+
+
+def on_two_streams(group: dist.ProcessGroup) -> bool:
+    """Calls of one kind on two streams do not wait for one another."""
+    products, busy, free = Products(), torch.cuda.Stream(), torch.cuda.Stream()
+    torch.cuda.synchronize()
+    with products.patched():
+        with torch.cuda.stream(busy):
+            found = [products(rows) for rows in products.rows[:2]]
+            torch.cuda._sleep(LONG)
+            found.append(products(products.rows[2]))
+            end = busy.record_event()
+        with torch.cuda.stream(free):
+            found.append(products(products.rows[3]))
+        free.synchronize()
+        assert not end.query()
+        return products.are_right(*found)
+
+
+def test_two_streams(pool: RankPool) -> None:
+    assert pool.run(on_two_streams, num_ranks=1) == [True]
+
+
+def cannot_be_made(group: dist.ProcessGroup) -> bool:
+    """Where the driver cannot make a graph, launches go on one by one."""
+    products = Products()
+    fails = mock.patch.object(LaunchGraph, "_make", side_effect=RuntimeError("out of memory"))
+    with products.patched(), fails as made:
+        found = [products(rows) for rows in products.rows]
+        assert (made.call_count, products.graphs) == (1, [None])
+        return products.are_right(*found)
+
+
+def test_a_graph_that_cannot_be_made(pool: RankPool) -> None:
+    assert pool.run(cannot_be_made, num_ranks=1) == [True]
