@@ -27,7 +27,7 @@ SIZES = {**INTEGERS, "fp32": 4, "map": 128}
 """Bytes of parameters by their kind; others are addresses."""
 TENSOR_MAP_BYTES, TENSOR_MAP_ALIGNMENT = 128, 64
 PROGRAMMATIC_STREAM_SERIALIZATION = 6  # of CUlaunchAttributeID
-INVALID_CONTEXT = 201  # of CUresult
+OUT_OF_MEMORY, INVALID_CONTEXT = 2, 201  # of CUresult
 MAX_THREADS_PER_BLOCK, SHARED_SIZE_BYTES = 0, 1  # of CUfunction_attribute, and the next two
 MAX_DYNAMIC_SHARED_SIZE_BYTES, PREFERRED_SHARED_MEMORY_CARVEOUT = 8, 9
 FUNC_CACHE_PREFER_SHARED = 1  # of CUfunc_cache
@@ -45,12 +45,13 @@ def libcuda() -> ctypes.CDLL:
 
 
 def check(code: int, what: str) -> None:
-    """Raise RuntimeError for an error that the driver returned."""
+    """Raise RuntimeError for an error that the driver returned; of memory, torch's own one."""
     if code:
         text = ctypes.c_char_p()
         libcuda().cuGetErrorString(code, ctypes.byref(text))
         reason = text.value.decode() if text.value else f"error {code}"
-        raise RuntimeError(f"CUDA could not {what}: {reason}.")
+        error = torch.OutOfMemoryError if code == OUT_OF_MEMORY else RuntimeError
+        raise error(f"CUDA could not {what}: {reason}.")
 
 
 def enter_context() -> None:

@@ -126,7 +126,7 @@ def outside_capture(device: torch.device) -> Iterator[Callable[[], None]]:
 
 @contextmanager
 def relaxed_capture() -> Iterator[None]:
-    """Within the block this thread may call what the capture of a CUDA graph forbids elsewhere."""
+    """Within the block this thread may make calls that CUDA forbids while a stream is captured."""
     exchange_mode = ctypes.CDLL("libcuda.so.1").cuThreadExchangeStreamCaptureMode
     mode = ctypes.c_int(2)  # CU_STREAM_CAPTURE_MODE_RELAXED; from then on, what it was before
     exchange_mode(ctypes.byref(mode))

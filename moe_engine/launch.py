@@ -31,6 +31,9 @@ ALLOCATIONS = {
     torch.ops.aten.new_empty_strided.default,
 }
 
+MOST_STREAMS = 2
+"""On which calls of a kind in no order are graphs."""
+
 _recordings: ContextVar[Recording | None] = ContextVar("recordings", default=None)
 
 Collect = Callable[[Any, Grid, tuple[Any, ...], dict[str, Any]], None]
@@ -53,20 +56,6 @@ class Launch(Protocol):
 
     def forget_tensors(self) -> None:
         """Keep no memory from being reused."""
-
-
-class Graph(Protocol):
-    """Launches that are made as one; see `LaunchGraph`."""
-
-    def __call__(self, stream: int, changed: set[int]) -> bool: ...
-
-
-def as_graph(launches: Sequence[Any]) -> Graph | None:
-    """These launches as one; None where kernels are interpreted, where it is a single one already,
-    which gains nothing, or where the driver is too old."""
-    if INTERPRETED or len(launches) < 2 or not launch_graph.is_offered():
-        return None
-    return launch_graph.LaunchGraph(launches)
 
 
 class Recording(TorchDispatchMode):
@@ -253,6 +242,58 @@ def stream_of(device: torch.device) -> Callable[[], int]:
     if INTERPRETED or device.type != "cuda":
         return lambda: 0
     return functools.partial(torch._C._cuda_getCurrentRawStream, device.index)
+
+
+class Graph(Protocol):
+    """Launches that are made as one; see `LaunchGraph`."""
+
+    def __call__(self, stream: int, changed: set[int]) -> bool: ...
+
+
+def as_graph(launches: Sequence[Any]) -> Graph | None:
+    """These launches as one; None where kernels are interpreted, where it is a single one, which
+    would lose its overlap with its neighbours, or where the driver is too old."""
+    if INTERPRETED or len(launches) < 2 or not launch_graph.is_offered():
+        return None
+    return launch_graph.LaunchGraph(launches)
+
+
+class Graphs:
+    """The launches of a call as one CUDA graph. It does not run twice at once, so calls that are in
+    no order have one for each stream, else one stream would wait for another."""
+
+    def __init__(self, launches: Sequence[Launch], is_in_order: bool):
+        self._launches, self._is_in_order = launches, is_in_order
+        self._of_streams: dict[int | None, tuple[Graph, set[int]]] = {}
+        self._are_offered = True
+
+    def change(self, numbers: set[int]) -> None:
+        """Launches of these numbers have got other arguments."""
+        for _, changed in self._of_streams.values():
+            changed |= numbers
+
+    def __call__(self, stream: int) -> bool:
+        """Launch all on a stream, given by its handle. False, and nothing is launched, where a
+        capture is to get the kernels one by one, where there are graphs of MOST_STREAMS others, or
+        where the driver makes none."""
+        if not self._are_offered or is_capturing():
+            return False
+        key = None if self._is_in_order else stream
+        found = self._of_streams.get(key)
+        if found is None:
+            if len(self._of_streams) == MOST_STREAMS:
+                return False
+            graph = as_graph(self._launches)
+            if graph is None:
+                self._are_offered = False
+                return False
+            found = self._of_streams[key] = graph, set()
+        graph, changed = found
+        if graph(stream, changed):
+            return True
+        self._of_streams.clear()
+        self._are_offered = False
+        return False
 
 
 class InterpretedLaunch:

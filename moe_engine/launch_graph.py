@@ -11,6 +11,8 @@ from collections.abc import Sequence
 from contextlib import suppress
 from ctypes import byref, c_size_t, c_ubyte, c_void_p
 
+import torch
+
 from .cuda_driver import KernelNode, PackedLaunch, check, in_context, libcuda
 from .hardware import relaxed_capture
 
@@ -52,34 +54,34 @@ class LaunchGraph:
     def __call__(self, stream: int, changed: set[int]) -> bool:
         """Launch all on a stream, given by its handle. changed: the numbers of the launches whose
         arguments were changed since they were told to the graph; it is emptied. False, and nothing
-        is launched, where the driver cannot make the graph, as it has no memory left."""
-        if not self._nodes:
-            try:
+        is launched, where the GPU has no memory left for the graph."""
+        try:
+            if not self._nodes:
                 self._make()
-            except RuntimeError:
-                return False
+                changed.clear()
+            for number in changed:
+                node, parameters = self._nodes[number]
+                update = self._executable, node, byref(parameters)
+                code = in_context(libcuda().cuGraphExecKernelNodeSetParams_v2, *update)
+                check(code, f"change the arguments of {self._launches[number].name}")
             changed.clear()
-        for number in changed:
-            node, parameters = self._nodes[number]
-            update = self._executable, node, byref(parameters)
-            code = in_context(libcuda().cuGraphExecKernelNodeSetParams_v2, *update)
-            check(code, f"change the arguments of {self._launches[number].name}")
-        changed.clear()
-        code = in_context(libcuda().cuGraphLaunch, self._executable, c_void_p(stream))
-        check(code, f"launch {self.name}")
+            code = in_context(libcuda().cuGraphLaunch, self._executable, c_void_p(stream))
+            check(code, f"launch {self.name}")
+        except torch.OutOfMemoryError:
+            return False
         return True
 
     def _make(self) -> None:
         """Add a node for each launch, and instantiate the graph. No stream is captured: another
-        thread that waits for the device would end that."""
+        thread that waits for the device would break off a capture."""
         self._free()  # where it was broken off before
-        code = in_context(libcuda().cuGraphCreate, byref(self._graph), 0)
-        check(code, "make a graph")
+        check(libcuda().cuGraphCreate(byref(self._graph), 0), "make a graph")
         nodes: list[tuple[c_void_p, KernelNode]] = []
         for one in self._launches:
             node, parameters = c_void_p(), one.node()
             added = byref(node), self._graph, None, c_size_t(0), byref(parameters)
-            check(libcuda().cuGraphAddKernelNode_v2(*added), f"add {one.name} to a graph")
+            code = in_context(libcuda().cuGraphAddKernelNode_v2, *added)
+            check(code, f"add {one.name} to a graph")
             if nodes:
                 edge = PROGRAMMATIC if one.is_dependent else AT_ITS_END
                 ends = byref(nodes[-1][0]), byref(node), byref(edge), c_size_t(1)
@@ -88,12 +90,13 @@ class LaunchGraph:
             nodes.append((node, parameters))
         made = byref(self._executable), self._graph, ctypes.c_ulonglong(0)
         with relaxed_capture():
-            check(libcuda().cuGraphInstantiateWithFlags(*made), f"instantiate {self.name}")
+            code = in_context(libcuda().cuGraphInstantiateWithFlags, *made)
+        check(code, f"instantiate {self.name}")
         self._nodes = nodes
 
     def _free(self) -> None:
-        """Give its memory back; one that runs goes on to its end. A capture of somebody's goes on
-        too, which this would end but in relaxed mode."""
+        """Give its memory back; one that runs goes on to its end. In relaxed mode, as it would
+        otherwise break off a capture that is under way."""
         graph, executable = self._graph, self._executable
         self._graph, self._executable = c_void_p(), c_void_p()
         if not graph:

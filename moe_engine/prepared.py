@@ -22,7 +22,7 @@ import torch
 
 from .errors import BackendError
 from .kinds import Described, Kinds, Tensors, data_ptr
-from .launch import Recording, as_graph, is_capturing, is_collecting, only_launches, stream_of
+from .launch import Graphs, Recording, is_collecting, only_launches, stream_of
 from .utils import has_modes, untraced, without_modes
 
 ALIGNMENT = 256
@@ -78,8 +78,9 @@ class PreparedCalls(Kinds):
         call, and so may `numbers`, which kernels take by the same names. The owner is the same for
         all calls. A body launches kernels, allocates and makes views, and returns tensors in
         tuples; one that computes anything else by torch runs at each call. `before(*args)` runs
-        before the first call of a kind, and may do anything. as_one: whether launches may be made
-        as one, so that they begin when all before them has ended, and later ones when they have.
+        before the first call of a kind, and may do anything. as_one: whether the launches
+        may be one CUDA graph, which begins when all before it has ended and ends before anything
+        after it begins; False for a part that overlaps with the one before or after it.
         """
         if described is not None and only_launches() and not has_modes():
             prepared = described.kind.prepared.get(body)
@@ -211,12 +212,10 @@ class PreparedCall:
         as_one: bool,
     ):
         self._launches, self._end = recording.launches, (state.step, state.launched)
-        self._graph = as_graph([launch for launch, _ in self._launches]) if as_one else None
+        # Calls of one memory are in order, on whatever streams.
+        single = [launch for launch, _ in self._launches]
+        self._graphs = Graphs(single, is_in_order=bool(held)) if as_one else None
         self._step = next((step for _, step in self._launches if step is not None), None)
-        self._changed = set[int]()  # numbers of launches that the graph was not told of
-        # Calls of one memory are in order anyway. Others have that of a graph on one stream alone.
-        self._stream_of_graph: int | None = None
-        self._is_in_order = bool(held)
         returned = {_identity(one) for one in leaves(result)}
         # Also what is needed for a time, where its size is a number.
         returned |= set(map(_identity, recording.of_rows()))
@@ -295,45 +294,34 @@ class PreparedCall:
             self._move(addresses)
         if numbers != self._counts:
             self._count(numbers)
-        stream = self._stream()
-        if not self._launch_as_one(stream, state):
+        stream, state.step = self._stream(), self._step
+        if self._graphs is None or not self._graphs(stream):
             for launch, step in self._launches:
                 state.step = step
                 launch(stream)
         state.step, state.launched = self._end
         return self._build([*given, *made, None])
 
-    def _launch_as_one(self, stream: int, state: Any) -> bool:
-        """Make all launches as one, unless they are captured, or would wait for another stream."""
-        if self._graph is None or is_capturing():
-            return False
-        if not self._is_in_order:
-            if self._stream_of_graph is None:
-                self._stream_of_graph = stream
-            if stream != self._stream_of_graph:
-                return False
-        state.step = self._step
-        if self._graph(stream, self._changed):
-            return True
-        self._graph = None
-        return False
-
     def _move(self, addresses: list[int]) -> None:
         """Let the launches take other memory."""
         known, self._addresses = self._addresses, self._unknown  # as it may be interrupted
+        changed = set[int]()
         for address, old, places in zip(addresses, known, self._places, strict=True):
             if address != old:
                 for number, cells, index, offset in places:
-                    self._changed.add(number)
+                    changed.add(number)
                     cells[index] = address + offset
+        if self._graphs is not None:
+            self._graphs.change(changed)
         self._addresses = addresses
 
     def _count(self, numbers: dict[str, int]) -> None:
         """Let the launches take other numbers."""
         self._counts = None  # as it may be interrupted
-        for name, number, cells, index in self._numbers:
-            self._changed.add(number)
+        for name, _, cells, index in self._numbers:
             cells[index] = numbers[name]
+        if self._graphs is not None:
+            self._graphs.change({number for _, number, _, _ in self._numbers})
         self._counts = numbers
 
 

@@ -7,7 +7,7 @@ from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 from unittest import mock
 
-from moe_engine import prepared
+from moe_engine import launch
 from moe_engine.device.lang import INTERPRETED
 from moe_engine.launch import InterpretedLaunch
 
@@ -35,5 +35,5 @@ def prepared_as_graphs() -> AbstractContextManager[Any]:
     if not INTERPRETED:
         return nullcontext()
     return mock.patch.object(
-        prepared, "as_graph", lambda launches: GraphOfCopies(launches) if launches else None
+        launch, "as_graph", lambda launches: GraphOfCopies(launches) if launches else None
     )

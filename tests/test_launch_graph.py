@@ -14,6 +14,7 @@ import torch.distributed as dist
 from moe_engine import prepared
 from moe_engine.emulation import RankPool
 from moe_engine.grouped_gemm import grouped_mlp
+from moe_engine.launch import MOST_STREAMS
 from moe_engine.launch_graph import LaunchGraph
 
 pytestmark = pytest.mark.gpu
@@ -48,9 +49,10 @@ class Products:
 
     @property
     def graphs(self) -> list[Any]:
-        return [
-            call._graph for kind in self.calls._kinds.values() for call in kind.prepared.values()
-        ]
+        """Those of all calls."""
+        kinds = self.calls._kinds.values()
+        calls = [call for kind in kinds for call in kind.prepared.values()]
+        return [graph for call in calls for graph, _ in call._graphs._of_streams.values()]
 
 
 def capture_between(group: dist.ProcessGroup) -> bool:
@@ -111,8 +113,8 @@ def test_a_graph_that_is_made_within_a_capture(pool: RankPool) -> None:
 
 
 def on_two_streams(group: dist.ProcessGroup) -> bool:
-    """Calls of one kind on two streams do not wait for one another."""
-    products, busy, free = Products(), torch.cuda.Stream(), torch.cuda.Stream()
+    """Calls of one kind on several streams do not wait for one another; two have a graph each."""
+    products, (busy, free, third) = Products(), (torch.cuda.Stream() for _ in range(3))
     torch.cuda.synchronize()
     with products.patched():
         with torch.cuda.stream(busy):
@@ -120,10 +122,12 @@ def on_two_streams(group: dist.ProcessGroup) -> bool:
             torch.cuda._sleep(LONG)
             found.append(products(products.rows[2]))
             end = busy.record_event()
-        with torch.cuda.stream(free):
-            found.append(products(products.rows[3]))
-        free.synchronize()
+        for stream, row in ((free, 3), (third, 4), (free, 5)):
+            with torch.cuda.stream(stream):
+                found.append(products(products.rows[row]))
+            stream.synchronize()
         assert not end.query()
+        assert len(products.graphs) == MOST_STREAMS
         return products.are_right(*found)
 
 
@@ -132,12 +136,12 @@ def test_two_streams(pool: RankPool) -> None:
 
 
 def cannot_be_made(group: dist.ProcessGroup) -> bool:
-    """Where the driver cannot make a graph, launches go on one by one."""
+    """Where the GPU has no memory for a graph, launches go on one by one."""
     products = Products()
-    fails = mock.patch.object(LaunchGraph, "_make", side_effect=RuntimeError("out of memory"))
+    fails = mock.patch.object(LaunchGraph, "_make", side_effect=torch.OutOfMemoryError)
     with products.patched(), fails as made:
         found = [products(rows) for rows in products.rows]
-        assert (made.call_count, products.graphs) == (1, [None])
+        assert (made.call_count, products.graphs) == (1, [])
         return products.are_right(*found)
 
 

@@ -30,7 +30,7 @@ from moe_engine.launch import InterpretedLaunch
 from moe_engine.launch_graph import LaunchGraph
 
 EXPERTS, TOPK, HIDDEN, COLUMNS, MAX_TOKENS = 8, 3, 128, 64, 9
-COSTS = {  # launches in its graph, allocations: of the parts of each call
+COSTS = {  # launches, allocations: of the parts of each call
     "layout": [(2, 4)],
     "dispatch": [(2, 7), (2, 0), (2, 0)],
     "dispatch_worst": [(6, 10)],
@@ -60,6 +60,8 @@ COSTS = {  # launches in its graph, allocations: of the parts of each call
     "by_expert_fp8": [(5, 5)],
 }
 """A launch or an allocation more is time of every call: raise a number only on purpose."""
+NO_GRAPHS = {"dispatch": 2, "by_token_synced": 2}
+"""Parts that are launched one by one, as rows are collected while others are pushed."""
 
 
 def bits(values):
@@ -152,10 +154,10 @@ def compare_rounds(group, rounds, up, down):
         )
         for _ in range(2)
     )
-    seen, costs, real = [], {}, prepared.PreparedCall.__call__
+    seen, costs, no_graphs, real = [], {}, {}, prepared.PreparedCall.__call__
 
     def count(self, *args):
-        seen.append((len(self._launches), len(self._results)))
+        seen.append((len(self._launches), len(self._results), self._graphs is None))
         return real(self, *args)
 
     with mock.patch.object(prepared.PreparedCall, "__call__", count), cases.filled_memory():
@@ -177,12 +179,13 @@ def compare_rounds(group, rounds, up, down):
                 assert name == other
                 for number, (one, two) in enumerate(zip(want, bits(got), strict=True)):
                     assert torch.equal(one, two), f"{name}, result {number}"
-                costs[name] = list(seen)
+                costs[name] = [(launches, results) for launches, results, _ in seen]
+                no_graphs[name] = sum(alone for _, _, alone in seen)
                 seen.clear()
     for one in (*buffers, *plain):
         one.check()
         one.destroy()
-    return costs
+    return costs, {name: number for name, number in no_graphs.items() if number}
 
 
 def rounds_of(num_ranks, with_strides):
@@ -206,8 +209,9 @@ def test_prepared_calls_are_plain_calls(pool, with_strides):
     num_ranks = 2
     weights = make_weights(num_ranks, EXPERTS // num_ranks, HIDDEN, COLUMNS, "bf16")
     parts = PerRank(rounds_of(num_ranks, with_strides)), *(PerRank(part) for part in weights)
-    for costs in pool.run(run_rounds, *parts, num_ranks=num_ranks):
+    for costs, no_graphs in pool.run(run_rounds, *parts, num_ranks=num_ranks):
         assert costs == COSTS
+        assert no_graphs == NO_GRAPHS
 
 
 # --- Grouped GEMMs -------------------------------------------------------------------------------

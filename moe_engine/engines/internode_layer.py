@@ -136,7 +136,7 @@ def forward(
     layout = engine.layout(inputs.topk_idx, len(inputs.w_gate_up) * engine.num_ranks)
     counts, routes = engine.call(type(engine)._exchange, tokens, layout, False, check=False)
     engine.concurrent_reads.mark()
-    engine.call(type(engine)._send_rows, tokens, layout, counts, routes, as_one=False)
+    engine.call(type(engine)._send_rows, tokens, layout, counts, routes)
     sizes = _sizes(engine, tokens, layout.num_experts, counts)
     kinds = [(one.shape[1:], one.dtype) for one in inputs.tensors if one is not None]
     with slots.context.first_use("layer in parts", tuple(kinds), inputs.activation, save):

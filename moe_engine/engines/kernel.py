@@ -121,8 +121,8 @@ class KernelEngine(MemoryEngine):
             self._grow(1, largest_row, header)
         counts, routes = self.call(type(self)._exchange, *sent, grows, check=False)
         self.concurrent_reads.mark()
-        # Rows are collected while others are pushed: neither part waits for all of the other.
-        parts: dict[str, Any] = dict(as_one=False)
+        # Where rows are collected while others are pushed, neither part waits for all of the other.
+        parts: dict[str, Any] = dict(as_one=not self._partition(*how).early)
         self.call(type(self)._send, *sent, counts, routes, *how, check=not grows, **parts)
         num_rows, *per_expert = self.concurrent_reads.read(lambda: self._received(counts))
         most_rows = self.slots.context.rows_wanted() if grows else 0
