@@ -1,9 +1,11 @@
-"""Calls that are one CUDA graph, beside what else a GPU's owner does."""
+"""Calls that are one CUDA graph: what the driver is told, and what else a GPU's owner does."""
 
 from __future__ import annotations
 
 import gc
-from contextlib import AbstractContextManager
+from collections.abc import Callable
+from contextlib import AbstractContextManager, ExitStack, nullcontext
+from types import SimpleNamespace
 from typing import Any
 from unittest import mock
 
@@ -11,15 +13,95 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from moe_engine import prepared
+from moe_engine import cuda_driver, launch_graph, prepared
 from moe_engine.emulation import RankPool
 from moe_engine.grouped_gemm import grouped_mlp
 from moe_engine.launch import MOST_STREAMS
 from moe_engine.launch_graph import LaunchGraph
 
-pytestmark = pytest.mark.gpu
 LONG = 1_000_000_000
 """Cycles, about half a second."""
+
+
+# --- What the driver is told ---------------------------------------------------------------------
+
+
+class Driver:
+    """Stands for the CUDA driver: notes what it is asked for, and returns `codes` for some."""
+
+    def __init__(self, **codes: int) -> None:
+        self.asked: list[str] = []
+        self.edges: list[tuple[int, int]] = []
+        self.codes = codes
+
+    def __getattr__(self, name: str) -> Callable[..., int]:
+        def function(*args: Any) -> int:
+            self.asked.append(name)
+            if name == "cuGraphAddDependencies_v2":
+                edge = args[3]._obj
+                self.edges.append((edge.from_port, edge.type))
+            if name in ("cuGraphCreate", "cuGraphInstantiateWithFlags"):
+                args[0]._obj.value = 1
+            if name == "cuGetErrorString":
+                args[1]._obj.value = b"out of memory"
+            return self.codes.get(name, 0)
+
+        return function
+
+    def installed(self) -> AbstractContextManager[Any]:
+        stack = ExitStack()
+        for module in (launch_graph, cuda_driver):
+            stack.enter_context(mock.patch.object(module, "libcuda", lambda: self))
+        stack.enter_context(mock.patch.object(launch_graph, "relaxed_capture", nullcontext))
+        return stack
+
+
+def three_launches() -> list[Any]:
+    """The second one is a programmatic dependent launch."""
+    return [
+        SimpleNamespace(name=name, is_dependent=name == "b", node=cuda_driver.KernelNode)
+        for name in "abc"
+    ]
+
+
+def test_what_the_driver_is_told() -> None:
+    driver, changed = Driver(), {0, 2}
+    with driver.installed():
+        graph = LaunchGraph(three_launches())
+        assert graph(0, changed)
+        assert (changed, driver.edges) == (set(), [(1, 1), (0, 0)])
+        ends = ["cuGraphInstantiateWithFlags", "cuGraphLaunch"]
+        added = ["cuGraphAddKernelNode_v2", "cuGraphAddDependencies_v2"]
+        assert driver.asked == ["cuGraphCreate", added[0], *added, *added, *ends]
+        driver.asked.clear()
+        assert graph(0, changed)
+        assert driver.asked == ["cuGraphLaunch"]
+        driver.asked.clear()
+        assert graph(0, changed := {1, 2})
+        assert driver.asked == [*["cuGraphExecKernelNodeSetParams_v2"] * 2, "cuGraphLaunch"]
+        assert not changed
+        driver.asked.clear()
+        del graph
+        gc.collect()
+        assert driver.asked == ["cuGraphExecDestroy", "cuGraphDestroy"]
+
+
+@pytest.mark.parametrize("name", ["cuGraphInstantiateWithFlags", "cuGraphLaunch"])
+def test_memory_that_runs_out(name: str) -> None:
+    with Driver(**{name: cuda_driver.OUT_OF_MEMORY}).installed():
+        assert not LaunchGraph(three_launches())(0, set())
+
+
+def test_another_error_is_told() -> None:
+    other = 1  # CUDA_ERROR_INVALID_VALUE
+    with (
+        Driver(cuGraphLaunch=other).installed(),
+        pytest.raises(RuntimeError, match=r"could not launch a\+b\+c"),
+    ):
+        LaunchGraph(three_launches())(0, set())
+
+
+# --- On a GPU ------------------------------------------------------------------------------------
 
 
 class Products:
@@ -68,6 +150,7 @@ def capture_between(group: dist.ProcessGroup) -> bool:
         return products.are_right(*found)
 
 
+@pytest.mark.gpu
 def test_a_capture_between_calls(pool: RankPool) -> None:
     assert pool.run(capture_between, num_ranks=1) == [True]
 
@@ -86,6 +169,7 @@ def drop_in_capture(group: dist.ProcessGroup) -> bool:
         return products.are_right(*found) and torch.equal(doubled, products.rows[5] * 2)
 
 
+@pytest.mark.gpu
 def test_a_graph_that_goes_within_a_capture(pool: RankPool) -> None:
     assert pool.run(drop_in_capture, num_ranks=1) == [True]
 
@@ -108,6 +192,7 @@ def make_in_capture(group: dist.ProcessGroup) -> bool:
         return products.are_right(*found) and torch.equal(doubled, products.rows[5] * 2)
 
 
+@pytest.mark.gpu
 def test_a_graph_that_is_made_within_a_capture(pool: RankPool) -> None:
     assert pool.run(make_in_capture, num_ranks=1) == [True]
 
@@ -131,6 +216,7 @@ def on_two_streams(group: dist.ProcessGroup) -> bool:
         return products.are_right(*found)
 
 
+@pytest.mark.gpu
 def test_two_streams(pool: RankPool) -> None:
     assert pool.run(on_two_streams, num_ranks=1) == [True]
 
@@ -145,5 +231,6 @@ def cannot_be_made(group: dist.ProcessGroup) -> bool:
         return products.are_right(*found)
 
 
+@pytest.mark.gpu
 def test_a_graph_that_cannot_be_made(pool: RankPool) -> None:
     assert pool.run(cannot_be_made, num_ranks=1) == [True]
