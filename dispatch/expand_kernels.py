@@ -57,7 +57,7 @@ def copy_ids_kernel(
     NUM_TOPK: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
-    """Copy the ids of all rows, those that no rank has sent too."""
+    """Copy the ids of all rows, also of those past the received ones, which are -1."""
     for first in range(tl.program_id(0) * BLOCK, num_rows * NUM_TOPK, tl.num_programs(0) * BLOCK):
         items = first + tl.arange(0, BLOCK)
         inside = items < num_rows * NUM_TOPK

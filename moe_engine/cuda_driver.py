@@ -45,7 +45,8 @@ def libcuda() -> ctypes.CDLL:
 
 
 def check(code: int, what: str) -> None:
-    """Raise RuntimeError for an error that the driver returned; of memory, torch's own one."""
+    """Raise RuntimeError for an error that the driver returned; torch.OutOfMemoryError, which is
+    one as well, where memory ran out."""
     if code:
         text = ctypes.c_char_p()
         libcuda().cuGetErrorString(code, ctypes.byref(text))

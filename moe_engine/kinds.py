@@ -24,8 +24,8 @@ asked for first."""
 PLAIN = torch.Tensor, torch.nn.Parameter
 """Classes of tensors that torch can compare."""
 
-IN_NO_TUPLE = torch.Tensor, tuple, list
-"""What a tuple of options does not hold."""
+NO_OPTIONS = torch.Tensor, tuple, list
+"""A tuple that holds one of these is described anew at each call."""
 
 _count = itertools.count()
 data_ptr, is_grad_enabled = torch.Tensor.data_ptr, torch.is_grad_enabled
@@ -93,8 +93,8 @@ class Recent(NamedTuple):
     `kinds`: by the shape of their first tensor, as most differ in their number of tokens; of each
     its options, and torch's own comparison with its tensors: whether others are distinct, and of
     the same classes, dispatch keys, dtypes, devices, shapes, strides and wishes for gradients.
-    `pick_tuples`: of the options those that are tuples, whose items must be of the same types too;
-    None where there are none. `is_sized`: whether the first size of that tensor is no part of the
+    `pick_tuples`: the options that are tuples, whose items must be of the same types as well; None
+    where there are none. `is_sized`: whether the first size of that tensor is no part of the
     kind.
     """
 
@@ -198,9 +198,11 @@ class Kinds:
         except (AttributeError, RuntimeError, TypeError):
             return Described(Kind(), None)
         kind.used = next(_count)
-        # A tuple of options is one itself; a list may be another one when it is compared.
-        is_flat = not any(isinstance(one, list) for one in every)
-        is_flat = is_flat and not any(isinstance(one, IN_NO_TUPLE) for one in todo[len(every) :])
+        # A tuple of options is an option itself. A list is not, as its items may change.
+        has_list = any(isinstance(one, list) for one in every)
+        is_flat = not has_list and not any(
+            isinstance(one, NO_OPTIONS) for one in todo[len(every) :]
+        )
         num_tensors = sum(isinstance(one, torch.Tensor) for one in every)
         if is_flat and len(addresses) == num_tensors and _are_aligned(addresses):
             self._remember(kind, key, args, sized, types)

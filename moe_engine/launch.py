@@ -32,7 +32,7 @@ ALLOCATIONS = {
 }
 
 MOST_STREAMS = 2
-"""On which calls of a kind in no order are graphs."""
+"""Streams that have a CUDA graph of a kind of calls each, where these may run concurrently."""
 
 _recordings: ContextVar[Recording | None] = ContextVar("recordings", default=None)
 
@@ -251,34 +251,37 @@ class Graph(Protocol):
 
 
 def as_graph(launches: Sequence[Any]) -> Graph | None:
-    """These launches as one; None where kernels are interpreted, where it is a single one, which
-    would lose its overlap with its neighbours, or where the driver is too old."""
+    """These launches as one. None where kernels are interpreted, or where the driver is too old;
+    and for a single launch, which would lose its overlap with the launches around it."""
     if INTERPRETED or len(launches) < 2 or not launch_graph.is_offered():
         return None
     return launch_graph.LaunchGraph(launches)
 
 
 class Graphs:
-    """The launches of a call as one CUDA graph. It does not run twice at once, so calls that are in
-    no order have one for each stream, else one stream would wait for another."""
+    """The launches of a call as one CUDA graph. A graph does not run twice at once. So calls that
+    may run concurrently have one for each stream, else one stream would wait for another.
 
-    def __init__(self, launches: Sequence[Launch], is_in_order: bool):
-        self._launches, self._is_in_order = launches, is_in_order
+    follow_one_another: each call begins after the one before has ended, on whatever streams.
+    """
+
+    def __init__(self, launches: Sequence[Launch], follow_one_another: bool):
+        self._launches, self._follow_one_another = launches, follow_one_another
         self._of_streams: dict[int | None, tuple[Graph, set[int]]] = {}
         self._are_offered = True
 
     def change(self, numbers: set[int]) -> None:
-        """Launches of these numbers have got other arguments."""
+        """The launches of these numbers have other arguments from now on."""
         for _, changed in self._of_streams.values():
             changed |= numbers
 
     def __call__(self, stream: int) -> bool:
-        """Launch all on a stream, given by its handle. False, and nothing is launched, where a
-        capture is to get the kernels one by one, where there are graphs of MOST_STREAMS others, or
-        where the driver makes none."""
+        """Launch all on a stream, given by its handle. False, and nothing is launched, if the
+        stream is captured, whose graph gets the kernels one by one; if MOST_STREAMS others have a
+        graph; or if the driver makes none."""
         if not self._are_offered or is_capturing():
             return False
-        key = None if self._is_in_order else stream
+        key = None if self._follow_one_another else stream
         found = self._of_streams.get(key)
         if found is None:
             if len(self._of_streams) == MOST_STREAMS:

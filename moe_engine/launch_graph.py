@@ -40,9 +40,10 @@ AT_ITS_END, PROGRAMMATIC = _Edge(), _Edge(from_port=1, type=1)
 class LaunchGraph:
     """Launches, each after the one before, as one. The first call makes the graph.
 
-    A programmatic dependent launch may begin before the launch before it has ended. The graph
-    itself begins after all that its stream holds, what is launched later begins after its end, and
-    it does not run twice at once.
+    Within it a programmatic dependent launch may begin before the launch before it has ended, and
+    its `pdl_wait` waits for that end. The graph itself begins when all that its stream holds has
+    ended, what is launched on the stream later begins when the graph has ended, and a graph does
+    not run twice at once.
     """
 
     def __init__(self, launches: Sequence[PackedLaunch]):

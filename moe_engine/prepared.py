@@ -80,7 +80,7 @@ class PreparedCalls(Kinds):
         tuples; one that computes anything else by torch runs at each call. `before(*args)` runs
         before the first call of a kind, and may do anything. as_one: whether the launches
         may be one CUDA graph, which begins when all before it has ended and ends before anything
-        after it begins; False for a part that overlaps with the one before or after it.
+        after it begins; False for a part that overlaps with the part before or after it.
         """
         if described is not None and only_launches() and not has_modes():
             prepared = described.kind.prepared.get(body)
@@ -212,9 +212,9 @@ class PreparedCall:
         as_one: bool,
     ):
         self._launches, self._end = recording.launches, (state.step, state.launched)
-        # Calls of one memory are in order, on whatever streams.
-        single = [launch for launch, _ in self._launches]
-        self._graphs = Graphs(single, is_in_order=bool(held)) if as_one else None
+        launches = [launch for launch, _ in self._launches]
+        # Each call of a memory begins after the one before has ended, on whatever streams.
+        self._graphs = Graphs(launches, follow_one_another=bool(held)) if as_one else None
         self._step = next((step for _, step in self._launches if step is not None), None)
         returned = {_identity(one) for one in leaves(result)}
         # Also what is needed for a time, where its size is a number.
@@ -346,7 +346,7 @@ def with_size(name: str, results: R) -> R:
         new = {id(one): name for one in results if one is not None}
         # Python gets another object from torch.empty_like than the one that was recorded.
         if not new.keys() <= set(map(id, recording.allocated)):
-            raise AssertionError("a size was given for what is not recorded as allocated.")
+            raise AssertionError("with_size takes what the body allocated, by new_empty.")
         recording.sized |= new
     return results
 

@@ -114,15 +114,15 @@ def _dispatch(
     how: HowSent,
 ) -> Dispatched:
     assert tokens.topk_idx is not None
-    layout, waits = engine.layout(tokens.topk_idx, num_experts), how.waits
+    layout, in_place = engine.layout(tokens.topk_idx, num_experts), wanted.expand
     sent_idx = copy_of_ids(engine, tokens.topk_idx) if how.copies_ids else None
-    most_rows, in_place = 0 if waits else numbers.most_rows(), wanted.expand
-    sms = how.num_sms, not in_place
-    received, counts, sent = engine.dispatch(tokens, layout, most_rows, *sms)[:3]
+    most_rows = 0 if how.waits else numbers.most_rows()
+    arrived = engine.dispatch(tokens, layout, most_rows, how.num_sms, not in_place)
+    received, counts, sent = arrived[:3]
     try:
         topk_idx, per_expert = received.topk_idx, [round_up(n, numbers.alignment) for n in counts]
         assert topk_idx is not None
-        num_expanded = sum(per_expert) if waits else numbers.most_expanded(tokens.num_topk)
+        num_expanded = sum(per_expert) if how.waits else numbers.most_expanded(tokens.num_topk)
         ids, prefix = ReceivedIds(topk_idx, received.src_idx), sent.rank_prefix_matrix
         places = find_places(engine, ids, prefix, stats, numbers, wanted.expand, num_expanded)
         rows = _by_token(received, wanted)
@@ -186,8 +186,8 @@ def dispatch_again(
     described: Described | None = None,
 ) -> tuple[ExpandedRows, torch.Tensor | None]:
     """Send tokens where those of an earlier dispatch went; ids and weights go along where there are
-    some. Scales of rows by expert are in one row, see `shaped`. Also returns a copy of
-    recv_topk_idx, unless None."""
+    some. Scales of rows by expert are in one row, see `shaped`. recv_topk_idx: the ids that came
+    with rows by token, of which a copy is returned as well; None for rows by expert."""
     goes_along = tokens.topk_idx is not None and tokens.topk_weights is not None
     num_experts = numbers.num_ranks * (numbers.num_local_experts if goes_along else 1)
     metadata, *sums = places
@@ -214,17 +214,15 @@ def _dispatch_again(
     x = tokens.x.new_empty(sizes["max_rows"], tokens.x.shape[1])
     received = with_size("max_rows", Received.empty(x, tokens))
     engine.send_again(tokens, plan, num_experts, received, num_sms)
-    copied = None
-    if ids is not None:
-        (copied,) = with_size("max_rows", [ids.new_empty(ids.shape)])
-        copy_ids(ids, copied, engine.slots)
-    if not wanted.expand:
-        return _by_token(received, wanted), copied
+    if ids is not None:  # rows by token
+        (copy,) = with_size("max_rows", [ids.new_empty(ids.shape)])
+        copy_ids(ids, copy, engine.slots)
+        return _by_token(received, wanted), copy
     rows = with_size("num_expanded", new_rows(tokens, sizes["num_expanded"], wanted))
     with_size("num_scales", [rows.scales])
     received_rows, places = ReceivedRows(*_by_token(received, wanted)), Places(metadata, *sums)
     expand(engine, received_rows, places, plan[0], rows, numbers, wanted)
-    return rows, copied
+    return rows, None
 
 
 def combine(

@@ -121,9 +121,10 @@ class KernelEngine(MemoryEngine):
             self._grow(1, largest_row, header)
         counts, routes = self.call(type(self)._exchange, *sent, grows, check=False)
         self.concurrent_reads.mark()
-        # Where rows are collected while others are pushed, neither part waits for all of the other.
-        parts: dict[str, Any] = dict(as_one=not self._partition(*how).early)
-        self.call(type(self)._send, *sent, counts, routes, *how, check=not grows, **parts)
+        # Where rows are collected while others are pushed, the parts overlap.
+        as_one = not self._partition(*how).early
+        parts = *sent, counts, routes, *how
+        self.call(type(self)._send, *parts, check=not grows, as_one=as_one)
         num_rows, *per_expert = self.concurrent_reads.read(lambda: self._received(counts))
         most_rows = self.slots.context.rows_wanted() if grows else 0
         if most_rows:
@@ -132,7 +133,8 @@ class KernelEngine(MemoryEngine):
         self.slots.context.check()
         out, prefix = self._new_rows(tokens, num_rows, owned), counts.rank_prefix_matrix
         received = tokens, prefix, layout.num_experts, *how
-        self.call(KernelEngine._receive, *received, sized=out, max_rows=num_rows, **parts)
+        rows: dict[str, Any] = dict(sized=out, max_rows=num_rows)
+        self.call(KernelEngine._receive, *received, as_one=as_one, **rows)
         handle = self._new_handle(counts, routes, out, layout)
         return Arrived(out, per_expert, handle, counts.group_counts)
 

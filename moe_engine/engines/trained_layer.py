@@ -125,7 +125,7 @@ def forward(
     exchanged = engine.call(_exchange, inputs, number, **first)
     engine.concurrent_reads.mark()
     described = described.more(leaves(exchanged))
-    # The products run while rows arrive: neither part waits for all of the other.
+    # The products run while rows arrive, so these two parts overlap.
     sent = engine.call(_send, inputs, exchanged, described=described, as_one=False)
     described, overflow = described.more(leaves(sent)), 0
     found = exchanged.offsets.expert_offsets[-1:]
