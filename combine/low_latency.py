@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+from typing import Any, NamedTuple
+
 import torch
 
 from ..device.context import Kind
 from ..device.ring import Rows
 from ..hardware import gpu, limit_registers
+from ..low_latency_handle import LowLatencyHandle
 from ..symm.ring import LowLatencyRow, Ring, header_bytes
 from ..utils import next_power_of_2, round_up
 from .low_latency_kernels import ExpertRows, low_latency_combine_kernel
@@ -17,17 +20,33 @@ REGISTERS = 168
 on an SM."""
 
 
+class LowLatencyRows(NamedTuple):
+    """What a combine by a handle gets; `out` is None for a new tensor."""
+
+    x: torch.Tensor  # [L, R * M, H], the experts' rows
+    topk_idx: torch.Tensor  # int64 [T, K]
+    topk_weights: torch.Tensor  # float32 [T, K]
+    handle: tuple[Any, ...]  # `LowLatencyHandle.fields`, as kinds of calls know tuples of tensors
+    out: torch.Tensor | None  # [T, H]
+
+    def parts(self, out: torch.Tensor) -> ExpertRows:
+        """As kernels take them."""
+        handle = LowLatencyHandle(*self.handle)
+        returned = handle.returns, handle.call, out
+        return ExpertRows(self.x, self.topk_idx, self.topk_weights, *returned)
+
+
 def low_latency_combine(
     rows: ExpertRows,
-    call: torch.Tensor,
+    call: torch.Tensor | None,
     num_experts: int,
     wait_stats: torch.Tensor | None,
     phases: str,
     ring: Ring,
 ) -> None:
     """Return sums of the experts' rows, add them up, or both: phases "send", "receive" or "both".
-    The launch that sends writes the call's epoch to `call`, int64 [1]. wait_stats int64 [R] (ns)
-    are added to."""
+    `call`, int64 [1], takes the call's epoch from the launch that sends to the one that only adds
+    up, else None. wait_stats int64 [R] (ns) are added to."""
     num_ranks, max_tokens = rows.returns.shape[:2]
     (num_tokens, num_topk), hidden = rows.topk_idx.shape, rows.out.shape[1]
     row = LowLatencyRow(hidden * rows.out.itemsize)

@@ -71,7 +71,7 @@ class ExpertRows(NamedTuple):
 def low_latency_combine_kernel(
     expert_rows,  # `ExpertRows`
     wait_stats,  # int64 [R], ns added to, or None
-    call,  # int64 [1], out: epoch
+    call,  # int64 [1]: epoch, out of "send", or None in "both"
     context,
     num_return_programs,
     num_tokens,

@@ -9,6 +9,7 @@ import torch
 from ..device.context import Kind
 from ..device.ring import Rows
 from ..hardware import gpu
+from ..low_latency_handle import LowLatencyHandle, num_items, parts
 from ..row_vectors import RowVectors
 from ..symm.ring import LowLatencyRow, Ring, header_bytes
 from ..utils import next_power_of_2
@@ -29,20 +30,29 @@ def num_receive_programs(num_tokens: int) -> int:
     return max(3, per_sm * (gpu().num_sms - 1))
 
 
-class LowLatencyHandle(NamedTuple):
-    """What `low_latency_combine` needs from a dispatch; the first five are DeepEP's."""
+class ReceivedRows(NamedTuple):
+    """What a low-latency dispatch returns, packed by expert."""
 
-    src_info: torch.Tensor  # int32 [L, R * M]: each received row's token on its source
-    layout_range: torch.Tensor  # int64 [L, R]: begin << 32 | count of each source's rows
-    num_max_dispatch_tokens_per_rank: int
-    hidden: int
-    num_experts: int
-    returns: torch.Tensor  # int32 [R, M, 1 + 3 * K]: see `Received`
-    call: torch.Tensor  # int64 [1 + R]: epoch of the dispatch, tokens of each rank
+    x: torch.Tensor  # [L, R * M, H]
+    scales: torch.Tensor | None  # [L, R * M, S], see `new_scales`
+    counts: torch.Tensor  # int32 [L], a part of `memory`
+    memory: torch.Tensor  # of a `LowLatencyHandle`
 
-    @property
-    def num_topk(self) -> int:
-        return (self.returns.shape[2] - 1) // 3
+    @classmethod
+    def empty(cls, tokens: LowLatencyTokens, num_ranks: int) -> ReceivedRows:
+        """Room for them, of any size."""
+        num_local, most = tokens.num_experts // num_ranks, num_ranks * tokens.max_tokens
+        dtype = torch.float8_e4m3fn if tokens.is_cast else tokens.x.dtype
+        x = tokens.x.new_empty((num_local, most, tokens.x.shape[1]), dtype=dtype)
+        sizes = tokens.num_experts, num_ranks, tokens.max_tokens, tokens.num_topk
+        memory = tokens.x.new_empty(num_items(*sizes), dtype=torch.int32)
+        scales, counts = new_scales(tokens, num_local, most), parts(*sizes)["counts"].of(memory)
+        return cls(x, scales, counts, memory)
+
+    def parts(self, handle: LowLatencyHandle) -> Received:
+        """As kernels take them; `handle` has the same memory."""
+        more = handle.src_info, handle.layout_range, handle.returns, handle.call
+        return Received(self.x, self.scales, handle.counts, *more)
 
 
 class LowLatencyTokens(NamedTuple):
@@ -83,24 +93,19 @@ class LowLatencyTokens(NamedTuple):
         return LowLatencyRow(payload_bytes, self.num_topk, self.num_scales)
 
 
-def new_received(tokens: LowLatencyTokens, num_ranks: int, compact: bool) -> Received:
-    """Room for what a rank receives, as `Received` describes it."""
+def new_compact(tokens: LowLatencyTokens, num_ranks: int) -> Received:
+    """Room for what a rank of a layer receives, one expert after the other."""
     num_local, num_topk = tokens.num_experts // num_ranks, tokens.num_topk
-    most, hidden = num_ranks * tokens.max_tokens, tokens.x.shape[1]
+    num_rows = num_ranks * tokens.max_tokens * min(num_topk, num_local)
     new = tokens.topk_idx.new_empty
     dtype = torch.float8_e4m3fn if tokens.is_cast else tokens.x.dtype
+    x, counts = (
+        new((num_rows, tokens.x.shape[1]), dtype=dtype),
+        new(num_local + 1, dtype=torch.int32),
+    )
+    scales = new((num_rows, tokens.num_scales), dtype=torch.float32) if tokens.is_cast else None
     returns = new((num_ranks, tokens.max_tokens, 1 + 3 * num_topk), dtype=torch.int32)
-    call = new(1 + num_ranks)
-    if compact:
-        num_rows = most * min(num_topk, num_local)
-        x, counts = new((num_rows, hidden), dtype=dtype), new(num_local + 1, dtype=torch.int32)
-        scales = new((num_rows, tokens.num_scales), dtype=torch.float32) if tokens.is_cast else None
-        return Received(x, scales, counts, None, None, returns, call)
-    x = new((num_local, most, hidden), dtype=dtype)
-    scales = new_scales(tokens, num_local, most)
-    counts = new(num_local, dtype=torch.int32)
-    src_info = new((num_local, most), dtype=torch.int32)
-    return Received(x, scales, counts, src_info, new((num_local, num_ranks)), returns, call)
+    return Received(x, scales, counts, None, None, returns, new(1 + num_ranks))
 
 
 def new_scales(tokens: LowLatencyTokens, num_local: int, num_rows: int) -> torch.Tensor | None:

@@ -10,11 +10,11 @@ from typing import NoReturn
 
 import torch
 
-from .dispatch.low_latency import LowLatencyHandle
 from .engines.base import Handle
 from .engines.internode import InternodeHandle
 from .engines.internode_low_latency import InternodeLowLatencyHandle
 from .errors import RoutingError, ShapeError, bad_ids
+from .low_latency_handle import LowLatencyHandle
 
 
 def check_layout_values(
@@ -165,8 +165,7 @@ def check_low_latency_values(
             _refuse(f"handle.dst_row has rows outside -1 .. {num_rows - 1}", rank)
         return
     max_tokens, num_rows = handle.returns.shape[1], handle.src_info.numel()
-    num_topk = (handle.returns.shape[2] - 1) // 3
-    num_tokens = handle.call[1:]
+    num_topk, num_tokens = handle.num_topk, handle.call[1:]
     if bool(((num_tokens < 0) | (num_tokens > max_tokens)).any()):
         _refuse(f"handle.call has {num_tokens.tolist()} tokens of up to {max_tokens}", rank)
     tokens = torch.arange(max_tokens, device=num_tokens.device)

@@ -15,11 +15,11 @@ from .checks import (
     check_tensor,
 )
 from .device.context import SIGNATURE_WORDS
-from .dispatch.low_latency import LowLatencyHandle
 from .engines.base import Handle
 from .engines.internode import InternodeHandle
 from .engines.internode_low_latency import InternodeLowLatencyHandle
 from .errors import DtypeError, ShapeError
+from .low_latency_handle import PART_BYTES, LowLatencyHandle, num_items
 
 SHAPES: dict[type[Handle | InternodeHandle], tuple[str, ...]] = {
     Handle: ("R R", "R T", "S", "N", "T R", "T R"),
@@ -86,43 +86,75 @@ def _place_of_rows(kind: Any) -> int:
     return kind._fields.index("recv_src_idx")
 
 
+def fields_of(handle: Any) -> tuple[Any, ...]:
+    """What a low-latency handle is made of, as far as it is one."""
+    if handle.__class__ is LowLatencyHandle:
+        return handle.fields
+    return handle if isinstance(handle, tuple) else (handle,)
+
+
 def check_low_latency_handle(
     handle: Any, num_ranks: int, device: torch.device, num_nodes: int = 1
 ) -> AnyLowLatencyHandle:
     """`handle` must be what low_latency_dispatch of `num_ranks` ranks on `num_nodes` nodes
     returned, with sizes that fit one another."""
-    kind = LowLatencyHandle if num_nodes == 1 else InternodeLowLatencyHandle
-    if not isinstance(handle, tuple) or len(handle) != len(kind._fields):
+    if num_nodes == 1:
+        is_handle = handle.__class__ is LowLatencyHandle
+    else:  # a plain tuple of the same serves as well
+        num_fields = len(InternodeLowLatencyHandle._fields)
+        is_handle = isinstance(handle, tuple) and len(handle) == num_fields
+    if not is_handle:
         raise DtypeError(
             f"handle is a {type(handle).__name__}; it must be what low_latency_dispatch returned."
         )
-    src_info, layout_range, max_tokens, hidden, num_experts, *rest = handle
-    most = check_max_dispatch_tokens(max_tokens)
-    num_experts = check_experts(num_experts, num_ranks)
-    hidden = check_int("handle.hidden", hidden, 1, MAX_HIDDEN)
-    num_local, int32, int64 = num_experts // num_ranks, torch.int32, torch.int64
-    _check_part("handle.src_info", src_info, (num_local, num_ranks * most), int32, device)
-    _check_part("handle.layout_range", layout_range, (num_local, num_ranks), int64, device)
-    if kind is InternodeLowLatencyHandle:
-        num_rows, near = num_ranks * most, num_ranks // num_nodes
-        shapes = (
-            *((num_rows, _length(rest[0], 1)), (num_rows,), (num_ranks, num_ranks)),
-            *((SIGNATURE_WORDS.value,), (2, num_nodes), (_length(rest[5]), num_nodes)),
-            (num_nodes, most, near),
-        )
-        for name, tensor, shape in zip(kind._fields[5:], rest, shapes, strict=True):
-            _check_part(f"handle.{name}", tensor, shape, int32, device)
-        return kind(src_info, layout_range, most, hidden, num_experts, *rest)
-    returns, call = rest
-    _check_part("handle.call", call, (1 + num_ranks,), int64, device)
-    check_tensor("handle.returns", returns, (num_ranks, most, "1 + 3 * K"), [int32], device)
-    check_contiguous("handle.returns", returns)
-    if returns.shape[2] % 3 != 1 or returns.shape[2] < 4:
+    if num_nodes > 1:
+        return _check_internode_handle(handle, num_ranks, device, num_nodes)
+    memory, max_tokens, hidden, num_experts, of_ranks, num_topk = handle.fields
+    max_tokens, hidden, num_experts = _checked_sizes(max_tokens, hidden, num_experts, num_ranks)
+    num_topk = check_int("handle.num_topk", num_topk, 1)
+    if of_ranks != num_ranks:
         raise ShapeError(
-            f"handle.returns has shape {list(returns.shape)}; its last size must be 1 + 3 * K. "
-            "Pass what low_latency_dispatch returned."
+            f"handle.num_ranks is {of_ranks}, and this Buffer has {num_ranks} ranks. Pass what "
+            "low_latency_dispatch of the same Buffer returned."
         )
-    return LowLatencyHandle(src_info, layout_range, most, hidden, num_experts, returns, call)
+    of_memory = num_items(num_experts, num_ranks, max_tokens, num_topk)
+    _check_part("handle.memory", memory, (of_memory,), torch.int32, device)
+    if memory.data_ptr() % PART_BYTES:
+        raise ShapeError(
+            f"handle.memory begins at {memory.data_ptr():#x}, which must be a multiple of "
+            f"{PART_BYTES}. Pass what low_latency_dispatch returned."
+        )
+    return LowLatencyHandle(memory, max_tokens, hidden, num_experts, num_ranks, num_topk)
+
+
+def _check_internode_handle(
+    handle: Any, num_ranks: int, device: torch.device, num_nodes: int
+) -> InternodeLowLatencyHandle:
+    src_info, layout_range, most, hidden, num_experts, *rest = handle
+    names = InternodeLowLatencyHandle._fields[5:]
+    most, hidden, num_experts = _checked_sizes(most, hidden, num_experts, num_ranks)
+    num_local, num_rows, near = num_experts // num_ranks, num_ranks * most, num_ranks // num_nodes
+    _check_part("handle.src_info", src_info, (num_local, num_rows), torch.int32, device)
+    _check_part("handle.layout_range", layout_range, (num_local, num_ranks), torch.int64, device)
+    shapes = (
+        *((num_rows, _length(rest[0], 1)), (num_rows,), (num_ranks, num_ranks)),
+        *((SIGNATURE_WORDS.value,), (2, num_nodes), (_length(rest[5]), num_nodes)),
+        (num_nodes, most, near),
+    )
+    for name, tensor, shape in zip(names, rest, shapes, strict=True):
+        _check_part(f"handle.{name}", tensor, shape, torch.int32, device)
+    return InternodeLowLatencyHandle(src_info, layout_range, most, hidden, num_experts, *rest)
+
+
+def _checked_sizes(
+    max_tokens: Any, hidden: Any, num_experts: Any, num_ranks: int
+) -> tuple[int, int, int]:
+    """The sizes that DeepEP's handles have as well."""
+    return (
+        check_max_dispatch_tokens(max_tokens),
+        check_int("handle.hidden", hidden, 1, MAX_HIDDEN),
+        check_experts(num_experts, num_ranks),
+    )
 
 
 def _length(tensor: Any, dim: int = 0) -> int | str:

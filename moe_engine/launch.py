@@ -34,6 +34,9 @@ ALLOCATIONS = {
 MOST_STREAMS = 2
 """Streams that have a CUDA graph of a kind of calls each, where these may run concurrently."""
 
+DEFAULT_STREAM = 0
+"""The handle of a device's default stream, which is never captured in a CUDA graph."""
+
 _recordings: ContextVar[Recording | None] = ContextVar("recordings", default=None)
 
 Collect = Callable[[Any, Grid, tuple[Any, ...], dict[str, Any]], None]
@@ -279,7 +282,7 @@ class Graphs:
         """Launch all on a stream, given by its handle. False, and nothing is launched, if the
         stream is captured, whose graph gets the kernels one by one; if MOST_STREAMS others have a
         graph; or if the driver makes none."""
-        if not self._are_offered or is_capturing():
+        if not self._are_offered or (stream != DEFAULT_STREAM and is_capturing()):
             return False
         key = None if self._follow_one_another else stream
         found = self._of_streams.get(key)

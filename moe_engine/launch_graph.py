@@ -7,9 +7,10 @@ more for each of its kernels whose arguments have changed (bench/NOTES.md).
 from __future__ import annotations
 
 import ctypes
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import suppress
 from ctypes import byref, c_size_t, c_ubyte, c_void_p
+from functools import partial
 
 import torch
 
@@ -49,7 +50,8 @@ class LaunchGraph:
     def __init__(self, launches: Sequence[PackedLaunch]):
         self.name = "+".join(one.name for one in launches)
         self._launches = launches
-        self._graph, self._executable = c_void_p(), c_void_p()
+        self._graph, self._executable, self._stream = c_void_p(), c_void_p(), c_void_p()
+        self._launch: Callable[[], int] = lambda: 0
         self._nodes: list[tuple[c_void_p, KernelNode]] = []
 
     def __call__(self, stream: int, changed: set[int]) -> bool:
@@ -66,8 +68,9 @@ class LaunchGraph:
                 code = in_context(libcuda().cuGraphExecKernelNodeSetParams_v2, *update)
                 check(code, f"change the arguments of {self._launches[number].name}")
             changed.clear()
-            code = in_context(libcuda().cuGraphLaunch, self._executable, c_void_p(stream))
-            check(code, f"launch {self.name}")
+            self._stream.value = stream
+            if code := in_context(self._launch):
+                check(code, f"launch {self.name}")
         except torch.OutOfMemoryError:
             return False
         return True
@@ -93,6 +96,7 @@ class LaunchGraph:
         with relaxed_capture():
             code = in_context(libcuda().cuGraphInstantiateWithFlags, *made)
         check(code, f"instantiate {self.name}")
+        self._launch = partial(libcuda().cuGraphLaunch, self._executable, self._stream)
         self._nodes = nodes
 
     def _free(self) -> None:

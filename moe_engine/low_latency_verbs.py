@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import partial
 from itertools import product
 from typing import Any
@@ -15,7 +15,7 @@ from .dispatch.low_latency import LowLatencyTokens
 from .engines.hooked_calls import HookedCalls
 from .engines.low_latency import LowLatency
 from .errors import BackendError, CapacityError, ShapeError
-from .handles import MAX_HIDDEN, AnyLowLatencyHandle, check_low_latency_handle
+from .handles import MAX_HIDDEN, AnyLowLatencyHandle, check_low_latency_handle, fields_of
 from .lifecycle import BufferLifecycle, verb
 from .options import low_latency_size_hint
 from .prepared import leaves
@@ -103,25 +103,26 @@ class LowLatencyVerbs(BufferLifecycle):
             _check_hook(*how)
             kind.choice = self._check_dispatch_tokens(x, topk_idx, max_tokens, num_experts, form)
             self._check_stats(num_experts // self.group_size, *stats)
-        max_tokens, num_experts, row_format = kind.choice
+        row_format, *sizes = kind.choice
         with self._streams.call(None, async_finish) as call:
             if call.is_async:
                 call.reads(x, topk_idx, *stats)
             got, receive = None if return_recv_hook else engine.again(described), None
             if got is None:
-                rows = described.packed(x, topk_idx)
-                sizes: tuple[Any, ...] = max_tokens, num_experts, row_format
-                tokens = LowLatencyTokens(rows[0], rows[1], None, *sizes)
+                rows = sent, ids = described.packed(x, topk_idx)
+                max_tokens, _, num_experts, _ = sizes
+                tokens = LowLatencyTokens(sent, ids, None, max_tokens, num_experts, row_format)
                 hooked, decided = return_recv_hook, described.if_packed
                 got, receive = engine.dispatch(tokens, *stats, hooked, decided)
-            handle = engine.new_handle(got, max_tokens, x.shape[1], num_experts)
+            handle = engine.new_handle(got, *sizes)
             if call.is_async:
                 call.returns(*got)
         kind.is_checked = True
         recv_x = got.x if got.scales is None else (got.x, got.scales)
         hook = None
         if receive is not None:
-            hook = partial(self._receive, receive, call.stream, (*rows, *stats, *got))
+            used = leaves((rows, stats, got))
+            hook = partial(self._receive, receive, call.stream, used)
         return recv_x, got.counts, handle, call.event, hook
 
     def _check_dispatch_tokens(
@@ -131,8 +132,9 @@ class LowLatencyVerbs(BufferLifecycle):
         max_tokens: int,
         num_experts: int,
         form: tuple[bool, bool, bool],
-    ) -> tuple[int, int, str]:
-        """(max_tokens, num_experts, format of rows) of a low-latency dispatch, or refuse them."""
+    ) -> tuple[str, int, int, int, int]:
+        """(format of rows, max_tokens, hidden, num_experts, num_topk) of a low-latency dispatch, or
+        refuse them."""
         checks.check_tensor("x", x, ["T", "H"], [torch.bfloat16], self.device)
         checks.check_no_grad(x=x)
         num_tokens, hidden = x.shape
@@ -143,7 +145,7 @@ class LowLatencyVerbs(BufferLifecycle):
         row_format = _row_format(hidden, *form)
         if row_format != "bf16":
             checks.check_fp8(self.device)
-        return max_tokens, num_experts, row_format
+        return row_format, max_tokens, hidden, num_experts, topk_idx.shape[1]
 
     @verb
     def low_latency_combine(
@@ -177,8 +179,8 @@ class LowLatencyVerbs(BufferLifecycle):
         """
         engine = self._low_latency_ready()
         stats, how = combine_wait_recv_cost_stats, (use_logfmt, async_finish, return_recv_hook)
-        parts = handle if isinstance(handle, tuple) else (handle,)
-        described = engine.describe(x, topk_idx, topk_weights, out, stats, *how, *parts)
+        fields = fields_of(handle)
+        described = engine.describe(x, topk_idx, topk_weights, out, stats, *how, *fields)
         kind = described.kind
         if not kind.is_checked:
             _check_hook(async_finish, return_recv_hook)
@@ -191,15 +193,15 @@ class LowLatencyVerbs(BufferLifecycle):
         with self._streams.call(None, async_finish) as call:
             # What a masked rank would have sent is not written, and can hold anything.
             if self.options.debug and not self.enable_shrink:
-                check_low_latency_values(engine.handle_type(*handle), topk_idx, self.rank)
+                check_low_latency_values(engine.handle_type(*fields), topk_idx, self.rank)
             if call.is_async:
-                call.reads(x, topk_idx, topk_weights, out, stats, *leaves(handle))
+                call.reads(x, topk_idx, topk_weights, out, stats, *leaves(fields))
             found, receive = None if return_recv_hook else engine.again(described), None
             if found is not None:
                 result, epoch = found
             else:
                 y, ids, weights = described.packed(x, topk_idx, topk_weights)
-                handle = engine.handle_type(*handle)
+                handle = engine.handle_type(*fields)
                 rows = engine.expert_rows(y, ids, weights, handle, out)
                 more = int(handle.num_experts), stats, return_recv_hook, described.if_packed
                 result, epoch, receive = engine.combine(rows, *more)
@@ -208,7 +210,8 @@ class LowLatencyVerbs(BufferLifecycle):
         kind.is_checked = True
         hook = None
         if receive is not None:
-            hook = partial(self._receive, receive, call.stream, (*rows, stats, result, epoch))
+            used = leaves((rows, stats, result, epoch))
+            hook = partial(self._receive, receive, call.stream, used)
         return result, call.event, hook
 
     def _check_combine(
@@ -220,7 +223,8 @@ class LowLatencyVerbs(BufferLifecycle):
         out: torch.Tensor | None,
     ) -> None:
         """Refuse tensors of a low-latency combine that do not fit its handle."""
-        hidden, shape = handle.hidden, (*handle.src_info.shape, handle.hidden)
+        num_rows, hidden = self.group_size * handle.num_max_dispatch_tokens_per_rank, handle.hidden
+        shape = handle.num_experts // self.group_size, num_rows, hidden
         checks.check_tensor("x", x, shape, [torch.bfloat16], self.device)
         num_topk = handle.num_topk
         checks.check_tensor("topk_idx", topk_idx, ["T", num_topk], [torch.int64], self.device)
@@ -244,8 +248,9 @@ class LowLatencyVerbs(BufferLifecycle):
         other tensor serves as well, as x is read where it lies."""
         self._low_latency_ready()
         handle = self._check_low_latency_handle(handle)
-        shape = *handle.src_info.shape, handle.hidden
-        return handle.src_info.new_empty(shape, dtype=torch.bfloat16)
+        num_rows = self.group_size * handle.num_max_dispatch_tokens_per_rank
+        shape = handle.num_experts // self.group_size, num_rows, handle.hidden
+        return torch.empty(shape, dtype=torch.bfloat16, device=self.device)
 
     def clean_low_latency_buffer(
         self, num_max_dispatch_tokens_per_rank: int, hidden: int, num_experts: int
@@ -334,7 +339,7 @@ class LowLatencyVerbs(BufferLifecycle):
         self,
         receive: Hook,
         stream: torch.cuda.Stream | None,
-        tensors: tuple[torch.Tensor | None, ...],
+        tensors: Sequence[torch.Tensor],
     ) -> None:
         """The receiving half of a call, on the stream that is current now. If that is not the
         `stream` of the first half, it keeps the memory of the `tensors` that both use from being

@@ -29,6 +29,9 @@ ALIGNMENT = 256
 """Of the parts of the memory that a call needs for a time."""
 _new_on_cpu = getattr(torch._C._dynamo.guards, "_empty_strided_cpu", None)
 _new_on_gpu = getattr(torch._C._dynamo.guards, "_empty_strided_cuda", None)
+
+_new_view = getattr(torch._C._dynamo.guards, "_reinterpret_tensor", torch.as_strided)
+"""Of (a tensor, shape, strides, the first item)."""
 CPU = torch.device("cpu")
 
 
@@ -198,8 +201,8 @@ def _ungrouped(args: tuple[Any, ...]) -> Iterator[Any]:
 
 class PreparedCall:
     """The launches of one kind of call, and where their arguments lie: in one of the call's
-    tensors, in one of its results, or in its temporary memory, which is one allocation. These are
-    numbered in this order."""
+    tensors, in what its results lie in, or in its temporary memory, which is one allocation. These
+    are numbered in this order, and after them the results that are views."""
 
     def __init__(
         self,
@@ -216,10 +219,9 @@ class PreparedCall:
         # Each call of a memory begins after the one before has ended, on whatever streams.
         self._graphs = Graphs(launches, follow_one_another=bool(held)) if as_one else None
         self._step = next((step for _, step in self._launches if step is not None), None)
-        returned = {_identity(one) for one in leaves(result)}
         # Also what is needed for a time, where its size is a number.
-        returned |= set(map(_identity, recording.of_rows()))
-        made = [one for one in recording.allocated if _identity(one) in returned]
+        returned = {_storage(one) for one in (*leaves(result), *recording.of_rows())}
+        made = [one for one in recording.allocated if _storage(one) in returned]
         self._results: list[tuple[Any, ...]] = [
             (tuple(one.shape), one.stride(), one.dtype) for one in made
         ]
@@ -235,7 +237,7 @@ class PreparedCall:
         begins = dict[int, int]()  # of storage, in the temporary memory
         for one in recording.allocated:
             storage = one.untyped_storage()
-            if _identity(one) not in returned and storage.nbytes():
+            if _storage(one) not in returned and storage.nbytes():
                 begins[storage.data_ptr()] = num_bytes
                 num_bytes += -(-storage.nbytes() // ALIGNMENT) * ALIGNMENT
         if num_bytes:
@@ -272,6 +274,13 @@ class PreparedCall:
         self._addresses = self._unknown = [-1] * num_places
         self._counts: dict[str, int] | None = None  # `numbers` of the last call
         numbered = {_identity(one): number for number, one in enumerate((*given, *made))}
+        self._views: list[tuple[int, tuple[int, ...], tuple[int, ...], int]] = []
+        for one in leaves(result):
+            if _identity(one) not in numbered:
+                numbered[_identity(one)] = num_places + len(self._views)
+                of = len(given) + _viewed(one, made, recording.sized)
+                shape, first = tuple(one.shape), int(one.storage_offset())
+                self._views.append((of, shape, one.stride(), first))
         self._build = _builder(result, numbered)
 
     def __call__(
@@ -300,7 +309,11 @@ class PreparedCall:
                 state.step = step
                 launch(stream)
         state.step, state.launched = self._end
-        return self._build([*given, *made, None])
+        memory: list[Any] = [*given, *made]
+        for place, shape, strides, offset in self._views:
+            memory.append(_new_view(memory[place], shape, strides, offset))
+        memory.append(None)
+        return self._build(memory)
 
     def _move(self, addresses: list[int]) -> None:
         """Let the launches take other memory."""
@@ -369,8 +382,6 @@ def _place(result: torch.Tensor | None, numbered: dict[Any, int]) -> int:
     """Where a result stands in the memory of a call."""
     if result is None:
         return -1
-    if _identity(result) not in numbered:
-        raise AssertionError("the body of a call returns neither what it was given nor made.")
     return numbered[_identity(result)]
 
 
@@ -402,6 +413,22 @@ def _identity(tensor: torch.Tensor) -> tuple[Any, ...]:
     """Equal for tensors that are the same part of the same memory, in the same way."""
     sizes = tensor.shape, tensor.stride(), tensor.storage_offset(), tensor.dtype
     return tensor.untyped_storage()._cdata, *sizes
+
+
+def _storage(tensor: torch.Tensor) -> int:
+    """Equal for tensors that lie in the same allocation."""
+    return tensor.untyped_storage()._cdata
+
+
+def _viewed(view: torch.Tensor, made: Sequence[torch.Tensor], sized: dict[int, str]) -> int:
+    """Which of the tensors that were made, of a size that stays, a result is a view of."""
+    for number, one in enumerate(made):
+        if _storage(one) == _storage(view) and one.dtype == view.dtype and id(one) not in sized:
+            return number
+    raise AssertionError(
+        "the body of a call returns neither what it was given, nor what it made, nor a view of "
+        "that of the same dtype."
+    )
 
 
 def _memory(tensor: torch.Tensor) -> tuple[int, int]:

@@ -19,7 +19,7 @@ import torch
 from .checks import check_flag
 from .device.lang import INTERPRETED
 from .errors import BackendError, DtypeError, ShapeError
-from .launch import current_device, stream_of
+from .launch import DEFAULT_STREAM, current_device, stream_of
 
 _one_call_at_a_time = threading.RLock()
 """Of all Buffers: autograd calls from a thread of its own."""
@@ -111,10 +111,11 @@ class EventOverlap:
 class Call:
     """One call of a Buffer, which runs while this context is open. See `CallStreams.call`."""
 
-    __slots__ = (
-        *("_also", "_caller", "_previous", "_runs_on", "_stream", "_streams", "_switch"),
-        *("event", "is_async"),
-    )
+    _runs_on: torch.cuda.Stream | None = None
+    _caller: torch.cuda.Stream | None = None
+    _switch: AbstractContextManager[Any] | None = None
+    stream: torch.cuda.Stream | None = None
+    """The one on which it runs; a CPU has none."""
 
     def __init__(
         self,
@@ -123,18 +124,8 @@ class Call:
         is_async: bool,
         also: EventHandle | None = None,
     ):
-        self._streams, self._previous, self.is_async = streams, previous, is_async
-        self._also = also
-        self._runs_on: torch.cuda.Stream | None = None
-        self._caller: torch.cuda.Stream | None = None
-        self._stream: torch.cuda.Stream | None = None
-        self._switch: AbstractContextManager[Any] | None = None
-        self.event = EventOverlap()
-
-    @property
-    def stream(self) -> torch.cuda.Stream | None:
-        """The one on which it runs; a CPU has none."""
-        return self._stream
+        self._streams, self._previous, self._also = streams, previous, also
+        self.is_async, self.event = is_async, EventOverlap()
 
     def reads(self, *tensors: torch.Tensor | None) -> None:
         """Keep the memory of these arguments from being reused before the call has ended, which
@@ -158,8 +149,8 @@ class Call:
 
     def __exit__(self, kind: type[BaseException] | None, *error: object) -> None:
         try:
-            if kind is None and self._stream is not None:
-                self._streams.note_end(self._stream)
+            if kind is None and self.stream is not None:
+                self._streams.note_end(self.stream)
             if kind is None and self.is_async:
                 self.event.event = EventHandle()
         finally:
@@ -181,7 +172,7 @@ class Call:
         if self._also is not None:
             self._also.current_stream_wait()
         streams.follow_last_call(stream)
-        self._stream = stream
+        self.stream = stream
 
     def _leave(self) -> None:
         try:
@@ -200,7 +191,8 @@ class CallStreams:
         self._comm: torch.cuda.Stream | None = None
         self._current: torch.cuda.Stream | None = None
         self._handle, self._current_handle = -1, stream_of(device)  # of _current, and now
-        self._end: torch.cuda.Event | None = None
+        self._end: torch.cuda.Event | None = None  # of the last eager call, where one was recorded
+        self._records_ends = False
         self._last_eager: torch.cuda.Stream | None = None
         self._last_captured: torch.cuda.Stream | None = None
 
@@ -219,7 +211,7 @@ class CallStreams:
                 "when it returns."
             )
         if self._comm is None:
-            self._comm = torch.cuda.Stream(self.device, priority=-1)
+            self._comm, self._records_ends = torch.cuda.Stream(self.device, priority=-1), True
             for memory in self._memory.values():
                 record(memory, self._comm)
         return self._comm
@@ -274,6 +266,8 @@ class CallStreams:
         if last is None or last == stream:
             return
         if not capturing:
+            if self._end is None:
+                self._record_end(last)
             assert self._end is not None
             stream.wait_event(self._end)
             return
@@ -283,10 +277,23 @@ class CallStreams:
             stream.wait_stream(last)
 
     def note_end(self, stream: torch.cuda.Stream) -> None:
-        """A call has ended on a stream, which is current."""
-        if torch.cuda.is_current_stream_capturing():
+        """A call has ended on a stream, which is current.
+
+        The default stream is never captured, and lives as long as the process. So while all calls
+        run on it, no event ends them; the first call on another stream waits for all that the
+        default one holds by then.
+        """
+        if not self._records_ends and stream.cuda_stream == DEFAULT_STREAM:
+            self._last_eager, self._end = stream, None
+        elif torch.cuda.is_current_stream_capturing():
             self._last_captured = stream
-            return
+        else:
+            self._record_end(stream)
+
+    def _record_end(self, stream: torch.cuda.Stream) -> None:
+        """Let calls on other streams wait for what this one holds by now, and ends of later calls
+        be recorded at once."""
+        self._records_ends = True
         self._end = self._end or torch.cuda.Event()
         self._end.record(stream)
         self._last_eager = stream

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from functools import partial
 
 import cases
@@ -141,30 +142,31 @@ def bad_low_latency_handles(group):
     x, idx, w = tokens()
     y, _, handle = low_latency.dispatch(buffer, x, idx, TOKENS, EXPERTS)
     fields = buffer._low_latency.ring.context.fields.clone()
-    wrong = wrong_answers(
-        lambda bad: buffer.low_latency_combine(y, idx, w, bad), handle, handle._fields
-    )
-    wrong += wrong_answers(buffer.get_next_low_latency_combine_buffer, handle, handle._fields)
-    for name in ("num_max_dispatch_tokens_per_rank", "hidden", "num_experts"):
-        for bad in (
-            0,
-            -1,
-            2**40,
-            8.0,
-            True,
-            "8",
-            None,
-            torch.tensor(16),
-            getattr(handle, name) + 1,
-        ):
+
+    def changed(**fields):
+        return dataclasses.replace(handle, **fields)
+
+    def combined(bad):
+        buffer.low_latency_combine(y, idx, w, changed(memory=bad[0]))
+
+    def taken(bad):
+        buffer.get_next_low_latency_combine_buffer(changed(memory=bad[0]))
+
+    wrong = wrong_answers(combined, [handle.memory], ["memory"])
+    wrong += wrong_answers(taken, [handle.memory], ["memory"])
+    shifted = torch.empty(len(handle.memory) + 1, dtype=torch.int32, device=x.device)[1:]
+    bad_sizes = (0, -1, 2**40, 8.0, True, "8", None, torch.tensor(16))
+    for name in ("num_max_dispatch_tokens_per_rank", "hidden", "num_experts", "num_topk"):
+        for bad in (*bad_sizes, getattr(handle, name) + 1):
             try:
-                buffer.low_latency_combine(y, idx, w, handle._replace(**{name: bad}))
+                buffer.low_latency_combine(y, idx, w, changed(**{name: bad}))
                 wrong.append((name, bad, "no error"))
             except MoeEngineError:
                 pass
+    for bad in (tuple(handle), handle[:3], 3, None, changed(memory=shifted), changed(num_ranks=2)):
+        with pytest.raises(MoeEngineError, match="handle"):
+            buffer.low_latency_combine(y, idx, w, bad)
     assert torch.equal(buffer._low_latency.ring.context.fields, fields), "a kernel ran"
-    want = low_latency.combine(buffer, y, idx, w, handle)
-    assert torch.equal(low_latency.combine(buffer, y, idx, w, tuple(handle)), want)
     buffer.destroy()
     return wrong
 

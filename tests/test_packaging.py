@@ -27,6 +27,7 @@ LAYERS = (
     (
         *("grouped_gemm", "row_vectors", "expert_major", "expert_major_kernels"),
         *("layer_config", "node_traffic", "reference", "low_latency_reference"),
+        "low_latency_handle",
     ),
     ("symm", "streams", "host_collectives", "emulation"),
     ("options", "agreement", "routing", "routing_kernels"),

@@ -39,10 +39,10 @@ COSTS = {  # launches, allocations: of the parts of each call
     "release": [(1, 0)],
     "combine": [(2, 2)],
     "combine_biased": [(2, 1)],
-    "low_latency_dispatch": [(1, 6)],
-    "low_latency_fp8": [(1, 7)],
-    "low_latency_combine": [(1, 2)],
-    "hooked_dispatch": [(1, 6), (1, 0)],
+    "low_latency_dispatch": [(1, 2)],
+    "low_latency_fp8": [(1, 3)],
+    "low_latency_combine": [(1, 1)],
+    "hooked_dispatch": [(1, 2), (1, 0)],
     "hooked_combine": [(1, 2), (1, 0)],
     "moe_ffn": [(12, 2)],
     "moe_ffn_decode": [(5, 2)],
@@ -391,6 +391,29 @@ def test_the_least_recently_used_go(pool):
     assert pool.run(keep_few, num_ranks=1) == [({0, 3, 4}, 0)]
 
 
+def take_parts(group):
+    """Results that are parts of one allocation, from the first and a later call."""
+    calls, x = prepared.PreparedCalls(), torch.zeros(2, device=cases.device())
+
+    def body(owner, x):
+        memory = x.new_empty(8)
+        return memory[:2], x, memory[4:].view(2, 2).T
+
+    found = []
+    for _ in range(3):
+        first, given, last = calls(body, None, x)
+        shapes = [(one.shape, one.stride(), one.storage_offset()) for one in (first, last)]
+        same = first.untyped_storage().data_ptr() == last.untyped_storage().data_ptr()
+        found.append((shapes, same, given is x))
+    return len(calls), found
+
+
+def test_results_are_parts_of_an_allocation(pool):
+    ((count, (first, *later)),) = pool.run(take_parts, num_ranks=1)
+    assert (count, later) == (1, [first] * 2)
+    assert first == ([((2,), (1,), 0), ((2, 2), (1, 2), 4)], True, True)
+
+
 def misuse(group):
     """What a body must not do, and what is run each time instead of being prepared."""
     calls, x, kinds = prepared.PreparedCalls(), torch.zeros(4, device=cases.device()), []
@@ -399,12 +422,23 @@ def misuse(group):
         return x + 1
 
     def returns_a_part(owner, x):
-        return x.new_empty(4)[1:]
+        return x[1:]
+
+    def returns_another_dtype(owner, x):
+        return x.new_empty(4).view(torch.int32)
+
+    def returns_a_sized_part(owner, x, count):
+        return prepared.with_size("count", (x.new_empty(count),))[0][1:]
 
     assert torch.equal(calls(computes, None, x), x + 1)
     kinds.append(len(calls))
-    with pytest.raises(AssertionError, match="returns neither"):
-        calls(returns_a_part, None, x)
+    for body, more in (
+        (returns_a_part, {}),
+        (returns_another_dtype, {}),
+        (returns_a_sized_part, {"count": 4}),
+    ):
+        with pytest.raises(AssertionError, match="returns neither"):
+            calls(body, None, x, **more)
     calls(lambda owner, x, y: x, None, x, x[2:])  # they share memory
     kinds.append(len(calls))
     with pytest.raises(TypeError, match="refused"):

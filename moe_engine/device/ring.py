@@ -108,7 +108,7 @@ def open_slot(
     PDL: tl.constexpr,
 ):
     """The slot of a call: of one that this launch SENDS, see `_begin_send`, or of the one whose
-    epoch `call`, int64 [1], holds.
+    epoch `call`, int64 [1], holds; a call that is one launch may have none.
 
     Before `programs.pdl_wait` it reads only what the host wrote once into the context; no kernel
     changes that, so it does not matter which launch came before.
@@ -152,11 +152,11 @@ def open_slot(
 def _begin_send(call, context):
     """Epoch of a call that this launch sends; every program calls this once.
 
-    The last program makes it the running epoch, and writes it to `call` for later launches of the
-    call. Before, it waits until all programs have read the old epoch: each adds 1 to a counter
-    after its load. It is the last by its number, so it waits only for programs that began earlier.
-    These have a place on the chip and wait for nothing before they add: so the loop, unlike that of
-    `lang.poll`, needs no deadline and no report.
+    The last program makes it the running epoch, and writes it to `call`, if there is one, for later
+    launches of the call. Before, it waits until all programs have read the old epoch: each adds 1
+    to a counter after its load. It is the last by its number, so it waits only for programs that
+    began earlier. These have a place on the chip and wait for nothing before they add: so the loop,
+    unlike that of `lang.poll`, needs no deadline and no report.
     """
     epoch = tl.load(context + EPOCH) + 1
     tl.debug_barrier()
@@ -168,7 +168,8 @@ def _begin_send(call, context):
         tl.debug_barrier()
         tl.store(context + STARTED, 0)
         tl.store(context + EPOCH, epoch)
-        tl.store(call, epoch)
+        if call is not None:
+            tl.store(call, epoch)
     return epoch
 
 

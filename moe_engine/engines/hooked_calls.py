@@ -73,7 +73,9 @@ class HookedCalls(ContextEngine):
         function is called."""
 
     @abstractmethod
-    def new_handle(self, got: Any, max_tokens: int, hidden: int, num_experts: int) -> Any:
+    def new_handle(
+        self, got: Any, max_tokens: int, hidden: int, num_experts: int, num_topk: int
+    ) -> Any:
         """The handle of a dispatch that returned `got`."""
 
     @abstractmethod

@@ -124,7 +124,7 @@ class InternodeLowLatency(HookedCalls):
         return packed, receive
 
     def new_handle(
-        self, got: Packed, max_tokens: int, hidden: int, num_experts: int
+        self, got: Packed, max_tokens: int, hidden: int, num_experts: int, num_topk: int
     ) -> InternodeLowLatencyHandle:
         """The handle of a dispatch."""
         sizes = max_tokens, hidden, num_experts

@@ -7,20 +7,20 @@ from typing import Any, ClassVar
 
 import torch
 
-from ..combine.low_latency import low_latency_combine
+from ..combine.low_latency import LowLatencyRows, low_latency_combine
 from ..combine.low_latency_kernels import ExpertRows
 from ..device.context import ContextField
 from ..device.ring import COUNT_MASK
 from ..dispatch.low_latency import (
-    LowLatencyHandle,
     LowLatencyTokens,
+    ReceivedRows,
     low_latency_dispatch,
-    new_received,
+    new_compact,
 )
-from ..dispatch.low_latency_receive_kernels import Received
 from ..errors import CapacityError
 from ..grouped_gemm.operands import Rows
 from ..kinds import Described
+from ..low_latency_handle import LowLatencyHandle
 from ..symm.ring import MAX_LOCAL_EXPERTS, MAX_ROWS, LowLatencyRow, Ring, header_bytes
 from .base import LayerInputs, check_layer_weights
 from .expert_products import ExpertMemory, expert_tiles, multiply_down, multiply_up
@@ -65,30 +65,46 @@ class LowLatency(HookedCalls):
         wait_stats: torch.Tensor | None = None,
         hooked: bool = False,
         described: Described | None = None,
-    ) -> tuple[Received, Receive | None]:
+    ) -> tuple[ReceivedRows, Receive | None]:
         """See `HookedCalls`."""
         args = tokens, (recv_stats, wait_stats)
-        out: Received = self._call(LowLatency._dispatch, *args, hooked=hooked, described=described)
+        got: ReceivedRows = self._call(
+            LowLatency._dispatch, *args, hooked=hooked, described=described
+        )
         if not hooked:
-            return out, None
-        decided = described and described.more(out)
-        return out, self._hook(LowLatency._receive_dispatched, *args, out, described=decided)
+            return got, None
+        made = got.x, got.scales, got.memory
+        decided = described and described.more(made)
+        return got, self._hook(LowLatency._receive_dispatched, *args, made, described=decided)
 
-    def _dispatch(self, tokens: LowLatencyTokens, stats: Stats, phases: str) -> Received:
+    def _dispatch(self, tokens: LowLatencyTokens, stats: Stats, phases: str) -> ReceivedRows:
         self._check_capacity(tokens)
-        out = new_received(tokens, self.num_ranks, compact=False)
-        low_latency_dispatch(tokens, out, *stats, phases, self.ring)
-        return out
+        got = ReceivedRows.empty(tokens, self.num_ranks)
+        received = got.parts(self._handle_of(tokens, got.memory))
+        low_latency_dispatch(tokens, received, *stats, phases, self.ring)
+        return got
 
-    def _receive_dispatched(self, tokens: LowLatencyTokens, stats: Stats, out: Received) -> None:
-        low_latency_dispatch(tokens, out, *stats, "receive", self.ring)
+    def _receive_dispatched(
+        self,
+        tokens: LowLatencyTokens,
+        stats: Stats,
+        made: tuple[torch.Tensor, torch.Tensor | None, torch.Tensor],
+    ) -> None:
+        x, scales, memory = made
+        handle = self._handle_of(tokens, memory)
+        received = ReceivedRows(x, scales, handle.counts, memory).parts(handle)
+        low_latency_dispatch(tokens, received, *stats, "receive", self.ring)
+
+    def _handle_of(self, tokens: LowLatencyTokens, memory: torch.Tensor) -> LowLatencyHandle:
+        sizes = tokens.max_tokens, tokens.x.shape[1], tokens.num_experts
+        return LowLatencyHandle(memory, *sizes, self.num_ranks, tokens.num_topk)
 
     def new_handle(
-        self, got: Received, max_tokens: int, hidden: int, num_experts: int
+        self, got: ReceivedRows, max_tokens: int, hidden: int, num_experts: int, num_topk: int
     ) -> LowLatencyHandle:
         """The handle of a dispatch."""
         sizes = max_tokens, hidden, num_experts
-        return LowLatencyHandle(got.src_info, got.layout_range, *sizes, got.returns, got.call)
+        return LowLatencyHandle(got.memory, *sizes, self.num_ranks, num_topk)
 
     def expert_rows(
         self,
@@ -97,51 +113,57 @@ class LowLatency(HookedCalls):
         topk_weights: torch.Tensor,
         handle: LowLatencyHandle,
         out: torch.Tensor | None,
-    ) -> ExpertRows:
+    ) -> LowLatencyRows:
         """What `combine` takes."""
-        return ExpertRows(y, topk_idx, topk_weights, handle.returns, handle.call, out)
+        return LowLatencyRows(y, topk_idx, topk_weights, handle.fields, out)
 
     def combine(
         self,
-        rows: ExpertRows,
+        rows: LowLatencyRows,
         num_experts: int,
         wait_stats: torch.Tensor | None = None,
         hooked: bool = False,
         described: Described | None = None,
-    ) -> tuple[torch.Tensor, torch.Tensor, Receive | None]:
-        """See `HookedCalls`; in the middle stands the epoch of the call, int64 [1]."""
+    ) -> tuple[torch.Tensor, torch.Tensor | None, Receive | None]:
+        """See `HookedCalls`; with `hooked` there stands the epoch of the call, int64 [1], in the
+        middle."""
         args = num_experts, wait_stats
         out, epoch = self._call(
             LowLatency._combine, rows, *args, hooked=hooked, described=described
         )
         if not hooked:
             return out, epoch, None
-        rows = rows._replace(out=out)
         decided = described and described.more((out, epoch))
+        rows = rows._replace(out=out)
         return out, epoch, self._hook(LowLatency._add_up, rows, *args, epoch, described=decided)
 
     def _combine(
         self,
-        rows: ExpertRows,
+        rows: LowLatencyRows,
         num_experts: int,
         wait_stats: torch.Tensor | None,
         phases: str,
-    ) -> tuple[torch.Tensor, torch.Tensor]:
-        if rows.out is None:
-            rows = rows._replace(out=rows.x.new_empty(len(rows.topk_idx), rows.x.shape[2]))
-        self._check_handle(rows)
-        epoch = rows.dispatched.new_empty(1)
-        low_latency_combine(rows, epoch, num_experts, wait_stats, phases, self.ring)
-        return rows.out, epoch
+    ) -> tuple[torch.Tensor, torch.Tensor | None]:
+        out, epoch = rows.out, None
+        if out is None:
+            out = rows.x.new_empty(len(rows.topk_idx), rows.x.shape[2])
+        if phases == "send":
+            epoch = rows.topk_idx.new_empty(1)
+        parts = rows.parts(out)
+        self._check_handle(parts)
+        low_latency_combine(parts, epoch, num_experts, wait_stats, phases, self.ring)
+        return out, epoch
 
     def _add_up(
         self,
-        rows: ExpertRows,
+        rows: LowLatencyRows,
         num_experts: int,
         wait_stats: torch.Tensor | None,
         epoch: torch.Tensor,
     ) -> None:
-        low_latency_combine(rows, epoch, num_experts, wait_stats, "receive", self.ring)
+        assert rows.out is not None
+        parts = rows.parts(rows.out)
+        low_latency_combine(parts, epoch, num_experts, wait_stats, "receive", self.ring)
 
     def moe_ffn(
         self, inputs: LayerInputs, max_tokens: int, described: Described | None = None
@@ -165,9 +187,9 @@ class LowLatency(HookedCalls):
         self._check_capacity(sent)
         most_rows = self.num_ranks * max_tokens * min(topk_idx.shape[1], len(w_gate_up))
         # Before the first launch: what is large enough to be refused.
-        out, call = torch.empty_like(x), topk_idx.new_empty(1)
+        out = torch.empty_like(x)
         memory = ExpertMemory.empty(inputs, most_rows)
-        received = new_received(sent, self.num_ranks, compact=True)
+        received = new_compact(sent, self.num_ranks)
         assert len(received.x) == most_rows
         low_latency_dispatch(sent, received, None, None, phases, self.ring)
         self.ring.context.step = "multiply"
@@ -177,7 +199,7 @@ class LowLatency(HookedCalls):
         schedule = multiply_up(rows, inputs, received.counts, up, memory)
         y = multiply_down(inputs, schedule, down, memory)
         returned = ExpertRows(y, topk_idx, None, received.returns, received.call, out)
-        low_latency_combine(returned, call, num_experts, None, phases, self.ring)
+        low_latency_combine(returned, None, num_experts, None, phases, self.ring)
         return out
 
     # --- Masked ranks ------------------------------------------------------------------------

@@ -256,7 +256,8 @@ def send_and_return_at_once(shape: ModelShape, engine: HookedCalls, most: int) -
         tokens = LowLatencyTokens(x, topk_idx, None, most, shape.num_experts, row_format)
         got, receive = engine.dispatch(tokens, *stats, hooked)
         y = torch.empty(shape.num_local, shape.num_ranks * most, shape.hidden, dtype=x.dtype)
-        handle = engine.new_handle(got, most, shape.hidden, shape.num_experts)
+        sizes = most, shape.hidden, shape.num_experts, shape.num_topk
+        handle = engine.new_handle(got, *sizes)
         rows = engine.expert_rows(y, topk_idx, topk_weights, handle, None)
         *_, add_up = engine.combine(rows, shape.num_experts, stats[1], hooked)
         for hook in (receive, add_up):
