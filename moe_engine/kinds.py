@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 import itertools
 import operator
 import threading
@@ -29,7 +28,6 @@ NO_OPTIONS = torch.Tensor, tuple, list
 
 _count = itertools.count()
 data_ptr, is_grad_enabled = torch.Tensor.data_ptr, torch.is_grad_enabled
-is_nested = operator.attrgetter("is_nested")
 
 Tensors = Sequence[torch.Tensor | None]
 
@@ -107,7 +105,7 @@ class Recent(NamedTuple):
     def options(self, args: tuple[Any, ...], every: tuple[Any, ...]) -> tuple[Any, ...]:
         """What is compared of the arguments besides tensors. Types come first, so that no number
         is compared with a tensor in a tuple."""
-        options = _state(args) + self.pick_options(every)
+        options = choice_cache.num_kept, is_grad_enabled(), len(args), *self.pick_options(every)
         if self.pick_tuples is None:
             return options
         return tuple([type(item) for one in self.pick_tuples(every) for item in one]) + options
@@ -137,14 +135,9 @@ class Kinds:
         every = args + sized
         types = tuple(map(type, every))
         if (recent := self._recent.get(types)) is not None:
-            options = recent.options(args, every)
             tensors = recent.pick_tensors(every)
-            try:
-                addresses = [*map(data_ptr, tensors)]
-            except RuntimeError:  # a tensor without memory
-                return self._describe(args, sized, types)
-            # Torch's comparison would end the process at a tensor without strides.
-            if _are_aligned(addresses) and True not in map(is_nested, tensors):
+            if (addresses := _aligned(tensors)) is not None:
+                options = recent.options(args, every)
                 for known, check, kind in recent.kinds.get(recent.of(tensors), ()):
                     if known == options and check(*tensors):
                         kind.used = next(_count)
@@ -158,7 +151,7 @@ class Kinds:
         every = args + sized
         tensors: dict[int, torch.Tensor] = {}
         addresses: list[int] = []
-        parts: list[Any] = [*_state(args)]
+        parts: list[Any] = [choice_cache.num_kept, is_grad_enabled(), len(args)]
         num_args, todo = len(args), [*every]  # grows: what is in a tuple comes after all
         try:
             for number, one in enumerate(todo):
@@ -204,7 +197,7 @@ class Kinds:
             isinstance(one, NO_OPTIONS) for one in todo[len(every) :]
         )
         num_tensors = sum(isinstance(one, torch.Tensor) for one in every)
-        if is_flat and len(addresses) == num_tensors and _are_aligned(addresses):
+        if is_flat and len(addresses) == num_tensors and _aligned(tensors.values()) is not None:
             self._remember(kind, key, args, sized, types)
         return Described(kind, list(tensors.values()), addresses)
 
@@ -254,14 +247,19 @@ def _gives_plain_tensors(kind: type[torch.Tensor]) -> bool:
     return kind is torch.Tensor or kind.__torch_function__ is torch.nn.Parameter.__torch_function__
 
 
-def _state(args: tuple[Any, ...]) -> tuple[Any, ...]:
-    """What decides how a call is made, besides its arguments, and how many these are."""
-    return choice_cache.num_kept, is_grad_enabled(), len(args)
-
-
-def _are_aligned(addresses: list[int]) -> bool:
-    """Whether there is memory at all of these, which begins at multiples of 16 bytes."""
-    return functools.reduce(operator.or_, addresses, 0) & 15 == 0 and all(addresses)
+def _aligned(tensors: Iterable[torch.Tensor]) -> list[int] | None:
+    """The addresses of these tensors, if there is memory at all of them, which begins at multiples
+    of 16 bytes, and all have strides: torch's comparison would end the process at one without."""
+    addresses: list[int] = []
+    try:
+        for one in tensors:
+            address = data_ptr(one)
+            if not address or address & 15 or one.is_nested:
+                return None
+            addresses.append(address)
+    except RuntimeError:  # a tensor without memory
+        return None
+    return addresses
 
 
 def _picker(places: Sequence[int]) -> Callable[[tuple[Any, ...]], tuple[Any, ...]]:

@@ -101,6 +101,7 @@ class BufferLifecycle:
         self._engine: Engine | None = None
         self._low_latency: HookedCalls | None = None
         self._engines: list[Engine | HookedCalls] = []
+        self._with_bad_ids: list[Engine | HookedCalls] = []
         self.num_nodes = 1
         self._unreleased: torch.Tensor | None = None  # x of a dispatch in place, until release()
         self._streams = CallStreams(device)
@@ -132,7 +133,8 @@ class BufferLifecycle:
                 free()
         for engine in self._engines:
             engine.free()
-        self._engine, self._low_latency, self._engines = None, None, []
+        self._engine, self._low_latency = None, None
+        self._engines, self._with_bad_ids = [], []
         self._streams.uses("slots")
         self._streams.uses("ring")
 
@@ -217,8 +219,7 @@ class BufferLifecycle:
             self._check_process()
         if self._engine is None:
             raise BackendError("this Buffer was destroyed; make a new one.")
-        for engine in self._engines:
-            engine.check()
+        self._check_engines()
         if sends and self._unreleased is not None:
             raise BackendError(
                 "the last dispatch left its rows in place; call release() when they are read."
@@ -232,17 +233,21 @@ class BufferLifecycle:
         call too."""
         if self.options.debug:
             self._synchronise()
-        if not is_in_backward():
-            for engine in self._engines:
+        if self._with_bad_ids and not is_in_backward():
+            for engine in self._with_bad_ids:
                 engine.check_ids(result)
         return result
+
+    def _check_engines(self) -> None:
+        """Raise what ended this rank's calls, if anything has, and let `_finish` tell of bad ids
+        that are known by now."""
+        self._with_bad_ids = [engine for engine in self._engines if engine.check()]
 
     def _synchronise(self) -> None:
         """Wait for the device, and raise what ended a call."""
         if self.device.type == "cuda":
             torch.cuda.synchronize(self.device)
-        for engine in self._engines:
-            engine.check()
+        self._check_engines()
         num_rows = int(self._overflow)
         if num_rows:
             self._overflow.zero_()

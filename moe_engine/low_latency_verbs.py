@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from functools import partial
 from itertools import product
 from typing import Any
@@ -121,7 +121,7 @@ class LowLatencyVerbs(BufferLifecycle):
         recv_x = got.x if got.scales is None else (got.x, got.scales)
         hook = None
         if receive is not None:
-            used = leaves((rows, stats, got))
+            used = rows, stats, got
             hook = partial(self._receive, receive, call.stream, used)
         return recv_x, got.counts, handle, call.event, hook
 
@@ -210,7 +210,7 @@ class LowLatencyVerbs(BufferLifecycle):
         kind.is_checked = True
         hook = None
         if receive is not None:
-            used = leaves((rows, stats, result, epoch))
+            used = rows, stats, result, epoch
             hook = partial(self._receive, receive, call.stream, used)
         return result, call.event, hook
 
@@ -339,18 +339,18 @@ class LowLatencyVerbs(BufferLifecycle):
         self,
         receive: Hook,
         stream: torch.cuda.Stream | None,
-        tensors: Sequence[torch.Tensor],
+        used: tuple[Any, ...],
     ) -> None:
         """The receiving half of a call, on the stream that is current now. If that is not the
-        `stream` of the first half, it keeps the memory of the `tensors` that both use from being
-        reused before it has ended; they live until then."""
+        `stream` of the first half, it keeps the memory of the tensors in `used`, which both halves
+        use, from being reused before it has ended; they live until then."""
         self._check_process()
         if self._low_latency is None:
             raise BackendError("this Buffer was destroyed, and its memory with it.")
-        self._low_latency.check()
+        self._check_engines()
         with self._streams.call() as call:
             if call.stream is not stream:
-                record(tensors, call.stream)
+                record(leaves(used), call.stream)
             receive()
 
     def _check_stats(

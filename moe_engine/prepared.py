@@ -33,6 +33,7 @@ _new_on_gpu = getattr(torch._C._dynamo.guards, "_empty_strided_cuda", None)
 _new_view = getattr(torch._C._dynamo.guards, "_reinterpret_tensor", torch.as_strided)
 """Of (a tensor, shape, strides, the first item)."""
 CPU = torch.device("cpu")
+is_deterministic = torch.are_deterministic_algorithms_enabled
 
 
 class PreparedCalls(Kinds):
@@ -233,7 +234,8 @@ class PreparedCall:
         temporary, num_bytes = len(given) + len(made), 0
         ranges = [_memory(one) for one in (*given, *made)]
         device = given[0].device if given else held[0].device
-        self._device, self._stream = device, stream_of(device)
+        self._new, self._new_filled = _allocator(device), _filling_allocator(device)
+        self._stream = stream_of(device)
         begins = dict[int, int]()  # of storage, in the temporary memory
         for one in recording.allocated:
             storage = one.untyped_storage()
@@ -297,7 +299,7 @@ class PreparedCall:
             for place, name in self._sized:
                 shape, *more = results[place]
                 results[place] = (numbers[name], *shape[1:]), *more
-        made = [*starmap(_allocator(self._device), results)]
+        made = [*starmap(self._new_filled if is_deterministic() else self._new, results)]
         addresses = [*given_at, *map(data_ptr, made)]
         if addresses != self._addresses:
             self._move(addresses)
@@ -340,13 +342,16 @@ class PreparedCall:
 
 def _allocator(device: torch.device) -> Callable[..., torch.Tensor]:
     """A function of (shape, strides, dtype) that allocates on the current device: what torch's own
-    compiler calls, in half of the time of `torch.empty_strided`. It fills no memory, as
-    torch.use_deterministic_algorithms(True) asks for."""
+    compiler calls, in half of the time of `torch.empty_strided`, where this torch has it."""
     new: Callable[..., torch.Tensor] | None = _new_on_cpu if device == CPU else _new_on_gpu
-    if new is None or torch.are_deterministic_algorithms_enabled():
+    return new or _filling_allocator(device)
 
-        def new(shape: Any, strides: Any, dtype: torch.dtype) -> torch.Tensor:
-            return torch.empty_strided(shape, strides, dtype=dtype, device=device)
+
+def _filling_allocator(device: torch.device) -> Callable[..., torch.Tensor]:
+    """One that fills the memory as torch.use_deterministic_algorithms(True) asks for."""
+
+    def new(shape: Any, strides: Any, dtype: torch.dtype) -> torch.Tensor:
+        return torch.empty_strided(shape, strides, dtype=dtype, device=device)
 
     return new
 

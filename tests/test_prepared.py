@@ -31,7 +31,7 @@ from moe_engine.launch_graph import LaunchGraph
 
 EXPERTS, TOPK, HIDDEN, COLUMNS, MAX_TOKENS = 8, 3, 128, 64, 9
 COSTS = {  # launches, allocations: of the parts of each call
-    "layout": [(2, 4)],
+    "layout": [(2, 2)],
     "dispatch": [(2, 7), (2, 0), (2, 0)],
     "dispatch_worst": [(6, 10)],
     "dispatch_cached": [(4, 2)],
@@ -46,13 +46,13 @@ COSTS = {  # launches, allocations: of the parts of each call
     "hooked_combine": [(1, 2), (1, 0)],
     "moe_ffn": [(12, 2)],
     "moe_ffn_decode": [(5, 2)],
-    "by_token_synced": [(2, 4), (1, 1), (2, 7), (2, 0), (2, 0), (2, 4)],
+    "by_token_synced": [(2, 2), (1, 1), (2, 7), (2, 0), (2, 0), (2, 4)],
     "by_token": [(11, 15)],
     "by_token_cached": [(5, 5)],
     "by_token_combine": [(2, 2)],
     "by_token_bare": [(5, 3), (2, 1)],
     "by_token_fp8": [(5, 4)],
-    "by_expert_synced": [(2, 4), (1, 1), (2, 7), (2, 0), (1, 0), (2, 4), (1, 0), (1, 0)],
+    "by_expert_synced": [(2, 2), (1, 1), (2, 7), (2, 0), (1, 0), (2, 4), (1, 0), (1, 0)],
     "by_expert": [(12, 15)],
     "by_expert_cached": [(5, 6)],
     "by_expert_combine": [(3, 4)],

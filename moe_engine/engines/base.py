@@ -285,8 +285,9 @@ class Engine(Protocol):
     def contexts(self) -> list[DeviceContext]:
         """The device contexts that tell other ranks of a call which breaks off on this one."""
 
-    def check(self) -> None:
-        """Raise what ended this rank's calls, if anything has; note how many bad ids there are."""
+    def check(self) -> bool:
+        """Raise what ended this rank's calls, if anything has. Whether `check_ids` will raise, as
+        ids were bad by now."""
 
     def check_ids(self, result: object = None) -> None:
         """Raise RoutingError, with the `result` of a call that just ended, if ids out of range were
@@ -303,10 +304,12 @@ class ContextEngine(ABC):
     def contexts(self) -> list[DeviceContext]:
         """See `Engine`; an engine whose memory grows gets other ones."""
 
-    def check(self) -> None:
+    def check(self) -> bool:
         """See `Engine`."""
+        has_bad_ids = False
         for context in self.contexts():
-            context.begin_call()
+            has_bad_ids |= context.begin_call()
+        return has_bad_ids
 
     def check_ids(self, result: object = None) -> None:
         """See `Engine`."""

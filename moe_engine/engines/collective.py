@@ -287,9 +287,10 @@ class CollectiveEngine(LayerByVerbs):
         """None: a call that breaks off here breaks the process group."""
         return []
 
-    def check(self) -> None:
+    def check(self) -> bool:
         """See `base.Engine`."""
         self._told_bad_ids = self._num_bad_ids
+        return self._told_bad_ids > 0
 
     def check_ids(self, result: object = None) -> None:
         """See `base.Engine`."""

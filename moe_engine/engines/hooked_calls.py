@@ -37,7 +37,7 @@ class HookedCalls(ContextEngine):
 
     def __init__(self, memories: Sequence[RankMemory[Any]], num_slots: int):
         """memories: of all calls, which ranks have allocated together."""
-        self._calls: deque[InFlight] = deque(maxlen=num_slots)
+        self._calls = deque[InFlight]()  # from the first one on whose hook was not called yet
         self.memories, self.num_slots = memories, num_slots
         self._contexts = [memory.context for memory in memories]
 
@@ -180,20 +180,19 @@ class HookedCalls(ContextEngine):
 
     def _note_calls(self, memory: RankMemory[Any], num_calls: int, received: bool = True) -> None:
         """Calls were launched."""
-        for _ in range(num_calls):
-            self._calls.append(InFlight(memory, received))
+        if self._calls or not received:
+            self._calls.extend(InFlight(memory, received) for _ in range(num_calls))
         if INTERPRETED:
             self._check_emulated()
 
     def _check_hooks(self, num_calls: int) -> None:
         """CapacityError where so many calls would need the memory of one whose hook was not called
         yet."""
-        for number in range(len(self._calls) + num_calls - self.num_slots):
-            if not self._calls[number].received:
-                raise CapacityError(
-                    f"{self.num_slots} low-latency calls began after one whose hook was not called "
-                    "yet. Call the hook before, or make the Buffer with more Options.num_slots."
-                )
+        if self._calls and len(self._calls) + num_calls > self.num_slots:
+            raise CapacityError(
+                f"{self.num_slots} low-latency calls began after one whose hook was not called "
+                "yet. Call the hook before, or make the Buffer with more Options.num_slots."
+            )
 
     def _hook(self, body: Callable[..., None], *args: Any, described: Described | None) -> Receive:
         """A function that launches the second half of the last call, once."""
@@ -204,5 +203,7 @@ class HookedCalls(ContextEngine):
                 call.memory.calls(body, self.owner(call.memory), *args, described=described)
                 self._check_emulated()
                 call.received = True
+                while self._calls and self._calls[0].received:
+                    self._calls.popleft()
 
         return receive

@@ -200,11 +200,13 @@ class DeviceContext:
         """Whether `check` raises."""
         return self.ended is not None or self.report[VALID] != 0
 
-    def begin_call(self) -> None:
-        """`check`, and let the next `check_ids` tell of ids that were bad by now."""
+    def begin_call(self) -> bool:
+        """`check`, and let the next `check_ids` tell of ids that were bad by now; whether there
+        are."""
         if self.ended is not None or self.report[VALID]:
             self.check()
-        self._seen_bad_ids = self.report[BAD_IDS]
+        self._seen_bad_ids = seen = self.report[BAD_IDS]
+        return bool(seen != self._known_bad_ids)
 
     @property
     def was_told(self) -> bool:
