@@ -14,6 +14,8 @@ import torch
 import torch.distributed as dist
 from hypothesis import settings
 
+from moe_engine import Buffer
+from moe_engine.device.context import ContextField
 from moe_engine.device.lang import INTERPRETED
 
 ROUTINGS = ["uniform", "skewed", "one_hot", "empty_rank", "holes", "duplicates", "nothing"]
@@ -155,3 +157,9 @@ def relative_error(out: torch.Tensor, expected: torch.Tensor) -> float:
         1e-30
     )
     return float(difference.nan_to_num(float("inf")))
+
+
+def num_low_latency_calls(buffer: Buffer) -> int:
+    """Low-latency calls that this rank has made; a layer of few tokens is two."""
+    memories = buffer._low_latency.memories if buffer._low_latency else ()
+    return sum(int(memory.context.fields[ContextField.EPOCH]) for memory in memories)

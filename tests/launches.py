@@ -21,7 +21,6 @@ from triton.compiler import ASTSource
 from triton.runtime.jit import JITFunction
 
 from moe_engine import cuda_driver
-from moe_engine.combine.low_latency_kernels import ExpertRows
 from moe_engine.cuda_driver import PackedLaunch
 from moe_engine.dispatch import Tokens
 from moe_engine.dispatch.low_latency import LowLatencyTokens
@@ -290,7 +289,8 @@ def low_latency(
         tokens = LowLatencyTokens(x, topk_idx, None, TOKENS, EXPERTS, row_format)
         got, receive = engine.dispatch(tokens, received, waited, hooked=hooked)
         y = torch.empty(num_local, RANKS * TOKENS, HIDDEN, dtype=BF16)
-        rows = ExpertRows(y, topk_idx, topk_weights, got.returns, got.call, x)
+        handle = engine.new_handle(got, TOKENS, HIDDEN, EXPERTS, TOPK)
+        rows = engine.expert_rows(y, topk_idx, topk_weights, handle, x)
         *_, add_up = engine.combine(rows, EXPERTS, waited, hooked)
         if hooked and phases == "receive":
             launches.clear()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import os
 
 import cases
@@ -150,14 +151,17 @@ def in_debug_mode(group, by_variable):
     if by_variable:
         y, _, known = low_latency.dispatch(ring, x, idx, 8, EXPERTS)
         fields = ring._low_latency.ring.context.fields.clone()
-        entries, call = known.returns.clone(), known.call.clone()
-        for at, value in ((0, TOPK + 1), (0, -1), (1, 8 * EXPERTS), (1 + TOPK, TOPK)):
-            entries.copy_(known.returns)[0, 0, at] = value
-            with pytest.raises(ShapeError, match=r"handle\.returns"):
-                low_latency.combine(ring, y, idx, w, known._replace(returns=entries))
-        call[1] = 9
-        with pytest.raises(ShapeError, match=r"handle\.call"):
-            low_latency.combine(ring, y, idx, w, known._replace(call=call))
+        for part, at, value in (
+            ("returns", (0, 0, 0), TOPK + 1),
+            ("returns", (0, 0, 0), -1),
+            ("returns", (0, 0, 1 + TOPK), TOPK),
+            ("returns", (0, 0, 1), 8 * EXPERTS),
+            ("call", (1,), 9),
+        ):
+            other = dataclasses.replace(known, memory=known.memory.clone())
+            getattr(other, part)[at] = value
+            with pytest.raises(ShapeError, match=rf"handle\.{part}"):
+                low_latency.combine(ring, y, idx, w, other)
         with pytest.raises(RoutingError, match="expert ids"):
             low_latency.combine(ring, y, idx - 5, w, known)
         assert torch.equal(ring._low_latency.ring.context.fields, fields), "a kernel ran"

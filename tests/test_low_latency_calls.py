@@ -39,7 +39,7 @@ def two_handles(group, own):
     y0, y1 = run_experts(recv0, group.rank()), run_experts(recv1, group.rank())
     out1 = combine(buffer, y1, idx1, w1, handle1)
     out0 = combine(buffer, y0, idx0, w0, handle0)
-    again = combine(buffer, y0, idx0, w0, tuple(handle0), {"async_finish": True})
+    again = combine(buffer, y0, idx0, w0, handle0, {"async_finish": True})
     assert torch.equal(again, out0)
     torch.distributed.barrier(group)
     buffer.destroy()

@@ -8,9 +8,17 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from moe_engine import BackendError, Buffer, DtypeError, EventHandle, EventOverlap, ShapeError
+from moe_engine import (
+    BackendError,
+    Buffer,
+    DtypeError,
+    EventHandle,
+    EventOverlap,
+    ShapeError,
+    low_latency_verbs,
+)
 from moe_engine import streams as streams_module
-from moe_engine.streams import CallStreams
+from moe_engine.streams import DEFAULT_STREAM, CallStreams
 
 GPU = torch.device("cuda", 0)
 
@@ -22,6 +30,7 @@ class Stream:
 
     def __init__(self, device=None, priority=0):
         self.done, self.capture, self.priority = frozenset(), None, priority
+        self.cuda_stream = id(self)
 
     def work(self, name):
         """Put work here; returns what had to precede it."""
@@ -75,7 +84,9 @@ def caller(monkeypatch):
     monkeypatch.setattr(streams_module, "current_device", lambda: 0)
     monkeypatch.setattr(streams_module, "INTERPRETED", False)
     monkeypatch.setattr(streams_module, "_has_gpu", lambda: True)
-    monkeypatch.setattr(streams_module, "stream_of", lambda device: lambda: id(Stream.current))
+    monkeypatch.setattr(
+        streams_module, "stream_of", lambda device: lambda: Stream.current.cuda_stream
+    )
     return Stream.current
 
 
@@ -139,6 +150,35 @@ def test_calls_of_a_buffer_follow_each_other_on_any_streams(caller):
     with torch.cuda.stream(Stream()):
         before, _ = call(streams, "fourth")
     assert "third" in before
+
+
+def test_calls_on_the_default_stream_record_their_ends_once_there_are_others(caller):
+    """The first call elsewhere waits for all that the default stream holds; later ones do not."""
+    streams, caller.cuda_stream = CallStreams(GPU), DEFAULT_STREAM
+    call(streams, "first")
+    call(streams, "second")
+    assert streams._end is None
+    caller.work("compute")
+    with torch.cuda.stream(Stream()):
+        before, _ = call(streams, "third")
+    assert before == {"first", "second", "compute"}
+    before, _ = call(streams, "fourth")
+    assert "third" in before
+    caller.work("more")
+    with torch.cuda.stream(Stream()):
+        before, _ = call(streams, "fifth")
+    assert "fourth" in before
+    assert "more" not in before
+
+
+def test_an_asynchronous_call_waits_for_one_on_the_default_stream(caller):
+    streams, caller.cuda_stream = CallStreams(GPU), DEFAULT_STREAM
+    call(streams, "first")
+    before, _ = call(streams, "second", event_of_nothing(), True)
+    assert before == {"first"}
+    assert "second" not in caller.done
+    before, _ = call(streams, "third")
+    assert "second" in before
 
 
 def event_of_nothing():
@@ -275,11 +315,11 @@ def test_event_overlap_in_all_its_forms(caller):
     assert event.event is None
 
 
-def test_a_hook_keeps_what_its_stream_uses(caller):
+def test_a_hook_keeps_what_its_stream_uses(caller, monkeypatch):
     """What the first half used is kept until the hook is gone, and its stream runs in order."""
-    fine = SimpleNamespace(check=lambda: None)
-    buffer = SimpleNamespace(_streams=CallStreams(GPU), _low_latency=fine)
-    buffer._check_process = lambda: None
+    monkeypatch.setattr(low_latency_verbs, "leaves", lambda used: used)
+    buffer = SimpleNamespace(_streams=CallStreams(GPU), _low_latency=object())
+    buffer._check_process = buffer._check_engines = lambda: None
     used, received, other = Used(), [], Stream()
     receive = Buffer._receive.__wrapped__
     args = lambda: received.append(Stream.current), caller, (used, None)
