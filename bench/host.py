@@ -1,7 +1,8 @@
 """Host time of each entry point: python bench/host.py --ranks 1
 
 Microseconds that a call keeps Python and the driver busy, while the GPU is busy with earlier work:
-the median of 100 calls on rank 0. Ranks may share a GPU here, as its time does not count. The torch
+the median of 100 calls on rank 0, on the one of its cores where ten calls took least, as others
+work for neighbours. Ranks may share a GPU here, as its time does not count. The torch
 lines are what a layer's experts cost by `torch._grouped_mm`; those of deep_ep are DeepEP's, where
 it is installed and each of 2, 4 or 8 ranks has a GPU. forward_backward is a layer that trains, on
 one rank. The verbs named async run on the Buffer's own stream, between an event and a wait, as
@@ -15,6 +16,7 @@ transformers_experts a call of one module of experts. impl moe_engine runs the e
 
 from __future__ import annotations
 
+import os
 import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
@@ -36,8 +38,8 @@ from moe_engine.grouped_gemm import grouped_gemm, grouped_mlp
 from moe_engine.layer_config import MODELS
 from moe_engine.tools.models import Kind, build_config, build_model
 
-BATCHES, CALLS = 12, 10
-"""The first two batches are not counted."""
+BATCHES_BEFORE, BATCHES, CALLS = 2, 10, 10
+"""The first batches are not counted."""
 SLEEP_CYCLES = 4_000_000
 """About 2 ms, longer than a batch takes on the host."""
 TOKENS, FEW = 1024, 128
@@ -51,13 +53,15 @@ Routed = tuple[torch.Tensor, torch.Tensor, torch.Tensor]
 
 @dataclass(frozen=True)
 class Point:
-    """A call to be timed; `layers`: of how many its time is the sum."""
+    """A call to be timed; `layers`: of how many its time is the sum; `before`: makes each call that
+    is timed in its place, and is not timed itself."""
 
     verb: str
     impl: str
     tokens: int
     call: Call
     layers: int | None = None
+    before: Callable[[], Call] | None = None
 
 
 def main(
@@ -77,19 +81,31 @@ def main(
         pool.run(run_rank, kinds, on_message=show)
 
 
-def host_us(call: Call) -> float:
+def host_us(point: Point) -> float:
     """The median of single calls, with the GPU asleep at the begin of each batch."""
-    times = []
-    for batch in range(BATCHES):
-        torch.cuda.synchronize()
-        torch.cuda._sleep(SLEEP_CYCLES)
-        for _ in range(CALLS):
-            since = time.perf_counter()
-            call()
-            if batch > 1:
-                times.append((time.perf_counter() - since) * 1e6)
+    cores = os.sched_getaffinity(0)
+    try:
+        quietest = min(cores, key=lambda core: median(batch_us(point, core)))
+        for _ in range(BATCHES_BEFORE):
+            batch_us(point, quietest)
+        return median([us for _ in range(BATCHES) for us in batch_us(point, quietest)])
+    finally:
+        os.sched_setaffinity(0, cores)
+
+
+def batch_us(point: Point, core: int) -> list[float]:
+    """The time of each call of a batch, on this core."""
+    os.sched_setaffinity(0, {core})
     torch.cuda.synchronize()
-    return median(times)
+    torch.cuda._sleep(SLEEP_CYCLES)
+    times = []
+    for _ in range(CALLS):
+        call = point.call if point.before is None else point.before()
+        since = time.perf_counter()
+        call()
+        times.append((time.perf_counter() - since) * 1e6)
+    torch.cuda.synchronize()
+    return times
 
 
 def run_rank(group: dist.ProcessGroup, kinds: Sequence[Callable[..., Iterator[Point]]]) -> None:
@@ -100,7 +116,7 @@ def run_rank(group: dist.ProcessGroup, kinds: Sequence[Callable[..., Iterator[Po
                 point.call()
             torch.cuda.synchronize()
             dist.barrier(group)
-            us = host_us(point.call) / (point.layers or 1)
+            us = host_us(point) / (point.layers or 1)
             dist.barrier(group)
             if group.rank() == 0:
                 line = dict(verb=point.verb, impl=point.impl, tokens=point.tokens, host_us=us)
@@ -126,8 +142,7 @@ def verb_points(group: dist.ProcessGroup) -> Iterator[Point]:
     many, few = route(group, TOKENS), route(group, FEW)
     options = Options(decode_tokens=FEW)
     buffers = Buffer.for_tokens(group, TOKENS, hidden, num_experts, num_topk, options=options)
-    for verb, (tokens, call) in calls_of(buffers, buffers, many, few).items():
-        yield Point(verb, "moe_engine", tokens, call)
+    yield from points_of("moe_engine", buffers, buffers, many, few)
     buffers.destroy()
     yield from elastic_points(group, many)
     package = deep_ep(group.size())
@@ -135,8 +150,7 @@ def verb_points(group: dist.ProcessGroup) -> Iterator[Point]:
         return
     normal = normal_buffer(package, group, many[0][0].nbytes)
     low_latency = low_latency_buffer(package.Buffer, group, FEW, hidden, num_experts)
-    for verb, (tokens, call) in calls_of(normal, low_latency, many, few).items():
-        yield Point(verb, "deep_ep", tokens, call)
+    yield from points_of("deep_ep", normal, low_latency, many, few)
     normal.destroy()
     low_latency.destroy()
 
@@ -148,8 +162,7 @@ def node_points(group: dist.ProcessGroup) -> Iterator[Point]:
     options = Options(decode_tokens=FEW)
     buffer = Buffer.for_tokens(group, TOKENS, hidden, num_experts, num_topk, options=options)
     impl, num_local = f"moe_engine, {buffer.num_nodes} nodes", num_experts // group.size()
-    for verb, (tokens, call) in calls_of(buffer, buffer, many, few).items():
-        yield Point(verb, impl, tokens, call)
+    yield from points_of(impl, buffer, buffer, many, few)
     up, down = draw(num_local, 2 * columns, hidden), draw(num_local, hidden, columns)
     decode = partial(moe_ffn, *few, up, down, buffer, FEW)
     yield Point("moe_ffn_decode", impl, FEW, decode)
@@ -172,10 +185,10 @@ def elastic_points(group: dist.ProcessGroup, many: Routed) -> Iterator[Point]:
     buffer.destroy()
 
 
-def calls_of(
-    normal: Any, low_latency: Any, many: Routed, few: Routed
-) -> dict[str, tuple[int, Call]]:
-    """(tokens, a call) of each verb of Buffers of either kind."""
+def points_of(
+    impl: str, normal: Any, low_latency: Any, many: Routed, few: Routed
+) -> Iterator[Point]:
+    """Each verb of Buffers of either kind."""
     num_experts = MODELS[HOST_MODEL][0]
     x, idx, weights = many
     per_rank, _, per_expert, in_rank, _ = normal.get_dispatch_layout(idx, num_experts)
@@ -187,28 +200,32 @@ def calls_of(
     rows, _, low_handle, _, _ = low(use_fp8=False)
     y = torch.zeros_like(rows)
 
-    def send_with_hook() -> None:
-        low(return_recv_hook=True)[-1]()
-
     combine = partial(normal.combine, recv_x, handle, recv_weights)
+    low_combine = partial(low_latency.low_latency_combine, y, *few[1:], low_handle)
 
     def asynchronous(call: Callable[..., Any]) -> None:
         call(previous_event=normal.capture(), async_finish=True)[-1].current_stream_wait()
 
-    return {
-        "layout": (TOKENS, partial(normal.get_dispatch_layout, idx, num_experts)),
-        "dispatch": (TOKENS, dispatch),
-        "dispatch_cached": (TOKENS, partial(normal.dispatch, x, handle)),
-        "combine": (TOKENS, combine),
-        "dispatch_async": (TOKENS, partial(asynchronous, dispatch)),
-        "combine_async": (TOKENS, partial(asynchronous, combine)),
-        "low_latency_dispatch": (FEW, low),
-        "low_latency_combine": (
-            FEW,
-            partial(low_latency.low_latency_combine, y, *few[1:], low_handle),
-        ),
-        "dispatch_and_hook": (FEW, send_with_hook),
-    }
+    def send() -> Call:
+        hook: Call = low(return_recv_hook=True)[-1]
+        return hook
+
+    def send_and_receive() -> None:
+        send()()
+
+    for verb, call in {
+        "layout": partial(normal.get_dispatch_layout, idx, num_experts),
+        "dispatch": dispatch,
+        "dispatch_cached": partial(normal.dispatch, x, handle),
+        "combine": combine,
+        "dispatch_async": partial(asynchronous, dispatch),
+        "combine_async": partial(asynchronous, combine),
+    }.items():
+        yield Point(verb, impl, TOKENS, call)
+    yield Point("low_latency_dispatch", impl, FEW, low)
+    yield Point("low_latency_combine", impl, FEW, low_combine)
+    yield Point("dispatch_and_hook", impl, FEW, send_and_receive)
+    yield Point("hook", impl, FEW, send_and_receive, before=send)
 
 
 def expert_points(group: dist.ProcessGroup) -> Iterator[Point]:

@@ -61,13 +61,13 @@ class Described:
         kind have made."""
         if self.tensors is None:
             return self
-        known = set(map(id, self.tensors))
-        each = {id(one): one for one in made if one is not None and id(one) not in known}
-        if not each:
-            return self
-        new = each.values()
-        addresses = *self.addresses, *map(data_ptr, new)
-        return Described(self.kind, (*self.tensors, *new), addresses)
+        known, tensors, addresses = set(map(id, self.tensors)), [*self.tensors], [*self.addresses]
+        for one in made:
+            if one is not None and id(one) not in known:
+                known.add(id(one))
+                tensors.append(one)
+                addresses.append(data_ptr(one))
+        return Described(self.kind, tensors, addresses)
 
     @property
     def if_packed(self) -> Described | None:
