@@ -1,13 +1,16 @@
 """Host time of each entry point: python bench/host.py --ranks 1
 
 Microseconds that a call keeps Python and the driver busy, while the GPU is busy with earlier work:
-the median of 100 calls on rank 0, on the one of its cores where ten calls took least, as others
-work for neighbours. Ranks may share a GPU here, as its time does not count. The torch
-lines are what a layer's experts cost by `torch._grouped_mm`; those of deep_ep are DeepEP's, where
-it is installed and each of 2, 4 or 8 ranks has a GPU. forward_backward is a layer that trains, on
-one rank. The verbs named async run on the Buffer's own stream, between an event and a wait, as
-DeepEP's callers mostly call them. With --nodes the ranks stand for nodes, which NVSHMEM connects,
-and the verbs alone are timed.
+the median of 100 calls on rank 0, each after at least ten others, on the one of its cores where
+they take least. Cores may work for others as well; a thread that moves between them takes up to
+twice as long, and the first call after a wait four times. Ranks may share a GPU here, as its time
+does not count.
+
+The torch lines are what a layer's experts cost by `torch._grouped_mm`; those of deep_ep are
+DeepEP's, where it is installed and each of 2, 4 or 8 ranks has a GPU. hook is the second half of a
+dispatch alone. forward_backward is a layer that trains, on one rank. The verbs named async run on
+the Buffer's own stream, between an event and a wait, as DeepEP's callers mostly call them. With
+--nodes the ranks stand for nodes, which NVSHMEM connects, and the verbs alone are timed.
 
 Verb transformers_decode is a step of decode of a whole model, divided by its layers, and
 transformers_experts a call of one module of experts. impl moe_engine runs the experts on all ranks;
@@ -38,13 +41,13 @@ from moe_engine.grouped_gemm import grouped_gemm, grouped_mlp
 from moe_engine.layer_config import MODELS
 from moe_engine.tools.models import Kind, build_config, build_model
 
-BATCHES_BEFORE, BATCHES, CALLS = 2, 10, 10
-"""The first batches are not counted."""
-SLEEP_CYCLES = 4_000_000
-"""About 2 ms, longer than a batch takes on the host."""
+BATCHES, CALLS_BEFORE, CALLS = 10, 10, 10
+"""Of a batch the first calls are not counted."""
+SLEEP_CYCLES = 10_000_000
+"""About 5 ms, longer than most batches take on the host."""
 TOKENS, FEW = 1024, 128
 HOST_MODEL = "qwen3-30b"
-DECODED, CACHE_LENGTH, LAYERS = 8, 512, 4
+DECODED, CACHE_LENGTH, LAYERS = 8, 1024, 4
 """Of models: tokens of a step, most steps, layers."""
 Call = Callable[[], Any]
 Routed = tuple[torch.Tensor, torch.Tensor, torch.Tensor]
@@ -86,8 +89,6 @@ def host_us(point: Point) -> float:
     cores = os.sched_getaffinity(0)
     try:
         quietest = min(cores, key=lambda core: median(batch_us(point, core)))
-        for _ in range(BATCHES_BEFORE):
-            batch_us(point, quietest)
         return median([us for _ in range(BATCHES) for us in batch_us(point, quietest)])
     finally:
         os.sched_setaffinity(0, cores)
@@ -99,13 +100,13 @@ def batch_us(point: Point, core: int) -> list[float]:
     torch.cuda.synchronize()
     torch.cuda._sleep(SLEEP_CYCLES)
     times = []
-    for _ in range(CALLS):
+    for _ in range(CALLS_BEFORE + CALLS):
         call = point.call if point.before is None else point.before()
         since = time.perf_counter()
         call()
         times.append((time.perf_counter() - since) * 1e6)
     torch.cuda.synchronize()
-    return times
+    return times[CALLS_BEFORE:]
 
 
 def run_rank(group: dist.ProcessGroup, kinds: Sequence[Callable[..., Iterator[Point]]]) -> None:
