@@ -345,9 +345,10 @@ class LowLatencyVerbs(BufferLifecycle):
         `stream` of the first half, it keeps the memory of the tensors in `used`, which both halves
         use, from being reused before it has ended; they live until then."""
         self._check_process()
-        if self._low_latency is None:
+        engine = self._low_latency
+        if engine is None:
             raise BackendError("this Buffer was destroyed, and its memory with it.")
-        self._check_engines()
+        self._with_bad_ids = [engine] if engine.check() else []
         with self._streams.call() as call:
             if call.stream is not stream:
                 record(leaves(used), call.stream)

@@ -318,8 +318,9 @@ def test_event_overlap_in_all_its_forms(caller):
 def test_a_hook_keeps_what_its_stream_uses(caller, monkeypatch):
     """What the first half used is kept until the hook is gone, and its stream runs in order."""
     monkeypatch.setattr(low_latency_verbs, "leaves", lambda used: used)
-    buffer = SimpleNamespace(_streams=CallStreams(GPU), _low_latency=object())
-    buffer._check_process = buffer._check_engines = lambda: None
+    fine = SimpleNamespace(check=lambda: False)
+    buffer = SimpleNamespace(_streams=CallStreams(GPU), _low_latency=fine)
+    buffer._check_process = lambda: None
     used, received, other = Used(), [], Stream()
     receive = Buffer._receive.__wrapped__
     args = lambda: received.append(Stream.current), caller, (used, None)
