@@ -1,10 +1,10 @@
 """Host time of each entry point: python bench/host.py --ranks 1
 
 Microseconds that a call keeps Python and the driver busy, while the GPU is busy with earlier work:
-the median of 100 calls on rank 0, each after at least ten others, on the one of its cores where
-they take least. Cores may work for others as well; a thread that moves between them takes up to
-twice as long, and the first call after a wait four times. Ranks may share a GPU here, as its time
-does not count.
+the median of 100 calls in a row on rank 0 (10 of long ones), on the one of its cores where that is
+least. Cores may work for others as well; a thread that moves between them takes up to twice as
+long, and the first call after a wait four times. Ranks may share a GPU here, as its time does not
+count.
 
 The torch lines are what a layer's experts cost by `torch._grouped_mm`; those of deep_ep are
 DeepEP's, where it is installed and each of 2, 4 or 8 ranks has a GPU. hook is the second half of a
@@ -25,6 +25,7 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
 from importlib.util import find_spec
+from itertools import cycle, islice
 from pathlib import Path
 from statistics import median
 from typing import Annotated, Any
@@ -41,13 +42,13 @@ from moe_engine.grouped_gemm import grouped_gemm, grouped_mlp
 from moe_engine.layer_config import MODELS
 from moe_engine.tools.models import Kind, build_config, build_model
 
-BATCHES, CALLS_BEFORE, CALLS = 10, 10, 10
-"""Of a batch the first calls are not counted."""
+BATCHES, CALLS, LONG_CALLS = 16, 100, 10
+"""Batches, one for each core; calls of a batch, and how many where one takes long."""
 SLEEP_CYCLES = 10_000_000
-"""About 5 ms, longer than most batches take on the host."""
+"""About 5 ms, in which the GPU only queues what is launched."""
 TOKENS, FEW = 1024, 128
 HOST_MODEL = "qwen3-30b"
-DECODED, CACHE_LENGTH, LAYERS = 8, 1024, 4
+DECODED, CACHE_LENGTH, LAYERS = 8, 512, 4
 """Of models: tokens of a step, most steps, layers."""
 Call = Callable[[], Any]
 Routed = tuple[torch.Tensor, torch.Tensor, torch.Tensor]
@@ -65,6 +66,7 @@ class Point:
     call: Call
     layers: int | None = None
     before: Callable[[], Call] | None = None
+    num_calls: int = CALLS
 
 
 def main(
@@ -85,28 +87,28 @@ def main(
 
 
 def host_us(point: Point) -> float:
-    """The median of single calls, with the GPU asleep at the begin of each batch."""
+    """The median of calls in a row, on the core where it is least."""
     cores = os.sched_getaffinity(0)
     try:
-        quietest = min(cores, key=lambda core: median(batch_us(point, core)))
-        return median([us for _ in range(BATCHES) for us in batch_us(point, quietest)])
+        turns = islice(cycle(sorted(cores)), BATCHES)
+        return min(median(batch_us(point, core)) for core in turns)
     finally:
         os.sched_setaffinity(0, cores)
 
 
 def batch_us(point: Point, core: int) -> list[float]:
-    """The time of each call of a batch, on this core."""
+    """The times of the calls in a row, on this core, the first ones with the GPU asleep."""
     os.sched_setaffinity(0, {core})
     torch.cuda.synchronize()
     torch.cuda._sleep(SLEEP_CYCLES)
     times = []
-    for _ in range(CALLS_BEFORE + CALLS):
+    for _ in range(point.num_calls):
         call = point.call if point.before is None else point.before()
         since = time.perf_counter()
         call()
         times.append((time.perf_counter() - since) * 1e6)
     torch.cuda.synchronize()
-    return times[CALLS_BEFORE:]
+    return times
 
 
 def run_rank(group: dist.ProcessGroup, kinds: Sequence[Callable[..., Iterator[Point]]]) -> None:
@@ -258,7 +260,7 @@ def expert_points(group: dist.ProcessGroup) -> Iterator[Point]:
             one.requires_grad_()
         for impl, run in (("moe_engine", layer), ("torch", experts_by_torch)):
             step = partial(train, run, leaves, dy)
-            yield Point("forward_backward", impl, TOKENS, step)
+            yield Point("forward_backward", impl, TOKENS, step, num_calls=LONG_CALLS)
     buffer.destroy()
 
 
@@ -296,7 +298,7 @@ def model_points(group: dist.ProcessGroup, model: Any, impl: str) -> Iterator[Po
     ids = torch.zeros(DECODED, 1, dtype=torch.int64, device="cuda")
     cache = StaticCache(config=model.config, max_cache_len=CACHE_LENGTH)
     step = partial(model, ids, past_key_values=cache)
-    yield Point("transformers_decode", impl, DECODED, step, LAYERS)
+    yield Point("transformers_decode", impl, DECODED, step, LAYERS, num_calls=LONG_CALLS)
     x, idx, weights = route(group, DECODED)
     experts = partial(model.model.layers[0].mlp.experts, x, idx, weights.bfloat16())
     yield Point("transformers_experts", impl, DECODED, experts)
