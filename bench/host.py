@@ -221,14 +221,15 @@ def points_of(
         "dispatch": dispatch,
         "dispatch_cached": partial(normal.dispatch, x, handle),
         "combine": combine,
-        "dispatch_async": partial(asynchronous, dispatch),
-        "combine_async": partial(asynchronous, combine),
     }.items():
         yield Point(verb, impl, TOKENS, call)
     yield Point("low_latency_dispatch", impl, FEW, low)
     yield Point("low_latency_combine", impl, FEW, low_combine)
     yield Point("dispatch_and_hook", impl, FEW, send_and_receive)
     yield Point("hook", impl, FEW, send_and_receive, before=send)
+    # Last, as other calls of a Buffer take longer once there is a stream of its own.
+    yield Point("dispatch_async", impl, TOKENS, partial(asynchronous, dispatch))
+    yield Point("combine_async", impl, TOKENS, partial(asynchronous, combine))
 
 
 def expert_points(group: dist.ProcessGroup) -> Iterator[Point]:

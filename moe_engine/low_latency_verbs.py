@@ -103,7 +103,7 @@ class LowLatencyVerbs(BufferLifecycle):
             _check_hook(*how)
             kind.choice = self._check_dispatch_tokens(x, topk_idx, max_tokens, num_experts, form)
             self._check_stats(num_experts // self.group_size, *stats)
-        row_format, *sizes = kind.choice
+        row_format, sizes = kind.choice
         with self._streams.call(None, async_finish) as call:
             if call.is_async:
                 call.reads(x, topk_idx, *stats)
@@ -132,9 +132,9 @@ class LowLatencyVerbs(BufferLifecycle):
         max_tokens: int,
         num_experts: int,
         form: tuple[bool, bool, bool],
-    ) -> tuple[str, int, int, int, int]:
-        """(format of rows, max_tokens, hidden, num_experts, num_topk) of a low-latency dispatch, or
-        refuse them."""
+    ) -> tuple[str, tuple[int, int, int, int]]:
+        """(format of rows, (max_tokens, hidden, num_experts, num_topk)) of a low-latency dispatch,
+        or refuse them."""
         checks.check_tensor("x", x, ["T", "H"], [torch.bfloat16], self.device)
         checks.check_no_grad(x=x)
         num_tokens, hidden = x.shape
@@ -145,7 +145,7 @@ class LowLatencyVerbs(BufferLifecycle):
         row_format = _row_format(hidden, *form)
         if row_format != "bf16":
             checks.check_fp8(self.device)
-        return row_format, max_tokens, hidden, num_experts, topk_idx.shape[1]
+        return row_format, (max_tokens, hidden, num_experts, topk_idx.shape[1])
 
     @verb
     def low_latency_combine(
