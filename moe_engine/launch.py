@@ -229,9 +229,15 @@ current_device: Callable[[], int] = getattr(torch._C, "_cuda_getDevice", lambda:
 has begun to use GPUs."""
 
 
+raw_stream: Callable[[int], int] = getattr(
+    torch._C, "_cuda_getCurrentRawStream", lambda index: DEFAULT_STREAM
+)
+"""The handle of the stream that is current on the GPU of this number."""
+
+
 def current_stream() -> int:
     """The handle of the current stream; 0 where kernels are interpreted."""
-    return 0 if INTERPRETED else int(torch._C._cuda_getCurrentRawStream(current_device()))
+    return 0 if INTERPRETED else raw_stream(current_device())
 
 
 is_capturing: Callable[[], bool] = (
@@ -244,7 +250,7 @@ def stream_of(device: torch.device) -> Callable[[], int]:
     """A function that tells the handle of the stream that is current on this device, 0 on a CPU."""
     if INTERPRETED or device.type != "cuda":
         return lambda: 0
-    return functools.partial(torch._C._cuda_getCurrentRawStream, device.index)
+    return functools.partial(raw_stream, device.index)
 
 
 class Graph(Protocol):

@@ -10,6 +10,7 @@ from typing import Any
 import torch
 
 from . import checks
+from .call_memory import leaves
 from .debug_checks import check_low_latency_values
 from .dispatch.low_latency import LowLatencyTokens
 from .engines.hooked_calls import HookedCalls
@@ -18,7 +19,6 @@ from .errors import BackendError, CapacityError, ShapeError
 from .handles import MAX_HIDDEN, AnyLowLatencyHandle, check_low_latency_handle, fields_of
 from .lifecycle import BufferLifecycle, verb
 from .options import low_latency_size_hint
-from .prepared import leaves
 from .streams import EventOverlap, record
 
 Hook = Callable[[], None]

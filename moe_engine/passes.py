@@ -56,8 +56,9 @@ class Pass(NamedTuple):
 
     def having(self, tensors: Sequence[Tensor | None], is_kept: bool = True) -> Pass:
         """This pass with other tensors; is_kept: see `Saved`."""
-        saved = self.saved._replace(tensors=tuple(tensors[1:]), is_kept=is_kept)
-        return self._replace(saved=saved, topk_idx=tensors[0])
+        save, _, num_rows, _, overflow = self.saved
+        saved = Saved(save, tuple(tensors[1:]), num_rows, is_kept, overflow)
+        return Pass(self.tokens, saved, tensors[0])
 
     def part_of(self, tensors: LayerTensors) -> LayerTensors:
         """The tensors of its tokens."""
@@ -150,7 +151,7 @@ def _forward_pass(
         if not isinstance(problem.result, tuple):
             raise
         error, (out, saved, counts, event) = problem, problem.result
-    return one._replace(saved=saved), Trained(out, event, counts, error)
+    return Pass(one.tokens, saved, one.topk_idx), Trained(out, event, counts, error)
 
 
 def backward_in_passes(

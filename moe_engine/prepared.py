@@ -10,30 +10,18 @@ costs what its launches cost, and the code that decides stays an ordinary functi
 from __future__ import annotations
 
 import functools
-import itertools
-import operator
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, nullcontext
-from itertools import starmap
 from types import SimpleNamespace
 from typing import Any, ParamSpec, Protocol, TypeVar, cast
 
 import torch
 
+from .call_memory import CallMemory, overlap
 from .errors import BackendError
 from .kinds import Described, Kinds, Tensors, data_ptr
 from .launch import Graphs, Recording, is_collecting, only_launches, stream_of
 from .utils import has_modes, untraced, without_modes
-
-ALIGNMENT = 256
-"""Of the parts of the memory that a call needs for a time."""
-_new_on_cpu = getattr(torch._C._dynamo.guards, "_empty_strided_cpu", None)
-_new_on_gpu = getattr(torch._C._dynamo.guards, "_empty_strided_cuda", None)
-
-_new_view = getattr(torch._C._dynamo.guards, "_reinterpret_tensor", torch.as_strided)
-"""Of (a tensor, shape, strides, the first item)."""
-CPU = torch.device("cpu")
-is_deterministic = torch.are_deterministic_algorithms_enabled
 
 
 class PreparedCalls(Kinds):
@@ -120,11 +108,15 @@ class PreparedCalls(Kinds):
             before(*args)
         with self._begin(*first), Recording(self._state) as recording:
             result = body(owner, *args, **more, **numbers)
-        can_be_repeated = not recording.computes and not _overlap(given, self._held)
+        can_be_repeated = not recording.computes and not overlap(given, self._held)
         of_rows = *(sized or ()), *recording.of_rows()
         if can_be_repeated and all(one is None or one.numel() for one in of_rows):
-            parts = self._held, recording, result, self._state, as_one
-            described.kind.prepared[body] = PreparedCall(given, [*numbers], *parts)
+            memory = CallMemory(given, self._held, recording, result)
+            # Each call of a memory begins after the one before has ended, on whatever streams.
+            launches, follow = [launch for launch, _ in recording.launches], bool(self._held)
+            graphs = Graphs(launches, follow) if as_one else None
+            parts = recording, self._state, graphs
+            described.kind.prepared[body] = PreparedCall(memory, [*numbers], *parts)
         return result
 
     def _make(self, call: PreparedCall, described: Described, numbers: dict[str, int]) -> Any:
@@ -201,71 +193,26 @@ def _ungrouped(args: tuple[Any, ...]) -> Iterator[Any]:
 
 
 class PreparedCall:
-    """The launches of one kind of call, and where their arguments lie: in one of the call's
-    tensors, in what its results lie in, or in its temporary memory, which is one allocation. These
-    are numbered in this order, and after them the results that are views."""
+    """The launches of one kind of call, and where their arguments lie in its memory."""
 
     def __init__(
         self,
-        given: Sequence[torch.Tensor],
+        memory: CallMemory,
         numbers: Sequence[str],
-        held: Sequence[torch.Tensor],
         recording: Recording,
-        result: Any,
         state: Any,
-        as_one: bool,
+        graphs: Graphs | None,
     ):
-        self._launches, self._end = recording.launches, (state.step, state.launched)
-        launches = [launch for launch, _ in self._launches]
-        # Each call of a memory begins after the one before has ended, on whatever streams.
-        self._graphs = Graphs(launches, follow_one_another=bool(held)) if as_one else None
+        self.memory, self._launches, self._graphs = memory, recording.launches, graphs
         self._step = next((step for _, step in self._launches if step is not None), None)
-        # Also what is needed for a time, where its size is a number.
-        returned = {_storage(one) for one in (*leaves(result), *recording.of_rows())}
-        made = [one for one in recording.allocated if _storage(one) in returned]
-        self._results: list[tuple[Any, ...]] = [
-            (tuple(one.shape), one.stride(), one.dtype) for one in made
-        ]
-        self._sized = [
-            (place, name)
-            for place, one in enumerate(made)
-            if (name := recording.sized.get(id(one))) is not None
-        ]
-        temporary, num_bytes = len(given) + len(made), 0
-        ranges = [_memory(one) for one in (*given, *made)]
-        device = given[0].device if given else held[0].device
-        self._new, self._new_filled = _allocator(device), _filling_allocator(device)
-        self._stream = stream_of(device)
-        begins = dict[int, int]()  # of storage, in the temporary memory
-        for one in recording.allocated:
-            storage = one.untyped_storage()
-            if _storage(one) not in returned and storage.nbytes():
-                begins[storage.data_ptr()] = num_bytes
-                num_bytes += -(-storage.nbytes() // ALIGNMENT) * ALIGNMENT
-        if num_bytes:
-            self._results.append(((num_bytes,), (1,), torch.uint8))
-        storages = {one.untyped_storage().data_ptr() for one in held}
-        num_places = len(given) + len(self._results)
+        self._end = state.step, state.launched
+        self._stream = stream_of(memory.device)
         # Of each memory (number of a launch, its cells, index there, where it begins).
-        self._places: list[list[tuple[int, Any, int, int]]] = [[] for _ in range(num_places)]
-
-        def find(tensor: torch.Tensor) -> tuple[int, int] | None:
-            """(number of its memory, begin there in bytes); None for what stays where it is."""
-            address, storage = tensor.data_ptr(), tensor.untyped_storage().data_ptr()
-            if storage in begins:
-                return temporary, begins[storage] + address - storage
-            for number, (begin, end) in enumerate(ranges):
-                if begin <= address < end:
-                    return number, address - begin
-            if storage not in storages:
-                raise AssertionError("the body of a call uses a tensor that it was not given.")
-            return None
-
+        self._places: list[list[tuple[int, Any, int, int]]] = [[] for _ in range(len(memory))]
         for number, (launch, _) in enumerate(self._launches):
             for cells, index, tensor in launch.pointers:
-                found = find(tensor) if tensor.numel() else None
-                if found is not None:
-                    self._places[found[0]].append((number, cells, index, found[1]))
+                if tensor.numel() and (place := memory.place_of(tensor)) is not None:
+                    self._places[place.memory].append((number, cells, index, place.begin))
             launch.forget_tensors()
         self._numbers = [
             (name, number, *launch.numbers[name])
@@ -273,17 +220,8 @@ class PreparedCall:
             for number, (launch, _) in enumerate(self._launches)
             if name in launch.numbers
         ]
-        self._addresses = self._unknown = [-1] * num_places
+        self._addresses = self._unknown = [-1] * len(memory)
         self._counts: dict[str, int] | None = None  # `numbers` of the last call
-        numbered = {_identity(one): number for number, one in enumerate((*given, *made))}
-        self._views: list[tuple[int, tuple[int, ...], tuple[int, ...], int]] = []
-        for one in leaves(result):
-            if _identity(one) not in numbered:
-                numbered[_identity(one)] = num_places + len(self._views)
-                of = len(given) + _viewed(one, made, recording.sized)
-                shape, first = tuple(one.shape), int(one.storage_offset())
-                self._views.append((of, shape, one.stride(), first))
-        self._build = _builder(result, numbered)
 
     def __call__(
         self,
@@ -293,14 +231,8 @@ class PreparedCall:
         state: Any,
     ) -> Any:
         """Make the call with other tensors, at these addresses, and numbers."""
-        results = self._results
-        if self._sized:
-            results = [*results]
-            for place, name in self._sized:
-                shape, *more = results[place]
-                results[place] = (numbers[name], *shape[1:]), *more
-        made = [*starmap(self._new_filled if is_deterministic() else self._new, results)]
-        addresses = [*given_at, *map(data_ptr, made)]
+        allocated = self.memory.allocate(numbers)
+        addresses = [*given_at, *map(data_ptr, allocated)]
         if addresses != self._addresses:
             self._move(addresses)
         if numbers != self._counts:
@@ -311,11 +243,7 @@ class PreparedCall:
                 state.step = step
                 launch(stream)
         state.step, state.launched = self._end
-        memory: list[Any] = [*given, *made]
-        for place, shape, strides, offset in self._views:
-            memory.append(_new_view(memory[place], shape, strides, offset))
-        memory.append(None)
-        return self._build(memory)
+        return self.memory.result(given, allocated)
 
     def _move(self, addresses: list[int]) -> None:
         """Let the launches take other memory."""
@@ -340,22 +268,6 @@ class PreparedCall:
         self._counts = numbers
 
 
-def _allocator(device: torch.device) -> Callable[..., torch.Tensor]:
-    """A function of (shape, strides, dtype) that allocates on the current device: what torch's own
-    compiler calls, in half of the time of `torch.empty_strided`, where this torch has it."""
-    new: Callable[..., torch.Tensor] | None = _new_on_cpu if device == CPU else _new_on_gpu
-    return new or _filling_allocator(device)
-
-
-def _filling_allocator(device: torch.device) -> Callable[..., torch.Tensor]:
-    """One that fills the memory as torch.use_deterministic_algorithms(True) asks for."""
-
-    def new(shape: Any, strides: Any, dtype: torch.dtype) -> torch.Tensor:
-        return torch.empty_strided(shape, strides, dtype=dtype, device=device)
-
-    return new
-
-
 def with_size(name: str, results: R) -> R:
     """These tensors, or None, which a body has allocated: their first size is its number of this
     name, which is other in other calls."""
@@ -369,27 +281,6 @@ def with_size(name: str, results: R) -> R:
     return results
 
 
-def _builder(result: Any, numbered: dict[Any, int]) -> Callable[[list[Any]], Any]:
-    """A function that makes such a result from the memory of a call, after which stands None."""
-    if isinstance(result, torch.Tensor | None):
-        return operator.itemgetter(_place(result, numbered))
-    if not isinstance(result, tuple):
-        return lambda memory: result
-    make = getattr(result, "_make", tuple)
-    if len(result) > 1 and all(isinstance(one, torch.Tensor | None) for one in result):
-        pick = operator.itemgetter(*[_place(one, numbered) for one in result])
-        return pick if make is tuple else lambda memory: make(pick(memory))
-    parts = [_builder(one, numbered) for one in result]
-    return lambda memory: make([part(memory) for part in parts])
-
-
-def _place(result: torch.Tensor | None, numbered: dict[Any, int]) -> int:
-    """Where a result stands in the memory of a call."""
-    if result is None:
-        return -1
-    return numbered[_identity(result)]
-
-
 def _compiled_for(value: Any) -> Iterator[Any]:
     """What kernels are compiled for, as far as arguments show it: not the number of tokens, which
     is the first size of matrices, and the second one of a plan's."""
@@ -401,54 +292,3 @@ def _compiled_for(value: Any) -> Iterator[Any]:
             yield from _compiled_for(one)
     else:
         yield value
-
-
-def leaves(result: Any) -> list[torch.Tensor]:
-    """The tensors of a result, those in inner tuples after those in outer ones."""
-    tensors, todo = [], [result]  # the latter grows
-    for one in todo:
-        if isinstance(one, torch.Tensor):
-            tensors.append(one)
-        elif isinstance(one, tuple):
-            todo += one
-    return tensors
-
-
-def _identity(tensor: torch.Tensor) -> tuple[Any, ...]:
-    """Equal for tensors that are the same part of the same memory, in the same way."""
-    sizes = tensor.shape, tensor.stride(), tensor.storage_offset(), tensor.dtype
-    return tensor.untyped_storage()._cdata, *sizes
-
-
-def _storage(tensor: torch.Tensor) -> int:
-    """Equal for tensors that lie in the same allocation."""
-    return tensor.untyped_storage()._cdata
-
-
-def _viewed(view: torch.Tensor, made: Sequence[torch.Tensor], sized: dict[int, str]) -> int:
-    """Which of the tensors that were made, of a size that stays, a result is a view of."""
-    for number, one in enumerate(made):
-        if _storage(one) == _storage(view) and one.dtype == view.dtype and id(one) not in sized:
-            return number
-    raise AssertionError(
-        "the body of a call returns neither what it was given, nor what it made, nor a view of "
-        "that of the same dtype."
-    )
-
-
-def _memory(tensor: torch.Tensor) -> tuple[int, int]:
-    """The addresses between which its elements lie."""
-    begin = tensor.data_ptr()
-    if not tensor.numel():
-        return begin, begin
-    last = sum((size - 1) * step for size, step in zip(tensor.shape, tensor.stride(), strict=True))
-    return begin, begin + (last + 1) * tensor.itemsize
-
-
-def _overlap(given: Sequence[torch.Tensor], held: Sequence[torch.Tensor]) -> bool:
-    """Whether tensors share memory, so that an address would not tell which of them is meant."""
-    ranges = [_memory(one) for one in given if one.numel()]
-    storages = {one.untyped_storage().data_ptr(): one.untyped_storage() for one in held}
-    ranges += [(begin, begin + one.nbytes()) for begin, one in storages.items()]
-    ranges.sort()
-    return any(begin < end for (_, end), (begin, _) in itertools.pairwise(ranges))

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from itertools import accumulate
 from typing import NamedTuple
 
 import torch
@@ -10,7 +9,7 @@ import triton
 
 from .routing_kernels import layout_kernel, layout_sum_kernel, send_plan_kernel
 from .symm.slots import Slots
-from .utils import next_power_of_2, round_up
+from .utils import next_power_of_2
 
 LAYOUT_IDS = 256
 """Entries of topk_idx that a program of the layout counts."""
@@ -39,15 +38,10 @@ def layout(topk_idx: torch.Tensor, num_experts: int, slots: Slots) -> RoutingLay
     num_ranks = slots.layout.num_ranks
     block_tokens = _block_tokens(num_topk)
     num_blocks = max(1, triton.cdiv(num_tokens, block_tokens))
-    in_rank = topk_idx.new_empty((num_tokens, num_ranks), dtype=torch.bool)
-    # The counts are one allocation, of which each begins at a multiple of 16 bytes.
-    sizes = num_experts, num_ranks, num_blocks * (num_experts + num_ranks)
-    ends = [*accumulate(round_up(size, 4) for size in sizes)]
-    counts = topk_idx.new_empty(ends[-1], dtype=torch.int32)
-    per_expert, per_rank, block_counts = (
-        counts[begin : begin + size] for begin, size in zip((0, *ends), sizes, strict=False)
-    )
-    block_counts = block_counts.view(num_blocks, num_experts + num_ranks)
+    new = topk_idx.new_empty
+    per_rank, per_expert = new(num_ranks, dtype=torch.int32), new(num_experts, dtype=torch.int32)
+    in_rank = new((num_tokens, num_ranks), dtype=torch.bool)
+    block_counts = new((num_blocks, num_experts + num_ranks), dtype=torch.int32)
     slots.context.launch(
         layout_kernel,
         (num_blocks,),

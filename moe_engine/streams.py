@@ -19,7 +19,7 @@ import torch
 from .checks import check_flag
 from .device.lang import INTERPRETED
 from .errors import BackendError, DtypeError, ShapeError
-from .launch import DEFAULT_STREAM, current_device, stream_of
+from .launch import DEFAULT_STREAM, current_device, raw_stream
 
 _one_call_at_a_time = threading.RLock()
 """Of all Buffers: autograd calls from a thread of its own."""
@@ -149,10 +149,11 @@ class Call:
 
     def __exit__(self, kind: type[BaseException] | None, *error: object) -> None:
         try:
-            if kind is None and self.stream is not None:
-                self._streams.note_end(self.stream)
-            if kind is None and self.is_async:
-                self.event.event = EventHandle()
+            if kind is None:
+                if self.is_async:
+                    self.event.event = EventHandle()
+                if self.stream is not None:
+                    self._streams.note_end(self.stream, self.event.event)
         finally:
             self._leave()
 
@@ -189,9 +190,9 @@ class CallStreams:
         self.device, self.is_on_gpu = device, device.type == "cuda"
         self._memory: dict[str, tuple[torch.Tensor, ...]] = {}
         self._comm: torch.cuda.Stream | None = None
-        self._current: torch.cuda.Stream | None = None
-        self._handle, self._current_handle = -1, stream_of(device)  # of _current, and now
-        self._end: torch.cuda.Event | None = None  # of the last eager call, where one was recorded
+        # Of the last eager call, where one was recorded; and one to record at the end of a call.
+        self._end: torch.cuda.Event | None = None
+        self._own_event: torch.cuda.Event | None = None
         self._records_ends = False
         self._last_eager: torch.cuda.Stream | None = None
         self._last_captured: torch.cuda.Stream | None = None
@@ -217,12 +218,8 @@ class CallStreams:
         return self._comm
 
     def current_stream(self) -> torch.cuda.Stream:
-        """The caller's stream on the Buffer's device. torch takes 3 us to make an object of it, so
-        the last one is kept."""
-        handle = self._current_handle()
-        if self._current is None or handle != self._handle:
-            self._handle, self._current = handle, torch.cuda.current_stream(self.device)
-        return self._current
+        """The caller's stream on the Buffer's device."""
+        return _current_stream_on(self.device.index)
 
     def call(
         self,
@@ -276,8 +273,8 @@ class CallStreams:
         if in_this_capture:
             stream.wait_stream(last)
 
-    def note_end(self, stream: torch.cuda.Stream) -> None:
-        """A call has ended on a stream, which is current.
+    def note_end(self, stream: torch.cuda.Stream, end: EventHandle | None = None) -> None:
+        """A call has ended on a stream, which is current; at this point, if it has one.
 
         The default stream is never captured, and lives as long as the process. So while all calls
         run on it, no event ends them; the first call on another stream waits for all that the
@@ -287,6 +284,8 @@ class CallStreams:
             self._last_eager, self._end = stream, None
         elif torch.cuda.is_current_stream_capturing():
             self._last_captured = stream
+        elif end is not None:
+            self._last_eager, self._end = stream, end.event
         else:
             self._record_end(stream)
 
@@ -294,9 +293,9 @@ class CallStreams:
         """Let calls on other streams wait for what this one holds by now, and ends of later calls
         be recorded at once."""
         self._records_ends = True
-        self._end = self._end or torch.cuda.Event()
-        self._end.record(stream)
-        self._last_eager = stream
+        self._own_event = self._own_event or torch.cuda.Event()
+        self._own_event.record(stream)
+        self._last_eager, self._end = stream, self._own_event
 
 
 class SideStream:
@@ -361,9 +360,13 @@ def _handle_of(event: EventOverlap | EventHandle | None) -> EventHandle | None:
 
 # --- Streams of torch ----------------------------------------------------------------------------
 # torch.cuda.stream() and what takes the current device where none is given ask the driver each time
-# how many devices there are: an event took the host 15 us so, and takes 9 without.
+# how many devices there are, and an object for the current stream takes 3 us: an event took the
+# host 15 us so, and takes 4 without.
 
 _has_gpu = cache(torch.cuda.is_available)
+
+_known_streams: dict[tuple[int, int], torch.cuda.Stream] = {}
+"""By device and handle, all that were current; torch has 32 of each priority, and destroys none."""
 
 
 def current_stream(device: torch.device) -> torch.cuda.Stream | None:
@@ -371,26 +374,38 @@ def current_stream(device: torch.device) -> torch.cuda.Stream | None:
     return torch.cuda.current_stream(device) if device.type == "cuda" else None
 
 
+def _current_stream_on(index: int) -> torch.cuda.Stream:
+    """The stream that is current on the device of this number."""
+    known = _known_streams.get(key := (index, raw_stream(index)))
+    if known is None:
+        known = _known_streams[key] = torch.cuda.current_stream(index)
+    return known
+
+
 def _current_stream() -> torch.cuda.Stream:
     """The stream that is current on the current device."""
-    return torch.cuda.current_stream(torch.cuda.current_device())
+    return _current_stream_on(current_device())
 
 
 def on_stream(stream: torch.cuda.Stream) -> AbstractContextManager[Any]:
     """What the block launches runs on this stream."""
-    if stream.device_index != torch.cuda.current_device():
+    if stream.device_index != current_device():
         return torch.cuda.stream(stream)
-    return _on_stream(stream)
+    return _OnStream(stream)
 
 
-@contextmanager
-def _on_stream(stream: torch.cuda.Stream) -> Iterator[None]:
-    previous = torch.cuda.current_stream(stream.device_index)
-    torch.cuda.set_stream(stream)
-    try:
-        yield
-    finally:
-        torch.cuda.set_stream(previous)
+class _OnStream:
+    """`on_stream` on the current device."""
+
+    def __init__(self, stream: torch.cuda.Stream):
+        self._stream = stream
+
+    def __enter__(self) -> None:
+        self._previous = _current_stream_on(self._stream.device_index)
+        torch.cuda.set_stream(self._stream)
+
+    def __exit__(self, *error: object) -> None:
+        torch.cuda.set_stream(self._previous)
 
 
 def is_captured(tensor: torch.Tensor) -> bool:

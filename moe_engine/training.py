@@ -25,6 +25,7 @@ from .passes import Pass, PassGradients, Trained, backward_in_passes, forward_in
 from .sharded_weights import arrived
 from .streams import EventOverlap, is_captured
 from .weight_gradients import DelayedWgrad, Grads, LayerWeights, Wgrad, WgradSink, new_memory
+from .weight_layouts import GateUp
 
 POLICIES = "auto", *SAVE_POLICIES[1:]
 
@@ -191,7 +192,8 @@ def _saved_tensors(ctx: Any) -> tuple[LayerTensors, list[Pass]]:
         ) from error
     # Not those of ctx.weights: torch.utils.checkpoint saves others, and computes them again.
     num_gate_up = len(ctx.weights.gate_up.tensors)
-    gate_up = ctx.weights.gate_up._replace(tensors=tuple(tensors[:num_gate_up])).in_one_memory()
+    _, layout, name = ctx.weights.gate_up
+    gate_up = GateUp(tuple(tensors[:num_gate_up]), layout, name).in_one_memory()
     down, b_gate_up, b_down = tensors[num_gate_up:][:3]
     weights = LayerWeights(gate_up, down)
     is_kept = torch._C._autograd._get_current_graph_task_keep_graph()  # retain_graph=True
@@ -210,7 +212,8 @@ def _forward(
     engine, inputs, save = buffer._ready(), tensors.inputs, options.save
     x, max_tokens = inputs.x, options.max_tokens
     described = engine.describe(*inputs, max_tokens, save)
-    if not described.kind.is_checked:
+    kind = described.kind
+    if not kind.is_checked:
         buffer._check_layer(inputs)
         checks.check_max_tokens(len(x), max_tokens)
     if options.wgrad is not None:
@@ -225,12 +228,15 @@ def _forward(
     hidden, columns = inputs.w_down.shape[1:]
     save = chosen_policy(save, hidden, columns, buffer.has_fused_layers)
     with buffer._streams.call(None, options.async_finish) as call:
-        call.reads(*inputs.tensors)
-        packed = inputs.packed
-        decided = described if packed is inputs else None
-        out, saved, counts = engine.moe_ffn_forward(packed, save, in_graph, decided)
-        call.returns(out, counts, *saved.tensors)
-    described.kind.is_checked = True
+        if call.is_async:
+            call.reads(*inputs.tensors)
+        packed = inputs if kind.is_packed else inputs.packed
+        kind.is_packed = packed is inputs
+        how = packed, save, in_graph, described.if_packed
+        out, saved, counts = engine.moe_ffn_forward(*how)
+        if call.is_async:
+            call.returns(out, counts, *saved.tensors)
+    kind.is_checked = True
     return out, saved, counts if options.return_counts else None, call.event
 
 

@@ -58,6 +58,8 @@ class GateUp(NamedTuple):
     def in_one_memory(self) -> GateUp:
         """These, or copies where what kept gate and up for a backward has moved them apart, as
         saved-tensor hooks do."""
+        if len(self.tensors) == 1:
+            return self
         if len({one.untyped_storage().data_ptr() for one in self.tensors}) == 1:
             return self
         return self._replace(tensors=torch.stack(self.tensors).unbind())

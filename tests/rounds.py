@@ -14,7 +14,8 @@ from typing import Any
 import cases
 import torch
 
-from moe_engine import Buffer, MoeEngineError, Options, moe_ffn, prepared, reference
+from moe_engine import Buffer, MoeEngineError, Options, moe_ffn, reference
+from moe_engine.call_memory import CallMemory
 from moe_engine.cuda_driver import PackedLaunch
 from moe_engine.launch import InterpretedLaunch
 from moe_engine.launch_graph import LaunchGraph
@@ -194,7 +195,7 @@ class Faults:
         new_empty, empty_like, read = torch.Tensor.new_empty, torch.empty_like, ConcurrentReads.read
         kinds = InterpretedLaunch, PackedLaunch, LaunchGraph
         launches = {kind: kind.__call__ for kind in kinds}
-        allocator = prepared._allocator
+        allocate_all = CallMemory.allocate
 
         def launch(kind: Any) -> Callable[..., Any]:
             return lambda one, *args: self.around(one.name, launches[kind])(one, *args)
@@ -207,9 +208,14 @@ class Faults:
 
             return call
 
+        def each(memory: CallMemory, numbers: dict[str, int]) -> list[torch.Tensor]:
+            for _ in range(memory.num_allocations):
+                self.event("allocation")
+            return allocate_all(memory, numbers)
+
         for kind in launches:
             kind.__call__ = launch(kind)
-        prepared._allocator = lambda device: allocate(allocator(device))
+        CallMemory.allocate = each
         torch.Tensor.new_empty = allocate(new_empty)
         torch.empty_like = allocate(empty_like)
         ConcurrentReads.read = self.around("read", read)
@@ -218,7 +224,7 @@ class Faults:
         finally:
             for kind, real in launches.items():
                 kind.__call__ = real
-            prepared._allocator = allocator
+            CallMemory.allocate = allocate_all
             torch.Tensor.new_empty = new_empty
             torch.empty_like = empty_like
             ConcurrentReads.read = read

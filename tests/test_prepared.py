@@ -32,10 +32,10 @@ from moe_engine.launch_graph import LaunchGraph
 EXPERTS, TOPK, HIDDEN, COLUMNS, MAX_TOKENS = 8, 3, 128, 64, 9
 COSTS = {  # launches, allocations: of the parts of each call
     "layout": [(2, 2)],
-    "dispatch": [(2, 7), (2, 0), (2, 0)],
-    "dispatch_worst": [(6, 10)],
+    "dispatch": [(2, 1), (2, 0), (2, 0)],
+    "dispatch_worst": [(6, 4)],
     "dispatch_cached": [(4, 2)],
-    "dispatch_in_place": [(2, 7), (2, 0), (1, 0)],
+    "dispatch_in_place": [(2, 1), (2, 0), (1, 0)],
     "release": [(1, 0)],
     "combine": [(2, 2)],
     "combine_biased": [(2, 1)],
@@ -46,14 +46,14 @@ COSTS = {  # launches, allocations: of the parts of each call
     "hooked_combine": [(1, 2), (1, 0)],
     "moe_ffn": [(12, 2)],
     "moe_ffn_decode": [(5, 2)],
-    "by_token_synced": [(2, 2), (1, 1), (2, 7), (2, 0), (2, 0), (2, 4)],
-    "by_token": [(11, 15)],
+    "by_token_synced": [(2, 2), (1, 1), (2, 1), (2, 0), (2, 0), (2, 1)],
+    "by_token": [(11, 6)],
     "by_token_cached": [(5, 5)],
     "by_token_combine": [(2, 2)],
     "by_token_bare": [(5, 3), (2, 1)],
     "by_token_fp8": [(5, 4)],
-    "by_expert_synced": [(2, 2), (1, 1), (2, 7), (2, 0), (1, 0), (2, 4), (1, 0), (1, 0)],
-    "by_expert": [(12, 15)],
+    "by_expert_synced": [(2, 2), (1, 1), (2, 1), (2, 0), (1, 0), (2, 1), (1, 0), (1, 0)],
+    "by_expert": [(12, 6)],
     "by_expert_cached": [(5, 6)],
     "by_expert_combine": [(3, 4)],
     "by_expert_bare": [(5, 3), (3, 2)],
@@ -157,7 +157,7 @@ def compare_rounds(group, rounds, up, down):
     seen, costs, no_graphs, real = [], {}, {}, prepared.PreparedCall.__call__
 
     def count(self, *args):
-        seen.append((len(self._launches), len(self._results), self._graphs is None))
+        seen.append((len(self._launches), self.memory.num_allocations, self._graphs is None))
         return real(self, *args)
 
     with mock.patch.object(prepared.PreparedCall, "__call__", count), cases.filled_memory():

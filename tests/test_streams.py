@@ -84,9 +84,8 @@ def caller(monkeypatch):
     monkeypatch.setattr(streams_module, "current_device", lambda: 0)
     monkeypatch.setattr(streams_module, "INTERPRETED", False)
     monkeypatch.setattr(streams_module, "_has_gpu", lambda: True)
-    monkeypatch.setattr(
-        streams_module, "stream_of", lambda device: lambda: Stream.current.cuda_stream
-    )
+    monkeypatch.setattr(streams_module, "raw_stream", lambda index: Stream.current.cuda_stream)
+    monkeypatch.setattr(streams_module, "_known_streams", {})
     return Stream.current
 
 

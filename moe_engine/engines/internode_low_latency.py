@@ -10,6 +10,7 @@ from typing import Any, ClassVar, NamedTuple
 
 import torch
 
+from ..call_memory import leaves
 from ..combine.internode import return_and_sum
 from ..combine.internode_low_latency import NodeExpertRows, add_up, return_rows
 from ..combine.launch import ReturnedRows, Sums
@@ -29,7 +30,6 @@ from ..dispatch.internode_low_latency_kernels import Packed
 from ..dispatch.low_latency import LowLatencyTokens
 from ..errors import CapacityError, ShapeError
 from ..kinds import Described
-from ..prepared import leaves
 from ..streams import current_stream, record
 from ..symm.lanes import LaneLayout
 from ..symm.layout import RankMemory

@@ -18,6 +18,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import torch
 
 from .. import combine, dispatch, routing
+from ..call_memory import leaves
 from ..combine.fused_sum_kernels import LayerSums, fused_sum_kernel
 from ..combine.return_metadata_kernels import send_return_metadata_kernel
 from ..device.context import Kind, Role, saved_number
@@ -35,7 +36,7 @@ from ..grouped_gemm.launch import launch_product
 from ..grouped_gemm.operands import Epilogue, Rows, Weights
 from ..grouped_gemm.quantization import QuantizedRows
 from ..kinds import Described
-from ..prepared import PreparedCalls, leaves, with_size
+from ..prepared import PreparedCalls, with_size
 from ..streams import record
 from .base import (
     BiasGradients,
@@ -119,9 +120,9 @@ def forward(
     if is_captured or gets_own_rows(engine):
         num_rows = most_rows(engine, inputs)
         first |= dict(max_rows=max(1, num_rows))
-        out, kept, offsets = engine.call(_forward, inputs, save, number, **first)
+        out, kept, counts, overflow = engine.call(_forward, inputs, save, number, **first)
         known = num_rows if gets_own_rows(engine) else -1
-        return out, Saved(save, kept, known, overflow=offsets.overflow), offsets.counts
+        return out, Saved(save, kept, known, overflow=overflow), counts
     exchanged = engine.call(_exchange, inputs, number, **first)
     engine.concurrent_reads.mark()
     described = described.more(leaves(exchanged))
@@ -154,13 +155,13 @@ def most_rows(engine: KernelEngine, inputs: LayerInputs) -> int:
 
 def _forward(
     engine: KernelEngine, inputs: LayerInputs, save: str, number: int, max_rows: int
-) -> tuple[torch.Tensor, KeptRows, dispatch.ExpertOffsets]:
-    """(the result, what is saved, where rows begin)"""
+) -> tuple[torch.Tensor, KeptRows, torch.Tensor, torch.Tensor | None]:
+    """(the result, what is saved, counts, overflow: see `Saved`)"""
     rows = ForwardRows.empty(inputs, save, max_rows)
     exchanged = _exchange(engine, inputs, number)
     sent = _send(engine, inputs, exchanged, rows.x if gets_own_rows(engine) else None)
     out = _multiply(engine, inputs, exchanged, sent, rows)
-    return out, rows.kept, exchanged.offsets
+    return out, rows.kept, exchanged.offsets.counts, exchanged.offsets.overflow
 
 
 def _exchange(engine: KernelEngine, inputs: LayerInputs, number: int) -> Exchanged:
