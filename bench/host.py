@@ -8,9 +8,11 @@ count.
 
 The torch lines are what a layer's experts cost by `torch._grouped_mm`; those of deep_ep are
 DeepEP's, where it is installed and each of 2, 4 or 8 ranks has a GPU. hook is the second half of a
-dispatch alone. forward_backward is a layer that trains, on one rank. The verbs named async run on
-the Buffer's own stream, between an event and a wait, as DeepEP's callers mostly call them. With
---nodes the ranks stand for nodes, which NVSHMEM connects, and the verbs alone are timed.
+dispatch alone. forward_backward is a layer that trains, on one rank; forward_backward_of_stack
+eight, one after the other, divided by their number, as autograd's own thread takes over once in a
+backward. The verbs named async run on the Buffer's own stream, between an event and a wait, as
+DeepEP's callers mostly call them. With --nodes the ranks stand for nodes, which NVSHMEM connects,
+and the verbs alone are timed.
 
 Verb transformers_decode is a step of decode of a whole model, divided by its layers, and
 transformers_experts a call of one module of experts. impl moe_engine runs the experts on all ranks;
@@ -25,7 +27,7 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
 from importlib.util import find_spec
-from itertools import cycle, islice
+from itertools import chain, cycle, islice
 from pathlib import Path
 from statistics import median
 from typing import Annotated, Any
@@ -46,7 +48,8 @@ BATCHES, CALLS, LONG_CALLS = 16, 100, 10
 """Batches, one for each core; calls of a batch, and how many where one takes long."""
 SLEEP_CYCLES = 10_000_000
 """About 5 ms, in which the GPU only queues what is launched."""
-TOKENS, FEW = 1024, 128
+TOKENS, FEW, STACKED = 1024, 128, 8
+"""Tokens of a call, and where there are few; layers that train one after the other."""
 HOST_MODEL = "qwen3-30b"
 DECODED, CACHE_LENGTH, LAYERS = 8, 512, 4
 """Of models: tokens of a step, most steps, layers."""
@@ -242,32 +245,45 @@ def expert_points(group: dist.ProcessGroup) -> Iterator[Point]:
     x, up, down = many[0], draw(num_local, 2 * columns, hidden), draw(num_local, hidden, columns)
     ends = torch.linspace(0, TOKENS, num_local + 1, device="cuda").int()
 
-    def experts_by_torch() -> torch.Tensor:
+    def experts_by_torch(x: torch.Tensor, up: torch.Tensor, down: torch.Tensor) -> torch.Tensor:
         h = torch._grouped_mm(x, up.transpose(1, 2), ends[1:])
         gate, value = h.chunk(2, dim=-1)
         act = torch.nn.functional.silu(gate) * value
         return torch._grouped_mm(act, down.transpose(1, 2), ends[1:])
 
-    layer = partial(moe_ffn, *many, up, down, buffer)
-    yield Point("moe_ffn", "moe_engine", TOKENS, layer)
+    def layer(x: torch.Tensor, up: torch.Tensor, down: torch.Tensor) -> torch.Tensor:
+        return moe_ffn(x, *many[1:], up, down, buffer)
+
+    yield Point("moe_ffn", "moe_engine", TOKENS, partial(layer, x, up, down))
     decode = partial(moe_ffn, *few, up, down, buffer, FEW)
     yield Point("moe_ffn_decode", "moe_engine", FEW, decode)
     yield Point("grouped_gemm", "moe_engine", TOKENS, partial(grouped_gemm, x, up, ends))
     yield Point("grouped_mlp", "moe_engine", TOKENS, partial(grouped_mlp, x, up, down, ends))
-    yield Point("grouped_mlp", "torch", TOKENS, experts_by_torch)
+    yield Point("grouped_mlp", "torch", TOKENS, partial(experts_by_torch, x, up, down))
     if group.size() == 1:  # on several ranks the host waits for the number of rows
-        leaves, dy = (x, up, down), torch.randn_like(x)
-        for one in leaves:
+        weights = [(draw(*up.shape), draw(*down.shape)) for _ in range(STACKED)]
+        for one in (x, *chain(*weights)):
             one.requires_grad_()
         for impl, run in (("moe_engine", layer), ("torch", experts_by_torch)):
-            step = partial(train, run, leaves, dy)
-            yield Point("forward_backward", impl, TOKENS, step, num_calls=LONG_CALLS)
+            step = partial(train, run, x, weights[:1], torch.randn_like(x))
+            yield Point("forward_backward", impl, TOKENS, step)
+            steps = partial(train, run, x, weights, torch.randn_like(x))
+            how: dict[str, Any] = dict(layers=STACKED, num_calls=LONG_CALLS)
+            yield Point("forward_backward_of_stack", impl, TOKENS, steps, **how)
     buffer.destroy()
 
 
-def train(run: Call, leaves: Sequence[torch.Tensor], dy: torch.Tensor) -> None:
-    """Forward and backward."""
-    torch.autograd.grad(run(), leaves, dy)
+def train(
+    run: Callable[..., torch.Tensor],
+    x: torch.Tensor,
+    weights: Sequence[tuple[torch.Tensor, torch.Tensor]],
+    dy: torch.Tensor,
+) -> None:
+    """Forward and backward of layers, one after the other, with these weights."""
+    y = x
+    for up, down in weights:
+        y = run(y, up, down)
+    torch.autograd.grad(y, (x, *chain(*weights)), dy)
 
 
 def transformers_points(group: dist.ProcessGroup) -> Iterator[Point]:
