@@ -24,6 +24,7 @@ from ..grouped_gemm.schedule_kernels import ClaimedTiles, Tiles
 from ..grouped_gemm.specialized import TileCounters, is_specialized, launch_specialized
 from ..hardware import gpu, leave_room
 from ..layer_config import LayerConfig
+from ..prepared import apart
 from ..routing import RoutingLayout
 from ..row_vectors import RowVectors
 from ..symm.slots import ReturnRowLayout, Slots
@@ -138,7 +139,7 @@ def exchange_fused(
         new(num_ranks),
         new(num_experts),
         new(num_experts),
-        new(num_experts),
+        apart(new(num_experts)),
         new((num_ranks, config.num_stages), dtype=torch.int64),
         new(1) if slots.num_passes > 1 else None,
     )

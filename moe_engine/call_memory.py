@@ -11,6 +11,7 @@ from typing import Any, NamedTuple
 
 import torch
 
+from .kinds import results_are_apart
 from .launch import Recording
 from .utils import round_up
 
@@ -19,9 +20,9 @@ ALIGNMENT = 256
 MERGED = torch.int32
 """Results of this dtype, the plans and counts of calls, are one allocation, of which they are
 views: a view takes half of the host's time of an allocation, and one that several streams use costs
-an event when it is freed."""
+an event when it is freed. The allocation lives as long as one of them."""
 MOST_MERGED_BYTES, MOST_TEMPORARY_BYTES = 2**20, 2**16
-"""Of a result that lies there, and of the temporary memory, which then lies there as well."""
+"""Of each result that lies there, and of the temporary memory, which then lies there as well."""
 
 _new_on_cpu = getattr(torch._C._dynamo.guards, "_empty_strided_cpu", None)
 _new_on_gpu = getattr(torch._C._dynamo.guards, "_empty_strided_cuda", None)
@@ -117,7 +118,10 @@ class CallMemory:
         kept = {_storage(one) for one in (*leaves(result), *recording.of_rows())}
         made = [one for one in recording.allocated if _storage(one) in kept]
         rest = [one for one in recording.allocated if _storage(one) not in kept and _size(one)]
-        small = [one for one in made if id(one) not in sized and _is_small(one)]
+        alone = sized.keys() | recording.apart
+        small = [one for one in made if id(one) not in alone and _is_small(one)]
+        if results_are_apart():
+            small = []
         separate, together = rest, small
         if small and sum(map(_size, rest)) <= MOST_TEMPORARY_BYTES:
             separate, together = [], small + rest
@@ -154,6 +158,7 @@ class CallMemory:
                 return memory
             if made.dtype != result.dtype or id(made) in recording.sized:
                 break
+            assert not begin or made.dtype == MERGED
             first = begin // MERGED.itemsize + int(result.storage_offset())
             self._views.append((memory, tuple(result.shape), result.stride(), first))
             return len(self) + len(self._views) - 1

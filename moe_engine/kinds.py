@@ -5,7 +5,9 @@ from __future__ import annotations
 import itertools
 import operator
 import threading
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
+from contextvars import ContextVar
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -30,6 +32,20 @@ _count = itertools.count()
 data_ptr, is_grad_enabled = torch.Tensor.data_ptr, torch.is_grad_enabled
 
 Tensors = Sequence[torch.Tensor | None]
+
+_results_are_apart = ContextVar("results_are_apart", default=False)
+results_are_apart = _results_are_apart.get
+
+
+@contextmanager
+def results_apart() -> Iterator[None]:
+    """Calls within the block return no two tensors of one allocation, as operators of
+    torch.library promise."""
+    token = _results_are_apart.set(True)
+    try:
+        yield
+    finally:
+        _results_are_apart.reset(token)
 
 
 class Kind:
@@ -105,7 +121,7 @@ class Recent(NamedTuple):
     def options(self, args: tuple[Any, ...], every: tuple[Any, ...]) -> tuple[Any, ...]:
         """What is compared of the arguments besides tensors. Types come first, so that no number
         is compared with a tensor in a tuple."""
-        options = choice_cache.num_kept, is_grad_enabled(), len(args), *self.pick_options(every)
+        options = *_state(), len(args), *self.pick_options(every)
         if self.pick_tuples is None:
             return options
         return tuple([type(item) for one in self.pick_tuples(every) for item in one]) + options
@@ -151,7 +167,7 @@ class Kinds:
         every = args + sized
         tensors: dict[int, torch.Tensor] = {}
         addresses: list[int] = []
-        parts: list[Any] = [choice_cache.num_kept, is_grad_enabled(), len(args)]
+        parts: list[Any] = [*_state(), len(args)]
         num_args, todo = len(args), [*every]  # grows: what is in a tuple comes after all
         try:
             for number, one in enumerate(todo):
@@ -245,6 +261,11 @@ class Kinds:
 def _gives_plain_tensors(kind: type[torch.Tensor]) -> bool:
     """Whether torch's functions of tensors of this class return those of its own."""
     return kind is torch.Tensor or kind.__torch_function__ is torch.nn.Parameter.__torch_function__
+
+
+def _state() -> tuple[Any, ...]:
+    """What decides how a call is made, besides its arguments."""
+    return choice_cache.num_kept, is_grad_enabled(), results_are_apart()
 
 
 def _aligned(tensors: Iterable[torch.Tensor]) -> list[int] | None:

@@ -65,13 +65,14 @@ class Recording(TorchDispatchMode):
     """The launches of a block, each with the `step` of a state that it was made at, and the tensors
     that the block allocates, in their order. `computes`: whether torch did anything else in it
     than views, so that the launches are not all. `sized`: by the id of what is allocated, the
-    number that its first size is, where that is one."""
+    number that its first size is, where that is one. `apart`: ids of what is allocated alone."""
 
     def __init__(self, state: Any) -> None:
         super().__init__()
         self.launches: list[tuple[Launch, str | None]] = []
         self.allocated: list[torch.Tensor] = []
         self.sized: dict[int, str] = {}
+        self.apart = set[int]()
         self._state = state
         self.computes = self._is_launching = False
 
@@ -229,8 +230,10 @@ current_device: Callable[[], int] = getattr(torch._C, "_cuda_getDevice", lambda:
 has begun to use GPUs."""
 
 
-raw_stream: Callable[[int], int] = getattr(
-    torch._C, "_cuda_getCurrentRawStream", lambda index: DEFAULT_STREAM
+raw_stream: Callable[[int], int] = (
+    torch._C._cuda_getCurrentRawStream
+    if torch.backends.cuda.is_built()
+    else lambda index: DEFAULT_STREAM
 )
 """The handle of the stream that is current on the GPU of this number."""
 

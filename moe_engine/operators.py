@@ -31,6 +31,7 @@ from .expert_row_calls import (
     set_out,
     take_received,
 )
+from .kinds import results_apart
 from .lifecycle import live_buffer
 
 library = torch.library.Library("moe_engine", "DEF")
@@ -57,7 +58,7 @@ def operator(schema: str, fake: Callable[..., Any]) -> Callable[[Callable[..., A
     def define(function: Callable[..., Any]) -> Callable[..., Any]:
         library.define(schema, tags=(torch.Tag.pt2_compliant_tag,))
         name = schema.partition("(")[0]
-        library.impl(name, function, "CompositeExplicitAutograd")
+        library.impl(name, results_apart()(function), "CompositeExplicitAutograd")
         torch.library.register_fake(f"moe_engine::{name}", fake, lib=library)
         return function
 

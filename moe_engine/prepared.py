@@ -281,6 +281,15 @@ def with_size(name: str, results: R) -> R:
     return results
 
 
+def apart(result: torch.Tensor) -> torch.Tensor:
+    """This tensor, which a body has allocated, and which callers may keep for long: it shares no
+    allocation with other results."""
+    recording = Recording.current()
+    if recording is not None:
+        recording.apart.add(id(result))
+    return result
+
+
 def _compiled_for(value: Any) -> Iterator[Any]:
     """What kernels are compiled for, as far as arguments show it: not the number of tokens, which
     is the first size of matrices, and the second one of a plan's."""

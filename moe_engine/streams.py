@@ -190,7 +190,8 @@ class CallStreams:
         self.device, self.is_on_gpu = device, device.type == "cuda"
         self._memory: dict[str, tuple[torch.Tensor, ...]] = {}
         self._comm: torch.cuda.Stream | None = None
-        # Of the last eager call, where one was recorded; and one to record at the end of a call.
+        # That of the last eager call, where one was recorded. It may be a caller's, so another one
+        # is recorded at the end of a call that gives its caller none.
         self._end: torch.cuda.Event | None = None
         self._own_event: torch.cuda.Event | None = None
         self._records_ends = False
@@ -229,7 +230,9 @@ class CallStreams:
         also: EventHandle | None = None,
     ) -> Call:
         """A context in which one call runs: after `previous_event`, or else after all that the
-        current stream holds; after the event `also`; and after the Buffer's last call.
+        current stream holds; after the event `also`; and after the Buffer's last call. The first
+        call that does not run on the default stream, where others did, runs after all that this
+        one holds.
 
         With async_finish it runs on `comm_stream()`, and `event` of the Call ends it; without, it
         runs on the current stream, and `event` is empty. Results of an asynchronous call always
@@ -274,7 +277,8 @@ class CallStreams:
             stream.wait_stream(last)
 
     def note_end(self, stream: torch.cuda.Stream, end: EventHandle | None = None) -> None:
-        """A call has ended on a stream, which is current; at this point, if it has one.
+        """A call has ended on a stream, which is current. `end`: the event that ends it, if it has
+        one already.
 
         The default stream is never captured, and lives as long as the process. So while all calls
         run on it, no event ends them; the first call on another stream waits for all that the
@@ -366,7 +370,7 @@ def _handle_of(event: EventOverlap | EventHandle | None) -> EventHandle | None:
 _has_gpu = cache(torch.cuda.is_available)
 
 _known_streams: dict[tuple[int, int], torch.cuda.Stream] = {}
-"""By device and handle, all that were current; torch has 32 of each priority, and destroys none."""
+"""By device and handle, all that were current. torch has 32 of each priority."""
 
 
 def current_stream(device: torch.device) -> torch.cuda.Stream | None:

@@ -20,6 +20,7 @@ from moe_engine import (
     ElasticBuffer,
     Options,
     ShapeError,
+    call_memory,
     kinds,
     moe_ffn,
     prepared,
@@ -412,6 +413,37 @@ def test_results_are_parts_of_an_allocation(pool):
     ((count, (first, *later)),) = pool.run(take_parts, num_ranks=1)
     assert (count, later) == (1, [first] * 2)
     assert first == ([((2,), (1,), 0), ((2, 2), (1, 2), 4)], True, True)
+
+
+def allocate(group):
+    """How many allocations the results of a later call have: plans, one that stays apart, rows and
+    a result of another dtype; by default, and where results are to be apart."""
+    calls, x = prepared.PreparedCalls(), torch.zeros(2, device=cases.device())
+
+    def body(owner, x):
+        plans = [x.new_empty(size, dtype=torch.int32) for size in (3, 0, 5)]
+        alone = prepared.apart(x.new_empty(7, dtype=torch.int32))
+        return *plans, alone, x.new_empty(2, 2), x.new_empty(3, dtype=torch.int64)
+
+    found = []
+    for how in (nullcontext, kinds.results_apart, nullcontext):
+        with how():
+            for _ in range(2):
+                results = calls(body, None, x)
+        storages = [one.untyped_storage().data_ptr() for one in results if one.numel()]
+        begins = [one.storage_offset() * 4 % call_memory.ALIGNMENT for one in results[:4]]
+        shapes = [(tuple(one.shape), one.stride(), one.dtype) for one in results]
+        found.append((len(set(storages)), begins, shapes, results[3].untyped_storage().nbytes()))
+    return found, len(calls)
+
+
+def test_plans_are_one_allocation(pool):
+    ((found, num_kinds),) = pool.run(allocate, num_ranks=1)
+    together, alone, again = found
+    assert (together[0], alone[0], num_kinds) == (4, 5, 2)
+    assert together == again
+    assert together[2] == alone[2]
+    assert (together[1], together[3]) == ([0] * 4, 7 * 4)
 
 
 def misuse(group):
