@@ -1,10 +1,10 @@
 """Host time of each entry point: python bench/host.py --ranks 1
 
 Microseconds that a call keeps Python and the driver busy, while the GPU is busy with earlier work:
-the median of 100 calls in a row on rank 0 (10 of long ones), on the one of its cores where that is
-least. Cores may work for others as well; a thread that moves between them takes up to twice as
-long, and the first call after a wait four times. Ranks may share a GPU here, as its time does not
-count.
+the median of 100 calls in a row on rank 0 (20 of long ones), the thread that calls being on the one
+of its cores where that is least. Cores may work for others as well; a thread that moves between
+them takes up to twice as long, and the first call after a wait four times. Ranks may share a GPU
+here, as its time does not count.
 
 The torch lines are what a layer's experts cost by `torch._grouped_mm`; those of deep_ep are
 DeepEP's, where it is installed and each of 2, 4 or 8 ranks has a GPU. hook is the second half of a
@@ -44,8 +44,9 @@ from moe_engine.grouped_gemm import grouped_gemm, grouped_mlp
 from moe_engine.layer_config import MODELS
 from moe_engine.tools.models import Kind, build_config, build_model
 
-BATCHES, CALLS, LONG_CALLS = 16, 100, 10
-"""Batches, one for each core; calls of a batch, and how many where one takes long."""
+BATCHES, CALLS, LONG_CALLS = 16, 100, 20
+"""Batches, each on the next core; calls of a batch, and how many where one takes long: a GPU that
+is slower than its host queues 1024 launches, and then lets the host wait."""
 SLEEP_CYCLES = 10_000_000
 """About 5 ms, in which the GPU only queues what is launched."""
 TOKENS, FEW, STACKED = 1024, 128, 8
@@ -61,7 +62,7 @@ Routed = tuple[torch.Tensor, torch.Tensor, torch.Tensor]
 @dataclass(frozen=True)
 class Point:
     """A call to be timed; `layers`: of how many its time is the sum; `before`: makes each call that
-    is timed in its place, and is not timed itself."""
+    is timed in its place, and is not timed itself; `num_calls` of a batch, None: CALLS."""
 
     verb: str
     impl: str
@@ -69,7 +70,7 @@ class Point:
     call: Call
     layers: int | None = None
     before: Callable[[], Call] | None = None
-    num_calls: int = CALLS
+    num_calls: int | None = None
 
 
 def main(
@@ -105,7 +106,7 @@ def batch_us(point: Point, core: int) -> list[float]:
     torch.cuda.synchronize()
     torch.cuda._sleep(SLEEP_CYCLES)
     times = []
-    for _ in range(point.num_calls):
+    for _ in range(point.num_calls or CALLS):
         call = point.call if point.before is None else point.before()
         since = time.perf_counter()
         call()
@@ -266,9 +267,9 @@ def expert_points(group: dist.ProcessGroup) -> Iterator[Point]:
             one.requires_grad_()
         for impl, run in (("moe_engine", layer), ("torch", experts_by_torch)):
             step = partial(train, run, x, weights[:1], torch.randn_like(x))
-            yield Point("forward_backward", impl, TOKENS, step)
+            yield Point("forward_backward", impl, TOKENS, step, num_calls=LONG_CALLS)
             steps = partial(train, run, x, weights, torch.randn_like(x))
-            how: dict[str, Any] = dict(layers=STACKED, num_calls=LONG_CALLS)
+            how: dict[str, Any] = dict(layers=STACKED, num_calls=-(-LONG_CALLS // STACKED))
             yield Point("forward_backward_of_stack", impl, TOKENS, steps, **how)
     buffer.destroy()
 

@@ -86,11 +86,11 @@ def _place_of_rows(kind: Any) -> int:
     return kind._fields.index("recv_src_idx")
 
 
-def fields_of(handle: Any) -> tuple[Any, ...]:
-    """What a low-latency handle is made of, as far as it is one."""
+def fields_of(handle: Any, num_nodes: int) -> tuple[Any, ...]:
+    """What a low-latency handle is made of, as far as it is one of ranks on so many nodes."""
     if handle.__class__ is LowLatencyHandle:
         return handle.fields
-    return handle if isinstance(handle, tuple) else (handle,)
+    return handle if num_nodes > 1 and isinstance(handle, tuple) else (handle,)
 
 
 def check_low_latency_handle(
@@ -112,6 +112,7 @@ def check_low_latency_handle(
     memory, max_tokens, hidden, num_experts, of_ranks, num_topk = handle.fields
     max_tokens, hidden, num_experts = _checked_sizes(max_tokens, hidden, num_experts, num_ranks)
     num_topk = check_int("handle.num_topk", num_topk, 1)
+    of_ranks = check_int("handle.num_ranks", of_ranks, 1)
     if of_ranks != num_ranks:
         raise ShapeError(
             f"handle.num_ranks is {of_ranks}, and this Buffer has {num_ranks} ranks. Pass what "

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from math import prod
 from typing import Any, NamedTuple
@@ -66,8 +66,7 @@ class LowLatencyHandle(Sequence[Any]):
     its source; layout_range int64 [L, R], begin << 32 | count of each source's rows;
     num_max_dispatch_tokens_per_rank (M); hidden (H); num_experts.
 
-    Its tensors are views of `memory`, int32, made when they are asked for, as few callers ask: an
-    allocation takes 2 us of the host, a view 1.5.
+    Its tensors are views of `memory`, int32, made when they are asked for, as few callers ask.
     """
 
     memory: torch.Tensor
@@ -121,5 +120,8 @@ class LowLatencyHandle(Sequence[Any]):
         return 5
 
     def __getitem__(self, index: Any) -> Any:
-        most = self.num_max_dispatch_tokens_per_rank
-        return (self.src_info, self.layout_range, most, self.hidden, self.num_experts)[index]
+        return tuple(self)[index]
+
+    def __iter__(self) -> Iterator[Any]:
+        sizes = self.num_max_dispatch_tokens_per_rank, self.hidden, self.num_experts
+        return iter((self.src_info, self.layout_range, *sizes))

@@ -179,7 +179,7 @@ class LowLatencyVerbs(BufferLifecycle):
         """
         engine = self._low_latency_ready()
         stats, how = combine_wait_recv_cost_stats, (use_logfmt, async_finish, return_recv_hook)
-        fields = fields_of(handle)
+        fields = fields_of(handle, self.num_nodes)
         described = engine.describe(x, topk_idx, topk_weights, out, stats, *how, *fields)
         kind = described.kind
         if not kind.is_checked:

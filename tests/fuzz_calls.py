@@ -125,7 +125,7 @@ def verbs(world: World, name: str) -> dict[str, Target]:
 
 def low_latency_verbs(world: World) -> dict[str, Target]:
     name = "low latency"
-    buffer, handle = world.buffers[name], tuple(world.low_latency_handle)
+    buffer, handle = world.buffers[name], world.low_latency_handle
     sizes = {"num_max_dispatch_tokens_per_rank": TOKENS, "num_experts": EXPERTS}
     waits = torch.zeros(world.num_ranks, dtype=torch.int64)
 
@@ -159,7 +159,8 @@ def low_latency_verbs(world: World) -> dict[str, Target]:
              "use_logfmt": False, "zero_copy": False, "async_finish": False,
              "return_recv_hook": False, "out": torch.zeros_like(world.x),
              "combine_wait_recv_cost_stats": waits},
-            {"x": "tensor", "topk_idx": "tensor", "topk_weights": "tensor", "handle": "tuple",
+            {"x": "tensor", "topk_idx": "tensor", "topk_weights": "tensor",
+             "handle": "low-latency handle",
              "use_logfmt": "flag", "zero_copy": "unused", "async_finish": "flag",
              "return_recv_hook": "flag", "out": "optional tensor",
              "combine_wait_recv_cost_stats": "optional tensor"},
@@ -169,7 +170,7 @@ def low_latency_verbs(world: World) -> dict[str, Target]:
         "next combine buffer": Target(
             buffer.get_next_low_latency_combine_buffer,
             {"handle": handle},
-            {"handle": "tuple"},
+            {"handle": "low-latency handle"},
             lambda result: (result.shape, result.dtype),
             name,
         ),
@@ -229,15 +230,6 @@ def layers(world: World) -> dict[str, Target]:
          "return_counts": "flag"},
         uses="normal",
     )  # fmt: skip
-    del good["buffer"]
-    del kinds["buffer"]
-    found["method layer"] = Target(
-        world.buffers["normal"].moe_ffn,
-        {**good, "async_finish": False},
-        {**kinds, "async_finish": "flag"},
-        lambda result: result[0],
-        "normal",
-    )
     module = api.MoEFeedForward(world.num_local, HIDDEN, COLUMNS, world.buffers["normal"])
     with torch.no_grad():
         module.gate_up_proj.copy_(world.up)

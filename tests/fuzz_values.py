@@ -7,6 +7,7 @@ ANY        refuse it, or give something else, as another size does
 
 from __future__ import annotations
 
+import dataclasses
 import enum
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -251,6 +252,8 @@ TUPLES = [
 def odds_of(kind, good):
     """The odd values for a good one. Of a tuple of tensors and ints, as handles are:
     wrong as a whole, or in one item."""
+    if kind == "low-latency handle":
+        return odd_handles(good)
     if kind not in ("tuple", "optional tuple"):
         return KINDS[kind]
     odds = [*TUPLES, constant(None, REFUSED if kind == "tuple" else ANY)]
@@ -261,6 +264,29 @@ def odds_of(kind, good):
             for odd in of_item
         ]
     return odds
+
+
+def odd_handles(handle):
+    """Of a `LowLatencyHandle`: wrong as a whole, or in one field."""
+    odds = [
+        *(odd for odd in OBJECTS if odd.name != "()"),
+        *(Odd(one.__name__, one, REFUSED) for one in (tuple, list)),
+        Odd("its fields", lambda handle: handle.fields, REFUSED),
+        Odd("one item less", lambda handle: handle[:-1], REFUSED),
+        constant((), REFUSED),
+        constant(None, REFUSED),
+    ]
+    for field in dataclasses.fields(handle):
+        of_field = KINDS["tensor" if field.name == "memory" else "any int"]
+        odds += [
+            Odd(f"{field.name}: {odd.name}", partial(_with_field, field.name, odd), ANY)
+            for odd in of_field
+        ]
+    return odds
+
+
+def _with_field(name, odd, handle):
+    return dataclasses.replace(handle, **{name: odd.make(getattr(handle, name))})
 
 
 def _with_item(index, odd, items):

@@ -203,7 +203,9 @@ def run_host(group, *kinds) -> list[dict]:
         def small(kind, large, **sizes):
             return build_config(kind, hidden_size=SIZES[1], **sizes)
 
-        sizes = dict(TOKENS=8, FEW=4, DECODED=2, LAYERS=2, BATCHES=3, CALLS=1)
+        sizes = dict(
+            TOKENS=8, FEW=4, DECODED=2, LAYERS=2, BATCHES=3, CALLS=1, LONG_CALLS=1, STACKED=2
+        )
         names = dict(send_message=lines.append, build_config=small)
         with mock.patch.multiple(host, **sizes, **names):
             host.run_rank(group, [getattr(host, kind) for kind in kinds])
@@ -344,7 +346,7 @@ def test_host_of_nodes(pool):
         pytest.skip("the bench runs there; NVSHMEM serves one set of ranks")
     lines = lines_of(pool, run_host_of_nodes, 2)
     assert {line["impl"] for line in lines} == {"moe_engine, 2 nodes"}
-    assert len({line["verb"] for line in lines}) == len(lines) == 10
+    assert len({line["verb"] for line in lines}) == len(lines) == 11
 
 
 @pytest.mark.parametrize(
@@ -357,7 +359,7 @@ def test_host(pool, num_ranks):
     seen = {(line["verb"], line["impl"]) for line in lines}
     assert all(line["host_us"] > 0 for line in lines)
     theirs = {verb for verb, impl in seen if impl == "deep_ep"}
-    assert len(theirs) == 9 and theirs < {verb for verb, impl in seen if impl == "moe_engine"}
+    assert len(theirs) == 10 and theirs < {verb for verb, impl in seen if impl == "moe_engine"}
     for verb in "transformers_decode", "transformers_experts":
         impls = {impl for name, impl in seen if name == verb}
         assert impls == {"moe_engine", "transformers, grouped_mm", "transformers, batched_mm"}

@@ -18,7 +18,7 @@ import torch
 from fuzz_values import ANY, EQUAL, REFUSED
 from fuzz_world import Target, World, flat, same
 
-from moe_engine import MoeEngineError, RoutingError
+from moe_engine import BackendError, MoeEngineError, RoutingError
 from moe_engine.emulation import RankError, RankPool, send_message
 
 BUDGETS_S = 4.0, pytest.param(20.0, marks=pytest.mark.slow)
@@ -126,6 +126,9 @@ class Fuzz:
             start = time.monotonic()
             self.results[name] = self.call(name, self.targets[name].good, 10 * HANG_S)
             self.seconds[name] = max(HANG_S, 10 * (time.monotonic() - start))
+        good = self.results[name]
+        if isinstance(good, BaseException) and not isinstance(good, BackendError):
+            return f"the good call: {type(good).__name__}: {str(good)[:300]}"
         try:
             arguments, outcome = self.arguments(name, change)
         except Exception:  # torch has no such tensor

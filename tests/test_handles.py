@@ -155,8 +155,9 @@ def bad_low_latency_handles(group):
     wrong = wrong_answers(combined, [handle.memory], ["memory"])
     wrong += wrong_answers(taken, [handle.memory], ["memory"])
     shifted = torch.empty(len(handle.memory) + 1, dtype=torch.int32, device=x.device)[1:]
-    bad_sizes = (0, -1, 2**40, 8.0, True, "8", None, torch.tensor(16))
-    for name in ("num_max_dispatch_tokens_per_rank", "hidden", "num_experts", "num_topk"):
+    bad_sizes = (0, -1, 2**40, 1.0, True, "8", None, torch.tensor(16), torch.tensor([1, 1]))
+    names = "num_max_dispatch_tokens_per_rank", "hidden", "num_experts", "num_ranks", "num_topk"
+    for name in names:
         for bad in (*bad_sizes, getattr(handle, name) + 1):
             try:
                 buffer.low_latency_combine(y, idx, w, changed(**{name: bad}))
