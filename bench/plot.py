@@ -146,7 +146,7 @@ def draw_host() -> None:
     }
     bars = {name: times for name, times in bars.items() if times}
     verbs, height = list(bars["prepared calls"]), 0.84 / len(bars)
-    figure, axes = plt.subplots(figsize=(7, 4.2), layout="constrained")
+    figure, axes = plt.subplots(figsize=(7, 5), layout="constrained")
     for number, (name, times) in enumerate(bars.items()):
         shift = height * (number - (len(bars) - 1) / 2)
         places = [at + shift for at, verb in enumerate(verbs) if verb in times]
@@ -157,7 +157,7 @@ def draw_host() -> None:
     axes.set(xscale="log", xlim=(10, 2500), xlabel="us of the host for a call, one GPU")
     axes.set_yticks(range(len(verbs)), [verb.replace("_", " ") for verb in verbs])
     axes.invert_yaxis()
-    axes.legend(loc="upper right")
+    figure.legend(loc="outside upper center", ncols=len(bars))
     figure.savefig(DOCS / "host.svg", metadata={"Date": None})
 
 
