@@ -29,7 +29,7 @@ class LowLatencyRows(NamedTuple):
     handle: tuple[Any, ...]  # `LowLatencyHandle.fields`, as kinds of calls know tuples of tensors
     out: torch.Tensor | None  # [T, H]
 
-    def parts(self, out: torch.Tensor) -> ExpertRows:
+    def arguments(self, out: torch.Tensor) -> ExpertRows:
         """As kernels take them."""
         handle = LowLatencyHandle(*self.handle)
         returned = handle.returns, handle.call, out

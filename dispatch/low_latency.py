@@ -49,7 +49,7 @@ class ReceivedRows(NamedTuple):
         scales, counts = new_scales(tokens, num_local, most), parts(*sizes)["counts"].of(memory)
         return cls(x, scales, counts, memory)
 
-    def parts(self, handle: LowLatencyHandle) -> Received:
+    def arguments(self, handle: LowLatencyHandle) -> Received:
         """As kernels take them; `handle` has the same memory."""
         more = handle.src_info, handle.layout_range, handle.returns, handle.call
         return Received(self.x, self.scales, handle.counts, *more)

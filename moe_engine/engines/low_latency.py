@@ -80,7 +80,7 @@ class LowLatency(HookedCalls):
     def _dispatch(self, tokens: LowLatencyTokens, stats: Stats, phases: str) -> ReceivedRows:
         self._check_capacity(tokens)
         got = ReceivedRows.empty(tokens, self.num_ranks)
-        received = got.parts(self._handle_of(tokens, got.memory))
+        received = got.arguments(self._handle_of(tokens, got.memory))
         low_latency_dispatch(tokens, received, *stats, phases, self.ring)
         return got
 
@@ -92,7 +92,7 @@ class LowLatency(HookedCalls):
     ) -> None:
         x, scales, memory = made
         handle = self._handle_of(tokens, memory)
-        received = ReceivedRows(x, scales, handle.counts, memory).parts(handle)
+        received = ReceivedRows(x, scales, handle.counts, memory).arguments(handle)
         low_latency_dispatch(tokens, received, *stats, "receive", self.ring)
 
     def _handle_of(self, tokens: LowLatencyTokens, memory: torch.Tensor) -> LowLatencyHandle:
@@ -149,9 +149,9 @@ class LowLatency(HookedCalls):
             out = rows.x.new_empty(len(rows.topk_idx), rows.x.shape[2])
         if phases == "send":
             epoch = rows.topk_idx.new_empty(1)
-        parts = rows.parts(out)
-        self._check_handle(parts)
-        low_latency_combine(parts, epoch, num_experts, wait_stats, phases, self.ring)
+        arguments = rows.arguments(out)
+        self._check_handle(arguments)
+        low_latency_combine(arguments, epoch, num_experts, wait_stats, phases, self.ring)
         return out, epoch
 
     def _add_up(
@@ -162,8 +162,8 @@ class LowLatency(HookedCalls):
         epoch: torch.Tensor,
     ) -> None:
         assert rows.out is not None
-        parts = rows.parts(rows.out)
-        low_latency_combine(parts, epoch, num_experts, wait_stats, "receive", self.ring)
+        arguments = rows.arguments(rows.out)
+        low_latency_combine(arguments, epoch, num_experts, wait_stats, "receive", self.ring)
 
     def moe_ffn(
         self, inputs: LayerInputs, max_tokens: int, described: Described | None = None
