@@ -9,7 +9,7 @@ import torch
 from ..device.context import Kind
 from ..device.ring import Rows
 from ..hardware import gpu
-from ..low_latency_handle import LowLatencyHandle, num_items, parts
+from ..low_latency_handle import LowLatencyHandle, num_items
 from ..row_vectors import RowVectors
 from ..symm.ring import LowLatencyRow, Ring, header_bytes
 from ..utils import next_power_of_2
@@ -40,19 +40,13 @@ class ReceivedRows(NamedTuple):
 
     @classmethod
     def empty(cls, tokens: LowLatencyTokens, num_ranks: int) -> ReceivedRows:
-        """Room for them, of any size."""
+        """Room for what a rank receives."""
         num_local, most = tokens.num_experts // num_ranks, num_ranks * tokens.max_tokens
-        dtype = torch.float8_e4m3fn if tokens.is_cast else tokens.x.dtype
-        x = tokens.x.new_empty((num_local, most, tokens.x.shape[1]), dtype=dtype)
+        x = tokens.x.new_empty((num_local, most, tokens.x.shape[1]), dtype=tokens.sent_dtype)
         sizes = tokens.num_experts, num_ranks, tokens.max_tokens, tokens.num_topk
         memory = tokens.x.new_empty(num_items(*sizes), dtype=torch.int32)
-        scales, counts = new_scales(tokens, num_local, most), parts(*sizes)["counts"].of(memory)
-        return cls(x, scales, counts, memory)
-
-    def arguments(self, handle: LowLatencyHandle) -> Received:
-        """As kernels take them; `handle` has the same memory."""
-        more = handle.src_info, handle.layout_range, handle.returns, handle.call
-        return Received(self.x, self.scales, handle.counts, *more)
+        counts = tokens.handle(memory, num_ranks).counts
+        return cls(x, new_scales(tokens, num_local, most), counts, memory)
 
 
 class LowLatencyTokens(NamedTuple):
@@ -76,6 +70,11 @@ class LowLatencyTokens(NamedTuple):
         return self.row_format not in ("bf16", "fp32")
 
     @property
+    def sent_dtype(self) -> torch.dtype:
+        """Of rows on the wire."""
+        return torch.float8_e4m3fn if self.is_cast else self.x.dtype
+
+    @property
     def num_scales(self) -> int:
         """Scales of a row, 4 bytes each."""
         hidden = self.x.shape[1]
@@ -83,8 +82,7 @@ class LowLatencyTokens(NamedTuple):
 
     @property
     def vectors(self) -> RowVectors:
-        dtype = torch.float8_e4m3fn if self.is_cast else self.x.dtype
-        return RowVectors.of(self.x.shape[1], dtype)
+        return RowVectors.of(self.x.shape[1], self.sent_dtype)
 
     @property
     def row(self) -> LowLatencyRow:
@@ -92,17 +90,19 @@ class LowLatencyTokens(NamedTuple):
         payload_bytes = hidden if self.is_cast else hidden * self.x.itemsize
         return LowLatencyRow(payload_bytes, self.num_topk, self.num_scales)
 
+    def handle(self, memory: torch.Tensor, num_ranks: int) -> LowLatencyHandle:
+        """That of their dispatch."""
+        sizes = self.max_tokens, self.x.shape[1], self.num_experts
+        return LowLatencyHandle(memory, *sizes, num_ranks, self.num_topk)
+
 
 def new_compact(tokens: LowLatencyTokens, num_ranks: int) -> Received:
     """Room for what a rank of a layer receives, one expert after the other."""
     num_local, num_topk = tokens.num_experts // num_ranks, tokens.num_topk
     num_rows = num_ranks * tokens.max_tokens * min(num_topk, num_local)
     new = tokens.topk_idx.new_empty
-    dtype = torch.float8_e4m3fn if tokens.is_cast else tokens.x.dtype
-    x, counts = (
-        new((num_rows, tokens.x.shape[1]), dtype=dtype),
-        new(num_local + 1, dtype=torch.int32),
-    )
+    x = new((num_rows, tokens.x.shape[1]), dtype=tokens.sent_dtype)
+    counts = new(num_local + 1, dtype=torch.int32)
     scales = new((num_rows, tokens.num_scales), dtype=torch.float32) if tokens.is_cast else None
     returns = new((num_ranks, tokens.max_tokens, 1 + 3 * num_topk), dtype=torch.int32)
     return Received(x, scales, counts, None, None, returns, new(1 + num_ranks))

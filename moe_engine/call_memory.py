@@ -16,13 +16,15 @@ from .launch import Recording
 from .utils import round_up
 
 ALIGNMENT = 256
-"""Of what lies in one allocation with others, in bytes."""
+"""What shares an allocation with others begins at multiples of so many bytes."""
 MERGED = torch.int32
 """Results of this dtype, the plans and counts of calls, are one allocation, of which they are
 views: a view takes 0.6 of the host's time of an allocation, and one that several streams use costs
 an event when it is freed. The allocation lives as long as one of them."""
 MOST_MERGED_BYTES, MOST_TEMPORARY_BYTES = 2**20, 2**16
-"""Of each result that lies there, and of the temporary memory, which then lies there as well."""
+"""The most bytes of a result that is merged, and of temporary memory that is merged with results.
+The kernels of the call alone use that memory, so what its results' readers do needs no order with
+it."""
 
 _new_on_cpu = getattr(torch._C._dynamo.guards, "_empty_strided_cpu", None)
 _new_on_gpu = getattr(torch._C._dynamo.guards, "_empty_strided_cuda", None)
@@ -40,7 +42,7 @@ class Place(NamedTuple):
 
 
 class CallMemory:
-    """Of one kind of call. Its tensors and its allocations are numbered in this order.
+    """The memory of one kind of call: its tensors and its allocations, numbered in this order.
 
     A call allocates the results of the body that was recorded, or what they are views of; what it
     needs for a time, where the size of that is a number; and the rest of what it needs for a time,

@@ -13,7 +13,7 @@ import torch
 from .utils import round_up
 
 INT_BYTES, PART_BYTES = 4, 16
-"""Of an item of the memory; parts begin at multiples of the latter."""
+"""Bytes of an item of the memory; parts begin at multiples of PART_BYTES."""
 
 
 class Part(NamedTuple):

@@ -56,8 +56,8 @@ class Pass(NamedTuple):
 
     def having(self, tensors: Sequence[Tensor | None], is_kept: bool = True) -> Pass:
         """This pass with other tensors; is_kept: see `Saved`."""
-        save, _, num_rows, _, overflow = self.saved
-        saved = Saved(save, tuple(tensors[1:]), num_rows, is_kept, overflow)
+        of = self.saved
+        saved = Saved(of.save, tuple(tensors[1:]), of.num_rows, is_kept, of.overflow)
         return Pass(self.tokens, saved, tensors[0])
 
     def part_of(self, tensors: LayerTensors) -> LayerTensors:

@@ -281,8 +281,9 @@ class CallStreams:
         one already.
 
         The default stream is never captured, and lives as long as the process. So while all calls
-        run on it, no event ends them; the first call on another stream waits for all that the
-        default one holds by then.
+        run on it, no event ends them: its own order lets each end before the next begins. The first
+        call on another stream records one there, after the launches of all calls before it, and
+        waits for it, and so for all else that the default stream holds by then.
         """
         if not self._records_ends and stream.cuda_stream == DEFAULT_STREAM:
             self._last_eager, self._end = stream, None
@@ -375,7 +376,7 @@ _known_streams: dict[tuple[int, int], torch.cuda.Stream] = {}
 
 def current_stream(device: torch.device) -> torch.cuda.Stream | None:
     """The stream that is current on a GPU; a CPU has none."""
-    return torch.cuda.current_stream(device) if device.type == "cuda" else None
+    return _current_stream_on(device.index) if device.type == "cuda" else None
 
 
 def _current_stream_on(index: int) -> torch.cuda.Stream:

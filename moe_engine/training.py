@@ -192,8 +192,8 @@ def _saved_tensors(ctx: Any) -> tuple[LayerTensors, list[Pass]]:
         ) from error
     # Not those of ctx.weights: torch.utils.checkpoint saves others, and computes them again.
     num_gate_up = len(ctx.weights.gate_up.tensors)
-    _, layout, name = ctx.weights.gate_up
-    gate_up = GateUp(tuple(tensors[:num_gate_up]), layout, name).in_one_memory()
+    of = ctx.weights.gate_up
+    gate_up = GateUp(tuple(tensors[:num_gate_up]), of.layout, of.name).in_one_memory()
     down, b_gate_up, b_down = tensors[num_gate_up:][:3]
     weights = LayerWeights(gate_up, down)
     is_kept = torch._C._autograd._get_current_graph_task_keep_graph()  # retain_graph=True

@@ -17,6 +17,7 @@ from ..dispatch.low_latency import (
     low_latency_dispatch,
     new_compact,
 )
+from ..dispatch.low_latency_receive_kernels import Received
 from ..errors import CapacityError
 from ..grouped_gemm.operands import Rows
 from ..kinds import Described
@@ -27,6 +28,8 @@ from .expert_products import ExpertMemory, expert_tiles, multiply_down, multiply
 from .hooked_calls import HookedCalls, Receive
 
 Stats = tuple[torch.Tensor | None, torch.Tensor | None]
+Made = tuple[torch.Tensor, torch.Tensor | None, torch.Tensor]
+"""What a dispatch allocates: rows, scales, the memory of the handle."""
 
 
 class LowLatency(HookedCalls):
@@ -73,31 +76,27 @@ class LowLatency(HookedCalls):
         )
         if not hooked:
             return got, None
-        made = got.x, got.scales, got.memory
+        made = got.x, got.scales, got.memory  # counts are a part of the memory
         decided = described and described.more(made)
         return got, self._hook(LowLatency._receive_dispatched, *args, made, described=decided)
 
     def _dispatch(self, tokens: LowLatencyTokens, stats: Stats, phases: str) -> ReceivedRows:
         self._check_capacity(tokens)
         got = ReceivedRows.empty(tokens, self.num_ranks)
-        received = got.arguments(self._handle_of(tokens, got.memory))
-        low_latency_dispatch(tokens, received, *stats, phases, self.ring)
+        self._launch_dispatch(tokens, stats, (got.x, got.scales, got.memory), phases)
         return got
 
-    def _receive_dispatched(
-        self,
-        tokens: LowLatencyTokens,
-        stats: Stats,
-        made: tuple[torch.Tensor, torch.Tensor | None, torch.Tensor],
+    def _receive_dispatched(self, tokens: LowLatencyTokens, stats: Stats, made: Made) -> None:
+        self._launch_dispatch(tokens, stats, made, "receive")
+
+    def _launch_dispatch(
+        self, tokens: LowLatencyTokens, stats: Stats, made: Made, phases: str
     ) -> None:
         x, scales, memory = made
-        handle = self._handle_of(tokens, memory)
-        received = ReceivedRows(x, scales, handle.counts, memory).arguments(handle)
-        low_latency_dispatch(tokens, received, *stats, "receive", self.ring)
-
-    def _handle_of(self, tokens: LowLatencyTokens, memory: torch.Tensor) -> LowLatencyHandle:
-        sizes = tokens.max_tokens, tokens.x.shape[1], tokens.num_experts
-        return LowLatencyHandle(memory, *sizes, self.num_ranks, tokens.num_topk)
+        handle = tokens.handle(memory, self.num_ranks)
+        packed = x, scales, handle.counts, handle.src_info, handle.layout_range
+        received = Received(*packed, handle.returns, handle.call)
+        low_latency_dispatch(tokens, received, *stats, phases, self.ring)
 
     def new_handle(
         self, got: ReceivedRows, max_tokens: int, hidden: int, num_experts: int, num_topk: int

@@ -28,10 +28,6 @@ class MemoryEngine(ContextEngine):
         """See `base.Engine`."""
         return [self.slots.context]
 
-    def check(self) -> bool:
-        """See `base.Engine`; it has one context."""
-        return self.slots.context.begin_call()
-
     @property
     def describe(self) -> Callable[..., Described]:
         """See `base.Engine`."""
