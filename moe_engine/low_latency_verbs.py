@@ -223,8 +223,7 @@ class LowLatencyVerbs(BufferLifecycle):
         out: torch.Tensor | None,
     ) -> None:
         """Refuse tensors of a low-latency combine that do not fit its handle."""
-        num_rows, hidden = self.group_size * handle.num_max_dispatch_tokens_per_rank, handle.hidden
-        shape = handle.num_experts // self.group_size, num_rows, hidden
+        hidden, shape = handle.hidden, self._expert_rows_shape(handle)
         checks.check_tensor("x", x, shape, [torch.bfloat16], self.device)
         num_topk = handle.num_topk
         checks.check_tensor("topk_idx", topk_idx, ["T", num_topk], [torch.int64], self.device)
@@ -248,9 +247,13 @@ class LowLatencyVerbs(BufferLifecycle):
         other tensor serves as well, as x is read where it lies."""
         self._low_latency_ready()
         handle = self._check_low_latency_handle(handle)
-        num_rows = self.group_size * handle.num_max_dispatch_tokens_per_rank
-        shape = handle.num_experts // self.group_size, num_rows, handle.hidden
+        shape = self._expert_rows_shape(handle)
         return torch.empty(shape, dtype=torch.bfloat16, device=self.device)
+
+    def _expert_rows_shape(self, handle: AnyLowLatencyHandle) -> tuple[int, int, int]:
+        """[L, R * M, H] of what a dispatch returned."""
+        num_rows = self.group_size * handle.num_max_dispatch_tokens_per_rank
+        return handle.num_experts // self.group_size, num_rows, handle.hidden
 
     def clean_low_latency_buffer(
         self, num_max_dispatch_tokens_per_rank: int, hidden: int, num_experts: int
