@@ -31,7 +31,7 @@ _new_on_gpu = getattr(torch._C._dynamo.guards, "_empty_strided_cuda", None)
 _new_view = getattr(torch._C._dynamo.guards, "_reinterpret_tensor", torch.as_strided)
 """Of (a tensor, shape, strides, the first item)."""
 CPU = torch.device("cpu")
-is_deterministic = torch.are_deterministic_algorithms_enabled
+is_deterministic = torch._C._get_deterministic_algorithms
 
 
 class Place(NamedTuple):

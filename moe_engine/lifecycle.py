@@ -6,6 +6,7 @@ import itertools
 import os
 from collections.abc import Callable, Sequence
 from functools import wraps
+from operator import methodcaller
 from typing import Any, Concatenate, NoReturn, ParamSpec, Self, TypeVar
 from weakref import WeakMethod, WeakValueDictionary
 
@@ -35,15 +36,18 @@ from .utils import has_modes, is_in_backward, untraced, without_modes
 LEAVE_OUT_OF_STEP = TooManyTokens, OutOfStep
 """Errors that one rank raises before a call's first launch, and the other ranks do not."""
 
+has_bad_ids: Callable[[Engine | HookedCalls], bool] = methodcaller("check")
+"""Raises what ended this rank's calls, if anything has. `_finish` tells of bad ids afterwards."""
+
 P = ParamSpec("P")
 T = TypeVar("T")
 B = TypeVar("B", bound="BufferLifecycle")
 
 
 def verb(method: Callable[Concatenate[B, P], T]) -> Callable[Concatenate[B, P], T]:
-    """A method that all ranks call. Its result passes `_finish`; the other ranks are told of an
-    error that breaks it off on this one. torch.compile does not trace it, and no mode sees its
-    operators."""
+    """A method that all ranks call. Its result passes `_finish` where that has anything to do; the
+    other ranks are told of an error that breaks it off on this one. torch.compile does not trace
+    it, and no mode sees its operators."""
 
     @untraced
     @wraps(method)
@@ -52,7 +56,8 @@ def verb(method: Callable[Concatenate[B, P], T]) -> Callable[Concatenate[B, P], 
             with without_modes():
                 return call(self, *args, **kwargs)
         try:
-            return self._finish(method(self, *args, **kwargs))
+            result = method(self, *args, **kwargs)
+            return self._finish(result) if self._with_bad_ids or self._waits else result
         except BaseException as error:
             trace = error.__traceback__
             if trace is not None and trace.tb_next is not None:  # else the arguments do not bind
@@ -98,6 +103,7 @@ class BufferLifecycle:
         self.num_nvl_bytes, self.num_rdma_bytes = num_nvl_bytes, num_rdma_bytes
         self.low_latency_mode, self.enable_shrink = low_latency_mode, settings.enable_shrink
         self.explicitly_destroy, self.options = explicitly_destroy, settings.options
+        self._waits = self.options.debug
         self._engine: Engine | None = None
         self._low_latency: HookedCalls | None = None
         self._engines: list[Engine | HookedCalls] = []
@@ -219,7 +225,7 @@ class BufferLifecycle:
             self._check_process()
         if self._engine is None:
             raise BackendError("this Buffer was destroyed; make a new one.")
-        self._check_engines()
+        self._with_bad_ids = [*filter(has_bad_ids, self._engines)]
         if sends and self._unreleased is not None:
             raise BackendError(
                 "the last dispatch left its rows in place; call release() when they are read."
@@ -231,23 +237,18 @@ class BufferLifecycle:
         call began, unless autograd runs: that would end a backward on this rank alone, whose other
         calls the other ranks wait for. With Options.debug waits, and raises what went wrong in this
         call too."""
-        if self.options.debug:
+        if self._waits:
             self._synchronise()
         if self._with_bad_ids and not is_in_backward():
             for engine in self._with_bad_ids:
                 engine.check_ids(result)
         return result
 
-    def _check_engines(self) -> None:
-        """Raise what ended this rank's calls, if anything has, and let `_finish` tell of bad ids
-        that are known by now."""
-        self._with_bad_ids = [engine for engine in self._engines if engine.check()]
-
     def _synchronise(self) -> None:
         """Wait for the device, and raise what ended a call."""
         if self.device.type == "cuda":
             torch.cuda.synchronize(self.device)
-        self._check_engines()
+        self._with_bad_ids = [*filter(has_bad_ids, self._engines)]
         num_rows = int(self._overflow)
         if num_rows:
             self._overflow.zero_()

@@ -97,7 +97,19 @@ class LowLatencyVerbs(BufferLifecycle):
         stats = cumulative_local_expert_recv_stats, dispatch_wait_recv_cost_stats
         max_tokens, form = num_max_dispatch_tokens_per_rank, (use_fp8, round_scale, use_ue8m0)
         how = async_finish, return_recv_hook
-        described = engine.describe(x, topk_idx, max_tokens, num_experts, *stats, *form, *how)
+        described = engine.describe(
+            x,
+            topk_idx,
+            max_tokens,
+            num_experts,
+            cumulative_local_expert_recv_stats,
+            dispatch_wait_recv_cost_stats,
+            use_fp8,
+            round_scale,
+            use_ue8m0,
+            async_finish,
+            return_recv_hook,
+        )
         kind = described.kind
         if not kind.is_checked:
             _check_hook(*how)

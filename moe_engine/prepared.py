@@ -114,10 +114,30 @@ class PreparedCalls(Kinds):
             memory = CallMemory(given, self._held, recording, result)
             # Each call of a memory begins after the one before has ended, on whatever streams.
             launches, follow = [launch for launch, _ in recording.launches], bool(self._held)
-            graphs = Graphs(launches, follow) if as_one else None
+            graphs = Graphs(launches, follow) if as_one and len(launches) > 1 else None
             parts = recording, self._state, graphs
             described.kind.prepared[body] = PreparedCall(memory, [*numbers], *parts)
         return result
+
+    def later(
+        self, body: Callable[..., None], owner: Any, *args: Any, described: Described | None
+    ) -> Callable[[], None]:
+        """A function that makes the call of a body which allocates nothing, once. What can be done
+        before is done now: the launches of this kind get the addresses of this call, and no other
+        call gets the launches before the function has ended."""
+        if described is not None and only_launches() and not has_modes():
+            kept = described.kind.prepared
+            prepared = kept.get(body)
+            if prepared is not None and not prepared.memory.num_allocations:
+                del kept[body]
+                prepared.take(described.addresses, {})
+
+                def make() -> None:
+                    prepared.launch(self._state)
+                    kept[body] = prepared
+
+                return make
+        return functools.partial(self, body, owner, *args, described=described)
 
     def _make(self, call: PreparedCall, described: Described, numbers: dict[str, int]) -> Any:
         """Make a call; one after the other, as they share the addresses that they change."""
@@ -220,7 +240,8 @@ class PreparedCall:
             for number, (launch, _) in enumerate(self._launches)
             if name in launch.numbers
         ]
-        self._addresses = self._unknown = [-1] * len(memory)
+        self._addresses: Sequence[int] = [-1] * len(memory)
+        self._unknown = self._addresses
         self._counts: dict[str, int] | None = None  # `numbers` of the last call
 
     def __call__(
@@ -232,20 +253,27 @@ class PreparedCall:
     ) -> Any:
         """Make the call with other tensors, at these addresses, and numbers."""
         allocated = self.memory.allocate(numbers)
-        addresses = [*given_at, *map(data_ptr, allocated)]
+        self.take([*given_at, *map(data_ptr, allocated)], numbers)
+        self.launch(state)
+        return self.memory.result(given, allocated)
+
+    def take(self, addresses: Sequence[int], numbers: dict[str, int]) -> None:
+        """Let the launches take the memory at these addresses, and these numbers."""
         if addresses != self._addresses:
             self._move(addresses)
         if numbers != self._counts:
             self._count(numbers)
+
+    def launch(self, state: Any) -> None:
+        """Launch all on the current stream."""
         stream, state.step = self._stream(), self._step
         if self._graphs is None or not self._graphs(stream):
             for launch, step in self._launches:
                 state.step = step
                 launch(stream)
         state.step, state.launched = self._end
-        return self.memory.result(given, allocated)
 
-    def _move(self, addresses: list[int]) -> None:
+    def _move(self, addresses: Sequence[int]) -> None:
         """Let the launches take other memory."""
         known, self._addresses = self._addresses, self._unknown  # as it may be interrupted
         changed = set[int]()

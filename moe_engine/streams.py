@@ -120,12 +120,13 @@ class Call:
     def __init__(
         self,
         streams: CallStreams,
-        previous: EventHandle | None,
-        is_async: bool,
+        previous: EventHandle | None = None,
+        is_async: bool = False,
         also: EventHandle | None = None,
     ):
         self._streams, self._previous, self._also = streams, previous, also
         self.is_async, self.event = is_async, EventOverlap()
+        self._is_plain = previous is also is None and not is_async
 
     def reads(self, *tensors: torch.Tensor | None) -> None:
         """Keep the memory of these arguments from being reused before the call has ended, which
@@ -139,9 +140,13 @@ class Call:
 
     def __enter__(self) -> Self:
         _one_call_at_a_time.acquire()
+        streams = self._streams
         try:
-            if self._streams.is_on_gpu:
-                self._begin()
+            if streams.is_on_gpu:
+                self.stream = stream = streams.current_stream()
+                is_current = current_device() == streams.device.index
+                if not (self._is_plain and is_current and stream is streams.only_stream):
+                    self._begin(stream)
         except BaseException:
             self._leave()
             raise
@@ -149,17 +154,13 @@ class Call:
 
     def __exit__(self, kind: type[BaseException] | None, *error: object) -> None:
         try:
-            if kind is None:
-                if self.is_async:
-                    self.event.event = EventHandle()
-                if self.stream is not None:
-                    self._streams.note_end(self.stream, self.event.event)
+            if kind is None and not (self._is_plain and self.stream is self._streams.only_stream):
+                self._end()
         finally:
             self._leave()
 
-    def _begin(self) -> None:
-        streams = self._streams
-        caller = stream = streams.current_stream()
+    def _begin(self, caller: torch.cuda.Stream) -> None:
+        streams, stream = self._streams, caller
         if self.is_async:
             stream = streams.comm_stream()
             self._runs_on, self._caller = stream, caller
@@ -174,6 +175,12 @@ class Call:
             self._also.current_stream_wait()
         streams.follow_last_call(stream)
         self.stream = stream
+
+    def _end(self) -> None:
+        if self.is_async:
+            self.event.event = EventHandle()
+        if self.stream is not None:
+            self._streams.note_end(self.stream, self.event.event)
 
     def _leave(self) -> None:
         try:
@@ -195,6 +202,8 @@ class CallStreams:
         self._end: torch.cuda.Event | None = None
         self._own_event: torch.cuda.Event | None = None
         self._records_ends = False
+        self.only_stream: torch.cuda.Stream | None = None
+        """The default stream, while all eager calls have run on it."""
         self._last_eager: torch.cuda.Stream | None = None
         self._last_captured: torch.cuda.Stream | None = None
 
@@ -213,7 +222,8 @@ class CallStreams:
                 "when it returns."
             )
         if self._comm is None:
-            self._comm, self._records_ends = torch.cuda.Stream(self.device, priority=-1), True
+            self._comm = torch.cuda.Stream(self.device, priority=-1)
+            self._records_ends, self.only_stream = True, None
             for memory in self._memory.values():
                 record(memory, self._comm)
         return self._comm
@@ -240,7 +250,7 @@ class CallStreams:
         flag needs async_finish and a previous_event.
         """
         if async_finish is allocate_on_comm_stream is False and previous_event is None:
-            return Call(self, None, False, also)
+            return Call(self, also=also)
         check_flag("async_finish", async_finish)
         check_flag("allocate_on_comm_stream", allocate_on_comm_stream)
         previous = _handle_of(previous_event)
@@ -286,7 +296,7 @@ class CallStreams:
         waits for it, and so for all else that the default stream holds by then.
         """
         if not self._records_ends and stream.cuda_stream == DEFAULT_STREAM:
-            self._last_eager, self._end = stream, None
+            self._last_eager, self._end, self.only_stream = stream, None, stream
         elif torch.cuda.is_current_stream_capturing():
             self._last_captured = stream
         elif end is not None:
@@ -297,7 +307,7 @@ class CallStreams:
     def _record_end(self, stream: torch.cuda.Stream) -> None:
         """Let calls on other streams wait for what this one holds by now, and ends of later calls
         be recorded at once."""
-        self._records_ends = True
+        self._records_ends, self.only_stream = True, None
         self._own_event = self._own_event or torch.cuda.Event()
         self._own_event.record(stream)
         self._last_eager, self._end = stream, self._own_event

@@ -197,10 +197,12 @@ class HookedCalls(ContextEngine):
     def _hook(self, body: Callable[..., None], *args: Any, described: Described | None) -> Receive:
         """A function that launches the second half of the last call, once."""
         call = self._calls[-1]
+        owner = self.owner(call.memory)
+        make = call.memory.calls.later(body, owner, *args, described=described)
 
         def receive() -> None:
             if not call.received:
-                call.memory.calls(body, self.owner(call.memory), *args, described=described)
+                make()
                 self._check_emulated()
                 call.received = True
                 while self._calls and self._calls[0].received:
