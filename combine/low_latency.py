@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 
 from ..device.context import Kind
 from ..device.ring import Rows
 from ..hardware import gpu, limit_registers
-from ..low_latency_handle import LowLatencyHandle
+from ..low_latency_handle import LowLatencyHandle, LowLatencySizes
 from ..symm.ring import LowLatencyRow, Ring, header_bytes
 from ..utils import next_power_of_2, round_up
 from .low_latency_kernels import ExpertRows, low_latency_combine_kernel
@@ -26,12 +26,13 @@ class LowLatencyRows(NamedTuple):
     x: torch.Tensor  # [L, R * M, H], the experts' rows
     topk_idx: torch.Tensor  # int64 [T, K]
     topk_weights: torch.Tensor  # float32 [T, K]
-    handle: tuple[Any, ...]  # `LowLatencyHandle.fields`, as kinds of calls know tuples of tensors
+    memory: torch.Tensor  # of a `LowLatencyHandle`, as its sizes
+    sizes: LowLatencySizes
     out: torch.Tensor | None  # [T, H]
 
     def arguments(self, out: torch.Tensor) -> ExpertRows:
         """As kernels take them."""
-        handle = LowLatencyHandle(*self.handle)
+        handle = LowLatencyHandle(self.memory, self.sizes)
         returned = handle.returns, handle.call, out
         return ExpertRows(self.x, self.topk_idx, self.topk_weights, *returned)
 

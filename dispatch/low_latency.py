@@ -9,7 +9,7 @@ import torch
 from ..device.context import Kind
 from ..device.ring import Rows
 from ..hardware import gpu
-from ..low_latency_handle import LowLatencyHandle, num_items
+from ..low_latency_handle import LowLatencyHandle, LowLatencySizes, num_items
 from ..row_vectors import RowVectors
 from ..symm.ring import LowLatencyRow, Ring, header_bytes
 from ..utils import next_power_of_2
@@ -41,12 +41,11 @@ class ReceivedRows(NamedTuple):
     @classmethod
     def empty(cls, tokens: LowLatencyTokens, num_ranks: int) -> ReceivedRows:
         """Room for what a rank receives."""
-        num_local, most = tokens.num_experts // num_ranks, num_ranks * tokens.max_tokens
-        x = tokens.x.new_empty((num_local, most, tokens.x.shape[1]), dtype=tokens.sent_dtype)
-        sizes = tokens.num_experts, num_ranks, tokens.max_tokens, tokens.num_topk
-        memory = tokens.x.new_empty(num_items(*sizes), dtype=torch.int32)
-        counts = tokens.handle(memory, num_ranks).counts
-        return cls(x, new_scales(tokens, num_local, most), counts, memory)
+        sizes, most = tokens.sizes(num_ranks), num_ranks * tokens.max_tokens
+        x = tokens.x.new_empty((sizes.num_local, most, sizes.hidden), dtype=tokens.sent_dtype)
+        memory = tokens.x.new_empty(num_items(sizes), dtype=torch.int32)
+        counts = LowLatencyHandle(memory, sizes).counts
+        return cls(x, new_scales(tokens, sizes.num_local, most), counts, memory)
 
 
 class LowLatencyTokens(NamedTuple):
@@ -90,10 +89,10 @@ class LowLatencyTokens(NamedTuple):
         payload_bytes = hidden if self.is_cast else hidden * self.x.itemsize
         return LowLatencyRow(payload_bytes, self.num_topk, self.num_scales)
 
-    def handle(self, memory: torch.Tensor, num_ranks: int) -> LowLatencyHandle:
-        """That of their dispatch."""
+    def sizes(self, num_ranks: int) -> LowLatencySizes:
+        """Of their dispatch."""
         sizes = self.max_tokens, self.x.shape[1], self.num_experts
-        return LowLatencyHandle(memory, *sizes, num_ranks, self.num_topk)
+        return LowLatencySizes(*sizes, num_ranks, self.num_topk)
 
 
 def new_compact(tokens: LowLatencyTokens, num_ranks: int) -> Received:

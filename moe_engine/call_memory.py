@@ -3,6 +3,7 @@ and its results lie in that."""
 
 from __future__ import annotations
 
+import functools
 import itertools
 import operator
 from collections.abc import Callable, Sequence
@@ -229,10 +230,10 @@ def _builder(result: Any, numbered: dict[Any, int]) -> Callable[[list[Any]], Any
         return operator.itemgetter(place(result))
     if not isinstance(result, tuple):
         return lambda memory: result
-    make = getattr(result, "_make", tuple)
+    make = functools.partial(tuple.__new__, type(result))
     if len(result) > 1 and all(isinstance(one, torch.Tensor | None) for one in result):
         pick = operator.itemgetter(*map(place, result))
-        return pick if make is tuple else lambda memory: make(pick(memory))
+        return pick if type(result) is tuple else lambda memory: make(pick(memory))
     parts = [_builder(one, numbered) for one in result]
     return lambda memory: make([part(memory) for part in parts])
 

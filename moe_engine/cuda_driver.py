@@ -310,8 +310,8 @@ class PackedLaunch:
     def __call__(self, stream: int) -> None:
         """Launch it on a stream, given by its handle."""
         self._config.stream = stream
-        if code := in_context(self._launch):
-            check(code, f"launch {self.name}")
+        if self._launch():
+            check(in_context(self._launch), f"launch {self.name}")
 
     def node(self) -> KernelNode:
         """What a graph launches in its place. It points to this launch's arguments, as they are

@@ -155,7 +155,7 @@ def check_low_latency_values(
 ) -> None:
     """The rows and slots of the top-k that a low-latency handle names must be within the tensors of
     its call."""
-    check_ids(topk_idx, handle.num_experts, rank)
+    check_ids(topk_idx, handle.sizes.num_experts, rank)
     if isinstance(handle, InternodeLowLatencyHandle):
         num_received, num_rows = int(handle.rank_prefix_matrix[-1, rank]), handle.src_info.numel()
         if not 0 <= num_received <= len(handle.dst_row):
@@ -165,7 +165,7 @@ def check_low_latency_values(
             _refuse(f"handle.dst_row has rows outside -1 .. {num_rows - 1}", rank)
         return
     max_tokens, num_rows = handle.returns.shape[1], handle.src_info.numel()
-    num_topk, num_tokens = handle.num_topk, handle.call[1:]
+    num_topk, num_tokens = handle.sizes.num_topk, handle.call[1:]
     if bool(((num_tokens < 0) | (num_tokens > max_tokens)).any()):
         _refuse(f"handle.call has {num_tokens.tolist()} tokens of up to {max_tokens}", rank)
     tokens = torch.arange(max_tokens, device=num_tokens.device)

@@ -19,7 +19,7 @@ from .engines.base import Handle
 from .engines.internode import InternodeHandle
 from .engines.internode_low_latency import InternodeLowLatencyHandle
 from .errors import DtypeError, ShapeError
-from .low_latency_handle import PART_BYTES, LowLatencyHandle, num_items
+from .low_latency_handle import PART_BYTES, LowLatencyHandle, LowLatencySizes, num_items
 
 SHAPES: dict[type[Handle | InternodeHandle], tuple[str, ...]] = {
     Handle: ("R R", "R T", "S", "N", "T R", "T R"),
@@ -88,9 +88,14 @@ def _place_of_rows(kind: Any) -> int:
 
 def fields_of(handle: Any, num_nodes: int) -> tuple[Any, ...]:
     """What a low-latency handle is made of, as far as it is one of ranks on so many nodes."""
-    if handle.__class__ is LowLatencyHandle:
-        return handle.fields
+    if handle.__class__ is LowLatencyHandle and handle.sizes.__class__ is LowLatencySizes:
+        return handle.memory, *handle.sizes
     return handle if num_nodes > 1 and isinstance(handle, tuple) else (handle,)
+
+
+def as_low_latency_handle(handle: Any) -> AnyLowLatencyHandle:
+    """A low-latency handle, which may be a plain tuple of what one of several nodes is made of."""
+    return handle if isinstance(handle, LowLatencyHandle) else InternodeLowLatencyHandle(*handle)
 
 
 def check_low_latency_handle(
@@ -109,23 +114,27 @@ def check_low_latency_handle(
         )
     if num_nodes > 1:
         return _check_internode_handle(handle, num_ranks, device, num_nodes)
-    memory, max_tokens, hidden, num_experts, of_ranks, num_topk = handle.fields
-    max_tokens, hidden, num_experts = _checked_sizes(max_tokens, hidden, num_experts, num_ranks)
-    num_topk = check_int("handle.num_topk", num_topk, 1)
-    of_ranks = check_int("handle.num_ranks", of_ranks, 1)
+    memory, sizes = handle.memory, handle.sizes
+    if sizes.__class__ is not LowLatencySizes:
+        raise DtypeError(
+            f"handle.sizes is a {type(sizes).__name__}; it must be a LowLatencySizes, as that of "
+            "what low_latency_dispatch returned."
+        )
+    of_ranks = check_int("handle.sizes.num_ranks", sizes.num_ranks, 1)
     if of_ranks != num_ranks:
         raise ShapeError(
-            f"handle.num_ranks is {of_ranks}, and this Buffer has {num_ranks} ranks. Pass what "
-            "low_latency_dispatch of the same Buffer returned."
+            f"handle.sizes.num_ranks is {of_ranks}, and this Buffer has {num_ranks} ranks. Pass "
+            "what low_latency_dispatch of the same Buffer returned."
         )
-    of_memory = num_items(num_experts, num_ranks, max_tokens, num_topk)
-    _check_part("handle.memory", memory, (of_memory,), torch.int32, device)
+    num_topk = check_int("handle.sizes.num_topk", sizes.num_topk, 1)
+    sizes = LowLatencySizes(*_checked_sizes(*sizes[:3], num_ranks), num_ranks, num_topk)
+    _check_part("handle.memory", memory, (num_items(sizes),), torch.int32, device)
     if memory.data_ptr() % PART_BYTES:
         raise ShapeError(
             f"handle.memory begins at {memory.data_ptr():#x}, which must be a multiple of "
             f"{PART_BYTES}. Pass what low_latency_dispatch returned."
         )
-    return LowLatencyHandle(memory, max_tokens, hidden, num_experts, num_ranks, num_topk)
+    return LowLatencyHandle(memory, sizes)
 
 
 def _check_internode_handle(

@@ -8,8 +8,8 @@ import threading
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from contextvars import ContextVar
-from dataclasses import dataclass
-from typing import Any, NamedTuple
+from dataclasses import dataclass, replace
+from typing import Any
 
 import torch
 
@@ -100,7 +100,8 @@ class Described:
         return found
 
 
-class Recent(NamedTuple):
+@dataclass(slots=True)
+class Recent:
     """Recent calls with arguments of the same types, and how to see that the next one is of a kind
     of theirs, in a third of the time that a whole description takes.
 
@@ -118,13 +119,12 @@ class Recent(NamedTuple):
     is_sized: bool
     kinds: dict[Any, tuple[tuple[tuple[Any, ...], Callable[..., bool], Kind], ...]]
 
-    def options(self, args: tuple[Any, ...], every: tuple[Any, ...]) -> tuple[Any, ...]:
+    def options(self, num_args: int, every: tuple[Any, ...]) -> tuple[Any, ...]:
         """What is compared of the arguments besides tensors. Types come first, so that no number
         is compared with a tensor in a tuple."""
-        options = *_state(), len(args), *self.pick_options(every)
-        if self.pick_tuples is None:
-            return options
-        return tuple([type(item) for one in self.pick_tuples(every) for item in one]) + options
+        tuples = self.pick_tuples
+        of_items = tuples and [type(item) for one in tuples(every) for item in one]
+        return of_items, num_args, _state(), self.pick_options(every)
 
     def of(self, tensors: Sequence[torch.Tensor]) -> Any:
         """The key of these tensors in `kinds`."""
@@ -153,7 +153,7 @@ class Kinds:
         if (recent := self._recent.get(types)) is not None:
             tensors = recent.pick_tensors(every)
             if (addresses := _aligned(tensors)) is not None:
-                options = recent.options(args, every)
+                options = recent.options(len(args), every)
                 for known, check, kind in recent.kinds.get(recent.of(tensors), ()):
                     if known == options and check(*tensors):
                         kind.used = next(_count)
@@ -253,9 +253,9 @@ class Kinds:
             recent = self._recent.get(types, new)
             before = recent.kinds.get(shape := recent.of(tensors), ())
             kept = [one for one in before if one[1] is not kind.check]
-            one = recent.options(args, every), kind.check, kind
+            one = recent.options(num_args, every), kind.check, kind
             kinds = {**recent.kinds, shape: (one, *kept[: MOST_RECENT - 1])}
-            self._recent[types] = recent._replace(kinds=kinds)
+            self._recent[types] = replace(recent, kinds=kinds)
 
 
 def _gives_plain_tensors(kind: type[torch.Tensor]) -> bool:

@@ -6,7 +6,6 @@ import itertools
 import os
 from collections.abc import Callable, Sequence
 from functools import wraps
-from operator import methodcaller
 from typing import Any, Concatenate, NoReturn, ParamSpec, Self, TypeVar
 from weakref import WeakMethod, WeakValueDictionary
 
@@ -35,9 +34,6 @@ from .utils import has_modes, is_in_backward, untraced, without_modes
 
 LEAVE_OUT_OF_STEP = TooManyTokens, OutOfStep
 """Errors that one rank raises before a call's first launch, and the other ranks do not."""
-
-has_bad_ids: Callable[[Engine | HookedCalls], bool] = methodcaller("check")
-"""Raises what ended this rank's calls, if anything has. `_finish` tells of bad ids afterwards."""
 
 P = ParamSpec("P")
 T = TypeVar("T")
@@ -225,7 +221,7 @@ class BufferLifecycle:
             self._check_process()
         if self._engine is None:
             raise BackendError("this Buffer was destroyed; make a new one.")
-        self._with_bad_ids = [*filter(has_bad_ids, self._engines)]
+        self._with_bad_ids = [engine for engine in self._engines if engine.check()]
         if sends and self._unreleased is not None:
             raise BackendError(
                 "the last dispatch left its rows in place; call release() when they are read."
@@ -248,7 +244,7 @@ class BufferLifecycle:
         """Wait for the device, and raise what ended a call."""
         if self.device.type == "cuda":
             torch.cuda.synchronize(self.device)
-        self._with_bad_ids = [*filter(has_bad_ids, self._engines)]
+        self._with_bad_ids = [engine for engine in self._engines if engine.check()]
         num_rows = int(self._overflow)
         if num_rows:
             self._overflow.zero_()

@@ -34,10 +34,27 @@ class Part(NamedTuple):
         return items.view(self.dtype).view(self.shape)
 
 
+class LowLatencySizes(NamedTuple):
+    """Of a low-latency dispatch: the most tokens of a rank (M), the columns of a token (H), and how
+    many experts, ranks (R) and experts of a token (K) there are."""
+
+    max_tokens: int
+    hidden: int
+    num_experts: int
+    num_ranks: int
+    num_topk: int
+
+    @property
+    def num_local(self) -> int:
+        """Experts of a rank (L)."""
+        return self.num_experts // self.num_ranks
+
+
 @functools.cache
-def parts(num_experts: int, num_ranks: int, max_tokens: int, num_topk: int) -> dict[str, Part]:
+def parts(sizes: LowLatencySizes) -> dict[str, Part]:
     """The parts of a handle's memory by name, in their order; see `LowLatencyHandle`."""
-    num_local, num_rows = num_experts // num_ranks, num_ranks * max_tokens
+    max_tokens, _, _, num_ranks, num_topk = sizes
+    num_local, num_rows = sizes.num_local, num_ranks * max_tokens
     shapes = {
         "counts": ((num_local,), torch.int32),
         "src_info": ((num_local, num_rows), torch.int32),
@@ -52,9 +69,9 @@ def parts(num_experts: int, num_ranks: int, max_tokens: int, num_topk: int) -> d
     return found
 
 
-def num_items(num_experts: int, num_ranks: int, max_tokens: int, num_topk: int) -> int:
+def num_items(sizes: LowLatencySizes) -> int:
     """int32 items of a handle's memory."""
-    *_, last = parts(num_experts, num_ranks, max_tokens, num_topk).values()
+    *_, last = parts(sizes).values()
     return last.begin + last.num_items
 
 
@@ -63,30 +80,14 @@ class LowLatencyHandle(Sequence[Any]):
     """What `low_latency_combine` needs from a dispatch.
 
     As a sequence it is DeepEP's five items: src_info int32 [L, R * M], each received row's token on
-    its source; layout_range int64 [L, R], begin << 32 | count of each source's rows;
-    num_max_dispatch_tokens_per_rank (M); hidden (H); num_experts.
+    its source; layout_range int64 [L, R], begin << 32 | count of each source's rows; M; H; the
+    number of experts.
 
     Its tensors are views of `memory`, int32, made when they are asked for, as few callers ask.
     """
 
     memory: torch.Tensor
-    num_max_dispatch_tokens_per_rank: int
-    hidden: int
-    num_experts: int
-    num_ranks: int
-    num_topk: int
-
-    @property
-    def fields(self) -> tuple[Any, ...]:
-        """All that it is made of."""
-        sizes = self.num_max_dispatch_tokens_per_rank, self.hidden, self.num_experts
-        return self.memory, *sizes, self.num_ranks, self.num_topk
-
-    @property
-    def sizes(self) -> tuple[int, int, int, int]:
-        """The arguments of `parts`."""
-        most = self.num_max_dispatch_tokens_per_rank
-        return self.num_experts, self.num_ranks, most, self.num_topk
+    sizes: LowLatencySizes
 
     @property
     def counts(self) -> torch.Tensor:
@@ -114,7 +115,7 @@ class LowLatencyHandle(Sequence[Any]):
         return self._part("call")
 
     def _part(self, name: str) -> torch.Tensor:
-        return parts(*self.sizes)[name].of(self.memory)
+        return parts(self.sizes)[name].of(self.memory)
 
     def __len__(self) -> int:
         return 5
@@ -123,5 +124,4 @@ class LowLatencyHandle(Sequence[Any]):
         return tuple(self)[index]
 
     def __iter__(self) -> Iterator[Any]:
-        sizes = self.num_max_dispatch_tokens_per_rank, self.hidden, self.num_experts
-        return iter((self.src_info, self.layout_range, *sizes))
+        return iter((self.src_info, self.layout_range, *self.sizes[:3]))

@@ -16,8 +16,15 @@ from .dispatch.low_latency import LowLatencyTokens
 from .engines.hooked_calls import HookedCalls
 from .engines.low_latency import LowLatency
 from .errors import BackendError, CapacityError, ShapeError
-from .handles import MAX_HIDDEN, AnyLowLatencyHandle, check_low_latency_handle, fields_of
+from .handles import (
+    MAX_HIDDEN,
+    AnyLowLatencyHandle,
+    as_low_latency_handle,
+    check_low_latency_handle,
+    fields_of,
+)
 from .lifecycle import BufferLifecycle, verb
+from .low_latency_handle import LowLatencySizes
 from .options import low_latency_size_hint
 from .streams import EventOverlap, record
 
@@ -94,13 +101,10 @@ class LowLatencyVerbs(BufferLifecycle):
         dispatch_wait_recv_cost_stats int64 [R] by the nanoseconds waited for each rank's counts.
         """
         engine = self._low_latency_ready()
-        stats = cumulative_local_expert_recv_stats, dispatch_wait_recv_cost_stats
-        max_tokens, form = num_max_dispatch_tokens_per_rank, (use_fp8, round_scale, use_ue8m0)
-        how = async_finish, return_recv_hook
         described = engine.describe(
             x,
             topk_idx,
-            max_tokens,
+            num_max_dispatch_tokens_per_rank,
             num_experts,
             cumulative_local_expert_recv_stats,
             dispatch_wait_recv_cost_stats,
@@ -110,11 +114,14 @@ class LowLatencyVerbs(BufferLifecycle):
             async_finish,
             return_recv_hook,
         )
+        stats = cumulative_local_expert_recv_stats, dispatch_wait_recv_cost_stats
         kind = described.kind
         if not kind.is_checked:
-            _check_hook(*how)
-            kind.choice = self._check_dispatch_tokens(x, topk_idx, max_tokens, num_experts, form)
-            self._check_stats(num_experts // self.group_size, *stats)
+            _check_hook(async_finish, return_recv_hook)
+            most, form = num_max_dispatch_tokens_per_rank, (use_fp8, round_scale, use_ue8m0)
+            sizes = self._check_dispatch_tokens(x, topk_idx, most, num_experts)
+            kind.choice = self._check_row_format(sizes.hidden, *form), sizes
+            self._check_stats(sizes.num_local, *stats)
         row_format, sizes = kind.choice
         with self._streams.call(None, async_finish) as call:
             if call.is_async:
@@ -122,11 +129,11 @@ class LowLatencyVerbs(BufferLifecycle):
             got, receive = None if return_recv_hook else engine.again(described), None
             if got is None:
                 rows = sent, ids = described.packed(x, topk_idx)
-                max_tokens, _, num_experts, _ = sizes
-                tokens = LowLatencyTokens(sent, ids, None, max_tokens, num_experts, row_format)
+                most, experts = sizes.max_tokens, sizes.num_experts
+                tokens = LowLatencyTokens(sent, ids, None, most, experts, row_format)
                 hooked, decided = return_recv_hook, described.if_packed
                 got, receive = engine.dispatch(tokens, *stats, hooked, decided)
-            handle = engine.new_handle(got, *sizes)
+            handle = engine.new_handle(got, sizes)
             if call.is_async:
                 call.returns(*got)
         kind.is_checked = True
@@ -138,15 +145,9 @@ class LowLatencyVerbs(BufferLifecycle):
         return recv_x, got.counts, handle, call.event, hook
 
     def _check_dispatch_tokens(
-        self,
-        x: torch.Tensor,
-        topk_idx: torch.Tensor,
-        max_tokens: int,
-        num_experts: int,
-        form: tuple[bool, bool, bool],
-    ) -> tuple[str, tuple[int, int, int, int]]:
-        """(format of rows, (max_tokens, hidden, num_experts, num_topk)) of a low-latency dispatch,
-        or refuse them."""
+        self, x: torch.Tensor, topk_idx: torch.Tensor, max_tokens: int, num_experts: int
+    ) -> LowLatencySizes:
+        """The sizes of a low-latency dispatch of these tokens, or refuse them."""
         checks.check_tensor("x", x, ["T", "H"], [torch.bfloat16], self.device)
         checks.check_no_grad(x=x)
         num_tokens, hidden = x.shape
@@ -154,10 +155,15 @@ class LowLatencyVerbs(BufferLifecycle):
         checks.check_topk(topk_idx, num_tokens, self.device)
         num_experts = checks.check_experts(num_experts, self.group_size)
         max_tokens = checks.check_max_dispatch_tokens(max_tokens, num_tokens)
+        num_topk = topk_idx.shape[1]
+        return LowLatencySizes(max_tokens, hidden, num_experts, self.group_size, num_topk)
+
+    def _check_row_format(self, hidden: int, *form: bool) -> str:
+        """The format of rows, see `_row_format`, if this device has it."""
         row_format = _row_format(hidden, *form)
         if row_format != "bf16":
             checks.check_fp8(self.device)
-        return row_format, (max_tokens, hidden, num_experts, topk_idx.shape[1])
+        return row_format
 
     @verb
     def low_latency_combine(
@@ -205,7 +211,7 @@ class LowLatencyVerbs(BufferLifecycle):
         with self._streams.call(None, async_finish) as call:
             # What a masked rank would have sent is not written, and can hold anything.
             if self.options.debug and not self.enable_shrink:
-                check_low_latency_values(engine.handle_type(*fields), topk_idx, self.rank)
+                check_low_latency_values(as_low_latency_handle(handle), topk_idx, self.rank)
             if call.is_async:
                 call.reads(x, topk_idx, topk_weights, out, stats, *leaves(fields))
             found, receive = None if return_recv_hook else engine.again(described), None
@@ -213,9 +219,9 @@ class LowLatencyVerbs(BufferLifecycle):
                 result, epoch = found
             else:
                 y, ids, weights = described.packed(x, topk_idx, topk_weights)
-                handle = engine.handle_type(*fields)
+                handle = as_low_latency_handle(handle)
                 rows = engine.expert_rows(y, ids, weights, handle, out)
-                more = int(handle.num_experts), stats, return_recv_hook, described.if_packed
+                more = handle.sizes.num_experts, stats, return_recv_hook, described.if_packed
                 result, epoch, receive = engine.combine(rows, *more)
             if call.is_async:
                 call.returns(result)
@@ -235,9 +241,9 @@ class LowLatencyVerbs(BufferLifecycle):
         out: torch.Tensor | None,
     ) -> None:
         """Refuse tensors of a low-latency combine that do not fit its handle."""
-        hidden, shape = handle.hidden, self._expert_rows_shape(handle)
+        sizes, shape = handle.sizes, self._expert_rows_shape(handle)
         checks.check_tensor("x", x, shape, [torch.bfloat16], self.device)
-        num_topk = handle.num_topk
+        num_topk = sizes.num_topk
         checks.check_tensor("topk_idx", topk_idx, ["T", num_topk], [torch.int64], self.device)
         num_tokens = topk_idx.shape[0]
         weights_shape = num_tokens, num_topk
@@ -245,9 +251,10 @@ class LowLatencyVerbs(BufferLifecycle):
             "topk_weights", topk_weights, weights_shape, [torch.float32], self.device
         )
         checks.check_no_grad(x=x, topk_weights=topk_weights)
-        checks.check_max_dispatch_tokens(handle.num_max_dispatch_tokens_per_rank, num_tokens)
+        checks.check_max_dispatch_tokens(sizes.max_tokens, num_tokens)
         if out is not None:
-            checks.check_tensor("out", out, (num_tokens, hidden), [torch.bfloat16], self.device)
+            out_shape = num_tokens, sizes.hidden
+            checks.check_tensor("out", out, out_shape, [torch.bfloat16], self.device)
             if not out.is_contiguous() or out.data_ptr() % 16:
                 raise ShapeError(
                     f"out has strides {tuple(out.stride())} and starts at {out.data_ptr():#x}; it "
@@ -264,8 +271,8 @@ class LowLatencyVerbs(BufferLifecycle):
 
     def _expert_rows_shape(self, handle: AnyLowLatencyHandle) -> tuple[int, int, int]:
         """[L, R * M, H] of what a dispatch returned."""
-        num_rows = self.group_size * handle.num_max_dispatch_tokens_per_rank
-        return handle.num_experts // self.group_size, num_rows, handle.hidden
+        sizes = handle.sizes
+        return sizes.num_local, self.group_size * sizes.max_tokens, sizes.hidden
 
     def clean_low_latency_buffer(
         self, num_max_dispatch_tokens_per_rank: int, hidden: int, num_experts: int

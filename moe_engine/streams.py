@@ -114,19 +114,30 @@ class Call:
     _runs_on: torch.cuda.Stream | None = None
     _caller: torch.cuda.Stream | None = None
     _switch: AbstractContextManager[Any] | None = None
+    _previous: EventHandle | None = None
+    _also: EventHandle | None = None
+    _event: EventOverlap | None = None
+    _is_plain, is_async = True, False
     stream: torch.cuda.Stream | None = None
     """The one on which it runs; a CPU has none."""
 
-    def __init__(
-        self,
-        streams: CallStreams,
-        previous: EventHandle | None = None,
-        is_async: bool = False,
-        also: EventHandle | None = None,
-    ):
-        self._streams, self._previous, self._also = streams, previous, also
-        self.is_async, self.event = is_async, EventOverlap()
-        self._is_plain = previous is also is None and not is_async
+    def __init__(self, streams: CallStreams):
+        self._streams = streams
+
+    @property
+    def event(self) -> EventOverlap:
+        """What ends the call, if it is asynchronous."""
+        if self._event is None:
+            self._event = EventOverlap()
+        return self._event
+
+    def ordered(
+        self, previous: EventHandle | None, is_async: bool, also: EventHandle | None
+    ) -> Self:
+        """The call, which begins after these events."""
+        self._previous, self._also, self.is_async = previous, also, is_async
+        self._is_plain = False
+        return self
 
     def reads(self, *tensors: torch.Tensor | None) -> None:
         """Keep the memory of these arguments from being reused before the call has ended, which
@@ -144,7 +155,7 @@ class Call:
         try:
             if streams.is_on_gpu:
                 self.stream = stream = streams.current_stream()
-                is_current = current_device() == streams.device.index
+                is_current = current_device() == streams.device_index
                 if not (self._is_plain and is_current and stream is streams.only_stream):
                     self._begin(stream)
         except BaseException:
@@ -157,14 +168,17 @@ class Call:
             if kind is None and not (self._is_plain and self.stream is self._streams.only_stream):
                 self._end()
         finally:
-            self._leave()
+            if self._switch is None:
+                _one_call_at_a_time.release()
+            else:
+                self._leave()
 
     def _begin(self, caller: torch.cuda.Stream) -> None:
         streams, stream = self._streams, caller
         if self.is_async:
             stream = streams.comm_stream()
             self._runs_on, self._caller = stream, caller
-        if self.is_async or current_device() != streams.device.index:
+        if self.is_async or current_device() != streams.device_index:
             self._switch = on_stream(stream)
             self._switch.__enter__()
         if self._previous is not None:
@@ -195,6 +209,8 @@ class CallStreams:
 
     def __init__(self, device: torch.device):
         self.device, self.is_on_gpu = device, device.type == "cuda"
+        self.device_index: int = device.index
+        self._known: dict[int, torch.cuda.Stream] = {}  # by handle
         self._memory: dict[str, tuple[torch.Tensor, ...]] = {}
         self._comm: torch.cuda.Stream | None = None
         # That of the last eager call, where one was recorded. It may be a caller's, so another one
@@ -230,7 +246,10 @@ class CallStreams:
 
     def current_stream(self) -> torch.cuda.Stream:
         """The caller's stream on the Buffer's device."""
-        return _current_stream_on(self.device.index)
+        known = self._known.get(handle := raw_stream(self.device_index))
+        if known is None:
+            known = self._known[handle] = _current_stream_on(self.device_index)
+        return known
 
     def call(
         self,
@@ -249,8 +268,9 @@ class CallStreams:
         come from the comm stream's memory, whatever allocate_on_comm_stream says; as in DeepEP that
         flag needs async_finish and a previous_event.
         """
-        if async_finish is allocate_on_comm_stream is False and previous_event is None:
-            return Call(self, also=also)
+        call = Call(self)
+        if async_finish is allocate_on_comm_stream is False and previous_event is also is None:
+            return call
         check_flag("async_finish", async_finish)
         check_flag("allocate_on_comm_stream", allocate_on_comm_stream)
         previous = _handle_of(previous_event)
@@ -259,7 +279,7 @@ class CallStreams:
                 "allocate_on_comm_stream needs async_finish=True and a previous_event that holds "
                 "an event; results would be written before the current stream has let go of them."
             )
-        return Call(self, previous, bool(async_finish), also)
+        return call.ordered(previous, bool(async_finish), also)
 
     def follow_last_call(self, stream: torch.cuda.Stream) -> None:
         """Make `stream` wait for the Buffer's last call, if that ran on another one.

@@ -271,22 +271,32 @@ def odd_handles(handle):
     odds = [
         *(odd for odd in OBJECTS if odd.name != "()"),
         *(Odd(one.__name__, one, REFUSED) for one in (tuple, list)),
-        Odd("its fields", lambda handle: handle.fields, REFUSED),
+        Odd("its memory", lambda handle: handle.memory, REFUSED),
         Odd("one item less", lambda handle: handle[:-1], REFUSED),
         constant((), REFUSED),
         constant(None, REFUSED),
     ]
-    for field in dataclasses.fields(handle):
-        of_field = KINDS["tensor" if field.name == "memory" else "any int"]
+    odds += [
+        Odd(f"memory: {odd.name}", partial(_with_field, "memory", odd), ANY)
+        for odd in KINDS["tensor"]
+    ]
+    odds += [Odd(f"sizes: {odd.name}", partial(_with_field, "sizes", odd), ANY) for odd in TUPLES]
+    for name in handle.sizes._fields:
         odds += [
-            Odd(f"{field.name}: {odd.name}", partial(_with_field, field.name, odd), ANY)
-            for odd in of_field
+            Odd(f"{name}: {odd.name}", partial(_with_size, name, odd), ANY)
+            for odd in KINDS["any int"]
         ]
     return odds
 
 
 def _with_field(name, odd, handle):
     return dataclasses.replace(handle, **{name: odd.make(getattr(handle, name))})
+
+
+def _with_size(name, odd, handle):
+    sizes = handle.sizes
+    sizes = sizes._replace(**{name: odd.make(getattr(sizes, name))})
+    return dataclasses.replace(handle, sizes=sizes)
 
 
 def _with_item(index, odd, items):

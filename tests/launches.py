@@ -175,7 +175,7 @@ def internode_low_latency(
     with recorded() as launches:
         tokens = LowLatencyTokens(x, topk_idx, None, TOKENS, EXPERTS, row_format)
         got, receive = engine.dispatch(tokens, received, waited, hooked=hooked)
-        handle = engine.new_handle(got, TOKENS, HIDDEN, EXPERTS, TOPK)
+        handle = engine.new_handle(got, tokens.sizes(RANKS))
         y = torch.empty(num_local, RANKS * TOKENS, HIDDEN, dtype=BF16)
         rows = engine.expert_rows(y, topk_idx, topk_weights, handle, x)
         *_, add_up = engine.combine(rows, EXPERTS, waited, hooked)
@@ -289,7 +289,7 @@ def low_latency(
         tokens = LowLatencyTokens(x, topk_idx, None, TOKENS, EXPERTS, row_format)
         got, receive = engine.dispatch(tokens, received, waited, hooked=hooked)
         y = torch.empty(num_local, RANKS * TOKENS, HIDDEN, dtype=BF16)
-        handle = engine.new_handle(got, TOKENS, HIDDEN, EXPERTS, TOPK)
+        handle = engine.new_handle(got, tokens.sizes(RANKS))
         rows = engine.expert_rows(y, topk_idx, topk_weights, handle, x)
         *_, add_up = engine.combine(rows, EXPERTS, waited, hooked)
         if hooked and phases == "receive":

@@ -156,15 +156,17 @@ def bad_low_latency_handles(group):
     wrong += wrong_answers(taken, [handle.memory], ["memory"])
     shifted = torch.empty(len(handle.memory) + 1, dtype=torch.int32, device=x.device)[1:]
     bad_sizes = (0, -1, 2**40, 1.0, True, "8", None, torch.tensor(16), torch.tensor([1, 1]))
-    names = "num_max_dispatch_tokens_per_rank", "hidden", "num_experts", "num_ranks", "num_topk"
-    for name in names:
-        for bad in (*bad_sizes, getattr(handle, name) + 1):
+    for name, good in handle.sizes._asdict().items():
+        for bad in (*bad_sizes, good + 1):
             try:
-                buffer.low_latency_combine(y, idx, w, changed(**{name: bad}))
+                sizes = handle.sizes._replace(**{name: bad})
+                buffer.low_latency_combine(y, idx, w, changed(sizes=sizes))
                 wrong.append((name, bad, "no error"))
             except MoeEngineError:
                 pass
-    for bad in (tuple(handle), handle[:3], 3, None, changed(memory=shifted), changed(num_ranks=2)):
+    bad_sizes = handle.sizes._replace(num_ranks=2), tuple(handle.sizes), handle.sizes[:3], 3, None
+    bad_handles = *(changed(sizes=bad) for bad in bad_sizes), changed(memory=shifted)
+    for bad in (tuple(handle), handle[:3], 3, None, *bad_handles):
         with pytest.raises(MoeEngineError, match="handle"):
             buffer.low_latency_combine(y, idx, w, bad)
     assert torch.equal(buffer._low_latency.ring.context.fields, fields), "a kernel ran"

@@ -6,7 +6,7 @@ from abc import abstractmethod
 from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any, ClassVar
+from typing import Any
 
 import torch
 
@@ -15,6 +15,7 @@ from ..device.ring import COUNT_MASK
 from ..dispatch.low_latency import LowLatencyTokens
 from ..errors import CapacityError
 from ..kinds import Described
+from ..low_latency_handle import LowLatencySizes
 from ..options import Options
 from ..symm.device_context import DeviceContext
 from ..symm.layout import RankMemory
@@ -57,9 +58,6 @@ class HookedCalls(ContextEngine):
 
     # --- Verbs -------------------------------------------------------------------------------
 
-    handle_type: ClassVar[Any]
-    """What `new_handle` makes."""
-
     @abstractmethod
     def dispatch(
         self,
@@ -73,9 +71,7 @@ class HookedCalls(ContextEngine):
         function is called."""
 
     @abstractmethod
-    def new_handle(
-        self, got: Any, max_tokens: int, hidden: int, num_experts: int, num_topk: int
-    ) -> Any:
+    def new_handle(self, got: Any, sizes: LowLatencySizes) -> Any:
         """The handle of a dispatch that returned `got`."""
 
     @abstractmethod
@@ -203,7 +199,8 @@ class HookedCalls(ContextEngine):
         def receive() -> None:
             if not call.received:
                 make()
-                self._check_emulated()
+                if INTERPRETED:
+                    self._check_emulated()
                 call.received = True
                 while self._calls and self._calls[0].received:
                     self._calls.popleft()

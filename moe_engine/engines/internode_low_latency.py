@@ -6,7 +6,7 @@ host, each in a lane of memory of its own; see `symm/lanes.py`.
 
 from __future__ import annotations
 
-from typing import Any, ClassVar, NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 
@@ -30,6 +30,7 @@ from ..dispatch.internode_low_latency_kernels import Packed
 from ..dispatch.low_latency import LowLatencyTokens
 from ..errors import CapacityError, ShapeError
 from ..kinds import Described
+from ..low_latency_handle import LowLatencySizes
 from ..streams import current_stream, record
 from ..symm.lanes import LaneLayout
 from ..symm.layout import RankMemory
@@ -59,8 +60,10 @@ class InternodeLowLatencyHandle(NamedTuple):
     rank_head: torch.Tensor  # int32 [N, M, L]
 
     @property
-    def num_topk(self) -> int:
-        return self.dst_row.shape[1]
+    def sizes(self) -> LowLatencySizes:
+        """Of the dispatch."""
+        num_ranks, num_topk = len(self.rank_prefix_matrix), self.dst_row.shape[1]
+        return LowLatencySizes(*self[2:5], num_ranks, num_topk)
 
 
 class Returns(NamedTuple):
@@ -76,8 +79,6 @@ class Returns(NamedTuple):
 class InternodeLowLatency(HookedCalls):
     """Low-latency verbs on lanes. The caller has checked all arguments, except whether they fit the
     memory, and their number of tokens against a handle's."""
-
-    handle_type: ClassVar[Any] = InternodeLowLatencyHandle
 
     def __init__(self, lanes: list[Slots], layout: LaneLayout):
         super().__init__(lanes, len(lanes))
@@ -123,13 +124,10 @@ class InternodeLowLatency(HookedCalls):
 
         return packed, receive
 
-    def new_handle(
-        self, got: Packed, max_tokens: int, hidden: int, num_experts: int, num_topk: int
-    ) -> InternodeLowLatencyHandle:
+    def new_handle(self, got: Packed, sizes: LowLatencySizes) -> InternodeLowLatencyHandle:
         """The handle of a dispatch."""
-        sizes = max_tokens, hidden, num_experts
         _, _, _, src_info, layout_range, *more = got
-        return InternodeLowLatencyHandle(src_info, layout_range, *sizes, *more)
+        return InternodeLowLatencyHandle(src_info, layout_range, *sizes[:3], *more)
 
     def expert_rows(
         self,

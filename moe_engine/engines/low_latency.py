@@ -3,7 +3,7 @@ layer at decode sizes that is made of them."""
 
 from __future__ import annotations
 
-from typing import Any, ClassVar
+from typing import Any
 
 import torch
 
@@ -21,7 +21,7 @@ from ..dispatch.low_latency_receive_kernels import Received
 from ..errors import CapacityError
 from ..grouped_gemm.operands import Rows
 from ..kinds import Described
-from ..low_latency_handle import LowLatencyHandle
+from ..low_latency_handle import LowLatencyHandle, LowLatencySizes
 from ..symm.ring import MAX_LOCAL_EXPERTS, MAX_ROWS, LowLatencyRow, Ring, header_bytes
 from .base import LayerInputs, check_layer_weights
 from .expert_products import ExpertMemory, expert_tiles, multiply_down, multiply_up
@@ -36,8 +36,6 @@ class LowLatency(HookedCalls):
     """Low-latency verbs on a ring. With `shrink` a rank that stays silent is masked, and the others
     go on without it. The caller has checked all arguments, except whether they fit the memory."""
 
-    handle_type: ClassVar[Any] = LowLatencyHandle
-
     def __init__(self, ring: Ring, shrink: bool):
         super().__init__([ring], ring.layout.num_slots)
         self.ring = ring
@@ -51,9 +49,14 @@ class LowLatency(HookedCalls):
     def num_ranks(self) -> int:
         return self.ring.num_ranks
 
+    def check(self) -> bool:
+        """See `base.Engine`."""
+        return self.ring.context.begin_call()
+
     def again(self, described: Described, num_calls: int = 1) -> Any:
         """See `HookedCalls`."""
-        self._check_hooks(num_calls)
+        if self._calls:
+            self._check_hooks(num_calls)
         result = self.ring.calls.again(described, {})
         if result is not None:
             self._note_calls(self.ring, num_calls)
@@ -93,17 +96,14 @@ class LowLatency(HookedCalls):
         self, tokens: LowLatencyTokens, stats: Stats, made: Made, phases: str
     ) -> None:
         x, scales, memory = made
-        handle = tokens.handle(memory, self.num_ranks)
+        handle = LowLatencyHandle(memory, tokens.sizes(self.num_ranks))
         packed = x, scales, handle.counts, handle.src_info, handle.layout_range
         received = Received(*packed, handle.returns, handle.call)
         low_latency_dispatch(tokens, received, *stats, phases, self.ring)
 
-    def new_handle(
-        self, got: ReceivedRows, max_tokens: int, hidden: int, num_experts: int, num_topk: int
-    ) -> LowLatencyHandle:
+    def new_handle(self, got: ReceivedRows, sizes: LowLatencySizes) -> LowLatencyHandle:
         """The handle of a dispatch."""
-        sizes = max_tokens, hidden, num_experts
-        return LowLatencyHandle(got.memory, *sizes, self.num_ranks, num_topk)
+        return LowLatencyHandle(got.memory, sizes)
 
     def expert_rows(
         self,
@@ -114,7 +114,7 @@ class LowLatency(HookedCalls):
         out: torch.Tensor | None,
     ) -> LowLatencyRows:
         """What `combine` takes."""
-        return LowLatencyRows(y, topk_idx, topk_weights, handle.fields, out)
+        return LowLatencyRows(y, topk_idx, topk_weights, handle.memory, handle.sizes, out)
 
     def combine(
         self,

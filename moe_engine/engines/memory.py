@@ -28,6 +28,10 @@ class MemoryEngine(ContextEngine):
         """See `base.Engine`."""
         return [self.slots.context]
 
+    def check(self) -> bool:
+        """See `base.Engine`."""
+        return self.slots.context.begin_call()
+
     @property
     def describe(self) -> Callable[..., Described]:
         """See `base.Engine`."""

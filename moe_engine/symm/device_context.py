@@ -206,7 +206,7 @@ class DeviceContext:
         if self.ended is not None or self.report[VALID]:
             self.check()
         self._seen_bad_ids = seen = self.report[BAD_IDS]
-        return bool(seen != self._known_bad_ids)
+        return seen != self._known_bad_ids
 
     @property
     def was_told(self) -> bool:

@@ -256,8 +256,7 @@ def send_and_return_at_once(shape: ModelShape, engine: HookedCalls, most: int) -
         tokens = LowLatencyTokens(x, topk_idx, None, most, shape.num_experts, row_format)
         got, receive = engine.dispatch(tokens, *stats, hooked)
         y = torch.empty(shape.num_local, shape.num_ranks * most, shape.hidden, dtype=x.dtype)
-        sizes = most, shape.hidden, shape.num_experts, shape.num_topk
-        handle = engine.new_handle(got, *sizes)
+        handle = engine.new_handle(got, tokens.sizes(shape.num_ranks))
         rows = engine.expert_rows(y, topk_idx, topk_weights, handle, None)
         *_, add_up = engine.combine(rows, shape.num_experts, stats[1], hooked)
         for hook in (receive, add_up):
