@@ -48,7 +48,7 @@ class PreparedCalls(Kinds):
         None where it must run."""
         kind = described.kind
         prepared = kind.prepared.get(kind.whole)
-        if prepared is None or not kind.is_packed or not only_launches() or has_modes():
+        if prepared is None or not kind.is_packed or has_modes() or not only_launches():
             return None
         return self._make(prepared, described, numbers)
 

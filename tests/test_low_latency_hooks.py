@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 from collections import deque
+from unittest import mock
 
 import cases
 import low_latency_cases as low_latency
@@ -23,6 +24,7 @@ from low_latency_cases import (
 )
 
 from moe_engine import BackendError, CapacityError
+from moe_engine.prepared import PreparedCall
 
 FORMS_IN_TURN = ["fp8", "bf16", "rounded", "fp8"]
 
@@ -147,6 +149,31 @@ def hook_after_the_end(group):
 
 def test_a_hook_after_its_buffer_was_destroyed(pool):
     pool.run(hook_after_the_end, num_ranks=1)
+
+
+def hooks_that_only_launch(group):
+    """How many hooks moved the addresses of their launches, and what each call received."""
+    x, idx = to_device(torch.ones(1, HIDDEN).bfloat16(), torch.tensor([[0]]))
+    buffer = low_latency.make_buffer(group, MAX_TOKENS, HIDDEN, EXPERTS)
+    moves, received, move = [], [], PreparedCall._move
+
+    def note(self, addresses):
+        moves.append(self)
+        move(self, addresses)
+
+    for call in range(4):
+        rows, _, _, _, receive = buffer.low_latency_dispatch(
+            x + call, idx, *SHAPE, use_fp8=False, return_recv_hook=True
+        )
+        with mock.patch.object(PreparedCall, "_move", note):
+            receive()
+        received.append(rows)
+    buffer.destroy()
+    return len(moves), [rows[0, 0, 0].item() for rows in received]
+
+
+def test_the_addresses_of_a_hook_are_known_before_it_is_called(pool):
+    assert pool.run(hooks_that_only_launch, num_ranks=1) == [(0, [1, 2, 3, 4])]
 
 
 def pipeline(group, num_slots, num_calls):

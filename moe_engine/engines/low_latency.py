@@ -10,6 +10,7 @@ import torch
 from ..combine.low_latency import LowLatencyRows, low_latency_combine
 from ..combine.low_latency_kernels import ExpertRows
 from ..device.context import ContextField
+from ..device.lang import INTERPRETED
 from ..device.ring import COUNT_MASK
 from ..dispatch.low_latency import (
     LowLatencyTokens,
@@ -58,7 +59,7 @@ class LowLatency(HookedCalls):
         if self._calls:
             self._check_hooks(num_calls)
         result = self.ring.calls.again(described, {})
-        if result is not None:
+        if result is not None and (self._calls or INTERPRETED):
             self._note_calls(self.ring, num_calls)
         return result
 
