@@ -8,9 +8,10 @@ here, as its time does not count.
 
 The torch lines are what a layer's experts cost by `torch._grouped_mm`; those of deep_ep are
 DeepEP's, where it is installed and each of 2, 4 or 8 ranks has a GPU. hook is the second half of a
-dispatch alone. forward_backward is a layer that trains, on one rank; forward_backward_of_stack
-eight, one after the other, divided by their number, as autograd's own thread takes over once in a
-backward. The verbs named async run on the Buffer's own stream, between an event and a wait, as
+dispatch alone. forward_backward is a layer that trains, on one rank; its backward runs in a thread
+of autograd's own, so that its time includes two waits of a thread for the other; with in_one_thread
+it runs in the thread that calls, as torch.autograd.set_multithreading_enabled(False) has it.
+forward_backward_of_stack is eight layers, one after the other, divided by their number. The verbs named async run on the Buffer's own stream, between an event and a wait, as
 DeepEP's callers mostly call them. With --nodes the ranks stand for nodes, which NVSHMEM connects,
 and the verbs alone are timed.
 
@@ -268,6 +269,8 @@ def expert_points(group: dist.ProcessGroup) -> Iterator[Point]:
         for impl, run in (("moe_engine", layer), ("torch", experts_by_torch)):
             step = partial(train, run, x, weights[:1], torch.randn_like(x))
             yield Point("forward_backward", impl, TOKENS, step, num_calls=LONG_CALLS)
+            alone = partial(in_one_thread, step)
+            yield Point("forward_backward_in_one_thread", impl, TOKENS, alone, num_calls=LONG_CALLS)
             steps = partial(train, run, x, weights, torch.randn_like(x))
             how: dict[str, Any] = dict(layers=STACKED, num_calls=-(-LONG_CALLS // STACKED))
             yield Point("forward_backward_of_stack", impl, TOKENS, steps, **how)
@@ -285,6 +288,12 @@ def train(
     for up, down in weights:
         y = run(y, up, down)
     torch.autograd.grad(y, (x, *chain(*weights)), dy)
+
+
+def in_one_thread(step: Call) -> None:
+    """A step of training whose backward runs in this thread."""
+    with torch.autograd.set_multithreading_enabled(False):
+        step()
 
 
 def transformers_points(group: dist.ProcessGroup) -> Iterator[Point]:
