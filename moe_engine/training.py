@@ -251,7 +251,7 @@ def _backward(
     earlier: PassGradients | None = None,
 ) -> PassGradients:
     """The gradients of a pass, those of the weights added to what an earlier pass has found."""
-    engine, inputs = buffer._ready(), tensors.inputs.packed
+    engine = buffer._ready()
     into: WeightGradients | None
     grads: Grads = ()
     with buffer._streams.call():
@@ -262,6 +262,6 @@ def _backward(
             into, grads = new_memory(tensors.weights, wanted)
         else:
             into = wgrad.memory(tensors.weights, wanted, **tensors.routed)
-        found = engine.moe_ffn_backward(checks.packed(dy), inputs, saved, into)
+        found = engine.moe_ffn_backward(dy, tensors.inputs, saved, into)
     dx, topk_grads, later, biases = found
     return PassGradients(dx, topk_grads, later, grads, into, biases)

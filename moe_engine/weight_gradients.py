@@ -217,10 +217,11 @@ Wgrad = WgradSink | DelayedWgrad | None
 
 def new_memory(weights: LayerWeights, wanted: tuple[bool, bool]) -> tuple[WeightGradients, Grads]:
     """New memory for the gradients that are wanted: as engines take it, and as the weights are."""
-    up = weights.gate_up.empty_like() if wanted[0] else None
     down = torch.empty_like(weights.down) if wanted[1] else None
-    parts = (None,) * len(weights.gate_up.tensors) if up is None else up.tensors
-    return WeightGradients(None if up is None else up.by_parts(), down), (*parts, down)
+    if not wanted[0]:
+        return WeightGradients(None, down), (*(None,) * len(weights.gate_up.tensors), down)
+    up = weights.gate_up.empty_like()
+    return WeightGradients(up.by_parts(), down), (*up.tensors, down)
 
 
 def dummy_grads(weights: LayerWeights, wanted: tuple[bool, bool]) -> Grads:

@@ -51,7 +51,7 @@ class GateUp(NamedTuple):
     def empty_like(self) -> GateUp:
         """New memory of this layout."""
         if len(self.tensors) == 1:
-            return self._replace(tensors=(torch.empty_like(self.tensors[0]),))
+            return GateUp((torch.empty_like(self.tensors[0]),), self.layout, self.name)
         gate = self.tensors[0]
         return self._replace(tensors=gate.new_empty(2, *gate.shape).unbind())
 

@@ -280,7 +280,7 @@ class Engine(Protocol):
         self, dy: torch.Tensor, inputs: LayerInputs, saved: Saved, into: WeightGradients | None
     ) -> Gradients:
         """The gradients of x, topk_weights and biases; those of the weights go `into` this memory,
-        with None later."""
+        with None later. It gets dy and inputs as callers have them, not `packed`."""
 
     def contexts(self) -> list[DeviceContext]:
         """The device contexts that tell other ranks of a call which breaks off on this one."""

@@ -14,6 +14,7 @@ import torch
 import torch.distributed as dist
 
 from .. import reference
+from ..checks import packed
 from ..device.context import SIGNATURE_WORDS
 from ..dispatch import DispatchLayout, Received, Tokens
 from ..errors import BackendError, CapacityError, RoutingError, ShapeError, bad_ids
@@ -233,8 +234,8 @@ class CollectiveEngine(LayerByVerbs):
         self, dy: torch.Tensor, inputs: LayerInputs, saved: Saved, into: WeightGradients | None
     ) -> Gradients:
         """See `base.Engine`: dy to where x went, and the gradients of rows back by `combine`."""
-        rows, _, handle = self.bring_again(inputs, saved)
-        grad = self.dispatch_cached(dy, None, handle).x
+        rows, _, handle = self.bring_again(inputs.packed, saved)
+        grad = self.dispatch_cached(packed(dy), None, handle).x
         of_rows, of_weights, later, biases = self._expert_gradients(rows, grad, into)
         dx, topk_grads = self.combine(of_rows, handle, of_weights, ())
         assert topk_grads is not None

@@ -23,6 +23,7 @@ from typing import TYPE_CHECKING, NamedTuple
 import torch
 
 from .. import dispatch as dispatch_verbs
+from ..checks import packed
 from ..combine import ReturnedRows, Sums
 from ..combine.internode import add_node_sums, open_combine, return_to_rails, send_node_sums
 from ..device.internode import FAR, NEAR
@@ -253,6 +254,7 @@ def backward(
     into: WeightGradients | None,
 ) -> Gradients:
     """See `base.Engine.moe_ffn_backward`."""
+    inputs, dy = inputs.packed, packed(dy)
     hides = overlaps(inputs, engine.num_ranks, engine.slots.layout.num_nodes)
     rows, num_rows, handle = engine.bring_again(inputs, saved)
     try:

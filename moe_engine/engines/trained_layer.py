@@ -291,10 +291,14 @@ def backward(
     expected = -1 if gets_own_rows(engine) else saved.num_rows
     numbers: dict[str, Any] = dict(max_rows=room, expected_rows=expected)
     keeps_pre = saved.tensors[0] is not None and saved.is_kept
-    args = inputs, dy, saved.save, keeps_pre, into
     memory = WeightGradients(None, None) if into is None else into
     described = engine.describe(*inputs, dy, saved.save, keeps_pre, into is None, *memory)
-    more: dict[str, Any] = dict(sized=saved.tensors, described=described)
+    x, topk_idx, topk_weights, *_ = inputs
+    x, topk_idx, topk_weights, dy = described.packed(x, topk_idx, topk_weights, dy)
+    if not described.kind.is_packed:
+        inputs = inputs._replace(x=x, topk_idx=topk_idx, topk_weights=topk_weights)
+    args = inputs, dy, saved.save, keeps_pre, into
+    more: dict[str, Any] = dict(sized=saved.tensors, described=described.if_packed)
     before = engine.reserve_expert_rows
     results = engine.call(_backward, *args, before=before, **more, **numbers)
     dx, topk_grads, biases, kept = results
