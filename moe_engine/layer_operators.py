@@ -203,9 +203,9 @@ def _backward(dy: Tensor, *args: Any) -> tuple[Tensor, ...]:
     kept = pre if save in ("pre", "all") else None, rows if save in ("rows", "all") else None
     passes = _passes(buffer, tensors.topk_idx, save, kept, num_rows, overflow)
     run = partial(run_backward, buffer, None, (of_gate_up, of_down))
-    found = backward_in_passes(dy, tensors, passes, run)
-    grads = (dy.new_empty(0) if one is None else one for one in found.grads)
-    return found.dx, found.topk_weights, *grads
+    found, grads = backward_in_passes(dy, tensors, passes, run)
+    of_weights = (dy.new_empty(0) if one is None else one for one in grads)
+    return found.x, found.topk_weights, *of_weights
 
 
 def _save(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:

@@ -24,7 +24,7 @@ from torch import Tensor
 from .buffer import Buffer
 from .engines.base import (
     BiasGradients,
-    LaterWeightGradients,
+    Gradients,
     LayerInputs,
     Saved,
     WeightGradients,
@@ -84,15 +84,10 @@ class Trained(NamedTuple):
 
 
 class PassGradients(NamedTuple):
-    """Gradients of x and topk_weights; what computes those of the weights later; what autograd gets
-    for the weights; the memory of their gradients, None for later ones; those of the biases."""
+    """The gradients of a pass, or of all; and what autograd gets for the weights."""
 
-    dx: Tensor
-    topk_weights: Tensor
-    later: LaterWeightGradients | None
+    found: Gradients
     grads: Grads
-    into: WeightGradients | None
-    biases: BiasGradients = BiasGradients()
 
 
 def may_take_passes(inputs: LayerInputs, buffer: Buffer, options: LayerOptions) -> bool:
@@ -168,19 +163,19 @@ def backward_in_passes(
         done.append(backward(part, one.part_of(tensors), one.saved, earlier))
     if len(done) == 1:
         return done[0]
-    overflow = passes[0].saved.overflow
-    dx = _joined(overflow, [one.dx for one in done])
-    topk_grads = _joined(overflow, [one.topk_weights for one in done])
-    computes = [one.later for one in done if one.later is not None]
+    overflow, made = passes[0].saved.overflow, [one.found for one in done]
+    dx = _joined(overflow, [one.x for one in made])
+    topk_grads = _joined(overflow, [one.topk_weights for one in made])
+    computes = [one.later for one in made if one.later is not None]
 
     def later(into: WeightGradients) -> None:
         for number, compute in enumerate(computes):
             compute(into._replace(accumulate=into.accumulate or number > 0))
 
-    of_passes = zip(*(one.biases for one in done), strict=True)
+    of_passes = zip(*(one.biases for one in made), strict=True)
     biases = BiasGradients(*(None if one[0] is None else sum(one) for one in of_passes))
-    found = done[0]._replace(dx=dx, topk_weights=topk_grads, biases=biases)
-    return found._replace(later=later if computes else None)
+    found = Gradients(dx, topk_grads, later if computes else None, made[0].weights, biases)
+    return PassGradients(found, done[0].grads)
 
 
 def _joined(overflow: Tensor | int | None, parts: list[Tensor]) -> Tensor:

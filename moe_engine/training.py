@@ -17,7 +17,7 @@ import torch
 from . import checks
 from .buffer import Buffer
 from .device.context import SAVE_POLICIES
-from .engines.base import LayerInputs, Saved, WeightGradients
+from .engines.base import Into, LayerInputs, NewWeightGradients, Saved
 from .errors import BackendError, DtypeError, RoutingError, ShapeError
 from .grouped_gemm.activations import AnyActivation, num_parts
 from .lifecycle import verb
@@ -170,8 +170,8 @@ class _MoeFfn(torch.autograd.Function):
         wanted, weights, wgrad = (any(of_gate_up), of_down), ctx.weights, ctx.wgrad
         tensors, passes = _saved_tensors(ctx)
         run = partial(_backward, ctx.buffer, wgrad, wanted)
-        found = backward_in_passes(arrived(dy), tensors, passes, run)
-        dx, dw, grads = found.dx if of_x else None, found.topk_weights, found.grads
+        found, grads = backward_in_passes(arrived(dy), tensors, passes, run)
+        dx, dw = found.x if of_x else None, found.topk_weights
         if wgrad is not None:
             grads = wgrad.launched(found.later, weights, wanted)
         biases = (None if one is None else one.to(dy.dtype) for one in found.biases)
@@ -252,16 +252,20 @@ def _backward(
 ) -> PassGradients:
     """The gradients of a pass, those of the weights added to what an earlier pass has found."""
     engine = buffer._ready()
-    into: WeightGradients | None
+    into: Into
     grads: Grads = ()
     with buffer._streams.call():
         if earlier is not None:
-            grads, into = earlier.grads, earlier.into
-            into = None if into is None else into._replace(accumulate=True)
-        elif wgrad is None:
-            into, grads = new_memory(tensors.weights, wanted)
-        else:
+            grads, memory = earlier.grads, earlier.found.weights
+            into = None if memory is None else memory._replace(accumulate=True)
+        elif wgrad is not None:
             into = wgrad.memory(tensors.weights, wanted, **tensors.routed)
+        elif tensors.weights.gate_up.is_one:
+            into = NewWeightGradients(*wanted)
+        else:
+            into, grads = new_memory(tensors.weights, wanted)
         found = engine.moe_ffn_backward(dy, tensors.inputs, saved, into)
-    dx, topk_grads, later, biases = found
-    return PassGradients(dx, topk_grads, later, grads, into, biases)
+    if isinstance(into, NewWeightGradients):
+        assert found.weights is not None
+        grads = found.weights[:2]
+    return PassGradients(found, grads)

@@ -10,7 +10,7 @@ import torch
 from .checks import PAYLOAD_DTYPES, check_at_least, check_dtype
 from .device.context import SAVE_POLICIES
 from .engines import internode_layer
-from .engines.base import LayerInputs, WeightGradients
+from .engines.base import LayerInputs, NewWeightGradients
 from .engines.internode import InternodeEngine
 from .engines.layer_by_verbs import LayerByVerbs
 from .errors import CapacityError
@@ -119,12 +119,12 @@ def warm_trained_layer(buffer: BufferLifecycle, inputs: LayerInputs) -> None:
     """Where a weight requires grad, a layer's forward and backward by each policy; else, where it
     may run in passes (`passes.py`), its forward. Collective."""
     engine, weights = buffer._ready(), (inputs.w_gate_up, inputs.w_down)
-    is_trained = any(one.requires_grad for one in weights)
+    wanted = [one.requires_grad for one in weights]
+    is_trained = any(wanted)
     in_passes = buffer.options.num_passes(buffer.group_size) > 1
     policies = SAVE_POLICIES[1:] if is_trained else ("none",) * in_passes
     with buffer._streams.call():
         for save in policies:
             _, saved, _ = engine.moe_ffn_forward(inputs, save, is_captured=False)
             if is_trained:
-                up, down = (torch.empty_like(one) if one.requires_grad else None for one in weights)
-                engine.moe_ffn_backward(inputs.x, inputs, saved, WeightGradients(up, down))
+                engine.moe_ffn_backward(inputs.x, inputs, saved, NewWeightGradients(*wanted))

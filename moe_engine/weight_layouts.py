@@ -48,6 +48,11 @@ class GateUp(NamedTuple):
         """Whether any of the tensors does."""
         return any(getattr(one, "requires_grad", False) for one in self.tensors)
 
+    @property
+    def is_one(self) -> bool:
+        """Whether kernels take the tensor as it is."""
+        return len(self.tensors) == 1 and self.layout == "concatenated"
+
     def empty_like(self) -> GateUp:
         """New memory of this layout."""
         if len(self.tensors) == 1:

@@ -178,6 +178,19 @@ class WeightGradients(NamedTuple):
     accumulate: bool = False
 
 
+class NewWeightGradients(NamedTuple):
+    """Which gradients of a layer's weights are wanted, like the weights, in memory that the call
+    allocates."""
+
+    gate_up: bool
+    down: bool
+
+    def made(self, inputs: LayerInputs) -> WeightGradients:
+        """The memory."""
+        up = torch.empty_like(inputs.w_gate_up) if self.gate_up else None
+        return WeightGradients(up, torch.empty_like(inputs.w_down) if self.down else None)
+
+
 class WeightGradientRows(NamedTuple):
     """What the gradients of the weights are products of: expert rows of x [M, H], of the gradient
     of the pre-activations [M, 2I], of the weighted activations [M, I] and of the gradient of the
@@ -202,9 +215,24 @@ class BiasGradients(NamedTuple):
 LaterWeightGradients = Callable[[WeightGradients], None]
 """Computes the gradients of the weights of one backward, at any time after it."""
 
-Gradients = tuple[torch.Tensor, torch.Tensor, LaterWeightGradients | None, BiasGradients]
-"""Of a layer: of x and topk_weights; those of the weights, where they were not computed yet; those
-of the biases that require grad."""
+Into = WeightGradients | NewWeightGradients | None
+"""Where gradients of weights go; None: they are computed later."""
+
+
+def memory_of(into: Into, inputs: LayerInputs) -> WeightGradients | None:
+    """This memory, made where it is new."""
+    return into.made(inputs) if isinstance(into, NewWeightGradients) else into
+
+
+class Gradients(NamedTuple):
+    """Of a layer: of x and topk_weights; what computes those of the weights, where they come later,
+    or their memory; those of the biases that require grad."""
+
+    x: torch.Tensor
+    topk_weights: torch.Tensor
+    later: LaterWeightGradients | None
+    weights: WeightGradients | None
+    biases: BiasGradients
 
 
 class Engine(Protocol):
@@ -277,10 +305,10 @@ class Engine(Protocol):
         """The result of `moe_ffn`, what a policy saves of it for the backward, and the counts."""
 
     def moe_ffn_backward(
-        self, dy: torch.Tensor, inputs: LayerInputs, saved: Saved, into: WeightGradients | None
+        self, dy: torch.Tensor, inputs: LayerInputs, saved: Saved, into: Into
     ) -> Gradients:
-        """The gradients of x, topk_weights and biases; those of the weights go `into` this memory,
-        with None later. It gets dy and inputs as callers have them, not `packed`."""
+        """The gradients of a layer; those of the weights go `into` this memory, with None later. It
+        gets dy and inputs as callers have them, not `packed`."""
 
     def contexts(self) -> list[DeviceContext]:
         """The device contexts that tell other ranks of a call which breaks off on this one."""

@@ -26,9 +26,11 @@ from .base import (
     BiasGradients,
     Gradients,
     Handle,
+    Into,
     LayerInputs,
     Saved,
     WeightGradients,
+    memory_of,
 )
 from .layer_by_verbs import LayerByVerbs
 
@@ -231,15 +233,15 @@ class CollectiveEngine(LayerByVerbs):
         return _expert_sums(rows)
 
     def moe_ffn_backward(
-        self, dy: torch.Tensor, inputs: LayerInputs, saved: Saved, into: WeightGradients | None
+        self, dy: torch.Tensor, inputs: LayerInputs, saved: Saved, into: Into
     ) -> Gradients:
         """See `base.Engine`: dy to where x went, and the gradients of rows back by `combine`."""
         rows, _, handle = self.bring_again(inputs.packed, saved)
         grad = self.dispatch_cached(packed(dy), None, handle).x
-        of_rows, of_weights, later, biases = self._expert_gradients(rows, grad, into)
-        dx, topk_grads = self.combine(of_rows, handle, of_weights, ())
+        found = self._expert_gradients(rows, grad, memory_of(into, inputs))
+        dx, topk_grads = self.combine(found.x, handle, found.topk_weights, ())
         assert topk_grads is not None
-        return dx, topk_grads, later, biases
+        return found._replace(x=dx, topk_weights=topk_grads)
 
     def _expert_gradients(
         self, rows: LayerInputs, grad: torch.Tensor, into: WeightGradients | None
@@ -256,7 +258,7 @@ class CollectiveEngine(LayerByVerbs):
             if into != WeightGradients(None, None):
                 self._gradients(rows, grad, into=into)
 
-        return of_rows, of_weights, later if into is None else None, biases
+        return Gradients(of_rows, of_weights, later if into is None else None, into, biases)
 
     def _gradients(
         self,

@@ -32,10 +32,10 @@ from ..symm.slots import BARE_HEADER, header_bytes
 from . import internode_layer
 from .base import (
     Gradients,
+    Into,
     LayerInputs,
     PartsOfHandle,
     Saved,
-    WeightGradients,
     check_layer_weights,
 )
 from .expert_products import rows_to_send
@@ -99,7 +99,7 @@ class InternodeEngine(KernelEngine, LayerByVerbs):
             return internode_layer.forward(self, inputs, save)
 
     def moe_ffn_backward(
-        self, dy: torch.Tensor, inputs: LayerInputs, saved: Saved, into: WeightGradients | None
+        self, dy: torch.Tensor, inputs: LayerInputs, saved: Saved, into: Into
     ) -> Gradients:
         """See `internode_layer.backward`."""
         with torch.no_grad():

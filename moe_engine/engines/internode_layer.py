@@ -36,7 +36,7 @@ from ..layer_config import LayerProblem
 from ..node_traffic import Cluster, Shares, Way, exchange
 from ..streams import is_captured
 from ..symm.slots import BARE_HEADER, header_bytes
-from .base import NUM_SMS, Gradients, LayerInputs, Saved, WeightGradients
+from .base import NUM_SMS, Gradients, Into, LayerInputs, Saved, WeightGradients, memory_of
 from .expert_products import sent_columns
 from .expert_sums import gradients_of_experts, recompute
 from .received_part import Part
@@ -251,14 +251,15 @@ def backward(
     dy: torch.Tensor,
     inputs: LayerInputs,
     saved: Saved,
-    into: WeightGradients | None,
+    into: Into,
 ) -> Gradients:
     """See `base.Engine.moe_ffn_backward`."""
     inputs, dy = inputs.packed, packed(dy)
     hides = overlaps(inputs, engine.num_ranks, engine.slots.layout.num_nodes)
     rows, num_rows, handle = engine.bring_again(inputs, saved)
     try:
-        return backward_of_rows(engine, dy, rows, num_rows, handle, into, hides)
+        memory = memory_of(into, inputs)
+        return backward_of_rows(engine, dy, rows, num_rows, handle, memory, hides)
     except BaseException:
         engine.side_stream.join()  # what runs there uses memory that is given back here
         raise
@@ -304,9 +305,9 @@ def backward_of_rows(
             engine.call(*combine, sized=returned, num_rows=len(found.x))
         later(into, NUM_CONCURRENT)
         side.join()
-        return dx, topk_grads, None, found.biases
+        return Gradients(dx, topk_grads, None, into, found.biases)
     dx, sums = engine.return_rows(returned, handle.returned, (), NUM_SMS)
     assert sums is not None
     if into is not None:
         later(into)
-    return dx, sums, later if into is None else None, found.biases
+    return Gradients(dx, sums, later if into is None else None, into, found.biases)

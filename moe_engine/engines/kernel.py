@@ -45,11 +45,11 @@ from .base import (
     Arrived,
     Gradients,
     Handle,
+    Into,
     LayerInputs,
     LayerResult,
     PartsOfHandle,
     Saved,
-    WeightGradients,
     check_layer_weights,
 )
 from .fused_layer import LayerRows, expert_rows_bytes, feed_forward
@@ -426,7 +426,7 @@ class KernelEngine(MemoryEngine):
         return trained_layer.forward(self, inputs, save, is_captured, described)
 
     def moe_ffn_backward(
-        self, dy: torch.Tensor, inputs: LayerInputs, saved: Saved, into: WeightGradients | None
+        self, dy: torch.Tensor, inputs: LayerInputs, saved: Saved, into: Into
     ) -> Gradients:
         """See `trained_layer.backward`."""
         return trained_layer.backward(self, dy, inputs, saved, into)

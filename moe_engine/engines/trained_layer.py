@@ -41,10 +41,12 @@ from ..streams import record
 from .base import (
     BiasGradients,
     Gradients,
+    Into,
     LayerInputs,
     Saved,
     WeightGradientRows,
     WeightGradients,
+    memory_of,
 )
 from .fused_layer import combine_experts, down_rows, up_projection
 from .training_step import Step
@@ -283,15 +285,15 @@ def backward(
     dy: torch.Tensor,
     inputs: LayerInputs,
     saved: Saved,
-    into: WeightGradients | None,
+    into: Into,
 ) -> Gradients:
-    """Gradients of x, topk_weights and biases. Those of the weights go `into` memory; with None the
-    rows that they are made of are kept for later."""
+    """The gradients of a layer. Where those of the weights are computed later, the rows that they
+    are made of are kept."""
     room = max(1, most_rows(engine, inputs) if saved.num_rows < 0 else saved.num_rows)
     expected = -1 if gets_own_rows(engine) else saved.num_rows
     numbers: dict[str, Any] = dict(max_rows=room, expected_rows=expected)
     keeps_pre = saved.tensors[0] is not None and saved.is_kept
-    memory = WeightGradients(None, None) if into is None else into
+    memory = into or WeightGradients(None, None)
     described = engine.describe(*inputs, dy, saved.save, keeps_pre, into is None, *memory)
     x, topk_idx, topk_weights, *_ = inputs
     x, topk_idx, topk_weights, dy = described.packed(x, topk_idx, topk_weights, dy)
@@ -301,11 +303,11 @@ def backward(
     more: dict[str, Any] = dict(sized=saved.tensors, described=described.if_packed)
     before = engine.reserve_expert_rows
     results = engine.call(_backward, *args, before=before, **more, **numbers)
-    dx, topk_grads, biases, kept = results
+    dx, topk_grads, made, biases, kept = results
     if kept is None:
-        return dx, topk_grads, None, biases
+        return Gradients(dx, topk_grads, None, made, biases)
     later = kept._replace(expected_rows=engine.layer_rows(inputs).balanced)
-    return dx, topk_grads, partial(later_weight_gradients, later), biases
+    return Gradients(dx, topk_grads, partial(later_weight_gradients, later), None, biases)
 
 
 def _backward(
@@ -314,25 +316,32 @@ def _backward(
     dy: torch.Tensor,
     save: str,
     keeps_pre: bool,
-    into: WeightGradients | None,
+    into: Into,
     sized: KeptRows,
     max_rows: int,
     expected_rows: int,
-) -> tuple[torch.Tensor, torch.Tensor, BiasGradients, WeightGradientRows | None]:
+) -> tuple[
+    torch.Tensor,
+    torch.Tensor,
+    WeightGradients | None,
+    BiasGradients,
+    WeightGradientRows | None,
+]:
     """Up to three calls of the same tokens. With `none` the first one sends x, for the
     pre-activations. The next one sends dy and returns dx. With `none` and `pre` the last one sends
     x, for the gradient of w_gate_up, which is computed from the rows where they arrive.
 
     So every product runs while rows come or sums return, and no rows of x are copied, but for
     gradients of weights that are computed later. Each call begins with an exchange, which says that
-    this rank has read what came in the one before. Returns the gradients of x and topk_weights,
-    those of the biases, and what gradients of the weights that are computed later need.
+    this rank has read what came in the one before. Returns `Gradients`, at its end what those of
+    the weights need that are computed later.
     """
     step, x = Step.of(engine, inputs).in_backward, inputs.x
     rows = BackwardRows.of(inputs, sized, keeps_pre, into is None, max_rows)
     slots, memory, act, pre_grad = step.slots, step.memory, rows.act, rows.pre_grad
     dx, topk_grads = torch.empty_like(dy), torch.empty_like(inputs.topk_weights)
-    of_gate_up, of_down, accumulate = into or WeightGradients(None, None)
+    memory_of_weights = memory_of(into, inputs)
+    of_gate_up, of_down, accumulate = memory_of_weights or WeightGradients(None, None)
     needs_x = into is None or of_gate_up is not None
     number = saved_number(save, needs_x or rows.x is not None)
     call = dispatch.LayerCall(Kind.MOE_FFN_BACKWARD, number), expected_rows
@@ -390,11 +399,11 @@ def _backward(
             dispatch.keep_rows(memory.rows, rows.kept_x, num_rows, copy_rows_kernel, slots)
         dispatch.release(slots)
     if rows.kept_dy is None:
-        return dx, topk_grads, biases, None
+        return dx, topk_grads, memory_of_weights, biases, None
     x_rows = rows.kept_x if rows.x is None else rows.x
     assert x_rows is not None
     kept = WeightGradientRows(x_rows, pre_grad, act, rows.kept_dy, sent.offsets.expert_offsets)
-    return dx, topk_grads, biases, kept
+    return dx, topk_grads, None, biases, kept
 
 
 def bias_gradients(

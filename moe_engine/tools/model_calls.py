@@ -285,12 +285,11 @@ def call_layers(shape: ModelShape) -> None:
                 engine.moe_ffn_forward(inputs, "none", is_captured=True)
             for save in () if shape.is_quantized else SAVE_POLICIES[1:]:
                 _, saved, _ = engine.moe_ffn_forward(inputs, save, is_captured=True)
-                *_, later, _ = engine.moe_ffn_backward(
-                    torch.empty_like(inputs.x), inputs, saved, None
-                )
+                dy = torch.empty_like(inputs.x)
+                later = engine.moe_ffn_backward(dy, inputs, saved, None).later
                 assert later is not None
                 for into in memory_for_gradients(shape):
-                    engine.moe_ffn_backward(torch.empty_like(inputs.x), inputs, saved, into)
+                    engine.moe_ffn_backward(dy, inputs, saved, into)
                     later(into)
 
 
