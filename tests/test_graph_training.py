@@ -220,7 +220,7 @@ def warm_up(group, options, of_up, of_down):
         return forward(self, inputs, save, *more, **options)
 
     def run_backward(self, dy, inputs, kept, into):
-        saved.append((kept.save, *(one is not None for one in into[:2])))
+        saved.append((kept.save, *into))
         return backward(self, dy, inputs, kept, into)
 
     patched = dict(moe_ffn_forward=run, moe_ffn_backward=run_backward)
