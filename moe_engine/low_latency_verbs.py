@@ -221,7 +221,8 @@ class LowLatencyVerbs(BufferLifecycle):
                 y, ids, weights = described.packed(x, topk_idx, topk_weights)
                 handle = as_low_latency_handle(handle)
                 rows = engine.expert_rows(y, ids, weights, handle, out)
-                more = handle.sizes.num_experts, stats, return_recv_hook, described.if_packed
+                num_experts = int(handle.sizes.num_experts)
+                more = num_experts, stats, return_recv_hook, described.if_packed
                 result, epoch, receive = engine.combine(rows, *more)
             if call.is_async:
                 call.returns(result)
