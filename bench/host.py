@@ -9,8 +9,8 @@ here, as its time does not count.
 The torch lines are what a layer's experts cost by `torch._grouped_mm`; those of deep_ep are
 DeepEP's, where it is installed and each of 2, 4 or 8 ranks has a GPU. hook is the second half of a
 dispatch alone. forward_backward is a layer that trains, on one rank; its backward runs in a thread
-of autograd's own, so that its time includes two waits of a thread for the other; with in_one_thread
-it runs in the thread that calls, as torch.autograd.set_multithreading_enabled(False) has it.
+of autograd's own, so that its time includes the change to that thread and back; in_one_thread: it
+runs in the thread that calls, as torch.autograd.set_multithreading_enabled(False) has it.
 forward_backward_of_stack is eight layers, one after the other, divided by their number. The verbs
 named async run on the Buffer's own stream, between an event and a wait, as DeepEP's callers mostly
 call them. With --nodes the ranks stand for nodes, which NVSHMEM connects, and the verbs alone are

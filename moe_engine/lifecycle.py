@@ -53,7 +53,7 @@ def verb(method: Callable[Concatenate[B, P], T]) -> Callable[Concatenate[B, P], 
                 return call(self, *args, **kwargs)
         try:
             result = method(self, *args, **kwargs)
-            return self._finish(result) if self._with_bad_ids or self._waits else result
+            return self._finish(result) if self._with_bad_ids or self.options.debug else result
         except BaseException as error:
             trace = error.__traceback__
             if trace is not None and trace.tb_next is not None:  # else the arguments do not bind
@@ -99,7 +99,6 @@ class BufferLifecycle:
         self.num_nvl_bytes, self.num_rdma_bytes = num_nvl_bytes, num_rdma_bytes
         self.low_latency_mode, self.enable_shrink = low_latency_mode, settings.enable_shrink
         self.explicitly_destroy, self.options = explicitly_destroy, settings.options
-        self._waits = self.options.debug
         self._engine: Engine | None = None
         self._low_latency: HookedCalls | None = None
         self._engines: list[Engine | HookedCalls] = []
@@ -233,7 +232,7 @@ class BufferLifecycle:
         call began, unless autograd runs: that would end a backward on this rank alone, whose other
         calls the other ranks wait for. With Options.debug waits, and raises what went wrong in this
         call too."""
-        if self._waits:
+        if self.options.debug:
             self._synchronise()
         if self._with_bad_ids and not is_in_backward():
             for engine in self._with_bad_ids:

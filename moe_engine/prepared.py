@@ -122,9 +122,9 @@ class PreparedCalls(Kinds):
     def later(
         self, body: Callable[..., None], owner: Any, *args: Any, described: Described | None
     ) -> Callable[[], None]:
-        """A function that makes the call of a body which allocates nothing, once. What can be done
-        before is done now: the launches of this kind get the addresses of this call, and no other
-        call gets the launches before the function has ended."""
+        """A function that makes the call, once. Where the kind is prepared and its body allocates
+        nothing, its launches get their addresses now, and no other call uses them before the
+        function has made them."""
         if described is not None and only_launches() and not has_modes():
             kept = described.kind.prepared
             prepared = kept.get(body)
