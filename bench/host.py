@@ -11,9 +11,9 @@ DeepEP's, where it is installed and each of 2, 4 or 8 ranks has a GPU. hook is t
 dispatch alone. forward_backward is a layer that trains, on one rank; its backward runs in a thread
 of autograd's own, so that its time includes the change to that thread and back; in_one_thread: it
 runs in the thread that calls, as torch.autograd.set_multithreading_enabled(False) has it.
-forward_backward_of_stack is eight layers, one after the other, divided by their number. The verbs
-named async run on the Buffer's own stream, between an event and a wait, as DeepEP's callers mostly
-call them. With --nodes the ranks stand for nodes, which NVSHMEM connects, and the verbs alone are
+The verbs of_stack are eight layers, one after the other, divided by their number. Those named
+async run on the Buffer's own stream, between an event and a wait, as DeepEP's callers mostly call
+them. With --nodes the ranks stand for nodes, which NVSHMEM connects, and the verbs alone are
 timed.
 
 Verb transformers_decode is a step of decode of a whole model, divided by its layers, and
@@ -245,8 +245,12 @@ def expert_points(group: dist.ProcessGroup) -> Iterator[Point]:
     many, few = route(group, TOKENS), route(group, FEW)
     options = Options(decode_tokens=FEW)
     buffer = Buffer.for_tokens(group, TOKENS, hidden, num_experts, num_topk, options=options)
-    x, up, down = many[0], draw(num_local, 2 * columns, hidden), draw(num_local, hidden, columns)
     ends = torch.linspace(0, TOKENS, num_local + 1, device="cuda").int()
+    weights = [
+        (draw(num_local, 2 * columns, hidden), draw(num_local, hidden, columns))
+        for _ in range(STACKED)
+    ]
+    x, (up, down) = many[0], weights[0]
 
     def experts_by_torch(x: torch.Tensor, up: torch.Tensor, down: torch.Tensor) -> torch.Tensor:
         h = torch._grouped_mm(x, up.transpose(1, 2), ends[1:])
@@ -257,25 +261,41 @@ def expert_points(group: dist.ProcessGroup) -> Iterator[Point]:
     def layer(x: torch.Tensor, up: torch.Tensor, down: torch.Tensor) -> torch.Tensor:
         return moe_ffn(x, *many[1:], up, down, buffer)
 
-    yield Point("moe_ffn", "moe_engine", TOKENS, partial(layer, x, up, down))
-    decode = partial(moe_ffn, *few, up, down, buffer, FEW)
-    yield Point("moe_ffn_decode", "moe_engine", FEW, decode)
+    def decode(x: torch.Tensor, up: torch.Tensor, down: torch.Tensor) -> torch.Tensor:
+        return moe_ffn(x, *few[1:], up, down, buffer, FEW)
+
+    layers = {"moe_ffn": (layer, many[0]), "moe_ffn_decode": (decode, few[0])}
+    for verb, (run, rows) in layers.items():
+        yield Point(verb, "moe_engine", len(rows), partial(run, rows, up, down))
+        stack = partial(in_turn, run, rows, weights)
+        of_stack: dict[str, Any] = dict(layers=STACKED, num_calls=-(-CALLS // STACKED))
+        yield Point(f"{verb}_of_stack", "moe_engine", len(rows), stack, **of_stack)
     yield Point("grouped_gemm", "moe_engine", TOKENS, partial(grouped_gemm, x, up, ends))
     yield Point("grouped_mlp", "moe_engine", TOKENS, partial(grouped_mlp, x, up, down, ends))
     yield Point("grouped_mlp", "torch", TOKENS, partial(experts_by_torch, x, up, down))
     if group.size() == 1:  # on several ranks the host waits for the number of rows
-        weights = [(draw(*up.shape), draw(*down.shape)) for _ in range(STACKED)]
         for one in (x, *chain(*weights)):
             one.requires_grad_()
         for impl, run in (("moe_engine", layer), ("torch", experts_by_torch)):
             step = partial(train, run, x, weights[:1], torch.randn_like(x))
-            yield Point("forward_backward", impl, TOKENS, step, num_calls=LONG_CALLS)
-            alone = partial(in_one_thread, step)
-            yield Point("forward_backward_in_one_thread", impl, TOKENS, alone, num_calls=LONG_CALLS)
             steps = partial(train, run, x, weights, torch.randn_like(x))
-            how: dict[str, Any] = dict(layers=STACKED, num_calls=-(-LONG_CALLS // STACKED))
-            yield Point("forward_backward_of_stack", impl, TOKENS, steps, **how)
+            long, of_stack = LONG_CALLS, dict(layers=STACKED, num_calls=-(-LONG_CALLS // STACKED))
+            for name, how in {"": lambda call: call, "_in_one_thread": one_thread}.items():
+                verb = f"forward_backward{name}"
+                yield Point(verb, impl, TOKENS, how(step), num_calls=long)
+                yield Point(f"{verb}_of_stack", impl, TOKENS, how(steps), **of_stack)
     buffer.destroy()
+
+
+def in_turn(
+    run: Callable[..., torch.Tensor],
+    x: torch.Tensor,
+    weights: Sequence[tuple[torch.Tensor, torch.Tensor]],
+) -> torch.Tensor:
+    """Layers with these weights, one after the other."""
+    for up, down in weights:
+        x = run(x, up, down)
+    return x
 
 
 def train(
@@ -284,17 +304,18 @@ def train(
     weights: Sequence[tuple[torch.Tensor, torch.Tensor]],
     dy: torch.Tensor,
 ) -> None:
-    """Forward and backward of layers, one after the other, with these weights."""
-    y = x
-    for up, down in weights:
-        y = run(y, up, down)
-    torch.autograd.grad(y, (x, *chain(*weights)), dy)
+    """Forward and backward of `in_turn`."""
+    torch.autograd.grad(in_turn(run, x, weights), (x, *chain(*weights)), dy)
 
 
-def in_one_thread(step: Call) -> None:
-    """A step of training whose backward runs in this thread."""
-    with torch.autograd.set_multithreading_enabled(False):
-        step()
+def one_thread(step: Call) -> Call:
+    """The step of training with a backward that runs in the thread that calls."""
+
+    def run() -> None:
+        with torch.autograd.set_multithreading_enabled(False):
+            step()
+
+    return run
 
 
 def transformers_points(group: dist.ProcessGroup) -> Iterator[Point]:

@@ -51,16 +51,33 @@ def results_apart() -> Iterator[None]:
 class Kind:
     """What decides how a call is made. `is_checked`: whether a call of this kind has passed all
     checks that need no more than that; `is_packed`: whether its tensors are as kernels take them;
-    `choice`: what was chosen for it; `whole`: the body that is all of it, if one is."""
+    `choice`: what was chosen for it; `whole`: the body that is all of it, if one is.
 
-    __slots__ = ("check", "choice", "is_checked", "is_packed", "prepared", "used", "whole")
+    `prepared`: its calls by body, or by (body, address) those of one layer. Layers of a model are
+    of one kind, and `weights` is the place of one tensor of theirs among the tensors of a call, or
+    None; `calls` is how often calls of layers whose weights lie at an address had none of their
+    own."""
+
+    __slots__ = (
+        *("calls", "check", "choice", "is_checked", "is_packed", "prepared", "used", "weights"),
+        "whole",
+    )
 
     def __init__(self) -> None:
-        self.prepared: dict[Callable[..., Any] | None, Any] = {}
+        self.prepared: dict[Any, Any] = {}
         self.is_checked, self.is_packed, self.used = False, False, 0
         self.choice: Any = None
         self.check: Callable[..., bool] | None = None  # see `Recent`
         self.whole: Callable[..., Any] | None = None
+        self.weights: int | None = None
+        self.calls: dict[int, int] = {}
+
+    def forget_layers(self) -> None:
+        """Prepare calls for all layers alike from now on."""
+        self.weights = None
+        self.prepared = {
+            key: one for key, one in self.prepared.items() if not isinstance(key, tuple)
+        }
 
 
 @dataclass(slots=True)
@@ -84,6 +101,12 @@ class Described:
                 tensors.append(one)
                 addresses.append(data_ptr(one))
         return Described(self.kind, tensors, addresses)
+
+    def tell_layers_apart(self, weights: torch.Tensor) -> None:
+        """Say which tensor of this kind's calls is another one in each layer of a model."""
+        if self.tensors is not None:
+            found = (number for number, one in enumerate(self.tensors) if one is weights)
+            self.kind.weights = next(found, None)
 
     @property
     def if_packed(self) -> Described | None:

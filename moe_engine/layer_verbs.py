@@ -34,6 +34,7 @@ class LayerVerbs(LowLatencyVerbs):
             self._check_layer(inputs)
             most_tokens = self._most_tokens(x, topk_idx, w_gate_up, max_tokens)
             kind.choice = 0 if return_counts else most_tokens
+            described.tell_layers_apart(inputs.w_down)
         with self._streams.call(None, async_finish) as call:
             if call.is_async:
                 call.reads(*inputs.tensors)

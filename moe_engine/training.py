@@ -216,6 +216,7 @@ def _forward(
     if not kind.is_checked:
         buffer._check_layer(inputs)
         checks.check_max_tokens(len(x), max_tokens)
+        described.tell_layers_apart(inputs.w_down)
     if options.wgrad is not None:
         options.wgrad.check(tensors.weights, **tensors.routed)
     in_graph = is_captured(x)

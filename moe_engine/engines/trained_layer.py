@@ -295,6 +295,9 @@ def backward(
     keeps_pre = saved.tensors[0] is not None and saved.is_kept
     memory = into or WeightGradients(None, None)
     described = engine.describe(*inputs, dy, saved.save, keeps_pre, into is None, *memory)
+    if not described.kind.is_checked:
+        described.tell_layers_apart(inputs.w_down)
+        described.kind.is_checked = True
     x, topk_idx, topk_weights, *_ = inputs
     x, topk_idx, topk_weights, dy = described.packed(x, topk_idx, topk_weights, dy)
     if not described.kind.is_packed:
