@@ -1,16 +1,16 @@
 """Host time of each entry point: python bench/host.py --ranks 1
 
 Microseconds that a call keeps Python and the driver busy, while the GPU is busy with earlier work:
-the median of 100 calls in a row on rank 0 (20 of long ones), the thread that calls being on the one
-of its cores where that is least. Cores may work for others as well; a thread that moves between
-them takes up to twice as long, and the first call after a wait four times. Ranks may share a GPU
-here, as its time does not count.
+the median of 100 calls in a row on rank 0 (20 of long ones). All threads of the process, as that of
+autograd in which a backward runs, are on the one of its cores where that is least. Cores may work
+for others as well; a thread that moves between them takes up to twice as long, and the first call
+after a wait four times. Ranks may share a GPU here, as its time does not count.
 
 The torch lines are what a layer's experts cost by `torch._grouped_mm`; those of deep_ep are
 DeepEP's, where it is installed and each of 2, 4 or 8 ranks has a GPU. hook is the second half of a
-dispatch alone. forward_backward is a layer that trains, on one rank; its backward runs in a thread
-of autograd's own, so that its time includes the change to that thread and back; in_one_thread: it
-runs in the thread that calls, as torch.autograd.set_multithreading_enabled(False) has it.
+dispatch alone. forward_backward is a layer that trains, on one rank, with the change to autograd's
+thread and back; in_one_thread: its backward runs in the thread that calls, as
+torch.autograd.set_multithreading_enabled(False) has it.
 The verbs of_stack are eight layers, one after the other, divided by their number. Those named
 async run on the Buffer's own stream, between an event and a wait, as DeepEP's callers mostly call
 them. With --nodes the ranks stand for nodes, which NVSHMEM connects, and the verbs alone are
@@ -25,7 +25,8 @@ from __future__ import annotations
 
 import os
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from functools import partial
 from importlib.util import find_spec
@@ -99,12 +100,12 @@ def host_us(point: Point) -> float:
         turns = islice(cycle(sorted(cores)), BATCHES)
         return min(median(batch_us(point, core)) for core in turns)
     finally:
-        os.sched_setaffinity(0, cores)
+        bind_threads(cores)
 
 
 def batch_us(point: Point, core: int) -> list[float]:
     """The times of the calls in a row, on this core, the first ones with the GPU asleep."""
-    os.sched_setaffinity(0, {core})
+    bind_threads({core})
     torch.cuda.synchronize()
     torch.cuda._sleep(SLEEP_CYCLES)
     times = []
@@ -115,6 +116,13 @@ def batch_us(point: Point, core: int) -> list[float]:
         times.append((time.perf_counter() - since) * 1e6)
     torch.cuda.synchronize()
     return times
+
+
+def bind_threads(cores: Collection[int]) -> None:
+    """Let the threads of this process run on these cores alone."""
+    for thread in Path("/proc/self/task").iterdir():
+        with suppress(ProcessLookupError):  # it has ended
+            os.sched_setaffinity(int(thread.name), cores)
 
 
 def run_rank(group: dist.ProcessGroup, kinds: Sequence[Callable[..., Iterator[Point]]]) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from unittest import mock
 
 import cases
@@ -29,7 +30,7 @@ def run_model(group, name, max_tokens, batches, layers):
 
     def results(buffer, x, idx, weights):
         trains = name == "training"
-        leaves = [one.requires_grad_(trains) for one in (x, *sum(layers, []))]
+        leaves = [one.requires_grad_(trains) for one in (x, *itertools.chain(*layers))]
         y = x
         for number, (up, down) in enumerate(layers):
             y = moe_ffn(y, idx, weights, up, down, buffer, max_tokens)
