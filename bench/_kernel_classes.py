@@ -26,13 +26,13 @@ COMMUNICATION = frozenset(
     "count_rows_kernel begin_rows_kernel place_rows_kernel take_rows_kernel sum_rows_kernel "
     "layout_kernel layout_sum_kernel send_plan_kernel ping_kernel low_latency_dispatch_kernel "
     "staged_schedule_kernel send_rows_kernel forward_kernel count_received_kernel "
-    "place_received_kernel expand_rows_kernel pack_plan_kernel pack_rows_kernel node_layout_kernel "
-    "exchange_internode_kernel open_internode_kernel push_fused_kernel copy_rows_kernel "
-    "keep_rows_kernel copy_ids_kernel collect_kernel locate_kernel release_kernel exchange_kernel "
-    "exchange_fused_kernel metadata_kernel push_kernel low_latency_combine_kernel "
-    "return_rows_kernel final_sum_kernel fused_sum_kernel return_to_rails_kernel node_sum_kernel "
-    "internode_sum_kernel send_return_metadata_kernel reduce_expanded_kernel "
-    "sum_expert_rows_kernel return_sums_kernel tell_far_ranks_kernel".split()
+    "describe_received_kernel place_received_kernel expand_rows_kernel pack_plan_kernel "
+    "pack_rows_kernel node_layout_kernel exchange_internode_kernel open_internode_kernel "
+    "push_fused_kernel copy_rows_kernel keep_rows_kernel copy_ids_kernel collect_kernel "
+    "locate_kernel release_kernel exchange_kernel exchange_fused_kernel metadata_kernel "
+    "push_kernel low_latency_combine_kernel return_rows_kernel final_sum_kernel fused_sum_kernel "
+    "return_to_rails_kernel node_sum_kernel internode_sum_kernel send_return_metadata_kernel "
+    "reduce_expanded_kernel sum_expert_rows_kernel return_sums_kernel tell_far_ranks_kernel".split()
 )
 """Our kernels that plan, send, place, copy and add up rows."""
 

@@ -22,6 +22,7 @@ from .expand_kernels import (
     ReceivedRows,
     copy_ids_kernel,
     count_received_kernel,
+    describe_received_kernel,
     expand_rows_kernel,
     place_received_kernel,
 )
@@ -51,7 +52,7 @@ def copy_ids(topk_idx: torch.Tensor, copy: torch.Tensor, slots: Slots) -> None:
 
 
 @functools.cache
-def _place_sizes(num_topk: int, num_local_experts: int, expand: bool) -> PlaceReceivedSizes:
+def _place_sizes(num_topk: int, num_local_experts: int) -> PlaceReceivedSizes:
     topk_pad, experts_pad = next_power_of_2(num_topk), max(32, next_power_of_2(num_local_experts))
     sizes = PlaceReceivedSizes(
         NUM_TOPK=num_topk,
@@ -60,9 +61,40 @@ def _place_sizes(num_topk: int, num_local_experts: int, expand: bool) -> PlaceRe
         BLOCK_ROWS=max(1, PLACE_SLOTS // topk_pad),
         BLOCK_PROGRAMS=max(1, 4096 // experts_pad),
         STEP=32,
-        EXPAND=expand,
     )
     return constants(sizes)
+
+
+def describe_received(
+    received: ReceivedIds,
+    rank_prefix_matrix: torch.Tensor,
+    group_counts: torch.Tensor,
+    places: Places,
+    stats: torch.Tensor | None,
+    alignment: int,
+    max_tokens: int,
+    slots: Slots,
+) -> None:
+    """Say where received rows come from and how many rows experts have, see `reference.place`;
+    rows get no places. group_counts int32 [E]: the rows of each expert of all ranks."""
+    num_rows, num_topk = received.topk_idx.shape
+    num_local = places.num_per_expert.numel()
+    slots.context.launch(
+        describe_received_kernel,
+        (2 if INTERPRETED else gpu().num_sms,),
+        received,
+        rank_prefix_matrix,
+        group_counts,
+        places,
+        stats,
+        slots.context.fields,
+        num_rows,
+        num_local,
+        alignment,
+        max_tokens,
+        SIZES=_place_sizes(num_topk, num_local),
+        num_warps=8,
+    )
 
 
 def place_received(
@@ -72,17 +104,17 @@ def place_received(
     stats: torch.Tensor | None,
     alignment: int,
     max_tokens: int,
-    num_expanded: int | None,
+    num_expanded: int,
     slots: Slots,
 ) -> None:
     """Find the places of received rows, see `reference.place`, where there is room for
-    num_expanded rows of experts; None: count the rows of experts alone. An expert's rows begin at
-    a multiple of the alignment; max_tokens: of a rank."""
+    num_expanded rows of experts. An expert's rows begin at a multiple of the alignment;
+    max_tokens: of a rank."""
     num_rows, num_topk = received.topk_idx.shape
     num_local = places.num_per_expert.numel()
     num_programs = 2 if INTERPRETED else gpu().num_sms
     counts = places.num_per_expert.new_empty(num_programs, num_local)
-    sizes = _place_sizes(num_topk, num_local, num_expanded is not None)
+    sizes = _place_sizes(num_topk, num_local)
     slots.context.launch(
         count_received_kernel,
         (num_programs,),
@@ -105,7 +137,7 @@ def place_received(
         stats,
         slots.context.fields,
         num_rows,
-        num_expanded or 0,
+        num_expanded,
         num_local,
         alignment,
         max_tokens,

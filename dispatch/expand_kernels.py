@@ -46,7 +46,6 @@ class PlaceReceivedSizes(NamedTuple):
     BLOCK_ROWS: Any
     BLOCK_PROGRAMS: Any  # programs whose counts are read at a time
     STEP: Any
-    EXPAND: Any  # whether rows get places; else their experts are counted alone
 
 
 @triton.jit(do_not_specialize=["num_rows"])
@@ -62,6 +61,42 @@ def copy_ids_kernel(
         items = first + tl.arange(0, BLOCK)
         inside = items < num_rows * NUM_TOPK
         tl.store(copy + items, tl.load(topk_idx + items, mask=inside), mask=inside)
+
+
+@triton.jit(do_not_specialize=["num_rows", "num_local", "alignment", "max_tokens"])
+def describe_received_kernel(
+    received,  # ReceivedIds
+    rank_prefix_matrix,  # int32 [R, R]
+    group_counts,  # int32 [E]: rows of each expert of all ranks
+    places,  # Places, out
+    stats,  # int32 [L]: the rows of each expert are added to it; or None
+    context,
+    num_rows,  # N
+    num_local,  # L
+    alignment,
+    max_tokens,  # of a rank
+    SIZES: tl.constexpr,  # PlaceReceivedSizes
+):
+    """Say of each received row where it comes from, and of each expert how many rows it has, padded
+    to a multiple of the alignment where they are added up. No row gets a place."""
+    end_received = num_received(rank_prefix_matrix, num_rows, context)
+    begin, end = _share(end_received)
+    if tl.program_id(0) == 0:
+        experts = tl.arange(0, SIZES.EXPERTS_PAD)
+        at = group_counts + tl.load(context + RANK) * num_local + experts
+        total = tl.load(at, mask=experts < num_local, other=0)
+        ends = tl.cumsum(tl.cdiv(total, alignment) * alignment, 0)
+        _put_counts(ends, total, places, stats, rank_prefix_matrix, num_local, context, SIZES)
+    slot = tl.full([SIZES.BLOCK_ROWS * SIZES.TOPK_PAD], -1, tl.int32)
+    for first in range(begin, end, SIZES.BLOCK_ROWS):
+        ids, _ = _block_ids(received.topk_idx, first, end, num_local, SIZES)
+        # fmt: off
+        _put_metadata(
+            received.src_idx, first, end, ids, slot, places, rank_prefix_matrix, context,
+            max_tokens, SIZES,
+        )
+        # fmt: on
+    _clear_metadata(places.src_metadata, end_received, num_rows, SIZES)
 
 
 @triton.jit(do_not_specialize=["num_rows", "num_local_experts"])
@@ -100,51 +135,39 @@ def place_received_kernel(
     max_tokens,  # of a rank
     SIZES: tl.constexpr,  # PlaceReceivedSizes
 ):
-    """Say of each received row where it comes from and, with EXPAND, which row it is among those of
-    each of its experts. Programs have the shares of `count_received_kernel`.
+    """Say of each received row where it comes from and which row it is among those of each of its
+    experts. Programs have the shares of `count_received_kernel`.
 
     Never gives a place beyond num_expanded: the host is told where there are more rows.
     """
     end_received = num_received(rank_prefix_matrix, num_rows, context)
     begin, end = _share(end_received)
-    experts = tl.arange(0, SIZES.EXPERTS_PAD)
-    real = experts < num_local
     total, before = _sum_counts(counts, num_local, SIZES)
     aligned = tl.cdiv(total, alignment) * alignment
     first_row = tl.cumsum(aligned, 0) - aligned
     if tl.program_id(0) == 0:
-        ends = first_row + (total if SIZES.EXPAND else aligned)
-        tl.store(places.psum_per_expert + experts, ends, mask=real)
-        tl.store(places.num_per_expert + experts, total, mask=real)
-        if stats is not None:
-            tl.store(stats + experts, tl.load(stats + experts, mask=real) + total, mask=real)
-        for rank in range(0, tl.load(context + NUM_RANKS).to(tl.int32)):
-            tl.store(places.psum_per_rank + rank, _end_of(rank, rank_prefix_matrix, context))
-        if SIZES.EXPAND:
-            if tl.sum(aligned, 0) > num_expanded:
-                epoch = current_epoch(context)
-                report_failure(tl.load(context + RANK), epoch, context, PHASE_OVERFLOW)
+        ends = first_row + total
+        _put_counts(ends, total, places, stats, rank_prefix_matrix, num_local, context, SIZES)
+        if tl.sum(aligned, 0) > num_expanded:
+            epoch = current_epoch(context)
+            report_failure(tl.load(context + RANK), epoch, context, PHASE_OVERFLOW)
     running = first_row + before
+    BLOCK: tl.constexpr = SIZES.BLOCK_ROWS * SIZES.TOPK_PAD
     for first in range(begin, end, SIZES.BLOCK_ROWS):
         ids, wide = _block_ids(received.topk_idx, first, end, num_local, SIZES)
-        slot = tl.full([SIZES.BLOCK_ROWS * SIZES.TOPK_PAD], -1, tl.int32)
-        if SIZES.EXPAND:
-            BLOCK: tl.constexpr = SIZES.BLOCK_ROWS * SIZES.TOPK_PAD
-            slot = tl.gather(running, tl.maximum(ids, 0), 0)
-            # fmt: off
-            slot = add_number_in_block(
-                slot, received.topk_idx, wide, first, end, SIZES.NUM_TOPK, SIZES.TOPK_PAD, BLOCK,
-                SIZES.STEP,
-            )
-            # fmt: on
-            slot = tl.where((ids >= 0) & (slot < num_expanded), slot, -1)
-            running += _histogram(ids, SIZES)
+        slot = tl.gather(running, tl.maximum(ids, 0), 0)
         # fmt: off
+        slot = add_number_in_block(
+            slot, received.topk_idx, wide, first, end, SIZES.NUM_TOPK, SIZES.TOPK_PAD, BLOCK,
+            SIZES.STEP,
+        )
+        slot = tl.where((ids >= 0) & (slot < num_expanded), slot, -1)
         _put_metadata(
             received.src_idx, first, end, ids, slot, places, rank_prefix_matrix, context,
             max_tokens, SIZES,
         )
         # fmt: on
+        running += _histogram(ids, SIZES)
     _clear_metadata(places.src_metadata, end_received, num_rows, SIZES)
 
 
@@ -205,6 +228,22 @@ def _sum_counts(counts, num_local_experts, SIZES: tl.constexpr):
 
 
 @device_function
+def _put_counts(
+    ends, total, places, stats, rank_prefix_matrix, num_local, context, SIZES: tl.constexpr
+):
+    """Write where the rows of experts end and how many these have, add these to the stats, and
+    write where the rows of each source rank end."""
+    experts = tl.arange(0, SIZES.EXPERTS_PAD)
+    real = experts < num_local
+    tl.store(places.psum_per_expert + experts, ends, mask=real)
+    tl.store(places.num_per_expert + experts, total, mask=real)
+    if stats is not None:
+        tl.store(stats + experts, tl.load(stats + experts, mask=real) + total, mask=real)
+    for rank in range(0, tl.load(context + NUM_RANKS).to(tl.int32)):
+        tl.store(places.psum_per_rank + rank, _end_of(rank, rank_prefix_matrix, context))
+
+
+@device_function
 def _put_metadata(
     src_idx, first, end, ids, slot, places, rank_prefix_matrix, context, max_tokens,
     SIZES: tl.constexpr,
@@ -244,7 +283,7 @@ def _clear_metadata(src_metadata, begin, end, SIZES: tl.constexpr):
 class ReceivedRows(NamedTuple):
     """Rows that a dispatch brought."""
 
-    x: tl.tensor  # vectors [N, num_vecs], or int64 [N], the address of each row
+    x: tl.tensor  # vectors [N, num_vecs], or int64 [N], the address of each row, 0 for none
     scales: tl.tensor  # int32 [N, NUM_SCALES], or None
     weights: tl.tensor  # float32 [N, NUM_TOPK], or None
 
@@ -298,14 +337,15 @@ def expand_rows_kernel(
             slot = tl.load(slots_at + k, mask=inside, other=-1)
             slots = slots + (tl.where(slot < num_expanded, slot, -1),)
         source = _row_pointers(received.x, rows, inside, num_vecs, out.x)
+        arrived = inside & (source.to(tl.int64) != 0)
         for start in range(0, num_vecs, SIZES.BLOCK_VECS):
             vecs = start + tl.arange(0, SIZES.BLOCK_VECS)
             in_row = row_mask(vecs, num_vecs, out.x.dtype.element_ty, SIZES.ALIGNED)[None, :]
             from_row = row_pointers(source, vecs, SIZES.ALIGNED)
-            values = tl.load(from_row, mask=inside[:, None] & in_row)
+            values = tl.load(from_row, mask=arrived[:, None] & in_row)
             for k in tl.static_range(SIZES.NUM_TOPK):
                 to = out.x + slots[k].to(tl.int64) * num_vecs
-                is_copy = (slots[k] >= 0)[:, None] & in_row
+                is_copy = (arrived & (slots[k] >= 0))[:, None] & in_row
                 put(row_pointers(to, vecs, SIZES.ALIGNED), values, is_copy)
         if SIZES.NUM_SCALES > 0:
             columns = tl.arange(0, SIZES.SCALES_PAD)
@@ -329,7 +369,7 @@ def expand_rows_kernel(
 
 @device_function
 def _row_pointers(x, rows, inside, num_vecs, like):
-    """Pointers to received rows, of the type of the vectors `like`."""
+    """Pointers to received rows, of the type of the vectors `like`; 0: a row has not arrived."""
     if x.dtype.element_ty == tl.int64:
         pointers = as_pointer(tl.load(x + rows, mask=inside, other=0), like.dtype.element_ty)
     else:

@@ -15,7 +15,10 @@ from moe_engine.engines import expanded
 from moe_engine.engines.expanded import HowSent, Numbers, RowsWanted
 from moe_engine.tools.lone_rank import kernel_engine
 
-NAMES = ["copy_ids", "count_received", "place_received", "expand_rows", "reduce_expanded"]
+NAMES = [
+    *("copy_ids", "describe_received", "count_received", "place_received", "expand_rows"),
+    "reduce_expanded",
+]
 pytestmark = pytest.mark.skipif(
     not triton.__version__.startswith("3.6."), reason="registers are those of Triton 3.6"
 )
@@ -23,7 +26,7 @@ pytestmark = pytest.mark.skipif(
 
 @cache
 def launched(dtype=BF16, num_scales=0, hidden=HIDDEN):
-    """The launches of a dispatch by expert, and of its combine, by name."""
+    """The launches of dispatches by token and by expert, and of a combine, by name."""
     engine = kernel_engine(RANKS, TOKENS, REGION_BYTES)
     x, numbers = torch.empty(TOKENS, hidden, dtype=dtype), Numbers(EXPERTS // RANKS, 128, 64, RANKS)
     scales = torch.empty(TOKENS, num_scales) if num_scales else None
@@ -31,7 +34,9 @@ def launched(dtype=BF16, num_scales=0, hidden=HIDDEN):
         tokens, stats = Tokens(x, *routing(), scales), torch.zeros(EXPERTS // RANKS).int()
         wanted = RowsWanted(True, True, num_scales > 0, True)
         how = HowSent(waits=False, copies_ids=True, num_sms=20)
-        got = expanded.dispatch(engine, tokens, EXPERTS, stats, numbers, wanted, how)
+        of = tokens, EXPERTS, stats, numbers
+        expanded.dispatch(engine, *of, wanted._replace(expand=False), how)
+        got = expanded.dispatch(engine, *of, wanted, how)
         assert got.rows.weights is not None
         rows = ExpertRows(got.rows.x.view(BF16)[:, : hidden // 2], got.rows.weights)
         if dtype == BF16:

@@ -16,7 +16,7 @@ from elastic_cases import EXPERTS, HIDDEN, MOST_TOKENS, TOPK, elastic, expected,
 
 import moe_engine
 from moe_engine import BackendError, DtypeError, ElasticBuffer, EventHandle, ShapeError, reference
-from moe_engine.errors import TooManyTokens
+from moe_engine.errors import PeerTimeout, TooManyTokens
 
 # --- The surface -----------------------------------------------------------------------------
 
@@ -303,6 +303,40 @@ def overflow(group):
 
 def test_rows_beyond_the_room_are_refused(pool):
     pool.run(overflow, num_ranks=1)
+
+
+def stay_away(group, cached, x, idx, w):
+    """What rank 1 says of a dispatch by expert, made once before, that rank 0 does not make: none
+    of its rows come."""
+    x, idx, w = (part.to(cases.device()) for part in (x, idx, w))
+    buffer = elastic(group, num_gpu_timeout_secs=1)
+    how = dict(do_expand=True, do_cpu_sync=False)
+    _, _, _, handle, _ = buffer.dispatch(x, idx, w, num_experts=EXPERTS, **how)
+
+    def call():
+        if cached:
+            buffer.dispatch(x, handle=handle, do_expand=True)
+        else:
+            buffer.dispatch(x, idx, w, num_experts=EXPERTS, **how)
+        buffer.check()
+
+    call()
+    torch.distributed.barrier(group)
+    seen = None
+    if torch.distributed.get_rank(group) == 1:
+        try:
+            call()
+        except PeerTimeout as error:
+            seen = error.peer
+    torch.distributed.barrier(group)
+    buffer.destroy()
+    return seen
+
+
+@pytest.mark.parametrize("cached", [True, False])
+def test_a_rank_that_stays_away_is_named(pool, cached):
+    results, _ = elastic_cases.run_client(pool, stay_away, cached)
+    assert results == [None, 0]
 
 
 # --- Refused -------------------------------------------------------------------------------------

@@ -14,7 +14,7 @@ from ..combine import ReturnedRows
 from ..combine.reduce_expanded import reduce_expanded
 from ..combine.reduce_expanded_kernels import ExpertRows, ReducedRows
 from ..dispatch import Received, Tokens
-from ..dispatch.expand import copy_ids, expand_rows, place_received
+from ..dispatch.expand import copy_ids, describe_received, expand_rows, place_received
 from ..dispatch.expand_kernels import (
     ExpandedRows,
     Places,
@@ -124,7 +124,8 @@ def _dispatch(
         assert topk_idx is not None
         num_expanded = sum(per_expert) if how.waits else numbers.most_expanded(tokens.num_topk)
         ids, prefix = ReceivedIds(topk_idx, received.src_idx), sent.rank_prefix_matrix
-        places = find_places(engine, ids, prefix, stats, numbers, wanted.expand, num_expanded)
+        of_ranks = prefix, arrived.group_counts
+        places = find_places(engine, ids, *of_ranks, stats, numbers, wanted.expand, num_expanded)
         rows = _by_token(received, wanted)
         if wanted.expand:
             rows, received_rows = new_rows(tokens, num_expanded, wanted), ReceivedRows(*rows)
@@ -211,10 +212,11 @@ def _dispatch_again(
     **sizes: int,
 ) -> tuple[ExpandedRows, torch.Tensor | None]:
     metadata, ids = sized
-    x = tokens.x.new_empty(sizes["max_rows"], tokens.x.shape[1])
-    received = with_size("max_rows", Received.empty(x, tokens))
+    by_token = ids is not None  # else rows are copied to their experts' from where they arrive
+    new = engine.new_rows(tokens, sizes["max_rows"], owned=by_token)
+    received = with_size("max_rows", new)
     engine.send_again(tokens, plan, num_experts, received, num_sms)
-    if ids is not None:  # rows by token
+    if ids is not None:
         (copy,) = with_size("max_rows", [ids.new_empty(ids.shape)])
         copy_ids(ids, copy, engine.slots)
         return _by_token(received, wanted), copy
@@ -222,6 +224,7 @@ def _dispatch_again(
     with_size("num_scales", [rows.scales])
     received_rows, places = ReceivedRows(*_by_token(received, wanted)), Places(metadata, *sums)
     expand(engine, received_rows, places, plan[0], rows, numbers, wanted)
+    engine.release()
     return rows, None
 
 
@@ -275,6 +278,7 @@ def find_places(
     engine: KernelEngine,
     received: ReceivedIds,
     rank_prefix_matrix: torch.Tensor,
+    group_counts: torch.Tensor,
     stats: torch.Tensor | None,
     numbers: Numbers,
     by_expert: bool,
@@ -282,13 +286,14 @@ def find_places(
 ) -> Places:
     """The places of received rows, see `reference.place`. Unless they are placed `by_expert`, all
     places are -1, and psum_per_expert counts padding. There is room for num_expanded rows: the host
-    is told where there are more. stats int32 [L], unless None: the rows of each expert are added
-    to it."""
+    is told where there are more. group_counts int32 [E]: the rows of each expert of all ranks.
+    stats int32 [L], unless None: the rows of each expert are added to it."""
     num_rows, num_topk = received.topk_idx.shape
     metadata = received.src_idx.new_empty(num_rows, 2 + num_topk)
     sums: tuple[torch.Tensor, ...] = engine.call(
         _find_places,
         rank_prefix_matrix,
+        group_counts,
         stats,
         numbers,
         by_expert,
@@ -302,6 +307,7 @@ def find_places(
 def _find_places(
     engine: KernelEngine,
     rank_prefix_matrix: torch.Tensor,
+    group_counts: torch.Tensor,
     stats: torch.Tensor | None,
     numbers: Numbers,
     by_expert: bool,
@@ -312,16 +318,13 @@ def _find_places(
     topk_idx, src_idx, metadata = sized
     new, num_local = rank_prefix_matrix.new_empty, numbers.num_local_experts
     places = Places(metadata, new(num_local), new(num_local), new(len(rank_prefix_matrix)))
-    place_received(
-        ReceivedIds(topk_idx, src_idx),
-        rank_prefix_matrix,
-        places,
-        stats,
-        numbers.alignment,
-        numbers.max_tokens,
-        num_expanded if by_expert else None,
-        engine.slots,
-    )
+    ids = ReceivedIds(topk_idx, src_idx)
+    sizes = numbers.alignment, numbers.max_tokens
+    if by_expert:
+        place_received(ids, rank_prefix_matrix, places, stats, *sizes, num_expanded, engine.slots)
+    else:
+        of_ranks = rank_prefix_matrix, group_counts
+        describe_received(ids, *of_ranks, places, stats, *sizes, engine.slots)
     return tuple(places[1:])
 
 

@@ -12,7 +12,6 @@ from typing import Any, ClassVar, NamedTuple
 import torch
 
 from .. import combine as combine_verbs
-from .. import dispatch as dispatch_verbs
 from ..combine import internode as combine_internode
 from ..device.context import Kind
 from ..dispatch import (
@@ -255,7 +254,7 @@ class InternodeEngine(KernelEngine, LayerByVerbs):
         forwarded = row_idx, prefix, BARE_HEADER, num_programs
         dispatch_internode.forward(tokens.row, *forwarded, slots)
         rows, partition = (prefix, num_local_experts, BARE_HEADER), self._partition(0, owned=True)
-        dispatch_verbs.collect(sized, tokens, *rows, partition, slots, num_programs)
+        self._receive_rows(sized, tokens, rows, partition, num_programs)
 
     # --- Combine -----------------------------------------------------------------------------
 

@@ -131,7 +131,7 @@ class KernelEngine(MemoryEngine):
             self._grow(most_rows, largest_row, header)
             return self.dispatch(tokens, layout, num_worst_tokens, num_sms, owned)
         self.slots.context.check()
-        out, prefix = self._new_rows(tokens, num_rows, owned), counts.rank_prefix_matrix
+        out, prefix = self.new_rows(tokens, num_rows, owned), counts.rank_prefix_matrix
         received = tokens, prefix, layout.num_experts, *how
         rows: dict[str, Any] = dict(sized=out, max_rows=num_rows)
         self.call(KernelEngine._receive, *received, as_one=as_one, **rows)
@@ -156,7 +156,7 @@ class KernelEngine(MemoryEngine):
         """All steps of a dispatch that returns `num_worst_tokens` rows."""
         header = header_bytes(layout.num_experts, self.slots.layout.num_ranks)
         self.check_capacity(len(tokens.x), self._largest_row(tokens), header)
-        out = self._new_rows(tokens, num_worst_tokens, owned)
+        out = self.new_rows(tokens, num_worst_tokens, owned)
         counts, routes = self._exchange(tokens, layout, may_grow=False)
         self._send(tokens, layout, counts, routes, num_programs, owned)
         received = tokens, counts.rank_prefix_matrix, layout.num_experts, num_programs, owned
@@ -220,11 +220,22 @@ class KernelEngine(MemoryEngine):
         """Copy what arrives to `sized`, of max_rows rows, or write its addresses there."""
         num_ranks = self.slots.num_ranks
         rows = prefix, num_experts // num_ranks, header_bytes(num_experts, num_ranks)
-        if owned:
-            partition = self._partition(num_programs, owned)
-            dispatch_verbs.collect(sized, tokens, *rows, partition, self.slots)
+        self._receive_rows(sized, tokens, rows, self._partition(num_programs, owned))
+
+    def _receive_rows(
+        self,
+        out: Received,
+        tokens: Tokens,
+        rows: tuple[torch.Tensor, int, int],
+        partition: Partition,
+        num_programs: int | None = None,
+    ) -> None:
+        """Copy what arrives to `out`, or write its addresses where `out` has room for these. rows:
+        (rank_prefix_matrix, local experts, bytes of headers); num_programs: see `collect`."""
+        if is_located(out):
+            dispatch_verbs.locate(out, tokens, *rows, self.slots)
         else:
-            dispatch_verbs.locate(sized, tokens, *rows, self.slots)
+            dispatch_verbs.collect(out, tokens, *rows, partition, self.slots, num_programs)
 
     def _new_handle(
         self,
@@ -238,7 +249,7 @@ class KernelEngine(MemoryEngine):
         parts = counts.rank_prefix_matrix, send_token_idx, counts.signature
         return Handle(*parts, out.src_idx, layout.is_token_in_rank, send_head)
 
-    def _new_rows(self, tokens: Tokens, num_rows: int, owned: bool) -> Received:
+    def new_rows(self, tokens: Tokens, num_rows: int, owned: bool) -> Received:
         """Room for received rows, or for their addresses where they are not `owned`."""
         shape = (num_rows, tokens.x.shape[1]) if owned else (num_rows,)
         rows = tokens.x.new_empty(shape, dtype=tokens.x.dtype if owned else torch.int64)
@@ -312,7 +323,8 @@ class KernelEngine(MemoryEngine):
         out: Received,
         num_sms: int,
     ) -> None:
-        """`dispatch_cached` into `out`, by what a handle has `sent`."""
+        """`dispatch_cached` into `out`, by what a handle has `sent`; with `out` for addresses, see
+        `new_rows`, rows are good until `release`."""
         args = tokens, plan, num_experts // self.slots.num_ranks, num_comm_programs(num_sms)
         self.call(type(self)._dispatch_cached, *args, sized=out, max_rows=out.src_idx.shape[0])
 
@@ -330,12 +342,12 @@ class KernelEngine(MemoryEngine):
             self.check_capacity(len(tokens.x), tokens.row, BARE_HEADER)
         rank = self.slots.context.rank
         plan = SendPlan(prefix[rank], prefix[rank - 1] if rank else None, send_token_idx)
-        partition = self._partition(num_programs, owned=True)
+        partition = self._partition(num_programs, owned=not is_located(sized))
         early = partition.push + partition.early  # the latter begin after the push
         dispatch_verbs.send_metadata(tokens, plan, BARE_HEADER, early, self.slots, signature)
         dispatch_verbs.push(tokens, plan, BARE_HEADER, partition, self.slots)
         rows = prefix, num_local_experts, BARE_HEADER
-        dispatch_verbs.collect(sized, tokens, *rows, partition, self.slots)
+        self._receive_rows(sized, tokens, rows, partition)
 
     # --- Combine -----------------------------------------------------------------------------
 
@@ -485,6 +497,11 @@ class KernelEngine(MemoryEngine):
         if self._max_tokens is not None and not tokens.returned_bytes:
             return row
         return replace(row, payload_bytes=max(row.payload_bytes, returned_bytes))
+
+
+def is_located(rows: Received) -> bool:
+    """Whether there is room for the addresses of rows alone."""
+    return rows.x.dim() == 1
 
 
 def num_comm_programs(num_sms: int) -> int:

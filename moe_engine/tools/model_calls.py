@@ -178,14 +178,15 @@ def expand_and_reduce(
     engine = kernel_engine(num_ranks, None, shape.region_bytes(count), None, shape.num_nodes)
     sent_x, topk_idx, topk_weights = shape.tokens(count)
     layout = engine.layout(topk_idx, shape.num_experts)
-    _, _, sent, _ = engine.dispatch(Tokens(sent_x, topk_idx, topk_weights), layout, count)
+    sent_tokens = Tokens(sent_x, topk_idx, topk_weights)
+    _, _, sent, group_counts = engine.dispatch(sent_tokens, layout, count)
     src_idx, stats = (torch.zeros(n, dtype=torch.int32) for n in (count, num_local))
     prefix = sent.rank_prefix_matrix
     numbers = expanded.Numbers(num_local, 1, count, num_ranks)
     num_rows, received = count * num_topk, ReceivedIds(topk_idx, src_idx)
     expanded.copy_of_ids(engine, topk_idx)
     for added_to, by_expert in product((None, stats), (False, True)):
-        more = prefix, added_to, numbers, by_expert, num_rows
+        more = prefix, group_counts, added_to, numbers, by_expert, num_rows
         places = expanded.find_places(engine, received, *more)
     for columns, dtype, num_scales in forms:
         x = torch.empty(count, columns, dtype=dtype)
