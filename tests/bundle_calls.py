@@ -39,13 +39,13 @@ def launched(group, function, *args):
             rows.topk_idx.zero_()
         return rows
 
-    new_rows_of_engine = KernelEngine._new_rows
+    new_rows_of_engine = KernelEngine.new_rows
     with (
         stand_in(H200),
         collecting(collect),
         mock.patch.object(symm, "_check_emulation", lambda: None),
         mock.patch.object(KernelEngine, "_received", received),
-        mock.patch.object(KernelEngine, "_new_rows", new_rows),
+        mock.patch.object(KernelEngine, "new_rows", new_rows),
     ):
         function(group, *args)
     return keys

@@ -213,7 +213,7 @@ def _dispatch_again(
 ) -> tuple[ExpandedRows, torch.Tensor | None]:
     metadata, ids = sized
     by_token = ids is not None  # else rows are copied to their experts' from where they arrive
-    new = engine.new_rows(tokens, sizes["max_rows"], owned=by_token)
+    new = engine.new_rows(tokens, sizes["max_rows"], by_token)
     received = with_size("max_rows", new)
     engine.send_again(tokens, plan, num_experts, received, num_sms)
     if ids is not None:
