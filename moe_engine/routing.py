@@ -32,8 +32,11 @@ class RoutingLayout(NamedTuple):
     block_tokens: int
 
 
-def layout(topk_idx: torch.Tensor, num_experts: int, slots: Slots) -> RoutingLayout:
-    """The layout of topk_idx int64 [T, K]. Bad ids count as -1; see `Buffer.check`."""
+def layout(
+    topk_idx: torch.Tensor, num_experts: int, slots: Slots, copy: torch.Tensor | None = None
+) -> RoutingLayout:
+    """The layout of topk_idx int64 [T, K], which is copied to `copy` unless that is None. Bad ids
+    count as -1; see `Buffer.check`."""
     num_tokens, num_topk = topk_idx.shape
     num_ranks = slots.layout.num_ranks
     block_tokens = _block_tokens(num_topk)
@@ -48,6 +51,7 @@ def layout(topk_idx: torch.Tensor, num_experts: int, slots: Slots) -> RoutingLay
         topk_idx,
         block_counts,
         in_rank.view(torch.uint8),
+        copy,
         slots.context.fields,
         num_tokens,
         num_experts // num_ranks,

@@ -16,6 +16,7 @@ def layout_kernel(
     topk_idx,  # int64 [T, K]
     block_counts,  # int32 [B, E + R], out: what each block of tokens sends to experts and ranks
     is_token_in_rank,  # uint8 [T, R], out
+    copy,  # int64 [T, K], out: the ids as they are; or None
     context,
     num_tokens,
     num_local_experts,
@@ -31,7 +32,10 @@ def layout_kernel(
     tokens = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
     k = tl.arange(0, TOPK_PAD)
     inside = (tokens < num_tokens)[:, None] & (k < NUM_TOPK)[None, :]
-    ids = tl.load(topk_idx + tokens[:, None] * NUM_TOPK + k[None, :], mask=inside, other=-1)
+    at = tokens[:, None] * NUM_TOPK + k[None, :]
+    ids = tl.load(topk_idx + at, mask=inside, other=-1)
+    if copy is not None:
+        tl.store(copy + at, ids, mask=inside)
     valid = (ids >= 0) & (ids < num_experts)
     num_bad = tl.sum(tl.sum(((ids != -1) & ~valid).to(tl.int64), 1), 0)
     if num_bad > 0:

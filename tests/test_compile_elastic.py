@@ -11,6 +11,7 @@ from launches import BF16, EXPERTS, FP8, HIDDEN, RANKS, REGION_BYTES, TOKENS, re
 
 from moe_engine.combine.reduce_expanded_kernels import ExpertRows
 from moe_engine.dispatch import Tokens
+from moe_engine.dispatch.expand import copy_ids
 from moe_engine.engines import expanded
 from moe_engine.engines.expanded import HowSent, Numbers, RowsWanted
 from moe_engine.tools.lone_rank import kernel_engine
@@ -37,6 +38,7 @@ def launched(dtype=BF16, num_scales=0, hidden=HIDDEN):
         of = tokens, EXPERTS, stats, numbers
         expanded.dispatch(engine, *of, wanted._replace(expand=False), how)
         got = expanded.dispatch(engine, *of, wanted, how)
+        copy_ids(got.topk_idx, torch.empty_like(got.topk_idx), engine.slots)
         assert got.rows.weights is not None
         rows = ExpertRows(got.rows.x.view(BF16)[:, : hidden // 2], got.rows.weights)
         if dtype == BF16:

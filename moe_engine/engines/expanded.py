@@ -10,10 +10,11 @@ from typing import Any, NamedTuple, TypedDict
 
 import torch
 
+from .. import routing
 from ..combine import ReturnedRows
 from ..combine.reduce_expanded import reduce_expanded
 from ..combine.reduce_expanded_kernels import ExpertRows, ReducedRows
-from ..dispatch import Received, Tokens
+from ..dispatch import DispatchLayout, Received, Tokens
 from ..dispatch.expand import copy_ids, describe_received, expand_rows, place_received
 from ..dispatch.expand_kernels import (
     ExpandedRows,
@@ -114,8 +115,8 @@ def _dispatch(
     how: HowSent,
 ) -> Dispatched:
     assert tokens.topk_idx is not None
-    layout, in_place = engine.layout(tokens.topk_idx, num_experts), wanted.expand
-    sent_idx = copy_of_ids(engine, tokens.topk_idx) if how.copies_ids else None
+    in_place, copies_ids = wanted.expand, how.copies_ids
+    layout, sent_idx = layout_and_copy(engine, tokens.topk_idx, num_experts, copies_ids)
     most_rows = 0 if how.waits else numbers.most_rows()
     arrived = engine.dispatch(tokens, layout, most_rows, how.num_sms, not in_place)
     received, counts, sent = arrived[:3]
@@ -136,16 +137,22 @@ def _dispatch(
     return Dispatched(rows, topk_idx, sent_idx, places, sent, per_expert, num_expanded)
 
 
-def copy_of_ids(engine: KernelEngine, topk_idx: torch.Tensor) -> torch.Tensor:
-    """Ids [N, K], which the caller may change, in memory of their own."""
-    copy: torch.Tensor = engine.call(_copy_ids, topk_idx)
-    return copy
+def layout_and_copy(
+    engine: KernelEngine, topk_idx: torch.Tensor, num_experts: int, copies_ids: bool
+) -> tuple[DispatchLayout, torch.Tensor | None]:
+    """Where tokens with these ids [T, K] go; and the ids, which the caller may change, in memory of
+    their own, or None."""
+    found: tuple[DispatchLayout, torch.Tensor | None]
+    found = engine.call(_layout_and_copy, topk_idx, num_experts, copies_ids)
+    return found
 
 
-def _copy_ids(engine: KernelEngine, topk_idx: torch.Tensor) -> torch.Tensor:
-    copy = torch.empty_like(topk_idx)
-    copy_ids(topk_idx, copy, engine.slots)
-    return copy
+def _layout_and_copy(
+    engine: KernelEngine, topk_idx: torch.Tensor, num_experts: int, copies_ids: bool
+) -> tuple[DispatchLayout, torch.Tensor | None]:
+    copy = torch.empty_like(topk_idx) if copies_ids else None
+    layout = routing.layout(topk_idx, num_experts, engine.slots, copy)
+    return DispatchLayout(*layout[:3]), copy
 
 
 class Sizes(TypedDict):

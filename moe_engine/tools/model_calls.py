@@ -19,6 +19,7 @@ from ..checks import MAX_LOW_LATENCY_TOKENS
 from ..combine.reduce_expanded_kernels import ExpertRows
 from ..device.context import SAVE_POLICIES
 from ..dispatch import Tokens
+from ..dispatch.expand import copy_ids
 from ..dispatch.expand_kernels import ReceivedIds, ReceivedRows
 from ..dispatch.internode import Routes
 from ..dispatch.low_latency import LowLatencyTokens
@@ -184,7 +185,9 @@ def expand_and_reduce(
     prefix = sent.rank_prefix_matrix
     numbers = expanded.Numbers(num_local, 1, count, num_ranks)
     num_rows, received = count * num_topk, ReceivedIds(topk_idx, src_idx)
-    expanded.copy_of_ids(engine, topk_idx)
+    for copies_ids in (False, True):
+        expanded.layout_and_copy(engine, topk_idx, shape.num_experts, copies_ids)
+    copy_ids(topk_idx, torch.empty_like(topk_idx), engine.slots)
     for added_to, by_expert in product((None, stats), (False, True)):
         more = prefix, group_counts, added_to, numbers, by_expert, num_rows
         places = expanded.find_places(engine, received, *more)
