@@ -89,13 +89,13 @@ class ForwardRows(NamedTuple):
 
     @classmethod
     def empty(cls, inputs: LayerInputs, save: str, max_rows: int) -> ForwardRows:
-        """Room for max_rows, in the body of a call that has it as a number."""
+        """Room for max_rows."""
         x, columns = inputs.x, inputs.w_down.shape[2]
         act = x.new_empty(max_rows, columns)
         pre = x.new_empty(max_rows, inputs.parts * columns) if save in ("pre", "all") else None
         kept = x.new_empty(max_rows, x.shape[1]) if save in ("rows", "all") else None
         cast = QuantizedRows.like(act).memory if inputs.is_quantized else None
-        return with_size("max_rows", cls(act, pre, kept, cast))
+        return cls(act, pre, kept, cast)
 
     @property
     def kept(self) -> KeptRows:
@@ -159,7 +159,7 @@ def _forward(
     engine: KernelEngine, inputs: LayerInputs, save: str, number: int, max_rows: int
 ) -> tuple[torch.Tensor, KeptRows, torch.Tensor, torch.Tensor | None]:
     """(the result, what is saved, counts, overflow: see `Saved`)"""
-    rows = ForwardRows.empty(inputs, save, max_rows)
+    rows = ForwardRows.empty(inputs, save, max_rows)  # as many in each call of a kind
     exchanged = _exchange(engine, inputs, number)
     sent = _send(engine, inputs, exchanged, rows.x if gets_own_rows(engine) else None)
     out = _multiply(engine, inputs, exchanged, sent, rows)
@@ -196,7 +196,7 @@ def _finish(
     max_rows: int,
 ) -> tuple[torch.Tensor, KeptRows]:
     """(the result, what is saved), once the host knows how many rows there are."""
-    rows = ForwardRows.empty(inputs, save, max_rows)
+    rows = with_size("max_rows", ForwardRows.empty(inputs, save, max_rows))
     return _multiply(engine, inputs, exchanged, sent, rows), rows.kept
 
 
@@ -257,15 +257,21 @@ class BackwardRows(NamedTuple):
 
     @classmethod
     def of(
-        cls, inputs: LayerInputs, saved: KeptRows, keeps_pre: bool, is_later: bool, max_rows: int
+        cls,
+        inputs: LayerInputs,
+        saved: KeptRows,
+        keeps_pre: bool,
+        is_later: bool,
+        max_rows: int,
+        is_number: bool,
     ) -> BackwardRows:
         """What was saved, and room for max_rows of the others, in the body of a call that has it as
-        a number. keeps_pre: the saved pre-activations stay."""
+        a number, or as many in each call of a kind. keeps_pre: the saved pre-activations stay."""
         (pre, rows), hidden, columns = saved, inputs.x.shape[1], inputs.w_down.shape[2]
 
         def new(*sizes: int, **options: Any) -> torch.Tensor:
             made = inputs.x.new_empty(max_rows, *sizes, **options)
-            return with_size("max_rows", [made])[0]
+            return with_size("max_rows", [made])[0] if is_number else made
 
         pre = new(inputs.parts * columns) if pre is None else pre
         return cls(
@@ -340,7 +346,8 @@ def _backward(
     the weights need that are computed later.
     """
     step, x = Step.of(engine, inputs).in_backward, inputs.x
-    rows = BackwardRows.of(inputs, sized, keeps_pre, into is None, max_rows)
+    is_number = not gets_own_rows(engine)  # else each call of a kind has as many
+    rows = BackwardRows.of(inputs, sized, keeps_pre, into is None, max_rows, is_number)
     slots, memory, act, pre_grad = step.slots, step.memory, rows.act, rows.pre_grad
     dx, topk_grads = torch.empty_like(dy), torch.empty_like(inputs.topk_weights)
     memory_of_weights = memory_of(into, inputs)
