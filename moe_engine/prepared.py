@@ -24,9 +24,9 @@ from .launch import Graphs, Recording, is_collecting, only_launches, stream_of
 from .utils import has_modes, untraced, without_modes
 
 OWN_AFTER = 4
-"""Calls of a layer after which it has launches of its own: its weights, and mostly also the rest of
-its memory, are at the same addresses as in its call before, and a graph that changes nothing takes
-less time, see `launch_graph`."""
+"""Calls of a layer, or parts of them, after which it has launches of its own: its weights, and
+mostly also the rest of its memory, are at the same addresses as in its call before, and a graph
+that changes nothing takes less time, see `launch_graph`."""
 MOST_PREPARED = 512
 """Prepared calls of one memory, beyond which no further layer has its own. A graph of twelve
 launches takes 0.13 MiB of the GPU."""
