@@ -26,6 +26,7 @@ from .launch import (
     locate,
     programs_on_all_sms,
     push,
+    receive,
     release,
     send_metadata,
 )
@@ -59,6 +60,7 @@ __all__ = [
     "push",
     "push_fused",
     "quantize",
+    "receive",
     "release",
     "send_metadata",
     "staged_schedule",

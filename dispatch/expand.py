@@ -76,7 +76,7 @@ def describe_received(
     slots: Slots,
 ) -> None:
     """Say where received rows come from and how many rows experts have, see `reference.place`;
-    rows get no places. group_counts int32 [E]: the rows of each expert of all ranks."""
+    rows get no places. group_counts int32 [E]: rows of all ranks for each expert."""
     num_rows, num_topk = received.topk_idx.shape
     num_local = places.num_per_expert.numel()
     slots.context.launch(
@@ -173,17 +173,17 @@ def expand_rows(
     zero_padding: bool,
     slots: Slots,
 ) -> None:
-    """Copy received rows, or those at the addresses `received.x`, to their places in `out`. Scales
+    """Copy received rows, which are at the addresses `received.x`, to their places in `out`. Scales
     go to [M, S], or with scale_rows to [S, scale_rows]."""
     num_rows, num_topk = len(places.src_metadata), places.src_metadata.shape[1] - 2
     vectors, scales = RowVectors.of(out.x.shape[1], out.x.dtype), received.scales
-    num_scales, in_place = 0 if scales is None else scales.shape[1], received.x.dtype == torch.int64
+    num_scales = 0 if scales is None else scales.shape[1]
     sizes = _expand_sizes(num_topk, num_scales, vectors, scale_rows > 0, zero_padding)
     slots.context.launch(
         expand_rows_kernel,
         (2 if INTERPRETED else EXPAND_PROGRAMS * gpu().num_sms,),
         ReceivedRows(
-            received.x if in_place else vectors.view(received.x),
+            received.x,
             None if scales is None else scales.view(torch.int32),
             received.weights,
         ),

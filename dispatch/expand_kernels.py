@@ -13,6 +13,7 @@ from ..device.lang import (
     as_pointer,
     current_epoch,
     device_function,
+    is_broken,
     put,
     report_failure,
     row_mask,
@@ -67,7 +68,7 @@ def copy_ids_kernel(
 def describe_received_kernel(
     received,  # ReceivedIds
     rank_prefix_matrix,  # int32 [R, R]
-    group_counts,  # int32 [E]: rows of each expert of all ranks
+    group_counts,  # int32 [E]: rows of all ranks for each expert
     places,  # Places, out
     stats,  # int32 [L]: the rows of each expert are added to it; or None
     context,
@@ -283,7 +284,7 @@ def _clear_metadata(src_metadata, begin, end, SIZES: tl.constexpr):
 class ReceivedRows(NamedTuple):
     """Rows that a dispatch brought."""
 
-    x: tl.tensor  # vectors [N, num_vecs], or int64 [N], the address of each row, 0 for none
+    x: tl.tensor  # int64 [N], the address of each row
     scales: tl.tensor  # int32 [N, NUM_SCALES], or None
     weights: tl.tensor  # float32 [N, NUM_TOPK], or None
 
@@ -325,7 +326,11 @@ def expand_rows_kernel(
     SIZES: tl.constexpr,  # ExpandSizes
 ):
     """Copy each received row, its scales and its weights to the rows of its experts. Rows of `out`
-    that no row goes to are not written, but for the padding with ZERO_PADDING."""
+    that no row goes to are not written, but for the padding with ZERO_PADDING.
+
+    Where calls have ended, rows may have no address, and nothing is read."""
+    if is_broken(context):
+        return
     end = num_received(rank_prefix_matrix, num_rows, context)
     step = tl.num_programs(0) * SIZES.BLOCK_ROWS
     for first in range(tl.program_id(0) * SIZES.BLOCK_ROWS, end, step):
@@ -336,16 +341,16 @@ def expand_rows_kernel(
         for k in tl.static_range(SIZES.NUM_TOPK):
             slot = tl.load(slots_at + k, mask=inside, other=-1)
             slots = slots + (tl.where(slot < num_expanded, slot, -1),)
-        source = _row_pointers(received.x, rows, inside, num_vecs, out.x)
-        arrived = inside & (source.to(tl.int64) != 0)
+        address = tl.load(received.x + rows, mask=inside, other=0)
+        source = as_pointer(address, out.x.dtype.element_ty)
         for start in range(0, num_vecs, SIZES.BLOCK_VECS):
             vecs = start + tl.arange(0, SIZES.BLOCK_VECS)
             in_row = row_mask(vecs, num_vecs, out.x.dtype.element_ty, SIZES.ALIGNED)[None, :]
             from_row = row_pointers(source, vecs, SIZES.ALIGNED)
-            values = tl.load(from_row, mask=arrived[:, None] & in_row)
+            values = tl.load(from_row, mask=inside[:, None] & in_row)
             for k in tl.static_range(SIZES.NUM_TOPK):
                 to = out.x + slots[k].to(tl.int64) * num_vecs
-                is_copy = (arrived & (slots[k] >= 0))[:, None] & in_row
+                is_copy = (slots[k] >= 0)[:, None] & in_row
                 put(row_pointers(to, vecs, SIZES.ALIGNED), values, is_copy)
         if SIZES.NUM_SCALES > 0:
             columns = tl.arange(0, SIZES.SCALES_PAD)
@@ -365,16 +370,6 @@ def expand_rows_kernel(
             begin = tl.load(places.psum_per_expert + expert)
             end = tl.cdiv(begin, alignment) * alignment
             _zero_rows(begin, tl.minimum(end, num_expanded), out, num_vecs, scale_rows, SIZES)
-
-
-@device_function
-def _row_pointers(x, rows, inside, num_vecs, like):
-    """Pointers to received rows, of the type of the vectors `like`; 0: a row has not arrived."""
-    if x.dtype.element_ty == tl.int64:
-        pointers = as_pointer(tl.load(x + rows, mask=inside, other=0), like.dtype.element_ty)
-    else:
-        pointers = x + rows.to(tl.int64) * num_vecs
-    return pointers
 
 
 @device_function

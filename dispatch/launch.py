@@ -288,6 +288,11 @@ class Received(NamedTuple):
         )
 
     @property
+    def is_located(self) -> bool:
+        """Whether x holds addresses."""
+        return self.x.dim() == 1
+
+    @property
     def payload(self) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]:
         """The rows, with their scales where they have some."""
         return self.x if self.scales is None else (self.x, self.scales)
@@ -325,7 +330,7 @@ def _receive_arguments(
         x=vectors.view(tokens.x),
         rank_prefix_matrix=rank_prefix_matrix,
         received=out._replace(
-            x=out.x if out.x.dim() == 1 else vectors.view(out.x),
+            x=out.x if out.is_located else vectors.view(out.x),
             scales=None if out.scales is None else out.scales.view(torch.int32),
         ),
         context=slots.context.fields,
@@ -337,6 +342,24 @@ def _receive_arguments(
         SIZES=_receive_sizes(slots.layout, row, vectors, block_rows),
         num_warps=NUM_WARPS,
     )
+
+
+def receive(
+    out: Received,
+    tokens: Tokens,
+    rank_prefix_matrix: torch.Tensor,
+    num_local_experts: int,
+    header_bytes: int,
+    partition: Partition,
+    slots: Slots,
+    num_programs: int | None = None,
+) -> None:
+    """`collect`, or `locate` where `out` has room for addresses."""
+    rows = out, tokens, rank_prefix_matrix, num_local_experts, header_bytes
+    if out.is_located:
+        locate(*rows, slots)
+    else:
+        collect(*rows, partition, slots, num_programs)
 
 
 def collect(

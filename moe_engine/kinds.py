@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 import operator
 import threading
+import weakref
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from contextvars import ContextVar
@@ -18,6 +19,9 @@ from .checks import packed
 
 MOST_KINDS = 256
 """Kinds of calls that are kept for one memory; the least recently used go."""
+MOST_PREPARED = 512
+"""Prepared calls of all kinds of one memory, beyond which no further layer has its own. A graph of
+twelve launches takes 0.13 MiB of the GPU."""
 MOST_RECENT = 8
 """Of these, how many with arguments of the same types and a first tensor of the same shape are
 asked for first."""
@@ -54,27 +58,34 @@ class Kind:
     `choice`: what was chosen for it; `whole`: the body that is all of it, if one is.
 
     `prepared`: its calls by body, or by (body, address) those of one layer. Layers of a model are
-    of one kind, and `weights` is the place of one tensor of theirs among the tensors of a call, or
-    None; `calls` is how often calls of layers whose weights lie at an address had none of their
-    own."""
+    of one kind, and differ in their weights: `weights` is the place of one tensor of these among
+    the tensors of a call, or None, and `shared` how many calls used launches of all layers, by the
+    address of that tensor. `owner`: the kinds that this one is among."""
 
     __slots__ = (
-        *("calls", "check", "choice", "is_checked", "is_packed", "prepared", "used", "weights"),
-        "whole",
+        *("check", "choice", "is_checked", "is_packed", "owner", "prepared", "shared", "used"),
+        *("weights", "whole"),
     )
 
-    def __init__(self) -> None:
+    def __init__(self, owner: Kinds | None = None) -> None:
         self.prepared: dict[Any, Any] = {}
         self.is_checked, self.is_packed, self.used = False, False, 0
         self.choice: Any = None
         self.check: Callable[..., bool] | None = None  # see `Recent`
         self.whole: Callable[..., Any] | None = None
+        self.owner = None if owner is None else weakref.ref(owner)
         self.weights: int | None = None
-        self.calls: dict[int, int] = {}
+        self.shared: dict[int, int] = {}
+
+    @property
+    def has_room(self) -> bool:
+        """Whether one more layer may have launches of its own."""
+        owner = None if self.owner is None else self.owner()
+        return owner is not None and len(owner) < MOST_PREPARED
 
     def forget_layers(self) -> None:
         """Prepare calls for all layers alike from now on."""
-        self.weights = None
+        self.weights, self.shared = None, {}
         self.prepared = {
             key: one for key, one in self.prepared.items() if not isinstance(key, tuple)
         }
@@ -101,12 +112,6 @@ class Described:
                 tensors.append(one)
                 addresses.append(data_ptr(one))
         return Described(self.kind, tensors, addresses)
-
-    def tell_layers_apart(self, weights: torch.Tensor) -> None:
-        """Say which tensor of this kind's calls is another one in each layer of a model."""
-        if self.tensors is not None:
-            found = (number for number, one in enumerate(self.tensors) if one is weights)
-            self.kind.weights = next(found, None)
 
     @property
     def if_packed(self) -> Described | None:
@@ -165,12 +170,19 @@ class Kinds:
         self._kinds: dict[tuple[Any, ...], Kind] = {}
         self._recent: dict[tuple[type, ...], Recent] = {}
 
-    def describe(self, *args: Any, sized: tuple[Any, ...] = ()) -> Described:
+    def __len__(self) -> int:
+        """How many calls are prepared."""
+        return sum(len(kind.prepared) for kind in [*self._kinds.values()])
+
+    def describe(
+        self, *args: Any, sized: tuple[Any, ...] = (), weights: torch.Tensor | None = None
+    ) -> Described:
         """The kind of a call with these arguments: options, which can be hashed, and of each
         tensor, in tuples or not, the type, shape, strides, dtype, device, where in 16 bytes it
         begins, and whether it wants a gradient. Of the tensors in `sized` the first size is no part
         of it. Arguments of other types have no kind, nor have tensors of a class that torch's
-        functions pass on to their results, which would not be those that a call has recorded."""
+        functions pass on to their results, which would not be those that a call has recorded.
+        weights: the one of the tensors by which layers of this kind are told apart."""
         every = args + sized
         types = tuple(map(type, every))
         if (recent := self._recent.get(types)) is not None:
@@ -181,10 +193,14 @@ class Kinds:
                     if known == options and check(*tensors):
                         kind.used = next(_count)
                         return Described(kind, tensors, addresses)
-        return self._describe(args, sized, types)
+        return self._describe(args, sized, types, weights)
 
     def _describe(
-        self, args: tuple[Any, ...], sized: tuple[Any, ...], types: tuple[type, ...]
+        self,
+        args: tuple[Any, ...],
+        sized: tuple[Any, ...],
+        types: tuple[type, ...],
+        weights: torch.Tensor | None,
     ) -> Described:
         """`describe` where no recent call was of this kind."""
         every = args + sized
@@ -222,8 +238,10 @@ class Kinds:
             kind = self._kinds.get(key := tuple(parts))
             if kind is None:
                 with self._lock:
-                    kind = self._kinds[key] = Kind()
+                    kind = self._kinds[key] = Kind(self)
                     kind.used = next(_count)
+                    if weights is not None:
+                        kind.weights = list(tensors).index(id(weights))
                     if len(self._kinds) > MOST_KINDS:
                         del self._kinds[min(self._kinds, key=lambda one: self._kinds[one].used)]
                         self._recent.clear()

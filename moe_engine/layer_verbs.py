@@ -27,14 +27,13 @@ class LayerVerbs(LowLatencyVerbs):
         """(result [T, H], event, counts int32 [E] or None) of a layer's routed experts; see
         `moe_engine.moe_ffn`."""
         engine = self._ready()
-        x, topk_idx, _, w_gate_up, *_ = inputs
-        described = engine.describe(*inputs, max_tokens, return_counts)
+        x, topk_idx, _, w_gate_up, w_down, *_ = inputs
+        described = engine.describe(*inputs, max_tokens, return_counts, weights=w_down)
         kind = described.kind
         if not kind.is_checked:
             self._check_layer(inputs)
             most_tokens = self._most_tokens(x, topk_idx, w_gate_up, max_tokens)
             kind.choice = 0 if return_counts else most_tokens
-            described.tell_layers_apart(inputs.w_down)
         with self._streams.call(None, async_finish) as call:
             if call.is_async:
                 call.reads(*inputs.tensors)

@@ -19,7 +19,7 @@ import torch
 
 from .call_memory import CallMemory, overlap
 from .errors import BackendError
-from .kinds import Described, Kinds, Tensors, data_ptr
+from .kinds import MOST_PREPARED, Described, Kinds, Tensors, data_ptr
 from .launch import Graphs, Recording, is_collecting, only_launches, stream_of
 from .utils import has_modes, untraced, without_modes
 
@@ -27,9 +27,6 @@ OWN_AFTER = 4
 """Calls of a layer, or parts of them, after which it has launches of its own: its weights, and
 mostly also the rest of its memory, are at the same addresses as in its call before, and a graph
 that changes nothing takes less time, see `launch_graph`."""
-MOST_PREPARED = 512
-"""Prepared calls of one memory, beyond which no further layer has its own. A graph of twelve
-launches takes 0.13 MiB of the GPU."""
 
 
 class PreparedCalls(Kinds):
@@ -124,10 +121,9 @@ class PreparedCalls(Kinds):
             launches, follow = [launch for launch, _ in recording.launches], bool(self._held)
             graphs = Graphs(launches, follow) if as_one and len(launches) > 1 else None
             parts = recording, self._state, graphs
-            kind = described.kind
-            is_of_layer = kind.weights is not None and body in kind.prepared
-            key = _of_layer(described, body) if is_of_layer else body
-            kind.prepared[key] = PreparedCall(memory, [*numbers], *parts)
+            self._keep(described, body, PreparedCall(memory, [*numbers], *parts))
+        elif (shared := described.kind.prepared.get(body)) is not None:
+            self._keep(described, body, shared)
         return result
 
     def later(
@@ -151,24 +147,34 @@ class PreparedCalls(Kinds):
         return functools.partial(self, body, owner, *args, described=described)
 
     def _find(self, described: Described, body: Callable[..., Any] | None) -> PreparedCall | None:
-        """What makes a call of this body: for the layer alone if it has made OWN_AFTER calls, and
-        others of its kind some, else for any layer. None where it is to be prepared."""
-        kind = described.kind
-        if kind.weights is None:
-            return kind.prepared.get(body)
-        found: PreparedCall | None = kind.prepared.get(key := _of_layer(described, body))
+        """What makes a call of this body: where layers are told apart, what this layer alone has,
+        or what they share. None where it is to be prepared, for a layer after OWN_AFTER calls, if
+        there are other ones and room for its own."""
+        kind, place = described.kind, described.kind.weights
+        shared: PreparedCall | None = kind.prepared.get(body)
+        if place is None or shared is None:
+            return shared
+        address = described.addresses[place]
+        found: PreparedCall | None = kind.prepared.get((body, address))
         if found is not None:
             return found
-        shared: PreparedCall | None = kind.prepared.get(body)
-        if shared is None:
+        num_calls = kind.shared[address] = kind.shared.get(address, 0) + 1
+        wants_own = num_calls > OWN_AFTER and len(kind.shared) > 1
+        if len(kind.shared) > MOST_PREPARED or (wants_own and not kind.has_room):
+            kind.forget_layers()
+        elif wants_own:
             return None
-        num_calls = kind.calls[key[1]] = kind.calls.get(key[1], 0) + 1
-        if num_calls <= OWN_AFTER or len(kind.calls) == 1:
-            return shared
-        if len(self) < MOST_PREPARED and len(kind.calls) <= MOST_PREPARED:
-            return None
-        kind.forget_layers()
         return shared
+
+    def _keep(
+        self, described: Described, body: Callable[..., Any] | None, made: PreparedCall
+    ) -> None:
+        """Keep what was prepared: the first for all layers, later ones for this layer alone."""
+        kind, place = described.kind, described.kind.weights
+        if place is None or body not in kind.prepared:
+            kind.prepared[body] = made
+        else:
+            kind.prepared[body, described.addresses[place]] = made
 
     def _make(self, call: PreparedCall, described: Described, numbers: dict[str, int]) -> Any:
         """Make a call; one after the other, as they share the addresses that they change."""
@@ -184,9 +190,6 @@ class PreparedCalls(Kinds):
                 return call(given, described.addresses, numbers, self._state)
             finally:
                 self._is_changing = False
-
-    def __len__(self) -> int:
-        return sum(len(kind.prepared) for kind in self._kinds.values())
 
     def clear(self) -> None:
         """Prepare all calls anew, as the memory has moved."""
@@ -347,13 +350,6 @@ def apart(result: torch.Tensor) -> torch.Tensor:
     if recording is not None:
         recording.apart.add(id(result))
     return result
-
-
-def _of_layer(described: Described, body: Callable[..., Any] | None) -> tuple[Any, int]:
-    """The key of calls of one layer, see `Kind`."""
-    weights = described.kind.weights
-    assert weights is not None
-    return body, described.addresses[weights]
 
 
 def _compiled_for(value: Any) -> Iterator[Any]:

@@ -211,12 +211,11 @@ def _forward(
     """(result, what is saved, counts per expert, event)."""
     engine, inputs, save = buffer._ready(), tensors.inputs, options.save
     x, max_tokens = inputs.x, options.max_tokens
-    described = engine.describe(*inputs, max_tokens, save)
+    described = engine.describe(*inputs, max_tokens, save, weights=inputs.w_down)
     kind = described.kind
     if not kind.is_checked:
         buffer._check_layer(inputs)
         checks.check_max_tokens(len(x), max_tokens)
-        described.tell_layers_apart(inputs.w_down)
     if options.wgrad is not None:
         options.wgrad.check(tensors.weights, **tensors.routed)
     in_graph = is_captured(x)

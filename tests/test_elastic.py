@@ -339,6 +339,31 @@ def test_a_rank_that_stays_away_is_named(pool, cached):
     assert results == [None, 0]
 
 
+def wider_rows(group, x, idx, w):
+    """What a rank says of a cached dispatch of rows so wide that memory for those before, which
+    grew, has no room for them all: some get no address."""
+    x, idx, w = (part.to(cases.device()) for part in (x, idx, w))
+    buffer = ElasticBuffer(group, num_bytes=1 << 20)
+    how = dict(num_experts=EXPERTS, num_max_tokens_per_rank=MOST_TOKENS, do_cpu_sync=False)
+    *_, handle, _ = buffer.dispatch(x, idx, w, do_expand=True, **how)
+    *_, small, _ = buffer.dispatch(x[:2], idx[:2], w[:2], do_expand=True, **how)
+    wide = x.repeat(1, 200)
+    with cases.filled_memory():
+        buffer.dispatch(wide[:2], handle=small, do_expand=True)
+        buffer.check()
+        torch.distributed.barrier(group)
+        with pytest.raises(moe_engine.CapacityError):
+            buffer.dispatch(wide, handle=handle, do_expand=True)
+            buffer.check()
+    torch.distributed.barrier(group)
+    buffer.destroy()
+
+
+def test_rows_without_room_are_not_read(pool):
+    sizes = dict(num_ranks=2, num_tokens=(2, 20))
+    elastic_cases.run_client(pool, wider_rows, kind="uniform", **sizes)
+
+
 # --- Refused -------------------------------------------------------------------------------------
 
 

@@ -12,7 +12,7 @@ from dispatch_cases import make_inputs
 from layer_cases import make_weights
 from prepared_cases import prepared_as_graphs
 
-from moe_engine import Buffer, Options, kinds, moe_ffn, prepared
+from moe_engine import Buffer, Options, kinds, moe_ffn
 from moe_engine.emulation import PerRank
 from moe_engine.prepared import OWN_AFTER
 
@@ -95,15 +95,21 @@ def test_each_layer_gets_launches_of_its_own(pool, name):
         assert all(address == of_weights for address, of_weights in own)
 
 
+def test_layers_that_train_on_one_rank(pool):
+    for calls in run(pool, "training", num_ranks=1):
+        assert len(calls) == 1 + NUM_LAYERS
+
+
 def test_one_layer_alone_needs_none(pool):
     for calls in run(pool, "layer", num_layers=1):
         assert calls == [None]
 
 
 def without_room(group, *args):
-    with mock.patch.object(prepared, "MOST_PREPARED", 2):
+    with mock.patch.object(kinds, "MOST_PREPARED", 2):
         return run_model(group, *args)
 
 
-def test_layers_share_launches_where_there_are_many(pool):
-    assert run(pool, "layer", body=without_room) == [[None]]
+@pytest.mark.parametrize("name", ["layer", "decode"])
+def test_layers_share_launches_where_there_are_many(pool, name):
+    assert run(pool, name, body=without_room) == [[None]]

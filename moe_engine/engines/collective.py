@@ -65,7 +65,7 @@ class CollectiveEngine(LayerByVerbs):
     @property
     def describe(self) -> Callable[..., Described]:
         """See `base.Engine`; nothing is prepared here."""
-        return lambda *args, sized=(): Described(Kind(), None)
+        return lambda *args, sized=(), weights=None: Described(Kind(), None)
 
     def again(self, described: Described, **numbers: int) -> None:
         """See `base.Engine`."""

@@ -227,11 +227,13 @@ def _dispatch_again(
         (copy,) = with_size("max_rows", [ids.new_empty(ids.shape)])
         copy_ids(ids, copy, engine.slots)
         return _by_token(received, wanted), copy
-    rows = with_size("num_expanded", new_rows(tokens, sizes["num_expanded"], wanted))
-    with_size("num_scales", [rows.scales])
-    received_rows, places = ReceivedRows(*_by_token(received, wanted)), Places(metadata, *sums)
-    expand(engine, received_rows, places, plan[0], rows, numbers, wanted)
-    engine.release()
+    try:
+        rows = with_size("num_expanded", new_rows(tokens, sizes["num_expanded"], wanted))
+        with_size("num_scales", [rows.scales])
+        received_rows, places = ReceivedRows(*_by_token(received, wanted)), Places(metadata, *sums)
+        expand(engine, received_rows, places, plan[0], rows, numbers, wanted)
+    finally:
+        engine.release()
     return rows, None
 
 
@@ -293,7 +295,7 @@ def find_places(
 ) -> Places:
     """The places of received rows, see `reference.place`. Unless they are placed `by_expert`, all
     places are -1, and psum_per_expert counts padding. There is room for num_expanded rows: the host
-    is told where there are more. group_counts int32 [E]: the rows of each expert of all ranks.
+    is told where there are more. group_counts int32 [E]: rows of all ranks for each expert.
     stats int32 [L], unless None: the rows of each expert are added to it."""
     num_rows, num_topk = received.topk_idx.shape
     metadata = received.src_idx.new_empty(num_rows, 2 + num_topk)
@@ -344,7 +346,7 @@ def expand(
     numbers: Numbers,
     wanted: RowsWanted,
 ) -> None:
-    """Copy received rows, or those at the addresses received.x int64 [N], to their places."""
+    """Copy received rows, at the addresses received.x int64 [N], to their places."""
     metadata, *sums = places
     scale_rows = _scale_rows(len(rows.x), rows.scales, wanted)
     engine.call(

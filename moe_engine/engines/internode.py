@@ -12,6 +12,7 @@ from typing import Any, ClassVar, NamedTuple
 import torch
 
 from .. import combine as combine_verbs
+from .. import dispatch as dispatch_verbs
 from ..combine import internode as combine_internode
 from ..device.context import Kind
 from ..dispatch import (
@@ -249,12 +250,12 @@ class InternodeEngine(KernelEngine, LayerByVerbs):
         sized: Received,
         max_rows: int,
     ) -> None:
-        """The rest of it, by so many programs: forward rows, and copy those that arrive."""
+        """The rest of it, by so many programs: forward rows, and receive those that arrive."""
         (prefix, _, _, row_idx, _), slots = parts, self.slots
         forwarded = row_idx, prefix, BARE_HEADER, num_programs
         dispatch_internode.forward(tokens.row, *forwarded, slots)
         rows, partition = (prefix, num_local_experts, BARE_HEADER), self._partition(0, owned=True)
-        self._receive_rows(sized, tokens, rows, partition, num_programs)
+        dispatch_verbs.receive(sized, tokens, *rows, partition, slots, num_programs)
 
     # --- Combine -----------------------------------------------------------------------------
 

@@ -220,22 +220,8 @@ class KernelEngine(MemoryEngine):
         """Copy what arrives to `sized`, of max_rows rows, or write its addresses there."""
         num_ranks = self.slots.num_ranks
         rows = prefix, num_experts // num_ranks, header_bytes(num_experts, num_ranks)
-        self._receive_rows(sized, tokens, rows, self._partition(num_programs, owned))
-
-    def _receive_rows(
-        self,
-        out: Received,
-        tokens: Tokens,
-        rows: tuple[torch.Tensor, int, int],
-        partition: Partition,
-        num_programs: int | None = None,
-    ) -> None:
-        """Copy what arrives to `out`, or write its addresses where `out` has room for these. rows:
-        (rank_prefix_matrix, local experts, bytes of headers); num_programs: see `collect`."""
-        if is_located(out):
-            dispatch_verbs.locate(out, tokens, *rows, self.slots)
-        else:
-            dispatch_verbs.collect(out, tokens, *rows, partition, self.slots, num_programs)
+        partition = self._partition(num_programs, owned)
+        dispatch_verbs.receive(sized, tokens, *rows, partition, self.slots)
 
     def _new_handle(
         self,
@@ -342,12 +328,12 @@ class KernelEngine(MemoryEngine):
             self.check_capacity(len(tokens.x), tokens.row, BARE_HEADER)
         rank = self.slots.context.rank
         plan = SendPlan(prefix[rank], prefix[rank - 1] if rank else None, send_token_idx)
-        partition = self._partition(num_programs, owned=not is_located(sized))
+        partition = self._partition(num_programs, owned=not sized.is_located)
         early = partition.push + partition.early  # the latter begin after the push
         dispatch_verbs.send_metadata(tokens, plan, BARE_HEADER, early, self.slots, signature)
         dispatch_verbs.push(tokens, plan, BARE_HEADER, partition, self.slots)
         rows = prefix, num_local_experts, BARE_HEADER
-        self._receive_rows(sized, tokens, rows, partition)
+        dispatch_verbs.receive(sized, tokens, *rows, partition, self.slots)
 
     # --- Combine -----------------------------------------------------------------------------
 
@@ -497,11 +483,6 @@ class KernelEngine(MemoryEngine):
         if self._max_tokens is not None and not tokens.returned_bytes:
             return row
         return replace(row, payload_bytes=max(row.payload_bytes, returned_bytes))
-
-
-def is_located(rows: Received) -> bool:
-    """Whether there is room for the addresses of rows alone."""
-    return rows.x.dim() == 1
 
 
 def num_comm_programs(num_sms: int) -> int:

@@ -117,7 +117,7 @@ def forward(
     as can come, and waits for nothing.
     """
     number = saved_number(save)
-    described = described or engine.describe(*inputs, save)
+    described = described or engine.describe(*inputs, save, weights=inputs.w_down)
     first: dict[str, Any] = dict(before=engine.reserve_expert_rows, described=described)
     if is_captured or gets_own_rows(engine):
         num_rows = most_rows(engine, inputs)
@@ -263,15 +263,15 @@ class BackwardRows(NamedTuple):
         keeps_pre: bool,
         is_later: bool,
         max_rows: int,
-        is_number: bool,
+        varies: bool,
     ) -> BackwardRows:
-        """What was saved, and room for max_rows of the others, in the body of a call that has it as
-        a number, or as many in each call of a kind. keeps_pre: the saved pre-activations stay."""
+        """What was saved, and room for max_rows of the others, a number of the call where it
+        `varies` from call to call of a kind. keeps_pre: the saved pre-activations stay."""
         (pre, rows), hidden, columns = saved, inputs.x.shape[1], inputs.w_down.shape[2]
 
         def new(*sizes: int, **options: Any) -> torch.Tensor:
             made = inputs.x.new_empty(max_rows, *sizes, **options)
-            return with_size("max_rows", [made])[0] if is_number else made
+            return with_size("max_rows", [made])[0] if varies else made
 
         pre = new(inputs.parts * columns) if pre is None else pre
         return cls(
@@ -300,10 +300,8 @@ def backward(
     numbers: dict[str, Any] = dict(max_rows=room, expected_rows=expected)
     keeps_pre = saved.tensors[0] is not None and saved.is_kept
     memory = into or WeightGradients(None, None)
-    described = engine.describe(*inputs, dy, saved.save, keeps_pre, into is None, *memory)
-    if not described.kind.is_checked:
-        described.tell_layers_apart(inputs.w_down)
-        described.kind.is_checked = True
+    of_call = *inputs, dy, saved.save, keeps_pre, into is None, *memory
+    described = engine.describe(*of_call, weights=inputs.w_down)
     x, topk_idx, topk_weights, *_ = inputs
     x, topk_idx, topk_weights, dy = described.packed(x, topk_idx, topk_weights, dy)
     if not described.kind.is_packed:
@@ -346,8 +344,8 @@ def _backward(
     the weights need that are computed later.
     """
     step, x = Step.of(engine, inputs).in_backward, inputs.x
-    is_number = not gets_own_rows(engine)  # else each call of a kind has as many
-    rows = BackwardRows.of(inputs, sized, keeps_pre, into is None, max_rows, is_number)
+    varies = not gets_own_rows(engine)
+    rows = BackwardRows.of(inputs, sized, keeps_pre, into is None, max_rows, varies)
     slots, memory, act, pre_grad = step.slots, step.memory, rows.act, rows.pre_grad
     dx, topk_grads = torch.empty_like(dy), torch.empty_like(inputs.topk_weights)
     memory_of_weights = memory_of(into, inputs)

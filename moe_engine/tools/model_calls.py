@@ -194,8 +194,9 @@ def expand_and_reduce(
     for columns, dtype, num_scales in forms:
         x = torch.empty(count, columns, dtype=dtype)
         scales = torch.empty(count, num_scales) if num_scales else None
-        for came, *how in product((x, torch.zeros(count, dtype=torch.int64)), *[(False, True)] * 3):
-            wanted = expanded.RowsWanted(True, *map(bool, how))
+        came = torch.zeros(count, dtype=torch.int64)
+        for how in product(*[(False, True)] * 3):
+            wanted = expanded.RowsWanted(True, *how)
             rows = expanded.new_rows(Tokens(x, None, None, scales), num_rows, wanted)
             received_rows = ReceivedRows(came, scales, topk_weights if wanted.weights else None)
             expanded.expand(engine, received_rows, places, prefix, rows, numbers, wanted)
