@@ -240,7 +240,7 @@ class Kinds:
                 with self._lock:
                     kind = self._kinds[key] = Kind(self)
                     kind.used = next(_count)
-                    if weights is not None:
+                    if id(weights) in tensors:  # else what came is refused later
                         kind.weights = list(tensors).index(id(weights))
                     if len(self._kinds) > MOST_KINDS:
                         del self._kinds[min(self._kinds, key=lambda one: self._kinds[one].used)]
