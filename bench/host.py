@@ -1,20 +1,19 @@
 """Host time of each entry point: python bench/host.py --ranks 1
 
 Microseconds that a call keeps Python and the driver busy, while the GPU is busy with earlier work:
-the median of 100 calls in a row on rank 0 (20 of long ones). All threads of the process, as that of
-autograd in which a backward runs, are on the one of its cores where that is least. Cores may work
-for others as well; a thread that moves between them takes up to twice as long, and the first call
-after a wait four times. Ranks may share a GPU here, as its time does not count.
+the median of 100 calls in a row on rank 0 (20 of long ones). All threads of the process, autograd's
+among them, are on the one of its cores where that is least. Cores may work for others as well; a
+thread that moves between them takes up to twice as long, and the first call after a wait four
+times. Ranks may share a GPU here, as its time does not count.
 
 The torch lines are what a layer's experts cost by `torch._grouped_mm`; those of deep_ep are
 DeepEP's, where it is installed and each of 2, 4 or 8 ranks has a GPU. hook is the second half of a
 dispatch alone. forward_backward is a layer that trains, on one rank, with the change to autograd's
 thread and back; in_one_thread: its backward runs in the thread that calls, as
-torch.autograd.set_multithreading_enabled(False) has it.
-The verbs of_stack are eight layers, one after the other, divided by their number. Those named
-async run on the Buffer's own stream, between an event and a wait, as DeepEP's callers mostly call
-them. With --nodes the ranks stand for nodes, which NVSHMEM connects, and the verbs alone are
-timed.
+torch.autograd.set_multithreading_enabled(False) has it. Verbs with of_stack are eight layers, one
+after the other, and their time is divided by eight. Those named async run on the Buffer's own
+stream, between an event and a wait, as DeepEP's callers mostly call them. With --nodes the ranks
+stand for nodes, which NVSHMEM connects, and the verbs alone are timed.
 
 Verb transformers_decode is a step of decode of a whole model, divided by its layers, and
 transformers_experts a call of one module of experts. impl moe_engine runs the experts on all ranks;

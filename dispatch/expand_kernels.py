@@ -78,8 +78,8 @@ def describe_received_kernel(
     max_tokens,  # of a rank
     SIZES: tl.constexpr,  # PlaceReceivedSizes
 ):
-    """Say of each received row where it comes from, and of each expert how many rows it has, padded
-    to a multiple of the alignment where they are added up. No row gets a place."""
+    """Say of each received row where it comes from, how many rows each expert has, and the running
+    total of these, each padded to a multiple of the alignment. No row gets a place."""
     end_received = num_received(rank_prefix_matrix, num_rows, context)
     begin, end = _share(end_received)
     if tl.program_id(0) == 0:
@@ -328,7 +328,8 @@ def expand_rows_kernel(
     """Copy each received row, its scales and its weights to the rows of its experts. Rows of `out`
     that no row goes to are not written, but for the padding with ZERO_PADDING.
 
-    Where calls have ended, rows may have no address, and nothing is read."""
+    Nothing is read where calls have ended, as rows may have no address then. `locate_kernel`, which
+    wrote the addresses, has reported that by its end, and this launch begins after it."""
     if is_broken(context):
         return
     end = num_received(rank_prefix_matrix, num_rows, context)

@@ -354,31 +354,14 @@ def receive(
     slots: Slots,
     num_programs: int | None = None,
 ) -> None:
-    """`collect`, or `locate` where `out` has room for addresses."""
+    """Copy the received rows out of the slot, and this rank's own out of the tokens it sent;
+    release the slot. Ends a call. num_programs: of the last launch; None: as run at once. Where
+    `out` has room for addresses alone, see `locate`."""
     rows = out, tokens, rank_prefix_matrix, num_local_experts, header_bytes
     if out.is_located:
         locate(*rows, slots)
-    else:
-        collect(*rows, partition, slots, num_programs)
-
-
-def collect(
-    out: Received,
-    tokens: Tokens,
-    rank_prefix_matrix: torch.Tensor,
-    num_local_experts: int,
-    header_bytes: int,
-    partition: Partition,
-    slots: Slots,
-    num_programs: int | None = None,
-) -> None:
-    """Copy the received rows out of the slot, and this rank's own out of the tokens it sent;
-    release the slot. Ends a call. num_programs: of the last launch; None: as run at once."""
-    # fmt: off
-    arguments = _receive_arguments(
-        out, tokens, rank_prefix_matrix, num_local_experts, header_bytes, COPY_ROWS, slots
-    )
-    # fmt: on
+        return
+    arguments = _receive_arguments(*rows, COPY_ROWS, slots)
     launches = [(num_programs or programs_on_all_sms(), 0)]
     if partition.early:
         launches.insert(0, (partition.early, partition.push))

@@ -59,7 +59,7 @@ class Kind:
 
     `prepared`: its calls by body, or by (body, address) those of one layer. Layers of a model are
     of one kind, and differ in their weights: `weights` is the place of one tensor of these among
-    the tensors of a call, or None, and `shared` how many calls used launches of all layers, by the
+    the tensors of a call, or None, and `shared` how many calls used what all layers share, by the
     address of that tensor. `owner`: the kinds that this one is among."""
 
     __slots__ = (

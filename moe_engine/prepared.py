@@ -147,9 +147,9 @@ class PreparedCalls(Kinds):
         return functools.partial(self, body, owner, *args, described=described)
 
     def _find(self, described: Described, body: Callable[..., Any] | None) -> PreparedCall | None:
-        """What makes a call of this body: where layers are told apart, what this layer alone has,
-        or what they share. None where it is to be prepared, for a layer after OWN_AFTER calls, if
-        there are other ones and room for its own."""
+        """The prepared call of this body: of this layer, if it has one of its own, else what layers
+        share. None where one is to be prepared: the first one, and that of a layer that has made
+        OWN_AFTER calls, if there are other layers and room for it."""
         kind, place = described.kind, described.kind.weights
         shared: PreparedCall | None = kind.prepared.get(body)
         if place is None or shared is None:

@@ -340,8 +340,8 @@ def test_a_rank_that_stays_away_is_named(pool, cached):
 
 
 def wider_rows(group, x, idx, w):
-    """What a rank says of a cached dispatch of rows so wide that memory for those before, which
-    grew, has no room for them all: some get no address."""
+    """A cached dispatch of rows that are wider than those for which memory grew: there is no room
+    for all of them, and some get no address."""
     x, idx, w = (part.to(cases.device()) for part in (x, idx, w))
     buffer = ElasticBuffer(group, num_bytes=1 << 20)
     how = dict(num_experts=EXPERTS, num_max_tokens_per_rank=MOST_TOKENS, do_cpu_sync=False)

@@ -14,7 +14,7 @@ from prepared_cases import prepared_as_graphs
 
 from moe_engine import Buffer, Options, kinds, moe_ffn
 from moe_engine.emulation import PerRank
-from moe_engine.prepared import OWN_AFTER
+from moe_engine.prepared import OWN_AFTER, PreparedCalls
 
 EXPERTS, TOPK, HIDDEN, COLUMNS, TOKENS = 4, 2, 64, 32, 6
 NUM_LAYERS, ROUNDS = 3, OWN_AFTER + 4
@@ -113,3 +113,13 @@ def without_room(group, *args):
 @pytest.mark.parametrize("name", ["layer", "decode"])
 def test_layers_share_launches_where_there_are_many(pool, name):
     assert run(pool, name, body=without_room) == [[None]]
+
+
+def test_weights_that_move_all_the_time_are_not_counted_for_ever():
+    calls = PreparedCalls()
+    kind, shared = kinds.Kind(calls), object()
+    kind.weights, kind.prepared = 0, {None: shared}
+    for address in range(kinds.MOST_PREPARED + 1):
+        assert kind.weights == 0
+        assert calls._find(kinds.Described(kind, (), [address]), None) is shared
+    assert (kind.weights, kind.shared) == (None, {})

@@ -219,9 +219,8 @@ def _dispatch_again(
     **sizes: int,
 ) -> tuple[ExpandedRows, torch.Tensor | None]:
     metadata, ids = sized
-    by_token = ids is not None  # else rows are copied to their experts' from where they arrive
-    new = engine.new_rows(tokens, sizes["max_rows"], by_token)
-    received = with_size("max_rows", new)
+    # Rows by expert are copied from where they arrive.
+    received = with_size("max_rows", engine.new_rows(tokens, sizes["max_rows"], ids is not None))
     engine.send_again(tokens, plan, num_experts, received, num_sms)
     if ids is not None:
         (copy,) = with_size("max_rows", [ids.new_empty(ids.shape)])
