@@ -6,7 +6,7 @@ import triton
 import triton.language as tl
 
 from ..device.lang import round_to, row_mask, row_pointers
-from ..dispatch.expand_kernels import num_received
+from ..dispatch.place_received_kernels import num_received
 
 
 class ExpertRows(NamedTuple):

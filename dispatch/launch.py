@@ -21,7 +21,13 @@ from ..symm.slots import RowLayout, SlotLayout, Slots, row_in_region
 from ..utils import next_power_of_2
 from .exchange_kernels import ExchangeSizes, exchange_kernel
 from .internode_kernels import forward_kernel, send_rows_kernel
-from .receive_kernels import ReceiveSizes, collect_kernel, locate_kernel, release_kernel
+from .receive_kernels import (
+    ReceivedParts,
+    ReceiveSizes,
+    collect_kernel,
+    locate_kernel,
+    release_kernel,
+)
 from .send_kernels import Metadata, MetadataSizes, SendPlan, metadata_kernel, push_kernel
 
 NUM_WARPS = 16
@@ -29,6 +35,8 @@ LOCATE_ROWS = 128
 """Rows whose addresses a program writes at a time."""
 NUM_CONCURRENT = 2 if INTERPRETED else 20
 """Programs of a launch that runs concurrently with a GEMM."""
+NUM_EARLY_COPIES = 48
+"""Programs that copy rows to the order of experts while others push."""
 METADATA_ROWS = 64
 """Rows whose metadata a program writes at a time."""
 
@@ -56,6 +64,11 @@ class Partition:
             return cls(max(1, num_programs - 1), 1)
         early = min(num_programs // 2, max(0, num_programs - 10)) if has_pdl() else 0
         return cls(num_programs - early, early)
+
+    @classmethod
+    def by_expert(cls, num_programs: int) -> Partition:
+        """All push, and others copy what has arrived to the order of experts, K times as much."""
+        return cls(num_programs, NUM_EARLY_COPIES if has_pdl() else int(INTERPRETED))
 
 
 class DispatchLayout(NamedTuple):
@@ -175,8 +188,10 @@ def exchange(
 
 
 @functools.cache
-def metadata_sizes(num_ranks: int, row: RowLayout, block_rows: int) -> MetadataSizes:
-    """For blocks of so many rows."""
+def metadata_sizes(
+    num_ranks: int, row: RowLayout, block_rows: int, notifies: bool = False
+) -> MetadataSizes:
+    """For blocks of so many rows. notifies: see `metadata_kernel`."""
     sizes = MetadataSizes(
         NUM_TOPK=row.num_topk,
         NUM_SCALES=row.num_scales,
@@ -184,6 +199,7 @@ def metadata_sizes(num_ranks: int, row: RowLayout, block_rows: int) -> MetadataS
         BLOCK_SCALES=32,
         BLOCK_ROWS=block_rows,
         RANKS_PAD=next_power_of_2(num_ranks),
+        NOTIFIES=notifies,
     )
     return constants(sizes)
 
@@ -195,9 +211,11 @@ def send_metadata(
     num_programs: int,
     slots: Slots,
     dispatched: torch.Tensor | None = None,
+    notifies: bool = False,
 ) -> None:
     """Write what goes with the rows into the destinations' slots. A cached dispatch begins with
-    this, and with `dispatched`, the signature in its handle."""
+    this, and with `dispatched`, the signature in its handle. notifies: `receive_metadata` there
+    will wait for it."""
     row = tokens.row
     scales = None if tokens.scales is None else tokens.scales.view(torch.int32)
     slots.context.launch(
@@ -211,7 +229,7 @@ def send_metadata(
         *((0, 0) if scales is None else scales.stride()),
         row_in_region(row, header_bytes),
         tokens.shape,
-        SIZES=metadata_sizes(slots.layout.num_ranks, row, METADATA_ROWS),
+        SIZES=metadata_sizes(slots.layout.num_ranks, row, METADATA_ROWS, notifies),
         step="send_metadata",
         after=() if dispatched is not None else (exchange_kernel, send_rows_kernel),
         num_warps=8,
@@ -238,9 +256,16 @@ def push_sizes(
 
 
 def push(
-    tokens: Tokens, plan: SendPlan, header_bytes: int, partition: Partition, slots: Slots
+    tokens: Tokens,
+    plan: SendPlan,
+    header_bytes: int,
+    partition: Partition,
+    slots: Slots,
+    after: tuple[Any, ...] = (),
 ) -> None:
-    """Write the payload of one row per (token, destination rank) into the destinations' slots."""
+    """Write the payload of one row per (token, destination rank) into the destinations' slots.
+    after: the launch before, where that is not `send_metadata`; what it wrote may be read while
+    this runs."""
     vectors, row = RowVectors.of(tokens.x.shape[1], tokens.x.dtype), tokens.row
     slots.context.launch(
         push_kernel,
@@ -253,8 +278,9 @@ def push(
         vectors.num_vecs,
         row_in_region(row, header_bytes),
         SIZES=push_sizes(slots.layout, row, vectors),
+        WAITS=bool(after),
         step="push",
-        after=(metadata_kernel,),
+        after=after or (metadata_kernel,),
         num_warps=NUM_WARPS,
     )
 
@@ -299,15 +325,20 @@ class Received(NamedTuple):
 
 
 @functools.cache
-def _receive_sizes(
-    layout: SlotLayout, row: RowLayout, vectors: RowVectors, block_rows: int
+def receive_sizes(
+    layout: SlotLayout,
+    row: RowLayout,
+    vectors: RowVectors,
+    block_rows: int,
+    awaits_rows: bool = True,
 ) -> ReceiveSizes:
+    """For blocks of so many rows. awaits_rows: or only for what goes with them."""
     sizes = ReceiveSizes(
         NUM_TOPK=row.num_topk,
         TOPK_PAD=next_power_of_2(max(1, row.num_topk)),
         NUM_SCALES=row.num_scales,
         SCALES_PAD=next_power_of_2(max(1, row.num_scales)),
-        CHUNK_ROWS=layout.chunk_rows(row.num_bytes),
+        CHUNK_ROWS=layout.chunk_rows(row.num_bytes) if awaits_rows else 0,
         BLOCK_ROWS=block_rows,
         BLOCK_VECS=vectors.block_vecs,
         ALIGNED=vectors.aligned,
@@ -329,9 +360,10 @@ def _receive_arguments(
     return dict(
         x=vectors.view(tokens.x),
         rank_prefix_matrix=rank_prefix_matrix,
-        received=out._replace(
-            x=out.x if out.is_located else vectors.view(out.x),
-            scales=None if out.scales is None else out.scales.view(torch.int32),
+        received=ReceivedParts(
+            out.x if out.is_located else vectors.view(out.x),
+            None if out.scales is None else out.scales.view(torch.int32),
+            *out[2:],
         ),
         context=slots.context.fields,
         max_rows=len(out.x),
@@ -339,7 +371,7 @@ def _receive_arguments(
         num_vecs=vectors.num_vecs,
         num_local_experts=num_local_experts,
         row=row_in_region(row, header_bytes),
-        SIZES=_receive_sizes(slots.layout, row, vectors, block_rows),
+        SIZES=receive_sizes(slots.layout, row, vectors, block_rows),
         num_warps=NUM_WARPS,
     )
 

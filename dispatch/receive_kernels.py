@@ -26,7 +26,14 @@ from ..device.programs import (
     is_last_program,
     pdl_wait,
 )
-from ..device.slots import payload_address, received_rows, region, source_at, wait_rows
+from ..device.slots import (
+    payload_address,
+    received_rows,
+    region,
+    source_at,
+    wait_metadata,
+    wait_rows,
+)
 
 
 class ReceiveSizes(NamedTuple):
@@ -36,10 +43,20 @@ class ReceiveSizes(NamedTuple):
     TOPK_PAD: int
     NUM_SCALES: int
     SCALES_PAD: int
-    CHUNK_ROWS: int  # rows that share a flag
+    CHUNK_ROWS: int  # rows that share a flag; 0: what goes with rows is waited for, not the rows
     BLOCK_ROWS: int  # rows that a program receives at a time
     BLOCK_VECS: int  # vectors of each
     ALIGNED: bool  # whether rows are a multiple of 16 bytes
+
+
+class ReceivedParts(NamedTuple):
+    """Where received rows go, see `launch.Received`; None where a part is not wanted."""
+
+    x: tl.tensor  # vectors [N, num_vecs], or int64 [N] for addresses
+    scales: tl.tensor  # int32 [N, NUM_SCALES]
+    topk_idx: tl.tensor  # int64 [N, NUM_TOPK]
+    topk_weights: tl.tensor  # float32 [N, NUM_TOPK]
+    src_idx: tl.tensor  # int32 [N]
 
 
 class Block(NamedTuple):
@@ -57,7 +74,7 @@ class Block(NamedTuple):
 def collect_kernel(
     x,  # vectors [T, num_vecs], what this rank sent
     rank_prefix_matrix,  # int32 [R, R]
-    received,  # launch.Received, x as vectors [N, num_vecs], out
+    received,  # ReceivedParts, out
     context,
     num_push_programs,
     max_rows,
@@ -81,12 +98,12 @@ def collect_kernel(
     """
     if num_push_programs == 0:
         pdl_wait(PDL)
-    most_rows = _most_rows(rank_prefix_matrix, context)
-    num_blocks = _num_blocks(most_rows, region_rows, context, SIZES.BLOCK_ROWS)
+    most_rows = most_received(rank_prefix_matrix, context)
+    end = num_blocks(most_rows, region_rows, context, SIZES.BLOCK_ROWS)
     work_idx = claim(context)
-    while work_idx < num_blocks:
+    while work_idx < end:
         # fmt: off
-        block = _receive_block(
+        block = receive_block(
             work_idx, rank_prefix_matrix, max_rows, region_rows, BOTH, row, context, SIZES
         )
         # fmt: on
@@ -112,7 +129,7 @@ def collect_kernel(
     if is_broken(context):
         report_abandoned(context)
     elif is_last_program(context):
-        _report_overflow(rank_prefix_matrix, most_rows, max_rows, region_rows, context)
+        report_overflow(rank_prefix_matrix, most_rows, max_rows, region_rows, context)
         finish_call(context)
 
 
@@ -120,7 +137,7 @@ def collect_kernel(
 def locate_kernel(
     x,  # vectors [T, num_vecs], what this rank sent
     rank_prefix_matrix,  # int32 [R, R]
-    received,  # launch.Received, x as addresses int64 [N], out
+    received,  # ReceivedParts, x for addresses, out
     context,
     max_rows,
     region_rows,
@@ -131,30 +148,32 @@ def locate_kernel(
     SIZES: tl.constexpr,  # ReceiveSizes
 ):
     """Wait for rows and say where each is, by source rank, then token: in the slot, or in `x` where
-    this rank sent it to itself. The slot stays as it is until `release_kernel`.
+    this rank sent it to itself. The slot stays as it is until `release_kernel`. Without CHUNK_ROWS
+    it waits for what goes with the rows alone, which is all that may be read after it.
 
     Launches for NEAR and for FAR sources write to the same memory, but for the addresses, and may
     run concurrently: no program of them is the last one."""
-    most_rows = _most_rows(rank_prefix_matrix, context)
-    num_blocks = _num_blocks(most_rows, region_rows, context, SIZES.BLOCK_ROWS)
-    for work_idx in range(tl.program_id(0), num_blocks, tl.num_programs(0)):
+    most_rows = most_received(rank_prefix_matrix, context)
+    end = num_blocks(most_rows, region_rows, context, SIZES.BLOCK_ROWS)
+    for work_idx in range(tl.program_id(0), end, tl.num_programs(0)):
         # fmt: off
-        block = _receive_block(
+        block = receive_block(
             work_idx, rank_prefix_matrix, max_rows, region_rows, sides, row, context, SIZES
         )
         # fmt: on
-        payload = payload_address(
-            x, block.source, block.address, block.token_idx, num_vecs, context
-        )
-        to = received.x + block.dst_row
-        tl.store(to, tl.where(block.arrived, payload, 0), mask=block.has_room)
+        if received.x is not None:
+            payload = payload_address(
+                x, block.source, block.address, block.token_idx, num_vecs, context
+            )
+            to = received.x + block.dst_row
+            tl.store(to, tl.where(block.arrived, payload, 0), mask=block.has_room)
         _copy_metadata(received, block, num_local_experts, row, context, SIZES)
     _clear_rest(rank_prefix_matrix, received, max_rows, context, SIZES)
     if is_broken(context):
         report_abandoned(context)
     elif sides == BOTH:
         if is_last_program(context):
-            _report_overflow(rank_prefix_matrix, most_rows, max_rows, region_rows, context)
+            report_overflow(rank_prefix_matrix, most_rows, max_rows, region_rows, context)
 
 
 @triton.jit
@@ -164,7 +183,7 @@ def release_kernel(context):
 
 
 @device_function
-def _receive_block(
+def receive_block(
     work_idx, rank_prefix_matrix, max_rows, region_rows, sides, row, context, SIZES: tl.constexpr
 ):
     """Wait for the `Block` number `work_idx`; the sources take turns. Those that are not on one of
@@ -176,7 +195,10 @@ def _receive_block(
     num_rows = received_rows(rank_prefix_matrix, source, context)
     dst_row = tl.load(rank_prefix_matrix + source * num_ranks + rank) - num_rows + rows
     real = (rows < tl.minimum(num_rows, region_rows)) & is_on_side(source, sides, context)
-    ready = wait_rows(source, rows, real, context, SIZES.CHUNK_ROWS)
+    if SIZES.CHUNK_ROWS > 0:
+        ready = wait_rows(source, rows, real, context, SIZES.CHUNK_ROWS)
+    else:
+        ready = wait_metadata(source, context)
     has_room = real & (dst_row >= 0) & (dst_row < max_rows)
     arrived = has_room & (ready == 1)
     base = consume_token(region(source, context) + row.header_bytes, ready)
@@ -192,7 +214,7 @@ def _copy_metadata(received, block, num_local_experts, row, context, SIZES: tl.c
     k = tl.arange(0, SIZES.TOPK_PAD)
     columns = tl.arange(0, SIZES.SCALES_PAD)
     tl.store(received.src_idx + block.dst_row, block.token_idx, mask=block.arrived)
-    if SIZES.NUM_SCALES > 0:
+    if received.scales is not None:
         has = block.arrived[:, None] & (columns < SIZES.NUM_SCALES)[None, :]
         scales = as_pointer(block.address + row.scales, tl.int32)[:, None] + columns[None, :]
         at = block.dst_row.to(tl.int64)[:, None] * SIZES.NUM_SCALES + columns[None, :]
@@ -229,7 +251,7 @@ def _clear_rest(rank_prefix_matrix, received, max_rows, context, SIZES: tl.const
 
 
 @device_function
-def _most_rows(rank_prefix_matrix, context):
+def most_received(rank_prefix_matrix, context):
     """The most rows that any source sends to this rank."""
     num_ranks = tl.load(context + NUM_RANKS).to(tl.int32)
     most_rows = 0
@@ -239,14 +261,14 @@ def _most_rows(rank_prefix_matrix, context):
 
 
 @device_function
-def _num_blocks(most_rows, region_rows, context, BLOCK_ROWS: tl.constexpr):
+def num_blocks(most_rows, region_rows, context, BLOCK_ROWS: tl.constexpr):
     """Blocks of BLOCK_ROWS rows to take from all sources."""
     num_ranks = tl.load(context + NUM_RANKS).to(tl.int32)
     return tl.cdiv(tl.minimum(most_rows, region_rows), BLOCK_ROWS) * num_ranks
 
 
 @device_function
-def _report_overflow(rank_prefix_matrix, most_rows, max_rows, region_rows, context):
+def report_overflow(rank_prefix_matrix, most_rows, max_rows, region_rows, context):
     """Report more received rows than `max_rows` or than a region holds; the rows that there was
     room for were written."""
     num_ranks = tl.load(context + NUM_RANKS).to(tl.int32)

@@ -10,24 +10,28 @@ from typing import Any, NamedTuple, TypedDict
 
 import torch
 
+from .. import dispatch as dispatch_verbs
 from .. import routing
 from ..combine import ReturnedRows
 from ..combine.reduce_expanded import reduce_expanded
 from ..combine.reduce_expanded_kernels import ExpertRows, ReducedRows
-from ..dispatch import DispatchLayout, Received, Tokens
-from ..dispatch.expand import copy_ids, describe_received, expand_rows, place_received
-from ..dispatch.expand_kernels import (
-    ExpandedRows,
-    Places,
-    ReceivedIds,
-    ReceivedRows,
+from ..dispatch import Counts, DispatchLayout, Partition, Received, SendPlan, Tokens
+from ..dispatch.expand import expand_rows, zero_rows
+from ..dispatch.expand_kernels import ExpandedRows
+from ..dispatch.place_received import (
+    copy_ids,
+    describe_received,
+    place_received,
+    receive_metadata,
 )
+from ..dispatch.place_received_kernels import Places, ReceivedIds, place_received_kernel
 from ..kinds import Described
 from ..prepared import with_size
+from ..symm.slots import BARE_HEADER, header_bytes
 from ..utils import round_up
 from .base import Handle, PartsOfHandle
 from .internode import InternodeHandle
-from .kernel import KernelEngine
+from .kernel import KernelEngine, num_comm_programs
 
 SCALE_ROWS = 4
 """Columns of scales for TMA begin at multiples of so many scales, 16 bytes."""
@@ -96,8 +100,7 @@ def dispatch(
     described: Described | None = None,
 ) -> Dispatched:
     """Send the tokens. Unless the host waits for the counts there is room for all that can come,
-    and the whole is one prepared call. Rows by expert are copied from where they arrive; their
-    scales are in one row, see `shaped`."""
+    and the whole is one prepared call. Scales of rows by expert are in one row, see `shaped`."""
     args = tokens, num_experts, stats, numbers, wanted, how
     if how.waits:
         return _dispatch(engine, *args)
@@ -115,26 +118,142 @@ def _dispatch(
     how: HowSent,
 ) -> Dispatched:
     assert tokens.topk_idx is not None
-    in_place, copies_ids = wanted.expand, how.copies_ids
-    layout, sent_idx = layout_and_copy(engine, tokens.topk_idx, num_experts, copies_ids)
+    layout, sent_idx = layout_and_copy(engine, tokens.topk_idx, num_experts, how.copies_ids)
+    args = engine, tokens, layout, stats, numbers, wanted, how
+    got = _dispatch_by_expert(*args) if wanted.expand else _dispatch_by_token(*args)
+    return got._replace(sent_idx=sent_idx)
+
+
+def _dispatch_by_token(
+    engine: KernelEngine,
+    tokens: Tokens,
+    layout: DispatchLayout,
+    stats: torch.Tensor | None,
+    numbers: Numbers,
+    wanted: RowsWanted,
+    how: HowSent,
+) -> Dispatched:
     most_rows = 0 if how.waits else numbers.most_rows()
-    arrived = engine.dispatch(tokens, layout, most_rows, how.num_sms, not in_place)
-    received, counts, sent = arrived[:3]
-    try:
-        topk_idx, per_expert = received.topk_idx, [round_up(n, numbers.alignment) for n in counts]
-        assert topk_idx is not None
-        num_expanded = sum(per_expert) if how.waits else numbers.most_expanded(tokens.num_topk)
-        ids, prefix = ReceivedIds(topk_idx, received.src_idx), sent.rank_prefix_matrix
-        of_ranks = prefix, arrived.group_counts
-        places = find_places(engine, ids, *of_ranks, stats, numbers, wanted.expand, num_expanded)
-        rows = _by_token(received, wanted)
-        if wanted.expand:
-            rows, received_rows = new_rows(tokens, num_expanded, wanted), ReceivedRows(*rows)
-            expand(engine, received_rows, places, prefix, rows, numbers, wanted)
-    finally:
-        if in_place:
-            engine.release()
-    return Dispatched(rows, topk_idx, sent_idx, places, sent, per_expert, num_expanded)
+    received, counts, sent, group_counts = engine.dispatch(tokens, layout, most_rows, how.num_sms)
+    ids, per_expert = received.topk_idx, [round_up(n, numbers.alignment) for n in counts]
+    assert ids is not None
+    num_expanded = sum(per_expert) if how.waits else numbers.most_expanded(tokens.num_topk)
+    metadata = _new_metadata(received.src_idx, ids)
+    sums: tuple[torch.Tensor, ...] = engine.call(
+        _describe,
+        sent.rank_prefix_matrix,
+        group_counts,
+        stats,
+        numbers,
+        sized=(ids, received.src_idx, metadata),
+        num_rows=len(metadata),
+    )
+    rows, places = _by_token(received, wanted), Places(metadata, *sums)
+    return Dispatched(rows, ids, None, places, sent, per_expert, num_expanded)
+
+
+def _dispatch_by_expert(
+    engine: KernelEngine,
+    tokens: Tokens,
+    layout: DispatchLayout,
+    stats: torch.Tensor | None,
+    numbers: Numbers,
+    wanted: RowsWanted,
+    how: HowSent,
+) -> Dispatched:
+    """All memory is there before any row is sent, so that each call comes to its end."""
+    most_rows = 0 if how.waits else numbers.most_rows()
+    counts, routes, num_rows, per_expert = _exchange(engine, tokens, layout, most_rows)
+    per_expert = [round_up(n, numbers.alignment) for n in per_expert]
+    num_expanded = sum(per_expert) if how.waits else numbers.most_expanded(tokens.num_topk)
+    src_idx = tokens.x.new_empty(num_rows, dtype=torch.int32)
+    ids = tokens.x.new_empty(num_rows, tokens.num_topk, dtype=torch.int64)
+    metadata, rows = _new_metadata(src_idx, ids), new_rows(tokens, num_expanded, wanted)
+    scale_rows = _scale_rows(num_expanded, rows.scales, wanted)
+    sums: tuple[torch.Tensor, ...] = engine.call(
+        _send_by_expert,
+        tokens,
+        layout,
+        counts,
+        routes,
+        stats,
+        numbers,
+        (wanted.zero_padding, how.num_sms),
+        sized=(ids, src_idx, metadata, *rows),
+        num_rows=num_rows,
+        max_rows=num_rows,
+        num_expanded=num_expanded,
+        scale_rows=scale_rows,
+    )
+    received = Received(rows.x, None, ids, None, src_idx)
+    sent, places = engine._new_handle(counts, routes, received, layout), Places(metadata, *sums)
+    return Dispatched(rows, ids, None, places, sent, per_expert, num_expanded)
+
+
+def _exchange(
+    engine: KernelEngine, tokens: Tokens, layout: DispatchLayout, most_rows: int
+) -> tuple[Counts, tuple[torch.Tensor, ...], int, Sequence[int]]:
+    """(counts, routes, the rows that will come, those of each local expert). With most_rows the
+    host waits for nothing, and knows no more than that."""
+    exchange = type(engine)._exchange
+    counts, routes = engine.call(exchange, tokens, layout, False, check=False)
+    if most_rows:
+        return counts, routes, most_rows, ()
+    engine.concurrent_reads.mark()
+    num_rows, *per_expert = engine.concurrent_reads.read(lambda: engine._received(counts))
+    engine.context.check()
+    return counts, routes, num_rows, per_expert
+
+
+def _send_by_expert(
+    engine: KernelEngine,
+    tokens: Tokens,
+    layout: DispatchLayout,
+    counts: Counts,
+    routes: tuple[torch.Tensor, ...],
+    stats: torch.Tensor | None,
+    numbers: Numbers,
+    how: tuple[bool, int],
+    sized: tuple[torch.Tensor, ...],
+    num_rows: int,
+    max_rows: int,
+    num_expanded: int,
+    scale_rows: int,
+) -> tuple[torch.Tensor, ...]:
+    """Send the tokens and copy what comes to the rows of experts. Where ids come first, places are
+    found before rows are pushed, and rows are copied as they arrive."""
+    ids, metadata, rows = ReceivedIds(*sized[:2]), sized[2], ExpandedRows(*sized[3:])
+    (zero_padding, num_sms), slots = how, engine.slots
+    prefix, header = counts.rank_prefix_matrix, header_bytes(layout.num_experts, slots.num_ranks)
+    plan, partition = (
+        SendPlan(layout.num_tokens_per_rank, None, routes[0]),
+        by_expert(engine, num_sms),
+    )
+    if engine.ids_come_first:
+        num_programs = dispatch_verbs.programs_on_all_sms()
+        dispatch_verbs.send_metadata(tokens, plan, header, num_programs, slots, notifies=True)
+    else:
+        engine._send(tokens, layout, counts, routes, partition.push, owned=True)
+    num_local, awaits_rows = numbers.num_local_experts, not engine.ids_come_first
+    receive_metadata(ids, tokens, prefix, num_local, header, awaits_rows, slots)
+    new = prefix.new_empty
+    places = Places(metadata, new(num_local), new(num_local), new(numbers.num_ranks))
+    sizes = numbers.alignment, numbers.max_tokens, num_expanded
+    place_received(ids, prefix, places, stats, *sizes, slots)
+    if engine.ids_come_first:
+        after = (place_received_kernel,)
+        dispatch_verbs.push(tokens, plan, header, partition, slots, after)
+    expand_rows(rows, metadata, tokens, prefix, header, partition, scale_rows, slots)
+    if zero_padding:
+        zero_rows(rows, places, tokens, numbers.alignment, scale_rows, slots)
+    return tuple(places[1:])
+
+
+def by_expert(engine: KernelEngine, num_sms: int) -> Partition:
+    """How the programs of a dispatch by expert are shared."""
+    num_programs = num_comm_programs(num_sms)
+    early = engine.ids_come_first
+    return Partition.by_expert(num_programs) if early else Partition(num_programs, 0)
 
 
 def layout_and_copy(
@@ -219,20 +338,21 @@ def _dispatch_again(
     **sizes: int,
 ) -> tuple[ExpandedRows, torch.Tensor | None]:
     metadata, ids = sized
-    # Rows by expert are copied from where they arrive.
-    received = with_size("max_rows", engine.new_rows(tokens, sizes["max_rows"], ids is not None))
-    engine.send_again(tokens, plan, num_experts, received, num_sms)
     if ids is not None:
+        received = with_size("max_rows", engine.new_rows(tokens, sizes["max_rows"], owned=True))
+        engine.send_again(tokens, plan, num_experts, received, num_sms)
         (copy,) = with_size("max_rows", [ids.new_empty(ids.shape)])
         copy_ids(ids, copy, engine.slots)
         return _by_token(received, wanted), copy
-    try:
-        rows = with_size("num_expanded", new_rows(tokens, sizes["num_expanded"], wanted))
-        with_size("num_scales", [rows.scales])
-        received_rows, places = ReceivedRows(*_by_token(received, wanted)), Places(metadata, *sums)
-        expand(engine, received_rows, places, plan[0], rows, numbers, wanted)
-    finally:
-        engine.release()
+    rows = with_size("num_expanded", new_rows(tokens, sizes["num_expanded"], wanted))
+    with_size("num_scales", [rows.scales])
+    partition, scale_rows = by_expert(engine, num_sms), sizes["scale_rows"]
+    engine._send_cached(tokens, plan, partition)
+    how = plan[0], BARE_HEADER, partition, scale_rows
+    expand_rows(rows, metadata, tokens, *how, engine.slots)
+    if wanted.zero_padding:
+        places = Places(metadata, *sums)
+        zero_rows(rows, places, tokens, numbers.alignment, scale_rows, engine.slots)
     return rows, None
 
 
@@ -279,102 +399,31 @@ def _combine(
     return engine.return_rows(ReturnedRows(*sums), plan, bias, num_sms)
 
 
-# --- Steps ---------------------------------------------------------------------------------------
+# --- Rows and places -----------------------------------------------------------------------------
 
 
-def find_places(
-    engine: KernelEngine,
-    received: ReceivedIds,
-    rank_prefix_matrix: torch.Tensor,
-    group_counts: torch.Tensor,
-    stats: torch.Tensor | None,
-    numbers: Numbers,
-    by_expert: bool,
-    num_expanded: int,
-) -> Places:
-    """The places of received rows, see `reference.place`. Unless they are placed `by_expert`, all
-    places are -1, and psum_per_expert counts padding. There is room for num_expanded rows: the host
-    is told where there are more. group_counts int32 [E]: rows of all ranks for each expert.
-    stats int32 [L], unless None: the rows of each expert are added to it."""
-    num_rows, num_topk = received.topk_idx.shape
-    metadata = received.src_idx.new_empty(num_rows, 2 + num_topk)
-    sums: tuple[torch.Tensor, ...] = engine.call(
-        _find_places,
-        rank_prefix_matrix,
-        group_counts,
-        stats,
-        numbers,
-        by_expert,
-        sized=(*received, metadata),
-        num_rows=num_rows,
-        num_expanded=num_expanded,
-    )
-    return Places(metadata, *sums)
-
-
-def _find_places(
+def _describe(
     engine: KernelEngine,
     rank_prefix_matrix: torch.Tensor,
     group_counts: torch.Tensor,
     stats: torch.Tensor | None,
     numbers: Numbers,
-    by_expert: bool,
     sized: tuple[torch.Tensor, ...],
     num_rows: int,
-    num_expanded: int,
 ) -> tuple[torch.Tensor, ...]:
-    topk_idx, src_idx, metadata = sized
+    """See `describe_received`: the `Places` but for the metadata."""
+    ids, metadata = ReceivedIds(*sized[:2]), sized[2]
     new, num_local = rank_prefix_matrix.new_empty, numbers.num_local_experts
     places = Places(metadata, new(num_local), new(num_local), new(len(rank_prefix_matrix)))
-    ids = ReceivedIds(topk_idx, src_idx)
-    sizes = numbers.alignment, numbers.max_tokens
-    if by_expert:
-        place_received(ids, rank_prefix_matrix, places, stats, *sizes, num_expanded, engine.slots)
-    else:
-        of_ranks = rank_prefix_matrix, group_counts
-        describe_received(ids, *of_ranks, places, stats, *sizes, engine.slots)
+    of_ranks, sizes = (rank_prefix_matrix, group_counts), (numbers.alignment, numbers.max_tokens)
+    describe_received(ids, *of_ranks, places, stats, *sizes, engine.slots)
     return tuple(places[1:])
 
 
-def expand(
-    engine: KernelEngine,
-    received: ReceivedRows,
-    places: Places,
-    rank_prefix_matrix: torch.Tensor,
-    rows: ExpandedRows,
-    numbers: Numbers,
-    wanted: RowsWanted,
-) -> None:
-    """Copy received rows, at the addresses received.x int64 [N], to their places."""
-    metadata, *sums = places
-    scale_rows = _scale_rows(len(rows.x), rows.scales, wanted)
-    engine.call(
-        _expand,
-        tuple(sums),
-        rank_prefix_matrix,
-        numbers,
-        (wanted.zero_padding, scale_rows > 0),
-        sized=(*received, metadata, *rows),
-        num_rows=len(metadata),
-        num_expanded=len(rows.x),
-        scale_rows=scale_rows,
-    )
-
-
-def _expand(
-    engine: KernelEngine,
-    sums: tuple[torch.Tensor, ...],
-    rank_prefix_matrix: torch.Tensor,
-    numbers: Numbers,
-    how: tuple[bool, bool],
-    sized: tuple[torch.Tensor, ...],
-    num_rows: int,
-    num_expanded: int,
-    scale_rows: int,
-) -> None:
-    received, metadata, out = ReceivedRows(*sized[:3]), sized[3], ExpandedRows(*sized[4:])
-    places, of = Places(metadata, *sums), (numbers.alignment, scale_rows, how[0])
-    expand_rows(received, places, rank_prefix_matrix, out, *of, engine.slots)
+def _new_metadata(src_idx: torch.Tensor, ids: torch.Tensor) -> torch.Tensor:
+    """Room for the `src_metadata` of received rows."""
+    num_rows, num_topk = ids.shape
+    return src_idx.new_empty(num_rows, 2 + num_topk)
 
 
 def _by_token(received: Received, wanted: RowsWanted) -> ExpandedRows:

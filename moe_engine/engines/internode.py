@@ -76,6 +76,7 @@ class InternodeEngine(KernelEngine, LayerByVerbs):
     """Calls of ranks on several nodes. Layers are made of dispatch, grouped GEMMs and combine."""
 
     handle_type: ClassVar[Any] = InternodeHandle
+    ids_come_first: ClassVar[bool] = False
     moe_ffn = LayerByVerbs.moe_ffn
 
     @functools.cached_property
@@ -216,21 +217,13 @@ class InternodeEngine(KernelEngine, LayerByVerbs):
             of.rank_head,
         )
 
-    def _dispatch_cached(
-        self,
-        tokens: Tokens,
-        parts: PartsOfHandle,
-        num_local_experts: int,
-        num_programs: int,
-        sized: Received,
-        max_rows: int,
-    ) -> None:
+    def _send_cached(self, tokens: Tokens, parts: PartsOfHandle, partition: Partition) -> None:
+        """Begin a cached dispatch: send rows over the network and to this node, and forward."""
         self._send_again(tokens, parts)
-        how = num_local_experts, programs_on_all_sms(), sized, max_rows
-        self._receive_again(tokens, parts, *how)
+        self._forward_again(tokens, parts, programs_on_all_sms())
 
     def _send_again(self, tokens: Tokens, parts: PartsOfHandle) -> None:
-        """Begin a cached dispatch: send rows over the network and to this node."""
+        """`_send_cached`, without what this rank forwards."""
         prefix, signature, sent_token_idx, _, node_rows = parts
         if self._max_tokens is not None:
             self.check_capacity(len(tokens.x), tokens.row, BARE_HEADER)
@@ -250,12 +243,16 @@ class InternodeEngine(KernelEngine, LayerByVerbs):
         sized: Received,
         max_rows: int,
     ) -> None:
-        """The rest of it, by so many programs: forward rows, and receive those that arrive."""
-        (prefix, _, _, row_idx, _), slots = parts, self.slots
+        """What comes after `_send_again`, by so many programs: forward rows, and receive those that
+        arrive."""
+        self._forward_again(tokens, parts, num_programs)
+        rows, partition = (parts[0], num_local_experts, BARE_HEADER), self._partition(0, owned=True)
+        dispatch_verbs.receive(sized, tokens, *rows, partition, self.slots, num_programs)
+
+    def _forward_again(self, tokens: Tokens, parts: PartsOfHandle, num_programs: int) -> None:
+        prefix, _, _, row_idx, _ = parts
         forwarded = row_idx, prefix, BARE_HEADER, num_programs
-        dispatch_internode.forward(tokens.row, *forwarded, slots)
-        rows, partition = (prefix, num_local_experts, BARE_HEADER), self._partition(0, owned=True)
-        dispatch_verbs.receive(sized, tokens, *rows, partition, slots, num_programs)
+        dispatch_internode.forward(tokens.row, *forwarded, self.slots)
 
     # --- Combine -----------------------------------------------------------------------------
 

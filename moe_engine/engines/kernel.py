@@ -67,6 +67,8 @@ class KernelEngine(MemoryEngine):
     """
 
     handle_type: ClassVar[Any] = Handle
+    ids_come_first: ClassVar[bool] = True
+    """Whether ids can be sent before rows, which are then copied by expert as they arrive."""
 
     def __init__(
         self,
@@ -132,7 +134,7 @@ class KernelEngine(MemoryEngine):
             return self.dispatch(tokens, layout, num_worst_tokens, num_sms, owned)
         self.slots.context.check()
         out, prefix = self.new_rows(tokens, num_rows, owned), counts.rank_prefix_matrix
-        received = tokens, prefix, layout.num_experts, *how
+        received = tokens, prefix, layout.num_experts, how[0]
         rows: dict[str, Any] = dict(sized=out, max_rows=num_rows)
         self.call(KernelEngine._receive, *received, as_one=as_one, **rows)
         handle = self._new_handle(counts, routes, out, layout)
@@ -159,7 +161,7 @@ class KernelEngine(MemoryEngine):
         out = self.new_rows(tokens, num_worst_tokens, owned)
         counts, routes = self._exchange(tokens, layout, may_grow=False)
         self._send(tokens, layout, counts, routes, num_programs, owned)
-        received = tokens, counts.rank_prefix_matrix, layout.num_experts, num_programs, owned
+        received = tokens, counts.rank_prefix_matrix, layout.num_experts, num_programs
         self._receive(*received, sized=out, max_rows=num_worst_tokens)
         handle = self._new_handle(counts, routes, out, layout)
         return Arrived(out, (), handle, counts.group_counts)
@@ -198,10 +200,9 @@ class KernelEngine(MemoryEngine):
     ) -> None:
         """Send metadata and rows."""
         header = header_bytes(layout.num_experts, self.slots.num_ranks)
-        plan = SendPlan(layout.num_tokens_per_rank, None, routes[0])
-        dispatch_verbs.send_metadata(tokens, plan, header, programs_on_all_sms(), self.slots)
-        partition = self._partition(num_programs, owned)
-        dispatch_verbs.push(tokens, plan, header, partition, self.slots)
+        sent = tokens, SendPlan(layout.num_tokens_per_rank, None, routes[0]), header
+        dispatch_verbs.send_metadata(*sent, programs_on_all_sms(), self.slots)
+        dispatch_verbs.push(*sent, self._partition(num_programs, owned), self.slots)
 
     def _partition(self, num_programs: int, owned: bool) -> Partition:
         """How the programs of a dispatch are shared."""
@@ -213,14 +214,13 @@ class KernelEngine(MemoryEngine):
         prefix: torch.Tensor,
         num_experts: int,
         num_programs: int,
-        owned: bool,
         sized: Received,
         max_rows: int,
     ) -> None:
         """Copy what arrives to `sized`, of max_rows rows, or write its addresses there."""
         num_ranks = self.slots.num_ranks
         rows = prefix, num_experts // num_ranks, header_bytes(num_experts, num_ranks)
-        partition = self._partition(num_programs, owned)
+        partition = self._partition(num_programs, owned=not sized.is_located)
         dispatch_verbs.receive(sized, tokens, *rows, partition, self.slots)
 
     def _new_handle(
@@ -323,17 +323,21 @@ class KernelEngine(MemoryEngine):
         sized: Received,
         max_rows: int,
     ) -> None:
+        partition = self._partition(num_programs, owned=not sized.is_located)
+        self._send_cached(tokens, parts, partition)
+        rows = parts[0], num_local_experts, BARE_HEADER
+        dispatch_verbs.receive(sized, tokens, *rows, partition, self.slots)
+
+    def _send_cached(self, tokens: Tokens, parts: PartsOfHandle, partition: Partition) -> None:
+        """Begin a cached dispatch: send metadata and rows."""
         prefix, send_token_idx, signature = parts
         if self._max_tokens is not None:
             self.check_capacity(len(tokens.x), tokens.row, BARE_HEADER)
         rank = self.slots.context.rank
         plan = SendPlan(prefix[rank], prefix[rank - 1] if rank else None, send_token_idx)
-        partition = self._partition(num_programs, owned=not sized.is_located)
         early = partition.push + partition.early  # the latter begin after the push
         dispatch_verbs.send_metadata(tokens, plan, BARE_HEADER, early, self.slots, signature)
         dispatch_verbs.push(tokens, plan, BARE_HEADER, partition, self.slots)
-        rows = prefix, num_local_experts, BARE_HEADER
-        dispatch_verbs.receive(sized, tokens, *rows, partition, self.slots)
 
     # --- Combine -----------------------------------------------------------------------------
 

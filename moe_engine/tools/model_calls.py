@@ -19,10 +19,9 @@ from ..checks import MAX_LOW_LATENCY_TOKENS
 from ..combine.reduce_expanded_kernels import ExpertRows
 from ..device.context import SAVE_POLICIES
 from ..dispatch import Tokens
-from ..dispatch.expand import copy_ids
-from ..dispatch.expand_kernels import ReceivedIds, ReceivedRows
 from ..dispatch.internode import Routes
 from ..dispatch.low_latency import LowLatencyTokens
+from ..dispatch.place_received import copy_ids
 from ..engines import expanded
 from ..engines.base import NUM_SMS, WeightGradients
 from ..engines.expert_products import rows_to_send
@@ -166,43 +165,53 @@ def call_elastic(shape: ModelShape) -> None:
         engine = kernel_engine(shape.num_ranks, most, region, None, shape.num_nodes, rank)
         for count, form in product(batches_of(min(most, 16)), forms):
             send_and_return(shape, engine, count, *form, is_elastic=True)
+            send_by_expert(shape, engine, count, *form)
     for count in batches_of(shape.max_tokens):
-        expand_and_reduce(shape, count, forms)
+        describe_and_reduce(shape, count)
 
 
-def expand_and_reduce(
-    shape: ModelShape, count: int, forms: Iterable[tuple[int, torch.dtype, int]]
+def send_by_expert(
+    shape: ModelShape,
+    engine: KernelEngine,
+    count: int,
+    columns: int,
+    dtype: torch.dtype,
+    num_scales: int,
 ) -> None:
-    """What `ElasticBuffer` makes of ids, a copy, and of received rows: expert rows of them, and
-    sums back."""
+    """`ElasticBuffer`'s dispatches of `count` tokens by expert, in one of `forms_of_rows`."""
+    _, topk_idx, topk_weights = shape.tokens(count)
+    scales = torch.empty(count, num_scales) if num_scales else None
+    tokens = Tokens(torch.empty(count, columns, dtype=dtype), topk_idx, topk_weights, scales)
+    again = tokens._replace(topk_idx=None, topk_weights=None)
+    numbers = expanded.Numbers(shape.num_local, 1, count, shape.num_ranks)
+    stats, how = torch.zeros(shape.num_local, dtype=torch.int32), expanded.HowSent(False, True, 20)
+    for zero_padding, by_column, weights in product(*[(False, True)] * 3):
+        wanted = expanded.RowsWanted(True, zero_padding, by_column, weights)
+        for added_to in (None, stats):
+            of = tokens, shape.num_experts, added_to, numbers, wanted, how
+            got = expanded.dispatch(engine, *of)
+        sizes = expanded.sizes_of(len(got.places.src_metadata), got.num_expanded, scales, wanted)
+        sent = got.sent, got.places, numbers, wanted, NUM_SMS, sizes, None
+        expanded.dispatch_again(engine, tokens if weights else again, *sent)
+
+
+def describe_and_reduce(shape: ModelShape, count: int) -> None:
+    """What else `ElasticBuffer` makes of ids and received rows: a copy, where rows come from, and
+    the sums of rows by expert."""
     num_ranks, num_local, num_topk = shape.num_ranks, shape.num_local, shape.num_topk
-    engine = kernel_engine(num_ranks, None, shape.region_bytes(count), None, shape.num_nodes)
-    sent_x, topk_idx, topk_weights = shape.tokens(count)
-    layout = engine.layout(topk_idx, shape.num_experts)
-    sent_tokens = Tokens(sent_x, topk_idx, topk_weights)
-    _, _, sent, group_counts = engine.dispatch(sent_tokens, layout, count)
-    src_idx, stats = (torch.zeros(n, dtype=torch.int32) for n in (count, num_local))
-    prefix = sent.rank_prefix_matrix
+    engine = kernel_engine(num_ranks, count, shape.region_bytes(count), None, shape.num_nodes)
+    tokens = Tokens(*shape.tokens(count))
+    assert tokens.topk_idx is not None
     numbers = expanded.Numbers(num_local, 1, count, num_ranks)
-    num_rows, received = count * num_topk, ReceivedIds(topk_idx, src_idx)
-    for copies_ids in (False, True):
-        expanded.layout_and_copy(engine, topk_idx, shape.num_experts, copies_ids)
-    copy_ids(topk_idx, torch.empty_like(topk_idx), engine.slots)
-    for added_to, by_expert in product((None, stats), (False, True)):
-        more = prefix, group_counts, added_to, numbers, by_expert, num_rows
-        places = expanded.find_places(engine, received, *more)
-    for columns, dtype, num_scales in forms:
-        x = torch.empty(count, columns, dtype=dtype)
-        scales = torch.empty(count, num_scales) if num_scales else None
-        came = torch.zeros(count, dtype=torch.int64)
-        for how in product(*[(False, True)] * 3):
-            wanted = expanded.RowsWanted(True, *how)
-            rows = expanded.new_rows(Tokens(x, None, None, scales), num_rows, wanted)
-            received_rows = ReceivedRows(came, scales, topk_weights if wanted.weights else None)
-            expanded.expand(engine, received_rows, places, prefix, rows, numbers, wanted)
+    stats, num_rows = torch.zeros(num_local, dtype=torch.int32), count * num_topk
+    for copies_ids, added_to in product((False, True), (None, stats)):
+        wanted, how = expanded.RowsWanted(*[False] * 4), expanded.HowSent(False, copies_ids, 20)
+        got = expanded.dispatch(engine, tokens, shape.num_experts, added_to, numbers, wanted, how)
+    copy_ids(tokens.topk_idx, torch.empty_like(tokens.topk_idx), engine.slots)
     y = torch.empty(num_rows, shape.hidden, dtype=shape.dtype)
     for once, values in product((False, True), (None, torch.empty(num_rows))):
-        expanded.combine(engine, ExpertRows(y, values), places, sent, (), once, NUM_SMS)
+        of = got.places, got.sent, (), once, NUM_SMS
+        expanded.combine(engine, ExpertRows(y, values), *of)
 
 
 def call_notices(shape: ModelShape) -> None:
