@@ -103,12 +103,9 @@ def expand_rows_kernel(
 def _expand_block(
     x, block, src_metadata, out, num_expanded, scale_rows, row, context, SIZES: tl.constexpr
 ):
-    """Copy a `receive_kernels.Block` of rows to the rows of their experts."""
+    """Copy a `receive_kernels.Block` of rows to the rows of their experts. Their numbers are read
+    each time: K for each row, and addresses, would not fit into registers."""
     slots_at = src_metadata + block.dst_row.to(tl.int64) * (2 + SIZES.NUM_TOPK) + 2
-    slots = ()
-    for k in tl.static_range(SIZES.NUM_TOPK):
-        slot = tl.load(slots_at + k, mask=block.arrived, other=-1)
-        slots = slots + (tl.where(slot < num_expanded, slot, -1),)
     dtype: tl.constexpr = out.x.dtype.element_ty
     payload = payload_address(
         x, block.source, block.address, block.token_idx, SIZES.NUM_VECS, context
@@ -120,8 +117,9 @@ def _expand_block(
         from_row = row_pointers(source, vecs, SIZES.ALIGNED)
         values = tl.load(from_row, mask=block.arrived[:, None] & in_row)
         for k in tl.static_range(SIZES.NUM_TOPK):
-            to = out.x + slots[k].to(tl.int64) * SIZES.NUM_VECS
-            is_copy = (slots[k] >= 0)[:, None] & in_row
+            slot = _slot(slots_at + k, block.arrived, num_expanded)
+            to = out.x + slot.to(tl.int64) * SIZES.NUM_VECS
+            is_copy = (slot >= 0)[:, None] & in_row
             put(row_pointers(to, vecs, SIZES.ALIGNED), values, is_copy)
     if SIZES.NUM_SCALES > 0:
         columns = tl.arange(0, SIZES.SCALES_PAD)
@@ -129,13 +127,23 @@ def _expand_block(
         scales = as_pointer(block.address + row.scales, tl.int32)[:, None] + columns[None, :]
         values = tl.load(scales, mask=has)
         for k in tl.static_range(SIZES.NUM_TOPK):
-            to = _scale_pointers(out.scales, slots[k], columns, scale_rows, SIZES)
-            put(to, values, has & (slots[k] >= 0)[:, None])
+            slot = _slot(slots_at + k, block.arrived, num_expanded)
+            to = _scale_pointers(out.scales, slot, columns, scale_rows, SIZES)
+            put(to, values, has & (slot >= 0)[:, None])
     if out.weights is not None:
         weights = as_pointer(block.address + row.weights, tl.float32)
         for k in tl.static_range(SIZES.NUM_TOPK):
-            has = slots[k] >= 0
-            put(out.weights + slots[k], tl.load(weights + k, mask=has), has)
+            slot = _slot(slots_at + k, block.arrived, num_expanded)
+            has = slot >= 0
+            put(out.weights + slot, tl.load(weights + k, mask=has), has)
+
+
+@device_function
+def _slot(at, mask, num_expanded):
+    """The rows of `out` at these pointers, -1 where there is none. A handle that a caller made up
+    leads to no other memory."""
+    slot = tl.load(at, mask=mask, other=-1)
+    return tl.where((slot >= 0) & (slot < num_expanded), slot, -1)
 
 
 @triton.jit(do_not_specialize=["num_expanded", "scale_rows", "num_local", "alignment"])
