@@ -34,7 +34,7 @@ from ..device.lang import (
 )
 from ..device.nvshmem import uses_nvshmem
 from ..device.programs import finish_call, is_last_program
-from ..device.push import Source, push_rows
+from ..device.push import Source, copy_block, push_rows
 from ..device.slots import chunk_flag, first_near_rank, received_rows, region
 from ..device.tiles import deal
 from ..dispatch.internode_kernels import send_chunk
@@ -87,7 +87,7 @@ def return_to_rails_kernel(
     # fmt: off
     push_rows(
         source, ReturnPlan(rank_prefix_matrix, sides), counts, tl.program_id(0),
-        tl.num_programs(0), row, context, _returned_row, SIZES, False,
+        tl.num_programs(0), row, context, _returned_row, copy_block, SIZES, False,
     )
     # fmt: on
 
@@ -151,10 +151,10 @@ def node_sum_kernel(
                 inside = inside & (ready == 1)
                 dtype: tl.constexpr = own.x.dtype.element_ty
                 to_row = as_pointer(to, SENT.DTYPE)
-                add_rows(addresses, to_row, sums, at, inside, hidden, dtype, SUM)
+                add_rows(addresses, None, to_row, sums, at, inside, hidden, dtype, SUM)
                 if own.weights is not None:
                     to_weights = as_pointer(to + sum_row.weights, tl.float32)
-                    add_weights(weight_addresses, to_weights, inside, SUM)
+                    add_weights(weight_addresses, None, to_weights, inside, SUM)
             if (ready == 1) & (node != own_node(context)):
                 send_chunk(node, begin, end, sum_row, context, SENT.CHUNK_ROWS)
 
@@ -185,9 +185,10 @@ def internode_sum_kernel(
         # fmt: on
         inside = inside & (ready == 1)
         at = token_idx.to(tl.int64) * hidden
-        add_rows(addresses, sums.out + at, sums, at, inside, hidden, SENT.DTYPE, SUM)
+        add_rows(addresses, None, sums.out + at, sums, at, inside, hidden, SENT.DTYPE, SUM)
         if sums.weights is not None:
-            add_weights(weight_addresses, sums.weights + token_idx * SUM.NUM_TOPK, inside, SUM)
+            to_weights = sums.weights + token_idx * SUM.NUM_TOPK
+            add_weights(weight_addresses, None, to_weights, inside, SUM)
     if is_broken(context):
         report_abandoned(context)
     elif is_last_program(context):

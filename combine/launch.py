@@ -23,24 +23,55 @@ BLOCK_SUMS = 8192
 """fp32 sums that a program holds at a time."""
 SLACK = 49
 """A push is 2% slower than the link: the sums read memory concurrently."""
+SUMMED_ROWS = 16
+"""Rows that a program makes at a time of expert rows, and then pushes."""
+EXPERT_SUM_PROGRAMS = 64
+"""Programs that sum while others push sums of expert rows: K times as much is read for these."""
 
 
-def num_push_programs(num_programs: int) -> int:
-    """How many of a combine's programs push; the others sum. Nine nearly fill the link."""
-    return 1 if INTERPRETED else min(num_programs, max(8, 9 * num_programs // 16))
+@functools.cache
+def combine_programs(num_programs: int, by_expert: bool) -> tuple[int, int]:
+    """(programs of a combine that push, and those that sum concurrently). Nine nearly fill the link
+    with rows; all of them add up rows by expert, and others sum."""
+    if INTERPRETED:
+        return 1, num_programs - 1
+    if by_expert:
+        return num_programs, EXPERT_SUM_PROGRAMS
+    num_push = min(num_programs, max(8, 9 * num_programs // 16))
+    return num_push, num_programs - num_push
 
 
 class ReturnedRows(NamedTuple):
     """The rows that a rank returns: x [N, H], in receive order, and weights float32 [N, K], which
-    travel along, or None."""
+    travel along, or None. With src_metadata int32 [N, 2 + K], see `reference.place`, sums of rows
+    by expert x [M, H] return, and weights are [M]."""
 
     x: torch.Tensor
     weights: torch.Tensor | None
+    src_metadata: torch.Tensor | None = None
+
+    @property
+    def num_slots(self) -> int:
+        """K of rows by expert, else 0."""
+        return 0 if self.src_metadata is None else self.src_metadata.shape[1] - 2
+
+    @property
+    def num_rows(self) -> int:
+        """N."""
+        return len(self.x if self.src_metadata is None else self.src_metadata)
+
+    @property
+    def num_topk(self) -> int:
+        """Weights that travel with a row."""
+        return 0 if self.weights is None else self.num_slots or self.weights.shape[1]
 
     @property
     def row(self) -> RowLayout:
-        num_topk = 0 if self.weights is None else self.weights.shape[1]
-        return RowLayout(self.x.shape[1] * self.x.itemsize, num_topk)
+        return self.row_of(self.x.dtype)
+
+    def row_of(self, dtype: torch.dtype) -> RowLayout:
+        """How a row of this type returns."""
+        return RowLayout(self.x.shape[1] * dtype.itemsize, self.num_topk)
 
 
 class Sums(NamedTuple):
@@ -59,20 +90,23 @@ class Sums(NamedTuple):
 
 @functools.cache
 def push_sizes(
-    layout: SlotLayout, row: RowLayout, item_bytes: int, relays: bool = False
+    layout: SlotLayout, row: RowLayout, item_bytes: int, relays: bool = False, num_slots: int = 0
 ) -> PushSizes:
-    """Of rows of such items. relays: to ranks that forward their sums, while none are made."""
+    """Of rows of such items. relays: to ranks that forward their sums, while none are made.
+    num_slots: of sums of up to so many rows of experts."""
+    block_rows = SUMMED_ROWS if num_slots else COPY_ROWS
     columns = BYTES_IN_FLIGHT // item_bytes // COPY_ROWS
     sizes = PushSizes(
         ALIGNED=row.payload_bytes % 16 == 0,
         RANKS_PAD=next_power_of_2(layout.num_ranks),
         CHUNK_ROWS=layout.chunk_rows(row.num_bytes),
         SPAN=1 if relays else layout.span(row.num_bytes),
-        BLOCK_ROWS=COPY_ROWS,
+        BLOCK_ROWS=block_rows,
         BLOCK_COLUMNS=min(next_power_of_2(row.payload_bytes // item_bytes), columns),
         NUM_TOPK=row.num_topk,
         SLACK=0 if relays else SLACK,
         RELAYS=relays,
+        NUM_SLOTS=num_slots,
     )
     return constants(sizes)
 
@@ -84,8 +118,9 @@ def sum_sizes(
     item_bytes: int,
     num_parts: int,
     block_tokens: int = BLOCK_TOKENS,
+    num_slots: int = 0,
 ) -> SumSizes:
-    """Of sums of up to num_parts rows each."""
+    """Of sums of up to num_parts rows each, this rank's of up to num_slots rows of experts."""
     hidden = row.payload_bytes // item_bytes
     sizes = SumSizes(
         NUM_TOPK=row.num_topk,
@@ -96,6 +131,7 @@ def sum_sizes(
         CHUNK_ROWS=layout.chunk_rows(row.num_bytes),
         BLOCK_TOKENS=block_tokens,
         BLOCK_H=min(next_power_of_2(hidden), BLOCK_SUMS // block_tokens),
+        NUM_SLOTS=num_slots,
     )
     return constants(sizes)
 
@@ -108,27 +144,29 @@ def return_and_sum(
     slots: Slots,
 ) -> None:
     """Write rows back to their sources while some of the sums are made, then make the others. A
-    whole call, which begins with `dispatched`, the signature in the handle of the dispatch."""
-    num_tokens, hidden = sums.out.shape
-    row, item_bytes = returned.row, returned.x.itemsize
+    whole call, which begins with `dispatched`, the signature in the handle of the dispatch. Rows
+    return in the type of sums.out."""
+    (num_tokens, hidden), num_slots = sums.out.shape, returned.num_slots
+    row, item_bytes = returned.row_of(sums.out.dtype), sums.out.itemsize
+    num_push, num_sum = combine_programs(num_comm_sms, num_slots > 0)
     arguments: dict[str, Any] = dict(
         own=returned,
         sums=sums,
         context=slots.context.fields,
         num_tokens=num_tokens,
-        num_rows=len(returned.x),
-        region_rows=slots.layout.max_rows(row.num_bytes, BARE_HEADER),
+        num_rows=returned.num_rows,
+        num_expanded=len(returned.x) if num_slots else 0,
         hidden=hidden,
         row=row_in_region(row, BARE_HEADER),
-        SUM=sum_sizes(slots.layout, row, item_bytes, slots.num_ranks),
+        SUM=sum_sizes(slots.layout, row, item_bytes, slots.num_ranks, num_slots=num_slots),
         num_warps=NUM_WARPS,
     )
     slots.context.launch(
         return_rows_kernel,
-        (1 + num_comm_sms,),
+        (1 + num_push + num_sum,),
         dispatched=dispatched,
-        num_push_programs=num_push_programs(num_comm_sms),
-        PUSH=push_sizes(slots.layout, row, item_bytes),
+        num_push_programs=num_push,
+        PUSH=push_sizes(slots.layout, row, item_bytes, num_slots=num_slots),
         step="return_rows",
         **arguments,
     )

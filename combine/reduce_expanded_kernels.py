@@ -5,7 +5,7 @@ from typing import Any, NamedTuple
 import triton
 import triton.language as tl
 
-from ..device.lang import round_to, row_mask, row_pointers
+from ..device.lang import device_function, round_to, row_mask, row_pointers
 from ..dispatch.place_received_kernels import num_received
 
 
@@ -51,24 +51,56 @@ def reduce_expanded_kernel(
     for first in range(tl.program_id(0) * SIZES.BLOCK_ROWS, end, step):
         index = first + tl.arange(0, SIZES.BLOCK_ROWS)
         inside = index < end
-        slots_at = src_metadata + index.to(tl.int64) * (2 + SIZES.NUM_TOPK) + 2
-        slots = ()
-        for k in tl.static_range(SIZES.NUM_TOPK):
-            slot = tl.load(slots_at + k, mask=inside, other=-1)
-            slot = tl.where(slot < num_expanded, slot, -1)
-            slots = slots + (slot,)
-            if rows.weights is not None:
-                weight = tl.load(rows.weights + slot, mask=slot >= 0, other=0.0)
-                to = out.weights + index.to(tl.int64) * SIZES.NUM_TOPK + k
-                tl.store(to, weight, mask=inside)
+        slots_at = slots_of(src_metadata, index, SIZES.NUM_TOPK)
+        if rows.weights is not None:
+            k = tl.arange(0, triton.next_power_of_2(SIZES.NUM_TOPK))
+            has = inside[:, None] & (k < SIZES.NUM_TOPK)[None, :]
+            to = out.weights + index.to(tl.int64)[:, None] * SIZES.NUM_TOPK + k[None, :]
+            weights = expert_weights(rows.weights, slots_at, inside, num_expanded, SIZES.NUM_TOPK)
+            tl.store(to, weights, mask=has)
         for column in range(0, hidden, SIZES.BLOCK_H):
             columns = column + tl.arange(0, SIZES.BLOCK_H)
-            in_row = row_mask(columns, hidden, rows.x.dtype.element_ty, SIZES.ALIGNED)[None, :]
-            total = tl.zeros([SIZES.BLOCK_ROWS, SIZES.BLOCK_H], tl.float32)
-            for k in tl.static_range(SIZES.NUM_TOPK):
-                row = rows.x + slots[k].to(tl.int64) * hidden
-                has = (slots[k] >= 0)[:, None] & in_row
-                part = tl.load(row_pointers(row, columns, SIZES.ALIGNED), mask=has, other=0.0)
-                total += part.to(tl.float32)
+            in_row = row_mask(columns, hidden, rows.x.dtype.element_ty, SIZES.ALIGNED)
+            # fmt: off
+            total = expert_sums(
+                rows.x, slots_at, inside, num_expanded, columns, hidden, SIZES.NUM_TOPK,
+                SIZES.ALIGNED,
+            )
+            # fmt: on
             sums = row_pointers(out.x + index.to(tl.int64) * hidden, columns, SIZES.ALIGNED)
-            tl.store(sums, round_to(total, out.x.dtype.element_ty), mask=inside[:, None] & in_row)
+            is_sum = inside[:, None] & in_row[None, :]
+            tl.store(sums, round_to(total, out.x.dtype.element_ty), mask=is_sum)
+
+
+@device_function
+def slots_of(src_metadata, index, NUM_TOPK: tl.constexpr):
+    """Pointers to the numbers of the expert rows of received rows `index` (block)."""
+    return src_metadata + index.to(tl.int64) * (2 + NUM_TOPK) + 2
+
+
+@device_function
+def expert_sums(
+    x, slots_at, inside, num_expanded, columns, hidden, NUM_TOPK: tl.constexpr,
+    ALIGNED: tl.constexpr,
+):  # fmt: skip
+    """fp32 [B, C]: sums of rows of x, whose numbers are at the pointers slots_at [B], NUM_TOPK of
+    them each, -1 for none, in this order. A handle that a caller made up leads to no other memory
+    than the num_expanded rows."""
+    in_row = row_mask(columns, hidden, x.dtype.element_ty, ALIGNED)[None, :]
+    total = tl.zeros([slots_at.shape[0], columns.shape[0]], tl.float32)
+    for k in tl.static_range(NUM_TOPK):
+        slot = tl.load(slots_at + k, mask=inside, other=-1)
+        has = ((slot >= 0) & (slot < num_expanded))[:, None] & in_row
+        row = x + slot.to(tl.int64) * hidden
+        part = tl.load(row_pointers(row, columns, ALIGNED), mask=has, other=0.0)
+        total += part.to(tl.float32)
+    return total
+
+
+@device_function
+def expert_weights(weights, slots_at, inside, num_expanded, NUM_TOPK: tl.constexpr):
+    """fp32 [B, K]: the weights of these rows, 0 in slots without one; see `expert_sums`."""
+    k = tl.arange(0, triton.next_power_of_2(NUM_TOPK))
+    has = inside[:, None] & (k < NUM_TOPK)[None, :]
+    slots = tl.load(slots_at[:, None] + k[None, :], mask=has, other=-1)
+    return tl.load(weights + slots, mask=(slots >= 0) & (slots < num_expanded), other=0.0)

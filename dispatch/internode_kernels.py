@@ -40,7 +40,7 @@ from ..device.lang import (
 from ..device.network import send
 from ..device.nvshmem import uses_nvshmem
 from ..device.programs import is_last_program
-from ..device.push import Source, push_rows
+from ..device.push import Source, copy_block, push_rows
 from ..device.slots import (
     chunk_flag,
     first_near_rank,
@@ -150,7 +150,7 @@ def forward_kernel(
     # fmt: off
     push_rows(
         source, plan, counts, tl.program_id(0), tl.num_programs(0), row, context, _arrived_row,
-        SIZES, False,
+        copy_block, SIZES, False,
     )
     # fmt: on
     if is_last_program(context):

@@ -16,7 +16,7 @@ from ..device.lang import (
     symm_at,
 )
 from ..device.programs import is_last_program, pdl_launch_dependents, pdl_wait
-from ..device.push import Source, open_regions, peer_at, push_rows, row_at
+from ..device.push import Source, copy_block, open_regions, peer_at, push_rows, row_at
 from ..device.signature import open_call
 from ..device.slots import first_near_rank, is_near, metadata_flag
 from ..device.tiles import deal
@@ -179,7 +179,7 @@ def push_kernel(
     # fmt: off
     push_rows(
         source, plan, counts, tl.program_id(0), tl.num_programs(0), row, context,
-        _sent_row, SIZES, PDL,
+        _sent_row, copy_block, SIZES, PDL,
     )
     # fmt: on
 

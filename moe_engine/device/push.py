@@ -36,6 +36,7 @@ class PushSizes(NamedTuple):
     NUM_TOPK: int  # weights that follow a row
     SLACK: int  # 1/SLACK of the time that a row takes passes before the next one; 0: none
     RELAYS: bool = False  # whether rows are of other nodes, or for them; see `landing`
+    NUM_SLOTS: int = 0  # expert rows that a row may be the sum of; 0: it is a row itself
 
 
 class Source(NamedTuple):
@@ -58,6 +59,7 @@ def push_rows(
     row,
     context,
     source_row: tl.constexpr,
+    put_block: tl.constexpr,
     SIZES: tl.constexpr,
     PDL: tl.constexpr,
 ):
@@ -67,7 +69,7 @@ def push_rows(
 
     The device function `source_row(source, plan, peers, rows, end, context)` gives pointers to the
     rows of `source` that are rows `rows` (block) for `peers`, their numbers, and whether there is
-    one; from row `end` on there is none.
+    one; from row `end` on there is none. `put_block` writes these, see `copy_block`.
 
     A chunk's flags are raised after its rows, so that a reader waits for no more than it reads. In
     a PDL launch the stores of the launch before happen before the flags too: it is waited for
@@ -95,27 +97,36 @@ def push_rows(
             interval = pacing_interval(num_bytes, chunks_here, num_chunks, context)
             if SIZES.SLACK > 0:
                 interval += interval // SIZES.SLACK
-            due = put_rows(
-                as_pointer(to, source.x.dtype.element_ty),
-                from_rows,
-                source.num_columns,
-                has,
-                due,
-                interval // num_blocks,
-                SIZES.ALIGNED,
-                SIZES.BLOCK_COLUMNS,
+            # fmt: off
+            due = put_block(
+                source, plan, from_rows, src_row, has, to, due, interval // num_blocks, row, SIZES
             )
-            if source.weights is not None:
-                k = tl.arange(0, triton.next_power_of_2(SIZES.NUM_TOPK))
-                inside = has[:, None] & (k < SIZES.NUM_TOPK)[None, :]
-                from_weights = source.weights + src_row[:, None] * SIZES.NUM_TOPK + k[None, :]
-                weights = tl.load(from_weights, mask=inside, other=0.0)
-                to_weights = as_pointer(to + row.weights, tl.float32)[:, None] + k[None, :]
-                put(to_weights, weights, inside)
+            # fmt: on
         pdl_wait(PDL)
         raise_chunks(first_chunk, end_chunk, counts, context, SIZES)
     pdl_wait(PDL)
     end_push(context)
+
+
+@device_function
+def copy_block(
+    source, plan, from_rows, src_row, has, to, due, step, row, SIZES: tl.constexpr
+):  # fmt: skip
+    """Copy rows, and their weights, to the addresses `to` (blocks), where there is one, paced as in
+    `put_rows`. Returns when the next block is due."""
+    # fmt: off
+    due = put_rows(
+        as_pointer(to, source.x.dtype.element_ty), from_rows, source.num_columns, has, due, step,
+        SIZES.ALIGNED, SIZES.BLOCK_COLUMNS,
+    )
+    # fmt: on
+    if source.weights is not None:
+        k = tl.arange(0, triton.next_power_of_2(SIZES.NUM_TOPK))
+        inside = has[:, None] & (k < SIZES.NUM_TOPK)[None, :]
+        from_weights = source.weights + src_row[:, None] * SIZES.NUM_TOPK + k[None, :]
+        weights = tl.load(from_weights, mask=inside, other=0.0)
+        put(as_pointer(to + row.weights, tl.float32)[:, None] + k[None, :], weights, inside)
+    return due
 
 
 @device_function

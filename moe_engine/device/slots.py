@@ -52,6 +52,12 @@ def region(writer, context):
 
 
 @device_function
+def rows_in_region(row, context):
+    """Rows that a region has memory for."""
+    return (tl.load(context + REGION_BYTES) - row.header_bytes) // row.num_bytes
+
+
+@device_function
 def chunk_flag(writer, chunk, context):
     """Address of the flag that says: `writer` has written the rows of `chunk` (scalar or block)."""
     index = writer * tl.load(context + MAX_CHUNKS) + chunk

@@ -13,8 +13,7 @@ import torch
 from .. import dispatch as dispatch_verbs
 from .. import routing
 from ..combine import ReturnedRows
-from ..combine.reduce_expanded import reduce_expanded
-from ..combine.reduce_expanded_kernels import ExpertRows, ReducedRows
+from ..combine.reduce_expanded_kernels import ExpertRows
 from ..dispatch import Counts, DispatchLayout, Partition, Received, SendPlan, Tokens
 from ..dispatch.expand import expand_rows, zero_rows
 from ..dispatch.expand_kernels import ExpandedRows
@@ -369,34 +368,12 @@ def combine(
     """Return rows to their tokens: rows by token, or with `places` sums of rows by expert. The
     sums of several nodes are fp32 until the end if a result `rounds_once`; so are those of rows by
     expert, and their result."""
-    plan = sent.returned
-    if places is None:
-        returned = ReturnedRows(*rows), plan, tuple(bias), num_sms
-        return engine.return_rows(*returned, described, rounds_once)
-    dtype = torch.float32 if rounds_once else rows.x.dtype
-    added = tuple(one.to(dtype) for one in bias)
-    if added and rounds_once:
+    metadata = None if places is None else places.src_metadata
+    if metadata is not None and bias and rounds_once:
+        bias = [one.float() for one in bias]
         described = None  # which would have to describe these
-    more: dict[str, Any] = dict(sized=(*rows, places.src_metadata), described=described)
-    more |= dict(num_rows=len(places.src_metadata), num_expanded=len(rows.x))
-    got: tuple[torch.Tensor, torch.Tensor | None]
-    got = engine.whole_call(_combine, plan, added, dtype, num_sms, **more)
-    return got
-
-
-def _combine(
-    engine: KernelEngine,
-    plan: PartsOfHandle,
-    bias: tuple[torch.Tensor, ...],
-    dtype: torch.dtype,
-    num_sms: int,
-    sized: tuple[torch.Tensor, ...],
-    **numbers: int,
-) -> tuple[torch.Tensor, torch.Tensor | None]:
-    rows, metadata = ExpertRows(*sized[:2]), sized[2]
-    sums = with_size("num_rows", _new_sums(rows, metadata, dtype))
-    reduce_expanded(rows, metadata, plan[0], sums, engine.slots)
-    return engine.return_rows(ReturnedRows(*sums), plan, bias, num_sms)
+    returned = ReturnedRows(*rows, metadata), sent.returned, tuple(bias), num_sms
+    return engine.return_rows(*returned, described, rounds_once)
 
 
 # --- Rows and places -----------------------------------------------------------------------------
@@ -465,10 +442,3 @@ def shaped(
     if not wanted.expand:
         by_column.copy_(scales)
     return rows._replace(scales=by_column)
-
-
-def _new_sums(rows: ExpertRows, metadata: torch.Tensor, dtype: torch.dtype) -> ReducedRows:
-    """Room for the sums of rows by expert, of `dtype`, and for their weights."""
-    num_rows, columns = metadata.shape
-    weights = None if rows.weights is None else rows.weights.new_empty(num_rows, columns - 2)
-    return ReducedRows(rows.x.new_empty(num_rows, rows.x.shape[1], dtype=dtype), weights)

@@ -14,6 +14,7 @@ import torch
 from .. import combine as combine_verbs
 from .. import dispatch as dispatch_verbs
 from ..combine import internode as combine_internode
+from ..combine.reduce_expanded import reduce_expanded
 from ..device.context import Kind
 from ..dispatch import (
     NUM_CONCURRENT,
@@ -264,10 +265,16 @@ class InternodeEngine(KernelEngine, LayerByVerbs):
         round_once: bool,
         sized: combine_verbs.ReturnedRows,
         num_rows: int,
+        num_expanded: int,
     ) -> tuple[torch.Tensor, torch.Tensor | None]:
         """The sum of each node is rounded before the nodes' sums are added; with round_once it is
-        not, and takes twice the bytes."""
-        (x, weights), num_tokens, both = sized, len(parts[2]), (num_programs, programs_on_all_sms())
+        not, and takes twice the bytes. Rows by expert are summed first."""
+        sized = combine_verbs.ReturnedRows(*sized)
+        if sized.src_metadata is not None:
+            dtype, round_once = torch.float32 if round_once else sized.x.dtype, False
+            sized = reduce_expanded(sized, parts[0], dtype, self.slots)
+        num_tokens, both = len(parts[2]), (num_programs, programs_on_all_sms())
+        x, weights, _ = sized
         out = x.new_empty(num_tokens, x.shape[1])
         if weights is not None:
             weights = weights.new_empty(num_tokens, weights.shape[1])

@@ -365,9 +365,11 @@ class KernelEngine(MemoryEngine):
         described: Described | None = None,
         round_once: bool = False,
     ) -> tuple[torch.Tensor, torch.Tensor | None]:
-        """`combine` of these rows, by what a handle has `returned`."""
+        """`combine` of these rows, by what a handle has `returned`. Sums of rows by expert return
+        in fp32 with round_once, of which the biases and the result are then, too."""
         args = plan, bias, num_comm_programs(num_sms), round_once
-        more: dict[str, Any] = dict(sized=rows, num_rows=rows.x.shape[0], described=described)
+        more: dict[str, Any] = dict(num_rows=rows.num_rows, num_expanded=len(rows.x))
+        more |= dict(sized=rows, described=described)
         sums: tuple[torch.Tensor, torch.Tensor | None]
         sums = self.whole_call(type(self)._combine, *args, **more)
         return sums
@@ -380,13 +382,16 @@ class KernelEngine(MemoryEngine):
         round_once: bool,
         sized: combine_verbs.ReturnedRows,
         num_rows: int,
+        num_expanded: int,
     ) -> tuple[torch.Tensor, torch.Tensor | None]:
         prefix, signature, send_head = parts
-        x, weights = sized
-        num_tokens, row = len(send_head), sized.row
+        sized = combine_verbs.ReturnedRows(*sized)
+        is_fp32 = round_once and sized.src_metadata is not None
+        dtype = torch.float32 if is_fp32 else sized.x.dtype
+        num_tokens, row = len(send_head), sized.row_of(dtype)
         if self._max_tokens is not None:
             self.check_capacity(num_tokens, row, BARE_HEADER)
-        out = x.new_empty(num_tokens, x.shape[1])
+        out, weights = sized.x.new_empty(num_tokens, sized.x.shape[1], dtype=dtype), sized.weights
         if weights is not None:
             weights = weights.new_empty(num_tokens, row.num_topk)
         bias_0, bias_1 = [*bias, None, None][:2]
