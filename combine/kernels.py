@@ -134,9 +134,10 @@ def received_row(source, rank_prefix_matrix, peers, rows, end, context):
 
 @device_function
 def _summed_row(source, plan, peers, rows, end, context):
-    """`received_row` for sums of expert rows, which have no row yet; plan: an `ExpertPlan`."""
+    """`received_row` for sums of expert rows, an `ExpertPlan`. They are no rows yet: there are
+    numbers in the place of pointers."""
     index, has = _received_index(source, plan.rank_prefix_matrix, peers, rows, end, context)
-    return None, index, has
+    return index, index, has
 
 
 @device_function

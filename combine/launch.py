@@ -23,7 +23,7 @@ BLOCK_SUMS = 8192
 """fp32 sums that a program holds at a time."""
 SLACK = 49
 """A push is 2% slower than the link: the sums read memory concurrently."""
-SUMMED_ROWS = 16
+SUMMED_ROWS = 8
 """Rows that a program makes at a time of expert rows, and then pushes."""
 EXPERT_SUM_PROGRAMS = 64
 """Programs that sum while others push sums of expert rows: K times as much is read for these."""
