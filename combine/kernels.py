@@ -281,7 +281,7 @@ def add_rows(
 ):  # fmt: skip
     """Write the sums of rows of `dtype` at `addresses`, SUM.RANKS blocks of them of which 0 stands
     for no row, to the rows `to` (block): the rows at `at` of the biases first, then in this
-    order, with `OwnSums` at their numbers unless `own` is None."""
+    order, with NUM_SLOTS the `OwnSums` own at their numbers."""
     for column in range(0, hidden, SUM.BLOCK_H):
         columns = column + tl.arange(0, SUM.BLOCK_H)
         in_row = row_mask(columns, hidden, to.dtype.element_ty, SUM.ALIGNED)
@@ -293,7 +293,7 @@ def add_rows(
         if sums.bias_1 is not None:
             bias = row_pointers(sums.bias_1 + at, columns, SUM.ALIGNED)
             total += tl.load(bias, mask=real, other=0.0).to(tl.float32)
-        if own is not None:
+        if SUM.NUM_SLOTS > 0:
             # fmt: off
             own_part = expert_sums(
                 own.x, own.slots_at, own.number >= 0, own.num_expanded, columns, hidden,
@@ -309,7 +309,7 @@ def add_rows(
                 other=0.0,
             )
             part = part.to(tl.float32)
-            if own is not None:
+            if SUM.NUM_SLOTS > 0:
                 part = tl.where((own.number == number)[:, None], own_part, part)
             total += part
         values = round_to(total, to.dtype.element_ty)
@@ -321,7 +321,7 @@ def add_weights(addresses, own, to, inside, SUM: tl.constexpr):
     """Write the sums of weights [NUM_TOPK] at `addresses`, see `add_rows`, to `to` (block)."""
     k = tl.arange(0, SUM.TOPK_PAD)
     weights = tl.zeros([SUM.BLOCK_TOKENS, SUM.TOPK_PAD], tl.float32)
-    if own is not None:
+    if SUM.NUM_SLOTS > 0:
         has_own = own.number >= 0
         weights += expert_weights(
             own.weights, own.slots_at, has_own, own.num_expanded, SUM.NUM_SLOTS

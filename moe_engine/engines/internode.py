@@ -265,7 +265,7 @@ class InternodeEngine(KernelEngine, LayerByVerbs):
         round_once: bool,
         sized: combine_verbs.ReturnedRows,
         num_rows: int,
-        num_expanded: int,
+        num_expanded: int = 0,
     ) -> tuple[torch.Tensor, torch.Tensor | None]:
         """The sum of each node is rounded before the nodes' sums are added; with round_once it is
         not, and takes twice the bytes. Rows by expert are summed first."""

@@ -368,8 +368,8 @@ class KernelEngine(MemoryEngine):
         """`combine` of these rows, by what a handle has `returned`. Sums of rows by expert return
         in fp32 with round_once, of which the biases and the result are then, too."""
         args = plan, bias, num_comm_programs(num_sms), round_once
-        more: dict[str, Any] = dict(num_rows=rows.num_rows, num_expanded=len(rows.x))
-        more |= dict(sized=rows, described=described)
+        more: dict[str, Any] = dict(sized=rows, num_rows=rows.num_rows, described=described)
+        more |= dict(num_expanded=len(rows.x)) if rows.num_slots else {}
         sums: tuple[torch.Tensor, torch.Tensor | None]
         sums = self.whole_call(type(self)._combine, *args, **more)
         return sums
@@ -382,7 +382,7 @@ class KernelEngine(MemoryEngine):
         round_once: bool,
         sized: combine_verbs.ReturnedRows,
         num_rows: int,
-        num_expanded: int,
+        num_expanded: int = 0,
     ) -> tuple[torch.Tensor, torch.Tensor | None]:
         prefix, signature, send_head = parts
         sized = combine_verbs.ReturnedRows(*sized)
