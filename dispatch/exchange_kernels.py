@@ -54,7 +54,7 @@ class ExchangeSizes(NamedTuple):
     NODES: int = 1
 
 
-@triton.jit(do_not_specialize=["max_rows", "may_grow"])
+@triton.jit(do_not_specialize=["max_rows", "form"])
 def exchange_kernel(
     num_tokens_per_rank,  # int32 [R]
     num_tokens_per_expert,  # int32 [E]
@@ -63,7 +63,7 @@ def exchange_kernel(
     max_rows,
     num_local_experts,
     shape,  # signature.RowShape
-    may_grow,
+    form,  # see `signature_of`
     SIZES: tl.constexpr,  # ExchangeSizes
     PDL: tl.constexpr,
 ):
@@ -87,7 +87,7 @@ def exchange_kernel(
         return
     num_experts = num_local_experts * num_ranks
     call = own_call(context)
-    signature = signature_of(KIND_DISPATCH, shape, num_experts, 0, 0, may_grow, call, 0, context)
+    signature = signature_of(KIND_DISPATCH, shape, num_experts, 0, 0, form, call, 0, context)
     if program < num_ranks:
         # fmt: off
         send_counts(
@@ -118,6 +118,8 @@ def clear_counts(counts, num_local_experts, context, SIZES: tl.constexpr):
     everywhere = tl.arange(0, SIZES.ALL_EXPERTS_PAD)
     is_expert = everywhere < num_local_experts * num_ranks
     tl.store(counts.group_counts + everywhere, tl.zeros_like(everywhere), mask=is_expert)
+    if counts.earlier_ranks is not None:
+        tl.store(counts.earlier_ranks + everywhere, tl.zeros_like(everywhere), mask=is_expert)
 
 
 @device_function
@@ -154,6 +156,9 @@ def read_counts(counts, signature, max_rows, num_local_experts, context, SIZES: 
             to = counts.recv_expert_counts + source * num_local_experts + experts
             tl.store(to, received, mask=real)
             totals += received
+            if counts.earlier_ranks is not None:
+                to = counts.earlier_ranks + everywhere
+                tl.store(to, of_group, mask=(everywhere < num_experts) & (source == rank))
             of_group += tl.load(theirs + everywhere, mask=everywhere < num_experts, other=0)
         tl.store(counts.group_counts + everywhere, of_group, mask=everywhere < num_experts)
         if most_rows > max_rows:

@@ -7,33 +7,50 @@ import functools
 import torch
 
 from ..device.constants import constants
-from ..row_vectors import COPY_ROWS, RowVectors
+from ..device.lang import INTERPRETED
+from ..hardware import BYTES_IN_FLIGHT
+from ..row_vectors import RowVectors
 from ..symm.slots import RowLayout, SlotLayout, Slots, row_in_region
 from ..utils import next_power_of_2
+from .describe_received_kernels import Places
 from .expand_kernels import (
     ExpandedRows,
     ExpandSizes,
+    ReceivedPlaces,
     Sent,
     expand_rows_kernel,
     zero_rows_kernel,
 )
-from .launch import NUM_WARPS, Partition, Tokens, programs_on_all_sms
-from .place_received_kernels import Places
+from .launch import Partition, Tokens, programs_on_all_sms
 from .send_kernels import push_kernel
+
+EXPAND_WARPS = 8
+EXPAND_ROWS = 8
+"""Rows that a program copies at a time, half as many bytes of them as others copy: two programs run
+on an SM, and one loads while the other stores."""
 
 
 @functools.cache
 def _expand_sizes(
-    layout: SlotLayout, row: RowLayout, num_topk: int, vectors: RowVectors, by_column: bool
+    layout: SlotLayout,
+    row: RowLayout,
+    num_topk: int,
+    num_local: int,
+    vectors: RowVectors,
+    by_column: bool,
 ) -> ExpandSizes:
+    limit = next_power_of_2(vectors.num_vecs)
+    columns = BYTES_IN_FLIGHT // 2 // 4 // EXPAND_ROWS
     sizes = ExpandSizes(
         NUM_TOPK=num_topk,
+        TOPK_PAD=next_power_of_2(num_topk),
+        NUM_LOCAL=num_local,
         NUM_VECS=vectors.num_vecs,
         NUM_SCALES=row.num_scales,
         SCALES_PAD=next_power_of_2(max(1, row.num_scales)),
         CHUNK_ROWS=layout.chunk_rows(row.num_bytes),
-        BLOCK_ROWS=COPY_ROWS,
-        BLOCK_VECS=vectors.block_vecs,
+        BLOCK_ROWS=32 if INTERPRETED else EXPAND_ROWS,
+        BLOCK_VECS=limit if INTERPRETED else min(limit, columns),
         ALIGNED=vectors.aligned,
         BY_COLUMN=by_column,
     )
@@ -42,18 +59,22 @@ def _expand_sizes(
 
 def expand_rows(
     out: ExpandedRows,
-    src_metadata: torch.Tensor,
+    places: ReceivedPlaces,
     tokens: Tokens,
     rank_prefix_matrix: torch.Tensor,
     header_bytes: int,
     partition: Partition,
     scale_rows: int,
+    max_tokens: int,
     slots: Slots,
 ) -> None:
     """Copy received rows to their places in `out`, while others are pushed, and then the rest.
-    Scales go to [M, S], or with scale_rows to [S, scale_rows]. Ends a call."""
-    num_topk, row = src_metadata.shape[1] - 2, tokens.row
+    Scales go to [M, S], or with scale_rows to [S, scale_rows]. Ends a call. In a new dispatch rows
+    travel with numbers of expert rows in the place of ids, and places are written."""
+    num_topk, row = places.src_metadata.shape[1] - 2, tokens.row
+    num_experts = 0 if places.begins is None else places.begins.numel() - 1
     vectors = RowVectors.of(tokens.x.shape[1], tokens.x.dtype)
+    of = num_topk, num_experts // slots.num_ranks, vectors, scale_rows > 0
     launches = [(programs_on_all_sms(), 0)]
     if partition.early:
         launches.insert(0, (partition.early, partition.push))
@@ -62,19 +83,19 @@ def expand_rows(
             expand_rows_kernel,
             (programs,),
             Sent(vectors.view(tokens.x), rank_prefix_matrix),
-            src_metadata,
+            places,
             _as_vectors(out, vectors),
             slots.context.fields,
             num_push_programs,
-            len(src_metadata),
-            slots.layout.max_rows(row.num_bytes, header_bytes),
+            len(places.src_metadata),
             len(out.x),
             scale_rows,
+            max_tokens,
             row_in_region(row, header_bytes),
-            SIZES=_expand_sizes(slots.layout, row, num_topk, vectors, scale_rows > 0),
+            SIZES=_expand_sizes(slots.layout, row, *of),
             step="expand_rows",
             after=() if num_push_programs == 0 else (push_kernel,),
-            num_warps=NUM_WARPS,
+            num_warps=EXPAND_WARPS,
         )
     slots.context.end_call()
 
@@ -88,10 +109,8 @@ def zero_rows(
     slots: Slots,
 ) -> None:
     """Write 0 between the rows of experts."""
-    num_topk, vectors = (
-        places.src_metadata.shape[1] - 2,
-        RowVectors.of(tokens.x.shape[1], tokens.x.dtype),
-    )
+    vectors = RowVectors.of(tokens.x.shape[1], tokens.x.dtype)
+    of = places.src_metadata.shape[1] - 2, 0, vectors, scale_rows > 0
     num_local = places.num_per_expert.numel()
     slots.context.launch(
         zero_rows_kernel,
@@ -102,8 +121,8 @@ def zero_rows(
         scale_rows,
         num_local,
         alignment,
-        SIZES=_expand_sizes(slots.layout, tokens.row, num_topk, vectors, scale_rows > 0),
-        num_warps=NUM_WARPS,
+        SIZES=_expand_sizes(slots.layout, tokens.row, *of),
+        num_warps=EXPAND_WARPS,
     )
 
 

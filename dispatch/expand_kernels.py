@@ -5,6 +5,7 @@ from typing import Any, NamedTuple
 import triton
 import triton.language as tl
 
+from ..device.context import MAX_CHUNKS, RANK
 from ..device.internode import BOTH
 from ..device.lang import (
     as_pointer,
@@ -16,8 +17,12 @@ from ..device.lang import (
     row_pointers,
 )
 from ..device.programs import claim, claim_next, finish_call, is_last_program, pdl_wait
-from ..device.slots import payload_address
+from ..device.slots import payload_address, rows_in_region
+from .describe_received_kernels import num_received, put_metadata
 from .receive_kernels import most_received, num_blocks, receive_block, report_overflow
+
+EXPERTS = tl.constexpr(32)
+"""Experts that a number is compared with at a time."""
 
 
 class Sent(NamedTuple):
@@ -35,10 +40,22 @@ class ExpandedRows(NamedTuple):
     weights: tl.tensor  # float32 [M], or None
 
 
+class ReceivedPlaces(NamedTuple):
+    """Where received rows come from and go. In a dispatch with a handle that is known, and there is
+    the metadata alone; in a new one it follows from the numbers that come with rows."""
+
+    src_metadata: tl.tensor  # int32 [N, 2 + NUM_TOPK], see `reference.place`
+    topk_idx: tl.tensor = None  # int64 [N, NUM_TOPK]
+    src_idx: tl.tensor = None  # int32 [N]
+    begins: tl.tensor = None  # int32 [E + 1], see `place_tokens_kernels.ExpertNumbers`
+
+
 class ExpandSizes(NamedTuple):
     """Compile-time constants of `expand_rows_kernel`."""
 
     NUM_TOPK: Any
+    TOPK_PAD: Any
+    NUM_LOCAL: Any  # experts of a rank in a new dispatch, 0 in one with a handle
     NUM_VECS: Any
     NUM_SCALES: Any
     SCALES_PAD: Any
@@ -51,52 +68,113 @@ class ExpandSizes(NamedTuple):
 
 @triton.jit(
     do_not_specialize=[
-        *("num_push_programs", "max_rows", "region_rows", "num_expanded", "scale_rows"),
+        *("num_push_programs", "max_rows", "num_expanded", "scale_rows", "max_tokens"),
     ]
 )
 def expand_rows_kernel(
     sent,  # Sent
-    src_metadata,  # int32 [N, 2 + NUM_TOPK], see `reference.place`
+    places,  # ReceivedPlaces, out in a new dispatch
     out,  # ExpandedRows
     context,
     num_push_programs,
     max_rows,  # N
-    region_rows,
     num_expanded,  # M
     scale_rows,
+    max_tokens,  # of a rank
     row,  # slots.Row
     SIZES: tl.constexpr,  # ExpandSizes
     PDL: tl.constexpr,
 ):
-    """Copy each row that arrives, its scales and its weights to the rows of its experts. Rows of
-    `out` that no row goes to are not written.
+    """Copy each row that arrives, its scales and its weights to the rows of its experts, and in a
+    new dispatch write its places. Rows of `out` that no row goes to are not written.
 
     Its two launches share the work as those of `collect_kernel`, whose memory order it has: the
-    first one begins while `num_push_programs` push, and reads what flags guard, and src_metadata,
-    which was complete before the push let it begin."""
+    first one begins while `num_push_programs` push, and reads what flags guard, and what was
+    complete before the push was launched: rank_prefix_matrix, x, and places or begins."""
     if num_push_programs == 0:
         pdl_wait(PDL)
-    most_rows = most_received(sent.rank_prefix_matrix, context)
+    prefix, most_rows = sent.rank_prefix_matrix, most_received(sent.rank_prefix_matrix, context)
+    most_flags = tl.load(context + MAX_CHUNKS) * SIZES.CHUNK_ROWS
+    region_rows = tl.minimum(rows_in_region(row, context), most_flags).to(tl.int32)
     end = num_blocks(most_rows, region_rows, context, SIZES.BLOCK_ROWS)
     work_idx = claim(context)
     while work_idx < end:
         # fmt: off
         block = receive_block(
-            work_idx, sent.rank_prefix_matrix, max_rows, region_rows, BOTH, row, context, SIZES
+            work_idx, prefix, max_rows, region_rows, BOTH, row, context, SIZES
         )
+        if SIZES.NUM_LOCAL > 0:
+            _place_block(block, places, num_expanded, max_tokens, row, context, SIZES)
+            tl.debug_barrier()  # other threads read what is written here
         _expand_block(
-            sent.x, block, src_metadata, out, num_expanded, scale_rows, row, context, SIZES
+            sent.x, block, places.src_metadata, out, num_expanded, scale_rows, row, context, SIZES
         )
         # fmt: on
         work_idx = claim_next(num_push_programs, context)
     if num_push_programs > 0:
         pdl_wait(PDL)
         return
+    if SIZES.NUM_LOCAL > 0:
+        _clear_rest(places, prefix, max_rows, context, SIZES)
     if is_broken(context):
         report_abandoned(context)
     elif is_last_program(context):
-        report_overflow(sent.rank_prefix_matrix, most_rows, max_rows, region_rows, context)
+        report_overflow(prefix, most_rows, max_rows, region_rows, context)
         finish_call(context)
+
+
+@device_function
+def _place_block(block, places, num_expanded, max_tokens, row, context, SIZES: tl.constexpr):
+    """Write where a block of rows comes from and goes, and the local ids of its experts, from the
+    numbers of expert rows that came in the place of ids."""
+    k = tl.arange(0, SIZES.TOPK_PAD)
+    is_item = (k < SIZES.NUM_TOPK)[None, :]
+    has = block.arrived[:, None] & is_item
+    at = as_pointer(block.address + row.ids, tl.int32)[:, None] + k[None, :]
+    number = tl.load(at, mask=has, other=-1)
+    begins = places.begins + tl.load(context + RANK) * SIZES.NUM_LOCAL
+    first, end = tl.load(begins), tl.load(begins + SIZES.NUM_LOCAL)
+    is_here = (number >= first) & (number < end)
+    # The expert is the last one that begins no later: those without rows begin with the next one.
+    expert = tl.full([SIZES.BLOCK_ROWS, SIZES.TOPK_PAD], -1, tl.int32)
+    for start in range(0, SIZES.NUM_LOCAL, EXPERTS):
+        experts = start + tl.arange(0, EXPERTS)
+        begin = tl.load(begins + experts, mask=experts < SIZES.NUM_LOCAL, other=0x7FFFFFFF)
+        is_no_later = begin[None, None, :] <= number[:, :, None]
+        expert += tl.sum(is_no_later.to(tl.int32), 2)
+    rows, has_room = block.dst_row, block.has_room[:, None] & is_item
+    to = places.topk_idx + rows.to(tl.int64)[:, None] * SIZES.NUM_TOPK + k[None, :]
+    tl.store(to, tl.where(is_here, expert, -1).to(tl.int64), mask=has_room)
+    tl.store(places.src_idx + rows, block.token_idx, mask=block.arrived)
+    slots = tl.where(is_here & (number - first < num_expanded), number - first, -1)
+    source = rows * 0 + block.source
+    # fmt: off
+    put_metadata(
+        places.src_metadata, rows, block.has_room, block.arrived, source, block.token_idx, is_here,
+        slots, max_tokens, SIZES.NUM_TOPK,
+    )
+    # fmt: on
+
+
+@device_function
+def _clear_rest(places, rank_prefix_matrix, max_rows, context, SIZES: tl.constexpr):
+    """Set ids and metadata of rows past the received ones to -1."""
+    k = tl.arange(0, SIZES.TOPK_PAD)
+    nothing = tl.full([SIZES.BLOCK_ROWS, SIZES.TOPK_PAD], -1, tl.int32)
+    begin = num_received(rank_prefix_matrix, max_rows, context)
+    begin += tl.program_id(0) * SIZES.BLOCK_ROWS
+    for first in range(begin, max_rows, tl.num_programs(0) * SIZES.BLOCK_ROWS):
+        rows = first + tl.arange(0, SIZES.BLOCK_ROWS)
+        inside = rows < max_rows
+        to = places.topk_idx + rows.to(tl.int64)[:, None] * SIZES.NUM_TOPK + k[None, :]
+        is_item = inside[:, None] & (k < SIZES.NUM_TOPK)[None, :]
+        tl.store(to, nothing.to(tl.int64), mask=is_item)
+        # fmt: off
+        put_metadata(
+            places.src_metadata, rows, inside, rows < 0, rows, rows, nothing >= 0, nothing, 0,
+            SIZES.NUM_TOPK,
+        )
+        # fmt: on
 
 
 @device_function

@@ -134,7 +134,7 @@ def node_layout_kernel(
 
 
 @uses_nvshmem
-@triton.jit(do_not_specialize=["num_tokens", "most_rows", "may_grow"])
+@triton.jit(do_not_specialize=["num_tokens", "most_rows", "form"])
 def exchange_internode_kernel(
     layout,  # launch.DispatchLayout, is_token_in_rank as uint8 [T, R]
     plan,  # NodePlan
@@ -145,7 +145,7 @@ def exchange_internode_kernel(
     most_rows,  # M; of a low-latency call the most tokens of a rank
     num_local_experts,
     shape,  # signature.RowShape
-    may_grow,
+    form,  # see `signature_of`
     SIZES: tl.constexpr,  # InternodeSizes
     COUNTS: tl.constexpr,  # exchange_kernels.ExchangeSizes
 ):
@@ -181,7 +181,7 @@ def exchange_internode_kernel(
     call = own_call(context)
     if SIZES.PHASES != "both":  # a low-latency call
         shape = with_max_tokens(shape, most_rows)
-    signature = signature_of(SIZES.KIND, shape, num_experts, 0, 0, may_grow, call, 0, context)
+    signature = signature_of(SIZES.KIND, shape, num_experts, 0, 0, form, call, 0, context)
     if SIZES.PHASES != "receive":
         all_nodes = tl.arange(0, SIZES.NODES_PAD)
         most = tl.max(tl.load(plan.num_tokens + all_nodes, mask=all_nodes < nodes, other=0), 0)

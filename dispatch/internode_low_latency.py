@@ -73,7 +73,7 @@ def send_tokens(tokens: LowLatencyTokens, slots: Slots) -> Sent:
     layout = DispatchLayout(*routing.layout(tokens.topk_idx, num_experts, slots)[:3])
     routes = plan_nodes(layout, tokens.topk_idx, max_tokens, slots)
     sent = Sent(_as_sent(tokens, slots), layout, routes, Counts.empty(layout))
-    exchange(sent.counts, routes, layout, sent.tokens, max_tokens, False, slots, "send")
+    exchange(sent.counts, routes, layout, sent.tokens, max_tokens, 0, slots, "send")
     num_sent = layout.num_tokens_per_rank, None
     header, partition = header_bytes(num_experts, slots.num_ranks), programs_on_all_sms()
     # fmt: off
@@ -151,7 +151,7 @@ def locate_tokens(sent: Sent, arrived: Received, waited: torch.Tensor | None, sl
     addresses of rows int64 [R * M] as x, with what came along. waited: see `Stats`."""
     tokens, layout, routes, counts = sent
     max_tokens = len(arrived.x) // slots.num_ranks
-    exchange(counts, routes, layout, tokens, max_tokens, False, slots, "receive", waited)
+    exchange(counts, routes, layout, tokens, max_tokens, 0, slots, "receive", waited)
     prefix, header = counts.rank_prefix_matrix, header_bytes(layout.num_experts, slots.num_ranks)
     forward(tokens.row, routes.row_idx, prefix, header, programs_on_all_sms(), slots)
     num_local = layout.num_experts // slots.num_ranks

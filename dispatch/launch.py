@@ -21,13 +21,8 @@ from ..symm.slots import RowLayout, SlotLayout, Slots, row_in_region
 from ..utils import next_power_of_2
 from .exchange_kernels import ExchangeSizes, exchange_kernel
 from .internode_kernels import forward_kernel, send_rows_kernel
-from .receive_kernels import (
-    ReceivedParts,
-    ReceiveSizes,
-    collect_kernel,
-    locate_kernel,
-    release_kernel,
-)
+from .place_tokens_kernels import place_tokens_kernel
+from .receive_kernels import ReceiveSizes, collect_kernel, locate_kernel, release_kernel
 from .send_kernels import Metadata, MetadataSizes, SendPlan, metadata_kernel, push_kernel
 
 NUM_WARPS = 16
@@ -35,7 +30,7 @@ LOCATE_ROWS = 128
 """Rows whose addresses a program writes at a time."""
 NUM_CONCURRENT = 2 if INTERPRETED else 20
 """Programs of a launch that runs concurrently with a GEMM."""
-NUM_EARLY_COPIES = 48
+NUM_EARLY_COPIES = 104
 """Programs that copy rows to the order of experts while others push."""
 METADATA_ROWS = 64
 """Rows whose metadata a program writes at a time."""
@@ -118,7 +113,8 @@ class Counts(NamedTuple):
     [R, L]: rows of each source for each local expert. expert_offsets int32 [L + 1]: their running
     total by expert. signature int32 [16]: of the dispatch, see `device/signature.py`. group_counts
     int32 [E]: rows of all ranks for each expert of all ranks. recv_rank_prefix int32 [R], on
-    several nodes: rows of ranks 0..i to this rank.
+    several nodes: rows of ranks 0..i to this rank. earlier_ranks int32 [E], of rows by expert: rows
+    of the ranks before this one for each expert of all ranks.
     """
 
     rank_prefix_matrix: torch.Tensor
@@ -127,9 +123,10 @@ class Counts(NamedTuple):
     signature: torch.Tensor
     group_counts: torch.Tensor
     recv_rank_prefix: torch.Tensor | None = None
+    earlier_ranks: torch.Tensor | None = None
 
     @classmethod
-    def empty(cls, layout: DispatchLayout, num_nodes: int = 1) -> Counts:
+    def empty(cls, layout: DispatchLayout, num_nodes: int = 1, by_expert: bool = False) -> Counts:
         """Room for the counts of all ranks."""
         num_ranks = layout.num_tokens_per_rank.numel()
         num_local_experts = layout.num_experts // num_ranks
@@ -141,6 +138,7 @@ class Counts(NamedTuple):
             new(SIGNATURE_WORDS.value),
             new(layout.num_experts),
             new(num_ranks) if num_nodes > 1 else None,
+            new(layout.num_experts) if by_expert else None,
         )
 
 
@@ -161,13 +159,13 @@ def exchange(
     layout: DispatchLayout,
     tokens: Tokens,
     max_rows: int,
-    may_grow: bool,
+    form: int,
     slots: Slots,
 ) -> None:
     """Tell every rank this rank's counts and learn theirs. Begins a call.
 
-    The rows' shape and whether memory may grow go along: ranks that disagree on it stop here, and
-    all ranks do where one of them has more than `max_rows` rows for another.
+    The rows' shape and `form`, see `signature_of`, go along: ranks that disagree on it stop here,
+    and all ranks do where one of them has more than `max_rows` rows for another.
     """
     num_ranks = slots.layout.num_ranks
     slots.context.launch(
@@ -180,7 +178,7 @@ def exchange(
         max_rows,
         layout.num_experts // num_ranks,
         tokens.shape,
-        int(may_grow),
+        form,
         SIZES=exchange_sizes(num_ranks, layout.num_experts),
         step="exchange",
         after=(send_plan_kernel,),
@@ -188,10 +186,8 @@ def exchange(
 
 
 @functools.cache
-def metadata_sizes(
-    num_ranks: int, row: RowLayout, block_rows: int, notifies: bool = False
-) -> MetadataSizes:
-    """For blocks of so many rows. notifies: see `metadata_kernel`."""
+def metadata_sizes(num_ranks: int, row: RowLayout, block_rows: int) -> MetadataSizes:
+    """For blocks of so many rows."""
     sizes = MetadataSizes(
         NUM_TOPK=row.num_topk,
         NUM_SCALES=row.num_scales,
@@ -199,7 +195,6 @@ def metadata_sizes(
         BLOCK_SCALES=32,
         BLOCK_ROWS=block_rows,
         RANKS_PAD=next_power_of_2(num_ranks),
-        NOTIFIES=notifies,
     )
     return constants(sizes)
 
@@ -211,11 +206,9 @@ def send_metadata(
     num_programs: int,
     slots: Slots,
     dispatched: torch.Tensor | None = None,
-    notifies: bool = False,
 ) -> None:
     """Write what goes with the rows into the destinations' slots. A cached dispatch begins with
-    this, and with `dispatched`, the signature in its handle. notifies: `receive_metadata` there
-    will wait for it."""
+    this, and with `dispatched`, the signature in its handle."""
     row = tokens.row
     scales = None if tokens.scales is None else tokens.scales.view(torch.int32)
     slots.context.launch(
@@ -229,9 +222,11 @@ def send_metadata(
         *((0, 0) if scales is None else scales.stride()),
         row_in_region(row, header_bytes),
         tokens.shape,
-        SIZES=metadata_sizes(slots.layout.num_ranks, row, METADATA_ROWS, notifies),
+        SIZES=metadata_sizes(slots.layout.num_ranks, row, METADATA_ROWS),
         step="send_metadata",
-        after=() if dispatched is not None else (exchange_kernel, send_rows_kernel),
+        after=()
+        if dispatched is not None
+        else (exchange_kernel, place_tokens_kernel, send_rows_kernel),
         num_warps=8,
     )
 
@@ -256,16 +251,9 @@ def push_sizes(
 
 
 def push(
-    tokens: Tokens,
-    plan: SendPlan,
-    header_bytes: int,
-    partition: Partition,
-    slots: Slots,
-    after: tuple[Any, ...] = (),
+    tokens: Tokens, plan: SendPlan, header_bytes: int, partition: Partition, slots: Slots
 ) -> None:
-    """Write the payload of one row per (token, destination rank) into the destinations' slots.
-    after: the launch before, where that is not `send_metadata`; what it wrote may be read while
-    this runs."""
+    """Write the payload of one row per (token, destination rank) into the destinations' slots."""
     vectors, row = RowVectors.of(tokens.x.shape[1], tokens.x.dtype), tokens.row
     slots.context.launch(
         push_kernel,
@@ -278,9 +266,8 @@ def push(
         vectors.num_vecs,
         row_in_region(row, header_bytes),
         SIZES=push_sizes(slots.layout, row, vectors),
-        WAITS=bool(after),
         step="push",
-        after=after or (metadata_kernel,),
+        after=(metadata_kernel,),
         num_warps=NUM_WARPS,
     )
 
@@ -325,20 +312,15 @@ class Received(NamedTuple):
 
 
 @functools.cache
-def receive_sizes(
-    layout: SlotLayout,
-    row: RowLayout,
-    vectors: RowVectors,
-    block_rows: int,
-    awaits_rows: bool = True,
+def _receive_sizes(
+    layout: SlotLayout, row: RowLayout, vectors: RowVectors, block_rows: int
 ) -> ReceiveSizes:
-    """For blocks of so many rows. awaits_rows: or only for what goes with them."""
     sizes = ReceiveSizes(
         NUM_TOPK=row.num_topk,
         TOPK_PAD=next_power_of_2(max(1, row.num_topk)),
         NUM_SCALES=row.num_scales,
         SCALES_PAD=next_power_of_2(max(1, row.num_scales)),
-        CHUNK_ROWS=layout.chunk_rows(row.num_bytes) if awaits_rows else 0,
+        CHUNK_ROWS=layout.chunk_rows(row.num_bytes),
         BLOCK_ROWS=block_rows,
         BLOCK_VECS=vectors.block_vecs,
         ALIGNED=vectors.aligned,
@@ -360,10 +342,9 @@ def _receive_arguments(
     return dict(
         x=vectors.view(tokens.x),
         rank_prefix_matrix=rank_prefix_matrix,
-        received=ReceivedParts(
-            out.x if out.is_located else vectors.view(out.x),
-            None if out.scales is None else out.scales.view(torch.int32),
-            *out[2:],
+        received=out._replace(
+            x=out.x if out.is_located else vectors.view(out.x),
+            scales=None if out.scales is None else out.scales.view(torch.int32),
         ),
         context=slots.context.fields,
         max_rows=len(out.x),
@@ -371,7 +352,7 @@ def _receive_arguments(
         num_vecs=vectors.num_vecs,
         num_local_experts=num_local_experts,
         row=row_in_region(row, header_bytes),
-        SIZES=receive_sizes(slots.layout, row, vectors, block_rows),
+        SIZES=_receive_sizes(slots.layout, row, vectors, block_rows),
         num_warps=NUM_WARPS,
     )
 

@@ -26,14 +26,7 @@ from ..device.programs import (
     is_last_program,
     pdl_wait,
 )
-from ..device.slots import (
-    payload_address,
-    received_rows,
-    region,
-    source_at,
-    wait_metadata,
-    wait_rows,
-)
+from ..device.slots import payload_address, received_rows, region, source_at, wait_rows
 
 
 class ReceiveSizes(NamedTuple):
@@ -43,20 +36,10 @@ class ReceiveSizes(NamedTuple):
     TOPK_PAD: int
     NUM_SCALES: int
     SCALES_PAD: int
-    CHUNK_ROWS: int  # rows that share a flag; 0: what goes with rows is waited for, not the rows
+    CHUNK_ROWS: int  # rows that share a flag
     BLOCK_ROWS: int  # rows that a program receives at a time
     BLOCK_VECS: int  # vectors of each
     ALIGNED: bool  # whether rows are a multiple of 16 bytes
-
-
-class ReceivedParts(NamedTuple):
-    """Where received rows go, see `launch.Received`; None where a part is not wanted."""
-
-    x: tl.tensor  # vectors [N, num_vecs], or int64 [N] for addresses
-    scales: tl.tensor  # int32 [N, NUM_SCALES]
-    topk_idx: tl.tensor  # int64 [N, NUM_TOPK]
-    topk_weights: tl.tensor  # float32 [N, NUM_TOPK]
-    src_idx: tl.tensor  # int32 [N]
 
 
 class Block(NamedTuple):
@@ -74,7 +57,7 @@ class Block(NamedTuple):
 def collect_kernel(
     x,  # vectors [T, num_vecs], what this rank sent
     rank_prefix_matrix,  # int32 [R, R]
-    received,  # ReceivedParts, out
+    received,  # launch.Received, x as vectors [N, num_vecs], out
     context,
     num_push_programs,
     max_rows,
@@ -137,7 +120,7 @@ def collect_kernel(
 def locate_kernel(
     x,  # vectors [T, num_vecs], what this rank sent
     rank_prefix_matrix,  # int32 [R, R]
-    received,  # ReceivedParts, x for addresses, out
+    received,  # launch.Received, x as addresses int64 [N], out
     context,
     max_rows,
     region_rows,
@@ -148,8 +131,7 @@ def locate_kernel(
     SIZES: tl.constexpr,  # ReceiveSizes
 ):
     """Wait for rows and say where each is, by source rank, then token: in the slot, or in `x` where
-    this rank sent it to itself. The slot stays as it is until `release_kernel`. Without CHUNK_ROWS
-    it waits for what goes with the rows alone, which is all that may be read after it.
+    this rank sent it to itself. The slot stays as it is until `release_kernel`.
 
     Launches for NEAR and for FAR sources write to the same memory, but for the addresses, and may
     run concurrently: no program of them is the last one."""
@@ -161,12 +143,11 @@ def locate_kernel(
             work_idx, rank_prefix_matrix, max_rows, region_rows, sides, row, context, SIZES
         )
         # fmt: on
-        if received.x is not None:
-            payload = payload_address(
-                x, block.source, block.address, block.token_idx, num_vecs, context
-            )
-            to = received.x + block.dst_row
-            tl.store(to, tl.where(block.arrived, payload, 0), mask=block.has_room)
+        payload = payload_address(
+            x, block.source, block.address, block.token_idx, num_vecs, context
+        )
+        to = received.x + block.dst_row
+        tl.store(to, tl.where(block.arrived, payload, 0), mask=block.has_room)
         _copy_metadata(received, block, num_local_experts, row, context, SIZES)
     _clear_rest(rank_prefix_matrix, received, max_rows, context, SIZES)
     if is_broken(context):
@@ -195,10 +176,7 @@ def receive_block(
     num_rows = received_rows(rank_prefix_matrix, source, context)
     dst_row = tl.load(rank_prefix_matrix + source * num_ranks + rank) - num_rows + rows
     real = (rows < tl.minimum(num_rows, region_rows)) & is_on_side(source, sides, context)
-    if SIZES.CHUNK_ROWS > 0:
-        ready = wait_rows(source, rows, real, context, SIZES.CHUNK_ROWS)
-    else:
-        ready = wait_metadata(source, context)
+    ready = wait_rows(source, rows, real, context, SIZES.CHUNK_ROWS)
     has_room = real & (dst_row >= 0) & (dst_row < max_rows)
     arrived = has_room & (ready == 1)
     base = consume_token(region(source, context) + row.header_bytes, ready)
@@ -214,7 +192,7 @@ def _copy_metadata(received, block, num_local_experts, row, context, SIZES: tl.c
     k = tl.arange(0, SIZES.TOPK_PAD)
     columns = tl.arange(0, SIZES.SCALES_PAD)
     tl.store(received.src_idx + block.dst_row, block.token_idx, mask=block.arrived)
-    if received.scales is not None:
+    if SIZES.NUM_SCALES > 0:
         has = block.arrived[:, None] & (columns < SIZES.NUM_SCALES)[None, :]
         scales = as_pointer(block.address + row.scales, tl.int32)[:, None] + columns[None, :]
         at = block.dst_row.to(tl.int64)[:, None] * SIZES.NUM_SCALES + columns[None, :]

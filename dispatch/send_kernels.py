@@ -6,19 +6,11 @@ import triton
 import triton.language as tl
 
 from ..device.context import KIND_CACHED_DISPATCH, NODE_RANKS, RANK
-from ..device.lang import (
-    as_pointer,
-    current_epoch,
-    device_function,
-    is_broken,
-    notify,
-    put,
-    symm_at,
-)
-from ..device.programs import is_last_program, pdl_launch_dependents, pdl_wait
+from ..device.lang import as_pointer, device_function, is_broken, put, symm_at
+from ..device.programs import pdl_launch_dependents, pdl_wait
 from ..device.push import Source, copy_block, open_regions, peer_at, push_rows, row_at
 from ..device.signature import open_call
-from ..device.slots import first_near_rank, is_near, metadata_flag
+from ..device.slots import first_near_rank, is_near
 from ..device.tiles import deal
 
 
@@ -48,7 +40,6 @@ class MetadataSizes(NamedTuple):
     BLOCK_SCALES: int  # scales of a row that a program copies at a time
     BLOCK_ROWS: int  # rows whose metadata a program writes at a time
     RANKS_PAD: int
-    NOTIFIES: bool = False  # whether peers are told when all of it has been written
 
 
 @triton.jit(do_not_specialize=["num_tokens", "scale_stride_token", "scale_stride"])
@@ -67,8 +58,6 @@ def metadata_kernel(
 ):
     """Write what goes with this rank's rows into its region on every rank: scales, then ids,
     weights and token. `push_kernel` raises the rows' flags after it has seen this kernel's end.
-    With NOTIFIES the last program raises `metadata_flags[me]` on the ranks of the node: what all
-    programs have written happens before they see it, by `is_last` and the release of `notify`.
 
     A PDL launch, which waits for the launch before it first. After an exchange all ranks are in the
     call, and what slots held has been read. With a handle there is no exchange: program 0 begins
@@ -106,10 +95,6 @@ def metadata_kernel(
             row, SIZES,
         )
         # fmt: on
-    if SIZES.NOTIFIES:
-        if is_last_program(context):
-            flags = metadata_flag(tl.load(context + RANK), context) + ranks * 0
-            notify(flags, ranks, near, current_epoch(context), context)
 
 
 @device_function
@@ -155,7 +140,6 @@ def push_kernel(
     num_vecs,
     row,  # slots.Row
     SIZES: tl.constexpr,  # push.PushSizes
-    WAITS: tl.constexpr,  # for the launch before, first: the next one reads what that wrote
     PDL: tl.constexpr,
 ):
     """Write the payload of this rank's rows into its region on the others; see `push_rows`.
@@ -164,8 +148,6 @@ def push_kernel(
     rank itself have no payload, see `payload_address`. The next launch may begin concurrently if it
     is one of `num_early_programs`, which are too few to fill the chip.
     """
-    if WAITS:
-        pdl_wait(PDL)
     if num_early_programs > 0:
         pdl_launch_dependents(PDL)
     if is_broken(context):

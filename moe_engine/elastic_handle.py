@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 
-from .dispatch.place_received_kernels import Places
+from .dispatch.describe_received_kernels import Places
 from .engines.base import Handle
 from .engines.expanded import Numbers
 from .engines.internode import InternodeHandle

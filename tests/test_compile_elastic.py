@@ -11,7 +11,7 @@ from launches import BF16, EXPERTS, FP8, HIDDEN, RANKS, REGION_BYTES, TOKENS, re
 
 from moe_engine.combine.reduce_expanded_kernels import ExpertRows
 from moe_engine.dispatch import Tokens
-from moe_engine.dispatch.place_received import copy_ids
+from moe_engine.dispatch.describe_received import copy_ids
 from moe_engine.engines import expanded
 from moe_engine.engines.expanded import HowSent, Numbers, RowsWanted
 from moe_engine.tools.lone_rank import kernel_engine

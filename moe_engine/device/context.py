@@ -118,7 +118,7 @@ def saved_name(number: int) -> str:
 SIGNATURE = (
     *("verb", "bytes per token", "top-k", "experts", "bytes per item", "scales"),
     *("stages of dispatch", "stages of combine", "whether memory may grow"),
-    *(DISPATCH_OF_HANDLE, "Buffer", SAVED, "most tokens"),
+    *(DISPATCH_OF_HANDLE, "Buffer", SAVED, "most tokens", "alignment of rows by expert"),
 )
 """What all ranks must begin a call with alike: the fields of a signature, int32 [SIGNATURE_WORDS],
 see `device/signature.py`."""

@@ -61,15 +61,17 @@ def with_max_tokens(shape, max_tokens):
 
 @device_function
 def signature_of(
-    kind, shape, num_experts, dispatch_stages, combine_stages, may_grow, dispatched, saved, context
+    kind, shape, num_experts, dispatch_stages, combine_stages, form, dispatched, saved, context
 ):
-    """The signature of a call with rows of a `RowShape`. dispatched: the low half of the epoch of
-    the dispatch whose handle the call has, or of the call itself. saved: see `SAVE_POLICIES`."""
+    """The signature of a call with rows of a `RowShape`. form: 1 where memory may grow, and twice
+    the alignment of rows by expert. dispatched: the low half of the epoch of the dispatch whose
+    handle the call has, or of the call itself. saved: see `SAVE_POLICIES`."""
     buffer = tl.load(context + BUFFER).to(tl.int32)
     # fmt: off
     values = (
         kind, shape.payload_bytes, shape.num_topk, num_experts, shape.item_bytes, shape.num_scales,
-        dispatch_stages, combine_stages, may_grow, dispatched, buffer, saved, shape.max_tokens,
+        dispatch_stages, combine_stages, form & 1, dispatched, buffer, saved, shape.max_tokens,
+        form >> 1,
     )
     # fmt: on
     field = tl.arange(0, SIGNATURE_WORDS)

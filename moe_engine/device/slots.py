@@ -123,15 +123,6 @@ def wait_rows(writer, rows, mask, context, CHUNK_ROWS: tl.constexpr):
 
 
 @device_function
-def wait_metadata(writer, context):
-    """Wait until `writer` has written the metadata of all its rows. Returns 1, or 0 where the wait
-    expired."""
-    one = tl.arange(0, 1)
-    flags = metadata_flag(writer, context) + one
-    return wait(flags, one == 0, current_epoch(context), one + writer, context, PHASE_ROWS)
-
-
-@device_function
 def first_near_rank(context):
     """The first rank of this rank's node: 0 on a single node."""
     node_ranks = tl.load(context + NODE_RANKS).to(tl.int32)

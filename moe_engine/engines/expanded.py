@@ -10,26 +10,22 @@ from typing import Any, NamedTuple, TypedDict
 
 import torch
 
-from .. import dispatch as dispatch_verbs
 from .. import routing
 from ..combine import ReturnedRows
 from ..combine.reduce_expanded_kernels import ExpertRows
-from ..dispatch import Counts, DispatchLayout, Partition, Received, SendPlan, Tokens
+from ..dispatch import Counts, DispatchLayout, Partition, Received, Tokens
+from ..dispatch.describe_received import copy_ids, describe_received
+from ..dispatch.describe_received_kernels import Places
 from ..dispatch.expand import expand_rows, zero_rows
-from ..dispatch.expand_kernels import ExpandedRows
-from ..dispatch.place_received import (
-    copy_ids,
-    describe_received,
-    place_received,
-    receive_metadata,
-)
-from ..dispatch.place_received_kernels import Places, ReceivedIds, place_received_kernel
+from ..dispatch.expand_kernels import ExpandedRows, ReceivedPlaces
+from ..dispatch.place_tokens import place_tokens
 from ..kinds import Described
 from ..prepared import with_size
+from ..routing import RoutingLayout
 from ..symm.slots import BARE_HEADER, header_bytes
 from ..utils import round_up
 from .base import Handle, PartsOfHandle
-from .internode import InternodeHandle
+from .internode import InternodeEngine, InternodeHandle
 from .kernel import KernelEngine, num_comm_programs
 
 SCALE_ROWS = 4
@@ -126,14 +122,14 @@ def _dispatch(
 def _dispatch_by_token(
     engine: KernelEngine,
     tokens: Tokens,
-    layout: DispatchLayout,
+    layout: RoutingLayout,
     stats: torch.Tensor | None,
     numbers: Numbers,
     wanted: RowsWanted,
     how: HowSent,
 ) -> Dispatched:
-    most_rows = 0 if how.waits else numbers.most_rows()
-    received, counts, sent, group_counts = engine.dispatch(tokens, layout, most_rows, how.num_sms)
+    where, most_rows = DispatchLayout(*layout[:3]), 0 if how.waits else numbers.most_rows()
+    received, counts, sent, group_counts = engine.dispatch(tokens, where, most_rows, how.num_sms)
     ids, per_expert = received.topk_idx, [round_up(n, numbers.alignment) for n in counts]
     assert ids is not None
     num_expanded = sum(per_expert) if how.waits else numbers.most_expanded(tokens.num_topk)
@@ -154,21 +150,21 @@ def _dispatch_by_token(
 def _dispatch_by_expert(
     engine: KernelEngine,
     tokens: Tokens,
-    layout: DispatchLayout,
+    layout: RoutingLayout,
     stats: torch.Tensor | None,
     numbers: Numbers,
     wanted: RowsWanted,
     how: HowSent,
 ) -> Dispatched:
     """All memory is there before any row is sent, so that each call comes to its end."""
-    most_rows = 0 if how.waits else numbers.most_rows()
-    counts, routes, num_rows, per_expert = _exchange(engine, tokens, layout, most_rows)
+    where, most_rows = DispatchLayout(*layout[:3]), 0 if how.waits else numbers.most_rows()
+    exchanged = _exchange(engine, tokens, where, numbers.alignment, most_rows)
+    counts, routes, num_rows, per_expert = exchanged
     per_expert = [round_up(n, numbers.alignment) for n in per_expert]
     num_expanded = sum(per_expert) if how.waits else numbers.most_expanded(tokens.num_topk)
     src_idx = tokens.x.new_empty(num_rows, dtype=torch.int32)
     ids = tokens.x.new_empty(num_rows, tokens.num_topk, dtype=torch.int64)
     metadata, rows = _new_metadata(src_idx, ids), new_rows(tokens, num_expanded, wanted)
-    scale_rows = _scale_rows(num_expanded, rows.scales, wanted)
     sums: tuple[torch.Tensor, ...] = engine.call(
         _send_by_expert,
         tokens,
@@ -178,24 +174,24 @@ def _dispatch_by_expert(
         stats,
         numbers,
         (wanted.zero_padding, how.num_sms),
-        sized=(ids, src_idx, metadata, *rows),
+        sized=(metadata, ids, src_idx, *rows),
         num_rows=num_rows,
         max_rows=num_rows,
         num_expanded=num_expanded,
-        scale_rows=scale_rows,
+        scale_rows=_scale_rows(num_expanded, rows.scales, wanted),
     )
     received = Received(rows.x, None, ids, None, src_idx)
-    sent, places = engine._new_handle(counts, routes, received, layout), Places(metadata, *sums)
+    sent, places = engine._new_handle(counts, routes, received, where), Places(metadata, *sums)
     return Dispatched(rows, ids, None, places, sent, per_expert, num_expanded)
 
 
 def _exchange(
-    engine: KernelEngine, tokens: Tokens, layout: DispatchLayout, most_rows: int
+    engine: KernelEngine, tokens: Tokens, layout: DispatchLayout, alignment: int, most_rows: int
 ) -> tuple[Counts, tuple[torch.Tensor, ...], int, Sequence[int]]:
     """(counts, routes, the rows that will come, those of each local expert). With most_rows the
     host waits for nothing, and knows no more than that."""
     exchange = type(engine)._exchange
-    counts, routes = engine.call(exchange, tokens, layout, False, check=False)
+    counts, routes = engine.call(exchange, tokens, layout, False, alignment, check=False)
     if most_rows:
         return counts, routes, most_rows, ()
     engine.concurrent_reads.mark()
@@ -207,7 +203,7 @@ def _exchange(
 def _send_by_expert(
     engine: KernelEngine,
     tokens: Tokens,
-    layout: DispatchLayout,
+    layout: RoutingLayout,
     counts: Counts,
     routes: tuple[torch.Tensor, ...],
     stats: torch.Tensor | None,
@@ -219,58 +215,49 @@ def _send_by_expert(
     num_expanded: int,
     scale_rows: int,
 ) -> tuple[torch.Tensor, ...]:
-    """Send the tokens and copy what comes to the rows of experts. Where ids come first, places are
-    found before rows are pushed, and rows are copied as they arrive."""
-    ids, metadata, rows = ReceivedIds(*sized[:2]), sized[2], ExpandedRows(*sized[3:])
-    (zero_padding, num_sms), slots = how, engine.slots
-    prefix, header = counts.rank_prefix_matrix, header_bytes(layout.num_experts, slots.num_ranks)
-    plan, partition = (
-        SendPlan(layout.num_tokens_per_rank, None, routes[0]),
-        by_expert(engine, num_sms),
-    )
-    if engine.ids_come_first:
-        num_programs = dispatch_verbs.programs_on_all_sms()
-        dispatch_verbs.send_metadata(tokens, plan, header, num_programs, slots, notifies=True)
-    else:
-        engine._send(tokens, layout, counts, routes, partition.push, owned=True)
-    num_local, awaits_rows = numbers.num_local_experts, not engine.ids_come_first
-    receive_metadata(ids, tokens, prefix, num_local, header, awaits_rows, slots)
-    new = prefix.new_empty
+    """Send the tokens with the numbers of their expert rows, and copy what comes there."""
+    (metadata, ids, src_idx), rows = sized[:3], ExpandedRows(*sized[3:])
+    (zero_padding, num_sms), slots, prefix = how, engine.slots, counts.rank_prefix_matrix
+    new, num_local, alignment = prefix.new_empty, numbers.num_local_experts, numbers.alignment
     places = Places(metadata, new(num_local), new(num_local), new(numbers.num_ranks))
-    sizes = numbers.alignment, numbers.max_tokens, num_expanded
-    place_received(ids, prefix, places, stats, *sizes, slots)
-    if engine.ids_come_first:
-        after = (place_received_kernel,)
-        dispatch_verbs.push(tokens, plan, header, partition, slots, after)
-    expand_rows(rows, metadata, tokens, prefix, header, partition, scale_rows, slots)
+    assert tokens.topk_idx is not None
+    with_counts = layout, counts, places, stats, alignment, num_expanded
+    row_numbers = place_tokens(tokens.topk_idx, *with_counts, slots)
+    numbered = tokens._replace(topk_idx=row_numbers.of_tokens)
+    partition, where = by_expert(engine, num_sms), DispatchLayout(*layout[:3])
+    engine._send(numbered, where, counts, routes, partition)
+    header = header_bytes(where.num_experts, slots.num_ranks)
+    received = ReceivedPlaces(metadata, ids, src_idx, row_numbers.begins)
+    of = prefix, header, partition, scale_rows, numbers.max_tokens
+    expand_rows(rows, received, numbered, *of, slots)
     if zero_padding:
-        zero_rows(rows, places, tokens, numbers.alignment, scale_rows, slots)
+        zero_rows(rows, places, tokens, alignment, scale_rows, slots)
     return tuple(places[1:])
 
 
 def by_expert(engine: KernelEngine, num_sms: int) -> Partition:
     """How the programs of a dispatch by expert are shared."""
     num_programs = num_comm_programs(num_sms)
-    early = engine.ids_come_first
-    return Partition.by_expert(num_programs) if early else Partition(num_programs, 0)
+    if isinstance(engine, InternodeEngine):  # programs forward between the push and the copies
+        return Partition(num_programs, 0)
+    return Partition.by_expert(num_programs)
 
 
 def layout_and_copy(
     engine: KernelEngine, topk_idx: torch.Tensor, num_experts: int, copies_ids: bool
-) -> tuple[DispatchLayout, torch.Tensor | None]:
+) -> tuple[RoutingLayout, torch.Tensor | None]:
     """Where tokens with these ids [T, K] go; and the ids, which the caller may change, in memory of
     their own, or None."""
-    found: tuple[DispatchLayout, torch.Tensor | None]
+    found: tuple[RoutingLayout, torch.Tensor | None]
     found = engine.call(_layout_and_copy, topk_idx, num_experts, copies_ids)
     return found
 
 
 def _layout_and_copy(
     engine: KernelEngine, topk_idx: torch.Tensor, num_experts: int, copies_ids: bool
-) -> tuple[DispatchLayout, torch.Tensor | None]:
+) -> tuple[RoutingLayout, torch.Tensor | None]:
     copy = torch.empty_like(topk_idx) if copies_ids else None
-    layout = routing.layout(topk_idx, num_experts, engine.slots, copy)
-    return DispatchLayout(*layout[:3]), copy
+    return routing.layout(topk_idx, num_experts, engine.slots, copy), copy
 
 
 class Sizes(TypedDict):
@@ -347,8 +334,8 @@ def _dispatch_again(
     with_size("num_scales", [rows.scales])
     partition, scale_rows = by_expert(engine, num_sms), sizes["scale_rows"]
     engine._send_cached(tokens, plan, partition)
-    how = plan[0], BARE_HEADER, partition, scale_rows
-    expand_rows(rows, metadata, tokens, *how, engine.slots)
+    how = plan[0], BARE_HEADER, partition, scale_rows, numbers.max_tokens
+    expand_rows(rows, ReceivedPlaces(metadata), tokens, *how, engine.slots)
     if wanted.zero_padding:
         places = Places(metadata, *sums)
         zero_rows(rows, places, tokens, numbers.alignment, scale_rows, engine.slots)
@@ -389,11 +376,11 @@ def _describe(
     num_rows: int,
 ) -> tuple[torch.Tensor, ...]:
     """See `describe_received`: the `Places` but for the metadata."""
-    ids, metadata = ReceivedIds(*sized[:2]), sized[2]
+    ids, src_idx, metadata = sized
     new, num_local = rank_prefix_matrix.new_empty, numbers.num_local_experts
     places = Places(metadata, new(num_local), new(num_local), new(len(rank_prefix_matrix)))
     of_ranks, sizes = (rank_prefix_matrix, group_counts), (numbers.alignment, numbers.max_tokens)
-    describe_received(ids, *of_ranks, places, stats, *sizes, engine.slots)
+    describe_received(ids, src_idx, *of_ranks, places, stats, *sizes, engine.slots)
     return tuple(places[1:])
 
 

@@ -77,7 +77,6 @@ class InternodeEngine(KernelEngine, LayerByVerbs):
     """Calls of ranks on several nodes. Layers are made of dispatch, grouped GEMMs and combine."""
 
     handle_type: ClassVar[Any] = InternodeHandle
-    ids_come_first: ClassVar[bool] = False
     moe_ffn = LayerByVerbs.moe_ffn
 
     @functools.cached_property
@@ -153,13 +152,14 @@ class InternodeEngine(KernelEngine, LayerByVerbs):
         return None if self._max_tokens is None else fits
 
     def _exchange(
-        self, tokens: Tokens, layout: DispatchLayout, may_grow: bool
+        self, tokens: Tokens, layout: DispatchLayout, may_grow: bool, alignment: int = 0
     ) -> tuple[Counts, tuple[torch.Tensor, ...]]:
         """Plan the rows and exchange counts: (counts, `Routes`)."""
         max_rows, slots = self._room(tokens, layout, may_grow), self.slots
-        counts = Counts.empty(layout, slots.layout.num_nodes)
+        counts = Counts.empty(layout, slots.layout.num_nodes, alignment > 0)
         routes = dispatch_internode.plan_nodes(layout, tokens.topk_idx, max_rows, slots)
-        dispatch_internode.exchange(counts, routes, layout, tokens, max_rows, may_grow, slots)
+        form = may_grow + 2 * alignment
+        dispatch_internode.exchange(counts, routes, layout, tokens, max_rows, form, slots)
         return counts, routes
 
     def _send(
@@ -168,8 +168,7 @@ class InternodeEngine(KernelEngine, LayerByVerbs):
         layout: DispatchLayout,
         counts: Counts,
         routes: tuple[torch.Tensor, ...],
-        num_programs: int,
-        owned: bool,
+        partition: Partition,
     ) -> None:
         """Send metadata and rows, over the network and to this node, and forward."""
         self._send_rows(tokens, layout, counts, routes)

@@ -67,8 +67,6 @@ class KernelEngine(MemoryEngine):
     """
 
     handle_type: ClassVar[Any] = Handle
-    ids_come_first: ClassVar[bool] = True
-    """Whether ids can be sent before rows, which are then copied by expert as they arrive."""
 
     def __init__(
         self,
@@ -124,8 +122,8 @@ class KernelEngine(MemoryEngine):
         counts, routes = self.call(type(self)._exchange, *sent, grows, check=False)
         self.concurrent_reads.mark()
         # Where rows are collected while others are pushed, the parts overlap.
-        as_one = not self._partition(*how).early
-        parts = *sent, counts, routes, *how
+        partition = self._partition(*how)
+        as_one, parts = not partition.early, (*sent, counts, routes, partition)
         self.call(type(self)._send, *parts, check=not grows, as_one=as_one)
         num_rows, *per_expert = self.concurrent_reads.read(lambda: self._received(counts))
         most_rows = self.slots.context.rows_wanted() if grows else 0
@@ -160,24 +158,25 @@ class KernelEngine(MemoryEngine):
         self.check_capacity(len(tokens.x), self._largest_row(tokens), header)
         out = self.new_rows(tokens, num_worst_tokens, owned)
         counts, routes = self._exchange(tokens, layout, may_grow=False)
-        self._send(tokens, layout, counts, routes, num_programs, owned)
+        self._send(tokens, layout, counts, routes, self._partition(num_programs, owned))
         received = tokens, counts.rank_prefix_matrix, layout.num_experts, num_programs
         self._receive(*received, sized=out, max_rows=num_worst_tokens)
         handle = self._new_handle(counts, routes, out, layout)
         return Arrived(out, (), handle, counts.group_counts)
 
     def _exchange(
-        self, tokens: Tokens, layout: DispatchLayout, may_grow: bool
+        self, tokens: Tokens, layout: DispatchLayout, may_grow: bool, alignment: int = 0
     ) -> tuple[Counts, tuple[torch.Tensor, ...]]:
-        """Plan the rows and exchange counts: (counts, (send_token_idx, send_head))."""
-        max_rows = self._room(tokens, layout, may_grow)
-        counts = Counts.empty(layout)
+        """Plan the rows and exchange counts: (counts, (send_token_idx, send_head)). alignment: of
+        rows by expert."""
+        max_rows, form = self._room(tokens, layout, may_grow), may_grow + 2 * alignment
+        counts = Counts.empty(layout, by_expert=alignment > 0)
         # fmt: off
         routes = routing.send_plan(
             layout.is_token_in_rank, tokens.topk_idx, layout.num_experts, self.slots
         )
         # fmt: on
-        dispatch_verbs.exchange(counts, layout, tokens, max_rows, may_grow, self.slots)
+        dispatch_verbs.exchange(counts, layout, tokens, max_rows, form, self.slots)
         return counts, routes
 
     def _room(self, tokens: Tokens, layout: DispatchLayout, may_grow: bool) -> int:
@@ -195,14 +194,13 @@ class KernelEngine(MemoryEngine):
         layout: DispatchLayout,
         counts: Counts,
         routes: tuple[torch.Tensor, ...],
-        num_programs: int,
-        owned: bool,
+        partition: Partition,
     ) -> None:
         """Send metadata and rows."""
         header = header_bytes(layout.num_experts, self.slots.num_ranks)
         sent = tokens, SendPlan(layout.num_tokens_per_rank, None, routes[0]), header
         dispatch_verbs.send_metadata(*sent, programs_on_all_sms(), self.slots)
-        dispatch_verbs.push(*sent, self._partition(num_programs, owned), self.slots)
+        dispatch_verbs.push(*sent, partition, self.slots)
 
     def _partition(self, num_programs: int, owned: bool) -> Partition:
         """How the programs of a dispatch are shared."""

@@ -19,9 +19,9 @@ from ..checks import MAX_LOW_LATENCY_TOKENS
 from ..combine.reduce_expanded_kernels import ExpertRows
 from ..device.context import SAVE_POLICIES
 from ..dispatch import Tokens
+from ..dispatch.describe_received import copy_ids
 from ..dispatch.internode import Routes
 from ..dispatch.low_latency import LowLatencyTokens
-from ..dispatch.place_received import copy_ids
 from ..engines import expanded
 from ..engines.base import NUM_SMS, WeightGradients
 from ..engines.expert_products import rows_to_send
