@@ -10,7 +10,7 @@ from ..device.constants import constants
 from ..device.lang import INTERPRETED
 from ..hardware import BYTES_IN_FLIGHT
 from ..row_vectors import RowVectors
-from ..symm.slots import RowLayout, SlotLayout, Slots, row_in_region
+from ..symm.slots import RowLayout, Slots, row_in_region
 from ..utils import next_power_of_2
 from .describe_received_kernels import Places
 from .expand_kernels import (
@@ -32,27 +32,26 @@ on an SM, and one loads while the other stores."""
 
 @functools.cache
 def _expand_sizes(
-    layout: SlotLayout,
     row: RowLayout,
-    num_topk: int,
-    num_local: int,
     vectors: RowVectors,
-    by_column: bool,
+    num_topk: int = 0,
+    num_local: int = 0,
+    chunk_rows: int = 0,
 ) -> ExpandSizes:
+    """The numbers, which the padding needs none of, are 0 there."""
     limit = next_power_of_2(vectors.num_vecs)
     columns = BYTES_IN_FLIGHT // 2 // 4 // EXPAND_ROWS
     sizes = ExpandSizes(
         NUM_TOPK=num_topk,
-        TOPK_PAD=next_power_of_2(num_topk),
+        TOPK_PAD=next_power_of_2(max(1, num_topk)),
         NUM_LOCAL=num_local,
         NUM_VECS=vectors.num_vecs,
         NUM_SCALES=row.num_scales,
         SCALES_PAD=next_power_of_2(max(1, row.num_scales)),
-        CHUNK_ROWS=layout.chunk_rows(row.num_bytes),
+        CHUNK_ROWS=chunk_rows,
         BLOCK_ROWS=32 if INTERPRETED else EXPAND_ROWS,
         BLOCK_VECS=limit if INTERPRETED else min(limit, columns),
         ALIGNED=vectors.aligned,
-        BY_COLUMN=by_column,
     )
     return constants(sizes)
 
@@ -74,7 +73,8 @@ def expand_rows(
     num_topk, row = places.src_metadata.shape[1] - 2, tokens.row
     num_experts = 0 if places.begins is None else places.begins.numel() - 1
     vectors = RowVectors.of(tokens.x.shape[1], tokens.x.dtype)
-    of = num_topk, num_experts // slots.num_ranks, vectors, scale_rows > 0
+    num_local, chunk_rows = num_experts // slots.num_ranks, slots.layout.chunk_rows(row.num_bytes)
+    sizes = _expand_sizes(row, vectors, num_topk, num_local, chunk_rows)
     launches = [(programs_on_all_sms(), 0)]
     if partition.early:
         launches.insert(0, (partition.early, partition.push))
@@ -92,7 +92,7 @@ def expand_rows(
             scale_rows,
             max_tokens,
             row_in_region(row, header_bytes),
-            SIZES=_expand_sizes(slots.layout, row, *of),
+            SIZES=sizes,
             step="expand_rows",
             after=() if num_push_programs == 0 else (push_kernel,),
             num_warps=EXPAND_WARPS,
@@ -110,7 +110,6 @@ def zero_rows(
 ) -> None:
     """Write 0 between the rows of experts."""
     vectors = RowVectors.of(tokens.x.shape[1], tokens.x.dtype)
-    of = places.src_metadata.shape[1] - 2, 0, vectors, scale_rows > 0
     num_local = places.num_per_expert.numel()
     slots.context.launch(
         zero_rows_kernel,
@@ -121,7 +120,7 @@ def zero_rows(
         scale_rows,
         num_local,
         alignment,
-        SIZES=_expand_sizes(slots.layout, tokens.row, *of),
+        SIZES=_expand_sizes(tokens.row, vectors),
         num_warps=EXPAND_WARPS,
     )
 

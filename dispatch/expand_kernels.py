@@ -21,7 +21,7 @@ from ..device.slots import payload_address, rows_in_region
 from .describe_received_kernels import num_received, put_metadata
 from .receive_kernels import most_received, num_blocks, receive_block, report_overflow
 
-EXPERTS = tl.constexpr(32)
+EXPERTS = tl.constexpr(16)
 """Experts that a number is compared with at a time."""
 
 
@@ -36,7 +36,9 @@ class ExpandedRows(NamedTuple):
     """Rows in the order of experts."""
 
     x: tl.tensor  # vectors [M, NUM_VECS]
-    scales: tl.tensor  # int32 [M * NUM_SCALES], see BY_COLUMN, or None
+    scales: (
+        tl.tensor
+    )  # int32 [M, NUM_SCALES], or [NUM_SCALES, scale_rows] if that is not 0; or None
     weights: tl.tensor  # float32 [M], or None
 
 
@@ -63,7 +65,6 @@ class ExpandSizes(NamedTuple):
     BLOCK_ROWS: Any
     BLOCK_VECS: Any
     ALIGNED: Any  # whether rows are a multiple of 16 bytes
-    BY_COLUMN: Any  # scales are [NUM_SCALES, scale_rows], else [M, NUM_SCALES]
 
 
 @triton.jit(
@@ -184,6 +185,8 @@ def _expand_block(
     """Copy a `receive_kernels.Block` of rows to the rows of their experts. Their numbers are read
     each time: K for each row, and addresses, would not fit into registers."""
     slots_at = src_metadata + block.dst_row.to(tl.int64) * (2 + SIZES.NUM_TOPK) + 2
+    if SIZES.NUM_SCALES > 0:
+        _expand_scales(block, slots_at, out.scales, num_expanded, scale_rows, row, SIZES)
     dtype: tl.constexpr = out.x.dtype.element_ty
     payload = payload_address(
         x, block.source, block.address, block.token_idx, SIZES.NUM_VECS, context
@@ -199,21 +202,27 @@ def _expand_block(
             to = out.x + slot.to(tl.int64) * SIZES.NUM_VECS
             is_copy = (slot >= 0)[:, None] & in_row
             put(row_pointers(to, vecs, SIZES.ALIGNED), values, is_copy)
-    if SIZES.NUM_SCALES > 0:
-        columns = tl.arange(0, SIZES.SCALES_PAD)
-        has = block.arrived[:, None] & (columns < SIZES.NUM_SCALES)[None, :]
-        scales = as_pointer(block.address + row.scales, tl.int32)[:, None] + columns[None, :]
-        values = tl.load(scales, mask=has)
-        for k in tl.static_range(SIZES.NUM_TOPK):
-            slot = _slot(slots_at + k, block.arrived, num_expanded)
-            to = _scale_pointers(out.scales, slot, columns, scale_rows, SIZES)
-            put(to, values, has & (slot >= 0)[:, None])
     if out.weights is not None:
         weights = as_pointer(block.address + row.weights, tl.float32)
         for k in tl.static_range(SIZES.NUM_TOPK):
             slot = _slot(slots_at + k, block.arrived, num_expanded)
             has = slot >= 0
             put(out.weights + slot, tl.load(weights + k, mask=has), has)
+
+
+@device_function
+def _expand_scales(
+    block, slots_at, scales, num_expanded, scale_rows, row, SIZES: tl.constexpr
+):  # fmt: skip
+    """Copy the scales of a block of rows."""
+    columns = tl.arange(0, SIZES.SCALES_PAD)
+    has = block.arrived[:, None] & (columns < SIZES.NUM_SCALES)[None, :]
+    at = as_pointer(block.address + row.scales, tl.int32)[:, None] + columns[None, :]
+    values = tl.load(at, mask=has)
+    for k in tl.static_range(SIZES.NUM_TOPK):
+        slot = _slot(slots_at + k, block.arrived, num_expanded)
+        to = _scale_pointers(scales, slot, columns, scale_rows, SIZES)
+        put(to, values, has & (slot >= 0)[:, None])
 
 
 @device_function
@@ -257,8 +266,7 @@ def zero_rows_kernel(
 @device_function
 def _scale_pointers(scales, rows, columns, scale_rows, SIZES: tl.constexpr):
     """[B, C] pointers to the scales of rows."""
-    if SIZES.BY_COLUMN:
-        pointers = scales + rows[:, None] + (columns.to(tl.int64) * scale_rows)[None, :]
-    else:
-        pointers = scales + (rows.to(tl.int64) * SIZES.NUM_SCALES)[:, None] + columns[None, :]
-    return pointers
+    row_stride = tl.where(scale_rows > 0, 1, SIZES.NUM_SCALES)
+    column_stride = tl.where(scale_rows > 0, scale_rows, 1)
+    at = (rows.to(tl.int64) * row_stride)[:, None]
+    return scales + at + (columns.to(tl.int64) * column_stride)[None, :]

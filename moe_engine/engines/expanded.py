@@ -325,7 +325,7 @@ def _dispatch_again(
 ) -> tuple[ExpandedRows, torch.Tensor | None]:
     metadata, ids = sized
     if ids is not None:
-        received = with_size("max_rows", engine.new_rows(tokens, sizes["max_rows"], owned=True))
+        received = with_size("max_rows", engine.new_rows(tokens, sizes["max_rows"], True))
         engine.send_again(tokens, plan, num_experts, received, num_sms)
         (copy,) = with_size("max_rows", [ids.new_empty(ids.shape)])
         copy_ids(ids, copy, engine.slots)

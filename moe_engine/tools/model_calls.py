@@ -167,7 +167,7 @@ def call_elastic(shape: ModelShape) -> None:
             send_and_return(shape, engine, count, *form, is_elastic=True)
             send_by_expert(shape, engine, count, *form)
     for count in batches_of(shape.max_tokens):
-        describe_and_reduce(shape, count)
+        describe(shape, count)
 
 
 def send_by_expert(
@@ -178,7 +178,8 @@ def send_by_expert(
     dtype: torch.dtype,
     num_scales: int,
 ) -> None:
-    """`ElasticBuffer`'s dispatches of `count` tokens by expert, in one of `forms_of_rows`."""
+    """`ElasticBuffer`'s dispatches of `count` tokens by expert, in one of `forms_of_rows`, and its
+    combines."""
     _, topk_idx, topk_weights = shape.tokens(count)
     scales = torch.empty(count, num_scales) if num_scales else None
     tokens = Tokens(torch.empty(count, columns, dtype=dtype), topk_idx, topk_weights, scales)
@@ -193,25 +194,26 @@ def send_by_expert(
         sizes = expanded.sizes_of(len(got.places.src_metadata), got.num_expanded, scales, wanted)
         sent = got.sent, got.places, numbers, wanted, NUM_SMS, sizes, None
         expanded.dispatch_again(engine, tokens if weights else again, *sent)
+        y = torch.empty(got.num_expanded, shape.hidden, dtype=shape.dtype)
+        values = torch.empty(got.num_expanded) if weights else None
+        for num_bias, once in product((0, 1, 2), (False, True)):
+            bias = [torch.empty(count, shape.hidden, dtype=shape.dtype)] * num_bias
+            of = got.places, got.sent, bias, once, NUM_SMS
+            expanded.combine(engine, ExpertRows(y, values), *of)
 
 
-def describe_and_reduce(shape: ModelShape, count: int) -> None:
-    """What else `ElasticBuffer` makes of ids and received rows: a copy, where rows come from, and
-    the sums of rows by expert."""
-    num_ranks, num_local, num_topk = shape.num_ranks, shape.num_local, shape.num_topk
-    engine = kernel_engine(num_ranks, count, shape.region_bytes(count), None, shape.num_nodes)
+def describe(shape: ModelShape, count: int) -> None:
+    """What else `ElasticBuffer` makes of ids and received rows: copies, and where rows come from."""
+    num_ranks, num_local = shape.num_ranks, shape.num_local
+    engine = kernel_engine(num_ranks, None, shape.region_bytes(count), None, shape.num_nodes)
     tokens = Tokens(*shape.tokens(count))
     assert tokens.topk_idx is not None
     numbers = expanded.Numbers(num_local, 1, count, num_ranks)
-    stats, num_rows = torch.zeros(num_local, dtype=torch.int32), count * num_topk
+    stats = torch.zeros(num_local, dtype=torch.int32)
     for copies_ids, added_to in product((False, True), (None, stats)):
         wanted, how = expanded.RowsWanted(*[False] * 4), expanded.HowSent(False, copies_ids, 20)
-        got = expanded.dispatch(engine, tokens, shape.num_experts, added_to, numbers, wanted, how)
+        expanded.dispatch(engine, tokens, shape.num_experts, added_to, numbers, wanted, how)
     copy_ids(tokens.topk_idx, torch.empty_like(tokens.topk_idx), engine.slots)
-    y = torch.empty(num_rows, shape.hidden, dtype=shape.dtype)
-    for once, values in product((False, True), (None, torch.empty(num_rows))):
-        of = got.places, got.sent, (), once, NUM_SMS
-        expanded.combine(engine, ExpertRows(y, values), *of)
 
 
 def call_notices(shape: ModelShape) -> None:
