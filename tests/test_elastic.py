@@ -309,7 +309,8 @@ def stay_away(group, cached, x, idx, w):
     """What rank 1 says of a dispatch by expert, made once before, that rank 0 does not make: none
     of its rows come."""
     x, idx, w = (part.to(cases.device()) for part in (x, idx, w))
-    buffer = elastic(group, num_gpu_timeout_secs=1)
+    # On GPUs ranks also wait for one another while they compile.
+    buffer = elastic(group, num_gpu_timeout_secs=10 if x.is_cuda else 1)
     how = dict(do_expand=True, do_cpu_sync=False)
     _, _, _, handle, _ = buffer.dispatch(x, idx, w, num_experts=EXPERTS, **how)
 

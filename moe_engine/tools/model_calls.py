@@ -198,12 +198,12 @@ def send_by_expert(
         values = torch.empty(got.num_expanded) if weights else None
         for num_bias, once in product((0, 1, 2), (False, True)):
             bias = [torch.empty(count, shape.hidden, dtype=shape.dtype)] * num_bias
-            of = got.places, got.sent, bias, once, NUM_SMS
-            expanded.combine(engine, ExpertRows(y, values), *of)
+            returned = got.places, got.sent, bias, once, NUM_SMS
+            expanded.combine(engine, ExpertRows(y, values), *returned)
 
 
 def describe(shape: ModelShape, count: int) -> None:
-    """What else `ElasticBuffer` makes of ids and received rows: copies, and where rows come from."""
+    """What else `ElasticBuffer` makes of ids and rows: copies, and where they come from."""
     num_ranks, num_local = shape.num_ranks, shape.num_local
     engine = kernel_engine(num_ranks, None, shape.region_bytes(count), None, shape.num_nodes)
     tokens = Tokens(*shape.tokens(count))
