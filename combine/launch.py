@@ -23,8 +23,8 @@ BLOCK_SUMS = 8192
 """fp32 sums that a program holds at a time."""
 SLACK = 49
 """A push is 2% slower than the link: the sums read memory concurrently."""
-SUMMED_ROWS = 8
-"""Rows that a program makes at a time of expert rows, and then pushes."""
+SUMMED_ROWS, SUMMED_COLUMNS = 8, 1024
+"""Rows that a program makes at a time of expert rows, and then pushes, and columns of each."""
 EXPERT_SUM_PROGRAMS = 64
 """Programs that sum while others push sums of expert rows: K times as much is read for these."""
 
@@ -94,8 +94,9 @@ def push_sizes(
 ) -> PushSizes:
     """Of rows of such items. relays: to ranks that forward their sums, while none are made.
     num_slots: of sums of up to so many rows of experts."""
-    block_rows = SUMMED_ROWS if num_slots else COPY_ROWS
-    columns = BYTES_IN_FLIGHT // item_bytes // COPY_ROWS
+    block_rows, columns = COPY_ROWS, BYTES_IN_FLIGHT // item_bytes // COPY_ROWS
+    if num_slots:
+        block_rows, columns = SUMMED_ROWS, SUMMED_COLUMNS
     sizes = PushSizes(
         ALIGNED=row.payload_bytes % 16 == 0,
         RANKS_PAD=next_power_of_2(layout.num_ranks),

@@ -30,8 +30,8 @@ LOCATE_ROWS = 128
 """Rows whose addresses a program writes at a time."""
 NUM_CONCURRENT = 2 if INTERPRETED else 20
 """Programs of a launch that runs concurrently with a GEMM."""
-NUM_EARLY_COPIES = 104
-"""Programs that copy rows to the order of experts while others push."""
+MOST_PUSHING = 16
+"""Programs that push while all others copy; ten fill the link."""
 METADATA_ROWS = 64
 """Rows whose metadata a program writes at a time."""
 
@@ -62,8 +62,12 @@ class Partition:
 
     @classmethod
     def by_expert(cls, num_programs: int) -> Partition:
-        """All push, and others copy what has arrived to the order of experts, K times as much."""
-        return cls(num_programs, NUM_EARLY_COPIES if has_pdl() else int(INTERPRETED))
+        """Where rows are copied to the order of experts, K of them for one that comes: two programs
+        on each SM on which none pushes copy what has arrived."""
+        if INTERPRETED:
+            return cls(max(1, num_programs - 1), 1)
+        push = min(num_programs, MOST_PUSHING)
+        return cls(push, 2 * (gpu().num_sms - push) if has_pdl() else 0)
 
 
 class DispatchLayout(NamedTuple):
