@@ -25,18 +25,18 @@ SLACK = 49
 """A push is 2% slower than the link: the sums read memory concurrently."""
 SUMMED_ROWS, SUMMED_COLUMNS = 8, 1024
 """Rows that a program makes at a time of expert rows, and then pushes, and columns of each."""
-EXPERT_SUM_PROGRAMS = 64
-"""Programs that sum while others push sums of expert rows: K times as much is read for these."""
 
 
 @functools.cache
 def combine_programs(num_programs: int, by_expert: bool) -> tuple[int, int]:
     """(programs of a combine that push, and those that sum concurrently). Nine nearly fill the link
-    with rows; all of them add up rows by expert, and others sum."""
+    with rows. For rows by expert, of which K are read for one, nearly all SMs do one or the
+    other."""
     if INTERPRETED:
         return 1, num_programs - 1
     if by_expert:
-        return num_programs, EXPERT_SUM_PROGRAMS
+        num_sms = gpu().num_sms
+        return num_sms // 3, num_sms - num_sms // 3 - 8
     num_push = min(num_programs, max(8, 9 * num_programs // 16))
     return num_push, num_programs - num_push
 
@@ -93,7 +93,8 @@ def push_sizes(
     layout: SlotLayout, row: RowLayout, item_bytes: int, relays: bool = False, num_slots: int = 0
 ) -> PushSizes:
     """Of rows of such items. relays: to ranks that forward their sums, while none are made.
-    num_slots: of sums of up to so many rows of experts."""
+    num_slots: of sums of up to so many rows of experts, by so many programs that flags are raised
+    after each chunk: with longer spans the first ones would come when half is done."""
     block_rows, columns = COPY_ROWS, BYTES_IN_FLIGHT // item_bytes // COPY_ROWS
     if num_slots:
         block_rows, columns = SUMMED_ROWS, SUMMED_COLUMNS
@@ -101,7 +102,7 @@ def push_sizes(
         ALIGNED=row.payload_bytes % 16 == 0,
         RANKS_PAD=next_power_of_2(layout.num_ranks),
         CHUNK_ROWS=layout.chunk_rows(row.num_bytes),
-        SPAN=1 if relays else layout.span(row.num_bytes),
+        SPAN=1 if relays or num_slots else layout.span(row.num_bytes),
         BLOCK_ROWS=block_rows,
         BLOCK_COLUMNS=min(next_power_of_2(row.payload_bytes // item_bytes), columns),
         NUM_TOPK=row.num_topk,

@@ -30,7 +30,7 @@ LOCATE_ROWS = 128
 """Rows whose addresses a program writes at a time."""
 NUM_CONCURRENT = 2 if INTERPRETED else 20
 """Programs of a launch that runs concurrently with a GEMM."""
-MOST_PUSHING = 16
+MOST_PUSHING = 14
 """Programs that push while all others copy; ten fill the link."""
 METADATA_ROWS = 64
 """Rows whose metadata a program writes at a time."""
@@ -44,10 +44,11 @@ def programs_on_all_sms() -> int:
 @dataclass(frozen=True, slots=True)
 class Partition:
     """How a dispatch's programs are shared: `push` of them push, `early` ones concurrently receive
-    what has arrived."""
+    what has arrived. most_span: see `push.PushSizes.SPAN`; at most so many chunks."""
 
     push: int
     early: int
+    most_span: int = 8
 
     @classmethod
     def choose(cls, num_programs: int, owned: bool) -> Partition:
@@ -63,11 +64,12 @@ class Partition:
     @classmethod
     def by_expert(cls, num_programs: int) -> Partition:
         """Where rows are copied to the order of experts, K of them for one that comes: two programs
-        on each SM on which none pushes copy what has arrived."""
+        on each SM on which none pushes copy what has arrived. So many wait for flags that these are
+        raised sooner."""
         if INTERPRETED:
-            return cls(max(1, num_programs - 1), 1)
+            return cls(max(1, num_programs - 1), 1, 2)
         push = min(num_programs, MOST_PUSHING)
-        return cls(push, 2 * (gpu().num_sms - push) if has_pdl() else 0)
+        return cls(push, 2 * (gpu().num_sms - push) if has_pdl() else 0, 2)
 
 
 class DispatchLayout(NamedTuple):
@@ -237,14 +239,19 @@ def send_metadata(
 
 @functools.cache
 def push_sizes(
-    layout: SlotLayout, row: RowLayout, vectors: RowVectors, relays: bool = False
+    layout: SlotLayout,
+    row: RowLayout,
+    vectors: RowVectors,
+    relays: bool = False,
+    most_span: int = 8,
 ) -> PushSizes:
-    """Of rows of so many vectors. relays: of other nodes, whose chunks are passed on one by one."""
+    """Of rows of so many vectors. relays: of other nodes, whose chunks are passed on one by one.
+    most_span: see `Partition`."""
     sizes = PushSizes(
         ALIGNED=vectors.aligned,
         RANKS_PAD=next_power_of_2(layout.num_ranks),
         CHUNK_ROWS=layout.chunk_rows(row.num_bytes),
-        SPAN=1 if relays else layout.span(row.num_bytes),
+        SPAN=1 if relays else min(most_span, layout.span(row.num_bytes)),
         BLOCK_ROWS=COPY_ROWS,
         BLOCK_COLUMNS=vectors.block_vecs,
         NUM_TOPK=0,
@@ -269,7 +276,7 @@ def push(
         len(tokens.x),
         vectors.num_vecs,
         row_in_region(row, header_bytes),
-        SIZES=push_sizes(slots.layout, row, vectors),
+        SIZES=push_sizes(slots.layout, row, vectors, most_span=partition.most_span),
         step="push",
         after=(metadata_kernel,),
         num_warps=NUM_WARPS,
