@@ -10,11 +10,12 @@ import torch
 from ..device.constants import constants
 from ..device.lang import INTERPRETED
 from ..device.push import PushSizes
+from ..device.signature import RowShape
 from ..hardware import BYTES_IN_FLIGHT, gpu
 from ..row_vectors import COPY_ROWS
 from ..symm.slots import BARE_HEADER, RowLayout, SlotLayout, Slots, row_in_region
 from ..utils import next_power_of_2
-from .kernels import SumSizes, final_sum_kernel, return_rows_kernel
+from .kernels import SumSizes, final_sum_kernel, open_combine_kernel, return_rows_kernel
 
 NUM_WARPS = 16
 BLOCK_TOKENS = 16
@@ -27,7 +28,6 @@ SUMMED_ROWS, SUMMED_COLUMNS = 8, 1024
 """Rows that a program makes at a time of expert rows, and then pushes, and columns of each."""
 
 
-@functools.cache
 def combine_programs(num_programs: int, by_expert: bool) -> tuple[int, int]:
     """(programs of a combine that push, and those that sum concurrently). Nine nearly fill the link
     with rows. For rows by expert, of which K are read for one, nearly all SMs do one or the
@@ -163,10 +163,23 @@ def return_and_sum(
         SUM=sum_sizes(slots.layout, row, item_bytes, slots.num_ranks, num_slots=num_slots),
         num_warps=NUM_WARPS,
     )
+    begins = num_slots == 0  # more programs would fill the chip, and wait for ranks to come
+    if not begins:
+        slots.context.launch(
+            open_combine_kernel,
+            (1,),
+            dispatched,
+            sums.rank_prefix_matrix,
+            slots.context.fields,
+            returned.num_rows,
+            RowShape(row.payload_bytes, row.num_topk, item_bytes, 0),
+            RANKS_PAD=next_power_of_2(slots.num_ranks),
+            step="open_combine",
+        )
     slots.context.launch(
         return_rows_kernel,
-        (1 + num_push + num_sum,),
-        dispatched=dispatched,
+        (begins + num_push + num_sum,),
+        dispatched=dispatched if begins else None,
         num_push_programs=num_push,
         PUSH=push_sizes(slots.layout, row, item_bytes, num_slots=num_slots),
         step="return_rows",

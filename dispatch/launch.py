@@ -50,6 +50,11 @@ class Partition:
     early: int
     most_span: int = 8
 
+    @property
+    def fills_chip(self) -> bool:
+        """Whether early programs leave no SM to others."""
+        return self.push + self.early > gpu().num_sms
+
     @classmethod
     def choose(cls, num_programs: int, owned: bool) -> Partition:
         """Ten programs fill the link. Copies (`owned`) take up to half, where they can begin while
@@ -262,9 +267,15 @@ def push_sizes(
 
 
 def push(
-    tokens: Tokens, plan: SendPlan, header_bytes: int, partition: Partition, slots: Slots
+    tokens: Tokens,
+    plan: SendPlan,
+    header_bytes: int,
+    partition: Partition,
+    slots: Slots,
+    is_cached: bool = False,
 ) -> None:
-    """Write the payload of one row per (token, destination rank) into the destinations' slots."""
+    """Write the payload of one row per (token, destination rank) into the destinations' slots.
+    is_cached: ranks may not be in the call yet."""
     vectors, row = RowVectors.of(tokens.x.shape[1], tokens.x.dtype), tokens.row
     slots.context.launch(
         push_kernel,
@@ -273,6 +284,7 @@ def push(
         plan,
         slots.context.fields,
         partition.early,
+        int(is_cached and partition.fills_chip),
         len(tokens.x),
         vectors.num_vecs,
         row_in_region(row, header_bytes),

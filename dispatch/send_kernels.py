@@ -130,12 +130,13 @@ def put_metadata(
     put(to_trailer, trailer, has[:, None] & (field <= 2 * weights_at)[None, :])
 
 
-@triton.jit(do_not_specialize=["num_tokens", "num_early_programs"])
+@triton.jit(do_not_specialize=["num_tokens", "num_early_programs", "waits"])
 def push_kernel(
     x,  # vectors [T, num_vecs]
     plan,  # SendPlan
     context,
     num_early_programs,
+    waits,  # 1: the next launch begins after the one before has ended
     num_tokens,
     num_vecs,
     row,  # slots.Row
@@ -146,8 +147,12 @@ def push_kernel(
 
     A PDL launch after `metadata_kernel`, whose stores happen before the rows' flags. Rows to this
     rank itself have no payload, see `payload_address`. The next launch may begin concurrently if it
-    is one of `num_early_programs`, which are too few to fill the chip.
+    is one of `num_early_programs`: which are too few to fill the chip, or begin when all ranks are
+    in the call. That they are after an exchange; with a handle this `waits` for `metadata_kernel`,
+    which waits for the signatures of all.
     """
+    if waits > 0:
+        pdl_wait(PDL)
     if num_early_programs > 0:
         pdl_launch_dependents(PDL)
     if is_broken(context):

@@ -79,9 +79,10 @@ class ElasticVerbs(BufferLifecycle):
         rank, then token; ids int64 [N, K] are local, -1 for experts of other ranks; weights
         float32 [N, K] are 0 for these. With do_expand there is a row [M, H] and a weight [M] for
         each expert of a token here, and no ids: rows are by expert, then in the order without
-        do_expand, and those of an expert begin at a multiple of expert_alignment. do_zero_padding
-        writes 0 between them, else nothing is written there. use_tma_aligned_col_major_sf returns
-        scales whose columns are contiguous and begin at multiples of 16 bytes.
+        do_expand, and those of an expert begin at a multiple of expert_alignment. Both arguments
+        are equal on all ranks. do_zero_padding writes 0 between rows of experts, else nothing is
+        written there. use_tma_aligned_col_major_sf returns scales whose columns are contiguous and
+        begin at multiples of 16 bytes.
 
         Without do_cpu_sync the host does not wait for the counts, and N and M are the most that
         there can be: R * num_max_tokens_per_rank, and min(K, L) times that and padding. Rows past
@@ -95,7 +96,8 @@ class ElasticVerbs(BufferLifecycle):
         previous_event, which needs allocate_on_comm_stream: what to wait for; the whole call also
         waits for previous_event_before_epilogue. async_with_compute_stream runs on
         `get_comm_stream()` and returns the event that ends the call. num_sms programs communicate,
-        0 for `get_theoretical_num_sms`; num_qps changes nothing.
+        0 for `get_theoretical_num_sms`; with do_expand others copy on all SMs meanwhile. num_qps
+        changes nothing.
 
         Example, 2 ranks of 2 experts, expert_alignment 2, rank 0 sends 4 tokens A B C D with
         topk_idx [[0, 3], [1, 0], [2, -1], [0, -1]], rank 1 none. Rank 0 receives A B D, and with

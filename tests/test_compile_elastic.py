@@ -9,11 +9,13 @@ import torch
 import triton
 from launches import BF16, EXPERTS, FP8, HIDDEN, RANKS, REGION_BYTES, TOKENS, recorded, routing
 
+from moe_engine.combine.launch import combine_programs
 from moe_engine.combine.reduce_expanded_kernels import ExpertRows
-from moe_engine.dispatch import Tokens
+from moe_engine.dispatch import Partition, Tokens
 from moe_engine.dispatch.describe_received import copy_ids
 from moe_engine.engines import expanded
 from moe_engine.engines.expanded import HowSent, Numbers, RowsWanted
+from moe_engine.hardware import H200, stand_in
 from moe_engine.tools.lone_rank import kernel_engine
 
 NAMES = [
@@ -60,3 +62,17 @@ def test_rows_are_stored_16_bytes_at_a_time():
         ptx = launched()[name].compile().ptx
         assert "st.global.v4.b32" in ptx
         assert "ld.global.v4.b32" in ptx
+
+
+@pytest.mark.parametrize("num_sms", [1, 8, 20, 24, 64])
+def test_programs_that_wait_for_others_fit_on_the_chip(num_sms):
+    """Those that push hold an SM each, with others on it or not, and begin first."""
+    with stand_in(H200):
+        partition = Partition.by_expert(num_sms)
+        assert 1 <= partition.push <= num_sms
+        assert partition.push + partition.early // 2 <= H200.num_sms
+        assert partition.fills_chip
+        assert sum(combine_programs(num_sms, by_expert=True)) < H200.num_sms
+        for owned in (False, True):
+            assert not Partition.choose(num_sms, owned).fills_chip
+        assert sum(combine_programs(num_sms, by_expert=False)) == num_sms

@@ -368,6 +368,36 @@ def test_rows_without_room_are_not_read(pool):
 # --- Refused -------------------------------------------------------------------------------------
 
 
+def differ(group, hows, x, idx, w):
+    """What ranks say whose dispatches want rows in other forms."""
+    x, idx, w = (part.to(cases.device()) for part in (x, idx, w))
+    buffer = elastic(group, num_gpu_timeout_secs=10)
+    how = dict(num_experts=EXPERTS, do_cpu_sync=False) | hows[torch.distributed.get_rank(group)]
+    with pytest.raises(moe_engine.ShapeError) as seen:
+        buffer.dispatch(x, idx, w, **how)
+        if x.is_cuda:
+            torch.cuda.synchronize()
+        buffer.check()
+    torch.distributed.barrier(group)
+    buffer.destroy()
+    return str(seen.value)
+
+
+@pytest.mark.parametrize(
+    "hows",
+    [
+        [dict(do_expand=True, expert_alignment=2), dict(do_expand=False, expert_alignment=2)],
+        [dict(do_expand=True, expert_alignment=2), dict(do_expand=True, expert_alignment=8)],
+    ],
+    ids=["form", "alignment"],
+)
+def test_ranks_that_want_rows_in_other_forms_are_told(pool, hows):
+    results, _ = elastic_cases.run_client(pool, differ, hows)
+    other = 8 if hows[1]["do_expand"] else 0
+    assert f"alignment of rows by expert 2 on rank 0 and {other} on rank 1" in results[0]
+    assert f"alignment of rows by expert {other} on rank 1 and 2 on rank 0" in results[1]
+
+
 def refuse(group):
     buffer = elastic(group)
     x = torch.ones(4, HIDDEN, dtype=torch.bfloat16, device=cases.device())

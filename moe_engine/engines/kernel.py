@@ -335,7 +335,7 @@ class KernelEngine(MemoryEngine):
         plan = SendPlan(prefix[rank], prefix[rank - 1] if rank else None, send_token_idx)
         early = partition.push + partition.early  # the latter begin after the push
         dispatch_verbs.send_metadata(tokens, plan, BARE_HEADER, early, self.slots, signature)
-        dispatch_verbs.push(tokens, plan, BARE_HEADER, partition, self.slots)
+        dispatch_verbs.push(tokens, plan, BARE_HEADER, partition, self.slots, is_cached=True)
 
     # --- Combine -----------------------------------------------------------------------------
 
