@@ -38,7 +38,7 @@ class SumSizes(NamedTuple):
     CHUNK_ROWS: int  # rows that share a flag
     BLOCK_TOKENS: int  # tokens that a program sums at a time
     BLOCK_H: int  # columns of each
-    NUM_SLOTS: int = 0  # expert rows that a row of this rank may be the sum of; 0: it is a row
+    NUM_SUMMED: int = 0  # expert rows that a row of this rank may be the sum of; 0: it is a row
 
 
 class ExpertPlan(NamedTuple):
@@ -46,7 +46,7 @@ class ExpertPlan(NamedTuple):
 
     rank_prefix_matrix: tl.tensor  # int32 [R, R]
     x: tl.tensor  # [M, H]
-    src_metadata: tl.tensor  # int32 [N, 2 + NUM_SLOTS], see `reference.place`
+    src_metadata: tl.tensor  # int32 [N, 2 + NUM_SUMMED], see `reference.place`
     num_expanded: tl.tensor  # M
 
 
@@ -69,8 +69,8 @@ def open_combine_kernel(
     shape,  # signature.RowShape
     RANKS_PAD: tl.constexpr,
 ):
-    """Begin a call: one program, which ends when all ranks are in it. So `return_rows_kernel` may
-    fill the chip."""
+    """Begin a call: one program, which ends when all ranks are in it. So the programs
+    of `return_rows_kernel` may take nearly all SMs."""
     if is_broken(context) == 0:
         counts = received_rows(rank_prefix_matrix, tl.arange(0, RANKS_PAD), context)
         _open_combine(dispatched, counts, num_rows, shape, context, RANKS_PAD)
@@ -123,7 +123,7 @@ def return_rows_kernel(
     elif program < num_push_programs:
         num_peers = tl.load(context + NUM_RANKS).to(tl.int32) - 1
         prefix = sums.rank_prefix_matrix
-        if SUM.NUM_SLOTS == 0:
+        if SUM.NUM_SUMMED == 0:
             source = Source(own.x, own.weights, num_rows, hidden, num_peers)
             # fmt: off
             push_rows(
@@ -181,14 +181,17 @@ def _received_index(source, rank_prefix_matrix, peers, rows, end, context):
 def _put_sums(
     source, plan, from_rows, src_row, has, to, due, step, row, SIZES: tl.constexpr
 ):  # fmt: skip
-    """`push.copy_block` of sums of expert rows, rounded to the type of source.x."""
-    slots_at = slots_of(plan.src_metadata, src_row, SIZES.NUM_SLOTS)
+    """`push.copy_block` of sums of expert rows, rounded to the type of source.x.
+
+    Example, that of `expand_rows_kernel`: the sums for A B D E are y[0], y[4] + y[1], y[2], y[3].
+    """
+    slots_at = slots_of(plan.src_metadata, src_row, SIZES.NUM_SUMMED)
     dtype: tl.constexpr = source.x.dtype.element_ty
     for start in range(0, source.num_columns, SIZES.BLOCK_COLUMNS):
         columns = start + tl.arange(0, SIZES.BLOCK_COLUMNS)
         # fmt: off
         total = expert_sums(
-            plan.x, slots_at, has, plan.num_expanded, columns, source.num_columns, SIZES.NUM_SLOTS,
+            plan.x, slots_at, has, plan.num_expanded, columns, source.num_columns, SIZES.NUM_SUMMED,
             SIZES.ALIGNED,
         )
         # fmt: on
@@ -198,13 +201,13 @@ def _put_sums(
         to_columns = row_pointers(as_pointer(to, dtype), columns, SIZES.ALIGNED)
         put(to_columns, round_to(total, dtype), is_sum)
     if source.weights is not None:
-        k = tl.arange(0, triton.next_power_of_2(SIZES.NUM_SLOTS))
+        k = tl.arange(0, triton.next_power_of_2(SIZES.NUM_SUMMED))
         # fmt: off
         weights = expert_weights(
-            source.weights, slots_at, has, plan.num_expanded, SIZES.NUM_SLOTS
+            source.weights, slots_at, has, plan.num_expanded, SIZES.NUM_SUMMED
         )
         # fmt: on
-        is_weight = has[:, None] & (k < SIZES.NUM_SLOTS)[None, :]
+        is_weight = has[:, None] & (k < SIZES.NUM_SUMMED)[None, :]
         put(as_pointer(to + row.weights, tl.float32)[:, None] + k[None, :], weights, is_weight)
     return due
 
@@ -263,7 +266,7 @@ def _sum_block(
     inside = (token_idx < num_tokens) & (ready == 1)
     own_start = tl.load(sums.rank_prefix_matrix + rank * SUM.RANKS + rank)
     own_start -= received_rows(sums.rank_prefix_matrix, rank, context)
-    region_rows = rows_in_region(row, context)
+    region_rows = rows_in_region(row, context, SUM.CHUNK_ROWS)
     own_number = tl.full([SUM.BLOCK_TOKENS], -1, tl.int32)
     own_idx = tl.zeros([SUM.BLOCK_TOKENS], tl.int32)
     # Every address before any row is read: each would otherwise wait for a read of its own.
@@ -277,7 +280,7 @@ def _sum_block(
         weights_at = at + row.weights
         is_own = head % SUM.RANKS == rank
         has = (head >= 0) & (rows < tl.where(is_own, num_rows - own_start, region_rows))
-        if SUM.NUM_SLOTS > 0:
+        if SUM.NUM_SUMMED > 0:
             own_number = tl.where(has & is_own, number, own_number)
             own_idx = tl.where(has & is_own, own_start + rows, own_idx)
             has = has & (is_own == 0)
@@ -292,8 +295,8 @@ def _sum_block(
     at = token_idx.to(tl.int64) * hidden
     dtype: tl.constexpr = sums.out.dtype.element_ty
     own_sums = None
-    if SUM.NUM_SLOTS > 0:
-        slots_at = slots_of(own.src_metadata, own_idx, SUM.NUM_SLOTS)
+    if SUM.NUM_SUMMED > 0:
+        slots_at = slots_of(own.src_metadata, own_idx, SUM.NUM_SUMMED)
         own_sums = OwnSums(own_number, slots_at, own.x, own.weights, num_expanded)
     add_rows(addresses, own_sums, sums.out + at, sums, at, inside, hidden, dtype, SUM)
     if own.weights is not None:
@@ -307,7 +310,7 @@ def add_rows(
 ):  # fmt: skip
     """Write the sums of rows of `dtype` at `addresses`, SUM.RANKS blocks of them of which 0 stands
     for no row, to the rows `to` (block): the rows at `at` of the biases first, then in this
-    order, with NUM_SLOTS the `OwnSums` own at their numbers."""
+    order, with NUM_SUMMED the `OwnSums` own at their numbers."""
     for column in range(0, hidden, SUM.BLOCK_H):
         columns = column + tl.arange(0, SUM.BLOCK_H)
         in_row = row_mask(columns, hidden, to.dtype.element_ty, SUM.ALIGNED)
@@ -319,11 +322,11 @@ def add_rows(
         if sums.bias_1 is not None:
             bias = row_pointers(sums.bias_1 + at, columns, SUM.ALIGNED)
             total += tl.load(bias, mask=real, other=0.0).to(tl.float32)
-        if SUM.NUM_SLOTS > 0:
+        if SUM.NUM_SUMMED > 0:
             # fmt: off
             own_part = expert_sums(
                 own.x, own.slots_at, own.number >= 0, own.num_expanded, columns, hidden,
-                SUM.NUM_SLOTS, SUM.ALIGNED,
+                SUM.NUM_SUMMED, SUM.ALIGNED,
             )
             # fmt: on
             own_part = round_to(own_part, dtype).to(tl.float32)
@@ -335,7 +338,7 @@ def add_rows(
                 other=0.0,
             )
             part = part.to(tl.float32)
-            if SUM.NUM_SLOTS > 0:
+            if SUM.NUM_SUMMED > 0:
                 part = tl.where((own.number == number)[:, None], own_part, part)
             total += part
         values = round_to(total, to.dtype.element_ty)
@@ -347,10 +350,10 @@ def add_weights(addresses, own, to, inside, SUM: tl.constexpr):
     """Write the sums of weights [NUM_TOPK] at `addresses`, see `add_rows`, to `to` (block)."""
     k = tl.arange(0, SUM.TOPK_PAD)
     weights = tl.zeros([SUM.BLOCK_TOKENS, SUM.TOPK_PAD], tl.float32)
-    if SUM.NUM_SLOTS > 0:
+    if SUM.NUM_SUMMED > 0:
         has_own = own.number >= 0
         weights += expert_weights(
-            own.weights, own.slots_at, has_own, own.num_expanded, SUM.NUM_SLOTS
+            own.weights, own.slots_at, has_own, own.num_expanded, SUM.NUM_SUMMED
         )
     for number in tl.static_range(SUM.RANKS):
         returned = as_pointer(addresses[number], tl.float32)[:, None]

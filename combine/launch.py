@@ -27,16 +27,19 @@ SLACK = 49
 SUMMED_ROWS, SUMMED_COLUMNS = 8, 1024
 """Rows that a program makes at a time of expert rows, and then pushes, and columns of each."""
 
+LEFT_SMS = 8
+"""SMs that a combine by expert leaves to other kernels."""
+
 
 def combine_programs(num_programs: int, by_expert: bool) -> tuple[int, int]:
-    """(programs of a combine that push, and those that sum concurrently). Nine nearly fill the link
-    with rows. For rows by expert, of which K are read for one, nearly all SMs do one or the
-    other."""
+    """(programs of a combine that push, and those that sum concurrently). Nine nearly fill the
+    link. Of rows by expert K are read for each that returns: a third of the SMs push, and the
+    others but LEFT_SMS sum, whatever num_programs is."""
     if INTERPRETED:
         return 1, num_programs - 1
     if by_expert:
         num_sms = gpu().num_sms
-        return num_sms // 3, num_sms - num_sms // 3 - 8
+        return num_sms // 3, num_sms - num_sms // 3 - LEFT_SMS
     num_push = min(num_programs, max(8, 9 * num_programs // 16))
     return num_push, num_programs - num_push
 
@@ -51,7 +54,7 @@ class ReturnedRows(NamedTuple):
     src_metadata: torch.Tensor | None = None
 
     @property
-    def num_slots(self) -> int:
+    def num_summed(self) -> int:
         """K of rows by expert, else 0."""
         return 0 if self.src_metadata is None else self.src_metadata.shape[1] - 2
 
@@ -63,7 +66,7 @@ class ReturnedRows(NamedTuple):
     @property
     def num_topk(self) -> int:
         """Weights that travel with a row."""
-        return 0 if self.weights is None else self.num_slots or self.weights.shape[1]
+        return 0 if self.weights is None else self.num_summed or self.weights.shape[1]
 
     @property
     def row(self) -> RowLayout:
@@ -90,25 +93,25 @@ class Sums(NamedTuple):
 
 @functools.cache
 def push_sizes(
-    layout: SlotLayout, row: RowLayout, item_bytes: int, relays: bool = False, num_slots: int = 0
+    layout: SlotLayout, row: RowLayout, item_bytes: int, relays: bool = False, num_summed: int = 0
 ) -> PushSizes:
     """Of rows of such items. relays: to ranks that forward their sums, while none are made.
-    num_slots: of sums of up to so many rows of experts, by so many programs that flags are raised
+    num_summed: of sums of up to so many rows of experts, by so many programs that flags are raised
     after each chunk: with longer spans the first ones would come when half is done."""
     block_rows, columns = COPY_ROWS, BYTES_IN_FLIGHT // item_bytes // COPY_ROWS
-    if num_slots:
+    if num_summed:
         block_rows, columns = SUMMED_ROWS, SUMMED_COLUMNS
     sizes = PushSizes(
         ALIGNED=row.payload_bytes % 16 == 0,
         RANKS_PAD=next_power_of_2(layout.num_ranks),
         CHUNK_ROWS=layout.chunk_rows(row.num_bytes),
-        SPAN=1 if relays or num_slots else layout.span(row.num_bytes),
+        SPAN=1 if relays or num_summed else layout.span(row.num_bytes),
         BLOCK_ROWS=block_rows,
         BLOCK_COLUMNS=min(next_power_of_2(row.payload_bytes // item_bytes), columns),
         NUM_TOPK=row.num_topk,
         SLACK=0 if relays else SLACK,
         RELAYS=relays,
-        NUM_SLOTS=num_slots,
+        NUM_SUMMED=num_summed,
     )
     return constants(sizes)
 
@@ -120,9 +123,9 @@ def sum_sizes(
     item_bytes: int,
     num_parts: int,
     block_tokens: int = BLOCK_TOKENS,
-    num_slots: int = 0,
+    num_summed: int = 0,
 ) -> SumSizes:
-    """Of sums of up to num_parts rows each, this rank's of up to num_slots rows of experts."""
+    """Of sums of up to num_parts rows each, this rank's of up to num_summed rows of experts."""
     hidden = row.payload_bytes // item_bytes
     sizes = SumSizes(
         NUM_TOPK=row.num_topk,
@@ -133,7 +136,7 @@ def sum_sizes(
         CHUNK_ROWS=layout.chunk_rows(row.num_bytes),
         BLOCK_TOKENS=block_tokens,
         BLOCK_H=min(next_power_of_2(hidden), BLOCK_SUMS // block_tokens),
-        NUM_SLOTS=num_slots,
+        NUM_SUMMED=num_summed,
     )
     return constants(sizes)
 
@@ -148,22 +151,23 @@ def return_and_sum(
     """Write rows back to their sources while some of the sums are made, then make the others. A
     whole call, which begins with `dispatched`, the signature in the handle of the dispatch. Rows
     return in the type of sums.out."""
-    (num_tokens, hidden), num_slots = sums.out.shape, returned.num_slots
+    (num_tokens, hidden), num_summed = sums.out.shape, returned.num_summed
     row, item_bytes = returned.row_of(sums.out.dtype), sums.out.itemsize
-    num_push, num_sum = combine_programs(num_comm_sms, num_slots > 0)
+    num_push, num_sum = combine_programs(num_comm_sms, num_summed > 0)
     arguments: dict[str, Any] = dict(
         own=returned,
         sums=sums,
         context=slots.context.fields,
         num_tokens=num_tokens,
         num_rows=returned.num_rows,
-        num_expanded=len(returned.x) if num_slots else 0,
+        num_expanded=len(returned.x) if num_summed else 0,
         hidden=hidden,
         row=row_in_region(row, BARE_HEADER),
-        SUM=sum_sizes(slots.layout, row, item_bytes, slots.num_ranks, num_slots=num_slots),
+        SUM=sum_sizes(slots.layout, row, item_bytes, slots.num_ranks, num_summed=num_summed),
         num_warps=NUM_WARPS,
     )
-    begins = num_slots == 0  # more programs would fill the chip, and wait for ranks to come
+    # Programs on nearly all SMs must not wait for ranks that are not in the call yet.
+    begins = num_summed == 0
     if not begins:
         slots.context.launch(
             open_combine_kernel,
@@ -181,7 +185,7 @@ def return_and_sum(
         (begins + num_push + num_sum,),
         dispatched=dispatched if begins else None,
         num_push_programs=num_push,
-        PUSH=push_sizes(slots.layout, row, item_bytes, num_slots=num_slots),
+        PUSH=push_sizes(slots.layout, row, item_bytes, num_summed=num_summed),
         step="return_rows",
         **arguments,
     )

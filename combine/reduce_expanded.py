@@ -25,7 +25,7 @@ def reduce_expanded(
     received, with weights [N, K]."""
     x, weights, src_metadata = returned
     assert src_metadata is not None
-    hidden, num_topk = x.shape[1], returned.num_slots
+    hidden, num_topk = x.shape[1], returned.num_summed
     sizes = ReduceSizes(
         NUM_TOPK=num_topk,
         BLOCK_ROWS=16 if INTERPRETED else BLOCK_ROWS,

@@ -80,7 +80,7 @@ def describe_received_kernel(
             source += (rows >= _end_of(rank, rank_prefix_matrix, context)).to(tl.int32)
         token_idx = tl.load(src_idx + rows, mask=came, other=0)
         # fmt: off
-        put_metadata(
+        put_src_metadata(
             places.src_metadata, rows, rows < num_rows, came, source, token_idx, is_here, no_slots,
             max_tokens, SIZES.NUM_TOPK,
         )
@@ -88,7 +88,7 @@ def describe_received_kernel(
 
 
 @device_function
-def put_metadata(
+def put_src_metadata(
     src_metadata, rows, has_room, came, source, token_idx, is_here, slots, max_tokens,
     NUM_TOPK: tl.constexpr,
 ):  # fmt: skip

@@ -21,6 +21,7 @@ from .expand_kernels import (
     expand_rows_kernel,
     zero_rows_kernel,
 )
+from .internode_kernels import forward_kernel
 from .launch import Partition, Tokens, programs_on_all_sms
 from .send_kernels import push_kernel
 
@@ -38,7 +39,7 @@ def _expand_sizes(
     num_local: int = 0,
     chunk_rows: int = 0,
 ) -> ExpandSizes:
-    """The numbers, which the padding needs none of, are 0 there."""
+    """The last three are 0 for the padding, which does not need them."""
     limit = next_power_of_2(vectors.num_vecs)
     columns = BYTES_IN_FLIGHT // 2 // 4 // EXPAND_ROWS
     sizes = ExpandSizes(
@@ -94,7 +95,9 @@ def expand_rows(
             row_in_region(row, header_bytes),
             SIZES=sizes,
             step="expand_rows",
-            after=() if num_push_programs == 0 else (push_kernel,),
+            after=(push_kernel, expand_rows_kernel, forward_kernel)
+            if num_push_programs == 0
+            else (push_kernel,),
             num_warps=EXPAND_WARPS,
         )
     slots.context.end_call()

@@ -5,7 +5,7 @@ from typing import Any, NamedTuple
 import triton
 import triton.language as tl
 
-from ..device.context import MAX_CHUNKS, RANK
+from ..device.context import RANK
 from ..device.internode import BOTH
 from ..device.lang import (
     as_pointer,
@@ -18,7 +18,7 @@ from ..device.lang import (
 )
 from ..device.programs import claim, claim_next, finish_call, is_last_program, pdl_wait
 from ..device.slots import payload_address, rows_in_region
-from .describe_received_kernels import num_received, put_metadata
+from .describe_received_kernels import num_received, put_src_metadata
 from .receive_kernels import most_received, num_blocks, receive_block, report_overflow
 
 EXPERTS = tl.constexpr(16)
@@ -43,8 +43,8 @@ class ExpandedRows(NamedTuple):
 
 
 class ReceivedPlaces(NamedTuple):
-    """Where received rows come from and go. In a dispatch with a handle that is known, and there is
-    the metadata alone; in a new one it follows from the numbers that come with rows."""
+    """Where received rows come from and go. A dispatch with a handle has src_metadata alone, and
+    reads it. A new dispatch writes the first three from the numbers that come with rows."""
 
     src_metadata: tl.tensor  # int32 [N, 2 + NUM_TOPK], see `reference.place`
     topk_idx: tl.tensor = None  # int64 [N, NUM_TOPK]
@@ -91,12 +91,17 @@ def expand_rows_kernel(
 
     Its two launches share the work as those of `collect_kernel`, whose memory order it has: the
     first one begins while `num_push_programs` push, and reads what flags guard, and what was
-    complete before the push was launched: rank_prefix_matrix, x, and places or begins."""
+    complete before the push was launched: rank_prefix_matrix, x, and places or begins.
+
+    Example, that of `place_tokens_kernel`, max_tokens 4: rank 0 gets tokens A B D of rank 0 and E
+    of rank 1, with the numbers [0, 8], [4, 1], [2, -1] and [9, 3]. Its own rows are 0 to 5:
+    src_metadata [0, 0, 0, -1], [1, 1, 4, 1], [3, 0, 2, -1], [4, 3, -1, 3], ids [0, -1], [1, 0],
+    [0, -1], [-1, 0], and `out` A B D E B and a row of padding.
+    """
     if num_push_programs == 0:
         pdl_wait(PDL)
     prefix, most_rows = sent.rank_prefix_matrix, most_received(sent.rank_prefix_matrix, context)
-    most_flags = tl.load(context + MAX_CHUNKS) * SIZES.CHUNK_ROWS
-    region_rows = tl.minimum(rows_in_region(row, context), most_flags).to(tl.int32)
+    region_rows = rows_in_region(row, context, SIZES.CHUNK_ROWS)
     end = num_blocks(most_rows, region_rows, context, SIZES.BLOCK_ROWS)
     work_idx = claim(context)
     while work_idx < end:
@@ -150,7 +155,7 @@ def _place_block(block, places, num_expanded, max_tokens, row, context, SIZES: t
     slots = tl.where(is_here & (number - first < num_expanded), number - first, -1)
     source = rows * 0 + block.source
     # fmt: off
-    put_metadata(
+    put_src_metadata(
         places.src_metadata, rows, block.has_room, block.arrived, source, block.token_idx, is_here,
         slots, max_tokens, SIZES.NUM_TOPK,
     )
@@ -171,7 +176,7 @@ def _clear_rest(places, rank_prefix_matrix, max_rows, context, SIZES: tl.constex
         is_item = inside[:, None] & (k < SIZES.NUM_TOPK)[None, :]
         tl.store(to, nothing.to(tl.int64), mask=is_item)
         # fmt: off
-        put_metadata(
+        put_src_metadata(
             places.src_metadata, rows, inside, rows < 0, rows, rows, nothing >= 0, nothing, 0,
             SIZES.NUM_TOPK,
         )
@@ -240,7 +245,7 @@ def zero_rows_kernel(
     num_expanded,  # M
     scale_rows,
     num_local,  # L
-    alignment,  # see `place_received_kernel`
+    alignment,  # see `place_tokens_kernel`
     SIZES: tl.constexpr,  # ExpandSizes
 ):
     """Write 0 to the rows between those of experts, their scales and weights."""

@@ -153,6 +153,11 @@ class Counts(NamedTuple):
         )
 
 
+def form_of(may_grow: bool, alignment: int) -> int:
+    """See `signature_of`; alignment: of rows by expert, 0 for rows by token."""
+    return may_grow + 2 * alignment
+
+
 @functools.cache
 def exchange_sizes(num_ranks: int, num_experts: int, num_nodes: int = 1) -> ExchangeSizes:
     """Of counts of so many ranks and experts."""

@@ -15,7 +15,6 @@ from ..utils import next_power_of_2
 from .describe_received_kernels import Places
 from .place_tokens_kernels import (
     ExpertNumbers,
-    GroupCounts,
     PlaceTokensSizes,
     place_tokens_kernel,
 )
@@ -52,7 +51,6 @@ def place_tokens(
     has room for num_expanded rows."""
     num_tokens, num_topk = topk_idx.shape
     num_local, num_experts = places.num_per_expert.numel(), counts.group_counts.numel()
-    assert counts.earlier_ranks is not None
     new = counts.group_counts.new_empty
     numbers = ExpertNumbers(torch.empty_like(topk_idx), new(num_experts + 1))
     slots.context.launch(
@@ -60,7 +58,7 @@ def place_tokens(
         (max(1, triton.cdiv(num_tokens, layout.block_tokens)),),
         topk_idx,
         layout.earlier_counts,
-        GroupCounts(counts.rank_prefix_matrix, counts.group_counts, counts.earlier_ranks),
+        counts,
         numbers,
         places,
         stats,

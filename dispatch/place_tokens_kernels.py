@@ -14,14 +14,6 @@ from .describe_received_kernels import put_counts
 from .place_rows_kernels import add_number_in_block
 
 
-class GroupCounts(NamedTuple):
-    """Parts of `launch.Counts`."""
-
-    rank_prefix_matrix: tl.tensor  # int32 [R, R]
-    group_counts: tl.tensor  # int32 [E]
-    earlier_ranks: tl.tensor  # int32 [E]
-
-
 class ExpertNumbers(NamedTuple):
     """The numbers of the rows of all experts of all ranks, in their order."""
 
@@ -44,7 +36,7 @@ class PlaceTokensSizes(NamedTuple):
 def place_tokens_kernel(
     topk_idx,  # int64 [T, K]
     earlier_counts,  # int32 [B, E + R], `block_counts` of `layout_sum_kernel`
-    counts,  # GroupCounts
+    counts,  # launch.Counts
     numbers,  # ExpertNumbers, out
     places,  # Places, out, but for the metadata
     stats,  # int32 [L]: the rows of each local expert are added to it; or None

@@ -136,7 +136,7 @@ def push_kernel(
     plan,  # SendPlan
     context,
     num_early_programs,
-    waits,  # 1: the next launch begins after the one before has ended
+    waits,  # 1: wait for the launch before, and only then let the next one begin
     num_tokens,
     num_vecs,
     row,  # slots.Row
@@ -147,9 +147,9 @@ def push_kernel(
 
     A PDL launch after `metadata_kernel`, whose stores happen before the rows' flags. Rows to this
     rank itself have no payload, see `payload_address`. The next launch may begin concurrently if it
-    is one of `num_early_programs`: which are too few to fill the chip, or begin when all ranks are
-    in the call. That they are after an exchange; with a handle this `waits` for `metadata_kernel`,
-    which waits for the signatures of all.
+    is one of `num_early_programs`. Either these are too few to fill the chip, or all ranks are in
+    the call when they begin. After an exchange all ranks are. With a handle this launch `waits` for
+    `metadata_kernel`, which waits for the signatures of all ranks.
     """
     if waits > 0:
         pdl_wait(PDL)

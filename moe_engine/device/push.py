@@ -36,7 +36,7 @@ class PushSizes(NamedTuple):
     NUM_TOPK: int  # weights that follow a row
     SLACK: int  # 1/SLACK of the time that a row takes passes before the next one; 0: none
     RELAYS: bool = False  # whether rows are of other nodes, or for them; see `landing`
-    NUM_SLOTS: int = 0  # expert rows that a row may be the sum of; 0: it is a row itself
+    NUM_SUMMED: int = 0  # expert rows that a row may be the sum of; 0: it is a row itself
 
 
 class Source(NamedTuple):

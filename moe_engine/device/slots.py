@@ -52,9 +52,10 @@ def region(writer, context):
 
 
 @device_function
-def rows_in_region(row, context):
-    """Rows that a region has memory for."""
-    return (tl.load(context + REGION_BYTES) - row.header_bytes) // row.num_bytes
+def rows_in_region(row, context, CHUNK_ROWS: tl.constexpr):
+    """Rows that a region has memory and flags for."""
+    rows = (tl.load(context + REGION_BYTES) - row.header_bytes) // row.num_bytes
+    return tl.minimum(rows, tl.load(context + MAX_CHUNKS) * CHUNK_ROWS).to(tl.int32)
 
 
 @device_function

@@ -1,7 +1,7 @@
-"""The steps of ElasticBuffer's calls: those of a Buffer's dispatch and combine, and in between what
-happens to received rows on their rank. They get places in the order of experts, are copied there,
-and are summed before they return. A call is one prepared call, whatever the number of rows; where
-the host waits for counts, each of its steps is one."""
+"""The steps of ElasticBuffer's calls: those of a Buffer's dispatch and combine, and what rows by
+expert need besides. The sender numbers expert rows, the receiver copies rows there as they arrive,
+and a combine sums them as they return. A call is one prepared call, whatever the number of rows;
+where the host waits for counts, each of its steps is one."""
 
 from __future__ import annotations
 
@@ -175,10 +175,7 @@ def _dispatch_by_expert(
         numbers,
         (wanted.zero_padding, how.num_sms),
         sized=(metadata, ids, src_idx, *rows),
-        num_rows=num_rows,
-        max_rows=num_rows,
-        num_expanded=num_expanded,
-        scale_rows=_scale_rows(num_expanded, rows.scales, wanted),
+        **sizes_of(num_rows, num_expanded, tokens.scales, wanted),
     )
     received = Received(rows.x, None, ids, None, src_idx)
     sent, places = engine._new_handle(counts, routes, received, where), Places(metadata, *sums)
@@ -190,12 +187,15 @@ def _exchange(
 ) -> tuple[Counts, tuple[torch.Tensor, ...], int, Sequence[int]]:
     """(counts, routes, the rows that will come, those of each local expert). With most_rows the
     host waits for nothing, and knows no more than that."""
-    exchange = type(engine)._exchange
-    counts, routes = engine.call(exchange, tokens, layout, False, alignment, check=False)
+    grows = not most_rows and engine._make_room(tokens, layout)
+    args = tokens, layout, grows, alignment
+    counts, routes = engine.call(type(engine)._exchange, *args, check=False)
     if most_rows:
         return counts, routes, most_rows, ()
     engine.concurrent_reads.mark()
     num_rows, *per_expert = engine.concurrent_reads.read(lambda: engine._received(counts))
+    if grows and engine._has_grown(tokens, layout):
+        return _exchange(engine, tokens, layout, alignment, most_rows)
     engine.context.check()
     return counts, routes, num_rows, per_expert
 
@@ -210,18 +210,18 @@ def _send_by_expert(
     numbers: Numbers,
     how: tuple[bool, int],
     sized: tuple[torch.Tensor, ...],
-    num_rows: int,
-    max_rows: int,
-    num_expanded: int,
-    scale_rows: int,
+    **sizes: int,
 ) -> tuple[torch.Tensor, ...]:
     """Send the tokens with the numbers of their expert rows, and copy what comes there."""
     (metadata, ids, src_idx), rows = sized[:3], ExpandedRows(*sized[3:])
     (zero_padding, num_sms), slots, prefix = how, engine.slots, counts.rank_prefix_matrix
-    new, num_local, alignment = prefix.new_empty, numbers.num_local_experts, numbers.alignment
-    places = Places(metadata, new(num_local), new(num_local), new(numbers.num_ranks))
+    places, alignment, scale_rows = (
+        _new_places(metadata, numbers),
+        numbers.alignment,
+        sizes["scale_rows"],
+    )
     assert tokens.topk_idx is not None
-    with_counts = layout, counts, places, stats, alignment, num_expanded
+    with_counts = layout, counts, places, stats, alignment, sizes["num_expanded"]
     row_numbers = place_tokens(tokens.topk_idx, *with_counts, slots)
     numbered = tokens._replace(topk_idx=row_numbers.of_tokens)
     partition, where = by_expert(engine, num_sms), DispatchLayout(*layout[:3])
@@ -377,11 +377,16 @@ def _describe(
 ) -> tuple[torch.Tensor, ...]:
     """See `describe_received`: the `Places` but for the metadata."""
     ids, src_idx, metadata = sized
-    new, num_local = rank_prefix_matrix.new_empty, numbers.num_local_experts
-    places = Places(metadata, new(num_local), new(num_local), new(len(rank_prefix_matrix)))
+    places = _new_places(metadata, numbers)
     of_ranks, sizes = (rank_prefix_matrix, group_counts), (numbers.alignment, numbers.max_tokens)
     describe_received(ids, src_idx, *of_ranks, places, stats, *sizes, engine.slots)
     return tuple(places[1:])
+
+
+def _new_places(metadata: torch.Tensor, numbers: Numbers) -> Places:
+    """This metadata, and room for the other parts."""
+    new, num_local = metadata.new_empty, numbers.num_local_experts
+    return Places(metadata, new(num_local), new(num_local), new(numbers.num_ranks))
 
 
 def _new_metadata(src_idx: torch.Tensor, ids: torch.Tensor) -> torch.Tensor:

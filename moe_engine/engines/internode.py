@@ -158,7 +158,7 @@ class InternodeEngine(KernelEngine, LayerByVerbs):
         max_rows, slots = self._room(tokens, layout, may_grow), self.slots
         counts = Counts.empty(layout, slots.layout.num_nodes, alignment > 0)
         routes = dispatch_internode.plan_nodes(layout, tokens.topk_idx, max_rows, slots)
-        form = may_grow + 2 * alignment
+        form = dispatch_verbs.form_of(may_grow, alignment)
         dispatch_internode.exchange(counts, routes, layout, tokens, max_rows, form, slots)
         return counts, routes
 

@@ -7,7 +7,6 @@ either.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import replace
 from typing import Any, ClassVar
 
 import torch
@@ -15,7 +14,6 @@ import torch
 from .. import combine as combine_verbs
 from .. import dispatch as dispatch_verbs
 from .. import routing
-from ..device.context import ContextField
 from ..device.lang import INTERPRETED
 from ..dispatch import (
     Counts,
@@ -26,7 +24,8 @@ from ..dispatch import (
     Tokens,
     programs_on_all_sms,
 )
-from ..errors import CapacityError, TooManyTokens
+from ..errors import TooManyTokens
+from ..hardware import gpu
 from ..kinds import Described
 from ..layer_config import LayerChoices, LayerConfig, LayerProblem
 from ..prepared import with_size
@@ -53,17 +52,14 @@ from .base import (
     check_layer_weights,
 )
 from .fused_layer import LayerRows, expert_rows_bytes, feed_forward
-from .memory import MemoryEngine
+from .growing import GrowingEngine
 
 
-class KernelEngine(MemoryEngine):
+class KernelEngine(GrowingEngine):
     """Calls through the kernels of dispatch/, grouped_gemm/ and combine/.
 
     `max_tokens` bounds T of `moe_ffn`, whose work space is sized by it (equal on all ranks).
-    `new_slots(layout, was_captured, epoch)`, collective, makes the memory, or raises on all ranks
-    where one of them has captured the memory before it; without max_tokens the engine asks for
-    more of it when a dispatch needs more (`_grow`). `layers` says how layers run, on all ranks
-    alike.
+    `layers` says how layers run, on all ranks alike.
     """
 
     handle_type: ClassVar[Any] = Handle
@@ -75,10 +71,9 @@ class KernelEngine(MemoryEngine):
         max_tokens: int | None,
         layers: LayerChoices,
     ):
-        super().__init__(new_slots(layout, False, 0))
+        super().__init__(layout, new_slots, max_tokens)
         self.layers = layers
         self.concurrent_reads = ConcurrentReads(self.slots.context.fields.device)
-        self._new_slots, self._max_tokens = new_slots, max_tokens
 
     def layout(
         self, topk_idx: torch.Tensor, num_experts: int, described: Described | None = None
@@ -115,10 +110,7 @@ class KernelEngine(MemoryEngine):
             body = type(self)._dispatch_whole
             arrived: Arrived = self.whole_call(body, *args, described=described)
             return arrived
-        grows, largest_row = self._max_tokens is None, self._largest_row(tokens)
-        header = header_bytes(layout.num_experts, self.slots.layout.num_ranks)
-        if grows and self.slots.layout.max_rows(largest_row.num_bytes, header) < 1:
-            self._grow(1, largest_row, header)
+        grows = self._make_room(*sent)
         counts, routes = self.call(type(self)._exchange, *sent, grows, check=False)
         self.concurrent_reads.mark()
         # Where rows are collected while others are pushed, the parts overlap.
@@ -126,9 +118,7 @@ class KernelEngine(MemoryEngine):
         as_one, parts = not partition.early, (*sent, counts, routes, partition)
         self.call(type(self)._send, *parts, check=not grows, as_one=as_one)
         num_rows, *per_expert = self.concurrent_reads.read(lambda: self._received(counts))
-        most_rows = self.slots.context.rows_wanted() if grows else 0
-        if most_rows:
-            self._grow(most_rows, largest_row, header)
+        if grows and self._has_grown(*sent):
             return self.dispatch(tokens, layout, num_worst_tokens, num_sms, owned)
         self.slots.context.check()
         out, prefix = self.new_rows(tokens, num_rows, owned), counts.rank_prefix_matrix
@@ -169,7 +159,10 @@ class KernelEngine(MemoryEngine):
     ) -> tuple[Counts, tuple[torch.Tensor, ...]]:
         """Plan the rows and exchange counts: (counts, (send_token_idx, send_head)). alignment: of
         rows by expert."""
-        max_rows, form = self._room(tokens, layout, may_grow), may_grow + 2 * alignment
+        max_rows, form = (
+            self._room(tokens, layout, may_grow),
+            dispatch_verbs.form_of(may_grow, alignment),
+        )
         counts = Counts.empty(layout, by_expert=alignment > 0)
         # fmt: off
         routes = routing.send_plan(
@@ -244,27 +237,6 @@ class KernelEngine(MemoryEngine):
         received = counts.rank_prefix_matrix[-1, self.slots.context.rank]
         return torch.cat([received[None], counts.recv_expert_counts.sum(0)])
 
-    def _grow(self, num_rows: int, row: RowLayout, header: int) -> None:
-        """Replace the memory by more of it, for `num_rows` rows between two ranks and a quarter
-        beyond. Collective: all ranks have seen the same counts; they meet as when the Buffer was
-        made, under the deadline of the Buffer, and the host waits for the device. Old contents are
-        lost."""
-        old, layout = self.slots, self.slots.layout
-        if num_rows > layout.most_rows:
-            raise CapacityError(
-                f"a rank has {num_rows} rows for another one, more than {layout.most_rows}. Send "
-                "larger batches in parts."
-            )
-        num_rows = min(num_rows + num_rows // 4, layout.most_rows)
-        region_bytes = header + num_rows * row.num_bytes
-        if old.context.fields.is_cuda:
-            torch.cuda.synchronize(old.context.fields.device)
-        layout = replace(layout, region_bytes=region_bytes)
-        epoch = int(old.context.fields[ContextField.EPOCH])
-        self.slots = self._new_slots(layout, self._was_captured, epoch)
-        self.slots.context.take_bad_ids(old.context)
-        old.free()
-
     def dispatch_cached(
         self,
         x: torch.Tensor,
@@ -307,8 +279,7 @@ class KernelEngine(MemoryEngine):
         out: Received,
         num_sms: int,
     ) -> None:
-        """`dispatch_cached` into `out`, by what a handle has `sent`; with `out` for addresses, see
-        `new_rows`, rows are good until `release`."""
+        """`dispatch_cached` into `out`, by what a handle has `sent`."""
         args = tokens, plan, num_experts // self.slots.num_ranks, num_comm_programs(num_sms)
         self.call(type(self)._dispatch_cached, *args, sized=out, max_rows=out.src_idx.shape[0])
 
@@ -321,7 +292,7 @@ class KernelEngine(MemoryEngine):
         sized: Received,
         max_rows: int,
     ) -> None:
-        partition = self._partition(num_programs, owned=not sized.is_located)
+        partition = self._partition(num_programs, owned=True)
         self._send_cached(tokens, parts, partition)
         rows = parts[0], num_local_experts, BARE_HEADER
         dispatch_verbs.receive(sized, tokens, *rows, partition, self.slots)
@@ -333,8 +304,8 @@ class KernelEngine(MemoryEngine):
             self.check_capacity(len(tokens.x), tokens.row, BARE_HEADER)
         rank = self.slots.context.rank
         plan = SendPlan(prefix[rank], prefix[rank - 1] if rank else None, send_token_idx)
-        early = partition.push + partition.early  # the latter begin after the push
-        dispatch_verbs.send_metadata(tokens, plan, BARE_HEADER, early, self.slots, signature)
+        num_programs = min(partition.push + partition.early, gpu().num_sms)  # before early ones
+        dispatch_verbs.send_metadata(tokens, plan, BARE_HEADER, num_programs, self.slots, signature)
         dispatch_verbs.push(tokens, plan, BARE_HEADER, partition, self.slots, is_cached=True)
 
     # --- Combine -----------------------------------------------------------------------------
@@ -363,11 +334,11 @@ class KernelEngine(MemoryEngine):
         described: Described | None = None,
         round_once: bool = False,
     ) -> tuple[torch.Tensor, torch.Tensor | None]:
-        """`combine` of these rows, by what a handle has `returned`. Sums of rows by expert return
-        in fp32 with round_once, of which the biases and the result are then, too."""
+        """`combine` of these rows, by what a handle has `returned`. With round_once sums of
+        rows by expert return in fp32, as which the biases come and the result is."""
         args = plan, bias, num_comm_programs(num_sms), round_once
         more: dict[str, Any] = dict(sized=rows, num_rows=rows.num_rows, described=described)
-        more |= dict(num_expanded=len(rows.x)) if rows.num_slots else {}
+        more |= dict(num_expanded=len(rows.x)) if rows.num_summed else {}
         sums: tuple[torch.Tensor, torch.Tensor | None]
         sums = self.whole_call(type(self)._combine, *args, **more)
         return sums
@@ -482,14 +453,6 @@ class KernelEngine(MemoryEngine):
                 "call, so make a new Buffer, with Buffer.for_tokens(...) for the largest batch, or "
                 "with the bytes of Buffer.size_hint(...)."
             )
-
-    def _largest_row(self, tokens: Tokens) -> RowLayout:
-        """The row that a region must hold: the tokens', and also that of rows on their way back,
-        if its bytes are given or the memory grows."""
-        row, returned_bytes = tokens.row, tokens.returned_bytes or 2 * tokens.x.shape[1]
-        if self._max_tokens is not None and not tokens.returned_bytes:
-            return row
-        return replace(row, payload_bytes=max(row.payload_bytes, returned_bytes))
 
 
 def num_comm_programs(num_sms: int) -> int:
