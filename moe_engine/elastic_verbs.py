@@ -79,10 +79,10 @@ class ElasticVerbs(BufferLifecycle):
         rank, then token; ids int64 [N, K] are local, -1 for experts of other ranks; weights
         float32 [N, K] are 0 for these. With do_expand there is a row [M, H] and a weight [M] for
         each expert of a token here, and no ids: rows are by expert, then in the order without
-        do_expand, and those of an expert begin at a multiple of expert_alignment. Both arguments
-        are equal on all ranks. do_zero_padding writes 0 between rows of experts, else nothing is
-        written there. use_tma_aligned_col_major_sf returns scales whose columns are contiguous and
-        begin at multiples of 16 bytes.
+        do_expand, and those of an expert begin at a multiple of expert_alignment. do_expand is
+        equal on all ranks, and with it expert_alignment. do_zero_padding writes 0 between rows of
+        experts, else nothing is written there. use_tma_aligned_col_major_sf returns scales whose
+        columns are contiguous and begin at multiples of 16 bytes.
 
         Without do_cpu_sync the host does not wait for the counts, and N and M are the most that
         there can be: R * num_max_tokens_per_rank, and min(K, L) times that and padding. Rows past
@@ -246,8 +246,9 @@ class ElasticVerbs(BufferLifecycle):
         its top-k and in fp32, and rounds to bf16 (see allow_multiple_reduction). The sum of a token
         begins with bias (none, one or two of [T, H]), adds the ranks' rows in order of each rank's
         largest k in fp32, and is rounded once. topk_weights, float32 [N, K] or with do_expand [M],
-        return to their top-k slots. num_sms 0 stands for that of the handle; the other arguments
-        are those of `dispatch`.
+        return to their top-k slots. num_sms 0 stands for that of the handle; on one node sums of
+        expanded rows take nearly all SMs, whatever it is. The other arguments are those of
+        `dispatch`.
 
         Returns (out [T, H], weights float32 [T, K] or None, event).
         """

@@ -20,7 +20,7 @@ from moe_engine.tools.lone_rank import kernel_engine
 
 NAMES = [
     *("copy_ids", "describe_received", "place_tokens", "expand_rows", "zero_rows"),
-    *("return_rows", "final_sum"),
+    *("return_rows", "open_combine", "final_sum"),
 ]
 pytestmark = pytest.mark.skipif(
     not triton.__version__.startswith("3.6."), reason="registers are those of Triton 3.6"
@@ -53,7 +53,7 @@ def launched(dtype=BF16, num_scales=0, hidden=HIDDEN):
 @pytest.mark.parametrize("fp8", [False, True])
 def test_no_spills(name, fp8):
     built = launched(*((FP8, 56) if fp8 else ()))[name].compile()
-    assert built.spill_bytes <= 8  # which is a stack frame alone
+    assert built.spill_bytes <= (8 if name == "expand_rows" and fp8 else 0)
     assert built.shared_bytes <= 144 * 1024
 
 

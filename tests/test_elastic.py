@@ -16,7 +16,7 @@ from elastic_cases import EXPERTS, HIDDEN, MOST_TOKENS, TOPK, elastic, expected,
 
 import moe_engine
 from moe_engine import BackendError, DtypeError, ElasticBuffer, EventHandle, ShapeError, reference
-from moe_engine.errors import PeerTimeout, TooManyTokens
+from moe_engine.errors import TooManyTokens
 
 # --- The surface -----------------------------------------------------------------------------
 
@@ -243,6 +243,34 @@ def test_the_contract_of_v2(pool, num_ranks):
         pool.run(run_modes, modes, do_cpu_sync, *inputs, num_ranks=num_ranks)
 
 
+def copy_in_turns(group, waits, x, idx, w):
+    """Rows by expert, new and again by their handle, and their sums."""
+    x, idx, w = (part.to(cases.device()) for part in (x, idx, w))
+    buffer = elastic(group, num_max_tokens_per_rank=160)
+    with cases.filled_memory():
+        how = dict(num_experts=EXPERTS, do_expand=True, do_cpu_sync=waits)
+        rows, _, _, handle, _ = buffer.dispatch(x, idx, w, **how)
+        again = buffer.dispatch(x, handle=handle, do_expand=True)[0]
+        out, _, _ = buffer.combine(rows, handle)
+    buffer.check()
+    buffer.destroy()
+    return elastic_cases.to_cpu((rows, again, out))
+
+
+@pytest.mark.parametrize("waits", [True, False])
+def test_programs_that_copy_take_turns(pool, waits):
+    """Rows for several blocks of all programs, of sources that bring different numbers of them."""
+    sizes = dict(num_ranks=2, num_tokens=(150, 70), kind="uniform")
+    results, inputs = elastic_cases.run_client(pool, copy_in_turns, waits, **sizes)
+    received, places = expected(inputs)
+    for rank, (rows, again, out) in enumerate(results):
+        want = reference.expand(received[rank].x, places[rank])
+        assert torch.equal(rows[: len(want)], want)
+        assert torch.equal(again[: len(want)], want)
+        x, idx = inputs[0][rank].float(), inputs[1][rank]
+        torch.testing.assert_close(out.float(), x * (idx >= 0).sum(1, True), rtol=0.02, atol=0.02)
+
+
 @pytest.mark.soak
 @pytest.mark.parametrize("kind", ["holes", "duplicates", "one_hot"])
 @pytest.mark.parametrize("do_cpu_sync", [True, False])
@@ -258,8 +286,11 @@ def test_all_modes_of_v2(pool, kind, do_cpu_sync, part):
 def edges(group, x, idx, w):
     """Weights that are not given, memory that grows, a combine of other rows than were received."""
     x, idx, w = (part.to(cases.device()) for part in (x, idx, w))
-    buffer = ElasticBuffer(group, num_bytes=1 << 20)
     more = dict(num_experts=EXPERTS, num_max_tokens_per_rank=MOST_TOKENS)
+    grows = ElasticBuffer(group, num_bytes=1 << 20)
+    grown, *_ = grows.dispatch(x.repeat(1, 300), idx, w, do_expand=True, **more)
+    grows.check()
+    buffer = ElasticBuffer(group, num_bytes=1 << 20)
     rows, _, none, handle, _ = buffer.dispatch(x, idx, do_expand=True, **more)
     assert none is None
     by_token = buffer.dispatch(x, handle=handle)
@@ -268,8 +299,10 @@ def edges(group, x, idx, w):
     out, _, _ = buffer.combine(rows, handle)
     wide, _, _, other, _ = buffer.dispatch(x.repeat(1, 300), idx, w, **more)  # more than there is
     wide_out, _, _ = buffer.combine(wide, other)
+    assert torch.equal(grown[:, -HIDDEN:], rows)
     buffer.check()
-    buffer.destroy()
+    for one in (grows, buffer):
+        one.destroy()
     return elastic_cases.to_cpu((rows, by_token[1], out, wide_out[:, :HIDDEN]))
 
 
@@ -305,97 +338,7 @@ def test_rows_beyond_the_room_are_refused(pool):
     pool.run(overflow, num_ranks=1)
 
 
-def stay_away(group, cached, x, idx, w):
-    """What rank 1 says of a dispatch by expert, made once before, that rank 0 does not make: none
-    of its rows come."""
-    x, idx, w = (part.to(cases.device()) for part in (x, idx, w))
-    # On GPUs ranks also wait for one another while they compile.
-    buffer = elastic(group, num_gpu_timeout_secs=10 if x.is_cuda else 1)
-    how = dict(do_expand=True, do_cpu_sync=False)
-    _, _, _, handle, _ = buffer.dispatch(x, idx, w, num_experts=EXPERTS, **how)
-
-    def call():
-        if cached:
-            buffer.dispatch(x, handle=handle, do_expand=True)
-        else:
-            buffer.dispatch(x, idx, w, num_experts=EXPERTS, **how)
-        buffer.check()
-
-    call()
-    torch.distributed.barrier(group)
-    seen = None
-    if torch.distributed.get_rank(group) == 1:
-        try:
-            call()
-        except PeerTimeout as error:
-            seen = error.peer
-    torch.distributed.barrier(group)
-    buffer.destroy()
-    return seen
-
-
-@pytest.mark.parametrize("cached", [True, False])
-def test_a_rank_that_stays_away_is_named(pool, cached):
-    results, _ = elastic_cases.run_client(pool, stay_away, cached)
-    assert results == [None, 0]
-
-
-def wider_rows(group, x, idx, w):
-    """A cached dispatch of rows that are wider than those for which memory grew: there is no room
-    for all of them, and some get no address."""
-    x, idx, w = (part.to(cases.device()) for part in (x, idx, w))
-    buffer = ElasticBuffer(group, num_bytes=1 << 20)
-    how = dict(num_experts=EXPERTS, num_max_tokens_per_rank=MOST_TOKENS, do_cpu_sync=False)
-    *_, handle, _ = buffer.dispatch(x, idx, w, do_expand=True, **how)
-    *_, small, _ = buffer.dispatch(x[:2], idx[:2], w[:2], do_expand=True, **how)
-    wide = x.repeat(1, 200)
-    with cases.filled_memory():
-        buffer.dispatch(wide[:2], handle=small, do_expand=True)
-        buffer.check()
-        torch.distributed.barrier(group)
-        with pytest.raises(moe_engine.CapacityError):
-            buffer.dispatch(wide, handle=handle, do_expand=True)
-            buffer.check()
-    torch.distributed.barrier(group)
-    buffer.destroy()
-
-
-def test_rows_without_room_are_not_read(pool):
-    sizes = dict(num_ranks=2, num_tokens=(2, 20))
-    elastic_cases.run_client(pool, wider_rows, kind="uniform", **sizes)
-
-
 # --- Refused -------------------------------------------------------------------------------------
-
-
-def differ(group, hows, x, idx, w):
-    """What ranks say whose dispatches want rows in other forms."""
-    x, idx, w = (part.to(cases.device()) for part in (x, idx, w))
-    buffer = elastic(group, num_gpu_timeout_secs=10)
-    how = dict(num_experts=EXPERTS, do_cpu_sync=False) | hows[torch.distributed.get_rank(group)]
-    with pytest.raises(moe_engine.ShapeError) as seen:
-        buffer.dispatch(x, idx, w, **how)
-        if x.is_cuda:
-            torch.cuda.synchronize()
-        buffer.check()
-    torch.distributed.barrier(group)
-    buffer.destroy()
-    return str(seen.value)
-
-
-@pytest.mark.parametrize(
-    "hows",
-    [
-        [dict(do_expand=True, expert_alignment=2), dict(do_expand=False, expert_alignment=2)],
-        [dict(do_expand=True, expert_alignment=2), dict(do_expand=True, expert_alignment=8)],
-    ],
-    ids=["form", "alignment"],
-)
-def test_ranks_that_want_rows_in_other_forms_are_told(pool, hows):
-    results, _ = elastic_cases.run_client(pool, differ, hows)
-    other = 8 if hows[1]["do_expand"] else 0
-    assert f"alignment of rows by expert 2 on rank 0 and {other} on rank 1" in results[0]
-    assert f"alignment of rows by expert {other} on rank 1 and 2 on rank 0" in results[1]
 
 
 def refuse(group):

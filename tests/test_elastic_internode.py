@@ -6,6 +6,7 @@ from __future__ import annotations
 import elastic_cases
 import pytest
 import test_elastic as on_one_node
+import test_elastic_failures as failures
 import torch
 import torch.distributed as dist
 from deep_ep_cases import deep_ep
@@ -107,3 +108,12 @@ def test_edges(nodes):
         assert torch.equal(ids, received[rank].topk_idx)
         x, idx = inputs[0][rank].float(), inputs[1][rank]
         torch.testing.assert_close(out.float(), x * (idx >= 0).sum(1, True), rtol=0.02, atol=0.02)
+
+
+def test_ranks_that_want_rows_in_other_forms_are_told(nodes):
+    on = nodes("2x2")
+    how = dict(do_expand=True, do_cpu_sync=False, expert_alignment=2)
+    hows = [how, how, how, how | dict(expert_alignment=8)]
+    inputs = make_inputs(on.num_ranks, [5], HIDDEN, EXPERTS, TOPK, "uniform", "bf16")
+    for seen in on.run(failures.differ, hows, *map(PerRank, inputs)):
+        assert "alignment of rows by expert" in seen
