@@ -24,7 +24,7 @@ GEMMS = frozenset(
 Those of a layer wait inside for rows that come."""
 COMMUNICATION = frozenset(
     "count_rows_kernel begin_rows_kernel place_rows_kernel take_rows_kernel sum_rows_kernel "
-    "zero_rows_kernel open_combine_kernel "
+    "zero_rows_kernel "
     "layout_kernel layout_sum_kernel send_plan_kernel ping_kernel low_latency_dispatch_kernel "
     "staged_schedule_kernel send_rows_kernel forward_kernel place_tokens_kernel "
     "describe_received_kernel expand_rows_kernel pack_plan_kernel "

@@ -60,34 +60,10 @@ class OwnSums(NamedTuple):
     num_expanded: tl.tensor  # M
 
 
-@triton.jit(do_not_specialize=["num_rows"])
-def open_combine_kernel(
-    dispatched,  # int32 [SIGNATURE_WORDS] of the handle
-    rank_prefix_matrix,  # int32 [R, R]
-    context,
-    num_rows,
-    shape,  # signature.RowShape
-    RANKS_PAD: tl.constexpr,
-):
-    """Begin a call: one program, which ends when all ranks are in it. So the programs
-    of `return_rows_kernel` may take nearly all SMs."""
-    if is_broken(context) == 0:
-        counts = received_rows(rank_prefix_matrix, tl.arange(0, RANKS_PAD), context)
-        _open_combine(dispatched, counts, num_rows, shape, context, RANKS_PAD)
-
-
-@device_function
-def _open_combine(dispatched, counts, num_rows, shape, context, RANKS_PAD: tl.constexpr):
-    """Tell all ranks this call's signature, and wait for theirs. counts [RANKS_PAD]: rows that each
-    rank has sent to this one."""
-    is_sound = (tl.min(counts, 0) >= 0) & (tl.sum(counts, 0) <= num_rows)
-    open_call(KIND_COMBINE, shape, dispatched, is_sound, context, RANKS_PAD)
-
-
 @triton.jit(do_not_specialize=["num_tokens", "num_push_programs", "num_rows", "num_expanded"])
 def return_rows_kernel(
     own,  # launch.ReturnedRows
-    dispatched,  # int32 [SIGNATURE_WORDS] of the handle, or None after `open_combine_kernel`
+    dispatched,  # int32 [SIGNATURE_WORDS] of the handle
     sums,  # launch.Sums, see `final_sum_kernel`
     context,
     num_tokens,
@@ -102,7 +78,7 @@ def return_rows_kernel(
     """Write each received row, or the sum of its expert rows, back to its source, into this rank's
     region, in the same order.
 
-    Program 0 begins the call, unless it has begun. The next num_push_programs push. The others
+    Program 0 begins the call. The next num_push_programs push. The others
     concurrently sum the tokens whose rows have come back, from the first one on, and leave the rest
     to `final_sum_kernel` when the push ends. Rows of this rank's own tokens are not written: the
     sum reads them, or the expert rows that they are sums of, where they are.
@@ -112,14 +88,12 @@ def return_rows_kernel(
     if is_broken(context):
         report_abandoned(context)
         return
-    program = tl.program_id(0)
-    if dispatched is not None:
-        program -= 1
+    program = tl.program_id(0) - 1
     if program < 0:
-        if dispatched is not None:
-            item_bytes: tl.constexpr = sums.out.dtype.element_ty.primitive_bitwidth // 8
-            shape = RowShape(hidden * item_bytes, SUM.NUM_TOPK, item_bytes, 0, 0)
-            _open_combine(dispatched, counts, num_rows, shape, context, SUM.RANKS_PAD)
+        is_sound = (tl.min(counts, 0) >= 0) & (tl.sum(counts, 0) <= num_rows)
+        item_bytes: tl.constexpr = sums.out.dtype.element_ty.primitive_bitwidth // 8
+        shape = RowShape(hidden * item_bytes, SUM.NUM_TOPK, item_bytes, 0, 0)
+        open_call(KIND_COMBINE, shape, dispatched, is_sound, context, SUM.RANKS_PAD)
     elif program < num_push_programs:
         num_peers = tl.load(context + NUM_RANKS).to(tl.int32) - 1
         prefix = sums.rank_prefix_matrix

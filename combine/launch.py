@@ -10,12 +10,11 @@ import torch
 from ..device.constants import constants
 from ..device.lang import INTERPRETED
 from ..device.push import PushSizes
-from ..device.signature import RowShape
 from ..hardware import BYTES_IN_FLIGHT, gpu
 from ..row_vectors import COPY_ROWS
 from ..symm.slots import BARE_HEADER, RowLayout, SlotLayout, Slots, row_in_region
 from ..utils import next_power_of_2
-from .kernels import SumSizes, final_sum_kernel, open_combine_kernel, return_rows_kernel
+from .kernels import SumSizes, final_sum_kernel, return_rows_kernel
 
 NUM_WARPS = 16
 BLOCK_TOKENS = 16
@@ -28,7 +27,8 @@ SUMMED_ROWS, SUMMED_COLUMNS = 8, 1024
 """Rows that a program makes at a time of expert rows, and then pushes, and columns of each."""
 
 LEFT_SMS = 8
-"""SMs that a combine by expert leaves to other kernels."""
+"""SMs that a combine by expert leaves to other kernels, besides those whose programs have pushed:
+so these can run while its sums wait for a rank that has not come."""
 
 
 def combine_programs(num_programs: int, by_expert: bool) -> tuple[int, int]:
@@ -166,24 +166,10 @@ def return_and_sum(
         SUM=sum_sizes(slots.layout, row, item_bytes, slots.num_ranks, num_summed=num_summed),
         num_warps=NUM_WARPS,
     )
-    # Programs on nearly all SMs must not wait for ranks that are not in the call yet.
-    begins = num_summed == 0
-    if not begins:
-        slots.context.launch(
-            open_combine_kernel,
-            (1,),
-            dispatched,
-            sums.rank_prefix_matrix,
-            slots.context.fields,
-            returned.num_rows,
-            RowShape(row.payload_bytes, row.num_topk, item_bytes, 0),
-            RANKS_PAD=next_power_of_2(slots.num_ranks),
-            step="open_combine",
-        )
     slots.context.launch(
         return_rows_kernel,
-        (begins + num_push + num_sum,),
-        dispatched=dispatched if begins else None,
+        (1 + num_push + num_sum,),
+        dispatched=dispatched,
         num_push_programs=num_push,
         PUSH=push_sizes(slots.layout, row, item_bytes, num_summed=num_summed),
         step="return_rows",
