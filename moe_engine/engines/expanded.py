@@ -215,13 +215,9 @@ def _send_by_expert(
     """Send the tokens with the numbers of their expert rows, and copy what comes there."""
     (metadata, ids, src_idx), rows = sized[:3], ExpandedRows(*sized[3:])
     (zero_padding, num_sms), slots, prefix = how, engine.slots, counts.rank_prefix_matrix
-    places, alignment, scale_rows = (
-        _new_places(metadata, numbers),
-        numbers.alignment,
-        sizes["scale_rows"],
-    )
+    places, scale_rows = _new_places(metadata, numbers), sizes["scale_rows"]
     assert tokens.topk_idx is not None
-    with_counts = layout, counts, places, stats, alignment, sizes["num_expanded"]
+    with_counts = layout, counts, places, stats, numbers.alignment, sizes["num_expanded"]
     row_numbers = place_tokens(tokens.topk_idx, *with_counts, slots)
     numbered = tokens._replace(topk_idx=row_numbers.of_tokens)
     partition, where = by_expert(engine, num_sms), DispatchLayout(*layout[:3])
@@ -231,7 +227,7 @@ def _send_by_expert(
     of = prefix, header, partition, scale_rows, numbers.max_tokens
     expand_rows(rows, received, numbered, *of, slots)
     if zero_padding:
-        zero_rows(rows, places, tokens, alignment, scale_rows, slots)
+        zero_rows(rows, places, tokens, numbers.alignment, scale_rows, slots)
     return tuple(places[1:])
 
 
