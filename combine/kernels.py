@@ -254,6 +254,7 @@ def _sum_block(
         weights_at = at + row.weights
         is_own = head % SUM.RANKS == rank
         has = (head >= 0) & (rows < tl.where(is_own, num_rows - own_start, region_rows))
+        has = has & ((is_own == 0) | (own_start >= 0))
         if SUM.NUM_SUMMED > 0:
             own_number = tl.where(has & is_own, number, own_number)
             own_idx = tl.where(has & is_own, own_start + rows, own_idx)

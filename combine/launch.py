@@ -39,7 +39,8 @@ def combine_programs(num_programs: int, by_expert: bool) -> tuple[int, int]:
         return 1, num_programs - 1
     if by_expert:
         num_sms = gpu().num_sms
-        return num_sms // 3, num_sms - num_sms // 3 - LEFT_SMS
+        num_push = max(1, num_sms // 3)
+        return num_push, max(0, num_sms - num_push - LEFT_SMS)
     num_push = min(num_programs, max(8, 9 * num_programs // 16))
     return num_push, num_programs - num_push
 
@@ -91,6 +92,13 @@ class Sums(NamedTuple):
     rank_prefix_matrix: torch.Tensor
 
 
+def _is_aligned(row: RowLayout, item_bytes: int, num_summed: int) -> bool:
+    """Whether all rows begin at 16 bytes: those that return, and rows by expert, whose items may
+    take 2 bytes where sums take 4."""
+    columns = row.payload_bytes // item_bytes
+    return columns * (2 if num_summed else item_bytes) % 16 == 0
+
+
 @functools.cache
 def push_sizes(
     layout: SlotLayout, row: RowLayout, item_bytes: int, relays: bool = False, num_summed: int = 0
@@ -102,7 +110,7 @@ def push_sizes(
     if num_summed:
         block_rows, columns = SUMMED_ROWS, SUMMED_COLUMNS
     sizes = PushSizes(
-        ALIGNED=row.payload_bytes % 16 == 0,
+        ALIGNED=_is_aligned(row, item_bytes, num_summed),
         RANKS_PAD=next_power_of_2(layout.num_ranks),
         CHUNK_ROWS=layout.chunk_rows(row.num_bytes),
         SPAN=1 if relays or num_summed else layout.span(row.num_bytes),
@@ -130,7 +138,7 @@ def sum_sizes(
     sizes = SumSizes(
         NUM_TOPK=row.num_topk,
         TOPK_PAD=next_power_of_2(max(1, row.num_topk)),
-        ALIGNED=row.payload_bytes % 16 == 0,
+        ALIGNED=_is_aligned(row, item_bytes, num_summed),
         RANKS=num_parts,
         RANKS_PAD=next_power_of_2(num_parts),
         CHUNK_ROWS=layout.chunk_rows(row.num_bytes),

@@ -5,14 +5,16 @@ from typing import Any, NamedTuple
 import triton
 import triton.language as tl
 
-from ..device.context import RANK
+from ..device.context import PHASE_OVERFLOW, RANK
 from ..device.internode import BOTH
 from ..device.lang import (
     as_pointer,
+    current_epoch,
     device_function,
     is_broken,
     put,
     report_abandoned,
+    report_failure,
     row_mask,
     row_pointers,
 )
@@ -87,7 +89,8 @@ def expand_rows_kernel(
     PDL: tl.constexpr,
 ):
     """Copy each row that arrives, its scales and its weights to the rows of its experts, and in a
-    new dispatch write its places. Rows of `out` that no row goes to are not written.
+    new dispatch write its places. Rows of `out` that no row goes to are not written. The host is
+    told at the end where there is no room for all.
 
     Its two launches share the work as those of `collect_kernel`, whose memory order it has: the
     first one begins while `num_push_programs` push, and reads what flags guard, and what was
@@ -126,7 +129,19 @@ def expand_rows_kernel(
         report_abandoned(context)
     elif is_last_program(context):
         report_overflow(prefix, most_rows, max_rows, region_rows, context)
+        if SIZES.NUM_LOCAL > 0:
+            first, last = _own_numbers(places, context, SIZES)
+            if last - first > num_expanded:
+                rank = tl.load(context + RANK).to(tl.int32)
+                report_failure(rank, current_epoch(context), context, PHASE_OVERFLOW)
         finish_call(context)
+
+
+@device_function
+def _own_numbers(places, context, SIZES: tl.constexpr):
+    """[first, end) of the numbers of this rank's expert rows."""
+    begins = places.begins + tl.load(context + RANK) * SIZES.NUM_LOCAL
+    return tl.load(begins), tl.load(begins + SIZES.NUM_LOCAL)
 
 
 @device_function
@@ -139,7 +154,7 @@ def _place_block(block, places, num_expanded, max_tokens, row, context, SIZES: t
     at = as_pointer(block.address + row.ids, tl.int32)[:, None] + k[None, :]
     number = tl.load(at, mask=has, other=-1)
     begins = places.begins + tl.load(context + RANK) * SIZES.NUM_LOCAL
-    first, end = tl.load(begins), tl.load(begins + SIZES.NUM_LOCAL)
+    first, end = _own_numbers(places, context, SIZES)
     is_here = (number >= first) & (number < end)
     # The expert is the last one that begins no later: those without rows begin with the next one.
     expert = tl.full([SIZES.BLOCK_ROWS, SIZES.TOPK_PAD], -1, tl.int32)

@@ -74,7 +74,8 @@ class Partition:
         if INTERPRETED:
             return cls(max(1, num_programs - 1), 1, 2)
         push = min(num_programs, MOST_PUSHING)
-        return cls(push, 2 * (gpu().num_sms - push) if has_pdl() else 0, 2)
+        early = max(0, 2 * (gpu().num_sms - push)) if has_pdl() else 0
+        return cls(push, early, 2)
 
 
 class DispatchLayout(NamedTuple):

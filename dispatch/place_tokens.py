@@ -43,12 +43,10 @@ def place_tokens(
     places: Places,
     stats: torch.Tensor | None,
     alignment: int,
-    num_expanded: int,
     slots: Slots,
 ) -> ExpertNumbers:
     """Number the expert rows of topk_idx int64 [T, K], see `place_tokens_kernel`, and write to
-    `places` all but the metadata. An expert's rows begin at a multiple of the alignment; this rank
-    has room for num_expanded rows."""
+    `places` all but the metadata. An expert's rows begin at a multiple of the alignment."""
     num_tokens, num_topk = topk_idx.shape
     num_local, num_experts = places.num_per_expert.numel(), counts.group_counts.numel()
     new = counts.group_counts.new_empty
@@ -64,7 +62,6 @@ def place_tokens(
         stats,
         slots.context.fields,
         num_tokens,
-        num_expanded,
         num_local,
         alignment,
         SIZES=_place_sizes(num_topk, num_experts, num_local, layout.block_tokens),

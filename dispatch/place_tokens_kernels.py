@@ -8,8 +8,8 @@ from typing import Any, NamedTuple
 import triton
 import triton.language as tl
 
-from ..device.context import NUM_RANKS, PHASE_OVERFLOW, RANK
-from ..device.lang import current_epoch, device_function, report_failure
+from ..device.context import NUM_RANKS, RANK
+from ..device.lang import device_function
 from .describe_received_kernels import put_counts
 from .place_rows_kernels import add_number_in_block
 
@@ -32,7 +32,7 @@ class PlaceTokensSizes(NamedTuple):
     STEP: Any
 
 
-@triton.jit(do_not_specialize=["num_tokens", "num_expanded", "alignment"])
+@triton.jit(do_not_specialize=["num_tokens", "alignment"])
 def place_tokens_kernel(
     topk_idx,  # int64 [T, K]
     earlier_counts,  # int32 [B, E + R], `block_counts` of `layout_sum_kernel`
@@ -42,7 +42,6 @@ def place_tokens_kernel(
     stats,  # int32 [L]: the rows of each local expert are added to it; or None
     context,
     num_tokens,
-    num_expanded,  # rows of experts that this rank has room for
     num_local,  # L
     alignment,  # the rows of each expert begin at its multiples
     SIZES: tl.constexpr,  # PlaceTokensSizes
@@ -50,8 +49,7 @@ def place_tokens_kernel(
     """Program b numbers the rows of the tokens of block b, token by token, k by k; the blocks are
     those of `layout_kernel`. A rank's experts have the numbers from the first row of its first
     expert on: less that, a number is the place of a row there. Program 0 also writes what this
-    rank knows of the rows that it gets, and tells the host where there are more than it has room
-    for.
+    rank knows of the rows that it gets.
 
     Example, 2 ranks of 2 experts, alignment 2, topk_idx [[0, 3], [1, 0], [2, -1], [0, -1]] on rank
     0 and [[3, 0]] on rank 1: experts get 4, 1, 1 and 2 rows, which begin at 0, 4, 6 and 8, and
@@ -64,7 +62,7 @@ def place_tokens_kernel(
     if tl.program_id(0) == 0:
         # fmt: off
         _put_own(
-            begin, counts, numbers.begins, places, stats, context, num_expanded, num_local,
+            begin, counts, numbers.begins, places, stats, context, num_local,
             num_experts, alignment, SIZES,
         )
         # fmt: on
@@ -100,7 +98,7 @@ def _rows_of_group(group_counts, num_experts, alignment, SIZES: tl.constexpr):
 
 @device_function
 def _put_own(
-    begin, counts, begins, places, stats, context, num_expanded, num_local, num_experts, alignment,
+    begin, counts, begins, places, stats, context, num_local, num_experts, alignment,
     SIZES: tl.constexpr,
 ):  # fmt: skip
     """What program 0 writes; see `place_tokens_kernel`."""
@@ -116,5 +114,3 @@ def _put_own(
     aligned = tl.cdiv(total, alignment) * alignment
     ends = tl.cumsum(aligned, 0) - aligned + total
     put_counts(ends, total, places, stats, counts.rank_prefix_matrix, num_local, context)
-    if tl.sum(aligned, 0) > num_expanded:
-        report_failure(rank, current_epoch(context), context, PHASE_OVERFLOW)

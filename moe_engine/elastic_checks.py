@@ -153,7 +153,9 @@ def check_new(
             "most that any rank brings, the same on all ranks. Other ranks may be in the call, so "
             "make a new ElasticBuffer."
         )
-    alignment = checks.check_int("expert_alignment", 1 if alignment is None else alignment, 1)
+    alignment = 1 if alignment is None else alignment
+    # The rows of all experts, with padding, are numbered in 32 bits.
+    alignment = checks.check_int("expert_alignment", alignment, 1, 2**30 // num_experts)
     return Numbers(num_local, alignment, max_tokens, num_ranks)
 
 

@@ -139,6 +139,8 @@ class ElasticVerbs(BufferLifecycle):
             got = engine.again(described)
             if got is None:
                 tokens, decided = _tokens(described, rows, scales, topk_idx, topk_weights)
+                if engine.grows and not self.allow_multiple_reduction:  # sums return in fp32
+                    tokens = tokens._replace(returned_bytes=4 * rows.shape[1])
                 waits = do_cpu_sync is None or bool(do_cpu_sync)
                 sent = expanded.HowSent(waits, bool(do_handle_copy), sms)
                 more = routing[2], numbers, wanted, sent, decided

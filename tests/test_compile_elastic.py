@@ -28,7 +28,7 @@ pytestmark = pytest.mark.skipif(
 
 
 @cache
-def launched(dtype=BF16, num_scales=0, hidden=HIDDEN):
+def launched(dtype=BF16, num_scales=0, hidden=HIDDEN, rounds_once=False):
     """The launches of dispatches by token and by expert, and of a combine, by name."""
     engine = kernel_engine(RANKS, TOKENS, REGION_BYTES)
     x, numbers = torch.empty(TOKENS, hidden, dtype=dtype), Numbers(EXPERTS // RANKS, 128, 64, RANKS)
@@ -45,7 +45,7 @@ def launched(dtype=BF16, num_scales=0, hidden=HIDDEN):
         rows = ExpertRows(got.rows.x.view(BF16)[:, : hidden // 2], got.rows.weights)
         if dtype == BF16:
             rows = ExpertRows(got.rows.x, got.rows.weights)
-        expanded.combine(engine, rows, got.places, got.sent, (), False, 20)
+        expanded.combine(engine, rows, got.places, got.sent, (), rounds_once, 20)
     return {launch.name: launch for launch in launches}
 
 
@@ -62,6 +62,13 @@ def test_rows_are_stored_16_bytes_at_a_time():
         ptx = launched()[name].compile().ptx
         assert "st.global.v4.b32" in ptx
         assert "ld.global.v4.b32" in ptx
+
+
+@pytest.mark.parametrize("name", ["return_rows", "final_sum"])
+def test_rows_that_begin_at_8_bytes_are_not_read_by_16(name):
+    """Rows by expert in bf16, whose sums in fp32 begin at multiples of 16 bytes."""
+    ptx = launched(hidden=2052, rounds_once=True)[name].compile().ptx
+    assert "ld.global.v4.b32" not in ptx
 
 
 @pytest.mark.parametrize("num_sms", [1, 8, 20, 24, 64])

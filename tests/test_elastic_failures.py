@@ -51,6 +51,24 @@ def test_a_rank_that_stays_away_is_named(pool, verb):
     assert results == [None, 0]
 
 
+def grow_for_sums(group, x, idx, w):
+    """A dispatch for which memory grows, whose sums return in fp32: these take twice the bytes."""
+    x, idx, w = (part.to(cases.device()) for part in (x, idx, w))
+    buffer = ElasticBuffer(group, num_bytes=1 << 20, allow_multiple_reduction=False)
+    how = dict(num_experts=EXPERTS, num_max_tokens_per_rank=MOST_TOKENS)
+    rows, _, _, handle, _ = buffer.dispatch(x.repeat(1, 300), idx, w, do_expand=True, **how)
+    out, _, _ = buffer.combine(rows, handle)
+    buffer.check()
+    buffer.destroy()
+    return out.shape == (len(x), 300 * x.shape[1])
+
+
+def test_memory_grows_for_sums_too(pool):
+    sizes = dict(num_ranks=2, num_tokens=(20, 20))
+    results, _ = elastic_cases.run_client(pool, grow_for_sums, kind="uniform", **sizes)
+    assert all(results)
+
+
 def wider_rows(group, x, idx, w):
     """A cached dispatch of rows that are wider than those for which memory grew: there is no room
     for all of them, and some get no address."""

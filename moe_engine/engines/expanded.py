@@ -217,7 +217,7 @@ def _send_by_expert(
     (zero_padding, num_sms), slots, prefix = how, engine.slots, counts.rank_prefix_matrix
     places, scale_rows = _new_places(metadata, numbers), sizes["scale_rows"]
     assert tokens.topk_idx is not None
-    with_counts = layout, counts, places, stats, numbers.alignment, sizes["num_expanded"]
+    with_counts = layout, counts, places, stats, numbers.alignment
     row_numbers = place_tokens(tokens.topk_idx, *with_counts, slots)
     numbered = tokens._replace(topk_idx=row_numbers.of_tokens)
     partition, where = by_expert(engine, num_sms), DispatchLayout(*layout[:3])

@@ -30,14 +30,21 @@ class GrowingEngine(MemoryEngine):
         super().__init__(new_slots(layout, False, 0))
         self._new_slots, self._max_tokens = new_slots, max_tokens
 
+    @property
+    def grows(self) -> bool:
+        """Whether memory grows where a dispatch needs more."""
+        return self._max_tokens is None
+
     def _make_room(self, tokens: Tokens, layout: DispatchLayout) -> bool:
         """Whether memory grows where that is needed: then there is room for a row now, and
         `_has_grown` is to be asked after the exchange."""
-        grows, row = self._max_tokens is None, self._largest_row(tokens)
-        header = header_bytes(layout.num_experts, self.slots.num_ranks)
-        if grows and self.slots.layout.max_rows(row.num_bytes, header) < 1:
+        row, header = (
+            self._largest_row(tokens),
+            header_bytes(layout.num_experts, self.slots.num_ranks),
+        )
+        if self.grows and self.slots.layout.max_rows(row.num_bytes, header) < 1:
             self._grow(1, row, header)
-        return grows
+        return self.grows
 
     def _has_grown(self, tokens: Tokens, layout: DispatchLayout) -> bool:
         """Whether there was too little memory, all ranks alike: then the call begins anew."""
