@@ -78,10 +78,10 @@ def return_rows_kernel(
     """Write each received row, or the sum of its expert rows, back to its source, into this rank's
     region, in the same order.
 
-    Program 0 begins the call. The next num_push_programs push. The others
-    concurrently sum the tokens whose rows have come back, from the first one on, and leave the rest
-    to `final_sum_kernel` when the push ends. Rows of this rank's own tokens are not written: the
-    sum reads them, or the expert rows that they are sums of, where they are.
+    Program 0 begins the call. The next num_push_programs push. The others concurrently sum the
+    tokens whose rows have come back, from the first one on, and leave the rest to
+    `final_sum_kernel` when the push ends. Rows of this rank's own tokens are not written: the sum
+    reads them, or the expert rows that they are sums of, where they are.
     """
     # These reads are on their way while the next line waits for its answer.
     counts = received_rows(sums.rank_prefix_matrix, tl.arange(0, SUM.RANKS_PAD), context)

@@ -76,10 +76,7 @@ def expand_rows(
     vectors = RowVectors.of(tokens.x.shape[1], tokens.x.dtype)
     num_local, chunk_rows = num_experts // slots.num_ranks, slots.layout.chunk_rows(row.num_bytes)
     sizes = _expand_sizes(row, vectors, num_topk, num_local, chunk_rows)
-    launches = [(programs_on_all_sms(), 0)]
-    if partition.early:
-        launches.insert(0, (partition.early, partition.push))
-    for programs, num_push_programs in launches:
+    for programs, num_push_programs in partition.receiving(programs_on_all_sms()):
         slots.context.launch(
             expand_rows_kernel,
             (programs,),

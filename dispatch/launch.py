@@ -50,6 +50,12 @@ class Partition:
     early: int
     most_span: int = 8
 
+    def receiving(self, num_programs: int) -> list[tuple[int, int]]:
+        """The launches that receive, each as (its programs, those that push meanwhile): the early
+        one, if there is one, and the last one, of num_programs."""
+        early = [(self.early, self.push)] if self.early else []
+        return [*early, (num_programs, 0)]
+
     @property
     def fills_chip(self) -> bool:
         """Whether early programs leave no SM to others."""
@@ -404,10 +410,7 @@ def receive(
         locate(*rows, slots)
         return
     arguments = _receive_arguments(*rows, COPY_ROWS, slots)
-    launches = [(num_programs or programs_on_all_sms(), 0)]
-    if partition.early:
-        launches.insert(0, (partition.early, partition.push))
-    for programs, num_push_programs in launches:
+    for programs, num_push_programs in partition.receiving(num_programs or programs_on_all_sms()):
         slots.context.launch(
             collect_kernel,
             (programs,),

@@ -96,22 +96,13 @@ def place_rows_kernel(
     where its second row, with remote_idx 2, is a copy: copies of rank 1 are -1 -1 (4 of 1) -1.
     """
     BLOCK: tl.constexpr = SIZES.BLOCK_TOKENS * SIZES.TOPK_PAD
-    first = tl.program_id(0) * SIZES.BLOCK_TOKENS
-    items = tl.arange(0, BLOCK)
-    tokens = first + items // SIZES.TOPK_PAD
-    k = items % SIZES.TOPK_PAD
-    inside = (tokens < num_tokens) & (k < SIZES.NUM_TOPK)
     num_experts = num_local_experts * SIZES.RANKS
-    wide = tl.load(topk.ids + tokens * SIZES.NUM_TOPK + k, mask=inside, other=-1)
-    valid = (wide >= 0) & (wide < num_experts)
-    ids = tl.where(valid, wide, -1).to(tl.int32)
-    at = earlier_counts + tl.program_id(0) * (num_experts + SIZES.RANKS) + ids
-    index = tl.load(at, mask=valid, other=0)
     # fmt: off
-    index = add_number_in_block(
-        index, topk.ids, wide, first, num_tokens, SIZES.NUM_TOPK, SIZES.TOPK_PAD, BLOCK, SIZES.STEP
+    tokens, k, inside, ids, index = number_in_expert(
+        topk.ids, earlier_counts, num_tokens, num_experts, SIZES.RANKS, SIZES
     )
     # fmt: on
+    valid = ids >= 0
     pdl_wait(PDL)
     pdl_launch_dependents(PDL)
     valid = valid & (is_broken(context) == 0)  # else nobody may have written where rows begin
@@ -146,7 +137,35 @@ def place_rows_kernel(
 
 
 @device_function
-def add_number_in_block(
+def number_in_expert(
+    topk_idx, earlier_counts, num_tokens, num_experts, num_ranks, SIZES: tl.constexpr
+):  # fmt: skip
+    """The top-k slots of this program's block of tokens, which is one of `layout_kernel`'s, blocks
+    [BLOCK_TOKENS * TOPK_PAD]: (token, k, whether there is such a slot, its expert or -1, its number
+    among those of this rank for that expert, token by token, k by k).
+
+    SIZES: a `PlaceSizes` or a `PlaceTokensSizes`."""
+    BLOCK: tl.constexpr = SIZES.BLOCK_TOKENS * SIZES.TOPK_PAD
+    first = tl.program_id(0) * SIZES.BLOCK_TOKENS
+    items = tl.arange(0, BLOCK)
+    tokens = first + items // SIZES.TOPK_PAD
+    k = items % SIZES.TOPK_PAD
+    inside = (tokens < num_tokens) & (k < SIZES.NUM_TOPK)
+    wide = tl.load(topk_idx + tokens * SIZES.NUM_TOPK + k, mask=inside, other=-1)
+    valid = (wide >= 0) & (wide < num_experts)
+    ids = tl.where(valid, wide, -1).to(tl.int32)
+    at = earlier_counts + tl.program_id(0) * (num_experts + num_ranks) + ids
+    index = tl.load(at, mask=valid, other=0)
+    # fmt: off
+    index = _add_number_in_block(
+        index, topk_idx, wide, first, num_tokens, SIZES.NUM_TOPK, SIZES.TOPK_PAD, BLOCK, SIZES.STEP
+    )
+    # fmt: on
+    return tokens, k, inside, ids, index
+
+
+@device_function
+def _add_number_in_block(
     index,
     topk_idx,
     ids,

@@ -11,7 +11,7 @@ import triton.language as tl
 from ..device.context import NUM_RANKS, RANK
 from ..device.lang import device_function
 from .describe_received_kernels import put_counts
-from .place_rows_kernels import add_number_in_block
+from .place_rows_kernels import number_in_expert
 
 
 class ExpertNumbers(NamedTuple):
@@ -58,59 +58,38 @@ def place_tokens_kernel(
     """
     num_ranks = tl.load(context + NUM_RANKS).to(tl.int32)
     num_experts = num_local * num_ranks
-    _, begin = _rows_of_group(counts.group_counts, num_experts, alignment, SIZES)
+    begin, end = _rows_of_group(counts.group_counts, num_experts, alignment, SIZES)
     if tl.program_id(0) == 0:
-        # fmt: off
-        _put_own(
-            begin, counts, numbers.begins, places, stats, context, num_local,
-            num_experts, alignment, SIZES,
-        )
-        # fmt: on
-    BLOCK: tl.constexpr = SIZES.BLOCK_TOKENS * SIZES.TOPK_PAD
-    first = tl.program_id(0) * SIZES.BLOCK_TOKENS
-    items = tl.arange(0, BLOCK)
-    tokens = first + items // SIZES.TOPK_PAD
-    k = items % SIZES.TOPK_PAD
-    inside = (tokens < num_tokens) & (k < SIZES.NUM_TOPK)
-    at = tokens.to(tl.int64) * SIZES.NUM_TOPK + k
-    wide = tl.load(topk_idx + at, mask=inside, other=-1)
-    valid = (wide >= 0) & (wide < num_experts)
-    ids = tl.where(valid, wide, 0).to(tl.int32)
-    before = earlier_counts + tl.program_id(0) * (num_experts + num_ranks) + ids
-    number = tl.gather(begin, ids, 0) + tl.load(before, mask=valid, other=0)
-    number += tl.load(counts.earlier_ranks + ids, mask=valid, other=0)
+        experts = tl.arange(0, SIZES.EXPERTS_PAD)
+        tl.store(numbers.begins + experts, begin, mask=experts < num_experts)
+        tl.store(numbers.begins + num_experts, end)
+        _put_own(counts, places, stats, context, num_local, alignment, SIZES)
     # fmt: off
-    number = add_number_in_block(
-        number, topk_idx, wide, first, num_tokens, SIZES.NUM_TOPK, SIZES.TOPK_PAD, BLOCK, SIZES.STEP
+    tokens, k, inside, ids, number = number_in_expert(
+        topk_idx, earlier_counts, num_tokens, num_experts, num_ranks, SIZES
     )
     # fmt: on
-    tl.store(numbers.of_tokens + at, tl.where(valid, number, -1).to(tl.int64), mask=inside)
+    number += tl.gather(begin, tl.maximum(ids, 0), 0)
+    number += tl.load(counts.earlier_ranks + ids, mask=ids >= 0, other=0)
+    to = numbers.of_tokens + tokens.to(tl.int64) * SIZES.NUM_TOPK + k
+    tl.store(to, tl.where(ids >= 0, number, -1).to(tl.int64), mask=inside)
 
 
 @device_function
 def _rows_of_group(group_counts, num_experts, alignment, SIZES: tl.constexpr):
-    """(rows of each expert with padding, their first one), [EXPERTS_PAD]."""
+    """(number of the first row of each expert [EXPERTS_PAD], end of all rows)."""
     experts = tl.arange(0, SIZES.EXPERTS_PAD)
     total = tl.load(group_counts + experts, mask=experts < num_experts, other=0)
     aligned = tl.cdiv(total, alignment) * alignment
-    return aligned, tl.cumsum(aligned, 0) - aligned
+    return tl.cumsum(aligned, 0) - aligned, tl.sum(aligned, 0)
 
 
 @device_function
-def _put_own(
-    begin, counts, begins, places, stats, context, num_local, num_experts, alignment,
-    SIZES: tl.constexpr,
-):  # fmt: skip
-    """What program 0 writes; see `place_tokens_kernel`."""
-    experts = tl.arange(0, SIZES.EXPERTS_PAD)
-    aligned, _ = _rows_of_group(counts.group_counts, num_experts, alignment, SIZES)
-    tl.store(begins + experts, begin, mask=experts < num_experts)
-    tl.store(begins + num_experts + experts, tl.sum(aligned, 0), mask=experts == 0)
-    rank = tl.load(context + RANK).to(tl.int32)
+def _put_own(counts, places, stats, context, num_local, alignment, SIZES: tl.constexpr):
+    """Write what this rank knows of the rows that it gets."""
     local = tl.arange(0, SIZES.LOCAL_PAD)
-    real = local < num_local
-    at = counts.group_counts + rank * num_local + local
-    total = tl.load(at, mask=real, other=0)
+    at = counts.group_counts + tl.load(context + RANK).to(tl.int32) * num_local + local
+    total = tl.load(at, mask=local < num_local, other=0)
     aligned = tl.cdiv(total, alignment) * alignment
     ends = tl.cumsum(aligned, 0) - aligned + total
     put_counts(ends, total, places, stats, counts.rank_prefix_matrix, num_local, context)

@@ -159,10 +159,8 @@ class KernelEngine(GrowingEngine):
     ) -> tuple[Counts, tuple[torch.Tensor, ...]]:
         """Plan the rows and exchange counts: (counts, (send_token_idx, send_head)). alignment: of
         rows by expert."""
-        max_rows, form = (
-            self._room(tokens, layout, may_grow),
-            dispatch_verbs.form_of(may_grow, alignment),
-        )
+        max_rows = self._room(tokens, layout, may_grow)
+        form = dispatch_verbs.form_of(may_grow, alignment)
         counts = Counts.empty(layout, by_expert=alignment > 0)
         # fmt: off
         routes = routing.send_plan(
@@ -304,7 +302,8 @@ class KernelEngine(GrowingEngine):
             self.check_capacity(len(tokens.x), tokens.row, BARE_HEADER)
         rank = self.slots.context.rank
         plan = SendPlan(prefix[rank], prefix[rank - 1] if rank else None, send_token_idx)
-        num_programs = min(partition.push + partition.early, gpu().num_sms)  # before early ones
+        # No more than one on an SM: ranks may not be in the call yet. Early ones begin afterwards.
+        num_programs = min(partition.push + partition.early, num_comm_programs(gpu().num_sms))
         dispatch_verbs.send_metadata(tokens, plan, BARE_HEADER, num_programs, self.slots, signature)
         dispatch_verbs.push(tokens, plan, BARE_HEADER, partition, self.slots, is_cached=True)
 
@@ -335,7 +334,7 @@ class KernelEngine(GrowingEngine):
         round_once: bool = False,
     ) -> tuple[torch.Tensor, torch.Tensor | None]:
         """`combine` of these rows, by what a handle has `returned`. With round_once sums of
-        rows by expert return in fp32, as which the biases come and the result is."""
+        rows by expert return in fp32; the biases and the result are fp32 then, too."""
         args = plan, bias, num_comm_programs(num_sms), round_once
         more: dict[str, Any] = dict(sized=rows, num_rows=rows.num_rows, described=described)
         more |= dict(num_expanded=len(rows.x)) if rows.num_summed else {}

@@ -165,22 +165,17 @@ def call_elastic(shape: ModelShape) -> None:
         engine = kernel_engine(shape.num_ranks, most, region, None, shape.num_nodes, rank)
         for count, form in product(batches_of(min(most, 16)), forms):
             send_and_return(shape, engine, count, *form, is_elastic=True)
-            send_by_expert(shape, engine, count, *form)
+            send_by_expert(shape, engine, count, form)
     for count in batches_of(shape.max_tokens):
         describe(shape, count)
 
 
 def send_by_expert(
-    shape: ModelShape,
-    engine: KernelEngine,
-    count: int,
-    columns: int,
-    dtype: torch.dtype,
-    num_scales: int,
+    shape: ModelShape, engine: KernelEngine, count: int, form: tuple[int, torch.dtype, int]
 ) -> None:
     """`ElasticBuffer`'s dispatches of `count` tokens by expert, in one of `forms_of_rows`, and its
     combines."""
-    _, topk_idx, topk_weights = shape.tokens(count)
+    (columns, dtype, num_scales), (_, topk_idx, topk_weights) = form, shape.tokens(count)
     scales = torch.empty(count, num_scales) if num_scales else None
     tokens = Tokens(torch.empty(count, columns, dtype=dtype), topk_idx, topk_weights, scales)
     again = tokens._replace(topk_idx=None, topk_weights=None)
