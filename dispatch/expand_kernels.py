@@ -209,6 +209,8 @@ def _expand_block(
     slots_at = src_metadata + block.dst_row.to(tl.int64) * (2 + SIZES.NUM_TOPK) + 2
     if SIZES.NUM_SCALES > 0:
         _expand_scales(block, slots_at, out.scales, num_expanded, scale_rows, row, SIZES)
+    if out.weights is not None:
+        _expand_weights(block, slots_at, out.weights, num_expanded, row, SIZES)
     dtype: tl.constexpr = out.x.dtype.element_ty
     payload = payload_address(
         x, block.source, block.address, block.token_idx, SIZES.NUM_VECS, context
@@ -224,12 +226,6 @@ def _expand_block(
             to = out.x + slot.to(tl.int64) * SIZES.NUM_VECS
             is_copy = (slot >= 0)[:, None] & in_row
             put(row_pointers(to, vecs, SIZES.ALIGNED), values, is_copy)
-    if out.weights is not None:
-        weights = as_pointer(block.address + row.weights, tl.float32)
-        for k in tl.static_range(SIZES.NUM_TOPK):
-            slot = _slot(slots_at + k, block.arrived, num_expanded)
-            has = slot >= 0
-            put(out.weights + slot, tl.load(weights + k, mask=has), has)
 
 
 @device_function
@@ -245,6 +241,16 @@ def _expand_scales(
         slot = _slot(slots_at + k, block.arrived, num_expanded)
         to = _scale_pointers(scales, slot, columns, scale_rows, SIZES)
         put(to, values, has & (slot >= 0)[:, None])
+
+
+@device_function
+def _expand_weights(block, slots_at, weights, num_expanded, row, SIZES: tl.constexpr):
+    """Copy the weights of a block of rows."""
+    k = tl.arange(0, SIZES.TOPK_PAD)
+    has = block.arrived[:, None] & (k < SIZES.NUM_TOPK)[None, :]
+    slot = _slot(slots_at[:, None] + k[None, :], has, num_expanded)
+    at = as_pointer(block.address + row.weights, tl.float32)[:, None] + k[None, :]
+    put(weights + slot, tl.load(at, mask=slot >= 0), slot >= 0)
 
 
 @device_function

@@ -53,7 +53,7 @@ def launched(dtype=BF16, num_scales=0, hidden=HIDDEN, rounds_once=False):
 @pytest.mark.parametrize("fp8", [False, True])
 def test_no_spills(name, fp8):
     built = launched(*((FP8, 56) if fp8 else ()))[name].compile()
-    assert built.spill_bytes <= (8 if name == "expand_rows" and fp8 else 0)
+    assert built.spill_bytes == 0
     assert built.shared_bytes <= 144 * 1024
 
 
