@@ -27,7 +27,7 @@ COMMUNICATION = frozenset(
     "zero_rows_kernel "
     "layout_kernel layout_sum_kernel send_plan_kernel ping_kernel low_latency_dispatch_kernel "
     "staged_schedule_kernel send_rows_kernel forward_kernel place_tokens_kernel "
-    "describe_received_kernel expand_rows_kernel pack_plan_kernel "
+    "expand_rows_kernel pack_plan_kernel "
     "pack_rows_kernel node_layout_kernel exchange_internode_kernel open_internode_kernel "
     "push_fused_kernel copy_rows_kernel keep_rows_kernel copy_ids_kernel collect_kernel "
     "locate_kernel release_kernel exchange_kernel exchange_fused_kernel metadata_kernel "

@@ -6,7 +6,7 @@ import triton
 import triton.language as tl
 
 from ..device.lang import device_function, round_to, row_mask, row_pointers
-from ..dispatch.describe_received_kernels import num_received
+from ..dispatch.receive_kernels import num_received
 
 
 class ExpertRows(NamedTuple):

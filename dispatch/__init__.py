@@ -19,18 +19,16 @@ from .launch import (
     Counts,
     DispatchLayout,
     Partition,
-    Received,
     Tokens,
+    TotalsWanted,
     exchange,
     form_of,
-    locate,
     programs_on_all_sms,
     push,
-    receive,
-    release,
     send_metadata,
 )
 from .place_rows_kernels import RowPlan
+from .receive import Received, copy_ids, locate, receive, release
 from .send_kernels import SendPlan
 from .stages import staged_schedule
 
@@ -47,6 +45,8 @@ __all__ = [
     "RowPlan",
     "SendPlan",
     "Tokens",
+    "TotalsWanted",
+    "copy_ids",
     "copy_rows",
     "dispatch_gemm",
     "dispatch_wgrad",

@@ -29,7 +29,7 @@ from ..device.lang import (
     report_failure,
     report_pointer,
 )
-from ..device.programs import pdl_wait
+from ..device.programs import pdl_launch_dependents, pdl_wait
 from ..device.signature import (
     own_call,
     publish_signature,
@@ -54,12 +54,13 @@ class ExchangeSizes(NamedTuple):
     NODES: int = 1
 
 
-@triton.jit(do_not_specialize=["max_rows", "form"])
+@triton.jit(do_not_specialize=["num_early_programs", "max_rows", "form"])
 def exchange_kernel(
     num_tokens_per_rank,  # int32 [R]
     num_tokens_per_expert,  # int32 [E]
     counts,  # launch.Counts, out
     context,
+    num_early_programs,
     max_rows,
     num_local_experts,
     shape,  # signature.RowShape
@@ -73,9 +74,12 @@ def exchange_kernel(
     ranks stop here alike.
 
     A PDL launch after the send plan, of which it reads nothing; the send plan has waited for the
-    counts before it lets this begin. The next launch must not begin before this ends: it would fill
-    the chip while this waits for peers that have not come yet.
+    counts before it lets this begin. The next launch must not begin before this ends, as it would
+    fill the chip while this waits for peers that have not come yet; unless it is one of a few,
+    `num_early_programs`, which leave room.
     """
+    if num_early_programs > 0:
+        pdl_launch_dependents(PDL)
     program = tl.program_id(0)
     num_ranks = tl.load(context + NUM_RANKS).to(tl.int32)
     if program == num_ranks:
@@ -96,7 +100,7 @@ def exchange_kernel(
         )
         # fmt: on
     else:
-        read_counts(counts, signature, max_rows, num_local_experts, context, SIZES)
+        read_counts(counts, signature, max_rows, form, num_local_experts, context, SIZES)
 
 
 @device_function
@@ -120,12 +124,16 @@ def clear_counts(counts, num_local_experts, context, SIZES: tl.constexpr):
     tl.store(counts.group_counts + everywhere, tl.zeros_like(everywhere), mask=is_expert)
     if counts.earlier_ranks is not None:
         tl.store(counts.earlier_ranks + everywhere, tl.zeros_like(everywhere), mask=is_expert)
+    if counts.num_per_expert is not None:
+        nothing = tl.zeros_like(experts)
+        _put_totals(nothing, nothing, tl.zeros_like(ranks), counts, num_local_experts, context)
 
 
 @device_function
-def read_counts(counts, signature, max_rows, num_local_experts, context, SIZES: tl.constexpr):
-    """Wait for the counts of all ranks and write what follows from them to `launch.Counts`. Where
-    any rank has more than `max_rows` rows for another one, or fewer than none, report it."""
+def read_counts(counts, signature, max_rows, form, num_local_experts, context, SIZES: tl.constexpr):
+    """Wait for the counts of all ranks and write what follows from them to `launch.Counts`; `form`
+    has the alignment, see `signature_of`. Where any rank has more than `max_rows` rows for another
+    one, or fewer than none, report it."""
     num_ranks = tl.load(context + NUM_RANKS).to(tl.int32)
     num_experts = num_local_experts * num_ranks
     ranks = tl.arange(0, SIZES.RANKS_PAD)
@@ -136,6 +144,7 @@ def read_counts(counts, signature, max_rows, num_local_experts, context, SIZES: 
     if ready == 1:  # else the counts are of another shape, and numbers of rows stay 0
         rank = tl.load(context + RANK).to(tl.int32)
         rows = tl.zeros([SIZES.RANKS_PAD], tl.int32)
+        rank_ends = tl.zeros([SIZES.RANKS_PAD], tl.int32)
         totals = tl.zeros([SIZES.EXPERTS_PAD], tl.int32)
         everywhere = tl.arange(0, SIZES.ALL_EXPERTS_PAD)
         of_group = tl.zeros([SIZES.ALL_EXPERTS_PAD], tl.int32)
@@ -149,8 +158,9 @@ def read_counts(counts, signature, max_rows, num_local_experts, context, SIZES: 
             rows += sent
             to = counts.rank_prefix_matrix + source * num_ranks + ranks
             tl.store(to, rows, mask=ranks < num_ranks)
+            own = tl.sum(tl.where(ranks == rank, rows, 0), 0)
+            rank_ends = tl.where(ranks == source, own, rank_ends)
             if counts.recv_rank_prefix is not None:
-                own = tl.sum(tl.where(ranks == rank, rows, 0), 0)
                 tl.store(counts.recv_rank_prefix + source, own)
             received = tl.load(theirs + rank * num_local_experts + experts, mask=real, other=0)
             to = counts.recv_expert_counts + source * num_local_experts + experts
@@ -166,6 +176,25 @@ def read_counts(counts, signature, max_rows, num_local_experts, context, SIZES: 
             report_failure(rank, current_epoch(context), context, PHASE_CAPACITY)
         else:
             tl.store(counts.expert_offsets + 1 + experts, tl.cumsum(totals, 0), mask=real)
+            if counts.num_per_expert is not None:
+                alignment = form >> 2
+                aligned = tl.cdiv(totals, alignment) * alignment
+                ends = tl.cumsum(aligned, 0)
+                if counts.earlier_ranks is not None:
+                    ends -= aligned - totals
+                _put_totals(ends, totals, rank_ends, counts, num_local_experts, context)
+                tl.atomic_add(counts.stats + experts, totals, mask=real, sem="relaxed")
+
+
+@device_function
+def _put_totals(ends, totals, rank_ends, counts, num_local_experts, context):
+    """Write the totals of `launch.Counts`: where the rows of each expert end, how many there are,
+    and where those of each source rank end."""
+    experts, ranks = tl.arange(0, ends.shape[0]), tl.arange(0, rank_ends.shape[0])
+    tl.store(counts.psum_per_expert + experts, ends, mask=experts < num_local_experts)
+    tl.store(counts.num_per_expert + experts, totals, mask=experts < num_local_experts)
+    num_ranks = tl.load(context + NUM_RANKS).to(tl.int32)
+    tl.store(counts.psum_per_rank + ranks, rank_ends, mask=ranks < num_ranks)
 
 
 # --- A layer -----------------------------------------------------------------------------------

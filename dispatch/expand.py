@@ -12,7 +12,6 @@ from ..hardware import BYTES_IN_FLIGHT
 from ..row_vectors import RowVectors
 from ..symm.slots import RowLayout, Slots, row_in_region
 from ..utils import next_power_of_2
-from .describe_received_kernels import Places
 from .expand_kernels import (
     ExpandedRows,
     ExpandSizes,
@@ -102,19 +101,19 @@ def expand_rows(
 
 def zero_rows(
     out: ExpandedRows,
-    places: Places,
+    psum_per_expert: torch.Tensor,
     tokens: Tokens,
     alignment: int,
     scale_rows: int,
     slots: Slots,
 ) -> None:
-    """Write 0 between the rows of experts."""
+    """Write 0 between the rows of experts, which end at psum_per_expert int32 [L]."""
     vectors = RowVectors.of(tokens.x.shape[1], tokens.x.dtype)
-    num_local = places.num_per_expert.numel()
+    num_local = psum_per_expert.numel()
     slots.context.launch(
         zero_rows_kernel,
         (num_local,),
-        places,
+        psum_per_expert,
         _as_vectors(out, vectors),
         len(out.x),
         scale_rows,

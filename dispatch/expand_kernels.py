@@ -20,8 +20,14 @@ from ..device.lang import (
 )
 from ..device.programs import claim, claim_next, finish_call, is_last_program, pdl_wait
 from ..device.slots import payload_address, rows_in_region
-from .describe_received_kernels import num_received, put_src_metadata
-from .receive_kernels import most_received, num_blocks, receive_block, report_overflow
+from .receive_kernels import (
+    clear_rest,
+    most_received,
+    num_blocks,
+    put_src_metadata,
+    receive_block,
+    report_overflow,
+)
 
 EXPERTS = tl.constexpr(16)
 """Experts that a number is compared with at a time."""
@@ -126,7 +132,7 @@ def expand_rows_kernel(
         pdl_wait(PDL)
         return
     if SIZES.NUM_LOCAL > 0:
-        _clear_rest(places, prefix, max_rows, context, SIZES)
+        clear_rest(places, prefix, max_rows, context, SIZES)
     if is_broken(context):
         report_abandoned(context)
     elif is_last_program(context):
@@ -170,34 +176,7 @@ def _place_block(block, places, num_expanded, max_tokens, row, context, SIZES: t
     tl.store(to, tl.where(is_here, expert, -1).to(tl.int64), mask=has_room)
     tl.store(places.src_idx + rows, block.token_idx, mask=block.arrived)
     slots = tl.where(is_here & (number - first < num_expanded), number - first, -1)
-    source = rows * 0 + block.source
-    # fmt: off
-    put_src_metadata(
-        places.src_metadata, rows, block.has_room, block.arrived, source, block.token_idx, is_here,
-        slots, max_tokens, SIZES.NUM_TOPK,
-    )
-    # fmt: on
-
-
-@device_function
-def _clear_rest(places, rank_prefix_matrix, max_rows, context, SIZES: tl.constexpr):
-    """Set ids and metadata of rows past the received ones to -1."""
-    k = tl.arange(0, SIZES.TOPK_PAD)
-    nothing = tl.full([SIZES.BLOCK_ROWS, SIZES.TOPK_PAD], -1, tl.int32)
-    begin = num_received(rank_prefix_matrix, max_rows, context)
-    begin += tl.program_id(0) * SIZES.BLOCK_ROWS
-    for first in range(begin, max_rows, tl.num_programs(0) * SIZES.BLOCK_ROWS):
-        rows = first + tl.arange(0, SIZES.BLOCK_ROWS)
-        inside = rows < max_rows
-        to = places.topk_idx + rows.to(tl.int64)[:, None] * SIZES.NUM_TOPK + k[None, :]
-        is_item = inside[:, None] & (k < SIZES.NUM_TOPK)[None, :]
-        tl.store(to, nothing.to(tl.int64), mask=is_item)
-        # fmt: off
-        put_src_metadata(
-            places.src_metadata, rows, inside, rows < 0, rows, rows, nothing >= 0, nothing, 0,
-            SIZES.NUM_TOPK,
-        )
-        # fmt: on
+    put_src_metadata(places, block, is_here, slots, max_tokens, SIZES)
 
 
 @device_function
@@ -263,7 +242,7 @@ def _slot(at, mask, num_expanded):
 
 @triton.jit(do_not_specialize=["num_expanded", "scale_rows", "num_local", "alignment"])
 def zero_rows_kernel(
-    places,  # Places
+    psum_per_expert,  # int32 [L], where the rows of each expert end
     out,  # ExpandedRows
     num_expanded,  # M
     scale_rows,
@@ -273,7 +252,7 @@ def zero_rows_kernel(
 ):
     """Write 0 to the rows between those of experts, their scales and weights."""
     for expert in range(tl.program_id(0), num_local, tl.num_programs(0)):
-        begin = tl.load(places.psum_per_expert + expert)
+        begin = tl.load(psum_per_expert + expert)
         end = tl.minimum(tl.cdiv(begin, alignment) * alignment, num_expanded)
         for first in range(begin, end, SIZES.BLOCK_ROWS):
             rows = first + tl.arange(0, SIZES.BLOCK_ROWS)

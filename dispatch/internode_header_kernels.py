@@ -212,7 +212,7 @@ def exchange_internode_kernel(
         elif node == nodes:
             if forwarding.wait_stats is not None:
                 time_signatures(forwarding.wait_stats, context, COUNTS.RANKS_PAD)
-            read_counts(counts, signature, most_rows, num_local_experts, context, COUNTS)
+            read_counts(counts, signature, most_rows, form, num_local_experts, context, COUNTS)
 
 
 @uses_nvshmem

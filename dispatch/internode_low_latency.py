@@ -26,12 +26,11 @@ from .launch import (
     Counts,
     DispatchLayout,
     Partition,
-    Received,
     Tokens,
-    locate,
     programs_on_all_sms,
 )
 from .low_latency import LowLatencyTokens, new_scales, scale_words
+from .receive import Received, locate
 
 BLOCK_IDS = 256
 """Received rows whose ids a program reads at a time."""

@@ -43,7 +43,7 @@ class PackSizes(NamedTuple):
 
 @triton.jit(do_not_specialize=["num_rows"], do_not_specialize_on_alignment=["recv_stats"])
 def pack_plan_kernel(
-    arrived,  # launch.Received, x as addresses
+    arrived,  # receive.Received, x as addresses
     packed,  # Packed, out
     recv_stats,  # int32 [L], added to, or None
     context,
@@ -86,7 +86,7 @@ def pack_plan_kernel(
 
 @triton.jit(do_not_specialize=["num_rows"])
 def pack_rows_kernel(
-    arrived,  # launch.Received, x as addresses
+    arrived,  # receive.Received, x as addresses
     dst_row,  # int32 [R * M, K], see `Packed`; K need not be the top-k
     rank_prefix_matrix,  # int32 [R, R]
     x,  # vectors of experts' rows, out

@@ -1,16 +1,16 @@
-"""Host side of dispatch: one function per launch, in the order in which a call makes them."""
+"""Host side of what a dispatch sends: one function per launch, in the order in which a call makes
+them. What it receives: `receive.py`."""
 
 from __future__ import annotations
 
 import functools
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 
 from ..device.constants import constants
 from ..device.context import SIGNATURE_WORDS
-from ..device.internode import BOTH
 from ..device.lang import INTERPRETED
 from ..device.push import PushSizes
 from ..device.signature import RowShape
@@ -20,14 +20,11 @@ from ..row_vectors import COPY_ROWS, RowVectors
 from ..symm.slots import RowLayout, SlotLayout, Slots, row_in_region
 from ..utils import next_power_of_2
 from .exchange_kernels import ExchangeSizes, exchange_kernel
-from .internode_kernels import forward_kernel, send_rows_kernel
+from .internode_kernels import send_rows_kernel
 from .place_tokens_kernels import place_tokens_kernel
-from .receive_kernels import ReceiveSizes, collect_kernel, locate_kernel, release_kernel
 from .send_kernels import Metadata, MetadataSizes, SendPlan, metadata_kernel, push_kernel
 
 NUM_WARPS = 16
-LOCATE_ROWS = 128
-"""Rows whose addresses a program writes at a time."""
 NUM_CONCURRENT = 2 if INTERPRETED else 20
 """Programs of a launch that runs concurrently with a GEMM."""
 MOST_PUSHING = 14
@@ -132,7 +129,9 @@ class Counts(NamedTuple):
     total by expert. signature int32 [16]: of the dispatch, see `device/signature.py`. group_counts
     int32 [E]: rows of all ranks for each expert of all ranks. recv_rank_prefix int32 [R], on
     several nodes: rows of ranks 0..i to this rank. earlier_ranks int32 [E], of rows by expert: rows
-    of the ranks before this one for each expert of all ranks.
+    of the ranks before this one for each expert of all ranks. The rest is what ElasticBuffer
+    returns, see `TotalsWanted`: psum_per_expert int32 [L] and psum_per_rank int32 [R], where the
+    rows of each local expert and of each source rank end, and num_per_expert int32 [L].
     """
 
     rank_prefix_matrix: torch.Tensor
@@ -142,27 +141,61 @@ class Counts(NamedTuple):
     group_counts: torch.Tensor
     recv_rank_prefix: torch.Tensor | None = None
     earlier_ranks: torch.Tensor | None = None
+    psum_per_expert: torch.Tensor | None = None
+    num_per_expert: torch.Tensor | None = None
+    psum_per_rank: torch.Tensor | None = None
+    stats: torch.Tensor | None = None
 
     @classmethod
-    def empty(cls, layout: DispatchLayout, num_nodes: int = 1, by_expert: bool = False) -> Counts:
+    def empty(
+        cls, layout: DispatchLayout, num_nodes: int = 1, totals: TotalsWanted | None = None
+    ) -> Counts:
         """Room for the counts of all ranks."""
         num_ranks = layout.num_tokens_per_rank.numel()
         num_local_experts = layout.num_experts // num_ranks
         new = layout.num_tokens_per_rank.new_empty
-        return cls(
+        counts = cls(
             new((num_ranks, num_ranks)),
             new((num_ranks, num_local_experts)),
             new(num_local_experts + 1),
             new(SIGNATURE_WORDS.value),
             new(layout.num_experts),
             new(num_ranks) if num_nodes > 1 else None,
-            new(layout.num_experts) if by_expert else None,
+        )
+        if totals is None:
+            return counts
+        return counts._replace(
+            earlier_ranks=new(layout.num_experts) if totals.by_expert else None,
+            psum_per_expert=new(num_local_experts),
+            num_per_expert=new(num_local_experts),
+            psum_per_rank=new(num_ranks),
+            # Else nobody reads it: there is one kernel for both.
+            stats=new(num_local_experts) if totals.stats is None else totals.stats,
         )
 
+    @property
+    def totals(self) -> tuple[torch.Tensor, ...]:
+        """psum_per_expert, num_per_expert and psum_per_rank, if they were wanted."""
+        totals = self.psum_per_expert, self.num_per_expert, self.psum_per_rank
+        return tuple(one for one in totals if one is not None)
 
-def form_of(may_grow: bool, alignment: int) -> int:
-    """See `signature_of`; alignment: of rows by expert, 0 for rows by token."""
-    return may_grow + 2 * alignment
+
+class TotalsWanted(NamedTuple):
+    """What ElasticBuffer wants of a dispatch besides. Ends of an expert's rows are counted with
+    padding to multiples of the alignment, and the last one's own padding is left out by_expert.
+    `src_metadata` numbers the max_tokens of a rank. stats int32 [L], to which the rows of each
+    local expert are added, or None."""
+
+    alignment: int
+    max_tokens: int
+    by_expert: bool
+    stats: torch.Tensor | None
+
+
+def form_of(may_grow: bool, totals: TotalsWanted | None) -> int:
+    """What kernels take for the form of a dispatch: 1 where memory may grow, 2 for rows by expert,
+    and 4 times their alignment."""
+    return may_grow + (2 * totals.by_expert + 4 * totals.alignment if totals else 0)
 
 
 @functools.cache
@@ -184,10 +217,12 @@ def exchange(
     max_rows: int,
     form: int,
     slots: Slots,
+    num_early_programs: int = 0,
 ) -> None:
-    """Tell every rank this rank's counts and learn theirs. Begins a call.
+    """Tell every rank this rank's counts and learn theirs. Begins a call. num_early_programs: of
+    the next launch, if it may begin before all ranks are in the call.
 
-    The rows' shape and `form`, see `signature_of`, go along: ranks that disagree on it stop here,
+    The rows' shape and `form`, see `form_of`, go along: ranks that disagree on it stop here,
     and all ranks do where one of them has more than `max_rows` rows for another.
     """
     num_ranks = slots.layout.num_ranks
@@ -198,6 +233,7 @@ def exchange(
         layout.num_tokens_per_expert,
         counts,
         slots.context.fields,
+        num_early_programs,
         max_rows,
         layout.num_experts // num_ranks,
         tokens.shape,
@@ -305,148 +341,3 @@ def push(
         after=(metadata_kernel,),
         num_warps=NUM_WARPS,
     )
-
-
-class Received(NamedTuple):
-    """What a rank has received, by source rank, then token.
-
-    x [N, H], or int64 [N] with the address of each row; scales [N, S]; topk_idx int64 [N, K] with
-    local ids, -1 where the expert is on another rank; topk_weights float32 [N, K], 0 for these;
-    src_idx int32 [N], the token's number on its source rank. Scales and top-k tensors are None
-    where dispatch had none.
-    """
-
-    x: torch.Tensor
-    scales: torch.Tensor | None
-    topk_idx: torch.Tensor | None
-    topk_weights: torch.Tensor | None
-    src_idx: torch.Tensor
-
-    @classmethod
-    def empty(cls, rows: torch.Tensor, tokens: Tokens) -> Received:
-        """`rows` [N, ...], and room for what goes with them where tokens are like these."""
-        num_rows, num_topk, scales = rows.shape[0], tokens.num_topk, tokens.scales
-        weights = tokens.topk_weights
-        return cls(
-            rows,
-            None if scales is None else scales.new_empty(num_rows, scales.shape[1]),
-            rows.new_empty((num_rows, num_topk), dtype=torch.int64) if num_topk else None,
-            None if weights is None else weights.new_empty(num_rows, num_topk),
-            rows.new_empty(num_rows, dtype=torch.int32),
-        )
-
-    @property
-    def is_located(self) -> bool:
-        """Whether x holds addresses."""
-        return self.x.dim() == 1
-
-    @property
-    def payload(self) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]:
-        """The rows, with their scales where they have some."""
-        return self.x if self.scales is None else (self.x, self.scales)
-
-
-@functools.cache
-def _receive_sizes(
-    layout: SlotLayout, row: RowLayout, vectors: RowVectors, block_rows: int
-) -> ReceiveSizes:
-    sizes = ReceiveSizes(
-        NUM_TOPK=row.num_topk,
-        TOPK_PAD=next_power_of_2(max(1, row.num_topk)),
-        NUM_SCALES=row.num_scales,
-        SCALES_PAD=next_power_of_2(max(1, row.num_scales)),
-        CHUNK_ROWS=layout.chunk_rows(row.num_bytes),
-        BLOCK_ROWS=block_rows,
-        BLOCK_VECS=vectors.block_vecs,
-        ALIGNED=vectors.aligned,
-    )
-    return constants(sizes)
-
-
-def _receive_arguments(
-    out: Received,
-    tokens: Tokens,
-    rank_prefix_matrix: torch.Tensor,
-    num_local_experts: int,
-    header_bytes: int,
-    block_rows: int,
-    slots: Slots,
-) -> dict[str, Any]:
-    """What both kernels that receive are launched with."""
-    vectors, row = RowVectors.of(tokens.x.shape[1], tokens.x.dtype), tokens.row
-    return dict(
-        x=vectors.view(tokens.x),
-        rank_prefix_matrix=rank_prefix_matrix,
-        received=out._replace(
-            x=out.x if out.is_located else vectors.view(out.x),
-            scales=None if out.scales is None else out.scales.view(torch.int32),
-        ),
-        context=slots.context.fields,
-        max_rows=len(out.x),
-        region_rows=slots.layout.max_rows(row.num_bytes, header_bytes),
-        num_vecs=vectors.num_vecs,
-        num_local_experts=num_local_experts,
-        row=row_in_region(row, header_bytes),
-        SIZES=_receive_sizes(slots.layout, row, vectors, block_rows),
-        num_warps=NUM_WARPS,
-    )
-
-
-def receive(
-    out: Received,
-    tokens: Tokens,
-    rank_prefix_matrix: torch.Tensor,
-    num_local_experts: int,
-    header_bytes: int,
-    partition: Partition,
-    slots: Slots,
-    num_programs: int | None = None,
-) -> None:
-    """Copy the received rows out of the slot, and this rank's own out of the tokens it sent;
-    release the slot. Ends a call. num_programs: of the last launch; None: as run at once. Where
-    `out` has room for addresses alone, see `locate`."""
-    rows = out, tokens, rank_prefix_matrix, num_local_experts, header_bytes
-    if out.is_located:
-        locate(*rows, slots)
-        return
-    arguments = _receive_arguments(*rows, COPY_ROWS, slots)
-    for programs, num_push_programs in partition.receiving(num_programs or programs_on_all_sms()):
-        slots.context.launch(
-            collect_kernel,
-            (programs,),
-            num_push_programs=num_push_programs,
-            step="collect",
-            after=(push_kernel, collect_kernel, forward_kernel)
-            if num_push_programs == 0
-            else (push_kernel,),
-            **arguments,
-        )
-    slots.context.end_call()
-
-
-def locate(
-    out: Received,
-    tokens: Tokens,
-    rank_prefix_matrix: torch.Tensor,
-    num_local_experts: int,
-    header_bytes: int,
-    slots: Slots,
-    sides: int = BOTH.value,
-) -> None:
-    """Write the addresses of the received rows to out.x int64 [N]; `release` ends the call. Rows of
-    one of the `sides` alone may be asked for, see `locate_kernel`, by few programs."""
-    # fmt: off
-    arguments = _receive_arguments(
-        out, tokens, rank_prefix_matrix, num_local_experts, header_bytes, LOCATE_ROWS, slots
-    )
-    # fmt: on
-    num_programs = programs_on_all_sms() if sides == BOTH.value else NUM_CONCURRENT
-    slots.context.launch(locate_kernel, (num_programs,), sides=sides, step="locate", **arguments)
-    if sides == BOTH.value:
-        slots.context.end_call()
-
-
-def release(slots: Slots) -> None:
-    """End a call whose rows were read in place; the slot goes back to its writers."""
-    slots.context.launch(release_kernel, (1,), slots.context.fields, step="release")
-    slots.context.end_call()

@@ -8,9 +8,9 @@ from typing import Any, NamedTuple
 import triton
 import triton.language as tl
 
-from ..device.context import NUM_RANKS, RANK
+from ..device.context import NUM_RANKS
 from ..device.lang import device_function
-from .describe_received_kernels import put_counts
+from ..device.programs import pdl_launch_dependents, pdl_wait
 from .place_rows_kernels import number_in_expert
 
 
@@ -27,7 +27,6 @@ class PlaceTokensSizes(NamedTuple):
     NUM_TOPK: Any
     TOPK_PAD: Any
     EXPERTS_PAD: Any
-    LOCAL_PAD: Any
     BLOCK_TOKENS: Any
     STEP: Any
 
@@ -38,18 +37,20 @@ def place_tokens_kernel(
     earlier_counts,  # int32 [B, E + R], `block_counts` of `layout_sum_kernel`
     counts,  # launch.Counts
     numbers,  # ExpertNumbers, out
-    places,  # Places, out, but for the metadata
-    stats,  # int32 [L]: the rows of each local expert are added to it; or None
     context,
     num_tokens,
     num_local,  # L
     alignment,  # the rows of each expert begin at its multiples
     SIZES: tl.constexpr,  # PlaceTokensSizes
+    PDL: tl.constexpr,
 ):
     """Program b numbers the rows of the tokens of block b, token by token, k by k; the blocks are
     those of `layout_kernel`. A rank's experts have the numbers from the first row of its first
-    expert on: less that, a number is the place of a row there. Program 0 also writes what this
-    rank knows of the rows that it gets.
+    expert on: less that, a number is the place of a row there.
+
+    A PDL launch after an exchange, which may let it begin, and which began after the layout had
+    ended: so this kernel reads topk_idx and earlier_counts before its `pdl_wait`, and counts after
+    it. After that wait all ranks are in the call, so the next launch may fill the chip.
 
     Example, 2 ranks of 2 experts, alignment 2, topk_idx [[0, 3], [1, 0], [2, -1], [0, -1]] on rank
     0 and [[3, 0]] on rank 1: experts get 4, 1, 1 and 2 rows, which begin at 0, 4, 6 and 8, and
@@ -58,17 +59,18 @@ def place_tokens_kernel(
     """
     num_ranks = tl.load(context + NUM_RANKS).to(tl.int32)
     num_experts = num_local * num_ranks
-    begin, end = _rows_of_group(counts.group_counts, num_experts, alignment, SIZES)
-    if tl.program_id(0) == 0:
-        experts = tl.arange(0, SIZES.EXPERTS_PAD)
-        tl.store(numbers.begins + experts, begin, mask=experts < num_experts)
-        tl.store(numbers.begins + num_experts, end)
-        _put_own(counts, places, stats, context, num_local, alignment, SIZES)
     # fmt: off
     tokens, k, inside, ids, number = number_in_expert(
         topk_idx, earlier_counts, num_tokens, num_experts, num_ranks, SIZES
     )
     # fmt: on
+    pdl_wait(PDL)
+    pdl_launch_dependents(PDL)
+    begin, end = _rows_of_group(counts.group_counts, num_experts, alignment, SIZES)
+    if tl.program_id(0) == 0:
+        experts = tl.arange(0, SIZES.EXPERTS_PAD)
+        tl.store(numbers.begins + experts, begin, mask=experts < num_experts)
+        tl.store(numbers.begins + num_experts, end)
     number += tl.gather(begin, tl.maximum(ids, 0), 0)
     number += tl.load(counts.earlier_ranks + ids, mask=ids >= 0, other=0)
     to = numbers.of_tokens + tokens.to(tl.int64) * SIZES.NUM_TOPK + k
@@ -82,14 +84,3 @@ def _rows_of_group(group_counts, num_experts, alignment, SIZES: tl.constexpr):
     total = tl.load(group_counts + experts, mask=experts < num_experts, other=0)
     aligned = tl.cdiv(total, alignment) * alignment
     return tl.cumsum(aligned, 0) - aligned, tl.sum(aligned, 0)
-
-
-@device_function
-def _put_own(counts, places, stats, context, num_local, alignment, SIZES: tl.constexpr):
-    """Write what this rank knows of the rows that it gets."""
-    local = tl.arange(0, SIZES.LOCAL_PAD)
-    at = counts.group_counts + tl.load(context + RANK).to(tl.int32) * num_local + local
-    total = tl.load(at, mask=local < num_local, other=0)
-    aligned = tl.cdiv(total, alignment) * alignment
-    ends = tl.cumsum(aligned, 0) - aligned + total
-    put_counts(ends, total, places, stats, counts.rank_prefix_matrix, num_local, context)

@@ -26,7 +26,17 @@ from ..device.programs import (
     is_last_program,
     pdl_wait,
 )
-from ..device.slots import payload_address, received_rows, region, source_at, wait_rows
+from ..device.slots import (
+    payload_address,
+    received_rows,
+    region,
+    rows_in_region,
+    source_at,
+    wait_rows,
+)
+
+FILLED = tl.constexpr(512)
+"""Items that a program sets at a time."""
 
 
 class ReceiveSizes(NamedTuple):
@@ -53,15 +63,15 @@ class Block(NamedTuple):
     token_idx: tl.tensor  # its token on the source
 
 
-@triton.jit(do_not_specialize=["max_rows", "region_rows", "num_push_programs", "num_local_experts"])
+@triton.jit(do_not_specialize=["num_push_programs", "max_rows", "max_tokens", "num_local_experts"])
 def collect_kernel(
     x,  # vectors [T, num_vecs], what this rank sent
     rank_prefix_matrix,  # int32 [R, R]
-    received,  # launch.Received, x as vectors [N, num_vecs], out
+    received,  # receive.Received, x as vectors [N, num_vecs], out
     context,
     num_push_programs,
     max_rows,
-    region_rows,
+    max_tokens,  # of a rank; for `put_src_metadata`
     num_vecs,
     num_local_experts,
     row,  # slots.Row
@@ -70,7 +80,7 @@ def collect_kernel(
 ):
     """Copy the received rows out of the slot, by source rank, then token.
 
-    Never writes beyond `max_rows`, nor reads beyond `region_rows` of a region. Both launches of a
+    Never writes beyond `max_rows`, nor reads beyond the rows of a region. Both launches of a
     call are of one compiled kernel. The first, after a push of `num_push_programs`, copies what
     arrives while they push. The last, with num_push_programs 0, copies the rest, and its last
     program finishes the call.
@@ -82,6 +92,7 @@ def collect_kernel(
     if num_push_programs == 0:
         pdl_wait(PDL)
     most_rows = most_received(rank_prefix_matrix, context)
+    region_rows = rows_in_region(row, context, SIZES.CHUNK_ROWS)
     end = num_blocks(most_rows, region_rows, context, SIZES.BLOCK_ROWS)
     work_idx = claim(context)
     while work_idx < end:
@@ -103,12 +114,13 @@ def collect_kernel(
             SIZES.ALIGNED,
             SIZES.BLOCK_VECS,
         )
-        _copy_metadata(received, block, num_local_experts, row, context, SIZES)
+        _copy_metadata(received, block, max_tokens, num_local_experts, row, context, SIZES)
         work_idx = claim_next(num_push_programs, context)
     if num_push_programs > 0:
         pdl_wait(PDL)
         return
-    _clear_rest(rank_prefix_matrix, received, max_rows, context, SIZES)
+    if SIZES.NUM_TOPK > 0:
+        clear_rest(received, rank_prefix_matrix, max_rows, context, SIZES)
     if is_broken(context):
         report_abandoned(context)
     elif is_last_program(context):
@@ -116,14 +128,13 @@ def collect_kernel(
         finish_call(context)
 
 
-@triton.jit(do_not_specialize=["max_rows", "region_rows", "num_local_experts", "sides"])
+@triton.jit(do_not_specialize=["max_rows", "num_local_experts", "sides"])
 def locate_kernel(
     x,  # vectors [T, num_vecs], what this rank sent
     rank_prefix_matrix,  # int32 [R, R]
-    received,  # launch.Received, x as addresses int64 [N], out
+    received,  # receive.Received, x as addresses int64 [N], out
     context,
     max_rows,
-    region_rows,
     num_vecs,
     num_local_experts,
     sides,  # of the sources, see `internode.is_on_side`: only their rows are waited for
@@ -136,6 +147,7 @@ def locate_kernel(
     Launches for NEAR and for FAR sources write to the same memory, but for the addresses, and may
     run concurrently: no program of them is the last one."""
     most_rows = most_received(rank_prefix_matrix, context)
+    region_rows = rows_in_region(row, context, SIZES.CHUNK_ROWS)
     end = num_blocks(most_rows, region_rows, context, SIZES.BLOCK_ROWS)
     for work_idx in range(tl.program_id(0), end, tl.num_programs(0)):
         # fmt: off
@@ -148,8 +160,9 @@ def locate_kernel(
         )
         to = received.x + block.dst_row
         tl.store(to, tl.where(block.arrived, payload, 0), mask=block.has_room)
-        _copy_metadata(received, block, num_local_experts, row, context, SIZES)
-    _clear_rest(rank_prefix_matrix, received, max_rows, context, SIZES)
+        _copy_metadata(received, block, 0, num_local_experts, row, context, SIZES)
+    if SIZES.NUM_TOPK > 0:
+        clear_rest(received, rank_prefix_matrix, max_rows, context, SIZES)
     if is_broken(context):
         report_abandoned(context)
     elif sides == BOTH:
@@ -161,6 +174,23 @@ def locate_kernel(
 def release_kernel(context):
     """Finish a call whose rows were read in place, once the reads have been issued."""
     end_call(context)
+
+
+@triton.jit(do_not_specialize=["num_rows"])
+def copy_ids_kernel(
+    topk_idx,  # int64 [N, K]
+    copy,  # int64 [N, K], out
+    num_rows,  # N
+    NUM_TOPK: tl.constexpr,
+    PDL: tl.constexpr,
+):
+    """Copy the ids of all rows, also of those past the received ones, which are -1. A PDL launch,
+    which waits before it writes anything."""
+    pdl_wait(PDL)
+    end = num_rows * NUM_TOPK
+    for first in range(tl.program_id(0) * FILLED, end, tl.num_programs(0) * FILLED):
+        items = first + tl.arange(0, FILLED)
+        tl.store(copy + items, tl.load(topk_idx + items, mask=items < end), mask=items < end)
 
 
 @device_function
@@ -186,7 +216,9 @@ def receive_block(
 
 
 @device_function
-def _copy_metadata(received, block, num_local_experts, row, context, SIZES: tl.constexpr):
+def _copy_metadata(
+    received, block, max_tokens, num_local_experts, row, context, SIZES: tl.constexpr
+):  # fmt: skip
     """Copy what came with a block of rows, ids as this rank numbers its experts: -1 and a weight of
     0 for experts of other ranks; ids of rows that did not come are -1."""
     k = tl.arange(0, SIZES.TOPK_PAD)
@@ -210,22 +242,52 @@ def _copy_metadata(received, block, num_local_experts, row, context, SIZES: tl.c
             weights = as_pointer(block.address + row.weights, tl.float32)[:, None] + k[None, :]
             weights = tl.load(weights, mask=has, other=0.0)
             tl.store(received.topk_weights + at, tl.where(is_local, weights, 0.0), mask=has)
+        if received.src_metadata is not None:
+            put_src_metadata(received, block, is_local, ids * 0 - 1, max_tokens, SIZES)
 
 
 @device_function
-def _clear_rest(rank_prefix_matrix, received, max_rows, context, SIZES: tl.constexpr):
-    """Set the ids of rows past the received ones to -1."""
-    if SIZES.NUM_TOPK > 0:
-        num_ranks = tl.load(context + NUM_RANKS).to(tl.int32)
-        column = rank_prefix_matrix + tl.load(context + RANK)
-        k = tl.arange(0, SIZES.TOPK_PAD)
-        first_row = tl.load(column + (num_ranks - 1) * num_ranks)
-        first_row += tl.program_id(0) * SIZES.BLOCK_ROWS
-        for first in range(first_row, max_rows, tl.num_programs(0) * SIZES.BLOCK_ROWS):
-            rows = first + tl.arange(0, SIZES.BLOCK_ROWS)
-            inside = (rows < max_rows)[:, None] & (k < SIZES.NUM_TOPK)[None, :]
-            at = received.topk_idx + rows[:, None] * SIZES.NUM_TOPK + k[None, :]
-            tl.store(at, -1, mask=inside)
+def put_src_metadata(received, block, is_local, places, max_tokens, SIZES: tl.constexpr):
+    """Write the metadata of a block of rows, see `reference.place`; -1 for those that did not come.
+    is_local [BLOCK_ROWS, TOPK_PAD]: where the expert of k is here; places: its rows there, or -1.
+    """
+    k = tl.arange(0, SIZES.TOPK_PAD)
+    last_k = tl.max(tl.where(is_local, k[None, :], -1), 1)
+    to = received.src_metadata + block.dst_row.to(tl.int64) * (2 + SIZES.NUM_TOPK)
+    token = block.source * max_tokens + block.token_idx
+    tl.store(to, tl.where(block.arrived, token, -1), mask=block.has_room)
+    slot = block.source * SIZES.NUM_TOPK + last_k
+    tl.store(to + 1, tl.where(block.arrived, slot, -1), mask=block.has_room)
+    has_room = block.has_room[:, None] & (k < SIZES.NUM_TOPK)[None, :]
+    places = tl.where(block.arrived[:, None], places, -1)
+    tl.store(to[:, None] + 2 + k[None, :], places, mask=has_room)
+
+
+@device_function
+def clear_rest(received, rank_prefix_matrix, max_rows, context, SIZES: tl.constexpr):
+    """Set to -1 the ids of rows past the received ones, and their metadata if there are any."""
+    first = num_received(rank_prefix_matrix, max_rows, context)
+    _fill(received.topk_idx, first * SIZES.NUM_TOPK, max_rows * SIZES.NUM_TOPK)
+    if received.src_metadata is not None:
+        columns: tl.constexpr = 2 + SIZES.NUM_TOPK
+        _fill(received.src_metadata, first * columns, max_rows * columns)
+
+
+@device_function
+def _fill(to, begin, end):
+    """Set [begin, end) of `to` to -1."""
+    step = tl.num_programs(0) * FILLED
+    for first in range(begin + tl.program_id(0) * FILLED, end, step):
+        items = first + tl.arange(0, FILLED)
+        tl.store(to + items, -1, mask=items < end)
+
+
+@device_function
+def num_received(rank_prefix_matrix, max_rows, context):
+    """How many rows came; at most max_rows."""
+    num_ranks = tl.load(context + NUM_RANKS).to(tl.int32)
+    last = rank_prefix_matrix + (num_ranks - 1) * num_ranks + tl.load(context + RANK)
+    return tl.minimum(tl.load(last), max_rows)
 
 
 @device_function

@@ -201,7 +201,7 @@ class Buffer(LayerVerbs):
                 where, tokens = DispatchLayout(*counts), Tokens(rows, ids, weights, scales)
                 how = int(num_worst_tokens), num_sms, not in_place, described.if_packed
                 arrived = engine.dispatch(tokens, where, *how)
-            got, per_expert, new_handle, _ = arrived
+            got, per_expert, new_handle, *_ = arrived
             self._unreleased = rows if in_place else None
             if call.is_async:
                 call.returns(self._unreleased, *got, *new_handle)

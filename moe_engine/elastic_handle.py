@@ -8,9 +8,8 @@ from typing import Any
 
 import torch
 
-from .dispatch.describe_received_kernels import Places
 from .engines.base import Handle
-from .engines.expanded import Numbers
+from .engines.expanded import Numbers, Places
 from .engines.internode import InternodeHandle
 from .handles import parts_of
 

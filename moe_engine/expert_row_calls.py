@@ -120,7 +120,7 @@ def send(
         assert tokens.topk_idx is not None
         layout = engine.layout(tokens.topk_idx, num_experts)
         arrived = engine.dispatch(tokens, layout, max_rows or 0, Buffer.num_sms)
-        received, per_expert, handle, counts = arrived
+        received, per_expert, handle, counts, _ = arrived
         assert received.topk_idx is not None
         assert received.topk_weights is not None
         num_rows = max_rows or sum(round_up(count, alignment) for count in per_expert)

@@ -135,7 +135,7 @@ def normal(
     with recorded(arch) as launches:
         sent = torch.empty(TOKENS, scales) if scales else None
         tokens = Tokens(x, topk_idx, topk_weights, sent), engine.layout(topk_idx, EXPERTS)
-        got, _, handle, _ = engine.dispatch(*tokens, RANKS * TOKENS)
+        got, _, handle, *_ = engine.dispatch(*tokens, RANKS * TOKENS)
         engine.dispatch_cached(x, sent, handle)
         y = torch.empty(len(got.x), hidden, dtype=BF16 if dtype == FP8 else dtype)
         engine.combine(y, handle, got.topk_weights, [y[:TOKENS], y[:TOKENS]])
@@ -156,7 +156,7 @@ def internode(
     with recorded() as launches:
         sent = torch.empty(TOKENS, scales) if scales else None
         tokens = Tokens(x, topk_idx, topk_weights, sent), engine.layout(topk_idx, EXPERTS)
-        got, _, handle, _ = engine.dispatch(*tokens, RANKS * TOKENS)
+        got, _, handle, *_ = engine.dispatch(*tokens, RANKS * TOKENS)
         engine.dispatch_cached(x, sent, handle)
         y = torch.empty(len(got.x), hidden, dtype=BF16 if dtype == FP8 else dtype)
         engine.combine(y, handle, got.topk_weights, [y[:TOKENS], y[:TOKENS]])

@@ -11,15 +11,14 @@ from launches import BF16, EXPERTS, FP8, HIDDEN, RANKS, REGION_BYTES, TOKENS, re
 
 from moe_engine.combine.launch import combine_programs
 from moe_engine.combine.reduce_expanded_kernels import ExpertRows
-from moe_engine.dispatch import Partition, Tokens
-from moe_engine.dispatch.describe_received import copy_ids
+from moe_engine.dispatch import Partition, Tokens, copy_ids
 from moe_engine.engines import expanded
 from moe_engine.engines.expanded import HowSent, Numbers, RowsWanted
 from moe_engine.hardware import H200, stand_in
 from moe_engine.tools.lone_rank import kernel_engine
 
 NAMES = [
-    *("copy_ids", "describe_received", "place_tokens", "expand_rows", "zero_rows"),
+    *("copy_ids", "collect", "place_tokens", "expand_rows", "zero_rows"),
     *("return_rows", "final_sum"),
 ]
 pytestmark = pytest.mark.skipif(

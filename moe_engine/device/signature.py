@@ -63,8 +63,8 @@ def with_max_tokens(shape, max_tokens):
 def signature_of(
     kind, shape, num_experts, dispatch_stages, combine_stages, form, dispatched, saved, context
 ):
-    """The signature of a call with rows of a `RowShape`. form: 1 where memory may grow, else 0,
-    plus twice the alignment of rows by expert, which is 0 for rows by token. dispatched: the low
+    """The signature of a call with rows of a `RowShape`. form: see `launch.form_of`; the alignment
+    counts where rows are by expert. dispatched: the low
     half of the epoch of the dispatch whose handle the call has, or of the call itself. saved: see
     `SAVE_POLICIES`."""
     buffer = tl.load(context + BUFFER).to(tl.int32)
@@ -72,7 +72,7 @@ def signature_of(
     values = (
         kind, shape.payload_bytes, shape.num_topk, num_experts, shape.item_bytes, shape.num_scales,
         dispatch_stages, combine_stages, form & 1, dispatched, buffer, saved, shape.max_tokens,
-        form >> 1,
+        (form >> 2) * (form >> 1 & 1),
     )
     # fmt: on
     field = tl.arange(0, SIGNATURE_WORDS)

@@ -52,12 +52,13 @@ class Handle(NamedTuple):
 class Arrived(NamedTuple):
     """What a dispatch brings: rows, with what belongs to them; how many there are for each local
     expert, where the host knows; the handle; group_counts int32 [E], how many there are for each
-    expert of the group."""
+    expert of the group; `Counts.totals`."""
 
     received: Received
     per_expert: Sequence[int]
     handle: Handle
     group_counts: torch.Tensor
+    totals: tuple[torch.Tensor, ...] = ()
 
 
 class LayerInputs(NamedTuple):

@@ -13,12 +13,18 @@ import torch
 from .. import routing
 from ..combine import ReturnedRows
 from ..combine.reduce_expanded_kernels import ExpertRows
-from ..dispatch import Counts, DispatchLayout, Partition, Received, Tokens
-from ..dispatch.describe_received import copy_ids, describe_received
-from ..dispatch.describe_received_kernels import Places
+from ..dispatch import (
+    Counts,
+    DispatchLayout,
+    Partition,
+    Received,
+    Tokens,
+    TotalsWanted,
+    copy_ids,
+)
 from ..dispatch.expand import expand_rows, zero_rows
 from ..dispatch.expand_kernels import ExpandedRows, ReceivedPlaces
-from ..dispatch.place_tokens import place_tokens
+from ..dispatch.place_tokens import num_early_programs, place_tokens
 from ..kinds import Described
 from ..prepared import with_size
 from ..routing import RoutingLayout
@@ -59,6 +65,19 @@ class Numbers(NamedTuple):
         num_rows = self.most_rows() * min(num_topk, self.num_local_experts)
         num_rows += (self.alignment - 1) * self.num_local_experts
         return round_up(num_rows, self.alignment)
+
+    def wanted(self, by_expert: bool, stats: torch.Tensor | None) -> TotalsWanted:
+        """What a dispatch is to count."""
+        return TotalsWanted(self.alignment, self.max_tokens, by_expert, stats)
+
+
+class Places(NamedTuple):
+    """Where received rows come from, and where they go; see `reference.place`."""
+
+    src_metadata: torch.Tensor  # int32 [N, 2 + K]
+    psum_per_expert: torch.Tensor  # int32 [L]
+    num_per_expert: torch.Tensor  # int32 [L]
+    psum_per_rank: torch.Tensor  # int32 [R]
 
 
 class HowSent(NamedTuple):
@@ -129,20 +148,13 @@ def _dispatch_by_token(
     how: HowSent,
 ) -> Dispatched:
     where, most_rows = DispatchLayout(*layout[:3]), 0 if how.waits else numbers.most_rows()
-    received, counts, sent, group_counts = engine.dispatch(tokens, where, most_rows, how.num_sms)
-    ids, per_expert = received.topk_idx, [round_up(n, numbers.alignment) for n in counts]
-    assert ids is not None
+    totals = numbers.wanted(False, stats)
+    args = tokens, where, most_rows, how.num_sms
+    received, counts, sent, _, sums = engine.dispatch(*args, totals=totals)
+    ids, metadata = received.topk_idx, received.src_metadata
+    assert ids is not None and metadata is not None
+    per_expert = [round_up(n, numbers.alignment) for n in counts]
     num_expanded = sum(per_expert) if how.waits else numbers.most_expanded(tokens.num_topk)
-    metadata = _new_metadata(received.src_idx, ids)
-    sums: tuple[torch.Tensor, ...] = engine.call(
-        _describe,
-        sent.rank_prefix_matrix,
-        group_counts,
-        stats,
-        numbers,
-        sized=(ids, received.src_idx, metadata),
-        num_rows=len(metadata),
-    )
     rows, places = _by_token(received, wanted), Places(metadata, *sums)
     return Dispatched(rows, ids, None, places, sent, per_expert, num_expanded)
 
@@ -158,44 +170,50 @@ def _dispatch_by_expert(
 ) -> Dispatched:
     """All memory is there before any row is sent, so that each call comes to its end."""
     where, most_rows = DispatchLayout(*layout[:3]), 0 if how.waits else numbers.most_rows()
-    exchanged = _exchange(engine, tokens, where, numbers.alignment, most_rows)
+    totals, num_early = numbers.wanted(True, stats), num_early_programs(layout)
+    exchanged = _exchange(engine, tokens, where, totals, num_early, most_rows)
     counts, routes, num_rows, per_expert = exchanged
     per_expert = [round_up(n, numbers.alignment) for n in per_expert]
     num_expanded = sum(per_expert) if how.waits else numbers.most_expanded(tokens.num_topk)
     src_idx = tokens.x.new_empty(num_rows, dtype=torch.int32)
     ids = tokens.x.new_empty(num_rows, tokens.num_topk, dtype=torch.int64)
     metadata, rows = _new_metadata(src_idx, ids), new_rows(tokens, num_expanded, wanted)
-    sums: tuple[torch.Tensor, ...] = engine.call(
+    engine.call(
         _send_by_expert,
         tokens,
         layout,
         counts,
         routes,
-        stats,
         numbers,
         (wanted.zero_padding, how.num_sms),
         sized=(metadata, ids, src_idx, *rows),
         **sizes_of(num_rows, num_expanded, tokens.scales, wanted),
     )
     received = Received(rows.x, None, ids, None, src_idx)
-    sent, places = engine._new_handle(counts, routes, received, where), Places(metadata, *sums)
+    sent = engine._new_handle(counts, routes, received, where)
+    places = Places(metadata, *counts.totals)
     return Dispatched(rows, ids, None, places, sent, per_expert, num_expanded)
 
 
 def _exchange(
-    engine: KernelEngine, tokens: Tokens, layout: DispatchLayout, alignment: int, most_rows: int
+    engine: KernelEngine,
+    tokens: Tokens,
+    layout: DispatchLayout,
+    totals: TotalsWanted,
+    num_early: int,
+    most_rows: int,
 ) -> tuple[Counts, tuple[torch.Tensor, ...], int, Sequence[int]]:
     """(counts, routes, the rows that will come, those of each local expert). With most_rows the
     host waits for nothing, and knows no more than that."""
     grows = not most_rows and engine._make_room(tokens, layout)
-    args = tokens, layout, grows, alignment
+    args = tokens, layout, grows, totals, num_early
     counts, routes = engine.call(type(engine)._exchange, *args, check=False)
     if most_rows:
         return counts, routes, most_rows, ()
     engine.concurrent_reads.mark()
     num_rows, *per_expert = engine.concurrent_reads.read(lambda: engine._received(counts))
     if grows and engine._has_grown(tokens, layout):
-        return _exchange(engine, tokens, layout, alignment, most_rows)
+        return _exchange(engine, tokens, layout, totals, num_early, most_rows)
     engine.context.check()
     return counts, routes, num_rows, per_expert
 
@@ -206,19 +224,17 @@ def _send_by_expert(
     layout: RoutingLayout,
     counts: Counts,
     routes: tuple[torch.Tensor, ...],
-    stats: torch.Tensor | None,
     numbers: Numbers,
     how: tuple[bool, int],
     sized: tuple[torch.Tensor, ...],
     **sizes: int,
-) -> tuple[torch.Tensor, ...]:
+) -> None:
     """Send the tokens with the numbers of their expert rows, and copy what comes there."""
     (metadata, ids, src_idx), rows = sized[:3], ExpandedRows(*sized[3:])
     (zero_padding, num_sms), slots, prefix = how, engine.slots, counts.rank_prefix_matrix
-    places, scale_rows = _new_places(metadata, numbers), sizes["scale_rows"]
-    assert tokens.topk_idx is not None
-    with_counts = layout, counts, places, stats, numbers.alignment
-    row_numbers = place_tokens(tokens.topk_idx, *with_counts, slots)
+    scale_rows = sizes["scale_rows"]
+    assert tokens.topk_idx is not None and counts.psum_per_expert is not None
+    row_numbers = place_tokens(tokens.topk_idx, layout, counts, numbers.alignment, slots)
     numbered = tokens._replace(topk_idx=row_numbers.of_tokens)
     partition, where = by_expert(engine, num_sms), DispatchLayout(*layout[:3])
     engine._send(numbered, where, counts, routes, partition)
@@ -227,8 +243,7 @@ def _send_by_expert(
     of = prefix, header, partition, scale_rows, numbers.max_tokens
     expand_rows(rows, received, numbered, *of, slots)
     if zero_padding:
-        zero_rows(rows, places, tokens, numbers.alignment, scale_rows, slots)
-    return tuple(places[1:])
+        zero_rows(rows, counts.psum_per_expert, tokens, numbers.alignment, scale_rows, slots)
 
 
 def by_expert(engine: KernelEngine, num_sms: int) -> Partition:
@@ -333,8 +348,7 @@ def _dispatch_again(
     how = plan[0], BARE_HEADER, partition, scale_rows, numbers.max_tokens
     expand_rows(rows, ReceivedPlaces(metadata), tokens, *how, engine.slots)
     if wanted.zero_padding:
-        places = Places(metadata, *sums)
-        zero_rows(rows, places, tokens, numbers.alignment, scale_rows, engine.slots)
+        zero_rows(rows, sums[0], tokens, numbers.alignment, scale_rows, engine.slots)
     return rows, None
 
 
@@ -360,29 +374,6 @@ def combine(
 
 
 # --- Rows and places -----------------------------------------------------------------------------
-
-
-def _describe(
-    engine: KernelEngine,
-    rank_prefix_matrix: torch.Tensor,
-    group_counts: torch.Tensor,
-    stats: torch.Tensor | None,
-    numbers: Numbers,
-    sized: tuple[torch.Tensor, ...],
-    num_rows: int,
-) -> tuple[torch.Tensor, ...]:
-    """See `describe_received`: the `Places` but for the metadata."""
-    ids, src_idx, metadata = sized
-    places = _new_places(metadata, numbers)
-    of_ranks, sizes = (rank_prefix_matrix, group_counts), (numbers.alignment, numbers.max_tokens)
-    describe_received(ids, src_idx, *of_ranks, places, stats, *sizes, engine.slots)
-    return tuple(places[1:])
-
-
-def _new_places(metadata: torch.Tensor, numbers: Numbers) -> Places:
-    """This metadata, and room for the other parts."""
-    new, num_local = metadata.new_empty, numbers.num_local_experts
-    return Places(metadata, new(num_local), new(num_local), new(numbers.num_ranks))
 
 
 def _new_metadata(src_idx: torch.Tensor, ids: torch.Tensor) -> torch.Tensor:

@@ -23,6 +23,7 @@ from ..dispatch import (
     Partition,
     Received,
     Tokens,
+    TotalsWanted,
     programs_on_all_sms,
 )
 from ..dispatch import internode as dispatch_internode
@@ -152,15 +153,20 @@ class InternodeEngine(KernelEngine, LayerByVerbs):
         return None if self._max_tokens is None else fits
 
     def _exchange(
-        self, tokens: Tokens, layout: DispatchLayout, may_grow: bool, alignment: int = 0
+        self,
+        tokens: Tokens,
+        layout: DispatchLayout,
+        may_grow: bool,
+        totals: TotalsWanted | None = None,
+        num_early_programs: int = 0,
     ) -> tuple[Counts, tuple[torch.Tensor, ...]]:
         """Plan the rows and exchange counts: (counts, `Routes`)."""
         max_rows, slots = self._room(tokens, layout, may_grow), self.slots
-        counts = Counts.empty(layout, slots.layout.num_nodes, alignment > 0)
+        counts = Counts.empty(layout, slots.layout.num_nodes, totals)
         routes = dispatch_internode.plan_nodes(layout, tokens.topk_idx, max_rows, slots)
-        form = dispatch_verbs.form_of(may_grow, alignment)
+        form = dispatch_verbs.form_of(may_grow, totals)
         dispatch_internode.exchange(counts, routes, layout, tokens, max_rows, form, slots)
-        return counts, routes
+        return counts._replace(stats=None), routes
 
     def _send(
         self,

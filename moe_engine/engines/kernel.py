@@ -22,6 +22,7 @@ from ..dispatch import (
     Received,
     SendPlan,
     Tokens,
+    TotalsWanted,
     programs_on_all_sms,
 )
 from ..errors import TooManyTokens
@@ -96,22 +97,24 @@ class KernelEngine(GrowingEngine):
         num_sms: int = NUM_SMS,
         owned: bool = True,
         described: Described | None = None,
+        totals: TotalsWanted | None = None,
     ) -> Arrived:
         """Send the rows and return what came as tensors of the caller's; or with owned=False their
         addresses, int64 [N], good until `release`: in the slot, or in `tokens.x` for rows that this
         rank sent to itself.
 
         Synchronises the host with the counts, unless `num_worst_tokens` says how many rows to
-        return (rows past the received ones are not written; their topk_idx is -1).
+        return (rows past the received ones are not written; their topk_idx is -1). With `totals`
+        rows have src_metadata.
         """
         sent, how = (tokens, layout), (num_comm_programs(num_sms), owned)
         if num_worst_tokens:
-            args = *sent, num_worst_tokens, *how
+            args = *sent, num_worst_tokens, *how, totals
             body = type(self)._dispatch_whole
             arrived: Arrived = self.whole_call(body, *args, described=described)
             return arrived
         grows = self._make_room(*sent)
-        counts, routes = self.call(type(self)._exchange, *sent, grows, check=False)
+        counts, routes = self.call(type(self)._exchange, *sent, grows, totals, check=False)
         self.concurrent_reads.mark()
         # Where rows are collected while others are pushed, the parts overlap.
         partition = self._partition(*how)
@@ -119,14 +122,14 @@ class KernelEngine(GrowingEngine):
         self.call(type(self)._send, *parts, check=not grows, as_one=as_one)
         num_rows, *per_expert = self.concurrent_reads.read(lambda: self._received(counts))
         if grows and self._has_grown(*sent):
-            return self.dispatch(tokens, layout, num_worst_tokens, num_sms, owned)
+            return self.dispatch(tokens, layout, num_worst_tokens, num_sms, owned, totals=totals)
         self.slots.context.check()
-        out, prefix = self.new_rows(tokens, num_rows, owned), counts.rank_prefix_matrix
-        received = tokens, prefix, layout.num_experts, how[0]
+        out, prefix = self.new_rows(tokens, num_rows, owned, totals), counts.rank_prefix_matrix
+        received = tokens, prefix, layout.num_experts, how[0], _max_tokens(totals)
         rows: dict[str, Any] = dict(sized=out, max_rows=num_rows)
         self.call(KernelEngine._receive, *received, as_one=as_one, **rows)
         handle = self._new_handle(counts, routes, out, layout)
-        return Arrived(out, per_expert, handle, counts.group_counts)
+        return Arrived(out, per_expert, handle, counts.group_counts, counts.totals)
 
     def release(self) -> None:
         """End a dispatch of rows in place: what was launched before has read the rows."""
@@ -142,33 +145,41 @@ class KernelEngine(GrowingEngine):
         num_worst_tokens: int,
         num_programs: int,
         owned: bool,
+        totals: TotalsWanted | None,
     ) -> Arrived:
         """All steps of a dispatch that returns `num_worst_tokens` rows."""
         header = header_bytes(layout.num_experts, self.slots.layout.num_ranks)
         self.check_capacity(len(tokens.x), self._largest_row(tokens), header)
-        out = self.new_rows(tokens, num_worst_tokens, owned)
-        counts, routes = self._exchange(tokens, layout, may_grow=False)
+        out = self.new_rows(tokens, num_worst_tokens, owned, totals)
+        counts, routes = self._exchange(tokens, layout, False, totals)
         self._send(tokens, layout, counts, routes, self._partition(num_programs, owned))
-        received = tokens, counts.rank_prefix_matrix, layout.num_experts, num_programs
+        prefix, how = counts.rank_prefix_matrix, (num_programs, _max_tokens(totals))
+        received = tokens, prefix, layout.num_experts, *how
         self._receive(*received, sized=out, max_rows=num_worst_tokens)
         handle = self._new_handle(counts, routes, out, layout)
-        return Arrived(out, (), handle, counts.group_counts)
+        return Arrived(out, (), handle, counts.group_counts, counts.totals)
 
     def _exchange(
-        self, tokens: Tokens, layout: DispatchLayout, may_grow: bool, alignment: int = 0
+        self,
+        tokens: Tokens,
+        layout: DispatchLayout,
+        may_grow: bool,
+        totals: TotalsWanted | None = None,
+        num_early_programs: int = 0,
     ) -> tuple[Counts, tuple[torch.Tensor, ...]]:
-        """Plan the rows and exchange counts: (counts, (send_token_idx, send_head)). alignment: of
-        rows by expert."""
+        """Plan the rows and exchange counts: (counts, (send_token_idx, send_head)).
+        num_early_programs: see `launch.exchange`."""
         max_rows = self._room(tokens, layout, may_grow)
-        form = dispatch_verbs.form_of(may_grow, alignment)
-        counts = Counts.empty(layout, by_expert=alignment > 0)
+        form = dispatch_verbs.form_of(may_grow, totals)
+        counts = Counts.empty(layout, totals=totals)
         # fmt: off
         routes = routing.send_plan(
             layout.is_token_in_rank, tokens.topk_idx, layout.num_experts, self.slots
         )
         # fmt: on
-        dispatch_verbs.exchange(counts, layout, tokens, max_rows, form, self.slots)
-        return counts, routes
+        sizes = max_rows, form, self.slots, num_early_programs
+        dispatch_verbs.exchange(counts, layout, tokens, *sizes)
+        return counts._replace(stats=None), routes
 
     def _room(self, tokens: Tokens, layout: DispatchLayout, may_grow: bool) -> int:
         """How many rows a rank may send to another; TooManyTokens where these may be more, and the
@@ -203,14 +214,17 @@ class KernelEngine(GrowingEngine):
         prefix: torch.Tensor,
         num_experts: int,
         num_programs: int,
+        max_tokens: int,
         sized: Received,
         max_rows: int,
     ) -> None:
-        """Copy what arrives to `sized`, of max_rows rows, or write its addresses there."""
+        """Copy what arrives to `sized`, of max_rows rows, or write its addresses there. max_tokens:
+        see `TotalsWanted`."""
         num_ranks = self.slots.num_ranks
         rows = prefix, num_experts // num_ranks, header_bytes(num_experts, num_ranks)
         partition = self._partition(num_programs, owned=not sized.is_located)
-        dispatch_verbs.receive(sized, tokens, *rows, partition, self.slots)
+        how = partition, self.slots
+        dispatch_verbs.receive(sized, tokens, *rows, *how, max_tokens=max_tokens)
 
     def _new_handle(
         self,
@@ -224,11 +238,18 @@ class KernelEngine(GrowingEngine):
         parts = counts.rank_prefix_matrix, send_token_idx, counts.signature
         return Handle(*parts, out.src_idx, layout.is_token_in_rank, send_head)
 
-    def new_rows(self, tokens: Tokens, num_rows: int, owned: bool) -> Received:
-        """Room for received rows, or for their addresses where they are not `owned`."""
+    def new_rows(
+        self, tokens: Tokens, num_rows: int, owned: bool, totals: TotalsWanted | None = None
+    ) -> Received:
+        """Room for received rows, or for their addresses where they are not `owned`; with `totals`
+        also for their metadata."""
         shape = (num_rows, tokens.x.shape[1]) if owned else (num_rows,)
         rows = tokens.x.new_empty(shape, dtype=tokens.x.dtype if owned else torch.int64)
-        return Received.empty(rows, tokens)
+        received = Received.empty(rows, tokens)
+        if totals is None:
+            return received
+        shape = num_rows, 2 + tokens.num_topk
+        return received._replace(src_metadata=received.src_idx.new_empty(shape))
 
     def _received(self, counts: Counts) -> torch.Tensor:
         """int32 [1 + L]: rows that this rank receives, in all and by local expert."""
@@ -452,6 +473,11 @@ class KernelEngine(GrowingEngine):
                 "call, so make a new Buffer, with Buffer.for_tokens(...) for the largest batch, or "
                 "with the bytes of Buffer.size_hint(...)."
             )
+
+
+def _max_tokens(totals: TotalsWanted | None) -> int:
+    """Of `TotalsWanted`."""
+    return totals.max_tokens if totals else 0
 
 
 def num_comm_programs(num_sms: int) -> int:

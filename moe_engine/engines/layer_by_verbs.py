@@ -97,7 +97,7 @@ class LayerByVerbs(ABC):
         num_experts = len(inputs.w_gate_up) * self.num_ranks
         most = self.most_received(tokens, num_experts) if is_captured(inputs.x) else 0
         layout = self.layout(inputs.topk_idx, num_experts)
-        received, per_expert, handle, counts = self.dispatch(tokens, layout, most)
+        received, per_expert, handle, counts, _ = self.dispatch(tokens, layout, most)
         rows = _rows_of(inputs, received.x, received.topk_idx, received.topk_weights)
         num_rows = most * num_topk if most else sum(per_expert)
         return rows, num_rows, handle, counts

@@ -55,9 +55,9 @@ class Part(NamedTuple):
 
     def place(self) -> None:
         """Give the rows that arrived places among the expert rows."""
-        _, _, ids, weights, _ = self.arrived
+        ids = self.arrived.topk_idx
         assert ids is not None
-        place_into(self.places, ids, weights, present=self.arrived.x)
+        place_into(self.places, ids, self.arrived.topk_weights, present=self.arrived.x)
 
     @property
     def num_free_sms(self) -> int:

@@ -18,8 +18,7 @@ from .. import grouped_gemm
 from ..checks import MAX_LOW_LATENCY_TOKENS
 from ..combine.reduce_expanded_kernels import ExpertRows
 from ..device.context import SAVE_POLICIES
-from ..dispatch import Tokens
-from ..dispatch.describe_received import copy_ids
+from ..dispatch import Tokens, copy_ids
 from ..dispatch.internode import Routes
 from ..dispatch.low_latency import LowLatencyTokens
 from ..engines import expanded
@@ -130,7 +129,7 @@ def send_and_return(
     for tokens in (routed, routed._replace(topk_idx=None, topk_weights=None)):
         for may_grow in (False, True):
             engine._exchange(tokens, layout, may_grow)
-        _, _, handle, _ = engine.dispatch(tokens, layout, num_rows)
+        _, _, handle, *_ = engine.dispatch(tokens, layout, num_rows)
         engine.dispatch(tokens, layout, num_rows, owned=False)
         engine.release()
     engine.dispatch_cached(routed.x, scales, handle)
@@ -165,9 +164,31 @@ def call_elastic(shape: ModelShape) -> None:
         engine = kernel_engine(shape.num_ranks, most, region, None, shape.num_nodes, rank)
         for count, form in product(batches_of(min(most, 16)), forms):
             send_and_return(shape, engine, count, *form, is_elastic=True)
+            send_by_token(shape, engine, count, form)
             send_by_expert(shape, engine, count, form)
-    for count in batches_of(shape.max_tokens):
-        describe(shape, count)
+
+
+def send_by_token(
+    shape: ModelShape, engine: KernelEngine, count: int, form: tuple[int, torch.dtype, int]
+) -> None:
+    """`ElasticBuffer`'s dispatches of `count` tokens by token, in one of `forms_of_rows`, and the
+    copy of ids of one with a handle."""
+    tokens, _ = elastic_tokens(shape, count, form)
+    assert tokens.topk_idx is not None
+    numbers = expanded.Numbers(shape.num_local, 1, count, shape.num_ranks)
+    for copies_ids in (False, True):
+        wanted, how = expanded.RowsWanted(*[False] * 4), expanded.HowSent(False, copies_ids, 20)
+        expanded.dispatch(engine, tokens, shape.num_experts, None, numbers, wanted, how)
+    copy_ids(tokens.topk_idx, torch.empty_like(tokens.topk_idx), engine.slots)
+
+
+def elastic_tokens(
+    shape: ModelShape, count: int, form: tuple[int, torch.dtype, int]
+) -> tuple[Tokens, torch.Tensor | None]:
+    """(`count` tokens in one of `forms_of_rows`, their scales)."""
+    (columns, dtype, num_scales), (_, topk_idx, topk_weights) = form, shape.tokens(count)
+    scales = torch.empty(count, num_scales) if num_scales else None
+    return Tokens(torch.empty(count, columns, dtype=dtype), topk_idx, topk_weights, scales), scales
 
 
 def send_by_expert(
@@ -175,17 +196,13 @@ def send_by_expert(
 ) -> None:
     """`ElasticBuffer`'s dispatches of `count` tokens by expert, in one of `forms_of_rows`, and its
     combines."""
-    (columns, dtype, num_scales), (_, topk_idx, topk_weights) = form, shape.tokens(count)
-    scales = torch.empty(count, num_scales) if num_scales else None
-    tokens = Tokens(torch.empty(count, columns, dtype=dtype), topk_idx, topk_weights, scales)
+    tokens, scales = elastic_tokens(shape, count, form)
     again = tokens._replace(topk_idx=None, topk_weights=None)
     numbers = expanded.Numbers(shape.num_local, 1, count, shape.num_ranks)
-    stats, how = torch.zeros(shape.num_local, dtype=torch.int32), expanded.HowSent(False, True, 20)
+    how = expanded.HowSent(False, True, 20)
     for zero_padding, by_column, weights in product(*[(False, True)] * 3):
         wanted = expanded.RowsWanted(True, zero_padding, by_column, weights)
-        for added_to in (None, stats):
-            of = tokens, shape.num_experts, added_to, numbers, wanted, how
-            got = expanded.dispatch(engine, *of)
+        got = expanded.dispatch(engine, tokens, shape.num_experts, None, numbers, wanted, how)
         sizes = expanded.sizes_of(len(got.places.src_metadata), got.num_expanded, scales, wanted)
         sent = got.sent, got.places, numbers, wanted, NUM_SMS, sizes, None
         expanded.dispatch_again(engine, tokens if weights else again, *sent)
@@ -195,20 +212,6 @@ def send_by_expert(
             bias = [torch.empty(count, shape.hidden, dtype=shape.dtype)] * num_bias
             returned = got.places, got.sent, bias, once, NUM_SMS
             expanded.combine(engine, ExpertRows(y, values), *returned)
-
-
-def describe(shape: ModelShape, count: int) -> None:
-    """What else `ElasticBuffer` makes of ids and rows: copies, and where they come from."""
-    num_ranks, num_local = shape.num_ranks, shape.num_local
-    engine = kernel_engine(num_ranks, None, shape.region_bytes(count), None, shape.num_nodes)
-    tokens = Tokens(*shape.tokens(count))
-    assert tokens.topk_idx is not None
-    numbers = expanded.Numbers(num_local, 1, count, num_ranks)
-    stats = torch.zeros(num_local, dtype=torch.int32)
-    for copies_ids, added_to in product((False, True), (None, stats)):
-        wanted, how = expanded.RowsWanted(*[False] * 4), expanded.HowSent(False, copies_ids, 20)
-        expanded.dispatch(engine, tokens, shape.num_experts, added_to, numbers, wanted, how)
-    copy_ids(tokens.topk_idx, torch.empty_like(tokens.topk_idx), engine.slots)
 
 
 def call_notices(shape: ModelShape) -> None:
