@@ -78,9 +78,9 @@ def return_rows_kernel(
     """Write each received row, or the sum of its expert rows, back to its source, into this rank's
     region, in the same order.
 
-    Program 0 begins the call. The next num_push_programs push. The others concurrently sum the
-    tokens whose rows have come back, from the first one on, and leave the rest to
-    `final_sum_kernel` when the push ends. Rows of this rank's own tokens are not written: the sum
+    Program 0 begins the call. The next num_push_programs push, or of sums fewer, see
+    `_num_pushing`. The others concurrently sum the tokens whose rows have come back, from the first
+    one on, and leave the rest to `final_sum_kernel` when the push ends. Rows of this rank's own tokens are not written: the sum
     reads them, or the expert rows that they are sums of, where they are.
     """
     # These reads are on their way while the next line waits for its answer.
@@ -89,6 +89,8 @@ def return_rows_kernel(
         report_abandoned(context)
         return
     program = tl.program_id(0) - 1
+    if SUM.NUM_SUMMED > 0:
+        num_push_programs = _num_pushing(counts, num_push_programs, PUSH)
     if program < 0:
         is_sound = (tl.min(counts, 0) >= 0) & (tl.sum(counts, 0) <= num_rows)
         item_bytes: tl.constexpr = sums.out.dtype.element_ty.primitive_bitwidth // 8
@@ -123,6 +125,16 @@ def return_rows_kernel(
             )
             # fmt: on
             block = claim_next(num_push_programs, context)
+
+
+@device_function
+def _num_pushing(counts, num_programs, PUSH: tl.constexpr):
+    """So few of the programs that each pushes as many chunks of counts [RANKS_PAD] rows: a program
+    that makes sums pushes slowly, and all would wait for those that push one chunk more. Each has
+    two at least, so that the final sums begin before all rows have come. Of 64 programs 32 push 64
+    chunks, two each, and 43 push 128 or 129, three each."""
+    num_chunks = tl.maximum(tl.cdiv(tl.max(counts, 0), PUSH.CHUNK_ROWS), 1)
+    return tl.cdiv(num_chunks, tl.maximum(tl.cdiv(num_chunks, num_programs), 2))
 
 
 @device_function

@@ -24,7 +24,8 @@ BLOCK_SUMS = 8192
 SLACK = 49
 """A push is 2% slower than the link: the sums read memory concurrently."""
 SUMMED_ROWS, SUMMED_COLUMNS = 8, 1024
-"""Rows that a program makes at a time of expert rows, and then pushes, and columns of each."""
+"""Rows that a program makes at a time of expert rows, and then pushes, and columns of each; also
+tokens that it sums at a time, K rows of each that are this rank's own."""
 
 LEFT_SMS = 8
 """SMs that a combine by expert leaves to other kernels, besides those whose programs have pushed:
@@ -33,13 +34,13 @@ so these can run while its sums wait for a rank that has not come."""
 
 def combine_programs(num_programs: int, by_expert: bool) -> tuple[int, int]:
     """(programs of a combine that push, and those that sum concurrently). Nine nearly fill the
-    link. Of rows by expert K are read for each that returns: a third of the SMs push, and the
+    link. Of rows by expert K are read for each that returns: two fifths of the SMs push, and the
     others but LEFT_SMS sum, whatever num_programs is."""
     if INTERPRETED:
         return 1, num_programs - 1
     if by_expert:
         num_sms = gpu().num_sms
-        num_push = max(1, num_sms // 3)
+        num_push = max(1, 2 * num_sms // 5)
         return num_push, max(0, num_sms - num_push - LEFT_SMS)
     num_push = min(num_programs, max(8, 9 * num_programs // 16))
     return num_push, num_programs - num_push
@@ -135,6 +136,7 @@ def sum_sizes(
 ) -> SumSizes:
     """Of sums of up to num_parts rows each, this rank's of up to num_summed rows of experts."""
     hidden = row.payload_bytes // item_bytes
+    block_tokens = SUMMED_ROWS if num_summed else block_tokens
     sizes = SumSizes(
         NUM_TOPK=row.num_topk,
         TOPK_PAD=next_power_of_2(max(1, row.num_topk)),

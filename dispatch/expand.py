@@ -25,9 +25,9 @@ from .launch import Partition, Tokens, programs_on_all_sms
 from .send_kernels import push_kernel
 
 EXPAND_WARPS = 8
-EXPAND_ROWS = 8
-"""Rows that a program copies at a time, half as many bytes of them as others copy: two programs run
-on an SM, and one loads while the other stores."""
+EXPAND_BYTES = 64 * 1024
+"""Of the rows that a program copies at a time, 4 or 8: the last ones to arrive are copied K times
+after all others, and each time costs a wait and the places of the rows."""
 
 
 @functools.cache
@@ -40,7 +40,9 @@ def _expand_sizes(
 ) -> ExpandSizes:
     """The last three are 0 for the padding, which does not need them."""
     limit = next_power_of_2(vectors.num_vecs)
-    columns = BYTES_IN_FLIGHT // 2 // 4 // EXPAND_ROWS
+    block_rows = 8 if 8 * row.payload_bytes <= EXPAND_BYTES else 4
+    # Half as many bytes as others copy: two programs run on an SM; one loads, the other stores.
+    columns = BYTES_IN_FLIGHT // 2 // 4 // block_rows
     sizes = ExpandSizes(
         NUM_TOPK=num_topk,
         TOPK_PAD=next_power_of_2(max(1, num_topk)),
@@ -49,7 +51,7 @@ def _expand_sizes(
         NUM_SCALES=row.num_scales,
         SCALES_PAD=next_power_of_2(max(1, row.num_scales)),
         CHUNK_ROWS=chunk_rows,
-        BLOCK_ROWS=32 if INTERPRETED else EXPAND_ROWS,
+        BLOCK_ROWS=32 if INTERPRETED else block_rows,
         BLOCK_VECS=limit if INTERPRETED else min(limit, columns),
         ALIGNED=vectors.aligned,
     )
