@@ -80,8 +80,9 @@ def return_rows_kernel(
 
     Program 0 begins the call. The next num_push_programs push, or of sums fewer, see
     `_num_pushing`. The others concurrently sum the tokens whose rows have come back, from the first
-    one on, and leave the rest to `final_sum_kernel` when the push ends. Rows of this rank's own tokens are not written: the sum
-    reads them, or the expert rows that they are sums of, where they are.
+    one on, and leave the rest to `final_sum_kernel` when the push ends. Rows of this rank's own
+    tokens are not written: the sum reads them, or the expert rows that they are sums of, where they
+    are.
     """
     # These reads are on their way while the next line waits for its answer.
     counts = received_rows(sums.rank_prefix_matrix, tl.arange(0, SUM.RANKS_PAD), context)
