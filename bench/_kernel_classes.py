@@ -1,11 +1,18 @@
-"""What each kernel of a training step belongs to, by a trace of torch.profiler."""
+"""What each kernel of a step of a model belongs to, by a trace of torch.profiler."""
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable
+import json
+import tempfile
+from collections.abc import Callable, Collection, Iterable
 from enum import StrEnum
+from pathlib import Path
 from typing import Any
 
+import torch
+from torch.profiler import ProfilerActivity, profile
+
+from moe_engine.timing import now_s
 from moe_engine.tools.trace import covered
 
 EXPERTS, OPTIMIZER = "experts", "optimizer"
@@ -58,6 +65,19 @@ def class_of(kernel: str, ranges: Collection[str]) -> KernelClass:
     if kernel in COMMUNICATION or kernel.startswith("nccl") or EXPERTS in ranges:
         return KernelClass.COMM
     return KernelClass.OPTIMIZER if OPTIMIZER in ranges else KernelClass.DENSE
+
+
+def trace_classes(step: Callable[[], object], num_steps: int, device: str) -> dict[str, float]:
+    """The fields of `class_times` for some steps."""
+    activities = [ProfilerActivity.CPU] + [ProfilerActivity.CUDA] * (device == "cuda")
+    with profile(activities=activities) as profiler:
+        for _ in range(num_steps):
+            step()
+        now_s(torch.device(device))
+    with tempfile.TemporaryDirectory() as folder:
+        file = Path(folder, "trace.json")
+        profiler.export_chrome_trace(str(file))
+        return class_times(json.loads(file.read_text())["traceEvents"], num_steps)
 
 
 def class_times(events: Iterable[dict[str, Any]], num_steps: int) -> dict[str, float]:

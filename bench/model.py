@@ -21,7 +21,8 @@ and `decode` that of a step with a static cache, which holds `prompt` tokens bef
 "..., graph" is a CUDA graph of the step, "..., batched_mm" runs the experts as generate() of
 transformers does in decode, if the copies of weights that it makes fit: one for each expert row.
 tokens are those per rank, tokens_per_s those of all ranks. ratio is the time over that of impl
-ratio_to, its fastest if there are two, eager over eager and graph over graph.
+ratio_to, its fastest if there are two, eager over eager and graph over graph. gemm_us, comm_us,
+dense_us and busy_us, of moe_engine's prefill and of its step in a graph: see `train_step.py`.
 """
 
 from __future__ import annotations
@@ -39,6 +40,7 @@ import torch.distributed as dist
 import transformers.distributed.utils
 import typer
 from _common import save, time_calls, timed_pool
+from _kernel_classes import trace_classes
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, distribute_tensor
 from transformers import AutoModelForCausalLM, StaticCache
@@ -71,6 +73,8 @@ CHECK_TOKENS = 8
 """Tokens of each of the sequences, one per rank, whose logits are compared."""
 ERROR = {torch.bfloat16: 5e-2, torch.float32: 1e-5}
 """Largest relative difference of the logits."""
+TRACED = 4
+"""Calls whose kernels are traced."""
 BATCHED_BYTES = 4e9
 """Most that batched_mm may copy in a layer."""
 
@@ -271,7 +275,8 @@ class Bench:
         def call() -> None:
             self.model(ids, logits_to_keep=1).logits[:, -1].argmax(-1)
 
-        self.send("prefill", batch, batch * self.job.prompt, self.time(call))
+        us = self.time(call)
+        self.send("prefill", batch, batch * self.job.prompt, us, classes=self.trace(call))
 
     def decode(self, batch: int, ids: torch.Tensor) -> None:
         """The time of a step, launched by the host and as a CUDA graph."""
@@ -298,7 +303,8 @@ class Bench:
             if job.device == "cpu" or self.impl == GRAPHS:
                 continue
             if graph := self.capture(step, batch):
-                self.send("decode", batch, batch, time_steps(graph.replay), suffix, ", graph")
+                us, classes = time_steps(graph.replay), self.trace(graph.replay)
+                self.send("decode", batch, batch, us, suffix, ", graph", classes)
 
     def experts_in_decode(self, num_tokens: int) -> Any:
         """Let the experts run by grouped_mm, then by batched_mm where it fits; ours as they do."""
@@ -336,8 +342,22 @@ class Bench:
             return time_calls(call, self.group, 3)
         return tune_layer.time_calls(call, self.group, 1)
 
+    def trace(self, call: Callable[[], object]) -> dict[str, float]:
+        """Where the time of our way's calls goes on the GPU, and nothing for other ways."""
+        if self.job.device == "cpu" or self.impl != OURS:
+            return {}
+        classes = trace_classes(call, TRACED, self.job.device)
+        return {name: us for name, us in classes.items() if us}
+
     def send(
-        self, verb: str, batch: int, tokens: int, us: float, suffix: str = "", graph: str = ""
+        self,
+        verb: str,
+        batch: int,
+        tokens: int,
+        us: float,
+        suffix: str = "",
+        graph: str = "",
+        classes: dict[str, float] | None = None,
     ) -> None:
         """One result line from rank 0."""
         key, other = (verb, batch, graph), RATIO_TO.get(self.impl)
@@ -351,7 +371,8 @@ class Bench:
             fields |= dict(dtype="bf16" if job.dtype == torch.bfloat16 else "fp32")
             fields |= dict(tokens_per_s=round(1e6 * tokens * self.num_ranks / us))
             fields |= dict(ratio=None if other_us is None else round(us / other_us, 3))
-            send_message(fields | dict(error=self.error and round(self.error, 8)))
+            fields |= dict(error=self.error and round(self.error, 8))
+            send_message(fields | (classes or {}))
 
 
 def _local(weight: torch.Tensor) -> torch.Tensor:

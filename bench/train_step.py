@@ -27,8 +27,6 @@ per rank, tokens_per_s those of all.
 from __future__ import annotations
 
 import gc
-import json
-import tempfile
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -41,10 +39,10 @@ import torch
 import torch.distributed as dist
 import typer
 from _common import save, timed_pool
-from _kernel_classes import EXPERTS, OPTIMIZER, class_times
+from _kernel_classes import EXPERTS, OPTIMIZER, trace_classes
 from rich.console import Console
 from rich.table import Table
-from torch.profiler import ProfilerActivity, profile, record_function
+from torch.profiler import record_function
 
 from moe_engine.emulation import send_message
 from moe_engine.integrations.transformers import experts_layers, shard_experts
@@ -218,16 +216,8 @@ class Training:
 
     def trace(self) -> dict[str, float]:
         """The fields of `class_times`."""
-        is_cuda = self.job.device == "cuda"
-        activities = [ProfilerActivity.CPU] + [ProfilerActivity.CUDA] * is_cuda
-        with tempfile.TemporaryDirectory() as folder, ranges_of_experts(self.model):
-            with profile(activities=activities) as profiler:
-                for _ in range(TRACED):
-                    self.step()
-                now_s(torch.device(self.job.device))
-            file = Path(folder, "trace.json")
-            profiler.export_chrome_trace(str(file))
-            return class_times(json.loads(file.read_text())["traceEvents"], TRACED)
+        with ranges_of_experts(self.model):
+            return trace_classes(self.step, TRACED, self.job.device)
 
     def close(self) -> None:
         if self.buffer is not None:
