@@ -32,6 +32,7 @@ import zlib
 from collections.abc import Callable
 from contextlib import nullcontext
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -288,14 +289,14 @@ class Bench:
             logits = self.model(x, past_key_values=cache, logits_to_keep=1).logits
             token.copy_(logits[:, -1].argmax(-1, keepdim=True))
 
-        def time_steps(call: Callable[[], object]) -> float:
-            def call_all() -> None:
-                for layer in cache.layers:
-                    layer.cumulative_length.fill_(job.prompt)
-                for _ in range(job.new_tokens):
-                    call()
+        def call_all(call: Callable[[], object]) -> None:
+            for layer in cache.layers:
+                layer.cumulative_length.fill_(job.prompt)
+            for _ in range(job.new_tokens):
+                call()
 
-            return self.time(call_all) / job.new_tokens
+        def time_steps(call: Callable[[], object]) -> float:
+            return self.time(partial(call_all, call)) / job.new_tokens
 
         step(ids)
         for suffix in self.experts_in_decode(len(ids)):
@@ -303,7 +304,8 @@ class Bench:
             if job.device == "cpu" or self.impl == GRAPHS:
                 continue
             if graph := self.capture(step, batch):
-                us, classes = time_steps(graph.replay), self.trace(graph.replay)
+                us = time_steps(graph.replay)
+                classes = self.trace(partial(call_all, graph.replay), job.new_tokens)
                 self.send("decode", batch, batch, us, suffix, ", graph", classes)
 
     def experts_in_decode(self, num_tokens: int) -> Any:
@@ -342,12 +344,13 @@ class Bench:
             return time_calls(call, self.group, 3)
         return tune_layer.time_calls(call, self.group, 1)
 
-    def trace(self, call: Callable[[], object]) -> dict[str, float]:
-        """Where the time of our way's calls goes on the GPU, and nothing for other ways."""
+    def trace(self, call: Callable[[], object], num_steps: int = 1) -> dict[str, float]:
+        """Where the time of a call of our way, or of one of its steps, goes on the GPU; nothing for
+        other ways."""
         if self.job.device == "cpu" or self.impl != OURS:
             return {}
         classes = trace_classes(call, TRACED, self.job.device)
-        return {name: us for name, us in classes.items() if us}
+        return {name: round(us / num_steps, 1) for name, us in classes.items() if us}
 
     def send(
         self,
