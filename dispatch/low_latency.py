@@ -8,6 +8,7 @@ import torch
 
 from ..device.context import Kind
 from ..device.ring import Rows
+from ..grouped_gemm.schedule import TileSchedule
 from ..hardware import gpu
 from ..low_latency_handle import LowLatencyHandle, LowLatencySizes, num_items
 from ..row_vectors import RowVectors
@@ -129,9 +130,11 @@ def low_latency_dispatch(
     wait_stats: torch.Tensor | None,
     phases: str,
     ring: Ring,
+    schedule: TileSchedule | None = None,
 ) -> None:
     """Send the tokens, pack what arrives, or both: phases "send", "receive" or "both". recv_stats
-    int32 [L] and wait_stats int64 [R] (ns) are added to."""
+    int32 [L] and wait_stats int64 [R] (ns) are added to. schedule: memory for that of a product of
+    compact rows, which is launched next."""
     x, topk_weights, max_tokens = tokens.x, tokens.topk_weights, tokens.max_tokens
     vectors, row, num_topk = tokens.vectors, tokens.row, tokens.num_topk
     block = max(128, next_power_of_2(x.shape[1] if tokens.is_cast else vectors.num_vecs))
@@ -142,18 +145,20 @@ def low_latency_dispatch(
     sizes = row, num_topk, tokens.num_experts, vectors.dtype, block
     grid = 0 if phases == "receive" else 1 + ring.num_ranks + len(x)
     grid += 0 if phases == "send" else num_receive_programs(len(x))
+    block_m = 0 if schedule is None else schedule.block_m
+    tiles = None if schedule is None else schedule.for_kernels
     ring.context.launch(
         low_latency_dispatch_kernel,
         (grid,),
         SentTokens(x if tokens.is_cast else vectors.view(x), tokens.topk_idx, topk_weights),
-        out._replace(x=vectors.view(out.x), scales=scales),
+        out._replace(x=vectors.view(out.x), scales=scales, tiles=tiles),
         recv_stats,
         wait_stats,
         ring.context.fields,
         len(x),
         max_tokens,
         Rows(vectors.num_vecs, header_bytes(max_tokens, num_topk), row.trailer, row.num_bytes),
-        CONFIG=ring.config(kind, *sizes, tokens.row_format),
+        CONFIG=ring.config(kind, *sizes, tokens.row_format, block_m),
         PHASES=phases,
         step=f"low_latency_dispatch, {phases}",
         num_warps=NUM_WARPS,

@@ -45,8 +45,12 @@ def low_latency_dispatch_kernel(
     and rank 1 one with [[0, 1]]. Rank 0 gets rows (source, token) of expert 0: (0, 0) (0, 1) (0, 3)
     (1, 0), of expert 1: (0, 1) (1, 0); layout_range counts [[3, 1], [1, 1]], beginning at
     [[0, 3], [0, 1]].
+
+    The next launch may begin at once; with BLOCK_M, where it is a product that fills the chip, when
+    the counts of all ranks have come: so all are in the call.
     """
-    pdl_launch_dependents(PDL)
+    if CONFIG.BLOCK_M == 0:
+        pdl_launch_dependents(PDL)
     since = begin_span()
     program = tl.program_id(0)
     slot = open_slot(received.call, context, max_tokens, rows, CONFIG, PHASES != "receive", PDL)
@@ -66,5 +70,5 @@ def low_latency_dispatch_kernel(
     if PHASES != "send":
         if receiver >= 0:
             num_receivers = tl.num_programs(0) - program + receiver
-            receive(receiver, num_receivers, slot, received, recv_stats, wait_stats, CONFIG)
+            receive(receiver, num_receivers, slot, received, recv_stats, wait_stats, CONFIG, PDL)
             end_span(ROLE_PACK, receiver, since, context)

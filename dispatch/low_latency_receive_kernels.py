@@ -15,6 +15,7 @@ from ..device.lang import (
     row_mask,
     row_pointers,
 )
+from ..device.programs import pdl_launch_dependents
 from ..device.ptx import any_thread
 from ..device.ring import (
     COUNT_BITS,
@@ -34,6 +35,7 @@ from ..device.ring import (
     wait_active_ranks,
     wait_ranks,
 )
+from ..grouped_gemm.schedule_kernels import Tiles, pack_tile
 
 BATCH = tl.constexpr(2)
 """Rows that a program packs together."""
@@ -55,10 +57,14 @@ class Received(NamedTuple):
     layout_range: tl.tensor  # int64 [L, R]: begin << 32 | count by source; compact: None
     returns: tl.tensor  # int32 [R, M, 1 + 3 * K]
     call: tl.tensor  # int64 [1 + R]: epoch of the dispatch, tokens of each rank
+    tiles: Tiles | None = None  # of compact rows, for a product of them
 
 
 @device_function
-def receive(program, num_programs, slot, received, recv_stats, wait_stats, CONFIG: tl.constexpr):
+def receive(
+    program, num_programs, slot, received, recv_stats, wait_stats, CONFIG: tl.constexpr,
+    PDL: tl.constexpr,
+):  # fmt: skip
     """Program 0 stores how much comes; the others pack the rows as they arrive, each of them every
     n-th: the ranks' first tokens, their second ones, ..."""
     ranks = tl.arange(0, slot.shift.shape[0])
@@ -70,6 +76,8 @@ def receive(program, num_programs, slot, received, recv_stats, wait_stats, CONFI
             times += tl.load(wait_stats + ranks, mask=real, other=0)
             tl.store(wait_stats + ranks, times, mask=real)
     counts = _wait_counts(program, slot, CONFIG)
+    if CONFIG.BLOCK_M > 0:
+        pdl_launch_dependents(PDL)
     tokens_of = _check_fields(counts, slot, CONFIG)
     index = tl.arange(0, counts.shape[1])
     is_count = (index >= FIELDS) & (index < FIELDS + CONFIG.EXPERTS)
@@ -80,6 +88,8 @@ def receive(program, num_programs, slot, received, recv_stats, wait_stats, CONFI
         note_received(slot)
         tl.store(received.call + 1 + ranks, tokens_of.to(tl.int64), mask=ranks < CONFIG.RANKS)
         _store_counts(counts, begins, totals, received, recv_stats, CONFIG)
+        if CONFIG.BLOCK_M > 0:
+            _store_tiles(index - FIELDS, totals, received.tiles, slot, CONFIG)
     if received.layout_range is None:
         begins += (tl.cumsum(totals, 0) - totals)[None, :]
     else:
@@ -204,6 +214,22 @@ def _store_counts(counts, begins, totals, received, recv_stats, CONFIG: tl.const
     if recv_stats is not None:
         old = tl.load(recv_stats + experts, mask=real, other=0)
         tl.store(recv_stats + experts, old + totals, mask=real)
+
+
+@device_function
+def _store_tiles(experts, totals, tiles, slot, CONFIG: tl.constexpr):
+    """Cut the rows of each expert into tiles, as `schedule_kernels._tile_schedule_kernel` does:
+    BLOCK_M 2, totals 3, 0, 1 give (expert, row, number of rows) (0, 0, 2) (0, 2, 1) (2, 3, 1)."""
+    most_rows = CONFIG.RANKS * slot.max_tokens * min(CONFIG.NUM_TOPK, CONFIG.EXPERTS)
+    ends = tl.cumsum(totals, 0)
+    begins, ends = tl.minimum(ends - totals, most_rows), tl.minimum(ends, most_rows)
+    count = tl.cdiv(ends - begins, CONFIG.BLOCK_M)
+    first = tl.cumsum(count, 0) - count
+    for number in range(0, tl.max(count, 0)):
+        row = begins + number * CONFIG.BLOCK_M
+        packed = pack_tile(experts, row, tl.minimum(ends - row, CONFIG.BLOCK_M))
+        tl.store(tiles.packed + first + number, packed, mask=number < count)
+    tl.store(tiles.count, tl.sum(count, 0))
 
 
 @device_function

@@ -37,6 +37,14 @@ class TileSchedule(NamedTuple):
     max_rows: int
     block_m: int
 
+    @classmethod
+    def empty(cls, offsets: torch.Tensor, max_rows: int, block_m: int) -> TileSchedule:
+        """Room for the tiles."""
+        num_tiles = triton.cdiv(max_rows, block_m) + len(offsets) - 1
+        tiles = offsets.new_empty(num_tiles, dtype=torch.int64)
+        count = offsets.new_empty(1, dtype=torch.int32)
+        return cls(tiles, count, offsets, max_rows, block_m)
+
     @property
     def for_kernels(self) -> Tiles:
         """What a GEMM's kernel reads of it."""
@@ -72,18 +80,16 @@ def _tile_schedule(offsets: torch.Tensor, max_rows: int, block_m: int) -> TileSc
             f"to {MAX_EXPERTS + 1}."
         )
     offsets = offsets.contiguous()
-    max_tiles = triton.cdiv(max_rows, block_m) + num_experts
-    tiles = torch.empty(max_tiles, dtype=torch.int64, device=offsets.device)
-    num_tiles = torch.empty(1, dtype=torch.int32, device=offsets.device)
+    schedule = TileSchedule.empty(offsets, max_rows, block_m)
     launch(
         _tile_schedule_kernel,
         (num_experts,),
-        *(offsets, tiles, num_tiles, num_experts, max_rows, max_tiles),
+        *(offsets, *schedule.for_kernels, num_experts, max_rows, len(schedule.tiles)),
         BLOCK_M=block_m,
         MAX_EXPERTS=next_power_of_2(num_experts),
         STEP=128,
     )
-    return TileSchedule(tiles, num_tiles, offsets, max_rows, block_m)
+    return schedule
 
 
 def checked_block_m(schedule: TileSchedule | None) -> int | None:

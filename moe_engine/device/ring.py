@@ -64,6 +64,7 @@ class CallConfig(NamedTuple):
     NUM_EXPERTS: Any  # of all ranks
     K_PAD: Any  # NUM_TOPK, padded
     ENTRY: Any  # int32 values that `returns` has for a token
+    BLOCK_M: Any = 0  # rows of a tile of the product that a dispatch cuts them for; 0: none
 
 
 class Rows(NamedTuple):

@@ -7,7 +7,7 @@ from typing import NamedTuple
 
 import torch
 
-from ..grouped_gemm import gemm_config, tile_schedule
+from ..grouped_gemm import gemm_config
 from ..grouped_gemm.config import GemmConfig
 from ..grouped_gemm.launch import multiply
 from ..grouped_gemm.operands import Epilogue, Rows
@@ -66,18 +66,15 @@ def expert_tiles(inputs: LayerInputs, num_rows: int) -> tuple[GemmConfig, GemmCo
 def multiply_up(
     rows: Rows,
     inputs: LayerInputs,
-    offsets: torch.Tensor,
+    schedule: TileSchedule,
     tiles: GemmConfig,
     memory: ExpertMemory,
     num_free_sms: int = 0,
-) -> TileSchedule:
-    """The first product and its activation, of rows [M, H], see `received_operand`, those of each
-    expert from its offset, int32 [L + 1], on. num_free_sms: see `launch.multiply`."""
-    most = len(memory.act)
-    schedule = tile_schedule(offsets, most, tiles.block_m)
-    how = schedule, most, memory.act, tiles, num_free_sms
+) -> None:
+    """The first product and its activation, of rows [M, H], see `received_operand`. num_free_sms:
+    see `launch.multiply`."""
+    how = schedule, len(memory.act), memory.act, tiles, num_free_sms
     multiply(rows, inputs.up, Epilogue(inputs.activation), *how)
-    return schedule
 
 
 def multiply_down(

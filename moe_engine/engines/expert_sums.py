@@ -30,7 +30,8 @@ def sums_of_experts(rows: LayerInputs, num_rows: int) -> torch.Tensor:
     offsets = places.offsets
     x = take_rows(rows.x, places.slots, rows.topk_idx.shape[1], offsets[-1:])
     memory, tiles = ExpertMemory.empty(rows, num_rows), expert_tiles(rows, num_rows)
-    schedule = multiply_up(received_operand(x, rows), rows, offsets, tiles[0], memory)
+    schedule = tile_schedule(offsets, num_rows, tiles[0].block_m)
+    multiply_up(received_operand(x, rows), rows, schedule, tiles[0], memory)
     y = multiply_down(rows, schedule, tiles[1], memory, places.row_weights)
     sums, _ = sum_rows(y, places.dst_rows)
     return sums

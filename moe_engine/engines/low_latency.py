@@ -21,6 +21,7 @@ from ..dispatch.low_latency import (
 from ..dispatch.low_latency_receive_kernels import Received
 from ..errors import CapacityError
 from ..grouped_gemm.operands import Rows
+from ..grouped_gemm.schedule import TileSchedule
 from ..kinds import Described
 from ..low_latency_handle import LowLatencyHandle, LowLatencySizes
 from ..symm.ring import MAX_LOCAL_EXPERTS, MAX_ROWS, LowLatencyRow, Ring, header_bytes
@@ -191,12 +192,13 @@ class LowLatency(HookedCalls):
         memory = ExpertMemory.empty(inputs, most_rows)
         received = new_compact(sent, self.num_ranks)
         assert len(received.x) == most_rows
-        low_latency_dispatch(sent, received, None, None, phases, self.ring)
-        self.ring.context.step = "multiply"
-        rows = Rows(received.x, scale=received.scales)
         # Balanced routing brings as many rows as this rank sends out.
         up, down = expert_tiles(inputs, max_tokens * topk_idx.shape[1])
-        schedule = multiply_up(rows, inputs, received.counts, up, memory)
+        schedule = TileSchedule.empty(received.counts, most_rows, up.block_m)
+        low_latency_dispatch(sent, received, None, None, phases, self.ring, schedule)
+        self.ring.context.step = "multiply"
+        rows = Rows(received.x, scale=received.scales)
+        multiply_up(rows, inputs, schedule, up, memory)
         y = multiply_down(inputs, schedule, down, memory)
         returned = ExpertRows(y, topk_idx, None, received.returns, received.call, out)
         low_latency_combine(returned, None, num_experts, None, phases, self.ring)

@@ -10,7 +10,7 @@ from ..device.internode import NEAR
 from ..dispatch import NUM_CONCURRENT, Received
 from ..expert_major import Places, place_into, sum_rows
 from ..grouped_gemm.config import GemmConfig
-from ..grouped_gemm.schedule import TileSchedule
+from ..grouped_gemm.schedule import TileSchedule, tile_schedule
 from .base import LayerInputs
 from .expert_products import (
     ExpertMemory,
@@ -67,8 +67,10 @@ class Part(NamedTuple):
 
     def up(self, inputs: LayerInputs) -> TileSchedule:
         """The first product."""
-        rows, how = received_operand(self.rows, inputs), (self.tiles[0], self.memory)
-        return multiply_up(rows, inputs, self.places.offsets, *how, self.num_free_sms)
+        rows, tiles = received_operand(self.rows, inputs), self.tiles[0]
+        schedule = tile_schedule(self.places.offsets, len(self.rows), tiles.block_m)
+        multiply_up(rows, inputs, schedule, tiles, self.memory, self.num_free_sms)
+        return schedule
 
     def down(self, inputs: LayerInputs, schedule: TileSchedule, sums: torch.Tensor) -> None:
         """The second product, and its sums [N, H] for the rows of this part."""

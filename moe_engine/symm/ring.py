@@ -105,11 +105,13 @@ class Ring(RankMemory[RingLayout]):
         dtype: torch.dtype,
         block: int,
         row_format: str | None = None,
+        block_m: int = 0,
     ) -> CallConfig:
         """What a kernel of a call is compiled for. dtype: in which type it moves rows; block, a
-        power of two: the columns that hold a row; row_format: that of a dispatch."""
-        of_ring = self.num_ranks, self.context.shrinks
-        return _config(kind, row, num_topk, num_experts, dtype, block, row_format, *of_ring)
+        power of two: the columns that hold a row; row_format: that of a dispatch; block_m: rows of
+        the tiles that it cuts them into."""
+        sizes = kind, row, num_topk, num_experts, dtype, block
+        return _config(*sizes, row_format, block_m, self.num_ranks, self.context.shrinks)
 
 
 @functools.cache
@@ -121,6 +123,7 @@ def _config(
     dtype: torch.dtype,
     block: int,
     row_format: str | None,
+    block_m: int,
     num_ranks: int,
     shrinks: bool,
 ) -> CallConfig:
@@ -137,5 +140,6 @@ def _config(
         NUM_EXPERTS=num_experts,
         K_PAD=next_power_of_2(num_topk),
         ENTRY=1 + 3 * num_topk,
+        BLOCK_M=block_m,
     )
     return constants(config)
