@@ -46,7 +46,7 @@ COSTS = {  # launches, allocations: of the parts of each call
     "hooked_dispatch": [(1, 2), (1, 0)],
     "hooked_combine": [(1, 2), (1, 0)],
     "moe_ffn": [(12, 2)],
-    "moe_ffn_decode": [(5, 2)],
+    "moe_ffn_decode": [(4, 2)],
     "by_token_synced": [(2, 3), (2, 1), (2, 0), (2, 0)],
     "by_token": [(8, 6)],
     "by_token_cached": [(5, 5)],
