@@ -126,7 +126,7 @@ def test_the_number_of_variants_is_bounded():
     for variant in needed().values():
         counts[variant.kernel.__name__] = counts.get(variant.kernel.__name__, 0) + 1
     assert sum(counts.values()) <= 262, counts
-    assert counts["low_latency_dispatch_kernel"] == 3 * 3 * 2 + 1  # a layer has one more
+    assert counts["low_latency_dispatch_kernel"] == 3 * 3 * 2 + 2  # layers: by block_m
 
 
 def test_nothing_is_left_of_the_stand_in():
