@@ -130,10 +130,10 @@ def return_rows_kernel(
 
 @device_function
 def _num_pushing(counts, num_programs, PUSH: tl.constexpr):
-    """So few of the programs that each pushes as many chunks of counts [RANKS_PAD] rows: a program
-    that makes sums pushes slowly, and all would wait for those that push one chunk more. Each has
-    two at least, so that the final sums begin before all rows have come. Of 64 programs 32 push 64
-    chunks, two each, and 43 push 128 or 129, three each."""
+    """How many of the programs push counts [RANKS_PAD] rows of sums: as few as push all chunks in
+    the same number of rounds, two at least. A program that makes sums pushes slowly: if a few had
+    one chunk more, all others would wait for them. And with two rounds the final sums begin before
+    all rows have come. Of 52 programs 32 push 64 chunks, two each, and 43 push 128, three each."""
     num_chunks = tl.maximum(tl.cdiv(tl.max(counts, 0), PUSH.CHUNK_ROWS), 1)
     return tl.cdiv(num_chunks, tl.maximum(tl.cdiv(num_chunks, num_programs), 2))
 
