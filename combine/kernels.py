@@ -78,11 +78,11 @@ def return_rows_kernel(
     """Write each received row, or the sum of its expert rows, back to its source, into this rank's
     region, in the same order.
 
-    Program 0 begins the call. The next num_push_programs push, or of sums fewer, see
-    `_num_pushing`. The others concurrently sum the tokens whose rows have come back, from the first
-    one on, and leave the rest to `final_sum_kernel` when the push ends. Rows of this rank's own
-    tokens are not written: the sum reads them, or the expert rows that they are sums of, where they
-    are.
+    Program 0 begins the call. The next num_push_programs push, or, where rows are sums, as many as
+    `_num_pushing` says. The others concurrently sum the tokens whose rows have come back, from the
+    first one on, and leave the rest to `final_sum_kernel` when the push ends. Rows of this rank's
+    own tokens are not written: the sum reads them, or the expert rows that they are sums of, where
+    they are.
     """
     # These reads are on their way while the next line waits for its answer.
     counts = received_rows(sums.rank_prefix_matrix, tl.arange(0, SUM.RANKS_PAD), context)
@@ -90,8 +90,12 @@ def return_rows_kernel(
         report_abandoned(context)
         return
     program = tl.program_id(0) - 1
+    first_summing = num_push_programs
     if SUM.NUM_SUMMED > 0:
-        num_push_programs = _num_pushing(counts, num_push_programs, PUSH)
+        # Where few push, not all others sum: these wait, and have an SM each.
+        num_pushing = _num_pushing(counts, num_push_programs, PUSH)
+        first_summing = tl.maximum(num_pushing, num_push_programs * 3 // 5)
+        num_push_programs = num_pushing
     if program < 0:
         is_sound = (tl.min(counts, 0) >= 0) & (tl.sum(counts, 0) <= num_rows)
         item_bytes: tl.constexpr = sums.out.dtype.element_ty.primitive_bitwidth // 8
@@ -117,7 +121,7 @@ def return_rows_kernel(
                 _put_sums, PUSH, False,
             )
             # fmt: on
-    else:
+    elif program >= first_summing:
         block = claim(context)
         while block < tl.cdiv(num_tokens, SUM.BLOCK_TOKENS):
             # fmt: off

@@ -24,8 +24,8 @@ BLOCK_SUMS = 8192
 SLACK = 49
 """A push is 2% slower than the link: the sums read memory concurrently."""
 SUMMED_ROWS, SUMMED_COLUMNS = 8, 1024
-"""Rows that a program makes at a time of expert rows, and then pushes, and columns of each; also
-tokens that it sums at a time, K rows of each that are this rank's own."""
+"""Rows that a program makes of expert rows at a time, and then pushes, and columns of each; also
+the tokens that it sums at a time, where it reads up to K expert rows of this rank for each."""
 
 LEFT_SMS = 8
 """SMs that a combine by expert leaves to other kernels, besides those whose programs have pushed:
@@ -34,8 +34,8 @@ so these can run while its sums wait for a rank that has not come."""
 
 def combine_programs(num_programs: int, by_expert: bool) -> tuple[int, int]:
     """(programs of a combine that push, and those that sum concurrently). Nine nearly fill the
-    link. Of rows by expert K are read for each that returns: two fifths of the SMs push, and the
-    others but LEFT_SMS sum, whatever num_programs is."""
+    link. Of rows by expert K are read for each that returns: at most two fifths of the SMs push,
+    see `return_rows_kernel`, and the others but LEFT_SMS sum, whatever num_programs is."""
     if INTERPRETED:
         return 1, num_programs - 1
     if by_expert:

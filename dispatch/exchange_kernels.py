@@ -64,7 +64,7 @@ def exchange_kernel(
     max_rows,
     num_local_experts,
     shape,  # signature.RowShape
-    form,  # see `signature_of`
+    form,  # see `launch.form_of`
     SIZES: tl.constexpr,  # ExchangeSizes
     PDL: tl.constexpr,
 ):
@@ -74,9 +74,10 @@ def exchange_kernel(
     ranks stop here alike.
 
     A PDL launch after the send plan, of which it reads nothing; the send plan has waited for the
-    counts before it lets this begin. The next launch must not begin before this ends, as it would
-    fill the chip while this waits for peers that have not come yet; unless it is one of a few,
-    `num_early_programs`, which leave room.
+    counts before it lets this begin. The next launch may begin at once if it is one of a few,
+    `num_early_programs`, which leave room. Else it would fill the chip while this waits for peers
+    that have not come yet: for rows by expert it begins when all are in the call, for rows by token
+    when this ends.
     """
     if num_early_programs > 0:
         pdl_launch_dependents(PDL)
@@ -100,7 +101,7 @@ def exchange_kernel(
         )
         # fmt: on
     else:
-        read_counts(counts, signature, max_rows, form, num_local_experts, context, SIZES)
+        read_counts(counts, signature, max_rows, form, num_local_experts, context, SIZES, PDL)
 
 
 @device_function
@@ -125,15 +126,17 @@ def clear_counts(counts, num_local_experts, context, SIZES: tl.constexpr):
     if counts.earlier_ranks is not None:
         tl.store(counts.earlier_ranks + everywhere, tl.zeros_like(everywhere), mask=is_expert)
     if counts.num_per_expert is not None:
-        nothing = tl.zeros_like(experts)
-        _put_totals(nothing, nothing, tl.zeros_like(ranks), counts, num_local_experts, context)
+        tl.store(counts.psum_per_expert + experts, tl.zeros_like(experts), mask=real)
+        tl.store(counts.num_per_expert + experts, tl.zeros_like(experts), mask=real)
 
 
 @device_function
-def read_counts(counts, signature, max_rows, form, num_local_experts, context, SIZES: tl.constexpr):
-    """Wait for the counts of all ranks and write what follows from them to `launch.Counts`; `form`
-    has the alignment, see `signature_of`. Where any rank has more than `max_rows` rows for another
-    one, or fewer than none, report it."""
+def read_counts(
+    counts, signature, max_rows, form, num_local_experts, context, SIZES: tl.constexpr,
+    PDL: tl.constexpr = False,
+):  # fmt: skip
+    """Wait for the counts of all ranks and write what follows from them to `launch.Counts`. Where
+    any rank has more than `max_rows` rows for another one, or fewer than none, report it."""
     num_ranks = tl.load(context + NUM_RANKS).to(tl.int32)
     num_experts = num_local_experts * num_ranks
     ranks = tl.arange(0, SIZES.RANKS_PAD)
@@ -141,10 +144,11 @@ def read_counts(counts, signature, max_rows, form, num_local_experts, context, S
     real = experts < num_local_experts
     tl.store(counts.signature + tl.arange(0, SIGNATURE_WORDS), signature)
     ready = wait_signatures(signature, context, SIZES.RANKS_PAD)
+    if counts.earlier_ranks is not None:
+        pdl_launch_dependents(PDL)
     if ready == 1:  # else the counts are of another shape, and numbers of rows stay 0
         rank = tl.load(context + RANK).to(tl.int32)
         rows = tl.zeros([SIZES.RANKS_PAD], tl.int32)
-        rank_ends = tl.zeros([SIZES.RANKS_PAD], tl.int32)
         totals = tl.zeros([SIZES.EXPERTS_PAD], tl.int32)
         everywhere = tl.arange(0, SIZES.ALL_EXPERTS_PAD)
         of_group = tl.zeros([SIZES.ALL_EXPERTS_PAD], tl.int32)
@@ -158,9 +162,8 @@ def read_counts(counts, signature, max_rows, form, num_local_experts, context, S
             rows += sent
             to = counts.rank_prefix_matrix + source * num_ranks + ranks
             tl.store(to, rows, mask=ranks < num_ranks)
-            own = tl.sum(tl.where(ranks == rank, rows, 0), 0)
-            rank_ends = tl.where(ranks == source, own, rank_ends)
             if counts.recv_rank_prefix is not None:
+                own = tl.sum(tl.where(ranks == rank, rows, 0), 0)
                 tl.store(counts.recv_rank_prefix + source, own)
             received = tl.load(theirs + rank * num_local_experts + experts, mask=real, other=0)
             to = counts.recv_expert_counts + source * num_local_experts + experts
@@ -177,24 +180,14 @@ def read_counts(counts, signature, max_rows, form, num_local_experts, context, S
         else:
             tl.store(counts.expert_offsets + 1 + experts, tl.cumsum(totals, 0), mask=real)
             if counts.num_per_expert is not None:
-                alignment = form >> 2
+                alignment = form >> 2  # see `launch.form_of`
                 aligned = tl.cdiv(totals, alignment) * alignment
                 ends = tl.cumsum(aligned, 0)
                 if counts.earlier_ranks is not None:
                     ends -= aligned - totals
-                _put_totals(ends, totals, rank_ends, counts, num_local_experts, context)
+                tl.store(counts.psum_per_expert + experts, ends, mask=real)
+                tl.store(counts.num_per_expert + experts, totals, mask=real)
                 tl.atomic_add(counts.stats + experts, totals, mask=real, sem="relaxed")
-
-
-@device_function
-def _put_totals(ends, totals, rank_ends, counts, num_local_experts, context):
-    """Write the totals of `launch.Counts`: where the rows of each expert end, how many there are,
-    and where those of each source rank end."""
-    experts, ranks = tl.arange(0, ends.shape[0]), tl.arange(0, rank_ends.shape[0])
-    tl.store(counts.psum_per_expert + experts, ends, mask=experts < num_local_experts)
-    tl.store(counts.num_per_expert + experts, totals, mask=experts < num_local_experts)
-    num_ranks = tl.load(context + NUM_RANKS).to(tl.int32)
-    tl.store(counts.psum_per_rank + ranks, rank_ends, mask=ranks < num_ranks)
 
 
 # --- A layer -----------------------------------------------------------------------------------

@@ -145,7 +145,7 @@ def exchange_internode_kernel(
     most_rows,  # M; of a low-latency call the most tokens of a rank
     num_local_experts,
     shape,  # signature.RowShape
-    form,  # see `signature_of`
+    form,  # see `launch.form_of`
     SIZES: tl.constexpr,  # InternodeSizes
     COUNTS: tl.constexpr,  # exchange_kernels.ExchangeSizes
 ):

@@ -128,10 +128,10 @@ class Counts(NamedTuple):
     [R, L]: rows of each source for each local expert. expert_offsets int32 [L + 1]: their running
     total by expert. signature int32 [16]: of the dispatch, see `device/signature.py`. group_counts
     int32 [E]: rows of all ranks for each expert of all ranks. recv_rank_prefix int32 [R], on
-    several nodes: rows of ranks 0..i to this rank. earlier_ranks int32 [E], of rows by expert: rows
-    of the ranks before this one for each expert of all ranks. The rest is what ElasticBuffer
-    returns, see `TotalsWanted`: psum_per_expert int32 [L] and psum_per_rank int32 [R], where the
-    rows of each local expert and of each source rank end, and num_per_expert int32 [L].
+    several nodes and for ElasticBuffer: rows of ranks 0..i to this rank. earlier_ranks int32 [E],
+    of rows by expert: rows of the ranks before this one for each expert of all ranks. See
+    `TotalsWanted`: psum_per_expert int32 [L], where the rows of each local expert end,
+    num_per_expert int32 [L], and stats int32 [L], which is added to.
     """
 
     rank_prefix_matrix: torch.Tensor
@@ -143,7 +143,6 @@ class Counts(NamedTuple):
     earlier_ranks: torch.Tensor | None = None
     psum_per_expert: torch.Tensor | None = None
     num_per_expert: torch.Tensor | None = None
-    psum_per_rank: torch.Tensor | None = None
     stats: torch.Tensor | None = None
 
     @classmethod
@@ -168,23 +167,25 @@ class Counts(NamedTuple):
             earlier_ranks=new(layout.num_experts) if totals.by_expert else None,
             psum_per_expert=new(num_local_experts),
             num_per_expert=new(num_local_experts),
-            psum_per_rank=new(num_ranks),
-            # Else nobody reads it: there is one kernel for both.
+            recv_rank_prefix=new(num_ranks),
+            # Without stats the kernel adds to memory that nobody reads: it is one kernel for both.
             stats=new(num_local_experts) if totals.stats is None else totals.stats,
         )
 
     @property
     def totals(self) -> tuple[torch.Tensor, ...]:
-        """psum_per_expert, num_per_expert and psum_per_rank, if they were wanted."""
-        totals = self.psum_per_expert, self.num_per_expert, self.psum_per_rank
-        return tuple(one for one in totals if one is not None)
+        """psum_per_expert, num_per_expert and recv_rank_prefix, if they were wanted."""
+        if self.psum_per_expert is None:
+            return ()
+        assert self.num_per_expert is not None and self.recv_rank_prefix is not None
+        return self.psum_per_expert, self.num_per_expert, self.recv_rank_prefix
 
 
 class TotalsWanted(NamedTuple):
-    """What ElasticBuffer wants of a dispatch besides. Ends of an expert's rows are counted with
-    padding to multiples of the alignment, and the last one's own padding is left out by_expert.
-    `src_metadata` numbers the max_tokens of a rank. stats int32 [L], to which the rows of each
-    local expert are added, or None."""
+    """What ElasticBuffer wants of a dispatch besides. The rows of each expert are padded to a
+    multiple of the alignment, and end after that padding, or by_expert before it. `src_metadata`
+    numbers the max_tokens of a rank. stats int32 [L], to which the rows of each local expert are
+    added, or None."""
 
     alignment: int
     max_tokens: int

@@ -20,6 +20,10 @@ if TYPE_CHECKING:
     from .launch import Counts
 
 
+LEFT_SMS = 32
+"""SMs without a program that waits for peers."""
+
+
 @functools.cache
 def _place_sizes(num_topk: int, num_experts: int, tokens: int) -> PlaceTokensSizes:
     sizes = PlaceTokensSizes(
@@ -38,9 +42,9 @@ def num_programs(layout: RoutingLayout) -> int:
 
 
 def num_early_programs(layout: RoutingLayout) -> int:
-    """So many if these leave room on the chip, else 0; see `exchange_kernel`."""
+    """So many if these leave SMs to other kernels, else 0; see `exchange_kernel`."""
     num = num_programs(layout)
-    return num if num <= 2 * gpu().num_sms else 0
+    return num if num <= gpu().num_sms - LEFT_SMS else 0
 
 
 def place_tokens(

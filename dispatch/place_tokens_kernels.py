@@ -48,9 +48,10 @@ def place_tokens_kernel(
     those of `layout_kernel`. A rank's experts have the numbers from the first row of its first
     expert on: less that, a number is the place of a row there.
 
-    A PDL launch after an exchange, which may let it begin, and which began after the layout had
-    ended: so this kernel reads topk_idx and earlier_counts before its `pdl_wait`, and counts after
-    it. After that wait all ranks are in the call, so the next launch may fill the chip.
+    A PDL launch after an exchange, or on several nodes after the send plan that follows it. Either
+    may let it begin, and began after the layout had ended: so this kernel reads topk_idx and
+    earlier_counts before its `pdl_wait`, and counts after it. After that wait all ranks are in the
+    call, so the next launch may fill the chip.
 
     Example, 2 ranks of 2 experts, alignment 2, topk_idx [[0, 3], [1, 0], [2, -1], [0, -1]] on rank
     0 and [[3, 0]] on rank 1: experts get 4, 1, 1 and 2 rows, which begin at 0, 4, 6 and 8, and

@@ -155,7 +155,7 @@ def check_new(
         )
     alignment = 1 if alignment is None else alignment
     # The rows of all experts, with padding, are numbered in 32 bits.
-    alignment = checks.check_int("expert_alignment", alignment, 1, 2**30 // num_experts)
+    alignment = checks.check_int("expert_alignment", alignment, 1, 2**28 // num_experts)
     return Numbers(num_local, alignment, max_tokens, num_ranks)
 
 

@@ -85,8 +85,11 @@ def check_fields(have, received, place, expand, waits):
     assert (have["recv_src_metadata"][num_rows:] == -1).all()
     assert torch.equal(have["psum_num_recv_tokens_per_scaleup_rank"], place.psum_per_rank)
     assert torch.equal(have["num_unaligned_recv_tokens_per_expert"], place.num_per_expert)
-    if expand:
-        assert torch.equal(have["psum_num_recv_tokens_per_expert"], place.psum_per_expert)
+    ends = place.psum_per_expert
+    if not expand:  # with padding: where the next expert's rows begin
+        begins = ends - place.num_per_expert
+        ends = torch.cat([begins[1:], begins.new_tensor([place.num_expanded])])
+    assert torch.equal(have["psum_num_recv_tokens_per_expert"], ends)
     if waits:
         assert have["num_recv_tokens"] == num_rows
         assert have["num_expanded_tokens"] == place.num_expanded

@@ -80,7 +80,8 @@ def test_programs_that_wait_for_others_fit_on_the_chip(num_sms):
         assert partition.fills_chip
         num_push, num_sum = combine_programs(num_sms, by_expert=True)
         assert num_push + num_sum < H200.num_sms
-        assert H200.num_sms - num_sum > 32  # SMs that no program waits on
+        # SMs that no program waits on, however few of those that may push do.
+        assert H200.num_sms - (num_sum + num_push - num_push * 3 // 5) > 32
         for owned in (False, True):
             assert not Partition.choose(num_sms, owned).fills_chip
         assert sum(combine_programs(num_sms, by_expert=False)) == num_sms

@@ -237,7 +237,7 @@ def make_scales(x):
 
 @pytest.mark.parametrize("num_ranks", [2, pytest.param(4, marks=pytest.mark.slow)])
 def test_the_contract_of_v2(pool, num_ranks):
-    inputs = make_inputs(num_ranks, [20, 0, 13, 5], HIDDEN, EXPERTS, TOPK, "holes", "bf16")
+    inputs = make_inputs(num_ranks, [20, 13, 0, 5], HIDDEN, EXPERTS, TOPK, "holes", "bf16")
     for do_cpu_sync in (True, False):
         modes = [MODES[number] for number, waits in FEW if waits is do_cpu_sync]
         pool.run(run_modes, modes, do_cpu_sync, *inputs, num_ranks=num_ranks)

@@ -63,10 +63,9 @@ def with_max_tokens(shape, max_tokens):
 def signature_of(
     kind, shape, num_experts, dispatch_stages, combine_stages, form, dispatched, saved, context
 ):
-    """The signature of a call with rows of a `RowShape`. form: see `launch.form_of`; the alignment
-    counts where rows are by expert. dispatched: the low
-    half of the epoch of the dispatch whose handle the call has, or of the call itself. saved: see
-    `SAVE_POLICIES`."""
+    """The signature of a call with rows of a `RowShape`. form: see `launch.form_of`; ranks compare
+    the alignment of rows by expert alone. dispatched: the low half of the epoch of the dispatch
+    whose handle the call has, or of the call itself. saved: see `SAVE_POLICIES`."""
     buffer = tl.load(context + BUFFER).to(tl.int32)
     # fmt: off
     values = (
