@@ -249,7 +249,8 @@ def _copy_metadata(
 @device_function
 def put_src_metadata(received, block, is_local, places, max_tokens, SIZES: tl.constexpr):
     """Write the metadata of a block of rows, see `reference.place`; -1 for those that did not come.
-    is_local [BLOCK_ROWS, TOPK_PAD]: where the expert of k is here; places: its rows there, or -1.
+    is_local [BLOCK_ROWS, TOPK_PAD]: where the expert of k is here; places: its rows there, -1 for
+    none, and for rows that did not come.
     """
     k = tl.arange(0, SIZES.TOPK_PAD)
     last_k = tl.max(tl.where(is_local, k[None, :], -1), 1)
@@ -259,7 +260,6 @@ def put_src_metadata(received, block, is_local, places, max_tokens, SIZES: tl.co
     slot = block.source * SIZES.NUM_TOPK + last_k
     tl.store(to + 1, tl.where(block.arrived, slot, -1), mask=block.has_room)
     has_room = block.has_room[:, None] & (k < SIZES.NUM_TOPK)[None, :]
-    places = tl.where(block.arrived[:, None], places, -1)
     tl.store(to[:, None] + 2 + k[None, :], places, mask=has_room)
 
 

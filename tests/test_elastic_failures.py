@@ -125,3 +125,23 @@ def test_ranks_that_want_rows_in_other_forms_are_told(pool, hows, do_cpu_sync):
     by_rank = f"2 on rank 0 and {other} on rank 1", f"{other} on rank 1 and 2 on rank 0"
     for one in results:  # where one rank was first to tell the other, both have the same text
         assert any(f"alignment of rows by expert {seen}" in one for seen in by_rank)
+
+
+def write_over_the_places(group, x, idx, w):
+    """Calls with a handle whose places a caller has written over."""
+    x, idx, w = (part.to(cases.device()) for part in (x, idx, w))
+    buffer = elastic(group)
+    rows, _, _, handle, _ = buffer.dispatch(x, idx, w, num_experts=EXPERTS, do_expand=True)
+    sums = []
+    for place in (2**31 - 1, -(2**31)):
+        handle.recv_src_metadata[:, 2:] = place
+        buffer.dispatch(x, handle=handle, do_expand=True)
+        sums.append(buffer.combine(rows, handle)[0])
+    buffer.check()
+    buffer.destroy()
+    return elastic_cases.to_cpu(tuple(sums))
+
+
+def test_places_beyond_the_rows_lead_to_no_memory(pool):
+    results, _ = elastic_cases.run_client(pool, write_over_the_places)
+    assert all((out == 0).all() for sums in results for out in sums)
