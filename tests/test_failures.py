@@ -214,6 +214,23 @@ def test_bad_ids_are_reported_and_skipped(pool, debug):
     assert (num_rows, num_ids) == (4, 6)
 
 
+def ids_of_64_bits(group):
+    """The ids that arrive with tokens that have a good one, and one that would be good in 32 bits."""
+    buffer = new_buffer(group)
+    x, w = cases.tokens(2, 16, 2, torch.float32, 0)
+    idx = torch.tensor([[0, 2**32 + 1], [-(2**32), 3]])
+    try:
+        _, ids, *_ = dispatch(buffer, x, idx, w)
+    except RoutingError as error:
+        _, ids, *_ = error.result
+    buffer.destroy()
+    return ids.tolist()
+
+
+def test_ids_are_not_cut_to_32_bits(pool):
+    assert pool.run(ids_of_64_bits, num_ranks=1) == [[[0, -1], [-1, 3]]]
+
+
 def worst_tokens(group, num_worst_tokens):
     buffer = new_buffer(group)
     x, idx, w = tokens(6, 16, 2, cases.route("uniform", 6, EXPERTS, 2, 0))
