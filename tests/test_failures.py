@@ -215,7 +215,7 @@ def test_bad_ids_are_reported_and_skipped(pool, debug):
 
 
 def ids_of_64_bits(group):
-    """The ids that arrive with tokens that have a good one, and one that would be good in 32 bits."""
+    """The ids that arrive of tokens with a good one and one that would be good in 32 bits."""
     buffer = new_buffer(group)
     x, w = cases.tokens(2, 16, 2, torch.float32, 0)
     idx = torch.tensor([[0, 2**32 + 1], [-(2**32), 3]])
