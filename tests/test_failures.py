@@ -231,6 +231,30 @@ def test_ids_are_not_cut_to_32_bits(pool):
     assert pool.run(ids_of_64_bits, num_ranks=1) == [[[0, -1], [-1, 3]]]
 
 
+def negative_counts(group):
+    """What ranks say of a layout that a caller has written over on rank 0."""
+    buffer = new_buffer(group)
+    x, idx, w = tokens(6, 16, 2, cases.route("uniform", 6, EXPERTS, 2, 0))
+    x, idx, w = (part.to(cases.device()) for part in (x, idx, w))
+    per_rank, _, per_expert, in_rank, _ = buffer.get_dispatch_layout(idx, EXPERTS)
+    if torch.distributed.get_rank(group) == 0:
+        per_rank[1] = -1
+    text = None
+    try:
+        buffer.dispatch(x, None, per_rank, None, in_rank, per_expert, idx, w)
+        buffer.check()
+    except CapacityError as error:
+        text = str(error)
+    torch.distributed.barrier(group)
+    buffer.destroy()
+    return text
+
+
+def test_negative_counts_end_the_call_on_all_ranks(pool):
+    texts = pool.run(negative_counts, num_ranks=2)
+    assert all("more rows for rank" in text for text in texts)
+
+
 def worst_tokens(group, num_worst_tokens):
     buffer = new_buffer(group)
     x, idx, w = tokens(6, 16, 2, cases.route("uniform", 6, EXPERTS, 2, 0))
