@@ -310,3 +310,24 @@ def test_bad_ids_count_as_not_routed_and_are_reported(pool):
     assert none == []
     assert len(texts) == 2
     assert all("3 expert ids" in text and "rank 0" in text for text in texts)
+
+
+def write_over_the_rows(group, topk_idx):
+    """A combine by a handle in which a caller has written over what returns."""
+    x, weights = cases.tokens(3, HIDDEN, 2, torch.bfloat16, 0)
+    x, topk_idx, weights = to_device(x, topk_idx, weights)
+    buffer = new_buffer(group)
+    for number in (2**31 - 1, -(2**31)):
+        recv_x, _, handle = dispatch(buffer, x, topk_idx, *REST)
+        y = low_latency.run_experts(recv_x, group.rank())
+        handle.returns[:, :, 1:] = number
+        handle.returns[:, :, 0] *= 1000  # how many rows of each token
+        combine(buffer, y, topk_idx, weights, handle)
+    buffer.check()
+    torch.distributed.barrier(group)
+    buffer.destroy()
+
+
+def test_rows_beyond_those_that_came_lead_to_no_memory(pool):
+    idx = torch.tensor([[0, 1], [2, EXPERTS - 1], [2, 0]])
+    pool.run(write_over_the_rows, idx, num_ranks=2)
