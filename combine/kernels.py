@@ -92,7 +92,8 @@ def return_rows_kernel(
     program = tl.program_id(0) - 1
     first_summing = num_push_programs
     if SUM.NUM_SUMMED > 0:
-        # Where few push, not all others sum: these wait, and have an SM each.
+        # A program that sums waits for rows and fills an SM. So of the first three fifths those
+        # that do not push end at once, and leave their SMs to other kernels.
         num_pushing = _num_pushing(counts, num_push_programs, PUSH)
         first_summing = tl.maximum(num_pushing, num_push_programs * 3 // 5)
         num_push_programs = num_pushing

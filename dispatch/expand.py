@@ -26,8 +26,8 @@ from .send_kernels import push_kernel
 
 EXPAND_WARPS = 8
 EXPAND_BYTES = 64 * 1024
-"""Of the rows that a program copies at a time, 4 or 8: the last ones to arrive are copied K times
-after all others, and each time costs a wait and the places of the rows."""
+"""A program copies 8 rows at a time if they have no more bytes, else 4. Fewer rows leave less to
+copy once the last row has arrived, but flags and places are then read more often."""
 
 
 @functools.cache

@@ -36,15 +36,11 @@ def _place_sizes(num_topk: int, num_experts: int, tokens: int) -> PlaceTokensSiz
     return constants(sizes)
 
 
-def num_programs(layout: RoutingLayout) -> int:
-    """One for each block of tokens of the layout."""
-    return len(layout.earlier_counts)
-
-
 def num_early_programs(layout: RoutingLayout) -> int:
-    """So many if these leave SMs to other kernels, else 0; see `exchange_kernel`."""
-    num = num_programs(layout)
-    return num if num <= gpu().num_sms - LEFT_SMS else 0
+    """How many programs number the tokens, one for each block of the layout, if they leave SMs to
+    other kernels, else 0; see `exchange_kernel`."""
+    num_blocks = len(layout.earlier_counts)
+    return num_blocks if num_blocks <= gpu().num_sms - LEFT_SMS else 0
 
 
 def place_tokens(
@@ -61,7 +57,7 @@ def place_tokens(
     numbers = ExpertNumbers(torch.empty_like(topk_idx), new(num_experts + 1))
     slots.context.launch(
         place_tokens_kernel,
-        (num_programs(layout),),
+        (len(layout.earlier_counts),),
         topk_idx,
         layout.earlier_counts,
         counts,

@@ -84,7 +84,7 @@ class EPHandle:
         """What decides how a call with this handle is made, besides the numbers of rows."""
         sent, _ = parts_of(self.sent, type(self.sent))
         fixed = self.do_expand, self.num_sms, *self.numbers, self.topk_idx
-        return *fixed, *self.places[1:], *sent
+        return *fixed, self.places.psum_per_expert, *sent
 
     @cached_property
     def dst_buffer_slot_idx(self) -> torch.Tensor:

@@ -148,14 +148,14 @@ def _dispatch_by_token(
     how: HowSent,
 ) -> Dispatched:
     where, most_rows = DispatchLayout(*layout[:3]), 0 if how.waits else numbers.most_rows()
-    totals = numbers.wanted(False, stats)
     args = tokens, where, most_rows, how.num_sms
-    received, counts, sent, _, sums = engine.dispatch(*args, totals=totals)
+    got = engine.dispatch(*args, totals=numbers.wanted(False, stats))
+    received, counts, sent, _, totals = got
     ids, metadata = received.topk_idx, received.src_metadata
     assert ids is not None and metadata is not None
     per_expert = [round_up(n, numbers.alignment) for n in counts]
     num_expanded = sum(per_expert) if how.waits else numbers.most_expanded(tokens.num_topk)
-    rows, places = _by_token(received, wanted), Places(metadata, *sums)
+    rows, places = _by_token(received, wanted), Places(metadata, *totals)
     return Dispatched(rows, ids, None, places, sent, per_expert, num_expanded)
 
 
@@ -314,9 +314,8 @@ def dispatch_again(
     with rows by token, of which a copy is returned as well; None for rows by expert."""
     goes_along = tokens.topk_idx is not None and tokens.topk_weights is not None
     num_experts = numbers.num_ranks * (numbers.num_local_experts if goes_along else 1)
-    metadata, *sums = places
-    args = tokens, sent.sent, num_experts, tuple(sums), numbers, wanted, num_sms
-    more: dict[str, Any] = dict(described=described, sized=(metadata, recv_topk_idx))
+    args = tokens, sent.sent, num_experts, places.psum_per_expert, numbers, wanted, num_sms
+    more: dict[str, Any] = dict(described=described, sized=(places.src_metadata, recv_topk_idx))
     got: tuple[ExpandedRows, torch.Tensor | None]
     got = engine.whole_call(_dispatch_again, *args, **more, **sizes)
     return got
@@ -327,7 +326,7 @@ def _dispatch_again(
     tokens: Tokens,
     plan: PartsOfHandle,
     num_experts: int,
-    sums: tuple[torch.Tensor, ...],
+    psum_per_expert: torch.Tensor,
     numbers: Numbers,
     wanted: RowsWanted,
     num_sms: int,
@@ -348,7 +347,7 @@ def _dispatch_again(
     how = plan[0], BARE_HEADER, partition, scale_rows, numbers.max_tokens
     expand_rows(rows, ReceivedPlaces(metadata), tokens, *how, engine.slots)
     if wanted.zero_padding:
-        zero_rows(rows, sums[0], tokens, numbers.alignment, scale_rows, engine.slots)
+        zero_rows(rows, psum_per_expert, tokens, numbers.alignment, scale_rows, engine.slots)
     return rows, None
 
 

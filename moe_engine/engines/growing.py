@@ -38,10 +38,8 @@ class GrowingEngine(MemoryEngine):
     def _make_room(self, tokens: Tokens, layout: DispatchLayout) -> bool:
         """Whether memory grows where that is needed: then there is room for a row now, and
         `_has_grown` is to be asked after the exchange."""
-        row, header = (
-            self._largest_row(tokens),
-            header_bytes(layout.num_experts, self.slots.num_ranks),
-        )
+        row = self._largest_row(tokens)
+        header = header_bytes(layout.num_experts, self.slots.num_ranks)
         if self.grows and self.slots.layout.max_rows(row.num_bytes, header) < 1:
             self._grow(1, row, header)
         return self.grows

@@ -23,7 +23,6 @@ from ..dispatch import (
     Partition,
     Received,
     Tokens,
-    TotalsWanted,
     programs_on_all_sms,
 )
 from ..dispatch import internode as dispatch_internode
@@ -152,21 +151,19 @@ class InternodeEngine(KernelEngine, LayerByVerbs):
         fits = self.slots.layout.max_rows(self._largest_row(tokens).num_bytes, header)
         return None if self._max_tokens is None else fits
 
-    def _exchange(
+    def _tell_counts(
         self,
+        counts: Counts,
         tokens: Tokens,
         layout: DispatchLayout,
-        may_grow: bool,
-        totals: TotalsWanted | None = None,
-        num_early_programs: int = 0,
-    ) -> tuple[Counts, tuple[torch.Tensor, ...]]:
-        """Plan the rows and exchange counts: (counts, `Routes`)."""
-        max_rows, slots = self._room(tokens, layout, may_grow), self.slots
-        counts = Counts.empty(layout, slots.layout.num_nodes, totals)
-        routes = dispatch_internode.plan_nodes(layout, tokens.topk_idx, max_rows, slots)
-        form = dispatch_verbs.form_of(may_grow, totals)
-        dispatch_internode.exchange(counts, routes, layout, tokens, max_rows, form, slots)
-        return counts._replace(stats=None), routes
+        max_rows: int,
+        form: int,
+        num_early_programs: int,
+    ) -> Routes:
+        """Exchange `counts` over the nodes. No launch begins before that has ended."""
+        routes = dispatch_internode.plan_nodes(layout, tokens.topk_idx, max_rows, self.slots)
+        dispatch_internode.exchange(counts, routes, layout, tokens, max_rows, form, self.slots)
+        return routes
 
     def _send(
         self,

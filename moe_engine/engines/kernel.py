@@ -167,19 +167,29 @@ class KernelEngine(GrowingEngine):
         totals: TotalsWanted | None = None,
         num_early_programs: int = 0,
     ) -> tuple[Counts, tuple[torch.Tensor, ...]]:
-        """Plan the rows and exchange counts: (counts, (send_token_idx, send_head)).
+        """Plan the rows and exchange counts: (counts, what `_tell_counts` returns).
         num_early_programs: see `launch.exchange`."""
         max_rows = self._room(tokens, layout, may_grow)
         form = dispatch_verbs.form_of(may_grow, totals)
-        counts = Counts.empty(layout, totals=totals)
-        # fmt: off
-        routes = routing.send_plan(
-            layout.is_token_in_rank, tokens.topk_idx, layout.num_experts, self.slots
-        )
-        # fmt: on
+        counts = Counts.empty(layout, self.slots.layout.num_nodes, totals)
+        routes = self._tell_counts(counts, tokens, layout, max_rows, form, num_early_programs)
+        return counts._replace(stats=None), routes  # stats are the caller's, and no result
+
+    def _tell_counts(
+        self,
+        counts: Counts,
+        tokens: Tokens,
+        layout: DispatchLayout,
+        max_rows: int,
+        form: int,
+        num_early_programs: int,
+    ) -> tuple[torch.Tensor, ...]:
+        """Exchange `counts`, see `launch.exchange`: (send_token_idx, send_head)."""
+        in_rank, num_experts = layout.is_token_in_rank, layout.num_experts
+        routes = routing.send_plan(in_rank, tokens.topk_idx, num_experts, self.slots)
         sizes = max_rows, form, self.slots, num_early_programs
         dispatch_verbs.exchange(counts, layout, tokens, *sizes)
-        return counts._replace(stats=None), routes
+        return routes
 
     def _room(self, tokens: Tokens, layout: DispatchLayout, may_grow: bool) -> int:
         """How many rows a rank may send to another; TooManyTokens where these may be more, and the

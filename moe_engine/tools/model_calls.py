@@ -173,7 +173,7 @@ def send_by_token(
 ) -> None:
     """`ElasticBuffer`'s dispatches of `count` tokens by token, in one of `forms_of_rows`, and the
     copy of ids of one with a handle."""
-    tokens, _ = elastic_tokens(shape, count, form)
+    tokens = elastic_tokens(shape, count, form)
     assert tokens.topk_idx is not None
     numbers = expanded.Numbers(shape.num_local, 1, count, shape.num_ranks)
     for copies_ids in (False, True):
@@ -182,13 +182,11 @@ def send_by_token(
     copy_ids(tokens.topk_idx, torch.empty_like(tokens.topk_idx), engine.slots)
 
 
-def elastic_tokens(
-    shape: ModelShape, count: int, form: tuple[int, torch.dtype, int]
-) -> tuple[Tokens, torch.Tensor | None]:
-    """(`count` tokens in one of `forms_of_rows`, their scales)."""
+def elastic_tokens(shape: ModelShape, count: int, form: tuple[int, torch.dtype, int]) -> Tokens:
+    """`count` tokens in one of `forms_of_rows`."""
     (columns, dtype, num_scales), (_, topk_idx, topk_weights) = form, shape.tokens(count)
     scales = torch.empty(count, num_scales) if num_scales else None
-    return Tokens(torch.empty(count, columns, dtype=dtype), topk_idx, topk_weights, scales), scales
+    return Tokens(torch.empty(count, columns, dtype=dtype), topk_idx, topk_weights, scales)
 
 
 def send_by_expert(
@@ -196,14 +194,16 @@ def send_by_expert(
 ) -> None:
     """`ElasticBuffer`'s dispatches of `count` tokens by expert, in one of `forms_of_rows`, and its
     combines."""
-    tokens, scales = elastic_tokens(shape, count, form)
+    tokens = elastic_tokens(shape, count, form)
     again = tokens._replace(topk_idx=None, topk_weights=None)
     numbers = expanded.Numbers(shape.num_local, 1, count, shape.num_ranks)
     how = expanded.HowSent(False, True, 20)
     for zero_padding, by_column, weights in product(*[(False, True)] * 3):
         wanted = expanded.RowsWanted(True, zero_padding, by_column, weights)
         got = expanded.dispatch(engine, tokens, shape.num_experts, None, numbers, wanted, how)
-        sizes = expanded.sizes_of(len(got.places.src_metadata), got.num_expanded, scales, wanted)
+        sizes = expanded.sizes_of(
+            len(got.places.src_metadata), got.num_expanded, tokens.scales, wanted
+        )
         sent = got.sent, got.places, numbers, wanted, NUM_SMS, sizes, None
         expanded.dispatch_again(engine, tokens if weights else again, *sent)
         y = torch.empty(got.num_expanded, shape.hidden, dtype=shape.dtype)
