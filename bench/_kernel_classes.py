@@ -39,7 +39,8 @@ COMMUNICATION = frozenset(
     "push_fused_kernel copy_rows_kernel keep_rows_kernel copy_ids_kernel collect_kernel "
     "locate_kernel release_kernel exchange_kernel exchange_fused_kernel metadata_kernel "
     "push_kernel low_latency_combine_kernel return_rows_kernel final_sum_kernel fused_sum_kernel "
-    "return_to_rails_kernel node_sum_kernel internode_sum_kernel send_return_metadata_kernel "
+    "return_to_rails_kernel return_to_nodes_kernel node_sum_kernel internode_sum_kernel "
+    "release_rails_kernel send_return_metadata_kernel "
     "reduce_expanded_kernel sum_expert_rows_kernel return_sums_kernel tell_far_ranks_kernel".split()
 )
 """Our kernels that plan, send, place, copy and add up rows."""

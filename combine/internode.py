@@ -19,6 +19,7 @@ from .internode_kernels import (
     SumFormat,
     internode_sum_kernel,
     node_sum_kernel,
+    return_to_nodes_kernel,
     return_to_rails_kernel,
 )
 from .kernels import SumSizes
@@ -53,6 +54,8 @@ def return_and_sum(
     and rank_head are those of its `Routes`. round_once: sums go over the network in fp32, twice
     the bytes of bf16. num_programs: those that return rows, and those that sum."""
     num_returning, num_summing = num_programs
+    if slots.layout.rows_stay:
+        num_returning = num_summing  # they send
     open_combine(returned, dispatched, slots, kind)
     return_to_rails(returned, sums.rank_prefix_matrix, BARE_HEADER, num_returning, slots)
     how = round_once, BARE_HEADER, slots, num_summing
@@ -77,10 +80,11 @@ def return_to_rails(
     sides: int = BOTH.value,
 ) -> None:
     """Write rows to the ranks of this node that forwarded them, header_bytes after the beginning of
-    a region: all, or those from one of the `sides` of `device/internode.py`."""
+    a region: all, or those from one of the `sides` of `device/internode.py`. On nodes of one rank
+    send them to their sources."""
     row, item_bytes = returned.row, returned.x.itemsize
     slots.context.launch(
-        return_to_rails_kernel,
+        return_to_nodes_kernel if slots.layout.rows_stay else return_to_rails_kernel,
         (num_programs,),
         returned,
         rank_prefix_matrix,
@@ -124,8 +128,11 @@ def send_node_sums(
     slots: Slots,
     sides: int = BOTH.value,
 ) -> None:
-    """Send the sums of the rows that this node returns to their nodes; see `return_to_rails`."""
+    """Send the sums of the rows that this node returns to their nodes; see `return_to_rails`, which
+    has sent them on nodes of one rank."""
     row, layout = returned.row, slots.layout
+    if layout.rows_stay:
+        return
     sent = _sum_row(returned, sums, round_once, layout)
     slots.context.launch(
         node_sum_kernel,
@@ -186,6 +193,7 @@ class _SumRow(NamedTuple):
 
 
 def _sum_row(returned: ReturnedRows, sums: Sums, round_once: bool, layout: SlotLayout) -> _SumRow:
-    dtype = torch.float32 if round_once else returned.x.dtype
+    # A row that is the sum is not rounded.
+    dtype = torch.float32 if round_once and not layout.rows_stay else returned.x.dtype
     row = RowLayout(sums.out.shape[1] * dtype.itemsize, returned.row.num_topk)
     return _SumRow(dtype, row, _sum_format(layout, row, dtype))

@@ -3,7 +3,7 @@
 A rank writes the rows of a token to the rank of its node that has forwarded the token, its rail
 peer's one; this adds them up and sends the sum back over the network, and the token's rank adds up
 one sum for each node. Each sum is made in fp32 and rounded once, or travels in fp32 so that only
-the last one is rounded.
+the last one is rounded. On nodes of one rank the row is the sum, and is sent at once.
 """
 
 from typing import NamedTuple
@@ -30,6 +30,7 @@ from ..device.lang import (
     device_function,
     is_broken,
     report_abandoned,
+    ticks,
     wait,
 )
 from ..device.nvshmem import uses_nvshmem
@@ -90,6 +91,51 @@ def return_to_rails_kernel(
         tl.num_programs(0), row, context, _returned_row, copy_block, SIZES, False,
     )
     # fmt: on
+
+
+@uses_nvshmem
+@triton.jit(do_not_specialize=["num_rows", "sides"])
+def return_to_nodes_kernel(
+    own,  # launch.ReturnedRows, in receive order
+    rank_prefix_matrix,  # int32 [R, R]
+    context,
+    num_rows,
+    hidden,
+    sides,  # of the sources whose rows return, see `internode.is_on_side`
+    row,  # slots.Row
+    SIZES: tl.constexpr,  # push.PushSizes
+):
+    """On nodes of one rank: send each received row to its source, chunk by chunk, as
+    `node_sum_kernel` sends sums; those of this rank's own tokens stay in staging."""
+    if is_broken(context):
+        report_abandoned(context)
+        return
+    nodes, own_rank = num_nodes(context), own_node(context)
+    ranks = tl.arange(0, SIZES.RANKS_PAD)
+    counts = received_rows(rank_prefix_matrix, ranks, context)
+    num_chunks = tl.cdiv(tl.minimum(tl.max(counts, 0), num_rows), SIZES.CHUNK_ROWS)
+    source = Source(own.x, own.weights, num_rows, hidden, nodes)
+    for work_idx in range(tl.program_id(0), num_chunks * nodes, tl.num_programs(0)):
+        index, chunk = deal(work_idx, nodes)
+        peer = (own_rank + 1 + index) % nodes  # this rank itself comes last
+        count = tl.minimum(received_rows(rank_prefix_matrix, peer, context), num_rows)
+        begin = chunk * SIZES.CHUNK_ROWS
+        end = min(begin + SIZES.CHUNK_ROWS, count)
+        if (begin < end) & is_on_side(peer, sides, context):
+            staging, ready = open_staging(peer, count, row, context)
+            for first in range(begin, end, SIZES.BLOCK_ROWS):
+                rows = first + tl.arange(0, SIZES.BLOCK_ROWS)
+                # fmt: off
+                from_rows, src_row, has = received_row(
+                    source, rank_prefix_matrix, rows * 0 + peer, rows, end, context
+                )
+                to = staging + rows.to(tl.int64) * row.num_bytes
+                copy_block(
+                    source, None, from_rows, src_row, has & (ready == 1), to, ticks(), 0, row, SIZES
+                )
+                # fmt: on
+            if (ready == 1) & (peer != own_rank):
+                send_chunk(peer, begin, end, row, context, SIZES.CHUNK_ROWS)
 
 
 @device_function
@@ -192,7 +238,7 @@ def internode_sum_kernel(
     if is_broken(context):
         report_abandoned(context)
     elif is_last_program(context):
-        release_rails(context)
+        release_rails(current_epoch(context), context)
         finish_call(context)
 
 

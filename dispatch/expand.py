@@ -20,6 +20,7 @@ from .expand_kernels import (
     expand_rows_kernel,
     zero_rows_kernel,
 )
+from .internode import end_call
 from .internode_kernels import forward_kernel
 from .launch import Partition, Tokens, programs_on_all_sms
 from .send_kernels import push_kernel
@@ -98,7 +99,7 @@ def expand_rows(
             else (push_kernel,),
             num_warps=EXPAND_WARPS,
         )
-    slots.context.end_call()
+    end_call(slots)
 
 
 def zero_rows(

@@ -23,7 +23,7 @@ from .internode_header_kernels import (
     node_layout_kernel,
     open_internode_kernel,
 )
-from .internode_kernels import forward_kernel, send_rows_kernel
+from .internode_kernels import forward_kernel, release_rails_kernel, send_rows_kernel
 from .launch import (
     NUM_WARPS,
     Counts,
@@ -39,10 +39,11 @@ from .launch import (
 )
 from .send_kernels import Metadata, SendPlan
 
-BLOCK_TOKENS = 256
+BLOCK_TOKENS = 1024
 """Tokens whose nodes a program finds at a time."""
-HEADER_ROWS = 128
-"""Rows whose ranks a program copies at a time."""
+HEADER_ITEMS, HEADER_BYTES = 1024, 4096
+"""Pairs of a row and a rank that a program writes to a header at a time, and bytes that it copies
+from one."""
 
 
 class Routes(NamedTuple):
@@ -118,11 +119,13 @@ def plan_nodes(
 def _header_sizes(
     layout: SlotLayout, kind: Kind = Kind.DISPATCH, phases: str = "both"
 ) -> InternodeSizes:
+    near = next_power_of_2(layout.ranks_per_node)
     sizes = InternodeSizes(
         HEADER_PAD=256,
-        NODE_RANKS_PAD=next_power_of_2(layout.ranks_per_node),
+        NODE_RANKS_PAD=near,
         NODES_PAD=next_power_of_2(layout.num_nodes),
-        BLOCK_ROWS=HEADER_ROWS,
+        BLOCK_ROWS=max(1, HEADER_ITEMS // near),
+        BLOCK_BYTES=HEADER_BYTES,
         KIND=int(kind),
         PHASES=phases,
     )
@@ -261,7 +264,9 @@ def forward(
     num_programs: int,
     slots: Slots,
 ) -> None:
-    """Forward the rows that arrive from other nodes to the ranks of this node."""
+    """Forward the rows that arrive from other nodes to the ranks of this node, unless they stay."""
+    if slots.layout.rows_stay:
+        return
     vectors = RowVectors.of(row.num_bytes, torch.int8)  # whole rows, of any payload
     slots.context.launch(
         forward_kernel,
@@ -275,3 +280,10 @@ def forward(
         step="forward",
         num_warps=NUM_WARPS,
     )
+
+
+def end_call(slots: Slots) -> None:
+    """End a call whose last launch has read what it received; see `release_rails_kernel`."""
+    if slots.layout.rows_stay:
+        slots.context.launch(release_rails_kernel, (1,), slots.context.fields, step="release")
+    slots.context.end_call()

@@ -89,7 +89,8 @@ class InternodeSizes(NamedTuple):
     HEADER_PAD: int  # signature and counts, int32
     NODE_RANKS_PAD: int
     NODES_PAD: int
-    BLOCK_ROWS: int  # rows whose ranks a program copies at a time
+    BLOCK_ROWS: int  # rows whose ranks a program writes at a time
+    BLOCK_BYTES: int  # and bytes of these that it copies
     KIND: int = int(Kind.DISPATCH)  # of an exchange
     PHASES: str = "both"  # which programs of an exchange there are: "send", "receive" or "both"
 
@@ -355,8 +356,8 @@ def _receive_header(node, rows, most_rows, num_experts, context, SIZES: tl.const
         # A rank that makes another call has sent anything: no more than fits is read.
         count = max(0, min(tl.load(as_pointer(header, tl.int32) + num_words), most_rows))
         arrived = as_pointer(header + rows_offset(num_experts, num_ranks), tl.uint8)
-        for first in range(0, count * node_ranks, SIZES.BLOCK_ROWS):
-            at = first + tl.arange(0, SIZES.BLOCK_ROWS)
+        for first in range(0, count * node_ranks, SIZES.BLOCK_BYTES):
+            at = first + tl.arange(0, SIZES.BLOCK_BYTES)
             inside = at < count * node_ranks
             in_rank = (tl.load(arrived + at, mask=inside, other=0) != 0).to(tl.uint8)
             tl.store(rows + at, in_rank, mask=inside)
@@ -419,6 +420,6 @@ def _copy_ranks(layout, plan, node, rows, num_tokens, count, context, SIZES: tl.
 def _clear_ranks(rows, count, most_rows, context, SIZES: tl.constexpr):
     """Let the rows after the first `count` be for no rank."""
     node_ranks = tl.load(context + NODE_RANKS).to(tl.int32)
-    for first in range(count * node_ranks, most_rows * node_ranks, SIZES.BLOCK_ROWS):
-        at = first + tl.arange(0, SIZES.BLOCK_ROWS)
+    for first in range(count * node_ranks, most_rows * node_ranks, SIZES.BLOCK_BYTES):
+        at = first + tl.arange(0, SIZES.BLOCK_BYTES)
         tl.store(rows + at, tl.zeros_like(at).to(tl.uint8), mask=at < most_rows * node_ranks)

@@ -2,8 +2,8 @@
 
 A rank sends each token that has an expert on another node once to its rail peer there, which writes
 the row to the ranks of its node that want it, into the regions where these expect the rows of their
-source. So what receives rows is as on one node. Before rows go headers, see
-`internode_header_kernels.py`.
+source. So what receives rows is as on one node. On nodes of one rank nothing is forwarded: it reads
+rows where they arrive. Before rows go headers, see `internode_header_kernels.py`.
 """
 
 from typing import NamedTuple
@@ -12,6 +12,7 @@ import triton
 import triton.language as tl
 
 from ..device.context import (
+    EPOCH,
     NODE_RANKS,
     NUM_RANKS,
     PHASE_ROWS,
@@ -39,7 +40,7 @@ from ..device.lang import (
 )
 from ..device.network import send
 from ..device.nvshmem import uses_nvshmem
-from ..device.programs import is_last_program
+from ..device.programs import is_last_program, pdl_launch_dependents, pdl_wait
 from ..device.push import Source, copy_block, push_rows
 from ..device.slots import (
     chunk_flag,
@@ -63,10 +64,16 @@ def send_rows_kernel(
     row,  # slots.Row
     METADATA: tl.constexpr,  # send_kernels.MetadataSizes
     SIZES: tl.constexpr,  # push.PushSizes
+    PDL: tl.constexpr,
 ):
     """Send this rank's rows to the rail peers on the other nodes, chunk by chunk and to the nodes
     in turns: a program copies the rows of a chunk, with what goes with them, to staging, from where
-    the network takes them. It raises the chunk's flag after them."""
+    the network takes them. It raises the chunk's flag after them.
+
+    A PDL launch, which waits for the launch before it first. The next one, `metadata_kernel`, may
+    begin at once: it reads and writes nothing that this one writes."""
+    pdl_wait(PDL)
+    pdl_launch_dependents(PDL)
     nodes = num_nodes(context)
     all_nodes = tl.arange(0, SIZES.RANKS_PAD)
     is_other = (all_nodes < nodes) & (all_nodes != own_node(context))
@@ -113,6 +120,16 @@ def send_chunk(node, begin, end, row, context, CHUNK_ROWS: tl.constexpr):
     send(to, source, (end - begin).to(tl.int64) * row.num_bytes, flag, epoch, peer, context)
 
 
+@uses_nvshmem
+@triton.jit
+def release_rails_kernel(context):
+    """Tell the rail peers that this rank has read what arrived in the call that has just ended, on
+    nodes of one rank, where what receives rows has read it; see `release_rails`."""
+    if is_broken(context):
+        return
+    release_rails(tl.load(context + EPOCH), context)
+
+
 class ForwardPlan(NamedTuple):
     """Which arrived row is which row for which rank of this node."""
 
@@ -154,7 +171,7 @@ def forward_kernel(
     )
     # fmt: on
     if is_last_program(context):
-        release_rails(context)
+        release_rails(current_epoch(context), context)
 
 
 @device_function

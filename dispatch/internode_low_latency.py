@@ -19,7 +19,7 @@ from ..grouped_gemm.quantization_kernels import QuantizedOut, quantize_rows_kern
 from ..row_vectors import COPY_ROWS, RowVectors
 from ..symm.slots import Slots, header_bytes
 from ..utils import next_power_of_2
-from .internode import Routes, exchange, forward, plan_nodes, send
+from .internode import Routes, end_call, exchange, forward, plan_nodes, send
 from .internode_low_latency_kernels import Packed, PackSizes, pack_plan_kernel, pack_rows_kernel
 from .launch import (
     NUM_WARPS,
@@ -188,4 +188,4 @@ def pack_rows(
         num_warps=NUM_WARPS,
     )
     if ends:
-        slots.context.end_call()
+        end_call(slots)

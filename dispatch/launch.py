@@ -246,7 +246,9 @@ def exchange(
 
 
 @functools.cache
-def metadata_sizes(num_ranks: int, row: RowLayout, block_rows: int) -> MetadataSizes:
+def metadata_sizes(
+    num_ranks: int, row: RowLayout, block_rows: int, is_early: bool = False
+) -> MetadataSizes:
     """For blocks of so many rows."""
     sizes = MetadataSizes(
         NUM_TOPK=row.num_topk,
@@ -255,6 +257,7 @@ def metadata_sizes(num_ranks: int, row: RowLayout, block_rows: int) -> MetadataS
         BLOCK_SCALES=32,
         BLOCK_ROWS=block_rows,
         RANKS_PAD=next_power_of_2(num_ranks),
+        IS_EARLY=is_early,
     )
     return constants(sizes)
 
@@ -269,7 +272,7 @@ def send_metadata(
 ) -> None:
     """Write what goes with the rows into the destinations' slots. A cached dispatch begins with
     this, and with `dispatched`, the signature in its handle."""
-    row = tokens.row
+    row, layout = tokens.row, slots.layout
     scales = None if tokens.scales is None else tokens.scales.view(torch.int32)
     slots.context.launch(
         metadata_kernel,
@@ -282,7 +285,7 @@ def send_metadata(
         *((0, 0) if scales is None else scales.stride()),
         row_in_region(row, header_bytes),
         tokens.shape,
-        SIZES=metadata_sizes(slots.layout.num_ranks, row, METADATA_ROWS),
+        SIZES=metadata_sizes(layout.num_ranks, row, METADATA_ROWS, layout.num_nodes > 1),
         step="send_metadata",
         after=()
         if dispatched is not None

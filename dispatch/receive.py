@@ -14,6 +14,7 @@ from ..hardware import gpu
 from ..row_vectors import COPY_ROWS, RowVectors
 from ..symm.slots import RowLayout, SlotLayout, Slots, row_in_region
 from ..utils import next_power_of_2
+from .internode import end_call
 from .internode_kernels import forward_kernel
 from .launch import NUM_CONCURRENT, NUM_WARPS, Partition, Tokens, programs_on_all_sms
 from .receive_kernels import (
@@ -146,7 +147,7 @@ def receive(
             else (push_kernel,),
             **arguments,
         )
-    slots.context.end_call()
+    end_call(slots)
 
 
 def locate(
@@ -182,4 +183,4 @@ def copy_ids(topk_idx: torch.Tensor, copy: torch.Tensor, slots: Slots) -> None:
 def release(slots: Slots) -> None:
     """End a call whose rows were read in place; the slot goes back to its writers."""
     slots.context.launch(release_kernel, (1,), slots.context.fields, step="release")
-    slots.context.end_call()
+    end_call(slots)

@@ -6,7 +6,7 @@ import triton
 import triton.language as tl
 
 from ..device.context import NUM_RANKS, PHASE_CAPACITY, PHASE_OVERFLOW, RANK
-from ..device.internode import BOTH, is_on_side
+from ..device.internode import BOTH, is_on_side, row_writer
 from ..device.lang import (
     as_pointer,
     consume_token,
@@ -29,7 +29,6 @@ from ..device.programs import (
 from ..device.slots import (
     payload_address,
     received_rows,
-    region,
     rows_in_region,
     source_at,
     wait_rows,
@@ -206,10 +205,11 @@ def receive_block(
     num_rows = received_rows(rank_prefix_matrix, source, context)
     dst_row = tl.load(rank_prefix_matrix + source * num_ranks + rank) - num_rows + rows
     real = (rows < tl.minimum(num_rows, region_rows)) & is_on_side(source, sides, context)
-    ready = wait_rows(source, rows, real, context, SIZES.CHUNK_ROWS)
+    begin, writer = row_writer(source, context)
+    ready = wait_rows(source, writer, rows, real, context, SIZES.CHUNK_ROWS)
     has_room = real & (dst_row >= 0) & (dst_row < max_rows)
     arrived = has_room & (ready == 1)
-    base = consume_token(region(source, context) + row.header_bytes, ready)
+    base = consume_token(begin + row.header_bytes, ready)
     address = base + rows.to(tl.int64) * row.num_bytes
     token_idx = tl.load(as_pointer(address + row.token, tl.int32), mask=arrived, other=0)
     return Block(source, dst_row, has_room, arrived, address, token_idx)

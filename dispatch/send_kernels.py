@@ -40,6 +40,7 @@ class MetadataSizes(NamedTuple):
     BLOCK_SCALES: int  # scales of a row that a program copies at a time
     BLOCK_ROWS: int  # rows whose metadata a program writes at a time
     RANKS_PAD: int
+    IS_EARLY: bool = False  # whether it begins during `send_rows_kernel`
 
 
 @triton.jit(do_not_specialize=["num_tokens", "scale_stride_token", "scale_stride"])
@@ -61,11 +62,14 @@ def metadata_kernel(
 
     A PDL launch, which waits for the launch before it first. After an exchange all ranks are in the
     call, and what slots held has been read. With a handle there is no exchange: program 0 begins
-    the call instead, and the others write.
+    the call instead, and the others write. `send_rows_kernel` has waited for the exchange, and is
+    itself waited for at the end.
     """
-    pdl_wait(PDL)
+    if not SIZES.IS_EARLY:
+        pdl_wait(PDL)
     pdl_launch_dependents(PDL)
     if is_broken(context):
+        pdl_wait(PDL)
         return
     ranks = tl.arange(0, SIZES.RANKS_PAD)
     near = is_near(ranks, context)
@@ -95,6 +99,7 @@ def metadata_kernel(
             row, SIZES,
         )
         # fmt: on
+    pdl_wait(PDL)
 
 
 @device_function

@@ -3,6 +3,7 @@
 Ranks are numbered node by node, L to a node. In a call a rank sends over the network to its rail
 peers alone, the ranks of the other nodes with its own place in the node: these forward to their
 node. Rank 5 of 4 nodes of 2 ranks is the second one of node 2; its rail peers are ranks 1, 3 and 7.
+On nodes of one rank all that arrives is for that rank, which reads it where it arrives.
 """
 
 import triton.language as tl
@@ -65,8 +66,24 @@ def node_writer(node, context):
     """The number of `node` (scalar or block) among the writers of flags. Each slot has its own, as
     sets of one flag that are in flight concurrently could arrive in any order: the rail peer sets
     it again only in a call for which this rank has said that it is done with the one before."""
-    slot = (current_epoch(context) % tl.load(context + NUM_SLOTS)).to(tl.int32)
+    return _writer_in(current_epoch(context), node, context)
+
+
+@device_function
+def _writer_in(epoch, node, context):
+    slot = (epoch % tl.load(context + NUM_SLOTS)).to(tl.int32)
     return tl.load(context + NUM_RANKS).to(tl.int32) + slot * num_nodes(context) + node
+
+
+@device_function
+def row_writer(source, context):
+    """(address of the region, writer of flags) of the rows that this rank receives from `source`.
+    On nodes of one rank those of other nodes stay where they arrive; else ranks of this node have
+    written all rows into the region of their source."""
+    node_ranks = tl.load(context + NODE_RANKS).to(tl.int32)
+    stays = (node_ranks == 1) & (source != tl.load(context + RANK).to(tl.int32))
+    index = tl.where(stays, tl.load(context + NUM_RANKS) + source, source)
+    return region(index, context), tl.where(stays, node_writer(source, context), source)
 
 
 @device_function
@@ -133,13 +150,13 @@ def open_staging(node, count, row, context):
 
 
 @device_function
-def release_rails(context):
-    """Tell the rail peers that this rank is done with what arrived from their nodes in this call.
-    One program calls this, once the loads of all programs of all launches have been issued: after
-    `is_last_program` of the last launch that reads arrivals. Each peer has sent something in each
-    call, its header at least, and it arrived after the word of the call before in this slot: so no
-    older word can follow this one."""
-    done = done_flag(node_writer(own_node(context), context), context)
+def release_rails(epoch, context):
+    """Tell the rail peers that this rank is done with what arrived from their nodes in the call
+    `epoch`. One program calls this, once the loads of all programs of all launches have been
+    issued: after `is_last_program` of the last launch that reads arrivals, or in a launch after it.
+    Each peer has sent something in each call, its header at least, and it arrived after the word of
+    the call before in this slot: so no older word can follow this one."""
+    done = done_flag(_writer_in(epoch, own_node(context), context), context)
     for distance in range(1, num_nodes(context)):
         node = (own_node(context) + distance) % num_nodes(context)
-        send_word(done, current_epoch(context), rail_peer(node, context), context)
+        send_word(done, epoch, rail_peer(node, context), context)

@@ -116,11 +116,11 @@ def wait_slot_free(peers, mask, context):
 
 
 @device_function
-def wait_rows(writer, rows, mask, context, CHUNK_ROWS: tl.constexpr):
-    """Wait until `writer` has written `rows` (block) into its region. Returns 1, or 0 where the
-    wait expired."""
+def wait_rows(source, writer, rows, mask, context, CHUNK_ROWS: tl.constexpr):
+    """Wait until `writer` has written `rows` (block) of the rank `source`. Returns 1, or 0 where
+    the wait expired, for which that rank is blamed."""
     flags = chunk_flag(writer, rows // CHUNK_ROWS, context)
-    return wait(flags, mask, current_epoch(context), rows * 0 + writer, context, PHASE_ROWS)
+    return wait(flags, mask, current_epoch(context), rows * 0 + source, context, PHASE_ROWS)
 
 
 @device_function

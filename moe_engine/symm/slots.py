@@ -168,6 +168,12 @@ class SlotLayout(BlockLayout):
         }
 
     @property
+    def rows_stay(self) -> bool:
+        """Whether rows that arrive over the network are read where they arrive: on nodes of one
+        rank, which has nothing to forward."""
+        return self.num_nodes > 1 and self.ranks_per_node == 1
+
+    @property
     def network_headers(self) -> int:
         """Where the headers begin that go over the network before rows do, in bytes: after the
         slots. Each slot has two for each node, as it has regions."""
