@@ -109,8 +109,6 @@ def expand_rows_kernel(
     src_metadata [0, 0, 0, -1], [1, 1, 4, 1], [3, 0, 2, -1], [4, 3, -1, 3], ids [0, -1], [1, 0],
     [0, -1], [-1, 0], and `out` A B D E B and a row of padding.
     """
-    if num_push_programs == 0:
-        pdl_wait(PDL)
     prefix, most_rows = sent.rank_prefix_matrix, most_received(sent.rank_prefix_matrix, context)
     region_rows = rows_in_region(row, context, SIZES.CHUNK_ROWS)
     end = num_blocks(most_rows, region_rows, context, SIZES.BLOCK_ROWS)
@@ -128,8 +126,8 @@ def expand_rows_kernel(
         )
         # fmt: on
         work_idx = claim_next(num_push_programs, context)
+    pdl_wait(PDL)
     if num_push_programs > 0:
-        pdl_wait(PDL)
         return
     if SIZES.NUM_LOCAL > 0:
         clear_rest(places, prefix, max_rows, context, SIZES)

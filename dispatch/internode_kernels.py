@@ -122,9 +122,11 @@ def send_chunk(node, begin, end, row, context, CHUNK_ROWS: tl.constexpr):
 
 @uses_nvshmem
 @triton.jit
-def release_rails_kernel(context):
+def release_rails_kernel(context, PDL: tl.constexpr):
     """Tell the rail peers that this rank has read what arrived in the call that has just ended, on
-    nodes of one rank, where what receives rows has read it; see `release_rails`."""
+    nodes of one rank, where what receives rows has read it; see `release_rails`. A PDL launch,
+    which waits for the launch before it first."""
+    pdl_wait(PDL)
     if is_broken(context):
         return
     release_rails(tl.load(context + EPOCH), context)

@@ -41,17 +41,24 @@ def programs_on_all_sms() -> int:
 @dataclass(frozen=True, slots=True)
 class Partition:
     """How a dispatch's programs are shared: `push` of them push, `early` ones concurrently receive
-    what has arrived. most_span: see `push.PushSizes.SPAN`; at most so many chunks."""
+    what has arrived. most_span: see `push.PushSizes.SPAN`; at most so many chunks. overlaps:
+    without early ones, those that receive all may begin during the push; they wait for rows."""
 
     push: int
     early: int
     most_span: int = 8
+    overlaps: bool = False
 
     def receiving(self, num_programs: int) -> list[tuple[int, int]]:
         """The launches that receive, each as (its programs, those that push meanwhile): the early
         one, if there is one, and the last one, of num_programs."""
         early = [(self.early, self.push)] if self.early else []
         return [*early, (num_programs, 0)]
+
+    @property
+    def num_early(self) -> int:
+        """Programs of the next launch that may begin during the push; of `overlaps` any number."""
+        return self.early or int(self.overlaps)
 
     @property
     def fills_chip(self) -> bool:
@@ -335,7 +342,7 @@ def push(
         vectors.view(tokens.x),
         plan,
         slots.context.fields,
-        partition.early,
+        partition.num_early,
         int(is_cached and partition.fills_chip),
         len(tokens.x),
         vectors.num_vecs,

@@ -84,12 +84,10 @@ def collect_kernel(
     arrives while they push. The last, with num_push_programs 0, copies the rest, and its last
     program finishes the call.
 
-    A PDL launch. The first one begins while the push runs, and reads rank_prefix_matrix and x,
-    which were complete before the push was launched, and rows that flags guard. The last one waits
-    for the launch before it first.
+    A PDL launch, which waits for the launch before it at its end. The first one, or the only one,
+    begins while the push runs: until then it reads rank_prefix_matrix and x, which were complete
+    before the push was launched, and rows that flags guard.
     """
-    if num_push_programs == 0:
-        pdl_wait(PDL)
     most_rows = most_received(rank_prefix_matrix, context)
     region_rows = rows_in_region(row, context, SIZES.CHUNK_ROWS)
     end = num_blocks(most_rows, region_rows, context, SIZES.BLOCK_ROWS)
@@ -115,8 +113,8 @@ def collect_kernel(
         )
         _copy_metadata(received, block, max_tokens, num_local_experts, row, context, SIZES)
         work_idx = claim_next(num_push_programs, context)
+    pdl_wait(PDL)
     if num_push_programs > 0:
-        pdl_wait(PDL)
         return
     if SIZES.NUM_TOPK > 0:
         clear_rest(received, rank_prefix_matrix, max_rows, context, SIZES)

@@ -107,7 +107,7 @@ class Buffer(LayerVerbs):
             per_rank, per_expert, in_rank = layout
             per_node = None
             if self.num_nodes > 1 and isinstance(engine, InternodeEngine):
-                per_node = engine.tokens_per_node(in_rank)
+                per_node = engine.tokens_per_node(layout)
             if call.is_async:
                 call.returns(per_rank, per_node, per_expert, in_rank)
         described.kind.is_checked = True

@@ -195,7 +195,7 @@ def headers(shape):
     """What opens a cached dispatch: one linked kernel, and one that is not."""
     engine = kernel_engine(shape.num_ranks, 8, shape.region_bytes(8), None, shape.num_nodes)
     layout = engine.layout(shape.tokens(8)[1], shape.num_experts)
-    engine.tokens_per_node(layout.is_token_in_rank)
+    engine.tokens_per_node(layout)
     shape_of_rows = Tokens(*shape.tokens(8)).shape
     signature = torch.zeros(16, dtype=torch.int32)
     open_call(Kind.CACHED_DISPATCH, signature, shape_of_rows, engine.slots)

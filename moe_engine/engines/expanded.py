@@ -249,8 +249,8 @@ def _send_by_expert(
 def by_expert(engine: KernelEngine, num_sms: int) -> Partition:
     """How the programs of a dispatch by expert are shared."""
     num_programs = num_comm_programs(num_sms)
-    if isinstance(engine, InternodeEngine):  # programs forward between the push and the copies
-        return Partition(num_programs, 0)
+    if isinstance(engine, InternodeEngine):
+        return engine._partition(num_programs, owned=True)
     return Partition.by_expert(num_programs)
 
 

@@ -135,9 +135,13 @@ class InternodeEngine(KernelEngine, LayerByVerbs):
         with torch.no_grad():
             return sums_of_experts(rows, num_rows)
 
-    def tokens_per_node(self, is_token_in_rank: torch.Tensor) -> torch.Tensor:
-        """int32 [N]: how many tokens of is_token_in_rank bool [T, R] go to each node."""
-        counts: torch.Tensor = self.call(InternodeEngine._tokens_per_node, is_token_in_rank)
+    def tokens_per_node(self, layout: DispatchLayout) -> torch.Tensor:
+        """int32 [N]: how many tokens go to each node; of nodes of one rank the tensor with those for
+        each rank."""
+        if self.slots.layout.rows_stay:
+            return layout.num_tokens_per_rank
+        in_rank = layout.is_token_in_rank
+        counts: torch.Tensor = self.call(InternodeEngine._tokens_per_node, in_rank)
         return counts
 
     def _tokens_per_node(self, is_token_in_rank: torch.Tensor) -> torch.Tensor:
@@ -174,7 +178,7 @@ class InternodeEngine(KernelEngine, LayerByVerbs):
         partition: Partition,
     ) -> None:
         """Send metadata and rows, over the network and to this node, and forward."""
-        self._send_rows(tokens, layout, counts, routes)
+        self._send_rows(tokens, layout, counts, routes, partition)
         header = header_bytes(layout.num_experts, self.slots.num_ranks)
         of = Routes(*routes).row_idx, counts.rank_prefix_matrix, header
         dispatch_internode.forward(tokens.row, *of, programs_on_all_sms(), self.slots)
@@ -185,17 +189,23 @@ class InternodeEngine(KernelEngine, LayerByVerbs):
         layout: DispatchLayout,
         counts: Counts,
         routes: tuple[torch.Tensor, ...],
+        partition: Partition | None = None,
     ) -> None:
-        """`_send`, without what this rank forwards."""
+        """`_send`, without what this rank forwards. Without a partition the next launch begins
+        after this."""
         header = header_bytes(layout.num_experts, self.slots.num_ranks)
         of, num_sent = Routes(*routes), (layout.num_tokens_per_rank, None)
-        partition = self._partition(programs_on_all_sms(), True)
+        partition = partition or self._partition(0, owned=False)
         sent = of.node_rows, of.sent_token_idx, num_sent, header, partition
         dispatch_internode.send(tokens, *sent, self.slots)
 
     def _partition(self, num_programs: int, owned: bool) -> Partition:
-        """All rows are received by the last launch, as programs forward before it."""
-        return Partition(num_programs, 0)
+        """All programs send, whatever num_programs is. All rows are received by the last launch, as
+        programs forward before it; on nodes of one rank none do, and it begins at once. There a
+        push has no rows and only raises the flags of this rank's own ones."""
+        if self.slots.layout.rows_stay:
+            return Partition(NUM_CONCURRENT, 0, overlaps=owned)
+        return Partition(programs_on_all_sms(), 0)
 
     def _new_handle(  # type: ignore[override]
         self,
@@ -222,18 +232,20 @@ class InternodeEngine(KernelEngine, LayerByVerbs):
 
     def _send_cached(self, tokens: Tokens, parts: PartsOfHandle, partition: Partition) -> None:
         """Begin a cached dispatch: send rows over the network and to this node, and forward."""
-        self._send_again(tokens, parts)
+        self._send_again(tokens, parts, partition)
         self._forward_again(tokens, parts, programs_on_all_sms())
 
-    def _send_again(self, tokens: Tokens, parts: PartsOfHandle) -> None:
-        """`_send_cached`, without what this rank forwards."""
+    def _send_again(
+        self, tokens: Tokens, parts: PartsOfHandle, partition: Partition | None = None
+    ) -> None:
+        """`_send_cached`, without what this rank forwards; see `_send_rows`."""
         prefix, signature, sent_token_idx, _, node_rows = parts
         if self._max_tokens is not None:
             self.check_capacity(len(tokens.x), tokens.row, BARE_HEADER)
         rank, slots = self.slots.context.rank, self.slots
         dispatch_internode.open_call(Kind.CACHED_DISPATCH, signature, tokens.shape, slots)
         num_sent = prefix[rank], prefix[rank - 1] if rank else None
-        partition = self._partition(programs_on_all_sms(), owned=True)
+        partition = partition or self._partition(0, owned=False)
         sent = node_rows, sent_token_idx, num_sent, BARE_HEADER, partition
         dispatch_internode.send(tokens, *sent, slots)
 
@@ -249,7 +261,8 @@ class InternodeEngine(KernelEngine, LayerByVerbs):
         """What comes after `_send_again`, by so many programs: forward rows, and receive those that
         arrive."""
         self._forward_again(tokens, parts, num_programs)
-        rows, partition = (parts[0], num_local_experts, BARE_HEADER), self._partition(0, owned=True)
+        partition = self._partition(0, owned=False)
+        rows = parts[0], num_local_experts, BARE_HEADER
         dispatch_verbs.receive(sized, tokens, *rows, partition, self.slots, num_programs)
 
     def _forward_again(self, tokens: Tokens, parts: PartsOfHandle, num_programs: int) -> None:

@@ -144,7 +144,7 @@ def send_and_return(
         topk = topk_idx, topk_weights, shape.num_experts
         engine.dispatch_cached(routed.x, scales, handle, topk=topk)
     if isinstance(engine, InternodeEngine):
-        engine.tokens_per_node(layout.is_token_in_rank)
+        engine.tokens_per_node(layout)
 
 
 def call_elastic(shape: ModelShape) -> None:
