@@ -136,7 +136,7 @@ class InternodeEngine(KernelEngine, LayerByVerbs):
             return sums_of_experts(rows, num_rows)
 
     def tokens_per_node(self, layout: DispatchLayout) -> torch.Tensor:
-        """int32 [N]: how many tokens go to each node; of nodes of one rank the tensor with those for
+        """int32 [N]: how many tokens go to each node; of nodes of one rank the tensor of those for
         each rank."""
         if self.slots.layout.rows_stay:
             return layout.num_tokens_per_rank
