@@ -22,9 +22,8 @@ class NodePool:
     """The first ranks of a pool, as so many nodes of so many ranks: it takes the place of a pool.
     With 1 node these are ranks of one node."""
 
-    device = "cpu"
-
     def __init__(self, pool: RankPool, num_nodes: int, ranks_per_node: int):
+        self.device = pool.device
         self.pool, self.num_nodes, self.ranks_per_node = pool, num_nodes, ranks_per_node
         self.num_ranks = num_nodes * ranks_per_node
 

@@ -16,7 +16,7 @@ from elastic_cases import EXPERTS, HIDDEN, TOPK, elastic
 from moe_engine import ElasticBuffer, ShapeError
 from moe_engine.emulation import PerRank
 
-MODES = {"2x2": on_one_node.FEW, "3x2": on_one_node.FEW[1:3]}
+MODES = {"2x2": on_one_node.FEW, "3x2": on_one_node.FEW[1:3], "4x1": on_one_node.FEW[1:3]}
 
 
 @pytest.mark.parametrize("shape", MODES)
@@ -61,7 +61,9 @@ def same(one, other):
     return one == other
 
 
-@pytest.mark.parametrize(("shape", "kind"), [("2x2", "duplicates"), ("3x2", "holes")])
+@pytest.mark.parametrize(
+    ("shape", "kind"), [("2x2", "duplicates"), ("3x2", "holes"), ("4x1", "holes")]
+)
 def test_calls_are_those_of_one_node(nodes, shape, kind):
     on = nodes(shape)
     inputs = make_inputs(on.num_ranks, [20, 11, 0, 7], HIDDEN, EXPERTS, TOPK, kind, "bf16")

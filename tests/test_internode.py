@@ -16,8 +16,10 @@ from moe_engine import reference
 from moe_engine.emulation import PerRank, RankPool
 from moe_engine.symm.slots import SIGNATURE_BYTES, RowLayout, internode_rows_offset
 
-FEW = Nodes(2, 2)
-MOST = {"slow": (Nodes(2, 4), Nodes(4, 2)), "quick": (Nodes(2, 2), Nodes(3, 2), Nodes(4, 1))}
+FEW, LONE = Nodes(2, 2), Nodes(4, 1)
+BOTH = pytest.mark.parametrize("nodes", [FEW, LONE], ids=["2x2", "4x1"])
+"""Ranks that forward to others of their node, and ranks that have nobody to forward to."""
+MOST = {"slow": (Nodes(2, 4), Nodes(4, 2)), "quick": (FEW, Nodes(3, 2), LONE)}
 
 
 @pytest.fixture(scope="module")
@@ -115,6 +117,7 @@ def test_a_network_that_stalls(pool):
     ),
 )
 def test_fp8_rows_carry_their_scales(pool, kind, num_scales):
+    nodes = (LONE, FEW, LONE)[num_scales - 1]
     hidden = (33, 256, 48)[num_scales - 1]
     x, idx, w = make_inputs(4, [20, 17, 0], hidden, 8, 3, "holes", "fp32")
     scales = [torch.rand(len(part), num_scales) for part in x]
@@ -123,13 +126,13 @@ def test_fp8_rows_carry_their_scales(pool, kind, num_scales):
     if kind == "packed":
         scales = [part.view(torch.int32) for part in scales]
     args = (PerRank(part) for part in (x, idx, w, scales))
-    results = FEW.run(pool, calls.send_fp8, 8, *args)
+    results = nodes.run(pool, calls.send_fp8, 8, *args)
     rows = [part.to(torch.float8_e4m3fn).view(torch.uint8) for part in x]
     want_rows, want_scales, want_wide = (
         reference.dispatch(part, idx, w, 8)
         for part in (rows, scales, [one.bfloat16() for one in x])
     )
-    sums = combined([one.x for one in want_wide], want_wide, idx, x, 8)
+    sums = combined([one.x for one in want_wide], want_wide, idx, x, 8, nodes)
     for rank, (*pairs, again, out) in enumerate(results):
         for have_rows, have_scales in pairs:
             assert torch.equal(have_rows, want_rows[rank].x)
@@ -156,20 +159,22 @@ def test_without_ids(pool):
         assert torch.equal(out, total)
 
 
+@BOTH
 @pytest.mark.parametrize("num_worst_tokens", [0, 90])
-def test_rows_in_place(pool, num_worst_tokens):
+def test_rows_in_place(pool, num_worst_tokens, nodes):
     inputs = make_inputs(4, [20, 0, 13], 48, 12, 3, "holes", "bf16")
     args = "auto", num_worst_tokens, 12, *(PerRank(part) for part in inputs)
-    results = FEW.run(pool, read_in_place, *args)
+    results = nodes.run(pool, read_in_place, *args)
     for rows, want in zip(results, reference.dispatch(*inputs, 12), strict=True):
         assert torch.equal(rows, want.x)
 
 
-def test_worst_tokens(pool):
+@BOTH
+def test_worst_tokens(pool, nodes):
     x, idx, w = make_inputs(4, [20, 0, 13], 16, 8, 2, "uniform", "fp32")
-    results = FEW.run(pool, calls.worst_case, 80, 8, *(PerRank(part) for part in (x, idx, w)))
+    results = nodes.run(pool, calls.worst_case, 80, 8, *(PerRank(part) for part in (x, idx, w)))
     received = reference.dispatch(x, idx, w, 8)
-    sums = combined([one.x for one in received], received, idx, x, 8)
+    sums = combined([one.x for one in received], received, idx, x, 8, nodes)
     for (got, ids, weights, counts, out), want, total in zip(results, received, sums, strict=True):
         num_rows = len(want.x)
         assert (len(got), counts) == (80, [])
@@ -180,15 +185,16 @@ def test_worst_tokens(pool):
         assert torch.equal(out, total)
 
 
-def test_memory_grows_on_all_ranks(pool):
+@BOTH
+def test_memory_grows_on_all_ranks(pool, nodes):
     inputs = make_inputs(4, [30, 9], 16, 8, 2, "uniform", "fp32")
-    by_rank = FEW.run(pool, calls.outgrow, 8, *(PerRank(part) for part in inputs))
+    by_rank = nodes.run(pool, calls.outgrow, 8, *(PerRank(part) for part in inputs))
     sizes = by_rank[0][1]
     assert sizes[0] < sizes[1] == sizes[2]
     for call, end in enumerate((1, None, 5)):
         x, idx, w = ([one[:end] for one in part] for part in inputs)
         received = reference.dispatch(x, idx, w, 8)
-        sums = combined([one.x for one in received], received, idx, x, 8)
+        sums = combined([one.x for one in received], received, idx, x, 8, nodes)
         for rank, (results, sizes_here) in enumerate(by_rank):
             assert sizes_here == sizes
             assert torch.equal(results[call][0], received[rank].x)
@@ -272,14 +278,19 @@ def sum_whole_numbers(group, num_experts, x, topk_idx, topk_weights, round_once)
     return out
 
 
-@pytest.mark.parametrize("round_once", [False, True])
-def test_sums_are_rounded_on_each_node_or_once(pool, round_once):
-    """bf16 holds whole numbers up to 256, but not the sums of two ranks of a node."""
+@pytest.mark.parametrize(
+    ("round_once", "nodes"),
+    [(False, FEW), (True, FEW), (False, LONE), (True, LONE)],
+    ids=["2x2", "2x2 once", "4x1", "4x1 once"],
+)
+def test_sums_are_rounded_on_each_node_or_once(pool, round_once, nodes):
+    """bf16 holds whole numbers up to 256, but not the sums of two ranks of a node. The row of a
+    node's only rank is its sum, and is not rounded."""
     num_tokens, num_experts = [12, 0, 9, 20], 8
     x, topk_idx, weights = make_inputs(4, num_tokens, 40, num_experts, 6, "uniform", "bf16")
     x = [torch.randint(0, 2, rows.shape, generator=torch.manual_seed(1)).bfloat16() for rows in x]
     parts = (PerRank(part) for part in (x, topk_idx, weights))
-    results = FEW.run(pool, sum_whole_numbers, num_experts, *parts, round_once)
+    results = nodes.run(pool, sum_whole_numbers, num_experts, *parts, round_once)
     exact = []
     for rows, ids in zip(x, topk_idx, strict=True):
         total = torch.zeros(rows.shape)
@@ -288,4 +299,4 @@ def test_sums_are_rounded_on_each_node_or_once(pool, round_once):
             total += to_rank[:, None] * (rows.float() + 128 + rank)
         exact.append(total.bfloat16())
     same = [torch.equal(have, want) for have, want in zip(results, exact, strict=True)]
-    assert all(same) == round_once
+    assert all(same) == (round_once or nodes is LONE)

@@ -21,7 +21,7 @@ import torch
 from dispatch_cases import check_round_trip, make_buffer, make_inputs, run_round_trips
 from elastic_cases import EXPERTS, HIDDEN, TOPK
 from layer_cases import check_layer
-from node_cases import InParts
+from node_cases import InParts, NodePool
 from test_decode_layer import check_replays
 from training_cases import (
     check_gradients,
@@ -39,7 +39,8 @@ pytestmark = [
     pytest.mark.gpu,
     pytest.mark.skipif(nvshmem_cases.MISSING is not None, reason=str(nvshmem_cases.MISSING)),
 ]
-NODES = calls.Nodes(2, 2)
+NODES, LONE = calls.Nodes(2, 2), calls.Nodes(4, 1)
+BOTH = pytest.mark.parametrize("nodes", [NODES, LONE], ids=["2x2", "4x1"])
 NUM_EXPERTS, NUM_TOPK, MAX_TOKENS = 16, 4, 200
 
 
@@ -49,22 +50,23 @@ def pool():
         yield ranks
 
 
+@BOTH
 @pytest.mark.parametrize(("kind", "dtype"), [("holes", "bf16"), ("skewed", "fp32")])
-def test_round_trips(pool, kind, dtype):
+def test_round_trips(pool, nodes, kind, dtype):
     """20 of them, each with another rank late: the same bits, those of the oracle."""
     num_tokens = [MAX_TOKENS, 0, 37, 128]
     inputs = make_inputs(4, num_tokens, 1024, NUM_EXPERTS, NUM_TOPK, kind, dtype)
     bias = [[part * 0.5, part * 0.25] for part in inputs[0]]
     parts = [PerRank(part) for part in (*inputs, bias)]
-    results = pool.run(run_round_trips, "auto", NUM_EXPERTS, MAX_TOKENS, *parts)
-    check_round_trip(results, *inputs, NUM_EXPERTS, bias, NODES.ranks_per_node)
+    results = nodes.run(pool, run_round_trips, "auto", NUM_EXPERTS, MAX_TOKENS, *parts)
+    check_round_trip(results, *inputs, NUM_EXPERTS, bias, nodes.ranks_per_node)
 
 
 def replay(group, num_replays, rounds):
     """A round trip captured once, replayed with the inputs of each round."""
     x, topk_idx, topk_weights = (part.cuda() for part in rounds[0])
     buffer = make_buffer(group, x, NUM_EXPERTS, NUM_TOPK, MAX_TOKENS)
-    assert (buffer.backend, buffer.num_nodes) == ("nvshmem", 2)
+    assert buffer.backend == "nvshmem"
 
     def round_trip():
         room = group.size() * MAX_TOKENS
@@ -94,18 +96,18 @@ def replay(group, num_replays, rounds):
     return outputs
 
 
-def test_a_graph_is_replayed_with_other_routing(pool):
+@BOTH
+def test_a_graph_is_replayed_with_other_routing(pool, nodes):
     kinds, num_tokens = ["uniform", "one_hot", "nothing", "empty_rank"], [MAX_TOKENS] * 4
     sizes = num_tokens, 512, NUM_EXPERTS, NUM_TOPK
     drawn = [make_inputs(4, *sizes, kind, "bf16", seed) for seed, kind in enumerate(kinds)]
     rounds = [[tuple(part[rank] for part in one) for one in drawn] for rank in range(4)]
-    results = pool.run(replay, 3, PerRank(rounds))
+    results = nodes.run(pool, replay, 3, PerRank(rounds))
     for number in range(3 * len(drawn)):
         inputs = drawn[number % len(drawn)]
         received = reference.dispatch(*inputs, NUM_EXPERTS)
-        out = reference.combine(
-            [one.x for one in received], received, inputs[1], num_tokens, NUM_EXPERTS, None, 2
-        )
+        rows, near = [one.x for one in received], nodes.ranks_per_node
+        out = reference.combine(rows, received, inputs[1], num_tokens, NUM_EXPERTS, None, near)
         for rank, want in enumerate(received):
             rows, ids, cached, y, weights = results[rank][number]
             count = len(want.x)
@@ -118,13 +120,18 @@ def test_a_graph_is_replayed_with_other_routing(pool):
             assert torch.equal(weights, torch.where(valid, inputs[2][rank], 0.0))
 
 
-@pytest.mark.parametrize("dtype", ["bf16", "fp32"])
-def test_layers(pool, dtype):
-    check_layer(pool, 4, [MAX_TOKENS, 0, 37, 128], 256, 128, 4, NUM_TOPK, "uniform", dtype)
+@pytest.mark.parametrize(("nodes", "dtype"), [(NODES, "bf16"), (NODES, "fp32"), (LONE, "bf16")])
+def test_layers(pool, nodes, dtype):
+    check_layer(
+        NodePool(pool, *nodes), 4, [MAX_TOKENS, 0, 37, 128], 256, 128, 4, NUM_TOPK, "uniform", dtype
+    )
 
 
-def test_decode_layers(pool):
-    check_layer(pool, 4, [16, 0, 5, 9], 256, 128, 4, NUM_TOPK, "holes", "bf16", "decode")
+@BOTH
+def test_decode_layers(pool, nodes):
+    check_layer(
+        NodePool(pool, *nodes), 4, [16, 0, 5, 9], 256, 128, 4, NUM_TOPK, "holes", "bf16", "decode"
+    )
 
 
 @pytest.mark.parametrize("decode_tokens", [128, 0])
@@ -132,23 +139,23 @@ def test_layers_in_graphs(pool, decode_tokens):
     check_replays(pool, decode_tokens=decode_tokens)
 
 
-@pytest.mark.parametrize("which", ["all", "some"])
-def test_layers_in_two_parts(pool, which):
+@pytest.mark.parametrize(("nodes", "which"), [(NODES, "all"), (NODES, "some"), (LONE, "some")])
+def test_layers_in_two_parts(pool, nodes, which):
     sizes = [MAX_TOKENS, 0, 37, 128], 256, 128, 4, NUM_TOPK
-    check_layer(InParts(pool, which), 4, *sizes, "holes", "bf16")
+    check_layer(InParts(NodePool(pool, *nodes), which), 4, *sizes, "holes", "bf16")
 
 
 def test_layers_in_two_parts_in_graphs(pool):
     check_replays(InParts(pool), decode_tokens=0)
 
 
-@pytest.mark.parametrize("save", ["none", "rows"])
-def test_training_steps(pool, save):
+@pytest.mark.parametrize(("nodes", "save"), [(NODES, "none"), (NODES, "rows"), (LONE, "none")])
+def test_training_steps(pool, nodes, save):
     """20 of them, each with another rank late, and captured where nothing saved depends on how many
     rows come: the same bits."""
     sizes = dict(hidden=256, intermediate=128, dtype="bf16")
     parts = make_case(4, [MAX_TOKENS, 37, 0, 128], **sizes)
-    for same in pool.run(training_steps, save, *map(PerRank, parts)):
+    for same in nodes.run(pool, training_steps, save, *map(PerRank, parts)):
         assert all(same), same
 
 
@@ -196,11 +203,12 @@ def test_layers_with_weights_in_e4m3(pool, way):
     quantized.check(on, parts, decode=way == "decode")
 
 
-@pytest.mark.parametrize("form", ["bf16", "fp8"])
-def test_low_latency(pool, form):
+@pytest.mark.parametrize(("nodes", "form"), [(NODES, "bf16"), (NODES, "fp8"), (LONE, "fp8")])
+def test_low_latency(pool, nodes, form):
     """20 round trips, each with another rank late."""
-    sizes = [16, 0, 5, 9], 16, 256, 16, 4
-    low_latency.check_case(pool, 4, *sizes, "holes", [form], node_ranks=NODES.ranks_per_node)
+    sizes, near = ([16, 0, 5, 9], 16, 256, 16, 4), nodes.ranks_per_node
+    on = NodePool(pool, *nodes)
+    low_latency.check_case(on, 4, *sizes, "holes", [form], node_ranks=near if near > 1 else None)
 
 
 def test_operators(pool):
@@ -219,11 +227,11 @@ def test_a_layer_of_operators_is_one_graph(pool):
         assert same == [[True] * 5] * 2
 
 
-@pytest.mark.parametrize("do_cpu_sync", [True, False])
-def test_the_contract_of_v2(pool, do_cpu_sync):
+@pytest.mark.parametrize(("nodes", "do_cpu_sync"), [(NODES, True), (NODES, False), (LONE, False)])
+def test_the_contract_of_v2(pool, nodes, do_cpu_sync):
     inputs = make_inputs(4, [20, 0, 13, 5], HIDDEN, EXPERTS, TOPK, "holes", "bf16")
     modes = [elastic.MODES[at] for at, waits in elastic.FEW if waits is do_cpu_sync]
-    pool.run(elastic.run_modes, modes, do_cpu_sync, *inputs)
+    NodePool(pool, *nodes).run(elastic.run_modes, modes, do_cpu_sync, *inputs)
 
 
 def test_a_call_that_breaks_off_ends_those_of_all_nodes(pool):
