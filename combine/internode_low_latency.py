@@ -86,7 +86,7 @@ def return_rows(
         step="sum of experts",
         num_warps=NUM_WARPS,
     )
-    num_programs = 2 * gpu().num_sms
+    num_programs = gpu().num_sms  # they pace
     return_to_rails(returned, rows.rank_prefix_matrix, rows.header_bytes, num_programs, slots)
     slots.context.end_call()
 

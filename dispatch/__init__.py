@@ -24,6 +24,7 @@ from .launch import (
     exchange,
     form_of,
     programs_on_all_sms,
+    programs_that_pace,
     push,
     send_metadata,
 )
@@ -57,6 +58,7 @@ __all__ = [
     "locate",
     "place_rows",
     "programs_on_all_sms",
+    "programs_that_pace",
     "push",
     "push_fused",
     "quantize",

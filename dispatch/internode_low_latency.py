@@ -28,6 +28,7 @@ from .launch import (
     Partition,
     Tokens,
     programs_on_all_sms,
+    programs_that_pace,
 )
 from .low_latency import LowLatencyTokens, new_scales, scale_words
 from .receive import Received, locate
@@ -74,13 +75,8 @@ def send_tokens(tokens: LowLatencyTokens, slots: Slots) -> Sent:
     sent = Sent(_as_sent(tokens, slots), layout, routes, Counts.empty(layout))
     exchange(sent.counts, routes, layout, sent.tokens, max_tokens, 0, slots, "send")
     num_sent = layout.num_tokens_per_rank, None
-    header, partition = header_bytes(num_experts, slots.num_ranks), programs_on_all_sms()
-    # fmt: off
-    send(
-        sent.tokens, routes.node_rows, routes.sent_token_idx, num_sent, header,
-        Partition(partition, 0), slots,
-    )
-    # fmt: on
+    how = header_bytes(num_experts, slots.num_ranks), Partition(programs_that_pace(), 0), slots
+    send(sent.tokens, routes.node_rows, routes.sent_token_idx, num_sent, *how)
     slots.context.end_call()
     return sent
 
@@ -152,7 +148,7 @@ def locate_tokens(sent: Sent, arrived: Received, waited: torch.Tensor | None, sl
     max_tokens = len(arrived.x) // slots.num_ranks
     exchange(counts, routes, layout, tokens, max_tokens, 0, slots, "receive", waited)
     prefix, header = counts.rank_prefix_matrix, header_bytes(layout.num_experts, slots.num_ranks)
-    forward(tokens.row, routes.row_idx, prefix, header, programs_on_all_sms(), slots)
+    forward(tokens.row, routes.row_idx, prefix, header, programs_that_pace(), slots)
     num_local = layout.num_experts // slots.num_ranks
     locate(arrived, tokens, prefix, num_local, header, slots)
 

@@ -38,6 +38,11 @@ def programs_on_all_sms() -> int:
     return 2 * gpu().num_sms
 
 
+def programs_that_pace() -> int:
+    """One on each SM: of a push at its pace, which counts on all of them running at once."""
+    return gpu().num_sms
+
+
 @dataclass(frozen=True, slots=True)
 class Partition:
     """How a dispatch's programs are shared: `push` of them push, `early` ones concurrently receive

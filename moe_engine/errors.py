@@ -70,8 +70,11 @@ class PeerTimeout(MoeEngineError, TimeoutError):
             whose += f" of node {self.node}"
             if self.node != own:
                 self.forwarder = own * ranks_per_node + peer % ranks_per_node
-                who = f"Rank {peer}, rank {self.forwarder} that forwards what it sends, or the "
-                who += "network between them is gone or stuck, or one of them"
+                if self.forwarder == rank:
+                    who = f"Rank {peer} or the network to it is gone or stuck, or that rank"
+                else:
+                    who = f"Rank {peer}, rank {self.forwarder} that forwards what it sends, or the "
+                    who += "network between them is gone or stuck, or one of them"
         super().__init__(
             f"rank {rank} waited {seconds:g} s for {whose} in phase '{phase}' (epoch {epoch}, slot "
             f"{slot}). {who} issued its calls in another order. Make a new Buffer; "

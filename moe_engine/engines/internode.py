@@ -24,6 +24,7 @@ from ..dispatch import (
     Received,
     Tokens,
     programs_on_all_sms,
+    programs_that_pace,
 )
 from ..dispatch import internode as dispatch_internode
 from ..dispatch.internode import Routes
@@ -181,7 +182,7 @@ class InternodeEngine(KernelEngine, LayerByVerbs):
         self._send_rows(tokens, layout, counts, routes, partition)
         header = header_bytes(layout.num_experts, self.slots.num_ranks)
         of = Routes(*routes).row_idx, counts.rank_prefix_matrix, header
-        dispatch_internode.forward(tokens.row, *of, programs_on_all_sms(), self.slots)
+        dispatch_internode.forward(tokens.row, *of, programs_that_pace(), self.slots)
 
     def _send_rows(
         self,
@@ -205,7 +206,7 @@ class InternodeEngine(KernelEngine, LayerByVerbs):
         push has no rows and only raises the flags of this rank's own ones."""
         if self.slots.layout.rows_stay:
             return Partition(NUM_CONCURRENT, 0, overlaps=owned)
-        return Partition(programs_on_all_sms(), 0)
+        return Partition(programs_that_pace(), 0)
 
     def _new_handle(  # type: ignore[override]
         self,
@@ -233,7 +234,7 @@ class InternodeEngine(KernelEngine, LayerByVerbs):
     def _send_cached(self, tokens: Tokens, parts: PartsOfHandle, partition: Partition) -> None:
         """Begin a cached dispatch: send rows over the network and to this node, and forward."""
         self._send_again(tokens, parts, partition)
-        self._forward_again(tokens, parts, programs_on_all_sms())
+        self._forward_again(tokens, parts, programs_that_pace())
 
     def _send_again(
         self, tokens: Tokens, parts: PartsOfHandle, partition: Partition | None = None

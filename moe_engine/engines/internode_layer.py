@@ -241,7 +241,7 @@ def receive_and_return(
         send_sums(far, NUM_CONCURRENT)
     near.down(inputs, of_near, sums)
     side.join()
-    send_sums(near, dispatch_verbs.programs_on_all_sms())
+    send_sums(near, dispatch_verbs.programs_that_pace())
     add_node_sums(returned, added, False, BARE_HEADER, slots)
     return received, kept, out
 

@@ -16,7 +16,7 @@ from ..combine.internode_low_latency import NodeExpertRows, add_up, return_rows
 from ..combine.launch import ReturnedRows, Sums
 from ..device.context import Kind
 from ..device.internode import BOTH
-from ..dispatch import Received, Tokens, programs_on_all_sms
+from ..dispatch import Received, Tokens, programs_on_all_sms, programs_that_pace
 from ..dispatch.internode_low_latency import (
     Sent,
     Stats,
@@ -280,8 +280,7 @@ def _return_sums(
     prefix, signature, node_head, node_rows, rank_head = returns
     out = sums.new_empty(num_tokens, sums.shape[1])
     added = Sums(out, None, None, None, node_head, prefix)
-    on_all_sms = programs_on_all_sms()
-    how = False, (on_all_sms, on_all_sms), lane, Kind.MOE_FFN_COMBINE
+    how = False, (programs_that_pace(), programs_on_all_sms()), lane, Kind.MOE_FFN_COMBINE
     return_and_sum(ReturnedRows(sums, None), signature, added, node_rows, rank_head, *how)
     return out
 
