@@ -36,7 +36,7 @@ from moe_engine.emulation import PerRank, RankPool
 from moe_engine.engines.internode import InternodeHandle
 from moe_engine.symm.slots import BARE_HEADER
 
-FEW = Nodes(2, 2)
+FEW, LONE = Nodes(2, 2), Nodes(4, 1)
 EXPERTS = 8
 
 
@@ -127,6 +127,14 @@ def test_a_killed_rank_ends_the_calls_of_all(pool, before, phase):
     assert 1 in found[0][0]
     assert found[0][1] == phase
     for rank in (0, 2, 3):
+        assert 1 <= found[rank][2] < 5
+
+
+def test_a_killed_rank_is_named_where_nobody_forwards(pool):
+    """By the ranks that read its rows where they would have arrived."""
+    found = LONE.run(pool, lose_a_rank, 1, "send_rows", *inputs((30,)), expect_death={1})
+    for rank in (0, 2, 3):
+        assert found[rank][:2] == ((1, rank), "rows")
         assert 1 <= found[rank][2] < 5
 
 
@@ -229,7 +237,7 @@ def withhold_done(group, *tokens):
     return num_calls, None if error is None else (error.peer, error.phase)
 
 
-@pytest.mark.parametrize("nodes", [FEW, Nodes(4, 1)], ids=["2x2", "4x1"])
+@pytest.mark.parametrize("nodes", [FEW, LONE], ids=["2x2", "4x1"])
 def test_a_sender_waits_until_its_rail_peer_is_done(pool, nodes):
     """A rank uses a slot again two calls later: not before its rail peer has said that it is done
     with the first."""
