@@ -416,10 +416,12 @@ def return_one_side(group, x, topk_idx, topk_weights):
     and after theirs were."""
     buffer = small_buffer(group, x, EXPERTS, topk_idx.shape[1])
     rows, *_, handle, _ = dispatch(buffer, x, topk_idx, topk_weights, EXPERTS)
-    slots, prefix, first = buffer._engine.slots, handle.rank_prefix_matrix, group.rank() // 2 * 2
+    slots, prefix = buffer._engine.slots, handle.rank_prefix_matrix
+    num_near = slots.layout.ranks_per_node
+    first = group.rank() // num_near * num_near
     begin = int(prefix[first - 1, group.rank()]) if first else 0
     marked = torch.ones_like(rows)
-    marked[begin : int(prefix[first + 1, group.rank()])] = MARK
+    marked[begin : int(prefix[first + num_near - 1, group.rank()])] = MARK
     returned = ReturnedRows(marked, None)
     combine_launches.open_combine(returned, handle.signature, slots)
     found = []
@@ -433,9 +435,10 @@ def return_one_side(group, x, topk_idx, topk_weights):
     return found
 
 
-def test_a_side_returns_its_rows_alone(pool):
+@pytest.mark.parametrize("nodes", [FEW, LONE], ids=["2x2", "4x1"])
+def test_a_side_returns_its_rows_alone(pool, nodes):
     parts = make_inputs(4, [12, 9, 7, 11], 16, EXPERTS, 4, "uniform", "fp32")
-    assert FEW.run(pool, return_one_side, *map(PerRank, parts)) == [[False, True]] * 4
+    assert nodes.run(pool, return_one_side, *map(PerRank, parts)) == [[False, True]] * 4
 
 
 def exchange_when_told(group, x, topk_idx, topk_weights):
