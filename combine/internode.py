@@ -55,7 +55,7 @@ def return_and_sum(
     the bytes of bf16. num_programs: those that return rows, and those that sum."""
     num_returning, num_summing = num_programs
     if slots.layout.rows_stay:
-        num_returning = num_summing  # they send
+        num_returning = num_summing  # they send over the network, as those that sum do otherwise
     open_combine(returned, dispatched, slots, kind)
     return_to_rails(returned, sums.rank_prefix_matrix, BARE_HEADER, num_returning, slots)
     how = round_once, BARE_HEADER, slots, num_summing

@@ -36,7 +36,7 @@ from ..device.lang import (
 from ..device.nvshmem import uses_nvshmem
 from ..device.programs import finish_call, is_last_program
 from ..device.push import Source, copy_block, push_rows
-from ..device.slots import chunk_flag, first_near_rank, received_rows, region
+from ..device.slots import chunk_flag, first_near_rank, received_rows, region, rows_in_region
 from ..device.tiles import deal
 from ..dispatch.internode_kernels import send_chunk
 from .kernels import add_rows, add_weights, received_row
@@ -113,12 +113,13 @@ def return_to_nodes_kernel(
     nodes, own_rank = num_nodes(context), own_node(context)
     ranks = tl.arange(0, SIZES.RANKS_PAD)
     counts = received_rows(rank_prefix_matrix, ranks, context)
-    num_chunks = tl.cdiv(tl.minimum(tl.max(counts, 0), num_rows), SIZES.CHUNK_ROWS)
+    most = tl.minimum(rows_in_region(row, context, SIZES.CHUNK_ROWS), num_rows)
+    num_chunks = tl.cdiv(tl.minimum(tl.max(counts, 0), most), SIZES.CHUNK_ROWS)
     source = Source(own.x, own.weights, num_rows, hidden, nodes)
     for work_idx in range(tl.program_id(0), num_chunks * nodes, tl.num_programs(0)):
         index, chunk = deal(work_idx, nodes)
         peer = (own_rank + 1 + index) % nodes  # this rank itself comes last
-        count = tl.minimum(received_rows(rank_prefix_matrix, peer, context), num_rows)
+        count = tl.minimum(received_rows(rank_prefix_matrix, peer, context), most)
         begin = chunk * SIZES.CHUNK_ROWS
         end = min(begin + SIZES.CHUNK_ROWS, count)
         if (begin < end) & is_on_side(peer, sides, context):

@@ -101,8 +101,8 @@ def expand_rows_kernel(
     Its two launches share the work as those of `collect_kernel`, whose memory order it has: the
     first one begins while `num_push_programs` push, and reads what flags guard, and what was
     complete before the push began: rank_prefix_matrix, x, and places or begins. For what
-    `place_tokens_kernel` writes that holds because `metadata_kernel` waits for its end before it
-    lets the push begin.
+    `place_tokens_kernel` writes that holds because `metadata_kernel`, or on several nodes
+    `send_rows_kernel`, waits for its end before it lets the next launch begin.
 
     Example, that of `place_tokens_kernel`, max_tokens 4: rank 0 gets tokens A B D of rank 0 and E
     of rank 1, with the numbers [0, 8], [4, 1], [2, -1] and [9, 3]. Its own rows are 0 to 5:

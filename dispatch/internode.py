@@ -10,6 +10,7 @@ import torch
 from .. import routing
 from ..device.constants import constants
 from ..device.context import Kind
+from ..device.lang import INTERPRETED
 from ..device.signature import RowShape
 from ..row_vectors import COPY_ROWS, RowVectors
 from ..symm.slots import RowLayout, SlotLayout, Slots, row_in_region
@@ -39,9 +40,9 @@ from .launch import (
 )
 from .send_kernels import Metadata, SendPlan
 
-BLOCK_TOKENS = 1024
+BLOCK_TOKENS = 128 if INTERPRETED else 1024
 """Tokens whose nodes a program finds at a time."""
-HEADER_ITEMS, HEADER_BYTES = 1024, 4096
+HEADER_ITEMS, HEADER_BYTES = (128, 256) if INTERPRETED else (1024, 4096)
 """Pairs of a row and a rank that a program writes to a header at a time, and bytes that it copies
 from one."""
 

@@ -2,8 +2,8 @@
 
 A rank sends each token that has an expert on another node once to its rail peer there, which writes
 the row to the ranks of its node that want it, into the regions where these expect the rows of their
-source. So what receives rows is as on one node. On nodes of one rank nothing is forwarded: it reads
-rows where they arrive. Before rows go headers, see `internode_header_kernels.py`.
+source. So what receives rows is as on one node. On nodes of one rank nothing is forwarded: rows are
+read where they arrive. Before rows go headers, see `internode_header_kernels.py`.
 """
 
 from typing import NamedTuple

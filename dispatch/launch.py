@@ -34,12 +34,14 @@ METADATA_ROWS = 64
 
 
 def programs_on_all_sms() -> int:
-    """Two on each SM: so many programs of the kernels here run at once."""
+    """Two on each SM. So many programs of kernels with few registers run at once; of others one
+    runs on an SM after the other."""
     return 2 * gpu().num_sms
 
 
 def programs_that_pace() -> int:
-    """One on each SM: of a push at its pace, which counts on all of them running at once."""
+    """One on each SM, for a push that is paced: its pace assumes that all its programs run at
+    once."""
     return gpu().num_sms
 
 
@@ -47,7 +49,7 @@ def programs_that_pace() -> int:
 class Partition:
     """How a dispatch's programs are shared: `push` of them push, `early` ones concurrently receive
     what has arrived. most_span: see `push.PushSizes.SPAN`; at most so many chunks. overlaps:
-    without early ones, those that receive all may begin during the push; they wait for rows."""
+    without early ones, the last launch, which receives all rows, may begin during the push."""
 
     push: int
     early: int
@@ -61,9 +63,9 @@ class Partition:
         return [*early, (num_programs, 0)]
 
     @property
-    def num_early(self) -> int:
-        """Programs of the next launch that may begin during the push; of `overlaps` any number."""
-        return self.early or int(self.overlaps)
+    def lets_next_begin(self) -> bool:
+        """Whether the launch after the push may begin during it."""
+        return self.early > 0 or self.overlaps
 
     @property
     def fills_chip(self) -> bool:
@@ -285,6 +287,8 @@ def send_metadata(
     """Write what goes with the rows into the destinations' slots. A cached dispatch begins with
     this, and with `dispatched`, the signature in its handle."""
     row, layout = tokens.row, slots.layout
+    is_early = layout.num_nodes > 1
+    after = () if dispatched is not None else (exchange_kernel, place_tokens_kernel)
     scales = None if tokens.scales is None else tokens.scales.view(torch.int32)
     slots.context.launch(
         metadata_kernel,
@@ -297,11 +301,9 @@ def send_metadata(
         *((0, 0) if scales is None else scales.stride()),
         row_in_region(row, header_bytes),
         tokens.shape,
-        SIZES=metadata_sizes(layout.num_ranks, row, METADATA_ROWS, layout.num_nodes > 1),
+        SIZES=metadata_sizes(layout.num_ranks, row, METADATA_ROWS, is_early),
         step="send_metadata",
-        after=()
-        if dispatched is not None
-        else (exchange_kernel, place_tokens_kernel, send_rows_kernel),
+        after=(send_rows_kernel,) if is_early else after,
         num_warps=8,
     )
 
@@ -347,7 +349,7 @@ def push(
         vectors.view(tokens.x),
         plan,
         slots.context.fields,
-        partition.num_early,
+        int(partition.lets_next_begin),
         int(is_cached and partition.fills_chip),
         len(tokens.x),
         vectors.num_vecs,

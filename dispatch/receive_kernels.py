@@ -84,9 +84,9 @@ def collect_kernel(
     arrives while they push. The last, with num_push_programs 0, copies the rest, and its last
     program finishes the call.
 
-    A PDL launch, which waits for the launch before it at its end. The first one, or the only one,
-    begins while the push runs: until then it reads rank_prefix_matrix and x, which were complete
-    before the push was launched, and rows that flags guard.
+    A PDL launch, which waits for the launch before it at its end. It may begin while the push runs,
+    where that lets it: until that end it reads rank_prefix_matrix and x, which were complete before
+    the push was launched, and rows that flags guard.
     """
     most_rows = most_received(rank_prefix_matrix, context)
     region_rows = rows_in_region(row, context, SIZES.CHUNK_ROWS)

@@ -60,11 +60,12 @@ def metadata_kernel(
     """Write what goes with this rank's rows into its region on every rank: scales, then ids,
     weights and token. `push_kernel` raises the rows' flags after it has seen this kernel's end.
 
-    A PDL launch, which waits for the launch before it first. After an exchange all ranks are in the
+    A PDL launch, which waits for the launch before it first, or IS_EARLY at the end: that one is
+    `send_rows_kernel`, which has waited for an exchange. After an exchange all ranks are in the
     call, and what slots held has been read. With a handle there is no exchange: program 0 begins
-    the call instead, and the others write. `send_rows_kernel` has waited for the exchange, and is
-    itself waited for at the end.
+    the call instead, and the others write.
     """
+    tl.static_assert(dispatched is None or not SIZES.IS_EARLY)
     if not SIZES.IS_EARLY:
         pdl_wait(PDL)
     pdl_launch_dependents(PDL)
@@ -135,12 +136,12 @@ def put_metadata(
     put(to_trailer, trailer, has[:, None] & (field <= 2 * weights_at)[None, :])
 
 
-@triton.jit(do_not_specialize=["num_tokens", "num_early_programs", "waits"])
+@triton.jit(do_not_specialize=["num_tokens", "lets_next_begin", "waits"])
 def push_kernel(
     x,  # vectors [T, num_vecs]
     plan,  # SendPlan
     context,
-    num_early_programs,
+    lets_next_begin,  # 1: the next launch may begin concurrently
     waits,  # 1: wait for the launch before, and only then let the next one begin
     num_tokens,
     num_vecs,
@@ -151,14 +152,14 @@ def push_kernel(
     """Write the payload of this rank's rows into its region on the others; see `push_rows`.
 
     A PDL launch after `metadata_kernel`, whose stores happen before the rows' flags. Rows to this
-    rank itself have no payload, see `payload_address`. The next launch may begin concurrently if it
-    is one of `num_early_programs`. Either these are too few to fill the chip, or all ranks are in
-    the call when they begin. After an exchange all ranks are. With a handle this launch `waits` for
+    rank itself have no payload, see `payload_address`. Where the next launch may begin
+    concurrently, either its programs are too few to fill the chip, or all ranks are in the call
+    when they begin. After an exchange all ranks are. With a handle this launch `waits` for
     `metadata_kernel`, which waits for the signatures of all ranks.
     """
     if waits > 0:
         pdl_wait(PDL)
-    if num_early_programs > 0:
+    if lets_next_begin > 0:
         pdl_launch_dependents(PDL)
     if is_broken(context):
         pdl_wait(PDL)

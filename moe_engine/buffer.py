@@ -89,8 +89,9 @@ class Buffer(LayerVerbs):
         """Count the tokens for each rank and expert. topk_idx int64 [T, K], -1 = not routed.
 
         Returns (num_tokens_per_rank int32 [R], num_tokens_per_rdma_rank int32 [N] of the nodes, or
-        None on one node, num_tokens_per_expert int32 [E], is_token_in_rank bool [T, R], event). Ids
-        out of range count as -1 and raise RoutingError at the next call or `check()`.
+        None on one node, num_tokens_per_expert int32 [E], is_token_in_rank bool [T, R], event). Of
+        nodes of one rank the first two are one tensor. Ids out of range count as -1 and raise
+        RoutingError at the next call or `check()`.
         """
         engine = self._ready(sends=False)
         described = engine.describe(topk_idx, num_experts)
@@ -177,6 +178,8 @@ class Buffer(LayerVerbs):
             return received[0].payload, None, None, None, None, received[1]
         layout = num_tokens_per_rank, num_tokens_per_expert, is_token_in_rank
         per_node = num_tokens_per_rdma_rank if self.num_nodes > 1 else None
+        if per_node is num_tokens_per_rank:  # of nodes of one rank, as get_dispatch_layout has it
+            per_node = None
         routing, rows_per = (topk_idx, topk_weights), (expert_alignment, num_worst_tokens)
         given = *layout, per_node, *routing, *rows_per, in_place
         rows, scales, is_pair = checks.pair_of(x)

@@ -49,7 +49,8 @@ class PeerTimeout(MoeEngineError, TimeoutError):
 
     `rank`, `peer`, `phase`, `epoch` and `slot` name who waited for whom, and for what. With
     ranks_per_node, on several nodes, `node` is that of the peer and `forwarder` the rank that
-    passes on what the peer sends to this rank's node; else they are None.
+    gets what the peer sends to this rank's node, this rank or one that forwards to it; else they
+    are None.
     """
 
     def __init__(

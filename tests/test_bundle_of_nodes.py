@@ -49,6 +49,7 @@ from moe_engine.tools.model_shape import ModelShape
 
 SHAPE = ModelShape(16, 256, 128, 4, 4, max_tokens=512, num_nodes=2)
 THREE = replace(SHAPE, num_experts=24, num_ranks=6, num_nodes=3)
+LONE = replace(SHAPE, num_nodes=4)
 CPU_ONLY = pytest.mark.skipif(torch.cuda.is_available(), reason="stands in for a GPU")
 SOME = dict(phases=[Phase.explicit, Phase.generate], suppress_health_check=list(HealthCheck))
 
@@ -98,11 +99,12 @@ def ranks(nvshmem):
         *(layers, layers_in_parts, layers_in_e4m3, decode_layers),
     ],
 )
-@pytest.mark.parametrize("shape", [SHAPE, THREE], ids=["2x2", "3x2"])
+@pytest.mark.parametrize("shape", [SHAPE, THREE, LONE], ids=["2x2", "3x2", "4x1"])
 def test_ranks_of_nodes_find_their_kernels(ranks, calls, shape):
     """All ranks: the calls of some differ."""
     shape = replace(shape, is_quantized=calls is layers_in_e4m3)
-    for keys in ranks.run(launched, calls, num_ranks=shape.num_ranks):
+    on = NodePool(ranks, shape.num_nodes, shape.num_ranks // shape.num_nodes)
+    for keys in on.run(launched, calls):
         names = {name for name, key in keys}
         assert any("internode" in name for name in names)
         assert not {name for name, key in keys if key not in needed(shape)}

@@ -12,6 +12,7 @@ import pytest
 import triton
 
 from moe_engine import nvshmem_library
+from moe_engine.tools.lone_rank import kernel_engine
 
 pytestmark = [
     pytest.mark.skipif(nvshmem_cases.MISSING is not None, reason=str(nvshmem_cases.MISSING)),
@@ -46,6 +47,17 @@ def test_no_launch_is_left_out():
     assert recorded().keys() == {*SENDERS, *WORDS, *PLAIN, *OF_ONE_NODE}
 
 
+def test_nodes_of_one_rank_forward_nothing():
+    """Nor do they sum before they send; and copies may begin while others send."""
+    names = {launch.name for launch in launches.internode(num_nodes=launches.RANKS)}
+    left_out = {"forward", "return_to_rails", "node_sum"}
+    assert names == recorded().keys() - left_out | {"return_to_nodes", "release_rails"}
+    for num_nodes in (1, 2, launches.RANKS):
+        engine = kernel_engine(launches.RANKS, 64, launches.REGION_BYTES, num_nodes=num_nodes)
+        overlaps = [engine._partition(20, owned).overlaps for owned in (True, False)]
+        assert overlaps == [num_nodes == launches.RANKS, False]
+
+
 @pytest.mark.parametrize("name", ["exchange_internode", "send_rows", *SLOW, *WORDS, *PLAIN])
 def test_registers(name):
     """None are spilled by code of ours, and all programs of a launch fit."""
@@ -59,6 +71,18 @@ def test_registers(name):
 def test_rows_are_stored_16_bytes_at_a_time():
     for name in ("send_rows", "forward", "return_to_rails"):
         assert "st.global.v4.b32" in entry(name)
+
+
+def test_rows_return_to_nodes_of_one_rank():
+    launch = next(
+        one for one in launches.internode(num_nodes=launches.RANKS) if one.name == "return_to_nodes"
+    )
+    built = launch.compile()
+    assert built.spill_bytes <= NVSHMEM_STACK
+    assert built.registers * 32 * launch.options.num_warps <= 65536
+    ptx = built.ptx[built.ptx.index(".visible .entry") :]
+    assert "st.global.v4.b32" in ptx
+    assert len(SENT.findall(ptx)) == 1
 
 
 @pytest.mark.parametrize("name", ["exchange_internode", "send_rows", *SLOW])

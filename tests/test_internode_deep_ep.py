@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from unittest import mock
+
 import pytest
 import torch
 from deep_ep_cases import EXPERTS, HIDDEN, TOPK
@@ -14,7 +16,8 @@ from moe_engine.emulation import PerRank, RankError
 def round_trips(group, x, idx, w):
     """Rounds by both names, with and without the counts of nodes; what there was to see."""
     buffer, node_size = Buffer(group, 1 << 20), group.size() // 2
-    found = []
+    found, checks = [], mock.Mock(wraps=buffer._check_dispatch)
+    buffer._check_dispatch = checks
     for number in range(3):
         topk_idx = idx.roll(number, 0)  # other values in calls of one kind
         layout = buffer.get_dispatch_layout(topk_idx, EXPERTS)
@@ -30,6 +33,8 @@ def round_trips(group, x, idx, w):
         assert len(handle) == len(without) == 10
         assert int(handle[-4][-1]) == len(rows)
         found.append((rows, out))
+    # Calls of a kind are known again, also where both counts are one tensor.
+    assert checks.call_count == 2 - (node_size == 1)
     assert buffer.get_num_rdma_ranks() == buffer.runtime.get_num_rdma_ranks() == 2
     assert buffer.get_rdma_rank() == group.rank() // node_size
     assert buffer.get_root_rdma_rank(True) == group.rank() % node_size
@@ -41,9 +46,11 @@ def round_trips(group, x, idx, w):
     return found
 
 
-def test_calls_between_nodes(nodes):
-    x, idx, w = make_inputs(4, [20, 0, 11, 7], HIDDEN, EXPERTS, TOPK, "holes", "bf16")
-    results = nodes("2x2").run(round_trips, *map(PerRank, (x, idx, w)))
+@pytest.mark.parametrize("shape", ["2x2", "2x1"])
+def test_calls_between_nodes(nodes, shape):
+    on = nodes(shape)
+    x, idx, w = make_inputs(on.num_ranks, [20, 0, 11, 7], HIDDEN, EXPERTS, TOPK, "holes", "bf16")
+    results = on.run(round_trips, *map(PerRank, (x, idx, w)))
     for number in range(3):
         ids = [one.roll(number, 0) for one in idx]
         for have, want in zip(results, reference.dispatch(x, ids, w, EXPERTS), strict=True):

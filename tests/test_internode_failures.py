@@ -130,6 +130,19 @@ def test_a_killed_rank_ends_the_calls_of_all(pool, before, phase):
         assert 1 <= found[rank][2] < 5
 
 
+@pytest.mark.parametrize(
+    ("rank", "node_ranks", "who"),
+    [
+        (0, 2, "Rank 3, rank 1 that forwards what it sends, or the network between them is"),
+        (1, 2, "Rank 3 or the network to it is gone or stuck, or that rank issued its calls"),
+        (2, 2, "Rank 3 is gone, stuck, or issued its calls"),
+        (2, 1, "Rank 3 or the network to it is gone or stuck, or that rank issued its calls"),
+    ],
+)
+def test_what_may_have_kept_a_rank_waiting(rank, node_ranks, who):
+    assert who in str(PeerTimeout(rank, 3, "rows", 7, 1, 30.0, node_ranks))
+
+
 def test_a_killed_rank_is_named_where_nobody_forwards(pool):
     """By the ranks that read its rows where they would have arrived."""
     found = LONE.run(pool, lose_a_rank, 1, "send_rows", *inputs((30,)), expect_death={1})
@@ -243,7 +256,8 @@ def test_a_sender_waits_until_its_rail_peer_is_done(pool, nodes):
     with the first."""
     found = nodes.run(pool, withhold_done, *inputs())
     pool.close()  # the rank goes on without `release_rails` otherwise
-    assert (2, (3, "slot free")) in found
+    waits = (1,) if nodes is FEW else (0, 1, 2)  # its rail peers
+    assert (2, (3, "slot free")) in [found[rank] for rank in waits]
     assert {num_calls for num_calls, _ in found} == {2}
 
 
@@ -255,7 +269,7 @@ def watch_done(group, kernels, sender, *tokens):
     epoch = int(slots.context.fields[ContextField.EPOCH]) + 1
     seen, send_chunk = [], kernels.send_chunk
     num_nodes, num_slots = slots.layout.num_nodes, slots.layout.num_slots
-    flag = group.size() + epoch % num_slots * num_nodes + 1 - group.rank()
+    flag = group.size() + epoch % num_slots * num_nodes + 1  # of node 1, which the sender is not of
     at = slots.layout.offsets()[ContextField.DONE] + 8 * flag
 
     def send_late(*args):
@@ -279,13 +293,13 @@ def watch_done(group, kernels, sender, *tokens):
     return seen, epoch
 
 
+@pytest.mark.parametrize("nodes", [FEW, Nodes(2, 1)], ids=["2x2", "2x1"])
 @pytest.mark.parametrize("is_combine", [False, True], ids=["dispatch", "combine"])
-def test_a_rank_is_done_when_its_last_program_has_read(pool, is_combine):
-    """Rank 0 sends its chunks late, and has not heard that rank 1 is done with them."""
-    x, idx, w = make_inputs(2, [40], 16, EXPERTS, 2, "uniform", "fp32")
-    idx = [(one + EXPERTS // 2 * (1 - rank)) % EXPERTS for rank, one in enumerate(idx)]
+def test_a_rank_is_done_when_its_last_program_has_read(pool, nodes, is_combine):
+    """Rank 0 sends its chunks late, and has not heard that its rail peer is done with them."""
+    x, idx, w = make_inputs(nodes.num_ranks, [40], 16, EXPERTS, 2, "uniform", "fp32")
     tokens = [PerRank(part) for part in (x, idx, w)]
-    seen, epoch = Nodes(2, 1).run(pool, watch, is_combine, *tokens)[0]
+    seen, epoch = nodes.run(pool, watch, is_combine, *tokens)[0]
     assert len(seen) >= 3
     assert max(seen) < epoch
 

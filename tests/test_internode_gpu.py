@@ -62,11 +62,11 @@ def test_round_trips(pool, nodes, kind, dtype):
     check_round_trip(results, *inputs, NUM_EXPERTS, bias, nodes.ranks_per_node)
 
 
-def replay(group, num_replays, rounds):
+def replay(group, num_nodes, num_replays, rounds):
     """A round trip captured once, replayed with the inputs of each round."""
     x, topk_idx, topk_weights = (part.cuda() for part in rounds[0])
     buffer = make_buffer(group, x, NUM_EXPERTS, NUM_TOPK, MAX_TOKENS)
-    assert buffer.backend == "nvshmem"
+    assert (buffer.backend, buffer.num_nodes) == ("nvshmem", num_nodes)
 
     def round_trip():
         room = group.size() * MAX_TOKENS
@@ -102,7 +102,7 @@ def test_a_graph_is_replayed_with_other_routing(pool, nodes):
     sizes = num_tokens, 512, NUM_EXPERTS, NUM_TOPK
     drawn = [make_inputs(4, *sizes, kind, "bf16", seed) for seed, kind in enumerate(kinds)]
     rounds = [[tuple(part[rank] for part in one) for one in drawn] for rank in range(4)]
-    results = nodes.run(pool, replay, 3, PerRank(rounds))
+    results = nodes.run(pool, replay, nodes.num_nodes, 3, PerRank(rounds))
     for number in range(3 * len(drawn)):
         inputs = drawn[number % len(drawn)]
         received = reference.dispatch(*inputs, NUM_EXPERTS)

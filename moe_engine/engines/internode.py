@@ -201,9 +201,9 @@ class InternodeEngine(KernelEngine, LayerByVerbs):
         dispatch_internode.send(tokens, *sent, self.slots)
 
     def _partition(self, num_programs: int, owned: bool) -> Partition:
-        """All programs send, whatever num_programs is. All rows are received by the last launch, as
-        programs forward before it; on nodes of one rank none do, and it begins at once. There a
-        push has no rows and only raises the flags of this rank's own ones."""
+        """All SMs send, whatever num_programs is. All rows are received by the last launch, as
+        programs forward before it; on nodes of one rank none do, and it may begin at once. There a
+        push has no rows to copy, and raises the flags of this rank's own ones."""
         if self.slots.layout.rows_stay:
             return Partition(NUM_CONCURRENT, 0, overlaps=owned)
         return Partition(programs_that_pace(), 0)

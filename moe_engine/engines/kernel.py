@@ -118,7 +118,7 @@ class KernelEngine(GrowingEngine):
         self.concurrent_reads.mark()
         # Where rows are collected while others are pushed, the parts overlap.
         partition = self._partition(*how)
-        as_one, parts = not partition.num_early, (*sent, counts, routes, partition)
+        as_one, parts = not partition.lets_next_begin, (*sent, counts, routes, partition)
         self.call(type(self)._send, *parts, check=not grows, as_one=as_one)
         num_rows, *per_expert = self.concurrent_reads.read(lambda: self._received(counts))
         if grows and self._has_grown(*sent):

@@ -15,7 +15,8 @@ D. A slot has one region per writing rank, so that a sender knows where its rows
 On several nodes the region of a rank of another node is written by its rail peer, the rank of this
 node that forwards its rows. Two more regions for each node hold rows that arrive from it over the
 network, and rows that are sent to it; as many headers precede them (`internode_rows_offset`). Flags
-have more writers then, see `SlotLayout.num_writers`.
+have more writers then, see `SlotLayout.num_writers`. On nodes of one rank rows stay in the region
+in which they arrive.
 
 Example, R = 2, 4 tokens of rank 1 routed to ranks [0], [1], [0, 1], [0]: rank 1 writes tokens
 0, 2, 3 as rows 0, 1, 2 of region 1 of rank 0's slot, and tokens 1, 2 as rows 0, 1 of region 1 of
