@@ -178,8 +178,8 @@ class Buffer(LayerVerbs):
             return received[0].payload, None, None, None, None, received[1]
         layout = num_tokens_per_rank, num_tokens_per_expert, is_token_in_rank
         per_node = num_tokens_per_rdma_rank if self.num_nodes > 1 else None
-        if per_node is num_tokens_per_rank:  # of nodes of one rank, as get_dispatch_layout has it
-            per_node = None
+        if per_node is num_tokens_per_rank and self.num_nodes == self.group_size:
+            per_node = None  # as get_dispatch_layout returns it, of nodes of one rank
         routing, rows_per = (topk_idx, topk_weights), (expert_alignment, num_worst_tokens)
         given = *layout, per_node, *routing, *rows_per, in_place
         rows, scales, is_pair = checks.pair_of(x)

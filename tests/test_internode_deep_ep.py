@@ -65,6 +65,8 @@ def give(group, change, debug, x, idx, w):
         per_node = per_node.long()
     elif change == "shape":
         per_node = per_node[:1]
+    elif change == "ranks":
+        per_node = per_rank
     else:
         per_node = per_node + 1
     buffer.dispatch(x, None, per_rank, per_node, in_rank, per_expert, idx, w)
@@ -75,6 +77,7 @@ def give(group, change, debug, x, idx, w):
     [
         ("dtype", DtypeError, "num_tokens_per_rdma_rank is int64"),
         ("shape", ShapeError, "num_tokens_per_rdma_rank has shape"),
+        ("ranks", ShapeError, "num_tokens_per_rdma_rank has shape"),
         ("values", ShapeError, "is_token_in_rank counts"),
     ],
 )
