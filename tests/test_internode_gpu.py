@@ -42,6 +42,8 @@ pytestmark = [
 NODES, LONE = calls.Nodes(2, 2), calls.Nodes(4, 1)
 BOTH = pytest.mark.parametrize("nodes", [NODES, LONE], ids=["2x2", "4x1"])
 NUM_EXPERTS, NUM_TOPK, MAX_TOKENS = 16, 4, 200
+WIDTH = 256
+"""Values of a row in most tests, so that these share kernels: each links NVSHMEM for seconds."""
 
 
 @pytest.fixture(scope="module")
@@ -55,7 +57,7 @@ def pool():
 def test_round_trips(pool, nodes, kind, dtype):
     """20 of them, each with another rank late: the same bits, those of the oracle."""
     num_tokens = [MAX_TOKENS, 0, 37, 128]
-    inputs = make_inputs(4, num_tokens, 1024, NUM_EXPERTS, NUM_TOPK, kind, dtype)
+    inputs = make_inputs(4, num_tokens, WIDTH, NUM_EXPERTS, NUM_TOPK, kind, dtype)
     bias = [[part * 0.5, part * 0.25] for part in inputs[0]]
     parts = [PerRank(part) for part in (*inputs, bias)]
     results = nodes.run(pool, run_round_trips, "auto", NUM_EXPERTS, MAX_TOKENS, *parts)
@@ -99,7 +101,7 @@ def replay(group, num_nodes, num_replays, rounds):
 @BOTH
 def test_a_graph_is_replayed_with_other_routing(pool, nodes):
     kinds, num_tokens = ["uniform", "one_hot", "nothing", "empty_rank"], [MAX_TOKENS] * 4
-    sizes = num_tokens, 512, NUM_EXPERTS, NUM_TOPK
+    sizes = num_tokens, WIDTH, NUM_EXPERTS, NUM_TOPK
     drawn = [make_inputs(4, *sizes, kind, "bf16", seed) for seed, kind in enumerate(kinds)]
     rounds = [[tuple(part[rank] for part in one) for one in drawn] for rank in range(4)]
     results = nodes.run(pool, replay, nodes.num_nodes, 3, PerRank(rounds))
@@ -123,14 +125,22 @@ def test_a_graph_is_replayed_with_other_routing(pool, nodes):
 @pytest.mark.parametrize(("nodes", "dtype"), [(NODES, "bf16"), (NODES, "fp32"), (LONE, "bf16")])
 def test_layers(pool, nodes, dtype):
     check_layer(
-        NodePool(pool, *nodes), 4, [MAX_TOKENS, 0, 37, 128], 256, 128, 4, NUM_TOPK, "uniform", dtype
+        NodePool(pool, *nodes),
+        4,
+        [MAX_TOKENS, 0, 37, 128],
+        WIDTH,
+        128,
+        4,
+        NUM_TOPK,
+        "uniform",
+        dtype,
     )
 
 
 @BOTH
 def test_decode_layers(pool, nodes):
     check_layer(
-        NodePool(pool, *nodes), 4, [16, 0, 5, 9], 256, 128, 4, NUM_TOPK, "holes", "bf16", "decode"
+        NodePool(pool, *nodes), 4, [16, 0, 5, 9], WIDTH, 128, 4, NUM_TOPK, "holes", "bf16", "decode"
     )
 
 
@@ -141,7 +151,7 @@ def test_layers_in_graphs(pool, decode_tokens):
 
 @pytest.mark.parametrize(("nodes", "which"), [(NODES, "all"), (NODES, "some"), (LONE, "some")])
 def test_layers_in_two_parts(pool, nodes, which):
-    sizes = [MAX_TOKENS, 0, 37, 128], 256, 128, 4, NUM_TOPK
+    sizes = [MAX_TOKENS, 0, 37, 128], WIDTH, 128, 4, NUM_TOPK
     check_layer(InParts(NodePool(pool, *nodes), which), 4, *sizes, "holes", "bf16")
 
 
@@ -153,7 +163,7 @@ def test_layers_in_two_parts_in_graphs(pool):
 def test_training_steps(pool, nodes, save):
     """20 of them, each with another rank late, and captured where nothing saved depends on how many
     rows come: the same bits."""
-    sizes = dict(hidden=256, intermediate=128, dtype="bf16")
+    sizes = dict(hidden=WIDTH, intermediate=128, dtype="bf16")
     parts = make_case(4, [MAX_TOKENS, 37, 0, 128], **sizes)
     for same in nodes.run(pool, training_steps, save, *map(PerRank, parts)):
         assert all(same), same
@@ -192,7 +202,7 @@ def training_steps(group, save, *parts):
 
 
 def test_gradients(pool):
-    sizes = dict(hidden=256, intermediate=128, policies=("none", "rows"))
+    sizes = dict(hidden=WIDTH, intermediate=128, policies=("none", "rows"))
     check_training(pool, [MAX_TOKENS, 37, 0, 128], "bf16", **sizes)
 
 
@@ -206,7 +216,7 @@ def test_layers_with_weights_in_e4m3(pool, way):
 @pytest.mark.parametrize(("nodes", "form"), [(NODES, "bf16"), (NODES, "fp8"), (LONE, "fp8")])
 def test_low_latency(pool, nodes, form):
     """20 round trips, each with another rank late."""
-    sizes, near = ([16, 0, 5, 9], 16, 256, 16, 4), nodes.ranks_per_node
+    sizes, near = ([16, 0, 5, 9], 16, WIDTH, 16, 4), nodes.ranks_per_node
     on = NodePool(pool, *nodes)
     low_latency.check_case(on, 4, *sizes, "holes", [form], node_ranks=near if near > 1 else None)
 
