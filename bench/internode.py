@@ -10,8 +10,8 @@ nodes; the same calls on one node are then timed beside them:
 Checks each shape against an all-to-all before timing it. us is that of a call in a CUDA graph, the
 median of the slowest rank; remote_gbs counts what the rank sends over the network that sends most:
 one row for each token and other node. `ratio` is the time over that on one node, where it is one
-host: what going through staging, NVSHMEM and the forwarding rank costs where the network is as fast
-as NVLink.
+host: what going through staging and NVSHMEM costs where the network is as fast as NVLink, and on
+nodes of several ranks (--ranks 4 --nodes 2) what forwarding costs.
 """
 
 from __future__ import annotations
