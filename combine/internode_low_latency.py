@@ -12,6 +12,7 @@ from ..device.context import Kind
 from ..device.signature import RowShape
 from ..dispatch.internode import open_call
 from ..dispatch.internode_header_kernels import SentWeights
+from ..dispatch.launch import programs_that_pace
 from ..hardware import gpu
 from ..symm.lanes import weights_header_bytes
 from ..symm.slots import Slots
@@ -86,8 +87,8 @@ def return_rows(
         step="sum of experts",
         num_warps=NUM_WARPS,
     )
-    num_programs = gpu().num_sms  # they pace
-    return_to_rails(returned, rows.rank_prefix_matrix, rows.header_bytes, num_programs, slots)
+    how = rows.header_bytes, programs_that_pace(), slots
+    return_to_rails(returned, rows.rank_prefix_matrix, *how)
     slots.context.end_call()
 
 
