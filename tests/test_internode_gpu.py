@@ -255,9 +255,10 @@ def free_memory(group, num_buffers):
     """Free bytes of the GPU after each of so many Buffers was made, used and destroyed."""
     free = []
     for _ in range(num_buffers):
-        x = torch.ones(64, 512, dtype=torch.bfloat16, device="cuda")
-        idx = torch.zeros(64, 1, dtype=torch.int64, device="cuda")
-        buffer = make_buffer(group, x, NUM_EXPERTS, 1, 1 << 13)
+        x = torch.ones(64, WIDTH, dtype=torch.bfloat16, device="cuda")
+        idx = torch.full((64, NUM_TOPK), -1, device="cuda")
+        idx[:, 0] = 0
+        buffer = make_buffer(group, x, NUM_EXPERTS, NUM_TOPK, 1 << 14)
         rows, *_, handle, _ = calls.dispatch(buffer, x, idx, idx.float() + 1, NUM_EXPERTS)
         assert torch.equal(buffer.combine(rows, handle)[0], x)
         torch.distributed.barrier(group)
