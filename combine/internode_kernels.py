@@ -11,7 +11,7 @@ from typing import NamedTuple
 import triton
 import triton.language as tl
 
-from ..device.context import NODE_RANKS, NUM_RANKS, PHASE_RETURNED_ROWS
+from ..device.context import MAX_CHUNKS, NODE_RANKS, NUM_RANKS, PHASE_RETURNED_ROWS
 from ..device.internode import (
     arrival_region,
     is_on_side,
@@ -36,7 +36,7 @@ from ..device.lang import (
 from ..device.nvshmem import uses_nvshmem
 from ..device.programs import finish_call, is_last_program
 from ..device.push import Source, copy_block, push_rows
-from ..device.slots import chunk_flag, first_near_rank, received_rows, region, rows_in_region
+from ..device.slots import chunk_flag, first_near_rank, received_rows, region
 from ..device.tiles import deal
 from ..dispatch.internode_kernels import send_chunk
 from .kernels import add_rows, add_weights, received_row
@@ -113,7 +113,8 @@ def return_to_nodes_kernel(
     nodes, own_rank = num_nodes(context), own_node(context)
     ranks = tl.arange(0, SIZES.RANKS_PAD)
     counts = received_rows(rank_prefix_matrix, ranks, context)
-    most = tl.minimum(rows_in_region(row, context, SIZES.CHUNK_ROWS), num_rows)
+    # As many as there are flags for; `open_staging` reports those that would not fit.
+    most = tl.minimum(tl.load(context + MAX_CHUNKS).to(tl.int32) * SIZES.CHUNK_ROWS, num_rows)
     num_chunks = tl.cdiv(tl.minimum(tl.max(counts, 0), most), SIZES.CHUNK_ROWS)
     source = Source(own.x, own.weights, num_rows, hidden, nodes)
     for work_idx in range(tl.program_id(0), num_chunks * nodes, tl.num_programs(0)):

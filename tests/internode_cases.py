@@ -144,6 +144,24 @@ def check_too_many(found):
         assert text.startswith("rank 2 abandoned call 3") == (rank != 2)
 
 
+def return_wider_rows(group, num_experts, x, topk_idx, topk_weights):
+    """The type of what a rank raises where it returns fp32 rows of all tokens, for which a Buffer
+    that grew for a dispatch in bf16 has no room."""
+    sizes = 4 * x.shape[1], group.size(), num_experts, topk_idx.shape[1]
+    options = Options(timeout_s=20.0, decode_tokens=0)
+    buffer = Buffer(group, Buffer.size_hint(1, *sizes), options=options)
+    rows, *_, handle, _ = dispatch(buffer, x, topk_idx, topk_weights, num_experts)
+    error = None
+    try:
+        buffer.combine(rows.float(), handle)
+        buffer.check()
+    except MoeEngineError as raised:
+        error = raised
+    dist.barrier(group)
+    buffer.destroy()
+    return type(error)
+
+
 # --- Other calls than round trips, as ranks make them ----------------------------------------
 
 

@@ -12,7 +12,14 @@ import pytest
 import torch
 import torch.distributed as dist
 from dispatch_cases import make_inputs
-from internode_cases import Nodes, bring_too_many, check_too_many, dispatch, small_buffer
+from internode_cases import (
+    Nodes,
+    bring_too_many,
+    check_too_many,
+    dispatch,
+    return_wider_rows,
+    small_buffer,
+)
 
 from moe_engine import (
     CapacityError,
@@ -228,6 +235,16 @@ def test_more_rows_than_worst_tokens(pool):
 
 
 # --- Memory used again -------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("nodes", [FEW, Nodes(2, 1), LONE, Nodes(1, 2)], ids=str)
+def test_wider_rows_than_there_is_room_for(pool, nodes):
+    """Each rank gets all tokens of the one before it."""
+    x, idx, weights = make_inputs(nodes.num_ranks, [40], 256, EXPERTS, 1, "uniform", "bf16")
+    for rank, one in enumerate(idx):
+        one.fill_((rank + 1) % nodes.num_ranks * (EXPERTS // nodes.num_ranks))
+    found = nodes.run(pool, return_wider_rows, EXPERTS, *map(PerRank, (x, idx, weights)))
+    assert found == [CapacityError] * nodes.num_ranks
 
 
 def withhold_done(group, *tokens):
