@@ -10,7 +10,7 @@ import torch
 from ..checks import check_tensor, packed
 from ..errors import BackendError, ShapeError
 from ..prepared import prepared
-from .activations import AnyActivation, num_parts
+from .activations import AnyActivation, check_layer_activation, num_parts
 from .backward import (
     activation_dgrad,
     activation_gradient,
@@ -102,11 +102,11 @@ def grouped_gemm(
     float32 [rows]. schedule: `tile_schedule(offsets, rows, ...)`, where several calls can share it;
     the offsets of that are then used. `out` must not overlap the operands.
 
-    activation "none", "silu" and "gelu" give [rows, N]. "swiglu" and "geglu" take w [L, 2I, K],
-    rows of gate before rows of up, and give silu(gate) * up or gelu(gate) * up [rows, I]; gelu is
-    the exact one. Sums are fp32, rounded once to the dtype of x. Rows from offsets[L] on are left
-    as they are in `out`, and are undefined without it; gradients of them are ignored, and those of
-    x's rows there are 0.
+    activation, a name or an `Activation`: "none", "silu", "gelu", "gelu_tanh" and "relu2" give
+    [rows, N]. "swiglu", "geglu" and "geglu_tanh" take w [L, 2I, K], rows of gate before rows of up,
+    and give silu(gate) * up or gelu(gate) * up [rows, I]; gelu is the exact one. Sums are fp32,
+    rounded once to the dtype of x. Rows from offsets[L] on are left as they are in `out`, and are
+    undefined without it; gradients of them are ignored, and those of x's rows there are 0.
 
     fp8, forward only: x = (e4m3 [M, K], float32 scales [M, K / 128]) and w = (e4m3 [L, N, K],
     float32 scales [L, N / 128, K / 128]), sizes rounded up, give bf16 with bf16 bias.
@@ -234,12 +234,11 @@ def _check_mlp(
 ) -> None:
     """Raise unless the weights of a feed-forward fit x and each other."""
     parts = num_parts(activation)
-    if activation == "none":
-        raise ShapeError("activation is 'none'; one must stand between the two GEMMs.")
+    check_layer_activation(activation)
     check_rows(x, None)
-    check_weights(x, w_up, x.shape[1], activation, bias=b_up)
+    check_weights(x, w_up, x.shape[1], activation, bias=b_up, name="w_up")
     intermediate = w_up.shape[1] // parts
-    check_weights(x, w_down, intermediate, "none", bias=b_down)
+    check_weights(x, w_down, intermediate, "none", bias=b_down, name="w_down")
     if w_down.shape[0] != w_up.shape[0]:
         raise ShapeError(
             f"w_up has {w_up.shape[0]} experts, w_down {w_down.shape[0]}; both must have as many."

@@ -89,7 +89,7 @@ def _dgrad(
     schedule: TileSchedule | None,
     out: torch.Tensor | None,
 ) -> torch.Tensor:
-    check_rows(grad, None)
+    check_rows(grad, None, "grad")
     check_weights(grad, w, "K", "none")
     if grad.shape[1] != w.shape[1]:
         raise ShapeError(
@@ -145,7 +145,7 @@ def launch_wgrad(
 ) -> torch.Tensor:
     """`wgrad`, which leaves so many SMs to others, of tensors with about so many rows in use; None:
     all of them."""
-    check_rows(grad, None)
+    check_rows(grad, None, "grad")
     check_tensor("x", x, ("M", "K"), (grad.dtype,))
     check_rows(x, None)
     check_tensor("offsets", offsets, ("L+1",), INDEX_DTYPES)

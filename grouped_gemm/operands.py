@@ -77,22 +77,24 @@ def split_scales(name: str, operand: Operand) -> tuple[torch.Tensor, torch.Tenso
     return operand, None
 
 
-def check_rows(x: torch.Tensor, scale: torch.Tensor | None) -> None:
+def check_rows(x: torch.Tensor, scale: torch.Tensor | None, name: str = "x") -> None:
     """Raise unless rows x [M, K] can be read 16 bytes at a time; e4m3 rows have scales."""
-    check_tensor("x", x, ("M", "K"), PAYLOAD_DTYPES if scale is None else (FP8,))
-    check_row_bytes("x", x)
+    check_tensor(name, x, ("M", "K"), PAYLOAD_DTYPES if scale is None else (FP8,))
+    check_row_bytes(name, x)
     rows_start_at_16 = len(x) == 1 or x.stride(0) * x.itemsize % 16 == 0
     if len(x) and (x.stride(1) != 1 or not rows_start_at_16 or x.data_ptr() % 16):
         raise ShapeError(
-            f"x has strides {tuple(x.stride())} and starts at address {x.data_ptr():#x}; its rows "
-            "must be contiguous and start at multiples of 16 bytes. Pass x.contiguous() or a clone."
+            f"{name} has strides {tuple(x.stride())} and starts at address {x.data_ptr():#x}; its "
+            "rows must be contiguous and start at multiples of 16 bytes. Pass "
+            f"{name}.contiguous() or a clone."
         )
     if x.shape[0] > MAX_ROWS:
-        raise ShapeError(f"x has {x.shape[0]} rows; a call takes up to {MAX_ROWS}. Split it.")
+        raise ShapeError(f"{name} has {x.shape[0]} rows; a call takes up to {MAX_ROWS}. Split it.")
     if scale is not None:
-        check_tensor("x[1]", scale, (x.shape[0], triton.cdiv(x.shape[1], 128)), (torch.float32,))
-        check_devices(x, **{"x[1]": scale})
-        check_contiguous("x[1]", scale)
+        num_scales = triton.cdiv(x.shape[1], 128)
+        check_tensor(f"{name}[1]", scale, (x.shape[0], num_scales), (torch.float32,))
+        check_devices(x, **{f"{name}[1]": scale})
+        check_contiguous(f"{name}[1]", scale)
 
 
 def check_weights(
@@ -103,36 +105,38 @@ def check_weights(
     scale: torch.Tensor | None = None,
     bias: torch.Tensor | None = None,
     by_parts: bool = False,
+    name: str = "w",
 ) -> None:
     """Raise unless w [L, N, K] can multiply rows of `a`'s dtype and device of length `depth`; or
     by_parts, where it has four dimensions, w [L, parts, N / parts, K]."""
     parts, apart = num_parts(activation), by_parts and has_parts(w)
-    check_tensor("w", w, ("L", *((parts, "I") if apart else ("N",)), depth), (a.dtype,))
-    check_row_bytes("w", w)
+    check_tensor(name, w, ("L", *((parts, "I") if apart else ("N",)), depth), (a.dtype,))
+    check_row_bytes(name, w)
     granule = parts * 16 // output_dtype(a).itemsize
     if 0 in w.shape or w.shape[1:-1].numel() % granule:
         raise ShapeError(
-            f"w has shape {list(w.shape)}; L and K must be at least 1, and N a multiple of "
+            f"{name} has shape {list(w.shape)}; L and K must be at least 1, and N a multiple of "
             f"{granule}, so that rows of the output are multiples of 16 bytes"
             + (" (rows of gate, then as many of up)." if parts == 2 else ".")
-            + " Pad w with rows of zeros."
+            + f" Pad {name} with rows of zeros."
         )
     if len(w) > MAX_EXPERTS:
         raise ShapeError(
-            f"w has {len(w)} experts; a call takes at most {MAX_EXPERTS}. Call once for each part."
+            f"{name} has {len(w)} experts; a call takes at most {MAX_EXPERTS}. Call once for each "
+            "part."
         )
     if not (apart or w.is_contiguous()) or w.data_ptr() % 16:
         raise ShapeError(
-            f"w has strides {tuple(w.stride())} and starts at address {w.data_ptr():#x}; it must "
-            "be contiguous [L, N, K] and start at a multiple of 16 bytes. Pass w.contiguous() or "
-            "a clone, once."
+            f"{name} has strides {tuple(w.stride())} and starts at address {w.data_ptr():#x}; it "
+            "must be contiguous [L, N, K] and start at a multiple of 16 bytes. Pass "
+            f"{name}.contiguous() or a clone, once."
         )
-    check_devices(a, w=w)
+    check_devices(a, **{name: w})
     if scale is not None:
-        check_weight_scales("w", w, scale)
+        check_weight_scales(name, w, scale)
     if (scale is None) == (w.dtype == FP8):
         raise DtypeError(
-            f"w is {str(w.dtype).removeprefix('torch.')} "
+            f"{name} is {str(w.dtype).removeprefix('torch.')} "
             f"{'without' if scale is None else 'with'} scales; e4m3 weights and rows come as "
             "tuples with their scales, others without."
         )
@@ -234,7 +238,8 @@ def check_row_bytes(name: str, tensor: torch.Tensor) -> None:
     if depth * itemsize % 16:
         raise ShapeError(
             f"{name} has K = {depth}, and rows of {depth * itemsize} bytes; they must be multiples "
-            f"of 16 bytes. Pad K of x and of w with zeros to {-depth % (16 // itemsize) + depth}."
+            "of 16 bytes. Pad K of rows and of weights with zeros to "
+            f"{-depth % (16 // itemsize) + depth}."
         )
 
 

@@ -9,7 +9,7 @@ import torch
 import triton
 from einops import rearrange, reduce
 
-from ..checks import check_tensor
+from ..checks import PAYLOAD_DTYPES, check_tensor
 from ..device.constants import constants
 from ..device.lang import INTERPRETED
 from ..hardware import gpu
@@ -57,6 +57,7 @@ def cast(
 def quantize_rows(x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     """(e4m3 [M, K], float32 scales [M, K / 128 rounded up]) of rows x [M, K], as the engine casts
     them: what `grouped_gemm` takes for x. A scale is the largest magnitude of 128 columns / 448."""
+    check_tensor("x", x, ("M", "K"), PAYLOAD_DTYPES)
     num_columns = x.shape[1]
     padded = torch.nn.functional.pad(x, (0, -num_columns % BLOCK))
     rows, scales = cast(padded)
@@ -93,8 +94,14 @@ def quantize_weights(w: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
 
 def dequantize_weights(values: torch.Tensor, scales: torch.Tensor) -> torch.Tensor:
     """bf16 [L, N, K] nearest to e4m3 values times their scales float32 [L, N / 128, K / 128]."""
-    experts = zip(values, scales, strict=True)
-    return torch.stack([dequantize(*expert).bfloat16() for expert in experts])
+    check_tensor("values", values, ("L", "N", "K"), (FP8,))
+    num_experts, *sizes = values.shape
+    blocks = [triton.cdiv(size, BLOCK) for size in sizes]
+    check_tensor("scales", scales, (num_experts, *blocks), (torch.float32,), values.device)
+    w = torch.empty_like(values, dtype=torch.bfloat16, memory_format=torch.contiguous_format)
+    for expert in range(num_experts):
+        w[expert] = dequantize(values[expert], scales[expert])
+    return w
 
 
 def ceil_log2(x: torch.Tensor) -> torch.Tensor:

@@ -8,7 +8,7 @@ from typing import Any, NoReturn
 import torch.distributed as dist
 
 from . import checks
-from .agreement import Group
+from .agreement import MAX_BYTES, Group
 from .elastic_checks import check_flags, check_most_tokens
 from .elastic_verbs import ElasticVerbs
 from .engines.base import NUM_SMS
@@ -89,7 +89,9 @@ class ElasticBuffer(ElasticVerbs):
                     f"num_cpu_bytes is {num_cpu_bytes}; only DeepEP's engram uses memory of the "
                     "host, and it is not there yet. Pass 0."
                 )
-            if num_bytes is None:
+            if num_bytes is not None:
+                num_bytes = checks.check_int("num_bytes", num_bytes, 0, MAX_BYTES)
+            else:
                 shape = num_max_tokens_per_rank, hidden, num_topk, use_fp8_dispatch
                 num_bytes = elastic_size_hint(
                     Group.of(group).size, *shape, allow_multiple_reduction

@@ -97,7 +97,7 @@ def combine(rows: Tensor, plan: Plan, buffer: Buffer) -> Tensor:
 
     The gradient of the rows comes by a dispatch with the same plan. Collective.
     """
-    y: Tensor = operators.combine(rows, None, list(plan), _id(buffer))[0]
+    y: Tensor = operators.combine(rows, None, _tensors(plan), _id(buffer))[0]
     return y
 
 
@@ -122,6 +122,7 @@ def dispatch_start(
 
 def dispatch_wait(in_flight: DispatchInFlight) -> DispatchedRows:
     """What `dispatch` returns; the current stream waits until it has come."""
+    _check_in_flight(in_flight, DispatchInFlight)
     tickets, sent, plan, buffer_id = in_flight
     parts = operators.dispatch_wait(*tickets, list(sent), list(plan), buffer_id)
     return DispatchedRows._make((*parts, plan))
@@ -129,14 +130,15 @@ def dispatch_wait(in_flight: DispatchInFlight) -> DispatchedRows:
 
 def combine_start(rows: Tensor, plan: Plan, buffer: Buffer) -> CombineInFlight:
     """Begin `combine` on the Buffer's own stream; `combine_wait` gives its result."""
-    parts = operators.combine_start(rows, None, list(plan), _id(buffer))
+    parts = operators.combine_start(rows, None, _tensors(plan), _id(buffer))
     return CombineInFlight._make((*parts, buffer.id))
 
 
 def combine_wait(in_flight: CombineInFlight, plan: Plan) -> Tensor:
     """What `combine` returns; the current stream waits until it has come."""
+    _check_in_flight(in_flight, CombineInFlight)
     *parts, buffer_id = in_flight
-    y: Tensor = operators.combine_wait(*parts, list(plan), buffer_id)[0]
+    y: Tensor = operators.combine_wait(*parts, _tensors(plan), buffer_id)[0]
     return y
 
 
@@ -144,3 +146,14 @@ def _id(buffer: Buffer) -> int:
     if not isinstance(buffer, Buffer):
         raise DtypeError(f"buffer is {shown(buffer)}; it must be a moe_engine.Buffer.")
     return buffer.id
+
+
+def _tensors(plan: Plan) -> list[Tensor]:
+    if not isinstance(plan, tuple | list) or not all(isinstance(one, Tensor) for one in plan):
+        raise DtypeError(f"plan is {shown(plan)}; it must be the `plan` of a dispatch.")
+    return list(plan)
+
+
+def _check_in_flight(in_flight: object, kind: type) -> None:
+    if not isinstance(in_flight, kind):
+        raise DtypeError(f"in_flight is {shown(in_flight)}; it must be a {kind.__name__}.")

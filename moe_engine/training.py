@@ -107,6 +107,7 @@ def training_memory(
     overwritten. A non-gated activation has w_gate_up [L, I, H], and pre-activations [M, I].
     """
     check_save(save)
+    checks.check_int("num_rows", num_rows, 0)
     hidden, columns = w_down.shape[1:]
     save = chosen_policy(save, hidden, columns)
     pre, x, act = num_parts(activation) * columns, hidden, columns

@@ -7,13 +7,13 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from .checks import PAYLOAD_DTYPES, check_at_least, check_dtype
+from .checks import PAYLOAD_DTYPES, check_at_least, check_dtype, shown
 from .device.context import SAVE_POLICIES
 from .engines import internode_layer
 from .engines.base import LayerInputs, NewWeightGradients
 from .engines.internode import InternodeEngine
 from .engines.layer_by_verbs import LayerByVerbs
-from .errors import CapacityError
+from .errors import CapacityError, ShapeError
 from .grouped_gemm.activations import AnyActivation
 from .grouped_gemm.operands import Operand, split_scales
 from .lifecycle import BufferLifecycle, verb
@@ -39,6 +39,10 @@ def warm_up(
     """See `Buffer.warmup`."""
     check_at_least(1, hidden=hidden, num_topk=num_topk)
     check_dtype("dtype", dtype, PAYLOAD_DTYPES)
+    check_pair("biases", biases, "(b_gate_up, b_down)")
+    if weights is not None:
+        check_pair("weights", weights, "(w_gate_up, w_down)")
+        check_num_local(weights, num_experts, buffer.group_size)
     x = torch.empty(0, hidden, dtype=dtype, device=buffer.device)
     idx = torch.empty(0, num_topk, dtype=torch.int64, device=buffer.device)
     per_rank, per_node, per_expert, in_rank, _ = buffer.get_dispatch_layout(idx, num_experts)
@@ -56,6 +60,23 @@ def warm_up(
     if weights is not None:
         warm_layers(buffer, layer_of_no_tokens(x, idx, weights, biases, activation))
     buffer.check()
+
+
+def check_pair(name: str, value: object, parts: str) -> None:
+    """`value` has two parts."""
+    if not isinstance(value, tuple | list) or len(value) != 2:
+        raise ShapeError(f"{name} is {shown(value)}; it must be a pair {parts}.")
+
+
+def check_num_local(weights: tuple[Operand, Operand], num_experts: int, num_ranks: int) -> None:
+    """The weights are those of as many experts as a rank has."""
+    for number, weight in enumerate(weights):
+        w, _ = split_scales(f"weights[{number}]", weight)
+        if len(w) * num_ranks != num_experts:
+            raise ShapeError(
+                f"weights[{number}] has {len(w)} experts, which on {num_ranks} ranks are "
+                f"{len(w) * num_ranks}, and num_experts is {num_experts}. Pass this rank's experts."
+            )
 
 
 def layer_of_no_tokens(

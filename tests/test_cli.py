@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import re
 import subprocess
 import sys
 from os import W_OK
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
+import typer
 from click.testing import Result
 from typer.testing import CliRunner
 
@@ -57,6 +60,7 @@ def told(result: Result) -> str:
         (LAYER.replace("hidden 16", "hidden 12"), "hidden is 12; it must be a multiple of 8"),
         (TUNE.replace("intermediate 16", "intermediate 9"), "intermediate is 9"),
         (TUNE.replace("topk 2", "topk 5"), "top-5 of 4 experts"),
+        ("compile --ranks 8", "give a checkpoint, a model, or the sizes of one"),
         ("tune --model gpt", "the model is 'gpt'; there are mixtral-8x7b"),
         ("tune --model qwen3-30b", "qwen3-30b on 4 ranks needs as many GPUs, and there are 0"),
         ("trace --model deepseek-v3 --ranks 2", "deepseek-v3 on 2 ranks needs as many GPUs"),
@@ -81,6 +85,17 @@ def test_bad_options_are_refused_before_any_work(command: str, text: str) -> Non
     result = call(command)
     assert result.exit_code == 2
     assert text in told(result)
+
+
+@pytest.mark.parametrize("command", ["demo", "train", "tune", "trace", "compile", "simulate"])
+def test_help_has_the_defaults_that_options_describe(command: str) -> None:
+    shown = " ".join(call(command, "--help").output.replace("│", " ").split())
+    group: Any = typer.main.get_command(cli.app)
+    texts = [getattr(option, "help", None) or "" for option in group.commands[command].params]
+    described = [text for one in texts for text in re.findall(r"\[default: .*\]", one)]
+    assert described
+    for text in described:
+        assert text in shown
 
 
 @pytest.mark.parametrize("option", ["--path", "--picture"])

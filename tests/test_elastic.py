@@ -397,6 +397,7 @@ def refuse(group):
     for text, more in (
         ("num_max_tokens_per_rank is 0", {}),
         ("hidden is 0", {"num_max_tokens_per_rank": 8}),
+        (r"\bnum_bytes is -5", {"num_bytes": -5}),
         ("num_cpu_bytes is 4", {"num_bytes": 1 << 20, "num_cpu_bytes": 4}),
         ("num_gpu_timeout_secs is 0", {"num_bytes": 1 << 20, "num_gpu_timeout_secs": 0}),
         ("sl_idx is -1", {"num_bytes": 1 << 20, "sl_idx": -1}),

@@ -25,7 +25,7 @@ from torch.distributed._functional_collectives import (
 from moe_engine import emulation
 from moe_engine.device import lang
 from moe_engine.emulation import PerRank, RankError, RankPool, send_message
-from moe_engine.errors import BackendError, PeerTimeout, ShapeError
+from moe_engine.errors import BackendError, MoeEngineError, PeerTimeout, ShapeError
 
 LONG_S = 90.0
 """More than what is to happen at once takes on a busy machine."""
@@ -124,6 +124,9 @@ def test_wrong_numbers_of_ranks_are_refused(pair):
         pair.run(get_pid, num_ranks=3)
     with pytest.raises(ShapeError, match="3 items, and 2 ranks run"):
         pair.run(get_pid, PerRank([1, 2, 3]))
+    for number in (0, -1, "2"):
+        with pytest.raises(MoeEngineError, match="num_ranks is "):
+            RankPool(number)
     with pytest.raises(BackendError, match="'tpu'"):
         RankPool(2, "tpu")
     if not torch.cuda.is_available():

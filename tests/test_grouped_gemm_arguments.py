@@ -13,6 +13,7 @@ from moe_engine.device.lang import INTERPRETED
 from moe_engine.emulation import RankPool
 from moe_engine.errors import BackendError, DtypeError, MoeEngineError, ShapeError
 from moe_engine.grouped_gemm import (
+    Activation,
     dgrad,
     grouped_gemm,
     grouped_mlp,
@@ -97,8 +98,9 @@ def wrong_answers_to_bad_arguments(group: Any) -> list[str]:
         (gemm, {"x": fp8, "w": zeros(2, 8, 16, dtype=FP8)}, DtypeError, "without scales"),
         (gemm, {"x": torch.zeros(6, 16, **grad), "out": zeros(6, 8)}, BackendError, "with out"),
         (mlp, {"w_down": zeros(3, 16, 8)}, ShapeError, "2 experts, w_down 3"),
-        (mlp, {"w_down": zeros(2, 16, 16)}, ShapeError, r"w .*must be \[L, N, 8\]"),
-        (mlp, {"activation": "none"}, ShapeError, "one must stand between"),
+        (mlp, {"w_down": zeros(2, 16, 16)}, ShapeError, r"w_down .*must be \[L, N, 8\]"),
+        (mlp, {"activation": "none"}, ShapeError, 'activation is "none"'),
+        (mlp, {"activation": Activation("none")}, ShapeError, 'activation is "none"'),
         (of_rows, {"grad": zeros(6, 16)}, ShapeError, r"grad must be \[rows, N\], N = 8"),
         (of_weights, {"x": zeros(5, 16)}, ShapeError, "x has 5 rows and grad has 6"),
         (of_weights, {"x": zeros(6, 16, dtype=FP32)}, DtypeError, "x is float32.*bfloat16"),

@@ -242,6 +242,14 @@ def bad_plain_arguments(group):
             lambda v: buffer.warmup(HIDDEN, EXPERTS, TOPK, v),
             (None, "bf16", torch.float16),
         ),
+        "warmup of weights": (
+            lambda v: buffer.warmup(HIDDEN, EXPERTS, TOPK, weights=v),
+            (3, up, (up,), (up, down, down), (up[:1], down), (up, down[:1])),
+        ),
+        "warmup of biases": (
+            lambda v: buffer.warmup(HIDDEN, EXPERTS, TOPK, weights=(up, down), biases=v),
+            (None, 3, (None,)),
+        ),
         "w_gate_up": (lambda v: moe_ffn(x, idx, w, v, down, buffer), (None, 3, up.float())),
         "w_down": (lambda v: moe_ffn(x, idx, w, up, v, buffer), (None, up, down[:, :, :8])),
         "layer_config of w_gate_up": (lambda v: buffer.layer_config(v, 2), (None, 3, up[0])),
@@ -258,7 +266,7 @@ def bad_plain_arguments(group):
                 continue
             args = {"topk_idx": idx, "topk_weights": w, "w_gate_up": up, "w_down": down}
             call = partial(moe_ffn, x, buffer=buffer, **(args | {name: change(tensor)}))
-            with pytest.raises(MoeEngineError, match=f"{name}|w has strides"):
+            with pytest.raises(MoeEngineError, match=name):
                 call()
     assert torch.equal(buffer._engine.slots.context.fields, fields), "a kernel ran"
     Buffer.set_num_sms(20)

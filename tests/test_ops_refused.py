@@ -106,6 +106,10 @@ def run_refused(group, *parts):
         "experts": lambda: dispatch(x, idx, weights, num_experts + 1, buffer),
         "rows": lambda: combine(got.rows[1:], got.plan, buffer),
         "second order": second_order,
+        "no plan": lambda: combine(got.rows, None, buffer),
+        "all that came": lambda: combine_start(got.rows, got, buffer),
+        "no dispatch": lambda: dispatch_wait(3),
+        "no combine": lambda: combine_wait(None, got.plan),
     }
     errors = {}
     for name, call in calls.items():
@@ -131,6 +135,10 @@ def test_what_is_refused(pool):
             "experts": "ShapeError",
             "rows": "ShapeError",
             "second order": "BackendError",
+            "no plan": "DtypeError",
+            "all that came": "DtypeError",
+            "no dispatch": "DtypeError",
+            "no combine": "DtypeError",
         }
         assert "no such Buffer" in errors["dead id"][1]
         assert "multiple of alignment" in errors["max_rows"][1]

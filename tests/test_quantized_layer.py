@@ -20,8 +20,13 @@ from moe_engine.emulation import PerRank, RankError, RankPool
 from moe_engine.grouped_gemm import config, gemm_config, tile_schedule
 from moe_engine.grouped_gemm.config import SPECIALIZED, SPECIALIZED_BLOCK, WIDE_E4M3, GemmConfig
 from moe_engine.grouped_gemm.launch import multiply
-from moe_engine.grouped_gemm.operands import Epilogue, Rows, Weights
-from moe_engine.grouped_gemm.quantization import dequantize, quantize_rows, quantize_weights
+from moe_engine.grouped_gemm.operands import FP8, Epilogue, Rows, Weights
+from moe_engine.grouped_gemm.quantization import (
+    dequantize,
+    dequantize_weights,
+    quantize_rows,
+    quantize_weights,
+)
 
 Parts = list[list[torch.Tensor]]
 TOLERANCE = 1e-2
@@ -220,6 +225,32 @@ def test_rows() -> None:
 
 
 # --- Bad input -----------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("call", "error", "words"),
+    [
+        (lambda: quantize_rows(torch.randn(8)), ShapeError, "x has shape"),
+        (lambda: quantize_rows(torch.ones(2, 8).long()), DtypeError, "x is int64"),
+        (lambda: quantize_rows([1.0]), DtypeError, "x is a list"),
+        (lambda: dequantize_weights(*quantized(scales=(2, 3, 3))), ShapeError, "scales has shape"),
+        (lambda: dequantize_weights(*quantized(scales=(1, 2, 1))), ShapeError, "scales has shape"),
+        (lambda: dequantize_weights(*quantized()[::-1]), DtypeError, "values is float32"),
+    ],
+)
+def test_casts_that_are_refused(call: Any, error: type, words: str) -> None:
+    with pytest.raises(error, match=words):
+        call()
+
+
+def quantized(scales: tuple[int, ...] = (2, 2, 1)) -> tuple[torch.Tensor, torch.Tensor]:
+    return torch.zeros(2, 130, 96).to(FP8), torch.ones(scales)
+
+
+def test_weights_of_few_experts() -> None:
+    values, scales = quantized()
+    assert dequantize_weights(values, scales).dtype == torch.bfloat16
+    assert dequantize_weights(values[:0], scales[:0]).shape == (0, 130, 96)
 
 
 def refused(group: dist.ProcessGroup, change: str, *parts: Any) -> None:

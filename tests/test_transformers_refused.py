@@ -44,6 +44,7 @@ def without_gate() -> Any:
         (without_gate, BackendError, "MixtralExperts has up_proj of type NoneType"),
         (lambda: tiny("mixtral").half(), DtypeError, "float16"),
         (lambda: tiny("llama"), BackendError, "LlamaForCausalLM has no experts"),
+        (lambda: 3, DtypeError, "model is 3"),
     ],
 )
 def test_experts_of_another_kind_are_refused(

@@ -148,8 +148,9 @@ def check_layer_weights(inputs: LayerInputs) -> None:
     """Raise unless kernels can multiply by the weights, for rows as the layer multiplies them."""
     like = inputs.x.new_empty(0, dtype=inputs.operand_dtype)
     up, down, hidden = inputs.w_gate_up, inputs.w_down, inputs.x.shape[1]
-    check_weights(like, up, hidden, inputs.activation, inputs.s_gate_up, by_parts=True)
-    check_weights(like, down, down.shape[2], "none", inputs.s_down)
+    how: dict[str, Any] = dict(by_parts=True, name="w_gate_up")
+    check_weights(like, up, hidden, inputs.activation, inputs.s_gate_up, **how)
+    check_weights(like, down, down.shape[2], "none", inputs.s_down, name="w_down")
 
 
 LayerResult = tuple[torch.Tensor, torch.Tensor | None]

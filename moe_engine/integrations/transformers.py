@@ -33,8 +33,8 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.nn.utils import parametrize
 
 from ..buffer import Buffer
-from ..checks import check_at_least
-from ..errors import BackendError, ShapeError
+from ..checks import check_at_least, shown
+from ..errors import BackendError, DtypeError, ShapeError
 from ..grouped_gemm import Activation
 from ..layer import moe_ffn
 from ..sharded_weights import group_of
@@ -210,6 +210,8 @@ def ranks_of(
 def check_model(model: Any, num_ranks: int, mesh: DeviceMesh | None) -> Sizes:
     """(hidden, num_experts, top-k, dtype) of the Buffer of a whole model, each the most that a
     layer has; raise for a model that cannot be sharded."""
+    if not isinstance(model, nn.Module):
+        raise DtypeError(f"model is {shown(model)}; it must be a torch.nn.Module.")
     check_adapters(model, mesh)
     layers = experts_layers(model)
     for experts in layers:

@@ -152,10 +152,13 @@ def _load(
 
 def empty_model(checkpoint: str | Path) -> Any:
     """The model of a checkpoint's config on the meta device, in the dtype of its weights, or bf16
-    where these are quantized."""
+    where these are quantized. CheckpointError for a config that cannot be read."""
     from transformers import AutoConfig
 
-    config = AutoConfig.from_pretrained(checkpoint)
+    try:
+        config = AutoConfig.from_pretrained(checkpoint)
+    except (OSError, ValueError) as error:
+        raise CheckpointError(f"the config of {checkpoint} cannot be read: {error}") from error
     dtype = config.dtype or torch.float32
     if getattr(config, "quantization_config", None) is not None:
         dtype = torch.bfloat16

@@ -228,9 +228,9 @@ class DeviceContext:
             )
         if phase == Phase.OVERFLOW:
             return CapacityError(
-                f"rank {self.rank} received more rows than num_worst_tokens; the rest was not "
-                "written. Use the number of ranks times the largest number of tokens on a "
-                "rank, and make a new Buffer."
+                f"rank {self.rank} received more rows than num_worst_tokens, or max_rows of "
+                "`moe_engine.ops.dispatch`; the rest was not written. Use the number of ranks "
+                "times the largest number of tokens on a rank, and make a new Buffer."
             )
         if phase == Phase.CAPACITY:
             return CapacityError(

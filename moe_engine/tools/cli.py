@@ -14,9 +14,11 @@ from typer.core import TyperGroup
 
 from ..emulation import RankError
 from ..errors import BackendError, MoeEngineError, ShapeError
+from ..grouped_gemm.activations import ACTIVATIONS
 from ..hardware import H200
 from ..layer_config import MODELS, LayerProblem
 from ..node_traffic import LATENCY_US, NIC_GBS, Cluster, RowType
+from ..options import Options
 from .drawn_routing import Routing
 from .models import Kind
 from .option_checks import (
@@ -71,12 +73,12 @@ def main() -> None:
 def demo(
     model: Annotated[
         Kind | None,
-        typer.Option(help="One model only.  [default: qwen3-moe, then mixtral]"),
+        typer.Option(help="One model only.  \\[default: qwen3-moe, then mixtral]"),
     ] = None,
     ranks: Ranks = None,
     tokens: Annotated[
         int | None,
-        typer.Option(min=1, help="Bytes each rank reads.  [default: 1024 on GPUs, 16 on the CPU]"),
+        typer.Option(min=1, help="Bytes a rank reads.  \\[default: 1024 on GPUs, 16 on the CPU]"),
     ] = None,
     backend: ChosenBackend = Backend.AUTO,
     picture: Annotated[Path, typer.Option(help="Where to draw the routing.")] = Path("routing.png"),
@@ -106,22 +108,22 @@ def demo(
 def train(
     model: Annotated[
         Kind | None,
-        typer.Option(help="One model only.  [default: qwen3-moe, then mixtral]"),
+        typer.Option(help="One model only.  \\[default: qwen3-moe, then mixtral]"),
     ] = None,
     ranks: Ranks = None,
     steps: Annotated[
         int | None,
-        typer.Option(min=2, help="Of the optimizer.  [default: 200 on GPUs, 20 on the CPU]"),
+        typer.Option(min=2, help="Of the optimizer.  \\[default: 200 on GPUs, 20 on the CPU]"),
     ] = None,
     length: Annotated[
         int | None,
         typer.Option(
-            min=2, help="Bytes of a rank in each step.  [default: 512 on GPUs, 32 on the CPU]"
+            min=2, help="Bytes of a rank in each step.  \\[default: 512 on GPUs, 32 on the CPU]"
         ),
     ] = None,
     learning_rate: Annotated[float, typer.Option(min=0.0, help="Of AdamW.")] = 1e-3,
     fp32: Annotated[
-        bool | None, typer.Option("--fp32/--bf16", help="[default: bf16 on GPUs, fp32 on the CPU]")
+        bool | None, typer.Option("--fp32/--bf16", help="\\[default: bf16 on GPUs, fp32 on CPUs]")
     ] = None,
     backend: ChosenBackend = Backend.AUTO,
     aux_free: Annotated[
@@ -224,7 +226,7 @@ def gemm(
     experts: Annotated[int, typer.Option(min=1, help="Experts of one GPU.")],
     columns: Annotated[int, typer.Option(min=8, help="Columns of the output.")],
     depth: Annotated[int, typer.Option(min=8, help="Columns of the rows.")],
-    activation: Annotated[str, typer.Option(help="none, silu, gelu, swiglu or geglu.")] = "none",
+    activation: Annotated[str, typer.Option(help=f"{', '.join(ACTIVATIONS)}.")] = "none",
     gathered: Annotated[bool, typer.Option(help="Rows by index.")] = False,
     tune: Annotated[bool, typer.Option(help="Measure, and keep the fastest for this GPU.")] = False,
 ) -> None:
@@ -270,6 +272,8 @@ def layer(
     typer.echo(explain(problem, gpu().hbm_gbs))
     if config := LayerChoices(kept=kept_layers()).measured(problem):
         typer.echo(f"measured before on this device ({device_name()}), and taken: {config}")
+    if 1 < ranks and tokens <= Options().decode_tokens:
+        typer.echo("so few tokens run by low-latency calls, unless Options(decode_tokens=0)")
 
 
 @app.command()
@@ -277,7 +281,7 @@ def tune(
     model: Annotated[
         str | None,
         typer.Option(
-            help="Its shape.  [default: the sizes; without them qwen3-30b on GPUs, tiny on the CPU]"
+            help="Its shape.  \\[default: the sizes; without them qwen3-30b on GPUs, tiny on CPUs]"
         ),
     ] = None,
     experts: Annotated[int | None, typer.Option(min=1, help="Experts of all ranks.")] = None,
@@ -287,7 +291,7 @@ def tune(
         int | None, typer.Option(min=8, help="I, columns inside an expert.")
     ] = None,
     tokens: Annotated[
-        int | None, typer.Option(min=1, help="Of each rank.  [default: 4096, or 64 on the CPU]")
+        int | None, typer.Option(min=1, help="Of each rank.  \\[default: 4096, or 64 on the CPU]")
     ] = None,
     ranks: Annotated[int, typer.Option(min=1, help="GPUs, or processes without them.")] = 4,
     rounds: Annotated[int, typer.Option(min=1, help="A time is the median of so many.")] = 7,
@@ -323,16 +327,16 @@ def tune(
 def trace(
     model: Annotated[
         str | None,
-        typer.Option(help="Its shape.  [default: qwen3-30b on GPUs, tiny on the CPU]"),
+        typer.Option(help="Its shape.  \\[default: qwen3-30b on GPUs, tiny on the CPU]"),
     ] = None,
     tokens: Annotated[
-        int | None, typer.Option(min=1, help="Of each rank.  [default: 4096, or 64 on the CPU]")
+        int | None, typer.Option(min=1, help="Of each rank.  \\[default: 4096, or 64 on the CPU]")
     ] = None,
     ranks: Annotated[int, typer.Option(min=1, help="GPUs, or processes without them.")] = 4,
     calls: Annotated[int, typer.Option(min=1, help="The last one is traced.")] = 10,
     backward: Annotated[bool, typer.Option("--backward", help="Trace the backward.")] = False,
     save: Annotated[
-        str | None, typer.Option(help="What the forward saves for it.  [default: auto]")
+        str | None, typer.Option(help="What the forward saves for it.  \\[default: auto]")
     ] = None,
     fp8: Annotated[bool, typer.Option("--fp8", help="The experts' weights are e4m3.")] = False,
     path: Annotated[Path, typer.Option(help="The trace, for Perfetto.")] = Path("trace.json"),
@@ -372,7 +376,7 @@ def compile_kernels(
     checkpoint: Annotated[
         str | None, typer.Option(help="A checkpoint of transformers, whose config tells all.")
     ] = None,
-    model: Annotated[str | None, typer.Option(help="Its shape.  [default: the sizes]")] = None,
+    model: Annotated[str | None, typer.Option(help="Its shape.  \\[default: the sizes]")] = None,
     experts: Annotated[int | None, typer.Option(min=1, help="Experts of all ranks.")] = None,
     topk: Annotated[int | None, typer.Option(min=1, help="Experts of a token.")] = None,
     hidden: Annotated[
@@ -384,13 +388,13 @@ def compile_kernels(
     max_tokens: Annotated[int, typer.Option(min=1, help="Most tokens of a rank.")] = 8192,
     ranks_per_node: Annotated[
         int | None,
-        typer.Option(min=1, help="GPUs that share NVLink.  [default: all]", show_default=False),
+        typer.Option(min=1, help="GPUs that share NVLink.  \\[default: all]", show_default=False),
     ] = None,
     arch: Annotated[str, typer.Option(help="Of the GPUs: sm_80 or later.")] = "sm_90",
     fp8: Annotated[bool, typer.Option("--fp8", help="The experts' weights are e4m3.")] = False,
     out: Annotated[Path, typer.Option(help="Where to write the bundle.")] = Path("kernels"),
     jobs: Annotated[
-        int | None, typer.Option(min=1, help="Compilers at once.  [default: one a core, up to 16]")
+        int | None, typer.Option(min=1, help="Compilers at once.  \\[default: 1 a core, up to 16]")
     ] = None,
 ) -> None:
     """Compile the kernels that a model needs, on any machine, so that none is compiled where it
@@ -407,6 +411,8 @@ def compile_kernels(
         raise typer.BadParameter(f"{out} is no folder; name another", param_hint="--out")
     num_nodes = check_nodes(ranks, ranks_per_node or ranks)
     given = model, experts, topk, hidden, intermediate
+    if not any((checkpoint, *given)):
+        raise typer.BadParameter("give a checkpoint, a model, or the sizes of one")
     if checkpoint is None:
         num_experts, num_topk, hidden, intermediate = chosen_sizes(*given)
         sizes = num_experts, hidden, intermediate, num_topk, ranks, max_tokens
@@ -427,7 +433,7 @@ def compile_kernels(
 def simulate(
     model: Annotated[str, typer.Option(help="Its shape.")] = "deepseek-v3",
     experts: Annotated[
-        int | None, typer.Option(min=1, help="Experts of all ranks.  [default: the model's]")
+        int | None, typer.Option(min=1, help="Experts of all ranks.  \\[default: the model's]")
     ] = None,
     tokens: Annotated[int, typer.Option(min=1, help="Of each rank.")] = 4096,
     ranks: Annotated[int, typer.Option(min=1, help="GPUs.")] = 64,
@@ -444,7 +450,7 @@ def simulate(
     rows: Annotated[RowType, typer.Option(help="Rows of a dispatch.")] = RowType.FP8,
     routing: Annotated[Routing, typer.Option(help="Which experts tokens take.")] = Routing.UNIFORM,
     node_limit: Annotated[
-        int | None, typer.Option(min=1, help="Nodes that a token may reach.  [default: all]")
+        int | None, typer.Option(min=1, help="Nodes that a token may reach.  \\[default: all]")
     ] = None,
     plot: Annotated[
         Path | None, typer.Option(help="Where to draw times over the number of ranks.")

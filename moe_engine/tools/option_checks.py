@@ -39,7 +39,7 @@ class DType(StrEnum):
 Ranks = Annotated[
     int | None,
     typer.Option(
-        min=1, help="Processes.  [default: 4; on 2 or 3 GPUs, as many]", show_default=False
+        min=1, help="Processes.  \\[default: 4; on 2 or 3 GPUs, as many]", show_default=False
     ),
 ]
 ChosenBackend = Annotated[Backend, typer.Option(help="torch is for GPUs, emulated for the CPU.")]
@@ -118,9 +118,10 @@ def known_model(model: str | None, ranks: int, num_gpus: int) -> str:
     if model not in SHAPES:
         raise typer.BadParameter(f"the model is {model!r}; there are {', '.join(SHAPES)}")
     if model != "tiny" and not on_gpus:
+        fewer = "--ranks, or " if num_gpus else ""
         raise typer.BadParameter(
             f"{model} on {ranks} ranks needs as many GPUs, and there are {num_gpus}; choose "
-            "--ranks, or --model tiny, which the CPU can run"
+            f"{fewer}--model tiny, which the CPU can run"
         )
     return model
 
