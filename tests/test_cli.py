@@ -60,7 +60,6 @@ def told(result: Result) -> str:
         (LAYER.replace("hidden 16", "hidden 12"), "hidden is 12; it must be a multiple of 8"),
         (TUNE.replace("intermediate 16", "intermediate 9"), "intermediate is 9"),
         (TUNE.replace("topk 2", "topk 5"), "top-5 of 4 experts"),
-        ("compile --ranks 8", "give a checkpoint, a model, or the sizes of one"),
         ("tune --model gpt", "the model is 'gpt'; there are mixtral-8x7b"),
         ("tune --model qwen3-30b", "qwen3-30b on 4 ranks needs as many GPUs, and there are 0"),
         ("trace --model deepseek-v3 --ranks 2", "deepseek-v3 on 2 ranks needs as many GPUs"),

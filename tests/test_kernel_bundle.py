@@ -265,7 +265,7 @@ def call(command):
 @pytest.mark.parametrize(
     ("command", "text"),
     [
-        ("--ranks 2", "give a model, or all of"),
+        ("--ranks 2", "give a checkpoint, a model, or the sizes"),
         (f"--ranks 2 --model mixtral-8x7b {SIZES}", "give a model, or all of"),
         (f"--ranks 3 {SIZES}", "16 experts do not divide among 3 ranks"),
         (f"--ranks 2 {SIZES} --arch sm_75", "'sm_75' is no GPU from sm_80 on"),

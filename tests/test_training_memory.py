@@ -10,7 +10,7 @@ import pytest
 import torch
 from training_cases import POLICIES, end, make_case, new_buffer
 
-from moe_engine import moe_ffn
+from moe_engine import MoeEngineError, moe_ffn
 from moe_engine.training import training_memory
 
 
@@ -59,3 +59,10 @@ def test_peaks_are_those_of_the_formula(pool, save, retain_graph):
     [(have, formula)] = pool.run(run_counted, save, retain_graph, *parts, num_ranks=1)
     for one, wanted in zip(have, formula, strict=True):
         assert wanted <= one <= wanted + 12 * 1024, (have, formula)
+
+
+@pytest.mark.parametrize("num_rows", ["3", -12, 2.5])
+def test_numbers_of_rows_that_are_none(num_rows):
+    up, down = torch.zeros(2, 32, 16), torch.zeros(2, 16, 16)
+    with pytest.raises(MoeEngineError, match="num_rows is "):
+        training_memory(up, down, num_rows)

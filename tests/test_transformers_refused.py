@@ -1,6 +1,7 @@
 """Models and ranks that the integration with transformers refuses."""
 
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -13,8 +14,15 @@ from transformers import AutoConfig, AutoModelForCausalLM, GenerationConfig
 from transformers_cases import build
 
 from moe_engine.emulation import RankError, RankPool
-from moe_engine.errors import BackendError, DtypeError, MoeEngineError, ShapeError
+from moe_engine.errors import (
+    BackendError,
+    CheckpointError,
+    DtypeError,
+    MoeEngineError,
+    ShapeError,
+)
 from moe_engine.integrations.transformers import fix_max_tokens, register, shard_experts
+from moe_engine.integrations.transformers_checkpoints import empty_model
 from moe_engine.tools.models import Kind
 
 
@@ -52,6 +60,11 @@ def test_experts_of_another_kind_are_refused(
 ) -> None:
     with pytest.raises(error, match=text):
         shard_experts(make())
+
+
+def test_a_config_that_is_not_there_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(CheckpointError, match="cannot be read"):
+        empty_model(tmp_path / "nothing")
 
 
 def test_a_model_without_buffer_is_refused() -> None:
