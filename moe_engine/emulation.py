@@ -32,7 +32,7 @@ from typing import Any, NoReturn, cast
 import torch
 import torch.distributed as dist
 
-from .checks import check_int
+from .checks import check_at_least
 from .errors import BackendError, MoeEngineError, ShapeError
 from .host_collectives import stage_collectives
 from .symm import environment
@@ -106,8 +106,8 @@ class RankPool:
             raise BackendError(f"device is {device!r}; a RankPool runs on 'cpu' or 'cuda'")
         if device == "cuda" and not torch.cuda.device_count():
             raise BackendError("device is 'cuda', and there is no GPU here; choose 'cpu'")
-        check_int("num_ranks", num_ranks, 1)
-        if check_int("nodes", nodes, 1) and num_ranks % nodes:
+        check_at_least(1, num_ranks=num_ranks, nodes=nodes)
+        if num_ranks % nodes:
             raise ShapeError(
                 f"{num_ranks} ranks are no whole number on each of {nodes} nodes; nodes must be a "
                 "divisor of num_ranks"
