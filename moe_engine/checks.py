@@ -20,6 +20,7 @@ MAX_EXPERTS = 65_536
 MAX_INT = 2**63 - 1
 """The largest number that a kernel takes."""
 PLAIN = (torch.Tensor, torch.nn.Parameter)
+BIAS_PAIR = "(b_gate_up, b_down), each a tensor or None"
 PAYLOAD_DTYPES = (torch.bfloat16, torch.float32)
 
 # --- Tensors -------------------------------------------------------------------------------------
@@ -131,6 +132,12 @@ def check_flag(name: str, value: bool) -> None:
     if value is not True and value is not False:
         if not isinstance(value, Integral) or value not in (0, 1):
             raise DtypeError(f"{name} is {shown(value)}; it must be True or False.")
+
+
+def check_pair(name: str, value: object, parts: str) -> None:
+    """`value` must have two parts, which are described."""
+    if not isinstance(value, tuple | list) or len(value) != 2:
+        raise ShapeError(f"{name} is {shown(value)}; it must be a pair {parts}.")
 
 
 def check_dtype(name: str, dtype: torch.dtype, allowed: Sequence[torch.dtype]) -> None:

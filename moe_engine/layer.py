@@ -10,7 +10,15 @@ import torch
 from torch.distributed.device_mesh import DeviceMesh
 
 from .buffer import Buffer
-from .checks import PAYLOAD_DTYPES, check_at_least, check_dtype, check_flag, shown
+from .checks import (
+    BIAS_PAIR,
+    PAYLOAD_DTYPES,
+    check_at_least,
+    check_dtype,
+    check_flag,
+    check_pair,
+    shown,
+)
 from .errors import BackendError, DtypeError, RoutingError, ShapeError
 from .grouped_gemm.activations import SWIGLU, AnyActivation, check_layer_activation, num_parts
 from .passes import may_take_passes
@@ -110,7 +118,7 @@ def moe_ffn(
     """
     tensors = arrived(x), arrived(topk_idx), arrived(topk_weights), w_gate_up, w_down
     options = LayerOptions(max_tokens, save, wgrad, return_counts)
-    _check_biases(biases)
+    check_pair("biases", biases, BIAS_PAIR)
     try:
         if _is_operator(buffer, w_gate_up, wgrad) and _is_plain(biases, activation):
             from .layer_operators import layer_operator  # defines operators, which takes time
@@ -193,7 +201,7 @@ def start_moe_ffn(
     """
     tensors = arrived(x), arrived(topk_idx), arrived(topk_weights), w_gate_up, w_down
     options = LayerOptions(max_tokens, save, wgrad, return_counts, async_finish=True)
-    _check_biases(biases)
+    check_pair("biases", biases, BIAS_PAIR)
     return _begin(tensors, layout, biases, activation, buffer, options)
 
 
@@ -242,14 +250,6 @@ def _is_operator(buffer: Buffer, w_gate_up: Operand, wgrad: Wgrad) -> bool:
 def _is_plain(biases: Biases, activation: AnyActivation) -> bool:
     """Whether a layer has SwiGLU and no biases."""
     return biases[0] is biases[1] is None and activation in ("swiglu", SWIGLU)
-
-
-def _check_biases(biases: Biases) -> None:
-    if not isinstance(biases, tuple | list) or len(biases) != 2:
-        raise ShapeError(
-            f"biases is {shown(biases)}; it must be a pair (b_gate_up, b_down), each a tensor or "
-            "None."
-        )
 
 
 def _split_scales(w: Any) -> tuple[Any, torch.Tensor | None]:

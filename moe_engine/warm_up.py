@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from .checks import PAYLOAD_DTYPES, check_at_least, check_dtype, shown
+from .checks import BIAS_PAIR, PAYLOAD_DTYPES, check_at_least, check_dtype, check_pair
 from .device.context import SAVE_POLICIES
 from .engines import internode_layer
 from .engines.base import LayerInputs, NewWeightGradients
@@ -39,7 +39,7 @@ def warm_up(
     """See `Buffer.warmup`."""
     check_at_least(1, hidden=hidden, num_topk=num_topk)
     check_dtype("dtype", dtype, PAYLOAD_DTYPES)
-    check_pair("biases", biases, "(b_gate_up, b_down)")
+    check_pair("biases", biases, BIAS_PAIR)
     if weights is not None:
         check_pair("weights", weights, "(w_gate_up, w_down)")
         check_num_local(weights, num_experts, buffer.group_size)
@@ -60,12 +60,6 @@ def warm_up(
     if weights is not None:
         warm_layers(buffer, layer_of_no_tokens(x, idx, weights, biases, activation))
     buffer.check()
-
-
-def check_pair(name: str, value: object, parts: str) -> None:
-    """`value` has two parts."""
-    if not isinstance(value, tuple | list) or len(value) != 2:
-        raise ShapeError(f"{name} is {shown(value)}; it must be a pair {parts}.")
 
 
 def check_num_local(weights: tuple[Operand, Operand], num_experts: int, num_ranks: int) -> None:

@@ -97,8 +97,6 @@ def _load(
 ) -> tuple[Any, Sizes]:
     """The model with this rank's experts, which nothing runs yet, and the sizes of its layers.
     `check` may refuse the model, before anything is read."""
-    from transformers import AutoConfig
-
     group, rank, num_ranks = ranks_of(group, mesh)
     folder = local_folder(checkpoint)
     check_files(folder)
@@ -106,10 +104,7 @@ def _load(
         at = torch.cuda.current_device() if torch.cuda.is_available() else None
         device = torch.device("cpu") if at is None else torch.device("cuda", at)
     device = torch.device(device)
-    try:
-        whole = model_class or _class_of(AutoConfig.from_pretrained(folder))
-    except (OSError, ValueError) as error:
-        raise CheckpointError(f"the config of {folder} cannot be read: {error}") from error
+    whole = model_class or _class_of(_config_of(folder))
     _check_class(whole)
     of_loading = mesh
     if mesh is None and group is not None:
@@ -153,12 +148,7 @@ def _load(
 def empty_model(checkpoint: str | Path) -> Any:
     """The model of a checkpoint's config on the meta device, in the dtype of its weights, or bf16
     where these are quantized. CheckpointError for a config that cannot be read."""
-    from transformers import AutoConfig
-
-    try:
-        config = AutoConfig.from_pretrained(checkpoint)
-    except (OSError, ValueError) as error:
-        raise CheckpointError(f"the config of {checkpoint} cannot be read: {error}") from error
+    config = _config_of(checkpoint)
     dtype = config.dtype or torch.float32
     if getattr(config, "quantization_config", None) is not None:
         dtype = torch.bfloat16
@@ -169,10 +159,9 @@ def empty_model(checkpoint: str | Path) -> Any:
 def dequantize_options(checkpoint: str | Path) -> dict[str, Any]:
     """What `load_sharded` is to pass on, so that transformers dequantizes a checkpoint in MXFP4 or
     fp8 to bf16 while each rank reads its part; {} for weights that are not quantized."""
-    from transformers import AutoConfig
     from transformers.quantizers.auto import AutoQuantizationConfig
 
-    how = getattr(AutoConfig.from_pretrained(checkpoint), "quantization_config", None)
+    how = getattr(_config_of(checkpoint), "quantization_config", None)
     if how is None:
         return {}
     return {"quantization_config": AutoQuantizationConfig.from_dict(how | {"dequantize": True})}
@@ -216,6 +205,15 @@ def _check_class(whole: Any) -> None:
             f"model_class is {getattr(whole, '__name__', shown(whole))}; it must be the class of a "
             "model, such as MixtralForCausalLM. Leave it out for that of the config."
         )
+
+
+def _config_of(checkpoint: str | Path) -> Any:
+    from transformers import AutoConfig
+
+    try:
+        return AutoConfig.from_pretrained(checkpoint)
+    except (OSError, ValueError) as error:
+        raise CheckpointError(f"the config of {checkpoint} cannot be read: {error}") from error
 
 
 def _class_of(config: Any) -> Any:
