@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import Self
 
 import torch
 import torch.distributed as dist
@@ -29,15 +30,20 @@ def num_passes(y: torch.Tensor) -> int:
 
 
 class Experts:
-    """This rank's experts of a model, with random weights."""
+    """The experts of a model on one rank of num_ranks, with random weights."""
 
-    def __init__(self, group: dist.ProcessGroup, model: str):
+    def __init__(self, model: str, num_ranks: int, rank: int = 0):
         self.model = model
         self.num_experts, self.hidden, self.columns, self.num_topk = MODELS[model]
-        self.num_local = self.num_experts // dist.get_world_size(group)
-        torch.manual_seed(dist.get_rank(group))
+        self.num_local = self.num_experts // num_ranks
+        torch.manual_seed(rank)
         self.up = self._draw(2 * self.columns, self.hidden)
         self.down = self._draw(self.hidden, self.columns)
+
+    @classmethod
+    def of(cls, group: dist.ProcessGroup, model: str) -> Self:
+        """This rank's."""
+        return cls(model, dist.get_world_size(group), dist.get_rank(group))
 
     def _draw(self, rows: int, depth: int) -> torch.Tensor:
         w = torch.empty(self.num_local, rows, depth, dtype=torch.bfloat16, device="cuda")

@@ -117,7 +117,7 @@ def run_rank(
     for shape in shapes:
         if experts is None or experts.model != shape.model:
             experts = None  # before the next ones are made
-            experts = Experts(group, shape.model)
+            experts = Experts.of(group, shape.model)
         bench = Bench(group, shape, experts)
         if part in ("core", "skewed", "comet"):
             bench.compare(capacity_factor)
@@ -291,7 +291,8 @@ class Bench:
             "in turn": UNFUSED,
             "all rows before the first tile": replace(choice, num_stages=1),
             "all tiles before the first sum": replace(choice, num_return_stages=1),
-            "own rows the other way": replace(choice, own_apart=not choice.own_apart),
+            "own rows in turns": replace(choice, num_own_stages=0),
+            "all own rows first": replace(choice, num_own_stages=choice.num_stages),
             "tiles claimed, the other way": replace(choice, claims_tiles=not choice.claims_tiles),
             "no groups of tiles": replace(choice, group_m=1),
         }

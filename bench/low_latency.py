@@ -289,7 +289,7 @@ class Layer:
 
     def __init__(self, group: dist.ProcessGroup, model: str, replays: int):
         self.replays = replays
-        self.experts = experts = Experts(group, model)
+        self.experts = experts = Experts.of(group, model)
         sizes = experts.hidden, experts.num_experts, experts.num_topk
         self.buffer = Buffer.for_tokens(group, PREFILL_TOKENS, *sizes)
 

@@ -72,7 +72,7 @@ class Bench:
 
     def __init__(self, group: dist.ProcessGroup, model: str):
         self.group, self.model = group, model
-        self.experts = experts = Experts(group, model)
+        self.experts = experts = Experts.of(group, model)
         self.up, self.down = quantize_weights(experts.up), quantize_weights(experts.down)
 
     def tokens(self, num_tokens: int) -> Tokens:

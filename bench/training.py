@@ -271,7 +271,7 @@ def run_rank(
 ) -> None:
     """All points on one rank; rank 0 reports."""
     for model in models:
-        experts = Experts(group, model)
+        experts = Experts.of(group, model)
         for weight in (experts.up, experts.down):
             weight.requires_grad_()
         for num_tokens in TOKENS:

@@ -265,7 +265,7 @@ def copy_rows(
         counters.copied,
         slots.context.fields,
         config.num_stages,
-        int(config.own_apart),
+        config.own_first,
         RowSize(vectors.num_vecs, rows.shape[1] * rows.itemsize),
         **_copy_options(vectors, COPY_BATCH, slots),
         step="copy_rows",

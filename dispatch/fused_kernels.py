@@ -162,7 +162,7 @@ class CopyLists(NamedTuple):
 
 
 @triton.jit(
-    do_not_specialize=["stage_count", "own_apart"],
+    do_not_specialize=["stage_count", "own_first"],
     do_not_specialize_on_alignment=["num_rows", "num_remote", "copied"],
 )
 def copy_rows_kernel(
@@ -174,7 +174,7 @@ def copy_rows_kernel(
     copied,  # int64 [2 * S], see `StageCounters`
     context,
     stage_count,
-    own_apart,
+    own_first,
     row,  # RowSize
     SIZES: tl.constexpr,  # CopySizes
     PDL: tl.constexpr,
@@ -184,10 +184,10 @@ def copy_rows_kernel(
 
     The row that is copied came in the same stage or an earlier one. The first S of `copied` are for
     stages of own rows, the others for those of other ranks', in the order in which programs arrive
-    at them: with own_apart own rows all come first, else each stage of them before the same one of
-    others. When all programs have arrived all rows of the stage have arrived, pushed ones too: what
-    their ranks did before they raised the stage's flags happens before a program sees these, and so
-    before it arrives.
+    at them: the first `own_first` stages of own rows come first, each later one before the same one
+    of others. When all programs have arrived all rows of the stage have arrived, pushed ones too:
+    what their ranks did before they raised the stage's flags happens before a program sees these,
+    and so before it arrives.
 
     A PDL launch after `push_fused_kernel`, with which it runs concurrently: it reads what that
     kernel has waited for before it let this one begin, and pushed rows once flags are raised.
@@ -201,9 +201,10 @@ def copy_rows_kernel(
     unit_others = stage_unit(num_others, stage_count)
     since = begin_span()
     for turn in range(0, 2 * stage_count):
-        # Own rows in their stages, then those of others; or each own stage before one of others.
-        stage = tl.where(own_apart != 0, turn % stage_count, turn // 2)
-        is_own = tl.where(own_apart != 0, turn < stage_count, turn % 2 == 0)
+        # The first own stages, the same ones of others; then each own stage before one of others.
+        is_early = turn < 2 * own_first
+        stage = tl.where(is_early, turn % tl.maximum(own_first, 1), turn // 2)
+        is_own = tl.where(is_early, turn < own_first, turn % 2 == 0)
         if (is_own == 0) & (ready == 1):
             ready = wait_stage(DISPATCH, stage, context, SIZES.RANKS_PAD)
         if ready == 1:

@@ -119,7 +119,7 @@ def staged_schedule(
         len(counters),
         num_local_experts,
         stages,
-        int(config.own_apart),
+        config.own_first,
         max_tiles,
         SIZES=constants(sizes),
         after=(place_rows_kernel, exchange_fused_kernel),

@@ -7,7 +7,7 @@ import triton.language as tl
 
 from ..device.lang import device_function
 from ..device.programs import pdl_launch_dependents, pdl_wait
-from ..device.tiles import stage_of_row, stage_unit
+from ..device.tiles import stage_begin, stage_of_row, stage_unit
 from ..grouped_gemm.schedule_kernels import pack_tile, tile_coordinates, unpack_tile
 
 # --- A tile as one word --------------------------------------------------------------------------
@@ -34,7 +34,7 @@ class StagedTiles(NamedTuple):
     """What `staged_schedule_kernel` makes."""
 
     tiles: tl.tensor  # int64 [max_tiles]
-    num_own: tl.tensor  # int32 [1]: tiles of this rank's own rows alone
+    num_own: tl.tensor  # int32 [1]: tiles apart, of this rank's first own rows alone
     first_tile: tl.tensor  # int32 [RETURN_STAGES + 2]: tile that begins each return stage
     last_counter: tl.tensor  # int32 [L]: that of each expert's last tile, see `arrival_counter`
 
@@ -71,23 +71,26 @@ class RowsOfExpert(NamedTuple):
 
 
 @device_function
-def arrival_counter(last, rows, stage_count, own_apart):
+def arrival_counter(last, rows, stage_count, own_first):
     """The number of the counter in `StageCounters.copied` which says that rows up to number `last`
     of an expert have arrived: own rows come in `stage_count` stages, by `tiles.stage_of_row`, and
-    those of others in as many, see `copy_rows_kernel`. rows: RowsOfExpert."""
+    those of others in as many, see `copy_rows_kernel`. Rows of the first `own_first` own stages
+    arrive before all others, those of a later one before the same stage of others. rows:
+    RowsOfExpert."""
+    is_own = last < rows.num_own
     last_own = tl.minimum(last, rows.num_own - 1)
     own_stage = stage_of_row(rows.own_begin + last_own, rows.own_unit, stage_count)
     last_remote = rows.remote_begin + last - rows.num_own
     remote_stage = stage_of_row(last_remote, rows.remote_unit, stage_count)
-    apart = tl.where(last < rows.num_own, own_stage, stage_count + remote_stage)
-    in_turns = tl.where(last < rows.num_own, own_stage, remote_stage)
-    in_turns = tl.where(rows.num_own > 0, tl.maximum(in_turns, own_stage), in_turns)
-    return tl.where(own_apart != 0, apart, stage_count + in_turns)
+    is_early = own_stage < own_first
+    own_turn = tl.where(is_early | (rows.num_own == 0), 0, own_stage)
+    turn = tl.maximum(own_turn, tl.where(is_own, 0, remote_stage))
+    return tl.where(is_own & is_early, own_stage, stage_count + turn)
 
 
 @triton.jit(
     do_not_specialize=[
-        *("num_local_experts", "stage_count", "own_apart", "num_counters", "max_tiles")
+        *("num_local_experts", "stage_count", "own_first", "num_counters", "max_tiles")
     ]
 )
 def staged_schedule_kernel(
@@ -98,17 +101,18 @@ def staged_schedule_kernel(
     num_counters,
     num_local_experts,
     stage_count,
-    own_apart,
+    own_first,
     max_tiles,
     SIZES: tl.constexpr,
     PDL: tl.constexpr,
 ):
     """Cut each expert's rows into tiles of BLOCK_M; program e writes those of expert e.
 
-    An expert's rows are first this rank's own, then those of others. With own_apart 1, tiles that
-    hold own rows alone come first, by expert, then the others, by expert. So there is work before
-    rows arrive; and combine, which begins with the tiles of other ranks' rows, ends with the own
-    ones, while sums are on their way. With own_apart 0 all are in the order of their experts.
+    An expert's rows are first this rank's own, then those of others. Full tiles of own rows that
+    arrive in the first `own_first` own stages go apart: they come first, by expert, then the
+    others, by expert. So there is work before rows of others arrive; and combine, which begins with
+    the others, ends with the tiles apart, while sums are on their way. With own_first 0 all are in
+    the order of their experts.
 
     Each tile has the number of the counter that says that all its rows have arrived, see
     `arrival_counter`. An expert without rows has counter 0.
@@ -121,7 +125,7 @@ def staged_schedule_kernel(
     exchange, before it reads the offsets, and before later launches may begin. (Or after the
     exchange, where rows go where those of an earlier call have gone.)
 
-    Two stages of dispatch and two of combine, BLOCK_M 2, own_apart 1, expert_offsets [0, 4, 8],
+    Two stages of dispatch and two of combine, BLOCK_M 2, own_first 2, expert_offsets [0, 4, 8],
     remote_offsets [0, 2, 5]: rows 0, 1 and 4 are own, so tiles (expert, row, number of rows)
     (0, 0, 2) | (0, 2, 2) (1, 4, 2) (1, 6, 2), num_own [1], first_tile [0, 3, 3, 4]: 4 of 5 rows of
     others are of the first return stage, which leaves no tile that begins with one of the second.
@@ -136,7 +140,11 @@ def staged_schedule_kernel(
     remote_begins = tl.load(remote_offsets + experts, mask=real, other=0)
     remote_rows = tl.load(remote_offsets + 1 + experts, mask=real, other=0) - remote_begins
     own_rows = rows - remote_rows
-    own_tiles = own_rows // SIZES.BLOCK_M * own_apart
+    num_remote = tl.load(remote_offsets + num_local_experts)
+    own_unit = stage_unit(tl.load(expert_offsets + num_local_experts) - num_remote, stage_count)
+    early_end = stage_begin(own_first, own_unit, stage_count)
+    early_rows = tl.maximum(early_end - (begins - remote_begins), 0)
+    own_tiles = tl.minimum(early_rows, own_rows) // SIZES.BLOCK_M
     other_tiles = tl.cdiv(rows, SIZES.BLOCK_M) - own_tiles
     num_own_tiles = tl.sum(own_tiles, 0)
     first_own = tl.sum(tl.where(experts < expert, own_tiles, 0), 0)
@@ -147,18 +155,16 @@ def staged_schedule_kernel(
     end = tl.load(expert_offsets + expert + 1)
     remote_begin = tl.load(remote_offsets + expert)
     num_here = end - begin - (tl.load(remote_offsets + expert + 1) - remote_begin)
-    num_remote = tl.load(remote_offsets + num_local_experts)
-    own_unit = stage_unit(tl.load(expert_offsets + num_local_experts) - num_remote, stage_count)
     remote_unit = stage_unit(num_remote, stage_count)
     rows_here = RowsOfExpert(num_here, begin - remote_begin, remote_begin, own_unit, remote_unit)
-    last_counter = arrival_counter(end - begin - 1, rows_here, stage_count, own_apart)
+    last_counter = arrival_counter(end - begin - 1, rows_here, stage_count, own_first)
     tl.store(schedule.last_counter + expert, tl.where(begin < end, last_counter, 0))
     for start in range(0, count, SIZES.STEP):
         tile = start + tl.arange(0, SIZES.STEP)
         row = begin + tile * SIZES.BLOCK_M
         number = tl.minimum(end - row, SIZES.BLOCK_M)
         last = tile * SIZES.BLOCK_M + number - 1  # among the expert's rows
-        counter = arrival_counter(last, rows_here, stage_count, own_apart)
+        counter = arrival_counter(last, rows_here, stage_count, own_first)
         packed = pack_staged_tile(expert, row, number, counter)
         is_own = tile < own_count
         to = tl.where(is_own, first_own + tile, first_other + tile - own_count)

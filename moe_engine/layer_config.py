@@ -35,6 +35,10 @@ CALM_STAGES = 8
 OWN_ROWS, BUSY_OWN_ROWS = 1024, 256
 """Own tiles go apart where experts have so many rows from their own rank, on calm and on busy
 links: then it costs little that the weights are read again."""
+EARLY_STAGES, EARLY_OWN_ROWS, EARLY_WAVES = 6, 512, 1.25
+"""Between two GPUs with calm links the first rows of the other arrive when products could have
+begun for long. So own tiles of the first of so many stages come first, where experts have so many
+own rows; of the first two stages, if the first one has fewer tiles than this for each SM."""
 LONG_DEPTH, TILE_ROWS, TILE_COLUMNS, MANY_TILES = 4096, 128, 256, 8
 """Where memory is slower than an H200's: products of this depth take so long that tiles of an
 expert which begin at different times no longer find its weights in L2, unless they are many."""
@@ -42,13 +46,14 @@ CLAIM_ROWS, CLAIM_TILES = 192, 5
 """Tiles are claimed where experts have fewer rows than this, and programs as many tiles, if memory
 is slower than an H200's or rows are long: then most of the time goes to weights, and programs have
 time to fall apart. Elsewhere layers are 2 to 8% slower with it."""
-COPIES_ALONE = 4 * H200.num_sms
-"""Programs that copy rows on one rank, where no link bounds them and nothing hides them."""
+FORWARD_ALONE: dict[str, Any] = {"num_stages": 1, "num_copy_programs": 4 * H200.num_sms}
+"""Choices of a forward on one rank: no link bounds programs that copy rows, and nothing hides them.
+"""
 BACKWARD_ALONE: dict[str, Any] = {"num_stages": 2, "num_copy_programs": 2 * H200.num_sms}
 """Choices of a backward on one rank, where products run concurrently with copies that are fewer."""
 E4M3_CHOICES: dict[str, Any] = {
     "num_stages": 1,
-    "own_apart": False,
+    "num_own_stages": 0,
     "claims_tiles": False,
     "num_push_programs": 2 * H200.num_sms,
     "num_copy_programs": 8 * H200.num_sms,
@@ -108,6 +113,18 @@ class LayerProblem:
         is_bound = hbm_gbs < H200.hbm_gbs or self.hidden >= LONG_DEPTH
         return is_bound and rows < CLAIM_ROWS and tiles >= CLAIM_TILES
 
+    def num_early_stages(self, hbm_gbs: float) -> int:
+        """How many stages of own rows come first on calm links with memory of this speed, so that
+        products begin before rows of the other rank arrive; 0 where that gains nothing."""
+        own_rows = self.max_tokens * self.num_topk / self.num_ranks
+        per_expert = own_rows * self.num_ranks / self.num_experts
+        rereads_long_rows = self.hidden >= LONG_DEPTH or hbm_gbs < H200.hbm_gbs
+        if self.num_ranks != 2 or rereads_long_rows or per_expert < EARLY_OWN_ROWS:
+            return 0
+        first_rows = own_rows * (1 + EARLY_STAGES) / (2 * EARLY_STAGES**2)  # as `stage_begin`
+        tiles = first_rows / TILE_ROWS * 2 * self.num_columns / TILE_COLUMNS
+        return 1 if tiles >= EARLY_WAVES * H200.num_sms else 2
+
     @property
     def link_us(self) -> float:
         """The time of this rank's rows to the other ranks, one for each token and rank; the sums
@@ -128,15 +145,16 @@ class LayerConfig:
 
     num_stages: in how many parts a rank's expert rows arrive, in their order; a tile waits for the
     part of its last row; with 1 it waits for all rows. num_return_stages: in how many parts sums
-    return, each when the last expert row of its tokens is computed. own_apart: tiles of this rank's
-    own rows are computed first in dispatch and last in combine; this reads weights once more.
-    num_push_programs, num_copy_programs, num_return_programs: how many programs push rows, copy own
-    rows and others to further experts of their tokens, and return sums; they have one, one and two
-    warps, and run concurrently with those that multiply. group_m: how many tiles of rows programs
-    walk together before the next columns, so that they share weights in L2; 1 walks them one by
-    one. claims_tiles: a program takes the next tile that none has begun, and not every n-th one, so
-    that those which share weights run at the same time; see `schedule_kernels.claim_tile`.
-    Specialised tiles of e4m3 weights are always claimed, other tiles of e4m3 never.
+    return, each when the last expert row of its tokens is computed. num_own_stages: tiles of this
+    rank's own rows that arrive in so many first stages are computed first in dispatch and last in
+    combine, all if there are no more stages; this reads their weights once more. num_push_programs,
+    num_copy_programs, num_return_programs: how many programs push rows, copy own rows and others to
+    further experts of their tokens, and return sums; they have one, one and two warps, and run
+    concurrently with those that multiply. group_m: how many tiles of rows programs walk together
+    before the next columns, so that they share weights in L2; 1 walks them one by one.
+    claims_tiles: a program takes the next tile that none has begun, and not every n-th one, so that
+    those which share weights run at the same time; see `schedule_kernels.claim_tile`. Specialised
+    tiles of e4m3 weights are always claimed, other tiles of e4m3 never.
     """
 
     num_stages: int = 16
@@ -144,7 +162,7 @@ class LayerConfig:
     num_push_programs: int = H200.num_sms
     num_copy_programs: int = H200.num_sms
     num_return_programs: int = 2 * H200.num_sms
-    own_apart: bool = False
+    num_own_stages: int = 0
     group_m: int = 8
     claims_tiles: bool = False
 
@@ -153,16 +171,16 @@ class LayerConfig:
         more stages than there are flags; DtypeError for what is no number."""
         for one in fields(self):
             name, value = f"LayerConfig.{one.name}", getattr(self, one.name)
-            if one.name in ("own_apart", "claims_tiles"):
+            if one.name == "claims_tiles":
                 check_flag(name, value)
-            else:
-                check_int(name, value, 1, MAX_STAGES.value if "stages" in name else MAX_PROGRAMS)
+                continue
+            least = 0 if one.name == "num_own_stages" else 1
+            check_int(name, value, least, MAX_STAGES.value if "stages" in name else MAX_PROGRAMS)
 
-    def for_backward(self) -> LayerConfig:
-        """These choices in a backward: those that are predicted for one rank hide no copies, which
-        is faster in a forward alone."""
-        is_alone = self.num_stages == 1 and self.num_copy_programs == COPIES_ALONE
-        return replace(self, **BACKWARD_ALONE) if is_alone else self
+    @property
+    def own_first(self) -> int:
+        """How many stages of own rows come before all rows of others."""
+        return min(self.num_own_stages, self.num_stages)
 
     def for_dy(self, columns: int, itemsize: int) -> LayerConfig:
         """These choices where a backward sends dy, whose product gives `columns` for each row: two
@@ -172,18 +190,26 @@ class LayerConfig:
             return self
         return replace(self, num_copy_programs=2 * H200.num_sms)
 
+    def with_early_stages(self, number: int) -> LayerConfig:
+        """These choices with so many stages of own rows first, which twice as many programs copy
+        as there are SMs, so that they arrive early."""
+        stages, copies = min(self.num_stages, EARLY_STAGES), 2 * H200.num_sms
+        return replace(self, num_own_stages=number, num_stages=stages, num_copy_programs=copies)
+
     def shared(self) -> LayerConfig:
         """The stages alone, which must be equal on all ranks; other fields have their defaults."""
         return LayerConfig(self.num_stages, self.num_return_stages)
 
     @classmethod
-    def predicted(cls, problem: LayerProblem, hbm_gbs: float = H200.hbm_gbs) -> LayerConfig:
+    def predicted(
+        cls, problem: LayerProblem, hbm_gbs: float = H200.hbm_gbs, is_backward: bool = False
+    ) -> LayerConfig:
         """The choices that are predicted to be the fastest, with memory of this speed, see
         `hardware.Gpu`."""
         if problem.num_ranks == 1:
-            alone = cls(num_stages=1, num_return_stages=1, num_copy_programs=COPIES_ALONE)
+            alone = BACKWARD_ALONE if is_backward else FORWARD_ALONE
             claims = problem.itemsize != 1 and problem.claims_tiles(hbm_gbs)
-            return replace(alone, claims_tiles=claims)
+            return cls(num_return_stages=1, claims_tiles=claims, **alone)
         rows = problem.max_tokens * problem.num_topk
         gemm_us = problem.gemm_us(3 * problem.num_columns)
         are_busy = 2 * problem.link_us > BUSY_LINKS * gemm_us
@@ -194,11 +220,12 @@ class LayerConfig:
         config = cls(
             num_stages=min(arrivals, key=lambda n: dispatch_us(problem, n)),
             num_return_stages=min(counts, key=lambda n: combine_us(problem, n)),
-            own_apart=own_rows >= (BUSY_OWN_ROWS if are_busy else OWN_ROWS),
+            num_own_stages=most if own_rows >= (BUSY_OWN_ROWS if are_busy else OWN_ROWS) else 0,
             claims_tiles=problem.claims_tiles(hbm_gbs),
         )
         if problem.itemsize != 1:
-            return config
+            num_early = 0 if are_busy or is_backward else problem.num_early_stages(hbm_gbs)
+            return config.with_early_stages(num_early) if num_early else config
         returns = min(config.num_return_stages, E4M3_RETURN_STAGES)
         return replace(config, num_return_stages=returns, **E4M3_CHOICES)
 
@@ -265,11 +292,11 @@ class LayerChoices:
     kept: Mapping[str, LayerConfig] = field(default_factory=dict)
     hbm_gbs: float = H200.hbm_gbs
 
-    def choose(self, problem: LayerProblem) -> LayerConfig:
-        """The config for a layer."""
+    def choose(self, problem: LayerProblem, is_backward: bool = False) -> LayerConfig:
+        """The config for a layer. Only a predicted one is another one for its backward."""
         if config := self.user or self.measured(problem):
             return config
-        return LayerConfig.predicted(problem, self.hbm_gbs)
+        return LayerConfig.predicted(problem, self.hbm_gbs, is_backward)
 
     def measured(self, problem: LayerProblem) -> LayerConfig | None:
         """The kept choice for a layer, None without one."""

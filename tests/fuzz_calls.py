@@ -305,11 +305,11 @@ def makers(world: World) -> dict[str, Target]:
                 world.group, 1 << 20, options=api.Options(layer=api.LayerConfig(**given))
             ),
             {"num_stages": 2, "num_return_stages": 2, "num_push_programs": 2,
-             "num_copy_programs": 2, "num_return_programs": 2, "own_apart": False, "group_m": 8,
+             "num_copy_programs": 2, "num_return_programs": 2, "num_own_stages": 1, "group_m": 8,
              "claims_tiles": False},
             {"num_stages": "any int", "num_return_stages": "any int",
              "num_push_programs": "any int", "num_copy_programs": "any int",
-             "num_return_programs": "any int", "own_apart": "flag", "group_m": "any int",
+             "num_return_programs": "any int", "num_own_stages": "any int", "group_m": "any int",
              "claims_tiles": "flag"},
             made,
         ),

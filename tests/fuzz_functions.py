@@ -123,8 +123,8 @@ def plain(world: World) -> dict[str, Target]:
         "Config": Target(api.Config, chunks, {"num_sms": "any int"}, lambda config: config.num_sms),
         "LayerConfig": Target(
             lambda num_stages, **flags: api.LayerConfig(num_stages, **flags).check(),
-            {"num_stages": 2, "own_apart": False, "claims_tiles": False},
-            {"num_stages": "any int", "own_apart": "flag", "claims_tiles": "flag"},
+            {"num_stages": 2, "num_own_stages": 1, "claims_tiles": False},
+            {"num_stages": "any int", "num_own_stages": "any int", "claims_tiles": "flag"},
         ),
         "set_num_sms": Target(set_num_sms, {"new_num_sms": 4}, {"new_num_sms": "any int"}),
         "dispatch config": Target(

@@ -33,13 +33,13 @@ def staged_tiles(
     block_m: int,
     stages: int,
     return_stages: int,
-    own_apart: bool = True,
+    own_first: int,
 ) -> tuple[list[Tile], list[int], int, list[int]]:
-    """(tiles of a rank's expert rows, the stage in which the last row of each arrives, how many are
-    of own rows alone, tile that begins each return stage and then their number), given how many
-    rows each expert has of this rank's and of others'. See `staged_schedule_kernel`.
+    """(tiles of a rank's expert rows, the stage in which the last row of each arrives, how many go
+    apart, tile that begins each return stage and then their number), given how many rows each
+    expert has of this rank's and of others'. See `staged_schedule_kernel`.
 
-    num_own [2, 1], num_remote [2, 3], block_m 2, 2 stages of dispatch and of combine: tiles
+    num_own [2, 1], num_remote [2, 3], block_m 2, 2 stages, own_first 2, 2 return stages: tiles
     (0, 0, 2) | (0, 2, 2) (1, 4, 2) (1, 6, 2), which arrive in stages 0 2 2 3; 1; [0, 3, 3, 4].
     """
     own_begins = stage_begins(sum(num_own), stages)
@@ -53,11 +53,12 @@ def staged_tiles(
             is_own = end <= own
             own_stage = bisect_left(own_begins[1:], own_before + min(end, own)) if own else 0
             stage = 0 if is_own else bisect_left(remote_begins[1:], remote_before + end - own)
-            arrives = own_stage if is_own else stages + stage
-            if not own_apart:  # with the stages in turns
-                arrives = stages + max(own_stage, stage)
+            is_early = bool(own) and own_stage < own_first
+            arrives = stages + (stage if is_early else max(own_stage, stage))  # in turns
+            if is_own and is_early:
+                arrives = own_stage
             returns = bisect_right(return_at[1:-1], remote_before + max(begin - own, 0))
-            full = own_apart and is_own and end - begin == block_m
+            full = is_early and is_own and end - begin == block_m
             found[full].append(((expert, row + begin, end - begin), arrives, returns))
         row += own + remote
         own_before += own

@@ -118,6 +118,24 @@ def run_fused_layer(group) -> list[dict]:
     return lines
 
 
+def run_mirror(group) -> list[dict]:
+    lines: list[dict] = []
+    with dry():
+        import mirror
+
+        def keep(bench, path, **line):
+            lines.append(line)
+
+        with mock.patch.multiple(mirror, save=keep, ERROR=ERROR, PAUSE_S=0.0, ROUNDS=4):
+            with mock.patch.multiple(timing, capture=as_graph, replay_us=lambda graph: graph()):
+                mirror.main(only=MODEL, tokens=[TOKENS], path=None)
+    return lines
+
+
+def as_graph(call, repeats):
+    return lambda: replayed(call)
+
+
 def run_training(group) -> list[dict]:
     lines: list[dict] = []
     with dry():
@@ -274,6 +292,15 @@ def check_passes(lines: list[dict], num_ranks: int) -> None:
     (line,) = (line for line in lines if "passes" in line)
     assert line["impl"] == "moe_engine, passes"
     assert (line["capacity_factor"], line["passes"]) == (1.0, num_ranks)
+
+
+def test_mirror(pool):
+    """Both layers give the result of torch's, of which each is compared."""
+    [lines] = pool.run(run_mirror, num_ranks=1)
+    assert [line["impl"] for line in lines] == [
+        *("torch", "moe_engine", "moe_engine, as in a backward")
+    ]
+    assert all((line["us"], line["ratio"], line["ranks"]) == (250.0, 1.0, 2) for line in lines)
 
 
 @pytest.mark.parametrize(

@@ -98,7 +98,8 @@ def test_what_runs_concurrently_with_a_gemm_finds_room():
     for stages in (1, 6, 8, 16):
         with chosen(num_return_stages=stages):
             made = launches.layer(tiles=pair)
-        find_room(made["dispatch_gemm"].compile(), [made["push_fused"], made["copy_rows"]])
+        concurrent = made["push_fused"], *[made["copy_rows"]] * 2
+        find_room(made["dispatch_gemm"].compile(), concurrent)
         find_room(made["staged_gemm"].compile(), [made["return_sums"]] * 2)
         for name in ("dispatch_gemm", "staged_gemm", "fused_sum"):
             assert made[name].compile().spill_bytes == 0

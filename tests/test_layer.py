@@ -124,7 +124,8 @@ def test_stages_do_not_change_a_bit(pool, num_ranks, kind):
         LayerConfig(num_stages=1, num_return_stages=1),  # all rows, then all tiles, then all sums
         LayerConfig(num_stages=3, num_return_stages=2, num_push_programs=7, num_return_programs=9),
         LayerConfig(num_stages=16, num_return_stages=16, num_push_programs=260, claims_tiles=True),
-        LayerConfig(5, 4, num_copy_programs=9, own_apart=True, claims_tiles=True),
+        LayerConfig(5, 4, num_copy_programs=9, num_own_stages=5, claims_tiles=True),
+        LayerConfig(6, 2, num_copy_programs=5, num_own_stages=2),
         LayerConfig(num_stages=4, num_return_stages=3, group_m=1),
     ]
     if pool.device == "cpu":  # half of them: each meets each routing and each number of ranks

@@ -45,7 +45,7 @@ def test_more_programs_copy_where_none_runs_concurrently_with_products():
     def predicted(num_ranks, itemsize=2):
         return LayerConfig.predicted(LayerProblem(num_ranks, 8192, **QWEN3, itemsize=itemsize))
 
-    one_rank, some, cast = predicted(1), predicted(2), predicted(2, itemsize=1)
+    one_rank, some, cast = predicted(1), LayerConfig(), predicted(2, itemsize=1)
     assert one_rank == predicted(1, itemsize=1)
     assert one_rank.num_copy_programs == 4 * some.num_copy_programs
     assert cast.num_copy_programs == 8 * some.num_copy_programs
@@ -63,7 +63,7 @@ def test_own_tiles_of_e4m3_stay_with_the_others_of_their_expert():
         itemsize: LayerConfig.predicted(LayerProblem(2, 4096, **mixtral, itemsize=itemsize))
         for itemsize in (1, 2)
     }
-    assert apart[2].own_apart and not apart[1].own_apart
+    assert apart[2].own_first == apart[2].num_stages and not apart[1].own_first
 
 
 def test_tiles_are_claimed_where_weights_take_the_time():
@@ -89,13 +89,39 @@ def test_tiles_are_claimed_where_weights_take_the_time():
 
 
 def test_rows_of_a_backward_come_in_stages_on_one_rank():
-    """Unless the config is another one than that which is predicted there."""
-    alone = LayerConfig.predicted(LayerProblem(1, 8192, **QWEN3))
-    changed = alone.for_backward()
+    """Unless the user chose how many."""
+    problem = LayerProblem(1, 8192, **QWEN3)
+    alone = LayerConfig.predicted(problem)
+    changed = LayerChoices().choose(problem, is_backward=True)
     assert alone.num_stages == 1 < changed.num_stages
     assert replace(changed, num_stages=1, num_copy_programs=alone.num_copy_programs) == alone
-    for other in (replace(alone, num_copy_programs=5), LayerConfig(), LayerConfig(1)):
-        assert other.for_backward() == other
+    assert LayerChoices(alone).choose(problem, is_backward=True) == alone
+
+
+def early_stages(model, itemsize=2, num_ranks=2, hbm_gbs=H200.hbm_gbs, is_backward=False):
+    """How many own stages come first at 1024, 2048, 4096 and 8192 tokens."""
+    num_experts, hidden, columns, num_topk = MODELS[model]
+    sizes = num_experts, num_topk, hidden, columns, itemsize
+    problems = (LayerProblem(num_ranks, 1024 << n, *sizes) for n in range(4))
+    return [LayerConfig.predicted(one, hbm_gbs, is_backward).own_first for one in problems]
+
+
+def test_some_own_tiles_come_first_between_two_gpus():
+    """Until the first rows of the other arrive: tiles of one stage, or of two if these are few."""
+    assert early_stages("qwen3-30b") == [0, 0, 0, 2]
+    assert early_stages("qwen2-57b") == [0, 0, 1, 1]
+    config = LayerConfig.predicted(LayerProblem(2, 8192, **QWEN3))
+    assert (config.num_stages, config.num_copy_programs) == (6, 2 * H200.num_sms)
+
+
+@pytest.mark.parametrize(
+    "other",
+    [{"itemsize": 1}, {"hbm_gbs": H100.hbm_gbs}, {"is_backward": True}, {"num_ranks": 3}],
+    ids=str,
+)
+def test_no_own_tiles_come_first_elsewhere(other):
+    """In e4m3, with slower memory, in a backward, and between more GPUs."""
+    assert not any(early_stages("qwen3-30b", **other))
 
 
 def test_more_programs_copy_dy_where_its_product_is_short():
@@ -137,7 +163,7 @@ def test_rows_come_at_once_where_stages_would_lose_the_weights(
     problem = LayerProblem(num_ranks, max_tokens, num_experts, num_topk, hidden, columns)
     fast, slow = (LayerChoices(hbm_gbs=kind.hbm_gbs).choose(problem) for kind in (H200, H100))
     assert fast.num_stages > 1 and slow.num_return_stages == fast.num_return_stages > 1
-    assert slow.num_stages == (fast.num_stages if in_stages else 1)
+    assert (slow.num_stages > 1) == in_stages
 
 
 def test_what_was_measured_is_found_on_memory_of_any_speed(tmp_path, monkeypatch):
@@ -172,16 +198,20 @@ def test_any_problem_has_a_choice(num_ranks, max_tokens, num_local, num_topk, hi
         assert max(rows_us, gemm_us) - rounding <= us <= rows_us + gemm_us + STAGE_US + rounding
 
 
-FLAGS = "own_apart", "claims_tiles"
-NUMBERS = [name for name in LayerConfig.__dataclass_fields__ if name not in FLAGS]
+NUMBERS = [name for name in LayerConfig.__dataclass_fields__ if name != "claims_tiles"]
+POSITIVE = [name for name in NUMBERS if name != "num_own_stages"]
 
 
 @pytest.mark.parametrize(
     ("name", "value"),
-    [*((name, 0) for name in NUMBERS), *((name, 17) for name in STAGES)],
+    [
+        *((name, 0) for name in POSITIVE),
+        *((name, 17) for name in (*STAGES, "num_own_stages")),
+        ("num_own_stages", -1),
+    ],
 )
 def test_numbers_out_of_range_are_refused(name, value):
-    with pytest.raises(ShapeError, match=rf"LayerConfig\.{name} is {value}; it must be 1"):
+    with pytest.raises(ShapeError, match=rf"LayerConfig\.{name} is {value}; it must be [01] "):
         LayerConfig(**{name: value}).check()
 
 
@@ -190,13 +220,13 @@ def test_what_is_no_number_is_refused(value):
     for name in NUMBERS:
         with pytest.raises(DtypeError, match=rf"LayerConfig\.{name} is .*; it must be an int"):
             LayerConfig(**{name: value}).check()
-    for name in FLAGS if value is not True else ():
-        with pytest.raises(DtypeError, match=rf"{name} is .*; it must be True or False"):
-            LayerConfig(**{name: value}).check()
+    if value is not True:
+        with pytest.raises(DtypeError, match=r"claims_tiles is .*; it must be True or False"):
+            LayerConfig(claims_tiles=value).check()
 
 
 def test_largest_numbers_are_taken():
-    LayerConfig(16, 16, 10_000, 10_000, 10_000, True, 10_000).check()
+    LayerConfig(16, 16, 10_000, 10_000, 10_000, 16, 10_000).check()
 
 
 def buffer_with(group, layers):

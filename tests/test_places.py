@@ -62,7 +62,7 @@ def steps_on_rank(group, num_experts, max_tokens, stages, x, topk_idx, topk_weig
         torch.cuda.synchronize()
     torch.distributed.barrier(group)
     args = [t.to(device) for t in (x, topk_idx, topk_weights)]
-    config = LayerConfig(*stages, own_apart=True, num_push_programs=7, num_copy_programs=5)
+    config = LayerConfig(*stages, num_own_stages=16, num_push_programs=7, num_copy_programs=5)
     with cases.filled_memory():
         layout = routing.layout(args[1], num_experts, slots)
         tokens = dispatch.LayerTokens(*args, layout)

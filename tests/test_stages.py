@@ -59,13 +59,13 @@ def check_tiles(pool, num_own, num_remote, block_m, config, spare_rows=0, num_ra
         tiles_on_rank, num_own, num_remote, spare_rows, block_m, config, num_ranks, num_ranks=1
     )
     stages = config.num_stages, config.num_return_stages
-    assert found == staged_tiles(num_own, num_remote, block_m, *stages, config.own_apart)
+    assert found == staged_tiles(num_own, num_remote, block_m, *stages, config.own_first)
     return found
 
 
 def test_the_example(pool):
     tiles, arrivals, num_own, first = check_tiles(
-        pool, [2, 1], [2, 3], 2, LayerConfig(2, 2, own_apart=True)
+        pool, [2, 1], [2, 3], 2, LayerConfig(2, 2, num_own_stages=2)
     )
     assert tiles == [(0, 0, 2), (0, 2, 2), (1, 4, 2), (1, 6, 2)]
     assert arrivals == [0, 2, 2, 3]
@@ -81,14 +81,14 @@ COUNTS = st.sampled_from([0, 1, 7, 40, 700])
     return_stages=STAGES,
     spare_rows=st.integers(0, 300),
     stages=STAGES,
-    own_apart=st.booleans(),
+    num_own=st.integers(0, 16),
     num_ranks=st.integers(1, 8),
 )
-def test_any_counts(pool, counts, block_m, return_stages, spare_rows, stages, own_apart, num_ranks):
+def test_any_counts(pool, counts, block_m, return_stages, spare_rows, stages, num_own, num_ranks):
     cases.skip_where_shapes_compile(pool)
-    num_own, num_remote = (list(part) for part in zip(*counts, strict=True))
-    config = LayerConfig(stages, return_stages, own_apart=own_apart)
-    check_tiles(pool, num_own, num_remote, block_m, config, spare_rows, num_ranks)
+    own, remote = (list(part) for part in zip(*counts, strict=True))
+    config = LayerConfig(stages, return_stages, num_own_stages=num_own)
+    check_tiles(pool, own, remote, block_m, config, spare_rows, num_ranks)
 
 
 @triton.jit

@@ -14,7 +14,7 @@ from training_cases import POLICIES, end, gradients, make_case, new_buffer, on_d
 from moe_engine import LayerConfig, moe_ffn
 from moe_engine.emulation import PerRank
 
-FEW, MANY = LayerConfig(3, 2, own_apart=True, claims_tiles=True), LayerConfig(16, 8)
+FEW, MANY = LayerConfig(3, 2, num_own_stages=2, claims_tiles=True), LayerConfig(16, 8)
 
 
 def run_stages(group, save, config, *parts):

@@ -27,7 +27,7 @@ from moe_engine.tools.tune_layer import FIELDS, PASSES, REFUSED, Job, descend, f
 
 RANKS, EXPERTS, TOPK, HIDDEN, COLUMNS, TOKENS = 2, 4, 2, 16, 8, 9
 PROBLEM = LayerProblem(RANKS, TOKENS, EXPERTS, TOPK, HIDDEN, COLUMNS)
-OTHER = LayerConfig(num_stages=5, num_return_stages=3, own_apart=True, group_m=2)
+OTHER = LayerConfig(num_stages=5, num_return_stages=3, num_own_stages=5, group_m=2)
 
 
 @pytest.fixture
@@ -46,14 +46,14 @@ def found(problem=PROBLEM):
 @given(
     stages=st.tuples(st.integers(1, 16), st.integers(1, 16)),
     programs=st.tuples(*[st.integers(1, 1000)] * 3),
-    own_apart=st.booleans(),
+    num_own_stages=st.integers(0, 16),
     group_m=st.integers(1, 64),
     claims_tiles=st.booleans(),
 )
 def test_candidates_are_valid_and_differ_in_one_field(
-    stages, programs, own_apart, group_m, claims_tiles
+    stages, programs, num_own_stages, group_m, claims_tiles
 ):
-    config = LayerConfig(*stages, *programs, own_apart, group_m, claims_tiles)
+    config = LayerConfig(*stages, *programs, num_own_stages, group_m, claims_tiles)
     assert set(FIELDS) == set(asdict(config))
     for name in FIELDS:
         tried = list(neighbours(config, name))
@@ -75,8 +75,8 @@ def distance(config, best):
     "best",
     [
         LayerConfig(),
-        LayerConfig(12, 12, 264, 66, 528, True, 4, True),
-        LayerConfig(4, 3, 528, 33, 66, False, 2),  # two steps of each field
+        LayerConfig(12, 12, 264, 66, 528, 12, 4, True),
+        LayerConfig(4, 3, 528, 33, 66, 1, 2),  # two steps of each field
     ],
 )
 def test_descent_finds_the_best_and_asks_nothing_twice(best):

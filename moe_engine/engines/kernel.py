@@ -455,16 +455,21 @@ class KernelEngine(GrowingEngine):
         return LayerRows(row, header, most, max_tokens * num_topk)
 
     def layer_config(
-        self, w_gate_up: torch.Tensor, row: ReturnRowLayout, parts: int = 2
+        self,
+        w_gate_up: torch.Tensor,
+        row: ReturnRowLayout,
+        parts: int = 2,
+        is_backward: bool = False,
     ) -> LayerConfig:
-        """How `moe_ffn` runs with experts w_gate_up [L, parts * I, H] and rows like these. Without
-        a gate as with one: the prediction knows no other layers."""
+        """How `moe_ffn` or its backward runs with experts w_gate_up [L, parts * I, H] and rows like
+        these. Without a gate as with one: the prediction knows no other layers."""
         columns, hidden = w_gate_up.shape[1:-1].numel(), w_gate_up.shape[-1]
         num_ranks = self.slots.layout.num_ranks
         num_experts = len(w_gate_up) * num_ranks
         max_tokens = self.max_tokens(row, header_bytes(num_experts, num_ranks))
         sizes = max_tokens, num_experts, row.num_topk, hidden, columns // parts
-        return self.layers.choose(LayerProblem(num_ranks, *sizes, w_gate_up.itemsize))
+        problem = LayerProblem(num_ranks, *sizes, w_gate_up.itemsize)
+        return self.layers.choose(problem, is_backward)
 
     def max_tokens(self, row: RowLayout | ReturnRowLayout, header: int) -> int:
         """Most tokens a rank may bring: what the Buffer was made for, else what fits a region."""

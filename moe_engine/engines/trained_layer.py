@@ -343,7 +343,7 @@ def _backward(
     this rank has read what came in the one before. Returns `Gradients`, at its end what those of
     the weights need that are computed later.
     """
-    step, x = Step.of(engine, inputs).in_backward, inputs.x
+    step, x = Step.of(engine, inputs, is_backward=True), inputs.x
     varies = not gets_own_rows(engine)
     rows = BackwardRows.of(inputs, sized, keeps_pre, into is None, max_rows, varies)
     slots, memory, act, pre_grad = step.slots, step.memory, rows.act, rows.pre_grad

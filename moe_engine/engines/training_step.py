@@ -30,19 +30,14 @@ class Step(NamedTuple):
     inputs: LayerInputs
 
     @classmethod
-    def of(cls, engine: KernelEngine, inputs: LayerInputs) -> Step:
+    def of(cls, engine: KernelEngine, inputs: LayerInputs, is_backward: bool = False) -> Step:
         """Checks that the tokens fit."""
         x, slots, expected = inputs.x, engine.slots, engine.layer_rows(inputs)
         engine.check_capacity(len(x), expected.row, expected.header)
-        config = engine.layer_config(inputs.w_gate_up, expected.row, inputs.parts)
+        config = engine.layer_config(inputs.w_gate_up, expected.row, inputs.parts, is_backward)
         tiles = up_tiles(inputs, expected.balanced, config)
         memory = ExpertRows.of(x, expected.most, slots)
         return cls(slots, config, expected, memory, tiles, inputs)
-
-    @property
-    def in_backward(self) -> Step:
-        """The same with the config of a backward."""
-        return self._replace(config=self.config.for_backward())
 
     @property
     def for_dy(self) -> Step:

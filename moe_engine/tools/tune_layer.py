@@ -25,8 +25,8 @@ REFUSED = float("inf")
 """The time of a configuration that changes the result."""
 STAGES = "num_stages", "num_return_stages"
 PROGRAMS = "num_push_programs", "num_copy_programs", "num_return_programs"
-FLAGS = "own_apart", "claims_tiles"
-FIELDS = (*STAGES, *FLAGS, *PROGRAMS, "group_m")
+OWN, CLAIMS = "num_own_stages", "claims_tiles"
+FIELDS = (*STAGES, OWN, CLAIMS, *PROGRAMS, "group_m")
 """The fields that are tried, in this order."""
 PASSES = 2
 """How often each field is tried."""
@@ -45,16 +45,20 @@ class Job:
 
 
 def neighbours(config: LayerConfig, name: str) -> Iterator[LayerConfig]:
-    """Configurations with one field changed: half and twice as many; for stages also 3/4, 3/2."""
+    """Configurations with one field changed: half and twice as many; for stages also 3/4, 3/2; of
+    own stages one fewer, one more, none and all."""
     now = getattr(config, name)
     values = [now // 2, 2 * now]
-    if name in FLAGS:
+    if name == CLAIMS:
         values = [not now]
+    elif name == OWN:
+        steps = now - 1, now + 1, 0, config.num_stages
+        values = [min(max(value, 0), MAX_STAGES.value) for value in steps]
     elif name in STAGES:
         steps = now // 2, 3 * now // 4, 3 * now // 2, 2 * now
         values = [min(value, MAX_STAGES.value) for value in steps]
     for value in dict.fromkeys(values):
-        if value != now and (value or name in FLAGS):
+        if value != now and (value or name in (OWN, CLAIMS)):
             yield replace(config, **{name: value})
 
 
