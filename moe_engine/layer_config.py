@@ -116,13 +116,12 @@ class LayerProblem:
     def num_early_stages(self, hbm_gbs: float) -> int:
         """How many stages of own rows come first on calm links with memory of this speed, so that
         products begin before rows of the other rank arrive; 0 where that gains nothing."""
-        own_rows = self.max_tokens * self.num_topk / self.num_ranks
-        per_expert = own_rows * self.num_ranks / self.num_experts
-        rereads_long_rows = self.hidden >= LONG_DEPTH or hbm_gbs < H200.hbm_gbs
-        if self.num_ranks != 2 or rereads_long_rows or per_expert < EARLY_OWN_ROWS:
+        rows = self.max_tokens * self.num_topk
+        are_few = rows < EARLY_OWN_ROWS * self.num_experts
+        if self.num_ranks != 2 or are_few or self.hidden >= LONG_DEPTH or hbm_gbs < H200.hbm_gbs:
             return 0
-        first_rows = own_rows * (1 + EARLY_STAGES) / (2 * EARLY_STAGES**2)  # as `stage_begin`
-        tiles = first_rows / TILE_ROWS * 2 * self.num_columns / TILE_COLUMNS
+        own_rows = rows / self.num_ranks * (1 + EARLY_STAGES) / (2 * EARLY_STAGES**2)
+        tiles = own_rows / TILE_ROWS * 2 * self.num_columns / TILE_COLUMNS  # of the first stage
         return 1 if tiles >= EARLY_WAVES * H200.num_sms else 2
 
     @property
