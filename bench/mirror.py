@@ -10,8 +10,8 @@ compare choices, and measure between GPUs what is claimed.
 
 Before it is timed each layer is compared with torch's. impl `torch` is two torch._grouped_mm and
 one kernel for silu(gate) * up on the rows that arrive, `moe_engine` the layer, and `moe_engine, as
-in a backward` the layer with the choices of a backward, which hold no early tiles of own rows. us
-is that of a call in a CUDA graph, in turns; `ratio` is over torch.
+in a backward` the layer with the choices of a backward, in which none or all tiles of own rows come
+first. us is that of a call in a CUDA graph, in turns; `ratio` is over torch.
 """
 
 from __future__ import annotations

@@ -75,7 +75,8 @@ def arrival_counter(last, rows, stage_count, own_first):
     """The number of the counter in `StageCounters.copied` which says that rows up to number `last`
     of an expert have arrived: own rows come in `stage_count` stages, by `tiles.stage_of_row`, and
     those of others in as many, see `copy_rows_kernel`. Rows of the first `own_first` own stages
-    arrive before all others, those of a later one before the same stage of others. rows:
+    arrive before all others, those of a later one before the same stage of others. Each program
+    arrives at the counters in this order, so what one counter says is true of all before it. rows:
     RowsOfExpert."""
     is_own = last < rows.num_own
     last_own = tl.minimum(last, rows.num_own - 1)

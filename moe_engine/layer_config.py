@@ -36,9 +36,9 @@ OWN_ROWS, BUSY_OWN_ROWS = 1024, 256
 """Own tiles go apart where experts have so many rows from their own rank, on calm and on busy
 links: then it costs little that the weights are read again."""
 EARLY_STAGES, EARLY_OWN_ROWS, EARLY_WAVES = 6, 512, 1.25
-"""Between two GPUs with calm links the first rows of the other arrive when products could have
-begun for long. So own tiles of the first of so many stages come first, where experts have so many
-own rows; of the first two stages, if the first one has fewer tiles than this for each SM."""
+"""Between two GPUs with calm links, products could begin long before the first rows of the other
+arrive. So own tiles of the first of so many stages come first, where experts have so many own rows;
+those of the second as well, if the first has fewer tiles than this for each SM."""
 LONG_DEPTH, TILE_ROWS, TILE_COLUMNS, MANY_TILES = 4096, 128, 256, 8
 """Where memory is slower than an H200's: products of this depth take so long that tiles of an
 expert which begin at different times no longer find its weights in L2, unless they are many."""
@@ -120,8 +120,8 @@ class LayerProblem:
         are_few = rows < EARLY_OWN_ROWS * self.num_experts
         if self.num_ranks != 2 or are_few or self.hidden >= LONG_DEPTH or hbm_gbs < H200.hbm_gbs:
             return 0
-        own_rows = rows / self.num_ranks * (1 + EARLY_STAGES) / (2 * EARLY_STAGES**2)
-        tiles = own_rows / TILE_ROWS * 2 * self.num_columns / TILE_COLUMNS  # of the first stage
+        first_stage = rows / self.num_ranks * (1 + EARLY_STAGES) / (2 * EARLY_STAGES**2)
+        tiles = first_stage / TILE_ROWS * 2 * self.num_columns / TILE_COLUMNS
         return 1 if tiles >= EARLY_WAVES * H200.num_sms else 2
 
     @property
