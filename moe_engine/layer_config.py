@@ -35,7 +35,7 @@ CALM_STAGES = 8
 OWN_ROWS, BUSY_OWN_ROWS = 1024, 256
 """Own tiles go apart where experts have so many rows from their own rank, on calm and on busy
 links: then it costs little that the weights are read again."""
-EARLY_STAGES, EARLY_OWN_ROWS, EARLY_WAVES = 6, 512, 1.25
+EARLY_STAGES, EARLY_OWN_ROWS, EARLY_WAVES = 5, 512, 1.5
 """Between two GPUs with calm links, products could begin long before the first rows of the other
 arrive. So own tiles of the first of so many stages come first, where experts have so many own rows;
 those of the second as well, if the first has fewer tiles than this for each SM."""

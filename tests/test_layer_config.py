@@ -113,7 +113,7 @@ def test_some_own_tiles_come_first_between_two_gpus():
     assert early_stages("qwen3-30b") == [0, 0, 0, 2]
     assert early_stages("qwen2-57b") == [0, 0, 1, 1]
     config = LayerConfig.predicted(LayerProblem(2, 8192, **QWEN3))
-    assert (config.num_stages, config.num_copy_programs) == (6, 2 * H200.num_sms)
+    assert (config.num_stages, config.num_copy_programs) == (5, 2 * H200.num_sms)
 
 
 @pytest.mark.parametrize(
