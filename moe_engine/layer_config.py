@@ -35,10 +35,15 @@ CALM_STAGES = 8
 OWN_ROWS, BUSY_OWN_ROWS = 1024, 256
 """Own tiles go apart where experts have so many rows from their own rank, on calm and on busy
 links: then it costs little that the weights are read again."""
-EARLY_STAGES, EARLY_OWN_ROWS, EARLY_WAVES = 5, 512, 1.5
+EARLY_OWN_ROWS = 512
 """Between two GPUs with calm links, products could begin long before the first rows of the other
-arrive. So own tiles of the first of so many stages come first, where experts have so many own rows;
-those of the second as well, if the first has fewer tiles than this for each SM."""
+arrive. So where experts have so many own rows, the first own tiles come before all others."""
+EARLY_CHOICES: dict[str, Any] = {
+    "num_stages": 5,
+    "num_own_stages": 2,
+    "num_copy_programs": 2 * H200.num_sms,
+}
+"""Choices of that: more programs copy, so that the first own rows arrive early."""
 LONG_DEPTH, TILE_ROWS, TILE_COLUMNS, MANY_TILES = 4096, 128, 256, 8
 """Where memory is slower than an H200's: products of this depth take so long that tiles of an
 expert which begin at different times no longer find its weights in L2, unless they are many."""
@@ -113,16 +118,12 @@ class LayerProblem:
         is_bound = hbm_gbs < H200.hbm_gbs or self.hidden >= LONG_DEPTH
         return is_bound and rows < CLAIM_ROWS and tiles >= CLAIM_TILES
 
-    def num_early_stages(self, hbm_gbs: float) -> int:
-        """How many stages of own rows come first on calm links with memory of this speed, so that
-        products begin before rows of the other rank arrive; 0 where that gains nothing."""
-        rows = self.max_tokens * self.num_topk
-        are_few = rows < EARLY_OWN_ROWS * self.num_experts
-        if self.num_ranks != 2 or are_few or self.hidden >= LONG_DEPTH or hbm_gbs < H200.hbm_gbs:
-            return 0
-        first_stage = rows / self.num_ranks * (1 + EARLY_STAGES) / (2 * EARLY_STAGES**2)
-        tiles = first_stage / TILE_ROWS * 2 * self.num_columns / TILE_COLUMNS
-        return 1 if tiles >= EARLY_WAVES * H200.num_sms else 2
+    def begins_early(self, hbm_gbs: float) -> bool:
+        """Whether products on calm links, with memory of this speed, begin with own tiles, before
+        rows of the other rank arrive."""
+        has_rows = self.max_tokens * self.num_topk >= EARLY_OWN_ROWS * self.num_experts
+        is_fast = hbm_gbs >= H200.hbm_gbs and self.hidden < LONG_DEPTH
+        return self.num_ranks == 2 and self.itemsize != 1 and has_rows and is_fast
 
     @property
     def link_us(self) -> float:
@@ -189,12 +190,6 @@ class LayerConfig:
             return self
         return replace(self, num_copy_programs=2 * H200.num_sms)
 
-    def with_early_stages(self, number: int) -> LayerConfig:
-        """These choices with so many stages of own rows first, which twice as many programs copy
-        as there are SMs, so that they arrive early."""
-        stages, copies = min(self.num_stages, EARLY_STAGES), 2 * H200.num_sms
-        return replace(self, num_own_stages=number, num_stages=stages, num_copy_programs=copies)
-
     def shared(self) -> LayerConfig:
         """The stages alone, which must be equal on all ranks; other fields have their defaults."""
         return LayerConfig(self.num_stages, self.num_return_stages)
@@ -222,9 +217,10 @@ class LayerConfig:
             num_own_stages=most if own_rows >= (BUSY_OWN_ROWS if are_busy else OWN_ROWS) else 0,
             claims_tiles=problem.claims_tiles(hbm_gbs),
         )
+        if not (are_busy or is_backward) and problem.begins_early(hbm_gbs):
+            return replace(config, **EARLY_CHOICES)
         if problem.itemsize != 1:
-            num_early = 0 if are_busy or is_backward else problem.num_early_stages(hbm_gbs)
-            return config.with_early_stages(num_early) if num_early else config
+            return config
         returns = min(config.num_return_stages, E4M3_RETURN_STAGES)
         return replace(config, num_return_stages=returns, **E4M3_CHOICES)
 
