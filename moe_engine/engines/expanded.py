@@ -32,7 +32,7 @@ from ..symm.slots import BARE_HEADER, header_bytes
 from ..utils import round_up
 from .base import Handle, PartsOfHandle
 from .internode import InternodeEngine, InternodeHandle
-from .kernel import KernelEngine, num_comm_programs
+from .kernel_verbs import KernelVerbs, num_comm_programs
 
 SCALE_ROWS = 4
 """Columns of scales for TMA begin at multiples of so many scales, 16 bytes."""
@@ -104,7 +104,7 @@ class Dispatched(NamedTuple):
 
 
 def dispatch(
-    engine: KernelEngine,
+    engine: KernelVerbs,
     tokens: Tokens,
     num_experts: int,
     stats: torch.Tensor | None,
@@ -123,7 +123,7 @@ def dispatch(
 
 
 def _dispatch(
-    engine: KernelEngine,
+    engine: KernelVerbs,
     tokens: Tokens,
     num_experts: int,
     stats: torch.Tensor | None,
@@ -139,7 +139,7 @@ def _dispatch(
 
 
 def _dispatch_by_token(
-    engine: KernelEngine,
+    engine: KernelVerbs,
     tokens: Tokens,
     layout: RoutingLayout,
     stats: torch.Tensor | None,
@@ -160,7 +160,7 @@ def _dispatch_by_token(
 
 
 def _dispatch_by_expert(
-    engine: KernelEngine,
+    engine: KernelVerbs,
     tokens: Tokens,
     layout: RoutingLayout,
     stats: torch.Tensor | None,
@@ -196,7 +196,7 @@ def _dispatch_by_expert(
 
 
 def _exchange(
-    engine: KernelEngine,
+    engine: KernelVerbs,
     tokens: Tokens,
     layout: DispatchLayout,
     totals: TotalsWanted,
@@ -219,7 +219,7 @@ def _exchange(
 
 
 def _send_by_expert(
-    engine: KernelEngine,
+    engine: KernelVerbs,
     tokens: Tokens,
     layout: RoutingLayout,
     counts: Counts,
@@ -246,7 +246,7 @@ def _send_by_expert(
         zero_rows(rows, counts.psum_per_expert, tokens, numbers.alignment, scale_rows, slots)
 
 
-def by_expert(engine: KernelEngine, num_sms: int) -> Partition:
+def by_expert(engine: KernelVerbs, num_sms: int) -> Partition:
     """How the programs of a dispatch by expert are shared."""
     num_programs = num_comm_programs(num_sms)
     if isinstance(engine, InternodeEngine):
@@ -255,7 +255,7 @@ def by_expert(engine: KernelEngine, num_sms: int) -> Partition:
 
 
 def layout_and_copy(
-    engine: KernelEngine, topk_idx: torch.Tensor, num_experts: int, copies_ids: bool
+    engine: KernelVerbs, topk_idx: torch.Tensor, num_experts: int, copies_ids: bool
 ) -> tuple[RoutingLayout, torch.Tensor | None]:
     """Where tokens with these ids [T, K] go; and the ids, which the caller may change, in memory of
     their own, or None."""
@@ -265,7 +265,7 @@ def layout_and_copy(
 
 
 def _layout_and_copy(
-    engine: KernelEngine, topk_idx: torch.Tensor, num_experts: int, copies_ids: bool
+    engine: KernelVerbs, topk_idx: torch.Tensor, num_experts: int, copies_ids: bool
 ) -> tuple[RoutingLayout, torch.Tensor | None]:
     copy = torch.empty_like(topk_idx) if copies_ids else None
     return routing.layout(topk_idx, num_experts, engine.slots, copy), copy
@@ -298,7 +298,7 @@ def sizes_of(
 
 
 def dispatch_again(
-    engine: KernelEngine,
+    engine: KernelVerbs,
     tokens: Tokens,
     sent: Handle | InternodeHandle,
     places: Places,
@@ -322,7 +322,7 @@ def dispatch_again(
 
 
 def _dispatch_again(
-    engine: KernelEngine,
+    engine: KernelVerbs,
     tokens: Tokens,
     plan: PartsOfHandle,
     num_experts: int,
@@ -352,7 +352,7 @@ def _dispatch_again(
 
 
 def combine(
-    engine: KernelEngine,
+    engine: KernelVerbs,
     rows: ExpertRows,
     places: Places | None,
     sent: Handle | InternodeHandle,

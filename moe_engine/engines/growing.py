@@ -9,8 +9,8 @@ import torch
 
 from ..device.context import ContextField
 from ..dispatch import DispatchLayout, Tokens
-from ..errors import CapacityError
-from ..symm.slots import RowLayout, SlotLayout, Slots, header_bytes
+from ..errors import CapacityError, TooManyTokens
+from ..symm.slots import ReturnRowLayout, RowLayout, SlotLayout, Slots, header_bytes
 from .memory import MemoryEngine
 
 
@@ -79,3 +79,21 @@ class GrowingEngine(MemoryEngine):
         if self._max_tokens is not None and not tokens.returned_bytes:
             return row
         return replace(row, payload_bytes=max(row.payload_bytes, returned_bytes))
+
+    def max_tokens(self, row: RowLayout | ReturnRowLayout, header: int) -> int:
+        """Most tokens a rank may bring: what the Buffer was made for, else what fits a region."""
+        fits = self.slots.layout.max_rows(row.num_bytes, header)
+        return fits if self._max_tokens is None else min(fits, self._max_tokens)
+
+    def check_capacity(
+        self, num_tokens: int, row: RowLayout | ReturnRowLayout, header: int
+    ) -> None:
+        limit = self.max_tokens(row, header)
+        if num_tokens > limit:
+            raise TooManyTokens(
+                f"rank {self.slots.context.rank}: {num_tokens} tokens of {row.payload_bytes} bytes "
+                f"and top-{row.num_topk} in one call; this Buffer's memory "
+                f"({self.slots.layout.num_bytes} bytes) takes {limit}. Other ranks may be in the "
+                "call, so make a new Buffer, with Buffer.for_tokens(...) for the largest batch, or "
+                "with the bytes of Buffer.size_hint(...)."
+            )
