@@ -12,7 +12,7 @@ from .agreement import MAX_BYTES, Group
 from .elastic_checks import check_flags, check_most_tokens
 from .elastic_verbs import ElasticVerbs
 from .engines.base import NUM_SMS
-from .engines.kernel import KernelEngine
+from .engines.kernel_verbs import KernelVerbs
 from .errors import BackendError, MoeEngineError
 from .options import MAX_NUM_SMS, Options, elastic_size_hint
 from .streams import EventHandle
@@ -113,9 +113,9 @@ class ElasticBuffer(ElasticVerbs):
         self.nccl_comm_handle = None
 
     @property
-    def runtime(self) -> KernelEngine | None:
+    def runtime(self) -> KernelVerbs | None:
         """What makes the calls; None after `destroy`."""
-        assert self._engine is None or isinstance(self._engine, KernelEngine)
+        assert self._engine is None or isinstance(self._engine, KernelVerbs)
         return self._engine
 
     # --- Configuration -----------------------------------------------------------------------

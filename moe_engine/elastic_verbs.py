@@ -31,7 +31,7 @@ from .elastic_handle import EPHandle
 from .engines import expanded
 from .engines.base import NUM_SMS
 from .engines.expanded import RowsWanted
-from .engines.kernel import KernelEngine
+from .engines.kernel_verbs import KernelVerbs
 from .kinds import Described
 from .lifecycle import BufferLifecycle, verb
 from .streams import Call, EventHandle, EventOverlap
@@ -167,7 +167,7 @@ class ElasticVerbs(BufferLifecycle):
 
     def _dispatch_again(
         self,
-        engine: KernelEngine,
+        engine: KernelVerbs,
         x: Payload,
         routing: Routing,
         handle: EPHandle,
@@ -324,10 +324,10 @@ class ElasticVerbs(BufferLifecycle):
 
     # --- Arguments ---------------------------------------------------------------------------
 
-    def _kernels(self) -> KernelEngine:
+    def _kernels(self) -> KernelVerbs:
         """The engine, if it can go on."""
         engine = self._ready()
-        assert isinstance(engine, KernelEngine)
+        assert isinstance(engine, KernelVerbs)
         return engine
 
     def _call(self, events: Events, options: DispatchOptions | CombineOptions) -> Call:

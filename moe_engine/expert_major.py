@@ -36,8 +36,8 @@ class Places(NamedTuple):
 
     offsets int32 [L + 1]: where the rows of each local expert begin, padding included; slots int32
     [M]: the top-k slot n * K + k of each expert row, -1 for padding; dst_rows int32 [N, K]: the
-    expert row of each top-k slot, -1 for none; overflow int32 [1]: rows for which there was no
-    room; row_weights float32 [M]: of each expert row, 0 for padding, or None.
+    expert row of each top-k slot, -1 for none; overflow int32 [1]: rows, with their padding, for
+    which there was no room; row_weights float32 [M]: of each expert row, 0 for padding, or None.
     """
 
     offsets: torch.Tensor

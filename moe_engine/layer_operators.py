@@ -223,4 +223,4 @@ def _layer_gradients(ctx: Any, dy: Tensor, *_: Any) -> tuple[Any, ...]:
     return dx if of_x else None, None, dw if of_topk else None, *of_weights, *(None,) * 4
 
 
-gradient("moe_ffn_forward", _save, _layer_gradients)
+gradient("moe_ffn_forward", _save, _layer_gradients, "a layer has")

@@ -18,7 +18,7 @@ from .engines.allocation import Allocator
 from .engines.base import Engine
 from .engines.collective import CollectiveEngine
 from .engines.hooked_calls import HookedCalls
-from .engines.kernel import KernelEngine
+from .engines.kernel_verbs import KernelVerbs
 from .errors import (
     BackendError,
     CapacityError,
@@ -136,8 +136,14 @@ class BufferLifecycle:
             engine.free()
         self._engine, self._low_latency = None, None
         self._engines, self._with_bad_ids = [], []
+        self._unreleased = None
         self._streams.uses("slots")
         self._streams.uses("ring")
+
+    @property
+    def is_destroyed(self) -> bool:
+        """Whether `destroy` has given the memory back."""
+        return self._engine is None
 
     @property
     def has_fused_layers(self) -> bool:
@@ -200,7 +206,7 @@ class BufferLifecycle:
         It is the normal calls' memory, use_rdma_buffer or not. CapacityError for more than that.
         """
         engine = self._ready(sends=False)
-        if not isinstance(engine, KernelEngine):
+        if not isinstance(engine, KernelVerbs):
             raise BackendError(f"a Buffer with backend {self.backend!r} has no memory of its own.")
         ring = engine.slots.block.local[engine.slots.layout.slots :]
         return memory_view(ring, dtype, size, offset)

@@ -45,8 +45,8 @@ class LowLatencyVerbs(BufferLifecycle):
     captured holds both halves of its calls, and a replay counts as calls that were made after those
     whose hooks are missing.
 
-    On several nodes a token crosses the network once for each node, and layers of few tokens run as
-    others do. Ranks then also forward for one another in the second halves: all ranks call their
+    On several nodes a token crosses the network once for each node, and layers of few tokens run by
+    these calls. Ranks then also forward for one another in the second halves: all ranks call their
     hooks in the same order among their calls, and replay no graph while a hook is missing.
 
     If a rank is masked after its counts have arrived and before its rows have, its rows are counted

@@ -65,14 +65,19 @@ def operator(schema: str, fake: Callable[..., Any]) -> Callable[[Callable[..., A
     return define
 
 
-def gradient(name: str, save: Callable[..., None], backward: Callable[..., Any]) -> None:
-    """The backward of `moe_engine::name`, from what `save(ctx, inputs, output)` has kept."""
+def gradient(
+    name: str,
+    save: Callable[..., None],
+    backward: Callable[..., Any],
+    of: str = "dispatch and combine have",
+) -> None:
+    """The backward of `moe_engine::name`, from what `save(ctx, inputs, output)` has kept. of: what
+    has no second-order gradients, for the error."""
 
     def first_order(ctx: Any, *grads: Any) -> Any:
         if torch.is_grad_enabled():
             raise BackendError(
-                "dispatch and combine have no second-order gradients; call backward without "
-                "create_graph."
+                f"{of} no second-order gradients; call backward without create_graph."
             )
         return backward(ctx, *grads)
 

@@ -23,7 +23,8 @@ class DispatchedRows(NamedTuple):
     rows [M, H]: the rows of this rank's experts, those of an expert by source rank, token and k,
     then its padding, 0; row_weights float32 [M]: their top-k weights; offsets int32 [L + 1]: where
     the rows of each expert begin, padding included; counts int32 [E]: rows of each expert of the
-    group, from all ranks, without padding; overflow int32 [1]: rows for which max_rows had no room.
+    group, from all ranks, without padding; overflow int32 [1]: rows, with their
+    padding, for which max_rows had no room.
     """
 
     rows: Tensor
@@ -74,8 +75,9 @@ def dispatch(
     max_rows None: M is what came, and the host waits for the exchange of counts. Else M is
     max_rows, a multiple of alignment, on all ranks or on none, and the host waits for nothing: so
     under capture. Rows for which there is no room are left out, as if their tokens were not routed
-    to these experts; `overflow` counts them, and `buffer.check()` raises CapacityError. Where even
-    the tokens that come, each counted once, are more than max_rows, that error ends the Buffer.
+    to these experts; `overflow` counts them with their padding, and `buffer.check()` raises
+    CapacityError. Where even the tokens that come, each counted once, are more than max_rows, that
+    error ends the Buffer.
 
     Example, 2 ranks of 2 experts, alignment 2, topk_idx [[0, 3], [2, 3], [3, 0], [1, 1]] on rank 0
     and nothing on rank 1: rank 0 has rows of tokens 0 2 | 3 3, offsets [0, 2, 4], rank 1 rows of

@@ -20,7 +20,7 @@ from .checks import (
     check_max_dispatch_tokens,
     shown,
 )
-from .deadline import timeout_seconds
+from .deadline import MOST_S, timeout_seconds
 from .device.ring import MAX_SLOTS
 from .errors import CapacityError, DtypeError, ShapeError
 from .layer_config import LayerConfig
@@ -42,8 +42,6 @@ HINT_EXPERTS = 1024
 """`Config.get_nvl_buffer_size_hint` makes room for so many tokens per rank, top-k and experts."""
 ELASTIC_TOPK, ELASTIC_ALIGNMENT = 32, 2 << 20
 """ElasticBuffer takes num_topk = 0 for the first, its size hint is a multiple of the second."""
-MAX_SECONDS = 1e9
-"""The longest deadline; kernels count nanoseconds in 64 bits."""
 MAX_NUM_SMS = 4096
 """More than any GPU has."""
 
@@ -132,9 +130,9 @@ def check_seconds(name: str, seconds: float) -> float:
     """A deadline must be positive, and no longer than a kernel can count. Returns it."""
     if not isinstance(seconds, Real) or isinstance(seconds, bool):
         raise DtypeError(f"{name} is a {type(seconds).__name__}; it must be a number of seconds.")
-    if not 0 < seconds <= MAX_SECONDS:  # nan fails this too
+    if not 0 < seconds <= MOST_S:  # nan fails this too
         raise ShapeError(
-            f"{name} is {shown(seconds)}; it must be positive, and at most {MAX_SECONDS:g} "
+            f"{name} is {shown(seconds)}; it must be positive, and at most {MOST_S:g} "
             "seconds. None stands for MOE_ENGINE_TIMEOUT_S."
         )
     return float(seconds)

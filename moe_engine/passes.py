@@ -110,11 +110,12 @@ def forward_in_passes(
     overflow = first.saved.overflow
     if not isinstance(overflow, Tensor) and not overflow:
         return [first], all_tokens
+    all_tokens.event.current_stream_wait()  # in a graph the slices read its overflow
     slices = passes_of_slices(buffer, tensors.topk_idx, overflow)
     made = [_forward_pass(buffer, tensors, options, forward, one) for one in slices]
-    every = [(first, all_tokens), *made]
-    for _, done in every:
+    for _, done in made:
         done.event.current_stream_wait()
+    every = [(first, all_tokens), *made]
     error = next((done.error for _, done in every if done.error is not None), None)
     counts = [done.counts for _, done in every if done.counts is not None]
     total = torch.stack(counts).sum(0, dtype=torch.int32) if counts else None

@@ -192,7 +192,7 @@ class PreparedCalls(Kinds):
                 self._is_changing = False
 
     def clear(self) -> None:
-        """Prepare all calls anew, as the memory has moved."""
+        """Prepare all calls anew: the memory has moved, or they are to run in another way."""
         with self._lock:
             for kind in self._kinds.values():
                 kind.prepared.clear()

@@ -154,7 +154,10 @@ class _MoeFfn(torch.autograd.Function):
     ) -> tuple[torch.Tensor, EventOverlap, torch.Tensor | None, RoutingError | None]:
         passes, done = forward_in_passes(buffer, tensors, options, _forward)
         ctx.save_for_backward(*flat, *itertools.chain(*(one.tensors for one in passes)))
-        ctx.buffer, ctx.wgrad, ctx.weights = buffer, options.wgrad, tensors.weights
+        ctx.buffer, ctx.wgrad, of = buffer, options.wgrad, tensors.weights.gate_up
+        # Without wgrad no weights: what saves tensors elsewhere, or drops them, must have the last.
+        ctx.weights = None if options.wgrad is None else tensors.weights
+        ctx.gate_up = len(of.tensors), of.layout, of.name
         ctx.activation = tensors.activation
         ctx.passes = [(len(one.tensors), one.having([None])) for one in passes]
         if done.counts is not None:
@@ -192,9 +195,8 @@ def _saved_tensors(ctx: Any) -> tuple[LayerTensors, list[Pass]]:
             "the backward, and pass clones of what changes before."
         ) from error
     # Not those of ctx.weights: torch.utils.checkpoint saves others, and computes them again.
-    num_gate_up = len(ctx.weights.gate_up.tensors)
-    of = ctx.weights.gate_up
-    gate_up = GateUp(tuple(tensors[:num_gate_up]), of.layout, of.name).in_one_memory()
+    num_gate_up, *form = ctx.gate_up
+    gate_up = GateUp(tuple(tensors[:num_gate_up]), *form).in_one_memory()
     down, b_gate_up, b_down = tensors[num_gate_up:][:3]
     weights = LayerWeights(gate_up, down)
     is_kept = torch._C._autograd._get_current_graph_task_keep_graph()  # retain_graph=True

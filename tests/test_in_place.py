@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from weakref import ref
+
 import cases
 import pytest
 import torch
@@ -78,7 +80,8 @@ def test_rows_in_place(pool, backend, num_worst_tokens):
 
 
 def call_between(group, backend, x, topk_idx, topk_weights):
-    """What may be called while rows are in place, and when bad ids are reported."""
+    """What may be called while rows are in place, when bad ids are reported, and that a destroyed
+    Buffer holds no rows."""
     x, topk_idx, topk_weights = (t.to(cases.device()) for t in (x, topk_idx, topk_weights))
     buffer = make_buffer(group, x, 12, topk_idx.shape[1], 64, backend)
     per_rank, _, per_expert, in_rank, _ = buffer.get_dispatch_layout(topk_idx, 12)
@@ -92,8 +95,14 @@ def call_between(group, backend, x, topk_idx, topk_weights):
         assert buffer.get_local_buffer_tensor(torch.uint8).numel() > 0
     buffer.release()
     buffer.dispatch(*args)
+    of_its_own = x.clone()
+    buffer.dispatch(of_its_own, *args[1:], in_place=True)
+    held = ref(of_its_own)
+    del of_its_own
     torch.distributed.barrier(group)
+    assert not buffer.is_destroyed
     buffer.destroy()
+    assert buffer.is_destroyed and held() is None
 
 
 @pytest.mark.parametrize("backend", ["auto", "collective"])

@@ -5,6 +5,8 @@ from __future__ import annotations
 import math
 from contextlib import nullcontext
 from functools import partial
+from types import SimpleNamespace
+from typing import NamedTuple
 from unittest import mock
 
 import cases
@@ -25,6 +27,7 @@ from moe_engine import (
 )
 from moe_engine import passes as layer_passes
 from moe_engine.emulation import PerRank
+from moe_engine.engines.base import Saved
 from moe_engine.engines.kernel import KernelEngine
 from moe_engine.weight_gradients import DelayedWgrad
 
@@ -114,6 +117,41 @@ def test_the_same_result(pool, name, in_graph):
     num_calls = 1 + options.num_passes(num_ranks) * (in_graph or not has_room)
     assert {calls for calls, _ in found} == {num_calls * (2 if in_graph else 3)}
     check_gradients([have for _, have in found], parts)
+
+
+class Routed(NamedTuple):
+    """As much of `LayerTensors` as passes read."""
+
+    x: torch.Tensor
+    topk_idx: torch.Tensor
+    topk_weights: torch.Tensor
+
+
+class LateEvent:
+    """The end of a call whose result `fill` writes when the event is waited for, and no sooner."""
+
+    def __init__(self, fill):
+        self.current_stream_wait = fill
+
+
+def test_slices_of_a_graph_begin_when_all_tokens_have_ended():
+    """Slices read how many rows had no room."""
+    overflow, ids_of_calls = torch.zeros(1, dtype=torch.int32), []
+
+    def forward(buffer, tensors, options):
+        _, ids, _ = tensors
+        ids_of_calls.append(ids.flatten().tolist())
+        is_first = len(ids_of_calls) == 1
+        saved = Saved("none", (None, None), overflow=overflow if is_first else 0)
+        fill = partial(overflow.fill_, 1) if is_first else mock.Mock()
+        return torch.ones_like(ids), saved, None, LateEvent(fill)
+
+    buffer = SimpleNamespace(options=SimpleNamespace(num_passes=lambda _: 2), group_size=2)
+    ids = torch.arange(8)[:, None]
+    tensors = Routed(torch.ones(8, 2), ids, torch.ones(8, 1))
+    _, done = layer_passes.forward_in_passes(buffer, tensors, None, forward)
+    assert ids_of_calls == [[*range(8)], [*range(4)], [*range(4, 8)]]
+    assert done.out.shape == ids.shape
 
 
 class Operators(TorchDispatchMode):

@@ -9,6 +9,7 @@ from __future__ import annotations
 import inspect
 import sys
 from types import SimpleNamespace
+from unittest import mock
 
 import pytest
 import torch
@@ -128,6 +129,22 @@ def test_selective_activation_checkpointing_saves_the_results():
     from moe_engine.integrations.torchtitan_overrides import SelectiveAC, selective_ac
 
     assert {*SAVED_OPS} <= selective_ac(SelectiveAC.Config()).build().get_save_ops()
+
+
+def test_layers_share_a_buffer_of_their_group(monkeypatch):
+    """Not one of an earlier group with the same name, nor one that was destroyed."""
+
+    def new_buffer(group, *sizes):
+        return SimpleNamespace(group=group, is_destroyed=False)
+
+    monkeypatch.setattr(torchtitan, "_buffers", {})
+    monkeypatch.setattr(torchtitan.Buffer, "for_tokens", new_buffer)
+    groups = [mock.Mock(group_name="0") for _ in range(2)]
+    first, again, other = (torchtitan._shared_buffer(groups[i], 8, 16) for i in (0, 0, 1))
+    assert first is again and first.group is groups[0] and other.group is groups[1]
+    first.is_destroyed = True
+    new = torchtitan._shared_buffer(groups[0], 8, 16)
+    assert new is not first and new is torchtitan._shared_buffer(groups[0], 8, 16)
 
 
 # --- What is refused -----------------------------------------------------------------------------

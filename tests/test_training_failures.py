@@ -7,10 +7,18 @@ import re
 import cases
 import pytest
 import torch
+from torch.utils._python_dispatch import TorchDispatchMode
 from training_cases import POLICIES, end, gradients, make_case, new_buffer, on_device
 
 from moe_engine import BackendError, MoeEngineError, OutOfStep, PeerTimeout, ShapeError, moe_ffn
 from moe_engine.emulation import PerRank
+
+
+class AnyMode(TorchDispatchMode):
+    """Changes nothing, but layers within it are called as operators."""
+
+    def __torch_dispatch__(self, function, types, args=(), kwargs=None):
+        return function(*args, **(kwargs or {}))
 
 
 def leaves_of(parts):
@@ -30,6 +38,12 @@ def run_refused(group, *parts):
         args = leaves_of(parts)
         torch.autograd.grad(moe_ffn(*args, buffer).sum(), args[0], create_graph=True)
 
+    def operator():
+        args = leaves_of(parts)
+        with AnyMode():
+            out = moe_ffn(*args, buffer)
+        torch.autograd.grad(out.sum(), args[0], create_graph=True)
+
     def changed(number):
         args = leaves_of(parts)
         out = moe_ffn(*args, buffer)
@@ -39,6 +53,7 @@ def run_refused(group, *parts):
 
     calls = {
         "second order": second_order,
+        "second order, as an operator": operator,
         "weights changed": lambda: changed(3),
         "ids changed": lambda: changed(1),
         "policy": lambda: moe_ffn(*leaves_of(parts), buffer, save="some"),
@@ -59,7 +74,9 @@ def test_what_is_refused(pool):
     parts = [PerRank(part) for part in make_case(2, [4], num_topk=1)]
     for errors, goes_on in pool.run(run_refused, *parts, num_ranks=2):
         assert goes_on
-        assert errors["second order"][0] == "BackendError"
+        for name in ("second order", "second order, as an operator"):
+            assert errors[name][0] == "BackendError"
+            assert "a layer has no second-order gradients" in errors[name][1]
         for name in ("weights changed", "ids changed"):
             assert errors[name][0] == "BackendError"
             assert "changed in place" in errors[name][1]

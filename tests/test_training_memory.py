@@ -4,13 +4,16 @@ from __future__ import annotations
 
 import gc
 from functools import partial
+from weakref import ref
 
 import cases
 import pytest
 import torch
-from training_cases import POLICIES, end, make_case, new_buffer
+from torch.utils.checkpoint import checkpoint
+from training_cases import POLICIES, end, make_case, new_buffer, on_device
 
 from moe_engine import MoeEngineError, moe_ffn
+from moe_engine.emulation import PerRank
 from moe_engine.training import training_memory
 
 
@@ -59,6 +62,42 @@ def test_peaks_are_those_of_the_formula(pool, save, retain_graph):
     [(have, formula)] = pool.run(run_counted, save, retain_graph, *parts, num_ranks=1)
     for one, wanted in zip(have, formula, strict=True):
         assert wanted <= one <= wanted + 12 * 1024, (have, formula)
+
+
+def weights_that_are_kept(group, backend, *parts):
+    """How many weights live between a forward that is to be computed again, which made them, and
+    its backward; and whether gradients have the bits of those without that."""
+    parts = on_device(parts)
+    x, idx, weights, up, down, dy = parts
+    sizes = group.size() * len(up), idx.shape[1], 6
+    buffer = new_buffer(group, x, *sizes, backend)
+    leaves = [one.double().requires_grad_() for one in (up, down)]
+    made, grads = [], []
+
+    def layer(x):
+        cast = [one.to(x.dtype) for one in leaves]
+        made.extend(map(ref, cast))
+        return moe_ffn(x, idx, weights, *cast, buffer)
+
+    for run in (layer, partial(checkpoint, layer, use_reentrant=False)):
+        made.clear()
+        y = run(x)
+        gc.collect()
+        alive = sum(one() is not None for one in made)
+        y.backward(dy)
+        grads.append([one.grad for one in leaves])
+        for one in leaves:
+            one.grad = None
+    end(buffer)
+    return alive, all(map(torch.equal, *grads))
+
+
+@pytest.mark.parametrize("backend", ["auto", "collective"])
+def test_checkpointing_drops_weights_that_the_forward_made(pool, backend):
+    """As a cast does, or a concatenation of gate and up."""
+    parts = make_case(2, [6, 4])
+    found = pool.run(weights_that_are_kept, backend, *map(PerRank, parts), num_ranks=2)
+    assert found == [(0, True)] * 2
 
 
 @pytest.mark.parametrize("num_rows", ["3", -12, 2.5])

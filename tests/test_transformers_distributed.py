@@ -3,6 +3,7 @@ gradients of its own exchange."""
 
 from __future__ import annotations
 
+import gc
 import json
 from pathlib import Path
 from typing import Any
@@ -21,6 +22,7 @@ from transformers_cases import NUM_EXPERTS, difference
 from moe_engine import CapacityError, ShapeError
 from moe_engine.emulation import RankError, RankPool
 from moe_engine.integrations.transformers import register
+from moe_engine.integrations.transformers_distributed import ExpertParallelism
 from moe_engine.tools.models import Kind, build_config, build_model
 
 SIZES = {
@@ -54,6 +56,13 @@ def read(
     return logits.detach().cpu(), grads
 
 
+def drop(group: dist.ProcessGroup, folder: str) -> bool:
+    """Whether the Buffer of a model lives longer than the model."""
+    read(group, folder, SIZES["shared batches"], "moe_engine")
+    gc.collect()
+    return ExpertParallelism._last is not None and ExpertParallelism._last() is not None
+
+
 def whole(tensor: Any) -> torch.Tensor:
     return (tensor.full_tensor() if hasattr(tensor, "full_tensor") else tensor).cpu()
 
@@ -82,6 +91,10 @@ def test_more_tokens_than_the_buffer_was_made_for(pool: RankPool, checkpoint: Pa
         sizes = SIZES["batches of their own"]
         pool.run(read, str(checkpoint), sizes, "moe_engine", 4, num_ranks=4)
     assert CapacityError.__name__ in str(info.value)
+
+
+def test_a_model_takes_its_buffer_along(pool: RankPool, checkpoint: Path) -> None:
+    assert pool.run(drop, str(checkpoint), num_ranks=4) == [False] * 4
 
 
 def test_experts_that_are_refused(pool: RankPool, checkpoint: Path, tmp_path: Path) -> None:

@@ -202,6 +202,28 @@ def test_a_folder_that_cannot_be_written(monkeypatch, tmp_path):
         layer_config.keep_layer(PROBLEM, OTHER)
 
 
+def tune_noted(group, job):
+    """(The configurations that a job timed, those by which layers ran)."""
+    choose, ran = layer_config.LayerChoices.choose, []
+
+    def noted(*args, **more):
+        ran.append(choose(*args, **more))
+        return ran[-1]
+
+    with (
+        mock.patch.object(layer_config.LayerChoices, "choose", noted),
+        mock.patch.multiple(tune_layer, FIELDS=("num_stages",), PASSES=1),
+    ):
+        return set(tune_layer.run_rank(group, job)), set(ran)
+
+
+def test_layers_run_by_what_is_timed(pool):
+    """No call is the one that was prepared for the configuration before."""
+    for timed, ran in pool.run(tune_noted, Job(PROBLEM, 1, cases.device().type), num_ranks=RANKS):
+        assert len(timed) > 1
+        assert timed == ran
+
+
 # --- Who takes it --------------------------------------------------------------------------------
 
 

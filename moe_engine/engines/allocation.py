@@ -45,7 +45,7 @@ class Allocator:
         """The nodes of the ranks. Collective at first."""
         return find_nodes(self.group.process_group, self.settings.timeout_s)
 
-    def new_engines(self) -> tuple[KernelEngine, HookedCalls | None]:
+    def new_engines(self) -> tuple[KernelEngine | InternodeEngine, HookedCalls | None]:
         """The engines with kernels, on memory of all ranks. Collective."""
         settings, options = self.settings, self.settings.options
         low_latency: HookedCalls | None = None
@@ -63,12 +63,14 @@ class Allocator:
                 low_latency = LowLatency(self.new_ring(ring_layout), settings.enable_shrink)
             else:
                 low_latency = self.new_lanes(LaneLayout.of_ring(ring_layout, num_nodes), num_slots)
-        layers = LayerChoices(options.layer, settings.measured, settings.hbm_gbs)
-        kind = KernelEngine if num_nodes == 1 else InternodeEngine
-        engine = kind(layout, self.new_slots, options.max_tokens, layers)
-        if num_nodes > 1:  # in a meeting, as a rank may have to compile that another one has cached
-            group, seconds = self.group.process_group, settings.timeout_s + COMPILE_S
-            exchange(group, engine.context.notices.load, "compiling", seconds)
+        memory = layout, self.new_slots, options.max_tokens
+        if num_nodes == 1:
+            layers = LayerChoices(options.layer, settings.measured, settings.hbm_gbs)
+            return KernelEngine(*memory, layers), low_latency
+        engine = InternodeEngine(*memory)
+        # In a meeting, as a rank may have to compile what another one has cached.
+        group, seconds = self.group.process_group, settings.timeout_s + COMPILE_S
+        exchange(group, engine.context.notices.load, "compiling", seconds)
         return engine, low_latency
 
     @torch.inference_mode(False)

@@ -190,6 +190,26 @@ class HookedCalls(ContextEngine):
                 "yet. Call the hook before, or make the Buffer with more Options.num_slots."
             )
 
+    def _check_local_experts(self, num_experts: int) -> None:
+        """CapacityError for more experts on a rank than these calls take."""
+        num_local = num_experts // self.num_ranks
+        if num_local > MAX_LOCAL_EXPERTS:
+            raise CapacityError(
+                f"{num_experts} experts on {self.num_ranks} ranks are {num_local} on each; "
+                f"low-latency calls take at most {MAX_LOCAL_EXPERTS}. Use more ranks, or dispatch."
+            )
+
+    def _too_large(
+        self, max_tokens: int, num_bytes: int, num_topk: int, num_experts: int
+    ) -> CapacityError:
+        """The error of calls for which there is too little memory; num_bytes: of a token."""
+        return CapacityError(
+            f"low-latency calls of up to {max_tokens} tokens per rank, {num_bytes} bytes and "
+            f"top-{num_topk} of {num_experts} experts do not fit this Buffer's low-latency memory "
+            f"of {self.num_bytes} bytes. Make it with the num_rdma_bytes of "
+            "Buffer.get_low_latency_rdma_size_hint(...)."
+        )
+
     def _hook(self, body: Callable[..., None], *args: Any, described: Described | None) -> Receive:
         """A function that launches the second half of the last call, once."""
         call = self._calls[-1]

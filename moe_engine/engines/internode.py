@@ -42,7 +42,7 @@ from .base import (
 )
 from .expert_products import rows_to_send
 from .expert_sums import sums_of_experts
-from .kernel import KernelEngine
+from .kernel_verbs import KernelVerbs
 from .layer_by_verbs import LayerByVerbs
 
 
@@ -74,11 +74,10 @@ class InternodeHandle(NamedTuple):
         return *parts, self.node_rows, self.rank_head
 
 
-class InternodeEngine(KernelEngine, LayerByVerbs):
+class InternodeEngine(KernelVerbs, LayerByVerbs):
     """Calls of ranks on several nodes. Layers are made of dispatch, grouped GEMMs and combine."""
 
     handle_type: ClassVar[Any] = InternodeHandle
-    moe_ffn = LayerByVerbs.moe_ffn
 
     @functools.cached_property
     def side_stream(self) -> SideStream:

@@ -28,7 +28,7 @@ from ..dispatch.internode_low_latency import (
 )
 from ..dispatch.internode_low_latency_kernels import Packed
 from ..dispatch.low_latency import LowLatencyTokens
-from ..errors import CapacityError, ShapeError
+from ..errors import ShapeError
 from ..kinds import Described
 from ..low_latency_handle import LowLatencySizes
 from ..streams import current_stream, record
@@ -187,12 +187,7 @@ class InternodeLowLatency(HookedCalls):
         return self.layout.fits(max_tokens, num_topk, most, RowLayout(row_bytes, num_topk))
 
     def _check_capacity(self, tokens: LowLatencyTokens) -> None:
-        num_local, most = tokens.num_experts // self.num_ranks, MAX_LOCAL_EXPERTS
-        if num_local > most:
-            raise CapacityError(
-                f"{tokens.num_experts} experts on {self.num_ranks} ranks are {num_local} on each; "
-                f"low-latency calls take at most {most}. Use more ranks, or dispatch."
-            )
+        self._check_local_experts(tokens.num_experts)
         hidden, num_topk = tokens.x.shape[1], tokens.num_topk
         for row in (
             RowLayout(tokens.row.payload_bytes, num_topk, tokens.num_scales),
@@ -202,12 +197,7 @@ class InternodeLowLatency(HookedCalls):
 
     def _check_fits(self, max_tokens: int, num_topk: int, num_experts: int, row: RowLayout) -> None:
         if not self.layout.fits(max_tokens, num_topk, num_experts, row):
-            raise CapacityError(
-                f"low-latency calls of up to {max_tokens} tokens per rank, {row.payload_bytes} "
-                f"bytes and top-{num_topk} of {num_experts} experts do not fit this Buffer's "
-                f"low-latency memory of {self.num_bytes} bytes. Make it with the num_rdma_bytes of "
-                "Buffer.get_low_latency_rdma_size_hint(...)."
-            )
+            raise self._too_large(max_tokens, row.payload_bytes, num_topk, num_experts)
 
 
 # --- The bodies of calls -----------------------------------------------------------------------

@@ -37,6 +37,11 @@ class KernelEngine(KernelVerbs):
         super().__init__(layout, new_slots, max_tokens)
         self.layers = layers
 
+    def run_layers_by(self, layers: LayerChoices) -> None:
+        """Take these choices from now on, on all ranks alike."""
+        self.layers = layers
+        self.slots.calls.clear()  # they were prepared by the choices before
+
     def moe_ffn(
         self,
         inputs: LayerInputs,

@@ -24,7 +24,7 @@ from ..grouped_gemm.operands import Rows
 from ..grouped_gemm.schedule import TileSchedule
 from ..kinds import Described
 from ..low_latency_handle import LowLatencyHandle, LowLatencySizes
-from ..symm.ring import MAX_LOCAL_EXPERTS, MAX_ROWS, LowLatencyRow, Ring, header_bytes
+from ..symm.ring import MAX_ROWS, LowLatencyRow, Ring, header_bytes
 from .base import LayerInputs, check_layer_weights
 from .expert_products import ExpertMemory, expert_tiles, multiply_down, multiply_up
 from .hooked_calls import HookedCalls, Receive
@@ -228,12 +228,7 @@ class LowLatency(HookedCalls):
         return self.fits(max_tokens, num_topk, LowLatencyRow(row_bytes, num_topk).num_bytes)
 
     def _check_capacity(self, tokens: LowLatencyTokens) -> None:
-        num_local, most = tokens.num_experts // self.num_ranks, MAX_LOCAL_EXPERTS
-        if num_local > most:
-            raise CapacityError(
-                f"{tokens.num_experts} experts on {self.num_ranks} ranks are {num_local} on each; "
-                f"low-latency calls take at most {most}. Use more ranks, or dispatch."
-            )
+        self._check_local_experts(tokens.num_experts)
         if tokens.num_experts > COUNT_MASK.value:
             raise CapacityError(
                 f"num_experts is {tokens.num_experts}; low-latency calls take at most "
@@ -242,12 +237,8 @@ class LowLatency(HookedCalls):
         row, num_topk = tokens.row, tokens.num_topk
         back = LowLatencyRow(tokens.x.shape[1] * tokens.x.itemsize)  # a combine does not cast
         if not self.fits(tokens.max_tokens, num_topk, max(row.num_bytes, back.num_bytes)):
-            raise CapacityError(
-                f"low-latency calls of up to {tokens.max_tokens} tokens per rank, "
-                f"{row.payload_bytes} bytes and top-{num_topk} of {tokens.num_experts} experts do "
-                f"not fit this Buffer's low-latency memory of {self.ring.layout.num_bytes} bytes. "
-                "Make it with the num_rdma_bytes of Buffer.get_low_latency_rdma_size_hint(...)."
-            )
+            sizes = tokens.max_tokens, row.payload_bytes, num_topk, tokens.num_experts
+            raise self._too_large(*sizes)
 
     def _check_handle(self, rows: ExpertRows) -> None:
         num_ranks, max_tokens = rows.returns.shape[:2]

@@ -141,19 +141,23 @@ def _gate_up(experts: Any) -> tuple[Tensor, str]:
     )
 
 
-@cache
 def _alone() -> dist.ProcessGroup | None:
     """A group of this rank; None where there are no others."""
     if not dist.is_initialized() or dist.get_world_size() == 1:
         return None
-    return dist.new_group([dist.get_rank()], use_local_synchronization=True)
+    return _group_of_this_rank(dist.group.WORLD)
+
+
+@cache
+def _group_of_this_rank(world: dist.ProcessGroup) -> dist.ProcessGroup:
+    """One for each default group, as a job may make another after it has destroyed the first."""
+    return dist.new_group([dist.get_rank(world)], use_local_synchronization=True)
 
 
 def _shared_buffer(group: dist.ProcessGroup | None, *sizes: Any) -> Buffer:
     """One Buffer for all layers whose sizes are the same. It is kept: if ranks freed theirs at
     different times, some of them would make another, and the others would not."""
-    name = None if group is None else group.group_name
-    buffer = _buffers.get((name, *sizes))
-    if buffer is None:
-        _buffers[name, *sizes] = buffer = Buffer.for_tokens(group, *sizes)
+    buffer = _buffers.get((group, *sizes))
+    if buffer is None or buffer.is_destroyed:
+        _buffers[group, *sizes] = buffer = Buffer.for_tokens(group, *sizes)
     return buffer

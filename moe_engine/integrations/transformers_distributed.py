@@ -13,6 +13,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from typing import Any
+from weakref import ReferenceType, ref
 
 import torch
 from torch import Tensor
@@ -63,7 +64,7 @@ class ExpertParallelism:
     other sizes than those of the first one.
     """
 
-    _last: Layers | None = None
+    _last: ReferenceType[Layers] | None = None
     """Those of the model that was distributed last: transformers makes its layers one by one."""
 
     def __init__(
@@ -81,10 +82,11 @@ class ExpertParallelism:
         check_form(experts, "a DistributedConfig")
         num_local, hidden, topk, dtype = shape_of(experts)
         sizes = hidden, num_local * ep_mesh.size(), topk, dtype
-        last = ExpertParallelism._last
+        kept = ExpertParallelism._last
+        last = None if kept is None else kept()
         if last is None or last.config is not experts.config or last.ep_mesh is not ep_mesh:
             last = Layers(experts.config, ep_mesh, sizes, max_tokens, backend)
-            ExpertParallelism._last = last
+            ExpertParallelism._last = ref(last)
         if last.sizes != sizes:
             raise ShapeError(
                 "the experts layers share one Buffer but differ in (hidden, num_experts, top-k, "

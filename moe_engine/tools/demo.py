@@ -16,10 +16,9 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from rich.console import Console
-from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
 from torch import Tensor
 
-from ..emulation import RankPool, send_message
+from ..emulation import send_message
 from ..integrations.transformers import (
     Routing,
     experts_layers,
@@ -31,6 +30,7 @@ from ..integrations.transformers import (
 from ..options import Options
 from ..timing import now_s
 from .models import Kind, build_config, build_model
+from .progress import ranks_with_progress
 
 STEPS = (
     "reads unsharded, fp32",
@@ -77,11 +77,7 @@ class Outcome:
 
 def run_jobs(jobs: Sequence[Job], num_ranks: int, console: Console) -> list[list[Outcome]]:
     """Run all jobs on a pool of ranks, with a progress bar: the outcomes by job and rank."""
-    columns = TextColumn("{task.description}"), BarColumn(), TimeElapsedColumn()
-    with (
-        RankPool(num_ranks, jobs[0].device, timeout_s=3600.0) as pool,
-        Progress(*columns, console=console, transient=True) as progress,
-    ):
+    with ranks_with_progress(num_ranks, jobs[0].device, console) as (pool, progress):
         bar = progress.add_task("the ranks start", total=len(jobs) * num_ranks * len(STEPS))
         outcomes = []
         for job in jobs:

@@ -15,16 +15,16 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from rich.console import Console
-from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
 from torch import Tensor
 
-from ..emulation import RankPool, send_message
+from ..emulation import send_message
 from ..errors import CheckpointError
 from ..integrations.balancing import record_counts
 from ..integrations.quantized_experts import quantize_experts
 from ..integrations.transformers import experts_layers, join
 from ..integrations.transformers_checkpoints import dequantize_options, load_sharded, local_folder
 from ..timing import now_s
+from .progress import ranks_with_progress
 
 PAD = 0
 """The token before shorter prompts of a batch, which no other attends to; any would do."""
@@ -93,11 +93,7 @@ def encode(tokenizer: Any, prompts: Sequence[str], chat: bool) -> list[Prompt]:
 
 def run_job(job: Job, num_ranks: int, console: Console) -> list[Answers]:
     """Answer all prompts on a pool of ranks, with a progress bar: what each rank did."""
-    columns = TextColumn("{task.description}"), BarColumn(), TimeElapsedColumn()
-    with (
-        RankPool(num_ranks, job.device, timeout_s=3600.0) as pool,
-        Progress(*columns, console=console, transient=True) as progress,
-    ):
+    with ranks_with_progress(num_ranks, job.device, console) as (pool, progress):
         bar = progress.add_task("the ranks load the model", total=job.max_new_tokens)
 
         def advance(rank: int, num_new: int) -> None:

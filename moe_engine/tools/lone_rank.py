@@ -44,7 +44,7 @@ def kernel_engine(
     capacity: float | None = None,
     num_nodes: int = 1,
     rank: int | None = None,
-) -> KernelEngine:
+) -> KernelEngine | InternodeEngine:
     """The engine of a rank, None: of the one that stands for all; its regions have so many bytes.
     capacity: see `Slots`."""
     rank = rank_of(num_ranks) if rank is None else rank
@@ -56,8 +56,9 @@ def kernel_engine(
         return Slots(new_block, layout, rank, 1.0, capacity=capacity)
 
     layout = SlotLayout(num_ranks, region_bytes, num_nodes=num_nodes)
-    engine = KernelEngine if num_nodes == 1 else InternodeEngine
-    return engine(layout, new_slots, max_tokens, layer_choices())
+    if num_nodes > 1:
+        return InternodeEngine(layout, new_slots, max_tokens)
+    return KernelEngine(layout, new_slots, max_tokens, layer_choices())
 
 
 def layer_choices() -> LayerChoices:

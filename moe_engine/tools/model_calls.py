@@ -29,7 +29,7 @@ from ..engines.fused_layer import chosen_up_tiles
 from ..engines.hooked_calls import HookedCalls
 from ..engines.internode import InternodeEngine
 from ..engines.internode_layer import Sizes, receive_and_return
-from ..engines.kernel import KernelEngine
+from ..engines.kernel_verbs import KernelVerbs
 from ..engines.trained_layer import later_weight_gradients
 from ..expert_major import place, sum_rows, take_rows
 from ..grouped_gemm.config import GemmConfig
@@ -112,7 +112,7 @@ def call_normal(shape: ModelShape) -> None:
 
 def send_and_return(
     shape: ModelShape,
-    engine: KernelEngine,
+    engine: KernelVerbs,
     count: int,
     columns: int,
     dtype: torch.dtype,
@@ -169,7 +169,7 @@ def call_elastic(shape: ModelShape) -> None:
 
 
 def send_by_token(
-    shape: ModelShape, engine: KernelEngine, count: int, form: tuple[int, torch.dtype, int]
+    shape: ModelShape, engine: KernelVerbs, count: int, form: tuple[int, torch.dtype, int]
 ) -> None:
     """`ElasticBuffer`'s dispatches of `count` tokens by token, in one of `forms_of_rows`, and the
     copy of ids of one with a handle."""
@@ -190,7 +190,7 @@ def elastic_tokens(shape: ModelShape, count: int, form: tuple[int, torch.dtype, 
 
 
 def send_by_expert(
-    shape: ModelShape, engine: KernelEngine, count: int, form: tuple[int, torch.dtype, int]
+    shape: ModelShape, engine: KernelVerbs, count: int, form: tuple[int, torch.dtype, int]
 ) -> None:
     """`ElasticBuffer`'s dispatches of `count` tokens by expert, in one of `forms_of_rows`, and its
     combines."""

@@ -17,14 +17,14 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from rich.console import Console
-from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
 from torch import Tensor
 
-from ..emulation import RankPool, send_message
+from ..emulation import send_message
 from ..integrations.balancing import imbalance, record_counts, router_biases, update_biases
 from ..integrations.transformers import Routing, experts_layers, record_routing, shard_experts
 from ..timing import now_s
 from .models import Kind, build_config, build_model
+from .progress import ranks_with_progress
 
 BIAS_SPEED = 3e-2
 """Of the routers' biases: 30 times that of DeepSeek-V3, for trainings of few steps."""
@@ -69,11 +69,7 @@ Outcome = tuple[Run, Run]
 
 def run_jobs(jobs: Sequence[Job], num_ranks: int, console: Console) -> list[list[Outcome]]:
     """Run all jobs on a pool of ranks, with a progress bar: the outcomes by job and rank."""
-    columns = TextColumn("{task.description}"), BarColumn(), TimeElapsedColumn()
-    with (
-        RankPool(num_ranks, jobs[0].device, timeout_s=3600.0) as pool,
-        Progress(*columns, console=console, transient=True) as progress,
-    ):
+    with ranks_with_progress(num_ranks, jobs[0].device, console) as (pool, progress):
         total = sum(2 * job.steps for job in jobs)
         bar = progress.add_task("the ranks start", total=total)
 
