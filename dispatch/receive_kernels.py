@@ -282,10 +282,10 @@ def _fill(to, begin, end):
 
 @device_function
 def num_received(rank_prefix_matrix, max_rows, context):
-    """How many rows came; at most max_rows."""
+    """How many rows came, from 0 to max_rows, whatever a changed handle says."""
     num_ranks = tl.load(context + NUM_RANKS).to(tl.int32)
     last = rank_prefix_matrix + (num_ranks - 1) * num_ranks + tl.load(context + RANK)
-    return tl.minimum(tl.load(last), max_rows)
+    return tl.maximum(tl.minimum(tl.load(last), max_rows), 0)
 
 
 @device_function

@@ -10,7 +10,7 @@ import torch
 from ..checks import check_tensor, packed
 from ..errors import BackendError, ShapeError
 from ..prepared import prepared
-from .activations import AnyActivation, check_layer_activation, num_parts
+from .activations import Activation, AnyActivation, check_layer_activation, num_parts
 from .backward import (
     activation_dgrad,
     activation_gradient,
@@ -147,7 +147,9 @@ def grouped_gemm(
         y: torch.Tensor = _GroupedGemm.apply(x, w, bias, None, grouping, activation, config)
         with torch.no_grad():  # rows that were not written may be NaN, and NaN times 0 is NaN
             clear_rest(y, grouping.offsets)
-        return (y * row_weight[:, None]).to(y.dtype)
+        rows = torch.arange(grouping.num_rows, device=y.device)
+        of_experts = torch.where(rows < grouping.offsets[-1], row_weight, 0.0)
+        return (y * of_experts[:, None]).to(y.dtype)
     result: torch.Tensor = _GroupedGemm.apply(x, w, bias, row_weight, grouping, activation, config)
     return result
 
@@ -332,7 +334,8 @@ class _GroupedGemm(torch.autograd.Function):
         activation: AnyActivation,
         config: GemmConfig,
     ) -> torch.Tensor:
-        pre = None if activation == "none" else x.new_empty(grouping.num_rows, w.shape[1])
+        is_linear = Activation.of(activation).name == "none"
+        pre = None if is_linear else x.new_empty(grouping.num_rows, w.shape[1])
         ctx.save_for_backward(x, w, row_weight, pre, *grouping.tensors)
         ctx.grouping, ctx.activation = grouping, activation
         epilogue = Epilogue(activation, row_weight, pre)

@@ -196,8 +196,8 @@ def wgrad_launch(
     num_free_sms: int = 0,
     is_alone: bool = False,
 ) -> tuple[tuple[int, ...], tuple[Any, Any, Any], dict[str, Any]]:
-    """What every kernel that computes `wgrad` is launched with: (grid, the descriptors of grad, x
-    and out, options). num_rows: about how many rows are in use, which decides the tile shape.
+    """What every kernel that computes `wgrad` is launched with: (grid, grad, x and out as kernels
+    take them, options). num_rows: about how many rows are in use, which decides the tile shape.
     is_alone: see `GemmConfig.for_weights`; one that accumulates is not, as it loads what it adds
     to."""
     problem = gemm_problem(out, num_rows, gathered=row_offset is not None)

@@ -166,9 +166,13 @@ def _multiply_split(
     block_m, block_n = config.block_m, min(config.block_n, 128)
     shape = (config.num_splits, num_rows, weights.num_columns)
     partial = out.new_empty(shape, dtype=torch.float32)
-    plain = weights._replace(bias=None)
+    # Without an activation gate and up are two products, if their weights lie apart.
+    are_apart = has_parts(weights.w) and not weights.transposed
+    ways = weights.w.unbind(1) if are_apart else (weights.w,)
     in_one_store = replace(config, subtiles=1)
-    launch_product(rows, plain, Epilogue(), schedule, partial, in_one_store, num_free_sms)
+    for w, to in zip(ways, partial.chunk(len(ways), 2), strict=True):
+        of = rows, weights._replace(w=w, bias=None), Epilogue(), schedule, to
+        launch_product(*of, in_one_store, num_free_sms)
     num_tiles = schedule.tiles.numel() * triton.cdiv(num_columns, block_n // epilogue.parts)
     launch(
         _split_sum_kernel,

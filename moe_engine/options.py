@@ -52,7 +52,8 @@ class Options:
 
     num_slots: calls that may be in flight before a writer waits for its reader, 2 or more.
     max_tokens: the most tokens per rank; it sizes the work space of `moe_ffn`.
-    timeout_s: the deadline of every wait; None stands for MOE_ENGINE_TIMEOUT_S (100 s).
+    timeout_s: the deadline of every wait, and of a layer's products, which wait for rows; None
+    stands for MOE_ENGINE_TIMEOUT_S (100 s).
     debug: synchronise before every call and check the values of its handle and counts
     (`debug_checks.py`), synchronise after it and raise at once. Such a check ends the call on one
     rank alone. MOE_ENGINE_DEBUG=1, when the Buffer is made, sets it too.

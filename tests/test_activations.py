@@ -22,8 +22,10 @@ from moe_engine.grouped_gemm import (
     grouped_mlp,
     tile_schedule,
 )
+from moe_engine.grouped_gemm.activations import AnyActivation
 from moe_engine.grouped_gemm.launch import multiply
 from moe_engine.grouped_gemm.operands import Epilogue, Rows, Weights
+from moe_engine.weight_layouts import GateUp
 
 GPT_OSS = Activation("swiglu", limit=0.6, alpha=1.702, shift=1.0)
 """gpt-oss's, with a limit that random rows reach."""
@@ -160,19 +162,21 @@ def test_any_numbers(
     check_mlp(pool, Activation(name, limit, alpha, shift), torch.float32)
 
 
-def run_one_value(_: Any, activation: str) -> list[float]:
+def run_one_value(_: Any, activation: AnyActivation) -> list[float]:
     (x, up, *_more), offsets = make(torch.float32)
     leaves = x.requires_grad_(), up.requires_grad_()
     y = grouped_gemm(x, up, offsets, activation=activation)
     doubles = [one.detach().double().requires_grad_() for one in leaves]
-    want = Activation(activation)(by_expert(doubles[0], doubles[1], None, offsets))
+    want = Activation.of(activation)(by_expert(doubles[0], doubles[1], None, offsets))
     dy = torch.randn_like(y)
     found = [y, *torch.autograd.grad(y, leaves, dy)]
     return errors(found, [want, *torch.autograd.grad(want, doubles, dy.double())])
 
 
-@pytest.mark.parametrize("activation", ["gelu_tanh", "gelu", "silu", "relu2"])
-def test_of_one_value(pool: RankPool, activation: str) -> None:
+@pytest.mark.parametrize(
+    "activation", ["gelu_tanh", "gelu", "silu", "relu2", "none", Activation("none")], ids=str
+)
+def test_of_one_value(pool: RankPool, activation: AnyActivation) -> None:
     [found] = pool.run(run_one_value, activation, num_ranks=1)
     assert max(found) < 1e-5, found
 
@@ -192,16 +196,32 @@ def test_a_nan_is_not_limited_away(pool: RankPool, activation: Any) -> None:
     assert [at for at, is_nan in enumerate(found) if is_nan] == [3]
 
 
-def run_splits(_: Any, num_splits: int) -> list[float]:
+def run_splits(_: Any, num_splits: int, layout: str) -> list[float]:
+    """Errors of the up-projection, and of the product with transposed weights."""
     (x, up, _down, b_up, *_more), offsets = make(torch.float32, hidden=96)
-    config = replace(gemm_config(up, len(x), GPT_OSS), num_splits=num_splits)
-    schedule = tile_schedule(offsets, len(x), config.block_m)
-    weights, epilogue = Weights(up, bias=b_up), Epilogue(GPT_OSS)
-    y = multiply(Rows(x), weights, epilogue, schedule, len(x), None, config)
-    return errors([y], [GPT_OSS(by_expert(x.double(), up.double(), b_up.double(), offsets))])
+    w = up
+    if layout != "concatenated":
+        gate_and_up = up.unflatten(1, (2, -1))
+        w = gate_and_up.transpose(1, 2).contiguous().transpose(1, 2)
+        if layout == "two tensors":
+            w = GateUp.of([*gate_and_up.transpose(0, 1).contiguous()], "concatenated").by_parts()
+    dy = torch.randn(len(x), up.shape[1], device=x.device)
+
+    def product(rows: torch.Tensor, weights: Weights, activation: Any = "none") -> torch.Tensor:
+        how = dict(activation=activation, transposed=weights.transposed)
+        config = replace(gemm_config(w, len(x), **how), num_splits=num_splits)
+        schedule = tile_schedule(offsets, len(x), config.block_m)
+        of = Rows(rows), weights, Epilogue(activation), schedule, len(x), None, config
+        return multiply(*of)
+
+    found = [product(x, Weights(w, bias=b_up), GPT_OSS), product(dy, Weights(w, transposed=True))]
+    x, up, b_up, dy = (one.double() for one in (x, up, b_up, dy))
+    want = GPT_OSS(by_expert(x, up, b_up, offsets)), by_expert(dy, up.mT, None, offsets)
+    return errors(found, [*want])
 
 
-@pytest.mark.parametrize("num_splits", [1, 2])
-def test_shares_of_the_depth(pool: RankPool, num_splits: int) -> None:
-    [found] = pool.run(run_splits, num_splits, num_ranks=1)
-    assert max(found) < 1e-5
+@pytest.mark.parametrize("num_splits", [1, 2, 3])
+@pytest.mark.parametrize("layout", ["concatenated", "interleaved", "two tensors"])
+def test_shares_of_the_depth(pool: RankPool, num_splits: int, layout: str) -> None:
+    [found] = pool.run(run_splits, num_splits, layout, num_ranks=1)
+    assert max(found) < 1e-5, found

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 from itertools import product
 from typing import Any
@@ -253,22 +254,29 @@ def assert_gradients(result: dict[str, Any], out_dtype: torch.dtype) -> None:
     assert result["empty"] and result["same bits"]
 
 
-def rows_of_no_expert(group: Any) -> torch.Tensor:
-    """Gradients of the weights of 40 rows, of which experts have 19, in memory that held NaN."""
+def rows_of_no_expert(group: Any, product: str) -> torch.Tensor:
+    """Gradients of the weights of 40 rows, of which experts have 19, in memory that held NaN, where
+    those of the other rows are NaN."""
     with cases.filled_memory():
         x, w = torch.ones(40, 16, dtype=BF16), torch.ones(2, 32, 16, dtype=BF16)
         w_down, row_weight = torch.ones(2, 16, 16, dtype=BF16), torch.ones(40)
         operands = x, w, w_down, row_weight
         x, w, w_down, row_weight = (one.to(DEVICE).requires_grad_() for one in operands)
         offsets = torch.tensor([0, 5, 19], dtype=torch.int32, device=DEVICE)
-        y = grouped_mlp(x, w, w_down, offsets, row_weight=row_weight)
-        y[:19].sum().backward()
+        if product == "grouped_gemm":
+            y = grouped_gemm(x, w, offsets, row_weight=row_weight)
+        else:
+            y = grouped_mlp(x, w, w_down, offsets, row_weight=row_weight)
+        dy = torch.ones_like(y)
+        dy[19:] = math.nan
+        y.backward(dy)
     assert row_weight.grad is not None
     return row_weight.grad.cpu()
 
 
-def test_weights_of_rows_of_no_expert_have_gradients_of_zero(pool: RankPool) -> None:
-    (found,) = pool.run(rows_of_no_expert, num_ranks=1)
+@pytest.mark.parametrize("product", ["grouped_gemm", "grouped_mlp"])
+def test_weights_of_rows_of_no_expert_have_gradients_of_zero(pool: RankPool, product: str) -> None:
+    (found,) = pool.run(rows_of_no_expert, product, num_ranks=1)
     assert (found[:19] > 0).all() and (found[19:] == 0).all()
 
 

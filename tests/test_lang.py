@@ -7,11 +7,13 @@ import torch
 import torch.distributed as dist
 import triton
 import triton.language as tl
+from cases import device
 from device_cases import DONE, FLAGS, POISON, make_context
 
 from moe_engine import symm
 from moe_engine.device import lang, programs
 from moe_engine.device.context import PHASE_ROWS, ContextField, Phase, Report
+from moe_engine.dispatch import receive_kernels
 
 TRITON_TYPES = {
     torch.int8: tl.int8,
@@ -138,6 +140,49 @@ def test_put_rows_writes_the_rows_and_nothing_else(
         if dtype == torch.int8:
             expected[2048:2050] = torch.tensor([1, 2])
         assert got[:FLAGS].equal(expected)
+
+
+@triton.jit
+def take_turns(out, ahead):
+    """What `pace` adds to a time that lies so many ns ahead of now."""
+    due = lang.ticks() + ahead
+    tl.store(out, (lang.pace(due, 7) - due).to(tl.int64))
+
+
+def take_two_turns(group):
+    """One that is near, and one since which the clock has gone halfway round."""
+    added = []
+    for ahead in (1_000_000, 1 << 30):
+        out = torch.zeros(1, dtype=torch.int64, device=device())
+        take_turns[(1,)](out, ahead)
+        added.append(int(out))
+    return added
+
+
+def test_a_turn_is_not_far_ahead(pool):
+    [(near, far)] = pool.run(take_two_turns, num_ranks=1)
+    assert near == 7
+    assert far < -(1 << 29)
+
+
+@triton.jit
+def count_received(context, prefix, out, max_rows):
+    tl.store(out, receive_kernels.num_received(prefix, max_rows, context))
+
+
+def count_rows(group):
+    """As many as this rank's prefix sums say, of which others may have changed the last one."""
+    _, context, _ = make_context(group)
+    out, found = torch.zeros(1, dtype=torch.int32, device=context.device), []
+    for last in (3, 9, -5):
+        prefix = torch.tensor([[1] * 2, [last] * 2], dtype=torch.int32, device=context.device)
+        count_received[(1,)](context, prefix, out, 8)
+        found.append(int(out))
+    return found
+
+
+def test_received_rows_lie_in_the_result(pool):
+    assert pool.run(count_rows, num_ranks=2) == [[3, 8, 0]] * 2
 
 
 # --- Signals ---------------------------------------------------------------------------------

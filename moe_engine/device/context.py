@@ -9,7 +9,8 @@ import triton.language as tl
 class ContextField(IntEnum):
     """Index of each int64 field of the device context; set once by the host, except where said."""
 
-    EPOCH = 0  # last finished epoch; advanced by the last program of each call
+    EPOCH = 0  # last finished epoch, advanced by the last program of each call; in low-latency
+    # memory the last one that has begun
     BROKEN = 1  # not 0: this rank's calls have ended, and kernels return at once; bit 0: the host
     # is told why; TOLD_BIT: set by the host of a rank that abandoned a call
     FINISHED = 2  # programs of the running kernel that are done; 0 between kernels

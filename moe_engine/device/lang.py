@@ -175,9 +175,16 @@ def stagger(num_bytes, program, context):
     return ticks() + pacing_interval(num_bytes, 1, program, context)
 
 
+FARTHEST_TURN = tl.constexpr(1 << 27)
+"""In `ticks`, 134 ms: no turn is farther ahead."""
+
+
 @device_function
 def pace(due, step):
     """Wait until the time `due`, in `ticks`. Returns that of the next turn."""
+    now = ticks()
+    # Else the clock has gone halfway round since `due`, as a peer was late.
+    due = tl.where(due - now > FARTHEST_TURN, now, due)
     while ticks() - due < 0:
         pass
     return due + step
@@ -328,8 +335,8 @@ def wait_inline(counter, value, is_known, deadline, context, BEFORE_TMA: tl.cons
     It is for loops that are pipelined, which a branch would prevent; so it cannot share the loop of
     `poll`, and reports no failure: when `deadline` (ns) has passed or this rank is broken it ends
     as well, and rows that have not arrived are read as they are. The caller asks after the loop
-    (`tiles.end_wait_tile`), and until then writes nothing that another rank reads. It orders memory
-    as `wait` does, in each warp for itself.
+    (`tiles.end_wait_tile`), and until then writes nothing that another rank reads. It acquires
+    at the scope of this GPU, in each warp for itself: so for counters of this GPU alone.
     """
     broken = (context + BROKEN).to(tl.int64)
     value = tl.cast(value, tl.int64)

@@ -91,7 +91,7 @@ def pdl_launch_dependents(PDL: tl.constexpr):
 
 @device_function
 def pdl_wait(PDL: tl.constexpr):
-    """In a PDL launch: wait until the launch before it has ended and its stores are visible. Every
+    """In a PDL launch: wait until the launch before it has ended and its stores are visible. Some
     program does so before it ends, so that what runs after this launch runs after that one too."""
     if PDL:
         gdc_wait()

@@ -159,7 +159,8 @@ def deadline_from_now(context):
 @device_function
 def end_wait_tile(stage_count, deadline, context, RANKS_PAD: tl.constexpr):
     """Report what was late, after the loop of a program that called `wait_tile`. Such a wait may
-    have given up once the deadline has passed; if the rows have come since, this rank is named."""
+    have given up once the deadline has passed, and a program that ends after it is taken for one
+    whose wait has; if the rows have come since, this rank is named."""
     gave_up = any_thread((now_ns() > deadline).to(tl.int32)) != 0
     if gave_up | (tl.program_id(0) == 0):  # program 0 also for a rank that has no tiles
         ready = wait_stage(DISPATCH, stage_count - 1, context, RANKS_PAD)
