@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 
-from ..checks import check_tensor, packed
+from ..checks import check_out_apart, check_tensor, packed
 from ..errors import BackendError, ShapeError
 from ..prepared import prepared
 from .activations import Activation, AnyActivation, check_layer_activation, num_parts
@@ -28,7 +28,6 @@ from .operands import (
     Rows,
     Weights,
     check_devices,
-    check_out_apart,
     check_row_weight,
     check_rows,
     check_taken,

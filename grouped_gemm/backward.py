@@ -12,8 +12,10 @@ from triton.tools.tensor_descriptor import TensorDescriptor
 
 from ..checks import (
     PAYLOAD_DTYPES,
+    check_apart,
     check_flag,
     check_no_grad,
+    check_out_apart,
     check_runnable,
     check_tensor,
     has_parts,
@@ -48,10 +50,8 @@ from .operands import (
     Rows,
     Weights,
     canonical,
-    check_apart,
     check_devices,
     check_out,
-    check_out_apart,
     check_rows,
     check_taken,
     check_weights,

@@ -7,7 +7,7 @@ from dataclasses import replace
 import torch
 import triton
 
-from ..checks import PAYLOAD_DTYPES, check_int, check_tensor, has_parts, shown
+from ..checks import PAYLOAD_DTYPES, check_apart, check_int, check_tensor, has_parts, shown
 from ..device.constants import constants
 from ..device.context import TracedRole
 from ..device.lang import INTERPRETED
@@ -24,7 +24,6 @@ from .operands import (
     Epilogue,
     Rows,
     Weights,
-    check_apart,
     check_devices,
     check_out,
     output_dtype,

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from contextlib import suppress
 from typing import NamedTuple
 
 import torch
@@ -191,40 +190,6 @@ def check_out(
 def output_dtype(a: torch.Tensor) -> torch.dtype:
     """The dtype of the output for rows like `a`: bf16 for e4m3 rows, else their own."""
     return torch.bfloat16 if a.dtype == FP8 else a.dtype
-
-
-def check_apart(out: torch.Tensor, called: str = "out", /, **operands: torch.Tensor) -> None:
-    """Raise where `out` shares memory with an operand, which is read while `out` is written."""
-    begin, end = _memory(out)
-    for name, operand in operands.items():
-        other_begin, other_end = _memory(operand)
-        if begin < other_end and other_begin < end:
-            raise ShapeError(
-                f"{called} overlaps {name} in memory; it must not, as {name} is used while "
-                f"{called} is written. Pass another tensor."
-            )
-
-
-def check_out_apart(out: object, **operands: object) -> None:
-    """`check_apart` at each call, as where tensors lie is no part of a prepared call's kind. What
-    is no tensor with memory is refused later."""
-    strided = {
-        name: one
-        for name, one in (("out", out), *operands.items())
-        if isinstance(one, torch.Tensor) and one.layout == torch.strided
-    }
-    if "out" in strided:
-        with suppress(RuntimeError):
-            check_apart(strided.pop("out"), **strided)
-
-
-def _memory(tensor: torch.Tensor) -> tuple[int, int]:
-    """The addresses between which its elements lie."""
-    begin = tensor.data_ptr()
-    if tensor.numel() == 0:
-        return begin, begin
-    last = sum((size - 1) * step for size, step in zip(tensor.shape, tensor.stride(), strict=True))
-    return begin, begin + (last + 1) * tensor.itemsize
 
 
 def canonical(tensor: torch.Tensor) -> torch.Tensor:

@@ -134,6 +134,7 @@ class LowLatencyVerbs(BufferLifecycle):
                 hooked, decided = return_recv_hook, described.if_packed
                 got, receive = engine.dispatch(tokens, *stats, hooked, decided)
             handle = engine.new_handle(got, sizes)
+            engine.note_handle(fields_of(handle, self.num_nodes)[0])
             if call.is_async:
                 call.returns(*got)
         kind.is_checked = True
@@ -208,6 +209,9 @@ class LowLatencyVerbs(BufferLifecycle):
             handle = self._check_low_latency_handle(handle)
             self._check_combine(x, topk_idx, topk_weights, handle, out)
             self._check_stats(0, None, stats, "combine_wait_recv_cost_stats")
+        if out is not None:
+            checks.check_out_apart(out, x=x, topk_idx=topk_idx, topk_weights=topk_weights)
+        engine.check_received(fields[0])
         with self._streams.call(None, async_finish) as call:
             # What a masked rank would have sent is not written, and can hold anything.
             if self.options.debug and not self.enable_shrink:

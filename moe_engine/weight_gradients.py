@@ -13,10 +13,10 @@ from typing import Any, NamedTuple
 import torch
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
-from .checks import PAYLOAD_DTYPES, check_flag, check_tensor, shown
+from .checks import PAYLOAD_DTYPES, check_apart, check_flag, check_tensor, shown
 from .engines.base import LaterWeightGradients, WeightGradients
 from .errors import BackendError, DtypeError, ShapeError
-from .grouped_gemm.operands import check_apart, check_out
+from .grouped_gemm.operands import check_out
 from .streams import EventHandle
 from .weight_layouts import GateUp, Operand
 

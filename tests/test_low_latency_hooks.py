@@ -22,6 +22,7 @@ from low_latency_cases import (
     to_cpu,
     to_device,
 )
+from node_cases import NodePool
 
 from moe_engine import BackendError, CapacityError
 from moe_engine.prepared import PreparedCall
@@ -149,6 +150,36 @@ def hook_after_the_end(group):
 
 def test_a_hook_after_its_buffer_was_destroyed(pool):
     pool.run(hook_after_the_end, num_ranks=1)
+
+
+def combine_before_the_hook(group):
+    """The sum of a call whose combine was refused until its rows had arrived."""
+    x, idx, weights = torch.ones(2, HIDDEN).bfloat16(), torch.tensor([[0], [7]]), torch.ones(2, 1)
+    x, idx, weights = to_device(x, idx, weights)
+    buffer = low_latency.make_buffer(group, MAX_TOKENS, HIDDEN, EXPERTS)
+    sent = [
+        buffer.low_latency_dispatch(x, idx, *SHAPE, use_fp8=False, return_recv_hook=True)
+        for _ in range(2)
+    ]
+    sent[0][-1]()
+    rows, _, handle, _, receive = sent[1]
+    with pytest.raises(BackendError, match="hook was not called"):
+        buffer.low_latency_combine(rows, idx, weights, handle)
+    first_rows, _, first_handle, *_ = sent[0]
+    outs = [buffer.low_latency_combine(first_rows, idx, weights, first_handle)[0]]
+    receive()
+    outs.append(buffer.low_latency_combine(rows, idx, weights, handle)[0])
+    buffer.check()
+    torch.distributed.barrier(group)
+    buffer.destroy()
+    return [out.cpu() for out in outs]
+
+
+@pytest.mark.parametrize("num_nodes", [1, 2])
+def test_a_combine_before_the_hook_is_refused(pool, num_nodes):
+    nodes = NodePool(pool, num_nodes, 2 // num_nodes)
+    for outs in nodes.run(combine_before_the_hook, num_ranks=2):
+        assert all(out.eq(1).all() for out in outs)
 
 
 def hooks_that_only_launch(group):

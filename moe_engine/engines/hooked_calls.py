@@ -13,7 +13,7 @@ import torch
 from ..device.lang import INTERPRETED
 from ..device.ring import COUNT_MASK
 from ..dispatch.low_latency import LowLatencyTokens
-from ..errors import CapacityError
+from ..errors import BackendError, CapacityError
 from ..kinds import Described
 from ..low_latency_handle import LowLatencySizes
 from ..options import Options
@@ -27,10 +27,12 @@ Receive = Callable[[], None]
 
 @dataclass(slots=True)
 class InFlight:
-    """A call that this rank sent, in which memory, and whether its receiving half was launched."""
+    """A call that this rank sent, in which memory, whether its receiving half was launched, and
+    where the first tensor of the handle lies that it returned, if it did."""
 
     memory: RankMemory[Any]
     received: bool = False
+    handle_at: int | None = None
 
 
 class HookedCalls(ContextEngine):
@@ -188,6 +190,24 @@ class HookedCalls(ContextEngine):
             raise CapacityError(
                 f"{self.num_slots} low-latency calls began after one whose hook was not called "
                 "yet. Call the hook before, or make the Buffer with more Options.num_slots."
+            )
+
+    def note_handle(self, first: torch.Tensor) -> None:
+        """The last call returned a handle, of which this is the first tensor."""
+        if self._calls:
+            self._calls[-1].handle_at = first.data_ptr()
+
+    def check_received(self, first: torch.Tensor) -> None:
+        """BackendError where the dispatch that returned the handle, of which this is the first
+        tensor, has not received its rows."""
+        if not self._calls:
+            return
+        of = (one for one in reversed(self._calls) if one.handle_at == first.data_ptr())
+        call = next(of, None)
+        if call is not None and not call.received:
+            raise BackendError(
+                "handle is that of a low_latency_dispatch whose hook was not called: its rows have "
+                "not arrived. Call the hook that it returned before low_latency_combine."
             )
 
     def _check_local_experts(self, num_experts: int) -> None:
