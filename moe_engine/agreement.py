@@ -64,6 +64,9 @@ class Group:
             ) from error
 
 
+BYTES = "memory (num_nvl_bytes and num_rdma_bytes, or of hidden, num_topk and dtype)"
+
+
 @dataclass(frozen=True, slots=True)
 class Settings:
     """What a rank asks of a Buffer.
@@ -95,13 +98,15 @@ class Settings:
         options = self.options
         return {
             "backend": "one with kernels",
-            "bytes": (self.num_bytes, self.ring_bytes),
             "num_slots": options.num_slots,
             "max_tokens": options.max_tokens,
+            "max_experts": options.max_experts,
             "decode_tokens": options.decode_tokens,
             "capacity_factor": options.capacity_factor,
             "layer": options.layer and options.layer.shared(),
             "enable_shrink": self.enable_shrink,
+            # After those of which they are made.
+            BYTES: (self.num_bytes, self.ring_bytes),
         }
 
 

@@ -76,6 +76,8 @@ class PeerTimeout(MoeEngineError, TimeoutError):
                 else:
                     who = f"Rank {peer}, rank {self.forwarder} that forwards what it sends, or the "
                     who += "network between them is gone or stuck, or one of them"
+        if peer == rank:
+            who = f"Rank {peer} computes longer than that, has changed a handle or topk_idx, or"
         super().__init__(
             f"rank {rank} waited {seconds:g} s for {whose} in phase '{phase}' (epoch {epoch}, slot "
             f"{slot}). {who} issued its calls in another order. Make a new Buffer; "

@@ -6,6 +6,7 @@ import torch
 
 from . import checks
 from .engines.base import Engine, LayerInputs, LayerResult, check_scales
+from .errors import ShapeError
 from .grouped_gemm.activations import check_layer_activation
 from .kinds import Described
 from .lifecycle import verb
@@ -69,7 +70,14 @@ class LayerVerbs(LowLatencyVerbs):
         check_scales(inputs)
         checks.check_expert_weights(x, w_gate_up, w_down, inputs.parts, inputs.operand_dtype)
         checks.check_expert_biases(x, w_gate_up, w_down, inputs.b_gate_up, inputs.b_down)
-        checks.check_experts(w_gate_up.shape[0] * self.group_size, self.group_size)
+        num_experts = checks.check_experts(len(w_gate_up) * self.group_size, self.group_size)
+        most = self.options.max_experts
+        if most is not None and num_experts > most:
+            raise ShapeError(
+                f"w_gate_up has {len(w_gate_up)} experts, which on {self.group_size} ranks are "
+                f"{num_experts}, and this Buffer was made for {most}. Pass the experts of this "
+                "rank alone, or make the Buffer for those of all ranks."
+            )
         checks.check_routing(x, topk_idx, topk_weights)
 
     def _most_tokens(

@@ -125,7 +125,8 @@ class BufferLifecycle:
     size_hint = staticmethod(size_hint)
 
     def destroy(self) -> None:
-        """Give the memory back. Collective: no rank may still be in a call. Twice is harmless."""
+        """Give the memory back. Collective: no rank may still be in a call. Twice is harmless. What
+        the last calls did wrong is told by `check()`, before this, and not by this."""
         self._check_process()
         if self._engines and self.device.type == "cuda":
             torch.cuda.synchronize(self.device)
@@ -216,8 +217,11 @@ class BufferLifecycle:
     @verb
     def check(self) -> None:
         """Synchronise and raise what went wrong: PeerTimeout, a call that did not match or was
-        abandoned, RoutingError; CapacityError where `ops.dispatch` had more rows than max_rows."""
+        abandoned, RoutingError; CapacityError where `ops.dispatch` had more rows than max_rows;
+        BackendError after `destroy`."""
         self._check_process()
+        if self.is_destroyed:
+            raise BackendError("this Buffer was destroyed; check() it before.")
         self._synchronise()
 
     def _ready(self, sends: bool = True) -> Engine:

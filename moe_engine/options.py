@@ -52,6 +52,9 @@ class Options:
 
     num_slots: calls that may be in flight before a writer waits for its reader, 2 or more.
     max_tokens: the most tokens per rank; it sizes the work space of `moe_ffn`.
+    max_experts: the most experts of all ranks that a layer may have, None for any number. Like
+    max_tokens it is what `Buffer.for_tokens` was given: whoever passes all experts where those of
+    one rank belong is told.
     timeout_s: the deadline of every wait, and of a layer's products, which wait for rows; None
     stands for MOE_ENGINE_TIMEOUT_S (100 s).
     debug: synchronise before every call and check the values of its handle and counts
@@ -71,6 +74,7 @@ class Options:
     layer: LayerConfig | None = None
     decode_tokens: int = 512
     capacity_factor: float | None = None
+    max_experts: int | None = None
 
     def capacity(self, num_ranks: int) -> float:
         """For how many times the rows of balanced routing there is room; R times are all."""
@@ -92,6 +96,7 @@ def check_options(options: Options) -> Options:
             f"options is a {type(options).__name__}; it must be a moe_engine.Options(...)."
         )
     most, seconds, layer = options.max_tokens, options.timeout_s, options.layer
+    experts = options.max_experts
     check_flag("debug", options.debug)
     if layer is not None:
         if not isinstance(layer, LayerConfig):
@@ -109,6 +114,7 @@ def check_options(options: Options) -> Options:
         debug=bool(options.debug) or os.environ.get("MOE_ENGINE_DEBUG", "0") not in ("", "0"),
         decode_tokens=check_int("decode_tokens", options.decode_tokens, 0),
         capacity_factor=_check_capacity_factor(options.capacity_factor),
+        max_experts=None if experts is None else check_int("max_experts", experts, 1, MAX_EXPERTS),
     )
 
 
@@ -230,13 +236,15 @@ def sizes_for_tokens(
     `options.decode_tokens` of them use the low-latency memory."""
     num_slots, decode_tokens = check_options(options).num_slots, options.decode_tokens
     check_dtype("dtype", dtype, (*PAYLOAD_DTYPES, torch.float8_e4m3fn))
+    num_experts = check_experts(num_experts, num_ranks)
     row_bytes = check_int("hidden", hidden, 1) * dtype.itemsize
     num_bytes = size_hint(max_tokens, row_bytes, num_ranks, num_experts, num_topk, num_slots)
     ring_bytes = 0
     if decode_tokens:
         region = region_bytes(min(max(1, max_tokens), decode_tokens), num_topk, row_bytes)
         ring_bytes = RingLayout(num_ranks, region, num_slots).num_bytes
-    return num_bytes, ring_bytes, replace(options, max_tokens=max_tokens)
+    options = replace(options, max_tokens=max_tokens, max_experts=num_experts)
+    return num_bytes, ring_bytes, options
 
 
 @dataclass(frozen=True, slots=True)

@@ -18,6 +18,7 @@ from moe_engine import (
     LayerConfig,
     MoeEngineError,
     Options,
+    ShapeError,
     agreement,
     moe_ffn,
 )
@@ -28,6 +29,8 @@ LONGEST_S = 60.0
 """Far below the deadline of a wait, and above what a machine under load takes."""
 NAN, INF = float("nan"), float("inf")
 BYTES = 1 << 20
+SIZES = (2, 16), (8, 32, 16), (8, 16, 16)
+"""Of x, w_gate_up and w_down."""
 
 ARGUMENTS = {  # keywords of a Buffer, and a pattern of the error
     "bytes as a string": ({"num_nvl_bytes": "1MB"}, "num_nvl_bytes is '1MB'; it must be an int"),
@@ -78,7 +81,11 @@ TOKENS = {  # keywords of for_tokens
     "negative tokens": ({"max_tokens": -1}, "max_tokens is -1"),
     "half a token": ({"max_tokens": 2.5}, r"max_tokens is 2\.5"),
     "no columns": ({"hidden": 0}, "hidden is 0"),
+    "other tokens": ({"max_tokens": 9}, "max_tokens differs between ranks"),
+    "other columns": ({"hidden": 1 << 14}, r"memory \(.* differs between ranks"),
     "no experts": ({"num_experts": 0}, "num_experts is 0"),
+    "too many experts": ({"num_experts": 70_000}, "num_experts is 70000"),
+    "other experts": ({"num_experts": 16}, "max_experts differs between ranks"),
     "experts as a string": ({"num_experts": "8"}, "num_experts is '8'"),
     "no top-k": ({"num_topk": 0}, "num_topk is 0"),
     "a dtype as a string": ({"dtype": "bfloat16"}, "dtype is 'bfloat16'"),
@@ -139,6 +146,28 @@ def test_one_rank_is_refused_and_all_are_told(pool, make, table, num_ranks):
     if num_ranks == 1:  # who is alone cannot differ
         table = {name: row for name, row in table.items() if "differs" not in row[1]}
     check_told(pool.run(ask, table, make, num_ranks=num_ranks), table)
+
+
+def share_experts(group):
+    """The errors of Buffers for 7 experts, and of a layer whose ranks have all 8 experts each."""
+    with pytest.raises(ShapeError, match="num_experts is 7; it must be a positive multiple"):
+        for_tokens(group, num_experts=7)
+    buffer, device = for_tokens(group), cases.device()
+    x, up, down = (torch.zeros(size, device=device).bfloat16() for size in SIZES)
+    routed = torch.zeros(2, 2, dtype=torch.int64), torch.ones(2, 2)
+    args = x, *(one.to(device) for one in routed)
+    with pytest.raises(ShapeError, match="w_gate_up has 8 experts, which on 2 ranks are 16, and"):
+        moe_ffn(*args, up, down, buffer)
+    moe_ffn(*args, up[:4], down[:4], buffer)
+    buffer.check()
+    dist.barrier(group)
+    buffer.destroy()
+    with pytest.raises(BackendError, match="destroyed"):
+        buffer.check()
+
+
+def test_ranks_share_the_experts(pool):
+    pool.run(share_experts, num_ranks=2)
 
 
 def ask_with_variable(group, table):

@@ -94,6 +94,6 @@ class GrowingEngine(MemoryEngine):
                 f"rank {self.slots.context.rank}: {num_tokens} tokens of {row.payload_bytes} bytes "
                 f"and top-{row.num_topk} in one call; this Buffer's memory "
                 f"({self.slots.layout.num_bytes} bytes) takes {limit}. Other ranks may be in the "
-                "call, so make a new Buffer, with Buffer.for_tokens(...) for the largest batch, or "
-                "with the bytes of Buffer.size_hint(...)."
+                "call, so make a new Buffer, with Buffer.for_tokens(...) for the largest batch, "
+                "hidden size and top-k, or with the bytes of Buffer.size_hint(...)."
             )

@@ -194,9 +194,9 @@ class _Table:
             late = ranks_text(rank for rank, key in enumerate(keys) if key in absent)
             return messages, (
                 f"rank {self._rank} waited {seconds:g} s for {late} at the meeting '{what}'. A "
-                "rank that does not arrive is gone, stuck, or made other calls: see what it did "
-                "last, and make new Buffers when all ranks are back. MOE_ENGINE_TIMEOUT_S sets the "
-                "deadline."
+                "rank that does not arrive is gone, stuck, or made other calls, or the same with "
+                "another max_tokens or requires_grad: see what it did last, and make new Buffers "
+                "when all ranks are back. MOE_ENGINE_TIMEOUT_S sets the deadline."
             )
         # All ranks are here, so all have read the messages of the meeting before.
         with suppress(RuntimeError):  # some stores cannot delete

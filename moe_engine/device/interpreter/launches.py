@@ -68,9 +68,10 @@ def run(self: Any, *args: Any, grid: Any, warmup: bool, **named: Any) -> Any:
     builder.set_grid_dim(*grid)
     function = self.rewrite()
     try:
-        for place in np.ndindex(*grid):
-            builder.set_grid_idx(*place)
-            function(**arguments)
+        with np.errstate(invalid="ignore"):  # of values that masks leave out
+            for place in np.ndindex(*grid):
+                builder.set_grid_idx(*place)
+                function(**arguments)
     except Exception as error:
         raise InterpreterError(repr(error)) from error
 
