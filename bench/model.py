@@ -48,14 +48,8 @@ from transformers import AutoModelForCausalLM, StaticCache
 from transformers.distributed import DistributedConfig
 
 from moe_engine.emulation import RankError, send_message
-from moe_engine.integrations.transformers import (
-    Routing,
-    experts_layers,
-    fix_max_tokens,
-    record_routing,
-    replay_routing,
-    shard_experts,
-)
+from moe_engine.integrations.recorded_routing import Routing, record_routing, replay_routing
+from moe_engine.integrations.transformers import experts_layers, fix_max_tokens, shard_experts
 from moe_engine.timing import slowest
 from moe_engine.tools import tune_layer
 from moe_engine.tools.models import Kind, build_config

@@ -252,7 +252,9 @@ def candidates(problem: GemmProblem, block_m: int | None = None) -> Iterator[Gem
             if fits and rows in WIDE_E4M3:
                 yield GemmConfig(rows, 256, 128, subtiles=4 // problem.parts, **WIDE_E4M3[rows])
             if rows == 128 and block_m is not None:
-                yield GemmConfig(128, 64 if problem.gated else 128, 128, 8, 4)
+                # Consumer GPUs have 99 KiB of shared memory for a program.
+                stages = 4 if problem.gated or capability[0] in (9, 10) else 2
+                yield GemmConfig(128, 64 if problem.gated else 128, 128, 8, stages)
             elif rows < 128:
                 programs_per_sm = 4 if rows == 16 and not problem.gathered else 2
                 yield GemmConfig(rows, 128, 128, 4, 3, 1, programs_per_sm, group_m=16)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Callable
 from contextlib import nullcontext
 
@@ -203,6 +204,48 @@ def test_mixed_precision(pool: RankPool) -> None:
     for loss, dtypes in pool.run(run_bf16, num_ranks=4):
         assert loss == pytest.approx(want, rel=2e-2)
         assert dtypes == {torch.float32}
+
+
+CHANGES = {
+    "nothing": lambda model: model,
+    "a copy": copy.deepcopy,
+    "other weights": lambda model: model.load_state_dict(model.state_dict(), assign=True) and model,
+    "frozen before": lambda model: model.requires_grad_(True),
+}
+
+
+def change_after(group: dist.ProcessGroup, change: str) -> list[float]:
+    """Norms of the gradients of experts, over those of a model that nothing has changed."""
+    both, world = meshes(2)
+    whole, found = whole_model(4), []
+    for name in ("nothing", change):
+        model, buffer = sharded_model(4, both["ep"])
+        take_weights(model, whole)
+        if name == "frozen before":
+            model.requires_grad_(False)
+        average_expert_gradients(model, both["efsdp"])
+        model = CHANGES[name](model)
+        wrapped = DistributedDataParallel(model, process_group=world.get_group())
+        loss_of(wrapped, *batches(4, 0)[dist.get_rank(group)]).backward()
+        weights = [one for one in model.parameters() if hasattr(one, "device_mesh")]
+        found.append([float(one.grad.to_local().norm()) for one in weights])
+        end(buffer)
+    return [one / other for one, other in zip(*reversed(found), strict=True)]
+
+
+@pytest.mark.parametrize("change", CHANGES)
+def test_gradients_are_averaged_whatever_happens_to_the_weights(
+    pool: RankPool, change: str
+) -> None:
+    for ratios in pool.run(change_after, change):
+        assert ratios == pytest.approx([1.0] * len(ratios), rel=1e-5)
+
+
+def test_one_parameter_is_clipped() -> None:
+    weight = nn.Parameter(torch.zeros(4, 4))
+    weight.grad = torch.full((4, 4), 50.0)
+    assert float(clip_grad_norm_(weight, 0.5)) == pytest.approx(200.0)
+    assert float(weight.grad.norm()) == pytest.approx(0.5)
 
 
 # --- What is refused -----------------------------------------------------------------------------

@@ -27,11 +27,11 @@ from moe_engine.device.lang import INTERPRETED
 from moe_engine.emulation import PerRank, RankPool
 from moe_engine.errors import BackendError, DtypeError
 from moe_engine.integrations.balancing import record_counts
+from moe_engine.integrations.recorded_routing import record_routing
 from moe_engine.integrations.transformers import (
     experts_layers,
     fix_max_tokens,
     join,
-    record_routing,
     shard_experts,
     unshard_experts,
 )

@@ -21,7 +21,8 @@ pytest.importorskip("matplotlib")
 from transformers_cases import build
 
 from moe_engine.integrations.balancing import record_counts, router_biases, update_biases
-from moe_engine.integrations.transformers import record_routing, shard_experts
+from moe_engine.integrations.recorded_routing import record_routing
+from moe_engine.integrations.transformers import shard_experts
 
 
 @pytest.mark.slow

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -149,6 +150,32 @@ def quantize_twice(group: dist.ProcessGroup) -> None:
         assert experts.gate_up_proj.requires_grad
         assert not experts.down_proj.requires_grad
     buffer.destroy()
+
+
+def train_between(group: dist.ProcessGroup) -> None:
+    """An optimizer of weights that were e4m3 in between is told; those of a copy train as well."""
+    model = build("mixtral")
+    buffer = shard_experts(model, group, max_tokens=16)
+    optimizer = torch.optim.SGD(model.parameters(), lr=1.0)
+    quantize_experts(model)
+    copied = copy.deepcopy(model)
+    for one in (model, copied):
+        dequantize_experts(one)
+        assert all(weight.requires_grad for weight in experts_layers(one)[0].parameters())
+    ids = ids_of(dist.get_rank(group), model)
+    model(ids, labels=ids).loss.backward()
+    with pytest.raises(BackendError, match="an optimizer steps a parameter of experts"):
+        optimizer.step()
+    optimizer = torch.optim.SGD(model.parameters(), lr=1.0)
+    before = experts_layers(model)[0].down_proj.detach().clone()
+    optimizer.step()
+    assert not torch.equal(experts_layers(model)[0].down_proj.detach(), before)
+    dist.barrier(group)
+    buffer.destroy()
+
+
+def test_weights_train_that_were_e4m3(pool: RankPool) -> None:
+    pool.run(train_between, num_ranks=2)
 
 
 def test_a_layer_is_quantized_as_a_whole(pool: RankPool) -> None:

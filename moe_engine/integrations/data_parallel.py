@@ -85,25 +85,43 @@ def average_expert_gradients(model: nn.Module, mesh: DeviceMesh | None = None) -
     mesh: as in `fully_shard_experts`, None where each expert is on one rank alone. With a mesh the
     gradients of experts are added up over it in each backward, also within `no_sync()`. Experts may
     be DTensors or ordinary tensors of a rank's share, with LoRA adapters or without. Another call
-    for the same model takes the place of the one before.
+    for the same model takes the place of the one before. Experts look before their forward whether
+    they, or copies of them, have weights that are new or were frozen before. Move the model to its
+    device first, as torch converts no DTensors that have hooks.
 
     Raises BackendError for whole experts, for those that FSDP2 has, and for a MoEFeedForward with a
     `wgrad`, whose gradients autograd does not see.
     """
-    groups = _groups_of_experts(model)
-    names = []
+    groups, names = _groups_of_experts(model), []
     for name, weight in model.named_parameters():
         if id(weight) in groups:
             names.append(name)
-            group = groups[id(weight)]
-            if not isinstance(weight, DTensor):
-                _groups[weight] = group
-            if weight.requires_grad:
-                num_ranks = 1 if group is None else group.size()
-                if weight in _hooks:
-                    _hooks[weight].remove()
-                _hooks[weight] = weight.register_hook(_averaging(num_ranks * _size(mesh), mesh))
+            if weight in _hooks:
+                _hooks.pop(weight).remove()
+            _average(weight, groups[id(weight)], mesh)
+
+    def look(experts: Any, *_: Any) -> None:
+        if torch.compiler.is_compiling() or not torch.is_grad_enabled():
+            return
+        if (buffer := _buffer_of(experts)) is not None:  # else they are whole again
+            for weight in experts.parameters():
+                if not isinstance(weight, DTensor) or weight.device_mesh.ndim == 1:
+                    _average(weight, buffer.group, mesh)
+
+    for experts in _found_experts(model):
+        if (before := vars(experts).get(_LOOKS)) is not None:
+            before.remove()
+        vars(experts)[_LOOKS] = experts.register_forward_pre_hook(look)
     DistributedDataParallel._set_params_and_buffers_to_ignore_for_model(model, names)
+
+
+def _average(weight: Tensor, group: dist.ProcessGroup | None, mesh: DeviceMesh | None) -> None:
+    """Average the gradients of a weight of experts, unless they are already."""
+    if not isinstance(weight, DTensor):
+        _groups[weight] = group
+    if weight.requires_grad and weight not in _hooks:
+        num_ranks = 1 if group is None else group.size()
+        _hooks[weight] = weight.register_hook(_averaging(num_ranks * _size(mesh), mesh))
 
 
 def param_groups(parameters: Iterable[Tensor]) -> list[dict[str, list[Tensor]]]:
@@ -123,7 +141,7 @@ def param_groups(parameters: Iterable[Tensor]) -> list[dict[str, list[Tensor]]]:
 
 @torch.no_grad()
 def clip_grad_norm_(
-    parameters: Iterable[Tensor], max_norm: float, norm_type: float = 2.0
+    parameters: Tensor | Iterable[Tensor], max_norm: float, norm_type: float = 2.0
 ) -> Tensor:
     """`torch.nn.utils.clip_grad_norm_` for parameters on several meshes: the norm before clipping,
     equal on all ranks.
@@ -133,7 +151,7 @@ def clip_grad_norm_(
     must be equal on all ranks, as those of DistributedDataParallel.
     """
     by_ranks: dict[Any, list[Tensor]] = {}
-    for one in parameters:
+    for one in [parameters] if isinstance(parameters, Tensor) else parameters:
         if one.grad is not None:
             ranks = getattr(one.grad, "device_mesh", None) or _groups.get(one)
             by_ranks.setdefault(ranks, []).append(one)
@@ -151,6 +169,9 @@ out."""
 _hooks: Any = WeakIdKeyDictionary()
 """The handle of the hook that averages the gradient of a weight of experts."""
 
+_LOOKS = "_moe_looks_for_weights"
+"""Of experts: the handle of the hook of their forward that looks for weights."""
+
 
 def _norm(grads: list[Any], norm_type: float, ranks: Any) -> Tensor:
     """That of gradients on one mesh or group, over all of its ranks."""
@@ -166,8 +187,7 @@ def _groups_of_experts(model: nn.Module) -> dict[int, dist.ProcessGroup | None]:
     """The expert-parallel group of each parameter of experts and of their adapters, by its id."""
     groups = {}
     for experts in _found_experts(model):
-        share = getattr(experts, "moe_share", experts)  # has a Buffer, as a MoEFeedForward has
-        if getattr(share, "buffer", None) is None:
+        if (buffer := _buffer_of(experts)) is None:
             raise BackendError(
                 f"{type(experts).__name__} has all experts: first call shard_experts(model, group)."
             )
@@ -176,11 +196,16 @@ def _groups_of_experts(model: nn.Module) -> dict[int, dist.ProcessGroup | None]:
         for name, weight in experts.named_parameters():
             if isinstance(weight, DTensor) and weight.device_mesh.ndim != 1:
                 raise _unfit(experts, name, "of FSDP2 already")
-            groups[id(weight)] = share.buffer.group
+            groups[id(weight)] = buffer.group
     for wrapper in lora_wrappers(model):
         group = wrapper.get_base_layer().moe_share.buffer.group
         groups |= {id(part.weight): group for part in adapter_parts(wrapper)}
     return groups
+
+
+def _buffer_of(experts: Any) -> Any:
+    """That of a MoEFeedForward, or of sharded experts; None of whole ones."""
+    return getattr(getattr(experts, "moe_share", experts), "buffer", None)
 
 
 def _found_experts(model: nn.Module) -> list[Any]:

@@ -10,6 +10,7 @@ for each 128 columns, see `moe_engine.moe_ffn`. Other layers of the model stay a
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -18,6 +19,7 @@ from torch import Tensor, nn
 from ..errors import BackendError, DtypeError, ShapeError
 from ..grouped_gemm import dequantize_weights, quantize_weights
 from ..hardware import gpu
+from ..sharded_weights import note_replaced
 from .expert_parts import lora_wrappers
 from .transformers_experts import (
     experts_layers,
@@ -47,9 +49,10 @@ def quantize_experts(model: Any) -> None:
     for experts in layers:
         weights = {name: getattr(experts, name) for name in names_of(experts)[:2]}
         made = {name: quantize_weights(one.detach()) for name, one in weights.items()}  # may raise
+        trained = frozenset(name for name, one in weights.items() if one.requires_grad)
+        experts.moe_share = replace(experts.moe_share, trained=trained)
         for name, (values, scales) in made.items():
             _set(experts, name, values, False)
-            getattr(experts, name).was_trained = weights[name].requires_grad
             experts.register_parameter(scale_name(name), nn.Parameter(scales, requires_grad=False))
 
 
@@ -64,7 +67,7 @@ def dequantize_experts(model: Any) -> None:
         if is_quantized(experts):
             for name in names_of(experts)[:2]:
                 weight, scales = getattr(experts, name), getattr(experts, scale_name(name))
-                was_trained = getattr(weight, "was_trained", False)
+                was_trained = name in experts.moe_share.trained
                 _set(experts, name, dequantize_weights(weight, scales), was_trained)
                 del experts._parameters[scale_name(name)]
 
@@ -77,6 +80,7 @@ def _forget_graphs(layers: list[Any]) -> None:
 
 
 def _set(experts: Any, name: str, value: Tensor, requires_grad: bool) -> None:
+    note_replaced(getattr(experts, name))
     setattr(experts, name, nn.Parameter(value, requires_grad=requires_grad))
 
 

@@ -18,7 +18,6 @@ layers keep what their backward needs. `unshard_experts(model)` undoes it all, f
 from __future__ import annotations
 
 import copy
-import itertools
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext, suppress
 from dataclasses import dataclass, replace
@@ -68,8 +67,6 @@ from .transformers_experts import (
 NAME = "moe_engine"
 Sizes = tuple[int, int, int, torch.dtype]
 """hidden, num_experts, top-k, dtype, as `Buffer.for_tokens` takes them."""
-Routing = tuple[Tensor, Tensor]
-"""topk_idx [T, K] and topk_weights [T, K], as a router hands them to its experts."""
 
 
 def register(*, max_tokens: int = 4096, backend: str = "auto") -> None:
@@ -146,6 +143,7 @@ class Share:
     has_adapters: bool
     activation: Activation
     graphs: DecodeGraphs | None = None
+    trained: frozenset[str] = frozenset()  # weights that are e4m3 now, and were trained before
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Share:
         passes, graphs = copy.deepcopy((self.passes, self.graphs), memo)
@@ -303,6 +301,9 @@ def unshard_experts(model: Any) -> None:
             share.graphs.clear()
             del part.forward
     note_num_experts(model)
+    restored = {name for name, one in model.named_parameters() if hasattr(one, "is_restored")}
+    if ignored := getattr(model, "_ddp_params_and_buffers_to_ignore", None):
+        model._ddp_params_and_buffers_to_ignore = [*set(ignored) - restored]
     for experts in layers:
         del experts.moe_share
     model.set_experts_implementation(share.implementation_before)
@@ -464,37 +465,3 @@ def fix_max_tokens(model: Any, max_tokens: int) -> Iterator[None]:
         )
     with passes.fixing(max_tokens):
         yield
-
-
-@contextmanager
-def record_routing(model: Any) -> Iterator[list[Routing]]:
-    """Collect what the routers choose, in the order in which layers are called."""
-    calls: list[Routing] = []
-
-    def note(_: nn.Module, args: tuple[Tensor, ...]) -> None:
-        calls.append((args[1].detach().clone(), args[2].detach().clone()))
-
-    with _before_experts(model, note):
-        yield calls
-
-
-@contextmanager
-def replay_routing(model: Any, routing: list[Routing]) -> Iterator[None]:
-    """Replace the choices of the routers by the recorded ones of one pass, pass after pass."""
-    calls = itertools.cycle(routing)
-
-    def replace(_: nn.Module, args: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
-        return (args[0], *next(calls))
-
-    with _before_experts(model, replace):
-        yield
-
-
-@contextmanager
-def _before_experts(model: Any, hook: Any) -> Iterator[None]:
-    handles = [experts.register_forward_pre_hook(hook) for experts in experts_layers(model)]
-    try:
-        yield
-    finally:
-        for handle in handles:
-            handle.remove()

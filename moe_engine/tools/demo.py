@@ -19,14 +19,8 @@ from rich.console import Console
 from torch import Tensor
 
 from ..emulation import send_message
-from ..integrations.transformers import (
-    Routing,
-    experts_layers,
-    fix_max_tokens,
-    record_routing,
-    replay_routing,
-    shard_experts,
-)
+from ..integrations.recorded_routing import Routing, record_routing, replay_routing
+from ..integrations.transformers import experts_layers, fix_max_tokens, shard_experts
 from ..options import Options
 from ..timing import now_s
 from .models import Kind, build_config, build_model

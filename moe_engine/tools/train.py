@@ -21,7 +21,8 @@ from torch import Tensor
 
 from ..emulation import send_message
 from ..integrations.balancing import imbalance, record_counts, router_biases, update_biases
-from ..integrations.transformers import Routing, experts_layers, record_routing, shard_experts
+from ..integrations.recorded_routing import Routing, record_routing
+from ..integrations.transformers import experts_layers, shard_experts
 from ..timing import now_s
 from .models import Kind, build_config, build_model
 from .progress import ranks_with_progress
