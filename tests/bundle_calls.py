@@ -11,7 +11,7 @@ import torch
 
 from moe_engine import Buffer, ElasticBuffer, Options, moe_ffn, ops, symm
 from moe_engine.engines import internode_layer
-from moe_engine.engines.kernel import KernelEngine
+from moe_engine.engines.kernel_verbs import KernelVerbs
 from moe_engine.hardware import H200, stand_in
 from moe_engine.kernel_bundle import Variant
 from moe_engine.launch import collecting, is_collecting
@@ -39,13 +39,13 @@ def launched(group, function, *args):
             rows.topk_idx.zero_()
         return rows
 
-    new_rows_of_engine = KernelEngine.new_rows
+    new_rows_of_engine = KernelVerbs.new_rows
     with (
         stand_in(H200),
         collecting(collect),
         mock.patch.object(symm, "_check_emulation", lambda: None),
-        mock.patch.object(KernelEngine, "_received", received),
-        mock.patch.object(KernelEngine, "new_rows", new_rows),
+        mock.patch.object(KernelVerbs, "_received", received),
+        mock.patch.object(KernelVerbs, "new_rows", new_rows),
     ):
         function(group, *args)
     return keys
