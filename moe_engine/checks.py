@@ -365,10 +365,15 @@ def check_out_apart(out: object, **operands: object) -> None:
 def _memory(tensor: torch.Tensor) -> tuple[int, int]:
     """The addresses between which its elements lie."""
     begin = tensor.data_ptr()
+    return begin, begin + extent(tensor)
+
+
+def extent(tensor: torch.Tensor) -> int:
+    """Bytes from its first element to the end of its last one."""
     if tensor.numel() == 0:
-        return begin, begin
+        return 0
     last = sum((size - 1) * step for size, step in zip(tensor.shape, tensor.stride(), strict=True))
-    return begin, begin + (last + 1) * tensor.itemsize
+    return (last + 1) * tensor.itemsize
 
 
 # --- The largest number of tokens ----------------------------------------------------------------

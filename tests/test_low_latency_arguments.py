@@ -144,6 +144,9 @@ def refuse_combine(group):
             buffer.low_latency_combine(*args, **more)
     assert torch.equal(buffer._low_latency.ring.context.fields, fields)
     buffer.low_latency_combine(*good)
+    buffer.low_latency_combine(*good, out=out)
+    with pytest.raises(ShapeError, match="out overlaps x in memory"):  # also of a known kind
+        buffer.low_latency_combine(*good, out=y.flatten(0, 1)[: len(x)])
     buffer.destroy()
     for call in (
         lambda: buffer.low_latency_combine(*good),
