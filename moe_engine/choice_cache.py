@@ -83,13 +83,14 @@ def keep_choice(path: Path, key: str, choice: dict[str, Any]) -> None:
         path.parent.mkdir(parents=True, exist_ok=True)
         choices = _read(path) | {f"{device_name()} {key}": choice}
         text = json.dumps(choices, indent=1)
-        with NamedTemporaryFile("w", dir=path.parent, suffix=path.suffix, delete=False) as partial:
-            partial.write(text)
+        partial = NamedTemporaryFile("w", dir=path.parent, suffix=path.suffix, delete=False)
         try:
+            with partial:
+                partial.write(text)
             if path.exists():
                 shutil.copymode(path, partial.name)  # others may share it
             Path(partial.name).replace(path)
-        except OSError:
+        except BaseException:
             Path(partial.name).unlink(missing_ok=True)
             raise
         num_kept += 1

@@ -176,21 +176,21 @@ class RankPool:
         self._folders.append(folder)
         with environment(self._env):
             variables, context = dict(os.environ), _context(self.device)
-        for rank in range(self.num_ranks):
-            own_end, rank_end = context.Pipe()
-            process = context.Process(
-                target=_serve,
-                args=(rank_end, rank, self.num_ranks, self.device, folder, variables),
-                name=f"moe_engine rank {rank}",
-                daemon=True,
-            )
-            with environment(self._env):
-                process.start()
-            rank_end.close()
-            self._ranks.append((process, own_end))
         try:
+            for rank in range(self.num_ranks):
+                own_end, rank_end = context.Pipe()
+                process = context.Process(
+                    target=_serve,
+                    args=(rank_end, rank, self.num_ranks, self.device, folder, variables),
+                    name=f"moe_engine rank {rank}",
+                    daemon=True,
+                )
+                with environment(self._env):
+                    process.start()
+                rank_end.close()
+                self._ranks.append((process, own_end))
             self._collect(self.num_ranks, START_TIMEOUT_S)
-        except RankError:
+        except BaseException:  # a later run must not meet those that have started
             self.close()
             raise
 

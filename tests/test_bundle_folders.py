@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from itertools import repeat
+from pathlib import Path
 from unittest import mock
 
 import pytest
@@ -170,3 +171,21 @@ def test_kernels_that_are_linked_stay_with_their_nvshmem(variants, tmp_path, now
     with mock.patch("moe_engine.kernel_bundle._nvshmem", lambda: now):
         assert len(write(tmp_path, more, "plain")) == len(more) - 2 * stay
     assert manifest(tmp_path)["made_with"].get("nvshmem") == (now if stay else None)
+
+
+def test_a_kernel_that_is_listed_is_whole(variants, tmp_path):
+    """Also where a second command, which began before it was listed, ends while it writes it."""
+    kernels, plain = variants[0], Path.write_bytes
+
+    def write_half(self, data):
+        with mock.patch.object(Path, "write_bytes", plain):
+            write(tmp_path, kernels, "first")
+            self.write_bytes(data[: len(data) // 2])
+        raise OSError(28, "No space left on device")
+
+    with mock.patch.object(compile, "compile_all", lambda *_: repeat(code("second"))):
+        second = compile.write(tmp_path, kernels, 90, 1)
+        with mock.patch.object(Path, "write_bytes", write_half), pytest.raises(OSError, match="28"):
+            list(second)
+    written = cubins(tmp_path)
+    assert {written[key] for key in manifest(tmp_path)["kernels"]} == {"first"}

@@ -7,7 +7,9 @@ import os
 import warnings
 from dataclasses import asdict
 from pathlib import Path
+from tempfile import NamedTemporaryFile
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -242,3 +244,18 @@ def test_all_that_is_chosen_passes() -> None:
                 for config in candidates(problem):
                     config.check()
                 GemmConfig.for_weights(problem, 2).check()
+
+
+@names
+def test_a_full_disk_leaves_no_files(
+    name: str, folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def full(*args: Any, **more: Any) -> Any:
+        file = NamedTemporaryFile(*args, **more)
+        file.write = mock.Mock(side_effect=OSError(28, "No space left on device"))
+        return file
+
+    monkeypatch.setattr(choice_cache, "NamedTemporaryFile", full)
+    with pytest.raises(BackendError, match="No space left"):
+        choice_cache.keep_choice(folder / name, KEYS[name], asdict(CHOICES[name]))
+    assert list(folder.iterdir()) == []

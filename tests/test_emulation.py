@@ -2,6 +2,7 @@
 
 import ctypes
 import gc
+import itertools
 import os
 import signal
 import socket
@@ -10,6 +11,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Iterator
+from multiprocessing.context import ForkServerProcess
 from pathlib import Path
 
 import cases
@@ -474,3 +476,24 @@ def test_a_forkserver_of_others_does_not_get_the_environment_of_ranks(tmp_path):
     path = os.pathsep.join(filter(None, sys.path))
     env = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
     subprocess.run([sys.executable, script], env=env | {"PYTHONPATH": path}, check=True)
+
+
+def test_a_start_that_breaks_off_leaves_no_ranks(monkeypatch):
+    """The next run starts them all."""
+    start, number = ForkServerProcess.start, itertools.count()
+
+    def interrupted(self):
+        if next(number) == 1:
+            raise KeyboardInterrupt
+        start(self)
+
+    monkeypatch.setattr(ForkServerProcess, "start", interrupted)
+    with RankPool(2, "cpu", timeout_s=60) as pool:
+        with pytest.raises(KeyboardInterrupt):
+            pool.run(rank_of)
+        assert pool._ranks == []
+        assert pool.run(rank_of) == [0, 1]
+
+
+def rank_of(group):
+    return group.rank()

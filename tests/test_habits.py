@@ -129,7 +129,8 @@ def with_defaults(group, device, dtype, backend):
     ],
 )
 def test_other_defaults_change_nothing(pool, device, dtype):
-    pool.run(with_defaults, device, dtype, "auto", num_ranks=1)
+    for num_ranks in (1, 2):
+        pool.run(with_defaults, device, dtype, "auto", num_ranks=num_ranks)
     pool.run(with_defaults, device, dtype, "collective", num_ranks=2)
 
 

@@ -94,7 +94,7 @@ def test_all_learn_what_each_brings(stores):
     for step in range(5):
         values = [{"step": step}, (None, b"\0\xff" * 1000), "é" * 10**step]
         assert meet(hosts, values) == [values] * 3
-    table = dist.PrefixStore("moe_engine/meetings", stores[0])
+    table = dist.PrefixStore("moe_engine/meetings/3", stores[0])
     left = [(n, rank) for n in range(5) for rank in range(3) if table.check([f"{n}/{rank}"])]
     assert left == [(4, 0), (4, 1), (4, 2)]
 
@@ -105,6 +105,20 @@ def test_two_groups_at_one_store_do_not_mix():
     for _ in range(2):
         assert meet(groups[0], "xy") == [["x", "y"]] * 2
     assert meet(groups[1], "zw") == [["z", "w"]] * 2
+
+
+def test_a_group_that_is_made_anew_reads_no_old_messages():
+    """At a store that outlives groups, as torchrun's does, under a name that returns."""
+    store = dist.HashStore()
+    for life in range(2):
+        hosts = [Host(rank, 2, store) for rank in range(2)]
+        for step in range(3):
+
+            def bring(rank, life=life, step=step):
+                time.sleep(0.2 * rank * (life == 1 and step == 2))
+                return life, step, rank
+
+            assert meet(hosts, bring) == [[(life, step, rank) for rank in range(2)]] * 2
 
 
 def test_one_rank_meets_itself(hosts):

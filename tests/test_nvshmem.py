@@ -4,6 +4,7 @@ GPUs that have NVSHMEM."""
 from __future__ import annotations
 
 import ctypes
+import threading
 import time
 import warnings
 from types import SimpleNamespace
@@ -24,7 +25,7 @@ from moe_engine.device.context import PHASE_ROWS, ContextField
 from moe_engine.emulation import RankError, RankPool
 from moe_engine.errors import BackendError, OutOfStep
 from moe_engine.launch import launch
-from moe_engine.symm import environment
+from moe_engine.symm import environment, nvshmem
 from moe_engine.symm.device_context import DeviceContext
 from moe_engine.symm.nvshmem import NvshmemTensor
 from moe_engine.symm.slots import SlotLayout
@@ -359,3 +360,18 @@ def test_rows_arrive_through_nvshmem():
         for num_bytes, turn, returned in sent:
             expected = (torch.arange(num_bytes) + rank + turn).to(torch.uint8)
             assert returned.equal(expected)
+
+
+def test_after_an_interrupted_call_there_is_no_other(monkeypatch):
+    """It goes on, and NVSHMEM takes one at a time."""
+    monkeypatch.setattr(nvshmem, "_has_failed", False)
+    ends = threading.Event()
+
+    def interrupted(*_):
+        raise KeyboardInterrupt
+
+    with mock.patch.object(threading.Thread, "join", interrupted), pytest.raises(KeyboardInterrupt):
+        nvshmem.bounded(ends.wait, "allocate", CPU, 10.0)
+    with pytest.raises(BackendError, match="did not end"):
+        nvshmem.bounded(lambda: 1, "allocate", CPU, 10.0)
+    ends.set()

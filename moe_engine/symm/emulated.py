@@ -72,7 +72,8 @@ class EmulatedTensor:
             exchange(group, map_all, "mapping memory", timeout_s)
         self.local = self._blocks[rank]
         addresses = {rank: block.data_ptr() for rank, block in self._blocks.items()}
-        self.peer_addresses = torch.tensor([addresses.get(file.rank, 0) for file in files])
+        found = [addresses.get(file.rank, 0) for file in files]
+        self.peer_addresses = torch.tensor(found, device="cpu")
 
     def _join_network(self, own: File, far: dict[int, OpenFile], num_bytes: int) -> None:
         nic, address = Nic.of_process(), self._blocks[own.rank].data_ptr()

@@ -1,10 +1,11 @@
 """Meetings of the hosts of a group: each rank brings a value, and all ranks get all values.
 
 Ranks meet at the store of their group. So a meeting has the engine's deadline, uses no
-communicator, and leaves the group usable when it fails. Each rank counts the meetings of a group
-for itself, and writes its message of meeting n under the key n/rank. Messages are pickled: whoever
-can write to that store can run code on the ranks, as with torch.distributed's own collectives of
-objects.
+communicator, and leaves the group usable when it fails. Each rank counts its meetings in that
+store, and writes its message of meeting n under the key n/rank: the store may outlive the group, as
+torchrun's does, and another group of the same name must not find old messages. Messages are
+pickled: whoever can write to that store can run code on the ranks, as with torch.distributed's own
+collectives of objects.
 """
 
 from __future__ import annotations
@@ -15,7 +16,6 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
 from typing import Any, TypeVar
-from weakref import WeakKeyDictionary
 
 import torch.distributed as dist
 
@@ -26,8 +26,6 @@ from ..errors import BackendError, MoeEngineError, OutOfStep
 FIRST_PAUSE_S, LAST_PAUSE_S = 1e-4, 0.02
 """The pauses between two looks at the store; each is twice as long as the one before."""
 T = TypeVar("T")
-
-_numbers: WeakKeyDictionary[dist.ProcessGroup, int] = WeakKeyDictionary()
 
 
 def exchange(
@@ -155,9 +153,11 @@ class _Table:
 
     def __init__(self, group: dist.ProcessGroup, store: dist.Store):
         self._rank, self._num_ranks = group.rank(), group.size()
-        self._number = _numbers[group] = _numbers.get(group, -1) + 1
         # Any: its type says that values are str, and they may be bytes.
-        self._store: Any = dist.PrefixStore("moe_engine/meetings", store)
+        self._store: Any = dist.PrefixStore(f"moe_engine/meetings/{self._num_ranks}", store)
+        self._number = -1
+        with suppress(RuntimeError):  # the store is gone, as `meet` tells
+            self._number = self._store.add(f"count/{self._rank}", 1) - 1
 
     @classmethod
     def of(cls, group: dist.ProcessGroup | None) -> _Table | None:

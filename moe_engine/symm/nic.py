@@ -156,12 +156,16 @@ class Nic:
             self._control.send(json.dumps(request).encode())
             answer = self._control.recv(MAX_REQUEST)
         except TimeoutError as error:
+            self._process.kill()  # a late answer would be taken for that of the next request
             raise BackendError(
                 f"the process {self.pid} of the emulated network did not {request['what']} a block "
                 f"within {seconds:g} s. MOE_ENGINE_TIMEOUT_S sets the deadline."
             ) from error
         except OSError:
             answer = b""
+        except BaseException:  # an interrupt
+            self._process.kill()
+            raise
         if not answer:
             raise self._gone()
         if answer != NOTHING_WRONG:

@@ -252,7 +252,11 @@ def bounded(call: Callable[[], Any], what: str, device: torch.device, seconds: f
 
     thread = threading.Thread(target=run, name=f"NVSHMEM: {what}", daemon=True)
     thread.start()
-    thread.join(seconds)
+    try:
+        thread.join(seconds)
+    except BaseException:  # an interrupt: the call goes on
+        _has_failed = not (results or errors)
+        raise
     if errors:
         raise errors[0]
     if not results:

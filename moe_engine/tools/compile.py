@@ -134,7 +134,9 @@ def write(
         cubin = inner / f"{key}.cubin"
         if key in missing:
             binary = next(compiled)
-            cubin.write_bytes(binary.cubin)
+            new = cubin.with_suffix(f".{os.getpid()}")  # another command may have listed it
+            new.write_bytes(binary.cubin)
+            new.replace(cubin)
             kernels[key] = entry(binary)
         else:
             binary = from_entry(kernels[key], cubin.read_bytes())
