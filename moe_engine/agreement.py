@@ -65,6 +65,7 @@ class Group:
 
 
 BYTES = "memory (num_nvl_bytes and num_rdma_bytes, or of hidden, num_topk and dtype)"
+"""What errors call the bytes of a Buffer: as arguments, or as what `for_tokens` makes them of."""
 
 
 @dataclass(frozen=True, slots=True)

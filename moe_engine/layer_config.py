@@ -43,7 +43,7 @@ EARLY_CHOICES: dict[str, Any] = {
     "num_own_stages": 2,
     "num_copy_programs": 2 * H200.num_sms,
 }
-"""Choices of that: more programs copy, so that the first own rows arrive early."""
+"""The choices for that. More programs copy, so that the first own rows arrive early."""
 LONG_DEPTH, TILE_ROWS, TILE_COLUMNS, MANY_TILES = 4096, 128, 256, 8
 """Where memory is slower than an H200's: products of this depth take so long that tiles of an
 expert which begin at different times no longer find its weights in L2, unless they are many."""

@@ -134,7 +134,6 @@ class LowLatencyVerbs(BufferLifecycle):
                 hooked, decided = return_recv_hook, described.if_packed
                 got, receive = engine.dispatch(tokens, *stats, hooked, decided)
             handle = engine.new_handle(got, sizes)
-            engine.note_handle(fields_of(handle, self.num_nodes)[0])
             if call.is_async:
                 call.returns(*got)
         kind.is_checked = True

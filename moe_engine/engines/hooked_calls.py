@@ -74,7 +74,7 @@ class HookedCalls(ContextEngine):
 
     @abstractmethod
     def new_handle(self, got: Any, sizes: LowLatencySizes) -> Any:
-        """The handle of a dispatch that returned `got`."""
+        """The handle of the last dispatch, which returned `got`."""
 
     @abstractmethod
     def expert_rows(
@@ -192,7 +192,7 @@ class HookedCalls(ContextEngine):
                 "yet. Call the hook before, or make the Buffer with more Options.num_slots."
             )
 
-    def note_handle(self, first: torch.Tensor) -> None:
+    def _note_handle(self, first: torch.Tensor) -> None:
         """The last call returned a handle, of which this is the first tensor."""
         if self._calls:
             self._calls[-1].handle_at = first.data_ptr()

@@ -125,8 +125,9 @@ class InternodeLowLatency(HookedCalls):
         return packed, receive
 
     def new_handle(self, got: Packed, sizes: LowLatencySizes) -> InternodeLowLatencyHandle:
-        """The handle of a dispatch."""
+        """The handle of the last dispatch."""
         _, _, _, src_info, layout_range, *more = got
+        self._note_handle(src_info)
         return InternodeLowLatencyHandle(src_info, layout_range, *sizes[:3], *more)
 
     def expert_rows(

@@ -104,7 +104,8 @@ class LowLatency(HookedCalls):
         low_latency_dispatch(tokens, received, *stats, phases, self.ring)
 
     def new_handle(self, got: ReceivedRows, sizes: LowLatencySizes) -> LowLatencyHandle:
-        """The handle of a dispatch."""
+        """The handle of the last dispatch."""
+        self._note_handle(got.memory)
         return LowLatencyHandle(got.memory, sizes)
 
     def expert_rows(
