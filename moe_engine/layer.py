@@ -224,7 +224,8 @@ def _begin(
     if s_gate_up is not None:
         _check_quantized(layout, is_trained)
     if is_trained or may_take_passes(inputs := args.inputs, buffer, options):
-        options = options if is_trained else options._replace(save="none", wgrad=None)
+        if not is_trained:
+            options = options._replace(save="none", wgrad=None, is_trained=False)
         out, event, counts, error = trained_layer(args, buffer, options)
         if error is not None:
             error.result = LayerInFlight(out, event, counts)

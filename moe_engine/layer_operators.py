@@ -3,15 +3,17 @@ what modes of torch see, such as that of selective checkpointing.
 
 Elsewhere a layer is a node of autograd (`training.py`), which can also return an event, and take
 objects. Here the Buffer is its `id`, and what is saved is among the results, with a size that is
-known when the rows have come: of a layer in passes (`passes.py`) that of all its calls, one after
-the other. `num_rows` tells them apart: the rows of the call with all tokens and of each slice,
-NOT_MADE for calls that were not made, or whose rows had no room.
+known when the rows have come: of a layer in sub-batches or passes (`passes.py`) that of all its
+calls, one after the other. `num_rows` tells them apart: for each sub-batch the rows of the call
+with all its tokens and of each slice, NOT_MADE for calls that were not made, or whose rows had no
+room.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from functools import partial
+from itertools import chain
 from typing import Any
 
 import torch
@@ -23,12 +25,14 @@ from .lifecycle import live_buffer
 from .operators import gradient, operator, operators
 from .passes import (
     NOTHING,
-    Pass,
+    SubBatch,
     Trained,
     backward_in_passes,
     forward_in_passes,
     may_take_passes,
+    num_sub_batches,
     passes_of_slices,
+    sub_batches_of,
 )
 from .training import (
     LayerOptions,
@@ -87,7 +91,7 @@ def _fake_layer(x: Tensor, *args: Any) -> tuple[Tensor, Tensor]:
 def _layer(*args: Any) -> tuple[Tensor, Tensor]:
     *parts, buffer_id, max_tokens, layout, return_counts = args
     tensors, buffer = _tensors(tuple(parts), layout), live_buffer(buffer_id)
-    options = LayerOptions(max_tokens, "none", None, return_counts)
+    options = LayerOptions(max_tokens, "none", None, return_counts, is_trained=False)
     if may_take_passes(tensors.inputs, buffer, options):
         _, (out, _, counts, _) = _run_passes(buffer, tensors, options)
     else:
@@ -97,19 +101,20 @@ def _layer(*args: Any) -> tuple[Tensor, Tensor]:
 
 def _run_passes(
     buffer: Buffer, tensors: LayerTensors, options: LayerOptions
-) -> tuple[list[Pass], Trained]:
+) -> tuple[list[SubBatch], Trained]:
     """See `forward_in_passes`; RoutingError once all calls are made."""
-    passes, done = forward_in_passes(buffer, tensors, options, run_forward)
+    batches, done = forward_in_passes(buffer, tensors, options, run_forward)
     if done.error is not None:
         raise done.error
-    return passes, done
+    return batches, done
 
 
 # --- With gradients ------------------------------------------------------------------------------
 
 
 def _most_calls(buffer: Buffer) -> int:
-    """Of a layer: one with all tokens, and where it may take passes one of each slice."""
+    """Of a sub-batch of a layer: one with all its tokens, and where it may take passes one of each
+    slice."""
     num_passes = buffer.options.num_passes(buffer.group_size) if buffer.has_fused_layers else 1
     return 1 if num_passes == 1 else 1 + num_passes
 
@@ -118,14 +123,15 @@ def _fake_forward(*args: Any) -> tuple[Tensor, ...]:
     x, _, _, _, w_down, buffer_id, _, _, save = args
     buffer = live_buffer(buffer_id)
     num_experts, most_calls = len(w_down) * buffer.group_size, _most_calls(buffer)
+    number = num_sub_batches(buffer)
     num_rows: Any = 0 if save == "none" else torch.library.get_ctx().new_dynamic_size(min=1)
     return (
         torch.empty_like(x),
         x.new_empty((num_experts,), dtype=torch.int32),
         x.new_empty((num_rows if save in ("pre", "all") else 0, 2 * w_down.shape[2])),
         x.new_empty((num_rows if save in ("rows", "all") else 0, x.shape[1])),
-        torch.empty(most_calls, dtype=torch.int64, device="cpu"),
-        x.new_empty((int(most_calls > 1),), dtype=torch.int32),
+        torch.empty(number * most_calls, dtype=torch.int64, device="cpu"),
+        x.new_empty((number * (most_calls > 1),), dtype=torch.int32),
     )
 
 
@@ -139,16 +145,20 @@ def _forward(*args: Any) -> tuple[Tensor, ...]:
     options = LayerOptions(max_tokens, save, None, True)
     options.check()
     tensors, buffer = _tensors(tuple(parts), layout), live_buffer(buffer_id)
-    passes, (out, _, counts, _) = _run_passes(buffer, tensors, options)
+    batches, (out, _, counts, _) = _run_passes(buffer, tensors, options)
     assert counts is not None
-    x, overflow = tensors.x, passes[0].saved.overflow
-    is_fused = buffer.has_fused_layers
-    kept = (one.saved.tensors if is_fused else NOTHING.tensors for one in passes)
+    x, is_fused, most_calls = tensors.x, buffer.has_fused_layers, _most_calls(buffer)
+    kept = (one.saved.tensors if is_fused else NOTHING.tensors for one in chain(*batches))
     pre, rows = zip(*kept, strict=True)
-    numbers, begin = [NOT_MADE] * _most_calls(buffer), 0 if passes[0].tokens is None else 1
-    numbers[begin : begin + len(passes)] = [one.saved.num_rows for one in passes]
-    if not isinstance(overflow, Tensor):  # of which the host knows
-        overflow = x.new_empty(int(len(numbers) > 1), dtype=torch.int32)
+    numbers: list[int] = []
+    for passes in batches:
+        made = [one.saved.num_rows for one in passes]
+        not_made = [NOT_MADE] * (most_calls - len(made))
+        numbers += [*made, *not_made] if len(made) == 1 else [*not_made, *made]
+    overflow = x.new_empty(len(batches) * (most_calls > 1), dtype=torch.int32)
+    for number, passes in enumerate(batches):
+        if isinstance(one := passes[0].saved.overflow, Tensor):  # else the host knows of it
+            overflow[number] = one[0]
     return (
         *(out, counts),
         _joined(pre, x, 2 * tensors.weights.down.shape[2]),
@@ -165,22 +175,30 @@ def _joined(parts: Sequence[Tensor | None], x: Tensor, columns: int) -> Tensor:
     return saved[0] if len(saved) == 1 else torch.cat(saved)
 
 
-def _passes(
+def _batches(
     buffer: Buffer, topk_idx: Tensor, save: str, kept: Sequence[Tensor | None], *more: Tensor
-) -> list[Pass]:
-    """The passes of which `_forward` has returned what they saved; more: num_rows, overflow."""
-    numbers, overflow = more[0].tolist(), more[1]
-    is_captured = numbers[0] == -1 and len(numbers) > 1
-    every = [Pass(None, NOTHING)]
-    if len(numbers) > 1:
-        every += passes_of_slices(buffer, topk_idx, overflow if is_captured else 0)
-    made = [pair for pair in zip(every, numbers, strict=True) if pair[1] != NOT_MADE]
-    sizes = [max(1, number) for _, number in made]
-    parts = [[None] * len(made) if one is None else one.split(sizes) for one in kept]
-    return [
-        one._replace(saved=Saved(save, tensors, number, True, overflow if is_captured else 0))
-        for (one, number), tensors in zip(made, zip(*parts, strict=True), strict=True)
-    ]
+) -> list[SubBatch]:
+    """The sub-batches of which `_forward` has returned what they saved; more: num_rows,
+    overflow."""
+    numbers, overflows = more[0].tolist(), more[1]
+    most_calls = _most_calls(buffer)
+    is_captured = numbers[0] == -1 and most_calls > 1
+    sizes = [max(1, number) for number in numbers if number != NOT_MADE]
+    split = [[None] * len(sizes) if one is None else one.split(sizes) for one in kept]
+    tensors, batches = zip(*split, strict=True), []
+    wholes = sub_batches_of(len(topk_idx), len(numbers) // most_calls)
+    for whole, *rows in zip(wholes, *(iter(numbers),) * most_calls, strict=True):
+        overflow: Tensor | int = overflows[len(batches) :][:1] if is_captured else 0
+        every = [whole]
+        if most_calls > 1:
+            every += passes_of_slices(buffer, topk_idx, whole, overflow)
+        passes = []
+        for one, num_rows in zip(every, rows, strict=True):
+            if num_rows != NOT_MADE:
+                saved = Saved(save, next(tensors), num_rows, True, overflow)
+                passes.append(one._replace(saved=saved))
+        batches.append(passes)
+    return batches
 
 
 def _fake_backward(dy: Tensor, *args: Any) -> tuple[Tensor, ...]:
@@ -201,9 +219,9 @@ def _backward(dy: Tensor, *args: Any) -> tuple[Tensor, ...]:
     *parts, pre, rows, num_rows, overflow, buffer_id, layout, save, of_gate_up, of_down = args
     tensors, buffer = _tensors(tuple(parts), layout), live_buffer(buffer_id)
     kept = pre if save in ("pre", "all") else None, rows if save in ("rows", "all") else None
-    passes = _passes(buffer, tensors.topk_idx, save, kept, num_rows, overflow)
+    batches = _batches(buffer, tensors.topk_idx, save, kept, num_rows, overflow)
     run = partial(run_backward, buffer, None, (of_gate_up, of_down))
-    found, grads = backward_in_passes(dy, tensors, passes, run)
+    found, grads = backward_in_passes(dy, tensors, batches, run)
     of_weights = (dy.new_empty(0) if one is None else one for one in grads)
     return found.x, found.topk_weights, *of_weights
 
