@@ -92,7 +92,9 @@ def low_latency_combine_kernel(
     pdl_launch_dependents(PDL)
     since = begin_span()
     program = tl.program_id(0)
-    slot = open_slot(call, context, max_tokens, rows, CONFIG, PHASES != "receive", PDL)
+    no_caller = tl.full((), 0, tl.int32)  # the handle's dispatch has named it
+    sends: tl.constexpr = PHASES != "receive"
+    slot = open_slot(call, context, max_tokens, no_caller, rows, CONFIG, sends, PDL)
     since = end_span(ROLE_OPEN, 0, since, context)
     token_idx = program - 1
     if PHASES != "receive":

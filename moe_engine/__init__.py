@@ -6,6 +6,7 @@ L local experts (E / R), N received rows, S slot.
 """
 
 from .buffer import Buffer
+from .callers import calls_tagged
 from .elastic import ElasticBuffer
 from .elastic_handle import EPHandle
 from .engines.base import Handle
@@ -53,6 +54,7 @@ __all__ = [
     "RoutingError",
     "ShapeError",
     "WgradSink",
+    "calls_tagged",
     "moe_ffn",
     "start_moe_ffn",
 ]

@@ -21,7 +21,7 @@ from .grouped_gemm.operands import Operand
 from .handles import check_handle, parts_of
 from .layer_config import LayerConfig
 from .layer_verbs import LayerVerbs
-from .lifecycle import verb
+from .lifecycle import local_verb, verb
 from .options import DEFAULT_OPTIONS, Config, Options, check_num_sms, sizes_for_tokens
 from .streams import EventHandle, EventOverlap
 from .symm.slots import ReturnRowLayout, SlotLayout
@@ -77,7 +77,7 @@ class Buffer(LayerVerbs):
 
     # --- Verbs -------------------------------------------------------------------------------
 
-    @verb
+    @local_verb
     def get_dispatch_layout(
         self,
         topk_idx: torch.Tensor,
@@ -269,7 +269,7 @@ class Buffer(LayerVerbs):
         described.kind.is_checked = True
         return received, call.event
 
-    @verb
+    @local_verb
     def release(self) -> None:
         """Give the rows of `dispatch(in_place=True)` back, after what the current stream holds."""
         engine = self._ready(sends=False)

@@ -55,7 +55,8 @@ def results_apart() -> Iterator[None]:
 class Kind:
     """What decides how a call is made. `is_checked`: whether a call of this kind has passed all
     checks that need no more than that; `is_packed`: whether its tensors are as kernels take them;
-    `choice`: what was chosen for it; `whole`: the body that is all of it, if one is.
+    `caller`: that of a layer without a tag; `choice`: what was chosen for it; `whole`: the body that
+    is all of it, if one is.
 
     `prepared`: its calls by body, or by (body, address) those of one layer. Layers of a model are
     of one kind, and differ in their weights: `weights` is the place of one tensor of these among
@@ -63,13 +64,24 @@ class Kind:
     address of that tensor. `owner`: the kinds that this one is among."""
 
     __slots__ = (
-        *("check", "choice", "is_checked", "is_packed", "owner", "prepared", "shared", "used"),
+        *(
+            "caller",
+            "check",
+            "choice",
+            "is_checked",
+            "is_packed",
+            "owner",
+            "prepared",
+            "shared",
+            "used",
+        ),
         *("weights", "whole"),
     )
 
     def __init__(self, owner: Kinds | None = None) -> None:
         self.prepared: dict[Any, Any] = {}
         self.is_checked, self.is_packed, self.used = False, False, 0
+        self.caller: int | None = None
         self.choice: Any = None
         self.check: Callable[..., bool] | None = None  # see `Recent`
         self.whole: Callable[..., Any] | None = None

@@ -4,8 +4,8 @@ what modes of torch see, such as that of selective checkpointing.
 Elsewhere a layer is a node of autograd (`training.py`), which can also return an event, and take
 objects. Here the Buffer is its `id`, and what is saved is among the results, with a size that is
 known when the rows have come: of a layer in passes (`passes.py`) that of all its calls, one after
-the other. `num_rows` tells them apart: the rows of the call with all tokens and of each slice,
-NOT_MADE for calls that were not made, or whose rows had no room.
+the other. `numbers` tells them apart: the rows of the call with all tokens and of each slice,
+NOT_MADE for calls that were not made, or whose rows had no room; then the number of each forward.
 """
 
 from __future__ import annotations
@@ -18,6 +18,7 @@ import torch
 from torch import Tensor
 
 from .buffer import Buffer
+from .callers import tag_of_block
 from .engines.base import Saved
 from .lifecycle import live_buffer
 from .operators import gradient, operator, operators
@@ -48,14 +49,15 @@ from .weight_layouts import GateUp
 TENSORS = "Tensor x, Tensor topk_idx, Tensor topk_weights, Tensor w_gate_up, Tensor w_down"
 NOT_MADE = -2
 """In place of a number of rows, which is -1 in a capture."""
-OPTIONS = "int buffer_id, int? max_tokens, str layout"
+OPTIONS = "int buffer_id, int? max_tokens, str layout, str? tag"
 
 
 def layer_operator(
     tensors: tuple[Any, ...], buffer: Buffer, options: LayerOptions, layout: str
 ) -> tuple[Tensor, Tensor]:
     """(the result [T, H], counts int32 [E], empty if they are not asked for)."""
-    how = *tensors, buffer.id, options.max_tokens, layout
+    tag = tag_of_block() if options.tag is None else str(options.tag)
+    how = *tensors, buffer.id, options.max_tokens, layout, tag
     x, _, *weights = tensors
     if not wants_gradients(x, *weights):
         out, counts = operators.moe_ffn(*how, options.return_counts)
@@ -77,7 +79,7 @@ def _tensors(parts: tuple[Tensor, ...], layout: str) -> LayerTensors:
 
 
 def _fake_layer(x: Tensor, *args: Any) -> tuple[Tensor, Tensor]:
-    *_, w_down, buffer_id, _, _, return_counts = args
+    *_, w_down, buffer_id, _, _, _, return_counts = args
     num_experts = len(w_down) * live_buffer(buffer_id).group_size
     shape = (num_experts if return_counts else 0,)
     return torch.empty_like(x), x.new_empty(shape, dtype=torch.int32)
@@ -85,13 +87,13 @@ def _fake_layer(x: Tensor, *args: Any) -> tuple[Tensor, Tensor]:
 
 @operator(f"moe_ffn({TENSORS}, {OPTIONS}, bool return_counts) -> (Tensor, Tensor)", _fake_layer)
 def _layer(*args: Any) -> tuple[Tensor, Tensor]:
-    *parts, buffer_id, max_tokens, layout, return_counts = args
+    *parts, buffer_id, max_tokens, layout, tag, return_counts = args
     tensors, buffer = _tensors(tuple(parts), layout), live_buffer(buffer_id)
-    options = LayerOptions(max_tokens, "none", None, return_counts)
+    options = LayerOptions(max_tokens, "none", None, return_counts, tag=tag)
     if may_take_passes(tensors.inputs, buffer, options):
         _, (out, _, counts, _) = _run_passes(buffer, tensors, options)
     else:
-        out, _, counts = buffer.moe_ffn(tensors.inputs, False, max_tokens, return_counts)
+        out, _, counts = buffer.moe_ffn(tensors.inputs, False, max_tokens, return_counts, tag)
     return out, tensors.x.new_empty(0, dtype=torch.int32) if counts is None else counts
 
 
@@ -115,7 +117,7 @@ def _most_calls(buffer: Buffer) -> int:
 
 
 def _fake_forward(*args: Any) -> tuple[Tensor, ...]:
-    x, _, _, _, w_down, buffer_id, _, _, save = args
+    x, _, _, _, w_down, buffer_id, _, _, _, save = args
     buffer = live_buffer(buffer_id)
     num_experts, most_calls = len(w_down) * buffer.group_size, _most_calls(buffer)
     num_rows: Any = 0 if save == "none" else torch.library.get_ctx().new_dynamic_size(min=1)
@@ -124,19 +126,19 @@ def _fake_forward(*args: Any) -> tuple[Tensor, ...]:
         x.new_empty((num_experts,), dtype=torch.int32),
         x.new_empty((num_rows if save in ("pre", "all") else 0, 2 * w_down.shape[2])),
         x.new_empty((num_rows if save in ("rows", "all") else 0, x.shape[1])),
-        torch.empty(most_calls, dtype=torch.int64, device="cpu"),
+        torch.empty(2 * most_calls, dtype=torch.int64, device="cpu"),
         x.new_empty((int(most_calls > 1),), dtype=torch.int32),
     )
 
 
 @operator(
     f"moe_ffn_forward({TENSORS}, {OPTIONS}, str save) "
-    "-> (Tensor out, Tensor counts, Tensor pre, Tensor rows, Tensor num_rows, Tensor overflow)",
+    "-> (Tensor out, Tensor counts, Tensor pre, Tensor rows, Tensor numbers, Tensor overflow)",
     _fake_forward,
 )
 def _forward(*args: Any) -> tuple[Tensor, ...]:
-    *parts, buffer_id, max_tokens, layout, save = args
-    options = LayerOptions(max_tokens, save, None, True)
+    *parts, buffer_id, max_tokens, layout, tag, save = args
+    options = LayerOptions(max_tokens, save, None, True, tag=tag)
     options.check()
     tensors, buffer = _tensors(tuple(parts), layout), live_buffer(buffer_id)
     passes, (out, _, counts, _) = _run_passes(buffer, tensors, options)
@@ -145,15 +147,17 @@ def _forward(*args: Any) -> tuple[Tensor, ...]:
     is_fused = buffer.has_fused_layers
     kept = (one.saved.tensors if is_fused else NOTHING.tensors for one in passes)
     pre, rows = zip(*kept, strict=True)
-    numbers, begin = [NOT_MADE] * _most_calls(buffer), 0 if passes[0].tokens is None else 1
-    numbers[begin : begin + len(passes)] = [one.saved.num_rows for one in passes]
+    most, begin = _most_calls(buffer), 0 if passes[0].tokens is None else 1
+    num_rows, forwards, made = [NOT_MADE] * most, [0] * most, slice(begin, begin + len(passes))
+    num_rows[made] = [one.saved.num_rows for one in passes]
+    forwards[made] = [one.saved.forward for one in passes]
     if not isinstance(overflow, Tensor):  # of which the host knows
-        overflow = x.new_empty(int(len(numbers) > 1), dtype=torch.int32)
+        overflow = x.new_empty(int(most > 1), dtype=torch.int32)
     return (
         *(out, counts),
         _joined(pre, x, 2 * tensors.weights.down.shape[2]),
         _joined(rows, x, x.shape[1]),
-        *(torch.tensor(numbers, device="cpu"), overflow),
+        *(torch.tensor(num_rows + forwards, device="cpu"), overflow),
     )
 
 
@@ -168,18 +172,21 @@ def _joined(parts: Sequence[Tensor | None], x: Tensor, columns: int) -> Tensor:
 def _passes(
     buffer: Buffer, topk_idx: Tensor, save: str, kept: Sequence[Tensor | None], *more: Tensor
 ) -> list[Pass]:
-    """The passes of which `_forward` has returned what they saved; more: num_rows, overflow."""
+    """The passes of which `_forward` has returned what they saved; more: numbers, overflow."""
     numbers, overflow = more[0].tolist(), more[1]
-    is_captured = numbers[0] == -1 and len(numbers) > 1
+    most = len(numbers) // 2
+    is_captured = numbers[0] == -1 and most > 1
     every = [Pass(None, NOTHING)]
-    if len(numbers) > 1:
+    if most > 1:
         every += passes_of_slices(buffer, topk_idx, overflow if is_captured else 0)
-    made = [pair for pair in zip(every, numbers, strict=True) if pair[1] != NOT_MADE]
-    sizes = [max(1, number) for _, number in made]
+    all_calls = zip(every, numbers[:most], numbers[most:], strict=True)
+    made = [call for call in all_calls if call[1] != NOT_MADE]
+    sizes = [max(1, num_rows) for _, num_rows, _ in made]
     parts = [[None] * len(made) if one is None else one.split(sizes) for one in kept]
+    seen = overflow if is_captured else 0
     return [
-        one._replace(saved=Saved(save, tensors, number, True, overflow if is_captured else 0))
-        for (one, number), tensors in zip(made, zip(*parts, strict=True), strict=True)
+        one._replace(saved=Saved(save, tensors, num_rows, True, seen, forward))
+        for (one, num_rows, forward), tensors in zip(made, zip(*parts, strict=True), strict=True)
     ]
 
 
@@ -192,16 +199,16 @@ def _fake_backward(dy: Tensor, *args: Any) -> tuple[Tensor, ...]:
 
 
 @operator(
-    f"moe_ffn_backward(Tensor dy, {TENSORS}, Tensor pre, Tensor rows, Tensor num_rows, "
+    f"moe_ffn_backward(Tensor dy, {TENSORS}, Tensor pre, Tensor rows, Tensor numbers, "
     "Tensor overflow, int buffer_id, str layout, str save, bool of_gate_up, bool of_down) "
     "-> (Tensor, Tensor, Tensor, Tensor)",
     _fake_backward,
 )
 def _backward(dy: Tensor, *args: Any) -> tuple[Tensor, ...]:
-    *parts, pre, rows, num_rows, overflow, buffer_id, layout, save, of_gate_up, of_down = args
+    *parts, pre, rows, numbers, overflow, buffer_id, layout, save, of_gate_up, of_down = args
     tensors, buffer = _tensors(tuple(parts), layout), live_buffer(buffer_id)
     kept = pre if save in ("pre", "all") else None, rows if save in ("rows", "all") else None
-    passes = _passes(buffer, tensors.topk_idx, save, kept, num_rows, overflow)
+    passes = _passes(buffer, tensors.topk_idx, save, kept, numbers, overflow)
     run = partial(run_backward, buffer, None, (of_gate_up, of_down))
     found, grads = backward_in_passes(dy, tensors, passes, run)
     of_weights = (dy.new_empty(0) if one is None else one for one in grads)
@@ -209,7 +216,7 @@ def _backward(dy: Tensor, *args: Any) -> tuple[Tensor, ...]:
 
 
 def _save(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
-    *parts, ctx.buffer_id, _, ctx.layout, ctx.save_policy = inputs
+    *parts, ctx.buffer_id, _, ctx.layout, _, ctx.save_policy = inputs
     _, *others = output
     ctx.save_for_backward(*parts, *others[1:])
     ctx.mark_non_differentiable(*others)
@@ -220,7 +227,7 @@ def _layer_gradients(ctx: Any, dy: Tensor, *_: Any) -> tuple[Any, ...]:
     how = ctx.buffer_id, ctx.layout, ctx.save_policy, *wanted
     dx, dw, *grads = operators.moe_ffn_backward(dy, *ctx.saved_tensors, *how)
     of_weights = (one if want else None for one, want in zip(grads, wanted, strict=True))
-    return dx if of_x else None, None, dw if of_topk else None, *of_weights, *(None,) * 4
+    return dx if of_x else None, None, dw if of_topk else None, *of_weights, *(None,) * 5
 
 
 gradient("moe_ffn_forward", _save, _layer_gradients, "a layer has")

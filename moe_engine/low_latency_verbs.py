@@ -23,7 +23,7 @@ from .handles import (
     check_low_latency_handle,
     fields_of,
 )
-from .lifecycle import BufferLifecycle, verb
+from .lifecycle import BufferLifecycle, local_verb, verb
 from .low_latency_handle import LowLatencySizes
 from .options import low_latency_size_hint
 from .streams import EventOverlap, record
@@ -363,7 +363,7 @@ class LowLatencyVerbs(BufferLifecycle):
     def _check_low_latency_handle(self, handle: Any) -> AnyLowLatencyHandle:
         return check_low_latency_handle(handle, self.group_size, self.device, self.num_nodes)
 
-    @verb
+    @local_verb
     def _receive(
         self,
         receive: Hook,

@@ -43,7 +43,7 @@ PLANS = {"": DispatchPlan, "internode_": InternodePlan}
 tensors, and plans of several nodes have more."""
 ARGS = (
     "Tensor x, Tensor topk_idx, Tensor topk_weights, int num_experts, int buffer_id, "
-    "SymInt? max_rows=None, int alignment=1"
+    "SymInt? max_rows=None, int alignment=1, str? tag=None"
 )
 
 
@@ -194,8 +194,10 @@ def _arguments(
     buffer_id: int,
     max_rows: int | None = None,
     alignment: int = 1,
+    tag: str | None = None,
 ) -> tuple[Any, ...]:
-    return live_buffer(buffer_id), x, topk_idx, topk_weights, num_experts, max_rows, alignment
+    routed = x, topk_idx, topk_weights, num_experts
+    return live_buffer(buffer_id), *routed, max_rows, alignment, tag
 
 
 @operator(
@@ -227,7 +229,7 @@ def _save_dispatch(ctx: Any, inputs: tuple[Any, ...], output: Sequence[Tensor]) 
 def _dispatch_backward(ctx: Any, rows: Tensor, weights: Tensor, *_: Any) -> tuple[Any, ...]:
     of_weights = weights if ctx.needs_input_grad[2] else None
     dx, dw = operators.combine(rows, of_weights, list(ctx.saved_tensors), ctx.buffer_id)
-    return dx, None, None if of_weights is None else dw, *(None,) * 4
+    return dx, None, None if of_weights is None else dw, *(None,) * 5
 
 
 def _save_plan(ctx: Any, inputs: tuple[Any, ...], output: Any) -> None:
@@ -372,7 +374,7 @@ def _save_dispatch_start(ctx: Any, inputs: tuple[Any, ...], output: Sequence[Ten
 def _dispatch_start_backward(ctx: Any, y: Tensor, weights: Tensor, *_: Any) -> tuple[Any, ...]:
     args = y, y, weights, list(ctx.saved_tensors), ctx.buffer_id
     dx, dw = operators.combine_wait(*args)
-    return dx, None, dw if ctx.needs_input_grad[2] else None, *(None,) * 4
+    return dx, None, dw if ctx.needs_input_grad[2] else None, *(None,) * 5
 
 
 def _save_dispatch_wait(ctx: Any, inputs: tuple[Any, ...], output: object) -> None:

@@ -18,6 +18,7 @@ from typing import Any, ParamSpec, Protocol, TypeVar, cast
 import torch
 
 from .call_memory import CallMemory, overlap
+from .callers import Callers
 from .errors import BackendError
 from .kinds import MOST_PREPARED, Described, Kinds, Tensors, data_ptr
 from .launch import Graphs, Recording, is_collecting, only_launches, stream_of
@@ -34,7 +35,7 @@ class PreparedCalls(Kinds):
 
     held: the tensors that kernels use besides those of a call; they stay where they are. begin:
     makes the context in which the first call of a kind runs. state: its `step` is the launch that
-    a call has come to, `launched` the last kernel.
+    a call has come to, `launched` the last kernel, and `callers` says which layer the call is of.
     """
 
     def __init__(
@@ -46,7 +47,9 @@ class PreparedCalls(Kinds):
         super().__init__()
         self._held, self._begin = held, begin
         self._is_changing = False
-        self._state = SimpleNamespace(step=None, launched=None) if state is None else state
+        if state is None:
+            state = SimpleNamespace(step=None, launched=None, callers=Callers())
+        self._state = state
 
     def again(self, described: Described, numbers: dict[str, int]) -> Any:
         """What the body that is all of a call returned, from a call with other tensors and numbers;
@@ -268,12 +271,8 @@ class PreparedCall:
                 if tensor.numel() and (place := memory.place_of(tensor)) is not None:
                     self._places[place.memory].append((number, cells, index, place.begin))
             launch.forget_tensors()
-        self._numbers = [
-            (name, number, *launch.numbers[name])
-            for name in numbers
-            for number, (launch, _) in enumerate(self._launches)
-            if name in launch.numbers
-        ]
+        self._numbers = [one for name in numbers for one in self._having(name)]
+        self._callers, self._caller = self._having("caller"), state.callers.running
         self._addresses: Sequence[int] = [-1] * len(memory)
         self._unknown = self._addresses
         self._counts: dict[str, int] | None = None  # `numbers` of the last call
@@ -298,8 +297,19 @@ class PreparedCall:
         if numbers != self._counts:
             self._count(numbers)
 
+    def _having(self, name: str) -> list[tuple[str, int, Any, Any]]:
+        """The launches that take a number of this name, as (name, number of the launch, cells,
+        index there)."""
+        return [
+            (name, number, *launch.numbers[name])
+            for number, (launch, _) in enumerate(self._launches)
+            if name in launch.numbers
+        ]
+
     def launch(self, state: Any) -> None:
         """Launch all on the current stream."""
+        if self._callers and state.callers.running != self._caller:
+            self._name(state.callers.running)
         stream, state.step = self._stream(), self._step
         if self._graphs is None or not self._graphs(stream):
             for launch, step in self._launches:
@@ -323,11 +333,20 @@ class PreparedCall:
     def _count(self, numbers: dict[str, int]) -> None:
         """Let the launches take other numbers."""
         self._counts = None  # as it may be interrupted
-        for name, _, cells, index in self._numbers:
+        self._put(self._numbers, numbers)
+        self._counts = numbers
+
+    def _name(self, caller: int) -> None:
+        """Let the launches say that the call is of this caller."""
+        self._caller = None  # as it may be interrupted
+        self._put(self._callers, {"caller": caller})
+        self._caller = caller
+
+    def _put(self, places: list[tuple[str, int, Any, Any]], numbers: dict[str, int]) -> None:
+        for name, _, cells, index in places:
             cells[index] = numbers[name]
         if self._graphs is not None:
-            self._graphs.change({number for _, number, _, _ in self._numbers})
-        self._counts = numbers
+            self._graphs.change({number for _, number, _, _ in places})
 
 
 def with_size(name: str, results: R) -> R:

@@ -16,6 +16,7 @@ from typing import Any, Self
 
 import torch
 
+from .callers import Callers
 from .checks import check_flag
 from .device.lang import INTERPRETED
 from .errors import BackendError, DtypeError, ShapeError
@@ -121,8 +122,8 @@ class Call:
     stream: torch.cuda.Stream | None = None
     """The one on which it runs; a CPU has none."""
 
-    def __init__(self, streams: CallStreams):
-        self._streams = streams
+    def __init__(self, streams: CallStreams, caller: int | None):
+        self._streams, self._caller_number = streams, caller
 
     @property
     def event(self) -> EventOverlap:
@@ -151,8 +152,9 @@ class Call:
 
     def __enter__(self) -> Self:
         _one_call_at_a_time.acquire()
-        streams = self._streams
+        streams, caller = self._streams, self._caller_number
         try:
+            streams.callers.running = streams.callers.of_block() if caller is None else caller
             if streams.is_on_gpu:
                 self.stream = stream = streams.current_stream()
                 is_current = current_device() == streams.device_index
@@ -205,9 +207,10 @@ class Call:
 
 
 class CallStreams:
-    """The streams of one Buffer's calls."""
+    """The streams of one Buffer's calls, and its callers."""
 
     def __init__(self, device: torch.device):
+        self.callers = Callers()
         self.device, self.is_on_gpu = device, device.type == "cuda"
         self.device_index: int = device.index
         self._known: dict[int, torch.cuda.Stream] = {}  # by handle
@@ -257,6 +260,7 @@ class CallStreams:
         async_finish: bool = False,
         allocate_on_comm_stream: bool = False,
         also: EventHandle | None = None,
+        caller: int | None = None,
     ) -> Call:
         """A context in which one call runs: after `previous_event`, or else after all that the
         current stream holds; after the event `also`; and after the Buffer's last call. The first
@@ -267,8 +271,10 @@ class CallStreams:
         runs on the current stream, and `event` is empty. Results of an asynchronous call always
         come from the comm stream's memory, whatever allocate_on_comm_stream says; as in DeepEP that
         flag needs async_finish and a previous_event.
+
+        caller: see `Callers`; None is the one of the block, see `calls_tagged`.
         """
-        call = Call(self)
+        call = Call(self, caller)
         if async_finish is allocate_on_comm_stream is False and previous_event is also is None:
             return call
         check_flag("async_finish", async_finish)

@@ -16,6 +16,7 @@ import torch
 
 from . import checks
 from .buffer import Buffer
+from .callers import Callers
 from .device.context import SAVE_POLICIES
 from .engines.base import Into, LayerInputs, NewWeightGradients, Saved
 from .errors import BackendError, DtypeError, RoutingError, ShapeError
@@ -69,6 +70,7 @@ class LayerOptions(NamedTuple):
     wgrad: Wgrad = None
     return_counts: bool = False
     async_finish: bool = False
+    tag: str | int | None = None
 
     def check(self) -> None:
         """Raise for what is no option."""
@@ -230,13 +232,15 @@ def _forward(
         )
     hidden, columns = inputs.w_down.shape[1:]
     save = chosen_policy(save, hidden, columns, buffer.has_fused_layers)
-    with buffer._streams.call(None, options.async_finish) as call:
+    caller = buffer._caller_of_layer(inputs, kind, options.tag)
+    with buffer._streams.call(None, options.async_finish, caller=caller) as call:
         if call.is_async:
             call.reads(*inputs.tensors)
         packed = inputs if kind.is_packed else inputs.packed
         kind.is_packed = packed is inputs
         how = packed, save, in_graph, described.if_packed
         out, saved, counts = engine.moe_ffn_forward(*how)
+        saved = saved._replace(forward=buffer._streams.callers.new_forward())
         if call.is_async:
             call.returns(out, counts, *saved.tensors)
     kind.is_checked = True
@@ -257,7 +261,7 @@ def _backward(
     engine = buffer._ready()
     into: Into
     grads: Grads = ()
-    with buffer._streams.call():
+    with buffer._streams.call(caller=Callers.backward_of(saved.forward)):
         if earlier is not None:
             grads, memory = earlier.grads, earlier.found.weights
             into = None if memory is None else memory._replace(accumulate=True)

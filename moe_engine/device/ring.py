@@ -18,6 +18,7 @@ from .context import (
     PEERS,
     PHASE_SLOT_FREE,
     RANK,
+    REFUSED,
     REGION_BYTES,
     SLOTS,
     STARTED,
@@ -43,7 +44,7 @@ COUNT_MASK = tl.constexpr(0xFFFF)
 MAX_COUNTS = tl.constexpr(1024)
 """Values with flags (as NCCL's LL: 8 bytes hold both) that a rank sends another one in a call:
 FIELDS of the call, then a count for each expert of the other rank."""
-FIELDS = tl.constexpr(8)
+FIELDS = tl.constexpr(16)
 """Values that say what a call was begun with; see `call_fields`."""
 MAX_SLOTS = tl.constexpr(16)
 """Slots of a ring."""
@@ -85,6 +86,8 @@ class Slot(NamedTuple):
 
     context: tl.tensor
     max_tokens: tl.tensor  # of each rank in this call, so most rows of a region
+    caller: tl.tensor  # see `callers.Callers`; 0 in a combine
+    refused: tl.tensor  # see `ContextField.REFUSED`
     rows: tl.tensor  # `Rows`
     epoch: tl.tensor
     rank: tl.tensor
@@ -103,6 +106,7 @@ def open_slot(
     call,
     context,
     max_tokens,
+    caller,
     rows,
     CONFIG: tl.constexpr,
     SENDS: tl.constexpr,
@@ -126,6 +130,7 @@ def open_slot(
     regions = own + tl.load(context + SLOTS)
     region_bytes = tl.load(context + REGION_BYTES)
     pdl_wait(PDL)
+    refused = tl.load(context + REFUSED).to(tl.int32)
     if SENDS:
         epoch = _begin_send(call, context)
     else:
@@ -135,6 +140,8 @@ def open_slot(
     return Slot(
         context=context,
         max_tokens=max_tokens,
+        caller=caller,
+        refused=refused,
         rows=rows,
         epoch=epoch,
         rank=rank,

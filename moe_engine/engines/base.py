@@ -162,13 +162,15 @@ class Saved(NamedTuple):
     `SAVE_POLICIES`; tensors, none of them symmetric memory; how many expert rows came, or could
     come on one rank, -1 where the host does not know; whether another backward may read the
     tensors, so that this one may not overwrite them; how many rows had no room on the fullest rank,
-    so that the call sent none, int32 [1] in a capture, None where all have room."""
+    so that the call sent none, int32 [1] in a capture, None where all have room; the number of the
+    forward, see `Callers.new_forward`."""
 
     save: str
     tensors: tuple[torch.Tensor | None, ...]
     num_rows: int = -1
     is_kept: bool = True
     overflow: int | torch.Tensor | None = 0
+    forward: int = 0
 
 
 class WeightGradients(NamedTuple):
@@ -315,6 +317,15 @@ class Engine(Protocol):
     def contexts(self) -> list[DeviceContext]:
         """The device contexts that tell other ranks of a call which breaks off on this one."""
 
+    @property
+    def has_ended(self) -> bool:
+        """Whether this rank's calls have ended."""
+
+    @property
+    def has_sent(self) -> bool:
+        """Whether the running call, or the last one since `check`, has sent anything before an
+        error came that ends no calls."""
+
     def check(self) -> bool:
         """Raise what ended this rank's calls, if anything has. Whether `check_ids` will raise, as
         ids were bad by now."""
@@ -330,9 +341,17 @@ class Engine(Protocol):
 class ContextEngine(ABC):
     """What engines with kernels share: their device contexts tell of failures and of bad ids."""
 
+    has_sent = False
+    """See `Engine`: here such errors come before the first launch."""
+
     @abstractmethod
     def contexts(self) -> list[DeviceContext]:
         """See `Engine`; an engine whose memory grows gets other ones."""
+
+    @property
+    def has_ended(self) -> bool:
+        """See `Engine`."""
+        return any(context.has_ended for context in self.contexts())
 
     def check(self) -> bool:
         """See `Engine`."""

@@ -232,12 +232,13 @@ class HookedCalls(ContextEngine):
 
     def _hook(self, body: Callable[..., None], *args: Any, described: Described | None) -> Receive:
         """A function that launches the second half of the last call, once."""
-        call = self._calls[-1]
-        owner = self.owner(call.memory)
+        call, callers = self._calls[-1], self._calls[-1].memory.context.callers
+        caller, owner = callers.running, self.owner(call.memory)
         make = call.memory.calls.later(body, owner, *args, described=described)
 
         def receive() -> None:
             if not call.received:
+                callers.running = caller
                 make()
                 if INTERPRETED:
                     self._check_emulated()
