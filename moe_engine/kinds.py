@@ -55,8 +55,8 @@ def results_apart() -> Iterator[None]:
 class Kind:
     """What decides how a call is made. `is_checked`: whether a call of this kind has passed all
     checks that need no more than that; `is_packed`: whether its tensors are as kernels take them;
-    `caller`: that of a layer without a tag; `choice`: what was chosen for it; `whole`: the body that
-    is all of it, if one is.
+    `caller`: that of a layer without a tag; `choice`: what was chosen for it; `whole`: the body
+    that is all of it, if one is.
 
     `prepared`: its calls by body, or by (body, address) those of one layer. Layers of a model are
     of one kind, and differ in their weights: `weights` is the place of one tensor of these among

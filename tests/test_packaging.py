@@ -22,7 +22,7 @@ LAYERS = (
     ("errors", "utils", "deadline", "checks", "hardware", "choice_cache", "timing"),
     (
         *("nvshmem_library", "cuda_driver", "launch_graph", "kernel_bundle", "launch"),
-        *("kinds", "call_memory", "prepared"),
+        *("callers", "kinds", "call_memory", "prepared"),
     ),
     (
         *("grouped_gemm", "row_vectors", "expert_major", "expert_major_kernels"),
