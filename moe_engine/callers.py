@@ -9,6 +9,7 @@ refused before they sent anything.
 
 from __future__ import annotations
 
+import re
 import zlib
 from collections import deque
 from collections.abc import Iterator
@@ -19,26 +20,32 @@ from .errors import DtypeError
 
 NO_CALLER = 0
 MOST_NUMBER = 2**30 - 1
-"""Tags that are numbers below this one have callers that tell the number."""
+NUMBER = re.compile(r"0|[1-9][0-9]{0,9}")
+"""Tags that are numbers, below MOST_NUMBER, have callers that tell the number."""
 KNOWN_FORWARDS = 1024
 """The number of forwards of which an error can name the layer."""
 
-_tag_of_block: ContextVar[str | None] = ContextVar("tag_of_block", default=None)
+Tag = str | int
+"""Which layer of a model a call is of, equal on all ranks."""
+
+_tag_of_block: ContextVar[Tag | None] = ContextVar("tag_of_block", default=None)
 
 
 @contextmanager
-def calls_tagged(tag: object) -> Iterator[None]:
-    """Within the block calls that have no tag of their own say that they are of this layer."""
-    token = _tag_of_block.set(str(tag))
+def calls_tagged(tag: Tag) -> Iterator[None]:
+    """Within the block the calls of this thread say that they are of this layer, unless they have a
+    `tag` of their own. It serves the verbs of DeepEP, which have no such argument:
+
+        with calls_tagged("layers.3.mlp"):
+            recv_x, *_ = buffer.dispatch(...)
+
+    A combine and a cached dispatch name their dispatch by themselves. See `moe_engine.moe_ffn`.
+    """
+    token = _tag_of_block.set(tag)
     try:
         yield
     finally:
         _tag_of_block.reset(token)
-
-
-def tag_of_block() -> str | None:
-    """The tag of the innermost `calls_tagged`, if there is one."""
-    return _tag_of_block.get()
 
 
 class Callers:
@@ -47,8 +54,8 @@ class Callers:
     A caller is an int32: 0 for a call without a tag, a positive one for a layer, which follows from
     its tag alone, and a negative one for the backward of a forward, which follows from the number
     of that forward among those of the Buffer. So it is the same on all ranks that call the same
-    layers. Tags that are small numbers have even callers, of which errors can tell the tag; others
-    have odd ones, of which they can where this rank has used the tag.
+    layers. Tags that are numbers, as ints or in decimal, have even callers, by which errors can
+    tell the tag; others have odd ones, by which they can where this rank has used the tag.
 
     running: the caller of the running call, which `streams.Call` sets. num_refused: the calls that
     were refused on this rank; last_refused: which verb refused the last of them, and why.
@@ -58,21 +65,22 @@ class Callers:
         self.running = NO_CALLER
         self.num_refused, self.last_refused = 0, ""
         self._tags: dict[int, str] = {}
-        self._numbers: dict[str | int, int] = {}
+        self._numbers: dict[Tag, int] = {}
         self._num_named: dict[str, int] = {}
         self._forwards = deque[int](maxlen=KNOWN_FORWARDS)
         self._num_forwards = 0
 
-    def number(self, tag: str | int) -> int:
+    def number(self, tag: Tag) -> int:
         """The caller that a tag stands for. DtypeError for what is no tag."""
         if type(tag) is not str and type(tag) is not int:
             raise DtypeError(f"tag is a {type(tag).__name__}; it must be a str, an int or None.")
         found = self._numbers.get(tag)
         if found is None:
-            found = zlib.crc32(str(tag).encode()) >> 1 | 1
-            if isinstance(tag, int) and 0 <= tag < MOST_NUMBER:
-                found = 2 * tag + 2
-            self._numbers[tag], self._tags[found] = found, str(tag)
+            text = str(tag)
+            found = zlib.crc32(text.encode()) >> 1 | 1
+            if NUMBER.fullmatch(text) and int(text) < MOST_NUMBER:
+                found = 2 * int(text) + 2
+            self._numbers[tag], self._tags[found] = found, text
         return found
 
     def of_block(self) -> int:

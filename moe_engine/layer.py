@@ -10,6 +10,7 @@ import torch
 from torch.distributed.device_mesh import DeviceMesh
 
 from .buffer import Buffer
+from .callers import Tag
 from .checks import (
     BIAS_PAIR,
     PAYLOAD_DTYPES,
@@ -36,9 +37,6 @@ NO_BIASES: Biases = None, None
 Down = torch.Tensor | tuple[torch.Tensor, torch.Tensor]
 """w_down [L, H, I], or (e4m3 [L, H, I], float32 scales [L, H / 128, I / 128])."""
 
-Tag = str | int | None
-"""Which layer of a model this is, equal on all ranks."""
-
 Result = TypeVar("Result")
 """What a layer returns: a tensor, or with return_counts two."""
 
@@ -49,21 +47,24 @@ def moe_ffn(
     x: torch.Tensor, topk_idx: torch.Tensor, topk_weights: torch.Tensor, w_gate_up: Operand,
     w_down: Down, buffer: Buffer, max_tokens: int | None = None, *, save: str = "auto",
     wgrad: Wgrad = None, layout: str = "concatenated", biases: Biases = NO_BIASES,
-    activation: AnyActivation = "swiglu", return_counts: Literal[False] = False, tag: Tag = None,
+    activation: AnyActivation = "swiglu", return_counts: Literal[False] = False,
+    tag: Tag | None = None,
 ) -> torch.Tensor: ...
 @overload
 def moe_ffn(
     x: torch.Tensor, topk_idx: torch.Tensor, topk_weights: torch.Tensor, w_gate_up: Operand,
     w_down: Down, buffer: Buffer, max_tokens: int | None = None, *, save: str = "auto",
     wgrad: Wgrad = None, layout: str = "concatenated", biases: Biases = NO_BIASES,
-    activation: AnyActivation = "swiglu", return_counts: Literal[True], tag: Tag = None,
+    activation: AnyActivation = "swiglu", return_counts: Literal[True],
+    tag: Tag | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor]: ...
 @overload
 def moe_ffn(
     x: torch.Tensor, topk_idx: torch.Tensor, topk_weights: torch.Tensor, w_gate_up: Operand,
     w_down: Down, buffer: Buffer, max_tokens: int | None = None, *, save: str = "auto",
     wgrad: Wgrad = None, layout: str = "concatenated", biases: Biases = NO_BIASES,
-    activation: AnyActivation = "swiglu", return_counts: bool, tag: Tag = None,
+    activation: AnyActivation = "swiglu", return_counts: bool,
+    tag: Tag | None = None,
 ) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]: ...
 # fmt: on
 def moe_ffn(
@@ -81,7 +82,7 @@ def moe_ffn(
     biases: Biases = NO_BIASES,
     activation: AnyActivation = "swiglu",
     return_counts: bool = False,
-    tag: Tag = None,
+    tag: Tag | None = None,
 ) -> Any:
     """Route x [T, H] to its experts on all ranks and sum their results, weighted: [T, H].
 
@@ -168,21 +169,24 @@ def start_moe_ffn(
     x: torch.Tensor, topk_idx: torch.Tensor, topk_weights: torch.Tensor, w_gate_up: Operand,
     w_down: Down, buffer: Buffer, max_tokens: int | None = None, *, save: str = "auto",
     wgrad: Wgrad = None, layout: str = "concatenated", biases: Biases = NO_BIASES,
-    activation: AnyActivation = "swiglu", return_counts: Literal[False] = False, tag: Tag = None,
+    activation: AnyActivation = "swiglu", return_counts: Literal[False] = False,
+    tag: Tag | None = None,
 ) -> LayerInFlight[torch.Tensor]: ...
 @overload
 def start_moe_ffn(
     x: torch.Tensor, topk_idx: torch.Tensor, topk_weights: torch.Tensor, w_gate_up: Operand,
     w_down: Down, buffer: Buffer, max_tokens: int | None = None, *, save: str = "auto",
     wgrad: Wgrad = None, layout: str = "concatenated", biases: Biases = NO_BIASES,
-    activation: AnyActivation = "swiglu", return_counts: Literal[True], tag: Tag = None,
+    activation: AnyActivation = "swiglu", return_counts: Literal[True],
+    tag: Tag | None = None,
 ) -> LayerInFlight[tuple[torch.Tensor, torch.Tensor]]: ...
 @overload
 def start_moe_ffn(
     x: torch.Tensor, topk_idx: torch.Tensor, topk_weights: torch.Tensor, w_gate_up: Operand,
     w_down: Down, buffer: Buffer, max_tokens: int | None = None, *, save: str = "auto",
     wgrad: Wgrad = None, layout: str = "concatenated", biases: Biases = NO_BIASES,
-    activation: AnyActivation = "swiglu", return_counts: bool, tag: Tag = None,
+    activation: AnyActivation = "swiglu", return_counts: bool,
+    tag: Tag | None = None,
 ) -> LayerInFlight[torch.Tensor | tuple[torch.Tensor, torch.Tensor]]: ...
 # fmt: on
 def start_moe_ffn(
@@ -200,7 +204,7 @@ def start_moe_ffn(
     biases: Biases = NO_BIASES,
     activation: AnyActivation = "swiglu",
     return_counts: bool = False,
-    tag: Tag = None,
+    tag: Tag | None = None,
 ) -> LayerInFlight[Any]:
     """Begin `moe_ffn` on the Buffer's own stream, and run something else until `finish()`: the
     shared expert of Qwen2-MoE and DeepSeek-V3 fills SMs where the routed ones wait for rows.
@@ -363,7 +367,7 @@ class MoEFeedForward(torch.nn.Module):
             self.register_parameter(name, None if added is None else new(added, requires_grad))
         self.buffer, self.save, self.layout = buffer, save, layout
         self.activation = activation
-        self.tag: Tag = buffer.new_tag("MoEFeedForward")
+        self.tag: Tag | None = buffer.new_tag("MoEFeedForward")
 
     def forward(
         self,

@@ -18,7 +18,6 @@ import torch
 from torch import Tensor
 
 from .buffer import Buffer
-from .callers import tag_of_block
 from .engines.base import Saved
 from .lifecycle import live_buffer
 from .operators import gradient, operator, operators
@@ -56,7 +55,7 @@ def layer_operator(
     tensors: tuple[Any, ...], buffer: Buffer, options: LayerOptions, layout: str
 ) -> tuple[Tensor, Tensor]:
     """(the result [T, H], counts int32 [E], empty if they are not asked for)."""
-    tag = tag_of_block() if options.tag is None else str(options.tag)
+    tag = None if options.tag is None else str(options.tag)
     how = *tensors, buffer.id, options.max_tokens, layout, tag
     x, _, *weights = tensors
     if not wants_gradients(x, *weights):

@@ -5,6 +5,7 @@ from __future__ import annotations
 import torch
 
 from . import checks
+from .callers import Tag
 from .engines.base import Engine, LayerInputs, LayerResult, check_scales
 from .errors import ShapeError
 from .grouped_gemm.activations import Activation, check_layer_activation
@@ -24,7 +25,7 @@ class LayerVerbs(LowLatencyVerbs):
         async_finish: bool = False,
         max_tokens: int | None = None,
         return_counts: bool = False,
-        tag: str | int | None = None,
+        tag: Tag | None = None,
     ) -> tuple[torch.Tensor, EventOverlap, torch.Tensor | None]:
         """(result [T, H], event, counts int32 [E] or None) of a layer's routed experts; see
         `moe_engine.moe_ffn`."""
@@ -46,7 +47,7 @@ class LayerVerbs(LowLatencyVerbs):
         kind.is_checked = True
         return out, call.event, counts
 
-    def _caller_of_layer(self, inputs: LayerInputs, kind: Kind, tag: str | int | None) -> int:
+    def _caller_of_layer(self, inputs: LayerInputs, kind: Kind, tag: Tag | None) -> int:
         """The caller of a layer: by its tag, else by that of the block, else by what ranks must
         give alike of its experts. kind: of its arguments."""
         callers = self._streams.callers

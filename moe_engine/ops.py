@@ -11,7 +11,7 @@ from typing import NamedTuple
 from torch import Tensor
 
 from .buffer import Buffer
-from .callers import tag_of_block
+from .callers import Tag
 from .checks import shown
 from .errors import DtypeError
 from .expert_row_calls import Plan, plan_of
@@ -66,7 +66,7 @@ def dispatch(
     *,
     max_rows: int | None = None,
     alignment: int = 1,
-    tag: str | int | None = None,
+    tag: Tag | None = None,
 ) -> DispatchedRows:
     """Send x [T, H], bf16 or fp32, to its experts on all ranks: rows sorted by expert, the rows of
     each expert padded to a multiple of `alignment`. Collective; T may differ per rank and be 0.
@@ -117,7 +117,7 @@ def dispatch_start(
     *,
     max_rows: int | None = None,
     alignment: int = 1,
-    tag: str | int | None = None,
+    tag: Tag | None = None,
 ) -> DispatchInFlight:
     """Begin `dispatch` on the Buffer's own stream; `dispatch_wait` gives its result. Any number
     may be in flight, and the calls of a Buffer run one after the other. In the backward the sums
@@ -157,9 +157,9 @@ def _id(buffer: Buffer) -> int:
     return buffer.id
 
 
-def _tag(tag: str | int | None) -> str | None:
-    """A tag as operators take it, which have no context of their own."""
-    return tag_of_block() if tag is None else str(tag)
+def _tag(tag: Tag | None) -> str | None:
+    """A tag as operators take it."""
+    return None if tag is None else str(tag)
 
 
 def _tensors(plan: Plan) -> list[Tensor]:

@@ -16,7 +16,7 @@ import torch
 
 from . import checks
 from .buffer import Buffer
-from .callers import Callers
+from .callers import Callers, Tag
 from .device.context import SAVE_POLICIES
 from .engines.base import Into, LayerInputs, NewWeightGradients, Saved
 from .errors import BackendError, DtypeError, RoutingError, ShapeError
@@ -70,7 +70,7 @@ class LayerOptions(NamedTuple):
     wgrad: Wgrad = None
     return_counts: bool = False
     async_finish: bool = False
-    tag: str | int | None = None
+    tag: Tag | None = None
 
     def check(self) -> None:
         """Raise for what is no option."""

@@ -396,12 +396,13 @@ def out_of_step_by_refusal(rank: int, peer: int, refused: int, count: int, last:
     """The error of ranks of which rank `refused` has refused so many calls more than the other;
     last: which verb refused the last of them, and why."""
     other = peer if refused == rank else rank
-    calls = "a call" if count == 1 else f"{count} calls, the last one"
+    what = f"a call that rank {other} did not refuse, in"
+    if count > 1:
+        what = f"{count} calls that rank {other} did not refuse, the last one in"
     why = last.rstrip(".") or "a verb, for a reason that has not arrived here"
     return OutOfStep(
-        f"ranks {rank} and {peer} are out of step: rank {refused} refused {calls} in {why}. Rank "
-        f"{other} did not refuse it. A rank may go on after an error that all ranks got. "
-        f"{SAME_ORDER}"
+        f"ranks {rank} and {peer} are out of step: rank {refused} refused {what} {why}. A rank may "
+        f"go on after an error that all ranks got. {SAME_ORDER}"
     )
 
 
