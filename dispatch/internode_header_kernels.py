@@ -44,6 +44,7 @@ from ..device.signature import (
     publish_signature,
     put_signature,
     refuse_handle,
+    sent_signature,
     signature_of,
     signature_of_handle,
     time_signatures,
@@ -179,14 +180,17 @@ def exchange_internode_kernel(
         elif node == nodes:  # the host, which waits for the counts, is to hear of it then
             report_abandoned(context)
         return
-    call = own_call(context)
-    if SIZES.PHASES != "both":  # a low-latency call
-        shape = with_max_tokens(shape, most_rows)
-    # fmt: off
-    signature = signature_of(
-        SIZES.KIND, shape, num_experts, 0, 0, form, call, 0, caller, context
-    )
-    # fmt: on
+    if SIZES.PHASES == "receive":
+        signature = sent_signature(context)
+    else:
+        call = own_call(context)
+        if SIZES.PHASES == "send":  # a low-latency call
+            shape = with_max_tokens(shape, most_rows)
+        # fmt: off
+        signature = signature_of(
+            SIZES.KIND, shape, num_experts, 0, 0, form, call, 0, caller, context
+        )
+        # fmt: on
     if SIZES.PHASES != "receive":
         all_nodes = tl.arange(0, SIZES.NODES_PAD)
         most = tl.max(tl.load(plan.num_tokens + all_nodes, mask=all_nodes < nodes, other=0), 0)

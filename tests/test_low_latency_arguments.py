@@ -29,7 +29,7 @@ DISPATCH = {
     "ids of other tokens": (ShapeError, "topk_idx", (X, IDX[:3], *SHAPE), {}),
     "no top-k": (ShapeError, "topk_idx", (X, IDX[:, :0], *SHAPE), {}),
     "ids on another device": (ShapeError, "topk_idx", (X, IDX.to("meta"), *SHAPE), {}),
-    "more experts than are counted": (CapacityError, "1016", (X, IDX, MAX_TOKENS, 1017), {}),
+    "more experts than are counted": (CapacityError, "1008", (X, IDX, MAX_TOKENS, 1017), {}),
     "no experts": (ShapeError, "num_experts", (X, IDX, MAX_TOKENS, 0), {}),
     "no room": (CapacityError, "num_max_dispatch_tokens_per_rank", (X, IDX, 0, EXPERTS), {}),
     "more tokens than said": (

@@ -94,6 +94,14 @@ def signature_of(
 
 
 @device_function
+def sent_signature(context):
+    """The signature that an earlier launch of this call has stored on this rank itself. Calls may
+    have been refused since, so this launch could not make it anew."""
+    own = region(tl.load(context + RANK), context)
+    return tl.load(as_pointer(own, tl.int32) + tl.arange(0, SIGNATURE_WORDS))
+
+
+@device_function
 def own_call(context):
     """The low half of the running epoch, for a dispatch's signature."""
     return current_epoch(context).to(tl.int32)
