@@ -3,6 +3,7 @@ a row, as in DeepSeek-V3 (section 3.3 of its report)."""
 
 from __future__ import annotations
 
+import math
 from typing import Any, NamedTuple
 
 import torch
@@ -23,7 +24,7 @@ BLOCK = 128
 E4M3_MAX = 448.0
 SMALLEST_AMAX = 1e-4
 """A block's largest magnitude counts as at least this, so that zeros have a scale."""
-EXPONENT_BIAS = 127
+EXPONENT_BIAS, INFINITE_EXPONENT = 127, 128
 TILE_ITEMS, TILE_WARPS = 4096, 4
 """What a program casts at a time."""
 
@@ -36,15 +37,19 @@ def cast(
 
     A scale is amax / 448, with round_scale the next power of two from there. Products are fp32,
     e4m3 rounds to nearest even. Example, one block of zeros and a single 7.0: amax 7, scale
-    0.015625 either way, whose exponent is -6 (121 in UE8M0); the 7 becomes 448.
+    0.015625 either way, whose exponent is -6 (121 in UE8M0); the 7 becomes 448. A NaN stays NaN,
+    and does not count for amax; beside an infinity, whose scale is infinite, all become NaN when
+    they are multiplied by it.
     """
     blocks = rearrange(x.float(), "... (b c) -> ... b c", c=BLOCK)
-    amax = reduce(blocks.abs(), "... b c -> ... b 1", "max").clamp_min(SMALLEST_AMAX)
+    size = blocks.abs().nan_to_num(0.0, math.inf)
+    amax = reduce(size, "... b c -> ... b 1", "max").clamp_min(SMALLEST_AMAX)
     scale = amax * amax.new_tensor(1 / E4M3_MAX)
     factor = amax.new_tensor(E4M3_MAX) / amax
     if round_scale:
         exponent = ceil_log2(scale)
-        scale, factor = torch.exp2(exponent.float()), torch.exp2(-exponent.float())
+        scale = torch.exp2(exponent.float())
+        factor = torch.where(scale.isinf(), 0, torch.exp2(-exponent.float()))
     rows = rearrange(blocks * factor, "... b c -> ... (b c)").to(FP8)
     scales = scale.squeeze(-1)
     if not use_ue8m0:
@@ -105,8 +110,9 @@ def dequantize_weights(values: torch.Tensor, scales: torch.Tensor) -> torch.Tens
 
 
 def ceil_log2(x: torch.Tensor) -> torch.Tensor:
-    """The exponents of the next powers of two from x > 0 on."""
+    """The exponents of the next powers of two from x > 0 on; 128 of infinity."""
     mantissa, exponent = torch.frexp(x)  # the mantissa lies in [0.5, 1)
+    exponent = torch.where(x.isinf(), INFINITE_EXPONENT, exponent)
     return torch.where(mantissa > 0.5, exponent, exponent - 1)
 
 

@@ -408,9 +408,7 @@ def test_the_interpreter_of_an_old_triton_needs_an_older_numpy(
     if works:
         assert symm.choose_backend(None, "auto", "cpu") == "single"
     else:
-        with pytest.raises(
-            BackendError, match=r"pip install 'moe_engine\[emulation\]'.*Triton 3.7"
-        ):
+        with pytest.raises(BackendError, match=r"'moe_engine\[emulation\]'.*Triton 3.7"):
             symm.choose_backend(None, "auto", "cpu")
 
 
