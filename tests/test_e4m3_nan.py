@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import warnings
 from typing import Any
 
 import cases
@@ -13,7 +14,7 @@ import torch
 import torch.distributed as dist
 from training_cases import new_buffer
 
-from moe_engine import moe_ffn, reference
+from moe_engine import DtypeError, moe_ffn, reference
 from moe_engine.emulation import PerRank, RankPool
 from moe_engine.grouped_gemm import gemm_config, tile_schedule
 from moe_engine.grouped_gemm.config import OFFERS_SPECIALIZED
@@ -109,6 +110,41 @@ def test_low_latency_dispatch(pool: RankPool) -> None:
             assert torch.equal(rows.isnan(), want.x.float()[is_row].isnan())
             assert torch.equal(rows.nan_to_num(), want.x.float()[is_row].nan_to_num())
             assert torch.equal(scales, want.scales.view(torch.int32)[is_row])
+
+
+# --- Weights -------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("value", [NAN, INF, -INF])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+def test_weights_that_are_not_finite_are_refused(dtype: torch.dtype, value: float) -> None:
+    w = torch.randn(3, 130, 144).to(dtype)
+    w[1, 129, 140] = value
+    with pytest.raises(DtypeError, match=r"^w is NaN or infinite in 1 of its 3 experts, .* is 1,"):
+        quantize_weights(w)
+
+
+@pytest.mark.parametrize(("scale", "outlier"), [(0.02, 3e38), (1.0, -1e6), (1e-12, None)])
+def test_weights_that_vanish_warn(scale: float, outlier: float | None) -> None:
+    w = torch.randn(2, 256, 128) * scale
+    w[0] = 0
+    w[1, 128:] = torch.randn(128, 128)
+    if outlier is not None:
+        w[1, 5, 5] = outlier
+    with pytest.warns(UserWarning, match="^w: in 1 of 4 blocks of 128 x 128, more than half"):
+        quantize_weights(w.bfloat16())
+
+
+def test_other_weights_do_not_warn() -> None:
+    largest = torch.finfo(torch.bfloat16).max
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        quantize_weights(torch.zeros(1, 128, 128))
+        quantize_weights(torch.randn(2, 130, 144).bfloat16())
+        quantize_weights(torch.full((1, 128, 16), largest, dtype=torch.bfloat16))
+        quantize_weights(torch.randn(0, 16, 16))
+        spread = torch.randn(2, 128, 128) * torch.rand(2, 128, 1) ** 3
+        quantize_weights(spread)
 
 
 # --- Layers --------------------------------------------------------------------------------------
