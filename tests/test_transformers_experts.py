@@ -1,5 +1,5 @@
 """Which experts modules the integration with transformers takes, on modules made like those of
-transformers 5.17 to 5.23."""
+transformers 5.17 to 5.24."""
 
 from __future__ import annotations
 

@@ -163,8 +163,20 @@ def operands_of(experts: Any) -> tuple[Any, Any]:
     first, second = weights_of(experts)
     if not is_quantized(experts):
         return local(first), local(second)
+    check_still_e4m3(experts)
     scales = (getattr(experts, scale_name(name)) for name in names_of(experts)[:2])
     return (first, next(scales)), (second, next(scales))
+
+
+def check_still_e4m3(experts: Any) -> None:
+    """Raise DtypeError where weights that `quantize_experts` made e4m3 were cast since."""
+    dtype = weights_of(experts)[0].dtype
+    if dtype is not torch.float8_e4m3fn:
+        raise DtypeError(
+            f"{type(experts).__name__} was made e4m3 by quantize_experts, and its weights and "
+            f"scales are {dtype} now: model.to({dtype}) casts them as if they were ordinary "
+            "weights. Cast the model first, then call quantize_experts(model)."
+        )
 
 
 def biases_of(experts: Any) -> Biases:
