@@ -51,6 +51,7 @@ LOADING_S = 1800.0
 """Seconds that ranks wait for one whose disk is slower, or which writes a checkpoint."""
 
 
+@torch.inference_mode(False)  # parameters stay ordinary ones
 def load_sharded(
     checkpoint: str | Path,
     group: dist.ProcessGroup | None = None,
@@ -202,7 +203,7 @@ def _make_alike(
         warnings.warn(
             f"{checkpoint} has no {', '.join(new[0])} for {type(model).__name__}: made anew, alike "
             "on all ranks. Train it before you use the model.",
-            stacklevel=3,
+            stacklevel=4,
         )
 
 
