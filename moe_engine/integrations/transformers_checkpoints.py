@@ -31,7 +31,7 @@ from ..errors import BackendError, CheckpointError, DtypeError
 from ..symm import exchange
 from ..symm.meeting import per_rank
 from .decode_graphs import check_graphs
-from .expert_parts import expert_parts, whole_state_dict
+from .expert_parts import expert_parts, is_peft, whole_state_dict
 from .forward_passes import ForwardPasses
 from .transformers import (
     Sizes,
@@ -383,14 +383,15 @@ def _check_experts(found: dict[str, tuple[Path, list[int]]]) -> None:
 
 
 def save_whole(model: nn.Module, folder: str | Path, **more: Any) -> None:
-    """Write the whole model, experts of all ranks included, by rank 0's `save_pretrained`.
+    """Write the whole model, experts of all ranks included, by rank 0's `save_pretrained`; of a
+    PeftModel its adapters.
 
     Collective over the group of `shard_experts`. The weights are gathered one after another into
     the memory of rank 0's host. `more` goes to `save_pretrained`, as `max_shard_size=` does.
     """
     group = share_of(experts_layers(model)[0]).passes.group
     is_first = group is None or group.rank() == 0
-    state = whole_state_dict(model, keep=is_first)
+    state = whole_state_dict(model, is_first, adapters_only=is_peft(model))
 
     def save() -> None:
         if is_first:
