@@ -340,7 +340,7 @@ class Buffer(LayerVerbs):
         hidden: int,
         num_experts: int,
         num_topk: int,
-        dtype: torch.dtype = torch.bfloat16,
+        dtype: torch.dtype | None = None,
         weights: tuple[Operand, Operand] | None = None,
         biases: tuple[torch.Tensor | None, torch.Tensor | None] = (None, None),
         activation: AnyActivation = "swiglu",
@@ -349,7 +349,8 @@ class Buffer(LayerVerbs):
         low-latency dispatch and combine, where the Buffer has memory for them; with weights, a
         layer's (w_gate_up [L, 2I, H], w_down [L, H, I]), which may be pairs (e4m3, scales),
         `moe_ffn` at all sizes, with these biases and this activation, and its backward if one of
-        them requires grad. Collective.
+        them requires grad. Collective. dtype is that of the rows; None stands for that of the
+        weights, and for bf16 where these are e4m3, or there are none.
 
         Without it the first call of a shape does so, under a deadline 5 minutes longer; with the
         kernels of `moe-engine compile` nothing is left to compile.

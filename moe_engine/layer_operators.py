@@ -42,6 +42,7 @@ from .training import (
 from .training import (
     _forward as run_forward,
 )
+from .utils import saved_tensors
 from .weight_gradients import LayerWeights
 from .weight_layouts import GateUp
 
@@ -224,7 +225,7 @@ def _save(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None
 def _layer_gradients(ctx: Any, dy: Tensor, *_: Any) -> tuple[Any, ...]:
     of_x, _, of_topk, *wanted = ctx.needs_input_grad[:5]
     how = ctx.buffer_id, ctx.layout, ctx.save_policy, *wanted
-    dx, dw, *grads = operators.moe_ffn_backward(dy, *ctx.saved_tensors, *how)
+    dx, dw, *grads = operators.moe_ffn_backward(dy, *saved_tensors(ctx), *how)
     of_weights = (one if want else None for one, want in zip(grads, wanted, strict=True))
     return dx if of_x else None, None, dw if of_topk else None, *of_weights, *(None,) * 5
 

@@ -186,9 +186,10 @@ class LowLatencyVerbs(BufferLifecycle):
         Sums are in fp32: each rank adds its rows of a token in order of k and rounds once; the
         token's rank adds the results in order of each rank's largest k and rounds once. topk_idx is
         that of the dispatch. A slot of the top-k that is -1 only now counts with weight 0; for one
-        that was -1 only in the dispatch, the call waits until its deadline. x is read where it
-        lies, so zero_copy changes nothing. use_logfmt is not offered. A handle may be combined any
-        number of times.
+        that was -1 only in the dispatch, the call waits until its deadline. In debug mode ids that
+        the handle refutes, as it knows those of this rank's own experts, are refused. x is read
+        where it lies, so zero_copy changes nothing. use_logfmt is not offered. A handle may be
+        combined any number of times.
         combine_wait_recv_cost_stats int64 [R] grows by the ns waited for each rank, all tokens'.
 
         On several nodes each node adds up its ranks' results, in their order, and rounds once more;

@@ -25,6 +25,7 @@ from .lifecycle import verb
 from .passes import Pass, PassGradients, Trained, backward_in_passes, forward_in_passes
 from .sharded_weights import arrived
 from .streams import EventOverlap, is_captured
+from .utils import ROUTED_ANEW, saved_tensors
 from .weight_gradients import DelayedWgrad, Grads, LayerWeights, Wgrad, WgradSink, new_memory
 from .weight_layouts import GateUp
 
@@ -156,6 +157,7 @@ class _MoeFfn(torch.autograd.Function):
     ) -> tuple[torch.Tensor, EventOverlap, torch.Tensor | None, RoutingError | None]:
         passes, done = forward_in_passes(buffer, tensors, options, _forward)
         ctx.save_for_backward(*flat, *itertools.chain(*(one.tensors for one in passes)))
+        ctx.topk_idx = tensors.topk_idx.clone() if buffer.options.debug else None
         ctx.buffer, ctx.wgrad, of = buffer, options.wgrad, tensors.weights.gate_up
         # Without wgrad no weights: what saves tensors elsewhere, or drops them, must have the last.
         ctx.weights = None if options.wgrad is None else tensors.weights
@@ -175,6 +177,8 @@ class _MoeFfn(torch.autograd.Function):
         _, _, _, of_x, _, of_topk, *of_gate_up, of_down, _, _ = ctx.needs_input_grad
         wanted, weights, wgrad = (any(of_gate_up), of_down), ctx.weights, ctx.wgrad
         tensors, passes = _saved_tensors(ctx)
+        if ctx.topk_idx is not None and not torch.equal(ctx.topk_idx, tensors.topk_idx):
+            raise BackendError(ROUTED_ANEW)
         run = partial(_backward, ctx.buffer, wgrad, wanted)
         found, grads = backward_in_passes(arrived(dy), tensors, passes, run)
         dx, dw = found.x if of_x else None, found.topk_weights
@@ -187,7 +191,7 @@ class _MoeFfn(torch.autograd.Function):
 def _saved_tensors(ctx: Any) -> tuple[LayerTensors, list[Pass]]:
     """The tensors of a forward, and its passes. BackendError for what was changed since."""
     try:
-        x, topk_idx, topk_weights, *tensors = ctx.saved_tensors
+        x, topk_idx, topk_weights, *tensors = saved_tensors(ctx)
     except RuntimeError as error:
         if "modified by an inplace operation" not in str(error):
             raise

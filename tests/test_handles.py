@@ -241,7 +241,7 @@ def bad_plain_arguments(group):
         "dtype": (buffer.get_local_buffer_tensor, (None, "int32", 4, torch.zeros(1))),
         "warmup of dtype": (
             lambda v: buffer.warmup(HIDDEN, EXPERTS, TOPK, v),
-            (None, "bf16", torch.float16),
+            ("bf16", torch.float16),
         ),
         "warmup of weights": (
             lambda v: buffer.warmup(HIDDEN, EXPERTS, TOPK, weights=v),

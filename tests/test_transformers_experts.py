@@ -270,6 +270,15 @@ BEYOND: list[tuple[Callable[[], Any], str]] = [
 ]
 
 
+def test_hooks_of_accelerate_are_refused_until_they_are_removed() -> None:
+    hooks, experts = pytest.importorskip("accelerate.hooks"), make()
+    hooks.add_hook_to_module(experts, hooks.AlignDevicesHook())
+    with pytest.raises(BackendError, match=r"device_map=.* load_sharded, .*remove_hook"):
+        check_experts(experts, 1)
+    hooks.remove_hook_from_module(experts, recurse=True)
+    check_experts(experts, 1)
+
+
 @pytest.mark.parametrize(("build", "text"), BEYOND, ids=[text for _, text in BEYOND])
 def test_experts_with_anything_else_are_refused(build: Callable[[], Any], text: str) -> None:
     with pytest.raises(BackendError, match=text) as raised:

@@ -31,6 +31,7 @@ from .transformers_experts import (
 )
 
 
+@torch.inference_mode(False)  # parameters stay ordinary ones
 @torch.no_grad()
 def quantize_experts(model: Any) -> None:
     """Replace this rank's experts of a model that `shard_experts` or `load_sharded` has sharded by
@@ -62,6 +63,7 @@ def quantize_experts(model: Any) -> None:
             experts.register_parameter(scale_name(name), nn.Parameter(scales, requires_grad=False))
 
 
+@torch.inference_mode(False)  # parameters stay ordinary ones
 @torch.no_grad()
 def dequantize_experts(model: Any) -> None:
     """Replace e4m3 weights of experts, in place, by the bf16 ones that are nearest to them, as

@@ -159,6 +159,7 @@ class Share:
             call()
 
 
+@torch.inference_mode(False)  # parameters stay ordinary ones
 def shard_experts(
     model: Any,
     group: dist.ProcessGroup | None = None,
@@ -283,6 +284,7 @@ def connect(
     passes.begin_with(_whole(model, len(layers)))
 
 
+@torch.inference_mode(False)  # parameters stay ordinary ones
 @torch.no_grad()
 def unshard_experts(model: Any) -> None:
     """Give every rank all experts again, so that the model can be saved, or sharded again.
