@@ -8,11 +8,11 @@ ImportError` take another Buffer; a module of this name raises an error that say
 from typing import NoReturn
 
 import torch
-import torch.distributed as dist
 
 import moe_engine
 from moe_engine import Buffer, Config, ElasticBuffer, EPHandle, EventHandle, EventOverlap
-from moe_engine.symm.nodes import find_nodes
+
+from .utils.envs import get_logical_domain_size, get_physical_domain_size
 
 topk_idx_t = torch.int64
 # The DeepEP release whose interface this is, then what implements it.
@@ -29,19 +29,6 @@ __all__ = [
     "get_physical_domain_size",
     "topk_idx_t",
 ]
-
-
-def get_physical_domain_size(group: dist.ProcessGroup) -> tuple[int, int]:
-    """(nodes that a network connects, ranks of each). Collective."""
-    return find_nodes(group)
-
-
-def get_logical_domain_size(
-    group: dist.ProcessGroup, allow_hybrid_mode: bool = True
-) -> tuple[int, int]:
-    """(scale-out ranks, scale-up ranks): nodes and ranks of each, (1, R) without hybrid mode.
-    Collective with it."""
-    return find_nodes(group) if allow_hybrid_mode else (1, dist.get_world_size(group))
 
 
 def absent(name: str) -> str:
