@@ -203,10 +203,11 @@ class Call:
         self.stream = stream
 
     def _end(self) -> None:
+        end = None
         if self.is_async:
-            self.event.event = EventHandle()
+            self.event.event = end = EventHandle()
         if self.stream is not None:
-            self._streams.note_end(self.stream, self.event.event)
+            self._streams.note_end(self.stream, end)
 
     def _leave(self) -> None:
         try:
