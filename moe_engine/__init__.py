@@ -9,6 +9,7 @@ from .buffer import Buffer
 from .elastic import ElasticBuffer
 from .elastic_handle import EPHandle
 from .engines.base import Handle
+from .ep_buffer import EPBuffer
 from .errors import (
     BackendError,
     CallAbandoned,
@@ -38,6 +39,7 @@ __all__ = [
     "Config",
     "DelayedWgrad",
     "DtypeError",
+    "EPBuffer",
     "EPHandle",
     "ElasticBuffer",
     "EventHandle",

@@ -41,13 +41,19 @@ def _check_like(
         checks.check_contiguous(name, tensor)
 
 
+def _version_of(tensor: torch.Tensor) -> int:
+    """How often torch has written into it, 0 where torch does not count that."""
+    return 0 if tensor.is_inference() else tensor._version
+
+
 @dataclass(eq=False)
 class EPHandle:
     """What combine and a cached dispatch need from a dispatch, with the fields of DeepEP V2's.
 
     do_expand: whether rows are in the order of experts, one for each expert of a token.
     num_experts, expert_alignment, num_max_tokens_per_rank, num_sms: of the dispatch.
-    topk_idx int64 [T, K]: a copy of what was sent, or that itself without do_handle_copy.
+    topk_idx int64 [T, K]: a copy of what was sent, or that itself without do_handle_copy; it must
+    not be written to then.
     num_recv_tokens, num_expanded_tokens: rows by token and by expert, padding included; the most
     that there can be, where the host has not waited for the counts.
     num_recv_tokens_per_expert_list: rows of each local expert, rounded up to expert_alignment; []
@@ -83,6 +89,9 @@ class EPHandle:
     token_metadata_at_forward: None = None
     channel_linked_list: None = None
 
+    def __post_init__(self) -> None:
+        self._topk_version = _version_of(self._topk_idx)
+
     @property
     def num_experts(self) -> int:
         return self.numbers.num_local_experts * self.numbers.num_ranks
@@ -102,7 +111,7 @@ class EPHandle:
     @topk_idx.setter
     def topk_idx(self, tensor: torch.Tensor) -> None:
         _check_like("topk_idx", tensor, self._topk_idx)
-        self._topk_idx = tensor
+        self._topk_idx, self._topk_version = tensor, _version_of(tensor)
         self.__dict__.pop("described", None)
         self.__dict__.pop("dst_buffer_slot_idx", None)
 
@@ -134,6 +143,12 @@ class EPHandle:
     def _set_places(self, **tensors: torch.Tensor) -> None:
         self.places = self.places._replace(**tensors)
         self.__dict__.pop("described", None)
+
+    @property
+    def has_same_topk_idx(self) -> bool:
+        """Whether topk_idx is as it was in the dispatch, as far as torch counts what writes to
+        it."""
+        return _version_of(self._topk_idx) == self._topk_version
 
     @cached_property
     def described(self) -> tuple[Any, ...]:

@@ -23,6 +23,7 @@ from .elastic_checks import (
     check_handle,
     check_new,
     check_options,
+    check_same_ids,
     check_sms,
     check_unset,
     check_x,
@@ -178,6 +179,8 @@ class ElasticVerbs(BufferLifecycle):
         called with."""
         check_handle(handle, self.num_ranks)
         places, (topk_idx, weights, stats) = handle.places, routing
+        if weights is not None:
+            check_same_ids(handle)
         rows, scales, is_pair = checks.pair_of(x)
         args = rows, scales, is_pair, *routing, *options, *handle.described
         ids = None if options.do_expand else handle.recv_topk_idx

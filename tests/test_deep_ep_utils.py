@@ -40,6 +40,7 @@ def test_what_deep_eps_tests_import_is_there(name):
         ("buffer", "Buffer Config EventHandle EventOverlap"),
         ("buffers.legacy", "Buffer Config EventHandle EventOverlap"),
         ("buffers.elastic", "ElasticBuffer EPHandle EventHandle EventOverlap"),
+        ("buffers.ep", "EPBuffer EPHandle EventHandle EventOverlap"),
         ("utils", "EventHandle EventOverlap"),
         ("utils.event", "EventHandle EventOverlap"),
     ],

@@ -1,4 +1,5 @@
-"""moe_engine under DeepEP's name: `Buffer` (V1) and `ElasticBuffer` (V2), and what belongs to them.
+"""moe_engine under DeepEP's name: `Buffer` (V1), `ElasticBuffer` (V2), `EPBuffer` (V2.5), and what
+belongs to them.
 
 It is not on the import path by itself: put the folder that `python -m moe_engine deep-ep-path`
 prints on PYTHONPATH. HybridEPBuffer is absent, so that callers that probe for it with `except
@@ -10,7 +11,15 @@ from typing import NoReturn
 import torch
 
 import moe_engine
-from moe_engine import Buffer, Config, ElasticBuffer, EPHandle, EventHandle, EventOverlap
+from moe_engine import (
+    Buffer,
+    Config,
+    ElasticBuffer,
+    EPBuffer,
+    EPHandle,
+    EventHandle,
+    EventOverlap,
+)
 
 from .utils.envs import get_logical_domain_size, get_physical_domain_size
 
@@ -21,6 +30,7 @@ __version__ = f"2.1.0+moe.engine.{moe_engine.__version__}"
 __all__ = [
     "Buffer",
     "Config",
+    "EPBuffer",
     "EPHandle",
     "ElasticBuffer",
     "EventHandle",
