@@ -40,17 +40,24 @@ __all__ = [
     "topk_idx_t",
 ]
 
+ABSENT = {
+    *("HybridEPBuffer", "BucketBuffer", "BucketSession", "EngramBuffer", "PPBuffer"),
+    *("BufferAllocator", "BufferBase"),
+}
+"""Names of other versions of DeepEP that callers may look for."""
+
 
 def absent(name: str) -> str:
     """The text of the errors for a Buffer that this package lacks."""
     return (
         f"deep_ep.{name} is absent: this deep_ep is moe_engine's, which has Buffer, the interface "
-        "of DeepEP V1 (intranode and low latency), and ElasticBuffer, that of V2. Use these, or "
-        "take the folder of `moe-engine deep-ep-path` off PYTHONPATH to import another deep_ep."
+        "of DeepEP V1 (intranode and low latency), ElasticBuffer (V2) and EPBuffer (V2.5). Use "
+        "these, or take the folder of `moe-engine deep-ep-path` off PYTHONPATH to import another "
+        "deep_ep."
     )
 
 
 def __getattr__(name: str) -> NoReturn:
-    if name == "HybridEPBuffer":
+    if name in ABSENT:
         raise AttributeError(absent(name))
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
