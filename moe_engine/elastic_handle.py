@@ -88,8 +88,10 @@ class EPHandle:
     recv_topk_idx: torch.Tensor = field(repr=False)
     token_metadata_at_forward: None = None
     channel_linked_list: None = None
+    _topk_version: int | None = field(default=None, repr=False)
 
-    def __post_init__(self) -> None:
+    def keep_callers_idx(self) -> None:
+        """Note that topk_idx is the caller's tensor, which it may write to."""
         self._topk_version = _version_of(self._topk_idx)
 
     @property
@@ -111,7 +113,8 @@ class EPHandle:
     @topk_idx.setter
     def topk_idx(self, tensor: torch.Tensor) -> None:
         _check_like("topk_idx", tensor, self._topk_idx)
-        self._topk_idx, self._topk_version = tensor, _version_of(tensor)
+        self._topk_idx = tensor
+        self.keep_callers_idx()
         self.__dict__.pop("described", None)
         self.__dict__.pop("dst_buffer_slot_idx", None)
 
@@ -148,7 +151,8 @@ class EPHandle:
     def has_same_topk_idx(self) -> bool:
         """Whether topk_idx is as it was in the dispatch, as far as torch counts what writes to
         it."""
-        return _version_of(self._topk_idx) == self._topk_version
+        known = self._topk_version
+        return known is None or _version_of(self._topk_idx) == known
 
     @cached_property
     def described(self) -> tuple[Any, ...]:

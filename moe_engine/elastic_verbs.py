@@ -163,6 +163,8 @@ class ElasticVerbs(BufferLifecycle):
             got.sent,
             got.topk_idx,
         )
+        if got.sent_idx is None:
+            new_handle.keep_callers_idx()
         ids = None if wanted.expand else got.topk_idx
         return _payload(received), ids, received.weights, new_handle, call.event
 

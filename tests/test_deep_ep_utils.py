@@ -41,6 +41,7 @@ def test_what_deep_eps_tests_import_is_there(name):
         ("buffers.legacy", "Buffer Config EventHandle EventOverlap"),
         ("buffers.elastic", "ElasticBuffer EPHandle EventHandle EventOverlap"),
         ("buffers.ep", "EPBuffer EPHandle EventHandle EventOverlap"),
+        ("_C", "Config EventHandle"),
         ("utils", "EventHandle EventOverlap"),
         ("utils.event", "EventHandle EventOverlap"),
     ],
