@@ -9,7 +9,7 @@ import torch
 from elastic_cases import EXPERTS, HIDDEN, MOST_TOKENS, elastic, expected, run_client, to_cpu
 from test_elastic_clients import check_layer, weighted
 
-from moe_engine import DtypeError, ShapeError
+from moe_engine import CapacityError, DtypeError, ShapeError
 
 FIELDS = (
     *("topk_idx", "psum_num_recv_tokens_per_scaleup_rank", "psum_num_recv_tokens_per_expert"),
@@ -161,3 +161,30 @@ def test_calls_see_what_was_assigned(pool):
         assert torch.equal(before, turned)
         num_ranks = elastic_cases.reference.layout(idx, EXPERTS, 2)[2].sum(1, keepdim=True)
         assert torch.equal(sums, (x.float() * num_ranks).bfloat16())
+
+
+def cut_off_too_much(group, expand, x, idx, w):
+    """The errors of a combine, and of a dispatch, whose handle has lost rows that came."""
+    x, idx, w = (part.to(cases.device()) for part in (x, idx, w))
+    texts = []
+    for again in (False, True):
+        buffer = elastic(group)
+        rows, _, _, handle, _ = buffer.dispatch(x, idx, w, num_experts=EXPERTS, do_expand=expand)
+        handle.recv_src_metadata = handle.recv_src_metadata[:2]
+        with pytest.raises(ShapeError if not again else CapacityError) as caught:
+            if again:
+                buffer.dispatch(x, handle=handle, do_expand=expand)
+            else:
+                buffer.combine(rows if expand else rows[:2], handle)
+            buffer.check()
+        texts.append(str(caught.value))
+        torch.distributed.barrier(group)
+    return texts
+
+
+@pytest.mark.parametrize("expand", [True, False])
+def test_rows_that_came_cannot_be_cut_off(pool, expand):
+    results, _ = run_client(pool, cut_off_too_much, expand, num_tokens=(9, 7))
+    for of_combine, of_dispatch in results:
+        assert "is not what dispatch of this Buffer returned" in of_combine
+        assert "received more rows" in of_dispatch
