@@ -10,6 +10,7 @@ from .callers import calls_tagged
 from .elastic import ElasticBuffer
 from .elastic_handle import EPHandle
 from .engines.base import Handle
+from .ep_buffer import EPBuffer
 from .errors import (
     BackendError,
     CallAbandoned,
@@ -39,6 +40,7 @@ __all__ = [
     "Config",
     "DelayedWgrad",
     "DtypeError",
+    "EPBuffer",
     "EPHandle",
     "ElasticBuffer",
     "EventHandle",

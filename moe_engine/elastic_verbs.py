@@ -23,6 +23,7 @@ from .elastic_checks import (
     check_handle,
     check_new,
     check_options,
+    check_same_ids,
     check_sms,
     check_unset,
     check_x,
@@ -162,6 +163,8 @@ class ElasticVerbs(BufferLifecycle):
             got.sent,
             got.topk_idx,
         )
+        if got.sent_idx is None:
+            new_handle.keep_callers_idx()
         ids = None if wanted.expand else got.topk_idx
         return _payload(received), ids, received.weights, new_handle, call.event
 
@@ -178,6 +181,8 @@ class ElasticVerbs(BufferLifecycle):
         called with."""
         check_handle(handle, self.num_ranks)
         places, (topk_idx, weights, stats) = handle.places, routing
+        if weights is not None:
+            check_same_ids(handle)
         rows, scales, is_pair = checks.pair_of(x)
         args = rows, scales, is_pair, *routing, *options, *handle.described
         ids = None if options.do_expand else handle.recv_topk_idx

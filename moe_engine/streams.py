@@ -47,8 +47,9 @@ class EventHandle:
 class EventOverlap:
     """An event, or none, and the tensors that must live until it has been waited for.
 
-    `event` may be assigned later; without one, a wait waits for nothing. As a context manager it
-    waits on exit, so that the block overlaps with what the event ends:
+    `event` is an EventHandle, or another EventOverlap, whose wait is then part of this one's. It
+    may be assigned later; without one, a wait waits for nothing. As a context manager it waits on
+    exit, so that the block overlaps with what the event ends:
 
         with event: ...                        # then wait
         with event(release_handle=True): ...   # then wait, and drop the event and the tensors
@@ -59,33 +60,44 @@ class EventOverlap:
 
     def __init__(
         self,
-        event: EventHandle | None = None,
+        event: EventHandle | EventOverlap | None = None,
         extra_tensors: Sequence[torch.Tensor] | None = None,
     ) -> None:
         self.event = event
         self.extra_tensors = extra_tensors
 
-    def current_stream_wait(self, release_handle: bool = False) -> None:
-        """Make the current stream wait; then run the hooks. `release_handle` drops the event."""
+    def current_stream_wait(self, release_handle: bool = False) -> Any:
+        """Make the current stream wait; then run the hooks. `release_handle` drops the event.
+
+        Returns what the first hook returned. Without a hook it returns what the wait of an
+        EventOverlap in this one returned, or None.
+        """
         check_flag("release_handle", release_handle)
+        result = None
         if self.event is not None:
-            if not isinstance(self.event, EventHandle):
+            if not isinstance(self.event, EventHandle | EventOverlap):
                 raise DtypeError(
                     f"event is a {type(self.event).__name__}; it must be a moe_engine.EventHandle, "
-                    "or None."
+                    "an EventOverlap, or None."
                 )
-            self.event.current_stream_wait()
+            result = self.event.current_stream_wait()
         if release_handle:
             self.event = self.extra_tensors = None
         hooks, self._hooks = self._hooks, ()
-        for hook in hooks:
-            hook()
+        results = [hook() for hook in hooks]
+        return results[0] if results else result
 
-    def register_hook_after_wait(self, hook: Callable[[], Any]) -> None:
-        """Call `hook` once, after the next wait."""
-        if not callable(hook):
-            raise DtypeError(f"hook is a {type(hook).__name__}; it must be a function.")
-        self._hooks += (hook,)
+    def wait(self) -> Any:
+        """`current_stream_wait()`."""
+        return self.current_stream_wait()
+
+    def register_hook_after_wait(self, hook_after_wait: Callable[[], Any]) -> None:
+        """Call `hook_after_wait` once, after the next wait."""
+        if not callable(hook_after_wait):
+            raise DtypeError(
+                f"hook_after_wait is a {type(hook_after_wait).__name__}; it must be a function."
+            )
+        self._hooks += (hook_after_wait,)
 
     def __call__(self, release_handle: bool = False) -> EventOverlap:
         """This event; `release_handle` is for the `with` block that follows."""
@@ -193,10 +205,11 @@ class Call:
         self.stream = stream
 
     def _end(self) -> None:
+        end = None
         if self.is_async:
-            self.event.event = EventHandle()
+            self.event.event = end = EventHandle()
         if self.stream is not None:
-            self._streams.note_end(self.stream, self.event.event)
+            self._streams.note_end(self.stream, end)
 
     def _leave(self) -> None:
         try:
@@ -389,7 +402,7 @@ class ConcurrentReads:
 
 
 def _handle_of(event: EventOverlap | EventHandle | None) -> EventHandle | None:
-    if isinstance(event, EventOverlap):
+    while isinstance(event, EventOverlap):
         event = event.event
     if event is not None and not isinstance(event, EventHandle):
         raise DtypeError(

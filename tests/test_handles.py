@@ -335,7 +335,24 @@ def test_events():
     for bad in (3, "event", torch.zeros(1)):
         with pytest.raises(DtypeError, match="event is a"):
             EventOverlap(bad).current_stream_wait()
-        with pytest.raises(DtypeError, match="hook is a"):
+        with pytest.raises(DtypeError, match="hook_after_wait is a"):
             EventOverlap().register_hook_after_wait(bad)
         with pytest.raises(DtypeError, match="release_handle"):
             EventOverlap(EventHandle())(release_handle=bad)
+
+
+def test_an_event_in_an_event():
+    """As a caller wraps the event that a dispatch returned."""
+    inner, calls = EventOverlap(EventHandle()), []
+    inner.register_hook_after_wait(hook_after_wait=lambda: calls.append("inner") or 3)
+    outer = EventOverlap(inner)
+    assert outer.wait() == 3
+    assert outer.wait() is None
+    outer.register_hook_after_wait(lambda: 1)
+    outer.register_hook_after_wait(lambda: calls.append("second"))
+    assert outer.current_stream_wait(release_handle=True) == 1
+    assert outer.event is None
+    assert calls == ["inner", "second"]
+    assert EventOverlap(EventOverlap()).wait() is None
+    with EventOverlap(inner):
+        pass

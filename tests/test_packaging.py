@@ -37,6 +37,7 @@ LAYERS = (
     (
         *("handles", "debug_checks", "lifecycle", "warm_up", "low_latency_verbs", "layer_verbs"),
         *("buffer", "elastic_handle", "elastic_checks", "elastic_verbs", "elastic"),
+        "ep_buffer",
     ),
     ("weight_layouts", "sharded_weights", "weight_gradients", "passes", "training"),
     ("expert_row_calls", "operators", "layer_operators"),
