@@ -189,8 +189,8 @@ def check_room(tensor: torch.Tensor, num_bytes: int | None = None) -> None:
     storage, needed = tensor.untyped_storage(), end - begin if num_bytes is None else num_bytes
     if storage.data_ptr() + storage.nbytes() - begin < needed:
         raise ShapeError(
-            f"a tensor of {needed} bytes has less memory than at its call: it was freed, or replaced "
-            "by less. Give it as much as it had, and call the hook again."
+            f"a tensor of {needed} bytes has less memory than at its call: it was freed, or "
+            "replaced by less. Give it as much as it had, and call the hook again."
         )
 
 

@@ -164,8 +164,8 @@ class LowLatency(HookedCalls):
         call: torch.Tensor,
     ) -> None:
         assert rows.out is not None
-        rows = rows._replace(topk_idx=kept_ids(call, rows.sizes.num_topk))
-        arguments = rows.arguments(rows.out)
+        own = rows._replace(topk_idx=kept_ids(call, rows.sizes.num_topk))
+        arguments = own.arguments(rows.out)
         low_latency_combine(arguments, call, num_experts, wait_stats, "receive", self.ring)
 
     def moe_ffn(
