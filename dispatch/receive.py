@@ -36,8 +36,9 @@ class Received(NamedTuple):
     x [N, H], or int64 [N] with the address of each row; scales [N, S]; topk_idx int64 [N, K] with
     local ids, -1 where the expert is on another rank; topk_weights float32 [N, K], 0 for these;
     src_idx int32 [N], the token's number on its source rank. Scales and top-k tensors are None
-    where dispatch had none. src_metadata int32 [N, 2 + K], for ElasticBuffer: see
-    `reference.place`; rows have no places.
+    where dispatch had none. For ElasticBuffer src_metadata int32 [N, 2 + K], see
+    `reference.place`, where rows have no places; and kept_idx, topk_idx once more, which stays as
+    it is when the caller changes that.
     """
 
     x: torch.Tensor
@@ -46,6 +47,7 @@ class Received(NamedTuple):
     topk_weights: torch.Tensor | None
     src_idx: torch.Tensor
     src_metadata: torch.Tensor | None = None
+    kept_idx: torch.Tensor | None = None
 
     @classmethod
     def empty(cls, rows: torch.Tensor, tokens: Tokens) -> Received:

@@ -146,24 +146,26 @@ class ElasticVerbs(BufferLifecycle):
                 more = routing[2], numbers, wanted, sent, decided
                 got = expanded.dispatch(engine, tokens, num_experts, *more)
             received = expanded.shaped(got.rows, scales, got.num_expanded, wanted)
-            kept_idx = topk_idx if got.sent_idx is None else got.sent_idx
+            # Without a copy at least sizes of the handle's own.
+            sent_idx = topk_idx.detach() if got.sent_idx is None else got.sent_idx
             if call.is_async:
-                call.returns(*received, got.topk_idx, *got.places, *got.sent, kept_idx)
+                call.returns(
+                    *received, got.topk_idx, got.kept_idx, *got.places, *got.sent, sent_idx
+                )
         kind.is_checked = True
         new_handle = EPHandle(
             wanted.expand,
             numbers,
             sms,
-            kept_idx,
-            got.topk_idx.shape[0],
+            sent_idx,
+            got.kept_idx.shape[0],
             got.num_expanded,
             [*got.per_expert],
             got.places,
             got.sent,
-            got.topk_idx,
+            got.kept_idx,
         )
-        ids = None if wanted.expand else got.topk_idx
-        return _payload(received), ids, received.weights, new_handle, call.event
+        return _payload(received), got.topk_idx, received.weights, new_handle, call.event
 
     def _dispatch_again(
         self,

@@ -13,6 +13,7 @@ import torch
 from moe_engine import (
     Buffer,
     Config,
+    ElasticBuffer,
     EventHandle,
     EventOverlap,
     Handle,
@@ -338,3 +339,45 @@ def test_events():
             EventOverlap().register_hook_after_wait(bad)
         with pytest.raises(DtypeError, match="release_handle"):
             EventOverlap(EventHandle())(release_handle=bad)
+
+
+# --- Handles and what their callers change afterwards --------------------------------------------
+
+
+def run_changed_results(group, waits, expand, copies):
+    """Whether dispatches with a handle bring what the first one brought, after all that the caller
+    has of that, and its ids, were changed and resized."""
+    torch.manual_seed(group.rank())
+    sizes = dict(num_max_tokens_per_rank=8, hidden=64, num_topk=2)
+    buffer, device = ElasticBuffer(group, **sizes), cases.device()
+    x = torch.randn(5, 64).bfloat16().to(device)
+    idx = torch.stack([torch.randperm(4)[:2] for _ in x]).to(device)
+    weights, found = torch.rand(5, 2).to(device), []
+    how = dict(num_experts=4, do_cpu_sync=waits, do_expand=expand, do_handle_copy=copies)
+    for _ in range(2):  # the first call of a kind, and a prepared one
+        sent = idx.clone(), weights.clone()
+        rows, ids, of_rows, handle, _ = buffer.dispatch(x, *sent, **how)
+        num_rows = int(handle.psum_num_recv_tokens_per_scaleup_rank[-1])
+        before, _, weights_before, _, _ = buffer.dispatch(x, topk_weights=weights, handle=handle)
+        first = None if ids is None else ids.clone()
+        for one in (rows, ids, of_rows, *(sent if copies else sent[1:])):
+            if one is not None:
+                one.resize_(one.numel() + 999, *one.shape[1:]).fill_(-1)
+        if not copies:
+            sent[0].resize_(99, 2)
+        for given in weights, None:
+            again, ids, of_rows, _, _ = buffer.dispatch(x, topk_weights=given, handle=handle)
+            found.append(torch.equal(again[:num_rows], before[:num_rows]))
+            found.append(first is None or torch.equal(ids, first))
+            if given is not None:
+                found.append(torch.equal(of_rows[:num_rows], weights_before[:num_rows]))
+    buffer.check()
+    buffer.destroy()
+    return found
+
+
+@pytest.mark.parametrize("waits", [False, True])
+@pytest.mark.parametrize("expand", [False, True])
+@pytest.mark.parametrize("copies", [False, True])
+def test_a_handle_is_not_of_what_its_caller_changes(pool, waits, expand, copies):
+    assert all(map(all, pool.run(run_changed_results, waits, expand, copies, num_ranks=2)))
