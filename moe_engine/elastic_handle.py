@@ -52,6 +52,15 @@ class EPHandle:
     channel_linked_list: None = None
 
     @property
+    def num_tokens(self) -> int:
+        """Tokens that were sent, however long a `topk_idx` of the caller's is by now."""
+        return self.sent.is_token_in_rank.shape[0]
+
+    @property
+    def num_topk(self) -> int:
+        return self.places.src_metadata.shape[1] - 2
+
+    @property
     def num_experts(self) -> int:
         return self.numbers.num_local_experts * self.numbers.num_ranks
 

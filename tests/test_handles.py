@@ -21,7 +21,7 @@ from moe_engine import (
     Options,
     moe_ffn,
 )
-from moe_engine.errors import DtypeError
+from moe_engine.errors import DtypeError, ShapeError
 
 EXPERTS, TOPK, HIDDEN, TOKENS = 4, 2, 128, 6
 
@@ -365,6 +365,12 @@ def run_changed_results(group, waits, expand, copies):
                 one.resize_(one.numel() + 999, *one.shape[1:]).fill_(-1)
         if not copies:
             sent[0].resize_(99, 2)
+            with pytest.raises(ShapeError, match=r"topk_idx has shape \[99, 2\]"):
+                buffer.dispatch(x, topk_weights=weights, handle=handle)
+            with pytest.raises(ShapeError, match=r"x has shape \[99, 64\]"):
+                buffer.dispatch(x.new_zeros(99, 64), handle=handle)
+            buffer.dispatch(x, handle=handle)
+            sent[0].resize_(5, 2)
         for given in weights, None:
             again, ids, of_rows, _, _ = buffer.dispatch(x, topk_weights=given, handle=handle)
             found.append(torch.equal(again[:num_rows], before[:num_rows]))
