@@ -149,7 +149,7 @@ class ElasticVerbs(BufferLifecycle):
             sent_idx = topk_idx if got.sent_idx is None else got.sent_idx
             if call.is_async:
                 call.returns(
-                    *received, got.topk_idx, got.kept_idx, *got.places, *got.sent, sent_idx
+                    *received, got.recv_idx, got.topk_idx, *got.places, *got.sent, sent_idx
                 )
         kind.is_checked = True
         new_handle = EPHandle(
@@ -157,14 +157,14 @@ class ElasticVerbs(BufferLifecycle):
             numbers,
             sms,
             sent_idx,
-            got.kept_idx.shape[0],
+            got.topk_idx.shape[0],
             got.num_expanded,
             [*got.per_expert],
             got.places,
             got.sent,
-            got.kept_idx,
+            got.topk_idx,
         )
-        return _payload(received), got.topk_idx, received.weights, new_handle, call.event
+        return _payload(received), got.recv_idx, received.weights, new_handle, call.event
 
     def _dispatch_again(
         self,
