@@ -50,16 +50,23 @@ class Received(NamedTuple):
     kept_idx: torch.Tensor | None = None
 
     @classmethod
-    def empty(cls, rows: torch.Tensor, tokens: Tokens) -> Received:
-        """`rows` [N, ...], and room for what goes with them where tokens are like these."""
+    def empty(cls, rows: torch.Tensor, tokens: Tokens, keeps_ids: bool = False) -> Received:
+        """`rows` [N, ...], and room for what goes with them where tokens are like these. What
+        `keeps_ids` lies before topk_idx, in one allocation: so that may grow."""
         num_rows, num_topk, scales = rows.shape[0], tokens.num_topk, tokens.scales
         weights = tokens.topk_weights
+        ids = kept = None
+        if keeps_ids:
+            kept, ids = rows.new_empty((2, num_rows, num_topk), dtype=torch.int64)
+        elif num_topk:
+            ids = rows.new_empty((num_rows, num_topk), dtype=torch.int64)
         return cls(
             rows,
             None if scales is None else scales.new_empty(num_rows, scales.shape[1]),
-            rows.new_empty((num_rows, num_topk), dtype=torch.int64) if num_topk else None,
+            ids,
             None if weights is None else weights.new_empty(num_rows, num_topk),
             rows.new_empty(num_rows, dtype=torch.int32),
+            kept_idx=kept,
         )
 
     @property

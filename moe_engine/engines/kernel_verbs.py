@@ -223,12 +223,11 @@ class KernelVerbs(GrowingEngine):
         also for their metadata, and for a copy of their ids."""
         shape = (num_rows, tokens.x.shape[1]) if owned else (num_rows,)
         rows = tokens.x.new_empty(shape, dtype=tokens.x.dtype if owned else torch.int64)
-        received = Received.empty(rows, tokens)
+        received = Received.empty(rows, tokens, keeps_ids=totals is not None)
         if totals is None:
             return received
         metadata = received.src_idx.new_empty(num_rows, 2 + tokens.num_topk)
-        kept_idx = rows.new_empty((num_rows, tokens.num_topk), dtype=torch.int64)
-        return received._replace(src_metadata=metadata, kept_idx=kept_idx)
+        return received._replace(src_metadata=metadata)
 
     def _received(self, counts: Counts) -> torch.Tensor:
         """int32 [1 + L]: rows that this rank receives, in all and by local expert."""
