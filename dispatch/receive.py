@@ -13,7 +13,7 @@ from ..device.lang import INTERPRETED
 from ..hardware import gpu
 from ..row_vectors import COPY_ROWS, RowVectors
 from ..symm.slots import RowLayout, SlotLayout, Slots, row_in_region
-from ..utils import next_power_of_2
+from ..utils import next_power_of_2, round_up
 from .internode import end_call
 from .internode_kernels import forward_kernel
 from .launch import NUM_CONCURRENT, NUM_WARPS, Partition, Tokens, programs_on_all_sms
@@ -57,7 +57,9 @@ class Received(NamedTuple):
         weights = tokens.topk_weights
         ids = kept = None
         if keeps_ids:
-            kept, ids = rows.new_empty((2, num_rows, num_topk), dtype=torch.int64)
+            room = round_up(num_rows, 2)  # so that both begin at multiples of 16 bytes
+            both = rows.new_empty((2, room, num_topk), dtype=torch.int64)
+            kept, ids = both[0, :num_rows], both[1, :num_rows]
         elif num_topk:
             ids = rows.new_empty((num_rows, num_topk), dtype=torch.int64)
         return cls(
