@@ -95,6 +95,15 @@ class EPHandle:
         self._topk_version = _version_of(self._topk_idx)
 
     @property
+    def num_tokens(self) -> int:
+        """Tokens that were sent, however long a `topk_idx` of the caller's is by now."""
+        return self.sent.is_token_in_rank.shape[0]
+
+    @property
+    def num_topk(self) -> int:
+        return self.places.src_metadata.shape[1] - 2
+
+    @property
     def num_experts(self) -> int:
         return self.numbers.num_local_experts * self.numbers.num_ranks
 
@@ -112,7 +121,7 @@ class EPHandle:
 
     @topk_idx.setter
     def topk_idx(self, tensor: torch.Tensor) -> None:
-        _check_like("topk_idx", tensor, self._topk_idx)
+        _check_like("topk_idx", tensor, self._topk_idx, [self.num_tokens, self.num_topk])
         self._topk_idx = tensor
         self.keep_callers_idx()
         self.__dict__.pop("described", None)

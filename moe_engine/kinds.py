@@ -191,9 +191,10 @@ class Kinds:
     ) -> Described:
         """The kind of a call with these arguments: options, which can be hashed, and of each
         tensor, in tuples or not, the type, shape, strides, dtype, device, where in 16 bytes it
-        begins, and whether it wants a gradient. Of the tensors in `sized` the first size is no part
-        of it. Arguments of other types have no kind, nor have tensors of a class that torch's
-        functions pass on to their results, which would not be those that a call has recorded.
+        begins, whether it wants a gradient, and torch's negative bit. Of the tensors in `sized` the
+        first size is no part of it. Arguments of other types have no kind, nor have tensors of a
+        class that torch's functions pass on to their results, which would not be those that a call
+        has recorded.
         weights: the one of the tensors by which layers of this kind are told apart."""
         every = args + sized
         types = tuple(map(type, every))
@@ -239,8 +240,9 @@ class Kinds:
                         one.stride(),
                         one.dtype,
                         one.get_device(),
-                        address & 15 if address else -2 if one.numel() else -1,
+                        address & 15 if address else _place_without_address(one),
                         one.requires_grad,
+                        one.is_neg(),
                     )
                 elif isinstance(one, tuple | list):
                     parts += one.__class__, len(one)
@@ -314,6 +316,11 @@ class Kinds:
 def _gives_plain_tensors(kind: type[torch.Tensor]) -> bool:
     """Whether torch's functions of tensors of this class return those of its own."""
     return kind is torch.Tensor or kind.__torch_function__ is torch.nn.Parameter.__torch_function__
+
+
+def _place_without_address(one: torch.Tensor) -> int:
+    """Below 0: where a tensor without an address begins, which is empty or has no memory."""
+    return -3 if one.numel() else -2 if one.storage_offset() else -1
 
 
 def _state() -> tuple[Any, ...]:

@@ -45,6 +45,10 @@ class LowLatencyVerbs(BufferLifecycle):
     captured holds both halves of its calls, and a replay counts as calls that were made after those
     whose hooks are missing.
 
+    A hook reads nothing of the caller's but `out` and the stats, whose sizes are those of the call:
+    x, topk_idx and topk_weights may change before it. On several nodes rows in bf16 that a rank
+    sends to itself are read in x, which must not change before the hook.
+
     On several nodes a token crosses the network once for each node, and layers of few tokens run by
     these calls. Ranks then also forward for one another in the second halves: all ranks call their
     hooks in the same order among their calls, and replay no graph while a hook is missing.
@@ -223,20 +227,20 @@ class LowLatencyVerbs(BufferLifecycle):
                 call.reads(x, topk_idx, topk_weights, out, stats, *leaves(fields))
             found, receive = None if return_recv_hook else engine.again(described), None
             if found is not None:
-                result, epoch = found
+                result, made = found
             else:
                 y, ids, weights = described.packed(x, topk_idx, topk_weights)
                 handle = as_low_latency_handle(handle)
                 rows = engine.expert_rows(y, ids, weights, handle, out)
                 num_experts = int(handle.sizes.num_experts)
                 more = num_experts, stats, return_recv_hook, described.if_packed
-                result, epoch, receive = engine.combine(rows, *more)
+                result, made, receive = engine.combine(rows, *more)
             if call.is_async:
                 call.returns(result)
         kind.is_checked = True
         hook = None
         if receive is not None:
-            used = rows, stats, result, epoch
+            used = rows, stats, result, made
             hook = partial(self._receive, receive, call.stream, used)
         return result, call.event, hook
 

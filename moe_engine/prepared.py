@@ -17,7 +17,7 @@ from typing import Any, ParamSpec, Protocol, TypeVar, cast
 
 import torch
 
-from .call_memory import CallMemory, overlap
+from .call_memory import CallMemory, alias_of, check_room, overlap
 from .callers import Callers
 from .errors import BackendError
 from .kinds import MOST_PREPARED, Described, Kinds, Tensors, data_ptr
@@ -130,24 +130,49 @@ class PreparedCalls(Kinds):
         return result
 
     def later(
-        self, body: Callable[..., None], owner: Any, *args: Any, described: Described | None
+        self,
+        body: Callable[..., None],
+        owner: Any,
+        *args: Any,
+        uses: Sequence[torch.Tensor],
+        described: Described | None,
     ) -> Callable[[], None]:
-        """A function that makes the call, once. Where the kind is prepared and its body allocates
-        nothing, its launches get their addresses now, and no other call uses them before the
-        function has made them."""
+        """A function that makes the call, once, with tensors of the sizes that they have now:
+        callers may resize them before, or give them other memory; ShapeError if that is less.
+        uses: the tensors that its kernels read and write. Where the kind is prepared and its body
+        allocates nothing, its launches get their addresses now, and no other call uses them before
+        the function has made them."""
         if described is not None and only_launches() and not has_modes():
             kept = described.kind.prepared
             prepared = kept.get(body)
             if prepared is not None and not prepared.memory.num_allocations:
                 del kept[body]
                 prepared.take(described.addresses, {})
+                addresses = [*map(data_ptr, uses)]
 
                 def make() -> None:
+                    if [*map(data_ptr, uses)] != addresses:
+                        prepared.memory.check_given(described.tensors, uses)
+                        prepared.take([*map(data_ptr, described.tensors or ())], {})
                     prepared.launch(self._state)
                     kept[body] = prepared
 
                 return make
-        return functools.partial(self, body, owner, *args, described=described)
+        aliases: dict[int, torch.Tensor] = {}
+        args, kept_uses = alias_of((args, tuple(uses)), aliases)
+        tensors = None
+        if described is not None and described.tensors is not None:
+            tensors = [alias_of(one, aliases) for one in described.tensors]
+
+        def make_first() -> None:
+            for one in kept_uses:
+                check_room(one)
+            more = described
+            if described is not None and tensors is not None:
+                more = Described(described.kind, tensors, [*map(data_ptr, tensors)])
+            self(body, owner, *args, described=more)
+
+        return make_first
 
     def _find(self, described: Described, body: Callable[..., Any] | None) -> PreparedCall | None:
         """The prepared call of this body: of this layer, if it has one of its own, else what layers

@@ -14,6 +14,7 @@ from failure_cases import fields_of_calls
 from moe_engine import (
     Buffer,
     Config,
+    ElasticBuffer,
     EventHandle,
     EventOverlap,
     Handle,
@@ -21,7 +22,7 @@ from moe_engine import (
     Options,
     moe_ffn,
 )
-from moe_engine.errors import DtypeError
+from moe_engine.errors import DtypeError, ShapeError
 
 EXPERTS, TOPK, HIDDEN, TOKENS = 4, 2, 128, 6
 
@@ -356,3 +357,51 @@ def test_an_event_in_an_event():
     assert EventOverlap(EventOverlap()).wait() is None
     with EventOverlap(inner):
         pass
+
+
+# --- Handles and what their callers change afterwards --------------------------------------------
+
+
+def run_changed_results(group, waits, expand, copies):
+    """Whether dispatches with a handle bring what the first one brought, after all that the caller
+    has of that, and its ids, were changed and resized."""
+    torch.manual_seed(group.rank())
+    sizes = dict(num_max_tokens_per_rank=8, hidden=64, num_topk=2)
+    buffer, device = ElasticBuffer(group, **sizes), cases.device()
+    x = torch.randn(5, 64).bfloat16().to(device)
+    idx = torch.stack([torch.randperm(4)[:2] for _ in x]).to(device)
+    weights, found = torch.rand(5, 2).to(device), []
+    how = dict(num_experts=4, do_cpu_sync=waits, do_expand=expand, do_handle_copy=copies)
+    for _ in range(2):  # the first call of a kind, and a prepared one
+        sent = idx.clone(), weights.clone()
+        rows, ids, of_rows, handle, _ = buffer.dispatch(x, *sent, **how)
+        num_rows = int(handle.psum_num_recv_tokens_per_scaleup_rank[-1])
+        before, _, weights_before, _, _ = buffer.dispatch(x, topk_weights=weights, handle=handle)
+        first = None if ids is None else ids.clone()
+        for one in (rows, ids, of_rows, *(sent if copies else sent[1:])):
+            if one is not None:
+                one.resize_(one.numel() + 999, *one.shape[1:]).fill_(-1)
+        if not copies:
+            sent[0].resize_(99, 2)
+            with pytest.raises(ShapeError, match=r"topk_idx has shape \[99, 2\]"):
+                buffer.dispatch(x, topk_weights=weights, handle=handle)
+            with pytest.raises(ShapeError, match=r"x has shape \[99, 64\]"):
+                buffer.dispatch(x.new_zeros(99, 64), handle=handle)
+            buffer.dispatch(x, handle=handle)
+            sent[0].resize_(5, 2)
+        for given in weights, None:
+            again, ids, of_rows, _, _ = buffer.dispatch(x, topk_weights=given, handle=handle)
+            found.append(torch.equal(again[:num_rows], before[:num_rows]))
+            found.append(first is None or torch.equal(ids, first))
+            if given is not None:
+                found.append(torch.equal(of_rows[:num_rows], weights_before[:num_rows]))
+    buffer.check()
+    buffer.destroy()
+    return found
+
+
+@pytest.mark.parametrize("waits", [False, True])
+@pytest.mark.parametrize("expand", [False, True])
+@pytest.mark.parametrize("copies", [False, True])
+def test_a_handle_is_not_of_what_its_caller_changes(pool, waits, expand, copies):
+    assert all(map(all, pool.run(run_changed_results, waits, expand, copies, num_ranks=2)))

@@ -8,10 +8,17 @@ from typing import Any, NamedTuple, Protocol
 
 import torch
 
-from ..checks import has_parts, packed
+from ..checks import (
+    check_expert_biases,
+    check_expert_weights,
+    check_routing,
+    check_tensor,
+    has_parts,
+    packed,
+)
 from ..device.lang import INTERPRETED
 from ..dispatch import DispatchLayout, Received, Tokens
-from ..errors import DtypeError
+from ..errors import DtypeError, ShapeError
 from ..grouped_gemm.activations import AnyActivation, num_parts
 from ..grouped_gemm.operands import FP8, Weights, check_weight_scales, check_weights
 from ..kinds import Described
@@ -151,6 +158,27 @@ def check_layer_weights(inputs: LayerInputs) -> None:
     how: dict[str, Any] = dict(by_parts=True, name="w_gate_up")
     check_weights(like, up, hidden, inputs.activation, inputs.s_gate_up, **how)
     check_weights(like, down, down.shape[2], "none", inputs.s_down, name="w_down")
+
+
+def check_backward(
+    dy: torch.Tensor, inputs: LayerInputs, saved: Sequence[torch.Tensor | None]
+) -> None:
+    """Raise unless dy, the tensors of a layer as a backward finds them, and the pre-activations and
+    rows that its forward saved, fit one another: autograd does not see that a tensor got other
+    memory by its `data`."""
+    x, topk_idx, topk_weights, w_gate_up, w_down = inputs[:5]
+    check_tensor("x", x, dy.shape, [dy.dtype], dy.device)
+    check_expert_weights(x, w_gate_up, w_down, inputs.parts, inputs.operand_dtype)
+    check_expert_biases(x, w_gate_up, w_down, inputs.b_gate_up, inputs.b_down)
+    check_routing(x, topk_idx, topk_weights)
+    columns = inputs.parts * w_down.shape[2], x.shape[1]
+    for name, one, num_columns in zip(("w_down", "x"), saved, columns, strict=False):
+        if one is not None and one.shape[1] != num_columns:
+            raise ShapeError(
+                f"{name} has other sizes than in the forward, of which {one.shape[1]} columns were "
+                f"saved, and not {num_columns}. Leave the arguments of a layer as they are until "
+                "its backward."
+            )
 
 
 LayerResult = tuple[torch.Tensor, torch.Tensor | None]

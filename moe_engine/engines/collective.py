@@ -33,6 +33,7 @@ from .base import (
     LayerInputs,
     Saved,
     WeightGradients,
+    check_backward,
     memory_of,
 )
 from .layer_by_verbs import LayerByVerbs
@@ -279,6 +280,7 @@ class CollectiveEngine(LayerByVerbs):
         self, dy: torch.Tensor, inputs: LayerInputs, saved: Saved, into: Into
     ) -> Gradients:
         """See `base.Engine`: dy to where x went, and the gradients of rows back by `combine`."""
+        check_backward(dy, inputs, (None, saved.tensors[0]))
         rows, _, handle = self.bring_again(inputs.packed, saved)
         grad = self.dispatch_cached(packed(dy), None, handle).x
         found = self._expert_gradients(rows, grad, memory_of(into, inputs))
