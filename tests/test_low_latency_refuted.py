@@ -21,8 +21,8 @@ CHANGES = {
 
 
 def refute(group):
-    """What is said to each change on rank 0, and of more tokens; no call leaves the ranks out of
-    step, as another one follows."""
+    """What is said to each change on rank 0, and of more tokens. Other ranks refuse as many calls, so
+    the ranks stay in step."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("MOE_ENGINE_DEBUG", "1")
         buffer = low_latency.make_buffer(group, MAX_TOKENS, HIDDEN, EXPERTS)
@@ -39,6 +39,9 @@ def refute(group):
             found.append(said_of(buffer, y, other, weights, handle))
         longer = (torch.cat([one, one[:1]]) for one in (ids, weights))
         found.append(said_of(buffer, y, *longer, handle))
+    else:
+        for _ in range(len(CHANGES) + 1):
+            said_of(buffer, y.float(), ids, weights, handle)
     fewer = ids.clone()
     fewer[1, 1] = -1  # counts nothing
     for same in (ids, fewer):
