@@ -1,5 +1,6 @@
 # make demo    see it work            make test    lint and the test suite
 # make docs    build the site           make test-slow    more shapes, and the slow tests
+# make test-today    before a release: all of it with the newest packages, in an environment of its own
 # Choose another interpreter with PYTHON=python3.12, and another environment with VENV=.
 PYTHON ?= python3
 VENV ?= .venv
@@ -12,7 +13,7 @@ READY := $(VENV)/.ready-$(notdir $(PYTHON))
 FOLDERS := dispatch combine grouped_gemm
 export PYTHON VENV TORCH
 
-.PHONY: setup demo docs test test-slow lint typecheck typed clean
+.PHONY: setup demo docs test test-slow test-today lint typecheck typed clean
 
 setup: $(READY)
 
@@ -28,6 +29,9 @@ test: lint
 
 test-slow: setup
 	$(PY) -m pytest -n auto --dist worksteal -m "$(SLOW)" --hypothesis-profile=$(PROFILE)
+
+test-today:
+	bash tools/test_today.sh
 
 lint: setup
 	$(PY) -m ruff check .

@@ -12,7 +12,7 @@ from ..hardware import gpu, limit_registers
 from ..low_latency_handle import LowLatencyHandle, LowLatencySizes
 from ..symm.ring import LowLatencyRow, Ring, header_bytes
 from ..utils import next_power_of_2, round_up
-from .low_latency_kernels import ExpertRows, low_latency_combine_kernel
+from .low_latency_kernels import KEPT_IDS, ExpertRows, low_latency_combine_kernel
 
 NUM_WARPS = 8
 REGISTERS = 168
@@ -37,6 +37,17 @@ class LowLatencyRows(NamedTuple):
         return ExpertRows(self.x, self.topk_idx, self.topk_weights, *returned)
 
 
+def new_call(topk_idx: torch.Tensor) -> torch.Tensor:
+    """Memory for what the launch of a combine that sends leaves for the one that adds up: the epoch
+    of the call, and the ids [T, K]."""
+    return topk_idx.new_empty(KEPT_IDS.value + topk_idx.numel())
+
+
+def kept_ids(call: torch.Tensor, num_topk: int) -> torch.Tensor:
+    """The ids [T, K] that a launch has left in `call`."""
+    return call[KEPT_IDS.value :].view(-1, num_topk)
+
+
 def low_latency_combine(
     rows: ExpertRows,
     call: torch.Tensor | None,
@@ -46,8 +57,8 @@ def low_latency_combine(
     ring: Ring,
 ) -> None:
     """Return sums of the experts' rows, add them up, or both: phases "send", "receive" or "both".
-    `call`, int64 [1], takes the call's epoch from the launch that sends to the one that only adds
-    up, else None. wait_stats int64 [R] (ns) are added to."""
+    `call`, see `new_call`, goes from the launch that sends to the one that only adds up, else
+    None. wait_stats int64 [R] (ns) are added to."""
     num_ranks, max_tokens = rows.returns.shape[:2]
     (num_tokens, num_topk), hidden = rows.topk_idx.shape, rows.out.shape[1]
     row = LowLatencyRow(hidden * rows.out.itemsize)

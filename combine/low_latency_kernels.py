@@ -50,7 +50,10 @@ from ..device.ring import (
 )
 
 BLOCK_WEIGHTS = tl.constexpr(1024)
-"""Routing weights that a program sends together."""
+"""Routing weights that a program sends together, and ids that it copies."""
+KEPT_IDS = tl.constexpr(2)
+"""The item of `call` from which on the launch that sends leaves a copy of topk_idx: it lies at a
+multiple of 16 bytes."""
 
 
 class ExpertRows(NamedTuple):
@@ -71,7 +74,7 @@ class ExpertRows(NamedTuple):
 def low_latency_combine_kernel(
     expert_rows,  # `ExpertRows`
     wait_stats,  # int64 [R], ns added to, or None
-    call,  # int64 [1]: epoch, out of "send", or None in "both"
+    call,  # int64 [2 + T * K]: epoch, and from KEPT_IDS on ids, out of "send", or None in "both"
     context,
     num_return_programs,
     num_tokens,
@@ -92,7 +95,9 @@ def low_latency_combine_kernel(
     pdl_launch_dependents(PDL)
     since = begin_span()
     program = tl.program_id(0)
-    slot = open_slot(call, context, max_tokens, rows, CONFIG, PHASES != "receive", PDL)
+    no_caller = tl.full((), 0, tl.int32)  # the handle's dispatch has named it
+    sends: tl.constexpr = PHASES != "receive"
+    slot = open_slot(call, context, max_tokens, no_caller, rows, CONFIG, sends, PDL)
     since = end_span(ROLE_OPEN, 0, since, context)
     token_idx = program - 1
     if PHASES != "receive":
@@ -100,6 +105,8 @@ def low_latency_combine_kernel(
         token_idx = returning - num_return_programs - 1
         if program == 0:
             publish_acks(slot, CONFIG)
+            if PHASES == "send":
+                _keep_ids(call + KEPT_IDS, expert_rows.topk_idx, num_tokens * CONFIG.NUM_TOPK)
         elif returning < 0:
             _send_call(program - 1, slot, expert_rows, num_tokens, CONFIG)
             end_span(ROLE_COUNTS, program - 1, since, context)
@@ -140,6 +147,15 @@ def _send_call(peer, slot, expert_rows, num_tokens, CONFIG: tl.constexpr):
             put(header + index, weights, (index < num_weights) & may)
         flag = header_flag(slot, slot.rank) + shift + one
         publish(flag, (one == 0) & may, level)
+
+
+@device_function
+def _keep_ids(to, topk_idx, num_ids):
+    """Copy the ids for the launch that adds up, as the caller may change his before it."""
+    block = tl.arange(0, BLOCK_WEIGHTS)
+    for first in range(0, num_ids, BLOCK_WEIGHTS):
+        inside = first + block < num_ids
+        tl.store(to + first + block, tl.load(topk_idx + first + block, mask=inside), mask=inside)
 
 
 @device_function

@@ -47,14 +47,15 @@ class ExchangeSizes(NamedTuple):
     """What the exchange kernels are compiled for."""
 
     RANKS_PAD: int
-    EXPERTS_PAD: int  # of a rank
+    EXPERTS: int  # of a rank
+    EXPERTS_PAD: int
     ALL_EXPERTS_PAD: int
     RANKS: int = 0  # of a layer alone, like what follows
     STAGES_PAD: int = 0
     NODES: int = 1
 
 
-@triton.jit(do_not_specialize=["num_early_programs", "max_rows", "form"])
+@triton.jit(do_not_specialize=["num_early_programs", "max_rows", "form", "caller"])
 def exchange_kernel(
     num_tokens_per_rank,  # int32 [R]
     num_tokens_per_expert,  # int32 [E]
@@ -62,9 +63,9 @@ def exchange_kernel(
     context,
     num_early_programs,
     max_rows,
-    num_local_experts,
     shape,  # signature.RowShape
     form,  # see `launch.form_of`
+    caller,  # see `callers.Callers`
     SIZES: tl.constexpr,  # ExchangeSizes
     PDL: tl.constexpr,
 ):
@@ -84,15 +85,19 @@ def exchange_kernel(
     program = tl.program_id(0)
     num_ranks = tl.load(context + NUM_RANKS).to(tl.int32)
     if program == num_ranks:
-        clear_counts(counts, num_local_experts, context, SIZES)
+        clear_counts(counts, context, SIZES)
         pdl_wait(PDL)
     if is_broken(context):
         if program == num_ranks:  # the host, which waits for the counts, is to hear of it then
             report_abandoned(context)
         return
-    num_experts = num_local_experts * num_ranks
+    num_experts = SIZES.EXPERTS * num_ranks
     call = own_call(context)
-    signature = signature_of(KIND_DISPATCH, shape, num_experts, 0, 0, form, call, 0, context)
+    # fmt: off
+    signature = signature_of(
+        KIND_DISPATCH, shape, num_experts, 0, 0, form, call, 0, caller, context
+    )
+    # fmt: on
     if program < num_ranks:
         # fmt: off
         send_counts(
@@ -101,13 +106,14 @@ def exchange_kernel(
         )
         # fmt: on
     else:
-        read_counts(counts, signature, max_rows, form, num_local_experts, context, SIZES, PDL)
+        read_counts(counts, signature, max_rows, form, context, SIZES, PDL)
 
 
 @device_function
-def clear_counts(counts, num_local_experts, context, SIZES: tl.constexpr):
+def clear_counts(counts, context, SIZES: tl.constexpr):
     """Begin with no rows: if the wait for the counts gives up on a lost peer, later launches, which
     may not know of it, see none."""
+    num_local_experts: tl.constexpr = SIZES.EXPERTS
     num_ranks = tl.load(context + NUM_RANKS).to(tl.int32)
     ranks, experts = tl.arange(0, SIZES.RANKS_PAD), tl.arange(0, SIZES.EXPERTS_PAD)
     real = experts < num_local_experts
@@ -132,11 +138,11 @@ def clear_counts(counts, num_local_experts, context, SIZES: tl.constexpr):
 
 @device_function
 def read_counts(
-    counts, signature, max_rows, form, num_local_experts, context, SIZES: tl.constexpr,
-    PDL: tl.constexpr = False,
-):  # fmt: skip
+    counts, signature, max_rows, form, context, SIZES: tl.constexpr, PDL: tl.constexpr = False
+):
     """Wait for the counts of all ranks and write what follows from them to `launch.Counts`. Where
     any rank has more than `max_rows` rows for another one, or fewer than none, report it."""
+    num_local_experts: tl.constexpr = SIZES.EXPERTS
     num_ranks = tl.load(context + NUM_RANKS).to(tl.int32)
     num_experts = num_local_experts * num_ranks
     ranks = tl.arange(0, SIZES.RANKS_PAD)
@@ -194,15 +200,17 @@ def read_counts(
 
 
 @triton.jit(
-    do_not_specialize=["call", "expected_rows", "most_rows", "dispatch_stages", "combine_stages"]
-)
+    do_not_specialize=[
+        "call", "caller", "expected_rows", "most_rows", "dispatch_stages", "combine_stages",
+    ]
+)  # fmt: skip
 def exchange_fused_kernel(
     num_tokens_per_expert,  # int32 [E]
     found,  # fused.ExpertOffsets, out
     context,
-    num_local_experts,
     shape,  # signature.RowShape
     call,  # fused.LayerCall
+    caller,  # see `callers.Callers`
     expected_rows,
     most_rows,
     dispatch_stages,
@@ -227,8 +235,9 @@ def exchange_fused_kernel(
     """
     program = tl.program_id(0)
     experts = tl.arange(0, SIZES.EXPERTS_PAD)
+    num_local_experts: tl.constexpr = SIZES.EXPERTS
     real = experts < num_local_experts
-    num_experts = num_local_experts * SIZES.RANKS
+    num_experts: tl.constexpr = num_local_experts * SIZES.RANKS
     dest = program - SIZES.RANKS
     is_own = dest == tl.load(context + RANK)
     if program >= SIZES.RANKS:
@@ -249,7 +258,7 @@ def exchange_fused_kernel(
     # fmt: off
     signature = signature_of(
         call.kind, shape, num_experts, dispatch_stages, combine_stages, 0, own_call(context),
-        call.saved, context,
+        call.saved, caller, context,
     )
     # fmt: on
     if program < SIZES.RANKS:

@@ -58,6 +58,7 @@ class ReceivedPlaces(NamedTuple):
     topk_idx: tl.tensor = None  # int64 [N, NUM_TOPK]
     src_idx: tl.tensor = None  # int32 [N]
     begins: tl.tensor = None  # int32 [E + 1], see `place_tokens_kernels.ExpertNumbers`
+    kept_idx: tl.tensor = None  # as in `receive.Received`: None, as callers get no topk_idx
 
 
 class ExpandSizes(NamedTuple):

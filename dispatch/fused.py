@@ -145,6 +145,7 @@ def exchange_fused(
     )
     sizes = ExchangeSizes(
         RANKS_PAD=next_power_of_2(num_ranks),
+        EXPERTS=num_local,
         EXPERTS_PAD=next_power_of_2(num_local),
         ALL_EXPERTS_PAD=next_power_of_2(num_experts),
         RANKS=num_ranks,
@@ -156,9 +157,9 @@ def exchange_fused(
         tokens.layout.num_tokens_per_expert,
         offsets,
         slots.context.fields,
-        num_local,
         RowShape(row.payload_bytes, row.num_topk, tokens.x.itemsize, tokens.num_scales),
         call,
+        slots.context.callers.running,
         expected_rows,
         most_rows,
         config.num_stages,

@@ -44,6 +44,7 @@ from ..device.signature import (
     publish_signature,
     put_signature,
     refuse_handle,
+    sent_signature,
     signature_of,
     signature_of_handle,
     time_signatures,
@@ -135,7 +136,7 @@ def node_layout_kernel(
 
 
 @uses_nvshmem
-@triton.jit(do_not_specialize=["num_tokens", "most_rows", "form"])
+@triton.jit(do_not_specialize=["num_tokens", "most_rows", "form", "caller"])
 def exchange_internode_kernel(
     layout,  # launch.DispatchLayout, is_token_in_rank as uint8 [T, R]
     plan,  # NodePlan
@@ -144,9 +145,9 @@ def exchange_internode_kernel(
     context,
     num_tokens,
     most_rows,  # M; of a low-latency call the most tokens of a rank
-    num_local_experts,
     shape,  # signature.RowShape
     form,  # see `launch.form_of`
+    caller,  # see `callers.Callers`
     SIZES: tl.constexpr,  # InternodeSizes
     COUNTS: tl.constexpr,  # exchange_kernels.ExchangeSizes
 ):
@@ -167,22 +168,29 @@ def exchange_internode_kernel(
     node = program - first_node  # of programs that receive
     is_forwarder = (node >= 0) & (node < nodes)
     rows = forwarding.is_row_in_rank + node.to(tl.int64) * most_rows * node_ranks
-    num_experts = num_local_experts * nodes * node_ranks
+    num_experts = COUNTS.EXPERTS * nodes * node_ranks
     if SIZES.PHASES != "send":
         if is_forwarder:
             tl.store(forwarding.num_rows + node, 0)
         elif node == nodes:
-            clear_counts(counts, num_local_experts, context, COUNTS)
+            clear_counts(counts, context, COUNTS)
     if is_broken(context):
         if is_forwarder:  # the launches that follow read them, whether this rank is broken or not
             _clear_ranks(rows, 0, most_rows, context, SIZES)
         elif node == nodes:  # the host, which waits for the counts, is to hear of it then
             report_abandoned(context)
         return
-    call = own_call(context)
-    if SIZES.PHASES != "both":  # a low-latency call
-        shape = with_max_tokens(shape, most_rows)
-    signature = signature_of(SIZES.KIND, shape, num_experts, 0, 0, form, call, 0, context)
+    if SIZES.PHASES == "receive":
+        signature = sent_signature(context)
+    else:
+        call = own_call(context)
+        if SIZES.PHASES == "send":  # a low-latency call
+            shape = with_max_tokens(shape, most_rows)
+        # fmt: off
+        signature = signature_of(
+            SIZES.KIND, shape, num_experts, 0, 0, form, call, 0, caller, context
+        )
+        # fmt: on
     if SIZES.PHASES != "receive":
         all_nodes = tl.arange(0, SIZES.NODES_PAD)
         most = tl.max(tl.load(plan.num_tokens + all_nodes, mask=all_nodes < nodes, other=0), 0)
@@ -213,7 +221,7 @@ def exchange_internode_kernel(
         elif node == nodes:
             if forwarding.wait_stats is not None:
                 time_signatures(forwarding.wait_stats, context, COUNTS.RANKS_PAD)
-            read_counts(counts, signature, most_rows, form, num_local_experts, context, COUNTS)
+            read_counts(counts, signature, most_rows, form, context, COUNTS)
 
 
 @uses_nvshmem

@@ -218,6 +218,7 @@ def exchange_sizes(num_ranks: int, num_experts: int, num_nodes: int = 1) -> Exch
     """Of counts of so many ranks and experts."""
     sizes = ExchangeSizes(
         RANKS_PAD=next_power_of_2(num_ranks),
+        EXPERTS=num_experts // num_ranks,
         EXPERTS_PAD=max(32, next_power_of_2(num_experts // num_ranks)),
         ALL_EXPERTS_PAD=next_power_of_2(num_experts),
         NODES=num_nodes,
@@ -250,9 +251,9 @@ def exchange(
         slots.context.fields,
         num_early_programs,
         max_rows,
-        layout.num_experts // num_ranks,
         tokens.shape,
         form,
+        slots.context.callers.running,
         SIZES=exchange_sizes(num_ranks, layout.num_experts),
         step="exchange",
         after=(send_plan_kernel,),

@@ -157,6 +157,7 @@ def low_latency_dispatch(
         ring.context.fields,
         len(x),
         max_tokens,
+        ring.context.callers.running,
         Rows(vectors.num_vecs, header_bytes(max_tokens, num_topk), row.trailer, row.num_bytes),
         CONFIG=ring.config(kind, *sizes, tokens.row_format, block_m),
         PHASES=phases,

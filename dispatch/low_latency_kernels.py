@@ -13,7 +13,7 @@ from .low_latency_send_kernels import send_counts, send_token
 
 
 @triton.jit(
-    do_not_specialize=["num_tokens", "max_tokens"],
+    do_not_specialize=["num_tokens", "max_tokens", "caller"],
     do_not_specialize_on_alignment=["recv_stats", "wait_stats"],
 )
 def low_latency_dispatch_kernel(
@@ -24,6 +24,7 @@ def low_latency_dispatch_kernel(
     context,
     num_tokens,
     max_tokens,
+    caller,  # see `callers.Callers`
     rows,  # `device.ring.Rows`
     CONFIG: tl.constexpr,  # `device.ring.CallConfig`
     PHASES: tl.constexpr,
@@ -53,7 +54,8 @@ def low_latency_dispatch_kernel(
         pdl_launch_dependents(PDL)
     since = begin_span()
     program = tl.program_id(0)
-    slot = open_slot(received.call, context, max_tokens, rows, CONFIG, PHASES != "receive", PDL)
+    sends: tl.constexpr = PHASES != "receive"
+    slot = open_slot(received.call, context, max_tokens, caller, rows, CONFIG, sends, PDL)
     since = end_span(ROLE_OPEN, 0, since, context)
     receiver = program
     if PHASES != "receive":

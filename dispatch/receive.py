@@ -13,7 +13,7 @@ from ..device.lang import INTERPRETED
 from ..hardware import gpu
 from ..row_vectors import COPY_ROWS, RowVectors
 from ..symm.slots import RowLayout, SlotLayout, Slots, row_in_region
-from ..utils import next_power_of_2
+from ..utils import next_power_of_2, round_up
 from .internode import end_call
 from .internode_kernels import forward_kernel
 from .launch import NUM_CONCURRENT, NUM_WARPS, Partition, Tokens, programs_on_all_sms
@@ -36,8 +36,9 @@ class Received(NamedTuple):
     x [N, H], or int64 [N] with the address of each row; scales [N, S]; topk_idx int64 [N, K] with
     local ids, -1 where the expert is on another rank; topk_weights float32 [N, K], 0 for these;
     src_idx int32 [N], the token's number on its source rank. Scales and top-k tensors are None
-    where dispatch had none. src_metadata int32 [N, 2 + K], for ElasticBuffer: see
-    `reference.place`; rows have no places.
+    where dispatch had none. For ElasticBuffer src_metadata int32 [N, 2 + K], see
+    `reference.place`, where rows have no places; and kept_idx, topk_idx once more, which stays as
+    it is when the caller changes that.
     """
 
     x: torch.Tensor
@@ -46,18 +47,28 @@ class Received(NamedTuple):
     topk_weights: torch.Tensor | None
     src_idx: torch.Tensor
     src_metadata: torch.Tensor | None = None
+    kept_idx: torch.Tensor | None = None
 
     @classmethod
-    def empty(cls, rows: torch.Tensor, tokens: Tokens) -> Received:
-        """`rows` [N, ...], and room for what goes with them where tokens are like these."""
+    def empty(cls, rows: torch.Tensor, tokens: Tokens, keeps_ids: bool = False) -> Received:
+        """`rows` [N, ...], and room for what goes with them where tokens are like these. What
+        `keeps_ids` lies before topk_idx, in one allocation: so that may grow."""
         num_rows, num_topk, scales = rows.shape[0], tokens.num_topk, tokens.scales
         weights = tokens.topk_weights
+        ids = kept = None
+        if keeps_ids:
+            room = round_up(num_rows, 2)  # so that both begin at multiples of 16 bytes
+            both = rows.new_empty((2, room, num_topk), dtype=torch.int64)
+            kept, ids = both[0, :num_rows], both[1, :num_rows]
+        elif num_topk:
+            ids = rows.new_empty((num_rows, num_topk), dtype=torch.int64)
         return cls(
             rows,
             None if scales is None else scales.new_empty(num_rows, scales.shape[1]),
-            rows.new_empty((num_rows, num_topk), dtype=torch.int64) if num_topk else None,
+            ids,
             None if weights is None else weights.new_empty(num_rows, num_topk),
             rows.new_empty(num_rows, dtype=torch.int32),
+            kept_idx=kept,
         )
 
     @property

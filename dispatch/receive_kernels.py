@@ -235,7 +235,10 @@ def _copy_metadata(
         ids = tl.load(ids, mask=has, other=-1)
         ids -= tl.load(context + RANK).to(tl.int32) * num_local_experts
         is_local = has & (ids >= 0) & (ids < num_local_experts)
-        tl.store(received.topk_idx + at, tl.where(is_local, ids, -1).to(tl.int64), mask=has_room)
+        local_ids = tl.where(is_local, ids, -1).to(tl.int64)
+        tl.store(received.topk_idx + at, local_ids, mask=has_room)
+        if received.kept_idx is not None:
+            tl.store(received.kept_idx + at, local_ids, mask=has_room)
         if received.topk_weights is not None:
             weights = as_pointer(block.address + row.weights, tl.float32)[:, None] + k[None, :]
             weights = tl.load(weights, mask=has, other=0.0)
@@ -266,6 +269,8 @@ def clear_rest(received, rank_prefix_matrix, max_rows, context, SIZES: tl.conste
     """Set to -1 the ids of rows past the received ones, and their metadata if there are any."""
     first = num_received(rank_prefix_matrix, max_rows, context)
     _fill(received.topk_idx, first * SIZES.NUM_TOPK, max_rows * SIZES.NUM_TOPK)
+    if received.kept_idx is not None:
+        _fill(received.kept_idx, first * SIZES.NUM_TOPK, max_rows * SIZES.NUM_TOPK)
     if received.src_metadata is not None:
         columns: tl.constexpr = 2 + SIZES.NUM_TOPK
         _fill(received.src_metadata, first * columns, max_rows * columns)

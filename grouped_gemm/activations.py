@@ -52,7 +52,9 @@ class Activation(NamedTuple):
         """What it makes of [..., N], or gate and up [..., 2 N]: [..., N], by torch."""
         gate, up = product.chunk(2, -1) if self.parts == 2 else (product, None)
         if up is not None and self.limit is not None:
-            gate, up = gate.clamp(max=self.limit), up.clamp(-self.limit, self.limit)
+            # Unlike clamp of torch 2.14, with a gradient of 1 at the limit itself, as kernels have.
+            gate, up = (torch.where(one > self.limit, self.limit, one) for one in (gate, up))
+            up = torch.where(up < -self.limit, -self.limit, up)
         if self.name in ("swiglu", "silu"):
             gate = gate * torch.sigmoid(self.alpha * gate)
         elif self.name == "relu2":

@@ -10,6 +10,7 @@ import torch
 from ..checks import check_out_apart, check_tensor, packed
 from ..errors import BackendError, ShapeError
 from ..prepared import prepared
+from ..utils import saved_tensors
 from .activations import Activation, AnyActivation, check_layer_activation, num_parts
 from .backward import (
     activation_dgrad,
@@ -346,7 +347,7 @@ class _GroupedGemm(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, grad: torch.Tensor) -> tuple[Any, ...]:
         _refuse_second_order()
-        x, w, row_weight, pre, *_ = ctx.saved_tensors
+        x, w, row_weight, pre, *_ = saved_tensors(ctx)
         grouping: Grouping = ctx.grouping
         grad = packed(grad)
         if row_weight is not None:
@@ -386,7 +387,7 @@ class _GroupedMlp(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, grad: torch.Tensor) -> tuple[Any, ...]:
         _refuse_second_order()
-        x, w_up, w_down, b_down, row_weight, pre, *_ = ctx.saved_tensors
+        x, w_up, w_down, b_down, row_weight, pre, *_ = saved_tensors(ctx)
         grouping, needs = ctx.grouping, ctx.needs_input_grad
         offsets = grouping.offsets
         grad = packed(grad)

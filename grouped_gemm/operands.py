@@ -180,6 +180,7 @@ def check_out(
     """Raise unless `out` may take the result of rows like `a`; by default it has their dtype."""
     check_tensor(name, out, shape, dtypes or (output_dtype(a),))
     check_devices(a, **{name: out})
+    check_row_bytes(name, out, ", or pass it in float32" * (out.dtype != torch.float32))
     if not out.is_contiguous() or out.data_ptr() % 16:
         raise ShapeError(
             f"{name} has strides {tuple(out.stride())} and starts at address {out.data_ptr():#x}; "
@@ -197,14 +198,15 @@ def canonical(tensor: torch.Tensor) -> torch.Tensor:
     return tensor.view(-1).view(tensor.shape) if tensor.is_contiguous() else tensor
 
 
-def check_row_bytes(name: str, tensor: torch.Tensor) -> None:
-    """Raise unless rows [.., K] are multiples of 16 bytes."""
+def check_row_bytes(name: str, tensor: torch.Tensor, or_else: str = "") -> None:
+    """Raise unless rows [.., K] are multiples of 16 bytes. or_else: the end of the error's text,
+    another remedy than to pad."""
     depth, itemsize = tensor.shape[-1], tensor.itemsize
     if depth * itemsize % 16:
         raise ShapeError(
             f"{name} has K = {depth}, and rows of {depth * itemsize} bytes; they must be multiples "
             "of 16 bytes. Pad K of rows and of weights with zeros to "
-            f"{-depth % (16 // itemsize) + depth}."
+            f"{-depth % (16 // itemsize) + depth}{or_else}."
         )
 
 

@@ -3,6 +3,8 @@ a row, as in DeepSeek-V3 (section 3.3 of its report)."""
 
 from __future__ import annotations
 
+import math
+import warnings
 from typing import Any, NamedTuple
 
 import torch
@@ -12,6 +14,7 @@ from einops import rearrange, reduce
 from ..checks import PAYLOAD_DTYPES, check_tensor
 from ..device.constants import constants
 from ..device.lang import INTERPRETED
+from ..errors import DtypeError
 from ..hardware import gpu
 from ..launch import Grid
 from ..utils import next_power_of_2, round_up
@@ -23,7 +26,7 @@ BLOCK = 128
 E4M3_MAX = 448.0
 SMALLEST_AMAX = 1e-4
 """A block's largest magnitude counts as at least this, so that zeros have a scale."""
-EXPONENT_BIAS = 127
+EXPONENT_BIAS, INFINITE_EXPONENT = 127, 128
 TILE_ITEMS, TILE_WARPS = 4096, 4
 """What a program casts at a time."""
 
@@ -36,15 +39,19 @@ def cast(
 
     A scale is amax / 448, with round_scale the next power of two from there. Products are fp32,
     e4m3 rounds to nearest even. Example, one block of zeros and a single 7.0: amax 7, scale
-    0.015625 either way, whose exponent is -6 (121 in UE8M0); the 7 becomes 448.
+    0.015625 either way, whose exponent is -6 (121 in UE8M0); the 7 becomes 448. A NaN stays NaN,
+    and does not count for amax; beside an infinity, whose scale is infinite, all become NaN when
+    they are multiplied by it.
     """
     blocks = rearrange(x.float(), "... (b c) -> ... b c", c=BLOCK)
-    amax = reduce(blocks.abs(), "... b c -> ... b 1", "max").clamp_min(SMALLEST_AMAX)
+    size = blocks.abs().nan_to_num(0.0, math.inf)
+    amax = reduce(size, "... b c -> ... b 1", "max").clamp_min(SMALLEST_AMAX)
     scale = amax * amax.new_tensor(1 / E4M3_MAX)
     factor = amax.new_tensor(E4M3_MAX) / amax
     if round_scale:
         exponent = ceil_log2(scale)
-        scale, factor = torch.exp2(exponent.float()), torch.exp2(-exponent.float())
+        scale = torch.exp2(exponent.float())
+        factor = torch.where(scale.isinf(), 0, torch.exp2(-exponent.float()))
     rows = rearrange(blocks * factor, "... b c -> ... (b c)").to(FP8)
     scales = scale.squeeze(-1)
     if not use_ue8m0:
@@ -64,20 +71,24 @@ def quantize_rows(x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     return rows[:, :num_columns].contiguous(), scales
 
 
-def quantize_weights(w: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+def quantize_weights(w: torch.Tensor, name: str = "w") -> tuple[torch.Tensor, torch.Tensor]:
     """(e4m3 [L, N, K], float32 scales [L, N / 128, K / 128], rounded up) of the weights of experts
     w [L, N, K], bf16 or fp32: what `moe_ffn` and `grouped_gemm` take for them.
 
     A scale is the largest magnitude of 128 x 128 / 448, or the next power of two from there if e4m3
     then holds each of these weights as it is, as those of checkpoints with such scales. Else an
     element is off by at most 1/16 of itself, or 2**-10 of its scale. Works an expert at a time:
-    beside the result it takes the memory of a few of them in fp32.
+    beside the result it takes the memory of a few of them in fp32. `name` is that of w in messages.
+    Raises DtypeError where a weight is NaN or infinite. Warns where more than half of the weights
+    of 128 x 128 that are not 0 become 0, as next to 3e38, or if all are below 1e-10.
     """
-    check_tensor("w", w, ("L", "N", "K"), (torch.bfloat16, torch.float32))
+    check_tensor(name, w, ("L", "N", "K"), (torch.bfloat16, torch.float32))
+    check_finite(name, w)
     num_experts, rows, columns = w.shape
     blocks = triton.cdiv(rows, BLOCK), triton.cdiv(columns, BLOCK)
     values = torch.empty_like(w, dtype=FP8, memory_format=torch.contiguous_format)
     scales = w.new_empty((num_experts, *blocks), dtype=torch.float32)
+    num_lost = torch.zeros((), dtype=torch.int64, device=w.device)
     for expert in range(num_experts):
         padded = w.new_zeros(blocks[0] * BLOCK, blocks[1] * BLOCK, dtype=torch.float32)
         padded[:rows, :columns] = w[expert]
@@ -86,10 +97,31 @@ def quantize_weights(w: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         power = torch.exp2(ceil_log2(amax / E4M3_MAX).float())
         is_exact = ((tiles / power).to(FP8).float() * power == tiles).all(-1, True).all(-2, True)
         scale = torch.where(is_exact, power, amax / E4M3_MAX)
-        quantized = rearrange(tiles / scale, "i j r c -> (i r) (j c)")
-        values[expert] = quantized[:rows, :columns].to(FP8)
+        quantized = (tiles / scale).to(FP8)
+        values[expert] = rearrange(quantized, "i j r c -> (i r) (j c)")[:rows, :columns]
         scales[expert] = scale[:, :, 0, 0]
+        is_lost = (quantized.float() == 0) & (tiles != 0)
+        num_lost += (2 * is_lost.sum((2, 3)) > (tiles != 0).sum((2, 3))).sum()
+    if num_lost:
+        warnings.warn(
+            f"{name}: in {int(num_lost)} of {scales.numel()} blocks of 128 x 128, more than half "
+            "of the weights that are not 0 become 0 in e4m3, as they are too small beside the "
+            "largest of their block, or all of them are. Look for an outlier in the checkpoint, or "
+            "leave these weights in bf16.",
+            stacklevel=2,
+        )
     return values, scales
+
+
+def check_finite(name: str, w: torch.Tensor) -> None:
+    """Raise DtypeError where weights of experts w [L, N, K] are NaN or infinite."""
+    if w.numel() and not torch.stack(w.aminmax()).isfinite().all():
+        experts = [expert for expert, one in enumerate(w) if not one.isfinite().all()]
+        raise DtypeError(
+            f"{name} is NaN or infinite in {len(experts)} of its {len(w)} experts, the first of "
+            f"which is {experts[0]}, and e4m3 holds finite weights. Look at the checkpoint that "
+            "they come from."
+        )
 
 
 def dequantize_weights(values: torch.Tensor, scales: torch.Tensor) -> torch.Tensor:
@@ -105,8 +137,9 @@ def dequantize_weights(values: torch.Tensor, scales: torch.Tensor) -> torch.Tens
 
 
 def ceil_log2(x: torch.Tensor) -> torch.Tensor:
-    """The exponents of the next powers of two from x > 0 on."""
+    """The exponents of the next powers of two from x > 0 on; 128 of infinity."""
     mantissa, exponent = torch.frexp(x)  # the mantissa lies in [0.5, 1)
+    exponent = torch.where(x.isinf(), INFINITE_EXPONENT, exponent)
     return torch.where(mantissa > 0.5, exponent, exponent - 1)
 
 

@@ -6,9 +6,11 @@ L local experts (E / R), N received rows, S slot.
 """
 
 from .buffer import Buffer
+from .callers import calls_tagged
 from .elastic import ElasticBuffer
 from .elastic_handle import EPHandle
 from .engines.base import Handle
+from .ep_buffer import EPBuffer
 from .errors import (
     BackendError,
     CallAbandoned,
@@ -38,6 +40,7 @@ __all__ = [
     "Config",
     "DelayedWgrad",
     "DtypeError",
+    "EPBuffer",
     "EPHandle",
     "ElasticBuffer",
     "EventHandle",
@@ -53,6 +56,7 @@ __all__ = [
     "RoutingError",
     "ShapeError",
     "WgradSink",
+    "calls_tagged",
     "moe_ffn",
     "start_moe_ffn",
 ]

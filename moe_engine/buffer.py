@@ -21,7 +21,7 @@ from .grouped_gemm.operands import Operand
 from .handles import check_handle, parts_of
 from .layer_config import LayerConfig
 from .layer_verbs import LayerVerbs
-from .lifecycle import verb
+from .lifecycle import local_verb, verb
 from .options import DEFAULT_OPTIONS, Config, Options, check_num_sms, sizes_for_tokens
 from .streams import EventHandle, EventOverlap
 from .symm.slots import ReturnRowLayout, SlotLayout
@@ -77,7 +77,7 @@ class Buffer(LayerVerbs):
 
     # --- Verbs -------------------------------------------------------------------------------
 
-    @verb
+    @local_verb
     def get_dispatch_layout(
         self,
         topk_idx: torch.Tensor,
@@ -269,7 +269,7 @@ class Buffer(LayerVerbs):
         described.kind.is_checked = True
         return received, call.event
 
-    @verb
+    @local_verb
     def release(self) -> None:
         """Give the rows of `dispatch(in_place=True)` back, after what the current stream holds."""
         engine = self._ready(sends=False)
@@ -340,7 +340,7 @@ class Buffer(LayerVerbs):
         hidden: int,
         num_experts: int,
         num_topk: int,
-        dtype: torch.dtype = torch.bfloat16,
+        dtype: torch.dtype | None = None,
         weights: tuple[Operand, Operand] | None = None,
         biases: tuple[torch.Tensor | None, torch.Tensor | None] = (None, None),
         activation: AnyActivation = "swiglu",
@@ -349,7 +349,8 @@ class Buffer(LayerVerbs):
         low-latency dispatch and combine, where the Buffer has memory for them; with weights, a
         layer's (w_gate_up [L, 2I, H], w_down [L, H, I]), which may be pairs (e4m3, scales),
         `moe_ffn` at all sizes, with these biases and this activation, and its backward if one of
-        them requires grad. Collective.
+        them requires grad. Collective. dtype is that of the rows; None stands for that of the
+        weights, and for bf16 where these are e4m3, or there are none.
 
         Without it the first call of a shape does so, under a deadline 5 minutes longer; with the
         kernels of `moe-engine compile` nothing is left to compile.

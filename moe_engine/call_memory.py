@@ -12,6 +12,7 @@ from typing import Any, NamedTuple
 
 import torch
 
+from .errors import ShapeError
 from .kinds import results_are_apart
 from .launch import Recording
 from .utils import round_up
@@ -101,6 +102,16 @@ class CallMemory:
         memory.append(None)
         return self._build(memory)
 
+    def check_given(
+        self, given: Sequence[torch.Tensor] | None, uses: Sequence[torch.Tensor]
+    ) -> None:
+        """ShapeError where one of the tensors of a call that it uses has less memory than one of
+        its kind takes."""
+        used = set(map(id, uses))
+        for one, (_, begin, end) in zip(given or (), self._ranges, strict=False):
+            if id(one) in used:
+                check_room(one, end - begin)
+
     def place_of(self, tensor: torch.Tensor) -> Place | None:
         """Where an argument of a launch that was recorded lies; None for what stays where it is."""
         address, storage = tensor.data_ptr(), tensor.untyped_storage().data_ptr()
@@ -169,6 +180,29 @@ class CallMemory:
             "the body of a call returns neither what it was given, nor what it made, nor a view of "
             "that of the same dtype, of a size that stays."
         )
+
+
+def check_room(tensor: torch.Tensor, num_bytes: int | None = None) -> None:
+    """ShapeError where so many bytes no longer lie at a tensor's address; None: those between its
+    elements."""
+    begin, end = _range(tensor)
+    storage, needed = tensor.untyped_storage(), end - begin if num_bytes is None else num_bytes
+    if storage.data_ptr() + storage.nbytes() - begin < needed:
+        raise ShapeError(
+            f"a tensor of {needed} bytes has less memory than at its call: it was freed, or "
+            "replaced by less. Give it as much as it had, and call the hook again."
+        )
+
+
+def alias_of(value: Any, made: dict[int, torch.Tensor]) -> Any:
+    """Arguments with tensors on the same memory that no caller resizes. made: those by the id of
+    their original, which is alive."""
+    if isinstance(value, torch.Tensor):
+        return made.setdefault(id(value), value.detach())
+    if not isinstance(value, tuple):
+        return value
+    parts = [alias_of(one, made) for one in value]
+    return tuple.__new__(type(value), parts)
 
 
 def leaves(result: Any) -> list[torch.Tensor]:

@@ -34,8 +34,8 @@ def check_tensor(
     dtypes: Sequence[torch.dtype],
     device: torch.device | None = None,
 ) -> None:
-    """`tensor` must be dense, have memory of its own, and have this shape (None for any shape; a
-    string in it stands for any size), dtype and device."""
+    """`tensor` must be dense, have memory of its own that holds its values, and have this shape
+    (None for any shape; a string in it stands for any size), dtype and device."""
     if type(tensor) not in PLAIN:
         _check_kind(name, tensor)
     try:
@@ -58,6 +58,11 @@ def check_tensor(
         raise DtypeError(
             f"{name} is {str(tensor.dtype).removeprefix('torch.')}; it must be {allowed}. "
             f"Convert it with {name}.to(...)."
+        )
+    if tensor.is_neg():  # a conjugate bit is one of complex dtypes, which no call takes
+        raise DtypeError(
+            f"{name} has torch's negative bit, as the imaginary part of a conjugate has: its "
+            f"memory holds the negated values. Pass {name}.resolve_neg()."
         )
     if device is not None and tensor.device != device:
         raise ShapeError(
@@ -444,9 +449,10 @@ def check_fp8(device: torch.device) -> None:
 
 
 def packed(tensor: torch.Tensor) -> torch.Tensor:
-    """`tensor`, or a copy of it, contiguous and at a multiple of 16 bytes."""
-    tensor = tensor.contiguous()
-    if tensor.data_ptr() % 16:
+    """`tensor`, or a copy of it, contiguous and at a multiple of 16 bytes, without a negative bit.
+    An empty tensor lies nowhere, so it must begin its storage: a view of another dtype asks."""
+    tensor = tensor.resolve_neg().contiguous()
+    if tensor.data_ptr() % 16 or (tensor.storage_offset() and not tensor.numel()):
         return tensor.clone(memory_format=torch.contiguous_format)
     if 1 in (shape := tensor.shape) or 0 in shape:  # a dimension of size 1 or 0 may have any stride
         usual = tensor.view(-1).view(shape)

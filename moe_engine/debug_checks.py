@@ -14,7 +14,7 @@ from .engines.base import Handle
 from .engines.internode import InternodeHandle
 from .engines.internode_low_latency import InternodeLowLatencyHandle
 from .errors import RoutingError, ShapeError, bad_ids
-from .low_latency_handle import LowLatencyHandle
+from .low_latency_handle import LowLatencyHandle, LowLatencySizes
 
 
 def check_layout_values(
@@ -154,7 +154,7 @@ def check_low_latency_values(
     handle: LowLatencyHandle | InternodeLowLatencyHandle, topk_idx: torch.Tensor, rank: int
 ) -> None:
     """The rows and slots of the top-k that a low-latency handle names must be within the tensors of
-    its call."""
+    its call, and topk_idx must not contradict what it says of this rank's tokens."""
     check_ids(topk_idx, handle.sizes.num_experts, rank)
     if isinstance(handle, InternodeLowLatencyHandle):
         num_received, num_rows = int(handle.rank_prefix_matrix[-1, rank]), handle.src_info.numel()
@@ -163,6 +163,9 @@ def check_low_latency_values(
         rows = handle.dst_row[:num_received]  # those after them are not written
         if bool(((rows < -1) | (rows >= num_rows)).any()):
             _refuse(f"handle.dst_row has rows outside -1 .. {num_rows - 1}", rank)
+        begin, end = (int(one) for one in handle.rank_prefix_matrix[:, rank][[rank - 1, rank]])
+        own = slice(begin if rank else 0, end)
+        _check_own_slots(topk_idx, handle.src_idx[own], handle.dst_row[own], handle.sizes, rank)
         return
     max_tokens, num_rows = handle.returns.shape[1], handle.src_info.numel()
     num_topk, num_tokens = handle.sizes.num_topk, handle.call[1:]
@@ -180,6 +183,42 @@ def check_low_latency_values(
     ):
         if bool((used & ((value < 0) | (value >= end))).any()):
             _refuse(f"handle.returns has {name} outside 0 .. {end - 1}", rank)
+    num_own = int(num_tokens[rank])
+    if len(topk_idx) > num_own:
+        _refuse(f"topk_idx has {len(topk_idx)} tokens, and the dispatch had {num_own}", rank)
+    copies, row_of, slot_of = handle.returns[rank, :num_own].split([1, num_topk, 2 * num_topk], 1)
+    is_used = torch.arange(num_topk, device=copies.device) < copies
+    row_of_slot = torch.full((num_own, num_topk + 1), -1, device=copies.device, dtype=copies.dtype)
+    slot_of = torch.where(is_used, slot_of[:, :num_topk], num_topk).long()
+    row_of_slot.scatter_(1, slot_of, row_of)
+    own_tokens = torch.arange(num_own, device=copies.device)
+    _check_own_slots(topk_idx, own_tokens, row_of_slot[:, :num_topk], handle.sizes, rank)
+
+
+def _check_own_slots(
+    topk_idx: torch.Tensor,
+    tokens: torch.Tensor,
+    rows: torch.Tensor,
+    sizes: LowLatencySizes,
+    rank: int,
+) -> None:
+    """Ids [T, K] must agree with the rows [n, K] (-1: none) that experts of this rank have for its
+    own tokens [n]; those that are -1 only now do."""
+    rows_of_expert = sizes.num_ranks * sizes.max_tokens
+    known = torch.full_like(topk_idx, -1)
+    is_there = tokens < len(topk_idx)  # a combine may have fewer tokens
+    experts = rank * sizes.num_local + rows.long() // rows_of_expert
+    known[tokens[is_there].long()] = torch.where(rows < 0, -1, experts)[is_there]
+    of_own_experts = (topk_idx // sizes.num_local == rank) | (known >= 0)
+    wrong = (topk_idx >= 0) & of_own_experts & (topk_idx != known)
+    if bool(wrong.any()):
+        token, k = wrong.nonzero()[0].tolist()
+        _refuse(
+            f"topk_idx[{token}, {k}] is {int(topk_idx[token, k])}, and was "
+            f"{int(known[token, k]) if known[token, k] >= 0 else 'no expert of this rank'} in the "
+            "dispatch",
+            rank,
+        )
 
 
 def _refuse(what: str, rank: int) -> NoReturn:

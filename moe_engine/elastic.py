@@ -96,6 +96,7 @@ class ElasticBuffer(ElasticVerbs):
                 num_bytes = elastic_size_hint(
                     Group.of(group).size, *shape, allow_multiple_reduction
                 )
+            self._check_arguments()
             timeout_s = None if num_gpu_timeout_secs == DEFAULT_TIMEOUT_S else num_gpu_timeout_secs
             options = Options(max_tokens=num_max_tokens_per_rank or None, timeout_s=timeout_s)
         except MoeEngineError as problem:  # which all ranks raise, where they meet
@@ -111,6 +112,9 @@ class ElasticBuffer(ElasticVerbs):
         self.num_rdma_ranks, self.num_nvlink_ranks = self.get_physical_domain_size()
         self.scaleout_rank_idx, self.scaleup_rank_idx = divmod(self.rank, self.num_scaleup_ranks)
         self.nccl_comm_handle = None
+
+    def _check_arguments(self) -> None:
+        """Refuse further arguments, where a subclass has some; all ranks raise what this raises."""
 
     @property
     def runtime(self) -> KernelVerbs | None:

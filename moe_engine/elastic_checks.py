@@ -59,6 +59,16 @@ def check_flags(**flags: bool) -> None:
         checks.check_flag(name, flag)
 
 
+def check_deferred(defer_epilogue: bool, is_async: bool) -> None:
+    """A call that returns its results by its event must be asynchronous."""
+    check_flags(defer_epilogue=defer_epilogue, async_with_compute_stream=is_async)
+    if defer_epilogue and not is_async:
+        raise ShapeError(
+            "defer_epilogue needs async_with_compute_stream=True: without it the call returns no "
+            "event, whose wait could return the results."
+        )
+
+
 def check_unset(**arguments: object) -> None:
     """None of these goes with a handle."""
     for name, value in arguments.items():
@@ -170,6 +180,15 @@ def check_handle(handle: EPHandle, num_ranks: int) -> None:
         raise ShapeError(
             f"handle is of a dispatch of {of_ranks} ranks; this ElasticBuffer has {num_ranks}. "
             "Pass what its own dispatch returned."
+        )
+
+
+def check_same_ids(handle: EPHandle) -> None:
+    """The ids that a handle keeps, which travel with weights, must be those of its dispatch."""
+    if not handle.has_same_topk_idx:
+        raise ShapeError(
+            "topk_idx of handle was written to after the dispatch, so weights would go with other "
+            "ids. Keep it unchanged, or let ElasticBuffer.dispatch copy it (do_handle_copy=True)."
         )
 
 

@@ -23,6 +23,7 @@ from .elastic_checks import (
     check_handle,
     check_new,
     check_options,
+    check_same_ids,
     check_sms,
     check_unset,
     check_x,
@@ -146,15 +147,17 @@ class ElasticVerbs(BufferLifecycle):
                 more = routing[2], numbers, wanted, sent, decided
                 got = expanded.dispatch(engine, tokens, num_experts, *more)
             received = expanded.shaped(got.rows, scales, got.num_expanded, wanted)
-            kept_idx = topk_idx if got.sent_idx is None else got.sent_idx
+            sent_idx = topk_idx if got.sent_idx is None else got.sent_idx
             if call.is_async:
-                call.returns(*received, got.topk_idx, *got.places, *got.sent, kept_idx)
+                call.returns(
+                    *received, got.recv_idx, got.topk_idx, *got.places, *got.sent, sent_idx
+                )
         kind.is_checked = True
         new_handle = EPHandle(
             wanted.expand,
             numbers,
             sms,
-            kept_idx,
+            sent_idx,
             got.topk_idx.shape[0],
             got.num_expanded,
             [*got.per_expert],
@@ -162,8 +165,9 @@ class ElasticVerbs(BufferLifecycle):
             got.sent,
             got.topk_idx,
         )
-        ids = None if wanted.expand else got.topk_idx
-        return _payload(received), ids, received.weights, new_handle, call.event
+        if got.sent_idx is None:
+            new_handle.keep_callers_idx()
+        return _payload(received), got.recv_idx, received.weights, new_handle, call.event
 
     def _dispatch_again(
         self,
@@ -178,6 +182,8 @@ class ElasticVerbs(BufferLifecycle):
         called with."""
         check_handle(handle, self.num_ranks)
         places, (topk_idx, weights, stats) = handle.places, routing
+        if weights is not None:
+            check_same_ids(handle)
         rows, scales, is_pair = checks.pair_of(x)
         args = rows, scales, is_pair, *routing, *options, *handle.described
         ids = None if options.do_expand else handle.recv_topk_idx
@@ -188,7 +194,7 @@ class ElasticVerbs(BufferLifecycle):
             check_unset(topk_idx=topk_idx, cumulative_local_expert_recv_stats=stats)
             check_unset(do_cpu_sync=options.do_cpu_sync or None)
             check_cached(handle, options, wanted)
-            checks.check_payload(x, len(handle.topk_idx))
+            checks.check_payload(x, handle.num_tokens)
             if weights is not None:
                 checks.check_routing(rows, handle.topk_idx, weights)
         wanted, sms = kind.choice
@@ -267,7 +273,7 @@ class ElasticVerbs(BufferLifecycle):
         if not kind.is_checked or not checks.have_rows(num_sent, x, topk_weights):
             check_options(options)
             self._check_combine(x, handle, topk_weights, num_sent)
-            checks.check_biases(bias, len(handle.topk_idx), x)
+            checks.check_biases(bias, handle.num_tokens, x)
             kind.choice = check_sms(num_sms, num_qps, self.num_allocated_qps)
         biases = (biases,) if isinstance(biases, torch.Tensor) else biases or ()
         if self.options.debug:
@@ -296,7 +302,7 @@ class ElasticVerbs(BufferLifecycle):
         checks.check_tensor("x", x, [num_rows, "H"], [torch.bfloat16], self.device)
         checks.check_rows("x", x)
         if topk_weights is not None:
-            shape = [num_rows] if handle.do_expand else [num_rows, handle.topk_idx.shape[1]]
+            shape = [num_rows] if handle.do_expand else [num_rows, handle.num_topk]
             checks.check_tensor("topk_weights", topk_weights, shape, [torch.float32], self.device)
             checks.check_no_grad(topk_weights=topk_weights)
 

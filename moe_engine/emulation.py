@@ -22,7 +22,7 @@ import traceback
 import weakref
 from collections.abc import Callable, Collection, Mapping
 from contextlib import suppress
-from multiprocessing import forkserver
+from multiprocessing import forkserver, util
 from multiprocessing.connection import Connection, wait
 from multiprocessing.process import BaseProcess
 from pathlib import Path
@@ -45,6 +45,8 @@ MAX_GROUPS = 1000
 """How many torch.distributed groups a job may make."""
 STACK_S = 1.0
 """How long silent ranks may take to write their stacks."""
+END_S = 1.0
+"""How long ranks without a job may take to end."""
 
 READ_AT_IMPORT = "MOE_ENGINE_TRACE", "TRITON_", "TORCH_", "OMP_", "CUDA_", "PYTHON"
 """The beginnings of the names of variables that imports read."""
@@ -124,7 +126,7 @@ class RankPool:
         self._ranks: list[tuple[BaseProcess, Connection]] = []
         self._folders: list[str] = []  # the store's, while there are processes
         self._num_jobs = 1
-        weakref.finalize(self, _kill, self._ranks, self._folders)  # runs at exit, too
+        weakref.finalize(self, _end, self._ranks, self._folders)  # runs at exit, too
 
     def __enter__(self) -> RankPool:
         return self
@@ -134,7 +136,7 @@ class RankPool:
 
     def close(self) -> None:
         """End all processes; a later run starts new ones."""
-        _kill(self._ranks, self._folders)
+        _end(self._ranks, self._folders)
 
     def run(
         self,
@@ -249,6 +251,8 @@ class RankPool:
                 errors[rank] = TimeoutError(text.strip())
         finally:
             # Also after an interrupt: a rank that has not answered must not meet the next run.
+            for rank in waiting.values():
+                self._ranks[rank][0].kill()
             if waiting or lost:
                 self.close()
         if errors:
@@ -286,11 +290,14 @@ def _stack_file(folder: str, rank: int) -> str:
     return os.path.join(folder, f"stack.{rank}")
 
 
-def _kill(ranks: list[tuple[BaseProcess, Connection]], folders: list[str]) -> None:
-    for process, _ in ranks:
-        process.kill()
-    for process, connection in ranks:
+def _end(ranks: list[tuple[BaseProcess, Connection]], folders: list[str]) -> None:
+    """End ranks: those that wait for a job do so by themselves, the others are killed."""
+    for _, connection in ranks:
         connection.close()
+    deadline = time.monotonic() + END_S
+    for process, _ in ranks:
+        process.join(max(0.0, deadline - time.monotonic()))
+        process.kill()
         process.join(GRACE_S)
     ranks.clear()
     while folders:
@@ -360,6 +367,8 @@ def _exit_with_pool(folder: str) -> None:
 
 
 def _exit(folder: str) -> NoReturn:
+    with suppress(Exception):  # what libraries have made, such as the semaphore of progress bars
+        util._exit_function()  # type: ignore[attr-defined]
     shutil.rmtree(folder, ignore_errors=True)  # the pool may have been killed
     os._exit(0)
 

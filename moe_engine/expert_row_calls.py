@@ -103,6 +103,7 @@ def send(
     num_experts: int,
     max_rows: int | None,
     alignment: int,
+    tag: str | None,
     *,
     is_async: bool,
 ) -> tuple[Sent, EventOverlap]:
@@ -113,7 +114,8 @@ def send(
     checks.check_routing(x, topk_idx, topk_weights)
     _check_room(x, max_rows, alignment, buffer.group_size)
     num_local = num_experts // buffer.group_size
-    with buffer._streams.call(None, is_async) as call:
+    caller = None if tag is None else buffer._streams.callers.number(tag)
+    with buffer._streams.call(None, is_async, caller=caller) as call:
         call.reads(x, topk_idx, topk_weights)
         packed = checks.packed
         tokens = Tokens(packed(x), packed(topk_idx), packed(topk_weights))

@@ -55,7 +55,8 @@ def results_apart() -> Iterator[None]:
 class Kind:
     """What decides how a call is made. `is_checked`: whether a call of this kind has passed all
     checks that need no more than that; `is_packed`: whether its tensors are as kernels take them;
-    `choice`: what was chosen for it; `whole`: the body that is all of it, if one is.
+    `caller`: that of a layer without a tag; `choice`: what was chosen for it; `whole`: the body
+    that is all of it, if one is.
 
     `prepared`: its calls by body, or by (body, address) those of one layer. Layers of a model are
     of one kind, and differ in their weights: `weights` is the place of one tensor of these among
@@ -63,13 +64,24 @@ class Kind:
     address of that tensor. `owner`: the kinds that this one is among."""
 
     __slots__ = (
-        *("check", "choice", "is_checked", "is_packed", "owner", "prepared", "shared", "used"),
+        *(
+            "caller",
+            "check",
+            "choice",
+            "is_checked",
+            "is_packed",
+            "owner",
+            "prepared",
+            "shared",
+            "used",
+        ),
         *("weights", "whole"),
     )
 
     def __init__(self, owner: Kinds | None = None) -> None:
         self.prepared: dict[Any, Any] = {}
         self.is_checked, self.is_packed, self.used = False, False, 0
+        self.caller: int | None = None
         self.choice: Any = None
         self.check: Callable[..., bool] | None = None  # see `Recent`
         self.whole: Callable[..., Any] | None = None
@@ -179,9 +191,10 @@ class Kinds:
     ) -> Described:
         """The kind of a call with these arguments: options, which can be hashed, and of each
         tensor, in tuples or not, the type, shape, strides, dtype, device, where in 16 bytes it
-        begins, and whether it wants a gradient. Of the tensors in `sized` the first size is no part
-        of it. Arguments of other types have no kind, nor have tensors of a class that torch's
-        functions pass on to their results, which would not be those that a call has recorded.
+        begins, whether it wants a gradient, and torch's negative bit. Of the tensors in `sized` the
+        first size is no part of it. Arguments of other types have no kind, nor have tensors of a
+        class that torch's functions pass on to their results, which would not be those that a call
+        has recorded.
         weights: the one of the tensors by which layers of this kind are told apart."""
         every = args + sized
         types = tuple(map(type, every))
@@ -227,8 +240,9 @@ class Kinds:
                         one.stride(),
                         one.dtype,
                         one.get_device(),
-                        address & 15 if address else -2 if one.numel() else -1,
+                        address & 15 if address else _place_without_address(one),
                         one.requires_grad,
+                        one.is_neg(),
                     )
                 elif isinstance(one, tuple | list):
                     parts += one.__class__, len(one)
@@ -302,6 +316,11 @@ class Kinds:
 def _gives_plain_tensors(kind: type[torch.Tensor]) -> bool:
     """Whether torch's functions of tensors of this class return those of its own."""
     return kind is torch.Tensor or kind.__torch_function__ is torch.nn.Parameter.__torch_function__
+
+
+def _place_without_address(one: torch.Tensor) -> int:
+    """Below 0: where a tensor without an address begins, which is empty or has no memory."""
+    return -3 if one.numel() else -2 if one.storage_offset() else -1
 
 
 def _state() -> tuple[Any, ...]:

@@ -10,6 +10,7 @@ import torch
 from torch.distributed.device_mesh import DeviceMesh
 
 from .buffer import Buffer
+from .callers import Tag
 from .checks import (
     BIAS_PAIR,
     PAYLOAD_DTYPES,
@@ -47,6 +48,7 @@ def moe_ffn(
     w_down: Down, buffer: Buffer, max_tokens: int | None = None, *, save: str = "auto",
     wgrad: Wgrad = None, layout: str = "concatenated", biases: Biases = NO_BIASES,
     activation: AnyActivation = "swiglu", return_counts: Literal[False] = False,
+    tag: Tag | None = None,
 ) -> torch.Tensor: ...
 @overload
 def moe_ffn(
@@ -54,6 +56,7 @@ def moe_ffn(
     w_down: Down, buffer: Buffer, max_tokens: int | None = None, *, save: str = "auto",
     wgrad: Wgrad = None, layout: str = "concatenated", biases: Biases = NO_BIASES,
     activation: AnyActivation = "swiglu", return_counts: Literal[True],
+    tag: Tag | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor]: ...
 @overload
 def moe_ffn(
@@ -61,6 +64,7 @@ def moe_ffn(
     w_down: Down, buffer: Buffer, max_tokens: int | None = None, *, save: str = "auto",
     wgrad: Wgrad = None, layout: str = "concatenated", biases: Biases = NO_BIASES,
     activation: AnyActivation = "swiglu", return_counts: bool,
+    tag: Tag | None = None,
 ) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]: ...
 # fmt: on
 def moe_ffn(
@@ -78,6 +82,7 @@ def moe_ffn(
     biases: Biases = NO_BIASES,
     activation: AnyActivation = "swiglu",
     return_counts: bool = False,
+    tag: Tag | None = None,
 ) -> Any:
     """Route x [T, H] to its experts on all ranks and sum their results, weighted: [T, H].
 
@@ -114,12 +119,16 @@ def moe_ffn(
     return_counts: (the result, counts int32 [E]), how many (token, k) all ranks together route to
     each expert, equal on all ranks; such a layer does not run by low-latency calls.
 
+    tag: which layer of the model this is, equal on all ranks. Ranks pair their calls by order, so
+    ranks that call layers in different orders are out of step; they raise OutOfStep where the tags
+    of their layers differ, and cannot tell layers of equal shapes apart that have no tags.
+
     Layers of two Buffers must not run at once on a GPU: each may hold what the other waits for.
     """
     tensors = arrived(x), arrived(topk_idx), arrived(topk_weights), w_gate_up, w_down
-    options = LayerOptions(max_tokens, save, wgrad, return_counts)
-    check_pair("biases", biases, BIAS_PAIR)
+    options = LayerOptions(max_tokens, save, wgrad, return_counts, tag=tag)
     try:
+        check_pair("biases", biases, BIAS_PAIR)
         if _is_operator(buffer, w_gate_up, wgrad) and _is_plain(biases, activation):
             from .layer_operators import layer_operator  # defines operators, which takes time
 
@@ -129,6 +138,9 @@ def moe_ffn(
     except RoutingError as error:
         layer = error.result
         error.result = layer._result if isinstance(layer, LayerInFlight) else None
+        raise
+    except Exception as error:
+        _note_refusal(buffer, "moe_ffn", error)
         raise
 
 
@@ -158,6 +170,7 @@ def start_moe_ffn(
     w_down: Down, buffer: Buffer, max_tokens: int | None = None, *, save: str = "auto",
     wgrad: Wgrad = None, layout: str = "concatenated", biases: Biases = NO_BIASES,
     activation: AnyActivation = "swiglu", return_counts: Literal[False] = False,
+    tag: Tag | None = None,
 ) -> LayerInFlight[torch.Tensor]: ...
 @overload
 def start_moe_ffn(
@@ -165,6 +178,7 @@ def start_moe_ffn(
     w_down: Down, buffer: Buffer, max_tokens: int | None = None, *, save: str = "auto",
     wgrad: Wgrad = None, layout: str = "concatenated", biases: Biases = NO_BIASES,
     activation: AnyActivation = "swiglu", return_counts: Literal[True],
+    tag: Tag | None = None,
 ) -> LayerInFlight[tuple[torch.Tensor, torch.Tensor]]: ...
 @overload
 def start_moe_ffn(
@@ -172,6 +186,7 @@ def start_moe_ffn(
     w_down: Down, buffer: Buffer, max_tokens: int | None = None, *, save: str = "auto",
     wgrad: Wgrad = None, layout: str = "concatenated", biases: Biases = NO_BIASES,
     activation: AnyActivation = "swiglu", return_counts: bool,
+    tag: Tag | None = None,
 ) -> LayerInFlight[torch.Tensor | tuple[torch.Tensor, torch.Tensor]]: ...
 # fmt: on
 def start_moe_ffn(
@@ -189,6 +204,7 @@ def start_moe_ffn(
     biases: Biases = NO_BIASES,
     activation: AnyActivation = "swiglu",
     return_counts: bool = False,
+    tag: Tag | None = None,
 ) -> LayerInFlight[Any]:
     """Begin `moe_ffn` on the Buffer's own stream, and run something else until `finish()`: the
     shared expert of Qwen2-MoE and DeepSeek-V3 fills SMs where the routed ones wait for rows.
@@ -200,9 +216,13 @@ def start_moe_ffn(
     layer, if it has one, runs on the stream that is current here.
     """
     tensors = arrived(x), arrived(topk_idx), arrived(topk_weights), w_gate_up, w_down
-    options = LayerOptions(max_tokens, save, wgrad, return_counts, async_finish=True)
-    check_pair("biases", biases, BIAS_PAIR)
-    return _begin(tensors, layout, biases, activation, buffer, options)
+    options = LayerOptions(max_tokens, save, wgrad, return_counts, async_finish=True, tag=tag)
+    try:
+        check_pair("biases", biases, BIAS_PAIR)
+        return _begin(tensors, layout, biases, activation, buffer, options)
+    except Exception as error:
+        _note_refusal(buffer, "start_moe_ffn", error)
+        raise
 
 
 def _begin(
@@ -233,7 +253,7 @@ def _begin(
         return LayerInFlight(out, event, counts)
     how = options.async_finish, options.max_tokens, bool(options.return_counts)
     try:
-        return LayerInFlight(*buffer.moe_ffn(inputs, *how))
+        return LayerInFlight(*buffer.moe_ffn(inputs, *how, options.tag))
     except RoutingError as error:
         error.result = LayerInFlight(*error.result) if isinstance(error.result, tuple) else None
         raise
@@ -275,6 +295,11 @@ def _check_quantized(layout: str, is_trained: bool) -> None:
         )
 
 
+def _note_refusal(buffer: object, verb: str, error: Exception) -> None:
+    if isinstance(buffer, Buffer):
+        buffer.note_refusal(verb, error)
+
+
 def _check_buffer(buffer: object) -> None:
     if not isinstance(buffer, Buffer):
         raise DtypeError(f"buffer is {shown(buffer)}; it must be a moe_engine.Buffer.")
@@ -286,7 +311,8 @@ class MoEFeedForward(torch.nn.Module):
     Parameters: gate_up_proj [L, 2I, H], [L, I, H] for a non-gated activation, down_proj
     [L, H, I], with `bias` also gate_up_bias [L, 2I]
     and down_bias [L, H], zeros; with gradients where `requires_grad` is set. `activation`, `save`,
-    `wgrad` and `layout` as in `moe_ffn`, attributes that may change between calls;
+    `wgrad` and `layout` as in `moe_ffn`, attributes that may change between calls, as may `tag`,
+    which is the number of the module in the order in which those of the Buffer are made;
     wgrad="delayed" makes a `DelayedWgrad`, whose `backward_dw()` is the module's too. With a
     DeviceMesh of one dimension and the Buffer's ranks, they are DTensors [E, ...] of these parts,
     Shard(0) on it, as checkpoints and `integrations/data_parallel.py` take them. A copy shares
@@ -342,6 +368,7 @@ class MoEFeedForward(torch.nn.Module):
             self.register_parameter(name, None if added is None else new(added, requires_grad))
         self.buffer, self.save, self.layout = buffer, save, layout
         self.activation = activation
+        self.tag: Tag | None = buffer.new_tag("MoEFeedForward")
 
     def forward(
         self,
@@ -382,6 +409,7 @@ class MoEFeedForward(torch.nn.Module):
             layout=self.layout,
             biases=self._biases(),
             activation=self.activation,
+            tag=self.tag,
         )
 
     def _biases(self) -> Biases:

@@ -4,9 +4,9 @@ what modes of torch see, such as that of selective checkpointing.
 Elsewhere a layer is a node of autograd (`training.py`), which can also return an event, and take
 objects. Here the Buffer is its `id`, and what is saved is among the results, with a size that is
 known when the rows have come: of a layer in sub-batches or passes (`passes.py`) that of all its
-calls, one after the other. `num_rows` tells them apart: for each sub-batch the rows of the call
-with all its tokens and of each slice, NOT_MADE for calls that were not made, or whose rows had no
-room.
+calls, one after the other. `numbers` [calls, 2] tells them apart: for each sub-batch (the rows, the
+number of the forward) of the call with all its tokens and of each slice, with NOT_MADE rows for
+calls that were not made, or whose rows had no room.
 """
 
 from __future__ import annotations
@@ -46,20 +46,22 @@ from .training import (
 from .training import (
     _forward as run_forward,
 )
+from .utils import saved_tensors
 from .weight_gradients import LayerWeights
 from .weight_layouts import GateUp
 
 TENSORS = "Tensor x, Tensor topk_idx, Tensor topk_weights, Tensor w_gate_up, Tensor w_down"
 NOT_MADE = -2
 """In place of a number of rows, which is -1 in a capture."""
-OPTIONS = "int buffer_id, int? max_tokens, str layout"
+OPTIONS = "int buffer_id, int? max_tokens, str layout, str? tag"
 
 
 def layer_operator(
     tensors: tuple[Any, ...], buffer: Buffer, options: LayerOptions, layout: str
 ) -> tuple[Tensor, Tensor]:
     """(the result [T, H], counts int32 [E], empty if they are not asked for)."""
-    how = *tensors, buffer.id, options.max_tokens, layout
+    tag = None if options.tag is None else str(options.tag)
+    how = *tensors, buffer.id, options.max_tokens, layout, tag
     x, _, *weights = tensors
     if not wants_gradients(x, *weights):
         out, counts = operators.moe_ffn(*how, options.return_counts)
@@ -81,7 +83,7 @@ def _tensors(parts: tuple[Tensor, ...], layout: str) -> LayerTensors:
 
 
 def _fake_layer(x: Tensor, *args: Any) -> tuple[Tensor, Tensor]:
-    *_, w_down, buffer_id, _, _, return_counts = args
+    *_, w_down, buffer_id, _, _, _, return_counts = args
     num_experts = len(w_down) * live_buffer(buffer_id).group_size
     shape = (num_experts if return_counts else 0,)
     return torch.empty_like(x), x.new_empty(shape, dtype=torch.int32)
@@ -89,13 +91,13 @@ def _fake_layer(x: Tensor, *args: Any) -> tuple[Tensor, Tensor]:
 
 @operator(f"moe_ffn({TENSORS}, {OPTIONS}, bool return_counts) -> (Tensor, Tensor)", _fake_layer)
 def _layer(*args: Any) -> tuple[Tensor, Tensor]:
-    *parts, buffer_id, max_tokens, layout, return_counts = args
+    *parts, buffer_id, max_tokens, layout, tag, return_counts = args
     tensors, buffer = _tensors(tuple(parts), layout), live_buffer(buffer_id)
-    options = LayerOptions(max_tokens, "none", None, return_counts, is_trained=False)
+    options = LayerOptions(max_tokens, "none", None, return_counts, is_trained=False, tag=tag)
     if may_take_passes(tensors.inputs, buffer, options):
         _, (out, _, counts, _) = _run_passes(buffer, tensors, options)
     else:
-        out, _, counts = buffer.moe_ffn(tensors.inputs, False, max_tokens, return_counts)
+        out, _, counts = buffer.moe_ffn(tensors.inputs, False, max_tokens, return_counts, tag)
     return out, tensors.x.new_empty(0, dtype=torch.int32) if counts is None else counts
 
 
@@ -120,7 +122,7 @@ def _most_calls(buffer: Buffer) -> int:
 
 
 def _fake_forward(*args: Any) -> tuple[Tensor, ...]:
-    x, _, _, _, w_down, buffer_id, _, _, save = args
+    x, _, _, _, w_down, buffer_id, _, _, _, save = args
     buffer = live_buffer(buffer_id)
     num_experts, most_calls = len(w_down) * buffer.group_size, _most_calls(buffer)
     number = num_sub_batches(buffer)
@@ -130,19 +132,19 @@ def _fake_forward(*args: Any) -> tuple[Tensor, ...]:
         x.new_empty((num_experts,), dtype=torch.int32),
         x.new_empty((num_rows if save in ("pre", "all") else 0, 2 * w_down.shape[2])),
         x.new_empty((num_rows if save in ("rows", "all") else 0, x.shape[1])),
-        torch.empty(number * most_calls, dtype=torch.int64, device="cpu"),
+        torch.empty(number * most_calls, 2, dtype=torch.int64, device="cpu"),
         x.new_empty((number * (most_calls > 1),), dtype=torch.int32),
     )
 
 
 @operator(
     f"moe_ffn_forward({TENSORS}, {OPTIONS}, str save) "
-    "-> (Tensor out, Tensor counts, Tensor pre, Tensor rows, Tensor num_rows, Tensor overflow)",
+    "-> (Tensor out, Tensor counts, Tensor pre, Tensor rows, Tensor numbers, Tensor overflow)",
     _fake_forward,
 )
 def _forward(*args: Any) -> tuple[Tensor, ...]:
-    *parts, buffer_id, max_tokens, layout, save = args
-    options = LayerOptions(max_tokens, save, None, True)
+    *parts, buffer_id, max_tokens, layout, tag, save = args
+    options = LayerOptions(max_tokens, save, None, True, tag=tag)
     options.check()
     tensors, buffer = _tensors(tuple(parts), layout), live_buffer(buffer_id)
     batches, (out, _, counts, _) = _run_passes(buffer, tensors, options)
@@ -150,11 +152,11 @@ def _forward(*args: Any) -> tuple[Tensor, ...]:
     x, is_fused, most_calls = tensors.x, buffer.has_fused_layers, _most_calls(buffer)
     kept = (one.saved.tensors if is_fused else NOTHING.tensors for one in chain(*batches))
     pre, rows = zip(*kept, strict=True)
-    numbers: list[int] = []
+    calls: list[tuple[int, int]] = []
     for passes in batches:
-        made = [one.saved.num_rows for one in passes]
-        not_made = [NOT_MADE] * (most_calls - len(made))
-        numbers += [*made, *not_made] if len(made) == 1 else [*not_made, *made]
+        made = [(one.saved.num_rows, one.saved.forward) for one in passes]
+        not_made = [(NOT_MADE, 0)] * (most_calls - len(made))
+        calls += [*made, *not_made] if len(made) == 1 else [*not_made, *made]
     overflow = x.new_empty(len(batches) * (most_calls > 1), dtype=torch.int32)
     for number, passes in enumerate(batches):
         if isinstance(one := passes[0].saved.overflow, Tensor):  # else the host knows of it
@@ -163,7 +165,7 @@ def _forward(*args: Any) -> tuple[Tensor, ...]:
         *(out, counts),
         _joined(pre, x, 2 * tensors.weights.down.shape[2]),
         _joined(rows, x, x.shape[1]),
-        *(torch.tensor(numbers, device="cpu"), overflow),
+        *(torch.tensor(calls, device="cpu"), overflow),
     )
 
 
@@ -178,24 +180,22 @@ def _joined(parts: Sequence[Tensor | None], x: Tensor, columns: int) -> Tensor:
 def _batches(
     buffer: Buffer, topk_idx: Tensor, save: str, kept: Sequence[Tensor | None], *more: Tensor
 ) -> list[SubBatch]:
-    """The sub-batches of which `_forward` has returned what they saved; more: num_rows,
-    overflow."""
-    numbers, overflows = more[0].tolist(), more[1]
+    """The sub-batches of which `_forward` has returned what they saved; more: numbers, overflow."""
+    calls, overflows = more[0].tolist(), more[1]
     most_calls = _most_calls(buffer)
-    is_captured = numbers[0] == -1 and most_calls > 1
-    sizes = [max(1, number) for number in numbers if number != NOT_MADE]
+    is_captured = calls[0][0] == -1 and most_calls > 1
+    sizes = [max(1, num_rows) for num_rows, _ in calls if num_rows != NOT_MADE]
     split = [[None] * len(sizes) if one is None else one.split(sizes) for one in kept]
     tensors, batches = zip(*split, strict=True), []
-    wholes = sub_batches_of(len(topk_idx), len(numbers) // most_calls)
-    for whole, *rows in zip(wholes, *(iter(numbers),) * most_calls, strict=True):
-        overflow: Tensor | int = overflows[len(batches) :][:1] if is_captured else 0
+    for number, whole in enumerate(sub_batches_of(len(topk_idx), len(calls) // most_calls)):
+        overflow: Tensor | int = overflows[number:][:1] if is_captured else 0
         every = [whole]
         if most_calls > 1:
             every += passes_of_slices(buffer, topk_idx, whole, overflow)
-        passes = []
-        for one, num_rows in zip(every, rows, strict=True):
+        of_batch, passes = calls[number * most_calls :][:most_calls], []
+        for one, (num_rows, forward) in zip(every, of_batch, strict=True):
             if num_rows != NOT_MADE:
-                saved = Saved(save, next(tensors), num_rows, True, overflow)
+                saved = Saved(save, next(tensors), num_rows, True, overflow, forward)
                 passes.append(one._replace(saved=saved))
         batches.append(passes)
     return batches
@@ -210,16 +210,16 @@ def _fake_backward(dy: Tensor, *args: Any) -> tuple[Tensor, ...]:
 
 
 @operator(
-    f"moe_ffn_backward(Tensor dy, {TENSORS}, Tensor pre, Tensor rows, Tensor num_rows, "
+    f"moe_ffn_backward(Tensor dy, {TENSORS}, Tensor pre, Tensor rows, Tensor numbers, "
     "Tensor overflow, int buffer_id, str layout, str save, bool of_gate_up, bool of_down) "
     "-> (Tensor, Tensor, Tensor, Tensor)",
     _fake_backward,
 )
 def _backward(dy: Tensor, *args: Any) -> tuple[Tensor, ...]:
-    *parts, pre, rows, num_rows, overflow, buffer_id, layout, save, of_gate_up, of_down = args
+    *parts, pre, rows, numbers, overflow, buffer_id, layout, save, of_gate_up, of_down = args
     tensors, buffer = _tensors(tuple(parts), layout), live_buffer(buffer_id)
     kept = pre if save in ("pre", "all") else None, rows if save in ("rows", "all") else None
-    batches = _batches(buffer, tensors.topk_idx, save, kept, num_rows, overflow)
+    batches = _batches(buffer, tensors.topk_idx, save, kept, numbers, overflow)
     run = partial(run_backward, buffer, None, (of_gate_up, of_down))
     found, grads = backward_in_passes(dy, tensors, batches, run)
     of_weights = (dy.new_empty(0) if one is None else one for one in grads)
@@ -227,7 +227,7 @@ def _backward(dy: Tensor, *args: Any) -> tuple[Tensor, ...]:
 
 
 def _save(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
-    *parts, ctx.buffer_id, _, ctx.layout, ctx.save_policy = inputs
+    *parts, ctx.buffer_id, _, ctx.layout, _, ctx.save_policy = inputs
     _, *others = output
     ctx.save_for_backward(*parts, *others[1:])
     ctx.mark_non_differentiable(*others)
@@ -236,9 +236,9 @@ def _save(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None
 def _layer_gradients(ctx: Any, dy: Tensor, *_: Any) -> tuple[Any, ...]:
     of_x, _, of_topk, *wanted = ctx.needs_input_grad[:5]
     how = ctx.buffer_id, ctx.layout, ctx.save_policy, *wanted
-    dx, dw, *grads = operators.moe_ffn_backward(dy, *ctx.saved_tensors, *how)
+    dx, dw, *grads = operators.moe_ffn_backward(dy, *saved_tensors(ctx), *how)
     of_weights = (one if want else None for one, want in zip(grads, wanted, strict=True))
-    return dx if of_x else None, None, dw if of_topk else None, *of_weights, *(None,) * 4
+    return dx if of_x else None, None, dw if of_topk else None, *of_weights, *(None,) * 5
 
 
 gradient("moe_ffn_forward", _save, _layer_gradients, "a layer has")

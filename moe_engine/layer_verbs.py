@@ -5,10 +5,11 @@ from __future__ import annotations
 import torch
 
 from . import checks
+from .callers import Tag
 from .engines.base import Engine, LayerInputs, LayerResult, check_scales
 from .errors import ShapeError
-from .grouped_gemm.activations import check_layer_activation
-from .kinds import Described
+from .grouped_gemm.activations import Activation, check_layer_activation
+from .kinds import Described, Kind
 from .lifecycle import verb
 from .low_latency_verbs import LowLatencyVerbs
 from .streams import EventOverlap
@@ -24,6 +25,7 @@ class LayerVerbs(LowLatencyVerbs):
         async_finish: bool = False,
         max_tokens: int | None = None,
         return_counts: bool = False,
+        tag: Tag | None = None,
     ) -> tuple[torch.Tensor, EventOverlap, torch.Tensor | None]:
         """(result [T, H], event, counts int32 [E] or None) of a layer's routed experts; see
         `moe_engine.moe_ffn`."""
@@ -35,7 +37,8 @@ class LayerVerbs(LowLatencyVerbs):
             self._check_layer(inputs)
             most_tokens = self._most_tokens(x, topk_idx, w_gate_up, max_tokens)
             kind.choice = 0 if return_counts else most_tokens
-        with self._streams.call(None, async_finish) as call:
+        caller = self._caller_of_layer(inputs, kind, tag)
+        with self._streams.call(None, async_finish, caller=caller) as call:
             if call.is_async:
                 call.reads(*inputs.tensors)
             out, counts = self._launch_layer(engine, inputs, return_counts, described)
@@ -43,6 +46,21 @@ class LayerVerbs(LowLatencyVerbs):
                 call.returns(out, counts)
         kind.is_checked = True
         return out, call.event, counts
+
+    def _caller_of_layer(self, inputs: LayerInputs, kind: Kind, tag: Tag | None) -> int:
+        """The caller of a layer: by its tag, else by that of the block, else by what ranks must
+        give alike of its experts. kind: of its arguments."""
+        callers = self._streams.callers
+        if tag is not None:
+            return callers.number(tag)
+        if of_block := callers.of_block():
+            return of_block
+        if kind.caller is None:
+            name = Activation.of(inputs.activation).name
+            biases = [" with a bias" for b in (inputs.b_gate_up, inputs.b_down) if b is not None]
+            columns = inputs.w_down.shape[2]
+            kind.caller = callers.number(f"unnamed, {columns} columns, {name}{''.join(biases)}")
+        return kind.caller
 
     def _launch_layer(
         self, engine: Engine, inputs: LayerInputs, return_counts: bool, described: Described

@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 import os
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from functools import wraps
 from typing import Any, Concatenate, NoReturn, ParamSpec, Self, TypeVar
 from weakref import WeakMethod, WeakValueDictionary
@@ -25,11 +26,13 @@ from .errors import (
     MoeEngineError,
     OutOfStep,
     PeerTimeout,
+    RoutingError,
     TooManyTokens,
 )
 from .options import DEFAULT_OPTIONS, Options, size_hint
 from .streams import CallStreams, EventOverlap
 from .symm import choose_backend, resolve_device
+from .symm.device_context import DeviceContext
 from .symm.slots import SlotLayout
 from .utils import has_modes, is_in_backward, untraced, without_modes
 
@@ -43,22 +46,33 @@ B = TypeVar("B", bound="BufferLifecycle")
 
 def verb(method: Callable[Concatenate[B, P], T]) -> Callable[Concatenate[B, P], T]:
     """A method that all ranks call. Its result passes `_finish` where that has anything to do; the
-    other ranks are told of an error that breaks it off on this one. torch.compile does not trace
-    it, and no mode sees its operators."""
+    other ranks are told of an error that breaks it off on this one, and of a call that it refuses.
+    torch.compile does not trace it, and no mode sees its operators."""
+    return _verb(method, sends=True)
 
+
+def local_verb(method: Callable[Concatenate[B, P], T]) -> Callable[Concatenate[B, P], T]:
+    """A `verb` that sends nothing: a rank that is refused one misses no call of the others."""
+    return _verb(method, sends=False)
+
+
+def _verb(method: Callable[Concatenate[B, P], T], sends: bool) -> Callable[Concatenate[B, P], T]:
     @untraced
     @wraps(method)
     def call(self: B, /, *args: P.args, **kwargs: P.kwargs) -> T:
         if has_modes():
             with without_modes():
                 return call(self, *args, **kwargs)
+        was_made = False
         try:
             result = method(self, *args, **kwargs)
+            was_made = True
             return self._finish(result) if self._with_bad_ids or self.options.debug else result
         except BaseException as error:
             trace = error.__traceback__
-            if trace is not None and trace.tb_next is not None:  # else the arguments do not bind
-                self._break_off(error)
+            binds = trace is not None and trace.tb_next is not None  # else an argument is missing
+            if not (binds and self._break_off(error)) and sends and not was_made:
+                self.note_refusal(method.__name__, error)
             raise
 
     return call
@@ -117,7 +131,7 @@ class BufferLifecycle:
         if backend != "collective":
             self.backend = choose_backend(self.group, backend, device, or_collective=True)
         if self.backend == "collective":
-            self._engine = CollectiveEngine(self.group)
+            self._engine = CollectiveEngine(self.group, self._streams.callers)
         else:
             allocator = Allocator(members, settings, self.backend, device, self._streams)
             engine, self._low_latency = allocator.new_engines()
@@ -155,6 +169,11 @@ class BufferLifecycle:
         """Whether a layer is one call, on ranks of one node; else it is a dispatch, products and a
         combine, and saves no pre-activations."""
         return self.backend != "collective" and self.num_nodes == 1
+
+    def new_tag(self, name: str) -> str:
+        """A tag for one more layer of this name, which says how many of the name this Buffer has.
+        Ranks that ask for tags in the same order get the same ones; see `moe_engine.moe_ffn`."""
+        return self._streams.callers.new_tag(name)
 
     # --- Work that holds calls ---------------------------------------------------------------
 
@@ -218,7 +237,7 @@ class BufferLifecycle:
 
     # --- Checks ------------------------------------------------------------------------------
 
-    @verb
+    @local_verb
     def check(self) -> None:
         """Synchronise and raise what went wrong: PeerTimeout, a call that did not match or was
         abandoned, RoutingError; CapacityError where `ops.dispatch` had more rows than max_rows;
@@ -273,24 +292,49 @@ class BufferLifecycle:
             self._overflow = self._overflow.to(overflow.device)
         torch.maximum(self._overflow, overflow, out=self._overflow)
 
-    def _break_off(self, error: BaseException) -> None:
-        """End the calls of this Buffer on all ranks where an error leaves this one out of step.
-
-        Arguments that are refused before the first launch leave it in step, as all ranks refuse
-        them alike; all else that breaks off a call does not. The others are told, unless they
-        find out by themselves, as of a lost rank, or have told this one.
+    def note_refusal(self, verb: str, error: BaseException) -> None:
+        """Count a call that `verb` refused with this error before it sent anything, so that later
+        calls of a rank that the others did not refuse theirs are out of step. An error that passes
+        several verbs counts once; one that ends the calls, or comes after a call, does not count.
         """
-        contexts = [context for engine in self._engines for context in engine.contexts()]
+        if not isinstance(error, MoeEngineError | TypeError) or isinstance(error, RoutingError):
+            return
+        if getattr(error, "noted_by", None) == self.id or self._engine is None:
+            return
+        if any(engine.has_ended or engine.has_sent for engine in self._engines):
+            return
+        with suppress(AttributeError):
+            error.noted_by = self.id  # type: ignore[union-attr]
+        self._streams.callers.refuse(verb.lstrip("_"), error)
+        with self._streams.call():
+            for context in self._contexts():
+                context.refuse()
+
+    def _contexts(self) -> list[DeviceContext]:
+        return [context for engine in self._engines for context in engine.contexts()]
+
+    def _break_off(self, error: BaseException) -> bool:
+        """End the calls of this Buffer on all ranks where an error leaves this one out of step.
+        Whether they have ended.
+
+        Arguments that are refused before the first launch end nothing, as all ranks may refuse them
+        alike; all else that breaks off a call does. The others are told, unless they find out by
+        themselves, as of a lost rank, or have told this one.
+        """
+        contexts = self._contexts()
         broken = next((one for one in contexts if one.step is not None or one.has_ended), None)
         leaves_others = self.group_size > 1 and isinstance(error, LEAVE_OUT_OF_STEP)
         is_refusal = isinstance(error, MoeEngineError) and not leaves_others
-        if not contexts or contexts[0].has_told or (broken is None and is_refusal):
-            return
+        if not contexts or (broken is None and is_refusal):
+            return False
+        if contexts[0].has_told:
+            return True
         kind, text = (broken or contexts[0]).notice(error)
         knows = isinstance(error, PeerTimeout) or any(one.was_told for one in contexts)
         for context in contexts:
             cause = None if broken is None else broken.ended
             context.abandon(kind, text, not knows and not context.shrinks, cause)
+        return True
 
     def _check_process(self) -> None:
         if self._forks != forks:

@@ -23,7 +23,7 @@ from .handles import (
     check_low_latency_handle,
     fields_of,
 )
-from .lifecycle import BufferLifecycle, verb
+from .lifecycle import BufferLifecycle, local_verb, verb
 from .low_latency_handle import LowLatencySizes
 from .options import low_latency_size_hint
 from .streams import EventOverlap, record
@@ -44,6 +44,10 @@ class LowLatencyVerbs(BufferLifecycle):
     for their hooks. What a call returns may be read once its hook was called. A graph that is
     captured holds both halves of its calls, and a replay counts as calls that were made after those
     whose hooks are missing.
+
+    A hook reads nothing of the caller's but `out` and the stats, whose sizes are those of the call:
+    x, topk_idx and topk_weights may change before it. On several nodes rows in bf16 that a rank
+    sends to itself are read in x, which must not change before the hook.
 
     On several nodes a token crosses the network once for each node, and layers of few tokens run by
     these calls. Ranks then also forward for one another in the second halves: all ranks call their
@@ -186,9 +190,10 @@ class LowLatencyVerbs(BufferLifecycle):
         Sums are in fp32: each rank adds its rows of a token in order of k and rounds once; the
         token's rank adds the results in order of each rank's largest k and rounds once. topk_idx is
         that of the dispatch. A slot of the top-k that is -1 only now counts with weight 0; for one
-        that was -1 only in the dispatch, the call waits until its deadline. x is read where it
-        lies, so zero_copy changes nothing. use_logfmt is not offered. A handle may be combined any
-        number of times.
+        that was -1 only in the dispatch, the call waits until its deadline. In debug mode ids that
+        the handle refutes, as it knows those of this rank's own experts, are refused. x is read
+        where it lies, so zero_copy changes nothing. use_logfmt is not offered. A handle may be
+        combined any number of times.
         combine_wait_recv_cost_stats int64 [R] grows by the ns waited for each rank, all tokens'.
 
         On several nodes each node adds up its ranks' results, in their order, and rounds once more;
@@ -222,20 +227,20 @@ class LowLatencyVerbs(BufferLifecycle):
                 call.reads(x, topk_idx, topk_weights, out, stats, *leaves(fields))
             found, receive = None if return_recv_hook else engine.again(described), None
             if found is not None:
-                result, epoch = found
+                result, made = found
             else:
                 y, ids, weights = described.packed(x, topk_idx, topk_weights)
                 handle = as_low_latency_handle(handle)
                 rows = engine.expert_rows(y, ids, weights, handle, out)
                 num_experts = int(handle.sizes.num_experts)
                 more = num_experts, stats, return_recv_hook, described.if_packed
-                result, epoch, receive = engine.combine(rows, *more)
+                result, made, receive = engine.combine(rows, *more)
             if call.is_async:
                 call.returns(result)
         kind.is_checked = True
         hook = None
         if receive is not None:
-            used = rows, stats, result, epoch
+            used = rows, stats, result, made
             hook = partial(self._receive, receive, call.stream, used)
         return result, call.event, hook
 
@@ -363,7 +368,7 @@ class LowLatencyVerbs(BufferLifecycle):
     def _check_low_latency_handle(self, handle: Any) -> AnyLowLatencyHandle:
         return check_low_latency_handle(handle, self.group_size, self.device, self.num_nodes)
 
-    @verb
+    @local_verb
     def _receive(
         self,
         receive: Hook,

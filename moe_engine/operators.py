@@ -33,6 +33,7 @@ from .expert_row_calls import (
 )
 from .kinds import results_apart
 from .lifecycle import live_buffer
+from .utils import saved_tensors
 
 library = torch.library.Library("moe_engine", "DEF")
 operators: Any = torch.ops.moe_engine
@@ -43,7 +44,7 @@ PLANS = {"": DispatchPlan, "internode_": InternodePlan}
 tensors, and plans of several nodes have more."""
 ARGS = (
     "Tensor x, Tensor topk_idx, Tensor topk_weights, int num_experts, int buffer_id, "
-    "SymInt? max_rows=None, int alignment=1"
+    "SymInt? max_rows=None, int alignment=1, str? tag=None"
 )
 
 
@@ -194,8 +195,10 @@ def _arguments(
     buffer_id: int,
     max_rows: int | None = None,
     alignment: int = 1,
+    tag: str | None = None,
 ) -> tuple[Any, ...]:
-    return live_buffer(buffer_id), x, topk_idx, topk_weights, num_experts, max_rows, alignment
+    routed = x, topk_idx, topk_weights, num_experts
+    return live_buffer(buffer_id), *routed, max_rows, alignment, tag
 
 
 @operator(
@@ -226,8 +229,8 @@ def _save_dispatch(ctx: Any, inputs: tuple[Any, ...], output: Sequence[Tensor]) 
 
 def _dispatch_backward(ctx: Any, rows: Tensor, weights: Tensor, *_: Any) -> tuple[Any, ...]:
     of_weights = weights if ctx.needs_input_grad[2] else None
-    dx, dw = operators.combine(rows, of_weights, list(ctx.saved_tensors), ctx.buffer_id)
-    return dx, None, None if of_weights is None else dw, *(None,) * 4
+    dx, dw = operators.combine(rows, of_weights, list(saved_tensors(ctx)), ctx.buffer_id)
+    return dx, None, None if of_weights is None else dw, *(None,) * 5
 
 
 def _save_plan(ctx: Any, inputs: tuple[Any, ...], output: Any) -> None:
@@ -239,12 +242,12 @@ def _save_plan(ctx: Any, inputs: tuple[Any, ...], output: Any) -> None:
 
 
 def _combine_backward(ctx: Any, y: Tensor, *_: Any) -> tuple[Any, ...]:
-    plan = list(ctx.saved_tensors)
+    plan = list(saved_tensors(ctx))
     return operators.cached_dispatch(y, plan, ctx.buffer_id), None, [None] * len(plan), None
 
 
 def _cached_dispatch_backward(ctx: Any, rows: Tensor) -> tuple[Any, ...]:
-    plan = list(ctx.saved_tensors)
+    plan = list(saved_tensors(ctx))
     return operators.combine(rows, None, plan, ctx.buffer_id)[0], [None] * len(plan), None
 
 
@@ -370,9 +373,9 @@ def _save_dispatch_start(ctx: Any, inputs: tuple[Any, ...], output: Sequence[Ten
 
 
 def _dispatch_start_backward(ctx: Any, y: Tensor, weights: Tensor, *_: Any) -> tuple[Any, ...]:
-    args = y, y, weights, list(ctx.saved_tensors), ctx.buffer_id
+    args = y, y, weights, list(saved_tensors(ctx)), ctx.buffer_id
     dx, dw = operators.combine_wait(*args)
-    return dx, None, dw if ctx.needs_input_grad[2] else None, *(None,) * 4
+    return dx, None, dw if ctx.needs_input_grad[2] else None, *(None,) * 5
 
 
 def _save_dispatch_wait(ctx: Any, inputs: tuple[Any, ...], output: object) -> None:
@@ -382,19 +385,19 @@ def _save_dispatch_wait(ctx: Any, inputs: tuple[Any, ...], output: object) -> No
 
 
 def _dispatch_wait_backward(ctx: Any, rows: Tensor, weights: Tensor, *_: Any) -> tuple[Any, ...]:
-    plan = list(ctx.saved_tensors)
+    plan = list(saved_tensors(ctx))
     _, y, topk_weights = operators.combine_start(rows, weights, plan, ctx.buffer_id)
     return y, topk_weights, [None] * ctx.num_sent, [None] * len(plan), None
 
 
 def _combine_start_backward(ctx: Any, received: Tensor, *_: Any) -> tuple[Any, ...]:
-    plan = list(ctx.saved_tensors)
+    plan = list(saved_tensors(ctx))
     rows = operators.cached_dispatch_wait(received, plan, ctx.buffer_id)
     return rows, None, [None] * len(plan), None
 
 
 def _combine_wait_backward(ctx: Any, y: Tensor, *_: Any) -> tuple[Any, ...]:
-    plan = list(ctx.saved_tensors)
+    plan = list(saved_tensors(ctx))
     received = operators.cached_dispatch_start(y, plan, ctx.buffer_id)
     return received, None, None, [None] * len(plan), None
 

@@ -11,6 +11,7 @@ from typing import NamedTuple
 from torch import Tensor
 
 from .buffer import Buffer
+from .callers import Tag
 from .checks import shown
 from .errors import DtypeError
 from .expert_row_calls import Plan, plan_of
@@ -65,6 +66,7 @@ def dispatch(
     *,
     max_rows: int | None = None,
     alignment: int = 1,
+    tag: Tag | None = None,
 ) -> DispatchedRows:
     """Send x [T, H], bf16 or fp32, to its experts on all ranks: rows sorted by expert, the rows of
     each expert padded to a multiple of `alignment`. Collective; T may differ per rank and be 0.
@@ -79,13 +81,16 @@ def dispatch(
     CapacityError. Where even the tokens that come, each counted once, are more than max_rows, that
     error ends the Buffer.
 
+    tag: which layer of the model this is, equal on all ranks; see `moe_engine.moe_ffn`.
+
     Example, 2 ranks of 2 experts, alignment 2, topk_idx [[0, 3], [2, 3], [3, 0], [1, 1]] on rank 0
     and nothing on rank 1: rank 0 has rows of tokens 0 2 | 3 3, offsets [0, 2, 4], rank 1 rows of
     tokens 1 - | 0 1 2 -, offsets [0, 2, 6]; counts [2, 2, 1, 3] on both.
 
     Raises what `Buffer.dispatch` raises; BackendError under capture without max_rows.
     """
-    args = x, topk_idx, topk_weights, num_experts, _id(buffer), max_rows, alignment
+    routed = x, topk_idx, topk_weights, num_experts
+    args = *routed, _id(buffer), max_rows, alignment, _tag(tag)
     has_nodes = buffer.num_nodes > 1
     parts = (operators.internode_dispatch if has_nodes else operators.dispatch)(*args)
     return DispatchedRows._make((*parts[:5], plan_of(parts[5:])))
@@ -112,11 +117,13 @@ def dispatch_start(
     *,
     max_rows: int | None = None,
     alignment: int = 1,
+    tag: Tag | None = None,
 ) -> DispatchInFlight:
     """Begin `dispatch` on the Buffer's own stream; `dispatch_wait` gives its result. Any number
     may be in flight, and the calls of a Buffer run one after the other. In the backward the sums
     are on their way from where that of `dispatch_wait` runs until that of this runs."""
-    args = x, topk_idx, topk_weights, num_experts, _id(buffer), max_rows, alignment
+    routed = x, topk_idx, topk_weights, num_experts
+    args = *routed, _id(buffer), max_rows, alignment, _tag(tag)
     has_nodes = buffer.num_nodes > 1
     parts = (operators.internode_dispatch_start if has_nodes else operators.dispatch_start)(*args)
     return DispatchInFlight(parts[:2], parts[2:7], plan_of(parts[7:]), buffer.id)
@@ -148,6 +155,11 @@ def _id(buffer: Buffer) -> int:
     if not isinstance(buffer, Buffer):
         raise DtypeError(f"buffer is {shown(buffer)}; it must be a moe_engine.Buffer.")
     return buffer.id
+
+
+def _tag(tag: Tag | None) -> str | None:
+    """A tag as operators take it."""
+    return None if tag is None else str(tag)
 
 
 def _tensors(plan: Plan) -> list[Tensor]:

@@ -67,8 +67,7 @@ class Pass(NamedTuple):
 
     def having(self, tensors: Sequence[Tensor | None], is_kept: bool = True) -> Pass:
         """This pass with other tensors; is_kept: see `Saved`."""
-        of = self.saved
-        saved = Saved(of.save, tuple(tensors[1:]), of.num_rows, is_kept, of.overflow)
+        saved = self.saved._replace(tensors=tuple(tensors[1:]), is_kept=is_kept)
         return Pass(self.tokens, saved, tensors[0])
 
     def part_of(self, tensors: LayerTensors) -> LayerTensors:

@@ -17,7 +17,8 @@ from typing import Any, ParamSpec, Protocol, TypeVar, cast
 
 import torch
 
-from .call_memory import CallMemory, overlap
+from .call_memory import CallMemory, alias_of, check_room, overlap
+from .callers import Callers
 from .errors import BackendError
 from .kinds import MOST_PREPARED, Described, Kinds, Tensors, data_ptr
 from .launch import Graphs, Recording, is_collecting, only_launches, stream_of
@@ -34,7 +35,7 @@ class PreparedCalls(Kinds):
 
     held: the tensors that kernels use besides those of a call; they stay where they are. begin:
     makes the context in which the first call of a kind runs. state: its `step` is the launch that
-    a call has come to, `launched` the last kernel.
+    a call has come to, `launched` the last kernel, and `callers` says which layer the call is of.
     """
 
     def __init__(
@@ -46,7 +47,9 @@ class PreparedCalls(Kinds):
         super().__init__()
         self._held, self._begin = held, begin
         self._is_changing = False
-        self._state = SimpleNamespace(step=None, launched=None) if state is None else state
+        if state is None:
+            state = SimpleNamespace(step=None, launched=None, callers=Callers())
+        self._state = state
 
     def again(self, described: Described, numbers: dict[str, int]) -> Any:
         """What the body that is all of a call returned, from a call with other tensors and numbers;
@@ -127,24 +130,49 @@ class PreparedCalls(Kinds):
         return result
 
     def later(
-        self, body: Callable[..., None], owner: Any, *args: Any, described: Described | None
+        self,
+        body: Callable[..., None],
+        owner: Any,
+        *args: Any,
+        uses: Sequence[torch.Tensor],
+        described: Described | None,
     ) -> Callable[[], None]:
-        """A function that makes the call, once. Where the kind is prepared and its body allocates
-        nothing, its launches get their addresses now, and no other call uses them before the
-        function has made them."""
+        """A function that makes the call, once, with tensors of the sizes that they have now:
+        callers may resize them before, or give them other memory; ShapeError if that is less.
+        uses: the tensors that its kernels read and write. Where the kind is prepared and its body
+        allocates nothing, its launches get their addresses now, and no other call uses them before
+        the function has made them."""
         if described is not None and only_launches() and not has_modes():
             kept = described.kind.prepared
             prepared = kept.get(body)
             if prepared is not None and not prepared.memory.num_allocations:
                 del kept[body]
                 prepared.take(described.addresses, {})
+                addresses = [*map(data_ptr, uses)]
 
                 def make() -> None:
+                    if [*map(data_ptr, uses)] != addresses:
+                        prepared.memory.check_given(described.tensors, uses)
+                        prepared.take([*map(data_ptr, described.tensors or ())], {})
                     prepared.launch(self._state)
                     kept[body] = prepared
 
                 return make
-        return functools.partial(self, body, owner, *args, described=described)
+        aliases: dict[int, torch.Tensor] = {}
+        args, kept_uses = alias_of((args, tuple(uses)), aliases)
+        tensors = None
+        if described is not None and described.tensors is not None:
+            tensors = [alias_of(one, aliases) for one in described.tensors]
+
+        def make_first() -> None:
+            for one in kept_uses:
+                check_room(one)
+            more = described
+            if described is not None and tensors is not None:
+                more = Described(described.kind, tensors, [*map(data_ptr, tensors)])
+            self(body, owner, *args, described=more)
+
+        return make_first
 
     def _find(self, described: Described, body: Callable[..., Any] | None) -> PreparedCall | None:
         """The prepared call of this body: of this layer, if it has one of its own, else what layers
@@ -268,12 +296,8 @@ class PreparedCall:
                 if tensor.numel() and (place := memory.place_of(tensor)) is not None:
                     self._places[place.memory].append((number, cells, index, place.begin))
             launch.forget_tensors()
-        self._numbers = [
-            (name, number, *launch.numbers[name])
-            for name in numbers
-            for number, (launch, _) in enumerate(self._launches)
-            if name in launch.numbers
-        ]
+        self._numbers = [one for name in numbers for one in self._having(name)]
+        self._callers, self._caller = self._having("caller"), state.callers.running
         self._addresses: Sequence[int] = [-1] * len(memory)
         self._unknown = self._addresses
         self._counts: dict[str, int] | None = None  # `numbers` of the last call
@@ -298,8 +322,19 @@ class PreparedCall:
         if numbers != self._counts:
             self._count(numbers)
 
+    def _having(self, name: str) -> list[tuple[str, int, Any, Any]]:
+        """The launches that take a number of this name, as (name, number of the launch, cells,
+        index there)."""
+        return [
+            (name, number, *launch.numbers[name])
+            for number, (launch, _) in enumerate(self._launches)
+            if name in launch.numbers
+        ]
+
     def launch(self, state: Any) -> None:
         """Launch all on the current stream."""
+        if self._callers and state.callers.running != self._caller:
+            self._name(state.callers.running)
         stream, state.step = self._stream(), self._step
         if self._graphs is None or not self._graphs(stream):
             for launch, step in self._launches:
@@ -323,11 +358,20 @@ class PreparedCall:
     def _count(self, numbers: dict[str, int]) -> None:
         """Let the launches take other numbers."""
         self._counts = None  # as it may be interrupted
-        for name, _, cells, index in self._numbers:
+        self._put(self._numbers, numbers)
+        self._counts = numbers
+
+    def _name(self, caller: int) -> None:
+        """Let the launches say that the call is of this caller."""
+        self._caller = None  # as it may be interrupted
+        self._put(self._callers, {"caller": caller})
+        self._caller = caller
+
+    def _put(self, places: list[tuple[str, int, Any, Any]], numbers: dict[str, int]) -> None:
+        for name, _, cells, index in places:
             cells[index] = numbers[name]
         if self._graphs is not None:
-            self._graphs.change({number for _, number, _, _ in self._numbers})
-        self._counts = numbers
+            self._graphs.change({number for _, number, _, _ in places})
 
 
 def with_size(name: str, results: R) -> R:

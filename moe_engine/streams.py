@@ -16,6 +16,7 @@ from typing import Any, Self
 
 import torch
 
+from .callers import Callers
 from .checks import check_flag
 from .device.lang import INTERPRETED
 from .errors import BackendError, DtypeError, ShapeError
@@ -46,8 +47,9 @@ class EventHandle:
 class EventOverlap:
     """An event, or none, and the tensors that must live until it has been waited for.
 
-    `event` may be assigned later; without one, a wait waits for nothing. As a context manager it
-    waits on exit, so that the block overlaps with what the event ends:
+    `event` is an EventHandle, or another EventOverlap, whose wait is then part of this one's. It
+    may be assigned later; without one, a wait waits for nothing. As a context manager it waits on
+    exit, so that the block overlaps with what the event ends:
 
         with event: ...                        # then wait
         with event(release_handle=True): ...   # then wait, and drop the event and the tensors
@@ -58,33 +60,44 @@ class EventOverlap:
 
     def __init__(
         self,
-        event: EventHandle | None = None,
+        event: EventHandle | EventOverlap | None = None,
         extra_tensors: Sequence[torch.Tensor] | None = None,
     ) -> None:
         self.event = event
         self.extra_tensors = extra_tensors
 
-    def current_stream_wait(self, release_handle: bool = False) -> None:
-        """Make the current stream wait; then run the hooks. `release_handle` drops the event."""
+    def current_stream_wait(self, release_handle: bool = False) -> Any:
+        """Make the current stream wait; then run the hooks. `release_handle` drops the event.
+
+        Returns what the first hook returned. Without a hook it returns what the wait of an
+        EventOverlap in this one returned, or None.
+        """
         check_flag("release_handle", release_handle)
+        result = None
         if self.event is not None:
-            if not isinstance(self.event, EventHandle):
+            if not isinstance(self.event, EventHandle | EventOverlap):
                 raise DtypeError(
                     f"event is a {type(self.event).__name__}; it must be a moe_engine.EventHandle, "
-                    "or None."
+                    "an EventOverlap, or None."
                 )
-            self.event.current_stream_wait()
+            result = self.event.current_stream_wait()
         if release_handle:
             self.event = self.extra_tensors = None
         hooks, self._hooks = self._hooks, ()
-        for hook in hooks:
-            hook()
+        results = [hook() for hook in hooks]
+        return results[0] if results else result
 
-    def register_hook_after_wait(self, hook: Callable[[], Any]) -> None:
-        """Call `hook` once, after the next wait."""
-        if not callable(hook):
-            raise DtypeError(f"hook is a {type(hook).__name__}; it must be a function.")
-        self._hooks += (hook,)
+    def wait(self) -> Any:
+        """`current_stream_wait()`."""
+        return self.current_stream_wait()
+
+    def register_hook_after_wait(self, hook_after_wait: Callable[[], Any]) -> None:
+        """Call `hook_after_wait` once, after the next wait."""
+        if not callable(hook_after_wait):
+            raise DtypeError(
+                f"hook_after_wait is a {type(hook_after_wait).__name__}; it must be a function."
+            )
+        self._hooks += (hook_after_wait,)
 
     def __call__(self, release_handle: bool = False) -> EventOverlap:
         """This event; `release_handle` is for the `with` block that follows."""
@@ -121,8 +134,8 @@ class Call:
     stream: torch.cuda.Stream | None = None
     """The one on which it runs; a CPU has none."""
 
-    def __init__(self, streams: CallStreams):
-        self._streams = streams
+    def __init__(self, streams: CallStreams, caller: int | None):
+        self._streams, self._caller_number = streams, caller
 
     @property
     def event(self) -> EventOverlap:
@@ -151,8 +164,9 @@ class Call:
 
     def __enter__(self) -> Self:
         _one_call_at_a_time.acquire()
-        streams = self._streams
+        streams, caller = self._streams, self._caller_number
         try:
+            streams.callers.running = streams.callers.of_block() if caller is None else caller
             if streams.is_on_gpu:
                 self.stream = stream = streams.current_stream()
                 is_current = current_device() == streams.device_index
@@ -191,10 +205,11 @@ class Call:
         self.stream = stream
 
     def _end(self) -> None:
+        end = None
         if self.is_async:
-            self.event.event = EventHandle()
+            self.event.event = end = EventHandle()
         if self.stream is not None:
-            self._streams.note_end(self.stream, self.event.event)
+            self._streams.note_end(self.stream, end)
 
     def _leave(self) -> None:
         try:
@@ -205,9 +220,10 @@ class Call:
 
 
 class CallStreams:
-    """The streams of one Buffer's calls."""
+    """The streams of one Buffer's calls, and its callers."""
 
     def __init__(self, device: torch.device):
+        self.callers = Callers()
         self.device, self.is_on_gpu = device, device.type == "cuda"
         self.device_index: int = device.index
         self._known: dict[int, torch.cuda.Stream] = {}  # by handle
@@ -257,6 +273,7 @@ class CallStreams:
         async_finish: bool = False,
         allocate_on_comm_stream: bool = False,
         also: EventHandle | None = None,
+        caller: int | None = None,
     ) -> Call:
         """A context in which one call runs: after `previous_event`, or else after all that the
         current stream holds; after the event `also`; and after the Buffer's last call. The first
@@ -267,8 +284,10 @@ class CallStreams:
         runs on the current stream, and `event` is empty. Results of an asynchronous call always
         come from the comm stream's memory, whatever allocate_on_comm_stream says; as in DeepEP that
         flag needs async_finish and a previous_event.
+
+        caller: see `Callers`; None is the one of the block, see `calls_tagged`.
         """
-        call = Call(self)
+        call = Call(self, caller)
         if async_finish is allocate_on_comm_stream is False and previous_event is also is None:
             return call
         check_flag("async_finish", async_finish)
@@ -383,7 +402,7 @@ class ConcurrentReads:
 
 
 def _handle_of(event: EventOverlap | EventHandle | None) -> EventHandle | None:
-    if isinstance(event, EventOverlap):
+    while isinstance(event, EventOverlap):
         event = event.event
     if event is not None and not isinstance(event, EventHandle):
         raise DtypeError(

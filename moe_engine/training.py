@@ -16,6 +16,7 @@ import torch
 
 from . import checks
 from .buffer import Buffer
+from .callers import Callers, Tag
 from .device.context import SAVE_POLICIES
 from .engines.base import Into, LayerInputs, NewWeightGradients, Saved
 from .errors import BackendError, DtypeError, RoutingError, ShapeError
@@ -24,6 +25,7 @@ from .lifecycle import verb
 from .passes import PassGradients, SubBatch, Trained, backward_in_passes, forward_in_passes
 from .sharded_weights import arrived
 from .streams import EventOverlap, is_captured
+from .utils import ROUTED_ANEW, saved_tensors
 from .weight_gradients import DelayedWgrad, Grads, LayerWeights, Wgrad, WgradSink, new_memory
 from .weight_layouts import GateUp
 
@@ -70,6 +72,7 @@ class LayerOptions(NamedTuple):
     return_counts: bool = False
     async_finish: bool = False
     is_trained: bool = True
+    tag: Tag | None = None
 
     def check(self) -> None:
         """Raise for what is no option."""
@@ -156,6 +159,7 @@ class _MoeFfn(torch.autograd.Function):
         batches, done = forward_in_passes(buffer, tensors, options, _forward)
         passes = itertools.chain(*batches)
         ctx.save_for_backward(*flat, *itertools.chain(*(one.tensors for one in passes)))
+        ctx.topk_idx = tensors.topk_idx.clone() if buffer.options.debug else None
         ctx.buffer, ctx.wgrad, of = buffer, options.wgrad, tensors.weights.gate_up
         # Without wgrad no weights: what saves tensors elsewhere, or drops them, must have the last.
         ctx.weights = None if options.wgrad is None else tensors.weights
@@ -175,6 +179,8 @@ class _MoeFfn(torch.autograd.Function):
         _, _, _, of_x, _, of_topk, *of_gate_up, of_down, _, _ = ctx.needs_input_grad
         wanted, weights, wgrad = (any(of_gate_up), of_down), ctx.weights, ctx.wgrad
         tensors, batches = _saved_tensors(ctx)
+        if ctx.topk_idx is not None and not torch.equal(ctx.topk_idx, tensors.topk_idx):
+            raise BackendError(ROUTED_ANEW)
         run = partial(_backward, ctx.buffer, wgrad, wanted)
         found, grads = backward_in_passes(arrived(dy), tensors, batches, run)
         dx, dw = found.x if of_x else None, found.topk_weights
@@ -187,7 +193,7 @@ class _MoeFfn(torch.autograd.Function):
 def _saved_tensors(ctx: Any) -> tuple[LayerTensors, list[SubBatch]]:
     """The tensors of a forward, and its sub-batches. BackendError for what was changed since."""
     try:
-        x, topk_idx, topk_weights, *tensors = ctx.saved_tensors
+        x, topk_idx, topk_weights, *tensors = saved_tensors(ctx)
     except RuntimeError as error:
         if "modified by an inplace operation" not in str(error):
             raise
@@ -235,13 +241,15 @@ def _forward(
         )
     hidden, columns = inputs.w_down.shape[1:]
     save = chosen_policy(save, hidden, columns, buffer.has_fused_layers)
-    with buffer._streams.call(None, options.async_finish) as call:
+    caller = buffer._caller_of_layer(inputs, kind, options.tag)
+    with buffer._streams.call(None, options.async_finish, caller=caller) as call:
         if call.is_async:
             call.reads(*inputs.tensors)
         packed = inputs if kind.is_packed else inputs.packed
         kind.is_packed = packed is inputs
         how = packed, save, in_graph, described.if_packed
         out, saved, counts = engine.moe_ffn_forward(*how)
+        saved = saved._replace(forward=buffer._streams.callers.new_forward())
         if call.is_async:
             call.returns(out, counts, *saved.tensors)
     kind.is_checked = True
@@ -262,7 +270,7 @@ def _backward(
     engine = buffer._ready()
     into: Into
     grads: Grads = ()
-    with buffer._streams.call():
+    with buffer._streams.call(caller=Callers.backward_of(saved.forward)):
         if earlier is not None:
             grads, memory = earlier.grads, earlier.found.weights
             into = None if memory is None else memory._replace(accumulate=True)

@@ -8,12 +8,20 @@ from torch._C import _len_torch_dispatch_stack
 from torch._C._dynamo.eval_frame import _FrameAction, _FrameExecStrategy, set_code_exec_strategy
 from torch.utils._python_dispatch import _disable_current_modes
 
+from .errors import BackendError
+
 F = TypeVar("F", bound=Callable[..., Any])
 
 FLAG_BYTES = 8
 LINE_BYTES = 128
 """Rows begin at multiples of this, as the memory's lines do. A GEMM that gathers rows which begin
 elsewhere reads two lines where one would do; DeepSeek-V3's up-projection took 40% longer so."""
+
+ROUTED_ANEW = (
+    "torch.utils.checkpoint has computed other tensors than in the forward, as it does where a "
+    "router breaks ties otherwise. Pass it context_fn=save_routing_policy of "
+    "moe_engine.checkpointing, on all ranks."
+)
 
 
 def round_up(value: int, multiple: int) -> int:
@@ -30,6 +38,18 @@ def next_power_of_2(value: int) -> int:
 def is_in_backward() -> bool:
     """Whether this thread is in a backward of autograd."""
     return torch._C._current_graph_task_id() != -1
+
+
+def saved_tensors(ctx: Any) -> tuple[Any, ...]:
+    """`ctx.saved_tensors` of a node of autograd. BackendError, with the remedy, where a checkpoint
+    has computed other ones than its forward."""
+    try:
+        found: tuple[Any, ...] = ctx.saved_tensors
+        return found
+    except RuntimeError as error:
+        if type(error).__name__ != "CheckpointError":
+            raise
+        raise BackendError(f"{ROUTED_ANEW} {error}") from error
 
 
 def untraced(function: F) -> F:

@@ -13,7 +13,7 @@ from .engines import internode_layer
 from .engines.base import LayerInputs, NewWeightGradients
 from .engines.internode import InternodeEngine
 from .engines.layer_by_verbs import LayerByVerbs
-from .errors import CapacityError, ShapeError
+from .errors import CapacityError, DtypeError, ShapeError
 from .grouped_gemm.activations import AnyActivation
 from .grouped_gemm.operands import Operand, split_scales
 from .lifecycle import BufferLifecycle, verb
@@ -31,18 +31,21 @@ def warm_up(
     hidden: int,
     num_experts: int,
     num_topk: int,
-    dtype: torch.dtype,
+    dtype: torch.dtype | None,
     weights: tuple[Operand, Operand] | None,
     biases: tuple[torch.Tensor | None, torch.Tensor | None],
     activation: AnyActivation,
 ) -> None:
     """See `Buffer.warmup`."""
     check_at_least(1, hidden=hidden, num_topk=num_topk)
-    check_dtype("dtype", dtype, PAYLOAD_DTYPES)
+    if dtype is not None:
+        check_dtype("dtype", dtype, PAYLOAD_DTYPES)
     check_pair("biases", biases, BIAS_PAIR)
     if weights is not None:
         check_pair("weights", weights, "(w_gate_up, w_down)")
         check_num_local(weights, num_experts, buffer.group_size)
+        dtype = dtype_of_rows(weights, dtype)
+    dtype = dtype or torch.bfloat16
     x = torch.empty(0, hidden, dtype=dtype, device=buffer.device)
     idx = torch.empty(0, num_topk, dtype=torch.int64, device=buffer.device)
     per_rank, per_node, per_expert, in_rank, _ = buffer.get_dispatch_layout(idx, num_experts)
@@ -71,6 +74,21 @@ def check_num_local(weights: tuple[Operand, Operand], num_experts: int, num_rank
                 f"weights[{number}] has {len(w)} experts, which on {num_ranks} ranks are "
                 f"{len(w) * num_ranks}, and num_experts is {num_experts}. Pass this rank's experts."
             )
+
+
+def dtype_of_rows(weights: tuple[Operand, Operand], dtype: torch.dtype | None) -> torch.dtype:
+    """The dtype of the rows of a layer with these weights: theirs, or bf16 where they are e4m3.
+    DtypeError where another one is given."""
+    w, scales = split_scales("weights[0]", weights[0])
+    if scales is None:
+        check_dtype("weights[0].dtype", w.dtype, PAYLOAD_DTYPES)
+    wanted = w.dtype if scales is None else torch.bfloat16
+    if dtype not in (None, wanted):
+        raise DtypeError(
+            f"dtype is {dtype}, and rows of a layer whose weights[0] is {w.dtype} are {wanted}. "
+            "Leave dtype out."
+        )
+    return wanted
 
 
 def layer_of_no_tokens(

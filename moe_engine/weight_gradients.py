@@ -35,6 +35,11 @@ class LayerWeights(NamedTuple):
         """All of them."""
         return *self.gate_up.tensors, self.down
 
+    @property
+    def shapes(self) -> tuple[torch.Size, ...]:
+        """Theirs."""
+        return tuple([one.shape for one in self.tensors])
+
 
 @dataclass(slots=True)
 class WgradSink:
@@ -114,6 +119,10 @@ class WgradSink:
         return dummy_grads(weights, wanted) if self.dummy_grads else (None,) * len(weights.tensors)
 
 
+def _sizes(shapes: tuple[torch.Size, ...]) -> str:
+    return ", ".join(str(list(shape)) for shape in shapes)
+
+
 def _given(name: str, out: Any) -> Any:
     if out is None:
         raise ShapeError(
@@ -128,6 +137,7 @@ class _Delayed(NamedTuple):
 
     compute: LaterWeightGradients | None
     weights: LayerWeights
+    shapes: tuple[torch.Size, ...]
     wanted: tuple[bool, bool]
     event: EventHandle
 
@@ -164,7 +174,12 @@ class DelayedWgrad:
                 "backward_dw() was called, and no gradients of weights wait for it: their layer's "
                 "backward comes first, and each takes one call."
             )
-        compute, weights, wanted, event = self._queue[0]
+        compute, weights, shapes, wanted, event = self._queue[0]
+        if weights.shapes != shapes:
+            raise ShapeError(
+                f"the weights have shapes {_sizes(weights.shapes)}, and had {_sizes(shapes)} in "
+                "the backward. Give them the shapes that they had, and call backward_dw() again."
+            )
         grads: Grads = (None,) * len(weights.tensors)
         if self.sink is not None:
             into = self.sink.memory(weights, wanted)  # raises before anything is lost
@@ -201,7 +216,8 @@ class DelayedWgrad:
         self, later: LaterWeightGradients | None, weights: LayerWeights, wanted: tuple[bool, bool]
     ) -> Grads:
         """Keep what one backward leaves for later. Autograd gets nothing before."""
-        self._queue.append(_Delayed(later, weights, wanted, EventHandle()))
+        delayed = later, weights, weights.shapes, wanted
+        self._queue.append(_Delayed(*delayed, EventHandle()))
         _watch(self)
         return (None,) * len(weights.tensors)
 

@@ -9,7 +9,7 @@ import torch
 
 from .checks import PAYLOAD_DTYPES, check_tensor, shown
 from .errors import DtypeError, ShapeError
-from .grouped_gemm.operands import canonical
+from .grouped_gemm.operands import canonical, check_row_bytes
 
 LAYOUTS = "concatenated", "interleaved"
 
@@ -101,6 +101,7 @@ def _spanned(gate: torch.Tensor, up: torch.Tensor, name: str) -> torch.Tensor:
             f"{name} has {list(gate.shape)} of {gate.dtype} and {list(up.shape)} of {up.dtype}; "
             "gate and up must be alike."
         )
+    check_row_bytes(name, gate)
     num_experts, columns, hidden = gate.shape
     apart = (up.data_ptr() - gate.data_ptr()) // gate.itemsize
     of_expert, of_row, of_column = gate.stride()

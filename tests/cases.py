@@ -14,9 +14,10 @@ import torch
 import torch.distributed as dist
 from hypothesis import settings
 
-from moe_engine import Buffer
+from moe_engine import Buffer, symm
 from moe_engine.device.context import ContextField
 from moe_engine.device.lang import INTERPRETED
+from moe_engine.errors import BackendError
 
 ROUTINGS = ["uniform", "skewed", "one_hot", "empty_rank", "holes", "duplicates", "nothing"]
 
@@ -60,10 +61,10 @@ def device() -> torch.device:
 
 def skip_without_interpreter() -> None:
     """For tests that emulate ranks, also where there are GPUs."""
-    import numpy
-
-    if numpy.lib.NumpyVersion(numpy.__version__) >= "2.4.0":
-        pytest.skip("Triton's interpreter needs numpy < 2.4: pip install 'moe_engine[emulation]'")
+    try:
+        symm.check_emulation_packages()
+    except BackendError as error:
+        pytest.skip(str(error))
 
 
 def skip_where_shapes_compile(pool) -> None:

@@ -6,6 +6,7 @@ import cases
 import torch
 
 from moe_engine import Buffer, Options
+from moe_engine.symm.device_context import ContextField
 
 EXPERTS = 12
 
@@ -35,3 +36,11 @@ def tokens(num_tokens, hidden, num_topk, idx):
     """(x [T, H], idx, topk_weights) of one rank."""
     x, w = cases.tokens(num_tokens, hidden, num_topk, torch.float32, 0)
     return x, idx, w
+
+
+def fields_of_calls(context):
+    """A copy of the fields that a call changes, by which tests see that none ran: those of a device
+    context, but for the number of refused calls."""
+    fields = context.fields.clone()
+    fields[ContextField.REFUSED] = 0
+    return fields

@@ -84,6 +84,16 @@ def test_a_number_may_be_an_int() -> None:
     assert Activation.of(Activation("swiglu", 7, 1, 1)) == Activation("swiglu", 7.0, 1.0, 1.0)
 
 
+def test_the_gradient_at_a_limit() -> None:
+    """It is 1 at the limit itself, whatever `clamp` of the installed torch has there."""
+    product = torch.tensor([-3.0, 0.5, 0.75, 1.0, 1.0, 0.75, -0.75, -1.0], requires_grad=True)
+    activation = Activation("geglu", limit=0.75)
+    out = activation(product)
+    inside = torch.tensor([1.0, 1, 1, 0, 0, 1, 1, 0])
+    [found] = torch.autograd.grad(out.sum(), product)
+    assert torch.equal(found != 0, inside != 0)
+
+
 # --- By kernels ------------------------------------------------------------------------------
 
 

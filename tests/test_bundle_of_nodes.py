@@ -186,7 +186,7 @@ def test_sums_may_be_rounded_once():
 def test_the_number_of_linked_variants_is_bounded():
     """By number: each takes seconds to compile, so raise it only on purpose."""
     counts = Counter(one.name for one in needed(SHAPE).values() if linked(one.kernel))
-    assert sum(counts.values()) <= 75, counts
+    assert sum(counts.values()) <= 76, counts
     assert sum(one.name not in counts for one in needed(SHAPE).values()) <= 170
 
 

@@ -12,7 +12,7 @@ import torch
 from torch.utils.checkpoint import checkpoint, noop_context_fn
 from training_cases import end, make_case, new_buffer, on_device
 
-from moe_engine import WgradSink, moe_ffn
+from moe_engine import BackendError, WgradSink, moe_ffn
 from moe_engine.checkpointing import SAVED_OPS, save_routing_policy
 from moe_engine.emulation import PerRank
 
@@ -31,6 +31,7 @@ class Block:
         x, _, _, up, down, self.dy = on_device(parts)
         self.buffer = new_buffer(group, x, num_experts := group.size() * len(up), 3, 16)
         self.how, self.inputs, self.num_calls, self.made = how, (x, up, down), 0, 0
+        self.ends_in_layer = False
         self.router = torch.randn(x.shape[1], num_experts // 2, device=x.device) / 8
         torch.distributed.broadcast(self.router, 0, group)
         self.sinks = [torch.zeros_like(one) for one in (up, down)]
@@ -57,7 +58,7 @@ class Block:
             sink = WgradSink(*self.sinks) if self.how == "sink" else None
             how = dict(save="none" if self.how == "none" else "pre", wgrad=sink)
             y = moe_ffn(2 * x, idx, weights, up, down, self.buffer, **how)
-        return y * y.sigmoid()
+        return y if self.ends_in_layer else y * y.sigmoid()
 
     def gradients(self, policy):
         """Those of a step that begins with odd experts, and how many layers or dispatches it
@@ -99,3 +100,25 @@ def test_routing_is_saved(pool, how):
     for same, more in pool.run(run_policies, how, *parts, num_ranks=2):
         assert same == {name: name != "none" for name in same}
         assert more == {name: int(name != "all" or how == "sink") for name in more}
+
+
+def route_anew(group, how, *parts):
+    """What is said of a recomputation with other routing. In debug mode layers find it, whose
+    tensors have the shapes of the forward."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("MOE_ENGINE_DEBUG", str(int(how == "pre")))
+        block = Block(group, how, parts)
+    block.ends_in_layer = True
+    try:
+        block.gradients(noop_context_fn)
+    except BackendError as error:
+        return str(error)
+    finally:
+        block.buffer.destroy()
+
+
+@pytest.mark.parametrize("how", ["pre", "ops"])
+def test_routing_that_is_not_saved_names_its_remedy(pool, how):
+    parts = [PerRank(part) for part in make_case(2, [5, 3], num_local=2)]
+    for text in pool.run(route_anew, how, *parts, num_ranks=2):
+        assert "context_fn=save_routing_policy" in text

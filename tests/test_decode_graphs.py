@@ -8,6 +8,7 @@ import gc
 import inspect
 import itertools
 import weakref
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -369,7 +370,7 @@ def refuse(group: dist.ProcessGroup) -> list[str]:
         note(build(Kind.MIXTRAL), backend="collective")
         note(build(Kind.MIXTRAL).model)
         hooked = build(Kind.MIXTRAL)
-        hooked.forward = hooked.forward  # as accelerate's hooks and torch.compile set it
+        hooked.forward = partial(hooked.forward)  # as accelerate's hooks and torch.compile set it
         note(hooked)
         note(build(Kind.MIXTRAL, sliding_window=4))
     return errors

@@ -2,13 +2,19 @@
 
 from __future__ import annotations
 
+from types import SimpleNamespace
+
 import pytest
 import torch
 from deep_ep_cases import deep_ep
 from elastic_cases import EXPERTS, HIDDEN, MOST_TOKENS, TOPK, elastic, expected, run_client, to_cpu
 
+import moe_engine
+
 IMPORTS = {
-    "envs": "init_dist init_seed get_local_seed get_global_seed dist_print get_rdma_gbs",
+    "envs": "init_dist init_seed get_local_seed get_global_seed dist_print get_rdma_gbs "
+    "get_nvlink_gbs get_physical_domain_size get_logical_domain_size",
+    "event": "EventHandle EventOverlap",
     "math": "calc_diff safe_div ceil_div align per_token_cast_to_fp8 per_token_cast_back "
     "inplace_unique create_grouped_scores hash_tensor hash_tensors count_bytes",
     "gate": "get_unbalanced_scores",
@@ -26,6 +32,38 @@ def utils(name):
 def test_what_deep_eps_tests_import_is_there(name):
     for function in IMPORTS[name].split():
         assert callable(getattr(utils(name), function))
+
+
+@pytest.mark.parametrize(
+    ("module", "names"),
+    [
+        ("buffer", "Buffer Config EventHandle EventOverlap"),
+        ("buffers.legacy", "Buffer Config EventHandle EventOverlap"),
+        ("buffers.elastic", "ElasticBuffer EPHandle EventHandle EventOverlap"),
+        ("buffers.ep", "EPBuffer EPHandle EventHandle EventOverlap"),
+        ("_C", "Config EventHandle"),
+        ("utils", "EventHandle EventOverlap"),
+        ("utils.event", "EventHandle EventOverlap"),
+    ],
+)
+def test_names_are_where_deep_ep_defines_them(module, names):
+    for name in names.split():
+        assert getattr(deep_ep(f"deep_ep.{module}"), name) is getattr(moe_engine, name)
+
+
+def test_speed_of_nvlink(monkeypatch):
+    """nvidia-smi says what the links are; without it there are none."""
+    links = "GPU 0: NVIDIA H200\n\t Link 0: 26.562 GB/s\n\t Link 1: 26.562 GB/s\n"
+    envs, report = utils("envs"), SimpleNamespace(stdout=links)
+    monkeypatch.setattr(envs.subprocess, "run", lambda *args, **more: report)
+    assert envs.get_nvlink_gbs() == pytest.approx(0.9 * 2 * 26.562)
+    assert envs.get_nvlink_gbs(1.0) == pytest.approx(2 * 26.562)
+
+    def missing(*args, **more):
+        raise FileNotFoundError("nvidia-smi")
+
+    monkeypatch.setattr(envs.subprocess, "run", missing)
+    assert envs.get_nvlink_gbs() == 0
 
 
 def against_refs(group, rounds_once, x, idx, w):

@@ -9,10 +9,12 @@ import cases
 import low_latency_cases as low_latency
 import pytest
 import torch
+from failure_cases import fields_of_calls
 
 from moe_engine import (
     Buffer,
     Config,
+    ElasticBuffer,
     EventHandle,
     EventOverlap,
     Handle,
@@ -20,7 +22,7 @@ from moe_engine import (
     Options,
     moe_ffn,
 )
-from moe_engine.errors import DtypeError
+from moe_engine.errors import DtypeError, ShapeError
 
 EXPERTS, TOPK, HIDDEN, TOKENS = 4, 2, 128, 6
 
@@ -114,13 +116,13 @@ def bad_handles(group, backend):
     buffer = Buffer.for_tokens(group, TOKENS, HIDDEN, EXPERTS, TOPK, backend=backend)
     x, idx, w = tokens()
     recv_x, _, _, _, handle, _ = dispatch(buffer, x, idx, w)
-    fields = None if backend == "collective" else buffer._engine.slots.context.fields
-    before = None if fields is None else fields.clone()
+    context = None if backend == "collective" else buffer._engine.slots.context
+    before = None if context is None else fields_of_calls(context)
     wrong = wrong_answers(lambda bad: buffer.combine(recv_x, bad), handle, Handle._fields)
     # How many rows come only the values of a handle say.
     lengths = [("recv_src_idx", kind) for kind in ("empty", "shorter", "longer")]
     wrong += wrong_answers(lambda bad: buffer.dispatch(x, bad), handle, Handle._fields, lengths)
-    assert fields is None or torch.equal(fields, before), "a kernel ran"
+    assert context is None or torch.equal(fields_of_calls(context), before), "a kernel ran"
     for bad in (3, "handle", recv_x, {}, handle[:5], (*handle, handle[0])):
         with pytest.raises(MoeEngineError, match="handle"):
             buffer.combine(recv_x, bad)
@@ -141,7 +143,7 @@ def bad_low_latency_handles(group):
     buffer = low_latency.make_buffer(group, TOKENS, HIDDEN, EXPERTS)
     x, idx, w = tokens()
     y, _, handle = low_latency.dispatch(buffer, x, idx, TOKENS, EXPERTS)
-    fields = buffer._low_latency.ring.context.fields.clone()
+    fields = fields_of_calls(buffer._low_latency.ring.context)
 
     def changed(**fields):
         return dataclasses.replace(handle, **fields)
@@ -169,7 +171,7 @@ def bad_low_latency_handles(group):
     for bad in (tuple(handle), handle[:3], 3, None, *bad_handles):
         with pytest.raises(MoeEngineError, match="handle"):
             buffer.low_latency_combine(y, idx, w, bad)
-    assert torch.equal(buffer._low_latency.ring.context.fields, fields), "a kernel ran"
+    assert torch.equal(fields_of_calls(buffer._low_latency.ring.context), fields), "a kernel ran"
     buffer.destroy()
     return wrong
 
@@ -204,7 +206,7 @@ def bad_plain_arguments(group):
     x, idx, w = tokens()
     recv_x, _, _, _, handle, _ = dispatch(buffer, x, idx, w)
     up, down = x.new_zeros(EXPERTS, 32, HIDDEN), x.new_zeros(EXPERTS, HIDDEN, 16)
-    fields = buffer._engine.slots.context.fields.clone()
+    fields = fields_of_calls(buffer._engine.slots.context)
 
     def with_(name):
         return lambda value: dispatch(buffer, x, idx, w, **{name: value})
@@ -240,7 +242,7 @@ def bad_plain_arguments(group):
         "dtype": (buffer.get_local_buffer_tensor, (None, "int32", 4, torch.zeros(1))),
         "warmup of dtype": (
             lambda v: buffer.warmup(HIDDEN, EXPERTS, TOPK, v),
-            (None, "bf16", torch.float16),
+            ("bf16", torch.float16),
         ),
         "warmup of weights": (
             lambda v: buffer.warmup(HIDDEN, EXPERTS, TOPK, weights=v),
@@ -268,7 +270,7 @@ def bad_plain_arguments(group):
             call = partial(moe_ffn, x, buffer=buffer, **(args | {name: change(tensor)}))
             with pytest.raises(MoeEngineError, match=name):
                 call()
-    assert torch.equal(buffer._engine.slots.context.fields, fields), "a kernel ran"
+    assert torch.equal(fields_of_calls(buffer._engine.slots.context), fields), "a kernel ran"
     Buffer.set_num_sms(20)
     buffer.destroy()
     return wrong
@@ -282,7 +284,7 @@ def bad_low_latency_arguments(group):
     buffer = low_latency.make_buffer(group, TOKENS, HIDDEN, EXPERTS, enable_shrink=True)
     x, idx, w = tokens()
     y, _, handle = low_latency.dispatch(buffer, x, idx, TOKENS, EXPERTS)
-    fields = buffer._low_latency.ring.context.fields.clone()
+    fields = fields_of_calls(buffer._low_latency.ring.context)
     masks = torch.zeros(group.size(), dtype=torch.int32, device=x.device)
     numbers = (*NO_INTS, 0, -1, 2**40)
 
@@ -320,7 +322,7 @@ def bad_low_latency_arguments(group):
             "hidden": (lambda v: buffer.clean_low_latency_buffer(TOKENS, v, EXPERTS), numbers),
         }
     )
-    assert torch.equal(buffer._low_latency.ring.context.fields, fields), "a kernel ran"
+    assert torch.equal(fields_of_calls(buffer._low_latency.ring.context), fields), "a kernel ran"
     low_latency.combine(buffer, y, idx, w, handle)
     buffer.destroy()
     return wrong
@@ -334,7 +336,72 @@ def test_events():
     for bad in (3, "event", torch.zeros(1)):
         with pytest.raises(DtypeError, match="event is a"):
             EventOverlap(bad).current_stream_wait()
-        with pytest.raises(DtypeError, match="hook is a"):
+        with pytest.raises(DtypeError, match="hook_after_wait is a"):
             EventOverlap().register_hook_after_wait(bad)
         with pytest.raises(DtypeError, match="release_handle"):
             EventOverlap(EventHandle())(release_handle=bad)
+
+
+def test_an_event_in_an_event():
+    """As a caller wraps the event that a dispatch returned."""
+    inner, calls = EventOverlap(EventHandle()), []
+    inner.register_hook_after_wait(hook_after_wait=lambda: calls.append("inner") or 3)
+    outer = EventOverlap(inner)
+    assert outer.wait() == 3
+    assert outer.wait() is None
+    outer.register_hook_after_wait(lambda: 1)
+    outer.register_hook_after_wait(lambda: calls.append("second"))
+    assert outer.current_stream_wait(release_handle=True) == 1
+    assert outer.event is None
+    assert calls == ["inner", "second"]
+    assert EventOverlap(EventOverlap()).wait() is None
+    with EventOverlap(inner):
+        pass
+
+
+# --- Handles and what their callers change afterwards --------------------------------------------
+
+
+def run_changed_results(group, waits, expand, copies):
+    """Whether dispatches with a handle bring what the first one brought, after all that the caller
+    has of that, and its ids, were changed and resized."""
+    torch.manual_seed(group.rank())
+    sizes = dict(num_max_tokens_per_rank=8, hidden=64, num_topk=2)
+    buffer, device = ElasticBuffer(group, **sizes), cases.device()
+    x = torch.randn(5, 64).bfloat16().to(device)
+    idx = torch.stack([torch.randperm(4)[:2] for _ in x]).to(device)
+    weights, found = torch.rand(5, 2).to(device), []
+    how = dict(num_experts=4, do_cpu_sync=waits, do_expand=expand, do_handle_copy=copies)
+    for _ in range(2):  # the first call of a kind, and a prepared one
+        sent = idx.clone(), weights.clone()
+        rows, ids, of_rows, handle, _ = buffer.dispatch(x, *sent, **how)
+        num_rows = int(handle.psum_num_recv_tokens_per_scaleup_rank[-1])
+        before, _, weights_before, _, _ = buffer.dispatch(x, topk_weights=weights, handle=handle)
+        first = None if ids is None else ids.clone()
+        for one in (rows, ids, of_rows, *(sent if copies else sent[1:])):
+            if one is not None:
+                one.resize_(one.numel() + 999, *one.shape[1:]).fill_(-1)
+        if not copies:
+            kept, sent[0].data = sent[0].data, sent[0].new_zeros(99, 2)
+            with pytest.raises(ShapeError, match=r"topk_idx has shape \[99, 2\]"):
+                buffer.dispatch(x, topk_weights=weights, handle=handle)
+            with pytest.raises(ShapeError, match=r"x has shape \[99, 64\]"):
+                buffer.dispatch(x.new_zeros(99, 64), handle=handle)
+            buffer.dispatch(x, handle=handle)
+            sent[0].data = kept
+        for given in weights, None:
+            again, ids, of_rows, _, _ = buffer.dispatch(x, topk_weights=given, handle=handle)
+            found.append(torch.equal(again[:num_rows], before[:num_rows]))
+            found.append(first is None or torch.equal(ids, first))
+            if given is not None:
+                found.append(torch.equal(of_rows[:num_rows], weights_before[:num_rows]))
+    buffer.check()
+    buffer.destroy()
+    return found
+
+
+@pytest.mark.parametrize("waits", [False, True])
+@pytest.mark.parametrize("expand", [False, True])
+@pytest.mark.parametrize("copies", [False, True])
+def test_a_handle_is_not_of_what_its_caller_changes(pool, waits, expand, copies):
+    assert all(map(all, pool.run(run_changed_results, waits, expand, copies, num_ranks=2)))

@@ -85,7 +85,11 @@ def kernels_loaded(group):
     return [one.args[0].__name__ for one in load.call_args_list]
 
 
-@pytest.mark.parametrize(("nodes", "names"), [(FEW, ["tell_far_ranks_kernel"]), (Nodes(1, 4), [])])
+TELLING = 2 * ["tell_far_ranks_kernel"]
+"""It tells of an end, and of a refused call."""
+
+
+@pytest.mark.parametrize(("nodes", "names"), [(FEW, TELLING), (Nodes(1, 4), [])])
 def test_the_kernel_that_tells_is_loaded_before_it_is_needed(pool, nodes, names):
     assert nodes.run(pool, kernels_loaded) == [names] * 4
 

@@ -24,7 +24,7 @@ from low_latency_cases import (
 )
 from node_cases import NodePool
 
-from moe_engine import BackendError, CapacityError
+from moe_engine import BackendError, CapacityError, ShapeError
 from moe_engine.prepared import PreparedCall
 
 FORMS_IN_TURN = ["fp8", "bf16", "rounded", "fp8"]
@@ -282,3 +282,95 @@ def too_many_in_flight(group, num_slots):
 def test_too_many_calls_in_flight(pool, num_slots):
     results = pool.run(too_many_in_flight, num_slots, num_ranks=2)
     assert results == [list(map(float, range(num_slots)))] * 2
+
+
+# --- Arguments that change before the hook -------------------------------------------------------
+
+CHANGES = {
+    "other values": lambda one: one.fill_(-1),
+    "a larger one": lambda one: one.resize_(64 * len(one), *one.shape[1:]).fill_(-1),
+    "a smaller one": lambda one: one.resize_(1, *one.shape[1:]).fill_(-1),
+    "other memory": lambda one: one.set_(torch.full_like(one[:1], -1)),
+    "data": lambda one: setattr(one, "data", torch.full_like(one[:1], -1)),
+}
+
+
+def change_before_hooks(group, ways):
+    """What two calls of each kind give when their arguments change before their hooks, and what
+    lies behind `out`; the first calls of a kind and prepared ones."""
+    generator, rank = torch.Generator().manual_seed(3 + group.rank()), group.rank()
+    x = torch.randn(3, 128, generator=generator).bfloat16().to(cases.device())
+    idx = torch.stack([torch.randperm(4, generator=generator)[:2] for _ in x]).to(x.device)
+    weights = torch.rand(3, 2, generator=generator).to(x.device)
+    buffer = low_latency.make_buffer(group, 8, 128, 4, 2)
+    rows, counts, handle, *_ = buffer.low_latency_dispatch(x, idx, 8, 4, use_fp8=False)
+    y = run_experts(rows, rank).bfloat16()
+    expected, found = buffer.low_latency_combine(y, idx, weights, handle)[0], []
+    for way in ways:
+        for _ in range(2):
+            given = x.clone(), idx.clone()
+            got, num, to, _, hook = buffer.low_latency_dispatch(
+                *given, 8, 4, use_fp8=False, return_recv_hook=True
+            )
+            for one in given[buffer.num_nodes - 1 :]:  # of several nodes not x
+                CHANGES[way](one)
+            hook()
+            same = [torch.equal(num, counts)]
+            same += [torch.equal(got[e, :n], rows[e, :n]) for e, n in enumerate(counts.tolist())]
+            guard = torch.full((16, 128), 77.0, dtype=torch.bfloat16, device=x.device)
+            given = y.clone(), idx.clone(), weights.clone()
+            out, _, hook = buffer.low_latency_combine(
+                *given, to, return_recv_hook=True, out=guard[:3]
+            )
+            for one in given:
+                CHANGES[way](one)
+            hook()
+            same += [torch.equal(out, expected), bool((guard[3:] == 77).all())]
+            found.append((way, all(same)))
+    buffer.check()
+    torch.distributed.barrier(group)
+    buffer.destroy()
+    return found
+
+
+@pytest.mark.parametrize("nodes", [1, 2])
+def test_arguments_that_change_before_hooks(pool, nodes):
+    """A call reads the sizes of its arguments once, and its hook only what is the call's own."""
+    ways = [*CHANGES]
+    where = pool if nodes == 1 else NodePool(pool, nodes, 2 // nodes)
+    for found in where.run(change_before_hooks, ways, num_ranks=2):
+        assert found == [(way, True) for way in ways for _ in range(2)]
+
+
+def grow_out(group):
+    """Whether `out`, and the results of a dispatch, may grow before hooks; a refusal of memory that
+    was freed, after which the hook can be called again."""
+    buffer = low_latency.make_buffer(group, 8, 128, 4, 2)
+    x = torch.randn(3, 128, device=cases.device()).bfloat16()
+    idx, weights = torch.tensor([[0], [1], [2]], device=x.device), torch.ones(3, 1, device=x.device)
+    same = []
+    for _ in range(2):
+        rows, _, handle, _, hook = buffer.low_latency_dispatch(
+            x, idx, 8, 4, use_fp8=False, return_recv_hook=True
+        )
+        shape = rows.shape
+        rows.resize_(99, *shape[1:])
+        hook()
+        rows.resize_(shape)
+        out, _, hook = buffer.low_latency_combine(rows, idx, weights, handle, return_recv_hook=True)
+        out.untyped_storage().resize_(0)
+        with pytest.raises(
+            ShapeError, match=r"a tensor of 768 bytes has less memory.*call the hook again"
+        ):
+            hook()
+        out.untyped_storage().resize_(2 * out.numel())
+        out.resize_(999, 128)
+        hook()
+        same.append(torch.equal(out[:3], x))
+    buffer.check()
+    buffer.destroy()
+    return same
+
+
+def test_results_that_grow_before_hooks(pool):
+    assert pool.run(grow_out, num_ranks=1) == [[True, True]]

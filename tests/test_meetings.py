@@ -494,3 +494,30 @@ def wait_in_vain_and_begin(group):
 
 def test_what_begins_passes_over_meetings_that_were_left(pool):
     assert pool.run(wait_in_vain_and_begin, num_ranks=3) == [[0, 1, 2]] * 3
+
+
+def test_a_beginning_follows_ranks_that_broke_off_at_different_meetings(hosts, monkeypatch):
+    """Ranks 0 and 2 give up a Buffer just after rank 1 has read their messages, which so goes on to
+    the next meeting of it; all make the next Buffer."""
+    with monkeypatch.context() as patch:
+        patch.setattr(meeting._Table, "leave", lambda *args: None)
+        meet([hosts[0], hosts[2]], "abc", "making a Buffer", SOON_S, begins=True)
+    assert meet([hosts[1]], "abc", "making a Buffer", SOON_S, begins=True) == [["a", "b", "c"]]
+    ended = {}
+
+    def make_next(rank):
+        if rank == 1:
+            try:
+                exchange(hosts[1], lambda: "x", "allocating memory", LONG_S)
+            except OutOfStep as error:
+                ended["error"] = str(error)
+        ended[rank] = exchange(hosts[rank], lambda: rank, "making a Buffer", LONG_S, begins=True)
+
+    threads = [threading.Thread(target=make_next, args=(rank,)) for rank in range(3)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(30)
+    assert "'allocating memory' on rank 1" in ended.pop("error")
+    assert ended == {rank: [0, 1, 2] for rank in range(3)}
+    assert works(hosts)

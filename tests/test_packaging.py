@@ -22,7 +22,7 @@ LAYERS = (
     ("errors", "utils", "deadline", "checks", "hardware", "choice_cache", "timing"),
     (
         *("nvshmem_library", "cuda_driver", "launch_graph", "kernel_bundle", "launch"),
-        *("kinds", "call_memory", "prepared"),
+        *("callers", "kinds", "call_memory", "prepared"),
     ),
     (
         *("grouped_gemm", "row_vectors", "expert_major", "expert_major_kernels"),
@@ -37,6 +37,7 @@ LAYERS = (
     (
         *("handles", "debug_checks", "lifecycle", "warm_up", "low_latency_verbs", "layer_verbs"),
         *("buffer", "elastic_handle", "elastic_checks", "elastic_verbs", "elastic"),
+        "ep_buffer",
     ),
     ("weight_layouts", "sharded_weights", "weight_gradients", "passes", "training"),
     ("expert_row_calls", "operators", "layer_operators"),

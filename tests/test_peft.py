@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from pathlib import Path
 from typing import Any
 
@@ -99,7 +100,7 @@ def test_adapters_train_as_in_one_process(pool: RankPool, targets: Targets, back
 def save(group: dist.ProcessGroup, folder: str) -> None:
     """A rank without tokens takes part; adapters are saved whole, loaded, and made whole again."""
     model = adapted(EXPERTS)
-    before = trained_state(model)
+    before, whole_state = trained_state(model), copy.deepcopy(model.state_dict())
     ids = batch(model, 0)
     with torch.no_grad():
         want = model(ids).logits
@@ -112,10 +113,14 @@ def save(group: dist.ProcessGroup, folder: str) -> None:
     with pytest.raises(BackendError, match=r"whole_state_dict\(model\) gathers on every rank"):
         model.save_pretrained(folder)
     state = whole_state_dict(model, keep=group.rank() == 0)
+    part = whole_state_dict(model, keep=group.rank() == 0, adapters_only=True)
     if group.rank() == 0:
-        model.save_pretrained(folder, state_dict=state)
+        torch.testing.assert_close(state, whole_state, rtol=0, atol=0, check_device=False)
+        base = state.keys() - part.keys()
+        assert base and all("experts" in name and "lora" not in name for name in base)
+        model.save_pretrained(folder, state_dict=part)
     else:
-        assert not state
+        assert not state and not part
     dist.barrier(group)
     loaded = PeftModel.from_pretrained(build(Kind.QWEN3_MOE), folder)
     unshard_experts(model)

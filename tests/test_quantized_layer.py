@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import replace
 from typing import Any
 from unittest.mock import patch
@@ -138,12 +140,17 @@ def run_wide(
     group: dist.ProcessGroup, activation: Any, how: dict[str, Any], *parts: Any
 ) -> tuple[torch.Tensor, bool]:
     """`run` with such tiles."""
-    wide = WIDE[how["options"].pop("block_m")]
-    with patch.object(GemmConfig, "predicted", lambda *_: wide):
+    with wide_tiles(how["options"].pop("block_m")):
+        return run(group, activation, how, *parts)
+
+
+@contextmanager
+def wide_tiles(block_m: int) -> Iterator[None]:
+    """Products choose tiles of 256 columns and so many rows."""
+    with patch.object(GemmConfig, "predicted", lambda *_: WIDE[block_m]):
         config._choose.cache_clear()
-        found = run(group, activation, how, *parts)
+        yield
     config._choose.cache_clear()
-    return found
 
 
 @pytest.mark.parametrize("num_tokens", [[6, 3], [6, 0, 3], [170, 9]])

@@ -122,6 +122,7 @@ def as_deep_ep(group: dist.ProcessGroup, folder: str) -> Iterator[Names]:
     names = {"group": group, "x": x, "num_experts": 4, "run_experts": run_experts} | routing(4, 2)
     yield names
     assert torch.equal(names["out"], x)
+    torch.testing.assert_close(names["combined_x"], x.bfloat16(), rtol=0.02, atol=0.02)
 
 
 def low_latency(group: dist.ProcessGroup, folder: str) -> Iterator[Names]:

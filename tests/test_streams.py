@@ -116,6 +116,16 @@ def test_an_asynchronous_call_waits_for_the_current_stream_and_gives_an_event(ca
     assert "call" in caller.done
 
 
+def test_events_within_events_are_waited_for(caller):
+    streams = CallStreams(GPU)
+    _, event = call(streams, "call", None, True)
+    EventOverlap(EventOverlap(event)).wait()
+    assert "call" in caller.done
+    caller.work("later")
+    before, _ = call(streams, "next", EventOverlap(EventOverlap(event)), True)
+    assert "later" not in before
+
+
 def test_previous_event_replaces_the_wait_for_the_current_stream(caller):
     streams = CallStreams(GPU)
     caller.work("input")

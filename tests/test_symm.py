@@ -226,9 +226,6 @@ def kill_rank_1(group, when):
         return "survived"
 
 
-@pytest.mark.skipif(
-    numpy.lib.NumpyVersion(numpy.__version__) >= "2.4.0", reason="emulation needs numpy < 2.4"
-)
 @pytest.mark.parametrize(
     ("when", "outcome"),
     [
@@ -237,6 +234,7 @@ def kill_rank_1(group, when):
     ],
 )
 def test_a_killed_rank_leaves_nothing(when, outcome):
+    cases.skip_without_interpreter()
     before = cases.shared_files()
     with RankPool(3, env={"MOE_ENGINE_TIMEOUT_S": "5"}) as ranks:
         pids = ranks.run(get_pid)
@@ -391,13 +389,27 @@ def test_the_cpu_needs_the_interpreter(monkeypatch):
         symm.choose_backend(None, "emulated", "cpu")
 
 
-def test_the_interpreter_needs_an_older_numpy(monkeypatch):
+@pytest.mark.parametrize(
+    ("of_triton", "of_numpy", "works"),
+    [
+        ("3.6.0", "2.3.9", True),
+        ("3.6.0", "2.4.0", False),
+        ("3.6.0+git0123abcd", "2.5.5", False),
+        ("3.7.0", "2.4.0", True),
+        ("3.10.1", "2.5.5", True),
+    ],
+)
+def test_the_interpreter_of_an_old_triton_needs_an_older_numpy(
+    monkeypatch, of_triton, of_numpy, works
+):
     monkeypatch.setattr(lang, "INTERPRETED", True)
-    monkeypatch.setattr(numpy, "__version__", "2.4.0")
-    with pytest.raises(BackendError, match=r"pip install 'moe_engine\[emulation\]'"):
-        symm.choose_backend(None, "auto", "cpu")
-    monkeypatch.setattr(numpy, "__version__", "2.3.9")
-    assert symm.choose_backend(None, "auto", "cpu") == "single"
+    monkeypatch.setattr(triton, "__version__", of_triton)
+    monkeypatch.setattr(numpy, "__version__", of_numpy)
+    if works:
+        assert symm.choose_backend(None, "auto", "cpu") == "single"
+    else:
+        with pytest.raises(BackendError, match=r"'moe_engine\[emulation\]'.*Triton 3.7"):
+            symm.choose_backend(None, "auto", "cpu")
 
 
 def test_cuda_needs_a_gpu_and_no_interpreter(monkeypatch):

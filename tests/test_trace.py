@@ -245,7 +245,7 @@ def test_steps_of_a_backward(traced_pool, save, num_sends, is_again):
 def run_kept(group):
     """Spans of a forward that saves rows, and of a backward that delays gradients of weights."""
     job = timeline.Job("tiny", 9, 1, cases.device().type, "rows")
-    num_experts, hidden, columns, num_topk = timeline.SHAPES[job.model]
+    num_experts, hidden, columns, num_topk = timeline.sizes_of_model(job.model)
     problem = LayerProblem(RANKS, job.tokens, num_experts, num_topk, hidden, columns)
     inputs = timeline.random_layer(problem, group.rank(), job.device)
     buffer = Buffer.for_tokens(group, job.tokens, hidden, num_experts, num_topk)

@@ -1,6 +1,7 @@
 """`moe-engine train` at small sizes."""
 
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -9,9 +10,9 @@ from rich.console import Console
 from typer.testing import CliRunner
 
 from moe_engine.emulation import RankPool
-from moe_engine.errors import BackendError, ShapeError
+from moe_engine.errors import BackendError, DtypeError, ShapeError
 from moe_engine.tools.cli import app
-from moe_engine.tools.models import Kind
+from moe_engine.tools.models import Kind, build_config, build_model
 from moe_engine.tools.train import Job, Run, count_tokens, run_rank
 from moe_engine.tools.train_report import report
 
@@ -20,7 +21,13 @@ pytest.importorskip("matplotlib")
 
 from transformers_cases import build
 
-from moe_engine.integrations.balancing import record_counts, router_biases, update_biases
+from moe_engine.integrations.balancing import (
+    BIAS,
+    record_counts,
+    router_biases,
+    routers_with_bias,
+    update_biases,
+)
 from moe_engine.integrations.recorded_routing import record_routing
 from moe_engine.integrations.transformers import shard_experts
 
@@ -114,3 +121,50 @@ def test_aux_free_draws_the_load(tmp_path: Path) -> None:
     assert picture.exists()
     done = CliRunner().invoke(app, ["train", "--aux-free", "--model=mixtral"])
     assert done.exit_code == 2
+
+
+def small_deepseek(dtype: torch.dtype) -> Any:
+    config = build_config(Kind.DEEPSEEK_V3)
+    return build_model(config, "cpu", dtype), config.n_routed_experts
+
+
+def test_biases_that_are_rounded_are_refused() -> None:
+    """Steps of 1e-3 would be lost in bf16 at 1.0, and counts of 1000 and 1001 be equal."""
+    model, num_experts = small_deepseek(torch.bfloat16)
+    [bias] = router_biases(model)  # float32, though the model is bf16
+    bias.fill_(1.0)
+    counts = torch.full((num_experts,), 1000, dtype=torch.int32)
+    counts[1] = 1001
+    for _ in range(100):
+        update_biases(model, [counts], 1e-3)
+    assert abs(float(bias[0]) - 1.1) < 1e-5 and abs(float(bias[1]) - 0.9) < 1e-5
+    model.bfloat16()
+    before = router_biases_as_they_are(model)
+    for _ in range(2):
+        with pytest.raises(DtypeError, match=r"gate.e_score_correction_bias is bfloat16, as model"):
+            update_biases(model, [counts], 1e-3)
+    assert torch.equal(router_biases_as_they_are(model), before)
+
+
+def router_biases_as_they_are(model: Any) -> torch.Tensor:
+    return torch.stack([getattr(one, BIAS) for one in routers_with_bias(model).values()])
+
+
+def test_counts_are_added_up_as_they_are() -> None:
+    """Above 2**24, too, where fp32 rounds them."""
+    model, num_experts = small_deepseek(torch.float32)
+    counts = torch.full((num_experts,), 2**24, dtype=torch.int32)
+    counts[0] += 1
+    update_biases(model, [counts], 0.5)
+    [bias] = router_biases(model)
+    assert bias.tolist() == [-0.5] + [0.5] * (num_experts - 1)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.bool])
+def test_counts_of_other_dtypes_are_refused(dtype: torch.dtype) -> None:
+    model, num_experts = small_deepseek(torch.float32)
+    ones = torch.ones(num_experts, dtype=torch.int32)
+    for counts, error in (([ones, ones.to(dtype)], DtypeError), ([ones, ones[:3]], ShapeError)):
+        with pytest.raises(error, match=r"^counts\[1\] "):
+            update_biases(model, counts, 0.5)
+    assert not router_biases(model)[0].any()

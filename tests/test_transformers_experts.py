@@ -1,5 +1,5 @@
 """Which experts modules the integration with transformers takes, on modules made like those of
-transformers 5.17 to 5.23."""
+transformers 5.17 to 5.24."""
 
 from __future__ import annotations
 
@@ -268,6 +268,15 @@ BEYOND: list[tuple[Callable[[], Any], str]] = [
     (quantized, "down_proj of type Quantized"),
     (without_weights, "gate_up_proj of type NoneType"),
 ]
+
+
+def test_hooks_of_accelerate_are_refused_until_they_are_removed() -> None:
+    hooks, experts = pytest.importorskip("accelerate.hooks"), make()
+    hooks.add_hook_to_module(experts, hooks.AlignDevicesHook())
+    with pytest.raises(BackendError, match=r"device_map=.* load_sharded, .*remove_hook"):
+        check_experts(experts, 1)
+    hooks.remove_hook_from_module(experts, recurse=True)
+    check_experts(experts, 1)
 
 
 @pytest.mark.parametrize(("build", "text"), BEYOND, ids=[text for _, text in BEYOND])

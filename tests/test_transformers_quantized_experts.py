@@ -246,3 +246,51 @@ def run_fp32(group: dist.ProcessGroup, make: Callable[..., Any]) -> None:
 
 def test_fp32_is_refused(pool: RankPool) -> None:
     pool.run(run_fp32, build, num_ranks=2)
+
+
+def run_not_finite(group: dist.ProcessGroup, make: Callable[..., Any], value: float) -> None:
+    model = make("mixtral")
+    buffer = shard_experts(model, group, max_tokens=16)
+    last, before = experts_layers(model)[-1], num_bytes(model)
+    last.down_proj.data[1, 2, 3] = value
+    with pytest.raises(DtypeError, match=r"experts.down_proj is NaN or infinite in 1 of its"):
+        quantize_experts(model)
+    assert num_bytes(model) == before  # of the layers before, too
+    buffer.destroy()
+
+
+@pytest.mark.parametrize("value", [float("nan"), -float("inf")])
+def test_weights_that_are_not_finite_are_refused(pool: RankPool, value: float) -> None:
+    pool.run(run_not_finite, build, value, num_ranks=1)
+
+
+@torch.no_grad()
+def run_outlier(group: dist.ProcessGroup, make: Callable[..., Any]) -> None:
+    model = make("mixtral")
+    buffer = shard_experts(model, group, max_tokens=16)
+    experts_layers(model)[0].gate_up_proj.data[1, 2, 3] = 3e38
+    with pytest.warns(UserWarning, match=r"experts.gate_up_proj: in 1 of \d+ blocks") as caught:
+        quantize_experts(model)
+    assert len(caught) == 1
+    buffer.destroy()
+
+
+def test_weights_that_vanish_beside_an_outlier_warn(pool: RankPool) -> None:
+    pool.run(run_outlier, build, num_ranks=1)
+
+
+@torch.no_grad()
+def run_cast_since(group: dist.ProcessGroup, make: Callable[..., Any], dtype: Any) -> None:
+    model = make("mixtral")
+    buffer = shard_experts(model, group, max_tokens=16)
+    quantize_experts(model)
+    model.to(dtype)
+    for call in (lambda: model(ids_of(0, model)), lambda: dequantize_experts(model)):
+        with pytest.raises(DtypeError, match="Cast the model first, then call quantize_experts"):
+            call()
+    buffer.destroy()
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32, torch.float16])
+def test_a_model_that_was_cast_since_is_refused(pool: RankPool, dtype: torch.dtype) -> None:
+    pool.run(run_cast_since, build, dtype, num_ranks=1)

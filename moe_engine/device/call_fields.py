@@ -41,8 +41,9 @@ def num_scales(num_vecs, FORMAT: tl.constexpr):
 @device_function
 def call_fields(field, num_tokens, dispatched, slot, CONFIG: tl.constexpr):
     """The values of fields number `field` (a block), 16 bits each: the tokens of a rank, then what
-    must be the same on all ranks, see `device_context.low_latency_fields`. The last one is the
-    number of scales, or in a combine `dispatched`, the epoch of the handle's dispatch."""
+    must be the same on all ranks, see `device_context.low_latency_fields`. Field 7 is the number of
+    scales, or in a combine `dispatched`, the epoch of the handle's dispatch; the fields from 11 on
+    are 0."""
     VEC_BYTES: tl.constexpr = CONFIG.VEC.primitive_bitwidth // 8
     num_vecs = slot.rows.num_vecs
     payload_bytes = num_vecs * VEC_BYTES
@@ -55,7 +56,10 @@ def call_fields(field, num_tokens, dispatched, slot, CONFIG: tl.constexpr):
     values = tl.where(field == 4, CONFIG.NUM_TOPK, tl.where(field == 5, CONFIG.NUM_EXPERTS, values))
     mixed: tl.constexpr = CONFIG.KIND * 16 + item_bytes(CONFIG.FORMAT, VEC_BYTES)
     values = tl.where(field == 6, mixed, values)
-    return tl.where(field == 7, last, values)
+    values = tl.where(field == 7, last, values)
+    values = tl.where(field == 8, slot.caller & COUNT_MASK, values)
+    values = tl.where(field == 9, (slot.caller >> COUNT_BITS) & COUNT_MASK, values)
+    return tl.where(field == 10, slot.refused & COUNT_MASK, values)
 
 
 @device_function

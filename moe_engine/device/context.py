@@ -43,8 +43,10 @@ class ContextField(IntEnum):
     NUM_REGIONS = 27  # regions of a slot
     HEADERS = 28  # offset into the symmetric block, in bytes
     HEADER_BYTES = 29  # of one of them
-    PEERS = 30  # R addresses of the ranks' symmetric blocks, as mapped here; 16 bytes hold two.
-    # 0 for a rank of another node
+    REFUSED = 30  # calls of this rank that were refused before they sent anything, in the low half;
+    # the host adds, between calls
+    PEERS = 32  # R addresses of the ranks' symmetric blocks, as mapped here; 16 bytes hold two, so
+    # this number is even. 0 for a rank of another node
 
 
 class Report(IntEnum):
@@ -98,6 +100,9 @@ class Kind(IntEnum):
 
 
 DISPATCH_OF_HANDLE = "call of the handle's dispatch"
+CALLER = "caller"
+"""The layer that a call is of, or the forward that a backward is of; see `callers.Callers`."""
+REFUSED_CALLS = "refused calls"
 SAVED = "save"
 SAVE_POLICIES = "no gradients", "none", "pre", "rows", "all"
 """What a layer saves for its backward; a signature has the `saved_number` of one of them."""
@@ -120,6 +125,7 @@ SIGNATURE = (
     *("verb", "bytes per token", "top-k", "experts", "bytes per item", "scales"),
     *("stages of dispatch", "stages of combine", "whether memory may grow"),
     *(DISPATCH_OF_HANDLE, "Buffer", SAVED, "most tokens", "alignment of rows by expert"),
+    *(CALLER, REFUSED_CALLS),
 )
 """What all ranks must begin a call with alike: the fields of a signature, int32 [SIGNATURE_WORDS],
 see `device/signature.py`."""
@@ -194,6 +200,7 @@ NODE_RANKS = tl.constexpr(int(ContextField.NODE_RANKS))
 NUM_REGIONS = tl.constexpr(int(ContextField.NUM_REGIONS))
 HEADERS = tl.constexpr(int(ContextField.HEADERS))
 HEADER_BYTES = tl.constexpr(int(ContextField.HEADER_BYTES))
+REFUSED = tl.constexpr(int(ContextField.REFUSED))
 PEERS = tl.constexpr(int(ContextField.PEERS))
 PHASE_SLOT_FREE = tl.constexpr(int(Phase.SLOT_FREE))
 PHASE_COUNTS = tl.constexpr(int(Phase.COUNTS))

@@ -383,7 +383,15 @@ if INTERPRETED:
     @device_function
     def dot(a, b, acc):
         """acc + a @ b in fp32, IEEE products. The interpreter would multiply bf16 bit patterns."""
-        return tl.dot(a.to(tl.float32), b.to(tl.float32), acc, input_precision="ieee")
+        return tl.dot(widen(a), widen(b), acc, input_precision="ieee")
+
+    @device_function
+    def widen(x):
+        """x in fp32. The interpreter reads the NaN of e4m3 as 480, which e4m3 does not have."""
+        wide = x.to(tl.float32)
+        if x.dtype == tl.float8e4nv:
+            wide = tl.where(tl.abs(wide) == 480.0, float("nan"), wide)
+        return wide
 
     @device_function
     def cast_e4m3(x):

@@ -18,6 +18,7 @@ from .context import (
     PEERS,
     PHASE_SLOT_FREE,
     RANK,
+    REFUSED,
     REGION_BYTES,
     SLOTS,
     STARTED,
@@ -43,8 +44,11 @@ COUNT_MASK = tl.constexpr(0xFFFF)
 MAX_COUNTS = tl.constexpr(1024)
 """Values with flags (as NCCL's LL: 8 bytes hold both) that a rank sends another one in a call:
 FIELDS of the call, then a count for each expert of the other rank."""
-FIELDS = tl.constexpr(8)
+FIELDS = tl.constexpr(16)
 """Values that say what a call was begun with; see `call_fields`."""
+EPOCH_BITS = tl.constexpr(48)
+EPOCH_MASK = tl.constexpr((1 << 48) - 1)
+"""The low bits of `call`, see `open_slot`, which hold its epoch."""
 MAX_SLOTS = tl.constexpr(16)
 """Slots of a ring."""
 
@@ -85,6 +89,8 @@ class Slot(NamedTuple):
 
     context: tl.tensor
     max_tokens: tl.tensor  # of each rank in this call, so most rows of a region
+    caller: tl.tensor  # see `callers.Callers`; 0 in a combine
+    refused: tl.tensor  # `ContextField.REFUSED` when the call was sent
     rows: tl.tensor  # `Rows`
     epoch: tl.tensor
     rank: tl.tensor
@@ -103,13 +109,15 @@ def open_slot(
     call,
     context,
     max_tokens,
+    caller,
     rows,
     CONFIG: tl.constexpr,
     SENDS: tl.constexpr,
     PDL: tl.constexpr,
 ):
-    """The slot of a call: of one that this launch SENDS, see `_begin_send`, or of the one whose
-    epoch `call`, int64 [1], holds; a call that is one launch may have none.
+    """The slot of a call: of one that this launch SENDS, see `_begin_send`, or of the one that
+    `call`, int64 [1], holds: its epoch and, above it, what `Slot.refused` was then, as more may
+    have been refused since. A call that is one launch may have none.
 
     Before `programs.pdl_wait` it reads only what the host wrote once into the context; no kernel
     changes that, so it does not matter which launch came before.
@@ -127,14 +135,18 @@ def open_slot(
     region_bytes = tl.load(context + REGION_BYTES)
     pdl_wait(PDL)
     if SENDS:
-        epoch = _begin_send(call, context)
+        refused = tl.load(context + REFUSED)
+        epoch = _begin_send(call, refused, context)
     else:
-        epoch = tl.load(call)
+        sent = tl.load(call)
+        epoch, refused = sent & EPOCH_MASK, sent >> EPOCH_BITS
     number = epoch % num_slots
     first = number * CONFIG.RANKS
     return Slot(
         context=context,
         max_tokens=max_tokens,
+        caller=caller,
+        refused=refused.to(tl.int32),
         rows=rows,
         epoch=epoch,
         rank=rank,
@@ -150,14 +162,14 @@ def open_slot(
 
 
 @device_function
-def _begin_send(call, context):
+def _begin_send(call, refused, context):
     """Epoch of a call that this launch sends; every program calls this once.
 
-    The last program makes it the running epoch, and writes it to `call`, if there is one, for later
-    launches of the call. Before, it waits until all programs have read the old epoch: each adds 1
-    to a counter after its load. It is the last by its number, so it waits only for programs that
-    began earlier. These have a place on the chip and wait for nothing before they add: so the loop,
-    unlike that of `lang.poll`, needs no deadline and no report.
+    The last program makes it the running epoch, and writes it and `refused` to `call`, if there is
+    one, for later launches of the call. Before, it waits until all programs have read the old
+    epoch: each adds 1 to a counter after its load. It is the last by its number, so it waits only
+    for programs that began earlier. These have a place on the chip and wait for nothing before they
+    add: so the loop, unlike that of `lang.poll`, needs no deadline and no report.
     """
     epoch = tl.load(context + EPOCH) + 1
     tl.debug_barrier()
@@ -170,7 +182,7 @@ def _begin_send(call, context):
         tl.store(context + STARTED, 0)
         tl.store(context + EPOCH, epoch)
         if call is not None:
-            tl.store(call, epoch)
+            tl.store(call, epoch | (refused << EPOCH_BITS))
     return epoch
 
 

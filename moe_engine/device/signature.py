@@ -18,6 +18,7 @@ from .context import (
     PHASE_HANDLE,
     PHASE_SIGNATURE,
     RANK,
+    REFUSED,
     REPORT_OURS,
     REPORT_THEIRS,
     SIGNATURE_WORDS,
@@ -61,17 +62,28 @@ def with_max_tokens(shape, max_tokens):
 
 @device_function
 def signature_of(
-    kind, shape, num_experts, dispatch_stages, combine_stages, form, dispatched, saved, context
+    kind,
+    shape,
+    num_experts,
+    dispatch_stages,
+    combine_stages,
+    form,
+    dispatched,
+    saved,
+    caller,
+    context,
 ):
     """The signature of a call with rows of a `RowShape`. form: see `launch.form_of`; ranks compare
     the alignment of rows by expert alone. dispatched: the low half of the epoch of the dispatch
-    whose handle the call has, or of the call itself. saved: see `SAVE_POLICIES`."""
+    whose handle the call has, or of the call itself. saved: see `SAVE_POLICIES`. caller: see
+    `callers.Callers`."""
     buffer = tl.load(context + BUFFER).to(tl.int32)
+    refused = tl.load(context + REFUSED).to(tl.int32)
     # fmt: off
     values = (
         kind, shape.payload_bytes, shape.num_topk, num_experts, shape.item_bytes, shape.num_scales,
         dispatch_stages, combine_stages, form & 1, dispatched, buffer, saved, shape.max_tokens,
-        (form >> 2) * (form >> 1 & 1),
+        (form >> 2) * (form >> 1 & 1), caller, refused,
     )
     # fmt: on
     field = tl.arange(0, SIGNATURE_WORDS)
@@ -79,6 +91,14 @@ def signature_of(
     for number in tl.static_range(len(values)):
         signature = tl.where(field == number, values[number], signature)
     return signature
+
+
+@device_function
+def sent_signature(context):
+    """The signature that an earlier launch of this call has stored on this rank itself. Calls may
+    have been refused since, so this launch could not make it anew."""
+    own = region(tl.load(context + RANK), context)
+    return tl.load(as_pointer(own, tl.int32) + tl.arange(0, SIGNATURE_WORDS))
 
 
 @device_function
@@ -177,7 +197,7 @@ def signature_of_handle(kind, shape, dispatched, is_sound, context):
     # fmt: off
     signature = signature_of(
         tl.where(is_ours, kind, 0), shape, tl.load(dispatched + 3), 0, 0, 0,
-        tl.load(dispatched + 9), 0, context,
+        tl.load(dispatched + 9), 0, tl.load(dispatched + 14), context,
     )
     # fmt: on
     return signature, is_ours

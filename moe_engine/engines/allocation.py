@@ -76,7 +76,8 @@ class Allocator:
     @torch.inference_mode(False)
     def new_ring(self, layout: RingLayout) -> Ring:
         """Low-latency memory of `layout` on all ranks. Collective."""
-        ring = Ring(self._new_block, layout, self.group.rank, self.settings.timeout_s)
+        more = self.group.rank, self.settings.timeout_s, self.streams.callers
+        ring = Ring(self._new_block, layout, *more)
         self.streams.uses("ring", ring.block.local, ring.context.fields)
         return ring
 
@@ -84,7 +85,7 @@ class Allocator:
     def new_lanes(self, layout: LaneLayout, num_lanes: int) -> InternodeLowLatency:
         """The low-latency engine of several nodes, with lanes of `layout`. Collective."""
         settings, rank = self.settings, self.group.rank
-        more = num_lanes, rank, settings.timeout_s, settings.number
+        more = num_lanes, rank, settings.timeout_s, settings.number, self.streams.callers
         lanes = new_lanes(self._new_block, layout, *more)
         memory = [(lane.block.local, lane.context.fields) for lane in lanes]
         self.streams.uses("ring", *itertools.chain(*memory))
@@ -99,8 +100,8 @@ class Allocator:
         """
         settings, rank = self.settings, self.group.rank
         more = was_captured, settings.number, epoch
-        capacity = settings.options.capacity(self.group.size)
-        slots = Slots(self._replace_block, layout, rank, settings.timeout_s, *more, capacity)
+        about = settings.options.capacity(self.group.size), self.streams.callers
+        slots = Slots(self._replace_block, layout, rank, settings.timeout_s, *more, *about)
         self.streams.uses("slots", slots.block.local, slots.context.fields)
         return slots
 

@@ -8,10 +8,17 @@ from typing import Any, NamedTuple, Protocol
 
 import torch
 
-from ..checks import has_parts, packed
+from ..checks import (
+    check_expert_biases,
+    check_expert_weights,
+    check_routing,
+    check_tensor,
+    has_parts,
+    packed,
+)
 from ..device.lang import INTERPRETED
 from ..dispatch import DispatchLayout, Received, Tokens
-from ..errors import DtypeError
+from ..errors import DtypeError, ShapeError
 from ..grouped_gemm.activations import AnyActivation, num_parts
 from ..grouped_gemm.operands import FP8, Weights, check_weight_scales, check_weights
 from ..kinds import Described
@@ -153,6 +160,27 @@ def check_layer_weights(inputs: LayerInputs) -> None:
     check_weights(like, down, down.shape[2], "none", inputs.s_down, name="w_down")
 
 
+def check_backward(
+    dy: torch.Tensor, inputs: LayerInputs, saved: Sequence[torch.Tensor | None]
+) -> None:
+    """Raise unless dy, the tensors of a layer as a backward finds them, and the pre-activations and
+    rows that its forward saved, fit one another: autograd does not see that a tensor got other
+    memory by its `data`."""
+    x, topk_idx, topk_weights, w_gate_up, w_down = inputs[:5]
+    check_tensor("x", x, dy.shape, [dy.dtype], dy.device)
+    check_expert_weights(x, w_gate_up, w_down, inputs.parts, inputs.operand_dtype)
+    check_expert_biases(x, w_gate_up, w_down, inputs.b_gate_up, inputs.b_down)
+    check_routing(x, topk_idx, topk_weights)
+    columns = inputs.parts * w_down.shape[2], x.shape[1]
+    for name, one, num_columns in zip(("w_down", "x"), saved, columns, strict=False):
+        if one is not None and one.shape[1] != num_columns:
+            raise ShapeError(
+                f"{name} has other sizes than in the forward, of which {one.shape[1]} columns were "
+                f"saved, and not {num_columns}. Leave the arguments of a layer as they are until "
+                "its backward."
+            )
+
+
 LayerResult = tuple[torch.Tensor, torch.Tensor | None]
 """Of a layer: its result [T, H]; counts int32 [E], the rows of each expert from all ranks."""
 
@@ -162,13 +190,15 @@ class Saved(NamedTuple):
     `SAVE_POLICIES`; tensors, none of them symmetric memory; how many expert rows came, or could
     come on one rank, -1 where the host does not know; whether another backward may read the
     tensors, so that this one may not overwrite them; how many rows had no room on the fullest rank,
-    so that the call sent none, int32 [1] in a capture, None where all have room."""
+    so that the call sent none, int32 [1] in a capture, None where all have room; the number of the
+    forward, see `Callers.new_forward`."""
 
     save: str
     tensors: tuple[torch.Tensor | None, ...]
     num_rows: int = -1
     is_kept: bool = True
     overflow: int | torch.Tensor | None = 0
+    forward: int = 0
 
 
 class WeightGradients(NamedTuple):
@@ -315,6 +345,15 @@ class Engine(Protocol):
     def contexts(self) -> list[DeviceContext]:
         """The device contexts that tell other ranks of a call which breaks off on this one."""
 
+    @property
+    def has_ended(self) -> bool:
+        """Whether this rank's calls have ended."""
+
+    @property
+    def has_sent(self) -> bool:
+        """Whether the running call, or the last one since `check`, has sent anything before an
+        error came that ends no calls."""
+
     def check(self) -> bool:
         """Raise what ended this rank's calls, if anything has. Whether `check_ids` will raise, as
         ids were bad by now."""
@@ -330,9 +369,17 @@ class Engine(Protocol):
 class ContextEngine(ABC):
     """What engines with kernels share: their device contexts tell of failures and of bad ids."""
 
+    has_sent = False
+    """See `Engine`: here such errors come before the first launch."""
+
     @abstractmethod
     def contexts(self) -> list[DeviceContext]:
         """See `Engine`; an engine whose memory grows gets other ones."""
+
+    @property
+    def has_ended(self) -> bool:
+        """See `Engine`."""
+        return any(context.has_ended for context in self.contexts())
 
     def check(self) -> bool:
         """See `Engine`."""

@@ -8,18 +8,21 @@ the host with the counts.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import Any, ClassVar
+from typing import Any, ClassVar, NoReturn
 
 import torch
 import torch.distributed as dist
 
 from .. import reference
+from ..callers import Callers
 from ..checks import packed
-from ..device.context import SIGNATURE_WORDS
+from ..device.context import CALLER, DISPATCH_OF_HANDLE, REFUSED_CALLS, SIGNATURE, Kind
+from ..device.context import SIGNATURE_WORDS as WORDS
 from ..dispatch import DispatchLayout, Received, Tokens
-from ..errors import BackendError, CapacityError, RoutingError, ShapeError, bad_ids
-from ..kinds import Described, Kind
-from ..symm.device_context import DeviceContext
+from ..errors import BackendError, CapacityError, MoeEngineError, RoutingError, bad_ids
+from ..kinds import Described
+from ..kinds import Kind as KindOfCall
+from ..symm.device_context import DeviceContext, mismatch, out_of_step_by_refusal
 from .base import (
     NUM_SMS,
     Arrived,
@@ -30,6 +33,7 @@ from .base import (
     LayerInputs,
     Saved,
     WeightGradients,
+    check_backward,
     memory_of,
 )
 from .layer_by_verbs import LayerByVerbs
@@ -41,8 +45,10 @@ class CollectiveEngine(LayerByVerbs):
 
     handle_type: ClassVar[Any] = Handle
 
-    def __init__(self, group: dist.ProcessGroup | None):
-        self.group = group
+    def __init__(self, group: dist.ProcessGroup | None, callers: Callers):
+        self.group, self._callers = group, callers
+        self.has_sent, self._num_calls = False, 0
+        self._ended: MoeEngineError | None = None
         self.rank = dist.get_rank(group) if group is not None else 0
         self.num_ranks = dist.get_world_size(group) if group is not None else 1
         self._num_bad_ids = self._told_bad_ids = 0
@@ -52,6 +58,7 @@ class CollectiveEngine(LayerByVerbs):
         self, rows: torch.Tensor, send_splits: list[int], recv_splits: list[int]
     ) -> torch.Tensor:
         """Exchange rows of any dtype, grouped by destination, for rows grouped by source."""
+        self.has_sent = True
         if self.group is None:
             return rows
         row_shape = rows.shape[1:]
@@ -65,7 +72,7 @@ class CollectiveEngine(LayerByVerbs):
     @property
     def describe(self) -> Callable[..., Described]:
         """See `base.Engine`; nothing is prepared here."""
-        return lambda *args, sized=(), weights=None: Described(Kind(), None)
+        return lambda *args, sized=(), weights=None: Described(KindOfCall(), None)
 
     def again(self, described: Described, **numbers: int) -> None:
         """See `base.Engine`."""
@@ -80,26 +87,60 @@ class CollectiveEngine(LayerByVerbs):
         return DispatchLayout(*layout)
 
     def _count(self, tokens: Tokens, layout: DispatchLayout) -> tuple[torch.Tensor, torch.Tensor]:
-        """(rank_prefix_matrix [R, R], counts of all ranks [R, E]). ShapeError where ranks differ in
-        the shapes of their calls."""
-        num_experts = layout.num_experts
-        row = tokens.row
-        mine = [row.payload_bytes, row.num_topk, num_experts, tokens.x.itemsize, row.num_scales]
-        signature = layout.num_tokens_per_rank.new_tensor(mine)
-        # The signature goes first and alone: ranks that differ in it would differ in row lengths.
-        for peer, theirs in enumerate(self._gather(signature).tolist()):
-            if theirs != mine:
-                raise ShapeError(
-                    f"ranks {self.rank} and {peer} called dispatch with different shapes: (bytes "
-                    f"per token, top-k, experts, bytes per item, scales) is {mine} here, {theirs} "
-                    "there. They must agree on all ranks."
-                )
+        """(rank_prefix_matrix [R, R], counts of all ranks [R, E])."""
+        num_experts, row = layout.num_experts, tokens.row
+        sizes = row.payload_bytes, row.num_topk, num_experts, tokens.x.itemsize, row.num_scales
+        self._open(Kind.DISPATCH, tokens.x, *sizes)
         gathered = self._gather(
             torch.cat([layout.num_tokens_per_expert, layout.num_tokens_per_rank])
         )
         return gathered[:, num_experts:].cumsum(0).int(), gathered[:, :num_experts]
 
+    def _open(self, kind: Kind, x: torch.Tensor, *sizes: int, dispatched: int = -1) -> None:
+        """Begin a call: compare its signature with those of all ranks, as kernels do. It goes first
+        and alone, as ranks that differ in it would differ in the lengths of rows. sizes: the fields
+        of a signature after the verb; dispatched: the number of the dispatch whose handle the call
+        has. ShapeError or OutOfStep, on all ranks, where signatures differ."""
+        self._num_calls += 1
+        words = [int(kind), *sizes, *[0] * (WORDS.value - 1 - len(sizes))]
+        for name, word in (
+            (DISPATCH_OF_HANDLE, self._num_calls if dispatched < 0 else dispatched),
+            (CALLER, self._callers.running),
+            (REFUSED_CALLS, self._callers.num_refused),
+        ):
+            words[SIGNATURE.index(name)] = word
+        everyone = self._gather(torch.tensor(words, dtype=torch.int64, device=x.device)).tolist()
+        self._compare_refusals([theirs[SIGNATURE.index(REFUSED_CALLS)] for theirs in everyone])
+        for peer, theirs in enumerate(everyone):
+            pairs = zip(SIGNATURE, words, theirs, strict=False)
+            found = {name: (one, other) for name, one, other in pairs if one != other}
+            if found:
+                self._end(mismatch(self.rank, peer, found, self._callers))
+
+    def _open_again(self, kind: Kind, x: torch.Tensor, handle: Handle) -> None:
+        """Begin a call that has a handle."""
+        number = int(handle.signature[SIGNATURE.index(DISPATCH_OF_HANDLE)])
+        self._open(kind, x, x.shape[1] * x.itemsize, dispatched=number)
+
+    def _compare_refusals(self, counts: Sequence[int]) -> None:
+        """Raise OutOfStep, on all ranks, where these have refused other numbers of calls."""
+        if len(set(counts)) == 1:
+            return
+        texts = [""] * self.num_ranks
+        dist.all_gather_object(texts, self._callers.last_refused, group=self.group)
+        ours, pick = counts[self.rank], min if counts[self.rank] == max(counts) else max
+        peer = counts.index(pick(counts))
+        refused = peer if counts[peer] > ours else self.rank
+        more = abs(counts[peer] - ours)
+        self._end(out_of_step_by_refusal(self.rank, peer, refused, more, texts[refused]))
+
+    def _end(self, error: MoeEngineError) -> NoReturn:
+        """Raise what ends the calls of all ranks."""
+        self._ended = error
+        raise error
+
     def _gather(self, row: torch.Tensor) -> torch.Tensor:
+        self.has_sent = True
         if self.group is None:
             return row[None]
         out = row.new_empty(self.num_ranks, row.numel())
@@ -158,7 +199,8 @@ class CollectiveEngine(LayerByVerbs):
             weights = self._exchange(weights, send, recv)
         scales = None if tokens.scales is None else self._exchange(tokens.scales[flat], send, recv)
         out = _pad(Received(x, scales, ids, weights, src), num_worst_tokens)
-        signature = prefix.new_zeros(SIGNATURE_WORDS.value)  # the group itself matches its calls
+        signature = prefix.new_zeros(WORDS.value)
+        signature[SIGNATURE.index(DISPATCH_OF_HANDLE)] = self._num_calls
         handle = Handle(prefix, idx, signature, out.src_idx, layout.is_token_in_rank, head)
         return out, counts, handle
 
@@ -175,6 +217,7 @@ class CollectiveEngine(LayerByVerbs):
         described: Described | None = None,
     ) -> Received:
         """See `KernelEngine.dispatch_cached`."""
+        self._open_again(Kind.CACHED_DISPATCH, x, handle)
         send, recv = self._splits(handle.rank_prefix_matrix)
         flat = torch.cat([handle.send_token_idx[rank, :num] for rank, num in enumerate(send)])
         rows = self._exchange(x[flat.long()], send, recv)
@@ -194,6 +237,7 @@ class CollectiveEngine(LayerByVerbs):
         described: Described | None = None,
     ) -> tuple[torch.Tensor, torch.Tensor | None]:
         """See `KernelEngine.combine`."""
+        self._open_again(Kind.COMBINE, x, handle)
         send, recv = self._splits(handle.rank_prefix_matrix)
         rows = self._exchange(x[: sum(recv)], recv, send)
         out = torch.zeros(
@@ -236,6 +280,7 @@ class CollectiveEngine(LayerByVerbs):
         self, dy: torch.Tensor, inputs: LayerInputs, saved: Saved, into: Into
     ) -> Gradients:
         """See `base.Engine`: dy to where x went, and the gradients of rows back by `combine`."""
+        check_backward(dy, inputs, (None, saved.tensors[0]))
         rows, _, handle = self.bring_again(inputs.packed, saved)
         grad = self.dispatch_cached(packed(dy), None, handle).x
         found = self._expert_gradients(rows, grad, memory_of(into, inputs))
@@ -290,8 +335,16 @@ class CollectiveEngine(LayerByVerbs):
         """None: a call that breaks off here breaks the process group."""
         return []
 
+    @property
+    def has_ended(self) -> bool:
+        """See `base.Engine`."""
+        return self._ended is not None
+
     def check(self) -> bool:
         """See `base.Engine`."""
+        if self._ended is not None:
+            raise self._ended.with_traceback(None)
+        self.has_sent = False
         self._told_bad_ids = self._num_bad_ids
         return self._told_bad_ids > 0
 

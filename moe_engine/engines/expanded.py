@@ -91,11 +91,13 @@ class HowSent(NamedTuple):
 
 class Dispatched(NamedTuple):
     """What a dispatch brings: rows as wanted, with scales and weights or None; the ids of rows by
-    token; a copy of those that were sent, if wanted; where rows come from and go; the handle; rows
-    of each local expert with padding, where the host knows; the number of rows by expert."""
+    token, for the handle; these once more, for the caller, where rows are by token; a copy of those
+    that were sent, if wanted; where rows come from and go; the handle; rows of each local expert
+    with padding, where the host knows; the number of rows by expert."""
 
     rows: ExpandedRows
     topk_idx: torch.Tensor
+    recv_idx: torch.Tensor | None
     sent_idx: torch.Tensor | None
     places: Places
     sent: Handle | InternodeHandle
@@ -151,12 +153,13 @@ def _dispatch_by_token(
     args = tokens, where, most_rows, how.num_sms
     got = engine.dispatch(*args, totals=numbers.wanted(False, stats))
     received, counts, sent, _, totals = got
-    ids, metadata = received.topk_idx, received.src_metadata
-    assert ids is not None and metadata is not None
+    kept, metadata = received.kept_idx, received.src_metadata
+    assert kept is not None and metadata is not None
     per_expert = [round_up(n, numbers.alignment) for n in counts]
     num_expanded = sum(per_expert) if how.waits else numbers.most_expanded(tokens.num_topk)
     rows, places = _by_token(received, wanted), Places(metadata, *totals)
-    return Dispatched(rows, ids, None, places, sent, per_expert, num_expanded)
+    both = kept, received.topk_idx
+    return Dispatched(rows, *both, None, places, sent, per_expert, num_expanded)
 
 
 def _dispatch_by_expert(
@@ -192,7 +195,7 @@ def _dispatch_by_expert(
     received = Received(rows.x, None, ids, None, src_idx)
     sent = engine._new_handle(counts, routes, received, where)
     places = Places(metadata, *counts.totals)
-    return Dispatched(rows, ids, None, places, sent, per_expert, num_expanded)
+    return Dispatched(rows, ids, None, None, places, sent, per_expert, num_expanded)
 
 
 def _exchange(

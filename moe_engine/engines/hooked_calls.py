@@ -230,14 +230,23 @@ class HookedCalls(ContextEngine):
             "Buffer.get_low_latency_rdma_size_hint(...)."
         )
 
-    def _hook(self, body: Callable[..., None], *args: Any, described: Described | None) -> Receive:
-        """A function that launches the second half of the last call, once."""
-        call = self._calls[-1]
-        owner = self.owner(call.memory)
-        make = call.memory.calls.later(body, owner, *args, described=described)
+    def _hook(
+        self,
+        body: Callable[..., None],
+        *args: Any,
+        uses: Sequence[torch.Tensor | None],
+        described: Described | None,
+    ) -> Receive:
+        """A function that launches the second half of the last call, once. uses: the tensors that
+        it reads and writes."""
+        call, callers = self._calls[-1], self._calls[-1].memory.context.callers
+        caller, owner = callers.running, self.owner(call.memory)
+        used = [one for one in uses if one is not None]
+        make = call.memory.calls.later(body, owner, *args, uses=used, described=described)
 
         def receive() -> None:
             if not call.received:
+                callers.running = caller
                 make()
                 if INTERPRETED:
                     self._check_emulated()

@@ -36,7 +36,16 @@ from ..layer_config import LayerProblem
 from ..node_traffic import Cluster, Shares, Way, exchange
 from ..streams import is_captured
 from ..symm.slots import BARE_HEADER, header_bytes
-from .base import NUM_SMS, Gradients, Into, LayerInputs, Saved, WeightGradients, memory_of
+from .base import (
+    NUM_SMS,
+    Gradients,
+    Into,
+    LayerInputs,
+    Saved,
+    WeightGradients,
+    check_backward,
+    memory_of,
+)
 from .expert_products import sent_columns
 from .expert_sums import gradients_of_experts, recompute
 from .received_part import Part
@@ -254,6 +263,7 @@ def backward(
     into: Into,
 ) -> Gradients:
     """See `base.Engine.moe_ffn_backward`."""
+    check_backward(dy, inputs, (None, saved.tensors[0]))
     inputs, dy = inputs.packed, packed(dy)
     hides = overlaps(inputs, engine.num_ranks, engine.slots.layout.num_nodes)
     rows, num_rows, handle = engine.bring_again(inputs, saved)

@@ -116,7 +116,8 @@ class InternodeLowLatency(HookedCalls):
             return packed, None
         assert sent is not None
         decided = described and described.more(leaves((packed, sent)))
-        hook = self._hook(_receive, *args, packed, sent, described=decided)
+        used = *leaves((packed, sent)), recv_stats, wait_stats
+        hook = self._hook(_receive, *args, packed, sent, uses=used, described=decided)
 
         def receive() -> None:
             record(tuple(leaves(sent)), current_stream(packed.x.device))
@@ -163,7 +164,8 @@ class InternodeLowLatency(HookedCalls):
         if not hooked:
             return out, None, None
         decided = described and described.more((out,))
-        return out, None, self._hook(_add_up, rows, out, described=decided)
+        used = out, *rows[4:]
+        return out, None, self._hook(_add_up, rows, out, uses=used, described=decided)
 
     def moe_ffn(
         self, inputs: LayerInputs, max_tokens: int, described: Described | None = None

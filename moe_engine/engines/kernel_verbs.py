@@ -220,14 +220,14 @@ class KernelVerbs(GrowingEngine):
         self, tokens: Tokens, num_rows: int, owned: bool, totals: TotalsWanted | None = None
     ) -> Received:
         """Room for received rows, or for their addresses where they are not `owned`; with `totals`
-        also for their metadata."""
+        also for their metadata, and for a copy of their ids."""
         shape = (num_rows, tokens.x.shape[1]) if owned else (num_rows,)
         rows = tokens.x.new_empty(shape, dtype=tokens.x.dtype if owned else torch.int64)
-        received = Received.empty(rows, tokens)
+        received = Received.empty(rows, tokens, keeps_ids=totals is not None)
         if totals is None:
             return received
-        shape = num_rows, 2 + tokens.num_topk
-        return received._replace(src_metadata=received.src_idx.new_empty(shape))
+        metadata = received.src_idx.new_empty(num_rows, 2 + tokens.num_topk)
+        return received._replace(src_metadata=metadata)
 
     def _received(self, counts: Counts) -> torch.Tensor:
         """int32 [1 + L]: rows that this rank receives, in all and by local expert."""

@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 
-from ..combine.low_latency import LowLatencyRows, low_latency_combine
+from ..combine.low_latency import LowLatencyRows, kept_ids, low_latency_combine, new_call
 from ..combine.low_latency_kernels import ExpertRows
 from ..device.context import ContextField
 from ..device.lang import INTERPRETED
@@ -83,7 +83,8 @@ class LowLatency(HookedCalls):
             return got, None
         made = got.x, got.scales, got.memory  # counts are a part of the memory
         decided = described and described.more(made)
-        return got, self._hook(LowLatency._receive_dispatched, *args, made, described=decided)
+        more: dict[str, Any] = dict(uses=(*made, recv_stats, wait_stats), described=decided)
+        return got, self._hook(LowLatency._receive_dispatched, *args, made, **more)
 
     def _dispatch(self, tokens: LowLatencyTokens, stats: Stats, phases: str) -> ReceivedRows:
         self._check_capacity(tokens)
@@ -127,17 +128,16 @@ class LowLatency(HookedCalls):
         hooked: bool = False,
         described: Described | None = None,
     ) -> tuple[torch.Tensor, torch.Tensor | None, Receive | None]:
-        """See `HookedCalls`; with `hooked` there stands the epoch of the call, int64 [1], in the
-        middle."""
+        """See `HookedCalls`; with `hooked` there stands what the first launch leaves for the second
+        one, see `new_call`, in the middle."""
         args = num_experts, wait_stats
-        out, epoch = self._call(
-            LowLatency._combine, rows, *args, hooked=hooked, described=described
-        )
+        out, call = self._call(LowLatency._combine, rows, *args, hooked=hooked, described=described)
         if not hooked:
-            return out, epoch, None
-        decided = described and described.more((out, epoch))
+            return out, call, None
+        decided = described and described.more((out, call))
         rows = rows._replace(out=out)
-        return out, epoch, self._hook(LowLatency._add_up, rows, *args, epoch, described=decided)
+        more: dict[str, Any] = dict(uses=(out, rows.memory, wait_stats), described=decided)
+        return out, call, self._hook(LowLatency._add_up, rows, *args, call, **more)
 
     def _combine(
         self,
@@ -146,26 +146,27 @@ class LowLatency(HookedCalls):
         wait_stats: torch.Tensor | None,
         phases: str,
     ) -> tuple[torch.Tensor, torch.Tensor | None]:
-        out, epoch = rows.out, None
+        out, call = rows.out, None
         if out is None:
             out = rows.x.new_empty(len(rows.topk_idx), rows.x.shape[2])
         if phases == "send":
-            epoch = rows.topk_idx.new_empty(1)
+            call = new_call(rows.topk_idx)
         arguments = rows.arguments(out)
         self._check_handle(arguments)
-        low_latency_combine(arguments, epoch, num_experts, wait_stats, phases, self.ring)
-        return out, epoch
+        low_latency_combine(arguments, call, num_experts, wait_stats, phases, self.ring)
+        return out, call
 
     def _add_up(
         self,
         rows: LowLatencyRows,
         num_experts: int,
         wait_stats: torch.Tensor | None,
-        epoch: torch.Tensor,
+        call: torch.Tensor,
     ) -> None:
         assert rows.out is not None
-        arguments = rows.arguments(rows.out)
-        low_latency_combine(arguments, epoch, num_experts, wait_stats, "receive", self.ring)
+        own = rows._replace(topk_idx=kept_ids(call, rows.sizes.num_topk))
+        arguments = own.arguments(rows.out)
+        low_latency_combine(arguments, call, num_experts, wait_stats, "receive", self.ring)
 
     def moe_ffn(
         self, inputs: LayerInputs, max_tokens: int, described: Described | None = None

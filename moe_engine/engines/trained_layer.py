@@ -46,6 +46,7 @@ from .base import (
     Saved,
     WeightGradientRows,
     WeightGradients,
+    check_backward,
     memory_of,
 )
 from .fused_layer import combine_experts, down_rows, up_projection
@@ -302,6 +303,8 @@ def backward(
     memory = into or WeightGradients(None, None)
     of_call = *inputs, dy, saved.save, keeps_pre, into is None, *memory
     described = engine.describe(*of_call, weights=inputs.w_down)
+    if not described.kind.is_checked:
+        check_backward(dy, inputs, saved.tensors)
     x, topk_idx, topk_weights, *_ = inputs
     x, topk_idx, topk_weights, dy = described.packed(x, topk_idx, topk_weights, dy)
     if not described.kind.is_packed:
@@ -310,6 +313,7 @@ def backward(
     more: dict[str, Any] = dict(sized=saved.tensors, described=described.if_packed)
     before = engine.reserve_expert_rows
     results = engine.call(_backward, *args, before=before, **more, **numbers)
+    described.kind.is_checked = True
     dx, topk_grads, made, biases, kept = results
     if kept is None:
         return Gradients(dx, topk_grads, None, made, biases)

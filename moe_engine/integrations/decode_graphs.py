@@ -30,7 +30,7 @@ from ..errors import BackendError, MoeEngineError
 from ..symm import resolve_device
 from ..utils import untraced
 from .forward_passes import ForwardPasses
-from .transformers_experts import experts_layers
+from .transformers_experts import experts_layers, has_own_forward
 
 MOST_GRAPHS = 8
 """Of one cache: the sizes of batches that come in turn as ranks begin and end."""
@@ -67,11 +67,12 @@ def check_graphs(model: Any, cuda_graphs: bool, backend: str) -> None:
             f"cuda_graphs is True for a {type(model).__name__}, which has no generate. Give "
             "shard_experts the whole model, such as a ...ForCausalLM."
         )
-    if "forward" in vars(generating(model)):
+    if has_own_forward(generating(model)):
         raise BackendError(
             f"cuda_graphs is True, and the {type(model).__name__} has a forward of its own, as "
             "accelerate's hooks and torch.compile set it, which graphs would leave out. Remove it, "
-            "or leave cuda_graphs out."
+            "hooks by accelerate.hooks.remove_hook_from_module(model, recurse=True), or leave "
+            "cuda_graphs out."
         )
     if others := layers_not_static(generating(model).config):
         raise BackendError(

@@ -232,12 +232,15 @@ def check_not_of_fsdp(model: nn.Module) -> None:
 
 
 @torch.no_grad()
-def whole_state_dict(model: nn.Module, keep: bool = True) -> dict[str, Tensor]:
+def whole_state_dict(
+    model: nn.Module, keep: bool = True, adapters_only: bool = False
+) -> dict[str, Tensor]:
     """`model.state_dict()` as if no experts were sharded, for `save_pretrained`.
 
     Collective over the group of `shard_experts`. Weights of experts are gathered one at a time and
-    kept in the host's memory, on ranks that `keep`; on others the result is empty. Of a PeftModel,
-    which saves adapters alone, only these are gathered.
+    kept in the host's memory, on ranks that `keep`; on others the result is empty. With
+    `adapters_only`, the same on all ranks, weights of experts are left out, and their LoRA adapters
+    are not: a PeftModel saves no more.
     """
     share = getattr(experts_layers(model)[0], "moe_share", None)
     if share is None:
@@ -248,12 +251,12 @@ def whole_state_dict(model: nn.Module, keep: bool = True) -> dict[str, Tensor]:
             "the experts are e4m3, and a checkpoint of the whole model would lack their scales. "
             "Call dequantize_experts(model) on every rank first."
         )
-    adapters = (part for wrapper in lora_wrappers(model) for part in adapter_parts(wrapper))
-    some = adapters if is_peft(model) else expert_parts(model)
-    parts = {id(part.weight): part for part in some}
+    parts = {id(part.weight): part for part in expert_parts(model)}
     state = {}
     for name, tensor in model.state_dict(keep_vars=True).items():
         part = parts.get(id(tensor))
+        if adapters_only and part is not None and is_experts(part.module):
+            continue
         whole = tensor.detach() if part is None else part.gather(share.passes.group)
         if keep:
             state[name] = whole if part is None else whole.cpu()

@@ -53,6 +53,7 @@ class DispatchManager:
     ):
         self.buffer, self.num_experts, self.num_topk = buffer, num_experts, num_topk
         self.alignment, self.max_rows, self.probs_dtype = alignment, max_rows, probs_dtype
+        self.tag = buffer.new_tag("MoELayer")
         self.token_probs: Any = None
         self.token_indices: Any = None
         self.dispatched_probs: Any = None
@@ -80,8 +81,8 @@ class DispatchManager:
         """The rows [M, H] of this rank's experts, on the current stream; the flags change
         nothing."""
         args = hidden_states, self.token_indices, self.token_probs.float(), self.num_experts
-        how: dict[str, Any] = dict(max_rows=self.max_rows, alignment=self.alignment)
-        got = dispatch(*args, self.buffer, **how)
+        sizes: dict[str, Any] = dict(max_rows=self.max_rows, alignment=self.alignment)
+        got = dispatch(*args, self.buffer, tag=self.tag, **sizes)
         self.dispatched_probs, self._plan = got.row_weights, got.plan
         self.tokens_per_expert = got.offsets.diff().long()
         if self.max_rows is not None:

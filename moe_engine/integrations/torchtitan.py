@@ -43,6 +43,7 @@ class EngineDispatcher:
     top_k: int
     ep_mesh: Any
     buffer: Buffer | None = None
+    tag: str | None = None
 
     def __init__(self, config: Any):
         for name in ("num_max_tokens_per_rank", "hidden_dim"):
@@ -60,6 +61,7 @@ class EngineDispatcher:
         all experts, or under tensor parallelism a part of each, and the Buffer is its own."""
         group = _alone() if self.ep_mesh is None else self.ep_mesh.get_group()
         self.buffer = _shared_buffer(group, *self.sizes, self.num_experts, self.top_k, self.dtype)
+        self.tag = self.buffer.new_tag("RoutedExperts")
 
     def dispatch(
         self,
@@ -71,7 +73,7 @@ class EngineDispatcher:
         """(Rows [R, D] of this rank's experts in their order, how many there are of each, int32
         with padding, on the device, what `combine` needs). The last argument is not needed."""
         args = x_TD, topk_expert_ids_TK, topk_scores_TK.float(), self.num_experts, wired(self)
-        got = dispatch(*args, alignment=self.alignment)
+        got = dispatch(*args, alignment=self.alignment, tag=self.tag)
         return got.rows, got.offsets.diff(), DispatchMetadata(got.plan, got.row_weights)
 
     def combine(self, routed_output_RD: Tensor, metadata: DispatchMetadata, x_TD: Tensor) -> Tensor:
@@ -105,7 +107,8 @@ class EngineRoutedExperts:
         routing = topk_expert_ids_TK, topk_scores_TK.float()
         buffer = wired(self.token_dispatcher)
         _check_share(self.inner_experts, len(gate_up), self.token_dispatcher.num_experts, buffer)
-        return moe_ffn(x_TD, *routing, *weights, buffer, layout=layout, save=self.save)
+        tag = self.token_dispatcher.tag
+        return moe_ffn(x_TD, *routing, *weights, buffer, layout=layout, save=self.save, tag=tag)
 
 
 def wired(dispatcher: EngineDispatcher) -> Buffer:

@@ -22,7 +22,7 @@ from torch import Tensor
 
 from ..errors import BackendError
 from .data_parallel import average_expert_gradients, clip_grad_norm_
-from .expert_parts import whole_state_dict
+from .expert_parts import is_peft, whole_state_dict
 from .transformers_experts import experts_layers, weights_of
 
 if TYPE_CHECKING:
@@ -68,7 +68,8 @@ class ExpertParallel(Base):
         return super().train(resume_from_checkpoint, *args, **more)
 
     def save_model(self, output_dir: str | None = None, _internal_call: bool = False) -> None:
-        self._whole_state: Any = whole_state_dict(self.model, keep=self.args.should_save)
+        keep, adapters_only = self.args.should_save, is_peft(self.model)
+        self._whole_state: Any = whole_state_dict(self.model, keep, adapters_only)
         try:
             super().save_model(output_dir, _internal_call)
         finally:

@@ -123,6 +123,7 @@ def experts_forward(
         biases=biases_of(self),
         activation=share.activation,
         return_counts=counts is not None,
+        tag=share.tag,
     )
     if counts is None:
         return result
@@ -134,11 +135,12 @@ def experts_forward(
 
 @dataclass(frozen=True)
 class Share:
-    """How a rank runs its share of the experts of layer number `layer`."""
+    """How a rank runs its share of the experts of layer number `layer`; tag: see `moe_ffn`."""
 
     buffer: Buffer
     passes: ForwardPasses
     layer: int
+    tag: str
     implementation_before: str | None
     has_adapters: bool
     activation: Activation
@@ -157,6 +159,7 @@ class Share:
             call()
 
 
+@torch.inference_mode(False)  # parameters stay ordinary ones
 def shard_experts(
     model: Any,
     group: dist.ProcessGroup | None = None,
@@ -264,9 +267,11 @@ def connect(
     layers, has_adapters = experts_layers(model), bool(lora_wrappers(model))
     for part in expert_parts(model):
         part.to_engine_form()
+    names = {module: name for name, module in model.named_modules()}
     for number, experts in enumerate(layers):
-        activation = activation_of(experts)
-        experts.moe_share = Share(buffer, passes, number, before, has_adapters, activation, graphs)
+        tag, activation = buffer.new_tag(names[experts]), activation_of(experts)
+        of_layer = number, tag, before, has_adapters, activation
+        experts.moe_share = Share(buffer, passes, *of_layer, graphs)
     for part in _parts(model):
         part.save_pretrained = MethodType(_save, part)
         part.set_experts_implementation = MethodType(_set_implementation, part)
@@ -279,6 +284,7 @@ def connect(
     passes.begin_with(_whole(model, len(layers)))
 
 
+@torch.inference_mode(False)  # parameters stay ordinary ones
 @torch.no_grad()
 def unshard_experts(model: Any) -> None:
     """Give every rank all experts again, so that the model can be saved, or sharded again.

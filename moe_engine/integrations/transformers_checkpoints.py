@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import json
 import re
+import warnings
 from collections import defaultdict
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -28,8 +29,9 @@ from ..buffer import Buffer
 from ..checks import shown
 from ..errors import BackendError, CheckpointError, DtypeError
 from ..symm import exchange
+from ..symm.meeting import per_rank
 from .decode_graphs import check_graphs
-from .expert_parts import expert_parts, whole_state_dict
+from .expert_parts import expert_parts, is_peft, whole_state_dict
 from .forward_passes import ForwardPasses
 from .transformers import (
     Sizes,
@@ -43,10 +45,13 @@ from .transformers import (
 from .transformers_experts import experts_layers
 
 INDEX = "model.safetensors.index.json"
+PLACING = {"device_map", "max_memory", "tp_plan", "tp_size", "device_mesh", "distributed_config"}
+"""Arguments of `from_pretrained` that say where weights go."""
 LOADING_S = 1800.0
 """Seconds that ranks wait for one whose disk is slower, or which writes a checkpoint."""
 
 
+@torch.inference_mode(False)  # parameters stay ordinary ones
 def load_sharded(
     checkpoint: str | Path,
     group: dist.ProcessGroup | None = None,
@@ -67,19 +72,26 @@ def load_sharded(
     the class that config.json names; `more` goes to its `from_pretrained`, as `dtype=` does, which
     is that of the checkpoint otherwise. `group`, `mesh`, `max_tokens`, `backend` and
     `cuda_graphs` are those of `shard_experts`, whose errors are raised before anything is read.
+    Where `model_class` is another class than that of the checkpoint, such as
+    MixtralForSequenceClassification, what it has around the decoder and the checkpoint lacks is
+    made as transformers makes it, alike on all ranks, and a warning names it; so is what has
+    another shape with `ignore_mismatched_sizes=True`, but for experts.
     Raises CheckpointError, on all ranks, for files or tensors that are missing, cut off or of other
     shapes; BackendError for quantized models, except with `**dequantize_options(checkpoint)`.
     """
     group, *_ = ranks_of(group, mesh)
-    made: list[tuple[Any, Sizes]] = []
+    loaded: list[tuple[Any, Sizes]] = []
 
-    def load() -> None:
+    def load() -> list[str]:
         check = partial(check_graphs, cuda_graphs=cuda_graphs, backend=backend)
-        made.append(_load(checkpoint, group, mesh, device, model_class, check, more))
+        model, sizes, new = _load(checkpoint, group, mesh, device, model_class, check, more)
+        loaded.append((model, sizes))
+        return new
 
     # All ranks learn of what one could not read, before any of them waits for another's Buffer.
-    exchange(group, load, "loading a checkpoint", LOADING_S)
-    [(model, sizes)] = made
+    new = exchange(group, load, "loading a checkpoint", LOADING_S)
+    [(model, sizes)] = loaded
+    _make_alike(model, new, group, checkpoint)
     with selected(model) as before:
         buffer = Buffer.for_tokens(group, max_tokens, *sizes, backend=backend)
         connect(model, buffer, ForwardPasses(group, max_tokens), before, cuda_graphs)
@@ -94,9 +106,11 @@ def _load(
     model_class: Any,
     check: Callable[[Any], None],
     more: dict[str, Any],
-) -> tuple[Any, Sizes]:
-    """The model with this rank's experts, which nothing runs yet, and the sizes of its layers.
-    `check` may refuse the model, before anything is read."""
+) -> tuple[Any, Sizes, list[str]]:
+    """The model with this rank's experts, which nothing runs yet, the sizes of its layers, and the
+    names of what the checkpoint does not have for it. `check` may refuse the model, before anything
+    is read."""
+    _check_more(more)
     group, rank, num_ranks = ranks_of(group, mesh)
     folder = local_folder(checkpoint)
     check_files(folder)
@@ -134,15 +148,63 @@ def _load(
             raise
         raise CheckpointError(f"{folder} could not be loaded: {error}") from error
     model.__class__ = whole
-    if absent := sorted(info["missing_keys"]):
-        raise CheckpointError(
-            f"{folder} lacks {len(absent)} tensors of {whole.__name__}, the first of them "
-            f"{', '.join(absent[:3])}. Copy the checkpoint again, or name its model_class."
-        )
+    new = _made_anew(model, info, _config_of(folder).architectures or [], folder)
     if mesh is None:
         for part in expert_parts(model):
             part.make_local()
-    return model, sizes[0]
+    return model, sizes[0], new
+
+
+def _check_more(more: dict[str, Any]) -> None:
+    """Raise BackendError for arguments of `from_pretrained` that say where weights go, as
+    `load_sharded` does."""
+    if placing := sorted(more.keys() & PLACING):
+        raise BackendError(
+            f"{placing[0]}= is given, and load_sharded itself says which rank reads which weights: "
+            "leave it out. device= is the device of this rank; a model that transformers is to "
+            "distribute is loaded by from_pretrained after register()."
+        )
+
+
+def _made_anew(model: Any, info: dict[str, Any], saved_as: list[str], folder: Path) -> list[str]:
+    """The names of parameters that transformers made, since the checkpoint, saved by the classes
+    `saved_as`, has none or one of another shape. CheckpointError for those that it must have."""
+    name, decoder = type(model).__name__, model.base_model_prefix
+    is_other = name not in saved_as and model.base_model is not model
+    absent = sorted(info["missing_keys"])
+    if lost := [one for one in absent if not is_other or one.startswith(f"{decoder}.")]:
+        raise CheckpointError(
+            f"{folder} lacks {len(lost)} tensors of {name}, the first of them "
+            f"{', '.join(lost[:3])}. Copy the checkpoint again, or name its model_class."
+        )
+    new = sorted({*absent, *(mismatch[0] for mismatch in info["mismatched_keys"])})
+    experts = {id(part.weight) for part in expert_parts(model)}
+    if misfits := [one for one in new if id(model.get_parameter_or_buffer(one)) in experts]:
+        raise CheckpointError(
+            f"{folder} has no {misfits[0]} of the shape that {name} has, and experts are not made "
+            "anew. Load it with the sizes of its config."
+        )
+    return new
+
+
+def _make_alike(
+    model: Any, new: list[list[str]], group: dist.ProcessGroup | None, checkpoint: str | Path
+) -> None:
+    """Give all ranks what rank 0 has made anew, and say so there. `new` has the names by rank."""
+    if any(names != new[0] for names in new):
+        raise CheckpointError(
+            f"{checkpoint} lacks other tensors on other ranks: {per_rank(new)}. Copy it again."
+        )
+    for name in new[0]:
+        made = model.get_parameter_or_buffer(name).detach()
+        if group is not None and group.size() > 1:
+            dist.broadcast(made.view(-1).view(torch.uint8), group=group, group_src=0)
+    if new[0] and (group is None or group.rank() == 0):
+        warnings.warn(
+            f"{checkpoint} has no {', '.join(new[0])} for {type(model).__name__}: made anew, alike "
+            "on all ranks. Train it before you use the model.",
+            stacklevel=4,
+        )
 
 
 def empty_model(checkpoint: str | Path) -> Any:
@@ -321,14 +383,15 @@ def _check_experts(found: dict[str, tuple[Path, list[int]]]) -> None:
 
 
 def save_whole(model: nn.Module, folder: str | Path, **more: Any) -> None:
-    """Write the whole model, experts of all ranks included, by rank 0's `save_pretrained`.
+    """Write the whole model, experts of all ranks included, by rank 0's `save_pretrained`; of a
+    PeftModel its adapters.
 
     Collective over the group of `shard_experts`. The weights are gathered one after another into
     the memory of rank 0's host. `more` goes to `save_pretrained`, as `max_shard_size=` does.
     """
     group = share_of(experts_layers(model)[0]).passes.group
     is_first = group is None or group.rank() == 0
-    state = whole_state_dict(model, keep=is_first)
+    state = whole_state_dict(model, is_first, adapters_only=is_peft(model))
 
     def save() -> None:
         if is_first:

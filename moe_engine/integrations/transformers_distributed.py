@@ -107,7 +107,7 @@ class ExpertParallelism:
         most = passes.max_tokens(self.number, x)
         tensors = x, topk_idx, topk_weights.float(), up, down
         more: dict[str, Any] = dict(biases=biases_of(self.experts), activation=self.activation)
-        y: Any = moe_ffn(*tensors, buffer, most, **more)
+        y: Any = moe_ffn(*tensors, buffer, most, tag=self.number, **more)
         return self._gather(y, hidden_states.shape)
 
     def _slice(self, whole: Tensor) -> Tensor:

@@ -66,6 +66,13 @@ def shape_of(experts: Any) -> tuple[int, int, int, torch.dtype]:
 def check_experts(experts: Any, num_ranks: int) -> None:
     """Raise unless the experts are what `moe_ffn` computes, whole, and divisible by the ranks."""
     name = type(experts).__name__
+    if "_hf_hook" in vars(experts):
+        raise BackendError(
+            f"{name} has a hook of accelerate, as from_pretrained sets it with device_map=, which "
+            "moves weights in each pass. Load the model by load_sharded, or without device_map=; "
+            "accelerate.hooks.remove_hook_from_module(model, recurse=True) removes the hooks of a "
+            "model that is on this rank's device as a whole."
+        )
     if unfit := unfit_parts(experts):
         raise BackendError(f"{name} has {', '.join(unfit)}. {SERVED}")
     weights = [getattr(experts, weight) for weight in names_of(experts)]
@@ -133,7 +140,16 @@ def unfit_parts(
 def _set_attributes(experts: Any) -> set[str]:
     """What was set on a module beyond what each module has, except what is off: False or None."""
     new = vars(experts).keys() - vars(nn.Module()).keys()
+    if not has_own_forward(experts):
+        new -= {"forward"}
     return {name for name in new if not any(vars(experts)[name] is off for off in (False, None))}
+
+
+def has_own_forward(module: Any) -> bool:
+    """Whether a module runs another forward than its class. One of which accelerate has removed a
+    hook has that of its class as an attribute."""
+    forward = vars(module).get("forward")
+    return forward is not None and getattr(forward, "__func__", None) is not type(module).forward
 
 
 def names_of(experts: Any) -> tuple[str, ...]:
@@ -163,8 +179,20 @@ def operands_of(experts: Any) -> tuple[Any, Any]:
     first, second = weights_of(experts)
     if not is_quantized(experts):
         return local(first), local(second)
+    check_still_e4m3(experts)
     scales = (getattr(experts, scale_name(name)) for name in names_of(experts)[:2])
     return (first, next(scales)), (second, next(scales))
+
+
+def check_still_e4m3(experts: Any) -> None:
+    """Raise DtypeError where weights that `quantize_experts` made e4m3 were cast since."""
+    dtype = weights_of(experts)[0].dtype
+    if dtype is not torch.float8_e4m3fn:
+        raise DtypeError(
+            f"{type(experts).__name__} was made e4m3 by quantize_experts, and its weights and "
+            f"scales are {dtype} now: model.to({dtype}) casts them as if they were ordinary "
+            "weights. Cast the model first, then call quantize_experts(model)."
+        )
 
 
 def biases_of(experts: Any) -> Biases:

@@ -20,6 +20,7 @@ from typing import Protocol
 
 import torch
 import torch.distributed as dist
+import triton
 
 from .. import nvshmem_library
 from ..device import lang
@@ -212,10 +213,12 @@ def check_emulation_packages() -> None:
     """BackendError where Triton's interpreter would fail with what is installed."""
     import numpy  # imported here: the interpreter needs it, and a GPU does not
 
-    if numpy.lib.NumpyVersion(numpy.__version__) >= "2.4.0":
+    version = numpy.lib.NumpyVersion
+    if version(triton.__version__) < "3.7.0" and version(numpy.__version__) >= "2.4.0":
         raise BackendError(
-            f"Triton's interpreter fails with numpy {numpy.__version__}, it needs numpy < 2.4: "
-            "pip install 'moe_engine[emulation]'"
+            f"the interpreter of Triton {triton.__version__} fails with numpy {numpy.__version__}: "
+            "pip install 'moe_engine[emulation]' for numpy < 2.4, or install Triton 3.7 or later, "
+            "which works with every numpy"
         )
 
 

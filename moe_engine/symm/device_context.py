@@ -3,10 +3,11 @@
 It stands at the head of the symmetric block, with a notice from each rank after it:
 
     fields, int64: see `context.ContextField` | notice of rank 0 | notice of rank 1 | ...
+    refusal of rank 0 | refusal of rank 1 | ...
 
 A rank whose call breaks off (`DeviceContext.abandon`) writes a notice to every other rank and then
 sets a bit of the field `BROKEN` there, so that kernels that wait for it return at once; see
-`notices.py`.
+`notices.py`. A rank that refuses a call writes to them what it refused, and why.
 """
 
 from __future__ import annotations
@@ -18,8 +19,11 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
+from ..callers import Callers
 from ..device.context import (
+    CALLER,
     DISPATCH_OF_HANDLE,
+    REFUSED_CALLS,
     SAVED,
     SIGNATURE,
     SIGNATURE_WORDS,
@@ -68,8 +72,8 @@ def notices_offset(num_ranks: int, num_slots: int) -> int:
 
 
 def head_bytes(num_ranks: int, num_slots: int) -> int:
-    """Bytes of the context and the notices at the head of a symmetric block."""
-    return notices_offset(num_ranks, num_slots) + num_ranks * NOTICE_BYTES
+    """Bytes of the context, the notices and the refusals at the head of a symmetric block."""
+    return notices_offset(num_ranks, num_slots) + 2 * num_ranks * NOTICE_BYTES
 
 
 class DeviceContext:
@@ -77,11 +81,11 @@ class DeviceContext:
     device can write: so the host learns of a failure without a synchronisation.
 
     buffer: the number of the Buffer that this belongs to; epoch: the last finished one, which
-    memory that grows takes over. `step` names the launch that a call is at, from the first one that
-    other ranks see to the last, else it is None: a call that breaks off in between has half
-    happened, and its epoch must never be used again. `launched`: the last kernel. `shrinks`: the
-    others mask a rank that falls silent, and are told nothing. `epoch_is_running`: a call advances
-    the epoch as it begins.
+    memory that grows takes over; callers: those of the Buffer. `step` names the launch that a call
+    is at, from the first one that other ranks see to the last, else it is None: a call that breaks
+    off in between has half happened, and its epoch must never be used again. `launched`: the last
+    kernel. `shrinks`: the others mask a rank that falls silent, and are told nothing.
+    `epoch_is_running`: a call advances the epoch as it begins.
     """
 
     def __init__(
@@ -92,9 +96,11 @@ class DeviceContext:
         timeout_s: float,
         buffer: int = 0,
         epoch: int = 0,
+        callers: Callers | None = None,
     ):
         device = block.local.device
         self.rank, self.layout, self.timeout_s = rank, layout, timeout_s
+        self.callers = Callers() if callers is None else callers
         self.step: str | None = None
         self.launched: Any = None
         self.shrinks = self.epoch_is_running = False
@@ -121,6 +127,7 @@ class DeviceContext:
             fields[field] = value
         fields[ContextField.PACE] = pace_ps_per_kb()
         fields[ContextField.BUFFER] = buffer
+        fields[ContextField.REFUSED] = self.callers.num_refused
         fields[ContextField.NETWORK] = block.network
         fields[ContextField.PEERS : last_peer] = block.peer_addresses.cpu()
         fields[ContextField.OWN] = fields[ContextField.PEERS + rank]
@@ -273,7 +280,16 @@ class DeviceContext:
             for name, other in others.items()
             if name in mine and mine[name] != other
         }
-        return mismatch(self.rank, peer, found)
+        if REFUSED_CALLS in found:
+            return self._refused_elsewhere(peer, *found[REFUSED_CALLS])
+        return mismatch(self.rank, peer, found, self.callers)
+
+    def _refused_elsewhere(self, peer: int, ours: int, theirs: int) -> OutOfStep:
+        """The error of two ranks of which one has refused more calls."""
+        refused, last = self.rank, self.callers.last_refused
+        if theirs > ours:
+            refused, last = peer, self.notices.refusal(peer)
+        return out_of_step_by_refusal(self.rank, peer, refused, abs(theirs - ours), last)
 
     def rows_wanted(self) -> int:
         """Most rows from one rank to another, if the counts of a dispatch ended it as too many for
@@ -310,6 +326,22 @@ class DeviceContext:
         self.ended = self.ended or cause or told_error(kind, text)
         self.notices.send(kind, text, tell_peers)
 
+    # --- Refused calls -----------------------------------------------------------------------
+
+    def refuse(self) -> None:
+        """Let the signatures of later calls say how many calls were refused on this rank, and tell
+        the other ranks of the last one. The text is there before any signature that counts it: the
+        host stores it now, and the number on the current stream, after the calls before it."""
+        callers = self.callers
+        self.notices.send_refusal(callers.last_refused)
+        number = self.fields[ContextField.REFUSED]
+        if self.fields.is_cuda and torch.cuda.is_current_stream_capturing():
+            with outside_capture(self.fields.device) as synchronise:
+                number.fill_(callers.num_refused)
+                synchronise()
+        else:
+            number.fill_(callers.num_refused)
+
     # --- Ids out of range --------------------------------------------------------------------
 
     def check_ids(self, result: object = None) -> None:
@@ -341,7 +373,7 @@ def signature_fields(words: Sequence[int]) -> dict[str, int]:
 def low_latency_fields(words: Sequence[int]) -> dict[str, int]:
     """The fields of a low-latency call by name, but for its tokens, in which ranks may differ; see
     `call_fields.call_fields`."""
-    _, most, low, high, num_topk, num_experts, mixed, last, *_ = words
+    _, most, low, high, num_topk, num_experts, mixed, last, caller, of_caller, refused, *_ = words
     verb, item_bytes = mixed >> 4, mixed & 15
     is_combine = verb in (Kind.LOW_LATENCY_COMBINE, Kind.MOE_FFN_COMBINE)
     return {
@@ -352,23 +384,49 @@ def low_latency_fields(words: Sequence[int]) -> dict[str, int]:
         "experts": num_experts,
         "bytes per item": item_bytes,
         DISPATCH_OF_HANDLE if is_combine else "words of scales": last,
+        CALLER: _as_int32(caller + (of_caller << 16)),
+        REFUSED_CALLS: refused,
     }
 
 
-def mismatch(rank: int, peer: int, found: dict[str, tuple[Any, ...]]) -> MoeEngineError:
+SAME_ORDER = "Every rank makes the same calls on a Buffer in the same order; make a new Buffer."
+
+
+def out_of_step_by_refusal(rank: int, peer: int, refused: int, count: int, last: str) -> OutOfStep:
+    """The error of ranks of which rank `refused` has refused so many calls more than the other;
+    last: which verb refused the last of them, and why."""
+    other = peer if refused == rank else rank
+    what = f"a call that rank {other} did not refuse, in"
+    if count > 1:
+        what = f"{count} calls that rank {other} did not refuse, the last one in"
+    why = last.rstrip(".") or "a verb, for a reason that has not arrived here"
+    return OutOfStep(
+        f"ranks {rank} and {peer} are out of step: rank {refused} refused {what} {why}. A rank may "
+        f"go on after an error that all ranks got. {SAME_ORDER}"
+    )
+
+
+def mismatch(
+    rank: int, peer: int, found: dict[str, tuple[Any, ...]], callers: Callers
+) -> MoeEngineError:
     """The error of ranks whose calls differ in `found`: for each name, the values of both."""
-    same_order = "Every rank makes the same calls on a Buffer in the same order; make a new Buffer."
     if "verb" in found:
         ours, theirs = (_verb(value) for value in found["verb"])
         return OutOfStep(
             f"ranks {rank} and {peer} are out of step: rank {rank} began {ours}, rank {peer} began "
-            f"{theirs}. {same_order}"
+            f"{theirs}. {SAME_ORDER}"
+        )
+    if CALLER in found:
+        ours, theirs = map(callers.name, found[CALLER])
+        return OutOfStep(
+            f"ranks {rank} and {peer} are out of step: rank {rank} called {ours}, rank {peer} "
+            f"called {theirs}. {SAME_ORDER}"
         )
     if DISPATCH_OF_HANDLE in found:
         ours, theirs = (str(value) for value in found[DISPATCH_OF_HANDLE])
         return OutOfStep(
             f"ranks {rank} and {peer} are out of step: the handle of rank {rank} is of call "
-            f"{ours}, that of rank {peer} of call {theirs}. {same_order}"
+            f"{ours}, that of rank {peer} of call {theirs}. {SAME_ORDER}"
         )
     if SAVED in found:
         found[SAVED] = tuple(map(saved_name, found[SAVED]))
@@ -380,6 +438,10 @@ def mismatch(rank: int, peer: int, found: dict[str, tuple[Any, ...]]) -> MoeEngi
         f"ranks {rank} and {peer} began calls of different shapes: {sizes}. They must agree on all "
         "ranks; make a new Buffer."
     )
+
+
+def _as_int32(bits: int) -> int:
+    return bits - 2**32 if bits >> 31 else bits
 
 
 def _verb(kind: int) -> str:

@@ -16,6 +16,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
+from ..callers import Callers
 from ..utils import LINE_BYTES, round_up
 from .ring import MAX_LOCAL_EXPERTS, MAX_ROWS, RingLayout
 from .slots import SIGNATURE_BYTES, RowLayout, SlotLayout, Slots, header_bytes
@@ -66,14 +67,15 @@ def new_lanes(
     rank: int,
     timeout_s: float,
     buffer: int,
+    callers: Callers | None = None,
 ) -> list[Slots]:
-    """Memory for `num_lanes` calls in flight. Collective; `new_block(num_bytes)` allocates. buffer:
-    see `DeviceContext`."""
+    """Memory for `num_lanes` calls in flight. Collective; `new_block(num_bytes)` allocates. buffer,
+    callers: see `DeviceContext`."""
 
     def allocate(num_bytes: int, was_captured: bool) -> SymmetricTensor:
         return new_block(num_bytes)
 
     return [
-        Slots(allocate, layout, rank, timeout_s, False, buffer, lane * LANE_CALLS)
+        Slots(allocate, layout, rank, timeout_s, False, buffer, lane * LANE_CALLS, callers=callers)
         for lane in range(num_lanes)
     ]

@@ -16,6 +16,7 @@ from abc import ABC, abstractmethod
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, ClassVar, Generic, Self, TypeVar
 
+from ..callers import Callers
 from ..device.context import ContextField
 from ..errors import CapacityError
 from ..prepared import PreparedCalls
@@ -116,7 +117,7 @@ L = TypeVar("L", bound=BlockLayout)
 class RankMemory(Generic[L]):
     """This rank's symmetric block, its layout, the device context at its head, and the calls that
     were prepared for it. `held`: tensors on this memory, which prepared calls use besides their
-    arguments. buffer, epoch: see `DeviceContext`."""
+    arguments. buffer, epoch, callers: see `DeviceContext`."""
 
     def __init__(
         self,
@@ -126,9 +127,11 @@ class RankMemory(Generic[L]):
         timeout_s: float,
         buffer: int = 0,
         epoch: int = 0,
+        callers: Callers | None = None,
     ) -> None:
         self.layout, self.block = layout, block
-        self.context = context = DeviceContext(layout, rank, block, timeout_s, buffer, epoch)
+        about = buffer, epoch, callers
+        self.context = context = DeviceContext(layout, rank, block, timeout_s, *about)
         self.held = [block.local, block.peer_addresses]
         self.calls = PreparedCalls(self.held, context.first_use, context)
 

@@ -46,7 +46,9 @@ def exchange(
 
     With `begins` the meeting is the first of something new: this rank skips meetings that others
     have left, because they gave up waiting or because they were at another meeting. It does not
-    skip one at which `make` raised, or which a rank left for another reason.
+    skip one at which `make` raised, or which a rank left for another reason. If the meeting before
+    broke off on this rank, it also skips those at which others still are, for whom that one did
+    not: they find it absent, or at another meeting, and begin anew as well.
 
     Where torch.distributed knows no store of the group, its all_gather_object is used instead, with
     the deadline of the group.
@@ -69,12 +71,22 @@ def exchange(
         if table is not None:
             in_vain = bool(absent) and mine is None and isinstance(error, OutOfStep)
             table.leave(_Message.of_failed(what, error if mine is None else mine, in_vain))
+            table.note_break()
         raise
-    if begins and any(m.was_left(what) for m in messages.values()):
-        messages = {rank: m for rank, m in messages.items() if not m.was_left(what)}
+    are_ahead = begins and table is not None and table.follows_break
+    here = {rank: m for rank, m in messages.items() if not m.was_left(what, are_ahead)}
+    if begins and len(here) < len(messages):
+        messages = here
         if all(m.failure is None for m in messages.values()):
+            if table is not None:
+                table.note_break()
             return exchange(group, make, what, timeout_s, begins)
-    _check(messages, cause=mine)
+    try:
+        _check(messages, cause=mine)
+    except BaseException:
+        if table is not None:
+            table.note_break()
+        raise
     return [message.value for message in messages.values()]
 
 
@@ -139,9 +151,10 @@ class _Message:
     failure: _Failure | None = None
     in_vain: bool = False
 
-    def was_left(self, what: str) -> bool:
-        """Whether its rank left another meeting than `what`, or waited in vain at this one."""
-        return self.in_vain or (self.failure is not None and self.what != what)
+    def was_left(self, what: str, or_will_be: bool = False) -> bool:
+        """Whether its rank left another meeting than `what`, or waited in vain at this one;
+        or_will_be: also whether it is still at another one."""
+        return self.in_vain or ((or_will_be or self.failure is not None) and self.what != what)
 
     @classmethod
     def of_failed(cls, what: str, error: BaseException, in_vain: bool = False) -> bytes:
@@ -174,6 +187,19 @@ class _Table:
         """Replace this rank's message, for ranks that have not read it yet."""
         with suppress(RuntimeError):  # the store is gone
             self._store.set(f"{self._number}/{self._rank}", data)
+
+    @property
+    def follows_break(self) -> bool:
+        """Whether the meeting before broke off on this rank."""
+        key = f"broke_off/{self._rank}"
+        with suppress(RuntimeError):  # the store is gone
+            return bool(self._store.check([key])) and int(self._store.get(key)) == self._number - 1
+        return False
+
+    def note_break(self) -> None:
+        """This meeting has broken off on this rank."""
+        with suppress(RuntimeError):  # the store is gone
+            self._store.set(f"broke_off/{self._rank}", str(self._number))
 
     def meet(self, what: str, data: bytes, seconds: float) -> tuple[dict[int, _Message], str]:
         """The messages of the ranks that arrive in time, and a text that names the others, empty if

@@ -1,6 +1,7 @@
 """How a rank tells the others that its calls have ended, and why.
 
-Each block has a notice from each rank: the error's type, a zero, the text, zeros.
+Each block has a notice from each rank: the error's type, a zero, the text, zeros; and after all of
+them a refusal from each rank: which call it refused last, and why.
 """
 
 from __future__ import annotations
@@ -66,7 +67,37 @@ class Notices:
         """Compile and load what `send` launches, if it has to: at the time of a failure that would
         come late, or have to wait for the kernels that wait for this rank."""
         if len(self._near) < self._num_ranks:
-            load(tell_far_ranks_kernel, (1,), *self._far_arguments())
+            load(tell_far_ranks_kernel, (1,), *self._far_arguments(self._rank, TOLD_BYTE))
+            load(tell_far_ranks_kernel, (1,), *self._far_arguments(self._refusal, None))
+
+    def send_refusal(self, text: str) -> None:
+        """Store on all ranks what this rank has refused. Publish: the copies to ranks of this node
+        end before this returns, and so before the host launches a call whose signature counts the
+        refusal; what goes to other nodes is fenced, see `tell_far_ranks_kernel`."""
+        data = text.encode()[: NOTICE_BYTES - 1]
+        memory = torch.zeros(NOTICE_BYTES, dtype=torch.uint8, device="cpu")
+        memory[: len(data)] = torch.tensor(list(data), dtype=torch.uint8, device="cpu")
+        at = self._offset + self._refusal * NOTICE_BYTES
+        with suppress(RuntimeError), outside_capture(self._device) as synchronise:
+            for rank in self._near:
+                self._block.peer(rank)[at : at + NOTICE_BYTES].copy_(memory)
+            synchronise()
+            if len(self._near) < self._num_ranks:
+                launch(tell_far_ranks_kernel, (1,), *self._far_arguments(self._refusal, None))
+                _wait_for_stream(self._device)
+
+    def refusal(self, rank: int) -> str:
+        """What another rank has refused last."""
+        at = self._offset + (self._num_ranks + rank) * NOTICE_BYTES
+        with suppress(RuntimeError), outside_capture(self._device):
+            told = self._block.local[at : at + NOTICE_BYTES].cpu().tolist()
+            return bytes(told).rstrip(b"\0").decode(errors="replace")
+        return ""
+
+    @property
+    def _refusal(self) -> int:
+        """The number of this rank's refusal among notices and refusals."""
+        return self._num_ranks + self._rank
 
     def send(self, kind: str, text: str, to_peers: bool) -> None:
         """Store the type and the text of an error, and then the byte at TOLD_BYTE, on this rank,
@@ -96,13 +127,14 @@ class Notices:
                 block[TOLD_BYTE : TOLD_BYTE + 1].copy_(self._memory[-1:], non_blocking=True)
             synchronise()
             if to_peers and len(self._near) < self._num_ranks:
-                launch(tell_far_ranks_kernel, (1,), *self._far_arguments())
+                launch(tell_far_ranks_kernel, (1,), *self._far_arguments(self._rank, TOLD_BYTE))
                 _wait_for_stream(self._device)
 
-    def _far_arguments(self) -> tuple[object, ...]:
-        """Of the launch that tells the ranks of other nodes."""
+    def _far_arguments(self, number: int, told_byte: int | None) -> tuple[object, ...]:
+        """The arguments of the launch that tells the ranks of other nodes, by the notice or
+        refusal of this number."""
         context = self._block.local[: self._offset].view(torch.int64)
-        return context, self._offset + self._rank * NOTICE_BYTES, NOTICE_BYTES, TOLD_BYTE
+        return context, self._offset + number * NOTICE_BYTES, NOTICE_BYTES, told_byte
 
     def read(self) -> MoeEngineError:
         """The error that another rank has told; of several, that of the first rank."""

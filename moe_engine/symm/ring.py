@@ -23,6 +23,7 @@ from typing import TYPE_CHECKING
 import torch
 import triton.language as tl
 
+from ..callers import Callers
 from ..checks import MAX_LOW_LATENCY_TOKENS
 from ..device.constants import constants
 from ..device.context import ContextField, Kind
@@ -92,8 +93,10 @@ class Ring(RankMemory[RingLayout]):
         layout: RingLayout,
         rank: int,
         timeout_s: float,
+        callers: Callers | None = None,
     ) -> None:
-        super().__init__(layout, rank, new_block(layout.num_bytes), timeout_s)
+        block = new_block(layout.num_bytes)
+        super().__init__(layout, rank, block, timeout_s, callers=callers)
         self.context.epoch_is_running = True
 
     def config(

@@ -33,6 +33,7 @@ from typing import TYPE_CHECKING
 
 import torch
 
+from ..callers import Callers
 from ..checks import MAX_EXPERTS
 from ..device.context import MAX_STAGES, SIGNATURE_WORDS, ContextField
 from ..device.slots import Row
@@ -232,7 +233,7 @@ class SlotLayout(BlockLayout):
 class Slots(RankMemory[SlotLayout]):
     """A Buffer's symmetric block with its layout and device context. Making one is collective:
     `new_block(num_bytes, was_captured)` allocates, or raises on all ranks where one of them has
-    captured the memory that this replaces. buffer, epoch: see `DeviceContext`.
+    captured the memory that this replaces. buffer, epoch, callers: see `DeviceContext`.
 
     `expert_rows` is a second symmetric block, for the rows of a layer's experts, and which of them
     are copies (`fused_layer.expert_rows_bytes`); it has no slots, as all ranks are done with a
@@ -250,6 +251,7 @@ class Slots(RankMemory[SlotLayout]):
         buffer: int = 0,
         epoch: int = 0,
         capacity: float | None = None,
+        callers: Callers | None = None,
     ) -> None:
         self.capacity = capacity or layout.num_ranks
         self.num_passes = num_passes(layout.num_ranks, self.capacity)
@@ -258,7 +260,7 @@ class Slots(RankMemory[SlotLayout]):
         done = layout.offsets()[ContextField.DONE]
         flags = block.local[done : done + FLAG_BYTES * layout.num_writers]
         flags.view(torch.int64).fill_(epoch)
-        super().__init__(layout, rank, block, timeout_s, buffer, epoch)
+        super().__init__(layout, rank, block, timeout_s, buffer, epoch, callers)
         self._new_block = new_block
         self._expert_rows: SymmetricTensor | None = None
 

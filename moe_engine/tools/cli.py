@@ -16,7 +16,7 @@ from ..emulation import RankError
 from ..errors import BackendError, MoeEngineError, ShapeError
 from ..grouped_gemm.activations import ACTIVATIONS
 from ..hardware import H200
-from ..layer_config import MODELS, LayerProblem
+from ..layer_config import LayerProblem
 from ..node_traffic import LATENCY_US, NIC_GBS, Cluster, RowType
 from ..options import Options
 from .drawn_routing import Routing
@@ -40,6 +40,7 @@ from .option_checks import (
     choose_ranks,
     chosen_sizes,
     known_model,
+    model_sizes,
     where,
 )
 
@@ -281,7 +282,8 @@ def tune(
     model: Annotated[
         str | None,
         typer.Option(
-            help="Its shape.  \\[default: the sizes; without them qwen3-30b on GPUs, tiny on CPUs]"
+            help="Its name, or a checkpoint's folder.  \\[default: the sizes; without them "
+            "qwen3-30b on GPUs, tiny on CPUs]"
         ),
     ] = None,
     experts: Annotated[int | None, typer.Option(min=1, help="Experts of all ranks.")] = None,
@@ -300,7 +302,6 @@ def tune(
     later Buffers. Without GPUs the command only shows how it works: times of emulated ranks mean
     nothing."""
     from ..layer_config import keep_layer
-    from .timeline import SHAPES
     from .tune_layer import Job, fastest, report, run_job
 
     num_gpus = torch.cuda.device_count()
@@ -309,7 +310,7 @@ def tune(
     if len(sizes) not in (0, 4) or (sizes and model):
         raise typer.BadParameter("give a model, or all of experts, topk, hidden and intermediate")
     if not sizes:
-        num_experts, *widths, num_topk = SHAPES[known_model(model, ranks, num_gpus)]
+        _, (num_experts, *widths, num_topk) = known_model(model, ranks, num_gpus)
         sizes = [num_experts, num_topk, *widths]
     problem = LayerProblem(ranks, tokens or length, *sizes)
     check_layer(problem)
@@ -327,7 +328,9 @@ def tune(
 def trace(
     model: Annotated[
         str | None,
-        typer.Option(help="Its shape.  \\[default: qwen3-30b on GPUs, tiny on the CPU]"),
+        typer.Option(
+            help="Its name, or a checkpoint's folder.  \\[default: qwen3-30b on GPUs, tiny on CPUs]"
+        ),
     ] = None,
     tokens: Annotated[
         int | None, typer.Option(min=1, help="Of each rank.  \\[default: 4096, or 64 on the CPU]")
@@ -343,7 +346,7 @@ def trace(
     picture: Annotated[Path | None, typer.Option(help="Where to draw it.")] = None,
 ) -> None:
     """Record what the programs of a layer, or of its backward, do and when, on all ranks."""
-    from .timeline import SHAPES, Job, draw, report, run_job
+    from .timeline import Job, draw, report, run_job
     from .trace import save as save_trace
 
     check_saving(save, backward)
@@ -353,8 +356,7 @@ def trace(
     if picture:
         check_picture(picture)
     num_gpus = torch.cuda.device_count()
-    model = known_model(model, ranks, num_gpus)
-    num_experts, *widths, num_topk = SHAPES[model]
+    model, (num_experts, *widths, num_topk) = known_model(model, ranks, num_gpus)
     device, length = ("cuda", 4096) if num_gpus >= ranks else ("cpu", 64)
     check_device(device)
     job = Job(model, tokens or length, calls, device, (save or "auto") if backward else None, fp8)
@@ -431,7 +433,7 @@ def compile_kernels(
 
 @app.command()
 def simulate(
-    model: Annotated[str, typer.Option(help="Its shape.")] = "deepseek-v3",
+    model: Annotated[str, typer.Option(help="Its name, or a checkpoint's folder.")] = "deepseek-v3",
     experts: Annotated[
         int | None, typer.Option(min=1, help="Experts of all ranks.  \\[default: the model's]")
     ] = None,
@@ -463,9 +465,7 @@ def simulate(
 
     if plot is not None:
         check_picture(plot, "--plot")
-    if model not in MODELS:
-        raise typer.BadParameter(f"the model is {model!r}; there are {', '.join(MODELS)}")
-    num_experts, hidden, columns, num_topk = MODELS[model]
+    num_experts, hidden, columns, num_topk = model_sizes(model)
     num_experts = experts or num_experts
     cluster = Cluster(ranks, ranks_per_node, nic_gbs, link_gbs, latency_us=latency_us)
     check_cluster(cluster, num_experts, num_topk, node_limit)

@@ -4,16 +4,19 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from functools import partial
+from pathlib import Path
 
 import torch
 
 from ..engines.base import LayerInputs
 from ..errors import ShapeError
 from ..grouped_gemm.activations import SWIGLU, Activation
-from ..layer_config import LayerProblem
+from ..layer_config import MODELS, LayerProblem
 from ..symm.slots import ReturnRowLayout, header_bytes
 
 FP8 = torch.float8_e4m3fn
+SHAPES = MODELS | {"tiny": (8, 64, 32, 2)}
+"""By name of a model: experts, hidden, expert intermediate, top-k."""
 
 
 @dataclass(frozen=True)
@@ -99,7 +102,23 @@ def shape_of_checkpoint(
         found.add(ModelShape(*sizes, dtype, *how))
     if len(found) > 1:
         raise ShapeError(
-            f"the layers of {checkpoint} differ: {sorted(found, key=str)}. Compile the sizes of "
-            "each into the same folder."
+            f"the layers of {checkpoint} differ: {sorted(found, key=str)}. Give the sizes of one; "
+            "`compile` adds those of another to the same folder."
         )
     return found.pop()
+
+
+def sizes_of_model(model: str) -> tuple[int, int, int, int]:
+    """(experts, hidden, columns, top-k) of a model of SHAPES, or of the checkpoint of transformers
+    in this folder. ShapeError for other names, and for experts without a gate."""
+    if model in SHAPES:
+        return SHAPES[model]
+    if not Path(model).is_dir():
+        raise ShapeError(
+            f"the model is {model!r}; there are {', '.join(SHAPES)}, or give the folder of a "
+            "checkpoint, which has a config.json"
+        )
+    one = shape_of_checkpoint(model, 1, 1)
+    if one.activation.parts != 2:
+        raise ShapeError(f"the experts of {model} have no gate, which these layers have")
+    return one.num_experts, one.hidden, one.num_columns, one.num_topk

@@ -118,9 +118,15 @@ def build_config(kind: Kind, large: bool = False, **changes: Any) -> Any:
 def build_model(
     config: Any, device: torch.device | str = "cpu", dtype: torch.dtype = torch.float32
 ) -> Any:
-    """The model of a configuration, with the same weights in every process."""
+    """The model of a configuration, with the same weights in every process. The biases of routers
+    are float32, as `from_pretrained` leaves them."""
     from transformers import AutoModelForCausalLM
+
+    from ..integrations.balancing import BIAS, routers_with_bias
 
     torch.manual_seed(0)
     with torch.device(device):
-        return AutoModelForCausalLM.from_config(config, dtype=torch.float32).to(dtype).eval()
+        model = AutoModelForCausalLM.from_config(config, dtype=torch.float32).to(dtype).eval()
+    for router in routers_with_bias(model).values():
+        setattr(router, BIAS, getattr(router, BIAS).float())
+    return model

@@ -109,21 +109,32 @@ def check_graphs(device: str, backend: Backend) -> None:
         raise typer.BadParameter(problem, param_hint="--cuda-graphs")
 
 
-def known_model(model: str | None, ranks: int, num_gpus: int) -> str:
-    """The model, or the default one. It must have a shape, and GPUs unless it is tiny."""
-    from .timeline import SHAPES
+def model_sizes(model: str) -> tuple[int, int, int, int]:
+    """See `sizes_of_model`."""
+    from .model_shape import SHAPES, sizes_of_model
 
+    if model not in SHAPES and Path(model).is_dir():
+        check_installed("the config of a checkpoint", "hf", "transformers")
+    try:
+        return sizes_of_model(model)
+    except ShapeError as error:
+        raise typer.BadParameter(str(error)) from None
+
+
+def known_model(
+    model: str | None, ranks: int, num_gpus: int
+) -> tuple[str, tuple[int, int, int, int]]:
+    """The model, or the default one, and its sizes. It must have GPUs unless it is tiny."""
     on_gpus = num_gpus >= ranks
     model = model or ("qwen3-30b" if on_gpus else "tiny")
-    if model not in SHAPES:
-        raise typer.BadParameter(f"the model is {model!r}; there are {', '.join(SHAPES)}")
+    sizes = model_sizes(model)
     if model != "tiny" and not on_gpus:
         fewer = "--ranks, or " if num_gpus else ""
         raise typer.BadParameter(
             f"{model} on {ranks} ranks needs as many GPUs, and there are {num_gpus}; choose "
             f"{fewer}--model tiny, which the CPU can run"
         )
-    return model
+    return model, sizes
 
 
 def check_saving(save: str | None, backward: bool) -> None:
@@ -211,14 +222,14 @@ def where(ranks: int, device: str) -> str:
 
 def chosen_sizes(model: str | None, *given: int | None) -> list[int]:
     """(experts, top-k, hidden, columns) of a model, or as given."""
-    from .timeline import SHAPES
-
     sizes = [size for size in given if size]
     if len(sizes) not in (0, 4) or (bool(sizes) == bool(model)):
         raise typer.BadParameter("give a model, or all of experts, topk, hidden and intermediate")
     if model is None:
         return sizes
-    if model not in SHAPES:
-        raise typer.BadParameter(f"the model is {model!r}; there are {', '.join(SHAPES)}")
-    num_experts, *widths, num_topk = SHAPES[model]
+    if Path(model).is_dir():
+        raise typer.BadParameter(
+            f"{model} is a folder: give it as --checkpoint, as kernels depend on more than sizes"
+        )
+    num_experts, *widths, num_topk = model_sizes(model)
     return [num_experts, num_topk, *widths]

@@ -18,9 +18,10 @@ from ..emulation import RankPool
 from ..engines.kernel import KernelEngine
 from ..grouped_gemm import quantize_weights
 from ..layer import moe_ffn
-from ..layer_config import MODELS, LayerProblem
+from ..layer_config import LayerProblem
 from ..options import Options
 from ..timing import Call, capture, start_together
+from .model_shape import sizes_of_model
 from .trace import (
     COMPUTING,
     Clock,
@@ -34,7 +35,6 @@ from .trace import (
     with_waits,
 )
 
-SHAPES = MODELS | {"tiny": (8, 64, 32, 2)}
 COLOURS = {
     "wait": "#dddddd",
     "up": "#4477aa",
@@ -60,8 +60,9 @@ BELOW = "copy", "keep", "return metadata", "sum"
 
 @dataclass(frozen=True)
 class Job:
-    """A layer of a model of SHAPES with `tokens` tokens on each rank; the last of `calls` calls is
-    traced. save: trace the backward, by this policy; None: the forward. fp8: with e4m3 weights."""
+    """A layer of a model, as `sizes_of_model` takes it, with `tokens` tokens on each rank; the last
+    of `calls` calls is traced. save: trace the backward, by this policy; None: the forward. fp8:
+    with e4m3 weights."""
 
     model: str
     tokens: int
@@ -87,7 +88,7 @@ def run_job(job: Job, num_ranks: int) -> tuple[list[Span], list[Clock]]:
 
 def run_rank(group: dist.ProcessGroup, job: Job) -> tuple[list[Span], list[Clock]]:
     """One rank's part of a job; collective over `group`."""
-    num_experts, hidden, columns, num_topk = SHAPES[job.model]
+    num_experts, hidden, columns, num_topk = sizes_of_model(job.model)
     rank, sizes = group.rank(), (num_experts, num_topk, hidden, columns)
     inputs = random_layer(LayerProblem(group.size(), job.tokens, *sizes), rank, job.device)
     options = Options(decode_tokens=0)

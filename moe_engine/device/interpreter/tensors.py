@@ -162,6 +162,8 @@ def to_tensor(self: Any, value: Any, check_type: bool = True) -> Any:
         return value
     if kind is int and SMALLEST <= value <= LARGEST:
         return int32(value)
+    if kind is tl.constexpr and type(value.value) is tl.tensor:
+        return value.value  # a constant times a tensor, which Triton 3.8 does not take out
     return to_tensor.general(self, value, check_type)
 
 

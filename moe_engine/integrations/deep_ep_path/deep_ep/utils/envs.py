@@ -1,10 +1,14 @@
-"""How DeepEP's tests start their ranks."""
+"""How DeepEP's tests start their ranks, and what callers ask of the machine."""
 
 import os
 import random
+import re
+import subprocess
 
 import torch
 import torch.distributed as dist
+
+from moe_engine.symm.nodes import find_nodes
 
 _seeds = {"local": 0, "global": 0}
 _is_first_of_node = True
@@ -70,3 +74,32 @@ def dist_print(s: str = "", once_in_node: bool = False) -> None:
 def get_rdma_gbs() -> float:
     """GB/s of the network between nodes: 0, as this version uses none."""
     return 0.0
+
+
+def get_nvlink_gbs(factor: float = 0.9) -> float:
+    """GB/s of the NVLinks of GPU 0 in one direction, as nvidia-smi reports them, times `factor`; 0
+    where it reports none."""
+    try:
+        report = subprocess.run(
+            ["nvidia-smi", "nvlink", "--status", "--id=0"],
+            capture_output=True,
+            text=True,
+            timeout=60,
+            check=True,
+        )
+    except (OSError, subprocess.SubprocessError):
+        return 0.0
+    return factor * sum(map(float, re.findall(r"Link \d+: ([\d.]+) GB/s", report.stdout)))
+
+
+def get_physical_domain_size(group: dist.ProcessGroup) -> tuple[int, int]:
+    """(nodes that a network connects, ranks of each). Collective."""
+    return find_nodes(group)
+
+
+def get_logical_domain_size(
+    group: dist.ProcessGroup, allow_hybrid_mode: bool = True
+) -> tuple[int, int]:
+    """(scale-out ranks, scale-up ranks): nodes and ranks of each, (1, R) without hybrid mode.
+    Collective with it."""
+    return find_nodes(group) if allow_hybrid_mode else (1, dist.get_world_size(group))
