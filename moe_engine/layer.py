@@ -119,9 +119,9 @@ def moe_ffn(
     return_counts: (the result, counts int32 [E]), how many (token, k) all ranks together route to
     each expert, equal on all ranks; such a layer does not run by low-latency calls.
 
-    tag: which layer of the model this is, equal on all ranks. Ranks pair their calls by order, so
-    ranks that call layers in different orders are out of step; they raise OutOfStep where the tags
-    of their layers differ, and cannot tell layers of equal shapes apart that have no tags.
+    tag: which layer of the model this is, equal on all ranks. Ranks pair their calls by order, and
+    raise OutOfStep where the tags of their layers differ. Without tags they cannot tell layers of
+    equal experts apart, which then pair in any order.
 
     Layers of two Buffers must not run at once on a GPU: each may hold what the other waits for.
     """
