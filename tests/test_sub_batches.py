@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable
+from contextlib import nullcontext
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -11,6 +12,7 @@ from unittest import mock
 
 import cases
 import pytest
+import test_callers as callers
 import test_layer_biases as with_biases
 import test_passes as in_passes
 import test_quantized_layer as quantized
@@ -266,6 +268,36 @@ def test_modules(pool):
     found = SmallCalls(pool).run(run_module, *map(PerRank, parts), num_ranks=2)
     for have, want in zip(found, reference.moe_ffn(*parts[:5]), strict=True):
         assert cases.relative_error(have, want) < 1e-5
+
+
+# --- Which layer a sub-batch is of ---------------------------------------------------------------
+
+
+@pytest.mark.parametrize("way", ["plain", "trained"])
+def test_sub_batches_have_the_tag_of_their_layer(pool, way):
+    errors = SmallCalls(pool).run(callers.swapped_layers, way, num_ranks=2)
+    callers.check_names(errors, "layer 0", "layer 1")
+
+
+def swapped_backwards(group: dist.ProcessGroup, of_operators: bool) -> callers.Error | None:
+    with in_passes.Operators() if of_operators else nullcontext():
+        return callers.swapped_backwards(group, "pre", "auto", compiled=False)
+
+
+@pytest.mark.parametrize("of_operators", [False, True])
+def test_backwards_in_another_order(pool, of_operators):
+    """A backward names the forwards of its sub-batches, of which each layer has two."""
+    errors = SmallCalls(pool).run(swapped_backwards, of_operators, num_ranks=2)
+    callers.check_names(errors, "forward 1, of layer 'only'", "forward 3, of layer 'only'")
+
+
+@pytest.mark.parametrize("verb", ["moe_ffn", "a forward"])
+def test_a_layer_that_one_rank_refuses(pool, verb):
+    """It counts once, however many sub-batches it has."""
+    args = callers.refused_on, [1], verb, "auto", False
+    for error, found in SmallCalls(pool).run(*args, num_ranks=2):
+        assert not found
+        callers.check_names([error], "rank 1 refused 2 calls that rank 0 did not")
 
 
 # --- Errors --------------------------------------------------------------------------------------
