@@ -308,6 +308,8 @@ def bring(group: dist.ProcessGroup, is_trained: bool, hint: int | None, *parts: 
     x, *more = on_device(parts)[:5]
     buffer, text = new(group, parts, 17), ""
     moe_ffn(x[:1], *(one[:1] for one in more[:2]), *more[2:], buffer)  # ranks meet for memory
+    buffer.check()
+    dist.barrier(group)  # or a rank is told while it still is in this layer
     try:
         moe_ffn(x.requires_grad_(is_trained), *more, buffer, hint)
         buffer.check()

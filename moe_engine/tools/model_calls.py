@@ -278,8 +278,10 @@ def send_and_return_at_once(shape: ModelShape, engine: HookedCalls, most: int) -
                 hook()
 
 
+@torch.no_grad()
 def call_layers(shape: ModelShape) -> None:
-    """The fused layer and its backward, for Buffers of any size."""
+    """The fused layer and its backward, for Buffers of any size; as autograd calls them, which
+    records nothing meanwhile."""
     up, down = shape.weights()
 
     def choice(most: int) -> Any:
