@@ -105,6 +105,7 @@ def moe_ffn(
 
     Collective over the Buffer's group; T may differ per rank and be 0. max_tokens, equal on all
     ranks, is the most that any of them brings to this call (None: what the Buffer was made for).
+    Where it is more than 65,536, the layer goes in sub-batches, each a call (`passes.py`).
     Up to `Options.decode_tokens`, the layer runs by low-latency calls (`engines/low_latency.py`).
 
     Where x, topk_weights, weights or biases require grad, on all ranks, so does the result, whose
@@ -244,7 +245,8 @@ def _begin(
     if s_gate_up is not None:
         _check_quantized(layout, is_trained)
     if is_trained or may_take_passes(inputs := args.inputs, buffer, options):
-        options = options if is_trained else options._replace(save="none", wgrad=None)
+        if not is_trained:
+            options = options._replace(save="none", wgrad=None, is_trained=False)
         out, event, counts, error = trained_layer(args, buffer, options)
         if error is not None:
             error.result = LayerInFlight(out, event, counts)

@@ -33,6 +33,7 @@ from .options import DEFAULT_OPTIONS, Options, size_hint
 from .streams import CallStreams, EventOverlap
 from .symm import choose_backend, resolve_device
 from .symm.device_context import DeviceContext
+from .symm.slots import SlotLayout
 from .utils import has_modes, is_in_backward, untraced, without_modes
 
 LEAVE_OUT_OF_STEP = TooManyTokens, OutOfStep
@@ -82,6 +83,7 @@ class BufferLifecycle:
 
     backend, device, group, group_size, options, rank: as agreed with the other ranks. id: the
     number of this Buffer in this process, by which operators of torch.library find it.
+    takes_sub_batches: whether a layer may have more tokens than one call takes (`passes.py`).
     """
 
     def __init__(
@@ -135,6 +137,8 @@ class BufferLifecycle:
             engine, self._low_latency = allocator.new_engines()
             self._engine, self.num_nodes = engine, engine.slots.layout.num_nodes
         self._engines += [one for one in (self._engine, self._low_latency) if one is not None]
+        most_tokens = self.options.max_tokens or 0
+        self.takes_sub_batches = self.backend != "collective" and most_tokens > SlotLayout.most_rows
 
     size_hint = staticmethod(size_hint)
 
