@@ -12,7 +12,7 @@ import pytest
 import torch
 from test_callers import FEW, H, K, inputs, new_buffer
 
-from moe_engine import ElasticBuffer, MoeEngineError, moe_ffn, ops
+from moe_engine import ElasticBuffer, MoeEngineError, calls_tagged, moe_ffn, ops
 
 Call = Callable[[], Any]
 Results = list[torch.Tensor]
@@ -28,6 +28,12 @@ LOW_LATENCY = (
 ELASTIC = "dispatch", "expanded dispatch", "cached dispatch", "combine", "expanded combine"
 VERBS = {"normal": NORMAL, "collective": NORMAL, "low latency": LOW_LATENCY, "elastic": ELASTIC}
 """The verbs of each kind of Buffer that meet in the same memory."""
+ALIKE = {
+    ("low-latency dispatch", "hooked dispatch"),
+    ("low-latency combine", "hooked combine"),
+    ("dispatch", "expanded dispatch"),
+}
+"""Pairs of one verb, whose calls have tags; combines have those of their dispatches."""
 QUICK = {
     "normal": [
         ("dispatch", "combine"),
@@ -82,7 +88,7 @@ def normal_calls(group: Any, backend: str = "auto") -> tuple[Any, dict[str, Call
 
 
 def low_latency_calls(group: Any) -> tuple[Any, dict[str, Call]]:
-    buffer, rank = new_buffer(group), group.rank()
+    buffer, rank = new_buffer(group, num_slots=4), group.rank()
     x, idx, weights, up, down = inputs(rank)
     bf16, num_experts = x.bfloat16(), 2 * group.size()
 
@@ -96,10 +102,9 @@ def low_latency_calls(group: Any) -> tuple[Any, dict[str, Call]]:
     def written(rows: torch.Tensor, counts: torch.Tensor) -> torch.Tensor:
         return torch.where((torch.arange(rows.shape[1]) < counts[:, None])[..., None], rows, 0)
 
-    def combine(times: int = 1, hooked: bool = False) -> Any:
-        out, _, hook = buffer.low_latency_combine(
-            times * y, idx, weights, handle, return_recv_hook=hooked
-        )
+    def combine(dispatched: Any, hooked: bool = False) -> Any:
+        y, handle = written(*dispatched[:2]), dispatched[2]
+        out, _, hook = buffer.low_latency_combine(y, idx, weights, handle, return_recv_hook=hooked)
         return out, hook
 
     def hooked_dispatch() -> Any:
@@ -107,14 +112,13 @@ def low_latency_calls(group: Any) -> tuple[Any, dict[str, Call]]:
         return lambda: (hook(), written(rows, counts), counts)[1:]
 
     def hooked_combine() -> Any:
-        out, hook = combine(2, hooked=True)
+        out, hook = combine(far, hooked=True)
         return lambda: (hook(), out)[1:]
 
-    rows, counts, handle, _ = dispatch()
-    y = written(rows, counts)
+    near, far = dispatch(), dispatch(2)
     return buffer, {
         "low-latency dispatch": lambda: written(*dispatch()[:2]),
-        "low-latency combine": lambda: combine()[0],
+        "low-latency combine": lambda: combine(near)[0],
         "layer of few": lambda: moe_ffn(x, idx, weights, up, down, buffer, FEW, tag="few"),
         "hooked dispatch": hooked_dispatch,
         "hooked combine": hooked_combine,
@@ -155,11 +159,19 @@ def make(calls: list[Call]) -> Iterator[Results]:
         yield [one.clone() for one in (result if isinstance(result, tuple | list) else [result])]
 
 
+def tagged(tag: str, call: Call) -> Call:
+    def run() -> Any:
+        with calls_tagged(tag):
+            return call()
+
+    return run
+
+
 def swapped(group: Any, where: str, pair: tuple[str, str], first: int) -> str:
     """What two calls give that rank `first` makes in their order, and the others in the other:
     "right", "wrong", or the error."""
     buffer, calls = MAKERS[where](group)
-    both = [calls[name] for name in pair]
+    both = [tagged(name, calls[name]) if pair in ALIKE else calls[name] for name in pair]
     want = list(make(both))
     order = [0, 1] if group.rank() == first else [1, 0]
     torch.distributed.barrier(group)
