@@ -26,6 +26,9 @@ from .streams import EventOverlap, is_captured
 from .symm.slots import SlotLayout
 from .utils import round_up
 
+UNTAGGED = "ops.dispatch"
+"""The tag of dispatches without one: a `Buffer.dispatch` of equal sizes is another call."""
+
 
 class DispatchPlan(NamedTuple):
     """What `combine` needs from a dispatch: tensors that may be saved; see `expert_major.Places`
@@ -114,8 +117,9 @@ def send(
     checks.check_routing(x, topk_idx, topk_weights)
     _check_room(x, max_rows, alignment, buffer.group_size)
     num_local = num_experts // buffer.group_size
-    caller = None if tag is None else buffer._streams.callers.number(tag)
-    with buffer._streams.call(None, is_async, caller=caller) as call:
+    callers = buffer._streams.callers
+    caller = callers.number(tag) if tag is not None else callers.of_block()
+    with buffer._streams.call(None, is_async, caller=caller or callers.number(UNTAGGED)) as call:
         call.reads(x, topk_idx, topk_weights)
         packed = checks.packed
         tokens = Tokens(packed(x), packed(topk_idx), packed(topk_weights))

@@ -1,0 +1,30 @@
+"""Mixed calls in any order, as a program makes them: each result is right."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import cases
+import pytest
+from sequence_cases import run_sequences
+
+NUM_CALLS = 12
+FEW = {1: 6, 2: 9, 3: 5}
+"""Sequences by the number of ranks."""
+MANY = 100
+
+
+@pytest.mark.timeout(1800)
+@pytest.mark.parametrize(
+    ("num_ranks", "first", "count"),
+    [
+        *((ranks, 0, count) for ranks, count in FEW.items()),
+        *(pytest.param(ranks, 100, MANY, marks=pytest.mark.slow) for ranks in FEW),
+    ],
+)
+def test_mixed_calls(pool: Any, num_ranks: int, first: int, count: int) -> None:
+    cases.skip_where_shapes_compile(pool)
+    seeds = range(first, first + count)
+    found = pool.run(run_sequences, seeds, NUM_CALLS, num_ranks=num_ranks, timeout_s=1700)
+    wrong = [one for of_rank in found for one in of_rank]
+    assert not wrong, "\n\n".join(wrong)
