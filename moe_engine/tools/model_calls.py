@@ -278,10 +278,8 @@ def send_and_return_at_once(shape: ModelShape, engine: HookedCalls, most: int) -
                 hook()
 
 
-@torch.no_grad()
 def call_layers(shape: ModelShape) -> None:
-    """The fused layer and its backward, for Buffers of any size; as autograd calls them, which
-    records nothing meanwhile."""
+    """The fused layer and its backward, for Buffers of any size."""
     up, down = shape.weights()
 
     def choice(most: int) -> Any:
