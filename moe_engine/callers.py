@@ -11,10 +11,10 @@ from __future__ import annotations
 
 import re
 import zlib
-from collections import deque
 from collections.abc import Iterator
 from contextlib import contextmanager
 from contextvars import ContextVar
+from heapq import heappop, heappush
 
 from .errors import DtypeError
 
@@ -22,8 +22,8 @@ NO_CALLER = 0
 MOST_NUMBER = 2**30 - 1
 NUMBER = re.compile(r"0|[1-9][0-9]{0,9}")
 """Tags that are numbers, below MOST_NUMBER, have callers that tell the number."""
-KNOWN_FORWARDS = 1024
-"""The number of forwards of which an error can name the layer."""
+MOST_FORWARDS = 1024
+"""The number of forwards that may be in flight; of more the oldest gives up its number."""
 
 Tag = str | int
 """Which layer of a model a call is of, equal on all ranks."""
@@ -53,9 +53,11 @@ class Callers:
 
     A caller is an int32: 0 for a call without a tag, a positive one for a layer, which follows from
     its tag alone, and a negative one for the backward of a forward, which follows from the number
-    of that forward among those of the Buffer. So it is the same on all ranks that call the same
-    layers. Tags that are numbers, as ints or in decimal, have even callers, by which errors can
-    tell the tag; others have odd ones, by which they can where this rank has used the tag.
+    of that forward: the least that no other forward in flight has. So it is the same on all ranks
+    that call the same layers, and in each step of a training for the same layer, so that prepared
+    launches stay as they are. Tags that are numbers, as ints or in decimal, have even callers, by
+    which errors can tell the tag; others have odd ones, by which they can where this rank has used
+    the tag.
 
     running: the caller of the running call, which `streams.Call` sets. num_refused: the calls that
     were refused on this rank; last_refused: which verb refused the last of them, and why.
@@ -67,8 +69,9 @@ class Callers:
         self._tags: dict[int, str] = {}
         self._numbers: dict[Tag, int] = {}
         self._num_named: dict[str, int] = {}
-        self._forwards = deque[int](maxlen=KNOWN_FORWARDS)
-        self._num_forwards = 0
+        self._in_flight: dict[int, None] = {}
+        self._free_numbers: list[int] = []
+        self._layers: dict[int, int] = {}
 
     def number(self, tag: Tag) -> int:
         """The caller that a tag stands for. DtypeError for what is no tag."""
@@ -97,9 +100,17 @@ class Callers:
 
     def new_forward(self) -> int:
         """The number of the forward that runs, whose backward is to name it; see `backward_of`."""
-        self._num_forwards += 1
-        self._forwards.append(self.running)
-        return self._num_forwards
+        if len(self._in_flight) == MOST_FORWARDS:  # of some there may never be a backward
+            self.end_forward(next(iter(self._in_flight)))
+        number = heappop(self._free_numbers) if self._free_numbers else len(self._in_flight) + 1
+        self._in_flight[number], self._layers[number] = None, self.running
+        return number
+
+    def end_forward(self, number: int) -> None:
+        """Its last backward runs: another forward may have the number."""
+        if number in self._in_flight:
+            del self._in_flight[number]
+            heappush(self._free_numbers, number)
 
     @staticmethod
     def backward_of(forward: int) -> int:
@@ -118,10 +129,8 @@ class Callers:
         return "a layer that this rank has never called" if tag is None else f"layer {tag!r}"
 
     def _name_of_backward(self, forward: int) -> str:
-        ago = self._num_forwards - forward
-        if 0 <= ago < len(self._forwards):
-            return f"the backward of forward {forward}, of {self.name(self._forwards[-1 - ago])}"
-        return f"the backward of forward {forward}"
+        name, layer = f"the backward of forward {forward}", self._layers.get(forward)
+        return name if layer is None else f"{name}, of {self.name(layer)}"
 
     def refuse(self, verb: str, error: BaseException) -> None:
         """Note that a verb refused a call."""

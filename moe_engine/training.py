@@ -16,7 +16,7 @@ import torch
 
 from . import checks
 from .buffer import Buffer
-from .callers import Callers, Tag
+from .callers import Tag
 from .device.context import SAVE_POLICIES
 from .engines.base import Into, LayerInputs, NewWeightGradients, Saved
 from .errors import BackendError, DtypeError, RoutingError, ShapeError
@@ -270,7 +270,10 @@ def _backward(
     engine = buffer._ready()
     into: Into
     grads: Grads = ()
-    with buffer._streams.call(caller=Callers.backward_of(saved.forward)):
+    callers = buffer._streams.callers
+    with buffer._streams.call(caller=callers.backward_of(saved.forward)):
+        if not saved.is_kept:
+            callers.end_forward(saved.forward)
         if earlier is not None:
             grads, memory = earlier.grads, earlier.found.weights
             into = None if memory is None else memory._replace(accumulate=True)

@@ -22,7 +22,7 @@ from moe_engine import (
     reference,
     start_moe_ffn,
 )
-from moe_engine.callers import Callers
+from moe_engine.callers import MOST_FORWARDS, Callers
 from moe_engine.errors import DtypeError
 from moe_engine.prepared import OWN_AFTER
 
@@ -446,6 +446,18 @@ def test_backwards_name_their_forwards():
     name = callers.name(callers.backward_of(1))
     assert name == "the backward of forward 1, of layer 'x'"
     assert callers.name(callers.backward_of(9)) == "the backward of forward 9"
+
+
+def test_forwards_take_the_least_number_that_is_free():
+    """Steps of training that are alike number their forwards alike, whatever never goes back."""
+    callers = Callers()
+    for _ in range(3):
+        assert [callers.new_forward() for _ in range(4)] == [1, 2, 3, 4]
+        for number in (3, 1, 4, 2, 2):
+            callers.end_forward(number)
+    first = [callers.new_forward() for _ in range(MOST_FORWARDS)]
+    assert first == [*range(1, MOST_FORWARDS + 1)]
+    assert [callers.new_forward() for _ in range(2)] == [1, 2]
 
 
 def test_the_layer_of_two_ranks_is_that_of_the_reference(pool):
