@@ -61,9 +61,9 @@ class Sequence(Exchanges, Layers):
 
     def refuse_alone(self) -> None:
         """One rank is refused a call: all are out of step at the next one, and make a Buffer."""
-        self._finish()
         if self.num_ranks == 1:
             return self.refuse()
+        self._make_room(2)
         self.refuse(self.choose("rank", *range(self.num_ranks)))
         drawn = self.tokens(torch.bfloat16)
         up, down = (part[self.rank] for part in self.weights(torch.bfloat16))
@@ -83,11 +83,14 @@ class Sequence(Exchanges, Layers):
 
     # --- The sequence ----------------------------------------------------------------------------
 
-    def _finish(self, most: int = 0) -> None:
-        """Finish low-latency calls, in any order, until at most so many wait for their hooks: new
-        ones need the memory of others."""
-        while len(hooks := [one for one in self.later if one.name.startswith("hook")]) > most:
-            self._make(self.rng.choice(hooks))
+    def _make_room(self, num_calls: int) -> None:
+        """Call the hooks of low-latency calls whose memory so many new ones need."""
+        while hooks := [one for one in self.later if one.name.startswith("hook")]:
+            oldest = min(hooks, key=lambda one: one.began)
+            if self.num_low_latency - oldest.began + 1 + num_calls <= self.options["num_slots"]:
+                break
+            self._make(oldest)
+        self.num_low_latency += num_calls
 
     def _make(self, one: Later) -> None:
         """Make a call that was left."""
@@ -95,7 +98,7 @@ class Sequence(Exchanges, Layers):
         if not one.often or len(self.later) > MOST_LATER:
             self.later.remove(one)
         if one.name == "low-latency combine":
-            self._finish(most=1)
+            self._make_room(1)
         one.run()
 
     def step(self) -> None:
@@ -113,8 +116,7 @@ class Sequence(Exchanges, Layers):
             self._make(self.rng.choice(self.later))
             return
         [start] = self.rng.choices(list(starts), list(starts.values()))
-        if start in (self.low_latency, self.layer):
-            self._finish(most=int(start == self.low_latency))
+        self._make_room({"low_latency": 1, "layer": 2}.get(start.__name__, 0))
         self.log.append(start.__name__)
         tag = self.rng.choice((None, "some layer"))
         if tag is None:

@@ -34,12 +34,14 @@ class Drawn(NamedTuple):
 
 @dataclass
 class Later:
-    """What an earlier call has left to do on `buffer`; `often`: it may be done many times."""
+    """What an earlier call has left to do on `buffer`; often: it may be done many times; began: for
+    a hook, how many low-latency calls had begun with its own."""
 
     name: str
     run: Callable[[], None]
     buffer: str
     often: bool = False
+    began: int = 0
 
 
 @dataclass
@@ -51,6 +53,7 @@ class Rank:
     seed: int
     later: list[Later] = field(default_factory=list)
     log: list[str] = field(default_factory=list)
+    num_low_latency: int = 0
 
     def __post_init__(self) -> None:
         self.rng = random.Random(self.seed)
@@ -58,7 +61,8 @@ class Rank:
         self.num_experts = NUM_LOCAL * self.num_ranks
         self.hidden = self.rng.choice((16, 16, 128))
         self.backend = self.rng.choice(("auto", "auto", "auto", "collective"))
-        self.options = dict(
+        self.options: dict[str, Any] = dict(
+            num_slots=self.rng.choice((2, 4)),
             decode_tokens=self.rng.choice((0, FEW, FEW)),
             debug=self.rng.random() < 0.2,
             capacity_factor=self.rng.choice((None, None, 1.0)),
@@ -154,7 +158,7 @@ class Rank:
                 raise Wrong(f"part {number}: {have}, not {want}")
 
     def leave(self, name: str, run: Callable[[], None], buffer: str, often: bool = False) -> None:
-        self.later.append(Later(name, run, buffer, often))
+        self.later.append(Later(name, run, buffer, often, self.num_low_latency))
 
     def factors(self, idx: torch.Tensor, weights: torch.Tensor | None = None) -> torch.Tensor:
         """[T, 1]: the sum, over the ranks that a token is sent to, of the rank + 2; or with weights

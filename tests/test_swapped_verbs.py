@@ -4,6 +4,7 @@ order, or all ranks are out of step."""
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
+from functools import partial
 from itertools import combinations
 from typing import Any
 
@@ -34,6 +35,8 @@ ALIKE = {
     ("dispatch", "expanded dispatch"),
 }
 """Pairs of one verb, whose calls have tags; combines have those of their dispatches."""
+LATE = {("low-latency dispatch", "hooked combine"), ("layer of few", "hooked combine")}
+"""Pairs that wait for each other before they compare what they are, until the deadline."""
 QUICK = {
     "normal": [
         ("dispatch", "combine"),
@@ -87,10 +90,18 @@ def normal_calls(group: Any, backend: str = "auto") -> tuple[Any, dict[str, Call
     }
 
 
-def low_latency_calls(group: Any) -> tuple[Any, dict[str, Call]]:
-    buffer, rank = new_buffer(group, num_slots=4), group.rank()
-    x, idx, weights, up, down = inputs(rank)
-    bf16, num_experts = x.bfloat16(), 2 * group.size()
+def low_latency_calls(group: Any, late: bool = False) -> tuple[Any, dict[str, Call]]:
+    make = partial(new_buffer, group, num_slots=4)
+    if late:
+        buffer, _, calls = cases.used_buffer(group, make, calls_of_low_latency)
+        return buffer, calls
+    buffer = make()
+    return buffer, calls_of_low_latency(buffer)
+
+
+def calls_of_low_latency(buffer: Any) -> dict[str, Call]:
+    x, idx, weights, up, down = inputs(buffer.rank)
+    bf16, num_experts = x.bfloat16(), 2 * buffer.group_size
 
     def dispatch(times: int = 1, hooked: bool = False) -> Any:
         sizes = FEW, num_experts
@@ -116,7 +127,7 @@ def low_latency_calls(group: Any) -> tuple[Any, dict[str, Call]]:
         return lambda: (hook(), out)[1:]
 
     near, far = dispatch(), dispatch(2)
-    return buffer, {
+    return {
         "low-latency dispatch": lambda: written(*dispatch()[:2]),
         "low-latency combine": lambda: combine(near)[0],
         "layer of few": lambda: moe_ffn(x, idx, weights, up, down, buffer, FEW, tag="few"),
@@ -170,7 +181,8 @@ def tagged(tag: str, call: Call) -> Call:
 def swapped(group: Any, where: str, pair: tuple[str, str], first: int) -> str:
     """What two calls give that rank `first` makes in their order, and the others in the other:
     "right", "wrong", or the error."""
-    buffer, calls = MAKERS[where](group)
+    more = dict(late=True) if pair in LATE else {}
+    buffer, calls = MAKERS[where](group, **more)
     both = [tagged(name, calls[name]) if pair in ALIKE else calls[name] for name in pair]
     want = list(make(both))
     order = [0, 1] if group.rank() == first else [1, 0]
@@ -191,8 +203,19 @@ def swapped(group: Any, where: str, pair: tuple[str, str], first: int) -> str:
     return outcome
 
 
+ONE_PLAN = ("sums of rows", "backward of rows")
+"""Both return rows by one plan, and nothing in their signatures says which is which."""
+
+
+def marks(where: str, pair: tuple[str, str]) -> list[Any]:
+    found = [] if pair in QUICK[where] else [pytest.mark.slow]
+    if pair == ONE_PLAN:
+        found.append(pytest.mark.xfail(reason="a combine and a backward by one plan are alike"))
+    return found
+
+
 ALL = [
-    pytest.param(where, pair, marks=() if pair in QUICK[where] else pytest.mark.slow)
+    pytest.param(where, pair, marks=marks(where, pair))
     for where, names in VERBS.items()
     for pair in combinations(names, 2)
 ]

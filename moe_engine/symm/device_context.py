@@ -13,7 +13,7 @@ sets a bit of the field `BROKEN` there, so that kernels that wait for it return 
 from __future__ import annotations
 
 import ctypes
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from typing import TYPE_CHECKING, Any
 
@@ -36,6 +36,7 @@ from ..device.context import (
     saved_name,
 )
 from ..device.lang import INTERPRETED, TRACING
+from ..device.ring import COUNT_BITS, COUNT_MASK, FIELDS, MAX_COUNTS
 from ..errors import (
     CapacityError,
     MoeEngineError,
@@ -227,7 +228,11 @@ class DeviceContext:
         if phase == Phase.ABANDONED:
             return self.notices.read()
         if phase in (Phase.SIGNATURE, Phase.FIELDS):
-            return self._mismatch(phase, peer)
+            size = SIGNATURE_WORDS.value
+            ours = self.report[Report.OURS : Report.OURS + size]
+            theirs = self.report[Report.THEIRS : Report.THEIRS + size]
+            named = signature_fields if phase == Phase.SIGNATURE else low_latency_fields
+            return self._mismatch(named, ours, theirs, peer)
         if phase == Phase.HANDLE:
             return ShapeError(
                 f"rank {self.rank}: the handle of call {epoch} is not what dispatch of this Buffer "
@@ -246,6 +251,10 @@ class DeviceContext:
                 "the bytes of Buffer.size_hint(...) for this payload."
             )
         slot = epoch % self.layout.num_slots
+        for call in range(epoch - self.layout.num_slots + 1, epoch + 1):
+            ours, theirs = self._told(self.rank, call), self._told(peer, call)
+            if ours and theirs and ours != theirs:
+                return self._mismatch(low_latency_fields, ours, theirs, peer)
         if phase == Phase.ROUTING:
             return ShapeError(
                 f"rank {self.rank} got another number of rows in a layer's backward than in its "
@@ -260,7 +269,7 @@ class DeviceContext:
     def _is_backward(self, slot: int) -> bool:
         """Whether this rank's last call in a slot was a layer's backward, as its signature says."""
         layout = self.layout
-        if ContextField.STAGE_FLAGS not in layout.fields():  # low-latency memory
+        if self._is_low_latency:
             return False
         at = layout.slots + (slot * layout.num_regions + self.rank) * layout.region_bytes
         with suppress(RuntimeError), outside_capture(self.fields.device):
@@ -268,16 +277,39 @@ class DeviceContext:
             return int(kind) == Kind.MOE_FFN_BACKWARD
         return False
 
-    def _mismatch(self, phase: Phase, peer: int) -> MoeEngineError:
-        """The error of two ranks that began calls which do not match."""
-        size = SIGNATURE_WORDS.value
-        ours = self.report[Report.OURS : Report.OURS + size]
-        theirs = self.report[Report.THEIRS : Report.THEIRS + size]
-        named = signature_fields if phase == Phase.SIGNATURE else low_latency_fields
-        mine, others = named(ours), named(theirs)
+    @property
+    def _is_low_latency(self) -> bool:
+        return ContextField.STAGE_FLAGS not in self.layout.fields()
+
+    def _told(self, rank: int, epoch: int) -> list[int]:
+        """What a rank has told this one of its low-latency call of this epoch, see `call_fields`;
+        [] where it has told nothing yet. Calls that differ may wait for each other before they
+        compare that: a hooked combine for weights, and a dispatch for counts."""
+        layout = self.layout
+        if not self._is_low_latency:
+            return []
+        writer = epoch % layout.num_slots * layout.num_ranks + rank
+        at = layout.fields()[ContextField.COUNT_FLAGS] + writer * MAX_COUNTS.value * 8
+        with suppress(RuntimeError), outside_capture(self.fields.device):
+            words = self._block.local[at : at + 8 * FIELDS.value].view(torch.int64).cpu()
+            words[0] = epoch << COUNT_BITS.value  # the number of tokens, or a flag
+            if bool((words >> COUNT_BITS.value == epoch).all()):
+                return [word & COUNT_MASK.value for word in words.tolist()]
+        return []
+
+    def _mismatch(
+        self,
+        named: Callable[[Sequence[int]], dict[str, int]],
+        ours: Sequence[int],
+        theirs: Sequence[int],
+        peer: int,
+    ) -> MoeEngineError:
+        """The error of two ranks that began calls which do not match. named: the fields of what
+        both told."""
+        mine = named(ours)
         found = {
             name: (mine[name], other)
-            for name, other in others.items()
+            for name, other in named(theirs).items()
             if name in mine and mine[name] != other
         }
         if REFUSED_CALLS in found:
