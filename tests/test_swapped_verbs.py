@@ -51,16 +51,22 @@ QUICK = {
         ("low-latency dispatch", "low-latency combine"),
         ("low-latency combine", "layer of few"),
         ("hooked dispatch", "hooked combine"),
+        ("layer of few", "hooked combine"),
     ],
     "elastic": [("dispatch", "combine"), ("expanded dispatch", "cached dispatch")],
+    "both": [("dispatch", "low-latency dispatch")],
 }
 
 
 def normal_calls(group: Any, backend: str = "auto") -> tuple[Any, dict[str, Call]]:
-    """A Buffer, and calls of its verbs that can be repeated."""
-    buffer, rank = new_buffer(group, backend), group.rank()
-    x, idx, weights, up, down = inputs(rank)
-    num_experts = 2 * group.size()
+    buffer = new_buffer(group, backend)
+    return buffer, calls_of_normal(buffer)
+
+
+def calls_of_normal(buffer: Any) -> dict[str, Call]:
+    """Calls that can be repeated."""
+    x, idx, weights, up, down = inputs(buffer.rank)
+    num_experts = 2 * buffer.group_size
     per_rank, _, per_expert, in_rank, _ = buffer.get_dispatch_layout(idx, num_experts)
 
     def dispatch() -> Any:
@@ -74,7 +80,7 @@ def normal_calls(group: Any, backend: str = "auto") -> tuple[Any, dict[str, Call
     leaf, y = trained("of the backward")
     rows_leaf = x.clone().requires_grad_()
     rows = ops.dispatch(rows_leaf, idx, weights, num_experts, buffer)
-    return buffer, {
+    return {
         "dispatch": lambda: dispatch()[:3],
         "cached dispatch": lambda: buffer.dispatch(2 * x, handle)[0],
         "combine": lambda: buffer.combine(recv, handle, recv_weights)[:2],
@@ -136,6 +142,17 @@ def calls_of_low_latency(buffer: Any) -> dict[str, Call]:
     }
 
 
+def calls_of_both(group: Any) -> tuple[Any, dict[str, Call]]:
+    """Calls of one Buffer in two memories, where each of a pair waits for the other in vain."""
+
+    def calls(buffer: Any) -> dict[str, Call]:
+        return calls_of_normal(buffer) | calls_of_low_latency(buffer)
+
+    make = partial(new_buffer, group, num_slots=4)
+    buffer, _, found = cases.used_buffer(group, make, calls)
+    return buffer, found
+
+
 def elastic_calls(group: Any) -> tuple[Any, dict[str, Call]]:
     buffer = ElasticBuffer(group, num_max_tokens_per_rank=FEW, hidden=H, num_topk=K)
     x, idx, weights, *_ = inputs(group.rank())
@@ -158,6 +175,7 @@ MAKERS: dict[str, Callable[..., tuple[Any, dict[str, Call]]]] = {
     "normal": normal_calls,
     "collective": lambda group: normal_calls(group, "collective"),
     "low latency": low_latency_calls,
+    "both": calls_of_both,
     "elastic": elastic_calls,
 }
 
@@ -218,6 +236,17 @@ ALL = [
     pytest.param(where, pair, marks=marks(where, pair))
     for where, names in VERBS.items()
     for pair in combinations(names, 2)
+]
+ALL += [
+    pytest.param("both", pair, marks=marks("both", pair))
+    for pair in [
+        *QUICK["both"],
+        ("layer", "layer of few"),
+        ("backward", "low-latency combine"),
+        ("combine", "hooked dispatch"),
+        ("rows", "hooked combine"),
+        ("cached dispatch", "layer of few"),
+    ]
 ]
 
 

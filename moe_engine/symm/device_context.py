@@ -21,11 +21,7 @@ import torch
 
 from ..callers import Callers
 from ..device.context import (
-    CALLER,
-    DISPATCH_OF_HANDLE,
     REFUSED_CALLS,
-    SAVED,
-    SIGNATURE,
     SIGNATURE_WORDS,
     ContextField,
     Kind,
@@ -33,7 +29,6 @@ from ..device.context import (
     Report,
     Role,
     TracedRole,
-    saved_name,
 )
 from ..device.lang import INTERPRETED, TRACING
 from ..device.ring import COUNT_BITS, COUNT_MASK, FIELDS, MAX_COUNTS
@@ -50,6 +45,7 @@ from ..hardware import outside_capture, pace_ps_per_kb
 from ..kernel_bundle import bundle
 from ..launch import Grid, launch
 from ..utils import LINE_BYTES, round_up
+from .mismatch import low_latency_fields, mismatch, out_of_step_by_refusal, signature_fields
 from .notices import NOTICE_BYTES, Notices, told_error
 
 if TYPE_CHECKING:
@@ -203,6 +199,12 @@ class DeviceContext:
             self.ended = self.ended or self._reported()
             raise self.ended.with_traceback(None)
 
+    def end_out_of_step(self, peer: int, ours: int, theirs: int) -> MoeEngineError:
+        """Let the calls of this rank have ended because a peer began another call: the `Kind` of
+        both."""
+        self.ended = mismatch(self.rank, peer, {"verb": (ours, theirs)}, self.callers)
+        return self.ended
+
     @property
     def has_ended(self) -> bool:
         """Whether `check` raises."""
@@ -296,6 +298,25 @@ class DeviceContext:
             if bool((words >> COUNT_BITS.value == epoch).all()):
                 return [word & COUNT_MASK.value for word in words.tolist()]
         return []
+
+    def begun_by(self, rank: int, epoch: int | None = None) -> int | None:
+        """The `Kind` of a call of this memory that a rank has begun, as it has told this one: of
+        this epoch, or of the first one that this rank itself has not begun; None if there is none.
+        Ranks of other nodes tell it through others, and are left out."""
+        layout = self.layout
+        if layout.num_nodes > 1:
+            return None
+        with suppress(RuntimeError), outside_capture(self.fields.device):
+            epoch = int(self.fields[ContextField.EPOCH]) + 1 if epoch is None else epoch
+            if self._is_low_latency:
+                told = self._told(rank, epoch)
+                return low_latency_fields(told)["verb"] if told else None
+            flag = layout.fields()[ContextField.COUNT_FLAGS] + 8 * rank
+            slot = epoch % layout.num_slots * layout.num_regions + rank
+            at = layout.slots + slot * layout.region_bytes
+            if int(self._block.local[flag : flag + 8].view(torch.int64)) >= epoch:
+                return int(self._block.local[at : at + 4].view(torch.int32))
+        return None
 
     def _mismatch(
         self,
@@ -395,87 +416,3 @@ class DeviceContext:
 
 def _name(kernel: Any) -> str:
     return "nothing" if kernel is None else str(kernel.__name__)
-
-
-def signature_fields(words: Sequence[int]) -> dict[str, int]:
-    """The fields of a call's signature by name; see `device/signature.py`."""
-    return dict(zip(SIGNATURE, words, strict=False))
-
-
-def low_latency_fields(words: Sequence[int]) -> dict[str, int]:
-    """The fields of a low-latency call by name, but for its tokens, in which ranks may differ; see
-    `call_fields.call_fields`."""
-    _, most, low, high, num_topk, num_experts, mixed, last, caller, of_caller, refused, *_ = words
-    verb, item_bytes = mixed >> 4, mixed & 15
-    is_combine = verb in (Kind.LOW_LATENCY_COMBINE, Kind.MOE_FFN_COMBINE)
-    return {
-        "verb": verb,
-        "most tokens": most,
-        "bytes per token": low + (high << 16),
-        "top-k": num_topk,
-        "experts": num_experts,
-        "bytes per item": item_bytes,
-        DISPATCH_OF_HANDLE if is_combine else "words of scales": last,
-        CALLER: _as_int32(caller + (of_caller << 16)),
-        REFUSED_CALLS: refused,
-    }
-
-
-SAME_ORDER = "Every rank makes the same calls on a Buffer in the same order; make a new Buffer."
-
-
-def out_of_step_by_refusal(rank: int, peer: int, refused: int, count: int, last: str) -> OutOfStep:
-    """The error of ranks of which rank `refused` has refused so many calls more than the other;
-    last: which verb refused the last of them, and why."""
-    other = peer if refused == rank else rank
-    what = f"a call that rank {other} did not refuse, in"
-    if count > 1:
-        what = f"{count} calls that rank {other} did not refuse, the last one in"
-    why = last.rstrip(".") or "a verb, for a reason that has not arrived here"
-    return OutOfStep(
-        f"ranks {rank} and {peer} are out of step: rank {refused} refused {what} {why}. A rank may "
-        f"go on after an error that all ranks got. {SAME_ORDER}"
-    )
-
-
-def mismatch(
-    rank: int, peer: int, found: dict[str, tuple[Any, ...]], callers: Callers
-) -> MoeEngineError:
-    """The error of ranks whose calls differ in `found`: for each name, the values of both."""
-    if "verb" in found:
-        ours, theirs = (_verb(value) for value in found["verb"])
-        return OutOfStep(
-            f"ranks {rank} and {peer} are out of step: rank {rank} began {ours}, rank {peer} began "
-            f"{theirs}. {SAME_ORDER}"
-        )
-    if CALLER in found:
-        ours, theirs = map(callers.name, found[CALLER])
-        return OutOfStep(
-            f"ranks {rank} and {peer} are out of step: rank {rank} called {ours}, rank {peer} "
-            f"called {theirs}. {SAME_ORDER}"
-        )
-    if DISPATCH_OF_HANDLE in found:
-        ours, theirs = (str(value) for value in found[DISPATCH_OF_HANDLE])
-        return OutOfStep(
-            f"ranks {rank} and {peer} are out of step: the handle of rank {rank} is of call "
-            f"{ours}, that of rank {peer} of call {theirs}. {SAME_ORDER}"
-        )
-    if SAVED in found:
-        found[SAVED] = tuple(map(saved_name, found[SAVED]))
-    sizes = ", ".join(
-        f"{name} {one} on rank {rank} and {other} on rank {peer}"
-        for name, (one, other) in found.items()
-    )
-    return ShapeError(
-        f"ranks {rank} and {peer} began calls of different shapes: {sizes}. They must agree on all "
-        "ranks; make a new Buffer."
-    )
-
-
-def _as_int32(bits: int) -> int:
-    return bits - 2**32 if bits >> 31 else bits
-
-
-def _verb(kind: int) -> str:
-    known = {int(one) for one in Kind}
-    return Kind(kind).name.lower() if kind in known else f"something unknown ({kind})"
