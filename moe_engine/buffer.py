@@ -66,7 +66,8 @@ class Buffer(LayerVerbs):
         options: Options = DEFAULT_OPTIONS,
     ) -> Self:
         """A Buffer for up to `max_tokens` tokens per rank of this shape, by formula: `size_hint`,
-        and low-latency memory for `Options.decode_tokens` of them."""
+        and low-latency memory for `Options.decode_tokens` of them. Its calls take up to 65,536
+        tokens, and layers of more go in sub-batches (`passes.py`)."""
         try:
             sizes = max_tokens, hidden, num_experts, num_topk, dtype, Group.of(group).size
             num_bytes, ring_bytes, options = sizes_for_tokens(options, *sizes)

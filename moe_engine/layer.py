@@ -105,6 +105,7 @@ def moe_ffn(
 
     Collective over the Buffer's group; T may differ per rank and be 0. max_tokens, equal on all
     ranks, is the most that any of them brings to this call (None: what the Buffer was made for).
+    Where it is more than 65,536, the layer goes in sub-batches, each a call (`passes.py`).
     Up to `Options.decode_tokens`, the layer runs by low-latency calls (`engines/low_latency.py`).
 
     Where x, topk_weights, weights or biases require grad, on all ranks, so does the result, whose
@@ -119,9 +120,9 @@ def moe_ffn(
     return_counts: (the result, counts int32 [E]), how many (token, k) all ranks together route to
     each expert, equal on all ranks; such a layer does not run by low-latency calls.
 
-    tag: which layer of the model this is, equal on all ranks. Ranks pair their calls by order, so
-    ranks that call layers in different orders are out of step; they raise OutOfStep where the tags
-    of their layers differ, and cannot tell layers of equal shapes apart that have no tags.
+    tag: which layer of the model this is, equal on all ranks. Ranks pair their calls by order, and
+    raise OutOfStep where the tags of their layers differ. Without tags they cannot tell layers of
+    equal experts apart, which then pair in any order.
 
     Layers of two Buffers must not run at once on a GPU: each may hold what the other waits for.
     """
@@ -244,7 +245,8 @@ def _begin(
     if s_gate_up is not None:
         _check_quantized(layout, is_trained)
     if is_trained or may_take_passes(inputs := args.inputs, buffer, options):
-        options = options if is_trained else options._replace(save="none", wgrad=None)
+        if not is_trained:
+            options = options._replace(save="none", wgrad=None, is_trained=False)
         out, event, counts, error = trained_layer(args, buffer, options)
         if error is not None:
             error.result = LayerInFlight(out, event, counts)

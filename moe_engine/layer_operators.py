@@ -3,15 +3,17 @@ what modes of torch see, such as that of selective checkpointing.
 
 Elsewhere a layer is a node of autograd (`training.py`), which can also return an event, and take
 objects. Here the Buffer is its `id`, and what is saved is among the results, with a size that is
-known when the rows have come: of a layer in passes (`passes.py`) that of all its calls, one after
-the other. `numbers` tells them apart: the rows of the call with all tokens and of each slice,
-NOT_MADE for calls that were not made, or whose rows had no room; then the number of each forward.
+known when the rows have come: of a layer in sub-batches or passes (`passes.py`) that of all its
+calls, one after the other. `numbers` [calls, 2] tells them apart: for each sub-batch (the rows, the
+number of the forward) of the call with all its tokens and of each slice, with NOT_MADE rows for
+calls that were not made, or whose rows had no room.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from functools import partial
+from itertools import chain
 from typing import Any
 
 import torch
@@ -23,12 +25,14 @@ from .lifecycle import live_buffer
 from .operators import gradient, operator, operators
 from .passes import (
     NOTHING,
-    Pass,
+    SubBatch,
     Trained,
     backward_in_passes,
     forward_in_passes,
     may_take_passes,
+    num_sub_batches,
     passes_of_slices,
+    sub_batches_of,
 )
 from .training import (
     LayerOptions,
@@ -89,7 +93,7 @@ def _fake_layer(x: Tensor, *args: Any) -> tuple[Tensor, Tensor]:
 def _layer(*args: Any) -> tuple[Tensor, Tensor]:
     *parts, buffer_id, max_tokens, layout, tag, return_counts = args
     tensors, buffer = _tensors(tuple(parts), layout), live_buffer(buffer_id)
-    options = LayerOptions(max_tokens, "none", None, return_counts, tag=tag)
+    options = LayerOptions(max_tokens, "none", None, return_counts, is_trained=False, tag=tag)
     if may_take_passes(tensors.inputs, buffer, options):
         _, (out, _, counts, _) = _run_passes(buffer, tensors, options)
     else:
@@ -99,19 +103,20 @@ def _layer(*args: Any) -> tuple[Tensor, Tensor]:
 
 def _run_passes(
     buffer: Buffer, tensors: LayerTensors, options: LayerOptions
-) -> tuple[list[Pass], Trained]:
+) -> tuple[list[SubBatch], Trained]:
     """See `forward_in_passes`; RoutingError once all calls are made."""
-    passes, done = forward_in_passes(buffer, tensors, options, run_forward)
+    batches, done = forward_in_passes(buffer, tensors, options, run_forward)
     if done.error is not None:
         raise done.error
-    return passes, done
+    return batches, done
 
 
 # --- With gradients ------------------------------------------------------------------------------
 
 
 def _most_calls(buffer: Buffer) -> int:
-    """Of a layer: one with all tokens, and where it may take passes one of each slice."""
+    """Of a sub-batch of a layer: one with all its tokens, and where it may take passes one of each
+    slice."""
     num_passes = buffer.options.num_passes(buffer.group_size) if buffer.has_fused_layers else 1
     return 1 if num_passes == 1 else 1 + num_passes
 
@@ -120,14 +125,15 @@ def _fake_forward(*args: Any) -> tuple[Tensor, ...]:
     x, _, _, _, w_down, buffer_id, _, _, _, save = args
     buffer = live_buffer(buffer_id)
     num_experts, most_calls = len(w_down) * buffer.group_size, _most_calls(buffer)
+    number = num_sub_batches(buffer)
     num_rows: Any = 0 if save == "none" else torch.library.get_ctx().new_dynamic_size(min=1)
     return (
         torch.empty_like(x),
         x.new_empty((num_experts,), dtype=torch.int32),
         x.new_empty((num_rows if save in ("pre", "all") else 0, 2 * w_down.shape[2])),
         x.new_empty((num_rows if save in ("rows", "all") else 0, x.shape[1])),
-        torch.empty(2 * most_calls, dtype=torch.int64, device="cpu"),
-        x.new_empty((int(most_calls > 1),), dtype=torch.int32),
+        torch.empty(number * most_calls, 2, dtype=torch.int64, device="cpu"),
+        x.new_empty((number * (most_calls > 1),), dtype=torch.int32),
     )
 
 
@@ -141,23 +147,25 @@ def _forward(*args: Any) -> tuple[Tensor, ...]:
     options = LayerOptions(max_tokens, save, None, True, tag=tag)
     options.check()
     tensors, buffer = _tensors(tuple(parts), layout), live_buffer(buffer_id)
-    passes, (out, _, counts, _) = _run_passes(buffer, tensors, options)
+    batches, (out, _, counts, _) = _run_passes(buffer, tensors, options)
     assert counts is not None
-    x, overflow = tensors.x, passes[0].saved.overflow
-    is_fused = buffer.has_fused_layers
-    kept = (one.saved.tensors if is_fused else NOTHING.tensors for one in passes)
+    x, is_fused, most_calls = tensors.x, buffer.has_fused_layers, _most_calls(buffer)
+    kept = (one.saved.tensors if is_fused else NOTHING.tensors for one in chain(*batches))
     pre, rows = zip(*kept, strict=True)
-    most, begin = _most_calls(buffer), 0 if passes[0].tokens is None else 1
-    num_rows, forwards, made = [NOT_MADE] * most, [0] * most, slice(begin, begin + len(passes))
-    num_rows[made] = [one.saved.num_rows for one in passes]
-    forwards[made] = [one.saved.forward for one in passes]
-    if not isinstance(overflow, Tensor):  # of which the host knows
-        overflow = x.new_empty(int(most > 1), dtype=torch.int32)
+    calls: list[tuple[int, int]] = []
+    for passes in batches:
+        made = [(one.saved.num_rows, one.saved.forward) for one in passes]
+        not_made = [(NOT_MADE, 0)] * (most_calls - len(made))
+        calls += [*made, *not_made] if len(made) == 1 else [*not_made, *made]
+    overflow = x.new_empty(len(batches) * (most_calls > 1), dtype=torch.int32)
+    for number, passes in enumerate(batches):
+        if isinstance(one := passes[0].saved.overflow, Tensor):  # else the host knows of it
+            overflow[number] = one[0]
     return (
         *(out, counts),
         _joined(pre, x, 2 * tensors.weights.down.shape[2]),
         _joined(rows, x, x.shape[1]),
-        *(torch.tensor(num_rows + forwards, device="cpu"), overflow),
+        *(torch.tensor(calls, device="cpu"), overflow),
     )
 
 
@@ -169,25 +177,28 @@ def _joined(parts: Sequence[Tensor | None], x: Tensor, columns: int) -> Tensor:
     return saved[0] if len(saved) == 1 else torch.cat(saved)
 
 
-def _passes(
+def _batches(
     buffer: Buffer, topk_idx: Tensor, save: str, kept: Sequence[Tensor | None], *more: Tensor
-) -> list[Pass]:
-    """The passes of which `_forward` has returned what they saved; more: numbers, overflow."""
-    numbers, overflow = more[0].tolist(), more[1]
-    most = len(numbers) // 2
-    is_captured = numbers[0] == -1 and most > 1
-    every = [Pass(None, NOTHING)]
-    if most > 1:
-        every += passes_of_slices(buffer, topk_idx, overflow if is_captured else 0)
-    all_calls = zip(every, numbers[:most], numbers[most:], strict=True)
-    made = [call for call in all_calls if call[1] != NOT_MADE]
-    sizes = [max(1, num_rows) for _, num_rows, _ in made]
-    parts = [[None] * len(made) if one is None else one.split(sizes) for one in kept]
-    seen = overflow if is_captured else 0
-    return [
-        one._replace(saved=Saved(save, tensors, num_rows, True, seen, forward))
-        for (one, num_rows, forward), tensors in zip(made, zip(*parts, strict=True), strict=True)
-    ]
+) -> list[SubBatch]:
+    """The sub-batches of which `_forward` has returned what they saved; more: numbers, overflow."""
+    calls, overflows = more[0].tolist(), more[1]
+    most_calls = _most_calls(buffer)
+    is_captured = calls[0][0] == -1 and most_calls > 1
+    sizes = [max(1, num_rows) for num_rows, _ in calls if num_rows != NOT_MADE]
+    split = [[None] * len(sizes) if one is None else one.split(sizes) for one in kept]
+    tensors, batches = zip(*split, strict=True), []
+    for number, whole in enumerate(sub_batches_of(len(topk_idx), len(calls) // most_calls)):
+        overflow: Tensor | int = overflows[number:][:1] if is_captured else 0
+        every = [whole]
+        if most_calls > 1:
+            every += passes_of_slices(buffer, topk_idx, whole, overflow)
+        of_batch, passes = calls[number * most_calls :][:most_calls], []
+        for one, (num_rows, forward) in zip(every, of_batch, strict=True):
+            if num_rows != NOT_MADE:
+                saved = Saved(save, next(tensors), num_rows, True, overflow, forward)
+                passes.append(one._replace(saved=saved))
+        batches.append(passes)
+    return batches
 
 
 def _fake_backward(dy: Tensor, *args: Any) -> tuple[Tensor, ...]:
@@ -208,9 +219,9 @@ def _backward(dy: Tensor, *args: Any) -> tuple[Tensor, ...]:
     *parts, pre, rows, numbers, overflow, buffer_id, layout, save, of_gate_up, of_down = args
     tensors, buffer = _tensors(tuple(parts), layout), live_buffer(buffer_id)
     kept = pre if save in ("pre", "all") else None, rows if save in ("rows", "all") else None
-    passes = _passes(buffer, tensors.topk_idx, save, kept, numbers, overflow)
+    batches = _batches(buffer, tensors.topk_idx, save, kept, numbers, overflow)
     run = partial(run_backward, buffer, None, (of_gate_up, of_down))
-    found, grads = backward_in_passes(dy, tensors, passes, run)
+    found, grads = backward_in_passes(dy, tensors, batches, run)
     of_weights = (dy.new_empty(0) if one is None else one for one in grads)
     return found.x, found.topk_weights, *of_weights
 

@@ -33,6 +33,7 @@ from .options import DEFAULT_OPTIONS, Options, size_hint
 from .streams import CallStreams, EventOverlap
 from .symm import choose_backend, resolve_device
 from .symm.device_context import DeviceContext
+from .symm.slots import SlotLayout
 from .utils import has_modes, is_in_backward, untraced, without_modes
 
 LEAVE_OUT_OF_STEP = TooManyTokens, OutOfStep
@@ -84,6 +85,7 @@ class BufferLifecycle:
 
     backend, device, group, group_size, options, rank: as agreed with the other ranks. id: the
     number of this Buffer in this process, by which operators of torch.library find it.
+    takes_sub_batches: whether a layer may have more tokens than one call takes (`passes.py`).
     """
 
     def __init__(
@@ -137,6 +139,8 @@ class BufferLifecycle:
             engine, self._low_latency = allocator.new_engines()
             self._engine, self.num_nodes = engine, engine.slots.layout.num_nodes
         self._engines += [one for one in (self._engine, self._low_latency) if one is not None]
+        most_tokens = self.options.max_tokens or 0
+        self.takes_sub_batches = self.backend != "collective" and most_tokens > SlotLayout.most_rows
 
     size_hint = staticmethod(size_hint)
 
@@ -318,9 +322,10 @@ class BufferLifecycle:
             return error
         contexts = self._contexts()
         ended = next((one for one in contexts if one.ended is error), None)
-        ours = ended.begun_by(self.rank, error.epoch) if ended is not None else None
-        for other in contexts if ended is not None and ours is not None else ():
-            theirs = other.begun_by(error.peer) if other is not ended else None
+        if ended is None or (ours := ended.begun_by(self.rank, error.epoch)) is None:
+            return error
+        for other in contexts:
+            theirs = None if other is ended else other.begun_by(error.peer)
             if theirs is not None:
                 return ended.end_out_of_step(error.peer, ours, theirs)
         return error

@@ -27,8 +27,6 @@ from .layer_config import LayerConfig
 from .symm.ring import HINT_TOPK as HINT_TOPK_LOW_LATENCY
 from .symm.ring import RingLayout, region_bytes
 from .symm.slots import (
-    BLOCK_ROWS,
-    MAX_CHUNKS,
     ReturnRowLayout,
     SlotLayout,
     header_bytes,
@@ -44,6 +42,8 @@ ELASTIC_TOPK, ELASTIC_ALIGNMENT = 32, 2 << 20
 """ElasticBuffer takes num_topk = 0 for the first, its size hint is a multiple of the second."""
 MAX_NUM_SMS = 4096
 """More than any GPU has."""
+MOST_TOKENS = 64 * SlotLayout.most_rows
+"""Of a rank in a layer, which 64 calls take; a number of bytes, given by mistake, is larger."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -51,7 +51,8 @@ class Options:
     """Less common choices of a Buffer, equal on all ranks.
 
     num_slots: calls that may be in flight before a writer waits for its reader, 2 or more.
-    max_tokens: the most tokens per rank; it sizes the work space of `moe_ffn`.
+    max_tokens: the most tokens per rank; it sizes the work space of `moe_ffn`. More than a call
+    takes, `SlotLayout.most_rows`, go in sub-batches (`passes.py`).
     max_experts: the most experts of all ranks that a layer may have, None for any number. Like
     max_tokens it is what `Buffer.for_tokens` was given: whoever passes all experts where those of
     one rank belong is told.
@@ -109,7 +110,7 @@ def check_options(options: Options) -> Options:
     return replace(
         options,
         num_slots=check_int("num_slots", options.num_slots, 2, MAX_SLOTS.value),
-        max_tokens=None if most is None else check_int("max_tokens", most, 0),
+        max_tokens=None if most is None else check_int("max_tokens", most, 0, MOST_TOKENS),
         timeout_s=check_seconds("timeout_s", seconds),
         debug=bool(options.debug) or os.environ.get("MOE_ENGINE_DEBUG", "0") not in ("", "0"),
         decode_tokens=check_int("decode_tokens", options.decode_tokens, 0),
@@ -166,7 +167,7 @@ def size_hint(
 
     No call needs more, but for the expert rows of `moe_ffn`, which are allocated beyond them:
     num_ranks * max_tokens * num_topk payloads and 8 bytes each. CapacityError beyond 65,536 tokens,
-    as there are flags for no more.
+    as there are flags for no more; layers of more go in sub-batches, each a call.
     """
     max_tokens = check_int("max_tokens", max_tokens, 0)
     hidden_bytes = check_int("hidden_bytes", hidden_bytes, 1)
@@ -174,10 +175,10 @@ def size_hint(
     num_experts = check_int("num_experts", num_experts, 1, MAX_EXPERTS)
     num_topk = check_int("num_topk", num_topk, 1)
     num_slots = check_int("num_slots", num_slots, 2, MAX_SLOTS.value)
-    if max_tokens > BLOCK_ROWS * MAX_CHUNKS:
+    if max_tokens > SlotLayout.most_rows:
         raise CapacityError(
-            f"max_tokens is {max_tokens}; one call takes at most {BLOCK_ROWS * MAX_CHUNKS}. Send "
-            "larger batches in parts."
+            f"max_tokens is {max_tokens}; one call takes at most {SlotLayout.most_rows}. Send "
+            "larger batches in parts, as a layer does by itself in a Buffer of Buffer.for_tokens."
         )
     row = ReturnRowLayout(hidden_bytes, num_topk)  # larger than a dispatch's
     region = header_bytes(num_experts, num_ranks) + max(1, max_tokens) * row.num_bytes
@@ -232,13 +233,14 @@ def sizes_for_tokens(
     dtype: torch.dtype,
     num_ranks: int,
 ) -> tuple[int, int, Options]:
-    """(bytes, bytes of low-latency memory, options) of a Buffer for so many tokens. Layers of up to
-    `options.decode_tokens` of them use the low-latency memory."""
+    """(bytes, bytes of low-latency memory, options) of a Buffer for so many tokens: for the most of
+    them that a call takes. Layers of up to `options.decode_tokens` use the low-latency memory."""
     num_slots, decode_tokens = check_options(options).num_slots, options.decode_tokens
     check_dtype("dtype", dtype, (*PAYLOAD_DTYPES, torch.float8_e4m3fn))
     num_experts = check_experts(num_experts, num_ranks)
     row_bytes = check_int("hidden", hidden, 1) * dtype.itemsize
-    num_bytes = size_hint(max_tokens, row_bytes, num_ranks, num_experts, num_topk, num_slots)
+    of_call = min(check_int("max_tokens", max_tokens, 0), SlotLayout.most_rows)
+    num_bytes = size_hint(of_call, row_bytes, num_ranks, num_experts, num_topk, num_slots)
     ring_bytes = 0
     if decode_tokens:
         region = region_bytes(min(max(1, max_tokens), decode_tokens), num_topk, row_bytes)

@@ -1,11 +1,20 @@
-"""A layer in passes. With `Options.capacity_factor` a rank has room for a part of the rows of
-experts that can come: for those of any slice, where the tokens of each rank are cut into
-`Options.num_passes` slices.
+"""A layer in sub-batches, and in passes: in more calls than one.
 
-A layer first sends all tokens. The exchange of counts tells every rank alike whether the rows of
-each rank have room: then they go, and the layer is done. If not, that call sends nothing, and the
-slices follow, each in a call of its own. In a CUDA graph they always follow: where the first call
-was enough, their ids are -1, and they send nothing.
+A call takes up to `SlotLayout.most_rows` tokens of a rank. A layer of a Buffer that was made for
+more goes in as many calls as the most that any rank may bring need: `max_tokens` of the layer, or
+of the Buffer. All ranks know this number, so they make equally many calls without asking. Each rank
+cuts its own tokens into as many sub-batches of nearly the same size.
+
+Example, calls of up to 8 tokens and max_tokens 20, so 3 sub-batches: a rank with 20 tokens sends
+8, 8 and 4, one with 7 sends 4, 3 and 0, and one with none takes part in 3 calls.
+
+With `Options.capacity_factor` a rank has room for a part of the rows of experts that can come: for
+those of any slice, where the tokens of each rank are cut into `Options.num_passes` slices.
+
+A layer, or a sub-batch, first sends all its tokens. The exchange of counts tells every rank alike
+whether the rows of each rank have room: then they go, and it is done. If not, that call sends
+nothing, and the slices follow, each in a call of its own. In a CUDA graph they always follow: where
+the first call was enough, their ids are -1, and they send nothing.
 
 Example, 2 ranks of 2 experts, capacity_factor 1, so 2 passes, and 8 tokens with one expert each:
 there is room for 2 * 4 * 1 rows on a rank. Experts 0 0 1 1 2 2 3 3 on both ranks bring 8 rows to
@@ -15,6 +24,7 @@ sends nothing, tokens 0 to 3 of both ranks bring it 8 rows, then tokens 4 to 7 b
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, NamedTuple
 
@@ -22,6 +32,7 @@ import torch
 from torch import Tensor
 
 from .buffer import Buffer
+from .checks import check_int
 from .engines.base import (
     BiasGradients,
     Gradients,
@@ -31,7 +42,7 @@ from .engines.base import (
 )
 from .errors import RoutingError
 from .streams import EventOverlap
-from .symm.slots import slice_size
+from .symm.slots import SlotLayout, slice_size
 from .weight_gradients import Grads
 
 if TYPE_CHECKING:
@@ -89,8 +100,44 @@ class PassGradients(NamedTuple):
     grads: Grads
 
 
+SubBatch = list[Pass]
+"""The passes of a sub-batch: of the tokens of a rank that one call can take."""
+
+
+def num_sub_batches(buffer: Buffer, max_tokens: int | None = None) -> int:
+    """In how many sub-batches a layer goes to which no rank brings more than max_tokens tokens, or
+    more than the Buffer was made for. It is equal on all ranks, as both are."""
+    if not buffer.takes_sub_batches:
+        return 1
+    return max(1, -(-_most_tokens(buffer, max_tokens) // SlotLayout.most_rows))
+
+
+def _most_tokens(buffer: Buffer, max_tokens: int | None) -> int:
+    """The most tokens that a rank may bring to such a layer."""
+    most = buffer.options.max_tokens
+    assert most is not None
+    return most if max_tokens is None else min(most, check_int("max_tokens", max_tokens, 0))
+
+
+def sub_batches_of(num_tokens: int, number: int) -> list[Pass]:
+    """A pass for each of so many sub-batches of a rank's tokens, which has saved nothing yet."""
+    if number == 1:
+        return [Pass(None, NOTHING)]
+    return [Pass(tokens, NOTHING) for tokens in _slices(0, num_tokens, number)]
+
+
+def _slices(begin: int, end: int, number: int) -> list[slice]:
+    """So many slices of these tokens, of nearly the same size."""
+    size = slice_size(end - begin, number)
+    edges = [min(begin + n * size, end) for n in range(number + 1)]
+    return [slice(*pair) for pair in itertools.pairwise(edges)]
+
+
 def may_take_passes(inputs: LayerInputs, buffer: Buffer, options: LayerOptions) -> bool:
-    """Whether rows of experts may have no room; by low-latency calls they have."""
+    """Whether a layer without gradients may take more calls than one: it goes in sub-batches, or
+    rows of experts may have no room; by low-latency calls they have."""
+    if buffer.takes_sub_batches and num_sub_batches(buffer, options.max_tokens) > 1:
+        return True
     if buffer.options.capacity_factor is None or not buffer.has_fused_layers:
         return False
     if buffer.options.num_passes(buffer.group_size) == 1:
@@ -103,33 +150,69 @@ def may_take_passes(inputs: LayerInputs, buffer: Buffer, options: LayerOptions) 
 
 def forward_in_passes(
     buffer: Buffer, tensors: LayerTensors, options: LayerOptions, forward: Forward
-) -> tuple[list[Pass], Trained]:
+) -> tuple[list[SubBatch], Trained]:
     """The layer, by one call of `forward` or more."""
-    first, all_tokens = _forward_pass(buffer, tensors, options, forward, Pass(None, NOTHING))
+    made = [
+        _forward_sub_batch(buffer, tensors, options, forward, one)
+        for one in _sub_batches(buffer, tensors, options)
+    ]
+    batches, done = zip(*made, strict=True)
+    if len(batches) == 1:
+        return list(batches), done[0]
+    for one in done:
+        one.event.current_stream_wait()
+    return list(batches), _sum_up(done, torch.cat([one.out for one in done]))
+
+
+def _sub_batches(buffer: Buffer, tensors: LayerTensors, options: LayerOptions) -> list[Pass]:
+    """The sub-batches of a layer, of arguments that are checked before they are cut. A layer that
+    trains goes in as many as the Buffer's max_tokens needs: the forward that a checkpoint repeats
+    may be called with another number, and must save as many tensors. More tokens than the layer may
+    have go in one call, which refuses them."""
+    max_tokens = options.max_tokens
+    number = num_sub_batches(buffer, None if options.is_trained else max_tokens)
+    if number > 1:
+        buffer._check_layer(tensors.inputs)
+        number = number if len(tensors.x) <= _most_tokens(buffer, max_tokens) else 1
+    return sub_batches_of(len(tensors.x), number)
+
+
+def _forward_sub_batch(
+    buffer: Buffer, tensors: LayerTensors, options: LayerOptions, forward: Forward, whole: Pass
+) -> tuple[SubBatch, Trained]:
+    """A sub-batch of the layer, by one call or more."""
+    first, all_tokens = _forward_pass(buffer, tensors, options, forward, whole)
     overflow = first.saved.overflow
     if not isinstance(overflow, Tensor) and not overflow:
         return [first], all_tokens
     all_tokens.event.current_stream_wait()  # in a graph the slices read its overflow
-    slices = passes_of_slices(buffer, tensors.topk_idx, overflow)
+    slices = passes_of_slices(buffer, tensors.topk_idx, whole, overflow)
     made = [_forward_pass(buffer, tensors, options, forward, one) for one in slices]
-    for _, done in made:
-        done.event.current_stream_wait()
     every = [(first, all_tokens), *made]
-    error = next((done.error for _, done in every if done.error is not None), None)
-    counts = [done.counts for _, done in every if done.counts is not None]
+    for _, one in made:
+        one.event.current_stream_wait()
+    passes, done = zip(*(every if isinstance(overflow, Tensor) else made), strict=True)
+    out = _joined(overflow, [one.out for one in done])
+    return list(passes), _sum_up([one for _, one in every], out)
+
+
+def _sum_up(done: Sequence[Trained], out: Tensor) -> Trained:
+    """What several calls have found, but for their results, which have been joined."""
+    error = next((one.error for one in done if one.error is not None), None)
+    counts = [one.counts for one in done if one.counts is not None]
     total = torch.stack(counts).sum(0, dtype=torch.int32) if counts else None
-    passes, parts = zip(*(every if isinstance(overflow, Tensor) else made), strict=True)
-    out = _joined(overflow, [done.out for done in parts])
-    return list(passes), Trained(out, EventOverlap(), total, error)
+    return Trained(out, EventOverlap(), total, error)
 
 
-def passes_of_slices(buffer: Buffer, topk_idx: Tensor, overflow: Tensor | int) -> list[Pass]:
-    """A pass for each slice of the tokens, which has saved nothing yet. overflow: see `Saved`."""
-    num_passes, num_tokens = buffer.options.num_passes(buffer.group_size), len(topk_idx)
-    size, made = slice_size(num_tokens, num_passes), []
-    for number in range(num_passes):
-        begin, end = (min(n * size, num_tokens) for n in (number, number + 1))
-        tokens, ids = slice(begin, end), None
+def passes_of_slices(
+    buffer: Buffer, topk_idx: Tensor, whole: Pass, overflow: Tensor | int
+) -> list[Pass]:
+    """A pass for each slice of the tokens of a `whole` sub-batch, which has saved nothing yet.
+    overflow: see `Saved`."""
+    begin, end, _ = (whole.tokens or slice(None)).indices(len(topk_idx))
+    made = []
+    for tokens in _slices(begin, end, buffer.options.num_passes(buffer.group_size)):
+        ids = None
         if isinstance(overflow, Tensor):
             ids = torch.where(overflow > 0, topk_idx[tokens], -1)
         made.append(Pass(tokens, NOTHING, ids))
@@ -152,20 +235,20 @@ def _forward_pass(
 def backward_in_passes(
     dy: Tensor,
     tensors: LayerTensors,
-    passes: Sequence[Pass],
+    batches: Sequence[SubBatch],
     backward: Callable[..., PassGradients],
 ) -> PassGradients:
     """The gradients of a layer, by a call of `backward` for each pass, in the forward's order."""
     done: list[PassGradients] = []
-    for one in passes:
+    for one in itertools.chain(*batches):
         part = dy if one.tokens is None else dy[one.tokens]
         earlier = done[-1] if done else None
         done.append(backward(part, one.part_of(tensors), one.saved, earlier))
     if len(done) == 1:
         return done[0]
-    overflow, made = passes[0].saved.overflow, [one.found for one in done]
-    dx = _joined(overflow, [one.x for one in made])
-    topk_grads = _joined(overflow, [one.topk_weights for one in made])
+    made = [one.found for one in done]
+    dx = _of_all_tokens(batches, [one.x for one in made])
+    topk_grads = _of_all_tokens(batches, [one.topk_weights for one in made])
     computes = [one.later for one in made if one.later is not None]
 
     def later(into: WeightGradients) -> None:
@@ -178,9 +261,19 @@ def backward_in_passes(
     return PassGradients(found, done[0].grads)
 
 
-def _joined(overflow: Tensor | int | None, parts: list[Tensor]) -> Tensor:
-    """What slices have found, of all tokens; in a graph, where the first part is what the call with
-    all tokens has found, that one if it was enough."""
+def _of_all_tokens(batches: Sequence[SubBatch], found: Sequence[Tensor]) -> Tensor:
+    """What the passes of all sub-batches have found, of all tokens."""
+    rest = iter(found)
+    joined = [
+        _joined(passes[0].saved.overflow, [*itertools.islice(rest, len(passes))])
+        for passes in batches
+    ]
+    return joined[0] if len(joined) == 1 else torch.cat(joined)
+
+
+def _joined(overflow: Tensor | int | None, found: list[Tensor]) -> Tensor:
+    """What the passes of a sub-batch have found, of all its tokens; in a graph, where the first is
+    the call with all of them, what that one has found if it was enough."""
     if isinstance(overflow, Tensor):
-        return torch.where(overflow > 0, torch.cat(parts[1:]), parts[0])
-    return torch.cat(parts)
+        return torch.where(overflow > 0, torch.cat(found[1:]), found[0])
+    return found[0] if len(found) == 1 else torch.cat(found)

@@ -22,7 +22,7 @@ from .engines.base import Into, LayerInputs, NewWeightGradients, Saved
 from .errors import BackendError, DtypeError, RoutingError, ShapeError
 from .grouped_gemm.activations import AnyActivation, num_parts
 from .lifecycle import verb
-from .passes import Pass, PassGradients, Trained, backward_in_passes, forward_in_passes
+from .passes import PassGradients, SubBatch, Trained, backward_in_passes, forward_in_passes
 from .sharded_weights import arrived
 from .streams import EventOverlap, is_captured
 from .utils import ROUTED_ANEW, saved_tensors
@@ -64,13 +64,14 @@ class LayerTensors(NamedTuple):
 
 
 class LayerOptions(NamedTuple):
-    """How a layer is called, see `moe_engine.moe_ffn`."""
+    """How a layer is called, see `moe_engine.moe_ffn`; is_trained: whether it has gradients."""
 
     max_tokens: int | None = None
     save: str = "auto"
     wgrad: Wgrad = None
     return_counts: bool = False
     async_finish: bool = False
+    is_trained: bool = True
     tag: Tag | None = None
 
     def check(self) -> None:
@@ -155,7 +156,8 @@ class _MoeFfn(torch.autograd.Function):
         options: LayerOptions,
         *flat: torch.Tensor | None,
     ) -> tuple[torch.Tensor, EventOverlap, torch.Tensor | None, RoutingError | None]:
-        passes, done = forward_in_passes(buffer, tensors, options, _forward)
+        batches, done = forward_in_passes(buffer, tensors, options, _forward)
+        passes = itertools.chain(*batches)
         ctx.save_for_backward(*flat, *itertools.chain(*(one.tensors for one in passes)))
         ctx.topk_idx = tensors.topk_idx.clone() if buffer.options.debug else None
         ctx.buffer, ctx.wgrad, of = buffer, options.wgrad, tensors.weights.gate_up
@@ -163,7 +165,7 @@ class _MoeFfn(torch.autograd.Function):
         ctx.weights = None if options.wgrad is None else tensors.weights
         ctx.gate_up = len(of.tensors), of.layout, of.name
         ctx.activation = tensors.activation
-        ctx.passes = [(len(one.tensors), one.having([None])) for one in passes]
+        ctx.batches = [[(len(one.tensors), one.having([None])) for one in each] for each in batches]
         if done.counts is not None:
             ctx.mark_non_differentiable(done.counts)
         return done.out, done.event, done.counts, done.error
@@ -176,11 +178,11 @@ class _MoeFfn(torch.autograd.Function):
             )
         _, _, _, of_x, _, of_topk, *of_gate_up, of_down, _, _ = ctx.needs_input_grad
         wanted, weights, wgrad = (any(of_gate_up), of_down), ctx.weights, ctx.wgrad
-        tensors, passes = _saved_tensors(ctx)
+        tensors, batches = _saved_tensors(ctx)
         if ctx.topk_idx is not None and not torch.equal(ctx.topk_idx, tensors.topk_idx):
             raise BackendError(ROUTED_ANEW)
         run = partial(_backward, ctx.buffer, wgrad, wanted)
-        found, grads = backward_in_passes(arrived(dy), tensors, passes, run)
+        found, grads = backward_in_passes(arrived(dy), tensors, batches, run)
         dx, dw = found.x if of_x else None, found.topk_weights
         if wgrad is not None:
             grads = wgrad.launched(found.later, weights, wanted)
@@ -188,8 +190,8 @@ class _MoeFfn(torch.autograd.Function):
         return None, None, None, dx, None, dw if of_topk else None, *grads, *biases
 
 
-def _saved_tensors(ctx: Any) -> tuple[LayerTensors, list[Pass]]:
-    """The tensors of a forward, and its passes. BackendError for what was changed since."""
+def _saved_tensors(ctx: Any) -> tuple[LayerTensors, list[SubBatch]]:
+    """The tensors of a forward, and its sub-batches. BackendError for what was changed since."""
     try:
         x, topk_idx, topk_weights, *tensors = saved_tensors(ctx)
     except RuntimeError as error:
@@ -207,10 +209,13 @@ def _saved_tensors(ctx: Any) -> tuple[LayerTensors, list[Pass]]:
     weights = LayerWeights(gate_up, down)
     is_kept = torch._C._autograd._get_current_graph_task_keep_graph()  # retain_graph=True
     rest = iter(tensors[num_gate_up + 3 :])
-    passes = [one.having([*itertools.islice(rest, size)], is_kept) for size, one in ctx.passes]
+    batches = [
+        [one.having([*itertools.islice(rest, size)], is_kept) for size, one in passes]
+        for passes in ctx.batches
+    ]
     return LayerTensors(
         x, topk_idx, topk_weights, weights, b_gate_up, b_down, ctx.activation
-    ), passes
+    ), batches
 
 
 @verb

@@ -150,11 +150,11 @@ def warm_layer_of_nodes(buffer: BufferLifecycle, inputs: LayerInputs) -> None:
 @verb
 def warm_trained_layer(buffer: BufferLifecycle, inputs: LayerInputs) -> None:
     """Where a weight requires grad, a layer's forward and backward by each policy; else, where it
-    may run in passes (`passes.py`), its forward. Collective."""
+    may run in sub-batches or passes (`passes.py`), its forward. Collective."""
     engine, weights = buffer._ready(), (inputs.w_gate_up, inputs.w_down)
     wanted = [one.requires_grad for one in weights]
     is_trained = any(wanted)
-    in_passes = buffer.options.num_passes(buffer.group_size) > 1
+    in_passes = buffer.takes_sub_batches or buffer.options.num_passes(buffer.group_size) > 1
     policies = SAVE_POLICIES[1:] if is_trained else ("none",) * in_passes
     with buffer._streams.call():
         for save in policies:

@@ -138,7 +138,9 @@ def plain(world: World) -> dict[str, Target]:
             {"event": "event", "extra_tensors": "unused", "release_handle": "flag"},
         ),
         "hook": Target(
-            api.EventOverlap().register_hook_after_wait, {"hook": print}, {"hook": "callable"}
+            api.EventOverlap().register_hook_after_wait,
+            {"hook_after_wait": print},
+            {"hook_after_wait": "callable"},
         ),
         "destroyed Buffer": Target(
             _destroyed(world).get_dispatch_layout,

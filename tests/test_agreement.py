@@ -63,6 +63,7 @@ OPTIONS = {
     "many slots": ({"num_slots": 17}, "num_slots is 17"),
     "half a slot": ({"num_slots": 2.5}, r"num_slots is 2\.5"),
     "negative tokens": ({"max_tokens": -1}, "max_tokens is -1"),
+    "bytes for tokens": ({"max_tokens": 1 << 30}, "max_tokens is 1073741824; .* 0 to 4194304"),
     "tokens as a float": ({"max_tokens": 8.0}, r"max_tokens is 8\.0"),
     "negative decode tokens": ({"decode_tokens": -1}, "decode_tokens is -1"),
     "another capacity": ({"capacity_factor": 1.5}, "capacity_factor differs between ranks"),
@@ -77,7 +78,7 @@ OPTIONS = {
     "a layer as a dict": ({"layer": {}}, "layer is a dict"),
 }
 TOKENS = {  # keywords of for_tokens
-    "too many tokens": ({"max_tokens": 70_000}, "in parts"),
+    "bytes for tokens": ({"max_tokens": 1 << 30}, "max_tokens is 1073741824; .* 0 to 4194304"),
     "negative tokens": ({"max_tokens": -1}, "max_tokens is -1"),
     "half a token": ({"max_tokens": 2.5}, r"max_tokens is 2\.5"),
     "no columns": ({"hidden": 0}, "hidden is 0"),

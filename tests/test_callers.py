@@ -82,7 +82,7 @@ def swapped_layers(group, way: str, backend: str = "auto") -> Error | None:
     buffer, rank = new_buffer(group, backend, **more), group.rank()
     few = FEW if way == "decode" else None
     layers = [inputs(rank, number) for number in range(2)]
-    modules = [MoEFeedForward(2, H, I, buffer, torch.float32) for _ in range(2)]
+    modules = [MoEFeedForward(2, H, I, buffer, torch.float32).to(cases.device()) for _ in range(2)]
 
     def call(number: int) -> Any:
         x, idx, weights, up, down = layers[number]
@@ -351,7 +351,9 @@ def refused_on(group, ranks: list[int], verb: str, backend: str, few: bool) -> A
     found: list[bool] = []
 
     def call() -> None:
-        found.append(torch.equal(moe_ffn(*args, buffer, most), first))
+        y = moe_ffn(*args, buffer, most)
+        buffer.check()  # a GPU tells later
+        found.append(torch.equal(y, first))
 
     return attempt(group, buffer, [call] * 2), found
 

@@ -77,7 +77,8 @@ def test_buffers_of_any_size_find_their_kernels(most):
 
 def call_in_passes(count, shape):
     """A layer of `count` tokens as in a graph, where its slices follow, and its backward."""
-    buffer = SimpleNamespace(options=Options(capacity_factor=1), group_size=shape.num_ranks)
+    options = Options(capacity_factor=1)
+    buffer = SimpleNamespace(options=options, group_size=shape.num_ranks, takes_sub_batches=False)
     engine = kernel_engine(shape.num_ranks, count, shape.region_bytes(count), capacity=1.0)
     x, idx, weights, up, down, *_ = shape.inputs(count, *shape.weights())
     layer = LayerTensors(x, idx, weights, LayerWeights(GateUp.of(up, "concatenated"), down))
@@ -90,9 +91,9 @@ def call_in_passes(count, shape):
         into = WeightGradients(up.clone(), down.clone(), earlier is not None)
         return PassGradients(engine.moe_ffn_backward(dy, tensors.inputs, saved, into), ())
 
-    passes, _ = forward_in_passes(buffer, layer, LayerOptions(save="none"), forward)
-    assert len(passes) == 1 + shape.num_ranks
-    backward_in_passes(x.clone(), layer, passes, backward)
+    batches, _ = forward_in_passes(buffer, layer, LayerOptions(save="none"), forward)
+    assert [len(passes) for passes in batches] == [1 + shape.num_ranks]
+    backward_in_passes(x.clone(), layer, batches, backward)
 
 
 @settings(phases=[Phase.generate], max_examples=2)

@@ -21,8 +21,8 @@ CHANGES = {
 
 
 def refute(group):
-    """What is said to each change on rank 0, and of more tokens. Other ranks refuse as many calls, so
-    the ranks stay in step."""
+    """What is said to each change on rank 0, and of more tokens. Other ranks refuse as many calls,
+    so the ranks stay in step."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("MOE_ENGINE_DEBUG", "1")
         buffer = low_latency.make_buffer(group, MAX_TOKENS, HIDDEN, EXPERTS)

@@ -29,6 +29,7 @@ from moe_engine import passes as layer_passes
 from moe_engine.emulation import PerRank
 from moe_engine.engines.base import Saved
 from moe_engine.engines.kernel import KernelEngine
+from moe_engine.training import LayerOptions
 from moe_engine.weight_gradients import DelayedWgrad
 
 # Tokens of each rank, the routing, top-k, capacity_factor.
@@ -146,10 +147,11 @@ def test_slices_of_a_graph_begin_when_all_tokens_have_ended():
         fill = partial(overflow.fill_, 1) if is_first else mock.Mock()
         return torch.ones_like(ids), saved, None, LateEvent(fill)
 
-    buffer = SimpleNamespace(options=SimpleNamespace(num_passes=lambda _: 2), group_size=2)
+    options = SimpleNamespace(num_passes=lambda _: 2)
+    buffer = SimpleNamespace(options=options, group_size=2, takes_sub_batches=False)
     ids = torch.arange(8)[:, None]
     tensors = Routed(torch.ones(8, 2), ids, torch.ones(8, 1))
-    _, done = layer_passes.forward_in_passes(buffer, tensors, None, forward)
+    _, done = layer_passes.forward_in_passes(buffer, tensors, LayerOptions(), forward)
     assert ids_of_calls == [[*range(8)], [*range(4)], [*range(4, 8)]]
     assert done.out.shape == ids.shape
 

@@ -160,6 +160,7 @@ def check_layer_weights(inputs: LayerInputs) -> None:
     check_weights(like, down, down.shape[2], "none", inputs.s_down, name="w_down")
 
 
+@torch.no_grad()  # what requires grad was checked in the forward
 def check_backward(
     dy: torch.Tensor, inputs: LayerInputs, saved: Sequence[torch.Tensor | None]
 ) -> None:

@@ -93,7 +93,14 @@ class GrowingEngine(MemoryEngine):
             raise TooManyTokens(
                 f"rank {self.slots.context.rank}: {num_tokens} tokens of {row.payload_bytes} bytes "
                 f"and top-{row.num_topk} in one call; this Buffer's memory "
-                f"({self.slots.layout.num_bytes} bytes) takes {limit}. Other ranks may be in the "
-                "call, so make a new Buffer, with Buffer.for_tokens(...) for the largest batch, "
-                "hidden size and top-k, or with the bytes of Buffer.size_hint(...)."
+                f"({self.slots.layout.num_bytes} bytes) takes {limit}{self._in_sub_batches}. Other "
+                "ranks may be in the call, so make a new Buffer, with Buffer.for_tokens(...) for "
+                "the largest batch, hidden size and top-k, or with the bytes of "
+                "Buffer.size_hint(...)."
             )
+
+    @property
+    def _in_sub_batches(self) -> str:
+        """What errors say of a Buffer whose layers go in sub-batches (`passes.py`)."""
+        most = self._max_tokens or 0
+        return f", and a layer in sub-batches {most}" if most > self.slots.layout.most_rows else ""
