@@ -68,11 +68,13 @@ def _verb(method: Callable[Concatenate[B, P], T], sends: bool) -> Callable[Conca
             result = method(self, *args, **kwargs)
             was_made = True
             return self._finish(result) if self._with_bad_ids or self.options.debug else result
-        except BaseException as error:
-            trace = error.__traceback__
+        except BaseException as raised:
+            error, trace = self._explained(raised), raised.__traceback__
             binds = trace is not None and trace.tb_next is not None  # else an argument is missing
             if not (binds and self._break_off(error)) and sends and not was_made:
                 self.note_refusal(method.__name__, error)
+            if error is not raised:
+                raise error from None
             raise
 
     return call
@@ -312,6 +314,21 @@ class BufferLifecycle:
 
     def _contexts(self) -> list[DeviceContext]:
         return [context for engine in self._engines for context in engine.contexts()]
+
+    def _explained(self, error: BaseException) -> BaseException:
+        """What to raise for an error: OutOfStep where a rank was waited for in vain that has begun
+        a call in other memory of this Buffer, so that neither saw the other's."""
+        if not isinstance(error, PeerTimeout):
+            return error
+        contexts = self._contexts()
+        ended = next((one for one in contexts if one.ended is error), None)
+        if ended is None or (ours := ended.begun_by(self.rank, error.epoch)) is None:
+            return error
+        for other in contexts:
+            theirs = None if other is ended else other.begun_by(error.peer)
+            if theirs is not None:
+                return ended.end_out_of_step(error.peer, ours, theirs)
+        return error
 
     def _break_off(self, error: BaseException) -> bool:
         """End the calls of this Buffer on all ranks where an error leaves this one out of step.

@@ -81,7 +81,8 @@ def dispatch(
     CapacityError. Where even the tokens that come, each counted once, are more than max_rows, that
     error ends the Buffer.
 
-    tag: which layer of the model this is, equal on all ranks; see `moe_engine.moe_ffn`.
+    tag: which layer of the model this is, equal on all ranks; see `moe_engine.moe_ffn`. Without one
+    the call still differs from a `Buffer.dispatch` of the same sizes.
 
     Example, 2 ranks of 2 experts, alignment 2, topk_idx [[0, 3], [2, 3], [3, 0], [1, 1]] on rank 0
     and nothing on rank 1: rank 0 has rows of tokens 0 2 | 3 3, offsets [0, 2, 4], rank 1 rows of

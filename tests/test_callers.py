@@ -32,7 +32,7 @@ Error = tuple[str, str]
 
 
 def new_buffer(group, backend="auto", **options) -> Buffer:
-    options = Options(decode_tokens=FEW, timeout_s=60.0, **options)
+    options = Options(**{"decode_tokens": FEW, "timeout_s": 60.0, **options})
     return Buffer.for_tokens(group, 16, H, 2 * group.size(), K, torch.float32, backend, options)
 
 

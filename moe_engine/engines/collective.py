@@ -22,7 +22,8 @@ from ..dispatch import DispatchLayout, Received, Tokens
 from ..errors import BackendError, CapacityError, MoeEngineError, RoutingError, bad_ids
 from ..kinds import Described
 from ..kinds import Kind as KindOfCall
-from ..symm.device_context import DeviceContext, mismatch, out_of_step_by_refusal
+from ..symm.device_context import DeviceContext
+from ..symm.mismatch import mismatch, out_of_step_by_refusal
 from .base import (
     NUM_SMS,
     Arrived,

@@ -13,7 +13,7 @@ sets a bit of the field `BROKEN` there, so that kernels that wait for it return 
 from __future__ import annotations
 
 import ctypes
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from typing import TYPE_CHECKING, Any
 
@@ -21,11 +21,7 @@ import torch
 
 from ..callers import Callers
 from ..device.context import (
-    CALLER,
-    DISPATCH_OF_HANDLE,
     REFUSED_CALLS,
-    SAVED,
-    SIGNATURE,
     SIGNATURE_WORDS,
     ContextField,
     Kind,
@@ -33,9 +29,9 @@ from ..device.context import (
     Report,
     Role,
     TracedRole,
-    saved_name,
 )
 from ..device.lang import INTERPRETED, TRACING
+from ..device.ring import COUNT_BITS, COUNT_MASK, FIELDS, MAX_COUNTS
 from ..errors import (
     CapacityError,
     MoeEngineError,
@@ -49,6 +45,7 @@ from ..hardware import outside_capture, pace_ps_per_kb
 from ..kernel_bundle import bundle
 from ..launch import Grid, launch
 from ..utils import LINE_BYTES, round_up
+from .mismatch import low_latency_fields, mismatch, out_of_step_by_refusal, signature_fields
 from .notices import NOTICE_BYTES, Notices, told_error
 
 if TYPE_CHECKING:
@@ -202,6 +199,12 @@ class DeviceContext:
             self.ended = self.ended or self._reported()
             raise self.ended.with_traceback(None)
 
+    def end_out_of_step(self, peer: int, ours: int, theirs: int) -> MoeEngineError:
+        """Let the calls of this rank have ended because a peer began another call: the `Kind` of
+        both."""
+        self.ended = mismatch(self.rank, peer, {"verb": (ours, theirs)}, self.callers)
+        return self.ended
+
     @property
     def has_ended(self) -> bool:
         """Whether `check` raises."""
@@ -227,7 +230,11 @@ class DeviceContext:
         if phase == Phase.ABANDONED:
             return self.notices.read()
         if phase in (Phase.SIGNATURE, Phase.FIELDS):
-            return self._mismatch(phase, peer)
+            size = SIGNATURE_WORDS.value
+            ours = self.report[Report.OURS : Report.OURS + size]
+            theirs = self.report[Report.THEIRS : Report.THEIRS + size]
+            named = signature_fields if phase == Phase.SIGNATURE else low_latency_fields
+            return self._mismatch(named, ours, theirs, peer)
         if phase == Phase.HANDLE:
             return ShapeError(
                 f"rank {self.rank}: the handle of call {epoch} is not what dispatch of this Buffer "
@@ -246,6 +253,10 @@ class DeviceContext:
                 "the bytes of Buffer.size_hint(...) for this payload."
             )
         slot = epoch % self.layout.num_slots
+        for call in range(epoch - self.layout.num_slots + 1, epoch + 1):
+            ours, theirs = self._told(self.rank, call), self._told(peer, call)
+            if ours and theirs and ours != theirs:
+                return self._mismatch(low_latency_fields, ours, theirs, peer)
         if phase == Phase.ROUTING:
             return ShapeError(
                 f"rank {self.rank} got another number of rows in a layer's backward than in its "
@@ -260,7 +271,7 @@ class DeviceContext:
     def _is_backward(self, slot: int) -> bool:
         """Whether this rank's last call in a slot was a layer's backward, as its signature says."""
         layout = self.layout
-        if ContextField.STAGE_FLAGS not in layout.fields():  # low-latency memory
+        if self._is_low_latency:
             return False
         at = layout.slots + (slot * layout.num_regions + self.rank) * layout.region_bytes
         with suppress(RuntimeError), outside_capture(self.fields.device):
@@ -268,16 +279,58 @@ class DeviceContext:
             return int(kind) == Kind.MOE_FFN_BACKWARD
         return False
 
-    def _mismatch(self, phase: Phase, peer: int) -> MoeEngineError:
-        """The error of two ranks that began calls which do not match."""
-        size = SIGNATURE_WORDS.value
-        ours = self.report[Report.OURS : Report.OURS + size]
-        theirs = self.report[Report.THEIRS : Report.THEIRS + size]
-        named = signature_fields if phase == Phase.SIGNATURE else low_latency_fields
-        mine, others = named(ours), named(theirs)
+    @property
+    def _is_low_latency(self) -> bool:
+        return ContextField.STAGE_FLAGS not in self.layout.fields()
+
+    def _told(self, rank: int, epoch: int) -> list[int]:
+        """What a rank has told this one of its low-latency call of this epoch, see `call_fields`;
+        [] where it has told nothing yet. Calls that differ may wait for each other before they
+        compare that: a hooked combine for weights, and a dispatch for counts."""
+        layout = self.layout
+        if not self._is_low_latency:
+            return []
+        writer = epoch % layout.num_slots * layout.num_ranks + rank
+        at = layout.fields()[ContextField.COUNT_FLAGS] + writer * MAX_COUNTS.value * 8
+        with suppress(RuntimeError), outside_capture(self.fields.device):
+            words = self._block.local[at : at + 8 * FIELDS.value].view(torch.int64).cpu()
+            words[0] = epoch << COUNT_BITS.value  # the number of tokens, or a flag
+            if bool((words >> COUNT_BITS.value == epoch).all()):
+                return [word & COUNT_MASK.value for word in words.tolist()]
+        return []
+
+    def begun_by(self, rank: int, epoch: int | None = None) -> int | None:
+        """The `Kind` of a call of this memory that a rank has begun, as it has told this one: of
+        this epoch, or of the first one that this rank itself has not begun; None if there is none.
+        Ranks of other nodes tell it through others, and are left out."""
+        layout = self.layout
+        if layout.num_nodes > 1:
+            return None
+        with suppress(RuntimeError), outside_capture(self.fields.device):
+            epoch = int(self.fields[ContextField.EPOCH]) + 1 if epoch is None else epoch
+            if self._is_low_latency:
+                told = self._told(rank, epoch)
+                return low_latency_fields(told)["verb"] if told else None
+            flag = layout.fields()[ContextField.COUNT_FLAGS] + 8 * rank
+            slot = epoch % layout.num_slots * layout.num_regions + rank
+            at = layout.slots + slot * layout.region_bytes
+            if int(self._block.local[flag : flag + 8].view(torch.int64)) >= epoch:
+                return int(self._block.local[at : at + 4].view(torch.int32))
+        return None
+
+    def _mismatch(
+        self,
+        named: Callable[[Sequence[int]], dict[str, int]],
+        ours: Sequence[int],
+        theirs: Sequence[int],
+        peer: int,
+    ) -> MoeEngineError:
+        """The error of two ranks that began calls which do not match. named: the fields of what
+        both told."""
+        mine = named(ours)
         found = {
             name: (mine[name], other)
-            for name, other in others.items()
+            for name, other in named(theirs).items()
             if name in mine and mine[name] != other
         }
         if REFUSED_CALLS in found:
@@ -363,87 +416,3 @@ class DeviceContext:
 
 def _name(kernel: Any) -> str:
     return "nothing" if kernel is None else str(kernel.__name__)
-
-
-def signature_fields(words: Sequence[int]) -> dict[str, int]:
-    """The fields of a call's signature by name; see `device/signature.py`."""
-    return dict(zip(SIGNATURE, words, strict=False))
-
-
-def low_latency_fields(words: Sequence[int]) -> dict[str, int]:
-    """The fields of a low-latency call by name, but for its tokens, in which ranks may differ; see
-    `call_fields.call_fields`."""
-    _, most, low, high, num_topk, num_experts, mixed, last, caller, of_caller, refused, *_ = words
-    verb, item_bytes = mixed >> 4, mixed & 15
-    is_combine = verb in (Kind.LOW_LATENCY_COMBINE, Kind.MOE_FFN_COMBINE)
-    return {
-        "verb": verb,
-        "most tokens": most,
-        "bytes per token": low + (high << 16),
-        "top-k": num_topk,
-        "experts": num_experts,
-        "bytes per item": item_bytes,
-        DISPATCH_OF_HANDLE if is_combine else "words of scales": last,
-        CALLER: _as_int32(caller + (of_caller << 16)),
-        REFUSED_CALLS: refused,
-    }
-
-
-SAME_ORDER = "Every rank makes the same calls on a Buffer in the same order; make a new Buffer."
-
-
-def out_of_step_by_refusal(rank: int, peer: int, refused: int, count: int, last: str) -> OutOfStep:
-    """The error of ranks of which rank `refused` has refused so many calls more than the other;
-    last: which verb refused the last of them, and why."""
-    other = peer if refused == rank else rank
-    what = f"a call that rank {other} did not refuse, in"
-    if count > 1:
-        what = f"{count} calls that rank {other} did not refuse, the last one in"
-    why = last.rstrip(".") or "a verb, for a reason that has not arrived here"
-    return OutOfStep(
-        f"ranks {rank} and {peer} are out of step: rank {refused} refused {what} {why}. A rank may "
-        f"go on after an error that all ranks got. {SAME_ORDER}"
-    )
-
-
-def mismatch(
-    rank: int, peer: int, found: dict[str, tuple[Any, ...]], callers: Callers
-) -> MoeEngineError:
-    """The error of ranks whose calls differ in `found`: for each name, the values of both."""
-    if "verb" in found:
-        ours, theirs = (_verb(value) for value in found["verb"])
-        return OutOfStep(
-            f"ranks {rank} and {peer} are out of step: rank {rank} began {ours}, rank {peer} began "
-            f"{theirs}. {SAME_ORDER}"
-        )
-    if CALLER in found:
-        ours, theirs = map(callers.name, found[CALLER])
-        return OutOfStep(
-            f"ranks {rank} and {peer} are out of step: rank {rank} called {ours}, rank {peer} "
-            f"called {theirs}. {SAME_ORDER}"
-        )
-    if DISPATCH_OF_HANDLE in found:
-        ours, theirs = (str(value) for value in found[DISPATCH_OF_HANDLE])
-        return OutOfStep(
-            f"ranks {rank} and {peer} are out of step: the handle of rank {rank} is of call "
-            f"{ours}, that of rank {peer} of call {theirs}. {SAME_ORDER}"
-        )
-    if SAVED in found:
-        found[SAVED] = tuple(map(saved_name, found[SAVED]))
-    sizes = ", ".join(
-        f"{name} {one} on rank {rank} and {other} on rank {peer}"
-        for name, (one, other) in found.items()
-    )
-    return ShapeError(
-        f"ranks {rank} and {peer} began calls of different shapes: {sizes}. They must agree on all "
-        "ranks; make a new Buffer."
-    )
-
-
-def _as_int32(bits: int) -> int:
-    return bits - 2**32 if bits >> 31 else bits
-
-
-def _verb(kind: int) -> str:
-    known = {int(one) for one in Kind}
-    return Kind(kind).name.lower() if kind in known else f"something unknown ({kind})"
