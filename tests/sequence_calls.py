@@ -191,10 +191,14 @@ class Exchanges(Rank):
 
         def again() -> None:
             other = self.choose("times", 2, 3)
-            got = buffer.dispatch(self.lying(own_x * other), handle=handle, do_expand=expands)
-            num_rows = len(sent) if not expands else place.num_expanded
-            if not expands or alignment == 1:
-                self.check((got[0][:num_rows], sent * other))
+            of = drawn.weights[self.rank] * other if self.chance("weights", 0.5) else None
+            got = buffer.dispatch(
+                self.lying(own_x * other), topk_weights=of, handle=handle, do_expand=expands
+            )
+            if not expands or alignment == 1:  # else nothing is written to the padding
+                self.check((got[0][: len(sent)], sent * other))
+            if of is not None and not expands:
+                self.check((got[2][: len(sent)], want.topk_weights * other))
 
         self.leave("elastic combine", combine, "elastic", often=True)
         self.leave("elastic cached dispatch", again, "elastic", often=True)

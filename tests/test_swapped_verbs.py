@@ -228,7 +228,8 @@ ONE_PLAN = ("sums of rows", "backward of rows")
 def marks(where: str, pair: tuple[str, str]) -> list[Any]:
     found = [] if pair in QUICK[where] else [pytest.mark.slow]
     if pair == ONE_PLAN:
-        found.append(pytest.mark.xfail(reason="a combine and a backward by one plan are alike"))
+        reason = "a combine and a backward by one plan are alike"
+        found.append(pytest.mark.xfail(reason=reason, strict=True))
     return found
 
 
