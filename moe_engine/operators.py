@@ -228,9 +228,9 @@ def _save_dispatch(ctx: Any, inputs: tuple[Any, ...], output: Sequence[Tensor]) 
 
 
 def _dispatch_backward(ctx: Any, rows: Tensor, weights: Tensor, *_: Any) -> tuple[Any, ...]:
-    of_weights = weights if ctx.needs_input_grad[2] else None
-    dx, dw = operators.combine(rows, of_weights, list(saved_tensors(ctx)), ctx.buffer_id)
-    return dx, None, None if of_weights is None else dw, *(None,) * 5
+    # Always with weights, by which ranks tell it from a forward's combine by the same plan.
+    dx, dw = operators.combine(rows, weights, list(saved_tensors(ctx)), ctx.buffer_id)
+    return dx, None, dw if ctx.needs_input_grad[2] else None, *(None,) * 5
 
 
 def _save_plan(ctx: Any, inputs: tuple[Any, ...], output: Any) -> None:

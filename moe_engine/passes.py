@@ -67,7 +67,8 @@ class Pass(NamedTuple):
 
     def having(self, tensors: Sequence[Tensor | None], is_kept: bool = True) -> Pass:
         """This pass with other tensors; is_kept: see `Saved`."""
-        saved = self.saved._replace(tensors=tuple(tensors[1:]), is_kept=is_kept)
+        of = self.saved  # `_replace` takes three times as long
+        saved = Saved(of.save, tuple(tensors[1:]), of.num_rows, is_kept, of.overflow, of.forward)
         return Pass(self.tokens, saved, tensors[0])
 
     def part_of(self, tensors: LayerTensors) -> LayerTensors:
@@ -169,6 +170,8 @@ def _sub_batches(buffer: Buffer, tensors: LayerTensors, options: LayerOptions) -
     trains goes in as many as the Buffer's max_tokens needs: the forward that a checkpoint repeats
     may be called with another number, and must save as many tensors. More tokens than the layer may
     have go in one call, which refuses them."""
+    if not buffer.takes_sub_batches:
+        return sub_batches_of(0, 1)
     max_tokens = options.max_tokens
     number = num_sub_batches(buffer, None if options.is_trained else max_tokens)
     if number > 1:

@@ -118,10 +118,19 @@ class CollectiveEngine(LayerByVerbs):
             if found:
                 self._end(mismatch(self.rank, peer, found, self._callers))
 
-    def _open_again(self, kind: Kind, x: torch.Tensor, handle: Handle) -> None:
-        """Begin a call that has a handle."""
+    def _open_again(
+        self,
+        kind: Kind,
+        x: torch.Tensor,
+        handle: Handle,
+        weights: torch.Tensor | None = None,
+        scales: torch.Tensor | None = None,
+    ) -> None:
+        """Begin a call that has a handle. weights [N, K] and scales [N, S] may travel with x."""
         number = int(handle.signature[SIGNATURE.index(DISPATCH_OF_HANDLE)])
-        self._open(kind, x, x.shape[1] * x.itemsize, dispatched=number)
+        num_topk, num_scales = (0 if one is None else one.shape[1] for one in (weights, scales))
+        sizes = x.shape[1] * x.itemsize, num_topk, 0, x.itemsize, num_scales
+        self._open(kind, x, *sizes, dispatched=number)
 
     def _compare_refusals(self, counts: Sequence[int]) -> None:
         """Raise OutOfStep, on all ranks, where these have refused other numbers of calls."""
@@ -218,7 +227,7 @@ class CollectiveEngine(LayerByVerbs):
         described: Described | None = None,
     ) -> Received:
         """See `KernelEngine.dispatch_cached`."""
-        self._open_again(Kind.CACHED_DISPATCH, x, handle)
+        self._open_again(Kind.CACHED_DISPATCH, x, handle, scales=scales)
         send, recv = self._splits(handle.rank_prefix_matrix)
         flat = torch.cat([handle.send_token_idx[rank, :num] for rank, num in enumerate(send)])
         rows = self._exchange(x[flat.long()], send, recv)
@@ -238,7 +247,7 @@ class CollectiveEngine(LayerByVerbs):
         described: Described | None = None,
     ) -> tuple[torch.Tensor, torch.Tensor | None]:
         """See `KernelEngine.combine`."""
-        self._open_again(Kind.COMBINE, x, handle)
+        self._open_again(Kind.COMBINE, x, handle, topk_weights)
         send, recv = self._splits(handle.rank_prefix_matrix)
         rows = self._exchange(x[: sum(recv)], recv, send)
         out = torch.zeros(
