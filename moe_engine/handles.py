@@ -191,7 +191,6 @@ def _check_part(
             and tensor.is_contiguous()
             and tensor.shape == shape
             and tensor.data_ptr()
-            and not tensor.is_neg()
         )
     except RuntimeError:  # a sparse or nested tensor
         is_right = False

@@ -191,7 +191,8 @@ class Kinds:
     ) -> Described:
         """The kind of a call with these arguments: options, which can be hashed, and of each
         tensor, in tuples or not, the type, shape, strides, dtype, device, where in 16 bytes it
-        begins, whether it wants a gradient, and torch's negative bit. Of the tensors in `sized` the
+        begins, whether it wants a gradient, and torch's negative bit, which of the dtypes that
+        calls take float32 alone has. Of the tensors in `sized` the
         first size is no part of it. Arguments of other types have no kind, nor have tensors of a
         class that torch's functions pass on to their results, which would not be those that a call
         has recorded.
@@ -230,7 +231,7 @@ class Kinds:
                         parts.append(list(tensors).index(id(one)))
                         continue
                     tensors[id(one)] = one
-                    address, shape = one.data_ptr(), one.shape
+                    address, shape, dtype = one.data_ptr(), one.shape, one.dtype
                     addresses.append(address)
                     if num_args <= number < len(every):
                         shape = shape[1:]
@@ -238,11 +239,11 @@ class Kinds:
                         one.__class__,
                         shape,
                         one.stride(),
-                        one.dtype,
+                        dtype,
                         one.get_device(),
                         address & 15 if address else _place_without_address(one),
                         one.requires_grad,
-                        one.is_neg(),
+                        dtype is torch.float32 and one.is_neg(),
                     )
                 elif isinstance(one, tuple | list):
                     parts += one.__class__, len(one)
