@@ -13,7 +13,13 @@ pytest.importorskip("transformers")
 from transformers import DynamicCache, GenerationConfig, MixtralConfig, StaticCache
 from transformers.modeling_outputs import MoeCausalLMOutputWithPast
 
-from moe_engine.integrations.decode_graphs import Output, Step, items, with_static_cache
+from moe_engine.integrations.decode_graphs import (
+    CACHE_NAMES,
+    Output,
+    Step,
+    items,
+    with_static_cache,
+)
 
 
 def config(**changes: Any) -> MixtralConfig:
@@ -28,13 +34,14 @@ def filled(cache: StaticCache) -> StaticCache:
     return cache
 
 
-def test_what_a_decode_step_is() -> None:
+@pytest.mark.parametrize("name", CACHE_NAMES)
+def test_what_a_decode_step_is(name: str) -> None:
     ids, cache = torch.ones(2, 1, dtype=torch.long), filled(StaticCache(config(), max_cache_len=8))
     mask = {"full": torch.ones(2, 8), "none": None}
-    inputs = {"input_ids": ids, "attention_mask": mask, "use_cache": True, "past_key_values": cache}
+    inputs = {"input_ids": ids, "attention_mask": mask, "use_cache": True, name: cache}
     step = Step.of(inputs)
-    assert step is not None and step.cache is cache
-    assert step.num_tokens == 2 and "past_key_values" not in step.inputs
+    assert step is not None and step.cache is cache and step.cache_name == name
+    assert step.num_tokens == 2 and name not in step.inputs
     same = Step.of(
         inputs | {"input_ids": ids + 1, "attention_mask": mask | {"full": mask["full"] * 2}}
     )
@@ -46,7 +53,7 @@ def test_what_a_decode_step_is() -> None:
         {"attention_mask": mask | {"full": torch.ones(2, 9)}},
         {"attention_mask": mask["full"]},
         {"logits_to_keep": 1},
-        {"past_key_values": filled(StaticCache(config(), max_cache_len=8))},
+        {name: filled(StaticCache(config(), max_cache_len=8))},
     )
     for change in changes:
         other = Step.of(inputs | change)

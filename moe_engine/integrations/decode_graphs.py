@@ -32,6 +32,8 @@ from ..utils import untraced
 from .forward_passes import ForwardPasses
 from .transformers_experts import experts_layers, has_own_forward
 
+CACHE_NAMES = "cache", "past_key_values"
+"""The argument of a model that is its cache: since transformers 5.24, and before."""
 MOST_GRAPHS = 8
 """Of one cache: the sizes of batches that come in turn as ranks begin and end."""
 
@@ -114,7 +116,7 @@ def with_static_cache(model: Any, args: tuple[Any, ...], more: dict[str, Any]) -
         return next((value for value in values if value is not None), None)
 
     has_other_cache = (
-        more.get("past_key_values") is not None
+        any(more.get(name) is not None for name in CACHE_NAMES)
         or given("cache_implementation") is not None
         or given("use_cache") is False
     )
@@ -136,9 +138,11 @@ def is_fully_sharded(model: Any) -> bool:
 
 
 class Step(NamedTuple):
-    """The inputs of a decode step: tensors, in a dict or in dicts within it, and numbers."""
+    """The inputs of a decode step: tensors, in a dict or in dicts within it, and numbers.
+    cache_name: the one of CACHE_NAMES by which the cache came."""
 
     cache: Any
+    cache_name: str
     inputs: dict[str, Any]
     num_tokens: int
     kind: Hashable
@@ -147,21 +151,23 @@ class Step(NamedTuple):
     def of(cls, inputs: dict[str, Any]) -> Step | None:
         """From the named arguments of the model; None for anything else than a decode step."""
         inputs = dict(inputs)
-        ids, cache = inputs.get("input_ids"), inputs.pop("past_key_values", None)
+        ids = inputs.get("input_ids")
+        given = (one for one in CACHE_NAMES if inputs.get(one) is not None)
+        cache = inputs.pop(name := next(given, ""), None)
         if not isinstance(ids, Tensor) or ids.shape[1:] != (1,) or not is_static(cache):
             return None
-        kind: list[Hashable] = []
-        for name, value in items(inputs):
+        kind: list[Hashable] = [name]
+        for key, value in items(inputs):
             if isinstance(value, Tensor):
-                kind.append((name, value.shape, value.dtype, value.device))
+                kind.append((key, value.shape, value.dtype, value.device))
             elif value is None or isinstance(value, bool | int | float | str):
-                kind.append((name, value))
+                kind.append((key, value))
             else:
                 return None
         for layer in cache.layers:  # a beam search puts other tensors there
             kept = layer.keys, layer.values, layer.cumulative_length
             kind.append(tuple(tensor.data_ptr() for tensor in kept))
-        return cls(cache, inputs, ids.numel(), tuple(kind))
+        return cls(cache, name, inputs, ids.numel(), tuple(kind))
 
 
 def items(inputs: dict[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
@@ -325,7 +331,7 @@ class DecodeGraphs:
         if step is None:
             return forward(*args, **kwargs)
         most = self._passes.agree(step.num_tokens)
-        call = partial(forward, past_key_values=step.cache)
+        call = partial(forward, **{step.cache_name: step.cache})
         if self._is_prefill(most, step.num_tokens):
             with self._passes.fixing(most):
                 return call(**step.inputs)
