@@ -11,7 +11,8 @@ from sequence_cases import run_sequences
 NUM_CALLS = 12
 FEW = {1: 7, 2: 9, 3: 4}
 """Sequences by the number of ranks."""
-MANY = 100
+SLOW, MANY = 40, 200
+"""More of them, which are slow, and which take an hour."""
 
 
 @pytest.mark.timeout(1800)
@@ -19,7 +20,8 @@ MANY = 100
     ("num_ranks", "first", "count"),
     [
         *((ranks, 0, count) for ranks, count in FEW.items()),
-        *(pytest.param(ranks, 100, MANY, marks=pytest.mark.slow) for ranks in FEW),
+        *(pytest.param(ranks, 100, SLOW, marks=pytest.mark.slow) for ranks in FEW),
+        *(pytest.param(ranks, 200, MANY, marks=pytest.mark.soak) for ranks in FEW),
     ],
 )
 def test_mixed_calls(pool: Any, num_ranks: int, first: int, count: int) -> None:
