@@ -114,7 +114,8 @@ def verbs(world: World, name: str) -> dict[str, Target]:
         "warm up": Target(
             buffer.warmup,
             {"hidden": HIDDEN, "num_experts": EXPERTS, "num_topk": TOPK, "dtype": torch.bfloat16},
-            {"hidden": "int", "num_experts": "any int", "num_topk": "int", "dtype": "dtype"},
+            {"hidden": "int", "num_experts": "any int", "num_topk": "int",
+             "dtype": "optional dtype"},
             uses=name,
         ),
         "release": Target(buffer.release, {}, {}, uses=name),

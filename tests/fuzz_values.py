@@ -229,6 +229,7 @@ KINDS = {
     "word": WORDS,
     "dtype": DTYPES,
     "any dtype": ANY_DTYPES,
+    "optional dtype": [constant(None, ANY), *(odd for odd in DTYPES if odd is not NOTHING)],
     "event": EVENTS,
     "object": [NOTHING, *OBJECTS],
     "callable": [NOTHING, *(odd for odd in OBJECTS if odd.name != "a type")],
