@@ -74,7 +74,7 @@ class ExpertRows(NamedTuple):
 def low_latency_combine_kernel(
     expert_rows,  # `ExpertRows`
     wait_stats,  # int64 [R], ns added to, or None
-    call,  # int64 [2 + T * K]: epoch, and from KEPT_IDS on ids, out of "send", or None in "both"
+    call,  # int64 [2 + T * K]: see `open_slot`; ids from KEPT_IDS on, by "send"; None in "both"
     context,
     num_return_programs,
     num_tokens,

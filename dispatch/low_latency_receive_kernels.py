@@ -56,7 +56,7 @@ class Received(NamedTuple):
     src_info: tl.tensor  # int32 [L, R * M]: the token of each row; compact: None
     layout_range: tl.tensor  # int64 [L, R]: begin << 32 | count by source; compact: None
     returns: tl.tensor  # int32 [R, M, 1 + 3 * K]
-    call: tl.tensor  # int64 [1 + R]: epoch of the dispatch, tokens of each rank
+    call: tl.tensor  # int64 [1 + R]: the dispatch, see `open_slot`; tokens of each rank
     tiles: Tiles | None = None  # of compact rows, for a product of them
 
 

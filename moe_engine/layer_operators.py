@@ -115,8 +115,8 @@ def _run_passes(
 
 
 def _most_calls(buffer: Buffer) -> int:
-    """Of a sub-batch of a layer: one with all its tokens, and where it may take passes one of each
-    slice."""
+    """The number of calls that a sub-batch of a layer takes at most: one with all its tokens, and
+    where it may take passes one of each slice."""
     num_passes = buffer.options.num_passes(buffer.group_size) if buffer.has_fused_layers else 1
     return 1 if num_passes == 1 else 1 + num_passes
 

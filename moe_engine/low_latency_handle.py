@@ -111,7 +111,7 @@ class LowLatencyHandle(Sequence[Any]):
 
     @property
     def call(self) -> torch.Tensor:
-        """int64 [1 + R]: the epoch of the dispatch, the tokens of each rank."""
+        """int64 [1 + R]: the dispatch, see `device.ring.open_slot`, and the tokens of each rank."""
         return self._part("call")
 
     def _part(self, name: str) -> torch.Tensor:

@@ -43,7 +43,7 @@ ELASTIC_TOPK, ELASTIC_ALIGNMENT = 32, 2 << 20
 MAX_NUM_SMS = 4096
 """More than any GPU has."""
 MOST_TOKENS = 64 * SlotLayout.most_rows
-"""Of a rank in a layer, which 64 calls take; a number of bytes, given by mistake, is larger."""
+"""The most that a rank may bring to a layer; a number of bytes, given by mistake, is larger."""
 
 
 @dataclass(frozen=True, slots=True)
