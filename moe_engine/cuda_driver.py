@@ -5,18 +5,21 @@ That launcher is C code which Triton generates for each kernel and compiles at i
 it reads all arguments anew at each launch (11 to 20 us). Here the arguments of a launch stay
 packed, so that another launch changes those that differ and costs what the driver takes (about 5
 us; bench/NOTES.md), and `launch_graph.py` makes one launch of several. Nothing here needs Triton or
-a compiler, and Triton's hooks of loaded modules are not called.
+a compiler, and Triton's hooks of loaded modules are not called. The driver is called through
+cuda.bindings: structures and numbers are its own, and each function returns (CUresult, *values).
 """
 
 from __future__ import annotations
 
-import ctypes
 import functools
+import itertools
 import struct
+from array import array
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any, NamedTuple
 
 import torch
+from cuda.bindings import driver
 from triton.runtime.errors import OutOfResources
 
 from . import nvshmem_library
@@ -25,84 +28,44 @@ WARP = 32
 INTEGERS = {f"{sign}{bits}": max(1, bits // 8) for sign in "iu" for bits in (1, 8, 16, 32, 64)}
 SIZES = {**INTEGERS, "fp32": 4, "map": 128}
 """Bytes of parameters by their kind; others are addresses."""
-TENSOR_MAP_BYTES, TENSOR_MAP_ALIGNMENT = 128, 64
-PROGRAMMATIC_STREAM_SERIALIZATION = 6  # of CUlaunchAttributeID
-OUT_OF_MEMORY, INVALID_CONTEXT = 2, 201  # of CUresult
-MAX_THREADS_PER_BLOCK, SHARED_SIZE_BYTES = 0, 1  # of CUfunction_attribute, and the next two
-MAX_DYNAMIC_SHARED_SIZE_BYTES, PREFERRED_SHARED_MEMORY_CARVEOUT = 8, 9
-FUNC_CACHE_PREFER_SHARED = 1  # of CUfunc_cache
-MAX_SHARED_MEMORY_PER_BLOCK_OPTIN = 97  # of CUdevice_attribute
+WORD = 8
 SHARED_BYTES_OF_ANY = 48 * 1024  # more needs an attribute
-L2_PROMOTION_128B = 2  # of CUtensorMapL2promotion
+LEGACY_STREAM = driver.CU_STREAM_LEGACY
+"""What torch's stream 0 is. The driver would take 0 for another stream, the thread's own, where
+CUDA_PYTHON_CUDA_PER_THREAD_DEFAULT_STREAM is set."""
 TENSOR_MAP_TYPES = {8: 10, 9: 8, 10: 9}
 """CUtensorMapDataType of the numbers in Triton's metadata that differ from it."""
+INVALID_CONTEXT = driver.CUresult.CUDA_ERROR_INVALID_CONTEXT
+OUT_OF_MEMORY = driver.CUresult.CUDA_ERROR_OUT_OF_MEMORY
 
 
-@functools.cache
-def libcuda() -> ctypes.CDLL:
-    """The driver's library."""
-    return ctypes.CDLL("libcuda.so.1")
-
-
-def check(code: int, what: str) -> None:
-    """Raise RuntimeError for an error that the driver returned; torch.OutOfMemoryError, which is
-    one as well, where memory ran out."""
+def check(result: tuple[Any, ...], what: str) -> Any:
+    """The value that a function of the driver returned. RuntimeError for an error;
+    torch.OutOfMemoryError, which is one as well, where memory ran out."""
+    code, *values = result
     if code:
-        text = ctypes.c_char_p()
-        libcuda().cuGetErrorString(code, ctypes.byref(text))
-        reason = text.value.decode() if text.value else f"error {code}"
+        _, text = driver.cuGetErrorString(code)
+        reason = text.decode() if text else f"error {code}"
         error = torch.OutOfMemoryError if code == OUT_OF_MEMORY else RuntimeError
         raise error(f"CUDA could not {what}: {reason}.")
+    return values[0] if len(values) == 1 else values
 
 
 def enter_context() -> None:
     """Let this thread use the primary context of its current device, as torch does."""
-    context = ctypes.c_void_p()
-    code = libcuda().cuDevicePrimaryCtxRetain(ctypes.byref(context), torch.cuda.current_device())
-    check(code or libcuda().cuCtxSetCurrent(context), "enter the context of the device")
+    retained = driver.cuDevicePrimaryCtxRetain(torch.cuda.current_device())
+    context = check(retained, "find the context of the device")
+    check(driver.cuCtxSetCurrent(context), "enter the context of the device")
 
 
-def in_context(function: Callable[..., int], *arguments: Any) -> int:
+def in_context(function: Callable[..., tuple[Any, ...]], *arguments: Any) -> tuple[Any, ...]:
     """What a function of the driver returns, called again in torch's context where it is the first
     thing that this thread does with CUDA."""
-    code = function(*arguments)
-    if code == INVALID_CONTEXT:
+    result = function(*arguments)
+    if result[0] == INVALID_CONTEXT:
         enter_context()
-        code = function(*arguments)
-    return code
-
-
-class _Attribute(ctypes.Structure):
-    _fields_ = (("id", ctypes.c_int), ("pad", ctypes.c_int), ("value", ctypes.c_uint * 16))
-
-
-class _Config(ctypes.Structure):
-    _fields_ = (
-        ("grid", ctypes.c_uint * 3),
-        ("block", ctypes.c_uint * 3),
-        ("shared_bytes", ctypes.c_uint),
-        ("stream", ctypes.c_void_p),
-        ("attributes", ctypes.c_void_p),
-        ("num_attributes", ctypes.c_uint),
-    )
-
-
-class KernelNode(ctypes.Structure):
-    """CUDA_KERNEL_NODE_PARAMS: what a kernel of a CUDA graph is launched with."""
-
-    _fields_ = (
-        ("function", ctypes.c_void_p),
-        ("grid", ctypes.c_uint * 3),
-        ("block", ctypes.c_uint * 3),
-        ("shared_bytes", ctypes.c_uint),
-        ("arguments", ctypes.c_void_p),
-        ("extra", ctypes.c_void_p),
-        ("kernel", ctypes.c_void_p),
-        ("context", ctypes.c_void_p),
-    )
-
-
-PDL_ATTRIBUTE = _Attribute(PROGRAMMATIC_STREAM_SERIALIZATION, 0, (ctypes.c_uint * 16)(1))
+        result = function(*arguments)
+    return result
 
 
 class Binary(NamedTuple):
@@ -146,69 +109,56 @@ class Function:
     def __init__(self, binary: Binary):
         self.name, self.shared_bytes, self.pdl = binary.name, binary.shared_bytes, binary.pdl
         self.signature, self.tensor_maps = binary.signature, binary.tensor_maps
-        most = _device_attribute(MAX_SHARED_MEMORY_PER_BLOCK_OPTIN)
+        self.num_threads = WARP * binary.num_warps
+        properties: Any = torch.cuda.get_device_properties()
+        most = properties.shared_memory_per_block_optin
         if self.shared_bytes > most:
             raise OutOfResources(self.shared_bytes, most, "shared memory")
         self.handle = _load(binary)
-        self.num_threads = WARP * binary.num_warps
-        if self.num_threads > (most_threads := self._attribute(MAX_THREADS_PER_BLOCK)):
+        most_threads = self._get("MAX_THREADS_PER_BLOCK")
+        if self.num_threads > most_threads:
             raise OutOfResources(self.num_threads, most_threads, "threads")
         if self.shared_bytes > SHARED_BYTES_OF_ANY:
-            function = ctypes.c_void_p(self.handle)
-            code = libcuda().cuFuncSetCacheConfig(function, FUNC_CACHE_PREFER_SHARED)
-            check(code, f"divide the memory of an SM for {self.name}")
-            most -= self._attribute(SHARED_SIZE_BYTES)
-            self._set_attribute(MAX_DYNAMIC_SHARED_SIZE_BYTES, most)
+            prefer = driver.CUfunc_cache.CU_FUNC_CACHE_PREFER_SHARED
+            divided = driver.cuFuncSetCacheConfig(self.handle, prefer)
+            check(divided, f"divide the memory of an SM for {self.name}")
+            most -= self._get("SHARED_SIZE_BYTES")
+            self._set("MAX_DYNAMIC_SHARED_SIZE_BYTES", most)
         self.parameter_sizes = _parameter_sizes(self.handle)
 
     def prefer_shared_memory(self) -> None:
         """Let the driver divide an SM's memory so."""
         percent = 100
-        self._set_attribute(PREFERRED_SHARED_MEMORY_CARVEOUT, percent)
+        self._set("PREFERRED_SHARED_MEMORY_CARVEOUT", percent)
 
-    def _attribute(self, number: int) -> int:
-        value, function = ctypes.c_int(), ctypes.c_void_p(self.handle)
-        code = libcuda().cuFuncGetAttribute(ctypes.byref(value), number, function)
-        check(code, f"tell an attribute of {self.name}")
-        return value.value
+    def _get(self, attribute: str) -> int:
+        told = driver.cuFuncGetAttribute(_attribute(attribute), self.handle)
+        return int(check(told, f"tell {attribute} of {self.name}"))
 
-    def _set_attribute(self, number: int, value: int) -> None:
-        code = libcuda().cuFuncSetAttribute(ctypes.c_void_p(self.handle), number, value)
-        check(code, f"set an attribute of {self.name}")
+    def _set(self, attribute: str, value: int) -> None:
+        done = driver.cuFuncSetAttribute(self.handle, _attribute(attribute), value)
+        check(done, f"set {attribute} of {self.name}")
 
 
-def _device_attribute(number: int) -> int:
-    """An attribute of the current device."""
-    value, device = ctypes.c_int(), torch.cuda.current_device()
-    code = libcuda().cuDeviceGetAttribute(ctypes.byref(value), number, device)
-    check(code, "tell an attribute of the device")
-    return value.value
+def _attribute(name: str) -> driver.CUfunction_attribute:
+    """An attribute of a function, by its name without the prefix that all of them have."""
+    return driver.CUfunction_attribute[f"CU_FUNC_ATTRIBUTE_{name}"]
 
 
-def _load(binary: Binary) -> int:
+def _load(binary: Binary) -> Any:
     """The handle of a kernel, loaded in the context of the current device. It is never unloaded."""
-    module, function = ctypes.c_void_p(), ctypes.c_void_p()
-    code = in_context(libcuda().cuModuleLoadData, ctypes.byref(module), binary.cubin)
-    check(code, f"load {binary.name}")
+    module = check(in_context(driver.cuModuleLoadData, binary.cubin), f"load {binary.name}")
     if nvshmem_library.STATE in binary.cubin:
         nvshmem_library.initialize_module(module, binary.name)
-    name = binary.name.encode()
-    code = libcuda().cuModuleGetFunction(ctypes.byref(function), module, name)
-    check(code, f"find {binary.name} in what was compiled")
-    assert function.value is not None
-    return function.value
+    found = driver.cuModuleGetFunction(module, binary.name.encode())
+    return check(found, f"find {binary.name} in what was compiled")
 
 
-def _parameter_sizes(function: int) -> list[int] | None:
-    """The bytes of each parameter of a loaded kernel; None from drivers before CUDA 12.4."""
-    offset, size, sizes = ctypes.c_size_t(), ctypes.c_size_t(), list[int]()
-    info = getattr(libcuda(), "cuFuncGetParamInfo", None)
-    if info is None:
-        return None
-    place = ctypes.byref(offset), ctypes.byref(size)
-    while info(ctypes.c_void_p(function), ctypes.c_size_t(len(sizes)), *place) == 0:
-        sizes.append(size.value)
-    return sizes
+def _parameter_sizes(handle: Any) -> list[int]:
+    """The bytes of each parameter of a loaded kernel. The driver does not tell their number: it
+    returns an error for the number after the last."""
+    told = (driver.cuFuncGetParamInfo(handle, number) for number in itertools.count())
+    return [int(size) for _, _, size in itertools.takewhile(lambda one: not one[0], told)]
 
 
 class TensorMap:
@@ -218,34 +168,29 @@ class TensorMap:
     """
 
     def __init__(self, descriptor: Any, metadata: dict[str, Any]):
-        self._memory = ctypes.create_string_buffer(TENSOR_MAP_BYTES + TENSOR_MAP_ALIGNMENT)
-        begin = ctypes.addressof(self._memory)
-        self.address = begin + -begin % TENSOR_MAP_ALIGNMENT
-        self._replace = libcuda().cuTensorMapReplaceAddress
         shape, strides = list(descriptor.shape), list(descriptor.strides)
-        item, rank = metadata["elem_size"], len(shape)
         if metadata["fp4_padded"]:
             shape[-1] *= 2
         kind = TENSOR_MAP_TYPES.get(metadata["elem_type"], metadata["elem_type"])
-        code = libcuda().cuTensorMapEncodeTiled(
-            ctypes.c_void_p(self.address),
-            kind,
-            rank,
-            ctypes.c_void_p(descriptor.base.data_ptr()),
-            (ctypes.c_uint64 * rank)(*reversed(shape)),
-            (ctypes.c_uint64 * rank)(*(item * one for one in reversed(strides[:-1]))),
-            (ctypes.c_uint32 * rank)(*reversed(metadata["block_size"])),
-            (ctypes.c_uint32 * rank)(*[1] * rank),
-            0,
-            metadata["swizzle"],
-            L2_PROMOTION_128B,
-            int(descriptor.padding == "nan"),
+        made = driver.cuTensorMapEncodeTiled(
+            driver.CUtensorMapDataType(kind),
+            len(shape),
+            descriptor.base.data_ptr(),
+            [*map(driver.cuuint64_t, reversed(shape))],
+            [driver.cuuint64_t(metadata["elem_size"] * one) for one in reversed(strides[:-1])],
+            [*map(driver.cuuint32_t, reversed(metadata["block_size"]))],
+            [driver.cuuint32_t(1)] * len(shape),
+            driver.CUtensorMapInterleave.CU_TENSOR_MAP_INTERLEAVE_NONE,
+            driver.CUtensorMapSwizzle(metadata["swizzle"]),
+            driver.CUtensorMapL2promotion.CU_TENSOR_MAP_L2_PROMOTION_L2_128B,
+            driver.CUtensorMapFloatOOBfill(int(descriptor.padding == "nan")),
         )
-        check(code, f"describe a tensor of shape {shape} and strides {strides}")
+        self._map = check(made, f"describe a tensor of shape {shape} and strides {strides}")
+        self.address: int = self._map.getPtr()
 
     def __setitem__(self, index: int, address: int) -> None:
-        code = self._replace(ctypes.c_void_p(self.address), ctypes.c_void_p(address))
-        check(code, "move the descriptor of a tensor")
+        moved = driver.cuTensorMapReplaceAddress(self._map, address)
+        check(moved, "move the descriptor of a tensor")
 
 
 class PackedLaunch:
@@ -260,7 +205,7 @@ class PackedLaunch:
         arguments: Sequence[Any],
     ):
         self.name, maps = function.name, iter(function.tensor_maps)
-        self._handle, self.is_dependent = function.handle, function.pdl
+        self.is_dependent, self._function = function.pdl, function
         self.pointers: list[tuple[Any, int, torch.Tensor]] = []
         self.numbers: dict[str, tuple[Any, int]] = {}
         leaves: list[tuple[str, Any]] = []
@@ -271,16 +216,16 @@ class PackedLaunch:
             leaves += _leaves(kind, argument, maps)
         leaves += [("*", None)] * 2  # scratch memory, of which it has none
         self.sizes = [_size(kind) for kind, _ in leaves]
-        if function.parameter_sizes not in (None, self.sizes):
+        if function.parameter_sizes != self.sizes:
             raise RuntimeError(
                 f"{function.name} takes parameters of {function.parameter_sizes} bytes, and "
                 f"{self.sizes} were packed: this Triton passes arguments in another way."
             )
-        cells = (ctypes.c_uint64 * len(leaves))()
-        self._places = (ctypes.c_void_p * len(leaves))()
+        self._cells = cells = array("Q", bytes(WORD * len(leaves)))
+        begin, _ = cells.buffer_info()
+        self._places = array("Q", [begin + WORD * index for index in range(len(leaves))])
         self._maps: list[TensorMap] = []
         for index, (kind, value) in enumerate(leaves):
-            self._places[index] = ctypes.addressof(cells) + 8 * index
             if kind == "map":
                 self._maps.append(one := TensorMap(*value))
                 self._places[index] = one.address
@@ -291,17 +236,21 @@ class PackedLaunch:
                 self.pointers.append((cells, index, value))
             if index in of_number:
                 self.numbers[of_number[index]] = cells, index
-        self._cells = cells
-        self._config = _Config(
-            (ctypes.c_uint * 3)(*grid, *[1] * (3 - len(grid))),
-            (ctypes.c_uint * 3)(function.num_threads, 1, 1),
-            function.shared_bytes,
-            None,
-            ctypes.addressof(PDL_ATTRIBUTE),
-            int(function.pdl),
-        )
-        fixed = ctypes.byref(self._config), ctypes.c_void_p(function.handle), self._places, None
-        self._launch = functools.partial(libcuda().cuLaunchKernelEx, *fixed)
+        self._arguments, _ = self._places.buffer_info()  # the address of the arguments' addresses
+        self._grid = *grid, *[1] * (3 - len(grid))
+        self._config = self._sized(driver.CUlaunchConfig())
+        if function.pdl:
+            self._config.attrs, self._config.numAttrs = [_programmatic()], 1
+        self._stream: int | None = None
+        fixed = self._config, function.handle, self._arguments, 0
+        self._launch = functools.partial(driver.cuLaunchKernelEx, *fixed)
+
+    def _sized(self, launch: Any) -> Any:
+        """A structure of the driver that describes a launch, with the sizes of this one."""
+        launch.gridDimX, launch.gridDimY, launch.gridDimZ = self._grid
+        launch.blockDimX, launch.blockDimY, launch.blockDimZ = self._function.num_threads, 1, 1
+        launch.sharedMemBytes = self._function.shared_bytes
+        return launch
 
     def forget_tensors(self) -> None:
         """See `launch.Launch`."""
@@ -309,17 +258,26 @@ class PackedLaunch:
 
     def __call__(self, stream: int) -> None:
         """Launch it on a stream, given by its handle."""
-        self._config.stream = stream
-        if self._launch():
+        if stream != self._stream:  # to write the field takes 0.1 us
+            self._config.hStream, self._stream = stream or LEGACY_STREAM, stream
+        (code,) = self._launch()
+        if code:
             check(in_context(self._launch), f"launch {self.name}")
 
-    def node(self) -> KernelNode:
+    def node(self) -> driver.CUDA_KERNEL_NODE_PARAMS:
         """What a graph launches in its place. It points to this launch's arguments, as they are
         when the graph is told of it."""
-        config = self._config
-        arguments = ctypes.addressof(self._places)
-        sizes = config.grid, config.block, config.shared_bytes
-        return KernelNode(self._handle, *sizes, arguments)
+        node = self._sized(driver.CUDA_KERNEL_NODE_PARAMS())
+        node.func, node.kernelParams = self._function.handle, self._arguments
+        return node
+
+
+def _programmatic() -> driver.CUlaunchAttribute:
+    """The attribute of programmatic dependent launches."""
+    made, names = driver.CUlaunchAttribute(), driver.CUlaunchAttributeID
+    made.id = names.CU_LAUNCH_ATTRIBUTE_PROGRAMMATIC_STREAM_SERIALIZATION
+    made.value.programmaticStreamSerializationAllowed = 1
+    return made
 
 
 def _leaves(kind: Any, value: Any, maps: Iterator[dict[str, Any]]) -> Iterator[tuple[str, Any]]:

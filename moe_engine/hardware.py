@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import ctypes
 import functools
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -10,6 +9,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
+from cuda.bindings import driver
 
 from .device.lang import INTERPRETED, TRACING
 
@@ -127,13 +127,12 @@ def outside_capture(device: torch.device) -> Iterator[Callable[[], None]]:
 @contextmanager
 def relaxed_capture() -> Iterator[None]:
     """Within the block this thread may make calls that CUDA forbids while a stream is captured."""
-    exchange_mode = ctypes.CDLL("libcuda.so.1").cuThreadExchangeStreamCaptureMode
-    mode = ctypes.c_int(2)  # CU_STREAM_CAPTURE_MODE_RELAXED; from then on, what it was before
-    exchange_mode(ctypes.byref(mode))
+    relaxed = driver.CUstreamCaptureMode.CU_STREAM_CAPTURE_MODE_RELAXED
+    _, before = driver.cuThreadExchangeStreamCaptureMode(relaxed)
     try:
         yield
     finally:
-        exchange_mode(ctypes.byref(mode))
+        driver.cuThreadExchangeStreamCaptureMode(before)
 
 
 def pace_ps_per_kb() -> int:

@@ -10,7 +10,6 @@ launch, as without any.
 
 from __future__ import annotations
 
-import ctypes
 import functools
 import hashlib
 import json
@@ -23,11 +22,12 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
+from cuda.bindings import driver
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource, make_backend
 from triton.runtime.jit import create_function_from_signature
 
-from .cuda_driver import WARP, Binary, Function, libcuda
+from .cuda_driver import WARP, Binary, Function, check
 from .device.lang import TRACING
 from .errors import BackendError
 from .hardware import gpu
@@ -213,9 +213,7 @@ def _tuples(value: Any) -> Any:
 
 def _driver_version() -> int:
     """The latest CUDA that the driver knows: 12080 is 12.8."""
-    found = ctypes.c_int()
-    libcuda().cuDriverGetVersion(ctypes.byref(found))
-    return found.value
+    return int(check(driver.cuDriverGetVersion(), "tell its version"))
 
 
 def bundle() -> Bundle | None:

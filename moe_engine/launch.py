@@ -265,7 +265,7 @@ class Graph(Protocol):
 def as_graph(launches: Sequence[Any]) -> Graph | None:
     """These launches as one. None where kernels are interpreted, or where the driver is too old;
     and for a single launch, which would lose its overlap with the launches around it."""
-    if INTERPRETED or len(launches) < 2 or not launch_graph.is_offered():
+    if INTERPRETED or len(launches) < 2:
         return None
     return launch_graph.LaunchGraph(launches)
 

@@ -89,11 +89,11 @@ def recorded(arch: int = 90) -> Iterator[list[Launch]]:
         packed = PackedLaunch(function, kernel.arg_names, grid, values)
         launches.append(Launch(source, tuple(grid), parsed, packed))
 
-    driver = mock.Mock(cuTensorMapEncodeTiled=lambda *args: 0)
+    encode = mock.Mock(return_value=(0, mock.Mock(getPtr=lambda: 64)))
     with (
         stand_in(kinds_of(arch)[0]),
         collecting(collect),
-        mock.patch.object(cuda_driver, "libcuda", mock.Mock(return_value=driver)),
+        mock.patch.object(cuda_driver.driver, "cuTensorMapEncodeTiled", encode),
     ):
         yield launches
 

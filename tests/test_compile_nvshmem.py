@@ -200,15 +200,9 @@ def test_modules_with_nvshmem_are_initialised(monkeypatch):
         nvshmem_library, "initialize_module", lambda module, name: initialised.append(name)
     )
 
-    class Driver:
-        def cuModuleLoadData(self, module, cubin):
-            return 0
-
-        def cuModuleGetFunction(self, function, module, name):
-            function._obj.value = 1
-            return 0
-
-    monkeypatch.setattr(cuda_driver, "libcuda", Driver)
+    success = cuda_driver.driver.CUresult(0)
+    for name in ("cuModuleLoadData", "cuModuleGetFunction"):
+        monkeypatch.setattr(cuda_driver.driver, name, lambda *_: (success, object()))
     for name, cubin in (("plain", b"code"), ("sends", b".nvshmemi_device_state_d.")):
         cuda_driver._load(cuda_driver.Binary(name, cubin, 4, 0, False, (), ()))
     assert initialised == ["sends"]
