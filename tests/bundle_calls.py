@@ -7,6 +7,7 @@ from itertools import product
 from unittest import mock
 
 import cases
+import nvshmem_cases
 import torch
 
 from moe_engine import Buffer, ElasticBuffer, Options, moe_ffn, ops, symm
@@ -42,6 +43,7 @@ def launched(group, function, *args):
     new_rows_of_engine = KernelVerbs.new_rows
     with (
         stand_in(H200),
+        nvshmem_cases.version_installed(3, 6, 5),
         collecting(collect),
         mock.patch.object(symm, "_check_emulation", lambda: None),
         mock.patch.object(KernelVerbs, "_received", received),

@@ -55,12 +55,10 @@ SOME = dict(phases=[Phase.explicit, Phase.generate], suppress_health_check=list(
 
 
 @pytest.fixture(scope="module", autouse=True)
-def nvshmem(tmp_path_factory):
-    """An NVSHMEM without code is installed: what is listed depends on its version alone."""
-    with pytest.MonkeyPatch.context() as patch:
-        folder = tmp_path_factory.mktemp("nvshmem")
-        nvshmem_cases.install(folder, patch, "3.6.5")
-        yield folder
+def nvshmem():
+    """An NVSHMEM is installed: what is listed depends on its version alone."""
+    with nvshmem_cases.version_installed(3, 6, 5):
+        yield
 
 
 @cache
@@ -84,10 +82,9 @@ def missing(found, listed):
 
 
 @pytest.fixture(scope="module")
-def ranks(nvshmem):
+def ranks():
     """Ranks of nodes of two, whose kernels are not interpreted."""
-    env = {"TRITON_INTERPRET": "0", "NVSHMEM_HOME": str(nvshmem)}
-    with RankPool(6, nodes=3, timeout_s=240, env=env) as pool:
+    with RankPool(6, nodes=3, timeout_s=240, env={"TRITON_INTERPRET": "0"}) as pool:
         yield pool
 
 
@@ -228,7 +225,7 @@ def test_a_bundle_of_another_nvshmem_is_refused(tmp_path, monkeypatch):
     read(tmp_path / "plain")
     with pytest.raises(ValueError, match=r"made with nvshmem 3\.6\.5; this is 3\.4\.5"):
         read(tmp_path / "linked")
-    monkeypatch.setenv("NVSHMEM_HOME", str(tmp_path / "nowhere"))
+    nvshmem_cases.uninstall(monkeypatch)
     read(tmp_path / "plain")
     with pytest.raises(ValueError, match=r"made with nvshmem 3\.6\.5; this is None"):
         read(tmp_path / "linked")
@@ -249,7 +246,7 @@ def test_a_linked_kernel_is_found_by_its_launch(tmp_path):
 @pytest.mark.skipif(nvshmem_cases.MISSING is not None, reason=str(nvshmem_cases.MISSING))
 def test_linked_kernels_are_compiled(monkeypatch):
     """By the NVSHMEM that is really installed: so that what loads them initialises it."""
-    monkeypatch.delenv("NVSHMEM_HOME")
+    nvshmem_cases.find_installed(monkeypatch)
     for variant in found_by(headers).values():
         is_linked = STATE in compile.compile_variant(variant).cubin
         assert is_linked == bool(linked(variant.kernel))
@@ -288,7 +285,7 @@ def test_nodes_that_are_not_full_are_refused():
 
 def test_nodes_need_nvshmem(tmp_path, monkeypatch):
     """One node does not."""
-    monkeypatch.setenv("NVSHMEM_HOME", str(tmp_path))
+    nvshmem_cases.uninstall(monkeypatch)
     code, output = call(f"{MODEL} --ranks-per-node 2 --out {tmp_path / 'kernels'}")
     assert code == 1
     assert "BackendError: kernels of several nodes are linked with NVSHMEM" in output
@@ -324,7 +321,7 @@ def call_without_a_compiler(group):
 @pytest.mark.skipif(nvshmem_cases.MISSING is not None, reason=str(nvshmem_cases.MISSING))
 def test_no_compiler_is_started_on_two_nodes(tmp_path, monkeypatch):
     """On ranks that share a GPU, too."""
-    monkeypatch.delenv("NVSHMEM_HOME")
+    nvshmem_cases.find_installed(monkeypatch)
     major, minor = torch.cuda.get_device_capability()
     arch = 10 * major + minor
     needed_here = compile.variants(replace(SHAPE, max_tokens=64), arch)

@@ -15,7 +15,7 @@ from moe_engine import nvshmem_library
 from moe_engine.tools.lone_rank import kernel_engine
 
 pytestmark = [
-    pytest.mark.skipif(nvshmem_cases.MISSING is not None, reason=str(nvshmem_cases.MISSING)),
+    pytest.mark.skipif(nvshmem_cases.NO_BITCODE is not None, reason=str(nvshmem_cases.NO_BITCODE)),
     pytest.mark.skipif(
         not triton.__version__.startswith("3.6."), reason="registers are those of Triton 3.6"
     ),

@@ -64,12 +64,12 @@ def test_the_nvshmem_that_would_be_used(tmp_path, monkeypatch):
     nvshmem_cases.install(tmp_path, monkeypatch, "3.4.5")
     with nvshmem_cases.stand_in(version=(3, 6, 5)):
         found = by_name(doctor.software())
-        assert found["NVSHMEM's bitcode"][0] == f"3.4.5 in {tmp_path}"
+        assert found["NVSHMEM's bitcode"][0] == f"3.4.5, {tmp_path}/lib/libnvshmem_device.bc"
         assert found["NVSHMEM's host library"] == ("3.6.5", True)
         answer, is_good = found["kernels can reach the adapter (IBGDA)"]
-        assert not is_good and nvshmem_library.INSTALL in answer
-    monkeypatch.setenv("NVSHMEM_HOME", str(tmp_path / "nowhere"))
-    assert "nowhere has no" in by_name(doctor.software())["NVSHMEM"][0]
+        assert not is_good and nvshmem_library.INSTALL_TESTED in answer
+    nvshmem_cases.uninstall(monkeypatch)
+    assert "NVSHMEM is not installed" in by_name(doctor.software())["NVSHMEM"][0]
 
 
 def test_ranks_of_several_hosts(host, tmp_path, monkeypatch):
@@ -77,8 +77,7 @@ def test_ranks_of_several_hosts(host, tmp_path, monkeypatch):
     system = host / "sys"
     assert "GPUs" in symm.no_network(CPU, system)
     assert "no network adapter" in symm.no_network(GPU, tmp_path / "proc")
-    monkeypatch.setenv("NVSHMEM_HOME", str(tmp_path / "nowhere"))
-    nvshmem_library.library.cache_clear()
+    nvshmem_cases.uninstall(monkeypatch)
     assert "not installed" in symm.no_network(GPU, system)
     with nvshmem_cases.stand_in():
         assert symm.no_network(GPU, system) is None
@@ -104,7 +103,7 @@ def test_variables_are_shown(monkeypatch):
     assert found["NVSHMEM_IB_GID_INDEX"][0].startswith("not set ")
 
 
-def test_the_command(tmp_path, monkeypatch):
+def test_the_command(monkeypatch):
     """It ends well whatever it finds, unless a backend is required that cannot be had."""
     run = CliRunner().invoke
     done = run(cli.app, ["doctor"])
@@ -115,7 +114,7 @@ def test_the_command(tmp_path, monkeypatch):
     monkeypatch.setenv("NVSHMEM_HCA_LIST", "[/mlx5_0]")  # as rich would end a style
     done = run(cli.app, ["doctor"])
     assert done.exit_code == 0 and "[/mlx5_0]" in done.output
-    monkeypatch.setenv("NVSHMEM_HOME", str(tmp_path))
+    nvshmem_cases.uninstall(monkeypatch)
     done = run(cli.app, ["doctor", "--require", "collective", "--require", "nvshmem"])
     assert done.exit_code == 1 and "'nvshmem' cannot serve ranks from here" in done.output
 

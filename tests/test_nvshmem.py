@@ -4,10 +4,10 @@ GPUs that have NVSHMEM."""
 from __future__ import annotations
 
 import ctypes
+import sys
 import threading
 import time
 import warnings
-from types import SimpleNamespace
 from unittest import mock
 
 import nvshmem_cases
@@ -54,7 +54,7 @@ def errors_of(pool, function, *args, num_ranks=2):
 def test_what_is_installed_is_found(tmp_path, monkeypatch):
     install(tmp_path, monkeypatch, "3.5.21")
     found = nvshmem_library.installed()
-    assert found == (tmp_path, (3, 5, 21))
+    assert found == (tmp_path / "lib/libnvshmem_device.bc", (3, 5, 21))
     assert not found.has_ibgda()
     found.bitcode.write_bytes(b"..nvshmemi_ibgda_rma..")
     assert found.has_ibgda()
@@ -63,13 +63,23 @@ def test_what_is_installed_is_found(tmp_path, monkeypatch):
 @pytest.mark.parametrize("version", ["3.3.9", "3.7.2", "4.0.0"])
 def test_versions_that_cannot_be_linked_are_refused(tmp_path, monkeypatch, version):
     install(tmp_path, monkeypatch, version)
-    with pytest.raises(BackendError, match=f"NVSHMEM {version} in .* {nvshmem_library.INSTALL}"):
+    with pytest.raises(
+        BackendError, match=f"NVSHMEM {version} in .* {nvshmem_library.INSTALL_TESTED}"
+    ):
         nvshmem_library.installed()
 
 
 def test_what_is_missing_is_named(tmp_path, monkeypatch):
-    monkeypatch.setenv("NVSHMEM_HOME", str(tmp_path))
-    with pytest.raises(BackendError, match=r"libnvshmem_device\.bc and headers: pip install"):
+    install(tmp_path, monkeypatch, "3.6.5")
+    monkeypatch.setitem(sys.modules, "nvshmem", None)
+    with pytest.raises(BackendError, match=r"nvshmem4py cannot be imported .* pip install 'moe"):
+        nvshmem_library.api.__wrapped__()
+    (tmp_path / nvshmem_library.HEADER).unlink()
+    nvshmem_library._at.cache_clear()
+    with pytest.raises(BackendError, match=r"has no include/.*: pip install --no-deps"):
+        nvshmem_library.installed()
+    nvshmem_cases.uninstall(monkeypatch)
+    with pytest.raises(BackendError, match="NVSHMEM is not installed: pip install 'moe_engine"):
         nvshmem_library.installed()
 
 
@@ -79,43 +89,33 @@ def test_what_is_missing_is_named(tmp_path, monkeypatch):
 )
 def test_the_host_library_is_as_new_as_the_bitcode(tmp_path, monkeypatch, host, is_right):
     install(tmp_path, monkeypatch, "3.6.5")
-    loaded = []
-
-    def load(name, mode=0):
-        if not loaded:  # the first looks for one that the process has loaded
-            loaded.append(name)
-            raise OSError("no such library")
-        library = nvshmem_cases.StandIn(host)
-        names = "nvshmem_malloc", "nvshmem_ptr", "nvshmem_free", "nvshmemx_cumodule_init"
-        functions = {name: SimpleNamespace() for name in names}
-        info = library.nvshmemx_vendor_get_version_info
-        return SimpleNamespace(nvshmemx_vendor_get_version_info=info, **functions)
-
-    monkeypatch.setattr(nvshmem_library.ctypes, "CDLL", load)
-    get = nvshmem_library.library.__wrapped__
+    package = nvshmem_cases.StandIn(host)
+    monkeypatch.setitem(sys.modules, "nvshmem", package)
+    monkeypatch.setitem(sys.modules, "nvshmem.core", package)
+    get = nvshmem_library.api.__wrapped__
     if is_right:
         assert nvshmem_library.host_version(get()) == host
     else:
-        with pytest.raises(BackendError, match=r"bitcode in .* is 3\.6\.5"):
+        with pytest.raises(BackendError, match=r"bitcode .* is of 3\.6\.5"):
             get()
 
 
 def test_kernels_wait_for_the_start():
-    module = ctypes.c_void_p(7)
-    with stand_in() as library:
+    with stand_in() as package:
         with pytest.raises(BackendError, match="sends uses NVSHMEM, which is not initialised"):
-            nvshmem_library.initialize_module(module, "sends")
-        library.status = nvshmem_library.INITIALIZED
-        nvshmem_library.initialize_module(module, "sends")
-        assert library.modules == [module]
+            nvshmem_library.initialize_module(7, "sends")
+        package.status = package.InitStatus.STATUS_IS_INITIALIZED
+        nvshmem_library.initialize_module(7, "sends")
+        assert package.modules == [7]
 
 
 def load_and_identify(group):
     """What the installed library says in a process without a GPU."""
     from moe_engine.symm.nvshmem import unique_id
 
-    library = nvshmem_library.library()
-    return nvshmem_library.host_version(library), nvshmem_library.is_initialized(), unique_id()
+    package = nvshmem_library.api()
+    assert nvshmem_library.waiting_calls().nvshmem_malloc
+    return nvshmem_library.host_version(package), nvshmem_library.is_initialized(), unique_id()
 
 
 @pytest.mark.skipif(nvshmem_cases.MISSING is not None, reason=str(nvshmem_cases.MISSING))
@@ -123,7 +123,7 @@ def test_the_installed_library_is_loaded():
     with RankPool(1) as own:  # a process that ends soon, as the library stays
         [(version, is_initialized, identifier)] = own.run(load_and_identify)
     assert version >= nvshmem_library.installed().version and not is_initialized
-    assert len(identifier) == 128 and any(identifier[4:])
+    assert any(identifier._data.tobytes()[4:])
 
 
 # --- The host side, with a stand-in for NVSHMEM ----------------------------------------------

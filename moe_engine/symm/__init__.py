@@ -123,7 +123,7 @@ def choose_backend(
                 "backend 'torch' needs all ranks on one node, and MOE_ENGINE_NODE_SIZE makes "
                 f"{len(set(places))} of this host. Unset it, or use backend 'nvshmem'"
             )
-        exchange(group, lambda: bool(nvshmem_library.library()), "looking for NVSHMEM", timeout_s)
+        exchange(group, lambda: bool(nvshmem_library.api()), "looking for NVSHMEM", timeout_s)
         return "nvshmem"
     if len(hosts) == 1 or names[0] == "nvshmem":
         return names[0]
@@ -147,7 +147,7 @@ def no_network(device: torch.device, system: Path = Path("/sys")) -> str | None:
     if not nvshmem_library.network_adapters(system):
         return "this host has no network adapter for RDMA (/sys/class/infiniband)."
     try:
-        nvshmem_library.library()
+        nvshmem_library.api()
     except BackendError as error:
         return f"{error}."
     return None
@@ -230,7 +230,7 @@ def _check_cuda(group: dist.ProcessGroup | None, backend: str) -> None:
     if backend in ("torch", "nvshmem") and group is None:
         raise BackendError(f"backend '{backend}' needs torch.distributed.init_process_group first")
     if backend == "nvshmem":
-        nvshmem_library.library()
+        nvshmem_library.api()
 
 
 def _check_sizes(sizes: list[int]) -> None:

@@ -14,12 +14,13 @@ given up after the deadline; from then on this process calls NVSHMEM no more.
 from __future__ import annotations
 
 import atexit
-import ctypes
 import os
 import threading
 import warnings
 from collections.abc import Callable
+from functools import partial
 from typing import Any
+from uuid import uuid4
 
 import torch
 import torch.distributed as dist
@@ -27,16 +28,11 @@ import torch.distributed as dist
 from ..cuda_driver import enter_context
 from ..deadline import timeout_seconds
 from ..errors import BackendError, MoeEngineError, OutOfStep
-from ..nvshmem_library import INITIALIZED, is_initialized, library
+from ..nvshmem_library import api, is_initialized, waiting_calls
 from . import environment
 from .meeting import exchange, per_rank, ranks_text
 from .nodes import this_node
 
-WITH_UNIQUE_ID = 8  # NVSHMEMX_INIT_WITH_UNIQUEID
-UNIQUE_ID_BYTES, ARGUMENTS_BYTES = 128, 24
-ATTRIBUTES_BYTES = 144
-"""Of nvshmemx_uniqueid_t, nvshmemx_uniqueid_args_t and nvshmemx_init_attr_t, whose first int32 each
-say their size and their version, 1."""
 EXIT_S = 10.0
 """How long a process that ends may wait for the others to end NVSHMEM with it."""
 
@@ -65,7 +61,7 @@ class NvshmemTensor:
         pes, own = start(group, device, self._seconds), group.rank()
 
         def create() -> int:
-            address = self._call("allocate", lambda: library().nvshmem_malloc(num_bytes))
+            address = self._call("allocate", lambda: waiting_calls().nvshmem_malloc(num_bytes))
             if address is None:
                 raise BackendError(
                     f"NVSHMEM could not allocate {num_bytes} bytes: its heap is too small, or the "
@@ -79,8 +75,9 @@ class NvshmemTensor:
 
         def map_all() -> list[int]:
             """The addresses of all ranks; 0 in other nodes."""
+            address_of = api().bindings.ptr
             found = [
-                (library().nvshmem_ptr(self._address, pe) or None) if node == nodes[own] else 0
+                (address_of(self._address, pe) or None) if node == nodes[own] else 0
                 for pe, node in zip(pes, nodes, strict=True)
             ]
             if apart := [rank for rank, address in enumerate(found) if address is None]:
@@ -117,7 +114,7 @@ class NvshmemTensor:
         self.network = 0
         try:
             exchange(self._group, lambda: None, "freeing memory", self._seconds)
-            self._call("free memory", lambda: library().nvshmem_free(address))
+            self._call("free memory", lambda: waiting_calls().nvshmem_free(address))
         except MoeEngineError as error:
             warnings.warn(
                 f"memory of NVSHMEM stays allocated until this process ends: {error}",
@@ -136,23 +133,24 @@ def start(group: dist.ProcessGroup, device: torch.device, timeout_s: float) -> l
     too old (`nvshmem_library`), cannot start, or runs over other ranks in any of these processes.
     """
 
-    def look() -> tuple[str, bytes]:
-        """(what runs in this process, an identifier for what rank 0 will start)."""
+    def look() -> tuple[str, tuple[str, Any] | None]:
+        """(what runs in this process, what rank 0 will start: its name and its identifier)."""
         if _has_failed:
             raise BackendError(
                 "an earlier call of NVSHMEM did not end in this process. Start all ranks again."
             )
         running = _job or ("started outside moe_engine" if is_initialized() else "")
-        return running, unique_id() if group.rank() == 0 and not running else b""
+        return running, (uuid4().hex, unique_id()) if group.rank() == 0 and not running else None
 
     def begin() -> tuple[int, int]:
+        global _job
         if not running[0]:
-            _initialize(group, identifiers[0], device, timeout_s)
-        return library().nvshmem_my_pe(), library().nvshmem_n_pes()
+            name, identifier = jobs[0]
+            _initialize(group, identifier, device, timeout_s)
+            _job = name
+        return api().core.my_pe(), api().core.n_pes()
 
-    running, identifiers = zip(
-        *exchange(group, look, "looking for NVSHMEM", timeout_s), strict=True
-    )
+    running, jobs = zip(*exchange(group, look, "looking for NVSHMEM", timeout_s), strict=True)
     if len(set(running)) > 1:
         raise BackendError(
             "NVSHMEM runs over other ranks than these in some processes, and a process can be in "
@@ -169,48 +167,51 @@ def start(group: dist.ProcessGroup, device: torch.device, timeout_s: float) -> l
     return list(pes)
 
 
-def unique_id() -> bytes:
+def unique_id() -> Any:
     """An identifier by which ranks find each other: it holds an address of this process."""
-    memory = ctypes.create_string_buffer(UNIQUE_ID_BYTES)
-    ctypes.c_int32.from_buffer(memory).value = 1 << 16 | UNIQUE_ID_BYTES
-    with environment(_defaults()):
-        code = library().nvshmemx_get_uniqueid(memory)
-    if code:
+    core = api().core
+    try:
+        with environment(_defaults()):
+            return core.get_unique_id()
+    except Exception as error:  # NVSHMEM's errors are of classes of its own
         raise BackendError(
-            f"NVSHMEM found no network interface to start by (status {code}): name one in "
+            f"NVSHMEM found no network interface to start by ({error}): name one in "
             "NVSHMEM_BOOTSTRAP_UID_SOCK_IFNAME."
-        )
-    return memory.raw
+        ) from error
 
 
 def _initialize(
-    group: dist.ProcessGroup, identifier: bytes, device: torch.device, timeout_s: float
+    group: dist.ProcessGroup, identifier: Any, device: torch.device, timeout_s: float
 ) -> None:
-    global _job
-    found = library()
-    memory = ctypes.create_string_buffer(identifier, UNIQUE_ID_BYTES)
-    attributes = ctypes.create_string_buffer(ATTRIBUTES_BYTES)
-    versions = (0, ATTRIBUTES_BYTES), (16, UNIQUE_ID_BYTES), (24, ARGUMENTS_BYTES)
-    for offset, size in versions:  # of the attributes, their arguments, and those of the identifier
-        ctypes.c_int32.from_buffer(attributes, offset).value = 1 << 16 | size
-    found.nvshmemx_set_attr_uniqueid_args(group.rank(), group.size(), memory, attributes)
-    with environment(_defaults()):
-        code = bounded(
-            lambda: found.nvshmemx_hostlib_init_attr(WITH_UNIQUE_ID, attributes),
-            "start",
-            device,
-            timeout_s,
-        )
-    # NVSHMEM 3.4 returns 0 where it found no GPU, too.
-    if code or (status := found.nvshmemx_init_status()) < INITIALIZED:
+    init = partial(
+        api().core.init,
+        device=_cuda_device(device),
+        uid=identifier,
+        rank=group.rank(),
+        nranks=group.size(),
+        initializer_method="uid",
+    )
+    why = "it found no GPU"  # NVSHMEM 3.4 raises nothing there
+    try:
+        with environment(_defaults()):
+            bounded(init, "start", device, timeout_s)
+    except MoeEngineError:
+        raise
+    except Exception as error:
+        why = str(error)
+    if not is_initialized():
         raise BackendError(
-            f"NVSHMEM could not start ({f'error {code}' if code else f'status {status}'}). "
-            "NVSHMEM_DEBUG=INFO shows why, `moe-engine doctor` what this host has: a network "
-            "adapter for RDMA where ranks are on several hosts, and the right interface in "
-            "NVSHMEM_BOOTSTRAP_UID_SOCK_IFNAME."
+            f"NVSHMEM could not start ({why}). NVSHMEM_DEBUG=INFO shows more, `moe-engine doctor` "
+            "what this host has: a network adapter for RDMA where ranks are on several hosts, and "
+            "the right interface in NVSHMEM_BOOTSTRAP_UID_SOCK_IFNAME."
         )
-    _job = identifier.hex()
     atexit.register(_finish, device)
+
+
+def _cuda_device(device: torch.device) -> Any:
+    from cuda.core import Device  # imports numpy, which nothing else here needs
+
+    return Device(device.index)
 
 
 def _defaults() -> dict[str, str]:
@@ -227,7 +228,7 @@ def _finish(device: torch.device) -> None:
     """End NVSHMEM with the process, if all its calls have ended."""
     if not _has_failed:
         try:
-            bounded(library().nvshmemx_hostlib_finalize, "end", device, EXIT_S)
+            bounded(waiting_calls().nvshmemx_hostlib_finalize, "end", device, EXIT_S)
         except MoeEngineError as error:
             warnings.warn(str(error), RuntimeWarning, stacklevel=2)
 
@@ -270,6 +271,7 @@ def bounded(call: Callable[[], Any], what: str, device: torch.device, seconds: f
 
 
 def tensor_at(address: int, num_bytes: int, device: torch.device) -> torch.Tensor:
-    """Memory of NVSHMEM as uint8 [num_bytes], which the tensor does not own."""
+    """Memory of NVSHMEM as uint8 [num_bytes], which the tensor does not own. By DLPack, memory of
+    another GPU would be a tensor of that GPU, whose copies run on a stream there."""
     storage: Any = torch._C._construct_storage_from_data_pointer(address, device, num_bytes)
     return torch.empty(0, dtype=torch.uint8, device=device).set_(storage, 0, (num_bytes,), (1,))

@@ -10,30 +10,38 @@ import os
 import re
 from collections.abc import Iterator
 from ctypes.util import find_library
+from importlib import import_module
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import NamedTuple
 
 import torch
+from cuda.bindings import driver as cuda_driver
 from rich import box
 from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
 
 from .. import nvshmem_library
+from ..cuda_driver import check
 from ..errors import BackendError
 from ..symm import check_emulation_packages, no_network
 
 ROOT = Path("/")
-PACKAGES = (
-    *("torch", "triton", "numpy", nvshmem_library.PACKAGE, "nvidia-nvshmem-cu12"),
-    *("nvshmem4py-cu13", "cuda-python"),
-)
-"""nvshmem4py and cuda-python are not needed; they are shown as they bring an NVSHMEM."""
+NEEDED = {
+    "torch": "torch",
+    "triton": "triton",
+    "einops": "einops",
+    "cuda-bindings": "cuda.bindings.driver",
+    "cuda-pathfinder": "cuda.pathfinder",
+}
+"""The module by which a package is imported that each host needs, by the package's name."""
+OF_NODES = {"numpy": "numpy", "cuda-core": "cuda.core", "nvshmem4py-cu13": "nvshmem.core"}
+"""The same for packages that ranks on several nodes need."""
+OLDEST_CUDA = 13000  # as the driver tells it: 13.0
 
 VARIABLES = {
     "MOE_ENGINE_NODE_SIZE": "ranks that count as one node",
-    "NVSHMEM_HOME": "the folder of another NVSHMEM than the installed package",
     "NVSHMEM_IB_ENABLE_IBGDA": "1: kernels hand requests to the adapter themselves",
     "NVSHMEM_IBGDA_NUM_RC_PER_PE": "connections to each rank; 4 to 8 for several programs",
     "NVSHMEM_REMOTE_TRANSPORT": "ibrc; on AWS libfabric",
@@ -65,6 +73,7 @@ def gpus(root: Path = ROOT) -> Iterator[Finding]:
     driver = re.search(r"\d+\.\d+(\.\d+)?", text)
     kind = " (open kernel modules)" if "Open Kernel Module" in text else ""
     yield Finding("driver", driver[0] + kind if driver else "none", driver is not None)
+    yield _cuda_of_driver()
     count = torch.cuda.device_count()
     names = {torch.cuda.get_device_name(index) for index in range(count)}
     yield Finding("GPUs", f"{count} x {', '.join(sorted(names))}" if count else "none", count > 0)
@@ -75,23 +84,38 @@ def gpus(root: Path = ROOT) -> Iterator[Finding]:
         yield Finding("GPUs that map each other's memory", found, not apart)
 
 
+def _cuda_of_driver() -> Finding:
+    """The latest CUDA that the driver knows, asked through cuda.bindings."""
+    try:
+        cuda = check(cuda_driver.cuDriverGetVersion(), "tell the version of the driver")
+    except RuntimeError as error:  # cuda.bindings found no driver
+        return Finding("CUDA of the driver", " ".join(str(error).split()), False)
+    shown = f"{cuda // 1000}.{cuda % 1000 // 10}"
+    if cuda < OLDEST_CUDA:
+        return Finding("CUDA of the driver", f"{shown}; needs CUDA 13, driver 580 or later", False)
+    return Finding("CUDA of the driver", shown, True)
+
+
 def software() -> Iterator[Finding]:
-    """Versions of what is installed, and the NVSHMEM that would be used."""
-    for name in PACKAGES:
-        yield Finding(name, _version(name))
+    """Versions of what is installed and whether it can be imported, and the NVSHMEM that would be
+    used."""
+    yield from (_package(name, module, "pip install moe_engine") for name, module in NEEDED.items())
+    install = nvshmem_library.INSTALL
+    for name, module in OF_NODES.items():
+        yield _package(name, module, f"several nodes need it: {install}")
     try:
         found = nvshmem_library.installed()
-        host = nvshmem_library.host_version(nvshmem_library.library())
+        host = nvshmem_library.host_version(nvshmem_library.api())
     except BackendError as error:
         yield Finding("NVSHMEM", str(error), False)
         return
     shown = nvshmem_library.shown
-    yield Finding("NVSHMEM's bitcode", f"{shown(found.version)} in {found.folder}", True)
+    yield Finding("NVSHMEM's bitcode", f"{shown(found.version)}, {found.bitcode}", True)
     yield Finding("NVSHMEM's host library", shown(host), True)
     has_ibgda = found.has_ibgda()
     answer = "yes"
     if not has_ibgda:
-        answer = f"no: a thread of the CPU sends for them. {nvshmem_library.INSTALL}"
+        answer = f"no: a thread of the CPU sends for them. {nvshmem_library.INSTALL_TESTED}"
     yield Finding("kernels can reach the adapter (IBGDA)", answer, has_ibgda)
 
 
@@ -176,11 +200,18 @@ def report(console: Console, root: Path = ROOT) -> dict[str, str | None]:
     return found
 
 
-def _version(name: str) -> str:
+def _package(name: str, module: str, remedy: str) -> Finding:
+    """The version of a package. It is good if its module can be imported; where it is missing the
+    remedy says what to do."""
     try:
-        return version(name)
+        found = version(name)
     except PackageNotFoundError:
-        return "not installed"
+        return Finding(name, f"not installed; {remedy}", False)
+    try:
+        import_module(module)
+    except Exception as error:
+        return Finding(name, f"{found}, whose module {module} cannot be imported: {error}", False)
+    return Finding(name, found, True)
 
 
 def _read(path: Path) -> str:

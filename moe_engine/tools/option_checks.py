@@ -189,8 +189,7 @@ def check_nodes(ranks: int, ranks_per_node: int) -> int:
             nvshmem_library.installed()
         except BackendError as error:
             raise BackendError(
-                f"kernels of several nodes are linked with NVSHMEM, and {error}, or "
-                "pip install 'moe_engine[nvshmem]'"
+                f"kernels of several nodes are linked with NVSHMEM. {error}"
             ) from None
     return ranks // ranks_per_node
 
