@@ -142,7 +142,7 @@ class Function:
 
 def _attribute(name: str) -> driver.CUfunction_attribute:
     """An attribute of a function, by its name without the prefix that all of them have."""
-    return driver.CUfunction_attribute[f"CU_FUNC_ATTRIBUTE_{name}"]
+    return getattr(driver.CUfunction_attribute, f"CU_FUNC_ATTRIBUTE_{name}")
 
 
 def _load(binary: Binary) -> Any:
