@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import threading
 from collections.abc import Callable
 from contextlib import AbstractContextManager, ExitStack, nullcontext
 from types import SimpleNamespace
@@ -234,3 +235,20 @@ def cannot_be_made(group: dist.ProcessGroup) -> bool:
 @pytest.mark.gpu
 def test_a_graph_that_cannot_be_made(pool: RankPool) -> None:
     assert pool.run(cannot_be_made, num_ranks=1) == [True]
+
+
+def call_in_new_threads(group: dist.ProcessGroup) -> bool:
+    """The first thing that a thread does with CUDA is a launch, one alone or several as a graph."""
+    products = Products()
+    found: list[torch.Tensor] = []
+    with products.patched():
+        for rows in products.rows:
+            thread = threading.Thread(target=lambda rows=rows: found.append(products(rows)))
+            thread.start()
+            thread.join()
+        return products.graphs != [] and products.are_right(*found)
+
+
+@pytest.mark.gpu
+def test_new_threads(pool: RankPool) -> None:
+    assert pool.run(call_in_new_threads, num_ranks=1) == [True]
