@@ -68,6 +68,14 @@ def in_context(function: Callable[..., tuple[Any, ...]], *arguments: Any) -> tup
     return result
 
 
+def run(doing: str, name: str, function: Callable[..., tuple[Any, ...]], *arguments: Any) -> None:
+    """Call a function of the driver that returns no value, as `in_context`. Errors are raised as by
+    `check`, and say what it was doing, and to what."""
+    (code,) = function(*arguments)
+    if code:
+        check(in_context(function, *arguments), f"{doing} {name}")
+
+
 class Binary(NamedTuple):
     """A kernel that Triton has compiled, as far as launches need it.
 
@@ -132,11 +140,11 @@ class Function:
         self._set("PREFERRED_SHARED_MEMORY_CARVEOUT", percent)
 
     def _get(self, attribute: str) -> int:
-        told = driver.cuFuncGetAttribute(_attribute(attribute), self.handle)
+        told = in_context(driver.cuFuncGetAttribute, _attribute(attribute), self.handle)
         return int(check(told, f"tell {attribute} of {self.name}"))
 
     def _set(self, attribute: str, value: int) -> None:
-        done = driver.cuFuncSetAttribute(self.handle, _attribute(attribute), value)
+        done = in_context(driver.cuFuncSetAttribute, self.handle, _attribute(attribute), value)
         check(done, f"set {attribute} of {self.name}")
 
 
@@ -172,7 +180,8 @@ class TensorMap:
         if metadata["fp4_padded"]:
             shape[-1] *= 2
         kind = TENSOR_MAP_TYPES.get(metadata["elem_type"], metadata["elem_type"])
-        made = driver.cuTensorMapEncodeTiled(
+        made = in_context(
+            driver.cuTensorMapEncodeTiled,
             driver.CUtensorMapDataType(kind),
             len(shape),
             descriptor.base.data_ptr(),
@@ -189,8 +198,7 @@ class TensorMap:
         self.address: int = self._map.getPtr()
 
     def __setitem__(self, index: int, address: int) -> None:
-        moved = driver.cuTensorMapReplaceAddress(self._map, address)
-        check(moved, "move the descriptor of a tensor")
+        run("move", "a tensor map", driver.cuTensorMapReplaceAddress, self._map, address)
 
 
 class PackedLaunch:
@@ -260,9 +268,7 @@ class PackedLaunch:
         """Launch it on a stream, given by its handle."""
         if stream != self._stream:  # to write the field takes 0.1 us
             self._config.hStream, self._stream = stream or LEGACY_STREAM, stream
-        (code,) = self._launch()
-        if code:
-            check(in_context(self._launch), f"launch {self.name}")
+        run("launch", self.name, self._launch)
 
     def node(self) -> driver.CUDA_KERNEL_NODE_PARAMS:
         """What a graph launches in its place. It points to this launch's arguments, as they are

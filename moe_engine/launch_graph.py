@@ -6,14 +6,15 @@ more for each of its kernels whose arguments have changed (bench/NOTES.md).
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import suppress
+from functools import partial
 from typing import Any
 
 import torch
 from cuda.bindings import driver
 
-from .cuda_driver import LEGACY_STREAM, PackedLaunch, check, in_context
+from .cuda_driver import LEGACY_STREAM, PackedLaunch, check, in_context, run
 from .hardware import relaxed_capture
 
 
@@ -41,23 +42,25 @@ class LaunchGraph:
         self._launches = launches
         self._graph: Any = None
         self._executable: Any = None
-        self._nodes: list[tuple[Any, Any]] = []
+        self._updates: list[Callable[[], tuple[Any, ...]]] = []
+        self._stream: int | None = None
 
     def __call__(self, stream: int, changed: set[int]) -> bool:
         """Launch all on a stream, given by its handle. changed: the numbers of the launches whose
         arguments were changed since they were told to the graph; it is emptied. False, and nothing
         is launched, where the GPU has no memory left for the graph."""
         try:
-            if not self._nodes:
+            if not self._updates:
                 self._make()
                 changed.clear()
             for number in changed:
-                update = self._executable, *self._nodes[number]
-                done = in_context(driver.cuGraphExecKernelNodeSetParams, *update)
-                check(done, f"change the arguments of {self._launches[number].name}")
+                run("tell a graph of", self._launches[number].name, self._updates[number])
             changed.clear()
-            launch = driver.cuGraphLaunch, self._executable, stream or LEGACY_STREAM
-            check(in_context(*launch), f"launch {self.name}")
+            if stream != self._stream:
+                handle = driver.CUstream(stream or LEGACY_STREAM)  # made once, as it takes time
+                self._launch = partial(driver.cuGraphLaunch, self._executable, handle)
+                self._stream = stream
+            run("launch", self.name, self._launch)
         except torch.OutOfMemoryError:
             return False
         return True
@@ -79,14 +82,16 @@ class LaunchGraph:
             nodes.append((node, parameters))
         with relaxed_capture():
             made = in_context(driver.cuGraphInstantiate, graph, 0)
-        self._executable = check(made, f"instantiate {self.name}")
-        self._nodes = nodes
+        self._executable = executable = check(made, f"instantiate {self.name}")
+        self._updates = [
+            partial(driver.cuGraphExecKernelNodeSetParams, executable, *one) for one in nodes
+        ]
 
     def _free(self) -> None:
         """Give its memory back; one that runs goes on to its end. In relaxed mode, as it would
         otherwise break off a capture that is under way."""
         graph, executable = self._graph, self._executable
-        self._graph = self._executable = None
+        self._graph = self._executable = self._stream = None
         if graph is None:
             return
         with relaxed_capture():

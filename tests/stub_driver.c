@@ -55,6 +55,7 @@ CUresult cuModuleGetFunction(CUfunction *function, CUmodule module, const char *
 }
 
 CUresult cuFuncGetAttribute(int *value, CUfunction_attribute attribute, CUfunction function) {
+    if (!has_context) return CUDA_ERROR_INVALID_CONTEXT;
     *value = attribute == CU_FUNC_ATTRIBUTE_MAX_THREADS_PER_BLOCK ? 1024
              : attribute == CU_FUNC_ATTRIBUTE_SHARED_SIZE_BYTES   ? 512
                                                                   : -1;
@@ -62,6 +63,7 @@ CUresult cuFuncGetAttribute(int *value, CUfunction_attribute attribute, CUfuncti
 }
 
 CUresult cuFuncSetAttribute(CUfunction function, CUfunction_attribute attribute, int value) {
+    if (!has_context) return CUDA_ERROR_INVALID_CONTEXT;
     printf("%p attribute %d = %d\n", function, attribute, value);
     return CUDA_SUCCESS;
 }
@@ -104,6 +106,7 @@ CUresult cuTensorMapEncodeTiled(CUtensorMap *map, CUtensorMapDataType type, cuui
                                 const cuuint32_t *box, const cuuint32_t *steps,
                                 CUtensorMapInterleave interleave, CUtensorMapSwizzle swizzle,
                                 CUtensorMapL2promotion promotion, CUtensorMapFloatOOBfill fill) {
+    if (!has_context) return CUDA_ERROR_INVALID_CONTEXT;
     printf("map type %d of %d at %p shape", type, rank, address);
     for (unsigned axis = 0; axis < rank; axis++) printf(" %lu", shape[axis]);
     printf(" strides");
@@ -117,6 +120,7 @@ CUresult cuTensorMapEncodeTiled(CUtensorMap *map, CUtensorMapDataType type, cuui
 }
 
 CUresult cuTensorMapReplaceAddress(CUtensorMap *map, void *address) {
+    if (!has_context) return CUDA_ERROR_INVALID_CONTEXT;
     printf("map moved to %p\n", address);
     return CUDA_SUCCESS;
 }

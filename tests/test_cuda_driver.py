@@ -64,15 +64,25 @@ def graphs():
 def threads():
     launch = packed(True)
     print("thread")
-    for call in (launch, lambda stream: LaunchGraph([launch, launch])(stream, set())):
+    tensor_map = made_map()
+    calls = (
+        launch,
+        lambda stream: LaunchGraph([launch, launch])(stream, set()),
+        lambda stream: tensor_map.__setitem__(0, 0xc000),
+        lambda stream: launch._function.prefer_shared_memory(),
+    )
+    for call in calls:
         thread = threading.Thread(target=call, args=(7,))
         thread.start()
         thread.join()
 
-def maps():
+def made_map():
     tensor = SimpleNamespace(shape=(64, 128), strides=(256, 1), base=x, padding="nan")
     metadata = dict(fp4_padded=False, elem_type=10, elem_size=2, block_size=(16, 32), swizzle=3)
-    made = TensorMap(tensor, metadata)
+    return TensorMap(tensor, metadata)
+
+def maps():
+    made = made_map()
     assert made.address
     made[0] = y.data_ptr()
 
@@ -91,6 +101,9 @@ LOADED = """load code
 function kernel of 0x10
 0xf0 cache 1
 0xf0 attribute 8 = 231936
+"""
+MAP = """map type 9 of 2 at 0xa000 shape 128 64 strides 512 box 32 16 steps 1 1 swizzle 3 \
+promotion 2 fill 1
 """
 EXPECTED = {
     "launches": f"""enter context 0xc0
@@ -112,7 +125,7 @@ capture mode 0
 """,
     "threads": f"""enter context 0xc0
 {LOADED}thread
-enter context 0xc0
+{MAP}enter context 0xc0
 launch 0xf0 {SIZES} stream 0x7 attribute 6 1 {PARAMETERS}
 node 0x1 of 0x60: 0xf0 {SIZES} {PARAMETERS}
 node 0x2 of 0x60: 0xf0 {SIZES} {PARAMETERS}
@@ -124,10 +137,13 @@ enter context 0xc0
 launch graph 0xe0 stream 0x7
 capture mode 2
 capture mode 0
+enter context 0xc0
+map moved to 0xc000
+enter context 0xc0
+0xf0 attribute 9 = 100
 """,
-    "maps": """map type 9 of 2 at 0xa000 shape 128 64 strides 512 box 32 16 steps 1 1 swizzle 3 \
-promotion 2 fill 1
-map moved to 0xb000
+    "maps": f"""enter context 0xc0
+{MAP}map moved to 0xb000
 """,
 }
 EXPECTED["forks"] = EXPECTED["graphs"]

@@ -189,7 +189,7 @@ def make_in_capture(group: dist.ProcessGroup) -> bool:
             with torch.cuda.stream(other):
                 found.append(products(products.rows[1]))
         graph.replay()
-        assert all(one._nodes for one in products.graphs)
+        assert all(one._updates for one in products.graphs)
         return products.are_right(*found) and torch.equal(doubled, products.rows[5] * 2)
 
 
