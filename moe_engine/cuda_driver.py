@@ -229,7 +229,7 @@ class PackedLaunch:
                 f"{function.name} takes parameters of {function.parameter_sizes} bytes, and "
                 f"{self.sizes} were packed: this Triton passes arguments in another way."
             )
-        self._cells = cells = array("Q", bytes(WORD * len(leaves)))
+        self._cells = cells = array("q", bytes(WORD * len(leaves)))
         begin, _ = cells.buffer_info()
         self._places = array("Q", [begin + WORD * index for index in range(len(leaves))])
         self._maps: list[TensorMap] = []
@@ -309,12 +309,13 @@ def _leaves(kind: Any, value: Any, maps: Iterator[dict[str, Any]]) -> Iterator[t
 
 
 def _bits(kind: str, value: Any) -> int:
-    """The argument in 8 bytes, of which a kernel reads as many as it takes."""
+    """The argument as a signed number of 8 bytes, of which a kernel reads as many as it takes."""
     if kind[0] == "*":
         return 0 if value is None else int(value.data_ptr())
     if kind == "fp32":
         return int.from_bytes(struct.pack("<f", value), "little")
-    return int(value) & (1 << 64) - 1
+    bits = int(value) & (1 << 64) - 1
+    return bits - (bits >> 63 << 64)
 
 
 def _size(kind: str) -> int:

@@ -51,7 +51,7 @@ def launches():
     second(0)
     move(second)
     place, index = second.numbers["rows"]
-    place[index] = 6
+    place[index] = -6
     second(7)
 
 def graphs():
@@ -108,7 +108,7 @@ promotion 2 fill 1
 EXPECTED = {
     "launches": f"""enter context 0xc0
 {LOADED * 2}launch 0xf0 {SIZES} stream 0x1 attribute 6 1 {PARAMETERS}
-launch 0xf0 {SIZES} stream 0x7 attribute 6 1 b000 6 3f800000 0 0
+launch 0xf0 {SIZES} stream 0x7 attribute 6 1 b000 fffffffa 3f800000 0 0
 """,
     "graphs": f"""enter context 0xc0
 {LOADED * 2}node 0x1 of 0x60: 0xf0 {SIZES} {PARAMETERS}
