@@ -10,6 +10,7 @@ import torch
 import torch.distributed as dist
 import triton
 from _common import draw_topk, silu_mul_kernel
+from einops import reduce
 
 from moe_engine.grouped_gemm import gemm_config, grouped_gemm, tile_schedule
 from moe_engine.layer_config import MODELS
@@ -121,8 +122,8 @@ class Tokens:
         sent = torch.bincount(flat, minlength=self.num_experts)
         received = torch.empty_like(sent)
         dist.all_to_all_single(received, sent, group=self.group)
-        out = sent.view(self.num_ranks, -1).sum(1).tolist()
-        into = received.view(self.num_ranks, -1).sum(1).tolist()
+        out = reduce(sent, "(r l) -> r", "sum", r=self.num_ranks).tolist()
+        into = reduce(received, "(r l) -> r", "sum", r=self.num_ranks).tolist()
         rows = self.x.new_empty(sum(into), self.x.shape[1])
         copies = self.x[send_order // self.idx.shape[1]]
         dist.all_to_all_single(rows, copies, into, out, group=self.group)
@@ -130,7 +131,7 @@ class Tokens:
         local = torch.arange(num_local, device=flat.device).repeat(self.num_ranks)
         experts = local.repeat_interleave(received, output_size=sum(into))
         recv_order = experts.argsort(stable=True)
-        ends = received.view(self.num_ranks, -1).sum(0).cumsum(0).int()
+        ends = reduce(received, "(r l) -> l", "sum", r=self.num_ranks).cumsum(0).int()
         return Copies(rows[recv_order], ends, send_order, recv_order, out, into)
 
     def return_copies(self, y: torch.Tensor, copies: Copies) -> torch.Tensor:

@@ -25,6 +25,7 @@ import torch.distributed as dist
 import typer
 from _common import save, timed_pool
 from dispatch_combine import Bench, Shape
+from einops import reduce
 
 from moe_engine import Buffer
 from moe_engine.emulation import send_message
@@ -102,7 +103,7 @@ def time_shape(group: dist.ProcessGroup, shape: Shape) -> tuple[dict[str, float]
     bench = Bench(group, shape)
     buffer, times = bench.buffer, bench.time_ours()
     in_rank = buffer.get_dispatch_layout(bench.idx, bench.num_experts)[3]
-    in_node = in_rank.view(len(in_rank), buffer.num_nodes, -1).any(2)
+    in_node = reduce(in_rank, "t (node rank) -> t node", "any", node=buffer.num_nodes)
     own = bench.rank // (bench.num_ranks // buffer.num_nodes)
     rows = in_node.sum(0)
     rows[own] = 0

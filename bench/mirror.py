@@ -30,6 +30,7 @@ import triton.language as tl
 import typer
 from _common import draw_topk, save
 from _layer import ERROR, Experts, relative_error
+from einops import rearrange
 
 from moe_engine import Options, timing
 from moe_engine.device import lang
@@ -91,7 +92,7 @@ class Tokens:
         self.x = torch.randn(num_tokens, hidden, device="cuda", dtype=torch.bfloat16)
         half = draw_topk("uniform", num_tokens // 2, num_experts, num_topk, 0)
         other = (half + num_experts // 2) % num_experts
-        self.idx = torch.stack([half, other], 1).flatten(0, 1).contiguous()
+        self.idx = rearrange([half, other], "half t k -> (t half) k")
         self.weights = torch.rand(num_tokens, num_topk, device="cuda").bfloat16().float()
 
     def rows(self, num_local: int) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:

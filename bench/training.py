@@ -34,6 +34,7 @@ import triton.language as tl
 import typer
 from _common import save, silu_mul_kernel, time_in_turns, timed_pool
 from _layer import Experts, Tokens, num_passes, relative_error
+from einops import einsum, rearrange, reduce
 
 from moe_engine import Buffer, Options, moe_ffn
 from moe_engine.emulation import send_message
@@ -160,7 +161,7 @@ class Layer:
 
     def sorted(self) -> torch.Tensor:
         """A layer by torch on one rank, or by NCCL on several; the host waits for the counts."""
-        tokens, (num_tokens, num_topk) = self.tokens, self.tokens.idx.shape
+        tokens, num_topk = self.tokens, self.tokens.idx.shape[1]
         flat = tokens.idx.flatten()
         order = flat.argsort(stable=True)
         rows = self.x[order // num_topk]
@@ -171,20 +172,22 @@ class Layer:
         else:
             theirs = torch.empty_like(counts)
             dist.all_to_all_single(theirs, counts, group=self.group)
-            sent, received = (one.view(ranks, -1).sum(1).tolist() for one in (counts, theirs))
+            sent, received = (
+                reduce(one, "(r l) -> r", "sum", r=ranks).tolist() for one in (counts, theirs)
+            )
             arrived = AllToAll.apply(rows, sent, received, self.group)
             local = torch.arange(len(counts) // ranks, device=flat.device).repeat(ranks)
             by_expert = local.repeat_interleave(theirs, output_size=sum(received))
             by_expert = by_expert.argsort(stable=True)
-            ends = theirs.view(ranks, -1).sum(0).cumsum(0).int()
+            ends = reduce(theirs, "(r l) -> l", "sum", r=ranks).cumsum(0).int()
             y = self.multiply(arrived[by_expert], ends)
             back = torch.empty_like(by_expert)
             back[by_expert] = torch.arange(len(back), device=back.device)
             y = AllToAll.apply(y[back], received, sent, self.group)
         inverse = torch.empty_like(order)
         inverse[order] = torch.arange(len(order), device=order.device)
-        y_TKH = y[inverse].view(num_tokens, num_topk, -1)
-        return torch.einsum("tkh,tk->th", y_TKH, self.weights.to(y_TKH.dtype))
+        y_TKH = rearrange(y[inverse], "(t k) h -> t k h", k=num_topk)
+        return einsum(y_TKH, self.weights.to(y.dtype), "t k h, t k -> t h")
 
     def gradients(self, forward: Callable[[], torch.Tensor]) -> Run:
         """Forward and backward: (result, gradients)."""

@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 
 import torch
 import triton
-from einops import rearrange, reduce
+from einops import rearrange, reduce, repeat
 
 from ..checks import PAYLOAD_DTYPES, check_tensor
 from ..device.constants import constants
@@ -147,8 +147,8 @@ def dequantize(values: torch.Tensor, scales: torch.Tensor, num_rows: int = BLOCK
     """float32 [..., N, K]: e4m3 values times their scales, one for each num_rows (1 of rows, 128 of
     weights) and 128 columns."""
     rows, columns = values.shape[-2:]
-    wide = scales.repeat_interleave(num_rows, -2)[..., :rows, :]
-    return values.float() * wide.repeat_interleave(BLOCK, -1)[..., :columns]
+    wide = repeat(scales, "... n k -> ... (n r) (k c)", r=num_rows, c=BLOCK)
+    return values.float() * wide[..., :rows, :columns]
 
 
 class QuantizedRows(NamedTuple):

@@ -9,6 +9,7 @@ from __future__ import annotations
 from typing import NoReturn
 
 import torch
+from einops import reduce
 
 from .engines.base import Handle
 from .engines.internode import InternodeHandle
@@ -54,7 +55,7 @@ def check_node_values(
     if num_tokens_per_rdma_rank is None:
         return
     num_nodes = num_tokens_per_rdma_rank.numel()
-    counts = is_token_in_rank.unflatten(1, (num_nodes, -1)).any(2).sum(0)
+    counts = reduce(is_token_in_rank, "t (node rank) -> t node", "any", node=num_nodes).sum(0)
     if not torch.equal(num_tokens_per_rdma_rank.long(), counts):
         _refuse(
             f"num_tokens_per_rdma_rank is {num_tokens_per_rdma_rank.tolist()}, and "
@@ -128,7 +129,8 @@ def _check_routes(handle: InternodeHandle, sent: torch.Tensor, rank: int) -> Non
     num_near = in_rank.shape[1] // num_nodes
     own_node, place = divmod(rank, num_near)
     near = slice(own_node * num_near, (own_node + 1) * num_near)
-    in_node, in_near = in_rank.view(-1, num_nodes, num_near).any(2), in_rank[:, near]
+    in_node = reduce(in_rank, "t (node rank) -> t node", "any", node=num_nodes)
+    in_near = in_rank[:, near]
     of_nodes, of_ranks = handle.sent_token_idx.split([num_nodes, num_near])
     _check_sent(in_node, of_nodes, "handle.sent_token_idx", "node", rank)
     _check_sent(in_near, of_ranks, "handle.sent_token_idx", "near rank", rank)

@@ -9,6 +9,7 @@ from collections.abc import Collection
 from dataclasses import dataclass
 
 import torch
+from einops import reduce
 
 from .grouped_gemm.quantization import cast
 
@@ -127,7 +128,7 @@ def low_latency_combine(
         if node_ranks is not None:
             of_nodes = [sum(node) for node in sums.split(node_ranks)]
             sums = torch.stack(of_nodes).bfloat16().float()
-            last_k = torch.stack([node.amax(0) for node in last_k.split(node_ranks)])
+            last_k = reduce(last_k, "(node rank) t -> node t", "max", rank=node_ranks)
         out = weights.new_zeros(len(ids), hidden)
         for k in range(ids.shape[1]):
             for part in range(len(sums)):

@@ -148,6 +148,26 @@ def test_bare_import_from_the_root_fails(folder: str) -> None:
     assert "ImportError: attempted relative import beyond top-level package" in done.stdout
 
 
+def test_libraries_are_called_through_their_packages() -> None:
+    """CUDA through cuda.bindings, NVSHMEM through nvshmem4py, but for `waiting_calls`. Elsewhere
+    ctypes reads and writes memory of the CPU, or finds a library that nothing calls."""
+    of_memory = "launch", "symm.device_context", "symm.nic_process", "device.network"
+    allowed = {f"moe_engine.{name}" for name in (*of_memory, "nvshmem_library", "tools.doctor")}
+    for path, source in sources().items():
+        tree = ast.parse(source.read_text())
+        named = {node.attr for node in ast.walk(tree) if isinstance(node, ast.Attribute)}
+        if "ctypes" in source.read_text():
+            assert module_name(path) in allowed, path
+        if module_name(path) != "moe_engine.nvshmem_library":
+            assert not named & {"CDLL", "PyDLL", "LoadLibrary", "cdll", "CFUNCTYPE"}, path
+            continue
+        [waiting] = [node for node in tree.body if getattr(node, "name", "") == "waiting_calls"]
+        lines = source.read_text().splitlines()
+        users = [at for at, line in enumerate(lines, 1) if "ctypes." in line]
+        assert all(waiting.lineno < at <= waiting.end_lineno for at in users)
+        assert len(users) <= 6
+
+
 def layer_name(module: str) -> str:
     """The name in `LAYERS` of a module: `moe_engine.symm.slots` -> `symm`"""
     return f"{module}.moe_engine".split(".")[1]

@@ -34,7 +34,7 @@ if "$PYTHON" -c "import torch as t; assert t.__version__ >= '2.11' and (t.versio
     packages=$("$VENV/bin/python" -c 'import sysconfig; print(sysconfig.get_path("purelib"))')
     "$PYTHON" -c 'import sys; print(*(p for p in sys.path if p.endswith("-packages")), sep="\n")' \
         >"$packages/base.pth"
-    PIP_RETRIES=1 PIP_DEFAULT_TIMEOUT=15 install -e ".[emulation,hf,bench,dev]" || {
+    PIP_RETRIES=1 PIP_DEFAULT_TIMEOUT=15 install -e ".[nvshmem,emulation,hf,bench,dev]" || {
         echo "setup: no network? Installing the package alone, beside what $PYTHON has." >&2
         # Python 3.11 puts an old setuptools into a new environment, which would hide that one.
         "$VENV/bin/python" -m pip uninstall --quiet --yes setuptools
@@ -45,11 +45,5 @@ elif [[ $gpu == 1 ]]; then
 else
     install "$TORCH"
     "$VENV/bin/python" -c 'import triton' 2>/dev/null || install triton==3.6.0
-    install -e ".[emulation,hf,bench,dev]"
-fi
-# Tests link kernels of several nodes with it where it is; torch may pin another version.
-if ! "$VENV/bin/python" -c 'from moe_engine.nvshmem_library import installed as i; i()' 2>/dev/null
-then
-    PIP_RETRIES=1 install --no-deps "nvidia-nvshmem-cu13==3.6.5" ||
-        echo "setup: without NVSHMEM, which only ranks on several nodes need" >&2
+    install -e ".[nvshmem,emulation,hf,bench,dev]"
 fi

@@ -12,7 +12,7 @@ PY=$TODAY/bin/python
 "$PY" -m pip install --quiet --upgrade pip
 "$PY" -m pip install --quiet torch
 "$PY" -c 'import triton' 2>/dev/null || "$PY" -m pip install --quiet triton
-"$PY" -m pip install --quiet -e ".[hf,bench,dev]"
+"$PY" -m pip install --quiet -e ".[nvshmem,hf,bench,dev]"
 "$PY" -m pip install --quiet --upgrade numpy transformers
 "$PY" -c '
 import sys

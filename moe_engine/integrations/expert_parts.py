@@ -17,6 +17,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from einops import rearrange
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 
@@ -76,12 +77,12 @@ class Part:
             weight = self.weight.detach()
             weight = weight.transpose(1, 2) if self.is_transposed else weight
             if self.is_interleaved:
-                weight = weight.unflatten(1, (-1, 2)).transpose(1, 2).flatten(1, 2)
+                weight = rearrange(weight, "e (rows part) ... -> e (part rows) ...", part=2)
             self._replace(weight.contiguous())
 
     def _to_model_form(self, weight: Tensor) -> Tensor:
         if self.is_interleaved:
-            weight = weight.unflatten(1, (2, -1)).transpose(1, 2).flatten(1, 2)
+            weight = rearrange(weight, "e (part rows) ... -> e (rows part) ...", part=2)
         return (weight.transpose(1, 2) if self.is_transposed else weight).contiguous()
 
     def make_local(self) -> None:
@@ -105,11 +106,11 @@ class Part:
         """[out, r * E] -> [E, out, r] for a B."""
         if not self.lora_rank:
             return weight
-        return weight.unflatten(1, (self.lora_rank, -1)).permute(2, 0, 1)
+        return rearrange(weight, "out (r e) -> e out r", r=self.lora_rank)
 
     def _experts_last(self, weight: Tensor) -> Tensor:
         """[E, out, r] -> [out, r * E] for a B."""
-        return weight.permute(1, 2, 0).flatten(1) if self.lora_rank else weight
+        return rearrange(weight, "e out r -> out (r e)") if self.lora_rank else weight
 
     def _replace(self, value: Tensor) -> None:
         before = self.weight

@@ -5,6 +5,7 @@ from __future__ import annotations
 from enum import StrEnum
 
 import torch
+from einops import rearrange, reduce
 
 from ..node_traffic import Cluster, Shares, check_experts
 
@@ -41,10 +42,11 @@ def draw_routing(
     # The experts whose exponential clocks ring first are drawn without replacement.
     clocks = torch.empty(num_tokens, num_experts).exponential_(generator=generator) / weights
     if node_limit is not None and node_limit < cluster.num_nodes:
-        by_node = clocks.view(num_tokens, cluster.num_nodes, -1)
+        by_node = rearrange(clocks, "t (node e) -> t node e", node=cluster.num_nodes)
         first = by_node.amin(2).topk(node_limit, largest=False).indices
         reached = torch.zeros(by_node.shape[:2], dtype=torch.bool).scatter_(1, first, True)
-        clocks = by_node.masked_fill(~reached[:, :, None], torch.inf).flatten(1)
+        clocks = by_node.masked_fill(~reached[:, :, None], torch.inf)
+        clocks = rearrange(clocks, "t node e -> t (node e)")
     return clocks.topk(num_topk, largest=False).indices
 
 
@@ -57,7 +59,7 @@ def ranks_reached(topk_idx: torch.Tensor, num_experts: int, num_ranks: int) -> t
 def drawn_shares(topk_idx: torch.Tensor, cluster: Cluster, num_experts: int) -> Shares:
     """The shares of tokens that were drawn."""
     reached = ranks_reached(topk_idx, num_experts, cluster.num_ranks)
-    nodes = reached.view(len(reached), cluster.num_nodes, -1).any(2)
+    nodes = reduce(reached, "t (node rank) -> t node", "any", node=cluster.num_nodes)
     rows = topk_idx.flatten() // (num_experts // cluster.num_ranks)
     counts = rows.bincount(minlength=cluster.num_ranks) / len(topk_idx)
     parts = reached.double().mean(0), nodes.double().mean(0), counts.double()

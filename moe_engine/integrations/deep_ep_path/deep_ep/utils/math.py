@@ -3,6 +3,7 @@
 from typing import Any
 
 import torch
+from einops import rearrange, reduce, repeat
 
 BLOCK = 128
 """Columns that share a scale."""
@@ -35,9 +36,9 @@ def align(x: int, y: int) -> int:
 def per_token_cast_to_fp8(x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     """x [N, H] as e4m3 [N, H] and scales float32 [N, ceil(H / 128)], of 128 columns each."""
     blocks = _blocks(x.float())
-    largest = blocks.abs().amax(2).clamp(min=1e-4)
-    rows = (blocks * (LARGEST / largest).unsqueeze(2)).to(torch.float8_e4m3fn)
-    return rows.flatten(1)[:, : x.shape[1]].contiguous(), largest / LARGEST
+    largest = reduce(blocks.abs(), "n s c -> n s 1", "max").clamp(min=1e-4)
+    rows = rearrange((blocks * (LARGEST / largest)).to(torch.float8_e4m3fn), "n s c -> n (s c)")
+    return rows[:, : x.shape[1]].contiguous(), rearrange(largest / LARGEST, "n s 1 -> n s")
 
 
 def per_token_cast_back(x_fp8: torch.Tensor, x_scales: torch.Tensor) -> torch.Tensor:
@@ -49,14 +50,14 @@ def per_token_cast_back(x_fp8: torch.Tensor, x_scales: torch.Tensor) -> torch.Te
     if len(x_fp8):
         x_scales = x_scales.reshape(len(x_fp8), -1)
     blocks = _blocks(x_fp8.float())
-    x = blocks * x_scales[:, : blocks.shape[1]].unsqueeze(2)
-    return x.flatten(1)[:, : x_fp8.shape[1]].bfloat16().contiguous()
+    x = rearrange(blocks * x_scales[:, : blocks.shape[1], None], "n s c -> n (s c)")
+    return x[:, : x_fp8.shape[1]].bfloat16().contiguous()
 
 
 def _blocks(x: torch.Tensor) -> torch.Tensor:
     """[N, S, 128]: x [N, H], with zeros after the last columns."""
     padded = torch.nn.functional.pad(x, (0, -x.shape[1] % BLOCK))
-    return padded.view(len(x), padded.shape[1] // BLOCK, BLOCK)
+    return rearrange(padded, "n (s c) -> n s c", c=BLOCK)
 
 
 def inplace_unique(x: torch.Tensor, num_slots: int) -> None:
@@ -76,7 +77,7 @@ def create_grouped_scores(
     """Scores [N, E] where an expert's group is among group_idx [N, G], else 0."""
     is_chosen = torch.zeros(len(scores), num_groups, dtype=torch.bool, device=scores.device)
     is_chosen.scatter_(1, group_idx, True)
-    return scores * is_chosen.repeat_interleave(scores.shape[1] // num_groups, 1)
+    return scores * repeat(is_chosen, "n g -> n (g e)", e=scores.shape[1] // num_groups)
 
 
 def hash_tensor(t: torch.Tensor) -> int:
