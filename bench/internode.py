@@ -29,7 +29,7 @@ from einops import reduce
 
 from moe_engine import Buffer
 from moe_engine.emulation import send_message
-from moe_engine.symm import environment
+from moe_engine.symm.base import environment
 
 SHAPES = [
     Shape("deepseek-v3", 4096, dtype="fp8"),

@@ -35,7 +35,7 @@ import torch.distributed as dist
 from .checks import check_at_least
 from .errors import BackendError, MoeEngineError, ShapeError
 from .host_collectives import stage_collectives
-from .symm import environment
+from .symm.base import environment
 
 START_TIMEOUT_S = 120.0
 """How long the processes may take to import torch and find each other."""

@@ -16,7 +16,7 @@ from dispatch_cases import check_round_trip, make_buffer, make_inputs, poison, r
 from moe_engine import Buffer, MoeEngineError, Options, RoutingError
 from moe_engine.emulation import PerRank, RankPool
 from moe_engine.errors import TooManyTokens
-from moe_engine.symm import environment
+from moe_engine.symm.base import environment
 from moe_engine.symm.nic import Nic
 
 NIC = {

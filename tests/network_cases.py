@@ -12,6 +12,7 @@ from moe_engine.device import lang, network
 from moe_engine.device.context import PHASE_ROWS, ContextField
 from moe_engine.errors import BackendError
 from moe_engine.launch import launch
+from moe_engine.symm import base
 
 LONG_S = 30.0
 """What takes longer hangs."""
@@ -22,7 +23,7 @@ class Place:
 
     def __init__(self, group, num_bytes, per_node=2, timeout_s=60.0, **settings):
         variables = {f"MOE_ENGINE_{name}": str(value) for name, value in settings.items()}
-        with symm.environment(variables | {"MOE_ENGINE_NODE_SIZE": str(per_node)}):
+        with base.environment(variables | {"MOE_ENGINE_NODE_SIZE": str(per_node)}):
             self.block = symm.allocate(group, num_bytes)
         self.report = torch.zeros(64, dtype=torch.int64)
         fields = [0] * ContextField.PEERS + self.block.peer_addresses.tolist()

@@ -9,7 +9,7 @@ from unittest import mock
 
 from moe_engine.emulation import PerRank, RankPool
 from moe_engine.engines import internode_layer
-from moe_engine.symm import environment
+from moe_engine.symm.base import environment
 
 SHAPES = {
     **{"2x2": (2, 2), "4x1": (4, 1), "3x2": (3, 2), "2x1": (2, 1)},

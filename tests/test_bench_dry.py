@@ -17,7 +17,7 @@ from torch.overrides import TorchFunctionMode
 
 import moe_engine
 from moe_engine import layer_config, timing
-from moe_engine.symm import environment
+from moe_engine.symm.base import environment
 from moe_engine.tools.models import build_config
 
 sys.path.append(str(Path(__file__).parents[1] / "bench"))

@@ -18,6 +18,7 @@ from moe_engine.device import network
 from moe_engine.emulation import PerRank, RankError, RankPool
 from moe_engine.errors import BackendError, ShapeError
 from moe_engine.launch import launch
+from moe_engine.symm import base
 from moe_engine.symm.nic import Nic
 from moe_engine.symm.nodes import Nodes, find_nodes, nodes_of
 
@@ -186,13 +187,13 @@ def test_a_network_that_died_is_told_and_replaced(ranks_of_nodes):
 
 def nodes_of_group(group, size=None, host=None):
     """The nodes, or the error, of ranks with this MOE_ENGINE_NODE_SIZE, on these hosts."""
-    before = symm._host
-    symm._host = before if host is None else lambda: host
+    before = base.this_host
+    base.this_host = before if host is None else lambda: host
     try:
-        with symm.environment({} if size is None else {"MOE_ENGINE_NODE_SIZE": size}):
+        with base.environment({} if size is None else {"MOE_ENGINE_NODE_SIZE": size}):
             return find_nodes(group)
     finally:
-        symm._host = before
+        base.this_host = before
 
 
 def test_nodes_are_found(ranks_of_nodes):
@@ -231,7 +232,7 @@ def test_a_wrong_node_size_is_refused(ranks_of_nodes, size):
 
 
 def allocate_with(group, name, value):
-    with symm.environment({name: value}):
+    with base.environment({name: value}):
         symm.allocate(group, 4096)
 
 

@@ -25,7 +25,8 @@ from moe_engine.device.context import PHASE_ROWS, ContextField
 from moe_engine.emulation import RankError, RankPool
 from moe_engine.errors import BackendError, OutOfStep
 from moe_engine.launch import launch
-from moe_engine.symm import environment, nvshmem
+from moe_engine.symm import base, nvshmem
+from moe_engine.symm.base import environment
 from moe_engine.symm.device_context import DeviceContext
 from moe_engine.symm.nvshmem import NvshmemTensor
 from moe_engine.symm.slots import SlotLayout
@@ -256,7 +257,7 @@ def test_kernels_find_the_elements(cpu_pool):
 def make_on_hosts(group, backend, host_of_rank):
     """The backend of a Buffer, what it warned of, and how many tokens each rank got."""
     with (
-        mock.patch.object(symm, "_host", lambda: host_of_rank[group.rank()]),
+        mock.patch.object(base, "this_host", lambda: host_of_rank[group.rank()]),
         warnings.catch_warnings(record=True) as caught,
     ):
         warnings.simplefilter("always")

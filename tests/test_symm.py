@@ -19,7 +19,7 @@ from moe_engine import symm
 from moe_engine.device import lang
 from moe_engine.emulation import PerRank, RankError, RankPool
 from moe_engine.errors import BackendError, OutOfStep, ShapeError
-from moe_engine.symm import emulated, exchange
+from moe_engine.symm import base, emulated, exchange
 from moe_engine.symm.emulated import EmulatedTensor, File, _map
 
 NUM_BYTES = 10_000  # not a multiple of a page
@@ -291,12 +291,12 @@ def test_devices_that_do_not_fit_are_refused(pool):
 
 
 def allocate_on_two_hosts(group):
-    host = symm._host
-    symm._host = lambda: f"host {group.rank()}"
+    host = base.this_host
+    base.this_host = lambda: f"host {group.rank()}"
     try:
         allocate(group, 64)
     finally:
-        symm._host = host
+        base.this_host = host
 
 
 def test_several_hosts_are_refused(pool):

@@ -24,7 +24,7 @@ from moe_engine.errors import BackendError
 from moe_engine.integrations.expert_parts import is_peft, whole_state_dict
 from moe_engine.integrations.trainer import ExpertParallel
 from moe_engine.integrations.transformers import shard_experts
-from moe_engine.symm import environment
+from moe_engine.symm.base import environment
 from moe_engine.tools.models import Kind
 
 LENGTH, BATCH, SAMPLES = 5, 2, 11

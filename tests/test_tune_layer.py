@@ -20,7 +20,7 @@ from moe_engine.engines.base import LayerInputs
 from moe_engine.errors import BackendError
 from moe_engine.hardware import H100
 from moe_engine.layer_config import LayerProblem
-from moe_engine.symm import environment
+from moe_engine.symm.base import environment
 from moe_engine.tools import tune_layer
 from moe_engine.tools.cli import app
 from moe_engine.tools.tune_layer import FIELDS, PASSES, REFUSED, Job, descend, fastest, neighbours

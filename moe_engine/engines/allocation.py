@@ -12,9 +12,11 @@ from ..agreement import Group, Settings
 from ..errors import BackendError, CapacityError
 from ..layer_config import LayerChoices
 from ..streams import CallStreams
-from ..symm import SymmetricTensor, allocate, exchange
+from ..symm import allocate
+from ..symm.base import SymmetricTensor
 from ..symm.device_context import COMPILE_S
 from ..symm.lanes import LaneLayout, new_lanes
+from ..symm.meeting import exchange
 from ..symm.nodes import Nodes, find_nodes
 from ..symm.ring import Ring, RingLayout
 from ..symm.slots import SlotLayout, Slots

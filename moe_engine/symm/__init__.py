@@ -10,13 +10,8 @@
 
 from __future__ import annotations
 
-import os
-import socket
 import warnings
-from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
 from pathlib import Path
-from typing import Protocol
 
 import torch
 import torch.distributed as dist
@@ -25,34 +20,15 @@ import triton
 from .. import nvshmem_library
 from ..device import lang
 from ..errors import BackendError, ShapeError
-from . import nodes
+from .base import SymmetricTensor
+from .emulated import EmulatedTensor
 from .meeting import exchange, per_rank
+from .nodes import this_node
+from .nvshmem import NvshmemTensor
+from .single import SingleTensor
+from .torch_symm import TorchTensor
 
 BACKENDS = ("single", "emulated", "torch", "nvshmem")
-
-
-class SymmetricTensor(Protocol):
-    """This rank's block, and the addresses of all ranks' blocks as mapped here."""
-
-    local: torch.Tensor
-    """uint8 [num_bytes] on the device, zeroed; empty after `free`."""
-    peer_addresses: torch.Tensor
-    """int64 [R] on the device, the own address included; 0 for ranks of other nodes, which are not
-    mapped, and after `free`."""
-    network: int
-    """What the field NETWORK of a device context holds, see `device.context`; 0 where all ranks are
-    of one node, and after `free`."""
-
-    def peer(self, rank: int) -> torch.Tensor:
-        """The block of `rank`, as mapped here; not after `free`. BackendError for a rank of another
-        node."""
-
-    def free(self) -> None:
-        """Give the memory back; the second call does nothing. No rank may use the block any more.
-        What this rank has sent to other nodes is delivered before.
-
-        Views of `local` stay valid and keep this rank's own block alive.
-        """
 
 
 def allocate(
@@ -75,20 +51,12 @@ def allocate(
     backend = choose_backend(group, backend, device, timeout_s)
     _check_sizes(exchange(group, lambda: num_bytes, "bytes to allocate", timeout_s))
     if backend == "single":
-        from .single import SingleTensor
-
         return SingleTensor(num_bytes, device)
     if backend == "emulated":
-        from .emulated import EmulatedTensor
-
         return EmulatedTensor(group, num_bytes, timeout_s)
     assert group is not None
     if backend == "nvshmem":
-        from .nvshmem import NvshmemTensor
-
         return NvshmemTensor(group, num_bytes, device, timeout_s)
-    from .torch_symm import TorchTensor
-
     return TorchTensor(group, num_bytes, device, timeout_s)
 
 
@@ -109,7 +77,7 @@ def choose_backend(
     device = resolve_device(device)
     choices = exchange(
         group,
-        lambda: (_choose_here(group, backend, device), nodes.this_node(), backend),
+        lambda: (_choose_here(group, backend, device), this_node(), backend),
         "choosing a backend",
         timeout_s,
     )
@@ -166,18 +134,6 @@ def resolve_device(device: torch.device | str | None) -> torch.device:
     if device.type == "cuda" and device.index is None and torch.cuda.is_available():
         return torch.device("cuda", torch.cuda.current_device())
     return device
-
-
-@contextmanager
-def environment(changes: Mapping[str, str]) -> Iterator[None]:
-    """Change the environment of this process for a while."""
-    before = {name: os.environ.get(name) for name in changes}
-    os.environ.update(changes)
-    try:
-        yield
-    finally:
-        for name, value in before.items():
-            os.environ.pop(name) if value is None else os.environ.update({name: value})
 
 
 def _choose_here(group: dist.ProcessGroup | None, backend: str, device: torch.device) -> str:
@@ -238,9 +194,3 @@ def _check_sizes(sizes: list[int]) -> None:
         raise ShapeError(f"num_bytes differs between ranks: {per_rank(sizes)}. Give all the same")
     if not isinstance(sizes[0], int) or sizes[0] <= 0:
         raise ShapeError(f"num_bytes is {sizes[0]!r}; it must be a positive int")
-
-
-def _host() -> str:
-    """A name that two ranks share only on one host: containers may share or change hostnames."""
-    boot_id = Path("/proc/sys/kernel/random/boot_id")
-    return boot_id.read_text() if boot_id.exists() else socket.gethostname()

@@ -45,11 +45,11 @@ from ..hardware import outside_capture, pace_ps_per_kb
 from ..kernel_bundle import bundle
 from ..launch import Grid, launch
 from ..utils import LINE_BYTES, round_up
+from .base import SymmetricTensor
 from .mismatch import low_latency_fields, mismatch, out_of_step_by_refusal, signature_fields
 from .notices import NOTICE_BYTES, Notices, told_error
 
 if TYPE_CHECKING:
-    from . import SymmetricTensor
     from .layout import BlockLayout
 
 VALID, BAD_IDS = int(Report.VALID), int(Report.BAD_IDS)  # which each call reads

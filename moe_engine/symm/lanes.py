@@ -14,15 +14,12 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
 
 from ..callers import Callers
 from ..utils import LINE_BYTES, round_up
+from .base import SymmetricTensor
 from .ring import MAX_LOCAL_EXPERTS, MAX_ROWS, RingLayout
 from .slots import SIGNATURE_BYTES, RowLayout, SlotLayout, Slots, header_bytes
-
-if TYPE_CHECKING:
-    from . import SymmetricTensor
 
 LANE_CALLS = 1_000_000
 

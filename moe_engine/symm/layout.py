@@ -14,17 +14,15 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, ClassVar, Generic, Self, TypeVar
+from typing import ClassVar, Generic, Self, TypeVar
 
 from ..callers import Callers
 from ..device.context import ContextField
 from ..errors import CapacityError
 from ..prepared import PreparedCalls
 from ..utils import FLAG_BYTES, LINE_BYTES, round_up
+from .base import SymmetricTensor
 from .device_context import DeviceContext, head_bytes
-
-if TYPE_CHECKING:
-    from . import SymmetricTensor
 
 
 @dataclass(frozen=True, slots=True)

@@ -8,8 +8,8 @@ from typing import NamedTuple
 
 import torch.distributed as dist
 
-from .. import symm
 from ..errors import BackendError
+from . import base
 from .meeting import exchange, ranks_text
 
 Node = tuple[str, int]
@@ -40,14 +40,14 @@ def this_node() -> Node:
     """The node of this rank. BackendError where MOE_ENGINE_NODE_SIZE is no positive integer."""
     size = os.environ.get("MOE_ENGINE_NODE_SIZE")
     if size is None:
-        return symm._host(), 0
+        return base.this_host(), 0
     if not size.isdecimal() or int(size) == 0:
         raise BackendError(
             f"MOE_ENGINE_NODE_SIZE is {size!r}; it must be a positive integer, the ranks of a host "
             "that are treated as one node. Unset it where a host is a node."
         )
     rank = dist.get_rank() if dist.is_available() and dist.is_initialized() else 0
-    return symm._host(), rank // int(size)
+    return base.this_host(), rank // int(size)
 
 
 def nodes_of(nodes: Sequence[Node]) -> Nodes:

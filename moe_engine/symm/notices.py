@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import time
 from contextlib import suppress
-from typing import TYPE_CHECKING
 
 import torch
 
@@ -26,10 +25,8 @@ from ..errors import (
 )
 from ..hardware import outside_capture
 from ..launch import launch, load
+from .base import SymmetricTensor
 from .notice_kernels import tell_far_ranks_kernel
-
-if TYPE_CHECKING:
-    from . import SymmetricTensor
 
 NOTICE_BYTES = 1024
 """Of a notice. Longer texts are cut."""

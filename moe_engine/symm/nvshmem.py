@@ -29,7 +29,7 @@ from ..cuda_driver import enter_context
 from ..deadline import timeout_seconds
 from ..errors import BackendError, MoeEngineError, OutOfStep
 from ..nvshmem_library import api, is_initialized, waiting_calls
-from . import environment
+from .base import environment
 from .meeting import exchange, per_rank, ranks_text
 from .nodes import this_node
 

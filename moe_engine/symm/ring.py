@@ -18,7 +18,6 @@ from __future__ import annotations
 import functools
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
 
 import torch
 import triton.language as tl
@@ -29,10 +28,8 @@ from ..device.constants import constants
 from ..device.context import ContextField, Kind
 from ..device.ring import FIELDS, MAX_COUNTS, CallConfig
 from ..utils import LINE_BYTES, next_power_of_2, round_up
+from .base import SymmetricTensor
 from .layout import BlockLayout, RankMemory, WireRow
-
-if TYPE_CHECKING:
-    from . import SymmetricTensor
 
 MAX_ROWS = MAX_LOW_LATENCY_TOKENS
 """Rows from one rank to another in a call."""

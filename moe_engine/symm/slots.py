@@ -29,7 +29,6 @@ import functools
 import math
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
 
 import torch
 
@@ -39,10 +38,8 @@ from ..device.context import MAX_STAGES, SIGNATURE_WORDS, ContextField
 from ..device.slots import Row
 from ..errors import BackendError
 from ..utils import FLAG_BYTES, LINE_BYTES, round_up
+from .base import SymmetricTensor
 from .layout import BlockLayout, RankMemory, WireRow
-
-if TYPE_CHECKING:
-    from . import SymmetricTensor
 
 BLOCK_ROWS = 32
 """Rows whose destinations a program computes at a time."""

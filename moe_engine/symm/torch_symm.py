@@ -13,7 +13,7 @@ import torch.distributed as dist
 
 from ..deadline import timeout_seconds
 from ..errors import BackendError, OutOfStep
-from . import environment
+from .base import environment
 from .meeting import absent_keys, exchange, ranks_text
 
 _names = count()
