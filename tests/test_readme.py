@@ -193,16 +193,29 @@ def test_the_script_runs_as_printed(pool: RankPool, tmp_path: Path) -> None:
     assert numbers == pytest.approx([16 * 16 * 16] * len(numbers), rel=1e-3)
 
 
-def rows_of_the_readme() -> list[tuple[list[str], str]]:
-    """(the lines that a row of the README's table says to write, the page of docs/ to read)."""
-    rows = re.findall(
-        r"^\| (.+) \| (.+) \| \[.*?\]\(docs/(\w+\.md)", (ROOT / "README.md").read_text(), re.M
-    )
+def rows_of_the_tables() -> list[tuple[list[str], str]]:
+    """(the lines that a row of the README or of docs/index.md says to write, the page to read)."""
+    text = (ROOT / "README.md").read_text() + (ROOT / "docs/index.md").read_text()
+    rows = re.findall(r"^\| (.+) \| (.+) \| \[.*?\]\((?:docs/)?(\w+\.md)", text, re.M)
     return [(re.findall(r"`([^`]+)`", cell), page) for _, cell, page in rows]
 
 
-@pytest.mark.parametrize(("lines", "page"), rows_of_the_readme())
+@pytest.mark.parametrize(("lines", "page"), rows_of_the_tables())
 def test_the_readme_says_what_its_pages_say(lines: list[str], page: str) -> None:
     text = (ROOT / "docs" / page).read_text()
     assert lines
     assert [line for line in lines if line not in text] == []
+
+
+def test_the_readme_prints_what_it_says(tmp_path: Path) -> None:
+    cases.skip_without_interpreter()
+    text = (ROOT / "README.md").read_text()
+    found = re.search(r"^```python\n(.*?)^```\n```text\n(.*?)^```", text, re.M | re.DOTALL)
+    assert found is not None
+    program, output = found.groups()
+    (tmp_path / "layer.py").write_text(program)
+    done = subprocess.run(
+        [sys.executable, str(tmp_path / "layer.py")], capture_output=True, text=True, check=False
+    )
+    assert done.returncode == 0, done.stderr
+    assert done.stdout == output
