@@ -15,6 +15,7 @@ import torch
 from .errors import ShapeError
 from .kinds import results_are_apart
 from .launch import Recording
+from .torch_privates import is_deterministic, new_on_cpu, new_on_gpu, new_view, storage_of
 from .utils import round_up
 
 ALIGNMENT = 256
@@ -28,12 +29,7 @@ MOST_MERGED_BYTES, MOST_TEMPORARY_BYTES = 2**20, 2**16
 The kernels of the call alone use that memory, so what its results' readers do needs no order with
 it."""
 
-_new_on_cpu = getattr(torch._C._dynamo.guards, "_empty_strided_cpu", None)
-_new_on_gpu = getattr(torch._C._dynamo.guards, "_empty_strided_cuda", None)
-_new_view = getattr(torch._C._dynamo.guards, "_reinterpret_tensor", torch.as_strided)
-"""Of (a tensor, shape, strides, the first item)."""
 CPU = torch.device("cpu")
-is_deterministic = torch._C._get_deterministic_algorithms
 
 
 class Place(NamedTuple):
@@ -98,7 +94,7 @@ class CallMemory:
         """What a call with these tensors and allocations returns."""
         memory: list[Any] = [*given, *allocated]
         for number, shape, strides, first in self._views:
-            memory.append(_new_view(memory[number], shape, strides, first))
+            memory.append(new_view(memory[number], shape, strides, first))
         memory.append(None)
         return self._build(memory)
 
@@ -129,9 +125,9 @@ class CallMemory:
         """Decide on the allocations, and return where each tensor lies that the body has allocated,
         by the tensor's id."""
         sized = recording.sized
-        kept = {_storage(one) for one in (*leaves(result), *recording.of_rows())}
-        made = [one for one in recording.allocated if _storage(one) in kept]
-        rest = [one for one in recording.allocated if _storage(one) not in kept and _size(one)]
+        kept = {storage_of(one) for one in (*leaves(result), *recording.of_rows())}
+        made = [one for one in recording.allocated if storage_of(one) in kept]
+        rest = [one for one in recording.allocated if storage_of(one) not in kept and _size(one)]
         alone = sized.keys() | recording.apart
         small = [one for one in made if id(one) not in alone and _is_small(one)]
         if results_are_apart():
@@ -164,7 +160,7 @@ class CallMemory:
     ) -> int:
         """The number of a result in the memory of a call: of an allocation, or of a new view."""
         for made in recording.allocated:
-            if _storage(made) != _storage(result):
+            if storage_of(made) != storage_of(result):
                 continue
             memory, begin = places[id(made)]
             is_whole = self._allocations[memory - self._num_given][0] == tuple(made.shape)
@@ -234,14 +230,9 @@ def _range(tensor: torch.Tensor) -> tuple[int, int]:
     return begin, begin + (last + 1) * tensor.itemsize
 
 
-def _storage(tensor: torch.Tensor) -> int:
-    """Equal for tensors that lie in the same allocation."""
-    return tensor.untyped_storage()._cdata
-
-
 def _identity(tensor: torch.Tensor) -> tuple[Any, ...]:
     """Equal for tensors that are the same part of the same memory, in the same way."""
-    return _storage(tensor), tensor.shape, tensor.stride(), tensor.storage_offset(), tensor.dtype
+    return storage_of(tensor), tensor.shape, tensor.stride(), tensor.storage_offset(), tensor.dtype
 
 
 def _size(tensor: torch.Tensor) -> int:
@@ -275,7 +266,7 @@ def _builder(result: Any, numbered: dict[Any, int]) -> Callable[[list[Any]], Any
 def _allocator(device: torch.device) -> Callable[..., torch.Tensor]:
     """A function of (shape, strides, dtype) that allocates on the current device: what torch's own
     compiler calls, in half of the time of `torch.empty_strided`, where this torch has it."""
-    new: Callable[..., torch.Tensor] | None = _new_on_cpu if device == CPU else _new_on_gpu
+    new: Callable[..., torch.Tensor] | None = new_on_cpu if device == CPU else new_on_gpu
     return new or _filling_allocator(device)
 
 

@@ -36,6 +36,7 @@ from .checks import check_at_least
 from .errors import BackendError, MoeEngineError, ShapeError
 from .host_collectives import stage_collectives
 from .symm.base import environment
+from .torch_privates import set_group_count
 
 START_TIMEOUT_S = 120.0
 """How long the processes may take to import torch and find each other."""
@@ -347,7 +348,7 @@ def _serve(
         number, size, function, args = pickle.loads(data)
         # torch numbers the groups of each process. A job on some of the ranks may have made more
         # than the others have, and the next group of all would have several names: a hang.
-        dist.distributed_c10d._world.group_count = number * MAX_GROUPS
+        set_group_count(number * MAX_GROUPS)
         return function(groups[size - 1], *args)
 
     with suppress(EOFError, OSError):

@@ -12,9 +12,10 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch._C._distributed_c10d import _create_work_from_future  # type: ignore[attr-defined]
 from torch.distributed import Work
 from torch.utils._pytree import tree_leaves, tree_map_only
+
+from .torch_privates import work_of_future
 
 COLLECTIVES = (
     "_allgather_base_",
@@ -66,7 +67,7 @@ def _on_host(collective: Callable[..., Any]) -> Callable[..., Any]:
         # That of `result` has the copies, which DistributedDataParallel would take as gradients.
         future: Any = torch.futures.Future(devices=[one.device for one in tensors if one.is_cuda])
         future.set_result(tensors)
-        work = Work.boxed(_create_work_from_future(future))
+        work = Work.boxed(work_of_future(future))
         return (written, work) if returns_written else work
 
     return run

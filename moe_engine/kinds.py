@@ -16,6 +16,7 @@ import torch
 
 from . import choice_cache
 from .checks import packed
+from .torch_privates import TensorGuards
 
 MOST_KINDS = 256
 """Kinds of calls that are kept for one memory; the least recently used go."""
@@ -359,7 +360,7 @@ def _comparison(
     more: dict[str, Any] = dict(dynamic_dims_sizes=sizes)
     more |= dict(dynamic_dims_strides=[list(one.stride()) for one in tensors])
     try:
-        guards = torch._C._dynamo.guards.TensorGuards(*tensors, **more)
+        guards = TensorGuards(*tensors, **more)
         return guards.check if guards.check(*tensors) else None
     except (AttributeError, RuntimeError, TypeError):
         return None

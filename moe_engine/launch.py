@@ -21,6 +21,7 @@ from .errors import MoeEngineError
 from .hardware import has_pdl
 from .kernel_bundle import bundle
 from .nvshmem_library import linked
+from .torch_privates import current_device, raw_stream, returns_of
 
 Grid = tuple[int, ...]
 ALLOCATIONS = {
@@ -127,7 +128,7 @@ class Recording(TorchDispatchMode):
 
 def _is_view(function: Any) -> bool:
     """Whether an operator of torch returns what it was given, seen in another way."""
-    returns = function._schema.returns
+    returns = returns_of(function)
     return bool(returns) and all(
         one.alias_info is not None and not one.alias_info.is_write for one in returns
     )
@@ -223,19 +224,6 @@ def is_collecting() -> bool:
 def only_launches() -> bool:
     """Whether launches are neither recorded nor collected."""
     return _recordings.get() is None and _collectors.get() is None
-
-
-current_device: Callable[[], int] = getattr(torch._C, "_cuda_getDevice", lambda: 0)
-"""The GPU that is current in this thread. `torch.cuda.current_device` also sees to it that torch
-has begun to use GPUs."""
-
-
-raw_stream: Callable[[int], int] = (
-    torch._C._cuda_getCurrentRawStream
-    if torch.backends.cuda.is_built()
-    else lambda index: DEFAULT_STREAM
-)
-"""The handle of the stream that is current on the GPU of this number."""
 
 
 def current_stream() -> int:

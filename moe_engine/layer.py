@@ -25,8 +25,8 @@ from .grouped_gemm.activations import SWIGLU, AnyActivation, check_layer_activat
 from .passes import may_take_passes
 from .sharded_weights import arrived, group_of, local, sharded
 from .streams import EventOverlap
+from .torch_privates import has_modes
 from .training import LayerOptions, LayerTensors, trained_layer, wants_gradients
-from .utils import has_modes
 from .weight_gradients import DelayedWgrad, LayerWeights, Wgrad
 from .weight_layouts import GateUp, Operand, check_layout
 

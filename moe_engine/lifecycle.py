@@ -34,7 +34,8 @@ from .streams import CallStreams, EventOverlap
 from .symm import choose_backend, resolve_device
 from .symm.device_context import DeviceContext
 from .symm.slots import SlotLayout
-from .utils import has_modes, is_in_backward, untraced, without_modes
+from .torch_privates import has_modes, without_modes
+from .utils import is_in_backward, untraced
 
 LEAVE_OUT_OF_STEP = TooManyTokens, OutOfStep
 """Errors that one rank raises before a call's first launch, and the other ranks do not."""

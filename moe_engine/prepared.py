@@ -22,7 +22,8 @@ from .callers import Callers
 from .errors import BackendError
 from .kinds import MOST_PREPARED, Described, Kinds, Tensors, data_ptr
 from .launch import Graphs, Recording, is_collecting, only_launches, stream_of
-from .utils import has_modes, untraced, without_modes
+from .torch_privates import has_modes, without_modes
+from .utils import untraced
 
 OWN_AFTER = 4
 """Calls of a layer, or parts of them, after which it has launches of its own: its weights, and

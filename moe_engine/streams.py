@@ -20,7 +20,8 @@ from .callers import Callers
 from .checks import check_flag
 from .device.lang import INTERPRETED
 from .errors import BackendError, DtypeError, ShapeError
-from .launch import DEFAULT_STREAM, current_device, raw_stream
+from .launch import DEFAULT_STREAM
+from .torch_privates import current_device, raw_stream
 
 _one_call_at_a_time = threading.RLock()
 """Of all Buffers: autograd calls from a thread of its own."""

@@ -8,6 +8,8 @@ from collections.abc import Callable
 import torch
 import torch.distributed as dist
 
+from .torch_privates import sleep
+
 WARMUP_ROUNDS = 2
 
 Call = Callable[[], object]
@@ -71,7 +73,7 @@ def start_together(group: dist.ProcessGroup) -> None:
     until the hosts are ahead of them; then they wait for one another."""
     torch.cuda.synchronize()
     dist.barrier(group)
-    torch.cuda._sleep(1_000_000)
+    sleep(1_000_000)
     dist.all_reduce(torch.ones(1, device="cuda"), group=group)
 
 

@@ -25,6 +25,7 @@ from .lifecycle import verb
 from .passes import PassGradients, SubBatch, Trained, backward_in_passes, forward_in_passes
 from .sharded_weights import arrived
 from .streams import EventOverlap, is_captured
+from .torch_privates import keeps_graph
 from .utils import ROUTED_ANEW, saved_tensors
 from .weight_gradients import DelayedWgrad, Grads, LayerWeights, Wgrad, WgradSink, new_memory
 from .weight_layouts import GateUp
@@ -207,7 +208,7 @@ def _saved_tensors(ctx: Any) -> tuple[LayerTensors, list[SubBatch]]:
     gate_up = GateUp(tuple(tensors[:num_gate_up]), *form).in_one_memory()
     down, b_gate_up, b_down = tensors[num_gate_up:][:3]
     weights = LayerWeights(gate_up, down)
-    is_kept = torch._C._autograd._get_current_graph_task_keep_graph()  # retain_graph=True
+    is_kept = keeps_graph()  # retain_graph=True
     rest = iter(tensors[num_gate_up + 3 :])
     batches = [
         [one.having([*itertools.islice(rest, size)], is_kept) for size, one in passes]

@@ -3,12 +3,13 @@
 from collections.abc import Callable
 from typing import Any, TypeVar
 
-import torch
-from torch._C import _len_torch_dispatch_stack
-from torch._C._dynamo.eval_frame import _FrameAction, _FrameExecStrategy, set_code_exec_strategy
-from torch.utils._python_dispatch import _disable_current_modes
-
 from .errors import BackendError
+from .torch_privates import (
+    FrameAction,
+    FrameExecStrategy,
+    current_graph_task,
+    set_code_exec_strategy,
+)
 
 F = TypeVar("F", bound=Callable[..., Any])
 
@@ -37,7 +38,7 @@ def next_power_of_2(value: int) -> int:
 
 def is_in_backward() -> bool:
     """Whether this thread is in a backward of autograd."""
-    return torch._C._current_graph_task_id() != -1
+    return current_graph_task() != -1
 
 
 def saved_tensors(ctx: Any) -> tuple[Any, ...]:
@@ -56,17 +57,7 @@ def untraced(function: F) -> F:
     """Let torch.compile break its graph at calls of `function`, and run it and all that it calls as
     plain Python. `torch.compiler.disable` does so at a microsecond for each call, and imports the
     compiler."""
-    skip = _FrameAction.SKIP
-    set_code_exec_strategy(function.__code__, _FrameExecStrategy(skip, skip))
+    skip = FrameAction.SKIP
+    set_code_exec_strategy(function.__code__, FrameExecStrategy(skip, skip))
     function._torchdynamo_disable = True  # type: ignore[attr-defined]
     return function
-
-
-has_modes = _len_torch_dispatch_stack
-"""How many modes see each operator of torch that is called here, such as that of selective
-checkpointing."""
-
-without_modes = _disable_current_modes
-"""Within this context no mode sees the operators that are called. So what the first call of a kind
-does once is not missed by selective checkpointing, which compares the operators of a recomputation
-with those of the forward."""

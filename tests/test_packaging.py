@@ -2,6 +2,7 @@
 
 import ast
 import os
+import re
 import shutil
 import subprocess
 import sys
@@ -19,7 +20,10 @@ FOLDERS = ("dispatch", "combine", "grouped_gemm")
 # "moe_engine" is the package root: the public names, gathered from the layers before it.
 LAYERS = (
     ("device",),
-    ("errors", "utils", "deadline", "checks", "hardware", "choice_cache", "timing"),
+    (
+        *("errors", "torch_privates", "utils", "deadline", "checks", "hardware", "choice_cache"),
+        "timing",
+    ),
     (
         *("nvshmem_library", "cuda_driver", "launch_graph", "kernel_bundle", "launch"),
         *("callers", "kinds", "call_memory", "prepared"),
@@ -166,6 +170,16 @@ def test_libraries_are_called_through_their_packages() -> None:
         users = [at for at, line in enumerate(lines, 1) if "ctypes." in line]
         assert all(waiting.lineno <= at <= waiting.end_lineno for at in users)
         assert len(users) <= 6
+
+
+def test_private_names_of_torch_stand_in_one_file() -> None:
+    private = re.compile(r"\btorch\.(cuda\.)?_|\btorch\._C\b|distributed_c10d\._")
+    for path, source in sources().items():
+        if "deep_ep_path" in path or path.endswith("/torch_privates.py"):
+            continue
+        for node in ast.walk(ast.parse(source.read_text())):
+            if isinstance(node, ast.Attribute | ast.ImportFrom):
+                assert not private.search(ast.unparse(node)), f"{path}:{node.lineno}"
 
 
 def layer_name(module: str) -> str:

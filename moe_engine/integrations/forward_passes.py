@@ -20,6 +20,7 @@ from ..errors import BackendError, CapacityError, OutOfStep
 from ..streams import is_captured
 from ..symm import exchange
 from ..symm.device_context import COMPILE_S
+from ..torch_privates import store_of
 from ..utils import is_in_backward, untraced
 
 _names = itertools.count()
@@ -176,6 +177,6 @@ def _connect_hosts(group: dist.ProcessGroup, timeout_s: float) -> Any:
     name = exchange(
         group, lambda: f"moe_engine/hosts/{os.getpid()}/{next(_names)}", "connecting hosts"
     )[0]
-    store = dist.PrefixStore(name, dist.distributed_c10d._get_process_group_store(group))
+    store = dist.PrefixStore(name, store_of(group))
     timeout = timedelta(seconds=timeout_s)
     return dist.ProcessGroupGloo(store, group.rank(), group.size(), timeout)

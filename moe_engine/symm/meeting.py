@@ -22,6 +22,7 @@ import torch.distributed as dist
 from .. import errors
 from ..deadline import DEFAULT_S, timeout_seconds
 from ..errors import BackendError, MoeEngineError, OutOfStep
+from ..torch_privates import store_of
 
 FIRST_PAUSE_S, LAST_PAUSE_S = 1e-4, 0.02
 """The pauses between two looks at the store; each is twice as long as the one before."""
@@ -178,7 +179,7 @@ class _Table:
         if group is None or group.size() == 1:
             return None
         try:
-            store = dist.distributed_c10d._get_process_group_store(group)
+            store = store_of(group)
         except KeyError:
             return None
         return None if store is None else cls(group, store)

@@ -29,6 +29,7 @@ from ..cuda_driver import enter_context
 from ..deadline import timeout_seconds
 from ..errors import BackendError, MoeEngineError, OutOfStep
 from ..nvshmem_library import api, is_initialized, waiting_calls
+from ..torch_privates import storage_at
 from .base import environment
 from .meeting import exchange, per_rank, ranks_text
 from .nodes import this_node
@@ -273,5 +274,5 @@ def bounded(call: Callable[[], Any], what: str, device: torch.device, seconds: f
 def tensor_at(address: int, num_bytes: int, device: torch.device) -> torch.Tensor:
     """Memory of NVSHMEM as uint8 [num_bytes], which the tensor does not own. By DLPack, memory of
     another GPU would be a tensor of that GPU, whose copies run on a stream there."""
-    storage: Any = torch._C._construct_storage_from_data_pointer(address, device, num_bytes)
+    storage: Any = storage_at(address, num_bytes, device)
     return torch.empty(0, dtype=torch.uint8, device=device).set_(storage, 0, (num_bytes,), (1,))

@@ -13,6 +13,7 @@ import torch.distributed as dist
 
 from ..deadline import timeout_seconds
 from ..errors import BackendError, OutOfStep
+from ..torch_privates import register_group, store_of, symmetric_memory, unregister_group
 from .base import environment
 from .meeting import absent_keys, exchange, ranks_text
 
@@ -68,39 +69,35 @@ class TorchTensor:
         device: torch.device,
         timeout_s: float | None = None,
     ):
-        # Imported here: it needs a CUDA build of torch, and takes time.
-        import torch.distributed._symmetric_memory as symm_mem
-        from torch._C._distributed_c10d import _register_process_group, _unregister_process_group
+        memory = symmetric_memory()
 
         def create() -> None:
-            backend = symm_mem.get_backend(device)
+            backend = memory.get_backend(device)
             if backend != "CUDA":
                 raise BackendError(
                     f"torch's symmetric memory is set to {backend}, and 'CUDA' is needed: unset "
                     "TORCH_SYMMMEM, or call torch's symm_mem.set_backend('CUDA') first"
                 )
             # Not symm_mem.empty: its pool keeps memory and mappings after `free`.
-            self.local = symm_mem._SymmetricMemory.empty_strided_p2p(
-                (num_bytes,), (1,), torch.uint8, device
-            )
+            self.local = memory.empty_strided_p2p((num_bytes,), (1,), torch.uint8, device)
             self._held.append(self.local)
             self.local.zero_()
             torch.cuda.synchronize(device)
 
         def meet(name: Any) -> None:
             # torch looks up a group by its name. This group exists for the meeting only.
-            store = dist.distributed_c10d._get_process_group_store(group)
+            store = store_of(group)
             store = _MeetingStore(dist.PrefixStore(name, store), timeout_s)
             meeting = dist.ProcessGroup(store, dist.get_rank(group), dist.get_world_size(group))
-            _register_process_group(name, meeting)
+            register_group(name, meeting)
             # torch would make a multicast object, which is of no use here, and fragile.
             no_multicast = {"TORCH_SYMM_MEM_DISABLE_MULTICAST": "1"}
             try:
                 with environment(no_multicast), torch.cuda.device(device):
                     # The handle keeps the peers' blocks mapped.
-                    self._handle: Any = symm_mem._SymmetricMemory.rendezvous(self.local, name)
+                    self._handle: Any = memory.rendezvous(self.local, name)
             finally:
-                _unregister_process_group(name)
+                unregister_group(name)
             self._held.append(self._handle)
 
         self._held: list[Any] = []
