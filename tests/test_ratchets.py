@@ -9,12 +9,14 @@ from pathlib import Path
 ROOT = Path(__file__).parents[1]
 FOLDERS = ("moe_engine", "dispatch", "combine", "grouped_gemm")
 OF_NAMED_TUPLES = {"_replace", "_fields", "_asdict", "_make"}
-MOST_SPLATS, MOST_REACHES = 529, 105
+MOST_SPLATS, MOST_REACHES = 529, 67
 
 
 def trees() -> Iterator[ast.Module]:
     for folder in FOLDERS:
         for path in sorted((ROOT / folder).rglob("*.py")):
+            if path.name == "torch_privates.py":  # which exists for that
+                continue
             yield ast.parse(path.read_text())
 
 

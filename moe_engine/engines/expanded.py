@@ -193,7 +193,7 @@ def _dispatch_by_expert(
         **sizes_of(num_rows, num_expanded, tokens.scales, wanted),
     )
     received = Received(rows.x, None, ids, None, src_idx)
-    sent = engine._new_handle(counts, routes, received, where)
+    sent = engine.new_handle(counts, routes, received, where)
     places = Places(metadata, *counts.totals)
     return Dispatched(rows, ids, None, None, places, sent, per_expert, num_expanded)
 
@@ -208,14 +208,14 @@ def _exchange(
 ) -> tuple[Counts, tuple[torch.Tensor, ...], int, Sequence[int]]:
     """(counts, routes, the rows that will come, those of each local expert). With most_rows the
     host waits for nothing, and knows no more than that."""
-    grows = not most_rows and engine._make_room(tokens, layout)
+    grows = not most_rows and engine.make_room(tokens, layout)
     args = tokens, layout, grows, totals, num_early
     counts, routes = engine.call(type(engine)._exchange, *args, check=False)
     if most_rows:
         return counts, routes, most_rows, ()
     engine.concurrent_reads.mark()
     num_rows, *per_expert = engine.concurrent_reads.read(lambda: engine._received(counts))
-    if grows and engine._has_grown(tokens, layout):
+    if grows and engine.has_grown(tokens, layout):
         return _exchange(engine, tokens, layout, totals, num_early, most_rows)
     engine.context.check()
     return counts, routes, num_rows, per_expert
@@ -346,7 +346,7 @@ def _dispatch_again(
     rows = with_size("num_expanded", new_rows(tokens, sizes["num_expanded"], wanted))
     with_size("num_scales", [rows.scales])
     partition, scale_rows = by_expert(engine, num_sms), sizes["scale_rows"]
-    engine._send_cached(tokens, plan, partition)
+    engine.send_cached(tokens, plan, partition)
     how = plan[0], BARE_HEADER, partition, scale_rows, numbers.max_tokens
     expand_rows(rows, ReceivedPlaces(metadata), tokens, *how, engine.slots)
     if wanted.zero_padding:

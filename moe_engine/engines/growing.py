@@ -35,16 +35,16 @@ class GrowingEngine(MemoryEngine):
         """Whether memory grows where a dispatch needs more."""
         return self._max_tokens is None
 
-    def _make_room(self, tokens: Tokens, layout: DispatchLayout) -> bool:
+    def make_room(self, tokens: Tokens, layout: DispatchLayout) -> bool:
         """Whether memory grows where that is needed: then there is room for a row now, and
-        `_has_grown` is to be asked after the exchange."""
+        `has_grown` is to be asked after the exchange."""
         row = self._largest_row(tokens)
         header = header_bytes(layout.num_experts, self.slots.num_ranks)
         if self.grows and self.slots.layout.max_rows(row.num_bytes, header) < 1:
             self._grow(1, row, header)
         return self.grows
 
-    def _has_grown(self, tokens: Tokens, layout: DispatchLayout) -> bool:
+    def has_grown(self, tokens: Tokens, layout: DispatchLayout) -> bool:
         """Whether there was too little memory, all ranks alike: then the call begins anew."""
         if most_rows := self.slots.context.rows_wanted():
             header = header_bytes(layout.num_experts, self.slots.num_ranks)

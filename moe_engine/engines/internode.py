@@ -178,12 +178,12 @@ class InternodeEngine(KernelVerbs, LayerByVerbs):
         partition: Partition,
     ) -> None:
         """Send metadata and rows, over the network and to this node, and forward."""
-        self._send_rows(tokens, layout, counts, routes, partition)
+        self.send_rows(tokens, layout, counts, routes, partition)
         header = header_bytes(layout.num_experts, self.slots.num_ranks)
         of = Routes(*routes).row_idx, counts.rank_prefix_matrix, header
         dispatch_internode.forward(tokens.row, *of, programs_that_pace(), self.slots)
 
-    def _send_rows(
+    def send_rows(
         self,
         tokens: Tokens,
         layout: DispatchLayout,
@@ -207,7 +207,7 @@ class InternodeEngine(KernelVerbs, LayerByVerbs):
             return Partition(NUM_CONCURRENT, 0, overlaps=owned)
         return Partition(programs_that_pace(), 0)
 
-    def _new_handle(  # type: ignore[override]
+    def new_handle(  # type: ignore[override]
         self,
         counts: Counts,
         routes: tuple[torch.Tensor, ...],
@@ -230,15 +230,15 @@ class InternodeEngine(KernelVerbs, LayerByVerbs):
             of.rank_head,
         )
 
-    def _send_cached(self, tokens: Tokens, parts: PartsOfHandle, partition: Partition) -> None:
+    def send_cached(self, tokens: Tokens, parts: PartsOfHandle, partition: Partition) -> None:
         """Begin a cached dispatch: send rows over the network and to this node, and forward."""
-        self._send_again(tokens, parts, partition)
+        self.send_planned(tokens, parts, partition)
         self._forward_again(tokens, parts, programs_that_pace())
 
-    def _send_again(
+    def send_planned(
         self, tokens: Tokens, parts: PartsOfHandle, partition: Partition | None = None
     ) -> None:
-        """`_send_cached`, without what this rank forwards; see `_send_rows`."""
+        """`send_cached`, without what this rank forwards; see `send_rows`."""
         prefix, signature, sent_token_idx, _, node_rows = parts
         if self._max_tokens is not None:
             self.check_capacity(len(tokens.x), tokens.row, BARE_HEADER)
@@ -249,7 +249,7 @@ class InternodeEngine(KernelVerbs, LayerByVerbs):
         sent = node_rows, sent_token_idx, num_sent, BARE_HEADER, partition
         dispatch_internode.send(tokens, *sent, slots)
 
-    def _receive_again(
+    def receive_again(
         self,
         tokens: Tokens,
         parts: PartsOfHandle,
@@ -258,7 +258,7 @@ class InternodeEngine(KernelVerbs, LayerByVerbs):
         sized: Received,
         max_rows: int,
     ) -> None:
-        """What comes after `_send_again`, by so many programs: forward rows, and receive those that
+        """What comes after `send_planned`, by so many programs: forward rows, and receive those that
         arrive."""
         self._forward_again(tokens, parts, num_programs)
         partition = self._partition(0, owned=False)
@@ -296,7 +296,7 @@ class InternodeEngine(KernelVerbs, LayerByVerbs):
         self._return_and_sum(parts, bias, both, round_once, sized, (out, weights))
         return out, weights
 
-    def _combine_concurrently(
+    def combine_concurrently(
         self,
         parts: PartsOfHandle,
         into: tuple[torch.Tensor, torch.Tensor],

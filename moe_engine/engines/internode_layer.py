@@ -146,7 +146,7 @@ def forward(
     layout = engine.layout(inputs.topk_idx, len(inputs.w_gate_up) * engine.num_ranks)
     counts, routes = engine.call(type(engine)._exchange, tokens, layout, False, check=False)
     engine.concurrent_reads.mark()
-    engine.call(type(engine)._send_rows, tokens, layout, counts, routes)
+    engine.call(type(engine).send_rows, tokens, layout, counts, routes)
     sizes = _sizes(engine, tokens, layout.num_experts, counts)
     kinds = [(one.shape[1:], one.dtype) for one in inputs.tensors if one is not None]
     with slots.context.first_use("layer in parts", tuple(kinds), inputs.activation, save):
@@ -157,7 +157,7 @@ def forward(
             engine.side_stream.join()  # what runs there uses memory that is given back here
             raise
     received, kept, out = made
-    handle = engine._new_handle(counts, routes, received, layout)
+    handle = engine.new_handle(counts, routes, received, layout)
     engine._check_emulated()
     saved = kept, received.topk_idx, received.topk_weights, *handle
     return out, Saved(save, saved, sizes.near + sizes.far), counts.group_counts
@@ -296,9 +296,9 @@ def backward_of_rows(
     grad = Received.empty(torch.empty_like(rows.x), tokens)
     if hides_dy:
         received = tokens, handle.sent, 1, NUM_CONCURRENT
-        engine.call(engine_type._send_again, tokens, handle.sent, check=False)
+        engine.call(engine_type.send_planned, tokens, handle.sent, check=False)
         with side.after_current():
-            engine.call(engine_type._receive_again, *received, sized=grad, max_rows=len(grad.x))
+            engine.call(engine_type.receive_again, *received, sized=grad, max_rows=len(grad.x))
         made = recompute(rows, num_rows, NUM_CONCURRENT)
         side.join()
     else:
@@ -310,7 +310,7 @@ def backward_of_rows(
     if hides_dx and into is not None and (into.gate_up is not None or into.down is not None):
         dx = torch.empty_like(dy)
         topk_grads = found.topk_weights.new_empty(len(dy), rows.topk_idx.shape[1])
-        combine = engine_type._combine_concurrently, handle.returned, (dx, topk_grads)
+        combine = engine_type.combine_concurrently, handle.returned, (dx, topk_grads)
         with side.after_current():
             engine.call(*combine, sized=returned, num_rows=len(found.x))
         later(into, NUM_CONCURRENT)

@@ -81,7 +81,7 @@ class KernelVerbs(GrowingEngine):
             body = type(self)._dispatch_whole
             arrived: Arrived = self.whole_call(body, *args, described=described)
             return arrived
-        grows = self._make_room(*sent)
+        grows = self.make_room(*sent)
         counts, routes = self.call(type(self)._exchange, *sent, grows, totals, check=False)
         self.concurrent_reads.mark()
         # Where rows are collected while others are pushed, the parts overlap.
@@ -89,14 +89,14 @@ class KernelVerbs(GrowingEngine):
         as_one, parts = not partition.lets_next_begin, (*sent, counts, routes, partition)
         self.call(type(self)._send, *parts, check=not grows, as_one=as_one)
         num_rows, *per_expert = self.concurrent_reads.read(lambda: self._received(counts))
-        if grows and self._has_grown(*sent):
+        if grows and self.has_grown(*sent):
             return self.dispatch(tokens, layout, num_worst_tokens, num_sms, owned, totals=totals)
         self.slots.context.check()
         out, prefix = self.new_rows(tokens, num_rows, owned, totals), counts.rank_prefix_matrix
         received = tokens, prefix, layout.num_experts, how[0], _max_tokens(totals)
         rows: dict[str, Any] = dict(sized=out, max_rows=num_rows)
         self.call(KernelVerbs._receive, *received, as_one=as_one, **rows)
-        handle = self._new_handle(counts, routes, out, layout)
+        handle = self.new_handle(counts, routes, out, layout)
         return Arrived(out, per_expert, handle, counts.group_counts, counts.totals)
 
     def release(self) -> None:
@@ -124,7 +124,7 @@ class KernelVerbs(GrowingEngine):
         prefix, how = counts.rank_prefix_matrix, (num_programs, _max_tokens(totals))
         received = tokens, prefix, layout.num_experts, *how
         self._receive(*received, sized=out, max_rows=num_worst_tokens)
-        handle = self._new_handle(counts, routes, out, layout)
+        handle = self.new_handle(counts, routes, out, layout)
         return Arrived(out, (), handle, counts.group_counts, counts.totals)
 
     def _exchange(
@@ -204,7 +204,7 @@ class KernelVerbs(GrowingEngine):
         how = partition, self.slots
         dispatch_verbs.receive(sized, tokens, *rows, *how, max_tokens=max_tokens)
 
-    def _new_handle(
+    def new_handle(
         self,
         counts: Counts,
         routes: tuple[torch.Tensor, ...],
@@ -290,11 +290,11 @@ class KernelVerbs(GrowingEngine):
         max_rows: int,
     ) -> None:
         partition = self._partition(num_programs, owned=True)
-        self._send_cached(tokens, parts, partition)
+        self.send_cached(tokens, parts, partition)
         rows = parts[0], num_local_experts, BARE_HEADER
         dispatch_verbs.receive(sized, tokens, *rows, partition, self.slots)
 
-    def _send_cached(self, tokens: Tokens, parts: PartsOfHandle, partition: Partition) -> None:
+    def send_cached(self, tokens: Tokens, parts: PartsOfHandle, partition: Partition) -> None:
         """Begin a cached dispatch: send metadata and rows."""
         prefix, send_token_idx, signature = parts
         if self._max_tokens is not None:
