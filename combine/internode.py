@@ -27,7 +27,7 @@ from .launch import BLOCK_TOKENS, NUM_WARPS, ReturnedRows, Sums, push_sizes, sum
 
 
 def _sum_sizes(layout: SlotLayout, row: RowLayout, item_bytes: int, num_parts: int) -> SumSizes:
-    """Of sums whose blocks lie within a chunk each."""
+    """Returns the sizes of sums whose blocks each lie within a chunk."""
     block_tokens = min(BLOCK_TOKENS, layout.chunk_rows(row.num_bytes))
     return sum_sizes(layout, row, item_bytes, num_parts, block_tokens)
 

@@ -277,15 +277,15 @@ def _parts(heads, at, inside, node, row, context, place: tl.constexpr, SUM: tl.c
 
 @device_function
 def _near_part(part, node, context):
-    """Of the sum that this rank makes for a token of its rail peer on `node`: rows of the ranks of
-    this node, which have written them into regions of that node's ranks; see `push.landing`."""
+    """A part of the sum that this rank makes for a token of its rail peer on `node`: rows that a
+    rank of this node has written into the region of a rank of that node; see `push.landing`."""
     writer = node * tl.load(context + NODE_RANKS).to(tl.int32) + part
     return region(writer, context), writer, first_near_rank(context) + part, part >= 0
 
 
 @device_function
 def _node_part(part, node, context):
-    """Of the last sum: what arrives from other nodes, and this rank's own sums in staging."""
+    """A part of the last sum: what arrives from another node, or this rank's sums in staging."""
     is_own = part == own_node(context)
     arrival, staging = arrival_region(part, context), staging_region(part, context)
     writer = node_writer(part, context)

@@ -47,7 +47,7 @@ class NodeExpertRows(NamedTuple):
 
     @property
     def header_bytes(self) -> int:
-        """Of a region, before the rows that return."""
+        """The bytes of a region before the rows that return."""
         return weights_header_bytes(self.max_tokens, self.topk_idx.shape[1])
 
 

@@ -104,9 +104,9 @@ def _is_aligned(row: RowLayout, item_bytes: int, num_summed: int) -> bool:
 def push_sizes(
     layout: SlotLayout, row: RowLayout, item_bytes: int, relays: bool = False, num_summed: int = 0
 ) -> PushSizes:
-    """Of rows of such items. relays: to ranks that forward their sums, while none are made.
-    num_summed: of sums of up to so many rows of experts, by so many programs that flags are raised
-    after each chunk: with longer spans the first ones would come when half is done."""
+    """Returns the sizes of a push of rows. relays: the rows go to ranks that forward their sums,
+    and none are summed here. num_summed: the most rows of experts in a sum; flags are raised
+    after each chunk, as with longer spans the first ones would come when half is done."""
     block_rows, columns = COPY_ROWS, BYTES_IN_FLIGHT // item_bytes // COPY_ROWS
     if num_summed:
         block_rows, columns = SUMMED_ROWS, SUMMED_COLUMNS
@@ -134,7 +134,8 @@ def sum_sizes(
     block_tokens: int = BLOCK_TOKENS,
     num_summed: int = 0,
 ) -> SumSizes:
-    """Of sums of up to num_parts rows each, this rank's of up to num_summed rows of experts."""
+    """Returns the sizes of sums of up to num_parts rows; this rank's own row is a sum of up to
+    num_summed rows of experts."""
     hidden = row.payload_bytes // item_bytes
     block_tokens = SUMMED_ROWS if num_summed else block_tokens
     sizes = SumSizes(

@@ -78,7 +78,7 @@ class LayerTokens:
 
     @property
     def num_scales(self) -> int:
-        """Of a row that travels."""
+        """The scales of a row that travels."""
         return triton.cdiv(self.x.shape[1], BLOCK) if self.is_cast else 0
 
     @property

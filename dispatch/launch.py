@@ -215,7 +215,7 @@ def form_of(may_grow: bool, totals: TotalsWanted | None) -> int:
 
 @functools.cache
 def exchange_sizes(num_ranks: int, num_experts: int, num_nodes: int = 1) -> ExchangeSizes:
-    """Of counts of so many ranks and experts."""
+    """Returns the sizes of an exchange of counts between num_ranks ranks."""
     sizes = ExchangeSizes(
         RANKS_PAD=next_power_of_2(num_ranks),
         EXPERTS=num_experts // num_ranks,
@@ -317,8 +317,8 @@ def push_sizes(
     relays: bool = False,
     most_span: int = 8,
 ) -> PushSizes:
-    """Of rows of so many vectors. relays: of other nodes, whose chunks are passed on one by one.
-    most_span: see `Partition`."""
+    """Returns the sizes of a push of rows. relays: the rows are of other nodes, and their chunks
+    are passed on one by one. most_span: see `Partition`."""
     sizes = PushSizes(
         ALIGNED=vectors.aligned,
         RANKS_PAD=next_power_of_2(layout.num_ranks),

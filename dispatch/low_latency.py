@@ -71,7 +71,7 @@ class LowLatencyTokens(NamedTuple):
 
     @property
     def sent_dtype(self) -> torch.dtype:
-        """Of rows on the wire."""
+        """The dtype of rows on the wire."""
         return torch.float8_e4m3fn if self.is_cast else self.x.dtype
 
     @property
@@ -91,7 +91,7 @@ class LowLatencyTokens(NamedTuple):
         return LowLatencyRow(payload_bytes, self.num_topk, self.num_scales)
 
     def sizes(self, num_ranks: int) -> LowLatencySizes:
-        """Of their dispatch."""
+        """Returns the sizes of their dispatch."""
         sizes = self.max_tokens, self.x.shape[1], self.num_experts
         return LowLatencySizes(*sizes, num_ranks, self.num_topk)
 

@@ -60,7 +60,7 @@ from .schedule import INDEX_DTYPES, TileSchedule, checked_block_m, tile_schedule
 
 BLOCK_ROWS, BLOCK_COLUMNS = 16, 64
 GRADIENT_ROWS, GRADIENT_COLUMNS, PROGRAMS_PER_SM = 8, 256, 8
-"""Of the gradient of an activation, which reads and writes as a copy does."""
+"""The sizes of the gradient of an activation, which reads and writes as a copy does."""
 
 
 def dgrad(

@@ -58,7 +58,7 @@ FEW_ROWS = 256
 """Experts with fewer rows have gradients of their weights from shorter steps: of a block's few
 steps the last one is half empty."""
 ROOMY_REGISTERS = 176
-"""Of a thread of a GEMM of 8 warps with which others run concurrently. Each quarter of an SM has
+"""The registers of a thread of a GEMM of 8 warps with which others run. Each quarter of an SM has
 16,384 registers, in units of 8 for a thread: with two warps of 176 there is room for one of 160,
 and with two of 177 for none of more than 144."""
 

@@ -42,7 +42,7 @@ TURNS = gl.constexpr(4)
 """Tiles by which the warp that loads may be ahead."""
 LOADER_REGISTERS = gl.constexpr(40)
 HALF_REGISTERS = gl.constexpr(224)
-"""Of the second half; the first one takes what is left of an SM's, 240."""
+"""The registers of a thread of the second half; the first half takes the rest of an SM's, 240."""
 
 
 class CastScales(NamedTuple):

@@ -77,7 +77,7 @@ class CallMemory:
 
     @property
     def num_allocations(self) -> int:
-        """Of each call."""
+        """The number of allocations that each call makes."""
         return len(self._allocations)
 
     def allocate(self, numbers: dict[str, int]) -> list[torch.Tensor]:

@@ -24,8 +24,8 @@ MOST_PREPARED = 512
 """Prepared calls of all kinds of one memory, beyond which no further layer has its own. A graph of
 twelve launches takes 0.13 MiB of the GPU."""
 MOST_RECENT = 8
-"""Of these, how many with arguments of the same types and a first tensor of the same shape are
-asked for first."""
+"""The most recent prepared calls that are tried before the full lookup: those with arguments of the
+same types and a first tensor of the same shape."""
 
 PLAIN = torch.Tensor, torch.nn.Parameter
 """Classes of tensors that torch can compare."""
@@ -133,7 +133,8 @@ class Described:
         return self if self.kind.is_packed else None
 
     def packed(self, *tensors: Any) -> tuple[Any, ...]:
-        """Of these tensors, or None, which the kind decides, those that kernels take."""
+        """Returns what kernels take for each of these tensors or None: the tensor itself, or its
+        packed copy. The first call of a kind decides whether copies are needed."""
         if self.kind.is_packed:
             return tensors
         found = tuple([None if one is None else packed(one) for one in tensors])

@@ -35,8 +35,8 @@ class Part(NamedTuple):
 
 
 class LowLatencySizes(NamedTuple):
-    """Of a low-latency dispatch: the most tokens of a rank (M), the columns of a token (H), and how
-    many experts, ranks (R) and experts of a token (K) there are."""
+    """The sizes of a low-latency dispatch: the most tokens of a rank (M), the columns of a token
+    (H), and the numbers of experts, of ranks (R) and of experts of a token (K)."""
 
     max_tokens: int
     hidden: int

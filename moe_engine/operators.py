@@ -234,7 +234,7 @@ def _dispatch_backward(ctx: Any, rows: Tensor, weights: Tensor, *_: Any) -> tupl
 
 
 def _save_plan(ctx: Any, inputs: tuple[Any, ...], output: Any) -> None:
-    """Of what is returned, the first tensor has a gradient."""
+    """Save the plan for the backward. Only the first tensor that is returned has a gradient."""
     *_, plan, ctx.buffer_id = inputs
     ctx.save_for_backward(*plan)
     if isinstance(output, tuple):

@@ -24,7 +24,7 @@ from .launch import DEFAULT_STREAM
 from .torch_privates import current_device, raw_stream
 
 _one_call_at_a_time = threading.RLock()
-"""Of all Buffers: autograd calls from a thread of its own."""
+"""One lock for all Buffers, since autograd calls from a thread of its own."""
 
 # --- Events --------------------------------------------------------------------------------------
 

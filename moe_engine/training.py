@@ -147,7 +147,7 @@ def trained_layer(tensors: LayerTensors, buffer: Buffer, options: LayerOptions) 
 
 
 class _MoeFfn(torch.autograd.Function):
-    """Of the tensors in `flat`, see `LayerTensors`."""
+    """The node of autograd that a layer is. `flat` holds the tensors of `LayerTensors`."""
 
     @staticmethod
     def forward(

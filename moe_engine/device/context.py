@@ -163,8 +163,8 @@ class TracedRole(NamedTuple):
 
 
 TOLD_BIT = 32
-"""Of `ContextField.BROKEN`, which peers set by storing or sending a byte: so they clear no bit that
-this rank sets."""
+"""The bit of `ContextField.BROKEN` that peers set by storing or sending a byte: so they
+clear no bit that this rank sets."""
 SIGNATURE_WORDS = tl.constexpr(16)
 MAX_STAGES = tl.constexpr(16)
 """Parts that a layer's rows are sent in, and returned in."""

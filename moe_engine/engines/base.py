@@ -103,7 +103,7 @@ class LayerInputs(NamedTuple):
 
     @property
     def operand_dtype(self) -> torch.dtype:
-        """Of weights, and of rows that are multiplied by them."""
+        """The dtype of weights, and of the rows that are multiplied by them."""
         return FP8 if self.is_quantized else self.x.dtype
 
     @property
@@ -113,20 +113,20 @@ class LayerInputs(NamedTuple):
 
     @property
     def up(self) -> Weights:
-        """Of the first product."""
+        """The weights of the first product."""
         return Weights(self.w_gate_up, self.s_gate_up, self.b_gate_up)
 
     @property
     def up_transposed(self) -> Weights:
-        """Of the product that gives the gradient of x: by parts, so that the same steps of the
-        depth are added up in any layout."""
+        """The weights of the product that gives the gradient of x. They are taken by parts, so that
+        the same steps of the depth are added up in any layout."""
         w = self.w_gate_up
         by_parts = w if has_parts(w) else w.unflatten(1, (self.parts, -1))
         return Weights(by_parts, transposed=True)
 
     @property
     def down(self) -> Weights:
-        """Of the second one."""
+        """The weights of the second product."""
         return Weights(self.w_down, self.s_down, self.b_down)
 
 
@@ -183,7 +183,8 @@ def check_backward(
 
 
 LayerResult = tuple[torch.Tensor, torch.Tensor | None]
-"""Of a layer: its result [T, H]; counts int32 [E], the rows of each expert from all ranks."""
+"""What a layer returns: its result [T, H]; counts int32 [E], the rows of each expert from all
+ranks."""
 
 
 class Saved(NamedTuple):
@@ -258,8 +259,8 @@ def memory_of(into: Into, inputs: LayerInputs) -> WeightGradients | None:
 
 
 class Gradients(NamedTuple):
-    """Of a layer: of x and topk_weights; what computes those of the weights, where they come later,
-    or their memory; those of the biases that require grad."""
+    """The gradients of a layer: of x and topk_weights; of the weights, or what computes them later;
+    and of the biases that require grad."""
 
     x: torch.Tensor
     topk_weights: torch.Tensor

@@ -288,7 +288,7 @@ class Sizes(TypedDict):
 def sizes_of(
     num_rows: int, num_expanded: int, scales: torch.Tensor | None, wanted: RowsWanted
 ) -> Sizes:
-    """Of rows by token and by expert with such scales."""
+    """Returns the sizes of a dispatch with this many rows by token and by expert."""
     columns = 0 if scales is None else scales.shape[1]
     scale_rows = _scale_rows(num_expanded, scales, wanted)
     return Sizes(

@@ -58,7 +58,7 @@ def received_operand(rows: torch.Tensor, inputs: LayerInputs) -> Rows:
 
 
 def expert_tiles(inputs: LayerInputs, num_rows: int) -> tuple[GemmConfig, GemmConfig]:
-    """Of both products, for about so many rows."""
+    """Returns the tiles of both products, for about num_rows rows."""
     up = gemm_config(inputs.w_gate_up, num_rows, inputs.activation)
     return up, gemm_config(inputs.w_down, num_rows, block_m=up.block_m)
 

@@ -258,7 +258,7 @@ class InternodeEngine(KernelVerbs, LayerByVerbs):
         sized: Received,
         max_rows: int,
     ) -> None:
-        """What comes after `send_planned`, by so many programs: forward rows, and receive those that
+        """Forward rows after `send_planned`, by num_programs programs, and receive the rows that
         arrive."""
         self._forward_again(tokens, parts, num_programs)
         partition = self._partition(0, owned=False)

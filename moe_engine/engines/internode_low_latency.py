@@ -61,7 +61,7 @@ class InternodeLowLatencyHandle(NamedTuple):
 
     @property
     def sizes(self) -> LowLatencySizes:
-        """Of the dispatch."""
+        """The sizes of the dispatch."""
         num_ranks, num_topk = len(self.rank_prefix_matrix), self.dst_row.shape[1]
         return LowLatencySizes(*self[2:5], num_ranks, num_topk)
 

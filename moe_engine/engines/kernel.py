@@ -88,7 +88,7 @@ class KernelEngine(KernelVerbs):
         self.slots.reserve_expert_rows(num_bytes, self._was_captured)
 
     def layer_rows(self, inputs: LayerInputs) -> LayerRows:
-        """Of a layer with such inputs, for as many tokens as a rank may bring."""
+        """Returns the layout of a layer's rows, for as many tokens as a rank may bring."""
         x, num_topk, num_ranks = inputs.x, inputs.topk_idx.shape[1], self.slots.num_ranks
         row = ReturnRowLayout(x.shape[1] * x.itemsize, num_topk)
         header = header_bytes(len(inputs.w_gate_up) * num_ranks, num_ranks)

@@ -368,7 +368,7 @@ class KernelVerbs(GrowingEngine):
 
 
 def _max_tokens(totals: TotalsWanted | None) -> int:
-    """Of `TotalsWanted`."""
+    """Returns the most tokens that a rank may send, or 0 if totals are not wanted."""
     return totals.max_tokens if totals else 0
 
 

@@ -170,7 +170,7 @@ _hooks: Any = WeakIdKeyDictionary()
 """The handle of the hook that averages the gradient of a weight of experts."""
 
 _LOOKS = "_moe_looks_for_weights"
-"""Of experts: the handle of the hook of their forward that looks for weights."""
+"""The attribute of experts that holds their forward hook's handle. The hook looks for weights."""
 
 
 def _norm(grads: list[Any], norm_type: float, ranks: Any) -> Tensor:

@@ -35,7 +35,8 @@ from .transformers_experts import experts_layers, has_own_forward
 CACHE_NAMES = "cache", "past_key_values"
 """The argument of a model that is its cache: since transformers 5.24, and before."""
 MOST_GRAPHS = 8
-"""Of one cache: the sizes of batches that come in turn as ranks begin and end."""
+"""The most graphs of one cache: one for each size of the batches that come in turn as ranks begin
+and end."""
 
 Call = Callable[[], Any]
 

@@ -29,7 +29,7 @@ from .base import SymmetricTensor
 from .notice_kernels import tell_far_ranks_kernel
 
 NOTICE_BYTES = 1024
-"""Of a notice. Longer texts are cut."""
+"""The bytes of a notice. Longer texts are cut."""
 TOLD_BYTE = 8 * ContextField.BROKEN + TOLD_BIT // 8
 """Where peers say that a notice has come: the offset in a block, in bytes."""
 SENDING_S = 1.0

@@ -180,7 +180,8 @@ class SlotLayout(BlockLayout):
 
     @property
     def network_header_bytes(self) -> int:
-        """Of one of them, see `internode_rows_offset`, with the most experts and rows."""
+        """The bytes of one network header, with the most experts and rows: see
+        `internode_rows_offset`."""
         if self.num_nodes == 1:
             return 0
         rows_at = internode_rows_offset(MAX_EXPERTS, self.num_ranks)

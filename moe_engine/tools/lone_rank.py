@@ -20,7 +20,7 @@ from ..symm.single import SingleTensor
 from ..symm.slots import SlotLayout, Slots
 
 MAP_NORESERVE = getattr(mmap, "MAP_NORESERVE", 0x4000)
-"""Of Linux; Python has the name since 3.12."""
+"""Linux's flag. Python has the name since 3.12."""
 RANK = 1
 """A rank that has another one before it, where there are two."""
 

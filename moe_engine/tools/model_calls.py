@@ -62,7 +62,7 @@ def steps(most: int) -> list[int]:
 
 
 def sizes(shape: ModelShape, choice: Callable[[int], Any]) -> list[int]:
-    """Of the numbers of tokens that a Buffer may be made for, one for each result of `choice`."""
+    """Returns a number of tokens, up to the most of a Buffer, for each result of `choice`."""
     return list({choice(count): count for count in steps(shape.max_tokens)}.values())
 
 
@@ -328,7 +328,7 @@ def call_decode_layers_of(shape: ModelShape, counts: Callable[[int], set[int]]) 
 
 
 def numbers_of_rows(shape: ModelShape) -> Iterable[int]:
-    """Of a rank's experts on several nodes: for each at which other tiles are chosen, the least."""
+    """Yields the numbers of rows of a rank's experts at which other tiles are chosen."""
     (up, down), num_ranks = shape.weights(), shape.num_ranks
 
     def choice(count: int) -> Any:
@@ -417,7 +417,7 @@ CALLS: dict[str, Callable[[ModelShape], None]] = {
     "decode layer": call_decode_layers,
     "grouped GEMM": call_gemms,
 }
-"""Of ranks on one node."""
+"""The calls of ranks on one node, by the name that is shown."""
 CALLS_OF_NODES: dict[str, Callable[[ModelShape], None]] = {
     "dispatch and combine": call_normal,
     "expert rows": call_expert_rows,
@@ -429,7 +429,7 @@ CALLS_OF_NODES: dict[str, Callable[[ModelShape], None]] = {
     "decode layer": call_decode_layers,
     "grouped GEMM": call_gemms,
 }
-"""Of ranks on several nodes."""
+"""The calls of ranks on several nodes, by the name that is shown."""
 CHOOSING = {
     "layer": call_layers,
     "decode layer": call_decode_layers_once,

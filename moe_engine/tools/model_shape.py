@@ -42,11 +42,11 @@ class ModelShape:
 
     @property
     def row_bytes(self) -> int:
-        """Of x."""
+        """The bytes of a row of x."""
         return self.hidden * self.dtype.itemsize
 
     def region_bytes(self, max_tokens: int) -> int:
-        """Of a Buffer for so many tokens, as `Buffer.for_tokens` makes it."""
+        """Returns the bytes of a region of the Buffer that `Buffer.for_tokens` makes."""
         row = ReturnRowLayout(self.row_bytes, self.num_topk)
         return header_bytes(self.num_experts, self.num_ranks) + max_tokens * row.num_bytes
 

@@ -28,10 +28,10 @@ from .models import Kind, build_config, build_model
 from .progress import ranks_with_progress
 
 BIAS_SPEED = 3e-2
-"""Of the routers' biases: 30 times that of DeepSeek-V3, for trainings of few steps."""
+"""The speed of the routers' biases: 30 times DeepSeek-V3's, for trainings of few steps."""
 EPS = 1e-6
-"""Of AdamW. With 1e-8 the first steps magnify the rounding of gradients that are 0 but for it, till
-a router chooses another expert."""
+"""AdamW's epsilon. With 1e-8 the first steps magnify the rounding of gradients that are 0 but for
+it, till a router chooses another expert."""
 
 
 @dataclass(frozen=True)
@@ -46,7 +46,7 @@ class Job:
     learning_rate: float
     backend: str
     bias_speed: float = 0.0
-    """Of the routers' biases, which stay as they are at 0."""
+    """The speed of the routers' biases, which stay as they are at 0."""
 
 
 @dataclass

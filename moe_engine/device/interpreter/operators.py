@@ -43,7 +43,7 @@ OF_INTEGERS: dict[str, OfNumpy] = {
     "__rshift__": np.right_shift,
 }
 MASK = 2**64 - 1
-"""Of the bits of an address."""
+"""The bits of an address."""
 
 
 def replace_operator(name: str, of_numpy: OfNumpy) -> None:

@@ -19,7 +19,7 @@ NUMBERS = {"fp32"} | INTEGERS
 PLAIN = {"int1"} | NUMBERS
 """Types of which two make the same type, whatever is computed."""
 SMALLEST, LARGEST = -(2**31), 2**31 - 1
-"""Of int32, the type of an int that fits."""
+"""The bounds of int32, the type of an int that fits."""
 
 _NESTED = list, tuple, tl.tuple
 _dtypes: dict[str, Any] = {}
