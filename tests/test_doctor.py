@@ -4,6 +4,7 @@ files."""
 from __future__ import annotations
 
 import io
+import sys
 
 import nvshmem_cases
 import pytest
@@ -70,6 +71,25 @@ def test_the_nvshmem_that_would_be_used(tmp_path, monkeypatch):
         assert not is_good and nvshmem_library.INSTALL_TESTED in answer
     nvshmem_cases.uninstall(monkeypatch)
     assert "NVSHMEM is not installed" in by_name(doctor.software())["NVSHMEM"][0]
+
+
+def test_the_cuda_of_the_driver(monkeypatch):
+    driver = doctor.cuda_driver
+    for version, shown, is_good in ((13020, "13.2", True), (12080, "12.8; needs CUDA 13", False)):
+        told = driver.CUresult(0), version
+        monkeypatch.setattr(driver, "cuDriverGetVersion", lambda told=told: told)
+        found = doctor._cuda_of_driver()
+        assert found.found.startswith(shown) and found.is_good is is_good
+
+
+def test_packages_that_do_not_work_are_told(monkeypatch):
+    found = by_name(doctor.software())
+    assert found["einops"][1] and found["cuda-bindings"][1]
+    monkeypatch.setitem(sys.modules, "einops", None)
+    text, is_good = by_name(doctor.software())["einops"]
+    assert not is_good and "cannot be imported" in text
+    one = doctor._package("no-such-package", "nothing", "pip install it")
+    assert one == ("no-such-package", "not installed; pip install it", False)
 
 
 def test_ranks_of_several_hosts(host, tmp_path, monkeypatch):

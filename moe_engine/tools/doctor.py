@@ -17,6 +17,7 @@ from typing import NamedTuple
 
 import torch
 from cuda.bindings import driver as cuda_driver
+from cuda.pathfinder import DynamicLibNotFoundError
 from rich import box
 from rich.console import Console
 from rich.markup import escape
@@ -88,8 +89,10 @@ def _cuda_of_driver() -> Finding:
     """The latest CUDA that the driver knows, asked through cuda.bindings."""
     try:
         cuda = check(cuda_driver.cuDriverGetVersion(), "tell the version of the driver")
-    except RuntimeError as error:  # cuda.bindings found no driver
-        return Finding("CUDA of the driver", " ".join(str(error).split()), False)
+    except DynamicLibNotFoundError:
+        return Finding("CUDA of the driver", "none: libcuda.so.1 is not found", False)
+    except RuntimeError as error:
+        return Finding("CUDA of the driver", str(error), False)
     shown = f"{cuda // 1000}.{cuda % 1000 // 10}"
     if cuda < OLDEST_CUDA:
         return Finding("CUDA of the driver", f"{shown}; needs CUDA 13, driver 580 or later", False)
