@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 import torch
+from einops import rearrange
 from rounds import FEW
 from sequence_values import NUM_LOCAL, Drawn, Rank
 
@@ -46,10 +47,10 @@ class Layer:
     def laid_out(self, up: torch.Tensor, down: torch.Tensor) -> list[torch.Tensor]:
         """Weights [L, 2I, H] and [L, H, I], or their gradients, in this layout."""
         if self.layout == "pair":
-            gate, up = up.unflatten(1, (2, -1)).transpose(0, 1).contiguous()
+            gate, up = rearrange(up, "l (part rows) h -> part l rows h", part=2).contiguous()
             return [gate, up, down]
         if self.layout == "interleaved":
-            up = up.unflatten(1, (2, -1)).transpose(1, 2).flatten(1, 2).contiguous()
+            up = rearrange(up, "l (part rows) h -> l (rows part) h", part=2).contiguous()
         return [up, down]
 
     def with_pair(self, tensors: list[Any]) -> tuple[Any, Any]:

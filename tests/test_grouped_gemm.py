@@ -11,6 +11,7 @@ from unittest.mock import patch
 import pytest
 import torch
 import torch.nn.functional as F
+from einops import repeat
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -222,8 +223,8 @@ def run_fp8(
     w8 = torch.randn(len(counts), columns, K).to(FP8)
     x_scale = torch.rand(num_rows, 3) + 0.5
     w_scale = torch.rand(len(counts), -(-columns // 128), 3) + 0.5
-    x = x8.double() * x_scale.double().repeat_interleave(128, 1)[:, :K]
-    blocks = w_scale.double().repeat_interleave(128, 1).repeat_interleave(128, 2)
+    x = x8.double() * repeat(x_scale.double(), "m j -> m (j c)", c=128)[:, :K]
+    blocks = repeat(w_scale.double(), "l i j -> l (i r) (j c)", r=128, c=128)
     w = w8.double() * blocks[:, :columns, :K]
     bias = torch.randn(len(counts), columns).to(BF16)
     offsets = torch.tensor([0, *counts]).cumsum(0)

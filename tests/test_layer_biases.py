@@ -9,6 +9,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from cases import relative_error
+from einops import rearrange
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import checkpoint
 from training_cases import NAMES, end, make_case, new_buffer, on_device
@@ -221,11 +222,11 @@ def run_sinks(group: dist.ProcessGroup, *parts: Any) -> list[bool]:
     assert delayed[2] is None
     later.backward_dw()
     of_leaves = [one.grad for one in leaves]
-    rows = up.unflatten(1, (2, -1)).transpose(1, 2).flatten(1, 2).contiguous()
+    rows = rearrange(up, "l (part rows) h -> l (rows part) h", part=2).contiguous()
     turned = [*parts[:3], rows, *parts[4:]]
     more["layout"] = "interleaved"
     in_turn = gradients(lambda *a, **b: moe_ffn(*a, buffer, **more, **b), turned)
-    in_turn[3] = in_turn[3].unflatten(1, (-1, 2)).transpose(1, 2).flatten(1, 2)
+    in_turn[3] = rearrange(in_turn[3], "l (rows part) h -> l (part rows) h", part=2)
     end(buffer)
     wanted = plain[1:]
     sunk = [into[0], into[1], sink.gate_up, sink.down, *into[4:]]

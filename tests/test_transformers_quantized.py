@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
+from einops import rearrange, reduce
 
 pytest.importorskip("transformers")
 
@@ -82,9 +83,9 @@ def save_fp8(folder: Path) -> None:
             rows, columns = (-(-size // 128) for size in weight.shape)
             padded = weight.new_zeros(128 * rows, 128 * columns, dtype=torch.float32)
             padded[: weight.shape[0], : weight.shape[1]] = weight
-            blocks = padded.unflatten(0, (rows, 128)).unflatten(2, (columns, 128))
-            scales = blocks.abs().amax((1, 3)) / 448
-            values = (blocks / scales[:, None, :, None]).flatten(2).flatten(0, 1)
+            tiles = rearrange(padded, "(i r) (j c) -> i j r c", r=128, c=128)
+            scales = reduce(tiles.abs(), "i j r c -> i j", "max") / 448
+            values = rearrange(tiles / scales[:, :, None, None], "i j r c -> (i r) (j c)")
             values = values[: weight.shape[0], : weight.shape[1]]
             tensors[name] = values.to(torch.float8_e4m3fn).contiguous()
             tensors[f"{name}_scale_inv"] = scales

@@ -11,6 +11,7 @@ from unittest import mock
 import pytest
 import torch
 import torch.distributed as dist
+from einops import rearrange
 
 pytest.importorskip("transformers")
 
@@ -68,7 +69,7 @@ def as_quantized(self: Any, x: torch.Tensor, ids: torch.Tensor, weights: Any) ->
         both[:2] = [one.transpose(1, 2) for one in both[:2]]
     if gate.is_interleaved:
         for at in (0, 2):
-            both[at] = both[at].unflatten(1, (-1, 2)).transpose(1, 2).flatten(1, 2)
+            both[at] = rearrange(both[at], "e (rows part) ... -> e (part rows) ...", part=2)
     (up, s_up), (down, s_down) = (quantize_weights(one) for one in both[:2])
     biases = both[2:] or (None, None)
     rows = reference.expert_rows(x, ids, up, down, *biases, activation_of(self), s_up, s_down)

@@ -11,6 +11,7 @@ from functools import partial
 import cases
 import pytest
 import torch
+from einops import rearrange
 from training_cases import (
     NAMES,
     POLICIES,
@@ -39,12 +40,12 @@ SIZES = dict(hidden=32, num_local=2, num_topk=2)
 
 def interleaved(up):
     """The rows of gate and up in turn."""
-    return torch.stack(up.chunk(2, 1), 2).flatten(1, 2)
+    return rearrange(up, "l (part rows) h -> l (rows part) h", part=2)
 
 
 def concatenated(up):
     """The opposite of `interleaved`."""
-    return up.unflatten(1, (-1, 2)).transpose(1, 2).flatten(1, 2)
+    return rearrange(up, "l (rows part) h -> l (part rows) h", part=2)
 
 
 def as_two(up):
