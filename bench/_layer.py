@@ -10,7 +10,7 @@ import torch
 import torch.distributed as dist
 import triton
 from _common import draw_topk, silu_mul_kernel
-from einops import reduce
+from einops import einsum, rearrange, reduce
 
 from moe_engine.grouped_gemm import gemm_config, grouped_gemm, tile_schedule
 from moe_engine.layer_config import MODELS
@@ -142,5 +142,5 @@ class Tokens:
         dist.all_to_all_single(by_expert, rows, copies.sent, copies.received, group=self.group)
         inverse = torch.empty_like(copies.send_order)
         inverse[copies.send_order] = torch.arange(len(inverse), device=inverse.device)
-        y_TKH = by_expert[inverse].view(*self.idx.shape, -1)
-        return torch.einsum("tkh,tk->th", y_TKH, self.weights.to(y_TKH.dtype))
+        y_TKH = rearrange(by_expert[inverse], "(t k) h -> t k h", k=self.idx.shape[1])
+        return einsum(y_TKH, self.weights.to(y_TKH.dtype), "t k h, t k -> t h")

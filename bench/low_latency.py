@@ -35,6 +35,7 @@ from _layer import Experts, Tokens, relative_error
 
 from moe_engine import Buffer, moe_ffn
 from moe_engine.emulation import send_message
+from moe_engine.grouped_gemm.quantization import dequantize
 from moe_engine.hardware import gpu
 from moe_engine.layer_config import MODELS
 
@@ -257,8 +258,7 @@ class Verbs:
             rows, counts, handle, *_ = self.dispatch(tokens, fp8)
             assert torch.equal(counts.long(), tokens.received_counts())
             if fp8:
-                blocks = rows[0].float().unflatten(-1, (-1, 128))
-                rows = blocks.mul_(rows[1][..., None]).flatten(2)
+                rows = dequantize(*rows, 1)
             out = self.combine(tokens, rows.mul_(mine).bfloat16(), handle)
             want = tokens.x * (tokens.weights * factor[tokens.idx]).sum(1, keepdim=True)
             errors.append(relative_error(out, want))

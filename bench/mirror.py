@@ -30,7 +30,7 @@ import triton.language as tl
 import typer
 from _common import draw_topk, save
 from _layer import ERROR, Experts, relative_error
-from einops import rearrange
+from einops import einsum, rearrange
 
 from moe_engine import Options, timing
 from moe_engine.device import lang
@@ -128,8 +128,8 @@ def measure(experts: Experts, num_tokens: int) -> Iterator[tuple[str, float, flo
     y = experts(rows, ends)
     by_token = torch.empty_like(y)
     by_token[order] = y
-    y_TKH = by_token.view(*tokens.idx.shape, -1)
-    want = torch.einsum("tkh,tk->th", y_TKH, tokens.weights.to(y.dtype))
+    y_TKH = rearrange(by_token, "(t k) h -> t k h", k=experts.num_topk)
+    want = einsum(y_TKH, tokens.weights.to(y.dtype), "t k h, t k -> t h")
     sizes = experts.num_experts, experts.num_topk, experts.hidden, experts.columns
     problem, speed = LayerProblem(RANKS, num_tokens, *sizes), gpu().hbm_gbs
     ways: dict[str, Callable[[], torch.Tensor]] = {"torch": lambda: experts(rows, ends)}

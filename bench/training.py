@@ -172,9 +172,8 @@ class Layer:
         else:
             theirs = torch.empty_like(counts)
             dist.all_to_all_single(theirs, counts, group=self.group)
-            sent, received = (
-                reduce(one, "(r l) -> r", "sum", r=ranks).tolist() for one in (counts, theirs)
-            )
+            sent = reduce(counts, "(r l) -> r", "sum", r=ranks).tolist()
+            received = reduce(theirs, "(r l) -> r", "sum", r=ranks).tolist()
             arrived = AllToAll.apply(rows, sent, received, self.group)
             local = torch.arange(len(counts) // ranks, device=flat.device).repeat(ranks)
             by_expert = local.repeat_interleave(theirs, output_size=sum(received))
@@ -187,7 +186,7 @@ class Layer:
         inverse = torch.empty_like(order)
         inverse[order] = torch.arange(len(order), device=order.device)
         y_TKH = rearrange(y[inverse], "(t k) h -> t k h", k=num_topk)
-        return einsum(y_TKH, self.weights.to(y.dtype), "t k h, t k -> t h")
+        return einsum(y_TKH, self.weights.to(y_TKH.dtype), "t k h, t k -> t h")
 
     def gradients(self, forward: Callable[[], torch.Tensor]) -> Run:
         """Forward and backward: (result, gradients)."""

@@ -95,7 +95,8 @@ def quantize_weights(w: torch.Tensor, name: str = "w") -> tuple[torch.Tensor, to
         tiles = rearrange(padded, "(i r) (j c) -> i j r c", r=BLOCK, c=BLOCK)
         amax = reduce(tiles.abs(), "i j r c -> i j 1 1", "max").clamp_min(SMALLEST_AMAX)
         power = torch.exp2(ceil_log2(amax / E4M3_MAX).float())
-        is_exact = ((tiles / power).to(FP8).float() * power == tiles).all(-1, True).all(-2, True)
+        is_same = (tiles / power).to(FP8).float() * power == tiles
+        is_exact = reduce(is_same, "i j r c -> i j 1 1", "all")
         scale = torch.where(is_exact, power, amax / E4M3_MAX)
         quantized = (tiles / scale).to(FP8)
         values[expert] = rearrange(quantized, "i j r c -> (i r) (j c)")[:rows, :columns]
@@ -147,7 +148,7 @@ def dequantize(values: torch.Tensor, scales: torch.Tensor, num_rows: int = BLOCK
     """float32 [..., N, K]: e4m3 values times their scales, one for each num_rows (1 of rows, 128 of
     weights) and 128 columns."""
     rows, columns = values.shape[-2:]
-    wide = repeat(scales, "... n k -> ... (n r) (k c)", r=num_rows, c=BLOCK)
+    wide = repeat(scales, "... i j -> ... (i r) (j c)", r=num_rows, c=BLOCK)
     return values.float() * wide[..., :rows, :columns]
 
 

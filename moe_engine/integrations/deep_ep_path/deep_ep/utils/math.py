@@ -36,9 +36,9 @@ def align(x: int, y: int) -> int:
 def per_token_cast_to_fp8(x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     """x [N, H] as e4m3 [N, H] and scales float32 [N, ceil(H / 128)], of 128 columns each."""
     blocks = _blocks(x.float())
-    largest = reduce(blocks.abs(), "n s c -> n s 1", "max").clamp(min=1e-4)
-    rows = rearrange((blocks * (LARGEST / largest)).to(torch.float8_e4m3fn), "n s c -> n (s c)")
-    return rows[:, : x.shape[1]].contiguous(), rearrange(largest / LARGEST, "n s 1 -> n s")
+    largest = reduce(blocks.abs(), "n s c -> n s", "max").clamp(min=1e-4)
+    rows = rearrange(blocks * (LARGEST / largest)[..., None], "n s c -> n (s c)")
+    return rows[:, : x.shape[1]].to(torch.float8_e4m3fn).contiguous(), largest / LARGEST
 
 
 def per_token_cast_back(x_fp8: torch.Tensor, x_scales: torch.Tensor) -> torch.Tensor:
