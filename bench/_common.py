@@ -112,7 +112,7 @@ def calls_in_a_round(call: Call, group: dist.ProcessGroup) -> int:
 def time_in_turns(calls: Mapping[Any, Call], group: dist.ProcessGroup) -> dict[Any, float]:
     """Microseconds of one of each of these calls from Python: the medians over rounds in which they
     take turns, in their order and back. What is timed depends by up to 4% on what ran before it
-    (bench/NOTES.md), so half of the calls of a turn are made before it is timed."""
+    (bench/notes/training.md), so half of the calls of a turn are made before it is timed."""
     repeats = {name: calls_in_a_round(call, group) for name, call in calls.items()}
     times: dict[Any, list[float]] = {name: [] for name in calls}
     for number in range(WARMUP_ROUNDS + EAGER_ROUNDS):

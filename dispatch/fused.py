@@ -55,7 +55,7 @@ PUSH_BATCH, COPY_BATCH = 32, 64
 """Rows that a program looks up at a time."""
 PUSH_ROWS, PUSH_VECS = 4, 512
 """Rows that a program copies at a time, and vectors of each. Twice as many in flight, or more
-warps, take the links no faster, and a concurrent GEMM half of its speed (bench/NOTES.md)."""
+warps, take the links no faster, and a concurrent GEMM half of its speed (bench/notes/layer.md)."""
 MOST_TAIL = 64
 """The most vectors of a row's last block that are loaded together with the block before."""
 

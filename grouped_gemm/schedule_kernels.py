@@ -99,7 +99,7 @@ def claim_tile(claimed, index):
     A program claims as many as it would have without, so that its loop is as long, and pipelined.
     But all claim them in their order: tiles in flight are neighbours, which share rows and weights
     in L2, however unequal the SMs are. Else those that memory serves last fall back from tile to
-    tile, and read alone what the others have read together (bench/NOTES.md).
+    tile, and read alone what the others have read together (bench/notes/e4m3_layers.md).
     """
     if claimed is not None:
         index = count_inline(claimed.to(tl.int64))

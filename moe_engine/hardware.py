@@ -20,7 +20,7 @@ BYTES_IN_FLIGHT = 64 * 1024
 @dataclass(frozen=True, slots=True)
 class Gpu:
     """A kind of GPU, as far as choices depend on it. The figures were measured on an H200, and
-    hbm_gbs and the link on an H100 (bench/NOTES.md).
+    hbm_gbs and the link on an H100 (bench/notes/h100.md).
 
     capability: its compute capability; None for the interpreter, which runs on the CPU.
     link_gbs: GB/s at which it writes to others without queueing; offered more, the link carries

@@ -1,7 +1,7 @@
 """Launches as one: an instantiated CUDA graph whose kernels take other arguments.
 
 The driver takes about 5 us of the host's time for a launch, 3 for a graph of up to twelve, and 1.7
-more for each of its kernels whose arguments have changed (bench/NOTES.md).
+more for each of its kernels whose arguments have changed (bench/notes/host.md).
 """
 
 from __future__ import annotations

@@ -104,7 +104,7 @@ class LayerProblem:
     def rereads_weights(self, hbm_gbs: float) -> bool:
         """Whether tiles that begin when their rows arrive, at different times, each read their
         expert's weights from memory of this speed: an up-projection that is bound by products
-        otherwise is then bound by memory (bench/NOTES.md)."""
+        otherwise is then bound by memory (bench/notes/layer.md)."""
         rows = self.max_tokens * self.num_topk * self.num_ranks / self.num_experts
         is_shared_by_few = TILE_ROWS < rows < MANY_TILES * TILE_ROWS
         return hbm_gbs < H200.hbm_gbs and self.hidden >= LONG_DEPTH and is_shared_by_few
@@ -141,7 +141,7 @@ class LayerProblem:
 @dataclass(frozen=True, slots=True)
 class LayerConfig:
     """Choices of a layer, of which the stages must be equal on all ranks. The defaults, and the
-    constants above, are those of an H200 (bench/NOTES.md).
+    constants above, are those of an H200 (bench/notes/layer.md).
 
     num_stages: in how many parts a rank's expert rows arrive, in their order; a tile waits for the
     part of its last row; with 1 it waits for all rows. num_return_stages: in how many parts sums

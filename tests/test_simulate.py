@@ -100,7 +100,7 @@ def test_within_a_node_the_model_is_near_what_was_measured(
     tokens: int, measured: tuple[int, int], error: float
 ) -> None:
     """us of dispatch with owned rows and of combine on 4 x H200 in bf16, by 24 SMs for 8192 tokens
-    and by 16 for 128 (bench/NOTES.md)."""
+    and by 16 for 128 (bench/notes/dispatch_combine.md)."""
     cluster = Cluster(4, 4)
     shares = Shares.uniform(cluster, E, K)
     us = exchange(Way.DIRECT, cluster, shares, tokens * RowType.BF16.num_bytes(H)).us
