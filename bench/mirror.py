@@ -4,9 +4,9 @@ Ranks that share a GPU take turns, so their times mean nothing. Here one rank's 
 every two tokens the experts are the same ones of the other rank, so this rank is sent just what it
 sends, and what it would write to its peer it writes to where the peer would write. All of a rank's
 launches run as between two GPUs, at the pace of their link, and concurrently with one another; only
-no row crosses a link, and what would come from the peer is written by this rank. bench/notes/layer.md, "A
-rank whose peer is itself", says how these times compare with those of two GPUs: take them to
-compare choices, and measure between GPUs what is claimed.
+no row crosses a link, and what would come from the peer is written by this rank. Under "A rank
+whose peer is itself" bench/notes/layer.md says how these times compare with those of two GPUs: take
+them to compare choices, and measure between GPUs what is claimed.
 
 Before it is timed each layer is compared with torch's. impl `torch` is two torch._grouped_mm and
 one kernel for silu(gate) * up on the rows that arrive, `moe_engine` the layer, and `moe_engine, as

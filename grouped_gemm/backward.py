@@ -280,8 +280,9 @@ def launch_activation_gradient(
     """From the gradient of activations, before they are weighted, to that of pre-activations.
 
     A pass of its own: as an epilogue of the product, it took up to 1.5 times as long as both,
-    since tensor cores idled meanwhile (bench/notes/training.md). Its programs are as many for any number of
-    rows: a layer's prepared backward launches as many for more rows as for those of its first call.
+    since tensor cores idled meanwhile (bench/notes/training.md). Its programs are as many for any
+    number of rows: a layer's prepared backward launches as many for more rows as for those of
+    its first call.
     """
     num_rows, num_columns = rows.grad.shape
     if num_rows:

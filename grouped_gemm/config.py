@@ -289,8 +289,8 @@ def _num_tiles(config: GemmConfig, problem: GemmProblem) -> int:
 
 def predict(config: GemmConfig, problem: GemmProblem) -> Prediction:
     """The time of a problem with this tile shape, from bytes, products and constants measured on an
-    H200 (bench/notes/grouped_gemm.md). For large problems it is right to 10% there; the choice needs ratios
-    only."""
+    H200 (bench/notes/grouped_gemm.md). It is right to 10% there for large problems; the choice
+    needs ratios only."""
     columns = problem.num_columns * problem.parts
     num_tiles = _num_tiles(config, problem)
     num_waves = -(-num_tiles // (problem.num_sms * config.programs_per_sm))

@@ -4,9 +4,10 @@ arguments are packed, and they are launched, without Triton's launcher.
 That launcher is C code which Triton generates for each kernel and compiles at its first launch, and
 it reads all arguments anew at each launch (11 to 20 us). Here the arguments of a launch stay
 packed, so that another launch changes those that differ and costs what the driver takes (about 5
-us; bench/notes/host.md), and `launch_graph.py` makes one launch of several. Nothing here needs Triton or
-a compiler, and Triton's hooks of loaded modules are not called. The driver is called through
-cuda.bindings: structures and numbers are its own, and each function returns (CUresult, *values).
+us; bench/notes/host.md), and `launch_graph.py` makes one launch of several. Nothing here needs
+Triton or a compiler, and Triton's hooks of loaded modules are not called. The driver is called
+through cuda.bindings: structures and numbers are its own, and each function returns (CUresult,
+*values).
 """
 
 from __future__ import annotations
