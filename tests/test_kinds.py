@@ -89,7 +89,7 @@ def kind_of(calls, case):
 def calls(request, monkeypatch):
     """Calls, with and without torch's comparison, which is private."""
     if not request.param:
-        monkeypatch.setattr(torch._C._dynamo.guards, "TensorGuards", None)
+        monkeypatch.setattr(kinds, "TensorGuards", None)
     calls = PreparedCalls()
     calls.compares = request.param
     return calls
